@@ -61,6 +61,7 @@ pub fn plan(
                 tiles: plan.tiles,
                 apart: plan.apart,
                 between: plan.between,
+                complete: plan.complete,
                 steps: plan.pattern_steps(),
             }
         }

@@ -25,6 +25,9 @@ pub struct DevicePlan {
     /// See [`TilePlan::between`](crate::plan::TilePlan::between); 0 where blocks are chosen on the device.
     #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
     pub between: usize,
+    /// See [`TilePlan::complete`](crate::plan::TilePlan::complete).
+    #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
+    pub complete: bool,
     /// Steps of each pattern's tiles, one tile after the other; empty where blocks are chosen on the device.
     #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
     pub steps: Vec<usize>,

@@ -55,7 +55,7 @@ pub use overhead::tile_steps;
 pub use overhead::{Grouping, NarrowCosts, tiling_overhead};
 #[cfg(feature = "kernels")]
 pub(crate) use tiling::EMPTY;
-pub use tiling::{BIT_WORDS, MASKED_STEP, NO_VISIT, Sections, Tiling, Walk};
+pub use tiling::{BIT_WORDS, LAST_VISIT, MASKED_STEP, NO_VISIT, Sections, Tiling, Walk};
 
 use crate::BlockLayout;
 
@@ -82,6 +82,8 @@ pub struct TilePlan {
     /// Of a plan with visits: tiles from one to the next that shares columns with it, in launch order, on average: 1 if all share some, as many as there are
     /// documents if these are alike. 0 where some tiles are much shorter than those before them, which they would wait for.
     pub between: usize,
+    /// Of a plan with visits: whether every group of columns has one, in all patterns, and none are counted apart.
+    pub complete: bool,
 }
 
 impl TilePlan {
@@ -144,6 +146,7 @@ impl TilePlan {
             steps: heads.steps,
             apart: found.apart,
             between: found.between,
+            complete: found.complete,
         }
     }
 

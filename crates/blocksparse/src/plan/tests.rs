@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use super::tiling::EMPTY;
 use super::*;
-use crate::{FULL, Pattern};
+use crate::{BlockMask, FULL, Pattern};
 
 /// The pairs of a plan are exactly those of the layout, once each.
 #[rstest::rstest]
@@ -159,7 +159,8 @@ fn tiling(rows: usize, cols: usize, clustered: bool) -> Tiling {
     }
 }
 
-/// In launch order, tiles count the visits of each group of columns without a gap, whatever the pattern.
+/// In launch order, tiles count the visits of each group of columns without a gap, and the last one says so, whatever the
+/// pattern.
 #[rstest::rstest]
 #[case(Pattern::causal(), 16, 64)]
 #[case(Pattern::streaming(40, 3), 8, 128)]
@@ -196,7 +197,7 @@ fn visits_count_in_launch_order(
     for head in 0..4 {
         assert_eq!(order(head), order(0), "heads may share a tile of keys");
         let first = plan.words[sections.heads + head] as usize;
-        let mut visits: HashMap<u32, u32> = HashMap::new();
+        let mut visits: HashMap<u32, (u32, bool)> = HashMap::new();
         let mut pairs = 0;
         for tile in order(head) {
             let record = sections.tiles + (first + tile as usize) * 3;
@@ -211,19 +212,49 @@ fn visits_count_in_launch_order(
                         assert_eq!(entry[1], EMPTY);
                         continue;
                     }
-                    let visit = visits.entry(entry[0]).or_default();
+                    let (visit, over) = visits.entry(entry[0]).or_default();
+                    assert!(!*over, "nobody comes after the last visit");
                     assert_eq!(entry[2] & NO_VISIT, *visit);
                     *visit += 1;
+                    *over = entry[2] & LAST_VISIT != 0;
                     let rows = 128 * plan.mask_words;
                     let mask = &plan.words[sections.masks + entry[1] as usize * rows..][..rows];
                     pairs += mask.iter().map(|word| word.count_ones()).sum::<u32>();
                 }
             }
         }
+        assert!(visits.values().all(|&(_, over)| over), "head {head}");
+        if plan.complete {
+            let groups = 0..700u32.div_ceil(plan.group as u32);
+            assert!(groups.into_iter().all(|group| visits.contains_key(&group)));
+        }
         let dense = layout.to_dense(head);
         let kept: usize = dense.iter().flatten().filter(|&&kept| kept).count();
         assert_eq!(pairs as usize, kept, "head {head}");
     }
+}
+
+/// A plan is complete if each query sees a key in each head, and no tile has sums of its own.
+#[rstest::rstest]
+#[case("causal", true)]
+#[case("fixed:128,32", true)]
+#[case("local:64/streaming:2560,64", true)]
+#[case("window:256+global:0,1", false)]
+fn complete_plans(#[case] pattern: &str, #[case] complete: bool) {
+    let pattern: Pattern = pattern.parse().unwrap();
+    let layout = pattern.layout(2, 8192, 64).unwrap();
+    let tiling = Tiling {
+        visits: true,
+        apart: true,
+        ..tiling(128, 64, false)
+    };
+    assert_eq!(TilePlan::new(&layout, tiling).complete, complete);
+    let shape = *layout.shape();
+    let layout = BlockLayout::from_block_fn("blind", shape, |head, row, _| {
+        ((head, row) != (1, 127)).then(|| BlockMask::corner(64, 64, 64))
+    });
+    let plan = TilePlan::new(&layout.unwrap(), tiling);
+    assert!(!plan.complete, "the second head's last queries see nothing");
 }
 
 /// A tile that nearly all queries see adds to sums of its own; then the others begin to count again, and all walk alike. Of long windows none does.

@@ -62,8 +62,10 @@ impl Tiling {
 /// Words of a coarse entry's bits.
 pub const BIT_WORDS: usize = 2;
 
-/// The visit of an entry that only fills up a step.
-pub const NO_VISIT: u32 = u32::MAX >> 1;
+/// The visit of an entry that only fills up a step; the bits of visits.
+pub const NO_VISIT: u32 = u32::MAX >> 2;
+/// Bit of a visit: nobody visits these columns later. No entry has it where tiles count visits for themselves.
+pub const LAST_VISIT: u32 = 1 << 30;
 /// Bit of the visit of a step's first entry: the masks of this step matter.
 pub const MASKED_STEP: u32 = 1 << 31;
 

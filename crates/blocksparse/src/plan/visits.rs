@@ -1,6 +1,6 @@
 //! The order in which tiles add to what they share.
 
-use super::tiling::NO_VISIT;
+use super::tiling::{LAST_VISIT, NO_VISIT};
 
 /// The sizes of a plan that [`count_visits`] needs.
 pub(super) struct PlanSizes {
@@ -50,6 +50,8 @@ pub(super) struct Visits {
     pub apart: usize,
     /// See [`TilePlan::between`](super::TilePlan::between).
     pub between: usize,
+    /// See [`TilePlan::complete`](super::TilePlan::complete).
+    pub complete: bool,
 }
 
 /// The order of tiles, and in it the visits of all entries.
@@ -71,6 +73,7 @@ pub(super) fn count_visits(records: &[u32], entries: &mut [u32], sizes: PlanSize
         false => 0,
     };
     let mut sharing = Sharing::new(others);
+    let mut complete = apart == 0;
     for pattern in 0..patterns {
         let record = |rank: usize| pattern * tiles + ranked[rank] as usize;
         // Tiles walk from their last queries to their first, so that those of neighbours, which begin at the same time, do not want the same queries at
@@ -82,6 +85,8 @@ pub(super) fn count_visits(records: &[u32], entries: &mut [u32], sizes: PlanSize
         let all = (tiles > 0).then(|| record(0)).is_some_and(is_long)
             && usual.is_some_and(|usual| usual > SHORT);
         let mut visits = vec![0u32; others];
+        // The word of the last entry of each group so far.
+        let mut last = vec![None; others];
         sharing.begin();
         for rank in 0..tiles {
             if rank == apart {
@@ -95,13 +100,20 @@ pub(super) fn count_visits(records: &[u32], entries: &mut [u32], sizes: PlanSize
                 reverse_steps(words, per_step * entry_words);
             }
             sharing.add(steps(record), words.chunks_exact(entry_words));
-            for entry in words.chunks_exact_mut(entry_words) {
+            for (k, entry) in words.chunks_exact_mut(entry_words).enumerate() {
                 if entry[2] & NO_VISIT != NO_VISIT {
-                    let visit = &mut visits[entry[0] as usize];
-                    entry[2] |= *visit;
-                    *visit += 1;
+                    let group = entry[0] as usize;
+                    entry[2] |= visits[group];
+                    visits[group] += 1;
+                    last[group] = Some(first + k * entry_words);
                 }
             }
+        }
+        if apart == 0 {
+            last.iter()
+                .flatten()
+                .for_each(|&at| entries[at + 2] |= LAST_VISIT);
+            complete &= last.iter().all(Option::is_some);
         }
     }
     let even = apart == 0
@@ -111,6 +123,7 @@ pub(super) fn count_visits(records: &[u32], entries: &mut [u32], sizes: PlanSize
         between: if even { sharing.between() } else { 0 },
         order: (std::iter::repeat_n(ranked, patterns).flatten()).collect(),
         apart,
+        complete,
     }
 }
 

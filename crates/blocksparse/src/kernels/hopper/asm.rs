@@ -335,6 +335,14 @@ pub fn peek(address: u64) -> u32 {
     o
 }
 
+/// Four numbers that other cubes have written, as L2 has them.
+#[cube]
+pub fn peek_four(address: u64) -> Vector<f32, Const<4>> {
+    let o: Vector<f32, Const<4>>;
+    gpu_asm!("ld.relaxed.gpu.global.v4.f32 {o}, [{a}];", o = out(_) o, a = in(_) val::<u64>(address));
+    o
+}
+
 /// The next number of a counter that all cubes draw from.
 #[cube]
 pub fn draw(address: u64) -> u32 {

@@ -23,7 +23,8 @@
 //! The scratch is f32 and belongs to all tiles of a head. Tiles add to 16 queries in launch order: the plan says
 //! how many visits come before, and a counter says how many there were. A tile waits only for tiles launched
 //! before it, so the first of those that run never waits. With `apart` tiles that are much longer than the others have a second scratch. Each warp has its own 16 queries, and so a chain of its own. The first
-//! visitor stores, so nothing but the counters needs zeros. [`finish`](super::backward_stats::finish) makes dQ of the sums.
+//! visitor stores, so nothing but the counters needs zeros. The last one makes dQ of the sums, or
+//! [`finish`](super::backward_stats::finish) does.
 //!
 //! With `persistent` a cube computes tile after tile: it draws the next ones from a counter, has the keys and values of two, and computes the
 //! first s of the next with the last dQ of this one.
@@ -38,7 +39,7 @@ use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
 use super::asm::*;
-use super::backward_chain::{Chain, close};
+use super::backward_chain::{Chain, Visit, add_queries, close};
 use super::backward_loads::*;
 use super::bits::*;
 use super::dropout::*;
@@ -48,7 +49,7 @@ use super::rows::pack_all;
 use super::shares::store_gradient;
 use super::tiles::BackwardTile;
 use crate::kernels::shared::walk::{Four, Listing, PlanParts};
-use crate::plan::{MASKED_STEP, NO_VISIT};
+use crate::plan::MASKED_STEP;
 
 /// `k`, `v`, `q`, `grad_out` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`;
 /// `stats` a map `[batch · heads, pitch, 2]` of `lse · log2 e` and delta of the query at each place; `scratch` as above,
@@ -66,6 +67,7 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
     scratch: &mut [f32],
     counters: &mut [u32],
     out: &mut [Vector<u32, Four>],
+    grad_q: &mut [Vector<u32, Four>],
     plan: &[u32],
     args: ComptimeOption<PairArgs>,
     parts: PlanParts,
@@ -166,8 +168,8 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
         while cached_tile(base, turn, t).rank != NONE {
             let own = cached_tile(base, turn, t);
             s = compute_tile::<S, P, O, C>(
-                plan, out, &args, &parts, &listing, &lengths, &loads, &cursor, &chain, &numbers,
-                tickets, &own, turn, s, t,
+                plan, out, grad_q, &args, &parts, &listing, &lengths, &loads, &cursor, &chain,
+                &numbers, tickets, &own, turn, s, t,
             );
             turn += 1;
         }
@@ -175,8 +177,8 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
         let own = tile_of_launch(plan, &parts, &lengths, CUBE_POS_X, t);
         let none = Vector::<f32, S>::zeroed();
         compute_tile::<S, P, O, C>(
-            plan, out, &args, &parts, &listing, &lengths, &loads, &cursor, &chain, &numbers,
-            tickets, &own, 0u32, none, t,
+            plan, out, grad_q, &args, &parts, &listing, &lengths, &loads, &cursor, &chain,
+            &numbers, tickets, &own, 0u32, none, t,
         );
     }
 
@@ -191,6 +193,7 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
 fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
     plan: &[u32],
     out: &mut [Vector<u32, Four>],
+    grad_q: &mut [Vector<u32, Four>],
     args: &ComptimeOption<PairArgs>,
     parts: &PlanParts,
     listing: &Listing,
@@ -291,7 +294,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
                 + (chain.query / comptime!(t.group as u32) * comptime!(t.entry_words() as u32))
                     as usize;
             let masked = plan[step + 2] & MASKED_STEP;
-            let visit = plan[word + 2] & NO_VISIT;
+            let visit = plan[word + 2];
             let blocks = kept_blocks(plan, step, comptime!(t.bits()));
             let row_of_scratch = first_query
                 + plan[word] * comptime!(t.group as u32)
@@ -458,44 +461,24 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
             let dq_width = C::value();
             let dq = wait::<C>(dq_started, behind, dq_width);
 
-            // What the warp added a step ago is in memory: its tile's turn is over there, and the buffer is free.
             let lane = unit() % 32;
-            if lane < comptime!(t.counters() as u32) {
-                close(chain);
-            }
-            sync_warp();
-            chain.open_counter.store(counter);
-            chain
-                .open_visits
-                .store(select(visit == NO_VISIT, 0u32, visit + 1));
-            let source = base
-                + comptime!(t.dq_offset() as u32)
-                + uniform(unit() / 32) * comptime!(2 * t.warp_eight_bytes() as u32);
-            store_sixteen::<C>(dq, source + lane * 16, comptime!(t.warp_eight_bytes()));
-            async_fence();
-            sync_warp();
-            if lane < comptime!(t.counters() as u32) {
-                if visit != NO_VISIT {
-                    if seen != visit {
-                        wait_until(chain.counters + u64::cast_from(counter) * 4, visit);
-                    }
-                    let bytes = comptime!(t.warp_eight_bytes() * 2 / t.counters());
-                    let target = chain.scratch
-                        + u64::cast_from(row_of_scratch / 16)
-                            * comptime!(2 * t.dq_eight_bytes() as u64)
-                        + u64::cast_from(
-                            (chain.part * 2 + row_of_scratch % 16 / 8)
-                                * comptime!(t.warp_eight_bytes() as u32),
-                        );
-                    let source = source + lane * comptime!(bytes as u32);
-                    if visit == 0 {
-                        bulk_store(target, source, bytes, false);
-                    } else {
-                        bulk_store(target, source, bytes, true);
-                    }
-                }
-                bulk_commit();
-            }
+            let visit = Visit {
+                word: visit,
+                seen,
+                counter,
+                row: row_of_scratch,
+            };
+            add_queries::<C>(
+                grad_q,
+                dq,
+                base,
+                chain,
+                &visit,
+                listing,
+                lengths,
+                numbers.scale,
+                t,
+            );
 
             if comptime!(!t.dk_first()) {
                 grad_k = wait::<O>(grad_k_started, 1usize, comptime!(t.dim / 2));

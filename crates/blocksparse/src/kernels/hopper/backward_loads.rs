@@ -28,7 +28,9 @@ pub struct Lengths {
     pub batch: u32,
     /// Keys.
     pub seq_kv: u32,
-    /// Places of a query head in the stats and the scratch.
+    /// Queries,
+    pub seq_q: u32,
+    /// and their places of a query head in the stats and the scratch.
     pub pitch: u32,
     /// Eights of elements before dV.
     pub second: u32,

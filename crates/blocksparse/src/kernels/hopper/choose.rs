@@ -15,8 +15,8 @@ use crate::kernels::tensor::{TOO_LARGE, check_limit, check_options, half_of, is_
 use crate::plan::{Grouping, NarrowCosts, Walk, has_long_tiles};
 use crate::{BlockLayout, ChosenBy, DeviceChoice, Residue};
 
-/// Cubes of the fused backward pass compute tile after tile where a tile walks fewer steps than this on average: then what
-/// a tile begins and ends with is much of its time.
+/// In the fused backward pass walks are short where a tile walks fewer steps than this on average: then what a tile begins
+/// and ends with is much of its time.
 const SHORT_WALK: f64 = 12.0;
 
 /// The least width. What is beyond a row's is filled up with zeros to multiples of 64 columns, and narrower rows would be more zeros than
@@ -323,6 +323,10 @@ fn fused(
         _ => (64, 3),
     };
     let steps = steps_of_tile(part.layout, part.request, cols);
+    let short = steps * grouping.overhead < SHORT_WALK;
+    // A cube that computes tile after tile has some registers less, and these options need many: 300 and 420 bytes are
+    // spilled for 24 and 220, and the next tile's keys are not worth that (local: .43 ms for .38 and .63 for .53).
+    let spills = forward.options.score.dropout || forward.options.score.softcap;
     let tile = BackwardTile {
         half: forward.half,
         dim: forward.dim,
@@ -335,8 +339,9 @@ fn fused(
         residue: forward.residue,
         carry: forward.carry,
         clustered: grouping.clustered,
-        persistent: steps * grouping.overhead < SHORT_WALK,
+        persistent: short && !spills,
         apart: false,
+        finishes: short || forward.dim > 64,
         shares: 1,
         coarse: None,
     };

@@ -133,6 +133,10 @@ pub fn launch_fused(
         pass.gradients.v_offset,
     );
     let device_plan = plan(client, part.layout, tile.tiling())?;
+    let tile = BackwardTile {
+        finishes: tile.finishes && tile.may_finish() && (device_plan.complete || tile.carry),
+        ..tile
+    };
     let cubes = device_plan.tiles * pass.request.kv_heads * pass.request.batch * tile.shares;
     let eights = pass.grads.out.reach().div_ceil(8);
     for (what, count) in sizes.counts(&tile).into_iter().chain([
@@ -160,7 +164,9 @@ pub fn launch_fused(
         None => launch.stats(&buffers),
     }
     launch.walk(&buffers, &device_plan, cubes);
-    launch.finish(&buffers);
+    if !tile.finishes {
+        launch.finish(&buffers);
+    }
     if let Some(shares) = &buffers.shares {
         launch.fold(shares);
     }
@@ -298,6 +304,7 @@ impl Launch<'_> {
             (heads_per_kv / tile.shares) as u32,
             request.batch as u32,
             seq_kv as u32,
+            seq_q as u32,
             sizes.pitch as u32,
             (pass.gradients.v_offset / 8) as u32,
             self.counters as u32,
@@ -323,6 +330,7 @@ impl Launch<'_> {
                 buffer(&buffers.sums, tile.sets() * sizes.rows * tile.padded()),
                 self.counters(buffers),
                 out,
+                buffer(&pass.gradients.q, stats_rows * seq_q * tile.dim / 8),
                 plan_words(device_plan),
                 call.args(tile.options, heads, [seq_q, seq_kv]),
                 plan_parts(&device_plan.sections, batch_words(part.layout)),

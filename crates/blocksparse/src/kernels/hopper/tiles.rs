@@ -356,6 +356,9 @@ pub struct BackwardTile {
     pub persistent: bool,
     /// Whether tiles that are much longer than the others add dQ to sums of their own.
     pub apart: bool,
+    /// Whether who visits queries last writes their dQ, see [`backward_chain`](super::backward_chain): not where walks are
+    /// long and heads narrow, where it gains nothing.
+    pub finishes: bool,
     /// Cubes that share the query heads of a head of keys: see [`shares`](super::shares).
     pub shares: usize,
     /// The size of blocks, where a step is one coarse entry with bits of them.
@@ -507,16 +510,6 @@ impl BackwardTile {
         8 * self.padded() * 4
     }
 
-    /// Queries that share a counter.
-    pub(super) fn counted(&self) -> usize {
-        self.group.min(16)
-    }
-
-    /// Counters of a warp's 16 queries.
-    pub(super) fn counters(&self) -> usize {
-        16 / self.counted()
-    }
-
     /// Tiles whose keys and values are in shared memory at a time.
     pub(super) fn own_buffers(&self) -> usize {
         1 + usize::from(self.persistent)
@@ -588,6 +581,9 @@ impl fmt::Display for BackwardTile {
         self.describe(f)?;
         if self.persistent {
             write!(f, ", tile after tile")?;
+        }
+        if self.finishes && self.may_finish() {
+            write!(f, ", dQ written by the last visit")?;
         }
         if self.apart {
             write!(f, ", long tiles with sums of dQ of their own")?;

@@ -231,6 +231,7 @@ pub fn plan(
         tiles,
         apart,
         between,
+        complete: same.is_some_and(|whole| whole.complete),
         steps: Vec::new(),
     })
 }

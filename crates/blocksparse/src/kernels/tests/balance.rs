@@ -146,6 +146,33 @@ fn long_tiles_take_two_walks_where_they_are_most_of_the_pass() {
     assert!(is_fused(wide, 8, 65_536, TierLimit::None));
 }
 
+/// Where it gains, who visits queries last writes their dQ. Options that need many registers have no cubes that draw tiles.
+#[rstest::rstest]
+#[case(Pattern::local(256), 64, ScoreKind::default(), [true, true])]
+#[case(Pattern::local(256), 64, ScoreKind { dropout: true, ..ScoreKind::default() }, [true, false])]
+#[case(Pattern::local(256), 64, ScoreKind { softcap: true, ..ScoreKind::default() }, [true, false])]
+#[case(Pattern::local(256), 64, ScoreKind { alibi: true, ..ScoreKind::default() }, [true, true])]
+#[case(Pattern::causal(), 128, ScoreKind::default(), [true, false])]
+#[case(Pattern::causal(), 64, ScoreKind::default(), [false, false])]
+#[case(Pattern::union([Pattern::local(256), Pattern::global([0])]), 128, ScoreKind::default(), [false, false])]
+fn who_writes_dq(
+    #[case] pattern: Pattern,
+    #[case] dim: usize,
+    #[case] score: ScoreKind,
+    #[case] expected: [bool; 2],
+) {
+    let layout = pattern.layout(32, 16_384, 64).unwrap();
+    let request = Request::new([1, 32], [dim, dim], BF16).with_score(score);
+    let plan = Fake::sm90()
+        .plan(&layout, request, TierLimit::None)
+        .unwrap();
+    let text = plan.to_string();
+    let line = text.lines().find(|line| line.contains("  backward hopper"));
+    let line = line.unwrap_or_else(|| panic!("{text}"));
+    let found = ["written by the last visit", "tile after tile"].map(|said| line.contains(said));
+    assert_eq!(found, expected, "{line}");
+}
+
 /// In the fused pass a long tile beside short ones has sums of its own, and no cube draws tiles that would wait for it. Windows alone are short
 /// walks of cubes that draw tiles, and beside long windows nothing is gained.
 #[test]
