@@ -312,7 +312,6 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
 
             if comptime!(!t.options.biased()) {
                 s = softcapped::<S>(s_next, numbers, t);
-                capped = s;
             }
             if masked != 0 {
                 let lane = unit() % 32;
@@ -355,6 +354,15 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
             if comptime!(t.options.score.dropout) {
                 left = pack_all::<S, P>(drop_out::<S>(p, &kept, comptime!(t.options)), t.half);
             }
+            // Of weights nothing but gradients is left to make, so that no register has scores from here on.
+            if comptime!(!t.options.biased()) {
+                capped = s;
+            }
+            p = slope_weights::<S>(p, capped, numbers.softcap, t.options.score.softcap);
+            let mut sloped = weights;
+            if comptime!(t.options.score.softcap && t.packed()) {
+                sloped = pack_all::<S, P>(p, t.half);
+            }
             // Depth-major for s and dp, dim-major for dK, dV and dQ: the same bytes.
             let do_wide = descriptor(do_address + offset, comptime!(t.cols * ROW));
             let grad_v_started = accumulate::<P, O>(grad_v, left, do_wide, t.half, t.dim);
@@ -370,20 +378,13 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
                     let mut weight = p.extract(at);
                     if comptime!(t.packed()) {
                         weight = unpack(
-                            weights.extract(comptime!(at / 2)),
+                            sloped.extract(comptime!(at / 2)),
                             comptime!(at % 2 == 1),
                             t.half,
                         );
                     }
                     let dp = drop_gradient(ds.extract(at), delta, &turned, args, at, t.options);
                     ds.insert(at, weight * dp);
-                }
-            }
-            if comptime!(t.options.score.softcap) {
-                #[unroll]
-                for i in 0..S::value() {
-                    let ratio = capped.extract(i) / numbers.softcap;
-                    ds.insert(i, ds.extract(i) * (1.0f32 - ratio * ratio));
                 }
             }
             let left = pack_all::<S, P>(ds, t.half);

@@ -324,9 +324,9 @@ fn fused(
     };
     let steps = steps_of_tile(part.layout, part.request, cols);
     let short = steps * grouping.overhead < SHORT_WALK;
-    // A cube that computes tile after tile has some registers less, and these options need many: 300 and 420 bytes are
-    // spilled for 24 and 220, and the next tile's keys are not worth that (local: .43 ms for .38 and .63 for .53).
-    let spills = forward.options.score.dropout || forward.options.score.softcap;
+    // A cube that computes tile after tile has some registers less, and dropout needs many: 300 bytes are spilled for 24, and
+    // the next tile's keys are not worth that (local: .43 ms for .38).
+    let spills = forward.options.score.dropout;
     let tile = BackwardTile {
         half: forward.half,
         dim: forward.dim,

@@ -200,6 +200,28 @@ pub fn cap<S: Size>(
     }
 }
 
+/// Weights times the slope of the softcap, `1 − (s / softcap)²` of scores that it has made, or that are −∞. A division for
+/// each pair would be ten instructions.
+#[cube]
+pub fn slope_weights<S: Size>(
+    p: Vector<f32, S>,
+    s: Vector<f32, S>,
+    softcap: f32,
+    #[comptime] capped: bool,
+) -> Vector<f32, S> {
+    let mut sloped = p;
+    if comptime!(capped) {
+        let inverse = reciprocal(softcap);
+        #[unroll]
+        for i in 0..S::value() {
+            let ratio = s.extract(i) * inverse;
+            let slope = multiply_add(-ratio, ratio, f32::new(1.0)).max(0.0);
+            sloped.insert(i, p.extract(i) * slope);
+        }
+    }
+    sloped
+}
+
 /// Makes scores of softcapped products, or else of products: `scale · s − slope · |distance| + bias + table[distance]`, the last query
 /// sitting at the last key. The step's first entry is at word `entry`.
 #[cube]

@@ -252,7 +252,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
             let width = S::value();
             let mut s = wait::<S>(s_started, 1usize, width);
             cap::<S>(&mut s, softcap, cap_scale, t.options.score.softcap);
-            let capped = s;
+            let mut capped = s;
             s = add_biases::<S>(
                 s,
                 cap_scale,
@@ -310,6 +310,12 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
                 let wide = b2_wide + offset;
                 out2_started = accumulate::<P, O>(out2, left, wide, t.half, t.value_dim);
             }
+            if comptime!(!t.options.biased()) {
+                capped = s;
+            }
+            // The bias is added to what was softcapped.
+            let slopes = comptime!(t.options.score.softcap && !t.bias_sums);
+            p = slope_weights::<S>(p, capped, softcap, slopes);
             let mut dp = wait::<S>(
                 dp_started,
                 comptime!(usize::from(columns && !t.bias_sums)),
@@ -345,7 +351,6 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
             if comptime!(t.bias_sums) {
                 #[unroll]
                 for i in 0..S::value() {
-                    // The bias is added to what was softcapped.
                     if comptime!(i % 4 < 2) {
                         sum0 += dp.extract(i);
                     } else {
@@ -353,13 +358,6 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
                     }
                 }
             } else {
-                if comptime!(t.options.score.softcap) {
-                    #[unroll]
-                    for i in 0..S::value() {
-                        let ratio = capped.extract(i) / softcap;
-                        dp.insert(i, dp.extract(i) * (1.0f32 - ratio * ratio));
-                    }
-                }
                 let left = pack_all::<S, P>(dp, t.half);
                 let out1_started = accumulate::<P, O>(out1, left, b1_wide + offset, t.half, t.dim);
                 if comptime!(columns) {

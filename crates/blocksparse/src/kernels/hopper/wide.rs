@@ -258,12 +258,7 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
                 left = pack_all::<S, P>(p, t.half);
                 let mut weights = left;
                 if comptime!(t.options.score.softcap) {
-                    let mut sloped = p;
-                    #[unroll]
-                    for i in 0..S::value() {
-                        let ratio = capped.extract(i) / softcap;
-                        sloped.insert(i, p.extract(i) * (1.0f32 - ratio * ratio));
-                    }
+                    let sloped = slope_weights::<S>(p, capped, softcap, t.options.score.softcap);
                     weights = pack_all::<S, P>(sloped, t.half);
                 }
                 if done >= 2 {

@@ -289,9 +289,10 @@ pub fn backward(
                 1
             }));
             if comptime!(t.score.softcap) {
+                let inverse = Vector::new(reciprocal(softcap));
                 #[unroll]
                 for n in 0..comptime!(tiles * eights) {
-                    let ratio = s[n] / Vector::new(softcap);
+                    let ratio = s[n] * inverse;
                     cap_slope[n] = Vector::new(1.0f32) - ratio * ratio;
                 }
             }

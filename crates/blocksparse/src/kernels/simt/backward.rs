@@ -87,6 +87,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
     let batch = batch_of(&slice);
     let scale = scale.get::<A>();
     let softcap = softcap.get::<A>();
+    let inverse = A::new(1.0) / softcap;
 
     let mut a1_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(t.rows * pitch(t.head_dim)));
     let mut a2_tile =
@@ -315,7 +316,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
                                     if comptime!(t.score.biased()) {
                                         s -= biases[index];
                                     }
-                                    let capped = s / softcap;
+                                    let capped = s * inverse;
                                     slope[index] = select(
                                         p[index] > A::new(0.0),
                                         A::new(1.0) - capped * capped,
@@ -337,7 +338,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
                         if comptime!(t.score.softcap) {
                             #[unroll]
                             for i in 0..comptime!(rows * 4) {
-                                let capped = s[i] / softcap;
+                                let capped = s[i] * inverse;
                                 slope[i] = A::new(1.0) - capped * capped;
                             }
                         }

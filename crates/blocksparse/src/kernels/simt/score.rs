@@ -9,11 +9,12 @@ use crate::plan::Walk;
 /// Scales and softcaps products.
 #[cube]
 pub fn score<A: Float>(s: &mut Array<A>, scale: A, softcap: A, #[comptime] t: Tile) {
+    let inverse = A::new(1.0) / softcap;
     #[unroll]
     for i in 0..comptime!(t.unit_rows * 4) {
         s[i] *= scale;
         if comptime!(t.score.softcap) {
-            s[i] = softcap * (s[i] / softcap).tanh();
+            s[i] = softcap * (s[i] * inverse).tanh();
         }
     }
 }
