@@ -1,5 +1,9 @@
 //! Attention within the clusters that means attract, by kernels that gather rows themselves, where a device has them.
 
+#[cfg(not(feature = "cuda"))]
+use std::convert::Infallible;
+use std::fmt::Display;
+
 use burn::tensor::Tensor;
 
 use crate::check::same_device;
@@ -37,10 +41,9 @@ pub fn routed_attention(
     window: usize,
     scale: f64,
 ) -> Result<Option<Tensor<4>>, OpError> {
-    if routed_attention_plan(&x, &value, &means, window, scale)?.is_err() {
-        return Ok(None);
-    }
-    Ok(Some(attend(x, value, means, window, scale)))
+    check(&x, &value, &means, window, scale)?;
+    let runs = planned(&x, &value, &means, window).is_ok();
+    Ok(runs.then(|| attend(x, value, means, window, scale)))
 }
 
 /// What [`routed_attention`] runs, or why no kernels take the call.
@@ -55,10 +58,8 @@ pub fn routed_attention_plan(
     scale: f64,
 ) -> Result<Result<String, String>, OpError> {
     check(x, value, means, window, scale)?;
-    if x.is_autodiff() || value.is_autodiff() || means.is_autodiff() {
-        return Ok(Err("it has no backward pass".into()));
-    }
-    Ok(planned(x, value, means, window))
+    let plan = planned(x, value, means, window);
+    Ok(plan.map(|plan| plan.to_string()).map_err(String::from))
 }
 
 fn check(
@@ -86,38 +87,43 @@ fn check(
 }
 
 /// What runs, or why nothing does.
-#[cfg(not(feature = "cuda"))]
-fn planned(
-    _x: &Tensor<4>,
-    _value: &Tensor<4>,
-    _means: &Tensor<3>,
-    _window: usize,
-) -> Result<String, String> {
-    Err("the crate's feature cuda is off".into())
-}
-
-/// What runs, or why nothing does.
-#[cfg(feature = "cuda")]
 fn planned(
     x: &Tensor<4>,
     value: &Tensor<4>,
     means: &Tensor<3>,
     window: usize,
-) -> Result<String, String> {
+) -> Result<impl Display + use<>, &'static str> {
+    if x.is_autodiff() || value.is_autodiff() || means.is_autodiff() {
+        return Err("it has no backward pass");
+    }
+    plan_of_kernels(x, value, means, window)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn plan_of_kernels(
+    _x: &Tensor<4>,
+    _value: &Tensor<4>,
+    _means: &Tensor<3>,
+    _window: usize,
+) -> Result<Infallible, &'static str> {
+    Err("the crate's feature cuda is off")
+}
+
+#[cfg(feature = "cuda")]
+fn plan_of_kernels(
+    x: &Tensor<4>,
+    value: &Tensor<4>,
+    means: &Tensor<3>,
+    window: usize,
+) -> Result<impl Display + use<>, &'static str> {
     use crate::backends::clusters::{plan, sizes};
 
-    let device = x.device();
-    let Some(inner) = &crate::device::cube::of(&device) else {
-        return Err("the device has no kernels".into());
-    };
+    let inner = crate::device::cube::of(&x.device()).ok_or("the device has no kernels")?;
     if crate::backends::cube::uses_reference() {
-        return Err("BURN_BLOCKSPARSE_REFERENCE is set".into());
+        return Err("BURN_BLOCKSPARSE_REFERENCE is set");
     }
     let sizes = sizes(x.dims(), value.dims(), means.dims(), window);
-    match plan(&inner.client(), sizes, x.dtype()) {
-        Some(plan) => Ok(plan.to_string()),
-        None => Err("no kernels of this device take these rows".into()),
-    }
+    plan(&inner.client(), sizes, x.dtype()).ok_or("no kernels of this device take these rows")
 }
 
 #[cfg(not(feature = "cuda"))]
