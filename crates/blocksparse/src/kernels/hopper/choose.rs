@@ -341,7 +341,7 @@ fn fused(
         clustered: grouping.clustered,
         persistent: short && !spills,
         apart: false,
-        finishes: short || forward.dim > 64,
+        finishes: false,
         shares: 1,
         coarse: None,
     };
@@ -364,6 +364,7 @@ fn fused(
         ..tile
     };
     Ok(BackwardTile {
+        finishes: tile.may_finish() && (short || tile.dim > 64),
         shares: shares(part, &tile),
         ..tile
     })

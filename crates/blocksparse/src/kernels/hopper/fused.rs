@@ -134,7 +134,7 @@ pub fn launch_fused(
     );
     let device_plan = plan(client, part.layout, tile.tiling())?;
     let tile = BackwardTile {
-        finishes: tile.finishes && tile.may_finish() && (device_plan.complete || tile.carry),
+        finishes: tile.finishes && (device_plan.complete || tile.carry),
         ..tile
     };
     let cubes = device_plan.tiles * pass.request.kv_heads * pass.request.batch * tile.shares;

@@ -582,7 +582,7 @@ impl fmt::Display for BackwardTile {
         if self.persistent {
             write!(f, ", tile after tile")?;
         }
-        if self.finishes && self.may_finish() {
+        if self.finishes {
             write!(f, ", dQ written by the last visit")?;
         }
         if self.apart {
