@@ -9,6 +9,7 @@ use super::fused::Sizes;
 use super::long_tiles::WalkPlan;
 use super::options::Options;
 use super::pair_tile::PairTile;
+use super::shapes::{CANDIDATES, Candidate, candidates};
 use super::tiles::{BackwardTile, GROUP_ROWS, Tile, WalkTile};
 use crate::kernels::call::{PartRequest, Request, TierLimit, check_hopper};
 use crate::kernels::tensor::{TOO_LARGE, check_limit, check_options, half_of, is_u32};
@@ -30,67 +31,6 @@ const WIDTHS: [usize; 4] = [64, 96, 128, 256];
 fn class_of(dim: usize) -> Option<usize> {
     let known = dim >= LEAST && dim.is_multiple_of(8);
     WIDTHS.into_iter().find(|&width| known && dim <= width)
-}
-
-/// A shape that a tile may have, and its speed relative to the others on dense attention.
-struct Candidate {
-    /// For widths up to this one of [`WIDTHS`].
-    dim: usize,
-    warpgroups: usize,
-    cols: usize,
-    stages: usize,
-    lag: usize,
-    overlap: bool,
-    speed: f64,
-}
-
-const fn candidate(
-    dim: usize,
-    [warpgroups, cols, stages, lag]: [usize; 4],
-    overlap: bool,
-    speed: f64,
-) -> Candidate {
-    Candidate {
-        dim,
-        warpgroups,
-        cols,
-        stages,
-        lag,
-        overlap,
-        speed,
-    }
-}
-
-/// The fastest shape of 128 rows and the fastest of 64, which reads keys twice as often but unites fewer rows of blocks.
-/// Except for 128 rows of 96 and more, and 256, two cubes or more share a multiprocessor. At width 64 five cubes of 64 × 64 do, which is for short walks:
-/// half as much of a window's ends is masked.
-const CANDIDATES: [Candidate; 9] = [
-    candidate(64, [2, 128, 3, 2], false, 1.0),
-    candidate(64, [1, 128, 2, 1], false, 0.9),
-    candidate(64, [1, 64, 2, 1], false, 0.87),
-    candidate(96, [2, 128, 3, 2], false, 1.0),
-    candidate(96, [1, 64, 3, 1], true, 0.85),
-    candidate(128, [2, 128, 3, 2], false, 1.0),
-    candidate(128, [1, 64, 3, 1], true, 0.85),
-    candidate(256, [2, 64, 2, 1], true, 1.0),
-    candidate(256, [1, 64, 2, 1], true, 0.55),
-];
-
-/// As [`CANDIDATES`], for keys of more than 128 columns and values of 128 or fewer: sums take no more registers than at width 128, and
-/// shared memory decides. Of 128 columns two steps fit beside queries up to width 192.
-const NARROW_VALUES: [Candidate; 3] = [
-    candidate(256, [2, 128, 2, 1], false, 1.0),
-    candidate(256, [2, 64, 3, 1], true, 0.9),
-    candidate(256, [1, 64, 2, 1], true, 0.65),
-];
-
-/// The shapes for widths of keys and values.
-fn candidates(class: usize, value_dim: usize) -> impl Iterator<Item = &'static Candidate> {
-    let all = match class > 128 && value_dim <= 128 {
-        true => &NARROW_VALUES[..],
-        false => &CANDIDATES[..],
-    };
-    all.iter().filter(move |shape| shape.dim == class)
 }
 
 /// Whether the device has what the tier is made of, and the call allows it.
@@ -164,7 +104,7 @@ pub fn choose(part: &PartRequest) -> Result<Tile, &'static str> {
         if !tile.fits(layout.block_size()) || !fits {
             continue;
         }
-        let cost = grouping.overhead * of_rows(part, rows) / shape.speed;
+        let cost = grouping.overhead * of_rows(part, rows) / shape.speed(request);
         if best.is_none_or(|(least, _)| cost < least) {
             best = Some((cost, tile));
         }
@@ -193,7 +133,7 @@ fn coarse_tile(part: &PartRequest, gathered: Tile, class: usize) -> Option<Tile>
         CANDIDATES
             .iter()
             .find(same)
-            .map_or(1.0, |shape| shape.speed)
+            .map_or(1.0, |shape| shape.speed(part.request))
     };
     let tiles = CANDIDATES.iter().filter(|shape| shape.dim == class);
     let tiles = tiles.filter_map(|shape| {
@@ -211,7 +151,8 @@ fn coarse_tile(part: &PartRequest, gathered: Tile, class: usize) -> Option<Tile>
         let cost = FORWARD.of_coarse(part.layout, tile.tiling())?;
         let most = part.properties.hardware.max_shared_memory_size;
         let fits = tile.fits(part.layout.block_size()) && tile.shared_bytes() <= most;
-        fits.then(|| (cost * of_rows(part, tile.rows()) / shape.speed, tile))
+        let speed = shape.speed(part.request);
+        fits.then(|| (cost * of_rows(part, tile.rows()) / speed, tile))
     });
     let (cost, tile) = tiles.min_by(|(one, _), (other, _)| one.total_cmp(other))?;
     let before = FORWARD.of_gathered(part.layout, gathered.tiling());

@@ -28,6 +28,7 @@ mod options;
 pub(super) mod output;
 mod pair_tile;
 pub(super) mod rows;
+mod shapes;
 mod shares;
 pub(super) mod softmax;
 pub(super) mod swizzled;

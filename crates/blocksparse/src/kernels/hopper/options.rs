@@ -15,6 +15,7 @@ use super::asm::*;
 use crate::kernels::call::ScoreKind;
 use crate::kernels::shared::distances::{HeadTable, TableArgs, distance_bias, no_table, table_of};
 use crate::kernels::shared::dropout::Mask;
+use crate::kernels::shared::softcap::{any_far, no_products, softcap_products, with_products};
 use crate::kernels::shared::walk::Listing;
 use crate::plan::Walk;
 
@@ -188,14 +189,12 @@ pub fn cap<S: Size>(
     #[comptime] capped: bool,
 ) {
     if comptime!(capped) {
-        #[unroll]
-        for i in 0..S::value() {
-            // tanh x = 1 − 2 / (1 + exp 2x); PTX's tanh has but eleven bits.
-            let e = exp2(s.extract(i) * cap_scale);
-            s.insert(
-                i,
-                multiply_add(-2.0f32 * softcap, reciprocal(1.0f32 + e), softcap),
-            );
+        let mut largest = no_products();
+        with_products::<S>(&mut largest, *s);
+        if any_far(&largest, cap_scale) {
+            softcap_products::<S>(s, softcap, cap_scale, false);
+        } else {
+            softcap_products::<S>(s, softcap, cap_scale, true);
         }
     }
 }

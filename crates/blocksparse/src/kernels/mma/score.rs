@@ -5,6 +5,7 @@ use cubecl::prelude::*;
 use super::asm::*;
 use super::tile::*;
 use crate::kernels::shared::distances::{HeadTable, TableArgs, distance_bias, no_table, table_of};
+use crate::kernels::shared::softcap::{any_far, no_products, softcap_products, with_products};
 use crate::kernels::shared::walk::Four;
 
 /// Strides of a contiguous bias in bytes: 0 where it is 1 long.
@@ -190,20 +191,34 @@ fn distance(position: u32, origin: u32) -> f32 {
     f32::cast_from(i32::cast_from(position - origin))
 }
 
-/// Softcaps scores. tanh x = 1 − 2 / (1 + exp 2x); PTX's tanh has but eleven bits.
+/// Softcaps scores.
 #[cube]
 pub fn cap(s: &mut Array<Vector<f32, Four>>, softcap: f32, cap_scale: f32, #[comptime] t: Tile) {
+    let fours = comptime!(t.warp_tiles * t.eights());
+    let mut largest = no_products();
+    #[unroll]
+    for n in 0..fours {
+        with_products::<Four>(&mut largest, s[n]);
+    }
+    if any_far(&largest, cap_scale) {
+        cap_fours(s, softcap, cap_scale, false, t);
+    } else {
+        cap_fours(s, softcap, cap_scale, true, t);
+    }
+}
+
+#[cube]
+fn cap_fours(
+    s: &mut Array<Vector<f32, Four>>,
+    softcap: f32,
+    cap_scale: f32,
+    #[comptime] near: bool,
+    #[comptime] t: Tile,
+) {
     #[unroll]
     for n in 0..comptime!(t.warp_tiles * t.eights()) {
         let mut four = s[n];
-        #[unroll]
-        for i in 0..4usize {
-            let e = exp2(four.extract(i) * cap_scale);
-            four.insert(
-                i,
-                multiply_add(-2.0f32 * softcap, reciprocal(1.0f32 + e), softcap),
-            );
-        }
+        softcap_products::<Four>(&mut four, softcap, cap_scale, near);
         s[n] = four;
     }
 }

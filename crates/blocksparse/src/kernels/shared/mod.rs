@@ -9,6 +9,8 @@ pub mod distances;
 pub mod dropout;
 pub mod score;
 #[cfg(feature = "cuda-asm")]
+pub mod softcap;
+#[cfg(feature = "cuda-asm")]
 pub mod tma;
 pub mod unit_sums;
 pub mod walk;

@@ -86,3 +86,31 @@ fn gradients_of_biases() {
         .unwrap();
     assert!(bias_lines(&plain).is_empty());
 }
+
+/// At width 64 tiles of two warpgroups have more registers with options than two cubes of a multiprocessor may have.
+#[test]
+fn options_take_tiles_of_one_warpgroup() {
+    let layout = Pattern::causal().layout(8, 8192, 128).unwrap();
+    let with = |set: fn(&mut ScoreKind)| {
+        let mut request = Request::new([2, 8], [64, 64], BF16);
+        set(&mut request.score);
+        let plan = Fake::sm90().plan(&layout, request, TierLimit::None);
+        let text = plan.unwrap().to_string();
+        let line = text.lines().find(|line| line.contains("forward  hopper"));
+        line.unwrap_or_else(|| panic!("{text}")).to_owned()
+    };
+    assert!(with(|_| ()).contains("256 units"));
+    let options: [fn(&mut ScoreKind); 4] = [
+        |score| score.softcap = true,
+        |score| score.alibi = true,
+        |score| score.bias = true,
+        |score| score.dropout = true,
+    ];
+    for set in options {
+        let line = with(set);
+        assert!(
+            line.contains("64 × 128") && line.contains("128 units"),
+            "{line}"
+        );
+    }
+}
