@@ -1,5 +1,6 @@
 //! `bench-decode`: attention of few queries over pages, at the shapes of decoding: times, and equality to loops in f64.
 
+mod decode_keys;
 mod decode_quest;
 mod decode_verify;
 
@@ -411,7 +412,8 @@ impl Bench {
             }
         }
         self.append()?;
-        self.quest()
+        self.quest()?;
+        self.keys()
     }
 
     fn time(&mut self, shape: &Shape, page: usize) -> Result<()> {

@@ -32,7 +32,9 @@ impl Bench {
             {
                 for (width, value_width) in [(128, 128), (64, 64), (96, 128), (256, 256), (16, 40)]
                 {
-                    for (rows, page) in [(1, 32), (1, 64), (4, 32), (3, 16), (1, 4), (35, 32)] {
+                    for (rows, page) in
+                        [(1, 32), (1, 64), (4, 32), (3, 16), (1, 4), (1, 1), (35, 32)]
+                    {
                         let small = Small {
                             dtype,
                             heads,

@@ -14,7 +14,7 @@ burn_blocksparse_tests::tests!(graph_training: device_seeds_give_the_masks_of_th
     replayed_training_equals_plain_training, replayed_training_chooses_as_plain_training,
     replayed_steps_count_for_each_parameter);
 
-burn_blocksparse_tests::tests!(graph_decoding: replayed_decoding_equals_plain_decoding, replayed_decoding_chooses_pages, replayed_decoding_sees_three_branches, replayed_decoding_survives_errors);
+burn_blocksparse_tests::tests!(graph_decoding: replayed_decoding_equals_plain_decoding, replayed_decoding_chooses_pages, replayed_decoding_chooses_keys, replayed_decoding_sees_three_branches, replayed_decoding_survives_errors);
 
 /// A device's reserved bytes are those of the whole process, other tests' included: this one has a process of its own.
 #[test]

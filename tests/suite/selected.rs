@@ -36,9 +36,10 @@ burn_blocksparse_tests::tests!(
 
 burn_blocksparse_tests::tests!(
     dsa: dsa_golden, dsa_choices_equal_f64, dsa_choices_of_equal_scores, dsa_is_prefix_stable, dsa_losses_equal_f64,
-    dsa_leaves_out_what_it_does_not_choose,
     dsa_gradients_equal_finite_differences, dsa_gradients_equal_f64, dsa_in_half_precision, dsa_errors
 );
+
+burn_blocksparse_tests::tests!(dsa_pages: dsa_chooses_in_pages, dsa_attends_in_pages, dsa_in_pages_errors);
 
 burn_blocksparse_tests::tests!(selected_planted: moba_on_planted_structure, quest_on_planted_structure);
 

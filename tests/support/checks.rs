@@ -4,13 +4,13 @@ use burn::tensor::Device;
 
 use crate::{
     activation, attention, attracted, autodiff, bias_gradient, block_sparse, blocks, clusters,
-    content, device_layout, device_layout_positions, device_layout_within, dsa, embedding,
-    eviction, fuzz, fuzz_decoding, gates, gradients, graph, graph_decoding, graph_training, heads,
-    kept, key_lists, linear, listed, loss, masses, max_scores, mlp, narrow_blocks, norm, nsa,
-    nsa_choice, optim, options, order, order_rounds, page_choice, paged, paged_quantised,
-    projection, sampling, selected, selected_lists, selected_planted, selection, selection_fuzz,
-    selection_goldens, selection_long, selection_rules, selection_runs, sharing, stream_dropout,
-    tiles, widths,
+    content, device_layout, device_layout_positions, device_layout_within, dsa, dsa_pages,
+    embedding, eviction, fuzz, fuzz_decoding, gates, gradients, graph, graph_decoding,
+    graph_training, heads, kept, key_lists, linear, listed, loss, masses, max_scores, mlp,
+    narrow_blocks, norm, nsa, nsa_choice, optim, options, order, order_rounds, page_choice, paged,
+    paged_quantised, projection, sampling, selected, selected_lists, selected_planted, selection,
+    selection_fuzz, selection_goldens, selection_long, selection_rules, selection_runs, sharing,
+    stream_dropout, tiles, widths,
 };
 
 /// A check over the table of cases on some devices; it panics if it fails.
@@ -37,7 +37,7 @@ pub const CHECKS: &[(&str, Check)] = table! {
     graph: fixed_tensors_are_overwritten, replayed_runs_equal_plain_runs;
     graph_training: recordings_refuse_what_would_be_frozen, device_seeds_give_the_masks_of_their_numbers;
     graph_decoding: replayed_decoding_equals_plain_decoding, replayed_decoding_survives_errors,
-        replayed_decoding_chooses_pages, replayed_decoding_sees_three_branches,
+        replayed_decoding_chooses_pages, replayed_decoding_chooses_keys, replayed_decoding_sees_three_branches,
         decoding_reserves_nothing_more;
     graph_training: replayed_training_equals_plain_training, replayed_training_chooses_as_plain_training,
         replayed_steps_count_for_each_parameter;
@@ -96,8 +96,8 @@ pub const CHECKS: &[(&str, Check)] = table! {
         attention_with_keys_gives_the_same_bits, attention_with_keys_equals_finite_differences,
         attention_with_keys_plans, attention_with_keys_errors, layouts_of_keys_equal_f64;
     dsa: dsa_golden, dsa_choices_equal_f64, dsa_choices_of_equal_scores, dsa_is_prefix_stable, dsa_losses_equal_f64,
-        dsa_leaves_out_what_it_does_not_choose,
         dsa_gradients_equal_finite_differences, dsa_gradients_equal_f64, dsa_in_half_precision, dsa_errors;
+    dsa_pages: dsa_chooses_in_pages, dsa_attends_in_pages, dsa_in_pages_errors;
     selected_planted: moba_on_planted_structure, quest_on_planted_structure;
     selected_lists: rows_at_equals_f64;
     gates: gated_sums_equal_f64, gated_sums_in_half_precision, gated_sums_give_the_same_bits,

@@ -67,6 +67,22 @@ pub fn replayed_decoding_chooses_pages(devices: &[Device]) {
     }
 }
 
+/// The same where an indexer chooses single keys, 12 of them.
+pub fn replayed_decoding_chooses_keys(devices: &[Device]) {
+    for device in devices {
+        let attention = BlockAttentionConfig::new().with_rope_theta(Some(1000.0));
+        let model = config(Pattern::causal(), &[], device)
+            .with_attention(Some(attention))
+            .with_content(Some("dsa:12,3,2,8".parse().unwrap()))
+            .init(device)
+            .unwrap();
+        for (dtype, tolerance) in some_of([(KvDtype::Model, 2e-5), (KvDtype::Int8, 1e-2)], 2) {
+            let what = format!("dsa, {dtype:?} on {device:?}");
+            replayed_equals_plain(&what, model.clone(), dtype, tolerance, device);
+        }
+    }
+}
+
 /// The same of three branches, where a block of 16 of six is chosen and a block of 8 ends every 4 tokens of each sequence.
 pub fn replayed_decoding_sees_three_branches(devices: &[Device]) {
     for device in devices {

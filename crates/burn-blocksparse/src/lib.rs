@@ -122,7 +122,7 @@ pub use clusters::{routed_attention, routed_attention_plan};
 pub use device::{check_collectives, check_device};
 pub use device_layout::{DeviceLayout, DeviceLayoutOptions};
 pub use dropout::{dropout, dropout_plan};
-pub use dsa::{Dsa, DsaIndex, DsaTarget};
+pub use dsa::{Dsa, DsaIndex, DsaPages, DsaTarget};
 pub use embedding::{embedding, embedding_backward, embedding_plan};
 pub use error::OpError;
 pub use gates::values::{GatedGrads, GatedInputs, GatedSaved, GatedTask};
@@ -156,8 +156,8 @@ pub use op_plan::OpPlan;
 pub use ops::{
     ActivationOps, AdamWInputs, AdamWNumbers, AdamWOutput, AttentionMassOps, BlockSparseLinearOps,
     BlockSparseOps, ClipFactor, DropoutOps, EmbeddingOps, FixedOps, GateOps, HeadOps, LinearOps,
-    LossOps, MlpOps, NormOps, OptimOps, PageChoiceOps, PagedOps, ProjectionOps, RowOps,
-    SamplingOps, TensorList,
+    LossOps, MlpOps, NormOps, OptimOps, PageChoiceOps, PageSlotOps, PagedOps, ProjectionOps,
+    RowOps, SamplingOps, TensorList,
 };
 pub use optim::{AdamWControl, FusedAdamW, FusedAdamWConfig, clip_gradients, gradient_norm};
 pub use options::{AttentionOptions, ChoiceWalk, ProductPrecision, WeightsMode, alibi_slopes};

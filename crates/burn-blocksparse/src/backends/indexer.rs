@@ -12,6 +12,7 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 
 use super::cube::{empty, launched, typed, uses_reference};
+use super::paged::integers;
 use crate::ops::{
     ComparedKeys, IndexInputs, IndexerChoice, IndexerGrads, IndexerLoss, IndexerOps, IndexerScores,
     SeenKeys, TargetInputs,
@@ -134,6 +135,45 @@ impl IndexerOps for CubeBackend {
             launched(pick_keys(client, sizes, &picks, numbers, seen));
         }
         lists
+    }
+
+    fn indexer_list_choice(
+        index: IndexInputs<Self>,
+        lists: CubeTensor,
+        seen: CubeTensor,
+        call: IndexerChoice,
+    ) -> CubeTensor {
+        let pairs = index_pairs(index);
+        let [lists, seen] = [lists, seen].map(integers);
+        let [rows, listed] = lists.meta.shape().dims();
+        let picks = KeyPicks {
+            most: call.most,
+            near: call.near,
+            seen: Some(1),
+        };
+        let sum = PairSum::Scores {
+            factor: pairs.factor(),
+            near: 0,
+            all: true,
+        };
+        let step = (call.numbers / listed.max(1)).clamp(1, rows.max(1));
+        let scores = empty(&pairs.q, [step * listed], DType::F32);
+        let places = empty(&pairs.q, [rows, call.most], DType::I32);
+        let client = &pairs.q.client;
+        for start in (0..rows).step_by(step) {
+            let sizes = pairs.sizes([start, step.min(rows - start)], Some(listed));
+            let inputs = pairs.inputs(Some(&lists));
+            launched(pair_sums(client, &sizes, &inputs, &sum, &scores.handle));
+            let numbers = [&scores.handle, &places.handle];
+            launched(pick_keys(
+                client,
+                &sizes,
+                &picks,
+                numbers,
+                Some(&seen.handle),
+            ));
+        }
+        places
     }
 
     fn indexer_loss(

@@ -40,6 +40,7 @@ mod order;
 #[cfg(feature = "autodiff")]
 mod outputs;
 mod page_choice;
+mod page_slots;
 pub(crate) mod paged;
 pub(crate) mod projection;
 #[cfg(feature = "autodiff")]

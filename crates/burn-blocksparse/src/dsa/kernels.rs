@@ -9,6 +9,7 @@ use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, Tensor};
 
 use super::found::{DsaTarget, Found};
+use super::pages::DsaPages;
 use super::scores::{DsaIndex, together};
 use crate::attention::attention_with_lse;
 use crate::backends::indexer::{available, has_picks};
@@ -106,6 +107,40 @@ pub(super) fn picks(
     let call = IndexerChoice::new(most, near, numbers);
     let lists = <Dispatch as IndexerOps>::indexer_choice(inputs, seen, call);
     Some(Tensor::from_dispatch(lists))
+}
+
+/// The places of the `most` highest scores of queries of walks, `[walks, most]`, ascending, −1 behind the last, `near` of the last among them: of the keys in
+/// the slots that they list, `[walks, listed]`, so many as `seen` says. `None` also where queries and keys are of different dtypes.
+pub(super) fn picks_in_pages(
+    pages: &DsaPages,
+    slots: &Tensor<2, Int>,
+    seen: &Tensor<1, Int>,
+    [most, near]: [usize; 2],
+    numbers: usize,
+) -> Option<Tensor<2, Int>> {
+    let q = pages.q.clone().swap_dims(0, 1).unsqueeze::<4>();
+    let [count, page, width] = pages.keys.dims();
+    let k = pages.keys.clone().reshape([1, 1, count * page, width]);
+    let [walks, listed] = slots.dims();
+    let together = (numbers / listed.max(1)).clamp(1, walks);
+    let is_served = q.dtype() == k.dtype()
+        && cube::of(&q.device()).is_some_and(|device| has_picks(&device))
+        && is_served([&q, &k], [0, together], Some(listed));
+    if !is_served {
+        return None;
+    }
+    let inputs = IndexInputs {
+        q: q.into_dispatch(),
+        k: k.into_dispatch(),
+        weights: (pages.weights.clone())
+            .swap_dims(0, 1)
+            .unsqueeze::<3>()
+            .into_dispatch(),
+    };
+    let call = IndexerChoice::new(most, near, numbers);
+    let (slots, seen) = (slots.clone().into_dispatch(), seen.clone().into_dispatch());
+    let places = <Dispatch as IndexerOps>::indexer_list_choice(inputs, slots, seen, call);
+    Some(Tensor::from_dispatch(places))
 }
 
 /// The mean of all numbers, in a fixed order: a mean over all dimensions may be a kernel with atomics, and one over a long one is a single cube's.

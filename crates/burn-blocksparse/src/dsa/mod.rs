@@ -7,12 +7,14 @@
 //! loss     what the indexer learns by
 //! found    what it is compared over, and a loss with its gradients
 //! kernels  both where a device has kernels for them
+//! pages    choices among keys in pages, for decoding
 //! ```
 
 mod found;
 #[cfg(feature = "cube")]
 mod kernels;
 mod loss;
+mod pages;
 mod scores;
 mod slabs;
 
@@ -23,6 +25,7 @@ use crate::options::AttentionOptions;
 use crate::paged::highest_keys;
 use crate::selection::key_lists::{KeyLists, attention_with_keys};
 pub use found::DsaTarget;
+pub use pages::DsaPages;
 pub use scores::DsaIndex;
 use slabs::Slabs;
 
@@ -135,26 +138,6 @@ impl Dsa {
             seq_kv,
             true,
         ))
-    }
-
-    /// Which keys queries at any positions do not choose: those of sequences of unequal lengths, whose keys lie in the order of their positions. Reads back
-    /// what [`choose`](Self::choose) does.
-    ///
-    /// # Shapes
-    /// - `seen`: i32 `[batch, seq_q]`: so many keys a query sees, from the first on; one at least
-    /// - result: `[batch, seq_q, seq_kv]`
-    ///
-    /// # Errors
-    /// [`OpError`] if `seen` is not of the index's queries.
-    pub fn left_out(
-        &self,
-        index: &DsaIndex,
-        seen: Tensor<2, Int>,
-    ) -> Result<Tensor<3, Bool>, OpError> {
-        let [batch, _, seq_q, _] = index.q.dims();
-        OpError::expect_same("seen's shape", [batch, seq_q], "the index's", seen.dims())?;
-        let keys = self.listed(index, Some(seen.cast(DType::I32)));
-        Ok(unlisted(keys, index.seq_kv()))
     }
 
     /// The keys of the highest scores among those that queries see, `[batch, seq_q, most]`, ascending, −1 behind the last; `seen` is `[batch or 1, seq_q]`:

@@ -150,6 +150,16 @@ pub trait IndexerOps: Backend {
         call: IndexerChoice,
     ) -> IntTensor<Self>;
 
+    /// The same among keys that each query of one batch entry lists, `[seq_q, listed]`, below 0 behind the last, of which it sees so many as `seen`, `[seq_q]`,
+    /// says: their places in its list, i32 `[seq_q, most]`. Lists may be in any order.
+    #[fusion(meta = meta::list_choice)]
+    fn indexer_list_choice(
+        #[extension_type] index: IndexInputs<Self>,
+        lists: IntTensor<Self>,
+        seen: IntTensor<Self>,
+        call: IndexerChoice,
+    ) -> IntTensor<Self>;
+
     /// The losses of all queries, with the gradients of their mean.
     #[fusion(meta = meta::loss)]
     fn indexer_loss(
@@ -179,6 +189,16 @@ mod meta {
     ) -> TensorSpec {
         let [batch, _, seq_q, _] = index.q.shape.dims::<4>();
         TensorSpec::new([batch, seq_q, call.most].into(), DType::I32)
+    }
+
+    pub fn list_choice(
+        _index: &IndexInputsMetadata,
+        lists: &TensorSpec,
+        _seen: &TensorSpec,
+        call: &IndexerChoice,
+    ) -> TensorSpec {
+        let [rows, _] = lists.shape.dims::<2>();
+        TensorSpec::new([rows, call.most].into(), DType::I32)
     }
 
     pub fn loss(

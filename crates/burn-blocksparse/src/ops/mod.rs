@@ -26,6 +26,7 @@ mod optim;
 #[cfg(feature = "cube")]
 mod order;
 mod page_choice;
+mod page_slots;
 mod paged;
 mod projection;
 mod rows;
@@ -66,6 +67,7 @@ pub(crate) use optim::{CONTROL, LIMIT, MOST_TENSORS};
 #[cfg(feature = "cube")]
 pub use order::{AttractedLists, HighestLists, OrderOps, SortedRounds};
 pub use page_choice::PageChoiceOps;
+pub use page_slots::PageSlotOps;
 pub use paged::PagedOps;
 pub use projection::ProjectionOps;
 pub use rows::{KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput, MergedParts, RowOps};

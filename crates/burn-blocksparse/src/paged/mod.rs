@@ -5,6 +5,7 @@ pub(crate) mod choice_reference;
 pub(crate) mod options;
 mod page_choice;
 pub(crate) mod reference;
+pub(crate) mod slots_reference;
 mod store;
 pub(crate) mod values;
 

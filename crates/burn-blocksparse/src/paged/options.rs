@@ -82,6 +82,16 @@ impl PagedKeysValues {
         }
     }
 
+    /// Single slots of pages, as [`Dsa::choose_in_pages`](crate::Dsa::choose_in_pages) lists them: i32 `[walks, kv_heads, most]`, of each head of keys
+    /// `page · P + slot`, below 0 behind the last. `spans` are those of the walks that they were chosen from, over region one alone: a walk with fewer slots
+    /// than are listed has as many.
+    pub fn of_slots(store: PagedStore, slots: Tensor<3, Int>, spans: &Tensor<3, Int>) -> Self {
+        let [walks, kv_heads, most] = slots.dims();
+        let spans = spans.clone().clamp_max(most as i32);
+        let spans = spans.expand([walks, kv_heads, 4]);
+        Self::of_store(store.by_slots(), kv_heads, slots, spans)
+    }
+
     /// Sets which queries see which slots.
     #[must_use]
     pub fn visibility(mut self, visibility: PagedVisibility) -> Self {

@@ -2,6 +2,7 @@
 
 use blocksparse::Quantization;
 use burn::backend::Dispatch;
+use burn::tensor::kind::Basic;
 use burn::tensor::{DType, Device, Int, Tensor};
 
 use super::reference;
@@ -42,6 +43,36 @@ pub struct QuantizedPages {
     pub key_scales: Tensor<2>,
     /// `[pages, P]`, f32.
     pub value_scales: Tensor<2>,
+}
+
+impl PagedStore {
+    /// The same with a page for each slot: slot `s` of page `p` is page `p · P + s`.
+    #[must_use]
+    pub fn by_slots(self) -> Self {
+        fn apart<K: Basic>(rows: Tensor<3, K>) -> Tensor<3, K> {
+            let [pages, page, width] = rows.dims();
+            rows.reshape([pages * page, 1, width])
+        }
+        match self {
+            Self::Plain { keys, values } => Self::Plain {
+                keys: apart(keys),
+                values: apart(values),
+            },
+            Self::Quantized(pages) => {
+                let scales = |scales: Tensor<2>| {
+                    let [pages, page] = scales.dims();
+                    scales.reshape([pages * page, 1])
+                };
+                Self::Quantized(QuantizedPages {
+                    quantization: pages.quantization,
+                    keys: apart(pages.keys),
+                    values: apart(pages.values),
+                    key_scales: scales(pages.key_scales),
+                    value_scales: scales(pages.value_scales),
+                })
+            }
+        }
+    }
 }
 
 impl QuantizedPages {

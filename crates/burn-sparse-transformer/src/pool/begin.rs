@@ -266,7 +266,7 @@ impl Group {
             let is_even = steps.iter().all(|step| step.tokens == seq);
             let lengths = || steps.iter().map(|step| step.tokens).collect();
             Road::Dense((!is_even).then(lengths))
-        } else if key.is_plain() && key.dsa.is_none() && books.row_is_live() {
+        } else if key.is_plain() && books.row_is_live() {
             let seen = match (kept.positions, kept.residency) {
                 (KvPositions::InCache, Residency::Window { window, sinks }) => {
                     Some([window, sinks])
@@ -274,7 +274,7 @@ impl Group {
                 _ => None,
             };
             // What is read once for all sequences is chosen by none.
-            let is_apart = seen.is_some() || choice.is_some();
+            let is_apart = seen.is_some() || choice.is_some() || key.dsa.is_some();
             let cascade = if is_apart { usize::MAX } else { kept.cascade };
             let mut walk = step::walk(books, uploaded, steps, writes, cascade, device)?;
             if let Some(seen) = seen {
@@ -282,10 +282,10 @@ impl Group {
                 walk.sinks = sinks;
             }
             let is_single = steps.iter().all(|step| step.tokens == 1);
-            if let Some(choice) = choice {
+            if choice.is_some() || key.dsa.is_some() {
                 let batch: Vec<_> = steps.iter().map(|step| step.id).collect();
                 walk.by_row(&books.spans(&batch)?, writes, rows, seq);
-                walk.choice = Some(*choice);
+                walk.choice = *choice;
             } else if !(is_single && books.single_sees_all(kept.residency)) {
                 let first = writes.iter().map(|writes| writes.first as i32).collect();
                 let first = store::ints(first, [steps.len()], device);

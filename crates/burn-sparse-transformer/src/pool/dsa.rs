@@ -1,13 +1,15 @@
 //! Layers of DeepSeek sparse attention: what a pool holds of their indexers, and attention of new rows to what they choose.
 //!
 //! An indexer's keys lie in pages of the same table as the keys and values, so what the books say holds for them, too: copies behind a fork, steps back, what is
-//! known of a beginning. Behind a prompt all keys of a sequence are gathered, and those that are not chosen are hidden: a step reads what dense attention reads.
+//! known of a beginning. Behind a prompt a step reads all of an indexer's keys, and of the others those that are chosen.
 
-use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
-use burn_blocksparse::DsaIndex;
+use burn::tensor::{Device, FloatDType, Int, Tensor};
 use burn_blocksparse::pages::{Residency, SequenceId};
+use burn_blocksparse::{DsaIndex, DsaPages, PagedKeysValues, PagedStore, paged_attention};
 
-use super::step::{Gathered, HIDDEN, Road};
+use super::attend::as_stored;
+use super::choice::{SCORES, WALKS};
+use super::step::{Road, Walk};
 use super::store::{Store, Stored, lost};
 use super::{Group, KvPool, KvPoolConfig, KvUsage, Step};
 use crate::call::Call;
@@ -96,51 +98,76 @@ impl SparseMultiHeadAttention {
                 let parts = DsaParts { heads, index };
                 Ok(dsa.attend(parts, &self.options, false)?.heads)
             }
-            Road::Gathered(gathered) => {
-                let of_row = self.n_kv_heads / group.slots.dims()[1];
-                let chosen = chosen(dsa, index, keys, gathered, [self.n_kv_heads, of_row])?;
-                self.attend_gathered(query, store, &chosen)
-            }
-            Road::Paged(_) => Err(lost()),
+            Road::Paged(walk) => self.attend_chosen_keys(query, [store, keys], (dsa, index), walk),
+            Road::Gathered(_) => Err(lost()),
         }
+    }
+
+    /// Attention of queries `[batch, heads, s, d_k]` to the keys that an indexer chooses for each of them, where they lie.
+    fn attend_chosen_keys(
+        &self,
+        query: Tensor<4>,
+        [store, keys]: [&Store; 2],
+        (dsa, index): (&DsaHeads, DsaIndex),
+        walk: &Walk,
+    ) -> Result<Tensor<4>, TransformerError> {
+        let dtype = FloatDType::from(query.dtype());
+        let (pages, options) = (store.pages()?, self.paged_options(&query));
+        let PagedStore::Plain { keys, .. } = keys.pages()? else {
+            return Err(lost());
+        };
+        let query = as_stored(query, &pages);
+        let [batch, heads, seq, _] = query.dims();
+        let walks = batch * seq;
+        let [_, index_heads, ..] = index.q.dims();
+        let (rows, queries) = (by_rows(query), by_rows(index.q));
+        let weights = index.weights.swap_dims(1, 2);
+        let weights = weights.reshape([walks, index_heads]);
+        let listed = walk.table.dims()[2] * keys.dims()[1];
+        let together = (SCORES / listed.max(1)).clamp(1, WALKS);
+        let mut outs = Vec::with_capacity(walks.div_ceil(together));
+        for first in (0..walks).step_by(together) {
+            let count = together.min(walks - first);
+            let spans = walk.spans.clone().narrow(0, first, count);
+            let pages_of = DsaPages {
+                q: queries.clone().narrow(0, first, count),
+                weights: weights.clone().narrow(0, first, count),
+                keys: keys.clone(),
+                table: walk.table.clone().narrow(0, first, count),
+                spans,
+            };
+            let rows = rows.clone().narrow(0, first, count).unsqueeze_dim(2);
+            let mut chosen = if listed <= dsa.config().keep {
+                // Where there is no more than what is chosen, there is no choice.
+                let DsaPages { table, spans, .. } = pages_of;
+                PagedKeysValues::of_store(pages.clone(), self.n_kv_heads, table, spans)
+            } else {
+                let slots = dsa.op().choose_in_pages(&pages_of, self.n_kv_heads)?;
+                PagedKeysValues::of_slots(pages.clone(), slots, &pages_of.spans)
+            };
+            let counted = |counters: &&Tensor<1, Int>| counters.dims()[0] >= count * heads;
+            chosen.counters = walk.counters.as_ref().filter(counted).cloned();
+            outs.push(paged_attention(rows, &chosen, &options)?.out);
+        }
+        let out = match outs.len() {
+            1 => outs.remove(0),
+            _ => Tensor::cat(outs, 0),
+        };
+        let [.., width] = out.dims();
+        let out = match seq {
+            1 => out,
+            _ => out.reshape([batch, seq, heads, width]).swap_dims(1, 2),
+        };
+        Ok(out.cast(dtype))
     }
 }
 
-/// Gathered keys, of which those that the indexer does not choose are hidden; `of_row` heads of keys share a page.
-fn chosen(
-    dsa: &DsaHeads,
-    index: DsaIndex,
-    keys: &Store,
-    gathered: &Gathered,
-    [kv_heads, of_row]: [usize; 2],
-) -> Result<Gathered, TransformerError> {
-    let [batch, _, seq, width] = index.q.dims();
-    let count = gathered.count;
-    // Slots of the first head of keys: of an indexer each page has one.
-    let slots = gathered.ids.clone().reshape([batch, kv_heads, count]);
-    let slots = slots.narrow(1, 0, 1).reshape([batch * count]);
-    let page = keys.page_size()? as i32;
-    let inside = slots.clone().remainder_scalar(page);
-    let pages = (slots - inside.clone()).div_scalar(of_row as i32 * page);
-    let [rows, _] = keys.gather(&(pages.mul_scalar(page) + inside), FloatDType::F32)?;
-    let k = rows.reshape([batch, 1, count, width]).cast(index.q.dtype());
-    let index = DsaIndex::new(index.q, k, index.weights)?;
-    // Keys lie in the order of their positions, so those that a query sees are the first ones.
-    let is_seen = gathered.bias.clone().greater_elem(HIDDEN / 2.0);
-    let [_, heads, ..] = gathered.bias.dims();
-    let seen: Tensor<2, Int> = is_seen
-        .narrow(1, 0, 1)
-        .int()
-        .cast(DType::I32)
-        .sum_dim(3)
-        .reshape([batch, seq]);
-    let left_out = dsa.op().left_out(&index, seen)?;
-    let left_out = left_out.unsqueeze_dim::<4>(1);
-    let left_out = left_out.expand([batch, heads, seq, count]);
-    Ok(Gathered {
-        count,
-        ids: gathered.ids.clone(),
-        bias: gathered.bias.clone().mask_fill(left_out, HIDDEN),
-        distances: None,
-    })
+/// Queries `[batch, heads, s, width]`, one for each row of a call: `[batch · s, heads, width]`.
+fn by_rows(query: Tensor<4>) -> Tensor<3> {
+    let [batch, heads, seq, width] = query.dims();
+    // Of one row each the heads are in their places.
+    match seq {
+        1 => query.reshape([batch, heads, width]),
+        _ => query.swap_dims(1, 2).reshape([batch * seq, heads, width]),
+    }
 }

@@ -352,8 +352,7 @@ impl KvPool {
             && self.evictor.is_none()
             && self.positions == KvPositions::Original
             && self.groups.iter().all(|Group { key, books, .. }| {
-                let is_walked = key.is_plain() && key.dsa.is_none();
-                is_walked && books.single_sees_all(self.residency)
+                key.is_plain() && books.single_sees_all(self.residency)
             })
             && self.branches.iter().flatten().all(Branches::is_recordable)
     }

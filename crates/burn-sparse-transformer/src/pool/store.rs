@@ -178,12 +178,6 @@ impl Store {
         self.pages.clone().ok_or_else(lost)
     }
 
-    /// Slots of a page.
-    pub(super) fn page_size(&self) -> Result<usize, TransformerError> {
-        let [_, page_size] = self.pages.as_ref().ok_or_else(lost)?.pages();
-        Ok(page_size)
-    }
-
     /// Copies pages.
     pub(super) fn copy(&mut self, copies: Option<&Copies>) -> Result<(), TransformerError> {
         let Some(copies) = copies else {

@@ -30,10 +30,7 @@ pub fn attention(pattern: Pattern, kv_heads: usize) -> SparseMultiHeadAttentionC
         .with_n_kv_heads(Some(kv_heads))
 }
 
-#[allow(deprecated)] // The device is; its backend has other orders of sums.
-pub fn devices() -> [Device; 2] {
-    [Device::flex(), Device::ndarray()]
-}
+pub(crate) use crate::pool::devices;
 
 /// Every policy, with a capacity of 9 and without slack but where it says so.
 pub fn policies() -> Vec<EvictionConfig> {

@@ -26,11 +26,8 @@ pub fn scattered(count: usize, seed: usize) -> Vec<f64> {
     (0..count).map(|_| next()).collect()
 }
 
-/// The CPU backends, which have other integers.
-#[allow(deprecated)]
-pub fn devices() -> [Device; 2] {
-    [Device::flex(), Device::ndarray()]
-}
+// The CPU backends, which have other integers.
+pub(crate) use crate::pool::devices;
 
 pub fn tensor<const D: usize>(
     numbers: &[f64],

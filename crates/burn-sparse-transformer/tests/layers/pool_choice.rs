@@ -9,6 +9,7 @@ use burn_sparse_transformer::{
 use rstest::rstest;
 
 use crate::common::{assert_close, randomise, seed, tokens};
+use crate::pool::devices;
 
 const VOCAB: usize = 11;
 /// Seven pages of 16.
@@ -76,8 +77,7 @@ impl Reader {
 #[case::moba(&["moba:16,3"], 4)]
 #[case::moba_of_several_pages(&["moba:32,2,share=mean"], 1)]
 fn tokens_one_by_one_choose_as_the_whole(#[case] selections: &[&str], #[case] kv_heads: usize) {
-    #[allow(deprecated)] // The device is; its backend has other orders of sums.
-    for device in [Device::flex(), Device::ndarray()] {
+    for device in devices() {
         let _guard = seed(&device, 11);
         let model = model(selections, kv_heads, &device);
         let tokens = tokens(2, SEQ, VOCAB, &device);

@@ -9,6 +9,7 @@ use burn_sparse_transformer::{
 use rstest::rstest;
 
 use crate::common::{assert_close, randomise, seed, tokens};
+use crate::pool::devices;
 use crate::pool_choice::generates_as_alone;
 
 const VOCAB: usize = 11;
@@ -107,8 +108,7 @@ fn tokens_one_by_one_are_those_of_the_whole(
     #[values(0, 1, 2, 3, 4)] text: usize,
     #[values(1, 4)] kv_heads: usize,
 ) {
-    #[allow(deprecated)] // The device is; its backend has other orders of sums.
-    for device in [Device::flex(), Device::ndarray()] {
+    for device in devices() {
         let _guard = seed(&device, 21);
         let model = model(TEXTS[text], kv_heads, &device);
         let tokens = tokens(2, SEQ, VOCAB, &device);

@@ -7,7 +7,7 @@ use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
 use burn::tensor::{DType, Device, Int, Tensor};
 use burn_sparse_transformer::{
     Factorization, Pattern, Precision, SparseMhaInput, SparseMultiHeadAttentionConfig,
-    SparseTransformer, SparseTransformerConfig, TransformerError,
+    SparseTransformer, SparseTransformerConfig,
 };
 use rstest::rstest;
 
@@ -175,6 +175,7 @@ fn a_layer_returns_its_inputs_dtype() {
     }
 }
 
+#[cfg(feature = "ndarray")]
 #[test]
 #[allow(deprecated)]
 fn a_device_without_bf16_is_refused() {
@@ -185,7 +186,7 @@ fn a_device_without_bf16_is_refused() {
     assert!(
         matches!(
             error,
-            TransformerError::Precision {
+            burn_sparse_transformer::TransformerError::Precision {
                 precision: Precision::Bf16,
                 ..
             }

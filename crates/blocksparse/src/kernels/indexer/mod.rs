@@ -7,6 +7,7 @@
 //! rows       rows of numbers in shared memory, and their products
 //! sums       of each pair the sum over heads: an indexer's scores, or what attention gives a key
 //! picks      of each query the keys of the highest scores
+//! picks_parts of few long rows, whose parts are cubes' own
 //! compare    of each query how far the softmax of its scores is from the attention, and the gradient by the scores
 //! gradients  that gradient through the scores: by queries and weights, or by keys
 //! mma        sums and gradients of half precision on tensor cores
@@ -31,6 +32,7 @@ mod gradients;
 mod mma;
 mod pairs;
 mod picks;
+mod picks_parts;
 mod rows;
 mod sums;
 mod wanted;

@@ -139,7 +139,7 @@ pub struct PairInputs<'a> {
     pub k: &'a Handle,
     /// Of each query and head a number, f32 `[batch, heads, seq_q]`: an indexer's weights, or attention's lse.
     pub of_rows: &'a Handle,
-    /// i32 `[batch, seq_q, listed]`, ascending, −1 behind the last, if keys are listed.
+    /// i32 `[batch, seq_q, listed]`, −1 behind the last, if keys are listed.
     pub keys: Option<&'a Handle>,
 }
 

@@ -1,6 +1,9 @@
 //! Of each pair of a query and a key the sum over heads, in f32 on any device; in half precision on tensor cores where there are some (`mma`). A cube has some queries and some keys, or one query and some that it lists; a unit has four keys and
 //! eight rows of products, which are the heads of as few queries as fit, so that no other unit has a part of its sums.
 
+// What is known at compile time stays apart from what is not.
+#![allow(clippy::collapsible_if)]
+
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -124,6 +127,12 @@ fn sums<E: Float, N: Size>(
     if comptime!(!t.is_listed && !t.all) && !is_seen {
         parts = 0usize.runtime();
     }
+    // Behind the end of a list there are no keys.
+    if comptime!(t.is_listed) {
+        if key_of(&keys, entry, row0, column0, &s, true) < 0i32 {
+            parts = 0usize.runtime();
+        }
+    }
     for part in 0..parts {
         let kv_head = part / groups;
         let head0 = part % groups * comptime!(t.heads);
@@ -215,7 +224,7 @@ fn sums<E: Float, N: Size>(
     }
 }
 
-/// Sums over the heads of the pairs of the queries that are computed, into f32 `[batch, rows, columns]`.
+/// Sums over the heads of the pairs of the queries that are computed, into f32 `[batch, rows, columns]`. Behind the end of a list some are not written.
 ///
 /// # Errors
 /// As [`check`]'s, or if there are more tiles than a launch has cubes.

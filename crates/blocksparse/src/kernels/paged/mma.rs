@@ -23,7 +23,9 @@ use super::mma_load::{key_factor, load_keys, load_scales, load_values, paired, v
 use super::mma_tile::{KEYS, MmaTile, QUERIES};
 use super::walk::{Found, Sizes, Walker, Walking, page_at, share_of, span_of};
 use crate::kernels::mma::asm::{Element, multiply};
-use crate::kernels::shared::asm::{above_any, exp2, pack, shuffle_xor, transpose_eight};
+use crate::kernels::shared::asm::{
+    above_any, exp2, pack, shuffle_word, shuffle_xor, transpose_eight,
+};
 use crate::kernels::shared::score::{LOW, LOWEST_MAX, SLACK};
 use crate::kernels::shared::walk::Four;
 
@@ -162,8 +164,8 @@ pub fn attend_mma<V: Size>(
 
         let stride = comptime!(t.warps * KEYS);
         let mut at = warp * KEYS;
-        let mut page = Array::<u32>::new(3usize);
-        let mut next_page = Array::<u32>::new(3usize);
+        let mut page = Array::<u32>::new(comptime!(t.place_words()));
+        let mut next_page = Array::<u32>::new(comptime!(t.place_words()));
         find(table, &selected, &walking, &sizes, &mut page, at, t);
         load_keys(keys, &mut k, &page, &walking, &sizes, at, across, along, t);
         load_values::<V>(
@@ -243,7 +245,10 @@ pub fn attend_mma<V: Size>(
             #[unroll]
             for key in 0..2usize {
                 let in_page = (at % comptime!(t.page) + comptime!(8 * key) + across) as u32;
-                let exists = page[0] > 0u32 && in_page >= page[1] && in_page < page[2];
+                let mut exists = page[key] > 0u32;
+                if comptime!(!t.apart()) {
+                    exists = page[0] > 0u32 && in_page >= page[1] && in_page < page[2];
+                }
                 let mut from = 0i32;
                 let mut to = 0i32;
                 if comptime!(t.visibility) {
@@ -353,7 +358,7 @@ pub fn attend_mma<V: Size>(
                 scales[i] = next_scales[i];
             }
             #[unroll]
-            for i in 0..3usize {
+            for i in 0..comptime!(t.place_words()) {
                 page[i] = next_page[i];
             }
             find(
@@ -431,7 +436,8 @@ pub fn attend_mma<V: Size>(
     }
 }
 
-/// The page of a step, the same for all lanes of a warp.
+/// The page of a step, the same for all lanes of a warp; or of pages that are shorter than a step the slots among all of the keys that a lane loads, and 1, or 0
+/// of those that do not count: two keys, and four of which it loads the values.
 #[cube]
 fn find(
     table: &[i32],
@@ -442,8 +448,34 @@ fn find(
     at: usize,
     #[comptime] t: MmaTile,
 ) {
-    let found: Found = page_at(table, selected, walking, sizes, at, comptime!(t.walked()));
-    page[0] = found.id;
-    page[1] = found.from;
-    page[2] = found.to;
+    if comptime!(t.apart()) {
+        // Each of sixteen lanes looks for one.
+        let lane = UNIT_POS % 32;
+        let slot = at + (lane % 16) as usize;
+        let found: Found = page_at(table, selected, walking, sizes, slot, comptime!(t.walked()));
+        let within = slot % comptime!(t.page);
+        let counts = found.id > 0u32 && within as u32 >= found.from && (within as u32) < found.to;
+        let id = (max(found.id, 1u32) - 1u32) as usize;
+        let id = id * sizes.shared_heads + walking.shared_head;
+        let own = select(
+            counts,
+            (id * comptime!(t.page) + within) as u32 + 1u32,
+            0u32,
+        );
+        let (across, along) = (lane / 4, lane % 4);
+        #[unroll]
+        for key in 0..2u32 {
+            page[comptime!(key as usize)] = shuffle_word(own, across + comptime!(8 * key));
+        }
+        #[unroll]
+        for key in 0..4u32 {
+            let from = 2 * along + comptime!(key / 2 * 8 + key % 2);
+            page[comptime!(2 + key as usize)] = shuffle_word(own, from);
+        }
+    } else {
+        let found: Found = page_at(table, selected, walking, sizes, at, comptime!(t.walked()));
+        page[0] = found.id;
+        page[1] = found.from;
+        page[2] = found.to;
+    }
 }

@@ -108,7 +108,17 @@ pub(super) fn load_scales(
     across: usize,
     #[comptime] t: MmaTile,
 ) {
-    if page[0] > 0u32 {
+    if comptime!(t.apart()) {
+        #[unroll]
+        for key in 0..2usize {
+            if page[key] > 0u32 {
+                let slot = (page[key] - 1u32) as usize;
+                scales[key] = key_scales.as_ref().unwrap()[slot];
+                let scale = value_scales.as_ref().unwrap()[slot];
+                scales[comptime!(2 + key)] = scale * comptime!(t.value_factor());
+            }
+        }
+    } else if page[0] > 0u32 {
         let first = (page[0] - 1u32) as usize * sizes.shared_heads + walking.shared_head;
         let first = first * comptime!(t.page);
         #[unroll]
@@ -134,7 +144,18 @@ pub(super) fn load_keys(
     along: usize,
     #[comptime] t: MmaTile,
 ) {
-    if page[0] > 0u32 {
+    if comptime!(t.apart()) {
+        #[unroll]
+        for key in 0..2usize {
+            if page[key] > 0u32 {
+                let row = (page[key] - 1u32) as usize * comptime!(4 * t.key_loads()) + along;
+                #[unroll]
+                for i in 0..comptime!(t.key_loads()) {
+                    k[comptime!(key * t.key_loads() + i)] = keys[row + comptime!(4 * i)];
+                }
+            }
+        }
+    } else if page[0] > 0u32 {
         let first = (page[0] - 1u32) as usize * sizes.shared_heads + walking.shared_head;
         let loads = comptime!(4 * t.key_loads());
         let first = first * comptime!(t.page * loads);
@@ -163,7 +184,19 @@ pub(super) fn load_values<V: Size>(
     along: usize,
     #[comptime] t: MmaTile,
 ) {
-    if page[0] > 0u32 {
+    if comptime!(t.apart()) {
+        #[unroll]
+        for key in 0..4usize {
+            if page[comptime!(2 + key)] > 0u32 {
+                let slot = (page[comptime!(2 + key)] - 1u32) as usize;
+                let row = slot * comptime!(8 * t.value_loads()) + across;
+                #[unroll]
+                for i in 0..comptime!(t.value_loads()) {
+                    v[comptime!(key * t.value_loads() + i)] = values[row + comptime!(8 * i)];
+                }
+            }
+        }
+    } else if page[0] > 0u32 {
         let first = (page[0] - 1u32) as usize * sizes.shared_heads + walking.shared_head;
         let loads = comptime!(8 * t.value_loads());
         let first = first * comptime!(t.page * loads);

@@ -80,8 +80,12 @@ impl MmaTile {
         if !width.is_multiple_of(key_numbers) {
             return Err("the width of quantised keys is no multiple of 64");
         }
-        if shape.page < KEYS {
-            return Err("pages have fewer than 16 slots");
+        if shape.page < KEYS && shape.visibility {
+            return Err("pages whose slots have positions have fewer than 16 slots");
+        }
+        // Slots of short pages are numbers of 32 bits, of which one is none.
+        if shape.page < KEYS && u32::try_from(shape.pages * shape.page + 1).is_err() {
+            return Err("pages of fewer than 16 slots have too many slots");
         }
         let registers = |columns: usize| {
             let keys = (width / KEY_NUMBERS * 8 + value_width / VALUE_NUMBERS * 16) / smaller;
@@ -126,6 +130,16 @@ impl MmaTile {
         self.fused = shape.counters && passes * shares.div_ceil(UNROLLED) <= MOST_ROUNDS;
         self.sinks = self.fused && shape.sinks;
         self
+    }
+
+    /// Whether pages are shorter than what a warp has at a time, so that each key has a page of its own.
+    pub fn apart(&self) -> bool {
+        self.page < KEYS
+    }
+
+    /// Words that say where a step's keys are: of one page, or of each of six keys that a lane loads.
+    pub fn place_words(&self) -> usize {
+        if self.apart() { 6 } else { 3 }
     }
 
     /// What its walk is.

@@ -16,7 +16,7 @@
 //! codec      numbers of eight bits                        quantize rows written into pages of them
 //! shape      what a call is                               plan     how it is launched
 //! summary    what is known of each page besides its keys  page_scores  scores of pages by it
-//! highest    the pages of the highest scores
+//! highest    the pages of the highest scores          slots    slots of walks one by one, and of keys that were picked
 //! ```
 
 mod append;
@@ -41,6 +41,7 @@ mod page_scores;
 mod plan;
 mod quantize;
 mod shape;
+mod slots;
 mod summary;
 mod tile;
 mod walk;
@@ -51,6 +52,7 @@ pub use page_scores::{PageScoreBuffers, PageScoreShape, check_page_scores, page_
 pub use plan::{PagedBuffers, PagedPlan, paged_attention};
 pub use quantize::{append_quantized, check_append_quantized};
 pub use shape::PagedShape;
+pub use slots::{SlotShape, picked_slots, walk_slots};
 pub use summary::{
     Summary, check_summarize, check_summarize_quantized, summarize_pages, summarize_quantized,
 };

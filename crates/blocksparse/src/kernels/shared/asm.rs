@@ -232,6 +232,14 @@ pub fn shuffle(x: f32, lane: u32) -> f32 {
     o
 }
 
+/// A lane's word.
+#[cube]
+pub fn shuffle_word(x: u32, lane: u32) -> u32 {
+    let o: u32;
+    gpu_asm!("shfl.sync.idx.b32 {o}, {i}, {l}, 31, 0xffffffff;", o = out(_) o, i = in(_) val::<u32>(x), l = in(_) val::<u32>(lane), options(nomem));
+    o
+}
+
 /// The other lane's number.
 #[cube]
 pub fn trade(x: u32, #[comptime] mask: u32) -> u32 {

@@ -58,8 +58,13 @@ fn sums(
         lane: UNIT_POS_X % 32,
     };
     let mut steps = (max(first, end) - first).div_ceil(comptime!(t.queries)) * comptime!(t.parts);
-    // Cubes beyond the last tile have nothing to do.
-    if CUBE_POS >= tiles {
+    // Cubes beyond the last tile have nothing to do, nor those behind the end of a list.
+    let mut is_needed = CUBE_POS < tiles;
+    if comptime!(t.is_listed) {
+        let column = column0.min(s.columns - 1);
+        is_needed = is_needed && key_of(&keys, work.entry, row0, column, &s, true) >= 0i32;
+    }
+    if !is_needed {
         steps = 0usize.runtime();
     }
     let sources = (
