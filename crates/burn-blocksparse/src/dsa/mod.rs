@@ -7,10 +7,12 @@
 //! loss     what the indexer learns by
 //! found    what it is compared over, and a loss with its gradients
 //! kernels  both where a device has kernels for them
-//! pages    choices among keys in pages, for decoding
+//! pages    an indexer's keys in pages
+//! in_pages choices among them, for decoding
 //! ```
 
 mod found;
+mod in_pages;
 #[cfg(feature = "cube")]
 mod kernels;
 mod loss;

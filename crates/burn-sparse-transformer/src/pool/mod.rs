@@ -5,6 +5,7 @@ mod begin;
 mod choice;
 mod config;
 mod dsa;
+mod dsa_attend;
 mod evict;
 mod model;
 mod nsa;

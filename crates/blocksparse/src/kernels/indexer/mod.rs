@@ -8,6 +8,7 @@
 //! sums       of each pair the sum over heads: an indexer's scores, or what attention gives a key
 //! picks      of each query the keys of the highest scores
 //! picks_parts of few long rows, whose parts are cubes' own
+//! digits     of numbers, by which both find and list the highest
 //! compare    of each query how far the softmax of its scores is from the attention, and the gradient by the scores
 //! gradients  that gradient through the scores: by queries and weights, or by keys
 //! mma        sums and gradients of half precision on tensor cores
@@ -25,6 +26,7 @@
 //! and sums have a fixed order, so the same input gives the same bits on a device.
 
 mod compare;
+mod digits;
 #[cfg(feature = "cuda-asm")]
 mod ending;
 mod gradients;

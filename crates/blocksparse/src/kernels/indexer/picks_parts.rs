@@ -11,16 +11,16 @@
 //! Every cube of a row finds the same digits from the same counts, and the first writes them for the launches after the next.
 
 // A kernel's numbers have no such methods.
-#![allow(clippy::manual_is_multiple_of, clippy::needless_range_loop)]
+#![allow(clippy::manual_is_multiple_of, clippy::manual_memcpy, clippy::needless_range_loop)]
 
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::pairs::{PairSizes, Sizes};
-use super::picks::{
-    AHEAD, BINS, DIGITS, FOUND, KeyPicks, Picked, Run, find_digit, list_numbers, mask_of,
-    number_key, shift_of,
+use super::digits::{
+    AHEAD, BINS, DIGITS, FOUND, Picked, Run, find_digit, list_numbers, mask_of, number_key,
+    shift_of,
 };
+use super::pairs::{PairSizes, Sizes};
 use crate::kernels::args::{address_of, buffer, optional, spread};
 use crate::kernels::error::KernelError;
 use crate::kernels::shared::bins::Bins;
@@ -380,7 +380,8 @@ fn list_parts<N: Size>(
 pub(super) fn launch(
     client: &Client,
     sizes: &PairSizes,
-    of: &KeyPicks,
+    // Keys of a list, near ones, and batch entries of how many keys are seen.
+    (most, near, of_entries): (usize, usize, Option<usize>),
     [scores, lists]: [&Handle; 2],
     seen: Option<&Handle>,
     vector: usize,
@@ -388,14 +389,14 @@ pub(super) fn launch(
 ) -> Result<(), KernelError> {
     let t = Picked::new(client, len)?;
     let rows = sizes.batch * sizes.rows[1];
-    let of_seen = of.seen.unwrap_or(0) * sizes.seq[0];
-    let out = sizes.batch * sizes.seq[0] * of.most;
+    let of_seen = of_entries.unwrap_or(0) * sizes.seq[0];
+    let out = sizes.batch * sizes.seq[0] * most;
     let numbers = DIGITS as usize * rows * parts * BINS;
     let found = rows * DIGITS as usize * FOUND;
     let [counts, kept] = [numbers, found].map(|words| client.empty(words * size_of::<u32>()));
     let largest = sizes.numbers().max(out).max(of_seen).max(numbers);
     let address = address_of(client, largest)?;
-    let seen_step = match of.seen {
+    let seen_step = match of_entries {
         Some(entries) if entries > 1 => sizes.seq[0],
         _ => 0,
     };
@@ -415,8 +416,8 @@ pub(super) fn launch(
                 buffer(&counts, numbers),
                 buffer(&kept, found),
                 sizes.launch(),
-                of.most,
-                of.near,
+                most,
+                near,
                 seen_step,
                 parts,
                 len,
@@ -439,8 +440,8 @@ pub(super) fn launch(
             buffer(&kept, found),
             buffer(lists, out),
             sizes.launch(),
-            of.most,
-            of.near,
+            most,
+            near,
             seen_step,
             parts,
             len,
@@ -461,7 +462,9 @@ mod tests {
             match Parts::of(132, 8, columns) {
                 None => assert!(columns <= (FEWEST_PARTS - 1) * PART, "{columns}"),
                 Some(Parts { len, count }) => {
-                    assert!(len.is_multiple_of(PART) && (FEWEST_PARTS..=MOST_PARTS).contains(&count));
+                    assert!(
+                        len.is_multiple_of(PART) && (FEWEST_PARTS..=MOST_PARTS).contains(&count)
+                    );
                     assert!(count * len >= columns && (count - 1) * len < columns);
                 }
             }
