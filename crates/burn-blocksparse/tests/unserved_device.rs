@@ -12,7 +12,7 @@ use burn_blocksparse::{
     top_k_blocks, top_k_blocks_on_device,
 };
 
-const MESSAGE: &str = "the device's backend must be one that a feature of burn-blocksparse turns on, got Flex: turn on its feature `flex`, \
+const MESSAGE: &str = "the device's backend must be one that a feature of burn-blocksparse turns on, got Flex(Cpu): turn on its feature `flex`, \
                        besides `burn`'s";
 
 fn refused<T>(call: &str, result: Result<T, OpError>) {
