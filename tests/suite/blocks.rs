@@ -111,4 +111,6 @@ fn different_devices() {
     let a = zeros([2, 4, 30, 3], &Device::ndarray());
     let text = message(weights(&Device::flex()).tn(a));
     assert!(text.starts_with("a's device must be"), "{text}");
+    let text = message(weights(&Device::flex()).map(|values| values.to_device(&Device::ndarray())));
+    assert!(text.starts_with("the function's device must be"), "{text}");
 }

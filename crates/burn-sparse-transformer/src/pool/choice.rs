@@ -148,14 +148,10 @@ impl SparseMultiHeadAttention {
     ) -> Result<Tensor<4>, TransformerError> {
         let (pages, options) = (store.pages()?, self.paged_options(&query));
         let query = as_stored(query, &pages);
-        let [batch, heads, seq, width] = query.dims();
+        let [batch, _, seq, _] = query.dims();
         let [_, _, entries] = walk.table.dims();
         let walks = batch * seq;
-        // Of one row each the heads are in their places.
-        let rows = match seq {
-            1 => query.reshape([walks, heads, width]),
-            _ => query.swap_dims(1, 2).reshape([walks, heads, width]),
-        };
+        let rows = by_rows(query);
         // More than one row at a time, whatever a context is.
         let together = (SCORES / (self.n_kv_heads * entries).max(1)).clamp(1, WALKS);
         let mut outs = Vec::with_capacity(walks.div_ceil(together));
@@ -182,17 +178,7 @@ impl SparseMultiHeadAttention {
             };
             outs.push(self.attend_walks(part, selected, &pages, walk, &options)?);
         }
-        let out = match outs.len() {
-            1 => outs.remove(0),
-            _ => Tensor::cat(outs, 0),
-        };
-        let [.., value_width] = out.dims();
-        Ok(match seq {
-            1 => out,
-            _ => out
-                .reshape([batch, seq, heads, value_width])
-                .swap_dims(1, 2),
-        })
+        Ok(by_heads(outs, [batch, seq]))
     }
 
     /// The same of one query for each walk: `[walks, heads, 1, d_v]`.
@@ -211,5 +197,28 @@ impl SparseMultiHeadAttention {
         of_walks.counters = walk.counters.as_ref().filter(counted).cloned();
         let query = rows.reshape([walks, heads, 1, width]);
         Ok(paged_attention(query, &of_walks, options)?.out)
+    }
+}
+
+/// Queries `[batch, heads, s, width]`, one for each row of a call: `[batch · s, heads, width]`.
+pub(super) fn by_rows(query: Tensor<4>) -> Tensor<3> {
+    let [batch, heads, seq, width] = query.dims();
+    // Of one row each the heads are in their places.
+    match seq {
+        1 => query.reshape([batch, heads, width]),
+        _ => query.swap_dims(1, 2).reshape([batch * seq, heads, width]),
+    }
+}
+
+/// What rows see, some of them after the other, `[rows, heads, 1, width]` each: `[batch, heads, s, width]`.
+pub(super) fn by_heads(mut outs: Vec<Tensor<4>>, [batch, seq]: [usize; 2]) -> Tensor<4> {
+    let out = match outs.len() {
+        1 => outs.remove(0),
+        _ => Tensor::cat(outs, 0),
+    };
+    let [_, heads, _, width] = out.dims();
+    match seq {
+        1 => out,
+        _ => out.reshape([batch, seq, heads, width]).swap_dims(1, 2),
     }
 }

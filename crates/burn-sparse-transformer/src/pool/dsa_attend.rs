@@ -4,7 +4,7 @@ use burn::tensor::{FloatDType, Int, Tensor};
 use burn_blocksparse::{DsaIndex, DsaPages, PagedKeysValues, PagedStore, paged_attention};
 
 use super::attend::as_stored;
-use super::choice::{SCORES, WALKS};
+use super::choice::{SCORES, WALKS, by_heads, by_rows};
 use super::dsa::NO_VALUES;
 use super::step::{Road, Walk};
 use super::store::{Store, lost};
@@ -97,25 +97,6 @@ impl SparseMultiHeadAttention {
             chosen.counters = walk.counters.as_ref().filter(counted).cloned();
             outs.push(paged_attention(rows, &chosen, &options)?.out);
         }
-        let out = match outs.len() {
-            1 => outs.remove(0),
-            _ => Tensor::cat(outs, 0),
-        };
-        let [.., width] = out.dims();
-        let out = match seq {
-            1 => out,
-            _ => out.reshape([batch, seq, heads, width]).swap_dims(1, 2),
-        };
-        Ok(out.cast(dtype))
-    }
-}
-
-/// Queries `[batch, heads, s, width]`, one for each row of a call: `[batch · s, heads, width]`.
-fn by_rows(query: Tensor<4>) -> Tensor<3> {
-    let [batch, heads, seq, width] = query.dims();
-    // Of one row each the heads are in their places.
-    match seq {
-        1 => query.reshape([batch, heads, width]),
-        _ => query.swap_dims(1, 2).reshape([batch * seq, heads, width]),
+        Ok(by_heads(outs, [batch, seq]).cast(dtype))
     }
 }
