@@ -240,8 +240,7 @@ pub fn pair_sums(
     #[cfg(feature = "cuda-asm")]
     if let Ok(t) = mma::SumTile::new(client, sizes, inputs, sum) {
         if let Some(groups) = GroupSums::new(client, sizes, &t) {
-            let of = (groups, t.run(client, sizes));
-            return warpgroups::launch(client, sizes, inputs, epilogue, out, of);
+            return warpgroups::launch(client, sizes, inputs, epilogue, out, groups);
         }
         return mma::launch(client, sizes, inputs, epilogue, out, t);
     }

@@ -1,6 +1,6 @@
 //! Sums over many heads on wgmma, for GPUs of compute capability 9.0: of bf16 and f16, over all keys that queries see.
 //!
-//! A cube has 256 keys, 64 to a warpgroup, in shared memory for the whole launch. Columns are queries by heads, 128 a step, copied two steps ahead by all warps
+//! Cubes stay to the end of a launch and share its steps evenly. A cube has 256 keys at a time, 64 to a warpgroup, in shared memory. Columns are queries by heads, 128 a step, copied two steps ahead by all warps
 //! and read by all warpgroups. What each wants of a step is a number of a key and a query: a unit adds what its columns of a query give, and three neighbours
 //! the others.
 
@@ -27,6 +27,7 @@ use crate::kernels::mma::tile::NOWHERE;
 /// Warpgroups of a cube, and keys of each.
 const WARPGROUPS: usize = 4;
 const GROUP_KEYS: usize = 64;
+const TILE_KEYS: usize = WARPGROUPS * GROUP_KEYS;
 const WARPS: usize = 4 * WARPGROUPS;
 const UNITS: usize = 32 * WARPS;
 
@@ -55,26 +56,27 @@ pub(super) struct GroupSums {
 impl GroupSums {
     /// How warpgroups make the sums that `tile` makes, if they do.
     pub fn new(client: &Client, sizes: &PairSizes, tile: &SumTile) -> Option<Self> {
+        let found = Self {
+            half: tile.half(),
+            heads: sizes.heads[0],
+            is_weights: tile.is_weights(),
+            all: tile.all(),
+        };
+        found.taken(client, sizes, tile)
+    }
+
+    fn taken(self, client: &Client, sizes: &PairSizes, tile: &SumTile) -> Option<Self> {
         let properties = client.properties();
         let is_left_out = TierLimit::from_env().is_ok_and(|limit| limit == TierLimit::Mma);
         if is_left_out || check_hopper(properties).is_err() {
             return None;
         }
-        let found = Self::of(sizes, tile)?;
-        (found.shared_bytes() <= properties.hardware.max_shared_memory_size).then_some(found)
-    }
-
-    fn of(sizes: &PairSizes, tile: &SumTile) -> Option<Self> {
         let [heads, kv_heads] = sizes.heads;
         let divides = heads.is_multiple_of(EIGHT) && COLUMNS.is_multiple_of(heads.max(1));
         // Of narrower rows what is made of products takes longer than these, and mma.sync is as fast.
         let is_taken = kv_heads == 1 && divides && sizes.width == WIDTH && !tile.is_listed();
-        is_taken.then(|| Self {
-            half: tile.half(),
-            heads,
-            is_weights: tile.is_weights(),
-            all: tile.all(),
-        })
+        let has_room = self.shared_bytes() <= properties.hardware.max_shared_memory_size;
+        (is_taken && has_room).then_some(self)
     }
 
     /// Queries of a step.
@@ -118,13 +120,109 @@ impl GroupSums {
     }
 }
 
-/// What a cube works on.
+/// The steps of a batch entry: those of the first keys first, and of the same keys in the order of their queries. Queries before the first that sees a key of a
+/// tile are left out.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct StepOrder {
+    /// Steps of a batch entry, and of a cube.
+    steps: usize,
+    share: usize,
+    tiles: usize,
+    /// Tiles that all queries see, and the steps of each.
+    whole: usize,
+    most: usize,
+    /// The steps that a tile behind them would have, were it the first.
+    from: usize,
+}
+
+/// [`StepOrder`] on the host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Order {
+    tiles: usize,
+    whole: usize,
+    most: usize,
+    from: usize,
+    /// By how many steps a tile that not all queries see has fewer than the one before.
+    fewer: usize,
+}
+
+impl Order {
+    fn new(sizes: &PairSizes, t: &GroupSums) -> Self {
+        let queries = t.queries();
+        let [start, rows] = sizes.rows;
+        let most = rows.div_ceil(queries);
+        let tiles = sizes.columns().div_ceil(TILE_KEYS);
+        let fewer = TILE_KEYS / queries;
+        if t.all {
+            let (whole, from) = (tiles, 0);
+            return Self {
+                tiles,
+                whole,
+                most,
+                from,
+                fewer,
+            };
+        }
+        let position = start + sizes.seq[1] - sizes.seq[0];
+        let tiles = tiles.min((position + rows).div_ceil(TILE_KEYS));
+        Self {
+            tiles,
+            whole: (position / TILE_KEYS + 1).min(tiles),
+            most,
+            from: (position + rows).div_ceil(queries),
+            fewer,
+        }
+    }
+
+    /// Steps of tiles before one.
+    fn before(&self, tile: usize) -> usize {
+        let whole = tile.min(self.whole);
+        let numbers = (tile * tile.saturating_sub(1)) - (whole * whole.saturating_sub(1));
+        whole * self.most + (tile - whole) * self.from - self.fewer * (numbers / 2)
+    }
+
+    fn launch(&self, share: usize) -> StepOrderLaunch {
+        let steps = self.before(self.tiles);
+        StepOrderLaunch::new(steps, share, self.tiles, self.whole, self.most, self.from)
+    }
+}
+
+#[cube]
+impl StepOrder {
+    /// As [`Order::before`].
+    fn before(&self, tile: usize, #[comptime] fewer: usize) -> usize {
+        let whole = tile.min(self.whole);
+        // Of tiles before the first there are none.
+        let below = tile * (max(tile, 1) - 1) - whole * (max(whole, 1) - 1);
+        whole * self.most + (tile - whole) * self.from - below / 2 * fewer
+    }
+
+    /// The tile of a step of a batch entry.
+    fn tile(&self, step: usize, #[comptime] fewer: usize) -> usize {
+        let mut low = 0usize.runtime();
+        let mut high = self.tiles;
+        while low + 1 < high {
+            let middle = (low + high) / 2;
+            if self.before(middle, fewer) <= step {
+                low = middle;
+            } else {
+                high = middle;
+            }
+        }
+        low
+    }
+}
+
+/// What a cube works on: steps of the same keys.
 #[derive(CubeType, Clone, Copy)]
 struct Work {
     entry: usize,
     /// The first query that is there, and the one behind the last.
     first: usize,
     end: usize,
+    /// Steps, and those that the cube had before.
+    steps: usize,
+    before: u32,
     /// Addresses of queries, and of what they have in `of_rows`.
     q: u64,
     of_rows: u64,
@@ -142,15 +240,10 @@ fn sums<N: Size>(
     of_rows: &[f32],
     out: &mut [f32],
     s: Sizes,
-    // Tiles of keys, runs of queries and their queries, and tiles in all.
-    key_tiles: usize,
-    runs: usize,
-    run: usize,
-    tiles: usize,
+    order: StepOrder,
     ending: Ending,
     #[comptime] t: GroupSums,
 ) {
-    let (of_keys, of_columns) = comptime!((t.keys(), t.columns()));
     let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 1024usize);
     let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
@@ -163,36 +256,67 @@ fn sums<N: Size>(
         }
         barrier_fence();
     }
-    let tile = CUBE_POS.min(tiles - 1);
-    let column0 = tile % key_tiles * comptime!(WARPGROUPS * GROUP_KEYS);
-    let row0 = tile / key_tiles % runs * run;
-    let end = (row0 + run).min(s.rows);
-    // Queries before the first that sees a key are left out.
-    let mut first = row0;
-    if comptime!(!t.all) {
-        let position = s.position(0usize);
-        first = max(row0, max(column0, position) - position);
+    let fewer = comptime!(TILE_KEYS / t.queries());
+    let mut next = CUBE_POS * order.share;
+    let last = (next + order.share).min(s.batch * order.steps);
+    let mut before = 0u32.runtime();
+    while next < last {
+        let entry = next / order.steps;
+        let step = next % order.steps;
+        let tile = order.tile(step, fewer);
+        let skipped = order.before(tile, fewer);
+        let steps = (order.before(tile + 1, fewer) - step).min(last - next);
+        let column0 = tile * TILE_KEYS;
+        let mut first = 0usize.runtime();
+        if comptime!(!t.all) {
+            let position = s.position(0usize);
+            first = max(column0, position) - position;
+        }
+        let work = Work {
+            entry,
+            first: first + (step - skipped) * comptime!(t.queries()),
+            end: s.rows,
+            steps,
+            before,
+            q: global_address::<u32>(q),
+            of_rows: global_address::<f32>(of_rows),
+            base,
+            warp,
+            lane,
+        };
+        // Nobody reads keys or queries of the work before.
+        sync_cube();
+        walk::<N>(
+            global_address::<u32>(k),
+            out,
+            column0,
+            &work,
+            &s,
+            &ending,
+            t,
+        );
+        before += steps as u32;
+        next += steps;
     }
-    let work = Work {
-        entry: tile / key_tiles / runs,
-        first,
-        end,
-        q: global_address::<u32>(q),
-        of_rows: global_address::<f32>(of_rows),
-        base,
-        warp,
-        lane,
-    };
-    let mut steps = (max(first, end) - first).div_ceil(comptime!(t.queries()));
-    // Cubes beyond the last tile have nothing to do.
-    if CUBE_POS >= tiles {
-        steps = 0usize.runtime();
-    }
+}
 
+/// Makes the sums of the keys from `column0` on.
+#[cube]
+fn walk<N: Size>(
+    keys: u64,
+    out: &mut [f32],
+    column0: usize,
+    work: &Work,
+    s: &Sizes,
+    ending: &Ending,
+    #[comptime] t: GroupSums,
+) {
+    let (own_span, of_columns) = comptime!((t.keys(), t.columns()));
+    let (base, warp, lane) = (work.base, work.warp, work.lane);
+    let full = base + comptime!(t.full() as u32);
     let group = warp / 4;
-    let own_keys = base + group * comptime!(of_keys.bytes() as u32);
+    let own_keys = base + group * comptime!(own_span.bytes() as u32);
     let group_column = column0 + group as usize * comptime!(GROUP_KEYS);
-    let keys = global_address::<u32>(k);
     #[unroll]
     for i in 0..comptime!(16 / ROWS_AT_A_TIME) {
         let row = warp % 4 * 16 + comptime!((i * ROWS_AT_A_TIME) as u32) + lane_row(lane);
@@ -200,13 +324,14 @@ fn sums<N: Size>(
         let place = (work.entry * s.seq_kv + column) as u32;
         let place = select(column < s.columns, place, comptime!(NOWHERE).runtime());
         let stride = comptime!(WIDTH as u64 / 8).runtime();
-        copy_row(own_keys, row, keys, place, stride, lane, of_keys);
+        copy_row(own_keys, row, keys, place, stride, lane, own_span);
     }
-    copy_queries(0usize, &work, &s, t);
-    sync_cube();
-    copies_are_there(full, lane);
-    if steps > 1 {
-        copy_queries(1usize, &work, &s, t);
+    copy_queries(0usize, work, s, t);
+    // A warp's keys are read by all of its group, behind the barrier of the first step.
+    let stage0 = work.before % comptime!(STAGES as u32);
+    copies_are_there(full + stage0 * 8, lane);
+    if work.steps > 1 {
+        copy_queries(1usize, work, s, t);
     }
 
     let k_desc = descriptor(own_keys, 16usize);
@@ -214,18 +339,19 @@ fn sums<N: Size>(
     // The unit's two columns of each eight.
     let pair = base + comptime!(t.of_rows() as u32) + lane % 4 * 8;
     let warp_column = group_column + (warp % 4 * 16) as usize;
-    for at in 0..steps {
-        let stage = at as u32 % comptime!(STAGES as u32);
-        let next = (at as u32 + 1) % comptime!(STAGES as u32);
-        let phase = at as u32 / comptime!(STAGES as u32) % 2;
+    for at in 0..work.steps {
+        let step = work.before + at as u32;
+        let stage = step % comptime!(STAGES as u32);
+        let next = (step + 1) % comptime!(STAGES as u32);
+        let phase = step / comptime!(STAGES as u32) % 2;
         barrier_wait(full + stage * 8, phase);
-        if at + 1 < steps {
+        if at + 1 < work.steps {
             copies_are_there(full + next * 8, lane);
         }
-        if at + 2 < steps {
-            copy_queries(at + 2, &work, &s, t);
+        if at + 2 < work.steps {
+            copy_queries(at + 2, work, s, t);
         }
-        let row = first + at * comptime!(t.queries());
+        let row = work.first + at * comptime!(t.queries());
         let mut is_seen = 1u32.runtime();
         if comptime!(!t.all) {
             // The last query's position is the highest.
@@ -239,7 +365,7 @@ fn sums<N: Size>(
                 q_desc + within,
                 t.half,
                 WIDTH,
-                comptime!(of_keys.span_bytes()),
+                comptime!(own_span.span_bytes()),
                 comptime!(of_columns.span_bytes()),
             );
             let products = wait::<N>(started, 0usize, comptime!(COLUMNS / 2));
@@ -250,9 +376,9 @@ fn sums<N: Size>(
                 own_pair,
                 row,
                 warp_column,
-                &work,
-                &s,
-                &ending,
+                work,
+                s,
+                ending,
                 t,
             );
         }
@@ -263,7 +389,7 @@ fn sums<N: Size>(
 #[cube]
 fn copy_queries(at: usize, work: &Work, s: &Sizes, #[comptime] t: GroupSums) {
     let of_columns = comptime!(t.columns());
-    let stage = at as u32 % comptime!(STAGES as u32);
+    let stage = (work.before + at as u32) % comptime!(STAGES as u32);
     let row0 = work.first + at * comptime!(t.queries());
     let matrix = work.base
         + comptime!(t.ring_offset() as u32)
@@ -390,15 +516,19 @@ pub(super) fn launch(
     inputs: &PairInputs,
     epilogue: Epilogue,
     out: &Handle,
-    (t, run): (GroupSums, usize),
+    t: GroupSums,
 ) -> Result<(), KernelError> {
-    let run = run.next_multiple_of(t.queries());
-    let key_tiles = sizes.columns().div_ceil(WARPGROUPS * GROUP_KEYS);
-    let runs = sizes.rows[1].div_ceil(run);
-    let tiles = sizes.batch * runs * key_tiles;
+    let order = Order::new(sizes, &t);
+    let steps = sizes.batch * order.before(order.tiles);
+    // Shared memory has room for one cube, which stays to the end.
+    let known = client.properties().hardware.num_streaming_multiprocessors;
+    let share = steps
+        .div_ceil(known.map_or(1, |known| known as usize))
+        .max(1);
+    let cubes = steps.div_ceil(share);
     let [q, k] = sizes.inputs();
-    let address = address_of(client, q.max(k).max(sizes.numbers()).max(2 * tiles))?;
-    let cubes = spread(client, tiles as u64)?;
+    let address = address_of(client, q.max(k).max(sizes.numbers()).max(2 * steps))?;
+    let cubes = spread(client, cubes as u64)?;
     // SAFETY: a unit copies pieces of rows of queries and keys that there are, and writes its own numbers of rows and columns that there are. The buffers have
     // the lengths they say (see `buffer`).
     unsafe {
@@ -413,13 +543,50 @@ pub(super) fn launch(
             buffer(inputs.of_rows, sizes.row_numbers()),
             buffer(out, sizes.numbers()),
             sizes.launch(),
-            key_tiles,
-            runs,
-            run,
-            tiles,
+            order.launch(share),
             epilogue.ending(t.is_weights),
             t,
         );
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_before_a_tile_are_those_of_the_tiles_before() {
+        for (heads, all) in [(64, false), (8, false), (128, false), (32, true)] {
+            let t = GroupSums {
+                half: Half::Bf16,
+                heads,
+                is_weights: false,
+                all,
+            };
+            for (seq, rows) in [
+                ([65, 530], [0, 40]),
+                ([600, 600], [0, 600]),
+                ([3000, 3000], [257, 700]),
+                ([1, 9000], [0, 1]),
+                ([700, 1100], [699, 1]),
+            ] {
+                let (q, k) = ([1, heads, seq[0], WIDTH], [1, 1, seq[1], WIDTH]);
+                let sizes = PairSizes::new(q, k, rows, None);
+                let order = Order::new(&sizes, &t);
+                let position = rows[0] + seq[1] - seq[0];
+                let mut steps = 0;
+                for tile in 0..order.tiles {
+                    assert_eq!(order.before(tile), steps, "{heads} {seq:?} {rows:?} {tile}");
+                    let first = (tile * TILE_KEYS).saturating_sub(position);
+                    let first = if all { 0 } else { first };
+                    assert!(first < rows[1], "a tile that nobody sees");
+                    steps += (rows[1] - first).div_ceil(t.queries());
+                }
+                assert_eq!(order.before(order.tiles), steps);
+                let seen = if all { seq[1] } else { position + rows[1] };
+                assert_eq!(order.tiles, seen.div_ceil(TILE_KEYS));
+            }
+        }
+    }
 }
