@@ -24,7 +24,7 @@ use crate::kernels::hopper::swizzled::{
 use crate::kernels::mma::asm::{copy_word, shared_load_pair};
 use crate::kernels::mma::tile::NOWHERE;
 
-/// Warpgroups of a cube, and keys of each.
+/// Warpgroups of a cube, keys of each, and of all.
 const WARPGROUPS: usize = 4;
 const GROUP_KEYS: usize = 64;
 const TILE_KEYS: usize = WARPGROUPS * GROUP_KEYS;
@@ -56,27 +56,26 @@ pub(super) struct GroupSums {
 impl GroupSums {
     /// How warpgroups make the sums that `tile` makes, if they do.
     pub fn new(client: &Client, sizes: &PairSizes, tile: &SumTile) -> Option<Self> {
-        let found = Self {
-            half: tile.half(),
-            heads: sizes.heads[0],
-            is_weights: tile.is_weights(),
-            all: tile.all(),
-        };
-        found.taken(client, sizes, tile)
-    }
-
-    fn taken(self, client: &Client, sizes: &PairSizes, tile: &SumTile) -> Option<Self> {
         let properties = client.properties();
         let is_left_out = TierLimit::from_env().is_ok_and(|limit| limit == TierLimit::Mma);
         if is_left_out || check_hopper(properties).is_err() {
             return None;
         }
+        let found = Self::of(sizes, tile)?;
+        (found.shared_bytes() <= properties.hardware.max_shared_memory_size).then_some(found)
+    }
+
+    fn of(sizes: &PairSizes, tile: &SumTile) -> Option<Self> {
         let [heads, kv_heads] = sizes.heads;
         let divides = heads.is_multiple_of(EIGHT) && COLUMNS.is_multiple_of(heads.max(1));
         // Of narrower rows what is made of products takes longer than these, and mma.sync is as fast.
         let is_taken = kv_heads == 1 && divides && sizes.width == WIDTH && !tile.is_listed();
-        let has_room = self.shared_bytes() <= properties.hardware.max_shared_memory_size;
-        (is_taken && has_room).then_some(self)
+        is_taken.then(|| Self {
+            half: tile.half(),
+            heads,
+            is_weights: tile.is_weights(),
+            all: tile.all(),
+        })
     }
 
     /// Queries of a step.
@@ -150,27 +149,21 @@ impl Order {
     fn new(sizes: &PairSizes, t: &GroupSums) -> Self {
         let queries = t.queries();
         let [start, rows] = sizes.rows;
-        let most = rows.div_ceil(queries);
-        let tiles = sizes.columns().div_ceil(TILE_KEYS);
-        let fewer = TILE_KEYS / queries;
-        if t.all {
-            let (whole, from) = (tiles, 0);
-            return Self {
-                tiles,
-                whole,
-                most,
-                from,
-                fewer,
-            };
-        }
         let position = start + sizes.seq[1] - sizes.seq[0];
-        let tiles = tiles.min((position + rows).div_ceil(TILE_KEYS));
+        let tiles = sizes.columns().div_ceil(TILE_KEYS);
+        let (tiles, whole) = match t.all {
+            true => (tiles, tiles),
+            false => (
+                tiles.min((position + rows).div_ceil(TILE_KEYS)),
+                position / TILE_KEYS + 1,
+            ),
+        };
         Self {
             tiles,
-            whole: (position / TILE_KEYS + 1).min(tiles),
-            most,
+            whole: whole.min(tiles),
+            most: rows.div_ceil(queries),
             from: (position + rows).div_ceil(queries),
-            fewer,
+            fewer: TILE_KEYS / queries,
         }
     }
 
@@ -217,9 +210,8 @@ impl StepOrder {
 #[derive(CubeType, Clone, Copy)]
 struct Work {
     entry: usize,
-    /// The first query that is there, and the one behind the last.
+    /// The first query.
     first: usize,
-    end: usize,
     /// Steps, and those that the cube had before.
     steps: usize,
     before: u32,
@@ -275,7 +267,6 @@ fn sums<N: Size>(
         let work = Work {
             entry,
             first: first + (step - skipped) * comptime!(t.queries()),
-            end: s.rows,
             steps,
             before,
             q: global_address::<u32>(q),
@@ -399,7 +390,7 @@ fn copy_queries(at: usize, work: &Work, s: &Sizes, #[comptime] t: GroupSums) {
     for i in 0..comptime!(COLUMNS / WARPS / ROWS_AT_A_TIME) {
         let first = comptime!((i * ROWS_AT_A_TIME) as u32);
         let column = work.warp * comptime!((COLUMNS / WARPS) as u32) + first + lane_row(work.lane);
-        let place = place_of(column, heads, row0, work, s, t);
+        let place = place_of(column, heads, row0, s, t);
         let stride = comptime!(WIDTH as u64 / 8).runtime();
         copy_row(matrix, column, work.q, place, stride, work.lane, of_columns);
     }
@@ -409,7 +400,7 @@ fn copy_queries(at: usize, work: &Work, s: &Sizes, #[comptime] t: GroupSums) {
             + comptime!(t.of_rows() as u32)
             + stage * comptime!((COLUMNS * 4) as u32)
             + column * 4;
-        let place = place_of(column, heads, row0, work, s, t);
+        let place = place_of(column, heads, row0, s, t);
         if place != comptime!(NOWHERE) {
             copy_word(target, work.of_rows + u64::cast_from(place) * 4);
         } else {
@@ -422,18 +413,11 @@ fn copy_queries(at: usize, work: &Work, s: &Sizes, #[comptime] t: GroupSums) {
 
 /// The row in memory of a column of a step, or [`NOWHERE`].
 #[cube]
-fn place_of(
-    column: u32,
-    heads: usize,
-    row0: usize,
-    work: &Work,
-    s: &Sizes,
-    #[comptime] t: GroupSums,
-) -> u32 {
+fn place_of(column: u32, heads: usize, row0: usize, s: &Sizes, #[comptime] t: GroupSums) -> u32 {
     let head = column as usize % comptime!(t.heads);
     let row = row0 + column as usize / comptime!(t.heads);
     let place = (heads + head * s.seq_q + row) as u32;
-    select(row < work.end, place, comptime!(NOWHERE).runtime())
+    select(row < s.rows, place, comptime!(NOWHERE).runtime())
 }
 
 /// Adds up what the heads of each query of a step give, and writes it.
@@ -498,7 +482,7 @@ fn add_up<N: Size>(
         let total = comptime!(4 * four) + own;
         let row = row0 + total / 2;
         let column = warp_column + work.lane as usize / 4 + total % 2 * 8;
-        if total < comptime!(2 * queries) && row < work.end && column < s.columns {
+        if total < comptime!(2 * queries) && row < s.rows && column < s.columns {
             let (key, position) = (column as i32, s.position(row));
             let sum = finished(sum, key, position, s.heads, ending, t.is_weights);
             out[(work.entry * s.rows + row) * s.columns + column] = sum;
