@@ -100,6 +100,7 @@ impl Chosen {
             k,
             of_rows: weights,
             keys: Some(&self.slots),
+            bytes: None,
         };
         let sum = PairSum::Scores {
             factor: 1.0,

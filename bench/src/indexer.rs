@@ -5,9 +5,10 @@ mod device_time;
 mod indexer_verify;
 
 use anyhow::{Result, anyhow, ensure};
+use blocksparse::RotatedRows;
 use blocksparse::kernels::indexer::{
-    IndexerGradients, KeyPicks, PairInputs, PairSizes, PairSum, by_keys, by_queries, key_parts,
-    pair_sums, pick_keys,
+    IndexerGradients, KeyBytes, KeyPicks, PairInputs, PairSizes, PairSum, by_keys, by_queries,
+    key_bytes, key_parts, pair_sums, pick_keys, round_rows,
 };
 use clap::{Parser, ValueEnum};
 use cubecl::client::Client;
@@ -26,6 +27,29 @@ enum Dtype {
     F32,
     F16,
     Bf16,
+}
+
+impl Dtype {
+    fn element(self) -> ElemType {
+        ElemType::Float(match self {
+            Dtype::F32 => FloatKind::F32,
+            Dtype::F16 => FloatKind::F16,
+            Dtype::Bf16 => FloatKind::BF16,
+        })
+    }
+
+    /// Numbers as the device has them.
+    fn bytes(self, numbers: &[f32]) -> Vec<u8> {
+        match self {
+            Dtype::F32 => numbers.iter().flat_map(|x| x.to_le_bytes()).collect(),
+            Dtype::F16 => (numbers.iter())
+                .flat_map(|&x| f16::from_f32(x).to_le_bytes())
+                .collect(),
+            Dtype::Bf16 => (numbers.iter())
+                .flat_map(|&x| bf16::from_f32(x).to_le_bytes())
+                .collect(),
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
@@ -83,6 +107,9 @@ struct Args {
     all: bool,
     #[arg(long, value_enum, default_value_t = Dtype::Bf16)]
     dtype: Dtype,
+    /// Rows that are rotated and rounded to 8 bits.
+    #[arg(long)]
+    rounded: bool,
     /// Timed runs; the median is reported.
     #[arg(long, default_value_t = 15)]
     repeats: usize,
@@ -112,6 +139,8 @@ struct Call {
     k: Handle,
     of_rows: Handle,
     keys: Option<Handle>,
+    /// Whether rows are rounded to 8 bits.
+    rounded: bool,
     /// Sums, or what gradients or picks are made of.
     of_pairs: Handle,
     picks: KeyPicks,
@@ -162,23 +191,33 @@ impl Call {
             }
             numbers
         };
-        let upload = |numbers: &[f32], dtype: Dtype| {
-            let bytes: Vec<u8> = match dtype {
-                Dtype::F32 => numbers.iter().flat_map(|x| x.to_le_bytes()).collect(),
-                Dtype::F16 => (numbers.iter())
-                    .flat_map(|&x| f16::from_f32(x).to_le_bytes())
-                    .collect(),
-                Dtype::Bf16 => (numbers.iter())
-                    .flat_map(|&x| bf16::from_f32(x).to_le_bytes())
-                    .collect(),
-            };
-            client.create_from_slice(&bytes)
-        };
-        let q_numbers = rounded(drawn(batch * heads * queries * width));
-        let k_numbers = rounded(drawn(batch * kv_heads * n * width));
+        let upload =
+            |numbers: &[f32], dtype: Dtype| client.create_from_slice(&dtype.bytes(numbers));
+        let mut q_numbers = rounded(drawn(batch * heads * queries * width));
+        let mut k_numbers = rounded(drawn(batch * kv_heads * n * width));
         let row_numbers = drawn(batch * heads * queries);
-        let q = upload(&q_numbers, args.dtype);
-        let k = upload(&k_numbers, args.dtype);
+        let element = args.dtype.element();
+        let of = |numbers: &mut Vec<f32>, of: RotatedRows| -> Result<Handle> {
+            let rows = upload(numbers, args.dtype);
+            if !args.rounded {
+                return Ok(rows);
+            }
+            let out = client.empty(numbers.len() * element.size());
+            let size = [numbers.len() / width, width];
+            round_rows(client, element, &rows, size, of, &out)?;
+            if args.verify {
+                of.round(numbers, width);
+                let found = client.read_one(out.clone());
+                let found = found.map_err(|error| anyhow!("{error:?}"))?;
+                ensure!(
+                    args.dtype.bytes(numbers) == found.to_vec(),
+                    "rows are rounded to other numbers than on the host"
+                );
+            }
+            Ok(out)
+        };
+        let q = of(&mut q_numbers, RotatedRows::Queries)?;
+        let k = of(&mut k_numbers, RotatedRows::Keys)?;
         let of_rows = upload(&row_numbers, Dtype::F32);
         let lists = listed.map(|most| {
             let list = |at: usize| {
@@ -276,11 +315,6 @@ impl Call {
             keys: lists,
             of_pairs: pair_numbers,
         });
-        let element = ElemType::Float(match args.dtype {
-            Dtype::F32 => FloatKind::F32,
-            Dtype::F16 => FloatKind::F16,
-            Dtype::Bf16 => FloatKind::BF16,
-        });
         Ok(Self {
             client: client.clone(),
             element,
@@ -296,23 +330,39 @@ impl Call {
             k,
             of_rows,
             keys,
+            rounded: args.rounded,
             kept,
         })
     }
 
     fn run(&self) -> Result<()> {
-        self.sizes.iter().try_for_each(|sizes| self.run_slab(sizes))
+        let bytes = self.bytes()?;
+        (self.sizes.iter()).try_for_each(|sizes| self.run_slab(sizes, bytes.as_ref()))
     }
 
-    /// A launch.
-    fn run_slab(&self, sizes: &PairSizes) -> Result<()> {
-        let inputs = PairInputs {
+    /// The keys in bytes, if they are rounded and a kernel takes them so.
+    fn bytes(&self) -> Result<Option<KeyBytes>> {
+        let is_sum = matches!(self.what, What::Scores | What::Weights | What::Choice);
+        Ok(match self.rounded && is_sum {
+            true => key_bytes(&self.client, &self.sizes[0], &self.inputs(None), &self.sum)?,
+            false => None,
+        })
+    }
+
+    fn inputs<'a>(&'a self, bytes: Option<&'a KeyBytes>) -> PairInputs<'a> {
+        PairInputs {
             element: self.element,
             q: &self.q,
             k: &self.k,
             of_rows: &self.of_rows,
             keys: self.keys.as_ref(),
-        };
+            bytes,
+        }
+    }
+
+    /// A launch.
+    fn run_slab(&self, sizes: &PairSizes, bytes: Option<&KeyBytes>) -> Result<()> {
+        let inputs = self.inputs(bytes);
         let of_pairs = IndexerGradients {
             inputs,
             by_scores: &self.of_pairs,
@@ -375,13 +425,14 @@ fn main() -> Result<()> {
     let flops = products * (args.batch * args.heads * args.width) as f64 * pairs as f64;
     let seconds = median(&client, args.repeats, || call.run())?;
     println!(
-        "{:?} of {} x {} x {}, {queries} queries, {most} of {} keys, {:?}, {} slabs: {:9.3} ms {:7.1} TFLOP/s",
+        "{:?} of {} x {} x {}, {queries} queries, {most} of {} keys, {:?}{}, {} slabs: {:9.3} ms {:7.1} TFLOP/s",
         args.what,
         args.batch,
         args.heads,
         args.width,
         args.n,
         args.dtype,
+        if args.rounded { " rounded" } else { "" },
         call.sizes.len(),
         seconds * 1e3,
         flops / seconds / 1e12,

@@ -39,6 +39,8 @@ burn_blocksparse_tests::tests!(
     dsa_gradients_equal_finite_differences, dsa_gradients_equal_f64, dsa_in_half_precision, dsa_errors
 );
 
+burn_blocksparse_tests::tests!(dsa_fp8: dsa_in_fp8, dsa_in_fp8_of_any_rows, dsa_in_fp8_errors);
+
 burn_blocksparse_tests::tests!(dsa_pages: dsa_chooses_in_pages, dsa_attends_in_pages, dsa_in_pages_errors);
 
 burn_blocksparse_tests::tests!(selected_planted: moba_on_planted_structure, quest_on_planted_structure);

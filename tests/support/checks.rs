@@ -4,7 +4,7 @@ use burn::tensor::Device;
 
 use crate::{
     activation, attention, attracted, autodiff, bias_gradient, block_sparse, blocks, clusters,
-    content, device_layout, device_layout_positions, device_layout_within, dsa, dsa_pages,
+    content, device_layout, device_layout_positions, device_layout_within, dsa, dsa_fp8, dsa_pages,
     embedding, eviction, fuzz, fuzz_decoding, gates, gradients, graph, graph_decoding,
     graph_training, heads, kept, key_lists, linear, listed, loss, masses, max_scores, mlp,
     narrow_blocks, norm, nsa, nsa_choice, optim, options, order, order_rounds, page_choice, paged,
@@ -97,6 +97,7 @@ pub const CHECKS: &[(&str, Check)] = table! {
         attention_with_keys_plans, attention_with_keys_errors, layouts_of_keys_equal_f64;
     dsa: dsa_golden, dsa_choices_equal_f64, dsa_choices_of_equal_scores, dsa_is_prefix_stable, dsa_losses_equal_f64,
         dsa_gradients_equal_finite_differences, dsa_gradients_equal_f64, dsa_in_half_precision, dsa_errors;
+    dsa_fp8: dsa_in_fp8, dsa_in_fp8_of_any_rows, dsa_in_fp8_errors;
     dsa_pages: dsa_chooses_in_pages, dsa_attends_in_pages, dsa_in_pages_errors;
     selected_planted: moba_on_planted_structure, quest_on_planted_structure;
     selected_lists: rows_at_equals_f64;

@@ -11,7 +11,7 @@ use crate::golden::{val, vals};
 use crate::linear::{product_tolerance, tensor};
 
 /// The keys of each query.
-fn rows(lists: &KeyLists) -> Vec<Vec<usize>> {
+pub(crate) fn rows(lists: &KeyLists) -> Vec<Vec<usize>> {
     let [_, _, _, most] = lists.keys().dims();
     let keys: Vec<i32> = lists.keys().clone().into_data().iter().collect();
     let row = |row: &[i32]| {
@@ -26,7 +26,7 @@ fn assert_printed(what: &str, got: &[f64], printed: &[f64]) {
     assert_near(what, got, printed, 5.1e-5);
 }
 
-fn assert_near(what: &str, got: &[f64], expected: &[f64], tolerance: f64) {
+pub(crate) fn assert_near(what: &str, got: &[f64], expected: &[f64], tolerance: f64) {
     assert_eq!(got.len(), expected.len(), "{what}");
     for (got, expected) in got.iter().zip(expected) {
         let is_near = (got - expected).abs() <= tolerance;

@@ -20,6 +20,7 @@ pub mod device_layout_positions;
 pub mod device_layout_within;
 pub mod devices;
 pub mod dsa;
+pub mod dsa_fp8;
 pub mod dsa_pages;
 mod dsa_problem;
 pub mod embedding;

@@ -33,6 +33,7 @@ mod pattern;
 #[doc(hidden)]
 pub mod plan;
 mod quantization;
+mod rotated;
 mod rule;
 mod seed;
 mod stream_dropout;
@@ -51,6 +52,7 @@ pub use pattern::{Pattern, PatternFn, Reach};
 #[doc(hidden)]
 pub use plan::lines;
 pub use quantization::Quantization;
+pub use rotated::{ROTATED_WIDTHS, RotatedRows};
 pub use rule::{EstimateKind, Forced, Keep, Rule, ScoreGrid};
 pub use seed::{Seed, SeedPlace, SeedTable};
 pub use stream_dropout::StreamDropout;

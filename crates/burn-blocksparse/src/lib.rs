@@ -113,8 +113,9 @@ pub use blocks::BlockSparseTensorOps;
 pub use blocksparse::font;
 pub use blocksparse::{
     BLOCK_SIZES, BlockLayout, BlockMask, Dropout, EstimateKind, Forced, Keep, LayoutError,
-    LayoutShape, Pattern, PositionRule, Quantization, Reach, Restriction, Rule, ScoreGrid, Seed,
-    SeedTable, StreamDropout, WEIGHT_BLOCK_SIZES, WeightLayout, WeightPattern, pages, philox,
+    LayoutShape, Pattern, PositionRule, Quantization, ROTATED_WIDTHS, Reach, Restriction,
+    RotatedRows, Rule, ScoreGrid, Seed, SeedTable, StreamDropout, WEIGHT_BLOCK_SIZES, WeightLayout,
+    WeightPattern, pages, philox,
 };
 pub use call_layout::Layout;
 pub use choice::TopKOptions;

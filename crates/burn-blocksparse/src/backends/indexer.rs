@@ -1,8 +1,10 @@
 //! An indexer's scores and losses on CubeCL devices.
 
+use blocksparse::RotatedRows;
 use blocksparse::kernels::indexer::{
-    Compared, IndexerGradients, KeyPicks, PairInputs, PairSizes, PairSum, by_keys, by_queries,
-    check, check_picks, compare, key_parts, pair_sums, pick_keys, spread_listed,
+    Compared, IndexerGradients, KeyBytes, KeyPicks, PairInputs, PairSizes, PairSum, by_keys,
+    by_queries, check, check_picks, check_rounding, compare, key_bytes, key_parts, pair_sums,
+    pick_keys, round_rows, spread_listed,
 };
 use blocksparse::kernels::rows::column_sums;
 use burn::backend::cubecl::dtype_to_elem_type;
@@ -32,6 +34,13 @@ pub(crate) fn has_picks(device: &CubeDevice) -> bool {
     !is_left_out && check_picks(&device.client()).is_ok()
 }
 
+/// Whether a kernel rounds rows of such a width.
+pub(crate) fn rounds(device: &CubeDevice, dtype: DType, width: usize) -> bool {
+    let is_float = matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
+    let element = || dtype_to_elem_type(dtype);
+    is_float && !uses_reference() && check_rounding(&device.client(), element(), width).is_ok()
+}
+
 /// Contiguous tensors of queries, of keys, and of numbers of queries, these in f32.
 struct Pairs {
     q: CubeTensor,
@@ -53,21 +62,39 @@ impl Pairs {
         PairSizes::new(q, k, rows, listed)
     }
 
-    fn inputs<'a>(&'a self, keys: Option<&'a CubeTensor>) -> PairInputs<'a> {
+    fn inputs<'a>(
+        &'a self,
+        keys: Option<&'a CubeTensor>,
+        bytes: Option<&'a KeyBytes>,
+    ) -> PairInputs<'a> {
         PairInputs {
             element: dtype_to_elem_type(self.q.dtype),
             q: &self.q.handle,
             k: &self.k.handle,
             of_rows: &self.of_rows.handle,
             keys: keys.map(|keys| &keys.handle),
+            bytes,
         }
     }
 
+    /// The keys in fp8, if rows are rounded to it and a kernel takes them so.
+    fn bytes(&self, sizes: &PairSizes, sum: &PairSum, in_fp8: bool) -> Option<KeyBytes> {
+        let inputs = self.inputs(None, None);
+        let found = in_fp8.then(|| key_bytes(&self.q.client, sizes, &inputs, sum));
+        found.map(launched).flatten()
+    }
+
     /// Sums of pairs, `[batch, rows, columns]`.
-    fn sums(&self, sizes: &PairSizes, keys: Option<&CubeTensor>, sum: &PairSum) -> CubeTensor {
+    fn sums(
+        &self,
+        sizes: &PairSizes,
+        keys: Option<&CubeTensor>,
+        bytes: Option<&KeyBytes>,
+        sum: &PairSum,
+    ) -> CubeTensor {
         let dims = [sizes.batch, sizes.rows[1], sizes.columns()];
         let out = empty(&self.q, dims, DType::F32);
-        let inputs = self.inputs(keys);
+        let inputs = self.inputs(keys, bytes);
         launched(pair_sums(&self.q.client, sizes, &inputs, sum, &out.handle));
         out
     }
@@ -91,7 +118,9 @@ impl IndexerOps for CubeBackend {
             near: call.near,
             all: call.all,
         };
-        pairs.sums(&pairs.sizes(call.rows, None), None, &sum)
+        let sizes = pairs.sizes(call.rows, None);
+        let bytes = pairs.bytes(&sizes, &sum, call.in_fp8);
+        pairs.sums(&sizes, None, bytes.as_ref(), &sum)
     }
 
     fn indexer_choice(
@@ -116,7 +145,9 @@ impl IndexerOps for CubeBackend {
             near: 0,
             all: seen.is_some(),
         };
-        let slabs = picks.slabs(&pairs.sizes([0, seq_q], None), call.numbers);
+        let all = pairs.sizes([0, seq_q], None);
+        let bytes = pairs.bytes(&all, &sum, call.in_fp8);
+        let slabs = picks.slabs(&all, call.numbers);
         let numbers = slabs.iter().map(PairSizes::numbers).max().unwrap_or(0);
         // All slabs in turn have the same scores in memory.
         let scores = empty(&pairs.q, [numbers], DType::F32);
@@ -127,7 +158,7 @@ impl IndexerOps for CubeBackend {
             launched(pair_sums(
                 client,
                 sizes,
-                &pairs.inputs(None),
+                &pairs.inputs(None, bytes.as_ref()),
                 &sum,
                 &scores.handle,
             ));
@@ -162,7 +193,7 @@ impl IndexerOps for CubeBackend {
         let client = &pairs.q.client;
         for start in (0..rows).step_by(step) {
             let sizes = pairs.sizes([start, step.min(rows - start)], Some(listed));
-            let inputs = pairs.inputs(Some(&lists));
+            let inputs = pairs.inputs(Some(&lists), None);
             launched(pair_sums(client, &sizes, &inputs, &sum, &scores.handle));
             let numbers = [&scores.handle, &places.handle];
             launched(pick_keys(
@@ -174,6 +205,24 @@ impl IndexerOps for CubeBackend {
             ));
         }
         places
+    }
+
+    fn indexer_rows(x: CubeTensor, of: RotatedRows) -> CubeTensor {
+        let x = into_contiguous(x);
+        let dims: [usize; 4] = x.meta.shape().dims();
+        let [.., width] = dims;
+        let rows = dims.iter().product::<usize>() / width;
+        let out = empty(&x, dims, x.dtype);
+        let element = dtype_to_elem_type(x.dtype);
+        launched(round_rows(
+            &x.client,
+            element,
+            &x.handle,
+            [rows, width],
+            of,
+            &out.handle,
+        ));
+        out
     }
 
     fn indexer_loss(
@@ -211,9 +260,9 @@ impl IndexerOps for CubeBackend {
         for start in (0..seq_q).step_by(step) {
             let rows = [start, step.min(seq_q - start)];
             let sizes = index.sizes(rows, listed);
-            let x = index.sums(&sizes, keys.as_ref(), &scores);
+            let x = index.sums(&sizes, keys.as_ref(), None, &scores);
             let of_target = target.sizes(rows, listed);
-            let wanted = target.sums(&of_target, keys.as_ref(), &weights);
+            let wanted = target.sums(&of_target, keys.as_ref(), None, &weights);
             let compared = Compared {
                 scores: &x.handle,
                 wanted: &wanted.handle,
@@ -222,7 +271,7 @@ impl IndexerOps for CubeBackend {
             };
             launched(compare(&client, &sizes, &compared));
             let mut gradients = IndexerGradients {
-                inputs: index.inputs(keys.as_ref()),
+                inputs: index.inputs(keys.as_ref(), None),
                 by_scores: &x.handle,
                 factor: factor / (batch * seq_q) as f64,
             };

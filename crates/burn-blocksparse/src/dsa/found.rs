@@ -43,7 +43,7 @@ impl Found {
 }
 
 /// On the autodiff device of another tensor.
-fn like<const D: usize>(x: Tensor<D>, other: &Tensor<4>) -> Tensor<D> {
+pub(super) fn like<const D: usize>(x: Tensor<D>, other: &Tensor<4>) -> Tensor<D> {
     let x = x.autodiff();
     match other.gradient_checkpointing_strategy() {
         Some(strategy) => x.with_gradient_checkpointing_strategy(strategy),

@@ -4,7 +4,7 @@
 use std::sync::LazyLock;
 
 use blocksparse::kernels::indexer::PairSizes;
-use blocksparse::{LayoutShape, Pattern};
+use blocksparse::{LayoutShape, Pattern, RotatedRows};
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, Tensor};
 
@@ -12,7 +12,7 @@ use super::found::{DsaTarget, Found};
 use super::pages::DsaPages;
 use super::scores::{DsaIndex, together};
 use crate::attention::attention_with_lse;
-use crate::backends::indexer::{available, has_picks};
+use crate::backends::indexer::{available, has_picks, rounds};
 use crate::device::cube;
 use crate::ops::{
     ComparedKeys, IndexInputs, IndexerChoice, IndexerLoss, IndexerOps, IndexerScores, SeenKeys,
@@ -79,9 +79,19 @@ pub(super) fn has_scores(index: &DsaIndex, numbers: usize) -> bool {
     is_served([&index.q, &index.k], rows, None)
 }
 
+/// Rows rotated and rounded to fp8; `None` also where no kernel does that.
+pub(super) fn rounded(x: &Tensor<4>, of: RotatedRows) -> Option<Tensor<4>> {
+    let [.., width] = x.dims();
+    let is_served = cube::of(&x.device()).is_some_and(|device| rounds(&device, x.dtype(), width));
+    is_served.then(|| {
+        let x = x.clone().into_dispatch();
+        Tensor::from_dispatch(<Dispatch as IndexerOps>::indexer_rows(x, of))
+    })
+}
+
 /// Scores of some queries, `[batch, rows, seq_kv]`, the highest for `near` keys up to a query's own; those of keys behind it only if `all` are wanted.
 pub(super) fn scores(index: &DsaIndex, rows: [usize; 2], near: usize, all: bool) -> Tensor<3> {
-    let call = IndexerScores::new(rows, near, all);
+    let call = IndexerScores::new(rows, near, all, index.is_in_fp8());
     let inputs = Index::new(index).inputs();
     Tensor::from_dispatch(<Dispatch as IndexerOps>::indexer_scores(inputs, call))
 }
@@ -104,7 +114,7 @@ pub(super) fn picks(
         None => SeenKeys::UpToOwn,
     };
     let inputs = Index::new(index).inputs();
-    let call = IndexerChoice::new(most, near, numbers);
+    let call = IndexerChoice::new(most, near, numbers, index.is_in_fp8());
     let lists = <Dispatch as IndexerOps>::indexer_choice(inputs, seen, call);
     Some(Tensor::from_dispatch(lists))
 }
@@ -137,7 +147,7 @@ pub(super) fn picks_in_pages(
             .unsqueeze::<3>()
             .into_dispatch(),
     };
-    let call = IndexerChoice::new(most, near, numbers);
+    let call = IndexerChoice::new(most, near, numbers, false);
     let (slots, seen) = (slots.clone().into_dispatch(), seen.clone().into_dispatch());
     let places = <Dispatch as IndexerOps>::indexer_list_choice(inputs, slots, seen, call);
     Some(Tensor::from_dispatch(places))

@@ -25,7 +25,7 @@ impl Dsa {
     /// - result: a single number, f32, or f64 for f64
     ///
     /// # Errors
-    /// [`OpError`] if the shapes do not fit the index or the lists.
+    /// [`OpError`] if the shapes do not fit the index or the lists, or the index is [in fp8](DsaIndex::in_fp8), which has no gradient.
     pub fn loss(
         &self,
         index: &DsaIndex,
@@ -34,6 +34,10 @@ impl Dsa {
         over: DsaTarget,
     ) -> Result<Tensor<1>, OpError> {
         crate::selection::check_shapes(q, k)?;
+        if index.is_in_fp8() {
+            let expected = "one that is not in fp8, which has no gradient";
+            return Err(OpError::argument("index", expected, "one in fp8"));
+        }
         let [batch, _, seq_q, head_dim] = q.dims();
         let [index_batch, _, index_q, _] = index.q.dims();
         OpError::expect_same("q's batch", index_batch, "the index's", batch)?;

@@ -5,6 +5,7 @@
 //! scores   the indexer's scores, of some queries at a time
 //! slabs    the same by kernels or by operations
 //! loss     what the indexer learns by
+//! fp8      queries and keys in 8 bits
 //! found    what it is compared over, and a loss with its gradients
 //! kernels  both where a device has kernels for them
 //! pages    an indexer's keys in pages
@@ -12,6 +13,7 @@
 //! ```
 
 mod found;
+mod fp8;
 mod in_pages;
 #[cfg(feature = "cube")]
 mod kernels;

@@ -20,6 +20,7 @@ pub struct DsaIndex {
     pub k: Tensor<4>,
     /// `[batch, index_heads, seq_q]`
     pub weights: Tensor<3>,
+    pub(super) in_fp8: bool,
 }
 
 impl DsaIndex {
@@ -59,7 +60,12 @@ impl DsaIndex {
         ] {
             OpError::expect_same(argument, q.device(), whose, got)?;
         }
-        Ok(Self { q, k, weights })
+        Ok(Self {
+            q,
+            k,
+            weights,
+            in_fp8: false,
+        })
     }
 
     pub(super) fn seq_kv(&self) -> usize {
@@ -71,6 +77,7 @@ impl DsaIndex {
             q: self.q.without_autodiff(),
             k: self.k.without_autodiff(),
             weights: self.weights.without_autodiff(),
+            ..self
         }
     }
 }

@@ -3,6 +3,8 @@
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType, backend_extension};
 
+use blocksparse::RotatedRows;
+
 /// Which scores of an indexer are wanted.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
@@ -13,6 +15,8 @@ pub struct IndexerScores {
     pub near: usize,
     /// Whether the scores of keys behind a query's position are wanted: others say nothing.
     pub all: bool,
+    /// Whether queries and keys are rows that were [rounded](IndexerOps::indexer_rows) to fp8: they may be multiplied in fp8.
+    pub in_fp8: bool,
 }
 
 /// Which keys an indexer is to choose.
@@ -25,6 +29,8 @@ pub struct IndexerChoice {
     pub near: usize,
     /// Scores in memory at a time, at most, unless a query has more.
     pub numbers: usize,
+    /// As in [`IndexerScores`].
+    pub in_fp8: bool,
 }
 
 /// How an indexer's loss is computed, besides its tensors.
@@ -50,18 +56,24 @@ impl IndexerLoss {
 }
 
 impl IndexerChoice {
-    pub(crate) fn new(most: usize, near: usize, numbers: usize) -> Self {
+    pub(crate) fn new(most: usize, near: usize, numbers: usize, in_fp8: bool) -> Self {
         Self {
             most,
             near,
             numbers,
+            in_fp8,
         }
     }
 }
 
 impl IndexerScores {
-    pub(crate) fn new(rows: [usize; 2], near: usize, all: bool) -> Self {
-        Self { rows, near, all }
+    pub(crate) fn new(rows: [usize; 2], near: usize, all: bool, in_fp8: bool) -> Self {
+        Self {
+            rows,
+            near,
+            all,
+            in_fp8,
+        }
     }
 }
 
@@ -160,6 +172,10 @@ pub trait IndexerOps: Backend {
         call: IndexerChoice,
     ) -> IntTensor<Self>;
 
+    /// Rows of an index, rotated and rounded to fp8 as [`RotatedRows::round`] says, in their own dtype: f32, f16 or bf16.
+    #[fusion(meta = meta::rows)]
+    fn indexer_rows(x: FloatTensor<Self>, of: RotatedRows) -> FloatTensor<Self>;
+
     /// The losses of all queries, with the gradients of their mean.
     #[fusion(meta = meta::loss)]
     fn indexer_loss(
@@ -199,6 +215,10 @@ mod meta {
     ) -> TensorSpec {
         let [rows, _] = lists.shape.dims::<2>();
         TensorSpec::new([rows, call.most].into(), DType::I32)
+    }
+
+    pub fn rows(x: &TensorSpec, _of: &RotatedRows) -> TensorSpec {
+        x.clone()
     }
 
     pub fn loss(

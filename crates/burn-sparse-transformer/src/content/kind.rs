@@ -40,7 +40,7 @@ impl ContentAttention {
         "routing:WINDOW[,CLUSTERS]  clusters of WINDOW similar tokens (Roy et al., 2021)",
         "lsh:BUCKET,ROUNDS[,dedup]  chunks of BUCKET tokens that hash alike (Kitaev et al., 2020)",
         "nsa[:BLOCK,STRIDE,SELECTED,KEEP,WINDOW][,mlp][,shared]  compressed blocks, KEEP blocks of SELECTED tokens and a window, in all heads (Yuan et al., 2025)",
-        "dsa[:KEEP,NEAR[,HEADS,WIDTH[,PRECISION]]]  KEEP single keys, the NEAR last ones among them, by an indexer of HEADS heads in a precision (f32, bf16; default: the attention's), in all heads (DeepSeek-V3.2-Exp, 2025)",
+        "dsa[:KEEP,NEAR[,HEADS,WIDTH[,PRECISION][,fp8]]]  KEEP single keys, the NEAR last ones among them, by an indexer of HEADS heads in a precision (f32, bf16; default: the attention's), or rounded to fp8 for choosing, in all heads (DeepSeek-V3.2-Exp, 2025)",
     ];
 
     /// Whether tokens that come later change nothing of what a token sees, as with `nsa` and `dsa` alone: the others decode from no cache, and language models that are
@@ -136,7 +136,7 @@ impl FromStr for ContentAttention {
             })
         };
         let found = read(text).ok_or_else(|| {
-            let expected = "routing:WINDOW[,CLUSTERS], lsh:BUCKET,ROUNDS[,dedup], nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW[,mlp][,shared] or dsa:KEEP,NEAR[,HEADS,WIDTH[,PRECISION]]";
+            let expected = "routing:WINDOW[,CLUSTERS], lsh:BUCKET,ROUNDS[,dedup], nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW[,mlp][,shared] or dsa:KEEP,NEAR[,HEADS,WIDTH[,PRECISION][,fp8]]";
             TransformerError::argument("content", expected, format!("{text:?}"))
         })?;
         found.validate()?;
@@ -162,6 +162,8 @@ mod tests {
             "dsa:64,8,4,32",
             "dsa:64,8,4,32,f32",
             "dsa:64,8,4,32,bf16",
+            "dsa:64,8,4,32,fp8",
+            "dsa:64,8,4,32,bf16,fp8",
         ] {
             let content: ContentAttention = text.parse().unwrap();
             assert_eq!(content.to_string(), text);
@@ -202,6 +204,8 @@ mod tests {
             "dsa:64,8,4",
             "dsa:f32",
             "dsa:64,8,f32",
+            "dsa:64,8,fp8",
+            "dsa:64,8,4,32,fp8,bf16",
             "dsa:64,8,4,32,f16",
             "dsa:64,x",
         ] {
@@ -209,7 +213,7 @@ mod tests {
             assert_eq!(
                 error,
                 format!(
-                    "content must be routing:WINDOW[,CLUSTERS], lsh:BUCKET,ROUNDS[,dedup], nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW[,mlp][,shared] or dsa:KEEP,NEAR[,HEADS,WIDTH[,PRECISION]], got {text:?}"
+                    "content must be routing:WINDOW[,CLUSTERS], lsh:BUCKET,ROUNDS[,dedup], nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW[,mlp][,shared] or dsa:KEEP,NEAR[,HEADS,WIDTH[,PRECISION][,fp8]], got {text:?}"
                 )
             );
         }

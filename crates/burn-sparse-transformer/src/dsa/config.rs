@@ -4,7 +4,7 @@ use std::fmt;
 
 use burn::config::Config;
 use burn::nn::RotaryEncodingConfig;
-use burn_blocksparse::{ChoiceWalk, Dsa};
+use burn_blocksparse::{ChoiceWalk, Dsa, ROTATED_WIDTHS, RotatedRows};
 
 use crate::error::{ensure, ensure_positive};
 use crate::heads::validate_rope;
@@ -13,7 +13,7 @@ use crate::{Precision, TransformerError};
 /// Configuration of [`DsaHeads`](super::DsaHeads). The defaults are the paper's (DeepSeek-V3.2-Exp, 2025, §2).
 ///
 /// As text, in [`ContentAttention`](crate::ContentAttention): `dsa`, `dsa:KEEP,NEAR` or `dsa:KEEP,NEAR,HEADS,WIDTH`, the latter two of the indexer; behind
-/// these there may be its precision, as in `dsa:2048,0,64,128,f32`.
+/// these there may be its precision, as in `dsa:2048,0,64,128,f32`, and `fp8`, as in `dsa:2048,0,64,128,fp8`.
 #[derive(Config, Debug, PartialEq)]
 #[must_use = "a configuration does nothing until heads are made with it"]
 pub struct DsaHeadsConfig {
@@ -35,6 +35,10 @@ pub struct DsaHeadsConfig {
     /// a device has some, and are not those of f32, so that a few keys about the last that is kept are others. Its weights, norms, scores and losses are in the
     /// dtype of its parameters, or in f32, either way.
     pub index_precision: Option<Precision>,
+    /// Whether it chooses by queries and keys in fp8, rotated and rounded as the paper's indexer has them ([`DsaIndex::in_fp8`](burn_blocksparse::DsaIndex::in_fp8)),
+    /// whose scores GPUs of compute capability 9.0 make of products in fp8. It learns by those that are not rounded. Caches and pools keep rounded keys.
+    #[config(default = false)]
+    pub index_fp8: bool,
     /// Whether kernels walk the lists of keys where a device has them ([`ChoiceWalk::Auto`]).
     #[config(default = true)]
     pub walk: bool,
@@ -43,6 +47,8 @@ pub struct DsaHeadsConfig {
 impl DsaHeadsConfig {
     /// What their text begins with.
     pub(crate) const NAME: &str = "dsa";
+    /// What it ends with if it chooses in fp8.
+    const FP8: &str = "fp8";
 
     pub(crate) fn op(&self) -> Result<Dsa, TransformerError> {
         Ok(Dsa::new(self.keep)?.with_near(self.near)?)
@@ -58,7 +64,13 @@ impl DsaHeadsConfig {
             format!("an even number, at most {width}, the width of an index head")
         };
         let fits = rotated <= self.index_dim && rotated.is_multiple_of(2);
-        ensure(fits, "rope_dim", expected, rotated)
+        ensure(fits, "rope_dim", expected, rotated)?;
+        let fits = !self.index_fp8 || RotatedRows::takes(self.index_dim);
+        let expected = || {
+            let [least, most] = ROTATED_WIDTHS;
+            format!("a power of two from {least} to {most}, for fp8")
+        };
+        ensure(fits, "index_dim", expected, self.index_dim)
     }
 
     /// The precision of the index beside attention in a precision.
@@ -94,6 +106,8 @@ impl DsaHeadsConfig {
 
     /// Reads what stands behind the name, if it is a configuration.
     pub(crate) fn read(arguments: &[&str]) -> Option<Self> {
+        let index_fp8 = arguments.last() == Some(&Self::FP8);
+        let arguments = &arguments[..arguments.len() - usize::from(index_fp8)];
         let named = |text: &&str| (Precision::ALL.into_iter()).find(|one| one.name() == *text);
         let precision = arguments.last().and_then(named);
         let arguments = &arguments[..arguments.len() - usize::from(precision.is_some())];
@@ -101,13 +115,17 @@ impl DsaHeadsConfig {
         let numbers: Result<Vec<usize>, _> = numbers.collect();
         let of = |keep, near| Self::new().with_keep(keep).with_near(near);
         let config = match numbers.ok()?[..] {
-            [keep, near] if precision.is_none() => of(keep, near),
+            [keep, near] if precision.is_none() && !index_fp8 => of(keep, near),
             [keep, near, heads, width] => {
                 of(keep, near).with_index_heads(heads).with_index_dim(width)
             }
             _ => return None,
         };
-        Some(config.with_index_precision(precision))
+        Some(
+            config
+                .with_index_precision(precision)
+                .with_index_fp8(index_fp8),
+        )
     }
 
     /// Its text.
@@ -118,10 +136,15 @@ impl DsaHeadsConfig {
             index_heads,
             index_dim,
             index_precision,
+            index_fp8,
             ..
         } = self;
         let name = Self::NAME;
         write!(f, "{name}:{keep},{near},{index_heads},{index_dim}")?;
-        index_precision.map_or(Ok(()), |precision| write!(f, ",{precision}"))
+        index_precision.map_or(Ok(()), |precision| write!(f, ",{precision}"))?;
+        match index_fp8 {
+            true => write!(f, ",{}", Self::FP8),
+            false => Ok(()),
+        }
     }
 }

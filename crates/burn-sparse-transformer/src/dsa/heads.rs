@@ -79,6 +79,14 @@ impl DsaHeads {
         self.indexer.index(x, positions)
     }
 
+    /// What keys are chosen by, and what later queries choose from: the index, or the same in fp8.
+    pub(crate) fn chosen_by(&self, index: DsaIndex) -> Result<DsaIndex, TransformerError> {
+        match self.config.index_fp8 {
+            true => Ok(index.in_fp8()?),
+            false => Ok(index),
+        }
+    }
+
     /// What new tokens are behind those of a cache, which must have room for them: with all keys.
     pub(crate) fn behind(
         &self,
@@ -97,15 +105,16 @@ impl DsaHeads {
             expected,
             format!("one of {known}"),
         )?;
+        let index = self.chosen_by(index)?;
         let [batch, _, new, width] = index.k.dims();
         cache.index().check([batch, 1, width], new)?;
         // Of the indexer there are no values.
         let no_values = index.k.clone().narrow(3, 0, 1);
-        let (keys, _) = cache.index().append(index.k, no_values);
+        let (keys, _) = cache.index().append(index.k.clone(), no_values);
         let (k, v) = cache.append(k, v);
         Ok(DsaParts {
             heads: [q, k, v],
-            index: DsaIndex::new(index.q, keys, index.weights)?,
+            index: index.with_keys(keys)?,
         })
     }
 
@@ -116,7 +125,12 @@ impl DsaHeads {
         options: &AttentionOptions,
         learns: bool,
     ) -> Result<Seen, TransformerError> {
-        let lists = self.op.choose(&index)?;
+        let [.., seq_kv, _] = index.k.dims();
+        let lists = match seq_kv > self.config.keep {
+            true => self.op.choose(&self.chosen_by(index.clone())?)?,
+            // There is nothing to choose.
+            false => self.op.choose(&index)?,
+        };
         let [q, k, v] = heads;
         let loss = match learns {
             true => {

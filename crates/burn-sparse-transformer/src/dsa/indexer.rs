@@ -202,7 +202,7 @@ mod tests {
         assert_eq!(full.weights.into_data(), weights.into_data());
     }
 
-    /// Rounded to 8 bits an index chooses other keys about the last that is kept, and few of them.
+    /// Of numbers with 8 digits an index chooses other keys about the last that is kept, and few of them.
     #[test]
     fn an_index_in_bf16_chooses_nearly_the_same() {
         let device = Device::flex();

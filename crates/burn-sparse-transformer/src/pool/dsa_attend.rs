@@ -24,7 +24,7 @@ impl SparseMultiHeadAttention {
         layer: usize,
     ) -> Result<Tensor<4>, TransformerError> {
         let call = Call::at(&input, step.rows.positions.clone())?;
-        let index = dsa.index(input.query.clone(), &call.key)?;
+        let index = dsa.chosen_by(dsa.index(input.query.clone(), &call.key)?)?;
         let (query, key, value) = self.project(input, &call)?;
         let (at, store) = &mut pool.layers[layer];
         let group = &step.groups[*at];

@@ -116,8 +116,16 @@ fn it_is_prefix_stable() {
 #[test]
 fn each_loss_reaches_its_own_parameters() {
     let device = Device::flex().autodiff();
-    let layer = layer(5, 1, &device);
-    let x = random([2, 24, 16], &device).require_grad();
+    let in_fp8 = heads(5, 1).with_index_dim(8).with_index_fp8(true);
+    for heads in [heads(5, 1), in_fp8] {
+        let layer = config(heads).init(&device).unwrap();
+        assert_own_losses(&randomise(layer), &device);
+    }
+}
+
+#[cfg(feature = "autodiff")]
+fn assert_own_losses(layer: &DsaAttention, device: &Device) {
+    let x = random([2, 24, 16], device).require_grad();
     let (out, loss) = layer.forward_with_loss(x.clone()).unwrap();
     let of_model = out.powi_scalar(2).sum().backward();
     assert!(layer.key.weight.val().grad(&of_model).is_some());
@@ -160,6 +168,9 @@ fn configurations_of_none_say_why() {
     let wide = error(heads(4, 0).with_rope_dim(Some(8)));
     let expected = "rope_dim must be an even number, at most 6, the width of an index head, got 8";
     assert_eq!(wide, expected);
+    let six = error(heads(4, 0).with_index_fp8(true));
+    let expected = "index_dim must be a power of two from 8 to 256, for fp8, got 6";
+    assert_eq!(six, expected);
     let uneven = config(heads(4, 0)).with_n_kv_heads(Some(3)).init(&device);
     assert!(uneven.unwrap_err().to_string().contains("n_heads"));
     let x = random([1, 65, 16], &device);
@@ -187,13 +198,17 @@ const TEXT: &str = "dsa:6,2,3,8";
 fn models_decode_and_do_not_look_ahead() {
     let device = Device::flex();
     let _guard = seed(&device, 31);
-    let model = model(TEXT, &device);
     let tokens = tokens(2, 40, 11, &device);
-    for stage in [DsaStage::Sparse, DsaStage::WarmUp] {
-        let model = model.clone().with_dsa_stage(stage).unwrap();
+    for (text, stage) in [
+        (TEXT, DsaStage::Sparse),
+        (TEXT, DsaStage::WarmUp),
+        ("dsa:6,2,3,8,fp8", DsaStage::Sparse),
+    ] {
+        let model = model(text, &device).with_dsa_stage(stage).unwrap();
         assert_eq!(model.dsa_stage(), Some(stage));
         assert_decodes_and_sees_no_future(&model, &tokens);
     }
+    let model = model(TEXT, &device);
     // A cache of dense attention has no index keys.
     let dense = model.clone().with_dsa_stage(DsaStage::Dense).unwrap();
     let mut cache = dense.new_cache();

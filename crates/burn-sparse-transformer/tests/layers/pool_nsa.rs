@@ -18,13 +18,14 @@ const CONTEXT: usize = 128;
 const SEQ: usize = 103;
 
 /// One block of seven beside the forced ones, with all kinds of compression and of sharing; a window that pages do not fit; compressed blocks that do not
-/// overlap, and that overlap fourfold; none that are chosen, and no window. The last has an indexer.
-const TEXTS: [&str; 5] = [
+/// overlap, and that overlap fourfold; none that are chosen, and no window. The last two have an indexer.
+const TEXTS: [&str; 6] = [
     "nsa:8,4,16,4,10",
     "nsa:16,4,16,5,40,mlp,shared",
     "nsa:8,8,16,4,24,shared",
     "nsa:32,16,32,3,0,mlp",
     "dsa:20,3,3,8",
+    "dsa:20,3,3,8,fp8",
 ];
 
 fn model(text: &str, kv_heads: usize, device: &Device) -> SparseTransformer {
@@ -105,7 +106,7 @@ fn read(
 /// Prompts of unequal lengths, several tokens at once, then single ones.
 #[rstest]
 fn tokens_one_by_one_are_those_of_the_whole(
-    #[values(0, 1, 2, 3, 4)] text: usize,
+    #[values(0, 1, 2, 3, 4, 5)] text: usize,
     #[values(1, 4)] kv_heads: usize,
 ) {
     for device in devices() {
@@ -149,7 +150,7 @@ fn layers_in_bf16_read_token_by_token(#[values(0, 1, 2, 3)] text: usize) {
 
 /// Prompts that end around strides, blocks and pages, in one call; some sequences begin without one.
 #[rstest]
-fn prompts_end_anywhere(#[values(0, 1, 2, 3, 4)] text: usize) {
+fn prompts_end_anywhere(#[values(0, 1, 2, 3, 4, 5)] text: usize) {
     let device = Device::flex();
     let _guard = seed(&device, 22);
     let model = model(TEXTS[text], 2, &device);

@@ -93,7 +93,7 @@ fn bad_flags_list_the_choices() {
         (
             vec!["train", "--attention", "lsh:16"],
             vec![
-                "content must be routing:WINDOW[,CLUSTERS], lsh:BUCKET,ROUNDS[,dedup], nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW[,mlp][,shared] or dsa:KEEP,NEAR[,HEADS,WIDTH[,PRECISION]], got \"lsh:16\"",
+                "content must be routing:WINDOW[,CLUSTERS], lsh:BUCKET,ROUNDS[,dedup], nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW[,mlp][,shared] or dsa:KEEP,NEAR[,HEADS,WIDTH[,PRECISION][,fp8]], got \"lsh:16\"",
             ],
         ),
         (

@@ -13,6 +13,8 @@
 //! gradients  that gradient through the scores: by queries and weights, or by keys
 //! mma        sums and gradients of half precision on tensor cores
 //! warpgroups sums of many heads on wgmma
+//! rounding   rows rotated and rounded to 8 bits
+//! pack       such rows in bytes
 //! ending     what heads give a pair there, and what becomes of their sum
 //! ```
 //!
@@ -32,9 +34,12 @@ mod ending;
 mod gradients;
 #[cfg(feature = "cuda-asm")]
 mod mma;
+#[cfg(feature = "cuda-asm")]
+mod pack;
 mod pairs;
 mod picks;
 mod picks_parts;
+mod rounding;
 mod rows;
 mod sums;
 mod wanted;
@@ -43,7 +48,8 @@ mod warpgroups;
 
 pub use compare::{Compared, compare, spread_listed};
 pub use gradients::{IndexerGradients, by_keys, by_queries, key_parts};
-pub use pairs::{MOST_WIDTH, PairInputs, PairSizes, check};
+pub use pairs::{KeyBytes, MOST_WIDTH, PairInputs, PairSizes, check};
 pub use picks::{KeyPicks, check_picks, pick_keys};
-pub use sums::pair_sums;
+pub use rounding::{check_rounding, round_rows};
+pub use sums::{key_bytes, pair_sums};
 pub use wanted::PairSum;

@@ -128,6 +128,16 @@ pub(super) fn key_of(
     }
 }
 
+/// Keys in bytes, for kernels that take them.
+#[derive(Clone, Debug)]
+#[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
+pub struct KeyBytes {
+    /// `[batch, seq_kv, width]`
+    pub(super) numbers: Handle,
+    /// What numbers of a key are multiplied by, `[batch, seq_kv]`.
+    pub(super) scales: Handle,
+}
+
 /// Contiguous tensors of a call.
 #[derive(Clone, Copy, Debug)]
 pub struct PairInputs<'a> {
@@ -141,6 +151,8 @@ pub struct PairInputs<'a> {
     pub of_rows: &'a Handle,
     /// i32 `[batch, seq_q, listed]`, −1 behind the last, if keys are listed.
     pub keys: Option<&'a Handle>,
+    /// The keys in bytes, where queries and keys are what [`round_rows`](super::round_rows) made and a kernel takes them so.
+    pub bytes: Option<&'a KeyBytes>,
 }
 
 impl PairInputs<'_> {

@@ -10,11 +10,13 @@ use cubecl::server::Handle;
 
 #[cfg(feature = "cuda-asm")]
 use super::mma;
-use super::pairs::{PairInputs, PairSizes, Sizes, check, key_of};
+#[cfg(feature = "cuda-asm")]
+use super::pack::{PACKED, pack_keys};
+use super::pairs::{KeyBytes, PairInputs, PairSizes, Sizes, check, key_of};
 use super::rows::{ACROSS, DEPTH, PITCH, fill, multiply};
 use super::wanted::{Epilogue, PairSum};
 #[cfg(feature = "cuda-asm")]
-use super::warpgroups::{self, GroupSums};
+use super::warpgroups::{self, ByteSums, GroupSums};
 use crate::kernels::args::{address_of, buffer, optional, spread};
 use crate::kernels::error::KernelError;
 use crate::kernels::shared::walk::Four;
@@ -238,6 +240,12 @@ pub fn pair_sums(
     check(client, inputs.element, sizes)?;
     let epilogue = Epilogue::new(sizes, sum);
     #[cfg(feature = "cuda-asm")]
+    if let Some(keys) = inputs.bytes
+        && let Some(t) = ByteSums::new(client, sizes, sum)
+    {
+        return warpgroups::launch_bytes(client, sizes, inputs, keys, epilogue, out, t);
+    }
+    #[cfg(feature = "cuda-asm")]
     if let Ok(t) = mma::SumTile::new(client, sizes, inputs, sum) {
         if let Some(groups) = GroupSums::new(client, sizes, &t) {
             return warpgroups::launch(client, sizes, inputs, epilogue, out, groups);
@@ -278,4 +286,23 @@ pub fn pair_sums(
         );
     }
     Ok(())
+}
+
+/// The keys of calls in bytes, if queries and keys are what [`round_rows`](super::round_rows) made and a kernel makes such sums of them: of bytes there are twice
+/// as many products a cycle.
+///
+/// # Errors
+/// [`KernelError`] if there are more keys than a launch has cubes for.
+#[cfg_attr(not(feature = "cuda-asm"), allow(unused_variables))]
+pub fn key_bytes(
+    client: &Client,
+    sizes: &PairSizes,
+    inputs: &PairInputs,
+    sum: &PairSum,
+) -> Result<Option<KeyBytes>, KernelError> {
+    #[cfg(feature = "cuda-asm")]
+    if inputs.vector(client, sizes.width) == PACKED && ByteSums::new(client, sizes, sum).is_some() {
+        return pack_keys(client, sizes, inputs).map(Some);
+    }
+    Ok(None)
 }

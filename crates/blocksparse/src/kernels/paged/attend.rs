@@ -6,12 +6,12 @@
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 
-use super::codec::decode_word;
 use super::exchange::{across_row, collect, deal, of_rows};
 use super::join::{cube_of, join_parts};
 use super::lanes::{any_differ, shuffle_xor};
 use super::tile::Tile;
 use super::walk::{Found, Sizes, Walker, Walking, page_at, share_of, span_of};
+use crate::kernels::shared::codec::decode_word;
 use crate::kernels::shared::score::{LOW, LOWEST_MAX};
 
 /// ```text

@@ -13,15 +13,14 @@
 //! mma_codec  numbers of eight bits on tensor cores
 //! mma_load   what lanes load on tensor cores
 //! last       the shares of a query as one softmax, in the launch of mma
-//! codec      numbers of eight bits                        quantize rows written into pages of them
-//! shape      what a call is                               plan     how it is launched
+//! quantize   rows written into pages of eight bits        shape    what a call is
+//! plan       how it is launched
 //! summary    what is known of each page besides its keys  page_scores  scores of pages by it
 //! highest    the pages of the highest scores          slots    slots of walks one by one, and of keys that were picked
 //! ```
 
 mod append;
 mod attend;
-mod codec;
 mod exchange;
 mod highest;
 mod join;

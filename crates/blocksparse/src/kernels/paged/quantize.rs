@@ -8,10 +8,10 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::append::{AppendShape, Rows, row_slot};
-use super::codec::{INFINITY, encode};
 use crate::Quantization;
 use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::error::KernelError;
+use crate::kernels::shared::codec::{INFINITY, encode};
 use crate::quantization::SMALLEST;
 
 /// Units of a cube.

@@ -5,10 +5,10 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::append::{AppendShape, Rows, row_slot};
-use super::codec::decode_word;
 use crate::Quantization;
 use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::error::KernelError;
+use crate::kernels::shared::codec::decode_word;
 
 /// Units of a cube.
 const UNITS: usize = 256;

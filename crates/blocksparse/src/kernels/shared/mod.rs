@@ -3,6 +3,7 @@
 #[cfg(feature = "cuda-asm")]
 pub mod asm;
 pub mod bins;
+pub mod codec;
 pub mod curve;
 #[cfg(feature = "cuda-asm")]
 pub mod distances;

@@ -139,11 +139,6 @@ impl SumTile {
         self.half
     }
 
-    /// Whether queries list keys.
-    pub fn is_listed(&self) -> bool {
-        self.is_listed
-    }
-
     /// Whether sums are of exponentials.
     pub fn is_weights(&self) -> bool {
         self.is_weights

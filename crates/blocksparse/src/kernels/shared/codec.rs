@@ -35,7 +35,7 @@ pub fn decode_word<A: Float, N: Size>(
 
 /// The number of the lowest eight bits, which are not NaN. No subnormal float is on the way, since devices may take those for zeros.
 #[cube]
-fn decode_e4m3(code: u32) -> f32 {
+pub fn decode_e4m3(code: u32) -> f32 {
     let size = (code & 0x7fu32) << 20u32;
     let normal = f32::reinterpret(size + comptime!(120u32 << 23));
     // 2⁻⁶ + m · 2⁻⁹

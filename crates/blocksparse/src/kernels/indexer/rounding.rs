@@ -1,0 +1,220 @@
+//! Rows rotated by a Hadamard matrix and rounded to numbers of 8 bits times a power of two of each row, on any CubeCL runtime.
+//!
+//! Rotated, what is large in few numbers of a row is spread over all of them, so rounding takes less away; products of rotated queries and keys are those of the
+//! rows as they were. Numbers have the row's dtype, which holds them as they are, so whatever multiplies them makes the same scores.
+
+use cubecl::ir::ElemType;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::kernels::args::{address_of, buffer, spread};
+use crate::kernels::error::KernelError;
+use crate::kernels::shared::codec::{INFINITY, decode_e4m3, encode};
+use crate::{Quantization, ROTATED_WIDTHS, RotatedRows};
+
+/// Bits of a number that is none.
+const NAN: u32 = 0x7fc0_0000;
+
+/// Numbers of a row that a unit has.
+const OWN: usize = 8;
+const UNITS: usize = 256;
+
+/// The exponent, as f32 has it, of a row's scale, as [`RotatedRows::round`] has it, of the bits of the row's largest number without its sign.
+#[cube]
+pub(super) fn scale_exponent(largest: u32) -> u32 {
+    // 448 is 1.75 · 2⁸.
+    let is_above = (largest & 0x7f_ffff) > 0x60_0000;
+    let exponent = (largest >> 23u32) + select(is_above, 1u32, 0u32);
+    max(exponent, 9u32) - 8u32
+}
+
+/// What a row's numbers are divided by is a power of two of this exponent. What they are multiplied by is no number, if the largest is none.
+#[cube]
+pub(super) fn scale_of(exponent: u32, largest: u32) -> f32 {
+    f32::reinterpret(select(largest < INFINITY, exponent << 23u32, NAN.runtime()))
+}
+
+/// What a row's numbers are multiplied by before they are rounded.
+#[cube]
+pub(super) fn inverse_of(exponent: u32) -> f32 {
+    f32::reinterpret((254u32 - exponent) << 23u32)
+}
+
+/// What is compiled into the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Rounding {
+    width: usize,
+}
+
+impl Rounding {
+    /// Units of a row.
+    fn pieces(&self) -> usize {
+        self.width / OWN
+    }
+
+    /// Rows of a cube.
+    fn rows(&self) -> usize {
+        UNITS / self.pieces()
+    }
+
+    /// Distances of pieces that are added to each other, as powers of two.
+    fn stages(&self) -> usize {
+        self.pieces().ilog2() as usize
+    }
+}
+
+/// `x` and `out` are `[rows, width]`. Rotated numbers are multiplied by `factor`.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn round<E: Float, N: Size>(
+    x: &[Vector<E, N>],
+    out: &mut [Vector<E, N>],
+    rows: usize,
+    factor: f32,
+    #[comptime] t: Rounding,
+    #[define(E)] _dtype: ElemType,
+) {
+    // Each unit's numbers are one row of units apart, and so in banks of their own.
+    let mut shared = Shared::<[f32]>::new_slice(OWN * UNITS);
+    let mut largest = Shared::<[u32]>::new_slice(UNITS);
+    let unit = UNIT_POS as usize;
+    let piece = unit % comptime!(t.pieces());
+    let row = CUBE_POS * comptime!(t.rows()) + unit / comptime!(t.pieces());
+    // Of rows behind the last the last one is made again.
+    let source = row.min(rows - 1) * comptime!(t.width) + piece * OWN;
+    let mut own = Array::<f32>::new(OWN);
+    let vector = N::value();
+    #[unroll]
+    for line in 0..comptime!(OWN / vector) {
+        let numbers = x[source / vector + line];
+        #[unroll]
+        for i in 0..vector {
+            own[comptime!(line * vector + i)] = f32::cast_from(numbers.extract(i));
+        }
+    }
+    // Distances within the unit's numbers, then those of units.
+    #[unroll]
+    for stage in 0..3usize {
+        let distance = comptime!(1usize << stage);
+        #[unroll]
+        for i in 0..comptime!(OWN / 2) {
+            let low = comptime!(i / distance * 2 * distance + i % distance);
+            let high = comptime!(low + distance);
+            let (a, b) = (own[low], own[high]);
+            own[low] = a + b;
+            own[high] = a - b;
+        }
+    }
+    #[unroll]
+    for stage in 0..comptime!(t.stages()) {
+        let distance = comptime!(1usize << stage);
+        #[unroll]
+        for i in 0..OWN {
+            shared[comptime!(i * UNITS) + unit] = own[i];
+        }
+        sync_cube();
+        let is_high = piece / distance % 2 == 1;
+        let other = select(is_high, unit - distance.min(unit), unit + distance);
+        #[unroll]
+        for i in 0..OWN {
+            let theirs = shared[comptime!(i * UNITS) + other];
+            own[i] = select(is_high, theirs - own[i], own[i] + theirs);
+        }
+        sync_cube();
+    }
+    let mut most = 0u32.runtime();
+    #[unroll]
+    for i in 0..OWN {
+        own[i] *= factor;
+        most = max(most, u32::reinterpret(own[i]) & 0x7fff_ffff);
+    }
+    largest[unit] = most;
+    sync_cube();
+    let first = unit - piece;
+    for i in 0..comptime!(t.pieces()) {
+        most = max(most, largest[first + i]);
+    }
+    let exponent = scale_exponent(most);
+    let (scale, inverse) = (scale_of(exponent, most), inverse_of(exponent));
+    if row < rows {
+        #[unroll]
+        for line in 0..comptime!(OWN / vector) {
+            let mut numbers = Vector::<E, N>::zeroed();
+            #[unroll]
+            for i in 0..vector {
+                let at = comptime!(line * vector + i);
+                let code = encode(own[at] * inverse, Quantization::Fp8E4m3);
+                numbers.insert(i, E::cast_from(decode_e4m3(code) * scale));
+            }
+            out[source / vector + line] = numbers;
+        }
+    }
+}
+
+/// Rotates and rounds contiguous rows of f32, f16 or bf16, `[rows, width]`, as [`RotatedRows::round`] does. Of f16 what is below 2⁻²⁴ is lost.
+///
+/// # Errors
+/// [`KernelError`] if the device has no such numbers, its cubes are too small, rows of such a width are not [taken](RotatedRows::takes), or there are more than a
+/// launch has cubes for.
+pub fn round_rows(
+    client: &Client,
+    element: ElemType,
+    x: &Handle,
+    [rows, width]: [usize; 2],
+    of: RotatedRows,
+    out: &Handle,
+) -> Result<(), KernelError> {
+    check_rounding(client, element, width)?;
+    if rows == 0 {
+        return Ok(());
+    }
+    let t = Rounding { width };
+    let begins = |of: &Handle| of.offset_start.unwrap_or(0) as usize / element.size();
+    let most = client.properties().hardware.max_vector_size.clamp(1, 4);
+    let fits = |vector: &usize| {
+        *vector <= most
+            && (begins(x).is_multiple_of(*vector) && begins(out).is_multiple_of(*vector))
+    };
+    let vector = [4, 2, 1].into_iter().find(fits).unwrap_or(1);
+    let numbers = rows * width;
+    let address = address_of(client, numbers)?;
+    let cubes = spread(client, rows.div_ceil(t.rows()) as u64)?;
+    // SAFETY: a unit reads numbers of rows that there are, and writes its own of a row that there is.
+    unsafe {
+        round::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(UNITS as u32),
+            address,
+            vector,
+            buffer(x, numbers / vector),
+            buffer(out, numbers / vector),
+            rows,
+            of.factor(width),
+            t,
+            element,
+        );
+    }
+    Ok(())
+}
+
+/// That a device rounds rows of numbers of a type and a width.
+///
+/// # Errors
+/// As [`round_rows`]'s.
+pub fn check_rounding(client: &Client, element: ElemType, width: usize) -> Result<(), KernelError> {
+    let hardware = &client.properties().hardware;
+    let most = (hardware.max_units_per_cube as usize).min(hardware.max_cube_dim.0 as usize);
+    if most < UNITS {
+        let what = "units of a cube that rounds rows";
+        return Err(KernelError::limit(what, most as u32, UNITS));
+    }
+    if !client.properties().supports_type(element) {
+        let dtype = format!("{element:?}");
+        return Err(KernelError::Dtype { dtype });
+    }
+    if !RotatedRows::takes(width) {
+        let what = "numbers of a row that is rotated, a power of two from 8 on";
+        return Err(KernelError::limit(what, ROTATED_WIDTHS[1] as u32, width));
+    }
+    Ok(())
+}

@@ -1,0 +1,135 @@
+//! Rows of an indexer in 8 bits: rotated by a Hadamard matrix and rounded to E4M3 times a power of two of each row, on the host.
+//!
+//! Rotated, what is large in few numbers of a row is spread over all of them, so rounding takes less away (Ashkboos et al., QuaRot, 2024, §3; DeepSeek-V3.2-Exp's
+//! indexer). Products of rotated queries and rotated keys are those of the rows as they were.
+
+use crate::Quantization;
+
+/// Widths of rows that are rotated, all powers of two between them.
+pub const ROTATED_WIDTHS: [usize; 2] = [8, 256];
+
+/// What rows are, of which products are made. Without the matrix's own factor products of two rotated rows would be so many times as large as rows are wide, which
+/// is a power of two: either side has a half of its digits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum RotatedRows {
+    /// Of an indexer's queries.
+    Queries,
+    /// Of its keys.
+    Keys,
+}
+
+impl RotatedRows {
+    /// Whether rows of such a width can be rotated.
+    pub fn takes(width: usize) -> bool {
+        let [least, most] = ROTATED_WIDTHS;
+        width.is_power_of_two() && (least..=most).contains(&width)
+    }
+
+    /// What rotated rows of a width are multiplied by.
+    pub fn factor(self, width: usize) -> f32 {
+        let digits = width.ilog2() as i32;
+        let own = match self {
+            Self::Queries => (digits + 1) / 2,
+            Self::Keys => digits / 2,
+        };
+        (-own as f32).exp2()
+    }
+
+    /// Rotates and rounds contiguous rows of a width that is [taken](Self::takes), as `kernels::indexer::round_rows` does, bit for bit.
+    pub fn round(self, rows: &mut [f32], width: usize) {
+        let factor = self.factor(width);
+        for row in rows.chunks_exact_mut(width) {
+            rotate(row);
+            row.iter_mut().for_each(|x| *x *= factor);
+            round(row);
+        }
+    }
+}
+
+/// Products with the Hadamard matrix in the order of Sylvester, without its factor.
+fn rotate(row: &mut [f32]) {
+    let mut distance = 1;
+    while distance < row.len() {
+        for pair in row.chunks_exact_mut(2 * distance) {
+            let (low, high) = pair.split_at_mut(distance);
+            for (a, b) in low.iter_mut().zip(high) {
+                (*a, *b) = (*a + *b, *a - *b);
+            }
+        }
+        distance *= 2;
+    }
+}
+
+/// To E4M3 times the power of two by which the largest number is between 224 and 448, the largest of E4M3. A row of which a number is not finite is NaN.
+fn round(row: &mut [f32]) {
+    let magnitudes = row.iter().map(|x| x.to_bits() & 0x7fff_ffff);
+    let largest = magnitudes.max().unwrap_or(0);
+    if !f32::from_bits(largest).is_finite() {
+        row.fill(f32::NAN);
+        return;
+    }
+    // 448 is 1.75 · 2⁸.
+    let above = u32::from(largest & 0x7f_ffff > 0x60_0000);
+    // As f32 has it: of what is below all that f32 has the scale is its smallest power.
+    let exponent = ((largest >> 23) + above).max(9) - 8;
+    let [scale, inverse] = [exponent, 254 - exponent].map(|bits| f32::from_bits(bits << 23));
+    let e4m3 = Quantization::Fp8E4m3;
+    for x in row {
+        *x = e4m3.decode(e4m3.encode(*x * inverse)) * scale;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn rotations_keep_products() {
+        let of = |seed: usize| (0..64).map(move |i| ((i * 37 + seed * 101) % 29) as f32 - 14.0);
+        let (mut a, mut b) = (of(1).collect::<Vec<f32>>(), of(2).collect::<Vec<f32>>());
+        let product = |a: &[f32], b: &[f32]| -> f32 { a.iter().zip(b).map(|(x, y)| x * y).sum() };
+        let expected = product(&a, &b);
+        // Whole numbers, so nothing is rounded.
+        rotate(&mut a);
+        rotate(&mut b);
+        let factor = RotatedRows::Queries.factor(64) * RotatedRows::Keys.factor(64);
+        assert_eq!(product(&a, &b) * factor, expected);
+        // The second row of Sylvester's matrix takes every second number away.
+        let mut one = [0.0, 0.0, 1.0, 0.0];
+        rotate(&mut one);
+        assert_eq!(one, [1.0, 1.0, -1.0, -1.0]);
+    }
+
+    proptest! {
+        #[test]
+        fn rows_keep_four_digits(
+            row in proptest::collection::vec(-1e6f32..1e6, 32),
+            power in -60i32..60,
+        ) {
+            let mut rounded: Vec<f32> = row.iter().map(|x| x * (power as f32).exp2()).collect();
+            let before = rounded.clone();
+            let largest = before.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+            round(&mut rounded);
+            for (x, y) in rounded.iter().zip(before) {
+                // Half of the last of four digits, or of the smallest distance that the largest allows.
+                let most = (y.abs() / 16.0).max(largest / 224.0 / 1024.0);
+                prop_assert!((x - y).abs() <= most, "{} for {}", x, y);
+            }
+            let again = rounded.clone();
+            round(&mut rounded);
+            prop_assert_eq!(rounded, again);
+        }
+    }
+
+    #[test]
+    fn zeros_stay_and_what_is_no_number_is_told() {
+        let mut row = [0.0f32; 16];
+        RotatedRows::Keys.round(&mut row, 16);
+        assert_eq!(row, [0.0; 16]);
+        row[3] = f32::NAN;
+        RotatedRows::Keys.round(&mut row, 16);
+        assert!(row.iter().all(|x| x.is_nan()));
+    }
+}
