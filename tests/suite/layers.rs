@@ -1,13 +1,14 @@
 //! Random layers: grouped heads, rotated positions, packed documents and padding together, against plain f64 loops.
 
-use burn::nn::{Linear, RotaryEncodingConfig};
+use burn::nn::{Linear, LinearConfig, RotaryEncodingConfig};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_blocksparse_tests::compare::{assert_close, to_f64};
-use burn_blocksparse_tests::devices::devices;
+use burn_blocksparse_tests::devices::{devices, supports};
 use burn_blocksparse_tests::fuzz::pattern;
 use burn_blocksparse_tests::reference::{Problem, Sizes};
 use burn_sparse_transformer::{
-    Pattern, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
+    MixedPrecisionLinearConfig, Pattern, Precision, SparseMhaInput, SparseMultiHeadAttention,
+    SparseMultiHeadAttentionConfig, TransformerError,
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -270,6 +271,27 @@ fn random_layers_equal_f64() {
     for device in devices() {
         for seed in 0..count {
             check_seed(seed, &device);
+        }
+    }
+}
+
+/// A layer in bf16 says on which devices it cannot be.
+#[test]
+fn a_precision_needs_its_dtype() {
+    for device in devices() {
+        let layer = |precision| {
+            let config = MixedPrecisionLinearConfig::new(LinearConfig::new(64, 16));
+            config.with_precision(precision).init(&device)
+        };
+        assert!(layer(Precision::F32).is_ok() && layer(Precision::Tf32).is_ok());
+        match layer(Precision::Bf16) {
+            Ok(_) => assert!(supports(&device, DType::BF16), "{device:?}"),
+            Err(error) => {
+                assert!(!supports(&device, DType::BF16), "{device:?}: {error}");
+                let is_typed = matches!(error, TransformerError::Precision { .. });
+                let text = error.to_string();
+                assert!(is_typed && text.starts_with("precision must be f32 on "), "{text}");
+            }
         }
     }
 }

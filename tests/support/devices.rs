@@ -17,6 +17,13 @@ pub fn devices() -> Vec<Device> {
     }
 }
 
+/// Two devices of different backends, if two are compiled in.
+pub fn two_devices() -> Option<[Device; 2]> {
+    let mut found = ["flex", "ndarray", "wgpu"].into_iter().filter_map(device);
+    Some([found.next()?, found.next()?])
+}
+
+#[allow(deprecated)]
 fn device(name: &str) -> Option<Device> {
     match name {
         #[cfg(feature = "flex")]

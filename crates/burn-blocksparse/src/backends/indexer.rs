@@ -80,8 +80,13 @@ impl Pairs {
     /// The keys in fp8, if rows are rounded to it and a kernel takes them so.
     fn bytes(&self, sizes: &PairSizes, sum: &PairSum, in_fp8: bool) -> Option<KeyBytes> {
         let inputs = self.inputs(None, None);
-        let found = in_fp8.then(|| key_bytes(&self.q.client, sizes, &inputs, sum));
-        found.map(launched).flatten()
+        if !in_fp8 {
+            return None;
+        }
+        let mut bytes = None;
+        let packed = key_bytes(&self.q.client, sizes, &inputs, sum);
+        launched(packed.map(|found| bytes = found));
+        bytes
     }
 
     /// Sums of pairs, `[batch, rows, columns]`.

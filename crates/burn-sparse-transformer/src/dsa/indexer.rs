@@ -202,30 +202,29 @@ mod tests {
         assert_eq!(full.weights.into_data(), weights.into_data());
     }
 
-    /// Of numbers with 8 digits an index chooses other keys about the last that is kept, and few of them.
+    /// Rounded, an index chooses other keys about the last that is kept, and few of them.
     #[test]
-    fn an_index_in_bf16_chooses_nearly_the_same() {
+    fn a_rounded_index_chooses_nearly_the_same() {
         let device = Device::flex();
         let x = Tensor::random([2, SEQ, 64], Distribution::Normal(0.0, 1.0), &device);
         let [full, half, _] = layers(&device);
-        let dsa = Dsa::new(48).unwrap();
-        let lists = [&full, &half].map(|layer| {
-            let lists = dsa.choose(&index(layer, &x)).unwrap();
-            lists
-                .keys()
-                .clone()
-                .into_data()
-                .iter()
-                .collect::<Vec<i32>>()
-        });
-        let (mut same, mut all) = (0, 0);
-        for (own, other) in lists[0].chunks(48).zip(lists[1].chunks(48)) {
-            let own: Vec<i32> = own.iter().copied().filter(|&key| key >= 0).collect();
-            all += own.len();
-            same += own.iter().filter(|key| other.contains(key)).count();
+        let keys = |index: DsaIndex| -> Vec<i32> {
+            let lists = Dsa::new(48).unwrap().choose(&index).unwrap();
+            lists.keys().clone().into_data().iter().collect()
+        };
+        let exact = keys(index(&full, &x));
+        let in_fp8 = index(&full, &x).in_fp8().unwrap();
+        for (other, least) in [(index(&half, &x), 0.97), (in_fp8, 0.9)] {
+            let (mut same, mut all) = (0, 0);
+            for (own, other) in exact.chunks(48).zip(keys(other).chunks(48)) {
+                let own: Vec<i32> = own.iter().copied().filter(|&key| key >= 0).collect();
+                all += own.len();
+                same += own.iter().filter(|key| other.contains(key)).count();
+            }
+            let share = same as f64 / all as f64;
+            println!("{share:.4} of the keys");
+            assert!(share > least && share < 1.0, "{share}");
         }
-        let share = same as f64 / all as f64;
-        assert!(share > 0.97 && share < 1.0, "{share}");
     }
 
     /// What an index in bf16 learns by, and its gradients, beside those in f32.

@@ -77,14 +77,3 @@ fn products_are_rounded_and_nothing_else() {
         "weight's in must be 63, x's last dimension, got 64"
     );
 }
-
-#[cfg(feature = "ndarray")]
-#[test]
-fn a_device_without_bf16_is_refused() {
-    let config = MixedPrecisionLinearConfig::new(LinearConfig::new(64, 16));
-    #[allow(deprecated)]
-    let device = Device::ndarray();
-    let error = config.with_precision(Precision::Bf16).init(&device);
-    let error = error.unwrap_err().to_string();
-    assert!(error.starts_with("precision must be f32 on "), "{error}");
-}

@@ -174,28 +174,3 @@ fn a_layer_returns_its_inputs_dtype() {
         assert_eq!(mha.forward(input).unwrap().context.dtype(), dtype);
     }
 }
-
-#[cfg(feature = "ndarray")]
-#[test]
-#[allow(deprecated)]
-fn a_device_without_bf16_is_refused() {
-    let device = Device::ndarray();
-    assert!(config(Precision::F32).init(&device).is_ok());
-    assert!(config(Precision::Tf32).init(&device).is_ok());
-    let error = config(Precision::Bf16).init(&device).unwrap_err();
-    assert!(
-        matches!(
-            error,
-            burn_sparse_transformer::TransformerError::Precision {
-                precision: Precision::Bf16,
-                ..
-            }
-        ),
-        "{error:?}"
-    );
-    assert!(
-        error.to_string().starts_with("precision must be f32 on ")
-            && error.to_string().to_lowercase().contains("ndarray"),
-        "{error}"
-    );
-}

@@ -8,13 +8,19 @@ use crate::kernels::shared::tma::registers;
 /// Depth of one wgmma of bytes.
 const BYTE_DEPTH: usize = 32;
 
+/// The upper word of descriptors of rows of 128 bytes, swizzled as wide. It is a constant, so that steps of a product add to the lower word alone.
+const SWIZZLED: u32 = (1 << 30) | 64;
+
 /// `a · bᵀ`: `a` in registers, `b` in shared memory in rows of 128 bytes. The first step overwrites the output.
 fn product_text(cols: usize, depth: usize) -> String {
     let (out, words) = (registers(0, cols / 2), cols / 2);
-    let mut text = String::from("{ .reg .b64 b; wgmma.fence.sync.aligned; ");
+    let mut text = format!(
+        "{{ .reg .b32 l, h; .reg .b64 b; mov.b32 h, {SWIZZLED}; wgmma.fence.sync.aligned; "
+    );
     for k in 0..depth / BYTE_DEPTH {
         text += &format!(
-            "add.s64 b, $2, {}; wgmma.mma_async.sync.aligned.m64n{cols}k{BYTE_DEPTH}.f32.e4m3.e4m3 {{{out}}}, {{{}}}, b, {}, 1, 1; ",
+            "add.u32 l, $2, {}; mov.b64 b, {{l, h}}; \
+             wgmma.mma_async.sync.aligned.m64n{cols}k{BYTE_DEPTH}.f32.e4m3.e4m3 {{{out}}}, {{{}}}, b, {}, 1, 1; ",
             (k * BYTE_DEPTH) >> 4,
             registers(words + 4 * k, 4),
             usize::from(k > 0),
@@ -26,7 +32,7 @@ fn product_text(cols: usize, depth: usize) -> String {
 /// Starts `a · bᵀ` `[64, 2 · S]` of rows of four times as many bytes as `a` has words. The result is there after a
 /// [`wait`](crate::kernels::hopper::asm::wait).
 #[cube]
-pub(super) fn byte_product<P: Size, S: Size>(a: Vector<u32, P>, b: u64) -> Vector<f32, S> {
+pub(super) fn byte_product<P: Size, S: Size>(a: Vector<u32, P>, b: u32) -> Vector<f32, S> {
     let out: Vector<f32, S>;
     let width = S::value();
     let words = P::value();
@@ -34,8 +40,14 @@ pub(super) fn byte_product<P: Size, S: Size>(a: Vector<u32, P>, b: u64) -> Vecto
     let depth = comptime!(words * 8);
     gpu_asm!("{body} /* {d} {a} {b} */",
         body = const product_text(cols, depth),
-        d = out(_) out, a = in(_) val::<Vector<u32, P>>(a), b = in(_) val::<u64>(b));
+        d = out(_) out, a = in(_) val::<Vector<u32, P>>(a), b = in(_) val::<u32>(b));
     out
+}
+
+/// The lower word of the descriptor of a right operand in rows of 128 bytes.
+#[cube]
+pub(super) fn swizzled(address: u32) -> u32 {
+    address >> 4u32 | comptime!(1u32 << 16)
 }
 
 /// Copies bytes of memory, a multiple of 16, to shared memory.

@@ -8,7 +8,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
-use super::asm::{bulk_load, byte_product};
+use super::asm::{bulk_load, byte_product, swizzled};
 use super::heads::{HeadSums, Keys, Totals, no_totals, own_key, totals_of, write_two};
 use super::order::{Order, Run, StepOrder, run_from};
 use super::{COLUMNS, GROUP_KEYS, UNITS, WARPS, WIDTH, is_served, is_taken, share};
@@ -50,7 +50,7 @@ impl ByteSums {
             scaled: true,
         };
         let most = client.properties().hardware.max_shared_memory_size;
-        let is_taken = is_served(client) && is_taken(sizes, HALF);
+        let is_taken = is_served(client) && is_taken(sizes);
         let found = Self { of, all: *all };
         (is_taken && found.shared_bytes() <= most).then_some(found)
     }
@@ -58,6 +58,14 @@ impl ByteSums {
     /// Queries of a step.
     fn queries(&self) -> usize {
         COLUMNS / self.of.heads
+    }
+
+    /// Of what a half of the columns has of a query.
+    fn of_half(&self) -> HeadSums {
+        HeadSums {
+            heads: self.of.heads.min(HALF),
+            ..self.of
+        }
     }
 
     /// Bytes of a step's columns, and of what they have in `of_rows`.
@@ -202,7 +210,7 @@ fn walk<N: Size>(
         }
         if is_seen != 0u32 {
             let stage = stage_of(base, step, t);
-            let half = comptime!((HALF * WIDTH) as u64 >> 4);
+            let half = comptime!((HALF * WIDTH) as u32 >> 4);
             let one = byte_product::<OwnKeys, N>(own, stage.columns);
             let other = byte_product::<OwnKeys, N>(own, stage.columns + half);
             let one = wait::<N>(one, 1usize, comptime!(HALF / 2));
@@ -211,6 +219,9 @@ fn walk<N: Size>(
             let second = add_half::<N>(&other, &stage, 1usize, out, row, &keys, s, ending, t);
             if comptime!(t.queries() == 2) {
                 write_two(first, second, out, row, &keys, s, ending, true, t.of);
+            } else if comptime!(t.queries() == 1) {
+                let both = first.with(&second);
+                write_two(both, no_totals(), out, row, &keys, s, ending, false, t.of);
             }
         }
         sync_warp();
@@ -235,8 +246,8 @@ fn phase(step: u32) -> u32 {
 /// What shared memory has of a step.
 #[derive(CubeType, Clone, Copy)]
 struct Stage {
-    /// The descriptor of its columns.
-    columns: u64,
+    /// The lower word of the descriptor of its columns.
+    columns: u32,
     /// What the unit's two columns of the first eight have in `of_rows`.
     pair: u32,
 }
@@ -246,12 +257,12 @@ fn stage_of(base: u32, step: u32, #[comptime] t: ByteSums) -> Stage {
     let [bytes, row_bytes] = comptime!(t.step_bytes());
     let pair = comptime!(t.of_rows() as u32) + unit() % 4 * 8;
     Stage {
-        columns: descriptor(base + slot(step) * comptime!(bytes as u32), 16usize),
+        columns: swizzled(base + slot(step) * comptime!(bytes as u32)),
         pair: base + pair + slot(step) * comptime!(row_bytes as u32),
     }
 }
 
-/// Adds up what a half of a step gives: its only query's totals, or else it writes the sums of all of its queries. Those of the step begin at `row`.
+/// Adds up what a half of a step gives: the totals of its only query, or of half of its heads, or else it writes the sums of all of its queries. Those of the step begin at `row`.
 #[cube]
 fn add_half<N: Size>(
     products: &Vector<f32, N>,
@@ -266,8 +277,9 @@ fn add_half<N: Size>(
 ) -> Totals {
     let pair = stage.pair + comptime!((half * HALF * 4) as u32);
     let queries = comptime!(t.queries() / 2);
-    if comptime!(queries == 1) {
-        totals_of::<N>(products, pair, 0usize, ending, t.of)
+    if comptime!(queries <= 1) {
+        // Also of a half of the heads.
+        totals_of::<N>(products, pair, 0usize, ending, comptime!(t.of_half()))
     } else {
         #[unroll]
         for two in 0..comptime!(queries / 2) {

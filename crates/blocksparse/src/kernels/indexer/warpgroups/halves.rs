@@ -38,7 +38,7 @@ impl GroupSums {
     /// How warpgroups make the sums that `tile` makes, if they do.
     pub fn new(client: &Client, sizes: &PairSizes, tile: &SumTile) -> Option<Self> {
         let most = client.properties().hardware.max_shared_memory_size;
-        let is_taken = is_served(client) && is_taken(sizes, COLUMNS);
+        let is_taken = is_served(client) && is_taken(sizes);
         let found = Self {
             half: tile.half(),
             of: HeadSums {

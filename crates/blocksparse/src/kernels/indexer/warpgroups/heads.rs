@@ -25,6 +25,17 @@ pub(super) struct Totals {
     high: f32,
 }
 
+#[cube]
+impl Totals {
+    /// With those of other heads.
+    pub fn with(&self, other: &Totals) -> Totals {
+        Totals {
+            low: self.low + other.low,
+            high: self.high + other.high,
+        }
+    }
+}
+
 /// Where numbers are written, and for whom.
 #[derive(CubeType, Clone, Copy)]
 pub(super) struct Keys {

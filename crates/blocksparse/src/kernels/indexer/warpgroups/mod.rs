@@ -20,9 +20,10 @@ mod order;
 pub(super) use bytes::{ByteSums, launch_bytes};
 pub(super) use halves::{GroupSums, launch};
 
+use cubecl::prelude::Client;
+
 use super::pairs::PairSizes;
 use crate::kernels::call::{TierLimit, check_hopper};
-use cubecl::prelude::Client;
 
 /// Warpgroups of a cube, keys of each, and of all.
 const WARPGROUPS: usize = 4;
@@ -45,10 +46,10 @@ fn is_served(client: &Client) -> bool {
     !is_left_out && check_hopper(client.properties()).is_ok()
 }
 
-/// Whether a call has so many heads to one of keys that they divide `columns`, in rows of the width that there are kernels for.
-fn is_taken(sizes: &PairSizes, columns: usize) -> bool {
+/// Whether a call has as many heads to one of keys, and rows as wide, as there are kernels for.
+fn is_taken(sizes: &PairSizes) -> bool {
     let [heads, kv_heads] = sizes.heads;
-    let divides = heads.is_multiple_of(EIGHT) && columns.is_multiple_of(heads.max(1));
+    let divides = heads.is_multiple_of(EIGHT) && COLUMNS.is_multiple_of(heads.max(1));
     // Of narrower rows what is made of products takes longer than these, and mma.sync is as fast.
     kv_heads == 1 && divides && sizes.width == WIDTH && sizes.listed.is_none()
 }
