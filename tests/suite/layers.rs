@@ -290,7 +290,10 @@ fn a_precision_needs_its_dtype() {
                 assert!(!supports(&device, DType::BF16), "{device:?}: {error}");
                 let is_typed = matches!(error, TransformerError::Precision { .. });
                 let text = error.to_string();
-                assert!(is_typed && text.starts_with("precision must be f32 on "), "{text}");
+                assert!(
+                    is_typed && text.starts_with("precision must be f32 on "),
+                    "{text}"
+                );
             }
         }
     }

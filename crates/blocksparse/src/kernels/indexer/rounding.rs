@@ -9,8 +9,9 @@ use cubecl::server::Handle;
 
 use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::error::KernelError;
-use crate::kernels::shared::codec::{INFINITY, decode_e4m3, encode};
-use crate::{Quantization, ROTATED_WIDTHS, RotatedRows};
+use crate::kernels::on_device::planes;
+use crate::kernels::shared::codec::{INFINITY, nearest_e4m3};
+use crate::{ROTATED_WIDTHS, RotatedRows};
 
 /// Bits of a number that is none.
 const NAN: u32 = 0x7fc0_0000;
@@ -44,9 +45,26 @@ pub(super) fn inverse_of(exponent: u32) -> f32 {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Rounding {
     width: usize,
+    /// Whether units of a plane trade numbers, and whether by PTX.
+    planes: bool,
+    ptx: bool,
 }
 
 impl Rounding {
+    fn new(client: &Client, width: usize) -> Self {
+        let properties = client.properties();
+        Self {
+            width,
+            planes: planes::are_there(properties),
+            ptx: planes::have_ptx(properties),
+        }
+    }
+
+    /// Numbers that units trade through shared memory.
+    fn shared(&self) -> usize {
+        if self.planes { 1 } else { OWN * UNITS }
+    }
+
     /// Units of a row.
     fn pieces(&self) -> usize {
         self.width / OWN
@@ -63,6 +81,47 @@ impl Rounding {
     }
 }
 
+/// Numbers of the unit whose piece differs by a power of two, which lie beside each other in the cube.
+#[cube]
+fn others(
+    own: &Array<f32>,
+    shared: &mut Shared<[f32]>,
+    #[comptime] count: usize,
+    #[comptime] distance: usize,
+    #[comptime] t: Rounding,
+) -> Array<f32> {
+    let mut theirs = Array::<f32>::new(count);
+    if comptime!(t.planes) {
+        #[unroll]
+        for i in 0..count {
+            theirs[i] = planes::traded(own[i], comptime!(distance as u32), t.ptx);
+        }
+    } else {
+        let unit = UNIT_POS as usize;
+        #[unroll]
+        for i in 0..count {
+            shared[comptime!(i * UNITS) + unit] = own[i];
+        }
+        sync_cube();
+        #[unroll]
+        for i in 0..count {
+            theirs[i] = shared[comptime!(i * UNITS) + (unit ^ distance)];
+        }
+        sync_cube();
+    }
+    theirs
+}
+
+/// The larger of two numbers without their signs, as their bits are: NaN is above all.
+#[cube]
+fn larger(x: f32, y: f32) -> f32 {
+    let (x, y) = (
+        u32::reinterpret(x) & 0x7fff_ffff,
+        u32::reinterpret(y) & 0x7fff_ffff,
+    );
+    f32::reinterpret(max(x, y))
+}
+
 /// `x` and `out` are `[rows, width]`. Rotated numbers are multiplied by `factor`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn round<E: Float, N: Size>(
@@ -74,8 +133,7 @@ fn round<E: Float, N: Size>(
     #[define(E)] _dtype: ElemType,
 ) {
     // Each unit's numbers are one row of units apart, and so in banks of their own.
-    let mut shared = Shared::<[f32]>::new_slice(OWN * UNITS);
-    let mut largest = Shared::<[u32]>::new_slice(UNITS);
+    let mut shared = Shared::<[f32]>::new_slice(comptime!(t.shared()));
     let unit = UNIT_POS as usize;
     let piece = unit % comptime!(t.pieces());
     let row = CUBE_POS * comptime!(t.rows()) + unit / comptime!(t.pieces());
@@ -107,32 +165,28 @@ fn round<E: Float, N: Size>(
     #[unroll]
     for stage in 0..comptime!(t.stages()) {
         let distance = comptime!(1usize << stage);
+        let sign = select(piece / distance % 2 == 1, -1.0f32, 1.0f32);
+        let theirs = others(&own, &mut shared, OWN, distance, t);
         #[unroll]
         for i in 0..OWN {
-            shared[comptime!(i * UNITS) + unit] = own[i];
+            // Products with a sign are exact, so one rounding or two give the same.
+            own[i] = own[i] * sign + theirs[i];
         }
-        sync_cube();
-        let is_high = piece / distance % 2 == 1;
-        let other = select(is_high, unit - distance.min(unit), unit + distance);
-        #[unroll]
-        for i in 0..OWN {
-            let theirs = shared[comptime!(i * UNITS) + other];
-            own[i] = select(is_high, theirs - own[i], own[i] + theirs);
-        }
-        sync_cube();
     }
-    let mut most = 0u32.runtime();
+    // Bits of numbers without a sign are in their order, and NaN is above all.
+    let mut most = Array::<f32>::new(1usize);
+    most[0] = 0.0f32;
     #[unroll]
     for i in 0..OWN {
         own[i] *= factor;
-        most = max(most, u32::reinterpret(own[i]) & 0x7fff_ffff);
+        most[0] = larger(most[0], own[i]);
     }
-    largest[unit] = most;
-    sync_cube();
-    let first = unit - piece;
-    for i in 0..comptime!(t.pieces()) {
-        most = max(most, largest[first + i]);
+    #[unroll]
+    for stage in 0..comptime!(t.stages()) {
+        let theirs = others(&most, &mut shared, 1usize, comptime!(1usize << stage), t);
+        most[0] = larger(most[0], theirs[0]);
     }
+    let most = u32::reinterpret(most[0]);
     let exponent = scale_exponent(most);
     let (scale, inverse) = (scale_of(exponent, most), inverse_of(exponent));
     if row < rows {
@@ -142,8 +196,7 @@ fn round<E: Float, N: Size>(
             #[unroll]
             for i in 0..vector {
                 let at = comptime!(line * vector + i);
-                let code = encode(own[at] * inverse, Quantization::Fp8E4m3);
-                numbers.insert(i, E::cast_from(decode_e4m3(code) * scale));
+                numbers.insert(i, E::cast_from(nearest_e4m3(own[at] * inverse) * scale));
             }
             out[source / vector + line] = numbers;
         }
@@ -167,7 +220,7 @@ pub fn round_rows(
     if rows == 0 {
         return Ok(());
     }
-    let t = Rounding { width };
+    let t = Rounding::new(client, width);
     let begins = |of: &Handle| of.offset_start.unwrap_or(0) as usize / element.size();
     let most = client.properties().hardware.max_vector_size.clamp(1, 4);
     let fits = |vector: &usize| {

@@ -248,7 +248,7 @@ pub fn choose_backward(part: &PartRequest) -> Result<[Tile; 2], &'static str> {
 /// As [`choose`].
 pub fn choose_bias_gradient(part: &PartRequest) -> Result<[Tile; 2], &'static str> {
     let element = check_tier(part)?;
-    let of_walk = |kernel| {
+    let of_walk = |kernel| -> Result<Tile, &'static str> {
         let tile = fastest(part, kernel, element)?;
         Ok(Tile {
             bias_gradient: true,

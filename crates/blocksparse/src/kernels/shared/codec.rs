@@ -35,7 +35,7 @@ pub fn decode_word<A: Float, N: Size>(
 
 /// The number of the lowest eight bits, which are not NaN. No subnormal float is on the way, since devices may take those for zeros.
 #[cube]
-pub fn decode_e4m3(code: u32) -> f32 {
+fn decode_e4m3(code: u32) -> f32 {
     let size = (code & 0x7fu32) << 20u32;
     let normal = f32::reinterpret(size + comptime!(120u32 << 23));
     // 2⁻⁶ + m · 2⁻⁹
@@ -71,4 +71,17 @@ pub fn encode(x: f32, #[comptime] quantization: Quantization) -> u32 {
         let nearest = select(bits < least, subnormal, normal);
         select(is_nan, 0u32, nearest | (sign << 7u32))
     }
+}
+
+/// The number whose code [`encode`] gives one that was divided by its scale, of at most 448 in E4M3.
+#[cube]
+pub fn nearest_e4m3(x: f32) -> f32 {
+    let bits = u32::reinterpret(x);
+    let size = bits & 0x7fff_ffffu32;
+    // Four digits; or, where f32 has no more than 2⁻⁹ in its last one, multiples of that.
+    let normal = (size + 0x7_ffffu32 + ((size >> 20u32) & 1u32)) & 0xfff0_0000u32;
+    let subnormal = u32::reinterpret((f32::reinterpret(size) + 16384.0f32) - 16384.0f32);
+    let least = comptime!(0.015_625f32.to_bits());
+    let nearest = select(size < least, subnormal, normal);
+    f32::reinterpret(nearest | (bits & 0x8000_0000u32))
 }

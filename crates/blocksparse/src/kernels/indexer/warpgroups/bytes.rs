@@ -194,10 +194,8 @@ fn walk<N: Size>(
     let empty = base + comptime!(t.empty() as u32);
     for at in 0..steps {
         let step = work.before + at as u32;
-        if is_loader {
-            if at + AHEAD < steps {
-                load_step(at + AHEAD, work, s, t);
-            }
+        if is_loader && at + AHEAD < steps {
+            load_step(at + AHEAD, work, s, t);
         }
         sync_warp();
         barrier_wait(full + slot(step) * 8, phase(step));
