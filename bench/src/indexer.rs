@@ -107,7 +107,7 @@ struct Args {
     all: bool,
     #[arg(long, value_enum, default_value_t = Dtype::Bf16)]
     dtype: Dtype,
-    /// Rows that are rotated and rounded to 8 bits.
+    /// Rows that are rotated and rounded to 8 bits; a choice does that each time.
     #[arg(long)]
     rounded: bool,
     /// Timed runs; the median is reported.
@@ -139,8 +139,8 @@ struct Call {
     k: Handle,
     of_rows: Handle,
     keys: Option<Handle>,
-    /// Whether rows are rounded to 8 bits.
-    rounded: bool,
+    /// Queries and keys before they were rounded to 8 bits, if they were.
+    raw: Option<[Handle; 2]>,
     /// Sums, or what gradients or picks are made of.
     of_pairs: Handle,
     picks: KeyPicks,
@@ -197,10 +197,10 @@ impl Call {
         let mut k_numbers = rounded(drawn(batch * kv_heads * n * width));
         let row_numbers = drawn(batch * heads * queries);
         let element = args.dtype.element();
-        let of = |numbers: &mut Vec<f32>, of: RotatedRows| -> Result<Handle> {
+        let of = |numbers: &mut Vec<f32>, of: RotatedRows| -> Result<[Handle; 2]> {
             let rows = upload(numbers, args.dtype);
             if !args.rounded {
-                return Ok(rows);
+                return Ok([rows.clone(), rows]);
             }
             let out = client.empty(numbers.len() * element.size());
             let size = [numbers.len() / width, width];
@@ -214,10 +214,10 @@ impl Call {
                     "rows are rounded to other numbers than on the host"
                 );
             }
-            Ok(out)
+            Ok([rows, out])
         };
-        let q = of(&mut q_numbers, RotatedRows::Queries)?;
-        let k = of(&mut k_numbers, RotatedRows::Keys)?;
+        let [raw_q, q] = of(&mut q_numbers, RotatedRows::Queries)?;
+        let [raw_k, k] = of(&mut k_numbers, RotatedRows::Keys)?;
         let of_rows = upload(&row_numbers, Dtype::F32);
         let lists = listed.map(|most| {
             let list = |at: usize| {
@@ -330,20 +330,44 @@ impl Call {
             k,
             of_rows,
             keys,
-            rounded: args.rounded,
+            raw: args.rounded.then_some([raw_q, raw_k]),
             kept,
         })
     }
 
     fn run(&self) -> Result<()> {
+        if self.what == What::Choice {
+            self.round()?;
+        }
         let bytes = self.bytes()?;
         (self.sizes.iter()).try_for_each(|sizes| self.run_slab(sizes, bytes.as_ref()))
+    }
+
+    fn round(&self) -> Result<()> {
+        let Some([q, k]) = &self.raw else {
+            return Ok(());
+        };
+        let PairSizes {
+            batch,
+            heads,
+            seq,
+            width,
+            ..
+        } = self.sizes[0];
+        for (side, of, rows, out) in [
+            (0, RotatedRows::Queries, q, &self.q),
+            (1, RotatedRows::Keys, k, &self.k),
+        ] {
+            let size = [batch * heads[side] * seq[side], width];
+            round_rows(&self.client, self.element, rows, size, of, out)?;
+        }
+        Ok(())
     }
 
     /// The keys in bytes, if they are rounded and a kernel takes them so.
     fn bytes(&self) -> Result<Option<KeyBytes>> {
         let is_sum = matches!(self.what, What::Scores | What::Weights | What::Choice);
-        Ok(match self.rounded && is_sum {
+        Ok(match self.raw.is_some() && is_sum {
             true => key_bytes(&self.client, &self.sizes[0], &self.inputs(None), &self.sum)?,
             false => None,
         })
