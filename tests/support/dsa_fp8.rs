@@ -103,7 +103,7 @@ pub fn dsa_in_fp8_of_any_rows(devices: &[Device]) {
             let same = found.iter().zip(expected).all(is_same);
             assert!(same, "{device:?}, {row}: {found:?}, {expected:?}");
         }
-        // What is no number is chosen last.
+        // There is a choice all the same.
         let lists = Dsa::new(30).unwrap().choose(&index).unwrap();
         assert_eq!(lists.keys().dims(), [1, 1, rows, 30]);
     }

@@ -13,7 +13,7 @@ impl DsaIndex {
     /// The same with queries and keys in fp8, as DeepSeek-V3.2-Exp's indexer has them (its report, 2025, and `inference/model.py`): rotated by a Hadamard matrix,
     /// and rounded to E4M3 times a power of two of each row, [`RotatedRows::round`]. They stay tensors of their dtype, which holds such numbers as they are (f16
     /// loses those below 2⁻²⁴), so every device makes the same scores of them, but for the order of sums; GPUs of compute capability 9.0 multiply rows of 128
-    /// with 8, 16, 32 or 64 heads in fp8. An index that is in fp8 stays as it is.
+    /// with 8, 16, 32, 64 or 128 heads in fp8. An index that is in fp8 stays as it is.
     ///
     /// It is for choosing: what is rounded has no gradient. Keys that are kept for later queries, in a cache or in pages, are those of an index in fp8, with
     /// [`with_keys`](Self::with_keys).

@@ -158,13 +158,44 @@ pub struct PairInputs<'a> {
 impl PairInputs<'_> {
     /// Numbers of a load.
     pub(super) fn vector(&self, client: &Client, width: usize) -> usize {
-        let most = client.properties().hardware.max_vector_size.clamp(1, 4);
-        let begins = |of: &Handle| of.offset_start.unwrap_or(0) as usize / self.element.size();
-        let numbers = [width, begins(self.q), begins(self.k)];
-        let fits = |vector: &usize| {
-            *vector <= most && numbers.iter().all(|number| number.is_multiple_of(*vector))
-        };
-        [4, 2, 1].into_iter().find(fits).unwrap_or(1)
+        vector(client, self.element, width, [self.q, self.k])
+    }
+}
+
+/// Numbers of a load of contiguous rows of such a width.
+pub(super) fn vector(
+    client: &Client,
+    element: ElemType,
+    width: usize,
+    buffers: [&Handle; 2],
+) -> usize {
+    let most = client.properties().hardware.max_vector_size.clamp(1, 4);
+    let [first, second] = buffers.map(|of| of.offset_start.unwrap_or(0) as usize / element.size());
+    let fits = |vector: &usize| {
+        let divides = |number: usize| number.is_multiple_of(*vector);
+        *vector <= most && [width, first, second].into_iter().all(divides)
+    };
+    [4, 2, 1].into_iter().find(fits).unwrap_or(1)
+}
+
+/// That a device has cubes of so many units, and numbers of a type.
+pub(super) fn check_device(
+    client: &Client,
+    element: ElemType,
+    units: usize,
+    what: &'static str,
+) -> Result<(), KernelError> {
+    let properties = client.properties();
+    let hardware = &properties.hardware;
+    let most = (hardware.max_units_per_cube as usize).min(hardware.max_cube_dim.0 as usize);
+    if most < units {
+        return Err(KernelError::limit(what, most as u32, units));
+    }
+    match properties.supports_type(element) {
+        true => Ok(()),
+        false => Err(KernelError::Dtype {
+            dtype: format!("{element:?}"),
+        }),
     }
 }
 
@@ -173,24 +204,16 @@ impl PairInputs<'_> {
 /// # Errors
 /// [`KernelError`] if its cubes are too small, it lacks the type, queries are wider than [`MOST_WIDTH`], or there are more numbers than kernels count.
 pub fn check(client: &Client, element: ElemType, sizes: &PairSizes) -> Result<(), KernelError> {
-    let hardware = &client.properties().hardware;
-    let most = (hardware.max_units_per_cube as usize).min(hardware.max_cube_dim.0 as usize);
     let units = ACROSS * ACROSS;
-    if most < units {
-        let what = "units of a cube that scores keys";
-        return Err(KernelError::limit(what, most as u32, units));
-    }
-    if !client.properties().supports_type(element) {
-        let dtype = format!("{element:?}");
-        return Err(KernelError::Dtype { dtype });
-    }
+    check_device(client, element, units, "units of a cube that scores keys")?;
     if sizes.width > MOST_WIDTH {
         let what = "numbers of a query";
         return Err(KernelError::limit(what, MOST_WIDTH as u32, sizes.width));
     }
     // Of what the gradients hold at once.
     let fours = 2 * SIDE * (DEPTH + 1) + SIDE * (ACROSS + 1);
-    let (bytes, available) = (16 * fours, hardware.max_shared_memory_size);
+    let available = client.properties().hardware.max_shared_memory_size;
+    let bytes = 16 * fours;
     if bytes > available {
         let what = "bytes of shared memory";
         return Err(KernelError::limit(what, available as u32, bytes));

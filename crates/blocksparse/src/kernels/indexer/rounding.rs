@@ -7,6 +7,7 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use super::pairs::{check_device, vector};
 use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::error::KernelError;
 use crate::kernels::on_device::planes;
@@ -221,13 +222,7 @@ pub fn round_rows(
         return Ok(());
     }
     let t = Rounding::new(client, width);
-    let begins = |of: &Handle| of.offset_start.unwrap_or(0) as usize / element.size();
-    let most = client.properties().hardware.max_vector_size.clamp(1, 4);
-    let fits = |vector: &usize| {
-        *vector <= most
-            && (begins(x).is_multiple_of(*vector) && begins(out).is_multiple_of(*vector))
-    };
-    let vector = [4, 2, 1].into_iter().find(fits).unwrap_or(1);
+    let vector = vector(client, element, width, [x, out]);
     let numbers = rows * width;
     let address = address_of(client, numbers)?;
     let cubes = spread(client, rows.div_ceil(t.rows()) as u64)?;
@@ -255,16 +250,7 @@ pub fn round_rows(
 /// # Errors
 /// As [`round_rows`]'s.
 pub fn check_rounding(client: &Client, element: ElemType, width: usize) -> Result<(), KernelError> {
-    let hardware = &client.properties().hardware;
-    let most = (hardware.max_units_per_cube as usize).min(hardware.max_cube_dim.0 as usize);
-    if most < UNITS {
-        let what = "units of a cube that rounds rows";
-        return Err(KernelError::limit(what, most as u32, UNITS));
-    }
-    if !client.properties().supports_type(element) {
-        let dtype = format!("{element:?}");
-        return Err(KernelError::Dtype { dtype });
-    }
+    check_device(client, element, UNITS, "units of a cube that rounds rows")?;
     if !RotatedRows::takes(width) {
         let what = "numbers of a row that is rotated, a power of two from 8 on";
         return Err(KernelError::limit(what, ROTATED_WIDTHS[1] as u32, width));

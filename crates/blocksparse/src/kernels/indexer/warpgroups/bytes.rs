@@ -10,7 +10,7 @@ use cubecl_cpp::cuda::ptx::tensor_map_address;
 
 use super::asm::{bulk_load, byte_product, swizzled};
 use super::heads::{HeadSums, Keys, Totals, no_totals, own_key, totals_of, write_two};
-use super::order::{Order, Run, StepOrder, run_from};
+use super::order::{Order, StepOrder, Work, is_seen, run_from};
 use super::{COLUMNS, GROUP_KEYS, UNITS, WARPS, WIDTH, is_served, is_taken, share};
 use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::error::KernelError;
@@ -47,7 +47,6 @@ impl ByteSums {
         let of = HeadSums {
             heads: sizes.heads[0],
             is_weights: false,
-            scaled: true,
         };
         let most = client.properties().hardware.max_shared_memory_size;
         let is_taken = is_served(client) && is_taken(sizes);
@@ -89,21 +88,6 @@ impl ByteSums {
     fn shared_bytes(&self) -> usize {
         self.empty() + STAGES * 8
     }
-}
-
-/// What a cube works on.
-#[derive(CubeType, Clone, Copy)]
-struct Work {
-    run: Run,
-    /// Steps that the cube had before.
-    before: u32,
-    /// The map of queries, and the address of what they have in `of_rows`.
-    q: u64,
-    of_rows: u64,
-    /// Shared memory.
-    base: u32,
-    warp: u32,
-    lane: u32,
 }
 
 /// As [`pair_sums`](crate::kernels::indexer::pair_sums) says, of what [`pack`](crate::kernels::indexer::pack) makes.
@@ -200,13 +184,7 @@ fn walk<N: Size>(
         sync_warp();
         barrier_wait(full + slot(step) * 8, phase(step));
         let row = work.run.first + at * comptime!(t.queries());
-        let mut is_seen = 1u32.runtime();
-        if comptime!(!t.all) {
-            // The last query's position is the highest.
-            let last = s.position(row + comptime!(t.queries() - 1));
-            is_seen = uniform(select(group_column <= last, 1u32, 0u32));
-        }
-        if is_seen != 0u32 {
+        if is_seen(group_column, row, s, comptime!(t.queries()), t.all) {
             let stage = stage_of(base, step, t);
             let half = comptime!((HALF * WIDTH) as u32 >> 4);
             let one = byte_product::<OwnKeys, N>(own, stage.columns);

@@ -7,7 +7,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::heads::{HeadSums, Keys, no_totals, totals_of, write_two};
-use super::order::{Order, Run, StepOrder, run_from};
+use super::order::{Order, StepOrder, Work, is_seen, run_from};
 use super::{COLUMNS, GROUP_KEYS, UNITS, WARPGROUPS, WARPS, WIDTH, is_served, is_taken, share};
 use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::error::KernelError;
@@ -44,7 +44,6 @@ impl GroupSums {
             of: HeadSums {
                 heads: sizes.heads[0],
                 is_weights: tile.is_weights(),
-                scaled: false,
             },
             all: tile.all(),
         };
@@ -90,21 +89,6 @@ impl GroupSums {
     fn shared_bytes(&self) -> usize {
         self.full() + STAGES * 8
     }
-}
-
-/// What a cube works on.
-#[derive(CubeType, Clone, Copy)]
-struct Work {
-    run: Run,
-    /// Steps that the cube had before.
-    before: u32,
-    /// Addresses of queries, and of what they have in `of_rows`.
-    q: u64,
-    of_rows: u64,
-    /// Shared memory.
-    base: u32,
-    warp: u32,
-    lane: u32,
 }
 
 /// As [`pair_sums`](crate::kernels::indexer::pair_sums) says. `q` and `k` are in words.
@@ -205,13 +189,7 @@ fn walk<N: Size>(
             copy_queries(at + 2, work, s, t);
         }
         let row = work.run.first + at * comptime!(t.queries());
-        let mut is_seen = 1u32.runtime();
-        if comptime!(!t.all) {
-            // The last query's position is the highest.
-            let last = s.position(row + comptime!(t.queries() - 1));
-            is_seen = uniform(select(group_column <= last, 1u32, 0u32));
-        }
-        if is_seen != 0u32 {
+        if is_seen(group_column, row, s, comptime!(t.queries()), t.all) {
             let within = u64::cast_from(stage * comptime!((of_columns.bytes() >> 4) as u32));
             let started = product::<N>(
                 k_desc,

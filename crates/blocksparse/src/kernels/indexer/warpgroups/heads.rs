@@ -14,8 +14,6 @@ pub(super) struct HeadSums {
     /// Heads of a query.
     pub heads: usize,
     pub is_weights: bool,
-    /// Keys are numbers times a scale of their own.
-    pub scaled: bool,
 }
 
 /// What a query gives the unit's two keys.
@@ -133,9 +131,7 @@ pub(super) fn write_two(
     high += shuffle_xor(select(is_second, first.high, second.high), 2u32);
     let mut sum = select(is_high, high, low);
     sum += shuffle_xor(select(is_high, low, high), 1u32);
-    if comptime!(of.scaled) {
-        sum *= keys.scale;
-    }
+    sum *= keys.scale;
     let row = row + (keys.lane % 4 / 2) as usize;
     let column = keys.own();
     let mut is_there = row < s.rows && column < s.columns;

@@ -4,6 +4,7 @@ use cubecl::prelude::*;
 
 use super::TILE_KEYS;
 use crate::kernels::indexer::pairs::{PairSizes, Sizes};
+use crate::kernels::shared::asm::uniform;
 
 /// The steps of a batch entry: those of the first keys first, and of the same keys in the order of their queries. Queries before the first that sees a key of a
 /// tile are left out.
@@ -107,6 +108,39 @@ pub(super) struct Run {
     /// The first query.
     pub first: usize,
     pub steps: usize,
+}
+
+/// What a cube works on.
+#[derive(CubeType, Clone, Copy)]
+pub(super) struct Work {
+    pub run: Run,
+    /// Steps that the cube had before.
+    pub before: u32,
+    /// Where queries are, an address or a map, and the address of what they have in `of_rows`.
+    pub q: u64,
+    pub of_rows: u64,
+    /// Shared memory.
+    pub base: u32,
+    pub warp: u32,
+    pub lane: u32,
+}
+
+/// Whether a query of the step whose first is `row` sees a key from `column` on: the same for all of a warp.
+#[cube]
+pub(super) fn is_seen(
+    column: usize,
+    row: usize,
+    s: &Sizes,
+    #[comptime] queries: usize,
+    #[comptime] all: bool,
+) -> bool {
+    let mut is_seen = 1u32.runtime();
+    if comptime!(!all) {
+        // The last query's position is the highest.
+        let last = s.position(row + comptime!(queries - 1));
+        is_seen = uniform(select(column <= last, 1u32, 0u32));
+    }
+    is_seen != 0u32
 }
 
 /// The steps of a launch from `next` on that have the same keys, before `last`. A step has so many queries; `all` is as in [`Order::new`].
