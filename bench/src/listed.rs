@@ -1,14 +1,15 @@
 //! `bench-listed`: attention of queries that walk lists of their own, with lists alone: times, and equality to loops in f64.
 
 mod device_time;
+mod listed_verify;
 
 use anyhow::{Result, anyhow, ensure};
 use blocksparse::kernels::listed::{
-    KeyListPlan, ListedGradients, ListedLists, ListedPlan, ListedRequest, ListedTiles, Way,
-    backward, forward,
+    KeyListPlan, ListedGradients, ListedLists, ListedPlan, ListedRequest, ListedTiles,
+    NeighbourPlan, Way, backward, forward, neighbours,
 };
 use blocksparse::kernels::{Gradients, OutputGrads, Outputs, ScoreOptions, TensorView};
-use clap::Parser;
+use clap::{Parser, ValueEnum};
 use cubecl::client::Client;
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::server::Handle;
@@ -17,6 +18,7 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use device_time::median;
+use listed_verify::verify;
 
 #[derive(Parser)]
 #[command(
@@ -44,6 +46,9 @@ struct Args {
     /// Queries that follow each other and have the same list.
     #[arg(long, default_value_t = 1)]
     alike: usize,
+    /// Share of a list that the next query's keeps, of lists of single keys, which plans expect.
+    #[arg(long, default_value_t = 0.0)]
+    overlap: f64,
     /// Every query's list has the first block.
     #[arg(long)]
     hot: bool,
@@ -62,18 +67,37 @@ struct Args {
     /// Of what is to be compared, leave out the first kinds of heads and widths: 30 are full matrices of the widths that models have.
     #[arg(long, default_value_t = 0)]
     skip: usize,
-    /// Of lists of single keys, compute all pairs in tiles. When timing, both ways are timed.
-    #[arg(long)]
-    tiles: bool,
+    /// How lists of single keys are attended to. Unless it is said, walks are compared, and all ways are timed.
+    #[arg(long, value_enum)]
+    way: Option<CalledWay>,
     /// Launch every kernel once and wait for nothing: for looking at what is compiled.
     #[arg(long)]
     enqueue_only: bool,
+}
+
+/// What `--way` says.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum CalledWay {
+    Walk,
+    Neighbours,
+    Tiles,
+}
+
+impl From<CalledWay> for Way {
+    fn from(way: CalledWay) -> Self {
+        match way {
+            CalledWay::Walk => Self::Walk,
+            CalledWay::Neighbours => Self::Neighbours,
+            CalledWay::Tiles => Self::Tiles,
+        }
+    }
 }
 
 /// A call: its numbers here and on the device.
 struct Call {
     client: Client,
     plan: Option<ListedPlan>,
+    neighbours: Option<NeighbourPlan>,
     tiles: Option<ListedTiles>,
     request: ListedRequest,
     /// q, k, v and the output's gradient.
@@ -90,11 +114,18 @@ struct Call {
     pairs: usize,
 }
 
-/// Blocks before a query's own, each at most once, in order.
-fn list_of(rng: &mut ChaCha8Rng, own: usize, most: usize, hot: bool) -> Vec<i32> {
-    let mut list: Vec<i32> = Vec::new();
-    if hot && own > 0 {
-        list.push(0);
+/// Blocks before a query's own, each at most once, in order: what it keeps, and others.
+fn list_of(
+    rng: &mut ChaCha8Rng,
+    mut list: Vec<i32>,
+    own: usize,
+    most: usize,
+    hot: bool,
+) -> Vec<i32> {
+    list.retain(|&named| named >= 0);
+    if hot && own > 0 && !list.contains(&0) {
+        list.insert(0, 0);
+        list.truncate(most);
     }
     if own <= most {
         list = (0..own as i32).collect();
@@ -140,9 +171,13 @@ impl Call {
                 ListedRequest::new(sizes, lengths, widths, dtype, blocks, [tile, tiles])
             }
         };
+        let request = request.with_overlap(args.overlap);
         let ListedRequest { tile, tiles, .. } = request;
         let scale = 1.0 / (head_dim as f64).sqrt();
         let plan = ListedPlan::new(client.properties(), request);
+        // Plans of blocks have them where they are expected to be faster.
+        let neighbours = NeighbourPlan::new(client.properties(), request);
+        let neighbours = neighbours.filter(|_| block == 1);
         let tiles_plan = ListedTiles::new(client, &request, scale);
         if let (Err(walk), Err(in_tiles)) = (&plan, &tiles_plan) {
             anyhow::bail!("no kernels: {walk}; {in_tiles}");
@@ -178,7 +213,8 @@ impl Call {
             let mut list = Vec::new();
             for query in 0..n {
                 if query % args.alike == 0 {
-                    list = list_of(&mut rng, query / block, most, args.hot);
+                    list.retain(|_| args.overlap > 0.0 && rng.random_bool(args.overlap));
+                    list = list_of(&mut rng, list, query / block, most, args.hot);
                 }
                 lists.extend(&list);
             }
@@ -214,7 +250,14 @@ impl Call {
             (rows * value_dim * 2, 0xff),
             (rows * 4, 0xff),
             // Gradients are added to what is there, but for those in tiles.
-            (rows * head_dim * 2, if args.tiles { 0xff } else { 0 }),
+            (
+                rows * head_dim * 2,
+                if args.way == Some(CalledWay::Tiles) {
+                    0xff
+                } else {
+                    0
+                },
+            ),
         ];
         let [out, lse, dq] =
             sizes.map(|(bytes, byte)| client.create_from_slice(&vec![byte; bytes]));
@@ -229,6 +272,7 @@ impl Call {
         Ok(Self {
             client: client.clone(),
             plan: plan.ok(),
+            neighbours,
             tiles: tiles_plan.ok(),
             request,
             gradients: Gradients::new(dq.clone(), dkv, v_start / 2),
@@ -252,6 +296,11 @@ impl Call {
         plan.ok_or_else(|| anyhow!("there is no walk of these lists"))
     }
 
+    fn of_neighbours(&self) -> Result<&NeighbourPlan> {
+        let plan = self.neighbours.as_ref();
+        plan.ok_or_else(|| anyhow!("neighbours do not walk these lists together"))
+    }
+
     fn in_tiles(&self) -> Result<&ListedTiles> {
         let tiles = self.tiles.as_ref();
         tiles.ok_or_else(|| anyhow!("there are no tiles for this call"))
@@ -273,6 +322,13 @@ impl Call {
                 x,
                 saved,
                 &options,
+            )?);
+        }
+        if way == Way::Neighbours {
+            let (plan, keys) = (self.of_neighbours()?, &self.blocks);
+            let client = &self.client;
+            return Ok(neighbours::forward(
+                client, plan, x, keys, saved, scale, false,
             )?);
         }
         Ok(forward(
@@ -308,6 +364,23 @@ impl Call {
                 &options,
             )?);
         }
+        let made = ListedGradients {
+            q: dq,
+            k: dk,
+            v: dv,
+        };
+        if way == Way::Neighbours {
+            return Ok(neighbours::backward(
+                &self.client,
+                self.of_neighbours()?,
+                [q, k, v],
+                &self.blocks,
+                Outputs::new(out, lse),
+                by,
+                made,
+                self.scale(),
+            )?);
+        }
         Ok(backward(
             &self.client,
             self.walk()?,
@@ -322,11 +395,7 @@ impl Call {
             },
             Outputs::new(out, lse),
             by,
-            ListedGradients {
-                q: dq,
-                k: dk,
-                v: dv,
-            },
+            made,
             self.scale(),
         )?)
     }
@@ -347,206 +416,24 @@ impl Call {
         }
         Ok(found)
     }
-
-    /// Out, lse and the gradients by q, k and v, in f64.
-    fn expected(&self) -> [Vec<f64>; 5] {
-        let ListedRequest {
-            heads,
-            kv_heads,
-            seq_q: n,
-            head_dim,
-            value_dim,
-            block,
-            most,
-            ..
-        } = self.request;
-        let [q, k, v, grad] = &self.numbers;
-        let mut made = [&q[..], &[], &q[..], &k[..], &v[..]].map(|x| vec![0.0; x.len()]);
-        let rows = q.len() / head_dim;
-        made[0] = vec![0.0; rows * value_dim];
-        made[1] = vec![f64::NEG_INFINITY; rows];
-        let dot = |a: &[f32], b: &[f32]| -> f64 {
-            a.iter()
-                .zip(b)
-                .map(|(&a, &b)| f64::from(a) * f64::from(b))
-                .sum()
-        };
-        for row in 0..rows {
-            let (query, head) = (row % n, row / n);
-            let kv_head = head / heads * kv_heads + head % heads / (heads / kv_heads);
-            let list = &self.lists[(kv_head * n + query) * most..][..most];
-            let keys: Vec<usize> = (list.iter().filter(|&&named| named >= 0))
-                .flat_map(|&named| (0..block).map(move |at| named as usize * block + at))
-                .filter(|&key| key < n)
-                .map(|key| kv_head * n + key)
-                .collect();
-            let q_row = &q[row * head_dim..][..head_dim];
-            let g_row = &grad[row * value_dim..][..value_dim];
-            let score = |key: &usize| dot(q_row, &k[key * head_dim..][..head_dim]) * self.scale();
-            let scores: Vec<f64> = keys.iter().map(score).collect();
-            let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-            let total: f64 = scores.iter().map(|s| (s - top).exp()).sum();
-            if keys.is_empty() {
-                continue;
-            }
-            made[1][row] = top + total.ln();
-            let weights: Vec<f64> = scores.iter().map(|s| (s - top).exp() / total).collect();
-            for (key, p) in keys.iter().zip(&weights) {
-                for c in 0..value_dim {
-                    made[0][row * value_dim + c] += p * f64::from(v[key * value_dim + c]);
-                }
-            }
-            let out = &made[0][row * value_dim..][..value_dim];
-            let delta: f64 = out.iter().zip(g_row).map(|(o, &g)| o * f64::from(g)).sum();
-            for (key, p) in keys.iter().zip(&weights) {
-                let by_weight = dot(g_row, &v[key * value_dim..][..value_dim]);
-                let ds = p * (by_weight - delta) * self.scale();
-                for c in 0..head_dim {
-                    made[2][row * head_dim + c] += ds * f64::from(k[key * head_dim + c]);
-                    made[3][key * head_dim + c] += ds * f64::from(q_row[c]);
-                }
-                for c in 0..value_dim {
-                    made[4][key * value_dim + c] += p * f64::from(g_row[c]);
-                }
-            }
-        }
-        made
-    }
-}
-
-/// Small calls of every width and number of heads, with lists of blocks or of single keys, against loops in f64, and the same bits twice.
-fn verify(
-    client: &Client,
-    [keys, tiles]: [bool; 2],
-    skip: usize,
-    [shard, of]: [usize; 2],
-) -> Result<()> {
-    let way = if tiles { Way::Tiles } else { Way::Walk };
-    ensure!(
-        shard < of,
-        "--shard is {shard}, of {of} parts numbered from 0"
-    );
-    let (mut number, mut checked, mut failed) = (0, 0, 0);
-    let usual = [(64, 64), (128, 128), (192, 128), (64, 128), (192, 64)];
-    let groups = [(16, 1), (32, 2), (32, 1), (48, 1), (64, 1), (128, 1)];
-    // Heads that do not fill a matrix, and widths between.
-    let partly = [(1, 1), (8, 2), (12, 1), (20, 1), (72, 1), (100, 1)];
-    let between = [(48, 48), (96, 80), (16, 112), (176, 16)];
-    let mut kinds: Vec<_> = (groups.into_iter())
-        .flat_map(|heads| usual.map(|widths| (heads, widths)))
-        .collect();
-    kinds.extend(partly.map(|heads| (heads, (64, 64))));
-    kinds.extend(between.map(|widths| ((16, 1), widths)));
-    kinds.extend([
-        ((4, 1), (48, 48)),
-        ((8, 1), (128, 128)),
-        ((24, 2), (192, 128)),
-    ]);
-    for ((heads, kv_heads), (head_dim, value_dim)) in kinds.into_iter().skip(skip) {
-        // The last of each have a block whose list has parts.
-        let blocks = [
-            (64, 3, 300),
-            (16, 5, 210),
-            (32, 1, 77),
-            (128, 2, 390),
-            (64, 2, 9000),
-        ];
-        // And the second of single keys is more steps than there is room for, where a step has many.
-        let single = [(1, 40, 300), (1, 420, 700), (1, 1, 77), (1, 9, 9000)];
-        let calls: &[_] = if keys { &single } else { &blocks };
-        for &(block, most, n) in calls {
-            let hot = n > 1000;
-            if (hot && heads != 16) || (n == 700 && heads < 48) {
-                continue;
-            }
-            number += 1;
-            if number % of != shard {
-                continue;
-            }
-            let args = Args {
-                n,
-                heads,
-                kv_heads,
-                head_dim,
-                value_dim,
-                block,
-                most,
-                alike: 1,
-                hot,
-                repeats: 1,
-                verify: true,
-                shard,
-                of,
-                skip,
-                tiles,
-                enqueue_only: false,
-            };
-            let name = format!(
-                "{heads} heads on {kv_heads}, {head_dim} and {value_dim} wide, {n} keys, {most} blocks of {block}"
-            );
-            let batch = if hot { 1 } else { 2 };
-            let new = || Call::new(client, batch, &args, number as u64);
-            if tiles && new()?.tiles.is_none() {
-                println!("{name}: not in tiles");
-                continue;
-            }
-            checked += 1;
-            let run = || -> Result<(Call, [Vec<f64>; 5])> {
-                let call = new()?;
-                call.forward(way)?;
-                call.backward(way)?;
-                let found = call.read()?;
-                Ok((call, found))
-            };
-            let (call, found) = run()?;
-            let (_, again) = run()?;
-            let expected = call.expected();
-            let names = ["out", "lse", "dq", "dk", "dv"];
-            let mut is_wrong = found != again;
-            if is_wrong {
-                println!("{name}: other bits");
-            }
-            for (of, (found, expected)) in names.iter().zip(found.iter().zip(&expected)) {
-                let finite = expected.iter().filter(|x| x.is_finite());
-                let scale = finite.fold(0.1, |most: f64, x| most.max(x.abs()));
-                let pairs = found.iter().zip(expected);
-                let worst = pairs.enumerate().map(|(at, (x, y))| match x == y {
-                    true => (0.0, at),
-                    false if x.is_finite() && y.is_finite() => ((x - y).abs() / scale, at),
-                    false => (f64::INFINITY, at),
-                });
-                let worst = worst.fold((0.0, 0), |a, b| if b.0 > a.0 { b } else { a });
-                if worst.0 > 1e-2 {
-                    let (got, exact) = (found[worst.1], expected[worst.1]);
-                    println!(
-                        "{name}: {of} errs by {:.2e} at {}: got {got}, expected {exact}",
-                        worst.0, worst.1
-                    );
-                    is_wrong = true;
-                }
-            }
-            failed += u64::from(is_wrong);
-            println!("{name}: {}", if is_wrong { "wrong" } else { "right" });
-        }
-    }
-    println!("{checked} calls, {failed} failed");
-    ensure!(failed == 0, "{failed} calls are wrong");
-    Ok(())
 }
 
 fn main() -> Result<()> {
     let args = Args::parse();
     let client = cubecl::Device::Cuda(Default::default()).client();
     if args.verify {
-        let of = [args.block == 1, args.tiles];
-        return verify(&client, of, args.skip, [args.shard, args.of]);
+        let shard = [args.shard, args.of];
+        let way = args.way.unwrap_or(CalledWay::Walk);
+        return verify(&client, args.block == 1, way, args.skip, shard);
     }
     let call = Call::new(&client, 1, &args, 1)?;
-    let ways: &[Way] = match (&call.plan, &call.tiles) {
-        (Some(_), Some(_)) => &[Way::Walk, Way::Tiles],
-        (None, _) => &[Way::Tiles],
-        (_, None) => &[Way::Walk],
-    };
+    let ways = [
+        call.plan.as_ref().map(|_| Way::Walk),
+        call.neighbours.as_ref().map(|_| Way::Neighbours),
+        call.tiles.as_ref().map(|_| Way::Tiles),
+    ];
+    let mut ways: Vec<Way> = ways.into_iter().flatten().collect();
+    ways.retain(|&way| args.way.is_none_or(|said| way == said.into()));
     if args.block == 1 {
         let chosen = KeyListPlan::new(&client, call.request, call.scale());
         println!("{}", chosen.map_err(|why| anyhow!(why))?);
@@ -554,7 +441,7 @@ fn main() -> Result<()> {
         println!("{}", call.walk()?);
     }
     if args.enqueue_only {
-        for &way in ways {
+        for &way in &ways {
             call.forward(way)?;
             call.backward(way)?;
         }
@@ -563,7 +450,7 @@ fn main() -> Result<()> {
     let flops = 2.0 * (args.head_dim + args.value_dim) as f64 * call.pairs as f64;
     // A row of heads reads its keys and values once.
     let bytes = flops / (args.heads / args.kv_heads) as f64;
-    for &way in ways {
+    for &way in &ways {
         for (name, seconds, flops) in [
             (
                 "forward",

@@ -27,7 +27,7 @@ burn_blocksparse_tests::tests!(
 );
 
 burn_blocksparse_tests::tests!(
-    key_lists: key_lists_are_unique, attention_with_keys_equals_f64,
+    key_lists: key_lists_are_unique, key_lists_overlap, attention_with_keys_equals_f64,
     attention_with_keys_in_half_precision, attention_with_keys_of_other_widths,
     attention_with_keys_of_many_heads, attention_with_keys_gives_the_same_bits,
     attention_with_keys_equals_finite_differences, attention_with_keys_plans,

@@ -91,7 +91,7 @@ pub const CHECKS: &[(&str, Check)] = table! {
     selected_lists: chosen_blocks_of_any_scores, chosen_blocks_in_several_slabs, moba_golden;
     listed: attention_with_lists_equals_f64, attention_with_lists_in_half_precision,
         attention_with_lists_gives_the_same_bits, attention_with_lists_plans, attention_with_lists_errors;
-    key_lists: key_lists_are_unique, attention_with_keys_equals_f64, attention_with_keys_in_half_precision,
+    key_lists: key_lists_are_unique, key_lists_overlap, attention_with_keys_equals_f64, attention_with_keys_in_half_precision,
         attention_with_keys_of_other_widths, attention_with_keys_of_many_heads,
         attention_with_keys_gives_the_same_bits, attention_with_keys_equals_finite_differences,
         attention_with_keys_plans, attention_with_keys_errors, layouts_of_keys_equal_f64;

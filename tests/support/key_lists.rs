@@ -290,6 +290,46 @@ pub fn key_lists_are_unique(devices: &[Device]) {
     }
 }
 
+/// The keys that neighbours have in common are those of sets.
+pub fn key_lists_overlap(devices: &[Device]) {
+    for device in devices {
+        for (index, case) in (0..).zip(cases()) {
+            let drawn = case.draw(9850 + index, DType::F32);
+            let ([seq_q, seq_kv], most) = (case.seq, case.most);
+            let (mut unions, mut sum) = (BTreeSet::new(), 0);
+            for (row, list) in drawn.unique.chunks(most).enumerate() {
+                // The eight that a query is one of.
+                let first = row - row % seq_q % 8;
+                let group = first..first + 8;
+                let chooses = |row: usize| {
+                    let query = row % seq_q;
+                    let seen = if case.causal {
+                        query + 1 + seq_kv - seq_q
+                    } else {
+                        seq_kv
+                    };
+                    let list = &drawn.unique[row * most..][..most];
+                    list.iter().filter(|&&key| key >= 0).count() < seen
+                };
+                if first % seq_q + 8 > seq_q || !group.into_iter().all(chooses) {
+                    continue;
+                }
+                for &key in list.iter().filter(|&&key| key >= 0) {
+                    unions.insert((first, key));
+                    sum += 1;
+                }
+            }
+            let expected = match sum {
+                0 => 1.0,
+                _ => (8.0 - 8.0 * unions.len() as f64 / f64::from(sum)) / 7.0,
+            };
+            let got = drawn.lists(device).measure_overlap();
+            let what = format!("{}, {device:?}: {got}, not {expected}", case.name);
+            assert!((got - expected).abs() < 1e-12, "{what}");
+        }
+    }
+}
+
 /// Out, lse and all gradients.
 pub fn attention_with_keys_equals_f64(devices: &[Device]) {
     for device in devices {
@@ -524,6 +564,15 @@ pub fn attention_with_keys_errors(devices: &[Device]) {
         assert!(other([2, 2, 100, 3], 90).contains("lists' seq_kv"));
         let error = QueryLists::of_keys(keys([2, 2, 100, 3]), 0).unwrap_err();
         assert!(error.to_string().contains("seq_kv must be at least 1"));
+        for wrong in [-0.1, 1.1, f64::NAN] {
+            let error = drawn.lists(device).with_expected_overlap(wrong);
+            assert!(
+                error
+                    .unwrap_err()
+                    .to_string()
+                    .contains("overlap must be from 0 to 1")
+            );
+        }
         let options = AttentionOptions::default;
         for (name, options) in [
             ("options.alibi", options().alibi(vec![0.5; 32])),

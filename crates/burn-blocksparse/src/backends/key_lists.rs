@@ -20,7 +20,7 @@ impl KeyListOps for burn_cubecl::CubeBackend {}
 #[cfg(feature = "cuda")]
 pub(crate) mod kernels {
     use blocksparse::kernels::listed::{
-        self, KeyListPlan, ListedGradients, ListedLists, ListedRequest, Way,
+        self, KeyListPlan, ListedGradients, ListedLists, ListedRequest, Way, neighbours,
     };
     use blocksparse::kernels::{OutputGrads as KernelGrads, Outputs};
     use burn::backend::cubecl::dtype_to_elem_type;
@@ -48,6 +48,7 @@ pub(crate) mod kernels {
         dtype: DType,
         most: usize,
         causal: bool,
+        overlap: f64,
     ) -> ListedRequest {
         let [batch, heads, seq_q, head_dim] = q;
         let [_, kv_heads, seq_kv, _] = k;
@@ -59,13 +60,15 @@ pub(crate) mod kernels {
             most,
             causal,
         )
+        .with_overlap(overlap)
     }
 
     /// What runs of a call that was planned before.
     fn planned(inputs: &KeyListInputs<CubeBackend>, call: &KeyListCall) -> KeyListPlan {
         let KeyListInputs { q, k, v, keys } = inputs;
         let shapes = [q, k, v].map(|x| x.meta.shape().dims());
-        let request = request(shapes, q.dtype, keys.meta.shape()[3], call.causal);
+        let most = keys.meta.shape()[3];
+        let request = request(shapes, q.dtype, most, call.causal, call.overlap);
         let plan = KeyListPlan::new(&q.client, request, call.scale);
         plan.unwrap_or_else(|why| panic!("attention over lists: {why}"))
     }
@@ -146,15 +149,16 @@ pub(crate) mod kernels {
             let out = empty(q, [batch, heads, seq_q, value_dim], q.dtype);
             let lse = empty(q, [batch, heads, seq_q], DType::F32);
             let views = [0, 1, 2].map(|input| view(&call.inputs[input]));
-            launched(listed::forward(
-                &out.client,
-                plan.walk(),
-                [&views[0], &views[1], &views[2]],
-                &call.keys.handle,
-                Outputs::new(&out.handle, &lse.handle),
-                scale,
-                false,
-            ));
+            let inputs = [&views[0], &views[1], &views[2]];
+            let (client, keys) = (&out.client, &call.keys.handle);
+            let outputs = Outputs::new(&out.handle, &lse.handle);
+            launched(match plan.forward() {
+                Way::Neighbours => {
+                    let plan = plan.neighbours();
+                    neighbours::forward(client, plan, inputs, keys, outputs, scale, false)
+                }
+                _ => listed::forward(client, plan.walk(), inputs, keys, outputs, scale, false),
+            });
             KeyListOutput { out, lse }
         }
 
@@ -200,23 +204,28 @@ pub(crate) mod kernels {
                 let x = &call.inputs[input];
                 filled::<4>(x, x.meta.shape().dims(), 0.0, x.dtype)
             });
-            launched(listed::backward(
-                &out.client,
-                plan.walk(),
-                [&views[0], &views[1], &views[2]],
-                ListedLists::Keys(&call.keys.handle),
-                Outputs::new(&out.handle, &lse.handle),
-                KernelGrads {
-                    out: &grad_view,
-                    lse: grad_lse.as_ref().map(|grad| &grad.handle),
-                },
-                ListedGradients {
-                    q: &q.handle,
-                    k: &k.handle,
-                    v: &v.handle,
-                },
-                scale,
-            ));
+            let inputs = [&views[0], &views[1], &views[2]];
+            let (client, keys) = (&out.client, &call.keys.handle);
+            let outputs = Outputs::new(&out.handle, &lse.handle);
+            let by = KernelGrads {
+                out: &grad_view,
+                lse: grad_lse.as_ref().map(|grad| &grad.handle),
+            };
+            let made = ListedGradients {
+                q: &q.handle,
+                k: &k.handle,
+                v: &v.handle,
+            };
+            launched(match plan.backward() {
+                Way::Neighbours => {
+                    let plan = plan.neighbours();
+                    neighbours::backward(client, plan, inputs, keys, outputs, by, made, scale)
+                }
+                _ => {
+                    let (plan, lists) = (plan.walk(), ListedLists::Keys(keys));
+                    listed::backward(client, plan, inputs, lists, outputs, by, made, scale)
+                }
+            });
             KeyListGrads { q, k, v }
         }
     }

@@ -70,6 +70,7 @@ pub(crate) mod kernels {
             [call.block, most],
             [call.tile, tiles],
         )
+        .with_overlap(call.overlap)
     }
 
     /// The inputs as kernels read them, and what runs.

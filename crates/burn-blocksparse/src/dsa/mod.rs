@@ -72,6 +72,9 @@ pub struct Dsa {
     numbers: usize,
 }
 
+/// What neighbouring queries choose in common, of indexers that have learned something: .80 to .95 in the four layers of a small model (docs/selection.md).
+const OVERLAP: f64 = 0.85;
+
 /// Scores in memory at a time.
 const NUMBERS: usize = 1 << 24;
 
@@ -137,11 +140,8 @@ impl Dsa {
         let seq_kv = index.seq_kv();
         let keys = self.listed(index, None);
         let [_, _, most] = keys.dims();
-        Ok(KeyLists::of_unique(
-            keys.reshape([batch, 1, seq_q, most]),
-            seq_kv,
-            true,
-        ))
+        let keys = keys.reshape([batch, 1, seq_q, most]);
+        KeyLists::of_unique(keys, seq_kv, true).with_expected_overlap(OVERLAP)
     }
 
     /// The keys of the highest scores among those that queries see, `[batch, seq_q, most]`, ascending, −1 behind the last; `seen` is `[batch or 1, seq_q]`:

@@ -17,15 +17,18 @@ pub struct KeyListCall {
     pub scale: f64,
     /// Whether no query lists a key behind its own position.
     pub causal: bool,
+    /// What neighbouring queries' lists are expected to have in common, from 0 to 1.
+    pub overlap: f64,
     /// Whether kernels walk the lists.
     pub walk: bool,
 }
 
 impl KeyListCall {
-    pub(crate) fn new(scale: f64, causal: bool, walk: bool) -> Self {
+    pub(crate) fn new(scale: f64, causal: bool, overlap: f64, walk: bool) -> Self {
         Self {
             scale,
             causal,
+            overlap,
             walk,
         }
     }

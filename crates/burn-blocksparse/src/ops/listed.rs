@@ -7,18 +7,24 @@ use crate::options::AttentionOptions;
 use crate::values::{LayoutTensors, OutputGrads};
 
 /// Sizes of lists that are in none of their shapes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct ListedCall {
     /// Keys of a block.
     pub block: usize,
     /// Places of a tile of queries.
     pub tile: usize,
+    /// What neighbouring queries' lists are expected to have in common, from 0 to 1.
+    pub overlap: f64,
 }
 
 impl ListedCall {
-    pub(crate) fn new(block: usize, tile: usize) -> Self {
-        Self { block, tile }
+    pub(crate) fn new(block: usize, tile: usize, overlap: f64) -> Self {
+        Self {
+            block,
+            tile,
+            overlap,
+        }
     }
 }
 

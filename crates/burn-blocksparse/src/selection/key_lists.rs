@@ -21,6 +21,7 @@ pub struct KeyLists {
     keys: Tensor<4, Int>,
     seq_kv: usize,
     causal: bool,
+    overlap: f64,
 }
 
 impl QueryLists {
@@ -68,7 +69,72 @@ impl KeyLists {
             keys,
             seq_kv,
             causal,
+            overlap: 0.0,
         }
+    }
+
+    /// The same with what neighbouring queries' lists are expected to have in common, from 0 for nothing to 1 for all: as
+    /// [`measure_overlap`](Self::measure_overlap) finds it. It is 0 unless it is set, and .85 of what [`Dsa`](crate::Dsa) chooses. Kernels are chosen by it,
+    /// results do not depend on it: with much in common neighbours of few heads walk the union of their lists.
+    ///
+    /// # Errors
+    /// [`OpError`] if it is no share.
+    pub fn with_expected_overlap(self, overlap: f64) -> Result<Self, OpError> {
+        match (0.0..=1.0).contains(&overlap) {
+            true => Ok(Self { overlap, ..self }),
+            false => Err(OpError::argument("overlap", "from 0 to 1", overlap)),
+        }
+    }
+
+    /// What neighbouring queries' lists are expected to have in common.
+    pub fn expected_overlap(&self) -> f64 {
+        self.overlap
+    }
+
+    /// What the lists of eight neighbouring queries have in common: `(8 − u) / 7`, where `u` is how many keys their union has for one of a list. It is 1 where
+    /// they are the same, and 0 where no key is on two of them. Groups of eight count whose queries list fewer keys than they see; without any it is 1.
+    ///
+    /// Reads all lists back, and counts on the host.
+    ///
+    /// ```
+    /// use burn::tensor::{Device, Int, Tensor};
+    /// use burn_blocksparse::QueryLists;
+    ///
+    /// // Queries list the first key, the one before them, and themselves: eight of them list ten keys.
+    /// let lists = (0..64).flat_map(|query| [0, query - 1, query]);
+    /// let keys = Tensor::<1, Int>::from_data(lists.collect::<Vec<i32>>().as_slice(), &Device::flex());
+    /// let lists = QueryLists::of_keys(keys.reshape([1, 1, 64, 3]), 64)?;
+    /// assert!((lists.measure_overlap() - (8.0 - 10.0 / 3.0) / 7.0).abs() < 1e-9);
+    /// # Ok::<(), burn_blocksparse::OpError>(())
+    /// ```
+    pub fn measure_overlap(&self) -> f64 {
+        let [_, _, queries, most] = self.keys.dims();
+        let keys = self.keys.clone().into_data().convert::<i64>();
+        let keys = keys.into_vec::<i64>().expect("converted so");
+        let seen = |query: usize| match self.causal {
+            true => (query + 1 + self.seq_kv).saturating_sub(queries),
+            false => self.seq_kv,
+        };
+        let (mut in_unions, mut in_lists) = (0, 0);
+        for of_head in keys.chunks(queries * most) {
+            for (group, lists) in of_head.chunks_exact(NEIGHBOURS * most).enumerate() {
+                let own = lists.chunks(most).map(named).enumerate();
+                let chooses =
+                    |(at, list): (usize, &[i64])| list.len() < seen(group * NEIGHBOURS + at);
+                if own.clone().all(chooses) {
+                    let mut all: Vec<i64> = own.flat_map(|(_, list)| list).copied().collect();
+                    in_lists += all.len();
+                    all.sort_unstable();
+                    all.dedup();
+                    in_unions += all.len();
+                }
+            }
+        }
+        if in_lists == 0 {
+            return 1.0;
+        }
+        let count = NEIGHBOURS as f64;
+        (count - count * in_unions as f64 / in_lists as f64) / (count - 1.0)
     }
 
     /// The keys that each query sees, ascending, each once, and −1 behind the last: i32 `[batch, lists, queries, most]`.
@@ -94,6 +160,14 @@ impl KeyLists {
             false => self.keys.expand([batch, kv_heads, queries, most]),
         }
     }
+}
+
+/// Neighbouring queries that are compared.
+const NEIGHBOURS: usize = 8;
+
+/// The keys of a list, without what is behind the last.
+fn named(list: &[i64]) -> &[i64] {
+    &list[..list.partition_point(|&key| key >= 0)]
 }
 
 /// Attention of each query to the keys that it lists, and to no others: out and lse. Differentiable in q, k and v; the lists have no gradient. What a query
@@ -134,7 +208,8 @@ pub fn attention_with_keys(
 ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
     check([&q, &k, &v], &lists, &options)?;
     let walk = walk([&q, &k, &v], &lists, &options).is_ok();
-    let call = KeyListCall::new(options.scale_for(q.dims()[3]), lists.causal, walk);
+    let scale = options.scale_for(q.dims()[3]);
+    let call = KeyListCall::new(scale, lists.causal, lists.overlap, walk);
     let kv_heads = k.dims()[1];
     let inputs = KeyListInputs {
         q: q.into_dispatch(),
@@ -228,7 +303,8 @@ fn walk(
         return Err("the scale is not positive".to_string());
     }
     let dims = [q.dims(), k.dims(), v.dims()];
-    let request = request(dims, q.dtype(), lists.keys.dims()[3], lists.causal);
+    let most = lists.keys.dims()[3];
+    let request = request(dims, q.dtype(), most, lists.causal, lists.overlap);
     let plan = KeyListPlan::new(&inner.client(), request, scale).map_err(str::to_string)?;
     Ok(plan.to_string())
 }

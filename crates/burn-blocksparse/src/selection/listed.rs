@@ -77,7 +77,7 @@ pub(super) fn choose(
             "a list of so few heads reads long blocks for itself, and packed queries share them",
         );
     }
-    let call = ListedCall::new(shape.block, shape.tile);
+    let call = ListedCall::new(shape.block, shape.tile, shape.overlap);
     let dims = [q.dims(), k.dims(), v.dims()];
     let request = request(dims, q.dtype(), shape.most, shape.tiles, call);
     let plan = match plan(inner, request) {
@@ -148,7 +148,7 @@ impl ListedWalk {
         use crate::ops::{ListedCall, ListedInputs, ListedOps};
         let mut layout = crate::upload::layout_tensors(near, &q.device(), true)?;
         layout.plan = self.near.kernels();
-        let call = ListedCall::new(lists.block, lists.tile);
+        let call = ListedCall::new(lists.block, lists.tile, lists.shape().overlap);
         let inputs = ListedInputs {
             q: q.into_dispatch(),
             k: k.into_dispatch(),

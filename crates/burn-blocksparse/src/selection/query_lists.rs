@@ -38,6 +38,8 @@ pub struct QueryLists {
     pub queries: Tensor<3, Int>,
     /// The block of each tile: `[batch, lists, tiles]`.
     pub tile_blocks: Tensor<3, Int>,
+    /// What neighbouring queries' lists are expected to have in common.
+    overlap: f64,
 }
 
 /// Sizes of the lists of a call.
@@ -123,9 +125,24 @@ pub(crate) struct ListsShape {
     pub tiles: usize,
     /// Places of a tile.
     pub tile: usize,
+    /// What neighbours' lists are expected to have in common.
+    pub overlap: f64,
 }
 
 impl QueryLists {
+    /// The same with what neighbouring queries' lists are expected to have in common, from 0 for nothing to 1 for all: `(8 − u) / 7`, where `u` is how many
+    /// blocks eight of them list for one of a query. It is 0 unless it is set, and .85 of what [`Nsa`](crate::Nsa) chooses. Kernels are chosen by it, results do
+    /// not depend on it: with much in common neighbours of few heads walk the union of their lists, which name each block once.
+    ///
+    /// # Errors
+    /// [`OpError`] if it is no share.
+    pub fn with_expected_overlap(self, overlap: f64) -> Result<Self, OpError> {
+        match (0.0..=1.0).contains(&overlap) {
+            true => Ok(Self { overlap, ..self }),
+            false => Err(OpError::argument("overlap", "from 0 to 1", overlap)),
+        }
+    }
+
     pub(crate) fn shape(&self) -> ListsShape {
         let [_, lists, _, most] = self.blocks.dims();
         ListsShape {
@@ -134,6 +151,7 @@ impl QueryLists {
             block: self.block,
             tiles: self.tile_blocks.dims()[2],
             tile: self.tile,
+            overlap: self.overlap,
         }
     }
 
@@ -231,6 +249,7 @@ impl QueryLists {
             choices,
             queries: at.mask_fill(unused, -1),
             tile_blocks: Tensor::from_dispatch(listed.tile_blocks),
+            overlap: 0.0,
         }
     }
 
@@ -247,6 +266,7 @@ impl QueryLists {
             choices: self.choices.clone().slice_dim(1, range.clone()),
             queries: self.queries.clone().slice_dim(1, range.clone()),
             tile_blocks: self.tile_blocks.clone().slice_dim(1, range),
+            overlap: self.overlap,
         };
         lists.for_heads(part.len())
     }
@@ -266,6 +286,7 @@ impl QueryLists {
             choices: repeated(self.choices, group),
             queries: repeated(self.queries, group),
             tile_blocks: repeated(self.tile_blocks, group),
+            overlap: self.overlap,
         }
     }
 }

@@ -19,6 +19,7 @@
 use cubecl::prelude::*;
 
 use super::gather::*;
+use super::rows::{head_of_row, is_written};
 use super::tile::WalkTile;
 use crate::kernels::mma::asm::*;
 use crate::kernels::mma::forward::{load_row, softmax};
@@ -49,7 +50,7 @@ pub fn forward(
     #[comptime] t: WalkTile,
 ) {
     let tile = comptime!(t.inner);
-    let rows = comptime!(t.head_rows());
+    let rows = comptime!(t.cube_rows());
     let tiles = comptime!(tile.warp_tiles);
     let stages = comptime!(tile.stages as u32);
     let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 128usize);
@@ -81,7 +82,7 @@ pub fn forward(
     let warp_rows = warp * comptime!(16 * tile.warp_tiles as u32);
     let first_row = warp_rows + lane / 4;
     let quad = lane % 4 * 2;
-    let before = first_of_heads(&walk, slice.heads as u32, q_strides.len, rows);
+    let before = first_of_heads(&walk, slice.heads as u32, q_strides.len, t.heads);
     let mut m = Array::<f32>::new(comptime!(2 * tiles));
     let mut l = Array::<f32>::new(comptime!(2 * tiles));
     let mut o = Array::<Vector<f32, Four>>::new(comptime!(tiles * tile.value_dim / 8));
@@ -174,7 +175,7 @@ pub fn forward(
             log = (m[i] * log2_scale + log2(sum)) * comptime!(std::f32::consts::LN_2);
         }
         let row = first_row + comptime!(i as u32 * ROW_PAIR);
-        if is_written(row, rows) {
+        if is_written(row, 1u32, rows) {
             let at = (before + row * q_strides.len) as usize;
             #[unroll]
             for n in 0..comptime!(tile.value_dim / 8) {

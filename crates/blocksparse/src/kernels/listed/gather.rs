@@ -5,7 +5,8 @@
 
 use cubecl::prelude::*;
 
-use super::tile::{HeadRows, WalkTile};
+use super::rows::{CubeRows, head_of_row};
+use super::tile::WalkTile;
 use crate::kernels::mma::asm::*;
 use crate::kernels::mma::gather::{Strides, copy_of_row, head_address};
 use crate::kernels::mma::tile::{NOWHERE, Tile};
@@ -54,20 +55,37 @@ pub fn query_walk(
     v_strides: &Strides,
     slice: &Slice,
     most: u32,
-    #[comptime] t: HeadRows,
+    #[comptime] t: CubeRows,
+) -> QueryWalk {
+    let query = CUBE_POS_X;
+    let of_head = head_of(slice) as u32 + batch_of(slice) as u32 * slice.heads as u32;
+    let list = QueryList {
+        first: ((of_head * seq_q + query) * most) as usize,
+        most,
+        len: k_strides.len,
+    };
+    walk_of(k, v, query, list, k_strides, v_strides, slice, t.heads)
+}
+
+/// The walk of a query along a list.
+#[cube]
+pub fn walk_of(
+    k: u64,
+    v: u64,
+    query: u32,
+    list: QueryList,
+    k_strides: &Strides,
+    v_strides: &Strides,
+    slice: &Slice,
+    #[comptime] heads: usize,
 ) -> QueryWalk {
     let kv_head = head_of(slice) as u32;
     let batch = batch_of(slice) as u32;
-    let query = CUBE_POS_X;
     QueryWalk {
         batch,
         query,
-        first_head: kv_head * comptime!(t.heads as u32),
-        list: QueryList {
-            first: (((batch * slice.heads as u32 + kv_head) * seq_q + query) * most) as usize,
-            most,
-            len: k_strides.len,
-        },
+        first_head: kv_head * comptime!(heads as u32),
+        list,
         sources: sources_of(k, v, k_strides, v_strides, batch, kv_head),
     }
 }
@@ -92,28 +110,8 @@ pub fn sources_of(
 
 /// The query's row of the first head that shares the list, among those of all batch entries and heads.
 #[cube]
-pub fn first_of_heads(walk: &QueryWalk, lists: u32, seq_q: u32, #[comptime] t: HeadRows) -> u32 {
-    (walk.batch * lists * comptime!(t.heads as u32) + walk.first_head) * seq_q + walk.query
-}
-
-/// The head of a row of the query, among those that share the list.
-#[cube]
-pub fn head_of_row(row: u32, #[comptime] t: HeadRows) -> u32 {
-    if comptime!(t.is_full()) {
-        row
-    } else {
-        min(row, comptime!(t.heads as u32 - 1))
-    }
-}
-
-/// Whether a row is a head's, and so to be written.
-#[cube]
-pub fn is_written(row: u32, #[comptime] t: HeadRows) -> bool {
-    if comptime!(t.is_full()) {
-        true.runtime()
-    } else {
-        row < comptime!(t.heads as u32)
-    }
+pub fn first_of_heads(walk: &QueryWalk, lists: u32, seq_q: u32, #[comptime] heads: usize) -> u32 {
+    (walk.batch * lists * comptime!(heads as u32) + walk.first_head) * seq_q + walk.query
 }
 
 /// Starts to copy the query's rows of a tensor.
@@ -268,7 +266,7 @@ fn copy_own(target: u32, first: u64, stride: u64, #[comptime] dim: usize, #[comp
         copy_far_piece(
             target + row * comptime!(t.inner.pitch(dim) as u32) + piece,
             first + u64::cast_from(piece),
-            head_of_row(row, comptime!(t.head_rows())),
+            head_of_row(row, comptime!(t.cube_rows())),
             stride * 16,
         );
         index += comptime!(t.inner.units() as u32);

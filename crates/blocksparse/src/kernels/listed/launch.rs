@@ -1,22 +1,22 @@
 //! Launches over lists of queries.
 
-use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::plan::ListedPlan;
 use super::request::ListedRequest;
-use super::spread_launch::{self, Spread};
+use super::row_stats::stats_of;
+use super::spread_launch::{Spread, SpreadKernel};
 use super::tile::WalkTile;
 use super::views::{ListedGradients, PIECE, far_rows, input, strides, words};
-use super::{fold, forward as forward_kernel, keys, queries as by_query, warpgroups};
-use crate::kernels::args::{ScoreOptions, address_of, buffer, load_width};
+use super::warpgroups::{self, WalkedLists, WarpgroupTile};
+use super::{fold, forward as forward_kernel, keys, neighbours, queries as queries_kernel};
+use crate::kernels::args::buffer;
 use crate::kernels::call::{OutputGrads, Outputs, TensorView};
 use crate::kernels::error::KernelError;
 use crate::kernels::mma::tile::Tile;
 use crate::kernels::on_device::lists_by_keys;
 use crate::kernels::slices::Slice;
-use crate::kernels::stats::{self, Known, Wanted};
 use crate::kernels::tensor::{check_rows, check_scale, scales};
 
 /// The lists of a call, i32.
@@ -57,14 +57,20 @@ pub fn forward(
     scale: f64,
     carry: bool,
 ) -> Result<(), KernelError> {
+    if let Some(plan) = &plan.neighbours {
+        let inputs = [q, k, v];
+        return neighbours::forward(client, plan, inputs, blocks, outputs, scale, carry);
+    }
     let request = plan.request();
     for (name, tensor) in [("q", q), ("k", k), ("v", v)] {
         check_rows(name, tensor, PIECE)?;
     }
     check_scale(scale, None)?;
-    if let (Some(tile), false) = (plan.warpgroups.forward, carry) {
+    if let Some(tile) = plan.warpgroups.forward {
         let inputs = [q, k, v];
-        warpgroups::forward(client, request, inputs, blocks, outputs, scale, tile);
+        let tile = WarpgroupTile { carry, ..tile };
+        let lists = WalkedLists::of_queries(request, blocks);
+        warpgroups::forward(client, request, inputs, &lists, outputs, scale, tile);
         return Ok(());
     }
     let tile = walk(plan.forward, [k, v], carry);
@@ -130,34 +136,42 @@ pub fn backward(
     };
     let inputs = [q, k, v, grads.out];
     let (ListedLists::Blocks { blocks: walked, .. } | ListedLists::Keys(walked)) = lists;
-    let of_queries = (&stats, walked);
-    match plan.warpgroups.queries {
-        Some(tile) => {
-            let gradient = gradients.q;
-            warpgroups::queries(client, request, inputs, of_queries, gradient, scale, tile);
+    let by_query = WalkedLists::of_queries(request, walked);
+    match (&plan.neighbours, plan.warpgroups.queries) {
+        (Some(plan), _) => {
+            let lists = (&stats, walked);
+            neighbours::queries(client, plan, inputs, lists, gradients.q, scale)?;
         }
-        None => by_queries(
+        (None, Some(tile)) => {
+            let (gradient, lists) = (gradients.q, (&stats, &by_query));
+            warpgroups::queries(client, request, inputs, lists, gradient, scale, tile);
+        }
+        (None, None) => by_queries(
             client,
             request,
             inputs,
-            of_queries,
+            (&stats, walked),
             gradients.q,
             scale,
             tile,
         ),
     }
-    if let (ListedLists::Keys(keys), Some(tile)) = (lists, plan.spread) {
-        return spread_launch::launch(&Spread {
+    if let (ListedLists::Keys(_), Some(tile)) = (lists, plan.spread) {
+        let kernel = match plan.warpgroups.spread {
+            Some(tile) => SpreadKernel::Warpgroups(tile),
+            None => SpreadKernel::Warps(tile),
+        };
+        let spread = Spread {
             client,
             request,
             inputs,
             stats: &stats,
-            keys,
             gradients,
             scale,
-            tile,
-            on_wgmma: plan.warpgroups.spread,
-        });
+            kernel,
+        };
+        let room = spread.room(request.seq_q, request.most)?;
+        return spread.launch(&room, &by_query);
     }
     let places = request.batch * request.kv_heads * request.tiles;
     let shape = request.list_shape(&of_keys);
@@ -171,7 +185,7 @@ pub fn backward(
         } => (queries, queries, tile_blocks),
         ListedLists::Keys(keys) => {
             let tiles = [request.tiles, request.tile];
-            by_keys = lists_by_keys(client, &request.key_lists(), keys, tiles)?;
+            by_keys = lists_by_keys(client, &request.list_sizes(), keys, tiles)?;
             let made = &by_keys;
             (&made.queries, &made.masks, &made.tile_blocks)
         }
@@ -245,7 +259,7 @@ fn by_queries(
     for slice in Slice::whole(request.batch, request.kv_heads).cut(client) {
         // SAFETY: as for the forward pass.
         unsafe {
-            by_query::queries::launch_unchecked(
+            queries_kernel::queries::launch_unchecked(
                 client,
                 slice.cubes(request.seq_q),
                 CubeDim::new_1d(tile.inner.units() as u32),
@@ -268,34 +282,4 @@ fn by_queries(
             );
         }
     }
-}
-
-/// `lse · log2 e` and delta of each query: `[batch · heads, seq_q, 2]`, f32.
-fn stats_of(
-    client: &Client,
-    request: &ListedRequest,
-    outputs: Outputs,
-    grads: OutputGrads,
-    scale: f64,
-) -> Result<Handle, KernelError> {
-    let largest = (request.all_rows() * request.value_dim).max(grads.out.reach());
-    let known = Known {
-        client,
-        batch: request.batch,
-        heads: request.heads,
-        value_dim: request.value_dim,
-        dtypes: [request.dtype, ElemType::Float(FloatKind::F32)],
-        outputs,
-        grads,
-        options: &ScoreOptions::new(scale),
-        slopes: None,
-        width: load_width(request.dtype, &[("grad_out", grads.out)])?,
-        address: address_of(client, largest)?,
-    };
-    let wanted = Wanted {
-        pitch: request.seq_q,
-        lse_factor: std::f64::consts::LOG2_E,
-        by_class: false,
-    };
-    stats::of_queries(&known, None, wanted)
 }

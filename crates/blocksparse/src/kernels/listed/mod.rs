@@ -5,34 +5,42 @@
 //! its list, with its heads as 16 rows or more, and carries on what attention to other keys left in the outputs.
 //!
 //! ```text
-//! request    what a call asks for                         views    tensors as launches get them
-//! plan       what a call runs, or why it does not         costs    what the ways of single keys should take
+//! request    what a call asks for                         check    which calls are taken
+//! plan       what a call runs, or why it does not         costs    what the ways should take
 //! tile       the shape of a query's walk                  gather   rows and listed keys on their way to shared memory
+//! rows       which query and head a row of a cube is      views    tensors as launches get them
 //! forward    a cube a query: its list                     queries  the same for dQ
 //! keys       a cube 64 keys: the queries that chose their block, for dK and dV
 //! fold       sums of the parts of a block's list
 //! spread     a cube a query of single keys: a record of dK and dV for each pair
-//! records    sums of records by keys
+//! records    sums of records by keys                      row_stats  what backward passes know of each row
 //! launch     launches                                     spread_launch  those of records
+//! warpgroups walks of many heads, on wgmma
+//! neighbours launches of those of neighbouring queries that walk a list together
+//! neighbour_plan  what these run
 //! tiles      lists of single keys as bits of all pairs, which the kernels of layouts take
 //! ways       which way a pass over single keys goes
-//! warpgroups walks of many heads, on wgmma
 //! ```
 //!
 //! Every query sees all keys of its list that there are: lists are of blocks before its own, and what is causal is no matter here.
 
+mod check;
 mod costs;
 mod fold;
 mod forward;
 mod gather;
 mod keys;
 mod launch;
+mod neighbour_plan;
+pub mod neighbours;
 mod plan;
 #[cfg(test)]
 mod plan_tests;
 mod queries;
 mod records;
 mod request;
+mod row_stats;
+mod rows;
 mod spread;
 mod spread_launch;
 mod tile;
@@ -42,6 +50,7 @@ mod warpgroups;
 mod ways;
 
 pub use launch::{ListedLists, backward, forward};
+pub use neighbour_plan::NeighbourPlan;
 pub use plan::ListedPlan;
 pub use request::ListedRequest;
 pub use tiles::ListedTiles;

@@ -4,22 +4,20 @@ use std::fmt;
 
 use cubecl::prelude::*;
 
-use super::costs::ByKeys;
+use super::check::check;
+use super::costs::{self, ByKeys};
+use super::neighbour_plan::NeighbourPlan;
 use super::request::ListedRequest;
 use super::spread::{KEYS, SpreadTile};
 use super::tile::{MOST_STAGES, RESERVED, WalkTile};
 use super::warpgroups::{self, Warpgroups};
-use crate::kernels::call::{ScoreKind, TierLimit, check_ampere};
+use crate::kernels::call::ScoreKind;
 use crate::kernels::mma::asm::Element;
 use crate::kernels::mma::tile::{Outputs, Tile};
-use crate::kernels::tensor::{TOO_LARGE, half_of, is_u32};
+use crate::kernels::tensor::{TOO_LARGE, is_u32};
 
-/// The most that queries and keys are wide, and values.
-const WIDEST: [usize; 2] = [192, 128];
-
-/// Rows of a matrix of mma.sync, and of a query at most.
+/// Rows of a matrix of mma.sync.
 const ROWS: usize = 16;
-const MOST_ROWS: usize = 128;
 
 /// What a call runs. It prints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,6 +30,8 @@ pub struct ListedPlan {
     pub(super) spread: Option<SpreadTile>,
     /// What is on wgmma in place of these.
     pub(super) warpgroups: Warpgroups,
+    /// Or neighbours together, of lists of blocks, forward and for dQ.
+    pub(super) neighbours: Option<NeighbourPlan>,
 }
 
 impl ListedPlan {
@@ -60,6 +60,7 @@ impl ListedPlan {
                 queries,
                 keys,
                 warpgroups: Warpgroups::new(properties, &request, element.half()),
+                neighbours: of_blocks_together(properties, &request),
                 spread: spread.filter(|_| ByKeys::of(&request) == ByKeys::Records),
             }),
             false => Err(NO_ROOM),
@@ -75,44 +76,18 @@ impl ListedPlan {
 /// Why a device has no tile.
 const NO_ROOM: &str = "no tile fits the shared memory of the device";
 
-/// What the products' operands are, or why the call is not taken.
-fn check(properties: &DeviceProperties, request: &ListedRequest) -> Result<Element, &'static str> {
-    check_ampere(properties)?;
-    if TierLimit::from_env().is_ok_and(TierLimit::is_simt) {
-        return Err("BLOCKSPARSE_TIER says simt");
-    }
-    let element = Element::Half(half_of(request.dtype)?);
-    let rows = request.rows();
-    if rows > MOST_ROWS || rows == 0 {
-        return Err("more than 128 heads share a list");
-    }
-    let widths = [request.head_dim, request.value_dim].into_iter();
-    let is_served =
-        |(width, widest): (usize, usize)| width.is_multiple_of(16) && (1..=widest).contains(&width);
-    if !widths.zip(WIDEST).all(is_served) {
-        return Err("head_dim is no multiple of 16 up to 192, or value_dim of 16 up to 128");
-    }
-    if !(matches!(request.block, 1 | 16 | 32) || request.block.is_multiple_of(64)) {
-        return Err("blocks are not of 1, 16, 32, 64 or a multiple of 64 keys");
-    }
-    if request.is_of_keys() {
-        let places = request.tiles * request.tile;
-        if i32::try_from(request.key_lists().largest(places)).is_err() {
-            return Err(TOO_LARGE);
-        }
-    }
-    let widest = request.head_dim.max(request.value_dim);
-    let numbers = [
-        request.all_rows() * widest.max(2),
-        request.all_keys() * widest,
-        request.listed(),
-        request.batch * request.kv_heads * request.tiles * request.tile,
-    ];
-    // Pairs of a row of stats, and words of everything else.
-    match numbers.into_iter().all(is_u32) {
-        true => Ok(element),
-        false => Err(TOO_LARGE),
-    }
+/// What neighbours run together of a call over lists of blocks, if that should be faster; `BLOCKSPARSE_LISTED=neighbours` or `walk` says which.
+fn of_blocks_together(
+    properties: &DeviceProperties,
+    request: &ListedRequest,
+) -> Option<NeighbourPlan> {
+    let wanted = match costs::said().as_deref() {
+        Some("neighbours") => true,
+        Some(_) => false,
+        None => costs::are_faster_together(request),
+    };
+    let plan = || NeighbourPlan::new(properties, *request);
+    (wanted && !request.is_of_keys()).then(plan).flatten()
 }
 
 /// A tile of which only sizes matter.
@@ -240,28 +215,28 @@ fn spread_tile(request: &ListedRequest, element: Element, room: usize) -> Option
 impl ListedPlan {
     /// What it is.
     pub(super) fn title(&self) -> String {
-        let request = &self.request;
-        let (rows, most) = (request.rows(), request.most);
-        let what = match request.is_of_keys() {
-            true => "keys".to_string(),
-            false => format!("blocks of {} keys", request.block),
-        };
-        format!("listed  {rows} rows of a query walk its list of {most} {what}")
+        if let Some(plan) = &self.neighbours {
+            return plan.title();
+        }
+        let (rows, what) = (self.request.rows(), self.request.listed_things());
+        format!("listed  {rows} rows of a query walk its list of {what}")
     }
 
     /// The kernel of the forward pass.
     pub(super) fn forward_line(&self) -> String {
-        match &self.warpgroups.forward {
-            Some(tile) => warpgroups::walk_line("forward", tile),
-            None => walk_line("forward", &self.forward),
+        match (&self.neighbours, &self.warpgroups.forward) {
+            (Some(plan), _) => plan.forward_line(),
+            (None, Some(tile)) => warpgroups::walk_line("forward", tile),
+            (None, None) => walk_line("forward", &self.forward),
         }
     }
 
     /// Those of the backward pass.
     pub(super) fn backward_lines(&self) -> [String; 2] {
-        let queries = match &self.warpgroups.queries {
-            Some(tile) => warpgroups::walk_line("dQ", tile),
-            None => walk_line("dQ", &self.queries),
+        let queries = match (&self.neighbours, &self.warpgroups.queries) {
+            (Some(plan), _) => plan.queries_line(),
+            (None, Some(tile)) => warpgroups::walk_line("dQ", tile),
+            (None, None) => walk_line("dQ", &self.queries),
         };
         if let (Some(_), Some(tile)) = (&self.spread, &self.warpgroups.spread) {
             return [queries, warpgroups::spread_line(tile)];

@@ -3,9 +3,11 @@
 use cubecl::ir::{DeviceProperties, ElemType, FloatKind};
 
 use super::costs::Costs;
+use super::neighbour_plan::NeighbourPlan;
 use super::plan::*;
 use super::request::ListedRequest;
-use super::warpgroups::Warpgroups;
+use super::warpgroups::{self, Warpgroups};
+use crate::kernels::shared::asm::Half;
 use crate::kernels::tests::Fake;
 
 const BF16: ElemType = ElemType::Float(FloatKind::BF16);
@@ -147,6 +149,77 @@ fn many_heads_walk_on_wgmma(
     assert_eq!(ampere.warpgroups, Warpgroups::default());
 }
 
+/// Neighbours fill two warpgroups where one query fills none.
+#[rstest::rstest]
+#[case(8, [128, 128], Some(16))]
+#[case(16, [128, 128], Some(8))]
+#[case(16, [192, 128], Some(8))]
+#[case(24, [64, 64], Some(5))]
+#[case(32, [64, 128], Some(4))]
+#[case(40, [128, 128], Some(3))]
+#[case(4, [128, 128], None)]
+#[case(20, [128, 128], None)]
+#[case(48, [128, 128], None)]
+#[case(64, [128, 128], None)]
+#[case(16, [80, 128], None)]
+fn few_heads_walk_with_their_neighbours(
+    #[case] heads: usize,
+    #[case] dims: [usize; 2],
+    #[case] together: Option<usize>,
+) {
+    let request = ListedRequest::of_keys([1, heads, 1], [4096; 2], dims, BF16, 512, true);
+    assert_eq!(warpgroups::neighbours(&request), together);
+    let plan = NeighbourPlan::new(&hopper(), request);
+    assert_eq!(plan.is_some(), together.is_some());
+    let ampere = device("ptx_sm80", 166_912);
+    assert_eq!(NeighbourPlan::new(&ampere, request), None);
+    if let Some(together) = together {
+        let tiles = Warpgroups::of_queries(&hopper(), &request, Half::Bf16, together);
+        let spread = tiles.spread.unwrap();
+        let walks = [tiles.forward, tiles.queries].map(Option::unwrap);
+        for shared in walks.map(|tile| tile.shared_bytes()) {
+            assert!(shared <= 232_448);
+        }
+        assert!(spread.shared_bytes() <= 232_448);
+        assert_eq!([spread.queries, walks[0].queries], [together; 2]);
+    }
+}
+
+#[test]
+fn neighbours_print_what_they_run() {
+    let plan = NeighbourPlan::new(&hopper(), keys(16, 65_536, 2048)).unwrap();
+    let [queries, spread] = plan.backward_lines();
+    let lines = [plan.title(), plan.forward_line(), queries, spread];
+    assert_eq!(
+        lines.join("\n"),
+        "listed  8 neighbouring queries of 16 rows walk the union of their lists of 2048 keys\n  \
+         forward  128 keys a step on wgmma, 256 units, 3 stages in 225 KiB shared\n  \
+         dQ       64 keys a step on wgmma, 256 units, 3 stages in 161 KiB shared\n  \
+         dK, dV   64 keys a step of a warpgroup on wgmma, a record of each pair, 256 units in 193 KiB shared"
+    );
+    let few = ListedRequest {
+        seq_q: 7,
+        ..keys(16, 65_536, 2048)
+    };
+    assert_eq!(NeighbourPlan::new(&hopper(), few), None);
+}
+
+/// Lists of blocks that have something in common.
+#[test]
+fn neighbours_walk_blocks_that_are_alike() {
+    let alike = |overlap| nsa([64, 4], [128, 128]).with_overlap(overlap);
+    assert_eq!(
+        printed(alike(0.85)),
+        "listed  8 neighbouring queries of 16 rows walk the union of their lists of 13 blocks of 64 keys\n  \
+         forward  128 keys a step on wgmma, 256 units, 3 stages in 225 KiB shared\n  \
+         dQ       64 keys a step on wgmma, 256 units, 3 stages in 161 KiB shared\n  \
+         dK, dV   64 keys × 64 rows a step, 128 units, 4 parts, 104 KiB shared"
+    );
+    for overlap in [0.0, 0.2] {
+        assert!(printed(alike(overlap)).starts_with("listed  16 rows of a query walk"));
+    }
+}
+
 /// The ways of passes over lists of random keys that were measured on an H100: each is that of the least time, or within a tenth of it.
 #[rstest::rstest]
 #[case([16, 65_536, 2048], [false, false], true)]
@@ -167,6 +240,39 @@ fn ways_are_those_that_were_measured(
     let walks = [costs.forward, costs.backward()];
     let found = [0, 1].map(|pass| costs.tiles[pass] < walks[pass]);
     assert_eq!((found, costs.records < costs.words), (in_tiles, records));
+}
+
+/// The same with neighbours, of lists that have a share in common.
+#[rstest::rstest]
+#[case([16, 65_536, 2048], 0, [false, true])]
+#[case([16, 65_536, 2048], 90, [true, true])]
+#[case([16, 65_536, 8192], 0, [true, false])]
+#[case([16, 65_536, 8192], 95, [true, true])]
+#[case([8, 65_536, 2048], 90, [true, true])]
+#[case([32, 65_536, 2048], 90, [true, true])]
+#[case([16, 16_384, 512], 0, [false, true])]
+#[case([16, 16_384, 512], 90, [true, true])]
+#[case([16, 16_384, 128], 90, [true, true])]
+#[case([16, 8192, 2048], 90, [true, false])]
+#[case([16, 4096, 512], 90, [true, true])]
+fn neighbours_walk_where_that_was_faster(
+    #[case] sizes: [usize; 3],
+    #[case] overlap: u8,
+    #[case] together: [bool; 2],
+) {
+    let [heads, n, most] = sizes;
+    let costs = Costs::new(&ListedRequest {
+        overlap,
+        ..keys(heads, n, most)
+    });
+    let walks = [costs.forward, costs.backward()];
+    let found = [0, 1].map(|pass| costs.neighbours[pass] < walks[pass].min(costs.tiles[pass]));
+    assert_eq!(
+        found,
+        together,
+        "{:?}",
+        (walks, costs.neighbours, costs.tiles)
+    );
 }
 
 /// Records of some queries at a time, a multiple of 32 or all of them.

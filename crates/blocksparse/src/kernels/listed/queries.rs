@@ -7,6 +7,7 @@
 use cubecl::prelude::*;
 
 use super::gather::*;
+use super::rows::{head_of_row, is_written};
 use super::tile::WalkTile;
 use crate::kernels::mma::asm::*;
 use crate::kernels::mma::gather::*;
@@ -37,7 +38,7 @@ pub fn queries(
     #[comptime] t: WalkTile,
 ) {
     let tile = comptime!(t.inner);
-    let rows = comptime!(t.head_rows());
+    let rows = comptime!(t.cube_rows());
     let tiles = comptime!(tile.warp_tiles);
     let eights = comptime!(tile.eights());
     let stages = comptime!(tile.stages as u32);
@@ -79,7 +80,7 @@ pub fn queries(
     let warp_rows = warp * comptime!(16 * tile.warp_tiles as u32);
     let first_row = warp_rows + lane / 4;
     let quad = lane % 4 * 2;
-    let before = first_of_heads(&walk, slice.heads as u32, q_strides.len, rows);
+    let before = first_of_heads(&walk, slice.heads as u32, q_strides.len, t.heads);
     let mut row_lse = Array::<f32>::new(comptime!(2 * tiles));
     let mut row_delta = Array::<f32>::new(comptime!(2 * tiles));
     #[unroll]
@@ -179,7 +180,7 @@ pub fn queries(
     #[unroll]
     for i in 0..comptime!(2 * tiles) {
         let row = first_row + comptime!(i as u32 * ROW_PAIR);
-        if is_written(row, rows) {
+        if is_written(row, 1u32, rows) {
             let at = (before + row * q_strides.len) as usize * comptime!(tile.words(tile.head_dim));
             #[unroll]
             for n in 0..comptime!(tile.head_dim / 8) {

@@ -43,6 +43,8 @@ pub struct ListedRequest {
     pub tiles: usize,
     /// Whether queries see no keys behind their own position. The last query sits at the last key.
     pub causal: bool,
+    /// What neighbouring queries' lists have in common, in hundredths, as far as anybody knows: what should be faster depends on it.
+    pub overlap: u8,
 }
 
 impl ListedRequest {
@@ -69,6 +71,7 @@ impl ListedRequest {
             tile,
             tiles,
             causal: true,
+            overlap: 0,
         }
     }
 
@@ -96,6 +99,14 @@ impl ListedRequest {
         Self {
             tiles: tiles.max(1),
             ..request
+        }
+    }
+
+    /// The same whose neighbouring queries' lists have so much in common: a share from 0 to 1.
+    pub fn with_overlap(self, share: f64) -> Self {
+        Self {
+            overlap: (share.clamp(0.0, 1.0) * 100.0).round() as u8,
+            ..self
         }
     }
 
@@ -129,10 +140,19 @@ impl ListedRequest {
         self.block == 1
     }
 
-    /// Their sizes.
-    pub(super) fn key_lists(&self) -> KeyListSizes {
+    /// Sizes of the lists, of whose numbers each names a key or a block.
+    pub(super) fn list_sizes(&self) -> KeyListSizes {
         let lists = self.batch * self.kv_heads;
-        KeyListSizes::new(lists, [self.seq_q, self.seq_kv], self.most)
+        let things = self.seq_kv.div_ceil(self.block);
+        KeyListSizes::new(lists, [self.seq_q, things], self.most)
+    }
+
+    /// What a list names, as plans print it.
+    pub(super) fn listed_things(&self) -> String {
+        match self.is_of_keys() {
+            true => format!("{} keys", self.most),
+            false => format!("{} blocks of {} keys", self.most, self.block),
+        }
     }
 
     /// Neighbouring keys that have a list of queries.
@@ -191,18 +211,23 @@ impl ListedRequest {
 
     /// Queries whose records are there at a time, a multiple of 32 or all; `None` if those of 32 are too many.
     pub(super) fn queries_of_records(&self) -> Option<usize> {
+        self.lists_of_records(self.seq_q, self.most)
+    }
+
+    /// The same of as many lists of a head of keys, of so many numbers.
+    pub(super) fn lists_of_records(&self, lists: usize, most: usize) -> Option<usize> {
         /// MiB of records unless `BLOCKSPARSE_RECORDS` says otherwise,
         const MIB: usize = 512;
-        /// and bytes of those of 32 queries, which are there at least.
+        /// and bytes of those of 32 lists, which are there at least.
         const MOST: usize = 1 << 31;
-        let of_query = self.batch * self.kv_heads * self.most * self.record() * 2;
-        if of_query * 32 > MOST {
+        let of_list = self.batch * self.kv_heads * most * self.record() * 2;
+        if of_list * 32 > MOST {
             return None;
         }
         let said = std::env::var("BLOCKSPARSE_RECORDS").ok();
         let mib = said.and_then(|text| text.parse().ok()).unwrap_or(MIB);
-        let fit = (mib << 20) / of_query.max(1);
+        let fit = (mib << 20) / of_list.max(1);
         let fit = fit.max(32) / 32 * 32;
-        Some(fit.min(self.seq_q))
+        Some(fit.min(lists))
     }
 }

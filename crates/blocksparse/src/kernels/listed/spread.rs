@@ -17,6 +17,7 @@
 use cubecl::prelude::*;
 
 use super::gather::{QueryList, Sources, position_of_key, sources_of};
+use super::rows::{CubeRows, place_of_row, queries_from};
 use crate::kernels::mma::asm::*;
 use crate::kernels::mma::gather::*;
 use crate::kernels::mma::product::*;
@@ -74,13 +75,22 @@ impl SpreadTile {
     }
 }
 
-/// The queries of a launch, and where their records are.
+/// The lists of a launch, and where their records are.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Chunk {
-    /// The first query.
+    /// The first list,
     pub first: u32,
-    /// Words of a key's bits.
+    /// of so many that a head of keys has,
+    pub count: u32,
+    /// and its first query.
+    pub query: u32,
+    /// Cubes that share a list.
+    pub parts: u32,
+    /// Words of a key's bits that are of these lists,
     pub words: u32,
+    /// the first of them, and all.
+    pub first_word: u32,
+    pub all_words: u32,
     /// Records of a list, at most.
     pub room: u32,
     /// Queries of the call.
@@ -89,20 +99,22 @@ pub struct Chunk {
     pub most: u32,
 }
 
-/// The query of a cube.
+/// The queries of a cube: one, or neighbours.
 #[derive(CubeType, Clone, Copy)]
 pub struct SpreadQuery {
-    /// Among those of the launch.
+    /// Their list, among those of the launch.
     own: u32,
-    /// Its list of keys and values, among those of all batch entries and heads.
+    /// Their head of keys and values, among those of all batch entries.
     list_index: u32,
-    /// Its row of the first head that shares the list, among those of all batch entries and heads.
+    /// The first one's row of the first head that shares the list, among those of all batch entries and heads.
     pub first_row: u32,
+    /// How many there are.
+    pub queries: u32,
     pub list: QueryList,
     pub sources: Sources,
 }
 
-/// The query of the cube, of keys and values that begin at `k` and `v`.
+/// The queries of the cube, of keys and values that begin at `k` and `v`.
 #[cube]
 pub fn spread_query(
     k: u64,
@@ -111,43 +123,50 @@ pub fn spread_query(
     v_strides: &Strides,
     slice: &Slice,
     chunk: &Chunk,
-    #[comptime] heads: usize,
+    counts: &[u32],
+    #[comptime] rows: CubeRows,
 ) -> SpreadQuery {
     let kv_head = head_of(slice) as u32;
     let batch = batch_of(slice) as u32;
     let list_index = batch * slice.heads as u32 + kv_head;
-    let own = CUBE_POS_X;
-    let query = chunk.first + own;
+    let own = CUBE_POS_X / chunk.parts;
+    let query = chunk.query + own * comptime!(rows.queries as u32);
+    let list = list_index * chunk.count + chunk.first + own;
+    let mut most = chunk.most;
+    if comptime!(rows.queries > 1) {
+        most = counts[list as usize];
+    }
     SpreadQuery {
         own,
         list_index,
-        first_row: list_index * comptime!(heads as u32) * chunk.seq_q + query,
+        first_row: list_index * comptime!(rows.heads as u32) * chunk.seq_q + query,
+        queries: queries_from(query, chunk.seq_q, rows),
         list: QueryList {
-            first: ((list_index * chunk.seq_q + query) * chunk.most) as usize,
-            most: chunk.most,
+            first: (list * chunk.most) as usize,
+            most,
             len: k_strides.len,
         },
         sources: sources_of(k, v, k_strides, v_strides, batch, kv_head),
     }
 }
 
-/// Writes lse and delta of each head into shared memory, at `target`.
+/// Writes lse and delta of each query and head into shared memory, at `target`.
 #[cube]
 pub fn share_stats(
     target: u32,
     stats: &[f32],
     of: &SpreadQuery,
     chunk: &Chunk,
-    #[comptime] heads: usize,
-    #[comptime] cols: usize,
+    #[comptime] rows: CubeRows,
 ) {
     let mut column = UNIT_POS_X;
-    while column < comptime!(cols as u32) {
+    while column < comptime!(rows.rows as u32) {
         // What fills up a matrix has no weight.
         let mut lse = f32::new(1e30);
         let mut delta = f32::new(0.0);
-        if column < comptime!(heads as u32) {
-            let at = (of.first_row + column * chunk.seq_q) as usize * 2;
+        if column < of.queries * comptime!(rows.heads as u32) {
+            let row = of.first_row + place_of_row(column, chunk.seq_q, of.queries, rows);
+            let at = row as usize * 2;
             lse = stats[at];
             delta = stats[at + 1];
         }
@@ -156,7 +175,7 @@ pub fn share_stats(
     }
 }
 
-/// The record of the query's pair with a key, or [`NOWHERE`] if there is none.
+/// The record of the queries' pairs with a key, or [`NOWHERE`] if there is none.
 #[cube]
 pub fn record_of(key: u32, of: &SpreadQuery, chunk: &Chunk, bits: &[i32], firsts: &[u32]) -> u32 {
     let exists = key != comptime!(NOWHERE);
@@ -164,7 +183,7 @@ pub fn record_of(key: u32, of: &SpreadQuery, chunk: &Chunk, bits: &[i32], firsts
     let words = chunk.words as usize;
     let word = (of.own / 32) as usize;
     let before = (1u32 << (of.own % 32)) - 1u32;
-    let its = bits[row * words + word] as u32;
+    let its = bits[row * chunk.all_words as usize + chunk.first_word as usize + word] as u32;
     let place = firsts[row * (words + 1) + word] + (its & before).count_ones();
     let place = of.list_index * chunk.room + place;
     select(exists, place, comptime!(NOWHERE).runtime())
@@ -172,7 +191,7 @@ pub fn record_of(key: u32, of: &SpreadQuery, chunk: &Chunk, bits: &[i32], firsts
 
 /// `q` `[batch, heads, seq_q, head_dim]` and `grad_out` in words, contiguous; `k` and `v` with any strides of 16 bytes in their outer dimensions; `stats` and
 /// `lists` as [`queries`](super::queries::queries) has them. `bits` and `firsts` are those of [`pair_places`](crate::kernels::on_device::pair_places) for the
-/// launch's queries, a cube each. `records` `[lists, room, pieces]`.
+/// launch's queries, a cube each: `parts` is 1. `records` `[lists, room, pieces]`.
 #[cube(launch_unchecked)]
 pub fn spread(
     q: &[u32],
@@ -195,13 +214,14 @@ pub fn spread(
     let tile = comptime!(t.inner);
     let eights = comptime!(tile.eights());
     let stages = comptime!(tile.stages as u32);
+    let rows = comptime!(CubeRows::of_query(t.heads, tile.cols));
     let warps = comptime!(tile.warps as u32);
     let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 128usize);
     let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
     let lane = UNIT_POS_X % 32;
     let (k, v) = (address::<u32>(k), address::<u32>(v));
-    let of = spread_query(k, v, &k_strides, &v_strides, &slice, &chunk, t.heads);
+    let of = spread_query(k, v, &k_strides, &v_strides, &slice, &chunk, firsts, rows);
 
     let q_at = base + comptime!(t.q_offset() as u32);
     let out_at = base + comptime!(t.out_offset() as u32);
@@ -210,7 +230,7 @@ pub fn spread(
     copy_heads(q_at, q, first_row, seq_q, tile.head_dim, t);
     copy_heads(out_at, grad_out, first_row, seq_q, tile.value_dim, t);
     commit_copies();
-    share_stats(base, stats, &of, &chunk, t.heads, tile.cols);
+    share_stats(base, stats, &of, &chunk, rows);
 
     let stage_bytes = comptime!(t.stage_bytes() as u32);
     let ring = base

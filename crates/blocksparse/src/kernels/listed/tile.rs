@@ -1,5 +1,6 @@
 //! The shape of a cube's walk, and where its parts lie in shared memory.
 
+use super::rows::CubeRows;
 use crate::kernels::mma::tile::Tile;
 
 /// Bytes at the beginning of shared memory: for each step that is there, which of its keys exist, a bit each.
@@ -10,20 +11,6 @@ pub const RESERVED: usize = 1024;
 
 /// Steps that there are bits for.
 pub const MOST_STAGES: usize = BITS / 4;
-
-/// The rows of a query: so many heads, and what fills them up, which repeats the last head.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct HeadRows {
-    pub heads: usize,
-    pub rows: usize,
-}
-
-impl HeadRows {
-    /// Whether every row is a head's.
-    pub fn is_full(&self) -> bool {
-        self.heads == self.rows
-    }
-}
 
 /// The comptime shape of a walk of queries: its key in the cache of compiled kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -58,11 +45,8 @@ impl WalkTile {
     }
 
     /// Which of the rows are heads.
-    pub fn head_rows(&self) -> HeadRows {
-        HeadRows {
-            heads: self.heads,
-            rows: self.inner.rows(),
-        }
+    pub fn cube_rows(&self) -> CubeRows {
+        CubeRows::of_query(self.heads, self.inner.rows())
     }
 
     /// Whether the query's rows stay in registers.

@@ -5,6 +5,7 @@ use std::fmt;
 use cubecl::prelude::*;
 
 use super::costs::{Costs, said};
+use super::neighbour_plan::NeighbourPlan;
 use super::plan::ListedPlan;
 use super::request::ListedRequest;
 use super::tiles::ListedTiles;
@@ -14,6 +15,8 @@ use super::tiles::ListedTiles;
 pub enum Way {
     /// Queries walk their lists.
     Walk,
+    /// Neighbouring queries walk the union of theirs.
+    Neighbours,
     /// Tiles of queries compute all pairs that are seen, of which those that are not listed have no weight.
     Tiles,
 }
@@ -22,6 +25,7 @@ pub enum Way {
 #[derive(Clone, Debug)]
 pub struct KeyListPlan {
     walk: Result<ListedPlan, &'static str>,
+    neighbours: Option<NeighbourPlan>,
     /// Where a pass goes so: their layout is made for nothing else.
     tiles: Option<ListedTiles>,
     forward: Way,
@@ -29,8 +33,8 @@ pub struct KeyListPlan {
 }
 
 impl KeyListPlan {
-    /// For a device, by what should be faster. `BLOCKSPARSE_LISTED=walk` or `tiles` takes one way for both passes, wherever it can be taken; `words` and `records` take
-    /// walks, and one way of the gradients by keys: for measuring.
+    /// For a device, by what should be faster. `BLOCKSPARSE_LISTED=walk`, `neighbours` or `tiles` takes one way for both passes, wherever it can be taken;
+    /// `words` and `records` take walks, and one way of the gradients by keys: for measuring.
     ///
     /// # Errors
     /// Why its kernels do not take the call.
@@ -38,29 +42,37 @@ impl KeyListPlan {
         let walk = ListedPlan::new(client.properties(), request);
         let forced = match said().as_deref() {
             Some("tiles") => Some(Way::Tiles),
+            Some("neighbours") => Some(Way::Neighbours),
             Some(_) => Some(Way::Walk),
             None => None,
         };
+        let neighbours = NeighbourPlan::new(client.properties(), request);
         let costs = Costs::new(&request);
-        let wanted = |[walks, in_tiles]: [f64; 2]| match (&walk, forced) {
-            (Err(_), _) => Way::Tiles,
-            (_, Some(way)) => way,
-            _ if in_tiles < walks => Way::Tiles,
-            _ => Way::Walk,
-        };
         let walks = [costs.forward, costs.backward()];
-        let wanted = [0, 1].map(|pass| wanted([walks[pass], costs.tiles[pass]]));
+        let wanted = [0, 1].map(|pass| match (&walk, forced, &neighbours) {
+            (Err(_), ..) => Way::Tiles,
+            (_, Some(Way::Neighbours), None) => Way::Walk,
+            (_, Some(way), _) => way,
+            (_, None, neighbours) => {
+                let in_tiles = (Way::Tiles, costs.tiles[pass]);
+                let together = neighbours.map(|_| (Way::Neighbours, costs.neighbours[pass]));
+                let ways = [Some(in_tiles), together].into_iter().flatten();
+                let least = |a: (Way, f64), b: (Way, f64)| if b.1 < a.1 { b } else { a };
+                ways.fold((Way::Walk, walks[pass]), least).0
+            }
+        });
         let tiles = match wanted.contains(&Way::Tiles) {
             true => ListedTiles::new(client, &request, scale).ok(),
             false => None,
         };
         let [forward, backward] = match (&walk, &tiles) {
             (Err(reason), None) => return Err(reason),
-            (_, None) => [Way::Walk; 2],
+            (_, None) => wanted.map(|way| if way == Way::Tiles { Way::Walk } else { way }),
             (_, Some(_)) => wanted,
         };
         Ok(Self {
             walk,
+            neighbours,
             tiles,
             forward,
             backward,
@@ -85,6 +97,15 @@ impl KeyListPlan {
         self.walk.as_ref().expect("a pass that walks lists")
     }
 
+    /// What runs where neighbouring queries walk lists together.
+    ///
+    /// # Panics
+    /// If none of the passes goes so.
+    pub fn neighbours(&self) -> &NeighbourPlan {
+        let plan = self.neighbours.as_ref();
+        plan.expect("a pass of neighbours")
+    }
+
     /// What runs in tiles.
     ///
     /// # Panics
@@ -107,6 +128,10 @@ impl fmt::Display for KeyListPlan {
                 let walk = self.walk();
                 lines.extend([walk.title(), walk.forward_line()]);
             }
+            Way::Neighbours => {
+                let plan = self.neighbours();
+                lines.extend([plan.title(), plan.forward_line()]);
+            }
             Way::Tiles => {
                 let part = &self.tiles().plan().parts()[0];
                 lines.push(IN_TILES.to_string());
@@ -120,6 +145,13 @@ impl fmt::Display for KeyListPlan {
                     lines.push(walk.title());
                 }
                 lines.extend(walk.backward_lines());
+            }
+            Way::Neighbours => {
+                let plan = self.neighbours();
+                if self.forward != Way::Neighbours {
+                    lines.push(plan.title());
+                }
+                lines.extend(plan.backward_lines());
             }
             Way::Tiles => {
                 let part = &self.tiles().plan().parts()[0];

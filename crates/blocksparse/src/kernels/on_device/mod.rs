@@ -11,6 +11,8 @@ pub(super) mod keep;
 mod keep_planes;
 mod key_lists;
 #[cfg(feature = "cuda-asm")]
+mod neighbours;
+#[cfg(feature = "cuda-asm")]
 mod pair_places;
 mod pairs;
 pub(super) mod planes;
@@ -36,7 +38,9 @@ pub(super) use keep::key;
 pub use key_lists::Queries;
 pub use key_lists::{KEYS_OF_WORD, KeyListSizes, ListsByKeys, lists_by_keys, unique_keys};
 #[cfg(feature = "cuda-asm")]
-pub use pair_places::pair_places;
+pub use neighbours::{NeighbourLists, Uniting, most_of_neighbours, neighbour_lists};
+#[cfg(feature = "cuda-asm")]
+pub use pair_places::{BitsOfKeys, PairPlaces, pair_places, places_of};
 use pairs::Seen;
 pub use query_lists::{ListBuffers, ListSizes, ScoredRows, highest_blocks, list_queries};
 use tables::HeadsLaunch;

@@ -22,14 +22,35 @@ use crate::kernels::error::KernelError;
 /// Keys of a cube, and its units.
 const KEYS: usize = 256;
 
-/// Which keys some queries listed, by keys.
+/// Which queries listed a key.
 #[derive(Clone, Debug)]
-pub struct PairPlaces {
+pub struct BitsOfKeys {
     /// A bit for each query, u32 `[lists, seq_kv, words]`.
     pub bits: Handle,
+    /// Words of a key.
+    pub words: usize,
+}
+
+impl BitsOfKeys {
+    /// Of bits by queries, u32 `[lists, seq_q, seq_kv / 32]`, rounded up.
+    pub fn new(client: &Client, by_rows: &Handle, lists: usize, lengths: [usize; 2]) -> Self {
+        Self {
+            bits: turn_pairs(client, by_rows, lists, lengths),
+            words: lengths[0].div_ceil(32),
+        }
+    }
+}
+
+/// Where the pairs of some queries are.
+#[derive(Clone, Debug)]
+pub struct PairPlaces {
+    /// The queries, and others.
+    pub bits: BitsOfKeys,
+    /// The first word of a key that is of these queries.
+    pub first_word: usize,
     /// Pairs of the list before those of each word, and behind the last word those up to its end: u32 `[lists, seq_kv, words + 1]`.
     pub firsts: Handle,
-    /// Words of a key.
+    /// Words of a key that are of these queries.
     pub words: usize,
 }
 
@@ -43,15 +64,33 @@ pub fn pair_places(
     unique: &Handle,
     queries: Queries,
 ) -> Result<PairPlaces, KernelError> {
-    let (lists, keys) = (sizes.lists, sizes.seq_kv);
-    let words = queries.count.div_ceil(32);
-    within("the places of pairs", lists * keys * (words + 1))?;
+    let (lists, lengths) = (sizes.lists, [queries.count, sizes.seq_kv]);
     let by_rows = row_bits(client, sizes, unique, queries)?;
-    let bits = turn_pairs(client, &by_rows, lists, [queries.count, keys]);
+    let bits = BitsOfKeys::new(client, &by_rows, lists, lengths);
+    let all = Queries {
+        first: 0,
+        count: queries.count,
+    };
+    places_of(client, [lists, sizes.seq_kv], bits, all)
+}
+
+/// The pairs of some queries of so many lists and keys, of which the first one's number is a multiple of 32.
+///
+/// # Errors
+/// As [`pair_places`].
+pub fn places_of(
+    client: &Client,
+    [lists, keys]: [usize; 2],
+    bits: BitsOfKeys,
+    queries: Queries,
+) -> Result<PairPlaces, KernelError> {
+    let (first_word, words) = (queries.first / 32, queries.count.div_ceil(32));
+    within("the places of pairs", lists * keys * (words + 1))?;
+    let in_bits = lists * keys * bits.words;
     let of_keys = keys.div_ceil(KEYS);
     let made = |len: usize| client.empty(len * size_of::<u32>());
     let (totals, firsts) = (made(lists * of_keys), made(lists * keys * (words + 1)));
-    let shape = || ByKeysLaunch::new(lists, keys, of_keys, words);
+    let shape = || ByKeysLaunch::new(lists, keys, of_keys, words, first_word, bits.words);
     let dim = CubeDim::new_1d(KEYS as u32);
     // SAFETY: a cube has 256 keys of a list, of which it reads the words and writes the total and the words' firsts, as far as there are any; cubes beyond the
     // last list write nothing.
@@ -61,7 +100,7 @@ pub fn pair_places(
             cubes(client, lists * of_keys),
             dim,
             AddressType::U32,
-            buffer(&bits, lists * keys * words),
+            buffer(&bits.bits, in_bits),
             buffer(&totals, lists * of_keys),
             shape(),
         );
@@ -70,7 +109,7 @@ pub fn pair_places(
             cubes(client, lists * of_keys),
             dim,
             AddressType::U32,
-            buffer(&bits, lists * keys * words),
+            buffer(&bits.bits, in_bits),
             buffer(&totals, lists * of_keys),
             buffer(&firsts, lists * keys * (words + 1)),
             shape(),
@@ -78,6 +117,7 @@ pub fn pair_places(
     }
     Ok(PairPlaces {
         bits,
+        first_word,
         firsts,
         words,
     })
@@ -91,8 +131,11 @@ struct ByKeys {
     keys: usize,
     /// Cubes of a list.
     cubes: usize,
-    /// Words of a key.
+    /// Words of a key that count,
     words: usize,
+    /// the first of them, and all.
+    first_word: usize,
+    all_words: usize,
 }
 
 /// Pairs of the unit's key, 0 where there is none.
@@ -101,7 +144,7 @@ fn count_of(bits: &[i32], row: usize, is_key: bool, of: &ByKeys) -> u32 {
     let mut count = 0u32.runtime();
     let words = select(is_key, of.words, 0usize);
     for word in 0..words {
-        count += (bits[row * of.words + word] as u32).count_ones();
+        count += (bits[row * of.all_words + of.first_word + word] as u32).count_ones();
     }
     count
 }
@@ -150,7 +193,7 @@ fn firsts_of(bits: &[i32], totals: &[u32], firsts: &mut [u32], of: ByKeys) {
     if is_one && key < of.keys {
         for word in 0..of.words {
             firsts[row * (of.words + 1) + word] = place;
-            place += (bits[row * of.words + word] as u32).count_ones();
+            place += (bits[row * of.all_words + of.first_word + word] as u32).count_ones();
         }
         firsts[row * (of.words + 1) + of.words] = place;
     }

@@ -13,7 +13,7 @@ use crate::kernels::shared::tma::ROW_ELEMENTS;
 /// The walks of a call that are on wgmma.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Warpgroups {
-    /// Forward, where there is no other attention to carry on.
+    /// Forward.
     pub forward: Option<WarpgroupTile>,
     /// For dQ.
     pub queries: Option<WarpgroupTile>,
@@ -30,11 +30,42 @@ pub fn filled(request: &ListedRequest) -> Option<usize> {
     (is_filled && is_wide(request.head_dim) && is_wide(request.value_dim)).then_some(count)
 }
 
+/// Queries whose heads fill two warpgroups, to three quarters at least, where those of one fill none: neighbours that walk a list together.
+pub fn neighbours(request: &ListedRequest) -> Option<usize> {
+    let rows = request.rows();
+    let is_filled_alone = filled(request).is_some();
+    // Eight rows from a multiple of eight on are of one query, and a word has a bit for each query.
+    if is_filled_alone || rows == 0 || !rows.is_multiple_of(8) {
+        return None;
+    }
+    let together = 2 * GROUP_ROWS / rows;
+    let is_some = (2..=request.seq_q).contains(&together);
+    (is_some && filled(&of_together(request, together)).is_some()).then_some(together)
+}
+
+/// A call whose queries have the rows of so many.
+fn of_together(request: &ListedRequest, queries: usize) -> ListedRequest {
+    ListedRequest {
+        heads: request.heads * queries,
+        ..*request
+    }
+}
+
 impl Warpgroups {
     /// Of a call. `BLOCKSPARSE_TIER=mma` leaves them out.
     pub fn new(properties: &DeviceProperties, request: &ListedRequest, half: Half) -> Self {
+        Self::of_queries(properties, request, half, 1)
+    }
+
+    /// Of a call in which so many neighbouring queries walk a list together.
+    pub fn of_queries(
+        properties: &DeviceProperties,
+        request: &ListedRequest,
+        half: Half,
+        queries: usize,
+    ) -> Self {
         let is_left_out = TierLimit::from_env().is_ok_and(|limit| limit == TierLimit::Mma);
-        let count = filled(request);
+        let count = filled(&of_together(request, queries));
         let Some(warpgroups) = count.filter(|_| !is_left_out && check_hopper(properties).is_ok())
         else {
             return Self::default();
@@ -47,7 +78,9 @@ impl Warpgroups {
             warpgroups,
             cols,
             heads: request.rows(),
+            queries,
             block: request.block,
+            carry: false,
             backward,
             far_rows: false,
         };
@@ -66,6 +99,7 @@ impl Warpgroups {
             value_dim: request.value_dim,
             cols: GROUP_ROWS * warpgroups,
             heads: request.rows(),
+            queries,
             warpgroups: count,
             far_rows: false,
         });

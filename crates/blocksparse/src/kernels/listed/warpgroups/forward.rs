@@ -27,9 +27,11 @@ use crate::kernels::hopper::output::{OutRow, OutShape, quad_sum, store_row};
 use crate::kernels::hopper::rows::{ROW_PAIR, pack_all};
 use crate::kernels::hopper::softmax::{add_scaled, softmax};
 use crate::kernels::hopper::swizzled::copies_are_there;
-use crate::kernels::listed::gather::*;
+use crate::kernels::listed::gather::{first_of_heads, rows_of_query};
+use crate::kernels::listed::rows::{Lists, is_written, place_of_row};
 use crate::kernels::mma::asm::address;
 use crate::kernels::mma::gather::Strides;
+use crate::kernels::shared::asm::unpack;
 use crate::kernels::shared::score::LOWEST_MAX;
 use crate::kernels::shared::walk::{Four, Slice};
 
@@ -39,18 +41,21 @@ pub fn forward<S: Size, P: Size, O: Size>(
     q: &[u32],
     k: &[u32],
     v: &[u32],
-    lists: &[i32],
+    keys: &[i32],
+    masks: &[u32],
+    counts: &[u32],
     out: &mut [Vector<u32, Four>],
     lse: &mut [f32],
     q_strides: Strides,
     k_strides: Strides,
     v_strides: Strides,
     slice: Slice,
-    most: u32,
+    lists: Lists,
     log2_scale: f32,
+    lse_scale: f32,
     #[comptime] t: WarpgroupTile,
 ) {
-    let (rows, own) = comptime!((t.head_rows(), t.own()));
+    let (rows, own) = comptime!((t.cube_rows(), t.own()));
     let (of_keys, of_values) = comptime!((t.keys(), t.values()));
     let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 1024usize);
     let base = shared_address(&smem);
@@ -62,32 +67,41 @@ pub fn forward<S: Size, P: Size, O: Size>(
         base,
         k,
         v,
-        lists,
+        keys,
+        masks,
+        counts,
         q_strides.len,
         &k_strides,
         &v_strides,
         &slice,
-        most,
+        &lists,
         warp,
         lane,
         t,
     );
-    let (walk, steps) = (begun.walk, begun.steps);
-    let mut position = begun.position;
+    let (walk, steps, queries) = (begun.walk, begun.steps, begun.queries);
+    let mut key = begun.key;
     let first_query = rows_of_query(address::<u32>(q), &q_strides, &walk);
     let warps = comptime!(t.warps());
+    let of_q = RowStrides {
+        head: q_strides.head,
+        query: q_strides.row,
+    };
     copy_heads(
         base,
         first_query,
-        q_strides.head,
+        &of_q,
+        queries,
         warp,
         lane,
         warps,
         rows,
         own,
     );
-    copy_step(base, 0u32, position, &walk.sources, warp, lane, t);
-    position = listed(lists, &walk.list, 1u32, warp, lane, t);
+    copy_step(base, 0u32, &key, &walk.sources, warp, lane, t);
+    let next = listed(keys, masks, &walk.list, 1u32, warp, lane, t);
+    key.position = next.position;
+    key.mask = next.mask;
     sync_cube();
     copies_are_there(full, lane);
 
@@ -104,6 +118,26 @@ pub fn forward<S: Size, P: Size, O: Size>(
     let mut l0 = f32::new(0.0);
     let mut l1 = f32::new(0.0);
     let mut o = Vector::<f32, O>::zeroed();
+    let before = first_of_heads(&walk, slice.heads as u32, q_strides.len, t.heads);
+    let row = warp * 16 + lane / 4;
+    let upper = out_row(row, q_strides.len, queries, t);
+    let lower = out_row(row + ROW_PAIR, q_strides.len, queries, t);
+    if comptime!(t.carry) {
+        // What is there is a row of the softmax with maximum lse and sum 1, which one lane of four holds.
+        let first = select(lane % 4 == 0, f32::new(1.0), f32::new(0.0));
+        let log0 = lse[(before + upper.position) as usize];
+        if log0 > f32::new(LOWEST_MAX) {
+            m0 = log0 * lse_scale;
+            l0 = first;
+        }
+        let log1 = lse[(before + lower.position) as usize];
+        if log1 > f32::new(LOWEST_MAX) {
+            m1 = log1 * lse_scale;
+            l1 = first;
+        }
+        o = carried::<O>(&out[..], o, before + upper.position, 0usize, lane, t);
+        o = carried::<O>(&out[..], o, before + lower.position, 2usize, lane, t);
+    }
     let mut stage = 0u32;
     let mut phase = 0u32;
     for j in 0..steps {
@@ -119,11 +153,13 @@ pub fn forward<S: Size, P: Size, O: Size>(
             comptime!(of_keys.span_bytes()),
         );
         if j + 1 < steps {
-            copy_step(base, ahead, position, &walk.sources, warp, lane, t);
-            position = listed(lists, &walk.list, j + 2, warp, lane, t);
+            copy_step(base, ahead, &key, &walk.sources, warp, lane, t);
+            let next = listed(keys, masks, &walk.list, j + 2, warp, lane, t);
+            key.position = next.position;
+            key.mask = next.mask;
         }
         let s = wait::<S>(started, 0usize, comptime!(t.cols / 2));
-        let s = hide_missing::<S>(s, base, stage, lane, t);
+        let s = hide_missing::<S>(s, base, stage, warp, queries, lane, t);
         let soft = softmax::<S>(s, m0, m1, l0, l1, log2_scale);
         m0 = soft.m0;
         m1 = soft.m1;
@@ -142,10 +178,6 @@ pub fn forward<S: Size, P: Size, O: Size>(
         }
     }
 
-    let before = first_of_heads(&walk, slice.heads as u32, q_strides.len, rows);
-    let row = warp * 16 + lane / 4;
-    let upper = row_of_head(row, q_strides.len, t);
-    let lower = row_of_head(row + ROW_PAIR, q_strides.len, t);
     let shape = comptime!(OutShape {
         value_dim: t.value_dim,
         half: t.half,
@@ -158,11 +190,39 @@ pub fn forward<S: Size, P: Size, O: Size>(
     store_row::<O>(out, lse, &o, 2usize, top1, sum1, one, before, &lower, shape);
 }
 
-/// Where a row of the query is in the output, from that of its first head on.
+/// Sums with one of the unit's two rows that is there, whose numbers begin at `offset` of every four.
 #[cube]
-fn row_of_head(row: u32, seq_q: u32, #[comptime] t: WarpgroupTile) -> OutRow {
+fn carried<O: Size>(
+    out: &[Vector<u32, Four>],
+    o: Vector<f32, O>,
+    at: u32,
+    #[comptime] offset: usize,
+    lane: u32,
+    #[comptime] t: WarpgroupTile,
+) -> Vector<f32, O> {
+    let mut made = o;
+    let source = at as usize * comptime!(t.value_dim / 8) + (lane % 4) as usize;
+    #[unroll]
+    for i in 0..comptime!(t.value_dim / 32) {
+        // Four neighbours trade words of eight numbers for their own of four eights.
+        let words = trade_four(out[source + comptime!(4 * i)], lane);
+        #[unroll]
+        for j in 0..4usize {
+            let n = comptime!(16 * i + 4 * j + offset);
+            let word = words.extract(j);
+            made.insert(n, unpack(word, false, t.half));
+            made.insert(comptime!(n + 1), unpack(word, true, t.half));
+        }
+    }
+    made
+}
+
+/// Where a row is in the output, from that of the first query and head on.
+#[cube]
+fn out_row(row: u32, seq_q: u32, queries: u32, #[comptime] t: WarpgroupTile) -> OutRow {
+    let rows = comptime!(t.cube_rows());
     OutRow {
-        position: row * seq_q,
-        exists: is_written(row, comptime!(t.head_rows())),
+        position: place_of_row(row, seq_q, queries, rows),
+        exists: is_written(row, queries, rows),
     }
 }

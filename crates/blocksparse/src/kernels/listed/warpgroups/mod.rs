@@ -17,7 +17,7 @@ pub mod spread;
 mod steps;
 mod tile;
 
-pub use choose::{Warpgroups, filled, spread_line, walk_line};
-pub use launch::{forward, queries};
+pub use choose::{Warpgroups, filled, neighbours, spread_line, walk_line};
+pub use launch::{WalkedLists, forward, queries};
 pub use spread::SpreadGroups;
 pub use tile::WarpgroupTile;

@@ -14,7 +14,8 @@ use super::tile::WarpgroupTile;
 use crate::kernels::hopper::asm::*;
 use crate::kernels::hopper::rows::{ROW_PAIR, pack_all};
 use crate::kernels::hopper::swizzled::copies_are_there;
-use crate::kernels::listed::gather::*;
+use crate::kernels::listed::gather::{first_of_heads, rows_of_query};
+use crate::kernels::listed::rows::{Lists, is_written, place_of_row};
 use crate::kernels::mma::asm::address;
 use crate::kernels::mma::gather::Strides;
 use crate::kernels::shared::walk::{Four, Slice};
@@ -27,19 +28,21 @@ pub fn queries<S: Size, P: Size, O: Size>(
     v: &[u32],
     grad_out: &[u32],
     stats: &[f32],
-    lists: &[i32],
+    keys: &[i32],
+    masks: &[u32],
+    counts: &[u32],
     grad: &mut [Vector<u32, Four>],
     q_strides: Strides,
     k_strides: Strides,
     v_strides: Strides,
     out_strides: Strides,
     slice: Slice,
-    most: u32,
+    lists: Lists,
     scale: f32,
     log2_scale: f32,
     #[comptime] t: WarpgroupTile,
 ) {
-    let (rows, own, second) = comptime!((t.head_rows(), t.own(), t.second()));
+    let (rows, own, second) = comptime!((t.cube_rows(), t.own(), t.second()));
     let (of_keys, of_values) = comptime!((t.keys(), t.values()));
     let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 1024usize);
     let base = shared_address(&smem);
@@ -51,42 +54,47 @@ pub fn queries<S: Size, P: Size, O: Size>(
         base,
         k,
         v,
-        lists,
+        keys,
+        masks,
+        counts,
         q_strides.len,
         &k_strides,
         &v_strides,
         &slice,
-        most,
+        &lists,
         warp,
         lane,
         t,
     );
-    let (walk, steps) = (begun.walk, begun.steps);
-    let mut position = begun.position;
+    let (walk, steps, queries) = (begun.walk, begun.steps, begun.queries);
+    let mut key = begun.key;
     let warps = comptime!(t.warps());
     let of_q = rows_of_query(address::<u32>(q), &q_strides, &walk);
-    copy_heads(base, of_q, q_strides.head, warp, lane, warps, rows, own);
+    let q_rows = RowStrides {
+        head: q_strides.head,
+        query: q_strides.row,
+    };
+    copy_heads(base, of_q, &q_rows, queries, warp, lane, warps, rows, own);
     let out_at = base + comptime!(own.bytes() as u32);
     let of_out = rows_of_query(address::<u32>(grad_out), &out_strides, &walk);
+    let out_rows = RowStrides {
+        head: out_strides.head,
+        query: out_strides.row,
+    };
     copy_heads(
-        out_at,
-        of_out,
-        out_strides.head,
-        warp,
-        lane,
-        warps,
-        rows,
-        second,
+        out_at, of_out, &out_rows, queries, warp, lane, warps, rows, second,
     );
-    copy_step(base, 0u32, position, &walk.sources, warp, lane, t);
-    position = listed(lists, &walk.list, 1u32, warp, lane, t);
-    let before = first_of_heads(&walk, slice.heads as u32, q_strides.len, rows);
+    copy_step(base, 0u32, &key, &walk.sources, warp, lane, t);
+    let next = listed(keys, masks, &walk.list, 1u32, warp, lane, t);
+    key.position = next.position;
+    key.mask = next.mask;
+    let before = first_of_heads(&walk, slice.heads as u32, q_strides.len, t.heads);
     let row = warp * 16 + lane / 4;
-    let upper = head_of_row(row, rows);
-    let lower = head_of_row(row + ROW_PAIR, rows);
-    let at = (before + upper * q_strides.len) as usize * 2;
+    let upper = before + place_of_row(row, q_strides.len, queries, rows);
+    let lower = before + place_of_row(row + ROW_PAIR, q_strides.len, queries, rows);
+    let at = upper as usize * 2;
     let (lse0, delta0) = (stats[at], stats[at + 1]);
-    let at = (before + lower * q_strides.len) as usize * 2;
+    let at = lower as usize * 2;
     let (lse1, delta1) = (stats[at], stats[at + 1]);
     sync_cube();
     copies_are_there(full, lane);
@@ -122,11 +130,13 @@ pub fn queries<S: Size, P: Size, O: Size>(
             comptime!(of_values.span_bytes()),
         );
         if j + 1 < steps {
-            copy_step(base, ahead, position, &walk.sources, warp, lane, t);
-            position = listed(lists, &walk.list, j + 2, warp, lane, t);
+            copy_step(base, ahead, &key, &walk.sources, warp, lane, t);
+            let next = listed(keys, masks, &walk.list, j + 2, warp, lane, t);
+            key.position = next.position;
+            key.mask = next.mask;
         }
         let s = wait::<S>(s_started, 1usize, comptime!(t.cols / 2));
-        let s = hide_missing::<S>(s, base, stage, lane, t);
+        let s = hide_missing::<S>(s, base, stage, warp, queries, lane, t);
         let mut p = Vector::<f32, S>::zeroed();
         #[unroll]
         for n in 0..comptime!(t.cols / 8) {
@@ -160,11 +170,11 @@ pub fn queries<S: Size, P: Size, O: Size>(
         }
     }
 
-    let at = (before + upper * q_strides.len) as usize;
-    add_row::<O>(grad, &dq, 0usize, scale, at, is_written(row, rows), lane, t);
-    let at = (before + lower * q_strides.len) as usize;
-    let is_lower = is_written(row + ROW_PAIR, rows);
-    add_row::<O>(grad, &dq, 2usize, scale, at, is_lower, lane, t);
+    let (upper, lower) = (upper as usize, lower as usize);
+    let is_upper = is_written(row, queries, rows);
+    let is_lower = is_written(row + ROW_PAIR, queries, rows);
+    add_row::<O>(grad, &dq, 0usize, scale, upper, is_upper, lane, t);
+    add_row::<O>(grad, &dq, 2usize, scale, lower, is_lower, lane, t);
 }
 
 /// Adds one of the unit's two rows, whose numbers begin at `offset` of every four, to what is there.

@@ -1,22 +1,22 @@
-//! The gradients by keys and values of lists of single keys, query by query, of many heads: what
-//! [`spread`](crate::kernels::listed::spread) makes, with 64 keys as the rows of a warpgroup.
+//! The gradients by keys and values of lists of single keys, query by query, of many heads, or of neighbouring queries that walk a list together: what
+//! [`spread`](crate::kernels::listed::spread) makes, with 64 keys as the rows of a warpgroup. Neighbours give a key one record.
 //!
-//! Warpgroups take the list's keys in turn, 64 at a time and each by itself: its four warps copy 16 of them each, and meet once a step. All share the query's
-//! rows.
+//! Warpgroups take the list's keys in turn, 64 at a time and each by itself: its four warps copy 16 of them each, and meet once a step. All share the queries'
+//! rows. Cubes that share a list take its steps in turn.
 
 // Kernels have no `is_multiple_of`.
 #![allow(clippy::manual_is_multiple_of)]
 
 use cubecl::prelude::*;
 
-use super::steps::{copy_heads, copy_keys, filled_steps};
+use super::steps::{Listed, RowStrides, copy_heads, copy_keys, listed_at, steps_of};
 use super::tile::GROUP_ROWS;
 use crate::kernels::hopper::asm::*;
 use crate::kernels::hopper::rows::{ROW_PAIR, pack_all};
 use crate::kernels::hopper::swizzled::{Spans, own_copies};
-use crate::kernels::listed::gather::{QueryList, Sources, position_of_key};
+use crate::kernels::listed::gather::{QueryList, Sources};
+use crate::kernels::listed::rows::CubeRows;
 use crate::kernels::listed::spread::{Chunk, record_of, share_stats, spread_query};
-use crate::kernels::listed::tile::HeadRows;
 use crate::kernels::mma::asm::{address, word_of_lane};
 use crate::kernels::mma::gather::Strides;
 use crate::kernels::mma::tile::NOWHERE;
@@ -38,10 +38,12 @@ pub struct SpreadGroups {
     pub head_dim: usize,
     /// Width of values, a multiple of 64.
     pub value_dim: usize,
-    /// Columns: heads, filled up.
+    /// Columns: heads of queries, filled up.
     pub cols: usize,
     /// Heads that share a list.
     pub heads: usize,
+    /// Neighbouring queries that walk a list together: the columns of each follow those of the one before.
+    pub queries: usize,
     pub warpgroups: usize,
     /// Whether rows of keys or values are more than 4 GB apart.
     pub far_rows: bool,
@@ -53,14 +55,15 @@ impl SpreadGroups {
         128 * self.warpgroups
     }
 
-    fn head_rows(&self) -> HeadRows {
-        HeadRows {
+    fn cube_rows(&self) -> CubeRows {
+        CubeRows {
             heads: self.heads,
+            queries: self.queries,
             rows: self.cols,
         }
     }
 
-    /// The query's rows of width head_dim, at the beginning,
+    /// The queries' rows of width head_dim, at the beginning,
     fn own(&self) -> Spans {
         Spans::far(self.cols, self.head_dim)
     }
@@ -111,7 +114,7 @@ impl SpreadGroups {
     }
 }
 
-/// As [`spread`](crate::kernels::listed::spread::spread).
+/// As [`spread`](crate::kernels::listed::spread::spread), of lists as [`forward`](super::forward::forward) has them; `parts` cubes share a list.
 #[cube(launch_unchecked)]
 pub fn spread<S: Size, P: Size, A: Size, B: Size>(
     q: &[u32],
@@ -119,7 +122,9 @@ pub fn spread<S: Size, P: Size, A: Size, B: Size>(
     v: &[u32],
     grad_out: &[u32],
     stats: &[f32],
-    lists: &[i32],
+    keys: &[i32],
+    masks: &[u32],
+    counts: &[u32],
     bits: &[i32],
     firsts: &[u32],
     records: &mut [Vector<u32, Four>],
@@ -131,7 +136,7 @@ pub fn spread<S: Size, P: Size, A: Size, B: Size>(
     log2_scale: f32,
     #[comptime] t: SpreadGroups,
 ) {
-    let (rows, of_q, of_out) = comptime!((t.head_rows(), t.own(), t.second()));
+    let (rows, of_q, of_out) = comptime!((t.cube_rows(), t.own(), t.second()));
     let (of_keys, of_values) = comptime!((t.keys(), t.values()));
     let groups = comptime!(t.warpgroups as u32);
     let warps = comptime!(4 * t.warpgroups);
@@ -140,25 +145,28 @@ pub fn spread<S: Size, P: Size, A: Size, B: Size>(
     let warp = uniform(UNIT_POS_X / 32);
     let lane = UNIT_POS_X % 32;
     let (k, v) = (address::<u32>(k), address::<u32>(v));
-    let of = spread_query(k, v, &k_strides, &v_strides, &slice, &chunk, t.heads);
+    let of = spread_query(k, v, &k_strides, &v_strides, &slice, &chunk, counts, rows);
 
     let out_at = base + comptime!(of_q.bytes() as u32);
     let rows_of = u64::cast_from(of.first_row);
-    let stride = u64::cast_from(chunk.seq_q);
+    let q_strides = contiguous(chunk.seq_q, t.head_dim);
     copy_heads(
         base,
         address::<u32>(q) + rows_of * comptime!(t.head_dim as u64 * 2),
-        stride * comptime!(t.head_dim as u64 / 8),
+        &q_strides,
+        of.queries,
         warp,
         lane,
         warps,
         rows,
         of_q,
     );
+    let out_strides = contiguous(chunk.seq_q, t.value_dim);
     copy_heads(
         out_at,
         address::<u32>(grad_out) + rows_of * comptime!(t.value_dim as u64 * 2),
-        stride * comptime!(t.value_dim as u64 / 8),
+        &out_strides,
+        of.queries,
         warp,
         lane,
         warps,
@@ -166,17 +174,25 @@ pub fn spread<S: Size, P: Size, A: Size, B: Size>(
         of_out,
     );
     let stats_at = base + comptime!(t.stats_offset() as u32);
-    share_stats(stats_at, stats, &of, &chunk, t.heads, t.cols);
+    share_stats(stats_at, stats, &of, &chunk, rows);
 
-    let steps = filled_steps(lists, &of.list, lane, comptime!(KEYS as u32), 1u32);
+    let steps = steps_of(
+        keys,
+        &of.list,
+        lane,
+        comptime!(KEYS as u32),
+        1u32,
+        t.queries,
+    );
     let group = warp / 4;
     let step_bytes = comptime!(t.step_bytes() as u32);
     let ring =
         base + comptime!(t.rings_offset() as u32) + group * comptime!(STAGES as u32) * step_bytes;
-    let mut j = group;
-    let mut now = position_of(lists, &of.list, j, warp, lane);
-    copy_step(ring, now, &of.sources, warp, lane, t);
-    let mut next = position_of(lists, &of.list, j + groups, warp, lane);
+    let between = chunk.parts * groups;
+    let mut j = CUBE_POS_X % chunk.parts * groups + group;
+    let mut now = listed_of(keys, masks, &of.list, j, warp, lane, t);
+    copy_step(ring, now.position, &of.sources, warp, lane, t);
+    let mut next = listed_of(keys, masks, &of.list, j + between, warp, lane, t);
     own_copies();
     sync_cube();
 
@@ -191,7 +207,7 @@ pub fn spread<S: Size, P: Size, A: Size, B: Size>(
     while j < steps {
         own_copies();
         named_sync(1 + group, 128u32);
-        let place = record_of(now, &of, &chunk, bits, firsts);
+        let place = record_of(now.position, &of, &chunk, bits, firsts);
         let within = u64::cast_from(stage * (step_bytes >> 4u32));
         let started = product::<S>(
             k_desc + within,
@@ -202,21 +218,35 @@ pub fn spread<S: Size, P: Size, A: Size, B: Size>(
             comptime!(of_q.span_bytes()),
         );
         stage = 1 - stage;
-        now = next;
-        if j + groups < steps {
-            copy_step(ring + stage * step_bytes, now, &of.sources, warp, lane, t);
+        let mask = now.mask;
+        now.position = next.position;
+        now.mask = next.mask;
+        if j + between < steps {
+            let target = ring + stage * step_bytes;
+            copy_step(target, now.position, &of.sources, warp, lane, t);
         }
-        next = position_of(lists, &of.list, j + 2 * groups, warp, lane);
+        let behind = listed_of(keys, masks, &of.list, j + 2 * between, warp, lane, t);
+        next.position = behind.position;
+        next.mask = behind.mask;
         let s = wait::<S>(started, 0usize, comptime!(t.cols / 2));
         let mut p = Vector::<f32, S>::zeroed();
+        let upper = word_of_lane(mask, lane / 4);
+        let lower = word_of_lane(mask, lane / 4 + comptime!(ROW_PAIR));
         #[unroll]
         for n in 0..comptime!(t.cols / 8) {
             let stats = shared_load_four(own_stats + comptime!(n as u32 * 64));
+            // Eight columns from a multiple of eight on are of one query.
+            let bit = comptime!(1u32 << (8 * n / t.heads));
             #[unroll]
             for i in 0..4usize {
                 let at = comptime!(4 * n + i);
                 let log = stats.extract(comptime!(i % 2 * 2));
-                p.insert(at, exp2(multiply_add(s.extract(at), log2_scale, -log)));
+                let mut weight = exp2(multiply_add(s.extract(at), log2_scale, -log));
+                if comptime!(t.queries > 1) {
+                    let own = if comptime!(i < 2) { upper } else { lower };
+                    weight = select(own & bit != 0u32, weight, 0f32);
+                }
+                p.insert(at, weight);
             }
         }
         let left = pack_all::<S, P>(p, t.half);
@@ -249,16 +279,34 @@ pub fn spread<S: Size, P: Size, A: Size, B: Size>(
         let started = weigh::<P, B>(left, q_depth, t.half, t.head_dim);
         let dk = wait::<B>(started, 0usize, comptime!(t.head_dim / 2));
         store::<B>(records, &dk, place, lane, scale, 0usize, t.head_dim, t);
-        j += groups;
+        j += between;
     }
 }
 
-/// The position of the lane's key of the warp's ones of step `j`, or [`NOWHERE`]; lanes beyond the keys repeat the first ones.
+/// How far apart rows of a contiguous tensor are.
 #[cube]
-fn position_of(lists: &[i32], list: &QueryList, j: u32, warp: u32, lane: u32) -> u32 {
-    let keys = comptime!(WARP_KEYS as u32);
-    let flat = j * comptime!(KEYS as u32) + warp % 4 * keys + lane % keys;
-    position_of_key(lists, list, flat, 1u32)
+fn contiguous(seq_q: u32, #[comptime] dim: usize) -> RowStrides {
+    let query = comptime!(dim as u64 / 8).runtime();
+    RowStrides {
+        head: u64::cast_from(seq_q) * query,
+        query,
+    }
+}
+
+/// The lane's key of the warp's ones of step `j`; lanes beyond the keys repeat the first ones.
+#[cube]
+fn listed_of(
+    keys: &[i32],
+    masks: &[u32],
+    list: &QueryList,
+    j: u32,
+    warp: u32,
+    lane: u32,
+    #[comptime] t: SpreadGroups,
+) -> Listed {
+    let of_warp = comptime!(WARP_KEYS as u32);
+    let flat = j * comptime!(KEYS as u32) + warp % 4 * of_warp + lane % of_warp;
+    listed_at(keys, masks, list, flat, 1u32, t.queries)
 }
 
 /// Starts to copy the warp's keys and values of a step.

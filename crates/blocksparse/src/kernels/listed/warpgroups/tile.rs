@@ -1,7 +1,7 @@
 //! The shape of a walk on wgmma, and where its parts lie in shared memory.
 
 use crate::kernels::hopper::swizzled::Spans;
-use crate::kernels::listed::tile::HeadRows;
+use crate::kernels::listed::rows::CubeRows;
 use crate::kernels::shared::asm::Half;
 
 /// Rows of a warpgroup's product.
@@ -10,8 +10,11 @@ pub const GROUP_ROWS: usize = 64;
 /// Steps that there is room for: of one keys and values are multiplied, the next is on its way, and a warpgroup may still read the one before.
 pub const STAGES: usize = 3;
 
-/// Bytes behind the steps: a barrier for each, and which of its keys exist, a word of each warp.
-const HEADER: usize = 128;
+/// Bytes behind the steps: a barrier for each,
+const BARRIERS: usize = 32;
+
+/// and which of its keys a query listed, a word of each warp.
+pub const QUERY_WORDS: usize = 32;
 
 /// The comptime shape of a walk of queries on wgmma: its key in the cache of compiled kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -28,8 +31,12 @@ pub struct WarpgroupTile {
     pub cols: usize,
     /// Heads that share a list: rows, but for those that fill the last product, which repeat the last head's and are not written.
     pub heads: usize,
+    /// Neighbouring queries that walk a list together: the rows of each follow those of the one before.
+    pub queries: usize,
     /// Neighbouring keys that a number of a list names.
     pub block: usize,
+    /// Whether attention to other keys, which is in the outputs, is carried on.
+    pub carry: bool,
     /// Whether rows of the output's gradient lie behind those of queries.
     pub backward: bool,
     /// Whether rows of keys or values are more than 4 GB apart.
@@ -54,10 +61,11 @@ impl WarpgroupTile {
         (dim / 2).next_power_of_two()
     }
 
-    /// Which of the rows are heads.
-    pub fn head_rows(&self) -> HeadRows {
-        HeadRows {
+    /// Which of the rows are whose.
+    pub fn cube_rows(&self) -> CubeRows {
+        CubeRows {
             heads: self.heads,
+            queries: self.queries,
             rows: self.rows(),
         }
     }
@@ -119,13 +127,18 @@ impl WarpgroupTile {
         (self.ring_offset() + STAGES * self.step_bytes()) as u32
     }
 
-    /// The words of the warps for the first step, and so on.
+    /// The words of the warps for the first step and the first query, and so on.
     pub fn words(&self) -> u32 {
-        self.full() + 32
+        self.full() + BARRIERS as u32
+    }
+
+    /// Bytes of a step's words.
+    pub fn step_words(&self) -> usize {
+        QUERY_WORDS * self.queries
     }
 
     /// Bytes of shared memory of a cube.
     pub fn shared_bytes(&self) -> usize {
-        self.full() as usize + HEADER
+        self.full() as usize + BARRIERS + STAGES * self.step_words()
     }
 }
