@@ -170,7 +170,7 @@ pub fn backward(
             scale,
             kernel,
         };
-        let room = spread.room(request.seq_q, request.most)?;
+        let room = spread.room([request.seq_q; 2], request.most)?;
         return spread.launch(&room, &by_query);
     }
     let places = request.batch * request.kv_heads * request.tiles;

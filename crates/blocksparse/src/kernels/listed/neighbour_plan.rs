@@ -6,6 +6,7 @@ use super::check::check;
 use super::request::ListedRequest;
 use super::warpgroups::{self, SpreadGroups, WarpgroupTile, Warpgroups};
 use crate::kernels::on_device::most_of_neighbours;
+use crate::kernels::tensor::is_u32;
 
 /// MiB of lists that are there at a time.
 const MIB: usize = 512;
@@ -35,11 +36,13 @@ impl NeighbourPlan {
             queries: tiles.queries?,
             spread: tiles.spread,
         };
+        let heads = request.batch * request.kv_heads;
+        let is_counted = is_u32(heads * plan.at_a_time() * plan.most());
         let has_room = || {
             let records = request.lists_of_records(plan.groups(), plan.most());
             plan.spread.is_some() && records.is_some()
         };
-        (!request.is_of_keys() || has_room()).then_some(plan)
+        (is_counted && (!request.is_of_keys() || has_room())).then_some(plan)
     }
 
     /// Groups of neighbours.

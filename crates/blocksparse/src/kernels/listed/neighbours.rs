@@ -141,7 +141,7 @@ pub fn backward(
         scale,
         kernel: SpreadKernel::Warpgroups(plan.spread.expect("of single keys")),
     };
-    let room = spread.room(plan.groups(), plan.most())?;
+    let room = spread.room([plan.groups(), plan.at_a_time()], plan.most())?;
     for_lists(client, plan, keys, true, |lists| {
         let (of, tile) = ((&stats, lists), plan.queries);
         warpgroups::queries(client, request, inputs, of, gradients.q, scale, tile);

@@ -90,16 +90,20 @@ impl Spread<'_> {
         (self.request.head_dim + self.request.value_dim) / 8
     }
 
-    /// Room for the records of lists of `most` numbers, of which a head of keys has so many.
+    /// Room for the records of lists of `most` numbers: of which a head of keys has so many, and so many are launched at once.
     ///
     /// # Errors
     /// [`KernelError`] if the numbers are more than 32 bits count.
-    pub fn room(&self, lists: usize, most: usize) -> Result<RecordRoom, KernelError> {
+    pub fn room(
+        &self,
+        [lists, at_once]: [usize; 2],
+        most: usize,
+    ) -> Result<RecordRoom, KernelError> {
         let &Self {
             client, request, ..
         } = self;
         let at_a_time = request.lists_of_records(lists, most);
-        let at_a_time = at_a_time.expect("planned so");
+        let at_a_time = at_a_time.expect("planned so").min(at_once);
         let (pieces, rows) = (self.pieces(), request.all_keys());
         let room = at_a_time * most;
         let in_records = request.batch * request.kv_heads * room * pieces;
