@@ -105,6 +105,8 @@ struct Call {
     views: [TensorView; 4],
     lists: Vec<i32>,
     blocks: Handle,
+    /// The same in two parts, each with every other number of a list.
+    parts: [Handle; 2],
     queries: Handle,
     tile_blocks: Handle,
     /// Out, lse, and the gradients by q, k and v.
@@ -277,6 +279,14 @@ impl Call {
             request,
             gradients: Gradients::new(dq.clone(), dkv, v_start / 2),
             blocks: uploaded(&lists),
+            parts: [0, 1].map(|part| {
+                let own = lists.chunks(most).flat_map(|list| {
+                    let mut own: Vec<i32> = list.iter().copied().skip(part).step_by(2).collect();
+                    own.resize(most, -1);
+                    own
+                });
+                uploaded(&own.collect::<Vec<i32>>())
+            }),
             queries: uploaded(&queries),
             tile_blocks: uploaded(&tile_blocks),
             results: [out, lse, dq, dk, dv],
@@ -340,6 +350,18 @@ impl Call {
             scale,
             false,
         )?)
+    }
+
+    /// Over one part of the lists, which the other one carries on.
+    fn forward_in_parts(&self) -> Result<()> {
+        let [q, k, v, _] = &self.views;
+        let [out, lse, ..] = &self.results;
+        for (part, carry) in self.parts.iter().zip([false, true]) {
+            let (plan, saved) = (self.walk()?, Outputs::new(out, lse));
+            let (client, scale) = (&self.client, self.scale());
+            forward(client, plan, [q, k, v], part, saved, scale, carry)?;
+        }
+        Ok(())
     }
 
     fn backward(&self, way: Way) -> Result<()> {

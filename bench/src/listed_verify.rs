@@ -181,7 +181,17 @@ pub fn verify(
             if is_wrong {
                 println!("{name}: other bits");
             }
-            for (of, (found, expected)) in names.iter().zip(found.iter().zip(&expected)) {
+            let mut pairs: Vec<_> = names.into_iter().zip(found.iter().zip(&expected)).collect();
+            let mut in_parts = None;
+            if !keys {
+                call.forward_in_parts()?;
+                in_parts = Some(call.read()?);
+            }
+            for parts in &in_parts {
+                let of_parts = ["out in parts", "lse in parts"].into_iter();
+                pairs.extend(of_parts.zip(parts.iter().zip(&expected)));
+            }
+            for (of, (found, expected)) in pairs {
                 let finite = expected.iter().filter(|x| x.is_finite());
                 let scale = finite.fold(0.1, |most: f64, x| most.max(x.abs()));
                 let pairs = found.iter().zip(expected);
