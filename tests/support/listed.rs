@@ -389,6 +389,8 @@ pub fn attention_with_lists_errors(devices: &[Device]) {
         assert!(other([1, 2, 100, 3]).contains("lists' batch"));
         assert!(other([2, 3, 100, 3]).contains("lists' heads"));
         assert!(other([2, 2, 99, 3]).contains("lists' queries"));
+        let wrong = lists.clone().with_expected_overlap(1.5).unwrap_err();
+        assert!(wrong.to_string().contains("overlap must be from 0 to 1"));
         let alibi = AttentionOptions::default().alibi(vec![0.5; 32]);
         assert!(call(lists, alibi).contains("options.alibi"));
     }
