@@ -3,7 +3,7 @@
 mod device_time;
 mod listed_verify;
 
-use anyhow::{Result, anyhow, ensure};
+use anyhow::{Result, anyhow};
 use blocksparse::kernels::listed::{
     KeyListPlan, ListedGradients, ListedLists, ListedPlan, ListedRequest, ListedTiles,
     NeighbourPlan, Way, backward, forward, neighbours,

@@ -187,7 +187,7 @@ pub fn verify(
                 call.forward_in_parts()?;
                 in_parts = Some(call.read()?);
             }
-            for parts in &in_parts {
+            if let Some(parts) = &in_parts {
                 let of_parts = ["out in parts", "lse in parts"].into_iter();
                 pairs.extend(of_parts.zip(parts.iter().zip(&expected)));
             }
