@@ -304,7 +304,7 @@ pub fn key_lists_overlap(devices: &[Device]) {
                 let chooses = |row: usize| {
                     let query = row % seq_q;
                     let seen = if case.causal {
-                        query + 1 + seq_kv - seq_q
+                        (query + 1 + seq_kv).saturating_sub(seq_q)
                     } else {
                         seq_kv
                     };

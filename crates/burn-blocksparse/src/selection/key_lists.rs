@@ -118,11 +118,10 @@ impl KeyLists {
         let (mut in_unions, mut in_lists) = (0, 0);
         for of_head in keys.chunks(queries * most) {
             for (group, lists) in of_head.chunks_exact(NEIGHBOURS * most).enumerate() {
-                let own = lists.chunks(most).map(named).enumerate();
-                let chooses =
-                    |(at, list): (usize, &[i64])| list.len() < seen(group * NEIGHBOURS + at);
-                if own.clone().all(chooses) {
-                    let mut all: Vec<i64> = own.flat_map(|(_, list)| list).copied().collect();
+                let own = lists.chunks(most).map(named);
+                let mut queries = own.clone().zip(group * NEIGHBOURS..);
+                if queries.all(|(list, query)| list.len() < seen(query)) {
+                    let mut all: Vec<i64> = own.flatten().copied().collect();
                     in_lists += all.len();
                     all.sort_unstable();
                     all.dedup();
