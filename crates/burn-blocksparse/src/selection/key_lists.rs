@@ -3,7 +3,7 @@
 use burn::backend::Dispatch;
 use burn::tensor::{Int, Tensor};
 
-use super::query_lists::QueryLists;
+use super::query_lists::{QueryLists, checked_overlap};
 use crate::check;
 use crate::device::served;
 use crate::error::OpError;
@@ -80,10 +80,8 @@ impl KeyLists {
     /// # Errors
     /// [`OpError`] if it is no share.
     pub fn with_expected_overlap(self, overlap: f64) -> Result<Self, OpError> {
-        match (0.0..=1.0).contains(&overlap) {
-            true => Ok(Self { overlap, ..self }),
-            false => Err(OpError::argument("overlap", "from 0 to 1", overlap)),
-        }
+        let overlap = checked_overlap(overlap)?;
+        Ok(Self { overlap, ..self })
     }
 
     /// What neighbouring queries' lists are expected to have in common.

@@ -42,6 +42,14 @@ pub struct QueryLists {
     overlap: f64,
 }
 
+/// What neighbouring queries' lists are expected to have in common, if it is a share.
+pub(super) fn checked_overlap(overlap: f64) -> Result<f64, OpError> {
+    match (0.0..=1.0).contains(&overlap) {
+        true => Ok(overlap),
+        false => Err(OpError::argument("overlap", "from 0 to 1", overlap)),
+    }
+}
+
 /// Sizes of the lists of a call.
 pub(crate) struct ListSizes {
     grid: ScoreGrid,
@@ -137,10 +145,8 @@ impl QueryLists {
     /// # Errors
     /// [`OpError`] if it is no share.
     pub fn with_expected_overlap(self, overlap: f64) -> Result<Self, OpError> {
-        match (0.0..=1.0).contains(&overlap) {
-            true => Ok(Self { overlap, ..self }),
-            false => Err(OpError::argument("overlap", "from 0 to 1", overlap)),
-        }
+        let overlap = checked_overlap(overlap)?;
+        Ok(Self { overlap, ..self })
     }
 
     pub(crate) fn shape(&self) -> ListsShape {

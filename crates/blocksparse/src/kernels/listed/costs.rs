@@ -126,6 +126,11 @@ impl Counts {
     }
 }
 
+/// Both products, forward, of neighbours that list so many keys together.
+fn walk_of_unions(united: f64, width: f64) -> f64 {
+    united * NEIGHBOUR_ROWS * 2.0 * width / speeds::NEIGHBOURS
+}
+
 /// Whether neighbours should walk the union of their lists of blocks, forward.
 pub fn are_faster_together(request: &ListedRequest) -> bool {
     let Some(together) = warpgroups::neighbours(request) else {
@@ -137,7 +142,7 @@ pub fn are_faster_together(request: &ListedRequest) -> bool {
     let filled = 2.0 * request.rows().max(16) as f64 * width;
     let alone = (listed * 2.0 * width / speeds::BYTES).max(listed * filled / speeds::WALK);
     let [.., unions] = speeds::AROUND;
-    united * NEIGHBOUR_ROWS * 2.0 * width / speeds::NEIGHBOURS + unions < alone
+    walk_of_unions(united, width) + unions < alone
 }
 
 impl Costs {
@@ -174,7 +179,7 @@ impl Costs {
         };
         // Every query's list is read, and their union written.
         let unions = (listed + 2.0 * united) * 4.0 / speeds::UNIONS + unions;
-        let of_union = united * NEIGHBOUR_ROWS * 2.0 * width / speeds::NEIGHBOURS;
+        let of_union = walk_of_unions(united, width);
         let of_groups = united * 2.0 * width / speeds::MEMORY;
         let of_groups = (2.0 * of_union).max(of_groups) + of_groups;
         let groups = request.seq_q.div_ceil(together);

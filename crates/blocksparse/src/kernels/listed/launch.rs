@@ -8,7 +8,7 @@ use super::request::ListedRequest;
 use super::row_stats::stats_of;
 use super::spread_launch::{Spread, SpreadKernel};
 use super::tile::WalkTile;
-use super::views::{ListedGradients, PIECE, far_rows, input, strides, words};
+use super::views::{ListedGradients, check_inputs, far_rows, input, strides, words};
 use super::warpgroups::{self, WalkedLists, WarpgroupTile};
 use super::{fold, forward as forward_kernel, keys, neighbours, queries as queries_kernel};
 use crate::kernels::args::buffer;
@@ -17,7 +17,7 @@ use crate::kernels::error::KernelError;
 use crate::kernels::mma::tile::Tile;
 use crate::kernels::on_device::lists_by_keys;
 use crate::kernels::slices::Slice;
-use crate::kernels::tensor::{check_rows, check_scale, scales};
+use crate::kernels::tensor::scales;
 
 /// The lists of a call, i32.
 #[derive(Clone, Copy, Debug)]
@@ -62,10 +62,7 @@ pub fn forward(
         return neighbours::forward(client, plan, inputs, blocks, outputs, scale, carry);
     }
     let request = plan.request();
-    for (name, tensor) in [("q", q), ("k", k), ("v", v)] {
-        check_rows(name, tensor, PIECE)?;
-    }
-    check_scale(scale, None)?;
+    check_inputs(&[q, k, v], scale)?;
     if let Some(tile) = plan.warpgroups.forward {
         let inputs = [q, k, v];
         let tile = WarpgroupTile { carry, ..tile };
@@ -121,10 +118,8 @@ pub fn backward(
     scale: f64,
 ) -> Result<(), KernelError> {
     let request = plan.request();
-    for (name, tensor) in [("q", q), ("k", k), ("v", v), ("grad_out", grads.out)] {
-        check_rows(name, tensor, PIECE)?;
-    }
-    check_scale(scale, None)?;
+    let inputs = [q, k, v, grads.out];
+    check_inputs(&inputs, scale)?;
     let stats = stats_of(client, request, outputs, grads, scale)?;
     let (log2_scale, _) = scales(scale, None);
     let rows = request.all_rows();
@@ -134,7 +129,6 @@ pub fn backward(
         far_rows: far_rows([k, v]),
         ..plan.keys
     };
-    let inputs = [q, k, v, grads.out];
     let (ListedLists::Blocks { blocks: walked, .. } | ListedLists::Keys(walked)) = lists;
     let by_query = WalkedLists::of_queries(request, walked);
     match (&plan.neighbours, plan.warpgroups.queries) {

@@ -12,12 +12,11 @@ use cubecl::server::Handle;
 use super::neighbour_plan::NeighbourPlan;
 use super::row_stats::stats_of;
 use super::spread_launch::{Spread, SpreadKernel};
-use super::views::{ListedGradients, PIECE};
+use super::views::{ListedGradients, check_inputs};
 use super::warpgroups::{self, WalkedLists, WarpgroupTile};
 use crate::kernels::call::{OutputGrads, Outputs, TensorView};
 use crate::kernels::error::KernelError;
 use crate::kernels::on_device::{BitsOfKeys, NeighbourLists, Queries, Uniting, neighbour_lists};
-use crate::kernels::tensor::{check_rows, check_scale};
 
 /// Launches over the lists of all groups, some at a time.
 fn for_lists(
@@ -75,10 +74,7 @@ pub fn forward(
     scale: f64,
     carry: bool,
 ) -> Result<(), KernelError> {
-    for (name, tensor) in ["q", "k", "v"].into_iter().zip(inputs) {
-        check_rows(name, tensor, PIECE)?;
-    }
-    check_scale(scale, None)?;
+    check_inputs(&inputs, scale)?;
     let tile = WarpgroupTile {
         carry,
         ..plan.forward
@@ -127,10 +123,7 @@ pub fn backward(
 ) -> Result<(), KernelError> {
     let request = &plan.request;
     let inputs = [q, k, v, grads.out];
-    for (name, tensor) in ["q", "k", "v", "grad_out"].into_iter().zip(inputs) {
-        check_rows(name, tensor, PIECE)?;
-    }
-    check_scale(scale, None)?;
+    check_inputs(&inputs, scale)?;
     let stats = stats_of(client, request, outputs, grads, scale)?;
     let spread = Spread {
         client,

@@ -81,13 +81,16 @@ fn of_blocks_together(
     properties: &DeviceProperties,
     request: &ListedRequest,
 ) -> Option<NeighbourPlan> {
+    if request.is_of_keys() {
+        return None;
+    }
     let wanted = match costs::said().as_deref() {
         Some("neighbours") => true,
         Some(_) => false,
         None => costs::are_faster_together(request),
     };
     let plan = || NeighbourPlan::new(properties, *request);
-    (wanted && !request.is_of_keys()).then(plan).flatten()
+    wanted.then(plan).flatten()
 }
 
 /// A tile of which only sizes matter.

@@ -106,7 +106,7 @@ impl Spread<'_> {
         let at_a_time = at_a_time.expect("planned so").min(at_once);
         let (pieces, rows) = (self.pieces(), request.all_keys());
         let room = at_a_time * most;
-        let in_records = request.batch * request.kv_heads * room * pieces;
+        let in_records = self.heads() * room * pieces;
         KernelError::check_u32("the pieces of records", in_records)?;
         KernelError::check_u32("the sums of dK and dV, in fours", rows * pieces * 2)?;
         // Nothing is summed up for lists behind, if these are all.
@@ -130,7 +130,7 @@ impl Spread<'_> {
         let &Self {
             client, request, ..
         } = self;
-        let heads = request.batch * request.kv_heads;
+        let heads = self.heads();
         let sizes = KeyListSizes::new(heads, [lists.count, request.seq_kv], lists.most);
         for first in (0..lists.count).step_by(room.at_a_time) {
             let some = Queries {

@@ -5,8 +5,9 @@ use cubecl::server::Handle;
 
 use crate::kernels::args::buffer;
 use crate::kernels::call::TensorView;
+use crate::kernels::error::KernelError;
 use crate::kernels::mma::gather::StridesLaunch;
-use crate::kernels::tensor::is_u32;
+use crate::kernels::tensor::{check_rows, check_scale, is_u32};
 
 /// Elements of 16 bytes.
 pub const PIECE: usize = 8;
@@ -42,4 +43,15 @@ pub fn input(tensor: &TensorView) -> BufferArg {
 /// Whether rows of keys or values are more than 4 GB apart.
 pub fn far_rows(tensors: [&TensorView; 2]) -> bool {
     (tensors.iter()).any(|tensor| tensor.shape[2] > 1 && !is_u32(tensor.strides[2] * 2))
+}
+
+/// Checks q, k, v, and the output's gradient where there is one, and the scale.
+///
+/// # Errors
+/// [`KernelError`] if cp.async cannot read a tensor, or the scale is not positive.
+pub fn check_inputs(inputs: &[&TensorView], scale: f64) -> Result<(), KernelError> {
+    for (name, tensor) in ["q", "k", "v", "grad_out"].into_iter().zip(inputs) {
+        check_rows(name, tensor, PIECE)?;
+    }
+    check_scale(scale, None)
 }
