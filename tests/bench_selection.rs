@@ -26,7 +26,8 @@ REPEATS  timed runs of each row; medians are printed (default 20)
 JSON     also write the numbers to this file
 ONLY     only rows whose names contain this, or one of its parts between |
 
-BURN_SPARSE_BENCH_GB  memory of the device (default 80): what would need more is skipped, and said to be";
+BURN_SPARSE_BENCH_GB     memory of the device (default 80): what would need more is skipped, and said to be
+BURN_SPARSE_BENCH_DRIFT  how much of a query of nsa is that of the one before, from 0 to below 1 (default 0)";
 
 /// Heads of queries and keys, and their width, of the larger calls.
 const WIDE: [usize; 3] = [32, 8, 128];
@@ -306,7 +307,7 @@ impl Bench<'_> {
             Tensor::random([1, heads, n, width], normal, options)
         };
         let (q, k, v) = (
-            random(heads, head_dim),
+            drifting(random(heads, head_dim), drift()),
             random(kv_heads, head_dim),
             random(kv_heads, value_dim),
         );
@@ -457,6 +458,7 @@ impl Bench<'_> {
         let options = |walk| AttentionOptions::default().choice_walk(walk);
         let plan = attention_with_lists_plan(q, k, v, &near, &lists, &options(ChoiceWalk::Auto));
         println!("{}", plan.expect("shapes fit"));
+        println!("overlap of lists {:.3}", lists.measure_overlap());
         let tracked = [q, k, v].map(|x| x.clone().autodiff().require_grad());
         for (walk, what) in [(ChoiceWalk::Auto, "walked"), (ChoiceWalk::Packed, "packed")] {
             let attend = |[q, k, v]: [Tensor<4>; 3]| {
@@ -479,6 +481,28 @@ impl Bench<'_> {
 fn memory() -> f64 {
     let said = std::env::var("BURN_SPARSE_BENCH_GB").ok();
     said.and_then(|text| text.parse().ok()).unwrap_or(80.0)
+}
+
+/// How much of a query of native sparse attention is that of the one before.
+fn drift() -> f64 {
+    let said = std::env::var("BURN_SPARSE_BENCH_DRIFT").ok();
+    said.and_then(|text| text.parse().ok()).unwrap_or(0.0)
+}
+
+/// Of independent rows of variance 1 such rows that each is `kept` of the one before, and something of its own.
+fn drifting(rows: Tensor<4>, kept: f64) -> Tensor<4> {
+    let [batch, heads, n, width] = rows.dims();
+    let options = (&rows.device(), rows.dtype());
+    // Σ keptʲ zʲ = (1 + kept z) (1 + kept² z²) (1 + kept⁴ z⁴) …, where z is the row before.
+    let mut rows = rows.mul_scalar((1.0 - kept * kept).sqrt());
+    let (mut shift, mut weight) = (1, kept);
+    while shift < n && weight > 1e-3 {
+        let none = Tensor::<4>::zeros([batch, heads, shift, width], options);
+        let before = Tensor::cat(vec![none, rows.clone().slice_dim(2, 0..n - shift)], 2);
+        rows = rows + before.mul_scalar(weight);
+        (shift, weight) = (2 * shift, weight * weight);
+    }
+    rows
 }
 
 fn run<'a>(

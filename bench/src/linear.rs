@@ -1,5 +1,6 @@
 //! `bench-linear`: the products of layers on tensor cores, at the shapes of a model: times, and equality to sums in f64.
 
+mod device_time;
 mod linear_blocks;
 mod linear_epilogues;
 
@@ -10,7 +11,6 @@ use blocksparse::kernels::linear::{
 use blocksparse::kernels::rows::{Window, window_sums};
 use clap::Parser;
 use cubecl::client::Client;
-use cubecl::future::block_on;
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::server::Handle;
 use half::{bf16, f16};
@@ -334,20 +334,7 @@ impl Bench {
 
     /// The median of a call's times by the device's clock, in ms.
     fn median(&self, run: impl Fn() -> Result<()> + Sync) -> Result<f64> {
-        for _ in 0..3 {
-            run()?;
-        }
-        block_on(self.client.sync()).map_err(|error| anyhow!("{error:?}"))?;
-        let mut times = Vec::new();
-        for _ in 0..self.args.repeats {
-            let (_, profile) = (self.client)
-                .profile(|| run().is_ok(), "product")
-                .map_err(|error| anyhow!("{error:?}"))?;
-            let span = block_on(profile.resolve()).context("the device measured no time")?;
-            times.push(span.duration().as_secs_f64() * 1e3);
-        }
-        times.sort_by(f64::total_cmp);
-        Ok(times[times.len() / 2])
+        Ok(device_time::median(&self.client, self.args.repeats, run)? * 1e3)
     }
 
     /// Results against f64, NaN before every launch, and the same bits twice.

@@ -4,6 +4,7 @@
 //! Flops count allowed pairs: 2 · (head_dim + value_dim) per pair forward, 2.5 times that backward, so computing what is masked
 //! earns nothing.
 
+mod device_time;
 mod problem;
 mod workload;
 

@@ -1,6 +1,6 @@
 //! A workload on the device: its tensors, its two passes, and what they are measured by.
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use blocksparse::kernels::{
     self, AttentionPlan, BiasView, Gradients, OutputGrads, Request, ScoreKind, ScoreOptions,
     TableView, TensorView, TierLimit,
@@ -14,6 +14,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 
+use crate::device_time::{self, Times};
 use crate::workload::Workload;
 use crate::{Args, Dtype};
 
@@ -293,10 +294,10 @@ impl<'a> Problem<'a> {
         let flops = 2.0 * (workload.head_dim + workload.value_dim) as f64 * pairs;
         let (forward, host_us) =
             measure(self.client, args.repeats, || self.forward(plan, outputs))?;
-        let forward_ms = forward.median;
+        let [forward_ms, forward_p10, forward_p90] = milliseconds(forward);
         let teraflops = |ms: f64, factor: f64| factor * flops / ms / 1e9;
         let mut result = json!({
-            "fwd_ms": forward_ms, "fwd_ms_p10": forward.p10, "fwd_ms_p90": forward.p90,
+            "fwd_ms": forward_ms, "fwd_ms_p10": forward_p10, "fwd_ms_p90": forward_p90,
             "fwd_tf": teraflops(forward_ms, 1.0), "host_us": host_us,
             "density": layout.density(), "flops_fwd": flops,
             "block": workload.block,
@@ -312,14 +313,14 @@ impl<'a> Problem<'a> {
             return Ok(result);
         }
         let (backward, _) = measure(self.client, args.repeats, || self.backward(plan, outputs))?;
-        let backward_ms = backward.median;
+        let [backward_ms, backward_p10, backward_p90] = milliseconds(backward);
         println!(
             " {backward_ms:>10.3} {:>8.1} {host_us:>9.1}",
             teraflops(backward_ms, 2.5)
         );
         result["bwd_ms"] = json!(backward_ms);
-        result["bwd_ms_p10"] = json!(backward.p10);
-        result["bwd_ms_p90"] = json!(backward.p90);
+        result["bwd_ms_p10"] = json!(backward_p10);
+        result["bwd_ms_p90"] = json!(backward_p90);
         result["bwd_tf"] = json!(teraflops(backward_ms, 2.5));
         Ok(result)
     }
@@ -396,14 +397,7 @@ impl Outputs {
     }
 }
 
-/// Milliseconds on the device.
-struct Times {
-    median: f64,
-    p10: f64,
-    p90: f64,
-}
-
-/// Times on the device, and the median of microseconds on the host to enqueue a call.
+/// Times on the device, in seconds, and the median of microseconds on the host to enqueue a call.
 fn measure(client: &Client, repeats: usize, call: impl Fn() + Send + Sync) -> Result<(Times, f64)> {
     // Compilation, plans and their upload.
     call();
@@ -416,22 +410,17 @@ fn measure(client: &Client, repeats: usize, call: impl Fn() + Send + Sync) -> Re
         host.push(start.elapsed().as_secs_f64() * 1e6);
     }
     block_on(client.sync()).map_err(|error| anyhow::anyhow!("{error}"))?;
-    let mut times = Vec::new();
-    for _ in 0..repeats {
-        let (_, profile) = client
-            .profile(&call, "attention")
-            .map_err(|error| anyhow::anyhow!("{error:?}"))?;
-        let span = block_on(profile.resolve()).context("the device measured no time")?;
-        times.push(span.duration().as_secs_f64() * 1e3);
-    }
-    times.sort_by(f64::total_cmp);
     host.sort_by(f64::total_cmp);
-    let times = Times {
-        median: times[repeats / 2],
-        p10: times[repeats / 10],
-        p90: times[repeats * 9 / 10],
-    };
+    let times = device_time::times(client, repeats, || {
+        call();
+        Ok(())
+    })?;
     Ok((times, host[repeats / 2]))
+}
+
+/// The median and both percentiles.
+fn milliseconds(times: Times) -> [f64; 3] {
+    [times.median, times.p10, times.p90].map(|seconds| seconds * 1e3)
 }
 
 fn numbers(bytes: &[u8], dtype: Dtype) -> Vec<f32> {

@@ -1,5 +1,7 @@
 //! `bench-rows`: what a device can do beside products: launches, copies, and the row kernels next to them.
 
+mod device_time;
+
 use std::time::Instant;
 
 #[cfg(not(any(feature = "cuda", feature = "wgpu")))]
@@ -118,19 +120,11 @@ struct Bench {
 impl Bench {
     /// The median by the device's clock, in ms.
     fn time(&self, call: impl Fn() + Send + Sync) -> Result<f64> {
-        for _ in 0..3 {
+        let run = || {
             call();
-        }
-        let mut times = Vec::new();
-        for _ in 0..self.args.repeats {
-            let (_, profile) = (self.client)
-                .profile(&call, "rows")
-                .map_err(|error| anyhow!("{error:?}"))?;
-            let span = block_on(profile.resolve()).context("the device measured no time")?;
-            times.push(span.duration().as_secs_f64() * 1e3);
-        }
-        times.sort_by(f64::total_cmp);
-        Ok(times[times.len() / 2])
+            Ok(())
+        };
+        Ok(device_time::median(&self.client, self.args.repeats, run)? * 1e3)
     }
 
     /// Times a kernel that has to move so many bytes.

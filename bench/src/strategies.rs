@@ -1,12 +1,13 @@
 //! `bench-strategies`: how fast CubeK's product kernels, which Burn calls, are at the shapes of a model's layers when one is named instead
 //! of the default being taken. Every result is compared with sums in f64 at some places.
 
+mod device_time;
+
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow};
 use clap::Parser;
 use cubecl::client::Client;
-use cubecl::future::block_on;
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::TensorBinding;
 use cubecl::server::Handle;
@@ -234,18 +235,7 @@ impl Bench {
 
     /// The median on the device's clock.
     fn measure(&self, run: impl Fn() -> Result<()> + Send + Sync) -> Result<f64> {
-        run()?;
-        block_on(self.client.sync()).map_err(|error| anyhow!("{error:?}"))?;
-        let mut times = Vec::new();
-        for _ in 0..7 {
-            let (_, profile) = (self.client)
-                .profile(|| run().is_ok(), "product")
-                .map_err(|error| anyhow!("{error:?}"))?;
-            let span = block_on(profile.resolve()).context("the device measured no time")?;
-            times.push(span.duration().as_secs_f64() * 1e3);
-        }
-        times.sort_by(f64::total_cmp);
-        Ok(times[3])
+        Ok(device_time::median(&self.client, 7, run)? * 1e3)
     }
 
     /// The largest error at 64 places, relative to the size of a sum.

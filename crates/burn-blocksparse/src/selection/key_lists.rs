@@ -3,7 +3,8 @@
 use burn::backend::Dispatch;
 use burn::tensor::{Int, Tensor};
 
-use super::query_lists::{QueryLists, checked_overlap};
+use super::overlap::{self, checked_overlap};
+use super::query_lists::QueryLists;
 use crate::check;
 use crate::device::served;
 use crate::error::OpError;
@@ -106,32 +107,12 @@ impl KeyLists {
     /// # Ok::<(), burn_blocksparse::OpError>(())
     /// ```
     pub fn measure_overlap(&self) -> f64 {
-        let [_, _, queries, most] = self.keys.dims();
-        let keys = self.keys.clone().into_data().convert::<i64>();
-        let keys = keys.into_vec::<i64>().expect("converted so");
+        let [_, _, queries, _] = self.keys.dims();
         let seen = |query: usize| match self.causal {
             true => (query + 1 + self.seq_kv).saturating_sub(queries),
             false => self.seq_kv,
         };
-        let (mut in_unions, mut in_lists) = (0, 0);
-        for of_head in keys.chunks(queries * most) {
-            for (group, lists) in of_head.chunks_exact(NEIGHBOURS * most).enumerate() {
-                let own = lists.chunks(most).map(named);
-                let mut queries = own.clone().zip(group * NEIGHBOURS..);
-                if queries.all(|(list, query)| list.len() < seen(query)) {
-                    let mut all: Vec<i64> = own.flatten().copied().collect();
-                    in_lists += all.len();
-                    all.sort_unstable();
-                    all.dedup();
-                    in_unions += all.len();
-                }
-            }
-        }
-        if in_lists == 0 {
-            return 1.0;
-        }
-        let count = NEIGHBOURS as f64;
-        (count - count * in_unions as f64 / in_lists as f64) / (count - 1.0)
+        overlap::measure(&self.keys, |query, listed| listed < seen(query))
     }
 
     /// The keys that each query sees, ascending, each once, and −1 behind the last: i32 `[batch, lists, queries, most]`.
@@ -157,14 +138,6 @@ impl KeyLists {
             false => self.keys.expand([batch, kv_heads, queries, most]),
         }
     }
-}
-
-/// Neighbouring queries that are compared.
-const NEIGHBOURS: usize = 8;
-
-/// The keys of a list, without what is behind the last.
-fn named(list: &[i64]) -> &[i64] {
-    &list[..list.partition_point(|&key| key >= 0)]
 }
 
 /// Attention of each query to the keys that it lists, and to no others: out and lse. Differentiable in q, k and v; the lists have no gradient. What a query

@@ -12,6 +12,7 @@
 //! key_lists    attention over lists of single keys
 //! key_reference
 //!              the same in Burn's primitives
+//! overlap      what the lists of neighbouring queries have in common
 //! listed       blocks' lists by kernels that take single queries
 //! layouts      layouts of what is forced, which are kept
 //! by_query     the same choice on the host
@@ -40,6 +41,7 @@ pub(crate) mod lists;
 mod mean;
 mod methods;
 mod moba;
+mod overlap;
 pub(crate) mod parts;
 mod quality;
 pub(crate) mod query_lists;

@@ -6,6 +6,7 @@ use blocksparse::{Forced, ScoreGrid};
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, Tensor};
 
+use super::overlap::{self, checked_overlap};
 use crate::error::OpError;
 use crate::ops::{HighestBlocks, QueryTiles, SelectionOps};
 
@@ -40,14 +41,6 @@ pub struct QueryLists {
     pub tile_blocks: Tensor<3, Int>,
     /// What neighbouring queries' lists are expected to have in common.
     overlap: f64,
-}
-
-/// What neighbouring queries' lists are expected to have in common, if it is a share.
-pub(super) fn checked_overlap(overlap: f64) -> Result<f64, OpError> {
-    match (0.0..=1.0).contains(&overlap) {
-        true => Ok(overlap),
-        false => Err(OpError::argument("overlap", "from 0 to 1", overlap)),
-    }
 }
 
 /// Sizes of the lists of a call.
@@ -139,7 +132,7 @@ pub(crate) struct ListsShape {
 
 impl QueryLists {
     /// The same with what neighbouring queries' lists are expected to have in common, from 0 for nothing to 1 for all: `(8 − u) / 7`, where `u` is how many
-    /// blocks eight of them list for one of a query. It is 0 unless it is set, and .85 of what [`Nsa`](crate::Nsa) chooses. Kernels are chosen by it, results do
+    /// blocks eight of them list for one of a query, as [`measure_overlap`](Self::measure_overlap) finds it. It is 0 unless it is set, and .85 of what [`Nsa`](crate::Nsa) chooses. Kernels are chosen by it, results do
     /// not depend on it: with much in common neighbours of few heads walk the union of their lists, which name each block once.
     ///
     /// # Errors
@@ -147,6 +140,33 @@ impl QueryLists {
     pub fn with_expected_overlap(self, overlap: f64) -> Result<Self, OpError> {
         let overlap = checked_overlap(overlap)?;
         Ok(Self { overlap, ..self })
+    }
+
+    /// What neighbouring queries' lists are expected to have in common.
+    pub fn expected_overlap(&self) -> f64 {
+        self.overlap
+    }
+
+    /// What the lists of eight neighbouring queries have in common: `(8 − u) / 7`, where `u` is how many blocks their union has for one of a list. It is 1
+    /// where they are the same, and 0 where no block is on two of them. Groups of eight count whose queries all list as many blocks as a list has room
+    /// for; without any it is 1.
+    ///
+    /// Reads all lists back, and counts on the host.
+    ///
+    /// ```
+    /// use burn::tensor::{Device, Int, Tensor};
+    /// use burn_blocksparse::QueryLists;
+    ///
+    /// // Of blocks of eight keys queries list the first, and that of the query eight before: eight of them list two.
+    /// let lists = (0..64).flat_map(|query| [0, if query < 16 { -1 } else { query / 8 - 1 }]);
+    /// let blocks = Tensor::<1, Int>::from_data(lists.collect::<Vec<i32>>().as_slice(), &Device::flex());
+    /// let lists = QueryLists::of_blocks(blocks.reshape([1, 1, 64, 2]), 64, 8)?;
+    /// assert_eq!(lists.measure_overlap(), 1.0);
+    /// # Ok::<(), burn_blocksparse::OpError>(())
+    /// ```
+    pub fn measure_overlap(&self) -> f64 {
+        let [.., most] = self.blocks.dims();
+        overlap::measure(&self.blocks, |_, listed| listed == most)
     }
 
     pub(crate) fn shape(&self) -> ListsShape {
