@@ -193,15 +193,6 @@ pub fn forward<S: Size, P: Size, O: Size>(
         of_head,
         rows: rows_of_unit(plan, rows, &listing, t),
     };
-    // On their way, too.
-    let mut bits = Array::<u32>::new(comptime!(t.cols / 64));
-    if comptime!(t.masks_ahead()) {
-        let first = mask_bits(plan, &walk, 0u32, t);
-        #[unroll]
-        for i in 0..comptime!(t.cols / 64) {
-            bits[i] = first[i];
-        }
-    }
     barrier_wait(base, 0u32);
     if comptime!(t.carry) {
         // A finished part is a row of the softmax with maximum lse and sum 1, which one lane of four holds.
@@ -351,18 +342,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
                     }
                     k_at = entry_position(plan, &walk, &loads, next + 1, t);
                 }
-                let step = if comptime!(t.masks_ahead()) {
-                    let next = mask_bits(plan, &walk, j + 1, t);
-                    let mut own = Array::<u32>::new(comptime!(t.cols / 64));
-                    #[unroll]
-                    for i in 0..comptime!(t.cols / 64) {
-                        own[i] = bits[i];
-                        bits[i] = next[i];
-                    }
-                    step_pairs_with(own, plan, &args, &pairs, &walk, j, &listing, t)
-                } else {
-                    step_pairs(plan, &args, &pairs, &walk, j, &listing, t)
-                };
+                let step = step_pairs(plan, &args, &pairs, &walk, j, &listing, t);
                 let soft = step_weights::<S>(
                     s_started, 0usize, &step, now, plan, &args, &pairs, &listing, &walk, j, base,
                     lane, m0, m1, l0, l1, &numbers, t,

@@ -80,21 +80,6 @@ pub fn step_pairs(
     #[comptime] t: Tile,
 ) -> StepPairs {
     let bits = mask_bits(plan, walk, j, t);
-    step_pairs_with(bits, plan, args, pairs, walk, j, listing, t)
-}
-
-/// As [`step_pairs`], with masks that were read before.
-#[cube]
-pub fn step_pairs_with(
-    bits: Array<u32>,
-    plan: &[u32],
-    args: &ComptimeOption<PairArgs>,
-    pairs: &UnitPairs,
-    walk: &Walker,
-    j: u32,
-    listing: &Listing,
-    #[comptime] t: Tile,
-) -> StepPairs {
     let kept = kept_of_step(args, pairs, plan, walk, j, listing, t);
     let blocks = kept_blocks(plan, entry_of(walk, j, t), comptime!(t.bits()));
     StepPairs { bits, kept, blocks }
@@ -202,34 +187,46 @@ fn score<S: Size>(
         let infinity = f32::new(f32::NEG_INFINITY);
         #[unroll]
         for word in 0..comptime!(t.cols / 32) {
-            let its = if comptime!(t.early_masks()) {
-                bits[comptime!(word / 2)]
-            } else {
-                packed_mask(plan, walk, j, word, t)
+            let mut pair = MaskWords {
+                upper: 0u32,
+                lower: 0u32,
             };
+            if comptime!(t.early_masks()) {
+                pair.upper = bits[comptime!(2 * word)];
+                pair.lower = bits[comptime!(2 * word + 1)];
+            } else {
+                let read = mask_words(plan, walk, j, word, t);
+                pair.upper = read.upper;
+                pair.lower = read.lower;
+            }
             #[unroll]
             for i in 0..8usize {
-                let bit = comptime!(1u32 << (i / 2 * 8 + i % 2 + word % 2 * 4));
+                let bit = comptime!(1u32 << (i / 2 * 8 + i % 2));
                 let at = comptime!(16 * word + i / 2 * 4 + i % 2);
-                s.insert(at, select(its & bit != 0, s.extract(at), infinity));
-                let (at, bit) = comptime!((at + 2, bit << 2));
-                s.insert(at, select(its & bit != 0, s.extract(at), infinity));
+                s.insert(at, select(pair.upper & bit != 0, s.extract(at), infinity));
+                let at = comptime!(at + 2);
+                s.insert(at, select(pair.lower & bit != 0, s.extract(at), infinity));
             }
         }
     }
     s
 }
 
-/// Mask bits of 32 columns in the unit's two rows: bits 8i and 8i + 1 are the unit's of eight columns in the upper row, and the two behind them in the lower one.
-/// Those of odd words come four places later, so that one register has both words of 64 columns.
+/// Mask bits of 32 columns in the unit's two rows, of which bits 8i and 8i + 1 are the unit's.
+#[derive(CubeType, Clone, Copy)]
+pub struct MaskWords {
+    pub upper: u32,
+    pub lower: u32,
+}
+
 #[cube]
-fn packed_mask(
+pub fn mask_words(
     plan: &[u32],
     walk: &Walker,
     j: u32,
     #[comptime] word: usize,
     #[comptime] t: Tile,
-) -> u32 {
+) -> MaskWords {
     let unit = unit();
     let row = unit / 32 * 16 + unit % 32 / 4;
     let quad = unit % 4 * 2;
@@ -250,21 +247,23 @@ fn packed_mask(
         upper |= plan[at] << shift;
         lower |= plan[at + comptime!(ROW_PAIR as usize * row_words)] << shift;
     }
-    let own = 0x0303_0303u32;
-    let both = (upper >> quad & own) | (lower >> quad & own) << 2;
-    both << comptime!(word as u32 % 2 * 4)
+    MaskWords {
+        upper: upper >> quad,
+        lower: lower >> quad,
+    }
 }
 
-/// With early masks, the [packed](packed_mask) mask bits of step `j` if it has a mask: read before its scores are there.
+/// With early masks, the mask bits of step `j` if it has a mask: read before its scores are there.
 #[cube]
-pub fn mask_bits(plan: &[u32], walk: &Walker, j: u32, #[comptime] t: Tile) -> Array<u32> {
-    let mut bits = Array::<u32>::new(comptime!(t.cols / 64));
+fn mask_bits(plan: &[u32], walk: &Walker, j: u32, #[comptime] t: Tile) -> Array<u32> {
+    let mut bits = Array::<u32>::new(comptime!(t.cols / 16));
     if comptime!(t.early_masks()) {
         if j < walk.masked {
             #[unroll]
-            for pair in 0..comptime!(t.cols / 64) {
-                bits[pair] = packed_mask(plan, walk, j, comptime!(2 * pair), t)
-                    | packed_mask(plan, walk, j, comptime!(2 * pair + 1), t);
+            for word in 0..comptime!(t.cols / 32) {
+                let pair = mask_words(plan, walk, j, word, t);
+                bits[comptime!(2 * word)] = pair.upper;
+                bits[comptime!(2 * word + 1)] = pair.lower;
             }
         }
     }

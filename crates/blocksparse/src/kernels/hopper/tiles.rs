@@ -222,11 +222,6 @@ impl Tile {
         self.overlap || self.value_dim <= 64
     }
 
-    /// Whether a step's masks are read a step before: where walks are short, and so many of their steps masked, and registers do not cost a cube.
-    pub(super) fn masks_ahead(&self) -> bool {
-        self.early_masks() && !self.overlap && self.cols == GROUP_ROWS
-    }
-
     /// Whether the warpgroups take turns at the tensor cores.
     pub(super) fn turns(&self) -> bool {
         self.warpgroups == 2 && self.overlap
