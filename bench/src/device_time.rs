@@ -17,6 +17,7 @@ const CUBES: u32 = 256;
 
 /// Seconds that a call takes.
 #[derive(Clone, Copy)]
+#[allow(dead_code, reason = "some programs want the median alone")]
 pub struct Times {
     pub median: f64,
     /// The tenth and the ninetieth percentile.
