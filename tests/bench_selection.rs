@@ -479,14 +479,18 @@ impl Bench<'_> {
 
 /// Memory of the device in GB, as it is said to be.
 fn memory() -> f64 {
-    let said = std::env::var("BURN_SPARSE_BENCH_GB").ok();
-    said.and_then(|text| text.parse().ok()).unwrap_or(80.0)
+    said("BURN_SPARSE_BENCH_GB", 80.0)
 }
 
 /// How much of a query of native sparse attention is that of the one before.
 fn drift() -> f64 {
-    let said = std::env::var("BURN_SPARSE_BENCH_DRIFT").ok();
-    said.and_then(|text| text.parse().ok()).unwrap_or(0.0)
+    said("BURN_SPARSE_BENCH_DRIFT", 0.0)
+}
+
+/// The number that an environment variable says, or what it is where it says none.
+fn said(variable: &str, otherwise: f64) -> f64 {
+    let text = std::env::var(variable).ok();
+    text.and_then(|text| text.parse().ok()).unwrap_or(otherwise)
 }
 
 /// Of independent rows of variance 1 such rows that each is `kept` of the one before, and something of its own.

@@ -132,8 +132,9 @@ pub(crate) struct ListsShape {
 
 impl QueryLists {
     /// The same with what neighbouring queries' lists are expected to have in common, from 0 for nothing to 1 for all: `(8 − u) / 7`, where `u` is how many
-    /// blocks eight of them list for one of a query, as [`measure_overlap`](Self::measure_overlap) finds it. It is 0 unless it is set, and .85 of what [`Nsa`](crate::Nsa) chooses. Kernels are chosen by it, results do
-    /// not depend on it: with much in common neighbours of few heads walk the union of their lists, which name each block once.
+    /// blocks eight of them list for one of a query, as [`measure_overlap`](Self::measure_overlap) finds it. It is 0 unless it is set, and .85 of what
+    /// [`Nsa`](crate::Nsa) chooses. Kernels are chosen by it, results do not depend on it: with much in common neighbours of few heads walk the union of their
+    /// lists, which name each block once.
     ///
     /// # Errors
     /// [`OpError`] if it is no share.
