@@ -2,7 +2,7 @@
 
 use std::any::{Any, TypeId, type_name};
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
 
 /// A slot for each type. The map is locked only while a slot is looked up, so that what makes a value may use the layout and ask for
@@ -22,51 +22,122 @@ impl Attachments {
     }
 }
 
+/// Threads that wait, of all layouts: for a value of which slot, by its address, and for which thread.
+static WAITING: Mutex<Vec<Waiting>> = Mutex::new(Vec::new());
+
+struct Waiting {
+    thread: ThreadId,
+    slot: usize,
+    maker: ThreadId,
+}
+
+/// Whether a thread waits for another, directly or for one that does.
+fn waits_for(waiting: &[Waiting], thread: ThreadId, other: ThreadId) -> bool {
+    let next = |at: &ThreadId| waiting.iter().find(|waiting| waiting.thread == *at);
+    let mut chain = std::iter::successors(Some(thread), |at| next(at).map(|next| next.maker));
+    chain.any(|at| at == other)
+}
+
 struct Slot<T> {
-    value: OnceLock<Arc<T>>,
-    /// The thread that is making the value.
-    maker: Mutex<Option<ThreadId>>,
+    state: Mutex<State<T>>,
+    changed: Condvar,
+}
+
+struct State<T> {
+    value: Option<Arc<T>>,
+    /// The threads that are making the value. Others wait for the first. There are more only where that would never end.
+    makers: Vec<ThreadId>,
+    /// How many have ended, with a value or without.
+    ended: usize,
 }
 
 impl<T> Slot<T> {
     fn new() -> Self {
         Self {
-            value: OnceLock::new(),
-            maker: Mutex::new(None),
+            state: Mutex::new(State {
+                value: None,
+                makers: Vec::new(),
+                ended: 0,
+            }),
+            changed: Condvar::new(),
         }
     }
 
     fn get_or_make(&self, make: impl FnOnce() -> T) -> Arc<T> {
-        if let Some(value) = self.value.get() {
-            return value.clone();
+        match self.get_or_begin() {
+            Ok(value) => value,
+            Err(making) => making.end(Arc::new(make())),
         }
-        // Waiting for oneself would never end.
-        assert!(
-            *lock(&self.maker) != Some(thread::current().id()),
-            "the value of type {} that is attached to a layout asks for itself while it is made",
-            type_name::<T>()
-        );
-        let make = || {
-            let _making = Making::begin(&self.maker);
-            Arc::new(make())
-        };
-        self.value.get_or_init(make).clone()
+    }
+
+    /// The value, or that this thread is to make it.
+    fn get_or_begin(&self) -> Result<Arc<T>, Making<'_, T>> {
+        let thread = thread::current().id();
+        if let Some(value) = &lock(&self.state).value {
+            return Ok(value.clone());
+        }
+        loop {
+            // Before the slot's, always.
+            let mut waiting = lock(&WAITING);
+            waiting.retain(|waiting| waiting.thread != thread);
+            let mut state = lock(&self.state);
+            if let Some(value) = &state.value {
+                return Ok(value.clone());
+            }
+            // What it needs would need it again and again.
+            assert!(
+                !state.makers.contains(&thread),
+                "the value of type {} that is attached to a layout asks for itself while it is made",
+                type_name::<T>()
+            );
+            let maker = match state.makers.first() {
+                Some(&maker) if !waits_for(&waiting, maker, thread) => maker,
+                // Nobody makes it, or somebody who waits for this thread: both make it then, and the first to be done is right.
+                _ => {
+                    state.makers.push(thread);
+                    return Err(Making { slot: self, thread });
+                }
+            };
+            waiting.push(Waiting {
+                thread,
+                slot: self.address(),
+                maker,
+            });
+            drop(waiting);
+            let ended = state.ended;
+            let state = self.changed.wait_while(state, |state| state.ended == ended);
+            drop(state.unwrap_or_else(PoisonError::into_inner));
+        }
+    }
+
+    fn address(&self) -> usize {
+        std::ptr::from_ref(self).addr()
     }
 }
 
-/// Says who makes a value until it is dropped, after a panic, too.
-struct Making<'a>(&'a Mutex<Option<ThreadId>>);
+/// Says that a thread makes a value until it is dropped, after a panic, too.
+struct Making<'a, T> {
+    slot: &'a Slot<T>,
+    thread: ThreadId,
+}
 
-impl<'a> Making<'a> {
-    fn begin(maker: &'a Mutex<Option<ThreadId>>) -> Self {
-        *lock(maker) = Some(thread::current().id());
-        Self(maker)
+impl<T> Making<'_, T> {
+    /// The value from now on: this one, unless another thread was faster.
+    fn end(self, made: Arc<T>) -> Arc<T> {
+        lock(&self.slot.state).value.get_or_insert(made).clone()
     }
 }
 
-impl Drop for Making<'_> {
+impl<T> Drop for Making<'_, T> {
     fn drop(&mut self) {
-        *lock(self.0) = None;
+        let mut waiting = lock(&WAITING);
+        let mut state = lock(&self.slot.state);
+        state.makers.retain(|maker| *maker != self.thread);
+        state.ended += 1;
+        // Who waits looks again.
+        let address = self.slot.address();
+        waiting.retain(|waiting| waiting.slot != address);
+        self.slot.changed.notify_all();
     }
 }
 

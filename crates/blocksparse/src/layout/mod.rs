@@ -220,7 +220,7 @@ impl BlockLayout {
     /// on layouts keeps what it derives from them (launch plans, copies on a device). Clones of a layout share it.
     ///
     /// Threads that ask at once wait for one of them and get the same value. `make` may use the layout, and attach values of other
-    /// types; two whose `make`s need each other must not be asked for first from two threads, which would wait for each other.
+    /// types. Where a thread would wait for one that waits for it, both make the value, and all get the one that was made first.
     ///
     /// # Panics
     /// If `make`, or what it calls, asks for a value of its own type `T`. After a panic in `make` the next call makes the value.

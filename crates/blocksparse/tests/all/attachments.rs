@@ -91,6 +91,90 @@ fn a_value_that_asks_for_itself_panics() {
     );
 }
 
+/// Threads in a ring, each of which makes a value that needs the next one's, begin at once.
+#[test]
+fn threads_that_need_each_others_values_do_not_wait_for_ever() {
+    struct Value<const N: usize>;
+
+    /// Value `N`, made once all threads make theirs, out of value `M`.
+    fn begin<const N: usize, const M: usize>(
+        layout: &BlockLayout,
+        barrier: &Arc<Barrier>,
+    ) -> thread::JoinHandle<()> {
+        let (layout, barrier) = (layout.clone(), barrier.clone());
+        thread::spawn(move || {
+            let mut needed = None;
+            let own = layout.attachment(|| {
+                barrier.wait();
+                needed = Some(layout.attachment(|| Value::<M>));
+                Value::<N>
+            });
+            // What this thread has seen is what there is.
+            assert!(Arc::ptr_eq(
+                &own,
+                &layout.attachment(|| -> Value<N> { panic!("made") })
+            ));
+            let needed = needed.unwrap();
+            assert!(Arc::ptr_eq(
+                &needed,
+                &layout.attachment(|| -> Value<M> { panic!("made") })
+            ));
+        })
+    }
+
+    for _ in 0..50 {
+        in_time(|| {
+            let (layout, barrier) = (layout(), Arc::new(Barrier::new(2)));
+            let ring = [
+                begin::<0, 1>(&layout, &barrier),
+                begin::<1, 0>(&layout, &barrier),
+            ];
+            ring.into_iter().for_each(|thread| thread.join().unwrap());
+        });
+        in_time(|| {
+            let (layout, barrier) = (layout(), Arc::new(Barrier::new(3)));
+            let ring = [
+                begin::<0, 1>(&layout, &barrier),
+                begin::<1, 2>(&layout, &barrier),
+                begin::<2, 0>(&layout, &barrier),
+            ];
+            ring.into_iter().for_each(|thread| thread.join().unwrap());
+        });
+    }
+}
+
+#[test]
+fn two_values_that_cannot_be_made_without_each_other_panic() {
+    struct One;
+    struct Two;
+    fn one(layout: &BlockLayout, wait: &dyn Fn()) {
+        layout.attachment(|| {
+            wait();
+            two(layout, &|| ());
+            One
+        });
+    }
+    fn two(layout: &BlockLayout, wait: &dyn Fn()) {
+        layout.attachment(|| {
+            wait();
+            one(layout, &|| ());
+            Two
+        });
+    }
+    let panics = in_time(|| {
+        let (layout, barrier) = (layout(), Arc::new(Barrier::new(2)));
+        let threads = [one, two].map(|make: fn(&BlockLayout, &dyn Fn())| {
+            let (layout, barrier) = (layout.clone(), barrier.clone());
+            thread::spawn(move || make(&layout, &|| drop(barrier.wait())))
+        });
+        threads.map(|thread| thread.join().unwrap_err().downcast::<String>().unwrap())
+    });
+    for panic in panics {
+        let end = "that is attached to a layout asks for itself while it is made";
+        assert!(panic.ends_with(end), "{panic}");
+    }
+}
+
 #[test]
 fn layouts_cross_threads() {
     fn crosses<T: Send + Sync + 'static>() {}
