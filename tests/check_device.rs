@@ -20,7 +20,7 @@ fn main() -> ExitCode {
         return ExitCode::from(2);
     }
     // Safe: nothing else runs yet.
-    unsafe { std::env::set_var("BURN_BLOCKSPARSE_POISON", "1") };
+    unsafe { std::env::set_var("BLOCKSPARSE_POISON", "1") };
     let devices = devices();
     println!("{devices:?}");
     let mut failed = 0;

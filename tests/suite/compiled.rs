@@ -12,7 +12,7 @@ use burn_blocksparse_tests::devices::devices;
 use burn_sparse_transformer::{Factorization, Pattern, Recompute, SparseTransformerConfig};
 
 /// Where the log is, for the process that is counted.
-const LOG: &str = "BURN_BLOCKSPARSE_COMPILED";
+const LOG: &str = "BURN_SPARSE_COMPILED";
 /// Choices of every method, and the patterns that they are made within.
 const SELECTIONS: [(&str, &str); 8] = [
     ("topk:8,p=0.6", "causal"),

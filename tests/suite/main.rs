@@ -40,5 +40,6 @@ mod stream_dropout;
 mod table;
 mod tiles;
 mod top_k;
+mod tuning;
 mod vertical_slash;
 mod widths;

@@ -6,7 +6,7 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_blocksparse::{Activation, bias_activation, bias_activation_plan};
 
 use crate::compare::{assert_close, read, to_f64};
-use crate::devices::{assert_ran, exact_dtypes, half_dtypes, supports};
+use crate::devices::{assert_ran, exact_dtypes, half_dtypes, supports, uses_reference};
 use crate::linear::{numbers, round_to, tensor};
 
 /// Names of a call's results, in the order of [`Problem::solve`] and [`Problem::run`].
@@ -405,8 +405,7 @@ pub fn bias_activation_plans(devices: &[Device]) {
 /// Kernels where there are some, and text that says so.
 pub(crate) fn assert_plan(plan: &burn_blocksparse::OpPlan, device: &Device) {
     let name = format!("{device:?}");
-    let kernels = ["Wgpu", "Cuda"].iter().any(|kind| name.contains(kind))
-        && std::env::var_os("BURN_BLOCKSPARSE_REFERENCE").is_none();
+    let kernels = ["Wgpu", "Cuda"].iter().any(|kind| name.contains(kind)) && !uses_reference();
     assert_eq!(plan.is_kernels(), kernels, "{plan}");
     let text = plan.to_string();
     let expected = if kernels {

@@ -38,6 +38,11 @@ fn device(name: &str) -> Option<Device> {
     }
 }
 
+/// Whether the environment asks for the reference in place of kernels.
+pub fn uses_reference() -> bool {
+    std::env::var_os("BLOCKSPARSE_REFERENCE").is_some_and(|value| value == "1")
+}
+
 /// What some backends lack, by name. A dtype that is missing anywhere else is an error and not a reason to check nothing.
 const WITHOUT: [(&str, &[DType]); 2] = [
     ("NdArray", &[DType::F16, DType::BF16]),

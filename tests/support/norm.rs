@@ -6,7 +6,7 @@ use burn_blocksparse::{
 };
 
 use crate::compare::{assert_close, to_f64};
-use crate::devices::{assert_ran, exact_dtypes, half_dtypes, supports};
+use crate::devices::{assert_ran, exact_dtypes, half_dtypes, supports, uses_reference};
 use crate::norm_problem::{Inputs, NAMES, Problem, Types};
 
 /// Shapes with rows and widths of all kinds: single, ragged, wider than a plane's registers, more rows than one step of all cubes,
@@ -244,10 +244,7 @@ pub fn residual_norm_plans(devices: &[Device]) {
         assert!(!of_wide.is_kernels(), "{of_wide}");
         let name = format!("{device:?}");
         let kernels = ["Wgpu", "Cuda"].iter().any(|kind| name.contains(kind));
-        assert!(
-            plan.is_kernels() == kernels
-                || std::env::var_os("BURN_BLOCKSPARSE_REFERENCE").is_some()
-        );
+        assert!(plan.is_kernels() == kernels || uses_reference());
         let text = plan.to_string();
         assert!(
             !plan.is_kernels() || of_wide.to_string().contains("a row's numbers"),

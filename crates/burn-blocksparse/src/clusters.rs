@@ -120,7 +120,7 @@ fn plan_of_kernels(
 
     let inner = crate::device::cube::of(&x.device()).ok_or("the device has no kernels")?;
     if crate::backends::cube::uses_reference() {
-        return Err("BURN_BLOCKSPARSE_REFERENCE is set");
+        return Err("BLOCKSPARSE_REFERENCE is set");
     }
     let sizes = sizes(x.dims(), value.dims(), means.dims(), window);
     plan(&inner.client(), sizes, x.dtype()).ok_or("no kernels of this device take these rows")

@@ -1,5 +1,7 @@
 //! Which devices this crate serves, and whether they can be used on this machine.
 
+#[cfg(feature = "cube")]
+use blocksparse::kernels::Tuning;
 use burn::backend::DispatchDevice;
 use burn::tensor::Device;
 
@@ -21,7 +23,8 @@ use crate::error::OpError;
 /// ```
 ///
 /// # Errors
-/// [`OpError::Backend`] says which feature of this crate is off, [`OpError::Device`] what is missing and where it comes from.
+/// [`OpError::Backend`] says which feature of this crate is off, [`OpError::Device`] what is missing and where it comes from, [`OpError::Kernel`] which
+/// environment variable of the kernels has a wrong value.
 pub fn check_device(device: &Device) -> Result<(), OpError> {
     served(device)?;
     #[cfg(feature = "cube")]
@@ -54,7 +57,8 @@ pub fn check_collectives(device: &Device) -> Result<(), OpError> {
     Err(OpError::argument("device", "a CUDA device", device))
 }
 
-/// Whether a feature of this crate serves the device's backend. Burn's dispatch would panic.
+/// Whether a feature of this crate serves the device's backend (Burn's dispatch would panic), and, where that has kernels, the environment says nothing wrong of
+/// them: every op asks here before anything is chosen.
 pub(crate) fn served(device: &Device) -> Result<(), OpError> {
     if device.is_autodiff() && !cfg!(feature = "autodiff") {
         return Err(OpError::Backend {
@@ -69,7 +73,7 @@ pub(crate) fn served(device: &Device) -> Result<(), OpError> {
         #[cfg(feature = "ndarray")]
         DispatchDevice::NdArray(_) => Ok(()),
         #[cfg(feature = "cube")]
-        DispatchDevice::Cube(_) => Ok(()),
+        DispatchDevice::Cube(_) => Ok(Tuning::of_process().map(|_| ())?),
         #[allow(unreachable_patterns)] // `burn` may have no other backend.
         other => Err(not_served(other)),
     }

@@ -81,6 +81,13 @@ pub enum OpError {
     Kernel(#[from] blocksparse::kernels::KernelError),
 }
 
+#[cfg(feature = "cube")]
+impl From<blocksparse::kernels::TuningError> for OpError {
+    fn from(error: blocksparse::kernels::TuningError) -> Self {
+        Self::Kernel(error.into())
+    }
+}
+
 fn advice(feature: &Option<&'static str>) -> String {
     match feature {
         Some(feature) => format!("turn on its feature `{feature}`, besides `burn`'s"),

@@ -36,7 +36,7 @@ impl OpPlan {
         #[cfg(feature = "cube")]
         if let Some(inner) = &crate::device::cube::of(device) {
             if crate::backends::cube::uses_reference() {
-                reason = Some("BURN_BLOCKSPARSE_REFERENCE is set".to_string());
+                reason = Some("BLOCKSPARSE_REFERENCE is set".to_string());
             } else {
                 match kernels(inner) {
                     Ok(text) => return Self::Kernels(text),

@@ -1,8 +1,5 @@
 //! A call as data: its tensors, what it asks for, and the device it runs on.
 
-use std::str::FromStr;
-use std::sync::LazyLock;
-
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -328,42 +325,10 @@ pub enum TierLimit {
     MmaBias,
 }
 
-impl FromStr for TierLimit {
-    type Err = KernelError;
-
-    fn from_str(text: &str) -> Result<Self, KernelError> {
-        Ok(match text {
-            "" => Self::None,
-            "simt" => Self::Simt,
-            "simt-walks" => Self::SimtWalks,
-            "simt-fused" => Self::SimtFused,
-            "mma" => Self::Mma,
-            "hopper-forward" => Self::HopperForward,
-            "hopper-walks" => Self::HopperWalks,
-            "hopper-alone" => Self::HopperAlone,
-            "mma-bias" => Self::MmaBias,
-            _ => return Err(KernelError::Tier { got: text.into() }),
-        })
-    }
-}
-
 impl TierLimit {
     /// Whether all tiers on tensor cores are left out.
     pub(super) fn is_simt(self) -> bool {
         matches!(self, Self::Simt | Self::SimtWalks | Self::SimtFused)
-    }
-
-    /// What the environment variable `BLOCKSPARSE_TIER` says, which is read once.
-    ///
-    /// # Errors
-    /// [`KernelError::Tier`] if it says anything else than it may.
-    pub fn from_env() -> Result<Self, KernelError> {
-        static SAID: LazyLock<Result<TierLimit, KernelError>> =
-            LazyLock::new(|| match std::env::var_os("BLOCKSPARSE_TIER") {
-                Some(text) => text.to_string_lossy().parse(),
-                None => Ok(TierLimit::None),
-            });
-        SAID.clone()
     }
 }
 

@@ -11,6 +11,7 @@ use super::device_key::{DeviceKey, device_key};
 use super::error::KernelError;
 use super::pass::Part;
 use super::tier::{self, BackwardTile, BiasTile, Choice, ForwardTile};
+use super::tuning::Tuning;
 use super::{masses, on_device, simt};
 use crate::plan::{Tiling, Walk};
 use crate::{BlockLayout, DeviceChoice, Residue};
@@ -124,7 +125,7 @@ impl AttentionPlan {
         layout: &BlockLayout,
         request: Request,
     ) -> Result<Arc<Self>, KernelError> {
-        Self::with_limit(client, layout, request, TierLimit::from_env()?)
+        Self::with_limit(client, layout, request, Tuning::of_process()?.tier)
     }
 
     /// As [`new`](Self::new), leaving out the tiers of `limit`, whatever the environment says.

@@ -1,5 +1,7 @@
 //! What can be wrong with a launch.
 
+use super::tuning::TuningError;
+
 /// What can be wrong with a launch. All of it is known before.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -90,14 +92,9 @@ pub enum KernelError {
         /// What would be uploaded.
         what: &'static str,
     },
-    /// A limit of tiers that is none.
-    #[error(
-        "BLOCKSPARSE_TIER must be simt, simt-walks, simt-fused, mma, hopper-forward, hopper-walks, hopper-alone or mma-bias, got {got:?}"
-    )]
-    Tier {
-        /// What came.
-        got: String,
-    },
+    /// An environment variable that says what it may not.
+    #[error(transparent)]
+    Tuning(#[from] TuningError),
 }
 
 impl KernelError {

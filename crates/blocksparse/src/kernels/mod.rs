@@ -21,6 +21,7 @@
 //! pass       a pass over a layout, as tiers get it            device     launch plans on devices
 //! tier       the tiers as values, in the order of asking      stats      lse and delta of queries
 //! choice     AttentionPlan                                    on_device  launch plans made there
+//! tuning     what environment variables say
 //! forward, backward, masses                                   shared     what kernels of several tiers share
 //!                                                            simt, mma, hopper: the tiers
 //! ```
@@ -70,6 +71,7 @@ mod tensor;
 #[cfg(test)]
 mod tests;
 mod tier;
+mod tuning;
 mod uploaded;
 
 pub use args::ScoreOptions;
@@ -85,3 +87,4 @@ pub use on_device::{
     ChoiceTensor, KEYS_OF_WORD, KeyListSizes, ListBuffers, ListSizes, ListsByKeys, ScoredRows,
     choose_blocks, count_blocks, highest_blocks, list_queries, lists_by_keys, unique_keys,
 };
+pub use tuning::{KeyPicking, ListedWay, Tuning, TuningError};

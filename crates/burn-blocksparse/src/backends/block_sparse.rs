@@ -56,7 +56,7 @@ pub(crate) mod kernels {
         layout: &WeightLayout,
     ) -> Result<String, String> {
         if uses_reference() {
-            return Err("BURN_BLOCKSPARSE_REFERENCE is set".to_owned());
+            return Err("BLOCKSPARSE_REFERENCE is set".to_owned());
         }
         #[cfg(feature = "cuda")]
         let made = crate::backends::wgmma_blocks::text(device, dtype, rows, layout);

@@ -1,11 +1,11 @@
 //! CubeCL devices: the kernels of `blocksparse`.
 
-use std::sync::{Arc, LazyLock};
+use std::sync::Arc;
 
 use blocksparse::kernels::rows::Typed;
 use blocksparse::kernels::{
     self, AttentionPlan, BiasView, ChoiceTensor, Gradients, Outputs, Request, ScoreKind,
-    ScoreOptions, TableView, TensorView,
+    ScoreOptions, TableView, TensorView, Tuning,
 };
 use blocksparse::{BlockLayout, Dropout, Seed, kernels::KernelError};
 use burn::backend::cubecl::dtype_to_elem_type;
@@ -87,7 +87,7 @@ impl BlockSparseOps for CubeBackend {
         layout: LayoutTensors<Self>,
         options: AttentionOptions,
     ) -> AttentionOutput<Self> {
-        if *REFERENCE {
+        if uses_reference() {
             return reference::forward::<Self>(inputs, &layout, &options);
         }
         let call = Call::new(inputs, layout, options);
@@ -128,7 +128,7 @@ impl BlockSparseOps for CubeBackend {
         options: AttentionOptions,
         wanted: WantedGrads,
     ) -> AttentionGrads<Self> {
-        if *REFERENCE {
+        if uses_reference() {
             return reference::backward::<Self>(saved, grads, &layout, &options, wanted);
         }
         let Saved { inputs, output } = saved;
@@ -210,19 +210,9 @@ impl BlockSparseOps for CubeBackend {
     }
 }
 
-/// With `BURN_BLOCKSPARSE_POISON=1` outputs are NaN before every launch, so that an element nobody wrote
-/// cannot pass for a result.
-static POISON: LazyLock<bool> = LazyLock::new(|| is_set("BURN_BLOCKSPARSE_POISON"));
-
-/// With `BURN_BLOCKSPARSE_REFERENCE=1` the reference runs instead of the kernels, to compare the two.
-static REFERENCE: LazyLock<bool> = LazyLock::new(|| is_set("BURN_BLOCKSPARSE_REFERENCE"));
-
+/// Whether the reference runs instead of the kernels (`BLOCKSPARSE_REFERENCE=1`), to compare the two.
 pub(crate) fn uses_reference() -> bool {
-    *REFERENCE
-}
-
-fn is_set(variable: &str) -> bool {
-    std::env::var_os(variable).is_some_and(|value| value == "1")
+    Tuning::or_default().reference
 }
 
 /// What both passes need.
@@ -314,7 +304,7 @@ pub(super) fn empty<const D: usize>(
     dtype: DType,
 ) -> CubeTensor {
     let (client, device) = (like.client.clone(), like.device.clone());
-    match *POISON {
+    match Tuning::or_default().poison {
         // Integers have no NaN.
         true if dtype.is_int() => filled(like, shape, f64::from(i32::MIN), dtype),
         true => filled(like, shape, f64::NAN, dtype),

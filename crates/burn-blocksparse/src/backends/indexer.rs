@@ -7,6 +7,7 @@ use blocksparse::kernels::indexer::{
     pick_keys, round_rows, spread_listed,
 };
 use blocksparse::kernels::rows::column_sums;
+use blocksparse::kernels::{KeyPicking, Tuning};
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::tensor::DType;
 use burn_cubecl::kernel::{cast, into_contiguous};
@@ -30,7 +31,7 @@ pub(crate) fn available(device: &CubeDevice, dtype: DType, sizes: &PairSizes) ->
 /// Whether a kernel of their own picks the keys of scores.
 pub(crate) fn has_picks(device: &CubeDevice) -> bool {
     // For comparing with how keys are picked elsewhere.
-    let is_left_out = std::env::var("BLOCKSPARSE_KEY_PICKS").as_deref() == Ok("0");
+    let is_left_out = Tuning::or_default().key_picks == KeyPicking::Pages;
     !is_left_out && check_picks(&device.client()).is_ok()
 }
 

@@ -14,6 +14,7 @@ use burn_fusion::{FuserProperties, FuserStatus, OperationFuser};
 use burn_ir::{BackendIr, FloatOperationIr, MatmulOpIr, OperationIr, TensorHandle, TensorIr};
 
 use crate::error::OpError;
+use blocksparse::kernels::Tuning;
 
 /// Products that ran on our kernel.
 static TAKEN: AtomicU64 = AtomicU64::new(0);
@@ -32,8 +33,9 @@ static TAKEN: AtomicU64 = AtomicU64::new(0);
 /// what is computed element by element behind it; with this, that becomes a launch of its own (fused with its neighbours as before).
 ///
 /// # Errors
-/// [`OpError::Registry`] after the first tensor operation, or the second time.
+/// [`OpError::Registry`] after the first tensor operation, or the second time; [`OpError::Kernel`] if an environment variable of the kernels has a wrong value.
 pub fn accelerate_matmul() -> Result<(), OpError> {
+    Tuning::of_process()?;
     register(Provider).map_err(|error| OpError::Registry(error.to_string()))
 }
 

@@ -263,7 +263,7 @@ fn walk(
         return Err("the device has no kernels".to_string());
     };
     if crate::backends::cube::uses_reference() {
-        return Err("BURN_BLOCKSPARSE_REFERENCE is set".to_string());
+        return Err("BLOCKSPARSE_REFERENCE is set".to_string());
     }
     if options.choice_walk == ChoiceWalk::Packed {
         return Err("options.choice_walk says so".to_string());

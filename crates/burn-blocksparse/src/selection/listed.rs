@@ -51,7 +51,7 @@ pub(super) fn choose(
         return why("the device has no kernels");
     };
     if crate::backends::cube::uses_reference() {
-        return why("BURN_BLOCKSPARSE_REFERENCE is set");
+        return why("BLOCKSPARSE_REFERENCE is set");
     }
     if options.choice_walk == ChoiceWalk::Packed {
         return why("options.choice_walk says so");

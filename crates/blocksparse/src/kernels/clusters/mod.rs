@@ -26,6 +26,7 @@ use super::call::{TierLimit, check_hopper};
 use super::error::KernelError;
 use super::rows::{holds_rows, words_of_flags};
 use super::tensor::{check_scale, half_of, scales};
+use super::tuning::Tuning;
 
 /// Clusters of each list of rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,7 +77,7 @@ impl ClusterPlan {
     /// For rows of a type. `None` if no kernel takes them, or the device has none. `BLOCKSPARSE_TIER=mma`, and what leaves out more, leaves it out.
     pub fn new(client: &Client, sizes: ClusterSizes, element: ElemType) -> Option<Self> {
         let properties = client.properties();
-        let limit = TierLimit::from_env().unwrap_or_default();
+        let limit = Tuning::or_default().tier;
         if limit.is_simt() || limit == TierLimit::Mma || check_hopper(properties).is_err() {
             return None;
         }

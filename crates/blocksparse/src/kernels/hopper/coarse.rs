@@ -1,6 +1,7 @@
 //! Whether walks have coarse entries: whole steps, with a bit for each block.
 
 use crate::kernels::call::PartRequest;
+use crate::kernels::tuning::Tuning;
 use crate::plan::NarrowCosts;
 
 /// Whether a part's walks are to have coarse entries.
@@ -18,10 +19,10 @@ impl Coarse {
         if !known || !NarrowCosts::concern(part.layout) {
             return None;
         }
-        match std::env::var("BLOCKSPARSE_COARSE").as_deref() {
-            Ok("0") => None,
-            Ok("1") => Some(Self::Forced),
-            _ => Some(Self::IfFaster),
+        match Tuning::or_default().coarse {
+            Some(false) => None,
+            Some(true) => Some(Self::Forced),
+            None => Some(Self::IfFaster),
         }
     }
 

@@ -29,6 +29,7 @@ use crate::kernels::args::{address_of, buffer, optional, spread};
 use crate::kernels::error::KernelError;
 use crate::kernels::shared::bins::Bins;
 use crate::kernels::shared::unit_sums::before_and_all;
+use crate::kernels::tuning::{KeyPicking, Tuning};
 
 /// Numbers of a part, at least.
 const PART: usize = 8192;
@@ -63,7 +64,7 @@ impl Parts {
 
     fn of(multiprocessors: usize, rows: usize, columns: usize) -> Option<Self> {
         // For comparing.
-        let is_left_out = std::env::var("BLOCKSPARSE_KEY_PICKS").as_deref() == Ok("whole");
+        let is_left_out = Tuning::or_default().key_picks == KeyPicking::Whole;
         if is_left_out || FEW * rows > multiprocessors || columns <= (FEWEST_PARTS - 1) * PART {
             return None;
         }

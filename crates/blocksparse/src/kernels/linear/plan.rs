@@ -10,6 +10,7 @@ use super::tile::{Epilogue, MOST_HIGHEST, Order, ProductTile, ROWS, SLAB};
 use super::view::MatrixView;
 use crate::kernels::call::{TierLimit, check_ampere};
 use crate::kernels::shared::asm::Half;
+use crate::kernels::tuning::Tuning;
 
 /// Columns of a tile, at most.
 const MOST_COLUMNS: usize = 256;
@@ -151,9 +152,9 @@ pub(super) fn hopper(client: &Client) -> Result<(usize, usize), &'static str> {
         return Err("the device is not of compute capability 9.0");
     }
     let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(132) as usize;
-    match TierLimit::from_env() {
-        Ok(limit) if limit.is_simt() => return Err("BLOCKSPARSE_TIER says simt"),
-        Ok(TierLimit::Mma) => return Err("BLOCKSPARSE_TIER says mma"),
+    match Tuning::or_reason()?.tier {
+        limit if limit.is_simt() => return Err("BLOCKSPARSE_TIER says simt"),
+        TierLimit::Mma => return Err("BLOCKSPARSE_TIER says mma"),
         _ => {}
     }
     Ok((multiprocessors, hardware.max_shared_memory_size))
@@ -167,7 +168,7 @@ fn ampere(client: &Client) -> Result<(usize, usize), &'static str> {
     let properties = client.properties();
     let hardware = &properties.hardware;
     check_ampere(properties)?;
-    if TierLimit::from_env().is_ok_and(TierLimit::is_simt) {
+    if Tuning::or_reason()?.tier.is_simt() {
         return Err("BLOCKSPARSE_TIER says simt");
     }
     let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(64) as usize;

@@ -3,9 +3,10 @@
 use cubecl::prelude::*;
 
 use super::request::ListedRequest;
-use crate::kernels::call::{TierLimit, check_ampere};
+use crate::kernels::call::check_ampere;
 use crate::kernels::mma::asm::Element;
 use crate::kernels::tensor::{TOO_LARGE, half_of, is_u32};
+use crate::kernels::tuning::Tuning;
 
 /// The most that queries and keys are wide, and values.
 const WIDEST: [usize; 2] = [192, 128];
@@ -19,7 +20,7 @@ pub fn check(
     request: &ListedRequest,
 ) -> Result<Element, &'static str> {
     check_ampere(properties)?;
-    if TierLimit::from_env().is_ok_and(TierLimit::is_simt) {
+    if Tuning::or_reason()?.tier.is_simt() {
         return Err("BLOCKSPARSE_TIER says simt");
     }
     let element = Element::Half(half_of(request.dtype)?);

@@ -3,6 +3,7 @@
 use super::request::ListedRequest;
 use super::warpgroups;
 use crate::kernels::on_device::{KEYS_OF_WORD, most_of_neighbours};
+use crate::kernels::tuning::{ListedWay, Tuning};
 
 /// How the gradients by keys and values are made of lists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,9 +18,9 @@ impl ByKeys {
     /// What should be faster, or what `BLOCKSPARSE_LISTED` says.
     pub fn of(request: &ListedRequest) -> Self {
         let costs = Costs::new(request);
-        match said().as_deref() {
-            Some("words") => Self::Words,
-            Some("records") => Self::Records,
+        match said() {
+            Some(ListedWay::Words) => Self::Words,
+            Some(ListedWay::Records) => Self::Records,
             _ if costs.records < costs.words => Self::Records,
             _ => Self::Words,
         }
@@ -27,8 +28,8 @@ impl ByKeys {
 }
 
 /// What `BLOCKSPARSE_LISTED` says.
-pub fn said() -> Option<String> {
-    std::env::var("BLOCKSPARSE_LISTED").ok()
+pub fn said() -> Option<ListedWay> {
+    Tuning::or_default().listed
 }
 
 /// Rows of neighbours that walk a list together.

@@ -9,12 +9,13 @@ use super::costs::{self, ByKeys};
 use super::neighbour_plan::NeighbourPlan;
 use super::request::ListedRequest;
 use super::spread::{KEYS, SpreadTile};
-use super::tile::{MOST_STAGES, RESERVED, WalkTile};
+use super::tile::{RESERVED, WalkTile};
 use super::warpgroups::{self, Warpgroups};
 use crate::kernels::call::ScoreKind;
 use crate::kernels::mma::asm::Element;
 use crate::kernels::mma::tile::{Outputs, Tile};
 use crate::kernels::tensor::{TOO_LARGE, is_u32};
+use crate::kernels::tuning::{ListedWay, Tuning};
 
 /// Rows of a matrix of mma.sync.
 const ROWS: usize = 16;
@@ -84,8 +85,8 @@ fn of_blocks_together(
     if request.is_of_keys() {
         return None;
     }
-    let wanted = match costs::said().as_deref() {
-        Some("neighbours") => true,
+    let wanted = match costs::said() {
+        Some(ListedWay::Neighbours) => true,
         Some(_) => false,
         None => costs::are_faster_together(request),
     };
@@ -122,13 +123,7 @@ fn plain(
 
 /// `BLOCKSPARSE_LISTED_TILE=COLSxSTAGES`, two of them with a comma between, are the steps of forward and dQ: for measuring them.
 fn forced(backward: bool) -> Option<[usize; 2]> {
-    let text = std::env::var("BLOCKSPARSE_LISTED_TILE").ok()?;
-    let shape = text.split(',').nth(usize::from(backward))?;
-    let mut numbers = shape.split('x').map(|part| part.parse().ok());
-    let mut next = || numbers.next()?;
-    let (cols, stages) = (next()?, next()?);
-    let fits = matches!(cols, 16 | 32) && (2..=MOST_STAGES).contains(&stages);
-    fits.then_some([cols, stages])
+    Tuning::or_default().listed_tile[usize::from(backward)]
 }
 
 /// The walk of a query: bytes on their way to a multiprocessor are what counts. With four warps a multiprocessor, forward up to 16, or cubes of more warps,

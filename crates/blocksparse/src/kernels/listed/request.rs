@@ -5,6 +5,7 @@ use cubecl::ir::ElemType;
 use super::keys::ListShape;
 use crate::kernels::mma::tile::Tile;
 use crate::kernels::on_device::{KEYS_OF_WORD, KeyListSizes};
+use crate::kernels::tuning::Tuning;
 
 /// Parts of a block's list, and steps of a part: so that the list of a block that all queries chose takes no longer than everything else.
 const MOST_PARTS: usize = 4;
@@ -216,17 +217,13 @@ impl ListedRequest {
 
     /// The same of as many lists of a head of keys, of so many numbers.
     pub(super) fn lists_of_records(&self, lists: usize, most: usize) -> Option<usize> {
-        /// MiB of records unless `BLOCKSPARSE_RECORDS` says otherwise,
-        const MIB: usize = 512;
-        /// and bytes of those of 32 lists, which are there at least.
+        /// Bytes of records of 32 lists, which are there at least.
         const MOST: usize = 1 << 31;
         let of_list = self.batch * self.kv_heads * most * self.record() * 2;
         if of_list * 32 > MOST {
             return None;
         }
-        let said = std::env::var("BLOCKSPARSE_RECORDS").ok();
-        let mib = said.and_then(|text| text.parse().ok()).unwrap_or(MIB);
-        let fit = (mib << 20) / of_list.max(1);
+        let fit = Tuning::or_default().records.saturating_mul(1 << 20) / of_list.max(1);
         let fit = fit.max(32) / 32 * 32;
         Some(fit.min(lists))
     }

@@ -2,6 +2,7 @@
 
 use super::rows::CubeRows;
 use crate::kernels::mma::tile::Tile;
+use crate::kernels::tuning::MOST_LISTED_STAGES;
 
 /// Bytes at the beginning of shared memory: for each step that is there, which of its keys exist, a bit each.
 const BITS: usize = 128;
@@ -11,6 +12,8 @@ pub const RESERVED: usize = 1024;
 
 /// Steps that there are bits for.
 pub const MOST_STAGES: usize = BITS / 4;
+// What the environment may ask for.
+const _: () = assert!(MOST_STAGES == MOST_LISTED_STAGES);
 
 /// The comptime shape of a walk of queries: its key in the cache of compiled kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

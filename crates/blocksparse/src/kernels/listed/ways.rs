@@ -9,6 +9,7 @@ use super::neighbour_plan::NeighbourPlan;
 use super::plan::ListedPlan;
 use super::request::ListedRequest;
 use super::tiles::ListedTiles;
+use crate::kernels::tuning::ListedWay;
 
 /// How a pass goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,9 +41,9 @@ impl KeyListPlan {
     /// Why its kernels do not take the call.
     pub fn new(client: &Client, request: ListedRequest, scale: f64) -> Result<Self, &'static str> {
         let walk = ListedPlan::new(client.properties(), request);
-        let forced = match said().as_deref() {
-            Some("tiles") => Some(Way::Tiles),
-            Some("neighbours") => Some(Way::Neighbours),
+        let forced = match said() {
+            Some(ListedWay::Tiles) => Some(Way::Tiles),
+            Some(ListedWay::Neighbours) => Some(Way::Neighbours),
             Some(_) => Some(Way::Walk),
             None => None,
         };

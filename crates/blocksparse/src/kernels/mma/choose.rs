@@ -6,6 +6,7 @@ use super::asm::Element;
 use super::tile::{Outputs, Tile};
 use crate::kernels::call::{Kernel, PartRequest, Request, check_ampere};
 use crate::kernels::tensor::{TOO_LARGE, check_limit, check_options, half_of, is_u32};
+use crate::kernels::tuning::Tuning;
 use crate::plan::{Grouping, Walk};
 
 /// Rows are copied in pieces of 16 bytes, and the sums of mma.sync have eight columns.
@@ -89,11 +90,8 @@ fn candidates(kernel: Kernel, width: usize) -> Vec<Candidate> {
 /// `BLOCKSPARSE_MMA_TILE=WARPSxWARP_TILESxCOLSxSTAGES`, three of them with commas between, are the shapes of forward, dQ and
 /// dK, dV: for measuring them.
 fn forced(kernel: Kernel) -> Option<Candidate> {
-    let text = std::env::var("BLOCKSPARSE_MMA_TILE").ok()?;
-    let shape = text.split(',').nth(kernel as usize)?;
-    let mut numbers = shape.split('x').map(|part| part.parse().ok());
-    let mut next = || numbers.next()?;
-    Some(candidate([next()?, next()?, next()?, next()?], 1.0))
+    let shape = Tuning::or_default().mma_tile[kernel as usize]?;
+    Some(candidate(shape, 1.0))
 }
 
 /// What the products' operands are, or why the tier does not take the part.

@@ -19,6 +19,7 @@ use crate::kernels::TierLimit;
 use crate::kernels::args::{address_in, buffer, optional, spread};
 use crate::kernels::error::KernelError;
 use crate::kernels::rows::accumulator_of;
+use crate::kernels::tuning::Tuning;
 
 /// Multiprocessors of a device that does not say.
 const MULTIPROCESSORS: usize = 16;
@@ -176,7 +177,7 @@ impl PagedPlan {
     /// # Errors
     /// [`KernelError`] if the device lacks the dtype, the call exceeds a limit of it, or the variable says what it may not.
     pub fn new(client: &Client, shape: PagedShape) -> Result<Self, KernelError> {
-        Self::of(client.properties(), shape, TierLimit::from_env()?)
+        Self::of(client.properties(), shape, Tuning::of_process()?.tier)
     }
 
     /// The plan of a call without some tiers, for measuring and comparing.

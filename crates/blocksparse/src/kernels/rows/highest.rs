@@ -24,6 +24,7 @@ use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::error::KernelError;
 use crate::kernels::on_device::{key, planes};
 use crate::kernels::shared::unit_sums::{UnitSums, before_and_all};
+use crate::kernels::tuning::Tuning;
 
 /// Numbers of a word, and of a unit at most: so there are no more words than units.
 const WORD: usize = 32;
@@ -31,8 +32,6 @@ const WORD: usize = 32;
 const UNITS: [usize; 2] = [64, 1024];
 /// Units that are added up together in a search by bits where there are no planes.
 const TOGETHER: usize = 16;
-/// For comparing: `0` searches bit by bit on devices that count digits, too.
-const BY_DIGITS: &str = "BLOCKSPARSE_ROW_DIGITS";
 
 /// What is compiled into the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -73,7 +72,8 @@ impl Held {
         let units = columns.div_ceil(WORD).next_power_of_two().max(low);
         let by_planes = planes::are_there(properties);
         let ptx = by_planes && planes::have_ptx(properties);
-        let by_digits = ptx && std::env::var(BY_DIGITS).as_deref() != Ok("0");
+        // `BLOCKSPARSE_ROW_DIGITS=0` searches bit by bit on devices that count digits, too: for comparing.
+        let by_digits = ptx && Tuning::or_default().row_digits;
         let held = Self {
             units,
             held: columns.div_ceil(units),

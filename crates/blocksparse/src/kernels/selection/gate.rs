@@ -156,7 +156,7 @@ fn in_products(
     of: &GateSizes,
     picks: &Handle,
 ) -> bool {
-    if std::env::var("BLOCKSPARSE_PICKS").as_deref() == Ok("0") {
+    if !crate::kernels::Tuning::or_default().picks {
         return false;
     }
     let Some(([left, right], request)) = asked(element, [q, means]) else {

@@ -22,6 +22,7 @@ use crate::kernels::linear::{
     line_numbers, multiply,
 };
 use crate::kernels::rows::tile::{Combine, RowTile, across_lanes};
+use crate::kernels::tuning::Tuning;
 
 /// Of a list whose first query has a logarithm as high as this no sums over keys and distances are wanted.
 pub(super) use crate::kernels::linear::UNWANTED;
@@ -62,7 +63,7 @@ pub(super) fn product_of_sums(
     factors: [&Handle; 2],
     of: &LineSizes,
 ) -> Result<ProductPlan, &'static str> {
-    if std::env::var("BLOCKSPARSE_LINE_SUMS").as_deref() == Ok("0") {
+    if !Tuning::or_reason()?.line_sums {
         return Err("BLOCKSPARSE_LINE_SUMS is 0");
     }
     let [queries, keys] = of.seq;

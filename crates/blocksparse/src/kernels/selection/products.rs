@@ -189,8 +189,7 @@ impl RunSums {
 
     /// Whether tensor cores make them with such a product. `BLOCKSPARSE_LOG_SUMS=0` leaves it out, for comparing.
     pub fn is_served(&self, client: &Client, element: ElemType, factors: [&RowsView; 2]) -> bool {
-        let is_left_out = std::env::var("BLOCKSPARSE_LOG_SUMS").as_deref() == Ok("0");
-        !is_left_out && self.is_planned(client, element, factors)
+        crate::kernels::Tuning::or_default().log_sums && self.is_planned(client, element, factors)
     }
 
     /// Whether there is such a product.

@@ -11,6 +11,7 @@ use super::{Tile, cheapest, describe, shared_bytes};
 use crate::BlockLayout;
 use crate::kernels::args::address_in;
 use crate::kernels::call::{Kernel, PartRequest, TierLimit};
+use crate::kernels::tuning::Tuning;
 
 /// The fused backward pass of a part.
 #[derive(Clone, Copy, Debug)]
@@ -23,8 +24,6 @@ pub struct Fused {
     pub bytes: usize,
 }
 
-/// MiB that sums of dQ may take unless `BLOCKSPARSE_SIMT_SUMS` says otherwise.
-const MOST_MIB: usize = 1024;
 /// The greatest width of the fused pass: of those on GPUs it was compared with the two walks.
 const MOST_WIDTH: usize = 128;
 /// Kept keys of a query, for each group, below which two walks are taken: clearing and adding up the sums of a group takes as long as the
@@ -49,11 +48,9 @@ impl Fused {
     }
 }
 
-/// Bytes that sums of dQ may take.
+/// Bytes that sums of dQ may take (`BLOCKSPARSE_SIMT_SUMS`).
 fn most_bytes() -> usize {
-    let said = std::env::var("BLOCKSPARSE_SIMT_SUMS").ok();
-    let mib = said.and_then(|text| text.parse().ok()).unwrap_or(MOST_MIB);
-    mib.saturating_mul(1 << 20)
+    Tuning::or_default().simt_sums.saturating_mul(1 << 20)
 }
 
 /// Kept pairs of all heads of a layout, for each query of a head.

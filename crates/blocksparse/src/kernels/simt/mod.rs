@@ -24,6 +24,7 @@ pub use tile::Tile;
 
 use super::call::{Kernel, PartRequest};
 use super::error::KernelError;
+use super::tuning::Tuning;
 use crate::plan::{Grouping, Tiling, Walk};
 use tile::pitch;
 
@@ -98,10 +99,8 @@ pub fn shared_bytes(tile: &Tile, kernel: Kernel, accumulator: usize) -> usize {
 }
 
 /// `BLOCKSPARSE_SIMT_TILE=ROWSxCOLSxUNIT_ROWS` leaves one candidate: for measuring them.
-fn forced() -> Option<(usize, usize, usize)> {
-    let text = std::env::var("BLOCKSPARSE_SIMT_TILE").ok()?;
-    let mut numbers = text.split('x').map(|part| part.parse().ok());
-    Some((numbers.next()??, numbers.next()??, numbers.next()??))
+fn forced() -> Option<[usize; 3]> {
+    Tuning::or_default().simt_tile
 }
 
 /// How a plan is cut for a tile.
@@ -195,7 +194,7 @@ fn cheapest(part: &PartRequest, kernel: Kernel, fused: bool) -> Option<(f64, Til
     let mut best: Option<(f64, Tile)> = None;
     let forced = forced();
     for candidate in &CANDIDATES {
-        let shape = (candidate.rows, candidate.cols, candidate.unit_rows);
+        let shape = [candidate.rows, candidate.cols, candidate.unit_rows];
         if forced.is_some_and(|forced| forced != shape) {
             continue;
         }

@@ -4,10 +4,11 @@ use cubecl::client::Client;
 
 use super::super::pairs::{PairInputs, PairSizes};
 use super::super::wanted::PairSum;
-use crate::kernels::call::{TierLimit, check_ampere};
+use crate::kernels::call::check_ampere;
 use crate::kernels::mma::asm::Element;
 use crate::kernels::shared::asm::Half;
 use crate::kernels::tensor::half_of;
+use crate::kernels::tuning::Tuning;
 
 /// Bytes, and numbers, that are copied, and read by ldmatrix, at a time.
 pub(super) const PIECE: usize = 16;
@@ -64,11 +65,12 @@ impl SumTile {
     ) -> Result<Self, &'static str> {
         let properties = client.properties();
         check_ampere(properties)?;
-        if TierLimit::from_env().is_ok_and(TierLimit::is_simt) {
+        let tuning = Tuning::or_reason()?;
+        if tuning.tier.is_simt() {
             return Err("BLOCKSPARSE_TIER says simt");
         }
         // For comparing, where other kernels are to stay on tensor cores.
-        if std::env::var("BLOCKSPARSE_PAIRS").as_deref() == Ok("0") {
+        if !tuning.pairs {
             return Err("BLOCKSPARSE_PAIRS says 0");
         }
         let half = half_of(inputs.element)?;

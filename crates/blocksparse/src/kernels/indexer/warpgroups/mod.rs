@@ -24,6 +24,7 @@ use cubecl::prelude::Client;
 
 use super::pairs::PairSizes;
 use crate::kernels::call::{TierLimit, check_hopper};
+use crate::kernels::tuning::Tuning;
 
 /// Warpgroups of a cube, keys of each, and of all.
 const WARPGROUPS: usize = 4;
@@ -42,7 +43,7 @@ const WIDTH: usize = 128;
 
 /// Whether a device runs these kernels, and nobody has left them out.
 fn is_served(client: &Client) -> bool {
-    let is_left_out = TierLimit::from_env().is_ok_and(|limit| limit == TierLimit::Mma);
+    let is_left_out = Tuning::or_default().tier == TierLimit::Mma;
     !is_left_out && check_hopper(client.properties()).is_ok()
 }
 

@@ -9,6 +9,7 @@ use crate::kernels::listed::request::ListedRequest;
 use crate::kernels::listed::tile::RESERVED;
 use crate::kernels::shared::asm::Half;
 use crate::kernels::shared::tma::ROW_ELEMENTS;
+use crate::kernels::tuning::Tuning;
 
 /// The walks of a call that are on wgmma.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -64,7 +65,7 @@ impl Warpgroups {
         half: Half,
         queries: usize,
     ) -> Self {
-        let is_left_out = TierLimit::from_env().is_ok_and(|limit| limit == TierLimit::Mma);
+        let is_left_out = Tuning::or_default().tier == TierLimit::Mma;
         let count = filled(&of_together(request, queries));
         let Some(warpgroups) = count.filter(|_| !is_left_out && check_hopper(properties).is_ok())
         else {

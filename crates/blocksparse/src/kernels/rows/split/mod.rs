@@ -17,8 +17,8 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::products::is_before;
-use crate::kernels::call::TierLimit;
 use crate::kernels::on_device::planes;
+use crate::kernels::tuning::Tuning;
 
 #[cfg(feature = "cuda-asm")]
 pub(super) use ptx::{load_columns, load_rows, products, row_squares, share_eight};
@@ -38,14 +38,12 @@ const PAIR: usize = 32;
 const PART_BYTES: usize = 512;
 /// Numbers of a row, at most: of which a unit has a quarter of four rows in registers.
 const MOST_WIDTH: usize = 256;
-/// For comparing: `0` multiplies rows of all types in f32 without tensor cores.
-const BY_PARTS: &str = "BLOCKSPARSE_ROW_PRODUCTS";
 
-/// Whether products, and counts beside them, may be other than on all devices.
+/// Whether products, and counts beside them, may be other than on all devices. `BLOCKSPARSE_ROW_PRODUCTS=0` says no, for comparing.
 pub(super) fn may_split(properties: &DeviceProperties) -> bool {
     planes::are_there(properties)
         && planes::have_ptx(properties)
-        && std::env::var(BY_PARTS).as_deref() != Ok("0")
+        && Tuning::or_default().row_products
 }
 
 /// How a cube multiplies.
@@ -69,7 +67,7 @@ impl SplitTile {
         let tile = Self { width };
         let begin = |handle: &Handle| handle.offset_start.unwrap_or(0).is_multiple_of(16);
         let fits = may_split(properties)
-            && !TierLimit::from_env().is_ok_and(TierLimit::is_simt)
+            && !Tuning::or_default().tier.is_simt()
             && element == ElemType::Float(FloatKind::BF16)
             && width.is_multiple_of(EIGHT)
             && (EIGHT..=MOST_WIDTH).contains(&width)

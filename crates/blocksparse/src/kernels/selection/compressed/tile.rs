@@ -9,6 +9,7 @@ use crate::kernels::TierLimit;
 use crate::kernels::call::check_ampere;
 #[cfg(feature = "cuda-asm")]
 use crate::kernels::shared::asm::Half;
+use crate::kernels::tuning::Tuning;
 
 /// Sizes of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -265,7 +266,7 @@ impl CompressedPlan {
         dtype: ElemType,
         shape: CompressedShape,
     ) -> Result<Self, &'static str> {
-        let limit = TierLimit::from_env().unwrap_or_default();
+        let limit = Tuning::or_reason()?.tier;
         Self::of(client.properties(), dtype, shape, limit)
     }
 

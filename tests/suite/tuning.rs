@@ -1,0 +1,170 @@
+//! Environment variables of the kernels: with a wrong one every op on a device with kernels is an error. They are read once in a process, so each has one.
+
+use std::process::Command;
+
+use burn::tensor::{Bool, DType, Device, Int, Tensor};
+use burn_blocksparse::{
+    Activation, AttentionOptions, CrossEntropyOptions, DeviceLayout, DeviceLayoutOptions, KeyLists,
+    LayoutShape, LinearOptions, MassOptions, MlpOptions, MlpParams, NormParams, OpError, Pattern,
+    ResidualNormOptions, SampleOptions, StreamDropout, TopKOptions, attention, attention_masses,
+    bias_activation, check_device, dropout, embedding, hash_rows, heads_apart, highest_in_rows,
+    linear, linear_cross_entropy, linear_to_heads, mlp, norm, rows_at, sample_tokens, sort_buckets,
+    split_heads, top_k_blocks, unit_rows,
+};
+use burn_blocksparse_tests::devices::devices;
+
+/// What the process of the calls is to be told.
+const SAID: &str = "BURN_SPARSE_WRONG_VARIABLE";
+
+/// A call of each kind, by name.
+fn calls(device: &Device) -> Vec<(&'static str, Result<(), OpError>)> {
+    let x4 = || Tensor::<4>::zeros([1, 2, 32, 8], (device, DType::F32));
+    let x3 = || Tensor::<3>::zeros([1, 32, 16], (device, DType::F32));
+    let x2 = |shape: [usize; 2]| Tensor::<2>::zeros(shape, (device, DType::F32));
+    let x1 = |length: usize| Tensor::<1>::zeros([length], (device, DType::F32));
+    let ids = |shape: [usize; 2]| Tensor::<2, Int>::zeros(shape, device);
+    let layout = Pattern::causal().layout(2, 32, 8).unwrap();
+    let kept = Tensor::<4, Bool>::full([1, 1, 4, 4], true, device);
+    let shape = LayoutShape::new(2, 32, 8);
+    let keys = KeyLists::new(Tensor::zeros([1, 2, 32, 4], device), 32, true);
+    let params = MlpParams::new(x2([16, 32]), x2([32, 16]));
+    let no_linear = LinearOptions::default();
+    vec![
+        ("check_device", check_device(device)),
+        (
+            "attention",
+            attention(x4(), x4(), x4(), &layout, AttentionOptions::default()).map(drop),
+        ),
+        (
+            "attention_masses",
+            attention_masses(
+                x4(),
+                x4(),
+                Tensor::zeros([1, 2, 32], (device, DType::F32)),
+                &layout,
+                MassOptions::default(),
+            )
+            .map(drop),
+        ),
+        (
+            "DeviceLayout::from_mask",
+            DeviceLayout::from_mask(kept, DeviceLayoutOptions::new(shape)).map(drop),
+        ),
+        ("KeyLists::new", keys.map(drop)),
+        (
+            "top_k_blocks",
+            top_k_blocks(x4(), x4(), TopKOptions::new(8, 2)).map(drop),
+        ),
+        (
+            "bias_activation",
+            bias_activation(x2([4, 8]), Some(x1(8)), Activation::default()).map(drop),
+        ),
+        (
+            "dropout",
+            dropout(x2([4, 8]), &StreamDropout::new(0.1, 0, 0)).map(drop),
+        ),
+        (
+            "norm",
+            norm(
+                x2([4, 8]),
+                NormParams::new(x1(8)),
+                &ResidualNormOptions::default(),
+            )
+            .map(drop),
+        ),
+        (
+            "linear",
+            linear(x2([4, 8]), x2([8, 8]), &no_linear).map(drop),
+        ),
+        (
+            "mlp",
+            mlp(
+                x2([4, 16]),
+                params,
+                Activation::default(),
+                &MlpOptions::default(),
+            )
+            .map(drop),
+        ),
+        (
+            "linear_to_heads",
+            linear_to_heads(x3(), vec![x2([16, 16])], None, &[(2, 8)], &no_linear).map(drop),
+        ),
+        ("split_heads", split_heads(x3(), None, &[(2, 8)]).map(drop)),
+        ("heads_apart", heads_apart(x4(), 1).map(drop)),
+        ("embedding", embedding(x2([8, 8]), ids([1, 4])).map(drop)),
+        (
+            "linear_cross_entropy",
+            linear_cross_entropy(
+                x2([4, 8]),
+                x2([8, 16]),
+                Tensor::<1, Int>::zeros([4], device),
+                &CrossEntropyOptions::default(),
+            )
+            .map(drop),
+        ),
+        (
+            "sample_tokens",
+            sample_tokens(x2([2, 16]), x1(2), None, &SampleOptions::default()).map(drop),
+        ),
+        ("sort_buckets", sort_buckets(ids([2, 8]), 2).map(drop)),
+        ("highest_in_rows", highest_in_rows(x3(), 2).map(drop)),
+        (
+            "hash_rows",
+            hash_rows(x4(), Tensor::zeros([1, 8, 2], (device, DType::F32))).map(drop),
+        ),
+        ("unit_rows", unit_rows(x4()).map(drop)),
+        (
+            "rows_at",
+            rows_at(
+                x4(),
+                Tensor::zeros([1, 2, 4], device),
+                Tensor::zeros([1, 2, 32, 1], device),
+            )
+            .map(drop),
+        ),
+    ]
+}
+
+#[test]
+#[ignore = "wrong_variables_are_errors_of_every_op runs it in processes of its own"]
+fn calls_in_a_process_of_their_own() {
+    let said = std::env::var(SAID).expect("what is wrong");
+    for device in devices() {
+        let has_kernels = format!("{device:?}").contains("Cube");
+        for (name, result) in calls(&device) {
+            match result {
+                Err(OpError::Kernel(error)) if has_kernels => assert_eq!(error.to_string(), said),
+                other => assert!(!has_kernels, "{name}: {other:?}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn wrong_variables_are_errors_of_every_op() {
+    for (variable, value, said) in [
+        (
+            "BLOCKSPARSE_TIER",
+            "hoper",
+            "BLOCKSPARSE_TIER must be simt, simt-walks, simt-fused, mma, hopper-forward, hopper-walks, hopper-alone or mma-bias, got \"hoper\"",
+        ),
+        (
+            "BLOCKSPARSE_LOG_SUMS",
+            "no",
+            "BLOCKSPARSE_LOG_SUMS must be 0 or 1, got \"no\"",
+        ),
+    ] {
+        let name = "tuning::calls_in_a_process_of_their_own";
+        let output = Command::new(std::env::current_exe().unwrap())
+            .args(["--ignored", "--exact", name, "--nocapture"])
+            .env(SAID, said)
+            .env(variable, value)
+            .output()
+            .unwrap();
+        let errors = String::from_utf8_lossy(&output.stderr);
+        let told = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success(), "{told}\n{errors}");
+        assert!(told.contains("1 passed"), "{told}\n{errors}");
+    }
+}
