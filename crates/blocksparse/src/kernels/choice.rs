@@ -1,14 +1,14 @@
 //! What a call will run: chosen, checked against the device, remembered with the layout, and printed.
 
-use std::collections::HashMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use cubecl::prelude::*;
 
 use super::call::{DeviceFacts, Kernel, PartRequest, Request, TierLimit};
 use super::device_key::{DeviceKey, device_key};
 use super::error::KernelError;
+use super::known::Slots;
 use super::pass::Part;
 use super::tier::{self, BackwardTile, BiasTile, Choice, ForwardTile};
 use super::tuning::Tuning;
@@ -107,7 +107,7 @@ impl PartPlan {
 /// Plans of a layout, and of the choices that devices make within it: of all of those a call has a layout of its own, of which a plan knows no more than its
 /// choice and its name.
 #[derive(Default)]
-struct Plans(Mutex<HashMap<(DeviceKey, Request, TierLimit), Vec<KnownPlan>>>);
+struct Plans(Slots<(DeviceKey, Request, TierLimit), Vec<KnownPlan>>);
 
 struct KnownPlan {
     choice: Option<DeviceChoice>,
@@ -141,20 +141,20 @@ impl AttentionPlan {
         let keeper = layout.within().unwrap_or(layout);
         let choice = layout.device_choice().copied();
         let known = keeper.attachment(Plans::default);
-        let mut known = known.0.lock().unwrap_or_else(PoisonError::into_inner);
         let key = (device_key(client), request, limit);
-        let plans = known.entry(key).or_default();
-        let is_it = |of: &&KnownPlan| of.choice == choice && of.plan.name == layout.name();
-        if let Some(known) = plans.iter().find(is_it) {
-            return Ok(known.plan.clone());
-        }
-        let plan = Self::choose(layout, request, limit, DeviceFacts::of(client))?;
-        let plan = Arc::new(plan);
-        plans.push(KnownPlan {
-            choice,
-            plan: plan.clone(),
-        });
-        Ok(plan)
+        known.0.with(key, |plans| {
+            let is_it = |of: &&KnownPlan| of.choice == choice && of.plan.name == layout.name();
+            if let Some(known) = plans.iter().find(is_it) {
+                return Ok(known.plan.clone());
+            }
+            let plan = Self::choose(layout, request, limit, DeviceFacts::of(client))?;
+            let plan = Arc::new(plan);
+            plans.push(KnownPlan {
+                choice,
+                plan: plan.clone(),
+            });
+            Ok(plan)
+        })
     }
 
     /// As [`with_limit`](Self::with_limit), for a device that is described; not remembered.

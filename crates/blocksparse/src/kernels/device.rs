@@ -1,13 +1,13 @@
 //! The launch plans that a layout keeps on devices, uploaded once or made there, as long as it lives.
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::device_key::{DeviceKey, device_key};
 use super::error::KernelError;
+use super::known::Slots;
 use super::on_device;
 use super::recording;
 use super::uploaded::DevicePlan;
@@ -18,7 +18,7 @@ use crate::plan::{TilePlan, Tiling};
 type Key = (DeviceKey, Tiling);
 
 #[derive(Default)]
-struct DevicePlans(Mutex<HashMap<Key, Arc<DevicePlan>>>);
+struct DevicePlans(Slots<Key, Option<Arc<DevicePlan>>>);
 
 /// The words of a plan, on the client's device.
 fn upload(client: &Client, words: &[u32]) -> Result<Handle, KernelError> {
@@ -31,7 +31,7 @@ fn check_words(words: usize) -> Result<(), KernelError> {
     KernelError::check_u32("the words of a launch plan", words).map(|_| ())
 }
 
-/// The plan of a layout under a tiling, on the client's device.
+/// The plan of a layout under a tiling, on the client's device. It takes seconds for a million positions, in which only those wait who ask for the same one.
 ///
 /// # Errors
 /// [`KernelError::Limit`] if it has more words than kernels can index.
@@ -41,33 +41,29 @@ pub fn plan(
     tiling: Tiling,
 ) -> Result<Arc<DevicePlan>, KernelError> {
     let plans = layout.attachment(DevicePlans::default);
-    let mut plans = plans.0.lock().unwrap_or_else(PoisonError::into_inner);
     let key = (device_key(client), tiling);
-    if let Some(known) = plans.get(&key) {
-        return Ok(known.clone());
-    }
-    let made = Arc::new(match layout.device_choice() {
-        Some(choice) => {
-            let whole = layout.within().map(|whole| plan(client, whole, tiling));
-            let whole = whole.transpose()?;
-            on_device::plan(client, layout, choice, tiling, whole.as_deref())?
-        }
-        None => {
-            let plan = TilePlan::new(layout, tiling);
-            DevicePlan {
-                words: upload(client, &plan.words)?,
-                len: plan.words.len(),
-                sections: plan.sections,
-                tiles: plan.tiles,
-                apart: plan.apart,
-                between: plan.between,
-                complete: plan.complete,
-                steps: plan.pattern_steps(),
+    plans.0.get_or_try_make(key, || {
+        Ok(Arc::new(match layout.device_choice() {
+            Some(choice) => {
+                let whole = layout.within().map(|whole| plan(client, whole, tiling));
+                let whole = whole.transpose()?;
+                on_device::plan(client, layout, choice, tiling, whole.as_deref())?
             }
-        }
-    });
-    plans.insert(key, made.clone());
-    Ok(made)
+            None => {
+                let plan = TilePlan::new(layout, tiling);
+                DevicePlan {
+                    words: upload(client, &plan.words)?,
+                    len: plan.words.len(),
+                    sections: plan.sections,
+                    tiles: plan.tiles,
+                    apart: plan.apart,
+                    between: plan.between,
+                    complete: plan.complete,
+                    steps: plan.pattern_steps(),
+                }
+            }
+        }))
+    })
 }
 
 /// A [`LinePlan`] whose words are on a device.
@@ -80,7 +76,7 @@ pub struct DeviceLinePlan {
 }
 
 #[derive(Default)]
-struct DeviceLinePlans(Mutex<HashMap<(DeviceKey, Lines), Arc<DeviceLinePlan>>>);
+struct DeviceLinePlans(Slots<(DeviceKey, Lines), Option<Arc<DeviceLinePlan>>>);
 
 /// The lines of a layout, on the client's device.
 ///
@@ -92,21 +88,17 @@ pub fn line_plan(
     lines: Lines,
 ) -> Result<Arc<DeviceLinePlan>, KernelError> {
     let plans = layout.attachment(DeviceLinePlans::default);
-    let mut plans = plans.0.lock().unwrap_or_else(PoisonError::into_inner);
-    let key = (device_key(client), lines);
-    if let Some(known) = plans.get(&key) {
-        return Ok(known.clone());
-    }
-    let plan = LinePlan::new(layout, &key.1);
-    let made = Arc::new(DeviceLinePlan {
-        words: upload(client, &plan.words)?,
-        len: plan.words.len(),
-        sections: plan.sections,
-        segments: plan.segments,
-        lines: plan.lines,
-    });
-    plans.insert(key, made.clone());
-    Ok(made)
+    let key = (device_key(client), lines.clone());
+    plans.0.get_or_try_make(key, || {
+        let plan = LinePlan::new(layout, &lines);
+        Ok(Arc::new(DeviceLinePlan {
+            words: upload(client, &plan.words)?,
+            len: plan.words.len(),
+            sections: plan.sections,
+            segments: plan.segments,
+            lines: plan.lines,
+        }))
+    })
 }
 
 #[cfg(test)]

@@ -21,7 +21,7 @@
 //! pass       a pass over a layout, as tiers get it            device     launch plans on devices
 //! tier       the tiers as values, in the order of asking      stats      lse and delta of queries
 //! choice     AttentionPlan                                    on_device  launch plans made there
-//! tuning     what environment variables say
+//! tuning     what environment variables say                   known      what is made once for a key
 //! forward, backward, masses                                   shared     what kernels of several tiers share
 //!                                                            simt, mma, hopper: the tiers
 //! ```
@@ -46,6 +46,7 @@ mod forward;
 #[cfg(feature = "cuda-asm")]
 mod hopper;
 pub mod indexer;
+mod known;
 #[cfg(feature = "cuda-asm")]
 pub mod linear;
 #[cfg(feature = "cuda-asm")]

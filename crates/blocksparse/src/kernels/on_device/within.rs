@@ -4,8 +4,8 @@
 //! far as their blocks are chosen. Where only some of a tile's block rows have a block, the entry's mask is that of the whole plan in those rows: the table
 //! has each mask of the whole plan for all of them, and behind those each for every other subset.
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::convert::Infallible;
+use std::sync::Arc;
 
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -16,6 +16,7 @@ use super::words::{Counted, Cut, EMPTY, Extent, FULL, Places, place, subset};
 use crate::BlockLayout;
 use crate::kernels::device_key::{DeviceKey, device_key};
 use crate::kernels::error::KernelError;
+use crate::kernels::known::Slots;
 use crate::kernels::recording;
 use crate::plan::{TilePlan, Tiling};
 
@@ -29,25 +30,25 @@ pub struct WholeSizes {
 }
 
 #[derive(Default)]
-struct KnownSizes(Mutex<HashMap<Tiling, WholeSizes>>);
+struct KnownSizes(Slots<Tiling, Option<WholeSizes>>);
 
 impl WholeSizes {
     /// Of a layout under a tiling, found once.
     pub fn new(layout: &BlockLayout, tiling: Tiling) -> Self {
         let known = layout.attachment(KnownSizes::default);
-        let mut known = known.0.lock().unwrap_or_else(PoisonError::into_inner);
-        *known.entry(tiling).or_insert_with(|| {
+        let made = known.0.get_or_try_make(tiling, || {
             let plan = TilePlan::new(layout, tiling);
             let at = plan.sections;
             let entries = plan.words[at.tiles..at.entries].chunks(3 * plan.tiles.max(1));
             let per_step = tiling.cols / plan.group;
             let of_pattern =
                 entries.map(|tiles| tiles.chunks(3).map(|tile| tile[1] as usize).sum::<usize>());
-            Self {
+            Ok::<_, Infallible>(Self {
                 masks: (plan.words.len() - at.masks) / (tiling.rows * plan.mask_words),
                 entries: of_pattern.max().unwrap_or(0) * per_step,
-            }
-        })
+            })
+        });
+        made.unwrap_or_else(|never| match never {})
     }
 
     /// Masks of the table, of tiles of so many block rows.
@@ -68,7 +69,7 @@ pub struct AllowedBits {
 }
 
 #[derive(Default)]
-struct KnownBits(Mutex<HashMap<DeviceKey, Arc<AllowedBits>>>);
+struct KnownBits(Slots<DeviceKey, Option<Arc<AllowedBits>>>);
 
 impl AllowedBits {
     /// Of a layout, uploaded once.
@@ -77,11 +78,11 @@ impl AllowedBits {
     /// [`KernelError::Recording`] if they would be uploaded inside a recording.
     pub fn new(client: &Client, layout: &BlockLayout) -> Result<Arc<Self>, KernelError> {
         let known = layout.attachment(KnownBits::default);
-        let mut known = known.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let key = device_key(client);
-        if let Some(bits) = known.get(&key) {
-            return Ok(bits.clone());
-        }
+        let make = || Self::uploaded(client, layout).map(Arc::new);
+        known.0.get_or_try_make(device_key(client), make)
+    }
+
+    fn uploaded(client: &Client, layout: &BlockLayout) -> Result<Self, KernelError> {
         let (entries, heads) = (layout.batch().unwrap_or(1), layout.heads());
         let mut words = Vec::with_capacity(entries * heads);
         for (entry, head) in (0..entries).flat_map(|entry| (0..heads).map(move |h| (entry, h))) {
@@ -99,14 +100,12 @@ impl AllowedBits {
                 }
             }
         }
-        let made = Arc::new(Self {
+        Ok(Self {
             words: recording::upload(client, &words, "the blocks of a layout")?,
             len: words.len(),
             heads,
             entries,
-        });
-        known.insert(key, made.clone());
-        Ok(made)
+        })
     }
 
     /// As kernels read it, for a choice of so many patterns a batch entry.
