@@ -31,6 +31,49 @@ impl<K: Eq + Hash, V: Clone> Slots<K, Option<V>> {
     }
 }
 
+/// Values of the keys that were asked for last, so many at most.
+pub(super) struct Recent<K, V> {
+    most: usize,
+    /// The latest last.
+    slots: Mutex<Vec<(K, Arc<Mutex<Option<V>>>)>>,
+}
+
+impl<K: Eq, V: Clone> Recent<K, V> {
+    pub const fn new(most: usize) -> Self {
+        Self {
+            most,
+            slots: Mutex::new(Vec::new()),
+        }
+    }
+
+    /// A key's value, made if there is none. An error is not kept.
+    pub fn get_or_try_make<E>(&self, key: K, make: impl FnOnce() -> Result<V, E>) -> Result<V, E> {
+        let (slot, gone) = self.slot(key);
+        // What a value drops may be much.
+        drop(gone);
+        let mut value = lock(&slot);
+        match &*value {
+            Some(known) => Ok(known.clone()),
+            None => Ok(value.insert(make()?).clone()),
+        }
+    }
+
+    /// A key's slot, and the one that went for it.
+    #[allow(clippy::type_complexity)]
+    fn slot(&self, key: K) -> (Arc<Mutex<Option<V>>>, Option<(K, Arc<Mutex<Option<V>>>)>) {
+        let mut slots = lock(&self.slots);
+        let at = slots.iter().position(|(known, _)| *known == key);
+        let found = match at {
+            Some(at) => slots.remove(at),
+            None => (key, Arc::default()),
+        };
+        let slot = found.1.clone();
+        slots.push(found);
+        let gone = (slots.len() > self.most).then(|| slots.remove(0));
+        (slot, gone)
+    }
+}
+
 /// Nothing that is locked here is left half changed by a panic.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -78,14 +121,40 @@ mod tests {
             let made = slots.get_or_try_make(key, || Ok::<_, Infallible>(make()));
             made.unwrap()
         });
+        let recent = Arc::new(Recent::<u32, u32>::new(4));
+        others_go_on(move |key, make| {
+            let made = recent.get_or_try_make(key, || Ok::<_, Infallible>(make()));
+            made.unwrap()
+        });
     }
 
     #[test]
     fn values_are_made_once_and_errors_are_not_kept() {
         let slots = Slots::<u32, Option<u32>>::default();
+        let recent = Recent::<u32, u32>::new(4);
         assert_eq!(slots.get_or_try_make(1, || Err("none")), Err("none"));
+        assert_eq!(recent.get_or_try_make(1, || Err("none")), Err("none"));
         for made in [10, 11, 12] {
             assert_eq!(slots.get_or_try_make(1, || Ok::<_, ()>(made)), Ok(10));
+            assert_eq!(recent.get_or_try_make(1, || Ok::<_, ()>(made)), Ok(10));
         }
+    }
+
+    #[test]
+    fn the_latest_are_kept() {
+        let recent = Recent::<u32, Arc<u32>>::new(2);
+        let get = |key, made| {
+            let made = recent.get_or_try_make(key, || Ok::<_, ()>(Arc::new(made)));
+            made.unwrap()
+        };
+        let one = Arc::downgrade(&get(1, 10));
+        let two = Arc::downgrade(&get(2, 20));
+        assert_eq!(*get(1, 11), 10);
+        // Two was asked for longest ago.
+        assert_eq!(*get(3, 30), 30);
+        assert!(two.upgrade().is_none());
+        assert!(one.upgrade().is_some());
+        assert_eq!(*get(2, 21), 21);
+        assert!(one.upgrade().is_none());
     }
 }

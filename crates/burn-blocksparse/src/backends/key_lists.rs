@@ -19,6 +19,8 @@ impl KeyListOps for burn_cubecl::CubeBackend {}
 
 #[cfg(feature = "cuda")]
 pub(crate) mod kernels {
+    use std::sync::Arc;
+
     use blocksparse::kernels::listed::{
         self, KeyListPlan, ListedGradients, ListedLists, ListedRequest, Way, neighbours,
     };
@@ -64,12 +66,12 @@ pub(crate) mod kernels {
     }
 
     /// What runs of a call that was planned before.
-    fn planned(inputs: &KeyListInputs<CubeBackend>, call: &KeyListCall) -> KeyListPlan {
+    fn planned(inputs: &KeyListInputs<CubeBackend>, call: &KeyListCall) -> Arc<KeyListPlan> {
         let KeyListInputs { q, k, v, keys } = inputs;
         let shapes = [q, k, v].map(|x| x.meta.shape().dims());
         let most = keys.meta.shape()[3];
         let request = request(shapes, q.dtype, most, call.causal, call.overlap);
-        let plan = KeyListPlan::new(&q.client, request, call.scale);
+        let plan = KeyListPlan::of(&q.client, request, call.scale);
         plan.unwrap_or_else(|why| panic!("attention over lists: {why}"))
     }
 

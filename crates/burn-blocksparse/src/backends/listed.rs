@@ -38,12 +38,12 @@ pub(crate) mod kernels {
         device: &CubeDevice,
         request: ListedRequest,
     ) -> Result<ListedPlan, &'static str> {
-        ListedPlan::new(device.client().properties(), request)
+        ListedPlan::of(&device.client(), request)
     }
 
     /// What runs of a call that was planned before.
     pub(crate) fn planned(q: &CubeTensor, request: ListedRequest) -> ListedPlan {
-        let plan = ListedPlan::new(q.client.properties(), request);
+        let plan = ListedPlan::of(&q.client, request);
         plan.unwrap_or_else(|why| panic!("attention over lists: {why}"))
     }
 

@@ -275,6 +275,6 @@ fn walk(
     let dims = [q.dims(), k.dims(), v.dims()];
     let most = lists.keys.dims()[3];
     let request = request(dims, q.dtype(), most, lists.causal, lists.overlap);
-    let plan = KeyListPlan::new(&inner.client(), request, scale).map_err(str::to_string)?;
+    let plan = KeyListPlan::of(&inner.client(), request, scale).map_err(str::to_string)?;
     Ok(plan.to_string())
 }

@@ -12,6 +12,8 @@ use super::spread::{KEYS, SpreadTile};
 use super::tile::{RESERVED, WalkTile};
 use super::warpgroups::{self, Warpgroups};
 use crate::kernels::call::ScoreKind;
+use crate::kernels::device_key::{DeviceKey, device_key};
+use crate::kernels::known::Recent;
 use crate::kernels::mma::asm::Element;
 use crate::kernels::mma::tile::{Outputs, Tile};
 use crate::kernels::tensor::{TOO_LARGE, is_u32};
@@ -35,7 +37,19 @@ pub struct ListedPlan {
     pub(super) neighbours: Option<NeighbourPlan>,
 }
 
+/// Plans of recent calls, of all devices.
+static RECENT: Recent<(DeviceKey, ListedRequest), ListedPlan> = Recent::new(32);
+
 impl ListedPlan {
+    /// As [`new`](Self::new), remembered with those of a few recent calls: both passes of a call have one plan, and so have the layers that ask for the same.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn of(client: &Client, request: ListedRequest) -> Result<Self, &'static str> {
+        let key = (device_key(client), request);
+        RECENT.get_or_try_make(key, || Self::new(client.properties(), request))
+    }
+
     /// For a device.
     ///
     /// # Errors

@@ -3,7 +3,7 @@
 //! Where a list has a good part of the keys, a tile of 128 queries meets nearly all of them anyway. Then keys are read once for all of its queries, by kernels
 //! that are made for it: those of a layout on the host, whose masks are made of the lists.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use cubecl::ir::{ElemType, IntKind};
 use cubecl::prelude::*;
@@ -13,6 +13,7 @@ use super::request::ListedRequest;
 use crate::kernels::call::Request;
 use crate::kernels::choice::AttentionPlan;
 use crate::kernels::error::KernelError;
+use crate::kernels::known::Recent;
 use crate::kernels::on_device::{ChoiceTensor, choose_blocks};
 use crate::kernels::tier::ForwardTile;
 use crate::{BlockLayout, ChosenBy, DeviceChoice, LayoutShape, Pattern};
@@ -101,30 +102,15 @@ fn layout(request: &ListedRequest, seen: &BlockLayout) -> Result<BlockLayout, St
 }
 
 /// Layouts of recent shapes, with the plans that they keep.
-static RECENT: Mutex<Vec<(LayoutShape, bool, BlockLayout)>> = Mutex::new(Vec::new());
-
-/// How many there are at most.
-const KEPT: usize = 8;
+static RECENT: Recent<(LayoutShape, bool), BlockLayout> = Recent::new(8);
 
 /// All pairs, or those of queries with no later keys.
 fn seen(shape: LayoutShape, causal: bool) -> Result<BlockLayout, String> {
-    let mut recent = RECENT.lock().unwrap_or_else(PoisonError::into_inner);
-    let at = (recent.iter()).position(|(known, of, _)| (*known, *of) == (shape, causal));
-    let found = match at {
-        Some(at) => recent.remove(at),
-        None => {
-            let pattern = match causal {
-                true => Pattern::causal(),
-                false => Pattern::dense(),
-            };
-            let layout = BlockLayout::new(&pattern, shape).map_err(|error| error.to_string())?;
-            (shape, causal, layout)
-        }
-    };
-    let layout = found.2.clone();
-    recent.push(found);
-    if recent.len() > KEPT {
-        drop(recent.remove(0));
-    }
-    Ok(layout)
+    RECENT.get_or_try_make((shape, causal), || {
+        let pattern = match causal {
+            true => Pattern::causal(),
+            false => Pattern::dense(),
+        };
+        BlockLayout::new(&pattern, shape).map_err(|error| error.to_string())
+    })
 }

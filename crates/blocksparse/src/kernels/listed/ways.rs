@@ -1,6 +1,7 @@
 //! Which way the passes of a call over lists of single keys go.
 
 use std::fmt;
+use std::sync::Arc;
 
 use cubecl::prelude::*;
 
@@ -9,6 +10,8 @@ use super::neighbour_plan::NeighbourPlan;
 use super::plan::ListedPlan;
 use super::request::ListedRequest;
 use super::tiles::ListedTiles;
+use crate::kernels::device_key::{DeviceKey, device_key};
+use crate::kernels::known::Recent;
 use crate::kernels::tuning::ListedWay;
 
 /// How a pass goes.
@@ -33,7 +36,23 @@ pub struct KeyListPlan {
     backward: Way,
 }
 
+/// Plans of recent calls, of all devices: their layouts stay with them.
+static RECENT: Recent<(DeviceKey, ListedRequest, u64), Arc<KeyListPlan>> = Recent::new(16);
+
 impl KeyListPlan {
+    /// As [`new`](Self::new), remembered with those of a few recent calls: both passes of a call have one plan, and so have the layers that ask for the same.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn of(
+        client: &Client,
+        request: ListedRequest,
+        scale: f64,
+    ) -> Result<Arc<Self>, &'static str> {
+        let key = (device_key(client), request, scale.to_bits());
+        RECENT.get_or_try_make(key, || Self::new(client, request, scale).map(Arc::new))
+    }
+
     /// For a device, by what should be faster. `BLOCKSPARSE_LISTED=walk`, `neighbours` or `tiles` takes one way for both passes, wherever it can be taken;
     /// `words` and `records` take walks, and one way of the gradients by keys: for measuring.
     ///
