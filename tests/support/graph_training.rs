@@ -23,6 +23,15 @@ type Op<'a> = dyn Fn(&Tensor<4>) -> Result<Tensor<4>, OpError> + 'a;
 
 /// Attention, a residual stream and plain dropout, each with its gradient.
 fn dropped(x: Tensor<4>, seed: Seed) -> Result<Vec<TensorData>, OpError> {
+    dropped_with(x, seed, || ())
+}
+
+/// The same, with something between forward and backward passes.
+fn dropped_with(
+    x: Tensor<4>,
+    seed: Seed,
+    between: impl FnOnce(),
+) -> Result<Vec<TensorData>, OpError> {
     let layout = Pattern::fixed(8, 2).layout(2, 24, 8).expect("fits");
     let options = AttentionOptions::default().dropout(Dropout::new(0.3, seed));
     let attended =
@@ -39,11 +48,15 @@ fn dropped(x: Tensor<4>, seed: Seed) -> Result<Vec<TensorData>, OpError> {
         Ok(sum.square() + normed)
     };
     let plain = |x: &Tensor<4>| dropout(x.clone(), &StreamDropout::new(0.5, seed.derive(2), 0));
-    let mut results = Vec::new();
     let ops: [&Op; 3] = [&attended, &normed, &plain];
-    for op in ops {
+    let forward = ops.map(|op| {
         let x = Tensor::from_inner(x.clone()).require_grad();
-        let result = op(&x)?;
+        op(&x).map(|result| (x, result))
+    });
+    between();
+    let mut results = Vec::new();
+    for passed in forward {
+        let (x, result) = passed?;
         let gradients = result.clone().square().sum().backward();
         let gradient = x.grad(&gradients).expect("of an input");
         results.extend([result.into_data(), gradient.into_data()]);
@@ -73,7 +86,15 @@ pub fn device_seeds_give_the_masks_of_their_numbers(devices: &[Device]) {
             assert_ne!(before.replace(of_place.clone()), Some(of_place));
         }
         let place = seed.seed();
-        drop(seed);
+        // A backward pass may come after its seed is gone, and those of many epochs.
+        seed.write(11).unwrap();
+        let of_place = dropped_with(x.clone(), place, || {
+            drop(seed);
+            for epoch in 0..100 {
+                DeviceSeed::new(epoch, device).unwrap();
+            }
+        });
+        assert_eq!(of_place.unwrap(), dropped(x.clone(), 11.into()).unwrap());
         let error = dropped(x, place).unwrap_err().to_string();
         let message = "dropout's seed must be of a DeviceSeed that this thread has, got another";
         assert_eq!(error, message);

@@ -1,10 +1,13 @@
 //! Where dropout has its seeds from.
 
-use std::collections::HashMap;
-use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::any::Any;
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// Seeds that a table holds.
 pub(crate) const SLOTS: usize = 1024;
+/// Tables that are gone whose numbers are still known: a backward pass may come after its seed was dropped.
+const KNOWN_GONE: usize = 1024;
 
 /// The seed of a dropout: a number, or a place in a table whose numbers change between replays of a recorded computation.
 ///
@@ -52,27 +55,32 @@ impl From<u64> for Seed {
 
 impl Seed {
     /// The seed of part `index` of what has this seed: one step of SplitMix64 (Steele et al., 2014), so that neighbouring seeds and parts share no masks. Of a
-    /// place in a table it is another place, which follows what is written there.
+    /// place in a table it is another place, which follows what is written there; of a table that was dropped, a number.
     ///
     /// # Panics
-    /// If more than 1,023 places are derived in a table.
+    /// If more than 1,023 places are derived in a table, or as [`value`](Self::value).
     pub fn derive(self, index: u64) -> Self {
-        match self {
-            Self::Value(seed) => Self::Value(hash(seed, index)),
-            Self::Place(place) => {
-                let mut tables = write();
-                let table = &mut tables[place.table as usize];
-                let slot = table.derive(place.slot, index);
-                Self::Place(SeedPlace { slot, ..place })
-            }
+        let Self::Place(place) = self else {
+            return Self::Value(hash(self.value(), index));
+        };
+        if let Some(table) = write().live.get_mut(&place.table) {
+            let slot = table.derive(place.slot, index);
+            return Self::Place(SeedPlace { slot, ..place });
         }
+        Self::Value(hash(self.value(), index))
     }
 
-    /// The number that it is now.
+    /// The number that it is now. After its table was dropped, the last that was set.
+    ///
+    /// # Panics
+    /// If its table was dropped before the last 1,024 others that were.
     pub fn value(self) -> u64 {
         match self {
             Self::Value(seed) => seed,
-            Self::Place(place) => read()[place.table as usize].values[place.slot as usize],
+            Self::Place(place) => {
+                let value = read().value(place);
+                value.expect("the table of a seed was dropped, and 1,024 more since then")
+            }
         }
     }
 }
@@ -88,7 +96,7 @@ fn hash(seed: u64, index: u64) -> u64 {
     mix(mix(seed) ^ index)
 }
 
-/// A seed that is set again for every step, and those that were derived of it. It lives as long as the process: what was recorded may read it at any time.
+/// A seed that is set again for every step, and those that were derived of it. Once it is dropped, its places are the numbers that they were last.
 #[derive(Debug)]
 pub struct SeedTable(u32);
 
@@ -96,11 +104,14 @@ impl SeedTable {
     /// With a seed, of which nothing is derived yet.
     pub fn new(seed: u64) -> Self {
         let mut tables = write();
-        tables.push(Table {
+        let number = tables.next;
+        tables.next = number.checked_add(1).expect("fewer tables than 2³²");
+        let table = Table {
             values: vec![seed],
             ..Table::default()
-        });
-        Self(tables.len() as u32 - 1)
+        };
+        tables.live.insert(number, table);
+        Self(number)
     }
 
     /// The number of the table.
@@ -118,18 +129,20 @@ impl SeedTable {
 
     /// Sets the seed, and with it all that were derived of it.
     pub fn set(&self, seed: u64) {
-        write()[self.0 as usize].set(seed);
+        let mut tables = write();
+        let table = tables.live.get_mut(&self.0);
+        table.expect("it lives").set(seed);
     }
 
     /// How many places there are.
     pub fn places(&self) -> usize {
-        read()[self.0 as usize].values.len()
+        read().live[&self.0].values.len()
     }
 
     /// The words of all places, lower halves first, as devices hold them: always as many.
     pub fn words(&self) -> Vec<i32> {
         let tables = read();
-        let values = tables[self.0 as usize].values.iter();
+        let values = tables.live[&self.0].values.iter();
         let mut words: Vec<i32> = values
             .flat_map(|&value| [value as u32 as i32, (value >> 32) as u32 as i32])
             .collect();
@@ -138,8 +151,81 @@ impl SeedTable {
     }
 }
 
+impl Drop for SeedTable {
+    fn drop(&mut self) {
+        let gone = write().forget(self.0);
+        // What lies on a device goes when nothing is locked.
+        drop(gone);
+    }
+}
+
+/// All tables of the process, by their numbers.
+struct Tables {
+    next: u32,
+    live: BTreeMap<u32, Table>,
+    /// The numbers that those had which were dropped, the latest last.
+    gone: VecDeque<(u32, Box<[u64]>)>,
+}
+
+impl Tables {
+    fn value(&self, place: SeedPlace) -> Option<u64> {
+        let values = match self.live.get(&place.table) {
+            Some(table) => &table.values[..],
+            None => {
+                let mut gone = self.gone.iter();
+                &gone.find(|(number, _)| *number == place.table)?.1
+            }
+        };
+        values.get(place.slot as usize).copied()
+    }
+
+    fn forget(&mut self, number: u32) -> Option<Table> {
+        let mut table = self.live.remove(&number)?;
+        let values = std::mem::take(&mut table.values);
+        self.gone.push_back((number, values.into_boxed_slice()));
+        if self.gone.len() > KNOWN_GONE {
+            self.gone.pop_front();
+        }
+        Some(table)
+    }
+}
+
+/// Keeps with a table what lies on a device of it, in place of what was kept before. It goes with the table: nothing is kept with one that is gone.
+#[cfg(feature = "kernels")]
+pub(crate) fn keep_on_device(table: u32, words: Arc<dyn Any + Send + Sync>) {
+    let before = match write().live.get_mut(&table) {
+        Some(table) => table.on_device.replace(words),
+        None => Some(words),
+    };
+    drop(before);
+}
+
+/// What kernels read a place from.
+#[cfg(feature = "kernels")]
+pub(crate) enum Read {
+    /// What is kept with its table, if that lives.
+    OnDevice(Option<Arc<dyn Any + Send + Sync>>),
+    /// The number that it was last.
+    Number(u64),
+}
+
+/// What kernels read a place from.
+///
+/// # Panics
+/// As [`Seed::value`].
+#[cfg(feature = "kernels")]
+pub(crate) fn read_place(place: SeedPlace) -> Read {
+    if let Some(table) = read().live.get(&place.table) {
+        return Read::OnDevice(table.on_device.clone());
+    }
+    Read::Number(Seed::Place(place).value())
+}
+
 #[derive(Debug, Default)]
 struct Table {
+    /// What kernels read.
+    #[cfg_attr(not(feature = "kernels"), allow(dead_code))]
+    on_device: Option<Arc<dyn Any + Send + Sync>>,
     values: Vec<u64>,
     /// Of each place but the first: the place it was derived of, and its index there.
     origins: Vec<(u32, u64)>,
@@ -172,13 +258,17 @@ impl Table {
     }
 }
 
-static TABLES: RwLock<Vec<Table>> = RwLock::new(Vec::new());
+static TABLES: RwLock<Tables> = RwLock::new(Tables {
+    next: 0,
+    live: BTreeMap::new(),
+    gone: VecDeque::new(),
+});
 
-fn read() -> RwLockReadGuard<'static, Vec<Table>> {
+fn read() -> RwLockReadGuard<'static, Tables> {
     TABLES.read().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn write() -> RwLockWriteGuard<'static, Vec<Table>> {
+fn write() -> RwLockWriteGuard<'static, Tables> {
     TABLES.write().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -204,6 +294,35 @@ mod tests {
         let [low, high] = [0, 1].map(|i| words[2 * last.slot() as usize + i] as u32);
         let value = u64::from(low) + (u64::from(high) << 32);
         assert_eq!((value, words.len()), (places[2].value(), 2 * SLOTS));
+    }
+
+    #[test]
+    fn tables_that_are_dropped_leave_little_behind() {
+        let on_device = Arc::new(());
+        let table = SeedTable::new(3);
+        let places = [table.seed(), table.seed().derive(1)];
+        let number = table.number();
+        write().live.get_mut(&number).unwrap().on_device = Some(on_device.clone());
+        drop(table);
+        // What was on a device is gone, and places are what they were.
+        assert_eq!(Arc::strong_count(&on_device), 1);
+        let numbers = [3.into(), Seed::from(3).derive(1)];
+        assert_eq!(places.map(Seed::value), numbers.map(Seed::value));
+        assert_eq!(places[1].derive(5), numbers[1].derive(5));
+        // One for each of many epochs.
+        let made: Vec<u32> = (0..3 * KNOWN_GONE)
+            .map(|seed| {
+                let table = SeedTable::new(seed as u64);
+                table.seed().derive(0);
+                table.number()
+            })
+            .collect();
+        let tables = read();
+        assert!(made.iter().all(|number| !tables.live.contains_key(number)));
+        assert!(tables.gone.len() <= KNOWN_GONE);
+        drop(tables);
+        let old = std::panic::catch_unwind(|| places[0].value());
+        assert!(old.is_err());
     }
 
     #[test]

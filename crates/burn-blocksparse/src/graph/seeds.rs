@@ -19,7 +19,8 @@ use crate::ops::FixedOps;
 /// [`Dropout`](crate::Dropout) or [`StreamDropout`](crate::StreamDropout), or into a model's training step, and [`write`](Self::write) sets it before each run of
 /// [`Replayed`](super::Replayed). Masks are those of the number that is written, bit for bit. What is made of it by [`Seed::derive`] follows.
 ///
-/// It stays on its thread, like [`Fixed`](super::Fixed).
+/// It stays on its thread, like [`Fixed`](super::Fixed). Once it is dropped, so are its words on the device, new calls refuse its places, and the backward passes
+/// of calls before have the number that it was last.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
