@@ -22,11 +22,36 @@ pub struct TensorView {
 impl TensorView {
     /// Elements from the first one to the last, both included.
     pub(super) fn reach(&self) -> usize {
-        let last = self.shape.iter().zip(&self.strides);
-        last.map(|(length, stride)| (length - 1) * stride)
-            .sum::<usize>()
-            + 1
+        reach(&self.shape, &self.strides)
     }
+}
+
+/// How a tensor has to lie for launches to read it there. One that lies otherwise is made contiguous before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Readable {
+    /// The multiple that strides and the beginning must be of, in elements.
+    pub alignment: usize,
+    /// Elements from the first to the last, at most.
+    pub reach: usize,
+}
+
+impl Readable {
+    /// Whether launches read a tensor with these strides, which begins `start` elements into its buffer.
+    pub fn takes(&self, shape: [usize; 4], strides: [usize; 4], start: usize) -> bool {
+        let mut outer = shape.iter().zip(&strides).take(3);
+        let is_aligned = start.is_multiple_of(self.alignment)
+            && outer.all(|(length, stride)| *length == 1 || stride.is_multiple_of(self.alignment));
+        let is_strided = strides[3] != 1 && shape[3] != 1;
+        is_aligned && !is_strided && reach(&shape, &strides) <= self.reach
+    }
+}
+
+/// Elements from the first to the last of a tensor.
+fn reach(shape: &[usize; 4], strides: &[usize; 4]) -> usize {
+    let last = shape.iter().zip(strides);
+    last.map(|(length, stride)| length.saturating_sub(1) * stride)
+        .sum::<usize>()
+        + 1
 }
 
 /// Biases of distances.

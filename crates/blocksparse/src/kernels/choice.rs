@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use cubecl::prelude::*;
 
-use super::call::{DeviceFacts, Kernel, PartRequest, Request, TierLimit};
+use super::call::{DeviceFacts, Kernel, PartRequest, Readable, Request, TierLimit};
 use super::device_key::{DeviceKey, device_key};
 use super::error::KernelError;
 use super::known::Slots;
@@ -31,6 +31,8 @@ pub struct AttentionPlan {
     backward: Result<(), KernelError>,
     /// What makes the gradient of biases of distances, over the whole layout.
     distances: Option<simt::Tile>,
+    /// Elements of a tensor that the device has indices for.
+    indexed: usize,
     /// Tiers that this build lacks.
     missing: Option<&'static str>,
 }
@@ -210,6 +212,10 @@ impl AttentionPlan {
                 .and_then(|()| check(Kernel::BackwardColumns))
                 .and_then(|()| distances.map(|_| ())),
             parts,
+            indexed: match device.properties.supports_address(AddressType::U64) {
+                true => usize::MAX,
+                false => u32::MAX as usize,
+            },
             missing: tier::missing(device.runtime),
         })
     }
@@ -233,6 +239,26 @@ impl AttentionPlan {
         match self.parts.iter().any(is_tensor) {
             true => 16 / self.request.dtype.size(),
             false => 1,
+        }
+    }
+
+    /// How q, k and v have to lie.
+    pub fn inputs(&self) -> Readable {
+        Readable {
+            alignment: self.alignment(),
+            reach: self.indexed,
+        }
+    }
+
+    /// How the output's gradient has to lie.
+    pub fn gradient(&self) -> Readable {
+        let most = self
+            .parts
+            .iter()
+            .map(|part| part.backward.tile.most_reach());
+        Readable {
+            alignment: self.alignment(),
+            reach: most.fold(self.indexed, usize::min),
         }
     }
 

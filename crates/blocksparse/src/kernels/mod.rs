@@ -78,7 +78,8 @@ mod uploaded;
 pub use args::ScoreOptions;
 pub use backward::backward;
 pub use call::{
-    BiasView, Gradients, OutputGrads, Outputs, Request, ScoreKind, TableView, TensorView, TierLimit,
+    BiasView, Gradients, OutputGrads, Outputs, Readable, Request, ScoreKind, TableView, TensorView,
+    TierLimit,
 };
 pub use choice::AttentionPlan;
 pub use error::KernelError;

@@ -192,6 +192,57 @@ fn a_device_says_what_it_lacks() {
     );
 }
 
+/// Where a gradient may lie that a launch does not read is known before it, so that it is copied and no backward pass fails for its strides.
+#[test]
+fn tensors_that_no_launch_reads_as_they_lie_are_known_before() {
+    let shape = [2, 4, 1024, 64];
+    let contiguous = [4 * 1024 * 64, 1024 * 64, 64, 1];
+    let layout = Pattern::causal().layout(4, 1024, 128).unwrap();
+    let far = |elements: usize| [elements, 1024 * 64, 64, 1];
+    let plain = [
+        // A sum's gradient, of which some dimensions are one number.
+        ([0, 0, 0, 1], 0, true),
+        ([0, 0, 0, 0], 0, false),
+        (contiguous, 0, true),
+        // Heads beside each other, and a number between them.
+        ([1024 * 256, 64, 256, 1], 0, true),
+        ([64, 1024 * 64, 1, 1024], 0, false),
+    ];
+    let check = |device: &Fake, dtype, limit, expected: &[([usize; 4], usize, bool)]| {
+        let plan = device.plan(&layout, request(64, dtype), limit).unwrap();
+        for &(strides, start, taken) in plain.iter().chain(expected) {
+            let takes = plan.gradient().takes(shape, strides, start);
+            assert_eq!(takes, taken, "{strides:?}, {start}, {plan}");
+        }
+        // A copy is read, wherever it lies.
+        assert!(plan.inputs().takes(shape, contiguous, 0));
+        plan
+    };
+    let anywhere = [(far(1 << 40), 0, true), (far(4097), 3, true)];
+    check(&Fake::sm80(), F32, TierLimit::Simt, &anywhere);
+    let mut narrow = Fake::webgpu();
+    let addresses = &mut narrow.properties.features.types.address;
+    addresses.remove(&AddressType::U64);
+    let last = 3 * 1024 * 64 + 1023 * 64 + 64;
+    let most = u32::MAX as usize - last;
+    let in_words = [(far(most), 0, true), (far(most + 1), 0, false)];
+    let plan = check(&narrow, F32, TierLimit::None, &in_words);
+    assert!(!plan.inputs().takes(shape, far(most + 1), 0));
+    #[cfg(feature = "cuda-asm")]
+    {
+        let aligned = [(contiguous, 8, true), (contiguous, 4, false)];
+        check(&Fake::sm80(), BF16, TierLimit::None, &aligned);
+        let most = (u32::MAX as usize * 8 - last) / 8 * 8;
+        let in_eights = [(far(most), 0, true), (far(most + 8), 0, false)];
+        let plan = check(&Fake::sm90(), BF16, TierLimit::None, &in_eights);
+        assert!(lines(&plan).contains(&"backward: hopper".to_string()));
+        // TMA reads q, k and v over any distance, and so do two walks all tensors.
+        assert!(plan.inputs().takes(shape, far(most + 8), 0));
+        let walks = TierLimit::HopperWalks;
+        check(&Fake::sm90(), BF16, walks, &[(far(most + 8), 0, true)]);
+    }
+}
+
 #[test]
 fn limits_are_words_that_mean_something() {
     for (text, limit) in [

@@ -374,6 +374,15 @@ impl BackwardTile {
         }
     }
 
+    /// Elements that the output's gradient may reach over, at most.
+    pub fn most_reach(&self) -> usize {
+        match self {
+            #[cfg(feature = "cuda-asm")]
+            Self::HopperFused(_) => hopper::MOST_REACH,
+            _ => usize::MAX,
+        }
+    }
+
     /// As [`ForwardTile::lines`].
     pub fn lines(&self, accumulator: usize) -> Vec<(&'static str, String)> {
         let walks = |describe: &dyn Fn(usize, Kernel) -> String| {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use blocksparse::kernels::rows::Typed;
 use blocksparse::kernels::{
-    self, AttentionPlan, BiasView, ChoiceTensor, Gradients, Outputs, Request, ScoreKind,
+    self, AttentionPlan, BiasView, ChoiceTensor, Gradients, Outputs, Readable, Request, ScoreKind,
     ScoreOptions, TableView, TensorView, Tuning,
 };
 use blocksparse::{BlockLayout, Dropout, Seed, kernels::KernelError};
@@ -148,7 +148,7 @@ impl BlockSparseOps for CubeBackend {
         // Autodiff may hand over what another op made of them.
         let [out, lse] = [output.out, output.lse].map(into_contiguous);
         let [stored, grad_lse] = [output.weights, grads.lse].map(contiguous);
-        let grad_out = view(&readable(grads.out, call.plan.alignment()));
+        let grad_out = view(&readable_as(grads.out, call.plan.gradient()));
 
         let dq = call.empty([batch, heads, seq_q, head_dim], call.dtype);
         // dK and dV share a buffer; dV begins where a binding may.
@@ -252,7 +252,7 @@ impl Call {
         let plan = (layout.plan.plan)
             .unwrap_or_else(|| checked(AttentionPlan::new(&client, &layout.host, request)));
         choose_blocks(&client, &layout.host, layout.choice);
-        let alignment = plan.alignment();
+        let readable = plan.inputs();
         Self {
             client,
             device,
@@ -261,7 +261,7 @@ impl Call {
             plan,
             layout: layout.host,
             options,
-            inputs: [q, k, v].map(|input| readable(input, alignment)),
+            inputs: [q, k, v].map(|input| readable_as(input, readable)),
             bias,
             relative,
         }
@@ -401,15 +401,32 @@ pub(super) fn choose_blocks(
 
 /// The kernels take any strides but of the last dimension, as long as they are multiples of `alignment` elements.
 pub(super) fn readable(tensor: CubeTensor, alignment: usize) -> CubeTensor {
-    let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
-    let start = tensor.handle.offset_start.unwrap_or(0) as usize / tensor.dtype.size();
-    let aligned = start.is_multiple_of(alignment)
-        && (0..3).all(|dim| shape[dim] == 1 || strides[dim].is_multiple_of(alignment));
-    let strided = strides[3] != 1 && shape[3] != 1;
-    match strided || !aligned || tensor.meta.is_tiled() || tensor.qparams.is_some() {
-        true => into_contiguous(tensor),
-        false => tensor,
+    let reach = usize::MAX;
+    readable_as(tensor, Readable { alignment, reach })
+}
+
+/// The tensor, or a contiguous copy where launches do not read it as it lies.
+pub(super) fn readable_as(tensor: CubeTensor, readable: Readable) -> CubeTensor {
+    let start = |tensor: &CubeTensor| {
+        tensor.handle.offset_start.unwrap_or(0) as usize / tensor.dtype.size()
+    };
+    let lies_well = || {
+        let TensorView { shape, strides, .. } = view(&tensor);
+        readable.takes(shape, strides, start(&tensor))
+    };
+    if !tensor.meta.is_tiled() && tensor.qparams.is_none() && lies_well() {
+        return tensor;
     }
+    let tensor = into_contiguous(tensor);
+    if start(&tensor).is_multiple_of(readable.alignment) {
+        return tensor;
+    }
+    // It was contiguous before, and began elsewhere.
+    let (client, device, dtype) = (tensor.client.clone(), tensor.device.clone(), tensor.dtype);
+    let shape = tensor.meta.shape().clone();
+    let element = dtype_to_elem_type(dtype);
+    let copy = cubecl::std::tensor::into_contiguous(&client, tensor.binding(), element);
+    CubeTensor::new_contiguous(client, device, shape, copy.handle, dtype)
 }
 
 pub(super) fn view(tensor: &CubeTensor) -> TensorView {

@@ -64,6 +64,9 @@ pub struct Sizes {
     kv_sums: usize,
 }
 
+/// Elements that the output's gradient reaches over, at most: their eights are counted in 32 bits.
+pub const MOST_REACH: usize = u32::MAX as usize * 8;
+
 impl Sizes {
     /// Over a layout, of a call with so many keys, and dV at element `v_offset`.
     pub fn new(

@@ -40,7 +40,7 @@ mod wide;
 
 pub use bias_launch::{BiasTiles, launch_bias_keys, launch_bias_pairs};
 pub use choose::{Backward, choose, choose_backward, choose_bias};
-pub use fused::{Stats, launch_fused};
+pub use fused::{MOST_REACH, Stats, launch_fused};
 pub use launch::{launch_forward, launch_walks};
 pub use long_tiles::WalkPlan;
 pub use tiles::{BackwardTile, Tile};
