@@ -25,7 +25,7 @@ fn calls(device: &Device) -> Vec<(&'static str, Result<(), OpError>)> {
     let ids = |shape: [usize; 2]| Tensor::<2, Int>::zeros(shape, device);
     let layout = Pattern::causal().layout(2, 32, 8).unwrap();
     let kept = Tensor::<4, Bool>::full([1, 1, 4, 4], true, device);
-    let shape = LayoutShape::new(2, 32, 8);
+    let shape = LayoutShape::new(2, [32, 32], 8);
     let keys = KeyLists::new(Tensor::zeros([1, 2, 32, 4], device), 32, true);
     let params = MlpParams::new(x2([16, 32]), x2([32, 16]));
     let no_linear = LinearOptions::default();
@@ -47,8 +47,8 @@ fn calls(device: &Device) -> Vec<(&'static str, Result<(), OpError>)> {
             .map(drop),
         ),
         (
-            "DeviceLayout::from_mask",
-            DeviceLayout::from_mask(kept, DeviceLayoutOptions::new(shape)).map(drop),
+            "DeviceLayout::from_block_mask",
+            DeviceLayout::from_block_mask(kept, DeviceLayoutOptions::new(shape)).map(drop),
         ),
         ("KeyLists::new", keys.map(drop)),
         (
