@@ -130,7 +130,8 @@ pub const CHECKS: &[(&str, Check)] = table! {
     paged_quantised: quantised_rows, quantised_rows_golden, quantised_rows_that_are_not_finite,
         quantised_attention_equals_f64, quantised_attention_in_half_precision, quantised_scores_are_bounded,
         quantised_plans_name_the_store;
-    eviction: queries_see_the_keys_that_stay, sums_of_attention_are_the_same_by_both_roads;
+    eviction: queries_see_the_keys_that_stay, sums_of_attention_are_the_same_by_both_roads,
+        sequences_of_a_batch_get_what_they_get_alone;
     sharing: threads_share_a_new_layout, threads_share_a_new_device_layout,
         a_layout_outlives_tensors_and_threads, calls_at_once_give_the_same_bits;
 };

@@ -6,7 +6,7 @@ use burn_blocksparse::{MassOptions, attention_masses};
 
 use super::KvStep;
 use super::store::{Store, ints};
-use super::watched::{Evictor, Watched, wide};
+use super::watched::{Evictor, Watched, fit};
 use crate::layouts::Request;
 use crate::{SparseMultiHeadAttention, TransformerError};
 
@@ -32,6 +32,8 @@ pub(super) struct WatchEntry {
     tokens: usize,
     /// Keys of each table row, the new ones included.
     stored: Vec<usize>,
+    /// Slots of the sequence's own pages, however long others of the batch are.
+    width: usize,
     /// Whether keys are evicted after the step.
     pub is_due: bool,
 }
@@ -73,10 +75,13 @@ impl Watch {
                     limits[row * seq + token] = (before + token + 1) as i32;
                 }
             }
+            let stored: Vec<usize> = (at * rows..(at + 1) * rows).map(stored).collect();
+            let most = stored.iter().copied().max().unwrap_or(0);
             entries.push(WatchEntry {
                 id: step.id,
                 tokens: step.tokens,
-                stored: (at * rows..(at + 1) * rows).map(stored).collect(),
+                stored,
+                width: most.div_ceil(page_size).max(1) * page_size,
                 is_due,
             });
         }
@@ -141,7 +146,7 @@ impl SparseMultiHeadAttention {
                     let [_, kv_heads, seq, width] = attention.dims();
                     let own = attention.clone().narrow(0, at, 1);
                     let own = own.reshape([kv_heads, seq, width]);
-                    let own = own.narrow(1, 0, entry.tokens);
+                    let own = own.narrow(1, 0, entry.tokens).narrow(2, 0, entry.width);
                     evictor.watched(layer, entry.id).add(own, rollback);
                 }
             }
@@ -150,8 +155,10 @@ impl SparseMultiHeadAttention {
                     return Ok(());
                 };
                 for (at, entry) in watch.entries.iter().enumerate() {
-                    let sums = self.prompt_sums([rows.query, key], lse, at, entry.tokens)?;
-                    evictor.watched(layer, entry.id).sums = Some(sums);
+                    let (sums, recent) =
+                        self.prompt_sums([rows.query, key], lse, at, entry, rollback)?;
+                    let watched = evictor.watched(layer, entry.id);
+                    watched.begin(sums, recent, entry.tokens.min(rollback));
                 }
             }
             (EvictionScore::LastRow | EvictionScore::Votes { .. }, _) => {
@@ -177,9 +184,9 @@ impl SparseMultiHeadAttention {
                 continue;
             }
             let own = keys.as_ref().map(|keys| {
-                let [_, kv_heads, slots, width] = keys.dims();
-                let own = keys.clone().narrow(0, at, 1);
-                own.reshape([kv_heads, slots, width])
+                let [_, kv_heads, _, width] = keys.dims();
+                let own = keys.clone().narrow(0, at, 1).narrow(2, 0, entry.width);
+                own.reshape([kv_heads, entry.width, width])
             });
             let watched = evictor.watched(layer, entry.id);
             let scores = match (score, own) {
@@ -252,23 +259,51 @@ impl SparseMultiHeadAttention {
         attention.sum_dim(2).reshape([batch, kv_heads, seq, slots])
     }
 
-    /// The attention that a prompt's rows, of batch entry `at`, gave each of its keys: `[kv_heads, tokens]`.
+    /// The attention that a prompt's rows, of a batch entry, gave each of its keys: summed `[kv_heads, slots]` over those that cannot be taken back, and of
+    /// the others each one's `[kv_heads, rows, slots]`.
     fn prompt_sums(
         &self,
         [query, key]: [&Tensor<4>; 2],
         lse: &Tensor<3>,
         at: usize,
-        tokens: usize,
-    ) -> Result<Tensor<2>, TransformerError> {
-        let own = |x: &Tensor<4>| x.clone().narrow(0, at, 1).narrow(2, 0, tokens);
-        let lse = lse.clone().narrow(0, at, 1).narrow(2, 0, tokens);
-        let layout = self.layouts.get(&Request::new(tokens, tokens))?;
-        let options = MassOptions::default().attention(self.options.clone());
-        let masses = attention_masses(own(query), own(key), lse, &layout, options)?;
-        let [_, heads, _] = masses.columns.dims();
+        entry: &WatchEntry,
+        rollback: usize,
+    ) -> Result<(Option<Tensor<2>>, Option<Tensor<3>>), TransformerError> {
+        let loose = entry.tokens.min(rollback);
+        let settled = entry.tokens - loose;
         let kv_heads = self.n_kv_heads;
-        let columns = masses.columns.reshape([kv_heads, heads / kv_heads, tokens]);
-        Ok(columns.sum_dim(1).reshape([kv_heads, tokens]))
+        let part = |x: &Tensor<4>, first, rows| x.clone().narrow(0, at, 1).narrow(2, first, rows);
+        let lse = |first, rows| lse.clone().narrow(0, at, 1).narrow(2, first, rows);
+        let sums = match settled {
+            0 => None,
+            _ => {
+                // Later keys are none that these queries see.
+                let (q, k) = (part(query, 0, settled), part(key, 0, settled));
+                let layout = self.layouts.get(&Request::new(settled, settled))?;
+                let options = MassOptions::default().attention(self.options.clone());
+                let masses = attention_masses(q, k, lse(0, settled), &layout, options)?;
+                let [_, heads, _] = masses.columns.dims();
+                let columns = masses.columns;
+                let columns = columns.reshape([kv_heads, heads / kv_heads, settled]);
+                let columns = columns.sum_dim(1).reshape([kv_heads, settled]);
+                Some(fit(columns, entry.width))
+            }
+        };
+        let recent = match loose {
+            0 => None,
+            _ => {
+                let keys = part(key, 0, entry.tokens);
+                let dtype = sums_of(keys.dtype());
+                let limits = (settled + 1..=entry.tokens).map(|limit| limit as i32);
+                let limits = ints(limits.collect(), [1, 1, loose], &keys.device());
+                let q = part(query, settled, loose);
+                let lse = lse(settled, loose);
+                let rows = self.attention_of(&q, &keys.cast(dtype), lse, &limits);
+                let rows = rows.reshape([kv_heads, loose, entry.tokens]);
+                Some(fit(rows, entry.width))
+            }
+        };
+        Ok((sums, recent))
     }
 
     /// The mean attention of the newest queries `[heads, m, d_k]` of a sequence to its slots, over the heads that share a KV head: `[kv_heads, slots]`.
@@ -328,23 +363,31 @@ fn sums_of(dtype: DType) -> FloatDType {
 }
 
 impl Watched {
-    /// Adds the attention of new rows, `[kv_heads, rows, slots]`; of the newest, which may be taken back, it is kept apart.
+    /// Takes the attention of a prompt's rows.
+    fn begin(&mut self, sums: Option<Tensor<2>>, recent: Option<Tensor<3>>, loose: usize) {
+        (self.sums, self.recent, self.loose) = (sums, recent, loose);
+    }
+
+    /// Adds the attention of new rows, `[kv_heads, rows, slots]`; of the newest, which may be taken back, it is kept apart. Sums and rows are then as wide as
+    /// this: slots that came since have zeros, and those that are no more had nothing but zeros.
     fn add(&mut self, attention: Tensor<3>, rollback: usize) {
         let [_, new, slots] = attention.dims();
         let all = match self.recent.take() {
-            Some(recent) => Tensor::cat(vec![wide(recent, slots), attention], 1),
+            Some(recent) => Tensor::cat(vec![fit(recent, slots), attention], 1),
             None => attention,
         };
         let [kv_heads, rows, _] = all.dims();
         let settled = rows.saturating_sub(rollback);
+        let mut sums = self.sums.take().map(|sums| fit(sums, slots));
         if settled > 0 {
             let more = all.clone().narrow(1, 0, settled).sum_dim(1);
             let more = more.reshape([kv_heads, slots]);
-            self.sums = Some(match self.sums.take() {
-                Some(sums) => wide(sums, slots) + more,
+            sums = Some(match sums {
+                Some(sums) => sums + more,
                 None => more,
             });
         }
+        self.sums = sums;
         self.recent = (rows > settled).then(|| all.narrow(1, settled, rows - settled));
         self.loose = rollback.min(self.loose + new);
     }
@@ -356,10 +399,7 @@ impl Watched {
             recent.sum_dim(1).reshape([kv_heads, slots])
         });
         match (self.sums.clone(), recent) {
-            (Some(sums), Some(recent)) => {
-                let [_, slots] = recent.dims();
-                Some(wide(sums, slots) + recent)
-            }
+            (Some(sums), Some(recent)) => Some(sums + recent),
             (sums, recent) => sums.or(recent),
         }
     }

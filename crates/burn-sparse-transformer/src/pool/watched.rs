@@ -97,12 +97,12 @@ impl Watched {
             let slots =
                 sums.dims()[1].max(places.iter().flatten().max().map_or(0, |&last| last + 1));
             let places = ints(chosen(slots), [heads, most], device);
-            wide(sums, slots + 1).gather(1, places)
+            fit(sums, slots + 1).gather(1, places)
         });
         self.recent = self.recent.take().map(|recent| {
             let [_, rows, slots] = recent.dims();
             let places = ints(chosen(slots), [heads, 1, most], device);
-            wide(recent, slots + 1).gather(2, places.expand([heads, rows, most]))
+            fit(recent, slots + 1).gather(2, places.expand([heads, rows, most]))
         });
     }
 
@@ -177,13 +177,17 @@ impl Evictor {
     }
 }
 
-/// Zeros for slots that came since.
-pub(super) fn wide<const D: usize>(x: Tensor<D>, slots: usize) -> Tensor<D> {
+/// So many slots: zeros for those that came since, and none that are no more.
+pub(super) fn fit<const D: usize>(x: Tensor<D>, slots: usize) -> Tensor<D> {
     let mut shape = x.dims();
-    if shape[D - 1] >= slots {
+    let width = shape[D - 1];
+    if width == slots {
         return x;
     }
-    shape[D - 1] = slots - shape[D - 1];
+    if width > slots {
+        return x.narrow(D - 1, 0, slots);
+    }
+    shape[D - 1] = slots - width;
     let zeros = Tensor::zeros(shape, (&x.device(), x.dtype()));
     Tensor::cat(vec![x, zeros], D - 1)
 }

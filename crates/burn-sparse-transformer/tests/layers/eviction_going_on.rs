@@ -1,9 +1,12 @@
 //! Sequences whose keys are evicted, as they fork, go back, are replayed and are told what counts.
 
+use std::ops::ControlFlow;
+
 use burn::tensor::{Device, Int, Tensor};
 use burn_sparse_transformer::{
-    CacheError, EvictionConfig, EvictionScore, KvDtype, KvPool, KvPoolConfig, KvStep, Pattern,
-    ReplayedDecoder, Residency, SparseMultiHeadAttentionConfig, TransformerError,
+    CacheError, EvictionConfig, EvictionScore, GenerateOptions, KvDtype, KvPool, KvPoolConfig,
+    KvStep, NgramDrafts, Pattern, ReplayedDecoder, Residency, Sampling,
+    SparseMultiHeadAttentionConfig, TransformerError,
 };
 
 use crate::common::{assert_close, random, tokens};
@@ -142,6 +145,90 @@ fn going_back() {
         );
         assert!(is_gone, "{error}");
         assert_eq!(pool.len(id).unwrap(), SEQ);
+    }
+}
+
+/// Within the rollback the call that begins a sequence is taken back like any other, and so is a step over a page's edge: then all is as if those tokens had never
+/// been.
+#[test]
+fn going_back_into_the_first_call_and_over_pages() {
+    let device = Device::flex();
+    let model = model(&device);
+    let text = tokens(1, SEQ, VOCAB, &device);
+    let other = tokens(1, 2 * SEQ, VOCAB, &device).narrow(1, SEQ, SEQ);
+    for config in policies() {
+        // Nothing is evicted before the end, so that any call can be the shorter one.
+        let mut config = config.with_slack(14);
+        config.recent = config.recent.max(5);
+        let run = |calls: &[(usize, usize)], to_come: usize| {
+            let config = pool_config(1, config).with_rollback(5);
+            let mut pool = model.new_pool(&config).unwrap();
+            let id = pool.join().unwrap();
+            for &(tokens, back) in calls {
+                let len = pool.len(id).unwrap();
+                let wrong = Tensor::cat(
+                    vec![part(&text, 0, len + tokens - back), part(&other, len, back)],
+                    1,
+                );
+                go_on(&model, &wrong, &mut pool, id, &[tokens]);
+                pool.truncate(id, len + tokens - back).unwrap();
+                pool.verify().unwrap();
+            }
+            let logits = go_on(&model, &text, &mut pool, id, &vec![1; to_come]);
+            let kept = pool.kept_positions(id, 1).unwrap();
+            let sums = pool.attention_sums(id, 1);
+            (Tensor::cat(logits, 1), kept, sums, pool, id)
+        };
+        for calls in [
+            vec![(8, 2)],
+            vec![(18, 5)],
+            vec![(5, 4), (12, 0), (4, 5 - 1), (1, 0)],
+            vec![(3, 2), (17, 5)],
+            vec![(14, 0), (4, 3), (1, 0)],
+        ] {
+            let len: usize = calls.iter().map(|(tokens, back)| tokens - back).sum();
+            let (logits, kept, sums, mut pool, id) = run(&calls, SEQ - len);
+            let (expected, expected_kept, expected_sums, ..) = run(&[(len, 0)], SEQ - len);
+            assert_close(logits, expected, 1e-5);
+            assert_eq!(kept, expected_kept, "{config:?} {calls:?}");
+            assert_eq!(sums.is_some(), expected_sums.is_some());
+            if let (Some(sums), Some(expected)) = (sums, expected_sums) {
+                assert_close(sums, expected, 1e-5);
+            }
+            if config.score != EvictionScore::KeyNorm {
+                assert!(pool.truncate(id, SEQ - 6).is_err());
+            }
+            pool.truncate(id, SEQ - 5).unwrap();
+            pool.verify().unwrap();
+        }
+    }
+}
+
+/// Drafts that are refused leave no trace in what attention is summed up to: while nothing is evicted, texts are those without drafts.
+#[test]
+fn drafts_go_back_over_pages() {
+    let device = Device::flex();
+    let model = model(&device);
+    let prompts = [vec![1, 2, 3, 1, 2, 3, 1, 2], vec![7; 15], vec![4]];
+    for config in policies() {
+        let mut config = config;
+        (config.heavy, config.recent) = (config.heavy + SEQ, config.recent.max(3));
+        let options = GenerateOptions::default()
+            .max_new(20)
+            .sampling(Sampling::default().seed(5))
+            .page_size(16)
+            .eviction(config);
+        let run = |options: &GenerateOptions| {
+            let texts = model.generate(&prompts, options, &mut |_| ControlFlow::Continue(()));
+            texts.unwrap()
+        };
+        let plain = run(&options);
+        let drafted = run(&options.drafts(NgramDrafts::new(3).with_match(1, 4)));
+        let back = drafted.iter().map(|text| text.drafted - text.accepted);
+        assert!(back.sum::<usize>() > 5);
+        for (text, plain) in drafted.iter().zip(&plain) {
+            assert_eq!(text.tokens, plain.tokens, "{config:?}");
+        }
     }
 }
 

@@ -170,6 +170,26 @@ fn several_samples_and_their_cache() {
     for cache in evicting {
         let flags = [&causal[..], &prompt, &["--cache", cache]].concat();
         assert_eq!(succeed(&flags), all, "{cache}");
+        // Drafts that are taken back leave nothing behind.
+        let drafts = ["--speculate", "6"];
+        assert_eq!(succeed(&[&flags[..], &drafts].concat()), all, "{cache}");
+    }
+    // Texts of unequal lengths are what they are alone, evicted or not.
+    for flags in [
+        &["--cache", "h2o:20,8"][..],
+        &["--cache", "h2o:8,4", "--slack", "2"],
+        &["--cache", "snapkv:12,4,3", "--slack", "2"],
+        &["--cache", "combined:2,4,6", "--slack", "2"],
+    ] {
+        let of = |prompts: &[&str]| succeed(&[&causal[..], prompts, flags].concat());
+        let texts = [of(&["--prompt", "a"]), of(&prompt)];
+        let both = of(&["--prompt", "a", prompt[0], prompt[1]]);
+        let [short, long] = texts;
+        assert_eq!(
+            both,
+            format!("--- 1 ---\n{short}--- 2 ---\n{long}"),
+            "{flags:?}"
+        );
     }
     for flags in [
         &["--cache", "h2o:4,4"][..],
