@@ -39,14 +39,6 @@ impl SavedSequence {
     pub fn tokens(&self) -> usize {
         self.next
     }
-
-    /// Keys that each table row stores.
-    pub fn keys(&self) -> Vec<usize> {
-        let count = |runs: &[(usize, usize)]| -> usize { runs.iter().map(|&(_, keys)| keys).sum() };
-        let rows = self.rows.iter();
-        rows.map(|row| count(&row.permanent) + count(&row.timed))
-            .collect()
-    }
 }
 
 impl PagePool {
@@ -73,17 +65,12 @@ impl PagePool {
         })
     }
 
-    /// A sequence as it was saved, in pages of this pool, which may have another size; and for each table row the slots,
-    /// as `page · page_size + slot`, that its keys and values are written to, in the order in which they were saved.
-    ///
-    /// Nothing that was read is trusted: which keys there are is compared with what the pattern says, in as many steps as the sequence has tokens.
+    /// Keys that each table row of a saved sequence stores, if the sequence can be one of this pool: its books are of the same layers, and its runs of keys ascend
+    /// and are of tokens that there are. Whether they are those of the pattern [`Self::load`] says.
     ///
     /// # Errors
-    /// [`CacheError::Mismatch`] if the pool's pattern, heads or table rows are others; [`CacheError::OutOfPages`]; [`CacheError::Corrupt`].
-    pub fn load(
-        &mut self,
-        saved: &SavedSequence,
-    ) -> Result<(SequenceId, Vec<Vec<i32>>), CacheError> {
+    /// [`CacheError::Mismatch`] if the pool's pattern, heads or table rows are others; [`CacheError::Corrupt`].
+    pub fn saved_keys(&self, saved: &SavedSequence) -> Result<Vec<usize>, CacheError> {
         let same = |what, expected: String, got: String| match expected == got {
             true => Ok(()),
             false => Err(CacheError::Mismatch {
@@ -110,7 +97,26 @@ impl PagePool {
         if saved.next > MOST_POSITIONS {
             return Err(CacheError::corrupt(format!("{} tokens", saved.next)));
         }
+        let keys = saved.rows.iter().map(|row| {
+            let [permanent, timed] =
+                [&row.permanent, &row.timed].map(|runs| count(runs, saved.next));
+            Ok(permanent? + timed?)
+        });
+        keys.collect()
+    }
 
+    /// A sequence as it was saved, in pages of this pool, which may have another size; and for each table row the slots,
+    /// as `page · page_size + slot`, that its keys and values are written to, in the order in which they were saved.
+    ///
+    /// Nothing that was read is trusted: which keys there are is compared with what the pattern says, in as many steps as the sequence has tokens.
+    ///
+    /// # Errors
+    /// [`CacheError::Mismatch`] if the pool's pattern, heads or table rows are others; [`CacheError::OutOfPages`]; [`CacheError::Corrupt`].
+    pub fn load(
+        &mut self,
+        saved: &SavedSequence,
+    ) -> Result<(SequenceId, Vec<Vec<i32>>), CacheError> {
+        self.saved_keys(saved)?;
         let page_size = self.config.page_size;
         let mut asked = 0usize;
         for row in &saved.rows {
@@ -134,7 +140,7 @@ impl PagePool {
             }
             region
         };
-        let mut sequence = Sequence::new(residency, 0);
+        let mut sequence = Sequence::new(saved.residency, 0);
         sequence.next = saved.next;
         sequence.oldest = saved.oldest;
         for row in &saved.rows {

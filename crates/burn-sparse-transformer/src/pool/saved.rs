@@ -105,6 +105,12 @@ impl KvPool {
         let parts = self.parts();
         number("layers", parts.len(), saved.layers.len())?;
         number("patterns", self.groups.len(), saved.books.len())?;
+        // Before anything is made of their numbers.
+        let mut keys = Vec::with_capacity(saved.books.len());
+        for (group, books) in self.groups.iter().zip(&saved.books) {
+            number("tokens", saved.tokens(), books.tokens())?;
+            keys.push(group.books.saved_keys(books)?);
+        }
         for (&part, layer) in parts.iter().zip(&saved.layers) {
             let (at, store) = (part.group, self.part(part)?);
             number("pattern of a layer", at, layer.books)?;
@@ -116,7 +122,7 @@ impl KvPool {
             };
             let keys = match (part.kind, &group.key.nsa) {
                 (PartKind::Entries, Some(nsa)) => nsa.entries(saved.books[at].tokens()),
-                _ => saved.books[at].keys().iter().sum(),
+                _ => keys[at].iter().sum(),
             };
             let expected = match keys {
                 0 => Vec::new(),

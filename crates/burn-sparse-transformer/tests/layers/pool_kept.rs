@@ -8,6 +8,7 @@ use burn_sparse_transformer::{
     SparseMultiHeadAttentionConfig, SparseTransformer, SparseTransformerConfig, TransformerError,
 };
 use rstest::rstest;
+use serde_json::json;
 
 use crate::common::{assert_close, random, randomise};
 
@@ -195,7 +196,7 @@ fn snapshots_of_others_are_refused() {
     );
     assert!(is_full, "{error}");
     // Altered on the way.
-    let text = serde_json::to_string(&saved).unwrap();
+    let written = serde_json::to_string(&saved).unwrap();
     for (from, to, what) in [
         (
             "\"version\":1",
@@ -205,14 +206,51 @@ fn snapshots_of_others_are_refused() {
         ("\"next\":40", "\"next\":39", "corrupt pages"),
         ("\"shape\":[80,", "\"shape\":[40,", ""),
     ] {
-        assert!(text.contains(from), "{from}");
-        let altered = serde_json::from_str::<KvSnapshot>(&text.replacen(from, to, 1));
+        assert!(written.contains(from), "{from}");
+        let altered = serde_json::from_str::<KvSnapshot>(&written.replacen(from, to, 1));
         let Ok(altered) = altered else { continue };
         let mut pool = model.new_pool(&config).unwrap();
         let error = pool.load(&altered).unwrap_err().to_string();
         assert!(error.starts_with(what), "{error}");
         assert_eq!(pool.sequences().count(), 0);
     }
+    // No number that was read is counted with before it is compared.
+    let json = serde_json::to_value(&saved).unwrap();
+    let (half, large) = (1u64 << 63, u64::MAX);
+    for (path, value) in [
+        ("/books/0/rows/0/permanent", json!([[0, half]])),
+        ("/books/0/rows/0/permanent", json!([[0, large]])),
+        ("/books/0/rows/0/permanent", json!([[0, half], [0, half]])),
+        (
+            "/books/0/rows/0/permanent",
+            json!([[1, large], [large, 41]]),
+        ),
+        ("/books/0/rows/0/timed", json!([[0, large - 39]])),
+        ("/books/0/rows/0/timed", json!([[large, large]])),
+        ("/books/0/next", json!(half)),
+        ("/books/0/next", json!(large)),
+        ("/books/0/oldest", json!(large)),
+    ] {
+        let mut altered = json.clone();
+        *altered.pointer_mut(path).unwrap() = value.clone();
+        let mut pool = model.new_pool(&config).unwrap();
+        let altered: KvSnapshot = serde_json::from_value(altered).unwrap();
+        let error = pool.load(&altered).unwrap_err();
+        let is_corrupt = matches!(error, TransformerError::Cache(CacheError::Corrupt { .. }));
+        assert!(is_corrupt, "{path} {value}: {error}");
+        assert_eq!(pool.sequences().count(), 0);
+    }
+    // Of two patterns one is shorter than the other.
+    let two = self::model(vec![Pattern::causal(), Pattern::local(60)], &device);
+    let mut pool = two.new_pool(&config).unwrap();
+    let id = pool.join().unwrap();
+    feed(&two, &mut pool, id, &text(40, 2), 1e-4);
+    let mut altered = serde_json::to_value(pool.save(id).unwrap()).unwrap();
+    *altered.pointer_mut("/books/1/next").unwrap() = json!(41);
+    let altered: KvSnapshot = serde_json::from_value(altered).unwrap();
+    let error = pool.load(&altered).unwrap_err().to_string();
+    assert_eq!(error, "tokens of the saved sequence must be 40, got 41");
+    pool.verify().unwrap();
     let evicting = config.with_residency(Residency::Evict);
     let evicting = evicting.with_eviction(EvictionConfig::tova(9));
     let mut pool = model.new_pool(&evicting).unwrap();
