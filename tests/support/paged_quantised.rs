@@ -196,17 +196,19 @@ pub fn quantised_rows_golden(devices: &[Device]) {
 }
 
 pub fn quantised_rows_that_are_not_finite(devices: &[Device]) {
-    let rows: [[f32; 4]; 6] = [
+    let rows: [[f32; 4]; 8] = [
         [0.0; 4],
         [f32::INFINITY, 1.0, f32::NEG_INFINITY, -0.5],
         [1.0, f32::NAN, 0.5, -1.0],
         [f32::INFINITY; 4],
         [1e38, -3e38, 1.0, 0.0],
         [1e-33, -1e-35, 0.0, 1e-44],
+        [f32::MAX, -f32::MAX, 1e38, 0.0],
+        [f32::NEG_INFINITY, f32::MAX, -1.0, f32::MIN],
     ];
     for device in devices {
         let flat: Vec<f32> = rows.iter().flatten().copied().collect();
-        let data = burn::tensor::TensorData::new(flat, [1, 1, 6, 4]);
+        let data = burn::tensor::TensorData::new(flat, [1, 1, 8, 4]);
         let x = Tensor::<4>::from_data(data, (device, DType::F32));
         for kind in KINDS {
             let store = stored(kind, [&x, &x], device);
@@ -227,6 +229,14 @@ pub fn quantised_rows_that_are_not_finite(devices: &[Device]) {
             assert_eq!(got[4..8].iter().map(|x| x.signum()).sum::<f64>(), 0.0);
             assert!(got[4..8].iter().all(|x| x.abs() <= 1.0));
             assert!(got[8..12].iter().all(|x| x.is_nan()));
+            let largest = f64::from(f32::MAX);
+            for (got, x) in got[24..26].iter().zip([largest, -largest]) {
+                assert!(
+                    (got - x).abs() <= 1e-6 * largest,
+                    "{device:?}, {kind}: {got}"
+                );
+            }
+            assert!(got[28..32].iter().all(|x| x.is_finite()));
         }
     }
 }

@@ -9,7 +9,8 @@ use std::fmt;
 /// Fp8E4m3    σ = amax / 448    the nearest e4m3 to x / σ, ties to even, within ±448            x̂ = e · σ
 /// ```
 ///
-/// `amax` is the largest finite `|x|` of the row in f32, and `σ` is 1 where `amax` is below 2⁻¹⁰⁰ (zeros among them). `±∞` becomes the largest number that the
+/// `amax` is the largest finite `|x|` of the row in f32, and `σ` is 1 where `amax` is below 2⁻¹⁰⁰ (zeros among them). Next to the largest float `σ` is rounded
+/// down where the largest number times `σ` were infinite otherwise, so that what is finite comes back finite. `±∞` becomes the largest number that the
 /// row can say. A NaN makes `σ`, and so the whole row, NaN; e4m3's own NaN is never stored.
 ///
 /// Four numbers are a word, the first in its lowest bits.
@@ -56,7 +57,16 @@ impl Quantization {
         let amax = finite.fold(0f32, |most, x| most.max(x.abs()));
         match amax < SMALLEST {
             true => 1.0,
-            false => amax / self.largest(),
+            false => (amax / self.largest()).min(self.largest_scale()),
+        }
+    }
+
+    /// The largest scale of which the largest number is finite.
+    pub(crate) fn largest_scale(self) -> f32 {
+        let scale = f32::MAX / self.largest();
+        match (scale * self.largest()).is_finite() {
+            true => scale,
+            false => scale.next_down(),
         }
     }
 
@@ -175,6 +185,31 @@ mod tests {
             let (words, scale) = kind.quantize(&[f32::NAN, 1.0, 0.0, 0.0]);
             let got = kind.dequantize(&words, scale);
             assert!(got.iter().all(|x| x.is_nan()));
+        }
+    }
+
+    /// Up to the largest float rows come back within their bound, and what came back is stored as it was.
+    #[test]
+    fn rows_next_to_infinity() {
+        for kind in [Quantization::Int8, Quantization::Fp8E4m3] {
+            let least = (kind.largest_scale() * kind.largest()).to_bits() - 200;
+            for bits in least..=f32::MAX.to_bits() {
+                let x = f32::from_bits(bits);
+                let row = [x, -x, x / 3.0, f32::INFINITY];
+                let (words, scale) = kind.quantize(&row);
+                let got = kind.dequantize(&words, scale);
+                for (got, x) in got.iter().zip([x, -x, x / 3.0, x]) {
+                    let most = match kind {
+                        Quantization::Int8 => scale / 2.0,
+                        Quantization::Fp8E4m3 => x.abs() / 16.0,
+                    };
+                    assert!((got - x).abs() <= most, "{kind} {x:e} {got:e}");
+                }
+                assert_eq!(kind.quantize(&got), (words, scale), "{kind} {x:e}");
+                // Rounded down where nothing else is finite.
+                let ordinary = x / kind.largest();
+                assert_eq!(scale == ordinary, (ordinary * kind.largest()).is_finite());
+            }
         }
     }
 }

@@ -86,7 +86,9 @@ fn append<E: Float>(
         if to < sizes.pages * sizes.page {
             let is_small = largest < comptime!(SMALLEST.to_bits());
             let amax = f32::reinterpret(largest);
-            let mut scale = select(is_small, 1.0f32, amax / comptime!(t.quantization.largest()));
+            let scale = amax / comptime!(t.quantization.largest());
+            let scale = min(scale, comptime!(t.quantization.largest_scale()));
+            let mut scale = select(is_small, 1.0f32, scale);
             let nan = f32::reinterpret(0x7fc0_0000u32.runtime());
             scale = select(has_nan == 1u32, nan, scale);
             let mut word = lane;
