@@ -56,7 +56,7 @@ impl SparseMultiHeadAttention {
     ///
     /// # Errors
     /// If every query chooses for itself by the selection and the module's pattern is neither causal nor dense attention, a number of the selection is out of
-    /// its range, or the module has heads that choose by content already.
+    /// its range, it counts full layers, which are a model's, or the module has heads that choose by content already.
     pub fn with_selection(
         mut self,
         selection: Option<Selection>,
@@ -246,7 +246,7 @@ impl SparseMultiHeadAttention {
     ) -> Result<Vec<SelectionQuality>, TransformerError> {
         ensure_none("padding", input.padding.is_some(), "none")?;
         self.ensure_no_content()?;
-        check_selection(self.pattern(), Some(selection))?;
+        check_choice(self.pattern(), selection)?;
         let (call, request) = self.prepare(&input, 0)?;
         let cut = self.cut(selection, &request)?;
         let (query, key, _) = self.project(input, &call)?;
@@ -264,7 +264,7 @@ impl SparseMultiHeadAttention {
     }
 }
 
-/// That a selection can choose from the pairs that a pattern allows.
+/// That a selection can choose in one layer from the pairs that a pattern allows.
 pub(crate) fn check_selection(
     pattern: &Pattern,
     selection: Option<&Selection>,
@@ -272,6 +272,15 @@ pub(crate) fn check_selection(
     let Some(selection) = selection else {
         return Ok(());
     };
+    let estimator = selection.estimator();
+    let full = [estimator.full_first_layers(), estimator.full_last_layers()];
+    let expected = "one without full layers for a layer alone: a model's `selections` have them";
+    ensure(full == [0; 2], "selection", || expected.into(), selection)?;
+    check_choice(pattern, selection)
+}
+
+/// [`check_selection`] of one that may be a model's.
+fn check_choice(pattern: &Pattern, selection: &Selection) -> Result<(), TransformerError> {
     selection.check()?;
     ensure(
         is_whole(pattern) || !is_by_query(selection),
@@ -329,7 +338,8 @@ pub(crate) fn of_layer(
     let selection = &selections[layer % selections.len()];
     let full_last = full_last.max(selection.estimator().full_last_layers());
     let full_first = selection.estimator().full_first_layers();
-    (layer >= full_first && layer + full_last < n_layers).then(|| selection.clone())
+    let chooses = layer >= full_first && full_last < n_layers.saturating_sub(layer);
+    chooses.then(|| selection.clone().for_layer())
 }
 
 impl SparseTransformer {

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::ops::Range;
+use std::sync::Arc;
 
 use blocksparse::{EstimateKind, Rule, ScoreGrid};
 use burn::tensor::{Int, Tensor};
@@ -187,6 +188,12 @@ pub trait BlockEstimator: fmt::Debug + Send + Sync {
     /// So many of a model's first layers attend to all keys in the method's place, for the layers of a model to read.
     fn full_first_layers(&self) -> usize {
         0
+    }
+
+    /// The method for one layer that chooses, without [`Self::full_last_layers`] and [`Self::full_first_layers`]. A method that has such layers says it: it is what a
+    /// model gives its layers, and a layer refuses one that counts others.
+    fn for_layer(&self) -> Option<Arc<dyn BlockEstimator>> {
+        None
     }
 
     /// What of each page of keys its scores follow from, if a [pool of pages](crate::select_pages) can choose by it.

@@ -1,6 +1,7 @@
 //! Mixture of block attention, MoBA (Lu et al., 2025, §2.2).
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use blocksparse::{BLOCK_SIZES, Keep, Rule};
 #[cfg(feature = "cube")]
@@ -38,7 +39,7 @@ use crate::error::OpError;
 pub struct MixtureOfBlocks {
     /// Width of a block of keys: 8, 16, 32, 64, 128, or a larger multiple of 128.
     pub block: usize,
-    /// So many of a model's last layers attend to all keys. It is for the layers to read ([`BlockEstimator::full_last_layers`]).
+    /// So many of a model's last layers attend to all keys: the model reads it, and a layer alone refuses it ([`BlockEstimator::full_last_layers`]).
     pub full_last_layers: usize,
 }
 
@@ -100,6 +101,13 @@ impl BlockEstimator for MixtureOfBlocks {
 
     fn full_last_layers(&self) -> usize {
         self.full_last_layers
+    }
+
+    fn for_layer(&self) -> Option<Arc<dyn BlockEstimator>> {
+        Some(Arc::new(Self {
+            full_last_layers: 0,
+            ..*self
+        }))
     }
 
     fn page_summary(&self) -> Option<PageSummary> {

@@ -184,6 +184,15 @@ impl Selection {
         &*self.estimator
     }
 
+    /// The same for one layer of a model that chooses ([`BlockEstimator::for_layer`]).
+    #[must_use]
+    pub fn for_layer(mut self) -> Self {
+        if let Some(estimator) = self.estimator.for_layer() {
+            self.estimator = estimator;
+        }
+        self
+    }
+
     /// What keeps them.
     pub fn rule(&self) -> Rule {
         Rule {

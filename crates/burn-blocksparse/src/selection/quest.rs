@@ -1,6 +1,7 @@
 //! Bounds of pages, Quest (Tang et al., 2024, §3).
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use blocksparse::{BLOCK_SIZES, Keep, Rule};
 use burn::tensor::{DType, Tensor};
@@ -35,7 +36,7 @@ use crate::error::OpError;
 pub struct PageBounds {
     /// Keys of a page: 8, 16, 32, 64 or 128.
     pub page: usize,
-    /// So many of a model's first layers attend to all keys. It is for the layers to read ([`BlockEstimator::full_first_layers`]).
+    /// So many of a model's first layers attend to all keys: the model reads it, and a layer alone refuses it ([`BlockEstimator::full_first_layers`]).
     pub full_first_layers: usize,
 }
 
@@ -105,6 +106,13 @@ impl BlockEstimator for PageBounds {
 
     fn full_first_layers(&self) -> usize {
         self.full_first_layers
+    }
+
+    fn for_layer(&self) -> Option<Arc<dyn BlockEstimator>> {
+        Some(Arc::new(Self {
+            full_first_layers: 0,
+            ..*self
+        }))
     }
 
     fn page_summary(&self) -> Option<PageSummary> {

@@ -1,12 +1,14 @@
 //! Layers that choose their keys by content.
 
+use std::str::FromStr;
+
 use burn::tensor::{Device, Int, Tensor};
 use burn_blocksparse::{TopKOptions, top_k_blocks_on_device};
 use burn_sparse_transformer::{
     Factorization, HeadSelections, KvPool, KvPoolConfig, LongformerAttentionConfig, Pattern,
     Recompute, Selection, SelectionQuality, SparseMhaCache, SparseMhaInput,
     SparseMultiHeadAttention, SparseMultiHeadAttentionConfig, SparseTransformer,
-    SparseTransformerConfig,
+    SparseTransformerBlockConfig, SparseTransformerConfig,
 };
 
 use crate::common::{assert_close, random, randomise, seed, tokens};
@@ -87,7 +89,7 @@ fn layers_take_turns() {
         [2, 2, 2, 0]
     );
     let first = model(&["quest:8,24,1"], 2, &device);
-    assert_eq!(of(&first), ["", "quest:8,24,1", "", ""]);
+    assert_eq!(of(&first), ["", "quest:8,24", "", ""]);
     let none = two.with_selections(&[], 0).unwrap();
     assert_eq!(of(&none), [""; 4]);
     let all = text("topk:8,ratio=1");
@@ -450,4 +452,49 @@ fn heads_are_measured_each_by_its_own_choice() {
         layers.len() - 1
     );
     assert_eq!(error.to_string(), expected);
+}
+
+/// Full layers are a model's to count: the model's layers have a selection without them, and a layer alone refuses one with them.
+#[test]
+fn a_layer_alone_counts_no_full_layers() {
+    let device = Device::flex();
+    for selection in ["moba:8,2,1", "quest:8,24,2", "quest:8,24,1,share=no"] {
+        let of_layer = || config(Pattern::causal());
+        let mha = of_layer().init(&device).unwrap();
+        let heads = HeadSelections::from_str(&format!("pattern / {selection}")).unwrap();
+        let block = SparseTransformerBlockConfig::new(D_MODEL, 4, Pattern::causal())
+            .with_block_size(8)
+            .with_selection(Some(text(selection)));
+        let chosen = text(selection);
+        let errors = [
+            of_layer()
+                .with_selection(Some(chosen.clone()))
+                .init(&device)
+                .unwrap_err(),
+            mha.clone().with_selection(Some(chosen)).unwrap_err(),
+            mha.with_head_selections(Some(heads)).unwrap_err(),
+            block.init(&device).unwrap_err(),
+        ];
+        for error in errors {
+            let expected = format!(
+                "selection must be one without full layers for a layer alone: a model's `selections` have them, got {selection}"
+            );
+            assert_eq!(error.to_string(), expected);
+        }
+        let model = SparseTransformerConfig::new(16, 2, Factorization::from(Pattern::causal()))
+            .with_vocab_size(11)
+            .with_context(64)
+            .with_n_layers(4)
+            .with_block_size(8)
+            .with_selections(Some(vec![text(selection)]));
+        // What the model gives a layer, that layer takes by itself.
+        let written = model.block(2).unwrap().selection.unwrap();
+        assert!(!selection.ends_with(&written.to_string()));
+        assert_eq!(text(&written.to_string()), written);
+        of_layer()
+            .with_selection(Some(written))
+            .init(&device)
+            .unwrap();
+        model.init(&device).unwrap();
+    }
 }
