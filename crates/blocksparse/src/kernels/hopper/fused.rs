@@ -92,7 +92,7 @@ impl Sizes {
     }
 
     /// The numbers that kernels count in 32 bits, and what they are of. The walk adds to the sums of dQ by their addresses, but
-    /// [`finish`](backward::finish) reads them as pairs, by an index.
+    /// [`finish`](super::backward_stats::finish) reads them as pairs, by an index.
     pub fn counts(&self, tile: &BackwardTile) -> [(&'static str, usize); 3] {
         [
             (
