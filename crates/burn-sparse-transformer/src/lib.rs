@@ -36,8 +36,8 @@
 //! `loss_and_gradients` (feature `autodiff`) for gradients that store nothing but the residual stream.
 //!
 //! The features `flex`, `ndarray`, `wgpu` and `cuda` enable backends, as in `burn-blocksparse`. An
-//! application must enable them here as well as in `burn`: on a device of any other backend the
-//! attention panics in Burn's dispatch.
+//! application must enable them here as well as in `burn`: on a device of any other backend a call is
+//! [`OpError::Backend`], which names the feature.
 #![warn(missing_docs)]
 
 mod attention;
