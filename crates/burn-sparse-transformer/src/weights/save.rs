@@ -34,11 +34,32 @@ pub fn save_safetensors<M: Module>(
         .with_to_adapter(Forward(map.clone()))
         // Readers of PyTorch's world ask for it.
         .metadata("format", "pt");
-    let saved = module.save_into(&mut store);
-    saved.map_err(|reason| WeightsError::Write {
+    let failed = |reason: String| WeightsError::Write {
         path: path.display().to_string(),
-        reason: reason.to_string(),
-    })
+        reason,
+    };
+    let is_new = !path.exists();
+    (module.save_into(&mut store)).map_err(|reason| failed(reason.to_string()))?;
+    match is_new {
+        // The file that is replaced has handed its mode on.
+        false => Ok(()),
+        true => take_usual_mode(path).map_err(|reason| failed(reason.to_string())),
+    }
+}
+
+/// Gives a file the mode of any file that this process makes, by its umask: the format's writer makes files that their owner alone reads.
+#[cfg(unix)]
+fn take_usual_mode(path: &Path) -> std::io::Result<()> {
+    // The umask can only be read by setting it, which other threads would see.
+    let probe = path.with_added_extension(format!("{}.mode", std::process::id()));
+    let mode = std::fs::File::create_new(&probe)?.metadata();
+    std::fs::remove_file(&probe)?;
+    std::fs::set_permissions(path, mode?.permissions())
+}
+
+#[cfg(not(unix))]
+fn take_usual_mode(_: &Path) -> std::io::Result<()> {
+    Ok(())
 }
 
 /// The form of a parameter by the first rule for it.

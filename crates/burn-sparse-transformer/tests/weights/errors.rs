@@ -100,6 +100,23 @@ fn files_that_are_none_are_refused() {
     }
 }
 
+/// The format's writer makes files that their owner alone may read.
+#[cfg(unix)]
+#[test]
+fn files_have_the_mode_that_the_umask_gives() {
+    use std::os::unix::fs::PermissionsExt;
+    let mode = |file: &Scratch| std::fs::metadata(&file.0).unwrap().permissions().mode();
+    let (usual, file) = (Scratch::new("usual"), Scratch::new("mode.safetensors"));
+    std::fs::write(&usual.0, "").unwrap();
+    let model = own_model(16);
+    save_safetensors(&model, &file.0, &KeyMap::pytorch(), false).unwrap();
+    assert_eq!(mode(&file), mode(&usual));
+    // That of a file which is replaced stays.
+    std::fs::set_permissions(&file.0, std::fs::Permissions::from_mode(0o640)).unwrap();
+    save_safetensors(&model, &file.0, &KeyMap::pytorch(), true).unwrap();
+    assert_eq!(mode(&file) & 0o777, 0o640);
+}
+
 #[test]
 fn what_cannot_be_saved_is_refused() {
     let model = own_model(16);
