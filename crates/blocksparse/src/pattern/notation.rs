@@ -104,7 +104,15 @@ fn joined(
         };
         c == separator && depth == 0
     });
-    let mut parts = parts.map(parse).collect::<Result<Vec<_>, _>>()?;
+    let parts: Vec<&str> = parts.collect();
+    if let Some(empty) = parts.iter().position(|part| part.trim().is_empty())
+        && parts.len() > 1
+    {
+        let side = if empty == 0 { "before" } else { "after" };
+        let expected = format!("a pattern {side} '{separator}'");
+        return Err(error(text, expected, "nothing"));
+    }
+    let mut parts = (parts.into_iter().map(parse)).collect::<Result<Vec<_>, _>>()?;
     Ok(match parts.len() {
         1 => parts.remove(0),
         _ => join(parts),
@@ -140,12 +148,10 @@ fn parse_part(text: &str) -> Result<Pattern, LayoutError> {
     let name = name.trim();
     let forms = Pattern::NOTATION.iter().copied();
     let Some(form) = forms.clone().find(|form| name_of(form) == name) else {
-        let all: Vec<&str> = forms.collect();
-        let expected = format!(
-            "one of {}, or several of these joined by '&', '+' or '/'",
-            all.join(", ")
-        );
-        return Err(error(text, expected, format!("'{name}'")));
+        return Err(match name.is_empty() {
+            true => error(text, format!("a pattern such as {SUCH_AS}"), "nothing"),
+            false => error(text, expected_for(name), format!("'{name}'")),
+        });
     };
     if name == "packed" {
         let inner = arguments.split_once('(');
@@ -222,6 +228,40 @@ fn parse_part(text: &str) -> Result<Pattern, LayoutError> {
             ));
         }
     })
+}
+
+/// Forms that an error shows where none is like the name that came.
+const SUCH_AS: &str = "causal, local:WINDOW or fixed:STRIDE,COLUMNS[,VERTS]";
+
+/// What an unknown name may have been meant to be: the forms whose names it begins, or that are a typing mistake or two away.
+fn expected_for(name: &str) -> String {
+    let name = name.to_lowercase();
+    let near = |form: &&&str| {
+        let known = name_of(form);
+        let begins = name.len() > 2 && (known.starts_with(&name) || name.starts_with(known));
+        begins || distance(known, &name) <= known.len().min(name.len()) / 3
+    };
+    let found: Vec<&str> = Pattern::NOTATION.iter().filter(near).copied().collect();
+    match found.is_empty() {
+        true => format!("a name of Pattern::NOTATION, as in {SUCH_AS}"),
+        false => found.join(" or "),
+    }
+}
+
+/// The fewest letters to insert, to leave out or to replace, to make one text the other.
+fn distance(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.chars().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, &y) in b.iter().enumerate() {
+            let replaced = diagonal + usize::from(x != y);
+            diagonal = row[j + 1];
+            row[j + 1] = replaced.min(diagonal + 1).min(row[j] + 1);
+        }
+    }
+    row[b.len()]
 }
 
 /// `fixed` of `fixed:STRIDE,COLUMNS[,VERTS]`.
@@ -385,12 +425,21 @@ mod tests {
     fn mistakes_name_the_part_what_was_expected_and_what_came() {
         let deep = format!("{}causal{}", "(".repeat(33), ")".repeat(33));
         for (text, part, expected, got) in [
-            ("", "", "one of dense, causal,", "''"),
+            ("", "", "a pattern such as causal, local:WINDOW", "nothing"),
+            ("lokal:8+causal", "lokal:8", "local:WINDOW", "'lokal'"),
+            ("Local:8", "Local:8", "local:WINDOW", "'Local'"),
+            ("stride:8", "stride:8", "strided:STRIDE", "'stride'"),
             (
-                "lokal:8+causal",
-                "lokal:8",
-                "merged-strided:STRIDE",
-                "'lokal'",
+                "global_keys:8",
+                "global_keys:8",
+                "global:TOKEN,… or global-keys:TOKEN,…",
+                "'global_keys'",
+            ),
+            (
+                "spiral:3",
+                "spiral:3",
+                "a name of Pattern::NOTATION, as in causal, local:WINDOW or fixed:STRIDE",
+                "'spiral'",
             ),
             ("local", "local", "local:WINDOW", "no number"),
             (
@@ -414,7 +463,20 @@ mod tests {
                 "fixed:STRIDE",
                 "4 numbers",
             ),
-            ("local:8+", "", "one of dense", "''"),
+            ("local:8+", "local:8+", "a pattern after '+'", "nothing"),
+            ("/local:8", "/local:8", "a pattern before '/'", "nothing"),
+            (
+                "causal/local:8 & /dense",
+                "local:8 &",
+                "a pattern after '&'",
+                "nothing",
+            ),
+            (
+                "causal&(local:8+)",
+                "local:8+",
+                "a pattern after '+'",
+                "nothing",
+            ),
             ("longformer:4,2", "longformer:4,2", "TOKEN", "2 numbers"),
             (
                 "local:8,horizontal",
@@ -430,7 +492,7 @@ mod tests {
                 "no pattern in brackets",
             ),
             ("packed:(causal)", "packed:(causal)", "START", "no number"),
-            ("packed:0(lokal)", "lokal", "one of", "'lokal'"),
+            ("packed:0(lokal)", "lokal", "local:WINDOW", "'lokal'"),
             ("(causal", "(causal", "')' after '('", "none"),
             ("causal)", "causal)", "'(' before ')'", "none"),
             ("(causal)(dense)", "causal)(dense", "'(' before ')'", "none"),
@@ -452,6 +514,7 @@ mod tests {
             };
             assert_eq!((a.as_str(), c.as_str()), (part, got), "{text}");
             assert!(b.contains(expected), "{text}: {b}");
+            assert!(b.len() < 100, "{text}: {b}");
         }
     }
 }
