@@ -15,6 +15,7 @@ use crate::TransformerError;
 /// assert_eq!(interleaved.pattern(3)?, Pattern::strided(128));
 /// let merged = Factorization::Merged(patterns);
 /// assert_eq!(merged.to_string(), "merged(local(128), strided(128))");
+/// assert_eq!(Factorization::from(Pattern::causal()).to_string(), "causal");
 /// # Ok::<(), burn_sparse_transformer::TransformerError>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -65,8 +66,12 @@ impl From<Pattern> for Factorization {
     }
 }
 
+/// A single pattern prints as itself: all layers and heads use it, however it would be combined.
 impl fmt::Display for Factorization {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let [pattern] = self.patterns() {
+            return pattern.fmt(f);
+        }
         let name = match self {
             Self::Interleaved(_) => "interleaved",
             Self::Merged(_) => "merged",

@@ -285,7 +285,10 @@ fn check_choice(pattern: &Pattern, selection: &Selection) -> Result<(), Transfor
     ensure(
         is_whole(pattern) || !is_by_query(selection),
         "pattern",
-        || "causal or dense with a selection by which every query chooses for itself".into(),
+        || {
+            "the dense causal pattern, or dense, with a selection by which every query chooses for itself"
+                .into()
+        },
         pattern,
     )
 }

@@ -199,7 +199,7 @@ impl PagePool {
         match residency == Residency::Evict && !self.lifetimes.is_causal() {
             true => Err(CacheError::argument(
                 "pattern",
-                "causal in every head, for keys to be evicted",
+                "the dense causal pattern in every head, for keys to be evicted",
                 &self.config.pattern,
             )),
             false => Ok(()),

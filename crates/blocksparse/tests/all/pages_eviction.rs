@@ -232,8 +232,9 @@ fn errors() {
         let pattern: Pattern = pattern.parse().unwrap();
         let mut pool = PagePool::new(small(4, 4, pattern.clone())).unwrap();
         let error = pool.join(Residency::Evict).unwrap_err();
-        let expected =
-            format!("pattern must be causal in every head, for keys to be evicted, got {pattern}");
+        let expected = format!(
+            "pattern must be the dense causal pattern in every head, for keys to be evicted, got {pattern}"
+        );
         assert_eq!(error.to_string(), expected);
     }
     // What can be taken back has to stay.

@@ -346,7 +346,7 @@ fn errors() {
     fails(
         attention(Pattern::local(5), 2),
         pool_config(1, tova),
-        "pattern must be causal in every head, for keys to be evicted, got local(5)",
+        "pattern must be the dense causal pattern in every head, for keys to be evicted, got local(5)",
     );
     let message = "eviction must be none with ALiBi or biases of distances, got some";
     fails(causal().with_alibi(true), pool_config(1, tova), message);

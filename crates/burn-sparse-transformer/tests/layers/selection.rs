@@ -184,7 +184,8 @@ fn what_knows_patterns_alone_is_refused() {
     let device = Device::flex();
     let _guard = seed(&device, 4);
     let selection = || Some(text("topk:8,4"));
-    let whole = "pattern must be causal or dense with a selection by which every query";
+    let whole =
+        "pattern must be the dense causal pattern, or dense, with a selection by which every query";
     let local = config(Pattern::local(9)).with_selection(Some(text("moba:8,2")));
     let error = local.init(&device).unwrap_err().to_string();
     assert!(error.starts_with(whole), "{error}");
