@@ -1,7 +1,5 @@
 //! Values of flags: what is outside the range that a flag allows is an error that names both.
 
-use std::str::FromStr;
-
 use burn_sparse_transformer::{ContentAttention, Precision, Selection, WeightPattern};
 use clap::Command;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
@@ -17,17 +15,44 @@ pub fn with_negative_numbers(command: Command) -> Command {
     })
 }
 
-/// A whole number that is not 0.
+/// The most that a size or a count may be, as in the layers: a product of two of them does not overflow.
+pub const MOST: usize = 1 << 30;
+
+/// The most texts or pictures that are made at once.
+pub const MOST_AT_ONCE: usize = 1 << 12;
+
+/// A size or a count that is not 0.
 pub fn positive(text: &str) -> Result<usize, String> {
-    match digits(text) {
-        Some(number) if number > 0 => Ok(number),
-        _ => Err("must be a whole number, at least 1".to_owned()),
-    }
+    number(text, 1, MOST)
 }
 
-/// A whole number.
-pub fn whole<T: FromStr>(text: &str) -> Result<T, String> {
-    digits(text).ok_or_else(|| "must be a whole number, at least 0".to_owned())
+/// A size or a count.
+pub fn whole(text: &str) -> Result<usize, String> {
+    number(text, 0, MOST)
+}
+
+/// How many texts or pictures to make at once.
+pub fn at_once(text: &str) -> Result<usize, String> {
+    number(text, 1, MOST_AT_ONCE)
+}
+
+/// A seed.
+pub fn seed(text: &str) -> Result<u64, String> {
+    let number = text.replace('_', "").parse();
+    number.map_err(|_| format!("must be a whole number, at least 0, at most {}", u64::MAX))
+}
+
+/// A whole number in a range, whose digits may be grouped as in `12_288`.
+fn number(text: &str, least: usize, most: usize) -> Result<usize, String> {
+    let text = text.replace('_', "");
+    let is_whole = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    match text.parse() {
+        Ok(number) if (least..=most).contains(&number) => Ok(number),
+        Ok(number) if number > most => Err(format!("must be at most {most}")),
+        // More than a word holds.
+        Err(_) if is_whole => Err(format!("must be at most {most}")),
+        _ => Err(format!("must be a whole number, at least {least}")),
+    }
 }
 
 /// A number above 0.
@@ -107,9 +132,4 @@ pub fn attention_help(usage: &str) -> String {
         "{usage}\n\nTexts:\n  sparse  the preset's pattern, or --pattern\n  dense   every earlier byte\n  {}",
         ContentAttention::NOTATION.join("\n  ")
     )
-}
-
-/// Digits, which may be grouped as in `12_288`.
-fn digits<T: FromStr>(text: &str) -> Option<T> {
-    text.replace('_', "").parse().ok()
 }

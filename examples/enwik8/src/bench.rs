@@ -160,6 +160,7 @@ pub fn run(args: &BenchArgs) -> Result<()> {
         None => vec![Attention::Sparse, Attention::Dense],
     };
     let named = device::open(args.device.as_deref())?;
+    config.check_memory(Some(&named))?;
     say(format!(
         "preset {}: {} layers, {} heads, d_model {}, context {}, batch {}, {}{}, on {}",
         args.preset,

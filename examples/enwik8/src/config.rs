@@ -1,14 +1,16 @@
 //! The configuration of a run: a preset with a user's changes, checked.
 
+use std::collections::BTreeMap;
+
 use anyhow::{Context, Result, bail, ensure};
 use burn_blocksparse::{BLOCK_SIZES, Pattern, WEIGHT_BLOCK_SIZES};
 use burn_sparse_transformer::{ContentAttention, Selection};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::overrides::Overrides;
-use crate::pattern;
 use crate::presets::{AttentionKind, FactorizationKind, Length, ModelConfig, Preset, Recipe};
-use crate::search;
+use crate::{flags, pattern, search};
 
 /// All that defines a run besides its data. Stored in the run folder and in every checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -66,11 +68,9 @@ impl RunConfig {
             },
             ..self.clone()
         };
-        if allowed != wanted {
-            let (stored, asked) = first_difference(&allowed, &wanted);
+        if let Some(difference) = first_difference(&allowed, &wanted, overrides) {
             bail!(
-                "--resume continues the run as it was begun, with {stored}, but {asked} was asked for; \
-                 leave that flag out, or begin another run with --run DIR"
+                "--resume continues the run as it was begun, {difference}; leave that flag out, or begin another run with --run DIR"
             );
         }
         wanted.check()?;
@@ -253,6 +253,7 @@ impl RunConfig {
                 d_ff.unwrap_or_default()
             );
         }
+        self.check_memory(None)?;
         self.check_choices()?;
         ensure!(
             chooses || self.recipe.recall_every.is_none() && self.recipe.selection_until.is_none(),
@@ -307,39 +308,120 @@ fn check_pattern(text: &str, heads: usize) -> Result<()> {
     }
 }
 
-/// The first field that differs, as `name value` on both sides.
-fn first_difference(stored: &RunConfig, asked: &RunConfig) -> (String, String) {
-    let flat = |config: &RunConfig| {
-        let mut fields = vec![("preset".to_owned(), format!("{:?}", config.preset.name()))];
-        for part in [
-            serde_json::to_value(&config.model),
-            serde_json::to_value(&config.recipe),
-        ] {
-            if let Ok(serde_json::Value::Object(map)) = part {
+/// The first field that differs: what it is, and which flag asks for what. Nothing if none does.
+fn first_difference(
+    stored: &RunConfig,
+    asked: &RunConfig,
+    overrides: &Overrides,
+) -> Option<String> {
+    if stored == asked {
+        return None;
+    }
+    let [before, now] = [stored, asked].map(fields);
+    let names = before.keys().chain(now.keys());
+    let of = |fields: &BTreeMap<String, Value>, name: &str| {
+        shown(fields.get(name).unwrap_or(&Value::Null))
+    };
+    let mut names = names.filter(|name| of(&before, name) != of(&now, name));
+    let name = names.next().map_or("preset", String::as_str);
+    let (stored, asked) = (of(&before, name), of(&now, name));
+    let flag = flags::of(name);
+    Some(match asked_by(name, overrides) {
+        Some(other) if other != flag => {
+            format!("with --{flag} {stored}, but --{other} makes that {asked}")
+        }
+        _ => format!("with --{flag} {stored}, but --{flag} {asked} was asked for"),
+    })
+}
+
+/// All fields of a configuration by name, and those of what has flags of its own by `name.inner`.
+fn fields(config: &RunConfig) -> BTreeMap<String, Value> {
+    let mut fields = BTreeMap::new();
+    fields.insert("preset".to_owned(), Value::from(config.preset.name()));
+    let parts = [
+        serde_json::to_value(&config.model),
+        serde_json::to_value(&config.recipe),
+    ];
+    for (name, value) in parts
+        .into_iter()
+        .flatten()
+        .filter_map(|part| match part {
+            Value::Object(map) => Some(map),
+            _ => None,
+        })
+        .flatten()
+    {
+        match value {
+            Value::Object(inner) if ["pictures", "ff_weights", "ff_prune"].contains(&&*name) => {
                 fields.extend(
-                    map.into_iter()
-                        .map(|(name, value)| (name, value.to_string())),
+                    inner
+                        .into_iter()
+                        .map(|(field, value)| (format!("{name}.{field}"), value)),
                 );
             }
+            value => {
+                fields.insert(name, value);
+            }
         }
-        fields
-    };
-    let difference = flat(stored)
-        .into_iter()
-        .zip(flat(asked))
-        .find(|(stored, asked)| stored.1 != asked.1);
-    match difference {
-        Some((stored, asked)) => (
-            format!("{} {}", stored.0, stored.1),
-            format!("{} {}", asked.0, asked.1),
-        ),
-        None => ("its own configuration".to_owned(), "another".to_owned()),
     }
+    fields
+}
+
+/// A value as a flag takes it.
+fn shown(value: &Value) -> String {
+    match value {
+        Value::Null => "none".to_owned(),
+        Value::String(text) => text.clone(),
+        Value::Array(values) if values.is_empty() => "none".to_owned(),
+        Value::Array(values) => values.iter().map(shown).collect::<Vec<_>>().join(" "),
+        other => other.to_string(),
+    }
+}
+
+/// The flag that the user gave and that changes a field which has another flag, or none.
+fn asked_by(field: &str, overrides: &Overrides) -> Option<&'static str> {
+    let pattern = ("pattern", !overrides.pattern.is_empty());
+    let attention = ("attention", overrides.attention.is_some());
+    let selection = ("selection", !overrides.selection.is_empty());
+    let selection_file = ("selection-file", overrides.selection_file.is_some());
+    let picture_size = ("picture-size", overrides.picture_size.is_some());
+    let ff_density = ("ff-density", overrides.ff_density.is_some());
+    let candidates = match field {
+        "patterns" => vec![pattern, attention, selection, selection_file, picture_size],
+        "factorization" => vec![
+            ("factorization", overrides.factorization.is_some()),
+            attention,
+            selection,
+            selection_file,
+        ],
+        "content" => vec![
+            attention,
+            ("commitment", overrides.commitment.is_some()),
+            ("means-decay", overrides.means_decay.is_some()),
+        ],
+        "local_heads" => vec![
+            ("local-heads", !overrides.local_heads.is_empty()),
+            attention,
+        ],
+        "position_width" => vec![
+            ("position-width", overrides.position_width.is_some()),
+            pattern,
+            picture_size,
+        ],
+        "context" => vec![("context", overrides.context.is_some()), picture_size],
+        "ff_weights.block" => vec![("ff-block", overrides.ff_block.is_some()), ff_density],
+        "ff_weights.layout" => vec![("ff-layout", overrides.ff_layout.is_some()), ff_density],
+        "selections" | "head_selections" => vec![selection, selection_file],
+        _ => return None,
+    };
+    let given = candidates.into_iter().find(|(_, is_given)| *is_given);
+    given.map(|(flag, _)| flag)
 }
 
 #[cfg(test)]
 mod tests {
     use burn_sparse_transformer::Recompute;
+    use clap::{Args, Command, FromArgMatches};
 
     use super::*;
 
@@ -531,6 +613,110 @@ mod tests {
         assert!(message.contains("later"), "{message}");
     }
 
+    /// Whatever flag contradicts a run is the one that the message names.
+    #[test]
+    fn resume_names_the_flag_that_contradicts() {
+        let runs = [
+            (Preset::Tiny, ""),
+            (Preset::Shapes, ""),
+            (Preset::Tiny, "--selection topk:16,4"),
+            (Preset::Tiny, "--attention routing:32"),
+            (Preset::Tiny, "--attention dsa:32,4,2,8 --indexer-warmup 5"),
+            (
+                Preset::Tiny,
+                "--ff-density 0.5 --ff-prune 0.25 --ff-prune-until 1000",
+            ),
+        ];
+        // Of each flag the run that it is of, and its arguments.
+        let nine = format!("9 {}", runs[5].1);
+        let flags = [
+            (0, "context", "128"),
+            (0, "layers", "3"),
+            (0, "heads", "8"),
+            (0, "kv-heads", "2"),
+            (0, "d-model", "64"),
+            (0, "attention", "dense"),
+            (3, "attention", "routing:64"),
+            (3, "local-heads", "1"),
+            (3, "commitment", "0.5"),
+            (3, "means-decay", "0.5"),
+            (0, "pattern", "local:32"),
+            (0, "pattern", "fixed:64,8"),
+            (0, "selection", "topk:16,4"),
+            (2, "selection", "topk:16,2"),
+            (2, "selection-full-last", "1 --selection topk:16,4"),
+            (0, "factorization", "interleaved"),
+            (0, "block", "32"),
+            (0, "position-width", "64"),
+            (0, "dropout", "0.5"),
+            (0, "init-scale", "0.5"),
+            (0, "precision", "bf16"),
+            (0, "d-ff", "256"),
+            (0, "d-key", "64"),
+            (1, "picture-size", "8"),
+            (1, "classes", "3"),
+            (1, "halve", ""),
+            (0, "ff-density", "0.5"),
+            (5, "ff-density", "0.75"),
+            (5, "ff-block", "32 --ff-density 0.5"),
+            (5, "ff-layout", "banded --ff-density 0.5"),
+            (
+                5,
+                "ff-prune",
+                "0.125 --ff-density 0.5 --ff-prune-until 1000",
+            ),
+            (5, "ff-prune-from", &nine),
+            (5, "ff-prune-until", "999 --ff-density 0.5 --ff-prune 0.25"),
+            (5, "ff-prune-every", &nine),
+            (0, "batch", "8"),
+            (0, "lr", "0.5"),
+            (0, "warmup", "9"),
+            (0, "weight-decay", "0.5"),
+            (0, "beta1", "0.5"),
+            (0, "beta2", "0.5"),
+            (0, "epsilon", "0.5"),
+            (0, "clip", "0.5"),
+            (0, "seed", "9"),
+            (2, "selection-until", "9"),
+            (4, "indexer-warmup", "9"),
+            (4, "indexer-lr", "0.5"),
+            (4, "indexer-from", "9"),
+        ];
+        let read = |text: &str| {
+            let command = Overrides::augment_args(Command::new("flags").no_binary_name(true));
+            let words = text.split_whitespace();
+            let matches = command.try_get_matches_from(words).unwrap();
+            Overrides::from_arg_matches(&matches).unwrap()
+        };
+        for (run, flag, value) in flags {
+            let (preset, begun) = runs[run];
+            let config = RunConfig::new(preset, &read(begun)).unwrap();
+            let asked = read(&format!("--{flag} {value}"));
+            let error = config.resumed(None, &asked).unwrap_err().to_string();
+            let is_named = error.contains(&format!("but --{flag} "));
+            assert!(is_named, "--{flag} {value}: {error}");
+        }
+        let may_change = [
+            "steps",
+            "epochs",
+            "recompute",
+            "recall-every",
+            "eval-every",
+            "eval-windows",
+            "checkpoint-every",
+            "log-every",
+        ];
+        // Needs a file: the tests of the program have it.
+        let known = [&may_change[..], &["selection-file"]].concat();
+        for argument in Overrides::augment_args(Command::new("flags")).get_arguments() {
+            let name = argument.get_long().unwrap();
+            assert!(
+                known.contains(&name) || flags.iter().any(|(_, flag, _)| *flag == name),
+                "--{name}"
+            );
+        }
+    }
+
     #[test]
     fn resume_keeps_the_model_and_may_lengthen_the_run() {
         let config = RunConfig::new(Preset::Tiny, &Overrides::default()).unwrap();
@@ -545,7 +731,7 @@ mod tests {
         };
         let message = config.resumed(None, &wider).unwrap_err().to_string();
         assert!(
-            message.contains("d_model 128") && message.contains("d_model 256"),
+            message.contains("with --d-model 128, but --d-model 256 was asked for"),
             "{message}"
         );
         assert!(

@@ -64,11 +64,18 @@ pub struct Corpus {
 }
 
 impl Corpus {
-    /// Reads `path`, or takes the embedded sample, or of pictures the synthetic set.
+    /// Reads `path` of `--data`, or takes the embedded sample, or of pictures the synthetic set.
     ///
     /// # Errors
     /// If the file cannot be read or is empty, or does not hold such pictures.
     pub fn open(path: Option<&Path>, pictures: Option<Pictures>) -> Result<Self> {
+        match path {
+            Some(_) => Self::read(path, pictures).context("--data"),
+            None => Self::read(path, pictures),
+        }
+    }
+
+    fn read(path: Option<&Path>, pictures: Option<Pictures>) -> Result<Self> {
         if let Some(pictures) = pictures {
             let set = PictureSet::open(path, pictures)?;
             return Ok(Corpus {
@@ -115,7 +122,10 @@ impl Corpus {
         instead: Option<&Path>,
         pictures: Option<Pictures>,
     ) -> Result<Self> {
-        Corpus::open(instead.or(fingerprint.path.as_deref()), pictures)
+        match instead {
+            Some(path) => Self::open(Some(path), pictures),
+            None => Self::read(fingerprint.path.as_deref(), pictures),
+        }
     }
 
     /// One line for the user: where the bytes come from.

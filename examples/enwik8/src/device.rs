@@ -1,6 +1,6 @@
 //! Devices by name, limited to the backends that were compiled in.
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use burn::tensor::Device;
 use burn_blocksparse::check_device;
 
@@ -21,14 +21,32 @@ pub struct NamedDevice {
     pub device: Device,
 }
 
-/// The device called `name`, or the best that was compiled in.
+impl NamedDevice {
+    /// Whether its memory is the machine's.
+    pub fn is_cpu(&self) -> bool {
+        self.name.starts_with("flex") || self.name.starts_with("ndarray")
+    }
+}
+
+/// The device of `--device`, or the best that was compiled in.
+///
+/// # Errors
+/// As [`named`].
+pub fn open(name: Option<&str>) -> Result<NamedDevice> {
+    match name.or(default_name()) {
+        Some(known) => named(known).with_context(|| match name {
+            Some(_) => format!("--device {known}"),
+            None => format!("device {known}"),
+        }),
+        None => bail!("this program was built without any backend; build it with --features flex"),
+    }
+}
+
+/// The device called `name`.
 ///
 /// # Errors
 /// If there is no such backend, its feature is off, or the machine lacks the device, its driver or its toolkit.
-pub fn open(name: Option<&str>) -> Result<NamedDevice> {
-    let Some(name) = name.or(default_name()) else {
-        bail!("this program was built without any backend; build it with --features flex");
-    };
+pub fn named(name: &str) -> Result<NamedDevice> {
     let (backend, index) = match name.split_once(':') {
         Some((backend, index)) => (backend, Some(index)),
         None => (name, None),
@@ -106,12 +124,12 @@ mod tests {
     use super::*;
 
     fn error(name: &str) -> String {
-        open(Some(name)).err().unwrap().to_string()
+        format!("{:#}", open(Some(name)).err().unwrap())
     }
 
     #[test]
     fn mistakes_are_explained() {
-        assert!(error("tpu").contains("choices"));
+        assert!(error("tpu").contains("--device tpu: unknown device 'tpu'; the choices"));
         assert!(error("flex:1").contains("cuda:1"));
         if !cfg!(feature = "cuda") {
             assert!(error("cuda:0").contains("--features cuda"));

@@ -20,7 +20,7 @@ const PRINTED_BLOCKS: usize = 96;
   enwik8 draw --pattern local:64+strided:64 --seq 512 --block 16 --out strided.svg")]
 pub struct DrawArgs {
     /// E.g. fixed:128,32 or local:64+strided:64
-    #[arg(long, value_name = "PATTERN", default_value = "fixed:128,32", long_help = pattern::help(
+    #[arg(long, value_name = "PATTERN", default_value = "fixed:128,32", value_parser = pattern::read, long_help = pattern::help(
         "E.g. fixed:128,32 or local:64+strided:64",
     ))]
     pattern: Pattern,
@@ -49,7 +49,7 @@ pub fn run(args: &DrawArgs) -> Result<()> {
     say(format!(
         "{pattern}: {} of {} pairs allowed ({:.2}%), {} blocks of {} kept ({:.2}%)",
         thousands(usize::try_from(layout.allowed_pairs()).unwrap_or(usize::MAX)),
-        thousands(args.heads * args.seq * args.seq),
+        thousands(args.heads.saturating_mul(args.seq).saturating_mul(args.seq)),
         layout.density() * 100.0,
         thousands(layout.blocks()),
         layout.block_size(),

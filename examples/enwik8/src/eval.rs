@@ -25,20 +25,25 @@ use crate::{arguments, device, run};
   enwik8 eval
   enwik8 eval --checkpoint runs/tiny --split test --min-context 128
   enwik8 eval --checkpoint runs/paper/best.ckpt --min-context 12160 --device cuda
-  enwik8 eval --cache tova:64 --slack 32 --windows 100
+  enwik8 eval --checkpoint runs/dense --cache tova:64 --slack 32 --windows 100
   enwik8 eval --checkpoint runs/dense --selection-file heads.json
 
 With --cache or --kv-dtype, windows are read through a cache of keys and values, --chunk bytes a call: between calls keys are evicted.")]
 pub struct EvalArgs {
     /// A checkpoint file, or a run folder, whose best checkpoint is taken
-    #[arg(long, value_name = "PATH", default_value = "runs/tiny")]
+    #[arg(
+        long,
+        value_name = "PATH",
+        default_value = "runs/tiny",
+        visible_alias = "run"
+    )]
     checkpoint: PathBuf,
     /// Part of the data
     #[arg(long, value_enum, default_value = "validation")]
     split: Split,
     /// Bytes of context that every byte after the first window has at least. The window moves by
     /// context − MIN bytes, so a large MIN is slower and scores better
-    #[arg(long, value_name = "MIN", default_value_t = 0, value_parser = arguments::whole::<usize>)]
+    #[arg(long, value_name = "MIN", default_value_t = 0, value_parser = arguments::whole)]
     min_context: usize,
     /// Windows per forward pass [default: the run's batch]
     #[arg(long, value_parser = arguments::positive)]
@@ -69,7 +74,7 @@ pub fn run(args: &EvalArgs) -> Result<()> {
     let kept = args.kept.kept()?.or_else(reachable);
     ensure!(
         kept.is_some() || args.kept.selection.is_empty(),
-        "--selection is of a cache; add --cache all"
+        "--selection needs --cache all"
     );
     ensure!(
         kept.is_none() || args.kept.selection_file.is_none(),
@@ -100,7 +105,7 @@ pub fn run(args: &EvalArgs) -> Result<()> {
     }
     let model = model::restore(&checkpoint, &device.device)?;
     let model = match kept.is_some() || args.kept.selection_file.is_some() {
-        true => args.kept.chosen(model)?,
+        true => args.kept.chosen(model, &config.model)?,
         false => model,
     };
     say(format!(
@@ -136,7 +141,8 @@ pub fn run(args: &EvalArgs) -> Result<()> {
                     &mut most,
                 )
             };
-            let evaluation = evaluator.sum(&windows, &bar, losses)?;
+            let evaluation = (evaluator.sum(&windows, &bar, losses))
+                .map_err(|error| args.kept.explained(error, &config.model))?;
             say(format!(
                 "the cache of a window takes {} bytes, all keys {}; scores of keys {}",
                 thousands(most.live_bytes),
@@ -146,6 +152,13 @@ pub fn run(args: &EvalArgs) -> Result<()> {
             evaluation
         }
     };
+    ensure!(
+        evaluation.nats.is_finite(),
+        "the loss of {} is not finite, got {} over {} bytes: its weights or its activations are not",
+        path.display(),
+        evaluation.nats,
+        thousands(evaluation.bytes)
+    );
     let behind = match config.model.task() {
         Task::Text => format!(
             ", with at least {} bytes of context after the first window",
@@ -250,6 +263,7 @@ impl Evaluator<'_> {
     ) -> Result<Vec<f32>> {
         let starts: Vec<usize> = part.iter().map(|window| window.start).collect();
         let context = self.cut.context();
+        let chunk = chunk.min(context);
         let [tokens, targets] = self.cut.tensors(bytes, &starts, self.device);
         let config = KvPoolConfig::new(part.len(), context)
             .with_chunk(chunk)

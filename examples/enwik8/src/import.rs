@@ -36,7 +36,7 @@ pub struct ImportArgs {
     #[arg(long, value_name = "KEY")]
     key: Option<String>,
     /// Folder of the run
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", visible_alias = "checkpoint")]
     run: PathBuf,
     /// Replace the run in the folder
     #[arg(long)]
@@ -78,7 +78,9 @@ pub fn run(args: &ImportArgs) -> Result<()> {
         true => KeyMap::default(),
         false => KeyMap::pytorch(),
     };
-    let device = device::open(None)?.device;
+    let named = device::open(None)?;
+    config.check_weights(&named)?;
+    let device = named.device;
     let model = model::new(&config.model, config.recipe.seed, &device)?;
     let map = match config.dsa_stage(0) {
         // A dense model has none: its indexers begin anew.

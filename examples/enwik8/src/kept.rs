@@ -1,20 +1,23 @@
 //! Which keys a cache keeps: `--cache`, `--budget` and `--slack`.
 
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use anyhow::{Error, Result, anyhow, bail, ensure};
 use burn::tensor::FloatDType;
+use burn_blocksparse::pages::CacheError;
 use burn_sparse_transformer::{
     EvictionBudget, EvictionConfig, EvictionScore, KvDtype, KvPoolConfig, KvPositions, Residency,
-    Selection, SparseTransformer, VotePool,
+    Selection, SparseTransformer, TransformerError, VotePool,
 };
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 
+use crate::arguments::MOST;
+use crate::presets::ModelConfig;
 use crate::search::{self, HeadChoices};
 use crate::{arguments, model};
 
 /// The forms of `--cache`.
 const FORMS: &str = "must be all, reachable, window:W,S with W at least 1, h2o:H,R, h2o-mean:H,R, tova:C, \
-                     snapkv:C,M,F, key-norm:C or combined:S,R,H";
+                     snapkv:C,M,F, key-norm:C or combined:S,R,H, with whole numbers up to 1073741824";
 
 /// Which keys are kept.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -51,12 +54,12 @@ pub struct KeptArgs {
         value_name = "all|reachable|window:W,S|h2o:H,R|h2o-mean:H,R|tova:C|snapkv:C,M,F|key-norm:C|combined:S,R,H",
         value_parser = kept
     )]
-    cache: Option<Kept>,
+    cache: Option<Cache>,
     /// How evicted keys are shared out: evenly, the fewer the later the layer, or by the heads' scores
     #[arg(long, value_name = "uniform|pyramid:BETA|adaptive:ALPHA", value_parser = budget)]
     budget: Option<EvictionBudget>,
     /// Evict when there are N keys more than are kept [default: 256]
-    #[arg(long, value_name = "N", value_parser = arguments::whole::<usize>)]
+    #[arg(long, value_name = "N", value_parser = arguments::whole)]
     slack: Option<usize>,
     /// Positions that rotations are of, with window:W,S: those of the bytes, or of what is kept of them
     #[arg(long, value_name = "original|in-cache", default_value = "original", value_parser = positions())]
@@ -100,7 +103,11 @@ impl KeptArgs {
     ///
     /// # Errors
     /// If a cache cannot choose so, or the model's pattern is not causal.
-    pub fn chosen(&self, model: SparseTransformer) -> Result<SparseTransformer> {
+    pub fn chosen(
+        &self,
+        model: SparseTransformer,
+        config: &ModelConfig,
+    ) -> Result<SparseTransformer> {
         if let Some(choices) = &self.selection_file {
             return choices.switched_on(model);
         }
@@ -114,12 +121,42 @@ impl KeptArgs {
                 "--selection {selection}: what a byte chooses depends on later ones, which a cache does not know; quest and moba choose by earlier bytes"
             );
         }
-        (model.with_selections(&self.selection, 0)).context("--selection")
+        let chosen = model.with_selections(&self.selection, 0);
+        chosen.map_err(|error| self.explained(error.into(), config))
+    }
+
+    /// An error of the model or of its pool. Where a flag needs a pattern that the model has not, the flag and what to do instead.
+    pub fn explained(&self, error: Error, config: &ModelConfig) -> Error {
+        let (flag, instead) = match error.downcast_ref::<TransformerError>() {
+            Some(TransformerError::Cache(CacheError::Argument {
+                argument: "pattern",
+                ..
+            })) => match &self.cache {
+                Some(Cache { text, .. }) => {
+                    (format!("--cache {text}"), ", or take --cache reachable")
+                }
+                None => return error,
+            },
+            Some(TransformerError::Argument {
+                argument: "pattern",
+                ..
+            }) if !self.selection.is_empty() => {
+                let texts: Vec<String> = self.selection.iter().map(ToString::to_string).collect();
+                (format!("--selection {}", texts.join(" --selection ")), "")
+            }
+            _ => return error,
+        };
+        let patterns = model::factorization(config)
+            .map_or_else(|_| config.patterns.join(" / "), |found| found.to_string());
+        anyhow!(
+            "{flag} needs the dense causal pattern in every head; this model uses {patterns}; train one with --attention dense{instead}"
+        )
     }
 
     /// What the flags say, if any.
     pub fn kept(&self) -> Result<Option<Kept>> {
-        let Some(Kept::Evict(mut config)) = self.cache else {
+        let kept = self.cache.as_ref().map(|cache| cache.kept);
+        let Some(Kept::Evict(mut config)) = kept else {
             let given = [
                 ("--budget", self.budget.is_some()),
                 ("--slack", self.slack.is_some()),
@@ -127,18 +164,47 @@ impl KeptArgs {
             if let Some((flag, _)) = given.iter().find(|(_, is_given)| *is_given) {
                 bail!("{flag} needs a --cache that evicts keys, as tova:512");
             }
-            return Ok(self.cache);
+            return Ok(kept);
         };
         config.budget = self.budget.unwrap_or(config.budget);
         config.slack = self.slack.unwrap_or(config.slack);
-        (config.validate()).map_err(|error| anyhow!("--cache, --budget or --slack: {error}"))?;
+        // The numbers of --cache by themselves were checked when they were read.
+        config.validate().map_err(|error| match error {
+            CacheError::Argument {
+                argument: "capacity",
+                expected,
+                got,
+            } => anyhow!("--cache and --slack must keep {expected} keys, got {got}"),
+            CacheError::Argument { expected, got, .. } => {
+                anyhow!("--budget must be {expected}, got {got}")
+            }
+            error => anyhow!("--budget: {error}"),
+        })?;
         Ok(Some(Kept::Evict(config)))
     }
 }
 
-/// `--cache`.
-fn kept(text: &str) -> Result<Kept, String> {
-    parse(text).ok_or_else(|| FORMS.to_owned())
+/// `--cache`, as it was typed and read.
+#[derive(Clone, Debug)]
+struct Cache {
+    text: String,
+    kept: Kept,
+}
+
+/// Reads `--cache`.
+fn kept(text: &str) -> Result<Cache, String> {
+    let kept = parse(text).ok_or_else(|| FORMS.to_owned())?;
+    if let Kept::Evict(config) = kept {
+        config.validate().map_err(|error| match error {
+            // What came is what clap shows; a policy may have made another number of it.
+            CacheError::Argument {
+                argument, expected, ..
+            } => format!("its {argument} must be {expected}"),
+            error => error.to_string(),
+        })?;
+    }
+    let text = text.to_owned();
+    Ok(Cache { text, kept })
 }
 
 fn parse(text: &str) -> Option<Kept> {
@@ -146,7 +212,7 @@ fn parse(text: &str) -> Option<Kept> {
     let numbers: Vec<usize> = match numbers {
         "" => Vec::new(),
         numbers => (numbers.split(','))
-            .map(|number| number.parse().ok())
+            .map(|number| number.parse().ok().filter(|number| *number <= MOST))
             .collect::<Option<_>>()?,
     };
     let snapkv = |capacity, window, pool| {
@@ -178,13 +244,19 @@ fn parse(text: &str) -> Option<Kept> {
 
 /// `--budget`.
 fn budget(text: &str) -> Result<EvictionBudget, String> {
+    let number = |text: &str| text.parse::<f64>().ok();
     let found = match text.split_once(':') {
         None if text == "uniform" => Some(EvictionBudget::Uniform),
-        Some(("pyramid", beta)) => (beta.parse().ok()).map(|beta| EvictionBudget::Pyramid { beta }),
-        Some(("adaptive", alpha)) => {
-            (alpha.parse().ok()).map(|alpha| EvictionBudget::Adaptive { alpha })
-        }
+        Some(("pyramid", beta)) => number(beta)
+            .filter(|beta| *beta > 1.0 && beta.is_finite())
+            .map(|beta| EvictionBudget::Pyramid { beta }),
+        Some(("adaptive", alpha)) => number(alpha)
+            .filter(|alpha| (0.0..=1.0).contains(alpha))
+            .map(|alpha| EvictionBudget::Adaptive { alpha }),
         _ => None,
     };
-    found.ok_or_else(|| "must be uniform, pyramid:BETA or adaptive:ALPHA".to_owned())
+    found.ok_or_else(|| {
+        "must be uniform, pyramid:BETA with BETA above 1 or adaptive:ALPHA with ALPHA from 0 to 1"
+            .to_owned()
+    })
 }

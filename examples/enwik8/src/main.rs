@@ -13,10 +13,12 @@ mod draw;
 mod eval;
 mod exit;
 mod export;
+mod flags;
 mod images;
 mod import;
 mod indexers;
 mod kept;
+mod limits;
 mod log;
 mod memory;
 mod model;
@@ -54,6 +56,7 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
   enwik8 eval          bits per byte on held-out text
   enwik8 report        the run on one page
   enwik8 bench         sparse against dense attention on this machine
+  enwik8 patterns      what --pattern, --attention and --selection take
   enwik8 draw --pattern fixed:128,32 --out pattern.png
   enwik8 export --out exported   files for a program of your own
   enwik8 import --weights model.pt --run runs/imported   what another program trained
@@ -76,29 +79,30 @@ enum Task {
     SampleImages(images::sample::SampleImagesArgs),
     Bench(bench::BenchArgs),
     Draw(draw::DrawArgs),
+    Patterns(pattern::PatternsArgs),
     Export(export::ExportArgs),
     Import(import::ImportArgs),
 }
 
 fn main() -> ExitCode {
-    match dispatch(&arguments().command) {
+    let mut cli = arguments::with_negative_numbers(Cli::command());
+    let matches = cli.get_matches_mut();
+    // A mistake ends the program with exit code 2.
+    let arguments = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
+    match dispatch(&arguments.command) {
         Ok(code) => code,
         // The reader of our output is gone (`| head`): that is its right.
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error:#}");
+            let command = matches.subcommand_name();
+            let command = command.and_then(|name| cli.find_subcommand(name));
+            eprintln!("error: {}", flags::text(&error, command));
             if devices::is_lost(&error) {
                 exit::at_once(1);
             }
             ExitCode::FAILURE
         }
     }
-}
-
-/// The command line; a mistake in it ends the program with exit code 2.
-fn arguments() -> Cli {
-    let matches = arguments::with_negative_numbers(Cli::command()).get_matches();
-    Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit())
 }
 
 fn dispatch(task: &Task) -> Result<ExitCode> {
@@ -113,6 +117,7 @@ fn dispatch(task: &Task) -> Result<ExitCode> {
         Task::SampleImages(args) => images::sample::run(args).map(done),
         Task::Bench(args) => bench::run(args).map(done),
         Task::Draw(args) => draw::run(args).map(done),
+        Task::Patterns(args) => Ok(done(pattern::list(args))),
         Task::Export(args) => export::run(args).map(done),
         Task::Import(args) => import::run(args).map(done),
     }

@@ -62,6 +62,20 @@ pub fn peak_resident_bytes() -> Option<u64> {
     Some(kibibytes * 1024)
 }
 
+/// The memory of this machine with its swap, or what a control group leaves of it; nothing where there is no `/proc`.
+pub fn machine_bytes() -> Option<u64> {
+    let text = fs::read_to_string("/proc/meminfo").ok()?;
+    let of = |name: &str| -> Option<u64> {
+        let line = text.lines().find(|line| line.starts_with(name))?;
+        Some(line.split_whitespace().nth(1)?.parse::<u64>().ok()? * 1024)
+    };
+    let swap = of("SwapTotal:").unwrap_or(0);
+    let all = of("MemTotal:")? + swap;
+    let group = fs::read_to_string("/sys/fs/cgroup/memory.max").ok();
+    let group = group.and_then(|text| text.trim().parse::<u64>().ok());
+    Some(group.map_or(all, |most| all.min(most.saturating_add(swap))))
+}
+
 fn reserved_bytes(device: &Device) -> Option<u64> {
     Some(device.memory_pool_usage()?.bytes_reserved)
 }

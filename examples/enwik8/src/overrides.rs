@@ -59,7 +59,7 @@ pub struct Overrides {
     #[arg(long, value_name = "FILE", value_parser = search::head_choices, conflicts_with = "selection")]
     pub selection_file: Option<HeadChoices>,
     /// Layers at the end that see all that their pattern keeps
-    #[arg(long, value_parser = arguments::whole::<usize>, value_name = "N", requires = "selection")]
+    #[arg(long, value_parser = arguments::whole, value_name = "N", requires = "selection")]
     pub selection_full_last: Option<usize>,
     /// How several patterns are combined
     #[arg(long, value_enum)]
@@ -108,7 +108,7 @@ pub struct Overrides {
     #[arg(long, value_parser = arguments::share, requires_all = ["ff_density", "ff_prune_until"], value_name = "SHARE")]
     pub ff_prune: Option<f64>,
     /// Steps before the first blocks are pruned [default: --warmup]
-    #[arg(long, value_parser = arguments::whole::<usize>, requires = "ff_prune", value_name = "STEP")]
+    #[arg(long, value_parser = arguments::whole, requires = "ff_prune", value_name = "STEP")]
     pub ff_prune_from: Option<usize>,
     /// Steps after which the last blocks are pruned
     #[arg(long, value_parser = arguments::positive, requires = "ff_prune", value_name = "STEP")]
@@ -130,7 +130,7 @@ pub struct Overrides {
     #[arg(long, value_parser = arguments::above_zero, help_heading = RECIPE)]
     pub lr: Option<f64>,
     /// Steps of linear warm-up
-    #[arg(long, value_parser = arguments::whole::<usize>, help_heading = RECIPE)]
+    #[arg(long, value_parser = arguments::whole, help_heading = RECIPE)]
     pub warmup: Option<usize>,
     /// Decoupled weight decay
     #[arg(long, value_parser = arguments::at_least_zero, help_heading = RECIPE)]
@@ -148,7 +148,7 @@ pub struct Overrides {
     #[arg(long, value_parser = arguments::above_zero, help_heading = RECIPE)]
     pub clip: Option<f64>,
     /// Seed of weights, data order and dropout
-    #[arg(long, value_parser = arguments::whole::<u64>, help_heading = RECIPE)]
+    #[arg(long, value_parser = arguments::seed, help_heading = RECIPE)]
     pub seed: Option<u64>,
     /// What to compute again in the backward pass to save memory: every N blocks, every block, either of them but for its attention, or the
     /// feed-forward networks' first products
@@ -158,13 +158,13 @@ pub struct Overrides {
     #[arg(long, value_parser = arguments::positive, help_heading = RECIPE, value_name = "STEP")]
     pub selection_until: Option<usize>,
     /// With --attention dsa: steps of dense attention after --indexer-from that indexers alone learn by; the model stays as it is [default: 0]
-    #[arg(long, value_parser = arguments::whole::<usize>, help_heading = RECIPE, value_name = "STEPS")]
+    #[arg(long, value_parser = arguments::whole, help_heading = RECIPE, value_name = "STEPS")]
     pub indexer_warmup: Option<usize>,
     /// With --attention dsa: learning rate of the indexers while they alone learn [default: --lr]
     #[arg(long, value_parser = arguments::above_zero, help_heading = RECIPE, value_name = "RATE")]
     pub indexer_lr: Option<f64>,
     /// With --attention dsa: steps of dense attention before that, by which the model alone learns [default: 0]
-    #[arg(long, value_parser = arguments::whole::<usize>, help_heading = RECIPE, value_name = "STEP")]
+    #[arg(long, value_parser = arguments::whole, help_heading = RECIPE, value_name = "STEP")]
     pub indexer_from: Option<usize>,
     /// Steps between measurements of how much of the attention --selection keeps
     #[arg(long, value_parser = arguments::positive, help_heading = RECIPE, value_name = "STEPS")]

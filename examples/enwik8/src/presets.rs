@@ -5,7 +5,8 @@ use std::num::NonZeroUsize;
 use std::str::FromStr;
 
 use burn_sparse_transformer::{
-    ContentAttention, HeadSelections, Precision, Recompute, Selection, WeightPattern,
+    ContentAttention, HeadSelections, Precision, Recompute, Selection, TransformerError,
+    WeightPattern,
 };
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
@@ -310,10 +311,18 @@ impl FromStr for AttentionKind {
         match text {
             "sparse" => Ok(Self::Sparse),
             "dense" => Ok(Self::Dense),
-            _ if text.contains(':') || ["nsa", "dsa"].contains(&text) => match text.parse() {
-                Ok(content) => Ok(Self::Content(content)),
-                Err(error) => Err(error.to_string()),
-            },
+            _ if text.contains(':') || ["nsa", "dsa"].contains(&text) => {
+                match text.parse::<ContentAttention>() {
+                    Ok(content) => Ok(Self::Content(content)),
+                    // The flag says what it is of.
+                    Err(TransformerError::Argument {
+                        argument: "content",
+                        expected,
+                        ..
+                    }) => Err(format!("must be sparse, dense, {expected}")),
+                    Err(error) => Err(error.to_string()),
+                }
+            }
             _ => Err(
                 "must be sparse, dense, routing:WINDOW, lsh:BUCKET,ROUNDS, nsa or dsa".to_owned(),
             ),

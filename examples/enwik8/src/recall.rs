@@ -26,7 +26,12 @@ Choices are made from what the model's pattern lets bytes see: every earlier byt
 byte are those with the choice switched on in all layers; recall, density and the ratio to the best choice are of one window.")]
 pub struct RecallArgs {
     /// A checkpoint file, or a run folder, whose best checkpoint is taken
-    #[arg(long, value_name = "PATH", default_value = "runs/tiny")]
+    #[arg(
+        long,
+        value_name = "PATH",
+        default_value = "runs/tiny",
+        visible_alias = "run"
+    )]
     checkpoint: PathBuf,
     /// A choice, e.g. topk:32,8; repeat to compare
     #[arg(long, value_name = "TEXT", required_unless_present = "selection_file", long_help = arguments::selection_help(
@@ -116,6 +121,12 @@ pub fn run(args: &RecallArgs) -> Result<()> {
             batch: config.recipe.batch,
         };
         let evaluation = evaluator.run(bytes, &plan, &plain_bar("evaluating"))?;
+        ensure!(
+            evaluation.nats.is_finite(),
+            "the loss of {} is not finite, got {}: its weights or its activations are not",
+            path.display(),
+            evaluation.nats
+        );
         // Of the model that sees everything: what the choice would have kept.
         let heads = choice.heads(&model, &bytes[..context], &device.device)?;
         let bits_per_byte = evaluation.bits_per_byte();

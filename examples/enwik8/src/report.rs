@@ -48,8 +48,13 @@ const VALIDATIONS: usize = 10;
 
 Training writes the same page at its end. It is DIR/report.md, with the pictures beside it; what is there is replaced.")]
 pub struct ReportArgs {
-    /// The folder of a run
-    #[arg(long, value_name = "DIR", default_value = "runs/tiny")]
+    /// The folder of a run, or a checkpoint in it
+    #[arg(
+        long,
+        value_name = "PATH",
+        default_value = "runs/tiny",
+        visible_alias = "checkpoint"
+    )]
     run: PathBuf,
     /// Where the run's data are now
     #[arg(long, value_name = "FILE")]
@@ -65,7 +70,8 @@ pub struct ReportArgs {
 /// Runs `enwik8 report`.
 pub fn run(args: &ReportArgs) -> Result<()> {
     let device = device::open(args.device.as_deref())?;
-    let (_, checkpoint) = run::open_checkpoint(&args.run, warn)?;
+    let (path, checkpoint) = run::open_checkpoint(&args.run, warn)?;
+    let folder = path.parent().unwrap_or(&path);
     let pictures = checkpoint.header.config.model.pictures;
     let corpus = Corpus::reopen(&checkpoint.header.data, args.data.as_deref(), pictures);
     let corpus = corpus.inspect_err(|error| {
@@ -74,7 +80,7 @@ pub fn run(args: &ReportArgs) -> Result<()> {
         ));
     });
     let path = Report {
-        files: RunFiles(&args.run),
+        files: RunFiles(folder),
         checkpoint: &checkpoint,
         device: &device,
         corpus: corpus.as_ref().ok(),

@@ -16,6 +16,8 @@ use output::Output;
 use statistics::Times;
 use writer::{Cache, Writer};
 
+use crate::arguments::{MOST, MOST_AT_ONCE};
+use crate::data::thousands;
 use crate::kept::{Kept, KeptArgs};
 use crate::progress::warn;
 use crate::{arguments, device, model, run};
@@ -29,16 +31,21 @@ use crate::{arguments, device, model, run};
   enwik8 sample --prompt 'The ' --prompt '== See also ==' --batch 4 --length 200 --stats
   enwik8 sample --cache window:512,4 --kv-dtype f16 --stats
   enwik8 sample --temperature 0 --speculate 8 --stats
-  enwik8 sample --selection quest:16,256 --cache all --stats
-  enwik8 sample --prompt-file article.txt --selection-file heads.json
-  enwik8 sample --cache snapkv:256,32,5 --budget pyramid:20 --slack 64 --stats
+  enwik8 sample --checkpoint runs/dense --selection quest:16,256 --cache all --stats
+  enwik8 sample --checkpoint runs/dense --prompt-file article.txt --selection-file heads.json
+  enwik8 sample --checkpoint runs/dense --cache snapkv:256,32,5 --budget pyramid:20 --slack 64 --stats
   enwik8 sample --checkpoint runs/small/best.ckpt --length 100000 --output sample.bin --stats
 
 A sample longer than the model's context goes on: when the context is full, its newest half is kept and the model
 reads it again as the beginning of a new window.")]
 pub struct SampleArgs {
     /// A checkpoint file, or a run folder, whose best checkpoint is taken
-    #[arg(long, value_name = "PATH", default_value = "runs/tiny")]
+    #[arg(
+        long,
+        value_name = "PATH",
+        default_value = "runs/tiny",
+        visible_alias = "run"
+    )]
     checkpoint: PathBuf,
     /// What the bytes follow; of a prompt longer than the context the newest half context is read. Several, of whatever
     /// lengths, are continued at once
@@ -48,10 +55,10 @@ pub struct SampleArgs {
     #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
     prompt_file: Option<PathBuf>,
     /// Write N samples of each prompt at once
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = arguments::positive)]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = arguments::at_once)]
     batch: usize,
     /// Bytes to write after the prompt
-    #[arg(long, default_value_t = 500, value_parser = arguments::whole::<usize>)]
+    #[arg(long, default_value_t = 500, value_parser = arguments::whole)]
     length: usize,
     /// 0 takes the likeliest byte, 1 samples from the model, above 1 is wilder
     #[arg(long, default_value_t = 1.0, value_parser = arguments::at_least_zero)]
@@ -92,7 +99,7 @@ pub struct SampleArgs {
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
     /// Seed of the choice
-    #[arg(long, default_value_t = 1, value_parser = arguments::whole::<u64>)]
+    #[arg(long, default_value_t = 1, value_parser = arguments::seed)]
     seed: u64,
     /// Write the raw bytes, prompt included, to a file instead of text to the terminal
     #[arg(long, value_name = "FILE")]
@@ -108,10 +115,6 @@ pub struct SampleArgs {
 /// Runs `enwik8 sample`.
 pub fn run(args: &SampleArgs) -> Result<()> {
     let prompts = args.prompts()?;
-    ensure!(
-        prompts.iter().all(|prompt| !prompt.is_empty()),
-        "--prompt must not be empty: the model predicts bytes from earlier ones"
-    );
     ensure!(
         prompts.len() == 1 || args.output.is_none(),
         "--output takes one sample, not {}",
@@ -132,12 +135,14 @@ pub fn run(args: &SampleArgs) -> Result<()> {
     if let Some(note) = (checkpoint.header.config).stage_note(checkpoint.header.step) {
         warn(note);
     }
-    let model = (args.kept).chosen(model::restore(&checkpoint, &device.device)?)?;
+    let config = &checkpoint.header.config.model;
+    let model = (args.kept).chosen(model::restore(&checkpoint, &device.device)?, config)?;
     let lengths: Vec<usize> = (prompts.iter())
         .map(|prompt| prompt.len().saturating_add(args.length))
         .collect();
     let read = prompts.iter().map(Vec::len).max().unwrap_or(1);
-    let mut writer = Writer::new(model, device.device, &lengths, read, &cache)?;
+    let mut writer = Writer::new(model, device.device, &lengths, read, &cache)
+        .map_err(|error| args.kept.explained(error, config))?;
     let stop: Vec<&[u8]> = args.stop.iter().map(String::as_bytes).collect();
     let sampling = args.sampling();
     // One text is written as it comes, several when all are done.
@@ -156,7 +161,8 @@ pub fn run(args: &SampleArgs) -> Result<()> {
     let mut rows: Vec<Vec<Vec<f32>>> = match args.length {
         0 => Vec::new(),
         _ => writer
-            .begin(&read)?
+            .begin(&read)
+            .map_err(|error| args.kept.explained(error, config))?
             .into_iter()
             .map(|row| vec![row])
             .collect(),
@@ -231,16 +237,37 @@ fn print(prompts: &[Vec<u8>], texts: &[Sample]) -> Result<()> {
 impl SampleArgs {
     /// The prompt of each sample.
     fn prompts(&self) -> Result<Vec<Vec<u8>>> {
-        let prompts = match &self.prompt_file {
+        let (flag, prompts) = match &self.prompt_file {
             Some(path) => {
-                let prompt = fs::read(path);
-                vec![prompt.with_context(|| format!("cannot read {}", path.display()))?]
+                let flag = format!("--prompt-file {}", path.display());
+                let prompt = fs::read(path)
+                    .with_context(|| format!("--prompt-file: cannot read {}", path.display()))?;
+                (flag, vec![prompt])
             }
             None => {
                 let prompts = self.prompt.iter();
-                prompts.map(|prompt| prompt.clone().into_bytes()).collect()
+                let prompts = prompts.map(|prompt| prompt.clone().into_bytes()).collect();
+                ("--prompt".to_owned(), prompts)
             }
         };
+        ensure!(
+            prompts.iter().all(|prompt| !prompt.is_empty()),
+            "{flag} must not be empty: the model predicts bytes from earlier ones"
+        );
+        let texts = prompts.len().saturating_mul(self.batch);
+        ensure!(
+            texts <= MOST_AT_ONCE,
+            "--batch must be at most {MOST_AT_ONCE} texts of all prompts, got {} of {} prompts",
+            self.batch,
+            prompts.len()
+        );
+        let bytes = prompts.iter().map(Vec::len).sum::<usize>();
+        ensure!(
+            bytes.saturating_mul(self.batch) <= MOST,
+            "--batch must be at most {MOST} bytes of prompts, got {} times the {} bytes of {flag}",
+            self.batch,
+            thousands(bytes)
+        );
         let each = |prompt: &Vec<u8>| std::iter::repeat_n(prompt.clone(), self.batch);
         Ok(prompts.iter().flat_map(each).collect())
     }

@@ -22,7 +22,12 @@ One window of the training split is looked at. Of the candidates that keep no mo
 recall, or the sparsest if none does; candidates should cost about the same. topk:BLOCK,1,LOCAL,FIRST is a window with sinks, whatever the content.")]
 pub struct SearchArgs {
     /// A checkpoint file, or a run folder, whose best checkpoint is taken
-    #[arg(long, value_name = "PATH", default_value = "runs/tiny")]
+    #[arg(
+        long,
+        value_name = "PATH",
+        default_value = "runs/tiny",
+        visible_alias = "run"
+    )]
     checkpoint: PathBuf,
     /// A candidate, e.g. topk:64,8; repeat for more
     #[arg(long, value_name = "TEXT", required = true, long_help = arguments::selection_help(

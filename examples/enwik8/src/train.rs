@@ -69,7 +69,7 @@ pub struct TrainArgs {
     #[arg(long, value_name = "FILE")]
     data: Option<PathBuf>,
     /// Folder for checkpoints, log and loss curve [default: runs/PRESET]
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", visible_alias = "checkpoint")]
     run: Option<PathBuf>,
     /// Continue the run in the folder, bit for bit
     #[arg(long)]
@@ -184,6 +184,7 @@ impl Session {
         config.check_graph(args.graph)?;
         group.check(&config, args.graph)?;
         let device = group.first();
+        config.check_memory(Some(&device))?;
         let corpus = Corpus::open(args.data.as_deref(), config.model.pictures)?;
         let train = check_lengths(&corpus, &config)?;
         let cut = config.model.cut();
@@ -227,6 +228,7 @@ impl Session {
         config.check_graph(args.graph)?;
         group.check(&config, args.graph)?;
         let device = group.first();
+        config.check_memory(Some(&device))?;
         let pictures = config.model.pictures;
         let corpus = Corpus::reopen(&header.data, args.data.as_deref(), pictures)?;
         let data = corpus.fingerprint();
@@ -583,11 +585,13 @@ fn failed_step(step: usize) -> String {
     format!("cannot store the state of step {step}")
 }
 
-/// Bytes of the training split, after all splits were found long enough.
+/// Bytes of the training split, after all splits were found long enough and the run not too long.
 fn check_lengths(corpus: &Corpus, config: &RunConfig) -> Result<usize> {
     let context = config.model.context;
     corpus.split_for(Split::Validation, context)?;
-    Ok(corpus.split_for(Split::Train, context)?.len())
+    let train = corpus.split_for(Split::Train, context)?.len();
+    config.check_length(config.model.cut().predictions(train))?;
+    Ok(train)
 }
 
 /// A seed for the dropout of one step: SplitMix64's output function over seed and step.

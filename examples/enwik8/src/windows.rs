@@ -140,7 +140,7 @@ fn sliding_windows(bytes: usize, context: usize, min_context: usize) -> Vec<Wind
 }
 
 fn spread_windows(bytes: usize, context: usize, count: usize) -> Vec<Window> {
-    if count * context >= bytes - 1 {
+    if count.saturating_mul(context) >= bytes - 1 {
         return sliding_windows(bytes, context, 0);
     }
     let last = bytes - 1 - context;
@@ -189,6 +189,7 @@ mod tests {
         let starts: Vec<_> = windows.iter().map(|window| window.start).collect();
         assert_eq!(starts, [0, 300, 600, 900]);
         assert_eq!(cut.spread(301, 50), cut.all(301, 0));
+        assert_eq!(cut.spread(301, usize::MAX), cut.all(301, 0));
         assert_eq!(cut.spread(1_001, 1).len(), 1);
     }
 

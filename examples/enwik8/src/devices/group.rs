@@ -1,6 +1,6 @@
 //! The devices of a run.
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use burn_sparse_transformer::ContentAttention;
 
 use super::error::DevicesError;
@@ -33,7 +33,7 @@ impl Group {
         };
         let devices = names(devices)?
             .iter()
-            .map(|name| device::open(Some(name)))
+            .map(|name| device::named(name).context("--devices"))
             .collect::<Result<Vec<_>>>()?;
         let strategy = match (devices.len(), reduce) {
             (1, None) => None,

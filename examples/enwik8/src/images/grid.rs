@@ -10,6 +10,15 @@ use super::format::{CHANNELS, Pictures};
 /// Pixels between pictures.
 const GAP: usize = 4;
 
+/// The longest side of a grid, in pixels.
+pub const MOST_PIXELS: usize = 1 << 14;
+
+/// The width of so many pictures side by side, in pixels.
+pub fn side(pictures: Pictures, count: usize, zoom: usize) -> usize {
+    let cell = pictures.side.saturating_mul(zoom).saturating_add(GAP);
+    count.saturating_mul(cell).saturating_add(GAP)
+}
+
 /// Writes pictures, whose bytes have the channels last, row by row; each of their pixels is a square of `zoom` pixels.
 ///
 /// # Errors
@@ -23,7 +32,7 @@ pub fn save(
 ) -> Result<()> {
     let cell = pictures.side * zoom;
     let rows = shown.len().div_ceil(columns);
-    let [width, height] = [columns, rows].map(|count| count * (cell + GAP) + GAP);
+    let [width, height] = [columns, rows].map(|count| side(pictures, count, zoom));
     let mut buffer = vec![255; CHANNELS * width * height];
     for (index, picture) in shown.iter().enumerate() {
         let (left, top) = (index % columns, index / columns);

@@ -25,13 +25,18 @@ use crate::{arguments, device, model, run};
   enwik8 sample-images --checkpoint runs/cifar --temperature 1 --device cuda --graph")]
 pub struct SampleImagesArgs {
     /// A checkpoint file, or a run folder, whose best checkpoint is taken
-    #[arg(long, value_name = "PATH", default_value = "runs/shapes")]
+    #[arg(
+        long,
+        value_name = "PATH",
+        default_value = "runs/shapes",
+        visible_alias = "run"
+    )]
     checkpoint: PathBuf,
     /// The picture to write: FILE.png
     #[arg(long, value_name = "FILE", default_value = "samples.png")]
     out: PathBuf,
     /// How many, all at once
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = arguments::positive)]
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = arguments::at_once)]
     count: usize,
     /// Of which class; several are drawn in turn [default: all]
     #[arg(long, value_name = "CLASS")]
@@ -43,7 +48,7 @@ pub struct SampleImagesArgs {
     #[arg(long, value_name = "P", default_value_t = 1.0, value_parser = arguments::share)]
     top_p: f64,
     /// Seed of the choice
-    #[arg(long, default_value_t = 1, value_parser = arguments::whole::<u64>)]
+    #[arg(long, default_value_t = 1, value_parser = arguments::seed)]
     seed: u64,
     /// Pixels of the file for each of a picture [default: so that one is 128 wide, about]
     #[arg(long, value_name = "N", value_parser = arguments::positive)]
@@ -90,6 +95,15 @@ pub fn run(args: &SampleImagesArgs) -> Result<()> {
         );
     }
     model::check_cached(config)?;
+    let zoom = args.zoom.unwrap_or_else(|| zoom(pictures));
+    let columns = columns(args.count);
+    let side = grid::side(pictures, columns, zoom);
+    ensure!(
+        side <= grid::MOST_PIXELS,
+        "--zoom must keep {} pictures within {} pixels a side, got {zoom}, which makes {side}",
+        args.count,
+        grid::MOST_PIXELS
+    );
     let model = model::without_selections(model::restore(&checkpoint, &device.device)?)?;
     let classes = classes(&args.class, args.count, pictures);
     let sampling = Sampling::default()
@@ -105,8 +119,7 @@ pub fn run(args: &SampleImagesArgs) -> Result<()> {
         &sampling,
         args.graph,
     )?;
-    let zoom = args.zoom.unwrap_or_else(|| zoom(pictures));
-    grid::save(&args.out, pictures, &drawn, columns(args.count), zoom)?;
+    grid::save(&args.out, pictures, &drawn, columns, zoom)?;
     say(format!(
         "{}: step {}; {} pictures of {} bytes in {}; wrote {}",
         path.display(),

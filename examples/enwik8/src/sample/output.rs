@@ -2,13 +2,13 @@
 
 use std::fs::File;
 use std::io::{self, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
 /// Raw bytes to a file, or text to the terminal as it comes.
 pub enum Output {
-    File(io::BufWriter<File>),
+    File(io::BufWriter<File>, PathBuf),
     Terminal(Text),
 }
 
@@ -20,14 +20,17 @@ impl Output {
             Some(path) => {
                 let file = File::create(path)
                     .with_context(|| format!("cannot write {}", path.display()))?;
-                Output::File(io::BufWriter::new(file))
+                Output::File(io::BufWriter::new(file), path.to_owned())
             }
         })
     }
 
     pub fn write(&mut self, bytes: &[u8]) -> Result<()> {
         match self {
-            Output::File(file) => file.write_all(bytes)?,
+            Output::File(file, path) => {
+                let written = file.write_all(bytes);
+                written.with_context(|| format!("cannot write {}", path.display()))?;
+            }
             Output::Terminal(text) => {
                 let mut terminal = io::stdout().lock();
                 terminal.write_all(text.push(bytes).as_bytes())?;
@@ -40,7 +43,10 @@ impl Output {
     /// Writes what is left.
     pub fn finish(self) -> Result<()> {
         match self {
-            Output::File(mut file) => file.flush()?,
+            Output::File(mut file, path) => {
+                let written = file.flush();
+                written.with_context(|| format!("cannot write {}", path.display()))?;
+            }
             Output::Terminal(mut text) => writeln!(io::stdout(), "{}", text.rest())?,
         }
         Ok(())

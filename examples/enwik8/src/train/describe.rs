@@ -81,7 +81,7 @@ impl Session {
             "recipe    {} steps of {} bytes ({:.1} epochs), lr {}, warm-up {}, dropout {}, seed {}",
             thousands(self.steps),
             thousands(per_step),
-            (self.steps * per_step) as f64 / train as f64,
+            self.steps as f64 * per_step as f64 / train as f64,
             recipe.learning_rate,
             thousands(recipe.warmup),
             model.dropout,

@@ -160,7 +160,9 @@ fn several_samples_and_their_cache() {
     // Whose patterns are not causal in every head cannot evict.
     let got = fail(&[&greedy[..], &["--cache", "tova:9"]].concat(), 1);
     assert!(
-        got.contains("pattern must be causal in every head"),
+        got.contains(
+            "--cache tova:9 needs the dense causal pattern in every head; this model uses fixed(8, 2)"
+        ),
         "{got}"
     );
     folder.train("causal", &["--steps", "5", "--pattern", "causal"]);

@@ -25,8 +25,7 @@ fn choices_within_a_pattern_train_and_resume_bit_for_bit() {
     };
     let text = train("whole", &flags);
     assert!(
-        text.contains("attention merged(local(16))")
-            && text.contains("keys chosen by topk:8,2,1,0"),
+        text.contains("attention local(16),") && text.contains("keys chosen by topk:8,2,1,0"),
         "{text}"
     );
     train("parts", &flags);
@@ -99,7 +98,7 @@ fn choices_within_a_pattern_train_and_resume_bit_for_bit() {
     assert_eq!(row("topk:8,ratio=1")[2..], ["1.0000"; 3], "{table}");
     let message = fail(&[&recall[..], &["--selection", "moba:8,2"]].concat(), 1);
     assert!(
-        message.contains("pattern must be causal or dense"),
+        message.contains("needs the dense causal pattern in every head"),
         "{message}"
     );
     let sample = ["sample", "--checkpoint", &path, "--length", "4"];

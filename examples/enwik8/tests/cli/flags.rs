@@ -77,7 +77,15 @@ fn bad_flags_list_the_choices() {
         ),
         (
             vec!["train", "--pattern", "spiral:3"],
-            vec!["got 'spiral'", "strided:STRIDE"],
+            vec!["got 'spiral'", "local:WINDOW", "all patterns:"],
+        ),
+        (
+            vec!["draw", "--pattern", "lokal:8"],
+            vec!["expected local:WINDOW, got 'lokal'"],
+        ),
+        (
+            vec!["train", "--pattern", "local:64+"],
+            vec!["'local:64+' as a pattern: expected a pattern after '+', got nothing"],
         ),
         (
             vec!["draw", "--pattern", "fixed:a,b"],
@@ -93,7 +101,8 @@ fn bad_flags_list_the_choices() {
         (
             vec!["train", "--attention", "lsh:16"],
             vec![
-                "content must be routing:WINDOW[,CLUSTERS], lsh:BUCKET,ROUNDS[,dedup], nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW[,mlp][,shared] or dsa:KEEP,NEAR[,HEADS,WIDTH[,PRECISION][,fp8]], got \"lsh:16\"",
+                "'lsh:16' for '--attention",
+                "must be sparse, dense, routing:WINDOW[,CLUSTERS], lsh:BUCKET,ROUNDS[,dedup], nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW[,mlp][,shared] or dsa:KEEP,NEAR[,HEADS,WIDTH[,PRECISION][,fp8]]",
             ],
         ),
         (

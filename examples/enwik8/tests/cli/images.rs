@@ -56,7 +56,7 @@ fn shapes_are_learned_drawn_and_resumed_bit_for_bit() {
         "pictures of 6 × 6 pixels, 6 classes",
         "1,800 / 100 / 100 pictures",
         "context 108",
-        "merged(union(local(18), strided(18)))",
+        "attention union(local(18), strided(18)),",
         "bits/dim",
         "bits per dimension over 10,800 bytes",
         "sample-images --checkpoint",

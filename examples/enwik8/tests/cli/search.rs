@@ -83,7 +83,7 @@ fn a_file_of_heads_trains_evaluates_and_reads_prompts() {
     let flags = ["--selection-file", &heads, "--recall-every", "6"];
     let text = train("whole", &flags);
     for shown in [
-        "attention merged(causal)",
+        "attention causal,",
         "keys of 1 head chosen by topk:8,2,1,0: later bytes take part in the choice",
         "keys of 1 head chosen by the pattern",
         "step 6/12  recall 0.",
@@ -212,7 +212,7 @@ fn a_file_of_heads_trains_evaluates_and_reads_prompts() {
     ];
     let got = fail(&resume, 1);
     assert!(
-        got.contains("--resume continues the run") && got.contains("head_selections"),
+        got.contains("--resume continues the run") && got.contains("but --selection-file "),
         "{got}"
     );
     assert!(!fs::exists(&new).unwrap());

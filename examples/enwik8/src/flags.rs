@@ -1,0 +1,247 @@
+//! What the library calls by one name and the command line by another: errors say the flag.
+
+use std::error::Error;
+
+use burn_blocksparse::pages::CacheError;
+use burn_blocksparse::{LayoutError, OpError};
+use burn_sparse_transformer::TransformerError;
+use clap::Command;
+
+/// Fields and arguments whose flags are called otherwise. Every other flag is the name with `-` in the place of `_`.
+const RENAMED: [(&str, &str); 27] = [
+    ("n_layers", "layers"),
+    ("n_heads", "heads"),
+    ("n_kv_heads", "kv-heads"),
+    ("block_size", "block"),
+    ("embedding_width", "position-width"),
+    ("patterns", "pattern"),
+    ("content", "attention"),
+    ("selections", "selection"),
+    ("head_selections", "selection-file"),
+    ("full_last_layers", "selection-full-last"),
+    ("pictures", "picture-size"),
+    ("pictures.side", "picture-size"),
+    ("pictures.classes", "classes"),
+    ("pictures.halved", "halve"),
+    ("ff_weights", "ff-density"),
+    ("ff_weights.density", "ff-density"),
+    ("ff_weights.block", "ff-block"),
+    ("ff_weights.layout", "ff-layout"),
+    ("ff_prune.density", "ff-prune"),
+    ("ff_prune.from", "ff-prune-from"),
+    ("ff_prune.until", "ff-prune-until"),
+    ("ff_prune.every", "ff-prune-every"),
+    ("learning_rate", "lr"),
+    ("beta_1", "beta1"),
+    ("beta_2", "beta2"),
+    ("max_grad_norm", "clip"),
+    ("indexer_rate", "indexer-lr"),
+];
+
+/// The flag of a field or an argument, without its dashes.
+pub fn of(name: &str) -> String {
+    let renamed = RENAMED.iter().find(|(known, _)| *known == name);
+    renamed.map_or_else(|| name.replace('_', "-"), |(_, flag)| (*flag).to_owned())
+}
+
+/// An error with all that led to it, in which arguments that are flags of the command have their flags' names.
+pub fn text(error: &anyhow::Error, command: Option<&Command>) -> String {
+    let causes: Vec<String> = error
+        .chain()
+        .map(|cause| {
+            let named = command.and_then(|command| by_flag(cause, command));
+            named.unwrap_or_else(|| cause.to_string())
+        })
+        .collect();
+    causes.join(": ")
+}
+
+fn by_flag(cause: &(dyn Error + 'static), command: &Command) -> Option<String> {
+    let flag = |name: &str| {
+        let flag = of(name);
+        let mut arguments = command.get_arguments();
+        arguments
+            .any(|argument| argument.get_long() == Some(flag.as_str()))
+            .then_some(flag)
+    };
+    if let Some(TransformerError::Precision { .. }) = cause.downcast_ref::<TransformerError>() {
+        return Some(format!("--{cause}")).filter(|_| flag("precision").is_some());
+    }
+    let (argument, expected, got) = parts(cause)?;
+    let argument = flag(argument)?;
+    // As in "a positive multiple of n_heads = 8".
+    let words: Vec<&str> = expected.split(' ').collect();
+    let words: Vec<String> = words
+        .iter()
+        .enumerate()
+        .map(|(at, word)| match words.get(at + 1) {
+            Some(&"=") => flag(word).map_or((*word).to_owned(), |flag| format!("--{flag}")),
+            _ => (*word).to_owned(),
+        })
+        .collect();
+    Some(format!(
+        "--{argument} must be {}, got {got}",
+        words.join(" ")
+    ))
+}
+
+/// The argument of an error about one, what it has to be, and what came.
+fn parts<'a>(cause: &'a (dyn Error + 'static)) -> Option<(&'static str, &'a str, &'a str)> {
+    if let Some(error) = cause.downcast_ref::<TransformerError>() {
+        return match error {
+            TransformerError::Argument {
+                argument,
+                expected,
+                got,
+            } => Some((*argument, expected.as_str(), got.as_str())),
+            TransformerError::Layout(error) => parts(error),
+            TransformerError::Cache(error) => parts(error),
+            TransformerError::Attention(error) => parts(error),
+            _ => None,
+        };
+    }
+    if let Some(error) = cause.downcast_ref::<OpError>() {
+        return match error {
+            OpError::Argument {
+                argument,
+                expected,
+                got,
+            } => Some((*argument, expected.as_str(), got.as_str())),
+            OpError::Layout(error) => parts(error),
+            _ => None,
+        };
+    }
+    if let Some(LayoutError::Argument {
+        argument,
+        expected,
+        got,
+    }) = cause.downcast_ref::<LayoutError>()
+    {
+        return Some((*argument, expected.as_str(), got.as_str()));
+    }
+    match cause.downcast_ref::<CacheError>() {
+        Some(CacheError::Argument {
+            argument,
+            expected,
+            got,
+        }) => Some((*argument, expected.as_str(), got.as_str())),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use anyhow::Context;
+    use burn_blocksparse::Pattern;
+    use burn_sparse_transformer::{Factorization, SparseTransformerConfig};
+    use clap::{Args, CommandFactory};
+    use serde_json::Value;
+
+    use super::*;
+    use crate::Cli;
+    use crate::config::RunConfig;
+    use crate::overrides::Overrides;
+    use crate::presets::Preset;
+
+    fn train() -> Command {
+        let cli = Cli::command();
+        cli.find_subcommand("train").unwrap().clone()
+    }
+
+    #[test]
+    #[cfg(feature = "flex")]
+    fn errors_of_the_library_name_flags() {
+        let config = |d_model, heads, width| {
+            SparseTransformerConfig::new(d_model, heads, Factorization::from(Pattern::local(8)))
+                .with_vocab_size(256)
+                .with_context(64)
+                .with_n_layers(1)
+                .with_embedding_width(Some(width))
+        };
+        let device = burn::tensor::Device::flex();
+        for (config, message) in [
+            (
+                config(30, 4, 8),
+                "--d-model must be a positive multiple of --heads = 4, got 30",
+            ),
+            (
+                config(32, 4, 0),
+                "--position-width must be at least 1, got 0",
+            ),
+        ] {
+            let error = config.init(&device).err().unwrap();
+            let error = anyhow::Error::from(error);
+            assert_eq!(text(&error, Some(&train())), message);
+            let more = Err::<(), _>(error).context("runs/x").unwrap_err();
+            assert_eq!(text(&more, Some(&train())), format!("runs/x: {message}"));
+        }
+        let layout: anyhow::Error = Pattern::local(8).layout(2, 64, 12).unwrap_err().into();
+        let message = text(&layout, Some(&train()));
+        assert!(message.starts_with("--block must be "), "{message}");
+        // What no flag of the command is keeps its name.
+        let message = text(&layout, Some(&Command::new("another")));
+        assert!(message.starts_with("block_size must be "), "{message}");
+    }
+
+    /// Every field of a configuration that a user can change has a flag of `train`, and nothing is renamed that is no field or argument.
+    #[test]
+    fn every_field_has_a_flag() {
+        let full = Overrides {
+            ff_density: Some(0.5),
+            ff_prune: Some(0.25),
+            ff_prune_until: Some(1_000),
+            indexer_lr: Some(0.1),
+            attention: Some("dsa:32,4,2,8".parse().unwrap()),
+            indexer_warmup: Some(5),
+            ..Overrides::default()
+        };
+        let mut names = BTreeSet::new();
+        for (preset, overrides) in [
+            (Preset::Tiny, &full),
+            (Preset::Shapes, &Overrides::default()),
+        ] {
+            let config = RunConfig::new(preset, overrides).unwrap();
+            let parts = [
+                serde_json::to_value(&config.model).unwrap(),
+                serde_json::to_value(&config.recipe).unwrap(),
+            ];
+            for part in parts {
+                let Value::Object(fields) = part else {
+                    panic!("{part}");
+                };
+                for (name, value) in fields {
+                    let has_flags = ["pictures", "ff_weights", "ff_prune"].contains(&&*name);
+                    match value {
+                        Value::Object(inner) if has_flags => {
+                            names.extend(inner.keys().map(|field| format!("{name}.{field}")));
+                        }
+                        // --steps and --epochs.
+                        _ if name == "length" => {}
+                        _ => {
+                            names.insert(name);
+                        }
+                    }
+                }
+            }
+        }
+        let command = train();
+        for name in &names {
+            let flag = of(name);
+            let mut arguments = command.get_arguments();
+            assert!(
+                arguments.any(|argument| argument.get_long() == Some(flag.as_str())),
+                "{name}: --{flag}"
+            );
+        }
+        let flags = Overrides::augment_args(Command::new("flags"));
+        for (name, flag) in RENAMED {
+            let mut arguments = flags.get_arguments();
+            assert!(
+                arguments.any(|argument| argument.get_long() == Some(flag)),
+                "{name}: --{flag}"
+            );
+        }
+    }
+}

@@ -1,0 +1,260 @@
+//! What a run takes of memory at the least, so that sizes no machine has room for are an error before anything is made.
+
+use anyhow::{Result, ensure};
+use burn_sparse_transformer::{Precision, Recompute};
+
+use crate::arguments::MOST;
+use crate::config::RunConfig;
+use crate::device::NamedDevice;
+use crate::memory::machine_bytes;
+use crate::presets::{Length, ModelConfig, Task};
+
+/// More than any device has, for those that do not say what they have: 16 TiB.
+const MOST_BYTES: f64 = (1_u64 << 44) as f64;
+
+/// The bytes of weights, gradients and AdamW's two moments in f32.
+const TRAINED: f64 = 16.0;
+
+/// Memory that there is.
+struct Room {
+    bytes: f64,
+    whose: &'static str,
+}
+
+impl Room {
+    /// Of a device: a CPU has the machine's.
+    fn of(device: Option<&NamedDevice>) -> Self {
+        let is_cpu = device.is_some_and(NamedDevice::is_cpu);
+        let bytes = machine_bytes().filter(|_| is_cpu);
+        match bytes {
+            Some(bytes) => Self {
+                bytes: bytes as f64,
+                whose: "this machine has",
+            },
+            None => Self {
+                bytes: MOST_BYTES,
+                whose: "any device has",
+            },
+        }
+    }
+
+    fn holds(&self, bytes: f64) -> bool {
+        bytes <= self.bytes
+    }
+
+    fn refusal(&self, bytes: f64) -> String {
+        let gibibytes = |bytes: f64| bytes / f64::from(1 << 30);
+        format!(
+            "at least {:.1} GiB, more than the {:.1} GiB that {}",
+            gibibytes(bytes),
+            gibibytes(self.bytes),
+            self.whose
+        )
+    }
+}
+
+impl RunConfig {
+    /// That the device, or any one if none is named, can hold the model and a step of its training.
+    ///
+    /// # Errors
+    /// Names the flags that ask for too much.
+    pub fn check_memory(&self, device: Option<&NamedDevice>) -> Result<()> {
+        let room = Room::of(device);
+        let (model, batch) = (&self.model, self.recipe.batch);
+        let state = TRAINED * least_parameters(model);
+        ensure!(
+            room.holds(state),
+            "{}: weights, gradients and moments take {}",
+            widths(model),
+            room.refusal(state)
+        );
+        let kept = self.least_kept();
+        let length = match (model.task(), model.pictures) {
+            (Task::Images, Some(pictures)) => format!("--picture-size {}", pictures.side),
+            _ => format!("--context {}", model.context),
+        };
+        ensure!(
+            room.holds(state + kept),
+            "--batch {batch}, {length}: what a step keeps for its backward pass takes, with the weights, {}; --recompute keeps less",
+            room.refusal(state + kept)
+        );
+        Ok(())
+    }
+
+    /// That the device can hold the model's weights.
+    ///
+    /// # Errors
+    /// Names the flags that ask for too much.
+    pub fn check_weights(&self, device: &NamedDevice) -> Result<()> {
+        let room = Room::of(Some(device));
+        let bytes = 4.0 * least_parameters(&self.model);
+        ensure!(
+            room.holds(bytes),
+            "{}: the weights take {}",
+            widths(&self.model),
+            room.refusal(bytes)
+        );
+        Ok(())
+    }
+
+    /// That the run has no more steps than can be counted, on a training split of so many bytes that are predicted.
+    ///
+    /// # Errors
+    /// Names `--epochs`; [`MOST`] bounds `--steps` where it is read.
+    pub fn check_length(&self, train_bytes: usize) -> Result<()> {
+        if let Length::Epochs(epochs) = self.recipe.length {
+            let steps = self.steps(train_bytes);
+            ensure!(
+                steps <= MOST,
+                "--epochs must be at most {MOST} steps, got {epochs}, which are {steps} of {} bytes",
+                self.tokens_per_step()
+            );
+        }
+        Ok(())
+    }
+
+    /// Bytes that a step keeps between its passes, of which what every kind of attention has is counted.
+    fn least_kept(&self) -> f64 {
+        let model = &self.model;
+        let [layers, width] = [model.layers, model.d_model].map(|size| size as f64);
+        let tokens = self.recipe.batch as f64 * model.context as f64;
+        // The residual stream, queries and the attention's output; and the feed-forward network's inner width.
+        let inner = model.d_ff.map_or(4.0 * width, |width| width as f64);
+        let numbers = match self.recipe.recompute {
+            Recompute::None => layers * (3.0 * width + inner),
+            Recompute::Mlp => layers * 3.0 * width,
+            Recompute::Segments(blocks) | Recompute::SegmentsKeepingAttention(blocks) => {
+                (layers / blocks.get() as f64).ceil() * width
+            }
+            _ => 0.0,
+        };
+        let size = match model.precision {
+            Precision::Bf16 => 2.0,
+            _ => 4.0,
+        };
+        tokens * numbers * size
+    }
+}
+
+/// The flags that parameters are counted by.
+fn widths(model: &ModelConfig) -> String {
+    let mut text = format!("--layers {}, --d-model {}", model.layers, model.d_model);
+    for (flag, width) in [("d-key", model.d_key), ("d-ff", model.d_ff)] {
+        if let Some(width) = width {
+            text += &format!(", --{flag} {width}");
+        }
+    }
+    text
+}
+
+/// Parameters that a model has with every kind of attention: projections of queries and of the output, the feed-forward networks and the embedding.
+fn least_parameters(model: &ModelConfig) -> f64 {
+    let [layers, width] = [model.layers, model.d_model].map(|size| size as f64);
+    let queries = model.d_key.map_or(width, |width| width as f64);
+    let inner = model.d_ff.map_or(4.0 * width, |width| width as f64);
+    let density = model.ff_weights.map_or(1.0, |weights| weights.density);
+    layers * width * (queries + width + 2.0 * inner * density) + 256.0 * width
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::overrides::Overrides;
+    use crate::presets::Preset;
+
+    /// No preset is refused where it may fit, and of none more is asked than it has.
+    #[test]
+    fn presets_take_more_than_is_counted() {
+        for (preset, parameters) in [
+            (Preset::Tiny, 467_456.0),
+            (Preset::Small, 14_448_384.0),
+            (Preset::Paper, 94_949_376.0),
+        ] {
+            let config = RunConfig::new(preset, &Overrides::default()).unwrap();
+            let least = least_parameters(&config.model);
+            assert!(
+                least < parameters && least > 0.7 * parameters,
+                "{preset}: {least}"
+            );
+        }
+        // docs/benchmarks.md: 590 MiB a layer, with the attention in bf16.
+        let flags = Overrides {
+            batch: Some(4),
+            precision: Some(Precision::Bf16),
+            recompute: Some(Recompute::None),
+            ..Overrides::default()
+        };
+        let paper = RunConfig::new(Preset::Paper, &flags).unwrap();
+        let layer = paper.least_kept() / 30.0 / f64::from(1 << 20);
+        assert!(layer < 590.0 && layer > 200.0, "{layer}");
+    }
+
+    #[test]
+    fn what_no_device_holds_is_refused() {
+        let most = Some(MOST);
+        for (flags, names) in [
+            (
+                Overrides {
+                    batch: most,
+                    ..Overrides::default()
+                },
+                &["--batch 1073741824", "--context 256"][..],
+            ),
+            (
+                Overrides {
+                    layers: most,
+                    ..Overrides::default()
+                },
+                &["--layers 1073741824", "--d-model 128"],
+            ),
+            (
+                Overrides {
+                    d_model: most,
+                    ..Overrides::default()
+                },
+                &["--d-model 1073741824"],
+            ),
+            (
+                Overrides {
+                    d_ff: most,
+                    layers: Some(1 << 10),
+                    ..Overrides::default()
+                },
+                &["--d-ff 1073741824"],
+            ),
+            (
+                Overrides {
+                    context: most,
+                    batch: Some(1 << 10),
+                    ..Overrides::default()
+                },
+                &["--context 1073741824", "16384.0 GiB that any device has"],
+            ),
+        ] {
+            let error = RunConfig::new(Preset::Tiny, &flags)
+                .unwrap_err()
+                .to_string();
+            assert!(names.iter().all(|name| error.contains(name)), "{error}");
+        }
+        let pictures = Overrides {
+            picture_size: most,
+            ..Overrides::default()
+        };
+        let error = RunConfig::new(Preset::Shapes, &pictures).unwrap_err();
+        assert!(error.to_string().contains("--picture-size 1073741824"));
+    }
+
+    #[test]
+    fn epochs_are_bounded_by_their_steps() {
+        let flags = Overrides {
+            epochs: Some(1e300),
+            ..Overrides::default()
+        };
+        let config = RunConfig::new(Preset::Tiny, &flags).unwrap();
+        let error = config.check_length(900_000).unwrap_err().to_string();
+        assert!(
+            error.contains("--epochs must be at most 1073741824 steps"),
+            "{error}"
+        );
+    }
+}

@@ -1,0 +1,208 @@
+//! The examples of the help, run as they stand: with paths where they are, on models that are small.
+
+use std::fs;
+use std::path::Path;
+
+use crate::support::*;
+
+/// What makes a model small, where an example does not say it itself.
+const SMALL: &[(&str, &str)] = &[
+    ("--layers", "1"),
+    ("--heads", "2"),
+    ("--d-model", "16"),
+    ("--batch", "2"),
+];
+
+/// The same of its training.
+const SHORT: &[(&str, &str)] = &[("--steps", "2"), ("--warmup", "1"), ("--eval-windows", "1")];
+
+/// Numbers that are too large for a test, and files by their names here.
+const INSTEAD: &[(&str, &str)] = &[
+    ("1_048_576", "256"),
+    ("2048", "256"),
+    ("12160", "128"),
+    ("100000", "300"),
+    ("FILE", "enwik8"),
+    ("model.pt", "exported/model.safetensors"),
+    ("0,1,2,3", "cpu,cpu"),
+];
+
+/// Of a help: lines that begin with the program's name, with those that go on behind a `\`.
+fn examples(help: &str) -> Vec<Vec<String>> {
+    let mut found: Vec<String> = Vec::new();
+    let mut goes_on = false;
+    for line in help.lines() {
+        // Behind two spaces stands what the command is for.
+        let text = line.trim_start();
+        let command = text.split("  ").next().unwrap_or_default();
+        let part = command.trim_end_matches('\\').trim_end();
+        match (goes_on, line.starts_with("  enwik8 ")) {
+            (true, _) => {
+                let last = found.last_mut().unwrap();
+                *last = format!("{last} {part}");
+            }
+            (false, true) => found.push(part.to_owned()),
+            (false, false) => continue,
+        }
+        goes_on = command.ends_with('\\');
+    }
+    found.iter().map(|command| words(command)).collect()
+}
+
+/// As a shell splits a line with single quotes.
+fn words(command: &str) -> Vec<String> {
+    let mut words = vec![String::new()];
+    let mut quoted = false;
+    for c in command.chars() {
+        match c {
+            '\'' => quoted = !quoted,
+            ' ' if !quoted => words.push(String::new()),
+            c => words.last_mut().unwrap().push(c),
+        }
+    }
+    assert!(!quoted, "{command}");
+    words
+}
+
+/// An example's arguments as they can run here.
+fn arguments(example: &[String], folder: &Path) -> Vec<String> {
+    let known = |word: &String| {
+        let instead = INSTEAD.iter().find(|(from, _)| from == word);
+        instead.map_or(word.clone(), |(_, to)| (*to).to_owned())
+    };
+    let mut arguments: Vec<String> = example[1..].iter().map(known).collect();
+    if let Some(at) = arguments.iter().position(|word| word == "--device") {
+        arguments.drain(at..at + 2);
+    }
+    let has = |arguments: &[String], flag: &str| arguments.iter().any(|word| word == flag);
+    let add = |arguments: &mut Vec<String>, flags: &[(&str, &str)]| {
+        for (flag, value) in flags {
+            if !has(arguments, flag) {
+                arguments.extend([flag, value].map(|word| (*word).to_owned()));
+            }
+        }
+    };
+    let command = arguments[0].clone();
+    let pictures = has(&arguments, "images") || has(&arguments, "cifar");
+    match command.as_str() {
+        "train" if has(&arguments, "--resume") => {}
+        "train" | "bench" | "import" if !has(&arguments, "--like") => {
+            add(&mut arguments, SMALL);
+            match pictures {
+                false => add(
+                    &mut arguments,
+                    &[("--context", "256"), ("--data", "enwik8")],
+                ),
+                true if has(&arguments, "cifar") => {
+                    // The data's pictures are of 32 × 32 pixels.
+                    add(
+                        &mut arguments,
+                        &[
+                            ("--picture-size", "16"),
+                            ("--d-key", "16"),
+                            ("--d-ff", "32"),
+                        ],
+                    );
+                    arguments.push("--halve".to_owned());
+                }
+                true => add(&mut arguments, &[("--picture-size", "6"), ("--block", "8")]),
+            }
+            match command == "bench" {
+                true => add(&mut arguments, &[("--iterations", "1"), ("--untimed", "1")]),
+                false => add(&mut arguments, SHORT),
+            }
+        }
+        "sample" => add(&mut arguments, &[("--length", "20")]),
+        "export" => arguments.push("--overwrite".to_owned()),
+        _ => {}
+    }
+    let run = arguments.iter().position(|word| word == "--run");
+    let preset = arguments.iter().position(|word| word == "--preset");
+    let run = match (run, preset) {
+        (Some(at), _) => arguments[at + 1].clone(),
+        (None, Some(at)) => format!("runs/{}", arguments[at + 1]),
+        (None, None) if pictures => "runs/shapes".to_owned(),
+        (None, None) => "runs/tiny".to_owned(),
+    };
+    let begins = ["train", "import"].contains(&command.as_str()) && !has(&arguments, "--resume");
+    if begins && folder.join(run).exists() {
+        arguments.push("--overwrite".to_owned());
+    }
+    arguments
+}
+
+#[test]
+fn every_example_of_the_help_runs() {
+    let folder = Folder::new();
+    let path = folder.path("");
+    let folder_path = Path::new(&path);
+    let text: Vec<u8> = (0..20_000u32)
+        .map(|i| (i * i / 7 % 61 + i % 5) as u8 + 32)
+        .collect();
+    folder.file("enwik8", &text);
+    folder.file("article.txt", &text[..100]);
+    let pictures = folder_path.join("cifar-10-batches-bin");
+    fs::create_dir(&pictures).unwrap();
+    for (name, count) in [("data_batch_1.bin", 50_u8), ("test_batch.bin", 2)] {
+        let records: Vec<u8> = (0..count)
+            .flat_map(|index| std::iter::once(index % 10).chain([index; 3 * 32 * 32]))
+            .collect();
+        fs::write(pictures.join(name), records).unwrap();
+    }
+    let run_here = |arguments: &[String]| {
+        let output = enwik8()
+            .args(arguments)
+            .current_dir(&path)
+            .output()
+            .unwrap();
+        assert!(
+            output.status.success(),
+            "{}: {}",
+            arguments.join(" "),
+            String::from_utf8_lossy(&output.stderr)
+        );
+    };
+    // In the order in which they need one another's files; the program's own help is the last.
+    let mut seen = 0;
+    for command in [
+        "train",
+        "search-selection",
+        "recall",
+        "eval",
+        "sample",
+        "sample-images",
+        "report",
+        "bench",
+        "draw",
+        "patterns",
+        "export",
+        "import",
+        "",
+    ] {
+        let help = match command {
+            "" => succeed(&["--help"]),
+            command => succeed(&["help", command]),
+        };
+        if command == "import" {
+            let dense = "export --checkpoint runs/dense --out dense";
+            run_here(&words(dense));
+        }
+        for example in examples(&help) {
+            run_here(&arguments(&example, folder_path));
+            seen += 1;
+        }
+    }
+    assert!(seen > 50, "{seen} examples");
+    // None of the commands was left out.
+    for line in succeed(&["--help"])
+        .lines()
+        .skip_while(|line| *line != "Commands:")
+        .skip(1)
+    {
+        let Some(command) = line.split_whitespace().next() else {
+            break;
+        };
+        let known = "train search-selection recall eval sample sample-images report bench draw patterns export import help";
+        assert!(known.split(' ').any(|known| known == command), "{command}");
+    }
+}
