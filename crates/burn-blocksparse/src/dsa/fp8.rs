@@ -69,10 +69,9 @@ impl DsaIndex {
 fn rounded(x: &Tensor<4>, of: RotatedRows) -> Tensor<4> {
     let inner = x.clone().without_autodiff();
     #[cfg(feature = "cube")]
-    let by_kernel = kernels::rounded(&inner, of);
+    let rounded = kernels::rounded(&inner, of).unwrap_or_else(|| by_host(inner, of));
     #[cfg(not(feature = "cube"))]
-    let by_kernel: Option<Tensor<4>> = None;
-    let rounded = by_kernel.unwrap_or_else(|| by_host(inner, of));
+    let rounded = by_host(inner, of);
     match x.is_autodiff() {
         true => like(rounded, x),
         false => rounded,
