@@ -1,4 +1,4 @@
-//! The table of cases itself: each part of it that CI runs on a slow device meets every variant.
+//! The table of cases itself: each part of it that runs on a slow device meets every variant.
 
 use std::collections::BTreeSet;
 
@@ -40,7 +40,7 @@ fn variants(index: usize, case: &Case) -> Vec<String> {
     found
 }
 
-/// CI takes one of seven parts of the table.
+/// Each part of `tests/vulkan.txt` takes one of seven parts of the table.
 #[test]
 fn every_part_meets_every_variant() {
     let all: BTreeSet<String> = (cases().iter().enumerate())

@@ -124,7 +124,7 @@ pub fn per_batch(
 }
 
 /// The cases with their numbers, which seed their problems. `BURN_SPARSE_SHARD=K/N` leaves every N-th, from the K-th on (N/N is
-/// 0/N): to run a device that compiles slowly on a part of the table, another one each time. Checks pick variants by a case's number
+/// 0/N): to run a device that compiles slowly on a part of the table, another one for each part of `tests/vulkan.txt`. Checks pick variants by a case's number
 /// modulo 2, 3, 4, 5 and 6, so N has to be coprime with these: each of 0/7 to 6/7 meets every variant (a test).
 pub fn table() -> Vec<(usize, Case)> {
     let (part, parts) = shard();
