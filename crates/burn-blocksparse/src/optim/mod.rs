@@ -205,9 +205,13 @@ impl FusedAdamW {
         let gradients: Vec<_> = (held.iter().flatten())
             .filter_map(|held| held.gradient.clone())
             .collect();
-        let device = (gradients.first()).map_or_else(Device::default, |gradient| {
-            Tensor::<1>::from_dispatch(gradient.clone()).device()
-        });
+        // Without a gradient the model's own device: Burn's default may be one that this machine lacks.
+        let device = match gradients.first() {
+            Some(gradient) => Tensor::<1>::from_dispatch(gradient.clone()).device(),
+            None => (model.devices().into_iter().next())
+                .unwrap_or_default()
+                .without_autodiff(),
+        };
         let clip = norm_of(&gradients, |dtype| numbers(None, dtype), &device);
         drop(gradients);
         let norm = Tensor::from_dispatch(clip.norm);
