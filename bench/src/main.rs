@@ -6,6 +6,7 @@
 
 mod device_time;
 mod problem;
+mod stress;
 mod workload;
 
 use std::path::PathBuf;
@@ -107,6 +108,9 @@ struct Args {
     /// Compare all results with those of the simt tier instead of timing.
     #[arg(long)]
     verify: bool,
+    /// Run the backward pass so many times instead of timing it, and compare hashes of its gradients.
+    #[arg(long, value_name = "PASSES", conflicts_with_all = ["verify", "forward_only"])]
+    stress: Option<usize>,
     /// Launch every kernel once and wait for nothing: for looking at what is compiled.
     #[arg(long)]
     enqueue_only: bool,
@@ -277,6 +281,10 @@ fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
         problem.forward(&plan, &outputs);
         problem.backward(&plan, &outputs);
         client.flush().map_err(|error| anyhow::anyhow!("{error}"))?;
+        return Ok(Value::Null);
+    }
+    if let Some(passes) = args.stress {
+        problem.stress(&plan, &outputs, passes)?;
         return Ok(Value::Null);
     }
     problem.time(&plan, &outputs)

@@ -1,6 +1,6 @@
 //! A workload on the device: its tensors, its two passes, and what they are measured by.
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use blocksparse::kernels::{
     self, AttentionPlan, BiasView, Gradients, OutputGrads, Request, ScoreKind, ScoreOptions,
     TableView, TensorView, TierLimit,
@@ -15,6 +15,7 @@ use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 
 use crate::device_time::{self, Times};
+use crate::stress;
 use crate::workload::Workload;
 use crate::{Args, Dtype};
 
@@ -284,6 +285,40 @@ impl<'a> Problem<'a> {
             }
         }
         Ok(made)
+    }
+
+    /// Runs the backward pass `passes` times and compares the hashes of dQ, dK and dV with those of the first.
+    ///
+    /// # Errors
+    /// If a pass gives other bits.
+    pub fn stress(&self, plan: &AttentionPlan, outputs: &Outputs, passes: usize) -> Result<()> {
+        self.forward(plan, outputs);
+        let element = self.args.dtype.elem().size();
+        let rows = |heads| self.workload.batch * heads * self.workload.n;
+        let Workload {
+            head_dim,
+            value_dim,
+            ..
+        } = *self.workload;
+        let q_words = rows(self.workload.heads) * head_dim * element / 4;
+        let kv_words = rows(self.workload.kv_heads) * (head_dim + value_dim) * element / 4;
+        let mut first = None;
+        let mut others = 0;
+        for _ in 0..passes {
+            self.backward(plan, outputs);
+            let hashes = [
+                stress::hash(self.client, &outputs.gradients.q, q_words),
+                stress::hash(self.client, &outputs.gradients.kv, kv_words),
+            ];
+            others += usize::from(*first.get_or_insert(hashes) != hashes);
+        }
+        let [dq, dkv] = first.unwrap_or_default();
+        println!(
+            "{:<30}  {passes} backward passes, {others} with other bits; dq {dq:016x}, dk and dv {dkv:016x}",
+            self.workload.label()
+        );
+        ensure!(others == 0, "{others} of {passes} passes gave other bits");
+        Ok(())
     }
 
     /// Times both passes, prints a row and returns its numbers.

@@ -375,6 +375,9 @@ fn what_the_copy_engine_reads_is_fenced_and_left_alone() {
         "cp.async.bulk.wait_group 0;",
     );
     assert_eq!(race(&sent(fence, wait), 32, &[]), None);
-    assert!(race(&sent("", wait), 32, &[]).is_some_and(|found| found.contains("without a fence")));
+    for fence in ["", "fence.proxy.async.global;"] {
+        let found = race(&sent(fence, wait), 32, &[]);
+        assert!(found.is_some_and(|found| found.contains("without a fence")));
+    }
     assert!(race(&sent(fence, ""), 32, &[]).is_some_and(|found| found.contains("bulk copy out")));
 }

@@ -37,7 +37,8 @@ pub fn decode(
     Ok(match name {
         "ret" | "exit" => Op::Exit,
         "trap" => Op::Trap,
-        "fence" if reader.has("proxy") => Op::FenceAsync,
+        // Races are watched for in shared memory, for which a fence of global memory says nothing.
+        "fence" if reader.has("proxy") && !reader.has("global") => Op::FenceAsync,
         // Memory has one order here, and nothing is fetched ahead.
         "membar" | "fence" | "prefetch" | "prefetchu" | "setmaxnreg" | "griddepcontrol"
         | "nanosleep" | "discard" | "applypriority" => Op::Nothing,

@@ -351,6 +351,18 @@ pub fn draw(address: u64) -> u32 {
     o
 }
 
+/// Orders what the unit and those that it has heard of did before it with what follows, for the whole device.
+#[cube]
+pub fn device_fence() {
+    gpu_asm!("fence.acq_rel.gpu;");
+}
+
+/// Orders the unit's reads of global memory before it with its bulk copies and additions after it.
+#[cube]
+pub fn async_fence_global() {
+    gpu_asm!("fence.proxy.async.global;");
+}
+
 /// Waits until a number is `x`.
 #[cube]
 pub fn wait_until(address: u64, x: u32) {

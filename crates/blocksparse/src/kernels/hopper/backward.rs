@@ -183,7 +183,7 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
     }
 
     if unit() % 32 < comptime!(t.counters() as u32) {
-        close(&chain);
+        close(&chain, t);
     }
 }
 
@@ -451,6 +451,12 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
             if comptime!(t.persistent) {
                 if unit() == 0 && done == before {
                     cache_tile(plan, parts, lengths, base, ticket, turn, t);
+                }
+            }
+            if comptime!(!t.unfenced) {
+                // All products of the step are under way: the fence is behind them.
+                if unit() % 32 < comptime!(t.counters() as u32) {
+                    close(chain, t);
                 }
             }
             grad_v = wait::<O>(grad_v_started, 3usize, comptime!(t.dim / 2));

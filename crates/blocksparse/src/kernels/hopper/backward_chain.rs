@@ -64,11 +64,17 @@ pub struct Visit {
     pub row: u32,
 }
 
-/// What the additions that the unit started last belong to is told that they are done: then they are in memory, and their
-/// buffer is free.
+/// Posts the visit whose additions the unit started last, once they are in memory; then their buffer is free.
+///
+/// A wait for bulk additions makes them visible to the unit; the fence and the post release them, and the next visitor's read of the counter and its fence
+/// acquire them, as PTX's memory model has it. [`add_queries`] puts a proxy fence between that and its own addition.
 #[cube]
-pub fn close(chain: &Chain) {
+pub fn close(chain: &Chain, #[comptime] t: BackwardTile) {
     bulk_wait();
+    if comptime!(!t.unfenced) {
+        // Releases the additions, and acquires those of the visits that `seen` counts.
+        device_fence();
+    }
     if chain.open_visits.read() != 0 {
         post(
             chain.counters + u64::cast_from(chain.open_counter.read()) * 4,
@@ -90,10 +96,12 @@ pub fn add_queries<C: Size>(
     scale: f32,
     #[comptime] t: BackwardTile,
 ) {
-    // What the warp added a step ago is in memory: its tile's turn is over there, and the buffer is free.
+    // With fences the caller has closed the visit of a step ago: the buffer is free.
     let lane = unit() % 32;
-    if lane < comptime!(t.counters() as u32) {
-        close(chain);
+    if comptime!(t.unfenced) {
+        if lane < comptime!(t.counters() as u32) {
+            close(chain, t);
+        }
     }
     sync_warp();
     let turn = visit.word & NO_VISIT;
@@ -112,6 +120,12 @@ pub fn add_queries<C: Size>(
     if lane < comptime!(t.counters() as u32) {
         if turn != NO_VISIT && visit.seen != turn {
             wait_until(chain.counters + u64::cast_from(visit.counter) * 4, turn);
+            if comptime!(!t.unfenced) {
+                device_fence();
+            }
+        }
+        if comptime!(!t.unfenced) {
+            async_fence_global();
         }
         if adds {
             let bytes = comptime!(t.warp_eight_bytes() * 2 / t.counters());

@@ -13,6 +13,7 @@ use super::shapes::{CANDIDATES, Candidate, candidates};
 use super::tiles::{BackwardTile, GROUP_ROWS, Tile, WalkTile};
 use crate::kernels::call::{PartRequest, Request, TierLimit, check_hopper};
 use crate::kernels::tensor::{TOO_LARGE, check_limit, check_options, half_of, is_u32};
+use crate::kernels::tuning::Tuning;
 use crate::plan::{Grouping, NarrowCosts, Walk, has_long_tiles};
 use crate::{BlockLayout, ChosenBy, DeviceChoice, Residue};
 
@@ -285,6 +286,7 @@ fn fused(
         finishes: false,
         shares: 1,
         coarse: None,
+        unfenced: Tuning::or_reason()?.unfenced,
     };
     // The keys and values of two tiles fit at the least width only.
     let single = BackwardTile {

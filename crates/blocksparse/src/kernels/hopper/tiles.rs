@@ -363,6 +363,8 @@ pub struct BackwardTile {
     pub shares: usize,
     /// The size of blocks, where a step is one coarse entry with bits of them.
     pub coarse: Option<usize>,
+    /// Whether a visit's additions to dQ are posted without a fence. The hardware adds in L2, where the counter is; PTX's memory model asks for one.
+    pub unfenced: bool,
 }
 
 impl BackwardTile {
@@ -587,6 +589,9 @@ impl fmt::Display for BackwardTile {
         }
         if self.apart {
             write!(f, ", long tiles with sums of dQ of their own")?;
+        }
+        if self.unfenced {
+            write!(f, ", additions to dQ without fences")?;
         }
         match self.shares {
             1 => Ok(()),
