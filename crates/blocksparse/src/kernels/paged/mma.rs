@@ -29,6 +29,12 @@ use crate::kernels::shared::asm::{
 use crate::kernels::shared::score::{LOW, LOWEST_MAX, SLACK};
 use crate::kernels::shared::walk::Four;
 
+/// The scale of values that sums are relative to before there are any.
+const LEAST_SCALE: f32 = f32::from_bits(27 << 23);
+
+/// How much larger than what sums are relative to a scale of values must be for sums to be rescaled.
+const SCALE_SLACK: f32 = 16.0;
+
 /// ln 2.
 const LN_2: f32 = core::f32::consts::LN_2;
 
@@ -142,6 +148,8 @@ pub fn attend_mma<V: Size>(
         for i in 0..comptime!(columns * tiles) {
             o[i] = Vector::<f32, Four>::zeroed();
         }
+        // The scale of values that sums are relative to: weights times scales of values alone may be subnormal in f16.
+        let mut unit_scale = comptime!(LEAST_SCALE).runtime();
         // What is not loaded must be finite.
         let mut k = Array::<Vector<u32, Four>>::new(comptime!(2 * key_loads));
         #[unroll]
@@ -257,6 +265,10 @@ pub fn attend_mma<V: Size>(
                     from = positions.as_ref().unwrap()[slot];
                     to = last.as_ref().unwrap()[slot];
                 }
+                if comptime!(t.scales_sums()) {
+                    let scale = scales[comptime!(2 + key)];
+                    grows |= select(scale > unit_scale * SCALE_SLACK, 1u32, 0u32);
+                }
                 #[unroll]
                 for column in 0..columns {
                     let mut scores = s[column];
@@ -284,6 +296,16 @@ pub fn attend_mma<V: Size>(
             }
             // The maximum follows late, so that it rarely has to be found.
             if above_any(grows) != 0u32 {
+                let mut unit_shrink = 1.0f32.runtime();
+                if comptime!(t.scales_sums()) {
+                    let mut largest = unit_scale.max(scales[2].max(scales[3]));
+                    #[unroll]
+                    for step in 0..5u32 {
+                        largest = largest.max(shuffle_xor(largest, comptime!(1u32 << step)));
+                    }
+                    unit_shrink = unit_scale / largest;
+                    unit_scale = largest;
+                }
                 #[unroll]
                 for column in 0..columns {
                     let mut shrinks = Vector::<f32, Four>::zeroed();
@@ -300,8 +322,12 @@ pub fn attend_mma<V: Size>(
                         let shrink = exp2(m[own] - top);
                         m[own] = top;
                         l[own] *= shrink;
-                        shrinks.insert(query, shrink);
-                        shrinks.insert(comptime!(2 + query), shrink);
+                        let mut of_sums = shrink;
+                        if comptime!(t.scales_sums()) {
+                            of_sums *= unit_shrink;
+                        }
+                        shrinks.insert(query, of_sums);
+                        shrinks.insert(comptime!(2 + query), of_sums);
                     }
                     #[unroll]
                     for tile in 0..tiles {
@@ -310,6 +336,16 @@ pub fn attend_mma<V: Size>(
                 }
             }
             let mut p = Array::<u32>::new(comptime!(2 * columns));
+            let mut factors = Array::<f32>::new(2usize);
+            if is_quantised {
+                #[unroll]
+                for key in 0..2usize {
+                    factors[key] = scales[comptime!(2 + key)];
+                    if comptime!(t.scales_sums()) {
+                        factors[key] /= unit_scale;
+                    }
+                }
+            }
             #[unroll]
             for column in 0..columns {
                 #[unroll]
@@ -325,8 +361,8 @@ pub fn attend_mma<V: Size>(
                     pair[0] = low;
                     pair[1] = high;
                     if is_quantised {
-                        pair[0] = low * scales[comptime!(2 + key)];
-                        pair[1] = high * scales[comptime!(2 + key)];
+                        pair[0] = low * factors[key];
+                        pair[1] = high * factors[key];
                     }
                     p[comptime!(2 * column + key)] =
                         transpose_eight(pack(pair[0], pair[1], t.half));
@@ -396,14 +432,14 @@ pub fn attend_mma<V: Size>(
                     let of_load = comptime!(tiles / value_loads);
                     let number = comptime!(tile / of_load * t.value_numbers() + tile % of_load * 2)
                         + across * comptime!(2 * of_load);
-                    let undo = comptime!(1.0 / t.value_factor());
-                    if comptime!(undo == 1.0) {
-                        outs[first + number] = x.extract(query);
-                        outs[first + number + 1] = x.extract(comptime!(2 + query));
-                    } else {
-                        outs[first + number] = x.extract(query) * undo;
-                        outs[first + number + 1] = x.extract(comptime!(2 + query)) * undo;
+                    let mut low = x.extract(query);
+                    let mut high = x.extract(comptime!(2 + query));
+                    if comptime!(t.scales_sums()) {
+                        low *= unit_scale;
+                        high *= unit_scale;
                     }
+                    outs[first + number] = low;
+                    outs[first + number + 1] = high;
                 }
             }
         }

@@ -114,8 +114,7 @@ pub(super) fn load_scales(
             if page[key] > 0u32 {
                 let slot = (page[key] - 1u32) as usize;
                 scales[key] = key_scales.as_ref().unwrap()[slot];
-                let scale = value_scales.as_ref().unwrap()[slot];
-                scales[comptime!(2 + key)] = scale * comptime!(t.value_factor());
+                scales[comptime!(2 + key)] = value_scales.as_ref().unwrap()[slot];
             }
         }
     } else if page[0] > 0u32 {
@@ -125,8 +124,7 @@ pub(super) fn load_scales(
         for key in 0..2usize {
             let slot = stand_in(page, at % comptime!(t.page) + comptime!(8 * key) + across);
             scales[key] = key_scales.as_ref().unwrap()[first + slot];
-            let scale = value_scales.as_ref().unwrap()[first + slot];
-            scales[comptime!(2 + key)] = scale * comptime!(t.value_factor());
+            scales[comptime!(2 + key)] = value_scales.as_ref().unwrap()[first + slot];
         }
     }
 }

@@ -205,12 +205,9 @@ impl MmaTile {
         self.value_width / 16
     }
 
-    /// What scales of values are multiplied by, so that weights times them are finite in f16, up to the largest weight and value there are.
-    pub fn value_factor(&self) -> f32 {
-        match (self.quantization, self.half) {
-            (Some(_), Half::F16) => 0.25,
-            _ => 1.0,
-        }
+    /// Whether sums are relative to the largest scale of values so far: f16 has too few exponents for weights times any scale.
+    pub fn scales_sums(&self) -> bool {
+        self.quantization.is_some() && self.half == Half::F16
     }
 
     /// Bytes of shared memory.
