@@ -59,6 +59,8 @@ fn moba() -> Selection {
 #[case("moba:8,1", 0)]
 #[case("moba:128,2,share=mean", 0)]
 #[case("moba:64,4,1,share=max", 1)]
+#[case("moba:64,8,first=1,local=2", 0)]
+#[case("moba:64,8,2,first=4,share=max", 2)]
 fn texts(#[case] text: &str, #[case] layers: usize) {
     let selection: Selection = text.parse().unwrap();
     assert_eq!(selection.to_string(), text);
@@ -72,6 +74,7 @@ fn texts(#[case] text: &str, #[case] layers: usize) {
 #[case("quest:16,2048", 0)]
 #[case("quest:32,96,2", 2)]
 #[case("quest:16,48,share=no", 0)]
+#[case("quest:16,64,1,first=1,local=2", 1)]
 fn texts_of_pages(#[case] text: &str, #[case] layers: usize) {
     let selection: Selection = text.parse().unwrap();
     assert_eq!(selection.to_string(), text);
@@ -111,8 +114,8 @@ fn rules_of_no_pages() {
             "keep must be a number of pages for quest, got Ratio(0.5)",
         ),
         (
-            quest.clone().with_forced(Forced { first: 1, local: 1 }),
-            "forced must be Forced { first: 0, local: 1 } for quest, got Forced { first: 1, local: 1 }",
+            quest.clone().with_forced(Forced { first: 1, local: 0 }),
+            "forced.local must be at least 1, the query's own, for quest, got 0",
         ),
     ] {
         assert_eq!(selection.check().unwrap_err().to_string(), message);
@@ -130,6 +133,18 @@ fn rules_of_no_pages() {
         [0, 1, 64, 65, 100].map(|keys| choice.attended(keys)),
         [0, 1, 64, 49, 52]
     );
+    // Forced pages count among those that are kept, unless they are more.
+    for (first, local, listed, attended) in [
+        (1, 2, 4, [0, 1, 64, 49, 52]),
+        (3, 2, 5, [0, 1, 64, 65, 68]),
+        (usize::MAX, 1, usize::MAX, [0, 1, 64, 65, 100]),
+    ] {
+        let choice = quest.clone().with_forced(Forced { first, local });
+        let choice = choice.on_pages(16, 4).unwrap();
+        assert_eq!(choice.listed(), listed);
+        let got = [0, 1, 64, 65, 100].map(|keys| choice.attended(keys));
+        assert_eq!(got, attended, "{first}, {local}");
+    }
 }
 
 #[rstest]
@@ -153,6 +168,14 @@ fn rules_of_no_pages() {
 #[case(
     "moba:192,3",
     "block must be 8, 16, 32, 64, 128 or a larger multiple of 128, got 192"
+)]
+#[case(
+    "moba:64,3,first=-1",
+    "cannot read 'moba:64,3,first=-1' as a selection: expected first to be a whole number, got '-1'"
+)]
+#[case(
+    "moba:64,3,local=0",
+    "forced.local must be at least 1, the query's own, for moba, got 0"
 )]
 #[case(
     "moba:64,ratio=0.5",
@@ -237,8 +260,8 @@ fn selections_of_none() {
             "keep must be a number of blocks for moba, got AboveMax(0.5)"
         );
         assert_eq!(
-            message(run(&moba().with_forced(Forced { first: 1, local: 1 }))),
-            "forced must be Forced { first: 0, local: 1 } for moba, got Forced { first: 1, local: 1 }"
+            message(run(&moba().with_forced(Forced { first: 1, local: 0 }))),
+            "forced.local must be at least 1, the query's own, for moba, got 0"
         );
         assert_eq!(
             message(moba().choose(&call).map(|_| ())),

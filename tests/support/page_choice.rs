@@ -2,8 +2,8 @@
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::{
-    PageChoice, PageSummaries, PageSummary, PagedStore, Quantization, QuantizedPages, Selection,
-    append_quantized, highest_pages, page_scores, select_pages, summarize_stored,
+    Forced, PageChoice, PageSummaries, PageSummary, PagedStore, Quantization, QuantizedPages,
+    Selection, append_quantized, highest_pages, page_scores, select_pages, summarize_stored,
 };
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
@@ -25,7 +25,7 @@ struct Case {
     lengths: &'static [usize],
 }
 
-const CASES: [Case; 6] = [
+const CASES: [Case; 8] = [
     Case {
         text: "quest:16,64",
         heads: 4,
@@ -79,6 +79,24 @@ const CASES: [Case; 6] = [
         page: 16,
         width: 160,
         lengths: &[77],
+    },
+    Case {
+        text: "quest:16,80,first=1,local=2",
+        heads: 4,
+        kv_heads: 2,
+        own_tables: false,
+        page: 16,
+        width: 16,
+        lengths: &[1, 16, 33, 80, 81, 300],
+    },
+    Case {
+        text: "moba:32,4,first=2,local=1,share=mean",
+        heads: 4,
+        kv_heads: 2,
+        own_tables: true,
+        page: 16,
+        width: 24,
+        lengths: &[60, 65, 300],
     },
 ];
 
@@ -389,21 +407,17 @@ fn assert_picks(
             let sum: f32 = own[1..].iter().fold(own[0], |a, b| a + b);
             if sum.is_nan() { f32::NEG_INFINITY } else { sum }
         };
-        let mut order: Vec<usize> = (0..last).collect();
+        let Forced { first, local } = choice.forced;
+        let is_forced = |at: &usize| *at < first || last - at < local;
+        let (mut kept, mut order): (Vec<usize>, Vec<usize>) = (0..=last).partition(is_forced);
         order.sort_by(|a, b| block(*b).partial_cmp(&block(*a)).unwrap());
-        order.truncate(choice.keep - 1);
-        order.sort_unstable();
+        order.truncate(choice.keep.saturating_sub(kept.len()));
+        kept.extend(order);
+        kept.sort_unstable();
         let pages_of = |block: usize| block * choice.block..(block + 1) * choice.block;
-        let mut expected: Vec<i64> = order
-            .into_iter()
-            .flat_map(pages_of)
-            .map(|x| x as i64)
-            .collect();
-        expected.extend(
-            pages_of(last)
-                .filter(|page| *page < pages)
-                .map(|x| x as i64),
-        );
+        let kept = kept.into_iter().flat_map(pages_of);
+        let kept = kept.filter(|page| *page < pages);
+        let mut expected: Vec<i64> = kept.map(|page| page as i64).collect();
         expected.resize(listed, -1);
         assert_eq!(
             picks[row * listed..][..listed],
@@ -456,8 +470,14 @@ pub fn picks_of_any_scores(devices: &[Device]) {
     for (text, page, lengths, entries) in [
         ("quest:16,48", 16, some.clone(), 300),
         ("quest:16,2048", 16, some.clone(), 300),
-        ("moba:64,4", 16, some, 300),
-        ("quest:16,16000", 16, long, 40_000),
+        ("moba:64,4", 16, some.clone(), 300),
+        ("quest:16,48,first=1,local=2", 16, some.clone(), 300),
+        ("quest:16,96,first=1,local=2", 16, some.clone(), 300),
+        ("quest:16,48,first=4,local=3", 16, some.clone(), 300),
+        ("quest:16,64,first=1000,local=1000", 16, some.clone(), 300),
+        ("moba:64,6,first=2,local=2", 16, some, 300),
+        ("quest:16,16000", 16, long.clone(), 40_000),
+        ("quest:16,16000,first=7,local=100", 16, long, 40_000),
     ] {
         let choice = text
             .parse::<Selection>()

@@ -2,8 +2,8 @@
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_blocksparse::{
-    AttentionOptions, BlockLayout, DenseCall, ScoreCall, SelectedOptions, Selection, Sharing,
-    attention_selected, attention_selected_with_lse, attention_with_lse,
+    AttentionOptions, BlockLayout, DenseCall, Forced, ScoreCall, SelectedOptions, Selection,
+    Sharing, attention_selected, attention_selected_with_lse, attention_with_lse,
 };
 
 use crate::attention::inputs;
@@ -35,7 +35,7 @@ pub fn selected_attention_equals_f64(devices: &[Device]) {
 }
 
 pub fn selected_attention_in_half_precision(devices: &[Device]) {
-    for (index, keep) in [(1, 4), (12, 3), (13, 2)] {
+    for (index, keep) in [(1, 4), (12, 3), (13, 2), (16, 5)] {
         let case = Case {
             keep,
             dims: [64, 64],
@@ -58,18 +58,26 @@ pub fn selected_attention_in_half_precision(devices: &[Device]) {
 
 /// Out, lse and all gradients over the choice of the host, with every option that queries take along; heads that share a choice too.
 pub fn selected_attention_equals_its_layout(devices: &[Device]) {
-    let case = Case {
+    let own = Case {
         heads: [4, 2],
         seq: [83, 107],
         ..CASE
     };
+    let forced = Case {
+        keep: 5,
+        forced: Forced { first: 1, local: 2 },
+        ..own
+    };
     let options = AttentionOptions::default().scale(0.3).softcap(2.0);
-    for sharing in [Sharing::PerHead, Sharing::Mean, Sharing::Max] {
+    for (case, sharing) in [own, forced].into_iter().flat_map(|case| {
+        [Sharing::PerHead, Sharing::Mean, Sharing::Max].map(|sharing| (case, sharing))
+    }) {
         let selection = case.selection().with_sharing(sharing);
         // Products of f32 numbers are tf32 on tensor cores, which decides between scores that are nearer than that.
         let problems = (8100..8200).map(|seed| case.problem(seed, DType::F32).0);
         let is_clear = |problem: &Problem| {
-            (0..problem.sizes.batch).all(|batch| smallest_gap(problem, batch, sharing) > 2e-3)
+            let gap = |batch| smallest_gap(problem, &case, batch, sharing);
+            (0..problem.sizes.batch).all(|batch| gap(batch) > 2e-3)
         };
         let problem = problems.into_iter().find(is_clear);
         let problem = problem.expect("one of a hundred has no near ties");
@@ -92,7 +100,7 @@ pub fn selected_attention_equals_its_layout(devices: &[Device]) {
                 attention_with_lse(q, k, v, &layout, options.clone()).unwrap()
             });
             for ((name, got), (_, expected)) in got.into_iter().zip(expected) {
-                let what = format!("{sharing:?}, {device:?}: {name}");
+                let what = format!("{sharing:?}, {:?}, {device:?}: {name}", case.forced);
                 assert_close(&what, got, &to_f64(expected), 1e-5);
             }
         }
@@ -127,11 +135,13 @@ fn dense_call<'a>(problem: &Problem, q: &'a [f64], k: &'a [f64]) -> DenseCall<'a
     }
 }
 
-/// By how much at least the last block that a query chooses before its own scores higher than the next.
-fn smallest_gap(problem: &Problem, batch: usize, sharing: Sharing) -> f64 {
+/// By how much at least the last block that a query chooses between its forced ones scores higher than the next.
+fn smallest_gap(problem: &Problem, case: &Case, batch: usize, sharing: Sharing) -> f64 {
     let s = problem.sizes;
     let [q, k] = part(problem, batch);
-    let selection = CASE.selection();
+    let selection = case.selection();
+    let Forced { first, local } = case.forced;
+    let count = case.keep - first - local;
     let scores = (selection.estimator()).reference(&dense_call(problem, &q, &k));
     let block = selection.estimator().grid().block;
     let blocks = s.seq_kv.div_ceil(block);
@@ -153,9 +163,10 @@ fn smallest_gap(problem: &Problem, batch: usize, sharing: Sharing) -> f64 {
     for list in 0..s.heads / group {
         for row in 0..s.seq_q {
             let past = (row + s.seq_kv - s.seq_q) / block;
-            let mut row: Vec<f64> = (0..past).map(|block| shared(list, row, block)).collect();
+            let between = first..(past + 1).saturating_sub(local);
+            let mut row: Vec<f64> = between.map(|block| shared(list, row, block)).collect();
             row.sort_by(|a, b| b.total_cmp(a));
-            if let (Some(last), Some(next)) = (row.get(CASE.keep - 2), row.get(CASE.keep - 1)) {
+            if let (Some(last), Some(next)) = (row.get(count - 1), row.get(count)) {
                 smallest = smallest.min(last - next);
             }
         }
@@ -230,6 +241,18 @@ pub fn selected_attention_is_prefix_stable(devices: &[Device]) {
         seq: [90, 90],
         ..CASE
     };
+    prefix_stable(case, devices);
+    prefix_stable(
+        Case {
+            keep: 4,
+            forced: Forced { first: 1, local: 2 },
+            ..case
+        },
+        devices,
+    );
+}
+
+fn prefix_stable(case: Case, devices: &[Device]) {
     let selection = case.selection();
     assert!(selection.estimator().traits().prefix_stable);
     let (problem, _) = case.problem(8400, DType::F32);

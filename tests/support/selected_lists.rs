@@ -17,7 +17,7 @@ use crate::devices::exact_dtypes;
 use crate::golden::val;
 use crate::linear::{numbers, tensor};
 use crate::reference::Problem;
-use crate::selected_problem::{Case, choices};
+use crate::selected_problem::{Case, OWN, choices};
 
 /// The lists of queries on a device are those of the choices.
 pub(crate) fn check_lists(
@@ -213,6 +213,7 @@ pub fn chosen_blocks_in_several_slabs(devices: &[Device]) {
         dims: [4, 4],
         block: 8,
         keep: 2,
+        forced: OWN,
         name: "several slabs",
     };
     // Blocks whose first channel falls with their number, so that queries take the first or the last.
@@ -224,7 +225,7 @@ pub fn chosen_blocks_in_several_slabs(devices: &[Device]) {
         };
     }
     drawn.q.iter_mut().step_by(4).for_each(|q| *q = q.signum());
-    let (chosen, least) = choices(&drawn, case.block, case.keep);
+    let (chosen, least) = choices(&drawn, case.block, case.keep, case.forced);
     assert!(least >= 1.0);
     for device in devices {
         check_lists(&case, &drawn, &chosen, &case.selection(), device);

@@ -1,14 +1,23 @@
 //! Problems of queries that choose for themselves (MoBA), with the choice in plain f64 loops.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::{AttentionOptions, Selection, attention_selected_with_lse};
+use burn_blocksparse::{AttentionOptions, Forced, Selection, attention_selected_with_lse};
 
 use crate::attention::inputs;
 use crate::reference::{Problem, Sizes};
 
-/// The blocks that each query chooses before its own, by falling score: `[batch · heads · seq_q]`; and the least difference of two scores that decides.
-pub(crate) fn choices(problem: &Problem, block: usize, keep: usize) -> (Vec<Vec<usize>>, f64) {
+/// A query's own block alone.
+pub(crate) const OWN: Forced = Forced { first: 0, local: 1 };
+
+/// The blocks that each query chooses between its forced ones, by falling score: `[batch · heads · seq_q]`; and the least difference of two scores that decides.
+pub(crate) fn choices(
+    problem: &Problem,
+    block: usize,
+    keep: usize,
+    forced: Forced,
+) -> (Vec<Vec<usize>>, f64) {
     let s = problem.sizes;
+    let count = keep.saturating_sub(forced.first.saturating_add(forced.local));
     let (mut chosen, mut least) = (Vec::new(), f64::INFINITY);
     for (batch, head) in (0..s.batch).flat_map(|batch| (0..s.heads).map(move |head| (batch, head)))
     {
@@ -28,30 +37,40 @@ pub(crate) fn choices(problem: &Problem, block: usize, keep: usize) -> (Vec<Vec<
             let row = (batch * s.heads + head) * s.seq_q + i;
             let q = &problem.q[row * s.head_dim..][..s.head_dim];
             let past = (i + s.seq_kv).saturating_sub(s.seq_q) / block;
-            let mut scores: Vec<(f64, usize)> = (0..past)
+            let nearest = (past + 1).saturating_sub(forced.local);
+            let mut scores: Vec<(f64, usize)> = (forced.first.min(nearest)..nearest)
                 .map(|block| {
                     let score = q.iter().zip(&means[block]).map(|(q, k)| q * k).sum();
                     (score, block)
                 })
                 .collect();
             scores.sort_by(|x, y| y.0.total_cmp(&x.0).then(x.1.cmp(&y.1)));
-            for pair in scores.windows(2).take(keep - 1) {
+            for pair in scores.windows(2).take(count) {
                 least = least.min(pair[0].0 - pair[1].0);
             }
-            scores.truncate(keep - 1);
+            scores.truncate(count);
             chosen.push(scores.into_iter().map(|(_, block)| block).collect());
         }
     }
     (chosen, least)
 }
 
-/// The problem of attention over given choices and queries' own blocks.
-fn over_choices(sizes: Sizes, seed: u64, block: usize, chosen: Vec<Vec<usize>>) -> Problem {
+/// The problem of attention over given choices and forced blocks.
+fn over_choices(
+    sizes: Sizes,
+    seed: u64,
+    (block, forced): (usize, Forced),
+    chosen: Vec<Vec<usize>>,
+) -> Problem {
     Problem::random(sizes, seed, move |batch, head, i, j| {
         let row = (batch * sizes.heads + head) * sizes.seq_q + i;
         let position = (i + sizes.seq_kv) as i64 - sizes.seq_q as i64;
-        let is_own = position >= 0 && position as usize / block == j / block;
-        j as i64 <= position && (is_own || chosen[row].contains(&(j / block)))
+        if j as i64 > position {
+            return false;
+        }
+        let (own, of_key) = (position as usize / block, j / block);
+        let is_forced = of_key < forced.first || own - of_key < forced.local;
+        is_forced || chosen[row].contains(&of_key)
     })
 }
 
@@ -64,6 +83,7 @@ pub(crate) struct Case {
     pub(crate) dims: [usize; 2],
     pub(crate) block: usize,
     pub(crate) keep: usize,
+    pub(crate) forced: Forced,
 }
 
 pub(crate) const CASE: Case = Case {
@@ -74,6 +94,7 @@ pub(crate) const CASE: Case = Case {
     dims: [16, 16],
     block: 16,
     keep: 3,
+    forced: OWN,
 };
 
 pub(crate) fn cases() -> Vec<Case> {
@@ -89,6 +110,10 @@ pub(crate) fn cases() -> Vec<Case> {
         batch: 1,
         heads: [1, 1],
         dims: [4, 8],
+        ..case
+    };
+    let forced = |first, local, case: Case| Case {
+        forced: Forced { first, local },
         ..case
     };
     vec![
@@ -108,6 +133,29 @@ pub(crate) fn cases() -> Vec<Case> {
         grouped([2, 1], case("blocks of 128", [400, 400], 128, 2)),
         alone(case("blocks of 256", [900, 900], 256, 3)),
         alone(case("blocks of 640, fewer queries", [300, 1500], 640, 3)),
+        forced(
+            1,
+            2,
+            case("the first and the one before", [130, 130], 16, 5),
+        ),
+        forced(
+            2,
+            1,
+            grouped(
+                [4, 2],
+                case("two first ones, fewer queries", [37, 150], 16, 5),
+            ),
+        ),
+        forced(0, 3, case("two before, ragged", [83, 83], 8, 5)),
+        forced(1, 2, case("more queries, with a first", [90, 41], 8, 4)),
+        forced(3, 2, case("forced ones only", [90, 90], 8, 4)),
+        forced(usize::MAX, 1, case("all are forced", [50, 50], 8, 2)),
+        forced(1, usize::MAX, case("all before are forced", [50, 50], 8, 2)),
+        forced(
+            1,
+            2,
+            alone(case("blocks of 256, forced", [1300, 1300], 256, 4)),
+        ),
     ]
 }
 
@@ -125,7 +173,14 @@ impl Case {
     }
 
     pub(crate) fn selection(&self) -> Selection {
-        let text = format!("moba:{},{}", self.block, self.keep);
+        let mut text = format!("moba:{},{}", self.block, self.keep);
+        let named = [
+            ("first", self.forced.first, OWN.first),
+            ("local", self.forced.local, OWN.local),
+        ];
+        for (name, number, _) in named.iter().filter(|(_, number, own)| number != own) {
+            text += &format!(",{name}={number}");
+        }
         let selection: Selection = text.parse().unwrap();
         assert_eq!(selection.to_string(), text);
         selection
@@ -136,9 +191,10 @@ impl Case {
         for seed in seed.. {
             let mut drawn = Problem::random(self.sizes(), seed, |_, _, _, _| false);
             drawn.round_to(dtype);
-            let (chosen, least) = choices(&drawn, self.block, self.keep);
+            let (chosen, least) = choices(&drawn, self.block, self.keep, self.forced);
             if least > 4e-6 {
-                let problem = over_choices(self.sizes(), seed, self.block, chosen.clone());
+                let blocks = (self.block, self.forced);
+                let problem = over_choices(self.sizes(), seed, blocks, chosen.clone());
                 let mut problem = problem.with_grad_lse(seed);
                 problem.round_to(dtype);
                 return (problem, chosen);

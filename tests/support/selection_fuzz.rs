@@ -140,7 +140,10 @@ fn selection(rng: &mut impl Rng, block: usize) -> Selection {
             let (v, s) = (rng.random_range(0..9), rng.random_range(1..9));
             format!("minference:{block},{v},{s},7,sinks={first},window=2{share}")
         }
-        _ => format!("moba:{block},{}{share}", rng.random_range(1..5)),
+        _ => {
+            let (keep, local) = (rng.random_range(1..5), local.max(1));
+            format!("moba:{block},{keep},first={first},local={local}{share}")
+        }
     };
     text.parse()
         .unwrap_or_else(|error| panic!("{text}: {error}"))

@@ -121,7 +121,7 @@ pub fn weight_pattern() -> impl TypedValueParser<Value = WeightPattern> {
 pub fn selection_help(usage: &str) -> String {
     format!(
         "{usage}\n\nTexts:\n  {}\n\nKEEP is a number or a rule: k=12, ratio=0.25, p=0.9 (with min=, max=) or above=0.01. share=sum, mean or max: heads that\n\
-         share keys choose together.",
+         share keys choose together. first=1, local=2: the first block, and two up to a byte's own, are kept whatever their scores.",
         Selection::NOTATION.join("\n  ")
     )
 }

@@ -150,7 +150,8 @@ mod kernels {
                 [spans.meta.shape()[1], entries],
                 choice.page,
                 [choice.block, choice.keep],
-            );
+            )
+            .forced(choice.forced);
             let is_empty = batch * kv_heads * entries == 0;
             if is_empty
                 || uses_reference()

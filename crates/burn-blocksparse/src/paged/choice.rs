@@ -3,7 +3,7 @@
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Device, Int, Tensor};
 
-use super::page_choice::PageChoice;
+use super::page_choice::{OWN, PageChoice};
 use super::store::PagedStore;
 use super::values::{PageChoiceCall, PageScoreInputs, SummarizeInputs, SummarizePacked};
 use super::{check_heads, check_shared};
@@ -80,11 +80,9 @@ impl Selection {
                 format!("{:?}", rule.keep),
             ));
         };
-        let own = blocksparse::Forced { first: 0, local: 1 };
-        if rule.forced != own {
-            let expected = format!("{own:?} over a pool of pages");
-            let got = format!("{:?}", rule.forced);
-            return Err(OpError::argument("forced", expected, got));
+        if rule.forced.local == 0 {
+            let expected = "at least 1, the query's own block, over a pool of pages";
+            return Err(OpError::argument("forced.local", expected, 0));
         }
         let block = self.estimator().grid().block;
         let fits = match summary {
@@ -114,6 +112,7 @@ impl Selection {
             page,
             block: block / page,
             keep,
+            forced: rule.forced,
             mean,
         })
     }
@@ -279,8 +278,9 @@ pub fn page_scores(
 }
 
 /// The pages that queries choose by their scores, as [`PagedKeysValues::selected`](crate::PagedKeysValues::selected) has them: of each walk and head of keys the
-/// block of pages in which region one ends, and of those before it the `keep − 1` with the highest [`page_scores`] (of equal ones the earlier; NaN is the lowest),
-/// ascending, and −1 where there are fewer. Lengths and tables stay on the device, nothing is read back, and launches depend on shapes alone.
+/// blocks of pages that are [forced](PageChoice::forced), that in which region one ends among them, and of the others so many with the highest [`page_scores`]
+/// that `keep` are kept (of equal ones the earlier; NaN is the lowest), ascending, and −1 where there are fewer. Lengths and tables stay on the device, nothing
+/// is read back, and launches depend on shapes alone.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Int, Tensor};
@@ -382,6 +382,7 @@ pub(crate) fn highest_keys(scores: Tensor<3>, seen: Tensor<2, Int>, most: usize)
         page: 1,
         block: 1,
         keep: most + 1,
+        forced: OWN,
         mean: false,
     };
     let picks = <Dispatch as PageChoiceOps>::highest_pages(

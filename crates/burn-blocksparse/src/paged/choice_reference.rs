@@ -201,18 +201,19 @@ pub(crate) fn highest<B: Backend>(
         let slots = usize::try_from(slots).unwrap_or(0);
         let pages = slots.div_ceil(choice.page).min(entries);
         let last = pages.saturating_sub(1) / size;
+        let between = choice.between(last);
         let own = &scores[row * entries..][..entries];
         let block = |at: usize| own[at * size..][..size].iter().sum::<f32>();
-        let blocks: Vec<f32> = (0..last).map(block).collect();
-        let kept = last.min(choice.keep - 1);
-        let mut order: Vec<usize> = (0..last).collect();
+        let blocks: Vec<f32> = (0..between.end).map(block).collect();
+        let mut order: Vec<usize> = between.clone().collect();
         order.sort_by(|a, b| descending(blocks[*a], blocks[*b]).then_with(|| a.cmp(b)));
-        order.truncate(kept);
+        order.truncate(choice.chosen());
         order.sort_unstable();
         let end = (row + 1) * listed;
         let pages_of = |block: usize| (block * size..(block + 1) * size).map(|page| page as i32);
-        picks.extend(order.into_iter().flat_map(pages_of));
-        picks.extend(pages_of(last).filter(|&page| (page as usize) < pages));
+        let kept = (0..between.start).chain(order).chain(between.end..last + 1);
+        let listed_pages = kept.flat_map(pages_of);
+        picks.extend(listed_pages.filter(|&page| (page as usize) < pages));
         picks.resize(end, -1);
     }
     recording::doom_by_upload(&device, "pages that are chosen");

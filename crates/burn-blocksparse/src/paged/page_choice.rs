@@ -1,5 +1,9 @@
 //! How pages are chosen.
 
+use std::ops::Range;
+
+use blocksparse::Forced;
+
 use crate::error::OpError;
 use crate::selection::PageSummary;
 
@@ -13,8 +17,10 @@ pub struct PageChoice {
     pub page: usize,
     /// Pages that are chosen together, by the sum of their scores.
     pub block: usize,
-    /// Such blocks that are kept, the last of a walk among them.
+    /// Such blocks that are kept, the forced ones among them (more, if more are forced).
     pub keep: usize,
+    /// Such blocks that are kept whatever their score: the first of a walk, and up to its last, which is always one of them.
+    pub forced: Forced,
     /// Whether scores are the mean over the heads that share keys; otherwise their sum.
     pub mean: bool,
 }
@@ -24,14 +30,39 @@ impl PageChoice {
     pub fn attended(&self, keys: usize) -> usize {
         let block = self.page * self.block;
         let before = keys.saturating_sub(1) / block;
-        before.min(self.keep - 1) * block + (keys - before * block)
+        before.min(self.kept().saturating_sub(1)) * block + (keys - before * block)
     }
 
     /// Pages that are listed for each walk.
     pub fn listed(&self) -> usize {
-        self.keep * self.block
+        self.kept().saturating_mul(self.block)
+    }
+
+    /// Blocks that are kept of a walk that has more.
+    fn kept(&self) -> usize {
+        self.keep.max(self.forced_blocks())
+    }
+
+    fn forced_blocks(&self) -> usize {
+        let Forced { first, local } = self.forced;
+        first.saturating_add(local)
+    }
+
+    /// Blocks that are chosen by score, at most.
+    pub(crate) fn chosen(&self) -> usize {
+        self.keep.saturating_sub(self.forced_blocks())
+    }
+
+    /// Of a walk of blocks up to `last` those that are chosen from: those before and behind are forced.
+    pub(crate) fn between(&self, last: usize) -> Range<usize> {
+        let Forced { first, local } = self.forced;
+        let end = (last + 1).saturating_sub(local);
+        first.min(end)..end
     }
 }
+
+/// The block in which a walk ends alone.
+pub(crate) const OWN: Forced = Forced { first: 0, local: 1 };
 
 impl PageChoice {
     /// By scores that are no summary's: of `keep` blocks of so many pages.
@@ -42,6 +73,7 @@ impl PageChoice {
             page,
             block,
             keep,
+            forced: OWN,
             mean: false,
         }
     }
@@ -54,11 +86,25 @@ impl PageChoice {
                 self.page,
             ));
         }
-        for (argument, number) in [("choice.block", self.block), ("choice.keep", self.keep)] {
+        for (argument, number) in [
+            ("choice.block", self.block),
+            ("choice.keep", self.keep),
+            ("choice.forced.local", self.forced.local),
+        ] {
             if number == 0 {
                 return Err(OpError::argument(argument, "at least 1", number));
             }
         }
-        Ok(())
+        match i32::try_from(self.listed()) {
+            Ok(_) => Ok(()),
+            Err(_) => {
+                let expected = format!("at most {}", i32::MAX);
+                Err(OpError::argument(
+                    "choice.listed()",
+                    expected,
+                    self.listed(),
+                ))
+            }
+        }
     }
 }

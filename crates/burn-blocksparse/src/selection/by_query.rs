@@ -15,10 +15,10 @@ pub(crate) const TRAITS: EstimatorTraits = EstimatorTraits {
     causal_only: true,
 };
 
-/// The block that a query lies in.
+/// Forced by default: the block that a query lies in.
 pub(crate) const FORCED: Forced = Forced { first: 0, local: 1 };
 
-/// That a method's rule is a number of its blocks, at least so many, with [`FORCED`] ones.
+/// That a method's rule is a number of its blocks, at least so many, with the query's own among the forced ones.
 ///
 /// # Errors
 /// If it is another.
@@ -38,13 +38,12 @@ pub(crate) fn check_rule(
             return Err(OpError::argument("keep", expected, format!("{keep:?}")));
         }
     }
-    match rule.forced == FORCED {
-        true => Ok(()),
-        false => {
-            let expected = format!("{FORCED:?} for {name}");
-            let got = format!("{:?}", rule.forced);
-            Err(OpError::argument("forced", expected, got))
+    match rule.forced.local {
+        0 => {
+            let expected = format!("at least 1, the query's own, for {name}");
+            Err(OpError::argument("forced.local", expected, 0))
         }
+        _ => Ok(()),
     }
 }
 

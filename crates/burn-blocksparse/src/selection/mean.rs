@@ -35,8 +35,8 @@ pub(crate) const METHOD: Method = Method {
         let keep = arguments.keep("KEEP", |k| Keep::TopK(k as usize))?;
         let local = arguments.optional_whole("LOCAL", FORCED.local)?;
         let first = arguments.optional_whole("FIRST", FORCED.first)?;
-        let selection = Selection::new(BlockMeans { block }, keep);
-        Ok(selection.with_forced(Forced { first, local }))
+        let forced = arguments.forced(Forced { first, local })?;
+        Ok(Selection::new(BlockMeans { block }, keep).with_forced(forced))
     },
 };
 

@@ -23,6 +23,9 @@ use crate::error::OpError;
 /// `q · mean(k)` of a query and a block of keys, keys as they are attended to: every query chooses for itself. Its own block is always among the chosen
 /// and counts as one of them, so with `k` blocks it chooses `k − 1` before its own, and with 1 none. Defined for causal attention.
 ///
+/// The paper forces no other block. A selection may ([`Forced`](blocksparse::Forced)): the first ones, and some before the own one. They count as the own one
+/// does, so `moba:64,8,first=1,local=2` chooses five by score.
+///
 /// Nothing is trained for it, and the choice has no gradient. The paper has blocks of 512 and k = 3 at 8K tokens, 2,048 and 3 at 32K, 4,096 and 12 at
 /// 1M with the last 3 layers in full attention, and trains nine tenths of the tokens with it and the rest with full attention.
 ///
@@ -54,7 +57,7 @@ pub(crate) const METHOD: Method = Method {
             block,
             full_last_layers,
         };
-        Ok(Selection::new(estimator, keep).with_forced(FORCED))
+        Ok(Selection::new(estimator, keep).with_forced(arguments.forced(FORCED)?))
     },
 };
 
@@ -70,6 +73,7 @@ impl BlockEstimator for MixtureOfBlocks {
             0 => written,
             layers => written.whole(layers),
         };
+        let written = written.forced(rule.forced, FORCED);
         written.sharing(sharing, Sharing::PerHead).finish()
     }
 

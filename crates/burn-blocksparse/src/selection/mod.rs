@@ -146,7 +146,7 @@ impl Chosen {
 
 impl Selection {
     /// How selections are written: `KEEP` is a number, or a rule with its name, `k=12`, `ratio=0.25`, `p=0.9` or `above=0.01`. `share=sum`, `mean` or `max`
-    /// lets heads that share keys choose together.
+    /// lets heads that share keys choose together. `first=1` and `local=2` set the forced blocks of any method ([`Forced`]).
     pub const NOTATION: &[&str] = methods::NOTATION;
 
     /// By an estimator and a rule, with no block forced, each head for itself.

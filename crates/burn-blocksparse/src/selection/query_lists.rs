@@ -100,15 +100,27 @@ fn tile(block: usize) -> usize {
 
 impl ListSizes {
     /// Blocks that a query chooses, at most.
-    #[cfg(feature = "cube")]
     pub(crate) fn most(&self) -> usize {
         self.most
     }
 
-    /// Blocks that a query chooses, at most, if it chooses from all blocks before its own.
-    pub(crate) fn before_own(&self) -> Option<usize> {
-        let own = Forced { first: 0, local: 1 };
-        (self.forced == own).then_some(self.most)
+    /// The keys of blocks that some query chooses from, with some behind them: to a query of the call with these keys alone, its forced blocks are not there,
+    /// but for one behind all that it chooses from. Blocks are numbered from the first that is not forced.
+    pub(crate) fn between_forced(&self) -> Range<usize> {
+        let Forced { first, local } = self.forced;
+        let block = self.grid.block;
+        first * block..self.grid.seq_kv - (local - 1) * block
+    }
+
+    /// Blocks that were numbered from the first that is not forced, as those of the call.
+    pub(crate) fn of_call(&self, picks: Tensor<4, Int>) -> Tensor<4, Int> {
+        match self.forced.first {
+            0 => picks,
+            first => {
+                let none = picks.clone().lower_elem(0);
+                picks.add_scalar(first as i32).mask_fill(none, -1)
+            }
+        }
     }
 }
 
@@ -248,14 +260,7 @@ impl QueryLists {
             1 => chosen.remove(0),
             _ => Tensor::cat(chosen, 2),
         };
-        let blocks = match forced.first {
-            0 => picks,
-            first => {
-                let none = picks.clone().lower_elem(0);
-                picks.add_scalar(first as i32).mask_fill(none, -1)
-            }
-        };
-        Ok(Self::of_choices(blocks, sizes))
+        Ok(Self::of_choices(sizes.of_call(picks), sizes))
     }
 
     /// The lists of chosen blocks.

@@ -166,11 +166,16 @@ impl Selection {
             k: call.k.clone().without_autodiff(),
             ..*call
         };
-        if let Some(most) = sizes.before_own()
-            && (call.group() == 1 || self.sharing == Sharing::PerHead)
-            && let Some(blocks) = self.estimator.picks(&call, most)
-        {
-            return Ok(QueryLists::of_choices(blocks, sizes));
+        if call.group() == 1 || self.sharing == Sharing::PerHead {
+            let between = sizes.between_forced();
+            let k = match between == (0..call.k.dims()[2]) {
+                true => call.k.clone(),
+                false => call.k.clone().slice_dim(2, between),
+            };
+            let between = ScoreCall { k, ..call.clone() };
+            if let Some(picks) = self.estimator.picks(&between, sizes.most()) {
+                return Ok(QueryLists::of_choices(sizes.of_call(picks), sizes));
+            }
         }
         let [batch, heads, ..] = call.q.dims();
         let scores = |rows| {

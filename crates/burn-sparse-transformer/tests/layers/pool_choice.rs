@@ -76,6 +76,9 @@ impl Reader {
 #[case::quest_of_own_keys(&["quest:16,64,1,share=sum"], 4)]
 #[case::moba(&["moba:16,3"], 4)]
 #[case::moba_of_several_pages(&["moba:32,2,share=mean"], 1)]
+#[case::quest_with_forced_pages(&["quest:16,80,first=1,local=2"], 2)]
+#[case::moba_with_forced_blocks(&["moba:16,4,first=1,local=2,share=mean"], 1)]
+#[case::forced_blocks_alone(&["moba:16,1,first=1,local=2"], 4)]
 fn tokens_one_by_one_choose_as_the_whole(#[case] selections: &[&str], #[case] kv_heads: usize) {
     for device in devices() {
         let _guard = seed(&device, 11);

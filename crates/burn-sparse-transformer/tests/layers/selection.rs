@@ -109,11 +109,13 @@ fn layers_take_turns() {
 }
 
 /// Where every query chooses for itself, tokens can come one by one; the last layers may see everything.
-#[test]
-fn a_mixture_of_blocks_is_decoded_token_by_token() {
+#[rstest::rstest]
+#[case("moba:8,2,1")]
+#[case("moba:8,4,1,first=1,local=2")]
+fn a_mixture_of_blocks_is_decoded_token_by_token(#[case] moba: &str) {
     let device = Device::flex();
     let _guard = seed(&device, 5);
-    let model = randomise(model(&["moba:8,2,1"], 0, &device));
+    let model = randomise(model(&[moba], 0, &device));
     let of_last = model.blocks[3].mha.selection();
     assert!(of_last.is_none() && model.blocks[2].mha.selection().is_some());
     let tokens = tokens(2, 50, 11, &device);

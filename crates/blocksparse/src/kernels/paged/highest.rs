@@ -18,6 +18,7 @@ use cubecl::ir::features::Plane;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use crate::Forced;
 use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::error::KernelError;
 use crate::kernels::on_device::key;
@@ -49,12 +50,15 @@ pub struct HighestShape {
     pub page: usize,
     /// Pages of a block: they are kept together, by the sum of their scores.
     pub block: usize,
-    /// Blocks that are kept, the one in which a walk ends among them.
+    /// Blocks that are kept, the forced ones among them (more, if more are forced).
     pub keep: usize,
+    /// Blocks that are kept whatever their score: the first, and up to the one in which a walk ends, which is always one of them.
+    pub forced: Forced,
 }
 
 impl HighestShape {
-    /// `[batch, kv_heads]`, `[tables, entries]`, slots of a page, pages of a block, and how many blocks are kept.
+    /// `[batch, kv_heads]`, `[tables, entries]`, slots of a page, pages of a block, and how many blocks are kept, that in which a walk ends alone
+    /// whatever its score.
     pub fn new(
         [batch, kv_heads]: [usize; 2],
         [tables, entries]: [usize; 2],
@@ -69,7 +73,37 @@ impl HighestShape {
             page,
             block,
             keep,
+            forced: Forced { first: 0, local: 1 },
         }
+    }
+
+    /// Sets which blocks are kept whatever their score.
+    pub fn forced(mut self, forced: Forced) -> Self {
+        self.forced = Forced {
+            // What lies behind a walk's pages has no score.
+            local: forced.local.max(1),
+            ..forced
+        };
+        self
+    }
+
+    fn forced_blocks(&self) -> usize {
+        self.forced.first.saturating_add(self.forced.local)
+    }
+
+    /// Blocks that are chosen by score, at most.
+    fn chosen(&self) -> usize {
+        self.keep.saturating_sub(self.forced_blocks())
+    }
+
+    /// Blocks that have a place in a list.
+    fn kept(&self) -> usize {
+        self.keep.max(self.forced_blocks())
+    }
+
+    /// Pages that are listed for each walk.
+    fn listed(&self) -> usize {
+        self.kept().saturating_mul(self.block)
     }
 }
 
@@ -109,7 +143,12 @@ struct Sizes {
     kv_heads: usize,
     tables: usize,
     entries: usize,
-    keep: usize,
+    /// Blocks that are chosen by score, at most, and those that have a place in a list.
+    chosen: usize,
+    kept: usize,
+    /// Forced ones: the first, and up to the last of a walk.
+    first: usize,
+    local: usize,
 }
 
 /// The number by which a block is kept.
@@ -148,7 +187,7 @@ fn note(
     match places {
         ComptimeOption::Some(places) => {
             if block < end {
-                let listed = row % sizes.kv_heads * (sizes.keep - 1) + place;
+                let listed = row % sizes.kv_heads * sizes.chosen + place;
                 places[row * sizes.entries + block] = select(is_kept, listed as i32, -1i32);
             }
         }
@@ -214,8 +253,8 @@ fn across_units(
     }
 }
 
-/// The blocks of the `keep − 1` highest `scores` `[batch, kv_heads, entries]` before the block in which a walk ends, ascending, and that one, as pages:
-/// `[batch, kv_heads, keep · block]` entries of the table, −1 where there are fewer.
+/// The forced blocks of a walk and those of the highest `scores` `[batch, kv_heads, entries]` between them, ascending, as pages:
+/// `[batch, kv_heads, kept · block]` entries of the table, −1 where there are fewer.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn highest(
     scores: &[f32],
@@ -232,10 +271,11 @@ fn highest(
     let at_row = CUBE_POS.min(sizes.rows - 1);
     let unit = UNIT_POS as usize;
     let mut pages = sizes.entries;
-    // The walk's last block, before which all are whole.
-    let mut last = sizes.entries;
+    // Blocks that are chosen from, which are whole: those before and behind them are forced.
+    let mut low = 0usize.runtime();
+    let mut high = sizes.entries;
     // Blocks that have a place in the list.
-    let mut listed = sizes.keep - 1;
+    let mut listed = sizes.chosen;
     #[comptime]
     match &spans {
         ComptimeOption::Some(spans) => {
@@ -246,16 +286,18 @@ fn highest(
                 (slots + comptime!(t.page - 1)) / comptime!(t.page),
                 sizes.entries,
             );
-            last = (max(pages, 1usize) - 1) / comptime!(t.block);
-            listed = sizes.keep;
+            let walked = (max(pages, 1usize) - 1) / comptime!(t.block) + 1;
+            high = walked - min(sizes.local, walked);
+            low = min(sizes.first, high);
+            listed = sizes.kept;
         }
         ComptimeOption::None => {}
     }
-    let wanted = min(sizes.keep - 1, last);
+    let wanted = min(sizes.chosen, high - low);
     let row = at_row * sizes.entries;
-    let own_blocks = last.div_ceil(comptime!(t.units));
-    let first = (unit * own_blocks).min(last);
-    let end = (first + own_blocks).min(last);
+    let own_blocks = (high - low).div_ceil(comptime!(t.units));
+    let first = (low + unit * own_blocks).min(high);
+    let end = (first + own_blocks).min(high);
 
     let mut own = Array::<u32>::new(comptime!(t.held.max(1)));
     #[unroll]
@@ -370,7 +412,7 @@ fn highest(
                 &sizes,
             );
             if is_kept {
-                list(picks, into, place, first + held, t);
+                list(picks, into, low + place, first + held, t);
                 place += 1usize;
             }
             left -= select(is_equal, 1u32, 0u32);
@@ -382,16 +424,22 @@ fn highest(
             let is_kept = (key > bound || is_equal) && place < wanted;
             note(&mut places, at_row, block, end, is_kept, place, &sizes);
             if is_kept {
-                list(picks, into, place, block, t);
+                list(picks, into, low + place, block, t);
                 place += 1usize;
             }
             left -= select(is_equal, 1u32, 0u32);
         }
     }
-    // The last block, and nothing behind it.
-    let mut at = wanted * comptime!(t.block) + unit;
+    // The first blocks that are forced, then the last ones, and nothing behind them.
+    let mut at = unit;
+    while at < low * comptime!(t.block) {
+        picks[into + at] = at as i32;
+        at += comptime!(t.units);
+    }
+    let behind = (low + wanted) * comptime!(t.block);
+    let mut at = behind + unit;
     while at < listed * comptime!(t.block) {
-        let entry = last * comptime!(t.block) + (at - wanted * comptime!(t.block));
+        let entry = high * comptime!(t.block) + (at - behind);
         picks[into + at] = select(entry < pages, entry as i32, -1i32);
         at += comptime!(t.units);
     }
@@ -426,7 +474,7 @@ impl Launch {
             && plane.is_power_of_two()
             && plane <= units;
         let rows = shape.batch * shape.kv_heads;
-        let largest = rows * shape.entries.max(shape.keep * shape.block);
+        let largest = rows.saturating_mul(shape.entries.max(shape.listed()));
         Ok(Self {
             tile: Picked {
                 units,
@@ -449,9 +497,10 @@ pub fn check_highest_pages(client: &Client, shape: &HighestShape) -> Result<(), 
     Launch::new(client, shape).map(|_| ())
 }
 
-/// Of each walk and head of keys the block of pages in which region one ends, and of those before it the `keep − 1` with the highest scores: of equal ones
-/// the earlier, and NaN is the lowest. `scores` are f32 `[batch, kv_heads, entries]`, of which those of the walk's pages count; `spans` are `[batch, tables, 4]`,
-/// i32; `picks` are i32 `[batch, kv_heads, keep · block]`: entries of the table, ascending, and −1 behind them. Contiguous.
+/// Of each walk and head of keys the blocks of pages that are forced, that in which region one ends among them, and of the others so many with the highest
+/// scores that `keep` are kept: of equal ones the earlier, and NaN is the lowest. `scores` are f32 `[batch, kv_heads, entries]`, of which those of the walk's
+/// pages count; `spans` are `[batch, tables, 4]`, i32; `picks` are i32 `[batch, kv_heads, kept · block]`, where `kept` is `keep`, or the number of forced blocks
+/// if that is more: entries of the table, ascending, and −1 behind them. Contiguous.
 ///
 /// # Errors
 /// [`KernelError`] if the device cannot index the scores, or its cubes are too small.
@@ -468,9 +517,11 @@ pub fn highest_pages(
         cubes,
     } = Launch::new(client, shape)?;
     let rows = shape.batch * shape.kv_heads;
-    if rows * shape.entries * shape.keep == 0 {
+    if rows * shape.entries * shape.kept() == 0 {
         return Ok(());
     }
+    // More are none's, and numbers of a kernel are small.
+    let blocks = shape.entries.div_ceil(shape.block);
     // SAFETY: a cube reads the scores of its row below the walk's last block and writes the picks of its row; the buffers have the lengths they say.
     unsafe {
         highest::launch_unchecked(
@@ -480,14 +531,17 @@ pub fn highest_pages(
             address,
             buffer(scores, rows * shape.entries),
             ComptimeOptionArgs::Some(buffer(spans, shape.batch * shape.tables * 4)),
-            buffer(picks, rows * shape.keep * shape.block),
+            buffer(picks, rows * shape.listed()),
             ComptimeOptionArgs::None,
             SizesLaunch::new(
                 rows,
                 shape.kv_heads,
                 shape.tables,
                 shape.entries,
-                shape.keep,
+                shape.chosen(),
+                shape.kept(),
+                shape.forced.first.min(blocks),
+                shape.forced.local.min(blocks),
             ),
             tile,
         );
@@ -530,7 +584,7 @@ pub fn highest_in_rows(
             ComptimeOptionArgs::None,
             buffer(lists, rows * most),
             ComptimeOptionArgs::Some(buffer(places, rows * columns)),
-            SizesLaunch::new(rows, of_group, 1, columns, most + 1),
+            SizesLaunch::new(rows, of_group, 1, columns, most, most + 1, 0, 1),
             tile,
         );
     }
