@@ -7,7 +7,7 @@ use burn_blocksparse::{FusedAdamWConfig, OpError, clip_gradients, gradient_norm}
 use burn_blocksparse_tests::devices::devices;
 use rstest::rstest;
 
-burn_blocksparse_tests::tests!(optim: adamw_equals_f64, adamw_in_half_precision, adamw_gives_the_same_bits, clones_keep_their_values, records_are_burns, parameters_keep_their_autodiff_state, clipping_equals_f64, steps_without_gradients, optimizer_plans_print);
+burn_blocksparse_tests::tests!(optim: adamw_equals_f64, adamw_in_half_precision, adamw_gives_the_same_bits, clones_keep_their_values, records_are_burns, parameters_keep_their_autodiff_state, clipping_equals_f64, clipping_of_large_gradients, steps_without_gradients, optimizer_plans_print);
 
 fn step(config: FusedAdamWConfig, rate: f64, gradient: [usize; 2]) -> Result<(), OpError> {
     let device = &devices()[0];

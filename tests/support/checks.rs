@@ -77,7 +77,7 @@ pub const CHECKS: &[(&str, Check)] = table! {
     stream_dropout: stream_dropout_equals_f64, stream_dropout_of_views;
     optim: adamw_equals_f64, adamw_in_half_precision, adamw_gives_the_same_bits, clones_keep_their_values,
         records_are_burns, parameters_keep_their_autodiff_state, clipping_equals_f64,
-        steps_without_gradients, optimizer_plans_print;
+        clipping_of_large_gradients, steps_without_gradients, optimizer_plans_print;
     activation: bias_activation_equals_f64, bias_activation_in_half_precision,
         bias_activation_of_large_values, bias_activation_gives_the_same_bits,
         bias_activation_keeps_its_inputs, bias_activation_constants, bias_activation_plans;

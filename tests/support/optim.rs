@@ -457,6 +457,71 @@ pub fn clipping_equals_f64(devices: &[Device]) {
     }
 }
 
+/// Gradients whose squares overflow have a norm, alone, beside small ones and together; a gradient that is not finite has none.
+pub fn clipping_of_large_gradients(devices: &[Device]) {
+    let (values, steps) = problem(1, 9);
+    let given: Vec<Vec<f64>> = (steps[0].iter())
+        .map(|step| step.iter().flatten().map(|g| g * 1e3).collect())
+        .collect();
+    let matrix = vectors().len() + 1;
+    for device in devices {
+        for (dtype, tolerance) in exact_dtypes(device) {
+            let model = Many::new(&values, device, dtype);
+            // 2e17: no part of 8,192 overflows.
+            let scales: &[f64] = match dtype {
+                DType::F64 => &[1e19, 1e153, 1e160, 1e300, 3e305],
+                _ => &[1e16, 2e17, 1e18, 1e19, 1e25, 1e32, 3e35],
+            };
+            for (&scale, alone) in scales
+                .iter()
+                .flat_map(|scale| [(scale, false), (scale, true)])
+            {
+                let scaled = |(at, row): (usize, &Vec<f64>)| {
+                    let by = if alone && at != matrix { 1.0 } else { scale };
+                    Some(row.iter().map(|g| g * by).collect())
+                };
+                let gradients_of: StepGradients = given.iter().enumerate().map(scaled).collect();
+                let all = gradients_of.iter().flatten().flatten();
+                let exact = all.map(|g| (g / scale).powi(2)).sum::<f64>().sqrt() * scale;
+                let what = format!("{device:?}, {dtype:?}, {scale:e}, alone: {alone}");
+                let limit = 100.0;
+                let gradients = gradients(&model, &gradients_of, None);
+                let (clipped, norm) = clip_gradients(&model, gradients, limit).unwrap();
+                let norm = norm.into_scalar::<f64>();
+                assert!(
+                    (norm / exact - 1.0).abs() < 2.0 * tolerance,
+                    "{what}: {norm:e}"
+                );
+                let got = clipped.get::<2>(model.two[1].id).unwrap().into_data();
+                let row = gradients_of[matrix].as_ref().unwrap();
+                let expected: Vec<f64> = row.iter().map(|g| g * (limit / exact)).collect();
+                assert_close(&what, got, &expected, 10.0 * tolerance);
+                let norm = gradient_norm(&model, &clipped).unwrap();
+                let norm = norm.into_scalar::<f64>() / limit;
+                assert!((norm - 1.0).abs() < 10.0 * tolerance, "{what}: {norm}");
+            }
+            for (number, large) in [
+                (f64::INFINITY, 1.0),
+                (f64::NEG_INFINITY, 1e30),
+                (f64::NAN, 1.0),
+                (f64::NAN, 1e30),
+            ] {
+                let row = |row: &Vec<f64>| Some(row.iter().map(|g| g * large).collect());
+                let mut gradients_of: StepGradients = given.iter().map(row).collect();
+                gradients_of[matrix].as_mut().unwrap()[5] = number;
+                let gradients = gradients(&model, &gradients_of, None);
+                let norm = gradient_norm(&model, &gradients).unwrap();
+                let norm = norm.into_scalar::<f64>();
+                let is_right = match number.is_nan() {
+                    true => norm.is_nan(),
+                    false => norm == f64::INFINITY,
+                };
+                assert!(is_right, "{device:?}, {dtype:?}, {number}: {norm}");
+            }
+        }
+    }
+}
+
 /// Nothing is in place of what it cannot write, and a model without gradients stays.
 pub fn steps_without_gradients(devices: &[Device]) {
     for device in devices {

@@ -38,7 +38,7 @@ pub(crate) mod kernels {
             let tensors = tensors.into_vec();
             if !kernels_take(&tensors) {
                 let tensors = TensorList::new(tensors);
-                return reference::sum_of_squares::<Self>(tensors, partials, first);
+                return reference::sum_of_squares::<Self>(tensors, partials, first, false);
             }
             let tensors: Vec<_> = tensors.into_iter().map(into_contiguous).collect();
             let partials = writable(partials);

@@ -131,14 +131,14 @@ pub struct ClipFactor<B: Backend> {
 )]
 pub trait OptimOps: Backend {
     /// Writes sums of squares of the tensors into `partials`, from element `first` on: one for each 8,192 elements of a tensor. The dtype of
-    /// `partials` is that of the sums.
+    /// `partials` is that of the sums. One that overflows is negative, and of numbers that are multiplied by 2⁻⁹⁶ first, or 2⁻⁷⁶⁸ in f64.
     #[fusion(meta = meta::sum_of_squares)]
     fn sum_of_squares(
         #[extension_type] tensors: TensorList<Self>,
         partials: FloatTensor<Self>,
         first: usize,
     ) -> FloatTensor<Self> {
-        reference::sum_of_squares::<Self>(tensors, partials, first)
+        reference::sum_of_squares::<Self>(tensors, partials, first, true)
     }
 
     /// The norm of what has `partials` as its sums of squares, and the factor that clips it to the limit in `control`, of the same dtype.

@@ -92,7 +92,8 @@ impl FusedAdamW {
     /// Takes a step. Parameters without a gradient stay as they are.
     ///
     /// Returns the model, and the norm of all gradients before clipping: `[1]`, f32 (f64 if a gradient is), still on the device, so that nothing waits for it
-    /// here. Gradients that are not finite show in it.
+    /// here. It is NaN if a gradient is, and infinite if one is, or if it is above the largest number of its dtype; squares that overflow do not make it so.
+    /// A step is not clipped by a NaN norm, and GPUs take a factor below 1.2·10⁻³⁸, of a norm that much above the limit, as 0.
     ///
     /// # Errors
     /// [`OpError`] if the configuration or the learning rate is out of range, if a gradient or a moment of a record does not fit its parameter, or if the
@@ -357,7 +358,8 @@ fn describe(device: &OpDevice, _largest: usize) -> Result<String, OpError> {
     match *device {}
 }
 
-/// The norm of the gradients of `model`'s parameters together: `[1]`, f32 (f64 if a gradient is), on the device.
+/// The norm of the gradients of `model`'s parameters together: `[1]`, f32 (f64 if a gradient is), on the device. It is infinite only if a gradient is, or if it
+/// is above the largest number of its dtype.
 ///
 /// # Errors
 /// [`OpError`] if a gradient does not fit its parameter, or the gradients are on several devices or on one that this crate does not serve.

@@ -1,8 +1,8 @@
 //! Steps of optimizers in Burn primitives.
 
-use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, TensorMetadata};
-use burn::tensor::{FloatDType, Shape, Slice};
+use burn::backend::tensor::{BoolTensor, FloatTensor};
+use burn::backend::{Backend, TensorMetadata, get_device_settings};
+use burn::tensor::{FloatDType, Shape, Slice, try_read_sync};
 
 use super::partial_sums;
 use crate::ops::{AdamWInputs, AdamWNumbers, AdamWOutput, ClipFactor, LIMIT, TensorList};
@@ -10,13 +10,45 @@ use crate::ops::{AdamWInputs, AdamWNumbers, AdamWOutput, ClipFactor, LIMIT, Tens
 /// Numbers that are added by themselves before their sums are: a sum over a long vector loses digits.
 const RUN: usize = 512;
 
-/// The first partial sum of a tensor is the whole, and the others are 0.
+/// Sums of squares too large for their dtype: those of numbers that are shrunk first are not, and no square that counts is 0 then.
+#[derive(Clone, Copy)]
+struct Large {
+    /// What numbers are shrunk by.
+    by: f64,
+    /// Sums from here on are large.
+    sum: f64,
+}
+
+impl Large {
+    fn of(dtype: FloatDType) -> Self {
+        let [shrink, sum] = match dtype {
+            FloatDType::F64 => [-768, 1023],
+            _ => [-96, 127],
+        };
+        Self {
+            by: 2f64.powi(shrink),
+            sum: 2f64.powi(sum),
+        }
+    }
+
+    /// Where a sum of shrunk numbers says that the sum itself is large. NaN is not.
+    fn is_sum<B: Backend>(self, shrunk: FloatTensor<B>) -> BoolTensor<B> {
+        let bools = get_device_settings::<B>(&shrunk.device()).bool_dtype;
+        let bound = self.sum * self.by * self.by;
+        B::float_greater_equal_elem(shrunk, bound.into(), bools)
+    }
+}
+
+/// The first partial sum of a tensor is the whole, and the others are 0. A [`Large`] one is negative, and of shrunk numbers. Where the host may look at
+/// numbers, those are shrunk only if they have to be.
 pub(crate) fn sum_of_squares<B: Backend>(
     tensors: TensorList<B>,
     partials: FloatTensor<B>,
     first: usize,
+    may_look: bool,
 ) -> FloatTensor<B> {
     let (device, dtype) = (partials.device(), FloatDType::from(partials.dtype()));
+    let large = Large::of(dtype);
     let mut sums = Vec::new();
     let mut length = 0;
     for tensor in tensors.into_vec() {
@@ -27,20 +59,20 @@ pub(crate) fn sum_of_squares<B: Backend>(
         }
         length += slots;
         let x = B::float_cast(flat::<B>(tensor), dtype);
-        let squares = B::float_mul(x.clone(), x);
-        let (runs, rest) = (elements / RUN, elements % RUN);
-        let mut parts = Vec::new();
-        if runs > 0 {
-            let whole = narrow::<B>(squares.clone(), 0, runs * RUN);
-            let rows = B::float_sum_dim(B::float_reshape(whole, Shape::new([runs, RUN])), 1);
-            parts.push(B::float_sum_dim(flat::<B>(rows), 0));
-        }
-        if rest > 0 {
-            parts.push(B::float_sum_dim(narrow::<B>(squares, runs * RUN, rest), 0));
-        }
-        let sum = match parts.len() {
-            1 => parts.remove(0),
-            _ => B::float_sum_dim(B::float_cat(parts, 0), 0),
+        let sum = squares_of::<B>(x.clone());
+        let may_be_large = !may_look || {
+            let sum = try_read_sync(B::float_into_data(sum.clone()))
+                .expect("a device that can be waited for")
+                .expect("a tensor that can be read");
+            sum.iter::<f64>().any(|sum| sum >= large.sum)
+        };
+        let sum = match may_be_large {
+            false => sum,
+            true => {
+                let shrunk = squares_of::<B>(B::float_mul_scalar(x, large.by.into()));
+                let is_large = large.is_sum::<B>(shrunk.clone());
+                B::float_mask_where(sum, is_large, B::float_neg(shrunk))
+            }
         };
         sums.push(sum);
         if slots > 1 {
@@ -56,14 +88,52 @@ pub(crate) fn sum_of_squares<B: Backend>(
     }
 }
 
+/// The sum of the squares of a vector.
+fn squares_of<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
+    let elements = x.shape().num_elements();
+    let squares = B::float_mul(x.clone(), x);
+    let (runs, rest) = (elements / RUN, elements % RUN);
+    let mut parts = Vec::new();
+    if runs > 0 {
+        let whole = narrow::<B>(squares.clone(), 0, runs * RUN);
+        let rows = B::float_sum_dim(B::float_reshape(whole, Shape::new([runs, RUN])), 1);
+        parts.push(B::float_sum_dim(flat::<B>(rows), 0));
+    }
+    if rest > 0 {
+        parts.push(B::float_sum_dim(narrow::<B>(squares, runs * RUN, rest), 0));
+    }
+    match parts.len() {
+        1 => parts.remove(0),
+        _ => B::float_sum_dim(B::float_cat(parts, 0), 0),
+    }
+}
+
 pub(crate) fn clip_factor<B: Backend>(
     partials: FloatTensor<B>,
     control: FloatTensor<B>,
 ) -> ClipFactor<B> {
-    let norm = B::float_sqrt(B::float_sum_dim(partials, 0));
+    let large = Large::of(partials.dtype().into());
+    let by = large.by;
+    let bools = get_device_settings::<B>(&partials.device()).bool_dtype;
+    let is_shrunk = B::float_lower_elem(partials.clone(), 0.0.into(), bools);
+    let plain = B::float_mask_fill(partials.clone(), is_shrunk.clone(), 0.0.into());
+    // No dtype has the square of the factor for all of its numbers.
+    let shrunk = B::float_mul_scalar(B::float_mul_scalar(plain.clone(), by.into()), by.into());
+    let shrunk = B::float_mask_where(shrunk, is_shrunk, B::float_neg(partials));
+    let [plain, shrunk] = [plain, shrunk].map(|sums| B::float_sum_dim(sums, 0));
+    let is_large = large.is_sum::<B>(shrunk.clone());
+    let [plain, shrunk] = [plain, shrunk].map(B::float_sqrt);
     let limit = narrow::<B>(control, LIMIT, 1);
-    let factor = B::float_clamp_max(B::float_div(limit, norm.clone()), 1.0.into());
-    ClipFactor { norm, factor }
+    let factor = B::float_mask_where(
+        B::float_div(limit.clone(), plain.clone()),
+        is_large.clone(),
+        B::float_mul_scalar(B::float_div(limit, shrunk.clone()), by.into()),
+    );
+    let norm = B::float_mul_scalar(shrunk, (1.0 / by).into());
+    ClipFactor {
+        norm: B::float_mask_where(plain, is_large, norm),
+        factor: B::float_clamp_max(factor, 1.0.into()),
+    }
 }
 
 pub(crate) fn adamw<B: Backend>(

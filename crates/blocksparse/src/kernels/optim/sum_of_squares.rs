@@ -1,6 +1,9 @@
 //! The norm of many tensors together, and the factor of clipping.
+//!
+//! Squares of large numbers overflow, so each sum is made twice: plain, and of numbers that are shrunk by a power of two ([`Large`]), of which no square
+//! overflows. The second says whether the first is large, and stands for it then: as a negative number, which no sum of squares is.
 
-use cubecl::ir::ElemType;
+use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
@@ -17,12 +20,55 @@ pub(super) const MARGIN: usize = 2 * PART;
 /// Units that add the partial sums.
 const FINISH_UNITS: usize = 1024;
 
+/// Sums of squares too large for their type, as powers of two.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Large {
+    /// What numbers are shrunk by.
+    shrink: u32,
+    /// Shrunk sums from its reciprocal on are of large ones, half of the type's largest number: what is below it has been summed without overflow.
+    bound: u32,
+}
+
+impl Large {
+    /// Of sums of a type.
+    fn of(accumulator: ElemType) -> Self {
+        let (shrink, largest) = match accumulator {
+            ElemType::Float(FloatKind::F64) => (768, 1024),
+            _ => (96, 128),
+        };
+        Self {
+            shrink,
+            bound: 2 * shrink - (largest - 1),
+        }
+    }
+}
+
+/// `2^exponent`, or its reciprocal.
+#[cube]
+fn power_of_two<A: Float>(#[comptime] exponent: u32, #[comptime] reciprocal: bool) -> A {
+    let mut result = A::new(comptime!(power(exponent % STEP, reciprocal)));
+    // No constant is wider than f32.
+    #[unroll]
+    for _ in 0..comptime!(exponent / STEP) {
+        result *= A::new(comptime!(power(STEP, reciprocal)));
+    }
+    result
+}
+
+/// Of a power that f32 has.
+const STEP: u32 = 96;
+
+fn power(exponent: u32, reciprocal: bool) -> f32 {
+    let exponent = exponent as i32;
+    2f32.powi(if reciprocal { -exponent } else { exponent })
+}
+
 /// How many partial sums [`sum_of_squares`] makes of a tensor of `elements`: the same on every device.
 pub const fn partial_sums(elements: usize) -> usize {
     elements.div_ceil(PART)
 }
 
-/// `partials[slot of the tensor + i] = Σ x²` over the `i`-th part of each tensor.
+/// `partials[slot of the tensor + i] = Σ x²` over the `i`-th part of each tensor, or the negative sum of shrunk numbers if it is large.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn sum_parts<E: Float, A: Float, N: Size>(
     tensors: Sequence<Box<[Vector<E, N>]>>,
@@ -32,15 +78,18 @@ fn sum_parts<E: Float, A: Float, N: Size>(
     slots: Sequence<usize>,
     #[comptime] count: usize,
     #[comptime] units: usize,
+    #[comptime] large: Large,
     #[define(E)] _element: ElemType,
     #[define(A)] _accumulator: ElemType,
 ) {
-    let mut shared = Shared::<[A]>::new_slice(units);
+    let mut shared = Shared::<[A]>::new_slice(comptime!(2 * units));
     let width = N::value();
     let steps = comptime!((PART / width).div_ceil(units));
     let unit = UNIT_POS as usize;
     let cube = CUBE_POS;
+    let by = Vector::<A, N>::empty().fill(power_of_two::<A>(large.shrink, true));
     let mut sum = Vector::<A, N>::empty().fill(A::new(0.0));
+    let mut shrunk = Vector::<A, N>::empty().fill(A::new(0.0));
     let mut slot = 0usize.runtime();
     #[unroll]
     for i in 0..count {
@@ -56,27 +105,39 @@ fn sum_parts<E: Float, A: Float, N: Size>(
                 if at < end {
                     let x = Vector::<A, N>::cast_from(tensor[at]);
                     sum += x * x;
+                    let x = x * by;
+                    shrunk += x * x;
                 }
             }
         }
     }
     let mut total = A::new(0.0);
+    let mut total_shrunk = A::new(0.0);
     #[unroll]
     for c in 0..width {
         total += sum.extract(c);
+        total_shrunk += shrunk.extract(c);
     }
-    let all = sum_of_units::<A>(total, &mut shared, units);
+    sum_of_units::<A>(total, total_shrunk, &mut shared, units);
     // The last row of cubes may be past the end.
     if unit == 0 && cube < *starts.index(count) {
-        partials[slot] = all;
+        let (all, shrunk) = (shared[0], shared[units]);
+        partials[slot] = select(is_large::<A>(shrunk, large), -shrunk, all);
     }
 }
 
-/// The sum of the units' numbers, in the first unit. Every unit of the cube gets here.
+/// Whether a sum of shrunk numbers is that of a large one. NaN is not.
 #[cube]
-fn sum_of_units<A: Float>(value: A, shared: &mut [A], #[comptime] units: usize) -> A {
+fn is_large<A: Float>(shrunk: A, #[comptime] large: Large) -> bool {
+    shrunk >= power_of_two::<A>(large.bound, true)
+}
+
+/// The sums of the units' numbers, plain and shrunk, in elements 0 and `units` of `shared`. Every unit of the cube gets here.
+#[cube]
+fn sum_of_units<A: Float>(plain: A, shrunk: A, shared: &mut [A], #[comptime] units: usize) {
     let unit = UNIT_POS as usize;
-    shared[unit] = value;
+    shared[unit] = plain;
+    shared[units + unit] = shrunk;
     sync_cube();
     #[unroll]
     for step in 0..comptime!(units.ilog2()) {
@@ -84,10 +145,11 @@ fn sum_of_units<A: Float>(value: A, shared: &mut [A], #[comptime] units: usize) 
         if unit < half {
             let other = shared[unit + half];
             shared[unit] += other;
+            let other = shared[units + unit + half];
+            shared[units + unit] += other;
         }
         sync_cube();
     }
-    shared[0]
 }
 
 /// `norm = √(Σ partials)` and `factor = min(1, limit / norm)`, by one cube.
@@ -100,32 +162,49 @@ fn finish<A: Float>(
     length: usize,
     #[comptime] units: usize,
     #[comptime] limit: usize,
+    #[comptime] large: Large,
     #[define(A)] _accumulator: ElemType,
 ) {
-    let mut shared = Shared::<[A]>::new_slice(units);
+    let mut shared = Shared::<[A]>::new_slice(comptime!(2 * units));
     let unit = UNIT_POS as usize;
+    let by = power_of_two::<A>(large.shrink, true);
     let mut sum = A::new(0.0);
+    let mut sum_shrunk = A::new(0.0);
     let mut at = unit;
     while at < length {
-        sum += partials[at];
+        let part = partials[at];
+        let is_shrunk = part < A::new(0.0);
+        sum += select(is_shrunk, A::new(0.0), part);
+        // In two steps: the square of the factor is below what f32 has.
+        sum_shrunk += select(is_shrunk, -part, part * by * by);
         at += units;
     }
-    let all = sum_of_units::<A>(sum, &mut shared, units);
+    sum_of_units::<A>(sum, sum_shrunk, &mut shared, units);
     if unit == 0 {
-        let root = all.sqrt();
-        norm[0] = root;
+        let (all, shrunk) = (shared[0], shared[units]);
+        let takes_shrunk = is_large::<A>(shrunk, large);
+        let root = select(takes_shrunk, shrunk, all).sqrt();
+        let back = select(
+            takes_shrunk,
+            power_of_two::<A>(large.shrink, false),
+            A::new(1.0),
+        );
+        let whole = root * back;
+        norm[0] = whole;
         let most = control[limit];
         // Not a division of the limit by 0, nor a smallest of numbers that are not.
         let mut kept = A::new(1.0);
-        if root > most {
-            kept = most / root;
+        if whole > most {
+            // The norm may be infinite where the factor is not 0.
+            kept = most / root * select(takes_shrunk, by, A::new(1.0));
         }
         factor[0] = kept;
     }
 }
 
 /// Writes the sums of squares of parts of each tensor to `partials`, in the type `accumulator`: those of a tensor behind each other, the first tensor's from
-/// `first` on, so that [`partial_sums`] of all tensors are written.
+/// `first` on, so that [`partial_sums`] of all tensors are written. One from half of the type's largest number on is negative, and of numbers that are
+/// multiplied by 2⁻⁹⁶ first, or 2⁻⁷⁶⁸ in f64.
 ///
 /// # Errors
 /// [`KernelError::Limit`] if a tensor has more elements than the device indexes, or the device binds too few buffers.
@@ -173,6 +252,7 @@ pub fn sum_of_squares(
                 held.iter().map(|(_, slot)| *slot).collect(),
                 held.len(),
                 units,
+                Large::of(accumulator),
                 dtype,
                 accumulator,
             );
@@ -211,6 +291,7 @@ pub fn clip_factor(
             length,
             units,
             limit,
+            Large::of(accumulator),
             accumulator,
         );
     }
