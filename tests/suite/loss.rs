@@ -5,7 +5,7 @@ use burn_blocksparse::{CrossEntropyOptions, linear_cross_entropy, linear_cross_e
 use burn_blocksparse_tests::devices::devices;
 use rstest::rstest;
 
-burn_blocksparse_tests::tests!(loss: cross_entropy_equals_f64, cross_entropy_of_large_logits, cross_entropy_in_half_precision, cross_entropy_differentiates_what_is_tracked, cross_entropy_of_targets_out_of_range);
+burn_blocksparse_tests::tests!(loss: cross_entropy_equals_f64, cross_entropy_of_large_logits, cross_entropy_in_half_precision, cross_entropy_of_positions_by_any_gradients, cross_entropy_differentiates_what_is_tracked, cross_entropy_of_targets_out_of_range);
 
 #[rstest]
 #[case([5, 9], [2, 3], 0.0, "weight's width must be 4, x's last dimension, got 5")]

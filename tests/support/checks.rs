@@ -73,6 +73,7 @@ pub const CHECKS: &[(&str, Check)] = table! {
     linear: products_equal_f64, products_in_half_precision, products_of_any_strides,
         products_differentiate_what_is_tracked;
     loss: cross_entropy_equals_f64, cross_entropy_of_large_logits, cross_entropy_in_half_precision,
+        cross_entropy_of_positions_by_any_gradients,
         cross_entropy_differentiates_what_is_tracked, cross_entropy_of_targets_out_of_range;
     stream_dropout: stream_dropout_equals_f64, stream_dropout_of_views;
     optim: adamw_equals_f64, adamw_in_half_precision, adamw_gives_the_same_bits, clones_keep_their_values,

@@ -16,6 +16,8 @@ struct Problem {
     x: Vec<f64>,
     weight: Vec<f64>,
     targets: Vec<i64>,
+    /// The gradients by the losses of positions, where they are not reduced.
+    grads: Vec<f64>,
     options: CrossEntropyOptions,
 }
 
@@ -40,11 +42,12 @@ impl Problem {
                 .collect(),
             weight: numbers(2, width * vocab),
             targets,
+            grads: numbers(3, positions),
             options,
         }
     }
 
-    /// The loss, dx and dW, for a gradient of 1 by the loss.
+    /// The loss, dx and dW, for a gradient of 1 by the loss, or those of positions.
     fn expected(&self) -> [Vec<f64>; 3] {
         let Self {
             positions,
@@ -67,13 +70,17 @@ impl Problem {
             .iter()
             .filter(|target| counts(**target))
             .count();
-        let factor = match self.options.reduction {
+        let is_reduced = self.options.reduction != Reduction::None;
+        let factor_of = |position: usize| match self.options.reduction {
             Reduction::Sum => 1.0,
             Reduction::Mean if counted == 0 => 0.0,
             Reduction::Mean => 1.0 / counted as f64,
+            Reduction::None => self.grads[position],
         };
-        let mut loss = 0.0;
-        for (row, &target) in dz.chunks_mut(vocab).zip(&self.targets) {
+        let mut losses = vec![0.0; positions];
+        let rows = dz.chunks_mut(vocab).zip(&self.targets).enumerate();
+        for (position, (row, &target)) in rows {
+            let factor = factor_of(position);
             if !counts(target) {
                 row.fill(0.0);
                 continue;
@@ -86,7 +93,7 @@ impl Problem {
                 (1.0 - smoothing) * one + smoothing / vocab as f64
             };
             for (column, z) in row.iter_mut().enumerate() {
-                loss += label(column) * (lse - *z) * factor;
+                losses[position] += label(column) * (lse - *z);
                 *z = ((*z - lse).exp() - label(column)) * factor;
             }
         }
@@ -100,7 +107,14 @@ impl Problem {
             |i, r| x[r * width + i],
             |r, c| dz[r * vocab + c],
         );
-        [vec![loss], dx, dw]
+        let loss = match is_reduced {
+            true => {
+                let of_position = |(position, loss)| loss * factor_of(position);
+                vec![losses.into_iter().enumerate().map(of_position).sum()]
+            }
+            false => losses,
+        };
+        [loss, dx, dw]
     }
 
     fn targets(&self, device: &Device) -> Tensor<1, Int> {
@@ -116,9 +130,20 @@ impl Problem {
         let weight = tensor(&self.weight, shape, device, dtypes[1]).require_grad();
         let targets = self.targets(device);
         let loss = linear_cross_entropy(x.clone(), weight.clone(), targets, &self.options).unwrap();
-        assert_eq!(loss.dims(), [1]);
+        let by_loss = match self.options.reduction {
+            Reduction::None => {
+                assert_eq!(loss.dims(), [self.positions]);
+                let grads = TensorData::new(self.grads.clone(), [self.positions]);
+                let grads = Tensor::<1>::from_data(grads, (device, loss.dtype()));
+                (loss.clone() * grads).sum()
+            }
+            _ => {
+                assert_eq!(loss.dims(), [1]);
+                loss.clone()
+            }
+        };
         // A gradient by the loss that is not 1, which has to come out again.
-        let grads = (loss.clone() * 4.0).backward();
+        let grads = (by_loss * 4.0).backward();
         let [dx, dw] = [x.grad(&grads), weight.grad(&grads)].map(|grad| grad.unwrap() / 4.0);
         assert_eq!([dx.dtype(), dw.dtype()], dtypes);
         [loss.into_data(), dx.into_data(), dw.into_data()]
@@ -130,6 +155,13 @@ impl Problem {
         let scale = match self.options.reduction {
             Reduction::Sum => 1.0,
             Reduction::Mean => self.positions.max(1) as f64,
+            Reduction::None => {
+                let largest = self
+                    .grads
+                    .iter()
+                    .fold(0.0, |most: f64, g| most.max(g.abs()));
+                1.0 / largest.max(f64::MIN_POSITIVE)
+            }
         };
         let all = got.into_iter().zip(self.expected()).zip(names);
         for (index, ((got, expected), (name, tolerance))) in all.enumerate() {
@@ -149,7 +181,22 @@ impl Problem {
 fn problems() -> Vec<Problem> {
     let plain = CrossEntropyOptions::default;
     let sum = || plain().reduction(Reduction::Sum);
+    let none = || plain().reduction(Reduction::None);
     vec![
+        Problem::new([5, 3, 1], none()),
+        Problem::new([130, 12, 1000], none().label_smoothing(0.2)),
+        Problem::new([9, 8, 40_000], none().ignore_index(-1)),
+        Problem::new(
+            [301, 16, 100],
+            none().ignore_index(-1).chunk_elements(4_000),
+        ),
+        Problem::new([7, 5, 1000], none().chunk_elements(10)),
+        Problem::new([0, 4, 12], none()),
+        Problem::new([1, 4, 12], none().ignore_index(-1)),
+        Problem {
+            grads: vec![0.0; 6],
+            ..Problem::new([6, 4, 12], none())
+        },
         Problem::new([5, 3, 1], plain()),
         Problem::new([7, 1, 2], sum().ignore_index(-100)),
         Problem::new([300, 33, 7], plain().ignore_index(3)),
@@ -214,6 +261,37 @@ pub fn cross_entropy_of_large_logits(devices: &[Device]) {
     }
 }
 
+/// Losses of positions, with a target that is ignored, in chunks.
+fn of_positions() -> Problem {
+    let options = CrossEntropyOptions::default().reduction(Reduction::None);
+    let options = options.ignore_index(3).chunk_elements(1 << 14);
+    Problem::new([300, 16, 256], options)
+}
+
+/// Gradients by losses of positions that no f16 is reach the weight, in f32.
+pub fn cross_entropy_of_positions_by_any_gradients(devices: &[Device]) {
+    for scale in [1e-9, 1e6] {
+        let mut problem = of_positions();
+        problem.grads.iter_mut().for_each(|grad| *grad *= scale);
+        for device in devices {
+            for half in half_dtypes(device) {
+                let rounding = if half == DType::BF16 { 1e-2 } else { 2e-3 };
+                round_to(&mut problem.x, half);
+                round_to(&mut problem.weight, half);
+                let device = device.clone().autodiff();
+                let [_, _, dw] = problem.run(&device, [half, DType::F32]);
+                let [_, _, expected] = problem.expected();
+                let by_scale = |x: &f64| x / scale;
+                let got: Vec<f64> = to_f64(dw).iter().map(by_scale).collect();
+                let got = TensorData::new(got, [problem.width, problem.vocab]);
+                let expected: Vec<f64> = expected.iter().map(by_scale).collect();
+                let what = format!("{device:?}, {half:?}, gradients of {scale:e}");
+                assert_close(&what, got, &expected, rounding);
+            }
+        }
+    }
+}
+
 /// Logits are f32 and gradients by them are rounded once. The weight is f32 or as x.
 pub fn cross_entropy_in_half_precision(devices: &[Device]) {
     let plain = CrossEntropyOptions::default;
@@ -223,6 +301,7 @@ pub fn cross_entropy_in_half_precision(devices: &[Device]) {
             plain().ignore_index(3).chunk_elements(1 << 14),
         ),
         Problem::new([9, 8, 40_000], plain().label_smoothing(0.1)),
+        of_positions(),
     ];
     for mut problem in some {
         for device in devices {
@@ -284,9 +363,13 @@ pub fn cross_entropy_differentiates_what_is_tracked(devices: &[Device]) {
 
 /// Without a check the loss is NaN, and so are the gradients of that row alone.
 pub fn cross_entropy_of_targets_out_of_range(devices: &[Device]) {
-    for target in [-1, 30, i64::from(i32::MAX)] {
+    for (target, reduction) in [-1, 30, i64::from(i32::MAX)]
+        .into_iter()
+        .flat_map(|target| [(target, Reduction::Mean), (target, Reduction::None)])
+    {
         for chunk in [1 << 24, 100] {
             let options = CrossEntropyOptions::default()
+                .reduction(reduction)
                 .check_targets(false)
                 .chunk_elements(chunk);
             let mut problem = Problem::new([40, 6, 30], options);
@@ -294,7 +377,10 @@ pub fn cross_entropy_of_targets_out_of_range(devices: &[Device]) {
             for device in devices {
                 let tracked = device.clone().autodiff();
                 let [loss, dx, _] = problem.run(&tracked, [DType::F32; 2]);
-                assert!(to_f64(loss)[0].is_nan(), "{device:?}, {target}");
+                for (position, loss) in to_f64(loss).into_iter().enumerate() {
+                    let is_nan = reduction == Reduction::Mean || position == 5;
+                    assert_eq!(loss.is_nan(), is_nan, "{device:?}, {target}, {position}");
+                }
                 for (row, dx) in to_f64(dx).chunks(6).enumerate() {
                     let is_nan = dx.iter().all(|x| x.is_nan());
                     assert_eq!(is_nan, row == 5, "{device:?}, {target}, row {row}");

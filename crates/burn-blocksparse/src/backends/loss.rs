@@ -76,7 +76,7 @@ pub(crate) mod kernels {
     struct KernelLosses {
         kind: CrossEntropyKind,
         gradient: Option<FloatDType>,
-        mean: bool,
+        reduction: Reduction,
         targets: CubeTensor,
         /// `[positions, 2]`
         stats: CubeTensor,
@@ -98,7 +98,7 @@ pub(crate) mod kernels {
             Self {
                 kind: kind(x.dtype, targets.dtype, vocab, gradient, &task),
                 gradient,
-                mean: task.reduction == Reduction::Mean,
+                reduction: task.reduction,
                 // A binding has at least a vector.
                 stats: empty(x, [positions.max(1), 2], dtype),
                 targets,
@@ -128,30 +128,54 @@ pub(crate) mod kernels {
             let Self {
                 stats,
                 targets,
-                mean,
+                reduction,
                 ..
             } = self;
+            let positions = targets.meta.shape()[0];
+            if reduction == Reduction::None {
+                return compute::of_positions::<CubeBackend>(stats, positions);
+            }
             let made = [(); 2].map(|_| empty(&stats, [1], stats.dtype));
             let [loss, factor] = &made;
             checked(cross_entropy_loss(
                 &stats.client,
                 (&stats.handle, self.kind.accumulator),
-                targets.meta.shape()[0],
-                mean,
+                positions,
+                reduction == Reduction::Mean,
                 [&loss.handle, &factor.handle],
             ));
             made
         }
     }
 
+    fn runs_kernels(inputs: &LossInputs<CubeBackend>, task: &LossTask) -> bool {
+        let LossInputs { x, weight, targets } = inputs;
+        let vocab = weight.meta.shape()[1];
+        let plan = plan(&x.device, x.dtype, targets.dtype, vocab, task);
+        !uses_reference() && plan.is_ok()
+    }
+
     impl LossOps for CubeBackend {
         fn linear_cross_entropy(inputs: LossInputs<Self>, task: LossTask) -> LossOutput<Self> {
-            let LossInputs { x, weight, targets } = &inputs;
-            let vocab = weight.meta.shape()[1];
-            let plan = plan(&x.device, x.dtype, targets.dtype, vocab, &task);
-            match uses_reference() || plan.is_err() {
-                true => compute::forward::<Self, PrimitiveLosses<Self>>(inputs, task),
-                false => compute::forward::<Self, KernelLosses>(inputs, task),
+            match runs_kernels(&inputs, &task) {
+                true => compute::forward::<Self, KernelLosses>(inputs, task),
+                false => compute::forward::<Self, PrimitiveLosses<Self>>(inputs, task),
+            }
+        }
+
+        fn position_cross_entropy_backward(
+            inputs: LossInputs<Self>,
+            grad: CubeTensor,
+            task: LossTask,
+            dtypes: LossDtypes,
+        ) -> LossGrads<Self> {
+            match runs_kernels(&inputs, &task) {
+                true => {
+                    compute::backward_of_positions::<Self, KernelLosses>(inputs, grad, task, dtypes)
+                }
+                false => compute::backward_of_positions::<Self, PrimitiveLosses<Self>>(
+                    inputs, grad, task, dtypes,
+                ),
             }
         }
 
@@ -194,20 +218,31 @@ mod steps {
     use burn::backend::{AutodiffBackend, Backend, TensorMetadata};
 
     use super::LossOps;
-    use crate::loss::values::{LossDtypes, LossGrads, LossInputs, LossOutput, LossSaved, LossTask};
+    use crate::loss::values::{
+        LossDtypes, LossGrads, LossInputs, LossOutput, LossSaved, LossTask, Reduction,
+    };
     use crate::values::MaybeFloat;
 
     /// The step behind x and the weight.
     #[derive(Debug)]
     struct CrossEntropy;
 
-    /// The gradients of the forward pass.
+    /// What the backward pass needs.
     #[derive(Clone, Debug)]
-    struct State<B: Backend> {
-        factor: FloatTensor<B>,
-        x: MaybeFloat<B>,
-        weight: MaybeFloat<B>,
-        dtypes: LossDtypes,
+    enum State<B: Backend> {
+        /// The gradients of the forward pass.
+        Whole {
+            factor: FloatTensor<B>,
+            x: MaybeFloat<B>,
+            weight: MaybeFloat<B>,
+            dtypes: LossDtypes,
+        },
+        /// What logits are made of again.
+        Positions {
+            inputs: LossInputs<B>,
+            task: LossTask,
+            dtypes: LossDtypes,
+        },
     }
 
     impl<B: LossOps> Backward<B, 2> for CrossEntropy {
@@ -220,19 +255,27 @@ mod steps {
             _checkpointer: &mut Checkpointer,
         ) {
             let grad = grads.consume::<B>(&ops.node);
-            let State {
-                factor,
-                x,
-                weight,
-                dtypes,
-            } = ops.state;
-            let saved = LossSaved {
-                factor,
-                grad,
-                x,
-                weight,
+            let made = match ops.state {
+                State::Whole {
+                    factor,
+                    x,
+                    weight,
+                    dtypes,
+                } => {
+                    let saved = LossSaved {
+                        factor,
+                        grad,
+                        x,
+                        weight,
+                    };
+                    B::linear_cross_entropy_backward(saved, dtypes)
+                }
+                State::Positions {
+                    inputs,
+                    task,
+                    dtypes,
+                } => B::position_cross_entropy_backward(inputs, grad, task, dtypes),
             };
-            let made = B::linear_cross_entropy_backward(saved, dtypes);
             let gradients = [made.x, made.weight].map(MaybeFloat::into_option);
             for (parent, grad) in ops.parents.into_iter().zip(gradients) {
                 if let (Some(parent), Some(grad)) = (parent, grad) {
@@ -260,6 +303,8 @@ mod steps {
                 weight: weight.into_primitive(),
                 targets,
             };
+            let of_positions = task.reduction == Reduction::None;
+            let kept = of_positions.then(|| inputs.clone());
             let LossOutput {
                 loss,
                 factor,
@@ -270,11 +315,18 @@ mod steps {
             let prepared = CrossEntropy.prepare::<C>(nodes).compute_bound();
             let loss = match prepared.stateful() {
                 OpsKind::Tracked(prep) => {
-                    let state = State {
-                        factor: factor.clone(),
-                        x,
-                        weight,
-                        dtypes,
+                    let state = match kept {
+                        Some(inputs) => State::Positions {
+                            inputs,
+                            task,
+                            dtypes,
+                        },
+                        None => State::Whole {
+                            factor: factor.clone(),
+                            x,
+                            weight,
+                            dtypes,
+                        },
                     };
                     prep.finish(state, loss)
                 }
@@ -290,6 +342,15 @@ mod steps {
 
         fn linear_cross_entropy_backward(
             _saved: LossSaved<Self>,
+            _dtypes: LossDtypes,
+        ) -> LossGrads<Self> {
+            unimplemented!("linear_cross_entropy is differentiable once")
+        }
+
+        fn position_cross_entropy_backward(
+            _inputs: LossInputs<Self>,
+            _grad: FloatTensor<Self>,
+            _task: LossTask,
             _dtypes: LossDtypes,
         ) -> LossGrads<Self> {
             unimplemented!("linear_cross_entropy is differentiable once")

@@ -30,7 +30,7 @@ pub(crate) trait Losses<B: Backend>: Sized {
     /// Takes the logits of some positions, which come in order; their gradient, if it is wanted.
     fn take(&mut self, logits: FloatTensor<B>, positions: Range<usize>) -> Option<FloatTensor<B>>;
 
-    /// The loss, and what the sum of the losses was multiplied by: `[1]` each.
+    /// The loss, and what the sum of the losses was multiplied by: `[1]` each. Losses of positions are `[positions]`.
     fn loss(self) -> [FloatTensor<B>; 2];
 }
 
@@ -50,6 +50,13 @@ pub(crate) fn forward<B: Backend, L: Losses<B>>(
     inputs: LossInputs<B>,
     task: LossTask,
 ) -> LossOutput<B> {
+    // Gradients by losses of positions are not known yet.
+    let is_whole = task.reduction != Reduction::None;
+    let task = LossTask {
+        by_x: task.by_x && is_whole,
+        by_weight: task.by_weight && is_whole,
+        ..task
+    };
     let LossInputs { x, weight, targets } = inputs;
     let dtype = FloatDType::from(x.dtype());
     let sums = accumulate_in(dtype);
@@ -63,10 +70,7 @@ pub(crate) fn forward<B: Backend, L: Losses<B>>(
     let chunk = chunk_rows(positions, vocab, task.chunk_elements);
     for start in (0..positions).step_by(chunk) {
         let taken = start..(start + chunk).min(positions);
-        let rows = match taken.len() == positions {
-            true => x.clone(),
-            false => B::float_slice(x.clone(), &[Slice::from(taken.clone()), Slice::full()]),
-        };
+        let rows = rows_of::<B>(&x, &taken);
         let logits = outputs::<B, L::Products>(rows.clone(), weight.clone(), sums);
         let Some(gradient) = losses.take(logits, taken) else {
             continue;
@@ -103,6 +107,101 @@ pub(crate) fn forward<B: Backend, L: Losses<B>>(
         factor,
         x: task.by_x.then_some(by_x).into(),
         weight: task.by_weight.then_some(by_weight).into(),
+    }
+}
+
+/// Some rows of a matrix.
+fn rows_of<B: Backend>(x: &FloatTensor<B>, rows: &Range<usize>) -> FloatTensor<B> {
+    match rows.len() == x.shape()[0] {
+        true => x.clone(),
+        false => B::float_slice(x.clone(), &[Slice::from(rows.clone()), Slice::full()]),
+    }
+}
+
+/// Losses of positions, `[positions]`, of what `[rows, columns]` have in their first column, and the factor of no sum.
+#[cfg(feature = "cube")]
+pub(crate) fn of_positions<B: Backend>(x: FloatTensor<B>, positions: usize) -> [FloatTensor<B>; 2] {
+    let (device, dtype) = (x.device(), FloatDType::from(x.dtype()));
+    let losses = match positions {
+        0 => B::float_zeros(Shape::new([0]), &device, dtype),
+        _ => {
+            let column = B::float_slice(x, &[Slice::from(0..positions), Slice::from(0..1)]);
+            B::float_reshape(column, Shape::new([positions]))
+        }
+    };
+    [losses, B::float_ones(Shape::new([1]), &device, dtype)]
+}
+
+/// The gradients of losses of positions, each of which has a gradient in `grad`, `[positions]`.
+pub(crate) fn backward_of_positions<B: Backend, L: Losses<B>>(
+    inputs: LossInputs<B>,
+    grad: FloatTensor<B>,
+    task: LossTask,
+    dtypes: LossDtypes,
+) -> LossGrads<B> {
+    let LossInputs { x, weight, targets } = inputs;
+    let dtype = FloatDType::from(x.dtype());
+    let sums = accumulate_in(dtype);
+    let device = x.device();
+    let bools = get_device_settings::<B>(&device).bool_dtype;
+    let [positions, width] = x.shape().dims();
+    let vocab = weight.shape()[1];
+    let zeros = |shape: [usize; 2], dtype| B::float_zeros(Shape::new(shape), &device, dtype);
+    if positions == 0 {
+        return LossGrads {
+            x: task.by_x.then(|| zeros([0, width], dtypes.x)).into(),
+            weight: (task.by_weight)
+                .then(|| zeros([width, vocab], dtypes.weight))
+                .into(),
+        };
+    }
+    let weight = rounded::<B>(weight, dtype);
+    let by = B::float_reshape(rounded::<B>(grad, sums), Shape::new([positions, 1]));
+    // x times a gradient may be too small for f16, or too large: not as a share of the largest.
+    let largest = B::float_max(B::float_abs(by.clone()));
+    let is_none = B::float_equal_elem(largest.clone(), 0.0.into(), bools);
+    let largest = B::float_mask_fill(largest, is_none, 1.0.into());
+    let largest = B::float_reshape(largest, Shape::new([1, 1]));
+    let shares = B::float_div(by.clone(), largest.clone());
+    let mut losses = L::new(&x, targets, vocab, Some(dtype), task);
+    let mut by_x = Vec::new();
+    let mut by_weight: Option<FloatTensor<B>> = None;
+    let chunk = chunk_rows(positions, vocab, task.chunk_elements);
+    for start in (0..positions).step_by(chunk) {
+        let taken = start..(start + chunk).min(positions);
+        let rows = rows_of::<B>(&x, &taken);
+        let logits = outputs::<B, L::Products>(rows.clone(), weight.clone(), sums);
+        let Some(gradient) = losses.take(logits, taken.clone()) else {
+            continue;
+        };
+        let scaled = |x: FloatTensor<B>, by: &FloatTensor<B>, dtype| {
+            let by = rows_of::<B>(by, &taken);
+            rounded::<B>(B::float_mul(rounded::<B>(x, sums), by), dtype)
+        };
+        if task.by_x {
+            let made = input_gradient::<B, L::Products>(gradient.clone(), weight.clone(), dtype);
+            by_x.push(scaled(made, &by, dtypes.x));
+        }
+        if task.by_weight {
+            let rows = scaled(rows, &shares, dtype);
+            let made = weight_gradient::<B, L::Products>(rows, gradient);
+            by_weight = Some(match by_weight {
+                Some(sum) => B::float_add(sum, made),
+                None => made,
+            });
+        }
+    }
+    let by_x = match by_x.len() {
+        0 | 1 => by_x.pop(),
+        _ => Some(B::float_cat(by_x, 0)),
+    };
+    let by_weight = by_weight.map(|made| {
+        let made = B::float_mul(rounded::<B>(made, sums), largest);
+        rounded::<B>(made, dtypes.weight)
+    });
+    LossGrads {
+        x: by_x.into(),
+        weight: by_weight.into(),
     }
 }
 
@@ -227,6 +326,18 @@ impl<B: Backend> Losses<B> for PrimitiveLosses<B> {
     fn loss(self) -> [FloatTensor<B>; 2] {
         let dtype = accumulate_in(self.like.dtype().into());
         let (device, one) = (self.like.device(), Shape::new([1]));
+        if self.task.reduction == Reduction::None {
+            let taken = self.taken.into_iter().map(|[losses, _]| {
+                let rows = losses.shape()[0];
+                B::float_reshape(losses, Shape::new([rows]))
+            });
+            let taken: Vec<_> = taken.collect();
+            let losses = match taken.is_empty() {
+                true => B::float_zeros(Shape::new([0]), &device, dtype),
+                false => B::float_cat(taken, 0),
+            };
+            return [losses, B::float_ones(one, &device, dtype)];
+        }
         let sums = self
             .taken
             .into_iter()
@@ -251,7 +362,7 @@ impl<B: Backend> Losses<B> for PrimitiveLosses<B> {
         let zeros = || B::float_zeros(one.clone(), &device, dtype);
         let [sum, counted] = sums.unwrap_or_else(|| [zeros(), zeros()]);
         let factor = match self.task.reduction {
-            Reduction::Sum => B::float_ones(one.clone(), &device, dtype),
+            Reduction::Sum | Reduction::None => B::float_ones(one.clone(), &device, dtype),
             // Without targets that count the sum is 0.
             Reduction::Mean => {
                 let bools = get_device_settings::<B>(&device).bool_dtype;

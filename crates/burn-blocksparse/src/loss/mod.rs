@@ -88,6 +88,9 @@ impl CrossEntropyOptions {
 /// al., 2024, section 3.2). So call it without autodiff where only the loss is wanted. Until then they are those of the sum, in x's dtype and in f32: the mean's
 /// would be too small for f16. Logits and sums are f32, f64 for f64; the weight is rounded to x's dtype. Deterministic.
 ///
+/// Of the losses of positions ([`Reduction::None`]) every one gets a gradient of its own, which is not known in the forward pass: the backward pass makes the
+/// logits again, in chunks, too, and both gradients of them.
+///
 /// ```
 /// use burn::tensor::{Device, Distribution, Int, Tensor};
 /// use burn_blocksparse::{CrossEntropyOptions, linear_cross_entropy};
@@ -107,7 +110,7 @@ impl CrossEntropyOptions {
 /// - `x`: `[.., width]`
 /// - `weight`: `[width, vocab]`, f32 or of x's dtype
 /// - `targets`: `[..]`, or flattened: one for each row of `x`, from 0 to less than `vocab`, or `options.ignore_index`
-/// - result: `[1]`, f32, f64 for f64
+/// - result: `[1]`, or `[positions]` with [`Reduction::None`], positions in the order of x's rows; f32, f64 for f64
 ///
 /// If no target counts, the mean is 0 and so are the gradients.
 ///
@@ -153,8 +156,12 @@ pub fn linear_cross_entropy_plan<const D: usize, const T: usize>(
     let rows = compute::chunk_rows(positions, vocab, task.chunk_elements);
     Ok(OpPlan::new(&x.device(), |device| {
         plan(device, [x.dtype(), targets.dtype()], vocab, &task).map(|kernel| {
+            let again = match task.reduction == Reduction::None && (task.by_x || task.by_weight) {
+                true => ", again in the backward pass",
+                false => "",
+            };
             format!(
-                "{} chunks of {rows} positions, products by Burn's matmul; {kernel}",
+                "{} chunks of {rows} positions{again}, products by Burn's matmul; {kernel}",
                 positions.div_ceil(rows)
             )
         })

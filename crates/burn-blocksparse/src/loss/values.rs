@@ -14,6 +14,8 @@ pub enum Reduction {
     Mean,
     /// Their sum.
     Sum,
+    /// Nothing: each position has its loss, 0 if it does not count.
+    None,
 }
 
 /// The tensors of [`linear_cross_entropy`](crate::linear_cross_entropy).
@@ -35,14 +37,14 @@ pub struct LossInputs<B: Backend> {
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
 pub struct LossOutput<B: Backend> {
-    /// `[1]`, f32 or f64.
+    /// `[1]`, or `[positions]` with [`Reduction::None`]; f32 or f64.
     pub loss: FloatTensor<B>,
     /// `[1]`, likewise: what the sum was multiplied by.
     pub factor: FloatTensor<B>,
-    /// `[positions, width]` in x's dtype: by x, if it is wanted.
+    /// `[positions, width]` in x's dtype: by x, if it is wanted. None of losses of positions.
     #[extension_type]
     pub x: MaybeFloat<B>,
-    /// `[width, vocab]` in the loss's dtype: by the weight, if it is wanted.
+    /// `[width, vocab]` in the loss's dtype: by the weight, if it is wanted. None of losses of positions.
     #[extension_type]
     pub weight: MaybeFloat<B>,
 }

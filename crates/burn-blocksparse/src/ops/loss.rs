@@ -1,5 +1,6 @@
 //! The backend trait of losses.
 
+use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, backend_extension};
 
 use crate::loss::compute::{self, PrimitiveLosses};
@@ -31,6 +32,17 @@ pub trait LossOps: Backend {
     ) -> LossGrads<Self> {
         compute::backward::<Self>(saved, dtypes)
     }
+
+    /// The gradients of losses of positions ([`Reduction::None`](crate::Reduction::None)) by a gradient for each, `[positions]`: logits are made again.
+    #[fusion(meta = meta::backward_of_positions)]
+    fn position_cross_entropy_backward(
+        #[extension_type] inputs: LossInputs<Self>,
+        grad: FloatTensor<Self>,
+        task: LossTask,
+        dtypes: LossDtypes,
+    ) -> LossGrads<Self> {
+        compute::backward_of_positions::<Self, PrimitiveLosses<Self>>(inputs, grad, task, dtypes)
+    }
 }
 
 /// Output shapes and dtypes for fusion, which never compares them with what the backend returns.
@@ -41,26 +53,47 @@ mod meta {
     use super::*;
     use crate::dtype::accumulate_in;
     use crate::loss::values::{
-        LossGradsMetadata, LossInputsMetadata, LossOutputMetadata, LossSavedMetadata,
+        LossGradsMetadata, LossInputsMetadata, LossOutputMetadata, LossSavedMetadata, Reduction,
     };
     use crate::values::MaybeFloatMetadata;
 
     pub fn forward(inputs: &LossInputsMetadata, task: &LossTask) -> LossOutputMetadata {
         let dtype = accumulate_in(inputs.x.dtype.into()).into();
         let one = TensorSpec::new([1].into(), dtype);
+        let is_whole = task.reduction != Reduction::None;
+        let [positions, _] = inputs.x.shape.dims::<2>();
         LossOutputMetadata {
-            loss: one.clone(),
+            loss: match is_whole {
+                true => one.clone(),
+                false => TensorSpec::new([positions].into(), dtype),
+            },
             factor: one,
-            x: match task.by_x {
+            x: match task.by_x && is_whole {
                 true => MaybeFloatMetadata::Some(inputs.x.clone()),
                 false => MaybeFloatMetadata::None,
             },
-            weight: match task.by_weight {
+            weight: match task.by_weight && is_whole {
                 true => {
                     MaybeFloatMetadata::Some(TensorSpec::new(inputs.weight.shape.clone(), dtype))
                 }
                 false => MaybeFloatMetadata::None,
             },
+        }
+    }
+
+    pub fn backward_of_positions(
+        inputs: &LossInputsMetadata,
+        _grad: &TensorSpec,
+        task: &LossTask,
+        dtypes: &LossDtypes,
+    ) -> LossGradsMetadata {
+        let of = |is_wanted: bool, tensor: &TensorSpec, dtype| match is_wanted {
+            true => MaybeFloatMetadata::Some(TensorSpec::new(tensor.shape.clone(), dtype)),
+            false => MaybeFloatMetadata::None,
+        };
+        LossGradsMetadata {
+            x: of(task.by_x, &inputs.x, dtypes.x.into()),
+            weight: of(task.by_weight, &inputs.weight, dtypes.weight.into()),
         }
     }
 
