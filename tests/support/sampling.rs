@@ -24,12 +24,21 @@ fn logits(rng: &mut ChaCha8Rng, rows: usize, vocab: usize) -> Vec<f32> {
         })
         .collect();
     for (row, logits) in logits.chunks_mut(vocab).enumerate() {
-        match row % 8 {
+        match row % 12 {
             3 => logits.fill(0.25),
             4 => logits.fill(f32::NAN),
             5 => logits[vocab / 2] = f32::NEG_INFINITY,
             6 => logits[vocab / 3] = f32::INFINITY,
             7 => logits[0] = f32::NAN,
+            // What a penalty takes to infinity, and differences that no f32 is.
+            8 => logits.fill(f32::MIN),
+            9 => logits[vocab / 2] = f32::MAX,
+            10 => {
+                logits.fill(f32::MIN);
+                logits[vocab / 3] = f32::MAX;
+                logits[vocab / 2] = f32::MAX / 2.0;
+            }
+            11 => logits.iter_mut().for_each(|z| *z *= f32::MAX / 6.0),
             _ => {}
         }
     }
@@ -49,6 +58,17 @@ fn options() -> Vec<SampleOptions> {
         plain.top_p(0.4).top_k(Some(7)),
         plain.min_p(0.11),
         plain.min_p(1.0),
+        // Temperatures and penalties that f32 does not have, or whose reciprocals it does not.
+        plain.temperature(1e-42),
+        plain.temperature(1e-60).top_p(0.5),
+        plain.temperature(1e-320).min_p(0.3).top_k(Some(9)),
+        plain.temperature(2e38).min_p(0.3),
+        plain.temperature(1e300).min_p(0.2).top_p(0.7),
+        plain.repetition(1e20),
+        plain.repetition(1e60).temperature(0.0),
+        plain.repetition(1e-60).temperature(1e-45),
+        plain.repetition(0.3).temperature(0.0),
+        plain.repetition(0.3).top_p(0.87),
         plain
             .temperature(0.8)
             .top_k(Some(40))

@@ -2,6 +2,9 @@
 //!
 //! Nothing is sorted. Numbers in the order of their size are whole numbers in the same order, so what is asked of a rank (how many are larger, how much
 //! they make up) is asked of a bound instead, which 32 halvings find. A cube has a row.
+//!
+//! No factor is infinite, nor a difference: a temperature is two factors, and differences are of halves. In a row whose largest number is not finite behind the
+//! penalty, all numbers are multiplied by what makes none larger than its logit ([`shrunk`]), so that they keep their order.
 
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
@@ -20,6 +23,12 @@ const LONG: usize = 16_384;
 
 /// Below every logit.
 const LOWEST: f32 = f32::MIN;
+
+/// The key of an infinite logit: all finite ones are below.
+const INFINITE: u32 = 0xff80_0000;
+
+/// A penalty that is larger, or whose reciprocal is, is two factors: 2¹²⁴. Of the largest logit both leave a number.
+const MOST_PENALTY: f64 = (1u128 << 124) as f64;
 
 /// How a token is chosen from a row of logits.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -52,6 +61,24 @@ impl SampleKind {
         }
     }
 
+    /// One over the temperature, as two factors that f32 has: no difference of logits is so small that both leave it.
+    fn factors(&self) -> [f64; 2] {
+        let normal = |x: f64| x.clamp(f32::MIN_POSITIVE.into(), f32::MAX.into());
+        let whole = match self.temperature {
+            0.0 => 1.0,
+            temperature => 1.0 / temperature,
+        };
+        let factor = normal(whole);
+        [factor, normal(whole / factor)]
+    }
+
+    /// The penalty, as two factors.
+    fn penalties(&self) -> [f64; 2] {
+        let within = |x: f64| x.clamp(1.0 / MOST_PENALTY, MOST_PENALTY);
+        let penalty = within(self.repetition);
+        [penalty, within(self.repetition / penalty)]
+    }
+
     fn launch(&self, client: &Client, seen: bool) -> Result<Sampled, KernelError> {
         let properties = client.properties();
         let hardware = &properties.hardware;
@@ -76,6 +103,8 @@ impl SampleKind {
             top_p: self.top_p < 1.0,
             min_p: self.min_p > 0.0,
             seen: seen && self.repetition != 1.0,
+            is_wide: self.penalties()[1] != 1.0,
+            is_reward: self.repetition < 1.0,
         })
     }
 }
@@ -89,6 +118,10 @@ struct Sampled {
     top_p: bool,
     min_p: bool,
     seen: bool,
+    /// The penalty is two factors.
+    is_wide: bool,
+    /// The penalty is below 1.
+    is_reward: bool,
 }
 
 /// What makes weights of a row's logits.
@@ -98,9 +131,19 @@ struct Row {
     start: usize,
     /// Its largest number.
     most: f32,
-    /// One over the temperature.
+    /// One over the temperature, as two factors.
     factor: f32,
-    repetition: f32,
+    more: f32,
+    penalty: Penalty,
+    /// Whether its numbers are shrunk.
+    is_shrunk: bool,
+}
+
+/// What logits of tokens that were seen are divided by, or multiplied by: the product of both.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct Penalty {
+    by: f32,
+    more: f32,
 }
 
 /// What counts: all above a bound, and so many of those that are equal to it.
@@ -124,32 +167,92 @@ fn number(key: u32) -> f32 {
     f32::reinterpret(select(key >> 31 == 1, key & 0x7fff_ffff, !key))
 }
 
+/// A number times the penalty.
+#[cube]
+fn times(z: f32, penalty: &Penalty, #[comptime] s: Sampled) -> f32 {
+    let mut product = z * penalty.by;
+    if comptime!(s.is_wide) {
+        product *= penalty.more;
+    }
+    product
+}
+
+/// A number over the penalty.
+#[cube]
+fn over(z: f32, penalty: &Penalty, #[comptime] s: Sampled) -> f32 {
+    let mut quotient = z / penalty.by;
+    if comptime!(s.is_wide) {
+        quotient /= penalty.more;
+    }
+    quotient
+}
+
+/// A number of a row that is shrunk: times the penalty if that is below 1, and else over it.
+#[cube]
+fn shrunk(z: f32, penalty: &Penalty, #[comptime] s: Sampled) -> f32 {
+    if comptime!(s.is_reward) {
+        times(z, penalty, s)
+    } else {
+        over(z, penalty, s)
+    }
+}
+
+/// The reverse of [`shrunk`].
+#[cube]
+fn grown(z: f32, penalty: &Penalty, #[comptime] s: Sampled) -> f32 {
+    if comptime!(s.is_reward) {
+        over(z, penalty, s)
+    } else {
+        times(z, penalty, s)
+    }
+}
+
 /// How likely a number is beside the largest.
 #[cube]
-fn weight(key: u32, row: &Row) -> f32 {
-    ((number(key) - row.most) * row.factor).exp()
+fn weight(key: u32, row: &Row, #[comptime] s: Sampled) -> f32 {
+    // Halves, whose difference is finite.
+    let mut half = number(key) * 0.5f32 - row.most * 0.5f32;
+    if comptime!(s.seen) {
+        if row.is_shrunk {
+            half = grown(half, &row.penalty, s);
+        }
+    }
+    (half * row.factor * row.more * 2.0f32).exp()
 }
 
 /// A number of a row, as it is ordered.
-// The outer condition is known when the kernel is compiled.
-#[allow(clippy::collapsible_if)]
 #[cube]
 fn key_at(
     logits: &[u32],
     seen: &ComptimeOption<Box<[i32]>>,
     at: usize,
-    repetition: f32,
+    penalty: &Penalty,
+    is_shrunk: bool,
     #[comptime] s: Sampled,
 ) -> u32 {
     let mut bits = logits[at];
     if comptime!(s.seen) {
-        if seen.as_ref().unwrap()[at] != 0 {
-            let z = f32::reinterpret(bits);
-            let lower = select(z > 0.0, z / repetition, z * repetition);
-            // Whatever is no number stays none.
-            let none = bits & 0x7fff_ffff >= 0x7f80_0000;
-            bits = select(none, bits, u32::reinterpret(lower));
+        let was_seen = seen.as_ref().unwrap()[at] != 0;
+        let z = f32::reinterpret(bits);
+        let mut lower = z;
+        if is_shrunk {
+            // What the penalty makes larger is as it was, and all else is smaller.
+            let mut is_larger = z <= 0.0;
+            if comptime!(s.is_reward) {
+                is_larger = z > 0.0;
+            }
+            let is_larger = was_seen && is_larger;
+            let other = shrunk(z, penalty, s);
+            let other = select(was_seen, shrunk(other, penalty, s), other);
+            lower = select(is_larger, z, other);
+        } else if was_seen {
+            lower = select(z > 0.0, over(z, penalty, s), times(z, penalty, s));
+            // What the penalty takes to infinity says so to the whole row.
+            lower = max(min(lower, f32::MAX), f32::MIN);
         }
+        // Whatever is no number stays none.
+        let none = bits & 0x7fff_ffff >= 0x7f80_0000;
+        bits = select(none, bits, u32::reinterpret(lower));
     }
     ordered(bits)
 }
@@ -169,9 +272,10 @@ fn above(
     let mut count = 0.0f32.runtime();
     let mut column = UNIT_POS as usize;
     while column < comptime!(s.tile.row_vectors) {
-        let key = key_at(logits, seen, row.start + column, row.repetition, s);
+        let at = row.start + column;
+        let key = key_at(logits, seen, at, &row.penalty, row.is_shrunk, s);
         if key > bound {
-            mass += weight(key, row);
+            mass += weight(key, row, s);
             count += 1.0f32;
         }
         column += comptime!(s.tile.lanes);
@@ -239,7 +343,7 @@ fn mass_of(
     sync_cube();
     let mut mass = there.a;
     if kept.ties > 0.0 {
-        mass += kept.ties * weight(kept.bound, row);
+        mass += kept.ties * weight(kept.bound, row, s);
     }
     mass
 }
@@ -253,10 +357,11 @@ fn sample(
     seen: ComptimeOption<Box<[i32]>>,
     tokens: &mut [i32],
     factor: f32,
+    more: f32,
     top_k: f32,
     top_p: f32,
-    min_log: f32,
-    repetition: f32,
+    half_gap: f32,
+    penalty: Penalty,
     #[comptime] s: Sampled,
 ) {
     let t = comptime!(s.tile);
@@ -268,28 +373,43 @@ fn sample(
     let start = CUBE_POS * vocab;
 
     let mut most = LOWEST.runtime();
+    let mut most_shrunk = LOWEST.runtime();
     let mut column = lane;
     while column < vocab {
-        let key = key_at(logits, &seen, start + column, repetition, s);
+        let key = key_at(logits, &seen, start + column, &penalty, false, s);
         if key != 0 {
             most = max(most, number(key));
+        }
+        if comptime!(s.seen) {
+            let key = key_at(logits, &seen, start + column, &penalty, true, s);
+            if key != 0 {
+                most_shrunk = max(most_shrunk, number(key));
+            }
         }
         column += comptime!(t.lanes);
     }
     most = across_lanes::<f32>(most, &mut one, t, Combine::Max);
+    let mut is_shrunk = false.runtime();
+    if comptime!(s.seen) {
+        most_shrunk = across_lanes::<f32>(most_shrunk, &mut one, t, Combine::Max);
+        is_shrunk = most >= f32::MAX || most <= f32::MIN;
+        most = select(is_shrunk, most_shrunk, most);
+    }
     let largest = ordered(u32::reinterpret(most));
     let row = Row {
         start,
         most,
         factor,
-        repetition,
+        more,
+        penalty,
+        is_shrunk,
     };
 
     // The bound of the token, and which of those that are equal to it.
     let mut bound = largest;
     let mut place = 0.0f32.runtime();
     // With an infinite logit, that.
-    let is_drawn = most < f32::MAX;
+    let is_drawn = largest < comptime!(INFINITE);
     if comptime!(!s.greedy) {
         let mut kept = Kept {
             bound: 0u32.runtime(),
@@ -325,7 +445,7 @@ fn sample(
             );
             let there = above(logits, &seen, kept.bound, &row, &mut shared, 0, s);
             sync_cube();
-            let ties = ((limit - there.a) / weight(kept.bound, &row)).ceil();
+            let ties = ((limit - there.a) / weight(kept.bound, &row, s)).ceil();
             let before = above(logits, &seen, kept.bound - 1, &row, &mut shared, 0, s);
             sync_cube();
             let mut equal = before.b - there.b;
@@ -335,7 +455,15 @@ fn sample(
             kept.ties = select(kept.bound == 0, 0.0f32, min(equal, ties));
         }
         if comptime!(s.min_p) {
-            let least = ordered(u32::reinterpret(most + min_log / factor)) - 1;
+            let mut gap = half_gap;
+            if comptime!(s.seen) {
+                if is_shrunk {
+                    gap = shrunk(half_gap, &row.penalty, s);
+                }
+            }
+            let least = (most * 0.5 + gap) * 2.0;
+            let least = ordered(u32::reinterpret(least));
+            let least = max(least, 1u32) - 1;
             if least > kept.bound {
                 kept.bound = least;
                 kept.ties = 0.0f32.runtime();
@@ -362,7 +490,7 @@ fn sample(
         if bound == kept.bound {
             equal = min(equal, kept.ties);
         }
-        let ahead = ((limit - there.a) / weight(bound, &row)).floor();
+        let ahead = ((limit - there.a) / weight(bound, &row, s)).floor();
         place = max(min(ahead, equal - 1.0), 0.0f32);
         bound = select(is_drawn, bound, largest);
         place = select(is_drawn, place, 0.0f32);
@@ -375,7 +503,7 @@ fn sample(
     let mut equal = 0u32.runtime();
     let mut at = first;
     while at < last {
-        let key = key_at(logits, &seen, start + at, repetition, s);
+        let key = key_at(logits, &seen, start + at, &row.penalty, is_shrunk, s);
         equal += select(key == bound && key != 0, 1u32, 0u32);
         at += 1usize;
     }
@@ -398,7 +526,7 @@ fn sample(
         let mut at = first;
         let mut found = vocab.runtime();
         while at < last {
-            let key = key_at(logits, &seen, start + at, repetition, s);
+            let key = key_at(logits, &seen, start + at, &row.penalty, is_shrunk, s);
             if key == bound {
                 if left == 0 && found == vocab {
                     found = at;
@@ -447,6 +575,8 @@ pub fn sample_rows(
     let elements = rows * kind.vocab;
     let address = address_of(client, elements)?;
     let seen = seen.filter(|_| sampled.seen);
+    let [factor, more] = kind.factors();
+    let [penalty, more_penalty] = kind.penalties();
     // SAFETY: units read columns below the vocabulary of their cube's row, and one of a row's writes its token; the buffers have the lengths they say
     // (see `buffer`).
     unsafe {
@@ -459,14 +589,12 @@ pub fn sample_rows(
             buffer(draws, rows),
             optional(seen, elements),
             buffer(tokens, rows),
-            match sampled.greedy {
-                true => 1.0,
-                false => (1.0 / kind.temperature) as f32,
-            },
+            factor as f32,
+            more as f32,
             kind.top_k.unwrap_or(kind.vocab) as f32,
             kind.top_p as f32,
-            kind.min_p.ln() as f32,
-            kind.repetition as f32,
+            (0.5 * kind.min_p.ln() * kind.temperature) as f32,
+            PenaltyLaunch::new(penalty as f32, more_penalty as f32),
             sampled,
         );
     }
