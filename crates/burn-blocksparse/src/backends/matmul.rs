@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use blocksparse::kernels::Tuning;
 use burn::tensor::DType;
 use burn_cubecl::CubeDevice;
 use burn_cubecl::fusion::{
@@ -14,7 +15,6 @@ use burn_fusion::{FuserProperties, FuserStatus, OperationFuser};
 use burn_ir::{BackendIr, FloatOperationIr, MatmulOpIr, OperationIr, TensorHandle, TensorIr};
 
 use crate::error::OpError;
-use blocksparse::kernels::Tuning;
 
 /// Products that ran on our kernel.
 static TAKEN: AtomicU64 = AtomicU64::new(0);
