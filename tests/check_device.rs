@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use burn_blocksparse_tests::devices::devices;
-use burn_blocksparse_tests::{CHECKS, NAMED};
+use burn_blocksparse_tests::{CHECKS, NAMED, gate};
 
 const USAGE: &str = "usage: BURN_SPARSE_DEVICE=cuda check-device [PART OF A NAME]...";
 
@@ -30,10 +30,17 @@ fn main() -> ExitCode {
         .iter()
         .filter(|(name, _)| wanted.is_empty() || named(name));
     for (name, check) in checks.chain(NAMED.iter().filter(|(name, _)| named(name))) {
+        if gate::is_on() {
+            devices.iter().for_each(|device| device.seed(1));
+        }
         let start = Instant::now();
         let result = catch_unwind(|| check(&devices));
         let verdict = if result.is_ok() { "ok    " } else { "FAILED" };
-        println!("{verdict} {name} ({:.1} s)", start.elapsed().as_secs_f64());
+        let seconds = start.elapsed().as_secs_f64();
+        match gate::is_on() {
+            true => println!("{verdict} {name} ({seconds:.1} s) {}", gate::take()),
+            false => println!("{verdict} {name} ({seconds:.1} s)"),
+        }
         failed += usize::from(result.is_err());
         ran += 1;
     }

@@ -7,6 +7,7 @@ use burn_blocksparse::{Activation, bias_activation, bias_activation_plan};
 
 use crate::compare::{assert_close, read, to_f64};
 use crate::devices::{assert_ran, exact_dtypes, half_dtypes, supports, uses_reference};
+use crate::gate;
 use crate::linear::{numbers, round_to, tensor};
 
 /// Names of a call's results, in the order of [`Problem::solve`] and [`Problem::run`].
@@ -408,6 +409,7 @@ pub(crate) fn assert_plan(plan: &burn_blocksparse::OpPlan, device: &Device) {
     let kernels = ["Wgpu", "Cuda"].iter().any(|kind| name.contains(kind)) && !uses_reference();
     assert_eq!(plan.is_kernels(), kernels, "{plan}");
     let text = plan.to_string();
+    gate::note_plan(&text);
     let expected = if kernels {
         "units a cube"
     } else {

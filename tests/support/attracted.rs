@@ -5,7 +5,7 @@ use burn_blocksparse::{AttractedRows, attracted_rows, runs_kernels};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use crate::compare::to_f64;
+use crate::compare::{read, to_f64};
 use crate::devices::supports;
 
 /// What a similarity may be off, of means that are no longer than 4.
@@ -49,7 +49,7 @@ const CASES: [Sizes; 7] = [
 ];
 
 fn integers<const D: usize>(x: Tensor<D, Int>) -> Vec<i32> {
-    x.into_data().to_vec().unwrap()
+    read(x).to_vec().unwrap()
 }
 
 fn floats<const D: usize>(x: &[f32], dims: [usize; D], device: &Device) -> Tensor<D> {

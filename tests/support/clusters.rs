@@ -7,7 +7,7 @@ use burn_sparse_transformer::RoutingHeadsConfig;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use crate::compare::{assert_close, to_f64};
+use crate::compare::{assert_close, read, to_f64};
 use crate::devices::supports;
 
 /// Batch entries and heads, rows of a list, clusters and their rows, widths of queries and of values.
@@ -70,7 +70,7 @@ pub fn routed_attention_equals_f64(devices: &[Device]) {
             let found = attracted_rows(given.clone(), means, width)
                 .unwrap()
                 .unwrap();
-            let tokens: Vec<i32> = found.rows.into_data().to_vec().unwrap();
+            let tokens: Vec<i32> = read(found.rows).to_vec().unwrap();
             let (given, values) = (to_f64(given.into_data()), to_f64(values.into_data()));
             let mut out = vec![0.0f64; count * length * value_dim];
             let mut shares = vec![0.0f64; count * length];

@@ -9,7 +9,7 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::attention::inputs;
-use crate::compare::{assert_close, to_f64};
+use crate::compare::{assert_close, read, to_f64};
 use crate::device_layout_case::Case;
 use crate::devices::supports;
 use crate::options::Call;
@@ -139,7 +139,7 @@ pub(crate) fn check_counts(case: &Case, chosen: &DeviceLayout) {
     let host = chosen.to_host().unwrap();
     let counts = chosen.counts().unwrap();
     let [batch, patterns, q_blocks] = counts.dims();
-    let counts: Vec<i32> = (counts.into_data().convert::<i32>()).to_vec().unwrap();
+    let counts: Vec<i32> = (read(counts).convert::<i32>()).to_vec().unwrap();
     for (row, &count) in counts.iter().enumerate() {
         let (pattern, q_block) = (row / q_blocks, row % q_blocks);
         let head = pattern % patterns * (case.heads / patterns);

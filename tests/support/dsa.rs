@@ -4,7 +4,7 @@ use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::{AttentionOptions, Dsa, DsaIndex, DsaTarget, KeyLists};
 
 use crate::cases::shard;
-use crate::compare::to_f64;
+use crate::compare::{read, to_f64};
 use crate::devices::{exact_dtypes, half_dtypes, supports};
 use crate::dsa_problem::Problem;
 use crate::golden::{val, vals};
@@ -13,7 +13,7 @@ use crate::linear::{product_tolerance, tensor};
 /// The keys of each query.
 pub(crate) fn rows(lists: &KeyLists) -> Vec<Vec<usize>> {
     let [_, _, _, most] = lists.keys().dims();
-    let keys: Vec<i32> = lists.keys().clone().into_data().iter().collect();
+    let keys: Vec<i32> = read(lists.keys().clone()).iter().collect();
     let row = |row: &[i32]| {
         let there = row.iter().take_while(|&&key| key >= 0).count();
         assert!(row[there..].iter().all(|&key| key == -1), "{row:?}");

@@ -3,7 +3,7 @@
 use burn::tensor::{DType, Device, Tensor};
 use burn_blocksparse::{Dsa, DsaIndex, DsaTarget, RotatedRows};
 
-use crate::compare::to_f64;
+use crate::compare::{read, to_f64};
 use crate::devices::{exact_dtypes, half_dtypes};
 use crate::dsa::{assert_near, rows};
 use crate::dsa_problem::Problem;
@@ -97,7 +97,7 @@ pub fn dsa_in_fp8_of_any_rows(devices: &[Device]) {
     RotatedRows::Keys.round(&mut numbers, width);
     for device in devices {
         let index = problem.index(device, DType::F32).in_fp8().unwrap();
-        let found: Vec<f32> = index.k.clone().into_data().iter().collect();
+        let found: Vec<f32> = read(index.k.clone()).iter().collect();
         for (row, (found, expected)) in found.chunks(width).zip(numbers.chunks(width)).enumerate() {
             let is_same = |(a, b): (&f32, &f32)| a == b || a.is_nan() && b.is_nan();
             let same = found.iter().zip(expected).all(is_same);

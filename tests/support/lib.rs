@@ -28,6 +28,7 @@ pub mod eviction;
 pub mod fuzz;
 pub mod fuzz_decoding;
 pub mod fuzz_more;
+pub mod gate;
 pub mod gates;
 mod golden;
 pub mod gradients;

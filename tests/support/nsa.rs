@@ -4,7 +4,7 @@ use burn::tensor::{DType, Device, Tensor};
 use burn_blocksparse::{Nsa, NsaKeysValues};
 
 use crate::cases::shard;
-use crate::compare::{assert_close, relative_error, to_f64};
+use crate::compare::{assert_close, read, relative_error, to_f64};
 use crate::devices::{exact_dtypes, half_dtypes, supports};
 use crate::golden::vals;
 use crate::linear::{product_tolerance, tensor};
@@ -51,7 +51,7 @@ fn chosen(inputs: &Inputs, device: &Device, dtype: DType) -> Vec<Vec<usize>> {
         None => vec![Vec::new(); batch * lists * rows],
         Some(lists) => {
             let most = lists.blocks.dims()[3];
-            let picks: Vec<i32> = lists.blocks.into_data().to_vec().unwrap();
+            let picks: Vec<i32> = read(lists.blocks).to_vec().unwrap();
             let of = |row: &[i32]| {
                 row.iter()
                     .filter_map(|&b| usize::try_from(b).ok())
@@ -427,7 +427,7 @@ pub fn nsa_golden(devices: &[Device]) {
         assert_printed(&what, &masses[15 * 4..][..2], &of_7);
         assert_printed(&what, &masses[31 * 4..][..4], &of_15);
         let lists = nsa.query_lists(x.q.clone(), &keys_values).unwrap().unwrap();
-        let blocks: Vec<i32> = lists.blocks.into_data().to_vec().unwrap();
+        let blocks: Vec<i32> = read(lists.blocks).to_vec().unwrap();
         assert_eq!((blocks.len(), blocks[31]), (32, 1), "{what}");
         let branches = nsa.branches(x.q, keys_values).unwrap();
         let out = branches.clone().gated(x.gates).unwrap();

@@ -5,10 +5,10 @@ use burn_blocksparse::{highest_in_rows, rows_at, runs_kernels, sort_buckets, sum
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use crate::compare::to_f64;
+use crate::compare::{read, to_f64};
 
 fn numbers<const D: usize>(x: Tensor<D, Int>) -> Vec<i32> {
-    x.into_data().convert::<i32>().to_vec().unwrap()
+    read(x).convert::<i32>().to_vec().unwrap()
 }
 
 /// Those of a stable sort: random buckets, one bucket, rising and falling ones, and more than are sorted at once.

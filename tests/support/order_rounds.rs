@@ -8,7 +8,7 @@ use burn_blocksparse::{
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use crate::compare::{assert_close, to_f64};
+use crate::compare::{assert_close, read, to_f64};
 use crate::devices::supports;
 
 fn integers<const D: usize>(x: Vec<i32>, dims: [usize; D], device: &Device) -> Tensor<D, Int> {
@@ -20,7 +20,7 @@ fn floats<const D: usize>(x: &[f32], dims: [usize; D], device: &Device) -> Tenso
 }
 
 fn numbers<const D: usize>(x: Tensor<D, Int>) -> Vec<i32> {
-    x.into_data().to_vec().unwrap()
+    read(x).to_vec().unwrap()
 }
 
 /// Each as a stable sort by itself, with places behind the last token, and in one pass and in several.

@@ -9,7 +9,7 @@ use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use crate::compare::to_f64;
+use crate::compare::{read, to_f64};
 use crate::devices::{exact_dtypes, half_dtypes};
 use crate::linear::{numbers, round_to, tensor};
 
@@ -381,7 +381,7 @@ impl Problem {
         let picks = highest_pages(scores, &spans, &self.choice).unwrap();
         assert_picks(what, &picks, &scores_are, lengths, &self.choice);
         let selected = select_pages(q, &summaries, kv_heads, &table, &spans, &self.choice);
-        let selected = selected.unwrap().into_data();
+        let selected = read(selected.unwrap());
         assert_eq!(selected, picks.into_data(), "{what}: the same twice");
     }
 }
@@ -397,7 +397,7 @@ fn assert_picks(
     let [batch, kv_heads, listed] = picks.dims();
     assert_eq!((batch, listed), (lengths.len(), choice.listed()));
     let entries = scores.len() / (batch * kv_heads);
-    let data = picks.clone().into_data();
+    let data = read(picks.clone());
     let picks: Vec<i64> = data.iter::<i64>().collect();
     for row in 0..batch * kv_heads {
         let pages = lengths[row / kv_heads].div_ceil(choice.page);

@@ -10,7 +10,7 @@ use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
 
 use crate::cases::some_of;
-use crate::compare::to_f64;
+use crate::compare::{read, to_f64};
 use crate::devices::{exact_dtypes, half_dtypes};
 use crate::golden::val;
 use crate::linear::{numbers, round_to, tensor};
@@ -29,7 +29,7 @@ fn stored(kind: Quantization, rows: [&Tensor<4>; 2], device: &Device) -> Quantiz
 }
 
 fn ints(tensor: Tensor<3, burn::tensor::Int>) -> Vec<i32> {
-    tensor.into_data().iter::<i32>().collect()
+    read(tensor).iter::<i32>().collect()
 }
 
 /// The same words and scales as the definition's, of random rows in random slots, some of them nowhere; a clone keeps what it had.

@@ -6,6 +6,7 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::activation::assert_plan;
+use crate::compare::read;
 
 /// How near to a boundary between two tokens a draw may come out on either side: sums are f32.
 const NEAR: f64 = 1e-5;
@@ -110,11 +111,7 @@ pub fn sampled_tokens_are_those_of_a_sort(devices: &[Device]) {
                 let sampled = || {
                     let (tensor, marks) = (tensor.clone(), Some(marks.clone()));
                     let tokens = sample_tokens(tensor, numbers.clone(), marks, &options);
-                    tokens
-                        .unwrap()
-                        .into_data()
-                        .iter::<i64>()
-                        .collect::<Vec<i64>>()
+                    read(tokens.unwrap()).iter::<i64>().collect::<Vec<i64>>()
                 };
                 let tokens = sampled();
                 assert_eq!(tokens, sampled());
@@ -156,7 +153,7 @@ pub fn sampled_tokens_follow_the_probabilities(devices: &[Device]) {
         let draws = Tensor::<1>::from_data(TensorData::new(draws, [rows]), (device, DType::F32));
         let tokens = sample_tokens(logits.clone(), draws, None, &options).unwrap();
         let mut counts = [0; 6];
-        for token in tokens.into_data().iter::<i64>() {
+        for token in read(tokens).iter::<i64>() {
             counts[token as usize] += 1;
         }
         for (token, probability) in options.candidates(&row, |_| false) {

@@ -12,7 +12,7 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::attention::inputs;
-use crate::compare::{assert_close, to_f64};
+use crate::compare::{assert_close, read, to_f64};
 use crate::devices::exact_dtypes;
 use crate::golden::val;
 use crate::linear::{numbers, tensor};
@@ -37,11 +37,11 @@ pub(crate) fn check_lists(
     };
     assert_eq!(lists.blocks.dtype(), DType::I32, "{what}");
     let integers = |data: TensorData| -> Vec<i32> { data.to_vec().unwrap() };
-    let blocks = integers(lists.blocks.into_data());
-    let places = integers(lists.places.into_data());
-    let choices = integers(lists.choices.into_data());
-    let queries = integers(lists.queries.into_data());
-    let tile_blocks = integers(lists.tile_blocks.into_data());
+    let blocks = integers(read(lists.blocks));
+    let places = integers(read(lists.places));
+    let choices = integers(read(lists.choices));
+    let queries = integers(read(lists.queries));
+    let tile_blocks = integers(read(lists.tile_blocks));
     let rows = problem.sizes.seq_q;
     let heads = chosen.len() / rows;
     let (length, tiles) = (choices.len() / heads, tile_blocks.len() / heads);
@@ -169,7 +169,7 @@ pub fn chosen_blocks_of_any_scores(devices: &[Device]) {
                 None => (1, vec![-1; 2 * seq]),
                 Some(lists) => {
                     let most = lists.blocks.dims()[3];
-                    (most, lists.blocks.into_data().to_vec().unwrap())
+                    (most, read(lists.blocks).to_vec().unwrap())
                 }
             };
             let got: Vec<i32> = got;
@@ -306,9 +306,9 @@ pub fn moba_golden(devices: &[Device]) {
             [(0, 2), (1, 1), (2, 1)].map(|(of, heads)| place(&tensor_of(of, heads, 2), heads, 2));
         let twice = ScoreCall::new(q.clone(), k.clone());
         let found = selection.query_lists(&twice).unwrap().unwrap();
-        let blocks: Vec<i32> = found.blocks.into_data().to_vec().unwrap();
-        let places: Vec<i32> = found.queries.into_data().to_vec().unwrap();
-        let tile_blocks: Vec<i32> = found.tile_blocks.into_data().to_vec().unwrap();
+        let blocks: Vec<i32> = read(found.blocks).to_vec().unwrap();
+        let places: Vec<i32> = read(found.queries).to_vec().unwrap();
+        let tile_blocks: Vec<i32> = read(found.tile_blocks).to_vec().unwrap();
         for head in 0..2 {
             for i in 8..32 {
                 assert_eq!(blocks[head * 32 + i], past[head][i / 2 - 4], "{device:?}");

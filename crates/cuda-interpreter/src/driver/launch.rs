@@ -1,8 +1,9 @@
 //! Modules, and launches of their kernels.
 
-use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::sync::{Mutex, PoisonError};
 
+use super::listed;
 use super::memory::regions;
 use super::{Answer, INVALID_PTX, INVALID_VALUE, LAUNCH_FAILED, NOT_FOUND, SUCCESS};
 use crate::machine::{Launch, Settings, run};
@@ -24,6 +25,11 @@ static RUNNING: Mutex<()> = Mutex::new(());
 unsafe extern "C" fn cuModuleLoadData(module: *mut *mut c_void, image: *const c_char) -> Answer {
     // SAFETY: as the caller promises.
     let text = unsafe { CStr::from_ptr(image) };
+    if listed::is_on() {
+        // SAFETY: as the caller promises.
+        unsafe { module.write(CString::from(text).into_raw().cast()) };
+        return SUCCESS;
+    }
     let text = text.to_string_lossy();
     match Module::parse(&text) {
         Ok(parsed) => {
@@ -72,6 +78,14 @@ unsafe extern "C" fn cuModuleGetFunction(
     module: *mut c_void,
     name: *const c_char,
 ) -> Answer {
+    if listed::is_on() {
+        // SAFETY: as the caller promises, and a module is its text.
+        unsafe {
+            let [name, text] = [name, module.cast_const().cast()].map(|text| CStr::from_ptr(text));
+            function.write(listed::function(name, text).cast());
+        }
+        return SUCCESS;
+    }
     // SAFETY: as the caller promises, and modules are never freed.
     let (module, name) = unsafe { (&*module.cast::<Module>(), CStr::from_ptr(name)) };
     let kernel = module
@@ -132,6 +146,16 @@ unsafe extern "C" fn cuLaunchKernel(
 ) -> Answer {
     if !extra.is_null() {
         return INVALID_VALUE;
+    }
+    if listed::is_on() {
+        let (cubes, threads) = (
+            [cubes_x, cubes_y, cubes_z],
+            [threads_x, threads_y, threads_z],
+        );
+        // SAFETY: as the caller promises, and a function is its name.
+        let name = unsafe { CStr::from_ptr(function.cast_const().cast()) };
+        listed::launch(name, cubes, threads, shared_bytes);
+        return SUCCESS;
     }
     // SAFETY: as the caller promises, and functions are never freed.
     let Function { module, kernel } = unsafe { &*function.cast::<Function>() };

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::sync::{Mutex, PoisonError};
 
-use super::{Answer, INVALID_VALUE, OUT_OF_MEMORY, SUCCESS};
+use super::{Answer, INVALID_VALUE, OUT_OF_MEMORY, SUCCESS, listed};
 use crate::machine::Regions;
 
 const ALIGNMENT: usize = 512;
@@ -37,9 +37,10 @@ unsafe fn allocate(to: *mut u64, bytes: usize) -> Answer {
     if memory.is_null() {
         return OUT_OF_MEMORY;
     }
-    // Nothing is known of what new memory holds: here it is NaN in every float.
+    // Nothing is known of what new memory holds: here it is NaN in every float, or zeros where no kernel will write.
+    let byte = if listed::is_on() { 0 } else { 0xff };
     // SAFETY: so many bytes were allocated.
-    unsafe { memory.write_bytes(0xff, bytes) };
+    unsafe { memory.write_bytes(byte, bytes) };
     let mut allocated = ALLOCATED.lock().unwrap_or_else(PoisonError::into_inner);
     allocated.insert(memory as u64, bytes);
     // SAFETY: as the caller promises.

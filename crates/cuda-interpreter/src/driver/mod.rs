@@ -5,6 +5,7 @@
 
 mod device;
 mod launch;
+mod listed;
 mod memory;
 mod stream;
 mod tensor;
