@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use burn::tensor::{DType, Device, Distribution, Tensor};
 use burn_blocksparse::{
-    AttentionOptions, BlockSparseTensor, Layout, MassOptions, Pattern, TopKOptions, attention,
-    attention_masses, attention_with_lse, top_k_blocks_on_device,
+    AttentionOptions, BlockSparseTensor, Layout, MassOptions, Pattern, SparseAttentionCall,
+    TopKOptions, attention_masses, top_k_blocks_on_device,
 };
 use burn_blocksparse_tests::devices::devices;
 
@@ -145,14 +145,9 @@ impl Bench {
             .layout(HEADS, self.n, 64)
             .expect("valid sizes");
         let [q, k, v] = self.inputs(self.n, &self.device);
-        let (_, lse) = attention_with_lse(
-            q.clone(),
-            k.clone(),
-            v.clone(),
-            &layout,
-            AttentionOptions::default(),
-        )
-        .expect("shapes fit");
+        let (_, lse) = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), &layout)
+            .run_with_lse()
+            .expect("shapes fit");
         self.time("sums over columns and diagonals", || {
             let (q, k) = (q.clone(), k.clone());
             attention_masses(q, k, lse.clone(), &layout, MassOptions::default())
@@ -206,7 +201,11 @@ fn run<'a>(
     layout: impl Into<Layout<'a>>,
 ) -> Tensor<4> {
     let options = AttentionOptions::default();
-    attention(q.clone(), k.clone(), v.clone(), layout, options).expect("shapes fit")
+    SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), layout)
+        .options(options)
+        .run()
+        .expect("shapes fit")
+        .out
 }
 
 fn median(mut times: Vec<Duration>) -> Duration {

@@ -9,7 +9,7 @@ use std::time::Instant;
 use burn::tensor::module::attention as burn_attention;
 use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Device, Distribution, Tensor};
-use burn_blocksparse::{AttentionOptions, BlockLayout, Pattern, WeightsMode, attention};
+use burn_blocksparse::{AttentionOptions, BlockLayout, Pattern, SparseAttentionCall, WeightsMode};
 
 const USAGE: &str = "usage: bench-reference [KIND] [N] [REPEATS]
 
@@ -91,7 +91,11 @@ fn run(
     match op {
         Some((layout, weights)) => {
             let options = AttentionOptions::default().weights(*weights);
-            attention(q, k, v, layout, options).expect("shapes fit")
+            SparseAttentionCall::new(q, k, v, layout)
+                .options(options)
+                .run()
+                .expect("shapes fit")
+                .out
         }
         None => {
             let options = AttentionModuleOptions {

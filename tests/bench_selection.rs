@@ -10,8 +10,8 @@ use std::time::Instant;
 use burn::tensor::{DType, Device, Distribution, Tensor};
 use burn_blocksparse::{
     AttentionOptions, ChoiceWalk, DeviceLayout, DeviceLayoutOptions, Layout, LayoutShape, Nsa,
-    NsaBranches, NsaKeysValues, NsaOptions, Pattern, ScoreCall, Selection, attention,
-    attention_selected, attention_with_lists, attention_with_lists_plan,
+    NsaBranches, NsaKeysValues, NsaOptions, Pattern, ScoreCall, Selection, SparseAttentionCall,
+    attention_selected, attention_with_lists,
 };
 use burn_blocksparse_tests::devices::devices;
 use queued::{Ahead, median};
@@ -347,7 +347,7 @@ impl Bench<'_> {
         ] {
             println!(
                 "{:?}",
-                nsa.plan(&q, &keys_values).map(|plan| plan.to_string())
+                nsa.explain(&q, &keys_values).map(|plan| plan.to_string())
             );
             let both = self.time(
                 &name(&format!("compressed blocks and choice{kind}")),
@@ -456,7 +456,7 @@ impl Bench<'_> {
         };
         let near = nsa.forced_layout(q.dims(), n).expect("shapes fit");
         let options = |walk| AttentionOptions::default().choice_walk(walk);
-        let plan = attention_with_lists_plan(q, k, v, &near, &lists, &options(ChoiceWalk::Auto));
+        let plan = lists.explain(q, k, v, &near, &options(ChoiceWalk::Auto));
         println!("{}", plan.expect("shapes fit"));
         println!("overlap of lists {:.3}", lists.measure_overlap());
         let tracked = [q, k, v].map(|x| x.clone().autodiff().require_grad());
@@ -516,7 +516,11 @@ fn run<'a>(
     layout: impl Into<Layout<'a>>,
 ) -> Tensor<4> {
     let options = AttentionOptions::default();
-    attention(q.clone(), k.clone(), v.clone(), layout, options).expect("shapes fit")
+    SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), layout)
+        .options(options)
+        .run()
+        .expect("shapes fit")
+        .out
 }
 
 fn selected(q: &Tensor<4>, k: &Tensor<4>, v: &Tensor<4>, selection: &Selection) -> Tensor<4> {

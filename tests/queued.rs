@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use burn::tensor::{DType, Device, Distribution, Tensor};
-use burn_blocksparse::{AttentionOptions, BlockLayout, Pattern, attention, runs_kernels};
+use burn_blocksparse::{BlockLayout, Pattern, runs_kernels, sparse_attention};
 
 /// Positions of what the device does before, and how often: some ten milliseconds of a GPU, in which a host starts hundreds of launches.
 const POSITIONS: usize = 32_768;
@@ -31,7 +31,7 @@ impl Ahead {
     fn work(&self) {
         for _ in 0..TIMES {
             let [q, k, v] = self.inputs.clone();
-            let out = attention(q, k, v, &self.layout, AttentionOptions::default());
+            let out = sparse_attention(q, k, v, &self.layout);
             drop(out.expect("shapes fit"));
         }
     }

@@ -153,22 +153,24 @@ impl Bench<'_> {
             run(q, k, v, &local).backward()
         });
         let routing = RoutingHeadsConfig::new(window);
-        let plain = routing.init(heads, dim, n, &self.device).expect("valid");
+        let plain = routing
+            .try_init(heads, dim, n, &self.device)
+            .expect("valid");
         let training = self.device.clone().autodiff();
-        let training = routing.init(heads, dim, n, &training).expect("valid");
+        let training = routing.try_init(heads, dim, n, &training).expect("valid");
         self.dense = forward;
         self.time("single keys: routing:128, choice", || {
             plain.clusters(q.clone()).expect("shapes fit")
         });
         self.time("single keys: routing:128", || {
             plain
-                .forward(q.clone(), v.clone())
+                .try_forward(q.clone(), v.clone())
                 .expect("shapes fit")
                 .context
         });
         self.dense = both;
         self.time("single keys: routing:128, forward and backward", || {
-            let out = training.forward(tracked[0].clone(), tracked[2].clone());
+            let out = training.try_forward(tracked[0].clone(), tracked[2].clone());
             out.expect("shapes fit").context.backward()
         });
         if runs_kernels(&self.device) {
@@ -178,14 +180,14 @@ impl Bench<'_> {
             let lsh = LshHeadsConfig::new()
                 .with_bucket(bucket)
                 .with_rounds(rounds);
-            let lsh = lsh.init().expect("valid");
+            let lsh = lsh.try_init().expect("valid");
             let name = format!("single keys: lsh:{bucket},{rounds}");
             let scale = rounds as f64;
             self.dense = forward * scale;
-            self.time(&name, || lsh.forward(q.clone(), v.clone(), None));
+            self.time(&name, || lsh.try_forward(q.clone(), v.clone(), None));
             self.dense = both * scale;
             self.time(&format!("{name}, forward and backward"), || {
-                let out = lsh.forward(tracked[0].clone(), tracked[2].clone(), None);
+                let out = lsh.try_forward(tracked[0].clone(), tracked[2].clone(), None);
                 out.expect("shapes fit").backward()
             });
         }

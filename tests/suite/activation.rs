@@ -1,7 +1,7 @@
 //! A bias and an activation.
 
 use burn::tensor::Tensor;
-use burn_blocksparse::{Activation, bias_activation, bias_activation_plan};
+use burn_blocksparse::{Activation, bias_activation};
 use burn_blocksparse_tests::devices::devices;
 use rstest::rstest;
 
@@ -16,7 +16,7 @@ fn errors(#[case] x: [usize; 2], #[case] bias: usize, #[case] message: &str) {
         let x = Tensor::<2>::zeros(x, &device);
         let bias = Tensor::<1>::zeros([bias], &device);
         for activation in Activation::ALL {
-            let error = bias_activation_plan(&x, Some(&bias), activation).unwrap_err();
+            let error = activation.explain(&x, Some(&bias)).unwrap_err();
             assert_eq!(error.to_string(), message);
             let error = bias_activation(x.clone(), Some(bias.clone()), activation).unwrap_err();
             assert_eq!(error.to_string(), message);

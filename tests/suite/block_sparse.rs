@@ -1,9 +1,7 @@
 //! Products with block-sparse weights.
 
 use burn::tensor::{DType, Tensor};
-use burn_blocksparse::{
-    BlockSparseLinearOptions, WeightLayout, block_sparse_linear, block_sparse_linear_plan,
-};
+use burn_blocksparse::{BlockSparseLinearOptions, WeightLayout, block_sparse_linear};
 use burn_blocksparse_tests::devices::devices;
 use rstest::rstest;
 
@@ -29,7 +27,7 @@ fn errors(
         let mut options = BlockSparseLinearOptions::default();
         options.bias = bias.map(list);
         options.gates = gates.map(list);
-        let error = block_sparse_linear_plan(&x, &weight, &layout, &options).unwrap_err();
+        let error = options.explain(&x, &weight, &layout).unwrap_err();
         assert_eq!(error.to_string(), message);
         let error = block_sparse_linear(x, weight, &layout, options).unwrap_err();
         assert_eq!(error.to_string(), message);
@@ -43,7 +41,7 @@ fn plans_say_what_runs() {
         let x = Tensor::<2>::zeros([300, 32], (&device, DType::F32));
         let weight = Tensor::<3>::zeros(layout.shape(), (&device, DType::F32));
         let options = BlockSparseLinearOptions::default();
-        let plan = block_sparse_linear_plan(&x, &weight, &layout, &options).unwrap();
+        let plan = options.explain(&x, &weight, &layout).unwrap();
         let text = plan.to_string();
         assert!(text.starts_with("Burn's primitives on"), "{text}");
     }

@@ -64,7 +64,7 @@ fn steps_in_a_process_of_their_own() {
             .with_n_layers(1)
             .with_block_size(8)
             .with_selections(Some(vec![text.parse().unwrap()]));
-        let mut model = model.init(&device).unwrap();
+        let mut model = model.try_init(&device).unwrap();
         let mut optimizer = FusedAdamWConfig::new().init();
         let mut before = compiled(&log).len();
         for step in 0..STEPS {

@@ -2,10 +2,10 @@
 
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::{
-    AttentionOptions, AttentionPlan, AttentionTensors, BlockLayout, DeviceLayout,
-    DeviceLayoutOptions, Dropout, LayoutShape, MassOptions, OpError, Pattern, TopKOptions,
-    WeightsMode, attention, attention_masses, attention_with_tensors, merge_attention,
-    top_k_blocks, top_k_blocks_on_device, vertical_slash_layout,
+    AttentionOptions, AttentionTensors, BlockLayout, DeviceLayout, DeviceLayoutOptions, Dropout,
+    LayoutShape, MassOptions, OpError, Pattern, SparseAttentionCall, TopKOptions, WeightsMode,
+    attention_masses, merge_attention, sparse_attention, top_k_blocks, top_k_blocks_on_device,
+    vertical_slash_layout,
 };
 use burn_blocksparse_tests::devices::{devices, supports, two_devices};
 use proptest::prelude::*;
@@ -38,7 +38,7 @@ fn shapes(
 ) {
     for device in devices() {
         let [q, k, v] = [q, k, v].map(|shape| zeros(shape, &device));
-        let error = attention(q, k, v, &layout(), AttentionOptions::default()).unwrap_err();
+        let error = sparse_attention(q, k, v, &layout()).unwrap_err();
         assert_eq!(error.to_string(), message);
     }
 }
@@ -55,7 +55,10 @@ fn shapes(
 fn option_values(#[case] options: AttentionOptions, #[case] message: &str) {
     for device in devices() {
         let x = zeros([1, 4, 32, 8], &device);
-        let error = attention(x.clone(), x.clone(), x, &layout(), options.clone()).unwrap_err();
+        let error = SparseAttentionCall::new(x.clone(), x.clone(), x, &layout())
+            .options(options.clone())
+            .run()
+            .unwrap_err();
         assert_eq!(error.to_string(), message);
     }
 }
@@ -71,7 +74,7 @@ fn dtypes() {
         let other = other.unwrap_or_else(|| panic!("{device:?} has a second float dtype"));
         let x = zeros([1, 4, 32, 8], &device);
         let k = x.clone().cast(other);
-        let error = attention(x.clone(), k, x, &layout(), AttentionOptions::default()).unwrap_err();
+        let error = sparse_attention(x.clone(), k, x, &layout()).unwrap_err();
         let expected = format!("k's dtype must be F32, q's, got {other:?}");
         assert_eq!(error.to_string(), expected);
     }
@@ -83,7 +86,10 @@ fn batches() {
     for device in devices() {
         let x = zeros([3, 4, 32, 8], &device);
         let options = AttentionOptions::default();
-        let error = attention(x.clone(), x.clone(), x, &layout, options).unwrap_err();
+        let error = SparseAttentionCall::new(x.clone(), x.clone(), x, &layout)
+            .options(options)
+            .run()
+            .unwrap_err();
         assert_eq!(
             error.to_string(),
             "q's batch must be 2, the layout's, got 3"
@@ -98,7 +104,7 @@ fn different_devices() {
     };
     let x = zeros([1, 4, 32, 8], &device);
     let k = zeros([1, 4, 32, 8], &other);
-    let error = attention(x.clone(), k, x, &layout(), AttentionOptions::default()).unwrap_err();
+    let error = sparse_attention(x.clone(), k, x, &layout()).unwrap_err();
     assert!(
         error.to_string().starts_with("k's device must be"),
         "{error}"
@@ -111,7 +117,10 @@ fn sinks() {
         let x = zeros([1, 4, 32, 8], &device);
         let tensors = AttentionTensors::default().sinks(Tensor::zeros([3], &device));
         let options = AttentionOptions::default();
-        let error = attention_with_tensors(x.clone(), x.clone(), x, tensors, &layout(), options);
+        let error = SparseAttentionCall::new(x.clone(), x.clone(), x, &layout())
+            .tensors(tensors)
+            .options(options)
+            .run_with_lse();
         assert_eq!(
             error.unwrap_err().to_string(),
             "sinks' heads must be 4, the layout's, got 3"
@@ -129,7 +138,10 @@ fn biases(#[case] shape: [usize; 4], #[case] message: &str) {
         let x = zeros([1, 4, 32, 8], &device);
         let tensors = AttentionTensors::default().bias(zeros(shape, &device));
         let options = AttentionOptions::default();
-        let error = attention_with_tensors(x.clone(), x.clone(), x, tensors, &layout(), options);
+        let error = SparseAttentionCall::new(x.clone(), x.clone(), x, &layout())
+            .tensors(tensors)
+            .options(options)
+            .run_with_lse();
         assert_eq!(error.unwrap_err().to_string(), message);
     }
 }
@@ -143,7 +155,10 @@ fn relative_biases(#[case] shape: [usize; 2], #[case] message: &str) {
         let x = zeros([1, 4, 32, 8], &device);
         let tensors = AttentionTensors::default().relative_bias(Tensor::zeros(shape, &device));
         let options = AttentionOptions::default();
-        let error = attention_with_tensors(x.clone(), x.clone(), x, tensors, &layout(), options);
+        let error = SparseAttentionCall::new(x.clone(), x.clone(), x, &layout())
+            .tensors(tensors)
+            .options(options)
+            .run_with_lse();
         assert_eq!(error.unwrap_err().to_string(), message);
     }
 }
@@ -259,7 +274,10 @@ fn plans_print_the_tier() {
     for device in devices() {
         let x = zeros([1, 4, 32, 8], &device);
         let options = AttentionOptions::default();
-        let plan = AttentionPlan::new(&x, &x, &x, &layout(), &options).unwrap();
+        let plan = SparseAttentionCall::new(x.clone(), x.clone(), x.clone(), &layout())
+            .options(options.clone())
+            .explain()
+            .unwrap();
         let text = plan.to_string();
         let kernels = format!("{device:?}").contains("Cube");
         assert_eq!(plan.is_kernels(), kernels, "{text}");
@@ -276,13 +294,15 @@ fn limits_of_a_device() {
     for device in devices() {
         let options = AttentionOptions::default();
         let wide = zeros([1, 4, 32, 4096], &device);
-        let result = attention(wide.clone(), wide.clone(), wide, &layout(), options.clone());
+        let result = SparseAttentionCall::new(wide.clone(), wide.clone(), wide, &layout())
+            .options(options.clone())
+            .run();
         // The reference takes any width, and so may the kernels on a device with large shared memory.
         let wgpu = format!("{device:?}").contains("Wgpu");
         match result.map_err(|error| error.to_string()) {
-            Ok(out) => {
+            Ok(output) => {
                 assert!(!wgpu, "{device:?} has no memory for such tiles");
-                assert_eq!(out.dims(), [1, 4, 32, 4096]);
+                assert_eq!(output.out.dims(), [1, 4, 32, 4096]);
             }
             Err(message) => {
                 assert!(
@@ -295,7 +315,10 @@ fn limits_of_a_device() {
         }
         if wgpu && device.supports_dtype(DType::F64) {
             let x = zeros([1, 4, 32, 8], &device).cast(DType::F64);
-            let error = attention(x.clone(), x.clone(), x, &layout(), options).unwrap_err();
+            let error = SparseAttentionCall::new(x.clone(), x.clone(), x, &layout())
+                .options(options)
+                .run()
+                .unwrap_err();
             assert_eq!(
                 error.to_string(),
                 "dtype must be a float type of the device, got f64"
@@ -334,14 +357,7 @@ fn works(layout: Result<DeviceLayout, OpError>, device: &Device) -> Result<(), T
     let batch = layout.batch().unwrap_or(1);
     let x = |seq| zeros([batch, shape.heads, seq, 8], device);
     let (q, k) = (x(shape.seq_q), x(shape.seq_kv));
-    let out = attention(
-        q.clone(),
-        k.clone(),
-        k,
-        &layout,
-        AttentionOptions::default(),
-    )
-    .unwrap();
+    let out = sparse_attention(q.clone(), k.clone(), k, &layout).unwrap();
     prop_assert_eq!(out.dims(), q.dims());
     layout.to_host().unwrap();
     Ok(())
@@ -397,10 +413,10 @@ proptest::proptest! {
                 continue;
             }
             let tensor = |k: usize| Tensor::<4>::zeros(shapes[k], (&device, dtypes[k]));
-            match attention(tensor(0), tensor(1), tensor(2), &layout, options.clone()) {
-                Ok(out) => {
+            match SparseAttentionCall::new(tensor(0), tensor(1), tensor(2), &layout).options(options.clone()).run() {
+                Ok(output) => {
                     prop_assert!(fits, "{:?} was taken", shapes);
-                    prop_assert_eq!(out.dims(), [q_batch, heads, seq_q, v_dim]);
+                    prop_assert_eq!(output.out.dims(), [q_batch, heads, seq_q, v_dim]);
                 }
                 Err(error) => {
                     prop_assert!(!fits, "{:?} was refused: {}", shapes, error);
@@ -539,7 +555,7 @@ proptest::proptest! {
                     prop_assert!(!error.to_string().starts_with("v's"), "{error}");
                 }
             }
-            match attention_with_tensors(q.clone(), k.clone(), k, tensors, &layout, AttentionOptions::default()) {
+            match SparseAttentionCall::new(q.clone(), k.clone(), k, &layout).tensors(tensors).run_with_lse() {
                 Ok((out, _)) => prop_assert_eq!(out.dims(), q.dims()),
                 Err(error) => says_what(&error)?,
             }

@@ -19,7 +19,7 @@ fn errors(#[case] window: [usize; 4], #[case] gates: [usize; 4], #[case] message
         let zeros = |shape: [usize; 4]| Tensor::<4>::zeros(shape, (&device, DType::F32));
         let branches = NsaBranches::new(None, zeros([1, 2, 5, 8]), Some(zeros(window)));
         let gates = zeros(gates);
-        let error = branches.gated_plan(&gates).unwrap_err();
+        let error = branches.explain_gated(&gates).unwrap_err();
         assert_eq!(error.to_string(), message);
         let error = branches.gated(gates).unwrap_err();
         assert_eq!(error.to_string(), message);
@@ -48,7 +48,7 @@ fn plans() {
     for device in devices() {
         let zeros = |width: usize| Tensor::<4>::zeros([1, 2, 5, width], (&device, DType::F32));
         for width in [1, 7, 128, 3000] {
-            let plan = NsaBranches::new(None, zeros(width), None).gated_plan(&zeros(3));
+            let plan = NsaBranches::new(None, zeros(width), None).explain_gated(&zeros(3));
             let plan = plan.unwrap();
             let name = format!("{device:?}");
             let kernels = name.contains("Wgpu") || name.contains("Cuda");

@@ -3,9 +3,7 @@
 use std::process::Command;
 
 use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
-use burn_blocksparse::{
-    AttentionOptions, BlockLayout, Fixed, OpError, Pattern, Replayed, attention,
-};
+use burn_blocksparse::{BlockLayout, Fixed, OpError, Pattern, Replayed, sparse_attention};
 use burn_blocksparse_tests::devices::devices;
 use rstest::rstest;
 
@@ -45,15 +43,7 @@ fn a_layout_that_is_not_warm_is_refused() {
     for device in rerunning() {
         let q = Tensor::<4>::random([1, 2, 32, 8], Distribution::Default, &device);
         let warm = layout(9);
-        let run = |layout: &BlockLayout| {
-            attention(
-                q.clone(),
-                q.clone(),
-                q.clone(),
-                layout,
-                AttentionOptions::default(),
-            )
-        };
+        let run = |layout: &BlockLayout| sparse_attention(q.clone(), q.clone(), q.clone(), layout);
         let mut runs = 0;
         let mut replayed = Replayed::new(&device, || {
             runs += 1;

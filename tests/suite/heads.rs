@@ -1,7 +1,7 @@
 //! Rows split into heads, and joined.
 
 use burn::tensor::Tensor;
-use burn_blocksparse::{split_heads, split_heads_plan};
+use burn_blocksparse::{OpPlan, split_heads};
 use burn_blocksparse_tests::devices::devices;
 use rstest::rstest;
 
@@ -18,7 +18,7 @@ fn errors(#[case] parts: &[(usize, usize)], #[case] bias: usize, #[case] message
     for device in devices() {
         let x = Tensor::<3>::zeros([2, 5, 8], &device);
         let bias = Tensor::<1>::zeros([bias], &device);
-        let error = split_heads_plan(&x, Some(&bias), parts).unwrap_err();
+        let error = OpPlan::of_split_heads(&x, Some(&bias), parts).unwrap_err();
         assert_eq!(error.to_string(), message);
         let error = split_heads(x, Some(bias), parts).unwrap_err();
         assert_eq!(error.to_string(), message);

@@ -86,7 +86,7 @@ impl Layer {
             .with_rope(Some(RotaryEncodingConfig::new(seq, width)))
             .with_softcap(softcap);
         Self {
-            mha: config.init(device).unwrap(),
+            mha: config.try_init(device).unwrap(),
             pattern,
             heads,
             kv_heads,
@@ -244,7 +244,7 @@ fn check_seed(seed: u64, device: &Device) {
         let places: Vec<Place> = documents
             .flat_map(|(document, pair)| (0..pair[1] - pair[0]).map(move |i| Some((document, i))))
             .collect();
-        let packed = |x| layer.mha.forward_packed(x, &ends).unwrap().context;
+        let packed = |x| layer.mha.try_forward_packed(x, &ends).unwrap().context;
         layer.check(rng, &format!("packed, {what}"), device, &[places], packed);
     } else {
         let lengths: Vec<usize> = (0..rng.random_range(1..4))
@@ -255,7 +255,7 @@ fn check_seed(seed: u64, device: &Device) {
             .collect();
         let padded = |x| {
             let input = SparseMhaInput::self_attn(x).lengths(lengths.clone());
-            layer.mha.forward(input).unwrap().context
+            layer.mha.try_forward(input).unwrap().context
         };
         layer.check(rng, &format!("padded, {what}"), device, &places, padded);
     }

@@ -1,7 +1,7 @@
 //! Products with weights.
 
 use burn::tensor::{DType, Tensor};
-use burn_blocksparse::{LinearOptions, linear_joined, linear_plan};
+use burn_blocksparse::{LinearOptions, linear_joined};
 use burn_blocksparse_tests::devices::devices;
 use rstest::rstest;
 
@@ -20,7 +20,7 @@ fn errors(#[case] inputs: &[usize], #[case] message: &str) {
             .map(|inputs| Tensor::<2>::zeros([*inputs, 2], (&device, DType::F32)));
         let weights: Vec<Tensor<2>> = weights.collect();
         let options = LinearOptions::default();
-        let error = linear_plan(&x, &weights, &options).unwrap_err();
+        let error = options.explain(&x, &weights).unwrap_err();
         assert_eq!(error.to_string(), message);
         let error = linear_joined(x, weights, &options).unwrap_err();
         assert_eq!(error.to_string(), message);
@@ -32,7 +32,7 @@ fn plans_say_what_runs() {
     for device in devices() {
         let x = Tensor::<2>::zeros([5120, 4], (&device, DType::F32));
         let weights = [Tensor::<2>::zeros([4, 2], (&device, DType::F32))];
-        let plan = linear_plan(&x, &weights, &LinearOptions::default()).unwrap();
+        let plan = LinearOptions::default().explain(&x, &weights).unwrap();
         assert!(
             plan.to_string().starts_with("Burn's primitives on"),
             "{plan}"

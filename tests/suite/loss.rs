@@ -1,7 +1,7 @@
 //! The cross entropy of a product with targets.
 
 use burn::tensor::{DType, Int, Tensor};
-use burn_blocksparse::{CrossEntropyOptions, linear_cross_entropy, linear_cross_entropy_plan};
+use burn_blocksparse::{CrossEntropyOptions, linear_cross_entropy};
 use burn_blocksparse_tests::devices::devices;
 use rstest::rstest;
 
@@ -24,7 +24,7 @@ fn errors(
         let weight = Tensor::<2>::zeros(weight, (&device, DType::F32));
         let targets = Tensor::<2, Int>::zeros(targets, &device);
         let options = CrossEntropyOptions::default().label_smoothing(smoothing);
-        let error = linear_cross_entropy_plan(&x, &weight, &targets, &options).unwrap_err();
+        let error = options.explain(&x, &weight, &targets).unwrap_err();
         assert_eq!(error.to_string(), message);
         let error = linear_cross_entropy(x, weight, targets, &options).unwrap_err();
         assert_eq!(error.to_string(), message);
@@ -58,7 +58,7 @@ fn plans_say_what_runs() {
         let weight = Tensor::<2>::zeros([4, 9], (&device, DType::F32));
         let targets = Tensor::<1, Int>::zeros([3], &device);
         let options = CrossEntropyOptions::default();
-        let plan = linear_cross_entropy_plan(&x, &weight, &targets, &options).unwrap();
+        let plan = options.explain(&x, &weight, &targets).unwrap();
         let text = plan.to_string();
         match plan.is_kernels() {
             true => assert!(text.contains("1 chunks of 3 positions"), "{text}"),

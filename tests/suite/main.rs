@@ -5,6 +5,7 @@ mod attention;
 mod autodiff;
 mod block_sparse;
 mod blocks;
+mod call;
 mod compare;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 mod compiled;

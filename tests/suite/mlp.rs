@@ -1,7 +1,7 @@
 //! Feed-forward networks.
 
 use burn::tensor::{DType, Tensor};
-use burn_blocksparse::{Activation, MlpOptions, MlpParams, mlp, mlp_plan};
+use burn_blocksparse::{Activation, MlpOptions, MlpParams, mlp};
 use burn_blocksparse_tests::devices::devices;
 use rstest::rstest;
 
@@ -22,7 +22,7 @@ fn errors(
         let params = MlpParams::new(zeros(inner), zeros(outer))
             .bias(Tensor::<1>::zeros([bias], (&device, DType::F32)));
         let (x, options) = (zeros([3, 4]), MlpOptions::default());
-        let error = mlp_plan(&x, &params, Activation::Silu, &options).unwrap_err();
+        let error = options.explain(&x, &params, Activation::Silu).unwrap_err();
         assert_eq!(error.to_string(), message);
         let error = mlp(x, params, Activation::Silu, &options).unwrap_err();
         assert_eq!(error.to_string(), message);
@@ -35,7 +35,9 @@ fn plans_say_what_runs() {
         let zeros = |shape: [usize; 2]| Tensor::<2>::zeros(shape, (&device, DType::F32));
         let params = MlpParams::new(zeros([4, 6]), zeros([6, 2]));
         let options = MlpOptions::default();
-        let plan = mlp_plan(&zeros([3, 4]), &params, Activation::Silu, &options).unwrap();
+        let plan = options
+            .explain(&zeros([3, 4]), &params, Activation::Silu)
+            .unwrap();
         assert!(
             plan.to_string().starts_with("Burn's primitives on"),
             "{plan}"

@@ -32,7 +32,7 @@ fn model(device: &Device) -> SparseTransformer {
         .with_block_size(16)
         .with_init_scale(1.0)
         .with_content(Some("dsa:12,3,2,8".parse().unwrap()))
-        .init(device)
+        .try_init(device)
         .unwrap()
         .materialize()
 }
@@ -55,7 +55,7 @@ fn indexers_choose_from_pages_what_they_choose_in_the_whole() {
     for device in devices() {
         let model = with_output(model(&device));
         let tokens = tokens(2, &device);
-        let whole = model.forward(tokens.clone()).unwrap();
+        let whole = model.try_forward(tokens.clone()).unwrap();
         let mut pool = model.new_pool(&KvPoolConfig::new(2, SEQ)).unwrap();
         let ids = [(); 2].map(|_| pool.join().unwrap());
         let mut lengths = [0, 0];
@@ -68,7 +68,7 @@ fn indexers_choose_from_pages_what_they_choose_in_the_whole() {
             };
             let rows = Tensor::cat(vec![part(0), part(1)], 0);
             let steps = [0, 1].map(|entry| KvStep::new(ids[entry], counts[entry]));
-            let logits = model.forward_pool(rows, &steps, &mut pool).unwrap();
+            let logits = model.try_forward_pool(rows, &steps, &mut pool).unwrap();
             for entry in [0, 1] {
                 let rows = |x: &Tensor<3>, first: usize| {
                     let x = x

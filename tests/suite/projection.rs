@@ -1,9 +1,7 @@
 //! Projections to heads and from them.
 
 use burn::tensor::{DType, Tensor};
-use burn_blocksparse::{
-    LinearOptions, linear_from_heads, linear_from_heads_plan, linear_to_heads, linear_to_heads_plan,
-};
+use burn_blocksparse::{LinearOptions, linear_from_heads, linear_to_heads};
 use burn_blocksparse_tests::devices::devices;
 use rstest::rstest;
 
@@ -31,7 +29,9 @@ fn errors_to_heads(
             .collect();
         let bias = Tensor::<1>::zeros([bias], (&device, DType::F32));
         let options = LinearOptions::default();
-        let error = linear_to_heads_plan(&x, &weights, Some(&bias), parts, &options).unwrap_err();
+        let error = options
+            .explain_to_heads(&x, &weights, Some(&bias), parts)
+            .unwrap_err();
         assert_eq!(error.to_string(), message);
         let error = linear_to_heads(x, weights, Some(bias), parts, &options).unwrap_err();
         assert_eq!(error.to_string(), message);
@@ -45,7 +45,7 @@ fn errors_from_heads() {
         let weight = Tensor::<2>::zeros([11, 4], (&device, DType::F32));
         let options = LinearOptions::default();
         let message = "weight's in must be 12, x's heads · width, got 11";
-        let error = linear_from_heads_plan(&x, &weight, &options).unwrap_err();
+        let error = options.explain_from_heads(&x, &weight).unwrap_err();
         assert_eq!(error.to_string(), message);
         let error = linear_from_heads(x, weight, &options).unwrap_err();
         assert_eq!(error.to_string(), message);

@@ -2,8 +2,8 @@
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_blocksparse::{
-    AttentionOptions, BlockLayout, LayoutShape, Pattern, TopKOptions, attention, top_k_blocks,
-    top_k_blocks_on_device,
+    AttentionOptions, BlockLayout, LayoutShape, Pattern, SparseAttentionCall, TopKOptions,
+    top_k_blocks, top_k_blocks_on_device,
 };
 use burn_blocksparse_tests::devices::devices;
 use rand::{RngExt, SeedableRng};
@@ -151,14 +151,20 @@ fn straight_through_terms_teach_what_was_not_chosen() {
             let [q, k, v] = [0, 1, 2].map(|at| tensor(&values[at], shape, &device).require_grad());
             let choice = TopKOptions::new(B, 3);
             let layout = top_k_blocks_on_device(q.clone(), k.clone(), choice).unwrap();
-            let mut out = attention(q.clone(), k.clone(), v.clone(), &layout, options.clone());
+            let mut out = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), &layout)
+                .options(options.clone())
+                .run()
+                .unwrap()
+                .out;
             if straight_through {
-                let coarse = attention(q, means(k.clone()), means(v), &ended, options.clone());
-                let coarse = coarse.unwrap();
+                let coarse = SparseAttentionCall::new(q, means(k.clone()), means(v), &ended)
+                    .options(options.clone())
+                    .run()
+                    .unwrap()
+                    .out;
                 let term = coarse.clone() - coarse.clone().detach();
-                out = out.map(|out| if exact { out + term } else { coarse });
+                out = if exact { out + term } else { coarse };
             }
-            let out = out.unwrap();
             let last = out.clone().slice([0..1, 0..2, N - B..N, 0..8]);
             let gradients = last.sum().backward();
             (out.into_data(), k.grad(&gradients).unwrap())

@@ -3,7 +3,7 @@
 use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::{Activation, bias_activation, bias_activation_plan};
+use burn_blocksparse::{Activation, bias_activation};
 
 use crate::compare::{assert_close, read, to_f64};
 use crate::devices::{assert_ran, exact_dtypes, half_dtypes, supports, uses_reference};
@@ -397,7 +397,7 @@ pub fn bias_activation_plans(devices: &[Device]) {
         let x = Tensor::<2>::zeros([300, 512], device);
         let bias = Tensor::<1>::zeros([512], device);
         for activation in Activation::ALL {
-            let plan = bias_activation_plan(&x, Some(&bias), activation).unwrap();
+            let plan = activation.explain(&x, Some(&bias)).unwrap();
             assert_plan(&plan, device);
         }
     }

@@ -8,8 +8,8 @@ use burn::tensor::module::attention_fallback;
 use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Bool, DType, Device, Tensor, TensorData};
 use burn_blocksparse::{
-    AttentionOptions, AttentionPlan, BlockLayout, Layout, Pattern, ProductPrecision, WeightsMode,
-    attention, attention_with_lse, attention_with_weights, merge_attention,
+    AttentionOptions, BlockLayout, Layout, Pattern, ProductPrecision, SparseAttentionCall,
+    WeightsMode, merge_attention,
 };
 
 fn tensor(values: &[f64], shape: [usize; 4], device: &Device, dtype: DType) -> Tensor<4> {
@@ -36,7 +36,11 @@ pub(crate) fn run<'a>(
 ) -> [TensorData; 4] {
     let [q, k, v, grad_out] = inputs(problem, device, dtype);
     let [q, k, v] = [q, k, v].map(Tensor::require_grad);
-    let out = attention(q.clone(), k.clone(), v.clone(), layout, options).unwrap();
+    let out = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), layout)
+        .options(options)
+        .run()
+        .unwrap()
+        .out;
     let grads = (out.clone() * grad_out).sum().backward();
     [
         out.inner().into_data(),
@@ -80,8 +84,10 @@ pub fn lse_and_weights_equal_f64(devices: &[Device]) {
                 let [q, k, v, _] = inputs(&problem, device, dtype);
                 let (layout, options) = (case.layout(), case.options());
                 let args = (q.clone(), k.clone(), v.clone());
-                let (_, lse) =
-                    attention_with_lse(args.0, args.1, args.2, &layout, options.clone()).unwrap();
+                let (_, lse) = SparseAttentionCall::new(args.0, args.1, args.2, &layout)
+                    .options(options.clone())
+                    .run_with_lse()
+                    .unwrap();
                 assert_eq!(lse.dtype(), dtype);
                 assert_close(
                     &format!("{what}: lse"),
@@ -89,14 +95,16 @@ pub fn lse_and_weights_equal_f64(devices: &[Device]) {
                     &answer.lse,
                     tolerance,
                 );
-                let (out, weights) = attention_with_weights(q, k, v, &layout, options).unwrap();
+                let call = SparseAttentionCall::new(q, k, v, &layout).options(options);
+                let output = call.weights().run().unwrap();
+                assert!(output.lse.is_none() && output.max_scores.is_none());
                 assert_close(
                     &format!("{what}: out"),
-                    out.into_data(),
+                    output.out.into_data(),
                     &answer.out,
                     tolerance,
                 );
-                let dense = weights.to_dense().into_data();
+                let dense = output.weights.unwrap().to_dense().into_data();
                 assert_close(
                     &format!("{what}: weights"),
                     dense,
@@ -243,7 +251,11 @@ pub fn gradients_equal_finite_differences(devices: &[Device]) {
             let values = [&mut moved.q, &mut moved.k, &mut moved.v];
             values.into_iter().nth(which).unwrap()[index] += step;
             let [q, k, v, grad_out] = inputs(&moved, device, DType::F64);
-            let out = attention(q, k, v, &layout, case.options()).unwrap();
+            let out = SparseAttentionCall::new(q, k, v, &layout)
+                .options(case.options())
+                .run()
+                .unwrap()
+                .out;
             (out * grad_out).sum().into_scalar::<f64>()
         };
         let autodiff = device.clone().autodiff();
@@ -269,7 +281,11 @@ pub fn strides_do_not_matter(devices: &[Device]) {
     let (problem, layout) = (case.problem(5), case.layout());
     for device in devices {
         let [q, k, v, _] = inputs(&problem, device, DType::F32);
-        let expected = attention(q.clone(), k.clone(), v.clone(), &layout, case.options()).unwrap();
+        let expected = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), &layout)
+            .options(case.options())
+            .run()
+            .unwrap()
+            .out;
         let expected = to_f64(expected.into_data());
         // [batch, seq, heads, dim] seen as [batch, heads, seq, dim], as projections give it.
         let permuted = |x: &Tensor<4>| {
@@ -288,7 +304,11 @@ pub fn strides_do_not_matter(devices: &[Device]) {
         };
         for change in [&permuted as &dyn Fn(&Tensor<4>) -> Tensor<4>, &sliced] {
             let (q, k, v) = (change(&q), change(&k), change(&v));
-            let out = attention(q, k, v, &layout, case.options()).unwrap();
+            let out = SparseAttentionCall::new(q, k, v, &layout)
+                .options(case.options())
+                .run()
+                .unwrap()
+                .out;
             assert_close("strided inputs", out.into_data(), &expected, 1e-6);
         }
         // One head's keys for all heads, without a copy.
@@ -298,8 +318,16 @@ pub fn strides_do_not_matter(devices: &[Device]) {
             (head.clone().expand([batch, heads, seq, dim]), head)
         };
         let ((k_all, k_one), (v_all, v_one)) = (first(&k), first(&v));
-        let expanded = attention(q.clone(), k_all, v_all, &layout, case.options()).unwrap();
-        let multi_query = attention(q, k_one, v_one, &layout, case.options()).unwrap();
+        let expanded = SparseAttentionCall::new(q.clone(), k_all, v_all, &layout)
+            .options(case.options())
+            .run()
+            .unwrap()
+            .out;
+        let multi_query = SparseAttentionCall::new(q, k_one, v_one, &layout)
+            .options(case.options())
+            .run()
+            .unwrap()
+            .out;
         let multi_query = to_f64(multi_query.into_data());
         assert_close("expanded keys", expanded.into_data(), &multi_query, 1e-6);
     }
@@ -375,8 +403,15 @@ pub fn per_batch_layouts(devices: &[Device]) {
         }
         let [q, k, v, _] = inputs(&problem, device, DType::F32);
         let options = AttentionOptions::default();
-        let (_, weights) = attention_with_weights(q, k, v, &layout, options).unwrap();
-        let dense = weights.to_dense().into_data();
+        let call = SparseAttentionCall::new(q, k, v, &layout).options(options);
+        let dense = call
+            .weights()
+            .run()
+            .unwrap()
+            .weights
+            .unwrap()
+            .to_dense()
+            .into_data();
         assert_close("per batch: weights", dense, &answer.weights, 1e-5);
     }
 }
@@ -405,7 +440,10 @@ pub fn tf32_only_where_asked_for(devices: &[Device]) {
         ] {
             let options = AttentionOptions::default().precision(precision);
             let [q, k, v, _] = inputs(&problem, device, DType::F32);
-            let plan = AttentionPlan::new(&q, &k, &v, &layout, &options).unwrap();
+            let plan = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), &layout)
+                .options(options.clone())
+                .explain()
+                .unwrap();
             let tf32 = plan.to_string().contains("in tf32");
             assert!(precision == ProductPrecision::Tf32 || !tf32, "{plan}");
             let device = device.clone().autodiff();
@@ -452,7 +490,9 @@ pub fn lse_merges_disjoint_parts(devices: &[Device]) {
                         .layout(case.heads, case.seq_q, case.block_size)
                         .unwrap();
                     let (q, k, v) = (q.clone(), k.clone(), v.clone());
-                    attention_with_lse(q, k, v, &layout, AttentionOptions::default()).unwrap()
+                    SparseAttentionCall::new(q, k, v, &layout)
+                        .run_with_lse()
+                        .unwrap()
                 };
                 let ((out_a, lse_a), (out_b, lse_b)) = (part(&near), part(&far));
                 let (out, lse) = merge_attention(out_a, lse_a, out_b, lse_b).unwrap();
@@ -503,37 +543,29 @@ pub fn more_than_2_31_elements(devices: &[Device]) {
             };
             let [q, k, v] = [1, 2, 3].map(one);
             let wide = |x: Tensor<4>| x.expand([1, heads, seq, dim]);
-            let out = attention(
-                wide(q),
-                wide(k.clone()),
-                wide(v),
-                &long_layout,
-                options.clone(),
-            );
-            let x = Tensor::<4>::from_inner(out.unwrap().inner()).require_grad();
+            let out = SparseAttentionCall::new(wide(q), wide(k.clone()), wide(v), &long_layout)
+                .options(options.clone())
+                .run()
+                .unwrap()
+                .out;
+            let x = Tensor::<4>::from_inner(out.inner()).require_grad();
             println!("{dtype:?}: {} elements of output", x.shape().num_elements());
-            let y = attention(
-                x.clone(),
-                x.clone(),
-                x.clone(),
-                &long_layout,
-                options.clone(),
-            );
-            let y = y.unwrap();
+            let y = SparseAttentionCall::new(x.clone(), x.clone(), x.clone(), &long_layout)
+                .options(options.clone())
+                .run()
+                .unwrap()
+                .out;
             let seen = to_f64(tail(y.clone(), short / 2).inner().into_data());
             let grads = y.backward();
             let grad = Tensor::<4>::from_inner(x.grad(&grads).unwrap());
             drop(grads);
 
             let x = Tensor::<4>::from_inner(tail(x, short).inner()).require_grad();
-            let y = attention(
-                x.clone(),
-                x.clone(),
-                x.clone(),
-                &short_layout,
-                options.clone(),
-            );
-            let y = y.unwrap();
+            let y = SparseAttentionCall::new(x.clone(), x.clone(), x.clone(), &short_layout)
+                .options(options.clone())
+                .run()
+                .unwrap()
+                .out;
             let expected = tail(y.clone(), short / 2).inner().into_data();
             assert!(to_f64(expected.clone()).iter().any(|x| x.abs() > 1e-3));
             assert_close("the last rows", expected, &seen, tolerance);

@@ -4,8 +4,7 @@ use crate::cases::table;
 use crate::compare::{assert_close, to_f64};
 use burn::tensor::{DType, Device, Distribution, Tensor, TensorData};
 use burn_blocksparse::{
-    AttentionOptions, AttentionTensors, Pattern, WeightsMode, attention, attention_with_lse,
-    attention_with_tensors,
+    AttentionOptions, AttentionTensors, Pattern, SparseAttentionCall, WeightsMode,
 };
 
 fn random(device: &Device) -> Tensor<4> {
@@ -32,7 +31,11 @@ pub fn gradient_checkpointing_gives_the_same_gradients(devices: &[Device]) {
             // Memory-bound steps between the leaves and the op: recomputed, not stored.
             let through = |x: &Tensor<4>| (x.clone() * 2.0).swap_dims(1, 2) / 2.0;
             let [tq, tk, tv] = [&q, &k, &v].map(|x| through(x).swap_dims(1, 2));
-            let out = attention(tq, tk, tv, &layout, case.options()).unwrap();
+            let out = SparseAttentionCall::new(tq, tk, tv, &layout)
+                .options(case.options())
+                .run()
+                .unwrap()
+                .out;
             let grads = (out * grad_out).sum().backward();
             for (leaf, expected) in [(&q, &answer.dq), (&k, &answer.dk), (&v, &answer.dv)] {
                 let grad = leaf.grad(&grads).unwrap().into_data();
@@ -50,7 +53,9 @@ pub fn constants_get_no_gradient(devices: &[Device]) {
         let (k, v) = (random(plain), random(plain));
         let call = |q: Tensor<4>| {
             let (k, v) = (k.clone(), v.clone());
-            attention_with_lse(q, k, v, &layout, AttentionOptions::default()).unwrap()
+            SparseAttentionCall::new(q, k, v, &layout)
+                .run_with_lse()
+                .unwrap()
         };
         let q = random(&device).require_grad();
         let (out, _) = call(q.clone());
@@ -76,7 +81,10 @@ pub fn out_and_lse_are_differentiated_together(devices: &[Device]) {
             let [q, k, v] = [leaf(&data[0]), leaf(&data[1]), leaf(&data[2])];
             let (tq, tk, tv) = (q.clone() * 2.0, k.clone() * 0.5, v.clone());
             let options = AttentionOptions::default();
-            let (out, lse) = attention_with_lse(tq, tk, tv, &layout, options).unwrap();
+            let (out, lse) = SparseAttentionCall::new(tq, tk, tv, &layout)
+                .options(options)
+                .run_with_lse()
+                .unwrap();
             let grads = loss(out, lse).backward();
             [q, k, v].map(|x| x.grad(&grads).unwrap())
         };
@@ -136,15 +144,11 @@ pub fn bias_with_and_without_gradient(devices: &[Device]) {
                     .bias(bias.clone() * 2.0)
                     .relative_bias(table.clone() * 2.0);
                 let options = AttentionOptions::default();
-                let (out, _) = attention_with_tensors(
-                    x.clone() * 2.0,
-                    y.clone(),
-                    y,
-                    tensors,
-                    &layout,
-                    options,
-                )
-                .unwrap();
+                let (out, _) = SparseAttentionCall::new(x.clone() * 2.0, y.clone(), y, &layout)
+                    .tensors(tensors)
+                    .options(options)
+                    .run_with_lse()
+                    .unwrap();
                 let grads = out.powi_scalar(2).sum().backward();
                 let data = |x: &Tensor<4>| x.grad(&grads).map(|grad| grad.into_data());
                 let table = table.grad(&grads).map(|grad| grad.into_data());
@@ -173,7 +177,11 @@ pub fn one_tensor_as_query_key_and_value(devices: &[Device]) {
         let leaf = || Tensor::<4>::from_data(data.clone(), &device).require_grad();
         let grads_of = |q: &Tensor<4>, k: &Tensor<4>, v: &Tensor<4>| {
             let options = AttentionOptions::default();
-            let out = attention(q.clone(), k.clone(), v.clone(), &layout, options).unwrap();
+            let out = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), &layout)
+                .options(options)
+                .run()
+                .unwrap()
+                .out;
             out.powi_scalar(2).sum().backward()
         };
         let shared = leaf();
@@ -201,7 +209,11 @@ pub fn recompute_and_store_agree(devices: &[Device]) {
                 let k = leaf(&problem.k, sizes.k());
                 let v = leaf(&problem.v, sizes.v());
                 let options = case.options().weights(mode);
-                let out = attention(q.clone(), k.clone(), v.clone(), &layout, options).unwrap();
+                let out = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), &layout)
+                    .options(options)
+                    .run()
+                    .unwrap()
+                    .out;
                 let grads = (out * leaf(&problem.grad_out, sizes.out()))
                     .sum()
                     .backward();

@@ -2,7 +2,7 @@
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_blocksparse::{
-    AttentionOptions, BlockLayout, BlockSparseTensor, LayoutShape, Pattern, attention,
+    AttentionOptions, BlockLayout, BlockSparseTensor, LayoutShape, Pattern, SparseAttentionCall,
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -248,7 +248,10 @@ pub fn operators_compose_to_attention(devices: &[Device]) {
                             .and_then(|p| p.nn(v.clone())),
                         false => {
                             let (q, k, v) = (q.clone(), k.clone(), v.clone());
-                            attention(q, k, v, &layout, case.options())
+                            SparseAttentionCall::new(q, k, v, &layout)
+                                .options(case.options())
+                                .run()
+                                .map(|output| output.out)
                         }
                     };
                     let out = out.unwrap();
@@ -289,7 +292,10 @@ pub fn operators_in_several_chunks(devices: &[Device]) {
                     .and_then(|p| p.nn(k.clone())),
                 false => {
                     let options = AttentionOptions::default().scale(0.1);
-                    attention(q.clone(), k.clone(), k.clone(), &layout, options)
+                    SparseAttentionCall::new(q.clone(), k.clone(), k.clone(), &layout)
+                        .options(options)
+                        .run()
+                        .map(|output| output.out)
                 }
             };
             let out = out.unwrap();

@@ -198,7 +198,7 @@ pub fn causal_clusters_equal_dense_attention(devices: &[Device]) {
             let device = device.clone().autodiff();
             let shape = [batch, heads, seq, dim];
             let config = RoutingHeadsConfig::new(window).with_clusters(Some(clusters));
-            let mut routing = config.init(heads, dim, 1, &device).unwrap();
+            let mut routing = config.try_init(heads, dim, 1, &device).unwrap();
             let means = tensor(&means, [heads, clusters, dim], &device);
             routing.means = Param::from_tensor(means).set_require_grad(false);
             let leaves = || [&q, &k, &v].map(|x| tensor(x, shape, &device).require_grad());
@@ -214,7 +214,10 @@ pub fn causal_clusters_equal_dense_attention(devices: &[Device]) {
                 let out = match kernels {
                     true => {
                         let [q, k, v] = [&q, &k, &v].map(Clone::clone);
-                        routing.forward_unshared_causal(q, k, v).unwrap().context
+                        routing
+                            .try_forward_unshared_causal(q, k, v)
+                            .unwrap()
+                            .context
                     }
                     false => {
                         let mut counts = vec![0.0f64; batch * heads * seq];

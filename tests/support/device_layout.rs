@@ -2,8 +2,8 @@
 
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::{
-    AttentionOptions, AttentionPlan, AttentionTensors, DeviceLayout, DeviceLayoutOptions, Dropout,
-    TopKOptions, WeightsMode, attention_with_tensors, top_k_blocks, top_k_blocks_on_device,
+    AttentionOptions, AttentionTensors, DeviceLayout, DeviceLayoutOptions, Dropout,
+    SparseAttentionCall, TopKOptions, WeightsMode, top_k_blocks, top_k_blocks_on_device,
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -51,7 +51,7 @@ pub fn device_masks_equal_f64(devices: &[Device]) {
         for device in devices {
             let layout = layout_of(case, &mask, &placed(device, index));
             let [q, k, v, _] = inputs(&problem, device, DType::F32);
-            let plan = AttentionPlan::new(&q, &k, &v, &layout, &AttentionOptions::default());
+            let plan = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), &layout).explain();
             let plan = plan.unwrap().to_string();
             assert!(plan.contains("chosen on the device by a mask"), "{plan}");
             check(case, "a mask", &problem, layout, device);
@@ -351,8 +351,11 @@ pub fn device_layouts_with_relative_bias(devices: &[Device]) {
                 let layout = layout_of(&case, &mask, device);
                 let tensors = AttentionTensors::default().relative_bias(table);
                 let options = AttentionOptions::default();
-                let (out, lse) =
-                    attention_with_tensors(q, k, v, tensors, &layout, options).unwrap();
+                let (out, lse) = SparseAttentionCall::new(q, k, v, &layout)
+                    .tensors(tensors)
+                    .options(options)
+                    .run_with_lse()
+                    .unwrap();
                 let results = [
                     ("out", out.into_data(), &answer.out),
                     ("lse", lse.into_data(), &answer.lse),
@@ -435,10 +438,10 @@ pub fn device_layout_errors(devices: &[Device]) {
         let layout = of_mask([3, 1, 4, 4], case.options()).unwrap();
         let x = Tensor::<4>::zeros([2, 4, 64, 8], device);
         let call = |layout: &DeviceLayout, options: AttentionOptions| {
-            let error = AttentionPlan::new(&x, &x, &x, layout, &options).unwrap_err();
-            let called =
-                burn_blocksparse::attention(x.clone(), x.clone(), x.clone(), layout, options);
-            assert_eq!(called.unwrap_err(), error);
+            let call =
+                SparseAttentionCall::new(x.clone(), x.clone(), x.clone(), layout).options(options);
+            let error = call.explain().unwrap_err();
+            assert_eq!(call.run().unwrap_err(), error);
             error.to_string()
         };
         let message = call(&layout, AttentionOptions::default());
@@ -448,7 +451,10 @@ pub fn device_layout_errors(devices: &[Device]) {
         let tensors = AttentionTensors::default().relative_bias(table);
         let options = AttentionOptions::default();
         let [q, k, v] = [(); 3].map(|_| x.clone());
-        let called = attention_with_tensors(q, k, v, tensors, &layout, options);
+        let called = SparseAttentionCall::new(q, k, v, &layout)
+            .tensors(tensors)
+            .options(options)
+            .run_with_lse();
         let expected = "relative_bias must be without autodiff for a layout that is made on the device, got with";
         assert_eq!(called.unwrap_err().to_string(), expected);
         let message = call(

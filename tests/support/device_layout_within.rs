@@ -3,7 +3,7 @@
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::{
     AttentionOptions, BlockLayout, DeviceLayout, EstimateKind, Forced, Keep, Pattern, Restriction,
-    Rule, attention_with_lse,
+    Rule, SparseAttentionCall,
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -195,10 +195,14 @@ pub fn rules_within_a_layout(devices: &[Device]) {
                 let host = chosen.to_host().unwrap();
                 let [q, k, v, _] = inputs(&problem, device, DType::F32);
                 let options = AttentionOptions::default;
-                let (out, lse) =
-                    attention_with_lse(q.clone(), k.clone(), v.clone(), &chosen, options())
-                        .unwrap();
-                let (expected, of_host) = attention_with_lse(q, k, v, &host, options()).unwrap();
+                let (out, lse) = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), &chosen)
+                    .options(options())
+                    .run_with_lse()
+                    .unwrap();
+                let (expected, of_host) = SparseAttentionCall::new(q, k, v, &host)
+                    .options(options())
+                    .run_with_lse()
+                    .unwrap();
                 let what = format!("{}, {rule:?}, {device:?}", case.name);
                 assert_close(&what, out.into_data(), &to_f64(expected.into_data()), 1e-5);
                 let finite = |lse: Tensor<3>| lse.clamp_min(-1e4).into_data();

@@ -30,7 +30,7 @@ fn attention(pattern: Pattern, device: &Device) -> SparseMultiHeadAttention {
     let config = SparseMultiHeadAttentionConfig::new(WIDTH, HEADS, pattern)
         .with_block_size(8)
         .with_n_kv_heads(Some(KV_HEADS));
-    let mut mha = config.init(device).unwrap();
+    let mut mha = config.try_init(device).unwrap();
     let random = |linear: &mut Linear| {
         let weight = linear.weight.val();
         let distribution = Distribution::Normal(0.0, 0.3);
@@ -89,7 +89,11 @@ pub fn queries_see_the_keys_that_stay(devices: &[Device]) {
                 }
                 let input = x.clone().narrow(1, first, count);
                 let steps = [KvStep::new(id, count)];
-                rows.push(mha.forward_pool(input, &steps, &mut pool).unwrap().context);
+                rows.push(
+                    mha.try_forward_pool(input, &steps, &mut pool)
+                        .unwrap()
+                        .context,
+                );
                 pool.verify().unwrap();
                 first += count;
             }
@@ -111,7 +115,7 @@ pub fn queries_see_the_keys_that_stay(devices: &[Device]) {
             masked.key = mha.key.clone();
             masked.value = mha.value.clone();
             masked.output = mha.output.clone();
-            let whole = masked.forward(SparseMhaInput::self_attn(x)).unwrap();
+            let whole = masked.try_forward(SparseMhaInput::self_attn(x)).unwrap();
             let what = format!("{config:?} on {device:?}");
             println!("{what}");
             assert_close(Tensor::cat(rows, 1), whole.context, 1e-4);
@@ -129,7 +133,7 @@ pub fn sums_of_attention_are_the_same_by_both_roads(devices: &[Device]) {
             let id = pool.join().unwrap();
             for &count in calls {
                 let input = x.clone().narrow(1, pool.len(id).unwrap(), count);
-                mha.forward_pool(input, &[KvStep::new(id, count)], &mut pool)
+                mha.try_forward_pool(input, &[KvStep::new(id, count)], &mut pool)
                     .unwrap();
             }
             pool.attention_sums(id, 0).unwrap().narrow(1, 0, 20)

@@ -50,10 +50,12 @@ fn check(seed: u64, device: &Device, case: &mut String) {
     let config = attention(rng, seq);
     let batch = rng.random_range(1..=4);
     *case = format!("batch {batch}, seq {seq}, {config:?}");
-    let mha = randomised(config.init(device).unwrap(), rng);
+    let mha = randomised(config.try_init(device).unwrap(), rng);
     let x = numbers(rng, [batch, seq, config.d_model], device);
     let other = numbers(rng, [1, seq, config.d_model], device);
-    let whole = mha.forward(SparseMhaInput::self_attn(x.clone())).unwrap();
+    let whole = mha
+        .try_forward(SparseMhaInput::self_attn(x.clone()))
+        .unwrap();
     let whole = Rows {
         of: to_f64(read(whole.context)),
         seq,
@@ -186,7 +188,7 @@ fn by_cache(mha: &SparseMultiHeadAttention, x: &Tensor<3>, whole: &Rows, rng: &m
         let first = cache.len();
         let count = piece(rng).min(seq - first);
         let input = SparseMhaInput::self_attn(x.clone().narrow(1, first, count));
-        let rows = mha.forward_cache(input, &mut cache).unwrap().context;
+        let rows = mha.try_forward_cache(input, &mut cache).unwrap().context;
         for entry in 0..batch {
             whole.expect("a cache", rows.clone().narrow(0, entry, 1), entry, first);
         }
@@ -236,7 +238,7 @@ fn by_pool(
         let steps: Vec<KvStep> = (taken.iter())
             .map(|&entry| KvStep::new(ids[entry], counts[entry]))
             .collect();
-        let rows = mha.forward_pool(input, &steps, pool).unwrap().context;
+        let rows = mha.try_forward_pool(input, &steps, pool).unwrap().context;
         pool.verify().unwrap();
         for (place, &entry) in taken.iter().enumerate() {
             let rows = rows.clone().narrow(0, place, 1);
@@ -247,7 +249,7 @@ fn by_pool(
         let len = pool.len(ids[entry]).unwrap();
         let read_on = |pool: &mut KvPool, id: SequenceId, count: usize| {
             let rows = other.clone().narrow(1, len, count);
-            mha.forward_pool(rows, &[KvStep::new(id, count)], pool)
+            mha.try_forward_pool(rows, &[KvStep::new(id, count)], pool)
                 .unwrap();
         };
         if rollback == ROLLBACK && len + ROLLBACK <= seq && chance(rng, 2) {

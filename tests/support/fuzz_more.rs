@@ -2,8 +2,8 @@
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::{
-    AttentionOptions, BlockLayout, Pattern, attention_with_lse, attention_with_tensors_and_weights,
-    merge_attention, vertical_slash_layout,
+    AttentionOptions, BlockLayout, Pattern, SparseAttentionCall, merge_attention,
+    vertical_slash_layout,
 };
 use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -85,12 +85,17 @@ fn weights_of(fuzz: &Fuzz, device: &Device) {
     let [q, k, v, _] = inputs(&problem, device, dtype);
     let tensors = tensors(&problem, device, dtype);
     let layout = fuzz.layout();
-    let (out, lse, weights) =
-        attention_with_tensors_and_weights(q, k, v, tensors, &layout, options).unwrap();
+    let output = SparseAttentionCall::new(q, k, v, &layout)
+        .tensors(tensors)
+        .options(options)
+        .lse()
+        .weights()
+        .run()
+        .unwrap();
     for (name, got) in [
-        ("out", out.into_data()),
-        ("lse", lse.into_data()),
-        ("weights", weights.to_dense().into_data()),
+        ("out", output.out.into_data()),
+        ("lse", output.lse.unwrap().into_data()),
+        ("weights", output.weights.unwrap().to_dense().into_data()),
     ] {
         compare(&answer, name, got, dtype, tolerance);
     }
@@ -190,7 +195,10 @@ fn merged(fuzz: &Fuzz, rng: &mut impl Rng, device: &Device) {
     let [q, k, v] = [q, k, v].map(Tensor::require_grad);
     let [(out_a, lse_a), (out_b, lse_b)] = [true, false].map(|in_first| {
         let (q, k, v) = (q.clone(), k.clone(), v.clone());
-        attention_with_lse(q, k, v, &part(in_first), fuzz.options()).unwrap()
+        SparseAttentionCall::new(q, k, v, &part(in_first))
+            .options(fuzz.options())
+            .run_with_lse()
+            .unwrap()
     });
     let (out, lse) = merge_attention(out_a, lse_a, out_b, lse_b).unwrap();
     let grad_lse = TensorData::new(problem.grad_lse.clone(), lse.dims());

@@ -2,9 +2,8 @@
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_blocksparse::{
-    AttentionGradients, AttentionOptions, AttentionPlan, AttentionTensors, BlockLayout, Dropout,
-    LayoutShape, OpError, Pattern, alibi_slopes, attention_gradients, attention_hvp,
-    attention_with_tensors,
+    AttentionGradients, AttentionOptions, AttentionTensors, BlockLayout, Dropout, LayoutShape,
+    OpError, Pattern, SparseAttentionCall, alibi_slopes, attention_gradients, attention_hvp,
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -194,7 +193,7 @@ fn exact(devices: &[Device]) -> Vec<Device> {
 fn runs_kernels(device: &Device) -> bool {
     let q = Tensor::<4>::zeros([1, 1, 8, 8], device);
     let layout = Pattern::causal().layout(1, 8, 8).unwrap();
-    let plan = AttentionPlan::new(&q, &q, &q, &layout, &AttentionOptions::default());
+    let plan = SparseAttentionCall::new(q.clone(), q.clone(), q.clone(), &layout).explain();
     plan.unwrap().is_kernels()
 }
 
@@ -207,7 +206,11 @@ pub fn gradients_equal_the_backward_pass(devices: &[Device]) {
             let inputs = case.inputs(&start, &device.clone().autodiff());
             let [q, k, v, grad_out] = inputs.four.clone();
             let (tensors, options) = (inputs.tensors.clone(), case.options.clone());
-            let (out, _) = attention_with_tensors(q, k, v, tensors, &case.layout, options).unwrap();
+            let (out, _) = SparseAttentionCall::new(q, k, v, &case.layout)
+                .tensors(tensors)
+                .options(options)
+                .run_with_lse()
+                .unwrap();
             assert_close(case.name, got.out.to_data(), &numbers(&out), 1e-12);
             let grads = (out * grad_out.inner()).sum().backward();
             let [q, k, v, _] = inputs.four.each_ref().map(|x| x.grad(&grads));

@@ -1,9 +1,7 @@
 //! Recordings: inputs that are overwritten, and runs of what was recorded.
 
 use burn::tensor::{Bool, Device, Distribution, Int, Tensor, TensorData};
-use burn_blocksparse::{
-    AttentionOptions, BlockLayout, Fixed, OpError, Pattern, Replayed, attention,
-};
+use burn_blocksparse::{BlockLayout, Fixed, OpError, Pattern, Replayed, sparse_attention};
 
 /// What is written is read, by the tensor and by tensors made of it before.
 pub fn fixed_tensors_are_overwritten(devices: &[Device]) {
@@ -40,13 +38,7 @@ pub fn fixed_tensors_are_overwritten(devices: &[Device]) {
 fn step(x: Tensor<4>, scale: Tensor<1>, layout: &BlockLayout) -> Result<[Tensor<4>; 2], OpError> {
     let x = Tensor::from_inner(x).require_grad();
     let scaled = x.clone() * Tensor::from_inner(scale).unsqueeze::<4>();
-    let out = attention(
-        scaled,
-        x.clone(),
-        x.clone(),
-        layout,
-        AttentionOptions::default(),
-    )?;
+    let out = sparse_attention(scaled, x.clone(), x.clone(), layout)?;
     let gradients = out.clone().square().sum().backward();
     let gradient = x.grad(&gradients).expect("of an input");
     Ok([out.inner(), gradient])

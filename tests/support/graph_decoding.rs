@@ -17,7 +17,9 @@ fn model(pattern: Pattern, device: &Device) -> SparseTransformer {
 
 /// With selections, by which there are no sinks.
 fn model_with(pattern: Pattern, selections: &[&str], device: &Device) -> SparseTransformer {
-    config(pattern, selections, device).init(device).unwrap()
+    config(pattern, selections, device)
+        .try_init(device)
+        .unwrap()
 }
 
 fn config(pattern: Pattern, selections: &[&str], device: &Device) -> SparseTransformerConfig {
@@ -74,7 +76,7 @@ pub fn replayed_decoding_chooses_keys(devices: &[Device]) {
         let model = config(Pattern::causal(), &[], device)
             .with_attention(Some(attention))
             .with_content(Some("dsa:12,3,2,8".parse().unwrap()))
-            .init(device)
+            .try_init(device)
             .unwrap();
         for (dtype, tolerance) in some_of([(KvDtype::Model, 2e-5), (KvDtype::Int8, 1e-2)], 2) {
             let what = format!("dsa, {dtype:?} on {device:?}");
@@ -97,7 +99,7 @@ pub fn replayed_decoding_sees_three_branches(devices: &[Device]) {
             let model = model
                 .with_attention(Some(attention))
                 .with_content(content)
-                .init(device)
+                .try_init(device)
                 .unwrap();
             let what = format!("{text}, {dtype:?} on {device:?}");
             replayed_equals_plain(&what, model, dtype, tolerance, device);
@@ -218,7 +220,7 @@ pub fn decoding_reserves_nothing_more(devices: &[Device]) {
                 let tokens = TensorData::new(tokens.collect::<Vec<i32>>(), [2, count]);
                 let tokens = Tensor::<2, Int>::from_data(tokens, device);
                 let steps = ids.map(|id| KvStep::new(id, count));
-                let logits = model.forward_pool(tokens, &steps, &mut pool).unwrap();
+                let logits = model.try_forward_pool(tokens, &steps, &mut pool).unwrap();
                 assert!(!logits.sum().into_scalar::<f32>().is_nan());
                 for id in ids {
                     let len = pool.len(id).unwrap();

@@ -8,7 +8,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
 use burn_blocksparse::{
     AttentionOptions, DeviceSeed, Dropout, Fixed, FusedAdamW, FusedAdamWConfig, OpError, Pattern,
-    Replayed, ResidualNormOptions, Seed, StreamDropout, alibi_slopes, attention, dropout,
+    Replayed, ResidualNormOptions, Seed, SparseAttentionCall, StreamDropout, alibi_slopes, dropout,
     residual_norm,
 };
 use burn_sparse_transformer::{
@@ -34,8 +34,12 @@ fn dropped_with(
 ) -> Result<Vec<TensorData>, OpError> {
     let layout = Pattern::fixed(8, 2).layout(2, 24, 8).expect("fits");
     let options = AttentionOptions::default().dropout(Dropout::new(0.3, seed));
-    let attended =
-        |x: &Tensor<4>| attention(x.clone(), x.clone(), x.clone(), &layout, options.clone());
+    let attended = |x: &Tensor<4>| {
+        SparseAttentionCall::new(x.clone(), x.clone(), x.clone(), &layout)
+            .options(options.clone())
+            .run()
+            .map(|output| output.out)
+    };
     let stream = StreamDropout::new(0.4, seed.derive(1), 2);
     let normed = |x: &Tensor<4>| {
         let gain = Tensor::ones([16], &x.device());
@@ -125,8 +129,12 @@ pub fn recordings_refuse_what_would_be_frozen(devices: &[Device]) {
         let records = format!("{device:?}").contains("Cube");
         let q = Tensor::<4>::random([1, 2, 32, 16], Distribution::Default, device);
         let layout = |window| Pattern::local(window).layout(2, 32, 8).expect("fits");
-        let call =
-            |layout: &_, options| attention(q.clone(), q.clone(), q.clone(), layout, options);
+        let call = |layout: &_, options| {
+            SparseAttentionCall::new(q.clone(), q.clone(), q.clone(), layout)
+                .options(options)
+                .run()
+                .map(|output| output.out)
+        };
         let plain = AttentionOptions::default();
         let warm = layout(9);
         let expected = call(&warm, plain.clone()).unwrap().into_data();
@@ -315,7 +323,7 @@ impl Setup {
     fn model(&self, device: &Device) -> SparseTransformer {
         let device = device.clone().autodiff();
         device.seed(7);
-        self.config.init(&device).unwrap().materialize()
+        self.config.try_init(&device).unwrap().materialize()
     }
 
     fn optimizer() -> FusedAdamW {
@@ -347,7 +355,11 @@ impl Setup {
 
     fn evaluate(&self, model: &SparseTransformer, device: &Device) -> f32 {
         let [tokens, targets] = self.data(1_000).map(|data| Tensor::from_data(data, device));
-        model.valid().loss(tokens, targets).unwrap().into_scalar()
+        model
+            .valid()
+            .try_loss(tokens, targets)
+            .unwrap()
+            .into_scalar()
     }
 
     fn trained(

@@ -1,7 +1,7 @@
 //! Rows split into heads and joined, against loops over all indices.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::{heads_apart, heads_together, join_heads, split_heads, split_heads_plan};
+use burn_blocksparse::{OpPlan, heads_apart, heads_together, join_heads, split_heads};
 
 use crate::activation::assert_plan;
 use crate::compare::{assert_close, to_f64};
@@ -409,8 +409,14 @@ pub fn heads_plans(devices: &[Device]) {
         let x = Tensor::<3>::zeros([2, 10, 128], device);
         let bias = Tensor::<1>::zeros([128], device);
         let parts = [(4, 16), (2, 16), (2, 16)];
-        assert_plan(&split_heads_plan(&x, Some(&bias), &parts).unwrap(), device);
-        assert_plan(&split_heads_plan(&x, None, &[(8, 16)]).unwrap(), device);
+        assert_plan(
+            &OpPlan::of_split_heads(&x, Some(&bias), &parts).unwrap(),
+            device,
+        );
+        assert_plan(
+            &OpPlan::of_split_heads(&x, None, &[(8, 16)]).unwrap(),
+            device,
+        );
     }
 }
 

@@ -2,8 +2,8 @@
 
 use burn::tensor::{DType, Device, Distribution, Tensor, TensorData};
 use burn_blocksparse::{
-    AttentionOptions, AttentionTensors, Dropout, KeptAttention, Layout, Pattern, attention_given,
-    attention_keeping, attention_with_tensors,
+    AttentionOptions, AttentionTensors, Dropout, KeptAttention, Layout, Pattern,
+    SparseAttentionCall, attention_given, attention_keeping,
 };
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
@@ -79,7 +79,11 @@ fn run<'a>(
     let options = options.clone();
     let (out, lse, kept) = match by {
         By::Itself => {
-            let (out, lse) = attention_with_tensors(tq, tk, tv, tensors, layout, options).unwrap();
+            let (out, lse) = SparseAttentionCall::new(tq, tk, tv, layout)
+                .tensors(tensors)
+                .options(options)
+                .run_with_lse()
+                .unwrap();
             (out, lse, None)
         }
         By::Keeping => {

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::{
     AttentionOptions, BlockLayout, ChoiceWalk, DeviceLayout, KeyLists, LayoutShape, Pattern,
-    QueryLists, attention_with_keys, attention_with_keys_plan, attention_with_lse,
+    QueryLists, SparseAttentionCall, attention_with_keys,
 };
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
@@ -490,7 +490,9 @@ pub fn layouts_of_keys_equal_f64(devices: &[Device]) {
                     &device.clone().autodiff(),
                     dtype,
                     |q, k, v| {
-                        attention_with_lse(q, k, v, &layout, AttentionOptions::default()).unwrap()
+                        SparseAttentionCall::new(q, k, v, &layout)
+                            .run_with_lse()
+                            .unwrap()
                     },
                 );
                 let answer = drawn.problem.solve();
@@ -527,7 +529,7 @@ pub fn attention_with_keys_plans(devices: &[Device]) {
                 let lists = drawn.lists(device);
                 let plan = |walk| {
                     let options = AttentionOptions::default().choice_walk(walk);
-                    attention_with_keys_plan(&q, &k, &v, &lists, &options).unwrap()
+                    lists.explain(&q, &k, &v, &options).unwrap()
                 };
                 let auto = plan(ChoiceWalk::Auto);
                 // Tiles take other numbers of heads and widths.

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::{
     AttentionOptions, BlockLayout, ChoiceWalk, LayoutShape, Pattern, QueryLists,
-    attention_with_lists, attention_with_lists_plan, runs_kernels,
+    attention_with_lists, runs_kernels,
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -353,7 +353,7 @@ pub fn attention_with_lists_plans(devices: &[Device]) {
                 let lists = drawn.lists(device);
                 let plan = |walk| {
                     let options = AttentionOptions::default().choice_walk(walk);
-                    let plan = attention_with_lists_plan(&q, &k, &v, &drawn.near, &lists, &options);
+                    let plan = lists.explain(&q, &k, &v, &drawn.near, &options);
                     plan.unwrap().to_string()
                 };
                 let text = plan(ChoiceWalk::Auto);

@@ -2,8 +2,8 @@
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_blocksparse::{
-    AttentionOptions, AttentionTensors, BlockLayout, MassOptions, Pattern, attention_masses,
-    attention_with_tensors,
+    AttentionOptions, AttentionTensors, BlockLayout, MassOptions, Pattern, SparseAttentionCall,
+    attention_masses,
 };
 
 use crate::attention::inputs;
@@ -167,15 +167,11 @@ pub fn masses_of_long_lines(devices: &[Device]) {
         let sinks = Tensor::from_data(sinks, (&device, DType::F32));
         let tensors = AttentionTensors::default().sinks(sinks);
         let options = AttentionOptions::default();
-        let (_, lse) = attention_with_tensors(
-            q.clone(),
-            k.clone(),
-            v,
-            tensors.clone(),
-            &layout,
-            options.clone(),
-        )
-        .unwrap();
+        let (_, lse) = SparseAttentionCall::new(q.clone(), k.clone(), v, &layout)
+            .tensors(tensors.clone())
+            .options(options.clone())
+            .run_with_lse()
+            .unwrap();
         let options = MassOptions::default().tensors(tensors);
         let masses = attention_masses(q, k, lse, &layout, options).unwrap();
         assert!(

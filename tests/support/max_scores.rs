@@ -1,10 +1,7 @@
 //! Each row's largest score against f64, and that nothing else changes where it is asked for.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::{
-    AttentionAux, AttentionOptions, Layout, Pattern, WeightsMode, attention_with_aux,
-    attention_with_tensors, attention_with_tensors_and_aux,
-};
+use burn_blocksparse::{AttentionOptions, Layout, Pattern, SparseAttentionCall, WeightsMode};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 
@@ -56,11 +53,14 @@ fn check<'a>(
     let answer = problem.solve();
     let [q, k, v, _] = inputs(problem, device, dtype);
     let tensors = tensors(problem, device, dtype);
-    let (out, aux) =
-        attention_with_tensors_and_aux(q, k, v, tensors, layout, options.clone()).unwrap();
-    let AttentionAux {
-        lse, max_scores, ..
-    } = aux;
+    let output = SparseAttentionCall::new(q, k, v, layout)
+        .tensors(tensors)
+        .options(options.clone())
+        .lse()
+        .max_scores()
+        .run()
+        .unwrap();
+    let (out, lse, max_scores) = (output.out, output.lse.unwrap(), output.max_scores.unwrap());
     assert_eq!(max_scores.dtype(), lse.dtype(), "{what}");
     assert_eq!(max_scores.dims(), lse.dims(), "{what}");
     // Scores are sums in f32, or f64, whatever the inputs are.
@@ -147,13 +147,23 @@ fn run(
     let (layout, options) = (&case.layout(), options.clone());
     let (out, lse, max_scores) = match asked {
         true => {
-            let (out, aux) =
-                attention_with_tensors_and_aux(tq, tk, tv, tensors, layout, options).unwrap();
-            assert!(!aux.max_scores.is_require_grad());
-            (out, aux.lse, Some(aux.max_scores))
+            let output = SparseAttentionCall::new(tq, tk, tv, layout)
+                .tensors(tensors)
+                .options(options)
+                .lse()
+                .max_scores()
+                .run()
+                .unwrap();
+            let max_scores = output.max_scores.unwrap();
+            assert!(!max_scores.is_require_grad());
+            (output.out, output.lse.unwrap(), Some(max_scores))
         }
         false => {
-            let (out, lse) = attention_with_tensors(tq, tk, tv, tensors, layout, options).unwrap();
+            let (out, lse) = SparseAttentionCall::new(tq, tk, tv, layout)
+                .tensors(tensors)
+                .options(options)
+                .run_with_lse()
+                .unwrap();
             (out, lse, None)
         }
     };
@@ -238,9 +248,8 @@ pub fn max_scores_of_disjoint_parts(devices: &[Device]) {
                 .layout(case.heads, case.seq_q, case.block_size)
                 .unwrap();
             let (q, k, v) = (q.clone(), k.clone(), v.clone());
-            let (_, aux) =
-                attention_with_aux(q, k, v, &layout, AttentionOptions::default()).unwrap();
-            aux.max_scores
+            let call = SparseAttentionCall::new(q, k, v, &layout);
+            call.max_scores().run().unwrap().max_scores.unwrap()
         });
         let what = format!("disjoint parts, {device:?}");
         let got = near.max_pair(far).into_data();

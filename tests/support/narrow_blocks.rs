@@ -4,7 +4,7 @@ use std::mem::discriminant;
 
 use burn::tensor::{DType, Device};
 use burn_blocksparse::{
-    AttentionOptions, AttentionPlan, BlockLayout, BlockMask, Dropout, LayoutShape,
+    AttentionOptions, BlockLayout, BlockMask, Dropout, LayoutShape, SparseAttentionCall,
 };
 
 use crate::attention::inputs;
@@ -85,7 +85,10 @@ fn check(
             continue;
         }
         let [q, k, v, _] = inputs(&problem, device, dtype);
-        let plan = AttentionPlan::new(&q, &k, &v, &layout, &options).unwrap();
+        let plan = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), &layout)
+            .options(options.clone())
+            .explain()
+            .unwrap();
         let lines = plan.to_string();
         println!("{what}\n{lines}");
         for pass in ["forward", "backward"] {

@@ -1,9 +1,7 @@
 //! Residual norms against f64 loops.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::{
-    Branch, NormParams, ResidualNormOptions, StreamDropout, residual_norm_plan,
-};
+use burn_blocksparse::{Branch, NormParams, ResidualNormOptions, StreamDropout};
 
 use crate::compare::{assert_close, to_f64};
 use crate::devices::{assert_ran, exact_dtypes, half_dtypes, supports, uses_reference};
@@ -237,10 +235,10 @@ pub fn residual_norm_plans(devices: &[Device]) {
         let params = NormParams::new(Tensor::ones([512], device));
         let branch = Branch::new(stream.clone());
         let options = ResidualNormOptions::default();
-        let plan = residual_norm_plan(&stream, Some(&branch), &params, &options).unwrap();
+        let plan = options.explain(&stream, Some(&branch), &params).unwrap();
         let wide = Tensor::<2>::zeros([2, 40_000], device);
         let of_wide = NormParams::new(Tensor::ones([40_000], device));
-        let of_wide = residual_norm_plan(&wide, None, &of_wide, &options).unwrap();
+        let of_wide = options.explain(&wide, None, &of_wide).unwrap();
         assert!(!of_wide.is_kernels(), "{of_wide}");
         let name = format!("{device:?}");
         let kernels = ["Wgpu", "Cuda"].iter().any(|kind| name.contains(kind));

@@ -3,7 +3,7 @@
 //! Nothing is rounded but the inputs, before both sides get them, so masses are held to what f32 sums leave where a kernel makes them at once.
 
 use burn::tensor::{DType, Device, Distribution, Int, Tensor};
-use burn_blocksparse::{AttentionOptions, AttentionPlan, Nsa, NsaKeysValues, NsaOptions, Pattern};
+use burn_blocksparse::{Nsa, NsaKeysValues, NsaOptions, Pattern, SparseAttentionCall};
 
 use crate::cases::shard;
 use crate::compare::{assert_close, to_f64};
@@ -179,7 +179,7 @@ fn check(case: Case, seed: u64, device: &Device, dtype: DType) -> [usize; 2] {
     let mut of_kernels = [0, 0];
     let is_served = is_half && width.is_multiple_of(16) && runs_on_tensor_cores(&x.q, dtype);
     for (nsa, is_kernels) in [(case.nsa(), is_served), (general, false)] {
-        let plan = nsa.plan(&x.q, &keys_values).unwrap();
+        let plan = nsa.explain(&x.q, &keys_values).unwrap();
         let what = format!("{}, {device:?}, {dtype:?}, {plan}", case.name);
         assert_eq!(plan.is_kernels(), is_kernels, "{what}");
         let tolerance = match (plan.is_kernels(), is_half) {
@@ -244,7 +244,9 @@ fn runs_on_tensor_cores(q: &Tensor<4>, dtype: DType) -> bool {
     let [_, heads, ..] = q.dims();
     let layout = Pattern::causal().layout(heads, 64, 32).unwrap();
     let [q, k, v] = [(); 3].map(|_| Tensor::<4>::zeros([1, heads, 64, 64], (&q.device(), dtype)));
-    let plan = AttentionPlan::new(&q, &k, &v, &layout, &AttentionOptions::default()).unwrap();
+    let plan = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), &layout)
+        .explain()
+        .unwrap();
     let plan = plan.to_string();
     plan.contains("forward  hopper") || plan.contains("forward  mma")
 }

@@ -555,7 +555,7 @@ pub fn optimizer_plans_print(devices: &[Device]) {
     let mut ran = 0;
     for device in devices {
         let model = LinearConfig::new(3, 2).init(device);
-        let plan = config().init().plan(&model).unwrap();
+        let plan = config().init().explain(&model).unwrap();
         let kernels = format!("{device:?}").contains("Cube");
         assert_eq!(plan.is_kernels(), kernels, "{plan}");
         assert!(

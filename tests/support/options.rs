@@ -7,8 +7,8 @@ use crate::devices::{assert_ran, exact_dtypes, half_dtypes};
 use crate::reference::{Problem, Sizes};
 use burn::tensor::{DType, Device, Distribution, Tensor, TensorData};
 use burn_blocksparse::{
-    AttentionOptions, AttentionTensors, BlockLayout, Dropout, Layout, Pattern, WeightsMode,
-    attention, attention_with_tensors, attention_with_tensors_and_weights, runs_kernels,
+    AttentionOptions, AttentionTensors, BlockLayout, Dropout, Layout, Pattern, SparseAttentionCall,
+    WeightsMode, runs_kernels,
 };
 
 const MODES: [WeightsMode; 2] = [WeightsMode::Recompute, WeightsMode::Store];
@@ -75,15 +75,11 @@ where
         tensors.relative_bias = tensors.relative_bias.map(Tensor::require_grad);
         let (sinks, bias) = (tensors.sinks.clone(), tensors.bias.clone());
         let relative = tensors.relative_bias.clone();
-        let (out, lse) = attention_with_tensors(
-            q.clone(),
-            k.clone(),
-            v.clone(),
-            tensors,
-            &self.layout,
-            self.options.clone(),
-        )
-        .unwrap();
+        let (out, lse) = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), &self.layout)
+            .tensors(tensors)
+            .options(self.options.clone())
+            .run_with_lse()
+            .unwrap();
         let grad_lse = TensorData::new(problem.grad_lse.clone(), lse.dims());
         let grad_lse = Tensor::<3>::from_data(grad_lse, (device, lse.dtype()));
         let mut loss = (lse.clone() * grad_lse).sum();
@@ -241,12 +237,21 @@ pub fn weights_with_options_equal_f64(devices: &[Device]) {
                 let [q, k, v, _] = inputs(&problem, device, dtype);
                 let tensors = tensors(&problem, device, dtype);
                 let (layout, options) = (case.layout(), options.clone());
-                let (out, lse, weights) =
-                    attention_with_tensors_and_weights(q, k, v, tensors, &layout, options).unwrap();
+                let output = SparseAttentionCall::new(q, k, v, &layout)
+                    .tensors(tensors)
+                    .options(options)
+                    .lse()
+                    .weights()
+                    .run()
+                    .unwrap();
                 let results = [
-                    ("out", out.into_data(), &answer.out),
-                    ("lse", lse.into_data(), &answer.lse),
-                    ("weights", weights.to_dense().into_data(), &answer.weights),
+                    ("out", output.out.into_data(), &answer.out),
+                    ("lse", output.lse.unwrap().into_data(), &answer.lse),
+                    (
+                        "weights",
+                        output.weights.unwrap().to_dense().into_data(),
+                        &answer.weights,
+                    ),
                 ];
                 for (name, got, expected) in results {
                     let what = format!("{}, {device:?}, {dtype:?}: {name}", case.name);
@@ -276,8 +281,10 @@ pub fn weights_with_sinks_per_batch(devices: &[Device]) {
             let [q, k, v, _] = inputs(&problem, device, dtype);
             let tensors = tensors(&problem, device, dtype);
             let options = AttentionOptions::default();
-            let (_, _, weights) =
-                attention_with_tensors_and_weights(q, k, v, tensors, &layout, options).unwrap();
+            let call = SparseAttentionCall::new(q, k, v, &layout)
+                .tensors(tensors)
+                .options(options);
+            let weights = call.weights().run().unwrap().weights.unwrap();
             let weights = weights.to_dense().into_data();
             let what = format!("layouts per batch entry, {device:?}, {dtype:?}: weights");
             assert_close(&what, weights, &answer.weights, tolerance);
@@ -506,8 +513,12 @@ pub fn dropout_follows_its_seed(devices: &[Device]) {
     for device in devices {
         let x = Tensor::<4>::random([2, 2, 64, 16], Distribution::Default, device);
         let call = |options: AttentionOptions| {
-            let out = attention(x.clone(), x.clone(), x.clone(), &layout, options);
-            out.unwrap().into_data()
+            let out = SparseAttentionCall::new(x.clone(), x.clone(), x.clone(), &layout)
+                .options(options)
+                .run()
+                .unwrap()
+                .out;
+            out.into_data()
         };
         let dropped = |probability: f64, seed: u64| {
             call(AttentionOptions::default().dropout(Dropout::new(probability, seed)))

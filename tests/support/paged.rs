@@ -3,7 +3,6 @@
 use burn::tensor::{DType, Device, Tensor};
 use burn_blocksparse::{
     PagedKeysValues, PagedOptions, append_rows, merge_attention, paged_attention,
-    paged_attention_plan,
 };
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
@@ -183,7 +182,7 @@ pub fn paged_attention_plans(devices: &[Device]) {
             let problem = Problem::new(5410, case);
             let pages = problem.pages(device, DType::F32);
             let q = problem.q(device, DType::F32);
-            let plan = paged_attention_plan(&q, &pages, &problem.options(device)).unwrap();
+            let plan = problem.options(device).explain(&q, &pages).unwrap();
             assert_plan(&plan, device);
         }
     }

@@ -3,7 +3,6 @@
 use burn::tensor::{DType, Device, Tensor};
 use burn_blocksparse::{
     PagedKeysValues, PagedStore, Quantization, QuantizedPages, append_quantized, paged_attention,
-    paged_attention_plan,
 };
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
@@ -319,7 +318,7 @@ pub fn quantised_plans_name_the_store(devices: &[Device]) {
             let problem = Problem::quantised(5710, CASES[0], kind).unwrap();
             let pages = problem.pages(device, DType::F32);
             let q = problem.q(device, DType::F32);
-            let plan = paged_attention_plan(&q, &pages, &problem.options(device)).unwrap();
+            let plan = problem.options(device).explain(&q, &pages).unwrap();
             crate::activation::assert_plan(&plan, device);
             let text = plan.to_string();
             let runs_kernels = text.contains("units");

@@ -2,8 +2,8 @@
 
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use burn_blocksparse::{
-    LinearOptions, join_heads, linear, linear_from_heads, linear_from_heads_plan, linear_joined,
-    linear_to_heads, linear_to_heads_plan, split_heads,
+    LinearOptions, join_heads, linear, linear_from_heads, linear_joined, linear_to_heads,
+    split_heads,
 };
 
 use crate::compare::{assert_close, read, to_f64};
@@ -316,9 +316,9 @@ pub fn projections_plans(devices: &[Device]) {
         let zeros = |shape| Tensor::<2>::zeros(shape, (device, DType::F32));
         let x = Tensor::<3>::zeros([2, 128, 64], (device, DType::F32));
         let options = LinearOptions::default();
-        let plan = linear_to_heads_plan(&x, &[zeros([64, 128])], None, &[(2, 64)], &options);
+        let plan = options.explain_to_heads(&x, &[zeros([64, 128])], None, &[(2, 64)]);
         let context = Tensor::<4>::zeros([2, 2, 128, 64], (device, DType::F32));
-        let other = linear_from_heads_plan(&context, &zeros([128, 64]), &options);
+        let other = options.explain_from_heads(&context, &zeros([128, 64]));
         for plan in [plan.unwrap().to_string(), other.unwrap().to_string()] {
             assert!(
                 plan.contains("not as one: ") || plan.starts_with("Burn's primitives on"),

@@ -1,7 +1,7 @@
 //! Tokens drawn from logits, against what a sort in f64 says.
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::{SampleOptions, sample_tokens, sample_tokens_plan};
+use burn_blocksparse::{SampleOptions, sample_tokens};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -162,7 +162,7 @@ pub fn sampled_tokens_follow_the_probabilities(devices: &[Device]) {
             let got = f64::from(counts[token as usize]);
             assert!((got - expected).abs() < 4.0 * deviation, "{counts:?}");
         }
-        let plan = sample_tokens_plan(&logits, &options).unwrap();
+        let plan = options.explain(&logits).unwrap();
         assert_plan(&plan, device);
     }
 }

@@ -3,7 +3,7 @@
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_blocksparse::{
     AttentionOptions, BlockLayout, DenseCall, Forced, ScoreCall, SelectedOptions, Selection,
-    Sharing, attention_selected, attention_selected_with_lse, attention_with_lse,
+    Sharing, SparseAttentionCall, attention_selected, attention_selected_with_lse,
 };
 
 use crate::attention::inputs;
@@ -97,7 +97,10 @@ pub fn selected_attention_equals_its_layout(devices: &[Device]) {
                 attention_selected_with_lse(q, k, v, &selection, options.clone()).unwrap()
             });
             let expected = differentiated(&problem, &device, DType::F32, |q, k, v| {
-                attention_with_lse(q, k, v, &layout, options.clone()).unwrap()
+                SparseAttentionCall::new(q, k, v, &layout)
+                    .options(options.clone())
+                    .run_with_lse()
+                    .unwrap()
             });
             for ((name, got), (_, expected)) in got.into_iter().zip(expected) {
                 let what = format!("{sharing:?}, {:?}, {device:?}: {name}", case.forced);
@@ -185,8 +188,9 @@ pub fn selected_attention_of_query_blocks(devices: &[Device]) {
             let layout = selection.choose(&call).unwrap().layout;
             let options = AttentionOptions::default();
             let (q, k, v) = (q.clone(), k.clone(), v.clone());
-            let expected =
-                attention_with_lse(q.clone(), k.clone(), v.clone(), &layout, options.clone());
+            let expected = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), &layout)
+                .options(options.clone())
+                .run_with_lse();
             let expected = expected.unwrap();
             let options = SelectedOptions::from(options).causal(causal);
             let got = attention_selected_with_lse(q, k, v, &selection, options).unwrap();

@@ -5,8 +5,8 @@ use std::ops::Range;
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::{
     AttentionOptions, BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, Forced, Keep,
-    MixtureOfBlocks, OpError, Pattern, Rule, ScoreCall, Selection, Sharing, attention_selected,
-    attention_selected_with_lse, attention_with_lse, rows_at,
+    MixtureOfBlocks, OpError, Pattern, Rule, ScoreCall, Selection, Sharing, SparseAttentionCall,
+    attention_selected, attention_selected_with_lse, rows_at,
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -332,7 +332,10 @@ pub fn moba_golden(devices: &[Device]) {
         let (out, lse) =
             attention_selected_with_lse(run.0, run.1, run.2, &selection, options.clone()).unwrap();
         let full = Pattern::causal().layout(2, 32, 8).unwrap();
-        let (_, all) = attention_with_lse(q, k, v, &full, options).unwrap();
+        let (_, all) = SparseAttentionCall::new(q, k, v, &full)
+            .options(options)
+            .run_with_lse()
+            .unwrap();
         let (out, share) = (
             to_f64(out.into_data()),
             to_f64((lse - all).exp().into_data()),

@@ -3,7 +3,7 @@
 
 use burn::tensor::{DType, Device};
 use burn_blocksparse::{
-    AttentionOptions, Pattern, Selection, attention_selected_with_lse, attention_with_lse,
+    AttentionOptions, Pattern, Selection, SparseAttentionCall, attention_selected_with_lse,
 };
 
 use crate::compare::to_f64;
@@ -86,7 +86,9 @@ fn on_planted_structure(
             let q = tensor(&q, [1, HEADS, ROWS, DIM], device, DType::F32);
             let k = tensor(&k, [1, 1, ROWS, DIM], device, DType::F32);
             let options = AttentionOptions::default();
-            let all = attention_with_lse(q.clone(), k.clone(), k.clone(), &full, options.clone());
+            let all = SparseAttentionCall::new(q.clone(), k.clone(), k.clone(), &full)
+                .options(options.clone())
+                .run_with_lse();
             let (_, all) = all.unwrap();
             let chosen = attention_selected_with_lse(q, k.clone(), k, &selection, options);
             let (_, chosen) = chosen.unwrap();

@@ -3,7 +3,7 @@
 use burn::tensor::{DType, Device, Tensor};
 use burn_blocksparse::{
     AttentionOptions, BlockLayout, DenseCall, EstimateKind, Keep, ScoreCall, ScoreGrid, Selection,
-    Sharing, attention_with_lse,
+    Sharing, SparseAttentionCall,
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -336,14 +336,12 @@ fn check_attention(selection: &Selection, problem: &Problem, device: &Device) {
     let reference = BlockLayout::stack_batch(&entries.collect::<Vec<_>>()).unwrap();
     let options = AttentionOptions::default;
     let v = call.k.clone() * 0.5 + 0.25;
-    let got = attention_with_lse(
-        call.q.clone(),
-        call.k.clone(),
-        v.clone(),
-        &chosen,
-        options(),
-    );
-    let expected = attention_with_lse(call.q, call.k, v, &reference, options());
+    let got = SparseAttentionCall::new(call.q.clone(), call.k.clone(), v.clone(), &chosen)
+        .options(options())
+        .run_with_lse();
+    let expected = SparseAttentionCall::new(call.q, call.k, v, &reference)
+        .options(options())
+        .run_with_lse();
     let (got, expected) = (got.unwrap(), expected.unwrap());
     let what = format!("{selection}, {:?}, {device:?}", problem.sizes);
     let [out, lse] = [
@@ -429,7 +427,10 @@ pub fn choices_of_what_is_no_number(devices: &[Device]) {
                 let layout = selection.choose(&call).unwrap().layout;
                 let (q, k) = (call.q.zeros_like(), call.k.zeros_like());
                 let options = AttentionOptions::default();
-                let got = attention_with_lse(q, k, v.clone(), &layout, options).unwrap();
+                let got = SparseAttentionCall::new(q, k, v.clone(), &layout)
+                    .options(options)
+                    .run_with_lse()
+                    .unwrap();
                 (to_f64(got.0.into_data()), to_f64(got.1.into_data()))
             };
             let (out, lse) = run();

@@ -4,8 +4,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_blocksparse::{
-    AttentionOptions, BlockLayout, DenseCall, LayoutShape, Pattern, ScoreCall, Selection, Within,
-    attention_selected_with_lse, attention_with_lse,
+    AttentionOptions, BlockLayout, DenseCall, LayoutShape, Pattern, ScoreCall, Selection,
+    SparseAttentionCall, Within, attention_selected_with_lse,
 };
 use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -338,7 +338,10 @@ impl Fuzz {
         if self.seed.is_multiple_of(4) {
             self.check_attention(device, q, k, &host, |q, k, v| {
                 let options = AttentionOptions::default();
-                attention_with_lse(q, k, v, &chosen.layout, options).unwrap()
+                SparseAttentionCall::new(q, k, v, &chosen.layout)
+                    .options(options)
+                    .run_with_lse()
+                    .unwrap()
             });
             seen.attended += 1;
         }

@@ -2,7 +2,7 @@
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_blocksparse::{
-    AttentionOptions, DeviceLayout, EstimateKind, Forced, Keep, Rule, ScoreGrid, attention_with_lse,
+    DeviceLayout, EstimateKind, Forced, Keep, Rule, ScoreGrid, SparseAttentionCall,
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -143,7 +143,9 @@ fn check(case: &Case, rule: Rule, scores: &[f32], device: &Device, rng: &mut Cha
     let q = Tensor::zeros(sizes.q(), (device, DType::F32));
     let k = Tensor::zeros(sizes.k(), (device, DType::F32));
     let v = tensor(&v, sizes.v(), device, DType::F32);
-    let got = attention_with_lse(q, k, v, &layout, AttentionOptions::default()).unwrap();
+    let got = SparseAttentionCall::new(q, k, v, &layout)
+        .run_with_lse()
+        .unwrap();
     let what = format!("{}, {rule:?}, {device:?}", case.name);
     assert_close(&format!("{what}: lse"), got.1.into_data(), &lse, 1e-6);
     assert_close(&format!("{what}: out"), got.0.into_data(), &out, 1e-5);

@@ -2,9 +2,9 @@
 
 use burn::tensor::{DType, Device, Distribution, Tensor, TensorData};
 use burn_blocksparse::{
-    AttentionOptions, AttentionPlan, BlockLayout, DeviceLayout, EstimateKind, Fixed, Forced, Keep,
-    LayoutShape, OpError, Pattern, Replayed, Rule, ScoreCall, Selection, Within,
-    attention_selected_with_lse, attention_with_lse, recall,
+    AttentionOptions, BlockLayout, DeviceLayout, EstimateKind, Fixed, Forced, Keep, LayoutShape,
+    OpError, Pattern, Replayed, Rule, ScoreCall, Selection, SparseAttentionCall, Within,
+    attention_selected_with_lse, recall,
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -43,7 +43,9 @@ fn step(
             cut.layout = within.as_ref();
             let call = ScoreCall::new(q.clone(), k.clone());
             let layout = selection.choose_within(&call, cut)?.layout;
-            attention_with_lse(q.clone(), k.clone(), k.clone(), &layout, options)?
+            SparseAttentionCall::new(q.clone(), k.clone(), k.clone(), &layout)
+                .options(options)
+                .run_with_lse()?
         }
     };
     let gradients = out.clone().square().sum().backward();
@@ -54,7 +56,7 @@ fn step(
 fn runs_kernels(device: &Device) -> bool {
     let [q, k] = inputs(device).map(|x| Tensor::<4>::from_data(x, device));
     let layout = Pattern::causal().layout(4, SEQ, 8).unwrap();
-    let plan = AttentionPlan::new(&q, &k, &k, &layout, &AttentionOptions::default());
+    let plan = SparseAttentionCall::new(q.clone(), k.clone(), k.clone(), &layout).explain();
     plan.unwrap().is_kernels()
 }
 
@@ -116,8 +118,10 @@ pub fn outputs_are_bounded_by_recall(devices: &[Device]) {
         let v = Tensor::<4>::random([2, 2, SEQ, 8], Distribution::Default, device);
         let options = AttentionOptions::default;
         let full = Pattern::causal().layout(4, SEQ, 8).unwrap();
-        let (whole, lse) =
-            attention_with_lse(q.clone(), k.clone(), v.clone(), &full, options()).unwrap();
+        let (whole, lse) = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), &full)
+            .options(options())
+            .run_with_lse()
+            .unwrap();
         let lengths = to_f64(v.clone().square().sum_dim(3).sqrt().into_data());
         let longest = lengths.into_iter().fold(0.0, f64::max);
         for text in [
@@ -130,8 +134,10 @@ pub fn outputs_are_bounded_by_recall(devices: &[Device]) {
             let call = ScoreCall::new(q.clone(), k.clone());
             let layout = selection.choose(&call).unwrap().layout;
             let kept = recall(q.clone(), k.clone(), lse.clone(), &layout, options()).unwrap();
-            let (out, _) =
-                attention_with_lse(q.clone(), k.clone(), v.clone(), &layout, options()).unwrap();
+            let (out, _) = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), &layout)
+                .options(options())
+                .run_with_lse()
+                .unwrap();
             let errors = (out - whole.clone()).square().sum_dim(3).sqrt();
             let (errors, kept) = (to_f64(errors.into_data()), to_f64(kept.into_data()));
             assert!(

@@ -5,7 +5,8 @@ use std::thread;
 
 use burn::tensor::{Bool, DType, Device, Tensor, TensorData};
 use burn_blocksparse::{
-    AttentionOptions, BlockLayout, DeviceLayout, DeviceLayoutOptions, Layout, Pattern, attention,
+    AttentionOptions, BlockLayout, DeviceLayout, DeviceLayoutOptions, Layout, Pattern,
+    SparseAttentionCall, sparse_attention,
 };
 
 use crate::cases::{Case, cases};
@@ -42,7 +43,11 @@ fn call<'a>(
     let device = device.clone().autodiff();
     let tensor = |at: usize| Tensor::<4>::from_data(data[at].clone(), (&device, DType::F32));
     let [q, k, v] = [0, 1, 2].map(|at| tensor(at).require_grad());
-    let out = attention(q.clone(), k.clone(), v.clone(), layout, case.options()).unwrap();
+    let out = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), layout)
+        .options(case.options())
+        .run()
+        .unwrap()
+        .out;
     let grads = (out.clone() * tensor(3)).sum().backward();
     let grad = |x: Tensor<4>| x.grad(&grads).unwrap().into_data();
     [out.into_data(), grad(q), grad(k), grad(v)]
@@ -231,7 +236,7 @@ fn run(
     let tensor = |at: usize| Tensor::<4>::from_data(data[at].clone(), (&device, dtype));
     let [q, k, v] = [0, 1, 2].map(|at| tensor(at).require_grad());
     let x = (q.clone(), k.clone(), v.clone());
-    let out = attention(x.0, x.1, x.2, layout, AttentionOptions::default()).unwrap();
+    let out = sparse_attention(x.0, x.1, x.2, layout).unwrap();
     let grads = (out.clone() * tensor(3)).sum().backward();
     let grad = |x: Tensor<4>| x.grad(&grads).unwrap().into_data();
     [out.into_data(), grad(q), grad(k), grad(v)]

@@ -2,7 +2,7 @@
 
 use burn::tensor::{DType, Device};
 use burn_blocksparse::{
-    AttentionOptions, AttentionPlan, BlockLayout, BlockMask, Dropout, LayoutShape, Pattern,
+    AttentionOptions, BlockLayout, BlockMask, Dropout, LayoutShape, Pattern, SparseAttentionCall,
 };
 
 use crate::attention::{inputs, run};
@@ -61,7 +61,10 @@ impl Call {
             let answer = self.problem.solve();
             let what = format!("{}, {device:?}, {dtype:?}", self.name);
             let [q, k, v, _] = inputs(&self.problem, device, dtype);
-            let plan = AttentionPlan::new(&q, &k, &v, &self.layout, &self.options).unwrap();
+            let plan = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), &self.layout)
+                .options(self.options.clone())
+                .explain()
+                .unwrap();
             let plan = plan.to_string();
             let on_hopper = plan.contains("forward  hopper");
             assert!(!on_hopper || plan.contains(self.says), "{what}: {plan}");

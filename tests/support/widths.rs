@@ -1,7 +1,9 @@
 //! Heads of every width that tensor cores take, and sizes that do not fit where smaller ones do: strides, batch entries, heads.
 
 use burn::tensor::{DType, Device, Distribution, Tensor};
-use burn_blocksparse::{AttentionOptions, BlockLayout, Pattern, ProductPrecision, attention};
+use burn_blocksparse::{
+    AttentionOptions, BlockLayout, Pattern, ProductPrecision, SparseAttentionCall,
+};
 
 use crate::attention::run;
 use crate::cases::{Case, per_batch};
@@ -86,7 +88,11 @@ fn results(inputs: [Tensor<4>; 4], pattern: &Pattern, block_size: usize) -> [Vec
     let [q, k, v] = [q, k, v].map(|x| Tensor::from_inner(x).to_device(&device).require_grad());
     let grad_out = Tensor::from_inner(grad_out);
     let options = AttentionOptions::default().precision(ProductPrecision::Tf32);
-    let out = attention(q.clone(), k.clone(), v.clone(), &layout, options).unwrap();
+    let out = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), &layout)
+        .options(options)
+        .run()
+        .unwrap()
+        .out;
     let grads = (out.clone() * grad_out).sum().backward();
     let of = |x: &Tensor<4>| to_f64(x.grad(&grads).unwrap().into_data());
     [to_f64(out.inner().into_data()), of(&q), of(&k), of(&v)]

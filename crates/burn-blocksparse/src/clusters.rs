@@ -23,7 +23,7 @@ use crate::order::check_attraction;
 ///
 /// `None` where no kernels do it, and [`routed_attention_plan`] says why: they take bf16 and f16 on GPUs of compute capability 9.0, widths of 64, 128, 192 and
 /// 256, as many as 32,768 rows, and clusters that fit the memory of a multiprocessor; and no tensors of an autodiff device. Elsewhere the same is
-/// [`attracted_rows`](crate::attracted_rows), [`keyed_rows_at`](crate::keyed_rows_at), [`attention`](crate::attention) and [`means_at`](crate::means_at).
+/// [`attracted_rows`](crate::attracted_rows), [`keyed_rows_at`](crate::keyed_rows_at), [`sparse_attention`](crate::sparse_attention) and [`means_at`](crate::means_at).
 ///
 /// # Shapes
 /// - `x`: `[batch, heads, length, head_dim]`

@@ -38,19 +38,21 @@ pub fn dropout<const D: usize>(
     Ok(Tensor::from_dispatch(kept))
 }
 
-/// What [`dropout`](dropout()) would run for these arguments.
-///
-/// # Errors
-/// As [`dropout`](dropout()).
-pub fn dropout_plan<const D: usize>(
-    x: &Tensor<D>,
-    dropout: &StreamDropout,
-) -> Result<OpPlan, OpError> {
-    check(x, dropout)?;
-    let sizes = reference::matrix(&x.shape());
-    Ok(OpPlan::new(&x.device(), |device| {
-        text(device, sizes, x.dtype())
-    }))
+impl OpPlan {
+    /// What [`dropout`](dropout()) would run for these arguments.
+    ///
+    /// # Errors
+    /// As [`dropout`](dropout()).
+    pub fn of_dropout<const D: usize>(
+        x: &Tensor<D>,
+        dropout: &StreamDropout,
+    ) -> Result<OpPlan, OpError> {
+        check(x, dropout)?;
+        let sizes = reference::matrix(&x.shape());
+        Ok(OpPlan::new(&x.device(), |device| {
+            text(device, sizes, x.dtype())
+        }))
+    }
 }
 
 #[cfg(feature = "cube")]

@@ -41,7 +41,7 @@ pub struct AttentionGradients {
 /// The gradients of `Σ out · grad_out` by q, k, v and further tensors, computed forward: on a device with autodiff they are part of its graph, and a
 /// backward pass through them gives second derivatives of the attention, by `grad_out`, too.
 ///
-/// Burn's autodiff differentiates once, so [`attention`](crate::attention()) has no second derivatives. This function is for losses with a
+/// Burn's autodiff differentiates once, so [`sparse_attention`](crate::sparse_attention) has no second derivatives. This function is for losses with a
 /// gradient in them, as gradient penalties (Gulrajani et al., 2017, §4) and sharpness; [`attention_hvp`] has the product of the Hessian and a
 /// vector in one call. The rest of a model has to give its gradients in the same way.
 ///
@@ -68,11 +68,11 @@ pub struct AttentionGradients {
 /// ```
 ///
 /// # Shapes
-/// - `q`, `k`, `v`: as [`attention`](crate::attention()) has them
+/// - `q`, `k`, `v`: as [`sparse_attention`](crate::sparse_attention) has them
 /// - `grad_out`: `[batch, heads, seq_q, value_dim]`, in the dtype of q
 ///
 /// # Errors
-/// [`OpError`] as [`attention_with_tensors`](crate::attention_with_tensors), if `grad_out` does not fit, or if the device is one of kernels, which
+/// [`OpError`] as [`SparseAttentionCall`](crate::SparseAttentionCall), if `grad_out` does not fit, or if the device is one of kernels, which
 /// have no second derivatives.
 pub fn attention_gradients(
     q: Tensor<4>,
@@ -196,7 +196,7 @@ pub fn attention_gradients(
 /// ```
 ///
 /// # Shapes
-/// - `inputs`: q, k and v, as [`attention`](crate::attention()) has them; `tangents` and the results: each of its input's shape and dtype
+/// - `inputs`: q, k and v, as [`sparse_attention`](crate::sparse_attention) has them; `tangents` and the results: each of its input's shape and dtype
 /// - `grad_out`: `[batch, heads, seq_q, value_dim]`
 ///
 /// # Errors

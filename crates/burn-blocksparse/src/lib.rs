@@ -3,7 +3,7 @@
 //!
 //! ```
 //! use burn::tensor::{Device, Distribution, Tensor};
-//! use burn_blocksparse::{AttentionOptions, Pattern, attention};
+//! use burn_blocksparse::{Pattern, sparse_attention};
 //!
 //! let device = Device::flex().autodiff();
 //! // [batch, heads, seq, head_dim]
@@ -12,7 +12,7 @@
 //! });
 //! // The Sparse Transformer's fixed pattern in 32-wide blocks, built once and reused.
 //! let layout = Pattern::fixed(128, 32).layout(2, 256, 32)?;
-//! let out = attention(q.clone(), k, v, &layout, AttentionOptions::default())?;
+//! let out = sparse_attention(q.clone(), k, v, &layout)?;
 //! let gradients = out.sum().backward();
 //! assert_eq!(q.grad(&gradients).unwrap().dims(), [1, 2, 256, 16]);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
@@ -97,17 +97,14 @@ mod vertical_slash;
 mod weights;
 
 pub use activation::values::{ActivationGrads, ActivationInputs, ActivationSaved, ActivationTask};
-pub use activation::{Activation, bias_activation, bias_activation_plan};
-pub use attention::{
-    AttentionAux, attention, attention_with_aux, attention_with_lse, attention_with_tensors,
-    attention_with_tensors_and_aux, attention_with_tensors_and_weights, attention_with_weights,
-};
+pub use activation::{Activation, bias_activation};
+pub use attention::{SparseAttentionCall, SparseAttentionOutput, sparse_attention};
 #[cfg(all(feature = "cube", feature = "fusion"))]
 pub use backends::matmul::{accelerate_matmul, accelerated_products};
 pub use block_sparse::values::{
     SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
 };
-pub use block_sparse::{BlockSparseLinearOptions, block_sparse_linear, block_sparse_linear_plan};
+pub use block_sparse::{BlockSparseLinearOptions, block_sparse_linear};
 pub use blocks::BlockSparseTensorOps;
 #[cfg(feature = "draw")]
 pub use blocksparse::font;
@@ -122,9 +119,9 @@ pub use choice::TopKOptions;
 pub use clusters::{routed_attention, routed_attention_plan};
 pub use device::{check_collectives, check_device};
 pub use device_layout::{DeviceLayout, DeviceLayoutOptions};
-pub use dropout::{dropout, dropout_plan};
+pub use dropout::dropout;
 pub use dsa::{Dsa, DsaIndex, DsaPages, DsaTarget};
-pub use embedding::{embedding, embedding_backward, embedding_plan};
+pub use embedding::{embedding, embedding_backward};
 pub use error::OpError;
 pub use gates::values::{GatedGrads, GatedInputs, GatedSaved, GatedTask};
 #[cfg(feature = "autodiff")]
@@ -133,25 +130,22 @@ pub use gradients::{AttentionGradients, attention_gradients};
 pub use graph::{DeviceSeed, Fixed, FixedKind, Replayed, check_not_recording, prepare_seed};
 pub use heads::apart::{heads_apart, heads_together};
 pub use heads::values::{HeadParts, JoinCall, Joined, SplitInputs};
-pub use heads::{join_heads, split_heads, split_heads_plan};
+pub use heads::{join_heads, split_heads};
 pub use kept::values::KeptAttention;
 pub use kept::{attention_given, attention_keeping};
 pub use kernels_run::runs_kernels;
 pub use linear::values::{LinearGrads, LinearInputs, LinearOutput, LinearSaved, LinearTask};
-pub use linear::{LinearOptions, linear, linear_joined, linear_plan};
+pub use linear::{LinearOptions, linear, linear_joined};
 pub use loss::values::{LossDtypes, LossGrads, LossInputs, LossOutput, LossSaved, LossTask};
-pub use loss::{CrossEntropyOptions, Reduction, linear_cross_entropy, linear_cross_entropy_plan};
+pub use loss::{CrossEntropyOptions, Reduction, linear_cross_entropy};
 pub use masses::{AttentionMasses, MassOptions, attention_masses};
 pub use merge::{merge_attention, merge_attention_at};
 pub use mlp::values::{MlpActive, MlpCall, MlpInnerInputs, MlpInputs, MlpOuterSaved, MlpOuterTask};
-pub use mlp::{MlpOptions, MlpParams, mlp, mlp_plan};
+pub use mlp::{MlpOptions, MlpParams, mlp};
 pub use norm::values::{
     NormBackwardCall, NormCall, NormGrads, NormInputs, NormOutput, NormOutputGrads, NormSaved,
 };
-pub use norm::{
-    Branch, Norm, NormParams, ResidualNormOptions, norm, residual_add, residual_norm,
-    residual_norm_plan,
-};
+pub use norm::{Branch, Norm, NormParams, ResidualNormOptions, norm, residual_add, residual_norm};
 pub use nsa::{Nsa, NsaBranches, NsaKeysValues, NsaOptions, NsaStrides};
 pub use op_plan::OpPlan;
 pub use ops::{
@@ -173,22 +167,19 @@ pub use paged::values::{
 pub use paged::{
     PageChoice, PageSummaries, PagedKeysValues, PagedOptions, PagedOutput, PagedStore,
     PagedVisibility, QuantizedPages, append_quantized, append_rows, dequantize, highest_pages,
-    page_scores, paged_attention, paged_attention_plan, select_pages, summarize_pages,
-    summarize_stored,
+    page_scores, paged_attention, select_pages, summarize_pages, summarize_stored,
 };
 pub use plan::AttentionPlan;
 pub use projection::values::{
     MergeGrads, MergeInputs, MergeOutput, MergeSaved, MergeTask, ProjectionCall, ProjectionInputs,
     ProjectionOutput,
 };
-pub use projection::{
-    linear_from_heads, linear_from_heads_plan, linear_to_heads, linear_to_heads_plan,
-};
+pub use projection::{linear_from_heads, linear_to_heads};
 pub use rows::{keyed_rows_at, means_at, rows_at, sums_at, unit_rows};
-pub use sampling::{SampleOptions, sample_tokens, sample_tokens_plan};
-pub use selection::key_lists::{KeyLists, attention_with_keys, attention_with_keys_plan};
+pub use sampling::{SampleOptions, sample_tokens};
+pub use selection::key_lists::{KeyLists, attention_with_keys};
 pub use selection::layouts::KeptLayouts;
-pub use selection::lists::{attention_with_lists, attention_with_lists_plan};
+pub use selection::lists::attention_with_lists;
 pub use selection::{
     Antidiagonals, BlockEstimator, BlockMeans, Chosen, DenseCall, EstimateGrid, EstimatorTraits,
     FlexHead, FlexPrefill, MixtureOfBlocks, PageBounds, PageSummary, QueryLists, ScoreCall,

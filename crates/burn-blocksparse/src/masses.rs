@@ -71,7 +71,7 @@ pub struct AttentionMasses {
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
 /// use burn_blocksparse::{
-///     AttentionOptions, BlockLayout, LayoutShape, MassOptions, Pattern, attention_masses, attention_with_lse, vertical_slash_layout,
+///     BlockLayout, LayoutShape, MassOptions, Pattern, SparseAttentionCall, attention_masses, vertical_slash_layout,
 /// };
 ///
 /// let [q, k, v] = [(); 3].map(|_| Tensor::<4>::random([1, 2, 256, 16], Distribution::Default, &Device::flex()));
@@ -79,7 +79,7 @@ pub struct AttentionMasses {
 /// let shape = LayoutShape { heads: 2, seq_q: 64, seq_kv: 256, block_size: 32 };
 /// let window = BlockLayout::new(&Pattern::causal(), shape)?;
 /// let last = q.clone().narrow(2, 192, 64);
-/// let (_, lse) = attention_with_lse(last.clone(), k.clone(), v, &window, AttentionOptions::default())?;
+/// let (_, lse) = SparseAttentionCall::new(last.clone(), k.clone(), v, &window).run_with_lse()?;
 /// let masses = attention_masses(last, k, lse, &window, MassOptions::default())?;
 /// let columns = masses.columns.argtopk(8, 2).squeeze_dim(0);
 /// // Distances from 0 on.
@@ -93,7 +93,7 @@ pub struct AttentionMasses {
 /// # Shapes
 /// - `q`: `[batch, heads, seq_q, head_dim]`
 /// - `k`: `[batch, kv_heads, seq_kv, head_dim]`; `kv_heads` divides `heads`
-/// - `lse`: `[batch, heads, seq_q]`, as [`attention_with_lse`](crate::attention_with_lse) returned it for the same arguments
+/// - `lse`: `[batch, heads, seq_q]`, as [`SparseAttentionCall::lse`](crate::SparseAttentionCall::lse) returned it for the same arguments
 ///
 /// # Errors
 /// [`OpError`] if shapes, dtypes, devices or options do not fit each other or the layout, or if the device cannot run the call.

@@ -18,26 +18,26 @@ const LOWEST: f64 = -1e30;
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_blocksparse::{AttentionOptions, Pattern, attention, attention_with_lse, merge_attention};
+/// use burn_blocksparse::{Pattern, SparseAttentionCall, merge_attention, sparse_attention};
 ///
 /// let q = Tensor::<4>::random([1, 2, 64, 16], Distribution::Default, &Device::flex());
 /// let near = Pattern::local(16);
 /// let far = Pattern::from_fn("far", |_, i, j| i - j >= 16);
 /// let part = |pattern: &Pattern| {
 ///     let layout = pattern.layout(2, 64, 16).unwrap();
-///     attention_with_lse(q.clone(), q.clone(), q.clone(), &layout, AttentionOptions::default())
+///     SparseAttentionCall::new(q.clone(), q.clone(), q.clone(), &layout).run_with_lse()
 /// };
 /// let ((out_a, lse_a), (out_b, lse_b)) = (part(&near)?, part(&far)?);
 /// let (out, _) = merge_attention(out_a, lse_a, out_b, lse_b)?;
 /// let causal = Pattern::causal().layout(2, 64, 16)?;
-/// let whole = attention(q.clone(), q.clone(), q, &causal, AttentionOptions::default())?;
+/// let whole = sparse_attention(q.clone(), q.clone(), q, &causal)?;
 /// assert!((out - whole).abs().max().into_scalar::<f32>() < 1e-6);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
 /// # Shapes
 /// - `out_a`, `out_b`: `[batch, heads, seq_q, value_dim]`
-/// - `lse_a`, `lse_b`: `[batch, heads, seq_q]`, as [`attention_with_lse`](crate::attention_with_lse) gives them: f32, or f64 for f64
+/// - `lse_a`, `lse_b`: `[batch, heads, seq_q]`, as [`SparseAttentionCall::lse`](crate::SparseAttentionCall::lse) gives them: f32, or f64 for f64
 /// - returns out and lse, of the same shapes and dtypes
 ///
 /// # Errors

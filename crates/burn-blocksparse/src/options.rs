@@ -29,8 +29,7 @@ pub struct AttentionOptions {
     pub weights: WeightsMode,
     /// How precise the products of f32 tensors are.
     pub precision: ProductPrecision,
-    /// Whether each row's largest score is computed, too. [`attention_with_aux`](crate::attention_with_aux) sets it; set it yourself to plan such
-    /// a call ([`AttentionPlan`](crate::AttentionPlan)).
+    /// Whether each row's largest score is returned, too, as [`SparseAttentionCall::max_scores`](crate::SparseAttentionCall::max_scores) sets it.
     pub max_scores: bool,
     /// How queries that choose each for itself attend to what they chose.
     pub choice_walk: ChoiceWalk,
@@ -41,7 +40,7 @@ pub struct AttentionOptions {
 #[non_exhaustive]
 pub enum ChoiceWalk {
     /// Kernels in which a query walks its own list, where a device has them, they take the call, and blocks are not so long that
-    /// [`Packed`](Self::Packed) is the faster way; otherwise that one. [`attention_with_lists_plan`](crate::attention_with_lists_plan) says which.
+    /// [`Packed`](Self::Packed) is the faster way; otherwise that one. [`QueryLists::explain`](crate::QueryLists::explain) says which.
     #[default]
     Auto,
     /// Queries are packed by the block that they chose, attend to that block alone, and the parts are merged.
@@ -125,7 +124,7 @@ impl AttentionOptions {
         self
     }
 
-    /// Sets whether each row's largest score is computed, too.
+    /// Sets whether each row's largest score is returned, too.
     pub fn max_scores(mut self, max_scores: bool) -> Self {
         self.max_scores = max_scores;
         self

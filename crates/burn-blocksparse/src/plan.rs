@@ -11,17 +11,16 @@ use burn::backend::TensorMetadata;
 use burn::tensor::{Device, Tensor};
 
 use crate::call_layout::Layout;
-use crate::check;
 #[cfg(feature = "cube")]
 use crate::device;
 use crate::error::OpError;
 use crate::options::AttentionOptions;
 #[cfg(feature = "cube")]
 use crate::pack;
-use crate::tensors::AttentionTensors;
 use crate::values::{KernelPlan, ScoreTensors};
 
-/// What a call of [`attention`](crate::attention()) runs on its device. It prints:
+/// What a call of [`sparse_attention`](crate::sparse_attention) runs on its device, from [`SparseAttentionCall::explain`](crate::SparseAttentionCall::explain).
+/// It prints:
 ///
 /// ```text
 /// fixed(128, 32), bf16 with sums in f32
@@ -42,50 +41,6 @@ pub enum AttentionPlan {
 }
 
 impl AttentionPlan {
-    /// What `attention` would run for these arguments.
-    ///
-    /// ```
-    /// use burn::tensor::{Device, Distribution, Tensor};
-    /// use burn_blocksparse::{AttentionOptions, AttentionPlan, Pattern};
-    ///
-    /// let q = Tensor::<4>::random([1, 2, 64, 16], Distribution::Default, &Device::flex());
-    /// let layout = Pattern::local(16).layout(2, 64, 16)?;
-    /// let plan = AttentionPlan::new(&q, &q, &q, &layout, &AttentionOptions::default())?;
-    /// assert!(plan.to_string().contains("reference"));
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    ///
-    /// # Errors
-    /// As [`attention`](crate::attention()).
-    pub fn new<'a>(
-        q: &Tensor<4>,
-        k: &Tensor<4>,
-        v: &Tensor<4>,
-        layout: impl Into<Layout<'a>>,
-        options: &AttentionOptions,
-    ) -> Result<Self, OpError> {
-        Self::with_tensors(q, k, v, &AttentionTensors::default(), layout, options)
-    }
-
-    /// As [`new`](Self::new), for a call of [`attention_with_tensors`](crate::attention_with_tensors).
-    ///
-    /// # Errors
-    /// As that call.
-    pub fn with_tensors<'a>(
-        q: &Tensor<4>,
-        k: &Tensor<4>,
-        v: &Tensor<4>,
-        tensors: &AttentionTensors,
-        layout: impl Into<Layout<'a>>,
-        options: &AttentionOptions,
-    ) -> Result<Self, OpError> {
-        let layout = layout.into();
-        check::call(q, k, v, layout, options)?;
-        tensors.check(q, layout.sizes())?;
-        let scores = tensors.clone().scores(q);
-        Ok(Self::choose(q, k, v, &scores, layout, options)?.plan)
-    }
-
     /// Whether fused kernels run, and not the reference.
     pub fn is_kernels(&self) -> bool {
         !matches!(self, Self::Reference { .. })

@@ -9,7 +9,7 @@ use crate::dtype::accumulate_in;
 use crate::error::OpError;
 use crate::values::ScoreTensors;
 
-/// Tensors of [`attention_with_tensors`](crate::attention_with_tensors) besides queries, keys and values. Build it from [`Default`].
+/// Tensors of a [`SparseAttentionCall`](crate::SparseAttentionCall) besides queries, keys and values. Build it from [`Default`].
 #[derive(Clone, Debug, Default)]
 #[must_use]
 #[non_exhaustive]
@@ -51,7 +51,7 @@ impl AttentionTensors {
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Int, Tensor, TensorData};
-    /// use burn_blocksparse::{AttentionOptions, AttentionTensors, Pattern, attention_with_tensors};
+    /// use burn_blocksparse::{Pattern, SparseAttentionCall};
     ///
     /// /// The bucket of a key at `distance` from its query, of 32 for both directions: 8 of one distance each, 8 up to 128, on each side.
     /// fn bucket(distance: i32) -> i32 {
@@ -68,10 +68,9 @@ impl AttentionTensors {
     /// let distances = Tensor::<1, Int>::from_data(TensorData::new(distances, [257]), &device);
     /// // The gradient flows through the selection.
     /// let table = buckets.clone().select(1, distances);
-    /// let tensors = AttentionTensors::default().relative_bias(table);
     /// let layout = Pattern::window(20).layout(2, 64, 16)?;
-    /// let options = AttentionOptions::default().scale(1.0);
-    /// let (out, _) = attention_with_tensors(x.clone(), x.clone(), x, tensors, &layout, options)?;
+    /// let call = SparseAttentionCall::new(x.clone(), x.clone(), x, &layout);
+    /// let out = call.relative_bias(table).scale(1.0).run()?.out;
     /// let grads = out.powi_scalar(2).sum().backward();
     /// assert_eq!(buckets.grad(&grads).unwrap().dims(), [2, 32]);
     /// # Ok::<(), Box<dyn std::error::Error>>(())

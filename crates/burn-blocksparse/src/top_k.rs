@@ -20,12 +20,12 @@ use crate::selection::{check_shapes, means, products};
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_blocksparse::{AttentionOptions, TopKOptions, attention, top_k_blocks};
+/// use burn_blocksparse::{TopKOptions, sparse_attention, top_k_blocks};
 ///
 /// let [q, k, v] = [(); 3]
 ///     .map(|_| Tensor::<4>::random([1, 2, 256, 16], Distribution::Default, &Device::flex()));
 /// let layout = top_k_blocks(q.clone(), k.clone(), TopKOptions::new(32, 4))?;
-/// let out = attention(q, k, v, &layout, AttentionOptions::default())?;
+/// let out = sparse_attention(q, k, v, &layout)?;
 /// # assert_eq!(out.dims(), [1, 2, 256, 16]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -69,8 +69,7 @@ pub fn top_k_blocks(
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
 /// use burn_blocksparse::{
-///     AttentionOptions, BlockLayout, LayoutShape, Pattern, TopKOptions, attention,
-///     top_k_blocks_on_device,
+///     BlockLayout, LayoutShape, Pattern, TopKOptions, sparse_attention, top_k_blocks_on_device,
 /// };
 ///
 /// const B: usize = 32;
@@ -79,8 +78,7 @@ pub fn top_k_blocks(
 ///     Tensor::<4>::random([1, 2, 256, 16], Distribution::Default, &device).require_grad()
 /// });
 /// let layout = top_k_blocks_on_device(q.clone(), k.clone(), TopKOptions::new(B, 4))?;
-/// let options = AttentionOptions::default();
-/// let out = attention(q.clone(), k.clone(), v.clone(), &layout, options.clone())?;
+/// let out = sparse_attention(q.clone(), k.clone(), v.clone(), &layout)?;
 ///
 /// // 8 keys instead of 256: the means of the blocks of keys. A query sees those of the blocks that end no later than it, as
 /// // the attention is causal. A pattern counts positions so that the last of 256 queries is at the last of 8 keys.
@@ -91,7 +89,7 @@ pub fn top_k_blocks(
 /// });
 /// let shape = LayoutShape { heads: 2, seq_q: 256, seq_kv: 256 / B, block_size: 8 };
 /// let ended = BlockLayout::new(&ended, shape)?;
-/// let coarse = attention(q, means(k.clone()), means(v), &ended, options)?;
+/// let coarse = sparse_attention(q, means(k.clone()), means(v), &ended)?;
 /// let trained = out.clone() + (coarse.clone() - coarse.detach());
 /// assert_eq!(trained.to_data(), out.to_data());
 /// let gradients = trained.powi_scalar(2).sum().backward();

@@ -25,7 +25,7 @@ pub(crate) fn head_offsets(layout: &BlockLayout, batch: usize) -> Vec<usize> {
 }
 
 /// A value for each pair of the kept blocks of a layout: the weights of
-/// [`attention_with_weights`](crate::attention_with_weights), or what the operators below make.
+/// [`SparseAttentionCall::weights`](crate::SparseAttentionCall::weights), or what the operators below make.
 ///
 /// Blocks come head by head, row by row, key blocks ascending; masked pairs are 0.
 #[derive(Clone, Debug)]

@@ -6,9 +6,8 @@
 use burn::tensor::{Bool, Device, Distribution, Int, Tensor};
 use burn_blocksparse::{
     AttentionOptions, AttentionPlan, AttentionTensors, BlockLayout, BlockSparseTensor,
-    DeviceLayout, DeviceLayoutOptions, LayoutShape, MassOptions, OpError, Pattern, TopKOptions,
-    attention, attention_masses, attention_with_lse, attention_with_tensors,
-    attention_with_tensors_and_weights, attention_with_weights, check_device, merge_attention,
+    DeviceLayout, DeviceLayoutOptions, LayoutShape, MassOptions, OpError, Pattern,
+    SparseAttentionCall, TopKOptions, attention_masses, check_device, merge_attention,
     top_k_blocks, top_k_blocks_on_device,
 };
 
@@ -37,30 +36,50 @@ fn attention_names_the_feature() {
         let q = random(&device);
         let [a, b, c] = [(); 3].map(|_| q.clone());
         let tensors = AttentionTensors::default();
-        refused("attention", attention(a, b, c, &layout, options.clone()));
+        refused(
+            "attention",
+            SparseAttentionCall::new(a, b, c, &layout)
+                .options(options.clone())
+                .run(),
+        );
         let [a, b, c] = [(); 3].map(|_| q.clone());
         refused(
             "attention_with_lse",
-            attention_with_lse(a, b, c, &layout, options.clone()),
+            SparseAttentionCall::new(a, b, c, &layout)
+                .options(options.clone())
+                .run_with_lse(),
         );
         let [a, b, c] = [(); 3].map(|_| q.clone());
         refused(
             "attention_with_weights",
-            attention_with_weights(a, b, c, &layout, options.clone()),
+            SparseAttentionCall::new(a, b, c, &layout)
+                .options(options.clone())
+                .weights()
+                .run(),
         );
         let [a, b, c] = [(); 3].map(|_| q.clone());
         refused(
             "attention_with_tensors",
-            attention_with_tensors(a, b, c, tensors.clone(), &layout, options.clone()),
+            SparseAttentionCall::new(a, b, c, &layout)
+                .tensors(tensors.clone())
+                .options(options.clone())
+                .run_with_lse(),
         );
         let [a, b, c] = [(); 3].map(|_| q.clone());
         refused(
             "attention_with_tensors_and_weights",
-            attention_with_tensors_and_weights(a, b, c, tensors, &layout, options.clone()),
+            SparseAttentionCall::new(a, b, c, &layout)
+                .tensors(tensors)
+                .options(options.clone())
+                .lse()
+                .weights()
+                .run(),
         );
         refused(
             "AttentionPlan::new",
-            AttentionPlan::new(&q, &q, &q, &layout, &options),
+            SparseAttentionCall::new(q.clone(), q.clone(), q.clone(), &layout)
+                .options(options.clone())
+                .explain(),
         );
         refused("check_device", check_device(&device));
         let lse = Tensor::zeros([1, 1, 16], &device);

@@ -62,7 +62,7 @@ fn convert(arguments: &[String]) -> Result<(), Box<dyn Error>> {
     // 2. From its record: the paths of the parameters are the same.
     let loaded = SparseTransformerEncoderConfig::new(config, Pattern::dense())
         .with_block_size(BLOCK_SIZE)
-        .init(&device)?
+        .try_init(&device)?
         .try_load_record(dense.clone().into_record())?;
     println!(
         "from the record, dense:     {:.1e}",
@@ -90,7 +90,7 @@ fn difference(
     x: &Tensor<3>,
 ) -> Result<f32, Box<dyn Error>> {
     let expected = dense.forward(TransformerEncoderInput::new(x.clone()));
-    let got = sparse.forward(SparseTransformerEncoderInput::new(x.clone()))?;
+    let got = sparse.try_forward(SparseTransformerEncoderInput::new(x.clone()))?;
     Ok((got - expected).abs().max().into_scalar())
 }
 
@@ -112,7 +112,7 @@ mod tests {
         dense.clone().into_record().save(&path).unwrap();
         let record = ModuleRecord::load(&path).unwrap();
         let sparse = SparseTransformerEncoderConfig::new(config, Pattern::dense())
-            .init(&device)
+            .try_init(&device)
             .unwrap()
             .try_load_record(record)
             .unwrap();

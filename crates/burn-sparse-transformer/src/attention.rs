@@ -3,14 +3,14 @@ use burn::nn::{Dropout, Linear, RotaryEncoding};
 use burn::tensor::Tensor;
 use burn_blocksparse::{
     Activation, AttentionOptions, AttentionTensors, BlockLayout, BlockSparseTensor,
-    Dropout as WeightDropout, Layout, Pattern, Seed, Selection, attention_with_tensors,
-    attention_with_tensors_and_weights, bias_activation,
+    Dropout as WeightDropout, Layout, Pattern, Seed, Selection, SparseAttentionCall,
+    bias_activation,
 };
 
 use crate::call::{Call, Seen};
 use crate::content::ContentHeads;
-use crate::dropout::Seeds;
-use crate::error::{ensure, ensure_shape};
+use crate::dropout::{Seeds, training_dropout};
+use crate::error::{ensure, ensure_shape, or_panic};
 use crate::heads::{Positions, rotate};
 use crate::layouts::{Layouts, Request};
 use crate::stream::Projected;
@@ -97,11 +97,20 @@ impl SparseMultiHeadAttention {
     /// - input: `[batch, seq_q, d_model]`, `[batch, seq_kv, d_model]`
     /// - `context`: `[batch, seq_q, d_model]`
     ///
+    /// # Panics
+    /// With the text of [`Self::try_forward`]'s error.
+    #[track_caller]
+    pub fn forward(&self, input: SparseMhaInput) -> SparseMhaOutput {
+        or_panic(self.try_forward(input))
+    }
+
+    /// [`Self::forward`] that returns its error.
+    ///
     /// # Errors
     /// If the shapes do not fit the module or each other, there is no layout for these lengths, a position is past the end of
     /// `rope`, or there is padding beside heads that choose by content, or beside a selection padding that is not at the end of self-attention's sequences; such
     /// heads also refuse a bias, and queries that are not the keys' tokens.
-    pub fn forward(&self, input: SparseMhaInput) -> Result<SparseMhaOutput, TransformerError> {
+    pub fn try_forward(&self, input: SparseMhaInput) -> Result<SparseMhaOutput, TransformerError> {
         let (seen, call) = self.context(input)?;
         let mut output = self.finish(seen.heads, &call)?;
         output.aside = seen.aside;
@@ -144,9 +153,21 @@ impl SparseMultiHeadAttention {
     /// [`Self::forward`], which also returns the attention weights of the kept blocks: after biases, before dropout, and with sinks or
     /// the quiet softmax less than 1 in all.
     ///
-    /// # Errors
-    /// As [`Self::forward`].
+    /// # Panics
+    /// With the text of [`Self::try_forward_with_weights`]'s error.
+    #[track_caller]
     pub fn forward_with_weights(
+        &self,
+        input: SparseMhaInput,
+    ) -> (SparseMhaOutput, BlockSparseTensor) {
+        or_panic(self.try_forward_with_weights(input))
+    }
+
+    /// [`Self::forward_with_weights`] that returns its error.
+    ///
+    /// # Errors
+    /// As [`Self::try_forward`].
+    pub fn try_forward_with_weights(
         &self,
         input: SparseMhaInput,
     ) -> Result<(SparseMhaOutput, BlockSparseTensor), TransformerError> {
@@ -156,9 +177,13 @@ impl SparseMultiHeadAttention {
         let (query, key, value) = self.project(input, &call)?;
         let tensors = self.tensors_of(&query, &call);
         let options = self.options_of(&query, &call);
-        let (context, _, weights) =
-            attention_with_tensors_and_weights(query, key, value, tensors, &layout, options)?;
-        Ok((self.finish(context, &call)?, weights))
+        let attention = SparseAttentionCall::new(query, key, value, &layout)
+            .tensors(tensors)
+            .options(options)
+            .weights()
+            .run()?;
+        let weights = attention.weights.expect("the call asks for weights");
+        Ok((self.finish(attention.out, &call)?, weights))
     }
 
     /// Self-attention of several sequences that lie one after the other in one, without padding: in each of them the pattern holds,
@@ -169,21 +194,29 @@ impl SparseMultiHeadAttention {
     /// - `cu_seqlens`: where the sequences begin, and `total`: `[0, n_0, n_0 + n_1, …, total]`, as FlashAttention's
     /// - `context`: `[1, total, d_model]`
     ///
-    /// # Errors
-    /// If the shape does not fit, `cu_seqlens` does not rise from 0 to `total`, or a sequence is longer than `rope`'s table.
+    /// # Panics
+    /// With the text of [`Self::try_forward_packed`]'s error.
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Tensor};
     /// use burn_sparse_transformer::{Pattern, SparseMultiHeadAttentionConfig};
     ///
     /// let device = Device::flex();
-    /// let mha = SparseMultiHeadAttentionConfig::new(64, 4, Pattern::fixed(128, 32)).init(&device)?;
+    /// let mha = SparseMultiHeadAttentionConfig::new(64, 4, Pattern::fixed(128, 32)).init(&device);
     /// let x = Tensor::<3>::random([1, 1000, 64], Distribution::Default, &device);
-    /// let y = mha.forward_packed(x, &[0, 300, 420, 1000])?.context;
+    /// let y = mha.forward_packed(x, &[0, 300, 420, 1000]).context;
     /// assert_eq!(y.dims(), [1, 1000, 64]);
-    /// # Ok::<(), burn_sparse_transformer::TransformerError>(())
     /// ```
-    pub fn forward_packed(
+    #[track_caller]
+    pub fn forward_packed(&self, x: Tensor<3>, cu_seqlens: &[usize]) -> SparseMhaOutput {
+        or_panic(self.try_forward_packed(x, cu_seqlens))
+    }
+
+    /// [`Self::forward_packed`] that returns its error.
+    ///
+    /// # Errors
+    /// If the shape does not fit, `cu_seqlens` does not rise from 0 to `total`, or a sequence is longer than `rope`'s table.
+    pub fn try_forward_packed(
         &self,
         x: Tensor<3>,
         cu_seqlens: &[usize],
@@ -400,9 +433,10 @@ impl SparseMultiHeadAttention {
     ) -> Result<(Tensor<4>, Tensor<3>), TransformerError> {
         let tensors = self.tensors_of(&query, call);
         let options = self.options_of(&query, call);
-        Ok(attention_with_tensors(
-            query, key, value, tensors, layout, options,
-        )?)
+        Ok(SparseAttentionCall::new(query, key, value, layout)
+            .tensors(tensors)
+            .options(options)
+            .run_with_lse()?)
     }
 
     /// Sinks and biases of a call.
@@ -433,9 +467,7 @@ impl SparseMultiHeadAttention {
 
     /// What a training pass drops of the attention weights.
     pub(crate) fn training_dropout(&self, seed: impl FnOnce() -> Seed) -> Option<WeightDropout> {
-        let Dropout { prob, training } = &self.dropout;
-        let drops = *prob > 0.0 && training.is_enabled();
-        drops.then(|| WeightDropout::new(*prob, seed()))
+        training_dropout(&self.dropout, seed)
     }
 
     /// Queries or keys `[batch, heads, seq, d_k]`, normalised and rotated.

@@ -4,6 +4,7 @@ use burn::tensor::Tensor;
 use burn_blocksparse::Reach;
 
 use crate::call::Call;
+use crate::error::or_panic;
 use crate::stream::Projected;
 use crate::{
     SparseMhaCache, SparseMhaInput, SparseMhaOutput, SparseMultiHeadAttention, TransformerError,
@@ -21,10 +22,23 @@ impl SparseMultiHeadAttention {
     /// - input: `[batch, new, d_model]`, new positions only
     /// - `context`: `[batch, new, d_model]`
     ///
-    /// # Errors
-    /// As [`Self::forward`]; also if the batch differs from the cache's, or the cache is full; [`TransformerError::Boundary`] if the cache
-    /// cannot stop where the input begins or ends; and if later tokens take part in what earlier ones see, by a selection or by heads that choose by content.
+    /// # Panics
+    /// With the text of [`Self::try_forward_cache`]'s error.
+    #[track_caller]
     pub fn forward_cache(
+        &self,
+        input: SparseMhaInput,
+        cache: &mut SparseMhaCache,
+    ) -> SparseMhaOutput {
+        or_panic(self.try_forward_cache(input, cache))
+    }
+
+    /// [`Self::forward_cache`] that returns its error.
+    ///
+    /// # Errors
+    /// As [`Self::try_forward`]; also if the batch differs from the cache's, or the cache is full; [`TransformerError::Boundary`] if the cache
+    /// cannot stop where the input begins or ends; and if later tokens take part in what earlier ones see, by a selection or by heads that choose by content.
+    pub fn try_forward_cache(
         &self,
         input: SparseMhaInput,
         cache: &mut SparseMhaCache,
@@ -35,9 +49,22 @@ impl SparseMultiHeadAttention {
 
     /// [`Self::forward_cache`] for the last positions of a sequence, which may end anywhere.
     ///
-    /// # Errors
-    /// As [`Self::forward_cache`].
+    /// # Panics
+    /// With the text of [`Self::try_forward_cache_last`]'s error.
+    #[track_caller]
     pub fn forward_cache_last(
+        &self,
+        input: SparseMhaInput,
+        cache: &mut SparseMhaCache,
+    ) -> SparseMhaOutput {
+        or_panic(self.try_forward_cache_last(input, cache))
+    }
+
+    /// [`Self::forward_cache_last`] that returns its error.
+    ///
+    /// # Errors
+    /// As [`Self::try_forward_cache`].
+    pub fn try_forward_cache_last(
         &self,
         input: SparseMhaInput,
         cache: &mut SparseMhaCache,

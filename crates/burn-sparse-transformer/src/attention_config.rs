@@ -10,6 +10,7 @@ use crate::content::ContentAttention;
 use crate::dropout::Seeds;
 use crate::error::{
     ensure, ensure_above_zero, ensure_dropout, ensure_multiple, ensure_none, ensure_positive,
+    ensure_scores, or_panic,
 };
 use crate::heads::validate_rope;
 use crate::layouts::Layouts;
@@ -103,12 +104,21 @@ pub struct SparseMultiHeadAttentionConfig {
 impl SparseMultiHeadAttentionConfig {
     /// Creates the module, with parameters that are initialised on first use.
     ///
+    /// # Panics
+    /// With the text of [`Self::try_init`]'s error.
+    #[track_caller]
+    pub fn init(&self, device: &Device) -> SparseMultiHeadAttention {
+        or_panic(self.try_init(device))
+    }
+
+    /// [`Self::init`] that returns its error.
+    ///
     /// # Errors
     /// If `n_heads` does not divide `d_model` or `d_key`, `n_kv_heads` does not divide `n_heads`,
     /// `softcap` or `qk_norm_eps` is not positive, `scale` is not finite, `dropout` is outside `[0, 1)`, `relative_reach` needs more
     /// than 2³⁰ numbers, there is something beside `content` that its heads do not have, `local_heads` leaves no heads of one kind, there are `sinks` and the `quiet_softmax`, `rope` does not fit the heads, the pattern does not fit the heads, the block size or the `selection`, or the device does not
     /// compute in `precision`.
-    pub fn init(&self, device: &Device) -> Result<SparseMultiHeadAttention, TransformerError> {
+    pub fn try_init(&self, device: &Device) -> Result<SparseMultiHeadAttention, TransformerError> {
         self.validate()?;
         let layouts = Layouts::new(self.pattern.clone(), self.pattern_heads(), self.block_size)?;
         self.init_with(layouts, device)
@@ -216,10 +226,7 @@ impl SparseMultiHeadAttentionConfig {
             || format!("at most {most} with {} heads", self.n_heads),
             reach,
         )?;
-        let scale = self.scale.unwrap_or(1.0);
-        let finite = (scale as f32).is_finite();
-        ensure(finite, "scale", || "finite, as f32".into(), scale)?;
-        ensure_above_zero("softcap", self.softcap.unwrap_or(1.0))?;
+        ensure_scores(self.scale, self.softcap)?;
         ensure_above_zero("qk_norm_eps", self.qk_norm_eps)
     }
 }

@@ -5,7 +5,7 @@ use burn::tensor::{Device, Tensor};
 use burn_blocksparse::{Dropout as WeightDropout, Pattern, Seed, Selection, StreamDropout};
 
 use crate::dropout::Seeds;
-use crate::error::{ensure_above_zero, ensure_dropout, ensure_positive};
+use crate::error::{ensure_above_zero, ensure_dropout, ensure_positive, or_panic};
 use crate::layouts::Layouts;
 use crate::pool::{KvPool, Step};
 use crate::results::Results;
@@ -78,12 +78,21 @@ impl SparseTransformerBlockConfig {
     ///
     /// Weights are drawn from `N(0, init_scale / √d_input)`, biases are 0 (Child et al., 2019, §6).
     ///
+    /// # Panics
+    /// With the text of [`Self::try_init`]'s error.
+    #[track_caller]
+    pub fn init(&self, device: &Device) -> SparseTransformerBlock {
+        or_panic(self.try_init(device))
+    }
+
+    /// [`Self::init`] that returns its error.
+    ///
     /// # Errors
     /// As [`SparseMultiHeadAttentionConfig::init`]; also if `d_ff` or `n_layers` is 0, `dropout` is
     /// outside `[0, 1)`, `layer_norm_eps` or `init_scale` is not positive, `feed_forward_sparsity` gives no layout for
     /// `d_model` and `d_ff`, or there is `rope_theta`, but
     /// no `context`.
-    pub fn init(&self, device: &Device) -> Result<SparseTransformerBlock, TransformerError> {
+    pub fn try_init(&self, device: &Device) -> Result<SparseTransformerBlock, TransformerError> {
         self.validate()?;
         let layouts = Layouts::new(self.pattern.clone(), self.pattern_heads()?, self.block_size)?;
         self.init_with(layouts, device)
@@ -248,9 +257,18 @@ impl SparseTransformerBlock {
     /// # Shapes
     /// - input and output: `[batch, seq, d_model]`
     ///
+    /// # Panics
+    /// With the text of [`Self::try_forward`]'s error.
+    #[track_caller]
+    pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+        or_panic(self.try_forward(x))
+    }
+
+    /// [`Self::forward`] that returns its error.
+    ///
     /// # Errors
     /// If the shape does not fit, or the pattern has no layout for `seq`.
-    pub fn forward(&self, x: Tensor<3>) -> Result<Tensor<3>, TransformerError> {
+    pub fn try_forward(&self, x: Tensor<3>) -> Result<Tensor<3>, TransformerError> {
         let pass = self.pass(x.is_autodiff());
         self.step(Stream::new(x), pass)?.finish()
     }
@@ -273,9 +291,18 @@ impl SparseTransformerBlock {
     /// # Shapes
     /// - input and output: `[batch, new, d_model]`
     ///
+    /// # Panics
+    /// With the text of [`Self::try_forward_cache`]'s error.
+    #[track_caller]
+    pub fn forward_cache(&self, x: Tensor<3>, cache: &mut SparseMhaCache) -> Tensor<3> {
+        or_panic(self.try_forward_cache(x, cache))
+    }
+
+    /// [`Self::forward_cache`] that returns its error.
+    ///
     /// # Errors
-    /// As [`SparseMultiHeadAttention::forward_cache`].
-    pub fn forward_cache(
+    /// As [`SparseMultiHeadAttention::try_forward_cache`].
+    pub fn try_forward_cache(
         &self,
         x: Tensor<3>,
         cache: &mut SparseMhaCache,
@@ -285,9 +312,18 @@ impl SparseTransformerBlock {
 
     /// [`Self::forward_cache`] for the last positions of a sequence, which may end anywhere.
     ///
+    /// # Panics
+    /// With the text of [`Self::try_forward_cache_last`]'s error.
+    #[track_caller]
+    pub fn forward_cache_last(&self, x: Tensor<3>, cache: &mut SparseMhaCache) -> Tensor<3> {
+        or_panic(self.try_forward_cache_last(x, cache))
+    }
+
+    /// [`Self::forward_cache_last`] that returns its error.
+    ///
     /// # Errors
-    /// As [`SparseMultiHeadAttention::forward_cache_last`].
-    pub fn forward_cache_last(
+    /// As [`SparseMultiHeadAttention::try_forward_cache_last`].
+    pub fn try_forward_cache_last(
         &self,
         x: Tensor<3>,
         cache: &mut SparseMhaCache,
@@ -329,9 +365,18 @@ impl SparseTransformerBlock {
     /// - input and output: `[1, total, d_model]`
     /// - `cu_seqlens`: as [`SparseMultiHeadAttention::forward_packed`]
     ///
+    /// # Panics
+    /// With the text of [`Self::try_forward_packed`]'s error.
+    #[track_caller]
+    pub fn forward_packed(&self, x: Tensor<3>, cu_seqlens: &[usize]) -> Tensor<3> {
+        or_panic(self.try_forward_packed(x, cu_seqlens))
+    }
+
+    /// [`Self::forward_packed`] that returns its error.
+    ///
     /// # Errors
-    /// As [`SparseMultiHeadAttention::forward_packed`].
-    pub fn forward_packed(
+    /// As [`SparseMultiHeadAttention::try_forward_packed`].
+    pub fn try_forward_packed(
         &self,
         x: Tensor<3>,
         cu_seqlens: &[usize],

@@ -23,8 +23,7 @@ use crate::{QkNorm, SparseMultiHeadAttentionConfig, TransformerError};
 ///     .with_embedding_width(Some(128))
 ///     .with_attention(Some(attention))
 ///     .with_position_embedding(Some(false)) // the rotations say where a token is
-///     .init(&Device::flex())?;
-/// # Ok::<(), burn_sparse_transformer::TransformerError>(())
+///     .init(&Device::flex());
 /// ```
 #[derive(Config, Debug)]
 #[must_use = "a configuration does nothing until a block is made with it"]

@@ -6,7 +6,7 @@ use burn_blocksparse::{
     BlockSparseLinearOptions, OpError, WeightLayout, WeightPattern, block_sparse_linear,
 };
 
-use crate::error::ensure;
+use crate::error::{ensure, or_panic};
 use crate::kept_blocks::KeptBlocks;
 use crate::{Precision, TransformerError};
 
@@ -48,21 +48,39 @@ pub struct BlockSparseLinearConfig {
 impl BlockSparseLinearConfig {
     /// Creates the layer, with weights that are initialised on first use.
     ///
+    /// # Panics
+    /// With the text of [`Self::try_init`]'s error.
+    #[track_caller]
+    pub fn init(&self, device: &Device) -> BlockSparseLinear {
+        or_panic(self.try_init(device))
+    }
+
+    /// [`Self::init`] that returns its error.
+    ///
     /// # Errors
     /// [`TransformerError::Layout`] if the widths, the block and the density do not give a layout; [`TransformerError::Precision`] if the device
     /// does not compute in the precision.
-    pub fn init(&self, device: &Device) -> Result<BlockSparseLinear, TransformerError> {
+    pub fn try_init(&self, device: &Device) -> Result<BlockSparseLinear, TransformerError> {
         let shape = [self.d_input, self.d_output];
         let layout = (self.pattern).layout(shape, self.block, self.density, self.seed)?;
-        self.init_with_layout(layout, device)
+        self.try_init_with_layout(layout, device)
     }
 
     /// [`Self::init`] with blocks of another choice, which must be of a weight `[d_input, d_output]`; `density`, `block`, `pattern` and `seed` are
     /// of no effect.
     ///
+    /// # Panics
+    /// With the text of [`Self::try_init_with_layout`]'s error.
+    #[track_caller]
+    pub fn init_with_layout(&self, layout: WeightLayout, device: &Device) -> BlockSparseLinear {
+        or_panic(self.try_init_with_layout(layout, device))
+    }
+
+    /// [`Self::init_with_layout`] that returns its error.
+    ///
     /// # Errors
-    /// If the layout is of another shape, or as [`Self::init`].
-    pub fn init_with_layout(
+    /// If the layout is of another shape, or as [`Self::try_init`].
+    pub fn try_init_with_layout(
         &self,
         layout: WeightLayout,
         device: &Device,
@@ -111,9 +129,9 @@ pub(crate) fn fans(layout: &WeightLayout) -> [f64; 2] {
 /// use burn_sparse_transformer::{BlockSparseLinear, BlockSparseLinearConfig};
 ///
 /// let device = Device::flex();
-/// let layer = BlockSparseLinearConfig::new(64, 128, 0.25).with_block(16).init(&device)?;
+/// let layer = BlockSparseLinearConfig::new(64, 128, 0.25).with_block(16).init(&device);
 /// let x = Tensor::<3>::random([2, 5, 64], Distribution::Default, &device);
-/// assert_eq!(layer.forward(x)?.dims(), [2, 5, 128]);
+/// assert_eq!(layer.forward(x).dims(), [2, 5, 128]);
 ///
 /// // The quarter of a trained layer's blocks that is largest.
 /// let trained = LinearConfig::new(64, 128).init(&device);
@@ -257,9 +275,18 @@ impl BlockSparseLinear {
     /// - input: `[.., d_input]`
     /// - output: `[.., d_output]`
     ///
+    /// # Panics
+    /// With the text of [`Self::try_forward`]'s error.
+    #[track_caller]
+    pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
+        or_panic(self.try_forward(x))
+    }
+
+    /// [`Self::forward`] that returns its error.
+    ///
     /// # Errors
     /// If the last axis is not `d_input`, or a layout that was loaded is not that of the weight.
-    pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, TransformerError> {
+    pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, TransformerError> {
         let dtype = x.dtype();
         let bias = self.bias.as_ref().map(Param::val);
         let product = self.product(x, bias, self.precision.dtype(dtype))?;

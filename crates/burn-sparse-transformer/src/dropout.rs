@@ -1,7 +1,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use burn_blocksparse::Seed;
+use burn::nn::Dropout;
+use burn_blocksparse::{Dropout as WeightDropout, Seed};
 
 /// Modules made so far in this process.
 static MODULES: AtomicU64 = AtomicU64::new(0);
@@ -27,6 +28,16 @@ impl Seeds {
     pub(crate) fn next(&self) -> Seed {
         Seed::Value(self.module).derive(self.calls.fetch_add(1, Ordering::Relaxed))
     }
+}
+
+/// What a training pass drops of the attention weights.
+pub(crate) fn training_dropout(
+    dropout: &Dropout,
+    seed: impl FnOnce() -> Seed,
+) -> Option<WeightDropout> {
+    let Dropout { prob, training } = dropout;
+    let drops = *prob > 0.0 && training.is_enabled();
+    drops.then(|| WeightDropout::new(*prob, seed()))
 }
 
 #[cfg(test)]

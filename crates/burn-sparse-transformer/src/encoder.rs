@@ -4,7 +4,7 @@ use burn::nn::transformer::{TransformerEncoder, TransformerEncoderConfig};
 use burn::tensor::{Bool, Device, Tensor};
 use burn_blocksparse::Pattern;
 
-use crate::error::{ensure, ensure_above_zero, ensure_dropout, ensure_positive};
+use crate::error::{ensure, ensure_above_zero, ensure_dropout, ensure_positive, or_panic};
 use crate::input::Padding;
 use crate::layouts::Layouts;
 use crate::stream::Stream;
@@ -29,10 +29,19 @@ pub struct SparseTransformerEncoderConfig {
 impl SparseTransformerEncoderConfig {
     /// Creates the module, initialised as burn-nn's.
     ///
+    /// # Panics
+    /// With the text of [`Self::try_init`]'s error.
+    #[track_caller]
+    pub fn init(&self, device: &Device) -> SparseTransformerEncoder {
+        or_panic(self.try_init(device))
+    }
+
+    /// [`Self::init`] that returns its error.
+    ///
     /// # Errors
     /// As [`SparseTransformerEncoder::from_dense`]; also if a size is 0 or the heads do not divide the width, `dropout` is outside
     /// `[0, 1)`, or `layer_norm_eps` is not positive.
-    pub fn init(&self, device: &Device) -> Result<SparseTransformerEncoder, TransformerError> {
+    pub fn try_init(&self, device: &Device) -> Result<SparseTransformerEncoder, TransformerError> {
         let encoder = &self.encoder;
         let (d_model, n_heads) = (encoder.d_model, encoder.n_heads);
         SparseMultiHeadAttentionConfig::new(d_model, n_heads, self.pattern.clone()).validate()?;
@@ -145,9 +154,18 @@ impl SparseTransformerEncoder {
     /// # Shapes
     /// - input and output: `[batch, seq, d_model]`
     ///
+    /// # Panics
+    /// With the text of [`Self::try_forward`]'s error.
+    #[track_caller]
+    pub fn forward(&self, input: SparseTransformerEncoderInput) -> Tensor<3> {
+        or_panic(self.try_forward(input))
+    }
+
+    /// [`Self::forward`] that returns its error.
+    ///
     /// # Errors
-    /// As [`SparseMultiHeadAttention::forward`](crate::SparseMultiHeadAttention::forward).
-    pub fn forward(
+    /// As [`SparseMultiHeadAttention::try_forward`](crate::SparseMultiHeadAttention::forward).
+    pub fn try_forward(
         &self,
         input: SparseTransformerEncoderInput,
     ) -> Result<Tensor<3>, TransformerError> {
@@ -168,9 +186,18 @@ impl SparseTransformerEncoder {
     /// - `x` and output: `[1, total, d_model]`
     /// - `cu_seqlens`: as [`SparseMultiHeadAttention::forward_packed`](crate::SparseMultiHeadAttention::forward_packed)
     ///
+    /// # Panics
+    /// With the text of [`Self::try_forward_packed`]'s error.
+    #[track_caller]
+    pub fn forward_packed(&self, x: Tensor<3>, cu_seqlens: &[usize]) -> Tensor<3> {
+        or_panic(self.try_forward_packed(x, cu_seqlens))
+    }
+
+    /// [`Self::forward_packed`] that returns its error.
+    ///
     /// # Errors
-    /// As [`SparseMultiHeadAttention::forward_packed`](crate::SparseMultiHeadAttention::forward_packed).
-    pub fn forward_packed(
+    /// As [`SparseMultiHeadAttention::try_forward_packed`](crate::SparseMultiHeadAttention::forward_packed).
+    pub fn try_forward_packed(
         &self,
         x: Tensor<3>,
         cu_seqlens: &[usize],
@@ -188,9 +215,18 @@ impl SparseTransformerEncoder {
     /// # Shapes
     /// - `x` and output: `[batch, new, d_model]`
     ///
+    /// # Panics
+    /// With the text of [`Self::try_forward_cache`]'s error.
+    #[track_caller]
+    pub fn forward_cache(&self, x: Tensor<3>, caches: &mut [SparseMhaCache]) -> Tensor<3> {
+        or_panic(self.try_forward_cache(x, caches))
+    }
+
+    /// [`Self::forward_cache`] that returns its error.
+    ///
     /// # Errors
-    /// As [`SparseMultiHeadAttention::forward_cache`](crate::SparseMultiHeadAttention::forward_cache); the caches are then as they were.
-    pub fn forward_cache(
+    /// As [`SparseMultiHeadAttention::try_forward_cache`](crate::SparseMultiHeadAttention::forward_cache); the caches are then as they were.
+    pub fn try_forward_cache(
         &self,
         x: Tensor<3>,
         caches: &mut [SparseMhaCache],
@@ -200,9 +236,18 @@ impl SparseTransformerEncoder {
 
     /// [`Self::forward_cache`] for the last positions of a sequence, which may end anywhere.
     ///
+    /// # Panics
+    /// With the text of [`Self::try_forward_cache_last`]'s error.
+    #[track_caller]
+    pub fn forward_cache_last(&self, x: Tensor<3>, caches: &mut [SparseMhaCache]) -> Tensor<3> {
+        or_panic(self.try_forward_cache_last(x, caches))
+    }
+
+    /// [`Self::forward_cache_last`] that returns its error.
+    ///
     /// # Errors
-    /// As [`Self::forward_cache`].
-    pub fn forward_cache_last(
+    /// As [`Self::try_forward_cache`].
+    pub fn try_forward_cache_last(
         &self,
         x: Tensor<3>,
         caches: &mut [SparseMhaCache],

@@ -135,6 +135,26 @@ pub(crate) fn ensure_above_zero(
     ensure(valid, argument, || "positive and finite".into(), value)
 }
 
+/// Factor and bound of scores, where there are some.
+pub(crate) fn ensure_scores(
+    scale: Option<f64>,
+    softcap: Option<f64>,
+) -> Result<(), TransformerError> {
+    let scale = scale.unwrap_or(1.0);
+    let finite = (scale as f32).is_finite();
+    ensure(finite, "scale", || "finite, as f32".into(), scale)?;
+    ensure_above_zero("softcap", softcap.unwrap_or(1.0))
+}
+
+/// What `try_…` gives, or a panic with its error's text: the modules of burn-nn panic, too.
+#[track_caller]
+pub(crate) fn or_panic<T>(result: Result<T, TransformerError>) -> T {
+    match result {
+        Ok(value) => value,
+        Err(error) => panic!("{error}"),
+    }
+}
+
 /// Widths, lengths and counts stay below this, so that what is computed from two of them does not overflow.
 const MAX_SIZE: usize = 1 << 30;
 

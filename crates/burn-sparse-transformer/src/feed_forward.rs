@@ -12,6 +12,7 @@ use burn_blocksparse::{
 use serde::{Deserialize, Serialize};
 
 use crate::attention_flops::linear_flops;
+use crate::error::or_panic;
 use crate::stream::Projected;
 use crate::{BlockSparseLinear, Precision, TransformerError};
 
@@ -29,8 +30,7 @@ use crate::{BlockSparseLinear, Precision, TransformerError};
 ///     .with_context(512)
 ///     .with_n_layers(2)
 ///     .with_feed_forward_sparsity(Some(FeedForwardSparsity::new(0.25).with_block(16)))
-///     .init(&Device::flex())?;
-/// # Ok::<(), burn_sparse_transformer::TransformerError>(())
+///     .init(&Device::flex());
 /// ```
 #[derive(Config, Debug)]
 #[must_use = "it does nothing until a model is made with it"]
@@ -257,9 +257,18 @@ impl FeedForward {
     /// # Shapes
     /// - input and output: `[batch, seq, d_model]`
     ///
+    /// # Panics
+    /// With the text of [`Self::try_forward`]'s error.
+    #[track_caller]
+    pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+        or_panic(self.try_forward(x))
+    }
+
+    /// [`Self::forward`] that returns its error.
+    ///
     /// # Errors
     /// If the last axis is not `d_model`.
-    pub fn forward(&self, x: Tensor<3>) -> Result<Tensor<3>, TransformerError> {
+    pub fn try_forward(&self, x: Tensor<3>) -> Result<Tensor<3>, TransformerError> {
         let dtype = x.dtype();
         let Projected { x, bias, .. } = self.forward_projected(x, false)?;
         Ok(bias_activation(x, bias, Activation::None)?.cast(dtype))

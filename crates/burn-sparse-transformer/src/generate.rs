@@ -348,7 +348,7 @@ impl SparseTransformer {
     ///     .with_vocab_size(256)
     ///     .with_context(64)
     ///     .with_n_layers(1)
-    ///     .init(&Device::flex())?;
+    ///     .init(&Device::flex());
     /// let prompts = ["The ".as_bytes(), b"A"].map(|text| text.iter().map(|&byte| byte.into()).collect());
     /// let options = GenerateOptions::default().max_new(5).sampling(Sampling::default().top_p(0.9));
     /// let texts = model.generate(&prompts, &options, &mut |step| {
@@ -487,7 +487,7 @@ impl SparseTransformer {
             let logits = match seq {
                 1 => self.next_logits(ids, &steps, pool)?,
                 _ => {
-                    let logits = self.forward_pool(ids, &steps, pool)?;
+                    let logits = self.try_forward_pool(ids, &steps, pool)?;
                     let [batch, seq, vocab] = logits.dims();
                     logits.reshape([batch * seq, vocab])
                 }

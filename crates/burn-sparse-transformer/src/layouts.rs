@@ -1,7 +1,7 @@
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use burn_blocksparse::{BlockLayout, LayoutShape, Pattern, Restriction};
+use burn_blocksparse::{BlockLayout, LayoutError, LayoutShape, Pattern, Restriction};
 
 use crate::TransformerError;
 
@@ -16,6 +16,7 @@ const KEPT: usize = 8;
 #[derive(Clone)]
 pub(crate) struct Layouts {
     pattern: Pattern,
+    /// Those of a request that names none.
     heads: usize,
     block_size: usize,
     built: Arc<Mutex<Built>>,
@@ -63,6 +64,8 @@ impl Built {
 /// Which layout of a pattern is asked for.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Request {
+    /// None: those that the layouts are for.
+    pub(crate) heads: Option<usize>,
     pub(crate) seq_q: usize,
     /// The queries are the last ones of so many positions.
     pub(crate) seq_kv: usize,
@@ -82,6 +85,11 @@ impl Request {
             ..Self::default()
         }
     }
+
+    pub(crate) fn with_heads(mut self, heads: usize) -> Self {
+        self.heads = Some(heads);
+        self
+    }
 }
 
 impl Layouts {
@@ -92,7 +100,33 @@ impl Layouts {
         heads: usize,
         block_size: usize,
     ) -> Result<Self, TransformerError> {
-        let layouts = Self {
+        let layouts = Self::unchecked(pattern, heads, block_size);
+        // The smallest layout meets every check that does not depend on the lengths.
+        layouts.build(&Request::new(1, 1))?;
+        Ok(layouts)
+    }
+
+    /// Layouts whose requests name their heads.
+    ///
+    /// # Errors
+    /// If no layout can be built from `pattern` and `block_size`, whatever heads and lengths are.
+    pub(crate) fn of_any_heads(
+        pattern: Pattern,
+        block_size: usize,
+    ) -> Result<Self, TransformerError> {
+        let layouts = Self::unchecked(pattern, 1, block_size);
+        match layouts.build(&Request::new(1, 1)) {
+            // Other numbers of heads may fit.
+            Ok(_)
+            | Err(TransformerError::Layout(LayoutError::Pattern {
+                argument: "heads", ..
+            })) => Ok(layouts),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn unchecked(pattern: Pattern, heads: usize, block_size: usize) -> Self {
+        Self {
             pattern,
             heads,
             block_size,
@@ -101,10 +135,7 @@ impl Layouts {
                 entries: Vec::new(),
             })),
             siblings: Arc::default(),
-        };
-        // The smallest layout meets every check that does not depend on the lengths.
-        layouts.build(&Request::new(1, 1))?;
-        Ok(layouts)
+        }
     }
 
     pub(crate) fn pattern(&self) -> &Pattern {
@@ -191,7 +222,7 @@ impl Layouts {
 
     fn build(&self, request: &Request) -> Result<BlockLayout, TransformerError> {
         let shape = LayoutShape {
-            heads: self.heads,
+            heads: request.heads.unwrap_or(self.heads),
             seq_q: request.seq_q,
             seq_kv: request.seq_kv,
             block_size: self.block_size,
@@ -456,10 +487,10 @@ mod tests {
             .with_n_layers(4)
             .with_embedding_width(Some(8))
             .with_block_size(8)
-            .init(&Device::flex())
+            .try_init(&Device::flex())
             .unwrap();
         let tokens = Tensor::<2, Int>::zeros([1, 16], &Device::flex());
-        model.valid().forward(tokens).unwrap();
+        model.valid().try_forward(tokens).unwrap();
         let layouts: Vec<_> = model.blocks.iter().map(|b| &b.mha.layouts).collect();
         for (layer, own) in layouts.iter().enumerate() {
             assert_eq!(built(own), 1);

@@ -11,12 +11,14 @@
 //!
 //! let device = Device::flex();
 //! let pattern = Pattern::fixed(128, 32); // own window of 128, last 32 of every earlier one
-//! let mha = SparseMultiHeadAttentionConfig::new(64, 4, pattern).init(&device)?;
+//! let mha = SparseMultiHeadAttentionConfig::new(64, 4, pattern).init(&device);
 //! let x = Tensor::<3>::random([2, 512, 64], Distribution::Default, &device);
-//! let y = mha.forward(SparseMhaInput::self_attn(x))?.context;
+//! let y = mha.forward(SparseMhaInput::self_attn(x)).context;
 //! assert_eq!(y.dims(), [2, 512, 64]);
-//! # Ok::<(), burn_sparse_transformer::TransformerError>(())
 //! ```
+//!
+//! [`SparseAttention`], a module without parameters, is for models that have projections and a KV cache of their own. Every `forward` and `init`
+//! panics with the text of the error that its `try_forward` or `try_init` returns.
 //!
 //! Trained modules of burn-nn become sparse with [`SparseMultiHeadAttention::from_dense`] and
 //! [`SparseTransformerEncoder::from_dense`]; `cargo run -p burn-sparse-transformer --example convert` shows it.
@@ -79,6 +81,7 @@ mod recompute_mode;
 mod results;
 mod sampling;
 mod selected;
+mod sparse_attention;
 mod stream;
 mod transformer;
 #[cfg(feature = "store")]
@@ -128,6 +131,7 @@ pub use precision::Precision;
 pub use recompute::StepLosses;
 pub use recompute_mode::Recompute;
 pub use sampling::Sampling;
+pub use sparse_attention::{SparseAttention, SparseAttentionConfig};
 pub use transformer::{SparseTransformer, SparseTransformerConfig};
 
 pub use burn_blocksparse::pages::{

@@ -4,6 +4,7 @@ use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
 use burn_blocksparse::{Activation, LinearOptions, bias_activation, linear};
 
+use crate::error::or_panic;
 use crate::{Precision, TransformerError};
 
 /// Configuration of [`MixedPrecisionLinear`].
@@ -20,9 +21,18 @@ pub struct MixedPrecisionLinearConfig {
 impl MixedPrecisionLinearConfig {
     /// Creates the layer, initialised as burn-nn's.
     ///
+    /// # Panics
+    /// With the text of [`Self::try_init`]'s error.
+    #[track_caller]
+    pub fn init(&self, device: &Device) -> MixedPrecisionLinear {
+        or_panic(self.try_init(device))
+    }
+
+    /// [`Self::init`] that returns its error.
+    ///
     /// # Errors
     /// [`TransformerError::Precision`] if the device does not compute in the precision.
-    pub fn init(&self, device: &Device) -> Result<MixedPrecisionLinear, TransformerError> {
+    pub fn try_init(&self, device: &Device) -> Result<MixedPrecisionLinear, TransformerError> {
         MixedPrecisionLinear::from_dense(&self.linear.init(device)).with_precision(self.precision)
     }
 }
@@ -39,7 +49,7 @@ impl MixedPrecisionLinearConfig {
 /// let trained = LinearConfig::new(8, 4).init(&device);
 /// let layer = MixedPrecisionLinear::from_dense(&trained).with_precision(Precision::Bf16)?;
 /// let x = Tensor::<3>::random([2, 5, 8], Distribution::Default, &device);
-/// assert_eq!(layer.forward(x)?.dims(), [2, 5, 4]);
+/// assert_eq!(layer.forward(x).dims(), [2, 5, 4]);
 /// # Ok::<(), burn_sparse_transformer::TransformerError>(())
 /// ```
 #[derive(Module, Debug)]
@@ -79,9 +89,18 @@ impl MixedPrecisionLinear {
     /// - input: `[.., d_input]`
     /// - output: `[.., d_output]`
     ///
+    /// # Panics
+    /// With the text of [`Self::try_forward`]'s error.
+    #[track_caller]
+    pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
+        or_panic(self.try_forward(x))
+    }
+
+    /// [`Self::forward`] that returns its error.
+    ///
     /// # Errors
     /// If the last axis is not `d_input`.
-    pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, TransformerError> {
+    pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, TransformerError> {
         let dtype = x.dtype();
         let options = LinearOptions::default().dtype(self.precision.dtype(dtype));
         let product = linear(x, self.weight.val(), &options)?;

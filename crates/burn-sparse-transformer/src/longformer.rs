@@ -2,11 +2,13 @@ use burn::config::Config;
 use burn::module::{Module, Param};
 use burn::nn::Linear;
 use burn::tensor::{Bool, Device, IndexingUpdateOp, Int, Tensor, TensorData};
-use burn_blocksparse::{Pattern, Restriction, attention, check_not_recording, join_heads};
+use burn_blocksparse::{
+    Pattern, Restriction, SparseAttentionCall, check_not_recording, join_heads,
+};
 
 use crate::attention::project_heads;
 use crate::call::Call;
-use crate::error::{ensure, ensure_none};
+use crate::error::{ensure, ensure_none, or_panic};
 use crate::input::{PaddedBatch, Padding};
 use crate::layouts::{Layouts, Request};
 use crate::{
@@ -26,10 +28,19 @@ pub struct LongformerAttentionConfig {
 impl LongformerAttentionConfig {
     /// Creates the module. The projections of global tokens begin as copies of the others (Beltagy et al., 2020, §3.1).
     ///
+    /// # Panics
+    /// With the text of [`Self::try_init`]'s error.
+    #[track_caller]
+    pub fn init(&self, device: &Device) -> LongformerAttention {
+        or_panic(self.try_init(device))
+    }
+
+    /// [`Self::init`] that returns its error.
+    ///
     /// # Errors
     /// As [`SparseMultiHeadAttentionConfig::init`]; also if one of these is set.
-    pub fn init(&self, device: &Device) -> Result<LongformerAttention, TransformerError> {
-        LongformerAttention::from_attention(self.attention.init(device)?)
+    pub fn try_init(&self, device: &Device) -> Result<LongformerAttention, TransformerError> {
+        LongformerAttention::from_attention(self.attention.try_init(device)?)
     }
 }
 
@@ -178,8 +189,8 @@ impl LongformerAttention {
     /// - input: `[batch, seq, d_model]`
     /// - `context`: `[batch, seq, d_model]`, 0 where padded
     ///
-    /// # Errors
-    /// If the shape does not fit, there is no layout for `seq`, or a global token or the padding is outside of the input.
+    /// # Panics
+    /// With the text of [`Self::try_forward`]'s error.
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Tensor};
@@ -189,14 +200,22 @@ impl LongformerAttention {
     ///
     /// let device = Device::flex();
     /// let attention = SparseMultiHeadAttentionConfig::new(64, 4, Pattern::window(32));
-    /// let longformer = LongformerAttentionConfig::new(attention).init(&device)?;
+    /// let longformer = LongformerAttentionConfig::new(attention).init(&device);
     /// let x = Tensor::<3>::random([2, 200, 64], Distribution::Default, &device);
     /// // The first sequence has a question of ten tokens, the second one a single token for its class.
     /// let input = LongformerInput::new(x).global_per_entry([(0..10).collect(), vec![0]]);
-    /// assert_eq!(longformer.forward(input)?.context.dims(), [2, 200, 64]);
-    /// # Ok::<(), burn_sparse_transformer::TransformerError>(())
+    /// assert_eq!(longformer.forward(input).context.dims(), [2, 200, 64]);
     /// ```
-    pub fn forward(&self, input: LongformerInput) -> Result<SparseMhaOutput, TransformerError> {
+    #[track_caller]
+    pub fn forward(&self, input: LongformerInput) -> SparseMhaOutput {
+        or_panic(self.try_forward(input))
+    }
+
+    /// [`Self::forward`] that returns its error.
+    ///
+    /// # Errors
+    /// If the shape does not fit, there is no layout for `seq`, or a global token or the padding is outside of the input.
+    pub fn try_forward(&self, input: LongformerInput) -> Result<SparseMhaOutput, TransformerError> {
         self.mha.check_input("tensor", &input.tensor)?;
         let [batch, seq, _] = input.tensor.dims();
         let tokens = input.tokens(batch, seq)?;
@@ -240,7 +259,10 @@ impl LongformerAttention {
         let [q] = project_heads(mha.precision, [&self.query_global], read, [heads])?;
         let layers = [&self.key_global, &self.value_global];
         let [k, v] = project_heads(mha.precision, layers, x, [kv_heads; 2])?;
-        let context = attention(q, k, v, &layout, mha.options.clone())?;
+        let context = SparseAttentionCall::new(q, k, v, &layout)
+            .options(mha.options.clone())
+            .run()?
+            .out;
         Ok(join_heads(context)?)
     }
 }

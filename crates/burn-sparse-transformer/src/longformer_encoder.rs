@@ -7,7 +7,9 @@ use burn::nn::{
 use burn::tensor::{Bool, Device, Int, Tensor};
 use burn_blocksparse::{Activation, MlpOptions, MlpParams, embedding, mlp};
 
-use crate::error::{ensure, ensure_above_zero, ensure_dropout, ensure_positive, ensure_shape};
+use crate::error::{
+    ensure, ensure_above_zero, ensure_dropout, ensure_positive, ensure_shape, or_panic,
+};
 use crate::stream::{Projected, Stream};
 use crate::{LongformerAttention, LongformerAttentionConfig, LongformerInput, TransformerError};
 
@@ -44,10 +46,19 @@ pub struct LongformerEncoderConfig {
 impl LongformerEncoderConfig {
     /// Creates the encoder, initialised as burn-nn's layers are.
     ///
+    /// # Panics
+    /// With the text of [`Self::try_init`]'s error.
+    #[track_caller]
+    pub fn init(&self, device: &Device) -> LongformerEncoder {
+        or_panic(self.try_init(device))
+    }
+
+    /// [`Self::init`] that returns its error.
+    ///
     /// # Errors
     /// As [`LongformerAttentionConfig::init`]; also if a size is 0, there are not as many `patterns` as layers, `dropout` is outside `[0, 1)` or
     /// `layer_norm_eps` is not positive.
-    pub fn init(&self, device: &Device) -> Result<LongformerEncoder, TransformerError> {
+    pub fn try_init(&self, device: &Device) -> Result<LongformerEncoder, TransformerError> {
         let d_model = self.attention.attention.d_model;
         let d_ff = self.d_ff.unwrap_or(d_model.saturating_mul(4));
         for (argument, size) in [
@@ -77,7 +88,7 @@ impl LongformerEncoderConfig {
                 attention.attention.pattern = patterns[layer].clone();
             }
             Ok(LongformerLayer {
-                attention: attention.init(device)?,
+                attention: attention.try_init(device)?,
                 norm_1: norm.init(device),
                 linear_inner: LinearConfig::new(d_model, d_ff).init(device),
                 linear_outer: LinearConfig::new(d_ff, d_model).init(device),
@@ -194,9 +205,21 @@ impl LongformerEncoder {
     /// # Shapes
     /// - output: `[batch, seq, d_model]`; what is at padded positions means nothing
     ///
+    /// # Panics
+    /// With the text of [`Self::try_forward`]'s error.
+    #[track_caller]
+    pub fn forward(&self, input: LongformerEncoderInput) -> Tensor<3> {
+        or_panic(self.try_forward(input))
+    }
+
+    /// [`Self::forward`] that returns its error.
+    ///
     /// # Errors
     /// If `seq` is 0 or above the context, the types' shape is not the tokens', or as [`LongformerAttention::forward`].
-    pub fn forward(&self, input: LongformerEncoderInput) -> Result<Tensor<3>, TransformerError> {
+    pub fn try_forward(
+        &self,
+        input: LongformerEncoderInput,
+    ) -> Result<Tensor<3>, TransformerError> {
         let [batch, seq] = input.tokens.dims();
         let [context, _] = self.position_embedding.weight.dims();
         ensure(
@@ -229,7 +252,7 @@ impl LongformerEncoder {
             if let Some(padding) = &input.padding {
                 attended = attended.mask_pad(padding.clone());
             }
-            x = layer.forward(attended)?;
+            x = layer.try_forward(attended)?;
         }
         Ok(x)
     }
@@ -241,11 +264,20 @@ impl LongformerLayer {
     /// # Shapes
     /// - input and output: `[batch, seq, d_model]`
     ///
+    /// # Panics
+    /// With the text of [`Self::try_forward`]'s error.
+    #[track_caller]
+    pub fn forward(&self, input: LongformerInput) -> Tensor<3> {
+        or_panic(self.try_forward(input))
+    }
+
+    /// [`Self::forward`] that returns its error.
+    ///
     /// # Errors
     /// As [`LongformerAttention::forward`].
-    pub fn forward(&self, input: LongformerInput) -> Result<Tensor<3>, TransformerError> {
+    pub fn try_forward(&self, input: LongformerInput) -> Result<Tensor<3>, TransformerError> {
         let x = input.tensor().clone();
-        let attended = self.attention.forward(input)?.context;
+        let attended = self.attention.try_forward(input)?.context;
         let x = self.add(x, attended, None, &self.norm_1)?;
         let mut params = MlpParams::new(
             self.linear_inner.weight.val(),

@@ -403,7 +403,7 @@ mod tests {
             .with_embedding_width(Some(8))
             .with_block_size(8)
             .with_store_weights(store_weights)
-            .init(&Device::flex().autodiff())
+            .try_init(&Device::flex().autodiff())
             .unwrap()
     }
 

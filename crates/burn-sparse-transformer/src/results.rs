@@ -4,8 +4,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::tensor::Tensor;
 use burn_blocksparse::{
-    AttentionOptions, AttentionTensors, KeptAttention, Layout, OpError, WeightsMode,
-    attention_given, attention_keeping, attention_with_tensors,
+    AttentionOptions, AttentionTensors, KeptAttention, Layout, OpError, SparseAttentionCall,
+    WeightsMode, attention_given, attention_keeping,
 };
 
 /// What becomes of the results of a call of attention. Nothing of it changes what the call computes.
@@ -44,7 +44,11 @@ impl Results {
                 out
             }
             Self::Computed | Self::Kept(_) => {
-                attention_with_tensors(q, k, v, tensors, layout, options)?.0
+                SparseAttentionCall::new(q, k, v, layout)
+                    .tensors(tensors)
+                    .options(options)
+                    .run()?
+                    .out
             }
         })
     }

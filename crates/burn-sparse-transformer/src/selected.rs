@@ -7,7 +7,7 @@ use burn_blocksparse::{
 };
 
 use crate::call::Call;
-use crate::error::{ensure, ensure_none};
+use crate::error::{ensure, ensure_none, or_panic};
 use crate::layouts::Request;
 use crate::stream::Stream;
 use crate::{
@@ -47,9 +47,9 @@ impl SparseMultiHeadAttention {
     /// // Each block of 32 queries sees four of keys: the first, its own, the one before it, and of the others the one most alike.
     /// let mha = SparseMultiHeadAttentionConfig::new(64, 4, Pattern::causal())
     ///     .with_selection(Some("topk:32,4".parse()?))
-    ///     .init(&device)?;
+    ///     .init(&device);
     /// let x = Tensor::<3>::random([1, 500, 64], Distribution::Default, &device);
-    /// let y = mha.forward(SparseMhaInput::self_attn(x))?.context;
+    /// let y = mha.forward(SparseMhaInput::self_attn(x)).context;
     /// assert_eq!(y.dims(), [1, 500, 64]);
     /// # Ok::<(), burn_sparse_transformer::TransformerError>(())
     /// ```
@@ -73,8 +73,8 @@ impl SparseMultiHeadAttention {
     /// [`Self::forward`] over a layout that depends on the projected queries and keys, normalised and rotated, in place of the
     /// module's pattern: `choose` gets `[batch, n_heads, seq_q, d_k]` and `[batch, n_kv_heads, seq_kv, d_k]`.
     ///
-    /// # Errors
-    /// As [`Self::forward`] and `choose`; also if the input has padding, which the layout would have to leave out.
+    /// # Panics
+    /// With the text of [`Self::try_forward_choosing`]'s error.
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Tensor};
@@ -82,16 +82,31 @@ impl SparseMultiHeadAttention {
     /// use burn_sparse_transformer::{Pattern, SparseMhaInput, SparseMultiHeadAttentionConfig};
     ///
     /// let device = Device::flex();
-    /// let mha = SparseMultiHeadAttentionConfig::new(64, 4, Pattern::causal()).init(&device)?;
+    /// let mha = SparseMultiHeadAttentionConfig::new(64, 4, Pattern::causal()).init(&device);
     /// let x = Tensor::<3>::random([1, 500, 64], Distribution::Default, &device);
     /// // Each block sees four: the first, its own, the one before it, and of the others the one most alike.
     /// let four = TopKOptions::new(32, 4);
     /// let choose = |query, key| top_k_blocks_on_device(query, key, four);
-    /// let y = mha.forward_choosing(SparseMhaInput::self_attn(x), choose)?.context;
+    /// let y = mha.forward_choosing(SparseMhaInput::self_attn(x), choose).context;
     /// assert_eq!(y.dims(), [1, 500, 64]);
-    /// # Ok::<(), burn_sparse_transformer::TransformerError>(())
     /// ```
+    #[track_caller]
     pub fn forward_choosing<L>(
+        &self,
+        input: SparseMhaInput,
+        choose: impl FnOnce(Tensor<4>, Tensor<4>) -> Result<L, OpError>,
+    ) -> SparseMhaOutput
+    where
+        for<'a> &'a L: Into<Layout<'a>>,
+    {
+        or_panic(self.try_forward_choosing(input, choose))
+    }
+
+    /// [`Self::forward_choosing`] that returns its error.
+    ///
+    /// # Errors
+    /// As [`Self::try_forward`] and `choose`; also if the input has padding, which the layout would have to leave out.
+    pub fn try_forward_choosing<L>(
         &self,
         input: SparseMhaInput,
         choose: impl FnOnce(Tensor<4>, Tensor<4>) -> Result<L, OpError>,

@@ -8,7 +8,7 @@ use burn_blocksparse::{
 
 use crate::attention_flops::linear_flops;
 use crate::block::Pass;
-use crate::error::{ensure, ensure_multiple, ensure_positive, ensure_shape};
+use crate::error::{ensure, ensure_multiple, ensure_positive, ensure_shape, or_panic};
 use crate::layouts::LayoutPool;
 use crate::selected::of_layer;
 use crate::stream::Stream;
@@ -32,9 +32,8 @@ use crate::{
 ///     .with_n_layers(30)
 ///     .with_embedding_width(Some(128))
 ///     .with_dropout(0.40);
-/// let model = config.init(&Device::flex())?;
+/// let model = config.init(&Device::flex());
 /// assert_eq!(model.num_params(), 94_949_376);
-/// # Ok::<(), burn_sparse_transformer::TransformerError>(())
 /// ```
 #[derive(Config, Debug)]
 #[must_use = "a configuration does nothing until `init`"]
@@ -127,10 +126,19 @@ impl SparseTransformerConfig {
     /// `N(0, 0.125 / √d_input)` with those that write into the residual stream scaled by
     /// `1 / √(2 · n_layers)`, biases 0, and the output matrix 0.
     ///
+    /// # Panics
+    /// With the text of [`Self::try_init`]'s error.
+    #[track_caller]
+    pub fn init(&self, device: &Device) -> SparseTransformer {
+        or_panic(self.try_init(device))
+    }
+
+    /// [`Self::init`] that returns its error.
+    ///
     /// # Errors
     /// If a size is 0, `embedding_width` exceeds `context`, or a block refuses its part of the
     /// configuration (see [`SparseTransformerBlockConfig::init`]).
-    pub fn init(&self, device: &Device) -> Result<SparseTransformer, TransformerError> {
+    pub fn try_init(&self, device: &Device) -> Result<SparseTransformer, TransformerError> {
         self.validate()?;
         let (context, d_model) = (self.context, self.d_model);
         Ok(SparseTransformer {
@@ -304,9 +312,18 @@ impl SparseTransformer {
     /// - `tokens`: `[batch, seq]`, `seq ≤ context`
     /// - output: `[batch, seq, vocab_size]`
     ///
+    /// # Panics
+    /// With the text of [`Self::try_forward`]'s error.
+    #[track_caller]
+    pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
+        or_panic(self.try_forward(tokens))
+    }
+
+    /// [`Self::forward`] that returns its error.
+    ///
     /// # Errors
     /// If `tokens` is empty or longer than the context, or a pattern has no layout for `seq`.
-    pub fn forward(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>, TransformerError> {
+    pub fn try_forward(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>, TransformerError> {
         let stream = self.stream(tokens, |block, training| block.pass(training))?;
         self.logits(stream)
     }
@@ -334,11 +351,24 @@ impl SparseTransformer {
     /// - `tokens`: `[batch, new]`
     /// - output: `[batch, new, vocab_size]`
     ///
+    /// # Panics
+    /// With the text of [`Self::try_forward_cache`]'s error.
+    #[track_caller]
+    pub fn forward_cache(
+        &self,
+        tokens: Tensor<2, Int>,
+        cache: &mut SparseTransformerCache,
+    ) -> Tensor<3> {
+        or_panic(self.try_forward_cache(tokens, cache))
+    }
+
+    /// [`Self::forward_cache`] that returns its error.
+    ///
     /// # Errors
     /// If `tokens` is empty, a position is past the context, the batch differs from the cache's, or the
     /// cache was made by a model with another number of blocks; [`TransformerError::Boundary`] if it cannot stop where the tokens begin or
     /// end.
-    pub fn forward_cache(
+    pub fn try_forward_cache(
         &self,
         tokens: Tensor<2, Int>,
         cache: &mut SparseTransformerCache,
@@ -348,9 +378,22 @@ impl SparseTransformer {
 
     /// [`Self::forward_cache`] for the last tokens of a sequence, which may end anywhere.
     ///
-    /// # Errors
-    /// As [`Self::forward_cache`].
+    /// # Panics
+    /// With the text of [`Self::try_forward_cache_last`]'s error.
+    #[track_caller]
     pub fn forward_cache_last(
+        &self,
+        tokens: Tensor<2, Int>,
+        cache: &mut SparseTransformerCache,
+    ) -> Tensor<3> {
+        or_panic(self.try_forward_cache_last(tokens, cache))
+    }
+
+    /// [`Self::forward_cache_last`] that returns its error.
+    ///
+    /// # Errors
+    /// As [`Self::try_forward_cache`].
+    pub fn try_forward_cache_last(
         &self,
         tokens: Tensor<2, Int>,
         cache: &mut SparseTransformerCache,
@@ -411,9 +454,18 @@ impl SparseTransformer {
     /// - `tokens`, `targets`: `[batch, seq]`; `targets[b, i]` is the token after `tokens[b, i]`
     /// - output: `[1]`
     ///
+    /// # Panics
+    /// With the text of [`Self::try_loss`]'s error.
+    #[track_caller]
+    pub fn loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> {
+        or_panic(self.try_loss(tokens, targets))
+    }
+
+    /// [`Self::loss`] that returns its error.
+    ///
     /// # Errors
-    /// As [`Self::forward`]; also if the shapes differ.
-    pub fn loss(
+    /// As [`Self::try_forward`]; also if the shapes differ.
+    pub fn try_loss(
         &self,
         tokens: Tensor<2, Int>,
         targets: Tensor<2, Int>,

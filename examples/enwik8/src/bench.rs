@@ -461,7 +461,7 @@ impl<'a> Trainer<'a> {
         self.sync()?;
         let before = Usage::of(self.device);
         let model = self.training.model()?;
-        let loss = model.loss(tokens, targets)?;
+        let loss = model.try_loss(tokens, targets)?;
         self.sync()?;
         let during = Usage::of(self.device);
         drop(loss);

@@ -246,7 +246,7 @@ impl Evaluator<'_> {
     fn losses(&self, bytes: &[u8], part: &[Window]) -> Result<Vec<f32>> {
         let starts: Vec<usize> = part.iter().map(|window| window.start).collect();
         let [tokens, targets] = self.cut.tensors(bytes, &starts, self.device);
-        let losses = losses_of(self.model.forward(tokens)?, targets);
+        let losses = losses_of(self.model.try_forward(tokens)?, targets);
         losses
             .try_into_vec_as()
             .map_err(|error| anyhow!("{error:?}"))
@@ -276,7 +276,9 @@ impl Evaluator<'_> {
             let count = chunk.min(context - first);
             let steps: Vec<KvStep> = ids.iter().map(|&id| KvStep::new(id, count)).collect();
             let rows = |x: &Tensor<2, Int>| x.clone().narrow(1, first, count);
-            let logits = self.model.forward_pool(rows(&tokens), &steps, &mut pool)?;
+            let logits = self
+                .model
+                .try_forward_pool(rows(&tokens), &steps, &mut pool)?;
             losses.push(losses_of(logits, rows(&targets)));
         }
         for id in ids {

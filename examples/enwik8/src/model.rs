@@ -30,7 +30,7 @@ const BYTES: usize = 256;
 pub fn new(config: &ModelConfig, seed: u64, device: &Device) -> Result<SparseTransformer> {
     device.seed(seed);
     let model = transformer(config)?
-        .init(device)?
+        .try_init(device)?
         // Weights are drawn here, in order, not on first use.
         .materialize();
     let model = choosing(model, config)?;

@@ -1,9 +1,7 @@
 //! A training step of attention, as an application writes it.
 
 use burn::tensor::{Device, DeviceKind, Distribution, Tensor};
-use burn_blocksparse::{
-    OpError, AttentionOptions, AttentionPlan, Pattern, attention, check_device,
-};
+use burn_blocksparse::{OpError, Pattern, SparseAttentionCall, check_device};
 
 fn main() -> Result<(), OpError> {
     let device = Device::wgpu(DeviceKind::default());
@@ -13,9 +11,9 @@ fn main() -> Result<(), OpError> {
         Tensor::<4>::random([1, 2, 256, 16], Distribution::Default, &device).require_grad()
     });
     let layout = Pattern::fixed(128, 32).layout(2, 256, 32)?;
-    let options = AttentionOptions::default();
-    println!("{}", AttentionPlan::new(&q, &k, &v, &layout, &options)?);
-    let out = attention(q.clone(), k, v, &layout, options)?;
+    let call = SparseAttentionCall::new(q.clone(), k, v, &layout);
+    println!("{}", call.explain()?);
+    let out = call.run()?.out;
     let gradients = out.sum().backward();
     println!("{:?}", q.grad(&gradients).map(|grad| grad.dims()));
     Ok(())

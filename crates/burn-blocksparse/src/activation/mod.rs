@@ -54,25 +54,27 @@ pub fn bias_activation<const D: usize>(
     Ok(Tensor::from_dispatch(y))
 }
 
-/// What [`bias_activation`] and its backward pass run.
-///
-/// # Errors
-/// As [`bias_activation`].
-#[cfg_attr(not(feature = "cube"), allow(unused_variables))]
-pub fn bias_activation_plan<const D: usize>(
-    x: &Tensor<D>,
-    bias: Option<&Tensor<1>>,
-    activation: Activation,
-) -> Result<OpPlan, OpError> {
-    check(x, bias)?;
-    let dims = x.dims();
-    let matrix = [dims[..D - 1].iter().product(), dims[D - 1]];
-    Ok(OpPlan::new(&x.device(), |device| {
-        #[cfg(feature = "cube")]
-        return crate::backends::activation::text(device, matrix, x.dtype(), activation);
-        #[cfg(not(feature = "cube"))]
-        Err::<String, std::convert::Infallible>(*device)
-    }))
+impl Activation {
+    /// What [`bias_activation`] and its backward pass run.
+    ///
+    /// # Errors
+    /// As [`bias_activation`].
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+    pub fn explain<const D: usize>(
+        self,
+        x: &Tensor<D>,
+        bias: Option<&Tensor<1>>,
+    ) -> Result<OpPlan, OpError> {
+        check(x, bias)?;
+        let dims = x.dims();
+        let matrix = [dims[..D - 1].iter().product(), dims[D - 1]];
+        Ok(OpPlan::new(&x.device(), |device| {
+            #[cfg(feature = "cube")]
+            return crate::backends::activation::text(device, matrix, x.dtype(), self);
+            #[cfg(not(feature = "cube"))]
+            Err::<String, std::convert::Infallible>(*device)
+        }))
+    }
 }
 
 fn check<const D: usize>(x: &Tensor<D>, bias: Option<&Tensor<1>>) -> Result<(), OpError> {

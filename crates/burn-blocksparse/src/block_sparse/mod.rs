@@ -107,27 +107,29 @@ pub fn block_sparse_linear<const D: usize>(
     )
 }
 
-/// What [`block_sparse_linear`] would run for the products of both passes.
-///
-/// # Errors
-/// As that call.
-#[cfg_attr(not(feature = "cube"), allow(unused_variables))]
-pub fn block_sparse_linear_plan<const D: usize>(
-    x: &Tensor<D>,
-    weight: &Tensor<3>,
-    layout: &WeightLayout,
-    options: &BlockSparseLinearOptions,
-) -> Result<OpPlan, OpError> {
-    let dtype = check(x, weight, layout, options)?;
-    Ok(OpPlan::new(&x.device(), |device| {
-        #[cfg(feature = "cube")]
-        {
-            let rows = x.dims().iter().rev().skip(1).product();
-            crate::backends::block_sparse::kernels::text(device, dtype.into(), rows, layout)
-        }
-        #[cfg(not(feature = "cube"))]
-        Err::<String, std::convert::Infallible>(*device)
-    }))
+impl BlockSparseLinearOptions {
+    /// What [`block_sparse_linear`] would run for the products of both passes.
+    ///
+    /// # Errors
+    /// As that call.
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+    pub fn explain<const D: usize>(
+        &self,
+        x: &Tensor<D>,
+        weight: &Tensor<3>,
+        layout: &WeightLayout,
+    ) -> Result<OpPlan, OpError> {
+        let dtype = check(x, weight, layout, self)?;
+        Ok(OpPlan::new(&x.device(), |device| {
+            #[cfg(feature = "cube")]
+            {
+                let rows = x.dims().iter().rev().skip(1).product();
+                crate::backends::block_sparse::kernels::text(device, dtype.into(), rows, layout)
+            }
+            #[cfg(not(feature = "cube"))]
+            Err::<String, std::convert::Infallible>(*device)
+        }))
+    }
 }
 
 /// The dtype of the product, if the arguments fit each other.

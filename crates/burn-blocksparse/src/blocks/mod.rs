@@ -24,14 +24,14 @@ use crate::weights::{self, BlockSparseTensor};
 
 /// The operators of block-sparse attention one by one, as in Gray, Radford and Kingma, "GPU kernels for block-sparse weights" (2017): to
 /// build attention of another kind. They run in Burn's primitives on every backend, not in fused kernels
-/// ([`attention`](crate::attention()) does): the values of all kept blocks are in memory, `blocks · block_size²` of them
+/// ([`sparse_attention`](crate::sparse_attention) does): the values of all kept blocks are in memory, `blocks · block_size²` of them
 /// for each batch entry (two to four times that while a softmax or its gradient is computed), and gathered operands are, a chunk of about 16 MiB at a time.
 ///
 /// All are differentiable (once), and deterministic where Burn's matrix products are. On CUDA, Burn rounds factors of f32 products to tf32.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_blocksparse::{AttentionOptions, BlockSparseTensor, Pattern, attention};
+/// use burn_blocksparse::{BlockSparseTensor, Pattern, sparse_attention};
 ///
 /// let device = Device::flex();
 /// let [q, k, v] =
@@ -40,7 +40,7 @@ use crate::weights::{self, BlockSparseTensor};
 ///
 /// let scores = BlockSparseTensor::nt(q.clone(), k.clone(), &layout)?;
 /// let out = scores.clone().softmax(0.25)?.nn(v.clone())?;
-/// let fused = attention(q, k, v.clone(), &layout, AttentionOptions::default())?;
+/// let fused = sparse_attention(q, k, v.clone(), &layout)?;
 /// assert!((out - fused).abs().max().into_scalar::<f32>() < 1e-5);
 ///
 /// // Squared ReLU in the place of the softmax, normalised by the sums of the rows.

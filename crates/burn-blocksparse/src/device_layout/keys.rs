@@ -18,9 +18,7 @@ impl DeviceLayout {
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Int, Tensor};
-    /// use burn_blocksparse::{
-    ///     AttentionOptions, DeviceLayout, Pattern, QueryLists, attention,
-    /// };
+    /// use burn_blocksparse::{DeviceLayout, Pattern, QueryLists, SparseAttentionCall};
     ///
     /// let device = Device::flex();
     /// let x = Tensor::<4>::random([1, 2, 64, 16], Distribution::Default, &device);
@@ -32,8 +30,8 @@ impl DeviceLayout {
     /// let layout = DeviceLayout::from_keys(&places, &lists)?;
     /// let dense = layout.to_host()?.to_dense(0);
     /// assert!(dense[9][0] && dense[9][9] && !dense[9][5]);
-    /// let options = AttentionOptions::default().softcap(20.0);
-    /// let out = attention(x.clone(), x.clone(), x, &layout, options)?;
+    /// let call = SparseAttentionCall::new(x.clone(), x.clone(), x, &layout).softcap(20.0);
+    /// let out = call.run()?.out;
     /// assert_eq!(out.dims(), [1, 2, 64, 16]);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```

@@ -50,7 +50,7 @@ impl DeviceLayoutOptions {
 /// A layout whose blocks a tensor on a device chooses, for patterns that depend on content: query `i` attends to key `j` if the block of
 /// the pair is chosen and, in a causal layout, `j ≤ i + seq_kv − seq_q`.
 ///
-/// [`attention`](crate::attention()) takes it as it takes a [`BlockLayout`]. Where kernels run, launch plans are made of the tensor on
+/// [`sparse_attention`](crate::sparse_attention) takes it as it takes a [`BlockLayout`]. Where kernels run, launch plans are made of the tensor on
 /// the device, by rows and by columns; the host does not wait for anything. They are made once and kept with the layout, so
 /// use one layout for all calls of the same choice, and cloning is cheap. On CPU backends the host is the device: the first call
 /// makes a [`BlockLayout`] of the tensor.
@@ -61,9 +61,7 @@ impl DeviceLayoutOptions {
 ///
 /// ```
 /// use burn::tensor::{Bool, Device, Distribution, Tensor};
-/// use burn_blocksparse::{
-///     AttentionOptions, DeviceLayout, DeviceLayoutOptions, LayoutShape, attention,
-/// };
+/// use burn_blocksparse::{DeviceLayout, DeviceLayoutOptions, LayoutShape, sparse_attention};
 ///
 /// let device = Device::flex();
 /// let [q, k, v] = [(); 3]
@@ -74,7 +72,7 @@ impl DeviceLayoutOptions {
 /// let shape = LayoutShape { heads: 4, seq_q: 256, seq_kv: 256, block_size: 32 };
 /// let options = DeviceLayoutOptions::new(shape).causal(true);
 /// let layout = DeviceLayout::from_block_mask(mask, options)?;
-/// let out = attention(q, k, v, &layout, AttentionOptions::default())?;
+/// let out = sparse_attention(q, k, v, &layout)?;
 /// assert_eq!(out.dims(), [2, 4, 256, 16]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```

@@ -19,9 +19,7 @@ impl DeviceLayout {
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Int, Tensor};
-    /// use burn_blocksparse::{
-    ///     AttentionOptions, DeviceLayout, Pattern, PositionRule, attention,
-    /// };
+    /// use burn_blocksparse::{DeviceLayout, Pattern, PositionRule, sparse_attention};
     ///
     /// let device = Device::flex();
     /// let x = Tensor::<4>::random([1, 1, 64, 16], Distribution::Default, &device);
@@ -32,7 +30,7 @@ impl DeviceLayout {
     /// let dense = layout.to_host()?.to_dense(0);
     /// // The first place holds the last token, and sees all of its chunk.
     /// assert!(dense[0][..16].iter().all(|&seen| seen) && !dense[1][0] && !dense[0][16]);
-    /// let out = attention(x.clone(), x.clone(), x, &layout, AttentionOptions::default())?;
+    /// let out = sparse_attention(x.clone(), x.clone(), x, &layout)?;
     /// assert_eq!(out.dims(), [1, 1, 64, 16]);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```

@@ -11,7 +11,7 @@ use burn::tensor::{DType, Int, Tensor};
 use super::found::{DsaTarget, Found};
 use super::pages::DsaPages;
 use super::scores::{DsaIndex, together};
-use crate::attention::attention_with_lse;
+use crate::attention::SparseAttentionCall;
 use crate::backends::indexer::{available, has_picks, rounds};
 use crate::device::cube;
 use crate::ops::{
@@ -190,7 +190,10 @@ pub(super) fn loss(
     let shape = LayoutShape::new(heads, [seq_q, seq_kv], BLOCK);
     let layout = DENSE.of_pattern(&Pattern::causal(), shape).ok()?;
     let options = AttentionOptions::default().scale(scale);
-    let (_, lse) = attention_with_lse(q.clone(), k.clone(), k.clone(), &layout, options).ok()?;
+    let (_, lse) = SparseAttentionCall::new(q.clone(), k.clone(), k.clone(), &layout)
+        .options(options)
+        .run_with_lse()
+        .ok()?;
     let target = TargetInputs {
         q: q.into_dispatch(),
         k: k.into_dispatch(),

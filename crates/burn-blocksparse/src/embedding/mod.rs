@@ -73,27 +73,29 @@ pub fn embedding_backward(
     Ok(Tensor::from_dispatch(table))
 }
 
-/// What the backward pass of [`embedding`] runs.
-///
-/// # Errors
-/// As [`embedding`].
-#[cfg_attr(not(feature = "cube"), allow(unused_variables))]
-pub fn embedding_plan(table: &Tensor<2>, ids: &Tensor<2, Int>) -> Result<OpPlan, OpError> {
-    served(&table.device())?;
-    same_device("ids' device", &table.device(), "table's", &ids.device())?;
-    let [batch, seq] = ids.dims();
-    let positions = batch * seq;
-    Ok(OpPlan::new(&table.device(), |device| {
-        #[cfg(feature = "cube")]
-        return crate::backends::embedding::text(
-            device,
-            table.dims(),
-            [table.dtype(), table.dtype(), ids.dtype()],
-            positions,
-        );
-        #[cfg(not(feature = "cube"))]
-        Err::<String, std::convert::Infallible>(*device)
-    }))
+impl OpPlan {
+    /// What the backward pass of [`embedding`] runs.
+    ///
+    /// # Errors
+    /// As [`embedding`].
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+    pub fn of_embedding(table: &Tensor<2>, ids: &Tensor<2, Int>) -> Result<OpPlan, OpError> {
+        served(&table.device())?;
+        same_device("ids' device", &table.device(), "table's", &ids.device())?;
+        let [batch, seq] = ids.dims();
+        let positions = batch * seq;
+        Ok(OpPlan::new(&table.device(), |device| {
+            #[cfg(feature = "cube")]
+            return crate::backends::embedding::text(
+                device,
+                table.dims(),
+                [table.dtype(), table.dtype(), ids.dtype()],
+                positions,
+            );
+            #[cfg(not(feature = "cube"))]
+            Err::<String, std::convert::Infallible>(*device)
+        }))
+    }
 }
 
 fn check_backward(ids: &Tensor<1, Int>, grad: &Tensor<2>) -> Result<(), OpError> {

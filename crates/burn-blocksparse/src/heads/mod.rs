@@ -80,24 +80,26 @@ pub fn join_heads(x: Tensor<4>) -> Result<Tensor<3>, OpError> {
     Ok(Tensor::from_dispatch(joined.x))
 }
 
-/// What [`split_heads`] and its backward pass run.
-///
-/// # Errors
-/// As [`split_heads`].
-#[cfg_attr(not(feature = "cube"), allow(unused_variables))]
-pub fn split_heads_plan(
-    x: &Tensor<3>,
-    bias: Option<&Tensor<1>>,
-    parts: &[(usize, usize)],
-) -> Result<OpPlan, OpError> {
-    check_split(x, bias, parts)?;
-    let [batch, seq, _] = x.dims();
-    Ok(OpPlan::new(&x.device(), |device| {
-        #[cfg(feature = "cube")]
-        return crate::backends::heads::text(device, [batch * seq, seq], parts, x.dtype());
-        #[cfg(not(feature = "cube"))]
-        Err::<String, std::convert::Infallible>(*device)
-    }))
+impl OpPlan {
+    /// What [`split_heads`] and its backward pass run.
+    ///
+    /// # Errors
+    /// As [`split_heads`].
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+    pub fn of_split_heads(
+        x: &Tensor<3>,
+        bias: Option<&Tensor<1>>,
+        parts: &[(usize, usize)],
+    ) -> Result<OpPlan, OpError> {
+        check_split(x, bias, parts)?;
+        let [batch, seq, _] = x.dims();
+        Ok(OpPlan::new(&x.device(), |device| {
+            #[cfg(feature = "cube")]
+            return crate::backends::heads::text(device, [batch * seq, seq], parts, x.dtype());
+            #[cfg(not(feature = "cube"))]
+            Err::<String, std::convert::Infallible>(*device)
+        }))
+    }
 }
 
 fn check_split(

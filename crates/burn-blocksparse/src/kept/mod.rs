@@ -12,7 +12,7 @@ use crate::options::AttentionOptions;
 use crate::tensors::AttentionTensors;
 use values::{KeptAttention, check_options};
 
-/// [`attention_with_tensors`](crate::attention_with_tensors), which returns out and lse, and what of it a later call with the same arguments can take
+/// [`SparseAttentionCall`](crate::SparseAttentionCall) that returns out and lse, and what of it a later call with the same arguments can take
 /// in place of computing it.
 ///
 /// It is for recomputation (gradient checkpointing) around attention: a first pass without autodiff keeps this of each call, and a second pass with
@@ -43,10 +43,10 @@ use values::{KeptAttention, check_options};
 /// ```
 ///
 /// # Shapes
-/// As [`attention_with_tensors`](crate::attention_with_tensors).
+/// As [`SparseAttentionCall`](crate::SparseAttentionCall).
 ///
 /// # Errors
-/// As [`attention_with_tensors`](crate::attention_with_tensors); also if the options ask for stored weights or largest scores, which are not kept.
+/// As [`SparseAttentionCall`](crate::SparseAttentionCall); also if the options ask for stored weights or largest scores, which are not kept.
 pub fn attention_keeping<'a>(
     q: Tensor<4>,
     k: Tensor<4>,
@@ -66,7 +66,7 @@ pub fn attention_keeping<'a>(
         Tensor::from_dispatch(output.out.clone()),
         Tensor::from_dispatch(output.lse.clone()),
     );
-    let output = with_sinks(output, sinks);
+    let (output, _) = with_sinks(output, sinks);
     Ok((
         Tensor::from_dispatch(output.out),
         Tensor::from_dispatch(output.lse),
@@ -74,14 +74,14 @@ pub fn attention_keeping<'a>(
     ))
 }
 
-/// [`attention_with_tensors`](crate::attention_with_tensors) with its results given: returns out and lse. No kernel of attention runs, the graph
+/// [`SparseAttentionCall`](crate::SparseAttentionCall) with its results given: returns out and lse. No kernel of attention runs, the graph
 /// keeps what is given, and sinks are applied to it.
 ///
 /// `kept` must be what [`attention_keeping`] kept of a call with the same values of all arguments, dropout's seed among them; which values they are
 /// cannot be checked. The gradients, of all but `kept`, are then those of the call itself, to the bit; no gradient flows into `kept`.
 ///
 /// # Shapes
-/// As [`attention_with_tensors`](crate::attention_with_tensors); `kept` as [`KeptAttention`] says.
+/// As [`SparseAttentionCall`](crate::SparseAttentionCall); `kept` as [`KeptAttention`] says.
 ///
 /// # Errors
 /// As [`attention_keeping`]; also if shapes, dtypes or devices of `kept` do not fit q and v.
@@ -100,7 +100,7 @@ pub fn attention_given<'a>(
     let sinks = tensors.sinks.clone();
     let scores = tensors.scores(&q);
     let output = call_given(q, k, v, scores, Some(kept), layout, options)?;
-    let output = with_sinks(output, sinks);
+    let (output, _) = with_sinks(output, sinks);
     Ok((
         Tensor::from_dispatch(output.out),
         Tensor::from_dispatch(output.lse),

@@ -11,9 +11,9 @@ use crate::values::GivenOutput;
 
 /// What [`attention_keeping`](crate::attention_keeping) keeps of a call for [`attention_given`](crate::attention_given): output and lse **before sinks**, without autodiff.
 ///
-/// Without sinks they are what [`attention_with_lse`](crate::attention_with_lse) returns. With sinks the backward pass needs those of the keys alone,
+/// Without sinks they are what [`SparseAttentionCall`](crate::SparseAttentionCall) returns. With sinks the backward pass needs those of the keys alone,
 /// and they cannot be had back from the output, so that [`new`](Self::new) must not be given what
-/// [`attention_with_tensors`](crate::attention_with_tensors) returns with sinks.
+/// [`SparseAttentionCall`](crate::SparseAttentionCall) returns with sinks.
 #[derive(Clone, Debug)]
 #[must_use]
 #[non_exhaustive]

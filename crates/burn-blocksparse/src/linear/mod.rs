@@ -101,28 +101,30 @@ pub fn linear_joined<const D: usize>(
     Ok(Tensor::from_dispatch(output.out))
 }
 
-/// What [`linear_joined`] would run.
-///
-/// # Errors
-/// As that call.
-pub fn linear_plan<const D: usize>(
-    x: &Tensor<D>,
-    weights: &[Tensor<2>],
-    options: &LinearOptions,
-) -> Result<OpPlan, OpError> {
-    check(x, &named(weights), options)?;
-    Ok(OpPlan::new(&x.device(), |device| {
-        #[cfg(feature = "cube")]
-        {
-            let dtype = (options.dtype).map_or(x.dtype(), |dtype| dtype.into());
-            let rows: usize = x.dims().iter().rev().skip(1).product();
-            let out = weights.iter().map(|weight| weight.dims()[1]).sum();
-            let sizes = [rows, weights[0].dims()[0], out];
-            crate::backends::linear::kernels::text(device, dtype, sizes)
-        }
-        #[cfg(not(feature = "cube"))]
-        Err::<String, std::convert::Infallible>(*device)
-    }))
+impl LinearOptions {
+    /// What [`linear_joined`] would run.
+    ///
+    /// # Errors
+    /// As that call.
+    pub fn explain<const D: usize>(
+        &self,
+        x: &Tensor<D>,
+        weights: &[Tensor<2>],
+    ) -> Result<OpPlan, OpError> {
+        check(x, &named(weights), self)?;
+        Ok(OpPlan::new(&x.device(), |device| {
+            #[cfg(feature = "cube")]
+            {
+                let dtype = (self.dtype).map_or(x.dtype(), |dtype| dtype.into());
+                let rows: usize = x.dims().iter().rev().skip(1).product();
+                let out = weights.iter().map(|weight| weight.dims()[1]).sum();
+                let sizes = [rows, weights[0].dims()[0], out];
+                crate::backends::linear::kernels::text(device, dtype, sizes)
+            }
+            #[cfg(not(feature = "cube"))]
+            Err::<String, std::convert::Infallible>(*device)
+        }))
+    }
 }
 
 /// Weights with the names of what may be wrong about them: their height and their device.

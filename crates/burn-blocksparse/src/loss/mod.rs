@@ -137,35 +137,38 @@ pub fn linear_cross_entropy<const D: usize, const T: usize>(
     Ok(Tensor::from_dispatch(output.loss))
 }
 
-/// What [`linear_cross_entropy`] would run. Targets are not read.
-///
-/// # Errors
-/// As that call, but for targets out of range.
-pub fn linear_cross_entropy_plan<const D: usize, const T: usize>(
-    x: &Tensor<D>,
-    weight: &Tensor<2>,
-    targets: &Tensor<T, Int>,
-    options: &CrossEntropyOptions,
-) -> Result<OpPlan, OpError> {
-    let targets = check(x, weight, targets.clone(), options)?;
-    let [_, vocab] = weight.dims();
-    let [positions] = targets.dims();
-    let mut task = task(options);
-    task.by_x = x.device().is_autodiff();
-    task.by_weight = weight.device().is_autodiff();
-    let rows = compute::chunk_rows(positions, vocab, task.chunk_elements);
-    Ok(OpPlan::new(&x.device(), |device| {
-        plan(device, [x.dtype(), targets.dtype()], vocab, &task).map(|kernel| {
-            let again = match task.reduction == Reduction::None && (task.by_x || task.by_weight) {
-                true => ", again in the backward pass",
-                false => "",
-            };
-            format!(
-                "{} chunks of {rows} positions{again}, products by Burn's matmul; {kernel}",
-                positions.div_ceil(rows)
-            )
-        })
-    }))
+impl CrossEntropyOptions {
+    /// What [`linear_cross_entropy`] would run. Targets are not read.
+    ///
+    /// # Errors
+    /// As that call, but for targets out of range.
+    pub fn explain<const D: usize, const T: usize>(
+        &self,
+        x: &Tensor<D>,
+        weight: &Tensor<2>,
+        targets: &Tensor<T, Int>,
+    ) -> Result<OpPlan, OpError> {
+        let targets = check(x, weight, targets.clone(), self)?;
+        let [_, vocab] = weight.dims();
+        let [positions] = targets.dims();
+        let mut task = task(self);
+        task.by_x = x.device().is_autodiff();
+        task.by_weight = weight.device().is_autodiff();
+        let rows = compute::chunk_rows(positions, vocab, task.chunk_elements);
+        Ok(OpPlan::new(&x.device(), |device| {
+            plan(device, [x.dtype(), targets.dtype()], vocab, &task).map(|kernel| {
+                let again = match task.reduction == Reduction::None && (task.by_x || task.by_weight)
+                {
+                    true => ", again in the backward pass",
+                    false => "",
+                };
+                format!(
+                    "{} chunks of {rows} positions{again}, products by Burn's matmul; {kernel}",
+                    positions.div_ceil(rows)
+                )
+            })
+        }))
+    }
 }
 
 #[cfg(feature = "cube")]

@@ -125,38 +125,40 @@ pub fn mlp<const D: usize>(
     )))
 }
 
-/// What [`mlp`] would run: its products, and what is between them.
-///
-/// # Errors
-/// As that call.
-#[cfg_attr(not(feature = "cube"), allow(unused_variables))]
-pub fn mlp_plan<const D: usize>(
-    x: &Tensor<D>,
-    params: &MlpParams,
-    activation: Activation,
-    options: &MlpOptions,
-) -> Result<OpPlan, OpError> {
-    let dtype = check(x, params, options)?;
-    let rows: usize = x.dims().iter().rev().skip(1).product();
-    let ([inputs, hidden], [_, outputs]) = (params.inner.dims(), params.outer.dims());
-    Ok(OpPlan::new(&x.device(), |device| {
-        #[cfg(feature = "cube")]
-        {
-            use crate::backends::{linear::kernels::text, mlp::inner_text};
+impl MlpOptions {
+    /// What [`mlp`] would run: its products, and what is between them.
+    ///
+    /// # Errors
+    /// As that call.
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+    pub fn explain<const D: usize>(
+        &self,
+        x: &Tensor<D>,
+        params: &MlpParams,
+        activation: Activation,
+    ) -> Result<OpPlan, OpError> {
+        let dtype = check(x, params, self)?;
+        let rows: usize = x.dims().iter().rev().skip(1).product();
+        let ([inputs, hidden], [_, outputs]) = (params.inner.dims(), params.outer.dims());
+        Ok(OpPlan::new(&x.device(), |device| {
+            #[cfg(feature = "cube")]
+            {
+                use crate::backends::{linear::kernels::text, mlp::inner_text};
 
-            let bias = params.bias.as_ref().map(Tensor::dtype);
-            let dtype = dtype.into();
-            let parts = [
-                inner_text(device, dtype, [rows, inputs, hidden], bias, activation),
-                text(device, dtype, [rows, hidden, outputs]),
-            ];
-            let is_ok = parts.iter().all(Result::is_ok);
-            let text = parts.map(|part| part.unwrap_or_else(|why| why)).join("; ");
-            if is_ok { Ok(text) } else { Err(text) }
-        }
-        #[cfg(not(feature = "cube"))]
-        Err::<String, std::convert::Infallible>(*device)
-    }))
+                let bias = params.bias.as_ref().map(Tensor::dtype);
+                let dtype = dtype.into();
+                let parts = [
+                    inner_text(device, dtype, [rows, inputs, hidden], bias, activation),
+                    text(device, dtype, [rows, hidden, outputs]),
+                ];
+                let is_ok = parts.iter().all(Result::is_ok);
+                let text = parts.map(|part| part.unwrap_or_else(|why| why)).join("; ");
+                if is_ok { Ok(text) } else { Err(text) }
+            }
+            #[cfg(not(feature = "cube"))]
+            Err::<String, std::convert::Infallible>(*device)
+        }))
+    }
 }
 
 /// The dtype of the products, if the arguments fit each other.

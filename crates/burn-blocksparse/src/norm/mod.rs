@@ -229,23 +229,25 @@ pub fn residual_add<const D: usize>(
     Ok(sum)
 }
 
-/// What [`residual_norm`] would run for these arguments.
-///
-/// # Errors
-/// As [`residual_norm`].
-pub fn residual_norm_plan<const D: usize>(
-    stream: &Tensor<D>,
-    branch: Option<&Branch<D>>,
-    params: &NormParams,
-    options: &ResidualNormOptions,
-) -> Result<OpPlan, OpError> {
-    let call = check(stream, branch, Some(params), options)?;
-    let mut dtypes = vec![stream.dtype(), params.gamma.dtype(), call.dtype.into()];
-    dtypes.extend(branch.map(|branch| branch.x.dtype()));
-    let [rows, width] = reference::matrix(&stream.shape());
-    Ok(OpPlan::new(&stream.device(), |device| {
-        text(device, [rows, width], &dtypes)
-    }))
+impl ResidualNormOptions {
+    /// What [`residual_norm`] would run for these arguments.
+    ///
+    /// # Errors
+    /// As [`residual_norm`].
+    pub fn explain<const D: usize>(
+        &self,
+        stream: &Tensor<D>,
+        branch: Option<&Branch<D>>,
+        params: &NormParams,
+    ) -> Result<OpPlan, OpError> {
+        let call = check(stream, branch, Some(params), self)?;
+        let mut dtypes = vec![stream.dtype(), params.gamma.dtype(), call.dtype.into()];
+        dtypes.extend(branch.map(|branch| branch.x.dtype()));
+        let [rows, width] = reference::matrix(&stream.shape());
+        Ok(OpPlan::new(&stream.device(), |device| {
+            text(device, [rows, width], &dtypes)
+        }))
+    }
 }
 
 #[cfg(feature = "cube")]

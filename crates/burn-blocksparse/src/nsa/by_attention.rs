@@ -13,7 +13,7 @@ use burn::tensor::{DType, Device, Int, Tensor};
 
 use super::masses::Masses;
 use super::{NsaOptions, block_for, layout};
-use crate::attention::attention_with_lse;
+use crate::attention::SparseAttentionCall;
 use crate::error::OpError;
 use crate::selection::parts::joined;
 
@@ -67,7 +67,9 @@ impl Masses<'_> {
             let layout = self.layout(shape, rows.start, from)?;
             let k = k.clone().slice_dim(2, from..to);
             let options = self.nsa.attention_options();
-            let (out, own) = attention_with_lse(q.clone(), k, values, &layout, options)?;
+            let (out, own) = SparseAttentionCall::new(q.clone(), k, values, &layout)
+                .options(options)
+                .run_with_lse()?;
             // Rows that see none of these keys may see none at all.
             let none = own.clone().equal_elem(f32::NEG_INFINITY);
             let share = (own - lse.clone()).exp().mask_fill(none, 0.0);

@@ -23,7 +23,7 @@ mod windows;
 use blocksparse::{BLOCK_SIZES, BlockLayout, LayoutShape, Pattern, ScoreGrid};
 use burn::tensor::Tensor;
 
-use crate::attention::attention_with_lse;
+use crate::attention::SparseAttentionCall;
 use crate::check::same_device;
 use crate::device::served;
 use crate::error::OpError;
@@ -164,7 +164,7 @@ impl NsaBranches {
     ///
     /// # Errors
     /// As [`Self::gated`].
-    pub fn gated_plan(&self, gates: &Tensor<4>) -> Result<OpPlan, OpError> {
+    pub fn explain_gated(&self, gates: &Tensor<4>) -> Result<OpPlan, OpError> {
         self.check(gates)?;
         Ok(gated_plan(&self.selected, gates))
     }
@@ -211,7 +211,7 @@ impl Nsa {
     ///
     /// # Errors
     /// As [`Self::attention`].
-    pub fn plan(&self, q: &Tensor<4>, keys_values: &NsaKeysValues) -> Result<OpPlan, OpError> {
+    pub fn explain(&self, q: &Tensor<4>, keys_values: &NsaKeysValues) -> Result<OpPlan, OpError> {
         Call::new(self, q, keys_values)?;
         let [batch, heads, seq_q, _] = q.dims();
         let no_lse = || Tensor::empty([batch, heads, seq_q], &q.device());
@@ -286,7 +286,9 @@ impl Nsa {
                 };
                 let layout = self.layouts.of_pattern(&Pattern::local(width), shape)?;
                 let [k, v] = window;
-                let (out, _) = attention_with_lse(q, k, v, &layout, options)?;
+                let (out, _) = SparseAttentionCall::new(q, k, v, &layout)
+                    .options(options)
+                    .run_with_lse()?;
                 Some(out)
             }
         };
@@ -322,7 +324,10 @@ impl Nsa {
             return Ok(None);
         };
         let layout = self.entries_layout(call)?;
-        attention_with_lse(q.clone(), k, v, &layout, self.attention_options()).map(Some)
+        SparseAttentionCall::new(q.clone(), k, v, &layout)
+            .options(self.attention_options())
+            .run_with_lse()
+            .map(Some)
     }
 
     /// The attention that blocks of [`NsaOptions::selected_block`] keys get in compressed form, of all heads that choose together: what a query chooses its

@@ -307,7 +307,7 @@ impl FusedAdamW {
     ///
     /// # Errors
     /// As [`step`](Self::step), but for what gradients bring.
-    pub fn plan<M: Module>(&self, model: &M) -> Result<OpPlan, OpError> {
+    pub fn explain<M: Module>(&self, model: &M) -> Result<OpPlan, OpError> {
         self.config.validate()?;
         let survey = Survey::of(model, None, &self.states)?;
         let largest = survey.largest();

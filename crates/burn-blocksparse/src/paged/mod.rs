@@ -121,23 +121,21 @@ pub fn paged_attention(
     })
 }
 
-/// What [`paged_attention`] will run.
-///
-/// # Errors
-/// As [`paged_attention`].
-#[cfg_attr(not(feature = "cube"), allow(unused_variables))]
-pub fn paged_attention_plan(
-    q: &Tensor<4>,
-    pages: &PagedKeysValues,
-    options: &PagedOptions,
-) -> Result<OpPlan, OpError> {
-    check(q, pages, options)?;
-    Ok(OpPlan::new(&q.device(), |device| {
-        #[cfg(feature = "cube")]
-        return crate::backends::paged::text(device, q, pages, options);
-        #[cfg(not(feature = "cube"))]
-        Err::<String, std::convert::Infallible>(*device)
-    }))
+impl PagedOptions {
+    /// What [`paged_attention`] will run.
+    ///
+    /// # Errors
+    /// As [`paged_attention`].
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+    pub fn explain(&self, q: &Tensor<4>, pages: &PagedKeysValues) -> Result<OpPlan, OpError> {
+        check(q, pages, self)?;
+        Ok(OpPlan::new(&q.device(), |device| {
+            #[cfg(feature = "cube")]
+            return crate::backends::paged::text(device, q, pages, self);
+            #[cfg(not(feature = "cube"))]
+            Err::<String, std::convert::Infallible>(*device)
+        }))
+    }
 }
 
 /// Writes new keys and values into slots of pages, and returns the pages: in their own buffers where the call alone holds them (hand the tensors over, and

@@ -114,53 +114,59 @@ pub fn linear_from_heads(
     Ok(Tensor::from_dispatch(made.out))
 }
 
-/// What [`linear_to_heads`] would run.
-///
-/// # Errors
-/// As that call.
-#[cfg_attr(not(feature = "cube"), allow(unused_variables))]
-pub fn linear_to_heads_plan(
-    x: &Tensor<3>,
-    weights: &[Tensor<2>],
-    bias: Option<&Tensor<1>>,
-    parts: &[(usize, usize)],
-    options: &LinearOptions,
-) -> Result<OpPlan, OpError> {
-    let dtype = check(x, weights, bias, parts, options)?;
-    Ok(OpPlan::new(&x.device(), |device| {
-        #[cfg(feature = "cube")]
-        {
-            let [batch, seq, inputs] = x.dims();
-            let bias = bias.map(Tensor::dtype);
-            let lengths = [batch, seq, inputs];
-            crate::backends::projection::to_heads_text(device, dtype.into(), lengths, parts, bias)
-        }
-        #[cfg(not(feature = "cube"))]
-        Err::<String, std::convert::Infallible>(*device)
-    }))
+impl LinearOptions {
+    /// What [`linear_to_heads`] would run.
+    ///
+    /// # Errors
+    /// As that call.
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+    pub fn explain_to_heads(
+        &self,
+        x: &Tensor<3>,
+        weights: &[Tensor<2>],
+        bias: Option<&Tensor<1>>,
+        parts: &[(usize, usize)],
+    ) -> Result<OpPlan, OpError> {
+        let dtype = check(x, weights, bias, parts, self)?;
+        Ok(OpPlan::new(&x.device(), |device| {
+            #[cfg(feature = "cube")]
+            {
+                let [batch, seq, inputs] = x.dims();
+                let bias = bias.map(Tensor::dtype);
+                let lengths = [batch, seq, inputs];
+                crate::backends::projection::to_heads_text(
+                    device,
+                    dtype.into(),
+                    lengths,
+                    parts,
+                    bias,
+                )
+            }
+            #[cfg(not(feature = "cube"))]
+            Err::<String, std::convert::Infallible>(*device)
+        }))
+    }
 }
 
-/// What [`linear_from_heads`] would run.
-///
-/// # Errors
-/// As that call.
-#[cfg_attr(not(feature = "cube"), allow(unused_variables))]
-pub fn linear_from_heads_plan(
-    x: &Tensor<4>,
-    weight: &Tensor<2>,
-    options: &LinearOptions,
-) -> Result<OpPlan, OpError> {
-    let dtype = check_merge(x, weight, options)?;
-    Ok(OpPlan::new(&x.device(), |device| {
-        #[cfg(feature = "cube")]
-        {
-            let [_, outputs] = weight.dims();
-            let dtypes = [x.dtype(), dtype.into()];
-            crate::backends::projection::from_heads_text(device, dtypes, x.dims(), outputs)
-        }
-        #[cfg(not(feature = "cube"))]
-        Err::<String, std::convert::Infallible>(*device)
-    }))
+impl LinearOptions {
+    /// What [`linear_from_heads`] would run.
+    ///
+    /// # Errors
+    /// As that call.
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+    pub fn explain_from_heads(&self, x: &Tensor<4>, weight: &Tensor<2>) -> Result<OpPlan, OpError> {
+        let dtype = check_merge(x, weight, self)?;
+        Ok(OpPlan::new(&x.device(), |device| {
+            #[cfg(feature = "cube")]
+            {
+                let [_, outputs] = weight.dims();
+                let dtypes = [x.dtype(), dtype.into()];
+                crate::backends::projection::from_heads_text(device, dtypes, x.dims(), outputs)
+            }
+            #[cfg(not(feature = "cube"))]
+            Err::<String, std::convert::Infallible>(*device)
+        }))
+    }
 }
 
 /// The dtype of the product, if the arguments fit each other.

@@ -74,20 +74,22 @@ pub fn sample_tokens(
     Ok(Tensor::from_dispatch(tokens))
 }
 
-/// What [`sample_tokens`] runs.
-///
-/// # Errors
-/// As [`sample_tokens`].
-#[cfg_attr(not(feature = "cube"), allow(unused_variables))]
-pub fn sample_tokens_plan(logits: &Tensor<2>, options: &SampleOptions) -> Result<OpPlan, OpError> {
-    check(logits, options)?;
-    let [_, vocab] = logits.dims();
-    Ok(OpPlan::new(&logits.device(), |device| {
-        #[cfg(feature = "cube")]
-        return crate::backends::sampling::text(device, vocab, options);
-        #[cfg(not(feature = "cube"))]
-        Err::<String, std::convert::Infallible>(*device)
-    }))
+impl SampleOptions {
+    /// What [`sample_tokens`] runs.
+    ///
+    /// # Errors
+    /// As [`sample_tokens`].
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+    pub fn explain(&self, logits: &Tensor<2>) -> Result<OpPlan, OpError> {
+        check(logits, self)?;
+        let [_, vocab] = logits.dims();
+        Ok(OpPlan::new(&logits.device(), |device| {
+            #[cfg(feature = "cube")]
+            return crate::backends::sampling::text(device, vocab, self);
+            #[cfg(not(feature = "cube"))]
+            Err::<String, std::convert::Infallible>(*device)
+        }))
+    }
 }
 
 fn check(logits: &Tensor<2>, options: &SampleOptions) -> Result<(), OpError> {

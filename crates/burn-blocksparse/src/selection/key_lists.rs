@@ -145,7 +145,7 @@ impl KeyLists {
 ///
 /// On GPUs that have kernels for it a query walks its own list, with the heads that share it as rows of a matrix, unless
 /// [`ChoiceWalk::Packed`](crate::ChoiceWalk::Packed) leaves that out. Elsewhere all products of some queries at a time are made, of which those that are not listed
-/// have no weight: [`attention_with_keys_plan`] says which. Either way every number has one writer, which adds in a fixed order.
+/// have no weight: [`KeyLists::explain`] says which. Either way every number has one writer, which adds in a fixed order.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Int, Tensor};
@@ -192,20 +192,22 @@ pub fn attention_with_keys(
     Ok((Tensor::from_dispatch(out), Tensor::from_dispatch(lse)))
 }
 
-/// What [`attention_with_keys`] runs for these arguments. It prints.
-///
-/// # Errors
-/// As [`attention_with_keys`].
-pub fn attention_with_keys_plan(
-    q: &Tensor<4>,
-    k: &Tensor<4>,
-    v: &Tensor<4>,
-    lists: &KeyLists,
-    options: &AttentionOptions,
-) -> Result<OpPlan, OpError> {
-    check([q, k, v], lists, options)?;
-    let walk = walk([q, k, v], lists, options);
-    Ok(OpPlan::new(&q.device(), |_| walk))
+impl KeyLists {
+    /// What [`attention_with_keys`] runs for these arguments. It prints.
+    ///
+    /// # Errors
+    /// As [`attention_with_keys`].
+    pub fn explain(
+        &self,
+        q: &Tensor<4>,
+        k: &Tensor<4>,
+        v: &Tensor<4>,
+        options: &AttentionOptions,
+    ) -> Result<OpPlan, OpError> {
+        check([q, k, v], self, options)?;
+        let walk = walk([q, k, v], self, options);
+        Ok(OpPlan::new(&q.device(), |_| walk))
+    }
 }
 
 fn check(

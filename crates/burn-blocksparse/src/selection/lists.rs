@@ -8,7 +8,7 @@ use burn::tensor::{DType, Int, Tensor};
 
 use super::listed;
 use super::query_lists::QueryLists;
-use crate::attention::attention_with_lse;
+use crate::attention::SparseAttentionCall;
 use crate::check;
 use crate::device_layout::{DeviceLayout, DeviceLayoutOptions};
 use crate::error::OpError;
@@ -24,7 +24,7 @@ const PACKED: usize = 1 << 31;
 /// and those of the lists must be others, and a query must not list a block twice, because what comes twice counts twice; that is not checked, because lists
 /// are not read back. Differentiable in q, k and v.
 ///
-/// On GPUs that have kernels for it ([`attention_with_lists_plan`]) a query walks its own list, with the heads that share it as rows of a matrix; elsewhere
+/// On GPUs that have kernels for it ([`QueryLists::explain`]) a query walks its own list, with the heads that share it as rows of a matrix; elsewhere
 /// queries are packed by block.
 ///
 /// ```
@@ -45,10 +45,10 @@ const PACKED: usize = 1 << 31;
 /// ```
 ///
 /// # Shapes
-/// As [`attention_with_lse`]; lists are those of the heads of q, or of k.
+/// As [`sparse_attention`](crate::sparse_attention); lists are those of the heads of q, or of k.
 ///
 /// # Errors
-/// As [`attention_with_lse`], if the lists are of other sizes or on another device, and for ALiBi, dropout and stored weights.
+/// As [`sparse_attention`](crate::sparse_attention), if the lists are of other sizes or on another device, and for ALiBi, dropout and stored weights.
 pub fn attention_with_lists(
     q: Tensor<4>,
     k: Tensor<4>,
@@ -61,27 +61,29 @@ pub fn attention_with_lists(
     attention_of_lists([q, k, v], near, lists, &options)
 }
 
-/// What [`attention_with_lists`] runs for these arguments, and what [`attention_selected`](crate::attention_selected()) and [`Nsa`](crate::Nsa) run for lists
-/// of these sizes.
-///
-/// # Errors
-/// As [`attention_with_lists`].
-pub fn attention_with_lists_plan(
-    q: &Tensor<4>,
-    k: &Tensor<4>,
-    v: &Tensor<4>,
-    near: &BlockLayout,
-    lists: &QueryLists,
-    options: &AttentionOptions,
-) -> Result<OpPlan, OpError> {
-    check_lists([q, k, v], near, lists, options)?;
-    let walk = listed::choose([q, k, v], near, lists.shape(), options)?;
-    Ok(OpPlan::new::<OpError>(&q.device(), |_| {
-        Ok(match &walk {
-            Ok(walk) => walk.text().to_string(),
-            Err(why) => format!("packed  queries by the block that they chose, because {why}"),
-        })
-    }))
+impl QueryLists {
+    /// What [`attention_with_lists`] runs for these arguments, and what [`attention_selected`](crate::attention_selected()) and [`Nsa`](crate::Nsa) run for lists
+    /// of these sizes.
+    ///
+    /// # Errors
+    /// As [`attention_with_lists`].
+    pub fn explain(
+        &self,
+        q: &Tensor<4>,
+        k: &Tensor<4>,
+        v: &Tensor<4>,
+        near: &BlockLayout,
+        options: &AttentionOptions,
+    ) -> Result<OpPlan, OpError> {
+        check_lists([q, k, v], near, self, options)?;
+        let walk = listed::choose([q, k, v], near, self.shape(), options)?;
+        Ok(OpPlan::new::<OpError>(&q.device(), |_| {
+            Ok(match &walk {
+                Ok(walk) => walk.text().to_string(),
+                Err(why) => format!("packed  queries by the block that they chose, because {why}"),
+            })
+        }))
+    }
 }
 
 /// What does not follow queries to other places.
@@ -167,7 +169,9 @@ fn in_parts(
     let all = [q.clone(), k.clone(), v.clone()];
     let (out, lse) = {
         let [q, k, v] = all;
-        attention_with_lse(q, k, v, near, options.clone())?
+        SparseAttentionCall::new(q, k, v, near)
+            .options(options.clone())
+            .run_with_lse()?
     };
     let Some(lists) = lists else {
         return Ok((out, lse));
@@ -233,7 +237,9 @@ fn with_lists(
 ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
     let layout = layout_of(&lists, k.dims()[2])?;
     let packed = rows_at(q, lists.queries.clone(), lists.places.clone())?;
-    let far = attention_with_lse(packed, k, v, &layout, options.clone())?;
+    let far = SparseAttentionCall::new(packed, k, v, &layout)
+        .options(options.clone())
+        .run_with_lse()?;
     Ok(merge_parts(near, far, lists.places, lists.choices))
 }
 

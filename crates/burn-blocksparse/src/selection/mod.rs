@@ -89,11 +89,11 @@ use within::WholeLayouts;
 pub use within::Within;
 
 /// How blocks of keys are chosen by content: an estimator gives each block a score, a rule keeps some, and those are the layout that
-/// [`attention()`](crate::attention()) runs over.
+/// [`sparse_attention`](crate::sparse_attention) runs over.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_blocksparse::{AttentionOptions, Keep, ScoreCall, Selection, attention};
+/// use burn_blocksparse::{Keep, ScoreCall, Selection, sparse_attention};
 ///
 /// let [q, k, v] = [(); 3]
 ///     .map(|_| Tensor::<4>::random([1, 2, 256, 16], Distribution::Default, &Device::flex()));
@@ -102,7 +102,7 @@ pub use within::Within;
 /// let by_share = selection.clone().with_keep(Keep::top_p(0.9));
 /// assert_eq!(by_share.to_string(), "topk:32,p=0.9");
 /// let chosen = selection.choose(&ScoreCall::new(q.clone(), k.clone()))?;
-/// let out = attention(q, k, v, &chosen.layout, AttentionOptions::default())?;
+/// let out = sparse_attention(q, k, v, &chosen.layout)?;
 /// assert_eq!(out.dims(), [1, 2, 256, 16]);
 /// # Ok::<(), burn_blocksparse::OpError>(())
 /// ```

@@ -2,7 +2,7 @@
 
 use burn::tensor::Tensor;
 
-use crate::attention::attention_with_lse;
+use crate::attention::SparseAttentionCall;
 use crate::call_layout::Layout;
 use crate::error::OpError;
 use crate::options::AttentionOptions;
@@ -13,7 +13,7 @@ use crate::options::AttentionOptions;
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_blocksparse::{AttentionOptions, Pattern, ScoreCall, Selection, attention_with_lse, recall};
+/// use burn_blocksparse::{AttentionOptions, Pattern, ScoreCall, Selection, SparseAttentionCall, recall};
 ///
 /// let [q, k, v] = [(); 3]
 ///     .map(|_| Tensor::<4>::random([1, 2, 256, 16], Distribution::Default, &Device::flex()));
@@ -21,7 +21,8 @@ use crate::options::AttentionOptions;
 /// let layout = selection.choose(&ScoreCall::new(q.clone(), k.clone()))?.layout;
 /// let options = AttentionOptions::default();
 /// let full = Pattern::causal().layout(2, 256, 32)?;
-/// let (_, lse) = attention_with_lse(q.clone(), k.clone(), v, &full, options.clone())?;
+/// let call = SparseAttentionCall::new(q.clone(), k.clone(), v, &full);
+/// let (_, lse) = call.options(options.clone()).run_with_lse()?;
 /// let recall = recall(q, k, lse, &layout, options)?;
 /// assert_eq!(recall.dims(), [1, 2, 256]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -33,7 +34,7 @@ use crate::options::AttentionOptions;
 /// - result: as `lse`, without autodiff
 ///
 /// # Errors
-/// As [`attention()`](crate::attention()), and if `lse` does not fit.
+/// As [`sparse_attention`](crate::sparse_attention), and if `lse` does not fit.
 pub fn recall<'a>(
     q: Tensor<4>,
     k: Tensor<4>,
@@ -44,7 +45,9 @@ pub fn recall<'a>(
     let (q, k) = (q.without_autodiff(), k.without_autodiff());
     let [batch, heads, rows, _] = q.dims();
     OpError::expect_same("lse's shape", [batch, heads, rows], "q's rows", lse.dims())?;
-    let (_, chosen) = attention_with_lse(q, k.clone(), k, layout, options)?;
+    let (_, chosen) = SparseAttentionCall::new(q, k.clone(), k, layout)
+        .options(options)
+        .run_with_lse()?;
     let lse = lse.without_autodiff().cast(chosen.dtype());
     let empty = lse.clone().equal_elem(f32::NEG_INFINITY);
     Ok((chosen - lse).exp().mask_fill(empty, 0.0))

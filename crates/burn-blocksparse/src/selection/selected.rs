@@ -8,7 +8,7 @@ use super::estimator::ScoreCall;
 use super::lists::{attention_of_choice, check_options};
 use super::query_lists::{ListSizes, QueryLists};
 use super::sharing::Sharing;
-use crate::attention::attention_with_lse;
+use crate::attention::SparseAttentionCall;
 use crate::check;
 use crate::error::OpError;
 use crate::options::AttentionOptions;
@@ -56,7 +56,7 @@ impl SelectedOptions {
 /// Attention over the blocks of keys that a [`Selection`] chooses by these queries and keys, whatever its method. Nothing is read back where kernels run;
 /// gradients flow through the chosen pairs, and none through the choice.
 ///
-/// Blocks of queries that choose together run as one call of [`attention()`](crate::attention()) over [`Selection::choose`]. Where every query chooses for
+/// Blocks of queries that choose together run as one call of [`sparse_attention`](crate::sparse_attention) over [`Selection::choose`]. Where every query chooses for
 /// itself, as in MoBA (Lu et al., 2025, §2.2), its forced blocks are attended to through a layout that is built on the host once for each size, and kept with
 /// the selection; for the others the queries are packed by the block that they chose ([`QueryLists`]), attended to that block alone, and brought back; and
 /// the parts are merged by their lse. Of each head that takes `places · (head_dim + value_dim)` numbers for packed queries and their outputs, where `places`
@@ -79,10 +79,10 @@ impl SelectedOptions {
 /// ```
 ///
 /// # Shapes
-/// As [`attention()`](crate::attention()).
+/// As [`sparse_attention`](crate::sparse_attention).
 ///
 /// # Errors
-/// As [`attention()`](crate::attention()) and [`Selection::choose`]. Where every query chooses for itself, also if the rule is not [`Keep::TopK`] with the
+/// As [`sparse_attention`](crate::sparse_attention) and [`Selection::choose`]. Where every query chooses for itself, also if the rule is not [`Keep::TopK`] with the
 /// query's own block among the forced ones, if queries see later keys, or for ALiBi and dropout, which depend on the places of queries.
 pub fn attention_selected(
     q: Tensor<4>,
@@ -95,7 +95,7 @@ pub fn attention_selected(
     Ok(out)
 }
 
-/// [`attention_selected`], and lse over the chosen keys, as [`attention_with_lse`](crate::attention_with_lse) has it: `exp(lse − lse of full attention)` is
+/// [`attention_selected`], and lse over the chosen keys, as [`SparseAttentionCall::lse`](crate::SparseAttentionCall::lse) has it: `exp(lse − lse of full attention)` is
 /// the share of each query's attention that the choice keeps ([`recall`](crate::recall)).
 ///
 /// # Errors
@@ -113,7 +113,9 @@ pub fn attention_selected_with_lse(
     let call = call.scale(scale);
     if !selection.is_by_query() {
         let layout = selection.choose(&call)?.layout;
-        return attention_with_lse(q, k, v, &layout, attention);
+        return SparseAttentionCall::new(q, k, v, &layout)
+            .options(attention)
+            .run_with_lse();
     }
     check_options(&attention)?;
     let sizes = selection.list_sizes(&call)?;

@@ -13,7 +13,7 @@ use super::lsh_places::Placed;
 use super::rotations::{KeptRotations, rotations};
 use super::{counted, in_dtype, unit, widened};
 use crate::TransformerError;
-use crate::error::{ensure, ensure_positive, ensure_shape};
+use crate::error::{ensure, ensure_positive, ensure_shape, or_panic};
 
 const AXES: [&str; 4] = ["batch", "heads", "seq", "head_dim"];
 
@@ -85,7 +85,7 @@ impl LshOptions {
 /// Sequences are filled up to a multiple of `2 · bucket` tokens that come last and that nobody sees. What a token sees depends on the whole sequence, because
 /// chunks are counted through: not prefix-stable.
 ///
-/// Where kernels run, all rounds are one call of [`attention_with_lse`](burn_blocksparse::attention_with_lse) over gathered rows, with a
+/// Where kernels run, all rounds are one call of [`SparseAttentionCall`](burn_blocksparse::SparseAttentionCall) over gathered rows, with a
 /// [`DeviceLayout`](burn_blocksparse::DeviceLayout) by positions, and one merge. On CPUs, and with `dedup` and `own_bucket`, chunks are made of Burn's products
 /// and softmax: a tensor of `2 · bucket · seq` scores for each head and round is in memory, and with autodiff some five of them stay for the backward pass.
 /// Nothing is read back. Gradients do not flow through the hashes.
@@ -401,9 +401,18 @@ impl LshHeadsConfig {
 
     /// The heads. They have no parameters.
     ///
+    /// # Panics
+    /// With the text of [`Self::try_init`]'s error.
+    #[track_caller]
+    pub fn init(&self) -> LshHeads {
+        or_panic(self.try_init())
+    }
+
+    /// [`Self::init`] that returns its error.
+    ///
     /// # Errors
     /// If `bucket` or `rounds` is 0, or `n_buckets` is odd or 0.
-    pub fn init(&self) -> Result<LshHeads, TransformerError> {
+    pub fn try_init(&self) -> Result<LshHeads, TransformerError> {
         self.validate()?;
         let bucket = NonZeroUsize::new(self.bucket).expect("checked");
         Ok(LshHeads {
@@ -435,9 +444,18 @@ impl LshHeads {
     /// # Shapes
     /// As [`lsh_attention`].
     ///
+    /// # Panics
+    /// With the text of [`Self::try_forward`]'s error.
+    #[track_caller]
+    pub fn forward(&self, qk: Tensor<4>, value: Tensor<4>, seed: Option<Seed>) -> Tensor<4> {
+        or_panic(self.try_forward(qk, value, seed))
+    }
+
+    /// [`Self::forward`] that returns its error.
+    ///
     /// # Errors
     /// As [`lsh_attention`], and if a computation is being recorded, in which rotations would stay the same.
-    pub fn forward(
+    pub fn try_forward(
         &self,
         qk: Tensor<4>,
         value: Tensor<4>,

@@ -9,7 +9,7 @@ use burn_blocksparse::{Activation, Seed, bias_activation};
 use super::lsh::{LshHeads, LshHeadsConfig};
 use crate::attention::project_heads;
 use crate::dropout::Seeds;
-use crate::error::{ensure_multiple, ensure_shape};
+use crate::error::{ensure_multiple, ensure_shape, or_panic};
 use crate::{Precision, TransformerError};
 
 const AXES: [&str; 3] = ["batch", "seq", "d_model"];
@@ -38,11 +38,20 @@ pub struct LshAttentionConfig {
 impl LshAttentionConfig {
     /// Creates the module, with parameters that are initialised on first use.
     ///
+    /// # Panics
+    /// With the text of [`Self::try_init`]'s error.
+    #[track_caller]
+    pub fn init(&self, device: &Device) -> LshAttention {
+        or_panic(self.try_init(device))
+    }
+
+    /// [`Self::init`] that returns its error.
+    ///
     /// # Errors
     /// If `n_heads` does not divide `d_model`, as [`LshHeadsConfig::init`], and if the device does not compute in `precision`.
-    pub fn init(&self, device: &Device) -> Result<LshAttention, TransformerError> {
+    pub fn try_init(&self, device: &Device) -> Result<LshAttention, TransformerError> {
         ensure_multiple("d_model", self.d_model, "n_heads", self.n_heads)?;
-        let heads = self.heads.init()?;
+        let heads = self.heads.try_init()?;
         self.precision.check(device)?;
         let linear = || {
             LinearConfig::new(self.d_model, self.d_model)
@@ -72,10 +81,9 @@ impl LshAttentionConfig {
 /// let device = Device::flex();
 /// let attention = LshAttentionConfig::new(64, 4)
 ///     .with_heads(LshHeadsConfig::new().with_bucket(32).with_rounds(2))
-///     .init(&device)?;
+///     .init(&device);
 /// let x = Tensor::<3>::random([2, 500, 64], Distribution::Default, &device);
-/// assert_eq!(attention.forward(x, None)?.dims(), [2, 500, 64]);
-/// # Ok::<(), burn_sparse_transformer::TransformerError>(())
+/// assert_eq!(attention.forward(x, None).dims(), [2, 500, 64]);
 /// ```
 ///
 /// Should be created with [`LshAttentionConfig`].
@@ -104,16 +112,29 @@ impl LshAttention {
     /// # Shapes
     /// - `x` and the result: `[batch, seq, d_model]`
     ///
+    /// # Panics
+    /// With the text of [`Self::try_forward`]'s error.
+    #[track_caller]
+    pub fn forward(&self, x: Tensor<3>, seed: Option<Seed>) -> Tensor<3> {
+        or_panic(self.try_forward(x, seed))
+    }
+
+    /// [`Self::forward`] that returns its error.
+    ///
     /// # Errors
     /// If the shape does not fit.
-    pub fn forward(&self, x: Tensor<3>, seed: Option<Seed>) -> Result<Tensor<3>, TransformerError> {
+    pub fn try_forward(
+        &self,
+        x: Tensor<3>,
+        seed: Option<Seed>,
+    ) -> Result<Tensor<3>, TransformerError> {
         let expected = [None, None, Some(self.d_model)];
         ensure_shape("x", x.dims(), expected, AXES)?;
         let dtype = x.dtype();
         let seed = seed.or_else(|| x.is_autodiff().then(|| self.seeds.next()));
         let layers = [&self.query, &self.value];
         let [qk, value] = project_heads(self.precision, layers, x, [self.n_heads; 2])?;
-        let context = self.heads.forward(qk, value, seed)?;
+        let context = self.heads.try_forward(qk, value, seed)?;
         let context = self.precision.merged(&self.output, context)?;
         let bias = self.output.bias.as_ref().map(Param::val);
         Ok(bias_activation(context, bias, Activation::None)?.cast(dtype))

@@ -5,8 +5,8 @@ use std::sync::{LazyLock, Mutex, PoisonError};
 
 use burn::tensor::{DType, Device, Int, Tensor};
 use burn_blocksparse::{
-    AttentionOptions, BlockLayout, BlockMask, DeviceLayout, KeptLayouts, LayoutShape, PositionRule,
-    attention_with_lse, check_not_recording, keyed_rows_at, merge_attention_at, sort_hashes,
+    BlockLayout, BlockMask, DeviceLayout, KeptLayouts, LayoutShape, PositionRule,
+    SparseAttentionCall, check_not_recording, keyed_rows_at, merge_attention_at, sort_hashes,
 };
 
 use super::routing::block_size;
@@ -70,7 +70,7 @@ impl Placed {
         let placed = keyed_rows_at(qk, value.clone(), tokens.clone(), places.clone())?;
         let [query, key, others] = placed;
         let seen = DeviceLayout::from_own_positions(&layout, tokens, rule)?;
-        let others = attention_with_lse(query, key, others, &seen, AttentionOptions::default())?;
+        let others = SparseAttentionCall::new(query, key, others, &seen).run_with_lse()?;
         let dtype: DType = others.1.dtype();
         // A token that sees nothing in any round.
         let alone = self_alone + (rounds as f64).ln();

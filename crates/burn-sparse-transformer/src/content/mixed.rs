@@ -61,11 +61,11 @@ impl ContentHeads {
         match config {
             ContentAttention::Routing(config) => {
                 // Clusters are known: validated.
-                let mut means = config.init(heads - local_heads, head_dim, 1, device)?;
+                let mut means = config.try_init(heads - local_heads, head_dim, 1, device)?;
                 means.products = precision.products();
                 routing = Some(means);
             }
-            ContentAttention::Lsh(config) => lsh = Some(config.init()?),
+            ContentAttention::Lsh(config) => lsh = Some(config.try_init()?),
             ContentAttention::Nsa(_) | ContentAttention::Dsa(_) => {}
         }
         Ok(Self {
@@ -86,13 +86,13 @@ impl ContentHeads {
     ) -> Result<Seen, TransformerError> {
         match (&self.routing, &self.lsh) {
             (Some(routing), _) => {
-                let out = routing.forward(query, value)?;
+                let out = routing.try_forward(query, value)?;
                 Ok(Seen {
                     heads: out.context,
                     aside: out.commitment,
                 })
             }
-            (None, Some(lsh)) => Ok(lsh.forward(query, value, seed)?.into()),
+            (None, Some(lsh)) => Ok(lsh.try_forward(query, value, seed)?.into()),
             (None, None) => unreachable!("made with one of them, or called as a whole layer"),
         }
     }

@@ -7,14 +7,14 @@ use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Device, Int, Tensor};
 use burn_blocksparse::{
     AttentionOptions, BlockLayout, DeviceLayout, KeptLayouts, LayoutShape, Pattern, PositionRule,
-    ProductPrecision, Seed, attention, routed_attention,
+    ProductPrecision, Seed, SparseAttentionCall, routed_attention,
 };
 
 use super::clusters::Clusters;
 use super::means::{commitment, followed, nearest, settled, similarities};
 use super::{in_dtype, unit};
 use crate::TransformerError;
-use crate::error::{ensure, ensure_positive, ensure_shape};
+use crate::error::{ensure, ensure_positive, ensure_shape, or_panic};
 
 const AXES: [&str; 4] = ["batch", "heads", "seq", "head_dim"];
 
@@ -78,9 +78,24 @@ impl RoutingHeadsConfig {
     /// `heads` heads of width `head_dim`, for sequences of up to `context` tokens. Means begin in random directions; [`RoutingHeads::settle`] moves them to
     /// where tokens are.
     ///
+    /// # Panics
+    /// With the text of [`Self::try_init`]'s error.
+    #[track_caller]
+    pub fn init(
+        &self,
+        heads: usize,
+        head_dim: usize,
+        context: usize,
+        device: &Device,
+    ) -> RoutingHeads {
+        or_panic(self.try_init(heads, head_dim, context, device))
+    }
+
+    /// [`Self::init`] that returns its error.
+    ///
     /// # Errors
     /// If a number is out of its range.
-    pub fn init(
+    pub fn try_init(
         &self,
         heads: usize,
         head_dim: usize,
@@ -157,9 +172,18 @@ impl RoutingHeads {
     /// - `value`: `[batch, heads, seq, value_dim]`
     /// - context: `[batch, heads, seq, value_dim]`, in the dtype of `value`
     ///
+    /// # Panics
+    /// With the text of [`Self::try_forward`]'s error.
+    #[track_caller]
+    pub fn forward(&self, query: Tensor<4>, value: Tensor<4>) -> RoutingOutput {
+        or_panic(self.try_forward(query, value))
+    }
+
+    /// [`Self::forward`] that returns its error.
+    ///
     /// # Errors
     /// If shapes do not fit each other or the means.
-    pub fn forward(
+    pub fn try_forward(
         &self,
         query: Tensor<4>,
         value: Tensor<4>,
@@ -176,7 +200,10 @@ impl RoutingHeads {
         let query = in_dtype(query, value.dtype());
         let [query, key, value] = choice.clusters.keyed(query, value)?;
         let layout = self.layout(&choice.clusters, true)?;
-        let out = attention(query, key, value, &layout, self.options())?;
+        let out = SparseAttentionCall::new(query, key, value, &layout)
+            .options(self.options())
+            .run()?
+            .out;
         self.finish(choice.clusters.mean(out)?, x, choice.nearest)
     }
 
@@ -205,9 +232,23 @@ impl RoutingHeads {
     /// - `value`: `[batch, heads, seq, value_dim]`
     /// - context: `[batch, heads, seq, value_dim]`, in the dtype of `value`
     ///
+    /// # Panics
+    /// With the text of [`Self::try_forward_unshared`]'s error.
+    #[track_caller]
+    pub fn forward_unshared(
+        &self,
+        query: Tensor<4>,
+        key: Tensor<4>,
+        value: Tensor<4>,
+    ) -> RoutingOutput {
+        or_panic(self.try_forward_unshared(query, key, value))
+    }
+
+    /// [`Self::forward_unshared`] that returns its error.
+    ///
     /// # Errors
     /// If shapes do not fit each other or the means.
-    pub fn forward_unshared(
+    pub fn try_forward_unshared(
         &self,
         query: Tensor<4>,
         key: Tensor<4>,
@@ -222,9 +263,23 @@ impl RoutingHeads {
     /// # Shapes
     /// As [`Self::forward_unshared`].
     ///
-    /// # Errors
-    /// As [`Self::forward_unshared`].
+    /// # Panics
+    /// With the text of [`Self::try_forward_unshared_causal`]'s error.
+    #[track_caller]
     pub fn forward_unshared_causal(
+        &self,
+        query: Tensor<4>,
+        key: Tensor<4>,
+        value: Tensor<4>,
+    ) -> RoutingOutput {
+        or_panic(self.try_forward_unshared_causal(query, key, value))
+    }
+
+    /// [`Self::forward_unshared_causal`] that returns its error.
+    ///
+    /// # Errors
+    /// As [`Self::try_forward_unshared`].
+    pub fn try_forward_unshared_causal(
         &self,
         query: Tensor<4>,
         key: Tensor<4>,
@@ -250,11 +305,19 @@ impl RoutingHeads {
         let value = of_keys.clusters.take(value)?;
         let layout = self.layout(&of_queries.clusters, false)?;
         let out = match rule {
-            None => attention(query, key, value, &layout, self.options())?,
+            None => {
+                SparseAttentionCall::new(query, key, value, &layout)
+                    .options(self.options())
+                    .run()?
+                    .out
+            }
             Some(rule) => {
                 let [queries, keys] = [&of_queries, &of_keys].map(|of| of.clusters.index());
                 let layout = DeviceLayout::from_positions(&layout, queries, keys, rule)?;
-                attention(query, key, value, &layout, self.options())?
+                SparseAttentionCall::new(query, key, value, &layout)
+                    .options(self.options())
+                    .run()?
+                    .out
             }
         };
         let context = of_queries.clusters.mean(out)?;

@@ -8,7 +8,7 @@ use burn_blocksparse::{Activation, Seed, bias_activation};
 
 use super::routing::{RoutingHeads, RoutingHeadsConfig};
 use crate::attention::project_heads;
-use crate::error::{ensure, ensure_multiple, ensure_none, ensure_positive, ensure_shape};
+use crate::error::{ensure, ensure_multiple, ensure_none, ensure_positive, ensure_shape, or_panic};
 use crate::{Precision, TransformerError};
 
 const AXES: [&str; 3] = ["batch", "seq", "d_model"];
@@ -52,10 +52,19 @@ pub struct RoutingAttentionConfig {
 impl RoutingAttentionConfig {
     /// Creates the module, with parameters that are initialised on first use.
     ///
+    /// # Panics
+    /// With the text of [`Self::try_init`]'s error.
+    #[track_caller]
+    pub fn init(&self, device: &Device) -> RoutingAttention {
+        or_panic(self.try_init(device))
+    }
+
+    /// [`Self::init`] that returns its error.
+    ///
     /// # Errors
     /// If `n_heads` does not divide `d_model`, a number is out of its range, `shared_qk` is not what `causal` needs, or the device does not compute in
     /// `precision`.
-    pub fn init(&self, device: &Device) -> Result<RoutingAttention, TransformerError> {
+    pub fn try_init(&self, device: &Device) -> Result<RoutingAttention, TransformerError> {
         ensure_multiple("d_model", self.d_model, "n_heads", self.n_heads)?;
         ensure_positive("context", self.context)?;
         let shared = self.shared_qk.unwrap_or(self.causal);
@@ -71,7 +80,7 @@ impl RoutingAttentionConfig {
             .with_means_decay(self.means_decay)
             .with_commitment(self.commitment);
         let head_dim = self.d_model / self.n_heads;
-        let mut heads = heads.init(self.n_heads, head_dim, self.context, device)?;
+        let mut heads = heads.try_init(self.n_heads, head_dim, self.context, device)?;
         heads.products = self.precision.products();
         let linear = || {
             LinearConfig::new(self.d_model, self.d_model)
@@ -100,11 +109,10 @@ impl RoutingAttentionConfig {
 ///
 /// let device = Device::flex();
 /// // Sequences of up to 512 tokens, in 8 clusters of 64.
-/// let attention = RoutingAttentionConfig::new(64, 4, 64, 512).init(&device)?;
+/// let attention = RoutingAttentionConfig::new(64, 4, 64, 512).init(&device);
 /// let x = Tensor::<3>::random([2, 500, 64], Distribution::Default, &device);
-/// let y = attention.forward(RoutingAttentionInput::new(x))?.context;
+/// let y = attention.forward(RoutingAttentionInput::new(x)).context;
 /// assert_eq!(y.dims(), [2, 500, 64]);
-/// # Ok::<(), burn_sparse_transformer::TransformerError>(())
 /// ```
 ///
 /// Should be created with [`RoutingAttentionConfig`].
@@ -166,9 +174,18 @@ impl RoutingAttention {
     /// # Shapes
     /// - input and `context`: `[batch, seq, d_model]`
     ///
+    /// # Panics
+    /// With the text of [`Self::try_forward`]'s error.
+    #[track_caller]
+    pub fn forward(&self, input: RoutingAttentionInput) -> RoutingAttentionOutput {
+        or_panic(self.try_forward(input))
+    }
+
+    /// [`Self::forward`] that returns its error.
+    ///
     /// # Errors
     /// If the shape does not fit, or there is padding.
-    pub fn forward(
+    pub fn try_forward(
         &self,
         input: RoutingAttentionInput,
     ) -> Result<RoutingAttentionOutput, TransformerError> {
@@ -182,14 +199,14 @@ impl RoutingAttention {
             None => {
                 let layers = [&self.query, &self.value];
                 let [query, value] = project_heads(self.precision, layers, x, [heads; 2])?;
-                self.heads.forward(query, value)?
+                self.heads.try_forward(query, value)?
             }
             Some(key) => {
                 let layers = [&self.query, key, &self.value];
                 let [query, key, value] = project_heads(self.precision, layers, x, [heads; 3])?;
                 match self.causal {
-                    true => self.heads.forward_unshared_causal(query, key, value)?,
-                    false => self.heads.forward_unshared(query, key, value)?,
+                    true => self.heads.try_forward_unshared_causal(query, key, value)?,
+                    false => self.heads.try_forward_unshared(query, key, value)?,
                 }
             }
         };

@@ -8,7 +8,7 @@ use burn_blocksparse::{Activation, AttentionOptions, bias_activation};
 
 use super::{DsaHeads, DsaHeadsConfig, DsaParts};
 use crate::attention::project_heads;
-use crate::error::{ensure_multiple, ensure_shape};
+use crate::error::{ensure_multiple, ensure_shape, or_panic};
 use crate::heads::{Positions, rotate, validate_rope};
 use crate::{Precision, SparseMhaCache, TransformerError};
 
@@ -44,10 +44,19 @@ pub struct DsaAttentionConfig {
 impl DsaAttentionConfig {
     /// Creates the module, with parameters that are initialised on first use.
     ///
+    /// # Panics
+    /// With the text of [`Self::try_init`]'s error.
+    #[track_caller]
+    pub fn init(&self, device: &Device) -> DsaAttention {
+        or_panic(self.try_init(device))
+    }
+
+    /// [`Self::init`] that returns its error.
+    ///
     /// # Errors
     /// If `n_heads` does not divide `d_model`, `n_kv_heads` does not divide `n_heads`, a number of `heads` is out of its range, a `rope` does not fit its heads,
     /// or the device does not compute in `precision`.
-    pub fn init(&self, device: &Device) -> Result<DsaAttention, TransformerError> {
+    pub fn try_init(&self, device: &Device) -> Result<DsaAttention, TransformerError> {
         let n_kv_heads = self.n_kv_heads.unwrap_or(self.n_heads);
         ensure_multiple("d_model", self.d_model, "n_heads", self.n_heads)?;
         ensure_multiple("n_heads", self.n_heads, "n_kv_heads", n_kv_heads)?;
@@ -105,13 +114,12 @@ impl DsaAttentionConfig {
 /// let attention = DsaAttentionConfig::new(64, 8)
 ///     .with_n_kv_heads(Some(1))
 ///     .with_heads(heads)
-///     .init(&device)?;
+///     .init(&device);
 /// let x = Tensor::<3>::random([2, 100, 64], Distribution::Default, &device);
-/// assert_eq!(attention.forward(x.clone())?.dims(), [2, 100, 64]);
+/// assert_eq!(attention.forward(x.clone()).dims(), [2, 100, 64]);
 /// let mut cache = SparseMhaCache::new();
-/// let row = attention.forward_cache(x.narrow(1, 0, 1), &mut cache)?;
+/// let row = attention.forward_cache(x.narrow(1, 0, 1), &mut cache);
 /// assert_eq!((row.dims(), cache.len()), ([2, 1, 64], 1));
-/// # Ok::<(), burn_sparse_transformer::TransformerError>(())
 /// ```
 ///
 /// Should be created with [`DsaAttentionConfig`].
@@ -144,9 +152,18 @@ impl DsaAttention {
     /// # Shapes
     /// - `x` and the result: `[batch, seq, d_model]`
     ///
+    /// # Panics
+    /// With the text of [`Self::try_forward`]'s error.
+    #[track_caller]
+    pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+        or_panic(self.try_forward(x))
+    }
+
+    /// [`Self::forward`] that returns its error.
+    ///
     /// # Errors
     /// If the shape does not fit, or the sequence is longer than the table of a `rope`.
-    pub fn forward(&self, x: Tensor<3>) -> Result<Tensor<3>, TransformerError> {
+    pub fn try_forward(&self, x: Tensor<3>) -> Result<Tensor<3>, TransformerError> {
         let dtype = x.dtype();
         let parts = self.parts(x, 0)?;
         let seen = self.heads.attend(parts, &self.options, false)?;
@@ -156,9 +173,18 @@ impl DsaAttention {
     /// The same, and the loss of the indexer over the keys that were chosen ([`DsaTarget::Chosen`](burn_blocksparse::DsaTarget::Chosen)), which is to be added
     /// to the model's.
     ///
+    /// # Panics
+    /// With the text of [`Self::try_forward_with_loss`]'s error.
+    #[track_caller]
+    pub fn forward_with_loss(&self, x: Tensor<3>) -> (Tensor<3>, Tensor<1>) {
+        or_panic(self.try_forward_with_loss(x))
+    }
+
+    /// [`Self::forward_with_loss`] that returns its error.
+    ///
     /// # Errors
-    /// As [`Self::forward`].
-    pub fn forward_with_loss(
+    /// As [`Self::try_forward`].
+    pub fn try_forward_with_loss(
         &self,
         x: Tensor<3>,
     ) -> Result<(Tensor<3>, Tensor<1>), TransformerError> {
@@ -188,9 +214,18 @@ impl DsaAttention {
     /// # Shapes
     /// - `x` and the result: `[batch, new, d_model]`
     ///
+    /// # Panics
+    /// With the text of [`Self::try_forward_cache`]'s error.
+    #[track_caller]
+    pub fn forward_cache(&self, x: Tensor<3>, cache: &mut SparseMhaCache) -> Tensor<3> {
+        or_panic(self.try_forward_cache(x, cache))
+    }
+
+    /// [`Self::forward_cache`] that returns its error.
+    ///
     /// # Errors
-    /// As [`Self::forward`]; also if the batch differs from the cache's, or the cache is full or another layer's.
-    pub fn forward_cache(
+    /// As [`Self::try_forward`]; also if the batch differs from the cache's, or the cache is full or another layer's.
+    pub fn try_forward_cache(
         &self,
         x: Tensor<3>,
         cache: &mut SparseMhaCache,

@@ -149,7 +149,7 @@ mod tests {
                 .with_heads(heads)
                 .with_rope(Some(RotaryEncodingConfig::new(SEQ, 16)))
                 .with_precision(precision)
-                .init(device)
+                .try_init(device)
                 .unwrap()
         };
         let full = layer(Precision::F32, None);

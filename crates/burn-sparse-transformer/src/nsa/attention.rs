@@ -10,7 +10,7 @@ use super::heads::{NsaSizes, Placing, Projections};
 use super::{NsaHeads, NsaHeadsConfig};
 use crate::attention::project_heads;
 use crate::attention_flops::linear_flops;
-use crate::error::{ensure, ensure_multiple, ensure_shape};
+use crate::error::{ensure, ensure_multiple, ensure_shape, or_panic};
 use crate::heads::{Positions, validate_rope};
 use crate::{Precision, SparseMhaCache, TransformerError};
 
@@ -53,10 +53,19 @@ pub struct NsaAttentionConfig {
 impl NsaAttentionConfig {
     /// Creates the module, with parameters that are initialised on first use.
     ///
+    /// # Panics
+    /// With the text of [`Self::try_init`]'s error.
+    #[track_caller]
+    pub fn init(&self, device: &Device) -> NsaAttention {
+        or_panic(self.try_init(device))
+    }
+
+    /// [`Self::init`] that returns its error.
+    ///
     /// # Errors
     /// If `causal` is false, `n_heads` does not divide `d_key` or `d_value`, `n_kv_heads` does not divide `n_heads`, a number of the branches is out of its
     /// range, `rope` does not fit the heads, or the device does not compute in `precision`.
-    pub fn init(&self, device: &Device) -> Result<NsaAttention, TransformerError> {
+    pub fn try_init(&self, device: &Device) -> Result<NsaAttention, TransformerError> {
         let expected = || "true for nsa, whose tokens see earlier ones alone".into();
         ensure(self.causal, "causal", expected, self.causal)?;
         let (d_key, d_value) = (
@@ -121,10 +130,9 @@ impl NsaAttentionConfig {
 /// let attention = NsaAttentionConfig::new(64, 8)
 ///     .with_n_kv_heads(Some(2))
 ///     .with_heads(heads)
-///     .init(&device)?;
+///     .init(&device);
 /// let x = Tensor::<3>::random([2, 500, 64], Distribution::Default, &device);
-/// assert_eq!(attention.forward(x)?.dims(), [2, 500, 64]);
-/// # Ok::<(), burn_sparse_transformer::TransformerError>(())
+/// assert_eq!(attention.forward(x).dims(), [2, 500, 64]);
 /// ```
 ///
 /// Should be created with [`NsaAttentionConfig`].
@@ -155,9 +163,18 @@ impl NsaAttention {
     /// # Shapes
     /// - `x` and the result: `[batch, seq, d_model]`
     ///
+    /// # Panics
+    /// With the text of [`Self::try_forward`]'s error.
+    #[track_caller]
+    pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+        or_panic(self.try_forward(x))
+    }
+
+    /// [`Self::forward`] that returns its error.
+    ///
     /// # Errors
     /// If the shape does not fit, or the sequence is longer than the table of `rope`.
-    pub fn forward(&self, x: Tensor<3>) -> Result<Tensor<3>, TransformerError> {
+    pub fn try_forward(&self, x: Tensor<3>) -> Result<Tensor<3>, TransformerError> {
         self.run(x, None)
     }
 
@@ -168,9 +185,18 @@ impl NsaAttention {
     /// # Shapes
     /// - `x` and the result: `[batch, new, d_model]`
     ///
+    /// # Panics
+    /// With the text of [`Self::try_forward_cache`]'s error.
+    #[track_caller]
+    pub fn forward_cache(&self, x: Tensor<3>, cache: &mut SparseMhaCache) -> Tensor<3> {
+        or_panic(self.try_forward_cache(x, cache))
+    }
+
+    /// [`Self::forward_cache`] that returns its error.
+    ///
     /// # Errors
-    /// As [`Self::forward`]; also if the batch differs from the cache's, or the cache is full.
-    pub fn forward_cache(
+    /// As [`Self::try_forward`]; also if the batch differs from the cache's, or the cache is full.
+    pub fn try_forward_cache(
         &self,
         x: Tensor<3>,
         cache: &mut SparseMhaCache,

@@ -37,7 +37,7 @@ use step::{GroupKey, GroupStep, Uploaded};
 use store::{Store, Stored};
 use watched::Evictor;
 
-use crate::error::{ensure, ensure_none};
+use crate::error::{ensure, ensure_none, or_panic};
 use crate::stream::Projected;
 use crate::{SparseMhaInput, SparseMhaOutput, SparseMultiHeadAttention, TransformerError};
 
@@ -465,11 +465,25 @@ impl SparseMultiHeadAttention {
     /// - `x`: `[batch, seq, d_model]`; of entry `b` the first `steps[b].tokens` rows count
     /// - `context`: `[batch, seq, d_model]`, with numbers of no meaning in the other rows
     ///
+    /// # Panics
+    /// With the text of [`Self::try_forward_pool`]'s error.
+    #[track_caller]
+    pub fn forward_pool(
+        &self,
+        x: Tensor<3>,
+        steps: &[KvStep],
+        pool: &mut KvPool,
+    ) -> SparseMhaOutput {
+        or_panic(self.try_forward_pool(x, steps, pool))
+    }
+
+    /// [`Self::forward_pool`] that returns its error.
+    ///
     /// # Errors
-    /// As [`Self::forward`]; if `x` is on a device with autodiff, `steps` are not as many as its entries, or the pool is not this layer's;
+    /// As [`Self::try_forward`]; if `x` is on a device with autodiff, `steps` are not as many as its entries, or the pool is not this layer's;
     /// [`TransformerError::Cache`] if a sequence is none of the pool's or is named twice, or there are too few pages;
     /// [`TransformerError::ContextExceeded`], [`TransformerError::Boundary`].
-    pub fn forward_pool(
+    pub fn try_forward_pool(
         &self,
         x: Tensor<3>,
         steps: &[KvStep],

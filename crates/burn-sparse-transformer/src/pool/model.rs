@@ -4,7 +4,7 @@ use burn::tensor::{Int, Tensor};
 
 use super::store::ints;
 use super::{KvPool, KvPoolConfig, KvStep, Rows, Step, check_steps};
-use crate::error::ensure_shape;
+use crate::error::{ensure_shape, or_panic};
 use crate::stream::Stream;
 use crate::{SparseMultiHeadAttention, SparseTransformer, TransformerError};
 
@@ -33,15 +33,15 @@ impl SparseTransformer {
     ///     .with_vocab_size(256)
     ///     .with_context(64)
     ///     .with_n_layers(2)
-    ///     .init(&device)?;
+    ///     .init(&device);
     /// let mut pool = model.new_pool(&KvPoolConfig::new(2, 64).with_page_size(16))?;
     /// let (a, b) = (pool.join()?, pool.join()?);
     /// // Prompts of three and of two tokens; the last place of the second one is not read.
     /// let prompts = Tensor::<2, Int>::from_data([[84, 104, 101], [65, 110, 0]], &device);
-    /// let logits = model.forward_pool(prompts, &[KvStep::new(a, 3), KvStep::new(b, 2)], &mut pool)?;
+    /// let logits = model.forward_pool(prompts, &[KvStep::new(a, 3), KvStep::new(b, 2)], &mut pool);
     /// assert_eq!(logits.dims(), [2, 3, 256]);
     /// let next = Tensor::<2, Int>::from_data([[32], [32]], &device);
-    /// model.forward_pool(next, &[KvStep::new(b, 1), KvStep::new(a, 1)], &mut pool)?;
+    /// model.forward_pool(next, &[KvStep::new(b, 1), KvStep::new(a, 1)], &mut pool);
     /// assert_eq!((pool.len(a)?, pool.len(b)?), (4, 3));
     /// # Ok::<(), burn_sparse_transformer::TransformerError>(())
     /// ```
@@ -50,9 +50,23 @@ impl SparseTransformer {
     /// - `tokens`: `[batch, seq]`; of entry `b` the first `steps[b].tokens` count, and all are tokens of the vocabulary
     /// - output: `[batch, seq, vocab_size]`, with numbers of no meaning in the other rows
     ///
-    /// # Errors
-    /// As [`SparseMultiHeadAttention::forward_pool`].
+    /// # Panics
+    /// With the text of [`Self::try_forward_pool`]'s error.
+    #[track_caller]
     pub fn forward_pool(
+        &self,
+        tokens: Tensor<2, Int>,
+        steps: &[KvStep],
+        pool: &mut KvPool,
+    ) -> Tensor<3> {
+        or_panic(self.try_forward_pool(tokens, steps, pool))
+    }
+
+    /// [`Self::forward_pool`] that returns its error.
+    ///
+    /// # Errors
+    /// As [`SparseMultiHeadAttention::try_forward_pool`].
+    pub fn try_forward_pool(
         &self,
         tokens: Tensor<2, Int>,
         steps: &[KvStep],
@@ -64,9 +78,23 @@ impl SparseTransformer {
 
     /// [`Self::forward_pool`] for the last tokens of sequences, which may end anywhere.
     ///
-    /// # Errors
-    /// As [`Self::forward_pool`].
+    /// # Panics
+    /// With the text of [`Self::try_forward_pool_end`]'s error.
+    #[track_caller]
     pub fn forward_pool_end(
+        &self,
+        tokens: Tensor<2, Int>,
+        steps: &[KvStep],
+        pool: &mut KvPool,
+    ) -> Tensor<3> {
+        or_panic(self.try_forward_pool_end(tokens, steps, pool))
+    }
+
+    /// [`Self::forward_pool_end`] that returns its error.
+    ///
+    /// # Errors
+    /// As [`Self::try_forward_pool`].
+    pub fn try_forward_pool_end(
         &self,
         tokens: Tensor<2, Int>,
         steps: &[KvStep],

@@ -29,7 +29,7 @@ impl KvPool {
     ///     .with_vocab_size(256)
     ///     .with_context(64)
     ///     .with_n_layers(2)
-    ///     .init(&device)?;
+    ///     .init(&device);
     /// let config = KvPoolConfig::new(2, 64).with_page_size(16).with_prefix_reuse();
     /// let mut pool = model.new_pool(&config)?;
     /// let mut read = |prompt: &[u32]| {

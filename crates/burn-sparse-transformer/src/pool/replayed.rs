@@ -36,7 +36,7 @@ use crate::{SparseTransformer, TransformerError};
 ///     .with_vocab_size(256)
 ///     .with_context(64)
 ///     .with_n_layers(2)
-///     .init(&Device::flex())?;
+///     .init(&Device::flex());
 /// let pool = model.new_pool(&KvPoolConfig::new(2, 64).with_page_size(16))?;
 /// let mut decoder = ReplayedDecoder::new(model, pool)?;
 /// let a = decoder.pool_mut().join()?;

@@ -32,7 +32,7 @@ fn a_burn_nn_record_loads_and_gives_equal_outputs(
     };
     let sparse = sparse(32, 4, pattern)
         .with_block_size(block_size)
-        .init(&device)
+        .try_init(&device)
         .unwrap()
         .load_record(dense.clone().into_record());
 
@@ -43,7 +43,7 @@ fn a_burn_nn_record_loads_and_gives_equal_outputs(
     }
     let expected = dense.forward(input).context;
     let got = sparse
-        .forward(SparseMhaInput::self_attn(x))
+        .try_forward(SparseMhaInput::self_attn(x))
         .unwrap()
         .context;
     assert_close(got, expected, 1e-5);
@@ -56,7 +56,7 @@ fn cross_attention_equals_burn_nn() {
         .with_dropout(0.0)
         .init(&device);
     let sparse = sparse(16, 2, Pattern::dense())
-        .init(&device)
+        .try_init(&device)
         .unwrap()
         .load_record(dense.clone().into_record());
     let query = random([2, 5, 16], &device);
@@ -65,7 +65,7 @@ fn cross_attention_equals_burn_nn() {
         .forward(MhaInput::new(query.clone(), key.clone(), value.clone()))
         .context;
     let got = sparse
-        .forward(SparseMhaInput::new(query, key, value))
+        .try_forward(SparseMhaInput::new(query, key, value))
         .unwrap()
         .context;
     assert_close(got, expected, 1e-5);
@@ -74,7 +74,7 @@ fn cross_attention_equals_burn_nn() {
 #[test]
 fn records_have_burn_nns_paths() {
     let device = Device::flex();
-    let sparse = sparse(16, 2, Pattern::causal()).init(&device).unwrap();
+    let sparse = sparse(16, 2, Pattern::causal()).try_init(&device).unwrap();
     let dense = MultiHeadAttentionConfig::new(16, 2).init(&device);
     // And back: neither side has a parameter the other lacks.
     dense.load_record(sparse.into_record());
@@ -108,29 +108,29 @@ fn fewer_kv_heads_are_kv_heads_shared_by_a_group(#[case] n_kv_heads: usize) {
     let grouped = randomise(
         sparse(32, 4, pattern.clone())
             .with_n_kv_heads(Some(n_kv_heads))
-            .init(&device)
+            .try_init(&device)
             .unwrap(),
     );
-    let mut full = sparse(32, 4, pattern).init(&device).unwrap();
+    let mut full = sparse(32, 4, pattern).try_init(&device).unwrap();
     full.query = grouped.query.clone();
     full.key = repeat_heads(&grouped.key, n_kv_heads, 4 / n_kv_heads);
     full.value = repeat_heads(&grouped.value, n_kv_heads, 4 / n_kv_heads);
     full.output = grouped.output.clone();
 
     let input = SparseMhaInput::self_attn(random([2, 29, 32], &device));
-    let expected = full.forward(input.clone()).unwrap().context;
-    assert_close(grouped.forward(input).unwrap().context, expected, 1e-5);
+    let expected = full.try_forward(input.clone()).unwrap().context;
+    assert_close(grouped.try_forward(input).unwrap().context, expected, 1e-5);
 }
 
 #[test]
 fn half_size_queries_and_keys_leave_values_alone() {
     let device = Device::flex();
     let config = sparse(32, 4, Pattern::causal()).with_d_key(Some(16));
-    let mha = config.init(&device).unwrap();
+    let mha = config.try_init(&device).unwrap();
     assert_eq!(mha.query.weight.dims(), [32, 16]);
     assert_eq!(mha.key.weight.dims(), [32, 16]);
     assert_eq!(mha.value.weight.dims(), [32, 32]);
-    let output = mha.forward(SparseMhaInput::self_attn(random([1, 9, 32], &device)));
+    let output = mha.try_forward(SparseMhaInput::self_attn(random([1, 9, 32], &device)));
     assert_eq!(output.unwrap().context.dims(), [1, 9, 32]);
     // 2 per weight; 2 · (d_k + d_v) per pair and head.
     assert_eq!(
@@ -145,7 +145,7 @@ fn heads_use_their_own_pattern() {
     let device = Device::flex();
     let patterns = [Pattern::local(1), Pattern::causal()];
     let mut mha = sparse(4, 2, Pattern::per_head(patterns))
-        .init(&device)
+        .try_init(&device)
         .unwrap();
     let identity = LinearConfig::new(4, 4).with_bias(false).init(&device);
     let mut identity = identity;
@@ -154,7 +154,7 @@ fn heads_use_their_own_pattern() {
     (mha.value, mha.output) = (identity.clone(), identity);
     let x: Tensor<3> = random([1, 6, 4], &device);
     let context = mha
-        .forward(SparseMhaInput::self_attn(x.clone()))
+        .try_forward(SparseMhaInput::self_attn(x.clone()))
         .unwrap()
         .context;
     // Head 0 sees only its own position; head 1 mixes.
@@ -168,11 +168,11 @@ fn heads_use_their_own_pattern() {
 fn weights_of_the_kept_blocks_come_with_the_same_context() {
     let device = Device::flex();
     let mha = sparse(16, 2, Pattern::merged_strided(4))
-        .init(&device)
+        .try_init(&device)
         .unwrap();
     let input = SparseMhaInput::self_attn(random([2, 13, 16], &device));
-    let expected = mha.forward(input.clone()).unwrap().context;
-    let (output, weights) = mha.forward_with_weights(input).unwrap();
+    let expected = mha.try_forward(input.clone()).unwrap().context;
+    let (output, weights) = mha.try_forward_with_weights(input).unwrap();
     assert_close(output.context, expected, 1e-5);
     let sums = weights.to_dense().sum_dim(3);
     assert_close(sums.clone(), sums.ones_like(), 1e-5);
@@ -181,18 +181,20 @@ fn weights_of_the_kept_blocks_come_with_the_same_context() {
 #[rstest]
 fn storing_the_weights_or_a_huge_softcap_changes_nothing(#[values(false, true)] store: bool) {
     let device = Device::flex();
-    let plain = sparse(16, 2, Pattern::fixed(8, 4)).init(&device).unwrap();
+    let plain = sparse(16, 2, Pattern::fixed(8, 4))
+        .try_init(&device)
+        .unwrap();
     let config = |softcap| {
         sparse(16, 2, Pattern::fixed(8, 4))
             .with_store_weights(store)
             .with_softcap(softcap)
     };
     let load = |softcap| {
-        let mha = config(softcap).init(&device).unwrap();
+        let mha = config(softcap).try_init(&device).unwrap();
         mha.load_record(plain.clone().into_record())
     };
     let input = SparseMhaInput::self_attn(random([1, 20, 16], &device) * 4.0);
-    let run = |mha: SparseMultiHeadAttention| mha.forward(input.clone()).unwrap().context;
+    let run = |mha: SparseMultiHeadAttention| mha.try_forward(input.clone()).unwrap().context;
     let expected = run(plain.clone());
     assert_close(run(load(None)), expected.clone(), 1e-5);
     assert_close(run(load(Some(1e5))), expected.clone(), 1e-4);
@@ -221,15 +223,17 @@ fn pieces_through_the_cache_equal_the_whole(#[case] pieces: &[usize]) {
     for pattern in patterns() {
         let mha = sparse(16, 4, pattern)
             .with_n_kv_heads(Some(2))
-            .init(&device)
+            .try_init(&device)
             .unwrap();
         let x = random([2, seq, 16], &device);
-        let whole = mha.forward(SparseMhaInput::self_attn(x.clone())).unwrap();
+        let whole = mha
+            .try_forward(SparseMhaInput::self_attn(x.clone()))
+            .unwrap();
         let mut cache = SparseMhaCache::new();
         let mut contexts = vec![];
         for new in pieces {
             let piece = SparseMhaInput::self_attn(x.clone().narrow(1, cache.len(), *new));
-            contexts.push(mha.forward_cache(piece, &mut cache).unwrap().context);
+            contexts.push(mha.try_forward_cache(piece, &mut cache).unwrap().context);
         }
         assert_eq!(cache.len(), seq);
         assert_close(Tensor::cat(contexts, 1), whole.context, 1e-5);
@@ -243,7 +247,7 @@ fn message<T: std::fmt::Debug>(result: Result<T, TransformerError>) -> String {
 #[test]
 fn configurations_that_do_not_fit_are_refused() {
     let device = Device::flex();
-    let init = |config: SparseMultiHeadAttentionConfig| message(config.init(&device));
+    let init = |config: SparseMultiHeadAttentionConfig| message(config.try_init(&device));
     let config = |d_model, n_heads| sparse(d_model, n_heads, Pattern::causal());
     assert_eq!(
         init(config(30, 4)),
@@ -263,21 +267,21 @@ fn configurations_that_do_not_fit_are_refused() {
         "softcap must be positive and finite, got -1"
     );
     for block_size in [0, 7, 256] {
-        let error = config(32, 4).with_block_size(block_size).init(&device);
+        let error = config(32, 4).with_block_size(block_size).try_init(&device);
         assert!(matches!(error, Err(TransformerError::Layout(_))));
     }
-    let error = sparse(32, 4, Pattern::fixed_heads(8, 2, 3)).init(&device);
+    let error = sparse(32, 4, Pattern::fixed_heads(8, 2, 3)).try_init(&device);
     assert!(matches!(error, Err(TransformerError::Layout(_))));
 }
 
 #[test]
 fn inputs_that_do_not_fit_are_refused() {
     let device = Device::flex();
-    let mha = sparse(16, 2, Pattern::causal()).init(&device).unwrap();
+    let mha = sparse(16, 2, Pattern::causal()).try_init(&device).unwrap();
     let zeros = |shape: [usize; 3]| Tensor::<3>::zeros(shape, &device);
     let forward = |q, k, v| {
         let input = SparseMhaInput::new(zeros(q), zeros(k), zeros(v));
-        message(mha.forward(input))
+        message(mha.try_forward(input))
     };
     assert_eq!(
         forward([2, 3, 8], [2, 3, 16], [2, 3, 16]),
@@ -300,11 +304,11 @@ fn inputs_that_do_not_fit_are_refused() {
 #[test]
 fn a_full_cache_or_another_batch_is_refused_and_the_cache_kept() {
     let device = Device::flex();
-    let mha = sparse(16, 2, Pattern::causal()).init(&device).unwrap();
+    let mha = sparse(16, 2, Pattern::causal()).try_init(&device).unwrap();
     let mut cache = SparseMhaCache::with_context(4);
     let mut feed = |shape: [usize; 3]| {
         let input = SparseMhaInput::self_attn(Tensor::zeros(shape, &device));
-        let result = mha.forward_cache(input, &mut cache);
+        let result = mha.try_forward_cache(input, &mut cache);
         (result, cache.len())
     };
     assert!(feed([1, 3, 16]).0.is_ok());
@@ -328,7 +332,7 @@ fn modules_are_send_sync_and_say_what_they_are() {
     are_send_sync::<SparseTransformer, SparseTransformerBlock, SparseTransformerEncoder>();
     are_send_sync::<LongformerAttention, SparseTransformerConfig, TransformerError>();
     let mha = sparse(16, 2, Pattern::fixed(8, 2))
-        .init(&Device::flex())
+        .try_init(&Device::flex())
         .unwrap();
     is_send_sync(&mha);
     assert_eq!(

@@ -145,13 +145,14 @@ fn configurations_of_before_the_setters_load() {
 fn sizes_that_were_not_set_are_refused_by_name() {
     let config = || SparseTransformerConfig::new(16, 2, Pattern::causal().into());
     let device = burn::tensor::Device::flex();
-    let refused = |config: SparseTransformerConfig| config.init(&device).err().unwrap().to_string();
+    let refused =
+        |config: SparseTransformerConfig| config.try_init(&device).err().unwrap().to_string();
     assert_eq!(refused(config()), "vocab_size must be at least 1, got 0");
     let config = || config().with_vocab_size(9);
     assert_eq!(refused(config()), "context must be at least 1, got 0");
     let config = || config().with_context(40);
     assert_eq!(refused(config()), "n_layers must be at least 1, got 0");
-    let model = config().with_n_layers(1).init(&device).unwrap();
+    let model = config().with_n_layers(1).try_init(&device).unwrap();
     let positions = model.position_embedding.unwrap();
     assert_eq!(
         [positions.row.dims(), positions.column.dims()],

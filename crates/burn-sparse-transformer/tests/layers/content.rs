@@ -3,7 +3,7 @@
 use burn::config::Config;
 use burn::module::Module;
 use burn::tensor::{Device, Tensor};
-use burn_blocksparse::{AttentionOptions, attention, join_heads};
+use burn_blocksparse::{join_heads, sparse_attention};
 use burn_sparse_transformer::{
     ContentAttention, Factorization, KvPoolConfig, LongformerAttentionConfig, LshHeadsConfig,
     Pattern, QkNorm, Recompute, RoutingHeadsConfig, SparseMhaCache, SparseMhaInput,
@@ -27,7 +27,7 @@ fn config(content: &str) -> SparseMultiHeadAttentionConfig {
 
 fn forward(mha: &SparseMultiHeadAttention, x: &Tensor<3>) -> Tensor<3> {
     let input = SparseMhaInput::self_attn(x.clone());
-    mha.forward(input).unwrap().context
+    mha.try_forward(input).unwrap().context
 }
 
 /// The first head is the pattern's, with keys of its own; the others are what such heads are alone.
@@ -37,7 +37,7 @@ fn heads_of_both_kinds_stand_side_by_side() {
     let _guard = seed(&device, 1);
     let x = random([2, 45, 32], &device);
     for content in ["routing:8,6", "lsh:8,2,dedup"] {
-        let mha = randomise(config(content).init(&device).unwrap());
+        let mha = randomise(config(content).try_init(&device).unwrap());
         assert_eq!(mha.key.weight.dims(), [32, 8]);
         let heads = |projected: Tensor<3>, count| {
             let [batch, seq, width] = projected.dims();
@@ -50,14 +50,14 @@ fn heads_of_both_kinds_stand_side_by_side() {
         let part = |x: &Tensor<4>, from: usize, to: usize| x.clone().slice_dim(1, from..to);
         let layout = Pattern::local(5).layout(1, 45, 8).unwrap();
         let (near_q, near_v) = (part(&query, 0, 1), part(&value, 0, 1));
-        let near = attention(near_q, key, near_v, &layout, AttentionOptions::default()).unwrap();
+        let near = sparse_attention(near_q, key, near_v, &layout).unwrap();
         let (far_q, far_v) = (part(&query, 1, 4), part(&value, 1, 4));
         let far = match &mha.content.as_ref().unwrap().routing {
-            Some(routing) => routing.forward(far_q, far_v).unwrap().context,
+            Some(routing) => routing.try_forward(far_q, far_v).unwrap().context,
             None => {
                 let heads = LshHeadsConfig::new().with_bucket(8).with_rounds(2);
-                let heads = heads.with_dedup(true).init().unwrap();
-                heads.forward(far_q, far_v, None).unwrap()
+                let heads = heads.with_dedup(true).try_init().unwrap();
+                heads.try_forward(far_q, far_v, None).unwrap()
             }
         };
         let joined = join_heads(Tensor::cat(vec![near, far], 1)).unwrap();
@@ -79,7 +79,7 @@ fn model(content: &str, local_heads: &[usize], device: &Device) -> SparseTransfo
         .with_block_size(8)
         .with_content(Some(text(content)))
         .with_local_heads(Some(local_heads.to_vec()));
-    config.init(device).unwrap()
+    config.try_init(device).unwrap()
 }
 
 fn means(model: &SparseTransformer) -> Vec<Vec<f64>> {
@@ -168,14 +168,14 @@ fn the_commitment_is_differentiated_and_not_reported() {
             .with_n_layers(2)
             .with_block_size(8)
             .with_content(Some(ContentAttention::Routing(content)));
-        randomise(config.init(&device).unwrap())
+        randomise(config.try_init(&device).unwrap())
     };
     let of = |factor, recompute| {
         let model = model(factor);
         let (reported, gradients) = model
             .loss_and_gradients(tokens.clone(), tokens.clone(), 1u64, recompute)
             .unwrap();
-        let whole = model.loss(tokens.clone(), tokens.clone()).unwrap();
+        let whole = model.try_loss(tokens.clone(), tokens.clone()).unwrap();
         let weight = &model.blocks[0].mha.query.weight;
         let by_loss = weight.val().grad(&whole.backward()).unwrap();
         let by_step = gradients.get::<2>(weight.id).unwrap();
@@ -217,7 +217,7 @@ fn means_settle_and_are_in_records() {
     let second = model("routing:8", &[2, 1, 1], &device);
     let second = second.load_record(first.clone().into_record());
     assert!(means(&second) == settled);
-    let logits = |model: &SparseTransformer| numbers(model.forward(tokens.clone()).unwrap());
+    let logits = |model: &SparseTransformer| numbers(model.try_forward(tokens.clone()).unwrap());
     assert!(logits(&second) == logits(&first));
     // Plain models have nothing to move.
     let mut plain = model("lsh:8,2", &[1], &device);
@@ -239,7 +239,7 @@ fn later_tokens_take_part_in_the_choice_alone() {
         ("lsh:32,2", false),
     ] {
         assert!(!text(content).is_prefix_stable());
-        let mha = randomise(config(content).init(&device).unwrap());
+        let mha = randomise(config(content).try_init(&device).unwrap());
         let seen = x.clone().slice_dim(1, 0..48);
         let mut largest = 0f32;
         for _ in 0..4 {
@@ -258,11 +258,11 @@ fn later_tokens_take_part_in_the_choice_alone() {
 fn rotations_of_a_pass_follow_from_its_seed() {
     let device = Device::flex();
     let _guard = seed(&device, 6);
-    let mha = randomise(config("lsh:8,1").init(&device).unwrap());
+    let mha = randomise(config("lsh:8,1").try_init(&device).unwrap());
     let x = random([1, 64, 32], &device);
     let with = |seed: u64| {
         let input = SparseMhaInput::self_attn(x.clone()).dropout_seed(seed);
-        numbers(mha.forward(input).unwrap().context)
+        numbers(mha.try_forward(input).unwrap().context)
     };
     assert!(with(1) == with(1) && with(1) != with(2));
     let plain = || numbers(forward(&mha, &x));
@@ -276,14 +276,14 @@ fn what_heads_by_content_cannot_do_is_refused() {
     let x = random([2, 16, 32], &device);
     let one = x.clone().slice_dim(0, 0..1);
     for content in ["routing:8,2", "lsh:8,2"] {
-        let mut mha = config(content).init(&device).unwrap();
+        let mut mha = config(content).try_init(&device).unwrap();
         let input = || SparseMhaInput::self_attn(x.clone());
         let mut cache = SparseMhaCache::new();
         let none = "content must be none with padding, packed sequences, weights, caches and pools: later tokens take part in what its heads see, got";
         for result in [
-            mha.forward_cache(input(), &mut cache).map(drop),
-            mha.forward_packed(one.clone(), &[0, 9, 16]).map(drop),
-            mha.forward_with_weights(input()).map(drop),
+            mha.try_forward_cache(input(), &mut cache).map(drop),
+            mha.try_forward_packed(one.clone(), &[0, 9, 16]).map(drop),
+            mha.try_forward_with_weights(input()).map(drop),
             mha.clone()
                 .with_selection(Some("topk:8,2".parse().unwrap()))
                 .map(drop),
@@ -311,7 +311,7 @@ fn what_heads_by_content_cannot_do_is_refused() {
                 "input must be self-attention with heads that choose by content",
             ),
         ] {
-            let error = mha.forward(input).unwrap_err().to_string();
+            let error = mha.try_forward(input).unwrap_err().to_string();
             assert!(error.starts_with(message), "{error}");
         }
         let error = mha.clone().with_pattern(Pattern::window(3), 8).unwrap_err();
@@ -327,7 +327,7 @@ fn what_heads_by_content_cannot_do_is_refused() {
         let mut cache = model.new_cache();
         let tokens = tokens(1, 8, 11, &device);
         let error = model
-            .forward_cache(tokens, &mut cache)
+            .try_forward_cache(tokens, &mut cache)
             .unwrap_err()
             .to_string();
         assert!(error.starts_with("content must be none with"), "{error}");
@@ -382,22 +382,22 @@ fn configurations_that_do_not_go_together_are_refused() {
             format!("store_weights {beside}"),
         ),
     ] {
-        let error = config.init(&device).unwrap_err().to_string();
+        let error = config.try_init(&device).unwrap_err().to_string();
         assert!(error.starts_with(&message), "{error}");
     }
     let window = SparseMultiHeadAttentionConfig::new(32, 4, Pattern::window(5))
         .with_content(Some(text("lsh:8,2")));
-    let error = window.init(&device).unwrap_err().to_string();
+    let error = window.try_init(&device).unwrap_err().to_string();
     assert!(
         error.starts_with("pattern must be causal beside heads"),
         "{error}"
     );
     let lsh = LshHeadsConfig::new().with_bucket(8).with_causal(false);
     let open = routing().with_content(Some(ContentAttention::Lsh(lsh)));
-    let error = open.init(&device).unwrap_err().to_string();
+    let error = open.try_init(&device).unwrap_err().to_string();
     assert!(error.starts_with("causal must be true"), "{error}");
     let error = LongformerAttentionConfig::new(routing())
-        .init(&device)
+        .try_init(&device)
         .unwrap_err();
     assert_eq!(
         error.to_string(),
@@ -409,19 +409,19 @@ fn configurations_that_do_not_go_together_are_refused() {
         .with_n_layers(3)
         .with_content(Some(text("lsh:8,2")))
         .with_local_heads(Some(vec![1, 1]));
-    let error = layers.init(&device).unwrap_err().to_string();
+    let error = layers.try_init(&device).unwrap_err().to_string();
     assert_eq!(
         error,
         "local_heads must be one number, or 3, one for each layer, got 2"
     );
     let block = SparseTransformerBlockConfig::new(16, 2, Pattern::local(6))
         .with_content(Some(text("routing:8")));
-    let error = block.init(&device).unwrap_err().to_string();
+    let error = block.try_init(&device).unwrap_err().to_string();
     assert_eq!(
         error,
         "clusters must be given where the context is not, got none"
     );
-    assert!(block.with_context(Some(32)).init(&device).is_ok());
+    assert!(block.with_context(Some(32)).try_init(&device).is_ok());
 }
 
 #[test]

@@ -43,7 +43,7 @@ fn attention_keeps_its_weights_and_its_output() {
     }
     let run = |mha: &SparseMultiHeadAttention| {
         let input = SparseMhaInput::self_attn(x.clone());
-        mha.forward(input).unwrap().context
+        mha.try_forward(input).unwrap().context
     };
     let input = MhaInput::self_attn(x.clone());
     assert_close(run(&same), dense.forward(input.clone()).context, 1e-5);
@@ -91,7 +91,7 @@ fn a_quiet_softmax_stays_quiet() {
             SparseMhaInput::new(x.clone(), x.clone(), x.clone()).lengths(lengths),
         ),
     ] {
-        let got = convert(&dense, pattern).forward(ours).unwrap();
+        let got = convert(&dense, pattern).try_forward(ours).unwrap();
         assert_close(got.context, dense.forward(theirs).context, 1e-5);
     }
 
@@ -109,17 +109,17 @@ fn a_quiet_softmax_stays_quiet() {
     assert!(least < 0.9, "weights that all sum to {least} are not quiet");
     let sparse = convert(&dense, Pattern::dense());
     let input = SparseMhaInput::new(x.clone(), x.clone(), values);
-    let got = sparse.forward(input.clone()).unwrap().context;
+    let got = sparse.try_forward(input.clone()).unwrap().context;
     let got = got.reshape([2, SEQ, 4, SEQ]).swap_dims(1, 2);
     assert_close(got, expected.clone(), 1e-5);
-    let (_, weights) = sparse.forward_with_weights(input).unwrap();
+    let (_, weights) = sparse.try_forward_with_weights(input).unwrap();
     assert_close(weights.to_dense(), expected, 1e-5);
 
     // It is no parameter, so that records load both ways, and the decoder's pieces are the whole.
     let config = SparseMultiHeadAttentionConfig::new(32, 4, Pattern::causal())
         .with_block_size(8)
         .with_quiet_softmax(true);
-    let mha = config.init(&device).unwrap();
+    let mha = config.try_init(&device).unwrap();
     let mha = mha.load_record(
         dense
             .clone()
@@ -128,17 +128,19 @@ fn a_quiet_softmax_stays_quiet() {
             .allow_partial(true),
     );
     assert_eq!(mha.num_params(), quiet.init(&device).num_params());
-    let whole = mha.forward(SparseMhaInput::self_attn(x.clone())).unwrap();
+    let whole = mha
+        .try_forward(SparseMhaInput::self_attn(x.clone()))
+        .unwrap();
     let mut cache = SparseMhaCache::new();
     let pieces = [5, 1, 2].map(|new| {
         let piece = SparseMhaInput::self_attn(x.clone().narrow(1, cache.len(), new));
-        mha.forward_cache(piece, &mut cache).unwrap().context
+        mha.try_forward_cache(piece, &mut cache).unwrap().context
     });
     assert_close(Tensor::cat(pieces.to_vec(), 1), whole.context, 1e-5);
     assert_eq!(
         config
             .with_sinks(true)
-            .init(&device)
+            .try_init(&device)
             .map(drop)
             .unwrap_err()
             .to_string(),
@@ -157,7 +159,7 @@ fn a_quiet_softmax_is_trained() {
     let sparse = SparseMultiHeadAttention::from_dense(&dense, Pattern::dense(), 8).unwrap();
     let x = random([2, 13, 32], &device);
     let theirs = dense.forward(MhaInput::self_attn(x.clone())).context;
-    let ours = sparse.forward(SparseMhaInput::self_attn(x)).unwrap();
+    let ours = sparse.try_forward(SparseMhaInput::self_attn(x)).unwrap();
     let gradient = |y: Tensor<3>| {
         let grads = y.powi_scalar(2).sum().backward();
         dense.query.weight.val().grad(&grads).unwrap()
@@ -180,7 +182,7 @@ fn encoders_keep_their_output(#[values(false, true)] norm_first: bool) {
     ] {
         let expected = dense.forward(input);
         let input = SparseTransformerEncoderInput::new(x.clone());
-        let got = sparse(&dense, pattern).forward(input).unwrap();
+        let got = sparse(&dense, pattern).try_forward(input).unwrap();
         assert_close(got, expected, 2e-5);
     }
 }
@@ -198,13 +200,13 @@ fn records_load_both_ways(
     let bytes = dense.clone().into_record().into_bytes().unwrap();
     let loaded = SparseTransformerEncoderConfig::new(config.clone(), Pattern::dense())
         .with_block_size(8)
-        .init(&device)
+        .try_init(&device)
         .unwrap()
         .try_load_record(ModuleRecord::from_bytes(bytes).unwrap())
         .unwrap();
     let x = random([1, 13, 32], &device);
     let run = |dense: &TransformerEncoder| dense.forward(TransformerEncoderInput::new(x.clone()));
-    let got = loaded.forward(SparseTransformerEncoderInput::new(x.clone()));
+    let got = loaded.try_forward(SparseTransformerEncoderInput::new(x.clone()));
     assert_close(got.unwrap(), run(&dense), 2e-5);
     let back = config.init(&device).try_load_record(loaded.into_record());
     assert_close(run(&back.unwrap()), run(&dense), 1e-6);
@@ -221,7 +223,7 @@ fn encoders_pad_as_burn_nns() {
     let expected = dense.forward(TransformerEncoderInput::new(x.clone()).mask_pad(mask.clone()));
     let sparse = sparse(&dense, Pattern::dense());
     let input = SparseTransformerEncoderInput::new(x);
-    let got = sparse.forward(input.clone().mask_pad(mask)).unwrap();
+    let got = sparse.try_forward(input.clone().mask_pad(mask)).unwrap();
     let real = |t: Tensor<3>, entry, from, len| t.narrow(0, entry, 1).narrow(1, from, len);
     assert_close(
         real(got.clone(), 0, 1, 10),
@@ -229,7 +231,7 @@ fn encoders_pad_as_burn_nns() {
         2e-5,
     );
     assert_close(real(got, 1, 0, 7), real(expected, 1, 0, 7), 2e-5);
-    let error = sparse.forward(input.lengths([3])).unwrap_err();
+    let error = sparse.try_forward(input.lengths([3])).unwrap_err();
     assert_eq!(
         error.to_string(),
         "lengths must be of 2 batch entries, got 1"
@@ -242,7 +244,7 @@ fn encoders_decode_and_take_packed_sequences() {
     let x = random([1, 30, 32], &Device::flex());
     let forward = |x: Tensor<3>| {
         sparse
-            .forward(SparseTransformerEncoderInput::new(x))
+            .try_forward(SparseTransformerEncoderInput::new(x))
             .unwrap()
     };
     let mut caches = sparse.new_caches();
@@ -250,20 +252,20 @@ fn encoders_decode_and_take_packed_sequences() {
     let pieces = [(0, 19), (19, 1), (20, 10)];
     let decoded = pieces.map(|(from, len)| {
         let piece = piece(from, len);
-        sparse.forward_cache(piece, &mut caches).unwrap()
+        sparse.try_forward_cache(piece, &mut caches).unwrap()
     });
     assert_close(Tensor::cat(decoded.to_vec(), 1), forward(x.clone()), 2e-5);
-    let packed = sparse.forward_packed(x.clone(), &[0, 19, 30]).unwrap();
+    let packed = sparse.try_forward_packed(x.clone(), &[0, 19, 30]).unwrap();
     let alone = [forward(piece(0, 19)), forward(piece(19, 11))];
     assert_close(packed, Tensor::cat(alone.to_vec(), 1), 2e-5);
     let error = sparse
-        .forward_cache(x.clone(), &mut caches[..2])
+        .try_forward_cache(x.clone(), &mut caches[..2])
         .unwrap_err();
     assert_eq!(
         error.to_string(),
         "caches must be 3, one for each layer, got 2"
     );
-    let wrong = sparse.forward_cache(x.narrow(2, 0, 8), &mut caches);
+    let wrong = sparse.try_forward_cache(x.narrow(2, 0, 8), &mut caches);
     assert!(wrong.is_err() && caches.iter().all(|cache| cache.len() == 30));
 }
 
@@ -280,7 +282,7 @@ fn what_does_not_fit_is_refused() {
     );
     let init = |config: TransformerEncoderConfig| {
         let config = SparseTransformerEncoderConfig::new(config, Pattern::fixed_heads(8, 2, 3));
-        message(config.init(&device).unwrap_err())
+        message(config.try_init(&device).unwrap_err())
     };
     let config = || TransformerEncoderConfig::new(16, 32, 2, 1);
     assert!(init(config()).contains("heads must be a multiple of num_verts = 3"));

@@ -59,12 +59,14 @@ fn rows_from_a_cache_are_those_of_the_whole_for_every_pattern() {
             .with_block_size(8)
             .with_n_kv_heads(Some(1))
             .with_rope(Some(RotaryEncodingConfig::new(SEQ, 8)));
-        let mha = randomise(mha.init(&device).unwrap());
-        let whole = mha.forward(SparseMhaInput::self_attn(x.clone())).unwrap();
+        let mha = randomise(mha.try_init(&device).unwrap());
+        let whole = mha
+            .try_forward(SparseMhaInput::self_attn(x.clone()))
+            .unwrap();
         let mut cache = SparseMhaCache::new();
         let rows = (0..SEQ).map(|token| {
             let token = SparseMhaInput::self_attn(x.clone().narrow(1, token, 1));
-            mha.forward_cache(token, &mut cache).unwrap().context
+            mha.try_forward_cache(token, &mut cache).unwrap().context
         });
         let rows = Tensor::cat(rows.collect(), 1);
         println!("{text}");
@@ -79,7 +81,7 @@ fn attention(pattern: Pattern) -> SparseMultiHeadAttention {
         .with_softcap(Some(3.0))
         .with_sinks(true)
         .with_relative_reach(Some(6));
-    randomise(config.init(&Device::flex()).unwrap())
+    randomise(config.try_init(&Device::flex()).unwrap())
 }
 
 /// A piece of a sequence: its first position and how many there are.
@@ -104,21 +106,23 @@ fn pieces_between_boundaries_are_rows_of_the_whole(#[case] text: &str, #[case] s
     let mha = attention(pattern.clone());
     let x = random([2, SEQ, 16], &Device::flex());
     let others = random([2, SEQ, 16], &Device::flex()) * -0.7 + 0.3;
-    let whole = mha.forward(SparseMhaInput::self_attn(x.clone())).unwrap();
+    let whole = mha
+        .try_forward(SparseMhaInput::self_attn(x.clone()))
+        .unwrap();
     let mut cache = SparseMhaCache::new();
     let mut rows = Vec::new();
     let mut before = 0;
     for &stop in stops {
         assert!(pattern.allows_boundary(2, stop), "{text} at {stop}");
         // What is taken back leaves nothing behind.
-        mha.forward_cache(piece(&others, before, stop - before), &mut cache)
+        mha.try_forward_cache(piece(&others, before, stop - before), &mut cache)
             .unwrap();
         cache.truncate(before);
         let input = piece(&x, before, stop - before);
-        rows.push(mha.forward_cache(input, &mut cache).unwrap().context);
+        rows.push(mha.try_forward_cache(input, &mut cache).unwrap().context);
         before = stop;
     }
-    let last = mha.forward_cache_last(piece(&x, before, SEQ - before), &mut cache);
+    let last = mha.try_forward_cache_last(piece(&x, before, SEQ - before), &mut cache);
     rows.push(last.unwrap().context);
     assert_close(Tensor::cat(rows, 1), whole.context, 1e-5);
 }
@@ -154,7 +158,7 @@ fn a_cache_stops_where_it_may(#[case] text: &str, #[case] stop: usize, #[case] s
     let x = random([2, SEQ, 16], &Device::flex());
     let mut cache = SparseMhaCache::new();
     let error = mha
-        .forward_cache(piece(&x, 0, stop), &mut cache)
+        .try_forward_cache(piece(&x, 0, stop), &mut cache)
         .unwrap_err();
     assert!(matches!(error, TransformerError::Boundary { position, .. } if position == stop));
     let expected =
@@ -162,10 +166,10 @@ fn a_cache_stops_where_it_may(#[case] text: &str, #[case] stop: usize, #[case] s
     assert_eq!(error.to_string(), expected);
     assert_eq!(cache.len(), 0);
     // The end of a sequence may be anywhere, but nothing goes on from there.
-    mha.forward_cache_last(piece(&x, 0, stop), &mut cache)
+    mha.try_forward_cache_last(piece(&x, 0, stop), &mut cache)
         .unwrap();
     let error = mha
-        .forward_cache(piece(&x, stop, 1), &mut cache)
+        .try_forward_cache(piece(&x, stop, 1), &mut cache)
         .unwrap_err();
     assert_eq!(error.to_string(), expected);
     assert_eq!(cache.len(), stop);
@@ -174,24 +178,24 @@ fn a_cache_stops_where_it_may(#[case] text: &str, #[case] stop: usize, #[case] s
 /// That a model decodes 40 tokens of two sequences by a cache as it sees them at once, going back included, and that other tokens behind the 23rd change
 /// what is seen from there on alone.
 pub fn assert_decodes_and_sees_no_future(model: &SparseTransformer, tokens: &Tensor<2, Int>) {
-    let whole = model.forward(tokens.clone()).unwrap();
+    let whole = model.try_forward(tokens.clone()).unwrap();
     let mut cache = model.new_cache();
     let rows = [13, 1, 1, 8, 17].map(|count| {
         let new = tokens.clone().narrow(1, cache.position(), count);
-        model.forward_cache(new, &mut cache).unwrap()
+        model.try_forward_cache(new, &mut cache).unwrap()
     });
     assert_close(Tensor::cat(rows.to_vec(), 1), whole.clone(), 1e-4);
     // A refused call leaves the cache as it was.
     cache.truncate(20);
     let many = tokens.clone().narrow(1, 0, 30);
-    assert!(model.forward_cache(many, &mut cache).is_err());
+    assert!(model.try_forward_cache(many, &mut cache).is_err());
     let new = tokens.clone().narrow(1, 20, 5);
-    let again = model.forward_cache(new, &mut cache).unwrap();
+    let again = model.try_forward_cache(new, &mut cache).unwrap();
     assert_close(again, whole.clone().narrow(1, 20, 5), 1e-4);
 
     let zeros = Tensor::<2, Int>::zeros([2, 17], &tokens.device());
     let moved = Tensor::cat(vec![tokens.clone().narrow(1, 0, 23), zeros], 1);
-    let moved = model.forward(moved).unwrap();
+    let moved = model.try_forward(moved).unwrap();
     let first = |x: &Tensor<3>| x.clone().narrow(1, 0, 23);
     assert_close(first(&moved), first(&whole), 1e-5);
     let difference = (moved - whole).abs().max().into_scalar::<f32>();

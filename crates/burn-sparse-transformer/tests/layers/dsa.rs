@@ -31,7 +31,7 @@ fn config(heads: DsaHeadsConfig) -> DsaAttentionConfig {
 }
 
 fn layer(keep: usize, near: usize, device: &Device) -> DsaAttention {
-    randomise(config(heads(keep, near)).init(device).unwrap())
+    randomise(config(heads(keep, near)).try_init(device).unwrap())
 }
 
 /// With room for all keys it is dense causal attention, whatever the indexer.
@@ -40,7 +40,7 @@ fn with_all_keys_it_is_dense() {
     let device = Device::flex();
     let layer = layer(50, 0, &device);
     let x = random([2, 21, 16], &device);
-    let got = layer.forward(x.clone()).unwrap();
+    let got = layer.try_forward(x.clone()).unwrap();
     let heads = |part: Tensor<3>, heads: usize| part.reshape([2, 21, heads, 4]).swap_dims(1, 2);
     let rope = layer.rope.as_ref().unwrap();
     let q = rope.forward(heads(layer.query.forward(x.clone()), 4));
@@ -67,22 +67,22 @@ fn decoding_gives_what_the_whole_gives() {
     for near in [0, 3] {
         let layer = layer(5, near, &device);
         let x = random([2, 24, 16], &device);
-        let whole = layer.forward(x.clone()).unwrap();
+        let whole = layer.try_forward(x.clone()).unwrap();
         for pieces in [vec![1; 24], vec![10, 1, 1, 5, 7]] {
             let mut cache = SparseMhaCache::new();
             assert!(cache.is_empty());
             let mut rows = Vec::new();
             for count in pieces {
                 let piece = x.clone().narrow(1, cache.len(), count);
-                rows.push(layer.forward_cache(piece, &mut cache).unwrap());
+                rows.push(layer.try_forward_cache(piece, &mut cache).unwrap());
             }
             assert_close(Tensor::cat(rows, 1), whole.clone(), 1e-5);
             // What is taken back is forgotten.
             cache.truncate(11);
-            let again = layer.forward_cache(x.clone().narrow(1, 11, 4), &mut cache);
+            let again = layer.try_forward_cache(x.clone().narrow(1, 11, 4), &mut cache);
             assert_close(again.unwrap(), whole.clone().narrow(1, 11, 4), 1e-5);
             let other = random([1, 1, 16], &device);
-            let error = layer.forward_cache(other, &mut cache).unwrap_err();
+            let error = layer.try_forward_cache(other, &mut cache).unwrap_err();
             assert!(error.to_string().contains("batch"), "{error}");
             assert_eq!(cache.len(), 15);
         }
@@ -95,18 +95,18 @@ fn it_is_prefix_stable() {
     let device = Device::flex();
     let layer = layer(5, 0, &device);
     let x = random([1, 30, 16], &device);
-    let before = layer.forward(x.clone()).unwrap();
+    let before = layer.try_forward(x.clone()).unwrap();
     let other = Tensor::cat(
         vec![x.clone().narrow(1, 0, 20), random([1, 10, 16], &device)],
         1,
     );
-    let after = layer.forward(other).unwrap();
+    let after = layer.try_forward(other).unwrap();
     assert_close(
         after.narrow(1, 0, 20),
         before.clone().narrow(1, 0, 20),
         1e-5,
     );
-    let dense = self::layer(30, 0, &device).forward(x).unwrap();
+    let dense = self::layer(30, 0, &device).try_forward(x).unwrap();
     let difference = (dense - before).abs().max().into_scalar::<f32>();
     assert!(difference > 1e-3, "{difference}");
 }
@@ -118,7 +118,7 @@ fn each_loss_reaches_its_own_parameters() {
     let device = Device::flex().autodiff();
     let in_fp8 = heads(5, 1).with_index_dim(8).with_index_fp8(true);
     for heads in [heads(5, 1), in_fp8] {
-        let layer = config(heads).init(&device).unwrap();
+        let layer = config(heads).try_init(&device).unwrap();
         assert_own_losses(&randomise(layer), &device);
     }
 }
@@ -126,7 +126,7 @@ fn each_loss_reaches_its_own_parameters() {
 #[cfg(feature = "autodiff")]
 fn assert_own_losses(layer: &DsaAttention, device: &Device) {
     let x = random([2, 24, 16], device).require_grad();
-    let (out, loss) = layer.forward_with_loss(x.clone()).unwrap();
+    let (out, loss) = layer.try_forward_with_loss(x.clone()).unwrap();
     let of_model = out.powi_scalar(2).sum().backward();
     assert!(layer.key.weight.val().grad(&of_model).is_some());
     assert!(x.grad(&of_model).is_some());
@@ -161,7 +161,7 @@ fn assert_own_losses(layer: &DsaAttention, device: &Device) {
 #[test]
 fn configurations_of_none_say_why() {
     let device = Device::flex();
-    let error = |heads| config(heads).init(&device).unwrap_err().to_string();
+    let error = |heads| config(heads).try_init(&device).unwrap_err().to_string();
     assert!(error(heads(0, 0)).contains("keep must be at least 1"));
     assert!(error(heads(4, 5)).contains("near must be at most keep"));
     assert!(error(heads(4, 0).with_index_heads(0)).contains("index_heads"));
@@ -171,10 +171,12 @@ fn configurations_of_none_say_why() {
     let six = error(heads(4, 0).with_index_fp8(true));
     let expected = "index_dim must be a power of two from 8 to 256, for fp8, got 6";
     assert_eq!(six, expected);
-    let uneven = config(heads(4, 0)).with_n_kv_heads(Some(3)).init(&device);
+    let uneven = config(heads(4, 0))
+        .with_n_kv_heads(Some(3))
+        .try_init(&device);
     assert!(uneven.unwrap_err().to_string().contains("n_heads"));
     let x = random([1, 65, 16], &device);
-    let error = layer(4, 0, &device).forward(x).unwrap_err().to_string();
+    let error = layer(4, 0, &device).try_forward(x).unwrap_err().to_string();
     assert!(error.contains("rope.max_sequence_length"), "{error}");
 }
 
@@ -189,7 +191,7 @@ fn model(text: &str, device: &Device) -> SparseTransformer {
         .with_block_size(8)
         .with_attention(Some(attention))
         .with_content(Some(text.parse().unwrap()));
-    randomise(config.init(device).unwrap())
+    randomise(config.try_init(device).unwrap())
 }
 
 const TEXT: &str = "dsa:6,2,3,8";
@@ -213,8 +215,8 @@ fn models_decode_and_do_not_look_ahead() {
     let dense = model.clone().with_dsa_stage(DsaStage::Dense).unwrap();
     let mut cache = dense.new_cache();
     let part = |from, count| tokens.clone().narrow(1, from, count);
-    dense.forward_cache(part(0, 9), &mut cache).unwrap();
-    let error = model.forward_cache(part(9, 1), &mut cache).unwrap_err();
+    dense.try_forward_cache(part(0, 9), &mut cache).unwrap();
+    let error = model.try_forward_cache(part(9, 1), &mut cache).unwrap_err();
     let message = "cache must be one whose 9 tokens an indexer has seen, got one of 0";
     assert_eq!(error.to_string(), message);
 }
@@ -227,11 +229,11 @@ fn stages_before_the_choice_are_dense() {
     let tokens = tokens(2, 33, 11, &device);
     let sparse = model(TEXT, &device);
     let all = model("dsa:40,0,3,8", &device).load_record(sparse.clone().into_record());
-    let expected = all.forward(tokens.clone()).unwrap();
+    let expected = all.try_forward(tokens.clone()).unwrap();
     for stage in [DsaStage::Dense, DsaStage::WarmUp] {
         let dense = sparse.clone().with_dsa_stage(stage).unwrap();
         assert_close(
-            dense.forward(tokens.clone()).unwrap(),
+            dense.try_forward(tokens.clone()).unwrap(),
             expected.clone(),
             1e-4,
         );
@@ -250,14 +252,14 @@ fn stages_before_the_choice_are_dense() {
             dense.matmul_flops_per_token()
         }
     );
-    let got = sparse.forward(tokens).unwrap();
+    let got = sparse.try_forward(tokens).unwrap();
     let difference = (got - expected).abs().max().into_scalar::<f32>();
     assert!(difference > 1e-3, "{difference}");
     let plain = SparseTransformerConfig::new(16, 4, Factorization::from(Pattern::causal()))
         .with_vocab_size(11)
         .with_context(40)
         .with_n_layers(1)
-        .init(&device)
+        .try_init(&device)
         .unwrap();
     assert_eq!(plain.dsa_stage(), None);
     let error = plain.with_dsa_stage(DsaStage::Dense).unwrap_err();
@@ -296,11 +298,11 @@ fn what_does_not_go_with_it_is_said() {
             format!("dropout must be {beside}"),
         ),
     ] {
-        assert_eq!(config.init(&device).unwrap_err().to_string(), message);
+        assert_eq!(config.try_init(&device).unwrap_err().to_string(), message);
     }
-    let mha = config().init(&device).unwrap();
+    let mha = config().try_init(&device).unwrap();
     let x = Tensor::<3>::zeros([2, 20, 16], &device);
-    let message = |input: SparseMhaInput| mha.forward(input).unwrap_err().to_string();
+    let message = |input: SparseMhaInput| mha.try_forward(input).unwrap_err().to_string();
     let input = SparseMhaInput::self_attn(x.clone()).lengths([20, 10]);
     assert_eq!(message(input), "padding must be none with dsa, got some");
     let input = SparseMhaInput::new(x.clone(), x.clone(), x.clone());
@@ -308,7 +310,7 @@ fn what_does_not_go_with_it_is_said() {
         message(input),
         "input must be self-attention with dsa, got another key or value"
     );
-    let packed = mha.forward_packed(x.narrow(0, 0, 1), &[0, 5, 20]);
+    let packed = mha.try_forward_packed(x.narrow(0, 0, 1), &[0, 5, 20]);
     let packed = packed.unwrap_err().to_string();
     assert!(packed.ends_with("its indexer, got dsa:6,2,3,8"), "{packed}");
     let printed = format!("{mha}");
@@ -389,13 +391,13 @@ mod training {
         let ((loss, aside), plain) = step(&model, Recompute::None);
         let aside = aside.unwrap();
         assert!(aside > 1e-3, "{aside}");
-        let logits = model.forward(tokens.clone()).unwrap();
+        let logits = model.try_forward(tokens.clone()).unwrap();
         let targets = tokens.clone().without_autodiff().unsqueeze_dim(2);
         let entropy = log_softmax(logits, 2).gather(2, targets).mean().neg();
         assert!((entropy.clone().into_scalar::<f32>() - loss).abs() < 1e-5);
         let alone = GradientsParams::from_grads(entropy.backward(), &model);
         let alone = numbers(&alone, &params);
-        let whole = model.loss(tokens.clone(), tokens.clone()).unwrap();
+        let whole = model.try_loss(tokens.clone(), tokens.clone()).unwrap();
         assert!((whole.clone().into_scalar::<f32>() - loss - aside).abs() < 1e-5);
         let whole = GradientsParams::from_grads(whole.backward(), &model);
         let near = |a: &[f32], b: &[f32]| a.iter().zip(b).all(|(a, b)| (a - b).abs() < 1e-5);
@@ -427,7 +429,7 @@ mod training {
         // In the warm-up the indexers alone learn, as by the loss that Burn differentiates.
         let warming = model.clone().with_dsa_stage(DsaStage::WarmUp).unwrap();
         let ((loss, aside), of_warm_up) = step(&warming, Recompute::BLOCK);
-        let whole = warming.loss(tokens.clone(), tokens.clone()).unwrap();
+        let whole = warming.try_loss(tokens.clone(), tokens.clone()).unwrap();
         let sum = loss + aside.unwrap();
         assert!((whole.clone().into_scalar::<f32>() - sum).abs() < 1e-5);
         let whole = GradientsParams::from_grads(whole.backward(), &warming);
@@ -457,7 +459,7 @@ mod training {
                     .with_block_size(8)
                     .with_precision(Precision::Bf16)
                     .with_content(Some(text.parse().unwrap()));
-            let mut model = randomise(config.init(&device).unwrap());
+            let mut model = randomise(config.try_init(&device).unwrap());
             let indexer = |model: &SparseTransformer| {
                 let content = model.blocks[0].mha.content.as_ref().unwrap();
                 content.dsa.as_ref().unwrap().indexer.clone()
@@ -504,7 +506,9 @@ mod training {
         let far = |model: &SparseTransformer| {
             let logits = |stage| {
                 let model = model.valid().with_dsa_stage(stage).unwrap();
-                model.forward(tokens.clone().without_autodiff()).unwrap()
+                model
+                    .try_forward(tokens.clone().without_autodiff())
+                    .unwrap()
             };
             let difference = logits(DsaStage::Sparse) - logits(DsaStage::Dense);
             difference.square().mean().into_scalar::<f32>()

@@ -71,7 +71,7 @@ fn gradients_are_those_of_burn_nn(
     let x = random([2, 19, 32], &device);
     let theirs = results!(dense, x, |x| dense.forward(TransformerEncoderInput::new(x)));
     let got = results!(ours, x, |x| ours
-        .forward(SparseTransformerEncoderInput::new(x))
+        .try_forward(SparseTransformerEncoderInput::new(x))
         .unwrap());
     assert_close(got.0, theirs.0, 2e-5);
     assert_close(got.1, theirs.1, 1e-3);
@@ -88,7 +88,7 @@ fn half_precision_stays_near(#[values(false, true)] norm_first: bool) {
     let x = random([2, 19, 32], &device);
     let run = |encoder: &SparseTransformerEncoder| {
         let input = SparseTransformerEncoderInput::new(x.clone());
-        encoder.forward(input).unwrap()
+        encoder.try_forward(input).unwrap()
     };
     let (full, half) = (run(&full), run(&half));
     assert_eq!(half.dtype(), DType::F32);
@@ -107,7 +107,7 @@ fn training_drops(#[values(false, true)] norm_first: bool) {
         let x = random([2, 19, 32], &device);
         let run = || {
             let input = SparseTransformerEncoderInput::new(x.clone());
-            encoder.forward(input).unwrap().into_data()
+            encoder.try_forward(input).unwrap().into_data()
         };
         assert_eq!(run() != run(), training);
     }

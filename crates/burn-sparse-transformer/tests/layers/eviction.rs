@@ -230,7 +230,7 @@ pub fn calls_of_two(
         });
         let rows = Tensor::cat(rows.collect(), 0);
         let steps = [0, 1].map(|entry| KvStep::new(ids[entry], counts[entry]));
-        mha.forward_pool(rows, &steps, pool).unwrap();
+        mha.try_forward_pool(rows, &steps, pool).unwrap();
         pool.verify().unwrap();
     }
     ids
@@ -241,7 +241,7 @@ fn one_layer_keeps_what_the_simulation_keeps(#[values(1, 2, 4)] kv_heads: usize)
     let device = Device::flex();
     let x = random([1, SEQ, WIDTH], &device);
     let mha = attention(Pattern::causal(), kv_heads);
-    let mha = randomise(mha.init(&device).unwrap());
+    let mha = randomise(mha.try_init(&device).unwrap());
     let host = Host::new(&mha, &x, kv_heads);
     let record = burn::module::Module::into_record(mha.clone());
     for config in policies() {
@@ -254,7 +254,11 @@ fn one_layer_keeps_what_the_simulation_keeps(#[values(1, 2, 4)] kv_heads: usize)
             for &count in &calls {
                 let input = x.clone().narrow(1, simulation.len, count);
                 let steps = [KvStep::new(id, count)];
-                rows.push(mha.forward_pool(input, &steps, &mut pool).unwrap().context);
+                rows.push(
+                    mha.try_forward_pool(input, &steps, &mut pool)
+                        .unwrap()
+                        .context,
+                );
                 pool.verify().unwrap();
                 simulation.call(count);
                 if simulation.is_due() {
@@ -272,10 +276,10 @@ fn one_layer_keeps_what_the_simulation_keeps(#[values(1, 2, 4)] kv_heads: usize)
                     .and_then(|query| seen[head / group].get(query));
                 row.is_some_and(|row| row.contains(&(key as usize)))
             });
-            let masked = attention(pattern, kv_heads).init(&device).unwrap();
+            let masked = attention(pattern, kv_heads).try_init(&device).unwrap();
             let masked = burn::module::Module::load_record(masked, record.clone());
             let whole = masked
-                .forward(SparseMhaInput::self_attn(x.clone()))
+                .try_forward(SparseMhaInput::self_attn(x.clone()))
                 .unwrap();
             assert_close(Tensor::cat(rows, 1), whole.context, 1e-5);
         }
@@ -291,7 +295,7 @@ fn sums_of_attention_are_the_same_by_both_roads() {
             .with_rope(Some(RotaryEncodingConfig::new(SEQ, 4)))
             .with_sinks(true)
             .with_softcap(Some(3.0));
-        let mha = randomise(mha.init(&device).unwrap());
+        let mha = randomise(mha.try_init(&device).unwrap());
         let sums = |calls: &[[usize; 2]], rollback: usize| {
             let config = pool_config(2, EvictionConfig::h2o(30, 30)).with_chunk(30);
             let config = config.with_rollback(rollback);
@@ -321,7 +325,7 @@ fn sequences_of_a_batch_are_apart() {
         let device = Device::flex();
         let x = random([2, SEQ, WIDTH], &device);
         let mha = attention(Pattern::causal(), 2);
-        let mha = randomise(mha.with_sinks(true).init(&device).unwrap());
+        let mha = randomise(mha.with_sinks(true).try_init(&device).unwrap());
         for config in policies() {
             let mut pool = KvPool::for_attention(&mha, &pool_config(2, config)).unwrap();
             let mut calls = vec![[20, 5], [3, 9]];
@@ -334,7 +338,7 @@ fn sequences_of_a_batch_are_apart() {
                     let first = alone.len(id).unwrap();
                     let count = counts[entry];
                     let rows = x.clone().slice([entry..entry + 1, first..first + count]);
-                    mha.forward_pool(rows, &[KvStep::new(id, count)], &mut alone)
+                    mha.try_forward_pool(rows, &[KvStep::new(id, count)], &mut alone)
                         .unwrap();
                 }
                 let kept = alone.kept_positions(id, 0).unwrap();
@@ -359,7 +363,7 @@ pub fn model(device: &Device) -> SparseTransformer {
         .with_n_kv_heads(Some(2))
         .with_attention(Some(rope))
         .with_block_size(8);
-    randomise(config.init(device).unwrap())
+    randomise(config.try_init(device).unwrap())
 }
 
 pub fn part(tokens: &Tensor<2, Int>, first: usize, count: usize) -> Tensor<2, Int> {
@@ -378,7 +382,7 @@ pub fn go_on(
     for &count in calls {
         let part = part(tokens, pool.len(id).unwrap(), count);
         let steps = [KvStep::new(id, count)];
-        logits.push(model.forward_pool(part, &steps, pool).unwrap());
+        logits.push(model.try_forward_pool(part, &steps, pool).unwrap());
         pool.verify().unwrap();
     }
     logits
@@ -390,7 +394,7 @@ fn with_room_for_all_keys_nothing_changes() {
         let device = Device::flex();
         let model = model(&device);
         let tokens = tokens(1, SEQ, VOCAB, &device);
-        let whole = model.forward(tokens.clone()).unwrap();
+        let whole = model.try_forward(tokens.clone()).unwrap();
         let large = |config: EvictionConfig| {
             let mut config = config.with_slack(3);
             config.heavy += SEQ;

@@ -237,7 +237,7 @@ fn drafts_go_back_over_pages() {
 fn importance() {
     let device = Device::flex();
     let x = random([2, SEQ, WIDTH], &device);
-    let mha = attention(Pattern::causal(), 2).init(&device).unwrap();
+    let mha = attention(Pattern::causal(), 2).try_init(&device).unwrap();
     let eviction = EvictionConfig::importance(3).with_slack(0);
     let config = KvPoolConfig::new(2, SEQ).with_page_size(16).with_chunk(20);
     let config = config.with_eviction(eviction);
@@ -270,7 +270,7 @@ fn importance() {
     );
     // Scores are of tokens, not of what is left of them.
     let step = [KvStep::new(ids[1], 1)];
-    mha.forward_pool(x.clone().slice([1..2, 6..7]), &step, &mut pool)
+    mha.try_forward_pool(x.clone().slice([1..2, 6..7]), &step, &mut pool)
         .unwrap();
     let scores_of_one = scores.clone().narrow(0, 1, 1);
     pool.evict(&ids[1..], std::slice::from_ref(&scores_of_one))
@@ -338,7 +338,7 @@ fn errors() {
     let device = Device::flex();
     let tova = EvictionConfig::tova(9).with_slack(2);
     let fails = |mha: SparseMultiHeadAttentionConfig, config: KvPoolConfig, message: &str| {
-        let mha = mha.init(&device).unwrap();
+        let mha = mha.try_init(&device).unwrap();
         let error = KvPool::for_attention(&mha, &config).unwrap_err();
         assert_eq!(error.to_string(), message);
     };
@@ -386,7 +386,7 @@ fn errors() {
         let kept = pool.kept_positions(id, 1).unwrap();
         let steps = [KvStep::new(id, 1)];
         let error = model
-            .forward_pool(part(&text, 36, 1), &steps, &mut pool)
+            .try_forward_pool(part(&text, 36, 1), &steps, &mut pool)
             .unwrap_err();
         assert!(matches!(
             error,

@@ -20,7 +20,7 @@ fn model(device: &Device) -> SparseTransformer {
         .with_n_layers(2)
         .with_embedding_width(Some(8))
         .with_block_size(8);
-    randomise(config.init(device).unwrap())
+    randomise(config.try_init(device).unwrap())
 }
 
 fn greedy() -> Sampling {
@@ -46,7 +46,7 @@ fn run(
 fn likeliest(model: &SparseTransformer, tokens: &[u32]) -> u32 {
     let ids: Vec<i32> = tokens.iter().map(|&token| token as i32).collect();
     let ids = Tensor::<1, Int>::from_ints(ids.as_slice(), &Device::flex()).unsqueeze::<2>();
-    let logits = model.forward(ids).unwrap();
+    let logits = model.try_forward(ids).unwrap();
     let last = logits.narrow(1, tokens.len() - 1, 1).reshape([VOCAB]);
     last.argmax(0).into_scalar::<i32>() as u32
 }
@@ -131,7 +131,7 @@ fn drafts_change_no_text(#[case] pattern: Pattern) {
         .with_context(3 * CONTEXT)
         .with_n_layers(1)
         .with_block_size(8);
-    let model = randomise(config.init(&Device::flex()).unwrap());
+    let model = randomise(config.try_init(&Device::flex()).unwrap());
     let prompts = [
         vec![1, 2, 3, 1, 2],
         vec![7; 9],

@@ -28,7 +28,7 @@ fn rope() -> Option<RotaryEncodingConfig> {
 }
 
 fn init(config: SparseMultiHeadAttentionConfig) -> SparseMultiHeadAttention {
-    randomise(config.init(&Device::flex()).unwrap())
+    randomise(config.try_init(&Device::flex()).unwrap())
 }
 
 /// Causal attention in dense operations, as the papers write it.
@@ -100,7 +100,10 @@ fn options_equal_dense_operations(
     let mha = init(config.clone());
     let x = random([2, 21, D_MODEL], &Device::flex());
     let expected = dense_causal(&mha, &config, x.clone());
-    let got = mha.forward(SparseMhaInput::self_attn(x)).unwrap().context;
+    let got = mha
+        .try_forward(SparseMhaInput::self_attn(x))
+        .unwrap()
+        .context;
     assert_close(got, expected, 2e-5);
 }
 
@@ -117,12 +120,14 @@ fn decoding_rotates_by_the_position_in_the_sequence(#[case] pieces: &[usize]) {
         );
         let seq = pieces.iter().sum();
         let x = random([2, seq, D_MODEL], &Device::flex());
-        let whole = mha.forward(SparseMhaInput::self_attn(x.clone())).unwrap();
+        let whole = mha
+            .try_forward(SparseMhaInput::self_attn(x.clone()))
+            .unwrap();
         let mut cache = SparseMhaCache::new();
         let mut contexts = vec![];
         for new in pieces {
             let piece = SparseMhaInput::self_attn(x.clone().narrow(1, cache.len(), *new));
-            contexts.push(mha.forward_cache(piece, &mut cache).unwrap().context);
+            contexts.push(mha.try_forward_cache(piece, &mut cache).unwrap().context);
         }
         assert_close(Tensor::cat(contexts, 1), whole.context, 2e-5);
     }
@@ -134,10 +139,13 @@ fn every_parameter_of_the_norms_gets_a_gradient() {
     let mha = config(Pattern::causal())
         .with_rope(rope())
         .with_qk_norm(Some(QkNorm::Rms))
-        .init(&device)
+        .try_init(&device)
         .unwrap();
     let x = random([1, 12, D_MODEL], &device);
-    let y = mha.forward(SparseMhaInput::self_attn(x)).unwrap().context;
+    let y = mha
+        .try_forward(SparseMhaInput::self_attn(x))
+        .unwrap()
+        .context;
     let grads = y.powi_scalar(2).sum().backward();
     for norm in [&mha.query_norm, &mha.key_norm] {
         let Some(HeadNorm::Rms(norm)) = norm else {
@@ -158,11 +166,11 @@ fn mixed_precision_normalises_and_rotates() {
             .with_precision(precision)
     };
     let exact = init(options(Precision::F32));
-    let rounded = options(Precision::Bf16).init(&device).unwrap();
+    let rounded = options(Precision::Bf16).try_init(&device).unwrap();
     let rounded = rounded.load_record(exact.clone().into_record());
     let input = SparseMhaInput::self_attn(random([1, 20, D_MODEL], &device));
-    let expected = exact.forward(input.clone()).unwrap().context;
-    assert_close(rounded.forward(input).unwrap().context, expected, 0.1);
+    let expected = exact.try_forward(input.clone()).unwrap().context;
+    assert_close(rounded.try_forward(input).unwrap().context, expected, 0.1);
 }
 
 fn mask(rows: &[[bool; 11]]) -> Tensor<2, Bool> {
@@ -187,12 +195,12 @@ fn padding_equals_burn_nns_where_there_is_none_and_is_0_elsewhere() {
     let dense = MultiHeadAttentionConfig::new(D_MODEL, HEADS)
         .with_dropout(0.0)
         .init(&device);
-    let sparse = config(Pattern::dense()).init(&device).unwrap();
+    let sparse = config(Pattern::dense()).try_init(&device).unwrap();
     let sparse = sparse.load_record(dense.clone().into_record());
     let x = random([4, 11, D_MODEL], &device);
     let expected = dense.forward(MhaInput::self_attn(x.clone()).mask_pad(mask(&ragged())));
     let input = SparseMhaInput::self_attn(x).mask_pad(mask(&ragged()));
-    let got = sparse.forward(input).unwrap().context;
+    let got = sparse.try_forward(input).unwrap().context;
     for (entry, padding) in ragged().iter().enumerate() {
         for (i, padded) in padding.iter().enumerate() {
             let row = |t: &Tensor<3>| t.clone().narrow(0, entry, 1).narrow(1, i, 1);
@@ -215,16 +223,22 @@ fn lengths_are_a_mask_and_each_sequence_is_as_if_alone() {
         let lengths = [6, 0, 11, 1];
         let x = random([4, 11, D_MODEL], &Device::flex());
         let input = SparseMhaInput::self_attn(x.clone());
-        let got = mha.forward(input.clone().lengths(lengths)).unwrap().context;
+        let got = mha
+            .try_forward(input.clone().lengths(lengths))
+            .unwrap()
+            .context;
         let padding = lengths.map(|length| std::array::from_fn(|j| j >= length));
-        let masked = mha.forward(input.mask_pad(mask(&padding))).unwrap().context;
+        let masked = mha
+            .try_forward(input.mask_pad(mask(&padding)))
+            .unwrap()
+            .context;
         assert_close(masked, got.clone(), 1e-6);
         for (entry, length) in lengths.into_iter().enumerate() {
             let of_entry = got.clone().narrow(0, entry, 1);
             if length > 0 {
                 let alone = x.clone().narrow(0, entry, 1).narrow(1, 0, length);
                 let expected = mha
-                    .forward(SparseMhaInput::self_attn(alone))
+                    .try_forward(SparseMhaInput::self_attn(alone))
                     .unwrap()
                     .context;
                 assert_close(of_entry.clone().narrow(1, 0, length), expected, 1e-5);
@@ -240,10 +254,10 @@ fn lengths_are_a_mask_and_each_sequence_is_as_if_alone() {
 #[test]
 fn padding_gets_no_gradient() {
     let device = Device::flex().autodiff();
-    let mha = config(Pattern::causal()).init(&device).unwrap();
+    let mha = config(Pattern::causal()).try_init(&device).unwrap();
     let x = random([2, 11, D_MODEL], &device).require_grad();
     let input = SparseMhaInput::self_attn(x.clone()).lengths([7, 11]);
-    let grads = mha.forward(input).unwrap().context.sum().backward();
+    let grads = mha.try_forward(input).unwrap().context.sum().backward();
     let grad = x.grad(&grads).unwrap().narrow(0, 0, 1);
     let padding = grad
         .clone()
@@ -261,13 +275,13 @@ fn decoding_with_padding_on_the_left() {
     let x = random([2, 11, D_MODEL], &Device::flex());
     let padding = [std::array::from_fn(|j| j < 4), [false; 11]];
     let whole = SparseMhaInput::self_attn(x.clone()).mask_pad(mask(&padding));
-    let whole = mha.forward(whole).unwrap().context;
+    let whole = mha.try_forward(whole).unwrap().context;
     let mut cache = SparseMhaCache::new();
     for new in [6, 1, 1, 3] {
         let start = cache.len();
         let seen = mask(&padding).narrow(1, 0, start + new);
         let input = SparseMhaInput::self_attn(x.clone().narrow(1, start, new)).mask_pad(seen);
-        let got = mha.forward_cache(input, &mut cache).unwrap().context;
+        let got = mha.try_forward_cache(input, &mut cache).unwrap().context;
         assert_close(got, whole.clone().narrow(1, start, new), 1e-5);
     }
 }
@@ -285,11 +299,11 @@ fn records_written_before_these_options_load() {
         .with_n_layers(2)
         .with_embedding_width(Some(8))
         .with_block_size(8)
-        .init(&device)
+        .try_init(&device)
         .unwrap()
         .try_load_record(record)
         .unwrap();
-    let logits = model.forward(tokens(1, 16, 7, &device)).unwrap();
+    let logits = model.try_forward(tokens(1, 16, 7, &device)).unwrap();
     let expected = [
         -0.5414277,
         0.26597518,
@@ -315,14 +329,14 @@ fn records_with_norms_load() {
     let normed = init(options.clone().with_qk_norm(Some(QkNorm::Rms)));
     assert_eq!(normed.num_params(), plain.num_params() + 2 * D_K);
     let input = SparseMhaInput::self_attn(random([1, 9, D_MODEL], &Device::flex()));
-    let expected = normed.forward(input.clone()).unwrap().context;
+    let expected = normed.try_forward(input.clone()).unwrap().context;
     let bytes = normed.into_record().into_bytes().unwrap();
     let loaded = options
         .with_qk_norm(Some(QkNorm::Rms))
-        .init(&Device::flex())
+        .try_init(&Device::flex())
         .unwrap()
         .load_record(ModuleRecord::from_bytes(bytes).unwrap());
-    assert_close(loaded.forward(input).unwrap().context, expected, 0.0);
+    assert_close(loaded.try_forward(input).unwrap().context, expected, 0.0);
 }
 
 fn message<T: std::fmt::Debug>(result: Result<T, TransformerError>) -> String {
@@ -331,7 +345,7 @@ fn message<T: std::fmt::Debug>(result: Result<T, TransformerError>) -> String {
 
 #[test]
 fn configurations_that_do_not_fit_are_refused() {
-    let init = |config: SparseMultiHeadAttentionConfig| message(config.init(&Device::flex()));
+    let init = |config: SparseMultiHeadAttentionConfig| message(config.try_init(&Device::flex()));
     let config = || config(Pattern::causal());
     assert_eq!(
         init(config().with_scale(Some(f64::NAN))),
@@ -367,7 +381,7 @@ fn inputs_that_do_not_fit_are_refused() {
     let mha = init(config(Pattern::causal()).with_rope(rope()));
     let zeros = |seq| Tensor::<3>::zeros([2, seq, D_MODEL], &device);
     let input = || SparseMhaInput::self_attn(zeros(11));
-    let forward = |input| message(mha.forward(input));
+    let forward = |input| message(mha.try_forward(input));
     assert_eq!(
         forward(input().mask_pad(mask(&[[false; 11]; 3]))),
         "mask_pad must be [batch = 2, seq_kv = 11], got [3, 11]"
@@ -389,9 +403,9 @@ fn inputs_that_do_not_fit_are_refused() {
         "query must be at most 4 positions, as many as keys, with rope, got 5"
     );
     let mut cache = SparseMhaCache::new();
-    mha.forward_cache(SparseMhaInput::self_attn(zeros(60)), &mut cache)
+    mha.try_forward_cache(SparseMhaInput::self_attn(zeros(60)), &mut cache)
         .unwrap();
-    let result = mha.forward_cache(SparseMhaInput::self_attn(zeros(5)), &mut cache);
+    let result = mha.try_forward_cache(SparseMhaInput::self_attn(zeros(5)), &mut cache);
     assert_eq!(
         message(result),
         "positions must stay below 64, rope.max_sequence_length, got positions 60..65"

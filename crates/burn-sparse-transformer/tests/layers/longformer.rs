@@ -20,7 +20,7 @@ fn config(pattern: Pattern) -> SparseMultiHeadAttentionConfig {
 
 fn longformer(pattern: Pattern, device: &Device) -> LongformerAttention {
     let config = LongformerAttentionConfig::new(config(pattern));
-    randomise(config.init(device).unwrap())
+    randomise(config.try_init(device).unwrap())
 }
 
 fn values<const D: usize>(tensor: &Tensor<D>) -> Vec<f64> {
@@ -106,7 +106,7 @@ fn equals_f64(#[case] global: Vec<Vec<usize>>, #[case] lengths: [usize; 2]) {
         let input = LongformerInput::new(x.clone())
             .global_per_entry(global.clone())
             .lengths(lengths);
-        let got = longformer.forward(input).unwrap().context;
+        let got = longformer.try_forward(input).unwrap().context;
         let x = values(&x);
         let expected: Vec<f64> = (x.chunks(SEQ * D_MODEL).zip(&global).zip(lengths))
             .flat_map(|((x, global), length)| expected(&longformer, x, global, length))
@@ -120,7 +120,7 @@ fn equals_f64(#[case] global: Vec<Vec<usize>>, #[case] lengths: [usize; 2]) {
 #[test]
 fn begins_as_one_attention() {
     let device = Device::flex();
-    let local = config(Pattern::window(4)).init(&device).unwrap();
+    let local = config(Pattern::window(4)).try_init(&device).unwrap();
     let merged = local.clone();
     let merged = merged
         .with_pattern(Pattern::longformer(4, 1, [0, 7]), 8)
@@ -128,10 +128,10 @@ fn begins_as_one_attention() {
     let longformer = LongformerAttention::from_attention(local).unwrap();
     let x = random([2, SEQ, D_MODEL], &device);
     let expected = merged
-        .forward(SparseMhaInput::self_attn(x.clone()))
+        .try_forward(SparseMhaInput::self_attn(x.clone()))
         .unwrap();
     let got = longformer
-        .forward(LongformerInput::new(x).global([7, 0]))
+        .try_forward(LongformerInput::new(x).global([7, 0]))
         .unwrap();
     assert_close(got.context, expected.context, 1e-5);
 }
@@ -142,7 +142,7 @@ fn every_projection_gets_a_gradient_of_its_own() {
     let longformer = longformer(Pattern::window(2), &device);
     let x = random([2, SEQ, D_MODEL], &device).require_grad();
     let input = LongformerInput::new(x.clone()).global_per_entry([vec![0, 9], vec![3]]);
-    let y = longformer.forward(input).unwrap().context;
+    let y = longformer.try_forward(input).unwrap().context;
     let grads = y.powi_scalar(2).sum().backward();
     let mha = &longformer.mha;
     let of = |linear: &Linear| linear.weight.val().grad(&grads).unwrap();
@@ -167,12 +167,12 @@ fn mixed_precision_and_records() {
     let exact = longformer(Pattern::window(4), &device);
     let config = config(Pattern::window(4)).with_precision(Precision::Bf16);
     let rounded = LongformerAttentionConfig::new(config)
-        .init(&device)
+        .try_init(&device)
         .unwrap();
     let rounded = rounded.load_record(exact.clone().into_record());
     let input = LongformerInput::new(random([1, SEQ, D_MODEL], &device)).global([0, 30]);
-    let expected = exact.forward(input.clone()).unwrap().context;
-    assert_close(rounded.forward(input).unwrap().context, expected, 0.1);
+    let expected = exact.try_forward(input.clone()).unwrap().context;
+    assert_close(rounded.try_forward(input).unwrap().context, expected, 0.1);
 }
 
 #[test]
@@ -180,7 +180,7 @@ fn what_does_not_fit_is_refused() {
     let device = Device::flex();
     let init = |attention| {
         let config = LongformerAttentionConfig::new(attention);
-        config.init(&device).unwrap_err().to_string()
+        config.try_init(&device).unwrap_err().to_string()
     };
     let rope = Some(RotaryEncodingConfig::new(64, 8));
     assert_eq!(
@@ -193,7 +193,7 @@ fn what_does_not_fit_is_refused() {
     );
     let longformer = longformer(Pattern::window(4), &device);
     let input = || LongformerInput::new(Tensor::zeros([2, SEQ, D_MODEL], &device));
-    let forward = |input| longformer.forward(input).unwrap_err().to_string();
+    let forward = |input| longformer.try_forward(input).unwrap_err().to_string();
     assert_eq!(
         forward(input().global([3, 37])),
         "global must be below 37, the number of positions, got 37"

@@ -249,9 +249,11 @@ fn rotations_follow_from_seeds() {
         .with_seed(5);
     let config = LshAttentionConfig::new(16, 2).with_heads(heads);
     let x = random([2, 60, 16], &device);
-    let attention = config.init(&device).unwrap();
+    let attention = config.try_init(&device).unwrap();
     let of = |seed: Option<u64>| {
-        let out = attention.forward(x.clone(), seed.map(Seed::from)).unwrap();
+        let out = attention
+            .try_forward(x.clone(), seed.map(Seed::from))
+            .unwrap();
         numbers(out)
     };
     let first = of(None);
@@ -264,9 +266,9 @@ fn rotations_follow_from_seeds() {
     }
     // In training every call has rotations of its own.
     let training = Device::flex().autodiff();
-    let attention = config.init(&training).unwrap();
+    let attention = config.try_init(&training).unwrap();
     let x = random([1, 60, 16], &training);
-    let of = || numbers(attention.forward(x.clone(), None).unwrap());
+    let of = || numbers(attention.try_forward(x.clone(), None).unwrap());
     assert_ne!(of(), of());
 }
 
@@ -278,9 +280,9 @@ fn zeros_are_finite() {
     let v = tensor(&scattered(80, 1), [1, 1, 20, 4], &device, DType::F32).require_grad();
     let heads = LshHeadsConfig::new().with_bucket(4).with_rounds(2);
     let out = heads
-        .init()
+        .try_init()
         .unwrap()
-        .forward(x.clone(), v.clone(), None)
+        .try_forward(x.clone(), v.clone(), None)
         .unwrap();
     let grads = (out.clone() * out).sum().backward();
     for x in [x.grad(&grads).unwrap(), v.grad(&grads).unwrap()] {
@@ -303,10 +305,13 @@ fn bad_numbers_and_shapes_are_refused() {
             "n_buckets must be even, from 2 to 2²⁰",
         ),
     ] {
-        let error = config.init().unwrap_err().to_string();
+        let error = config.try_init().unwrap_err().to_string();
         assert!(error.starts_with(message), "{error}");
         let config = LshAttentionConfig::new(16, 2).with_heads(config);
-        assert_eq!(config.init(&Device::flex()).unwrap_err().to_string(), error);
+        assert_eq!(
+            config.try_init(&Device::flex()).unwrap_err().to_string(),
+            error
+        );
     }
     let device = Device::flex();
     let x = |seq, dim| Tensor::<4>::zeros([1, 2, seq, dim], &device);
@@ -328,8 +333,8 @@ fn bad_numbers_and_shapes_are_refused() {
         let error = lsh_attention(qk, value, rotations(rotation), options(4)).unwrap_err();
         assert!(error.to_string().starts_with(message), "{error}");
     }
-    let attention = LshAttentionConfig::new(16, 2).init(&device).unwrap();
-    let error = attention.forward(Tensor::zeros([2, 5, 15], &device), None);
+    let attention = LshAttentionConfig::new(16, 2).try_init(&device).unwrap();
+    let error = attention.try_forward(Tensor::zeros([2, 5, 15], &device), None);
     assert_eq!(
         error.unwrap_err().to_string(),
         "x must be [batch ≥ 1, seq ≥ 1, d_model = 16], got [2, 5, 15]"

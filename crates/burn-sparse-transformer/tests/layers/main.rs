@@ -32,4 +32,5 @@ mod pool_quantised;
 mod robustness;
 mod routing;
 mod selection;
+mod sparse_attention;
 mod transformer;

@@ -36,7 +36,7 @@ fn layer(heads: NsaHeadsConfig, device: &Device) -> NsaAttention {
         .with_d_value(Some(32))
         .with_heads(heads)
         .with_rope(Some(RotaryEncodingConfig::new(64, 4)));
-    randomise(config.init(device).unwrap())
+    randomise(config.try_init(device).unwrap())
 }
 
 fn all_kinds() -> [(Compression, bool); 4] {
@@ -49,7 +49,7 @@ fn all_kinds() -> [(Compression, bool); 4] {
 }
 
 fn by_heads(layer: &Linear, x: &Tensor<3>, heads: usize) -> Tensor<4> {
-    let projected = layer.forward(x.clone());
+    let projected = layer.try_forward(x.clone());
     let [batch, seq, width] = projected.dims();
     let split = projected.reshape([batch, seq, heads, width / heads]);
     split.swap_dims(1, 2)
@@ -127,7 +127,7 @@ fn a_layer_equals_its_parts() {
             .unwrap();
         let joined = out.swap_dims(1, 2).reshape([2, 45, 32]);
         let expected = layer.output.forward(joined);
-        assert_close(layer.forward(x.clone()).unwrap(), expected, 1e-5);
+        assert_close(layer.try_forward(x.clone()).unwrap(), expected, 1e-5);
     }
 }
 
@@ -140,7 +140,7 @@ fn decoding_gives_the_rows_of_the_whole() {
     let other = random([2, 45, 24], &device);
     for (compression, shared) in all_kinds() {
         let layer = layer(heads(compression, shared), &device);
-        let whole = layer.forward(x.clone()).unwrap();
+        let whole = layer.try_forward(x.clone()).unwrap();
         for pieces in [vec![1; 45], vec![7, 1, 1, 20, 16], vec![45]] {
             let mut cache = SparseMhaCache::new();
             let mut rows = Vec::new();
@@ -149,11 +149,11 @@ fn decoding_gives_the_rows_of_the_whole() {
                 let start = cache.len();
                 let more = (45 - start).min(9);
                 layer
-                    .forward_cache(other.clone().narrow(1, start, more), &mut cache)
+                    .try_forward_cache(other.clone().narrow(1, start, more), &mut cache)
                     .unwrap();
                 cache.truncate(start);
                 let new = x.clone().narrow(1, start, piece);
-                rows.push(layer.forward_cache(new, &mut cache).unwrap());
+                rows.push(layer.try_forward_cache(new, &mut cache).unwrap());
             }
             assert_eq!(cache.len(), 45);
             assert_close(Tensor::cat(rows, 1), whole.clone(), 1e-5);
@@ -173,7 +173,7 @@ fn model(content: &str, device: &Device) -> SparseTransformer {
         .with_block_size(8)
         .with_attention(Some(attention))
         .with_content(Some(content.parse().unwrap()));
-    randomise(config.init(device).unwrap())
+    randomise(config.try_init(device).unwrap())
 }
 
 const TEXTS: [&str; 2] = ["nsa:8,4,8,4,10", "nsa:8,4,8,4,10,mlp,shared"];
@@ -234,11 +234,14 @@ fn records_hold_all_branches() {
     for text in TEXTS {
         let one = model(text, &device);
         let other = model(text, &device);
-        let expected = one.forward(tokens.clone()).unwrap().into_data();
-        assert_ne!(other.forward(tokens.clone()).unwrap().into_data(), expected);
+        let expected = one.try_forward(tokens.clone()).unwrap().into_data();
+        assert_ne!(
+            other.try_forward(tokens.clone()).unwrap().into_data(),
+            expected
+        );
         let loaded = other.load_record(one.into_record());
         assert_eq!(
-            loaded.forward(tokens.clone()).unwrap().into_data(),
+            loaded.try_forward(tokens.clone()).unwrap().into_data(),
             expected
         );
     }
@@ -280,11 +283,11 @@ fn what_does_not_go_with_it_is_said() {
             format!("dropout must be {beside}"),
         ),
     ] {
-        assert_eq!(config.init(&device).unwrap_err().to_string(), message);
+        assert_eq!(config.try_init(&device).unwrap_err().to_string(), message);
     }
     let error = NsaAttentionConfig::new(16, 2)
         .with_causal(false)
-        .init(&device);
+        .try_init(&device);
     assert_eq!(
         error.unwrap_err().to_string(),
         "causal must be true for nsa, whose tokens see earlier ones alone, got false"
@@ -292,15 +295,15 @@ fn what_does_not_go_with_it_is_said() {
     let keep = NsaHeadsConfig::new().with_keep(2);
     let error = NsaAttentionConfig::new(16, 2)
         .with_heads(keep)
-        .init(&device);
+        .try_init(&device);
     assert_eq!(
         error.unwrap_err().to_string(),
         "keep must be at least 3, the forced blocks, got 2"
     );
 
-    let mha = config().init(&device).unwrap();
+    let mha = config().try_init(&device).unwrap();
     let x = Tensor::<3>::zeros([2, 20, 16], &device);
-    let message = |input: SparseMhaInput| mha.forward(input).unwrap_err().to_string();
+    let message = |input: SparseMhaInput| mha.try_forward(input).unwrap_err().to_string();
     let input = SparseMhaInput::self_attn(x.clone()).lengths([20, 10]);
     assert_eq!(message(input), "padding must be none with nsa, got some");
     let input = SparseMhaInput::new(x.clone(), x.clone(), x.clone());
@@ -309,7 +312,7 @@ fn what_does_not_go_with_it_is_said() {
         "input must be self-attention with nsa, got another key or value"
     );
     let packed = mha
-        .forward_packed(x.narrow(0, 0, 1), &[0, 5, 20])
+        .try_forward_packed(x.narrow(0, 0, 1), &[0, 5, 20])
         .unwrap_err();
     assert_eq!(
         packed.to_string(),
@@ -318,7 +321,7 @@ fn what_does_not_go_with_it_is_said() {
     let short = Tensor::<3>::ones([1, 3, 16], &device);
     // Shorter than a block: nothing is compressed, and nothing is chosen.
     assert_eq!(
-        mha.forward(SparseMhaInput::self_attn(short))
+        mha.try_forward(SparseMhaInput::self_attn(short))
             .unwrap()
             .context
             .dims(),

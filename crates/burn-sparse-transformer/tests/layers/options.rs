@@ -31,12 +31,12 @@ fn biased() -> SparseMultiHeadAttentionConfig {
 }
 
 fn init(config: SparseMultiHeadAttentionConfig) -> SparseMultiHeadAttention {
-    randomise(config.init(&Device::flex()).unwrap())
+    randomise(config.try_init(&Device::flex()).unwrap())
 }
 
 fn forward(mha: &SparseMultiHeadAttention, x: &Tensor<3>) -> Tensor<3> {
     let input = SparseMhaInput::self_attn(x.clone());
-    mha.forward(input).unwrap().context
+    mha.try_forward(input).unwrap().context
 }
 
 /// `[seq, seq]` of a number for each query and key.
@@ -91,10 +91,10 @@ fn biases_and_sinks_equal_dense_attention(#[values(1, 13, 40)] seq: usize) {
     for shape in [[2, HEADS, seq, seq], [1, HEADS, 1, seq], [2, 1, seq, seq]] {
         let bias = random(shape, &device);
         let input = SparseMhaInput::self_attn(x.clone()).bias(bias.clone());
-        let got = mha.forward(input.clone()).unwrap().context;
+        let got = mha.try_forward(input.clone()).unwrap().context;
         let (context, expected) = dense(&mha, x.clone(), bias);
         assert_close(got, context.clone(), 2e-5);
-        let (got, weights) = mha.forward_with_weights(input).unwrap();
+        let (got, weights) = mha.try_forward_with_weights(input).unwrap();
         assert_close(got.context, context, 2e-5);
         assert_close(weights.to_dense(), expected, 2e-5);
     }
@@ -110,12 +110,15 @@ fn pieces_and_packed_sequences_give_what_the_whole_gives() {
     for new in [7, 1, 1, 21] {
         let start = cache.len();
         let piece = SparseMhaInput::self_attn(x.clone().narrow(1, start, new));
-        let got = mha.forward_cache(piece, &mut cache).unwrap().context;
+        let got = mha.try_forward_cache(piece, &mut cache).unwrap().context;
         assert_close(got, whole.clone().narrow(1, start, new), 2e-5);
     }
     let y = random([1, 11, D_MODEL], &device);
     let packed = Tensor::cat(vec![x, y.clone()], 1);
-    let got = mha.forward_packed(packed, &[0, 30, 41]).unwrap().context;
+    let got = mha
+        .try_forward_packed(packed, &[0, 30, 41])
+        .unwrap()
+        .context;
     assert_close(got, Tensor::cat(vec![whole, forward(&mha, &y)], 1), 2e-5);
 }
 
@@ -125,11 +128,11 @@ fn records_carry_what_is_learned() {
     let x = random([1, 20, D_MODEL], &device);
     let mha = init(biased());
     let loaded = biased()
-        .init(&device)
+        .try_init(&device)
         .unwrap()
         .load_record(mha.clone().into_record());
     assert_close(forward(&loaded, &x), forward(&mha, &x), 0.0);
-    let fresh = biased().init(&device).unwrap();
+    let fresh = biased().try_init(&device).unwrap();
     let zeros = |x: Tensor<1>| assert_eq!(x.abs().max().into_scalar::<f32>(), 0.0);
     zeros(fresh.sinks.unwrap().val());
     zeros(fresh.relative_bias.unwrap().val().flatten(0, 1));
@@ -139,7 +142,7 @@ fn records_carry_what_is_learned() {
 fn uniform(dropout: f64, device: &Device) -> SparseMultiHeadAttention {
     let mut mha = config(Pattern::dense())
         .with_dropout(dropout)
-        .init(device)
+        .try_init(device)
         .unwrap();
     mha.query.weight = Param::from_tensor(Tensor::zeros([D_MODEL, D_MODEL], device));
     mha
@@ -152,7 +155,7 @@ fn weights_are_dropped_while_training_only() {
     let mha = uniform(0.4, &device);
     let x = random([1, 24, D_MODEL], &plain);
     let context = |mha: &SparseMultiHeadAttention, input: SparseMhaInput| {
-        mha.forward(input).unwrap().context.without_autodiff()
+        mha.try_forward(input).unwrap().context.without_autodiff()
     };
     let input = || SparseMhaInput::self_attn(x.clone().autodiff());
     let differ = |a: &Tensor<3>, b: &Tensor<3>| {
@@ -181,11 +184,11 @@ fn weights_are_dropped_while_training_only() {
 #[test]
 fn every_learned_bias_gets_a_gradient() {
     let device = Device::flex().autodiff();
-    let mha = randomise(biased().with_dropout(0.2).init(&device).unwrap());
+    let mha = randomise(biased().with_dropout(0.2).try_init(&device).unwrap());
     let x = random([2, 20, D_MODEL], &device);
     let bias = random([1, HEADS, 20, 20], &device).require_grad();
     let input = SparseMhaInput::self_attn(x).bias(bias.clone());
-    let y = mha.forward(input).unwrap().context;
+    let y = mha.try_forward(input).unwrap().context;
     let grads = y.powi_scalar(2).sum().backward();
     let largest = |grad: Tensor<1>| grad.abs().max().into_scalar::<f32>();
     let table = mha.relative_bias.unwrap().val().grad(&grads).unwrap();
@@ -222,7 +225,7 @@ fn a_layout_of_the_moment_takes_the_patterns_place() {
     let input = || SparseMhaInput::self_attn(x.clone());
     let all = mha.clone().with_pattern(Pattern::causal(), 8).unwrap();
     let causal = mha
-        .forward_choosing(input(), |query, key| {
+        .try_forward_choosing(input(), |query, key| {
             assert_eq!(query.dims(), [2, HEADS, 50, D_K]);
             assert_eq!(key.dims(), [2, 2, 50, D_K]);
             Ok(all.layout(50, 50).unwrap())
@@ -230,8 +233,9 @@ fn a_layout_of_the_moment_takes_the_patterns_place() {
         .unwrap();
     assert_close(causal.context, forward(&all, &x), 0.0);
     let four = TopKOptions::new(8, 4);
-    let there = mha.forward_choosing(input(), |q, k| top_k_blocks_on_device(q, k, four.clone()));
-    let here = mha.forward_choosing(input(), |q, k| top_k_blocks(q, k, four.clone()));
+    let there =
+        mha.try_forward_choosing(input(), |q, k| top_k_blocks_on_device(q, k, four.clone()));
+    let here = mha.try_forward_choosing(input(), |q, k| top_k_blocks(q, k, four.clone()));
     let (there, here) = (there.unwrap().context, here.unwrap().context);
     assert_close(there.clone(), here, 1e-5);
     let difference = (there - forward(&all, &x)).abs().max();
@@ -245,7 +249,7 @@ fn a_layout_of_the_moment_takes_the_patterns_place() {
 fn what_does_not_fit_is_refused() {
     let device = Device::flex();
     let init_error =
-        |config: SparseMultiHeadAttentionConfig| config.init(&device).unwrap_err().to_string();
+        |config: SparseMultiHeadAttentionConfig| config.try_init(&device).unwrap_err().to_string();
     let causal = || config(Pattern::causal());
     for (dropout, got) in [(1.0, "1"), (-0.1, "-0.1"), (f64::NAN, "NaN")] {
         assert_eq!(
@@ -276,15 +280,15 @@ fn what_does_not_fit_is_refused() {
     let input = || SparseMhaInput::self_attn(x.clone());
     let zeros = |shape| Tensor::<4>::zeros(shape, &device);
     for shape in [[3, 1, 9, 9], [1, 2, 9, 9], [1, 1, 8, 9], [1, 1, 9, 8]] {
-        let error = mha.forward(input().bias(zeros(shape))).unwrap_err();
+        let error = mha.try_forward(input().bias(zeros(shape))).unwrap_err();
         assert!(error.to_string().starts_with("bias"), "{error}");
     }
     let padded = input().lengths([9, 4]);
-    let error = mha.forward_choosing(padded, |_, _| Ok(mha.layout(9, 9).unwrap()));
+    let error = mha.try_forward_choosing(padded, |_, _| Ok(mha.layout(9, 9).unwrap()));
     assert_eq!(
         error.unwrap_err().to_string(),
         "padding must be none: a chosen layout says what takes part, got some"
     );
-    let other = mha.forward_choosing(input(), |_, _| Ok(mha.layout(8, 8).unwrap()));
+    let other = mha.try_forward_choosing(input(), |_, _| Ok(mha.layout(8, 8).unwrap()));
     assert!(other.is_err(), "a layout of another length");
 }

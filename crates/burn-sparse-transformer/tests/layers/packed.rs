@@ -15,7 +15,7 @@ fn attention(pattern: Pattern) -> SparseMultiHeadAttention {
         .with_n_kv_heads(Some(2))
         .with_rope(Some(RotaryEncodingConfig::new(40, 8)))
         .with_qk_norm(Some(QkNorm::Rms));
-    randomise(config.init(&Device::flex()).unwrap())
+    randomise(config.try_init(&Device::flex()).unwrap())
 }
 
 /// `run` of every sequence of `x` alone.
@@ -48,9 +48,11 @@ fn each_sequence_is_as_if_alone(#[case] cu_seqlens: &[usize]) {
         let mha = attention(pattern.clone());
         let x = random([1, total, 32], &Device::flex());
         let expected = one_by_one(&x, cu_seqlens, |x| {
-            mha.forward(SparseMhaInput::self_attn(x)).unwrap().context
+            mha.try_forward(SparseMhaInput::self_attn(x))
+                .unwrap()
+                .context
         });
-        let got = mha.forward_packed(x, cu_seqlens).unwrap().context;
+        let got = mha.try_forward_packed(x, cu_seqlens).unwrap().context;
         assert_close(got, expected, 2e-5);
     }
 }
@@ -60,7 +62,10 @@ fn gradients_stay_in_their_sequence() {
     let mha = attention(Pattern::dense());
     let device = Device::flex().autodiff();
     let x = random([1, 20, 32], &device).require_grad();
-    let y = mha.forward_packed(x.clone(), &[0, 7, 20]).unwrap().context;
+    let y = mha
+        .try_forward_packed(x.clone(), &[0, 7, 20])
+        .unwrap()
+        .context;
     let grads = y.narrow(1, 0, 7).sum().backward();
     let grad = x.grad(&grads).unwrap();
     let largest = |t: Tensor<3>| t.abs().max().into_scalar::<f32>();
@@ -72,12 +77,12 @@ fn gradients_stay_in_their_sequence() {
 fn blocks_take_packed_sequences() {
     let device = Device::flex();
     let config = SparseTransformerBlockConfig::new(16, 2, Pattern::fixed(8, 2)).with_block_size(8);
-    let block = randomise(config.init(&device).unwrap());
+    let block = randomise(config.try_init(&device).unwrap());
     let x = random([1, 31, 16], &device);
     let cu_seqlens = [0, 10, 11, 31];
-    let expected = one_by_one(&x, &cu_seqlens, |x| block.forward(x).unwrap());
+    let expected = one_by_one(&x, &cu_seqlens, |x| block.try_forward(x).unwrap());
     assert_close(
-        block.forward_packed(x, &cu_seqlens).unwrap(),
+        block.try_forward_packed(x, &cu_seqlens).unwrap(),
         expected,
         1e-5,
     );
@@ -99,6 +104,6 @@ fn what_does_not_fit_is_refused(
 ) {
     let mha = attention(Pattern::causal());
     let x = Tensor::<3>::zeros([batch, seq, 32], &Device::flex());
-    let error = mha.forward_packed(x, cu_seqlens).unwrap_err();
+    let error = mha.try_forward_packed(x, cu_seqlens).unwrap_err();
     assert_eq!(error.to_string(), message);
 }

@@ -70,7 +70,10 @@ pub(crate) fn in_pieces(
             .map(|&entry| KvStep::new(ids[entry], counts[entry]))
             .collect();
         let input = Tensor::cat(input.collect(), 0);
-        let out = mha.forward_pool(input, &steps, &mut pool).unwrap().context;
+        let out = mha
+            .try_forward_pool(input, &steps, &mut pool)
+            .unwrap()
+            .context;
         pool.verify().unwrap();
         for (place, &entry) in taken.iter().enumerate() {
             let out = out.clone().narrow(0, place, 1);
@@ -99,7 +102,9 @@ pub(crate) fn chunkings() -> [Vec<Vec<usize>>; 3] {
 }
 
 fn check(mha: &SparseMultiHeadAttention, x: &Tensor<3>, config: &KvPoolConfig, what: &str) {
-    let whole = mha.forward(SparseMhaInput::self_attn(x.clone())).unwrap();
+    let whole = mha
+        .try_forward(SparseMhaInput::self_attn(x.clone()))
+        .unwrap();
     for (index, calls) in chunkings().iter().enumerate() {
         let rows = in_pieces(mha, x, config, calls);
         println!("{what}, chunking {index}");
@@ -122,7 +127,7 @@ fn rows_are_those_of_the_whole_for_every_pattern() {
                     .with_block_size(8)
                     .with_n_kv_heads(Some(kv_heads))
                     .with_rope(Some(RotaryEncodingConfig::new(SEQ, 8)));
-                let mha = randomise(mha.init(&device).unwrap());
+                let mha = randomise(mha.try_init(&device).unwrap());
                 let config = config(2).with_chunk(20);
                 check(&mha, &x, &config, &format!("{text}, {kv_heads} KV heads"));
             }
@@ -146,7 +151,7 @@ fn what_is_kept_changes_nothing(#[case] config: KvPoolConfig) {
     ] {
         let mha = SparseMultiHeadAttentionConfig::new(16, 4, text.parse().unwrap());
         let mha = mha.with_block_size(8).with_n_kv_heads(Some(2));
-        let mha = randomise(mha.init(&device).unwrap());
+        let mha = randomise(mha.try_init(&device).unwrap());
         check(&mha, &x, &config, text);
     }
 }
@@ -171,7 +176,7 @@ fn options(#[case] build: Build) {
         for text in ["local:7", "fixed:8,2,2", "strided:4"] {
             let mha = SparseMultiHeadAttentionConfig::new(16, 4, text.parse().unwrap());
             let mha = build(mha.with_block_size(8).with_n_kv_heads(Some(2)));
-            let mha = randomise(mha.init(&device).unwrap());
+            let mha = randomise(mha.try_init(&device).unwrap());
             check(&mha, &x, &config(2).with_chunk(20), text);
         }
     }
@@ -184,15 +189,17 @@ fn patterns_that_are_not_causal() {
     let x = random([1, SEQ, 16], &device);
     let pattern: Pattern = "chunked:4,1,0".parse().unwrap();
     let mha = SparseMultiHeadAttentionConfig::new(16, 2, pattern).with_block_size(8);
-    let mha = randomise(mha.init(&device).unwrap());
-    let whole = mha.forward(SparseMhaInput::self_attn(x.clone())).unwrap();
+    let mha = randomise(mha.try_init(&device).unwrap());
+    let whole = mha
+        .try_forward(SparseMhaInput::self_attn(x.clone()))
+        .unwrap();
     let calls = [vec![8], vec![4], vec![12], vec![12]];
     let rows = in_pieces(&mha, &x, &config(1).with_chunk(12), &calls).remove(0);
     assert_close(rows, whole.context.narrow(1, 0, 36), 1e-5);
     let mut pool = KvPool::for_attention(&mha, &config(1)).unwrap();
     let id = pool.join().unwrap();
     let steps = [KvStep::new(id, 5)];
-    let error = mha.forward_pool(x.narrow(1, 0, 5), &steps, &mut pool);
+    let error = mha.try_forward_pool(x.narrow(1, 0, 5), &steps, &mut pool);
     assert!(matches!(
         error.unwrap_err(),
         TransformerError::Boundary {
@@ -218,7 +225,7 @@ pub(crate) fn model(device: &Device, attention: Option<BlockAttentionConfig>) ->
         .with_n_kv_heads(Some(1))
         .with_attention(attention)
         .with_block_size(8);
-    randomise(config.init(device).unwrap())
+    randomise(config.try_init(device).unwrap())
 }
 
 pub(crate) fn part(
@@ -240,7 +247,7 @@ fn a_model(#[case] attention: Option<BlockAttentionConfig>) {
     for device in devices() {
         let model = model(&device, attention.clone());
         let tokens = tokens(3, SEQ, VOCAB, &device);
-        let whole = model.forward(tokens.clone()).unwrap();
+        let whole = model.try_forward(tokens.clone()).unwrap();
         let mut pool = model
             .new_pool(&config(4).with_rollback(6).with_chunk(8))
             .unwrap();
@@ -254,7 +261,7 @@ fn a_model(#[case] attention: Option<BlockAttentionConfig>) {
         let steps = [KvStep::new(a, 20)];
         expect(
             model
-                .forward_pool(part(&tokens, 0, 0, 20), &steps, &mut pool)
+                .try_forward_pool(part(&tokens, 0, 0, 20), &steps, &mut pool)
                 .unwrap(),
             0,
             0,
@@ -266,7 +273,7 @@ fn a_model(#[case] attention: Option<BlockAttentionConfig>) {
                 part(&tokens, 0, 20 + position, 1),
             ];
             let steps = [KvStep::new(b, 1), KvStep::new(a, 1)];
-            let logits = model.forward_pool(Tensor::cat(pair, 0), &steps, &mut pool);
+            let logits = model.try_forward_pool(Tensor::cat(pair, 0), &steps, &mut pool);
             let logits = logits.unwrap();
             pool.verify().unwrap();
             expect(logits.clone().narrow(0, 0, 1), 1, position);
@@ -276,14 +283,14 @@ fn a_model(#[case] attention: Option<BlockAttentionConfig>) {
         let c = pool.fork(a).unwrap();
         let steps = [KvStep::new(a, 6)];
         model
-            .forward_pool(part(&tokens, 2, 0, 6), &steps, &mut pool)
+            .try_forward_pool(part(&tokens, 2, 0, 6), &steps, &mut pool)
             .unwrap();
         pool.verify().unwrap();
         pool.truncate(a, 28).unwrap();
         pool.verify().unwrap();
         for (id, count) in [(a, 9), (c, 4)] {
             let steps = [KvStep::new(id, count)];
-            let logits = model.forward_pool(part(&tokens, 0, 28, count), &steps, &mut pool);
+            let logits = model.try_forward_pool(part(&tokens, 0, 28, count), &steps, &mut pool);
             expect(logits.unwrap(), 0, 28);
             pool.verify().unwrap();
         }
@@ -317,7 +324,7 @@ fn slots_are_within_the_bound() {
         .with_vocab_size(VOCAB)
         .with_context(200)
         .with_n_layers(2);
-    let model = config.init(&device).unwrap();
+    let model = config.try_init(&device).unwrap();
     let config = KvPoolConfig::new(1, 200)
         .with_page_size(16)
         .with_rollback(2);
@@ -326,12 +333,12 @@ fn slots_are_within_the_bound() {
     let tokens = tokens(1, 200, VOCAB, &device);
     let steps = [KvStep::new(id, 60)];
     model
-        .forward_pool(part(&tokens, 0, 0, 60), &steps, &mut pool)
+        .try_forward_pool(part(&tokens, 0, 0, 60), &steps, &mut pool)
         .unwrap();
     for position in 60..200 {
         let steps = [KvStep::new(id, 1)];
         model
-            .forward_pool(part(&tokens, 0, position, 1), &steps, &mut pool)
+            .try_forward_pool(part(&tokens, 0, position, 1), &steps, &mut pool)
             .unwrap();
         let usage = pool.usage(id).unwrap();
         // Two layers of two heads.
@@ -353,13 +360,13 @@ fn a_window_is_the_streaming_pattern() {
     let attention = |text: &str| {
         let pattern: Pattern = text.parse().unwrap();
         let config = SparseMultiHeadAttentionConfig::new(16, 2, pattern).with_block_size(8);
-        config.init(&device).unwrap()
+        config.try_init(&device).unwrap()
     };
     let causal = attention("causal");
     let record = burn::module::Module::into_record(causal.clone());
     let streaming = burn::module::Module::load_record(attention("streaming:6,3"), record);
     let whole = streaming
-        .forward(SparseMhaInput::self_attn(x.clone()))
+        .try_forward(SparseMhaInput::self_attn(x.clone()))
         .unwrap();
     let window = Residency::Window {
         window: 6,
@@ -384,8 +391,10 @@ fn half_precision_stores() {
     let x = random([2, SEQ, 16], &device);
     for dtype in [FloatDType::F16, FloatDType::BF16] {
         let mha = SparseMultiHeadAttentionConfig::new(16, 2, Pattern::local(7));
-        let mha = randomise(mha.with_block_size(8).init(&device).unwrap());
-        let whole = mha.forward(SparseMhaInput::self_attn(x.clone())).unwrap();
+        let mha = randomise(mha.with_block_size(8).try_init(&device).unwrap());
+        let whole = mha
+            .try_forward(SparseMhaInput::self_attn(x.clone()))
+            .unwrap();
         let rows = in_pieces(&mha, &x, &config(2).with_dtype(dtype), &chunkings()[0]);
         for (entry, rows) in rows.into_iter().enumerate() {
             assert_close(rows, whole.context.clone().narrow(0, entry, 1), 3e-2);
@@ -402,7 +411,9 @@ fn errors() {
     let (a, b) = (pool.join().unwrap(), pool.join().unwrap());
     let ids = |batch: usize, count: usize| tokens(batch, count, VOCAB, &device);
     let mut fails = |tokens: Tensor<2, Int>, steps: &[KvStep], message: &str| {
-        let error = model.forward_pool(tokens, steps, &mut pool).unwrap_err();
+        let error = model
+            .try_forward_pool(tokens, steps, &mut pool)
+            .unwrap_err();
         assert_eq!(error.to_string(), message);
         pool.verify().unwrap();
         assert_eq!([pool.len(a).unwrap(), pool.len(b).unwrap()], [0, 0]);
@@ -433,12 +444,14 @@ fn errors() {
     let empty = pool.join().unwrap();
     pool.leave(empty).unwrap();
     let gone = [KvStep::new(empty, 1)];
-    let error = model.forward_pool(ids(1, 1), &gone, &mut pool).unwrap_err();
+    let error = model
+        .try_forward_pool(ids(1, 1), &gone, &mut pool)
+        .unwrap_err();
     let message = "sequence must be one that joined this pool and has not left it, got sequence 2";
     assert_eq!(error.to_string(), message);
     let other = SparseMultiHeadAttentionConfig::new(16, 2, Pattern::causal());
-    let other = other.init(&device).unwrap();
-    let error = other.forward_pool(random([1, 1, 16], &device), &one, &mut pool);
+    let other = other.try_init(&device).unwrap();
+    let error = other.try_forward_pool(random([1, 1, 16], &device), &one, &mut pool);
     let message = "pool must be of 1 layers, the model's, got 4 layers";
     assert_eq!(error.unwrap_err().to_string(), message);
     let error = model.new_pool(&config(1).with_page_size(17)).unwrap_err();
@@ -476,10 +489,10 @@ proptest! {
             .with_sinks(sinks)
             .with_softcap(softcap.then_some(3.0))
             .with_rope(Some(RotaryEncodingConfig::new(SEQ, 4)));
-        let mha = randomise(mha.init(&device).unwrap());
+        let mha = randomise(mha.try_init(&device).unwrap());
         let x = random([3, SEQ, 16], &device);
         let other = random([1, SEQ, 16], &device);
-        let whole = mha.forward(SparseMhaInput::self_attn(x.clone())).unwrap().context;
+        let whole = mha.try_forward(SparseMhaInput::self_attn(x.clone())).unwrap().context;
         let rollback = if goes_back { 4 } else { 0 };
         let mut config = config(7).with_page_size(page_size).with_rollback(rollback).with_chunk(SEQ);
         if keeps_all {
@@ -504,7 +517,7 @@ proptest! {
             let steps: Vec<KvStep> = (taken.iter())
                 .map(|&entry| KvStep::new(ids[entry], counts[entry]))
                 .collect();
-            let out = mha.forward_pool(input, &steps, &mut pool).unwrap().context;
+            let out = mha.try_forward_pool(input, &steps, &mut pool).unwrap().context;
             pool.verify().unwrap();
             for (place, &entry) in taken.iter().enumerate() {
                 let rows = out.clone().narrow(0, place, 1).narrow(1, 0, counts[entry]);
@@ -516,13 +529,13 @@ proptest! {
             let len = pool.len(ids[entry]).unwrap();
             if goes_back && len + 3 <= SEQ {
                 let steps = [KvStep::new(ids[entry], 3)];
-                mha.forward_pool(other.clone().narrow(1, len, 3), &steps, &mut pool).unwrap();
+                mha.try_forward_pool(other.clone().narrow(1, len, 3), &steps, &mut pool).unwrap();
                 pool.truncate(ids[entry], len).unwrap();
             } else if pool.sequences().count() < 5 {
                 let fork = pool.fork(ids[entry]).unwrap();
                 if len < SEQ {
                     let steps = [KvStep::new(ids[entry], 1)];
-                    mha.forward_pool(other.clone().narrow(1, len, 1), &steps, &mut pool).unwrap();
+                    mha.try_forward_pool(other.clone().narrow(1, len, 1), &steps, &mut pool).unwrap();
                 }
                 if act % 2 == 0 {
                     pool.leave(ids[entry]).unwrap();
@@ -549,7 +562,7 @@ fn what_forks_share_is_read_once(#[case] pattern: Pattern) {
         .with_block_size(8)
         .with_n_kv_heads(Some(2))
         .with_attention(Some(BlockAttentionConfig::new().with_sinks(true)));
-    let model: SparseTransformer = randomise(config.init(&device).unwrap());
+    let model: SparseTransformer = randomise(config.try_init(&device).unwrap());
     let of = |cascade| {
         let config = KvPoolConfig::new(4, 128)
             .with_page_size(16)
@@ -566,7 +579,7 @@ fn what_forks_share_is_read_once(#[case] pattern: Pattern) {
         let ids = burn::tensor::TensorData::new(ids, [steps.len(), seq]);
         let [got, expected] = pools.each_mut().map(|pool| {
             let ids = Tensor::<2, Int>::from_data(ids.clone(), &device);
-            let logits = model.forward_pool(ids, steps, pool).unwrap();
+            let logits = model.try_forward_pool(ids, steps, pool).unwrap();
             pool.verify().unwrap();
             logits
         });

@@ -29,7 +29,7 @@ fn config(selections: &[&str], kv_heads: usize) -> SparseTransformerConfig {
 }
 
 fn model(selections: &[&str], kv_heads: usize, device: &Device) -> SparseTransformer {
-    randomise(config(selections, kv_heads).init(device).unwrap())
+    randomise(config(selections, kv_heads).try_init(device).unwrap())
 }
 
 /// Tokens `from..to` of sequence `entry`.
@@ -62,7 +62,7 @@ impl Reader {
             let end = (at + count).min(to);
             let steps = [KvStep::new(id, end - at)];
             let tokens = part(tokens, 0, at, end);
-            let logits = self.model.forward_pool(tokens, &steps, &mut self.pool);
+            let logits = self.model.try_forward_pool(tokens, &steps, &mut self.pool);
             let expected = whole.clone().narrow(1, at, end - at);
             assert_close(logits.unwrap(), expected, 2e-4);
             self.pool.verify().unwrap();
@@ -84,9 +84,9 @@ fn tokens_one_by_one_choose_as_the_whole(#[case] selections: &[&str], #[case] kv
         let _guard = seed(&device, 11);
         let model = model(selections, kv_heads, &device);
         let tokens = tokens(2, SEQ, VOCAB, &device);
-        let whole = model.forward(tokens.clone()).unwrap();
+        let whole = model.try_forward(tokens.clone()).unwrap();
         let everything = model.clone().with_selections(&[], 0).unwrap();
-        let everything = everything.forward(tokens.clone()).unwrap();
+        let everything = everything.try_forward(tokens.clone()).unwrap();
         let difference = (everything - whole.clone()).abs().max();
         assert!(difference.into_scalar::<f32>() > 1e-3);
 
@@ -109,7 +109,7 @@ fn tokens_one_by_one_choose_as_the_whole(#[case] selections: &[&str], #[case] kv
             });
             let rows = Tensor::cat(rows.collect(), 0);
             let steps = [0, 1].map(|entry| KvStep::new(ids[entry], counts[entry]));
-            let logits = model.forward_pool(rows, &steps, &mut pool).unwrap();
+            let logits = model.try_forward_pool(rows, &steps, &mut pool).unwrap();
             for (entry, count) in counts.into_iter().enumerate() {
                 let got = logits.clone().narrow(0, entry, 1).narrow(1, 0, count);
                 let expected = whole.clone().narrow(0, entry, 1);
@@ -132,7 +132,7 @@ fn pages_are_looked_at_again() {
     // Another text behind token 57, in the middle of a page.
     let mixed = Tensor::cat(vec![part(&first, 0, 0, 57), part(&other, 0, 57, SEQ)], 1);
     let [whole, of_other, of_mixed] =
-        [&first, &other, &mixed].map(|tokens| model.forward(tokens.clone()).unwrap());
+        [&first, &other, &mixed].map(|tokens| model.try_forward(tokens.clone()).unwrap());
     let config = KvPoolConfig::new(3, 128).with_residency(Residency::All);
     let mut reader = Reader::new(model, &config);
     let a = reader.pool.join().unwrap();
@@ -173,7 +173,7 @@ fn known_beginnings_are_chosen_from() {
     let _guard = seed(&device, 13);
     let model = model(&["quest:16,48"], 4, &device);
     let tokens = tokens(1, SEQ, VOCAB, &device);
-    let whole = model.forward(tokens.clone()).unwrap();
+    let whole = model.try_forward(tokens.clone()).unwrap();
     let config = KvPoolConfig::new(2, 128).with_prefix_reuse();
     let mut reader = Reader::new(model, &config);
     let read: Vec<u32> = tokens.to_data().iter::<u32>().collect();
@@ -193,7 +193,7 @@ fn a_budget_of_everything_is_full_attention() {
     let model = model(&["quest:32,128"], 2, &device);
     let tokens = tokens(1, SEQ, VOCAB, &device);
     let everything = model.clone().with_selections(&[], 0).unwrap();
-    let whole = everything.forward(tokens.clone()).unwrap();
+    let whole = everything.try_forward(tokens.clone()).unwrap();
     let mut reader = Reader::new(model, &KvPoolConfig::new(1, 128));
     let id = reader.pool.join().unwrap();
     reader.read(id, &tokens, &whole, 50, 50);
@@ -330,7 +330,7 @@ fn what_cannot_be_chosen_from_is_refused() {
     let sinks = SparseMultiHeadAttentionConfig::new(16, 2, Pattern::causal())
         .with_sinks(true)
         .with_selection(Some("quest:16,48".parse().unwrap()));
-    let sinks = sinks.init(&device).unwrap();
+    let sinks = sinks.try_init(&device).unwrap();
     let error = KvPool::for_attention(&sinks, &room()).unwrap_err();
     let message =
         "sinks must be none with a selection by which every query chooses for itself, got some";
@@ -373,7 +373,7 @@ fn pages_in_eight_bits_are_chosen(
         let id = pool.join().unwrap();
         let rows = (0..SEQ).map(|at| {
             let steps = [KvStep::new(id, 1)];
-            let logits = model.forward_pool(part(&tokens, 0, at, at + 1), &steps, &mut pool);
+            let logits = model.try_forward_pool(part(&tokens, 0, at, at + 1), &steps, &mut pool);
             pool.verify().unwrap();
             logits.unwrap()
         });

@@ -22,7 +22,7 @@ fn model(patterns: Vec<Pattern>, device: &Device) -> SparseTransformer {
         .with_n_layers(3)
         .with_block_size(8)
         .with_n_kv_heads(Some(2));
-    randomise(config.init(device).unwrap())
+    randomise(config.try_init(device).unwrap())
 }
 
 fn patterns() -> Vec<Vec<Pattern>> {
@@ -57,7 +57,7 @@ fn feed(model: &SparseTransformer, pool: &mut KvPool, id: SequenceId, all: &[u32
     let steps = [KvStep::new(id, all.len() - known)];
     let got = model.next_logits(rest, &steps, pool).unwrap();
     pool.verify().unwrap();
-    let whole = model.forward(ids(all, &device)).unwrap();
+    let whole = model.try_forward(ids(all, &device)).unwrap();
     let expected = whole.narrow(1, all.len() - 1, 1).reshape([1, VOCAB]);
     assert_close(got, expected, tolerance);
 }
@@ -276,7 +276,7 @@ fn rotations_are_of_places_in_the_cache(
         .with_n_kv_heads(Some(2))
         .with_rope(Some(RotaryEncodingConfig::new(64, 4)))
         .with_sinks(true)
-        .init(&device)
+        .try_init(&device)
         .unwrap();
     let mha = randomise(mha);
     let x = random([2, seq, 16], &device);
@@ -291,7 +291,10 @@ fn rotations_are_of_places_in_the_cache(
     for &count in calls {
         let part = x.clone().narrow(1, first, count);
         let steps = ids.map(|id| KvStep::new(id, count));
-        let got = mha.forward_pool(part, &steps, &mut pool).unwrap().context;
+        let got = mha
+            .try_forward_pool(part, &steps, &mut pool)
+            .unwrap()
+            .context;
         for row in 0..count {
             let query = first + row;
             let kept = (0..=query).filter(|&key| key < sinks || key + window > query);
@@ -299,7 +302,7 @@ fn rotations_are_of_places_in_the_cache(
             let places = kept.len();
             let kept = Tensor::<1, Int>::from_ints(kept.as_slice(), &device);
             let alone = SparseMhaInput::self_attn(x.clone().select(1, kept));
-            let expected = mha.forward(alone).unwrap().context;
+            let expected = mha.try_forward(alone).unwrap().context;
             let expected = expected.narrow(1, places - 1, 1);
             assert_close(got.clone().narrow(1, row, 1), expected, 1e-4);
         }

@@ -50,7 +50,7 @@ fn model_of(
         .with_attention(Some(attention))
         .with_content(Some(text.parse().unwrap()))
         .with_precision(precision);
-    randomise(config.init(device).unwrap())
+    randomise(config.try_init(device).unwrap())
 }
 
 /// Tokens `from..to` of sequence `entry`.
@@ -79,7 +79,7 @@ fn feed(
     let steps: Vec<KvStep> = (ids.iter().zip(counts))
         .map(|(&id, &count)| KvStep::new(id, count))
         .collect();
-    let logits = model.forward_pool(rows, &steps, pool).unwrap();
+    let logits = model.try_forward_pool(rows, &steps, pool).unwrap();
     pool.verify().unwrap();
     for (entry, &count) in counts.iter().enumerate() {
         let got = logits.clone().narrow(0, entry, 1).narrow(1, 0, count);
@@ -113,7 +113,7 @@ fn tokens_one_by_one_are_those_of_the_whole(
         let _guard = seed(&device, 21);
         let model = model(TEXTS[text], kv_heads, &device);
         let tokens = tokens(2, SEQ, VOCAB, &device);
-        let whole = model.forward(tokens.clone()).unwrap();
+        let whole = model.try_forward(tokens.clone()).unwrap();
         let mut pool = model.new_pool(&KvPoolConfig::new(2, CONTEXT)).unwrap();
         let ids = [(); 2].map(|_| pool.join().unwrap());
         let calls = [[40, 13], [5, 30], [1, 2]].into_iter();
@@ -131,7 +131,7 @@ fn layers_in_bf16_read_token_by_token(#[values(0, 1, 2, 3)] text: usize) {
     let _guard = seed(&device, 26);
     let model = model_of(TEXTS[text], 2, Precision::Bf16, &device);
     let tokens = tokens(1, 70, VOCAB, &device);
-    let whole = model.forward(tokens.clone()).unwrap();
+    let whole = model.try_forward(tokens.clone()).unwrap();
     let mut pool = model.new_pool(&KvPoolConfig::new(1, CONTEXT)).unwrap();
     let id = pool.join().unwrap();
     for (from, to) in [(0, 33), (33, 36)]
@@ -139,7 +139,7 @@ fn layers_in_bf16_read_token_by_token(#[values(0, 1, 2, 3)] text: usize) {
         .chain((36..70).map(|at| (at, at + 1)))
     {
         let step = [KvStep::new(id, to - from)];
-        let logits = model.forward_pool(part(&tokens, 0, from, to), &step, &mut pool);
+        let logits = model.try_forward_pool(part(&tokens, 0, from, to), &step, &mut pool);
         let (got, expected) = (logits.unwrap(), whole.clone().narrow(1, from, to - from));
         match text {
             3 => assert_close(got, expected, 0.05),
@@ -156,7 +156,7 @@ fn prompts_end_anywhere(#[values(0, 1, 2, 3, 4, 5)] text: usize) {
     let model = model(TEXTS[text], 2, &device);
     let lengths = [1, 3, 4, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 63];
     let tokens = tokens(lengths.len(), 70, VOCAB, &device);
-    let whole = model.forward(tokens.clone()).unwrap();
+    let whole = model.try_forward(tokens.clone()).unwrap();
     let mut pool = (model.new_pool(&KvPoolConfig::new(lengths.len(), 70).with_chunk(3))).unwrap();
     let ids = lengths.map(|_| pool.join().unwrap());
     let both = (&tokens, &whole);
@@ -169,7 +169,7 @@ fn prompts_end_anywhere(#[values(0, 1, 2, 3, 4, 5)] text: usize) {
     let more = Tensor::<2, Int>::zeros([1, 70], &device);
     assert!(
         model
-            .forward_pool(more, &[KvStep::new(ids[13], 70)], &mut pool)
+            .try_forward_pool(more, &[KvStep::new(ids[13], 70)], &mut pool)
             .is_err()
     );
     pool.verify().unwrap();
@@ -196,7 +196,7 @@ fn pages_are_as_if_nothing_had_happened(
     // Another text behind token 57, in the middle of a page and of a stride.
     let mixed = Tensor::cat(vec![part(&first, 0, 0, 57), part(&other, 0, 57, SEQ)], 1);
     let [of_first, of_other, of_mixed] =
-        [&first, &other, &mixed].map(|tokens| model.forward(tokens.clone()).unwrap());
+        [&first, &other, &mixed].map(|tokens| model.try_forward(tokens.clone()).unwrap());
     let (first, other, mixed) = (
         (&first, &of_first),
         (&other, &of_other),
@@ -243,7 +243,7 @@ fn pages_are_as_if_nothing_had_happened(
     let dense = SparseTransformerConfig::new(32, 4, Factorization::from(Pattern::causal()));
     let dense = dense.with_vocab_size(VOCAB).with_context(CONTEXT);
     let dense = dense.with_n_layers(2).with_n_kv_heads(Some(2));
-    let dense = dense.init(&device).unwrap();
+    let dense = dense.try_init(&device).unwrap();
     let error = dense.new_pool(&config).unwrap().load(&saved).unwrap_err();
     assert!(error.to_string().contains("layers"), "{error}");
 }
@@ -257,7 +257,7 @@ fn known_beginnings_are_not_read_again(#[case] text: usize, #[case] expected: us
     let _guard = seed(&device, 24);
     let model = &model(TEXTS[text], 2, &device);
     let tokens = tokens(1, SEQ, VOCAB, &device);
-    let whole = model.forward(tokens.clone()).unwrap();
+    let whole = model.try_forward(tokens.clone()).unwrap();
     let config = KvPoolConfig::new(2, CONTEXT)
         .with_prefix_reuse()
         .with_residency(Residency::All);
@@ -279,7 +279,7 @@ fn bytes_of_all_branches_are_counted() {
     let _guard = seed(&device, 25);
     let model = &model(TEXTS[0], 2, &device);
     let tokens = tokens(1, 100, VOCAB, &device);
-    let whole = model.forward(tokens.clone()).unwrap();
+    let whole = model.try_forward(tokens.clone()).unwrap();
     let pool = &mut model.new_pool(&KvPoolConfig::new(1, CONTEXT)).unwrap();
     let id = pool.join().unwrap();
     read(model, pool, id, (&tokens, &whole), 100, 99);
@@ -327,13 +327,13 @@ fn pages_in_eight_bits(#[case] text: &str, #[case] dtype: KvDtype, #[case] most:
     let _guard = seed(&device, 27);
     let model = &model(text, 2, &device);
     let tokens = tokens(1, SEQ, VOCAB, &device);
-    let whole = model.forward(tokens.clone()).unwrap();
+    let whole = model.try_forward(tokens.clone()).unwrap();
     let config = KvPoolConfig::new(1, CONTEXT).with_dtype(dtype);
     let pool = &mut model.new_pool(&config).unwrap();
     let id = pool.join().unwrap();
     let rows = (0..SEQ).map(|at| {
         let tokens = part(&tokens, 0, at, at + 1);
-        let logits = model.forward_pool(tokens, &[KvStep::new(id, 1)], pool);
+        let logits = model.try_forward_pool(tokens, &[KvStep::new(id, 1)], pool);
         logits.unwrap()
     });
     let rows = Tensor::cat(rows.collect(), 1);
@@ -351,7 +351,7 @@ fn bytes_of_indexers_are_counted() {
     let _guard = seed(&device, 29);
     let model = &model(TEXTS[4], 2, &device);
     let tokens = tokens(1, 100, VOCAB, &device);
-    let whole = model.forward(tokens.clone()).unwrap();
+    let whole = model.try_forward(tokens.clone()).unwrap();
     let pool = &mut model.new_pool(&KvPoolConfig::new(1, CONTEXT)).unwrap();
     let id = pool.join().unwrap();
     read(model, pool, id, (&tokens, &whole), 100, 50);

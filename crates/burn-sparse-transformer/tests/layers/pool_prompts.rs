@@ -24,7 +24,7 @@ fn model(n_layers: usize, pattern: Pattern, kv_heads: usize, device: &Device) ->
         .with_block_size(16)
         .with_n_kv_heads(Some(kv_heads))
         .with_attention(Some(attention));
-    randomise(config.init(device).unwrap())
+    randomise(config.try_init(device).unwrap())
 }
 
 /// With a choice for all heads, or one for each.
@@ -42,7 +42,7 @@ fn choosing(model: &SparseTransformer, text: &str) -> SparseTransformer {
 
 fn last_row(model: &SparseTransformer, tokens: Tensor<2, Int>) -> Tensor<3> {
     let seq = tokens.dims()[1];
-    model.forward(tokens).unwrap().narrow(1, seq - 1, 1)
+    model.try_forward(tokens).unwrap().narrow(1, seq - 1, 1)
 }
 
 #[rstest]
@@ -75,13 +75,13 @@ fn prompts_choose_and_what_follows_sees_all_keys(
         let ids = [(); 2].map(|_| pool.join().unwrap());
         let steps = [0, 1].map(|entry| KvStep::new(ids[entry], read[entry]));
         let prompts = tokens.clone().narrow(1, 0, READ[0]);
-        let logits = model.forward_pool(prompts, &steps, &mut pool).unwrap();
+        let logits = model.try_forward_pool(prompts, &steps, &mut pool).unwrap();
         for (entry, &count) in read.iter().enumerate() {
             let prompt = of(entry, count);
             let got = logits.clone().narrow(0, entry, 1).narrow(1, 0, count);
-            let whole = model.forward(prompt.clone()).unwrap();
+            let whole = model.try_forward(prompt.clone()).unwrap();
             assert_close(got.clone(), whole, 2e-4);
-            let difference = (got - plain.forward(prompt).unwrap()).abs().max();
+            let difference = (got - plain.try_forward(prompt).unwrap()).abs().max();
             assert!(difference.into_scalar::<f32>() > 1e-3, "nothing was chosen");
         }
         for more in 0..MORE {
@@ -90,7 +90,7 @@ fn prompts_choose_and_what_follows_sees_all_keys(
                 tokens.clone().slice([entry..entry + 1, at..at + 1])
             });
             let steps = ids.map(|id| KvStep::new(id, 1));
-            let logits = model.forward_pool(Tensor::cat(next.to_vec(), 0), &steps, &mut pool);
+            let logits = model.try_forward_pool(Tensor::cat(next.to_vec(), 0), &steps, &mut pool);
             let logits = logits.unwrap();
             // Keys of the first layer are those of the tokens, whatever a prompt attended to.
             for entry in (0..2).filter(|_| layers == 1) {
@@ -151,15 +151,15 @@ fn what_cannot_be_read_by_a_choice_is_refused() {
     let tokens = tokens(2, 20, VOCAB, &device);
     let first = [KvStep::new(ids[0], 20)];
     let prompt = tokens.clone().narrow(0, 0, 1);
-    by_head.forward_pool(prompt, &first, &mut pool).unwrap();
+    by_head.try_forward_pool(prompt, &first, &mut pool).unwrap();
     let both = ids.map(|id| KvStep::new(id, 20));
-    let error = by_head.forward_pool(tokens.clone(), &both, &mut pool);
+    let error = by_head.try_forward_pool(tokens.clone(), &both, &mut pool);
     let expected = "steps must be prompts alone, or none of more than one token";
     let error = error.unwrap_err().to_string();
     assert!(error.starts_with(expected), "{error}");
     // Nothing was written, and the two go on in calls of their own.
     assert_eq!(ids.map(|id| pool.len(id).unwrap()), [20, 0]);
     let second = tokens.narrow(0, 1, 1);
-    let logits = by_head.forward_pool(second.clone(), &[KvStep::new(ids[1], 20)], &mut pool);
-    assert_close(logits.unwrap(), by_head.forward(second).unwrap(), 2e-4);
+    let logits = by_head.try_forward_pool(second.clone(), &[KvStep::new(ids[1], 20)], &mut pool);
+    assert_close(logits.unwrap(), by_head.try_forward(second).unwrap(), 2e-4);
 }

@@ -31,8 +31,10 @@ fn rows_are_close_to_those_of_the_whole(#[case] dtype: KvDtype, #[case] bound: f
                 .with_block_size(8)
                 .with_alibi(alibi)
                 .with_rope((!alibi).then(|| RotaryEncodingConfig::new(SEQ, 8)));
-            let mha = randomise(mha.init(&device).unwrap());
-            let whole = mha.forward(SparseMhaInput::self_attn(x.clone())).unwrap();
+            let mha = randomise(mha.try_init(&device).unwrap());
+            let whole = mha
+                .try_forward(SparseMhaInput::self_attn(x.clone()))
+                .unwrap();
             let config = config(2).with_chunk(20).with_dtype(dtype);
             for calls in chunkings() {
                 let (mut squares, mut count) = (0f32, 0);
@@ -138,7 +140,7 @@ fn bytes_are_those_of_numbers_and_scales() {
 fn widths_are_multiples_of_four() {
     let device = Device::flex();
     let mha = SparseMultiHeadAttentionConfig::new(12, 2, "causal".parse().unwrap());
-    let mha = mha.with_block_size(8).init(&device).unwrap();
+    let mha = mha.with_block_size(8).try_init(&device).unwrap();
     let error = KvPool::for_attention(&mha, &config(1).with_dtype(KvDtype::Int8)).unwrap_err();
     assert!(
         error

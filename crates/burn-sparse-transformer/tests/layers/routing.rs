@@ -16,7 +16,7 @@ use crate::golden::{
 fn heads(config: RoutingHeadsConfig, means: Tensor<3>) -> RoutingHeads {
     let [heads, clusters, dim] = means.dims();
     let config = config.with_clusters(Some(clusters));
-    let mut routing = config.init(heads, dim, 1, &means.device()).unwrap();
+    let mut routing = config.try_init(heads, dim, 1, &means.device()).unwrap();
     routing.means = Param::from_tensor(means).set_require_grad(false);
     routing
 }
@@ -55,7 +55,7 @@ fn golden_on(device: &Device) {
         clusters,
         [0, 3, 4, 12, 3, 5, 7, 11, 2, 4, 8, 10, 1, 7, 14, 15]
     );
-    let out = routing.forward(q, v).unwrap();
+    let out = routing.try_forward(q, v).unwrap();
     assert!(out.commitment.is_none());
     let out = numbers(out.context);
     let row = |i: usize| &out[4 * i..4 * i + 4];
@@ -86,14 +86,14 @@ fn means_follow_queries_in_training_alone() {
         // A pass of evaluation, of a copy without autodiff.
         let [plain_q, plain_v] = [&q, &v].map(|x| x.clone().without_autodiff());
         let mut plain = routing.valid();
-        plain.forward(plain_q, plain_v).unwrap();
+        plain.try_forward(plain_q, plain_v).unwrap();
         plain.update_means();
         routing.update_means();
         assert_eq!(numbers(plain.means.val()), before);
         assert_eq!(numbers(routing.means.val()), before);
         // Two passes, as where blocks are computed again, move them once.
-        let out = routing.forward(q.clone(), v.clone()).unwrap();
-        routing.forward(q.clone(), v.clone()).unwrap();
+        let out = routing.try_forward(q.clone(), v.clone()).unwrap();
+        routing.try_forward(q.clone(), v.clone()).unwrap();
         assert_eq!(numbers(routing.means.val()), before);
         let commitment = numbers(out.commitment.unwrap());
         assert_near("commitment", &commitment, &[0.209251], 5e-7);
@@ -241,7 +241,7 @@ fn clusters_attend_as_in_loops() {
             let tv = tensor(&v, [batch, count, seq, value_dim], &device, dtype);
             let means_at = tensor(&means, [count, clusters, dim], &device, dtype);
             let routing = heads(RoutingHeadsConfig::new(window), means_at);
-            let got = routing.forward(tq.clone(), tv.clone()).unwrap().context;
+            let got = routing.try_forward(tq.clone(), tv.clone()).unwrap().context;
             let sizes = Sizes {
                 window: window.min(seq),
                 ..sizes
@@ -251,8 +251,8 @@ fn clusters_attend_as_in_loops() {
             for causal in [false, true] {
                 let [q_at, k_at, v_at] = [&tq, &tk, &tv].map(Clone::clone);
                 let got = match causal {
-                    false => routing.forward_unshared(q_at, k_at, v_at),
-                    true => routing.forward_unshared_causal(q_at, k_at, v_at),
+                    false => routing.try_forward_unshared(q_at, k_at, v_at),
+                    true => routing.try_forward_unshared_causal(q_at, k_at, v_at),
                 };
                 let expected = reference(sizes, &q, Some((&k, causal)), &v, &means);
                 let what = format!("{sizes:?}, unshared, {causal}");
@@ -280,7 +280,7 @@ fn many_clusters_are_gathered_in_parts() {
     let tv = tensor(&v, [1, 1, 700, 8_188], &device, DType::F32);
     let means_at = tensor(&means, [1, 7, 4], &device, DType::F32);
     let routing = heads(RoutingHeadsConfig::new(100), means_at);
-    let got = routing.forward(tq, tv).unwrap().context;
+    let got = routing.try_forward(tq, tv).unwrap().context;
     // The first eight columns alone, which fit at once.
     let narrow: Vec<f64> = v.chunks(8_188).flat_map(|row| row[..8].to_vec()).collect();
     let sizes = Sizes {
@@ -316,8 +316,8 @@ fn gradients_are_those_of_differences() {
             let device = inputs[0].device();
             let [q, k, v] = inputs;
             let out = match shared {
-                true => routing(&device).forward(q, v),
-                false => routing(&device).forward_unshared(q, k, v),
+                true => routing(&device).try_forward(q, v),
+                false => routing(&device).try_forward_unshared(q, k, v),
             };
             let out = out.unwrap();
             let weights = tensor(&weights, [1, 1, 11, 2], &device, DType::F64);
@@ -364,7 +364,9 @@ fn means_settle_where_tokens_are() {
         .collect();
     let x = tensor(&x, [2, 1, 60, 4], &device, DType::F32);
     let settled = |seed: u64| {
-        let mut routing = RoutingHeadsConfig::new(15).init(1, 4, 60, &device).unwrap();
+        let mut routing = RoutingHeadsConfig::new(15)
+            .try_init(1, 4, 60, &device)
+            .unwrap();
         routing.settle(x.clone(), seed).unwrap();
         numbers(routing.means.val())
     };
@@ -383,7 +385,7 @@ fn means_settle_where_tokens_are() {
     assert!((1..10).contains(&whole), "{whole}");
     let mut many = RoutingHeadsConfig::new(1).with_clusters(Some(121));
     many.commitment = 0.0;
-    let error = many.init(1, 4, 60, &device).unwrap().settle(x, 1u64);
+    let error = many.try_init(1, 4, 60, &device).unwrap().settle(x, 1u64);
     assert_eq!(
         error.unwrap_err().to_string(),
         "x must be of 121 tokens at least, as many as clusters, got 120"
@@ -392,7 +394,7 @@ fn means_settle_where_tokens_are() {
 
 fn module(device: &Device) -> RoutingAttention {
     let config = RoutingAttentionConfig::new(16, 2, 8, 48).with_means_decay(0.5);
-    config.init(device).unwrap()
+    config.try_init(device).unwrap()
 }
 
 #[test]
@@ -404,7 +406,7 @@ fn a_module_is_repeatable_and_its_record_holds_the_means() {
         let x = tensor(&scattered(2 * 40 * 16, 4), [2, 40, 16], &device, DType::F32);
         attention.settle(x.clone(), 3u64).unwrap();
         let out = attention
-            .forward(RoutingAttentionInput::new(x.clone()))
+            .try_forward(RoutingAttentionInput::new(x.clone()))
             .unwrap();
         let loss = (out.context.clone() * out.context).sum() + out.commitment.unwrap();
         let grads = loss.backward();
@@ -426,7 +428,7 @@ fn a_module_is_repeatable_and_its_record_holds_the_means() {
     let loaded = module(&device).load_record(attention.clone().into_record());
     let forward = |attention: &RoutingAttention| {
         let input = RoutingAttentionInput::new(x.clone());
-        attention.forward(input).unwrap().context
+        attention.try_forward(input).unwrap().context
     };
     assert_close(forward(&loaded), forward(&attention), 0.0);
     let shifted = heads_moved(attention.clone());
@@ -447,9 +449,9 @@ fn half_precision_is_near() {
     let x = tensor(&scattered(40 * 16, 4), [1, 40, 16], &device, DType::F32);
     let run = |precision| {
         let config = RoutingAttentionConfig::new(16, 2, 40, 40).with_precision(precision);
-        let attention = filled(config.init(&device).unwrap());
+        let attention = filled(config.try_init(&device).unwrap());
         let out = attention
-            .forward(RoutingAttentionInput::new(x.clone()))
+            .try_forward(RoutingAttentionInput::new(x.clone()))
             .unwrap();
         let commitment = numbers(out.commitment.clone().unwrap());
         let grads = (out.context.clone() * out.context.clone()).sum().backward();
@@ -513,12 +515,18 @@ fn bad_numbers_and_shapes_are_refused() {
             "clusters must be such that clusters · window is at most 2³⁰",
         ),
     ] {
-        let error = config.init(&device).unwrap_err().to_string();
+        let error = config.try_init(&device).unwrap_err().to_string();
         assert!(error.contains(message), "{error}");
     }
     let _guard = seed(&device, 7);
-    let attention = config().init(&device).unwrap();
-    let forward = |input| attention.forward(input).map(drop).unwrap_err().to_string();
+    let attention = config().try_init(&device).unwrap();
+    let forward = |input| {
+        attention
+            .try_forward(input)
+            .map(drop)
+            .unwrap_err()
+            .to_string()
+    };
     let x = Tensor::<3>::zeros([2, 5, 16], &device);
     let error = forward(RoutingAttentionInput::new(x.clone()).lengths([5, 3]));
     assert!(
@@ -527,7 +535,7 @@ fn bad_numbers_and_shapes_are_refused() {
     );
     assert!(
         attention
-            .forward(RoutingAttentionInput::new(x).lengths([5, 5]))
+            .try_forward(RoutingAttentionInput::new(x).lengths([5, 5]))
             .is_ok()
     );
     let error = forward(RoutingAttentionInput::new(Tensor::zeros(
@@ -541,7 +549,7 @@ fn bad_numbers_and_shapes_are_refused() {
     let q = Tensor::<4>::zeros([1, 3, 5, 8], &device);
     let error = attention
         .heads
-        .forward(q.clone(), q)
+        .try_forward(q.clone(), q)
         .unwrap_err()
         .to_string();
     assert!(
@@ -556,13 +564,13 @@ fn attention_that_is_not_causal_has_keys() {
     let device = Device::flex();
     let _guard = seed(&device, 8);
     let config = RoutingAttentionConfig::new(16, 2, 16, 32).with_causal(false);
-    let mut attention = config.init(&device).unwrap();
+    let mut attention = config.try_init(&device).unwrap();
     assert!(attention.key.is_some());
     let x = random([1, 32, 16], &device);
     attention.settle(x.clone(), 1u64).unwrap();
     let forward = |x: Tensor<3>| {
         attention
-            .forward(RoutingAttentionInput::new(x))
+            .try_forward(RoutingAttentionInput::new(x))
             .unwrap()
             .context
     };

@@ -26,12 +26,12 @@ fn text(text: &str) -> Selection {
 }
 
 fn init(device: &Device) -> SparseMultiHeadAttention {
-    randomise(config(Pattern::causal()).init(device).unwrap())
+    randomise(config(Pattern::causal()).try_init(device).unwrap())
 }
 
 fn forward(mha: &SparseMultiHeadAttention, x: &Tensor<3>) -> Tensor<3> {
     let input = SparseMhaInput::self_attn(x.clone());
-    mha.forward(input).unwrap().context
+    mha.try_forward(input).unwrap().context
 }
 
 #[test]
@@ -43,7 +43,7 @@ fn the_choice_takes_the_patterns_place() {
     let chosen = mha.clone().with_selection(Some(text("topk:8,4"))).unwrap();
     let four = TopKOptions::new(8, 4);
     let input = SparseMhaInput::self_attn(x.clone());
-    let expected = mha.forward_choosing(input, |q, k| top_k_blocks_on_device(q, k, four));
+    let expected = mha.try_forward_choosing(input, |q, k| top_k_blocks_on_device(q, k, four));
     assert_close(forward(&chosen, &x), expected.unwrap().context, 1e-6);
     let difference = (forward(&chosen, &x) - forward(&mha, &x)).abs().max();
     assert!(difference.into_scalar::<f32>() > 1e-3);
@@ -62,7 +62,7 @@ fn model(selections: &[&str], full_last: usize, device: &Device) -> SparseTransf
         .with_block_size(8)
         .with_selections(Some(selections.collect()))
         .with_full_last_layers(Some(full_last));
-    config.init(device).unwrap()
+    config.try_init(device).unwrap()
 }
 
 #[test]
@@ -119,19 +119,19 @@ fn a_mixture_of_blocks_is_decoded_token_by_token(#[case] moba: &str) {
     let of_last = model.blocks[3].mha.selection();
     assert!(of_last.is_none() && model.blocks[2].mha.selection().is_some());
     let tokens = tokens(2, 50, 11, &device);
-    let whole = model.forward(tokens.clone()).unwrap();
+    let whole = model.try_forward(tokens.clone()).unwrap();
     let mut cache = model.new_cache();
-    let first = model.forward_cache(tokens.clone().slice_dim(1, 0..21), &mut cache);
+    let first = model.try_forward_cache(tokens.clone().slice_dim(1, 0..21), &mut cache);
     let mut parts = vec![first.unwrap()];
     for at in 21..50 {
         let token = tokens.clone().slice_dim(1, at..at + 1);
-        parts.push(model.forward_cache(token, &mut cache).unwrap());
+        parts.push(model.try_forward_cache(token, &mut cache).unwrap());
     }
     assert_close(Tensor::cat(parts, 1), whole.clone(), 1e-4);
     let everything = model
         .with_selections(&[], 0)
         .unwrap()
-        .forward(tokens)
+        .try_forward(tokens)
         .unwrap();
     let difference = (everything - whole).abs().max();
     assert!(difference.into_scalar::<f32>() > 1e-3);
@@ -189,7 +189,7 @@ fn what_knows_patterns_alone_is_refused() {
     let whole =
         "pattern must be the dense causal pattern, or dense, with a selection by which every query";
     let local = config(Pattern::local(9)).with_selection(Some(text("moba:8,2")));
-    let error = local.init(&device).unwrap_err().to_string();
+    let error = local.try_init(&device).unwrap_err().to_string();
     assert!(error.starts_with(whole), "{error}");
     let mha = init(&device)
         .with_selection(Some(text("moba:8,2")))
@@ -200,7 +200,7 @@ fn what_knows_patterns_alone_is_refused() {
     let mha = init(&device).with_selection(selection()).unwrap();
     let x = random([2, 16, D_MODEL], &device);
     let input = || SparseMhaInput::self_attn(x.clone());
-    let message = |input: SparseMhaInput| mha.forward(input).unwrap_err().to_string();
+    let message = |input: SparseMhaInput| mha.try_forward(input).unwrap_err().to_string();
     assert_eq!(
         message(input().lengths([9, 17])),
         "lengths must be at most 16, the number of keys, got 17"
@@ -213,8 +213,8 @@ fn what_knows_patterns_alone_is_refused() {
     assert!(message(other.lengths([9, 4])).starts_with(end));
     let one = x.clone().slice_dim(0, 0..1);
     let refused = [
-        mha.forward_packed(one, &[0, 9, 16]).map(drop),
-        mha.forward_with_weights(input()).map(drop),
+        mha.try_forward_packed(one, &[0, 9, 16]).map(drop),
+        mha.try_forward_with_weights(input()).map(drop),
     ];
     for result in refused {
         let error = result.unwrap_err().to_string();
@@ -228,7 +228,7 @@ fn what_knows_patterns_alone_is_refused() {
     assert!(error.to_string().starts_with(stable), "{error}");
     let mut cache = SparseMhaCache::new();
     let error = mha
-        .forward_cache(input(), &mut cache)
+        .try_forward_cache(input(), &mut cache)
         .unwrap_err()
         .to_string();
     assert!(
@@ -238,14 +238,14 @@ fn what_knows_patterns_alone_is_refused() {
     assert!(cache.is_empty());
     let longformer = config(Pattern::causal()).with_selection(selection());
     let error = LongformerAttentionConfig::new(longformer)
-        .init(&device)
+        .try_init(&device)
         .unwrap_err();
     assert_eq!(
         error.to_string(),
         "selection must be none in LongformerAttention, got some"
     );
     let dense = config(Pattern::dense()).with_selection(selection());
-    let mha = randomise(dense.init(&device).unwrap());
+    let mha = randomise(dense.try_init(&device).unwrap());
     assert_eq!(forward(&mha, &x).dims(), [2, 16, D_MODEL]);
 }
 
@@ -262,7 +262,7 @@ fn patterns_cut_what_is_chosen() {
         Pattern::per_head([Pattern::local(9), Pattern::causal()]),
         Pattern::window(12),
     ] {
-        let mha = randomise(config(pattern.clone()).init(&device).unwrap());
+        let mha = randomise(config(pattern.clone()).try_init(&device).unwrap());
         let with = |selection: &str| mha.clone().with_selection(Some(text(selection))).unwrap();
         // Blocks of another size than the pattern's are cut from it, too.
         for all in ["topk:8,ratio=1", "topk:16,ratio=1"] {
@@ -299,7 +299,7 @@ fn patterns_cut_what_is_chosen() {
                 "{head:?}"
             );
         }
-        let expected = mha.forward_choosing(input(), |_, _| Ok(chosen.clone()));
+        let expected = mha.try_forward_choosing(input(), |_, _| Ok(chosen.clone()));
         assert_close(forward(&two, &x), expected.unwrap().context, 1e-6);
     }
 }
@@ -318,11 +318,11 @@ fn batch_entries_with_padding_choose_alone() {
         (Pattern::causal(), "minference:8,3,4,9"),
         (Pattern::causal(), "moba:8,2"),
     ] {
-        let mha = randomise(config(pattern).init(&device).unwrap());
+        let mha = randomise(config(pattern).try_init(&device).unwrap());
         let mha = mha.with_selection(Some(text(selection))).unwrap();
         let padded = |x: Tensor<3>| {
             let input = SparseMhaInput::self_attn(x).lengths(lengths);
-            mha.forward(input).unwrap().context
+            mha.try_forward(input).unwrap().context
         };
         let x = x.clone().require_grad();
         let got = padded(x.clone());
@@ -391,7 +391,7 @@ fn heads_choose_for_themselves() {
     assert_close(both + halves, sum + rest, 1e-5);
     let padded = |mha: &SparseMultiHeadAttention| {
         let input = SparseMhaInput::self_attn(x.clone()).lengths([75, 30]);
-        mha.forward(input).unwrap().context
+        mha.try_forward(input).unwrap().context
     };
     assert_close(padded(&heads("topk:8,3")), padded(&alike("topk:8,3")), 1e-6);
     let expected = "selection must be none where heads choose in different ways, got some";
@@ -402,7 +402,7 @@ fn heads_choose_for_themselves() {
     let mut cache = SparseMhaCache::new();
     let input = SparseMhaInput::self_attn(x.clone());
     let error = heads("moba:8,2")
-        .forward_cache(input, &mut cache)
+        .try_forward_cache(input, &mut cache)
         .unwrap_err();
     let expected = "head_selections must be none here";
     assert!(error.to_string().starts_with(expected), "{error}");
@@ -415,7 +415,7 @@ fn heads_are_measured_each_by_its_own_choice() {
     let _guard = seed(&device, 8);
     for (pattern, kv_heads) in [(Pattern::causal(), 4), (Pattern::local(30), 2)] {
         let mha = config(pattern).with_n_kv_heads(Some(kv_heads));
-        let mha = randomise(mha.init(&device).unwrap());
+        let mha = randomise(mha.try_init(&device).unwrap());
         let input = SparseMhaInput::self_attn(random([2, 75, D_MODEL], &device));
         let heads: HeadSelections = "topk:8,3 / pattern / topk:8,2,1,0 / topk:8,3"
             .parse()

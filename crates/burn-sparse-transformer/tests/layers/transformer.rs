@@ -22,7 +22,7 @@ fn config(factorization: impl Into<Factorization>) -> SparseTransformerConfig {
 }
 
 fn model(factorization: impl Into<Factorization>) -> SparseTransformer {
-    randomise(config(factorization).init(&Device::flex()).unwrap())
+    randomise(config(factorization).try_init(&Device::flex()).unwrap())
 }
 
 fn factorizations() -> Vec<Factorization> {
@@ -42,29 +42,29 @@ fn factorizations() -> Vec<Factorization> {
 fn a_block_adds_a_and_b_to_the_residual_stream() {
     let device = Device::flex();
     let config = SparseTransformerBlockConfig::new(16, 2, Pattern::causal()).with_block_size(8);
-    let block = randomise(config.init(&device).unwrap());
+    let block = randomise(config.try_init(&device).unwrap());
     let h = random([2, 13, 16], &device);
     let a = block
         .mha
-        .forward(SparseMhaInput::self_attn(block.norm_1.forward(h.clone())))
+        .try_forward(SparseMhaInput::self_attn(block.norm_1.forward(h.clone())))
         .unwrap()
         .context;
     let b = block
         .pwff
-        .forward(block.norm_2.forward(h.clone() + a.clone()))
+        .try_forward(block.norm_2.forward(h.clone() + a.clone()))
         .unwrap();
-    assert_close(block.forward(h.clone()).unwrap(), h + a + b, 1e-5);
+    assert_close(block.try_forward(h.clone()).unwrap(), h + a + b, 1e-5);
 }
 
 #[test]
 fn a_new_model_finds_every_token_equally_likely() {
     let device = Device::flex();
-    let model = config(Pattern::fixed(8, 2)).init(&device).unwrap();
+    let model = config(Pattern::fixed(8, 2)).try_init(&device).unwrap();
     let x = tokens(2, CONTEXT, VOCAB, &device);
-    let logits = model.forward(x.clone()).unwrap();
+    let logits = model.try_forward(x.clone()).unwrap();
     assert_eq!(logits.dims(), [2, CONTEXT, VOCAB]);
     assert_close(logits.clone(), logits.zeros_like(), 0.0);
-    let loss: f64 = model.loss(x.clone(), x).unwrap().into_scalar();
+    let loss: f64 = model.try_loss(x.clone(), x).unwrap().into_scalar();
     assert!((loss - (VOCAB as f64).ln()).abs() < 1e-6);
 }
 
@@ -76,7 +76,7 @@ fn loss_is_the_mean_negative_log_likelihood_of_the_targets() {
         tokens(2, 9, VOCAB, &device),
         tokens(2, 9, VOCAB, &device).flip([1]),
     );
-    let logits = model.forward(x.clone()).unwrap().into_data();
+    let logits = model.try_forward(x.clone()).unwrap().into_data();
     let logits = logits.try_to_vec::<f32>().unwrap();
     let targets = y.clone().into_data().iter::<i64>().collect::<Vec<_>>();
     let nats: f64 = logits
@@ -87,7 +87,7 @@ fn loss_is_the_mean_negative_log_likelihood_of_the_targets() {
             sum.ln() - f64::from(row[*target as usize])
         })
         .sum();
-    let loss: f64 = model.loss(x, y).unwrap().into_scalar();
+    let loss: f64 = model.try_loss(x, y).unwrap().into_scalar();
     assert!((loss - nats / targets.len() as f64).abs() < 1e-5);
 }
 
@@ -100,7 +100,7 @@ fn logits_depend_on_their_own_and_earlier_tokens_only() {
         let x = tokens(1, CONTEXT, VOCAB, &device);
         let other = (x.clone().narrow(1, changed, 1) + 1).remainder_scalar(VOCAB as i64);
         let y = x.clone().slice_assign([0..1, changed..changed + 1], other);
-        let (a, b) = (model.forward(x).unwrap(), model.forward(y).unwrap());
+        let (a, b) = (model.try_forward(x).unwrap(), model.try_forward(y).unwrap());
         let before = |t: &Tensor<3>| t.clone().narrow(1, 0, changed);
         let at = |t: &Tensor<3>| t.clone().narrow(1, changed, 1);
         let later = |t: &Tensor<3>| t.clone().narrow(1, changed + 1, CONTEXT - changed - 1);
@@ -142,12 +142,12 @@ fn pieces_through_the_cache_equal_the_whole(#[case] pieces: &[usize]) {
     let x = tokens(2, CONTEXT, VOCAB, &device);
     for factorization in factorizations() {
         let model = model(factorization);
-        let whole = model.forward(x.clone()).unwrap();
+        let whole = model.try_forward(x.clone()).unwrap();
         let mut cache = model.new_cache();
         let mut logits = vec![];
         for new in pieces {
             let piece = x.clone().narrow(1, cache.position(), *new);
-            logits.push(model.forward_cache(piece, &mut cache).unwrap());
+            logits.push(model.try_forward_cache(piece, &mut cache).unwrap());
         }
         assert_eq!(cache.position(), CONTEXT);
         assert_close(Tensor::cat(logits, 1), whole, 1e-5);
@@ -160,18 +160,18 @@ fn a_truncated_cache_continues_from_there() {
     let model = model(Pattern::fixed(8, 2));
     let x = tokens(1, 30, VOCAB, &device);
     let mut cache = model.new_cache();
-    model.forward_cache(x.clone(), &mut cache).unwrap();
+    model.try_forward_cache(x.clone(), &mut cache).unwrap();
     cache.truncate(12);
     assert_eq!(cache.position(), 12);
     let again = model
-        .forward_cache(x.clone().narrow(1, 12, 18), &mut cache)
+        .try_forward_cache(x.clone().narrow(1, 12, 18), &mut cache)
         .unwrap();
-    let whole = model.forward(x.clone()).unwrap();
+    let whole = model.try_forward(x.clone()).unwrap();
     assert_close(again, whole.narrow(1, 12, 18), 1e-5);
     // Cleared, it takes another batch.
     cache.clear();
     let two = Tensor::cat(vec![x.clone(), x], 0);
-    let logits = model.forward_cache(two, &mut cache).unwrap();
+    let logits = model.try_forward_cache(two, &mut cache).unwrap();
     assert_eq!(logits.dims(), [2, 30, VOCAB]);
 }
 
@@ -181,7 +181,7 @@ fn positions_past_the_context_are_refused_and_the_cache_kept() {
     let model = model(Pattern::causal());
     let long = tokens(1, CONTEXT + 1, VOCAB, &device);
     assert_eq!(
-        model.forward(long).unwrap_err(),
+        model.try_forward(long).unwrap_err(),
         TransformerError::ContextExceeded {
             context: CONTEXT,
             limit: "the model's context",
@@ -191,18 +191,18 @@ fn positions_past_the_context_are_refused_and_the_cache_kept() {
     );
     let mut cache = model.new_cache();
     let most = tokens(1, CONTEXT - 1, VOCAB, &device);
-    model.forward_cache(most, &mut cache).unwrap();
+    model.try_forward_cache(most, &mut cache).unwrap();
     let two = tokens(1, 2, VOCAB, &device);
     assert_eq!(
         model
-            .forward_cache(two, &mut cache)
+            .try_forward_cache(two, &mut cache)
             .unwrap_err()
             .to_string(),
         "positions must stay below 40, the model's context, got positions 39..41"
     );
     assert_eq!(cache.position(), CONTEXT - 1);
     let one = tokens(1, 1, VOCAB, &device);
-    model.forward_cache(one, &mut cache).unwrap();
+    model.try_forward_cache(one, &mut cache).unwrap();
 }
 
 #[test]
@@ -212,24 +212,24 @@ fn inputs_that_do_not_fit_are_refused() {
     let ids = |batch, seq| Tensor::<2, Int>::zeros([batch, seq], &device);
     let message = |result: Result<_, TransformerError>| result.map(drop).unwrap_err().to_string();
     assert_eq!(
-        message(model.forward(ids(1, 0)).map(drop)),
+        message(model.try_forward(ids(1, 0)).map(drop)),
         "tokens must be [batch ≥ 1, seq ≥ 1], got [1, 0]"
     );
     assert_eq!(
-        message(model.loss(ids(1, 4), ids(1, 3)).map(drop)),
+        message(model.try_loss(ids(1, 4), ids(1, 3)).map(drop)),
         "targets must be [batch = 1, seq = 4], got [1, 3]"
     );
     let mut cache = model.new_cache();
-    model.forward_cache(ids(1, 4), &mut cache).unwrap();
+    model.try_forward_cache(ids(1, 4), &mut cache).unwrap();
     assert_eq!(
-        message(model.forward_cache(ids(2, 1), &mut cache).map(drop)),
+        message(model.try_forward_cache(ids(2, 1), &mut cache).map(drop)),
         "batch must be 1, the cache's, got 2"
     );
     assert_eq!(cache.position(), 4);
     let mut shorter = model.clone();
     shorter.blocks.pop();
     assert_eq!(
-        message(shorter.forward_cache(ids(1, 1), &mut cache).map(drop)),
+        message(shorter.try_forward_cache(ids(1, 1), &mut cache).map(drop)),
         "cache must be of 2 blocks, the model's, got 3 blocks"
     );
 }
@@ -237,7 +237,7 @@ fn inputs_that_do_not_fit_are_refused() {
 #[test]
 fn configurations_that_do_not_fit_are_refused() {
     let init =
-        |config: SparseTransformerConfig| config.init(&Device::flex()).unwrap_err().to_string();
+        |config: SparseTransformerConfig| config.try_init(&Device::flex()).unwrap_err().to_string();
     let new = |vocab, context, d_model, layers, heads, width| {
         let causal = Pattern::causal().into();
         SparseTransformerConfig::new(d_model, heads, causal)
@@ -303,10 +303,14 @@ fn attention_flops_count_allowed_pairs() {
 fn a_record_restores_the_model() {
     let device = Device::flex();
     let a = model(Pattern::fixed(8, 2));
-    let b = config(Pattern::fixed(8, 2)).init(&device).unwrap();
+    let b = config(Pattern::fixed(8, 2)).try_init(&device).unwrap();
     let bytes = a.clone().into_record().into_bytes().unwrap();
     let record = burn::store::ModuleRecord::from_bytes(bytes).unwrap();
     let b = b.load_record(record);
     let x = tokens(1, 20, VOCAB, &device);
-    assert_close(a.forward(x.clone()).unwrap(), b.forward(x).unwrap(), 0.0);
+    assert_close(
+        a.try_forward(x.clone()).unwrap(),
+        b.try_forward(x).unwrap(),
+        0.0,
+    );
 }

@@ -68,7 +68,7 @@ fn config(attention: Option<BlockAttentionConfig>) -> SparseTransformerConfig {
 }
 
 fn logits(model: &SparseTransformer, x: &Tensor<2, Int>) -> Tensor<3> {
-    model.forward(x.clone()).unwrap()
+    model.try_forward(x.clone()).unwrap()
 }
 
 fn difference<const D: usize>(a: Tensor<D>, b: Tensor<D>) -> f32 {
@@ -92,8 +92,8 @@ fn each_is_there_and_decodes_and_is_recorded(
     let device = Device::flex();
     let _guard = crate::common::seed(&device, 1);
     let configure = |attention| config(attention).with_position_embedding(position_embedding);
-    let plain = configure(None).init(&device).unwrap();
-    let model = configure(Some(with.attention())).init(&device).unwrap();
+    let plain = configure(None).try_init(&device).unwrap();
+    let model = configure(Some(with.attention())).try_init(&device).unwrap();
     assert_eq!(model.num_params() - plain.num_params(), 3 * with.params());
     let model = randomise(model);
     let x = tokens(2, 33, VOCAB, &device);
@@ -103,14 +103,14 @@ fn each_is_there_and_decodes_and_is_recorded(
     let record = || ModuleRecord::from_bytes(bytes.clone()).unwrap();
     let without = plain.load_record(record().allow_unused(true));
     assert!(difference(logits(&without, &x), whole.clone()) > 1e-3);
-    let loaded = configure(Some(with.attention())).init(&device).unwrap();
+    let loaded = configure(Some(with.attention())).try_init(&device).unwrap();
     let loaded = loaded.try_load_record(record()).unwrap();
     assert_close(logits(&loaded, &x), whole.clone(), 0.0);
 
     let mut cache = model.new_cache();
     let pieces = [7, 1, 1, 12, 12].map(|new| {
         let piece = x.clone().narrow(1, cache.position(), new);
-        model.forward_cache(piece, &mut cache).unwrap()
+        model.try_forward_cache(piece, &mut cache).unwrap()
     });
     assert_close(Tensor::cat(pieces.to_vec(), 1), whole, 2e-5);
 }
@@ -119,7 +119,7 @@ fn each_is_there_and_decodes_and_is_recorded(
 fn every_block_has_what_was_asked_for() {
     let device = Device::flex();
     let attention = With::All.attention().with_dropout(0.2);
-    let model = config(Some(attention.clone())).init(&device).unwrap();
+    let model = config(Some(attention.clone())).try_init(&device).unwrap();
     assert!(model.position_embedding.is_some());
     for block in &model.blocks {
         let mha = &block.mha;
@@ -135,7 +135,7 @@ fn every_block_has_what_was_asked_for() {
         assert_eq!(rope.freq_complex.dims(), [CONTEXT, 4, 2]);
     }
     let bare = config(None).with_position_embedding(Some(false));
-    assert!(bare.init(&device).unwrap().position_embedding.is_none());
+    assert!(bare.try_init(&device).unwrap().position_embedding.is_none());
 }
 
 /// With nothing else to tell them apart, tokens in another order give another result only by the positions.
@@ -153,7 +153,7 @@ fn rotations_alone_tell_positions() {
             .with_block_size(8)
             .with_position_embedding(Some(false))
             .with_attention(attention);
-        randomise(config.init(&device).unwrap())
+        randomise(config.try_init(&device).unwrap())
     };
     let x = tokens(1, 20, VOCAB, &device);
     let swapped = Tensor::cat(
@@ -176,19 +176,19 @@ fn a_block_by_itself_rotates_as_far_as_its_context() {
         .with_block_size(8)
         .with_attention(Some(With::All.attention()));
     assert_eq!(
-        config.init(&device).unwrap_err().to_string(),
+        config.try_init(&device).unwrap_err().to_string(),
         "context must be given with rope_theta, got none"
     );
     let config = config.with_context(Some(CONTEXT));
-    let block = randomise(config.init(&device).unwrap());
+    let block = randomise(config.try_init(&device).unwrap());
     let x = random([2, CONTEXT + 1, 16], &device);
-    assert!(block.forward(x.clone()).is_err());
+    assert!(block.try_forward(x.clone()).is_err());
     let x = x.narrow(1, 0, CONTEXT);
-    let whole = block.forward(x.clone()).unwrap();
+    let whole = block.try_forward(x.clone()).unwrap();
     let mut cache = SparseMhaCache::new();
     let pieces = [CONTEXT - 9, 1, 8].map(|new| {
         let piece = x.clone().narrow(1, cache.len(), new);
-        block.forward_cache(piece, &mut cache).unwrap()
+        block.try_forward_cache(piece, &mut cache).unwrap()
     });
     assert_close(Tensor::cat(pieces.to_vec(), 1), whole, 2e-5);
 }
@@ -203,7 +203,9 @@ fn a_block_by_itself_rotates_as_far_as_its_context() {
     "relative_reach must be at most 134217727 with 4 heads, got 268435456"
 )]
 fn what_does_not_fit_is_refused(#[case] attention: BlockAttentionConfig, #[case] message: &str) {
-    let error = config(Some(attention)).init(&Device::flex()).unwrap_err();
+    let error = config(Some(attention))
+        .try_init(&Device::flex())
+        .unwrap_err();
     assert_eq!(error.to_string(), message);
 }
 
@@ -214,7 +216,7 @@ fn heads_that_do_not_fit_are_refused_with_rotations() {
             .with_d_key(d_key)
             .with_attention(Some(With::Rope.attention()))
             .with_context(Some(CONTEXT))
-            .init(&Device::flex())
+            .try_init(&Device::flex())
             .unwrap_err()
             .to_string()
     };
@@ -271,7 +273,7 @@ mod gradients {
         let _guard = crate::common::seed(&device, 3);
         let attention = with.attention().with_dropout(dropout);
         let config = config(Some(attention)).with_position_embedding(position_embedding);
-        let model = randomise(config.init(&device).unwrap());
+        let model = randomise(config.try_init(&device).unwrap());
         let run = |seed, recompute| {
             let x = tokens(2, 33, VOCAB, &Device::flex());
             let y = x.clone().flip([1]);
@@ -305,10 +307,10 @@ mod gradients {
         let device = Device::flex().autodiff();
         let _guard = crate::common::seed(&device, 4);
         let config = config(Some(With::Rope.attention())).with_position_embedding(Some(false));
-        let model = randomise(config.init(&device).unwrap());
+        let model = randomise(config.try_init(&device).unwrap());
         let x = tokens(16, 33, VOCAB, &Device::flex());
         let y = x.clone().flip([1]);
-        let expected = model.loss(x.clone(), y.clone()).unwrap().backward();
+        let expected = model.try_loss(x.clone(), y.clone()).unwrap().backward();
         let expected = GradientsParams::from_grads(expected, &model);
         for recompute in [false, true] {
             let run = model.loss_and_gradients(x.clone(), y.clone(), 0, recompute);

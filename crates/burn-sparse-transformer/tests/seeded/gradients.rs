@@ -31,7 +31,7 @@ fn config(dropout: f64) -> SparseTransformerConfig {
 }
 
 fn model(dropout: f64, device: &Device) -> SparseTransformer {
-    randomise(config(dropout).init(device).unwrap())
+    randomise(config(dropout).try_init(device).unwrap())
 }
 
 /// Tokens and targets; ids need no autodiff device.
@@ -266,7 +266,7 @@ fn model_of(kind: Kind, dropout: f64, device: &Device) -> SparseTransformer {
             Kind::Bf16 => Precision::Bf16,
             _ => Precision::F32,
         });
-    randomise(config.init(device).unwrap())
+    randomise(config.try_init(device).unwrap())
 }
 
 /// The attention's results are kept, whatever it has; where they cannot be, it is computed again.
@@ -333,7 +333,7 @@ fn without_dropout_they_are_the_gradients_of_the_loss() {
     let _guard = crate::common::seed(&device, 2);
     let model = model(0.0, &device);
     let (x, y) = data();
-    let loss = model.loss(x.clone(), y.clone()).unwrap();
+    let loss = model.try_loss(x.clone(), y.clone()).unwrap();
     let expected = GradientsParams::from_grads(loss.backward(), &model);
     let (got_loss, got) = model.loss_and_gradients(x, y, 0, true).unwrap();
     assert_close(got_loss, loss.inner(), 1e-6);
@@ -349,7 +349,7 @@ fn many_windows_give_the_mean_of_single_ones(#[values(false, true)] recompute: b
     let _guard = crate::common::seed(&device, 12);
     let mut config = config(0.0);
     config.context = SEQ;
-    let model = randomise(config.init(&device).unwrap());
+    let model = randomise(config.try_init(&device).unwrap());
     let x = tokens(WINDOWS, SEQ, VOCAB, &Device::flex());
     let gradients = |windows: Range<usize>| {
         let x = x.clone().slice([windows, 0..SEQ]);
@@ -413,7 +413,7 @@ fn gradients_are_the_slope_of_the_loss() {
             slope: 0.0,
         };
         let model = model.clone().map(&mut mapper);
-        let loss = model.loss(x.clone(), y.clone()).unwrap();
+        let loss = model.try_loss(x.clone(), y.clone()).unwrap();
         (loss.into_scalar::<f64>(), mapper.slope)
     };
     let step = 1e-3;
@@ -482,7 +482,7 @@ fn a_model_that_was_never_used_draws_its_parameters_before_its_masks(
 ) {
     let device = device(false);
     let _guard = crate::common::seed(&device, 7);
-    let mut model = config(0.3).init(&device).unwrap();
+    let mut model = config(0.3).try_init(&device).unwrap();
     // The output matrix starts at 0, which would hide the blocks.
     model.output = LinearConfig::new(16, VOCAB).with_bias(false).init(&device);
     let run = |recompute| {

@@ -41,7 +41,7 @@ impl Decoder {
         Ok(match self {
             Self::Plain(plain) => {
                 let (model, pool) = &mut **plain;
-                model.forward_pool(Tensor::from_data(data, device), steps, pool)?
+                model.try_forward_pool(Tensor::from_data(data, device), steps, pool)?
             }
             Self::Replayed(_) => bail!("drafts are not recorded"),
         })

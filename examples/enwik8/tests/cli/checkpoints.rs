@@ -354,7 +354,7 @@ fn load_exported(folder: &str) -> SparseTransformer {
     let folder = Path::new(folder);
     let config = SparseTransformerConfig::load(folder.join("model.json")).unwrap();
     let record = ModuleRecord::load(folder.join("model.bpk")).unwrap();
-    let model = config.init(&Device::flex()).unwrap();
+    let model = config.try_init(&Device::flex()).unwrap();
     model.try_load_record(record).unwrap()
 }
 
@@ -363,7 +363,7 @@ fn logits(model: &SparseTransformer, bytes: &[u8]) -> Vec<f32> {
     let tokens: Vec<i32> = bytes.iter().map(|&byte| i32::from(byte)).collect();
     let tokens = TensorData::new(tokens, [1, bytes.len()]);
     let tokens = Tensor::<2, Int>::from_data(tokens, &Device::flex());
-    let logits = model.forward(tokens).unwrap();
+    let logits = model.try_forward(tokens).unwrap();
     logits.try_into_vec_as().unwrap()
 }
 
@@ -385,7 +385,7 @@ fn an_exported_model_loads_in_a_program_of_its_own() {
         .with_n_layers(1)
         .with_embedding_width(Some(8))
         .with_block_size(8)
-        .init(&Device::flex())
+        .try_init(&Device::flex())
         .unwrap()
         .load_record(ModuleRecord::from_bytes(Bytes::from_bytes_vec(record)).unwrap());
     let data = fs::read(folder.data()).unwrap();

@@ -1,0 +1,243 @@
+//! Attention over a pattern as a module without parameters, for models with projections of their own.
+
+use burn::config::Config;
+use burn::module::{Content, DisplaySettings, Module, ModuleDisplay};
+use burn::nn::{Dropout, DropoutConfig};
+use burn::tensor::{Device, Tensor};
+use burn_blocksparse::{
+    AttentionOptions, AttentionTensors, BlockLayout, Pattern, SparseAttentionCall, alibi_slopes,
+};
+
+use crate::dropout::{Seeds, training_dropout};
+use crate::error::{ensure_dropout, ensure_scores, or_panic};
+use crate::layouts::{Layouts, Request};
+use crate::{Precision, TransformerError};
+
+/// Configuration of [`SparseAttention`].
+///
+/// A configuration whose pattern is a callback ([`Pattern::from_fn`]) works, but does not serialize.
+#[derive(Config, Debug)]
+#[must_use = "a configuration does nothing until `init`"]
+pub struct SparseAttentionConfig {
+    /// Which query attends to which key, per head.
+    pub pattern: Pattern,
+    /// Side of the blocks the pattern is cut into: 8, 16, 32, 64 or 128.
+    #[config(default = 32)]
+    pub block_size: usize,
+    /// Factor of the scores. Default: `1 / √head_dim`.
+    pub scale: Option<f64>,
+    /// Bounds the scores to ±`softcap` with a tanh before the softmax. Default: no bound.
+    pub softcap: Option<f64>,
+    /// Whether scores get ALiBi's biases, `−slope · |distance|`, with the slopes of Press et al. (2022).
+    #[config(default = false)]
+    pub alibi: bool,
+    /// Probability that an attention weight is dropped while training, in `[0, 1)`.
+    #[config(default = 0.0)]
+    pub dropout: f64,
+    /// Dtype of the attention: with [`Precision::Bf16`] its inputs are rounded to bf16, and the output has the inputs' dtype.
+    #[config(default = "Precision::F32")]
+    pub precision: Precision,
+}
+
+impl SparseAttentionConfig {
+    /// Creates the module.
+    ///
+    /// # Panics
+    /// With the text of [`Self::try_init`]'s error.
+    #[track_caller]
+    pub fn init(&self, device: &Device) -> SparseAttention {
+        or_panic(self.try_init(device))
+    }
+
+    /// [`Self::init`] that returns its error.
+    ///
+    /// # Errors
+    /// If `block_size` or a parameter of the pattern is out of range, `scale` is not finite, `softcap` is not positive, `dropout` is outside `[0, 1)`,
+    /// or the device does not compute in `precision`.
+    pub fn try_init(&self, device: &Device) -> Result<SparseAttention, TransformerError> {
+        ensure_dropout(self.dropout)?;
+        ensure_scores(self.scale, self.softcap)?;
+        self.precision.check(device)?;
+        let mut options = AttentionOptions::default().precision(self.precision.products());
+        options.scale = self.scale;
+        options.softcap = self.softcap;
+        Ok(SparseAttention {
+            dropout: DropoutConfig::new(self.dropout).init(),
+            seeds: Seeds::default(),
+            layouts: Layouts::of_any_heads(self.pattern.clone(), self.block_size)?,
+            alibi: self.alibi,
+            options,
+            precision: self.precision,
+        })
+    }
+}
+
+/// Softmax attention of queries to the keys that a [`Pattern`] allows, for a model that has its own projections, rotations and KV cache: it takes the
+/// place of the lines from `repeat_kv` to `softmax · v`. No parameters.
+///
+/// Queries are the last of the keys' positions: query `i` sits at `i + seq_kv − seq_q`, so that prompts, chunks of prompts and single tokens after a KV
+/// cache see what they see in the whole sequence. Keys and values may have fewer heads than queries (GQA).
+///
+/// Layouts are built once for each (heads, seq_q, seq_kv); clones share them, and the 8 that were used last are kept
+/// ([`keep_layouts`](Self::keep_layouts)). A cache that grows by a token asks for a new one, which follows the row's kept blocks and not the sequence:
+/// see `docs/swap-burn-nn.md`.
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_sparse_transformer::{Pattern, SparseAttentionConfig};
+///
+/// let device = Device::flex();
+/// let attention = SparseAttentionConfig::new(Pattern::streaming(64, 4)).init(&device);
+/// let random = |heads, seq| Tensor::<4>::random([1, heads, seq, 16], Distribution::Default, &device);
+/// // A prompt of 100 tokens: 8 heads of queries, 2 of keys and values.
+/// let (k, v) = (random(2, 100), random(2, 100));
+/// let out = attention.forward(random(8, 100), k.clone(), v.clone());
+/// assert_eq!(out.dims(), [1, 8, 100, 16]);
+/// // The next token, after the KV cache has grown by it.
+/// let k = Tensor::cat(vec![k, random(2, 1)], 2);
+/// let v = Tensor::cat(vec![v, random(2, 1)], 2);
+/// let out = attention.forward(random(8, 1), k, v);
+/// assert_eq!(out.dims(), [1, 8, 1, 16]);
+/// ```
+///
+/// Should be created with [`SparseAttentionConfig`].
+#[derive(Module, Debug)]
+#[module(custom_display)]
+pub struct SparseAttention {
+    /// Of the attention weights, on a device with autodiff. Its masks are not drawn from the backend's generator but depend on a seed, one for each call.
+    pub dropout: Dropout,
+    #[module(skip)]
+    seeds: Seeds,
+    #[module(skip)]
+    layouts: Layouts,
+    alibi: bool,
+    #[module(skip)]
+    options: AttentionOptions,
+    #[module(skip)]
+    precision: Precision,
+}
+
+impl SparseAttention {
+    /// Attention of each query to the keys its pattern allows. A query with no allowed key gives zeros.
+    ///
+    /// # Shapes
+    /// - `q`: `[batch, heads, seq_q, head_dim]`
+    /// - `k`: `[batch, kv_heads, seq_kv, head_dim]`, `kv_heads` a divisor of `heads`
+    /// - `v`: `[batch, kv_heads, seq_kv, value_dim]`
+    /// - returns `[batch, heads, seq_q, value_dim]`, in the inputs' dtype
+    ///
+    /// # Panics
+    /// With the text of [`Self::try_forward`]'s error.
+    #[track_caller]
+    pub fn forward(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>) -> Tensor<4> {
+        or_panic(self.try_forward(q, k, v))
+    }
+
+    /// [`Self::forward`] that returns its error.
+    ///
+    /// # Errors
+    /// If shapes, dtypes or devices do not fit each other, the pattern gives no layout for these heads and lengths, or the device cannot run the call.
+    pub fn try_forward(
+        &self,
+        q: Tensor<4>,
+        k: Tensor<4>,
+        v: Tensor<4>,
+    ) -> Result<Tensor<4>, TransformerError> {
+        self.try_forward_with(q, k, v, AttentionTensors::default())
+    }
+
+    /// [`Self::forward`] with sinks or biases, which are parameters of the model around it.
+    ///
+    /// # Panics
+    /// With the text of [`Self::try_forward_with`]'s error.
+    #[track_caller]
+    pub fn forward_with(
+        &self,
+        q: Tensor<4>,
+        k: Tensor<4>,
+        v: Tensor<4>,
+        tensors: AttentionTensors,
+    ) -> Tensor<4> {
+        or_panic(self.try_forward_with(q, k, v, tensors))
+    }
+
+    /// [`Self::forward_with`] that returns its error.
+    ///
+    /// # Errors
+    /// As [`Self::try_forward`], and if a tensor does not fit the others.
+    pub fn try_forward_with(
+        &self,
+        q: Tensor<4>,
+        k: Tensor<4>,
+        v: Tensor<4>,
+        mut tensors: AttentionTensors,
+    ) -> Result<Tensor<4>, TransformerError> {
+        let [_, heads, seq_q, _] = q.dims();
+        let [_, _, seq_kv, _] = k.dims();
+        let layout = self.layout(heads, seq_q, seq_kv)?;
+        let dtype = q.dtype();
+        let [q, k, v] = [q, k, v].map(|x| {
+            let dtype = self.precision.dtype(x.dtype());
+            x.cast(dtype)
+        });
+        tensors.bias = (tensors.bias).map(|bias| {
+            let dtype = self.precision.dtype(bias.dtype());
+            bias.cast(dtype)
+        });
+        let mut options = self.options.clone();
+        if self.alibi {
+            options = options.alibi(alibi_slopes(heads));
+        }
+        if q.device().is_autodiff() {
+            options.dropout = training_dropout(&self.dropout, || self.seeds.next());
+        }
+        let call = SparseAttentionCall::new(q, k, v, &layout);
+        let out = call.tensors(tensors).options(options).run()?.out;
+        Ok(out.cast(dtype))
+    }
+
+    /// The layout that [`Self::forward`] uses for so many query heads, queries and keys.
+    ///
+    /// # Errors
+    /// If the pattern gives no layout for them.
+    pub fn layout(
+        &self,
+        heads: usize,
+        seq_q: usize,
+        seq_kv: usize,
+    ) -> Result<BlockLayout, TransformerError> {
+        self.layouts
+            .get(&Request::new(seq_q, seq_kv).with_heads(heads))
+    }
+
+    /// Which query attends to which key.
+    pub fn pattern(&self) -> &Pattern {
+        self.layouts.pattern()
+    }
+
+    /// Side of the blocks the pattern is cut into.
+    pub fn block_size(&self) -> usize {
+        self.layouts.block_size()
+    }
+
+    /// Keeps the `most` recently used layouts, in all clones. The default is 8. A server whose requests have more lengths than that builds layouts again
+    /// and again. 0 keeps none.
+    pub fn keep_layouts(&self, most: usize) {
+        self.layouts.keep(most);
+    }
+}
+
+impl ModuleDisplay for SparseAttention {
+    fn custom_settings(&self) -> Option<DisplaySettings> {
+        DisplaySettings::new()
+            .with_new_line_after_attribute(false)
+            .optional()
+    }
+
+    fn custom_content(&self, content: Content) -> Option<Content> {
+        content
+            .add("pattern", &self.pattern().to_string())
+            .add("block_size", &self.block_size())
+            .optional()
+    }
+}
