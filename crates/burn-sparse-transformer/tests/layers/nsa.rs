@@ -49,7 +49,7 @@ fn all_kinds() -> [(Compression, bool); 4] {
 }
 
 fn by_heads(layer: &Linear, x: &Tensor<3>, heads: usize) -> Tensor<4> {
-    let projected = layer.try_forward(x.clone());
+    let projected = layer.forward(x.clone());
     let [batch, seq, width] = projected.dims();
     let split = projected.reshape([batch, seq, heads, width / heads]);
     split.swap_dims(1, 2)

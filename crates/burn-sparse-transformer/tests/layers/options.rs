@@ -268,7 +268,7 @@ fn what_does_not_fit_is_refused() {
         (causal().with_sinks(true), "sinks"),
         (causal().with_quiet_softmax(true), "quiet_softmax"),
     ] {
-        let error = LongformerAttentionConfig::new(config).init(&device);
+        let error = LongformerAttentionConfig::new(config).try_init(&device);
         assert_eq!(
             error.unwrap_err().to_string(),
             format!("{name} must be none in LongformerAttention, got some")

@@ -73,10 +73,10 @@ fn equals_dense_attention(
         "window:6"
     )]
     pattern: &str,
-    #[values([HEADS, 37, 37], [2, 37, 37], [1, 5, 37], [2, 1, 37], [1, 1, 1])]
-    [kv_heads, seq_q, seq_kv]: [usize; 3],
-    #[values((None, None), (Some(0.3), Some(2.0)))] (scale, softcap): (Option<f64>, Option<f64>),
+    #[values([HEADS, 37, 37], [2, 37, 37], [1, 5, 37], [2, 1, 37], [1, 1, 1])] sizes: [usize; 3],
+    #[values((None, None), (Some(0.3), Some(2.0)))] options: (Option<f64>, Option<f64>),
 ) {
+    let ([kv_heads, seq_q, seq_kv], (scale, softcap)) = (sizes, options);
     let device = Device::flex();
     let pattern: Pattern = pattern.parse().unwrap();
     let q = normal(2, HEADS, seq_q, &device);
