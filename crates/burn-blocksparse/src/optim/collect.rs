@@ -54,13 +54,15 @@ impl<'a> Survey<'a> {
             failed: None,
         };
         model.visit(&mut survey);
+        // Where nothing has a gradient Burn's default would be in its place, which this machine may lack.
+        survey.device = survey.device.or_else(|| model.devices().into_iter().next());
         match survey.failed.take() {
             Some(error) => Err(error),
             None => Ok(survey),
         }
     }
 
-    /// The parameters' device, without autodiff. Of none, the default.
+    /// The device of the parameters that were looked at, or else of the model's first, without autodiff. Of no parameter, the default.
     pub fn device(&self) -> Device {
         self.device.clone().unwrap_or_default().without_autodiff()
     }

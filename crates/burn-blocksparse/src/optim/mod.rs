@@ -119,7 +119,7 @@ impl FusedAdamW {
             let control = control::control(&config, learning_rate, time.unwrap_or(1));
             numbers_on(&device, control.to_vec(), dtype)
         };
-        Ok(self.stepped(model, gradients, numbers))
+        Ok(self.stepped(model, gradients, &device, numbers))
     }
 
     /// What steps of `model` read from the device when they are recorded.
@@ -185,7 +185,7 @@ impl FusedAdamW {
                 .unwrap_or_else(|| limit_on(&device, limit, dtype))
         };
         let with_gradients = survey.into_seen();
-        let stepped = self.stepped(model, gradients, numbers);
+        let stepped = self.stepped(model, gradients, &device, numbers);
         for (id, state) in &mut self.states {
             let has_gradient = with_gradients.contains(&ParamId::from(*id));
             state.counted = has_gradient.then(|| state.time - taken);
@@ -198,6 +198,7 @@ impl FusedAdamW {
         &mut self,
         model: M,
         gradients: GradientsParams,
+        device: &Device,
         numbers: impl Fn(Option<usize>, DType) -> Tensor<1>,
     ) -> (M, Tensor<1>) {
         let mut take = Take::new(gradients, &mut self.states);
@@ -206,14 +207,7 @@ impl FusedAdamW {
         let gradients: Vec<_> = (held.iter().flatten())
             .filter_map(|held| held.gradient.clone())
             .collect();
-        // Without a gradient the model's own device: Burn's default may be one that this machine lacks.
-        let device = match gradients.first() {
-            Some(gradient) => Tensor::<1>::from_dispatch(gradient.clone()).device(),
-            None => (model.devices().into_iter().next())
-                .unwrap_or_default()
-                .without_autodiff(),
-        };
-        let clip = norm_of(&gradients, |dtype| numbers(None, dtype), &device);
+        let clip = norm_of(&gradients, |dtype| numbers(None, dtype), device);
         drop(gradients);
         let norm = Tensor::from_dispatch(clip.norm);
         let limit = self.config.max_grad_norm;
