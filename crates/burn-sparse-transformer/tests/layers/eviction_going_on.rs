@@ -167,7 +167,10 @@ fn going_back_into_the_first_call_and_over_pages() {
             for &(tokens, back) in calls {
                 let len = pool.len(id).unwrap();
                 let wrong = Tensor::cat(
-                    vec![part(&text, 0, len + tokens - back), part(&other, len, back)],
+                    vec![
+                        part(&text, 0, len + tokens - back),
+                        part(&other, len, back.max(1)),
+                    ],
                     1,
                 );
                 go_on(&model, &wrong, &mut pool, id, &[tokens]);
