@@ -4,12 +4,12 @@ use std::process::Command;
 
 use burn::tensor::{Bool, DType, Device, Int, Tensor};
 use burn_blocksparse::{
-    Activation, AttentionOptions, CrossEntropyOptions, DeviceLayout, DeviceLayoutOptions, KeyLists,
-    LayoutShape, LinearOptions, MassOptions, MlpOptions, MlpParams, NormParams, OpError, Pattern,
-    ResidualNormOptions, SampleOptions, StreamDropout, TopKOptions, attention, attention_masses,
+    Activation, CrossEntropyOptions, DeviceLayout, DeviceLayoutOptions, KeyLists, LayoutShape,
+    LinearOptions, MassOptions, MlpOptions, MlpParams, NormParams, OpError, Pattern,
+    ResidualNormOptions, SampleOptions, StreamDropout, TopKOptions, attention_masses,
     bias_activation, check_device, dropout, embedding, hash_rows, heads_apart, highest_in_rows,
     linear, linear_cross_entropy, linear_to_heads, mlp, norm, rows_at, sample_tokens, sort_buckets,
-    split_heads, top_k_blocks_on_device, unit_rows,
+    sparse_attention, split_heads, top_k_blocks_on_device, unit_rows,
 };
 use burn_blocksparse_tests::devices::devices;
 
@@ -33,7 +33,7 @@ fn calls(device: &Device) -> Vec<(&'static str, Result<(), OpError>)> {
         ("check_device", check_device(device)),
         (
             "attention",
-            attention(x4(), x4(), x4(), &layout, AttentionOptions::default()).map(drop),
+            sparse_attention(x4(), x4(), x4(), &layout).map(drop),
         ),
         (
             "attention_masses",
