@@ -316,7 +316,10 @@ impl Machine {
         let before = self.pool.free_pages();
         match self.pool.load(&read) {
             Ok((loaded, slots)) => {
-                assert_eq!(slots.iter().map(Vec::len).collect::<Vec<_>>(), saved.keys());
+                assert_eq!(
+                    slots.iter().map(Vec::len).collect::<Vec<_>>(),
+                    self.pool.saved_keys(&saved).unwrap()
+                );
                 for (slots, contents) in slots.into_iter().zip(contents) {
                     for (slot, content) in slots.into_iter().zip(contents) {
                         self.memory[slot as usize] = content;
