@@ -79,8 +79,8 @@ impl SparseAttentionConfig {
 /// cache see what they see in the whole sequence. Keys and values may have fewer heads than queries (GQA).
 ///
 /// Layouts are built once for each (heads, seq_q, seq_kv); clones share them, and the 8 that were used last are kept
-/// ([`keep_layouts`](Self::keep_layouts)). A cache that grows by a token asks for a new one, which follows the row's kept blocks and not the sequence:
-/// see `docs/swap-burn-nn.md`.
+/// ([`keep_layouts`](Self::keep_layouts)). A cache that grows by a token asks for a new one, whose time follows the one row's kept blocks, and on a GPU
+/// for its launch plan. Decoding from pages needs none ([`KvPool`](crate::KvPool), [`paged_attention`](burn_blocksparse::paged_attention)).
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};

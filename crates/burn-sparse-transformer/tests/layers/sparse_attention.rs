@@ -266,5 +266,5 @@ fn is_a_module_and_a_configuration() {
     assert_eq!(attention.num_params(), 0);
     assert_eq!(attention.block_size(), 8);
     let text = attention.format(Default::default());
-    assert!(text.contains("streaming(5, 2)"), "{text}");
+    assert!(text.contains("streaming(5, sink = 2)"), "{text}");
 }
