@@ -1,7 +1,7 @@
 //! Random cases against f64: `BURN_SPARSE_FUZZ_CASES=2000 cargo test -p burn-blocksparse-tests --test suite -- fuzz:: --ignored --nocapture`.
 
 use burn_blocksparse_tests::devices::devices;
-use burn_blocksparse_tests::fuzz::{fuzz, fuzz_of_the_day};
+use burn_blocksparse_tests::fuzz::{fuzz, fuzz_of_the_day, half_precision_sees_a_small_bias};
 use burn_blocksparse_tests::fuzz_decoding::pieces_are_rows_of_the_whole;
 use burn_blocksparse_tests::selection_fuzz::{random_choices, some_random_choices};
 
@@ -15,6 +15,11 @@ fn random_cases_of_the_day_equal_f64() {
 #[ignore = "takes as long as it is asked to: see docs/reliability.md"]
 fn random_cases_equal_f64() {
     fuzz(&devices());
+}
+
+#[test]
+fn half_precision_cases_see_a_small_bias() {
+    devices().iter().for_each(half_precision_sees_a_small_bias);
 }
 
 /// `BURN_SPARSE_FUZZ_DECODING` cases, 40 if it is not set.

@@ -244,6 +244,19 @@ impl Problem {
         self
     }
 
+    /// Adds `size` to the bias of every other pair and takes it from the others'.
+    pub fn add_alternating_bias(&mut self, size: f64) {
+        let s = self.sizes;
+        let bias = self.bias.get_or_insert_with(|| {
+            let shape = [1, 1, s.seq_q, s.seq_kv];
+            let values = vec![0.0; s.seq_q * s.seq_kv];
+            Bias { shape, values }
+        });
+        for (place, value) in bias.values.iter_mut().enumerate() {
+            *value += if place % 2 == 0 { size } else { -size };
+        }
+    }
+
     /// ALiBi biases.
     pub fn with_slopes(mut self, slopes: Vec<f64>) -> Self {
         self.slopes = Some(slopes);
