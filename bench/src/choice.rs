@@ -67,6 +67,12 @@ struct Args {
     /// Compare results with loops in f64, of small calls, instead of timing.
     #[arg(long)]
     verify: bool,
+    /// Of so many parts of what is to be compared, only this one.
+    #[arg(long, default_value_t = 0, requires = "verify")]
+    shard: usize,
+    /// Parts of what is to be compared.
+    #[arg(long, default_value_t = 1, requires = "verify")]
+    of: usize,
     /// Launch every kernel once and wait for nothing: for looking at what is compiled.
     #[arg(long)]
     enqueue_only: bool,
@@ -351,15 +357,53 @@ fn rule(keep: Keep) -> Rule {
     }
 }
 
-fn verify(client: &Client, only: &str) -> Result<()> {
+/// The part of what is compared that a process has.
+struct Part {
+    shard: usize,
+    of: usize,
+    /// Calls so far, of any part.
+    number: usize,
+    /// Calls of this part.
+    compared: usize,
+}
+
+impl Part {
+    /// Whether the next call is one of this part.
+    fn has_next(&mut self) -> bool {
+        self.number += 1;
+        let has = self.number % self.of == self.shard;
+        self.compared += usize::from(has);
+        has
+    }
+}
+
+fn verify(client: &Client, args: &Args) -> Result<()> {
+    let Args { shard, of, .. } = *args;
+    ensure!(
+        shard < of,
+        "--shard is {shard}, of {of} parts numbered from 0"
+    );
+    let part = &mut Part {
+        shard,
+        of,
+        number: 0,
+        compared: 0,
+    };
+    verify_part(client, &args.only, part)?;
+    let compared = part.compared;
+    println!("{compared} calls equal loops in f64");
+    ensure!(compared > 0, "--shard {shard} of {of} has no call");
+    Ok(())
+}
+
+fn verify_part(client: &Client, only: &str, part: &mut Part) -> Result<()> {
     let mut rng = ChaCha8Rng::seed_from_u64(7);
-    let mut compared = choice_picks::verify(client, &mut rng)?;
+    choice_picks::verify(client, &mut rng, part)?;
     if only != "picks" {
-        compared += choice_lines::verify(client, &mut rng)?;
-        compared += choice_lines::verify_least(client, &mut rng)?;
+        choice_lines::verify(client, &mut rng, part)?;
+        choice_lines::verify_least(client, &mut rng, part)?;
     }
     if ["lines", "picks"].contains(&only) {
-        println!("{compared} calls equal loops in f64");
         return Ok(());
     }
     // Lists of queries and of keys, their lengths, and width, block and stride.
@@ -386,8 +430,9 @@ fn verify(client: &Client, only: &str) -> Result<()> {
                     factor: 0.25 / stride as f64,
                     rows,
                 };
-                Sums::new(client, of, &mut rng).verify(client)?;
-                compared += 1;
+                if part.has_next() {
+                    Sums::new(client, of, &mut rng).verify(client)?;
+                }
             }
         }
     }
@@ -414,11 +459,11 @@ fn verify(client: &Client, only: &str) -> Result<()> {
                 seq_kv,
                 block_size,
             };
-            Ruled::new(client, shape, rule(keep), width, &mut rng).verify(client)?;
-            compared += 1;
+            if part.has_next() {
+                Ruled::new(client, shape, rule(keep), width, &mut rng).verify(client)?;
+            }
         }
     }
-    println!("{compared} calls equal loops in f64");
     Ok(())
 }
 
@@ -439,7 +484,7 @@ fn main() -> Result<()> {
     let args = Args::parse();
     let client = cubecl::Device::Cuda(Default::default()).client();
     if args.verify {
-        return verify(&client, &args.only);
+        return verify(&client, &args);
     }
     let Args {
         n,

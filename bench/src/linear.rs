@@ -39,6 +39,9 @@ struct Args {
     /// See `--shard`.
     #[arg(long, default_value_t = 1)]
     of: u64,
+    /// Of what is compared leave out what takes more multiplications: for the interpreter.
+    #[arg(long, default_value_t = usize::MAX)]
+    most: usize,
     /// Time so many of each product's plans, the best by the model first.
     #[arg(long, default_value_t = 1)]
     plans: usize,
@@ -371,7 +374,8 @@ impl Bench {
                     }
                     number += 1;
                     // Shards by kernel: each compiles its own.
-                    if (lies * 4 + kind) % self.args.of != self.args.shard {
+                    let elsewhere = (lies * 4 + kind) % self.args.of != self.args.shard;
+                    if elsewhere || batch * m * n * k > self.args.most {
                         continue;
                     }
                     let a = Operand::padded(&client, is_bf16, [batch, m, k], a_transposed, number);

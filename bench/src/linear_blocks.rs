@@ -299,7 +299,8 @@ pub(super) fn verify(bench: &Bench) -> Result<()> {
                 ([4, 3], 100, 0.0),
             ] {
                 number += 1;
-                if number % bench.args.of != bench.args.shard {
+                let most: usize = rows * block * block * grid[0] * grid[1];
+                if number % bench.args.of != bench.args.shard || most > bench.args.most {
                     continue;
                 }
                 let mut rng = ChaCha8Rng::seed_from_u64(!number);

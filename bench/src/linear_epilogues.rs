@@ -350,6 +350,9 @@ pub(super) fn verify(bench: &Bench) -> Result<(usize, usize)> {
                 };
                 let cols = dim * heads[1..].iter().sum::<usize>();
                 let rows = batch * rows;
+                if rows * depth * cols > bench.args.most {
+                    continue;
+                }
                 let client = &bench.client;
                 let a = Operand::random(client, is_bf16, [1, rows, depth], false, seed);
                 let b = Operand::random(client, is_bf16, [1, depth, cols], transposed, !seed);
@@ -394,7 +397,8 @@ fn verify_heads(bench: &Bench) -> Result<(usize, usize)> {
     .enumerate()
     {
         for (kind, transposed) in [(0, false), (1, true), (2, false), (3, true)] {
-            if (number * 4 + kind) as u64 % bench.args.of != bench.args.shard {
+            let elsewhere = (number * 4 + kind) as u64 % bench.args.of != bench.args.shard;
+            if elsewhere || batch * seq * heads * HEAD * cols > bench.args.most {
                 continue;
             }
             let is_bf16 = kind < 2;
