@@ -171,7 +171,7 @@ mod tests {
                 "--position-width must be at least 1, got 0",
             ),
         ] {
-            let error = config.init(&device).err().unwrap();
+            let error = config.try_init(&device).err().unwrap();
             let error = anyhow::Error::from(error);
             assert_eq!(text(&error, Some(&train())), message);
             let more = Err::<(), _>(error).context("runs/x").unwrap_err();

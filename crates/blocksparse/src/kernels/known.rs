@@ -31,13 +31,19 @@ impl<K: Eq + Hash, V: Clone> Slots<K, Option<V>> {
     }
 }
 
+/// Where a key's value is made.
+#[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
+type Slot<V> = Arc<Mutex<Option<V>>>;
+
 /// Values of the keys that were asked for last, so many at most.
+#[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
 pub(super) struct Recent<K, V> {
     most: usize,
     /// The latest last.
-    slots: Mutex<Vec<(K, Arc<Mutex<Option<V>>>)>>,
+    slots: Mutex<Vec<(K, Slot<V>)>>,
 }
 
+#[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
 impl<K: Eq, V: Clone> Recent<K, V> {
     pub const fn new(most: usize) -> Self {
         Self {
@@ -59,8 +65,7 @@ impl<K: Eq, V: Clone> Recent<K, V> {
     }
 
     /// A key's slot, and the one that went for it.
-    #[allow(clippy::type_complexity)]
-    fn slot(&self, key: K) -> (Arc<Mutex<Option<V>>>, Option<(K, Arc<Mutex<Option<V>>>)>) {
+    fn slot(&self, key: K) -> (Slot<V>, Option<(K, Slot<V>)>) {
         let mut slots = lock(&self.slots);
         let at = slots.iter().position(|(known, _)| *known == key);
         let found = match at {

@@ -463,7 +463,7 @@ fn a_layer_alone_counts_no_full_layers() {
     let device = Device::flex();
     for selection in ["moba:8,2,1", "quest:8,24,2", "quest:8,24,1,share=no"] {
         let of_layer = || config(Pattern::causal());
-        let mha = of_layer().init(&device).unwrap();
+        let mha = of_layer().try_init(&device).unwrap();
         let heads = HeadSelections::from_str(&format!("pattern / {selection}")).unwrap();
         let block = SparseTransformerBlockConfig::new(D_MODEL, 4, Pattern::causal())
             .with_block_size(8)
@@ -472,11 +472,11 @@ fn a_layer_alone_counts_no_full_layers() {
         let errors = [
             of_layer()
                 .with_selection(Some(chosen.clone()))
-                .init(&device)
+                .try_init(&device)
                 .unwrap_err(),
             mha.clone().with_selection(Some(chosen)).unwrap_err(),
             mha.with_head_selections(Some(heads)).unwrap_err(),
-            block.init(&device).unwrap_err(),
+            block.try_init(&device).unwrap_err(),
         ];
         for error in errors {
             let expected = format!(
@@ -496,8 +496,8 @@ fn a_layer_alone_counts_no_full_layers() {
         assert_eq!(text(&written.to_string()), written);
         of_layer()
             .with_selection(Some(written))
-            .init(&device)
+            .try_init(&device)
             .unwrap();
-        model.init(&device).unwrap();
+        model.try_init(&device).unwrap();
     }
 }

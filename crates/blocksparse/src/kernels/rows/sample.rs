@@ -6,6 +6,9 @@
 //! No factor is infinite, nor a difference: a temperature is two factors, and differences are of halves. In a row whose largest number is not finite behind the
 //! penalty, all numbers are multiplied by what makes none larger than its logit ([`shrunk`]), so that they keep their order.
 
+// What is known at compile time stays apart from what is not.
+#![allow(clippy::collapsible_if)]
+
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
