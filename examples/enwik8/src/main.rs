@@ -117,7 +117,10 @@ fn dispatch(task: &Task) -> Result<ExitCode> {
         Task::SampleImages(args) => images::sample::run(args).map(done),
         Task::Bench(args) => bench::run(args).map(done),
         Task::Draw(args) => draw::run(args).map(done),
-        Task::Patterns(args) => Ok(done(pattern::list(args))),
+        Task::Patterns(args) => {
+            pattern::list(args);
+            Ok(ExitCode::SUCCESS)
+        }
         Task::Export(args) => export::run(args).map(done),
         Task::Import(args) => import::run(args).map(done),
     }

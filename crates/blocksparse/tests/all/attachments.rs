@@ -165,7 +165,11 @@ fn two_values_that_cannot_be_made_without_each_other_panic() {
         let (layout, barrier) = (layout(), Arc::new(Barrier::new(2)));
         let threads = [one, two].map(|make: fn(&BlockLayout, &dyn Fn())| {
             let (layout, barrier) = (layout.clone(), barrier.clone());
-            thread::spawn(move || make(&layout, &|| drop(barrier.wait())))
+            thread::spawn(move || {
+                make(&layout, &|| {
+                    barrier.wait();
+                })
+            })
         });
         threads.map(|thread| thread.join().unwrap_err().downcast::<String>().unwrap())
     });
