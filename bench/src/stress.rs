@@ -32,7 +32,7 @@ pub fn hash(client: &Client, buffer: &Handle, words: usize) -> u64 {
 #[cube(launch_unchecked)]
 fn hash_words(words: &[u32], hashes: &mut [u32], length: usize) {
     let mut hash = 0x811c_9dc5u32;
-    let mut at = ABSOLUTE_POS as usize;
+    let mut at = ABSOLUTE_POS;
     while at < length {
         hash = (hash ^ words[at]) * 16_777_619u32;
         at += comptime!((CUBES * UNITS) as usize);

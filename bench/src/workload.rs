@@ -223,7 +223,7 @@ mod tests {
         }
         let error = pattern("gap:5").unwrap_err();
         assert!(
-            error.contains("strided:STRIDE") && error.contains("random:PERCENT"),
+            error.contains("local:WINDOW") && error.contains("random:PERCENT"),
             "{error}"
         );
     }
