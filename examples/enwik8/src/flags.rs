@@ -168,7 +168,7 @@ mod tests {
             ),
             (
                 config(32, 4, 0),
-                "--position-width must be at least 1, got 0",
+                "--position-width must be between 1 and 64, the context, got 0",
             ),
         ] {
             let error = config.try_init(&device).err().unwrap();

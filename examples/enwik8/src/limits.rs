@@ -75,7 +75,8 @@ impl RunConfig {
         };
         ensure!(
             room.holds(state + kept),
-            "--batch {batch}, {length}: what a step keeps for its backward pass takes, with the weights, {}; --recompute keeps less",
+            "--batch {batch}, {length}, {}: what a step keeps for its backward pass takes, with the weights, {}; --recompute keeps less",
+            widths(model),
             room.refusal(state + kept)
         );
         Ok(())
@@ -106,7 +107,7 @@ impl RunConfig {
             let steps = self.steps(train_bytes);
             ensure!(
                 steps <= MOST,
-                "--epochs must be at most {MOST} steps, got {epochs}, which are {steps} of {} bytes",
+                "--epochs must be at most {MOST} steps, got {epochs:?}, which are {steps} of {} bytes",
                 self.tokens_per_step()
             );
         }

@@ -226,7 +226,7 @@ fn several_samples_and_their_cache() {
             1,
             "positions must be Original, because the residency is no Window",
         ),
-        (&["--cache", "tova:1"], 1, "capacity must be at least 2"),
+        (&["--cache", "tova:1"], 2, "capacity must be at least 2"),
         (
             &["--selection", "topk:16,2"],
             1,
@@ -234,8 +234,8 @@ fn several_samples_and_their_cache() {
         ),
         (
             &["--cache", "tova:9", "--budget", "pyramid:1"],
-            1,
-            "beta must be a number above 1",
+            2,
+            "BETA above 1",
         ),
         (
             &["--cache", "tova:9", "--budget", "some"],
@@ -470,6 +470,6 @@ pub fn chosen_pages_are_sampled_from(checkpoint: &str) {
     assert!(stats.contains("; the last bytes read "), "{stats}");
     let pages = ["--page-size", "32"];
     let got = fail(&[&sample[..], &quest, &pages].concat(), 1);
-    let message = "page_size must be 16, the page of quest, got 32";
+    let message = "--page-size must be 16, the page of quest, got 32";
     assert!(got.contains(message), "{got}");
 }

@@ -98,7 +98,7 @@ fn choices_within_a_pattern_train_and_resume_bit_for_bit() {
     assert_eq!(row("topk:8,ratio=1")[2..], ["1.0000"; 3], "{table}");
     let message = fail(&[&recall[..], &["--selection", "moba:8,2"]].concat(), 1);
     assert!(
-        message.contains("needs the dense causal pattern in every head"),
+        message.contains("must be the dense causal pattern, or dense"),
         "{message}"
     );
     let sample = ["sample", "--checkpoint", &path, "--length", "4"];

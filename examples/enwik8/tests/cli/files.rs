@@ -128,7 +128,9 @@ fn a_file_that_cannot_be_written_is_named() {
             &json,
         ),
     ] {
-        let message = fail(&arguments, 1);
+        let output = crate::support::run(&arguments);
+        let message = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}: {message}");
         assert!(message.contains(path.as_str()), "{arguments:?}: {message}");
     }
 }

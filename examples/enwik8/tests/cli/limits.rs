@@ -52,7 +52,9 @@ fn every_flag_of_training_is_named_with_a_bad_value() {
 fn every_size_has_a_limit() {
     let folder = Folder::new();
     let run = folder.path("run");
-    let data = folder.data();
+    // Long enough for the default context.
+    let bytes: Vec<u8> = (0..40_000u32).map(|i| (i * i % 61) as u8 + 32).collect();
+    let data = folder.file("data", &bytes);
     for flag in flags("train") {
         // Of which large ones are harmless, or which are no sizes.
         let harmless = [
@@ -196,7 +198,7 @@ fn sizes_of_other_commands_have_limits() {
         ("tova:0", "its capacity must be at least 2"),
         (
             "snapkv:8,9",
-            "its window must be below the capacity of 8 keys",
+            "its window must be below the capacity of 9 keys",
         ),
         ("snapkv:8,4,2", "its pool must be an odd number"),
         ("h2o:0,8", "'h2o:0,8' for '--cache"),
