@@ -78,9 +78,10 @@ pub fn encode(x: f32, #[comptime] quantization: Quantization) -> u32 {
 pub fn nearest_e4m3(x: f32) -> f32 {
     let bits = u32::reinterpret(x);
     let size = bits & 0x7fff_ffffu32;
-    // Four digits; or, where f32 has no more than 2⁻⁹ in its last one, multiples of that.
+    // Four digits; or multiples of 2⁻⁹, counted in the last bits of a float: compilers may take x + c − c for x.
     let normal = (size + 0x7_ffffu32 + ((size >> 20u32) & 1u32)) & 0xfff0_0000u32;
-    let subnormal = u32::reinterpret((f32::reinterpret(size) + 16384.0f32) - 16384.0f32);
+    let count = u32::reinterpret(f32::reinterpret(size) * 512.0f32 + 8_388_608.0f32) & 0xffu32;
+    let subnormal = u32::reinterpret(f32::cast_from(count) * 0.001_953_125f32);
     let least = comptime!(0.015_625f32.to_bits());
     let nearest = select(size < least, subnormal, normal);
     f32::reinterpret(nearest | (bits & 0x8000_0000u32))
