@@ -5,10 +5,10 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use burn::tensor::{DType, Device, Distribution, Tensor};
-use burn_blocksparse::{
-    AttentionOptions, BlockSparseTensor, Layout, MassOptions, Pattern, SparseAttentionCall,
-    TopKOptions, attention_masses, top_k_blocks_on_device,
+use burn_blocksparse::selection::{
+    MassOptions, TopKOptions, attention_masses, top_k_blocks_on_device,
 };
+use burn_blocksparse::{AttentionOptions, BlockSparseTensor, Layout, Pattern, SparseAttentionCall};
 use burn_blocksparse_tests::devices::devices;
 
 const USAGE: &str = "usage: BURN_SPARSE_DEVICE=cuda bench-calls [DTYPE] [N] [REPEATS]

@@ -8,10 +8,13 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use burn::tensor::{DType, Device, Distribution, Tensor};
+use burn_blocksparse::layout::DeviceLayoutOptions;
+use burn_blocksparse::nsa::{Nsa, NsaBranches, NsaKeysValues, NsaOptions};
+use burn_blocksparse::selection::{
+    ChoiceWalk, ScoreCall, Selection, attention_selected, attention_with_lists,
+};
 use burn_blocksparse::{
-    AttentionOptions, ChoiceWalk, DeviceLayout, DeviceLayoutOptions, Layout, LayoutShape, Nsa,
-    NsaBranches, NsaKeysValues, NsaOptions, Pattern, ScoreCall, Selection, SparseAttentionCall,
-    attention_selected, attention_with_lists,
+    AttentionOptions, DeviceLayout, Layout, LayoutShape, Pattern, SparseAttentionCall,
 };
 use burn_blocksparse_tests::devices::devices;
 use queued::{Ahead, median};

@@ -3,7 +3,8 @@
 use std::time::Instant;
 
 use burn::tensor::{DType, Device, Distribution, Tensor};
-use burn_blocksparse::{BlockLayout, Pattern, runs_kernels, sparse_attention};
+use burn_blocksparse::internal::runs_kernels;
+use burn_blocksparse::{BlockLayout, Pattern, sparse_attention};
 
 /// Positions of what the device does before, and how often: some ten milliseconds of a GPU, in which a host starts hundreds of launches.
 const POSITIONS: usize = 32_768;

@@ -1,10 +1,10 @@
 //! What chooses single keys: indexers, clusters and hashes.
 
 use burn::tensor::{DType, Distribution, Tensor};
-use burn_blocksparse::{
-    Dsa, DsaIndex, DsaTarget, Pattern, hash_rows, highest_in_rows, runs_kernels, sort_rounds,
-};
-use burn_sparse_transformer::{LshHeadsConfig, RoutingHeadsConfig};
+use burn_blocksparse::Pattern;
+use burn_blocksparse::dsa::{Dsa, DsaIndex, DsaTarget};
+use burn_blocksparse::internal::{hash_rows, highest_in_rows, runs_kernels, sort_rounds};
+use burn_sparse_transformer::content::{LshHeadsConfig, RoutingHeadsConfig};
 
 use super::{Bench, run};
 

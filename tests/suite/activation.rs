@@ -1,7 +1,7 @@
 //! A bias and an activation.
 
 use burn::tensor::Tensor;
-use burn_blocksparse::{Activation, bias_activation};
+use burn_blocksparse::ops::{Activation, bias_activation};
 use burn_blocksparse_tests::devices::devices;
 use rstest::rstest;
 

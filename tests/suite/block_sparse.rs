@@ -1,7 +1,9 @@
 //! Products with block-sparse weights.
 
 use burn::tensor::{DType, Tensor};
-use burn_blocksparse::{BlockSparseLinearOptions, WeightLayout, block_sparse_linear};
+use burn_blocksparse::sparse_linear::{
+    BlockSparseLinearOptions, WeightLayout, block_sparse_linear,
+};
 use burn_blocksparse_tests::devices::devices;
 use rstest::rstest;
 

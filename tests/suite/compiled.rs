@@ -7,7 +7,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use burn::tensor::{Tensor, TensorData};
-use burn_blocksparse::FusedAdamWConfig;
+use burn_blocksparse::optim::FusedAdamWConfig;
 use burn_blocksparse_tests::devices::devices;
 use burn_sparse_transformer::{Factorization, Pattern, Recompute, SparseTransformerConfig};
 

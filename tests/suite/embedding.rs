@@ -1,7 +1,7 @@
 //! Embeddings.
 
 use burn::tensor::{DType, Int, Tensor};
-use burn_blocksparse::embedding_backward;
+use burn_blocksparse::ops::embedding_backward;
 use burn_blocksparse_tests::devices::devices;
 
 burn_blocksparse_tests::tests!(

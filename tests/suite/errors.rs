@@ -1,11 +1,14 @@
 //! Bad input is a typed error that names the argument, what was expected and what came.
 
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::{
-    AttentionOptions, AttentionTensors, BlockLayout, DeviceLayout, DeviceLayoutOptions, Dropout,
-    LayoutShape, MassOptions, OpError, Pattern, SparseAttentionCall, TopKOptions, WeightsMode,
-    attention_masses, merge_attention, sparse_attention, top_k_blocks, top_k_blocks_on_device,
+use burn_blocksparse::layout::DeviceLayoutOptions;
+use burn_blocksparse::selection::{
+    MassOptions, TopKOptions, attention_masses, top_k_blocks, top_k_blocks_on_device,
     vertical_slash_layout,
+};
+use burn_blocksparse::{
+    AttentionOptions, AttentionTensors, BlockLayout, DeviceLayout, Dropout, LayoutShape, OpError,
+    Pattern, SparseAttentionCall, WeightsMode, merge_attention, sparse_attention,
 };
 use burn_blocksparse_tests::devices::{devices, supports, two_devices};
 use proptest::prelude::*;

@@ -1,7 +1,7 @@
 //! Sums of gated branches.
 
 use burn::tensor::{DType, Tensor};
-use burn_blocksparse::NsaBranches;
+use burn_blocksparse::nsa::NsaBranches;
 use burn_blocksparse_tests::devices::{devices, supports};
 use rstest::rstest;
 

@@ -3,7 +3,8 @@
 use std::process::Command;
 
 use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
-use burn_blocksparse::{BlockLayout, Fixed, OpError, Pattern, Replayed, sparse_attention};
+use burn_blocksparse::graph::{Fixed, Replayed};
+use burn_blocksparse::{BlockLayout, OpError, Pattern, sparse_attention};
 use burn_blocksparse_tests::devices::devices;
 use rstest::rstest;
 

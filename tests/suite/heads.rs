@@ -1,7 +1,7 @@
 //! Rows split into heads, and joined.
 
 use burn::tensor::Tensor;
-use burn_blocksparse::{OpPlan, split_heads};
+use burn_blocksparse::ops::{OpPlan, split_heads};
 use burn_blocksparse_tests::devices::devices;
 use rstest::rstest;
 

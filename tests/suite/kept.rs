@@ -1,10 +1,8 @@
 //! Attention with results that another pass kept.
 
 use burn::tensor::{DType, Device, Tensor};
-use burn_blocksparse::{
-    AttentionOptions, AttentionTensors, KeptAttention, OpError, Pattern, WeightsMode,
-    attention_given, attention_keeping,
-};
+use burn_blocksparse::internal::{KeptAttention, attention_given, attention_keeping};
+use burn_blocksparse::{AttentionOptions, AttentionTensors, OpError, Pattern, WeightsMode};
 use burn_blocksparse_tests::devices::{devices, two_devices};
 use rstest::rstest;
 

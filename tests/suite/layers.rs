@@ -6,9 +6,10 @@ use burn_blocksparse_tests::compare::{assert_close, to_f64};
 use burn_blocksparse_tests::devices::{devices, supports};
 use burn_blocksparse_tests::fuzz::pattern;
 use burn_blocksparse_tests::reference::{Problem, Sizes};
+use burn_sparse_transformer::linear::MixedPrecisionLinearConfig;
 use burn_sparse_transformer::{
-    MixedPrecisionLinearConfig, Pattern, Precision, SparseMhaInput, SparseMultiHeadAttention,
-    SparseMultiHeadAttentionConfig, TransformerError,
+    Pattern, Precision, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
+    TransformerError,
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;

@@ -1,7 +1,7 @@
 //! Products with weights.
 
 use burn::tensor::{DType, Tensor};
-use burn_blocksparse::{LinearOptions, linear_joined};
+use burn_blocksparse::ops::{LinearOptions, linear_joined};
 use burn_blocksparse_tests::devices::devices;
 use rstest::rstest;
 

@@ -1,7 +1,7 @@
 //! The cross entropy of a product with targets.
 
 use burn::tensor::{DType, Int, Tensor};
-use burn_blocksparse::{CrossEntropyOptions, linear_cross_entropy};
+use burn_blocksparse::ops::{CrossEntropyOptions, linear_cross_entropy};
 use burn_blocksparse_tests::devices::devices;
 use rstest::rstest;
 

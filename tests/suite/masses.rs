@@ -1,7 +1,8 @@
 //! Weights summed over columns and diagonals.
 
 use burn::tensor::{DType, Tensor};
-use burn_blocksparse::{MassOptions, Pattern, attention_masses};
+use burn_blocksparse::Pattern;
+use burn_blocksparse::selection::{MassOptions, attention_masses};
 use burn_blocksparse_tests::devices::{devices, supports};
 use rstest::rstest;
 

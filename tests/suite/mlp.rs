@@ -1,7 +1,7 @@
 //! Feed-forward networks.
 
 use burn::tensor::{DType, Tensor};
-use burn_blocksparse::{Activation, MlpOptions, MlpParams, mlp};
+use burn_blocksparse::ops::{Activation, MlpOptions, MlpParams, mlp};
 use burn_blocksparse_tests::devices::devices;
 use rstest::rstest;
 

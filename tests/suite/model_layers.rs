@@ -2,12 +2,13 @@
 
 use burn::module::Module;
 use burn::tensor::{Device, Int, Tensor};
-use burn_blocksparse::FusedAdamWConfig;
+use burn_blocksparse::optim::FusedAdamWConfig;
 use burn_blocksparse_tests::compare::to_f64;
 use burn_blocksparse_tests::devices::devices;
+use burn_sparse_transformer::dsa::DsaStage;
+use burn_sparse_transformer::pool::{KvPoolConfig, KvStep};
 use burn_sparse_transformer::{
-    DsaStage, Factorization, KvPoolConfig, KvStep, Pattern, Recompute, SparseTransformer,
-    SparseTransformerConfig,
+    Factorization, Pattern, Recompute, SparseTransformer, SparseTransformerConfig,
 };
 
 burn_blocksparse_tests::tests!(order: buckets_are_sorted_as_by_the_host, highest_in_rows_are_those_of_a_sort, sums_at_places_are_gradients_of_rows);

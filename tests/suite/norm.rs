@@ -1,7 +1,7 @@
 //! Residual norms.
 
 use burn::tensor::{FloatDType, Tensor};
-use burn_blocksparse::{
+use burn_blocksparse::ops::{
     Branch, NormParams, ResidualNormOptions, StreamDropout, residual_add, residual_norm,
 };
 use burn_blocksparse_tests::devices::devices;

@@ -1,7 +1,9 @@
 //! Native sparse attention.
 
 use burn::tensor::{DType, Device, Tensor};
-use burn_blocksparse::{Forced, Nsa, NsaKeysValues, NsaOptions, OpError};
+use burn_blocksparse::OpError;
+use burn_blocksparse::nsa::{Nsa, NsaKeysValues, NsaOptions};
+use burn_blocksparse::selection::Forced;
 use burn_blocksparse_tests::devices::devices;
 use rstest::rstest;
 

@@ -3,7 +3,8 @@
 use burn::nn::LinearConfig;
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Bytes, Device, Tensor};
-use burn_blocksparse::{FusedAdamWConfig, OpError, clip_gradients, gradient_norm};
+use burn_blocksparse::OpError;
+use burn_blocksparse::optim::{FusedAdamWConfig, clip_gradients, gradient_norm};
 use burn_blocksparse_tests::devices::devices;
 use rstest::rstest;
 

@@ -1,11 +1,13 @@
 //! Attention over pages.
 
 use burn::tensor::{DType, Device, Int, Tensor};
-use burn_blocksparse::{
-    AttentionOptions, AttentionTensors, PageSummaries, PageSummary, PagedKeysValues, PagedOptions,
-    PagedStore, PagedVisibility, Quantization, QuantizedPages, Selection, alibi_slopes,
-    append_quantized, append_rows, dequantize, paged_attention, select_pages, summarize_pages,
+use burn_blocksparse::paged::{
+    PageSummaries, PagedKeysValues, PagedOptions, PagedStore, PagedVisibility, Quantization,
+    QuantizedPages, append_quantized, append_rows, dequantize, paged_attention, select_pages,
+    summarize_pages,
 };
+use burn_blocksparse::selection::{PageSummary, Selection};
+use burn_blocksparse::{AttentionOptions, AttentionTensors, alibi_slopes};
 use burn_blocksparse_tests::devices::devices;
 
 burn_blocksparse_tests::tests!(

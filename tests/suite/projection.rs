@@ -1,7 +1,7 @@
 //! Projections to heads and from them.
 
 use burn::tensor::{DType, Tensor};
-use burn_blocksparse::{LinearOptions, linear_from_heads, linear_to_heads};
+use burn_blocksparse::ops::{LinearOptions, linear_from_heads, linear_to_heads};
 use burn_blocksparse_tests::devices::devices;
 use rstest::rstest;
 

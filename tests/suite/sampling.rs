@@ -1,7 +1,7 @@
 //! Sampling.
 
 use burn::tensor::{Int, Tensor};
-use burn_blocksparse::{SampleOptions, sample_tokens};
+use burn_blocksparse::sampling::{SampleOptions, sample_tokens};
 use burn_blocksparse_tests::devices::devices;
 use rstest::rstest;
 

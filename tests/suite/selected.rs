@@ -1,10 +1,11 @@
 //! Attention over what single queries choose.
 
 use burn::tensor::{DType, Device, Int, Tensor};
-use burn_blocksparse::{
-    AttentionOptions, Dropout, Forced, Keep, OpError, ScoreCall, SelectedOptions, Selection,
-    Sharing, WeightsMode, attention_selected, rows_at,
+use burn_blocksparse::internal::rows_at;
+use burn_blocksparse::selection::{
+    Forced, Keep, ScoreCall, SelectedOptions, Selection, Sharing, attention_selected,
 };
+use burn_blocksparse::{AttentionOptions, Dropout, OpError, WeightsMode};
 use burn_blocksparse_tests::devices::devices;
 use rstest::rstest;
 

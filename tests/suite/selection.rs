@@ -1,6 +1,6 @@
 //! Attention that chooses its keys by content.
 
-use burn_blocksparse::{Forced, Keep, Selection, Sharing};
+use burn_blocksparse::selection::{Forced, Keep, Selection, Sharing};
 use rstest::rstest;
 
 burn_blocksparse_tests::tests!(selection_rules: rules_keep_the_same_on_devices);

@@ -1,6 +1,6 @@
 //! Selection on planted structure: how much of full attention each method keeps, against numbers that were computed elsewhere.
 
-use burn_blocksparse::{
+use burn_blocksparse::selection::{
     Antidiagonals, BlockEstimator, BlockMeans, EstimateKind, FlexPrefill, Keep, VerticalSlash,
 };
 use burn_blocksparse_tests::planted::{BLOCK, DIM, HEADS, ROWS, mix, rows, uniform};

@@ -1,7 +1,7 @@
 //! Dropout of a tensor.
 
 use burn::tensor::Tensor;
-use burn_blocksparse::{StreamDropout, dropout};
+use burn_blocksparse::ops::{StreamDropout, dropout};
 use burn_blocksparse_tests::devices::devices;
 
 burn_blocksparse_tests::tests!(stream_dropout: stream_dropout_equals_f64, stream_dropout_of_views);

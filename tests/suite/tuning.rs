@@ -3,13 +3,21 @@
 use std::process::Command;
 
 use burn::tensor::{Bool, DType, Device, Int, Tensor};
+use burn_blocksparse::internal::{
+    hash_rows, heads_apart, highest_in_rows, rows_at, sort_buckets, unit_rows,
+};
+use burn_blocksparse::layout::DeviceLayoutOptions;
+use burn_blocksparse::ops::{
+    Activation, CrossEntropyOptions, LinearOptions, MlpOptions, MlpParams, NormParams,
+    ResidualNormOptions, StreamDropout, bias_activation, dropout, embedding, linear,
+    linear_cross_entropy, linear_to_heads, mlp, norm, split_heads,
+};
+use burn_blocksparse::sampling::{SampleOptions, sample_tokens};
+use burn_blocksparse::selection::{
+    KeyLists, MassOptions, TopKOptions, attention_masses, top_k_blocks_on_device,
+};
 use burn_blocksparse::{
-    Activation, CrossEntropyOptions, DeviceLayout, DeviceLayoutOptions, KeyLists, LayoutShape,
-    LinearOptions, MassOptions, MlpOptions, MlpParams, NormParams, OpError, Pattern,
-    ResidualNormOptions, SampleOptions, StreamDropout, TopKOptions, attention_masses,
-    bias_activation, check_device, dropout, embedding, hash_rows, heads_apart, highest_in_rows,
-    linear, linear_cross_entropy, linear_to_heads, mlp, norm, rows_at, sample_tokens, sort_buckets,
-    sparse_attention, split_heads, top_k_blocks_on_device, unit_rows,
+    DeviceLayout, LayoutShape, OpError, Pattern, check_device, sparse_attention,
 };
 use burn_blocksparse_tests::devices::devices;
 

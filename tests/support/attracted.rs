@@ -1,7 +1,7 @@
 //! Rows that means attract, against f64 on the host.
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::{AttractedRows, attracted_rows, runs_kernels};
+use burn_blocksparse::internal::{AttractedRows, attracted_rows, runs_kernels};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

@@ -1,8 +1,9 @@
 //! Products with block-sparse weights and their gradients, against f64.
 
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
-use burn_blocksparse::{
-    BlockSparseLinearOptions, LinearOptions, WeightLayout, block_sparse_linear, linear,
+use burn_blocksparse::ops::{LinearOptions, linear};
+use burn_blocksparse::sparse_linear::{
+    BlockSparseLinearOptions, WeightLayout, block_sparse_linear,
 };
 
 use crate::compare::{assert_close, to_f64};

@@ -5,7 +5,7 @@ use std::num::NonZeroUsize;
 use burn::module::Param;
 use burn::tensor::activation::softmax;
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
-use burn_sparse_transformer::{LshOptions, RoutingHeadsConfig, lsh_attention};
+use burn_sparse_transformer::content::{LshOptions, RoutingHeadsConfig, lsh_attention};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

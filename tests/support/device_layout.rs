@@ -1,9 +1,10 @@
 //! Layouts that are made on the device, against f64: every output and every gradient.
 
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
+use burn_blocksparse::layout::DeviceLayoutOptions;
+use burn_blocksparse::selection::{TopKOptions, top_k_blocks, top_k_blocks_on_device};
 use burn_blocksparse::{
-    AttentionOptions, AttentionTensors, DeviceLayout, DeviceLayoutOptions, Dropout,
-    SparseAttentionCall, TopKOptions, WeightsMode, top_k_blocks, top_k_blocks_on_device,
+    AttentionOptions, AttentionTensors, DeviceLayout, Dropout, SparseAttentionCall, WeightsMode,
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;

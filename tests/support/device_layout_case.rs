@@ -1,6 +1,7 @@
 //! Cases of layouts that are made on the device.
 
-use burn_blocksparse::{DeviceLayoutOptions, LayoutShape};
+use burn_blocksparse::LayoutShape;
+use burn_blocksparse::layout::DeviceLayoutOptions;
 use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
 

@@ -1,9 +1,8 @@
 //! Layouts of places whose pairs follow from positions on the device, against f64: outputs, lse and gradients.
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::{
-    AttentionOptions, BlockLayout, BlockMask, DeviceLayout, Pattern, PositionRule, Restriction,
-};
+use burn_blocksparse::layout::{BlockMask, PositionRule, Restriction};
+use burn_blocksparse::{AttentionOptions, BlockLayout, DeviceLayout, Pattern};
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;

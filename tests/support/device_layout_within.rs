@@ -1,10 +1,9 @@
 //! Layouts whose blocks are chosen on the device from those of a layout on the host, against f64: outputs, gradients and counts.
 
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::{
-    AttentionOptions, BlockLayout, DeviceLayout, EstimateKind, Forced, Keep, Pattern, Restriction,
-    Rule, SparseAttentionCall,
-};
+use burn_blocksparse::layout::Restriction;
+use burn_blocksparse::selection::{EstimateKind, Forced, Keep, Rule};
+use burn_blocksparse::{AttentionOptions, BlockLayout, DeviceLayout, Pattern, SparseAttentionCall};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

@@ -1,7 +1,9 @@
 //! DeepSeek sparse attention, its choices and what its indexer learns by, against plain f64 loops.
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::{AttentionOptions, Dsa, DsaIndex, DsaTarget, KeyLists};
+use burn_blocksparse::AttentionOptions;
+use burn_blocksparse::dsa::{Dsa, DsaIndex, DsaTarget};
+use burn_blocksparse::selection::KeyLists;
 
 use crate::cases::shard;
 use crate::compare::{read, to_f64};

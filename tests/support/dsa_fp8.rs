@@ -1,7 +1,7 @@
 //! An indexer's queries and keys in fp8: rows that are rotated and rounded, and choices by them.
 
 use burn::tensor::{DType, Device, Tensor};
-use burn_blocksparse::{Dsa, DsaIndex, DsaTarget, RotatedRows};
+use burn_blocksparse::dsa::{Dsa, DsaIndex, DsaTarget, RotatedRows};
 
 use crate::compare::{read, to_f64};
 use crate::devices::{exact_dtypes, half_dtypes};

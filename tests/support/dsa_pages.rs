@@ -1,7 +1,7 @@
 //! Choices of an indexer among keys in pages, against those of keys side by side.
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::{Dsa, DsaPages};
+use burn_blocksparse::dsa::{Dsa, DsaPages};
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -158,7 +158,7 @@ pub fn dsa_chooses_in_pages(devices: &[Device]) {
 
 /// Attention to the slots that are chosen is attention to these keys.
 pub fn dsa_attends_in_pages(devices: &[Device]) {
-    use burn_blocksparse::{PagedKeysValues, PagedOptions, PagedStore, paged_attention};
+    use burn_blocksparse::paged::{PagedKeysValues, PagedOptions, PagedStore, paged_attention};
 
     let (heads, kv_heads, width, page, keep) = (4, 2, 32, 16, 24);
     for device in devices {

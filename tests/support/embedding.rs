@@ -1,7 +1,7 @@
 //! Rows of a table and the gradient by it, against loops in f64.
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::{OpPlan, embedding, embedding_backward};
+use burn_blocksparse::ops::{OpPlan, embedding, embedding_backward};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

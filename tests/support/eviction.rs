@@ -5,9 +5,12 @@ use std::sync::Arc;
 use burn::module::Param;
 use burn::nn::Linear;
 use burn::tensor::{Device, Distribution, Tensor, Tolerance};
+use burn_sparse_transformer::pool::{
+    EvictionBudget, EvictionConfig, EvictionScore, KvPool, KvPoolConfig, KvStep, SequenceId,
+    VotePool,
+};
 use burn_sparse_transformer::{
-    EvictionBudget, EvictionConfig, EvictionScore, KvPool, KvPoolConfig, KvStep, Pattern,
-    SequenceId, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig, VotePool,
+    Pattern, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;

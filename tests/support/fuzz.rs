@@ -4,9 +4,9 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use burn::tensor::{Bool, DType, Device, Tensor, TensorData};
+use burn_blocksparse::layout::{DeviceLayoutOptions, Restriction};
 use burn_blocksparse::{
-    AttentionOptions, BlockLayout, DeviceLayout, DeviceLayoutOptions, Dropout, Pattern,
-    Restriction, WeightsMode,
+    AttentionOptions, BlockLayout, DeviceLayout, Dropout, Pattern, WeightsMode,
 };
 use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;

@@ -6,9 +6,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use burn::module::{Module, ModuleMapper, Param};
 use burn::nn::RotaryEncodingConfig;
 use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn_sparse_transformer::content::ContentAttention;
+use burn_sparse_transformer::nsa::{Compression, NsaHeadsConfig};
+use burn_sparse_transformer::pool::{KvPool, KvPoolConfig, KvStep, Residency, SequenceId};
 use burn_sparse_transformer::{
-    Compression, ContentAttention, KvPool, KvPoolConfig, KvStep, NsaHeadsConfig, Pattern, QkNorm,
-    Residency, SequenceId, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
+    Pattern, QkNorm, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
     SparseMultiHeadAttentionConfig,
 };
 use rand::{Rng, RngExt, SeedableRng};

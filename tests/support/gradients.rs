@@ -1,9 +1,10 @@
 //! Gradients that can be differentiated again, against the backward pass and against differences of f64 numbers.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn_blocksparse::gradients::{AttentionGradients, attention_gradients, attention_hvp};
 use burn_blocksparse::{
-    AttentionGradients, AttentionOptions, AttentionTensors, BlockLayout, Dropout, LayoutShape,
-    OpError, Pattern, SparseAttentionCall, alibi_slopes, attention_gradients, attention_hvp,
+    AttentionOptions, AttentionTensors, BlockLayout, Dropout, LayoutShape, OpError, Pattern,
+    SparseAttentionCall, alibi_slopes,
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;

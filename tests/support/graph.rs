@@ -1,7 +1,8 @@
 //! Recordings: inputs that are overwritten, and runs of what was recorded.
 
 use burn::tensor::{Bool, Device, Distribution, Int, Tensor, TensorData};
-use burn_blocksparse::{BlockLayout, Fixed, OpError, Pattern, Replayed, sparse_attention};
+use burn_blocksparse::graph::{Fixed, Replayed};
+use burn_blocksparse::{BlockLayout, OpError, Pattern, sparse_attention};
 
 /// What is written is read, by the tensor and by tensors made of it before.
 pub fn fixed_tensors_are_overwritten(devices: &[Device]) {

@@ -1,9 +1,9 @@
 //! Recordings of decoding: steps of a model on a pool.
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn_sparse_transformer::pool::{KvDtype, KvPoolConfig, KvStep, ReplayedDecoder};
 use burn_sparse_transformer::{
-    BlockAttentionConfig, Factorization, KvDtype, KvPoolConfig, KvStep, Pattern, ReplayedDecoder,
-    SparseTransformer, SparseTransformerConfig,
+    BlockAttentionConfig, Factorization, Pattern, SparseTransformer, SparseTransformerConfig,
 };
 
 use crate::cases::some_of;
@@ -122,7 +122,7 @@ fn replayed_equals_plain(
     let mut decoder = ReplayedDecoder::new(model.clone(), pool).unwrap();
     let mut recorded = 0;
     let mut step = |decoder: &mut ReplayedDecoder,
-                    plain: &mut burn_sparse_transformer::KvPool,
+                    plain: &mut burn_sparse_transformer::pool::KvPool,
                     steps: &[KvStep],
                     seed: usize| {
         let count: usize = steps[0].tokens;
@@ -139,7 +139,8 @@ fn replayed_equals_plain(
         assert!(!decoder.is_recorded() || decoder.refusal().is_none());
     };
     // Both pools name sequences alike.
-    let join = |decoder: &mut ReplayedDecoder, plain: &mut burn_sparse_transformer::KvPool| {
+    let join = |decoder: &mut ReplayedDecoder,
+                plain: &mut burn_sparse_transformer::pool::KvPool| {
         let id = plain.join().unwrap();
         assert_eq!(decoder.pool_mut().join().unwrap(), id);
         id

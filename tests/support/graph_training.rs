@@ -6,10 +6,11 @@ use std::rc::Rc;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
+use burn_blocksparse::graph::{DeviceSeed, Fixed, Replayed};
+use burn_blocksparse::ops::{ResidualNormOptions, StreamDropout, dropout, residual_norm};
+use burn_blocksparse::optim::{FusedAdamW, FusedAdamWConfig};
 use burn_blocksparse::{
-    AttentionOptions, DeviceSeed, Dropout, Fixed, FusedAdamW, FusedAdamWConfig, OpError, Pattern,
-    Replayed, ResidualNormOptions, Seed, SparseAttentionCall, StreamDropout, alibi_slopes, dropout,
-    residual_norm,
+    AttentionOptions, Dropout, OpError, Pattern, Seed, SparseAttentionCall, alibi_slopes,
 };
 use burn_sparse_transformer::{
     BlockAttentionConfig, Factorization, Precision, Recompute, SparseTransformer,
@@ -45,8 +46,8 @@ fn dropped_with(
         let gain = Tensor::ones([16], &x.device());
         let (sum, normed) = residual_norm(
             x.clone(),
-            Some(burn_blocksparse::Branch::new(x.clone() * 2.0)),
-            burn_blocksparse::NormParams::new(gain),
+            Some(burn_blocksparse::ops::Branch::new(x.clone() * 2.0)),
+            burn_blocksparse::ops::NormParams::new(gain),
             &ResidualNormOptions::default().dropout(stream),
         )?;
         Ok(sum.square() + normed)

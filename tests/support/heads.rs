@@ -1,7 +1,8 @@
 //! Rows split into heads and joined, against loops over all indices.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::{OpPlan, heads_apart, heads_together, join_heads, split_heads};
+use burn_blocksparse::internal::{heads_apart, heads_together};
+use burn_blocksparse::ops::{OpPlan, join_heads, split_heads};
 
 use crate::activation::assert_plan;
 use crate::compare::{assert_close, to_f64};

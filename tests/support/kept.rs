@@ -1,9 +1,9 @@
 //! Attention with results that another pass kept: the bits that it has without, and what is given is what is used.
 
 use burn::tensor::{DType, Device, Distribution, Tensor, TensorData};
+use burn_blocksparse::internal::{KeptAttention, attention_given, attention_keeping};
 use burn_blocksparse::{
-    AttentionOptions, AttentionTensors, Dropout, KeptAttention, Layout, Pattern,
-    SparseAttentionCall, attention_given, attention_keeping,
+    AttentionOptions, AttentionTensors, Dropout, Layout, Pattern, SparseAttentionCall,
 };
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;

@@ -3,9 +3,9 @@
 use std::collections::BTreeSet;
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn_blocksparse::selection::{ChoiceWalk, KeyLists, QueryLists, attention_with_keys};
 use burn_blocksparse::{
-    AttentionOptions, BlockLayout, ChoiceWalk, DeviceLayout, KeyLists, LayoutShape, Pattern,
-    QueryLists, SparseAttentionCall, attention_with_keys,
+    AttentionOptions, BlockLayout, DeviceLayout, LayoutShape, Pattern, SparseAttentionCall,
 };
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};

@@ -1,7 +1,7 @@
 //! Products with weights and their gradients, against f64.
 
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
-use burn_blocksparse::{LinearOptions, linear, linear_joined};
+use burn_blocksparse::ops::{LinearOptions, linear, linear_joined};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

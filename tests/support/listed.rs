@@ -3,10 +3,9 @@
 use std::collections::BTreeSet;
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::{
-    AttentionOptions, BlockLayout, ChoiceWalk, LayoutShape, Pattern, QueryLists,
-    attention_with_lists, runs_kernels,
-};
+use burn_blocksparse::internal::runs_kernels;
+use burn_blocksparse::selection::{ChoiceWalk, QueryLists, attention_with_lists};
+use burn_blocksparse::{AttentionOptions, BlockLayout, LayoutShape, Pattern};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

@@ -1,9 +1,9 @@
 //! Weights summed over columns and diagonals, against f64.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn_blocksparse::selection::{MassOptions, attention_masses};
 use burn_blocksparse::{
-    AttentionOptions, AttentionTensors, BlockLayout, MassOptions, Pattern, SparseAttentionCall,
-    attention_masses,
+    AttentionOptions, AttentionTensors, BlockLayout, Pattern, SparseAttentionCall,
 };
 
 use crate::attention::inputs;

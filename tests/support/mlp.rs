@@ -1,7 +1,7 @@
 //! Feed-forward networks against the three operations that they are made of, each of which is compared with f64 by itself.
 
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
-use burn_blocksparse::{
+use burn_blocksparse::ops::{
     Activation, LinearOptions, MlpOptions, MlpParams, bias_activation, linear, mlp,
 };
 

@@ -3,9 +3,8 @@
 use std::mem::discriminant;
 
 use burn::tensor::{DType, Device};
-use burn_blocksparse::{
-    AttentionOptions, BlockLayout, BlockMask, Dropout, LayoutShape, SparseAttentionCall,
-};
+use burn_blocksparse::layout::BlockMask;
+use burn_blocksparse::{AttentionOptions, BlockLayout, Dropout, LayoutShape, SparseAttentionCall};
 
 use crate::attention::inputs;
 use crate::devices::{assert_ran, half_dtypes};

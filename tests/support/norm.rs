@@ -1,7 +1,7 @@
 //! Residual norms against f64 loops.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::{Branch, NormParams, ResidualNormOptions, StreamDropout};
+use burn_blocksparse::ops::{Branch, NormParams, ResidualNormOptions, StreamDropout};
 
 use crate::compare::{assert_close, to_f64};
 use crate::devices::{assert_ran, exact_dtypes, half_dtypes, supports, uses_reference};

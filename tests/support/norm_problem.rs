@@ -1,7 +1,7 @@
 //! Residual norms in f64 loops, and the calls that are compared with them.
 
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
-use burn_blocksparse::{
+use burn_blocksparse::ops::{
     Branch, Norm, NormParams, ResidualNormOptions, StreamDropout, norm, residual_add, residual_norm,
 };
 use rand::{RngExt, SeedableRng};

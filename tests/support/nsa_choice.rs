@@ -3,7 +3,8 @@
 //! Nothing is rounded but the inputs, before both sides get them, so masses are held to what f32 sums leave where a kernel makes them at once.
 
 use burn::tensor::{DType, Device, Distribution, Int, Tensor};
-use burn_blocksparse::{Nsa, NsaKeysValues, NsaOptions, Pattern, SparseAttentionCall};
+use burn_blocksparse::nsa::{Nsa, NsaKeysValues, NsaOptions};
+use burn_blocksparse::{Pattern, SparseAttentionCall};
 
 use crate::cases::shard;
 use crate::compare::{assert_close, to_f64};

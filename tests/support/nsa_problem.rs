@@ -1,7 +1,8 @@
 //! Native sparse attention in plain f64 loops, from its definition (Yuan et al., 2025, §3).
 
 use burn::tensor::{DType, Device, Tensor};
-use burn_blocksparse::{Forced, Nsa, NsaKeysValues, NsaOptions};
+use burn_blocksparse::nsa::{Nsa, NsaKeysValues, NsaOptions};
+use burn_blocksparse::selection::Forced;
 
 use crate::linear::{numbers, round_to, tensor};
 use crate::reference::{Problem, Sizes};

@@ -4,7 +4,8 @@ use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
 use burn::tensor::{DType, Device, Distribution, Tensor, TensorData};
-use burn_blocksparse::{FusedAdamW, FusedAdamWConfig, OpPlan, clip_gradients, gradient_norm};
+use burn_blocksparse::ops::OpPlan;
+use burn_blocksparse::optim::{FusedAdamW, FusedAdamWConfig, clip_gradients, gradient_norm};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

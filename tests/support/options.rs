@@ -6,9 +6,10 @@ use crate::compare::{assert_close, assert_close_to, assert_rows};
 use crate::devices::{assert_ran, exact_dtypes, half_dtypes};
 use crate::reference::{Problem, Sizes};
 use burn::tensor::{DType, Device, Distribution, Tensor, TensorData};
+use burn_blocksparse::internal::runs_kernels;
 use burn_blocksparse::{
     AttentionOptions, AttentionTensors, BlockLayout, Dropout, Layout, Pattern, SparseAttentionCall,
-    WeightsMode, runs_kernels,
+    WeightsMode,
 };
 
 const MODES: [WeightsMode; 2] = [WeightsMode::Recompute, WeightsMode::Store];

@@ -1,7 +1,7 @@
 //! Sorts by bucket, the highest numbers of rows, and sums at places, against the host's.
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::{highest_in_rows, rows_at, runs_kernels, sort_buckets, sums_at};
+use burn_blocksparse::internal::{highest_in_rows, rows_at, runs_kernels, sort_buckets, sums_at};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

@@ -1,7 +1,7 @@
 //! Hashes and sorts of several rounds, and rows that are taken with their keys, against the host's and Burn's operations.
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::{
+use burn_blocksparse::internal::{
     TokensInRounds, hash_rows, keyed_rows_at, means_at, rows_at, runs_kernels, sort_hashes,
     sort_rounds, sums_at,
 };

@@ -1,10 +1,12 @@
 //! Choices of pages: what is known of pages, scores and picks, against loops in f64.
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::{
-    Forced, PageChoice, PageSummaries, PageSummary, PagedStore, Quantization, QuantizedPages,
-    Selection, append_quantized, highest_pages, page_scores, select_pages, summarize_stored,
+use burn_blocksparse::internal::highest_pages;
+use burn_blocksparse::paged::{
+    PageChoice, PageSummaries, PagedStore, Quantization, QuantizedPages, append_quantized,
+    page_scores, select_pages, summarize_stored,
 };
+use burn_blocksparse::selection::{Forced, PageSummary, Selection};
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;

@@ -1,9 +1,8 @@
 //! Attention over pages and writing into them, against loops in f64.
 
 use burn::tensor::{DType, Device, Tensor};
-use burn_blocksparse::{
-    PagedKeysValues, PagedOptions, append_rows, merge_attention, paged_attention,
-};
+use burn_blocksparse::merge_attention;
+use burn_blocksparse::paged::{PagedKeysValues, PagedOptions, append_rows, paged_attention};
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;

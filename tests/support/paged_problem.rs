@@ -1,7 +1,7 @@
 //! Random calls of attention over pages, and what they are in f64.
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::{
+use burn_blocksparse::paged::{
     PagedKeysValues, PagedOptions, PagedStore, PagedVisibility, Quantization, QuantizedPages,
     paged_attention,
 };

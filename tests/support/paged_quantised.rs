@@ -1,7 +1,7 @@
 //! Pages of numbers of eight bits: what is stored, and attention to it.
 
 use burn::tensor::{DType, Device, Tensor};
-use burn_blocksparse::{
+use burn_blocksparse::paged::{
     PagedKeysValues, PagedStore, Quantization, QuantizedPages, append_quantized, paged_attention,
 };
 use rand::SeedableRng;

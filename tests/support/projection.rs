@@ -1,7 +1,7 @@
 //! Projections to heads and from them, against the two operations that each is made of, which are compared with f64 by themselves.
 
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
-use burn_blocksparse::{
+use burn_blocksparse::ops::{
     LinearOptions, join_heads, linear, linear_from_heads, linear_joined, linear_to_heads,
     split_heads,
 };

@@ -1,10 +1,11 @@
 //! Attention over what single queries choose (MoBA), against the same in plain f64 loops.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::{
-    AttentionOptions, BlockLayout, DenseCall, Forced, ScoreCall, SelectedOptions, Selection,
-    Sharing, SparseAttentionCall, attention_selected, attention_selected_with_lse,
+use burn_blocksparse::selection::{
+    DenseCall, Forced, ScoreCall, SelectedOptions, Selection, Sharing, attention_selected,
+    attention_selected_with_lse,
 };
+use burn_blocksparse::{AttentionOptions, BlockLayout, SparseAttentionCall};
 
 use crate::attention::inputs;
 use crate::compare::{assert_close, assert_slope, to_f64};

@@ -3,11 +3,12 @@
 use std::ops::Range;
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::{
-    AttentionOptions, BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, Forced, Keep,
-    MixtureOfBlocks, OpError, Pattern, Rule, ScoreCall, Selection, Sharing, SparseAttentionCall,
-    attention_selected, attention_selected_with_lse, rows_at,
+use burn_blocksparse::internal::rows_at;
+use burn_blocksparse::selection::{
+    BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, Forced, Keep, MixtureOfBlocks, Rule,
+    ScoreCall, Selection, Sharing, attention_selected, attention_selected_with_lse,
 };
+use burn_blocksparse::{AttentionOptions, OpError, Pattern, SparseAttentionCall};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

@@ -2,9 +2,8 @@
 //! elsewhere.
 
 use burn::tensor::{DType, Device};
-use burn_blocksparse::{
-    AttentionOptions, Pattern, Selection, SparseAttentionCall, attention_selected_with_lse,
-};
+use burn_blocksparse::selection::{Selection, attention_selected_with_lse};
+use burn_blocksparse::{AttentionOptions, Pattern, SparseAttentionCall};
 
 use crate::compare::to_f64;
 use crate::linear::tensor;

@@ -1,7 +1,8 @@
 //! Problems of queries that choose for themselves (MoBA), with the choice in plain f64 loops.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::{AttentionOptions, Forced, Selection, attention_selected_with_lse};
+use burn_blocksparse::AttentionOptions;
+use burn_blocksparse::selection::{Forced, Selection, attention_selected_with_lse};
 
 use crate::attention::inputs;
 use crate::reference::{Problem, Sizes};

@@ -1,10 +1,10 @@
 //! Selection of blocks on devices, against the same in plain f64 loops.
 
 use burn::tensor::{DType, Device, Tensor};
-use burn_blocksparse::{
-    AttentionOptions, BlockLayout, DenseCall, EstimateKind, Keep, ScoreCall, ScoreGrid, Selection,
-    Sharing, SparseAttentionCall,
+use burn_blocksparse::selection::{
+    DenseCall, EstimateKind, Keep, ScoreCall, ScoreGrid, Selection, Sharing,
 };
+use burn_blocksparse::{AttentionOptions, BlockLayout, SparseAttentionCall};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

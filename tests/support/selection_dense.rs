@@ -1,6 +1,8 @@
 //! Full attention in f64, and how much of it a choice keeps.
 
-use burn_blocksparse::{DenseCall, EstimateGrid, EstimateKind, Forced, Keep, Rule, ScoreGrid};
+use burn_blocksparse::selection::{
+    DenseCall, EstimateGrid, EstimateKind, Forced, Keep, Rule, ScoreGrid,
+};
 
 /// Queries and keys of one batch entry.
 pub struct Dense {

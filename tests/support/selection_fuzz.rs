@@ -3,10 +3,10 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::{
-    AttentionOptions, BlockLayout, DenseCall, LayoutShape, Pattern, ScoreCall, Selection,
-    SparseAttentionCall, Within, attention_selected_with_lse,
+use burn_blocksparse::selection::{
+    DenseCall, ScoreCall, Selection, Within, attention_selected_with_lse,
 };
+use burn_blocksparse::{AttentionOptions, BlockLayout, LayoutShape, Pattern, SparseAttentionCall};
 use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -365,7 +365,7 @@ impl Fuzz {
         let everything = self
             .selection
             .clone()
-            .with_keep(burn_blocksparse::Keep::Ratio(1.0));
+            .with_keep(burn_blocksparse::selection::Keep::Ratio(1.0));
         let Ok(all) = everything.choose_within(call, within) else {
             return;
         };

@@ -1,7 +1,7 @@
 //! Selection on the golden input, against numbers that were computed elsewhere.
 
 use burn::tensor::{DType, Device};
-use burn_blocksparse::{
+use burn_blocksparse::selection::{
     Antidiagonals, BlockEstimator, BlockMeans, EstimateKind, FlexPrefill, Forced, Keep, PageBounds,
     Rule, ScoreCall, ScoreGrid, SpargeBlocks, VerticalSlash,
 };

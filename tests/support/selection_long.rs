@@ -1,7 +1,7 @@
 //! Calls so long that kernels make their scores in several parts, on a device, against loops over some heads.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::{DenseCall, EstimateKind, ScoreCall, Selection};
+use burn_blocksparse::selection::{DenseCall, EstimateKind, ScoreCall, Selection};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

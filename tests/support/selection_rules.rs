@@ -1,9 +1,8 @@
 //! The rules of content-based selection on devices, against those on the host: attention over what a rule chose shows which blocks it kept.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::{
-    DeviceLayout, EstimateKind, Forced, Keep, Rule, ScoreGrid, SparseAttentionCall,
-};
+use burn_blocksparse::selection::{EstimateKind, Forced, Keep, Rule, ScoreGrid};
+use burn_blocksparse::{DeviceLayout, SparseAttentionCall};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

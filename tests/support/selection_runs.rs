@@ -1,10 +1,13 @@
 //! What holds of choices by content whatever the method: the same bits in every run, recordings, the bound of outputs by recall, and rules that are nested.
 
 use burn::tensor::{DType, Device, Distribution, Tensor, TensorData};
+use burn_blocksparse::graph::{Fixed, Replayed};
+use burn_blocksparse::selection::{
+    EstimateKind, Forced, Keep, Rule, ScoreCall, Selection, Within, attention_selected_with_lse,
+    recall,
+};
 use burn_blocksparse::{
-    AttentionOptions, BlockLayout, DeviceLayout, EstimateKind, Fixed, Forced, Keep, LayoutShape,
-    OpError, Pattern, Replayed, Rule, ScoreCall, Selection, SparseAttentionCall, Within,
-    attention_selected_with_lse, recall,
+    AttentionOptions, BlockLayout, DeviceLayout, LayoutShape, OpError, Pattern, SparseAttentionCall,
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;

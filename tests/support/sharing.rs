@@ -4,9 +4,10 @@ use std::sync::Barrier;
 use std::thread;
 
 use burn::tensor::{Bool, DType, Device, Tensor, TensorData};
+use burn_blocksparse::layout::DeviceLayoutOptions;
 use burn_blocksparse::{
-    AttentionOptions, BlockLayout, DeviceLayout, DeviceLayoutOptions, Layout, Pattern,
-    SparseAttentionCall, sparse_attention,
+    AttentionOptions, BlockLayout, DeviceLayout, Layout, Pattern, SparseAttentionCall,
+    sparse_attention,
 };
 
 use crate::cases::{Case, cases};

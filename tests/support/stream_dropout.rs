@@ -1,7 +1,7 @@
 //! Dropout of a tensor, against what the host says is kept.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::{OpPlan, StreamDropout, dropout};
+use burn_blocksparse::ops::{OpPlan, StreamDropout, dropout};
 
 use crate::compare::{assert_close, to_f64};
 use crate::devices::{exact_dtypes, half_dtypes};

@@ -1,8 +1,9 @@
 //! What kernels do at certain shapes only: cubes that share a tile of keys or the steps of a long tile, and values that are narrower than keys.
 
 use burn::tensor::{DType, Device};
+use burn_blocksparse::layout::BlockMask;
 use burn_blocksparse::{
-    AttentionOptions, BlockLayout, BlockMask, Dropout, LayoutShape, Pattern, SparseAttentionCall,
+    AttentionOptions, BlockLayout, Dropout, LayoutShape, Pattern, SparseAttentionCall,
 };
 
 use crate::attention::{inputs, run};

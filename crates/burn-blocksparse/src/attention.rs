@@ -6,12 +6,12 @@ use blocksparse::Dropout;
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
+use crate::backend::BlockSparseOps;
 use crate::call_layout::Layout;
 use crate::check;
 use crate::error::OpError;
 use crate::kept::values::KeptAttention;
 use crate::merge::{Shares, shares};
-use crate::ops::BlockSparseOps;
 use crate::options::{AttentionOptions, ProductPrecision, WeightsMode};
 use crate::plan::{AttentionPlan, Chosen};
 use crate::tensors::AttentionTensors;
@@ -25,7 +25,7 @@ use crate::weights::BlockSparseTensor;
 /// `layout` is a [`BlockLayout`](blocksparse::BlockLayout), built on the host, or a [`DeviceLayout`](crate::DeviceLayout), made on the device of
 /// tensors. [`SparseAttentionCall`] is for everything else: biases, sinks, softcap, dropout, lse, weights.
 ///
-/// Exact, differentiable (once; [`attention_gradients`](crate::attention_gradients) is for second derivatives) in `q`, `k` and `v`, deterministic.
+/// Exact, differentiable (once; [`attention_gradients`](crate::gradients::attention_gradients) is for second derivatives) in `q`, `k` and `v`, deterministic.
 /// Rows with no allowed key give zeros and zero gradients.
 ///
 /// ```

@@ -7,7 +7,7 @@ use burn::tensor::Tensor;
 
 use crate::error::OpError;
 
-/// How [`top_k_blocks`](crate::top_k_blocks) chooses. Build it from [`TopKOptions::new`].
+/// How [`top_k_blocks`](crate::selection::top_k_blocks) chooses. Build it from [`TopKOptions::new`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[must_use]
 #[non_exhaustive]

@@ -4,19 +4,19 @@ use blocksparse::StreamDropout;
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
+use crate::backend::DropoutOps;
 use crate::device::served;
 use crate::error::OpError;
 use crate::norm::{check_dropout, reference};
 use crate::op_plan::{OpDevice, OpPlan};
-use crate::ops::DropoutOps;
 
 /// Dropout of `x`, `[.., width]`: numbers are kept with probability `1 − probability`, and then divided by that; the others become 0
 /// (Srivastava et al., 2014, with the division at training). Which are kept follows of the seed, the site and the place alone ([`StreamDropout`]), so
-/// the backward pass makes the mask again, and nothing is kept for it. [`residual_norm`](crate::residual_norm()) drops a branch itself.
+/// the backward pass makes the mask again, and nothing is kept for it. [`residual_norm`](crate::ops::residual_norm()) drops a branch itself.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
-/// use burn_blocksparse::{StreamDropout, dropout};
+/// use burn_blocksparse::ops::{StreamDropout, dropout};
 ///
 /// let x = Tensor::<2>::ones([100, 100], &Device::flex());
 /// let kept = dropout(x, &StreamDropout::new(0.2, 7, 0))?;

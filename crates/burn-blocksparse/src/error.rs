@@ -15,7 +15,7 @@ pub enum OpError {
     /// A layout that was asked for cannot be.
     #[error(transparent)]
     Layout(#[from] blocksparse::LayoutError),
-    /// Text that is no selection in the notation of [`Selection::NOTATION`](crate::Selection::NOTATION).
+    /// Text that is no selection in the notation of [`Selection::NOTATION`](crate::selection::Selection::NOTATION).
     #[error("cannot read '{text}' as a selection: expected {expected}, got {got}")]
     Selection {
         /// The text.

@@ -9,11 +9,11 @@ use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
 use crate::attention::{call, scaled, shares_with};
+use crate::backend::BlockSparseOps;
 use crate::call_layout::Layout;
 use crate::check::{self, same_device};
 use crate::error::OpError;
 use crate::merge::Shares;
-use crate::ops::BlockSparseOps;
 use crate::options::{AttentionOptions, WeightsMode};
 use crate::plan::AttentionPlan;
 use crate::tensors::AttentionTensors;
@@ -50,7 +50,8 @@ pub struct AttentionGradients {
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_blocksparse::{AttentionOptions, AttentionTensors, Pattern, attention_gradients};
+/// use burn_blocksparse::{AttentionOptions, AttentionTensors, Pattern};
+/// use burn_blocksparse::gradients::attention_gradients;
 ///
 /// let device = Device::flex().autodiff();
 /// let [q, k, v] = [(); 3].map(|_| {
@@ -183,7 +184,8 @@ pub fn attention_gradients(
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_blocksparse::{AttentionOptions, AttentionTensors, Pattern, attention_hvp};
+/// use burn_blocksparse::{AttentionOptions, AttentionTensors, Pattern};
+/// use burn_blocksparse::gradients::attention_hvp;
 ///
 /// let device = Device::flex();
 /// let [q, k, v, tq, tk, tv, grad_out] =

@@ -6,10 +6,10 @@ use blocksparse::BlockLayout;
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
+use crate::backend::AttentionMassOps;
 use crate::check::{self, same_device};
 use crate::dtype::accumulate_in;
 use crate::error::OpError;
-use crate::ops::AttentionMassOps;
 use crate::options::AttentionOptions;
 use crate::tensors::AttentionTensors;
 use crate::values::MassInputs;
@@ -64,15 +64,14 @@ pub struct AttentionMasses {
 /// How much attention each key and each distance gets: sums of `p[i, j] = exp(score[i, j] − lse[i])` over the allowed pairs, in O(n) memory and
 /// a small multiple for kept blocks, without the weights. Keys that recent queries look at are what SnapKV keeps of a cache (Li et al., 2024);
 /// the largest columns and diagonals of the last queries are MInference's vertical-slash pattern (Jiang et al., 2024, section 3), which
-/// [`vertical_slash_layout`](crate::vertical_slash_layout) takes.
+/// [`vertical_slash_layout`](crate::selection::vertical_slash_layout) takes.
 ///
 /// Deterministic; not differentiable: the sums leave the autodiff graph.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_blocksparse::{
-///     BlockLayout, LayoutShape, MassOptions, Pattern, SparseAttentionCall, attention_masses, vertical_slash_layout,
-/// };
+/// use burn_blocksparse::{BlockLayout, LayoutShape, Pattern, SparseAttentionCall};
+/// use burn_blocksparse::selection::{MassOptions, attention_masses, vertical_slash_layout};
 ///
 /// let [q, k, v] = [(); 3].map(|_| Tensor::<4>::random([1, 2, 256, 16], Distribution::Default, &Device::flex()));
 /// // The last 64 queries show where the others look, too.

@@ -35,12 +35,12 @@ pub struct AttentionOptions {
     pub choice_walk: ChoiceWalk,
 }
 
-/// How queries attend to blocks that each of them chose ([`attention_selected`](crate::attention_selected()), [`Nsa`](crate::Nsa)).
+/// How queries attend to blocks that each of them chose ([`attention_selected`](crate::selection::attention_selected()), [`Nsa`](crate::nsa::Nsa)).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ChoiceWalk {
     /// Kernels in which a query walks its own list, where a device has them, they take the call, and blocks are not so long that
-    /// [`Packed`](Self::Packed) is the faster way; otherwise that one. [`QueryLists::explain`](crate::QueryLists::explain) says which.
+    /// [`Packed`](Self::Packed) is the faster way; otherwise that one. [`QueryLists::explain`](crate::selection::QueryLists::explain) says which.
     #[default]
     Auto,
     /// Queries are packed by the block that they chose, attend to that block alone, and the parts are merged.

@@ -6,14 +6,14 @@ use burn::backend::Dispatch;
 use burn::tensor::DType;
 use burn::tensor::{Int, Tensor};
 
+#[cfg(feature = "cube")]
+use crate::backend::{OrderOps, SortedRounds};
 use crate::check::same_device;
 use crate::device::served;
 #[cfg(feature = "cube")]
 use crate::dtype::accumulate_in;
 use crate::error::OpError;
 use crate::kernels_run::runs_kernels;
-#[cfg(feature = "cube")]
-use crate::ops::{OrderOps, SortedRounds};
 
 /// Tokens in the order of their buckets, those of a bucket by number: the token at each place, and the place of each token. `None` where
 /// [no kernels run](runs_kernels). Nothing is read back.
@@ -68,7 +68,7 @@ impl From<SortedRounds<Dispatch>> for TokensInRounds {
 }
 
 /// [`sort_buckets`] of lists that have other buckets in each of several rounds, in one launch, or two of more than 256 buckets: what
-/// [`keyed_rows_at`](crate::keyed_rows_at) and [`merge_attention_at`](crate::merge_attention_at) take. `None` where [no kernels run](runs_kernels).
+/// [`keyed_rows_at`](crate::internal::keyed_rows_at) and [`merge_attention_at`](crate::internal::merge_attention_at) take. `None` where [no kernels run](runs_kernels).
 ///
 /// # Shapes
 /// - `buckets`: `[lists, rounds, length]`, each below `count`; others count as the nearest that is

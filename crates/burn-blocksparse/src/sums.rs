@@ -18,7 +18,7 @@ const FEW: usize = 1 << 16;
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
-/// use burn_blocksparse::sum_all;
+/// use burn_blocksparse::internal::sum_all;
 ///
 /// let x = Tensor::<2>::from_data([[1.0, 2.0], [3.0, 4.0]], &Device::flex());
 /// assert_eq!(sum_all(x).into_scalar::<f32>(), 10.0);

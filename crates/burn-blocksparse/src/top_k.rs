@@ -20,7 +20,8 @@ use crate::selection::{check_shapes, means, products};
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_blocksparse::{TopKOptions, sparse_attention, top_k_blocks};
+/// use burn_blocksparse::sparse_attention;
+/// use burn_blocksparse::selection::{TopKOptions, top_k_blocks};
 ///
 /// let [q, k, v] = [(); 3]
 ///     .map(|_| Tensor::<4>::random([1, 2, 256, 16], Distribution::Default, &Device::flex()));
@@ -68,9 +69,8 @@ pub fn top_k_blocks(
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_blocksparse::{
-///     BlockLayout, LayoutShape, Pattern, TopKOptions, sparse_attention, top_k_blocks_on_device,
-/// };
+/// use burn_blocksparse::{BlockLayout, LayoutShape, Pattern, sparse_attention};
+/// use burn_blocksparse::selection::{TopKOptions, top_k_blocks_on_device};
 ///
 /// const B: usize = 32;
 /// let device = Device::flex().autodiff();

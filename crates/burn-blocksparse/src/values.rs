@@ -300,7 +300,7 @@ impl WantedGrads {
     }
 }
 
-/// The tensors of [`attention_masses`](crate::attention_masses).
+/// The tensors of [`attention_masses`](crate::selection::attention_masses).
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -316,7 +316,7 @@ pub struct MassInputs<B: Backend> {
     pub scores: ScoreTensors<B>,
 }
 
-/// The sums of [`attention_masses`](crate::attention_masses), in lse's dtype.
+/// The sums of [`attention_masses`](crate::selection::attention_masses), in lse's dtype.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]

@@ -14,7 +14,8 @@ use crate::error::OpError;
 ///
 /// ```
 /// use burn::tensor::{Device, Int, Tensor};
-/// use burn_blocksparse::{LayoutShape, Pattern, vertical_slash_layout};
+/// use burn_blocksparse::{LayoutShape, Pattern};
+/// use burn_blocksparse::selection::vertical_slash_layout;
 ///
 /// let device = Device::flex();
 /// let vertical = Tensor::<2, Int>::from_data([[0, 33], [0, 0]], &device);

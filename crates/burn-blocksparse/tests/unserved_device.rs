@@ -4,11 +4,14 @@
 #![cfg(not(feature = "flex"))]
 
 use burn::tensor::{Bool, Device, Distribution, Int, Tensor};
+use burn_blocksparse::layout::DeviceLayoutOptions;
+use burn_blocksparse::selection::{
+    MassOptions, TopKOptions, attention_masses, top_k_blocks, top_k_blocks_on_device,
+};
 use burn_blocksparse::{
     AttentionOptions, AttentionPlan, AttentionTensors, BlockLayout, BlockSparseTensor,
-    DeviceLayout, DeviceLayoutOptions, LayoutShape, MassOptions, OpError, Pattern,
-    SparseAttentionCall, TopKOptions, attention_masses, check_device, merge_attention,
-    top_k_blocks, top_k_blocks_on_device,
+    DeviceLayout, LayoutShape, OpError, Pattern, SparseAttentionCall, check_device,
+    merge_attention,
 };
 
 const MESSAGE: &str = "the device's backend must be one that a feature of burn-blocksparse turns on, got Flex(Cpu): turn on its feature `flex`, \

@@ -1,10 +1,11 @@
 use burn::module::{Content, DisplaySettings, Module, ModuleDisplay, Param};
 use burn::nn::{Dropout, Linear, RotaryEncoding};
 use burn::tensor::Tensor;
+use burn_blocksparse::ops::{Activation, bias_activation};
+use burn_blocksparse::selection::Selection;
 use burn_blocksparse::{
-    Activation, AttentionOptions, AttentionTensors, BlockLayout, BlockSparseTensor,
-    Dropout as WeightDropout, Layout, Pattern, Seed, Selection, SparseAttentionCall,
-    bias_activation,
+    AttentionOptions, AttentionTensors, BlockLayout, BlockSparseTensor, Dropout as WeightDropout,
+    Layout, Pattern, Seed, SparseAttentionCall,
 };
 
 use crate::call::{Call, Seen};
@@ -81,8 +82,8 @@ pub struct SparseMultiHeadAttention {
 pub struct SparseMhaOutput {
     /// `[batch, seq_q, d_model]`, in the query's dtype.
     pub context: Tensor<3>,
-    /// To be added to the loss, `[1]`, where the pass is one of training: the [commitment](crate::RoutingOutput::commitment) of heads that choose by
-    /// clusters, or the loss of an indexer that chooses keys ([`DsaStage`](crate::DsaStage)).
+    /// To be added to the loss, `[1]`, where the pass is one of training: the [commitment](crate::content::RoutingOutput::commitment) of heads that choose by
+    /// clusters, or the loss of an indexer that chooses keys ([`DsaStage`](crate::dsa::DsaStage)).
     pub aside: Option<Tensor<1>>,
 }
 

@@ -1,7 +1,7 @@
 //! Attention to what a cache holds, and where a cache may stop.
 
 use burn::tensor::Tensor;
-use burn_blocksparse::Reach;
+use burn_blocksparse::layout::Reach;
 
 use crate::call::Call;
 use crate::error::or_panic;

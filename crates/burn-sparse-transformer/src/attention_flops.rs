@@ -2,7 +2,10 @@
 
 use burn::nn::Linear;
 
-use crate::{ContentHeads, DsaHeads, NsaHeads, SparseMultiHeadAttention, TransformerError};
+use crate::content::ContentHeads;
+use crate::dsa::DsaHeads;
+use crate::nsa::NsaHeads;
+use crate::{SparseMultiHeadAttention, TransformerError};
 
 impl SparseMultiHeadAttention {
     /// Operations of the four projections for one position, forward: two per weight.

@@ -2,18 +2,24 @@ use burn::config::Config;
 use burn::module::Module;
 use burn::nn::{Dropout, DropoutConfig, LayerNorm, LayerNormConfig};
 use burn::tensor::{Device, Tensor};
-use burn_blocksparse::{Dropout as WeightDropout, Pattern, Seed, Selection, StreamDropout};
+use burn_blocksparse::ops::StreamDropout;
+use burn_blocksparse::selection::Selection;
+use burn_blocksparse::{Dropout as WeightDropout, Pattern, Seed};
 
+use crate::content::ContentAttention;
 use crate::dropout::Seeds;
 use crate::error::{ensure_above_zero, ensure_dropout, ensure_positive, or_panic};
+use crate::feed_forward::{
+    FeedForward, FeedForwardActivation, FeedForwardLinear, FeedForwardSparsity,
+};
 use crate::layouts::Layouts;
+use crate::nsa::NsaHeads;
 use crate::pool::{KvPool, Step};
 use crate::results::Results;
 use crate::stream::{Projected, Stream};
 use crate::{
-    BlockAttentionConfig, ContentAttention, FeedForward, FeedForwardActivation, FeedForwardLinear,
-    FeedForwardSparsity, NsaHeads, Precision, SparseMhaCache, SparseMhaInput,
-    SparseMultiHeadAttention, SparseMultiHeadAttentionConfig, TransformerError, init,
+    BlockAttentionConfig, Precision, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
+    SparseMultiHeadAttentionConfig, TransformerError, init,
 };
 
 /// Configuration of [`SparseTransformerBlock`].

@@ -2,8 +2,9 @@ use burn::config::Config;
 use burn::module::{Initializer, Module, Param};
 use burn::nn::Linear;
 use burn::tensor::{Device, FloatDType, IndexingUpdateOp, Int, Tensor, TensorData};
-use burn_blocksparse::{
-    BlockSparseLinearOptions, OpError, WeightLayout, WeightPattern, block_sparse_linear,
+use burn_blocksparse::OpError;
+use burn_blocksparse::sparse_linear::{
+    BlockSparseLinearOptions, WeightLayout, WeightPattern, block_sparse_linear,
 };
 
 use crate::error::{ensure, or_panic};
@@ -126,7 +127,7 @@ pub(crate) fn fans(layout: &WeightLayout) -> [f64; 2] {
 /// ```
 /// use burn::nn::LinearConfig;
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_sparse_transformer::{BlockSparseLinear, BlockSparseLinearConfig};
+/// use burn_sparse_transformer::linear::{BlockSparseLinear, BlockSparseLinearConfig};
 ///
 /// let device = Device::flex();
 /// let layer = BlockSparseLinearConfig::new(64, 128, 0.25).with_block(16).init(&device);
@@ -214,7 +215,7 @@ impl BlockSparseLinear {
 
     /// The layer with fewer blocks, those with the largest norms (a gate is part of its block's), and the indices that they had. Parameters keep their
     /// ids; an optimizer's state of the weight and the gates follows with
-    /// [`FusedAdamW::keep_rows`](burn_blocksparse::FusedAdamW::keep_rows), which takes those indices.
+    /// [`FusedAdamW::keep_rows`](burn_blocksparse::optim::FusedAdamW::keep_rows), which takes those indices.
     ///
     /// # Errors
     /// If `density`, of all blocks of the weight, is not in `(0, 1]` or above the present one, or a norm is NaN.

@@ -72,7 +72,7 @@ impl NgramDrafts {
 /// A text, and where each few tokens of it are.
 ///
 /// ```
-/// use burn_sparse_transformer::{NgramDrafts, NgramIndex};
+/// use burn_sparse_transformer::generate::{NgramDrafts, NgramIndex};
 ///
 /// let mut text = NgramIndex::new(NgramDrafts::new(4).with_match(2, 8));
 /// text.extend([5, 6, 7, 8, 9, 1, 6, 7]);

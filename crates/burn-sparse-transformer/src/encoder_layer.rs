@@ -5,10 +5,10 @@ use burn::nn::activation::Activation as DenseActivation;
 use burn::nn::transformer::{PositionWiseFeedForward, TransformerEncoderLayer};
 use burn::nn::{Dropout, LayerNorm, Linear};
 use burn::tensor::Tensor;
-use burn_blocksparse::{
-    Activation, Dropout as WeightDropout, MlpOptions, MlpParams, Seed, StreamDropout,
-    bias_activation, dropout, mlp,
+use burn_blocksparse::ops::{
+    Activation, MlpOptions, MlpParams, StreamDropout, bias_activation, dropout, mlp,
 };
+use burn_blocksparse::{Dropout as WeightDropout, Seed};
 
 use crate::dropout::Seeds;
 use crate::error::ensure;

@@ -1,4 +1,4 @@
-use burn_blocksparse::pages::CacheError;
+use burn_blocksparse::paged::pages::CacheError;
 use burn_blocksparse::{LayoutError, OpError};
 
 use crate::Precision;

@@ -1,28 +1,30 @@
+//! The MLP of a block.
+
 use burn::config::Config;
 use burn::module::{
     Content, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper, ModuleVisitor, Param,
 };
 use burn::nn::Linear;
 use burn::tensor::{Device, FloatDType, Tensor};
-use burn_blocksparse::{
-    Activation, LinearOptions, MlpOptions, MlpParams, WeightLayout, WeightPattern, bias_activation,
-    linear, mlp,
+use burn_blocksparse::ops::{
+    Activation, LinearOptions, MlpOptions, MlpParams, bias_activation, linear, mlp,
 };
+use burn_blocksparse::sparse_linear::{WeightLayout, WeightPattern};
 
 use serde::{Deserialize, Serialize};
 
 use crate::attention_flops::linear_flops;
 use crate::error::or_panic;
+use crate::linear::BlockSparseLinear;
 use crate::stream::Projected;
-use crate::{BlockSparseLinear, Precision, TransformerError};
+use crate::{Precision, TransformerError};
 
 /// Which blocks of the weights of feed-forward networks are kept: the same share of both, drawn with different seeds.
 ///
 /// ```
 /// use burn::tensor::Device;
-/// use burn_sparse_transformer::{
-///     Factorization, FeedForwardSparsity, Pattern, SparseTransformerConfig,
-/// };
+/// use burn_sparse_transformer::{Factorization, Pattern, SparseTransformerConfig};
+/// use burn_sparse_transformer::feed_forward::FeedForwardSparsity;
 ///
 /// let fixed = Factorization::from(Pattern::fixed(128, 32));
 /// let model = SparseTransformerConfig::new(64, 4, fixed)

@@ -1,16 +1,17 @@
-//! Text from a model: token after token, from a pool of pages.
+//! Text generation from a [`SparseTransformer`](crate::SparseTransformer): sampling, stop conditions, speculative drafts.
+
+pub use crate::drafts::{NgramDrafts, NgramIndex};
+pub use crate::sampling::Sampling;
 
 use std::cmp::Reverse;
 use std::ops::ControlFlow;
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::sample_tokens;
+use burn_blocksparse::sampling::sample_tokens;
 
 use crate::error::ensure;
-use crate::{
-    EvictionConfig, KvDtype, KvPool, KvPoolConfig, KvStep, NgramDrafts, NgramIndex, Residency,
-    Sampling, SequenceId, SparseTransformer, TransformerError,
-};
+use crate::pool::{EvictionConfig, KvDtype, KvPool, KvPoolConfig, KvStep, Residency, SequenceId};
+use crate::{SparseTransformer, TransformerError};
 
 /// What [`SparseTransformer::generate`] writes, and where it ends. Build it from [`Default`].
 #[derive(Clone, Debug, PartialEq)]
@@ -340,9 +341,8 @@ impl SparseTransformer {
     /// use std::ops::ControlFlow;
     ///
     /// use burn::tensor::Device;
-    /// use burn_sparse_transformer::{
-    ///     Factorization, GenerateOptions, Pattern, Sampling, SparseTransformerConfig,
-    /// };
+    /// use burn_sparse_transformer::{Factorization, Pattern, SparseTransformerConfig};
+    /// use burn_sparse_transformer::generate::{GenerateOptions, Sampling};
     ///
     /// let model = SparseTransformerConfig::new(16, 2, Factorization::from(Pattern::fixed(8, 2)))
     ///     .with_vocab_size(256)

@@ -5,7 +5,9 @@ use burn::nn::{
     LayerNorm, LayerNormConfig, RmsNorm, RmsNormConfig, RotaryEncoding, RotaryEncodingConfig,
 };
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use burn_blocksparse::{Norm, NormParams, OpError, ResidualNormOptions, check_not_recording, norm};
+use burn_blocksparse::OpError;
+use burn_blocksparse::graph::check_not_recording;
+use burn_blocksparse::ops::{Norm, NormParams, ResidualNormOptions, norm};
 use serde::{Deserialize, Serialize};
 
 use crate::TransformerError;

@@ -1,7 +1,9 @@
 use std::sync::Arc;
 
 use burn::tensor::{Bool, Device, Tensor, TensorData};
-use burn_blocksparse::{Dropout, Restriction, Seed, check_not_recording};
+use burn_blocksparse::graph::check_not_recording;
+use burn_blocksparse::layout::Restriction;
+use burn_blocksparse::{Dropout, Seed};
 
 use crate::TransformerError;
 use crate::error::{ensure, ensure_shape};

@@ -6,7 +6,8 @@ use burn::module::{
     ParamId,
 };
 use burn::tensor::{Bool, Device, Tensor, TensorData};
-use burn_blocksparse::{OpError, WeightLayout};
+use burn_blocksparse::OpError;
+use burn_blocksparse::sparse_linear::WeightLayout;
 
 use crate::TransformerError;
 

@@ -1,7 +1,8 @@
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use burn_blocksparse::{BlockLayout, LayoutError, LayoutShape, Pattern, Restriction};
+use burn_blocksparse::layout::Restriction;
+use burn_blocksparse::{BlockLayout, LayoutError, LayoutShape, Pattern};
 
 use crate::TransformerError;
 

@@ -30,6 +30,17 @@
 //! With the feature `store`, `weights` loads what other programs trained, and writes what they read: safetensors, PyTorch's state dicts, GPT-2's and
 //! Longformer's names.
 //!
+//! # Which item for which job
+//! | job | item |
+//! |---|---|
+//! | burn-nn's `MultiHeadAttention`, sparse | [`SparseMultiHeadAttention`] |
+//! | a decoder-only model, a residual block, an encoder | [`SparseTransformer`], [`SparseTransformerBlock`], [`SparseTransformerEncoder`] |
+//! | Longformer | [`longformer`] |
+//! | text generation, speculative drafts | [`generate`] |
+//! | a paged KV cache, eviction, int8 and fp8 | [`pool`] |
+//! | linear layers in mixed precision or with block-sparse weights | [`linear`], [`feed_forward`] |
+//! | experimental: NSA, DSA, routing, LSH | [`nsa`], [`dsa`], [`content`] |
+//!
 //! # The model and backends
 //!
 //! [`SparseTransformer`] is the whole model: [`forward`](SparseTransformer::forward) for logits,
@@ -51,29 +62,29 @@ mod block_attention;
 mod block_sparse_linear;
 mod cache;
 mod call;
-mod content;
+pub mod content;
 mod convert;
 mod drafts;
 mod dropout;
-mod dsa;
+pub mod dsa;
 mod embedding;
 mod encoder;
 mod encoder_layer;
 mod error;
 mod factorization;
-mod feed_forward;
-mod generate;
+pub mod feed_forward;
+pub mod generate;
 mod head_selections;
 mod heads;
 mod init;
 mod input;
 mod kept_blocks;
 mod layouts;
-mod linear;
-mod longformer;
+pub mod linear;
+pub mod longformer;
 mod longformer_encoder;
-mod nsa;
-mod pool;
+pub mod nsa;
+pub mod pool;
 mod precision;
 #[cfg(feature = "autodiff")]
 mod recompute;
@@ -91,15 +102,11 @@ pub use attention::{SparseMhaOutput, SparseMultiHeadAttention};
 pub use attention_config::SparseMultiHeadAttentionConfig;
 pub use block::{SparseTransformerBlock, SparseTransformerBlockConfig};
 pub use block_attention::BlockAttentionConfig;
-pub use block_sparse_linear::{BlockSparseLinear, BlockSparseLinearConfig};
-pub use cache::{SparseMhaCache, SparseTransformerCache};
-pub use content::{
-    ContentAttention, ContentHeads, LshAttention, LshAttentionConfig, LshHeads, LshHeadsConfig,
-    LshOptions, RoutingAttention, RoutingAttentionConfig, RoutingAttentionInput,
-    RoutingAttentionOutput, RoutingHeads, RoutingHeadsConfig, RoutingOutput, lsh_attention,
+pub use burn_blocksparse::selection::{Selection, SelectionQuality};
+pub use burn_blocksparse::{
+    BlockLayout, BlockSparseTensor, DeviceLayout, Layout, LayoutError, OpError, Pattern, Seed,
 };
-pub use drafts::{NgramDrafts, NgramIndex};
-pub use dsa::{DsaAttention, DsaAttentionConfig, DsaHeads, DsaHeadsConfig, DsaIndexer, DsaStage};
+pub use cache::{SparseMhaCache, SparseTransformerCache};
 pub use embedding::PositionEmbedding;
 pub use encoder::{
     SparseTransformerEncoder, SparseTransformerEncoderConfig, SparseTransformerEncoderInput,
@@ -107,37 +114,12 @@ pub use encoder::{
 pub use encoder_layer::SparseTransformerEncoderLayer;
 pub use error::TransformerError;
 pub use factorization::Factorization;
-pub use feed_forward::{
-    FeedForward, FeedForwardActivation, FeedForwardLinear, FeedForwardSparsity,
-};
-pub use generate::{EndReason, GenerateOptions, GenerateStep, Generated};
 pub use head_selections::HeadSelections;
 pub use heads::{HeadNorm, QkNorm};
 pub use input::SparseMhaInput;
-pub use linear::{MixedPrecisionLinear, MixedPrecisionLinearConfig};
-pub use longformer::{LongformerAttention, LongformerAttentionConfig, LongformerInput};
-pub use longformer_encoder::{
-    LongformerEncoder, LongformerEncoderConfig, LongformerEncoderInput, LongformerLayer,
-};
-pub use nsa::{
-    Compression, NsaAttention, NsaAttentionConfig, NsaCompressor, NsaHeads, NsaHeadsConfig,
-    NsaProjections,
-};
-pub use pool::{
-    KvDtype, KvPool, KvPoolConfig, KvPositions, KvSnapshot, KvStep, KvUsage, ReplayedDecoder,
-};
 pub use precision::Precision;
 #[cfg(feature = "autodiff")]
 pub use recompute::StepLosses;
 pub use recompute_mode::Recompute;
-pub use sampling::Sampling;
 pub use sparse_attention::{SparseAttention, SparseAttentionConfig};
 pub use transformer::{SparseTransformer, SparseTransformerConfig};
-
-pub use burn_blocksparse::pages::{
-    CacheError, EvictionBudget, EvictionConfig, EvictionScore, Residency, SequenceId, VotePool,
-};
-pub use burn_blocksparse::{
-    BlockLayout, BlockSparseTensor, DeviceLayout, Layout, LayoutError, OpError, Pattern, Seed,
-    Selection, SelectionQuality, WeightLayout, WeightPattern,
-};

@@ -1,8 +1,13 @@
+//! Linear layers: in mixed precision, and with block-sparse weights.
+
+pub use crate::block_sparse_linear::{BlockSparseLinear, BlockSparseLinearConfig};
+pub use burn_blocksparse::sparse_linear::{WeightLayout, WeightPattern};
+
 use burn::config::Config;
 use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
-use burn_blocksparse::{Activation, LinearOptions, bias_activation, linear};
+use burn_blocksparse::ops::{Activation, LinearOptions, bias_activation, linear};
 
 use crate::error::or_panic;
 use crate::{Precision, TransformerError};
@@ -43,7 +48,8 @@ impl MixedPrecisionLinearConfig {
 /// ```
 /// use burn::nn::LinearConfig;
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_sparse_transformer::{MixedPrecisionLinear, Precision};
+/// use burn_sparse_transformer::Precision;
+/// use burn_sparse_transformer::linear::MixedPrecisionLinear;
 ///
 /// let device = Device::flex();
 /// let trained = LinearConfig::new(8, 4).init(&device);

@@ -1,10 +1,17 @@
+//! Longformer: attention with a window and global tokens of their own projections, and the encoder of it.
+
+pub use crate::longformer_encoder::{
+    LongformerEncoder, LongformerEncoderConfig, LongformerEncoderInput, LongformerLayer,
+};
+
 use burn::config::Config;
 use burn::module::{Module, Param};
 use burn::nn::Linear;
 use burn::tensor::{Bool, Device, IndexingUpdateOp, Int, Tensor, TensorData};
-use burn_blocksparse::{
-    Pattern, Restriction, SparseAttentionCall, check_not_recording, join_heads,
-};
+use burn_blocksparse::graph::check_not_recording;
+use burn_blocksparse::layout::Restriction;
+use burn_blocksparse::ops::join_heads;
+use burn_blocksparse::{Pattern, SparseAttentionCall};
 
 use crate::attention::project_heads;
 use crate::call::Call;
@@ -194,9 +201,8 @@ impl LongformerAttention {
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Tensor};
-    /// use burn_sparse_transformer::{
-    ///     LongformerAttentionConfig, LongformerInput, Pattern, SparseMultiHeadAttentionConfig,
-    /// };
+    /// use burn_sparse_transformer::{Pattern, SparseMultiHeadAttentionConfig};
+    /// use burn_sparse_transformer::longformer::{LongformerAttentionConfig, LongformerInput};
     ///
     /// let device = Device::flex();
     /// let attention = SparseMultiHeadAttentionConfig::new(64, 4, Pattern::window(32));

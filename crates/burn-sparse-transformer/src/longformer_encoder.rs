@@ -5,13 +5,14 @@ use burn::nn::{
     LinearConfig,
 };
 use burn::tensor::{Bool, Device, Int, Tensor};
-use burn_blocksparse::{Activation, MlpOptions, MlpParams, embedding, mlp};
+use burn_blocksparse::ops::{Activation, MlpOptions, MlpParams, embedding, mlp};
 
+use crate::TransformerError;
 use crate::error::{
     ensure, ensure_above_zero, ensure_dropout, ensure_positive, ensure_shape, or_panic,
 };
+use crate::longformer::{LongformerAttention, LongformerAttentionConfig, LongformerInput};
 use crate::stream::{Projected, Stream};
-use crate::{LongformerAttention, LongformerAttentionConfig, LongformerInput, TransformerError};
 
 /// Configuration of [`LongformerEncoder`].
 #[derive(Config, Debug)]

@@ -5,10 +5,10 @@ use std::fmt;
 use burn::module::Param;
 use burn::nn::Linear;
 use burn::tensor::{DType, Device, FloatDType, Tensor};
-use burn_blocksparse::{
-    Activation, LinearOptions, OpError, ProductPrecision, bias_activation, linear,
-    linear_from_heads, linear_to_heads,
+use burn_blocksparse::ops::{
+    Activation, LinearOptions, bias_activation, linear, linear_from_heads, linear_to_heads,
 };
+use burn_blocksparse::{OpError, ProductPrecision};
 use serde::{Deserialize, Serialize};
 
 use crate::TransformerError;

@@ -18,13 +18,15 @@ use std::ops::Range;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Gradients, Int, Tensor};
-use burn_blocksparse::{KeptAttention, Seed, prepare_seed, sum_all};
+use burn_blocksparse::Seed;
+use burn_blocksparse::internal::{KeptAttention, prepare_seed, sum_all};
 
 use crate::block::Pass;
+use crate::dsa::DsaStage;
 use crate::error::ensure;
 use crate::results::{Results, Slot};
 use crate::stream::Stream;
-use crate::{DsaStage, Recompute, SparseTransformer, SparseTransformerBlock, TransformerError};
+use crate::{Recompute, SparseTransformer, SparseTransformerBlock, TransformerError};
 
 impl SparseTransformer {
     /// The loss of [`SparseTransformer::loss`] and the gradients of every parameter that requires one.

@@ -36,7 +36,7 @@ pub enum Recompute {
     /// while a segment is differentiated what its blocks keep (Child et al., 2019, §5.4).
     Segments(NonZeroUsize),
     /// As [`Segments`](Self::Segments), but for the attention of each block that runs twice, which is computed once:
-    /// kept are also its output and lse ([`KeptAttention`](burn_blocksparse::KeptAttention)), `d_model` numbers of a
+    /// kept are also its output and lse ([`KeptAttention`](burn_blocksparse::internal::KeptAttention)), `d_model` numbers of a
     /// position and block in the dtype of the products, and one f32 of each head. The longer the sequences, the more
     /// of a block's time is its attention, and the more that saves. A block that stores the weights of attention
     /// (`store_weights`) computes them again in any case.

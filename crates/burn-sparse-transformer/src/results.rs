@@ -3,9 +3,9 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::tensor::Tensor;
+use burn_blocksparse::internal::{KeptAttention, attention_given, attention_keeping};
 use burn_blocksparse::{
-    AttentionOptions, AttentionTensors, KeptAttention, Layout, OpError, SparseAttentionCall,
-    WeightsMode, attention_given, attention_keeping,
+    AttentionOptions, AttentionTensors, Layout, OpError, SparseAttentionCall, WeightsMode,
 };
 
 /// What becomes of the results of a call of attention. Nothing of it changes what the call computes.

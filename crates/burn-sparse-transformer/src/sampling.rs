@@ -1,6 +1,7 @@
 //! How the next token is chosen from logits.
 
-use burn_blocksparse::{SampleOptions, philox};
+use burn_blocksparse::internal::philox;
+use burn_blocksparse::sampling::SampleOptions;
 
 use crate::TransformerError;
 
@@ -14,7 +15,7 @@ const STREAM: u32 = u32::MAX - 1;
 /// likeliest. One of what is left is drawn. Tokens that are as likely count in the order of their numbers; a logit that is no number counts as −∞.
 ///
 /// ```
-/// use burn_sparse_transformer::Sampling;
+/// use burn_sparse_transformer::generate::Sampling;
 ///
 /// let sampling = Sampling::default().temperature(0.8).top_k(Some(4)).top_p(0.9);
 /// let kept = sampling.candidates(&[2.0, 1.5, 1.0, 0.2, -0.5, -1.0], |_| false);

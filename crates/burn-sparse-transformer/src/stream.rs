@@ -2,7 +2,7 @@
 
 use burn::nn::LayerNorm;
 use burn::tensor::{FloatDType, Tensor};
-use burn_blocksparse::{
+use burn_blocksparse::ops::{
     Branch, NormParams, ResidualNormOptions, StreamDropout, residual_add, residual_norm,
 };
 

@@ -2,20 +2,24 @@ use burn::config::Config;
 use burn::module::Module;
 use burn::nn::{Embedding, LayerNorm, LayerNormConfig, Linear};
 use burn::tensor::{Device, Int, Tensor};
-use burn_blocksparse::{
-    CrossEntropyOptions, LinearOptions, Selection, embedding, linear, linear_cross_entropy,
+use burn_blocksparse::ops::{
+    CrossEntropyOptions, LinearOptions, embedding, linear, linear_cross_entropy,
 };
+use burn_blocksparse::selection::Selection;
 
 use crate::attention_flops::linear_flops;
 use crate::block::Pass;
+use crate::content::ContentAttention;
+use crate::dsa::DsaStage;
 use crate::error::{ensure, ensure_multiple, ensure_positive, ensure_shape, or_panic};
+use crate::feed_forward::{FeedForwardActivation, FeedForwardSparsity};
 use crate::layouts::LayoutPool;
 use crate::selected::of_layer;
 use crate::stream::Stream;
 use crate::{
-    BlockAttentionConfig, ContentAttention, DsaStage, Factorization, FeedForwardActivation,
-    FeedForwardSparsity, PositionEmbedding, Precision, SparseMhaCache, SparseTransformerBlock,
-    SparseTransformerBlockConfig, SparseTransformerCache, TransformerError, init,
+    BlockAttentionConfig, Factorization, PositionEmbedding, Precision, SparseMhaCache,
+    SparseTransformerBlock, SparseTransformerBlockConfig, SparseTransformerCache, TransformerError,
+    init,
 };
 
 /// Configuration of [`SparseTransformer`].

@@ -1,6 +1,8 @@
 //! Values of flags: what is outside the range that a flag allows is an error that names both.
 
-use burn_sparse_transformer::{ContentAttention, Precision, Selection, WeightPattern};
+use burn_sparse_transformer::content::ContentAttention;
+use burn_sparse_transformer::linear::WeightPattern;
+use burn_sparse_transformer::{Precision, Selection};
 use clap::Command;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 

@@ -3,8 +3,11 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, bail, ensure};
-use burn_blocksparse::{BLOCK_SIZES, Pattern, WEIGHT_BLOCK_SIZES};
-use burn_sparse_transformer::{ContentAttention, Selection};
+use burn_blocksparse::Pattern;
+use burn_blocksparse::layout::BLOCK_SIZES;
+use burn_blocksparse::sparse_linear::WEIGHT_BLOCK_SIZES;
+use burn_sparse_transformer::Selection;
+use burn_sparse_transformer::content::ContentAttention;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 

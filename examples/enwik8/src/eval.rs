@@ -5,9 +5,10 @@ use std::path::PathBuf;
 use anyhow::{Result, anyhow, ensure};
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{Device, Int, Tensor};
-use burn_sparse_transformer::{
-    KvDtype, KvPoolConfig, KvPositions, KvStep, KvUsage, Precision, Residency, SparseTransformer,
+use burn_sparse_transformer::pool::{
+    KvDtype, KvPoolConfig, KvPositions, KvStep, KvUsage, Residency,
 };
+use burn_sparse_transformer::{Precision, SparseTransformer};
 use clap::Args;
 use indicatif::ProgressBar;
 

@@ -2,7 +2,7 @@
 
 use std::error::Error;
 
-use burn_blocksparse::pages::CacheError;
+use burn_blocksparse::paged::pages::CacheError;
 use burn_blocksparse::{LayoutError, OpError};
 use burn_sparse_transformer::TransformerError;
 use clap::Command;

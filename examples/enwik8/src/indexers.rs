@@ -7,7 +7,9 @@
 //! ```
 
 use anyhow::{Result, ensure};
-use burn_sparse_transformer::{ContentAttention, DsaStage, SparseTransformer};
+use burn_sparse_transformer::SparseTransformer;
+use burn_sparse_transformer::content::ContentAttention;
+use burn_sparse_transformer::dsa::DsaStage;
 
 use crate::config::RunConfig;
 use crate::data::thousands;

@@ -2,11 +2,12 @@
 
 use anyhow::{Error, Result, anyhow, bail, ensure};
 use burn::tensor::FloatDType;
-use burn_blocksparse::pages::CacheError;
-use burn_sparse_transformer::{
+use burn_blocksparse::paged::pages::CacheError;
+use burn_sparse_transformer::pool::{
     EvictionBudget, EvictionConfig, EvictionScore, KvDtype, KvPoolConfig, KvPositions, Residency,
-    Selection, SparseTransformer, TransformerError, VotePool,
+    VotePool,
 };
+use burn_sparse_transformer::{Selection, SparseTransformer, TransformerError};
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 

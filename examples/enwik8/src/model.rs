@@ -6,10 +6,12 @@ use anyhow::{Context, Result, anyhow, bail};
 use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::store::ModuleRecord;
 use burn::tensor::{Bytes, Device, Int, Tensor};
-use burn_blocksparse::{FusedAdamW, FusedAdamWConfig, Pattern};
+use burn_blocksparse::Pattern;
+use burn_blocksparse::optim::{FusedAdamW, FusedAdamWConfig};
+use burn_sparse_transformer::content::ContentAttention;
+use burn_sparse_transformer::feed_forward::FeedForwardSparsity;
 use burn_sparse_transformer::{
-    ContentAttention, Factorization, FeedForwardSparsity, Selection, SparseTransformer,
-    SparseTransformerConfig,
+    Factorization, Selection, SparseTransformer, SparseTransformerConfig,
 };
 
 use crate::checkpoint::Checkpoint;

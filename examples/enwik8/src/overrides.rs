@@ -1,6 +1,8 @@
 //! A flag for every number of a preset.
 
-use burn_sparse_transformer::{ContentAttention, Precision, Recompute, Selection, WeightPattern};
+use burn_sparse_transformer::content::ContentAttention;
+use burn_sparse_transformer::linear::WeightPattern;
+use burn_sparse_transformer::{Precision, Recompute, Selection};
 use clap::Args;
 
 use crate::presets::{

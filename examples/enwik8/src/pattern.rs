@@ -1,7 +1,8 @@
 //! What the trainer asks of patterns beyond their notation, which is [`Pattern::NOTATION`].
 
 use burn_blocksparse::Pattern;
-use burn_sparse_transformer::{ContentAttention, Selection};
+use burn_sparse_transformer::Selection;
+use burn_sparse_transformer::content::ContentAttention;
 use clap::Args;
 
 use crate::progress::{program, say};

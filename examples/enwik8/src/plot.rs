@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow};
-use burn_blocksparse::font;
+use burn_blocksparse::internal::font;
 use plotters::prelude::*;
 
 use crate::data::thousands;

@@ -4,10 +4,9 @@ use std::fmt;
 use std::num::NonZeroUsize;
 use std::str::FromStr;
 
-use burn_sparse_transformer::{
-    ContentAttention, HeadSelections, Precision, Recompute, Selection, TransformerError,
-    WeightPattern,
-};
+use burn_sparse_transformer::content::ContentAttention;
+use burn_sparse_transformer::linear::WeightPattern;
+use burn_sparse_transformer::{HeadSelections, Precision, Recompute, Selection, TransformerError};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 

@@ -4,7 +4,8 @@ use std::fmt;
 
 use anyhow::{Result, ensure};
 use burn::module::ParamId;
-use burn_sparse_transformer::{FeedForwardLinear, SparseTransformer};
+use burn_sparse_transformer::SparseTransformer;
+use burn_sparse_transformer::feed_forward::FeedForwardLinear;
 use serde::{Deserialize, Serialize};
 
 /// Gradual pruning by magnitude (Zhu and Gupta, "To prune, or not to prune", 2017): between two steps the share of kept blocks falls from the model's to

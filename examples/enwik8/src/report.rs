@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use burn::module::Module;
-use burn_sparse_transformer::{GenerateOptions, Sampling, SparseTransformer};
+use burn_sparse_transformer::SparseTransformer;
+use burn_sparse_transformer::generate::{GenerateOptions, Sampling};
 use clap::Args;
 
 use crate::arguments;

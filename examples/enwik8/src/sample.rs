@@ -10,7 +10,9 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use burn_sparse_transformer::{NgramDrafts, NgramIndex, Precision, Residency, Sampling};
+use burn_sparse_transformer::Precision;
+use burn_sparse_transformer::generate::{NgramDrafts, NgramIndex, Sampling};
+use burn_sparse_transformer::pool::Residency;
 use clap::Args;
 use output::Output;
 use statistics::Times;

@@ -6,8 +6,10 @@ use std::rc::Rc;
 use anyhow::{Context, Result, anyhow};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::{AdamWControl, DeviceSeed, Fixed, FusedAdamW, Replayed};
-use burn_sparse_transformer::{DsaStage, Recompute, Seed, SparseTransformer, StepLosses};
+use burn_blocksparse::graph::{DeviceSeed, Fixed, Replayed};
+use burn_blocksparse::optim::{AdamWControl, FusedAdamW};
+use burn_sparse_transformer::dsa::DsaStage;
+use burn_sparse_transformer::{Recompute, Seed, SparseTransformer, StepLosses};
 
 use crate::prune::prune;
 

@@ -16,7 +16,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, anyhow, ensure};
 use burn::module::Module;
 use burn::tensor::Bytes;
-use burn_sparse_transformer::ContentAttention;
+use burn_sparse_transformer::content::ContentAttention;
 use clap::Args;
 use indicatif::ProgressBar;
 

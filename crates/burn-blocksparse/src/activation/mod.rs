@@ -5,11 +5,11 @@ pub(crate) mod values;
 
 use burn::tensor::Tensor;
 
+use crate::backend::ActivationOps;
 use crate::check::same_device;
 use crate::device::served;
 use crate::error::OpError;
 use crate::op_plan::OpPlan;
-use crate::ops::ActivationOps;
 pub use values::Activation;
 use values::ActivationInputs;
 
@@ -20,7 +20,7 @@ use values::ActivationInputs;
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_blocksparse::{Activation, bias_activation};
+/// use burn_blocksparse::ops::{Activation, bias_activation};
 ///
 /// let device = Device::flex().autodiff();
 /// let x = Tensor::<3>::random([2, 5, 8], Distribution::Default, &device);

@@ -6,7 +6,7 @@ use burn::tensor::FloatDType;
 
 use crate::values::MaybeFloat;
 
-/// What [`bias_activation`](crate::bias_activation) makes of each number.
+/// What [`bias_activation`](crate::ops::bias_activation) makes of each number.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Activation {

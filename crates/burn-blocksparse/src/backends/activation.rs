@@ -6,7 +6,7 @@
     feature = "cube",
     feature = "autodiff"
 ))]
-use crate::ops::ActivationOps;
+use crate::backend::ActivationOps;
 
 #[cfg(feature = "flex")]
 impl ActivationOps for burn::backend::Flex {}

@@ -8,7 +8,7 @@ use burn::backend::autodiff::ops::{Backward, NodeGuard, Ops, OpsKind};
 use burn::backend::{AutodiffBackend, Backend};
 
 use super::outputs::{OutputGradients, or_zeros};
-use crate::ops::BlockSparseOps;
+use crate::backend::BlockSparseOps;
 use crate::options::AttentionOptions;
 use crate::reference;
 use crate::values::{

@@ -6,7 +6,7 @@
     feature = "cube",
     feature = "autodiff"
 ))]
-use crate::ops::BlockSparseLinearOps;
+use crate::backend::BlockSparseLinearOps;
 
 #[cfg(feature = "flex")]
 impl BlockSparseLinearOps for burn::backend::Flex {}
@@ -24,13 +24,13 @@ pub(crate) mod kernels {
     use super::BlockSparseLinearOps;
     use crate::backends::cube::uses_reference;
     use crate::backends::linear::kernels::Kernels;
-    use crate::block_sparse::products::{
+    use crate::linear::products::Primitives;
+    use crate::sparse_linear::products::{
         Gathered, Pass, SparseProducts, backward_input, backward_weight, forward,
     };
-    use crate::block_sparse::values::{
+    use crate::sparse_linear::values::{
         SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
     };
-    use crate::linear::products::Primitives;
 
     /// One product, as [`Pass`] describes it, if a kernel takes it: in the factors' dtype, or that of their sums.
     fn product(
@@ -135,7 +135,7 @@ mod steps {
 
     use super::BlockSparseLinearOps;
     use crate::backends::linear::Factor;
-    use crate::block_sparse::values::{
+    use crate::sparse_linear::values::{
         SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
     };
     use crate::values::MaybeFloat;

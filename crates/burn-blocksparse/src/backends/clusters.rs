@@ -11,7 +11,7 @@ use cubecl::client::Client;
 
 use super::cube::{empty, launched};
 use super::order::{Compared, compared};
-use crate::ops::ClusterOps;
+use crate::backend::ClusterOps;
 
 /// The sizes of a call by its shapes.
 pub(crate) fn sizes(

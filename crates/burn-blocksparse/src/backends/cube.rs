@@ -17,7 +17,7 @@ use burn_cubecl::{CubeBackend, CubeDevice};
 use cubecl::client::Client;
 use cubecl::prelude::InputScalar;
 
-use crate::ops::BlockSparseOps;
+use crate::backend::BlockSparseOps;
 use crate::options::{AttentionOptions, ProductPrecision, WeightsMode};
 use crate::values::{
     AttentionGrads, AttentionInputs, AttentionOutput, BlockChoice, LayoutTensors, MaybeFloat,

@@ -6,7 +6,7 @@
     feature = "cube",
     feature = "autodiff"
 ))]
-use crate::ops::DropoutOps;
+use crate::backend::DropoutOps;
 
 #[cfg(feature = "flex")]
 impl DropoutOps for burn::backend::Flex {}

@@ -6,7 +6,7 @@
     feature = "cube",
     feature = "autodiff"
 ))]
-use crate::ops::EmbeddingOps;
+use crate::backend::EmbeddingOps;
 
 #[cfg(feature = "flex")]
 impl EmbeddingOps for burn::backend::Flex {}

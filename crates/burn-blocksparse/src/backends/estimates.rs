@@ -14,7 +14,7 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 
 use super::cube::{empty, launched, readable as rows_readable, uses_reference, view};
-use crate::ops::{CompressedCall, EstimateOps, LikeBlocks, MeanScores};
+use crate::backend::{CompressedCall, EstimateOps, LikeBlocks, MeanScores};
 
 /// Whether kernels make scores on a device.
 pub(crate) fn available(device: &CubeDevice) -> bool {

@@ -6,7 +6,7 @@
     feature = "cube",
     feature = "autodiff"
 ))]
-use crate::ops::FixedOps;
+use crate::backend::FixedOps;
 
 #[cfg(feature = "flex")]
 impl FixedOps for burn::backend::Flex {}

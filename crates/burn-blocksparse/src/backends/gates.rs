@@ -6,7 +6,7 @@
     feature = "cube",
     feature = "autodiff"
 ))]
-use crate::ops::GateOps;
+use crate::backend::GateOps;
 
 #[cfg(feature = "flex")]
 impl GateOps for burn::backend::Flex {}

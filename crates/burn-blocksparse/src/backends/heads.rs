@@ -6,7 +6,7 @@
     feature = "cube",
     feature = "autodiff"
 ))]
-use crate::ops::HeadOps;
+use crate::backend::HeadOps;
 
 #[cfg(feature = "flex")]
 impl HeadOps for burn::backend::Flex {}

@@ -6,7 +6,7 @@
     feature = "cube",
     feature = "autodiff"
 ))]
-use crate::ops::{HeadsApart, HeadsApartOps};
+use crate::backend::{HeadsApart, HeadsApartOps};
 
 #[cfg(feature = "flex")]
 impl HeadsApartOps for burn::backend::Flex {}

@@ -16,7 +16,7 @@ use burn_cubecl::{CubeBackend, CubeDevice};
 
 use super::cube::{empty, launched, typed, uses_reference};
 use super::paged::integers;
-use crate::ops::{
+use crate::backend::{
     ComparedKeys, IndexInputs, IndexerChoice, IndexerGrads, IndexerLoss, IndexerOps, IndexerScores,
     SeenKeys, TargetInputs,
 };

@@ -6,7 +6,7 @@
     feature = "cube",
     feature = "autodiff"
 ))]
-use crate::ops::KeyListOps;
+use crate::backend::KeyListOps;
 
 #[cfg(feature = "flex")]
 impl KeyListOps for burn::backend::Flex {}
@@ -32,11 +32,11 @@ pub(crate) mod kernels {
     use burn_cubecl::tensor::CubeTensor;
 
     use super::KeyListOps;
-    use crate::backends::cube::{checked, contiguous, empty, filled, launched, readable, view};
-    use crate::backends::listed::kernels::{ALIGNMENT, numbers};
-    use crate::ops::{
+    use crate::backend::{
         BlockSparseOps, KeyListCall, KeyListGrads, KeyListInputs, KeyListOutput, KeyListSaved,
     };
+    use crate::backends::cube::{checked, contiguous, empty, filled, launched, readable, view};
+    use crate::backends::listed::kernels::{ALIGNMENT, numbers};
     use crate::options::AttentionOptions;
     use crate::selection::key_reference as reference;
     use crate::values::{
@@ -243,8 +243,8 @@ mod step {
     use burn::backend::tensor::IntTensor;
 
     use super::KeyListOps;
+    use crate::backend::{KeyListCall, KeyListGrads, KeyListInputs, KeyListOutput, KeyListSaved};
     use crate::backends::outputs::{OutputGradients, or_zeros};
-    use crate::ops::{KeyListCall, KeyListGrads, KeyListInputs, KeyListOutput, KeyListSaved};
     use crate::values::OutputGrads;
 
     /// The step whose outputs are out and lse.

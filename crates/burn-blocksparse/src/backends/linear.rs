@@ -6,7 +6,7 @@
     feature = "cube",
     feature = "autodiff"
 ))]
-use crate::ops::LinearOps;
+use crate::backend::LinearOps;
 
 #[cfg(feature = "flex")]
 impl LinearOps for burn::backend::Flex {}

@@ -1,6 +1,6 @@
 //! Queries that walk lists of their own on each backend, and their step in Burn's autodiff graph.
 
-use crate::ops::ListedOps;
+use crate::backend::ListedOps;
 
 #[cfg(feature = "flex")]
 impl ListedOps for burn::backend::Flex {}
@@ -20,10 +20,10 @@ pub(crate) mod kernels {
     use burn_cubecl::{CubeBackend, CubeDevice};
 
     use super::ListedOps;
-    use crate::backends::cube::{contiguous, launched, readable, view};
-    use crate::ops::{
+    use crate::backend::{
         BlockSparseOps, ListedCall, ListedGrads, ListedInputs, ListedOutput, ListedSaved,
     };
+    use crate::backends::cube::{contiguous, launched, readable, view};
     use crate::options::AttentionOptions;
     use crate::values::{
         AttentionInputs, AttentionOutput, LayoutTensors, MaybeFloat, OutputGrads, Saved,
@@ -220,9 +220,9 @@ mod step {
     use burn::backend::tensor::IntTensor;
 
     use super::ListedOps;
+    use crate::backend::{ListedCall, ListedGrads, ListedInputs, ListedOutput, ListedSaved};
     use crate::backends::autodiff::inner_layout;
     use crate::backends::outputs::{OutputGradients, or_zeros};
-    use crate::ops::{ListedCall, ListedGrads, ListedInputs, ListedOutput, ListedSaved};
     use crate::options::AttentionOptions;
     use crate::values::{LayoutTensors, OutputGrads};
 

@@ -6,7 +6,7 @@
     feature = "cube",
     feature = "autodiff"
 ))]
-use crate::ops::LossOps;
+use crate::backend::LossOps;
 
 #[cfg(feature = "flex")]
 impl LossOps for burn::backend::Flex {}

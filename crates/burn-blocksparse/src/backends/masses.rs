@@ -6,7 +6,7 @@
     feature = "cube",
     feature = "autodiff"
 ))]
-use crate::ops::AttentionMassOps;
+use crate::backend::AttentionMassOps;
 
 #[cfg(feature = "flex")]
 impl AttentionMassOps for burn::backend::Flex {}

@@ -24,7 +24,7 @@ static TAKEN: AtomicU64 = AtomicU64::new(0);
 /// are f32, rounded once. All other products, and all other devices, go on as before. Call it once, before the first tensor of the program:
 ///
 /// ```no_run
-/// burn_blocksparse::accelerate_matmul()?;
+/// burn_blocksparse::ops::accelerate_matmul()?;
 /// // Anything that Burn does.
 /// # Ok::<(), burn_blocksparse::OpError>(())
 /// ```

@@ -6,7 +6,7 @@
     feature = "cube",
     feature = "autodiff"
 ))]
-use crate::ops::MlpOps;
+use crate::backend::MlpOps;
 
 #[cfg(feature = "flex")]
 impl MlpOps for burn::backend::Flex {}

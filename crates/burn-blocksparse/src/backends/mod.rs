@@ -1,7 +1,7 @@
 //! The only files that know both Burn's backends and our operation.
 
 #[cfg(any(feature = "flex", feature = "ndarray"))]
-use crate::ops::BlockSparseOps;
+use crate::backend::BlockSparseOps;
 
 pub(crate) mod activation;
 #[cfg(feature = "autodiff")]

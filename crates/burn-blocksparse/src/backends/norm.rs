@@ -6,7 +6,7 @@
     feature = "cube",
     feature = "autodiff"
 ))]
-use crate::ops::NormOps;
+use crate::backend::NormOps;
 
 #[cfg(feature = "flex")]
 impl NormOps for burn::backend::Flex {}

@@ -1,7 +1,7 @@
 //! Steps of optimizers on each backend. Autodiff has none: public functions hand over tensors that it does not follow.
 
 #[cfg(any(feature = "flex", feature = "ndarray", feature = "cube"))]
-use crate::ops::OptimOps;
+use crate::backend::OptimOps;
 
 #[cfg(feature = "flex")]
 impl OptimOps for burn::backend::Flex {}
@@ -19,8 +19,8 @@ pub(crate) mod kernels {
     use burn_cubecl::tensor::CubeTensor;
 
     use super::OptimOps;
+    use crate::backend::{AdamWInputs, AdamWNumbers, AdamWOutput, ClipFactor, LIMIT, TensorList};
     use crate::backends::cube::{checked, contiguous, empty, uses_reference};
-    use crate::ops::{AdamWInputs, AdamWNumbers, AdamWOutput, ClipFactor, LIMIT, TensorList};
     use crate::optim::reference;
 
     // Both count partial sums: the public functions without the kernels, too.

@@ -10,7 +10,7 @@ use burn_cubecl::tensor::CubeTensor;
 
 use super::cube::{empty, launched, typed};
 use super::paged::integers;
-use crate::ops::{AttractedLists, HighestLists, OrderOps, SortedRounds};
+use crate::backend::{AttractedLists, HighestLists, OrderOps, SortedRounds};
 
 impl OrderOps for CubeBackend {
     fn sort_rounds(buckets: CubeTensor, count: usize, room: usize) -> SortedRounds<Self> {

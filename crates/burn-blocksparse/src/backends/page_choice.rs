@@ -1,7 +1,7 @@
 //! Choices of pages on each backend. Autodiff has none: public functions hand over tensors that it does not follow.
 
 #[cfg(any(feature = "flex", feature = "ndarray", feature = "cube"))]
-use crate::ops::PageChoiceOps;
+use crate::backend::PageChoiceOps;
 
 #[cfg(feature = "flex")]
 impl PageChoiceOps for burn::backend::Flex {}

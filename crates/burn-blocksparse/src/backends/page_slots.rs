@@ -1,7 +1,7 @@
 //! Slots one by one on each backend. Autodiff has none: public functions hand over tensors that it does not follow.
 
 #[cfg(any(feature = "flex", feature = "ndarray", feature = "cube"))]
-use crate::ops::PageSlotOps;
+use crate::backend::PageSlotOps;
 
 #[cfg(feature = "flex")]
 impl PageSlotOps for burn::backend::Flex {}

@@ -1,7 +1,7 @@
 //! Attention over pages on each backend. Autodiff has none: public functions hand over tensors that it does not follow.
 
 #[cfg(any(feature = "flex", feature = "ndarray", feature = "cube"))]
-use crate::ops::PagedOps;
+use crate::backend::PagedOps;
 
 #[cfg(feature = "flex")]
 impl PagedOps for burn::backend::Flex {}

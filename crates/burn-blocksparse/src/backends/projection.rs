@@ -6,7 +6,7 @@
     feature = "cube",
     feature = "autodiff"
 ))]
-use crate::ops::ProjectionOps;
+use crate::backend::ProjectionOps;
 
 #[cfg(feature = "flex")]
 impl ProjectionOps for burn::backend::Flex {}

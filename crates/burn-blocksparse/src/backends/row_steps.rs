@@ -8,7 +8,9 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{AutodiffBackend, Backend};
 
 use super::outputs::{OutputGradients, or_zeros};
-use crate::ops::{KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput, MergedParts, RowOps};
+use crate::backend::{
+    KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput, MergedParts, RowOps,
+};
 use crate::values::OutputGrads;
 
 /// The step of merged parts, whose outputs are out and lse.

@@ -1,7 +1,7 @@
 //! Rows by an index on each backend.
 
 #[cfg(any(feature = "flex", feature = "ndarray", feature = "cube"))]
-use crate::ops::RowOps;
+use crate::backend::RowOps;
 
 #[cfg(feature = "flex")]
 impl RowOps for burn::backend::Flex {}
@@ -21,9 +21,9 @@ mod kernels {
     use burn_cubecl::tensor::CubeTensor;
 
     use super::RowOps;
+    use crate::backend::{KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput, MergedParts};
     use crate::backends::cube::{contiguous, empty, matrix, typed, uses_reference};
     use crate::dtype::accumulate_in;
-    use crate::ops::{KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput, MergedParts};
     use crate::rows::reference;
     use crate::values::OutputGrads;
 

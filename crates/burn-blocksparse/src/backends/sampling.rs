@@ -1,7 +1,7 @@
 //! Sampling on each backend. Autodiff has none: the public function hands over tensors that it does not follow.
 
 #[cfg(any(feature = "flex", feature = "ndarray", feature = "cube"))]
-use crate::ops::SamplingOps;
+use crate::backend::SamplingOps;
 
 #[cfg(feature = "flex")]
 impl SamplingOps for burn::backend::Flex {}

@@ -1,7 +1,7 @@
 //! Steps of choices by content on each backend. Autodiff has none: selections hand over tensors that it does not follow.
 
 #[cfg(any(feature = "flex", feature = "ndarray", feature = "cube"))]
-use crate::ops::SelectionOps;
+use crate::backend::SelectionOps;
 
 #[cfg(feature = "flex")]
 impl SelectionOps for burn::backend::Flex {}
@@ -20,8 +20,8 @@ mod kernels {
     use burn_cubecl::tensor::CubeTensor;
 
     use super::SelectionOps;
+    use crate::backend::{HighestBlocks, ListedQueries, QueryTiles, UniqueKeys};
     use crate::backends::cube::{choose_blocks, empty, uses_reference};
-    use crate::ops::{HighestBlocks, ListedQueries, QueryTiles, UniqueKeys};
     use crate::selection::{key_reference, reference};
     use crate::values::LayoutTensors;
 

@@ -13,7 +13,7 @@ use burn_cubecl::tensor::CubeTensor;
 
 use super::cube::{empty, typed};
 use super::wgmma_product as dense;
-use crate::block_sparse::products::Pass;
+use crate::sparse_linear::products::Pass;
 
 /// Parts of the rows that add up to a gradient, `[parts, numbers]`: `[numbers]`.
 fn sum(parts: &CubeTensor) -> Option<CubeTensor> {

@@ -13,12 +13,13 @@ impl DeviceLayout {
     /// works with it, such as biases, softcaps and dropout.
     ///
     /// Tiles of neighbouring queries walk all blocks of `places`, whatever is listed: that is fast where queries list a good part of what they see, and takes a bit
-    /// for each pair of its blocks, in the tiles of a launch. [`attention_with_keys`](crate::attention_with_keys) goes either this way or by the lists
+    /// for each pair of its blocks, in the tiles of a launch. [`attention_with_keys`](crate::selection::attention_with_keys) goes either this way or by the lists
     /// alone, without options. Take one layout of places for all calls.
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Int, Tensor};
-    /// use burn_blocksparse::{DeviceLayout, Pattern, QueryLists, SparseAttentionCall};
+    /// use burn_blocksparse::{DeviceLayout, Pattern, SparseAttentionCall};
+    /// use burn_blocksparse::selection::QueryLists;
     ///
     /// let device = Device::flex();
     /// let x = Tensor::<4>::random([1, 2, 64, 16], Distribution::Default, &device);

@@ -11,11 +11,11 @@ use blocksparse::{BlockLayout, ChosenBy, DeviceChoice, LayoutShape, PositionRule
 use burn::backend::Dispatch;
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 
+use crate::backend::SelectionOps;
 use crate::choice::{TopKOptions, checked};
 use crate::device::served;
 use crate::error::OpError;
 use crate::kernels_run::runs_kernels;
-use crate::ops::SelectionOps;
 use crate::upload::layout_tensors;
 use crate::values::BlockChoice;
 
@@ -61,7 +61,8 @@ impl DeviceLayoutOptions {
 ///
 /// ```
 /// use burn::tensor::{Bool, Device, Distribution, Tensor};
-/// use burn_blocksparse::{DeviceLayout, DeviceLayoutOptions, LayoutShape, sparse_attention};
+/// use burn_blocksparse::{DeviceLayout, LayoutShape, sparse_attention};
+/// use burn_blocksparse::layout::DeviceLayoutOptions;
 ///
 /// let device = Device::flex();
 /// let [q, k, v] = [(); 3]
@@ -217,7 +218,7 @@ impl DeviceLayout {
     }
 
     /// The blocks that score highest in each row of blocks, as `options` say (their block size is the shape's); of equal ones the earlier, and NaN
-    /// is the lowest. Scores are compared in f32. [`top_k_blocks_on_device`](crate::top_k_blocks_on_device) has scores of queries and keys.
+    /// is the lowest. Scores are compared in f32. [`top_k_blocks_on_device`](crate::selection::top_k_blocks_on_device) has scores of queries and keys.
     ///
     /// The choice is not differentiable, and no gradient reaches the scores.
     ///
@@ -320,9 +321,9 @@ impl DeviceLayout {
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Tensor};
-    /// use burn_blocksparse::{
-    ///     BlockLayout, DeviceLayout, DeviceLayoutOptions, LayoutShape, Pattern, TopKOptions,
-    /// };
+    /// use burn_blocksparse::{BlockLayout, DeviceLayout, LayoutShape, Pattern};
+    /// use burn_blocksparse::layout::DeviceLayoutOptions;
+    /// use burn_blocksparse::selection::TopKOptions;
     ///
     /// let shape = LayoutShape { heads: 4, seq_q: 256, seq_kv: 256, block_size: 32 };
     /// let near = BlockLayout::new(&Pattern::local(100), shape)?;

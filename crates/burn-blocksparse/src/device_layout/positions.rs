@@ -19,7 +19,8 @@ impl DeviceLayout {
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Int, Tensor};
-    /// use burn_blocksparse::{DeviceLayout, Pattern, PositionRule, sparse_attention};
+    /// use burn_blocksparse::{DeviceLayout, Pattern, sparse_attention};
+    /// use burn_blocksparse::layout::PositionRule;
     ///
     /// let device = Device::flex();
     /// let x = Tensor::<4>::random([1, 1, 64, 16], Distribution::Default, &device);

@@ -20,7 +20,7 @@ impl DsaIndex {
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Tensor};
-    /// use burn_blocksparse::{Dsa, DsaIndex};
+    /// use burn_blocksparse::dsa::{Dsa, DsaIndex};
     ///
     /// let device = Device::flex();
     /// let random = |heads, width| Tensor::<4>::random([1, heads, 64, width], Distribution::Default, &device);

@@ -5,8 +5,8 @@ use burn::tensor::{DType, Int, Tensor};
 
 use super::Dsa;
 use super::pages::DsaPages;
+use crate::backend::PageSlotOps;
 use crate::error::OpError;
-use crate::ops::PageSlotOps;
 
 impl Dsa {
     /// The keys that queries of walks over pages attend to, as [`choose`](Self::choose) has them of keys side by side: i32 `[walks, kv_heads, most]`, the
@@ -16,9 +16,8 @@ impl Dsa {
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Int, Tensor};
-    /// use burn_blocksparse::{
-    ///     Dsa, DsaPages, PagedKeysValues, PagedOptions, PagedStore, paged_attention,
-    /// };
+    /// use burn_blocksparse::dsa::{Dsa, DsaPages};
+    /// use burn_blocksparse::paged::{PagedKeysValues, PagedOptions, PagedStore, paged_attention};
     ///
     /// let device = Device::flex();
     /// let random = |shape| Tensor::<3>::random(shape, Distribution::Default, &device);
@@ -44,7 +43,7 @@ impl Dsa {
     /// # Errors
     /// [`OpError`] if shapes or devices do not fit each other, `kv_heads` is 0, or no feature of this crate serves the device.
     ///
-    /// [`PagedKeysValues::of_slots`]: crate::PagedKeysValues::of_slots
+    /// [`PagedKeysValues::of_slots`]: crate::paged::PagedKeysValues::of_slots
     pub fn choose_in_pages(
         &self,
         index: &DsaPages,

@@ -12,12 +12,12 @@ use super::found::{DsaTarget, Found};
 use super::pages::DsaPages;
 use super::scores::{DsaIndex, together};
 use crate::attention::SparseAttentionCall;
-use crate::backends::indexer::{available, has_picks, rounds};
-use crate::device::cube;
-use crate::ops::{
+use crate::backend::{
     ComparedKeys, IndexInputs, IndexerChoice, IndexerLoss, IndexerOps, IndexerScores, SeenKeys,
     TargetInputs,
 };
+use crate::backends::indexer::{available, has_picks, rounds};
+use crate::device::cube;
 use crate::options::AttentionOptions;
 use crate::selection::layouts::KeptLayouts;
 

@@ -1,16 +1,14 @@
 //! DeepSeek sparse attention (DSA: DeepSeek-V3.2-Exp, 2025, §2): an indexer scores single keys, and each query attends to those of the highest scores.
-//!
-//! ```text
-//! mod      the choice, and attention over it
-//! scores   the indexer's scores, of some queries at a time
-//! slabs    the same by kernels or by operations
-//! loss     what the indexer learns by
-//! fp8      queries and keys in 8 bits
-//! found    what it is compared over, and a loss with its gradients
-//! kernels  both where a device has kernels for them
-//! pages    an indexer's keys in pages
-//! in_pages choices among them, for decoding
-//! ```
+
+// mod      the choice, and attention over it
+// scores   the indexer's scores, of some queries at a time
+// slabs    the same by kernels or by operations
+// loss     what the indexer learns by
+// fp8      queries and keys in 8 bits
+// found    what it is compared over, and a loss with its gradients
+// kernels  both where a device has kernels for them
+// pages    an indexer's keys in pages
+// in_pages choices among them, for decoding
 
 mod found;
 mod fp8;
@@ -21,6 +19,8 @@ mod loss;
 mod pages;
 mod scores;
 mod slabs;
+
+pub use blocksparse::{ROTATED_WIDTHS, RotatedRows};
 
 use burn::tensor::{Bool, DType, IndexingUpdateOp, Int, Tensor};
 
@@ -49,7 +49,8 @@ use slabs::Slabs;
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_blocksparse::{AttentionOptions, Dsa, DsaIndex, DsaTarget};
+/// use burn_blocksparse::AttentionOptions;
+/// use burn_blocksparse::dsa::{Dsa, DsaIndex, DsaTarget};
 ///
 /// let device = Device::flex().autodiff();
 /// let random = |heads, width| Tensor::<4>::random([1, heads, 64, width], Distribution::Default, &device);

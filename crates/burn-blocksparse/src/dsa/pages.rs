@@ -4,10 +4,10 @@ use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, Tensor};
 
 use super::scores::DsaIndex;
+use crate::backend::PageSlotOps;
 use crate::check::same_device;
 use crate::device::served;
 use crate::error::OpError;
-use crate::ops::PageSlotOps;
 
 /// Queries of an indexer, one for each walk over pages of its keys.
 #[derive(Clone, Debug)]
@@ -20,7 +20,7 @@ pub struct DsaPages {
     pub keys: Tensor<3>,
     /// i32 `[walks, 1, entries]`: the pages of each walk, in the order of their keys' positions.
     pub table: Tensor<3, Int>,
-    /// i32 `[walks, 1, 4]`, as [`PagedKeysValues::spans`](crate::PagedKeysValues::spans): so many keys the query sees as region one has slots. Region two is
+    /// i32 `[walks, 1, 4]`, as [`PagedKeysValues::spans`](crate::paged::PagedKeysValues::spans): so many keys the query sees as region one has slots. Region two is
     /// empty.
     pub spans: Tensor<3, Int>,
 }

@@ -5,11 +5,11 @@ pub(crate) mod reference;
 use burn::backend::Dispatch;
 use burn::tensor::{Int, Tensor};
 
+use crate::backend::EmbeddingOps;
 use crate::check::same_device;
 use crate::device::served;
 use crate::error::OpError;
 use crate::op_plan::OpPlan;
-use crate::ops::EmbeddingOps;
 
 /// The rows of a table that `ids` name, with a gradient by the table that has the same bits every time: `dE[v] = Σ dy[t]` over the positions `t` with
 /// `ids[t] = v`, in a fixed order.
@@ -19,7 +19,7 @@ use crate::ops::EmbeddingOps;
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Int, Tensor};
-/// use burn_blocksparse::embedding;
+/// use burn_blocksparse::ops::embedding;
 ///
 /// let device = Device::flex().autodiff();
 /// let table = Tensor::<2>::random([256, 8], Distribution::Default, &device).require_grad();

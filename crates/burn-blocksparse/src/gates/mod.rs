@@ -5,8 +5,8 @@ pub(crate) mod values;
 
 use burn::tensor::Tensor;
 
+use crate::backend::GateOps;
 use crate::op_plan::OpPlan;
-use crate::ops::GateOps;
 use crate::values::ThreeFloats;
 use values::{GatedInputs, MOST_BRANCHES};
 

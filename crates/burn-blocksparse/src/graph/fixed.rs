@@ -8,9 +8,9 @@ use burn::tensor::kind::Basic;
 use burn::tensor::{DType, Device, Float, Int, Tensor, TensorData};
 
 use super::recording;
+use crate::backend::FixedOps;
 use crate::device::served;
 use crate::error::OpError;
-use crate::ops::FixedOps;
 
 /// The kinds of tensors that [`Fixed`] holds: [`Float`] and [`Int`].
 pub trait FixedKind: Basic + sealed::Overwrite {}
@@ -80,7 +80,7 @@ mod sealed {
 ///
 /// ```
 /// use burn::tensor::{Device, Int, TensorData};
-/// use burn_blocksparse::Fixed;
+/// use burn_blocksparse::graph::Fixed;
 ///
 /// let tokens = Fixed::<2, Int>::new(TensorData::from([[1, 2], [3, 4]]), &Device::flex())?;
 /// tokens.write(TensorData::from([[5, 6], [7, 8]]))?;

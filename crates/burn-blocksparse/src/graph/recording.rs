@@ -81,7 +81,7 @@ pub(crate) fn doom_by_upload<D: 'static>(_device: &D, _what: &'static str) {
     }
 }
 
-/// That this thread does not record: for a layer that is about to copy numbers of the host to a device, which replays of [`Replayed`](crate::Replayed) would
+/// That this thread does not record: for a layer that is about to copy numbers of the host to a device, which replays of [`Replayed`](crate::graph::Replayed) would
 /// copy again as they were.
 ///
 /// # Errors

@@ -25,7 +25,8 @@ const WARM_UPS: usize = 3;
 ///
 /// ```
 /// use burn::tensor::{Device, TensorData};
-/// use burn_blocksparse::{Fixed, OpError, Replayed};
+/// use burn_blocksparse::OpError;
+/// use burn_blocksparse::graph::{Fixed, Replayed};
 ///
 /// let device = Device::flex();
 /// let x = Fixed::<1>::new(TensorData::from([1f32, 2.0]), &device)?;

@@ -9,14 +9,14 @@ use burn::backend::{Backend, Dispatch};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
 use super::recording;
+use crate::backend::FixedOps;
 use crate::device::served;
 use crate::error::OpError;
-use crate::ops::FixedOps;
 
 /// A seed of dropout that a recorded computation reads from the device, so that each replay drops something else.
 ///
 /// A seed that is a number is frozen in a recording, and refused there. This one is a place: [`seed`](Self::seed) goes into
-/// [`Dropout`](crate::Dropout) or [`StreamDropout`](crate::StreamDropout), or into a model's training step, and [`write`](Self::write) sets it before each run of
+/// [`Dropout`](crate::Dropout) or [`StreamDropout`](crate::ops::StreamDropout), or into a model's training step, and [`write`](Self::write) sets it before each run of
 /// [`Replayed`](super::Replayed). Masks are those of the number that is written, bit for bit. What is made of it by [`Seed::derive`] follows.
 ///
 /// It stays on its thread, like [`Fixed`](super::Fixed). Once it is dropped, so are its words on the device, new calls refuse its places, and the backward passes
@@ -24,7 +24,8 @@ use crate::ops::FixedOps;
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
-/// use burn_blocksparse::{DeviceSeed, StreamDropout, dropout};
+/// use burn_blocksparse::graph::DeviceSeed;
+/// use burn_blocksparse::ops::{StreamDropout, dropout};
 ///
 /// let device = Device::flex();
 /// let seed = DeviceSeed::new(7, &device)?;

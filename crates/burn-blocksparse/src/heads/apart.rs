@@ -3,17 +3,17 @@
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
+use crate::backend::{HeadsApart, HeadsApartOps};
 use crate::check::same_device;
 use crate::device::served;
 use crate::error::OpError;
-use crate::ops::{HeadsApart, HeadsApartOps};
 
 /// The first heads of a tensor, and the others. One step of the autodiff graph, whose backward pass puts the gradients side by side: gradients of two slices are
 /// filled up with zeros and added.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
-/// use burn_blocksparse::{heads_apart, heads_together};
+/// use burn_blocksparse::internal::{heads_apart, heads_together};
 ///
 /// let x = Tensor::<4>::from_data([[[[1.0]], [[2.0]], [[3.0]]]], &Device::flex());
 /// let [first, others] = heads_apart(x.clone(), 1)?;

@@ -6,11 +6,11 @@ pub(crate) mod values;
 
 use burn::tensor::Tensor;
 
+use crate::backend::HeadOps;
 use crate::check::same_device;
 use crate::device::served;
 use crate::error::OpError;
 use crate::op_plan::OpPlan;
-use crate::ops::HeadOps;
 use crate::values::ThreeFloats;
 use values::{JoinCall, MOST_PARTS, SplitInputs};
 
@@ -22,7 +22,7 @@ use values::{JoinCall, MOST_PARTS, SplitInputs};
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_blocksparse::split_heads;
+/// use burn_blocksparse::ops::split_heads;
 ///
 /// // Four query heads, and two heads of keys and values.
 /// let x = Tensor::<3>::random([2, 100, 8 * 16], Distribution::Default, &Device::flex());

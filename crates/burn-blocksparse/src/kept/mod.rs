@@ -21,9 +21,8 @@ use values::{KeptAttention, check_options};
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_blocksparse::{
-///     AttentionOptions, AttentionTensors, Pattern, attention_given, attention_keeping,
-/// };
+/// use burn_blocksparse::{AttentionOptions, AttentionTensors, Pattern};
+/// use burn_blocksparse::internal::{attention_given, attention_keeping};
 ///
 /// let x = Tensor::<4>::random([1, 2, 64, 16], Distribution::Default, &Device::flex());
 /// let layout = Pattern::local(16).layout(2, 64, 16)?;

@@ -9,7 +9,7 @@ use crate::error::OpError;
 use crate::options::{AttentionOptions, WeightsMode};
 use crate::values::GivenOutput;
 
-/// What [`attention_keeping`](crate::attention_keeping) keeps of a call for [`attention_given`](crate::attention_given): output and lse **before sinks**, without autodiff.
+/// What [`attention_keeping`](crate::internal::attention_keeping) keeps of a call for [`attention_given`](crate::internal::attention_given): output and lse **before sinks**, without autodiff.
 ///
 /// Without sinks they are what [`SparseAttentionCall`](crate::SparseAttentionCall) returns. With sinks the backward pass needs those of the keys alone,
 /// and they cannot be had back from the output, so that [`new`](Self::new) must not be given what

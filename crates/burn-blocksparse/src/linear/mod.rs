@@ -6,11 +6,11 @@ pub(crate) mod values;
 use burn::backend::Dispatch;
 use burn::tensor::{DType, FloatDType, Tensor};
 
+use crate::backend::LinearOps;
 use crate::check::same_device;
 use crate::device::served;
 use crate::error::OpError;
 use crate::op_plan::OpPlan;
-use crate::ops::LinearOps;
 use crate::values::ThreeFloats;
 use values::{LinearInputs, WEIGHTS};
 
@@ -38,7 +38,7 @@ impl LinearOptions {
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_blocksparse::{LinearOptions, linear};
+/// use burn_blocksparse::ops::{LinearOptions, linear};
 ///
 /// let device = Device::flex().autodiff();
 /// let x = Tensor::<3>::random([2, 5, 4], Distribution::Default, &device);
@@ -69,7 +69,7 @@ pub fn linear<const D: usize>(
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_blocksparse::{LinearOptions, linear_joined};
+/// use burn_blocksparse::ops::{LinearOptions, linear_joined};
 ///
 /// let device = Device::flex();
 /// let x = Tensor::<2>::random([5, 4], Distribution::Default, &device);

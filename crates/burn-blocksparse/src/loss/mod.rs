@@ -6,12 +6,12 @@ pub(crate) mod values;
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, IntDType, Tensor, Transaction};
 
+use crate::backend::LossOps;
 use crate::check::same_device;
 use crate::device::served;
 use crate::error::OpError;
 use crate::linear::supported;
 use crate::op_plan::OpPlan;
-use crate::ops::LossOps;
 pub use values::Reduction;
 use values::{LossInputs, LossTask};
 
@@ -93,7 +93,7 @@ impl CrossEntropyOptions {
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Int, Tensor};
-/// use burn_blocksparse::{CrossEntropyOptions, linear_cross_entropy};
+/// use burn_blocksparse::ops::{CrossEntropyOptions, linear_cross_entropy};
 ///
 /// let device = Device::flex().autodiff();
 /// let x = Tensor::<3>::random([2, 3, 4], Distribution::Default, &device).require_grad();

@@ -9,15 +9,15 @@ use burn::backend::Dispatch;
 use burn::tensor::{FloatDType, Tensor};
 
 use crate::activation::values::Activation;
+use crate::backend::MlpOps;
 use crate::check::same_device;
 use crate::error::OpError;
 use crate::linear::{self, LinearOptions};
 use crate::op_plan::OpPlan;
-use crate::ops::MlpOps;
 use values::{MlpCall, MlpInputs};
 
 /// The weights of [`mlp`], and the bias between them. The second bias belongs to what the result is added to, or to
-/// [`bias_activation`](crate::bias_activation).
+/// [`bias_activation`](crate::ops::bias_activation).
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct MlpParams {
@@ -73,7 +73,7 @@ impl MlpOptions {
 }
 
 /// `f(x · W₁ + b) · W₂`, a transformer's feed-forward network but for its last bias, as [`linear`](crate::linear()),
-/// [`bias_activation`](crate::bias_activation) and `linear` compute it.
+/// [`bias_activation`](crate::ops::bias_activation) and `linear` compute it.
 ///
 /// It is one step of the autodiff graph. Of the two tensors of the hidden width it keeps the one before the activation, or none, and its backward pass
 /// makes the other again in the pass that differentiates the activation. Everything else is as in those three: gradients by weights are summed in f32,
@@ -81,7 +81,7 @@ impl MlpOptions {
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_blocksparse::{Activation, MlpOptions, MlpParams, mlp};
+/// use burn_blocksparse::ops::{Activation, MlpOptions, MlpParams, mlp};
 ///
 /// let device = Device::flex().autodiff();
 /// let random = |shape| Tensor::<2>::random(shape, Distribution::Default, &device).require_grad();

@@ -9,8 +9,8 @@ use crate::activation::values::Activation;
 use crate::activation::values::{
     ActivationGrads, ActivationInputs, ActivationSaved, ActivationTask,
 };
+use crate::backend::{ActivationOps, LinearOps, MlpOps};
 use crate::linear::values::{LinearInputs, LinearOutput, LinearSaved, LinearTask};
-use crate::ops::{ActivationOps, LinearOps, MlpOps};
 use crate::values::{MaybeFloat, ThreeFloats};
 
 /// What a backend has to have for the halves.

@@ -7,12 +7,12 @@ use blocksparse::StreamDropout;
 use burn::backend::Dispatch;
 use burn::tensor::{Device, FloatDType, Tensor};
 
+use crate::backend::NormOps;
 use crate::check::same_device;
 use crate::device::served;
 use crate::error::OpError;
 use crate::graph::seeds;
 use crate::op_plan::{OpDevice, OpPlan};
-use crate::ops::NormOps;
 use crate::values::MaybeFloat;
 use values::{NormCall, NormInputs, NormOutput};
 
@@ -29,7 +29,7 @@ pub enum Norm {
 /// How [`residual_norm`] computes. Build it from [`Default`]:
 ///
 /// ```
-/// use burn_blocksparse::{Norm, ResidualNormOptions};
+/// use burn_blocksparse::ops::{Norm, ResidualNormOptions};
 ///
 /// let options = ResidualNormOptions::default().norm(Norm::Rms).epsilon(1e-6);
 /// assert_eq!(options.epsilon, 1e-6);
@@ -148,7 +148,7 @@ impl<const D: usize> Branch<D> {
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_blocksparse::{Branch, NormParams, ResidualNormOptions, residual_norm};
+/// use burn_blocksparse::ops::{Branch, NormParams, ResidualNormOptions, residual_norm};
 ///
 /// let device = Device::flex().autodiff();
 /// let [stream, x] = [(); 2].map(|_| Tensor::<3>::random([2, 5, 8], Distribution::Default, &device).require_grad());
@@ -179,7 +179,7 @@ pub fn residual_norm<const D: usize>(
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
-/// use burn_blocksparse::{Norm, NormParams, ResidualNormOptions, norm};
+/// use burn_blocksparse::ops::{Norm, NormParams, ResidualNormOptions, norm};
 ///
 /// let device = Device::flex();
 /// let x = Tensor::<2>::from_data([[3.0, 4.0]], &device);
@@ -204,7 +204,7 @@ pub fn norm<const D: usize>(
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
-/// use burn_blocksparse::{Branch, residual_add};
+/// use burn_blocksparse::ops::{Branch, residual_add};
 ///
 /// let device = Device::flex();
 /// let [stream, x] = [Tensor::<2>::ones([3, 4], &device), Tensor::ones([3, 4], &device)];

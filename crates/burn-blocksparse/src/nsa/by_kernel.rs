@@ -8,9 +8,9 @@ use burn::backend::cubecl::dtype_to_elem_type;
 use burn::tensor::{Int, Tensor};
 
 use super::masses::Masses;
+use crate::backend::{CompressedCall, EstimateOps};
 use crate::device::cube;
 use crate::op_plan::OpDevice;
-use crate::ops::{CompressedCall, EstimateOps};
 use crate::selection::query_lists::ListSizes;
 
 impl Masses<'_> {

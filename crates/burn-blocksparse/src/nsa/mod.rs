@@ -1,15 +1,13 @@
 //! Native sparse attention (NSA: Yuan et al., 2025): each query sees all earlier tokens in compressed form, a few blocks of them as they are, and a window.
-//!
-//! ```text
-//! mod           the three branches, and their sum
-//! options       their numbers
-//! windows       blocks of tokens that are compressed
-//! layout        who sees which of them
-//! masses        the attention that blocks of keys get in compressed form, by which they are chosen
-//! by_attention  the same for half precision
-//! by_kernel     the same by a kernel that chooses at once, where there is one
-//! strides       queries at any positions, over compressed keys in pages
-//! ```
+
+// mod           the three branches, and their sum
+// options       their numbers
+// windows       blocks of tokens that are compressed
+// layout        who sees which of them
+// masses        the attention that blocks of keys get in compressed form, by which they are chosen
+// by_attention  the same for half precision
+// by_kernel     the same by a kernel that chooses at once, where there is one
+// strides       queries at any positions, over compressed keys in pages
 
 mod by_attention;
 #[cfg(feature = "cube")]
@@ -52,7 +50,7 @@ pub use strides::NsaStrides;
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_blocksparse::{Nsa, NsaKeysValues, NsaOptions};
+/// use burn_blocksparse::nsa::{Nsa, NsaKeysValues, NsaOptions};
 ///
 /// let device = Device::flex().autodiff();
 /// let random = |heads, width| {

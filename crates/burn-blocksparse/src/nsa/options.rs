@@ -5,7 +5,7 @@ use blocksparse::{BLOCK_SIZES, Forced};
 use crate::error::OpError;
 use crate::options::{ChoiceWalk, ProductPrecision};
 
-/// The numbers of [`Nsa`](crate::Nsa). The defaults are the paper's (Yuan et al., 2025, §4.1).
+/// The numbers of [`Nsa`](crate::nsa::Nsa). The defaults are the paper's (Yuan et al., 2025, §4.1).
 #[derive(Clone, Debug, PartialEq)]
 #[must_use]
 #[non_exhaustive]

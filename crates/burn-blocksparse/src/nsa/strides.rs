@@ -104,11 +104,11 @@ impl Nsa {
     /// # Shapes
     /// - `masses`: `[batch, kv_heads, rows, blocks]`, f32, as [`Self::of_strides`] gives them
     /// - `positions`: `[batch, rows]`, i32
-    /// - result: `[batch · rows, kv_heads, choice.listed()]`, i32, a walk for each query, as [`PagedKeysValues::selected`](crate::PagedKeysValues::selected) has
+    /// - result: `[batch · rows, kv_heads, choice.listed()]`, i32, a walk for each query, as [`PagedKeysValues::selected`](crate::paged::PagedKeysValues::selected) has
     ///   them
     ///
     /// # Errors
-    /// As [`highest_pages`](crate::highest_pages).
+    /// As [`highest_pages`](crate::internal::highest_pages).
     pub fn choose_pages(
         &self,
         masses: Tensor<4>,

@@ -1,4 +1,4 @@
-//! AdamW over all parameters of a module at once, and the norm of all gradients together.
+//! AdamW over all parameters of a module in a few launches, and clipping by the norm of all gradients.
 
 mod collect;
 mod config;
@@ -15,12 +15,12 @@ use burn::module::{Module, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::{Bytes, DType, Device, Tensor, TensorData};
 
+use crate::backend::{
+    AdamWInputs, AdamWNumbers, CONTROL, ClipFactor, MOST_TENSORS, OptimOps, TensorList,
+};
 use crate::error::OpError;
 use crate::graph::recording;
 use crate::op_plan::{OpDevice, OpPlan};
-use crate::ops::{
-    AdamWInputs, AdamWNumbers, CONTROL, ClipFactor, MOST_TENSORS, OptimOps, TensorList,
-};
 use crate::values::MaybeFloat;
 use collect::{GiveBack, Held, Replace, Survey, Take};
 pub use config::FusedAdamWConfig;
@@ -42,7 +42,7 @@ use record::ParameterState;
 /// use burn::nn::LinearConfig;
 /// use burn::optim::GradientsParams;
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_blocksparse::FusedAdamWConfig;
+/// use burn_blocksparse::optim::FusedAdamWConfig;
 ///
 /// let device = Device::flex().autodiff();
 /// let model = LinearConfig::new(8, 4).init(&device);
@@ -136,7 +136,7 @@ impl FusedAdamW {
     }
 
     /// As [`step`](Self::step), with the numbers that the last [`prepare`](AdamWControl::prepare) of this optimizer's control left on the device: for steps that
-    /// [`Replayed`](crate::Replayed) records. Inside a recording parameters and moments are updated where they lie, or it fails with
+    /// [`Replayed`](crate::graph::Replayed) records. Inside a recording parameters and moments are updated where they lie, or it fails with
     /// [`OpError::NotInPlace`]: nothing else may hold the parameters of the model then, such as a clone or a graph of autodiff.
     ///
     /// Steps that are replayed count: [`to_bytes`](Self::to_bytes), between runs, writes them.

@@ -5,7 +5,7 @@ use burn::backend::{Backend, TensorMetadata, get_device_settings};
 use burn::tensor::{FloatDType, Shape, Slice, try_read_sync};
 
 use super::partial_sums;
-use crate::ops::{AdamWInputs, AdamWNumbers, AdamWOutput, ClipFactor, LIMIT, TensorList};
+use crate::backend::{AdamWInputs, AdamWNumbers, AdamWOutput, ClipFactor, LIMIT, TensorList};
 
 /// Numbers that are added by themselves before their sums are: a sum over a long vector loses digits.
 const RUN: usize = 512;

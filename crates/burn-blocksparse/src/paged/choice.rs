@@ -7,10 +7,10 @@ use super::page_choice::{OWN, PageChoice};
 use super::store::PagedStore;
 use super::values::{PageChoiceCall, PageScoreInputs, SummarizeInputs, SummarizePacked};
 use super::{check_heads, check_shared};
+use crate::backend::PageChoiceOps;
 use crate::check::same_device;
 use crate::device::served;
 use crate::error::OpError;
-use crate::ops::PageChoiceOps;
 use crate::selection::{PageSummary, Selection, Sharing};
 
 /// What is known of each page of keys besides the keys: `[pages, 2, d_k]`, the largest number of each channel and behind it the smallest, or
@@ -119,12 +119,13 @@ impl Selection {
 }
 
 /// Summaries of the pages that new keys were written to, in their own buffer where the call alone holds it (hand it over, and keep no clone): of what such a
-/// page has up to the last of its new keys. Call it behind [`append_rows`](crate::append_rows), with the same slots; those of a page stand one behind the other,
+/// page has up to the last of its new keys. Call it behind [`append_rows`](crate::paged::append_rows), with the same slots; those of a page stand one behind the other,
 /// ascending. So summaries are right whatever a page held before: what was taken back, a copy, another sequence.
 ///
 /// ```
 /// use burn::tensor::{Device, Int, Tensor};
-/// use burn_blocksparse::{PageSummaries, PageSummary, append_rows, summarize_pages};
+/// use burn_blocksparse::paged::{PageSummaries, append_rows, summarize_pages};
+/// use burn_blocksparse::selection::PageSummary;
 ///
 /// let device = Device::flex();
 /// let [keys, values] = [(); 2].map(|_| Tensor::<3>::zeros([4, 16, 8], &device));
@@ -140,7 +141,7 @@ impl Selection {
 ///
 /// # Shapes
 /// - `keys`: `[pages, P, d_k]`
-/// - `slots`: `[batch, 1 or kv_heads, s]`, i32, as [`append_rows`](crate::append_rows) has them
+/// - `slots`: `[batch, 1 or kv_heads, s]`, i32, as [`append_rows`](crate::paged::append_rows) has them
 ///
 /// # Errors
 /// [`OpError`] if shapes or devices do not fit each other, or no feature of this crate serves the device.
@@ -169,10 +170,10 @@ pub fn summarize_pages(
 ///
 /// ```
 /// use burn::tensor::{DType, Device, Int, Tensor};
-/// use burn_blocksparse::{
-///     PageSummaries, PageSummary, PagedStore, Quantization, QuantizedPages, append_quantized,
-///     summarize_stored,
+/// use burn_blocksparse::paged::{
+///     PageSummaries, PagedStore, Quantization, QuantizedPages, append_quantized, summarize_stored,
 /// };
+/// use burn_blocksparse::selection::PageSummary;
 ///
 /// let device = Device::flex();
 /// let pages = QuantizedPages::zeros(Quantization::Int8, [4, 16], [8, 8], &device)?;
@@ -252,7 +253,7 @@ fn check_summarize(
 ///
 /// # Shapes
 /// - `q`: `[batch, heads, d_k]`, a query of each head for each walk
-/// - `table`, `spans`: as [`PagedKeysValues`](crate::PagedKeysValues) has them
+/// - `table`, `spans`: as [`PagedKeysValues`](crate::paged::PagedKeysValues) has them
 ///
 /// # Errors
 /// [`OpError`] if shapes, dtypes or devices do not fit each other, or no feature of this crate serves the device.
@@ -277,17 +278,18 @@ pub fn page_scores(
     ))
 }
 
-/// The pages that queries choose by their scores, as [`PagedKeysValues::selected`](crate::PagedKeysValues::selected) has them: of each walk and head of keys the
+/// The pages that queries choose by their scores, as [`PagedKeysValues::selected`](crate::paged::PagedKeysValues::selected) has them: of each walk and head of keys the
 /// blocks of pages that are [forced](PageChoice::forced), that in which region one ends among them, and of the others so many with the highest [`page_scores`]
 /// that `keep` are kept (of equal ones the earlier; NaN is the lowest), ascending, and −1 where there are fewer. Lengths and tables stay on the device, nothing
 /// is read back, and launches depend on shapes alone.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Int, Tensor};
-/// use burn_blocksparse::{
-///     PageSummaries, PageSummary, PagedKeysValues, PagedOptions, Selection, paged_attention,
-///     select_pages, summarize_pages,
+/// use burn_blocksparse::paged::{
+///     PageSummaries, PagedKeysValues, PagedOptions, paged_attention, select_pages,
+///     summarize_pages,
 /// };
+/// use burn_blocksparse::selection::{PageSummary, Selection};
 ///
 /// let device = Device::flex();
 /// let random = |shape| Tensor::<3>::random(shape, Distribution::Default, &device);

@@ -1,4 +1,4 @@
-//! Attention of a few queries to keys and values in pages, as decoding needs it, and writing into pages.
+//! Attention over a paged KV cache, for decoding: append, attend, int8 and fp8 pages, page selection.
 
 pub(crate) mod choice;
 pub(crate) mod choice_reference;
@@ -9,19 +9,20 @@ pub(crate) mod slots_reference;
 mod store;
 pub(crate) mod values;
 
+pub use blocksparse::{Quantization, pages};
+
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Device, Int, Tensor};
 
+use crate::backend::PagedOps;
 use crate::check::same_device;
 use crate::device::served;
 use crate::dtype::accumulate_in;
 use crate::error::OpError;
 use crate::op_plan::OpPlan;
-use crate::ops::PagedOps;
 pub(crate) use choice::highest_keys;
-pub use choice::{
-    PageSummaries, highest_pages, page_scores, select_pages, summarize_pages, summarize_stored,
-};
+pub(crate) use choice::highest_pages;
+pub use choice::{PageSummaries, page_scores, select_pages, summarize_pages, summarize_stored};
 pub use options::{PagedKeysValues, PagedOptions, PagedVisibility};
 pub use page_choice::PageChoice;
 pub use store::{PagedStore, QuantizedPages, append_quantized, dequantize};
@@ -49,7 +50,7 @@ pub struct PagedOutput {
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Int, Tensor};
-/// use burn_blocksparse::{PagedKeysValues, PagedOptions, paged_attention};
+/// use burn_blocksparse::paged::{PagedKeysValues, PagedOptions, paged_attention};
 ///
 /// let device = Device::flex();
 /// let random = |shape| Tensor::<3>::random(shape, Distribution::Default, &device);
@@ -143,7 +144,7 @@ impl PagedOptions {
 ///
 /// ```
 /// use burn::tensor::{Device, Int, Tensor};
-/// use burn_blocksparse::append_rows;
+/// use burn_blocksparse::paged::append_rows;
 ///
 /// let device = Device::flex();
 /// let keys = Tensor::<3>::zeros([4, 16, 8], &device);

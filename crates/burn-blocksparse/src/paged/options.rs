@@ -82,7 +82,7 @@ impl PagedKeysValues {
         }
     }
 
-    /// Single slots of pages, as [`Dsa::choose_in_pages`](crate::Dsa::choose_in_pages) lists them: i32 `[walks, kv_heads, most]`, of each head of keys
+    /// Single slots of pages, as [`Dsa::choose_in_pages`](crate::dsa::Dsa::choose_in_pages) lists them: i32 `[walks, kv_heads, most]`, of each head of keys
     /// `page · P + slot`, below 0 behind the last. `spans` are those of the walks that they were chosen from, over region one alone: a walk with fewer slots
     /// than are listed has as many.
     pub fn of_slots(store: PagedStore, slots: Tensor<3, Int>, spans: &Tensor<3, Int>) -> Self {
@@ -114,7 +114,7 @@ impl PagedKeysValues {
     }
 }
 
-/// How [`paged_attention`](crate::paged_attention) is computed. Build it from [`Default`].
+/// How [`paged_attention`](crate::paged::paged_attention) is computed. Build it from [`Default`].
 #[derive(Clone, Debug, Default)]
 #[must_use]
 #[non_exhaustive]

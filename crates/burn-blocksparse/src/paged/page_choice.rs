@@ -7,7 +7,7 @@ use blocksparse::Forced;
 use crate::error::OpError;
 use crate::selection::PageSummary;
 
-/// How pages are chosen: what [`select_pages`](crate::select_pages) does of a [`Selection`](crate::Selection).
+/// How pages are chosen: what [`select_pages`](crate::paged::select_pages) does of a [`Selection`](crate::selection::Selection).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PageChoice {

@@ -8,10 +8,10 @@ use burn::tensor::{DType, Device, Int, Tensor};
 use super::reference;
 use super::values::{AppendPacked, PackedPages, Pages, StoredPages};
 use super::{check_append, check_page_sizes};
+use crate::backend::PagedOps;
 use crate::check::same_device;
 use crate::device::served;
 use crate::error::OpError;
-use crate::ops::PagedOps;
 
 /// Keys and values in pages.
 #[derive(Clone, Debug)]
@@ -216,11 +216,11 @@ impl PagedStore {
     }
 }
 
-/// [`append_rows`](crate::append_rows) into quantised pages: each new key, and each new value, gets its scale and is stored, all of it final.
+/// [`append_rows`](crate::paged::append_rows) into quantised pages: each new key, and each new value, gets its scale and is stored, all of it final.
 ///
 /// ```
 /// use burn::tensor::{Device, Int, Tensor};
-/// use burn_blocksparse::{Quantization, QuantizedPages, append_quantized};
+/// use burn_blocksparse::paged::{Quantization, QuantizedPages, append_quantized};
 ///
 /// let device = Device::flex();
 /// let pages = QuantizedPages::zeros(Quantization::Int8, [4, 16], [8, 8], &device)?;
@@ -233,10 +233,10 @@ impl PagedStore {
 /// ```
 ///
 /// # Shapes
-/// Those of [`append_rows`](crate::append_rows), with `k` and `v` of any one float dtype; they are rounded to f32 first.
+/// Those of [`append_rows`](crate::paged::append_rows), with `k` and `v` of any one float dtype; they are rounded to f32 first.
 ///
 /// # Errors
-/// As [`append_rows`](crate::append_rows); if `pages` do not fit each other.
+/// As [`append_rows`](crate::paged::append_rows); if `pages` do not fit each other.
 pub fn append_quantized(
     pages: QuantizedPages,
     k: Tensor<4>,

@@ -35,7 +35,7 @@ impl<B: Backend> From<Option<IntTensor<B>>> for MaybeInt<B> {
     }
 }
 
-/// The tensors of [`paged_attention`](crate::paged_attention), contiguous or not.
+/// The tensors of [`paged_attention`](crate::paged::paged_attention), contiguous or not.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -69,7 +69,7 @@ pub struct PagedInputs<B: Backend> {
     pub counters: MaybeInt<B>,
 }
 
-/// The numbers of a call of [`paged_attention`](crate::paged_attention).
+/// The numbers of a call of [`paged_attention`](crate::paged::paged_attention).
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct PagedCall {
@@ -110,7 +110,7 @@ pub struct PagedRows<B: Backend> {
     pub lse: FloatTensor<B>,
 }
 
-/// The tensors of [`append_rows`](crate::append_rows).
+/// The tensors of [`append_rows`](crate::paged::append_rows).
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -165,7 +165,7 @@ pub enum StoredPages<B: Backend> {
     Quantized(#[extension_type] PackedPages<B>),
 }
 
-/// The tensors of [`append_quantized`](crate::append_quantized).
+/// The tensors of [`append_quantized`](crate::paged::append_quantized).
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -202,7 +202,7 @@ impl<B: Backend> StoredPages<B> {
     }
 }
 
-/// The tensors of [`summarize_pages`](crate::summarize_pages).
+/// The tensors of [`summarize_pages`](crate::paged::summarize_pages).
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -215,7 +215,7 @@ pub struct SummarizeInputs<B: Backend> {
     pub slots: IntTensor<B>,
 }
 
-/// The tensors of [`summarize_stored`](crate::summarize_stored), of keys in eight bits a number.
+/// The tensors of [`summarize_stored`](crate::paged::summarize_stored), of keys in eight bits a number.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -232,7 +232,7 @@ pub struct SummarizePacked<B: Backend> {
     pub slots: IntTensor<B>,
 }
 
-/// The tensors of [`page_scores`](crate::page_scores).
+/// The tensors of [`page_scores`](crate::paged::page_scores).
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]

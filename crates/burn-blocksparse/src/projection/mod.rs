@@ -6,23 +6,23 @@ pub(crate) mod values;
 use burn::backend::Dispatch;
 use burn::tensor::{FloatDType, Tensor};
 
+use crate::backend::ProjectionOps;
 use crate::check::same_device;
 use crate::error::OpError;
 use crate::heads::values::MOST_PARTS;
 use crate::linear::{self, LinearOptions};
 use crate::op_plan::OpPlan;
-use crate::ops::ProjectionOps;
 use crate::values::ThreeFloats;
 use values::{MergeInputs, MergeTask, ProjectionCall, ProjectionInputs};
 
-/// [`linear_joined`](crate::linear_joined) and [`split_heads`](crate::split_heads) as one step: the products of up to three weights with one x,
+/// [`linear_joined`](crate::ops::linear_joined) and [`split_heads`](crate::ops::split_heads) as one step: the products of up to three weights with one x,
 /// and their bias, as tensors by heads, which attention reads. Where the product's kernel writes heads itself, nothing is copied.
 ///
 /// The autodiff graph keeps what `linear_joined` does; gradients are those of the two steps. Deterministic.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_blocksparse::{LinearOptions, linear_to_heads};
+/// use burn_blocksparse::ops::{LinearOptions, linear_to_heads};
 ///
 /// // Four query heads, and two heads of keys and values.
 /// let device = Device::flex();
@@ -71,12 +71,12 @@ pub fn linear_to_heads(
     Ok(tensors.map(Tensor::from_dispatch).collect())
 }
 
-/// [`join_heads`](crate::join_heads) and [`linear`](crate::linear()) as one step: the projection of what heads see. Where the product's kernel reads
+/// [`join_heads`](crate::ops::join_heads) and [`linear`](crate::linear()) as one step: the projection of what heads see. Where the product's kernel reads
 /// heads itself, nothing is copied, and no copy is kept for the backward pass.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_blocksparse::{LinearOptions, linear_from_heads};
+/// use burn_blocksparse::ops::{LinearOptions, linear_from_heads};
 ///
 /// let device = Device::flex();
 /// let context = Tensor::<4>::random([2, 4, 100, 16], Distribution::Default, &device);

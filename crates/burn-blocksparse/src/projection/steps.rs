@@ -7,10 +7,10 @@ use super::values::{
     MergeGrads, MergeInputs, MergeOutput, MergeSaved, MergeTask, ProjectionCall, ProjectionInputs,
     ProjectionOutput,
 };
+use crate::backend::{HeadOps, LinearOps};
 use crate::heads::values::{HeadParts, JoinCall, SplitInputs};
 use crate::linear::products::rounded;
 use crate::linear::values::{LinearInputs, LinearSaved, LinearTask};
-use crate::ops::{HeadOps, LinearOps};
 use crate::values::{MaybeFloat, ThreeFloats};
 
 /// What a backend has to have.

@@ -5,10 +5,10 @@ pub(crate) mod reference;
 use burn::backend::Dispatch;
 use burn::tensor::{Int, Tensor};
 
+use crate::backend::{KeyedRows, MeanRows, RowOps};
 use crate::check::same_device;
 use crate::device::served;
 use crate::error::OpError;
-use crate::ops::{KeyedRows, MeanRows, RowOps};
 
 /// The rows of each head that `index` names, 0 where it is negative, with a gradient that is taken and not scattered: `users` says for each row of `x`
 /// at which places of `index` it stands, and its gradient is the sum of theirs. So both passes read by an index and have the same bits every time.
@@ -18,7 +18,7 @@ use crate::ops::{KeyedRows, MeanRows, RowOps};
 ///
 /// ```
 /// use burn::tensor::{Device, Int, Tensor};
-/// use burn_blocksparse::rows_at;
+/// use burn_blocksparse::internal::rows_at;
 ///
 /// let device = Device::flex().autodiff();
 /// let x = Tensor::<4>::from_data([[[[1.0], [2.0], [3.0]]]], &device).require_grad();
@@ -59,7 +59,7 @@ pub fn rows_at(
 ///
 /// ```
 /// use burn::tensor::{Device, Int, Tensor};
-/// use burn_blocksparse::sums_at;
+/// use burn_blocksparse::internal::sums_at;
 ///
 /// let device = Device::flex();
 /// let x = Tensor::<4>::from_data([[[[1.0], [2.0], [3.0], [4.0]]]], &device);
@@ -98,7 +98,7 @@ pub fn sums_at(
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
-/// use burn_blocksparse::unit_rows;
+/// use burn_blocksparse::internal::unit_rows;
 ///
 /// let x = Tensor::<4>::from_data([[[[3.0, 4.0], [0.0, 0.0]]]], &Device::flex());
 /// assert_eq!(unit_rows(x)?.into_data().to_vec::<f32>().unwrap(), [0.6, 0.8, 0.0, 0.0]);
@@ -123,7 +123,7 @@ pub fn unit_rows(x: Tensor<4>) -> Result<Tensor<4>, OpError> {
 ///
 /// ```
 /// use burn::tensor::{Device, Int, Tensor};
-/// use burn_blocksparse::means_at;
+/// use burn_blocksparse::internal::means_at;
 ///
 /// let device = Device::flex();
 /// let x = Tensor::<4>::from_data([[[[1.0], [2.0], [3.0], [4.0]]]], &device);
@@ -160,7 +160,7 @@ pub fn means_at(
 ///
 /// ```
 /// use burn::tensor::{Device, Int, Tensor};
-/// use burn_blocksparse::keyed_rows_at;
+/// use burn_blocksparse::internal::keyed_rows_at;
 ///
 /// let device = Device::flex();
 /// let x = Tensor::<4>::from_data([[[[3.0, 4.0], [0.0, 2.0]]]], &device);

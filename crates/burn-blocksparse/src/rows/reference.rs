@@ -4,8 +4,8 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata, get_device_settings};
 use burn::tensor::{IntDType, Shape, Slice};
 
+use crate::backend::{KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput, MergedParts};
 use crate::dtype::accumulate_in;
-use crate::ops::{KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput, MergedParts};
 use crate::values::OutputGrads;
 
 pub(crate) fn rows_at<B: Backend>(x: FloatTensor<B>, index: IntTensor<B>) -> FloatTensor<B> {

@@ -1,4 +1,4 @@
-//! Tokens drawn from logits.
+//! Tokens drawn from logits: temperature, top-k, top-p, min-p and repetition penalty, on the device.
 
 pub(crate) mod options;
 pub(crate) mod reference;
@@ -6,11 +6,11 @@ pub(crate) mod reference;
 use burn::backend::Dispatch;
 use burn::tensor::{FloatDType, Int, Tensor};
 
+use crate::backend::SamplingOps;
 use crate::check::same_device;
 use crate::device::served;
 use crate::error::OpError;
 use crate::op_plan::OpPlan;
-use crate::ops::SamplingOps;
 use crate::paged::values::MaybeInt;
 pub use options::SampleOptions;
 
@@ -22,7 +22,7 @@ pub use options::SampleOptions;
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
-/// use burn_blocksparse::{SampleOptions, sample_tokens};
+/// use burn_blocksparse::sampling::{SampleOptions, sample_tokens};
 ///
 /// let device = Device::flex();
 /// let logits = Tensor::<2>::from_data([[2.0, 1.5, 1.0, 0.2, -0.5, -1.0]; 2], &device);

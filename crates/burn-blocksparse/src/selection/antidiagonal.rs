@@ -24,7 +24,7 @@ use crate::error::OpError;
 /// `stride`.
 ///
 /// ```
-/// use burn_blocksparse::{Antidiagonals, Forced, Keep, Selection};
+/// use burn_blocksparse::selection::{Antidiagonals, Forced, Keep, Selection};
 ///
 /// let selection: Selection = "xattention:128,16,0.9".parse()?;
 /// let estimator = Antidiagonals { block: 128, stride: 16 };

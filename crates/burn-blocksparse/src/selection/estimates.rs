@@ -10,9 +10,9 @@ use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, Tensor};
 
 use super::estimator::ScoreCall;
+use crate::backend::{EstimateOps, LikeBlocks, MeanScores};
 use crate::backends::estimates::available;
 use crate::device::cube;
-use crate::ops::{EstimateOps, LikeBlocks, MeanScores};
 
 /// Whether kernels make scores for a call, none of whose buffers has more numbers than these.
 fn is_served(call: &ScoreCall, numbers: &[usize]) -> bool {

@@ -196,7 +196,7 @@ pub trait BlockEstimator: fmt::Debug + Send + Sync {
         None
     }
 
-    /// What of each page of keys its scores follow from, if a [pool of pages](crate::select_pages) can choose by it.
+    /// What of each page of keys its scores follow from, if a [pool of pages](crate::paged::select_pages) can choose by it.
     fn page_summary(&self) -> Option<PageSummary> {
         None
     }

@@ -31,10 +31,10 @@ use crate::error::OpError;
 /// The first block and the queries' own are kept by both, and with a `min_budget` the heaviest blocks of keys that have as many keys together, and as many
 /// of the heaviest distances between blocks, by what the last queries give them: 1,024 in the paper's experiments (and in its repository, where it is off
 /// unless asked for, as here). The last rows keep at least so many keys then, earlier ones those that they see of them. Scores are 1 and 0, and
-/// [`VerticalSlash::KEPT`](crate::VerticalSlash::KEPT) is the rule that keeps the ones. The last block of queries are as many last queries as a block has.
+/// [`VerticalSlash::KEPT`](crate::selection::VerticalSlash::KEPT) is the rule that keeps the ones. The last block of queries are as many last queries as a block has.
 ///
 /// ```
-/// use burn_blocksparse::{FlexPrefill, Forced, Selection, VerticalSlash};
+/// use burn_blocksparse::selection::{FlexPrefill, Forced, Selection, VerticalSlash};
 ///
 /// let selection: Selection = "flexprefill:128,0.9".parse()?;
 /// let estimator = FlexPrefill { block: 128, gamma: 0.9, threshold: 0.1, min_budget: 0 };

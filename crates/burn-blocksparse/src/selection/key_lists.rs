@@ -5,11 +5,11 @@ use burn::tensor::{Int, Tensor};
 
 use super::overlap::{self, checked_overlap};
 use super::query_lists::QueryLists;
+use crate::backend::{KeyListCall, KeyListInputs, KeyListOps, SelectionOps, UniqueKeys};
 use crate::check;
 use crate::device::served;
 use crate::error::OpError;
 use crate::op_plan::OpPlan;
-use crate::ops::{KeyListCall, KeyListInputs, KeyListOps, SelectionOps, UniqueKeys};
 use crate::options::AttentionOptions;
 #[cfg(feature = "cuda")]
 use crate::options::ChoiceWalk;
@@ -75,7 +75,7 @@ impl KeyLists {
     }
 
     /// The same with what neighbouring queries' lists are expected to have in common, from 0 for nothing to 1 for all: as
-    /// [`measure_overlap`](Self::measure_overlap) finds it. It is 0 unless it is set, and .85 of what [`Dsa`](crate::Dsa) chooses. Kernels are chosen by it,
+    /// [`measure_overlap`](Self::measure_overlap) finds it. It is 0 unless it is set, and .85 of what [`Dsa`](crate::dsa::Dsa) chooses. Kernels are chosen by it,
     /// results do not depend on it: with much in common neighbours of few heads walk the union of their lists.
     ///
     /// # Errors
@@ -97,7 +97,7 @@ impl KeyLists {
     ///
     /// ```
     /// use burn::tensor::{Device, Int, Tensor};
-    /// use burn_blocksparse::QueryLists;
+    /// use burn_blocksparse::selection::QueryLists;
     ///
     /// // Queries list the first key, the one before them, and themselves: eight of them list ten keys.
     /// let lists = (0..64).flat_map(|query| [0, query - 1, query]);
@@ -144,12 +144,13 @@ impl KeyLists {
 /// sees beside its list is a call of its own, merged by lse ([`merge_attention`](crate::merge_attention)).
 ///
 /// On GPUs that have kernels for it a query walks its own list, with the heads that share it as rows of a matrix, unless
-/// [`ChoiceWalk::Packed`](crate::ChoiceWalk::Packed) leaves that out. Elsewhere all products of some queries at a time are made, of which those that are not listed
+/// [`ChoiceWalk::Packed`](crate::selection::ChoiceWalk::Packed) leaves that out. Elsewhere all products of some queries at a time are made, of which those that are not listed
 /// have no weight: [`KeyLists::explain`] says which. Either way every number has one writer, which adds in a fixed order.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Int, Tensor};
-/// use burn_blocksparse::{AttentionOptions, QueryLists, attention_with_keys};
+/// use burn_blocksparse::AttentionOptions;
+/// use burn_blocksparse::selection::{QueryLists, attention_with_keys};
 ///
 /// let device = Device::flex();
 /// let q = Tensor::<4>::random([1, 4, 64, 16], Distribution::Default, &device);

@@ -12,10 +12,10 @@ use burn::tensor::{
     FloatDType, IndexingUpdateOp, IntDType, Shape, Slice, TensorData, try_read_sync,
 };
 
-use crate::dtype::accumulate_in;
-use crate::ops::{
+use crate::backend::{
     KeyListCall, KeyListGrads, KeyListInputs, KeyListOutput, KeyListSaved, UniqueKeys,
 };
+use crate::dtype::accumulate_in;
 use crate::values::OutputGrads;
 
 /// Scores in memory at a time, at most, unless a single query has more.

@@ -43,8 +43,8 @@ pub(super) fn choose(
     shape: ListsShape,
     options: &AttentionOptions,
 ) -> Result<Result<ListedWalk, String>, OpError> {
+    use crate::backend::ListedCall;
     use crate::backends::listed::kernels::{plan, request};
-    use crate::ops::ListedCall;
     let why = |text: &str| Ok(Err(text.to_string()));
     let device = q.device();
     let Some(inner) = &crate::device::cube::of(&device) else {
@@ -145,7 +145,7 @@ impl ListedWalk {
     ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
         use burn::backend::Dispatch;
 
-        use crate::ops::{ListedCall, ListedInputs, ListedOps};
+        use crate::backend::{ListedCall, ListedInputs, ListedOps};
         let mut layout = crate::upload::layout_tensors(near, &q.device(), true)?;
         layout.plan = self.near.kernels();
         let call = ListedCall::new(lists.block, lists.tile, lists.shape().overlap);

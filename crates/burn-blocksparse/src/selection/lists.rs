@@ -29,7 +29,8 @@ const PACKED: usize = 1 << 31;
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Int, Tensor};
-/// use burn_blocksparse::{AttentionOptions, Pattern, QueryLists, attention_with_lists};
+/// use burn_blocksparse::{AttentionOptions, Pattern};
+/// use burn_blocksparse::selection::{QueryLists, attention_with_lists};
 ///
 /// let device = Device::flex();
 /// let q = Tensor::<4>::random([1, 4, 64, 16], Distribution::Default, &device);
@@ -62,7 +63,7 @@ pub fn attention_with_lists(
 }
 
 impl QueryLists {
-    /// What [`attention_with_lists`] runs for these arguments, and what [`attention_selected`](crate::attention_selected()) and [`Nsa`](crate::Nsa) run for lists
+    /// What [`attention_with_lists`] runs for these arguments, and what [`attention_selected`](crate::selection::attention_selected()) and [`Nsa`](crate::nsa::Nsa) run for lists
     /// of these sizes.
     ///
     /// # Errors
@@ -269,7 +270,7 @@ mod tests {
     use blocksparse::Pattern;
 
     use super::*;
-    use crate::{ScoreCall, Selection};
+    use crate::selection::{ScoreCall, Selection};
 
     #[test]
     fn parts_are_of_whole_groups_or_within_one() {

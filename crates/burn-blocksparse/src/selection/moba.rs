@@ -29,10 +29,10 @@ use crate::error::OpError;
 /// Nothing is trained for it, and the choice has no gradient. The paper has blocks of 512 and k = 3 at 8K tokens, 2,048 and 3 at 32K, 4,096 and 12 at
 /// 1M with the last 3 layers in full attention, and trains nine tenths of the tokens with it and the rest with full attention.
 ///
-/// [`attention_selected`](crate::attention_selected) runs over its choice. It is written `moba:BLOCK,K[,FULL_LAST_LAYERS]`:
+/// [`attention_selected`](crate::selection::attention_selected) runs over its choice. It is written `moba:BLOCK,K[,FULL_LAST_LAYERS]`:
 ///
 /// ```
-/// use burn_blocksparse::Selection;
+/// use burn_blocksparse::selection::Selection;
 ///
 /// let selection: Selection = "moba:512,3,2".parse()?;
 /// assert_eq!(selection.estimator().full_last_layers(), 2);

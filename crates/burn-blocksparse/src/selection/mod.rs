@@ -1,30 +1,31 @@
-//! Attention that chooses its keys by content: scores of blocks, a rule that keeps some of them, a layout.
+//! Attention that selects its keys by content: block scores, a rule that keeps some blocks, and attention over them.
 //!
-//! ```text
-//! estimator    what a method is: scores of blocks by queries and keys
-//! mean, moba, quest, antidiagonal, sparge, flex, vertical_slash
-//!              methods
-//! lines        columns and diagonals of attention, for the last two
-//! parts        calls in parts, and who sees whom
-//! selected     attention over what is chosen
-//! query_lists  the queries that chose each block, where every query chooses for itself
-//! lists        attention over such lists, in parts of heads
-//! key_lists    attention over lists of single keys
-//! key_reference
-//!              the same in Burn's primitives
-//! overlap      what the lists of neighbouring queries have in common
-//! listed       blocks' lists by kernels that take single queries
-//! layouts      layouts of what is forced, which are kept
-//! by_query     the same choice on the host
-//! estimates    the same scores by kernels, where a device has them
-//! within       choices that are cut by a layout, and by padding
-//! sharing      whether heads that share keys choose together
-//! text         arguments of selections as text
-//! methods      the table of methods, by which selections are read
-//! reference    what kernels do of it, in Burn's primitives and in loops on the host
-//! recall       how much of the attention a choice keeps
-//! quality      the same beside the best choice, for reports
-//! ```
+//! Top-k of given scores: [`top_k_blocks`], [`top_k_blocks_on_device`]. A method that scores by itself: [`Selection`] with
+//! [`attention_selected`]. Blocks or single keys that you chose: [`QueryLists`], [`KeyLists`].
+
+// estimator    what a method is: scores of blocks by queries and keys
+// mean, moba, quest, antidiagonal, sparge, flex, vertical_slash
+//              methods
+// lines        columns and diagonals of attention, for the last two
+// parts        calls in parts, and who sees whom
+// selected     attention over what is chosen
+// query_lists  the queries that chose each block, where every query chooses for itself
+// lists        attention over such lists, in parts of heads
+// key_lists    attention over lists of single keys
+// key_reference
+//              the same in Burn's primitives
+// overlap      what the lists of neighbouring queries have in common
+// listed       blocks' lists by kernels that take single queries
+// layouts      layouts of what is forced, which are kept
+// by_query     the same choice on the host
+// estimates    the same scores by kernels, where a device has them
+// within       choices that are cut by a layout, and by padding
+// sharing      whether heads that share keys choose together
+// text         arguments of selections as text
+// methods      the table of methods, by which selections are read
+// reference    what kernels do of it, in Burn's primitives and in loops on the host
+// recall       how much of the attention a choice keeps
+// quality      the same beside the best choice, for reports
 
 mod antidiagonal;
 mod by_query;
@@ -55,10 +56,20 @@ mod text;
 mod vertical_slash;
 mod within;
 
+pub use crate::choice::TopKOptions;
+pub use crate::clusters::{routed_attention, routed_attention_plan};
+pub use crate::masses::{AttentionMasses, MassOptions, attention_masses};
+pub use crate::options::ChoiceWalk;
+pub use crate::top_k::{top_k_blocks, top_k_blocks_on_device};
+pub use crate::vertical_slash::{vertical_slash_layout, vertical_slash_layout_async};
+pub use blocksparse::{EstimateKind, Forced, Keep, Rule, ScoreGrid};
+pub use key_lists::{KeyLists, attention_with_keys};
+pub use lists::attention_with_lists;
+
 use std::fmt;
 use std::sync::Arc;
 
-use blocksparse::{BLOCK_SIZES, BlockLayout, Forced, Keep, LayoutShape, Rule};
+use blocksparse::{BLOCK_SIZES, BlockLayout, LayoutShape};
 use burn::tensor::{Int, Tensor};
 use serde::{Deserialize, Serialize};
 
@@ -93,7 +104,8 @@ pub use within::Within;
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_blocksparse::{Keep, ScoreCall, Selection, sparse_attention};
+/// use burn_blocksparse::sparse_attention;
+/// use burn_blocksparse::selection::{Keep, ScoreCall, Selection};
 ///
 /// let [q, k, v] = [(); 3]
 ///     .map(|_| Tensor::<4>::random([1, 2, 256, 16], Distribution::Default, &Device::flex()));

@@ -53,7 +53,7 @@ impl Selection {
         self.quality_within(call, None)
     }
 
-    /// [`quality`](Self::quality) of a choice from the blocks of a layout ([`Within::layout`](crate::Within::layout)): of the attention over that layout.
+    /// [`quality`](Self::quality) of a choice from the blocks of a layout ([`Within::layout`](crate::selection::Within::layout)): of the attention over that layout.
     ///
     /// # Errors
     /// As [`quality`](Self::quality), and if the layout's sizes or batch are not the call's.

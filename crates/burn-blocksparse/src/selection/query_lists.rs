@@ -7,8 +7,8 @@ use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, Tensor};
 
 use super::overlap::{self, checked_overlap};
+use crate::backend::{HighestBlocks, QueryTiles, SelectionOps};
 use crate::error::OpError;
-use crate::ops::{HighestBlocks, QueryTiles, SelectionOps};
 
 /// Scores in memory at a time, at most ([`FEWEST_ROWS`] queries of every head may have more).
 const SLAB_SCORES: usize = 1 << 24;
@@ -145,7 +145,7 @@ pub(crate) struct ListsShape {
 impl QueryLists {
     /// The same with what neighbouring queries' lists are expected to have in common, from 0 for nothing to 1 for all: `(8 − u) / 7`, where `u` is how many
     /// blocks eight of them list for one of a query, as [`measure_overlap`](Self::measure_overlap) finds it. It is 0 unless it is set, and .85 of what
-    /// [`Nsa`](crate::Nsa) chooses. Kernels are chosen by it, results do not depend on it: with much in common neighbours of few heads walk the union of their
+    /// [`Nsa`](crate::nsa::Nsa) chooses. Kernels are chosen by it, results do not depend on it: with much in common neighbours of few heads walk the union of their
     /// lists, which name each block once.
     ///
     /// # Errors
@@ -168,7 +168,7 @@ impl QueryLists {
     ///
     /// ```
     /// use burn::tensor::{Device, Int, Tensor};
-    /// use burn_blocksparse::QueryLists;
+    /// use burn_blocksparse::selection::QueryLists;
     ///
     /// // Of blocks of eight keys queries list the first, and that of the query eight before: eight of them list two.
     /// let lists = (0..64).flat_map(|query| [0, if query < 16 { -1 } else { query / 8 - 1 }]);

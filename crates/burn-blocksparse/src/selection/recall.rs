@@ -13,7 +13,8 @@ use crate::options::AttentionOptions;
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_blocksparse::{AttentionOptions, Pattern, ScoreCall, Selection, SparseAttentionCall, recall};
+/// use burn_blocksparse::{AttentionOptions, Pattern, SparseAttentionCall};
+/// use burn_blocksparse::selection::{ScoreCall, Selection, recall};
 ///
 /// let [q, k, v] = [(); 3]
 ///     .map(|_| Tensor::<4>::random([1, 2, 256, 16], Distribution::Default, &Device::flex()));

@@ -7,7 +7,7 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, Shape, Slice, TensorData, try_read_sync};
 
-use crate::ops::{HighestBlocks, ListedQueries, QueryTiles};
+use crate::backend::{HighestBlocks, ListedQueries, QueryTiles};
 
 /// Shorter rows have no direction.
 const SHORTEST: f64 = 1e-18;

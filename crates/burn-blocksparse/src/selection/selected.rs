@@ -64,7 +64,8 @@ impl SelectedOptions {
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_blocksparse::{AttentionOptions, Selection, attention_selected};
+/// use burn_blocksparse::AttentionOptions;
+/// use burn_blocksparse::selection::{Selection, attention_selected};
 ///
 /// let device = Device::flex().autodiff();
 /// let [q, k, v] = [(); 3].map(|_| {
@@ -96,7 +97,7 @@ pub fn attention_selected(
 }
 
 /// [`attention_selected`], and lse over the chosen keys, as [`SparseAttentionCall::lse`](crate::SparseAttentionCall::lse) has it: `exp(lse − lse of full attention)` is
-/// the share of each query's attention that the choice keeps ([`recall`](crate::recall)).
+/// the share of each query's attention that the choice keeps ([`recall`](crate::selection::recall)).
 ///
 /// # Errors
 /// As [`attention_selected`].
@@ -139,7 +140,7 @@ impl Selection {
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Tensor};
-    /// use burn_blocksparse::{ScoreCall, Selection};
+    /// use burn_blocksparse::selection::{ScoreCall, Selection};
     ///
     /// let [q, k] = [(); 2]
     ///     .map(|_| Tensor::<4>::random([1, 2, 256, 16], Distribution::Default, &Device::flex()));

@@ -14,10 +14,10 @@ use super::parts::{hidden, softmax_of_seen, softmax_reference};
 use super::sharing::Sharing;
 use super::text::{Arguments, Method, Written};
 use super::{Selection, check_block};
-use crate::error::OpError;
 #[cfg(feature = "cube")]
-use crate::ops::LikeBlocks;
-use crate::ops::SelectionOps;
+use crate::backend::LikeBlocks;
+use crate::backend::SelectionOps;
+use crate::error::OpError;
 use crate::values::MaybeFloat;
 
 /// `softmax(mean(q) · mean(k) · scale)` over blocks of keys, where means say something of their blocks: the self-similarity of a block is the mean of the
@@ -25,7 +25,7 @@ use crate::values::MaybeFloat;
 /// they keep of the others ([`EstimateKind::Mass`]), if they do not count blocks. So are all blocks of a row of queries of less than that.
 ///
 /// ```
-/// use burn_blocksparse::{Forced, Keep, Selection, SpargeBlocks};
+/// use burn_blocksparse::selection::{Forced, Keep, Selection, SpargeBlocks};
 ///
 /// let selection: Selection = "sparge:64,0.98,0.6".parse()?;
 /// let estimator = SpargeBlocks { block: 64, similarity: 0.6, smooth: true };

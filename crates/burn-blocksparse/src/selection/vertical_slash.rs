@@ -20,13 +20,13 @@ use crate::error::OpError;
 
 /// The keys, and the distances from a query back to a key, that the last queries attend to most are what all queries attend to: a block is kept if it has one
 /// of those keys, or a pair at one of those distances. That is a superset of the pairs themselves, which
-/// [`vertical_slash_layout`](crate::vertical_slash_layout) keeps exactly, by reading back what was chosen.
+/// [`vertical_slash_layout`](crate::selection::vertical_slash_layout) keeps exactly, by reading back what was chosen.
 ///
 /// Its scores are 1 and 0, and [`KEPT`](Self::KEPT) is the rule that keeps the ones. Keys or distances that get equal attention are all kept or none, and
 /// those that get none are not, so that there can be fewer or more than asked for.
 ///
 /// ```
-/// use burn_blocksparse::{Selection, VerticalSlash};
+/// use burn_blocksparse::selection::{Selection, VerticalSlash};
 ///
 /// let selection: Selection = "minference:64,1000,6096".parse()?;
 /// assert_eq!(selection, Selection::new(VerticalSlash::new(64, 1000, 6096), VerticalSlash::KEPT));

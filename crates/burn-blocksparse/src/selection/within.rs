@@ -161,7 +161,8 @@ impl Selection {
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Tensor};
-    /// use burn_blocksparse::{Pattern, ScoreCall, Selection, Within};
+    /// use burn_blocksparse::Pattern;
+    /// use burn_blocksparse::selection::{ScoreCall, Selection, Within};
     ///
     /// let [q, k] = [(); 2]
     ///     .map(|_| Tensor::<4>::random([2, 2, 256, 16], Distribution::Default, &Device::flex()));

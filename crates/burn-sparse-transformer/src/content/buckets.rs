@@ -1,7 +1,7 @@
 //! Tokens sorted by bucket, those of a bucket by position.
 
 use burn::tensor::{Int, Tensor};
-use burn_blocksparse::sort_buckets;
+use burn_blocksparse::internal::sort_buckets;
 
 use super::counts::Counts;
 use super::{counted, ones};

@@ -1,7 +1,7 @@
 //! Balanced clusters: to each mean the same number of tokens, those most similar to it.
 
 use burn::tensor::{DType, Int, Tensor};
-use burn_blocksparse::{
+use burn_blocksparse::internal::{
     attracted_rows, highest_in_rows, keyed_rows_at, means_at, rows_at, runs_kernels,
 };
 

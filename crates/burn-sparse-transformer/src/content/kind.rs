@@ -6,14 +6,16 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use super::{LshHeadsConfig, RoutingHeadsConfig};
-use crate::{DsaHeadsConfig, NsaHeadsConfig, TransformerError};
+use crate::TransformerError;
+use crate::dsa::DsaHeadsConfig;
+use crate::nsa::NsaHeadsConfig;
 
 /// How the heads of an attention that are not its pattern's choose their keys: each token for itself, by content.
 ///
 /// As text: see [`Self::NOTATION`].
 ///
 /// ```
-/// use burn_sparse_transformer::ContentAttention;
+/// use burn_sparse_transformer::content::ContentAttention;
 ///
 /// let clusters: ContentAttention = "routing:128".parse()?;
 /// assert!(matches!(&clusters, ContentAttention::Routing(config) if config.window == 128));
@@ -24,13 +26,13 @@ use crate::{DsaHeadsConfig, NsaHeadsConfig, TransformerError};
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum ContentAttention {
-    /// By clusters (Roy et al., 2021): [`RoutingHeads`](crate::RoutingHeads).
+    /// By clusters (Roy et al., 2021): [`RoutingHeads`](crate::content::RoutingHeads).
     Routing(RoutingHeadsConfig),
-    /// By hashes (Kitaev et al., 2020): [`LshHeads`](crate::LshHeads).
+    /// By hashes (Kitaev et al., 2020): [`LshHeads`](crate::content::LshHeads).
     Lsh(LshHeadsConfig),
-    /// In three branches (Yuan et al., 2025), which are all heads of a layer: [`NsaHeads`](crate::NsaHeads).
+    /// In three branches (Yuan et al., 2025), which are all heads of a layer: [`NsaHeads`](crate::nsa::NsaHeads).
     Nsa(NsaHeadsConfig),
-    /// By an indexer that learns (DeepSeek-V3.2-Exp, 2025), in all heads of a layer: [`DsaHeads`](crate::DsaHeads).
+    /// By an indexer that learns (DeepSeek-V3.2-Exp, 2025), in all heads of a layer: [`DsaHeads`](crate::dsa::DsaHeads).
     Dsa(DsaHeadsConfig),
 }
 

@@ -5,7 +5,9 @@ use std::num::NonZeroUsize;
 use burn::config::Config;
 use burn::tensor::activation::softmax;
 use burn::tensor::{DType, Int, Tensor};
-use burn_blocksparse::{PositionRule, Seed, rows_at, runs_kernels};
+use burn_blocksparse::Seed;
+use burn_blocksparse::internal::{rows_at, runs_kernels};
+use burn_blocksparse::layout::PositionRule;
 use serde::{Deserialize, Serialize};
 
 use super::buckets::Sorted;

@@ -4,7 +4,8 @@ use burn::config::Config;
 use burn::module::{Initializer, Module, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
-use burn_blocksparse::{Activation, Seed, bias_activation};
+use burn_blocksparse::Seed;
+use burn_blocksparse::ops::{Activation, bias_activation};
 
 use super::lsh::{LshHeads, LshHeadsConfig};
 use crate::attention::project_heads;
@@ -71,12 +72,12 @@ impl LshAttentionConfig {
     }
 }
 
-/// Multi-head attention to tokens that hash alike (Kitaev et al., 2020): projections around [`lsh_attention`](crate::lsh_attention()). Keys are the queries, made as
+/// Multi-head attention to tokens that hash alike (Kitaev et al., 2020): projections around [`lsh_attention`](crate::content::lsh_attention()). Keys are the queries, made as
 /// long as 1.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_sparse_transformer::{LshAttentionConfig, LshHeadsConfig};
+/// use burn_sparse_transformer::content::{LshAttentionConfig, LshHeadsConfig};
 ///
 /// let device = Device::flex();
 /// let attention = LshAttentionConfig::new(64, 4)

@@ -4,10 +4,10 @@ use std::collections::BTreeSet;
 use std::sync::{LazyLock, Mutex, PoisonError};
 
 use burn::tensor::{DType, Device, Int, Tensor};
-use burn_blocksparse::{
-    BlockLayout, BlockMask, DeviceLayout, KeptLayouts, LayoutShape, PositionRule,
-    SparseAttentionCall, check_not_recording, keyed_rows_at, merge_attention_at, sort_hashes,
-};
+use burn_blocksparse::graph::check_not_recording;
+use burn_blocksparse::internal::{KeptLayouts, keyed_rows_at, merge_attention_at, sort_hashes};
+use burn_blocksparse::layout::{BlockMask, PositionRule};
+use burn_blocksparse::{BlockLayout, DeviceLayout, LayoutShape, SparseAttentionCall};
 
 use super::routing::block_size;
 use crate::TransformerError;

@@ -1,7 +1,10 @@
 //! Means that queries are compared with, and how they follow them.
 
 use burn::tensor::{DType, Int, Tensor, TensorData};
-use burn_blocksparse::{Seed, check_not_recording, embedding_backward, highest_rows, sum_all};
+use burn_blocksparse::Seed;
+use burn_blocksparse::graph::check_not_recording;
+use burn_blocksparse::internal::{highest_rows, sum_all};
+use burn_blocksparse::ops::embedding_backward;
 
 use super::{counted, unit};
 use crate::TransformerError;

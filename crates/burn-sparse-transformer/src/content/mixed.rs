@@ -2,17 +2,20 @@
 
 use burn::module::Module;
 use burn::tensor::{Device, Int, Tensor};
-use burn_blocksparse::{Seed, heads_apart, heads_together};
+use burn_blocksparse::Seed;
+use burn_blocksparse::internal::{heads_apart, heads_together};
 
 use super::kind::ContentAttention;
 use super::lsh::LshHeads;
 use super::routing::RoutingHeads;
 use crate::call::{Call, Seen};
+use crate::dsa::DsaHeads;
 use crate::error::{ensure, ensure_none};
+use crate::nsa::NsaHeads;
 use crate::stream::Stream;
 use crate::{
-    DsaHeads, NsaHeads, Precision, SparseMhaInput, SparseMultiHeadAttention,
-    SparseMultiHeadAttentionConfig, SparseTransformer, TransformerError,
+    Precision, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
+    SparseTransformer, TransformerError,
 };
 
 /// Of a call's dropout seed, for the rotations of hashes.

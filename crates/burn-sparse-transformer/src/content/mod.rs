@@ -1,14 +1,13 @@
-//! Heads that choose single keys by content: clusters of the Routing Transformer, and the Reformer's hashing.
+//! Experimental: heads that choose single keys by content, by clusters (Routing Transformer) or by hashes (Reformer).
 //!
-//! ```text
-//! which places   counts.rs (ranks and members of lists), clusters.rs (the nearest tokens of each mean), buckets.rs (a sort by bucket)
-//! attention      routing.rs (over clusters), lsh.rs (over chunks of a sorted sequence), lsh_places.rs (the same, by kernels)
-//! state          means.rs (means and how they follow queries), rotations.rs (planes that are drawn from a seed)
-//! modules        routing_attention.rs, lsh_attention.rs; kind.rs and mixed.rs (beside the heads of a pattern)
-//! ```
 //!
 //! Nothing is sorted and nothing is read from the device: on GPUs Burn's sort reads back, and its running sums read all that comes before for each
 //! number, so ranks are counted in parts of 64.
+
+// which places   counts.rs (ranks and members of lists), clusters.rs (the nearest tokens of each mean), buckets.rs (a sort by bucket)
+// attention      routing.rs (over clusters), lsh.rs (over chunks of a sorted sequence), lsh_places.rs (the same, by kernels)
+// state          means.rs (means and how they follow queries), rotations.rs (planes that are drawn from a seed)
+// modules        routing_attention.rs, lsh_attention.rs; kind.rs and mixed.rs (beside the heads of a pattern)
 
 mod buckets;
 mod clusters;
@@ -33,7 +32,7 @@ pub use routing_attention::{
 };
 
 use burn::tensor::{DType, Int, Tensor};
-use burn_blocksparse::{runs_kernels, unit_rows};
+use burn_blocksparse::internal::{runs_kernels, unit_rows};
 
 /// Squares below this count as 0 where a vector is made as long as 1.
 const SMALLEST_SQUARE: f64 = 1e-24;

@@ -3,7 +3,8 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::{Seed, check_not_recording};
+use burn_blocksparse::Seed;
+use burn_blocksparse::graph::check_not_recording;
 
 use crate::TransformerError;
 

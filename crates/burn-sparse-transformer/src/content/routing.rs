@@ -5,9 +5,12 @@ use std::sync::{Mutex, PoisonError};
 use burn::config::Config;
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Device, Int, Tensor};
+use burn_blocksparse::internal::KeptLayouts;
+use burn_blocksparse::layout::PositionRule;
+use burn_blocksparse::selection::routed_attention;
 use burn_blocksparse::{
-    AttentionOptions, BlockLayout, DeviceLayout, KeptLayouts, LayoutShape, Pattern, PositionRule,
-    ProductPrecision, Seed, SparseAttentionCall, routed_attention,
+    AttentionOptions, BlockLayout, DeviceLayout, LayoutShape, Pattern, ProductPrecision, Seed,
+    SparseAttentionCall,
 };
 
 use super::clusters::Clusters;

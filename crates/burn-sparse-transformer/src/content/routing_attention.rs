@@ -4,7 +4,8 @@ use burn::config::Config;
 use burn::module::{Initializer, Module, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
-use burn_blocksparse::{Activation, Seed, bias_activation};
+use burn_blocksparse::Seed;
+use burn_blocksparse::ops::{Activation, bias_activation};
 
 use super::routing::{RoutingHeads, RoutingHeadsConfig};
 use crate::attention::project_heads;
@@ -105,7 +106,7 @@ impl RoutingAttentionConfig {
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_sparse_transformer::{RoutingAttentionConfig, RoutingAttentionInput};
+/// use burn_sparse_transformer::content::{RoutingAttentionConfig, RoutingAttentionInput};
 ///
 /// let device = Device::flex();
 /// // Sequences of up to 512 tokens, in 8 clusters of 64.
@@ -164,7 +165,7 @@ impl RoutingAttentionInput {
 pub struct RoutingAttentionOutput {
     /// `[batch, seq, d_model]`, in the input's dtype.
     pub context: Tensor<3>,
-    /// To be added to the loss, `[1]`: see [`RoutingOutput::commitment`](crate::RoutingOutput::commitment).
+    /// To be added to the loss, `[1]`: see [`RoutingOutput::commitment`](crate::content::RoutingOutput::commitment).
     pub commitment: Option<Tensor<1>>,
 }
 

@@ -4,7 +4,8 @@ use burn::config::Config;
 use burn::module::{Initializer, Module, Param};
 use burn::nn::{Linear, LinearConfig, RotaryEncoding, RotaryEncodingConfig};
 use burn::tensor::{DType, Device, Tensor};
-use burn_blocksparse::{Activation, AttentionOptions, bias_activation};
+use burn_blocksparse::AttentionOptions;
+use burn_blocksparse::ops::{Activation, bias_activation};
 
 use super::{DsaHeads, DsaHeadsConfig, DsaParts};
 use crate::attention::project_heads;
@@ -99,12 +100,13 @@ impl DsaAttentionConfig {
 }
 
 /// DeepSeek sparse attention (DeepSeek-V3.2-Exp, 2025, §2): of each token to the `keep` tokens up to itself that an indexer scores highest, the same ones for
-/// all heads ([`Dsa`](burn_blocksparse::Dsa)). The paper's attention beside the choice, of compressed keys and values (MLA), is not a part of it: heads are those of grouped-query
+/// all heads ([`Dsa`](burn_blocksparse::dsa::Dsa)). The paper's attention beside the choice, of compressed keys and values (MLA), is not a part of it: heads are those of grouped-query
 /// attention.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_sparse_transformer::{DsaAttentionConfig, DsaHeadsConfig, SparseMhaCache};
+/// use burn_sparse_transformer::SparseMhaCache;
+/// use burn_sparse_transformer::dsa::{DsaAttentionConfig, DsaHeadsConfig};
 ///
 /// let device = Device::flex();
 /// let heads = DsaHeadsConfig::new()
@@ -170,7 +172,7 @@ impl DsaAttention {
         self.finish(dtype, seen.heads)
     }
 
-    /// The same, and the loss of the indexer over the keys that were chosen ([`DsaTarget::Chosen`](burn_blocksparse::DsaTarget::Chosen)), which is to be added
+    /// The same, and the loss of the indexer over the keys that were chosen ([`DsaTarget::Chosen`](burn_blocksparse::dsa::DsaTarget::Chosen)), which is to be added
     /// to the model's.
     ///
     /// # Panics

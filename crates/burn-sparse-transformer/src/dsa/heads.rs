@@ -3,7 +3,8 @@
 use burn::module::Module;
 use burn::nn::{Linear, RotaryEncodingConfig};
 use burn::tensor::{Device, Tensor};
-use burn_blocksparse::{AttentionOptions, Dsa, DsaIndex, DsaTarget};
+use burn_blocksparse::AttentionOptions;
+use burn_blocksparse::dsa::{Dsa, DsaIndex, DsaTarget};
 
 use super::{DsaHeadsConfig, DsaIndexer, DsaStage};
 use crate::attention_flops::linear_flops;

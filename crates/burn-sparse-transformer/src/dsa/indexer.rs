@@ -3,7 +3,8 @@
 use burn::module::Module;
 use burn::nn::{LayerNorm, LayerNormConfig, Linear, RotaryEncoding};
 use burn::tensor::{DType, Device, FloatDType, Tensor};
-use burn_blocksparse::{DsaIndex, ResidualNormOptions, norm};
+use burn_blocksparse::dsa::DsaIndex;
+use burn_blocksparse::ops::{ResidualNormOptions, norm};
 
 use super::DsaHeadsConfig;
 use crate::heads::{Positions, rotate};
@@ -130,10 +131,10 @@ impl DsaIndexer {
 mod tests {
     use burn::nn::RotaryEncodingConfig;
     use burn::tensor::Distribution;
-    use burn_blocksparse::Dsa;
+    use burn_blocksparse::dsa::Dsa;
 
     use super::*;
-    use crate::{DsaAttention, DsaAttentionConfig};
+    use crate::dsa::{DsaAttention, DsaAttentionConfig};
 
     const SEQ: usize = 400;
 

@@ -1,14 +1,12 @@
-//! DeepSeek sparse attention (DSA: DeepSeek-V3.2-Exp, 2025, §2): keys that an indexer chooses, which learns by a loss of its own.
-//!
-//! ```text
-//! config      its numbers, also as text
-//! stage       how far the training is: dense attention, the indexer's warm-up, or the choice
-//! indexer     what the indexer makes of tokens
-//! heads       the choice, attention over it, and the indexer's loss
-//! attention   a layer of its own
-//! mixed       in the place of a layer's pattern
-//! warm_up     a step of training that the indexers alone learn by
-//! ```
+//! Experimental: DeepSeek sparse attention (DSA: DeepSeek-V3.2-Exp, 2025, §2), an indexer that learns which keys to choose.
+
+// config      its numbers, also as text
+// stage       how far the training is: dense attention, the indexer's warm-up, or the choice
+// indexer     what the indexer makes of tokens
+// heads       the choice, attention over it, and the indexer's loss
+// attention   a layer of its own
+// mixed       in the place of a layer's pattern
+// warm_up     a step of training that the indexers alone learn by
 
 mod attention;
 mod config;

@@ -10,7 +10,7 @@ use crate::stream::Stream;
 use crate::{SparseMhaInput, SparseMultiHeadAttention, SparseTransformer, TransformerError};
 
 impl SparseTransformer {
-    /// The losses of a step in [`DsaStage::WarmUp`](crate::DsaStage::WarmUp), and the gradients of the indexers' parameters. The model runs without a graph; each
+    /// The losses of a step in [`DsaStage::WarmUp`](crate::dsa::DsaStage::WarmUp), and the gradients of the indexers' parameters. The model runs without a graph; each
     /// indexer has one of its own, which is gone before the next layer.
     pub(crate) fn warm_up(
         &self,

@@ -4,7 +4,7 @@ use burn::config::Config;
 use burn::module::{Initializer, Module, Param};
 use burn::nn::{Linear, LinearConfig, RotaryEncoding, RotaryEncodingConfig};
 use burn::tensor::{Device, Tensor};
-use burn_blocksparse::{Activation, bias_activation};
+use burn_blocksparse::ops::{Activation, bias_activation};
 
 use super::heads::{NsaSizes, Placing, Projections};
 use super::{NsaHeads, NsaHeadsConfig};
@@ -117,7 +117,7 @@ impl NsaAttentionConfig {
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_sparse_transformer::{NsaAttentionConfig, NsaHeadsConfig};
+/// use burn_sparse_transformer::nsa::{NsaAttentionConfig, NsaHeadsConfig};
 ///
 /// let device = Device::flex();
 /// let heads = NsaHeadsConfig::new()

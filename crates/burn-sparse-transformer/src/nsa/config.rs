@@ -3,14 +3,15 @@
 use std::fmt;
 
 use burn::config::Config;
-use burn_blocksparse::{Forced, NsaOptions};
+use burn_blocksparse::nsa::NsaOptions;
+use burn_blocksparse::selection::Forced;
 
 use super::Compression;
 use crate::TransformerError;
 
 /// Configuration of [`NsaHeads`](super::NsaHeads). The defaults are the paper's (Yuan et al., 2025, §4.1), but for the compression.
 ///
-/// As text, in [`ContentAttention`](crate::ContentAttention): `nsa`, or `nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW` with `,mlp` and `,shared` behind it.
+/// As text, in [`ContentAttention`](crate::content::ContentAttention): `nsa`, or `nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW` with `,mlp` and `,shared` behind it.
 #[derive(Config, Debug, PartialEq)]
 #[must_use = "a configuration does nothing until heads are made with it"]
 pub struct NsaHeadsConfig {
@@ -60,7 +61,7 @@ impl NsaHeadsConfig {
             .window(self.window)
     }
 
-    /// Slots of a page of a [`KvPool`](crate::KvPool), if it does not say how many: the largest that blocks are whole numbers of, and that hold whole strides.
+    /// Slots of a page of a [`KvPool`](crate::pool::KvPool), if it does not say how many: the largest that blocks are whole numbers of, and that hold whole strides.
     /// None if there are none: blocks of fewer than 16 tokens, or an odd stride.
     pub fn pool_page_size(&self) -> Option<usize> {
         let fits = |page: &usize| {

@@ -4,7 +4,8 @@ use burn::module::Module;
 use burn::nn::{Linear, RotaryEncoding};
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Device, Int, Tensor};
-use burn_blocksparse::{Nsa, NsaBranches, NsaKeysValues, ProductPrecision};
+use burn_blocksparse::ProductPrecision;
+use burn_blocksparse::nsa::{Nsa, NsaBranches, NsaKeysValues};
 
 use super::{Compression, NsaCompressor, NsaHeadsConfig};
 use crate::attention::project_heads;

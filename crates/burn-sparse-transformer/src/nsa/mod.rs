@@ -1,13 +1,11 @@
-//! Native sparse attention (NSA: Yuan et al., 2025): heads with three branches, of compressed blocks, chosen blocks and a window.
-//!
-//! ```text
-//! config        its numbers, also as text
-//! compression   what makes one key or value of a block of them
-//! heads         projections of the branches, gates, and attention
-//! cache         what they keep of earlier tokens
-//! attention     a layer of its own
-//! mixed         in the place of a layer's pattern
-//! ```
+//! Experimental: native sparse attention (NSA: Yuan et al., 2025), heads with compressed, selected and window branches.
+
+// config        its numbers, also as text
+// compression   what makes one key or value of a block of them
+// heads         projections of the branches, gates, and attention
+// cache         what they keep of earlier tokens
+// attention     a layer of its own
+// mixed         in the place of a layer's pattern
 
 mod attention;
 mod cache;

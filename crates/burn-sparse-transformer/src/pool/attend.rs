@@ -2,9 +2,10 @@
 
 use burn::module::Param;
 use burn::tensor::{DType, FloatDType, Tensor};
-use burn_blocksparse::{
-    PagedOptions, PagedOutput, PagedStore, Restriction, Selection, merge_attention, paged_attention,
-};
+use burn_blocksparse::layout::Restriction;
+use burn_blocksparse::merge_attention;
+use burn_blocksparse::paged::{PagedOptions, PagedOutput, PagedStore, paged_attention};
+use burn_blocksparse::selection::Selection;
 
 use super::step::{Gathered, Road, Walk};
 use super::store::Store;

@@ -1,7 +1,7 @@
 //! The beginning of a call: room in the books, and what the layers are told.
 
 use burn::tensor::Device;
-use burn_blocksparse::pages::{
+use burn_blocksparse::paged::pages::{
     CacheError, PagePool, Residency, SequenceId, Step as BooksStep, Writes,
 };
 

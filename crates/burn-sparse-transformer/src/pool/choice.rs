@@ -1,11 +1,11 @@
 //! Layers of a pool whose queries choose pages by content.
 
 use burn::tensor::{Int, Tensor};
-use burn_blocksparse::pages::{EvictionScore, Residency, Writes};
-use burn_blocksparse::{
-    PageChoice, PageSummary, PagedKeysValues, PagedOptions, PagedStore, paged_attention,
-    select_pages,
+use burn_blocksparse::paged::pages::{EvictionScore, Residency, Writes};
+use burn_blocksparse::paged::{
+    PageChoice, PagedKeysValues, PagedOptions, PagedStore, paged_attention, select_pages,
 };
+use burn_blocksparse::selection::PageSummary;
 
 use super::KvPoolConfig;
 use super::attend::as_stored;

@@ -1,10 +1,11 @@
 //! How much room a pool has, and what it keeps.
 
 use burn::tensor::FloatDType;
-use burn_blocksparse::pages::{
+use burn_blocksparse::Pattern;
+use burn_blocksparse::paged::Quantization;
+use burn_blocksparse::paged::pages::{
     CacheError, EvictionBudget, EvictionConfig, PagePool, PoolConfig, Residency,
 };
-use burn_blocksparse::{Pattern, Quantization};
 
 use super::store::Stored;
 use crate::TransformerError;
@@ -13,7 +14,7 @@ use crate::error::{ensure, ensure_none, ensure_positive};
 /// How a pool stores keys and values.
 ///
 /// ```
-/// use burn_sparse_transformer::{KvDtype, KvPoolConfig};
+/// use burn_sparse_transformer::pool::{KvDtype, KvPoolConfig};
 ///
 /// // Eight bits a number, with a scale for each key and each value of a head.
 /// let config = KvPoolConfig::new(8, 4096).with_dtype(KvDtype::Int8);
@@ -65,7 +66,7 @@ pub enum KvPositions {
 /// What a [`KvPool`](super::KvPool) is made from.
 ///
 /// ```
-/// use burn_sparse_transformer::{KvPoolConfig, Residency};
+/// use burn_sparse_transformer::pool::{KvPoolConfig, Residency};
 ///
 /// // Up to 8 sequences of up to 4,096 tokens, of which each call adds at most 256 to one that has some already.
 /// let config = KvPoolConfig::new(8, 4096).with_chunk(256).with_page_size(64).with_residency(Residency::All);

@@ -1,7 +1,8 @@
 //! Attention of new rows to what an indexer chooses of a pool.
 
 use burn::tensor::{FloatDType, Int, Tensor};
-use burn_blocksparse::{DsaIndex, DsaPages, PagedKeysValues, PagedStore, paged_attention};
+use burn_blocksparse::dsa::{DsaIndex, DsaPages};
+use burn_blocksparse::paged::{PagedKeysValues, PagedStore, paged_attention};
 
 use super::attend::as_stored;
 use super::choice::{SCORES, WALKS, by_heads, by_rows};

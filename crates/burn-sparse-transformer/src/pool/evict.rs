@@ -1,7 +1,7 @@
 //! Keys that are let go by their scores.
 
 use burn::tensor::{FloatDType, Tensor};
-use burn_blocksparse::pages::{
+use burn_blocksparse::paged::pages::{
     CacheError, EvictionScore, PagePool, Residency, Retained, SequenceId,
 };
 

@@ -1,4 +1,4 @@
-//! Keys and values of many sequences in pages.
+//! A paged KV cache for many sequences: continuous batching, forks, prefix reuse, eviction, int8 and fp8.
 
 mod attend;
 mod begin;
@@ -20,10 +20,16 @@ mod store;
 mod watch;
 mod watched;
 
+pub use burn_blocksparse::paged::pages::{
+    CacheError, EvictionBudget, EvictionConfig, EvictionScore, Residency, SequenceId, VotePool,
+};
+
 use burn::module::Param;
 use burn::tensor::{DType, Device, Tensor};
-use burn_blocksparse::pages::{CacheError, PagePool, Residency, SequenceId};
-use burn_blocksparse::{Activation, PageChoice, Reach, bias_activation};
+use burn_blocksparse::layout::Reach;
+use burn_blocksparse::ops::{Activation, bias_activation};
+use burn_blocksparse::paged::PageChoice;
+use burn_blocksparse::paged::pages::PagePool;
 
 pub(crate) use begin::Step;
 pub use config::{KvDtype, KvPoolConfig, KvPositions};

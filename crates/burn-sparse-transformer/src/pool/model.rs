@@ -26,7 +26,8 @@ impl SparseTransformer {
     ///
     /// ```
     /// use burn::tensor::{Device, Int, Tensor};
-    /// use burn_sparse_transformer::{Factorization, KvPoolConfig, KvStep, Pattern, SparseTransformerConfig};
+    /// use burn_sparse_transformer::{Factorization, Pattern, SparseTransformerConfig};
+    /// use burn_sparse_transformer::pool::{KvPoolConfig, KvStep};
     ///
     /// let device = Device::flex();
     /// let model = SparseTransformerConfig::new(16, 2, Factorization::from(Pattern::local(8)))

@@ -10,8 +10,9 @@
 //! So what the books say of pages holds for all branches: copies behind a fork, steps back, what is known of a beginning.
 
 use burn::tensor::{Device, FloatDType};
-use burn_blocksparse::pages::{Residency, SequenceId};
-use burn_blocksparse::{PageChoice, Pattern};
+use burn_blocksparse::Pattern;
+use burn_blocksparse::paged::PageChoice;
+use burn_blocksparse::paged::pages::{Residency, SequenceId};
 
 use super::nsa_step::BranchGroups;
 use super::step::GroupKey;
@@ -19,7 +20,8 @@ use super::store::{Store, Stored, lost};
 use super::{Group, KvPoolConfig, KvUsage};
 use crate::error::{ensure, ensure_none};
 use crate::nsa::NsaHeads;
-use crate::{NsaHeadsConfig, SparseMultiHeadAttention, TransformerError};
+use crate::nsa::NsaHeadsConfig;
+use crate::{SparseMultiHeadAttention, TransformerError};
 
 /// What a layer keeps beside the keys and values that are chosen.
 #[derive(Debug)]

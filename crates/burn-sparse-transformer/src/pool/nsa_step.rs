@@ -3,12 +3,13 @@
 use std::collections::BTreeMap;
 
 use burn::tensor::{Device, Int, Tensor};
-use burn_blocksparse::Fixed;
-use burn_blocksparse::pages::{PageCopy, SequenceId, Slot, SlotKey, Writes};
+use burn_blocksparse::graph::Fixed;
+use burn_blocksparse::paged::pages::{PageCopy, SequenceId, Slot, SlotKey, Writes};
 
 use super::store::{Copies, data, ints, lost, zeros};
 use super::{Group, KvStep};
-use crate::{NsaHeadsConfig, TransformerError};
+use crate::TransformerError;
+use crate::nsa::NsaHeadsConfig;
 
 /// The groups of the branches that have books of their own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,6 +1,6 @@
 //! Sequences that begin as others did.
 
-use burn_blocksparse::pages::SequenceId;
+use burn_blocksparse::paged::pages::SequenceId;
 
 use super::KvPool;
 use crate::TransformerError;
@@ -22,7 +22,8 @@ impl KvPool {
     ///
     /// ```
     /// use burn::tensor::{Device, Int, Tensor};
-    /// use burn_sparse_transformer::{Factorization, KvPoolConfig, KvStep, Pattern, SparseTransformerConfig};
+    /// use burn_sparse_transformer::{Factorization, Pattern, SparseTransformerConfig};
+    /// use burn_sparse_transformer::pool::{KvPoolConfig, KvStep};
     ///
     /// let device = Device::flex();
     /// let model = SparseTransformerConfig::new(16, 2, Factorization::from(Pattern::causal()))

@@ -4,8 +4,9 @@ use std::cell::{Ref, RefCell, RefMut};
 use std::rc::Rc;
 
 use burn::tensor::{DType, Int, Tensor, TensorData};
-use burn_blocksparse::pages::{SequenceId, Writes};
-use burn_blocksparse::{Fixed, PageChoice, Replayed};
+use burn_blocksparse::graph::{Fixed, Replayed};
+use burn_blocksparse::paged::PageChoice;
+use burn_blocksparse::paged::pages::{SequenceId, Writes};
 
 use super::begin::Advance;
 use super::nsa::Branches;
@@ -28,9 +29,8 @@ use crate::{SparseTransformer, TransformerError};
 ///
 /// ```
 /// use burn::tensor::Device;
-/// use burn_sparse_transformer::{
-///     Factorization, KvPoolConfig, KvStep, Pattern, ReplayedDecoder, SparseTransformerConfig,
-/// };
+/// use burn_sparse_transformer::{Factorization, Pattern, SparseTransformerConfig};
+/// use burn_sparse_transformer::pool::{KvPoolConfig, KvStep, ReplayedDecoder};
 ///
 /// let model = SparseTransformerConfig::new(16, 2, Factorization::from(Pattern::local(8)))
 ///     .with_vocab_size(256)

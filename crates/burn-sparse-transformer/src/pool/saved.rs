@@ -1,7 +1,7 @@
 //! A sequence on its way to a file, or to another pool.
 
 use burn::tensor::{Int, Tensor, TensorData};
-use burn_blocksparse::pages::{CacheError, SavedSequence, SequenceId};
+use burn_blocksparse::paged::pages::{CacheError, SavedSequence, SequenceId};
 use serde::{Deserialize, Serialize};
 
 use super::begin::Undo;

@@ -3,17 +3,19 @@
 use std::collections::BTreeMap;
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use burn_blocksparse::pages::{PagePool, SequenceId, SlotKey, Writes};
-use burn_blocksparse::{
-    PageChoice, PagedKeysValues, PagedStore, PagedVisibility, Pattern, Selection,
-};
+use burn_blocksparse::Pattern;
+use burn_blocksparse::paged::pages::{PagePool, SequenceId, SlotKey, Writes};
+use burn_blocksparse::paged::{PageChoice, PagedKeysValues, PagedStore, PagedVisibility};
+use burn_blocksparse::selection::Selection;
 
 use super::KvStep;
 use super::nsa_step::NsaStep;
 use super::store::{Copies, ints};
 use super::watch::Watch;
+use crate::dsa::DsaHeadsConfig;
 use crate::heads::Positions;
-use crate::{DsaHeadsConfig, NsaHeadsConfig, SparseMultiHeadAttention, TransformerError};
+use crate::nsa::NsaHeadsConfig;
+use crate::{SparseMultiHeadAttention, TransformerError};
 
 /// Added to the scores of pairs that do not count.
 pub(super) const HIDDEN: f32 = -1e30;
@@ -381,7 +383,7 @@ pub(super) fn gather(
     let mut ids = Vec::with_capacity(steps.len() * key.kv_heads * count);
     for row in &slots {
         for head in 0..heads_of_row {
-            let id = |slot: burn_blocksparse::pages::Slot| {
+            let id = |slot: burn_blocksparse::paged::pages::Slot| {
                 ((slot.page * heads_of_row + head) * page_size + slot.slot) as i32
             };
             ids.extend(row.iter().map(|key| id(key.slot)));

@@ -1,11 +1,13 @@
 //! The keys and values of one layer.
 
 use burn::tensor::{DType, Device, FloatDType, IndexingUpdateOp, Int, Tensor, TensorData};
-use burn_blocksparse::pages::PageCopy;
-use burn_blocksparse::{
-    Fixed, PageSummaries, PageSummary, PagedStore, Quantization, QuantizedPages, append_quantized,
-    append_rows, dequantize, summarize_stored,
+use burn_blocksparse::graph::Fixed;
+use burn_blocksparse::paged::pages::PageCopy;
+use burn_blocksparse::paged::{
+    PageSummaries, PagedStore, Quantization, QuantizedPages, append_quantized, append_rows,
+    dequantize, summarize_stored,
 };
+use burn_blocksparse::selection::PageSummary;
 
 use crate::TransformerError;
 use crate::error::ensure;

@@ -1,8 +1,8 @@
 //! What eviction has to know of attention: scores of keys, from a layer's own queries and keys.
 
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
-use burn_blocksparse::pages::{EvictionScore, PagePool, SequenceId};
-use burn_blocksparse::{MassOptions, attention_masses};
+use burn_blocksparse::paged::pages::{EvictionScore, PagePool, SequenceId};
+use burn_blocksparse::selection::{MassOptions, attention_masses};
 
 use super::KvStep;
 use super::store::{Store, ints};

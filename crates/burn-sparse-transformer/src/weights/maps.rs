@@ -91,7 +91,7 @@ impl KeyMap {
             .ignore("h.{}.attn.masked_bias")
     }
 
-    /// Longformer's names (Beltagy et al., 2020) in `transformers`, for a [`LongformerEncoder`](crate::LongformerEncoder) of
+    /// Longformer's names (Beltagy et al., 2020) in `transformers`, for a [`LongformerEncoder`](crate::longformer::LongformerEncoder) of
     /// [`longformer_config`](super::longformer_config): with or without `longformer.` before them. The pooler and the heads of tasks are not read.
     ///
     /// Positions begin behind those of the padding token, at 2.

@@ -5,8 +5,9 @@ use burn::module::Module;
 use burn::nn::attention::{MhaInput, MultiHeadAttentionConfig, generate_autoregressive_mask};
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
+use burn_sparse_transformer::longformer::LongformerAttention;
 use burn_sparse_transformer::{
-    LongformerAttention, Pattern, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
+    Pattern, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
     SparseMultiHeadAttentionConfig, SparseTransformer, SparseTransformerBlock,
     SparseTransformerCache, SparseTransformerConfig, SparseTransformerEncoder, TransformerError,
 };

@@ -3,10 +3,13 @@
 use burn::config::Config;
 use burn::module::Module;
 use burn::tensor::{Device, Tensor};
-use burn_blocksparse::{join_heads, sparse_attention};
+use burn_blocksparse::ops::join_heads;
+use burn_blocksparse::sparse_attention;
+use burn_sparse_transformer::content::{ContentAttention, LshHeadsConfig, RoutingHeadsConfig};
+use burn_sparse_transformer::longformer::LongformerAttentionConfig;
+use burn_sparse_transformer::pool::KvPoolConfig;
 use burn_sparse_transformer::{
-    ContentAttention, Factorization, KvPoolConfig, LongformerAttentionConfig, LshHeadsConfig,
-    Pattern, QkNorm, Recompute, RoutingHeadsConfig, SparseMhaCache, SparseMhaInput,
+    Factorization, Pattern, QkNorm, Recompute, SparseMhaCache, SparseMhaInput,
     SparseMultiHeadAttention, SparseMultiHeadAttentionConfig, SparseTransformer,
     SparseTransformerBlockConfig, SparseTransformerConfig,
 };

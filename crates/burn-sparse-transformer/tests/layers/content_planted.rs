@@ -2,7 +2,7 @@
 
 use burn::module::Param;
 use burn::tensor::{DType, Device, Tensor};
-use burn_sparse_transformer::{LshOptions, RoutingHeadsConfig, lsh_attention};
+use burn_sparse_transformer::content::{LshOptions, RoutingHeadsConfig, lsh_attention};
 
 use crate::golden::{dot, numbers, tensor, unit};
 

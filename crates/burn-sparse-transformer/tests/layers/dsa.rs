@@ -4,10 +4,10 @@ use burn::module::Module;
 use burn::nn::RotaryEncodingConfig;
 use burn::tensor::activation::softmax;
 use burn::tensor::{Device, Int, Tensor};
+use burn_sparse_transformer::dsa::{DsaAttention, DsaAttentionConfig, DsaHeadsConfig, DsaStage};
 use burn_sparse_transformer::{
-    BlockAttentionConfig, DsaAttention, DsaAttentionConfig, DsaHeadsConfig, DsaStage,
-    Factorization, Pattern, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttentionConfig,
-    SparseTransformer, SparseTransformerConfig,
+    BlockAttentionConfig, Factorization, Pattern, SparseMhaCache, SparseMhaInput,
+    SparseMultiHeadAttentionConfig, SparseTransformer, SparseTransformerConfig,
 };
 
 use crate::common::{assert_close, random, randomise, seed, tokens};
@@ -325,7 +325,7 @@ mod training {
     use burn::optim::GradientsParams;
     use burn::tensor::DType;
     use burn::tensor::activation::log_softmax;
-    use burn_blocksparse::FusedAdamWConfig;
+    use burn_blocksparse::optim::FusedAdamWConfig;
     use burn_sparse_transformer::{Precision, Recompute};
 
     use super::*;

@@ -4,10 +4,13 @@ use std::sync::Arc;
 
 use burn::nn::{Linear, RotaryEncodingConfig};
 use burn::tensor::{Device, Int, Tensor};
+use burn_sparse_transformer::pool::{
+    EvictionBudget, EvictionConfig, EvictionScore, KvPool, KvPoolConfig, KvStep, SequenceId,
+    VotePool,
+};
 use burn_sparse_transformer::{
-    BlockAttentionConfig, EvictionBudget, EvictionConfig, EvictionScore, Factorization, KvPool,
-    KvPoolConfig, KvStep, Pattern, SequenceId, SparseMhaInput, SparseMultiHeadAttention,
-    SparseMultiHeadAttentionConfig, SparseTransformer, SparseTransformerConfig, VotePool,
+    BlockAttentionConfig, Factorization, Pattern, SparseMhaInput, SparseMultiHeadAttention,
+    SparseMultiHeadAttentionConfig, SparseTransformer, SparseTransformerConfig,
 };
 use rstest::rstest;
 

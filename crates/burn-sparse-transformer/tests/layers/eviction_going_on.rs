@@ -3,11 +3,12 @@
 use std::ops::ControlFlow;
 
 use burn::tensor::{Device, Int, Tensor};
-use burn_sparse_transformer::{
-    CacheError, EvictionConfig, EvictionScore, GenerateOptions, KvDtype, KvPool, KvPoolConfig,
-    KvStep, NgramDrafts, Pattern, ReplayedDecoder, Residency, Sampling,
-    SparseMultiHeadAttentionConfig, TransformerError,
+use burn_sparse_transformer::generate::{GenerateOptions, NgramDrafts, Sampling};
+use burn_sparse_transformer::pool::{
+    CacheError, EvictionConfig, EvictionScore, KvDtype, KvPool, KvPoolConfig, KvStep,
+    ReplayedDecoder, Residency,
 };
+use burn_sparse_transformer::{Pattern, SparseMultiHeadAttentionConfig, TransformerError};
 
 use crate::common::{assert_close, random, tokens};
 use crate::eviction::{

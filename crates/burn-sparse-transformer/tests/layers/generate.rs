@@ -4,10 +4,11 @@ use std::ops::ControlFlow;
 
 use crate::common::randomise;
 use burn::tensor::{Device, FloatDType, Int, Tensor};
-use burn_sparse_transformer::{
-    EndReason, Factorization, GenerateOptions, Generated, KvDtype, NgramDrafts, Pattern, Residency,
-    Sampling, SparseTransformer, SparseTransformerConfig,
+use burn_sparse_transformer::generate::{
+    EndReason, GenerateOptions, Generated, NgramDrafts, Sampling,
 };
+use burn_sparse_transformer::pool::{KvDtype, Residency};
+use burn_sparse_transformer::{Factorization, Pattern, SparseTransformer, SparseTransformerConfig};
 use rstest::rstest;
 
 const VOCAB: usize = 11;

@@ -5,7 +5,8 @@ use burn::module::Module;
 use burn::nn::LinearConfig;
 use burn::store::ModuleRecord;
 use burn::tensor::{DType, Device, Tensor};
-use burn_sparse_transformer::{MixedPrecisionLinear, MixedPrecisionLinearConfig, Precision};
+use burn_sparse_transformer::Precision;
+use burn_sparse_transformer::linear::{MixedPrecisionLinear, MixedPrecisionLinearConfig};
 use rstest::rstest;
 
 #[rstest]

@@ -4,9 +4,11 @@ use crate::common::{assert_close, random, randomise};
 use burn::module::Module;
 use burn::nn::{Linear, RotaryEncodingConfig};
 use burn::tensor::{Device, Tensor, TensorData};
+use burn_sparse_transformer::longformer::{
+    LongformerAttention, LongformerAttentionConfig, LongformerInput,
+};
 use burn_sparse_transformer::{
-    LongformerAttention, LongformerAttentionConfig, LongformerInput, Pattern, Precision, QkNorm,
-    SparseMhaInput, SparseMultiHeadAttentionConfig,
+    Pattern, Precision, QkNorm, SparseMhaInput, SparseMultiHeadAttentionConfig,
 };
 use rstest::rstest;
 

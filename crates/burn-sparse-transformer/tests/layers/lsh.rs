@@ -3,8 +3,9 @@
 use std::num::NonZeroUsize;
 
 use burn::tensor::{DType, Device, Tensor};
-use burn_sparse_transformer::{
-    LshAttentionConfig, LshHeadsConfig, LshOptions, Seed, lsh_attention,
+use burn_sparse_transformer::Seed;
+use burn_sparse_transformer::content::{
+    LshAttentionConfig, LshHeadsConfig, LshOptions, lsh_attention,
 };
 
 use crate::common::{random, seed};

@@ -4,11 +4,13 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::{Linear, RotaryEncodingConfig};
 use burn::tensor::activation::{gelu, sigmoid};
 use burn::tensor::{Device, Tensor};
-use burn_blocksparse::{Nsa, NsaKeysValues, NsaOptions};
+use burn_blocksparse::nsa::{Nsa, NsaKeysValues, NsaOptions};
+use burn_sparse_transformer::nsa::{
+    Compression, NsaAttention, NsaAttentionConfig, NsaCompressor, NsaHeadsConfig,
+};
 use burn_sparse_transformer::{
-    Compression, Factorization, NsaAttention, NsaAttentionConfig, NsaCompressor, NsaHeadsConfig,
-    Pattern, Recompute, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttentionConfig,
-    SparseTransformer, SparseTransformerConfig,
+    Factorization, Pattern, Recompute, SparseMhaCache, SparseMhaInput,
+    SparseMultiHeadAttentionConfig, SparseTransformer, SparseTransformerConfig,
 };
 
 use crate::common::{assert_close, random, randomise, seed, tokens};
@@ -89,7 +91,7 @@ fn a_layer_equals_its_parts() {
         assert_eq!(parts.compressed.is_none(), shared);
         let own = [&layer.key, &layer.value];
         let project = |[key, value]: [&Linear; 2]| [by_heads(key, &x, 2), by_heads(value, &x, 2)];
-        let of = |branch: &Option<burn_sparse_transformer::NsaProjections>| match branch {
+        let of = |branch: &Option<burn_sparse_transformer::nsa::NsaProjections>| match branch {
             Some(branch) => project([&branch.key, &branch.value]),
             None => project(own),
         };

@@ -6,9 +6,11 @@ use burn::nn::attention::MultiHeadAttentionConfig;
 use burn::nn::transformer::TransformerEncoderConfig;
 use burn::tensor::activation::softmax;
 use burn::tensor::{Device, Tensor, TensorData};
-use burn_blocksparse::{TopKOptions, alibi_slopes, top_k_blocks, top_k_blocks_on_device};
+use burn_blocksparse::alibi_slopes;
+use burn_blocksparse::selection::{TopKOptions, top_k_blocks, top_k_blocks_on_device};
+use burn_sparse_transformer::longformer::LongformerAttentionConfig;
 use burn_sparse_transformer::{
-    LongformerAttentionConfig, Pattern, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
+    Pattern, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
     SparseMultiHeadAttentionConfig, SparseTransformerEncoder,
 };
 use rstest::rstest;

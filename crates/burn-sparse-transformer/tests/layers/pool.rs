@@ -2,9 +2,11 @@
 
 use burn::nn::RotaryEncodingConfig;
 use burn::tensor::{Device, FloatDType, Int, Tensor};
+use burn_sparse_transformer::pool::{
+    CacheError, KvPool, KvPoolConfig, KvStep, Residency, SequenceId,
+};
 use burn_sparse_transformer::{
-    BlockAttentionConfig, CacheError, Factorization, KvPool, KvPoolConfig, KvStep, Pattern, QkNorm,
-    Residency, SequenceId, SparseMhaInput, SparseMultiHeadAttention,
+    BlockAttentionConfig, Factorization, Pattern, QkNorm, SparseMhaInput, SparseMultiHeadAttention,
     SparseMultiHeadAttentionConfig, SparseTransformer, SparseTransformerConfig, TransformerError,
 };
 use proptest::prelude::*;

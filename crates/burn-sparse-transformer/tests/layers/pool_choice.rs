@@ -1,9 +1,12 @@
 //! Sequences of a pool whose queries choose pages: rows are those of the whole, whatever happened to the pages in between.
 
 use burn::tensor::{Device, Int, Tensor};
+use burn_sparse_transformer::generate::{GenerateOptions, Sampling};
+use burn_sparse_transformer::pool::{
+    EvictionConfig, KvDtype, KvPool, KvPoolConfig, KvStep, Residency, SequenceId,
+};
 use burn_sparse_transformer::{
-    BlockAttentionConfig, EvictionConfig, Factorization, GenerateOptions, KvDtype, KvPool,
-    KvPoolConfig, KvStep, Pattern, Residency, Sampling, SequenceId, SparseMultiHeadAttentionConfig,
+    BlockAttentionConfig, Factorization, Pattern, SparseMultiHeadAttentionConfig,
     SparseTransformer, SparseTransformerConfig,
 };
 use rstest::rstest;

@@ -2,10 +2,13 @@
 
 use burn::nn::RotaryEncodingConfig;
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn_sparse_transformer::pool::{
+    CacheError, EvictionConfig, KvDtype, KvPool, KvPoolConfig, KvPositions, KvSnapshot, KvStep,
+    Residency, SequenceId,
+};
 use burn_sparse_transformer::{
-    CacheError, EvictionConfig, Factorization, KvDtype, KvPool, KvPoolConfig, KvPositions,
-    KvSnapshot, KvStep, Pattern, Residency, SequenceId, SparseMhaInput,
-    SparseMultiHeadAttentionConfig, SparseTransformer, SparseTransformerConfig, TransformerError,
+    Factorization, Pattern, SparseMhaInput, SparseMultiHeadAttentionConfig, SparseTransformer,
+    SparseTransformerConfig, TransformerError,
 };
 use rstest::rstest;
 use serde_json::json;

@@ -1,9 +1,12 @@
 //! Sequences of a pool whose layers have three branches, or an indexer: rows are those of the whole, whatever happened to the pages in between.
 
 use burn::tensor::{Device, Int, Tensor};
+use burn_sparse_transformer::pool::{
+    EvictionConfig, KvDtype, KvPool, KvPoolConfig, KvSnapshot, KvStep, ReplayedDecoder, Residency,
+    SequenceId,
+};
 use burn_sparse_transformer::{
-    BlockAttentionConfig, EvictionConfig, Factorization, KvDtype, KvPool, KvPoolConfig, KvSnapshot,
-    KvStep, Pattern, Precision, QkNorm, ReplayedDecoder, Residency, SequenceId, SparseTransformer,
+    BlockAttentionConfig, Factorization, Pattern, Precision, QkNorm, SparseTransformer,
     SparseTransformerConfig,
 };
 use rstest::rstest;

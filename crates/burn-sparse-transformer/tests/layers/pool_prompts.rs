@@ -1,9 +1,10 @@
 //! Pools in which choices by content are of prompts alone: those are what `forward` gives, and what follows sees all keys.
 
 use burn::tensor::{Device, Int, Tensor};
+use burn_sparse_transformer::pool::{EvictionConfig, KvPoolConfig, KvStep, Residency};
 use burn_sparse_transformer::{
-    BlockAttentionConfig, EvictionConfig, Factorization, HeadSelections, KvPoolConfig, KvStep,
-    Pattern, Residency, SparseTransformer, SparseTransformerConfig,
+    BlockAttentionConfig, Factorization, HeadSelections, Pattern, SparseTransformer,
+    SparseTransformerConfig,
 };
 use rstest::rstest;
 

@@ -2,10 +2,8 @@
 
 use burn::nn::RotaryEncodingConfig;
 use burn::tensor::{Device, FloatDType, Tensor};
-use burn_sparse_transformer::{
-    KvDtype, KvPool, KvStep, SequenceId, SparseMhaInput, SparseMultiHeadAttentionConfig,
-    SparseTransformer,
-};
+use burn_sparse_transformer::pool::{KvDtype, KvPool, KvStep, SequenceId};
+use burn_sparse_transformer::{SparseMhaInput, SparseMultiHeadAttentionConfig, SparseTransformer};
 use rstest::rstest;
 
 use crate::common::{random, randomise, tokens};

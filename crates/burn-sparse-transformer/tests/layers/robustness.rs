@@ -3,10 +3,11 @@
 use burn::nn::RotaryEncodingConfig;
 use burn::nn::transformer::TransformerEncoderConfig;
 use burn::tensor::{Device, Int, Tensor};
+use burn_sparse_transformer::longformer::{LongformerAttention, LongformerInput};
 use burn_sparse_transformer::{
-    BlockAttentionConfig, Factorization, LongformerAttention, LongformerInput, Pattern, QkNorm,
-    SparseMhaCache, SparseMhaInput, SparseMultiHeadAttentionConfig, SparseTransformerBlockConfig,
-    SparseTransformerConfig, SparseTransformerEncoderConfig, TransformerError,
+    BlockAttentionConfig, Factorization, Pattern, QkNorm, SparseMhaCache, SparseMhaInput,
+    SparseMultiHeadAttentionConfig, SparseTransformerBlockConfig, SparseTransformerConfig,
+    SparseTransformerEncoderConfig, TransformerError,
 };
 use proptest::prelude::*;
 

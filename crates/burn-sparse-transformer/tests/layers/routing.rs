@@ -2,8 +2,9 @@
 
 use burn::module::{Module, Param};
 use burn::tensor::{DType, Device, Tensor};
-use burn_sparse_transformer::{
-    Precision, RoutingAttention, RoutingAttentionConfig, RoutingAttentionInput, RoutingHeads,
+use burn_sparse_transformer::Precision;
+use burn_sparse_transformer::content::{
+    RoutingAttention, RoutingAttentionConfig, RoutingAttentionInput, RoutingHeads,
     RoutingHeadsConfig,
 };
 

@@ -3,11 +3,12 @@
 use std::str::FromStr;
 
 use burn::tensor::{Device, Int, Tensor};
-use burn_blocksparse::{TopKOptions, top_k_blocks_on_device};
+use burn_blocksparse::selection::{TopKOptions, top_k_blocks_on_device};
+use burn_sparse_transformer::longformer::LongformerAttentionConfig;
+use burn_sparse_transformer::pool::{KvPool, KvPoolConfig};
 use burn_sparse_transformer::{
-    Factorization, HeadSelections, KvPool, KvPoolConfig, LongformerAttentionConfig, Pattern,
-    Recompute, Selection, SelectionQuality, SparseMhaCache, SparseMhaInput,
-    SparseMultiHeadAttention, SparseMultiHeadAttentionConfig, SparseTransformer,
+    Factorization, HeadSelections, Pattern, Recompute, Selection, SelectionQuality, SparseMhaCache,
+    SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig, SparseTransformer,
     SparseTransformerBlockConfig, SparseTransformerConfig,
 };
 

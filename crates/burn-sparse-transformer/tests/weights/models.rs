@@ -1,10 +1,9 @@
 //! Models of `transformers`.
 
 use burn::tensor::{Device, Tensor};
+use burn_sparse_transformer::longformer::{LongformerEncoder, LongformerEncoderInput};
 use burn_sparse_transformer::weights::{KeyMap, gpt2_config, longformer_config};
-use burn_sparse_transformer::{
-    Factorization, LongformerEncoder, LongformerEncoderInput, Pattern, SparseTransformer,
-};
+use burn_sparse_transformer::{Factorization, Pattern, SparseTransformer};
 
 use crate::support::*;
 

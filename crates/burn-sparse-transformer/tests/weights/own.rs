@@ -2,10 +2,9 @@
 
 use burn::module::Module;
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn_sparse_transformer::feed_forward::FeedForwardSparsity;
 use burn_sparse_transformer::weights::{KeyMap, WeightsFile, save_safetensors};
-use burn_sparse_transformer::{
-    Factorization, FeedForwardSparsity, Pattern, SparseTransformerConfig,
-};
+use burn_sparse_transformer::{Factorization, Pattern, SparseTransformerConfig};
 
 use crate::support::*;
 

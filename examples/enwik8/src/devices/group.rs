@@ -1,7 +1,7 @@
 //! The devices of a run.
 
 use anyhow::{Context, Result};
-use burn_sparse_transformer::ContentAttention;
+use burn_sparse_transformer::content::ContentAttention;
 
 use super::error::DevicesError;
 use super::reduce::{Reduce, Strategy};

@@ -6,7 +6,7 @@ use std::thread::{self, JoinHandle};
 
 use anyhow::{Context, Result, anyhow, bail};
 use burn::tensor::{Tensor, TensorData};
-use burn_sparse_transformer::DsaStage;
+use burn_sparse_transformer::dsa::DsaStage;
 
 use super::error::DevicesError;
 use super::group::Group;

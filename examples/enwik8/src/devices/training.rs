@@ -4,8 +4,9 @@ use std::cell::Ref;
 
 use anyhow::{Result, anyhow};
 use burn::tensor::TensorData;
-use burn_blocksparse::FusedAdamW;
-use burn_sparse_transformer::{DsaStage, SparseTransformer};
+use burn_blocksparse::optim::FusedAdamW;
+use burn_sparse_transformer::SparseTransformer;
+use burn_sparse_transformer::dsa::DsaStage;
 
 use super::group::Group;
 use super::replicas::Replicas;

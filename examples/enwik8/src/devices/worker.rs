@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use burn::tensor::{Bytes, Tensor, TensorData};
-use burn_sparse_transformer::{DsaStage, StepLosses};
+use burn_sparse_transformer::StepLosses;
+use burn_sparse_transformer::dsa::DsaStage;
 
 use super::bundle::Bundle;
 use super::error::DevicesError;

@@ -5,9 +5,9 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Device;
-use burn_sparse_transformer::{
-    KvPoolConfig, KvStep, Precision, Residency, Sampling, SparseTransformer,
-};
+use burn_sparse_transformer::generate::Sampling;
+use burn_sparse_transformer::pool::{KvPoolConfig, KvStep, Residency};
+use burn_sparse_transformer::{Precision, SparseTransformer};
 use clap::Args;
 
 use super::format::Pictures;

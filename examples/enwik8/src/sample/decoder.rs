@@ -2,7 +2,8 @@
 
 use anyhow::{Result, anyhow, bail};
 use burn::tensor::{Device, Tensor, TensorData};
-use burn_sparse_transformer::{KvPool, KvStep, ReplayedDecoder, SparseTransformer};
+use burn_sparse_transformer::SparseTransformer;
+use burn_sparse_transformer::pool::{KvPool, KvStep, ReplayedDecoder};
 
 /// A model and its pool.
 pub enum Decoder {

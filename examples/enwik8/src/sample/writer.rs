@@ -2,8 +2,9 @@
 
 use anyhow::{Context, Result, anyhow};
 use burn::tensor::Device;
-use burn_sparse_transformer::{
-    KvDtype, KvPool, KvPoolConfig, KvPositions, KvStep, KvUsage, SequenceId, SparseTransformer,
+use burn_sparse_transformer::SparseTransformer;
+use burn_sparse_transformer::pool::{
+    KvDtype, KvPool, KvPoolConfig, KvPositions, KvStep, KvUsage, SequenceId,
 };
 
 use super::decoder::Decoder;

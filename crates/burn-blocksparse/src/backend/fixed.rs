@@ -4,7 +4,7 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata, backend_extension};
 use burn::tensor::TensorData;
 
-/// Numbers of the host written where a tensor lies, as backend operations. Arguments are checked by [`Fixed`](crate::Fixed): data of the tensor's length and
+/// Numbers of the host written where a tensor lies, as backend operations. Arguments are checked by [`Fixed`](crate::graph::Fixed): data of the tensor's length and
 /// dtype, and a tensor of one dimension.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
@@ -26,7 +26,7 @@ pub trait FixedOps: Backend {
         Self::int_from_data(data, &x.device())
     }
 
-    /// As [`overwrite_float`](Self::overwrite_float), of the words of a [`SeedTable`](crate::SeedTable) with this number, which calls find there from then on.
+    /// As [`overwrite_float`](Self::overwrite_float), of the words of a [`SeedTable`](crate::graph::SeedTable) with this number, which calls find there from then on.
     #[fusion(dtype = x, shape = x)]
     fn overwrite_seeds(x: IntTensor<Self>, data: TensorData, _table: u32) -> IntTensor<Self> {
         Self::int_from_data(data, &x.device())

@@ -1,4 +1,4 @@
-//! The backend traits. Every backend serves [`BlockSparseOps`]; the default bodies are the reference implementation in Burn primitives.
+//! Backend traits, and the values that cross them: for crates that serve another backend, not for users of the ops.
 
 mod activation;
 mod block_sparse;
@@ -32,6 +32,37 @@ mod projection;
 mod rows;
 mod sampling;
 mod selection;
+
+pub use crate::activation::values::{
+    ActivationGrads, ActivationInputs, ActivationSaved, ActivationTask,
+};
+pub use crate::blocks::BlockSparseTensorOps;
+pub use crate::gates::values::{GatedGrads, GatedInputs, GatedSaved, GatedTask};
+pub use crate::heads::values::{HeadParts, JoinCall, Joined, SplitInputs};
+pub use crate::linear::values::{LinearGrads, LinearInputs, LinearOutput, LinearSaved, LinearTask};
+pub use crate::loss::values::{LossDtypes, LossGrads, LossInputs, LossOutput, LossSaved, LossTask};
+pub use crate::mlp::values::{
+    MlpActive, MlpCall, MlpInnerInputs, MlpInputs, MlpOuterSaved, MlpOuterTask,
+};
+pub use crate::norm::values::{
+    NormBackwardCall, NormCall, NormGrads, NormInputs, NormOutput, NormOutputGrads, NormSaved,
+};
+pub use crate::paged::values::{
+    AppendInputs, AppendPacked, MaybeInt, PackedPages, PageChoiceCall, PageScoreInputs, PagedCall,
+    PagedInputs, PagedRows, Pages, StoredPages, SummarizeInputs,
+};
+pub use crate::projection::values::{
+    MergeGrads, MergeInputs, MergeOutput, MergeSaved, MergeTask, ProjectionCall, ProjectionInputs,
+    ProjectionOutput,
+};
+pub use crate::sparse_linear::values::{
+    SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
+};
+pub use crate::values::{
+    AttentionGrads, AttentionInputs, AttentionOutput, BlockChoice, GivenOutput, KernelPlan,
+    LayoutTensors, MassInputs, MassOutput, MaybeFloat, OutputGrads, Saved, ScoreTensors,
+    ThreeFloats, WantedGrads,
+};
 
 use burn::backend::{Backend, backend_extension};
 
@@ -76,10 +107,6 @@ pub use selection::{HighestBlocks, ListedQueries, QueryTiles, SelectionOps, Uniq
 
 use crate::options::AttentionOptions;
 use crate::reference;
-use crate::values::{
-    AttentionGrads, AttentionInputs, AttentionOutput, GivenOutput, LayoutTensors, OutputGrads,
-    Saved, WantedGrads,
-};
 
 /// Block-sparse attention as a backend operation. Arguments are checked by the public functions.
 #[backend_extension(

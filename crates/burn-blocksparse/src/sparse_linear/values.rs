@@ -17,7 +17,7 @@ pub struct SparseLinearCall {
     pub dtype: FloatDType,
 }
 
-/// The factors of [`block_sparse_linear`](crate::block_sparse_linear).
+/// The factors of [`block_sparse_linear`](crate::sparse_linear::block_sparse_linear).
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]

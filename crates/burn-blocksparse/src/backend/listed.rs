@@ -41,7 +41,7 @@ pub struct ListedInputs<B: Backend> {
     pub v: FloatTensor<B>,
     /// The blocks that each query sees whole beside the layout: i32 `[batch, kv_heads, seq_q, most]`, negative for none.
     pub blocks: IntTensor<B>,
-    /// The same by blocks, as [`QueryLists`](crate::QueryLists) has them: the query at each place, i32 `[batch, kv_heads, places]`,
+    /// The same by blocks, as [`QueryLists`](crate::selection::QueryLists) has them: the query at each place, i32 `[batch, kv_heads, places]`,
     pub queries: IntTensor<B>,
     /// and the block of each tile of places, i32 `[batch, kv_heads, tiles]`.
     pub tile_blocks: IntTensor<B>,

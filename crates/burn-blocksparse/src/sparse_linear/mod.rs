@@ -1,19 +1,20 @@
-//! Products of activations with block-sparse weights.
+//! Block-sparse linear layers: weights of which only some blocks exist, and products with them.
 
 pub(crate) mod products;
 pub(crate) mod values;
 
-use blocksparse::WeightLayout;
+pub use blocksparse::{WEIGHT_BLOCK_SIZES, WeightLayout, WeightPattern};
+
 use burn::backend::Dispatch;
 use burn::tensor::{FloatDType, Tensor};
 
 use crate::activation::{Activation, bias_activation};
+use crate::backend::BlockSparseLinearOps;
 use crate::check::same_device;
 use crate::device::served;
 use crate::error::OpError;
 use crate::linear::supported;
 use crate::op_plan::OpPlan;
-use crate::ops::BlockSparseLinearOps;
 use values::{SparseLinearCall, SparseLinearInputs};
 
 /// How [`block_sparse_linear`] computes, and what beside the weight. Build it from [`Default`].
@@ -58,7 +59,9 @@ impl BlockSparseLinearOptions {
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_blocksparse::{BlockSparseLinearOptions, WeightLayout, block_sparse_linear};
+/// use burn_blocksparse::sparse_linear::{
+///     BlockSparseLinearOptions, WeightLayout, block_sparse_linear,
+/// };
 ///
 /// let device = Device::flex().autodiff();
 /// let layout = WeightLayout::small_world([64, 128], 16, 0.25, 0.1, 1)?;

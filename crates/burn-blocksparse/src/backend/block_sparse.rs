@@ -3,11 +3,11 @@
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, backend_extension};
 
-use crate::block_sparse::products::{self, Gathered};
-use crate::block_sparse::values::{
+use crate::linear::products::Primitives;
+use crate::sparse_linear::products::{self, Gathered};
+use crate::sparse_linear::values::{
     SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
 };
-use crate::linear::products::Primitives;
 
 /// Products with block-sparse weights as a backend operation. Arguments are checked by the public functions.
 #[backend_extension(
@@ -52,10 +52,10 @@ mod meta {
     use burn::backend::fusion::custom::TensorSpec;
 
     use super::*;
-    use crate::block_sparse::values::{
+    use crate::linear::products::with_width;
+    use crate::sparse_linear::values::{
         SparseLinearInputsMetadata, SparseLinearOutputMetadata, SparseLinearSavedMetadata,
     };
-    use crate::linear::products::with_width;
     use crate::values::MaybeFloatMetadata;
 
     pub fn forward(

@@ -1,0 +1,26 @@
+//! Training ops beside attention: linear layers, normalisation, MLP, embedding, loss, dropout, and products of attention's
+//! heads. Each is one function with its gradients; its `*_plan` says what would run and why.
+//!
+//! | job | functions |
+//! |---|---|
+//! | linear layers | [`linear`], [`linear_joined`], [`linear_to_heads`], [`linear_from_heads`] |
+//! | heads | [`split_heads`], [`join_heads`] |
+//! | MLP | [`mlp`], [`bias_activation`] |
+//! | normalisation and residuals | [`norm`], [`residual_norm`], [`residual_add`], [`dropout()`] |
+//! | embedding and loss | [`embedding`], [`linear_cross_entropy`] |
+
+pub use crate::activation::{Activation, bias_activation};
+#[cfg(all(feature = "cube", feature = "fusion"))]
+pub use crate::backends::matmul::{accelerate_matmul, accelerated_products};
+pub use crate::dropout::dropout;
+pub use crate::embedding::{embedding, embedding_backward};
+pub use crate::heads::{join_heads, split_heads};
+pub use crate::linear::{LinearOptions, linear, linear_joined};
+pub use crate::loss::{CrossEntropyOptions, Reduction, linear_cross_entropy};
+pub use crate::mlp::{MlpOptions, MlpParams, mlp};
+pub use crate::norm::{
+    Branch, Norm, NormParams, ResidualNormOptions, norm, residual_add, residual_norm,
+};
+pub use crate::op_plan::OpPlan;
+pub use crate::projection::{linear_from_heads, linear_to_heads};
+pub use blocksparse::StreamDropout;
