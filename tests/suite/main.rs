@@ -32,6 +32,7 @@ mod optim;
 mod options;
 mod paged;
 mod projection;
+mod public_names;
 mod sampling;
 mod selected;
 mod selection;

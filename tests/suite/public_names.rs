@@ -1,0 +1,201 @@
+//! The public face of the crates: the names of their roots and topic modules, read from the sources and compared with `docs/dev/public-names.txt`, so that
+//! every change of it is a line in a review. `BURN_SPARSE_WRITE_NAMES=1` writes the list anew.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// The crates, and how many names a root may have.
+const CRATES: [(&str, usize); 3] = [
+    ("blocksparse", 40),
+    ("burn-blocksparse", 40),
+    ("burn-sparse-transformer", 45),
+];
+
+/// Modules that are listed without their names: the kernels are no user's, and change with each of them.
+const UNSTABLE: [&str; 2] = ["blocksparse::kernels", "blocksparse::plan"];
+
+const LIST: &str = "docs/dev/public-names.txt";
+
+fn root() -> PathBuf {
+    // As it is now, not as it was when this was compiled: build folders move.
+    let here = std::env::var("CARGO_MANIFEST_DIR").expect("set by cargo");
+    Path::new(&here).join("..")
+}
+
+#[test]
+fn the_public_names_are_those_of_the_list() {
+    let mut names = BTreeSet::new();
+    for (package, most) in CRATES {
+        let source = root().join("crates").join(package).join("src");
+        let path = package.replace('-', "_");
+        let mut listed = BTreeSet::new();
+        of_module(&source.join("lib.rs"), &source, &path, &mut listed);
+        let at_root: Vec<_> = (listed.iter())
+            .filter(|name| name.matches("::").count() == 1)
+            .collect();
+        assert!(
+            at_root.len() <= most,
+            "{package} has {} names at its root, at most {most} are allowed; topics have modules: {at_root:#?}",
+            at_root.len()
+        );
+        names.extend(listed);
+    }
+    let list = root().join(LIST);
+    if std::env::var_os("BURN_SPARSE_WRITE_NAMES").is_some() {
+        let text: String = names.iter().map(|name| format!("{name}\n")).collect();
+        fs::write(&list, text).unwrap();
+        return;
+    }
+    let text = fs::read_to_string(&list).unwrap();
+    let known: BTreeSet<_> = text.lines().map(str::to_owned).collect();
+    let new: Vec<_> = names
+        .difference(&known)
+        .map(|name| format!("+{name}"))
+        .collect();
+    let gone: Vec<_> = known
+        .difference(&names)
+        .map(|name| format!("-{name}"))
+        .collect();
+    assert!(
+        new.is_empty() && gone.is_empty(),
+        "the public names are not those of {LIST}. If that is meant, write it anew with BURN_SPARSE_WRITE_NAMES=1:\n{}\n{}",
+        new.join("\n"),
+        gone.join("\n")
+    );
+}
+
+/// Adds the public names of a module's file and of its public modules.
+fn of_module(file: &Path, folder: &Path, path: &str, names: &mut BTreeSet<String>) {
+    let text =
+        fs::read_to_string(file).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+    let found = public_items(&text).unwrap_or_else(|what| panic!("{}: {what}", file.display()));
+    for (name, is_module) in found {
+        let full = format!("{path}::{name}");
+        if is_module && !UNSTABLE.contains(&full.as_str()) {
+            let beside = folder.join(format!("{name}.rs"));
+            let inside = folder.join(&name).join("mod.rs");
+            let file = if beside.exists() { beside } else { inside };
+            of_module(&file, &folder.join(&name), &full, names);
+        }
+        names.insert(full);
+    }
+}
+
+/// The public items of a file's top level, and which of them are modules with a file.
+fn public_items(text: &str) -> Result<BTreeMap<String, bool>, String> {
+    let mut items = BTreeMap::new();
+    // Items begin at the left margin, as rustfmt writes them.
+    for (at, line) in lines_with_places(text) {
+        if let Some(name) = line.strip_prefix("macro_rules! ") {
+            if text[..at].ends_with("#[macro_export]\n") {
+                items.insert(word(name).to_owned(), false);
+            }
+            continue;
+        }
+        let Some(rest) = line.strip_prefix("pub ") else {
+            continue;
+        };
+        if rest.starts_with("use ") {
+            let tree = &text[at + "pub use ".len()..];
+            let end = tree.find(';').ok_or("a `pub use` without an end")?;
+            let tree: String = tree[..end].split_whitespace().collect::<Vec<_>>().join(" ");
+            for name in leaves(&tree)? {
+                items.insert(name, false);
+            }
+            continue;
+        }
+        let mut words = rest.split_whitespace();
+        let kind = words
+            .by_ref()
+            .find(|word| !["unsafe", "async"].contains(word))
+            .unwrap_or_default();
+        let mut name = words.next().unwrap_or_default();
+        if kind == "const" && name == "fn" {
+            name = words.next().unwrap_or_default();
+        }
+        match kind {
+            "mod" if name.ends_with(';') => items.insert(word(name).to_owned(), true),
+            "mod" => return Err(format!("`pub mod {name}` must be in a file of its own")),
+            "fn" | "struct" | "enum" | "union" | "trait" | "type" | "const" | "static" => {
+                items.insert(word(name).to_owned(), false)
+            }
+            _ => return Err(format!("`{line}` is no item this test can read")),
+        };
+    }
+    Ok(items)
+}
+
+fn lines_with_places(text: &str) -> impl Iterator<Item = (usize, &str)> {
+    text.split_inclusive('\n').scan(0, |next, line| {
+        let at = *next;
+        *next += line.len();
+        Some((at, line.trim_end()))
+    })
+}
+
+/// The identifier that text begins with.
+fn word(text: &str) -> &str {
+    let end = text.find(|c: char| !c.is_alphanumeric() && c != '_');
+    &text[..end.unwrap_or(text.len())]
+}
+
+/// The names that a `use` tree brings: `a::{b, c::d as e}` brings `b` and `e`.
+fn leaves(tree: &str) -> Result<Vec<String>, String> {
+    let tree = tree.trim();
+    if let Some((_, inside)) = tree.split_once('{') {
+        let inside = inside
+            .strip_suffix('}')
+            .ok_or("a `pub use` with one brace")?;
+        let (mut names, mut depth, mut start) = (Vec::new(), 0, 0);
+        for (at, c) in inside.char_indices().chain([(inside.len(), ',')]) {
+            match c {
+                '{' => depth += 1,
+                '}' => depth -= 1,
+                ',' if depth == 0 => {
+                    if !inside[start..at].trim().is_empty() {
+                        names.extend(leaves(&inside[start..at])?);
+                    }
+                    start = at + 1;
+                }
+                _ => {}
+            }
+        }
+        return Ok(names);
+    }
+    let name = match tree.rsplit_once(" as ") {
+        Some((_, alias)) => alias,
+        None => tree.rsplit("::").next().unwrap_or(tree),
+    };
+    match name {
+        "*" => Err(format!("`pub use {tree}` hides its names: list them")),
+        "self" => Err(format!("`pub use {tree}` needs a name")),
+        _ => Ok(vec![name.to_owned()]),
+    }
+}
+
+#[test]
+fn items_are_read_as_rust_reads_them() {
+    let text = "//! pub use not::this;\n\
+        use private::A;\n\
+        #[cfg(feature = \"x\")]\npub use one::{\n    B, two::{C as D, E},\n};\n\
+        pub(crate) use hidden::F;\n\
+        pub mod topic;\nmod inner;\n\
+        pub const fn g<const N: usize>() {}\n\
+        pub const H: usize = 1;\n\
+        pub unsafe trait I {}\n\
+        pub struct J<T>(T);\nimpl J<u8> {\n    pub fn method() {}\n}\n";
+    let items: Vec<_> = public_items(text).unwrap().into_iter().collect();
+    let expected = ["B", "D", "E", "H", "I", "J", "g", "topic"];
+    assert_eq!(
+        items,
+        expected.map(|name| (name.to_owned(), name == "topic"))
+    );
+    for refused in [
+        "pub use all::*;\n",
+        "pub use a::{self, B};\n",
+        "pub mod a {\n}\n",
+    ] {
+        assert!(public_items(refused).is_err(), "{refused}");
+    }
+}
