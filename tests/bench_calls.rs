@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use burn::tensor::{DType, Device, Distribution, Tensor};
 use burn_blocksparse::selection::{
-    MassOptions, TopKOptions, attention_masses, top_k_blocks_on_device,
+    AccumulatedAttentionOptions, TopKOptions, accumulated_attention, top_k_blocks_on_device,
 };
 use burn_blocksparse::{AttentionOptions, BlockSparseTensor, Layout, Pattern, SparseAttentionCall};
 use burn_blocksparse_tests::devices::devices;
@@ -150,8 +150,14 @@ impl Bench {
             .expect("shapes fit");
         self.time("sums over columns and diagonals", || {
             let (q, k) = (q.clone(), k.clone());
-            attention_masses(q, k, lse.clone(), &layout, MassOptions::default())
-                .expect("shapes fit")
+            accumulated_attention(
+                q,
+                k,
+                lse.clone(),
+                &layout,
+                AccumulatedAttentionOptions::default(),
+            )
+            .expect("shapes fit")
         });
         let nt = || BlockSparseTensor::nt(q.clone(), k.clone(), &layout).expect("shapes fit");
         self.time("nt", nt);

@@ -11,7 +11,7 @@ use burn::tensor::{DType, Device, Distribution, Tensor};
 use burn_blocksparse::layout::DeviceLayoutOptions;
 use burn_blocksparse::nsa::{Nsa, NsaBranches, NsaKeysValues, NsaOptions};
 use burn_blocksparse::selection::{
-    ChoiceWalk, ScoreCall, Selection, attention_selected, attention_with_lists,
+    DispatchMode, EstimateInputs, Selection, attention_selected, selected_blocks_attention,
 };
 use burn_blocksparse::{
     AttentionOptions, DeviceLayout, Layout, LayoutShape, Pattern, SparseAttentionCall,
@@ -191,7 +191,7 @@ impl Bench<'_> {
         let [q, k, v] = self.inputs(sizes, n);
         self.dense = f64::NAN;
         let selection: Selection = "topk:64,16".parse().expect("a selection");
-        let call = ScoreCall::new(q.clone(), k.clone());
+        let call = EstimateInputs::new(q.clone(), k.clone());
         let choose = || selection.choose(&call).expect("shapes fit").layout;
         let layout = choose();
         self.dense = self.time("attention over topk:64,16", || run(&q, &k, &v, &layout));
@@ -251,7 +251,7 @@ impl Bench<'_> {
             let [q, k, v] = &tracked;
             run(q, k, v, &causal).sum().backward()
         });
-        let call = ScoreCall::new(q.clone(), k.clone());
+        let call = EstimateInputs::new(q.clone(), k.clone());
         for text in [
             "topk:128,ratio=0.1",
             "sparge:128,ratio=0.1,0.1",
@@ -318,13 +318,13 @@ impl Bench<'_> {
         let causal = Pattern::causal()
             .layout(heads, n, 128)
             .expect("valid sizes");
-        let walked = NsaOptions::default().choice_walk(ChoiceWalk::Auto);
+        let walked = NsaOptions::default().dispatch_mode(DispatchMode::Auto);
         let nsa = Nsa::new(walked).expect("the paper's numbers");
         let attend = |[q, k, v, gates]: [Tensor<4>; 4]| {
             let keys_values = NsaKeysValues::shared(k, v).compressed_by_means(&nsa)?;
             nsa.attention(q, keys_values, gates)
         };
-        let packed = NsaOptions::default().choice_walk(ChoiceWalk::Packed);
+        let packed = NsaOptions::default().dispatch_mode(DispatchMode::GroupByBlock);
         let packed = Nsa::new(packed).expect("the paper's numbers");
         let attend_packed = |[q, k, v, gates]: [Tensor<4>; 4]| {
             let keys_values = NsaKeysValues::shared(k, v).compressed_by_means(&packed)?;
@@ -346,7 +346,7 @@ impl Bench<'_> {
         });
         for (nsa, kind) in [
             (&nsa, ""),
-            (&nsa.clone().without_mass_kernel(), ", without kernel"),
+            (&nsa.clone().without_importance_kernel(), ", without kernel"),
         ] {
             println!(
                 "{:?}",
@@ -458,14 +458,17 @@ impl Bench<'_> {
             return;
         };
         let near = nsa.forced_layout(q.dims(), n).expect("shapes fit");
-        let options = |walk| AttentionOptions::default().choice_walk(walk);
-        let plan = lists.explain(q, k, v, &near, &options(ChoiceWalk::Auto));
+        let options = |walk| AttentionOptions::default().dispatch_mode(walk);
+        let plan = lists.explain(q, k, v, &near, &options(DispatchMode::Auto));
         println!("{}", plan.expect("shapes fit"));
-        println!("overlap of lists {:.3}", lists.measure_overlap());
+        println!("overlap of lists {:.3}", lists.measure_group_reuse());
         let tracked = [q, k, v].map(|x| x.clone().autodiff().require_grad());
-        for (walk, what) in [(ChoiceWalk::Auto, "walked"), (ChoiceWalk::Packed, "packed")] {
+        for (walk, what) in [
+            (DispatchMode::Auto, "walked"),
+            (DispatchMode::GroupByBlock, "packed"),
+        ] {
             let attend = |[q, k, v]: [Tensor<4>; 3]| {
-                attention_with_lists(q, k, v, &near, lists.clone(), options(walk))
+                selected_blocks_attention(q, k, v, &near, lists.clone(), options(walk))
                     .expect("shapes fit")
                     .0
             };

@@ -3,7 +3,7 @@
 use burn::tensor::{DType, Distribution, Tensor};
 use burn_blocksparse::Pattern;
 use burn_blocksparse::dsa::{Dsa, DsaIndex, DsaTarget};
-use burn_blocksparse::internal::{hash_rows, highest_in_rows, runs_kernels, sort_rounds};
+use burn_blocksparse::internal::{counting_argsort_rounds, lsh_hash, runs_kernels, topk_rows};
 use burn_sparse_transformer::content::{LshHeadsConfig, RoutingHeadsConfig};
 
 use super::{Bench, run};
@@ -204,15 +204,15 @@ impl Bench<'_> {
         };
         let similarities = normal([heads, clusters, n]);
         self.time("single keys: part, highest of rows", || {
-            highest_in_rows(similarities.clone(), window).expect("shapes fit")
+            topk_rows(similarities.clone(), window).expect("shapes fit")
         });
         let rows = normal([heads, n, dim]).cast(DType::BF16);
         let (rows, rotations) = (rows.reshape([1, heads, n, dim]), normal([1, dim, half]));
-        let hash = || hash_rows(rows.clone(), rotations.clone()).expect("shapes fit");
+        let hash = || lsh_hash(rows.clone(), rotations.clone()).expect("shapes fit");
         self.time("single keys: part, hashes of a round", hash);
         let buckets = hash().expect("kernels run").reshape([heads, 1, n]);
         self.time("single keys: part, sort of a round", || {
-            sort_rounds(buckets.clone(), 2 * half, n).expect("shapes fit")
+            counting_argsort_rounds(buckets.clone(), 2 * half, n).expect("shapes fit")
         });
     }
 }

@@ -17,7 +17,8 @@ use blocksparse::kernels::{
     count_blocks, forward,
 };
 use blocksparse::{
-    BlockLayout, ChosenBy, DeviceChoice, EstimateKind, Forced, Keep, LayoutShape, Rule, ScoreGrid,
+    Always, BlockLayout, BlockSource, Budget, DeviceChoice, EstimateKind, LayoutShape, Rule,
+    ScoreGrid,
 };
 use clap::Parser;
 use cubecl::client::Client;
@@ -275,7 +276,7 @@ impl Ruled {
         let choice = DeviceChoice {
             patterns: [1, self.shape.heads],
             causal: true,
-            by: ChosenBy::Scores(self.rule),
+            by: BlockSource::Scores(self.rule),
         };
         Ok(BlockLayout::on_device("a rule", self.shape, choice)?)
     }
@@ -328,7 +329,7 @@ impl Ruled {
             let scores = self.scores[row * blocks..][..blocks].iter();
             let scores: Vec<f64> = scores.map(|&score| score.into()).collect();
             let (head, q_block) = (row / grid.rows(), row % grid.rows());
-            let kept = self.rule.kept(&grid, q_block, &scores);
+            let kept = self.rule.selects(&grid, q_block, &scores);
             let count = kept.iter().filter(|&&kept| kept).count();
             ensure!(got == count as i32, "{what}: {row}: {got}, {count}");
             // The last query of the block.
@@ -349,11 +350,11 @@ impl Ruled {
     }
 }
 
-fn rule(keep: Keep) -> Rule {
+fn rule(keep: Budget) -> Rule {
     Rule {
-        kind: EstimateKind::Mass,
+        kind: EstimateKind::Probability,
         keep,
-        forced: Forced { first: 1, local: 1 },
+        forced: Always { first: 1, local: 1 },
     }
 }
 
@@ -443,15 +444,15 @@ fn verify_part(client: &Client, only: &str, part: &mut Part) -> Result<()> {
         (16_384, 16_384, 128, 64),
     ] {
         for keep in [
-            Keep::TopK(5),
-            Keep::TopK(60),
-            Keep::Ratio(0.1),
-            Keep::TopP {
+            Budget::TopK(5),
+            Budget::TopK(60),
+            Budget::Ratio(0.1),
+            Budget::TopP {
                 p: 0.3,
                 min: 2,
                 max: 40,
             },
-            Keep::AboveMax(0.9),
+            Budget::MinP(0.9),
         ] {
             let shape = LayoutShape {
                 heads: 3,
@@ -608,7 +609,7 @@ fn main() -> Result<()> {
         seq_kv: n,
         block_size: block,
     };
-    for keep in [Keep::TopK(16), Keep::top_p(0.2)] {
+    for keep in [Budget::TopK(16), Budget::top_p(0.2)] {
         let ruled = Ruled::new(&client, shape, rule(keep), 16, &mut rng);
         let name = format!("{keep:?}");
         time(&format!("{name}: rule"), &|| {

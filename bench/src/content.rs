@@ -434,11 +434,11 @@ impl Bench {
         let [made, tokens, places, choices] = self.empty([all; 4]);
         let is_there = self.time(&format!("hashes of {rounds}"), || {
             let x = (&given, BF16);
-            Ok(rows::hash_rows(&self.client, &of, x, &turned, &made)?)
+            Ok(rows::lsh_hash(&self.client, &of, x, &turned, &made)?)
         })?;
         self.time(&format!("hashes of {rounds}, sorted"), || {
             let (x, made) = ((&given, BF16), [&tokens, &places, &choices]);
-            Ok(rows::sort_hashes(
+            Ok(rows::lsh_argsort(
                 &self.client,
                 &of,
                 length,

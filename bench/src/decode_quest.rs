@@ -3,8 +3,8 @@
 use anyhow::{Result, anyhow, ensure};
 use blocksparse::kernels::KernelError;
 use blocksparse::kernels::paged::{
-    AppendShape, HighestShape, PageScoreBuffers, PageScoreShape, PagedPlan, Summary, highest_pages,
-    page_scores, summarize_pages, summarize_quantized,
+    AppendShape, HighestShape, PageScoreBuffers, PageScoreShape, PagedPlan, Summary, page_scores,
+    summarize_pages, summarize_quantized, topk_pages,
 };
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
@@ -93,7 +93,7 @@ impl Chosen {
             return false;
         };
         let spans = &self.dense.spans;
-        highest_pages(&self.client, &self.highest, &self.scores, spans, selected).is_ok()
+        topk_pages(&self.client, &self.highest, &self.scores, spans, selected).is_ok()
     }
 
     fn all(&self) -> bool {

@@ -5,7 +5,7 @@ mod device_time;
 mod indexer_verify;
 
 use anyhow::{Result, anyhow, ensure};
-use blocksparse::RotatedRows;
+use blocksparse::HadamardFp8;
 use blocksparse::kernels::indexer::{
     IndexerGradients, KeyBytes, KeyPicks, PairInputs, PairSizes, PairSum, by_keys, by_queries,
     key_bytes, key_parts, pair_sums, pick_keys, round_rows,
@@ -197,7 +197,7 @@ impl Call {
         let mut k_numbers = rounded(drawn(batch * kv_heads * n * width));
         let row_numbers = drawn(batch * heads * queries);
         let element = args.dtype.element();
-        let of = |numbers: &mut Vec<f32>, of: RotatedRows| -> Result<[Handle; 2]> {
+        let of = |numbers: &mut Vec<f32>, of: HadamardFp8| -> Result<[Handle; 2]> {
             let rows = upload(numbers, args.dtype);
             if !args.rounded {
                 return Ok([rows.clone(), rows]);
@@ -216,8 +216,8 @@ impl Call {
             }
             Ok([rows, out])
         };
-        let [raw_q, q] = of(&mut q_numbers, RotatedRows::Queries)?;
-        let [raw_k, k] = of(&mut k_numbers, RotatedRows::Keys)?;
+        let [raw_q, q] = of(&mut q_numbers, HadamardFp8::Queries)?;
+        let [raw_k, k] = of(&mut k_numbers, HadamardFp8::Keys)?;
         let of_rows = upload(&row_numbers, Dtype::F32);
         let lists = listed.map(|most| {
             let list = |at: usize| {
@@ -355,8 +355,8 @@ impl Call {
             ..
         } = self.sizes[0];
         for (side, of, rows, out) in [
-            (0, RotatedRows::Queries, q, &self.q),
-            (1, RotatedRows::Keys, k, &self.k),
+            (0, HadamardFp8::Queries, q, &self.q),
+            (1, HadamardFp8::Keys, k, &self.k),
         ] {
             let size = [batch * heads[side] * seq[side], width];
             round_rows(&self.client, self.element, rows, size, of, out)?;

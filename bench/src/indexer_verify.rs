@@ -1,7 +1,7 @@
 //! Sums of pairs, picks and gradients by sums against loops in f64, of small calls.
 
 use anyhow::{Result, anyhow, ensure};
-use blocksparse::RotatedRows;
+use blocksparse::HadamardFp8;
 use blocksparse::kernels::indexer::{PairSizes, PairSum};
 use cubecl::client::Client;
 use cubecl::server::Handle;
@@ -88,7 +88,7 @@ pub fn verify(client: &Client, args: &Args) -> Result<()> {
                     if left_out || all && (what != What::Scores || listed > 0) {
                         continue;
                     }
-                    if rounded && (what != What::Scores || !RotatedRows::takes(width)) {
+                    if rounded && (what != What::Scores || !HadamardFp8::takes(width)) {
                         continue;
                     }
                     number += 1;

@@ -361,7 +361,7 @@ fn time_layer(bench: &mut Bench, layout: &WeightLayout, dense: f64) -> Result<()
     let client = bench.client.clone();
     let rows = bench.args.rows;
     let grid = [layout.in_blocks(), layout.out_blocks()];
-    let places = layout.kept().collect();
+    let places = layout.kept_blocks().collect();
     let layer = Layer::new(&client, true, layout.block(), grid, rows, places, 7)?;
     if bench.args.enqueue_only {
         layer.run()?;

@@ -8,7 +8,7 @@ use std::time::Instant;
 use anyhow::bail;
 use anyhow::{Context, Result, anyhow};
 use blocksparse::kernels::TensorView;
-use blocksparse::kernels::optim::{self, AdamWNumbers, AdamWTensors, FlatTensor};
+use blocksparse::kernels::optim::{self, AdamWHyper, AdamWTensors, FlatTensor};
 use blocksparse::kernels::rows::{
     self, ActivationBackward, ActivationKind, GatedBackward, HeadsPart, NormBackward, NormBranch,
     NormGrad, NormOf, StreamGrad,
@@ -16,7 +16,7 @@ use blocksparse::kernels::rows::{
 use blocksparse::kernels::selection::{
     CompressedInputs, CompressedPlan, CompressedShape, Wanted, compressed_masses,
 };
-use blocksparse::{Forced, StreamDropout};
+use blocksparse::{Always, ElementDropout};
 use clap::Parser;
 use cubecl::client::Client;
 use cubecl::future::block_on;
@@ -279,7 +279,7 @@ impl Bench {
             };
             // Masses of all queries together would be a gigabyte.
             let some = rows - rows.min(4096)..rows;
-            let forced = Forced { first: 1, local: 2 };
+            let forced = Always { first: 1, local: 2 };
             for (what, wanted, numbers) in [
                 ("choices", Wanted::Choice { forced, most }, rows * most),
                 (
@@ -314,7 +314,7 @@ impl Bench {
         let [branch, normed, xhat, grad] = [(); 4].map(|_| self.buffer(matrix, BF16));
         let [bias, gamma, beta] = [(); 3].map(|_| self.buffer(width, F32));
         let rstd = self.buffer(rows, F32);
-        for dropout in [None, Some(StreamDropout::new(0.1, 1, 0))] {
+        for dropout in [None, Some(ElementDropout::new(0.1, 1, 0))] {
             let kind = if dropout.is_some() { ", dropout" } else { "" };
             let name = format!("residual norm{kind}");
             self.moves(&name, matrix * (4 + 2 + 4 + 2 + 2), || {
@@ -333,7 +333,7 @@ impl Bench {
                     kept: Some([&xhat, &rstd]),
                 };
                 let (branch, norm) = (Some(branch), Some(norm));
-                rows::residual_norm(&client, (&stream, F32), [rows, width], branch, norm)
+                rows::add_norm(&client, (&stream, F32), [rows, width], branch, norm)
                     .expect("the device can");
             })?;
             let name = format!("residual norm, backward{kind}");
@@ -555,7 +555,7 @@ impl Bench {
             .expect("the device can");
         };
         let step = || {
-            let betas = AdamWNumbers {
+            let betas = AdamWHyper {
                 betas: [0.9, 0.999],
                 epsilon: 1e-8,
                 weight_decay: 0.01,

@@ -3,8 +3,8 @@
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::layout::DeviceLayoutOptions;
 use burn_blocksparse::selection::{
-    MassOptions, TopKOptions, attention_masses, top_k_blocks, top_k_blocks_on_device,
-    vertical_slash_layout,
+    AccumulatedAttentionOptions, TopKOptions, accumulated_attention, top_k_blocks,
+    top_k_blocks_on_device, vertical_slash_layout,
 };
 use burn_blocksparse::{
     AttentionOptions, AttentionTensors, BlockLayout, DeviceLayout, Dropout, LayoutShape, OpError,
@@ -265,7 +265,13 @@ fn masses_of_keys_that_do_not_fit() {
             ),
         ] {
             let (q, k) = (zeros([1, 4, 32, 8], &device), zeros(k, &device));
-            let masses = attention_masses(q, k, lse.clone(), &layout(), MassOptions::default());
+            let masses = accumulated_attention(
+                q,
+                k,
+                lse.clone(),
+                &layout(),
+                AccumulatedAttentionOptions::default(),
+            );
             assert_eq!(masses.unwrap_err().to_string(), message);
         }
     }
@@ -542,12 +548,12 @@ proptest::proptest! {
             if let Some((rows, width)) = table {
                 tensors = tensors.relative_bias(Tensor::<2>::zeros([rows, width], (&device, DType::F32)));
             }
-            let mut options = MassOptions::default().tensors(tensors.clone());
+            let mut options = AccumulatedAttentionOptions::default().tensors(tensors.clone());
             if let Some((start, end)) = queries {
                 options = options.queries(start..end);
             }
             let (q, k) = (tensor(shapes[0]), tensor(shapes[1]));
-            match attention_masses(q.clone(), k.clone(), lse, &layout, options) {
+            match accumulated_attention(q.clone(), k.clone(), lse, &layout, options) {
                 Ok(masses) => {
                     let [batch, heads, ..] = q.dims();
                     prop_assert_eq!(masses.columns.dims(), [batch, heads, seq_kv]);

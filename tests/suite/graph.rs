@@ -3,7 +3,7 @@
 use std::process::Command;
 
 use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
-use burn_blocksparse::graph::{Fixed, Replayed};
+use burn_blocksparse::graph::{CapturedGraph, StaticInput};
 use burn_blocksparse::{BlockLayout, OpError, Pattern, sparse_attention};
 use burn_blocksparse_tests::devices::devices;
 use rstest::rstest;
@@ -46,7 +46,7 @@ fn a_layout_that_is_not_warm_is_refused() {
         let warm = layout(9);
         let run = |layout: &BlockLayout| sparse_attention(q.clone(), q.clone(), q.clone(), layout);
         let mut runs = 0;
-        let mut replayed = Replayed::new(&device, || {
+        let mut replayed = CapturedGraph::new(&device, || {
             runs += 1;
             match runs {
                 ..5 => run(&warm),
@@ -68,8 +68,8 @@ fn a_layout_that_is_not_warm_is_refused() {
 #[test]
 fn inputs_are_not_written_inside() {
     for device in rerunning() {
-        let x = Fixed::<1>::new(TensorData::from([1f32]), &device).unwrap();
-        let mut replayed = Replayed::new(&device, || {
+        let x = StaticInput::<1>::new(TensorData::from([1f32]), &device).unwrap();
+        let mut replayed = CapturedGraph::new(&device, || {
             x.write(TensorData::from([2f32]))?;
             Ok::<_, OpError>(())
         })
@@ -91,7 +91,7 @@ fn inputs_are_not_written_inside() {
 fn other_numbers_are_refused(#[case] data: TensorData, #[case] message: &str) {
     for device in devices() {
         let first = TensorData::new(vec![0i32; 6], [2, 3]);
-        let ids = Fixed::<2, Int>::new(first, &device).unwrap();
+        let ids = StaticInput::<2, Int>::new(first, &device).unwrap();
         assert_eq!(ids.tensor().dtype(), DType::I32);
         assert_eq!(ids.write(data.clone()).unwrap_err().to_string(), message);
     }

@@ -1,7 +1,9 @@
 //! Attention with results that another pass kept.
 
 use burn::tensor::{DType, Device, Tensor};
-use burn_blocksparse::internal::{KeptAttention, attention_given, attention_keeping};
+use burn_blocksparse::internal::{
+    AttentionResiduals, attention_from_residuals, attention_with_residuals,
+};
 use burn_blocksparse::{AttentionOptions, AttentionTensors, OpError, Pattern, WeightsMode};
 use burn_blocksparse_tests::devices::{devices, two_devices};
 use rstest::rstest;
@@ -10,14 +12,14 @@ burn_blocksparse_tests::tests!(kept: given_attention_gives_the_same_bits, given_
 
 /// A call with 32 queries of 4 heads, and values of width 16.
 fn given(
-    kept: KeptAttention,
+    kept: AttentionResiduals,
     options: AttentionOptions,
     device: &Device,
 ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
     let (x, v) = (zeros([1, 4, 32, 8], device), zeros([1, 4, 32, 16], device));
     let tensors = AttentionTensors::default();
     let layout = Pattern::causal().layout(4, 32, 8).unwrap();
-    attention_given(x.clone(), x, v, tensors, kept, &layout, options)
+    attention_from_residuals(x.clone(), x, v, tensors, kept, &layout, options)
 }
 
 fn zeros(shape: [usize; 4], device: &Device) -> Tensor<4> {
@@ -31,7 +33,7 @@ fn zeros(shape: [usize; 4], device: &Device) -> Tensor<4> {
 #[case([1, 4, 32, 16], [1, 2, 64], "kept.lse's shape must be [1, 4, 32], q's rows, got [1, 2, 64]")]
 fn kept_shapes(#[case] out: [usize; 4], #[case] lse: [usize; 3], #[case] message: &str) {
     for device in devices() {
-        let kept = KeptAttention::new(zeros(out, &device), Tensor::zeros(lse, &device));
+        let kept = AttentionResiduals::new(zeros(out, &device), Tensor::zeros(lse, &device));
         let error = given(kept, AttentionOptions::default(), &device).unwrap_err();
         assert_eq!(error.to_string(), message);
     }
@@ -49,7 +51,7 @@ fn kept_dtypes_and_options() {
             .find(|&dtype| device.supports_dtype(dtype));
         let other = other.unwrap_or_else(|| panic!("{device:?} has a second float dtype"));
         let message = |out: Tensor<4>, lse: Tensor<3>, options| {
-            let error = given(KeptAttention::new(out, lse), options, &device);
+            let error = given(AttentionResiduals::new(out, lse), options, &device);
             error.map(drop).unwrap_err().to_string()
         };
         let plain = AttentionOptions::default;
@@ -75,7 +77,7 @@ fn kept_dtypes_and_options() {
             let x = zeros([1, 4, 32, 8], &device);
             let (k, v) = (x.clone(), x.clone());
             let layout = Pattern::causal().layout(4, 32, 8).unwrap();
-            let kept = attention_keeping(x, k, v, Default::default(), &layout, options);
+            let kept = attention_with_residuals(x, k, v, Default::default(), &layout, options);
             assert_eq!(kept.unwrap_err().to_string(), expected);
         }
     }
@@ -89,7 +91,7 @@ fn kept_on_other_devices() {
     for (name, places) in [("out", [&other, &device]), ("lse", [&device, &other])] {
         let out = zeros([1, 4, 32, 16], places[0]);
         let lse = Tensor::<3>::zeros([1, 4, 32], places[1]);
-        let kept = KeptAttention::new(out, lse);
+        let kept = AttentionResiduals::new(out, lse);
         let error = given(kept, AttentionOptions::default(), &device).unwrap_err();
         let expected = format!("kept.{name}'s device must be {device:?}, q's, got {other:?}");
         assert_eq!(error.to_string(), expected);

@@ -1,7 +1,7 @@
 //! Products with weights.
 
 use burn::tensor::{DType, Tensor};
-use burn_blocksparse::ops::{LinearOptions, linear_joined};
+use burn_blocksparse::ops::{LinearOptions, fused_linear};
 use burn_blocksparse_tests::devices::devices;
 use rstest::rstest;
 
@@ -22,7 +22,7 @@ fn errors(#[case] inputs: &[usize], #[case] message: &str) {
         let options = LinearOptions::default();
         let error = options.explain(&x, &weights).unwrap_err();
         assert_eq!(error.to_string(), message);
-        let error = linear_joined(x, weights, &options).unwrap_err();
+        let error = fused_linear(x, weights, &options).unwrap_err();
         assert_eq!(error.to_string(), message);
     }
 }

@@ -2,7 +2,7 @@
 
 use burn::tensor::{DType, Tensor};
 use burn_blocksparse::Pattern;
-use burn_blocksparse::selection::{MassOptions, attention_masses};
+use burn_blocksparse::selection::{AccumulatedAttentionOptions, accumulated_attention};
 use burn_blocksparse_tests::devices::{devices, supports};
 use rstest::rstest;
 
@@ -26,8 +26,8 @@ fn errors(
         }
         let q = Tensor::<4>::zeros([1, 4, 32, 8], (&device, DType::F32));
         let lse = Tensor::<3>::zeros(lse, (&device, dtype));
-        let options = MassOptions::default().queries(queries.clone());
-        let error = attention_masses(q.clone(), q, lse, &layout, options).unwrap_err();
+        let options = AccumulatedAttentionOptions::default().queries(queries.clone());
+        let error = accumulated_attention(q.clone(), q, lse, &layout, options).unwrap_err();
         assert_eq!(error.to_string(), message);
     }
 }

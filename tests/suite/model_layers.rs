@@ -108,7 +108,7 @@ fn indexers_learn_on_each_device() {
             let (losses, gradients) = model
                 .losses_and_gradients(tokens.clone(), tokens.clone(), 0, 1u64, Recompute::BLOCK)
                 .unwrap();
-            let numbers = [losses.loss, losses.aside.unwrap()];
+            let numbers = [losses.loss, losses.aux_loss.unwrap()];
             found.push(numbers.map(|x| to_f64(x.into_data())[0]));
             (model, _) = optimizer.step(rate, model, gradients).unwrap();
         }

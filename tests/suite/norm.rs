@@ -2,15 +2,15 @@
 
 use burn::tensor::{FloatDType, Tensor};
 use burn_blocksparse::ops::{
-    Branch, NormParams, ResidualNormOptions, StreamDropout, residual_add, residual_norm,
+    AddNormOptions, ElementDropout, NormParams, Residual, add_norm, residual_add,
 };
 use burn_blocksparse_tests::devices::devices;
 use rstest::rstest;
 
 burn_blocksparse_tests::tests!(norm: residual_norm_equals_f64, residual_norm_without_rows, residual_norm_in_half_precision, residual_norm_gives_the_same_bits, residual_norm_constants, residual_norms_in_a_chain, residual_norm_plans);
 
-fn dropout(probability: f64) -> Option<StreamDropout> {
-    Some(StreamDropout::new(probability, 0, 0))
+fn dropout(probability: f64) -> Option<ElementDropout> {
+    Some(ElementDropout::new(probability, 0, 0))
 }
 
 #[rstest]
@@ -27,18 +27,18 @@ fn errors(
     #[case] branch: [usize; 2],
     #[case] widths: [usize; 3],
     #[case] epsilon: f64,
-    #[case] dropout: Option<StreamDropout>,
+    #[case] dropout: Option<ElementDropout>,
     #[case] message: &str,
 ) {
     let [bias, gamma, beta] = widths;
     for device in devices() {
         let row = |width: usize| Tensor::<1>::zeros([width], &device);
-        let branch = Branch::new(Tensor::<2>::zeros(branch, &device)).bias(row(bias));
+        let branch = Residual::new(Tensor::<2>::zeros(branch, &device)).bias(row(bias));
         let params = NormParams::new(row(gamma)).beta(row(beta));
-        let mut options = ResidualNormOptions::default().epsilon(epsilon);
+        let mut options = AddNormOptions::default().epsilon(epsilon);
         options.dropout = dropout;
         let stream = Tensor::<2>::zeros(stream, &device);
-        let error = residual_norm(stream, Some(branch), params, &options).unwrap_err();
+        let error = add_norm(stream, Some(branch), params, &options).unwrap_err();
         assert_eq!(error.to_string(), message);
     }
 }
@@ -47,13 +47,13 @@ fn errors(
 fn errors_of_a_sum_and_of_dtypes() {
     for device in devices() {
         let x = Tensor::<2>::zeros([3, 8], &device);
-        let error = residual_add(x.clone(), Branch::new(x.clone()), dropout(-0.5)).unwrap_err();
+        let error = residual_add(x.clone(), Residual::new(x.clone()), dropout(-0.5)).unwrap_err();
         let message = "options.dropout's probability must be at least 0 and less than 1, got -0.5";
         assert_eq!(error.to_string(), message);
         if !device.supports_dtype(FloatDType::BF16) {
             let params = NormParams::new(Tensor::ones([8], &device));
-            let options = ResidualNormOptions::default().dtype(FloatDType::BF16);
-            let error = residual_norm(x, None, params, &options).unwrap_err();
+            let options = AddNormOptions::default().dtype(FloatDType::BF16);
+            let error = add_norm(x, None, params, &options).unwrap_err();
             let message = "options.dtype must be a dtype of the device, got BF16";
             assert_eq!(error.to_string(), message);
         }

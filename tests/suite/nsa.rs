@@ -3,7 +3,7 @@
 use burn::tensor::{DType, Device, Tensor};
 use burn_blocksparse::OpError;
 use burn_blocksparse::nsa::{Nsa, NsaKeysValues, NsaOptions};
-use burn_blocksparse::selection::Forced;
+use burn_blocksparse::selection::Always;
 use burn_blocksparse_tests::devices::devices;
 use rstest::rstest;
 
@@ -30,7 +30,7 @@ burn_blocksparse_tests::tests!(nsa_choice: nsa_choices_equal_f64, queries_at_any
 )]
 #[case(NsaOptions::default().keep(2), "keep must be at least 3, the forced blocks, got 2")]
 #[case(
-    NsaOptions::default().forced(Forced { first: 1, local: 0 }),
+    NsaOptions::default().forced(Always { first: 1, local: 0 }),
     "forced.local must be at least 1, the query's own block, got 0"
 )]
 #[case(NsaOptions::default().scale(f64::NAN), "scale must be finite, got NaN")]

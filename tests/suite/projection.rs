@@ -1,7 +1,7 @@
 //! Projections to heads and from them.
 
 use burn::tensor::{DType, Tensor};
-use burn_blocksparse::ops::{LinearOptions, linear_from_heads, linear_to_heads};
+use burn_blocksparse::ops::{LinearOptions, out_proj, qkv_proj};
 use burn_blocksparse_tests::devices::devices;
 use rstest::rstest;
 
@@ -33,7 +33,7 @@ fn errors_to_heads(
             .explain_to_heads(&x, &weights, Some(&bias), parts)
             .unwrap_err();
         assert_eq!(error.to_string(), message);
-        let error = linear_to_heads(x, weights, Some(bias), parts, &options).unwrap_err();
+        let error = qkv_proj(x, weights, Some(bias), parts, &options).unwrap_err();
         assert_eq!(error.to_string(), message);
     }
 }
@@ -47,7 +47,7 @@ fn errors_from_heads() {
         let message = "weight's in must be 12, x's heads · width, got 11";
         let error = options.explain_from_heads(&x, &weight).unwrap_err();
         assert_eq!(error.to_string(), message);
-        let error = linear_from_heads(x, weight, &options).unwrap_err();
+        let error = out_proj(x, weight, &options).unwrap_err();
         assert_eq!(error.to_string(), message);
     }
 }

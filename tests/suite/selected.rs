@@ -1,9 +1,9 @@
 //! Attention over what single queries choose.
 
 use burn::tensor::{DType, Device, Int, Tensor};
-use burn_blocksparse::internal::rows_at;
+use burn_blocksparse::internal::gather_rows;
 use burn_blocksparse::selection::{
-    Forced, Keep, ScoreCall, SelectedOptions, Selection, Sharing, attention_selected,
+    Always, Budget, EstimateInputs, GqaReduction, SelectedOptions, Selection, attention_selected,
 };
 use burn_blocksparse::{AttentionOptions, Dropout, OpError, WeightsMode};
 use burn_blocksparse_tests::devices::devices;
@@ -107,15 +107,15 @@ fn rules_of_no_pages() {
     let quest: Selection = "quest:16,64".parse().unwrap();
     for (selection, message) in [
         (
-            quest.clone().with_keep(Keep::TopK(2)),
+            quest.clone().with_budget(Budget::TopK(2)),
             "keep must be at least 3 pages for quest, got 2",
         ),
         (
-            quest.clone().with_keep(Keep::Ratio(0.5)),
+            quest.clone().with_budget(Budget::Ratio(0.5)),
             "keep must be a number of pages for quest, got Ratio(0.5)",
         ),
         (
-            quest.clone().with_forced(Forced { first: 1, local: 0 }),
+            quest.clone().with_always(Always { first: 1, local: 0 }),
             "forced.local must be at least 1, the query's own, for quest, got 0",
         ),
     ] {
@@ -128,7 +128,7 @@ fn rules_of_no_pages() {
         "selection must be one that a pool of pages can choose by (moba, quest), got topk:16,3"
     );
     let choice = quest.on_pages(16, 4).unwrap();
-    assert_eq!((choice.listed(), choice.mean), (4, true));
+    assert_eq!((choice.selected_pages(), choice.mean), (4, true));
     // The query's own page is as long as it is.
     assert_eq!(
         [0, 1, 64, 65, 100].map(|keys| choice.attended(keys)),
@@ -140,9 +140,9 @@ fn rules_of_no_pages() {
         (3, 2, 5, [0, 1, 64, 65, 68]),
         (usize::MAX, 1, usize::MAX, [0, 1, 64, 65, 100]),
     ] {
-        let choice = quest.clone().with_forced(Forced { first, local });
+        let choice = quest.clone().with_always(Always { first, local });
         let choice = choice.on_pages(16, 4).unwrap();
-        assert_eq!(choice.listed(), listed);
+        assert_eq!(choice.selected_pages(), listed);
         let got = [0, 1, 64, 65, 100].map(|keys| choice.attended(keys));
         assert_eq!(got, attended, "{first}, {local}");
     }
@@ -247,21 +247,21 @@ fn selections_of_none() {
     let message = |result: Result<(), OpError>| result.unwrap_err().to_string();
     for device in devices() {
         let x = zeros([1, 2, 40, 8], &device);
-        let call = ScoreCall::new(x.clone(), x.clone());
+        let call = EstimateInputs::new(x.clone(), x.clone());
         let run = |selection: &Selection| {
             let options = AttentionOptions::default();
             attention_selected(x.clone(), x.clone(), x.clone(), selection, options).map(|_| ())
         };
         assert_eq!(
-            message(run(&moba().with_keep(Keep::TopK(0)))),
+            message(run(&moba().with_budget(Budget::TopK(0)))),
             "k must be at least 1, got 0"
         );
         assert_eq!(
-            message(run(&moba().with_keep(Keep::AboveMax(0.5)))),
-            "keep must be a number of blocks for moba, got AboveMax(0.5)"
+            message(run(&moba().with_budget(Budget::MinP(0.5)))),
+            "keep must be a number of blocks for moba, got MinP(0.5)"
         );
         assert_eq!(
-            message(run(&moba().with_forced(Forced { first: 1, local: 0 }))),
+            message(run(&moba().with_always(Always { first: 1, local: 0 }))),
             "forced.local must be at least 1, the query's own, for moba, got 0"
         );
         assert_eq!(
@@ -274,7 +274,7 @@ fn selections_of_none() {
             "query_rows must be 1, got 16"
         );
         // Sharing is no error, also where heads have nothing to share.
-        run(&moba().with_sharing(Sharing::Sum)).unwrap();
+        run(&moba().with_gqa_reduction(GqaReduction::Sum)).unwrap();
     }
 }
 
@@ -284,7 +284,7 @@ fn rows_of_none() {
         let error = |index: [usize; 3], users: [usize; 4]| {
             let index = Tensor::<3, Int>::zeros(index, &device);
             let users = Tensor::<4, Int>::zeros(users, &device);
-            let rows = rows_at(zeros([1, 2, 5, 3], &device), index, users);
+            let rows = gather_rows(zeros([1, 2, 5, 3], &device), index, users);
             rows.unwrap_err().to_string()
         };
         for (index, users, message) in [

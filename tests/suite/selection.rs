@@ -1,6 +1,6 @@
 //! Attention that chooses its keys by content.
 
-use burn_blocksparse::selection::{Forced, Keep, Selection, Sharing};
+use burn_blocksparse::selection::{Always, Budget, GqaReduction, Selection};
 use rstest::rstest;
 
 burn_blocksparse_tests::tests!(selection_rules: rules_keep_the_same_on_devices);
@@ -63,7 +63,7 @@ fn texts_round_trip(#[case] text: &str, #[case] written: &str) {
     let again: Selection = written.parse().unwrap();
     assert_eq!(again, selection);
     assert_eq!(again.rule(), selection.rule());
-    assert_eq!(again.sharing(), selection.sharing());
+    assert_eq!(again.gqa_reduction(), selection.gqa_reduction());
     let json = serde_json::to_string(&selection).unwrap();
     assert_eq!(json, format!("\"{written}\""));
     assert_eq!(serde_json::from_str::<Selection>(&json).unwrap(), selection);
@@ -80,12 +80,12 @@ fn changes_are_written() {
     ] {
         let changed = text.parse::<Selection>().unwrap();
         let changed = changed
-            .with_keep(Keep::Ratio(0.5))
-            .with_forced(Forced { first: 3, local: 4 })
-            .with_sharing(Sharing::Mean);
+            .with_budget(Budget::Ratio(0.5))
+            .with_always(Always { first: 3, local: 4 })
+            .with_gqa_reduction(GqaReduction::Mean);
         let again: Selection = changed.to_string().parse().unwrap();
         assert_eq!(again.rule(), changed.rule(), "{changed}");
-        assert_eq!(again.sharing(), Sharing::Mean, "{changed}");
+        assert_eq!(again.gqa_reduction(), GqaReduction::Mean, "{changed}");
     }
 }
 

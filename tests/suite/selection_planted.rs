@@ -1,7 +1,7 @@
 //! Selection on planted structure: how much of full attention each method keeps, against numbers that were computed elsewhere.
 
 use burn_blocksparse::selection::{
-    Antidiagonals, BlockEstimator, BlockMeans, EstimateKind, FlexPrefill, Keep, VerticalSlash,
+    BlockEstimator, Budget, EstimateKind, FlexPrefill, MeanPool, VerticalSlash, XAttention,
 };
 use burn_blocksparse_tests::planted::{BLOCK, DIM, HEADS, ROWS, mix, rows, uniform};
 use burn_blocksparse_tests::selection_dense::{Attention, Dense, kept, square_grid};
@@ -118,7 +118,7 @@ impl Head<'_> {
     }
 
     /// Recall and density of the blocks that a rule keeps, the first and the own one forced.
-    fn recall(&self, scores: &[f64], kind: EstimateKind, keep: Keep) -> [f64; 2] {
+    fn recall(&self, scores: &[f64], kind: EstimateKind, keep: Budget) -> [f64; 2] {
         let grid = square_grid(BLOCK, ROWS);
         let numbers = grid.rows() * grid.blocks();
         let scores = match scores.len() == numbers {
@@ -137,9 +137,9 @@ fn planted_structure_is_found() {
     let grid = square_grid(BLOCK, ROWS);
     for (column, dense) in [topics(), needles(), streams()].into_iter().enumerate() {
         let call = dense.call();
-        let means = BlockMeans { block: BLOCK }.reference(&call);
+        let means = MeanPool { block: BLOCK }.reference(&call);
         let sums = ANTIDIAGONALS.map(|(stride, ..)| {
-            let estimator = Antidiagonals {
+            let estimator = XAttention {
                 block: BLOCK,
                 stride,
             };
@@ -162,10 +162,10 @@ fn planted_structure_is_found() {
                 attention: &attention,
             };
             let masses = attention.masses(&grid);
-            let [oracle, density] = of.recall(&masses, EstimateKind::Mass, Keep::TopK(4));
+            let [oracle, density] = of.recall(&masses, EstimateKind::Probability, Budget::TopK(4));
             of.check("oracle", oracle, &ORACLE);
             of.check("density of four blocks", density, &[[0.292; 2]; 3]);
-            let [recall, _] = of.recall(&means, EstimateKind::Affinity, Keep::TopK(4));
+            let [recall, _] = of.recall(&means, EstimateKind::Logit, Budget::TopK(4));
             of.check("means", recall, &MEANS);
             let [control, _] = attention.recall(|i, j| {
                 let behind = i / BLOCK - j / BLOCK;
@@ -173,7 +173,8 @@ fn planted_structure_is_found() {
             });
             of.check("control", control, &CONTROL);
             for (sums, (stride, p, recalls, densities)) in sums.iter().zip(&ANTIDIAGONALS) {
-                let [recall, density] = of.recall(sums, EstimateKind::Mass, Keep::top_p(*p));
+                let [recall, density] =
+                    of.recall(sums, EstimateKind::Probability, Budget::top_p(*p));
                 of.check(&format!("antidiagonals {stride}, {p}"), recall, recalls);
                 of.check(&format!("density {stride}, {p}"), density, densities);
             }

@@ -1,7 +1,7 @@
 //! Dropout of a tensor.
 
 use burn::tensor::Tensor;
-use burn_blocksparse::ops::{StreamDropout, dropout};
+use burn_blocksparse::ops::{ElementDropout, dropout};
 use burn_blocksparse_tests::devices::devices;
 
 burn_blocksparse_tests::tests!(stream_dropout: stream_dropout_equals_f64, stream_dropout_of_views);
@@ -11,7 +11,7 @@ fn errors() {
     for device in devices() {
         for probability in [1.0, -0.5, f64::NAN] {
             let x = Tensor::<2>::ones([2, 3], &device);
-            let error = dropout(x, &StreamDropout::new(probability, 0, 0)).unwrap_err();
+            let error = dropout(x, &ElementDropout::new(probability, 0, 0)).unwrap_err();
             let message = format!(
                 "dropout's probability must be at least 0 and less than 1, got {probability}"
             );

@@ -4,17 +4,18 @@ use std::process::Command;
 
 use burn::tensor::{Bool, DType, Device, Int, Tensor};
 use burn_blocksparse::internal::{
-    hash_rows, heads_apart, highest_in_rows, rows_at, sort_buckets, unit_rows,
+    counting_argsort, gather_rows, l2_normalize, lsh_hash, split_head_groups, topk_rows,
 };
 use burn_blocksparse::layout::DeviceLayoutOptions;
 use burn_blocksparse::ops::{
-    Activation, CrossEntropyOptions, LinearOptions, MlpOptions, MlpParams, NormParams,
-    ResidualNormOptions, StreamDropout, bias_activation, dropout, embedding, linear,
-    linear_cross_entropy, linear_to_heads, mlp, norm, split_heads,
+    Activation, AddNormOptions, CrossEntropyOptions, ElementDropout, LinearOptions, MlpOptions,
+    MlpParams, NormParams, bias_activation, dropout, embedding, linear, linear_cross_entropy, mlp,
+    norm, qkv_proj, split_heads,
 };
 use burn_blocksparse::sampling::{SampleOptions, sample_tokens};
 use burn_blocksparse::selection::{
-    KeyLists, MassOptions, TopKOptions, attention_masses, top_k_blocks_on_device,
+    AccumulatedAttentionOptions, TokenIndices, TopKOptions, accumulated_attention,
+    top_k_blocks_on_device,
 };
 use burn_blocksparse::{
     DeviceLayout, LayoutShape, OpError, Pattern, check_device, sparse_attention,
@@ -34,7 +35,7 @@ fn calls(device: &Device) -> Vec<(&'static str, Result<(), OpError>)> {
     let layout = Pattern::causal().layout(2, 32, 8).unwrap();
     let kept = Tensor::<4, Bool>::full([1, 1, 4, 4], true, device);
     let shape = LayoutShape::new(2, [32, 32], 8);
-    let keys = KeyLists::new(Tensor::zeros([1, 2, 32, 4], device), 32, true);
+    let keys = TokenIndices::new(Tensor::zeros([1, 2, 32, 4], device), 32, true);
     let params = MlpParams::new(x2([16, 32]), x2([32, 16]));
     let no_linear = LinearOptions::default();
     vec![
@@ -44,13 +45,13 @@ fn calls(device: &Device) -> Vec<(&'static str, Result<(), OpError>)> {
             sparse_attention(x4(), x4(), x4(), &layout).map(drop),
         ),
         (
-            "attention_masses",
-            attention_masses(
+            "accumulated_attention",
+            accumulated_attention(
                 x4(),
                 x4(),
                 Tensor::zeros([1, 2, 32], (device, DType::F32)),
                 &layout,
-                MassOptions::default(),
+                AccumulatedAttentionOptions::default(),
             )
             .map(drop),
         ),
@@ -69,14 +70,14 @@ fn calls(device: &Device) -> Vec<(&'static str, Result<(), OpError>)> {
         ),
         (
             "dropout",
-            dropout(x2([4, 8]), &StreamDropout::new(0.1, 0, 0)).map(drop),
+            dropout(x2([4, 8]), &ElementDropout::new(0.1, 0, 0)).map(drop),
         ),
         (
             "norm",
             norm(
                 x2([4, 8]),
                 NormParams::new(x1(8)),
-                &ResidualNormOptions::default(),
+                &AddNormOptions::default(),
             )
             .map(drop),
         ),
@@ -96,10 +97,10 @@ fn calls(device: &Device) -> Vec<(&'static str, Result<(), OpError>)> {
         ),
         (
             "linear_to_heads",
-            linear_to_heads(x3(), vec![x2([16, 16])], None, &[(2, 8)], &no_linear).map(drop),
+            qkv_proj(x3(), vec![x2([16, 16])], None, &[(2, 8)], &no_linear).map(drop),
         ),
         ("split_heads", split_heads(x3(), None, &[(2, 8)]).map(drop)),
-        ("heads_apart", heads_apart(x4(), 1).map(drop)),
+        ("heads_apart", split_head_groups(x4(), 1).map(drop)),
         ("embedding", embedding(x2([8, 8]), ids([1, 4])).map(drop)),
         (
             "linear_cross_entropy",
@@ -115,16 +116,16 @@ fn calls(device: &Device) -> Vec<(&'static str, Result<(), OpError>)> {
             "sample_tokens",
             sample_tokens(x2([2, 16]), x1(2), None, &SampleOptions::default()).map(drop),
         ),
-        ("sort_buckets", sort_buckets(ids([2, 8]), 2).map(drop)),
-        ("highest_in_rows", highest_in_rows(x3(), 2).map(drop)),
+        ("sort_buckets", counting_argsort(ids([2, 8]), 2).map(drop)),
+        ("highest_in_rows", topk_rows(x3(), 2).map(drop)),
         (
             "hash_rows",
-            hash_rows(x4(), Tensor::zeros([1, 8, 2], (device, DType::F32))).map(drop),
+            lsh_hash(x4(), Tensor::zeros([1, 8, 2], (device, DType::F32))).map(drop),
         ),
-        ("unit_rows", unit_rows(x4()).map(drop)),
+        ("unit_rows", l2_normalize(x4()).map(drop)),
         (
             "rows_at",
-            rows_at(
+            gather_rows(
                 x4(),
                 Tensor::zeros([1, 2, 4], device),
                 Tensor::zeros([1, 2, 32, 1], device),

@@ -1,7 +1,7 @@
 //! Rows that means attract, against f64 on the host.
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::internal::{AttractedRows, attracted_rows, runs_kernels};
+use burn_blocksparse::internal::{TopKPerCentroid, runs_kernels, topk_per_centroid};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -88,7 +88,7 @@ pub fn attracted_rows_equal_f64(devices: &[Device]) {
             }
             let rows = floats(&x, [batch, heads, length, width], device).cast(dtype);
             let given = floats(&means, [heads, count, width], device);
-            let Some(found) = attracted_rows(rows.clone(), given, case.most).unwrap() else {
+            let Some(found) = topk_per_centroid(rows.clone(), given, case.most).unwrap() else {
                 assert!(!runs_kernels(device));
                 continue;
             };
@@ -104,7 +104,7 @@ pub fn attracted_rows_equal_f64(devices: &[Device]) {
     }
 }
 
-fn check(what: &str, of: Sizes, found: AttractedRows, rows: &[f64], means: &[f32]) {
+fn check(what: &str, of: Sizes, found: TopKPerCentroid, rows: &[f64], means: &[f32]) {
     let (lists, places) = (integers(found.rows), integers(found.places));
     let nearest = integers(found.nearest);
     for list in 0..of.batch * of.heads {
@@ -183,7 +183,7 @@ pub fn attracted_rows_of_equal_similarities(devices: &[Device]) {
         for device in devices.iter().filter(|device| supports(device, DType::F32)) {
             let rows = floats(&x, [1, 1, length, width], device);
             let means = floats(&mean, [1, 1, width], device);
-            let Some(found) = attracted_rows(rows, means, most).unwrap() else {
+            let Some(found) = topk_per_centroid(rows, means, most).unwrap() else {
                 assert!(!runs_kernels(device));
                 continue;
             };
@@ -202,7 +202,7 @@ pub fn attracted_rows_errors(devices: &[Device]) {
             ([2, 3, 4], 0, "most"),
             ([2, 3, 4], 9, "most"),
         ] {
-            let error = attracted_rows(rows(), Tensor::zeros(means, device), most).unwrap_err();
+            let error = topk_per_centroid(rows(), Tensor::zeros(means, device), most).unwrap_err();
             assert!(error.to_string().contains(word), "{error}");
         }
     }

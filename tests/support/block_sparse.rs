@@ -58,7 +58,7 @@ impl Problem {
         let mut dx = vec![0.0; rows * ins];
         let mut dw = vec![0.0; self.weight.len()];
         let mut dgates = vec![0.0; self.layout.len()];
-        for (index, (input, output)) in self.layout.kept().enumerate() {
+        for (index, (input, output)) in self.layout.kept_blocks().enumerate() {
             let gate = self.gates.as_ref().map_or(1.0, |gates| gates[index]);
             for i in 0..block {
                 for o in 0..block {

@@ -2,7 +2,7 @@
 
 use burn::module::Param;
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::internal::attracted_rows;
+use burn_blocksparse::internal::topk_per_centroid;
 use burn_blocksparse::selection::{routed_attention, routed_attention_plan};
 use burn_sparse_transformer::content::RoutingHeadsConfig;
 use rand::{RngExt, SeedableRng};
@@ -39,7 +39,7 @@ fn tensor<const D: usize>(
     Tensor::<D>::from_data(data, (device, DType::F32)).cast(dtype)
 }
 
-/// Rows that are drawn, and a row of zeros. The clusters are those that [`attracted_rows`] finds, which has checks of its own.
+/// Rows that are drawn, and a row of zeros. The clusters are those that [`topk_per_centroid`] finds, which has checks of its own.
 pub fn routed_attention_equals_f64(devices: &[Device]) {
     for (number, (lists, length, [clusters, width], [head_dim, value_dim])) in
         CASES.into_iter().enumerate()
@@ -68,7 +68,7 @@ pub fn routed_attention_equals_f64(devices: &[Device]) {
                 continue;
             };
             let what = format!("case {number}, {dtype:?}, {}", plan.unwrap());
-            let found = attracted_rows(given.clone(), means, width)
+            let found = topk_per_centroid(given.clone(), means, width)
                 .unwrap()
                 .unwrap();
             let tokens: Vec<i32> = read(found.rows).to_vec().unwrap();

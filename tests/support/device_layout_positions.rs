@@ -1,7 +1,7 @@
 //! Layouts of places whose pairs follow from positions on the device, against f64: outputs, lse and gradients.
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::layout::{BlockMask, PositionRule, Restriction};
+use burn_blocksparse::layout::{BlockMask, PaddingMask, PositionMask};
 use burn_blocksparse::{AttentionOptions, BlockLayout, DeviceLayout, Pattern};
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
@@ -39,7 +39,7 @@ fn layouts() -> Vec<(Case, BlockLayout)> {
     let (_, whole) = of(padded, Pattern::dense());
     let real = [70, 37].map(|real| {
         let ends = |i: usize| i < real;
-        Restriction::default()
+        PaddingMask::default()
             .queries((0..70).map(ends))
             .keys((0..70).map(ends))
     });
@@ -63,7 +63,7 @@ fn layouts() -> Vec<(Case, BlockLayout)> {
             Case::new("every place, blocks of 128", 300, 300, 128).dim(64),
             Pattern::dense(),
         ),
-        (padded, whole.restrict(&real).unwrap()),
+        (padded, whole.mask_padding(&real).unwrap()),
     ]
 }
 
@@ -112,9 +112,9 @@ pub fn pairs_by_positions_in_half_precision(devices: &[Device]) {
 fn check(cases: &[(Case, BlockLayout)], devices: &[Device], half: bool) {
     for (index, (case, layout)) in cases.iter().enumerate() {
         let rules = [
-            PositionRule::Before,
-            PositionRule::UpTo,
-            PositionRule::Others,
+            PositionMask::Before,
+            PositionMask::UpTo,
+            PositionMask::Others,
         ];
         let rule = rules[index % 3];
         let seed = 9600 + index as u64;
@@ -138,8 +138,8 @@ fn check(cases: &[(Case, BlockLayout)], devices: &[Device], half: bool) {
             let by_positions = query >= 0
                 && key >= 0
                 && match rule {
-                    PositionRule::Before => key < query,
-                    PositionRule::UpTo => key <= query,
+                    PositionMask::Before => key < query,
+                    PositionMask::UpTo => key <= query,
                     _ => key != query,
                 };
             by_positions && dense[batch.min(entries - 1) * heads + head][i][j]
@@ -186,7 +186,7 @@ pub fn positions_are_checked(devices: &[Device]) {
     for device in devices {
         let of = |dims: [usize; 3]| Tensor::<3, Int>::zeros(dims, device);
         let make = |queries: [usize; 3], keys: [usize; 3]| {
-            DeviceLayout::from_positions(layout, of(queries), of(keys), PositionRule::UpTo)
+            DeviceLayout::from_positions(layout, of(queries), of(keys), PositionMask::UpTo)
         };
         let chosen = make([2, 2, 96], [2, 2, 96]).unwrap();
         check_counts(case, &chosen);
@@ -200,23 +200,23 @@ pub fn positions_are_checked(devices: &[Device]) {
             let error = make(queries, keys).unwrap_err().to_string();
             assert!(error.contains(argument), "{error}");
         }
-        let error = DeviceLayout::from_own_positions(layout, of([2, 2, 95]), PositionRule::Others);
+        let error = DeviceLayout::from_own_positions(layout, of([2, 2, 95]), PositionMask::Others);
         let error = error.unwrap_err().to_string();
         assert!(error.contains("positions' length"), "{error}");
         let error = DeviceLayout::from_positions(
             &layout
-                .restrict(
+                .mask_padding(
                     &[
-                        Restriction::default(),
-                        Restriction::default(),
-                        Restriction::default(),
+                        PaddingMask::default(),
+                        PaddingMask::default(),
+                        PaddingMask::default(),
                     ]
                     .map(|x| x.queries((0..96).map(|_| true)).keys((0..96).map(|_| true))),
                 )
                 .unwrap(),
             of([2, 2, 96]),
             of([2, 2, 96]),
-            PositionRule::Before,
+            PositionMask::Before,
         );
         assert!(error.unwrap_err().to_string().contains("batch"));
     }

@@ -1,8 +1,8 @@
 //! Layouts whose blocks are chosen on the device from those of a layout on the host, against f64: outputs, gradients and counts.
 
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::layout::Restriction;
-use burn_blocksparse::selection::{EstimateKind, Forced, Keep, Rule};
+use burn_blocksparse::layout::PaddingMask;
+use burn_blocksparse::selection::{Always, Budget, EstimateKind, Rule};
 use burn_blocksparse::{AttentionOptions, BlockLayout, DeviceLayout, Pattern, SparseAttentionCall};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -27,9 +27,9 @@ fn cuts() -> Vec<(Case, BlockLayout)> {
         let entry = |real: usize| {
             let queries = (0..case.seq_q).map(move |i| i < real);
             let keys = (0..case.seq_kv).map(move |j| j < real);
-            Restriction::default().queries(queries).keys(keys)
+            PaddingMask::default().queries(queries).keys(keys)
         };
-        (case, layout.restrict(&real.map(entry)).unwrap())
+        (case, layout.mask_padding(&real.map(entry)).unwrap())
     };
     vec![
         of(
@@ -101,7 +101,7 @@ pub fn blocks_within_a_layout_equal_f64(devices: &[Device]) {
                 0 => of_mask(case, &mask, device),
                 _ => of_indices(case, &mask, device),
             };
-            let chosen = chosen.within(layout).unwrap();
+            let chosen = chosen.masked_by(layout).unwrap();
             check_counts(case, &chosen);
             let call = Call {
                 what: case.name.into(),
@@ -155,19 +155,19 @@ pub(crate) fn check_counts(case: &Case, chosen: &DeviceLayout) {
 /// Rules see a layout's blocks alone. The host has the choice from the same scores; attention shows that of the device.
 pub fn rules_within_a_layout(devices: &[Device]) {
     let keeps = [
-        Keep::TopK(2),
-        Keep::Ratio(0.4),
-        Keep::TopP {
+        Budget::TopK(2),
+        Budget::Ratio(0.4),
+        Budget::TopP {
             p: 0.6137,
             min: 1,
             max: 5,
         },
-        Keep::AboveMax(0.5137),
+        Budget::MinP(0.5137),
     ];
     let forced = [(0, 0), (1, 1), (2, 3), (0, 2)];
     for (index, (case, layout)) in cuts().iter().enumerate() {
         let mut rng = ChaCha8Rng::seed_from_u64(9800 + index as u64);
-        for (turn, kind) in [EstimateKind::Mass, EstimateKind::Affinity]
+        for (turn, kind) in [EstimateKind::Probability, EstimateKind::Logit]
             .into_iter()
             .enumerate()
         {
@@ -175,7 +175,7 @@ pub fn rules_within_a_layout(devices: &[Device]) {
             let rule = Rule {
                 kind,
                 keep: keeps[(index + 3 * turn) % 4],
-                forced: Forced { first, local },
+                forced: Always { first, local },
             };
             // Few numbers, of which no sum is near a share that a rule asks for; some are no numbers.
             let scores: Vec<f32> = (0..case.dims().iter().product())
@@ -189,7 +189,7 @@ pub fn rules_within_a_layout(devices: &[Device]) {
                 let scores = TensorData::new(scores.clone(), case.dims());
                 let scores = Tensor::<4>::from_data(scores, (device, DType::F32));
                 let chosen = DeviceLayout::from_scores(scores, rule, case.options());
-                let chosen = chosen.unwrap().within(layout).unwrap();
+                let chosen = chosen.unwrap().masked_by(layout).unwrap();
                 check_counts(case, &chosen);
                 let host = chosen.to_host().unwrap();
                 let [q, k, v, _] = inputs(&problem, device, DType::F32);
@@ -222,7 +222,7 @@ pub fn layouts_within_give_the_same_bits(devices: &[Device]) {
             let call = Call {
                 what: String::new(),
                 problem: &problem,
-                layout: of_mask(case, &mask, device).within(layout).unwrap(),
+                layout: of_mask(case, &mask, device).masked_by(layout).unwrap(),
                 options: AttentionOptions::default(),
                 use_out: true,
             };

@@ -3,7 +3,7 @@
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::AttentionOptions;
 use burn_blocksparse::dsa::{Dsa, DsaIndex, DsaTarget};
-use burn_blocksparse::selection::KeyLists;
+use burn_blocksparse::selection::TokenIndices;
 
 use crate::cases::shard;
 use crate::compare::{read, to_f64};
@@ -13,7 +13,7 @@ use crate::golden::{val, vals};
 use crate::linear::{product_tolerance, tensor};
 
 /// The keys of each query.
-pub(crate) fn rows(lists: &KeyLists) -> Vec<Vec<usize>> {
+pub(crate) fn rows(lists: &TokenIndices) -> Vec<Vec<usize>> {
     let [_, _, _, most] = lists.keys().dims();
     let keys: Vec<i32> = read(lists.keys().clone()).iter().collect();
     let row = |row: &[i32]| {
@@ -132,7 +132,7 @@ pub fn dsa_choices_equal_f64(devices: &[Device]) {
         for (seed, (seq, keep, near, numbers)) in (0..).zip(sizes) {
             let problem = Problem::random(10_800 + seed, seq);
             let dsa = Dsa::new(keep).unwrap().with_near(near).unwrap();
-            let dsa = dsa.with_numbers(numbers).unwrap();
+            let dsa = dsa.with_chunk_elements(numbers).unwrap();
             let index = problem.index(device, DType::F32);
             let scores = to_f64(dsa.scores(&index).into_data());
             let lists = dsa.choose(&index).unwrap();
@@ -358,13 +358,13 @@ pub fn dsa_gradients_equal_f64(devices: &[Device]) {
                 index.q = index.q.detach().require_grad();
                 index.k = index.k.detach().require_grad();
                 index.weights = index.weights.detach().require_grad();
-                let dsa = Dsa::new(7).unwrap().with_numbers(numbers).unwrap();
+                let dsa = Dsa::new(7).unwrap().with_chunk_elements(numbers).unwrap();
                 let lists = dsa.choose(&index).unwrap();
                 // Lists of any keys, also of later ones.
                 let wild = (0..2 * seq[0] * 6).map(|at| ((at * at + at / 7) % seq[1]) as i32);
                 let wild = TensorData::new(wild.collect::<Vec<_>>(), [2, 1, seq[0], 6]);
                 let wild = Tensor::<4, Int>::from_data(wild, (device, DType::I32));
-                let wild = KeyLists::new(wild, seq[1], false).unwrap();
+                let wild = TokenIndices::new(wild, seq[1], false).unwrap();
                 let (chosen, any) = (rows(&lists), rows(&wild));
                 for (over, listed) in [
                     (DsaTarget::All, None),
@@ -458,7 +458,7 @@ pub fn dsa_in_half_precision(devices: &[Device]) {
                 index.weights = index.weights.require_grad();
                 let [q, k] = problem.queries_and_keys(&autodiff, dtype);
                 let dsa = Dsa::new(keep).unwrap().with_near(near).unwrap();
-                let dsa = dsa.with_numbers(numbers).unwrap();
+                let dsa = dsa.with_chunk_elements(numbers).unwrap();
                 let scores = to_f64(dsa.scores(&index).into_data());
                 let lists = dsa.choose(&index).unwrap();
                 let chosen = rows(&lists);

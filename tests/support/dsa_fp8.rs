@@ -1,7 +1,7 @@
 //! An indexer's queries and keys in fp8: rows that are rotated and rounded, and choices by them.
 
 use burn::tensor::{DType, Device, Tensor};
-use burn_blocksparse::dsa::{Dsa, DsaIndex, DsaTarget, RotatedRows};
+use burn_blocksparse::dsa::{Dsa, DsaIndex, DsaTarget, HadamardFp8};
 
 use crate::compare::{read, to_f64};
 use crate::devices::{exact_dtypes, half_dtypes};
@@ -36,8 +36,8 @@ pub fn dsa_in_fp8(devices: &[Device]) {
                 assert_eq!([index.q.dtype(), index.k.dtype()], [dtype; 2]);
                 let mut expected = problem.clone();
                 for (part, tensor, of) in [
-                    (0, &index.q, RotatedRows::Queries),
-                    (1, &index.k, RotatedRows::Keys),
+                    (0, &index.q, HadamardFp8::Queries),
+                    (1, &index.k, HadamardFp8::Keys),
                 ] {
                     let numbers = problem.index[part].iter().map(|&x| x as f32);
                     let mut numbers: Vec<f32> = numbers.collect();
@@ -51,7 +51,7 @@ pub fn dsa_in_fp8(devices: &[Device]) {
                 assert_eq!(again.q.to_data(), index.q.to_data());
 
                 let dsa = Dsa::new(keep).unwrap().with_near(near).unwrap();
-                let dsa = dsa.with_numbers(numbers).unwrap();
+                let dsa = dsa.with_chunk_elements(numbers).unwrap();
                 let scores = to_f64(dsa.scores(&index).into_data());
                 let lists = dsa.choose(&index).unwrap();
                 let tolerance = match tensor_cores {
@@ -94,7 +94,7 @@ pub fn dsa_in_fp8_of_any_rows(devices: &[Device]) {
         *number = f64::from(special as f32);
     }
     let mut numbers: Vec<f32> = problem.index[1].iter().map(|&x| x as f32).collect();
-    RotatedRows::Keys.round(&mut numbers, width);
+    HadamardFp8::Keys.round(&mut numbers, width);
     for device in devices {
         let index = problem.index(device, DType::F32).in_fp8().unwrap();
         let found: Vec<f32> = read(index.k.clone()).iter().collect();

@@ -126,7 +126,7 @@ pub fn dsa_chooses_in_pages(devices: &[Device]) {
                     *problem = problem.rounded(dtype);
                 }
                 let dsa = Dsa::new(keep).unwrap().with_near(near).unwrap();
-                let dsa = dsa.with_numbers(numbers).unwrap();
+                let dsa = dsa.with_chunk_elements(numbers).unwrap();
                 let slots = dsa.choose_in_pages(&walks.index(device, dtype), kv_heads);
                 let slots = slots.unwrap();
                 let most = keep.min(walks.entries * page);

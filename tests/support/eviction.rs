@@ -6,8 +6,8 @@ use burn::module::Param;
 use burn::nn::Linear;
 use burn::tensor::{Device, Distribution, Tensor, Tolerance};
 use burn_sparse_transformer::pool::{
-    EvictionBudget, EvictionConfig, EvictionScore, KvPool, KvPoolConfig, KvStep, SequenceId,
-    VotePool,
+    EvictionBudget, EvictionConfig, EvictionScore, KvPool, KvPoolConfig, KvStep, ScoreSmoothing,
+    SequenceId,
 };
 use burn_sparse_transformer::{
     Pattern, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
@@ -72,7 +72,7 @@ pub fn queries_see_the_keys_that_stay(devices: &[Device]) {
             EvictionConfig::h2o(6, 4),
             EvictionConfig::h2o_mean(6, 4).with_budget(adaptive),
             EvictionConfig::tova(9),
-            EvictionConfig::snapkv_with(10, 3, 3, VotePool::Average),
+            EvictionConfig::snapkv_with(10, 3, 3, ScoreSmoothing::Average),
             EvictionConfig::key_norm(8),
         ] {
             let config = config.with_slack(3);
@@ -85,7 +85,7 @@ pub fn queries_see_the_keys_that_stay(devices: &[Device]) {
             let mut rows = Vec::new();
             let mut first = 0;
             for count in calls {
-                let kept = pool.kept_positions(id, 0).unwrap();
+                let kept = pool.retained_positions(id, 0).unwrap();
                 for (seen, kept) in seen.iter_mut().zip(kept) {
                     let row = |i: usize| kept.iter().copied().chain(first..=i).collect();
                     seen.extend((first..first + count).map(row));
@@ -101,7 +101,7 @@ pub fn queries_see_the_keys_that_stay(devices: &[Device]) {
                 first += count;
             }
             let stored: usize = pool
-                .kept_positions(id, 0)
+                .retained_positions(id, 0)
                 .unwrap()
                 .iter()
                 .map(Vec::len)
@@ -169,8 +169,8 @@ pub fn sequences_of_a_batch_get_what_they_get_alone(devices: &[Device]) {
         EvictionConfig::combined(EvictionScore::Sum, 3, recent, heavy),
         EvictionConfig::combined(EvictionScore::KeyNorm, 3, recent, heavy),
         EvictionConfig::combined(EvictionScore::LastRow, 3, recent, heavy),
-        EvictionConfig::snapkv_with(20, recent, 3, VotePool::Average),
-        EvictionConfig::snapkv_with(20, recent, 3, VotePool::Max).with_budget(adaptive),
+        EvictionConfig::snapkv_with(20, recent, 3, ScoreSmoothing::Average),
+        EvictionConfig::snapkv_with(20, recent, 3, ScoreSmoothing::Max).with_budget(adaptive),
     ];
     for device in devices {
         let mha = attention(Pattern::causal(), device);
@@ -250,10 +250,10 @@ fn come_and_go(mha: &SparseMultiHeadAttention, config: EvictionConfig, seed: u64
             let step = [KvStep::new(*alone_id, count)];
             let expected = mha.forward_pool(own(&x), &step, alone);
             assert_close(own(&rows.context), expected.context, 1e-4);
-            let kept = pool.kept_positions(*id, 0).unwrap();
+            let kept = pool.retained_positions(*id, 0).unwrap();
             let len = pool.len(*id).unwrap();
             evicted += usize::from(kept[0].len() < len);
-            let expected = alone.kept_positions(*alone_id, 0).unwrap();
+            let expected = alone.retained_positions(*alone_id, 0).unwrap();
             assert_eq!(kept, expected, "round {round}");
             let sums = pool.attention_sums(*id, 0);
             let expected = alone.attention_sums(*alone_id, 0);

@@ -4,7 +4,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use burn::tensor::{Bool, DType, Device, Tensor, TensorData};
-use burn_blocksparse::layout::{DeviceLayoutOptions, Restriction};
+use burn_blocksparse::layout::{DeviceLayoutOptions, PaddingMask};
 use burn_blocksparse::{
     AttentionOptions, BlockLayout, DeviceLayout, Dropout, Pattern, WeightsMode,
 };
@@ -86,7 +86,7 @@ pub(crate) struct Fuzz {
     pub(crate) dtype: DType,
     mode: WeightsMode,
     /// Padding per batch entry.
-    restrictions: Option<Vec<Restriction>>,
+    restrictions: Option<Vec<PaddingMask>>,
     /// Whether the layout is written and read before it is used, so that it is computed by its own blocks.
     read: bool,
     pub(crate) extras: Extras,
@@ -337,7 +337,7 @@ impl Fuzz {
     pub(crate) fn layout(&self) -> BlockLayout {
         let layout = self.case.layout();
         let layout = match &self.restrictions {
-            Some(entries) => layout.restrict(entries).unwrap(),
+            Some(entries) => layout.mask_padding(entries).unwrap(),
             None => layout,
         };
         match self.read {
@@ -508,7 +508,7 @@ fn length(rng: &mut impl Rng) -> usize {
     }
 }
 
-fn restriction(rng: &mut impl Rng, seq_q: usize, seq_kv: usize) -> Restriction {
+fn restriction(rng: &mut impl Rng, seq_q: usize, seq_kv: usize) -> PaddingMask {
     let mut list = |seq: usize| -> Vec<bool> {
         let (a, b) = (rng.random_range(0..=seq), rng.random_range(0..=seq));
         let kind = rng.random_range(0..4);
@@ -522,7 +522,7 @@ fn restriction(rng: &mut impl Rng, seq_q: usize, seq_kv: usize) -> Restriction {
             .collect()
     };
     let (queries, keys) = (list(seq_q), list(seq_kv));
-    let restriction = Restriction::default();
+    let restriction = PaddingMask::default();
     match rng.random_range(0..3) {
         0 => restriction.keys(keys),
         1 => restriction.queries(queries),

@@ -8,7 +8,7 @@ use burn::nn::RotaryEncodingConfig;
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_sparse_transformer::content::ContentAttention;
 use burn_sparse_transformer::nsa::{Compression, NsaHeadsConfig};
-use burn_sparse_transformer::pool::{KvPool, KvPoolConfig, KvStep, Residency, SequenceId};
+use burn_sparse_transformer::pool::{KvPool, KvPoolConfig, KvRetention, KvStep, SequenceId};
 use burn_sparse_transformer::{
     Pattern, QkNorm, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
     SparseMultiHeadAttentionConfig,
@@ -140,7 +140,7 @@ fn pool_config(rng: &mut impl Rng, seq: usize, chooses: bool) -> KvPoolConfig {
         })
         .with_chunk(seq);
     match chance(rng, 2) {
-        true => config.with_residency(Residency::All),
+        true => config.with_residency(KvRetention::All),
         false => config,
     }
 }

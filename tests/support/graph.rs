@@ -1,7 +1,7 @@
 //! Recordings: inputs that are overwritten, and runs of what was recorded.
 
 use burn::tensor::{Bool, Device, Distribution, Int, Tensor, TensorData};
-use burn_blocksparse::graph::{Fixed, Replayed};
+use burn_blocksparse::graph::{CapturedGraph, StaticInput};
 use burn_blocksparse::{BlockLayout, OpError, Pattern, sparse_attention};
 
 /// What is written is read, by the tensor and by tensors made of it before.
@@ -10,7 +10,7 @@ pub fn fixed_tensors_are_overwritten(devices: &[Device]) {
         for device in [device.clone(), device.clone().autodiff()] {
             let numbers = |first: i32| -> Vec<i32> { (first..first + 3 * 33).collect() };
             let data = |first| TensorData::new(numbers(first), [3, 33]);
-            let ids = Fixed::<2, Int>::new(data(0), &device).unwrap();
+            let ids = StaticInput::<2, Int>::new(data(0), &device).unwrap();
             let clone = ids.clone();
             assert_eq!(ids.dims(), [3, 33]);
             for first in [7, -100, 0] {
@@ -23,7 +23,7 @@ pub fn fixed_tensors_are_overwritten(devices: &[Device]) {
                 );
             }
             let floats = |x: f32| TensorData::new(vec![x, 2.0 * x, -x], [3]);
-            let x = Fixed::<1>::new(floats(0.5), &device).unwrap();
+            let x = StaticInput::<1>::new(floats(0.5), &device).unwrap();
             for value in [1.5, -3.25] {
                 x.write(floats(value)).unwrap();
                 // Not in place of the input.
@@ -53,10 +53,10 @@ pub fn replayed_runs_equal_plain_runs(devices: &[Device]) {
             |_| Tensor::<4>::random([1, 2, 64, 16], Distribution::Default, device).into_data();
         let batches: Vec<TensorData> = (0..7).map(batch).collect();
         let scale = |run: usize| TensorData::from([0.5 + run as f32]);
-        let x = Fixed::<4>::new(batches[0].clone(), device).unwrap();
-        let factor = Fixed::<1>::new(scale(0), device).unwrap();
+        let x = StaticInput::<4>::new(batches[0].clone(), device).unwrap();
+        let factor = StaticInput::<1>::new(scale(0), device).unwrap();
         let mut calls = 0;
-        let mut replayed = Replayed::new(device, {
+        let mut replayed = CapturedGraph::new(device, {
             let (x, factor, layout, calls) = (x.clone(), factor.clone(), &layout, &mut calls);
             move || {
                 *calls += 1;
@@ -76,7 +76,7 @@ pub fn replayed_runs_equal_plain_runs(devices: &[Device]) {
             let _ = Tensor::<1, Bool>::full([1000 + run], true, device).into_data();
         }
         let recorded = replayed.is_recorded();
-        assert_eq!(recorded, replayed.refusal().is_none());
+        assert_eq!(recorded, replayed.fallback_reason().is_none());
         drop(replayed);
         assert_eq!(calls, if recorded { 4 } else { 7 });
     }

@@ -1,7 +1,7 @@
 //! Recordings of decoding: steps of a model on a pool.
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use burn_sparse_transformer::pool::{KvDtype, KvPoolConfig, KvStep, ReplayedDecoder};
+use burn_sparse_transformer::pool::{GraphDecoder, KvDtype, KvPoolConfig, KvStep};
 use burn_sparse_transformer::{
     BlockAttentionConfig, Factorization, Pattern, SparseTransformer, SparseTransformerConfig,
 };
@@ -119,9 +119,9 @@ fn replayed_equals_plain(
         .with_dtype(dtype);
     let mut plain = model.new_pool(&config).unwrap();
     let pool = model.new_pool(&config).unwrap();
-    let mut decoder = ReplayedDecoder::new(model.clone(), pool).unwrap();
+    let mut decoder = GraphDecoder::new(model.clone(), pool).unwrap();
     let mut recorded = 0;
-    let mut step = |decoder: &mut ReplayedDecoder,
+    let mut step = |decoder: &mut GraphDecoder,
                     plain: &mut burn_sparse_transformer::pool::KvPool,
                     steps: &[KvStep],
                     seed: usize| {
@@ -136,11 +136,10 @@ fn replayed_equals_plain(
         let got = decoder.next_logits(&tokens, steps).unwrap().into_data();
         got.assert_approx_eq::<f32>(&expected, burn::tensor::Tolerance::absolute(tolerance));
         recorded += usize::from(decoder.is_recorded());
-        assert!(!decoder.is_recorded() || decoder.refusal().is_none());
+        assert!(!decoder.is_recorded() || decoder.fallback_reason().is_none());
     };
     // Both pools name sequences alike.
-    let join = |decoder: &mut ReplayedDecoder,
-                plain: &mut burn_sparse_transformer::pool::KvPool| {
+    let join = |decoder: &mut GraphDecoder, plain: &mut burn_sparse_transformer::pool::KvPool| {
         let id = plain.join().unwrap();
         assert_eq!(decoder.pool_mut().join().unwrap(), id);
         id
@@ -180,7 +179,7 @@ pub fn replayed_decoding_survives_errors(devices: &[Device]) {
     for device in devices {
         let model = model(Pattern::causal(), device);
         let pool = model.new_pool(&KvPoolConfig::new(1, CONTEXT)).unwrap();
-        let mut decoder = ReplayedDecoder::new(model, pool).unwrap();
+        let mut decoder = GraphDecoder::new(model, pool).unwrap();
         let id = decoder.pool_mut().join().unwrap();
         let one = [KvStep::new(id, 1)];
         for token in 0..CONTEXT as u32 {

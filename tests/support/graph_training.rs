@@ -6,8 +6,8 @@ use std::rc::Rc;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
-use burn_blocksparse::graph::{DeviceSeed, Fixed, Replayed};
-use burn_blocksparse::ops::{ResidualNormOptions, StreamDropout, dropout, residual_norm};
+use burn_blocksparse::graph::{CapturedGraph, DeviceSeed, StaticInput};
+use burn_blocksparse::ops::{AddNormOptions, ElementDropout, add_norm, dropout};
 use burn_blocksparse::optim::{FusedAdamW, FusedAdamWConfig};
 use burn_blocksparse::{
     AttentionOptions, Dropout, OpError, Pattern, Seed, SparseAttentionCall, alibi_slopes,
@@ -41,18 +41,18 @@ fn dropped_with(
             .run()
             .map(|output| output.out)
     };
-    let stream = StreamDropout::new(0.4, seed.derive(1), 2);
+    let stream = ElementDropout::new(0.4, seed.derive(1), 2);
     let normed = |x: &Tensor<4>| {
         let gain = Tensor::ones([16], &x.device());
-        let (sum, normed) = residual_norm(
+        let (sum, normed) = add_norm(
             x.clone(),
-            Some(burn_blocksparse::ops::Branch::new(x.clone() * 2.0)),
+            Some(burn_blocksparse::ops::Residual::new(x.clone() * 2.0)),
             burn_blocksparse::ops::NormParams::new(gain),
-            &ResidualNormOptions::default().dropout(stream),
+            &AddNormOptions::default().dropout(stream),
         )?;
         Ok(sum.square() + normed)
     };
-    let plain = |x: &Tensor<4>| dropout(x.clone(), &StreamDropout::new(0.5, seed.derive(2), 0));
+    let plain = |x: &Tensor<4>| dropout(x.clone(), &ElementDropout::new(0.5, seed.derive(2), 0));
     let ops: [&Op; 3] = [&attended, &normed, &plain];
     let forward = ops.map(|op| {
         let x = Tensor::from_inner(x.clone()).require_grad();
@@ -83,7 +83,7 @@ pub fn device_seeds_give_the_masks_of_their_numbers(devices: &[Device]) {
             seed.write(number).unwrap();
             let of_place = dropped(x.clone(), seed.seed()).unwrap();
             let of_number = dropped(x.clone(), number.into()).unwrap();
-            let what = ["attention", "residual_norm", "dropout"];
+            let what = ["attention", "add_norm", "dropout"];
             for (index, (got, expected)) in of_place.iter().zip(&of_number).enumerate() {
                 let name = [what[index / 2], ["out", "gradient"][index % 2]];
                 assert_eq!(got, expected, "{name:?}, {number} on {device:?}");
@@ -112,7 +112,7 @@ fn refused<T: std::fmt::Debug>(
     mut closure: impl FnMut(usize) -> Result<T, OpError>,
 ) -> OpError {
     let mut runs = 0;
-    let mut replayed = Replayed::new(device, move || {
+    let mut replayed = CapturedGraph::new(device, move || {
         runs += 1;
         closure(runs)
     })
@@ -162,17 +162,17 @@ pub fn recordings_refuse_what_would_be_frozen(devices: &[Device]) {
         assert_eq!(error.to_string(), frozen);
         let ones = Tensor::<2>::ones([4, 4], device);
         let error = refused(device, |run| {
-            dropout(ones.clone(), &StreamDropout::new(0.1, run as u64, 0))
+            dropout(ones.clone(), &ElementDropout::new(0.1, run as u64, 0))
         });
         assert_eq!(error.to_string(), frozen);
         let seed = DeviceSeed::new(1, device).unwrap();
         let error = refused(device, |run| {
             let seed = seed.seed().derive(run as u64 / 4);
-            dropout(ones.clone(), &StreamDropout::new(0.1, seed, 0))
+            dropout(ones.clone(), &ElementDropout::new(0.1, seed, 0))
         });
         assert!(matches!(error, OpError::Recording { .. }), "{error}");
 
-        let fixed = Fixed::<1>::new(TensorData::from([1f32]), device).unwrap();
+        let fixed = StaticInput::<1>::new(TensorData::from([1f32]), device).unwrap();
         let error = refused(device, |_| fixed.write(TensorData::from([2f32])));
         assert!(matches!(error, OpError::Recording { .. }), "{error}");
 
@@ -215,7 +215,7 @@ fn optimizer_refused(device: &Device, model: Linear, prepared: bool, held: bool)
     let mut model = Some(model);
     let mut clones = Vec::new();
     let inside = control.clone();
-    let mut replayed = Replayed::new(device, move || {
+    let mut replayed = CapturedGraph::new(device, move || {
         let taken = model.take().expect("a step did not fail before");
         if held {
             clones.push(taken.clone());
@@ -283,7 +283,7 @@ pub fn replayed_steps_count_for_each_parameter(devices: &[Device]) {
         let state = Rc::new(RefCell::new(Some((model, of_replays))));
         let (inside, of_step) = (control.clone(), state.clone());
         let gradients = gradients.clone();
-        let mut replayed = Replayed::new(device, move || {
+        let mut replayed = CapturedGraph::new(device, move || {
             let (model, mut optimizer) = of_step.take().expect("no step failed");
             let gradients = gradients(&model, true);
             let (model, norm) = optimizer.step_prepared(&inside, model, gradients)?;
@@ -417,10 +417,10 @@ impl Setup {
         let state = Rc::new(RefCell::new(Some((model, optimizer))));
         let [tokens, targets] = self
             .data(0)
-            .map(|data| Fixed::<2, Int>::new(data, device).unwrap());
+            .map(|data| StaticInput::<2, Int>::new(data, device).unwrap());
         let seed = Rc::new(DeviceSeed::new(0, device).unwrap());
         let calls = Rc::new(Cell::new(0));
-        let mut replayed = Replayed::new(device, {
+        let mut replayed = CapturedGraph::new(device, {
             let (state, tokens, targets) = (state.clone(), tokens.clone(), targets.clone());
             let (seed, control, calls) = (seed.clone(), control.clone(), calls.clone());
             let recompute = self.recompute;
@@ -518,7 +518,7 @@ pub fn replayed_training_equals_plain_training(devices: &[Device]) {
             // The kernels on tensor cores, where there are any.
             let mixed = setup(128, 256, Precision::Bf16, 24);
             let segments = Recompute::Segments(1.try_into().expect("one"));
-            let keeping = Recompute::SegmentsKeepingAttention(1.try_into().expect("one"));
+            let keeping = Recompute::SegmentsSavingAttention(1.try_into().expect("one"));
             for recompute in [Recompute::None, Recompute::Mlp, segments, keeping] {
                 let config = mixed.config.clone();
                 setups.push(Setup {

@@ -1,7 +1,7 @@
 //! Rows split into heads and joined, against loops over all indices.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::internal::{heads_apart, heads_together};
+use burn_blocksparse::internal::{cat_head_groups, split_head_groups};
 use burn_blocksparse::ops::{OpPlan, join_heads, split_heads};
 
 use crate::activation::assert_plan;
@@ -440,14 +440,14 @@ pub fn heads_apart_equal_slices(devices: &[Device]) {
                         let twice = x.clone() * 2.0;
                         let slice = |x: &Tensor<4>, from, to| x.clone().slice_dim(1, from..to);
                         let [a, b] = match at_once {
-                            true => heads_apart(twice, first).unwrap(),
+                            true => split_head_groups(twice, first).unwrap(),
                             false => [slice(&twice, 0, first), slice(&twice, first, heads)],
                         };
                         let a = if used[0] { a } else { a.detach() };
                         let b = if used[1] { b } else { b.detach() };
                         let parts = [a.square(), b.exp()];
                         let out = match at_once {
-                            true => heads_together(parts).unwrap(),
+                            true => cat_head_groups(parts).unwrap(),
                             false => Tensor::cat(parts.to_vec(), 1),
                         };
                         let by = tensor(&by, shape, &device, dtype);
@@ -460,10 +460,12 @@ pub fn heads_apart_equal_slices(devices: &[Device]) {
                     }
                 }
                 let whole = tensor(&x, shape, &device, dtype);
-                let error = heads_apart(whole.clone(), heads).unwrap_err().to_string();
+                let error = split_head_groups(whole.clone(), heads)
+                    .unwrap_err()
+                    .to_string();
                 assert!(error.contains("first"), "{error}");
                 let other = Tensor::zeros([batch, 1, seq + 1, width], (&device, dtype));
-                let error = heads_together([whole, other]).unwrap_err().to_string();
+                let error = cat_head_groups([whole, other]).unwrap_err().to_string();
                 assert!(error.contains("others' rows"), "{error}");
             }
         }

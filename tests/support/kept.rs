@@ -1,7 +1,9 @@
 //! Attention with results that another pass kept: the bits that it has without, and what is given is what is used.
 
 use burn::tensor::{DType, Device, Distribution, Tensor, TensorData};
-use burn_blocksparse::internal::{KeptAttention, attention_given, attention_keeping};
+use burn_blocksparse::internal::{
+    AttentionResiduals, attention_from_residuals, attention_with_residuals,
+};
 use burn_blocksparse::{
     AttentionOptions, AttentionTensors, Dropout, Layout, Pattern, SparseAttentionCall,
 };
@@ -44,7 +46,7 @@ fn variant(index: usize, case: &Case, seed: u64) -> (Problem, AttentionOptions) 
 enum By {
     Itself,
     Keeping,
-    Given(Box<KeptAttention>),
+    Given(Box<AttentionResiduals>),
 }
 
 /// Tracked, on a device with autodiff.
@@ -55,7 +57,7 @@ fn leaf<const D: usize>(x: Tensor<D>) -> Tensor<D> {
     }
 }
 
-type Results = (Vec<(&'static str, TensorData)>, Option<KeptAttention>);
+type Results = (Vec<(&'static str, TensorData)>, Option<AttentionResiduals>);
 
 /// Outputs and gradients by name, and what a call kept.
 fn run<'a>(
@@ -87,12 +89,14 @@ fn run<'a>(
             (out, lse, None)
         }
         By::Keeping => {
-            let (out, lse, kept) = attention_keeping(tq, tk, tv, tensors, layout, options).unwrap();
+            let (out, lse, kept) =
+                attention_with_residuals(tq, tk, tv, tensors, layout, options).unwrap();
             assert!(!kept.out.is_autodiff() && !kept.lse.is_autodiff());
             (out, lse, Some(kept))
         }
         By::Given(kept) => {
-            let (out, lse) = attention_given(tq, tk, tv, tensors, *kept, layout, options).unwrap();
+            let (out, lse) =
+                attention_from_residuals(tq, tk, tv, tensors, *kept, layout, options).unwrap();
             (out, lse, None)
         }
     };
@@ -251,13 +255,13 @@ pub fn given_attention_is_not_computed(devices: &[Device]) {
         let options = AttentionOptions::default;
         let call = (q.clone(), k.clone(), v.clone());
         let (_, _, kept) =
-            attention_keeping(call.0, call.1, call.2, none(), &layout, options()).unwrap();
+            attention_with_residuals(call.0, call.1, call.2, none(), &layout, options()).unwrap();
         // Half of the weights, of an output that they do not make.
-        let altered = KeptAttention::new(
+        let altered = AttentionResiduals::new(
             kept.out.clone() * -3.0 + 1.0,
             kept.lse.clone() + std::f64::consts::LN_2,
         );
-        let given = |tracked: [bool; 3], kept: KeptAttention| {
+        let given = |tracked: [bool; 3], kept: AttentionResiduals| {
             let leaf = |x: &Tensor<4>, tracked: bool| match tracked {
                 true => x.clone().autodiff().require_grad(),
                 false => x.clone(),
@@ -268,11 +272,12 @@ pub fn given_attention_is_not_computed(devices: &[Device]) {
                 leaf(&v, tracked[2]),
             ];
             let [tq, tk, tv] = inputs.clone();
-            let (out, lse) = attention_given(tq, tk, tv, none(), kept, &layout, options()).unwrap();
+            let (out, lse) =
+                attention_from_residuals(tq, tk, tv, none(), kept, &layout, options()).unwrap();
             (inputs, out, lse)
         };
         let bytes = |data: TensorData| data.as_bytes().to_vec();
-        let gradients = |tracked: [bool; 3], kept: &KeptAttention| {
+        let gradients = |tracked: [bool; 3], kept: &AttentionResiduals| {
             let (inputs, out, lse) = given(tracked, kept.clone());
             assert_eq!(bytes(out.to_data()), bytes(kept.out.to_data()), "{plain:?}");
             assert_eq!(bytes(lse.to_data()), bytes(kept.lse.to_data()), "{plain:?}");
@@ -315,7 +320,8 @@ pub fn given_attention_is_not_computed(devices: &[Device]) {
         let sinks = Tensor::<1>::from_data([0.4, -0.7], plain);
         let tensors = none().sinks(sinks.clone());
         let (out, lse) =
-            attention_given(q, k, v, tensors, altered.clone(), &layout, options()).unwrap();
+            attention_from_residuals(q, k, v, tensors, altered.clone(), &layout, options())
+                .unwrap();
         let total = (altered.lse.clone().exp() + sinks.reshape([1, 2, 1]).exp()).log();
         let share = (altered.lse.clone() - total.clone()).exp();
         let scaled = altered.out.clone() * share.unsqueeze_dim(3);

@@ -3,7 +3,9 @@
 use std::collections::BTreeSet;
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::selection::{ChoiceWalk, KeyLists, QueryLists, attention_with_keys};
+use burn_blocksparse::selection::{
+    DispatchMode, SelectedBlocks, TokenIndices, token_sparse_attention,
+};
 use burn_blocksparse::{
     AttentionOptions, BlockLayout, DeviceLayout, LayoutShape, Pattern, SparseAttentionCall,
 };
@@ -220,7 +222,7 @@ impl Case {
 }
 
 impl Drawn {
-    fn lists(&self, device: &Device) -> KeyLists {
+    fn lists(&self, device: &Device) -> TokenIndices {
         let Case {
             batch,
             lists,
@@ -233,8 +235,8 @@ impl Drawn {
         let device = device.clone().without_autodiff();
         let keys = Tensor::<4, Int>::from_data(data, (&device, DType::I32));
         match causal {
-            true => QueryLists::of_keys(keys, seq_kv).unwrap(),
-            false => KeyLists::new(keys, seq_kv, false).unwrap(),
+            true => SelectedBlocks::of_keys(keys, seq_kv).unwrap(),
+            false => TokenIndices::new(keys, seq_kv, false).unwrap(),
         }
     }
 
@@ -242,12 +244,12 @@ impl Drawn {
         &self,
         device: &Device,
         dtype: DType,
-        walk: ChoiceWalk,
+        walk: DispatchMode,
     ) -> [(&'static str, TensorData); 5] {
         let device = device.clone().autodiff();
-        let options = AttentionOptions::default().choice_walk(walk);
+        let options = AttentionOptions::default().dispatch_mode(walk);
         differentiated(&self.problem, &device, dtype, |q, k, v| {
-            attention_with_keys(q, k, v, self.lists(&device), options.clone()).unwrap()
+            token_sparse_attention(q, k, v, self.lists(&device), options.clone()).unwrap()
         })
     }
 
@@ -258,7 +260,7 @@ impl Drawn {
             true => 5e-3,
             false => tolerance,
         };
-        for (name, got) in self.run(device, dtype, ChoiceWalk::Auto) {
+        for (name, got) in self.run(device, dtype, DispatchMode::Auto) {
             let what = format!("{}, {device:?}, {dtype:?}: {name}", self.case.name);
             // A query of one key has gradients that are differences of equal numbers.
             let Expected { values, terms, .. } = answer.result(name);
@@ -323,7 +325,7 @@ pub fn key_lists_overlap(devices: &[Device]) {
                 0 => 1.0,
                 _ => (8.0 - 8.0 * unions.len() as f64 / f64::from(sum)) / 7.0,
             };
-            let got = drawn.lists(device).measure_overlap();
+            let got = drawn.lists(device).measure_group_reuse();
             let what = format!("{}, {device:?}: {got}, not {expected}", case.name);
             assert!((got - expected).abs() < 1e-12, "{what}");
         }
@@ -349,8 +351,8 @@ pub fn attention_with_keys_in_half_precision(devices: &[Device]) {
             for dtype in half_dtypes(device) {
                 let drawn = case.draw(10_000 + 10 * index, dtype);
                 drawn.check(device, dtype, half_tolerance(dtype));
-                let all = drawn.run(device, dtype, ChoiceWalk::Packed);
-                let walked = drawn.run(device, dtype, ChoiceWalk::Auto);
+                let all = drawn.run(device, dtype, DispatchMode::GroupByBlock);
+                let walked = drawn.run(device, dtype, DispatchMode::Auto);
                 for ((name, walked), (_, all)) in walked.into_iter().zip(all) {
                     let what = format!("{}, {device:?}, {dtype:?}: {name}, all", case.name);
                     let tolerance = 2.0 * half_tolerance(dtype);
@@ -394,7 +396,7 @@ pub fn attention_with_keys_gives_the_same_bits(devices: &[Device]) {
             let halves = half_dtypes(device).into_iter().rev().take(1);
             for dtype in halves.chain([DType::F32]) {
                 let drawn = case.draw(10_400, dtype);
-                let [first, second] = [(); 2].map(|_| drawn.run(device, dtype, ChoiceWalk::Auto));
+                let [first, second] = [(); 2].map(|_| drawn.run(device, dtype, DispatchMode::Auto));
                 let what = format!("{}, {device:?}, {dtype:?}: other bits", case.name);
                 assert!(first == second, "{what}");
                 ran += 1;
@@ -415,7 +417,7 @@ pub fn attention_with_keys_equals_finite_differences(devices: &[Device]) {
     };
     for device in devices.iter().filter(|device| supports(device, DType::F64)) {
         let mut drawn = case.draw(10_500, DType::F32);
-        let results = drawn.run(device, DType::F64, ChoiceWalk::Auto);
+        let results = drawn.run(device, DType::F64, DispatchMode::Auto);
         for (which, (name, grad)) in results.into_iter().skip(2).enumerate() {
             let grad = to_f64(grad);
             for index in (0..grad.len()).step_by(17) {
@@ -425,7 +427,7 @@ pub fn attention_with_keys_equals_finite_differences(devices: &[Device]) {
                     values.into_iter().nth(which).unwrap()[index] += step;
                     let [q, k, v, grad_out] = inputs(&drawn.problem, device, DType::F64);
                     let options = AttentionOptions::default();
-                    let result = attention_with_keys(q, k, v, drawn.lists(device), options);
+                    let result = token_sparse_attention(q, k, v, drawn.lists(device), options);
                     let (out, lse) = result.unwrap();
                     let shape = TensorData::new(drawn.problem.grad_lse.clone(), lse.dims());
                     let grad_lse = Tensor::<3>::from_data(shape, (device, DType::F64));
@@ -528,17 +530,17 @@ pub fn attention_with_keys_plans(devices: &[Device]) {
                 let [q, k, v, _] = inputs(&drawn.problem, device, dtype);
                 let lists = drawn.lists(device);
                 let plan = |walk| {
-                    let options = AttentionOptions::default().choice_walk(walk);
+                    let options = AttentionOptions::default().dispatch_mode(walk);
                     lists.explain(&q, &k, &v, &options).unwrap()
                 };
-                let auto = plan(ChoiceWalk::Auto);
+                let auto = plan(DispatchMode::Auto);
                 // Tiles take other numbers of heads and widths.
                 let in_tiles = auto.to_string().contains("tiles of all pairs");
                 let walked = is_cuda && (case.walked || in_tiles) && dtype != DType::F32;
                 let what = format!("{}, {device:?}, {dtype:?}: {auto}", case.name);
                 assert_eq!(auto.is_kernels(), walked, "{what}");
                 assert_eq!(auto.to_string().contains("listed"), walked, "{what}");
-                assert!(!plan(ChoiceWalk::Packed).is_kernels(), "{what}");
+                assert!(!plan(DispatchMode::GroupByBlock).is_kernels(), "{what}");
             }
         }
     }
@@ -549,25 +551,25 @@ pub fn attention_with_keys_errors(devices: &[Device]) {
     let drawn = CASE.draw(10_700, DType::F32);
     for device in devices {
         let [q, k, v, _] = inputs(&drawn.problem, device, DType::F32);
-        let call = |lists: KeyLists, options: AttentionOptions| {
+        let call = |lists: TokenIndices, options: AttentionOptions| {
             let x = (q.clone(), k.clone(), v.clone());
-            let result = attention_with_keys(x.0, x.1, x.2, lists, options);
+            let result = token_sparse_attention(x.0, x.1, x.2, lists, options);
             result.unwrap_err().to_string()
         };
         let inner = device.clone().without_autodiff();
         let keys = |dims: [usize; 4]| Tensor::<4, Int>::zeros(dims, (&inner, DType::I32));
         let other = |dims: [usize; 4], seq_kv: usize| {
-            let lists = QueryLists::of_keys(keys(dims), seq_kv).unwrap();
+            let lists = SelectedBlocks::of_keys(keys(dims), seq_kv).unwrap();
             call(lists, AttentionOptions::default())
         };
         assert!(other([1, 2, 100, 3], 100).contains("lists' batch"));
         assert!(other([2, 3, 100, 3], 100).contains("lists' heads"));
         assert!(other([2, 2, 99, 3], 100).contains("lists' queries"));
         assert!(other([2, 2, 100, 3], 90).contains("lists' seq_kv"));
-        let error = QueryLists::of_keys(keys([2, 2, 100, 3]), 0).unwrap_err();
+        let error = SelectedBlocks::of_keys(keys([2, 2, 100, 3]), 0).unwrap_err();
         assert!(error.to_string().contains("seq_kv must be at least 1"));
         for wrong in [-0.1, 1.1, f64::NAN] {
-            let error = drawn.lists(device).with_expected_overlap(wrong);
+            let error = drawn.lists(device).with_group_reuse(wrong);
             assert!(
                 error
                     .unwrap_err()

@@ -1,7 +1,7 @@
 //! Products with weights and their gradients, against f64.
 
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
-use burn_blocksparse::ops::{LinearOptions, linear, linear_joined};
+use burn_blocksparse::ops::{LinearOptions, fused_linear, linear};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -149,7 +149,7 @@ impl Problem {
             .map(|(weight, out)| tensor(weight, [self.width, *out], device, weight_dtype))
             .map(Tensor::require_grad)
             .collect();
-        let y = linear_joined(x.clone(), weights.clone(), options).unwrap();
+        let y = fused_linear(x.clone(), weights.clone(), options).unwrap();
         let shape = [self.batch, self.rows, self.out()];
         assert_eq!(y.dims(), shape);
         let expected = options.dtype.map_or(dtype, DType::from);
@@ -292,7 +292,7 @@ pub fn products_differentiate_what_is_tracked(devices: &[Device]) {
                     leaf(&problem.weights[index], shape, tracked[index + 1])
                 })
                 .collect();
-            let y = linear_joined(x.clone(), weights.clone(), &LinearOptions::default()).unwrap();
+            let y = fused_linear(x.clone(), weights.clone(), &LinearOptions::default()).unwrap();
             let grad = tensor(&problem.grad, [30, 12], device, DType::F32);
             let grads = (y * grad).sum().backward();
             for (index, leaf) in [x].iter().chain(&weights).enumerate() {

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::internal::runs_kernels;
-use burn_blocksparse::selection::{ChoiceWalk, QueryLists, attention_with_lists};
+use burn_blocksparse::selection::{DispatchMode, SelectedBlocks, selected_blocks_attention};
 use burn_blocksparse::{AttentionOptions, BlockLayout, LayoutShape, Pattern};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -235,7 +235,7 @@ impl Case {
 }
 
 impl Drawn {
-    fn lists(&self, device: &Device) -> QueryLists {
+    fn lists(&self, device: &Device) -> SelectedBlocks {
         let Case {
             batch,
             heads: [_, kv_heads],
@@ -247,26 +247,26 @@ impl Drawn {
         let data = TensorData::new(self.lists.clone(), [batch, kv_heads, seq_q, most]);
         let device = device.clone().without_autodiff();
         let blocks = Tensor::<4, Int>::from_data(data, (&device, DType::I32));
-        QueryLists::of_blocks(blocks, seq_kv, block).unwrap()
+        SelectedBlocks::of_blocks(blocks, seq_kv, block).unwrap()
     }
 
     fn run(
         &self,
         device: &Device,
         dtype: DType,
-        walk: ChoiceWalk,
+        walk: DispatchMode,
     ) -> [(&'static str, TensorData); 5] {
         let device = device.clone().autodiff();
-        let options = AttentionOptions::default().choice_walk(walk);
+        let options = AttentionOptions::default().dispatch_mode(walk);
         differentiated(&self.problem, &device, dtype, |q, k, v| {
             let lists = self.lists(&device);
-            attention_with_lists(q, k, v, &self.near, lists, options.clone()).unwrap()
+            selected_blocks_attention(q, k, v, &self.near, lists, options.clone()).unwrap()
         })
     }
 
     fn check(&self, device: &Device, dtype: DType, tolerance: f64) {
         let answer = self.problem.solve();
-        for (name, got) in self.run(device, dtype, ChoiceWalk::Auto) {
+        for (name, got) in self.run(device, dtype, DispatchMode::Auto) {
             let what = format!("{}, {device:?}, {dtype:?}: {name}", self.case.name);
             assert_close(&what, got, answer.result(name).values, tolerance);
         }
@@ -307,8 +307,8 @@ pub fn attention_with_lists_in_half_precision(devices: &[Device]) {
             for dtype in half_dtypes(device) {
                 let drawn = case.draw(9300 + 10 * index, dtype);
                 drawn.check(device, dtype, half_tolerance(dtype));
-                let packed = drawn.run(device, dtype, ChoiceWalk::Packed);
-                let walked = drawn.run(device, dtype, ChoiceWalk::Auto);
+                let packed = drawn.run(device, dtype, DispatchMode::GroupByBlock);
+                let walked = drawn.run(device, dtype, DispatchMode::Auto);
                 for ((name, walked), (_, packed)) in walked.into_iter().zip(packed) {
                     let what = format!("{}, {device:?}, {dtype:?}: {name}, packed", case.name);
                     let tolerance = 2.0 * half_tolerance(dtype);
@@ -327,7 +327,7 @@ pub fn attention_with_lists_gives_the_same_bits(devices: &[Device]) {
             let halves = half_dtypes(device).into_iter();
             for dtype in halves.chain([DType::F32]) {
                 let drawn = case.draw(9500, dtype);
-                let [first, second] = [(); 2].map(|_| drawn.run(device, dtype, ChoiceWalk::Auto));
+                let [first, second] = [(); 2].map(|_| drawn.run(device, dtype, DispatchMode::Auto));
                 assert!(
                     first == second,
                     "{}, {device:?}, {dtype:?}: other bits",
@@ -351,15 +351,15 @@ pub fn attention_with_lists_plans(devices: &[Device]) {
                 let [q, k, v, _] = inputs(&drawn.problem, device, dtype);
                 let lists = drawn.lists(device);
                 let plan = |walk| {
-                    let options = AttentionOptions::default().choice_walk(walk);
+                    let options = AttentionOptions::default().dispatch_mode(walk);
                     let plan = lists.explain(&q, &k, &v, &drawn.near, &options);
                     plan.unwrap().to_string()
                 };
-                let text = plan(ChoiceWalk::Auto);
+                let text = plan(DispatchMode::Auto);
                 let what = format!("{}, {device:?}, {dtype:?}: {text}", case.name);
                 let walked = is_cuda && case.walked && dtype != DType::F32;
                 assert_eq!(text.starts_with("listed"), walked, "{what}");
-                let packed = plan(ChoiceWalk::Packed);
+                let packed = plan(DispatchMode::GroupByBlock);
                 assert!(!packed.starts_with("listed"), "{what}");
             }
         }
@@ -372,23 +372,23 @@ pub fn attention_with_lists_errors(devices: &[Device]) {
     for device in devices {
         let [q, k, v, _] = inputs(&drawn.problem, device, DType::F32);
         let lists = drawn.lists(device);
-        let call = |lists: QueryLists, options: AttentionOptions| {
+        let call = |lists: SelectedBlocks, options: AttentionOptions| {
             let x = (q.clone(), k.clone(), v.clone());
-            let result = attention_with_lists(x.0, x.1, x.2, &drawn.near, lists, options);
+            let result = selected_blocks_attention(x.0, x.1, x.2, &drawn.near, lists, options);
             result.unwrap_err().to_string()
         };
         let other = |dims: [usize; 4]| {
             let device = device.clone().without_autodiff();
             let blocks = Tensor::<4, Int>::zeros(dims, (&device, DType::I32));
             call(
-                QueryLists::of_blocks(blocks, 100, 16).unwrap(),
+                SelectedBlocks::of_blocks(blocks, 100, 16).unwrap(),
                 AttentionOptions::default(),
             )
         };
         assert!(other([1, 2, 100, 3]).contains("lists' batch"));
         assert!(other([2, 3, 100, 3]).contains("lists' heads"));
         assert!(other([2, 2, 99, 3]).contains("lists' queries"));
-        let wrong = lists.clone().with_expected_overlap(1.5).unwrap_err();
+        let wrong = lists.clone().with_group_reuse(1.5).unwrap_err();
         assert!(wrong.to_string().contains("overlap must be from 0 to 1"));
         let alibi = AttentionOptions::default().alibi(vec![0.5; 32]);
         assert!(call(lists, alibi).contains("options.alibi"));

@@ -1,7 +1,7 @@
 //! Weights summed over columns and diagonals, against f64.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::selection::{MassOptions, attention_masses};
+use burn_blocksparse::selection::{AccumulatedAttentionOptions, accumulated_attention};
 use burn_blocksparse::{
     AttentionOptions, AttentionTensors, BlockLayout, Pattern, SparseAttentionCall,
 };
@@ -48,7 +48,7 @@ pub(crate) struct Call<'a> {
 }
 
 impl Call<'_> {
-    fn options(&self, device: &Device, dtype: DType) -> MassOptions {
+    fn options(&self, device: &Device, dtype: DType) -> AccumulatedAttentionOptions {
         let mut tensors = AttentionTensors::default();
         tensors.bias = self.problem.bias.as_ref().map(|bias| {
             let data = TensorData::new(bias.values.clone(), bias.shape);
@@ -58,7 +58,7 @@ impl Call<'_> {
             let data = TensorData::new(table.values.clone(), table.shape);
             Tensor::from_data(data, (device, dtype))
         });
-        let options = MassOptions::default()
+        let options = AccumulatedAttentionOptions::default()
             .attention(self.options.clone())
             .tensors(tensors);
         match &self.queries {
@@ -77,7 +77,7 @@ impl Call<'_> {
         let [batch, heads, seq_q, _] = q.dims();
         let lse = TensorData::new(self.problem.solve().lse, [batch, heads, seq_q]);
         let lse = Tensor::<3>::from_data(lse, (device, sums));
-        let masses = attention_masses(q, k, lse, &self.layout, self.options(device, dtype));
+        let masses = accumulated_attention(q, k, lse, &self.layout, self.options(device, dtype));
         let masses = masses.unwrap();
         [masses.columns, masses.diagonals].map(Tensor::into_data)
     }
@@ -172,8 +172,8 @@ pub fn masses_of_long_lines(devices: &[Device]) {
             .options(options.clone())
             .run_with_lse()
             .unwrap();
-        let options = MassOptions::default().tensors(tensors);
-        let masses = attention_masses(q, k, lse, &layout, options).unwrap();
+        let options = AccumulatedAttentionOptions::default().tensors(tensors);
+        let masses = accumulated_attention(q, k, lse, &layout, options).unwrap();
         assert!(
             !masses.columns.is_require_grad(),
             "the sums leave the graph"
@@ -203,7 +203,13 @@ pub fn masses_give_the_same_bits(devices: &[Device]) {
         };
         let call = |q: Tensor<4>, k: Tensor<4>| {
             let layout = case.layout();
-            let masses = attention_masses(q, k, lse.clone(), &layout, MassOptions::default());
+            let masses = accumulated_attention(
+                q,
+                k,
+                lse.clone(),
+                &layout,
+                AccumulatedAttentionOptions::default(),
+            );
             let masses = masses.unwrap();
             [masses.columns, masses.diagonals].map(Tensor::into_data)
         };

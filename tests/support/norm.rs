@@ -1,7 +1,7 @@
 //! Residual norms against f64 loops.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::ops::{Branch, NormParams, ResidualNormOptions, StreamDropout};
+use burn_blocksparse::ops::{AddNormOptions, ElementDropout, NormParams, Residual};
 
 use crate::compare::{assert_close, to_f64};
 use crate::devices::{assert_ran, exact_dtypes, half_dtypes, supports, uses_reference};
@@ -191,7 +191,7 @@ pub fn residual_norms_in_a_chain(devices: &[Device]) {
                 let mut total = Tensor::<1>::zeros([1], (device, dtype));
                 for index in 0..3 {
                     let mut call = problem.clone();
-                    call.dropout = Some(StreamDropout::new(0.2, 3, index));
+                    call.dropout = Some(ElementDropout::new(0.2, 3, index));
                     let (sum, normed) = call.call(inputs.clone(), types);
                     let normed = normed.unwrap();
                     total = total + normed.clone().powi_scalar(3).sum();
@@ -233,8 +233,8 @@ pub fn residual_norm_plans(devices: &[Device]) {
     for device in devices {
         let stream = Tensor::<2>::zeros([300, 512], device);
         let params = NormParams::new(Tensor::ones([512], device));
-        let branch = Branch::new(stream.clone());
-        let options = ResidualNormOptions::default();
+        let branch = Residual::new(stream.clone());
+        let options = AddNormOptions::default();
         let plan = options.explain(&stream, Some(&branch), &params).unwrap();
         let wide = Tensor::<2>::zeros([2, 40_000], device);
         let of_wide = NormParams::new(Tensor::ones([40_000], device));

@@ -2,7 +2,7 @@
 
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use burn_blocksparse::ops::{
-    Branch, Norm, NormParams, ResidualNormOptions, StreamDropout, norm, residual_add, residual_norm,
+    AddNormOptions, ElementDropout, NormKind, NormParams, Residual, add_norm, norm, residual_add,
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -45,9 +45,9 @@ impl Types {
 pub(crate) struct Problem {
     pub(crate) shape: [usize; 3],
     /// None: the sum alone.
-    pub(crate) norm: Option<Norm>,
+    pub(crate) norm: Option<NormKind>,
     pub(crate) epsilon: f64,
-    pub(crate) dropout: Option<StreamDropout>,
+    pub(crate) dropout: Option<ElementDropout>,
     pub(crate) stream: Vec<f64>,
     pub(crate) branch: Option<Vec<f64>>,
     pub(crate) bias: Option<Vec<f64>>,
@@ -70,7 +70,7 @@ impl Problem {
         let count = a * b * width;
         Self {
             shape,
-            norm: Some(Norm::Layer),
+            norm: Some(NormKind::Layer),
             epsilon: 1e-3,
             dropout: None,
             stream: numbers(count, 0.5),
@@ -86,11 +86,11 @@ impl Problem {
     /// Another of the calls that there are.
     pub(crate) fn varied(mut self, index: usize) -> Self {
         if index % 2 == 1 {
-            self.norm = Some(Norm::Rms);
+            self.norm = Some(NormKind::Rms);
         }
         if !index.is_multiple_of(3) {
             self.dropout =
-                Some(StreamDropout::new(0.3, index as u64 + (5 << 33), 7).with_first_row(3));
+                Some(ElementDropout::new(0.3, index as u64 + (5 << 33), 7).with_first_row(3));
         }
         if index % 4 == 1 {
             self.bias = None;
@@ -138,7 +138,7 @@ impl Problem {
         let rows = sum.chunks(width.max(1)).zip(grad.chunks(width.max(1)));
         rows.map(|(s, grad)| {
             let mean = match self.norm {
-                Some(Norm::Layer) => s.iter().sum::<f64>() / width as f64,
+                Some(NormKind::Layer) => s.iter().sum::<f64>() / width as f64,
                 _ => 0.0,
             };
             let variance = s.iter().map(|s| (s - mean).powi(2)).sum::<f64>() / width as f64;
@@ -173,7 +173,7 @@ impl Problem {
             }
             let s = &sum[of_row.clone()];
             let mean = match self.norm {
-                Some(Norm::Layer) => s.iter().sum::<f64>() / d,
+                Some(NormKind::Layer) => s.iter().sum::<f64>() / d,
                 _ => 0.0,
             };
             let variance = s.iter().map(|s| (s - mean).powi(2)).sum::<f64>() / d;
@@ -184,7 +184,7 @@ impl Problem {
                 .map(|(j, at)| self.gamma[j] * grad(at))
                 .collect();
             let average = match self.norm {
-                Some(Norm::Layer) => ghat.iter().sum::<f64>() / d,
+                Some(NormKind::Layer) => ghat.iter().sum::<f64>() / d,
                 _ => 0.0,
             };
             let product = ghat.iter().zip(&xhat).map(|(g, x)| g * x).sum::<f64>() / d;
@@ -211,8 +211,8 @@ impl Problem {
         ]
     }
 
-    pub(crate) fn options(&self, types: Types) -> ResidualNormOptions {
-        let mut options = ResidualNormOptions::default()
+    pub(crate) fn options(&self, types: Types) -> AddNormOptions {
+        let mut options = AddNormOptions::default()
             .norm(self.norm.unwrap_or_default())
             .epsilon(self.epsilon)
             .dtype(FloatDType::from(types.normed));
@@ -243,8 +243,8 @@ impl Problem {
     /// The outputs of a call.
     pub(crate) fn call(&self, inputs: Inputs, types: Types) -> (Tensor<3>, Option<Tensor<3>>) {
         let branch = inputs.branch.map(|x| match inputs.bias {
-            Some(bias) => Branch::new(x).bias(bias),
-            None => Branch::new(x),
+            Some(bias) => Residual::new(x).bias(bias),
+            None => Residual::new(x),
         });
         if self.norm.is_none() {
             let branch = branch.expect("a branch to be added");
@@ -258,7 +258,7 @@ impl Problem {
             let stream = inputs.stream.clone();
             return (stream, Some(norm(inputs.stream, params, &options).unwrap()));
         }
-        let (sum, normed) = residual_norm(inputs.stream, branch, params, &options).unwrap();
+        let (sum, normed) = add_norm(inputs.stream, branch, params, &options).unwrap();
         (sum, Some(normed))
     }
 

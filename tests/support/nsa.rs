@@ -30,7 +30,7 @@ fn chosen(inputs: &Inputs, device: &Device, dtype: DType) -> Vec<Vec<usize>> {
     let what = format!("{}, {device:?}, {dtype:?}", case.name);
     let x = inputs.tensors(device, dtype);
     let keys_values = x.keys_values(&nsa);
-    let found = nsa.block_masses(x.q.clone(), &keys_values).unwrap();
+    let found = nsa.block_importance(x.q.clone(), &keys_values).unwrap();
     let [batch, lists, rows, blocks] = found.dims();
     let expected = [case.batch, case.heads[1], case.seq[0], case.blocks()];
     assert_eq!(
@@ -421,7 +421,7 @@ pub fn nsa_golden(devices: &[Device]) {
     for device in devices {
         let x = inputs.tensors(device, DType::F32);
         let keys_values = x.keys_values(&nsa);
-        let masses = nsa.block_masses(x.q.clone(), &keys_values).unwrap();
+        let masses = nsa.block_importance(x.q.clone(), &keys_values).unwrap();
         let masses = to_f64(masses.into_data());
         let what = format!("{device:?}");
         assert_printed(&what, &masses[15 * 4..][..2], &of_7);

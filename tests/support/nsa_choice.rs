@@ -126,7 +126,7 @@ fn masses(inputs: &Inputs, keys: &[f64]) -> Vec<Vec<f64>> {
 
 /// What a device gives: masses, and the blocks that each query chose.
 fn found(nsa: &Nsa, q: &Tensor<4>, keys_values: &NsaKeysValues) -> (Tensor<4>, Vec<i32>, usize) {
-    let masses = nsa.block_masses(q.clone(), keys_values).unwrap();
+    let masses = nsa.block_importance(q.clone(), keys_values).unwrap();
     let lists = nsa.query_lists(q.clone(), keys_values).unwrap();
     let blocks = lists.expect("there is a choice").blocks;
     let most = blocks.dims()[3];
@@ -175,7 +175,7 @@ fn check(case: Case, seed: u64, device: &Device, dtype: DType) -> [usize; 2] {
     let flat: Vec<f64> = expected.iter().flatten().copied().collect();
     let largest = flat.iter().fold(0.1, |a: f64, &b| a.max(b));
     let (exact, gaps) = inputs.chosen(&expected);
-    let general = case.nsa().without_mass_kernel();
+    let general = case.nsa().without_importance_kernel();
     let is_half = dtype != DType::F32;
     let mut of_kernels = [0, 0];
     let is_served = is_half && width.is_multiple_of(16) && runs_on_tensor_cores(&x.q, dtype);
@@ -274,7 +274,7 @@ pub fn queries_at_any_positions_equal_the_whole(devices: &[Device]) {
             ..NsaKeysValues::shared(k, v)
         };
         let whole = nsa.compressed_branch(q.clone(), &keys_values).unwrap();
-        let masses = nsa.block_masses(q.clone(), &keys_values).unwrap();
+        let masses = nsa.block_importance(q.clone(), &keys_values).unwrap();
         // Nothing ends with the first three strides, nor yet with the last ones.
         let by_strides = pair.map(|x| {
             let [.., width] = x.dims();
@@ -296,8 +296,10 @@ pub fn queries_at_any_positions_equal_the_whole(devices: &[Device]) {
         assert_close("out", seen.out.into_data(), &expected, tolerance);
         let [.., blocks] = masses.dims();
         let expected = to_f64(rows(&masses).into_data());
-        let got = to_f64(seen.masses.clone().into_data());
-        let picks = nsa.choose_pages(seen.masses, &positions, &choice).unwrap();
+        let got = to_f64(seen.importance.clone().into_data());
+        let picks = nsa
+            .choose_pages(seen.importance, &positions, &choice)
+            .unwrap();
         assert_eq!(picks.dims(), [8, 2, 8]);
         let picks: Vec<i64> = picks.into_data().iter::<i64>().collect();
         for (row, &at) in AT.iter().flatten().enumerate() {

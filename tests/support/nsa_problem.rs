@@ -2,7 +2,7 @@
 
 use burn::tensor::{DType, Device, Tensor};
 use burn_blocksparse::nsa::{Nsa, NsaKeysValues, NsaOptions};
-use burn_blocksparse::selection::Forced;
+use burn_blocksparse::selection::Always;
 
 use crate::linear::{numbers, round_to, tensor};
 use crate::reference::{Problem, Sizes};
@@ -109,7 +109,7 @@ impl Case {
             .stride(self.compressed[1])
             .selected_block(self.selected)
             .keep(self.keep)
-            .forced(Forced { first, local })
+            .forced(Always { first, local })
             .window(self.window)
     }
 

@@ -1,7 +1,9 @@
 //! Sorts by bucket, the highest numbers of rows, and sums at places, against the host's.
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::internal::{highest_in_rows, rows_at, runs_kernels, sort_buckets, sums_at};
+use burn_blocksparse::internal::{
+    counting_argsort, gather_rows, runs_kernels, segment_sum, topk_rows,
+};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -36,7 +38,7 @@ pub fn buckets_are_sorted_as_by_the_host(devices: &[Device]) {
             for device in devices {
                 let data = TensorData::new(buckets.clone(), [groups, length]);
                 let given = Tensor::<2, Int>::from_data(data, (device, DType::I32));
-                let Some([tokens, places]) = sort_buckets(given, count).unwrap() else {
+                let Some([tokens, places]) = counting_argsort(given, count).unwrap() else {
                     assert!(!runs_kernels(device));
                     continue;
                 };
@@ -86,7 +88,7 @@ pub fn highest_in_rows_are_those_of_a_sort(devices: &[Device]) {
         }) {
             let data = TensorData::new(given.clone(), [groups, rows, columns]);
             let x = Tensor::<3>::from_data(data, (device, DType::F32));
-            let Some(found) = highest_in_rows(x, most).unwrap() else {
+            let Some(found) = topk_rows(x, most).unwrap() else {
                 assert!(!runs_kernels(device));
                 continue;
             };
@@ -154,8 +156,8 @@ pub fn sums_at_places_are_gradients_of_rows(devices: &[Device]) {
         let index = Tensor::<3, Int>::from_data(data, (&device, DType::I32));
         let data = TensorData::new(users.clone(), [batch, heads, rows, places]);
         let users = Tensor::<4, Int>::from_data(data, (&device, DType::I32));
-        let taken = rows_at(y.clone(), index.clone(), users.clone()).unwrap();
-        let sums = sums_at(x.clone(), index, users).unwrap();
+        let taken = gather_rows(y.clone(), index.clone(), users.clone()).unwrap();
+        let sums = segment_sum(x.clone(), index, users).unwrap();
         let by_y = y.grad(&(taken.clone() * x.clone().detach()).sum().backward());
         let by_x = x.grad(&(sums.clone() * y.detach()).sum().backward());
         for (got, expected) in [(by_y, sums), (by_x, taken)] {
@@ -164,7 +166,7 @@ pub fn sums_at_places_are_gradients_of_rows(devices: &[Device]) {
             assert!(expected.iter().any(|x| x.abs() > 0.1));
             assert!(got.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-6));
         }
-        let error = sums_at(
+        let error = segment_sum(
             Tensor::zeros([batch, heads, places + 1, dim], &device),
             Tensor::zeros([batch, heads, places], &device),
             Tensor::zeros([batch, heads, rows, 1], &device),

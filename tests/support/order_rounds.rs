@@ -2,8 +2,8 @@
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::internal::{
-    TokensInRounds, hash_rows, keyed_rows_at, means_at, rows_at, runs_kernels, sort_hashes,
-    sort_rounds, sums_at,
+    ArgsortRounds, counting_argsort_rounds, gather_qkv, gather_rows, lsh_argsort, lsh_hash,
+    runs_kernels, segment_mean, segment_sum,
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -32,7 +32,9 @@ pub fn rounds_are_sorted_each_by_itself(devices: &[Device]) {
             .collect();
         for device in devices {
             let given = integers(buckets.clone(), [lists, rounds, length], device);
-            let Some(sorted) = sort_rounds(given.clone(), count as usize, room).unwrap() else {
+            let Some(sorted) =
+                counting_argsort_rounds(given.clone(), count as usize, room).unwrap()
+            else {
                 assert!(!runs_kernels(device));
                 continue;
             };
@@ -54,7 +56,7 @@ pub fn rounds_are_sorted_each_by_itself(devices: &[Device]) {
                 let behind = &choices[group * room + length..(group + 1) * room];
                 assert!(behind.iter().all(|&choice| choice < 0));
             }
-            let error = sort_rounds(given, count as usize, length - 1).unwrap_err();
+            let error = counting_argsort_rounds(given, count as usize, length - 1).unwrap_err();
             assert!(error.to_string().contains("room"), "{error}");
         }
     }
@@ -84,7 +86,7 @@ pub fn rows_hash_to_their_largest_product(devices: &[Device]) {
                 }
                 let rows = floats(&x, [batch, heads, length, dim], device).cast(dtype);
                 let turned = floats(&rotations, [rounds, dim, half], device);
-                let Some(buckets) = hash_rows(rows.clone(), turned).unwrap() else {
+                let Some(buckets) = lsh_hash(rows.clone(), turned).unwrap() else {
                     assert!(!runs_kernels(device));
                     continue;
                 };
@@ -133,7 +135,7 @@ pub fn rows_hash_by_the_last_bits(devices: &[Device]) {
             }
             let rows = floats(&x, [1, 1, length, dim], device).cast(dtype);
             let turned = floats(&rotations, [1, dim, half], device);
-            let Some(buckets) = hash_rows(rows, turned).unwrap() else {
+            let Some(buckets) = lsh_hash(rows, turned).unwrap() else {
                 assert!(!runs_kernels(device));
                 continue;
             };
@@ -177,16 +179,18 @@ pub fn sorted_hashes_are_hashes_sorted(devices: &[Device]) {
                 }
                 let rows = floats(&x, [batch, heads, length, dim], device).cast(dtype);
                 let turned = floats(&rotations, [rounds, dim, half], device);
-                let Some(sorted) = sort_hashes(rows.clone(), turned.clone(), room).unwrap() else {
+                let Some(sorted) = lsh_argsort(rows.clone(), turned.clone(), room).unwrap() else {
                     assert!(!runs_kernels(device));
                     continue;
                 };
-                let buckets = hash_rows(rows.clone(), turned.clone()).unwrap().unwrap();
+                let buckets = lsh_hash(rows.clone(), turned.clone()).unwrap().unwrap();
                 let buckets = buckets.reshape([batch * heads, rounds, length]);
-                let expected = sort_rounds(buckets, 2 * half, room).unwrap().unwrap();
-                let all = |x: TokensInRounds| [x.tokens, x.places, x.choices].map(numbers);
+                let expected = counting_argsort_rounds(buckets, 2 * half, room)
+                    .unwrap()
+                    .unwrap();
+                let all = |x: ArgsortRounds| [x.tokens, x.places, x.choices].map(numbers);
                 assert_eq!(all(sorted), all(expected), "{length}, {half}, {dtype:?}");
-                let error = sort_hashes(rows, turned, length - 1).unwrap_err();
+                let error = lsh_argsort(rows, turned, length - 1).unwrap_err();
                 assert!(error.to_string().contains("room"), "{error}");
             }
         }
@@ -246,11 +250,11 @@ fn check_keyed_rows(
         let run = |at_once: bool| {
             let x = floats(&x, [batch, heads, rows, dim], &device).require_grad();
             let value = floats(&value, [batch, heads, rows, value_dim], &device).require_grad();
-            let at = |x: &Tensor<4>| rows_at(x.clone(), index.clone(), users.clone()).unwrap();
+            let at = |x: &Tensor<4>| gather_rows(x.clone(), index.clone(), users.clone()).unwrap();
             let taken = match at_once {
                 true => {
                     let given = (index.clone(), users.clone());
-                    keyed_rows_at(x.clone(), value.clone(), given.0, given.1).unwrap()
+                    gather_qkv(x.clone(), value.clone(), given.0, given.1).unwrap()
                 }
                 false => {
                     let query = at(&x);
@@ -260,11 +264,11 @@ fn check_keyed_rows(
             };
             let given = (taken[2].clone(), index.clone(), users.clone());
             let means = match at_once {
-                true => means_at(given.0, given.1, given.2).unwrap(),
+                true => segment_mean(given.0, given.1, given.2).unwrap(),
                 false => {
                     let counts = users.clone().greater_equal_elem(0).int().sum_dim(3);
                     let counts = counts.clamp_min(1).float();
-                    sums_at(given.0, given.1, given.2).unwrap() / counts
+                    segment_sum(given.0, given.1, given.2).unwrap() / counts
                 }
             };
             let dims = taken.each_ref().map(|x| x.dims());
@@ -296,7 +300,7 @@ fn check_keyed_rows(
         }
         let wrong = Tensor::zeros([batch, heads, rows + 1, dim], &device);
         let x = Tensor::zeros([batch, heads, rows, dim], &device);
-        let error = keyed_rows_at(x, wrong, index, users).unwrap_err();
+        let error = gather_qkv(x, wrong, index, users).unwrap_err();
         assert!(error.to_string().contains("value's rows"), "{error}");
     }
 }

@@ -1,12 +1,12 @@
 //! Choices of pages: what is known of pages, scores and picks, against loops in f64.
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::internal::highest_pages;
+use burn_blocksparse::internal::topk_pages;
 use burn_blocksparse::paged::{
     PageChoice, PageSummaries, PagedStore, Quantization, QuantizedPages, append_quantized,
     page_scores, select_pages, summarize_stored,
 };
-use burn_blocksparse::selection::{Forced, PageSummary, Selection};
+use burn_blocksparse::selection::{Always, PageSummary, Selection};
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -294,7 +294,7 @@ impl Problem {
             PagedStore::Quantized(_) => DType::F32,
         };
         let mut summaries = PageSummaries::zeros(summary, self.pages, width, of_summaries, device);
-        summaries.numbers = summaries.numbers + f32::NAN;
+        summaries.values = summaries.values + f32::NAN;
         let cut = longest / 2;
         for part in [0..cut, cut..longest] {
             if part.is_empty() {
@@ -303,7 +303,7 @@ impl Problem {
             let slots = slots.clone().slice_dim(2, part);
             summaries = summarize_stored(summaries, store, kv_heads, slots).unwrap();
         }
-        let made = to_f64(summaries.numbers.clone().into_data());
+        let made = to_f64(summaries.values.clone().into_data());
         let numbers = made.len() / self.pages;
         let scores = page_scores(
             q.clone(),
@@ -380,7 +380,7 @@ impl Problem {
             );
         }
         let scores_are: Vec<f32> = got.iter().map(|x| *x as f32).collect();
-        let picks = highest_pages(scores, &spans, &self.choice).unwrap();
+        let picks = topk_pages(scores, &spans, &self.choice).unwrap();
         assert_picks(what, &picks, &scores_are, lengths, &self.choice);
         let selected = select_pages(q, &summaries, kv_heads, &table, &spans, &self.choice);
         let selected = read(selected.unwrap());
@@ -397,7 +397,7 @@ fn assert_picks(
     choice: &PageChoice,
 ) {
     let [batch, kv_heads, listed] = picks.dims();
-    assert_eq!((batch, listed), (lengths.len(), choice.listed()));
+    assert_eq!((batch, listed), (lengths.len(), choice.selected_pages()));
     let entries = scores.len() / (batch * kv_heads);
     let data = read(picks.clone());
     let picks: Vec<i64> = data.iter::<i64>().collect();
@@ -409,7 +409,7 @@ fn assert_picks(
             let sum: f32 = own[1..].iter().fold(own[0], |a, b| a + b);
             if sum.is_nan() { f32::NEG_INFINITY } else { sum }
         };
-        let Forced { first, local } = choice.forced;
+        let Always { first, local } = choice.forced;
         let is_forced = |at: &usize| *at < first || last - at < local;
         let (mut kept, mut order): (Vec<usize>, Vec<usize>) = (0..=last).partition(is_forced);
         order.sort_by(|a, b| block(*b).partial_cmp(&block(*a)).unwrap());
@@ -512,7 +512,7 @@ pub fn picks_of_any_scores(devices: &[Device]) {
                 let data = TensorData::new(scores.clone(), shape);
                 let of_device = Tensor::<3>::from_data(data, (device, DType::F32));
                 let spans = Problem::ints(&spans, [lengths.len(), 1, 4], device);
-                let picks = highest_pages(of_device, &spans, &choice).unwrap();
+                let picks = topk_pages(of_device, &spans, &choice).unwrap();
                 let what = format!("{text}, kind {kind} on {device:?}");
                 assert_picks(&what, &picks, &scores, &lengths, &choice);
             }

@@ -2,8 +2,7 @@
 
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use burn_blocksparse::ops::{
-    LinearOptions, join_heads, linear, linear_from_heads, linear_joined, linear_to_heads,
-    split_heads,
+    LinearOptions, fused_linear, join_heads, linear, out_proj, qkv_proj, split_heads,
 };
 
 use crate::compare::{assert_close, read, to_f64};
@@ -123,10 +122,10 @@ impl ToHeads {
         let parts = match fused {
             true => {
                 let (x, weights) = (x.clone(), weights.clone());
-                linear_to_heads(x, weights, bias.clone(), &self.parts, &options).unwrap()
+                qkv_proj(x, weights, bias.clone(), &self.parts, &options).unwrap()
             }
             false => {
-                let joined = linear_joined(x.clone(), weights.clone(), &options).unwrap();
+                let joined = fused_linear(x.clone(), weights.clone(), &options).unwrap();
                 split_heads(joined, bias.clone(), &self.parts).unwrap()
             }
         };
@@ -175,7 +174,7 @@ fn to_heads() -> Vec<ToHeads> {
     ]
 }
 
-/// As `linear_joined` and `split_heads`: the same bits, or what a rounding less makes of them.
+/// As `fused_linear` and `split_heads`: the same bits, or what a rounding less makes of them.
 pub fn projections_to_heads(devices: &[Device]) {
     let mut ran = 0;
     for plain in devices {
@@ -220,7 +219,7 @@ fn from_heads(
     let weight = weight.set_require_grad(tracked[1]);
     let options = dtypes.options();
     let y = match fused {
-        true => linear_from_heads(x.clone(), weight.clone(), &options).unwrap(),
+        true => out_proj(x.clone(), weight.clone(), &options).unwrap(),
         false => linear(join_heads(x.clone()).unwrap(), weight.clone(), &options).unwrap(),
     };
     assert_eq!(y.dims(), [batch, seq, outputs]);

@@ -2,8 +2,8 @@
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_blocksparse::selection::{
-    DenseCall, Forced, ScoreCall, SelectedOptions, Selection, Sharing, attention_selected,
-    attention_selected_with_lse,
+    Always, EstimateInputs, GqaReduction, ReferenceInputs, SelectedOptions, Selection,
+    attention_selected, attention_selected_with_lse,
 };
 use burn_blocksparse::{AttentionOptions, BlockLayout, SparseAttentionCall};
 
@@ -66,14 +66,15 @@ pub fn selected_attention_equals_its_layout(devices: &[Device]) {
     };
     let forced = Case {
         keep: 5,
-        forced: Forced { first: 1, local: 2 },
+        forced: Always { first: 1, local: 2 },
         ..own
     };
     let options = AttentionOptions::default().scale(0.3).softcap(2.0);
     for (case, sharing) in [own, forced].into_iter().flat_map(|case| {
-        [Sharing::PerHead, Sharing::Mean, Sharing::Max].map(|sharing| (case, sharing))
+        [GqaReduction::PerHead, GqaReduction::Mean, GqaReduction::Max]
+            .map(|sharing| (case, sharing))
     }) {
-        let selection = case.selection().with_sharing(sharing);
+        let selection = case.selection().with_gqa_reduction(sharing);
         // Products of f32 numbers are tf32 on tensor cores, which decides between scores that are nearer than that.
         let problems = (8100..8200).map(|seed| case.problem(seed, DType::F32).0);
         let is_clear = |problem: &Problem| {
@@ -124,9 +125,9 @@ fn part(problem: &Problem, batch: usize) -> [Vec<f64>; 2] {
     ]
 }
 
-fn dense_call<'a>(problem: &Problem, q: &'a [f64], k: &'a [f64]) -> DenseCall<'a> {
+fn dense_call<'a>(problem: &Problem, q: &'a [f64], k: &'a [f64]) -> ReferenceInputs<'a> {
     let s = problem.sizes;
-    DenseCall {
+    ReferenceInputs {
         q,
         k,
         heads: s.heads,
@@ -140,17 +141,17 @@ fn dense_call<'a>(problem: &Problem, q: &'a [f64], k: &'a [f64]) -> DenseCall<'a
 }
 
 /// By how much at least the last block that a query chooses between its forced ones scores higher than the next.
-fn smallest_gap(problem: &Problem, case: &Case, batch: usize, sharing: Sharing) -> f64 {
+fn smallest_gap(problem: &Problem, case: &Case, batch: usize, sharing: GqaReduction) -> f64 {
     let s = problem.sizes;
     let [q, k] = part(problem, batch);
     let selection = case.selection();
-    let Forced { first, local } = case.forced;
+    let Always { first, local } = case.forced;
     let count = case.keep - first - local;
     let scores = (selection.estimator()).reference(&dense_call(problem, &q, &k));
     let block = selection.estimator().grid().block;
     let blocks = s.seq_kv.div_ceil(block);
     let group = match sharing {
-        Sharing::PerHead => 1,
+        GqaReduction::PerHead => 1,
         _ => s.heads / s.kv_heads,
     };
     let shared = |list: usize, row: usize, block: usize| {
@@ -159,7 +160,7 @@ fn smallest_gap(problem: &Problem, case: &Case, batch: usize, sharing: Sharing) 
             scores[(head * s.seq_q + row) * blocks + block]
         });
         match sharing {
-            Sharing::Max => of.fold(f64::NEG_INFINITY, f64::max),
+            GqaReduction::Max => of.fold(f64::NEG_INFINITY, f64::max),
             _ => of.sum::<f64>() / group as f64,
         }
     };
@@ -185,7 +186,7 @@ pub fn selected_attention_of_query_blocks(devices: &[Device]) {
     for device in devices {
         let [q, k, v, _] = inputs(&problem, device, DType::F32);
         for causal in [true, false] {
-            let call = ScoreCall::new(q.clone(), k.clone()).causal(causal);
+            let call = EstimateInputs::new(q.clone(), k.clone()).causal(causal);
             let layout = selection.choose(&call).unwrap().layout;
             let options = AttentionOptions::default();
             let (q, k, v) = (q.clone(), k.clone(), v.clone());
@@ -250,7 +251,7 @@ pub fn selected_attention_is_prefix_stable(devices: &[Device]) {
     prefix_stable(
         Case {
             keep: 4,
-            forced: Forced { first: 1, local: 2 },
+            forced: Always { first: 1, local: 2 },
             ..case
         },
         devices,
@@ -304,7 +305,7 @@ fn prefix_stable(case: Case, devices: &[Device]) {
             );
             let blocks = |problem: &Problem| {
                 let [q, k, ..] = inputs(problem, device, DType::F32);
-                let lists = selection.query_lists(&ScoreCall::new(q, k)).unwrap();
+                let lists = selection.query_lists(&EstimateInputs::new(q, k)).unwrap();
                 let blocks = lists.unwrap().blocks.slice_dim(2, 0..first);
                 to_f64(blocks.into_data())
             };

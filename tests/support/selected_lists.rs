@@ -3,10 +3,10 @@
 use std::ops::Range;
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::internal::rows_at;
+use burn_blocksparse::internal::gather_rows;
 use burn_blocksparse::selection::{
-    BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, Forced, Keep, MixtureOfBlocks, Rule,
-    ScoreCall, Selection, Sharing, attention_selected, attention_selected_with_lse,
+    Always, BlockEstimator, Budget, EstimateGrid, EstimateInputs, EstimatorTraits, GqaReduction,
+    Moba, ReferenceInputs, Rule, Selection, attention_selected, attention_selected_with_lse,
 };
 use burn_blocksparse::{AttentionOptions, OpError, Pattern, SparseAttentionCall};
 use rand::{RngExt, SeedableRng};
@@ -29,7 +29,7 @@ pub(crate) fn check_lists(
     device: &Device,
 ) {
     let [q, k, ..] = inputs(problem, device, DType::F32);
-    let lists = selection.query_lists(&ScoreCall::new(q, k)).unwrap();
+    let lists = selection.query_lists(&EstimateInputs::new(q, k)).unwrap();
     let what = format!("{}, {device:?}", case.name);
     let most = chosen.iter().map(Vec::len).max().unwrap();
     let Some(lists) = lists else {
@@ -92,7 +92,7 @@ pub(crate) fn check_lists(
 /// An estimator whose scores are given, `[rows][blocks]` for all heads.
 #[derive(Clone, Debug)]
 struct Given {
-    inner: MixtureOfBlocks,
+    inner: Moba,
     scores: Vec<f32>,
 }
 
@@ -101,7 +101,7 @@ impl BlockEstimator for Given {
         "given"
     }
 
-    fn text(&self, _rule: &Rule, _sharing: Sharing) -> String {
+    fn text(&self, _rule: &Rule, _sharing: GqaReduction) -> String {
         "given".to_owned()
     }
 
@@ -113,7 +113,7 @@ impl BlockEstimator for Given {
         self.inner.traits()
     }
 
-    fn scores(&self, call: &ScoreCall, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
+    fn scores(&self, call: &EstimateInputs, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
         let device = call.q.device();
         assert!(!device.is_autodiff() && !call.k.device().is_autodiff());
         let [batch, heads, seq_q, _] = call.q.dims();
@@ -125,7 +125,7 @@ impl BlockEstimator for Given {
             .expand([batch, heads, rows.len(), blocks]))
     }
 
-    fn reference(&self, call: &DenseCall) -> Vec<f64> {
+    fn reference(&self, call: &ReferenceInputs) -> Vec<f64> {
         let scores = self.scores.iter().map(|&score| f64::from(score));
         let scores: Vec<f64> = scores.collect();
         scores.repeat(call.heads)
@@ -146,22 +146,22 @@ pub fn chosen_blocks_of_any_scores(devices: &[Device]) {
     ];
     let (seq, block) = (75usize, 8usize);
     let mut rng = ChaCha8Rng::seed_from_u64(8600);
-    let inner = MixtureOfBlocks {
+    let inner = Moba {
         block,
         full_last_layers: 0,
     };
-    let forced = |first, local| Forced { first, local };
+    let forced = |first, local| Always { first, local };
     let forced = [forced(0, 1), forced(2, 1), forced(1, 3), forced(40, 50)];
     for (keep, forced) in [2, 4, 20].into_iter().flat_map(|k| forced.map(|f| (k, f))) {
         let blocks = seq.div_ceil(block);
         let scores = (0..seq * blocks).map(|_| kinds[rng.random_range(0..kinds.len())]);
         let scores: Vec<f32> = scores.collect();
         let given = Given { inner, scores };
-        let selection = Selection::new(given.clone(), Keep::TopK(keep)).with_forced(forced);
+        let selection = Selection::new(given.clone(), Budget::TopK(keep)).with_always(forced);
         for device in devices {
             let device = device.clone().autodiff();
             let x = Tensor::<4>::zeros([1, 2, seq, 4], (&device, DType::F32)).require_grad();
-            let call = ScoreCall::new(x.clone(), x.clone());
+            let call = EstimateInputs::new(x.clone(), x.clone());
             let grid = call.grid(given.grid());
             // None has a choice where all that is kept is forced.
             let lists = selection.query_lists(&call).unwrap();
@@ -178,7 +178,7 @@ pub fn chosen_blocks_of_any_scores(devices: &[Device]) {
                 let row = row % seq;
                 let scores = &given.scores[row * blocks..][..blocks];
                 let scores: Vec<f64> = scores.iter().map(|&x| f64::from(x)).collect();
-                let kept = selection.rule().kept(&grid, row, &scores);
+                let kept = selection.rule().selects(&grid, row, &scores);
                 let mut got: Vec<usize> = got
                     .iter()
                     .filter_map(|&b| usize::try_from(b).ok())
@@ -264,7 +264,7 @@ pub fn moba_golden(devices: &[Device]) {
     ];
     let recalls = [0.5510, 0.6291];
     let selection: Selection = "moba:8,2".parse().unwrap();
-    let estimator = MixtureOfBlocks {
+    let estimator = Moba {
         block: 4,
         full_last_layers: 0,
     };
@@ -275,7 +275,7 @@ pub fn moba_golden(devices: &[Device]) {
         );
     };
     let (q, k) = (tensor_of(0, 2, 1), tensor_of(1, 1, 1));
-    let call = DenseCall {
+    let call = ReferenceInputs {
         q: &q,
         k: &k,
         heads: 2,
@@ -300,12 +300,12 @@ pub fn moba_golden(devices: &[Device]) {
         let place = |values: &[f64], heads: usize, copies: usize| {
             tensor(values, [1, heads, 16 * copies, 4], device, DType::F32)
         };
-        let single = ScoreCall::new(place(&q, 2, 1), place(&k, 1, 1));
+        let single = EstimateInputs::new(place(&q, 2, 1), place(&k, 1, 1));
         let scores = estimator.scores(&single, 0..16).unwrap();
         check_gates(&format!("{device:?}"), &to_f64(scores.into_data()));
         let [q, k, v] =
             [(0, 2), (1, 1), (2, 1)].map(|(of, heads)| place(&tensor_of(of, heads, 2), heads, 2));
-        let twice = ScoreCall::new(q.clone(), k.clone());
+        let twice = EstimateInputs::new(q.clone(), k.clone());
         let found = selection.query_lists(&twice).unwrap().unwrap();
         let blocks: Vec<i32> = read(found.blocks).to_vec().unwrap();
         let places: Vec<i32> = read(found.queries).to_vec().unwrap();
@@ -399,7 +399,7 @@ pub fn rows_at_equals_f64(devices: &[Device]) {
             let grad = tensor(&grad, [batch, heads, places, dim], &device, dtype);
             let index = of(placed(&index)).reshape([batch, heads, places]);
             let users = of(placed(&users)).reshape([batch, heads, rows, most]);
-            let taken = rows_at(x.clone(), index, users).unwrap();
+            let taken = gather_rows(x.clone(), index, users).unwrap();
             let grads = (taken.clone() * grad).sum().backward();
             let what = format!("{device:?}, {dtype:?}");
             assert_close(&what, taken.into_data(), &expected, tolerance);

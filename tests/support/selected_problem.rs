@@ -2,20 +2,20 @@
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_blocksparse::AttentionOptions;
-use burn_blocksparse::selection::{Forced, Selection, attention_selected_with_lse};
+use burn_blocksparse::selection::{Always, Selection, attention_selected_with_lse};
 
 use crate::attention::inputs;
 use crate::reference::{Problem, Sizes};
 
 /// A query's own block alone.
-pub(crate) const OWN: Forced = Forced { first: 0, local: 1 };
+pub(crate) const OWN: Always = Always { first: 0, local: 1 };
 
 /// The blocks that each query chooses between its forced ones, by falling score: `[batch · heads · seq_q]`; and the least difference of two scores that decides.
 pub(crate) fn choices(
     problem: &Problem,
     block: usize,
     keep: usize,
-    forced: Forced,
+    forced: Always,
 ) -> (Vec<Vec<usize>>, f64) {
     let s = problem.sizes;
     let count = keep.saturating_sub(forced.first.saturating_add(forced.local));
@@ -60,7 +60,7 @@ pub(crate) fn choices(
 fn over_choices(
     sizes: Sizes,
     seed: u64,
-    (block, forced): (usize, Forced),
+    (block, forced): (usize, Always),
     chosen: Vec<Vec<usize>>,
 ) -> Problem {
     Problem::random(sizes, seed, move |batch, head, i, j| {
@@ -84,7 +84,7 @@ pub(crate) struct Case {
     pub(crate) dims: [usize; 2],
     pub(crate) block: usize,
     pub(crate) keep: usize,
-    pub(crate) forced: Forced,
+    pub(crate) forced: Always,
 }
 
 pub(crate) const CASE: Case = Case {
@@ -114,7 +114,7 @@ pub(crate) fn cases() -> Vec<Case> {
         ..case
     };
     let forced = |first, local, case: Case| Case {
-        forced: Forced { first, local },
+        forced: Always { first, local },
         ..case
     };
     vec![

@@ -2,7 +2,7 @@
 
 use burn::tensor::{DType, Device, Tensor};
 use burn_blocksparse::selection::{
-    DenseCall, EstimateKind, Keep, ScoreCall, ScoreGrid, Selection, Sharing,
+    Budget, EstimateInputs, EstimateKind, GqaReduction, ReferenceInputs, ScoreGrid, Selection,
 };
 use burn_blocksparse::{AttentionOptions, BlockLayout, SparseAttentionCall};
 use rand::{RngExt, SeedableRng};
@@ -100,7 +100,7 @@ impl Problem {
         }
     }
 
-    fn dense(&self, entry: usize) -> DenseCall<'_> {
+    fn dense(&self, entry: usize) -> ReferenceInputs<'_> {
         let Sizes {
             heads,
             kv_heads,
@@ -109,7 +109,7 @@ impl Problem {
             ..
         } = self.sizes;
         let (q_len, k_len) = (heads * seq_q * DIM, kv_heads * seq_kv * DIM);
-        DenseCall {
+        ReferenceInputs {
             q: &self.q[entry * q_len..][..q_len],
             k: &self.k[entry * k_len..][..k_len],
             heads,
@@ -122,11 +122,11 @@ impl Problem {
         }
     }
 
-    fn call(&self, device: &Device) -> ScoreCall {
+    fn call(&self, device: &Device) -> EstimateInputs {
         self.call_in(device, DType::F32)
     }
 
-    fn call_in(&self, device: &Device, dtype: DType) -> ScoreCall {
+    fn call_in(&self, device: &Device, dtype: DType) -> EstimateInputs {
         let Sizes {
             batch,
             heads,
@@ -136,7 +136,7 @@ impl Problem {
         } = self.sizes;
         let q = tensor(&self.q, [batch, heads, seq_q, DIM], device, dtype);
         let k = tensor(&self.k, [batch, kv_heads, seq_kv, DIM], device, dtype);
-        ScoreCall::new(q, k).causal(self.causal)
+        EstimateInputs::new(q, k).causal(self.causal)
     }
 }
 
@@ -150,18 +150,18 @@ fn row(layout: &BlockLayout, entry: usize, head: usize, row: usize) -> Vec<bool>
 }
 
 /// The scores by which a head chooses, of loops.
-fn shared(scores: &[f64], sharing: Sharing, call: &DenseCall, head: usize) -> Vec<f64> {
+fn shared(scores: &[f64], sharing: GqaReduction, call: &ReferenceInputs, head: usize) -> Vec<f64> {
     let (group, len) = (call.heads / call.kv_heads, scores.len() / call.heads);
     let of = |head: usize, at: usize| scores[head * len + at];
-    if sharing == Sharing::PerHead {
+    if sharing == GqaReduction::PerHead {
         return (0..len).map(|at| of(head, at)).collect();
     }
     let first = head / group * group;
     let numbers = (0..len).map(|at| {
         let members = (first..first + group).map(|head| of(head, at));
         match sharing {
-            Sharing::Max => members.fold(f64::NEG_INFINITY, f64::max),
-            Sharing::Mean => members.sum::<f64>() / group as f64,
+            GqaReduction::Max => members.fold(f64::NEG_INFINITY, f64::max),
+            GqaReduction::Mean => members.sum::<f64>() / group as f64,
             _ => members.sum(),
         }
     });
@@ -169,7 +169,12 @@ fn shared(scores: &[f64], sharing: Sharing, call: &DenseCall, head: usize) -> Ve
 }
 
 /// Scores on a device, of which those of some rows alone are the same.
-fn scores_of(selection: &Selection, problem: &Problem, call: &ScoreCall, what: &str) -> Vec<f64> {
+fn scores_of(
+    selection: &Selection,
+    problem: &Problem,
+    call: &EstimateInputs,
+    what: &str,
+) -> Vec<f64> {
     let estimator = selection.estimator();
     let grid = call.grid(estimator.grid());
     let scores = estimator.scores(call, 0..grid.rows()).unwrap();
@@ -298,7 +303,7 @@ fn check(selection: &Selection, problem: &Problem, device: &Device) -> bool {
         let what = format!("{what}, {entry}");
         assert_scores(&what, &grid, scores, &expected, 1e-5);
         for head in 0..dense.heads {
-            let x = shared(&expected, selection.sharing(), &dense, head);
+            let x = shared(&expected, selection.gqa_reduction(), &dense, head);
             for at in 0..grid.rows() {
                 let own = entry.min(chosen.batch().unwrap_or(1) - 1);
                 let got = row(&chosen, own, head, at);
@@ -309,7 +314,7 @@ fn check(selection: &Selection, problem: &Problem, device: &Device) -> bool {
                     let mut others = (0..got.len()).filter(|&other| expected[other] == got[block]);
                     let is_near = others.any(|other| (x[other] - x[block]).abs() < 1e-4);
                     let rule = selection.rule().keep;
-                    let by_share = matches!(rule, Keep::TopP { .. } | Keep::AboveMax(_));
+                    let by_share = matches!(rule, Budget::TopP { .. } | Budget::MinP(_));
                     let is_ones = estimator.traits().causal_only;
                     let is_near = is_near || (by_share && !is_ones);
                     assert!(is_near, "{what}, {entry}, {head}, {at}, {block}: {x:?}");
@@ -401,7 +406,7 @@ pub fn methods_of_earlier_keys_say_so(devices: &[Device]) {
             let name = selection.estimator().name();
             let expected = format!("call.causal must be true for {name}, got false");
             assert_eq!(selection.choose(&call).unwrap_err().to_string(), expected);
-            assert_eq!(traits.kind, EstimateKind::Mass);
+            assert_eq!(traits.kind, EstimateKind::Probability);
         }
     }
 }

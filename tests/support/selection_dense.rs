@@ -1,7 +1,7 @@
 //! Full attention in f64, and how much of it a choice keeps.
 
 use burn_blocksparse::selection::{
-    DenseCall, EstimateGrid, EstimateKind, Forced, Keep, Rule, ScoreGrid,
+    Always, Budget, EstimateGrid, EstimateKind, ReferenceInputs, Rule, ScoreGrid,
 };
 
 /// Queries and keys of one batch entry.
@@ -17,8 +17,8 @@ pub struct Dense {
 
 impl Dense {
     /// The causal call.
-    pub fn call(&self) -> DenseCall<'_> {
-        DenseCall {
+    pub fn call(&self) -> ReferenceInputs<'_> {
+        ReferenceInputs {
             q: &self.q,
             k: &self.k,
             heads: self.heads,
@@ -120,13 +120,13 @@ pub fn kept(
     grid: &ScoreGrid,
     scores: &[f64],
     kind: EstimateKind,
-    keep: Keep,
+    keep: Budget,
     [first, local]: [usize; 2],
 ) -> Vec<Vec<bool>> {
-    let forced = Forced { first, local };
+    let forced = Always { first, local };
     let rule = Rule { kind, keep, forced };
     let rows = scores.chunks(grid.blocks()).enumerate();
-    rows.map(|(row, scores)| rule.kept(grid, row, scores))
+    rows.map(|(row, scores)| rule.selects(grid, row, scores))
         .collect()
 }
 

@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_blocksparse::selection::{
-    DenseCall, ScoreCall, Selection, Within, attention_selected_with_lse,
+    Candidates, EstimateInputs, ReferenceInputs, Selection, attention_selected_with_lse,
 };
 use burn_blocksparse::{AttentionOptions, BlockLayout, LayoutShape, Pattern, SparseAttentionCall};
 use rand::{Rng, RngExt, SeedableRng};
@@ -269,7 +269,7 @@ impl Fuzz {
                 x[entry * numbers..][..numbers].to_vec()
             };
             let (q, k) = (part(&q, s.heads, s.seq_q), part(&k, s.kv_heads, s.seq_kv));
-            let call = DenseCall {
+            let call = ReferenceInputs {
                 q: &q,
                 k: &k,
                 heads: s.heads,
@@ -280,7 +280,7 @@ impl Fuzz {
                 scale: 1.0 / (s.head_dim as f64).sqrt(),
                 causal: self.causal,
             };
-            let mut within = Within::default();
+            let mut within = Candidates::default();
             (within.layout, within.lengths) = (layout, self.lengths.as_deref());
             match self.is_by_query() {
                 true => self.selection.choose_reference(&call),
@@ -298,14 +298,14 @@ impl Fuzz {
         let tensor = |x: &[f64], dims: [usize; 4]| {
             Tensor::<4>::from_data(TensorData::new(x.to_vec(), dims), (device, DType::F32))
         };
-        let call = ScoreCall::new(tensor(&q, s.q()), tensor(&k, s.k())).causal(self.causal);
+        let call = EstimateInputs::new(tensor(&q, s.q()), tensor(&k, s.k())).causal(self.causal);
         let layout = self.layout();
         if self.is_by_query() {
             return self.check_by_query(device, q, k);
         }
-        let mut within = Within::default();
+        let mut within = Candidates::default();
         (within.layout, within.lengths) = (layout.as_ref(), self.lengths.as_deref());
-        let chosen = self.selection.choose_within(&call, within).unwrap();
+        let chosen = self.selection.choose_among(&call, within).unwrap();
         let host = chosen.layout.to_host().unwrap();
         if self.inputs == Inputs::Odd {
             self.check_legal(&call, within, &host);
@@ -359,14 +359,14 @@ impl Fuzz {
     }
 
     /// Of what is no number any choice is one that is allowed, and the same again.
-    fn check_legal(&self, call: &ScoreCall, within: Within, host: &BlockLayout) {
-        let again = self.selection.choose_within(call, within).unwrap();
+    fn check_legal(&self, call: &EstimateInputs, within: Candidates, host: &BlockLayout) {
+        let again = self.selection.choose_among(call, within).unwrap();
         assert!(again.layout.to_host().unwrap() == *host);
         let everything = self
             .selection
             .clone()
-            .with_keep(burn_blocksparse::selection::Keep::Ratio(1.0));
-        let Ok(all) = everything.choose_within(call, within) else {
+            .with_budget(burn_blocksparse::selection::Budget::Ratio(1.0));
+        let Ok(all) = everything.choose_among(call, within) else {
             return;
         };
         let all = all.layout.to_host().unwrap();

@@ -2,8 +2,8 @@
 
 use burn::tensor::{DType, Device};
 use burn_blocksparse::selection::{
-    Antidiagonals, BlockEstimator, BlockMeans, EstimateKind, FlexPrefill, Forced, Keep, PageBounds,
-    Rule, ScoreCall, ScoreGrid, SpargeBlocks, VerticalSlash,
+    Always, BlockEstimator, Budget, EstimateInputs, EstimateKind, FlexPrefill, MeanPool, Quest,
+    Rule, ScoreGrid, SpargeAttn, VerticalSlash, XAttention,
 };
 
 use crate::compare::to_f64;
@@ -48,7 +48,7 @@ fn scores(estimator: &impl BlockEstimator, dense: &Dense, devices: &[Device]) ->
             device,
             DType::F32,
         );
-        let call = ScoreCall::new(q, k).scale(dense.scale);
+        let call = EstimateInputs::new(q, k).scale(dense.scale);
         let got = estimator.scores(&call, 0..grid.rows()).unwrap();
         assert_eq!(got.dims(), [1, dense.heads, grid.rows(), grid.blocks()]);
         assert_eq!(got.dtype(), DType::F32);
@@ -69,7 +69,7 @@ fn choice(
     scores: &[f64],
     head: usize,
     kind: EstimateKind,
-    keep: Keep,
+    keep: Budget,
     forced: [usize; 2],
 ) -> Vec<Vec<bool>> {
     let grid = square_grid(BLOCK, ROWS);
@@ -131,7 +131,7 @@ fn attention_and_oracle() {
 }
 
 fn block_means(devices: &[Device]) {
-    let estimator = BlockMeans { block: BLOCK };
+    let estimator = MeanPool { block: BLOCK };
     // Queries that are unit vectors show the means of keys.
     let unit = |head: usize, c: usize| f64::from(u8::from(head == c));
     let queries = (0..4 * ROWS * 4).map(|at| unit(at / 4 / ROWS, at % 4));
@@ -171,11 +171,17 @@ fn block_means(devices: &[Device]) {
             [0.5764, 0.5766],
         ),
     ] {
-        let kind = EstimateKind::Affinity;
-        let chosen = choice(&got, head, kind, Keep::TopK(2), [0, 1]);
+        let kind = EstimateKind::Logit;
+        let chosen = choice(&got, head, kind, Budget::TopK(2), [0, 1]);
         assert_eq!(lists(&chosen), expected);
         let masses = late(&dense, head).masses(&square_grid(BLOCK, ROWS));
-        let oracle = choice(&masses, 0, EstimateKind::Mass, Keep::TopK(2), [0, 1]);
+        let oracle = choice(
+            &masses,
+            0,
+            EstimateKind::Probability,
+            Budget::TopK(2),
+            [0, 1],
+        );
         let got = [&chosen, &oracle].map(|kept| recall(&dense, head, kept));
         assert_printed("recall of block means", &got, &recalls);
     }
@@ -184,7 +190,7 @@ fn block_means(devices: &[Device]) {
 fn antidiagonals(devices: &[Device]) {
     let (dense, estimator) = (
         golden(0.5),
-        Antidiagonals {
+        XAttention {
             block: BLOCK,
             stride: 2,
         },
@@ -210,7 +216,15 @@ fn antidiagonals(devices: &[Device]) {
         ),
         (1, [vec![0], vec![0, 1], vec![0, 2], vec![0, 2, 3]], 0.6946),
     ] {
-        let at = |p| choice(&got, head, EstimateKind::Mass, Keep::top_p(p), [1, 1]);
+        let at = |p| {
+            choice(
+                &got,
+                head,
+                EstimateKind::Probability,
+                Budget::top_p(p),
+                [1, 1],
+            )
+        };
         assert_eq!(lists(&at(0.7)), expected);
         assert_printed("recall", &[recall(&dense, head, &at(0.7))], &[printed]);
         assert_eq!(lists(&at(0.8)), all);
@@ -220,7 +234,7 @@ fn antidiagonals(devices: &[Device]) {
 
 fn sparge(devices: &[Device]) {
     let dense = golden(0.5);
-    let estimator = SpargeBlocks {
+    let estimator = SpargeAttn {
         block: BLOCK,
         similarity: 0.15,
         smooth: false,
@@ -229,7 +243,7 @@ fn sparge(devices: &[Device]) {
     assert_printed("keys", &of_keys, &[0.0813, 0.2636, 0.2420, 0.4443]);
     let [of_queries, _] = estimator.similarities_reference(&dense.call(), 1);
     assert_printed("queries", &of_queries, &[0.0934, 0.2004, 0.1721, 0.1222]);
-    let smoothed = SpargeBlocks {
+    let smoothed = SpargeAttn {
         smooth: true,
         ..estimator
     };
@@ -243,7 +257,13 @@ fn sparge(devices: &[Device]) {
     assert_eq!(got[28..32], [inf; 4], "row 3 of head 1");
     assert_eq!(got[24], inf, "row 2 of head 1");
     assert_printed("row 2 of head 1", &got[25..27], &[0.4306, 0.5694]);
-    let chosen = choice(&got, 1, EstimateKind::Mass, Keep::top_p(0.5), [0, 1]);
+    let chosen = choice(
+        &got,
+        1,
+        EstimateKind::Probability,
+        Budget::top_p(0.5),
+        [0, 1],
+    );
     assert_eq!(places(&chosen[2]), [0, 2]);
     assert_eq!(places(&chosen[3]), [0, 1, 2, 3]);
 }
@@ -273,7 +293,13 @@ fn vertical_slash(devices: &[Device]) {
     let got = scores(&estimator, &dense, devices);
     for head in 0..2 {
         let lines = estimator.lines_reference(&dense.call(), head);
-        let chosen = choice(&got, head, EstimateKind::Mass, VerticalSlash::KEPT, [0, 0]);
+        let chosen = choice(
+            &got,
+            head,
+            EstimateKind::Probability,
+            VerticalSlash::DEFAULT_BUDGET,
+            [0, 0],
+        );
         for (row, block) in (0..4).flat_map(|row| (0..=row).map(move |block| (row, block))) {
             let pairs = (4 * row..4 * row + 4)
                 .flat_map(|i| (4 * block..4 * block + 4).map(move |j| (i, j)));
@@ -323,7 +349,13 @@ fn flex(devices: &[Device]) {
     assert_eq!(places(&head.pairs), all_but_one);
     for gamma in [0.5, 0.9] {
         let got = scores(&flex(gamma), &dense, devices);
-        let chosen = choice(&got, 1, EstimateKind::Mass, VerticalSlash::KEPT, [1, 1]);
+        let chosen = choice(
+            &got,
+            1,
+            EstimateKind::Probability,
+            VerticalSlash::DEFAULT_BUDGET,
+            [1, 1],
+        );
         if gamma == 0.9 {
             assert_eq!(chosen[3], [true; 4]);
         }
@@ -359,7 +391,13 @@ fn least_of_flex(dense: &Dense, devices: &[Device]) {
             };
             let column = most((1..4).map(|c| sum(&|_, j| j / BLOCK == c)).collect());
             let distance = most((1..4).map(|d| sum(&|i, j| (i - j) / BLOCK == d)).collect());
-            let chosen = choice(&got, head, EstimateKind::Mass, VerticalSlash::KEPT, [0, 0]);
+            let chosen = choice(
+                &got,
+                head,
+                EstimateKind::Probability,
+                VerticalSlash::DEFAULT_BUDGET,
+                [0, 0],
+            );
             let alone = without.head_reference(&dense.call(), head).pairs;
             for (row, block) in (0..4).flat_map(|row| (0..=row).map(move |block| (row, block))) {
                 let is_heavy =
@@ -377,7 +415,7 @@ fn least_of_flex(dense: &Dense, devices: &[Device]) {
 /// Bounds of the pages of query 15, and the two pages that each head chooses, and both together.
 fn quest(devices: &[Device]) {
     let dense = golden(0.5);
-    let estimator = PageBounds {
+    let estimator = Quest {
         page: BLOCK,
         full_first_layers: 0,
     };
@@ -395,10 +433,10 @@ fn quest(devices: &[Device]) {
             query_rows: 1,
             ..square_grid(BLOCK, ROWS)
         };
-        let forced = Forced { first: 0, local: 1 };
-        let (kind, keep) = (EstimateKind::Affinity, Keep::TopK(2));
+        let forced = Always { first: 0, local: 1 };
+        let (kind, keep) = (EstimateKind::Logit, Budget::TopK(2));
         let rule = Rule { kind, keep, forced };
-        places(&rule.kept(&grid, 15, scores))
+        places(&rule.selects(&grid, 15, scores))
     };
     let reference = estimator.reference(&dense.call());
     let of_head = |scores: &[f64], head: usize| scores[(head * ROWS + 15) * 4..][..4].to_vec();
@@ -432,7 +470,9 @@ fn quest(devices: &[Device]) {
     for device in devices {
         let q = tensor(&dense.q, [1, 2, ROWS, 4], device, DType::F32);
         let k = tensor(&dense.k, [1, 1, ROWS, 4], device, DType::F32);
-        let got = estimator.scores(&ScoreCall::new(q, k), 0..ROWS).unwrap();
+        let got = estimator
+            .scores(&EstimateInputs::new(q, k), 0..ROWS)
+            .unwrap();
         let got = to_f64(got.into_data());
         for (head, bounds) in bounds.iter().enumerate() {
             assert_printed("bounds on a device", &of_head(&got, head), bounds);

@@ -1,7 +1,7 @@
 //! Calls so long that kernels make their scores in several parts, on a device, against loops over some heads.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::selection::{DenseCall, EstimateKind, ScoreCall, Selection};
+use burn_blocksparse::selection::{EstimateInputs, EstimateKind, ReferenceInputs, Selection};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -43,13 +43,13 @@ impl Problem {
         Self { dims, q, k }
     }
 
-    fn call(&self, device: &Device, dtype: DType) -> ScoreCall {
+    fn call(&self, device: &Device, dtype: DType) -> EstimateInputs {
         let [batch, heads, kv_heads, seq, dim] = self.dims;
         let tensor = |numbers: &[f32], heads: usize| {
             let data = TensorData::new(numbers.to_vec(), [batch, heads, seq, dim]);
             Tensor::<4>::from_data(data, (device, DType::F32)).cast(dtype)
         };
-        ScoreCall::new(tensor(&self.q, heads), tensor(&self.k, kv_heads))
+        EstimateInputs::new(tensor(&self.q, heads), tensor(&self.k, kv_heads))
     }
 
     /// Queries and keys of one head.
@@ -64,8 +64,8 @@ impl Problem {
     }
 }
 
-fn dense<'a>([q, k]: [&'a [f64]; 2], seq: usize, dim: usize) -> DenseCall<'a> {
-    DenseCall {
+fn dense<'a>([q, k]: [&'a [f64]; 2], seq: usize, dim: usize) -> ReferenceInputs<'a> {
+    ReferenceInputs {
         q,
         k,
         heads: 1,
@@ -117,7 +117,7 @@ fn choose_as_loops(devices: &[Device], calls: &[(&str, [usize; 5])]) -> usize {
                 for ((entry, head), expected) in wanted.into_iter().zip(&expected) {
                     let got = &scores[(entry * heads + head) * of_head..][..of_head];
                     let what = format!("{text}, {dtype:?}, {entry}, {head}, {device:?}");
-                    let ones = estimator.traits().kind == EstimateKind::Mass
+                    let ones = estimator.traits().kind == EstimateKind::Probability
                         && estimator.traits().causal_only;
                     let mut other = 0;
                     for (at, (&got, &expected)) in got.iter().zip(expected).enumerate() {

@@ -1,7 +1,7 @@
 //! The rules of content-based selection on devices, against those on the host: attention over what a rule chose shows which blocks it kept.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::selection::{EstimateKind, Forced, Keep, Rule, ScoreGrid};
+use burn_blocksparse::selection::{Always, Budget, EstimateKind, Rule, ScoreGrid};
 use burn_blocksparse::{DeviceLayout, SparseAttentionCall};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -42,7 +42,7 @@ impl Scores {
         ];
         let one = rng.random_range(-1.0..1.0f32);
         let mut number = || match (self, kind) {
-            (Scores::Any, EstimateKind::Mass) => rng.random::<f32>().powi(4),
+            (Scores::Any, EstimateKind::Probability) => rng.random::<f32>().powi(4),
             (Scores::Any, _) => rng.random_range(-4.0..4.0f32),
             (Scores::Few, _) => rng.random_range(0..4) as f32 / 4.0,
             (Scores::Odd, _) => odd[rng.random_range(0..odd.len())],
@@ -68,7 +68,7 @@ fn kept(case: &Case, rule: &Rule, scores: &[f32]) -> Vec<Vec<bool>> {
     let rows = scores.chunks(kv_blocks).enumerate();
     let rows = rows.map(|(row, scores)| {
         let scores: Vec<f64> = scores.iter().map(|&score| score.into()).collect();
-        rule.kept(&grid(case), row % q_blocks, &scores)
+        rule.selects(&grid(case), row % q_blocks, &scores)
     });
     rows.collect()
 }
@@ -77,14 +77,14 @@ fn kept(case: &Case, rule: &Rule, scores: &[f32]) -> Vec<Vec<bool>> {
 fn clear(case: &Case, rule: Rule, scores: &[f32], rng: &mut ChaCha8Rng) -> Rule {
     let with = |share: f64| {
         let keep = match rule.keep {
-            Keep::TopP { min, max, .. } => Keep::TopP { p: share, min, max },
-            Keep::AboveMax(_) => Keep::AboveMax(share),
+            Budget::TopP { min, max, .. } => Budget::TopP { p: share, min, max },
+            Budget::MinP(_) => Budget::MinP(share),
             keep => keep,
         };
         Rule { keep, ..rule }
     };
     let share = match rule.keep {
-        Keep::TopP { p, .. } | Keep::AboveMax(p) if p < 1.0 => p,
+        Budget::TopP { p, .. } | Budget::MinP(p) if p < 1.0 => p,
         _ => return rule,
     };
     let shares = (0..200).map(|attempt| match attempt {
@@ -159,26 +159,26 @@ fn rules(case: &Case, rng: &mut ChaCha8Rng) -> Vec<Rule> {
         rng.random_range(1..blocks + 2),
     ];
     let keeps = [
-        Keep::TopK(more),
-        Keep::Ratio(rng.random_range(0.01..1.0)),
-        Keep::top_p(share),
-        Keep::TopP {
+        Budget::TopK(more),
+        Budget::Ratio(rng.random_range(0.01..1.0)),
+        Budget::top_p(share),
+        Budget::TopP {
             p: share,
             min: few.min(more),
             max: more.max(few),
         },
-        Keep::AboveMax(share),
+        Budget::MinP(share),
         [
-            Keep::TopK(usize::MAX),
-            Keep::Ratio(1.0),
-            Keep::top_p(1.0),
-            Keep::AboveMax(1.0),
+            Budget::TopK(usize::MAX),
+            Budget::Ratio(1.0),
+            Budget::top_p(1.0),
+            Budget::MinP(1.0),
         ][rng.random_range(0..4)],
     ];
     let mut rule = |keep| Rule {
-        kind: [EstimateKind::Mass, EstimateKind::Affinity][rng.random_range(0..2)],
+        kind: [EstimateKind::Probability, EstimateKind::Logit][rng.random_range(0..2)],
         keep,
-        forced: Forced {
+        forced: Always {
             first: [0, 0, 1, 2, usize::MAX][rng.random_range(0..5)].min(blocks / 2),
             local: [0, 1, 1, 2, 3, usize::MAX][rng.random_range(0..6)],
         },

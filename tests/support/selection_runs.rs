@@ -1,10 +1,10 @@
 //! What holds of choices by content whatever the method: the same bits in every run, recordings, the bound of outputs by recall, and rules that are nested.
 
 use burn::tensor::{DType, Device, Distribution, Tensor, TensorData};
-use burn_blocksparse::graph::{Fixed, Replayed};
+use burn_blocksparse::graph::{CapturedGraph, StaticInput};
 use burn_blocksparse::selection::{
-    EstimateKind, Forced, Keep, Rule, ScoreCall, Selection, Within, attention_selected_with_lse,
-    recall,
+    Always, Budget, Candidates, EstimateInputs, EstimateKind, Rule, Selection,
+    attention_selected_with_lse, recall,
 };
 use burn_blocksparse::{
     AttentionOptions, BlockLayout, DeviceLayout, LayoutShape, OpError, Pattern, SparseAttentionCall,
@@ -42,10 +42,10 @@ fn step(
     let (out, _) = match selection.estimator().grid().query_rows {
         1 => attention_selected_with_lse(q.clone(), k.clone(), k.clone(), selection, options)?,
         _ => {
-            let mut cut = Within::default();
+            let mut cut = Candidates::default();
             cut.layout = within.as_ref();
-            let call = ScoreCall::new(q.clone(), k.clone());
-            let layout = selection.choose_within(&call, cut)?.layout;
+            let call = EstimateInputs::new(q.clone(), k.clone());
+            let layout = selection.choose_among(&call, cut)?.layout;
             SparseAttentionCall::new(q.clone(), k.clone(), k.clone(), &layout)
                 .options(options)
                 .run_with_lse()?
@@ -94,9 +94,9 @@ pub fn choices_are_replayed(devices: &[Device]) {
         for choice in choices() {
             let batches: Vec<_> = (0..6).map(|_| inputs(device)).collect();
             let [q, k] = batches[0].clone();
-            let q = Fixed::<4>::new(q, device).unwrap();
-            let k = Fixed::<4>::new(k, device).unwrap();
-            let mut replayed = Replayed::new(device, {
+            let q = StaticInput::<4>::new(q, device).unwrap();
+            let k = StaticInput::<4>::new(k, device).unwrap();
+            let mut replayed = CapturedGraph::new(device, {
                 let (q, k, choice) = (q.clone(), k.clone(), &choice);
                 move || step(q.tensor(), k.tensor(), choice)
             })
@@ -134,7 +134,7 @@ pub fn outputs_are_bounded_by_recall(devices: &[Device]) {
             "sparge:8,0.3,-1",
         ] {
             let selection: Selection = text.parse().unwrap();
-            let call = ScoreCall::new(q.clone(), k.clone());
+            let call = EstimateInputs::new(q.clone(), k.clone());
             let layout = selection.choose(&call).unwrap().layout;
             let kept = recall(q.clone(), k.clone(), lse.clone(), &layout, options()).unwrap();
             let (out, _) = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), &layout)
@@ -173,19 +173,19 @@ pub fn rules_are_nested(devices: &[Device]) {
         })
         .collect();
     let shares = [0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95, 1.0];
-    let rows: [Vec<Keep>; 4] = [
-        (1..=blocks).map(Keep::TopK).collect(),
-        shares.map(Keep::Ratio).to_vec(),
-        shares.map(Keep::top_p).to_vec(),
-        shares.iter().rev().map(|&a| Keep::AboveMax(a)).collect(),
+    let rows: [Vec<Budget>; 4] = [
+        (1..=blocks).map(Budget::TopK).collect(),
+        shares.map(Budget::Ratio).to_vec(),
+        shares.map(Budget::top_p).to_vec(),
+        shares.iter().rev().map(|&a| Budget::MinP(a)).collect(),
     ];
     for device in devices {
         for (kind, forced) in [
-            (EstimateKind::Affinity, Forced { first: 1, local: 1 }),
-            (EstimateKind::Mass, Forced { first: 0, local: 0 }),
+            (EstimateKind::Logit, Always { first: 1, local: 1 }),
+            (EstimateKind::Probability, Always { first: 0, local: 0 }),
         ] {
             for keeps in &rows {
-                let of = |keep: Keep| {
+                let of = |keep: Budget| {
                     let scores = TensorData::new(scores.clone(), case.dims());
                     let scores = Tensor::<4>::from_data(scores, (device, DType::F32));
                     let rule = Rule { kind, keep, forced };
@@ -205,7 +205,7 @@ pub fn rules_are_nested(devices: &[Device]) {
                     before = Some((counts, host));
                 }
                 let last = before.map(|(_, last)| last);
-                if !matches!(keeps[0], Keep::AboveMax(_)) {
+                if !matches!(keeps[0], Budget::MinP(_)) {
                     let shape: LayoutShape = case.shape();
                     let all = BlockLayout::new(&Pattern::causal(), shape).unwrap();
                     let all = BlockLayout::stack_batch(&[all.clone(), all]).unwrap();

@@ -1,14 +1,14 @@
 //! Dropout of a tensor, against what the host says is kept.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::ops::{OpPlan, StreamDropout, dropout};
+use burn_blocksparse::ops::{ElementDropout, OpPlan, dropout};
 
 use crate::compare::{assert_close, to_f64};
 use crate::devices::{exact_dtypes, half_dtypes};
 
 /// Dropout and its gradient, of all widths and dtypes.
 pub fn stream_dropout_equals_f64(devices: &[Device]) {
-    let whole = StreamDropout::new(0.4, 17 + (3 << 32), 9);
+    let whole = ElementDropout::new(0.4, 17 + (3 << 32), 9);
     let sizes = [[1, 1], [7, 3], [300, 34], [20, 136], [0, 4], [5, 0]];
     // The rows of the last one begin again at 0.
     let masks = [
@@ -57,14 +57,14 @@ pub fn stream_dropout_equals_f64(devices: &[Device]) {
 
 /// Strides change nothing, nothing is dropped with a probability of 0, and the plan says what runs.
 pub fn stream_dropout_of_views(devices: &[Device]) {
-    let mask = StreamDropout::new(0.4, 5, 1);
+    let mask = ElementDropout::new(0.4, 5, 1);
     for device in devices {
         let x = Tensor::<2>::ones([12, 20], device);
         let view = Tensor::<2>::ones([20, 12], device).swap_dims(0, 1);
         let [kept, again] =
             [x.clone(), view].map(|x| to_f64(dropout(x, &mask).unwrap().into_data()));
         assert_eq!(kept, again);
-        let all = dropout(x.clone(), &StreamDropout::new(0.0, 5, 1)).unwrap();
+        let all = dropout(x.clone(), &ElementDropout::new(0.0, 5, 1)).unwrap();
         assert_eq!(all.sum().into_scalar::<f32>(), 240.0);
         let plan = OpPlan::of_dropout(&x, &mask).unwrap();
         let words = if plan.is_kernels() {

@@ -2,7 +2,7 @@
 
 use crate::Seed;
 
-/// Dropout of attention weights. A pair is kept with probability `1 − probability`, and its weight is divided by that.
+/// Dropout of attention weights. A pair is retained with probability `1 − probability`, and its weight is divided by that.
 ///
 /// The probability is rounded to a multiple of 2⁻¹⁶ ([`rounded`](Self::rounded)), and [`factor`](Self::factor) is that of the rounded one, so that expectations are
 /// those without dropout.
@@ -41,7 +41,7 @@ impl Dropout {
         }
     }
 
-    /// Numbers of 16 bits below it keep their pair: `(1 − probability) · 2¹⁶`, rounded. What is above 0 drops something and what is below 1 keeps
+    /// Random words of 16 bits below it keep their pair: `(1 − probability) · 2¹⁶`, rounded. What is above 0 drops something and what is below 1 keeps
     /// something: it is at least 1, and at most 2¹⁶ − 1 but for a probability of 0.
     pub fn threshold(&self) -> u32 {
         if self.probability > 0.0 {
@@ -57,12 +57,12 @@ impl Dropout {
         f64::from(NUMBERS - self.threshold()) / f64::from(NUMBERS)
     }
 
-    /// What weights of kept pairs are multiplied by: `1 / (1 − rounded)`, so that the expectation of a weight is the weight.
+    /// What weights of retained pairs are multiplied by: `1 / (1 − rounded)`, so that the expectation of a weight is the weight.
     pub fn factor(&self) -> f64 {
         f64::from(NUMBERS) / f64::from(self.threshold())
     }
 
-    /// Whether the weight of a query and a key, by their rows, is kept.
+    /// Whether the weight of a query and a key, by their rows, is retained.
     pub fn keeps(&self, batch: usize, head: usize, query: usize, key: usize) -> bool {
         self.keeps_eight(batch, head, query, key / 8)[key % 8]
     }

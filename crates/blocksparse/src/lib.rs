@@ -45,17 +45,17 @@ pub use error::LayoutError;
 #[doc(hidden)]
 pub use layout::font;
 pub use layout::{
-    BlockLayout, BlockMask, ChosenBy, DeviceChoice, Entry, FULL, LayoutShape, Part, PositionRule,
-    Residue, Restriction, Run,
+    BlockLayout, BlockMask, BlockSource, DeviceChoice, Entry, FULL, LayoutShape, PaddingMask, Part,
+    PositionMask, Residue, Run,
 };
-pub use pattern::{Pattern, PatternFn, Reach};
+pub use pattern::{LastUse, Pattern, PatternFn};
 #[doc(hidden)]
 pub use plan::lines;
 pub use quantization::Quantization;
-pub use rotated::{ROTATED_WIDTHS, RotatedRows};
-pub use rule::{EstimateKind, Forced, Keep, Rule, ScoreGrid};
+pub use rotated::{HADAMARD_WIDTHS, HadamardFp8};
+pub use rule::{Always, Budget, EstimateKind, Rule, ScoreGrid};
 pub use seed::{Seed, SeedPlace, SeedTable};
-pub use stream_dropout::StreamDropout;
+pub use stream_dropout::ElementDropout;
 pub use weights::{WEIGHT_BLOCK_SIZES, WeightLayout, WeightPattern};
 
 /// The block sizes a layout can have.

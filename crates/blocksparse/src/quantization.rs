@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// How a row of numbers is stored in eight bits each, with one scale `σ` in f32 for the row.
+/// How a row of elements is stored in eight bits each, with one scale `σ` in f32 for the row.
 ///
 /// ```text
 /// Int8       σ = amax / 127    n = x / σ to the nearest integer, ties to even, within ±127     x̂ = n · σ
@@ -110,7 +110,7 @@ impl Quantization {
         }
     }
 
-    /// A row as words and its scale. The row is a multiple of four numbers, or zeros follow it.
+    /// A row as words and its scale. The row is a multiple of four elements, or zeros follow it.
     pub fn quantize(self, row: &[f32]) -> (Vec<i32>, f32) {
         let scale = self.scale(row);
         let words = row.chunks(4).map(|four| {

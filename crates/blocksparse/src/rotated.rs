@@ -6,22 +6,22 @@
 use crate::Quantization;
 
 /// Widths of rows that are rotated, all powers of two between them.
-pub const ROTATED_WIDTHS: [usize; 2] = [8, 256];
+pub const HADAMARD_WIDTHS: [usize; 2] = [8, 256];
 
 /// What rows are, of which products are made. Without the matrix's own factor products of two rotated rows would be so many times as large as rows are wide, which
 /// is a power of two: either side has a half of its digits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum RotatedRows {
+pub enum HadamardFp8 {
     /// Of an indexer's queries.
     Queries,
     /// Of its keys.
     Keys,
 }
 
-impl RotatedRows {
+impl HadamardFp8 {
     /// Whether rows of such a width can be rotated.
     pub fn takes(width: usize) -> bool {
-        let [least, most] = ROTATED_WIDTHS;
+        let [least, most] = HADAMARD_WIDTHS;
         width.is_power_of_two() && (least..=most).contains(&width)
     }
 
@@ -94,7 +94,7 @@ mod tests {
         // Whole numbers, so nothing is rounded.
         rotate(&mut a);
         rotate(&mut b);
-        let factor = RotatedRows::Queries.factor(64) * RotatedRows::Keys.factor(64);
+        let factor = HadamardFp8::Queries.factor(64) * HadamardFp8::Keys.factor(64);
         assert_eq!(product(&a, &b) * factor, expected);
         // The second row of Sylvester's matrix takes every second number away.
         let mut one = [0.0, 0.0, 1.0, 0.0];
@@ -126,10 +126,10 @@ mod tests {
     #[test]
     fn zeros_stay_and_what_is_no_number_is_told() {
         let mut row = [0.0f32; 16];
-        RotatedRows::Keys.round(&mut row, 16);
+        HadamardFp8::Keys.round(&mut row, 16);
         assert_eq!(row, [0.0; 16]);
         row[3] = f32::NAN;
-        RotatedRows::Keys.round(&mut row, 16);
+        HadamardFp8::Keys.round(&mut row, 16);
         assert!(row.iter().all(|x| x.is_nan()));
     }
 }

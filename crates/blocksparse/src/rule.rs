@@ -8,15 +8,15 @@ use crate::LayoutError;
 pub enum EstimateKind {
     /// An estimate of the attention that the block gets, at least 0: a score is its own weight. +∞ is no estimate: it marks a block that an estimator wants
     /// whatever the others get. Such a block comes first and weighs nothing; a rule leaves it out only if it may keep no more blocks.
-    Mass,
+    Probability,
     /// Any number: the weights of a row are the softmax of its scores over the blocks that are visible.
-    Affinity,
+    Logit,
 }
 
 /// How many of the blocks with the highest scores a row keeps, of equal ones the earlier. NaN is the lowest score.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
-pub enum Keep {
+pub enum Budget {
     /// So many, the forced ones among them (more, if more are forced).
     TopK(usize),
     /// So large a share of the blocks that are visible, rounded up to whole blocks; the share itself is rounded down to a multiple of 2⁻¹⁴.
@@ -31,20 +31,20 @@ pub enum Keep {
         max: usize,
     },
     /// All whose weight is at least so many times the largest, in (0, 1].
-    AboveMax(f64),
+    MinP(f64),
 }
 
-impl Keep {
-    /// [`Keep::TopP`] with any number of blocks.
+impl Budget {
+    /// [`Budget::TopP`] with any number of blocks.
     pub fn top_p(p: f64) -> Self {
         let (min, max) = (0, usize::MAX);
         Self::TopP { p, min, max }
     }
 }
 
-/// Blocks that are kept whatever their score, if they are visible.
+/// Blocks that are always selected, if they are visible.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Forced {
+pub struct Always {
     /// So many of the first key blocks (attention sinks).
     pub first: usize,
     /// So many key blocks up to the queries' own: 1 is those that the row's own positions lie in, 2 also the block before them.
@@ -56,13 +56,13 @@ pub struct Forced {
 pub struct Rule {
     /// What the scores are.
     pub kind: EstimateKind,
-    /// How many are kept.
-    pub keep: Keep,
-    /// Which are kept whatever their score.
-    pub forced: Forced,
+    /// How many are selected.
+    pub keep: Budget,
+    /// Which are always selected.
+    pub forced: Always,
 }
 
-/// What rows of scores are of: `query_rows` neighbouring queries, and blocks of keys. The last query sits at the last key.
+/// What rows of scores are of: `query_rows` adjacent queries, and blocks of keys. The last query sits at the last key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScoreGrid {
     /// Queries of a row, which share a choice.
@@ -105,8 +105,8 @@ impl ScoreGrid {
         !self.causal || self.start(block) <= self.positions(row)[1]
     }
 
-    /// Whether a block is kept whatever its score.
-    pub fn is_forced(&self, row: usize, block: usize, forced: Forced) -> bool {
+    /// Whether a block is always selected.
+    pub fn is_forced(&self, row: usize, block: usize, forced: Always) -> bool {
         let [first, last] = self.positions(row);
         let reach = i64::try_from(forced.local).unwrap_or(i64::MAX);
         let reach = reach.saturating_mul(self.block as i64);
@@ -128,7 +128,7 @@ pub(crate) fn parts_of(ratio: f64) -> u32 {
 pub(crate) const WHOLE: u32 = 1 << 14;
 
 impl Rule {
-    /// Checks the rule's numbers.
+    /// Checks the rule's parameters.
     ///
     /// # Errors
     /// [`LayoutError::Argument`] if k is 0, a share is not in (0, 1], or a smallest number of blocks is above the largest.
@@ -142,11 +142,11 @@ impl Rule {
             )),
         };
         match self.keep {
-            Keep::TopK(0) => Err(LayoutError::argument("k", "at least 1", 0)),
-            Keep::TopK(_) => Ok(()),
-            Keep::Ratio(ratio) => share("ratio", ratio),
-            Keep::AboveMax(above) => share("above", above),
-            Keep::TopP { p, min, max } => {
+            Budget::TopK(0) => Err(LayoutError::argument("k", "at least 1", 0)),
+            Budget::TopK(_) => Ok(()),
+            Budget::Ratio(ratio) => share("ratio", ratio),
+            Budget::MinP(above) => share("above", above),
+            Budget::TopP { p, min, max } => {
                 if min > max {
                     let expected = format!("at most max, which is {max}");
                     return Err(LayoutError::argument("min", expected, min));
@@ -158,15 +158,15 @@ impl Rule {
 
     /// The most blocks that a row can have, of `all`.
     pub fn most_blocks(&self, all: usize) -> usize {
-        let Forced { first, local } = self.forced;
+        let Always { first, local } = self.forced;
         // Positions of a row are of two blocks of keys if it is no longer than a block.
         let near = local.saturating_add(usize::from(local > 0));
         let forced = first.saturating_add(near);
         let kept = match self.keep {
-            Keep::TopK(k) => k,
-            Keep::Ratio(ratio) => of_visible(all, ratio),
-            Keep::TopP { max, .. } => max,
-            Keep::AboveMax(_) => all,
+            Budget::TopK(k) => k,
+            Budget::Ratio(ratio) => of_visible(all, ratio),
+            Budget::TopP { max, .. } => max,
+            Budget::MinP(_) => all,
         };
         kept.max(forced).min(all)
     }
@@ -175,15 +175,15 @@ impl Rule {
     ///
     /// # Panics
     /// If there are not as many scores as blocks.
-    pub fn kept(&self, grid: &ScoreGrid, row: usize, scores: &[f64]) -> Vec<bool> {
-        self.kept_of(grid, row, scores, |_| true)
+    pub fn selects(&self, grid: &ScoreGrid, row: usize, scores: &[f64]) -> Vec<bool> {
+        self.selects_of(grid, row, scores, |_| true)
     }
 
     /// Which blocks a row of scores keeps, of those alone at which `may_choose` is true: no other one is visible.
     ///
     /// # Panics
-    /// As [`Self::kept`].
-    pub fn kept_of(
+    /// As [`Self::selects`].
+    pub fn selects_of(
         &self,
         grid: &ScoreGrid,
         row: usize,
@@ -207,9 +207,9 @@ impl Rule {
         let sum = |blocks: &[usize]| blocks.iter().map(|&block| weights[block]).sum::<f64>();
         let up_to = |count: usize| count.saturating_sub(forced.len());
         let count = match self.keep {
-            Keep::TopK(k) => up_to(k),
-            Keep::Ratio(ratio) => up_to(of_visible(visible.len(), ratio)),
-            Keep::TopP { p, min, max } => {
+            Budget::TopK(k) => up_to(k),
+            Budget::Ratio(ratio) => up_to(of_visible(visible.len(), ratio)),
+            Budget::TopP { p, min, max } => {
                 let wanted = p * sum(&visible);
                 let mut have = sum(&forced);
                 let is_wanted = |block: &&usize| self.is_wanted(scores[**block]);
@@ -220,7 +220,7 @@ impl Rule {
                 }
                 count.max(up_to(min)).min(up_to(max))
             }
-            Keep::AboveMax(above) => {
+            Budget::MinP(above) => {
                 let largest = visible
                     .iter()
                     .map(|&block| weights[block])
@@ -240,7 +240,7 @@ impl Rule {
 
     /// Whether an estimator wants a block of this score whatever the others get.
     fn is_wanted(&self, score: f64) -> bool {
-        self.kind == EstimateKind::Mass && score == f64::INFINITY
+        self.kind == EstimateKind::Probability && score == f64::INFINITY
     }
 
     /// The weight of every block, 0 for one that is not visible.
@@ -248,9 +248,9 @@ impl Rule {
         let most = f64::from(LARGEST);
         // `max` and `min` take the number beside NaN.
         let value = |block: usize| match self.kind {
-            EstimateKind::Mass if self.is_wanted(scores[block]) => 0.0,
-            EstimateKind::Mass => scores[block].max(0.0).min(most),
-            EstimateKind::Affinity => scores[block].max(-most).min(most),
+            EstimateKind::Probability if self.is_wanted(scores[block]) => 0.0,
+            EstimateKind::Probability => scores[block].max(0.0).min(most),
+            EstimateKind::Logit => scores[block].max(-most).min(most),
         };
         let largest = visible
             .iter()
@@ -259,8 +259,8 @@ impl Rule {
         let mut weights = vec![0.0; scores.len()];
         for &block in visible {
             weights[block] = match self.kind {
-                EstimateKind::Mass => value(block),
-                EstimateKind::Affinity => (value(block) - largest).exp(),
+                EstimateKind::Probability => value(block),
+                EstimateKind::Logit => (value(block) - largest).exp(),
             };
         }
         weights
@@ -276,8 +276,8 @@ fn of_visible(visible: usize, ratio: f64) -> usize {
 mod tests {
     use super::*;
 
-    fn rule(keep: Keep, forced: Forced) -> Rule {
-        let kind = EstimateKind::Affinity;
+    fn rule(keep: Budget, forced: Always) -> Rule {
+        let kind = EstimateKind::Logit;
         Rule { kind, keep, forced }
     }
 
@@ -289,46 +289,46 @@ mod tests {
             seq_kv: 8 * scores.len(),
             causal: true,
         };
-        let kept = rule.kept(&grid, 0, scores);
+        let kept = rule.selects(&grid, 0, scores);
         (0..scores.len()).filter(|&block| kept[block]).collect()
     }
 
-    const NONE: Forced = Forced { first: 0, local: 0 };
+    const NONE: Always = Always { first: 0, local: 0 };
 
     /// The examples of the rules' definition, of scores whose weights are .1256 .5630 .0280 .2071 .0762.
     #[rstest::rstest]
-    #[case(Keep::TopK(2), vec![1, 3])]
-    #[case(Keep::TopK(9), vec![0, 1, 2, 3, 4])]
-    #[case(Keep::top_p(0.5), vec![1])]
-    #[case(Keep::top_p(0.6), vec![1, 3])]
-    #[case(Keep::top_p(0.8), vec![0, 1, 3])]
-    #[case(Keep::top_p(0.9), vec![0, 1, 3, 4])]
-    #[case(Keep::top_p(0.95), vec![0, 1, 3, 4])]
-    #[case(Keep::top_p(1.0), vec![0, 1, 2, 3, 4])]
-    #[case(Keep::TopP { p: 0.5, min: 3, max: 4 }, vec![0, 1, 3])]
-    #[case(Keep::TopP { p: 1.0, min: 0, max: 2 }, vec![1, 3])]
-    #[case(Keep::AboveMax(0.1), vec![0, 1, 3, 4])]
-    #[case(Keep::AboveMax(0.2), vec![0, 1, 3])]
-    #[case(Keep::AboveMax(0.3), vec![1, 3])]
-    #[case(Keep::AboveMax(1.0), vec![1])]
-    #[case(Keep::Ratio(0.4), vec![1, 3])]
-    #[case(Keep::Ratio(0.41), vec![0, 1, 3])]
-    #[case(Keep::Ratio(1.0), vec![0, 1, 2, 3, 4])]
-    #[case(Keep::Ratio(1e-9), vec![1])]
-    fn rules_keep(#[case] keep: Keep, #[case] expected: Vec<usize>) {
+    #[case(Budget::TopK(2), vec![1, 3])]
+    #[case(Budget::TopK(9), vec![0, 1, 2, 3, 4])]
+    #[case(Budget::top_p(0.5), vec![1])]
+    #[case(Budget::top_p(0.6), vec![1, 3])]
+    #[case(Budget::top_p(0.8), vec![0, 1, 3])]
+    #[case(Budget::top_p(0.9), vec![0, 1, 3, 4])]
+    #[case(Budget::top_p(0.95), vec![0, 1, 3, 4])]
+    #[case(Budget::top_p(1.0), vec![0, 1, 2, 3, 4])]
+    #[case(Budget::TopP { p: 0.5, min: 3, max: 4 }, vec![0, 1, 3])]
+    #[case(Budget::TopP { p: 1.0, min: 0, max: 2 }, vec![1, 3])]
+    #[case(Budget::MinP(0.1), vec![0, 1, 3, 4])]
+    #[case(Budget::MinP(0.2), vec![0, 1, 3])]
+    #[case(Budget::MinP(0.3), vec![1, 3])]
+    #[case(Budget::MinP(1.0), vec![1])]
+    #[case(Budget::Ratio(0.4), vec![1, 3])]
+    #[case(Budget::Ratio(0.41), vec![0, 1, 3])]
+    #[case(Budget::Ratio(1.0), vec![0, 1, 2, 3, 4])]
+    #[case(Budget::Ratio(1e-9), vec![1])]
+    fn rules_keep(#[case] keep: Budget, #[case] expected: Vec<usize>) {
         let scores = [0.5, 2.0, -1.0, 1.0, 0.0];
         assert_eq!(kept(&rule(keep, NONE), &scores), expected);
     }
 
     /// As above with block 2 forced, by its place: it is the last that the queries see.
     #[rstest::rstest]
-    #[case(Keep::TopK(2), vec![1, 2])]
-    #[case(Keep::TopK(1), vec![2])]
-    #[case(Keep::TopP { p: 0.6, min: 0, max: 1 }, vec![2])]
-    fn forced_blocks_count(#[case] keep: Keep, #[case] expected: Vec<usize>) {
+    #[case(Budget::TopK(2), vec![1, 2])]
+    #[case(Budget::TopK(1), vec![2])]
+    #[case(Budget::TopP { p: 0.6, min: 0, max: 1 }, vec![2])]
+    fn forced_blocks_count(#[case] keep: Budget, #[case] expected: Vec<usize>) {
         let scores = [0.5, 2.0, -1.0];
         assert_eq!(
-            kept(&rule(keep, Forced { first: 0, local: 1 }), &scores),
+            kept(&rule(keep, Always { first: 0, local: 1 }), &scores),
             expected
         );
     }
@@ -339,15 +339,11 @@ mod tests {
         let nan = f64::NAN;
         let inf = f64::INFINITY;
         for (keep, scores, expected) in [
-            (Keep::TopK(2), [0.0, -0.0, 0.0, 0.0], vec![0, 1]),
-            (Keep::TopK(3), [nan, 1.0, nan, -inf], vec![0, 1, 2]),
-            (Keep::top_p(0.9), [nan, 1.0, nan, -inf], vec![1]),
-            (Keep::top_p(0.5), [inf, 1.0, inf, inf], vec![0, 2]),
-            (
-                Keep::AboveMax(0.5),
-                [nan, -inf, nan, -inf],
-                vec![0, 1, 2, 3],
-            ),
+            (Budget::TopK(2), [0.0, -0.0, 0.0, 0.0], vec![0, 1]),
+            (Budget::TopK(3), [nan, 1.0, nan, -inf], vec![0, 1, 2]),
+            (Budget::top_p(0.9), [nan, 1.0, nan, -inf], vec![1]),
+            (Budget::top_p(0.5), [inf, 1.0, inf, inf], vec![0, 2]),
+            (Budget::MinP(0.5), [nan, -inf, nan, -inf], vec![0, 1, 2, 3]),
         ] {
             assert_eq!(
                 kept(&rule(keep, NONE), &scores),
@@ -356,8 +352,8 @@ mod tests {
             );
         }
         let masses = Rule {
-            kind: EstimateKind::Mass,
-            ..rule(Keep::top_p(0.7), NONE)
+            kind: EstimateKind::Probability,
+            ..rule(Budget::top_p(0.7), NONE)
         };
         assert_eq!(kept(&masses, &[nan, 3.0, -9.0, 1.0]), [1]);
         assert_eq!(kept(&masses, &[0.0, 0.0, -9.0, nan]), [0usize; 0]);
@@ -365,17 +361,17 @@ mod tests {
 
     /// An infinite mass is kept where there is room, and its weight is none.
     #[rstest::rstest]
-    #[case(Keep::top_p(0.5), vec![0, 2, 3])]
-    #[case(Keep::top_p(0.8), vec![0, 1, 2, 3])]
-    #[case(Keep::TopP { p: 0.8, min: 0, max: 1 }, vec![0])]
-    #[case(Keep::TopP { p: 0.8, min: 0, max: 3 }, vec![0, 2, 3])]
-    #[case(Keep::TopK(1), vec![0])]
-    #[case(Keep::TopK(3), vec![0, 2, 3])]
-    #[case(Keep::AboveMax(0.7), vec![0, 2, 3])]
-    #[case(Keep::AboveMax(0.5), vec![0, 1, 2, 3])]
-    fn wanted_blocks_weigh_nothing(#[case] keep: Keep, #[case] expected: Vec<usize>) {
+    #[case(Budget::top_p(0.5), vec![0, 2, 3])]
+    #[case(Budget::top_p(0.8), vec![0, 1, 2, 3])]
+    #[case(Budget::TopP { p: 0.8, min: 0, max: 1 }, vec![0])]
+    #[case(Budget::TopP { p: 0.8, min: 0, max: 3 }, vec![0, 2, 3])]
+    #[case(Budget::TopK(1), vec![0])]
+    #[case(Budget::TopK(3), vec![0, 2, 3])]
+    #[case(Budget::MinP(0.7), vec![0, 2, 3])]
+    #[case(Budget::MinP(0.5), vec![0, 1, 2, 3])]
+    fn wanted_blocks_weigh_nothing(#[case] keep: Budget, #[case] expected: Vec<usize>) {
         let masses = Rule {
-            kind: EstimateKind::Mass,
+            kind: EstimateKind::Probability,
             ..rule(keep, NONE)
         };
         let inf = f64::INFINITY;
@@ -386,45 +382,42 @@ mod tests {
     #[test]
     fn wanted_blocks_are_enough() {
         let masses = Rule {
-            kind: EstimateKind::Mass,
-            ..rule(Keep::top_p(0.5), NONE)
+            kind: EstimateKind::Probability,
+            ..rule(Budget::top_p(0.5), NONE)
         };
         let inf = f64::INFINITY;
         assert_eq!(kept(&masses, &[0.0, inf, 0.0, inf]), [1, 3]);
     }
 
     #[rstest::rstest]
-    #[case(Keep::TopK(0), "k must be at least 1, got 0")]
-    #[case(Keep::Ratio(0.0), "ratio must be above 0 and at most 1, got 0")]
-    #[case(
-        Keep::AboveMax(f64::NAN),
-        "above must be above 0 and at most 1, got NaN"
-    )]
-    #[case(Keep::top_p(1.1), "p must be above 0 and at most 1, got 1.1")]
-    #[case(Keep::TopP { p: 0.5, min: 3, max: 2 }, "min must be at most max, which is 2, got 3")]
-    fn numbers_are_checked(#[case] keep: Keep, #[case] message: &str) {
+    #[case(Budget::TopK(0), "k must be at least 1, got 0")]
+    #[case(Budget::Ratio(0.0), "ratio must be above 0 and at most 1, got 0")]
+    #[case(Budget::MinP(f64::NAN), "above must be above 0 and at most 1, got NaN")]
+    #[case(Budget::top_p(1.1), "p must be above 0 and at most 1, got 1.1")]
+    #[case(Budget::TopP { p: 0.5, min: 3, max: 2 }, "min must be at most max, which is 2, got 3")]
+    fn numbers_are_checked(#[case] keep: Budget, #[case] message: &str) {
         let error = rule(keep, NONE).check().unwrap_err();
         assert_eq!(error.to_string(), message);
     }
 
     #[rstest::rstest]
-    #[case(Keep::TopK(3), 0, 1, 3)]
-    #[case(Keep::TopK(1), 2, 1, 4)]
-    #[case(Keep::TopK(1), 1, 2, 4)]
-    #[case(Keep::TopK(1), 2, 0, 2)]
-    #[case(Keep::TopK(1), usize::MAX, 1, 5)]
-    #[case(Keep::TopK(1), 0, usize::MAX, 5)]
-    #[case(Keep::TopK(usize::MAX), 0, 0, 5)]
-    #[case(Keep::Ratio(0.5), 0, 0, 3)]
-    #[case(Keep::TopP { p: 0.5, min: 0, max: 2 }, 1, 0, 2)]
-    #[case(Keep::top_p(0.5), 0, 0, 5)]
-    #[case(Keep::AboveMax(0.5), 0, 0, 5)]
+    #[case(Budget::TopK(3), 0, 1, 3)]
+    #[case(Budget::TopK(1), 2, 1, 4)]
+    #[case(Budget::TopK(1), 1, 2, 4)]
+    #[case(Budget::TopK(1), 2, 0, 2)]
+    #[case(Budget::TopK(1), usize::MAX, 1, 5)]
+    #[case(Budget::TopK(1), 0, usize::MAX, 5)]
+    #[case(Budget::TopK(usize::MAX), 0, 0, 5)]
+    #[case(Budget::Ratio(0.5), 0, 0, 3)]
+    #[case(Budget::TopP { p: 0.5, min: 0, max: 2 }, 1, 0, 2)]
+    #[case(Budget::top_p(0.5), 0, 0, 5)]
+    #[case(Budget::MinP(0.5), 0, 0, 5)]
     fn no_row_has_more_blocks_than_there_are(
-        #[case] keep: Keep,
+        #[case] keep: Budget,
         #[case] first: usize,
         #[case] local: usize,
         #[case] most: usize,
     ) {
-        assert_eq!(rule(keep, Forced { first, local }).most_blocks(5), most);
+        assert_eq!(rule(keep, Always { first, local }).most_blocks(5), most);
     }
 }

@@ -9,7 +9,7 @@ pub(crate) const SLOTS: usize = 1024;
 /// Tables that are gone whose numbers are still known: a backward pass may come after its seed was dropped.
 const KNOWN_GONE: usize = 1024;
 
-/// The seed of a dropout: a number, or a place in a table whose numbers change between replays of a recorded computation.
+/// The seed of a dropout: a number, or a place in a table whose words change between replays of a recorded computation.
 ///
 /// ```
 /// use blocksparse::{Seed, SeedTable};
@@ -54,7 +54,7 @@ impl From<u64> for Seed {
 }
 
 impl Seed {
-    /// The seed of part `index` of what has this seed: one step of SplitMix64 (Steele et al., 2014), so that neighbouring seeds and parts share no masks. Of a
+    /// The seed of part `index` of what has this seed: one step of SplitMix64 (Steele et al., 2014), so that adjacent seeds and parts share no masks. Of a
     /// place in a table it is another place, which follows what is written there; of a table that was dropped, a number.
     ///
     /// # Panics
@@ -96,7 +96,7 @@ fn hash(seed: u64, index: u64) -> u64 {
     mix(mix(seed) ^ index)
 }
 
-/// A seed that is set again for every step, and those that were derived of it. Once it is dropped, its places are the numbers that they were last.
+/// A seed that is set again for every step, and those that were derived of it. Once it is dropped, its places are the elements that they were last.
 #[derive(Debug)]
 pub struct SeedTable(u32);
 

@@ -6,7 +6,7 @@ use crate::dropout::keeps_eight;
 /// The generator's fourth word. Attention weights have their batch entry there, which is below it.
 pub(crate) const STREAM: u32 = u32::MAX;
 
-/// Dropout of the numbers of a tensor, such as what a layer adds to a residual stream. A number is kept with probability `1 − probability`, and
+/// Dropout of the elements of a tensor, such as what a layer adds to a residual stream. An element is retained with probability `1 − probability`, and
 /// divided by that.
 ///
 /// A tensor `[.., width]` is a matrix: a number is at a column of a row, and rows count through all dimensions but the last. Whether it is kept
@@ -16,15 +16,15 @@ pub(crate) const STREAM: u32 = u32::MAX;
 /// attention weights has a batch entry for the fourth word, so the same seed gives other numbers there.
 ///
 /// ```
-/// use blocksparse::StreamDropout;
+/// use blocksparse::ElementDropout;
 ///
-/// let dropout = StreamDropout::new(0.25, 7, 0);
+/// let dropout = ElementDropout::new(0.25, 7, 0);
 /// let kept = (0..10_000).filter(|&column| dropout.keeps(3, column)).count();
 /// assert!(kept.abs_diff(7_500) < 200);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[must_use]
-pub struct StreamDropout {
+pub struct ElementDropout {
     /// Probability that a number is dropped, in `[0, 1)`.
     pub probability: f64,
     /// Seed of the mask. Training takes another in every step.
@@ -35,7 +35,7 @@ pub struct StreamDropout {
     pub first_row: u32,
 }
 
-impl StreamDropout {
+impl ElementDropout {
     /// Dropout with a probability, a seed and a site. Calls check that the probability is in `[0, 1)`.
     pub fn new(probability: f64, seed: impl Into<Seed>, site: u32) -> Self {
         Self {
@@ -49,9 +49,9 @@ impl StreamDropout {
     /// Of the rows from `first_row` on (mod 2³²) of a matrix, in place of a whole one.
     ///
     /// ```
-    /// use blocksparse::StreamDropout;
+    /// use blocksparse::ElementDropout;
     ///
-    /// let whole = StreamDropout::new(0.5, 7, 0);
+    /// let whole = ElementDropout::new(0.5, 7, 0);
     /// let part = whole.with_first_row(10);
     /// assert_eq!(part.mask(2, 8), whole.mask(12, 8)[10 * 8..]);
     /// ```
@@ -59,12 +59,12 @@ impl StreamDropout {
         Self { first_row, ..self }
     }
 
-    /// Numbers of 16 bits below it keep theirs: that of a [`Dropout`](crate::Dropout) of this probability.
+    /// Random words of 16 bits below it keep theirs: that of a [`Dropout`](crate::Dropout) of this probability.
     pub fn threshold(&self) -> u32 {
         self.of_weights().threshold()
     }
 
-    /// What numbers that are kept are multiplied by: that of a [`Dropout`](crate::Dropout) of this probability.
+    /// What elements that are retained are multiplied by: that of a [`Dropout`](crate::Dropout) of this probability.
     pub fn factor(&self) -> f64 {
         self.of_weights().factor()
     }
@@ -73,12 +73,12 @@ impl StreamDropout {
         crate::Dropout::new(self.probability, self.seed)
     }
 
-    /// Whether the number at a column of a row is kept.
+    /// Whether the element at a column of a row is retained.
     pub fn keeps(&self, row: usize, column: usize) -> bool {
         self.keeps_eight(row, column / 8, self.threshold())[column % 8]
     }
 
-    /// The mask of a matrix, row by row: 1 where a number is kept, or else 0.
+    /// The mask of a matrix, row by row: 1 where an element is retained, or else 0.
     pub fn mask(&self, rows: usize, width: usize) -> Vec<f32> {
         let threshold = self.threshold();
         let now = Self::new(self.probability, self.seed.value(), self.site)
@@ -109,7 +109,7 @@ mod tests {
 
     #[test]
     fn a_mask_is_what_keeps_says() {
-        let dropout = StreamDropout::new(0.3, 5 + (9 << 40), 3);
+        let dropout = ElementDropout::new(0.3, 5 + (9 << 40), 3);
         let mask = dropout.mask(7, 13);
         for (index, kept) in mask.into_iter().enumerate() {
             let expected = dropout.keeps(index / 13, index % 13);
@@ -122,10 +122,10 @@ mod tests {
     /// same numbers, is within five standard deviations of what independent draws give.
     #[test]
     fn numbers_are_kept_independently() {
-        let dropout = StreamDropout::new(0.3, 11, 2);
+        let dropout = ElementDropout::new(0.3, 11, 2);
         let (site, seed) = (
-            StreamDropout::new(0.3, 11, 3),
-            StreamDropout::new(0.3, 12, 2),
+            ElementDropout::new(0.3, 11, 3),
+            ElementDropout::new(0.3, 12, 2),
         );
         let attention = Dropout::new(0.3, 11);
         let near = |event: &dyn Fn(usize, usize) -> bool, expected: f64| {

@@ -10,7 +10,7 @@ use crate::backend::BlockSparseOps;
 use crate::call_layout::Layout;
 use crate::check;
 use crate::error::OpError;
-use crate::kept::values::KeptAttention;
+use crate::kept::values::AttentionResiduals;
 use crate::merge::{Shares, shares};
 use crate::options::{AttentionOptions, ProductPrecision, WeightsMode};
 use crate::plan::{AttentionPlan, Chosen};
@@ -167,7 +167,7 @@ impl<'a> SparseAttentionCall<'a> {
         self
     }
 
-    /// Sets what is kept for the backward pass. [`weights`](Self::weights), which returns them, implies [`WeightsMode::Store`].
+    /// Sets what is stored for the backward pass. [`weights`](Self::weights), which returns them, implies [`WeightsMode::Store`].
     pub fn weights_mode(mut self, mode: WeightsMode) -> Self {
         self.options = self.options.weights(mode);
         self
@@ -364,7 +364,7 @@ pub(crate) fn call_given(
     k: Tensor<4>,
     v: Tensor<4>,
     scores: ScoreTensors<Dispatch>,
-    given: Option<KeptAttention>,
+    given: Option<AttentionResiduals>,
     layout: Layout,
     options: AttentionOptions,
 ) -> Result<AttentionOutput<Dispatch>, OpError> {
@@ -403,7 +403,7 @@ pub(crate) fn call_given(
         Some(given) => {
             let packed = packed.as_ref().map(|packed| [kv_heads, packed.seq_q()]);
             let given = given.into_given(packed);
-            <Dispatch as BlockSparseOps>::block_sparse_attention_given(
+            <Dispatch as BlockSparseOps>::block_sparse_attention_known(
                 inputs, given, tensors, options,
             )
         }

@@ -1,7 +1,7 @@
 //! How blocks are chosen by scores, on the host; the same rules as on the device.
 
 use blocksparse::{
-    BlockLayout, BlockMask, EstimateKind, Forced, Keep, LayoutShape, Rule, ScoreGrid,
+    Always, BlockLayout, BlockMask, Budget, EstimateKind, LayoutShape, Rule, ScoreGrid,
 };
 use burn::tensor::Tensor;
 
@@ -56,9 +56,9 @@ impl TopKOptions {
 
     pub(crate) fn rule(&self) -> Rule {
         Rule {
-            kind: EstimateKind::Affinity,
-            keep: Keep::TopK(self.k),
-            forced: Forced {
+            kind: EstimateKind::Logit,
+            keep: Budget::TopK(self.k),
+            forced: Always {
                 first: self.first,
                 local: self.local,
             },
@@ -100,12 +100,12 @@ pub(crate) fn choose_rows(
     let rows = scores.chunks(kv_blocks).enumerate();
     let rows = rows.map(|(row, scores)| {
         let Some(within) = within else {
-            return rule.kept(&grid, row % q_blocks, scores);
+            return rule.selects(&grid, row % q_blocks, scores);
         };
         let pattern = row / q_blocks;
         let head = pattern % heads * (shape.heads / heads);
         let allowed = allowed_blocks(within, pattern / heads, head, row % q_blocks);
-        rule.kept_of(&grid, row % q_blocks, scores, |block| allowed[block])
+        rule.selects_of(&grid, row % q_blocks, scores, |block| allowed[block])
     });
     Ok(rows.collect())
 }

@@ -11,7 +11,7 @@ use crate::error::OpError;
 use crate::order::check_attraction;
 
 /// What the Routing Transformer's heads compute (Roy et al., 2021, §4), without a gradient: each mean attracts the `window` rows of `x` most similar to it, as
-/// [`attracted_rows`](crate::internal::attracted_rows) finds them; a row sees the earlier ones of its cluster, the first itself; and of what clusters have of a row the
+/// [`topk_per_centroid`](crate::internal::topk_per_centroid) finds them; a row sees the earlier ones of its cluster, the first itself; and of what clusters have of a row the
 /// mean is taken, 0 where it is in none.
 ///
 /// ```text
@@ -23,7 +23,7 @@ use crate::order::check_attraction;
 ///
 /// `None` where no kernels do it, and [`routed_attention_plan`] says why: they take bf16 and f16 on GPUs of compute capability 9.0, widths of 64, 128, 192 and
 /// 256, as many as 32,768 rows, and clusters that fit the memory of a multiprocessor; and no tensors of an autodiff device. Elsewhere the same is
-/// [`attracted_rows`](crate::internal::attracted_rows), [`keyed_rows_at`](crate::internal::keyed_rows_at), [`sparse_attention`](crate::sparse_attention) and [`means_at`](crate::internal::means_at).
+/// [`topk_per_centroid`](crate::internal::topk_per_centroid), [`gather_qkv`](crate::internal::gather_qkv), [`sparse_attention`](crate::sparse_attention) and [`segment_mean`](crate::internal::segment_mean).
 ///
 /// # Shapes
 /// - `x`: `[batch, heads, length, head_dim]`

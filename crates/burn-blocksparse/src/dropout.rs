@@ -1,6 +1,6 @@
 //! Dropout of a tensor.
 
-use blocksparse::StreamDropout;
+use blocksparse::ElementDropout;
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
@@ -10,16 +10,16 @@ use crate::error::OpError;
 use crate::norm::{check_dropout, reference};
 use crate::op_plan::{OpDevice, OpPlan};
 
-/// Dropout of `x`, `[.., width]`: numbers are kept with probability `1 − probability`, and then divided by that; the others become 0
-/// (Srivastava et al., 2014, with the division at training). Which are kept follows of the seed, the site and the place alone ([`StreamDropout`]), so
-/// the backward pass makes the mask again, and nothing is kept for it. [`residual_norm`](crate::ops::residual_norm()) drops a branch itself.
+/// Dropout of `x`, `[.., width]`: elements are retained with probability `1 − probability`, and then divided by that; the others become 0
+/// (Srivastava et al., 2014, with the division at training). Which are kept follows of the seed, the site and the place alone ([`ElementDropout`]), so
+/// the backward pass makes the mask again, and nothing is kept for it. [`add_norm`](crate::ops::add_norm()) drops a branch itself.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
-/// use burn_blocksparse::ops::{StreamDropout, dropout};
+/// use burn_blocksparse::ops::{ElementDropout, dropout};
 ///
 /// let x = Tensor::<2>::ones([100, 100], &Device::flex());
-/// let kept = dropout(x, &StreamDropout::new(0.2, 7, 0))?;
+/// let kept = dropout(x, &ElementDropout::new(0.2, 7, 0))?;
 /// assert!((kept.mean().into_scalar::<f32>() - 1.0).abs() < 0.02);
 /// # Ok::<(), burn_blocksparse::OpError>(())
 /// ```
@@ -28,7 +28,7 @@ use crate::op_plan::{OpDevice, OpPlan};
 /// [`OpError`] if the probability is not in `[0, 1)`, or the device is not served.
 pub fn dropout<const D: usize>(
     x: Tensor<D>,
-    dropout: &StreamDropout,
+    dropout: &ElementDropout,
 ) -> Result<Tensor<D>, OpError> {
     check(&x, dropout)?;
     if dropout.probability == 0.0 {
@@ -45,7 +45,7 @@ impl OpPlan {
     /// As [`dropout`](dropout()).
     pub fn of_dropout<const D: usize>(
         x: &Tensor<D>,
-        dropout: &StreamDropout,
+        dropout: &ElementDropout,
     ) -> Result<OpPlan, OpError> {
         check(x, dropout)?;
         let sizes = reference::matrix(&x.shape());
@@ -74,7 +74,7 @@ fn text(
     match *device {}
 }
 
-fn check<const D: usize>(x: &Tensor<D>, dropout: &StreamDropout) -> Result<(), OpError> {
+fn check<const D: usize>(x: &Tensor<D>, dropout: &ElementDropout) -> Result<(), OpError> {
     served(&x.device())?;
     check_dropout("dropout's probability", Some(dropout), &x.device())
 }

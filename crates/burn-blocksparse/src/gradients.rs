@@ -19,7 +19,7 @@ use crate::plan::AttentionPlan;
 use crate::tensors::AttentionTensors;
 use crate::upload;
 use crate::values::{
-    AttentionInputs, AttentionOutput, MaybeFloat, OutputGrads, Saved, WantedGrads,
+    AttentionInputs, AttentionOutput, NeedsGrad, OptFloat, OutputGrads, SavedTensors,
 };
 
 /// What [`attention_gradients`] returns: the output, and the gradients of `Σ out · grad_out`. All are of their inputs' shapes and dtypes.
@@ -136,20 +136,20 @@ pub fn attention_gradients(
         }
     };
     let [q, k, v] = inputs.map(Tensor::into_dispatch);
-    let saved = Saved {
+    let saved = SavedTensors {
         inputs: AttentionInputs { q, k, v, scores },
         output: AttentionOutput {
             out: own_out.into_dispatch(),
             lse: own_lse.into_dispatch(),
-            weights: MaybeFloat::None,
-            max_scores: MaybeFloat::None,
+            weights: OptFloat::None,
+            max_scores: OptFloat::None,
         },
     };
     let grads = OutputGrads {
         out: by_out.into_dispatch(),
         lse: by_lse.map(Tensor::into_dispatch).into(),
     };
-    let wanted = WantedGrads {
+    let wanted = NeedsGrad {
         bias: tensors.bias.is_some(),
         relative_bias: tensors.relative_bias.is_some(),
     };

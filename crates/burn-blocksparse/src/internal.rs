@@ -1,18 +1,18 @@
 //! Helpers of the sister crates and of tests. Nothing here is stable.
 
 pub use crate::graph::seeds::prepare_seed;
-pub use crate::heads::apart::{heads_apart, heads_together};
-pub use crate::kept::values::KeptAttention;
-pub use crate::kept::{attention_given, attention_keeping};
+pub use crate::heads::apart::{cat_head_groups, split_head_groups};
+pub use crate::kept::values::AttentionResiduals;
+pub use crate::kept::{attention_from_residuals, attention_with_residuals};
 pub use crate::kernels_run::runs_kernels;
-pub use crate::merge::merge_attention_at;
+pub use crate::merge::merge_gathered_attention;
 pub use crate::order::{
-    AttractedRows, HighestInRows, TokensInRounds, attracted_rows, hash_rows, highest_in_rows,
-    highest_rows, sort_buckets, sort_hashes, sort_rounds,
+    ArgsortRounds, TopKPerCentroid, TopKRows, argmax_rows, counting_argsort,
+    counting_argsort_rounds, lsh_argsort, lsh_hash, topk_per_centroid, topk_rows,
 };
-pub use crate::paged::choice::highest_pages;
-pub use crate::rows::{keyed_rows_at, means_at, rows_at, sums_at, unit_rows};
-pub use crate::selection::layouts::KeptLayouts;
+pub use crate::paged::choice::topk_pages;
+pub use crate::rows::{gather_qkv, gather_rows, l2_normalize, segment_mean, segment_sum};
+pub use crate::selection::layouts::LayoutCache;
 pub use crate::sums::sum_all;
 #[cfg(feature = "draw")]
 pub use blocksparse::font;

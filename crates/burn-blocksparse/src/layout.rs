@@ -1,4 +1,4 @@
 //! What layouts are made of beside a [`Pattern`](crate::Pattern): options, masks, padding.
 
 pub use crate::device_layout::DeviceLayoutOptions;
-pub use blocksparse::{BLOCK_SIZES, BlockMask, PositionRule, Reach, Restriction};
+pub use blocksparse::{BLOCK_SIZES, BlockMask, LastUse, PaddingMask, PositionMask};

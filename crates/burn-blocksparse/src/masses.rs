@@ -6,20 +6,20 @@ use blocksparse::BlockLayout;
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
-use crate::backend::AttentionMassOps;
+use crate::backend::AccumulatedAttentionOps;
 use crate::check::{self, same_device};
 use crate::dtype::accumulate_in;
 use crate::error::OpError;
 use crate::options::AttentionOptions;
 use crate::tensors::AttentionTensors;
-use crate::values::MassInputs;
+use crate::values::AccumulatedInputs;
 use crate::{plan, upload};
 
-/// How [`attention_masses`] computes weights, and which it sums. Build it from [`Default`].
+/// How [`accumulated_attention`] computes weights, and which it sums. Build it from [`Default`].
 #[derive(Clone, Debug, Default)]
 #[must_use]
 #[non_exhaustive]
-pub struct MassOptions {
+pub struct AccumulatedAttentionOptions {
     /// What the attention was computed with.
     pub attention: AttentionOptions,
     /// Its further tensors.
@@ -28,7 +28,7 @@ pub struct MassOptions {
     pub queries: Option<Range<usize>>,
 }
 
-impl MassOptions {
+impl AccumulatedAttentionOptions {
     /// Sets what the attention was computed with: scale, softcap and ALiBi matter. Weights are those before dropout, and no product is
     /// rounded to tf32.
     pub fn attention(mut self, options: AttentionOptions) -> Self {
@@ -49,10 +49,10 @@ impl MassOptions {
     }
 }
 
-/// What [`attention_masses`] returns, in lse's dtype.
+/// What [`accumulated_attention`] returns, in lse's dtype.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub struct AttentionMasses {
+pub struct AccumulatedAttention {
     /// `[batch, heads, seq_kv]`: of each key, the sum over queries.
     pub columns: Tensor<3>,
     /// `[batch, heads, seq_q + seq_kv − 1]`: of each distance `i − j`, from `1 − seq_q` (keys ahead) on, the sum over the pairs at it.
@@ -71,7 +71,7 @@ pub struct AttentionMasses {
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
 /// use burn_blocksparse::{BlockLayout, LayoutShape, Pattern, SparseAttentionCall};
-/// use burn_blocksparse::selection::{MassOptions, attention_masses, vertical_slash_layout};
+/// use burn_blocksparse::selection::{AccumulatedAttentionOptions, accumulated_attention, vertical_slash_layout};
 ///
 /// let [q, k, v] = [(); 3].map(|_| Tensor::<4>::random([1, 2, 256, 16], Distribution::Default, &Device::flex()));
 /// // The last 64 queries show where the others look, too.
@@ -79,7 +79,7 @@ pub struct AttentionMasses {
 /// let window = BlockLayout::new(&Pattern::causal(), shape)?;
 /// let last = q.clone().narrow(2, 192, 64);
 /// let (_, lse) = SparseAttentionCall::new(last.clone(), k.clone(), v, &window).run_with_lse()?;
-/// let masses = attention_masses(last, k, lse, &window, MassOptions::default())?;
+/// let masses = accumulated_attention(last, k, lse, &window, AccumulatedAttentionOptions::default())?;
 /// let columns = masses.columns.argtopk(8, 2).squeeze_dim(0);
 /// // Distances from 0 on.
 /// let diagonals = masses.diagonals.narrow(2, 63, 256).argtopk(16, 2).squeeze_dim(0);
@@ -96,18 +96,18 @@ pub struct AttentionMasses {
 ///
 /// # Errors
 /// [`OpError`] if shapes, dtypes, devices or options do not fit each other or the layout, or if the device cannot run the call.
-pub fn attention_masses(
+pub fn accumulated_attention(
     q: Tensor<4>,
     k: Tensor<4>,
     lse: Tensor<3>,
     layout: &BlockLayout,
-    options: MassOptions,
-) -> Result<AttentionMasses, OpError> {
+    options: AccumulatedAttentionOptions,
+) -> Result<AccumulatedAttention, OpError> {
     // Before the check, which would speak of a v.
     let ([.., head_dim], [.., k_dim]) = (q.dims(), k.dims());
     OpError::expect_same("k's head_dim", head_dim, "q's", k_dim)?;
     check::shapes(&q, &k, &k, layout)?;
-    let MassOptions {
+    let AccumulatedAttentionOptions {
         attention: options,
         tensors,
         queries,
@@ -130,14 +130,16 @@ pub fn attention_masses(
     let scores = tensors.scores(&q);
     let kernels = plan::sums_in_kernels(&q, &k, &scores, layout, &options)?;
     let layout = upload::layout_tensors(layout, &q.device(), kernels)?;
-    let inputs = MassInputs {
+    let inputs = AccumulatedInputs {
         q: q.into_dispatch(),
         k: k.into_dispatch(),
         lse: lse.into_dispatch(),
         scores,
     };
-    let sums = <Dispatch as AttentionMassOps>::attention_masses(inputs, layout, options, queries);
-    Ok(AttentionMasses {
+    let sums = <Dispatch as AccumulatedAttentionOps>::accumulated_attention(
+        inputs, layout, options, queries,
+    );
+    Ok(AccumulatedAttention {
         columns: Tensor::from_dispatch(sums.columns),
         diagonals: Tensor::from_dispatch(sums.diagonals),
     })

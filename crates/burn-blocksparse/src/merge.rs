@@ -85,7 +85,7 @@ pub fn merge_attention(
 ///
 /// # Errors
 /// [`OpError`] if shapes, dtypes or devices do not fit each other.
-pub fn merge_attention_at(
+pub fn merge_gathered_attention(
     (own, own_lse): (Tensor<4>, Tensor<3>),
     (others, other_lse): (Tensor<4>, Tensor<3>),
     places: Tensor<4, Int>,
@@ -117,7 +117,7 @@ pub fn merge_attention_at(
     ))
 }
 
-/// [`merge_attention_at`] of what fits each other.
+/// [`merge_gathered_attention`] of what fits each other.
 pub(crate) fn merge_parts(
     (own, own_lse): (Tensor<4>, Tensor<3>),
     (others, other_lse): (Tensor<4>, Tensor<3>),

@@ -3,10 +3,10 @@
 //!
 //! | job | functions |
 //! |---|---|
-//! | linear layers | [`linear`], [`linear_joined`], [`linear_to_heads`], [`linear_from_heads`] |
+//! | linear layers | [`linear`], [`fused_linear`], [`qkv_proj`], [`out_proj`] |
 //! | heads | [`split_heads`], [`join_heads`] |
 //! | MLP | [`mlp`], [`bias_activation`] |
-//! | normalisation and residuals | [`norm`], [`residual_norm`], [`residual_add`], [`dropout()`] |
+//! | normalisation and residuals | [`norm`], [`add_norm`], [`residual_add`], [`dropout()`] |
 //! | embedding and loss | [`embedding`], [`linear_cross_entropy`] |
 
 pub use crate::activation::{Activation, bias_activation};
@@ -15,12 +15,12 @@ pub use crate::backends::matmul::{accelerate_matmul, accelerated_products};
 pub use crate::dropout::dropout;
 pub use crate::embedding::{embedding, embedding_backward};
 pub use crate::heads::{join_heads, split_heads};
-pub use crate::linear::{LinearOptions, linear, linear_joined};
+pub use crate::linear::{LinearOptions, fused_linear, linear};
 pub use crate::loss::{CrossEntropyOptions, Reduction, linear_cross_entropy};
 pub use crate::mlp::{MlpOptions, MlpParams, mlp};
 pub use crate::norm::{
-    Branch, Norm, NormParams, ResidualNormOptions, norm, residual_add, residual_norm,
+    AddNormOptions, NormKind, NormParams, Residual, add_norm, norm, residual_add,
 };
 pub use crate::op_plan::OpPlan;
-pub use crate::projection::{linear_from_heads, linear_to_heads};
-pub use blocksparse::StreamDropout;
+pub use crate::projection::{out_proj, qkv_proj};
+pub use blocksparse::ElementDropout;

@@ -25,26 +25,26 @@ pub struct AttentionOptions {
     pub alibi: Option<Arc<[f64]>>,
     /// Dropout of the weights.
     pub dropout: Option<Dropout>,
-    /// What is kept for the backward pass.
+    /// What is stored for the backward pass.
     pub weights: WeightsMode,
     /// How precise the products of f32 tensors are.
     pub precision: ProductPrecision,
     /// Whether each row's largest score is returned, too, as [`SparseAttentionCall::max_scores`](crate::SparseAttentionCall::max_scores) sets it.
     pub max_scores: bool,
     /// How queries that choose each for itself attend to what they chose.
-    pub choice_walk: ChoiceWalk,
+    pub dispatch_mode: DispatchMode,
 }
 
 /// How queries attend to blocks that each of them chose ([`attention_selected`](crate::selection::attention_selected()), [`Nsa`](crate::nsa::Nsa)).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum ChoiceWalk {
+pub enum DispatchMode {
     /// Kernels in which a query walks its own list, where a device has them, they take the call, and blocks are not so long that
-    /// [`Packed`](Self::Packed) is the faster way; otherwise that one. [`QueryLists::explain`](crate::selection::QueryLists::explain) says which.
+    /// [`GroupByBlock`](Self::GroupByBlock) is the faster way; otherwise that one. [`SelectedBlocks::explain`](crate::selection::SelectedBlocks::explain) says which.
     #[default]
     Auto,
     /// Queries are packed by the block that they chose, attend to that block alone, and the parts are merged.
-    Packed,
+    GroupByBlock,
 }
 
 /// How precise the products of f32 tensors are. Sums, exponentials and outputs are f32 in any case.
@@ -112,7 +112,7 @@ impl AttentionOptions {
         self.dropout.filter(|dropout| dropout.probability > 0.0)
     }
 
-    /// Sets what is kept for the backward pass.
+    /// Sets what is stored for the backward pass.
     pub fn weights(mut self, weights: WeightsMode) -> Self {
         self.weights = weights;
         self
@@ -131,8 +131,8 @@ impl AttentionOptions {
     }
 
     /// Sets how queries that choose each for itself attend to what they chose.
-    pub fn choice_walk(mut self, choice_walk: ChoiceWalk) -> Self {
-        self.choice_walk = choice_walk;
+    pub fn dispatch_mode(mut self, dispatch_mode: DispatchMode) -> Self {
+        self.dispatch_mode = dispatch_mode;
         self
     }
 

@@ -24,7 +24,7 @@ use crate::kernels_run::runs_kernels;
 ///
 /// # Errors
 /// [`OpError`] if there are no tokens, or not 1 to 2³⁰ buckets, or no feature of this crate serves the device.
-pub fn sort_buckets(
+pub fn counting_argsort(
     buckets: Tensor<2, Int>,
     count: usize,
 ) -> Result<Option<[Tensor<2, Int>; 2]>, OpError> {
@@ -37,17 +37,17 @@ pub fn sort_buckets(
     if !(1..=1 << 30).contains(&count) {
         return Err(OpError::argument("count", "from 1 to 2³⁰", count));
     }
-    let sorted = sort_rounds(buckets.reshape([groups, 1, length]), count, length)?;
+    let sorted = counting_argsort_rounds(buckets.reshape([groups, 1, length]), count, length)?;
     Ok(sorted.map(|sorted| {
         let of_group = |x: Tensor<3, Int>| x.reshape([groups, length]);
         [of_group(sorted.tokens), of_group(sorted.places)]
     }))
 }
 
-/// Tokens of lists in the order of their buckets in several rounds, each with places of its own, as [`sort_rounds`] gives them: i32, without autodiff.
+/// Tokens of lists in the order of their buckets in several rounds, each with places of its own, as [`counting_argsort_rounds`] gives them: i32, without autodiff.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub struct TokensInRounds {
+pub struct ArgsortRounds {
     /// The token at each place, −1 behind the last of a round: `[lists, rounds, room]`.
     pub tokens: Tensor<3, Int>,
     /// The place of each token in each round, counted through all of a list's rounds: `[lists, length, rounds]`.
@@ -57,7 +57,7 @@ pub struct TokensInRounds {
 }
 
 #[cfg(feature = "cube")]
-impl From<SortedRounds<Dispatch>> for TokensInRounds {
+impl From<SortedRounds<Dispatch>> for ArgsortRounds {
     fn from(sorted: SortedRounds<Dispatch>) -> Self {
         Self {
             tokens: Tensor::from_dispatch(sorted.tokens),
@@ -67,20 +67,20 @@ impl From<SortedRounds<Dispatch>> for TokensInRounds {
     }
 }
 
-/// [`sort_buckets`] of lists that have other buckets in each of several rounds, in one launch, or two of more than 256 buckets: what
-/// [`keyed_rows_at`](crate::internal::keyed_rows_at) and [`merge_attention_at`](crate::internal::merge_attention_at) take. `None` where [no kernels run](runs_kernels).
+/// [`counting_argsort`] of lists that have other buckets in each of several rounds, in one launch, or two of more than 256 buckets: what
+/// [`gather_qkv`](crate::internal::gather_qkv) and [`merge_gathered_attention`](crate::internal::merge_gathered_attention) take. `None` where [no kernels run](runs_kernels).
 ///
 /// # Shapes
 /// - `buckets`: `[lists, rounds, length]`, each below `count`; others count as the nearest that is
 /// - `room`: places of a round, `length` at least
 ///
 /// # Errors
-/// As [`sort_buckets`], and if there are fewer places than tokens.
-pub fn sort_rounds(
+/// As [`counting_argsort`], and if there are fewer places than tokens.
+pub fn counting_argsort_rounds(
     buckets: Tensor<3, Int>,
     count: usize,
     room: usize,
-) -> Result<Option<TokensInRounds>, OpError> {
+) -> Result<Option<ArgsortRounds>, OpError> {
     let buckets = buckets.without_autodiff();
     served(&buckets.device())?;
     let [lists, rounds, length] = buckets.dims();
@@ -99,7 +99,8 @@ pub fn sort_rounds(
     }
     #[cfg(feature = "cube")]
     {
-        let sorted = <Dispatch as OrderOps>::sort_rounds(buckets.into_dispatch(), count, room);
+        let sorted =
+            <Dispatch as OrderOps>::counting_argsort_rounds(buckets.into_dispatch(), count, room);
         Ok(Some(sorted.into()))
     }
     #[cfg(not(feature = "cube"))]
@@ -116,7 +117,7 @@ pub fn sort_rounds(
 ///
 /// # Errors
 /// [`OpError`] if shapes or devices do not fit each other, one is empty, or no feature of this crate serves the device.
-pub fn hash_rows(x: Tensor<4>, rotations: Tensor<3>) -> Result<Option<Tensor<4, Int>>, OpError> {
+pub fn lsh_hash(x: Tensor<4>, rotations: Tensor<3>) -> Result<Option<Tensor<4, Int>>, OpError> {
     let (x, rotations) = hashed(x, rotations)?;
     if !runs_kernels(&x.device()) {
         return Ok(None);
@@ -125,14 +126,14 @@ pub fn hash_rows(x: Tensor<4>, rotations: Tensor<3>) -> Result<Option<Tensor<4, 
     {
         let rotations = in_sums(rotations, &x);
         let buckets =
-            <Dispatch as OrderOps>::hash_rows(x.into_dispatch(), rotations.into_dispatch());
+            <Dispatch as OrderOps>::lsh_hash(x.into_dispatch(), rotations.into_dispatch());
         Ok(Some(Tensor::from_dispatch(buckets)))
     }
     #[cfg(not(feature = "cube"))]
     unreachable!("kernels need the feature cube, for {:?}", rotations.dims())
 }
 
-/// [`sort_rounds`] by [`hash_rows`], in one operation: two launches, or three where there are very many buckets. Lists are those of all batch entries and
+/// [`counting_argsort_rounds`] by [`lsh_hash`], in one operation: two launches, or three where there are very many buckets. Lists are those of all batch entries and
 /// heads, `[batch · heads]`. `None` where [no kernels run](runs_kernels). No gradient flows through it.
 ///
 /// # Shapes
@@ -141,12 +142,12 @@ pub fn hash_rows(x: Tensor<4>, rotations: Tensor<3>) -> Result<Option<Tensor<4, 
 /// - `room`: places of a round, `length` at least
 ///
 /// # Errors
-/// As [`hash_rows`], and if there are fewer places than rows, or more than 2³⁰ buckets.
-pub fn sort_hashes(
+/// As [`lsh_hash`], and if there are fewer places than rows, or more than 2³⁰ buckets.
+pub fn lsh_argsort(
     x: Tensor<4>,
     rotations: Tensor<3>,
     room: usize,
-) -> Result<Option<TokensInRounds>, OpError> {
+) -> Result<Option<ArgsortRounds>, OpError> {
     let (x, rotations) = hashed(x, rotations)?;
     let ([_, _, length, _], [.., half]) = (x.dims(), rotations.dims());
     if half > 1 << 29 {
@@ -163,7 +164,7 @@ pub fn sort_hashes(
     {
         let rotations = in_sums(rotations, &x);
         let sorted =
-            <Dispatch as OrderOps>::sort_hashes(x.into_dispatch(), rotations.into_dispatch(), room);
+            <Dispatch as OrderOps>::lsh_argsort(x.into_dispatch(), rotations.into_dispatch(), room);
         Ok(Some(sorted.into()))
     }
     #[cfg(not(feature = "cube"))]
@@ -203,7 +204,7 @@ fn in_sums(rotations: Tensor<3>, x: &Tensor<4>) -> Tensor<3> {
 ///
 /// # Errors
 /// [`OpError`] if there are no numbers, or no feature of this crate serves the device.
-pub fn highest_rows(numbers: Tensor<4>) -> Result<Option<Tensor<3, Int>>, OpError> {
+pub fn argmax_rows(numbers: Tensor<4>) -> Result<Option<Tensor<3, Int>>, OpError> {
     let numbers = numbers.without_autodiff();
     let device = numbers.device();
     served(&device)?;
@@ -215,24 +216,24 @@ pub fn highest_rows(numbers: Tensor<4>) -> Result<Option<Tensor<3, Int>>, OpErro
     }
     #[cfg(feature = "cube")]
     {
-        let found = <Dispatch as OrderOps>::highest_rows(numbers.into_dispatch());
+        let found = <Dispatch as OrderOps>::argmax_rows(numbers.into_dispatch());
         Ok(Some(Tensor::from_dispatch(found)))
     }
     #[cfg(not(feature = "cube"))]
     unreachable!("kernels need the feature cube")
 }
 
-/// Lists of the highest numbers of each row, and where numbers stand in them, as [`highest_in_rows`] gives them.
+/// The top-k of each row, and the place of each column in it, as [`topk_rows`] gives them.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub struct HighestInRows {
+pub struct TopKRows {
     /// The columns, ascending: i32 `[groups, rows, most]`.
     pub columns: Tensor<3, Int>,
     /// Of each number of each row `row · most` and its place in the row's list, or −1: i32 `[groups, rows, columns]`.
     pub places: Tensor<3, Int>,
 }
 
-/// The `most` highest numbers of each row: of equal ones the earlier, NaN is the lowest, and numbers are compared in f32. `None` where
+/// The `most` highest elements of each row: of equal ones the earlier, NaN is the lowest, and elements are compared in f32. `None` where
 /// [no kernels run](runs_kernels). Nothing is sorted or read back.
 ///
 /// # Shapes
@@ -240,7 +241,7 @@ pub struct HighestInRows {
 ///
 /// # Errors
 /// [`OpError`] if `most` is not from 1 to the columns, there are no rows, or no feature of this crate serves the device.
-pub fn highest_in_rows(numbers: Tensor<3>, most: usize) -> Result<Option<HighestInRows>, OpError> {
+pub fn topk_rows(numbers: Tensor<3>, most: usize) -> Result<Option<TopKRows>, OpError> {
     let numbers = numbers.without_autodiff();
     let device = numbers.device();
     served(&device)?;
@@ -257,8 +258,8 @@ pub fn highest_in_rows(numbers: Tensor<3>, most: usize) -> Result<Option<Highest
     }
     #[cfg(feature = "cube")]
     {
-        let lists = <Dispatch as OrderOps>::highest_in_rows(numbers.into_dispatch(), most);
-        Ok(Some(HighestInRows {
+        let lists = <Dispatch as OrderOps>::topk_rows(numbers.into_dispatch(), most);
+        Ok(Some(TopKRows {
             columns: Tensor::from_dispatch(lists.columns),
             places: Tensor::from_dispatch(lists.places),
         }))
@@ -267,10 +268,10 @@ pub fn highest_in_rows(numbers: Tensor<3>, most: usize) -> Result<Option<Highest
     unreachable!("kernels need the feature cube")
 }
 
-/// The rows that means attract, as [`attracted_rows`] gives them: i32, without autodiff.
+/// The rows that means attract, as [`topk_per_centroid`] gives them: i32, without autodiff.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub struct AttractedRows {
+pub struct TopKPerCentroid {
     /// The rows of each mean, ascending: `[batch, heads, means, most]`.
     pub rows: Tensor<4, Int>,
     /// Of each mean and row `mean · most` and the row's place in the mean's list, or −1: `[batch, heads, means, length]`.
@@ -291,11 +292,11 @@ pub struct AttractedRows {
 ///
 /// # Errors
 /// [`OpError`] if shapes or devices do not fit each other, one is empty, `most` is not from 1 to the length, or no feature of this crate serves the device.
-pub fn attracted_rows(
+pub fn topk_per_centroid(
     x: Tensor<4>,
     means: Tensor<3>,
     most: usize,
-) -> Result<Option<AttractedRows>, OpError> {
+) -> Result<Option<TopKPerCentroid>, OpError> {
     let (x, means) = (x.without_autodiff(), means.without_autodiff());
     check_attraction(&x, &means, ("most", most))?;
     if !runs_kernels(&x.device()) {
@@ -306,9 +307,12 @@ pub fn attracted_rows(
         if x.dtype() == DType::F64 {
             return Ok(None);
         }
-        let lists =
-            <Dispatch as OrderOps>::attracted_rows(x.into_dispatch(), means.into_dispatch(), most);
-        Ok(Some(AttractedRows {
+        let lists = <Dispatch as OrderOps>::topk_per_centroid(
+            x.into_dispatch(),
+            means.into_dispatch(),
+            most,
+        );
+        Ok(Some(TopKPerCentroid {
             rows: Tensor::from_dispatch(lists.rows),
             places: Tensor::from_dispatch(lists.places),
             nearest: Tensor::from_dispatch(lists.nearest),

@@ -11,7 +11,7 @@ const NUMBERS: usize = 128;
 /// Numbers of which Burn's sum is as fast as another stage.
 const FEW: usize = 1 << 16;
 
-/// The sum of all numbers of a tensor, added up in f32 (f64 for f64) and rounded once. On a GPU Burn's own `sum` ends in one cube that reads most of the
+/// The sum of all elements of a tensor, added up in f32 (f64 for f64) and rounded once. On a GPU Burn's own `sum` ends in one cube that reads most of the
 /// numbers one by one: of four million squares some 250 µs, where this takes 45. Elsewhere it is Burn's.
 ///
 /// Numbers are added 128 at a time (fewer where their number asks for it), then such sums, and so on: in the same order every time.

@@ -23,7 +23,7 @@ pub struct AttentionTensors {
 }
 
 impl AttentionTensors {
-    /// Numbers that a table of biases of distances may have, all heads together: kernels add distances to their places, in 32 bits with a
+    /// Elements that a table of biases of distances may have, over all heads: kernels add distances to their places, in 32 bits with a
     /// sign.
     pub const MAX_DISTANCES: usize = 1 << 30;
 

@@ -8,7 +8,7 @@ use crate::device::served;
 use crate::device_layout::DeviceLayout;
 use crate::error::OpError;
 #[cfg(feature = "cube")]
-use crate::selection::{ScoreCall, means_by_kernels};
+use crate::selection::{EstimateInputs, means_by_kernels};
 use crate::selection::{check_shapes, means, products};
 
 /// A layout per batch entry and head, of the key blocks that score highest for each row of query blocks: the score of a pair of blocks is
@@ -146,7 +146,7 @@ fn scores(q: Tensor<4>, k: Tensor<4>, group: usize, options: &TopKOptions) -> Te
     {
         let [q, k] = [&q, &k].map(|x| x.clone().without_autodiff());
         let rows = 0..q.dims()[2].div_ceil(block);
-        let call = ScoreCall::new(q, k).scale(1.0).causal(options.causal);
+        let call = EstimateInputs::new(q, k).scale(1.0).causal(options.causal);
         if let Some(scores) = means_by_kernels(&call, block, &rows) {
             return scores;
         }

@@ -9,7 +9,7 @@ use burn::tensor::{Bool, Device, Tensor, TensorData};
 
 use crate::error::OpError;
 use crate::graph::recording;
-use crate::values::{BlockChoice, KernelPlan, LayoutTensors};
+use crate::values::{DynamicBlocks, KernelPlan, LayoutTensors};
 
 /// What a layout has on devices, found by the address of a token that lives as long as the layout's data.
 ///
@@ -74,7 +74,7 @@ pub(crate) fn layout_tensors(
     drop(gone);
     Ok(LayoutTensors {
         blocked: blocked.into_dispatch(),
-        choice: BlockChoice::Listed,
+        choice: DynamicBlocks::Host,
         host: layout.clone(),
         plan: KernelPlan::default(),
     })

@@ -15,24 +15,24 @@ use burn::backend::{Backend, ExtensionType};
 pub struct ThreeFloats<B: Backend> {
     /// The first.
     #[extension_type]
-    pub first: MaybeFloat<B>,
+    pub first: OptFloat<B>,
     /// The second.
     #[extension_type]
-    pub second: MaybeFloat<B>,
+    pub second: OptFloat<B>,
     /// The third.
     #[extension_type]
-    pub third: MaybeFloat<B>,
+    pub third: OptFloat<B>,
 }
 
 impl<B: Backend> ThreeFloats<B> {
     /// In the order of the fields.
     pub(crate) fn into_list(self) -> [Option<FloatTensor<B>>; 3] {
-        [self.first, self.second, self.third].map(MaybeFloat::into_option)
+        [self.first, self.second, self.third].map(OptFloat::into_option)
     }
 
     /// The inverse of [`Self::into_list`].
     pub(crate) fn of_list(list: [Option<FloatTensor<B>>; 3]) -> Self {
-        let [first, second, third] = list.map(MaybeFloat::from);
+        let [first, second, third] = list.map(OptFloat::from);
         Self {
             first,
             second,
@@ -44,14 +44,14 @@ impl<B: Backend> ThreeFloats<B> {
 /// An optional float tensor.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
-pub enum MaybeFloat<B: Backend> {
+pub enum OptFloat<B: Backend> {
     /// The tensor.
     Some(FloatTensor<B>),
     /// No tensor.
     None,
 }
 
-impl<B: Backend> MaybeFloat<B> {
+impl<B: Backend> OptFloat<B> {
     pub(crate) fn as_ref(&self) -> Option<&FloatTensor<B>> {
         match self {
             Self::Some(tensor) => Some(tensor),
@@ -67,7 +67,7 @@ impl<B: Backend> MaybeFloat<B> {
     }
 }
 
-impl<B: Backend> From<Option<FloatTensor<B>>> for MaybeFloat<B> {
+impl<B: Backend> From<Option<FloatTensor<B>>> for OptFloat<B> {
     fn from(tensor: Option<FloatTensor<B>>) -> Self {
         match tensor {
             Some(tensor) => Self::Some(tensor),
@@ -88,17 +88,17 @@ pub(crate) const SCORE_TENSORS: usize = 2;
 pub struct ScoreTensors<B: Backend> {
     /// `[batch or 1, heads or 1, seq_q or 1, seq_kv]`, in the dtype of q, k and v.
     #[extension_type]
-    pub bias: MaybeFloat<B>,
+    pub bias: OptFloat<B>,
     /// A bias of each distance: `[heads or 1, 2 · reach + 1]`, in the dtype of sums.
     #[extension_type]
-    pub relative_bias: MaybeFloat<B>,
+    pub relative_bias: OptFloat<B>,
 }
 
 impl<B: Backend> Default for ScoreTensors<B> {
     fn default() -> Self {
         Self {
-            bias: MaybeFloat::None,
-            relative_bias: MaybeFloat::None,
+            bias: OptFloat::None,
+            relative_bias: OptFloat::None,
         }
     }
 }
@@ -106,7 +106,7 @@ impl<B: Backend> Default for ScoreTensors<B> {
 impl<B: Backend> ScoreTensors<B> {
     /// The tensors, in the order of the fields.
     #[cfg(any(feature = "autodiff", feature = "cube"))]
-    pub(crate) fn into_list(self) -> [MaybeFloat<B>; SCORE_TENSORS] {
+    pub(crate) fn into_list(self) -> [OptFloat<B>; SCORE_TENSORS] {
         [self.bias, self.relative_bias]
     }
 
@@ -118,7 +118,7 @@ impl<B: Backend> ScoreTensors<B> {
 
     /// The inverse of [`Self::into_list`].
     #[cfg(feature = "autodiff")]
-    pub(crate) fn of_list([bias, relative_bias]: [MaybeFloat<B>; SCORE_TENSORS]) -> Self {
+    pub(crate) fn of_list([bias, relative_bias]: [OptFloat<B>; SCORE_TENSORS]) -> Self {
         Self {
             bias,
             relative_bias,
@@ -152,9 +152,9 @@ pub struct AttentionInputs<B: Backend> {
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
-pub enum BlockChoice<B: Backend> {
+pub enum DynamicBlocks<B: Backend> {
     /// None: the host's description lists the blocks.
-    Listed,
+    Host,
     /// `[batch or 1, heads or 1, q_blocks, kv_blocks]`: whether a block is chosen.
     Mask(BoolTensor<B>),
     /// `[batch or 1, heads or 1, q_blocks, most]`, i32: the key blocks that are chosen, or −1.
@@ -179,7 +179,7 @@ pub struct LayoutTensors<B: Backend> {
     pub blocked: BoolTensor<B>,
     /// What chooses the blocks of a layout that is made on the device.
     #[extension_type]
-    pub choice: BlockChoice<B>,
+    pub choice: DynamicBlocks<B>,
     /// The layout itself; its sizes only if it is made on the device, where kernels run.
     pub host: BlockLayout,
     /// What kernels run for both passes of the call.
@@ -209,31 +209,31 @@ pub struct AttentionOutput<B: Backend> {
     pub lse: FloatTensor<B>,
     /// The weights `[batch, blocks, block_size, block_size]` in lse's dtype, with `WeightsMode::Store`.
     #[extension_type]
-    pub weights: MaybeFloat<B>,
+    pub weights: OptFloat<B>,
     /// `[batch, heads, seq_q]` in lse's dtype, if the options ask for it: each row's largest score over the keys it attends to, scaled,
     /// softcapped and biased; −∞ in rows without keys. No gradient flows through it, and the backward pass does not read it.
     #[extension_type]
-    pub max_scores: MaybeFloat<B>,
+    pub max_scores: OptFloat<B>,
 }
 
 /// What the forward pass of a call returned before, for the same call again.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
-pub struct GivenOutput<B: Backend> {
+pub struct KnownOutput<B: Backend> {
     /// `[batch, heads, seq_q, value_dim]`, in the inputs' dtype.
     pub out: FloatTensor<B>,
     /// `[batch, heads, seq_q]`; f32, or f64 for f64 inputs.
     pub lse: FloatTensor<B>,
 }
 
-impl<B: Backend> From<GivenOutput<B>> for AttentionOutput<B> {
-    fn from(given: GivenOutput<B>) -> Self {
+impl<B: Backend> From<KnownOutput<B>> for AttentionOutput<B> {
+    fn from(given: KnownOutput<B>) -> Self {
         Self {
             out: given.out,
             lse: given.lse,
-            weights: MaybeFloat::None,
-            max_scores: MaybeFloat::None,
+            weights: OptFloat::None,
+            max_scores: OptFloat::None,
         }
     }
 }
@@ -242,7 +242,7 @@ impl<B: Backend> From<GivenOutput<B>> for AttentionOutput<B> {
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
-pub struct Saved<B: Backend> {
+pub struct SavedTensors<B: Backend> {
     /// The forward pass's inputs.
     #[extension_type]
     pub inputs: AttentionInputs<B>,
@@ -260,7 +260,7 @@ pub struct OutputGrads<B: Backend> {
     pub out: FloatTensor<B>,
     /// By `lse`: `[batch, heads, seq_q]`, in its dtype. None: 0.
     #[extension_type]
-    pub lse: MaybeFloat<B>,
+    pub lse: OptFloat<B>,
 }
 
 /// Gradients, each of its input's shape and dtype.
@@ -282,14 +282,14 @@ pub struct AttentionGrads<B: Backend> {
 /// Which gradients are wanted besides those of q, k and v.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct WantedGrads {
+pub struct NeedsGrad {
     /// The bias's.
     pub bias: bool,
     /// That of the biases of distances.
     pub relative_bias: bool,
 }
 
-impl WantedGrads {
+impl NeedsGrad {
     /// In the order of [`ScoreTensors::into_list`].
     #[cfg(feature = "autodiff")]
     pub(crate) fn of_list([bias, relative_bias]: [bool; SCORE_TENSORS]) -> Self {
@@ -300,11 +300,11 @@ impl WantedGrads {
     }
 }
 
-/// The tensors of [`attention_masses`](crate::selection::attention_masses).
+/// The tensors of [`accumulated_attention`](crate::selection::accumulated_attention).
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
-pub struct MassInputs<B: Backend> {
+pub struct AccumulatedInputs<B: Backend> {
     /// `[batch, heads, seq_q, head_dim]`
     pub q: FloatTensor<B>,
     /// `[batch, kv_heads, seq_kv, head_dim]`
@@ -316,11 +316,11 @@ pub struct MassInputs<B: Backend> {
     pub scores: ScoreTensors<B>,
 }
 
-/// The sums of [`attention_masses`](crate::selection::attention_masses), in lse's dtype.
+/// The sums of [`accumulated_attention`](crate::selection::accumulated_attention), in lse's dtype.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
-pub struct MassOutput<B: Backend> {
+pub struct AccumulatedOutput<B: Backend> {
     /// `[batch, heads, seq_kv]`
     pub columns: FloatTensor<B>,
     /// `[batch, heads, seq_q + seq_kv − 1]`

@@ -53,7 +53,7 @@ impl BlockSparseTensor {
         (self.values, self.layout)
     }
 
-    /// The values as `[batch, heads, seq_q, seq_kv]`, 0 where nothing is kept: O(n²) memory, for plots and tests.
+    /// The values as `[batch, heads, seq_q, seq_kv]`, 0 where nothing is retained: O(n²) memory, for plots and tests.
     pub fn to_dense(&self) -> Tensor<4> {
         let layout = &self.layout;
         let [batch, stored, b, _] = self.values.dims();

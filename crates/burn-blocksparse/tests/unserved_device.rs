@@ -6,7 +6,8 @@
 use burn::tensor::{Bool, Device, Distribution, Int, Tensor};
 use burn_blocksparse::layout::DeviceLayoutOptions;
 use burn_blocksparse::selection::{
-    MassOptions, TopKOptions, attention_masses, top_k_blocks, top_k_blocks_on_device,
+    AccumulatedAttentionOptions, TopKOptions, accumulated_attention, top_k_blocks,
+    top_k_blocks_on_device,
 };
 use burn_blocksparse::{
     AttentionOptions, AttentionPlan, AttentionTensors, BlockLayout, BlockSparseTensor,
@@ -87,8 +88,14 @@ fn attention_names_the_feature() {
         refused("check_device", check_device(&device));
         let lse = Tensor::zeros([1, 1, 16], &device);
         refused(
-            "attention_masses",
-            attention_masses(q.clone(), q, lse, &layout, MassOptions::default()),
+            "accumulated_attention",
+            accumulated_attention(
+                q.clone(),
+                q,
+                lse,
+                &layout,
+                AccumulatedAttentionOptions::default(),
+            ),
         );
     }
 }

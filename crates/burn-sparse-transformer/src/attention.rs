@@ -84,7 +84,7 @@ pub struct SparseMhaOutput {
     pub context: Tensor<3>,
     /// To be added to the loss, `[1]`, where the pass is one of training: the [commitment](crate::content::RoutingOutput::commitment) of heads that choose by
     /// clusters, or the loss of an indexer that chooses keys ([`DsaStage`](crate::dsa::DsaStage)).
-    pub aside: Option<Tensor<1>>,
+    pub aux_loss: Option<Tensor<1>>,
 }
 
 impl SparseMultiHeadAttention {
@@ -114,7 +114,7 @@ impl SparseMultiHeadAttention {
     pub fn try_forward(&self, input: SparseMhaInput) -> Result<SparseMhaOutput, TransformerError> {
         let (seen, call) = self.context(input)?;
         let mut output = self.finish(seen.heads, &call)?;
-        output.aside = seen.aside;
+        output.aux_loss = seen.aux_loss;
         Ok(output)
     }
 
@@ -125,7 +125,7 @@ impl SparseMultiHeadAttention {
     ) -> Result<Projected, TransformerError> {
         let (seen, _) = self.context(input)?;
         let mut projected = self.output_product(seen.heads)?;
-        projected.aside = seen.aside;
+        projected.aux_loss = seen.aux_loss;
         Ok(projected)
     }
 
@@ -495,7 +495,7 @@ impl SparseMultiHeadAttention {
         Ok(Projected {
             x: (self.precision).merged(&self.output, context)?,
             bias: self.output.bias.as_ref().map(Param::val),
-            aside: None,
+            aux_loss: None,
         })
     }
 
@@ -520,7 +520,7 @@ impl SparseMultiHeadAttention {
     fn padded(&self, context: Tensor<3>, call: &Call) -> Result<SparseMhaOutput, TransformerError> {
         let context = context.cast(call.dtype);
         Ok(SparseMhaOutput {
-            aside: None,
+            aux_loss: None,
             context: match &call.padding {
                 Some(padding) => context.mask_fill(padding.clone(), 0.0),
                 None => context,

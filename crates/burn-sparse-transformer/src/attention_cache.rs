@@ -1,7 +1,7 @@
 //! Attention to what a cache holds, and where a cache may stop.
 
 use burn::tensor::Tensor;
-use burn_blocksparse::layout::Reach;
+use burn_blocksparse::layout::LastUse;
 
 use crate::call::Call;
 use crate::error::or_panic;
@@ -88,9 +88,9 @@ impl SparseMultiHeadAttention {
     fn check_boundary(&self, position: usize) -> Result<(), TransformerError> {
         let pattern = self.layouts.pattern();
         let last = match pattern.furthest_key(self.n_heads, position) {
-            Reach::Never => return Ok(()),
-            Reach::At(last) => usize::try_from(last).ok(),
-            Reach::Always => None,
+            LastUse::Never => return Ok(()),
+            LastUse::At(last) => usize::try_from(last).ok(),
+            LastUse::Always => None,
         };
         Err(TransformerError::Boundary {
             position,

@@ -44,7 +44,7 @@ pub struct SparseMultiHeadAttentionConfig {
     /// Number of key and value heads, a divisor of `n_heads`; fewer than `n_heads` is grouped-query
     /// attention, 1 is multi-query attention. Default: `n_heads`.
     pub n_kv_heads: Option<usize>,
-    /// Width of the query projection, all heads together; the key projection has as much per head.
+    /// Width of the query projection, over all heads; the key projection has as much per head.
     /// Default: `d_model`. The paper's half-size models use `d_model / 2`.
     pub d_key: Option<usize>,
     /// Bounds the scores to ±`softcap` with a tanh before the softmax. Default: no bound.

@@ -2,7 +2,7 @@ use burn::config::Config;
 use burn::module::Module;
 use burn::nn::{Dropout, DropoutConfig, LayerNorm, LayerNormConfig};
 use burn::tensor::{Device, Tensor};
-use burn_blocksparse::ops::StreamDropout;
+use burn_blocksparse::ops::ElementDropout;
 use burn_blocksparse::selection::Selection;
 use burn_blocksparse::{Dropout as WeightDropout, Pattern, Seed};
 
@@ -47,7 +47,7 @@ pub struct SparseTransformerBlockConfig {
     pub d_key: Option<usize>,
     /// Width of the feed-forward network. Default: `4 · d_model`.
     pub d_ff: Option<usize>,
-    /// Which blocks of the feed-forward network's weights are kept. Default: all, as dense weights.
+    /// Which blocks of the feed-forward network's weights are retained. Default: all, as dense weights.
     pub feed_forward_sparsity: Option<FeedForwardSparsity>,
     /// Activation of the feed-forward network. Default: the paper's, `x · sigmoid(1.702 x)`.
     pub activation: Option<FeedForwardActivation>,
@@ -483,9 +483,9 @@ impl Pass {
     }
 
     /// Of the branch of the attention (0) or of the feed-forward network (1).
-    fn branch(&self, site: u32) -> Option<StreamDropout> {
+    fn branch(&self, site: u32) -> Option<ElementDropout> {
         (self.branches).map(|(probability, seed)| {
-            StreamDropout::new(probability, seed, site).with_first_row(self.first_row)
+            ElementDropout::new(probability, seed, site).with_first_row(self.first_row)
         })
     }
 }

@@ -19,12 +19,12 @@ pub struct BlockSparseLinearConfig {
     pub d_input: usize,
     /// Width of the output, a multiple of `block`.
     pub d_output: usize,
-    /// Share of the weight's blocks that is kept, in `(0, 1]`.
+    /// Share of the weight's blocks that is retained, in `(0, 1]`.
     pub density: f64,
     /// Side of a block: 16, 32, 64 or 128.
     #[config(default = 64)]
     pub block: usize,
-    /// Which blocks are kept.
+    /// Which blocks are retained.
     #[config(default = "WeightPattern::SmallWorld")]
     pub pattern: WeightPattern,
     /// Seed of the patterns that are drawn.
@@ -118,7 +118,7 @@ pub(crate) fn fans(layout: &WeightLayout) -> [f64; 2] {
     [layout.out_blocks(), layout.in_blocks()].map(|blocks| kept / blocks as f64)
 }
 
-/// burn-nn's `Linear` with a weight of which only some blocks are kept (Gray, Radford, Kingma, "GPU Kernels for Block-Sparse Weights", 2017):
+/// burn-nn's `Linear` with a weight of which only some blocks are retained (Gray, Radford, Kingma, "GPU Kernels for Block-Sparse Weights", 2017):
 /// `x · W + b`, where `W` is zero outside of the blocks of a [`WeightLayout`]. Work and memory follow the kept blocks.
 ///
 /// Records hold the layout beside the parameters. One loads into any layer of the same widths that has as many blocks of the same size, whichever
@@ -193,7 +193,7 @@ impl BlockSparseLinear {
         Ok(Self::new(weight, layer.bias.clone(), layout, &device))
     }
 
-    /// The same function as a dense layer, with zeros where nothing is kept, and gates multiplied into the weight.
+    /// The same function as a dense layer, with zeros where nothing is retained, and gates multiplied into the weight.
     ///
     /// # Errors
     /// If a layout that was loaded cannot be read from the device.
@@ -236,7 +236,7 @@ impl BlockSparseLinear {
             density,
         )?;
         let stay: Vec<usize> = fewer
-            .kept()
+            .kept_blocks()
             .filter_map(|(input, output)| layout.index_of(input as usize, output as usize))
             .collect();
         let device = self.weight.lazy_device();
@@ -262,7 +262,7 @@ impl BlockSparseLinear {
         Ok(self)
     }
 
-    /// Which blocks are kept.
+    /// Which blocks are retained.
     ///
     /// # Errors
     /// If a layout that was loaded cannot be read from the device.
@@ -334,7 +334,7 @@ fn cut(weight: Tensor<2>, grid: &WeightLayout) -> Tensor<3> {
 fn places(layout: &WeightLayout) -> Vec<usize> {
     let outs = layout.out_blocks();
     let places = layout
-        .kept()
+        .kept_blocks()
         .map(|(input, output)| input as usize * outs + output as usize);
     places.collect()
 }

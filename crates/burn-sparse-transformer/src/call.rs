@@ -65,11 +65,14 @@ pub(crate) struct Seen {
     /// `[batch, heads, seq, d_v]`.
     pub(crate) heads: Tensor<4>,
     /// To be added to the loss.
-    pub(crate) aside: Option<Tensor<1>>,
+    pub(crate) aux_loss: Option<Tensor<1>>,
 }
 
 impl From<Tensor<4>> for Seen {
     fn from(heads: Tensor<4>) -> Self {
-        Self { heads, aside: None }
+        Self {
+            heads,
+            aux_loss: None,
+        }
     }
 }

@@ -17,7 +17,7 @@ const MOST_PLACES: usize = 64;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 #[non_exhaustive]
-pub struct NgramDrafts {
+pub struct PromptLookup {
     /// Tokens of a draft, at most.
     pub tokens: usize,
     /// The fewest tokens that have to be as before. Default: 3.
@@ -26,7 +26,7 @@ pub struct NgramDrafts {
     pub longest: usize,
 }
 
-impl NgramDrafts {
+impl PromptLookup {
     /// Drafts of so many tokens.
     pub fn new(tokens: usize) -> Self {
         Self {
@@ -72,24 +72,24 @@ impl NgramDrafts {
 /// A text, and where each few tokens of it are.
 ///
 /// ```
-/// use burn_sparse_transformer::generate::{NgramDrafts, NgramIndex};
+/// use burn_sparse_transformer::generate::{PromptLookup, PromptLookupIndex};
 ///
-/// let mut text = NgramIndex::new(NgramDrafts::new(4).with_match(2, 8));
+/// let mut text = PromptLookupIndex::new(PromptLookup::new(4).with_match(2, 8));
 /// text.extend([5, 6, 7, 8, 9, 1, 6, 7]);
 /// // 6 7 was there before.
 /// assert_eq!(text.draft(), [8, 9, 1, 6]);
 /// ```
 #[derive(Clone, Debug)]
-pub struct NgramIndex {
-    drafts: NgramDrafts,
+pub struct PromptLookupIndex {
+    drafts: PromptLookup,
     tokens: Vec<u32>,
-    /// Of each [`NgramDrafts::shortest`] tokens the places behind them.
+    /// Of each [`PromptLookup::shortest`] tokens the places behind them.
     places: HashMap<Box<[u32]>, Vec<usize>>,
 }
 
-impl NgramIndex {
+impl PromptLookupIndex {
     /// Of an empty text.
-    pub fn new(drafts: NgramDrafts) -> Self {
+    pub fn new(drafts: PromptLookup) -> Self {
         Self {
             drafts,
             tokens: Vec::new(),
@@ -109,7 +109,7 @@ impl NgramIndex {
         }
     }
 
-    /// What may come next, [`NgramDrafts::tokens`] tokens: none if the last few were not there before. Where the text ends before the draft does, the draft
+    /// What may come next, [`PromptLookup::tokens`] tokens: none if the last few were not there before. Where the text ends before the draft does, the draft
     /// repeats itself, as a copy that overlaps does.
     pub fn draft(&self) -> Vec<u32> {
         let end = self.tokens.len();
@@ -156,16 +156,16 @@ mod tests {
     #[case(&[7, 7, 7], &[7, 7, 7])]
     #[case(&[4, 1, 2, 1, 2, 1], &[2, 1, 2])]
     fn drafts_follow_the_longest_match(#[case] text: &[u32], #[case] expected: &[u32]) {
-        let mut index = NgramIndex::new(NgramDrafts::new(3).with_match(2, 4));
+        let mut index = PromptLookupIndex::new(PromptLookup::new(3).with_match(2, 4));
         index.extend(text.iter().copied());
         assert_eq!(index.draft(), expected);
     }
 
     #[rstest]
-    #[case(NgramDrafts::new(0), "drafts.tokens must be at least 1, got 0")]
-    #[case(NgramDrafts::new(4).with_match(0, 3), "drafts.shortest must be at least 1, got 0")]
-    #[case(NgramDrafts::new(4).with_match(5, 3), "drafts.longest must be at least 5, the fewest, got 3")]
-    fn numbers_out_of_range(#[case] drafts: NgramDrafts, #[case] message: &str) {
+    #[case(PromptLookup::new(0), "drafts.tokens must be at least 1, got 0")]
+    #[case(PromptLookup::new(4).with_match(0, 3), "drafts.shortest must be at least 1, got 0")]
+    #[case(PromptLookup::new(4).with_match(5, 3), "drafts.longest must be at least 5, the fewest, got 3")]
+    fn numbers_out_of_range(#[case] drafts: PromptLookup, #[case] message: &str) {
         assert_eq!(drafts.check().unwrap_err().to_string(), message);
     }
 }

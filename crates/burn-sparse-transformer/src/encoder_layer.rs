@@ -6,7 +6,7 @@ use burn::nn::transformer::{PositionWiseFeedForward, TransformerEncoderLayer};
 use burn::nn::{Dropout, LayerNorm, Linear};
 use burn::tensor::Tensor;
 use burn_blocksparse::ops::{
-    Activation, MlpOptions, MlpParams, StreamDropout, bias_activation, dropout, mlp,
+    Activation, ElementDropout, MlpOptions, MlpParams, bias_activation, dropout, mlp,
 };
 use burn_blocksparse::{Dropout as WeightDropout, Seed};
 
@@ -131,7 +131,7 @@ impl SparseTransformerEncoderLayer {
             }
         };
         Ok(Projected {
-            aside: None,
+            aux_loss: None,
             x,
             bias: bias(linear_outer),
         })
@@ -151,7 +151,7 @@ impl SparseTransformerEncoderLayer {
             weights: self.mha.training_dropout(|| seed),
             branches: of(&self.dropout),
             inner: of(&self.pwff.dropout)
-                .map(|(probability, seed)| StreamDropout::new(probability, seed, INNER)),
+                .map(|(probability, seed)| ElementDropout::new(probability, seed, INNER)),
         }
     }
 }
@@ -169,12 +169,12 @@ struct Drops {
     /// Of both branches: a probability and a seed.
     branches: Option<(f64, Seed)>,
     /// Between the products of the feed-forward network.
-    inner: Option<StreamDropout>,
+    inner: Option<ElementDropout>,
 }
 
 impl Drops {
-    fn branch(&self, site: u32) -> Option<StreamDropout> {
-        (self.branches).map(|(probability, seed)| StreamDropout::new(probability, seed, site))
+    fn branch(&self, site: u32) -> Option<ElementDropout> {
+        (self.branches).map(|(probability, seed)| ElementDropout::new(probability, seed, site))
     }
 }
 

@@ -19,7 +19,7 @@ use crate::linear::BlockSparseLinear;
 use crate::stream::Projected;
 use crate::{Precision, TransformerError};
 
-/// Which blocks of the weights of feed-forward networks are kept: the same share of both, drawn with different seeds.
+/// Which blocks of the weights of feed-forward networks are retained: the same share of both, drawn with different seeds.
 ///
 /// ```
 /// use burn::tensor::Device;
@@ -37,12 +37,12 @@ use crate::{Precision, TransformerError};
 #[derive(Config, Debug)]
 #[must_use = "it does nothing until a model is made with it"]
 pub struct FeedForwardSparsity {
-    /// Share of the blocks of each weight that is kept, in `(0, 1]`.
+    /// Share of the blocks of each weight that is retained, in `(0, 1]`.
     pub density: f64,
     /// Side of a block: 16, 32, 64 or 128. Divides `d_model` and `d_ff`.
     #[config(default = 64)]
     pub block: usize,
-    /// Which blocks are kept.
+    /// Which blocks are retained.
     #[config(default = "WeightPattern::SmallWorld")]
     pub pattern: WeightPattern,
     /// Seed of the patterns that are drawn. Matrix `i` of the model (0 and 1 are the first block's) has this one and `i`.
@@ -303,7 +303,7 @@ impl FeedForward {
         Ok(Projected {
             x,
             bias,
-            aside: None,
+            aux_loss: None,
         })
     }
 

@@ -1,6 +1,6 @@
 //! Text generation from a [`SparseTransformer`](crate::SparseTransformer): sampling, stop conditions, speculative drafts.
 
-pub use crate::drafts::{NgramDrafts, NgramIndex};
+pub use crate::drafts::{PromptLookup, PromptLookupIndex};
 pub use crate::sampling::Sampling;
 
 use std::cmp::Reverse;
@@ -10,7 +10,7 @@ use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::sampling::sample_tokens;
 
 use crate::error::ensure;
-use crate::pool::{EvictionConfig, KvDtype, KvPool, KvPoolConfig, KvStep, Residency, SequenceId};
+use crate::pool::{EvictionConfig, KvDtype, KvPool, KvPoolConfig, KvRetention, KvStep, SequenceId};
 use crate::{SparseTransformer, TransformerError};
 
 /// What [`SparseTransformer::generate`] writes, and where it ends. Build it from [`Default`].
@@ -26,16 +26,16 @@ pub struct GenerateOptions {
     pub stop_tokens: Vec<u32>,
     /// Sequences of tokens that end a text and do not belong to it.
     pub stop: Vec<Vec<u32>>,
-    /// Which keys are kept. Default: those that later tokens reach.
-    pub residency: Residency,
+    /// Which keys are retained. Default: those that later tokens reach.
+    pub residency: KvRetention,
     /// Which keys are evicted, in place of [`Self::residency`]. Default: none.
     pub eviction: Option<EvictionConfig>,
-    /// How the keys and values that are kept are stored. Default: in the dtype of the model's products.
+    /// How the keys and values that are retained are stored. Default: in the dtype of the model's products.
     pub kv_dtype: Option<KvDtype>,
     /// Slots of a page of keys and values: 16, 32, 64 or 128. Default: 32, or what the layers' selections choose.
     pub page_size: Option<usize>,
     /// Drafts that are checked several tokens at once. Default: none.
-    pub drafts: Option<NgramDrafts>,
+    pub drafts: Option<PromptLookup>,
 }
 
 impl Default for GenerateOptions {
@@ -45,7 +45,7 @@ impl Default for GenerateOptions {
             max_new: 256,
             stop_tokens: Vec::new(),
             stop: Vec::new(),
-            residency: Residency::default(),
+            residency: KvRetention::default(),
             eviction: None,
             kv_dtype: None,
             page_size: None,
@@ -79,8 +79,8 @@ impl GenerateOptions {
         self
     }
 
-    /// Sets which keys are kept.
-    pub fn residency(mut self, residency: Residency) -> Self {
+    /// Sets which keys are retained.
+    pub fn residency(mut self, residency: KvRetention) -> Self {
         self.residency = residency;
         self
     }
@@ -91,7 +91,7 @@ impl GenerateOptions {
         self
     }
 
-    /// Sets how the keys and values that are kept are stored.
+    /// Sets how the keys and values that are retained are stored.
     pub fn kv_dtype(mut self, dtype: impl Into<KvDtype>) -> Self {
         self.kv_dtype = Some(dtype.into());
         self
@@ -104,7 +104,7 @@ impl GenerateOptions {
     }
 
     /// Sets drafts that are checked several tokens at once.
-    pub fn drafts(mut self, drafts: NgramDrafts) -> Self {
+    pub fn drafts(mut self, drafts: PromptLookup) -> Self {
         self.drafts = Some(drafts);
         self
     }
@@ -118,10 +118,10 @@ impl GenerateOptions {
         // A window hides keys from a prompt's queries, too, and keys are evicted behind a prompt: they are all stored until then.
         let chunk = match self.residency {
             _ if self.eviction.is_some() => prompts.iter().map(Vec::len).max().unwrap_or(1),
-            Residency::Window { .. } | Residency::Evict => {
+            KvRetention::Window { .. } | KvRetention::Evict => {
                 prompts.iter().map(Vec::len).max().unwrap_or(1)
             }
-            Residency::All | Residency::Reachable => 1,
+            KvRetention::All | KvRetention::Reachable => 1,
         };
         let drafted = self.drafts.map_or(0, |drafts| drafts.tokens);
         let config = KvPoolConfig::for_lengths(lengths)
@@ -158,7 +158,7 @@ pub struct GenerateStep {
 /// Why a text ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum EndReason {
+pub enum FinishReason {
     /// A stop token or sequence was drawn.
     Stop,
     /// [`GenerateOptions::max_new`] tokens were written.
@@ -174,11 +174,11 @@ pub enum EndReason {
 /// What follows a prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Generated {
+pub struct GenerateOutput {
     /// The tokens, without the prompt and without what stopped them.
     pub tokens: Vec<u32>,
     /// Why there are no more.
-    pub reason: EndReason,
+    pub reason: FinishReason,
     /// Tokens of drafts that were read, 0 without [`GenerateOptions::drafts`].
     pub drafted: usize,
     /// Of those, the ones that were accepted.
@@ -193,27 +193,27 @@ struct Text {
     /// Whether a token was read or written.
     seen: Vec<bool>,
     /// The prompt and what was written, where there are drafts.
-    index: Option<NgramIndex>,
+    index: Option<PromptLookupIndex>,
     tokens: Vec<u32>,
     /// Tokens that the caller was given: not those that may begin a stop sequence.
     given: usize,
     drafted: usize,
     accepted: usize,
-    reason: Option<EndReason>,
+    reason: Option<FinishReason>,
 }
 
 impl Text {
-    fn end(&mut self, reason: EndReason) {
+    fn end(&mut self, reason: FinishReason) {
         self.reason.get_or_insert(reason);
     }
 
     /// Takes the next token, as far as the text goes on.
     fn push(&mut self, token: Option<u32>, options: &GenerateOptions) {
         let Some(token) = token else {
-            return self.end(EndReason::NotFinite);
+            return self.end(FinishReason::NotFinite);
         };
         if options.stop_tokens.contains(&token) {
-            return self.end(EndReason::Stop);
+            return self.end(FinishReason::Stop);
         }
         self.tokens.push(token);
         self.seen[token as usize] = true;
@@ -226,9 +226,9 @@ impl Text {
             .filter(|stop| self.tokens.ends_with(stop));
         if let Some(longest) = stop.map(Vec::len).max() {
             self.tokens.truncate(self.tokens.len() - longest);
-            self.end(EndReason::Stop);
+            self.end(FinishReason::Stop);
         } else if self.tokens.len() == options.max_new {
-            self.end(EndReason::Length);
+            self.end(FinishReason::Length);
         }
     }
 
@@ -255,7 +255,7 @@ impl Text {
         let mut draft = self
             .index
             .as_ref()
-            .map(NgramIndex::draft)
+            .map(PromptLookupIndex::draft)
             .unwrap_or_default();
         // The last token is read, too, and one is drawn behind what is read.
         let room = (context - len - 1).min(options.max_new - self.tokens.len() - 1);
@@ -309,7 +309,7 @@ impl Text {
             self.given += 1;
             if on_token(step).is_break() {
                 self.tokens.truncate(self.given);
-                self.reason = Some(EndReason::Caller);
+                self.reason = Some(FinishReason::Caller);
                 return;
             }
         }
@@ -367,7 +367,7 @@ impl SparseTransformer {
         prompts: &[Vec<u32>],
         options: &GenerateOptions,
         on_token: &mut dyn FnMut(GenerateStep) -> ControlFlow<()>,
-    ) -> Result<Vec<Generated>, TransformerError> {
+    ) -> Result<Vec<GenerateOutput>, TransformerError> {
         let device = self.device();
         #[cfg(feature = "autodiff")]
         if device.is_autodiff() {
@@ -380,7 +380,7 @@ impl SparseTransformer {
             let mut seen = vec![false; vocab];
             (prompts[prompt].iter()).for_each(|&token| seen[token as usize] = true);
             let index = options.drafts.map(|drafts| {
-                let mut index = NgramIndex::new(drafts);
+                let mut index = PromptLookupIndex::new(drafts);
                 index.extend(prompts[prompt].iter().copied());
                 index
             });
@@ -393,7 +393,7 @@ impl SparseTransformer {
                 given: 0,
                 drafted: 0,
                 accepted: 0,
-                reason: (options.max_new == 0).then_some(EndReason::Length),
+                reason: (options.max_new == 0).then_some(FinishReason::Length),
             }
         });
         let mut texts: Vec<Text> = texts.collect();
@@ -402,9 +402,9 @@ impl SparseTransformer {
             self.read_prompts(prompts, &mut texts, options, on_token, &mut pool)?;
             self.continue_texts(&mut texts, options, on_token, &mut pool)?;
         }
-        let ended = texts.into_iter().map(|text| Generated {
+        let ended = texts.into_iter().map(|text| GenerateOutput {
             tokens: text.tokens,
-            reason: text.reason.unwrap_or(EndReason::Length),
+            reason: text.reason.unwrap_or(FinishReason::Length),
             drafted: text.drafted,
             accepted: text.accepted,
         });
@@ -465,7 +465,7 @@ impl SparseTransformer {
                 };
                 let (len, context) = (pool.len(id)?, self.context());
                 if len == context {
-                    text.end(EndReason::Context);
+                    text.end(FinishReason::Context);
                     text.give(options, on_token);
                     continue;
                 }

@@ -6,8 +6,8 @@ use burn::nn::{
 };
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_blocksparse::OpError;
-use burn_blocksparse::graph::check_not_recording;
-use burn_blocksparse::ops::{Norm, NormParams, ResidualNormOptions, norm};
+use burn_blocksparse::graph::ensure_not_capturing;
+use burn_blocksparse::ops::{AddNormOptions, NormKind, NormParams, norm};
 use serde::{Deserialize, Serialize};
 
 use crate::TransformerError;
@@ -56,13 +56,13 @@ impl HeadNorm {
         let (params, options) = match self {
             Self::Rms(rms) => (
                 NormParams::new(rms.gamma.val()),
-                ResidualNormOptions::default()
-                    .norm(Norm::Rms)
+                AddNormOptions::default()
+                    .norm(NormKind::Rms)
                     .epsilon(rms.epsilon),
             ),
             Self::Layer(layer) => (
                 layer_norm_params(layer),
-                ResidualNormOptions::default().epsilon(epsilon),
+                AddNormOptions::default().epsilon(epsilon),
             ),
         };
         let dtype = params.gamma.dtype();
@@ -144,7 +144,7 @@ fn turn(
     let table = match positions {
         Positions::From(start) => table.narrow(0, *start, seq).unsqueeze_dim::<4>(0),
         Positions::Documents(lengths) => {
-            check_not_recording("positions in documents")?;
+            ensure_not_capturing("positions in documents")?;
             let places: Vec<i64> = (lengths.iter()).flat_map(|&n| 0..n as i64).collect();
             let count = places.len();
             let device = table.device().without_autodiff();

@@ -1,8 +1,8 @@
 use std::sync::Arc;
 
 use burn::tensor::{Bool, Device, Tensor, TensorData};
-use burn_blocksparse::graph::check_not_recording;
-use burn_blocksparse::layout::Restriction;
+use burn_blocksparse::graph::ensure_not_capturing;
+use burn_blocksparse::layout::PaddingMask;
 use burn_blocksparse::{Dropout, Seed};
 
 use crate::TransformerError;
@@ -202,10 +202,10 @@ pub(crate) struct PaddedBatch {
 }
 
 impl PaddedBatch {
-    pub(crate) fn restrictions(&self) -> Vec<Restriction> {
+    pub(crate) fn restrictions(&self) -> Vec<PaddingMask> {
         let keys = self.keys.iter().enumerate();
         keys.map(|(batch, keys)| {
-            let mut entry = Restriction::default().keys(keys.iter().copied());
+            let mut entry = PaddingMask::default().keys(keys.iter().copied());
             entry.queries = self.queries.as_ref().map(|queries| queries[batch].clone());
             entry
         })
@@ -225,7 +225,7 @@ impl PaddedBatch {
         let Some(queries) = self.queries.as_ref() else {
             return Ok(None);
         };
-        check_not_recording("which queries are padding")?;
+        ensure_not_capturing("which queries are padding")?;
         let shape = [queries.len(), queries[0].len(), 1];
         let padding: Vec<bool> = queries.iter().flatten().map(|kept| !kept).collect();
         let device = device.clone().without_autodiff();

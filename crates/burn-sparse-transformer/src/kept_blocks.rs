@@ -27,7 +27,7 @@ impl KeptBlocks {
     pub(crate) fn new(layout: WeightLayout, device: &Device) -> Self {
         let (ins, outs) = (layout.in_blocks(), layout.out_blocks());
         let mut mask = vec![false; ins * outs];
-        for (input, output) in layout.kept() {
+        for (input, output) in layout.kept_blocks() {
             mask[input as usize * outs + output as usize] = true;
         }
         let mask = Tensor::from_data(TensorData::new(mask, [ins, outs]), device);
@@ -63,7 +63,7 @@ fn id_of(layout: &WeightLayout) -> ParamId {
     for number in [layout.block(), layout.in_blocks(), layout.out_blocks()] {
         (number as u64).hash(&mut hash);
     }
-    for (input, output) in layout.kept() {
+    for (input, output) in layout.kept_blocks() {
         (u64::from(input) << 32 | u64::from(output)).hash(&mut hash);
     }
     ParamId::from(hash.finish())

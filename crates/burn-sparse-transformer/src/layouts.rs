@@ -1,7 +1,7 @@
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use burn_blocksparse::layout::Restriction;
+use burn_blocksparse::layout::PaddingMask;
 use burn_blocksparse::{BlockLayout, LayoutError, LayoutShape, Pattern};
 
 use crate::TransformerError;
@@ -75,7 +75,7 @@ pub(crate) struct Request {
     /// Global tokens beside the pattern, per batch entry; none: no such tokens, in any batch.
     pub(crate) global: Vec<Vec<usize>>,
     /// What takes part, per batch entry; none: everything, in any batch.
-    pub(crate) restrictions: Vec<Restriction>,
+    pub(crate) restrictions: Vec<PaddingMask>,
 }
 
 impl Request {
@@ -210,7 +210,7 @@ impl Layouts {
                     restrictions: Vec::new(),
                     ..request.clone()
                 };
-                self.get(&whole)?.restrict(&request.restrictions)?
+                self.get(&whole)?.mask_padding(&request.restrictions)?
             }
         };
         *slot = Some(layout.clone());
@@ -410,7 +410,7 @@ mod tests {
     fn a_request_without_a_layout_takes_no_place() {
         let layouts = Layouts::new(Pattern::causal(), 2, 8).unwrap();
         let mut request = Request::new(16, 16);
-        request.restrictions = vec![Restriction::default().keys([true; 9])];
+        request.restrictions = vec![PaddingMask::default().keys([true; 9])];
         layouts.get(&request).unwrap_err();
         assert!(
             layouts
@@ -434,7 +434,7 @@ mod tests {
     fn padding_and_documents_are_part_of_the_request() {
         let layouts = Layouts::new(Pattern::causal(), 2, 8).unwrap();
         let mut padded = Request::new(16, 16);
-        padded.restrictions = vec![Restriction::default().keys((0..16).map(|j| j < 5))];
+        padded.restrictions = vec![PaddingMask::default().keys((0..16).map(|j| j < 5))];
         let mut packed = Request::new(16, 16);
         packed.documents = vec![0, 9];
         for _ in 0..2 {
@@ -458,7 +458,7 @@ mod tests {
             let whole = layouts.get(&request).unwrap();
             let lengths = [seq, seq - 1_000, seq / 2, seq / 3];
             let keys =
-                lengths.map(|length| Restriction::default().keys((0..seq).map(|j| j < length)));
+                lengths.map(|length| PaddingMask::default().keys((0..seq).map(|j| j < length)));
             request.restrictions = keys.to_vec();
             let padded = layouts.get(&request).unwrap();
             assert!(padded.allowed_pairs() < 4 * whole.allowed_pairs());

@@ -8,8 +8,8 @@ use burn::config::Config;
 use burn::module::{Module, Param};
 use burn::nn::Linear;
 use burn::tensor::{Bool, Device, IndexingUpdateOp, Int, Tensor, TensorData};
-use burn_blocksparse::graph::check_not_recording;
-use burn_blocksparse::layout::Restriction;
+use burn_blocksparse::graph::ensure_not_capturing;
+use burn_blocksparse::layout::PaddingMask;
 use burn_blocksparse::ops::join_heads;
 use burn_blocksparse::{Pattern, SparseAttentionCall};
 
@@ -234,7 +234,7 @@ impl LongformerAttention {
         let mut request = Request::new(seq, seq);
         request.restrictions = match &padded {
             Some(padded) => padded.restrictions(),
-            None => vec![Restriction::default(); batch],
+            None => vec![PaddingMask::default(); batch],
         };
         for (entry, tokens) in request.restrictions.iter_mut().zip(&tokens) {
             let queries = entry.queries.get_or_insert_with(|| vec![true; seq]);
@@ -283,7 +283,7 @@ struct GlobalRows {
     written: Vec<i64>,
     to: Vec<i64>,
     /// The queries that are there, and the keys that are no padding.
-    restrictions: Vec<Restriction>,
+    restrictions: Vec<PaddingMask>,
 }
 
 impl GlobalRows {
@@ -310,7 +310,7 @@ impl GlobalRows {
                     rows.to.push(row);
                 }
             }
-            let mut entry = Restriction::default().queries(queries);
+            let mut entry = PaddingMask::default().queries(queries);
             entry.keys = keys;
             rows.restrictions.push(entry);
         }
@@ -346,7 +346,7 @@ impl GlobalRows {
 }
 
 fn indices(list: &[i64], device: &Device) -> Result<Tensor<1, Int>, TransformerError> {
-    check_not_recording("positions of global tokens")?;
+    ensure_not_capturing("positions of global tokens")?;
     let device = device.clone().without_autodiff();
     let list = TensorData::new(list.to_vec(), [list.len()]);
     Ok(Tensor::from_data(list, &device))

@@ -308,7 +308,7 @@ impl LongformerLayer {
         let branch = Projected {
             x: self.dropout.forward(branch),
             bias: None,
-            aside: None,
+            aux_loss: None,
         };
         let stream = Stream::new(x).push(branch, None)?;
         let (_, x) = stream.norm(norm, self.layer_norm_eps, dtype)?;

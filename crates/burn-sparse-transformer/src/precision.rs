@@ -6,7 +6,7 @@ use burn::module::Param;
 use burn::nn::Linear;
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 use burn_blocksparse::ops::{
-    Activation, LinearOptions, bias_activation, linear, linear_from_heads, linear_to_heads,
+    Activation, LinearOptions, bias_activation, linear, out_proj, qkv_proj,
 };
 use burn_blocksparse::{OpError, ProductPrecision};
 use serde::{Deserialize, Serialize};
@@ -124,13 +124,13 @@ impl Precision {
     ) -> Result<Vec<Tensor<4>>, OpError> {
         let options = self.options(&x);
         let weights = layers.iter().map(|layer| layer.weight.val()).collect();
-        linear_to_heads(x, weights, bias, parts, &options)
+        qkv_proj(x, weights, bias, parts, &options)
     }
 
     /// `x · W` of what heads see, without the layer's bias, in the dtype of the products.
     pub(crate) fn merged(self, layer: &Linear, x: Tensor<4>) -> Result<Tensor<3>, OpError> {
         let options = LinearOptions::default().dtype(self.dtype(x.dtype()));
-        linear_from_heads(x, layer.weight.val(), &options)
+        out_proj(x, layer.weight.val(), &options)
     }
 
     /// `x · W + b` in the dtype of the products.

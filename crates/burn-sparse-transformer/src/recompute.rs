@@ -19,7 +19,7 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Gradients, Int, Tensor};
 use burn_blocksparse::Seed;
-use burn_blocksparse::internal::{KeptAttention, prepare_seed, sum_all};
+use burn_blocksparse::internal::{AttentionResiduals, prepare_seed, sum_all};
 
 use crate::block::Pass;
 use crate::dsa::DsaStage;
@@ -36,7 +36,7 @@ impl SparseTransformer {
     /// the tensor; so are the rotations of heads that choose by hashes. The backend's generator of random numbers is left alone.
     ///
     /// The commitment losses of heads that choose by clusters, and those of indexers, are in the gradients, and not in the loss that is returned. Means move by
-    /// [`SparseTransformer::update_means`]. In the warm-up of indexers ([`DsaStage::WarmUp`]) these alone have gradients, nothing is dropped, and one block at a
+    /// [`SparseTransformer::ema_update`]. In the warm-up of indexers ([`DsaStage::WarmUp`]) these alone have gradients, nothing is dropped, and one block at a
     /// time is differentiated, whatever `recompute` says.
     ///
     /// # Shapes
@@ -120,7 +120,7 @@ impl SparseTransformer {
             Recompute::None => self.stored(tokens, targets, draws, false),
             Recompute::Mlp => self.stored(tokens, targets, draws, true),
             // One segment is one graph.
-            Recompute::Segments(blocks) | Recompute::SegmentsKeepingAttention(blocks)
+            Recompute::Segments(blocks) | Recompute::SegmentsSavingAttention(blocks)
                 if blocks.get() >= self.blocks.len() =>
             {
                 self.stored(tokens, targets, draws, false)
@@ -128,7 +128,7 @@ impl SparseTransformer {
             Recompute::Segments(blocks) => {
                 self.recomputed(tokens, targets, draws, blocks.get(), false)
             }
-            Recompute::SegmentsKeepingAttention(blocks) => {
+            Recompute::SegmentsSavingAttention(blocks) => {
                 self.recomputed(tokens, targets, draws, blocks.get(), true)
             }
         }
@@ -147,10 +147,10 @@ impl SparseTransformer {
             let pass = draws.pass(block, layer);
             stream = block.step(stream, pass.recompute_mlp(mlp))?;
         }
-        let aside = stream.take_aside();
+        let aux_loss = stream.take_aside();
         let loss = self.head_loss(stream, targets)?;
-        let losses = StepLosses::new(&loss, aside.as_ref());
-        let gradients = GradientsParams::from_grads(with_aside(loss, aside).backward(), self);
+        let losses = StepLosses::new(&loss, aux_loss.as_ref());
+        let gradients = GradientsParams::from_grads(with_aside(loss, aux_loss).backward(), self);
         Ok((losses, gradients))
     }
 
@@ -177,10 +177,10 @@ impl SparseTransformer {
         };
         let x = self.leaf(input);
         let mut stream = self.segment(Stream::new(x.clone()), range.clone(), draws, &mut kept)?;
-        let aside = stream.take_aside();
+        let aux_loss = stream.take_aside();
         let loss = self.head_loss(stream, targets)?;
-        let mut losses = StepLosses::new(&loss, aside.as_ref());
-        let mut grads = with_aside(loss, aside).backward();
+        let mut losses = StepLosses::new(&loss, aux_loss.as_ref());
+        let mut grads = with_aside(loss, aux_loss).backward();
         let mut grad_x = input_gradient(x, &mut grads);
         collect(&self.norm, &mut grads, &mut gradients);
         collect(&self.output, &mut grads, &mut gradients);
@@ -191,9 +191,9 @@ impl SparseTransformer {
             let x = self.leaf(input);
             let mut stream =
                 self.segment(Stream::new(x.clone()), range.clone(), draws, &mut kept)?;
-            let aside = stream.take_aside();
-            losses.add(aside.as_ref());
-            let mut grads = backward_from(stream.finish()?, grad_x, aside);
+            let aux_loss = stream.take_aside();
+            losses.add(aux_loss.as_ref());
+            let mut grads = backward_from(stream.finish()?, grad_x, aux_loss);
             grad_x = input_gradient(x, &mut grads);
             self.collect_blocks(range, &mut grads, &mut gradients);
         }
@@ -214,7 +214,7 @@ impl SparseTransformer {
         mut stream: Stream,
         layers: Range<usize>,
         draws: Draws,
-        kept: &mut [Option<KeptAttention>],
+        kept: &mut [Option<AttentionResiduals>],
     ) -> Result<Stream, TransformerError> {
         for layer in layers {
             let block = &self.blocks[layer];
@@ -245,7 +245,7 @@ impl SparseTransformer {
         segments: &[Range<usize>],
         draws: Draws,
         keep: bool,
-    ) -> Result<(Vec<Tensor<3>>, Vec<Option<KeptAttention>>), TransformerError> {
+    ) -> Result<(Vec<Tensor<3>>, Vec<Option<AttentionResiduals>>), TransformerError> {
         // Shares the parameters' memory. `no_grad` would not do: autodiff registers operations on its
         // device even when nothing is tracked, and with gradient checkpointing keeps their inputs.
         let plain = self.valid();
@@ -299,24 +299,24 @@ pub struct StepLosses {
     /// The mean cross-entropy of the targets.
     pub loss: Tensor<1>,
     /// What all layers add to it: the commitments of heads that choose by clusters, or the losses of indexers. None where nothing is added.
-    pub aside: Option<Tensor<1>>,
+    pub aux_loss: Option<Tensor<1>>,
 }
 
 impl StepLosses {
-    pub(crate) fn new(loss: &Tensor<1>, aside: Option<&Tensor<1>>) -> Self {
+    pub(crate) fn new(loss: &Tensor<1>, aux_loss: Option<&Tensor<1>>) -> Self {
         let mut losses = Self {
             loss: loss.clone().without_autodiff(),
-            aside: None,
+            aux_loss: None,
         };
-        losses.add(aside);
+        losses.add(aux_loss);
         losses
     }
 
     /// Adds what further layers add to the loss.
-    pub(crate) fn add(&mut self, aside: Option<&Tensor<1>>) {
-        let more = aside.map(|aside| aside.clone().without_autodiff());
-        let parts = [self.aside.take(), more].into_iter().flatten();
-        self.aside = parts.reduce(|sum, more| sum + more);
+    pub(crate) fn add(&mut self, aux_loss: Option<&Tensor<1>>) {
+        let more = aux_loss.map(|aux_loss| aux_loss.clone().without_autodiff());
+        let parts = [self.aux_loss.take(), more].into_iter().flatten();
+        self.aux_loss = parts.reduce(|sum, more| sum + more);
     }
 }
 
@@ -337,17 +337,21 @@ impl Draws {
 
 /// Backward from `output` when its gradient is already known. Burn starts from ones in the shape of the
 /// tensor that it is asked about, so a sum would only add a pass, unless something is added to it.
-fn backward_from(output: Tensor<3>, grad_output: Tensor<3>, aside: Option<Tensor<1>>) -> Gradients {
-    match aside {
-        Some(aside) => (sum_all(output * grad_output) + aside).backward(),
+fn backward_from(
+    output: Tensor<3>,
+    grad_output: Tensor<3>,
+    aux_loss: Option<Tensor<1>>,
+) -> Gradients {
+    match aux_loss {
+        Some(aux_loss) => (sum_all(output * grad_output) + aux_loss).backward(),
         None => (output * grad_output).backward(),
     }
 }
 
 /// A loss, and what layers add to it.
-fn with_aside(loss: Tensor<1>, aside: Option<Tensor<1>>) -> Tensor<1> {
-    match aside {
-        Some(aside) => loss + aside,
+fn with_aside(loss: Tensor<1>, aux_loss: Option<Tensor<1>>) -> Tensor<1> {
+    match aux_loss {
+        Some(aux_loss) => loss + aux_loss,
         None => loss,
     }
 }
@@ -415,7 +419,7 @@ mod tests {
     };
 
     /// What is kept, of two segments.
-    fn kept(model: &SparseTransformer, keep: bool) -> Vec<Option<KeptAttention>> {
+    fn kept(model: &SparseTransformer, keep: bool) -> Vec<Option<AttentionResiduals>> {
         let tokens = TensorData::new((0..21).map(|i| i % 7).collect::<Vec<i32>>(), [1, 21]);
         let tokens = Tensor::from_data(tokens, &Device::flex());
         let (inputs, kept) = model
@@ -444,7 +448,7 @@ mod tests {
     fn blocks_take_what_is_kept() {
         let model = model(false);
         let input = Tensor::<3>::random([1, 21, 16], Distribution::Default, &Device::flex());
-        let run = |mut kept: Vec<Option<KeptAttention>>| {
+        let run = |mut kept: Vec<Option<AttentionResiduals>>| {
             let stream = Stream::new(model.leaf(input.clone()));
             let stream = model.segment(stream, 0..2, DRAWS, &mut kept).unwrap();
             // They are in the graph and nowhere else.

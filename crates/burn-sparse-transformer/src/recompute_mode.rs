@@ -8,7 +8,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 use crate::TransformerError;
 
-/// What the backward pass of [`SparseTransformer::loss_and_gradients`](crate::SparseTransformer) computes again in place of keeping it. The
+/// What the backward pass of [`SparseTransformer::loss_and_gradients`](crate::SparseTransformer) computes again instead of storing it. The
 /// gradients are the same.
 ///
 /// As text: `none`, `mlp`, `block` (segments of one), `segment:N`, and the last two with `+attention` for what keeps the results of attention.
@@ -20,7 +20,7 @@ use crate::TransformerError;
 /// assert_eq!("segment:2".parse::<Recompute>()?.to_string(), "segment:2");
 /// assert_eq!("segment:1".parse::<Recompute>()?, Recompute::BLOCK);
 /// let keeping = "block+attention".parse::<Recompute>()?;
-/// assert!(matches!(keeping, Recompute::SegmentsKeepingAttention(blocks) if blocks.get() == 1));
+/// assert!(matches!(keeping, Recompute::SegmentsSavingAttention(blocks) if blocks.get() == 1));
 /// # Ok::<(), burn_sparse_transformer::TransformerError>(())
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -36,11 +36,11 @@ pub enum Recompute {
     /// while a segment is differentiated what its blocks keep (Child et al., 2019, §5.4).
     Segments(NonZeroUsize),
     /// As [`Segments`](Self::Segments), but for the attention of each block that runs twice, which is computed once:
-    /// kept are also its output and lse ([`KeptAttention`](burn_blocksparse::internal::KeptAttention)), `d_model` numbers of a
+    /// kept are also its output and lse ([`AttentionResiduals`](burn_blocksparse::internal::AttentionResiduals)), `d_model` numbers of a
     /// position and block in the dtype of the products, and one f32 of each head. The longer the sequences, the more
     /// of a block's time is its attention, and the more that saves. A block that stores the weights of attention
     /// (`store_weights`) computes them again in any case.
-    SegmentsKeepingAttention(NonZeroUsize),
+    SegmentsSavingAttention(NonZeroUsize),
 }
 
 impl Recompute {
@@ -67,7 +67,7 @@ impl fmt::Display for Recompute {
             Self::Mlp => f.write_str("mlp"),
             Self::Segments(NonZeroUsize::MIN) => f.write_str("block"),
             Self::Segments(blocks) => write!(f, "segment:{blocks}"),
-            Self::SegmentsKeepingAttention(blocks) => {
+            Self::SegmentsSavingAttention(blocks) => {
                 write!(f, "{}{KEEPING}", Self::Segments(*blocks))
             }
         }
@@ -86,7 +86,7 @@ impl FromStr for Recompute {
             ("none" | "false", _) => Some(Self::None),
             ("mlp", _) => Some(Self::Mlp),
             ("true", _) => Some(Self::BLOCK),
-            (_, Some(text)) => segments(text).map(Self::SegmentsKeepingAttention),
+            (_, Some(text)) => segments(text).map(Self::SegmentsSavingAttention),
             (_, None) => segments(text).map(Self::Segments),
         }
         .ok_or_else(|| {

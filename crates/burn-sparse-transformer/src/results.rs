@@ -3,7 +3,9 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::tensor::Tensor;
-use burn_blocksparse::internal::{KeptAttention, attention_given, attention_keeping};
+use burn_blocksparse::internal::{
+    AttentionResiduals, attention_from_residuals, attention_with_residuals,
+};
 use burn_blocksparse::{
     AttentionOptions, AttentionTensors, Layout, OpError, SparseAttentionCall, WeightsMode,
 };
@@ -19,7 +21,7 @@ pub(crate) enum Results {
     Kept(Slot),
     /// They are those that another pass kept.
     #[cfg_attr(not(feature = "autodiff"), expect(dead_code))]
-    Given(Box<KeptAttention>),
+    Given(Box<AttentionResiduals>),
 }
 
 impl Results {
@@ -35,11 +37,11 @@ impl Results {
         let keeps = options.weights == WeightsMode::Recompute;
         Ok(match self {
             Self::Given(kept) => {
-                let kept = KeptAttention::clone(kept);
-                attention_given(q, k, v, tensors, kept, layout, options)?.0
+                let kept = AttentionResiduals::clone(kept);
+                attention_from_residuals(q, k, v, tensors, kept, layout, options)?.0
             }
             Self::Kept(slot) if keeps => {
-                let (out, _, kept) = attention_keeping(q, k, v, tensors, layout, options)?;
+                let (out, _, kept) = attention_with_residuals(q, k, v, tensors, layout, options)?;
                 slot.put(kept);
                 out
             }
@@ -56,24 +58,24 @@ impl Results {
 
 /// Where a call leaves its results.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Slot(Arc<Mutex<Option<KeptAttention>>>);
+pub(crate) struct Slot(Arc<Mutex<Option<AttentionResiduals>>>);
 
 impl Slot {
-    pub(crate) fn put(&self, kept: KeptAttention) {
+    pub(crate) fn put(&self, kept: AttentionResiduals) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(kept);
     }
 
     /// What was left, which is gone from here then.
     #[cfg(feature = "autodiff")]
-    pub(crate) fn take(&self) -> Option<KeptAttention> {
+    pub(crate) fn take(&self) -> Option<AttentionResiduals> {
         let mut slot = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         slot.take()
     }
 }
 
 #[cfg(feature = "autodiff")]
-impl From<Option<KeptAttention>> for Results {
-    fn from(kept: Option<KeptAttention>) -> Self {
+impl From<Option<AttentionResiduals>> for Results {
+    fn from(kept: Option<AttentionResiduals>) -> Self {
         match kept {
             Some(kept) => Self::Given(Box::new(kept)),
             None => Self::Computed,

@@ -28,11 +28,11 @@ const STREAM: u32 = u32::MAX - 1;
 pub struct Sampling {
     /// What logits are divided by; 0 takes the likeliest. Default: 1.
     pub temperature: f64,
-    /// How many of the likeliest tokens are kept. Default: all.
+    /// How many of the likeliest tokens are retained. Default: all.
     pub top_k: Option<usize>,
-    /// A token is kept if those that are likelier make up less than this (Holtzman et al., 2020). Default: 1.
+    /// A token is retained if those that are likelier make up less than this (Holtzman et al., 2020). Default: 1.
     pub top_p: f64,
-    /// A token is kept if it is at least so many times as likely as the likeliest (Nguyen et al., 2024). Default: 0.
+    /// A token is retained if it is at least so many times as likely as the likeliest (Nguyen et al., 2024). Default: 0.
     pub min_p: f64,
     /// Logits of tokens that were seen are divided by this if they are positive, and else multiplied by it (Keskar et al., 2019). Default: 1.
     pub repetition: f64,
@@ -60,13 +60,13 @@ impl Sampling {
         self
     }
 
-    /// Sets how many of the likeliest tokens are kept.
+    /// Sets how many of the likeliest tokens are retained.
     pub fn top_k(mut self, top_k: Option<usize>) -> Self {
         self.top_k = top_k;
         self
     }
 
-    /// Sets what the kept tokens make up.
+    /// Sets what the candidates make up.
     pub fn top_p(mut self, top_p: f64) -> Self {
         self.top_p = top_p;
         self

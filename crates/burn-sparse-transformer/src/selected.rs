@@ -1,9 +1,9 @@
 //! Attention that chooses its keys by content.
 
 use burn::tensor::{Int, Tensor};
-use burn_blocksparse::layout::Restriction;
+use burn_blocksparse::layout::PaddingMask;
 use burn_blocksparse::selection::{
-    ScoreCall, SelectedOptions, Selection, SelectionQuality, Within, attention_selected,
+    Candidates, EstimateInputs, SelectedOptions, Selection, SelectionQuality, attention_selected,
 };
 use burn_blocksparse::{BlockLayout, DeviceLayout, Layout, OpError, Pattern};
 
@@ -25,8 +25,8 @@ pub(crate) struct Cut {
 }
 
 impl Cut {
-    fn within(&self) -> Within<'_> {
-        let mut within = Within::default();
+    fn within(&self) -> Candidates<'_> {
+        let mut within = Candidates::default();
         within.layout = self.layout.as_ref();
         within.lengths = self.lengths.as_deref();
         within
@@ -183,7 +183,7 @@ impl SparseMultiHeadAttention {
         key: Tensor<4>,
     ) -> Result<DeviceLayout, TransformerError> {
         let call = self.score_call(query, key);
-        Ok(selection.choose_within(&call, cut.within())?.layout)
+        Ok(selection.choose_among(&call, cut.within())?.layout)
     }
 
     /// Attention of projected queries, keys and values over what a selection chooses.
@@ -243,8 +243,8 @@ impl SparseMultiHeadAttention {
         }
     }
 
-    pub(crate) fn score_call(&self, query: Tensor<4>, key: Tensor<4>) -> ScoreCall {
-        let call = ScoreCall::new(query, key).causal(self.pattern().is_causal());
+    pub(crate) fn score_call(&self, query: Tensor<4>, key: Tensor<4>) -> EstimateInputs {
+        let call = EstimateInputs::new(query, key).causal(self.pattern().is_causal());
         match self.options.scale {
             Some(scale) => call.scale(scale),
             None => call,
@@ -326,7 +326,7 @@ fn lengths_of(request: &Request) -> Result<Option<Vec<usize>>, TransformerError>
     if request.restrictions.is_empty() {
         return Ok(None);
     }
-    let length = |entry: &Restriction| {
+    let length = |entry: &PaddingMask| {
         let keys = entry.keys.as_ref()?;
         let length = keys.iter().filter(|&&real| real).count();
         let is_end = keys[..length].iter().all(|&real| real);

@@ -3,7 +3,7 @@
 use burn::nn::LayerNorm;
 use burn::tensor::{FloatDType, Tensor};
 use burn_blocksparse::ops::{
-    Branch, NormParams, ResidualNormOptions, StreamDropout, residual_add, residual_norm,
+    AddNormOptions, ElementDropout, NormParams, Residual, add_norm, residual_add,
 };
 
 use crate::TransformerError;
@@ -15,12 +15,12 @@ pub(crate) struct Projected {
     pub(crate) x: Tensor<3>,
     pub(crate) bias: Option<Tensor<1>>,
     /// To be added to the loss.
-    pub(crate) aside: Option<Tensor<1>>,
+    pub(crate) aux_loss: Option<Tensor<1>>,
 }
 
 impl Projected {
-    fn branch(self) -> Branch<3> {
-        let branch = Branch::new(self.x);
+    fn branch(self) -> Residual<3> {
+        let branch = Residual::new(self.x);
         match self.bias {
             Some(bias) => branch.bias(bias),
             None => branch,
@@ -31,9 +31,9 @@ impl Projected {
 /// A residual stream.
 pub(crate) struct Stream {
     x: Tensor<3>,
-    pending: Option<(Projected, Option<StreamDropout>)>,
+    pending: Option<(Projected, Option<ElementDropout>)>,
     /// What the layers so far add to the loss.
-    aside: Option<Tensor<1>>,
+    aux_loss: Option<Tensor<1>>,
 }
 
 impl Stream {
@@ -41,7 +41,7 @@ impl Stream {
         Self {
             x,
             pending: None,
-            aside: None,
+            aux_loss: None,
         }
     }
 
@@ -52,20 +52,20 @@ impl Stream {
 
     /// What the layers so far add to the loss, of which the stream is rid then.
     pub(crate) fn take_aside(&mut self) -> Option<Tensor<1>> {
-        self.aside.take()
+        self.aux_loss.take()
     }
 
     /// Adds a branch, of which `dropout` drops, at the next norm.
     pub(crate) fn push(
         mut self,
         mut branch: Projected,
-        dropout: Option<StreamDropout>,
+        dropout: Option<ElementDropout>,
     ) -> Result<Self, TransformerError> {
-        let parts = [self.take_aside(), branch.aside.take()];
+        let parts = [self.take_aside(), branch.aux_loss.take()];
         Ok(Self {
             x: self.finish()?,
             pending: Some((branch, dropout)),
-            aside: parts.into_iter().flatten().reduce(|a, b| a + b),
+            aux_loss: parts.into_iter().flatten().reduce(|a, b| a + b),
         })
     }
 
@@ -76,16 +76,16 @@ impl Stream {
         epsilon: f64,
         dtype: FloatDType,
     ) -> Result<(Self, Tensor<3>), TransformerError> {
-        let mut options = ResidualNormOptions::default().epsilon(epsilon).dtype(dtype);
+        let mut options = AddNormOptions::default().epsilon(epsilon).dtype(dtype);
         let branch = self.pending.map(|(branch, dropout)| {
             if let Some(dropout) = dropout {
                 options = options.clone().dropout(dropout);
             }
             branch.branch()
         });
-        let (x, normed) = residual_norm(self.x, branch, layer_norm_params(norm), &options)?;
+        let (x, normed) = add_norm(self.x, branch, layer_norm_params(norm), &options)?;
         let stream = Self {
-            aside: self.aside,
+            aux_loss: self.aux_loss,
             ..Self::new(x)
         };
         Ok((stream, normed))

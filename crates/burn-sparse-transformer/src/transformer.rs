@@ -82,7 +82,7 @@ pub struct SparseTransformerConfig {
     pub d_key: Option<usize>,
     /// Width of the feed-forward networks. Default: `4 · d_model`; half-size models use `2 · d_model`.
     pub d_ff: Option<usize>,
-    /// Which blocks of the feed-forward networks' weights are kept. Default: all, as dense weights.
+    /// Which blocks of the feed-forward networks' weights are retained. Default: all, as dense weights.
     pub feed_forward_sparsity: Option<FeedForwardSparsity>,
     /// Activation of the feed-forward networks. Default: the paper's, `x · sigmoid(1.702 x)`.
     pub activation: Option<FeedForwardActivation>,
@@ -476,11 +476,13 @@ impl SparseTransformer {
     ) -> Result<Tensor<1>, TransformerError> {
         self.check_targets(&tokens, &targets)?;
         let mut stream = self.stream(tokens, |block, training| block.pass(training))?;
-        let aside = stream.take_aside();
+        let aux_loss = stream.take_aside();
         let loss = self.head_loss(stream, targets)?;
-        Ok(match aside {
-            Some(aside) if self.dsa_stage() == Some(DsaStage::WarmUp) => loss.detach() + aside,
-            Some(aside) => loss + aside,
+        Ok(match aux_loss {
+            Some(aux_loss) if self.dsa_stage() == Some(DsaStage::WarmUp) => {
+                loss.detach() + aux_loss
+            }
+            Some(aux_loss) => loss + aux_loss,
             None => loss,
         })
     }

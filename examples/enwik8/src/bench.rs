@@ -172,7 +172,7 @@ pub fn run(args: &BenchArgs) -> Result<()> {
         config.model.precision,
         match config.recipe.recompute {
             Recompute::None => String::new(),
-            Recompute::SegmentsKeepingAttention(blocks) => {
+            Recompute::SegmentsSavingAttention(blocks) => {
                 let mode = Recompute::Segments(blocks);
                 format!(", {mode} recomputed but for attention")
             }

@@ -6,7 +6,7 @@ use anyhow::{Result, anyhow, ensure};
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{Device, Int, Tensor};
 use burn_sparse_transformer::pool::{
-    KvDtype, KvPoolConfig, KvPositions, KvStep, KvUsage, Residency,
+    KvDtype, KvPoolConfig, KvPositions, KvRetention, KvStep, KvUsage,
 };
 use burn_sparse_transformer::{Precision, SparseTransformer};
 use clap::Args;
@@ -71,7 +71,8 @@ pub struct EvalArgs {
 /// Runs `enwik8 eval`.
 pub fn run(args: &EvalArgs) -> Result<()> {
     let dtype = args.kept.kv_dtype;
-    let reachable = || (dtype != KvDtype::Model).then_some(Kept::Residency(Residency::Reachable));
+    let reachable =
+        || (dtype != KvDtype::Model).then_some(Kept::KvRetention(KvRetention::Reachable));
     let kept = args.kept.kept()?.or_else(reachable);
     ensure!(
         kept.is_some() || args.kept.selection.is_empty(),

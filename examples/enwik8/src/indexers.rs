@@ -75,9 +75,9 @@ impl RunConfig {
     }
 
     /// The mean over layers of what indexers learn by, if that is what layers add to the loss.
-    pub fn indexer_loss(&self, aside: Option<f64>) -> Option<f64> {
+    pub fn indexer_loss(&self, aux_loss: Option<f64>) -> Option<f64> {
         self.dsa_stage(0)?;
-        aside.map(|sum| sum / self.model.layers as f64)
+        aux_loss.map(|sum| sum / self.model.layers as f64)
     }
 
     /// What to tell the user of a checkpoint in which indexers do not choose yet.

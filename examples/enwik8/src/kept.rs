@@ -4,8 +4,8 @@ use anyhow::{Error, Result, anyhow, bail, ensure};
 use burn::tensor::FloatDType;
 use burn_blocksparse::paged::pages::CacheError;
 use burn_sparse_transformer::pool::{
-    EvictionBudget, EvictionConfig, EvictionScore, KvDtype, KvPoolConfig, KvPositions, Residency,
-    VotePool,
+    EvictionBudget, EvictionConfig, EvictionScore, KvDtype, KvPoolConfig, KvPositions, KvRetention,
+    ScoreSmoothing,
 };
 use burn_sparse_transformer::{Selection, SparseTransformer, TransformerError};
 use clap::Args;
@@ -24,7 +24,7 @@ const FORMS: &str = "must be all, reachable, window:W,S with W at least 1, h2o:H
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Kept {
     /// By their positions.
-    Residency(Residency),
+    KvRetention(KvRetention),
     /// By what attention says of them.
     Evict(EvictionConfig),
 }
@@ -34,10 +34,10 @@ impl Kept {
     pub fn pool(self, config: KvPoolConfig, read: usize) -> KvPoolConfig {
         match self {
             // All keys that are read at once are stored until then.
-            Self::Residency(residency @ Residency::Window { .. }) => {
+            Self::KvRetention(residency @ KvRetention::Window { .. }) => {
                 config.with_residency(residency).with_chunk(read)
             }
-            Self::Residency(residency) => config.with_residency(residency),
+            Self::KvRetention(residency) => config.with_residency(residency),
             Self::Evict(eviction) => config.with_eviction(eviction).with_chunk(read),
         }
     }
@@ -217,16 +217,16 @@ fn parse(text: &str) -> Option<Kept> {
             .collect::<Option<_>>()?,
     };
     let snapkv = |capacity, window, pool| {
-        EvictionConfig::snapkv_with(capacity, window, pool, VotePool::Average)
+        EvictionConfig::snapkv_with(capacity, window, pool, ScoreSmoothing::Average)
     };
     let evict = match (name, numbers.as_slice()) {
-        ("all", []) if text == "all" => return Some(Kept::Residency(Residency::All)),
+        ("all", []) if text == "all" => return Some(Kept::KvRetention(KvRetention::All)),
         ("reachable", []) if text == "reachable" => {
-            return Some(Kept::Residency(Residency::Reachable));
+            return Some(Kept::KvRetention(KvRetention::Reachable));
         }
         ("window", &[window, ref sinks @ ..]) if window > 0 && sinks.len() < 2 => {
             let sinks = sinks.first().copied().unwrap_or(0);
-            return Some(Kept::Residency(Residency::Window { window, sinks }));
+            return Some(Kept::KvRetention(KvRetention::Window { window, sinks }));
         }
         ("h2o", &[heavy, recent]) => EvictionConfig::h2o(heavy, recent),
         ("h2o-mean", &[heavy, recent]) => EvictionConfig::h2o_mean(heavy, recent),

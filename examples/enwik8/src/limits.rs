@@ -42,7 +42,7 @@ impl Room {
         bytes <= self.bytes
     }
 
-    fn refusal(&self, bytes: f64) -> String {
+    fn fallback_reason(&self, bytes: f64) -> String {
         let gibibytes = |bytes: f64| bytes / f64::from(1 << 30);
         format!(
             "at least {:.1} GiB, more than the {:.1} GiB that {}",
@@ -66,7 +66,7 @@ impl RunConfig {
             room.holds(state),
             "{}: weights, gradients and moments take {}",
             widths(model),
-            room.refusal(state)
+            room.fallback_reason(state)
         );
         let kept = self.least_kept();
         let length = match (model.task(), model.pictures) {
@@ -77,7 +77,7 @@ impl RunConfig {
             room.holds(state + kept),
             "--batch {batch}, {length}, {}: what a step keeps for its backward pass takes, with the weights, {}; --recompute keeps less",
             widths(model),
-            room.refusal(state + kept)
+            room.fallback_reason(state + kept)
         );
         Ok(())
     }
@@ -93,7 +93,7 @@ impl RunConfig {
             room.holds(bytes),
             "{}: the weights take {}",
             widths(&self.model),
-            room.refusal(bytes)
+            room.fallback_reason(bytes)
         );
         Ok(())
     }
@@ -124,7 +124,7 @@ impl RunConfig {
         let numbers = match self.recipe.recompute {
             Recompute::None => layers * (3.0 * width + inner),
             Recompute::Mlp => layers * 3.0 * width,
-            Recompute::Segments(blocks) | Recompute::SegmentsKeepingAttention(blocks) => {
+            Recompute::Segments(blocks) | Recompute::SegmentsSavingAttention(blocks) => {
                 (layers / blocks.get() as f64).ceil() * width
             }
             _ => 0.0,

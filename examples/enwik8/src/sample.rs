@@ -11,8 +11,8 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use burn_sparse_transformer::Precision;
-use burn_sparse_transformer::generate::{NgramDrafts, NgramIndex, Sampling};
-use burn_sparse_transformer::pool::Residency;
+use burn_sparse_transformer::generate::{PromptLookup, PromptLookupIndex, Sampling};
+use burn_sparse_transformer::pool::KvRetention;
 use clap::Args;
 use output::Output;
 use statistics::Times;
@@ -155,7 +155,7 @@ pub fn run(args: &SampleArgs) -> Result<()> {
     if let Some(output) = &mut output {
         output.write(&prompts[0])?;
     }
-    let drafts = args.speculate.map(NgramDrafts::new);
+    let drafts = args.speculate.map(PromptLookup::new);
     let texts = prompts.iter().map(|prompt| Sample::new(prompt, drafts));
     let mut texts: Vec<Sample> = texts.collect();
     let begun = Instant::now();
@@ -287,7 +287,7 @@ impl SampleArgs {
     fn cache(&self) -> Result<Cache> {
         let kept = self.kept.kept()?;
         Ok(Cache {
-            kept: kept.unwrap_or(Kept::Residency(Residency::Reachable)),
+            kept: kept.unwrap_or(Kept::KvRetention(KvRetention::Reachable)),
             dtype: self.kept.kv_dtype,
             positions: self.kept.positions,
             page_size: self.page_size,
@@ -314,15 +314,15 @@ struct Sample {
     given: usize,
     has_stopped: bool,
     /// The prompt and what was written, where there are drafts.
-    index: Option<NgramIndex>,
+    index: Option<PromptLookupIndex>,
 }
 
 impl Sample {
-    fn new(prompt: &[u8], drafts: Option<NgramDrafts>) -> Self {
+    fn new(prompt: &[u8], drafts: Option<PromptLookup>) -> Self {
         let mut seen = [false; 256];
         (prompt.iter()).for_each(|&byte| seen[usize::from(byte)] = true);
         let index = drafts.map(|drafts| {
-            let mut index = NgramIndex::new(drafts);
+            let mut index = PromptLookupIndex::new(drafts);
             index.extend(prompt.iter().map(|&byte| byte.into()));
             index
         });
@@ -371,7 +371,7 @@ impl Sample {
         let draft = self
             .index
             .as_ref()
-            .map(NgramIndex::draft)
+            .map(PromptLookupIndex::draft)
             .unwrap_or_default();
         // One byte is drawn behind a draft.
         let room = room.min(length - self.written.len() - 1);

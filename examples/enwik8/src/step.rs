@@ -6,8 +6,8 @@ use std::rc::Rc;
 use anyhow::{Context, Result, anyhow};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::graph::{DeviceSeed, Fixed, Replayed};
-use burn_blocksparse::optim::{AdamWControl, FusedAdamW};
+use burn_blocksparse::graph::{CapturedGraph, DeviceSeed, StaticInput};
+use burn_blocksparse::optim::{AdamWStepState, FusedAdamW};
 use burn_sparse_transformer::dsa::DsaStage;
 use burn_sparse_transformer::{Recompute, Seed, SparseTransformer, StepLosses};
 
@@ -47,7 +47,7 @@ impl State {
         // Not a clone, which would make the step write another model beside this one.
         let model = self.model.take().context(NO_MODEL)?;
         let (mut model, norm) = update(&mut self.optimizer, model, gradients)?;
-        model.update_means();
+        model.ema_update();
         self.model = Some(model);
         Ok(norm)
     }
@@ -79,7 +79,7 @@ pub struct Measured<T> {
     /// Of the gradients, before clipping.
     pub grad_norm: T,
     /// What all layers add to the loss, if they do.
-    pub aside: Option<T>,
+    pub aux_loss: Option<T>,
 }
 
 impl Measured<f32> {
@@ -90,7 +90,7 @@ impl Measured<f32> {
         Ok(Self {
             loss: numbers[0],
             grad_norm: numbers[1],
-            aside: numbers.get(2).copied(),
+            aux_loss: numbers.get(2).copied(),
         })
     }
 }
@@ -100,14 +100,14 @@ impl From<Measured<f32>> for Measured<f64> {
         Self {
             loss: measured.loss.into(),
             grad_norm: measured.grad_norm.into(),
-            aside: measured.aside.map(f64::from),
+            aux_loss: measured.aux_loss.map(f64::from),
         }
     }
 }
 
 /// A step's numbers, which [`Measured::read`] reads.
 pub fn numbers(losses: StepLosses, grad_norm: Tensor<1>) -> Tensor<1> {
-    let numbers = [losses.loss, grad_norm].into_iter().chain(losses.aside);
+    let numbers = [losses.loss, grad_norm].into_iter().chain(losses.aux_loss);
     Tensor::cat(numbers.collect(), 0)
 }
 
@@ -208,10 +208,10 @@ impl Steps {
     }
 
     /// Moves the means of clusters to where the bytes of a batch are.
-    pub fn settle_means(&mut self, tokens: TensorData, seed: u64) -> Result<()> {
+    pub fn kmeans_init(&mut self, tokens: TensorData, seed: u64) -> Result<()> {
         let mut state = self.state.borrow_mut();
         let model = state.model.as_mut().context(NO_MODEL)?;
-        model.settle_means(Tensor::from_data(tokens, &self.device), seed)?;
+        model.kmeans_init(Tensor::from_data(tokens, &self.device), seed)?;
         Ok(())
     }
 
@@ -236,7 +236,7 @@ impl Steps {
     /// How steps run, where they were to be replayed and it is known: from the fourth on.
     pub fn describe(&self) -> Option<String> {
         let replays = &self.replays.as_ref()?.replayed;
-        match (replays.is_recorded(), replays.refusal()) {
+        match (replays.is_recorded(), replays.fallback_reason()) {
             (true, _) => Some("replays steps: one dispatch for each".to_owned()),
             (false, Some(reason)) => Some(format!("runs steps one by one: {reason}")),
             (false, None) => None,
@@ -248,11 +248,11 @@ type Step = Box<dyn FnMut() -> Result<Tensor<1>>>;
 
 /// What replays read, and the recording.
 struct Replays {
-    tokens: Fixed<2, Int>,
-    targets: Fixed<2, Int>,
+    tokens: StaticInput<2, Int>,
+    targets: StaticInput<2, Int>,
     seed: Rc<DeviceSeed>,
-    control: Rc<AdamWControl>,
-    replayed: Replayed<Tensor<1>, Step>,
+    control: Rc<AdamWStepState>,
+    replayed: CapturedGraph<Tensor<1>, Step>,
 }
 
 impl Replays {
@@ -263,7 +263,8 @@ impl Replays {
         device: &Device,
         recompute: Recompute,
     ) -> Result<Self> {
-        let fixed = |data: &TensorData| Fixed::new(data.clone().convert_dtype(integers), device);
+        let fixed =
+            |data: &TensorData| StaticInput::new(data.clone().convert_dtype(integers), device);
         let (tokens, targets) = (fixed(&batch.tokens)?, fixed(&batch.targets)?);
         let seed = Rc::new(DeviceSeed::new(batch.dropout_seed, device)?);
         let control = {
@@ -288,7 +289,7 @@ impl Replays {
             targets,
             seed,
             control,
-            replayed: Replayed::new(device, step)?,
+            replayed: CapturedGraph::new(device, step)?,
         })
     }
 

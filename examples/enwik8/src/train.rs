@@ -370,13 +370,13 @@ impl Session {
         );
         if self.step == 0 && has_means {
             let seed = step_seed(!recipe.seed, 0);
-            self.training.settle_means(tokens.clone(), seed)?;
+            self.training.kmeans_init(tokens.clone(), seed)?;
         }
         let learning_rate = self.config.learning_rate(self.step, self.steps);
         let Measured {
             loss,
             grad_norm,
-            aside,
+            aux_loss,
         } = self.training.take(Batch {
             tokens,
             targets,
@@ -386,7 +386,7 @@ impl Session {
         self.step += 1;
 
         ensure!(
-            loss.is_finite() && grad_norm.is_finite() && aside.is_none_or(f64::is_finite),
+            loss.is_finite() && grad_norm.is_finite() && aux_loss.is_none_or(f64::is_finite),
             "the loss is no longer finite at step {} (loss {loss}, gradient norm {grad_norm}); the last checkpoint \
              is from before: begin again with a lower --lr or another --seed",
             self.step
@@ -398,7 +398,7 @@ impl Session {
             bits_per_byte: bits(loss),
             learning_rate,
             grad_norm,
-            indexer_loss: self.config.indexer_loss(aside),
+            indexer_loss: self.config.indexer_loss(aux_loss),
             tokens_per_s: (starts.len() * context) as f64 / seconds,
             ms: seconds * 1_000.0,
         })

@@ -6,18 +6,18 @@ use crate::rule::Rule;
 /// How the blocks of a layout are chosen on a device.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DeviceChoice {
-    /// Batch entries and heads that have blocks of their own: `[batch or 1, a divisor of the heads]`. Neighbouring heads share.
+    /// Batch entries and heads that have blocks of their own: `[batch or 1, a divisor of the heads]`. Adjacent heads share.
     pub patterns: [usize; 2],
     /// Whether queries see no later keys. The last query sits at the last key.
     pub causal: bool,
     /// The tensor that chooses.
-    pub by: ChosenBy,
+    pub by: BlockSource,
 }
 
 /// What the tensor that chooses blocks says, for each row of query blocks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
-pub enum ChosenBy {
+pub enum BlockSource {
     /// Of each key block, whether it is chosen.
     Mask,
     /// The key blocks that are chosen; what is no key block counts for nothing.
@@ -29,9 +29,9 @@ pub enum ChosenBy {
     Scores(Rule),
     /// Nothing of blocks, which are all those of the layout that the choice is made within; of queries and keys their positions, of which a rule says what
     /// is seen.
-    Positions(PositionRule),
+    Positions(PositionMask),
     /// The same where each key is at its query's position, which is there once.
-    OwnPositions(PositionRule),
+    OwnPositions(PositionMask),
     /// Nothing of blocks, likewise; of every query the keys that it sees, ascending, each once, and negative numbers behind the last.
     Keys {
         /// Numbers of a query.
@@ -39,7 +39,7 @@ pub enum ChosenBy {
     },
 }
 
-impl ChosenBy {
+impl BlockSource {
     /// Whether the blocks are all those of the layout that the choice is made within, of which the tensor says what pairs they have.
     pub fn has_all_blocks(&self) -> bool {
         match self {
@@ -52,7 +52,7 @@ impl ChosenBy {
 /// Which keys a query sees by the positions of both. A negative position is none: its query sees nothing, and nobody its key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum PositionRule {
+pub enum PositionMask {
     /// Those of earlier positions.
     Before,
     /// Those of earlier positions, and of its own.
@@ -61,7 +61,7 @@ pub enum PositionRule {
     Others,
 }
 
-impl PositionRule {
+impl PositionMask {
     /// Whether a query at one position sees a key at another.
     pub fn sees(self, query: i32, key: i32) -> bool {
         query >= 0
@@ -78,15 +78,15 @@ impl PositionRule {
 pub(crate) const TALLEST: usize = 8;
 
 impl DeviceChoice {
-    /// The positions of a batch entry and head, if a rule chooses by them: how many numbers, and which is the first key's, behind those of queries or with them.
+    /// The positions of a batch entry and head, if a rule chooses by them: how many elements, and which is the first key's, behind those of queries or with them.
     pub fn positions(&self, shape: &LayoutShape) -> Option<[usize; 2]> {
         match self.by {
-            ChosenBy::Positions(_) => Some([shape.seq_q + shape.seq_kv, shape.seq_q]),
-            ChosenBy::OwnPositions(_) => Some([shape.seq_q, 0]),
-            ChosenBy::Mask
-            | ChosenBy::Indices { .. }
-            | ChosenBy::Scores(_)
-            | ChosenBy::Keys { .. } => None,
+            BlockSource::Positions(_) => Some([shape.seq_q + shape.seq_kv, shape.seq_q]),
+            BlockSource::OwnPositions(_) => Some([shape.seq_q, 0]),
+            BlockSource::Mask
+            | BlockSource::Indices { .. }
+            | BlockSource::Scores(_)
+            | BlockSource::Keys { .. } => None,
         }
     }
 
@@ -94,10 +94,12 @@ impl DeviceChoice {
     pub(crate) fn most_blocks(&self, shape: &LayoutShape) -> usize {
         let all = shape.seq_kv.div_ceil(shape.block_size);
         let most = match self.by {
-            ChosenBy::Mask => all,
-            ChosenBy::Indices { most } => most,
-            ChosenBy::Scores(rule) => rule.most_blocks(all),
-            ChosenBy::Positions(_) | ChosenBy::OwnPositions(_) | ChosenBy::Keys { .. } => all,
+            BlockSource::Mask => all,
+            BlockSource::Indices { most } => most,
+            BlockSource::Scores(rule) => rule.most_blocks(all),
+            BlockSource::Positions(_) | BlockSource::OwnPositions(_) | BlockSource::Keys { .. } => {
+                all
+            }
         };
         most.min(all)
     }

@@ -32,10 +32,10 @@ use columns::Columns;
 use rows::{RowRuns, entries};
 
 pub(crate) use choice::TALLEST;
-pub use choice::{ChosenBy, DeviceChoice, PositionRule};
+pub use choice::{BlockSource, DeviceChoice, PositionMask};
 pub(crate) use mask::MaskInterner;
 pub use mask::{BlockMask, FULL};
-pub use restriction::Restriction;
+pub use restriction::PaddingMask;
 pub use rows::{Entry, Run};
 pub use shape::LayoutShape;
 
@@ -79,7 +79,7 @@ pub(crate) struct Inner {
     pub masks: Vec<BlockMask>,
     /// A cheaper way to compute the same pairs.
     parts: Option<Vec<Part>>,
-    /// Blocks are chosen on a device, and none are listed here.
+    /// Blocks are chosen on a device, and this layout lists none.
     pub choice: Option<DeviceChoice>,
     /// What those blocks are chosen from.
     pub within: Option<BlockLayout>,
@@ -133,12 +133,12 @@ pub(crate) fn position_or_push(patterns: &mut Vec<HeadPattern>, rows: RowRuns) -
     index as u32
 }
 
-/// The positions of a part are listed class by class.
+/// The positions of a part are ordered class by class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Residue {
     /// Distance between two positions of a class; also the number of classes.
     pub stride: usize,
-    /// Listed places of a class, the last of which may be beyond the sequence.
+    /// Places of a class, the last of which may be beyond the sequence.
     pub class_len: usize,
 }
 
@@ -155,7 +155,7 @@ impl Residue {
 pub struct Part {
     /// Which blocks.
     pub layout: BlockLayout,
-    /// How positions are listed; `None`: as they come.
+    /// How positions are ordered; `None`: as they come.
     pub residue: Option<Residue>,
 }
 
@@ -288,7 +288,7 @@ impl BlockLayout {
         self.inner.head_patterns[batch * self.heads() + head] as usize
     }
 
-    /// The kept key blocks of a row of query blocks, ascending.
+    /// The kept blocks of keys of a row of query blocks, ascending.
     ///
     /// # Panics
     /// If `pattern` or `q_block` is not one of the layout's.

@@ -23,7 +23,7 @@ use std::collections::HashMap;
 
 use super::grid;
 use super::mask::{BlockMask, FULL, MaskInterner};
-use super::restriction::Restriction;
+use super::restriction::PaddingMask;
 use super::rows::{RowRuns, Run};
 use super::shape::LayoutShape;
 use super::{BlockLayout, Part, Residue};
@@ -214,11 +214,11 @@ pub(crate) fn stacked(layouts: &[BlockLayout]) -> Result<Option<Vec<Part>>, Layo
 /// The parts of a restricted layout.
 pub(crate) fn restricted(
     parts: &[Part],
-    entries: &[Restriction],
+    entries: &[PaddingMask],
 ) -> Result<Vec<Part>, LayoutError> {
     let restrict = |part: &Part| {
         let layout = match part.residue {
-            None => part.layout.restrict(entries)?,
+            None => part.layout.mask_padding(entries)?,
             Some(residue) => {
                 // What is beyond the sequence has no pairs anyway.
                 let listed = |kept: &Option<Vec<bool>>| {
@@ -229,13 +229,13 @@ pub(crate) fn restricted(
                             .collect()
                     })
                 };
-                let entries: Vec<Restriction> = (entries.iter())
-                    .map(|entry| Restriction {
+                let entries: Vec<PaddingMask> = (entries.iter())
+                    .map(|entry| PaddingMask {
                         queries: listed(&entry.queries),
                         keys: listed(&entry.keys),
                     })
                     .collect();
-                part.layout.restrict(&entries)?
+                part.layout.mask_padding(&entries)?
             }
         };
         Ok(Part {

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use super::mask::{BlockMask, MaskInterner};
-use super::restriction::Restriction;
+use super::restriction::PaddingMask;
 use super::rows::{RowRuns, Run};
 use super::{BlockLayout, HeadPattern, Inner, position_or_push, residue};
 use crate::LayoutError;
@@ -17,12 +17,12 @@ impl BlockLayout {
     /// # Errors
     /// [`LayoutError`] if there is no entry, an entry's lists are not `seq_q` and `seq_kv` long, or the layout is per batch
     /// and of another one.
-    pub fn restrict(&self, entries: &[Restriction]) -> Result<Self, LayoutError> {
+    pub fn mask_padding(&self, entries: &[PaddingMask]) -> Result<Self, LayoutError> {
         self.check_restrictions(entries)?;
         let inner = self.inner();
         let mut masks = MaskInterner::new(self.block_size());
         let mut patterns: Vec<HeadPattern> = Vec::new();
-        let mut known: HashMap<(usize, &Restriction), u32> = HashMap::new();
+        let mut known: HashMap<(usize, &PaddingMask), u32> = HashMap::new();
         let mut head_patterns = Vec::with_capacity(entries.len() * self.heads());
         for (batch, entry) in entries.iter().enumerate() {
             let cut = Cut::new(self, entry);
@@ -49,10 +49,10 @@ impl BlockLayout {
         Ok(restricted.with_parts(parts.transpose()?))
     }
 
-    /// [`Self::restrict`] for keys that end with padding: entry `b` keeps the first `lengths[b]` keys.
+    /// [`Self::mask_padding`] for keys that end with padding: entry `b` keeps the first `lengths[b]` keys.
     ///
     /// # Errors
-    /// As [`Self::restrict`]; also if a length is above `seq_kv`.
+    /// As [`Self::mask_padding`]; also if a length is above `seq_kv`.
     pub fn with_key_padding(&self, lengths: &[usize]) -> Result<Self, LayoutError> {
         let seq = self.seq_kv();
         if let Some(length) = lengths.iter().find(|&&length| length > seq) {
@@ -62,13 +62,13 @@ impl BlockLayout {
                 length,
             ));
         }
-        let entries: Vec<Restriction> = (lengths.iter())
-            .map(|&length| Restriction::default().keys((0..seq).map(|j| j < length)))
+        let entries: Vec<PaddingMask> = (lengths.iter())
+            .map(|&length| PaddingMask::default().keys((0..seq).map(|j| j < length)))
             .collect();
-        self.restrict(&entries)
+        self.mask_padding(&entries)
     }
 
-    fn check_restrictions(&self, entries: &[Restriction]) -> Result<(), LayoutError> {
+    fn check_restrictions(&self, entries: &[PaddingMask]) -> Result<(), LayoutError> {
         let expected = match self.batch() {
             Some(batch) => format!("{batch}, one for each batch entry of the layout"),
             None => "at least one".into(),
@@ -109,14 +109,14 @@ struct Stretch {
 
 /// A restriction cut into blocks.
 struct Cut<'a> {
-    entry: &'a Restriction,
+    entry: &'a PaddingMask,
     block_size: usize,
     queries: Vec<Share>,
     keys: Vec<Stretch>,
 }
 
 impl<'a> Cut<'a> {
-    fn new(layout: &BlockLayout, entry: &'a Restriction) -> Self {
+    fn new(layout: &BlockLayout, entry: &'a PaddingMask) -> Self {
         let b = layout.block_size();
         let shares = |list: &Option<Vec<bool>>, blocks: usize| match list {
             Some(list) => list.chunks(b).map(share).collect(),

@@ -3,12 +3,12 @@
 /// Which queries and keys of one batch entry take part: `true` = yes, `false` = padding. What is not said takes part.
 ///
 /// ```
-/// use blocksparse::{Pattern, Restriction};
+/// use blocksparse::{Pattern, PaddingMask};
 ///
 /// let layout = Pattern::causal().layout(2, 4, 8)?;
 /// // Entry 0 has all four positions, entry 1 the last three (padded on the left).
 /// let keys = [false, true, true, true];
-/// let padded = layout.restrict(&[Restriction::default(), Restriction::default().keys(keys)])?;
+/// let padded = layout.mask_padding(&[PaddingMask::default(), PaddingMask::default().keys(keys)])?;
 /// assert_eq!(padded.batch(), Some(2));
 /// assert_eq!(padded.to_dense_batch(1, 0)[2], [false, true, true, false]);
 /// # Ok::<(), blocksparse::LayoutError>(())
@@ -16,14 +16,14 @@
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 #[must_use]
-pub struct Restriction {
+pub struct PaddingMask {
     /// One entry per query, or all take part.
     pub queries: Option<Vec<bool>>,
     /// One entry per key, or all take part.
     pub keys: Option<Vec<bool>>,
 }
 
-impl Restriction {
+impl PaddingMask {
     /// Says which queries take part: one entry per query.
     pub fn queries(mut self, kept: impl IntoIterator<Item = bool>) -> Self {
         self.queries = Some(kept.into_iter().collect());

@@ -8,10 +8,10 @@ use crate::Pattern;
 /// The page sizes that pools have; smaller ones are for tests, [`PoolConfig::with_small_pages`].
 pub const PAGE_SIZES: [usize; 4] = [16, 32, 64, 128];
 
-/// Which keys of a sequence are kept.
+/// Which keys of a sequence are retained.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Residency {
+pub enum KvRetention {
     /// All of them, whatever the pattern reaches. Any number of tokens can be taken back.
     All,
     /// Those that some later query attends to, by the pool's pattern: exact, and the smaller the less the pattern reaches back.
@@ -30,7 +30,7 @@ pub enum Residency {
     Evict,
 }
 
-impl Residency {
+impl KvRetention {
     pub(super) fn validate(self) -> Result<(), CacheError> {
         match self {
             Self::Window { window: 0, .. } => Err(CacheError::argument("window", "at least 1", 0)),

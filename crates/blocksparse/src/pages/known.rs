@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::Residency;
+use super::KvRetention;
 
 /// The pages of as many tokens as a page has slots, one of each table row.
 #[derive(Clone, Debug)]
@@ -11,7 +11,7 @@ pub(super) struct Known {
     pub hash: u64,
     /// The pages of the tokens before.
     pub parent: Option<u64>,
-    pub residency: Residency,
+    pub residency: KvRetention,
     pub tokens: Box<[u32]>,
     pub pages: Vec<u32>,
     /// Pages before it.
@@ -40,7 +40,7 @@ impl KnownPages {
         self.clock += 1;
     }
 
-    /// A page is named by nobody now; whether it is kept for its contents.
+    /// A page is named by nobody now; whether it is retained for its contents.
     pub fn keeps(&mut self, page: u32) -> bool {
         let Some(&number) = self.of_page.get(&page) else {
             return false;
@@ -112,7 +112,7 @@ impl KnownPages {
         &self,
         hash: u64,
         parent: Option<u64>,
-        residency: Residency,
+        residency: KvRetention,
         tokens: &[u32],
     ) -> Option<u64> {
         let same = self.by_hash.get(&hash)?.iter().copied();

@@ -3,8 +3,8 @@
 use std::collections::BTreeSet;
 
 use super::config::PoolConfig;
-use super::{ALWAYS, NEVER, Residency};
-use crate::{Pattern, Reach};
+use super::{ALWAYS, KvRetention, NEVER};
+use crate::{LastUse, Pattern};
 
 /// Which queries see a key last, for the heads that share a table row.
 #[derive(Clone, Debug)]
@@ -72,28 +72,28 @@ impl Lifetimes {
     }
 
     /// Whether each key is let go when it dies, and not later: none waits for others before it.
-    pub(super) fn dies_in_order(&self, residency: Residency) -> bool {
+    pub(super) fn dies_in_order(&self, residency: KvRetention) -> bool {
         match residency {
-            Residency::Window { .. } => self.keeps_all,
-            Residency::All | Residency::Reachable | Residency::Evict => {
+            KvRetention::Window { .. } => self.keeps_all,
+            KvRetention::All | KvRetention::Reachable | KvRetention::Evict => {
                 self.pattern.dies_in_order()
             }
         }
     }
 
     /// The last query of any head of a table row that sees a key, in a sequence of that residency: [`NEVER`], a position, or [`ALWAYS`].
-    pub(super) fn last(&self, residency: Residency, row: usize, position: usize) -> i32 {
+    pub(super) fn last(&self, residency: KvRetention, row: usize, position: usize) -> i32 {
         let reached = match self.keeps_all {
             true => ALWAYS,
             false => {
                 let position = position as i64;
                 let heads = self.heads[row].iter();
                 let last = heads.map(|&head| self.pattern.last_query(head, position));
-                number(last.max().unwrap_or(Reach::Never))
+                number(last.max().unwrap_or(LastUse::Never))
             }
         };
         match residency {
-            Residency::Window { window, sinks } if position >= sinks => {
+            KvRetention::Window { window, sinks } if position >= sinks => {
                 let last = position.saturating_add(window - 1);
                 reached.min(i32::try_from(last).unwrap_or(ALWAYS))
             }
@@ -102,28 +102,28 @@ impl Lifetimes {
     }
 
     /// The last query for which a key is kept.
-    pub(super) fn kept_until(residency: Residency, last: i32) -> i32 {
+    pub(super) fn kept_until(residency: KvRetention, last: i32) -> i32 {
         match residency {
-            Residency::All | Residency::Evict => ALWAYS,
-            Residency::Reachable | Residency::Window { .. } => last,
+            KvRetention::All | KvRetention::Evict => ALWAYS,
+            KvRetention::Reachable | KvRetention::Window { .. } => last,
         }
     }
 
     /// [`Self::kept_until`] of the [`Self::last`] query, if all keys are kept for ever.
-    pub(super) fn is_everything_kept(&self, residency: Residency) -> bool {
+    pub(super) fn is_everything_kept(&self, residency: KvRetention) -> bool {
         match residency {
-            Residency::All | Residency::Evict => true,
-            Residency::Reachable => self.keeps_all,
-            Residency::Window { .. } => false,
+            KvRetention::All | KvRetention::Evict => true,
+            KvRetention::Reachable => self.keeps_all,
+            KvRetention::Window { .. } => false,
         }
     }
 }
 
 /// Positions end before what means "always": a later last query is never there.
-fn number(last: Reach) -> i32 {
+fn number(last: LastUse) -> i32 {
     match last {
-        Reach::Never => NEVER,
-        Reach::At(last) => i32::try_from(last.max(-1)).unwrap_or(ALWAYS),
-        Reach::Always => ALWAYS,
+        LastUse::Never => NEVER,
+        LastUse::At(last) => i32::try_from(last.max(-1)).unwrap_or(ALWAYS),
+        LastUse::Always => ALWAYS,
     }
 }

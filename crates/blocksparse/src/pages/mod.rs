@@ -14,11 +14,11 @@
 //!
 //! ```
 //! use blocksparse::Pattern;
-//! use blocksparse::pages::{PagePool, PoolConfig, Residency};
+//! use blocksparse::pages::{PagePool, PoolConfig, KvRetention};
 //!
 //! let config = PoolConfig::new(8).with_page_size(16).with_pattern(Pattern::local(20), 4, 2);
 //! let mut pool = PagePool::new(config)?;
-//! let sequence = pool.join(Residency::Reachable)?;
+//! let sequence = pool.join(KvRetention::Reachable)?;
 //! for _ in 0..1000 {
 //!     let writes = pool.append(sequence, 1)?;
 //!     assert!(writes.slot(0, 0).is_some() && writes.copies.is_empty());
@@ -48,10 +48,10 @@ mod verify;
 mod writes;
 
 pub use append::Step;
-pub use config::{PAGE_SIZES, PoolConfig, Residency};
+pub use config::{KvRetention, PAGE_SIZES, PoolConfig};
 pub use error::CacheError;
 pub use eviction::{
-    EvictionBudget, EvictionConfig, EvictionScore, VotePool, adaptive, best, pooled_votes,
+    EvictionBudget, EvictionConfig, EvictionScore, ScoreSmoothing, adaptive, best, pooled_votes,
     pyramid_budgets,
 };
 pub use pool::{PagePool, SequenceId};

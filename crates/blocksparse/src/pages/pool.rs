@@ -9,10 +9,10 @@ use super::config::PoolConfig;
 use super::known::KnownPages;
 use super::lifetimes::Lifetimes;
 use super::sequence::Sequence;
-use super::{CacheError, Residency};
-use crate::Reach;
+use super::{CacheError, KvRetention};
+use crate::LastUse;
 
-/// A sequence of a [`PagePool`]. Ids are given out in order and never again, so pools of which the same is asked give the same ids.
+/// A sequence of a [`PagePool`]. Ids are assigned in order and never again, so pools of which the same is asked give the same ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct SequenceId(pub(super) u64);
 
@@ -93,7 +93,7 @@ impl PagePool {
     ///
     /// # Errors
     /// [`CacheError::Argument`] if a window is out of range, or keys are to be evicted of heads that are not just causal.
-    pub fn join(&mut self, residency: Residency) -> Result<SequenceId, CacheError> {
+    pub fn join(&mut self, residency: KvRetention) -> Result<SequenceId, CacheError> {
         residency.validate()?;
         self.check_evictable(residency)?;
         Ok(self.enter(Sequence::new(residency, self.table_rows())))
@@ -195,8 +195,8 @@ impl PagePool {
     }
 
     /// That keys of the pool can be evicted, if they are to be.
-    pub(super) fn check_evictable(&self, residency: Residency) -> Result<(), CacheError> {
-        match residency == Residency::Evict && !self.lifetimes.is_causal() {
+    pub(super) fn check_evictable(&self, residency: KvRetention) -> Result<(), CacheError> {
+        match residency == KvRetention::Evict && !self.lifetimes.is_causal() {
             true => Err(CacheError::argument(
                 "pattern",
                 "the dense causal pattern in every head, for keys to be evicted",
@@ -224,9 +224,9 @@ impl PagePool {
             .pattern
             .furthest_key(self.config.heads, position)
         {
-            Reach::Never => return Ok(()),
-            Reach::At(last) => usize::try_from(last).ok(),
-            Reach::Always => None,
+            LastUse::Never => return Ok(()),
+            LastUse::At(last) => usize::try_from(last).ok(),
+            LastUse::Always => None,
         };
         Err(CacheError::Boundary {
             position,

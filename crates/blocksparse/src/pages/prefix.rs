@@ -8,7 +8,7 @@ use super::lifetimes::Lifetimes;
 use super::pool::{PagePool, SequenceId};
 use super::region::Region;
 use super::sequence::{Row, Sequence};
-use super::{ALWAYS, CacheError, Residency};
+use super::{ALWAYS, CacheError, KvRetention};
 
 impl PagePool {
     /// Tells what the tokens of a sequence are, from its first one on: its full pages are known from now on, and found by
@@ -74,7 +74,11 @@ impl PagePool {
     ///
     /// # Errors
     /// [`CacheError::Argument`] if the pool was made without prefix reuse.
-    pub fn known_prefix(&self, residency: Residency, tokens: &[u32]) -> Result<usize, CacheError> {
+    pub fn known_prefix(
+        &self,
+        residency: KvRetention,
+        tokens: &[u32],
+    ) -> Result<usize, CacheError> {
         Ok(self.chain(residency, tokens, usize::MAX)?.len() * self.config.page_size)
     }
 
@@ -86,7 +90,7 @@ impl PagePool {
     /// As [`Self::join`] and [`Self::known_prefix`].
     pub fn join_with_prefix(
         &mut self,
-        residency: Residency,
+        residency: KvRetention,
         tokens: &[u32],
         at_most: usize,
     ) -> Result<(SequenceId, usize), CacheError> {
@@ -132,7 +136,7 @@ impl PagePool {
     /// The known pages that a prompt begins with.
     fn chain(
         &self,
-        residency: Residency,
+        residency: KvRetention,
         tokens: &[u32],
         at_most: usize,
     ) -> Result<Vec<u64>, CacheError> {
@@ -202,7 +206,7 @@ impl PagePool {
         &self,
         fingerprint: u64,
         parent: Option<u64>,
-        residency: Residency,
+        residency: KvRetention,
         tokens: &[u32],
     ) -> u64 {
         let mut hasher = DefaultHasher::new();

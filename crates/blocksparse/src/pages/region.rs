@@ -72,7 +72,7 @@ impl Region {
         }
     }
 
-    /// The pages that are given back if the `count` oldest keys are let go.
+    /// The pages that are freed if the `count` oldest keys are let go.
     pub fn pages_of_oldest(&self, count: usize, page_size: usize) -> usize {
         match count == self.slots() {
             true => self.pages.len(),
@@ -94,7 +94,7 @@ impl Region {
         self.runs().flatten()
     }
 
-    /// The same as ranges of neighbours.
+    /// The same as contiguous ranges.
     pub fn runs(&self) -> impl Iterator<Item = Range<usize>> + '_ {
         let ends = self.stretches.iter().skip(1).map(|next| next.number);
         let ends = ends.chain([self.end]);
@@ -161,7 +161,7 @@ impl Region {
         self.pages.drain(needed..).collect()
     }
 
-    /// The slots of the keys at positions, in order, as slots of the listed pages.
+    /// The slots of the keys at positions, in order, as slots of these pages.
     pub fn slots_of(&self, keys: &Repeat, mut found: impl FnMut(Repeat)) {
         let after = |keys: &Range<usize>| {
             self.stretches

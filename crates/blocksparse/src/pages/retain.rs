@@ -2,7 +2,7 @@
 
 use super::pool::{PagePool, SequenceId};
 use super::region::Region;
-use super::{CacheError, Residency};
+use super::{CacheError, KvRetention};
 
 /// Where the keys that a sequence retains go.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -20,7 +20,7 @@ impl PagePool {
     ///
     /// From then on the keys count as those of the last positions: a row with `n` of them has the positions from `len − n` on, whichever they were. So all that
     /// depends on the order of positions alone goes on working, and nothing that depends on distances: patterns other than causal ones are refused when a sequence
-    /// joins with [`Residency::Evict`]. The sequence cannot be [`truncate`](Self::truncate)d to less than it has now, or by more than the pool's rollback;
+    /// joins with [`KvRetention::Evict`]. The sequence cannot be [`truncate`](Self::truncate)d to less than it has now, or by more than the pool's rollback;
     /// the keys of the last tokens that may be taken back must be among those that are kept.
     ///
     /// The page table has to be made anew ([`tables`](Self::tables)).
@@ -31,7 +31,7 @@ impl PagePool {
     pub fn retain(&mut self, id: SequenceId, counts: &[usize]) -> Result<Retained, CacheError> {
         let page_size = self.config.page_size;
         let sequence = self.sequence(id)?;
-        if sequence.residency != Residency::Evict {
+        if sequence.residency != KvRetention::Evict {
             let expected = "that of a sequence whose keys are evicted";
             let got = format!("{:?} of {id}", sequence.residency);
             return Err(CacheError::argument("residency", expected, got));

@@ -1,7 +1,7 @@
 //! The slots of one query, where it does not see all that is live.
 
 use super::pool::{PagePool, SequenceId};
-use super::{CacheError, Residency};
+use super::{CacheError, KvRetention};
 use crate::pattern::Repeat;
 
 /// The slots that hold the keys of one query, each once.
@@ -36,7 +36,7 @@ impl RowPlan {
             .sum()
     }
 
-    /// First slot and number of slots of each run in the order of the walk, permanent slots and then timed ones: as few runs as there can be.
+    /// First slot and number of slots of each run in the order in which they are read, permanent slots and then timed ones: as few runs as there can be.
     pub fn runs(&self) -> Vec<(usize, usize)> {
         let each = |runs: &SlotRuns| {
             let SlotRuns {
@@ -127,7 +127,7 @@ impl PagePool {
         }
         let row = &sequence.rows[self.row_of_head(head)];
         let mut keys = self.config.pattern.row_keys(head, query, sequence.next);
-        if let Residency::Window { window, sinks } = sequence.residency {
+        if let KvRetention::Window { window, sinks } = sequence.residency {
             let from = (query + 1).saturating_sub(window).max(sinks);
             let parts = keys.iter().flat_map(|keys| {
                 let sinks = keys.within(0..sinks);

@@ -8,7 +8,7 @@ use super::config::MOST_POSITIONS;
 use super::pool::{PagePool, SequenceId};
 use super::region::Region;
 use super::sequence::{Row, Sequence};
-use super::{CacheError, Residency};
+use super::{CacheError, KvRetention};
 
 const VERSION: u32 = 1;
 
@@ -21,7 +21,7 @@ pub struct SavedSequence {
     pattern: String,
     heads: usize,
     kv_heads: usize,
-    residency: Residency,
+    residency: KvRetention,
     next: usize,
     oldest: usize,
     rows: Vec<SavedRow>,

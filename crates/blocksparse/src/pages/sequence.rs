@@ -2,13 +2,13 @@
 
 use std::collections::BTreeSet;
 
-use super::Residency;
+use super::KvRetention;
 use super::region::Region;
 
 /// What a sequence keeps of its tokens.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Sequence {
-    pub residency: Residency,
+    pub residency: KvRetention,
     /// Tokens so far: the position of the next one.
     pub next: usize,
     /// The fewest tokens that can be gone back to: every key whose last query is there or later is stored.
@@ -19,7 +19,7 @@ pub(super) struct Sequence {
 }
 
 impl Sequence {
-    pub fn new(residency: Residency, rows: usize) -> Self {
+    pub fn new(residency: KvRetention, rows: usize) -> Self {
         Self {
             residency,
             next: 0,

@@ -2,7 +2,7 @@
 
 use super::pool::{PagePool, SequenceId};
 use super::writes::{Slot, SlotKey};
-use super::{CacheError, Residency, Step};
+use super::{CacheError, KvRetention, Step};
 
 /// The page table of a batch and which of its slots are in use, as kernels read them.
 ///
@@ -66,7 +66,7 @@ impl PagePool {
     }
 
     /// Pages at the beginning of the permanent regions of a batch that all of its sequences share, filled to the end, in each table row: what forks of one
-    /// sequence have in common. Every later query sees their keys: where keys are kept that it does not ([`Residency::All`]), no page counts.
+    /// sequence have in common. Every later query sees their keys: where keys are kept that it does not ([`KvRetention::All`]), no page counts.
     ///
     /// # Errors
     /// As [`Self::tables`].
@@ -80,8 +80,8 @@ impl PagePool {
         let Some((first, others)) = batch.split_first() else {
             return Ok(0);
         };
-        let keeps_all = self.lifetimes.is_everything_kept(Residency::Reachable);
-        let keeps_more = |id| self.sequences[id].residency == Residency::All && !keeps_all;
+        let keeps_all = self.lifetimes.is_everything_kept(KvRetention::Reachable);
+        let keeps_more = |id| self.sequences[id].residency == KvRetention::All && !keeps_all;
         if batch.iter().any(keeps_more) {
             return Ok(0);
         }
@@ -149,12 +149,12 @@ impl PagePool {
 
     /// Whether the query of a single new token ([`Step::decode`]) sees every slot that its sequence has then: kernels need no positions for it. Otherwise slots
     /// are also kept for queries that may come again, or the pattern is not [`row_is_live`](Self::row_is_live).
-    pub fn single_sees_all(&self, residency: Residency) -> bool {
+    pub fn single_sees_all(&self, residency: KvRetention) -> bool {
         let lets_go_at_once = self.config.rollback == 0
-            && residency != Residency::All
+            && residency != KvRetention::All
             && self.lifetimes.dies_in_order(residency);
-        let nothing_dies = self.lifetimes.is_everything_kept(Residency::Reachable)
-            && !matches!(residency, Residency::Window { .. });
+        let nothing_dies = self.lifetimes.is_everything_kept(KvRetention::Reachable)
+            && !matches!(residency, KvRetention::Window { .. });
         self.row_is_live() && (lets_go_at_once || nothing_dies)
     }
 

@@ -3,9 +3,9 @@
 use std::ops::AddAssign;
 
 use super::pool::{PagePool, SequenceId};
-use super::{CacheError, Residency};
+use super::{CacheError, KvRetention};
 
-/// What a sequence holds, of all its table rows together.
+/// What a sequence holds, over all its table rows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     /// Keys that some query from the next one on attends to.
@@ -56,7 +56,7 @@ pub struct PoolUsage {
 }
 
 impl PagePool {
-    /// Keys that a sequence stores, of all its table rows together.
+    /// Keys that a sequence stores, over all its table rows.
     ///
     /// # Errors
     /// [`CacheError::Unknown`]
@@ -67,7 +67,7 @@ impl PagePool {
             .sum())
     }
 
-    /// What a sequence holds. Looks at each of its timed keys, and where all keys are kept at each key.
+    /// What a sequence holds. Looks at each of its timed keys, and where all keys are retained at each key.
     ///
     /// # Errors
     /// [`CacheError::Unknown`]
@@ -83,8 +83,8 @@ impl PagePool {
             });
             let live_for_ever = match sequence.residency {
                 // Where all keys are kept, not all of them are live.
-                Residency::All => permanent.count(),
-                Residency::Reachable | Residency::Window { .. } | Residency::Evict => {
+                KvRetention::All => permanent.count(),
+                KvRetention::Reachable | KvRetention::Window { .. } | KvRetention::Evict => {
                     row.permanent.slots()
                 }
             };

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use super::lifetimes::Lifetimes;
 use super::pool::PagePool;
 use super::sequence::Sequence;
-use super::{ALWAYS, CacheError, Residency};
+use super::{ALWAYS, CacheError, KvRetention};
 
 impl PagePool {
     /// Checks everything that holds between two calls. Looks at every token of every sequence: for tests.
@@ -100,8 +100,8 @@ impl PagePool {
             let (stored, mut seen) = (row.permanent.slots() + row.timed.slots(), 0);
             // Keys that were evicted make the others count as later ones.
             let first = match (sequence.residency, row.permanent.runs().next()) {
-                (Residency::Evict, Some(run)) => run.start,
-                (Residency::Evict, None) => sequence.next,
+                (KvRetention::Evict, Some(run)) => run.start,
+                (KvRetention::Evict, None) => sequence.next,
                 _ => 0,
             };
             if first > sequence.oldest {

@@ -18,7 +18,7 @@ mod zones;
 
 pub(crate) use attends::{document, document_start};
 pub(crate) use cells::{BlockRow, Cell, Cells};
-pub use reach::Reach;
+pub use reach::LastUse;
 pub(crate) use row_keys::Repeat;
 
 type Predicate = dyn Fn(usize, i64, i64) -> bool + Send + Sync;
@@ -171,12 +171,12 @@ pub struct PatternFn {
 }
 
 impl PatternFn {
-    /// The name that it was given.
+    /// Its name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Whether it may tell heads apart.
+    /// Whether its heads may differ.
     pub fn is_by_head(&self) -> bool {
         self.by_head
     }
@@ -296,7 +296,7 @@ impl Pattern {
         Self::union([Self::dilated_window(reach, dilation), Self::global(tokens)])
     }
 
-    /// BigBird's pattern over `blocks` blocks of `block` positions (Zaheer et al., 2020): the row's own block and its neighbours,
+    /// BigBird's pattern over `blocks` blocks of `block` positions (Zaheer et al., 2020): the row's own block and the adjacent ones,
     /// first and last block as global ones, and `random` blocks drawn for each head and row.
     pub fn bigbird(block: usize, blocks: usize, random: usize, seed: u64) -> Self {
         let last = block.saturating_mul(blocks.saturating_sub(1));
@@ -454,7 +454,7 @@ impl Pattern {
         Self::intersection([self, Self::Causal])
     }
 
-    /// Head `h` uses pattern `h mod p` of the `p` given.
+    /// Head `h` uses pattern `h mod p` of the `p` patterns.
     pub fn per_head(parts: impl IntoIterator<Item = Pattern>) -> Self {
         Self::PerHead(parts.into_iter().collect())
     }

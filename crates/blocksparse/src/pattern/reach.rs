@@ -5,7 +5,7 @@ use super::attends::{document, document_start, is_in, is_in_group};
 
 /// The last position of a row's keys, or of a column's queries, in a sequence that goes on for ever. Ordered: later is greater.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Reach {
+pub enum LastUse {
     /// There is none.
     Never,
     /// This one.
@@ -14,7 +14,7 @@ pub enum Reach {
     Always,
 }
 
-impl Reach {
+impl LastUse {
     /// The same of positions that are counted from `start`.
     fn from(self, start: i64) -> Self {
         match self {
@@ -41,38 +41,38 @@ const MOST_DRAWS: usize = 1 << 16;
 
 impl Pattern {
     /// The last key that the query at position `i ≥ 0` of `head` attends to. Exact for single kinds; of an intersection it may be later than
-    /// that, never earlier. Of a callback nothing is known, so it is [`Reach::Always`].
+    /// that, never earlier. Of a callback nothing is known, so it is [`LastUse::Always`].
     ///
     /// ```
-    /// use blocksparse::{Pattern, Reach};
+    /// use blocksparse::{Pattern, LastUse};
     ///
-    /// assert_eq!(Pattern::prefix_lm(5).horizon(0, 2), Reach::At(4));
-    /// assert_eq!(Pattern::chunked(4).horizon(0, 5), Reach::At(7));
-    /// assert_eq!(Pattern::dense().horizon(0, 5), Reach::Always);
+    /// assert_eq!(Pattern::prefix_lm(5).horizon(0, 2), LastUse::At(4));
+    /// assert_eq!(Pattern::chunked(4).horizon(0, 5), LastUse::At(7));
+    /// assert_eq!(Pattern::dense().horizon(0, 5), LastUse::Always);
     /// ```
-    pub fn horizon(&self, head: usize, i: i64) -> Reach {
+    pub fn horizon(&self, head: usize, i: i64) -> LastUse {
         match self {
-            Self::Dense | Self::FromFn(_) => Reach::Always,
+            Self::Dense | Self::FromFn(_) => LastUse::Always,
             Self::Causal
             | Self::Local { .. }
             | Self::Strided { .. }
             | Self::Fixed { .. }
-            | Self::Streaming { .. } => Reach::At(i),
-            Self::PrefixLm { prefix } => Reach::At(i.max((*prefix as i64).saturating_sub(1))),
+            | Self::Streaming { .. } => LastUse::At(i),
+            Self::PrefixLm { prefix } => LastUse::At(i.max((*prefix as i64).saturating_sub(1))),
             Self::Window { reach, dilation } => {
-                Reach::At(i.saturating_add((*reach as i64).saturating_mul(*dilation as i64)))
+                LastUse::At(i.saturating_add((*reach as i64).saturating_mul(*dilation as i64)))
             }
-            Self::Chunked { size, after, .. } => Reach::At(chunk_end(i, *size, *after)),
-            Self::Global { ranges } if is_in(ranges, i) => Reach::Always,
+            Self::Chunked { size, after, .. } => LastUse::At(chunk_end(i, *size, *after)),
+            Self::Global { ranges } if is_in(ranges, i) => LastUse::Always,
             Self::Global { ranges } | Self::GlobalKeys { ranges } => last_of(ranges),
-            Self::Columns { .. } => Reach::Always,
+            Self::Columns { .. } => LastUse::Always,
             Self::Rows {
                 stride,
                 rows,
                 num_verts,
             } => match is_in_group(i, *stride, *rows, head, *num_verts) {
-                true => Reach::Always,
-                false => Reach::Never,
+                true => LastUse::Always,
+                false => LastUse::Never,
             },
             Self::VerticalSlash { vertical, slash } => {
                 let columns = vertical.partition_point(|&v| v as i64 <= i);
@@ -81,7 +81,7 @@ impl Pattern {
                     .first()
                     .map(|&s| i.saturating_sub(s as i64))
                     .filter(|&j| j >= 0);
-                column.max(diagonal).map_or(Reach::Never, Reach::At)
+                column.max(diagonal).map_or(LastUse::Never, LastUse::At)
             }
             Self::Documents { starts } => document_last(starts, i),
             Self::Packed { starts, pattern } => {
@@ -95,77 +95,77 @@ impl Pattern {
             }
             Self::Union(parts) => {
                 let parts = parts.iter().map(|part| part.horizon(head, i));
-                parts.max().unwrap_or(Reach::Never)
+                parts.max().unwrap_or(LastUse::Never)
             }
             Self::Intersection(parts) => {
                 let parts = parts.iter().map(|part| part.horizon(head, i));
-                parts.min().unwrap_or(Reach::Always)
+                parts.min().unwrap_or(LastUse::Always)
             }
             Self::PerHead(parts) => {
-                of_head(parts, head).map_or(Reach::Never, |part| part.horizon(head, i))
+                of_head(parts, head).map_or(LastUse::Never, |part| part.horizon(head, i))
             }
         }
     }
 
     /// The last query that attends to the key at position `j ≥ 0` of `head`. Exact for single kinds; of an intersection, or of thousands of rows of
-    /// random blocks, it may be later than that, never earlier. Of a callback nothing is known, so it is [`Reach::Always`].
+    /// random blocks, it may be later than that, never earlier. Of a callback nothing is known, so it is [`LastUse::Always`].
     ///
     /// A key is *live* before query `t` if its last query is at `t` or later; once it is not, it is not any more.
     ///
     /// ```
-    /// use blocksparse::{Pattern, Reach};
+    /// use blocksparse::{Pattern, LastUse};
     ///
     /// let fixed = Pattern::fixed(4, 1);
-    /// assert_eq!(fixed.last_query(0, 5), Reach::At(7)); // to the end of its window
-    /// assert_eq!(fixed.last_query(0, 7), Reach::Always); // a kept column
+    /// assert_eq!(fixed.last_query(0, 5), LastUse::At(7)); // to the end of its window
+    /// assert_eq!(fixed.last_query(0, 7), LastUse::Always); // a kept column
     /// ```
-    pub fn last_query(&self, head: usize, j: i64) -> Reach {
+    pub fn last_query(&self, head: usize, j: i64) -> LastUse {
         match self {
             Self::Dense
             | Self::Causal
             | Self::Strided { .. }
             | Self::PrefixLm { .. }
             | Self::Rows { .. }
-            | Self::FromFn(_) => Reach::Always,
+            | Self::FromFn(_) => LastUse::Always,
             Self::Local { window } => {
-                Reach::At(j.saturating_add((*window as i64).saturating_sub(1)))
+                LastUse::At(j.saturating_add((*window as i64).saturating_sub(1)))
             }
             Self::Fixed {
                 stride,
                 columns,
                 num_verts,
             } => match is_in_group(j, *stride, *columns, head, *num_verts) {
-                true => Reach::Always,
-                false => Reach::At(chunk_end(j, *stride, 0)),
+                true => LastUse::Always,
+                false => LastUse::At(chunk_end(j, *stride, 0)),
             },
             Self::Streaming { window, sink } => match j < *sink as i64 {
-                true => Reach::Always,
-                false => Reach::At(j.saturating_add((*window as i64).saturating_sub(1))),
+                true => LastUse::Always,
+                false => LastUse::At(j.saturating_add((*window as i64).saturating_sub(1))),
             },
             Self::Window { reach, dilation } => {
-                Reach::At(j.saturating_add((*reach as i64).saturating_mul(*dilation as i64)))
+                LastUse::At(j.saturating_add((*reach as i64).saturating_mul(*dilation as i64)))
             }
-            Self::Chunked { size, before, .. } => Reach::At(chunk_end(j, *size, *before)),
+            Self::Chunked { size, before, .. } => LastUse::At(chunk_end(j, *size, *before)),
             Self::Global { ranges } | Self::GlobalKeys { ranges } if is_in(ranges, j) => {
-                Reach::Always
+                LastUse::Always
             }
             Self::Global { ranges } => last_of(ranges),
-            Self::GlobalKeys { .. } => Reach::Never,
+            Self::GlobalKeys { .. } => LastUse::Never,
             Self::Columns {
                 stride,
                 columns,
                 num_verts,
             } => match is_in_group(j, *stride, *columns, head, *num_verts) {
-                true => Reach::Always,
-                false => Reach::Never,
+                true => LastUse::Always,
+                false => LastUse::Never,
             },
             Self::VerticalSlash { vertical, slash } => {
                 let is_column =
                     usize::try_from(j).is_ok_and(|j| vertical.binary_search(&j).is_ok());
                 match (is_column, slash.last()) {
-                    (true, _) => Reach::Always,
-                    (false, Some(&furthest)) => Reach::At(j.saturating_add(furthest as i64)),
-                    (false, None) => Reach::Never,
+                    (true, _) => LastUse::Always,
+                    (false, Some(&furthest)) => LastUse::At(j.saturating_add(furthest as i64)),
+                    (false, None) => LastUse::Never,
                 }
             }
             Self::Documents { starts } => document_last(starts, j),
@@ -176,7 +176,7 @@ impl Pattern {
                     .from(start);
                 own.min(document_last(starts, j))
             }
-            Self::RandomBlocks { count: 0, .. } => Reach::Never,
+            Self::RandomBlocks { count: 0, .. } => LastUse::Never,
             Self::RandomBlocks {
                 block,
                 blocks,
@@ -193,20 +193,20 @@ impl Pattern {
                         .rev()
                         .find(|&row| self.random_row(head, row).contains(&column)),
                 };
-                last.map_or(Reach::Never, |row| {
-                    Reach::At(chunk_end(row.saturating_mul(*block as i64), *block, 0))
+                last.map_or(LastUse::Never, |row| {
+                    LastUse::At(chunk_end(row.saturating_mul(*block as i64), *block, 0))
                 })
             }
             Self::Union(parts) => {
                 let parts = parts.iter().map(|part| part.last_query(head, j));
-                parts.max().unwrap_or(Reach::Never)
+                parts.max().unwrap_or(LastUse::Never)
             }
             Self::Intersection(parts) => {
                 let parts = parts.iter().map(|part| part.last_query(head, j));
-                parts.min().unwrap_or(Reach::Always)
+                parts.min().unwrap_or(LastUse::Always)
             }
             Self::PerHead(parts) => {
-                of_head(parts, head).map_or(Reach::Never, |part| part.last_query(head, j))
+                of_head(parts, head).map_or(LastUse::Never, |part| part.last_query(head, j))
             }
         }
     }
@@ -228,13 +228,13 @@ impl Pattern {
         self.furthest(heads, t).is_before(t)
     }
 
-    /// The last key from `t` on that a query before `t` attends to, in any of `heads` heads; [`Reach::Never`] if there is none, and a cache may be
+    /// The last key from `t` on that a query before `t` attends to, in any of `heads` heads; [`LastUse::Never`] if there is none, and a cache may be
     /// stopped at `t`.
-    pub fn furthest_key(&self, heads: usize, t: usize) -> Reach {
+    pub fn furthest_key(&self, heads: usize, t: usize) -> LastUse {
         let t = position(t);
         let furthest = self.furthest(heads, t);
         match furthest.is_before(t) {
-            true => Reach::Never,
+            true => LastUse::Never,
             false => furthest,
         }
     }
@@ -245,8 +245,8 @@ impl Pattern {
         for _ in 0..MOST_STEPS {
             match self.furthest(heads, next) {
                 // Later boundaries are behind what these queries see, too.
-                Reach::At(last) if last >= next => next = last.checked_add(1)?,
-                Reach::Always => return None,
+                LastUse::At(last) if last >= next => next = last.checked_add(1)?,
+                LastUse::Always => return None,
                 _ => return usize::try_from(next).ok(),
             }
         }
@@ -254,19 +254,19 @@ impl Pattern {
     }
 
     /// The last key that a query before `t` attends to, in any head; before `t` if all of them are.
-    fn furthest(&self, heads: usize, t: i64) -> Reach {
+    fn furthest(&self, heads: usize, t: i64) -> LastUse {
         if t <= 0 || self.is_causal() {
-            return Reach::Never;
+            return LastUse::Never;
         }
         let heads = (0..heads).map(|head| self.furthest_of(head, t));
-        heads.max().unwrap_or(Reach::Never)
+        heads.max().unwrap_or(LastUse::Never)
     }
 
-    fn furthest_of(&self, head: usize, t: i64) -> Reach {
+    fn furthest_of(&self, head: usize, t: i64) -> LastUse {
         match self {
             // The first of a kind of queries is what decides.
             Self::Global { ranges } => match ranges.first() {
-                Some(&(first, _)) if (first as i64) < t => Reach::Always,
+                Some(&(first, _)) if (first as i64) < t => LastUse::Always,
                 _ => last_of(ranges),
             },
             Self::Rows {
@@ -279,8 +279,8 @@ impl Pattern {
                 let from_end = (*rows as i64).saturating_mul(group + 1);
                 let first = (*stride as i64).saturating_sub(from_end).max(0);
                 match first < t && is_in_group(first, *stride, *rows, head, *num_verts) {
-                    true => Reach::Always,
-                    false => Reach::Never,
+                    true => LastUse::Always,
+                    false => LastUse::Never,
                 }
             }
             Self::Packed { starts, pattern } => {
@@ -292,7 +292,7 @@ impl Pattern {
                     .from(start);
                 own.min(document_last(starts, last))
             }
-            Self::RandomBlocks { count: 0, .. } => Reach::Never,
+            Self::RandomBlocks { count: 0, .. } => LastUse::Never,
             Self::RandomBlocks {
                 block,
                 blocks,
@@ -305,29 +305,29 @@ impl Pattern {
                     let last = (*blocks as i64)
                         .saturating_sub(2)
                         .saturating_mul(*block as i64);
-                    return Reach::At(chunk_end(last, *block, 0));
+                    return LastUse::At(chunk_end(last, *block, 0));
                 }
                 let rows = (0..rows).map(|row| self.drawn_last(head, row, *block));
-                rows.max().unwrap_or(Reach::Never)
+                rows.max().unwrap_or(LastUse::Never)
             }
             Self::Union(parts) => {
                 let parts = parts.iter().map(|part| part.furthest_of(head, t));
-                parts.max().unwrap_or(Reach::Never)
+                parts.max().unwrap_or(LastUse::Never)
             }
             Self::Intersection(parts) => {
                 let of_parts = parts.iter().map(|part| part.furthest_of(head, t));
-                let most = of_parts.min().unwrap_or(Reach::Always);
+                let most = of_parts.min().unwrap_or(LastUse::Always);
                 // The parts' furthest keys may be different queries'.
                 match most.is_before(t) || t > MOST_ROWS {
                     true => most,
                     false => {
                         let rows = (0..t).map(|i| self.horizon(head, i));
-                        rows.max().unwrap_or(Reach::Never)
+                        rows.max().unwrap_or(LastUse::Never)
                     }
                 }
             }
             Self::PerHead(parts) => {
-                of_head(parts, head).map_or(Reach::Never, |part| part.furthest_of(head, t))
+                of_head(parts, head).map_or(LastUse::Never, |part| part.furthest_of(head, t))
             }
             // What later queries see ends no earlier.
             Self::Dense
@@ -348,10 +348,10 @@ impl Pattern {
     }
 
     /// The last position of the blocks drawn for a row.
-    fn drawn_last(&self, head: usize, row: i64, block: usize) -> Reach {
+    fn drawn_last(&self, head: usize, row: i64, block: usize) -> LastUse {
         let last = self.random_row(head, row).into_iter().max();
-        last.map_or(Reach::Never, |last| {
-            Reach::At(chunk_end(last.saturating_mul(block as i64), block, 0))
+        last.map_or(LastUse::Never, |last| {
+            LastUse::At(chunk_end(last.saturating_mul(block as i64), block, 0))
         })
     }
 }
@@ -378,15 +378,15 @@ fn chunk_end(position: i64, size: usize, after: usize) -> i64 {
     next.saturating_mul(size).saturating_sub(1)
 }
 
-fn last_of(ranges: &[(usize, usize)]) -> Reach {
-    (ranges.last()).map_or(Reach::Never, |&(_, end)| {
-        Reach::At((end as i64).saturating_sub(1))
+fn last_of(ranges: &[(usize, usize)]) -> LastUse {
+    (ranges.last()).map_or(LastUse::Never, |&(_, end)| {
+        LastUse::At((end as i64).saturating_sub(1))
     })
 }
 
 /// The last position of a position's document.
-fn document_last(starts: &[usize], position: i64) -> Reach {
-    (starts.get(document(starts, position))).map_or(Reach::Always, |&next| {
-        Reach::At((next as i64).saturating_sub(1))
+fn document_last(starts: &[usize], position: i64) -> LastUse {
+    (starts.get(document(starts, position))).map_or(LastUse::Always, |&next| {
+        LastUse::At((next as i64).saturating_sub(1))
     })
 }

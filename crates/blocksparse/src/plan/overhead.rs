@@ -4,7 +4,7 @@ use super::cluster::clusters;
 use super::source::Source;
 use super::tiling::{Tiling, Walk};
 use crate::layout::TALLEST;
-use crate::{BlockLayout, ChosenBy, DeviceChoice, Entry, FULL, LayoutShape};
+use crate::{BlockLayout, BlockSource, DeviceChoice, Entry, FULL, LayoutShape};
 
 /// Columns' worth of time that a tile takes before its first and after its last step.
 const START: f64 = 64.0;
@@ -187,7 +187,7 @@ fn chosen_overhead(choice: &DeviceChoice, shape: &LayoutShape, tiling: Tiling) -
     let height = (tiling.rows / b).max(1);
     let kept = match choice.by {
         // A guess.
-        ChosenBy::Mask => choice.most_blocks(shape).div_ceil(4),
+        BlockSource::Mask => choice.most_blocks(shape).div_ceil(4),
         _ => choice.most_blocks(shape).max(1),
     };
     let width = (height * kept * b).next_multiple_of(tiling.cols.max(b));

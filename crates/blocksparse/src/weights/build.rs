@@ -44,7 +44,7 @@ impl Grid {
         self.ins * self.outs
     }
 
-    /// How many blocks are kept: the nearest number to a density, and one at least.
+    /// How many blocks are retained: the nearest number to a density, and one at least.
     pub fn count(&self, density: f64) -> Result<usize, LayoutError> {
         if !(density > 0.0 && density <= 1.0) {
             let expected = "above 0 and at most 1";
@@ -61,7 +61,7 @@ impl Grid {
             .collect()
     }
 
-    /// The layout of the kept input blocks of each output block, in any order, none twice.
+    /// The layout of the kept blocks of inputs of each output block, in any order, none twice.
     pub fn layout(
         self,
         name: &str,

@@ -147,12 +147,12 @@ impl WeightLayout {
         self.inner.block
     }
 
-    /// Blocks of inputs, kept or not.
+    /// Blocks of inputs, all of them.
     pub fn in_blocks(&self) -> usize {
         self.inner.kept.in_blocks
     }
 
-    /// Blocks of outputs, kept or not.
+    /// Blocks of outputs, all of them.
     pub fn out_blocks(&self) -> usize {
         self.inner.kept.output_offsets.len() - 1
     }
@@ -167,12 +167,12 @@ impl WeightLayout {
         self.out_blocks() * self.block()
     }
 
-    /// How many blocks are kept.
+    /// How many blocks are retained.
     pub fn len(&self) -> usize {
         self.inner.kept.input_blocks.len()
     }
 
-    /// Whether no block is kept.
+    /// Whether no block is retained.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -182,13 +182,13 @@ impl WeightLayout {
         [self.len(), self.block(), self.block()]
     }
 
-    /// The share of the blocks that is kept, in `[0, 1]`.
+    /// The share of the blocks that is retained, in `[0, 1]`.
     pub fn density(&self) -> f64 {
         self.len() as f64 / (self.in_blocks() * self.out_blocks()) as f64
     }
 
     /// The kept blocks, `(input block, output block)`, in the order of their indices.
-    pub fn kept(&self) -> impl ExactSizeIterator<Item = (u32, u32)> + Clone + '_ {
+    pub fn kept_blocks(&self) -> impl ExactSizeIterator<Item = (u32, u32)> + Clone + '_ {
         let kept = &self.inner.kept;
         let inputs = kept.input_blocks.iter().copied();
         inputs.zip(kept.output_blocks.iter().copied())
@@ -233,7 +233,7 @@ impl WeightLayout {
         offsets[output_block] as usize..offsets[output_block + 1] as usize
     }
 
-    /// The index of a block, if it is kept.
+    /// The index of a block, if it is retained.
     pub fn index_of(&self, input_block: usize, output_block: usize) -> Option<usize> {
         if output_block >= self.out_blocks() {
             return None;
@@ -244,7 +244,7 @@ impl WeightLayout {
         place.ok().map(|place| blocks.start + place)
     }
 
-    /// Whether a block is kept.
+    /// Whether a block is retained.
     pub fn contains(&self, input_block: usize, output_block: usize) -> bool {
         self.index_of(input_block, output_block).is_some()
     }

@@ -36,7 +36,7 @@ impl WeightLayout {
     pub(crate) fn shades(&self, cell: usize) -> Vec<Vec<f64>> {
         let (rows, columns) = (self.in_blocks(), self.out_blocks());
         let mut counts = vec![vec![0usize; columns.div_ceil(cell)]; rows.div_ceil(cell)];
-        for (input, output) in self.kept() {
+        for (input, output) in self.kept_blocks() {
             counts[input as usize / cell][output as usize / cell] += 1;
         }
         let size = |at: usize, blocks: usize| (blocks - at * cell).min(cell);

@@ -7,7 +7,7 @@ use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::Duration;
 
-use blocksparse::{BlockLayout, Part, Pattern, Restriction};
+use blocksparse::{BlockLayout, PaddingMask, Part, Pattern};
 
 /// Runs `test` on a thread of its own: one that waits for ever is a failure, not a test that never ends.
 fn in_time<T: Send + 'static>(test: impl FnOnce() -> T + Send + 'static) -> T {
@@ -185,5 +185,5 @@ fn layouts_cross_threads() {
     crosses::<BlockLayout>();
     crosses::<Pattern>();
     crosses::<Part>();
-    crosses::<Restriction>();
+    crosses::<PaddingMask>();
 }

@@ -1,7 +1,7 @@
 //! Which keys eviction keeps: worked examples whose attention is computed here in f64.
 
 use blocksparse::pages::{
-    EvictionBudget, EvictionConfig, EvictionScore, VotePool, adaptive, best, pooled_votes,
+    EvictionBudget, EvictionConfig, EvictionScore, ScoreSmoothing, adaptive, best, pooled_votes,
     pyramid_budgets,
 };
 use rstest::rstest;
@@ -186,14 +186,14 @@ fn votes() {
     let votes: Vec<f64> = columns(3).iter().map(|sum| sum / 6.0).collect();
     let expected = [0.1046, 0.0746, 0.1338, 0.0877, 0.0997, 0.1126, 0.1014];
     printed(&votes[..7], &expected);
-    let pooled = pooled_votes(&f32s(&votes[..7]), 3, VotePool::Average);
+    let pooled = pooled_votes(&f32s(&votes[..7]), 3, ScoreSmoothing::Average);
     let pooled: Vec<f64> = pooled.into_iter().map(f64::from).collect();
     let expected = [0.0597, 0.1043, 0.0987, 0.1071, 0.1000, 0.1045, 0.0713];
     printed(&pooled, &expected);
     let snapkv = |pool, kind| choose(EvictionConfig::snapkv_with(6, 3, pool, kind), &votes);
-    assert_eq!(snapkv(3, VotePool::Average), [1, 3, 5, 7, 8, 9]);
-    assert_eq!(snapkv(1, VotePool::Average), [0, 2, 5, 7, 8, 9]);
-    assert_eq!(snapkv(3, VotePool::Max), [1, 2, 3, 7, 8, 9]);
+    assert_eq!(snapkv(3, ScoreSmoothing::Average), [1, 3, 5, 7, 8, 9]);
+    assert_eq!(snapkv(1, ScoreSmoothing::Average), [0, 2, 5, 7, 8, 9]);
+    assert_eq!(snapkv(3, ScoreSmoothing::Max), [1, 2, 3, 7, 8, 9]);
 }
 
 #[test]
@@ -209,7 +209,7 @@ fn best_ones() {
             .unwrap()
             .remove(0)
     };
-    let window = EvictionConfig::combined(EvictionScore::Given, 0, 2, 1);
+    let window = EvictionConfig::combined(EvictionScore::Custom, 0, 2, 1);
     assert_eq!(kept(window, &[0.0, 1.0, 2.0, 3.0, 4.0]), [2, 3, 4]);
     assert_eq!(kept(window, &[0.0, 9.0, 2.0, 3.0, 4.0]), [1, 3, 4]);
     // The norm with its sign.
@@ -325,18 +325,18 @@ fn heads() {
     "window must be below the capacity of 64 keys, got 64"
 )]
 #[case(
-    EvictionConfig::snapkv_with(64, 0, 5, VotePool::Max),
+    EvictionConfig::snapkv_with(64, 0, 5, ScoreSmoothing::Max),
     "window must be at least 1, got 0"
 )]
 #[case(
-    EvictionConfig::snapkv_with(64, 8, 4, VotePool::Max),
+    EvictionConfig::snapkv_with(64, 8, 4, ScoreSmoothing::Max),
     "pool must be an odd number, got 4"
 )]
 #[case(
-    EvictionConfig::snapkv_with(64, 8, 0, VotePool::Average),
+    EvictionConfig::snapkv_with(64, 8, 0, ScoreSmoothing::Average),
     "pool must be an odd number, got 0"
 )]
-#[case(EvictionConfig::combined(EvictionScore::Votes { window: 8, pool: 1, kind: VotePool::Max }, 0, 4, 20), "recent must be at least the 8 queries that vote, got 4")]
+#[case(EvictionConfig::combined(EvictionScore::Votes { window: 8, pool: 1, kind: ScoreSmoothing::Max }, 0, 4, 20), "recent must be at least the 8 queries that vote, got 4")]
 #[case(EvictionConfig::key_norm(8).with_budget(EvictionBudget::Pyramid { beta: 1.0 }), "beta must be a number above 1, got 1")]
 #[case(EvictionConfig::key_norm(8).with_budget(EvictionBudget::Pyramid { beta: f64::NAN }), "beta must be a number above 1, got NaN")]
 #[case(EvictionConfig::key_norm(8).with_budget(EvictionBudget::Adaptive { alpha: 1.5 }), "alpha must be from 0 to 1, got 1.5")]

@@ -1,9 +1,9 @@
 //! The books of a pool of pages: published tables, word for word.
 
 use blocksparse::pages::{
-    ALWAYS, CacheError, PageCopy, PagePool, PoolConfig, Residency, SequenceId, Slot, Step,
+    ALWAYS, CacheError, KvRetention, PageCopy, PagePool, PoolConfig, SequenceId, Slot, Step,
 };
-use blocksparse::{Pattern, Reach};
+use blocksparse::{LastUse, Pattern};
 use rstest::rstest;
 
 /// A pool of small pages.
@@ -64,7 +64,7 @@ fn line(
 #[test]
 fn sharing_and_copy_on_write() {
     let mut pool = PagePool::new(small(8, 4, Pattern::causal())).unwrap();
-    let a = pool.join(Residency::All).unwrap();
+    let a = pool.join(KvRetention::All).unwrap();
     let writes = pool.append(a, 10).unwrap();
     assert_eq!(writes.slots, (0..10).collect::<Vec<i32>>());
     assert_eq!(writes.last, [ALWAYS; 10]);
@@ -102,7 +102,7 @@ fn sharing_and_copy_on_write() {
     let both: [(_, _, &[usize]); 2] = [(a, 11, &[0, 1, 2]), (b, 11, &[0, 1, 3])];
     line(&pool, &both, [2, 2, 1, 1, 0, 0, 0, 0], &[4, 5, 6, 7]);
 
-    let c = pool.join(Residency::All).unwrap();
+    let c = pool.join(KvRetention::All).unwrap();
     pool.append(c, 5).unwrap();
     let all: [(_, _, &[usize]); 3] = [(a, 11, &[0, 1, 2]), (b, 11, &[0, 1, 3]), (c, 5, &[4, 5])];
     line(&pool, &all, [2, 2, 1, 1, 1, 1, 0, 0], &[6, 7]);
@@ -137,7 +137,7 @@ fn live_keys(#[case] pattern: &str, #[case] heads: usize, #[case] expected: [&[u
         let config = small(64, page_size, pattern.clone()).with_pattern(pattern.clone(), heads, 1);
         for step in [1, 2] {
             let mut pool = PagePool::new(config.clone()).unwrap();
-            let id = pool.join(Residency::Reachable).unwrap();
+            let id = pool.join(KvRetention::Reachable).unwrap();
             for (t, expected) in [6, 8, 10, 12].into_iter().zip(expected) {
                 while pool.len(id).unwrap() < t {
                     pool.append(id, step).unwrap();
@@ -153,7 +153,7 @@ fn live_keys(#[case] pattern: &str, #[case] heads: usize, #[case] expected: [&[u
                 assert_eq!(keys, expected, "{pattern} at {t}, pages of {page_size}");
                 // A prompt, of which only what is live at its end is written.
                 let mut prompt = PagePool::new(config.clone()).unwrap();
-                let id = prompt.join(Residency::Reachable).unwrap();
+                let id = prompt.join(KvRetention::Reachable).unwrap();
                 prompt.step(Step::prefill(id, t)).unwrap();
                 prompt.verify().unwrap();
                 let [mut keys, timed] = stored(&prompt, id, 0);
@@ -172,14 +172,14 @@ fn rows_of_heads_that_differ() {
     let config = small(64, 4, pattern.clone()).with_pattern(pattern.clone(), 4, 4);
     let mut pool = PagePool::new(config.clone()).unwrap();
     assert_eq!(pool.table_rows(), 4);
-    let id = pool.join(Residency::Reachable).unwrap();
+    let id = pool.join(KvRetention::Reachable).unwrap();
     pool.step(Step::prefill(id, 10)).unwrap();
     assert_eq!(stored(&pool, id, 0), [vec![3, 7], vec![8, 9]]);
     assert_eq!(stored(&pool, id, 1), [vec![2, 6], vec![8, 9]]);
     pool.verify().unwrap();
     // One row for all, where it is asked for.
     let mut pool = PagePool::new(config.with_table_rows(1)).unwrap();
-    let id = pool.join(Residency::Reachable).unwrap();
+    let id = pool.join(KvRetention::Reachable).unwrap();
     pool.step(Step::prefill(id, 10)).unwrap();
     assert_eq!(stored(&pool, id, 0), [vec![2, 3, 6, 7], vec![8, 9]]);
     // Two heads of a group of two share what either keeps.
@@ -195,7 +195,7 @@ fn rows_of_heads_that_differ() {
 #[test]
 fn pages_of_regions() {
     let mut pool = PagePool::new(small(8, 4, Pattern::fixed(4, 1))).unwrap();
-    let id = pool.join(Residency::Reachable).unwrap();
+    let id = pool.join(KvRetention::Reachable).unwrap();
     for _ in 0..10 {
         pool.append(id, 1).unwrap();
         pool.verify().unwrap();
@@ -211,7 +211,7 @@ fn pages_of_regions() {
 fn rollback() {
     let config = small(16, 4, Pattern::streaming(3, 2)).with_rollback(2);
     let mut pool = PagePool::new(config).unwrap();
-    let id = pool.join(Residency::Reachable).unwrap();
+    let id = pool.join(KvRetention::Reachable).unwrap();
     let mut at_ten = None;
     for t in 1..=11 {
         pool.append(id, 1).unwrap();
@@ -267,7 +267,7 @@ fn sinks_and_a_window() {
     let config = small(8, 2, Pattern::causal());
     let mut pool = PagePool::new(config).unwrap();
     let id = pool
-        .join(Residency::Window {
+        .join(KvRetention::Window {
             window: 4,
             sinks: 2,
         })
@@ -305,7 +305,7 @@ fn windows_in_chunks_of_any_length() {
             for back in [0, 3] {
                 let config = small(64, page_size, Pattern::causal()).with_rollback(back);
                 let mut pool = PagePool::new(config).unwrap();
-                let id = pool.join(Residency::Window { window, sinks }).unwrap();
+                let id = pool.join(KvRetention::Window { window, sinks }).unwrap();
                 for step in 0..30 {
                     let t = pool.len(id).unwrap();
                     pool.append(id, chunk).unwrap();
@@ -350,7 +350,7 @@ fn sizes(
         .with_pattern(pattern.clone(), 8, 8);
     let mut pool = PagePool::new(config).unwrap();
     assert_eq!(pool.table_rows(), 1);
-    let id = pool.join(Residency::Reachable).unwrap();
+    let id = pool.join(KvRetention::Reachable).unwrap();
     let mut changes = 0;
     for (at, t) in [12_287, 1_048_575].into_iter().enumerate() {
         while pool.len(id).unwrap() < t {
@@ -390,7 +390,7 @@ fn slots_of_fixed() {
         .with_pattern(pattern, 8, 8);
     for (t, permanent, slots) in [(12_287, 3_071, 3_200), (1_048_575, 262_143, 262_272)] {
         let mut pool = PagePool::new(config.clone()).unwrap();
-        let id = pool.join(Residency::Reachable).unwrap();
+        let id = pool.join(KvRetention::Reachable).unwrap();
         while pool.len(id).unwrap() < t {
             let chunk = 125.min(t - pool.len(id).unwrap());
             pool.append(id, chunk).unwrap();
@@ -424,7 +424,7 @@ fn slots_of_patterns() {
         for (page_size, step, rollback) in [(16, 1, 0), (4, 3, 0), (8, 5, 4), (16, 2, 7)] {
             let config = small(64, page_size, pattern.clone()).with_rollback(rollback);
             let mut pool = PagePool::new(config).unwrap();
-            let id = pool.join(Residency::Reachable).unwrap();
+            let id = pool.join(KvRetention::Reachable).unwrap();
             for _ in 0..200 / step {
                 let before = pool.len(id).unwrap();
                 let live_before = pool.usage(id).unwrap().live;
@@ -432,7 +432,7 @@ fn slots_of_patterns() {
                 let usage = pool.usage(id).unwrap();
                 let back = before.saturating_sub(rollback);
                 let is_live =
-                    |&j: &usize| pattern.last_query(0, j as i64) >= Reach::At(back as i64);
+                    |&j: &usize| pattern.last_query(0, j as i64) >= LastUse::At(back as i64);
                 let live = (0..back).filter(is_live).count();
                 let most = live + rollback + step + parts * page_size;
                 assert!(usage.slots < most, "{pattern}: {usage:?} at {before}");
@@ -448,7 +448,7 @@ fn slots_of_patterns() {
 #[test]
 fn large_pools() {
     let mut pool = PagePool::new(PoolConfig::new(1 << 26)).unwrap();
-    let id = pool.join(Residency::All).unwrap();
+    let id = pool.join(KvRetention::All).unwrap();
     pool.append(id, 1000).unwrap();
     assert_eq!(pool.free_pages(), (1 << 26) - 32);
     assert_eq!(pool.usage(id).unwrap().slots, 1024);

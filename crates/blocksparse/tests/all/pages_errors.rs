@@ -1,7 +1,7 @@
 //! What a pool of pages refuses.
 
 use blocksparse::Pattern;
-use blocksparse::pages::{CacheError, PagePool, PoolConfig, Residency, Step, Writes};
+use blocksparse::pages::{CacheError, KvRetention, PagePool, PoolConfig, Step, Writes};
 use proptest::prelude::*;
 use rstest::rstest;
 
@@ -19,7 +19,7 @@ fn boundaries(#[case] pattern: &str, #[case] expected: &[usize]) {
     let mut allowed = Vec::new();
     for t in 1..=16 {
         let mut pool = PagePool::new(small(16, 4, pattern.clone())).unwrap();
-        let id = pool.join(Residency::Reachable).unwrap();
+        let id = pool.join(KvRetention::Reachable).unwrap();
         match pool.append(id, t) {
             Ok(_) => allowed.push(t),
             Err(CacheError::Boundary { position, .. }) => {
@@ -43,7 +43,7 @@ fn boundaries(#[case] pattern: &str, #[case] expected: &[usize]) {
 fn boundary_texts() {
     let text = |pattern: Pattern, tokens: usize| {
         let mut pool = PagePool::new(small(4, 4, pattern)).unwrap();
-        let id = pool.join(Residency::All).unwrap();
+        let id = pool.join(KvRetention::All).unwrap();
         pool.append(id, tokens).unwrap_err().to_string()
     };
     assert_eq!(
@@ -90,7 +90,7 @@ fn errors_name_what_is_wrong() {
     assert!(text(invalid).starts_with("pattern must be valid, got local(0)"));
 
     let mut pool = PagePool::new(config.with_page_size(16)).unwrap();
-    let window = |window, sinks| Residency::Window { window, sinks };
+    let window = |window, sinks| KvRetention::Window { window, sinks };
     let error = pool.join(window(0, 4)).unwrap_err();
     assert_eq!(error.to_string(), "window must be at least 1, got 0");
     let error = pool.join(window(4, usize::MAX)).unwrap_err();
@@ -99,8 +99,8 @@ fn errors_name_what_is_wrong() {
             .to_string()
             .starts_with("sinks must be at most 2147483646")
     );
-    let id = pool.join(Residency::All).unwrap();
-    let gone = pool.join(Residency::All).unwrap();
+    let id = pool.join(KvRetention::All).unwrap();
+    let gone = pool.join(KvRetention::All).unwrap();
     pool.leave(gone).unwrap();
     let unknown = CacheError::Unknown { id: gone };
     assert_eq!(pool.append(gone, 1), Err(unknown.clone()));
@@ -151,7 +151,7 @@ fn errors_name_what_is_wrong() {
 #[test]
 fn no_tokens() {
     let mut pool = PagePool::new(small(2, 4, Pattern::local(3))).unwrap();
-    let id = pool.join(Residency::Reachable).unwrap();
+    let id = pool.join(KvRetention::Reachable).unwrap();
     let writes: Writes = pool.append(id, 0).unwrap();
     assert!(writes.slots.is_empty() && writes.copies.is_empty() && writes.changes.is_empty());
     let tables = pool.tables(&[id]).unwrap();
@@ -172,7 +172,7 @@ fn out_of_pages_at_every_point() {
         let config = small(pages, 2, pattern.clone()).with_pattern(pattern.clone(), 4, 2);
         let config = config.with_table_rows(2).with_rollback(1);
         let mut pool = PagePool::new(config).unwrap();
-        let a = pool.join(Residency::Reachable).unwrap();
+        let a = pool.join(KvRetention::Reachable).unwrap();
         let mut ids = vec![a];
         for step in 0..20 {
             if step == 5 || step == 9 {
@@ -240,7 +240,7 @@ proptest! {
             None => config,
         };
         let Ok(mut pool) = PagePool::new(config) else { return Ok(()) };
-        let residency = [Residency::All, Residency::Reachable, Residency::Window { window, sinks }][residency];
+        let residency = [KvRetention::All, KvRetention::Reachable, KvRetention::Window { window, sinks }][residency];
         let Ok(id) = pool.join(residency) else { return Ok(()) };
         for (call, n) in calls {
             // What would be written is a list of that many slots.

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use blocksparse::Pattern;
-use blocksparse::pages::{CacheError, PagePool, PoolConfig, Residency, SequenceId};
+use blocksparse::pages::{CacheError, KvRetention, PagePool, PoolConfig, SequenceId};
 use proptest::prelude::*;
 
 use crate::pages::{pages_of, small, stored};
@@ -138,7 +138,7 @@ proptest! {
                     machine.models.insert(fork, model);
                 }
                 (0, _) => {
-                    let id = machine.pool.join(Residency::Evict).unwrap();
+                    let id = machine.pool.join(KvRetention::Evict).unwrap();
                     machine.models.insert(id, (vec![Vec::new(); rows], 0));
                 }
                 (1, Some(id)) => machine.truncate(id, number),
@@ -158,7 +158,7 @@ proptest! {
 #[test]
 fn kept_keys_come_to_the_front() {
     let mut pool = PagePool::new(small(8, 4, Pattern::causal())).unwrap();
-    let id = pool.join(Residency::Evict).unwrap();
+    let id = pool.join(KvRetention::Evict).unwrap();
     pool.append(id, 10).unwrap();
     let fork = pool.fork(id).unwrap();
     // The fork keeps the pages: the five keys go to fresh ones.
@@ -188,7 +188,7 @@ fn kept_keys_come_to_the_front() {
         })
     );
     // All queries see what is kept.
-    assert!(pool.single_sees_all(Residency::Evict));
+    assert!(pool.single_sees_all(KvRetention::Evict));
     assert_eq!(pool.row_plan(fork, 0, 10).unwrap().runs(), [(0, 3)]);
     // Saved and loaded.
     let saved = pool.save(fork).unwrap();
@@ -199,8 +199,8 @@ fn kept_keys_come_to_the_front() {
 #[test]
 fn errors() {
     let mut pool = PagePool::new(small(4, 4, Pattern::causal())).unwrap();
-    let all = pool.join(Residency::All).unwrap();
-    let id = pool.join(Residency::Evict).unwrap();
+    let all = pool.join(KvRetention::All).unwrap();
+    let id = pool.join(KvRetention::Evict).unwrap();
     pool.append(id, 9).unwrap();
     let before = pool.clone();
     let text = |error: CacheError| error.to_string();
@@ -231,7 +231,7 @@ fn errors() {
     for pattern in ["local:4", "strided:4", "dense", "fixed:4,1"] {
         let pattern: Pattern = pattern.parse().unwrap();
         let mut pool = PagePool::new(small(4, 4, pattern.clone())).unwrap();
-        let error = pool.join(Residency::Evict).unwrap_err();
+        let error = pool.join(KvRetention::Evict).unwrap_err();
         let expected = format!(
             "pattern must be the dense causal pattern in every head, for keys to be evicted, got {pattern}"
         );
@@ -240,7 +240,7 @@ fn errors() {
     // What can be taken back has to stay.
     let config = small(4, 4, Pattern::causal()).with_rollback(3);
     let mut pool = PagePool::new(config).unwrap();
-    let id = pool.join(Residency::Evict).unwrap();
+    let id = pool.join(KvRetention::Evict).unwrap();
     pool.append(id, 9).unwrap();
     assert!(pool.retain(id, &[2]).is_err());
     pool.retain(id, &[4]).unwrap();
@@ -255,23 +255,23 @@ fn prefixes() {
     let config = small(8, 4, Pattern::causal()).with_prefix_reuse(1);
     let mut pool = PagePool::new(config).unwrap();
     let tokens: Vec<u32> = (0..9).collect();
-    let id = pool.join(Residency::Evict).unwrap();
+    let id = pool.join(KvRetention::Evict).unwrap();
     pool.append(id, 9).unwrap();
     pool.remember(id, &tokens).unwrap();
-    assert_eq!(pool.known_prefix(Residency::Evict, &tokens).unwrap(), 8);
+    assert_eq!(pool.known_prefix(KvRetention::Evict, &tokens).unwrap(), 8);
     pool.retain(id, &[5]).unwrap();
     pool.verify().unwrap();
-    assert_eq!(pool.known_prefix(Residency::Evict, &tokens).unwrap(), 0);
+    assert_eq!(pool.known_prefix(KvRetention::Evict, &tokens).unwrap(), 0);
     pool.remember(id, &tokens).unwrap();
     pool.verify().unwrap();
-    assert_eq!(pool.known_prefix(Residency::Evict, &tokens).unwrap(), 0);
+    assert_eq!(pool.known_prefix(KvRetention::Evict, &tokens).unwrap(), 0);
 }
 
 /// The first row needs a page for what it shares with a fork, and there is none but what the second one lets go.
 #[test]
 fn rows_take_what_other_rows_let_go() {
     let mut machine = Machine::new(4, 2, 0);
-    let id = machine.pool.join(Residency::Evict).unwrap();
+    let id = machine.pool.join(KvRetention::Evict).unwrap();
     machine.pool.append(id, 4).unwrap();
     let fork = machine.pool.fork(id).unwrap();
     machine.pool.append(id, 4).unwrap();

@@ -1,7 +1,7 @@
 //! Pages that are known by their tokens, and sequences that are saved.
 
 use blocksparse::Pattern;
-use blocksparse::pages::{CacheError, PagePool, PoolConfig, Residency, SequenceId, Step};
+use blocksparse::pages::{CacheError, KvRetention, PagePool, PoolConfig, SequenceId, Step};
 use rstest::rstest;
 
 use crate::pages::{pages_of, small, stored};
@@ -15,7 +15,7 @@ fn knowing(pages: usize, mask: u64) -> PagePool {
 /// A sequence that has a prompt.
 fn read(pool: &mut PagePool, prompt: &[u32]) -> (SequenceId, usize) {
     let (id, known) = pool
-        .join_with_prefix(Residency::Reachable, prompt, usize::MAX)
+        .join_with_prefix(KvRetention::Reachable, prompt, usize::MAX)
         .unwrap();
     pool.append(id, prompt.len() - known).unwrap();
     pool.remember(id, prompt).unwrap();
@@ -36,8 +36,9 @@ fn known_prefixes(#[case] mask: u64) {
     assert_eq!((known, pages_of(&pool, b)), (8, [vec![0, 1, 3], vec![]]));
     pool.leave(b).unwrap();
     // The last token's row has to be computed.
-    let prefix =
-        |pool: &PagePool, tokens: &[u32]| pool.known_prefix(Residency::Reachable, tokens).unwrap();
+    let prefix = |pool: &PagePool, tokens: &[u32]| {
+        pool.known_prefix(KvRetention::Reachable, tokens).unwrap()
+    };
     assert_eq!(prefix(&pool, &prompt[..8]), 4);
     assert_eq!(prefix(&pool, &prompt[..9]), 8);
     assert_eq!(prefix(&pool, &prompt[..4]), 0);
@@ -48,14 +49,14 @@ fn known_prefixes(#[case] mask: u64) {
     let (c, known) = read(&mut pool, &other);
     assert_eq!(known, 0);
     assert_eq!(prefix(&pool, &other), 8);
-    assert_eq!(pool.known_prefix(Residency::All, &prompt).unwrap(), 0);
+    assert_eq!(pool.known_prefix(KvRetention::All, &prompt).unwrap(), 0);
     // After all have left their full pages are known, and free nevertheless.
     pool.leave(a).unwrap();
     pool.leave(c).unwrap();
     assert_eq!((pool.free_pages(), pool.idle_pages()), (8, 4));
     pool.verify().unwrap();
     let (d, known) = pool
-        .join_with_prefix(Residency::Reachable, &prompt, 5)
+        .join_with_prefix(KvRetention::Reachable, &prompt, 5)
         .unwrap();
     assert_eq!((known, pages_of(&pool, d)), (4, [vec![0], vec![]]));
     pool.verify().unwrap();
@@ -67,14 +68,14 @@ fn known_pages_are_forgotten() {
     let mut pool = knowing(6, u64::MAX);
     let prompts: [Vec<u32>; 2] = [(0..9).collect(), (50..59).collect()];
     let known = |pool: &PagePool| {
-        let known = |prompt: &Vec<u32>| pool.known_prefix(Residency::Reachable, prompt).unwrap();
+        let known = |prompt: &Vec<u32>| pool.known_prefix(KvRetention::Reachable, prompt).unwrap();
         [known(&prompts[0]), known(&prompts[1])]
     };
     let ids = [0, 1].map(|at| read(&mut pool, &prompts[at]).0);
     pool.leave(ids[1]).unwrap();
     pool.leave(ids[0]).unwrap();
     assert_eq!((known(&pool), pool.idle_pages()), ([8, 8], 4));
-    let id = pool.join(Residency::Reachable).unwrap();
+    let id = pool.join(KvRetention::Reachable).unwrap();
     for (tokens, left) in [
         (8, [8, 8]),
         (4, [8, 4]),
@@ -102,16 +103,28 @@ fn known_pages_that_are_written() {
     pool.truncate(b, 6).unwrap();
     assert_eq!(pool.append(b, 1).unwrap().copies.len(), 1);
     pool.verify().unwrap();
-    assert_eq!(pool.known_prefix(Residency::Reachable, &prompt).unwrap(), 8);
+    assert_eq!(
+        pool.known_prefix(KvRetention::Reachable, &prompt).unwrap(),
+        8
+    );
     pool.truncate(a, 6).unwrap();
-    assert_eq!(pool.known_prefix(Residency::Reachable, &prompt).unwrap(), 8);
+    assert_eq!(
+        pool.known_prefix(KvRetention::Reachable, &prompt).unwrap(),
+        8
+    );
     assert!(pool.append(a, 1).unwrap().copies.is_empty());
-    assert_eq!(pool.known_prefix(Residency::Reachable, &prompt).unwrap(), 4);
+    assert_eq!(
+        pool.known_prefix(KvRetention::Reachable, &prompt).unwrap(),
+        4
+    );
     pool.verify().unwrap();
     pool.append(a, 2).unwrap();
     let other = [0, 1, 2, 3, 4, 5, 60, 70, 80];
     pool.remember(a, &other).unwrap();
-    assert_eq!(pool.known_prefix(Residency::Reachable, &other).unwrap(), 8);
+    assert_eq!(
+        pool.known_prefix(KvRetention::Reachable, &other).unwrap(),
+        8
+    );
     pool.verify().unwrap();
     let error = pool.remember(a, &[0; 10]).unwrap_err().to_string();
     assert_eq!(
@@ -119,7 +132,7 @@ fn known_pages_that_are_written() {
         "tokens must be at most the 9 tokens of sequence 0, got 10"
     );
     let mut plain = PagePool::new(small(2, 4, Pattern::causal())).unwrap();
-    let id = plain.join(Residency::All).unwrap();
+    let id = plain.join(KvRetention::All).unwrap();
     let error = plain.remember(id, &[]).unwrap_err().to_string();
     assert_eq!(
         error,
@@ -142,7 +155,7 @@ fn known_pages_of_patterns() {
         let config = small(32, 4, pattern.clone()).with_prefix_reuse(7);
         let mut pool = PagePool::new(config).unwrap();
         let prompt: Vec<u32> = (0..20).collect();
-        let id = pool.join(Residency::Reachable).unwrap();
+        let id = pool.join(KvRetention::Reachable).unwrap();
         for _ in 0..10 {
             // What cannot stop in between comes at once.
             if pool.append(id, 2).is_err() {
@@ -152,11 +165,11 @@ fn known_pages_of_patterns() {
         }
         let len = pool.len(id).unwrap();
         pool.remember(id, &prompt[..len]).unwrap();
-        let known = pool.known_prefix(Residency::Reachable, &prompt).unwrap();
+        let known = pool.known_prefix(KvRetention::Reachable, &prompt).unwrap();
         assert_eq!(known, expected, "{pattern}");
         pool.verify().unwrap();
         let (joined, known) = pool
-            .join_with_prefix(Residency::Reachable, &prompt, usize::MAX)
+            .join_with_prefix(KvRetention::Reachable, &prompt, usize::MAX)
             .unwrap();
         assert_eq!(pool.len(joined).unwrap(), known);
         pool.verify().unwrap();
@@ -168,7 +181,7 @@ fn known_pages_of_patterns() {
 fn saved_sequences() {
     let pattern = Pattern::fixed(4, 1);
     let mut pool = PagePool::new(small(16, 4, pattern.clone())).unwrap();
-    let id = pool.join(Residency::Reachable).unwrap();
+    let id = pool.join(KvRetention::Reachable).unwrap();
     for _ in 0..10 {
         pool.append(id, 1).unwrap();
     }

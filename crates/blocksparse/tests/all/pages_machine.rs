@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use blocksparse::pages::{
-    ALWAYS, CacheError, PagePool, PoolConfig, Residency, SequenceId, SlotKey, Step, Writes,
+    ALWAYS, CacheError, KvRetention, PagePool, PoolConfig, SequenceId, SlotKey, Step, Writes,
 };
-use blocksparse::{Pattern, Reach};
+use blocksparse::{LastUse, Pattern};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::TestRunner;
@@ -14,9 +14,9 @@ use proptest::test_runner::TestRunner;
 /// A call, its sequence as a number of those there are.
 #[derive(Clone, Debug)]
 enum Call {
-    Join(Residency),
+    Join(KvRetention),
     /// With the tokens of a sequence that there was, so many of them, and some others.
-    JoinWithPrefix(Residency, usize, usize),
+    JoinWithPrefix(KvRetention, usize, usize),
     Remember(usize, usize),
     /// Saved, and loaded as another one.
     SaveAndLoad(usize),
@@ -29,11 +29,11 @@ enum Call {
     Rollback(usize, usize),
 }
 
-fn residency() -> impl Strategy<Value = Residency> {
+fn residency() -> impl Strategy<Value = KvRetention> {
     prop_oneof![
-        1 => Just(Residency::All),
-        3 => Just(Residency::Reachable),
-        1 => (1usize..12, 0usize..6).prop_map(|(window, sinks)| Residency::Window { window, sinks }),
+        1 => Just(KvRetention::All),
+        3 => Just(KvRetention::Reachable),
+        1 => (1usize..12, 0usize..6).prop_map(|(window, sinks)| KvRetention::Window { window, sinks }),
     ]
 }
 
@@ -80,7 +80,7 @@ fn patterns() -> Vec<Pattern> {
 /// What a sequence is: its tokens and how it is kept.
 struct Model {
     tokens: Vec<u32>,
-    residency: Residency,
+    residency: KvRetention,
     /// How far back it must be possible to go.
     oldest: usize,
     /// The sequence's table on the device, for which only changes were sent.
@@ -190,7 +190,7 @@ impl Machine {
                         true => writes.first + writes.tokens,
                         false => writes.first,
                     };
-                    if writes.tokens > 0 && model.residency != Residency::All {
+                    if writes.tokens > 0 && model.residency != KvRetention::All {
                         model.oldest = model.oldest.max(query.saturating_sub(self.rollback));
                     }
                 }
@@ -209,7 +209,7 @@ impl Machine {
         }
     }
 
-    fn enter(&mut self, id: SequenceId, tokens: Vec<u32>, residency: Residency, oldest: usize) {
+    fn enter(&mut self, id: SequenceId, tokens: Vec<u32>, residency: KvRetention, oldest: usize) {
         let tables = self.pool.tables(&[id]).unwrap();
         let table = tables
             .table
@@ -354,12 +354,12 @@ impl Machine {
             .map(|head| self.pattern.last_query(head, position as i64))
             .max();
         let last = match last.unwrap() {
-            Reach::Never => -1,
-            Reach::At(last) => last as i32,
-            Reach::Always => ALWAYS,
+            LastUse::Never => -1,
+            LastUse::At(last) => last as i32,
+            LastUse::Always => ALWAYS,
         };
         match model.residency {
-            Residency::Window { window, sinks } if position >= sinks => {
+            KvRetention::Window { window, sinks } if position >= sinks => {
                 last.min((position + window - 1) as i32)
             }
             _ => last,
@@ -411,7 +411,7 @@ impl Machine {
                 }
                 for position in 0..next {
                     let last = self.last(model, row, position);
-                    let is_kept = model.residency == Residency::All || last >= oldest as i32;
+                    let is_kept = model.residency == KvRetention::All || last >= oldest as i32;
                     assert!(!is_kept || found.contains(&position));
                     live_keys += usize::from(last >= next as i32);
                 }
@@ -431,7 +431,9 @@ impl Machine {
                     let mut read: Vec<_> = slots.map(content).collect();
                     let sees = |&j: &usize| {
                         let is_near = match model.residency {
-                            Residency::Window { window, sinks } => j < sinks || j + window > query,
+                            KvRetention::Window { window, sinks } => {
+                                j < sinks || j + window > query
+                            }
                             _ => true,
                         };
                         is_near && self.pattern.attends(head, query as i64, j as i64)
@@ -452,7 +454,7 @@ impl Machine {
 
 /// Calls that write and find pages that are known by their tokens.
 fn knowing_call() -> impl Strategy<Value = Call> {
-    let residency = Just(Residency::Reachable);
+    let residency = Just(KvRetention::Reachable);
     prop_oneof![
         3 => (residency, 0usize..30, 0usize..20).prop_map(|(residency, at, n)| Call::JoinWithPrefix(residency, at, n)),
         4 => (0usize..8, 0usize..2).prop_map(|(at, less)| Call::Remember(at, less)),
@@ -464,7 +466,7 @@ fn knowing_call() -> impl Strategy<Value = Call> {
 }
 
 fn run(mut machine: Machine, pages: usize, calls: &[Call]) -> usize {
-    machine.call(&Call::Join(Residency::Reachable));
+    machine.call(&Call::Join(KvRetention::Reachable));
     for call in calls {
         machine.call(call);
         machine.check();

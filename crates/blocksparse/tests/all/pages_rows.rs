@@ -1,7 +1,7 @@
 //! The slots of single queries, against the pairs of the pattern.
 
-use blocksparse::pages::{PagePool, PoolConfig, Residency, Step};
-use blocksparse::{Pattern, Reach};
+use blocksparse::pages::{KvRetention, PagePool, PoolConfig, Step};
+use blocksparse::{LastUse, Pattern};
 use proptest::prelude::*;
 use rstest::rstest;
 
@@ -53,7 +53,7 @@ fn positions(
 fn worked_example(#[case] pattern: &str, #[case] expected: [&[usize]; 4]) {
     let pattern: Pattern = pattern.parse().unwrap();
     let mut pool = PagePool::new(small(16, 4, pattern.clone())).unwrap();
-    let id = pool.join(Residency::Reachable).unwrap();
+    let id = pool.join(KvRetention::Reachable).unwrap();
     for (t, expected) in [6, 8, 10, 12].into_iter().zip(expected) {
         while pool.len(id).unwrap() < t {
             pool.append(id, 1).unwrap();
@@ -75,7 +75,7 @@ fn long_sequences() {
             .with_page_size(64)
             .with_pattern(pattern, 8, 8);
         let mut pool = PagePool::new(config.with_table_rows(1)).unwrap();
-        let id = pool.join(Residency::All).unwrap();
+        let id = pool.join(KvRetention::All).unwrap();
         pool.step(Step::prefill(id, n)).unwrap();
         pool.row_plan(id, 3, query).unwrap()
     };
@@ -103,9 +103,9 @@ proptest! {
         groups in prop::sample::select(vec![[1usize, 1], [4, 2], [3, 3], [6, 1]]),
         page_size in prop::sample::select(vec![1, 4, 16]),
         residency in prop::sample::select(vec![
-            Residency::All,
-            Residency::Reachable,
-            Residency::Window { window: 5, sinks: 3 },
+            KvRetention::All,
+            KvRetention::Reachable,
+            KvRetention::Window { window: 5, sinks: 3 },
         ]),
         chunks in prop::collection::vec(0usize..12, 1..6),
     ) {
@@ -127,7 +127,7 @@ proptest! {
                 for head in 0..heads {
                     let is_seen = |&j: &usize| {
                         let is_near = match residency {
-                            Residency::Window { window, sinks } => j < sinks || j + window > query,
+                            KvRetention::Window { window, sinks } => j < sinks || j + window > query,
                             _ => true,
                         };
                         is_near && pattern.attends(head, query as i64, j as i64)
@@ -147,7 +147,7 @@ proptest! {
                         for query in 0..next {
                             let sees = key.position <= query && query as i64 <= i64::from(key.last);
                             let is_near = match residency {
-                                Residency::Window { window, sinks } => {
+                                KvRetention::Window { window, sinks } => {
                                     key.position < sinks || key.position + window > query
                                 }
                                 _ => true,
@@ -168,10 +168,10 @@ proptest! {
         groups in prop::sample::select(vec![[1usize, 1], [4, 2], [3, 3], [6, 1]]),
         rollback in prop::sample::select(vec![0usize, 0, 3]),
         residency in prop::sample::select(vec![
-            Residency::All,
-            Residency::Reachable,
-            Residency::Reachable,
-            Residency::Window { window: 5, sinks: 3 },
+            KvRetention::All,
+            KvRetention::Reachable,
+            KvRetention::Reachable,
+            KvRetention::Window { window: 5, sinks: 3 },
         ]),
         chunks in prop::collection::vec(prop::sample::select(vec![1usize, 1, 1, 2, 7, 12]), 1..30),
     ) {
@@ -212,7 +212,7 @@ proptest! {
         for head in (0..6).filter(|&head| pattern.row_is_live(head)) {
             for i in 0..70i64 {
                 for j in 0..70i64 {
-                    let is_live = pattern.last_query(head, j) >= Reach::At(i);
+                    let is_live = pattern.last_query(head, j) >= LastUse::At(i);
                     prop_assert_eq!(pattern.attends(head, i, j), j <= i && is_live, "{} at ({}, {})", pattern, i, j);
                 }
             }

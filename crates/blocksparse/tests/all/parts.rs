@@ -1,6 +1,6 @@
 //! Parts by residue class of layouts that are padded, stacked for a batch, or read from text.
 
-use blocksparse::{BlockLayout, Pattern, Restriction};
+use blocksparse::{BlockLayout, PaddingMask, Pattern};
 use rstest::rstest;
 use serde_json::{Value, json};
 
@@ -52,27 +52,27 @@ fn padded_layouts_keep_their_parts() {
         assert_parts_make_up(&ends);
         // Entries that lack some of the queries, some of the keys, all of what one class has, and both of their ends.
         let entries = [
-            Restriction::default(),
-            Restriction::default().queries((0..n).map(|i| i % 5 != 2 && i < n - 9)),
-            Restriction::default().keys((0..n).map(|j| j % 7 != 3)),
-            Restriction::default()
+            PaddingMask::default(),
+            PaddingMask::default().queries((0..n).map(|i| i % 5 != 2 && i < n - 9)),
+            PaddingMask::default().keys((0..n).map(|j| j % 7 != 3)),
+            PaddingMask::default()
                 .queries((0..n).map(|i| (10..n - 20).contains(&i)))
                 .keys((0..n).map(|j| (10..n - 20).contains(&j))),
         ];
-        let restricted = layout.restrict(&entries).unwrap();
+        let restricted = layout.mask_padding(&entries).unwrap();
         assert_eq!(
             restricted.parts().unwrap().len(),
             layout.parts().unwrap().len()
         );
         assert_parts_make_up(&restricted);
         // And what is restricted once more.
-        assert_parts_make_up(&restricted.restrict(&entries).unwrap());
+        assert_parts_make_up(&restricted.mask_padding(&entries).unwrap());
     }
     // One key is one block of its class; without any there is nothing to list.
     let layout = Pattern::merged_strided(16).layout(2, 250, 16).unwrap();
     assert_parts_make_up(&layout.with_key_padding(&[1]).unwrap());
-    let nothing = Restriction::default().keys((0..250).map(|_| false));
-    assert!(layout.restrict(&[nothing]).unwrap().parts().is_none());
+    let nothing = PaddingMask::default().keys((0..250).map(|_| false));
+    assert!(layout.mask_padding(&[nothing]).unwrap().parts().is_none());
 }
 
 #[test]

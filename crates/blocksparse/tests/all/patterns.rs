@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use blocksparse::{BlockLayout, BlockMask, LayoutError, LayoutShape, Pattern, Restriction};
+use blocksparse::{BlockLayout, BlockMask, LayoutError, LayoutShape, PaddingMask, Pattern};
 use proptest::prelude::*;
 use rstest::rstest;
 
@@ -263,12 +263,12 @@ proptest! {
             let flips = cuts.iter().enumerate().flat_map(|(k, &n)| vec![k % 2 == 0; n]);
             (!seed.is_multiple_of(4)).then(|| flips.chain(std::iter::repeat(seed & 1 << 40 != 0)).take(len).collect())
         };
-        let entries: Vec<Restriction> = seeds.iter().map(|&(q, k)| {
-            let mut entry = Restriction::default();
+        let entries: Vec<PaddingMask> = seeds.iter().map(|&(q, k)| {
+            let mut entry = PaddingMask::default();
             (entry.queries, entry.keys) = (list(q, shape.seq_q), list(k, shape.seq_kv));
             entry
         }).collect();
-        let restricted = layout.restrict(&entries).unwrap();
+        let restricted = layout.mask_padding(&entries).unwrap();
         let part = |list: &Option<Vec<bool>>, at: usize| list.as_ref().is_none_or(|list| list[at]);
         for (batch, entry) in entries.iter().enumerate() {
             for head in 0..shape.heads {
@@ -376,12 +376,12 @@ fn lengths_that_do_not_fit() {
         "lengths must be at most 20, seq_kv, got 21"
     );
     assert_eq!(
-        message(layout.restrict(&[])),
+        message(layout.mask_padding(&[])),
         "entries must be at least one, got 0"
     );
-    let short = Restriction::default().queries([true; 19]);
+    let short = PaddingMask::default().queries([true; 19]);
     assert_eq!(
-        message(layout.restrict(&[short])),
+        message(layout.mask_padding(&[short])),
         "queries must be 20 long, seq_q, got 19"
     );
     let two = BlockLayout::stack_batch(&[layout.clone(), layout]).unwrap();

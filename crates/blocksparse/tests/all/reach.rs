@@ -1,6 +1,6 @@
 //! How far rows and columns reach, against the pairs themselves.
 
-use blocksparse::{Pattern, Reach};
+use blocksparse::{LastUse, Pattern};
 use rstest::rstest;
 
 /// Queries and keys that are asked about, and how long the sequences are that stand for endless ones.
@@ -88,16 +88,16 @@ fn last(end: i64, mut holds: impl FnMut(i64) -> bool) -> Option<i64> {
 /// Compares with the pairs of a short and of a long sequence: what is the last in both is the last, what moves goes on for ever.
 fn compare(
     pattern: &Pattern,
-    got: Reach,
+    got: LastUse,
     exact: bool,
     short: Option<i64>,
     long: Option<i64>,
     what: &str,
 ) {
     let expected = match (short, long) {
-        (None, None) => Reach::Never,
-        (Some(short), Some(long)) if short == long => Reach::At(long),
-        (_, Some(_)) => Reach::Always,
+        (None, None) => LastUse::Never,
+        (Some(short), Some(long)) if short == long => LastUse::At(long),
+        (_, Some(_)) => LastUse::Always,
         (Some(_), None) => panic!("{pattern}, {what}: fewer pairs in a longer sequence"),
     };
     match exact {
@@ -220,7 +220,7 @@ fn a_callback_in_a_causal_pattern_has_boundaries() {
 fn live_keys(#[case] pattern: &str, #[case] head: usize, #[case] expected: [&[i64]; 4]) {
     let pattern: Pattern = pattern.parse().unwrap();
     for (t, expected) in [6, 8, 10, 12].into_iter().zip(expected) {
-        let live = |j: &i64| pattern.last_query(head, *j) >= Reach::At(t);
+        let live = |j: &i64| pattern.last_query(head, *j) >= LastUse::At(t);
         let got: Vec<i64> = (0..t).filter(live).collect();
         assert_eq!(got, expected, "{pattern} at {t}");
     }
@@ -238,7 +238,7 @@ fn live_keys(#[case] pattern: &str, #[case] head: usize, #[case] expected: [&[i6
 fn live_keys_of_long_sequences(#[case] pattern: &str, #[case] expected: [usize; 2]) {
     let pattern: Pattern = pattern.parse().unwrap();
     for (t, expected) in [12_287i64, 1_048_575].into_iter().zip(expected) {
-        let live = |j: &i64| pattern.last_query(0, *j) >= Reach::At(t);
+        let live = |j: &i64| pattern.last_query(0, *j) >= LastUse::At(t);
         assert_eq!((0..t).filter(live).count(), expected, "{pattern} at {t}");
     }
 }
@@ -267,6 +267,6 @@ fn long_strides_are_as_fast() {
 #[test]
 fn rows_without_random_blocks_are_not_counted() {
     let pattern = Pattern::random_blocks(16, (1 << 40) + 1, 0, 7);
-    assert_eq!(pattern.last_query(0, 100), Reach::Never);
+    assert_eq!(pattern.last_query(0, 100), LastUse::Never);
     assert!(pattern.allows_boundary(1, 1 << 50));
 }

@@ -1,6 +1,6 @@
 //! Nothing that is passed to the crate makes it panic: it is a layout that says what the pattern says, or an error.
 
-use blocksparse::{BlockLayout, LayoutShape, Pattern, Reach, Restriction};
+use blocksparse::{BlockLayout, LastUse, LayoutShape, PaddingMask, Pattern};
 use proptest::prelude::*;
 
 use crate::parts::assert_parts_make_up;
@@ -152,10 +152,10 @@ proptest! {
     fn restrictions_of_any_length((seq, lists, lengths) in (1usize..40, prop::collection::vec((0usize..42, 0usize..42), 0..4), numbers())) {
         let layout = Pattern::fixed(8, 2).layout(2, seq, 8).unwrap();
         let fits = lists.iter().all(|&(q, k)| q == seq && k == seq) && !lists.is_empty();
-        let entries: Vec<Restriction> = lists.iter()
-            .map(|&(q, k)| Restriction::default().queries(vec![true; q]).keys(vec![true; k]))
+        let entries: Vec<PaddingMask> = lists.iter()
+            .map(|&(q, k)| PaddingMask::default().queries(vec![true; q]).keys(vec![true; k]))
             .collect();
-        prop_assert_eq!(layout.restrict(&entries).is_ok(), fits);
+        prop_assert_eq!(layout.mask_padding(&entries).is_ok(), fits);
         let fits = lengths.iter().all(|&length| length <= seq) && !lengths.is_empty();
         prop_assert_eq!(layout.with_key_padding(&lengths).is_ok(), fits);
     }
@@ -318,8 +318,8 @@ proptest! {
         for i in 0..50i64 {
             for j in 0..50i64 {
                 if pattern.attends(head, i, j) {
-                    prop_assert!(pattern.horizon(head, i) >= Reach::At(j), "{} {} {}", pattern, i, j);
-                    prop_assert!(pattern.last_query(head, j) >= Reach::At(i), "{} {} {}", pattern, i, j);
+                    prop_assert!(pattern.horizon(head, i) >= LastUse::At(j), "{} {} {}", pattern, i, j);
+                    prop_assert!(pattern.last_query(head, j) >= LastUse::At(i), "{} {} {}", pattern, i, j);
                 }
             }
         }

@@ -147,7 +147,10 @@ fn small_worlds_begin_as_rings_and_end_as_random_graphs() {
     let layout = |rewiring| WeightLayout::small_world([512, 512], 16, 0.125, rewiring, 3).unwrap();
     let near = |layout: &WeightLayout| {
         let steps = |(i, o): (u32, u32)| (i + 32 - o).min(o + 32 - i).min(i.abs_diff(o));
-        layout.kept().filter(|&block| steps(block) <= 2).count()
+        layout
+            .kept_blocks()
+            .filter(|&block| steps(block) <= 2)
+            .count()
     };
     let ring = layout(0.0);
     assert_eq!((ring.len(), near(&ring)), (128, 128));
@@ -286,7 +289,7 @@ proptest! {
             }
         }
         let mut mask = vec![false; ins * outs];
-        for (input, output) in layout.kept() {
+        for (input, output) in layout.kept_blocks() {
             mask[input as usize * outs + output as usize] = true;
         }
         let shape = [layout.inputs(), layout.outputs()];

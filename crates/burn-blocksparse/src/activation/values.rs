@@ -4,7 +4,7 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, ExtensionType};
 use burn::tensor::FloatDType;
 
-use crate::values::MaybeFloat;
+use crate::values::OptFloat;
 
 /// What [`bias_activation`](crate::ops::bias_activation) makes of each number.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -46,7 +46,7 @@ pub struct ActivationInputs<B: Backend> {
     pub x: FloatTensor<B>,
     /// `[width]`, of any float dtype.
     #[extension_type]
-    pub bias: MaybeFloat<B>,
+    pub bias: OptFloat<B>,
 }
 
 /// What the backward pass gets.
@@ -56,10 +56,10 @@ pub struct ActivationInputs<B: Backend> {
 pub struct ActivationSaved<B: Backend> {
     /// `[.., width]`; none without an activation, whose gradient does not depend on it.
     #[extension_type]
-    pub x: MaybeFloat<B>,
+    pub x: OptFloat<B>,
     /// `[width]`
     #[extension_type]
-    pub bias: MaybeFloat<B>,
+    pub bias: OptFloat<B>,
     /// By the result.
     pub grad: FloatTensor<B>,
 }
@@ -71,13 +71,13 @@ pub struct ActivationSaved<B: Backend> {
 pub struct ActivationGrads<B: Backend> {
     /// `[.., width]`
     #[extension_type]
-    pub x: MaybeFloat<B>,
+    pub x: OptFloat<B>,
     /// `[width]`
     #[extension_type]
-    pub bias: MaybeFloat<B>,
+    pub bias: OptFloat<B>,
     /// The activation again, `[.., width]`.
     #[extension_type]
-    pub y: MaybeFloat<B>,
+    pub y: OptFloat<B>,
 }
 
 /// What the backward pass has to compute.

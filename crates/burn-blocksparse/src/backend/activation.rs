@@ -47,7 +47,7 @@ mod meta {
     use crate::activation::values::{
         ActivationGradsMetadata, ActivationInputsMetadata, ActivationSavedMetadata,
     };
-    use crate::values::MaybeFloatMetadata;
+    use crate::values::OptFloatMetadata;
 
     pub fn forward(inputs: &ActivationInputsMetadata, _activation: &Activation) -> TensorSpec {
         inputs.x.clone()
@@ -62,18 +62,18 @@ mod meta {
         let width = shape[shape.num_dims() - 1];
         ActivationGradsMetadata {
             x: match task.x {
-                true => MaybeFloatMetadata::Some(saved.grad.clone()),
-                false => MaybeFloatMetadata::None,
+                true => OptFloatMetadata::Some(saved.grad.clone()),
+                false => OptFloatMetadata::None,
             },
             bias: match task.bias {
                 Some(dtype) => {
-                    MaybeFloatMetadata::Some(TensorSpec::new([width].into(), dtype.into()))
+                    OptFloatMetadata::Some(TensorSpec::new([width].into(), dtype.into()))
                 }
-                None => MaybeFloatMetadata::None,
+                None => OptFloatMetadata::None,
             },
             y: match task.y {
-                true => MaybeFloatMetadata::Some(saved.grad.clone()),
-                false => MaybeFloatMetadata::None,
+                true => OptFloatMetadata::Some(saved.grad.clone()),
+                false => OptFloatMetadata::None,
             },
         }
     }

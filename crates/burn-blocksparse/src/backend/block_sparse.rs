@@ -56,7 +56,7 @@ mod meta {
     use crate::sparse_linear::values::{
         SparseLinearInputsMetadata, SparseLinearOutputMetadata, SparseLinearSavedMetadata,
     };
-    use crate::values::MaybeFloatMetadata;
+    use crate::values::OptFloatMetadata;
 
     pub fn forward(
         inputs: &SparseLinearInputsMetadata,
@@ -64,8 +64,8 @@ mod meta {
     ) -> SparseLinearOutputMetadata {
         let dtype = call.dtype.into();
         let rounded = |tensor: &TensorSpec| match tensor.dtype == dtype {
-            true => MaybeFloatMetadata::None,
-            false => MaybeFloatMetadata::Some(TensorSpec::new(tensor.shape.clone(), dtype)),
+            true => OptFloatMetadata::None,
+            false => OptFloatMetadata::Some(TensorSpec::new(tensor.shape.clone(), dtype)),
         };
         let shape = with_width(&inputs.x.shape, call.layout.outputs());
         SparseLinearOutputMetadata {

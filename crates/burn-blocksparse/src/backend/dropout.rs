@@ -1,6 +1,6 @@
 //! The backend trait of dropout.
 
-use blocksparse::StreamDropout;
+use blocksparse::ElementDropout;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, backend_extension};
 
@@ -17,7 +17,7 @@ use crate::norm::reference;
 pub trait DropoutOps: Backend {
     /// `m ∘ x` of a probability above 0. The gradient by `x` is the same of that by the output.
     #[fusion(dtype = x, shape = x)]
-    fn stream_dropout(x: FloatTensor<Self>, dropout: StreamDropout) -> FloatTensor<Self> {
+    fn stream_dropout(x: FloatTensor<Self>, dropout: ElementDropout) -> FloatTensor<Self> {
         reference::dropout::<Self>(x, dropout)
     }
 }

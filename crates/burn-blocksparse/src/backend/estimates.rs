@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use blocksparse::Forced;
+use blocksparse::Always;
 use blocksparse::kernels::selection::{
     Antidiagonals, CompressedShape, FlexLimits, GateSizes, LineSizes, Touched,
 };
@@ -50,7 +50,7 @@ impl LikeBlocks {
     }
 }
 
-/// Which masses of compressed blocks are wanted, or which blocks chosen by them.
+/// Which importance scores of compressed blocks are wanted, or which blocks chosen by them.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct CompressedCall {
@@ -58,10 +58,10 @@ pub struct CompressedCall {
     pub shape: CompressedShape,
     /// What products are multiplied by.
     pub scale: f64,
-    /// Queries whose masses are wanted; all of them choose.
+    /// Queries whose importance scores are wanted; all of them choose.
     pub rows: Range<usize>,
     /// Blocks that are not chosen.
-    pub forced: Forced,
+    pub forced: Always,
     /// Blocks that a query chooses, at most.
     pub most: usize,
 }
@@ -71,7 +71,7 @@ impl CompressedCall {
         shape: CompressedShape,
         scale: f64,
         rows: Range<usize>,
-        forced: Forced,
+        forced: Always,
         most: usize,
     ) -> Self {
         Self {

@@ -4,7 +4,7 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata, backend_extension};
 use burn::tensor::TensorData;
 
-/// Numbers of the host written where a tensor lies, as backend operations. Arguments are checked by [`Fixed`](crate::graph::Fixed): data of the tensor's length and
+/// Numbers of the host written where a tensor lies, as backend operations. Arguments are checked by [`StaticInput`](crate::graph::StaticInput): data of the tensor's length and
 /// dtype, and a tensor of one dimension.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
@@ -13,7 +13,7 @@ use burn::tensor::TensorData;
     Autodiff: cfg(feature = "autodiff"),
     Fusion: cfg(feature = "fusion"),
 )]
-pub trait FixedOps: Backend {
+pub trait StaticInputOps: Backend {
     /// Where devices record, into the same buffer, whoever else holds it; elsewhere another tensor.
     #[fusion(dtype = x, shape = x)]
     fn overwrite_float(x: FloatTensor<Self>, data: TensorData) -> FloatTensor<Self> {

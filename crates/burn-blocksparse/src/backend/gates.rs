@@ -38,7 +38,7 @@ mod meta {
 
     use super::*;
     use crate::gates::values::{GatedGradsMetadata, GatedInputsMetadata, GatedSavedMetadata};
-    use crate::values::{MaybeFloatMetadata, ThreeFloatsMetadata};
+    use crate::values::{OptFloatMetadata, ThreeFloatsMetadata};
 
     pub fn forward(inputs: &GatedInputsMetadata) -> TensorSpec {
         let ThreeFloatsMetadata {
@@ -47,8 +47,8 @@ mod meta {
             third,
         } = &inputs.branches;
         let there = [first, second, third].into_iter().find_map(|x| match x {
-            MaybeFloatMetadata::Some(spec) => Some(spec.clone()),
-            MaybeFloatMetadata::None => None,
+            OptFloatMetadata::Some(spec) => Some(spec.clone()),
+            OptFloatMetadata::None => None,
         });
         there.expect("one branch")
     }
@@ -61,10 +61,10 @@ mod meta {
                 .into_iter()
                 .zip(task.branches)
                 .map(|(branch, wanted)| match branch {
-                    MaybeFloatMetadata::Some(_) if wanted => {
-                        MaybeFloatMetadata::Some(saved.grad.clone())
+                    OptFloatMetadata::Some(_) if wanted => {
+                        OptFloatMetadata::Some(saved.grad.clone())
                     }
-                    _ => MaybeFloatMetadata::None,
+                    _ => OptFloatMetadata::None,
                 });
         let [first, second, third] = [(); 3].map(|_| wanted.next().expect("three"));
         GatedGradsMetadata {
@@ -74,8 +74,8 @@ mod meta {
                 third,
             },
             gates: match task.gates {
-                true => MaybeFloatMetadata::Some(saved.inputs.gates.clone()),
-                false => MaybeFloatMetadata::None,
+                true => OptFloatMetadata::Some(saved.inputs.gates.clone()),
+                false => OptFloatMetadata::None,
             },
         }
     }

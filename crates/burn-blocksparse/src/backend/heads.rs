@@ -38,16 +38,16 @@ mod meta {
 
     use super::*;
     use crate::heads::values::{JoinedMetadata, SplitInputsMetadata};
-    use crate::values::{MaybeFloatMetadata, ThreeFloatsMetadata};
+    use crate::values::{OptFloatMetadata, ThreeFloatsMetadata};
 
     pub fn split(inputs: &SplitInputsMetadata, parts: &HeadParts) -> ThreeFloatsMetadata {
         let [batch, seq, _] = inputs.x.shape.dims::<3>();
         let [first, second, third] = parts.map(|part| match part {
-            Some((heads, dim)) => MaybeFloatMetadata::Some(TensorSpec::new(
+            Some((heads, dim)) => OptFloatMetadata::Some(TensorSpec::new(
                 [batch, heads, seq, dim].into(),
                 inputs.x.dtype,
             )),
-            None => MaybeFloatMetadata::None,
+            None => OptFloatMetadata::None,
         });
         ThreeFloatsMetadata {
             first,
@@ -63,9 +63,9 @@ mod meta {
             x: TensorSpec::new([batch, seq, width].into(), call.dtype.into()),
             bias: match call.bias {
                 Some(dtype) => {
-                    MaybeFloatMetadata::Some(TensorSpec::new([width].into(), dtype.into()))
+                    OptFloatMetadata::Some(TensorSpec::new([width].into(), dtype.into()))
                 }
-                None => MaybeFloatMetadata::None,
+                None => OptFloatMetadata::None,
             },
         }
     }

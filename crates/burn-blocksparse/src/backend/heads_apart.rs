@@ -8,7 +8,7 @@ use burn::tensor::Slice;
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
-pub struct HeadsApart<B: Backend> {
+pub struct HeadGroups<B: Backend> {
     /// `[batch, first, seq, width]`.
     pub first: FloatTensor<B>,
     /// `[batch, heads − first, seq, width]`.
@@ -23,14 +23,14 @@ pub struct HeadsApart<B: Backend> {
     Autodiff: cfg(feature = "autodiff"),
     Fusion: cfg(feature = "fusion"),
 )]
-pub trait HeadsApartOps: Backend {
+pub trait HeadGroupOps: Backend {
     /// The first heads of `[batch, heads, seq, width]`, and the others.
     #[fusion(meta = meta::apart)]
-    fn heads_apart(x: FloatTensor<Self>, first: usize) -> HeadsApart<Self> {
+    fn split_head_groups(x: FloatTensor<Self>, first: usize) -> HeadGroups<Self> {
         let [_, heads, ..] = x.shape().dims::<4>();
         let all = Slice::full();
         let part = |heads| Self::float_slice(x.clone(), &[all, Slice::from(heads), all, all]);
-        HeadsApart {
+        HeadGroups {
             first: part(0..first),
             others: part(first..heads),
         }
@@ -38,7 +38,7 @@ pub trait HeadsApartOps: Backend {
 
     /// Both parts as one tensor.
     #[fusion(meta = meta::together)]
-    fn heads_together(#[extension_type] parts: HeadsApart<Self>) -> FloatTensor<Self> {
+    fn cat_head_groups(#[extension_type] parts: HeadGroups<Self>) -> FloatTensor<Self> {
         Self::float_cat(vec![parts.first, parts.others], 1)
     }
 }
@@ -48,18 +48,18 @@ pub trait HeadsApartOps: Backend {
 mod meta {
     use burn::backend::fusion::custom::TensorSpec;
 
-    use super::HeadsApartMetadata;
+    use super::HeadGroupsMetadata;
 
-    pub fn apart(x: &TensorSpec, first: &usize) -> HeadsApartMetadata {
+    pub fn apart(x: &TensorSpec, first: &usize) -> HeadGroupsMetadata {
         let [batch, heads, seq, width] = x.shape.dims::<4>();
         let part = |heads: usize| TensorSpec::new([batch, heads, seq, width].into(), x.dtype);
-        HeadsApartMetadata {
+        HeadGroupsMetadata {
             first: part(*first),
             others: part(heads - first),
         }
     }
 
-    pub fn together(parts: &HeadsApartMetadata) -> TensorSpec {
+    pub fn together(parts: &HeadGroupsMetadata) -> TensorSpec {
         let [batch, first, seq, width] = parts.first.shape.dims::<4>();
         let [_, others, ..] = parts.others.shape.dims::<4>();
         let shape = [batch, first + others, seq, width];

@@ -3,7 +3,7 @@
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType, backend_extension};
 
-use blocksparse::RotatedRows;
+use blocksparse::HadamardFp8;
 
 /// Which scores of an indexer are wanted.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -28,7 +28,7 @@ pub struct IndexerChoice {
     /// Keys up to the last that a query sees that have the highest score.
     pub near: usize,
     /// Scores in memory at a time, at most, unless a query has more.
-    pub numbers: usize,
+    pub chunk_elements: usize,
     /// As in [`IndexerScores`].
     pub in_fp8: bool,
 }
@@ -39,7 +39,7 @@ pub struct IndexerChoice {
 pub struct IndexerLoss {
     /// The attention's scale.
     pub scale: f64,
-    /// Queries that are computed together: their scores are in memory at a time.
+    /// Queries that are computed at once: their scores are in memory at a time.
     pub rows: usize,
     /// Whether no query is compared over a key behind its own position.
     pub causal: bool,
@@ -56,11 +56,11 @@ impl IndexerLoss {
 }
 
 impl IndexerChoice {
-    pub(crate) fn new(most: usize, near: usize, numbers: usize, in_fp8: bool) -> Self {
+    pub(crate) fn new(most: usize, near: usize, chunk_elements: usize, in_fp8: bool) -> Self {
         Self {
             most,
             near,
-            numbers,
+            chunk_elements,
             in_fp8,
         }
     }
@@ -114,7 +114,7 @@ pub enum ComparedKeys<B: Backend> {
     /// All that a query sees.
     All,
     /// i32 `[batch, 1, seq_q, most]`, ascending, each once, −1 behind the last.
-    Listed(IntTensor<B>),
+    Indices(IntTensor<B>),
 }
 
 /// How many keys queries see, from the first on.
@@ -172,9 +172,9 @@ pub trait IndexerOps: Backend {
         call: IndexerChoice,
     ) -> IntTensor<Self>;
 
-    /// Rows of an index, rotated and rounded to fp8 as [`RotatedRows::round`] says, in their own dtype: f32, f16 or bf16.
+    /// Rows of an index, rotated and rounded to fp8 as [`HadamardFp8::round`] says, in their own dtype: f32, f16 or bf16.
     #[fusion(meta = meta::rows)]
-    fn indexer_rows(x: FloatTensor<Self>, of: RotatedRows) -> FloatTensor<Self>;
+    fn indexer_rows(x: FloatTensor<Self>, of: HadamardFp8) -> FloatTensor<Self>;
 
     /// The losses of all queries, with the gradients of their mean.
     #[fusion(meta = meta::loss)]
@@ -217,7 +217,7 @@ mod meta {
         TensorSpec::new([rows, call.most].into(), DType::I32)
     }
 
-    pub fn rows(x: &TensorSpec, _of: &RotatedRows) -> TensorSpec {
+    pub fn rows(x: &TensorSpec, _of: &HadamardFp8) -> TensorSpec {
         x.clone()
     }
 

@@ -12,24 +12,24 @@ use crate::values::OutputGrads;
 /// How a call over lists of single keys is computed, besides its tensors.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
-pub struct KeyListCall {
+pub struct TokenSparseCall {
     /// Factor of the scores.
     pub scale: f64,
     /// Whether no query lists a key behind its own position.
     pub causal: bool,
-    /// What neighbouring queries' lists are expected to have in common, from 0 to 1.
+    /// The share that the lists of adjacent queries are expected to have in common, from 0 to 1.
     pub overlap: f64,
-    /// Whether kernels walk the lists.
-    pub walk: bool,
+    /// Whether kernels gather by the lists.
+    pub dispatch: bool,
 }
 
-impl KeyListCall {
-    pub(crate) fn new(scale: f64, causal: bool, overlap: f64, walk: bool) -> Self {
+impl TokenSparseCall {
+    pub(crate) fn new(scale: f64, causal: bool, overlap: f64, dispatch: bool) -> Self {
         Self {
             scale,
             causal,
             overlap,
-            walk,
+            dispatch,
         }
     }
 }
@@ -38,7 +38,7 @@ impl KeyListCall {
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
-pub struct KeyListInputs<B: Backend> {
+pub struct TokenSparseInputs<B: Backend> {
     /// `[batch, heads, seq_q, head_dim]`
     pub q: FloatTensor<B>,
     /// `[batch, kv_heads, seq_kv, head_dim]`
@@ -53,7 +53,7 @@ pub struct KeyListInputs<B: Backend> {
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
-pub struct KeyListOutput<B: Backend> {
+pub struct TokenSparseOutput<B: Backend> {
     /// `[batch, heads, seq_q, value_dim]`, in the inputs' dtype.
     pub out: FloatTensor<B>,
     /// `[batch, heads, seq_q]`, in the dtype of sums.
@@ -64,20 +64,20 @@ pub struct KeyListOutput<B: Backend> {
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
-pub struct KeyListSaved<B: Backend> {
+pub struct TokenSparseSaved<B: Backend> {
     /// Its inputs.
     #[extension_type]
-    pub inputs: KeyListInputs<B>,
+    pub inputs: TokenSparseInputs<B>,
     /// Its output.
     #[extension_type]
-    pub output: KeyListOutput<B>,
+    pub output: TokenSparseOutput<B>,
 }
 
 /// Gradients, each of its input's shape and dtype.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
-pub struct KeyListGrads<B: Backend> {
+pub struct TokenSparseGrads<B: Backend> {
     /// `[batch, heads, seq_q, head_dim]`
     pub q: FloatTensor<B>,
     /// `[batch, kv_heads, seq_kv, head_dim]`
@@ -94,23 +94,23 @@ pub struct KeyListGrads<B: Backend> {
     Autodiff: cfg(feature = "autodiff"),
     Fusion: cfg(feature = "fusion"),
 )]
-pub trait KeyListOps: Backend {
+pub trait TokenSparseOps: Backend {
     /// The forward pass.
     #[fusion(meta = meta::forward)]
     fn key_list_attention(
-        #[extension_type] inputs: KeyListInputs<Self>,
-        call: KeyListCall,
-    ) -> KeyListOutput<Self> {
+        #[extension_type] inputs: TokenSparseInputs<Self>,
+        call: TokenSparseCall,
+    ) -> TokenSparseOutput<Self> {
         reference::forward::<Self>(inputs, &call)
     }
 
     /// The backward pass: gradients of a loss whose gradients with respect to the outputs are `grads`.
     #[fusion(meta = meta::backward)]
     fn key_list_attention_backward(
-        #[extension_type] saved: KeyListSaved<Self>,
+        #[extension_type] saved: TokenSparseSaved<Self>,
         #[extension_type] grads: OutputGrads<Self>,
-        call: KeyListCall,
-    ) -> KeyListGrads<Self> {
+        call: TokenSparseCall,
+    ) -> TokenSparseGrads<Self> {
         reference::backward::<Self>(saved, grads, &call)
     }
 }
@@ -124,22 +124,25 @@ mod meta {
     use crate::dtype::accumulate_in;
     use crate::values::OutputGradsMetadata;
 
-    pub fn forward(inputs: &KeyListInputsMetadata, _call: &KeyListCall) -> KeyListOutputMetadata {
+    pub fn forward(
+        inputs: &TokenSparseInputsMetadata,
+        _call: &TokenSparseCall,
+    ) -> TokenSparseOutputMetadata {
         let [batch, heads, seq_q, _] = inputs.q.shape.dims::<4>();
         let value_dim = inputs.v.shape[3];
         let sums = accumulate_in(inputs.q.dtype.into()).into();
-        KeyListOutputMetadata {
+        TokenSparseOutputMetadata {
             out: TensorSpec::new([batch, heads, seq_q, value_dim].into(), inputs.q.dtype),
             lse: TensorSpec::new([batch, heads, seq_q].into(), sums),
         }
     }
 
     pub fn backward(
-        saved: &KeyListSavedMetadata,
+        saved: &TokenSparseSavedMetadata,
         _grads: &OutputGradsMetadata,
-        _call: &KeyListCall,
-    ) -> KeyListGradsMetadata {
-        KeyListGradsMetadata {
+        _call: &TokenSparseCall,
+    ) -> TokenSparseGradsMetadata {
+        TokenSparseGradsMetadata {
             q: saved.inputs.q.clone(),
             k: saved.inputs.k.clone(),
             v: saved.inputs.v.clone(),

@@ -9,16 +9,16 @@ use crate::values::{LayoutTensors, OutputGrads};
 /// Sizes of lists that are in none of their shapes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
-pub struct ListedCall {
+pub struct BlockIndicesCall {
     /// Keys of a block.
     pub block: usize,
     /// Places of a tile of queries.
     pub tile: usize,
-    /// What neighbouring queries' lists are expected to have in common, from 0 to 1.
+    /// The share that the lists of adjacent queries are expected to have in common, from 0 to 1.
     pub overlap: f64,
 }
 
-impl ListedCall {
+impl BlockIndicesCall {
     pub(crate) fn new(block: usize, tile: usize, overlap: f64) -> Self {
         Self {
             block,
@@ -32,7 +32,7 @@ impl ListedCall {
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
-pub struct ListedInputs<B: Backend> {
+pub struct BlockIndicesInputs<B: Backend> {
     /// `[batch, heads, seq_q, head_dim]`
     pub q: FloatTensor<B>,
     /// `[batch, kv_heads, seq_kv, head_dim]`
@@ -41,7 +41,7 @@ pub struct ListedInputs<B: Backend> {
     pub v: FloatTensor<B>,
     /// The blocks that each query sees whole beside the layout: i32 `[batch, kv_heads, seq_q, most]`, negative for none.
     pub blocks: IntTensor<B>,
-    /// The same by blocks, as [`QueryLists`](crate::selection::QueryLists) has them: the query at each place, i32 `[batch, kv_heads, places]`,
+    /// The same by blocks, as [`SelectedBlocks`](crate::selection::SelectedBlocks) has them: the query at each place, i32 `[batch, kv_heads, places]`,
     pub queries: IntTensor<B>,
     /// and the block of each tile of places, i32 `[batch, kv_heads, tiles]`.
     pub tile_blocks: IntTensor<B>,
@@ -51,7 +51,7 @@ pub struct ListedInputs<B: Backend> {
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
-pub struct ListedOutput<B: Backend> {
+pub struct BlockIndicesOutput<B: Backend> {
     /// `[batch, heads, seq_q, value_dim]`, in the inputs' dtype.
     pub out: FloatTensor<B>,
     /// `[batch, heads, seq_q]`, f32.
@@ -62,20 +62,20 @@ pub struct ListedOutput<B: Backend> {
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
-pub struct ListedSaved<B: Backend> {
+pub struct BlockIndicesSaved<B: Backend> {
     /// Its inputs.
     #[extension_type]
-    pub inputs: ListedInputs<B>,
+    pub inputs: BlockIndicesInputs<B>,
     /// Its output.
     #[extension_type]
-    pub output: ListedOutput<B>,
+    pub output: BlockIndicesOutput<B>,
 }
 
 /// Gradients, each of its input's shape and dtype.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
-pub struct ListedGrads<B: Backend> {
+pub struct BlockIndicesGrads<B: Backend> {
     /// `[batch, heads, seq_q, head_dim]`
     pub q: FloatTensor<B>,
     /// `[batch, kv_heads, seq_kv, head_dim]`
@@ -93,15 +93,15 @@ pub struct ListedGrads<B: Backend> {
     Autodiff: cfg(feature = "autodiff"),
     Fusion: cfg(feature = "fusion"),
 )]
-pub trait ListedOps: Backend {
+pub trait BlockIndicesOps: Backend {
     /// The forward pass.
     #[fusion(meta = meta::forward)]
     fn listed_attention(
-        #[extension_type] inputs: ListedInputs<Self>,
+        #[extension_type] inputs: BlockIndicesInputs<Self>,
         #[extension_type] layout: LayoutTensors<Self>,
         options: AttentionOptions,
-        call: ListedCall,
-    ) -> ListedOutput<Self> {
+        call: BlockIndicesCall,
+    ) -> BlockIndicesOutput<Self> {
         let _ = (inputs, layout, options, call);
         unimplemented!("lists are walked only where a plan of kernels says so")
     }
@@ -109,12 +109,12 @@ pub trait ListedOps: Backend {
     /// The backward pass: gradients of a loss whose gradients with respect to the outputs are `grads`.
     #[fusion(meta = meta::backward)]
     fn listed_attention_backward(
-        #[extension_type] saved: ListedSaved<Self>,
+        #[extension_type] saved: BlockIndicesSaved<Self>,
         #[extension_type] grads: OutputGrads<Self>,
         #[extension_type] layout: LayoutTensors<Self>,
         options: AttentionOptions,
-        call: ListedCall,
-    ) -> ListedGrads<Self> {
+        call: BlockIndicesCall,
+    ) -> BlockIndicesGrads<Self> {
         let _ = (saved, grads, layout, options, call);
         unimplemented!("lists are walked only where a plan of kernels says so")
     }
@@ -130,28 +130,28 @@ mod meta {
     use crate::values::{LayoutTensorsMetadata, OutputGradsMetadata};
 
     pub fn forward(
-        inputs: &ListedInputsMetadata,
+        inputs: &BlockIndicesInputsMetadata,
         _layout: &LayoutTensorsMetadata,
         _options: &AttentionOptions,
-        _call: &ListedCall,
-    ) -> ListedOutputMetadata {
+        _call: &BlockIndicesCall,
+    ) -> BlockIndicesOutputMetadata {
         let [batch, heads, seq_q, _] = inputs.q.shape.dims::<4>();
         let value_dim = inputs.v.shape[3];
         let sums = accumulate_in(inputs.q.dtype.into()).into();
-        ListedOutputMetadata {
+        BlockIndicesOutputMetadata {
             out: TensorSpec::new([batch, heads, seq_q, value_dim].into(), inputs.q.dtype),
             lse: TensorSpec::new([batch, heads, seq_q].into(), sums),
         }
     }
 
     pub fn backward(
-        saved: &ListedSavedMetadata,
+        saved: &BlockIndicesSavedMetadata,
         _grads: &OutputGradsMetadata,
         _layout: &LayoutTensorsMetadata,
         _options: &AttentionOptions,
-        _call: &ListedCall,
-    ) -> ListedGradsMetadata {
-        ListedGradsMetadata {
+        _call: &BlockIndicesCall,
+    ) -> BlockIndicesGradsMetadata {
+        BlockIndicesGradsMetadata {
             q: saved.inputs.q.clone(),
             k: saved.inputs.k.clone(),
             v: saved.inputs.v.clone(),

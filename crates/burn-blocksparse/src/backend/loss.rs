@@ -55,7 +55,7 @@ mod meta {
     use crate::loss::values::{
         LossGradsMetadata, LossInputsMetadata, LossOutputMetadata, LossSavedMetadata, Reduction,
     };
-    use crate::values::MaybeFloatMetadata;
+    use crate::values::OptFloatMetadata;
 
     pub fn forward(inputs: &LossInputsMetadata, task: &LossTask) -> LossOutputMetadata {
         let dtype = accumulate_in(inputs.x.dtype.into()).into();
@@ -69,14 +69,12 @@ mod meta {
             },
             factor: one,
             x: match task.by_x && is_whole {
-                true => MaybeFloatMetadata::Some(inputs.x.clone()),
-                false => MaybeFloatMetadata::None,
+                true => OptFloatMetadata::Some(inputs.x.clone()),
+                false => OptFloatMetadata::None,
             },
             weight: match task.by_weight && is_whole {
-                true => {
-                    MaybeFloatMetadata::Some(TensorSpec::new(inputs.weight.shape.clone(), dtype))
-                }
-                false => MaybeFloatMetadata::None,
+                true => OptFloatMetadata::Some(TensorSpec::new(inputs.weight.shape.clone(), dtype)),
+                false => OptFloatMetadata::None,
             },
         }
     }
@@ -88,8 +86,8 @@ mod meta {
         dtypes: &LossDtypes,
     ) -> LossGradsMetadata {
         let of = |is_wanted: bool, tensor: &TensorSpec, dtype| match is_wanted {
-            true => MaybeFloatMetadata::Some(TensorSpec::new(tensor.shape.clone(), dtype)),
-            false => MaybeFloatMetadata::None,
+            true => OptFloatMetadata::Some(TensorSpec::new(tensor.shape.clone(), dtype)),
+            false => OptFloatMetadata::None,
         };
         LossGradsMetadata {
             x: of(task.by_x, &inputs.x, dtypes.x.into()),
@@ -98,11 +96,11 @@ mod meta {
     }
 
     pub fn backward(saved: &LossSavedMetadata, dtypes: &LossDtypes) -> LossGradsMetadata {
-        let in_dtype = |tensor: &MaybeFloatMetadata, dtype| match tensor {
-            MaybeFloatMetadata::Some(tensor) => {
-                MaybeFloatMetadata::Some(TensorSpec::new(tensor.shape.clone(), dtype))
+        let in_dtype = |tensor: &OptFloatMetadata, dtype| match tensor {
+            OptFloatMetadata::Some(tensor) => {
+                OptFloatMetadata::Some(TensorSpec::new(tensor.shape.clone(), dtype))
             }
-            MaybeFloatMetadata::None => MaybeFloatMetadata::None,
+            OptFloatMetadata::None => OptFloatMetadata::None,
         };
         LossGradsMetadata {
             x: in_dtype(&saved.x, dtypes.x.into()),

@@ -6,7 +6,7 @@ use burn::backend::{Backend, backend_extension};
 
 use crate::options::AttentionOptions;
 use crate::reference;
-use crate::values::{LayoutTensors, MassInputs, MassOutput};
+use crate::values::{AccumulatedInputs, AccumulatedOutput, LayoutTensors};
 
 /// Sums of weights as a backend operation. Arguments are checked by the public function.
 #[backend_extension(
@@ -16,15 +16,15 @@ use crate::values::{LayoutTensors, MassInputs, MassOutput};
     Autodiff: cfg(feature = "autodiff"),
     Fusion: cfg(feature = "fusion"),
 )]
-pub trait AttentionMassOps: Backend {
+pub trait AccumulatedAttentionOps: Backend {
     /// Sums over the columns and diagonals of the weights of `queries`.
     #[fusion(meta = meta::masses)]
-    fn attention_masses(
-        #[extension_type] inputs: MassInputs<Self>,
+    fn accumulated_attention(
+        #[extension_type] inputs: AccumulatedInputs<Self>,
         #[extension_type] layout: LayoutTensors<Self>,
         options: AttentionOptions,
         queries: Range<usize>,
-    ) -> MassOutput<Self> {
+    ) -> AccumulatedOutput<Self> {
         reference::masses::<Self>(inputs, &layout, &options, queries)
     }
 }
@@ -35,18 +35,20 @@ mod meta {
     use burn::backend::fusion::custom::TensorSpec;
 
     use super::*;
-    use crate::values::{LayoutTensorsMetadata, MassInputsMetadata, MassOutputMetadata};
+    use crate::values::{
+        AccumulatedInputsMetadata, AccumulatedOutputMetadata, LayoutTensorsMetadata,
+    };
 
     pub fn masses(
-        inputs: &MassInputsMetadata,
+        inputs: &AccumulatedInputsMetadata,
         _layout: &LayoutTensorsMetadata,
         _options: &AttentionOptions,
         _queries: &Range<usize>,
-    ) -> MassOutputMetadata {
+    ) -> AccumulatedOutputMetadata {
         let [batch, heads, seq_q] = inputs.lse.shape.dims::<3>();
         let seq_kv = inputs.k.shape[2];
         let spec = |length: usize| TensorSpec::new([batch, heads, length].into(), inputs.lse.dtype);
-        MassOutputMetadata {
+        AccumulatedOutputMetadata {
             columns: spec(seq_kv),
             diagonals: spec(seq_q + seq_kv - 1),
         }

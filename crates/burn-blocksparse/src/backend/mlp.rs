@@ -56,12 +56,12 @@ mod meta {
     use crate::mlp::values::{
         MlpActiveMetadata, MlpInnerInputsMetadata, MlpInputsMetadata, MlpOuterSavedMetadata,
     };
-    use crate::values::MaybeFloatMetadata;
+    use crate::values::OptFloatMetadata;
 
-    fn maybe(spec: Option<TensorSpec>) -> MaybeFloatMetadata {
+    fn maybe(spec: Option<TensorSpec>) -> OptFloatMetadata {
         match spec {
-            Some(spec) => MaybeFloatMetadata::Some(spec),
-            None => MaybeFloatMetadata::None,
+            Some(spec) => OptFloatMetadata::Some(spec),
+            None => OptFloatMetadata::None,
         }
     }
 

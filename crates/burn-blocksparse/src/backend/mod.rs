@@ -48,7 +48,7 @@ pub use crate::norm::values::{
     NormBackwardCall, NormCall, NormGrads, NormInputs, NormOutput, NormOutputGrads, NormSaved,
 };
 pub use crate::paged::values::{
-    AppendInputs, AppendPacked, MaybeInt, PackedPages, PageChoiceCall, PageScoreInputs, PagedCall,
+    AppendInputs, AppendPacked, OptInt, PackedPages, PageChoiceCall, PageScoreInputs, PagedCall,
     PagedInputs, PagedRows, Pages, StoredPages, SummarizeInputs,
 };
 pub use crate::projection::values::{
@@ -59,9 +59,9 @@ pub use crate::sparse_linear::values::{
     SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
 };
 pub use crate::values::{
-    AttentionGrads, AttentionInputs, AttentionOutput, BlockChoice, GivenOutput, KernelPlan,
-    LayoutTensors, MassInputs, MassOutput, MaybeFloat, OutputGrads, Saved, ScoreTensors,
-    ThreeFloats, WantedGrads,
+    AccumulatedInputs, AccumulatedOutput, AttentionGrads, AttentionInputs, AttentionOutput,
+    DynamicBlocks, KernelPlan, KnownOutput, LayoutTensors, NeedsGrad, OptFloat, OutputGrads,
+    SavedTensors, ScoreTensors, ThreeFloats,
 };
 
 use burn::backend::{Backend, backend_extension};
@@ -74,36 +74,40 @@ pub use dropout::DropoutOps;
 pub use embedding::EmbeddingOps;
 #[cfg(feature = "cube")]
 pub use estimates::{CompressedCall, EstimateOps, LikeBlocks, MeanScores};
-pub use fixed::FixedOps;
+pub use fixed::StaticInputOps;
 pub use gates::GateOps;
 pub use heads::HeadOps;
-pub use heads_apart::{HeadsApart, HeadsApartOps};
+pub use heads_apart::{HeadGroupOps, HeadGroups};
 #[cfg(feature = "cube")]
 pub use indexer::{
     ComparedKeys, IndexInputs, IndexerChoice, IndexerGrads, IndexerLoss, IndexerOps, IndexerScores,
     SeenKeys, TargetInputs,
 };
 pub use key_lists::{
-    KeyListCall, KeyListGrads, KeyListInputs, KeyListOps, KeyListOutput, KeyListSaved,
+    TokenSparseCall, TokenSparseGrads, TokenSparseInputs, TokenSparseOps, TokenSparseOutput,
+    TokenSparseSaved,
 };
 pub use linear::LinearOps;
 #[cfg(feature = "cuda")]
-pub use listed::{ListedCall, ListedGrads, ListedInputs, ListedOps, ListedOutput, ListedSaved};
+pub use listed::{
+    BlockIndicesCall, BlockIndicesGrads, BlockIndicesInputs, BlockIndicesOps, BlockIndicesOutput,
+    BlockIndicesSaved,
+};
 pub use loss::LossOps;
-pub use masses::AttentionMassOps;
+pub use masses::AccumulatedAttentionOps;
 pub use mlp::MlpOps;
 pub use norm::NormOps;
-pub use optim::{AdamWInputs, AdamWNumbers, AdamWOutput, ClipFactor, OptimOps, TensorList};
+pub use optim::{AdamWHyper, AdamWInputs, AdamWOutput, GradNorm, OptimOps, TensorList};
 pub(crate) use optim::{CONTROL, LIMIT, MOST_TENSORS};
 #[cfg(feature = "cube")]
-pub use order::{AttractedLists, HighestLists, OrderOps, SortedRounds};
+pub use order::{OrderOps, SortedRounds, TopKLists, TopKPerCentroidLists};
 pub use page_choice::PageChoiceOps;
 pub use page_slots::PageSlotOps;
 pub use paged::PagedOps;
 pub use projection::ProjectionOps;
 pub use rows::{KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput, MergedParts, RowOps};
 pub use sampling::SamplingOps;
-pub use selection::{HighestBlocks, ListedQueries, QueryTiles, SelectionOps, UniqueKeys};
+pub use selection::{QueriesOfBlocks, QueryTiles, SelectionOps, TopKBlocks, UniqueKeys};
 
 use crate::options::AttentionOptions;
 use crate::reference;
@@ -130,9 +134,9 @@ pub trait BlockSparseOps: Backend {
     /// The forward pass of a call whose output is known, without weights and largest scores: nothing is computed. What autodiff makes of it has the
     /// gradients of [`Self::block_sparse_attention`] by `inputs`, and none by `given`.
     #[fusion(meta = meta::given)]
-    fn block_sparse_attention_given(
+    fn block_sparse_attention_known(
         #[extension_type] inputs: AttentionInputs<Self>,
-        #[extension_type] given: GivenOutput<Self>,
+        #[extension_type] given: KnownOutput<Self>,
         #[extension_type] layout: LayoutTensors<Self>,
         options: AttentionOptions,
     ) -> AttentionOutput<Self> {
@@ -143,11 +147,11 @@ pub trait BlockSparseOps: Backend {
     /// The backward pass: gradients of a loss whose gradients with respect to the outputs are `grads`; the biases' only if they are `wanted`.
     #[fusion(meta = meta::backward)]
     fn block_sparse_attention_backward(
-        #[extension_type] saved: Saved<Self>,
+        #[extension_type] saved: SavedTensors<Self>,
         #[extension_type] grads: OutputGrads<Self>,
         #[extension_type] layout: LayoutTensors<Self>,
         options: AttentionOptions,
-        wanted: WantedGrads,
+        wanted: NeedsGrad,
     ) -> AttentionGrads<Self> {
         reference::backward::<Self>(saved, grads, &layout, &options, wanted)
     }
@@ -155,11 +159,11 @@ pub trait BlockSparseOps: Backend {
     /// The backward pass as operations that autodiff can differentiate, on backends without kernels. Weights are not given.
     #[fusion(meta = meta::backward)]
     fn block_sparse_attention_gradients(
-        #[extension_type] saved: Saved<Self>,
+        #[extension_type] saved: SavedTensors<Self>,
         #[extension_type] grads: OutputGrads<Self>,
         #[extension_type] layout: LayoutTensors<Self>,
         options: AttentionOptions,
-        wanted: WantedGrads,
+        wanted: NeedsGrad,
     ) -> AttentionGrads<Self> {
         reference::backward::<Self>(saved, grads, &layout, &options, wanted)
     }
@@ -175,8 +179,8 @@ mod meta {
     use crate::options::WeightsMode;
     use crate::values::{
         AttentionGradsMetadata, AttentionInputsMetadata, AttentionOutputMetadata,
-        GivenOutputMetadata, LayoutTensorsMetadata, MaybeFloatMetadata, OutputGradsMetadata,
-        SavedMetadata, ScoreTensorsMetadata,
+        KnownOutputMetadata, LayoutTensorsMetadata, OptFloatMetadata, OutputGradsMetadata,
+        SavedTensorsMetadata, ScoreTensorsMetadata,
     };
     use crate::weights;
 
@@ -193,43 +197,43 @@ mod meta {
             out: TensorSpec::new([batch, heads, seq_q, value_dim].into(), inputs.q.dtype),
             lse: rows.clone(),
             weights: match options.weights {
-                WeightsMode::Recompute => MaybeFloatMetadata::None,
-                WeightsMode::Store => MaybeFloatMetadata::Some(TensorSpec::new(
+                WeightsMode::Recompute => OptFloatMetadata::None,
+                WeightsMode::Store => OptFloatMetadata::Some(TensorSpec::new(
                     weights::shape(&layout.host, batch).into(),
                     dtype,
                 )),
             },
             max_scores: match options.max_scores {
-                true => MaybeFloatMetadata::Some(rows),
-                false => MaybeFloatMetadata::None,
+                true => OptFloatMetadata::Some(rows),
+                false => OptFloatMetadata::None,
             },
         }
     }
 
     pub fn given(
         _inputs: &AttentionInputsMetadata,
-        given: &GivenOutputMetadata,
+        given: &KnownOutputMetadata,
         _layout: &LayoutTensorsMetadata,
         _options: &AttentionOptions,
     ) -> AttentionOutputMetadata {
         AttentionOutputMetadata {
             out: given.out.clone(),
             lse: given.lse.clone(),
-            weights: MaybeFloatMetadata::None,
-            max_scores: MaybeFloatMetadata::None,
+            weights: OptFloatMetadata::None,
+            max_scores: OptFloatMetadata::None,
         }
     }
 
     pub fn backward(
-        saved: &SavedMetadata,
+        saved: &SavedTensorsMetadata,
         _grads: &OutputGradsMetadata,
         _layout: &LayoutTensorsMetadata,
         _options: &AttentionOptions,
-        wanted: &WantedGrads,
+        wanted: &NeedsGrad,
     ) -> AttentionGradsMetadata {
-        let only = |input: &MaybeFloatMetadata, wanted: bool| match input {
-            MaybeFloatMetadata::Some(input) if wanted => MaybeFloatMetadata::Some(input.clone()),
-            _ => MaybeFloatMetadata::None,
+        let only = |input: &OptFloatMetadata, wanted: bool| match input {
+            OptFloatMetadata::Some(input) if wanted => OptFloatMetadata::Some(input.clone()),
+            _ => OptFloatMetadata::None,
         };
         AttentionGradsMetadata {
             q: saved.inputs.q.clone(),

@@ -18,10 +18,7 @@ use crate::norm::values::{
 pub trait NormOps: Backend {
     /// The forward pass.
     #[fusion(meta = meta::forward)]
-    fn residual_norm(
-        #[extension_type] inputs: NormInputs<Self>,
-        call: NormCall,
-    ) -> NormOutput<Self> {
+    fn add_norm(#[extension_type] inputs: NormInputs<Self>, call: NormCall) -> NormOutput<Self> {
         reference::forward::<Self>(inputs, &call)
     }
 
@@ -48,15 +45,15 @@ mod meta {
         NormGradsMetadata, NormInputsMetadata, NormOutputGradsMetadata, NormOutputMetadata,
         NormSavedMetadata,
     };
-    use crate::values::MaybeFloatMetadata;
+    use crate::values::OptFloatMetadata;
 
-    fn maybe(spec: Option<TensorSpec>) -> MaybeFloatMetadata {
-        spec.map_or(MaybeFloatMetadata::None, MaybeFloatMetadata::Some)
+    fn maybe(spec: Option<TensorSpec>) -> OptFloatMetadata {
+        spec.map_or(OptFloatMetadata::None, OptFloatMetadata::Some)
     }
 
     pub fn forward(inputs: &NormInputsMetadata, call: &NormCall) -> NormOutputMetadata {
         let shape = &inputs.stream.shape;
-        let has_branch = matches!(inputs.branch, MaybeFloatMetadata::Some(_));
+        let has_branch = matches!(inputs.branch, OptFloatMetadata::Some(_));
         let normed = (call.norm).map(|_| TensorSpec::new(shape.clone(), call.dtype.into()));
         let [rows, _] = reference::matrix(shape);
         let sums = accumulate_in(inputs.stream.dtype.into()).into();
@@ -75,7 +72,7 @@ mod meta {
         call: &NormBackwardCall,
     ) -> NormGradsMetadata {
         let shape = match (&grads.stream, &grads.normed) {
-            (MaybeFloatMetadata::Some(grad), _) | (_, MaybeFloatMetadata::Some(grad)) => {
+            (OptFloatMetadata::Some(grad), _) | (_, OptFloatMetadata::Some(grad)) => {
                 grad.shape.clone()
             }
             _ => panic!("a gradient by an output"),

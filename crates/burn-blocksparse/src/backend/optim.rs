@@ -4,12 +4,12 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, ExtensionType, backend_extension};
 
 use crate::optim::reference;
-use crate::values::MaybeFloat;
+use crate::values::OptFloat;
 
 /// How many tensors a call has, at most.
 pub(crate) const MOST_TENSORS: usize = 32;
 
-/// A struct of `MaybeFloat` fields, because the derive maps no `Vec`.
+/// A struct of `OptFloat` fields, because the derive maps no `Vec`.
 macro_rules! tensor_list {
     ($($field:ident)*) => {
         /// Up to 32 float tensors of any shapes, those that there are in front.
@@ -20,7 +20,7 @@ macro_rules! tensor_list {
             $(
                 /// One of them.
                 #[extension_type]
-                pub $field: MaybeFloat<B>,
+                pub $field: OptFloat<B>,
             )*
         }
 
@@ -44,11 +44,11 @@ macro_rules! tensor_list {
 
 tensor_list!(t0 t1 t2 t3 t4 t5 t6 t7 t8 t9 t10 t11 t12 t13 t14 t15 t16 t17 t18 t19 t20 t21 t22 t23 t24 t25 t26 t27 t28 t29 t30 t31);
 
-/// Numbers of AdamW's step that stay the same.
+/// Hyperparameters of AdamW.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
-pub struct AdamWNumbers {
-    /// β₁ and β₂: how much is kept of the moments.
+pub struct AdamWHyper {
+    /// β₁ and β₂: how much is retained of the moments.
     pub betas: [f64; 2],
     /// ε, added to the root of the second moment.
     pub epsilon: f64,
@@ -56,7 +56,7 @@ pub struct AdamWNumbers {
     pub weight_decay: f64,
 }
 
-impl AdamWNumbers {
+impl AdamWHyper {
     pub(crate) fn new(betas: [f64; 2], epsilon: f64, weight_decay: f64) -> Self {
         Self {
             betas,
@@ -91,7 +91,7 @@ pub struct AdamWInputs<B: Backend> {
     pub second: TensorList<B>,
     /// `[1]`, in the dtype of sums: what gradients are multiplied by. None: 1.
     #[extension_type]
-    pub factor: MaybeFloat<B>,
+    pub factor: OptFloat<B>,
 }
 
 /// What AdamW's step returns, each of the shape and dtype that it came in.
@@ -110,11 +110,11 @@ pub struct AdamWOutput<B: Backend> {
     pub second: TensorList<B>,
 }
 
-/// The norm of many tensors together, and what scales them to a limit.
+/// The norm over many tensors, and what scales them to a limit.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
-pub struct ClipFactor<B: Backend> {
+pub struct GradNorm<B: Backend> {
     /// `[1]`: the norm.
     pub norm: FloatTensor<B>,
     /// `[1]`: `min(1, limit / norm)`.
@@ -143,7 +143,7 @@ pub trait OptimOps: Backend {
 
     /// The norm of what has `partials` as its sums of squares, and the factor that clips it to the limit in `control`, of the same dtype.
     #[fusion(meta = meta::clip_factor)]
-    fn clip_factor(partials: FloatTensor<Self>, control: FloatTensor<Self>) -> ClipFactor<Self> {
+    fn clip_factor(partials: FloatTensor<Self>, control: FloatTensor<Self>) -> GradNorm<Self> {
         reference::clip_factor::<Self>(partials, control)
     }
 
@@ -152,7 +152,7 @@ pub trait OptimOps: Backend {
     fn adamw(
         #[extension_type] inputs: AdamWInputs<Self>,
         control: FloatTensor<Self>,
-        numbers: AdamWNumbers,
+        numbers: AdamWHyper,
     ) -> AdamWOutput<Self> {
         reference::adamw::<Self>(inputs, control, numbers)
     }
@@ -182,9 +182,9 @@ mod meta {
         partials.clone()
     }
 
-    pub fn clip_factor(partials: &TensorSpec, _control: &TensorSpec) -> ClipFactorMetadata {
+    pub fn clip_factor(partials: &TensorSpec, _control: &TensorSpec) -> GradNormMetadata {
         let one = TensorSpec::new([1].into(), partials.dtype);
-        ClipFactorMetadata {
+        GradNormMetadata {
             norm: one.clone(),
             factor: one,
         }
@@ -193,7 +193,7 @@ mod meta {
     pub fn adamw(
         inputs: &AdamWInputsMetadata,
         _control: &TensorSpec,
-        _numbers: &AdamWNumbers,
+        _numbers: &AdamWHyper,
     ) -> AdamWOutputMetadata {
         AdamWOutputMetadata {
             parameters: inputs.parameters.clone(),

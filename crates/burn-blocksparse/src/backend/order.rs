@@ -16,11 +16,11 @@ pub struct SortedRounds<B: Backend> {
     pub choices: IntTensor<B>,
 }
 
-/// The highest numbers of rows, i32.
+/// The top-k of rows, i32.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
-pub struct HighestLists<B: Backend> {
+pub struct TopKLists<B: Backend> {
     /// Their columns, ascending: `[groups, rows, most]`.
     pub columns: IntTensor<B>,
     /// Of each number `row · most` and its place in the row's list, or −1: `[groups, rows, columns]`.
@@ -31,7 +31,7 @@ pub struct HighestLists<B: Backend> {
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
-pub struct AttractedLists<B: Backend> {
+pub struct TopKPerCentroidLists<B: Backend> {
     /// The rows of each mean, ascending: `[batch, heads, means, most]`.
     pub rows: IntTensor<B>,
     /// Of each mean and row `mean · most` and its place in the mean's list, or −1: `[batch, heads, means, length]`.
@@ -45,16 +45,20 @@ pub struct AttractedLists<B: Backend> {
 pub trait OrderOps: Backend {
     /// Lists `[lists, rounds, length]` sorted by bucket in each round, into rounds of `room` places.
     #[fusion(meta = meta::sorted)]
-    fn sort_rounds(buckets: IntTensor<Self>, count: usize, room: usize) -> SortedRounds<Self>;
+    fn counting_argsort_rounds(
+        buckets: IntTensor<Self>,
+        count: usize,
+        room: usize,
+    ) -> SortedRounds<Self>;
 
     /// The first of the largest of `[x R; −x R]` of rows `[batch, heads, length, dim]` and each rotation of `[rounds, dim, half]`:
     /// `[batch, heads, rounds, length]`.
     #[fusion(meta = meta::hashed)]
-    fn hash_rows(x: FloatTensor<Self>, rotations: FloatTensor<Self>) -> IntTensor<Self>;
+    fn lsh_hash(x: FloatTensor<Self>, rotations: FloatTensor<Self>) -> IntTensor<Self>;
 
     /// The order of such rows by their buckets in each round, in rounds of `room` places, of `batch · heads` lists.
     #[fusion(meta = meta::sorted_hashes)]
-    fn sort_hashes(
+    fn lsh_argsort(
         x: FloatTensor<Self>,
         rotations: FloatTensor<Self>,
         room: usize,
@@ -62,19 +66,19 @@ pub trait OrderOps: Backend {
 
     /// The `most` highest of each row of `[groups, rows, columns]`, in f32.
     #[fusion(meta = meta::highest)]
-    fn highest_in_rows(numbers: FloatTensor<Self>, most: usize) -> HighestLists<Self>;
+    fn topk_rows(numbers: FloatTensor<Self>, most: usize) -> TopKLists<Self>;
 
     /// The `most` rows of `[batch, heads, length, width]` most similar to each mean of `[heads, means, width]` in f32, and the nearest mean of each.
     #[fusion(meta = meta::attracted)]
-    fn attracted_rows(
+    fn topk_per_centroid(
         x: FloatTensor<Self>,
         means: FloatTensor<Self>,
         most: usize,
-    ) -> AttractedLists<Self>;
+    ) -> TopKPerCentroidLists<Self>;
 
     /// Of each column of `[batch, heads, rows, columns]` the row of its highest number, counted through the rows of all heads: `[batch, heads, columns]`.
-    #[fusion(meta = meta::highest_rows)]
-    fn highest_rows(numbers: FloatTensor<Self>) -> IntTensor<Self>;
+    #[fusion(meta = meta::argmax_rows)]
+    fn argmax_rows(numbers: FloatTensor<Self>) -> IntTensor<Self>;
 }
 
 /// Output shapes and dtypes for fusion.
@@ -83,7 +87,7 @@ mod meta {
     use burn::backend::fusion::custom::TensorSpec;
     use burn::tensor::DType;
 
-    use super::{AttractedListsMetadata, HighestListsMetadata, SortedRoundsMetadata};
+    use super::{SortedRoundsMetadata, TopKListsMetadata, TopKPerCentroidListsMetadata};
 
     pub fn sorted(buckets: &TensorSpec, _count: &usize, room: &usize) -> SortedRoundsMetadata {
         let [lists, rounds, length] = buckets.shape.dims::<3>();
@@ -114,28 +118,32 @@ mod meta {
         sorted(&buckets, &0, room)
     }
 
-    pub fn highest(numbers: &TensorSpec, most: &usize) -> HighestListsMetadata {
+    pub fn highest(numbers: &TensorSpec, most: &usize) -> TopKListsMetadata {
         let [groups, rows, _] = numbers.shape.dims::<3>();
-        HighestListsMetadata {
+        TopKListsMetadata {
             columns: TensorSpec::new([groups, rows, *most].into(), DType::I32),
             places: TensorSpec::new(numbers.shape.clone(), DType::I32),
         }
     }
 
-    pub fn attracted(x: &TensorSpec, means: &TensorSpec, most: &usize) -> AttractedListsMetadata {
+    pub fn attracted(
+        x: &TensorSpec,
+        means: &TensorSpec,
+        most: &usize,
+    ) -> TopKPerCentroidListsMetadata {
         let [batch, heads, length, _] = x.shape.dims::<4>();
         let of_mean = |count: usize| {
             let shape = [batch, heads, means.shape[1], count];
             TensorSpec::new(shape.into(), DType::I32)
         };
-        AttractedListsMetadata {
+        TopKPerCentroidListsMetadata {
             rows: of_mean(*most),
             places: of_mean(length),
             nearest: TensorSpec::new([batch, heads, length].into(), DType::I32),
         }
     }
 
-    pub fn highest_rows(numbers: &TensorSpec) -> TensorSpec {
+    pub fn argmax_rows(numbers: &TensorSpec) -> TensorSpec {
         let [batch, heads, _, columns] = numbers.shape.dims::<4>();
         TensorSpec::new([batch, heads, columns].into(), DType::I32)
     }

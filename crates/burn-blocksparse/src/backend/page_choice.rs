@@ -46,7 +46,7 @@ pub trait PageChoiceOps: Backend {
 
     /// The pages of the highest scores, i32 `[batch, kv_heads, keep · block]`.
     #[fusion(meta = meta::highest)]
-    fn highest_pages(
+    fn topk_pages(
         scores: FloatTensor<Self>,
         spans: IntTensor<Self>,
         call: PageChoiceCall,
@@ -89,7 +89,7 @@ mod meta {
 
     pub fn highest(scores: &TensorSpec, _spans: &TensorSpec, call: &PageChoiceCall) -> TensorSpec {
         let [batch, kv_heads, _] = scores.shape.dims::<3>();
-        let listed = call.choice.listed();
+        let listed = call.choice.selected_pages();
         TensorSpec::new([batch, kv_heads, listed].into(), DType::I32)
     }
 }

@@ -56,12 +56,12 @@ mod meta {
         MergeGradsMetadata, MergeInputsMetadata, MergeOutputMetadata, MergeSavedMetadata,
         ProjectionInputsMetadata, ProjectionOutputMetadata,
     };
-    use crate::values::{MaybeFloatMetadata, ThreeFloatsMetadata};
+    use crate::values::{OptFloatMetadata, ThreeFloatsMetadata};
 
-    fn maybe(spec: Option<TensorSpec>) -> MaybeFloatMetadata {
+    fn maybe(spec: Option<TensorSpec>) -> OptFloatMetadata {
         match spec {
-            Some(spec) => MaybeFloatMetadata::Some(spec),
-            None => MaybeFloatMetadata::None,
+            Some(spec) => OptFloatMetadata::Some(spec),
+            None => OptFloatMetadata::None,
         }
     }
 
@@ -77,8 +77,8 @@ mod meta {
         let weights: Vec<&TensorSpec> = [first, second, third]
             .into_iter()
             .filter_map(|weight| match weight {
-                MaybeFloatMetadata::Some(weight) => Some(weight),
-                MaybeFloatMetadata::None => None,
+                OptFloatMetadata::Some(weight) => Some(weight),
+                OptFloatMetadata::None => None,
             })
             .collect();
         let dtype = call.dtype.into();

@@ -15,7 +15,7 @@ pub struct MergedParts<B: Backend> {
     pub own: FloatTensor<B>,
     /// Its lse, `[batch, heads, queries]`, in the dtype of sums.
     pub own_lse: FloatTensor<B>,
-    /// Rows at places: `[batch, heads, places, dim]`, in the dtype of `own`.
+    /// Gathered rows: `[batch, heads, places, dim]`, in the dtype of `own`.
     pub rows: FloatTensor<B>,
     /// Their lse, `[batch, heads, places]`.
     pub lses: FloatTensor<B>,
@@ -45,7 +45,7 @@ pub struct MergedGrads<B: Backend> {
     pub own: FloatTensor<B>,
     /// By its lse.
     pub own_lse: FloatTensor<B>,
-    /// By the rows at places.
+    /// By the gathered rows.
     pub rows: FloatTensor<B>,
     /// By their lse.
     pub lses: FloatTensor<B>,
@@ -98,13 +98,13 @@ pub trait RowOps: Backend {
     /// The rows of `[batch, heads, rows, dim]` at `[batch, heads, places]`, 0 where that is negative: `[batch, heads, places, dim]`. `users` is for the
     /// gradient.
     #[fusion(meta = meta::rows)]
-    fn rows_at(
+    fn gather_rows(
         x: FloatTensor<Self>,
         index: IntTensor<Self>,
         users: IntTensor<Self>,
     ) -> FloatTensor<Self> {
         let _ = users;
-        reference::rows_at::<Self>(x, index)
+        reference::gather_rows::<Self>(x, index)
     }
 
     /// The gradient by the rows: the sum of `grad` over the places `[batch, heads, rows, most]` that use a row.
@@ -115,7 +115,7 @@ pub trait RowOps: Backend {
 
     /// The sums of the rows of `[batch, heads, places, dim]` at the places `[batch, heads, rows, most]`. `index` is for the gradient.
     #[fusion(meta = meta::sums)]
-    fn sums_at(
+    fn segment_sum(
         x: FloatTensor<Self>,
         index: IntTensor<Self>,
         users: IntTensor<Self>,
@@ -126,8 +126,8 @@ pub trait RowOps: Backend {
 
     /// The rows of `[batch, heads, rows, dim]` made as long as 1, in the dtype of sums.
     #[fusion(meta = meta::unit)]
-    fn unit_rows(x: FloatTensor<Self>) -> FloatTensor<Self> {
-        reference::unit_rows::<Self>(x)
+    fn l2_normalize(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        reference::l2_normalize::<Self>(x)
     }
 
     /// The gradient by the rows.
@@ -138,13 +138,13 @@ pub trait RowOps: Backend {
 
     /// The means of the rows of `[batch, heads, places, dim]` at the places `[batch, heads, rows, most]`, 0 where there are none. `index` is for the gradient.
     #[fusion(meta = meta::means)]
-    fn means_at(
+    fn segment_mean(
         x: FloatTensor<Self>,
         index: IntTensor<Self>,
         users: IntTensor<Self>,
     ) -> MeanRows<Self> {
         let _ = index;
-        reference::means_at::<Self>(x, users)
+        reference::segment_mean::<Self>(x, users)
     }
 
     /// The gradient by the rows: `grad` of the row at each place of `[batch, heads, places]`, times its share.

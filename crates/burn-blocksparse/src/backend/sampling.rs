@@ -3,7 +3,7 @@
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, backend_extension};
 
-use crate::paged::values::MaybeInt;
+use crate::paged::values::OptInt;
 use crate::sampling::options::SampleOptions;
 use crate::sampling::reference;
 
@@ -20,7 +20,7 @@ pub trait SamplingOps: Backend {
     fn sample_tokens(
         logits: FloatTensor<Self>,
         draws: FloatTensor<Self>,
-        #[extension_type] seen: MaybeInt<Self>,
+        #[extension_type] seen: OptInt<Self>,
         options: SampleOptions,
     ) -> IntTensor<Self> {
         reference::tokens::<Self>(logits, draws, seen.into_option(), &options)
@@ -34,12 +34,12 @@ mod meta {
     use burn::tensor::DType;
 
     use super::*;
-    use crate::paged::values::MaybeIntMetadata;
+    use crate::paged::values::OptIntMetadata;
 
     pub fn tokens(
         logits: &TensorSpec,
         _draws: &TensorSpec,
-        _seen: &MaybeIntMetadata,
+        _seen: &OptIntMetadata,
         _options: &SampleOptions,
     ) -> TensorSpec {
         TensorSpec::new([logits.shape[0]].into(), DType::I32)

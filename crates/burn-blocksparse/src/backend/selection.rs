@@ -4,12 +4,12 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType, backend_extension};
 
 use crate::selection::{key_reference, reference};
-use crate::values::{LayoutTensors, MaybeFloat};
+use crate::values::{LayoutTensors, OptFloat};
 
 /// Which blocks queries take, of the scores of some of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct HighestBlocks {
+pub struct TopKBlocks {
     /// The position of the first query of the scores; the first key's is 0.
     pub position: i64,
     /// Keys of a block.
@@ -18,7 +18,7 @@ pub struct HighestBlocks {
     pub most: usize,
 }
 
-impl HighestBlocks {
+impl TopKBlocks {
     pub(crate) fn new(position: i64, block: usize, most: usize) -> Self {
         Self {
             position,
@@ -80,7 +80,7 @@ impl QueryTiles {
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
-pub struct ListedQueries<B: Backend> {
+pub struct QueriesOfBlocks<B: Backend> {
     /// The place of each choice: `[batch, lists, queries, most]`.
     pub places: IntTensor<B>,
     /// The choice at each place: `[batch, lists, tiles · tile]`.
@@ -89,7 +89,7 @@ pub struct ListedQueries<B: Backend> {
     pub tile_blocks: IntTensor<B>,
 }
 
-impl<B: Backend> ListedQueries<B> {
+impl<B: Backend> QueriesOfBlocks<B> {
     pub(crate) fn new(
         places: IntTensor<B>,
         choices: IntTensor<B>,
@@ -121,7 +121,7 @@ pub trait SelectionOps: Backend {
     #[fusion(meta = meta::likeness)]
     fn block_likeness(
         x: FloatTensor<Self>,
-        #[extension_type] less: MaybeFloat<Self>,
+        #[extension_type] less: OptFloat<Self>,
         block: usize,
     ) -> FloatTensor<Self> {
         reference::block_likeness::<Self>(x, less.into_option(), block)
@@ -130,13 +130,13 @@ pub trait SelectionOps: Backend {
     /// The blocks of the highest of `scores` `[batch, lists, rows, blocks]`, f32, before the block that a row's own position lies in, by falling score;
     /// of equal ones the earlier, and NaN is the lowest: `[batch, lists, rows, most]`, i32, −1 where there are fewer.
     #[fusion(meta = meta::highest)]
-    fn highest_blocks(scores: FloatTensor<Self>, call: HighestBlocks) -> IntTensor<Self> {
+    fn highest_blocks(scores: FloatTensor<Self>, call: TopKBlocks) -> IntTensor<Self> {
         reference::highest_blocks::<Self>(scores, &call)
     }
 
     /// The lists of such blocks: the queries that chose a block have neighbouring places, in order, from the first place of a tile on.
     #[fusion(meta = meta::lists)]
-    fn list_queries(picks: IntTensor<Self>, call: QueryTiles) -> ListedQueries<Self> {
+    fn list_queries(picks: IntTensor<Self>, call: QueryTiles) -> QueriesOfBlocks<Self> {
         reference::list_queries::<Self>(picks, &call)
     }
 
@@ -161,7 +161,7 @@ mod meta {
     use burn::tensor::DType;
 
     use super::*;
-    use crate::values::{LayoutTensorsMetadata, MaybeFloatMetadata};
+    use crate::values::{LayoutTensorsMetadata, OptFloatMetadata};
 
     pub fn means(x: &TensorSpec, block: &usize) -> TensorSpec {
         let [batch, heads, rows, width] = x.shape.dims::<4>();
@@ -171,12 +171,12 @@ mod meta {
         )
     }
 
-    pub fn likeness(x: &TensorSpec, _less: &MaybeFloatMetadata, block: &usize) -> TensorSpec {
+    pub fn likeness(x: &TensorSpec, _less: &OptFloatMetadata, block: &usize) -> TensorSpec {
         let [batch, heads, rows, _] = x.shape.dims::<4>();
         TensorSpec::new([batch, heads, rows.div_ceil(*block), 1].into(), DType::F32)
     }
 
-    pub fn highest(scores: &TensorSpec, call: &HighestBlocks) -> TensorSpec {
+    pub fn highest(scores: &TensorSpec, call: &TopKBlocks) -> TensorSpec {
         let [batch, lists, rows, _] = scores.shape.dims::<4>();
         TensorSpec::new([batch, lists, rows, call.most].into(), DType::I32)
     }
@@ -191,9 +191,9 @@ mod meta {
         TensorSpec::new([batch, patterns, layout.host.q_blocks()].into(), DType::I32)
     }
 
-    pub fn lists(picks: &TensorSpec, call: &QueryTiles) -> ListedQueriesMetadata {
+    pub fn lists(picks: &TensorSpec, call: &QueryTiles) -> QueriesOfBlocksMetadata {
         let [batch, lists, ..] = picks.shape.dims::<4>();
-        ListedQueriesMetadata {
+        QueriesOfBlocksMetadata {
             places: TensorSpec::new(picks.shape.clone(), DType::I32),
             choices: TensorSpec::new([batch, lists, call.tiles * call.tile].into(), DType::I32),
             tile_blocks: TensorSpec::new([batch, lists, call.tiles].into(), DType::I32),

@@ -36,7 +36,7 @@ mod kernels {
         ActivationGrads, ActivationInputs, ActivationSaved, ActivationTask,
     };
     use crate::backends::cube::{contiguous, empty, matrix, shaped, typed, uses_reference};
-    use crate::values::MaybeFloat;
+    use crate::values::OptFloat;
 
     pub(crate) fn kind(activation: Activation) -> ActivationKind {
         match activation {
@@ -105,7 +105,7 @@ mod kernels {
             match backward(x.as_ref(), bias.as_ref(), &grad, activation, task, in_place) {
                 Ok(grads) => grads,
                 Err(_) => {
-                    let [x, bias] = [x, bias].map(MaybeFloat::from);
+                    let [x, bias] = [x, bias].map(OptFloat::from);
                     let saved = ActivationSaved { x, bias, grad };
                     reference::backward::<Self>(saved, activation, task)
                 }
@@ -169,7 +169,7 @@ mod steps {
     use crate::activation::values::{
         ActivationGrads, ActivationInputs, ActivationSaved, ActivationTask,
     };
-    use crate::values::MaybeFloat;
+    use crate::values::OptFloat;
 
     #[derive(Debug)]
     struct BiasActivation;
@@ -199,7 +199,7 @@ mod steps {
             let state = ops.state;
             let mut parents = ops.parents.into_iter();
             let [x, bias] = [(); 2].map(|_| parents.next().flatten());
-            let mut kept = |id: Option<NodeId>| -> MaybeFloat<B> {
+            let mut kept = |id: Option<NodeId>| -> OptFloat<B> {
                 id.map(|id| checkpointer.retrieve_node_output(id)).into()
             };
             let saved = ActivationSaved {
@@ -214,7 +214,7 @@ mod steps {
             };
             let made = B::bias_activation_backward(saved, state.activation, task);
             for (parent, grad) in [(x, made.x), (bias, made.bias)] {
-                if let (Some(parent), MaybeFloat::Some(grad)) = (parent, grad) {
+                if let (Some(parent), OptFloat::Some(grad)) = (parent, grad) {
                     grads.register::<B>(parent.id, grad);
                 }
             }

@@ -12,8 +12,8 @@ use crate::backend::BlockSparseOps;
 use crate::options::AttentionOptions;
 use crate::reference;
 use crate::values::{
-    AttentionGrads, AttentionInputs, AttentionOutput, BlockChoice, GivenOutput, LayoutTensors,
-    MaybeFloat, OutputGrads, SCORE_TENSORS, Saved, ScoreTensors, WantedGrads,
+    AttentionGrads, AttentionInputs, AttentionOutput, DynamicBlocks, KnownOutput, LayoutTensors,
+    NeedsGrad, OptFloat, OutputGrads, SCORE_TENSORS, SavedTensors, ScoreTensors,
 };
 
 /// The attention step, whose outputs are out and lse.
@@ -69,8 +69,8 @@ impl<B: BlockSparseOps, const N: usize> Backward<B, N> for BlockSparseAttention 
             v,
             scores: ScoreTensors::of_list(tensors),
         };
-        let saved = Saved { inputs, output };
-        let wanted = WantedGrads::of_list(wanted);
+        let saved = SavedTensors { inputs, output };
+        let wanted = NeedsGrad::of_list(wanted);
         let made = B::block_sparse_attention_backward(saved, output_grads, layout, options, wanted);
         let by_scores = (made.scores.into_list().into_iter())
             .zip(scores)
@@ -91,7 +91,7 @@ impl<B: BlockSparseOps, const N: usize> Backward<B, N> for BlockSparseAttention 
 fn attention_step<B: BlockSparseOps, C: CheckpointStrategy, const N: usize>(
     nodes: Vec<NodeGuard>,
     inputs: AttentionInputs<Autodiff<B, C>>,
-    given: Option<GivenOutput<B>>,
+    given: Option<KnownOutput<B>>,
     layout: LayoutTensors<B>,
     options: AttentionOptions,
 ) -> AttentionOutput<Autodiff<B, C>> {
@@ -115,7 +115,7 @@ fn attention_step<B: BlockSparseOps, C: CheckpointStrategy, const N: usize>(
             let scores = (inputs.scores.list()).map(|tensor| Some(prep.checkpoint(tensor?)));
             let mut output = run(inputs);
             // The backward pass does not read it, so the graph does not keep it.
-            let max_scores = std::mem::replace(&mut output.max_scores, MaybeFloat::None);
+            let max_scores = std::mem::replace(&mut output.max_scores, OptFloat::None);
             let AttentionOutput {
                 out, lse, weights, ..
             } = output.clone();
@@ -145,7 +145,7 @@ fn attention_step<B: BlockSparseOps, C: CheckpointStrategy, const N: usize>(
         }
     };
     // Weights and largest scores leave the graph.
-    let constant = |tensor: MaybeFloat<B>| {
+    let constant = |tensor: OptFloat<B>| {
         let tensor = tensor.into_option();
         tensor
             .map(<Autodiff<B, C> as AutodiffBackend>::from_inner)
@@ -162,7 +162,7 @@ fn attention_step<B: BlockSparseOps, C: CheckpointStrategy, const N: usize>(
 /// [`attention_step`] of the inputs that there are.
 fn step_of<B: BlockSparseOps, C: CheckpointStrategy>(
     inputs: AttentionInputs<Autodiff<B, C>>,
-    given: Option<GivenOutput<B>>,
+    given: Option<KnownOutput<B>>,
     layout: LayoutTensors<B>,
     options: AttentionOptions,
 ) -> AttentionOutput<Autodiff<B, C>> {
@@ -182,7 +182,7 @@ fn step_of<B: BlockSparseOps, C: CheckpointStrategy>(
 pub(super) fn inner_scores<B: Backend, C: CheckpointStrategy>(
     scores: ScoreTensors<Autodiff<B, C>>,
 ) -> ScoreTensors<B> {
-    let inner = |tensor: MaybeFloat<Autodiff<B, C>>| {
+    let inner = |tensor: OptFloat<Autodiff<B, C>>| {
         let tensor = tensor.into_option();
         tensor.map(|tensor| tensor.into_primitive()).into()
     };
@@ -196,12 +196,12 @@ pub(super) fn inner_layout<B: Backend, C: CheckpointStrategy>(
     LayoutTensors {
         blocked: layout.blocked,
         choice: match layout.choice {
-            BlockChoice::Listed => BlockChoice::Listed,
-            BlockChoice::Mask(mask) => BlockChoice::Mask(mask),
-            BlockChoice::Indices(indices) => BlockChoice::Indices(indices),
-            BlockChoice::Positions(positions) => BlockChoice::Positions(positions),
-            BlockChoice::Keys(keys) => BlockChoice::Keys(keys),
-            BlockChoice::Scores(scores) => BlockChoice::Scores(scores.into_primitive()),
+            DynamicBlocks::Host => DynamicBlocks::Host,
+            DynamicBlocks::Mask(mask) => DynamicBlocks::Mask(mask),
+            DynamicBlocks::Indices(indices) => DynamicBlocks::Indices(indices),
+            DynamicBlocks::Positions(positions) => DynamicBlocks::Positions(positions),
+            DynamicBlocks::Keys(keys) => DynamicBlocks::Keys(keys),
+            DynamicBlocks::Scores(scores) => DynamicBlocks::Scores(scores.into_primitive()),
         },
         host: layout.host,
         plan: layout.plan,
@@ -217,13 +217,13 @@ impl<B: BlockSparseOps, C: CheckpointStrategy> BlockSparseOps for Autodiff<B, C>
         step_of(inputs, None, inner_layout(layout), options)
     }
 
-    fn block_sparse_attention_given(
+    fn block_sparse_attention_known(
         inputs: AttentionInputs<Self>,
-        given: GivenOutput<Self>,
+        given: KnownOutput<Self>,
         layout: LayoutTensors<Self>,
         options: AttentionOptions,
     ) -> AttentionOutput<Self> {
-        let given = GivenOutput {
+        let given = KnownOutput {
             out: given.out.into_primitive(),
             lse: given.lse.into_primitive(),
         };
@@ -232,11 +232,11 @@ impl<B: BlockSparseOps, C: CheckpointStrategy> BlockSparseOps for Autodiff<B, C>
 
     /// Overridden so that the reference's backward does not itself run through autodiff.
     fn block_sparse_attention_backward(
-        _saved: Saved<Self>,
+        _saved: SavedTensors<Self>,
         _grads: OutputGrads<Self>,
         _layout: LayoutTensors<Self>,
         _options: AttentionOptions,
-        _wanted: WantedGrads,
+        _wanted: NeedsGrad,
     ) -> AttentionGrads<Self> {
         unimplemented!(
             "block-sparse attention is differentiable once; attention_gradients is for second derivatives"
@@ -245,11 +245,11 @@ impl<B: BlockSparseOps, C: CheckpointStrategy> BlockSparseOps for Autodiff<B, C>
 
     /// On this backend each operation of the reference is a step of the graph.
     fn block_sparse_attention_gradients(
-        saved: Saved<Self>,
+        saved: SavedTensors<Self>,
         grads: OutputGrads<Self>,
         layout: LayoutTensors<Self>,
         options: AttentionOptions,
-        wanted: WantedGrads,
+        wanted: NeedsGrad,
     ) -> AttentionGrads<Self> {
         reference::backward::<Self>(saved, grads, &layout, &options, wanted)
     }

@@ -138,7 +138,7 @@ mod steps {
     use crate::sparse_linear::values::{
         SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
     };
-    use crate::values::MaybeFloat;
+    use crate::values::OptFloat;
 
     /// The step behind x and the weight.
     #[derive(Debug)]
@@ -198,7 +198,7 @@ mod steps {
         ) -> SparseLinearOutput<Self> {
             let SparseLinearInputs { x, weight } = inputs;
             let own = |tensor: &FloatTensor<Self>| FloatDType::from(tensor.dtype());
-            let constant = |tensor: MaybeFloat<B>| {
+            let constant = |tensor: OptFloat<B>| {
                 let tensor = tensor.into_option();
                 tensor.map(<Self as AutodiffBackend>::from_inner).into()
             };
@@ -221,12 +221,12 @@ mod steps {
                         .then(|| Factor::Input(prep.checkpoint(&weight)));
                     let layout = call.layout.clone();
                     let made = run(x, weight, call);
-                    let kept =
-                        |wanted: bool, node: Option<Factor<B>>, made: MaybeFloat<B>| match node {
-                            _ if !wanted => Factor::Unused,
-                            Some(node) => node,
-                            None => made.into_option().map_or(Factor::Unused, Factor::Rounded),
-                        };
+                    let kept = |wanted: bool, node: Option<Factor<B>>, made: OptFloat<B>| match node
+                    {
+                        _ if !wanted => Factor::Unused,
+                        Some(node) => node,
+                        None => made.into_option().map_or(Factor::Unused, Factor::Rounded),
+                    };
                     let state = State {
                         layout,
                         dtypes,
@@ -235,8 +235,8 @@ mod steps {
                     };
                     SparseLinearOutput {
                         out: prep.finish(state, made.out),
-                        x: MaybeFloat::None,
-                        weight: MaybeFloat::None,
+                        x: OptFloat::None,
+                        weight: OptFloat::None,
                     }
                 }
                 OpsKind::UnTracked(prep) => {

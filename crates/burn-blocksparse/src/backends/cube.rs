@@ -20,8 +20,8 @@ use cubecl::prelude::InputScalar;
 use crate::backend::BlockSparseOps;
 use crate::options::{AttentionOptions, ProductPrecision, WeightsMode};
 use crate::values::{
-    AttentionGrads, AttentionInputs, AttentionOutput, BlockChoice, LayoutTensors, MaybeFloat,
-    OutputGrads, SCORE_TENSORS, Saved, ScoreTensors, WantedGrads,
+    AttentionGrads, AttentionInputs, AttentionOutput, DynamicBlocks, LayoutTensors, NeedsGrad,
+    OptFloat, OutputGrads, SCORE_TENSORS, SavedTensors, ScoreTensors,
 };
 use crate::{reference, weights};
 
@@ -122,16 +122,16 @@ impl BlockSparseOps for CubeBackend {
     }
 
     fn block_sparse_attention_backward(
-        saved: Saved<Self>,
+        saved: SavedTensors<Self>,
         grads: OutputGrads<Self>,
         layout: LayoutTensors<Self>,
         options: AttentionOptions,
-        wanted: WantedGrads,
+        wanted: NeedsGrad,
     ) -> AttentionGrads<Self> {
         if uses_reference() {
             return reference::backward::<Self>(saved, grads, &layout, &options, wanted);
         }
-        let Saved { inputs, output } = saved;
+        let SavedTensors { inputs, output } = saved;
         let call = Call::new(inputs, layout, options);
         let (heads, seq_q, seq_kv) = (
             call.layout.heads(),
@@ -360,7 +360,7 @@ pub(super) fn as_matrix(x: CubeTensor) -> CubeTensor {
     CubeTensor::new_contiguous(x.client, x.device, shape, x.handle, x.dtype)
 }
 
-pub(super) fn contiguous(tensor: MaybeFloat<CubeBackend>) -> Option<CubeTensor> {
+pub(super) fn contiguous(tensor: OptFloat<CubeBackend>) -> Option<CubeTensor> {
     tensor.into_option().map(into_contiguous)
 }
 
@@ -382,15 +382,15 @@ pub(super) fn bias_view(bias: &CubeTensor) -> BiasView {
 pub(super) fn choose_blocks(
     client: &Client,
     layout: &BlockLayout,
-    choice: BlockChoice<CubeBackend>,
+    choice: DynamicBlocks<CubeBackend>,
 ) {
     let tensor = match choice {
-        BlockChoice::Listed => return,
-        BlockChoice::Mask(tensor)
-        | BlockChoice::Indices(tensor)
-        | BlockChoice::Scores(tensor)
-        | BlockChoice::Positions(tensor)
-        | BlockChoice::Keys(tensor) => into_contiguous(tensor),
+        DynamicBlocks::Host => return,
+        DynamicBlocks::Mask(tensor)
+        | DynamicBlocks::Indices(tensor)
+        | DynamicBlocks::Scores(tensor)
+        | DynamicBlocks::Positions(tensor)
+        | DynamicBlocks::Keys(tensor) => into_contiguous(tensor),
     };
     let tensor = ChoiceTensor {
         dtype: dtype_to_elem_type(tensor.dtype),

@@ -16,7 +16,7 @@ impl DropoutOps for burn::backend::NdArray {}
 
 #[cfg(feature = "cube")]
 mod kernels {
-    use blocksparse::StreamDropout;
+    use blocksparse::ElementDropout;
     use blocksparse::kernels::rows;
     use burn::backend::cubecl::dtype_to_elem_type;
     use burn_cubecl::CubeBackend;
@@ -29,7 +29,7 @@ mod kernels {
     use crate::norm::reference::{self, matrix};
 
     impl DropoutOps for CubeBackend {
-        fn stream_dropout(x: CubeTensor, dropout: StreamDropout) -> CubeTensor {
+        fn stream_dropout(x: CubeTensor, dropout: ElementDropout) -> CubeTensor {
             if uses_reference() {
                 return reference::dropout::<Self>(x, dropout);
             }
@@ -48,7 +48,7 @@ mod kernels {
 
 #[cfg(feature = "autodiff")]
 mod steps {
-    use blocksparse::StreamDropout;
+    use blocksparse::ElementDropout;
     use burn::backend::autodiff::Autodiff;
     use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
     use burn::backend::autodiff::grads::Gradients;
@@ -62,7 +62,7 @@ mod steps {
     struct Drop;
 
     impl<B: DropoutOps> Backward<B, 1> for Drop {
-        type State = StreamDropout;
+        type State = ElementDropout;
 
         fn backward(
             self,
@@ -79,7 +79,7 @@ mod steps {
     }
 
     impl<B: DropoutOps, C: CheckpointStrategy> DropoutOps for Autodiff<B, C> {
-        fn stream_dropout(x: FloatTensor<Self>, dropout: StreamDropout) -> FloatTensor<Self> {
+        fn stream_dropout(x: FloatTensor<Self>, dropout: ElementDropout) -> FloatTensor<Self> {
             let prepared = Drop.prepare::<C>([x.node()]).compute_bound();
             let output = B::stream_dropout(x.into_primitive(), dropout);
             match prepared.stateful() {

@@ -6,13 +6,13 @@
     feature = "cube",
     feature = "autodiff"
 ))]
-use crate::backend::FixedOps;
+use crate::backend::StaticInputOps;
 
 #[cfg(feature = "flex")]
-impl FixedOps for burn::backend::Flex {}
+impl StaticInputOps for burn::backend::Flex {}
 
 #[cfg(feature = "ndarray")]
-impl FixedOps for burn::backend::NdArray {}
+impl StaticInputOps for burn::backend::NdArray {}
 
 #[cfg(feature = "cube")]
 mod kernels {
@@ -20,9 +20,9 @@ mod kernels {
     use burn_cubecl::CubeBackend;
     use burn_cubecl::tensor::CubeTensor;
 
-    use super::FixedOps;
+    use super::StaticInputOps;
 
-    impl FixedOps for CubeBackend {
+    impl StaticInputOps for CubeBackend {
         fn overwrite_float(x: CubeTensor, data: TensorData) -> CubeTensor {
             write(x, data)
         }
@@ -64,10 +64,10 @@ mod constants {
     use burn::backend::tensor::{FloatTensor, IntTensor};
     use burn::tensor::TensorData;
 
-    use super::FixedOps;
+    use super::StaticInputOps;
 
     /// What the host writes has no history.
-    impl<B: FixedOps, C: CheckpointStrategy> FixedOps for Autodiff<B, C> {
+    impl<B: StaticInputOps, C: CheckpointStrategy> StaticInputOps for Autodiff<B, C> {
         fn overwrite_float(x: FloatTensor<Self>, data: TensorData) -> FloatTensor<Self> {
             let written = B::overwrite_float(x.into_primitive(), data);
             <Self as AutodiffBackend>::from_inner(written)

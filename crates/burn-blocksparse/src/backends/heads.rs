@@ -31,7 +31,7 @@ mod kernels {
     use crate::backends::cube::{contiguous, empty, uses_reference};
     use crate::heads::reference;
     use crate::heads::values::{HeadParts, JoinCall, Joined, MOST_PARTS, SplitInputs};
-    use crate::values::{MaybeFloat, ThreeFloats};
+    use crate::values::{OptFloat, ThreeFloats};
 
     fn part((heads, dim): (usize, usize)) -> HeadsPart {
         HeadsPart { heads, dim }
@@ -121,7 +121,7 @@ mod kernels {
         )?;
         Ok(Joined {
             x,
-            bias: MaybeFloat::from(sums),
+            bias: OptFloat::from(sums),
         })
     }
 }
@@ -138,7 +138,7 @@ mod steps {
     use super::HeadOps;
     use crate::backends::outputs::OutputGradients;
     use crate::heads::values::{HeadParts, JoinCall, Joined, MOST_PARTS, SplitInputs};
-    use crate::values::{MaybeFloat, ThreeFloats};
+    use crate::values::{OptFloat, ThreeFloats};
 
     /// The step of a split, whose outputs are the parts.
     #[derive(Debug)]
@@ -175,7 +175,7 @@ mod steps {
             if let Some(x) = x {
                 grads.register::<B>(x.id, joined.x);
             }
-            if let (Some(bias), MaybeFloat::Some(grad)) = (bias, joined.bias) {
+            if let (Some(bias), OptFloat::Some(grad)) = (bias, joined.bias) {
                 grads.register::<B>(bias.id, grad);
             }
         }
@@ -244,7 +244,7 @@ mod steps {
             if let [Some(parent)] = ops.parents {
                 let inputs = SplitInputs {
                     x,
-                    bias: MaybeFloat::None,
+                    bias: OptFloat::None,
                 };
                 let [first, ..] = B::split_heads(inputs, ops.state).into_list();
                 if let Some(first) = first {
@@ -278,7 +278,7 @@ mod steps {
             };
             Joined {
                 x,
-                bias: MaybeFloat::None,
+                bias: OptFloat::None,
             }
         }
     }

@@ -6,13 +6,13 @@
     feature = "cube",
     feature = "autodiff"
 ))]
-use crate::backend::{HeadsApart, HeadsApartOps};
+use crate::backend::{HeadGroupOps, HeadGroups};
 
 #[cfg(feature = "flex")]
-impl HeadsApartOps for burn::backend::Flex {}
+impl HeadGroupOps for burn::backend::Flex {}
 
 #[cfg(feature = "ndarray")]
-impl HeadsApartOps for burn::backend::NdArray {}
+impl HeadGroupOps for burn::backend::NdArray {}
 
 #[cfg(feature = "cube")]
 mod kernels {
@@ -23,22 +23,22 @@ mod kernels {
     use burn_cubecl::kernel::into_contiguous;
     use burn_cubecl::tensor::CubeTensor;
 
-    use super::{HeadsApart, HeadsApartOps};
+    use super::{HeadGroupOps, HeadGroups};
     use crate::backends::cube::{empty, launched, typed};
 
-    impl HeadsApartOps for CubeBackend {
+    impl HeadGroupOps for CubeBackend {
         /// What is behind the first is contiguous: what chooses by content reads it several times. The first heads are read as they lie.
-        fn heads_apart(x: CubeTensor, first: usize) -> HeadsApart<Self> {
+        fn split_head_groups(x: CubeTensor, first: usize) -> HeadGroups<Self> {
             let [_, heads, ..] = x.meta.shape().dims::<4>();
             let all = Slice::full();
             let part = |heads| Self::float_slice(x.clone(), &[all, Slice::from(heads), all, all]);
-            HeadsApart {
+            HeadGroups {
                 first: part(0..first),
                 others: into_contiguous(part(first..heads)),
             }
         }
 
-        fn heads_together(parts: HeadsApart<Self>) -> CubeTensor {
+        fn cat_head_groups(parts: HeadGroups<Self>) -> CubeTensor {
             let (a, b) = (into_contiguous(parts.first), into_contiguous(parts.others));
             let [batch, first, seq, width] = a.meta.shape().dims();
             let [_, others, ..] = b.meta.shape().dims::<4>();
@@ -66,7 +66,7 @@ mod steps {
     use burn::backend::tensor::FloatTensor;
     use burn::backend::{AutodiffBackend, Backend, TensorMetadata};
 
-    use super::{HeadsApart, HeadsApartOps};
+    use super::{HeadGroupOps, HeadGroups};
     use crate::backends::outputs::{OutputGradients, or_zeros};
 
     /// The step behind heads apart, whose outputs are the parts.
@@ -75,11 +75,11 @@ mod steps {
 
     #[derive(Clone, Debug)]
     struct ApartState<B: Backend> {
-        parts: HeadsApart<B>,
+        parts: HeadGroups<B>,
         grads: OutputGradients<B, 2>,
     }
 
-    impl<B: HeadsApartOps> Backward<B, 1> for Apart {
+    impl<B: HeadGroupOps> Backward<B, 1> for Apart {
         type State = ApartState<B>;
 
         fn backward(
@@ -91,12 +91,12 @@ mod steps {
             grads.consume::<B>(&ops.node);
             let ApartState { parts, grads: cell } = ops.state;
             let [first, others] = cell.take();
-            let by = HeadsApart {
+            let by = HeadGroups {
                 first: or_zeros::<B>(first, &parts.first),
                 others: or_zeros::<B>(others, &parts.others),
             };
             if let [Some(parent)] = ops.parents {
-                grads.register::<B>(parent.id, B::heads_together(by));
+                grads.register::<B>(parent.id, B::cat_head_groups(by));
             }
         }
     }
@@ -105,7 +105,7 @@ mod steps {
     #[derive(Debug)]
     struct Together;
 
-    impl<B: HeadsApartOps> Backward<B, 2> for Together {
+    impl<B: HeadGroupOps> Backward<B, 2> for Together {
         /// Heads of the first part.
         type State = usize;
 
@@ -116,7 +116,7 @@ mod steps {
             _checkpointer: &mut Checkpointer,
         ) {
             let grad = grads.consume::<B>(&ops.node);
-            let HeadsApart { first, others } = B::heads_apart(grad, ops.state);
+            let HeadGroups { first, others } = B::split_head_groups(grad, ops.state);
             for (parent, grad) in ops.parents.into_iter().zip([first, others]) {
                 if let Some(parent) = parent {
                     grads.register::<B>(parent.id, grad);
@@ -125,11 +125,11 @@ mod steps {
         }
     }
 
-    impl<B: HeadsApartOps, C: CheckpointStrategy> HeadsApartOps for Autodiff<B, C> {
-        fn heads_apart(x: FloatTensor<Self>, first: usize) -> HeadsApart<Self> {
+    impl<B: HeadGroupOps, C: CheckpointStrategy> HeadGroupOps for Autodiff<B, C> {
+        fn split_head_groups(x: FloatTensor<Self>, first: usize) -> HeadGroups<Self> {
             let prepared = Apart.prepare::<C>([x.node()]).compute_bound();
-            let parts = B::heads_apart(x.into_primitive(), first);
-            let HeadsApart { first, others } = parts.clone();
+            let parts = B::split_head_groups(x.into_primitive(), first);
+            let HeadGroups { first, others } = parts.clone();
             match prepared.stateful() {
                 OpsKind::Tracked(prep) => {
                     let grads = OutputGradients::<B, 2>::default();
@@ -138,27 +138,27 @@ mod steps {
                         grads: grads.clone(),
                     };
                     let step = prep.finish(state, first.clone());
-                    HeadsApart {
+                    HeadGroups {
                         first: grads.node::<C>(&step, 0, first),
                         others: grads.node::<C>(&step, 1, others),
                     }
                 }
-                OpsKind::UnTracked(prep) => HeadsApart {
+                OpsKind::UnTracked(prep) => HeadGroups {
                     first: prep.finish(first),
                     others: <Self as AutodiffBackend>::from_inner(others),
                 },
             }
         }
 
-        fn heads_together(parts: HeadsApart<Self>) -> FloatTensor<Self> {
+        fn cat_head_groups(parts: HeadGroups<Self>) -> FloatTensor<Self> {
             let nodes = [parts.first.node(), parts.others.node()];
             let prepared = Together.prepare::<C>(nodes).compute_bound();
-            let parts: HeadsApart<B> = HeadsApart {
+            let parts: HeadGroups<B> = HeadGroups {
                 first: parts.first.into_primitive(),
                 others: parts.others.into_primitive(),
             };
             let [_, first, ..] = parts.first.shape().dims::<4>();
-            let x = B::heads_together(parts);
+            let x = B::cat_head_groups(parts);
             match prepared.stateful() {
                 OpsKind::Tracked(prep) => prep.finish(first, x),
                 OpsKind::UnTracked(prep) => prep.finish(x),

@@ -1,6 +1,6 @@
 //! An indexer's scores and losses on CubeCL devices.
 
-use blocksparse::RotatedRows;
+use blocksparse::HadamardFp8;
 use blocksparse::kernels::indexer::{
     Compared, IndexerGradients, KeyBytes, KeyPicks, PairInputs, PairSizes, PairSum, by_keys,
     by_queries, check, check_picks, check_rounding, compare, key_bytes, key_parts, pair_sums,
@@ -153,7 +153,7 @@ impl IndexerOps for CubeBackend {
         };
         let all = pairs.sizes([0, seq_q], None);
         let bytes = pairs.bytes(&all, &sum, call.in_fp8);
-        let slabs = picks.slabs(&all, call.numbers);
+        let slabs = picks.slabs(&all, call.chunk_elements);
         let numbers = slabs.iter().map(PairSizes::numbers).max().unwrap_or(0);
         // All slabs in turn have the same scores in memory.
         let scores = empty(&pairs.q, [numbers], DType::F32);
@@ -193,7 +193,7 @@ impl IndexerOps for CubeBackend {
             near: 0,
             all: true,
         };
-        let step = (call.numbers / listed.max(1)).clamp(1, rows.max(1));
+        let step = (call.chunk_elements / listed.max(1)).clamp(1, rows.max(1));
         let scores = empty(&pairs.q, [step * listed], DType::F32);
         let places = empty(&pairs.q, [rows, call.most], DType::I32);
         let client = &pairs.q.client;
@@ -213,7 +213,7 @@ impl IndexerOps for CubeBackend {
         places
     }
 
-    fn indexer_rows(x: CubeTensor, of: RotatedRows) -> CubeTensor {
+    fn indexer_rows(x: CubeTensor, of: HadamardFp8) -> CubeTensor {
         let x = into_contiguous(x);
         let dims: [usize; 4] = x.meta.shape().dims();
         let [.., width] = dims;
@@ -240,7 +240,7 @@ impl IndexerOps for CubeBackend {
         let (index, target) = (index_pairs(index), Pairs::new([q, k, lse]));
         let keys = match over {
             ComparedKeys::All => None,
-            ComparedKeys::Listed(keys) => Some(into_contiguous(cast(keys, DType::I32))),
+            ComparedKeys::Indices(keys) => Some(into_contiguous(cast(keys, DType::I32))),
         };
         let listed = keys.as_ref().map(|keys| keys.meta.shape()[3]);
         let [batch, heads, seq_q, width] = index.q.meta.shape().dims();

@@ -6,16 +6,16 @@
     feature = "cube",
     feature = "autodiff"
 ))]
-use crate::backend::KeyListOps;
+use crate::backend::TokenSparseOps;
 
 #[cfg(feature = "flex")]
-impl KeyListOps for burn::backend::Flex {}
+impl TokenSparseOps for burn::backend::Flex {}
 
 #[cfg(feature = "ndarray")]
-impl KeyListOps for burn::backend::NdArray {}
+impl TokenSparseOps for burn::backend::NdArray {}
 
 #[cfg(all(feature = "cube", not(feature = "cuda")))]
-impl KeyListOps for burn_cubecl::CubeBackend {}
+impl TokenSparseOps for burn_cubecl::CubeBackend {}
 
 #[cfg(feature = "cuda")]
 pub(crate) mod kernels {
@@ -31,17 +31,18 @@ pub(crate) mod kernels {
     use burn_cubecl::kernel::into_contiguous;
     use burn_cubecl::tensor::CubeTensor;
 
-    use super::KeyListOps;
+    use super::TokenSparseOps;
     use crate::backend::{
-        BlockSparseOps, KeyListCall, KeyListGrads, KeyListInputs, KeyListOutput, KeyListSaved,
+        BlockSparseOps, TokenSparseCall, TokenSparseGrads, TokenSparseInputs, TokenSparseOutput,
+        TokenSparseSaved,
     };
     use crate::backends::cube::{checked, contiguous, empty, filled, launched, readable, view};
     use crate::backends::listed::kernels::{ALIGNMENT, numbers};
     use crate::options::AttentionOptions;
     use crate::selection::key_reference as reference;
     use crate::values::{
-        AttentionGrads, AttentionInputs, AttentionOutput, BlockChoice, KernelPlan, LayoutTensors,
-        MaybeFloat, OutputGrads, Saved, ScoreTensors, WantedGrads,
+        AttentionGrads, AttentionInputs, AttentionOutput, DynamicBlocks, KernelPlan, LayoutTensors,
+        NeedsGrad, OptFloat, OutputGrads, SavedTensors, ScoreTensors,
     };
 
     /// The sizes of a call by its shapes, and the dtype of its queries.
@@ -66,8 +67,11 @@ pub(crate) mod kernels {
     }
 
     /// What runs of a call that was planned before.
-    fn planned(inputs: &KeyListInputs<CubeBackend>, call: &KeyListCall) -> Arc<KeyListPlan> {
-        let KeyListInputs { q, k, v, keys } = inputs;
+    fn planned(
+        inputs: &TokenSparseInputs<CubeBackend>,
+        call: &TokenSparseCall,
+    ) -> Arc<KeyListPlan> {
+        let TokenSparseInputs { q, k, v, keys } = inputs;
         let shapes = [q, k, v].map(|x| x.meta.shape().dims());
         let most = keys.meta.shape()[3];
         let request = request(shapes, q.dtype, most, call.causal, call.overlap);
@@ -82,8 +86,8 @@ pub(crate) mod kernels {
     }
 
     impl Walked {
-        fn new(inputs: KeyListInputs<CubeBackend>) -> Self {
-            let KeyListInputs { q, k, v, keys } = inputs;
+        fn new(inputs: TokenSparseInputs<CubeBackend>) -> Self {
+            let TokenSparseInputs { q, k, v, keys } = inputs;
             Self {
                 inputs: [q, k, v].map(|x| readable(x, ALIGNMENT)),
                 keys: numbers(keys),
@@ -99,8 +103,8 @@ pub(crate) mod kernels {
     }
 
     impl InTiles {
-        fn new(inputs: KeyListInputs<CubeBackend>, plan: &KeyListPlan, scale: f64) -> Self {
-            let KeyListInputs { q, k, v, keys } = inputs;
+        fn new(inputs: TokenSparseInputs<CubeBackend>, plan: &KeyListPlan, scale: f64) -> Self {
+            let TokenSparseInputs { q, k, v, keys } = inputs;
             let (tiles, keys) = (plan.tiles(), numbers(keys));
             let layout = checked(tiles.layout(&q.client, &keys.handle));
             Self {
@@ -108,7 +112,7 @@ pub(crate) mod kernels {
                     // Kernels read none.
                     blocked: keys,
                     // The layout has its pairs.
-                    choice: BlockChoice::Listed,
+                    choice: DynamicBlocks::Host,
                     host: layout,
                     plan: KernelPlan {
                         plan: Some(tiles.plan().clone()),
@@ -125,12 +129,12 @@ pub(crate) mod kernels {
         }
     }
 
-    impl KeyListOps for CubeBackend {
+    impl TokenSparseOps for CubeBackend {
         fn key_list_attention(
-            inputs: KeyListInputs<Self>,
-            call: KeyListCall,
-        ) -> KeyListOutput<Self> {
-            if !call.walk {
+            inputs: TokenSparseInputs<Self>,
+            call: TokenSparseCall,
+        ) -> TokenSparseOutput<Self> {
+            if !call.dispatch {
                 return reference::forward::<Self>(inputs, &call);
             }
             let (plan, scale) = (planned(&inputs, &call), call.scale);
@@ -142,7 +146,7 @@ pub(crate) mod kernels {
                 } = InTiles::new(inputs, &plan, scale);
                 let output = Self::block_sparse_attention(inputs, layout, options);
                 let AttentionOutput { out, lse, .. } = output;
-                return KeyListOutput { out, lse };
+                return TokenSparseOutput { out, lse };
             }
             let call = Walked::new(inputs);
             let q = &call.inputs[0];
@@ -161,18 +165,18 @@ pub(crate) mod kernels {
                 }
                 _ => listed::forward(client, plan.walk(), inputs, keys, outputs, scale, false),
             });
-            KeyListOutput { out, lse }
+            TokenSparseOutput { out, lse }
         }
 
         fn key_list_attention_backward(
-            saved: KeyListSaved<Self>,
+            saved: TokenSparseSaved<Self>,
             grads: OutputGrads<Self>,
-            call: KeyListCall,
-        ) -> KeyListGrads<Self> {
-            if !call.walk {
+            call: TokenSparseCall,
+        ) -> TokenSparseGrads<Self> {
+            if !call.dispatch {
                 return reference::backward::<Self>(saved, grads, &call);
             }
-            let KeyListSaved { inputs, output } = saved;
+            let TokenSparseSaved { inputs, output } = saved;
             let (plan, scale) = (planned(&inputs, &call), call.scale);
             if plan.backward() == Way::Tiles {
                 let InTiles {
@@ -180,24 +184,24 @@ pub(crate) mod kernels {
                     layout,
                     options,
                 } = InTiles::new(inputs, &plan, scale);
-                let saved = Saved {
+                let saved = SavedTensors {
                     inputs,
                     output: AttentionOutput {
                         out: output.out,
                         lse: output.lse,
-                        weights: MaybeFloat::None,
-                        max_scores: MaybeFloat::None,
+                        weights: OptFloat::None,
+                        max_scores: OptFloat::None,
                     },
                 };
-                let wanted = WantedGrads::default();
+                let wanted = NeedsGrad::default();
                 let AttentionGrads { q, k, v, .. } =
                     Self::block_sparse_attention_backward(saved, grads, layout, options, wanted);
-                return KeyListGrads { q, k, v };
+                return TokenSparseGrads { q, k, v };
             }
             // Kernels read queries, and gradients by what they see, as rows of one matrix.
             let [q, out, lse, grad_out] =
                 [inputs.q.clone(), output.out, output.lse, grads.out].map(into_contiguous);
-            let call = Walked::new(KeyListInputs { q, ..inputs });
+            let call = Walked::new(TokenSparseInputs { q, ..inputs });
             let grad_lse = contiguous(grads.lse);
             let views = [0, 1, 2].map(|input| view(&call.inputs[input]));
             let grad_view = view(&readable(grad_out, ALIGNMENT));
@@ -228,7 +232,7 @@ pub(crate) mod kernels {
                     listed::backward(client, plan, inputs, lists, outputs, by, made, scale)
                 }
             });
-            KeyListGrads { q, k, v }
+            TokenSparseGrads { q, k, v }
         }
     }
 }
@@ -242,8 +246,10 @@ mod step {
     use burn::backend::autodiff::{Autodiff, NodeId};
     use burn::backend::tensor::IntTensor;
 
-    use super::KeyListOps;
-    use crate::backend::{KeyListCall, KeyListGrads, KeyListInputs, KeyListOutput, KeyListSaved};
+    use super::TokenSparseOps;
+    use crate::backend::{
+        TokenSparseCall, TokenSparseGrads, TokenSparseInputs, TokenSparseOutput, TokenSparseSaved,
+    };
     use crate::backends::outputs::{OutputGradients, or_zeros};
     use crate::values::OutputGrads;
 
@@ -256,13 +262,13 @@ mod step {
     struct State<B: Backend> {
         inputs: [NodeId; 3],
         keys: IntTensor<B>,
-        output: KeyListOutput<B>,
-        call: KeyListCall,
+        output: TokenSparseOutput<B>,
+        call: TokenSparseCall,
         /// By out and lse.
         grads: OutputGradients<B, 2>,
     }
 
-    impl<B: KeyListOps> Backward<B, 3> for OverKeys {
+    impl<B: TokenSparseOps> Backward<B, 3> for OverKeys {
         type State = State<B>;
 
         fn backward(
@@ -285,9 +291,9 @@ mod step {
                 lse: grad_lse.into(),
             };
             let [q, k, v] = inputs.map(|id| checkpointer.retrieve_node_output(id));
-            let inputs = KeyListInputs { q, k, v, keys };
-            let saved = KeyListSaved { inputs, output };
-            let KeyListGrads { q, k, v } =
+            let inputs = TokenSparseInputs { q, k, v, keys };
+            let saved = TokenSparseSaved { inputs, output };
+            let TokenSparseGrads { q, k, v } =
                 B::key_list_attention_backward(saved, output_grads, call);
             for (parent, grad) in ops.parents.into_iter().zip([q, k, v]) {
                 if let Some(parent) = parent {
@@ -297,15 +303,15 @@ mod step {
         }
     }
 
-    impl<B: KeyListOps, C: CheckpointStrategy> KeyListOps for Autodiff<B, C> {
+    impl<B: TokenSparseOps, C: CheckpointStrategy> TokenSparseOps for Autodiff<B, C> {
         fn key_list_attention(
-            inputs: KeyListInputs<Self>,
-            call: KeyListCall,
-        ) -> KeyListOutput<Self> {
+            inputs: TokenSparseInputs<Self>,
+            call: TokenSparseCall,
+        ) -> TokenSparseOutput<Self> {
             let nodes = [inputs.q.node(), inputs.k.node(), inputs.v.node()];
             let prepared = OverKeys.prepare::<C>(nodes).compute_bound();
-            let run = |inputs: KeyListInputs<Self>| {
-                let inputs = KeyListInputs {
+            let run = |inputs: TokenSparseInputs<Self>| {
+                let inputs = TokenSparseInputs {
                     q: inputs.q.into_primitive(),
                     k: inputs.k.into_primitive(),
                     v: inputs.v.into_primitive(),
@@ -319,7 +325,7 @@ mod step {
                         [&inputs.q, &inputs.k, &inputs.v].map(|input| prep.checkpoint(input));
                     let keys = inputs.keys.clone();
                     let output = run(inputs);
-                    let KeyListOutput { out, lse } = output.clone();
+                    let TokenSparseOutput { out, lse } = output.clone();
                     let grads = OutputGradients::<B, 2>::default();
                     let state = State {
                         inputs: nodes,
@@ -329,15 +335,15 @@ mod step {
                         grads: grads.clone(),
                     };
                     let step = prep.finish(state, lse.clone());
-                    KeyListOutput {
+                    TokenSparseOutput {
                         out: grads.node::<C>(&step, 0, out),
                         lse: grads.node::<C>(&step, 1, lse),
                     }
                 }
                 OpsKind::UnTracked(prep) => {
-                    let KeyListOutput { out, lse } = run(inputs);
+                    let TokenSparseOutput { out, lse } = run(inputs);
                     let lse = <Self as burn::backend::AutodiffBackend>::from_inner(lse);
-                    KeyListOutput {
+                    TokenSparseOutput {
                         out: prep.finish(out),
                         lse,
                     }
@@ -347,10 +353,10 @@ mod step {
 
         /// Overridden so that nothing of it runs through autodiff.
         fn key_list_attention_backward(
-            _saved: KeyListSaved<Self>,
+            _saved: TokenSparseSaved<Self>,
             _grads: OutputGrads<Self>,
-            _call: KeyListCall,
-        ) -> KeyListGrads<Self> {
+            _call: TokenSparseCall,
+        ) -> TokenSparseGrads<Self> {
             unimplemented!("attention over lists of keys is differentiable once")
         }
     }

@@ -193,7 +193,7 @@ mod steps {
     use crate::linear::values::{
         LinearGrads, LinearInputs, LinearOutput, LinearSaved, LinearTask, WEIGHTS,
     };
-    use crate::values::{MaybeFloat, ThreeFloats};
+    use crate::values::{OptFloat, ThreeFloats};
 
     /// A factor that the backward pass needs: kept by the checkpointer if it is an input itself, or else here as it was rounded.
     #[derive(Clone, Debug)]
@@ -204,11 +204,11 @@ mod steps {
     }
 
     impl<B: Backend> Factor<B> {
-        pub fn get(self, checkpointer: &mut Checkpointer) -> MaybeFloat<B> {
+        pub fn get(self, checkpointer: &mut Checkpointer) -> OptFloat<B> {
             match self {
-                Self::Input(id) => MaybeFloat::Some(checkpointer.retrieve_node_output(id)),
-                Self::Rounded(tensor) => MaybeFloat::Some(tensor),
-                Self::Unused => MaybeFloat::None,
+                Self::Input(id) => OptFloat::Some(checkpointer.retrieve_node_output(id)),
+                Self::Rounded(tensor) => OptFloat::Some(tensor),
+                Self::Unused => OptFloat::None,
             }
         }
     }
@@ -267,7 +267,7 @@ mod steps {
             };
             B::linear_forward(inputs, dtype)
         };
-        let constant = |tensor: MaybeFloat<B>| {
+        let constant = |tensor: OptFloat<B>| {
             let tensor = tensor.into_option();
             tensor
                 .map(<Autodiff<B, C> as AutodiffBackend>::from_inner)
@@ -298,7 +298,7 @@ mod steps {
                     rounded,
                     joined,
                 } = run(x, weights);
-                let kept = |wanted: bool, node: Option<Factor<B>>, made: MaybeFloat<B>| match node {
+                let kept = |wanted: bool, node: Option<Factor<B>>, made: OptFloat<B>| match node {
                     _ if !wanted => Factor::Unused,
                     Some(node) => node,
                     None => made.into_option().map_or(Factor::Unused, Factor::Rounded),
@@ -310,8 +310,8 @@ mod steps {
                 };
                 LinearOutput {
                     out: prep.finish(state, out),
-                    rounded: MaybeFloat::None,
-                    joined: MaybeFloat::None,
+                    rounded: OptFloat::None,
+                    joined: OptFloat::None,
                 }
             }
             OpsKind::UnTracked(prep) => {

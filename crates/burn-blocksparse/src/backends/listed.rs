@@ -1,12 +1,12 @@
 //! Queries that walk lists of their own on each backend, and their step in Burn's autodiff graph.
 
-use crate::backend::ListedOps;
+use crate::backend::BlockIndicesOps;
 
 #[cfg(feature = "flex")]
-impl ListedOps for burn::backend::Flex {}
+impl BlockIndicesOps for burn::backend::Flex {}
 
 #[cfg(feature = "ndarray")]
-impl ListedOps for burn::backend::NdArray {}
+impl BlockIndicesOps for burn::backend::NdArray {}
 
 pub(crate) mod kernels {
     use blocksparse::kernels::listed::{
@@ -19,15 +19,16 @@ pub(crate) mod kernels {
     use burn_cubecl::tensor::CubeTensor;
     use burn_cubecl::{CubeBackend, CubeDevice};
 
-    use super::ListedOps;
+    use super::BlockIndicesOps;
     use crate::backend::{
-        BlockSparseOps, ListedCall, ListedGrads, ListedInputs, ListedOutput, ListedSaved,
+        BlockIndicesCall, BlockIndicesGrads, BlockIndicesInputs, BlockIndicesOutput,
+        BlockIndicesSaved, BlockSparseOps,
     };
     use crate::backends::cube::{contiguous, launched, readable, view};
     use crate::options::AttentionOptions;
     use crate::values::{
-        AttentionInputs, AttentionOutput, LayoutTensors, MaybeFloat, OutputGrads, Saved,
-        ScoreTensors, WantedGrads,
+        AttentionInputs, AttentionOutput, LayoutTensors, NeedsGrad, OptFloat, OutputGrads,
+        SavedTensors, ScoreTensors,
     };
 
     /// Elements of 16 bytes, which rows begin at multiples of.
@@ -58,7 +59,7 @@ pub(crate) mod kernels {
         dtype: DType,
         most: usize,
         tiles: usize,
-        call: ListedCall,
+        call: BlockIndicesCall,
     ) -> ListedRequest {
         let [batch, heads, seq_q, head_dim] = q;
         let [_, kv_heads, seq_kv, _] = k;
@@ -85,11 +86,11 @@ pub(crate) mod kernels {
 
     impl Call {
         fn new(
-            inputs: ListedInputs<CubeBackend>,
+            inputs: BlockIndicesInputs<CubeBackend>,
             options: &AttentionOptions,
-            call: ListedCall,
+            call: BlockIndicesCall,
         ) -> Self {
-            let ListedInputs {
+            let BlockIndicesInputs {
                 q,
                 k,
                 v,
@@ -112,7 +113,7 @@ pub(crate) mod kernels {
     }
 
     /// The inputs of attention over the layout alone.
-    fn near(inputs: &ListedInputs<CubeBackend>) -> AttentionInputs<CubeBackend> {
+    fn near(inputs: &BlockIndicesInputs<CubeBackend>) -> AttentionInputs<CubeBackend> {
         AttentionInputs {
             q: inputs.q.clone(),
             k: inputs.k.clone(),
@@ -121,14 +122,14 @@ pub(crate) mod kernels {
         }
     }
 
-    impl ListedOps for CubeBackend {
+    impl BlockIndicesOps for CubeBackend {
         /// Attention over the layout, which lists carry on.
         fn listed_attention(
-            inputs: ListedInputs<Self>,
+            inputs: BlockIndicesInputs<Self>,
             layout: LayoutTensors<Self>,
             options: AttentionOptions,
-            call: ListedCall,
-        ) -> ListedOutput<Self> {
+            call: BlockIndicesCall,
+        ) -> BlockIndicesOutput<Self> {
             let over_layout = Self::block_sparse_attention(near(&inputs), layout, options.clone());
             let AttentionOutput { out, lse, .. } = over_layout;
             let call = Call::new(inputs, &options, call);
@@ -142,31 +143,31 @@ pub(crate) mod kernels {
                 call.scale,
                 true,
             ));
-            ListedOutput { out, lse }
+            BlockIndicesOutput { out, lse }
         }
 
         /// With lse and delta over all keys, the gradients by layout and lists are sums.
         fn listed_attention_backward(
-            saved: ListedSaved<Self>,
+            saved: BlockIndicesSaved<Self>,
             grads: OutputGrads<Self>,
             layout: LayoutTensors<Self>,
             options: AttentionOptions,
-            call: ListedCall,
-        ) -> ListedGrads<Self> {
-            let ListedSaved { inputs, output } = saved;
+            call: BlockIndicesCall,
+        ) -> BlockIndicesGrads<Self> {
+            let BlockIndicesSaved { inputs, output } = saved;
             // Kernels read queries, and gradients by what they see, as rows of one matrix.
             let [q, out, lse, grad_out] =
                 [inputs.q.clone(), output.out, output.lse, grads.out].map(into_contiguous);
-            let inputs = ListedInputs { q, ..inputs };
+            let inputs = BlockIndicesInputs { q, ..inputs };
             let grad_lse = contiguous(grads.lse);
             let over_layout = Self::block_sparse_attention_backward(
-                Saved {
+                SavedTensors {
                     inputs: near(&inputs),
                     output: AttentionOutput {
                         out: out.clone(),
                         lse: lse.clone(),
-                        weights: MaybeFloat::None,
-                        max_scores: MaybeFloat::None,
+                        weights: OptFloat::None,
+                        max_scores: OptFloat::None,
                     },
                 },
                 OutputGrads {
@@ -175,7 +176,7 @@ pub(crate) mod kernels {
                 },
                 layout,
                 options.clone(),
-                WantedGrads::default(),
+                NeedsGrad::default(),
             );
             let call = Call::new(inputs, &options, call);
             let views = [0, 1, 2].map(|input| view(&call.inputs[input]));
@@ -201,7 +202,7 @@ pub(crate) mod kernels {
                 },
                 call.scale,
             ));
-            ListedGrads {
+            BlockIndicesGrads {
                 q: over_layout.q,
                 k: over_layout.k,
                 v: over_layout.v,
@@ -219,8 +220,11 @@ mod step {
     use burn::backend::autodiff::{Autodiff, NodeId};
     use burn::backend::tensor::IntTensor;
 
-    use super::ListedOps;
-    use crate::backend::{ListedCall, ListedGrads, ListedInputs, ListedOutput, ListedSaved};
+    use super::BlockIndicesOps;
+    use crate::backend::{
+        BlockIndicesCall, BlockIndicesGrads, BlockIndicesInputs, BlockIndicesOutput,
+        BlockIndicesSaved,
+    };
     use crate::backends::autodiff::inner_layout;
     use crate::backends::outputs::{OutputGradients, or_zeros};
     use crate::options::AttentionOptions;
@@ -237,15 +241,15 @@ mod step {
         blocks: IntTensor<B>,
         queries: IntTensor<B>,
         tile_blocks: IntTensor<B>,
-        output: ListedOutput<B>,
+        output: BlockIndicesOutput<B>,
         layout: LayoutTensors<B>,
         options: AttentionOptions,
-        call: ListedCall,
+        call: BlockIndicesCall,
         /// By out and lse.
         grads: OutputGradients<B, 2>,
     }
 
-    impl<B: ListedOps> Backward<B, 3> for Listed {
+    impl<B: BlockIndicesOps> Backward<B, 3> for Listed {
         type State = State<B>;
 
         fn backward(
@@ -272,7 +276,7 @@ mod step {
                 lse: grad_lse.into(),
             };
             let [q, k, v] = inputs.map(|id| checkpointer.retrieve_node_output(id));
-            let inputs = ListedInputs {
+            let inputs = BlockIndicesInputs {
                 q,
                 k,
                 v,
@@ -280,8 +284,8 @@ mod step {
                 queries,
                 tile_blocks,
             };
-            let saved = ListedSaved { inputs, output };
-            let ListedGrads { q, k, v } =
+            let saved = BlockIndicesSaved { inputs, output };
+            let BlockIndicesGrads { q, k, v } =
                 B::listed_attention_backward(saved, output_grads, layout, options, call);
             for (parent, grad) in ops.parents.into_iter().zip([q, k, v]) {
                 if let Some(parent) = parent {
@@ -291,18 +295,18 @@ mod step {
         }
     }
 
-    impl<B: ListedOps, C: CheckpointStrategy> ListedOps for Autodiff<B, C> {
+    impl<B: BlockIndicesOps, C: CheckpointStrategy> BlockIndicesOps for Autodiff<B, C> {
         fn listed_attention(
-            inputs: ListedInputs<Self>,
+            inputs: BlockIndicesInputs<Self>,
             layout: LayoutTensors<Self>,
             options: AttentionOptions,
-            call: ListedCall,
-        ) -> ListedOutput<Self> {
+            call: BlockIndicesCall,
+        ) -> BlockIndicesOutput<Self> {
             let nodes = [inputs.q.node(), inputs.k.node(), inputs.v.node()];
             let prepared = Listed.prepare::<C>(nodes).compute_bound();
             let layout = inner_layout(layout);
-            let run = |inputs: ListedInputs<Self>| {
-                let inputs = ListedInputs {
+            let run = |inputs: BlockIndicesInputs<Self>| {
+                let inputs = BlockIndicesInputs {
                     q: inputs.q.into_primitive(),
                     k: inputs.k.into_primitive(),
                     v: inputs.v.into_primitive(),
@@ -319,7 +323,7 @@ mod step {
                     let lists = [&inputs.blocks, &inputs.queries, &inputs.tile_blocks];
                     let [blocks, queries, tile_blocks] = lists.map(Clone::clone);
                     let output = run(inputs);
-                    let ListedOutput { out, lse } = output.clone();
+                    let BlockIndicesOutput { out, lse } = output.clone();
                     let grads = OutputGradients::<B, 2>::default();
                     let state = State {
                         inputs: nodes,
@@ -333,15 +337,15 @@ mod step {
                         grads: grads.clone(),
                     };
                     let step = prep.finish(state, lse.clone());
-                    ListedOutput {
+                    BlockIndicesOutput {
                         out: grads.node::<C>(&step, 0, out),
                         lse: grads.node::<C>(&step, 1, lse),
                     }
                 }
                 OpsKind::UnTracked(prep) => {
-                    let ListedOutput { out, lse } = run(inputs);
+                    let BlockIndicesOutput { out, lse } = run(inputs);
                     let lse = <Self as burn::backend::AutodiffBackend>::from_inner(lse);
-                    ListedOutput {
+                    BlockIndicesOutput {
                         out: prep.finish(out),
                         lse,
                     }
@@ -351,12 +355,12 @@ mod step {
 
         /// Overridden so that nothing of it runs through autodiff.
         fn listed_attention_backward(
-            _saved: ListedSaved<Self>,
+            _saved: BlockIndicesSaved<Self>,
             _grads: OutputGrads<Self>,
             _layout: LayoutTensors<Self>,
             _options: AttentionOptions,
-            _call: ListedCall,
-        ) -> ListedGrads<Self> {
+            _call: BlockIndicesCall,
+        ) -> BlockIndicesGrads<Self> {
             unimplemented!("attention over lists is differentiable once")
         }
     }

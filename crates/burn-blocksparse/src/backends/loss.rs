@@ -221,7 +221,7 @@ mod steps {
     use crate::loss::values::{
         LossDtypes, LossGrads, LossInputs, LossOutput, LossSaved, LossTask, Reduction,
     };
-    use crate::values::MaybeFloat;
+    use crate::values::OptFloat;
 
     /// The step behind x and the weight.
     #[derive(Debug)]
@@ -233,8 +233,8 @@ mod steps {
         /// The gradients of the forward pass.
         Whole {
             factor: FloatTensor<B>,
-            x: MaybeFloat<B>,
-            weight: MaybeFloat<B>,
+            x: OptFloat<B>,
+            weight: OptFloat<B>,
             dtypes: LossDtypes,
         },
         /// What logits are made of again.
@@ -276,7 +276,7 @@ mod steps {
                     dtypes,
                 } => B::position_cross_entropy_backward(inputs, grad, task, dtypes),
             };
-            let gradients = [made.x, made.weight].map(MaybeFloat::into_option);
+            let gradients = [made.x, made.weight].map(OptFloat::into_option);
             for (parent, grad) in ops.parents.into_iter().zip(gradients) {
                 if let (Some(parent), Some(grad)) = (parent, grad) {
                     grads.register::<B>(parent.id, grad);
@@ -335,8 +335,8 @@ mod steps {
             LossOutput {
                 loss,
                 factor: constant(factor),
-                x: MaybeFloat::None,
-                weight: MaybeFloat::None,
+                x: OptFloat::None,
+                weight: OptFloat::None,
             }
         }
 

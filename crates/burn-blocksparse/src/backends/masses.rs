@@ -6,13 +6,13 @@
     feature = "cube",
     feature = "autodiff"
 ))]
-use crate::backend::AttentionMassOps;
+use crate::backend::AccumulatedAttentionOps;
 
 #[cfg(feature = "flex")]
-impl AttentionMassOps for burn::backend::Flex {}
+impl AccumulatedAttentionOps for burn::backend::Flex {}
 
 #[cfg(feature = "ndarray")]
-impl AttentionMassOps for burn::backend::NdArray {}
+impl AccumulatedAttentionOps for burn::backend::NdArray {}
 
 #[cfg(feature = "cube")]
 mod kernels {
@@ -22,27 +22,27 @@ mod kernels {
     use burn_cubecl::CubeBackend;
     use burn_cubecl::kernel::into_contiguous;
 
-    use super::AttentionMassOps;
+    use super::AccumulatedAttentionOps;
     use crate::backends::cube::{
         bias_view, checked, contiguous, empty, launched, readable, request, table_view,
         uses_reference, view,
     };
     use crate::options::AttentionOptions;
     use crate::reference;
-    use crate::values::{LayoutTensors, MassInputs, MassOutput};
+    use crate::values::{AccumulatedInputs, AccumulatedOutput, LayoutTensors};
 
-    impl AttentionMassOps for CubeBackend {
-        fn attention_masses(
-            inputs: MassInputs<Self>,
+    impl AccumulatedAttentionOps for CubeBackend {
+        fn accumulated_attention(
+            inputs: AccumulatedInputs<Self>,
             layout: LayoutTensors<Self>,
             options: AttentionOptions,
             queries: Range<usize>,
-        ) -> MassOutput<Self> {
+        ) -> AccumulatedOutput<Self> {
             if uses_reference() {
                 return reference::masses::<Self>(inputs, &layout, &options, queries);
             }
             let layout = layout.host;
-            let MassInputs { q, k, lse, scores } = inputs;
+            let AccumulatedInputs { q, k, lse, scores } = inputs;
             let kinds = scores.kinds();
             let [bias, relative] = scores.into_list().map(contiguous);
             let [q, k] = [q, k].map(|input| readable(input, 1));
@@ -74,7 +74,7 @@ mod kernels {
                 &outputs,
             );
             launched(result);
-            MassOutput { columns, diagonals }
+            AccumulatedOutput { columns, diagonals }
         }
     }
 }
@@ -87,27 +87,27 @@ mod constants {
     use burn::backend::autodiff::Autodiff;
     use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 
-    use super::AttentionMassOps;
+    use super::AccumulatedAttentionOps;
     use crate::backends::autodiff::{inner_layout, inner_scores};
     use crate::options::AttentionOptions;
-    use crate::values::{LayoutTensors, MassInputs, MassOutput};
+    use crate::values::{AccumulatedInputs, AccumulatedOutput, LayoutTensors};
 
     /// The sums leave the graph.
-    impl<B: AttentionMassOps, C: CheckpointStrategy> AttentionMassOps for Autodiff<B, C> {
-        fn attention_masses(
-            inputs: MassInputs<Self>,
+    impl<B: AccumulatedAttentionOps, C: CheckpointStrategy> AccumulatedAttentionOps for Autodiff<B, C> {
+        fn accumulated_attention(
+            inputs: AccumulatedInputs<Self>,
             layout: LayoutTensors<Self>,
             options: AttentionOptions,
             queries: Range<usize>,
-        ) -> MassOutput<Self> {
-            let inputs = MassInputs {
+        ) -> AccumulatedOutput<Self> {
+            let inputs = AccumulatedInputs {
                 q: inputs.q.into_primitive(),
                 k: inputs.k.into_primitive(),
                 lse: inputs.lse.into_primitive(),
                 scores: inner_scores(inputs.scores),
             };
-            let sums = B::attention_masses(inputs, inner_layout(layout), options, queries);
-            MassOutput {
+            let sums = B::accumulated_attention(inputs, inner_layout(layout), options, queries);
+            AccumulatedOutput {
                 columns: <Self as AutodiffBackend>::from_inner(sums.columns),
                 diagonals: <Self as AutodiffBackend>::from_inner(sums.diagonals),
             }

@@ -73,7 +73,7 @@ mod kernels {
     use crate::linear::products::{Products, rounded, with_width};
     use crate::mlp::steps;
     use crate::mlp::values::{MlpActive, MlpCall, MlpInnerInputs, MlpOuterSaved, MlpOuterTask};
-    use crate::values::MaybeFloat;
+    use crate::values::OptFloat;
 
     /// As `[.., width]`.
     fn shaped(matrix: CubeTensor, like: &Shape) -> CubeTensor {
@@ -173,12 +173,12 @@ mod kernels {
                         column_sums(&totals.client, typed(&totals), [rows, width], typed(&sums));
                     // f32 and half precision are summed everywhere.
                     result.unwrap_or_else(|error| panic!("mlp: sums over rows: {error}"));
-                    MaybeFloat::Some(sums)
+                    OptFloat::Some(sums)
                 }
-                _ => MaybeFloat::None,
+                _ => OptFloat::None,
             };
             ActivationGrads {
-                x: MaybeFloat::Some(shaped(made.grad, &shape)),
+                x: OptFloat::Some(shaped(made.grad, &shape)),
                 bias: by_bias,
                 y: made.active.map(|active| shaped(active, &shape)).into(),
             }
@@ -197,7 +197,7 @@ mod steps {
 
     use super::MlpOps;
     use crate::backends::linear::Factor;
-    use crate::mlp::steps::{Forward, Saved, Task, backward, forward, own};
+    use crate::mlp::steps::{Forward, SavedTensors, Task, backward, forward, own};
     use crate::mlp::values::{MlpCall, MlpInputs};
 
     /// The step behind x, the weights, and the bias if there is one.
@@ -235,7 +235,7 @@ mod steps {
                 hidden,
             } = ops.state;
             let mut get = |factor: Factor<B>| factor.get(checkpointer).into_option();
-            let saved = Saved {
+            let saved = SavedTensors {
                 x: get(x),
                 inner: get(inner),
                 bias: get(bias),

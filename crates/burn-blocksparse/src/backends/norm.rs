@@ -32,12 +32,12 @@ mod kernels {
     use super::NormOps;
     use crate::backends::cube::{contiguous, empty, filled, uses_reference};
     use crate::dtype::accumulate_in;
-    use crate::norm::Norm;
+    use crate::norm::NormKind;
     use crate::norm::reference::{self, matrix};
     use crate::norm::values::{
         NormBackwardCall, NormCall, NormGrads, NormInputs, NormOutput, NormOutputGrads, NormSaved,
     };
-    use crate::values::MaybeFloat;
+    use crate::values::OptFloat;
 
     /// A tensor to be written, of a shape, on the device of another.
     pub(crate) fn shaped(like: &CubeTensor, shape: Shape, dtype: DType) -> CubeTensor {
@@ -52,7 +52,7 @@ mod kernels {
     }
 
     impl NormOps for CubeBackend {
-        fn residual_norm(inputs: NormInputs<Self>, call: NormCall) -> NormOutput<Self> {
+        fn add_norm(inputs: NormInputs<Self>, call: NormCall) -> NormOutput<Self> {
             if uses_reference() {
                 return reference::forward::<Self>(inputs, &call);
             }
@@ -102,7 +102,7 @@ mod kernels {
             match backward(stream.as_ref(), normed.as_ref(), &norm, in_place, &call) {
                 Ok(grads) => grads,
                 Err(_) => {
-                    let [xhat, rstd, gamma] = norm.map(MaybeFloat::from);
+                    let [xhat, rstd, gamma] = norm.map(OptFloat::from);
                     let saved = NormSaved { xhat, rstd, gamma };
                     let grads = NormOutputGrads {
                         stream: stream.into(),
@@ -138,7 +138,7 @@ mod kernels {
             sum: &sum.handle,
         });
         let norm = gamma.zip(normed.as_ref()).map(|(gamma, normed)| NormOf {
-            centered: call.norm == Some(Norm::Layer),
+            centered: call.norm == Some(NormKind::Layer),
             epsilon: call.epsilon,
             gamma: typed(gamma),
             beta: beta.map(typed),
@@ -146,7 +146,7 @@ mod kernels {
             kept: (xhat.as_ref().zip(rstd.as_ref()))
                 .map(|(xhat, rstd)| [&xhat.handle, &rstd.handle]),
         });
-        rows::residual_norm(&stream.client, typed(stream), [rows, width], branch, norm)?;
+        rows::add_norm(&stream.client, typed(stream), [rows, width], branch, norm)?;
         Ok(NormOutput {
             stream: sum.into(),
             normed: normed.into(),
@@ -167,7 +167,7 @@ mod kernels {
         let [rows, width] = matrix(&shape);
         let norm = by_normed.and_then(|normed| {
             Some(NormGrad {
-                centered: call.forward.norm == Some(Norm::Layer),
+                centered: call.forward.norm == Some(NormKind::Layer),
                 normed: typed(normed),
                 xhat: &xhat.as_ref()?.handle,
                 rstd: &rstd.as_ref()?.handle,
@@ -229,11 +229,11 @@ mod kernels {
         // What was not used has no gradient but 0.
         let or_zeros = |sum: Option<CubeTensor>, dtype: Option<FloatDType>| {
             let zeros = || dtype.map(|dtype| filled(like, [width], 0.0, dtype.into()));
-            MaybeFloat::from(sum.or_else(zeros))
+            OptFloat::from(sum.or_else(zeros))
         };
         Ok(NormGrads {
             branch: match same {
-                true => MaybeFloat::Some(stream.clone()),
+                true => OptFloat::Some(stream.clone()),
                 false => branch.into(),
             },
             stream,
@@ -258,7 +258,7 @@ mod steps {
     use crate::norm::values::{
         NormBackwardCall, NormCall, NormGrads, NormInputs, NormOutput, NormOutputGrads, NormSaved,
     };
-    use crate::values::MaybeFloat;
+    use crate::values::OptFloat;
 
     #[derive(Debug)]
     struct ResidualNorm;
@@ -319,7 +319,7 @@ mod steps {
             }
             let made = [made.branch, made.bias, made.gamma, made.beta];
             for (parent, grad) in others.into_iter().zip(made) {
-                if let (Some(parent), MaybeFloat::Some(grad)) = (parent, grad) {
+                if let (Some(parent), OptFloat::Some(grad)) = (parent, grad) {
                     grads.register::<B>(parent.id, grad);
                 }
             }
@@ -333,9 +333,9 @@ mod steps {
         mut call: NormCall,
     ) -> NormOutput<Autodiff<B, C>> {
         let nodes: [NodeGuard; N] = nodes.try_into().expect("as many nodes as the step has");
-        let inner = |tensor: MaybeFloat<Autodiff<B, C>>| {
+        let inner = |tensor: OptFloat<Autodiff<B, C>>| {
             let tensor = tensor.into_option();
-            MaybeFloat::from(tensor.map(|tensor| tensor.into_primitive()))
+            OptFloat::from(tensor.map(|tensor| tensor.into_primitive()))
         };
         let inputs = NormInputs {
             stream: inputs.stream.into_primitive(),
@@ -345,12 +345,11 @@ mod steps {
             beta: inner(inputs.beta),
         };
         let prepared = ResidualNorm.prepare::<C>(nodes).compute_bound();
-        let none = || MaybeFloat::None;
+        let none = || OptFloat::None;
         let (stream, normed) = match prepared.stateful() {
             OpsKind::Tracked(prep) => {
                 call.keep = call.norm.is_some();
-                let dtype =
-                    |tensor: &MaybeFloat<B>| Some(FloatDType::from(tensor.as_ref()?.dtype()));
+                let dtype = |tensor: &OptFloat<B>| Some(FloatDType::from(tensor.as_ref()?.dtype()));
                 let backward = NormBackwardCall {
                     forward: call,
                     stream: FloatDType::from(TensorMetadata::dtype(&inputs.stream)),
@@ -360,7 +359,7 @@ mod steps {
                     beta: dtype(&inputs.beta),
                 };
                 let (gamma, came) = (inputs.gamma.clone(), inputs.stream.clone());
-                let output = B::residual_norm(inputs, call);
+                let output = B::add_norm(inputs, call);
                 let stream = output.stream.into_option().unwrap_or(came);
                 let mut state = State {
                     saved: NormSaved {
@@ -372,29 +371,29 @@ mod steps {
                     grads: None,
                 };
                 match (output.normed, output.rstd) {
-                    (MaybeFloat::Some(normed), MaybeFloat::Some(rstd)) => {
+                    (OptFloat::Some(normed), OptFloat::Some(rstd)) => {
                         let grads = OutputGradients::<B, 2>::default();
                         state.grads = Some(grads.clone());
                         let step = prep.finish(state, rstd);
                         let stream = grads.node::<C>(&step, 0, stream);
                         let normed = grads.node::<C>(&step, 1, normed);
-                        (MaybeFloat::Some(stream), MaybeFloat::Some(normed))
+                        (OptFloat::Some(stream), OptFloat::Some(normed))
                     }
-                    _ => (MaybeFloat::Some(prep.finish(state, stream)), none()),
+                    _ => (OptFloat::Some(prep.finish(state, stream)), none()),
                 }
             }
             OpsKind::UnTracked(prep) => {
-                let NormOutput { stream, normed, .. } = B::residual_norm(inputs, call);
+                let NormOutput { stream, normed, .. } = B::add_norm(inputs, call);
                 let constant = <Autodiff<B, C> as AutodiffBackend>::from_inner;
                 match (stream, normed) {
-                    (MaybeFloat::Some(stream), normed) => (
-                        MaybeFloat::Some(prep.finish(stream)),
+                    (OptFloat::Some(stream), normed) => (
+                        OptFloat::Some(prep.finish(stream)),
                         normed.into_option().map(constant).into(),
                     ),
-                    (MaybeFloat::None, MaybeFloat::Some(normed)) => {
-                        (none(), MaybeFloat::Some(prep.finish(normed)))
+                    (OptFloat::None, OptFloat::Some(normed)) => {
+                        (none(), OptFloat::Some(prep.finish(normed)))
                     }
-                    (MaybeFloat::None, MaybeFloat::None) => (none(), none()),
+                    (OptFloat::None, OptFloat::None) => (none(), none()),
                 }
             }
         };
@@ -407,9 +406,9 @@ mod steps {
     }
 
     impl<B: NormOps, C: CheckpointStrategy> NormOps for Autodiff<B, C> {
-        fn residual_norm(inputs: NormInputs<Self>, call: NormCall) -> NormOutput<Self> {
+        fn add_norm(inputs: NormInputs<Self>, call: NormCall) -> NormOutput<Self> {
             let others = [&inputs.branch, &inputs.bias, &inputs.gamma, &inputs.beta];
-            let others = others.into_iter().filter_map(MaybeFloat::as_ref);
+            let others = others.into_iter().filter_map(OptFloat::as_ref);
             let nodes: Vec<NodeGuard> = (std::iter::once(&inputs.stream).chain(others))
                 .map(|input| input.node())
                 .collect();
@@ -429,7 +428,7 @@ mod steps {
             _grads: NormOutputGrads<Self>,
             _call: NormBackwardCall,
         ) -> NormGrads<Self> {
-            unimplemented!("residual_norm is differentiable once")
+            unimplemented!("add_norm is differentiable once")
         }
     }
 }

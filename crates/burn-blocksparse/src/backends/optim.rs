@@ -19,7 +19,7 @@ pub(crate) mod kernels {
     use burn_cubecl::tensor::CubeTensor;
 
     use super::OptimOps;
-    use crate::backend::{AdamWInputs, AdamWNumbers, AdamWOutput, ClipFactor, LIMIT, TensorList};
+    use crate::backend::{AdamWHyper, AdamWInputs, AdamWOutput, GradNorm, LIMIT, TensorList};
     use crate::backends::cube::{checked, contiguous, empty, uses_reference};
     use crate::optim::reference;
 
@@ -52,7 +52,7 @@ pub(crate) mod kernels {
             partials
         }
 
-        fn clip_factor(partials: CubeTensor, control: CubeTensor) -> ClipFactor<Self> {
+        fn clip_factor(partials: CubeTensor, control: CubeTensor) -> GradNorm<Self> {
             if !kernels_take([&partials]) {
                 return reference::clip_factor::<Self>(partials, control);
             }
@@ -65,13 +65,13 @@ pub(crate) mod kernels {
                 [&norm.handle, &factor.handle],
                 dtype_to_elem_type(partials.dtype),
             ));
-            ClipFactor { norm, factor }
+            GradNorm { norm, factor }
         }
 
         fn adamw(
             inputs: AdamWInputs<Self>,
             control: CubeTensor,
-            numbers: AdamWNumbers,
+            numbers: AdamWHyper,
         ) -> AdamWOutput<Self> {
             let AdamWInputs {
                 parameters,
@@ -116,7 +116,7 @@ pub(crate) mod kernels {
                 &tensors,
                 &control.handle,
                 factor.as_ref().map(|factor| &factor.handle),
-                optim::AdamWNumbers {
+                optim::AdamWHyper {
                     betas: numbers.betas,
                     epsilon: numbers.epsilon,
                     weight_decay: numbers.weight_decay,

@@ -10,16 +10,20 @@ use burn_cubecl::tensor::CubeTensor;
 
 use super::cube::{empty, launched, typed};
 use super::paged::integers;
-use crate::backend::{AttractedLists, HighestLists, OrderOps, SortedRounds};
+use crate::backend::{OrderOps, SortedRounds, TopKLists, TopKPerCentroidLists};
 
 impl OrderOps for CubeBackend {
-    fn sort_rounds(buckets: CubeTensor, count: usize, room: usize) -> SortedRounds<Self> {
+    fn counting_argsort_rounds(
+        buckets: CubeTensor,
+        count: usize,
+        room: usize,
+    ) -> SortedRounds<Self> {
         let [lists, rounds, length] = buckets.meta.shape().dims();
         let buckets = integers(buckets);
         let by_place = || empty(&buckets, [lists, rounds, room], DType::I32);
         let (tokens, choices) = (by_place(), by_place());
         let places = empty(&buckets, [lists, length, rounds], DType::I32);
-        launched(rows::sort_rounds(
+        launched(rows::counting_argsort_rounds(
             &buckets.client,
             Rounds::new([lists, rounds, length], room),
             count,
@@ -33,31 +37,35 @@ impl OrderOps for CubeBackend {
         }
     }
 
-    fn hash_rows(x: CubeTensor, rotations: CubeTensor) -> CubeTensor {
+    fn lsh_hash(x: CubeTensor, rotations: CubeTensor) -> CubeTensor {
         let [batch, heads, length, dim] = x.meta.shape().dims();
         let [rounds, _, half] = rotations.meta.shape().dims();
         let (x, rotations) = (into_contiguous(x), into_contiguous(rotations));
         let buckets = empty(&x, [batch, heads, rounds, length], DType::I32);
         let of = HashedRows::new([batch * heads, length, dim], [rounds, half]);
         let (rotations, made) = (&rotations.handle, &buckets.handle);
-        launched(rows::hash_rows(&x.client, &of, typed(&x), rotations, made));
+        launched(rows::lsh_hash(&x.client, &of, typed(&x), rotations, made));
         buckets
     }
 
-    fn sort_hashes(x: CubeTensor, rotations: CubeTensor, room: usize) -> SortedRounds<Self> {
+    fn lsh_argsort(x: CubeTensor, rotations: CubeTensor, room: usize) -> SortedRounds<Self> {
         let [batch, heads, length, dim] = x.meta.shape().dims();
         let [rounds, _, half] = rotations.meta.shape().dims();
         let of = HashedRows::new([batch * heads, length, dim], [rounds, half]);
         let (x, rotations) = (into_contiguous(x), into_contiguous(rotations));
         if !rows::sorts_hashes(&x.client, &of, typed(&x).1) {
-            let buckets = Self::hash_rows(x, rotations);
+            let buckets = Self::lsh_hash(x, rotations);
             let shape = Shape::new([batch * heads, rounds, length]);
-            return Self::sort_rounds(Self::int_reshape(buckets, shape), 2 * half, room);
+            return Self::counting_argsort_rounds(
+                Self::int_reshape(buckets, shape),
+                2 * half,
+                room,
+            );
         }
         let by_place = || empty(&x, [batch * heads, rounds, room], DType::I32);
         let (tokens, choices) = (by_place(), by_place());
         let places = empty(&x, [batch * heads, length, rounds], DType::I32);
-        launched(rows::sort_hashes(
+        launched(rows::lsh_argsort(
             &x.client,
             &of,
             room,
@@ -72,19 +80,23 @@ impl OrderOps for CubeBackend {
         }
     }
 
-    fn highest_in_rows(numbers: CubeTensor, most: usize) -> HighestLists<Self> {
+    fn topk_rows(numbers: CubeTensor, most: usize) -> TopKLists<Self> {
         let [groups, rows, columns] = numbers.meta.shape().dims();
         let numbers = into_contiguous(cast(numbers, DType::F32));
         let lists = empty(&numbers, [groups, rows, most], DType::I32);
         let places = empty(&numbers, [groups, rows, columns], DType::I32);
         highest(&numbers, [groups, rows, columns], most, [&lists, &places]);
-        HighestLists {
+        TopKLists {
             columns: lists,
             places,
         }
     }
 
-    fn attracted_rows(x: CubeTensor, means: CubeTensor, most: usize) -> AttractedLists<Self> {
+    fn topk_per_centroid(
+        x: CubeTensor,
+        means: CubeTensor,
+        most: usize,
+    ) -> TopKPerCentroidLists<Self> {
         let x = into_contiguous(x);
         let Compared {
             similarities,
@@ -95,20 +107,20 @@ impl OrderOps for CubeBackend {
         let places = empty(&x, [batch, heads, count, length], DType::I32);
         let of = [batch * heads, count, length];
         highest(&similarities, of, most, [&lists, &places]);
-        AttractedLists {
+        TopKPerCentroidLists {
             rows: lists,
             places,
             nearest,
         }
     }
 
-    fn highest_rows(numbers: CubeTensor) -> CubeTensor {
+    fn argmax_rows(numbers: CubeTensor) -> CubeTensor {
         let [batch, heads, all, columns] = numbers.meta.shape().dims();
         let numbers = into_contiguous(numbers);
         let found = empty(&numbers, [batch, heads, columns], DType::I32);
         let (given, made) = (typed(&numbers), &found.handle);
         let (of, sizes) = ([batch, heads], [all, columns]);
-        launched(rows::highest_rows(&numbers.client, of, sizes, given, made));
+        launched(rows::argmax_rows(&numbers.client, of, sizes, given, made));
         found
     }
 }
@@ -148,6 +160,6 @@ fn highest(numbers: &CubeTensor, of: [usize; 3], most: usize, made: [&CubeTensor
     let [.., columns] = of;
     launched(match rows::holds_rows(client, columns) {
         true => rows::highest_of_rows(client, of, most, given, made),
-        false => paged::highest_in_rows(client, of, most, given, made),
+        false => paged::topk_rows(client, of, most, given, made),
     });
 }

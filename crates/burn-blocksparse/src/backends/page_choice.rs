@@ -138,11 +138,7 @@ mod kernels {
             scores
         }
 
-        fn highest_pages(
-            scores: CubeTensor,
-            spans: CubeTensor,
-            call: PageChoiceCall,
-        ) -> CubeTensor {
+        fn topk_pages(scores: CubeTensor, spans: CubeTensor, call: PageChoiceCall) -> CubeTensor {
             let [batch, kv_heads, entries] = scores.meta.shape().dims();
             let choice = &call.choice;
             let shape = HighestShape::new(
@@ -161,8 +157,12 @@ mod kernels {
             }
             let scores = into_contiguous(cast(scores, DType::F32));
             let spans = integers(spans);
-            let picks = empty(&scores, [batch, kv_heads, choice.listed()], DType::I32);
-            checked(paged::highest_pages(
+            let picks = empty(
+                &scores,
+                [batch, kv_heads, choice.selected_pages()],
+                DType::I32,
+            );
+            checked(paged::topk_pages(
                 &scores.client,
                 &shape,
                 &scores.handle,

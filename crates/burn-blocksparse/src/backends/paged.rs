@@ -30,8 +30,8 @@ mod kernels {
     use crate::paged::options::{PagedKeysValues, PagedOptions};
     use crate::paged::reference;
     use crate::paged::values::{
-        AppendInputs, AppendPacked, MaybeInt, PackedPages, PagedCall, PagedInputs, PagedRows,
-        Pages, StoredPages,
+        AppendInputs, AppendPacked, OptInt, PackedPages, PagedCall, PagedInputs, PagedRows, Pages,
+        StoredPages,
     };
 
     /// How a call is launched.
@@ -76,13 +76,13 @@ mod kernels {
             StoredPages::Quantized(pages) => Some(pages.quantization),
         };
         shape.softcap = call.softcap.is_some();
-        shape.visibility = matches!(inputs.positions, MaybeInt::Some(_));
+        shape.visibility = matches!(inputs.positions, OptInt::Some(_));
         shape.selected = match &inputs.selected {
-            MaybeInt::Some(selected) => Some(selected.meta.shape()[2]),
-            MaybeInt::None => None,
+            OptInt::Some(selected) => Some(selected.meta.shape()[2]),
+            OptInt::None => None,
         };
         shape.sinks = inputs.sinks.as_ref().is_some();
-        shape.counters = matches!(&inputs.counters, MaybeInt::Some(x) if x.dtype == DType::I32);
+        shape.counters = matches!(&inputs.counters, OptInt::Some(x) if x.dtype == DType::I32);
         shape.fixed_split = call.fixed_split;
         shape
     }
@@ -96,7 +96,7 @@ mod kernels {
         }
     }
 
-    fn maybe_integers(tensor: MaybeInt<CubeBackend>) -> Option<CubeTensor> {
+    fn maybe_integers(tensor: OptInt<CubeBackend>) -> Option<CubeTensor> {
         tensor.into_option().map(integers)
     }
 

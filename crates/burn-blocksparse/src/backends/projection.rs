@@ -99,7 +99,7 @@ mod kernels {
         MergeGrads, MergeInputs, MergeOutput, MergeSaved, MergeTask, ProjectionCall,
         ProjectionInputs, ProjectionOutput,
     };
-    use crate::values::{MaybeFloat, ThreeFloats};
+    use crate::values::{OptFloat, ThreeFloats};
 
     impl ProjectionOps for CubeBackend {
         fn project_heads(
@@ -218,8 +218,8 @@ mod kernels {
                 by_weight = by_weight.or(made.weight.into_option());
             }
             MergeGrads {
-                x: MaybeFloat::from(by_x),
-                weight: MaybeFloat::from(by_weight),
+                x: OptFloat::from(by_x),
+                weight: OptFloat::from(by_weight),
             }
         }
     }
@@ -244,7 +244,7 @@ mod steps {
         MergeGrads, MergeInputs, MergeOutput, MergeSaved, MergeTask, ProjectionCall,
         ProjectionInputs, ProjectionOutput,
     };
-    use crate::values::{MaybeFloat, ThreeFloats};
+    use crate::values::{OptFloat, ThreeFloats};
 
     type Tracked<B, C> = FloatTensor<Autodiff<B, C>>;
 
@@ -326,8 +326,8 @@ mod steps {
         };
         let output = |heads| ProjectionOutput {
             heads,
-            rounded: MaybeFloat::None,
-            joined: MaybeFloat::None,
+            rounded: OptFloat::None,
+            joined: OptFloat::None,
         };
         match Project.prepare::<C>(nodes).compute_bound().stateful() {
             OpsKind::Tracked(mut prep) => {
@@ -359,7 +359,7 @@ mod steps {
                     rounded,
                     joined,
                 } = run(x, weights, bias);
-                let kept = |wanted: bool, node: Option<Factor<B>>, made: MaybeFloat<B>| match node {
+                let kept = |wanted: bool, node: Option<Factor<B>>, made: OptFloat<B>| match node {
                     _ if !wanted => Factor::Unused,
                     Some(node) => node,
                     None => made.into_option().map_or(Factor::Unused, Factor::Rounded),
@@ -426,7 +426,7 @@ mod steps {
             };
             let MergeGrads { x, weight } = B::merge_heads_backward(saved, task);
             for (parent, grad) in ops.parents.into_iter().zip([x, weight]) {
-                if let (Some(parent), MaybeFloat::Some(grad)) = (parent, grad) {
+                if let (Some(parent), OptFloat::Some(grad)) = (parent, grad) {
                     grads.register::<B>(parent.id, grad);
                 }
             }
@@ -497,12 +497,12 @@ mod steps {
             };
             MergeOutput {
                 out,
-                weight: MaybeFloat::None,
+                weight: OptFloat::None,
             }
         }
 
         fn merge_heads_backward(_saved: MergeSaved<Self>, _task: MergeTask) -> MergeGrads<Self> {
-            unimplemented!("linear_from_heads is differentiable once")
+            unimplemented!("out_proj is differentiable once")
         }
     }
 }

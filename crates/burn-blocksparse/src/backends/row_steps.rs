@@ -180,13 +180,13 @@ impl<B: RowOps> Backward<B, 1> for SumsAt {
         let grad = grads.consume::<B>(&ops.node);
         let [index, users] = ops.state;
         if let [Some(parent)] = ops.parents {
-            grads.register::<B>(parent.id, B::rows_at(grad, index, users));
+            grads.register::<B>(parent.id, B::gather_rows(grad, index, users));
         }
     }
 }
 
 impl<B: RowOps, C: CheckpointStrategy> RowOps for Autodiff<B, C> {
-    fn sums_at(
+    fn segment_sum(
         x: FloatTensor<Self>,
         index: IntTensor<Self>,
         users: IntTensor<Self>,
@@ -195,14 +195,14 @@ impl<B: RowOps, C: CheckpointStrategy> RowOps for Autodiff<B, C> {
         let x = x.into_primitive();
         match prepared.stateful() {
             OpsKind::Tracked(prep) => {
-                let sums = B::sums_at(x, index.clone(), users.clone());
+                let sums = B::segment_sum(x, index.clone(), users.clone());
                 prep.finish([index, users], sums)
             }
-            OpsKind::UnTracked(prep) => prep.finish(B::sums_at(x, index, users)),
+            OpsKind::UnTracked(prep) => prep.finish(B::segment_sum(x, index, users)),
         }
     }
 
-    fn rows_at(
+    fn gather_rows(
         x: FloatTensor<Self>,
         index: IntTensor<Self>,
         users: IntTensor<Self>,
@@ -211,17 +211,17 @@ impl<B: RowOps, C: CheckpointStrategy> RowOps for Autodiff<B, C> {
         let x = x.into_primitive();
         match prepared.stateful() {
             OpsKind::Tracked(prep) => {
-                let rows = B::rows_at(x, index, users.clone());
+                let rows = B::gather_rows(x, index, users.clone());
                 prep.finish(users, rows)
             }
-            OpsKind::UnTracked(prep) => prep.finish(B::rows_at(x, index, users)),
+            OpsKind::UnTracked(prep) => prep.finish(B::gather_rows(x, index, users)),
         }
     }
 
-    fn unit_rows(x: FloatTensor<Self>) -> FloatTensor<Self> {
+    fn l2_normalize(x: FloatTensor<Self>) -> FloatTensor<Self> {
         let prepared = Unit.prepare::<C>([x.node()]).compute_bound();
         let x = x.into_primitive();
-        let unit = B::unit_rows(x.clone());
+        let unit = B::l2_normalize(x.clone());
         match prepared.stateful() {
             OpsKind::Tracked(prep) => prep.finish(x, unit),
             OpsKind::UnTracked(prep) => prep.finish(unit),
@@ -230,16 +230,16 @@ impl<B: RowOps, C: CheckpointStrategy> RowOps for Autodiff<B, C> {
 
     /// Overridden so that the reference does not itself run through autodiff.
     fn unit_rows_backward(_grad: FloatTensor<Self>, _x: FloatTensor<Self>) -> FloatTensor<Self> {
-        unimplemented!("unit_rows is differentiable once")
+        unimplemented!("l2_normalize is differentiable once")
     }
 
-    fn means_at(
+    fn segment_mean(
         x: FloatTensor<Self>,
         index: IntTensor<Self>,
         users: IntTensor<Self>,
     ) -> MeanRows<Self> {
         let prepared = MeansAt.prepare::<C>([x.node()]).compute_bound();
-        let MeanRows { means, shares } = B::means_at(x.into_primitive(), index.clone(), users);
+        let MeanRows { means, shares } = B::segment_mean(x.into_primitive(), index.clone(), users);
         let constant = <Self as AutodiffBackend>::from_inner(shares.clone());
         let means = match prepared.stateful() {
             OpsKind::Tracked(prep) => prep.finish((shares, index), means),
@@ -346,11 +346,11 @@ impl<B: RowOps, C: CheckpointStrategy> RowOps for Autodiff<B, C> {
         _shares: FloatTensor<Self>,
         _index: IntTensor<Self>,
     ) -> FloatTensor<Self> {
-        unimplemented!("means_at is differentiable once")
+        unimplemented!("segment_mean is differentiable once")
     }
 
     /// Overridden so that the reference does not itself run through autodiff.
     fn rows_at_backward(_grad: FloatTensor<Self>, _users: IntTensor<Self>) -> FloatTensor<Self> {
-        unimplemented!("rows_at is differentiable once")
+        unimplemented!("gather_rows is differentiable once")
     }
 }

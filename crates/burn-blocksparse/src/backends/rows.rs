@@ -77,11 +77,12 @@ mod kernels {
     }
 
     impl RowOps for CubeBackend {
-        fn rows_at(x: CubeTensor, index: CubeTensor, _users: CubeTensor) -> CubeTensor {
+        fn gather_rows(x: CubeTensor, index: CubeTensor, _users: CubeTensor) -> CubeTensor {
             let [batch, heads, places] = index.meta.shape().dims();
             let (x, index) = (into_contiguous(x), numbers(index));
             let by_one = reshaped(index.clone(), [batch, heads, places, 1]);
-            gathered(&x, (&by_one, false)).unwrap_or_else(|| reference::rows_at::<Self>(x, index))
+            gathered(&x, (&by_one, false))
+                .unwrap_or_else(|| reference::gather_rows::<Self>(x, index))
         }
 
         fn rows_at_backward(grad: CubeTensor, users: CubeTensor) -> CubeTensor {
@@ -90,9 +91,9 @@ mod kernels {
                 .unwrap_or_else(|| reference::rows_at_backward::<Self>(grad, users))
         }
 
-        fn unit_rows(x: CubeTensor) -> CubeTensor {
+        fn l2_normalize(x: CubeTensor) -> CubeTensor {
             let x = into_contiguous(x);
-            unit(&x, None).unwrap_or_else(|| reference::unit_rows::<Self>(x))
+            unit(&x, None).unwrap_or_else(|| reference::l2_normalize::<Self>(x))
         }
 
         fn unit_rows_backward(grad: CubeTensor, x: CubeTensor) -> CubeTensor {
@@ -100,9 +101,9 @@ mod kernels {
             unit(&x, Some(&grad)).unwrap_or_else(|| reference::unit_rows_backward::<Self>(grad, x))
         }
 
-        fn means_at(x: CubeTensor, _index: CubeTensor, users: CubeTensor) -> MeanRows<Self> {
+        fn segment_mean(x: CubeTensor, _index: CubeTensor, users: CubeTensor) -> MeanRows<Self> {
             let (x, (users, turned)) = (into_contiguous(x), named(users));
-            means(&x, (&users, turned)).unwrap_or_else(|| reference::means_at::<Self>(x, users))
+            means(&x, (&users, turned)).unwrap_or_else(|| reference::segment_mean::<Self>(x, users))
         }
 
         fn means_at_backward(
@@ -171,7 +172,7 @@ mod kernels {
         let shape = x.meta.shape();
         let made = empty(x, shape.dims::<4>(), dtype);
         let grad = grad.map(|grad| &grad.handle);
-        rows::unit_rows(&x.client, matrix(shape), typed(x), grad, &made.handle).ok()?;
+        rows::l2_normalize(&x.client, matrix(shape), typed(x), grad, &made.handle).ok()?;
         Some(made)
     }
 

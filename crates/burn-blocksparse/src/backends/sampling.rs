@@ -23,7 +23,7 @@ mod kernels {
 
     use super::SamplingOps;
     use crate::backends::cube::{empty, uses_reference};
-    use crate::paged::values::MaybeInt;
+    use crate::paged::values::OptInt;
     use crate::sampling::options::SampleOptions;
     use crate::sampling::reference;
 
@@ -50,7 +50,7 @@ mod kernels {
         fn sample_tokens(
             logits: CubeTensor,
             draws: CubeTensor,
-            seen: MaybeInt<Self>,
+            seen: OptInt<Self>,
             options: SampleOptions,
         ) -> CubeTensor {
             let [rows, vocab] = logits.meta.shape().dims();

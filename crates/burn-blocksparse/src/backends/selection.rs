@@ -20,7 +20,7 @@ mod kernels {
     use burn_cubecl::tensor::CubeTensor;
 
     use super::SelectionOps;
-    use crate::backend::{HighestBlocks, ListedQueries, QueryTiles, UniqueKeys};
+    use crate::backend::{QueriesOfBlocks, QueryTiles, TopKBlocks, UniqueKeys};
     use crate::backends::cube::{choose_blocks, empty, uses_reference};
     use crate::selection::{key_reference, reference};
     use crate::values::LayoutTensors;
@@ -47,7 +47,7 @@ mod kernels {
             }
         }
 
-        fn highest_blocks(scores: CubeTensor, call: HighestBlocks) -> CubeTensor {
+        fn highest_blocks(scores: CubeTensor, call: TopKBlocks) -> CubeTensor {
             let [batch, lists, rows, blocks] = scores.meta.shape().dims();
             if uses_reference() || batch * lists * rows == 0 {
                 return reference::highest_blocks::<Self>(scores, &call);
@@ -100,7 +100,7 @@ mod kernels {
             counts
         }
 
-        fn list_queries(picks: CubeTensor, call: QueryTiles) -> ListedQueries<Self> {
+        fn list_queries(picks: CubeTensor, call: QueryTiles) -> QueriesOfBlocks<Self> {
             let dims @ [batch, lists, queries, most] = picks.meta.shape().dims();
             if uses_reference() || batch * lists * queries * most == 0 {
                 return reference::list_queries::<Self>(picks, &call);
@@ -124,7 +124,7 @@ mod kernels {
                 },
             );
             match result {
-                Ok(()) => ListedQueries::new(places, choices, tile_blocks),
+                Ok(()) => QueriesOfBlocks::new(places, choices, tile_blocks),
                 Err(_) => reference::list_queries::<Self>(picks, &call),
             }
         }

@@ -45,7 +45,7 @@ pub(super) enum Side {
 pub(super) struct Chunk {
     /// The tiles.
     pub tiles: Vec<i32>,
-    /// Blocks listed for each tile: `L`.
+    /// Blocks of each tile: `L`.
     pub length: usize,
     /// `L` blocks for each tile. A tile with fewer repeats its last.
     pub blocks: Vec<i32>,
@@ -116,7 +116,7 @@ impl Places {
         })
     }
 
-    /// The kept block of each stored place, or `len()` where nothing is kept. None: as above.
+    /// The kept block of each stored place, or `len()` where nothing is retained. None: as above.
     pub fn kept_places(&self) -> Option<Vec<i32>> {
         let entries = self.entries.windows(2);
         self.has_filler().then(|| {
@@ -128,7 +128,7 @@ impl Places {
         })
     }
 
-    /// The queries' tile of each stored place, the first one where nothing is kept.
+    /// The queries' tile of each stored place, the first one where nothing is retained.
     pub fn stored_q_tiles(&self) -> Vec<i32> {
         match self.kept_places() {
             None => self.q_tiles.clone(),

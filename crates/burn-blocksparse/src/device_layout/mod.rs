@@ -7,7 +7,7 @@ mod read;
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
-use blocksparse::{BlockLayout, ChosenBy, DeviceChoice, LayoutShape, PositionRule, Rule};
+use blocksparse::{BlockLayout, BlockSource, DeviceChoice, LayoutShape, PositionMask, Rule};
 use burn::backend::Dispatch;
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 
@@ -17,7 +17,7 @@ use crate::device::served;
 use crate::error::OpError;
 use crate::kernels_run::runs_kernels;
 use crate::upload::layout_tensors;
-use crate::values::BlockChoice;
+use crate::values::DynamicBlocks;
 
 /// What a [`DeviceLayout`] is, besides the tensor that chooses its blocks. Build it from [`new`](Self::new).
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -99,7 +99,7 @@ enum Chooser {
     Indices(Tensor<4, Int>),
     Scores(Tensor<4>, Rule),
     /// Of queries and, behind them, of keys: `[batch, heads, seq_q + seq_kv]`; or of both, once.
-    Positions(Tensor<3, Int>, PositionRule),
+    Positions(Tensor<3, Int>, PositionMask),
     /// That each query sees: `[batch, lists, queries, most]`.
     Keys(Tensor<4, Int>),
 }
@@ -164,7 +164,7 @@ impl DeviceLayout {
         let choice = DeviceChoice {
             patterns,
             causal: options.causal,
-            by: ChosenBy::Mask,
+            by: BlockSource::Mask,
         };
         Self::new(
             "a mask",
@@ -212,7 +212,7 @@ impl DeviceLayout {
         let choice = DeviceChoice {
             patterns,
             causal: options.causal,
-            by: ChosenBy::Indices { most },
+            by: BlockSource::Indices { most },
         };
         Self::new("indices", shape, choice, Chooser::Indices(indices))
     }
@@ -282,7 +282,7 @@ impl DeviceLayout {
         let choice = DeviceChoice {
             patterns,
             causal,
-            by: ChosenBy::Scores(rule),
+            by: BlockSource::Scores(rule),
         };
         let scores = scores.detach().without_autodiff();
         // A cast to the same type would be an operation.
@@ -330,14 +330,14 @@ impl DeviceLayout {
     /// let scores = Tensor::<4>::random([1, 4, 8, 8], Distribution::Default, &Device::flex());
     /// // The best two blocks of those that hold one of the last 100 keys, and of those the last 100 keys.
     /// let best = DeviceLayout::from_block_scores(scores, shape, TopKOptions::new(32, 2))?;
-    /// let best = best.within(&near)?.to_host()?;
+    /// let best = best.masked_by(&near)?.to_host()?;
     /// assert!((0..256).all(|i| (0..256).all(|j| !best.to_dense(0)[i][j] || near.to_dense(0)[i][j])));
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     ///
     /// # Errors
     /// [`OpError`] if sizes or batches differ, or a layout on the host was given before.
-    pub fn within(&self, layout: &BlockLayout) -> Result<Self, OpError> {
+    pub fn masked_by(&self, layout: &BlockLayout) -> Result<Self, OpError> {
         OpError::expect_same(
             "layout's shape",
             *self.shape(),
@@ -396,7 +396,7 @@ impl DeviceLayout {
         Ok(Tensor::from_data(counts, (&device, DType::I32)))
     }
 
-    /// Chosen blocks as a share of those that are visible, of all rows together: `[1]` in f32, on the device. Nothing is read back where kernels run.
+    /// Chosen blocks as a share of those that are visible, over all rows: `[1]` in f32, on the device. Nothing is read back where kernels run.
     ///
     /// # Errors
     /// As [`Self::counts`].
@@ -438,7 +438,7 @@ impl DeviceLayout {
         self.frame.batch()
     }
 
-    /// Whether queries see no later keys, as the options said; [`within`](Self::within) another layout, which keys they see is that layout's to say.
+    /// Whether queries see no later keys, as the options said; [`within`](Self::masked_by) another layout, which keys they see is that layout's to say.
     pub fn is_causal(&self) -> bool {
         self.causal
     }
@@ -477,13 +477,13 @@ impl DeviceLayout {
     }
 
     /// The tensor that chooses, for a call.
-    pub(crate) fn chooser(&self) -> BlockChoice<Dispatch> {
+    pub(crate) fn chooser(&self) -> DynamicBlocks<Dispatch> {
         match self.chooser.clone() {
-            Chooser::Mask(mask) => BlockChoice::Mask(mask.into_dispatch()),
-            Chooser::Indices(indices) => BlockChoice::Indices(indices.into_dispatch()),
-            Chooser::Scores(scores, _) => BlockChoice::Scores(scores.into_dispatch()),
-            Chooser::Positions(positions, _) => BlockChoice::Positions(positions.into_dispatch()),
-            Chooser::Keys(keys) => BlockChoice::Keys(keys.into_dispatch()),
+            Chooser::Mask(mask) => DynamicBlocks::Mask(mask.into_dispatch()),
+            Chooser::Indices(indices) => DynamicBlocks::Indices(indices.into_dispatch()),
+            Chooser::Scores(scores, _) => DynamicBlocks::Scores(scores.into_dispatch()),
+            Chooser::Positions(positions, _) => DynamicBlocks::Positions(positions.into_dispatch()),
+            Chooser::Keys(keys) => DynamicBlocks::Keys(keys.into_dispatch()),
         }
     }
 }

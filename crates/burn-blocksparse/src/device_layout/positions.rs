@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use blocksparse::{BlockLayout, ChosenBy, DeviceChoice, PositionRule};
+use blocksparse::{BlockLayout, BlockSource, DeviceChoice, PositionMask};
 use burn::tensor::{DType, Int, Tensor};
 
 use super::{Chooser, DeviceLayout, expect};
@@ -20,14 +20,14 @@ impl DeviceLayout {
     /// ```
     /// use burn::tensor::{Device, Distribution, Int, Tensor};
     /// use burn_blocksparse::{DeviceLayout, Pattern, sparse_attention};
-    /// use burn_blocksparse::layout::PositionRule;
+    /// use burn_blocksparse::layout::PositionMask;
     ///
     /// let device = Device::flex();
     /// let x = Tensor::<4>::random([1, 1, 64, 16], Distribution::Default, &device);
     /// // Tokens in the reverse order, in chunks of 16: a token sees the earlier ones of its chunk, and itself.
     /// let order = Tensor::<1, Int>::arange_step(0..64, 1, &device).flip([0]).reshape([1, 1, 64]);
     /// let places = Pattern::chunked(16).layout(1, 64, 16)?;
-    /// let layout = DeviceLayout::from_positions(&places, order.clone(), order, PositionRule::UpTo)?;
+    /// let layout = DeviceLayout::from_positions(&places, order.clone(), order, PositionMask::UpTo)?;
     /// let dense = layout.to_host()?.to_dense(0);
     /// // The first place holds the last token, and sees all of its chunk.
     /// assert!(dense[0][..16].iter().all(|&seen| seen) && !dense[1][0] && !dense[0][16]);
@@ -46,7 +46,7 @@ impl DeviceLayout {
         places: &BlockLayout,
         of_queries: Tensor<3, Int>,
         of_keys: Tensor<3, Int>,
-        rule: PositionRule,
+        rule: PositionMask,
     ) -> Result<Self, OpError> {
         served(&of_queries.device().without_autodiff())?;
         let (of_queries, of_keys) = (of_queries.without_autodiff(), of_keys.without_autodiff());
@@ -61,7 +61,7 @@ impl DeviceLayout {
         let expected = [batch, heads, places.seq_kv()];
         OpError::expect_same("of_keys' shape", expected, "the queries'", of_keys.dims())?;
         let numbers = Tensor::cat([of_queries, of_keys].map(in_i32).into_iter().collect(), 2);
-        Self::by_numbers(places, numbers, rule, ChosenBy::Positions(rule))
+        Self::by_numbers(places, numbers, rule, BlockSource::Positions(rule))
     }
 
     /// [`from_positions`](Self::from_positions) of sequences whose keys are at the positions of their queries.
@@ -74,7 +74,7 @@ impl DeviceLayout {
     pub fn from_own_positions(
         places: &BlockLayout,
         positions: Tensor<3, Int>,
-        rule: PositionRule,
+        rule: PositionMask,
     ) -> Result<Self, OpError> {
         served(&positions.device().without_autodiff())?;
         let positions = positions.without_autodiff();
@@ -86,14 +86,14 @@ impl DeviceLayout {
         expect("positions' length", places.seq_q(), seq)?;
         expect("positions' length, of keys", places.seq_kv(), seq)?;
         let numbers = in_i32(positions);
-        Self::by_numbers(places, numbers, rule, ChosenBy::OwnPositions(rule))
+        Self::by_numbers(places, numbers, rule, BlockSource::OwnPositions(rule))
     }
 
     fn by_numbers(
         places: &BlockLayout,
         numbers: Tensor<3, Int>,
-        rule: PositionRule,
-        by: ChosenBy,
+        rule: PositionMask,
+        by: BlockSource,
     ) -> Result<Self, OpError> {
         let [batch, heads, count] = numbers.dims();
         let patterns = places.patterns_within([batch, heads])?;

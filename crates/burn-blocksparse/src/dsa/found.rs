@@ -3,7 +3,7 @@
 use burn::tensor::Tensor;
 
 use super::scores::DsaIndex;
-use crate::selection::key_lists::KeyLists;
+use crate::selection::key_lists::TokenIndices;
 use crate::sums::sum_all;
 
 /// Which keys an indexer's scores are compared over.
@@ -13,7 +13,7 @@ pub enum DsaTarget<'a> {
     /// All that a query sees, with dense attention: for the indexer's warm-up.
     All,
     /// Those that were chosen, with what they have of dense attention, scaled so that their sum is 1.
-    Chosen(&'a KeyLists),
+    Chosen(&'a TokenIndices),
 }
 
 /// A loss, and its gradients by the parts of an index, in the dtype of scores and without autodiff.

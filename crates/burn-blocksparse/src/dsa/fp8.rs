@@ -1,6 +1,6 @@
 //! An indexer's queries and keys in 8 bits.
 
-use blocksparse::{ROTATED_WIDTHS, RotatedRows};
+use blocksparse::{HADAMARD_WIDTHS, HadamardFp8};
 use burn::tensor::{DType, Tensor, TensorData};
 
 use super::found::like;
@@ -11,7 +11,7 @@ use crate::error::OpError;
 
 impl DsaIndex {
     /// The same with queries and keys in fp8, as DeepSeek-V3.2-Exp's indexer has them (its report, 2025, and `inference/model.py`): rotated by a Hadamard matrix,
-    /// and rounded to E4M3 times a power of two of each row, [`RotatedRows::round`]. They stay tensors of their dtype, which holds such numbers as they are (f16
+    /// and rounded to E4M3 times a power of two of each row, [`HadamardFp8::round`]. They stay tensors of their dtype, which holds such numbers as they are (f16
     /// loses those below 2⁻²⁴), so every device makes the same scores of them, but for the order of sums; GPUs of compute capability 9.0 multiply rows of 128
     /// with 8, 16, 32, 64 or 128 heads in fp8. An index that is in fp8 stays as it is.
     ///
@@ -37,14 +37,14 @@ impl DsaIndex {
             return Ok(self);
         }
         let [.., width] = self.q.dims();
-        if !RotatedRows::takes(width) {
-            let [least, most] = ROTATED_WIDTHS;
+        if !HadamardFp8::takes(width) {
+            let [least, most] = HADAMARD_WIDTHS;
             let expected = format!("a power of two from {least} to {most}, for fp8");
             return Err(OpError::argument("index q's index_dim", expected, width));
         }
         Ok(Self {
-            q: rounded(&self.q, RotatedRows::Queries),
-            k: rounded(&self.k, RotatedRows::Keys),
+            q: rounded(&self.q, HadamardFp8::Queries),
+            k: rounded(&self.k, HadamardFp8::Keys),
             in_fp8: true,
             ..self
         })
@@ -66,7 +66,7 @@ impl DsaIndex {
     }
 }
 
-fn rounded(x: &Tensor<4>, of: RotatedRows) -> Tensor<4> {
+fn rounded(x: &Tensor<4>, of: HadamardFp8) -> Tensor<4> {
     let inner = x.clone().without_autodiff();
     #[cfg(feature = "cube")]
     let rounded = kernels::rounded(&inner, of).unwrap_or_else(|| by_host(inner, of));
@@ -79,7 +79,7 @@ fn rounded(x: &Tensor<4>, of: RotatedRows) -> Tensor<4> {
 }
 
 /// Where there is no kernel.
-fn by_host(x: Tensor<4>, of: RotatedRows) -> Tensor<4> {
+fn by_host(x: Tensor<4>, of: HadamardFp8) -> Tensor<4> {
     let (device, dtype, dims) = (x.device(), x.dtype(), x.dims());
     let mut numbers: Vec<f32> = x.into_data().convert_dtype(DType::F32).iter().collect();
     of.round(&mut numbers, dims[3]);

@@ -4,7 +4,7 @@
 use std::sync::LazyLock;
 
 use blocksparse::kernels::indexer::PairSizes;
-use blocksparse::{LayoutShape, Pattern, RotatedRows};
+use blocksparse::{HadamardFp8, LayoutShape, Pattern};
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, Tensor};
 
@@ -19,10 +19,10 @@ use crate::backend::{
 use crate::backends::indexer::{available, has_picks, rounds};
 use crate::device::cube;
 use crate::options::AttentionOptions;
-use crate::selection::layouts::KeptLayouts;
+use crate::selection::layouts::LayoutCache;
 
 /// Layouts of dense attention, by which its sums of exponentials are made.
-static DENSE: LazyLock<KeptLayouts> = LazyLock::new(KeptLayouts::default);
+static DENSE: LazyLock<LayoutCache> = LazyLock::new(LayoutCache::default);
 /// Their blocks.
 const BLOCK: usize = 64;
 
@@ -80,7 +80,7 @@ pub(super) fn has_scores(index: &DsaIndex, numbers: usize) -> bool {
 }
 
 /// Rows rotated and rounded to fp8; `None` also where no kernel does that.
-pub(super) fn rounded(x: &Tensor<4>, of: RotatedRows) -> Option<Tensor<4>> {
+pub(super) fn rounded(x: &Tensor<4>, of: HadamardFp8) -> Option<Tensor<4>> {
     let [.., width] = x.dims();
     let is_served = cube::of(&x.device()).is_some_and(|device| rounds(&device, x.dtype(), width));
     is_served.then(|| {
@@ -200,7 +200,7 @@ pub(super) fn loss(
         lse: lse.into_dispatch(),
         over: match over {
             DsaTarget::All => ComparedKeys::All,
-            DsaTarget::Chosen(lists) => ComparedKeys::Listed(lists.keys().clone().into_dispatch()),
+            DsaTarget::Chosen(lists) => ComparedKeys::Indices(lists.keys().clone().into_dispatch()),
         },
     };
     let causal = match over {

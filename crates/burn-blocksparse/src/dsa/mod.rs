@@ -20,14 +20,14 @@ mod pages;
 mod scores;
 mod slabs;
 
-pub use blocksparse::{ROTATED_WIDTHS, RotatedRows};
+pub use blocksparse::{HADAMARD_WIDTHS, HadamardFp8};
 
 use burn::tensor::{Bool, DType, IndexingUpdateOp, Int, Tensor};
 
 use crate::error::OpError;
 use crate::options::AttentionOptions;
-use crate::paged::highest_keys;
-use crate::selection::key_lists::{KeyLists, attention_with_keys};
+use crate::paged::topk_keys;
+use crate::selection::key_lists::{TokenIndices, token_sparse_attention};
 pub use found::DsaTarget;
 pub use pages::DsaPages;
 pub use scores::DsaIndex;
@@ -114,7 +114,7 @@ impl Dsa {
     ///
     /// # Errors
     /// [`OpError`] if it is 0.
-    pub fn with_numbers(self, numbers: usize) -> Result<Self, OpError> {
+    pub fn with_chunk_elements(self, numbers: usize) -> Result<Self, OpError> {
         match numbers {
             0 => Err(OpError::argument("numbers", "at least 1", 0)),
             _ => Ok(Self { numbers, ..self }),
@@ -136,13 +136,13 @@ impl Dsa {
     ///
     /// # Errors
     /// [`OpError`] if there are more queries than keys.
-    pub fn choose(&self, index: &DsaIndex) -> Result<KeyLists, OpError> {
+    pub fn choose(&self, index: &DsaIndex) -> Result<TokenIndices, OpError> {
         let [batch, _, seq_q, _] = index.q.dims();
         let seq_kv = index.seq_kv();
         let keys = self.listed(index, None);
         let [_, _, most] = keys.dims();
         let keys = keys.reshape([batch, 1, seq_q, most]);
-        KeyLists::of_unique(keys, seq_kv, true).with_expected_overlap(OVERLAP)
+        TokenIndices::of_unique(keys, seq_kv, true).with_group_reuse(OVERLAP)
     }
 
     /// The keys of the highest scores among those that queries see, `[batch, seq_q, most]`, ascending, −1 behind the last; `seen` is `[batch or 1, seq_q]`:
@@ -194,7 +194,7 @@ impl Dsa {
                     x.mask_fill(is_near, f32::INFINITY)
                 }
             };
-            chosen.push(highest_keys(x, seen.squeeze_dim(2), most));
+            chosen.push(topk_keys(x, seen.squeeze_dim(2), most));
         }
         match chosen.len() {
             1 => chosen.remove(0),
@@ -210,19 +210,19 @@ impl Dsa {
         Tensor::cat(slabs.map(|rows| scores.scores(rows, 0, true)).collect(), 1)
     }
 
-    /// Attention to the keys of [`choose`](Self::choose): [`attention_with_keys`].
+    /// Attention to the keys of [`choose`](Self::choose): [`token_sparse_attention`].
     ///
     /// # Errors
-    /// As [`attention_with_keys`].
+    /// As [`token_sparse_attention`].
     pub fn attention(
         &self,
         q: Tensor<4>,
         k: Tensor<4>,
         v: Tensor<4>,
-        lists: KeyLists,
+        lists: TokenIndices,
         options: AttentionOptions,
     ) -> Result<Tensor<4>, OpError> {
-        attention_with_keys(q, k, v, lists, options).map(|(out, _)| out)
+        token_sparse_attention(q, k, v, lists, options).map(|(out, _)| out)
     }
 }
 

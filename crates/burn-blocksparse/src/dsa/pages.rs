@@ -9,7 +9,7 @@ use crate::check::same_device;
 use crate::device::served;
 use crate::error::OpError;
 
-/// Queries of an indexer, one for each walk over pages of its keys.
+/// Queries of an indexer, one for each list of pages of its keys.
 #[derive(Clone, Debug)]
 pub struct DsaPages {
     /// `[walks, index_heads, index_dim]`
@@ -18,7 +18,7 @@ pub struct DsaPages {
     pub weights: Tensor<2>,
     /// `[pages, P, index_dim]`, a key a slot; `P` is a power of two.
     pub keys: Tensor<3>,
-    /// i32 `[walks, 1, entries]`: the pages of each walk, in the order of their keys' positions.
+    /// i32 `[walks, 1, entries]`: the pages of each list, in the order of their keys' positions.
     pub table: Tensor<3, Int>,
     /// i32 `[walks, 1, 4]`, as [`PagedKeysValues::spans`](crate::paged::PagedKeysValues::spans): so many keys the query sees as region one has slots. Region two is
     /// empty.

@@ -119,7 +119,7 @@ impl Scores {
         self.k.dims()[2]
     }
 
-    /// Queries that are computed together, with so many heads at most.
+    /// Queries that are computed at once, with so many heads at most.
     pub fn slabs(&self, heads: usize) -> Vec<Range<usize>> {
         let [batch, _, seq_q, _] = self.q.dims();
         let of_row = batch * self.seq_kv();
@@ -134,7 +134,7 @@ impl Scores {
             .collect()
     }
 
-    /// Heads that are computed together with so many queries.
+    /// Heads that are computed at once with so many queries.
     pub fn heads_at_a_time(&self, rows: usize) -> usize {
         let of_head = self.q.dims()[0] * rows * self.seq_kv();
         (self.numbers / of_head.max(1)).max(1)

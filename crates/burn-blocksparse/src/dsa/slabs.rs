@@ -35,7 +35,7 @@ impl<'a> Slabs<'a> {
         self.operations.is_none()
     }
 
-    /// Queries that are computed together.
+    /// Queries that are computed at once.
     pub fn rows(&self) -> Vec<Range<usize>> {
         let dims = self.index.q.dims();
         match &self.operations {

@@ -3,7 +3,7 @@
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, ExtensionType};
 
-use crate::values::{MaybeFloat, ThreeFloats};
+use crate::values::{OptFloat, ThreeFloats};
 
 /// How many branches there may be, as many as [`ThreeFloats`] has.
 pub(crate) const MOST_BRANCHES: usize = 3;
@@ -42,7 +42,7 @@ pub struct GatedGrads<B: Backend> {
     pub branches: ThreeFloats<B>,
     /// `[batch, heads, seq, 3]`, 0 for branches that are not there.
     #[extension_type]
-    pub gates: MaybeFloat<B>,
+    pub gates: OptFloat<B>,
 }
 
 /// What the backward pass has to compute.

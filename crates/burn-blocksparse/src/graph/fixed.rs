@@ -8,15 +8,15 @@ use burn::tensor::kind::Basic;
 use burn::tensor::{DType, Device, Float, Int, Tensor, TensorData};
 
 use super::recording;
-use crate::backend::FixedOps;
+use crate::backend::StaticInputOps;
 use crate::device::served;
 use crate::error::OpError;
 
-/// The kinds of tensors that [`Fixed`] holds: [`Float`] and [`Int`].
-pub trait FixedKind: Basic + sealed::Overwrite {}
+/// The kinds of tensors that [`StaticInput`] holds: [`Float`] and [`Int`].
+pub trait StaticInputKind: Basic + sealed::Overwrite {}
 
-impl FixedKind for Float {}
-impl FixedKind for Int {}
+impl StaticInputKind for Float {}
+impl StaticInputKind for Int {}
 
 mod sealed {
     use super::*;
@@ -44,7 +44,7 @@ mod sealed {
         }
 
         fn overwritten(x: Tensor<1>, data: TensorData) -> Tensor<1> {
-            Tensor::from_dispatch(<Dispatch as FixedOps>::overwrite_float(
+            Tensor::from_dispatch(<Dispatch as StaticInputOps>::overwrite_float(
                 x.into_dispatch(),
                 data,
             ))
@@ -63,7 +63,7 @@ mod sealed {
         }
 
         fn overwritten(x: Tensor<1, Int>, data: TensorData) -> Tensor<1, Int> {
-            Tensor::from_dispatch(<Dispatch as FixedOps>::overwrite_int(
+            Tensor::from_dispatch(<Dispatch as StaticInputOps>::overwrite_int(
                 x.into_dispatch(),
                 data,
             ))
@@ -71,7 +71,7 @@ mod sealed {
     }
 }
 
-/// A tensor whose numbers the host may overwrite where they lie: an input of [`Replayed`](super::Replayed), such as the tokens of a step.
+/// A tensor whose elements the host may overwrite where they lie: an input of [`CapturedGraph`](super::CapturedGraph), such as the tokens of a step.
 ///
 /// A recording reads the buffers that it saw. A tensor that the host makes anew has another one, so replays would go on with the first batch;
 /// [`write`](Self::write) puts new numbers into the buffer itself. Clones are the same tensor. On CPUs, which record nothing, a write makes another tensor.
@@ -80,22 +80,22 @@ mod sealed {
 ///
 /// ```
 /// use burn::tensor::{Device, Int, TensorData};
-/// use burn_blocksparse::graph::Fixed;
+/// use burn_blocksparse::graph::StaticInput;
 ///
-/// let tokens = Fixed::<2, Int>::new(TensorData::from([[1, 2], [3, 4]]), &Device::flex())?;
+/// let tokens = StaticInput::<2, Int>::new(TensorData::from([[1, 2], [3, 4]]), &Device::flex())?;
 /// tokens.write(TensorData::from([[5, 6], [7, 8]]))?;
 /// assert_eq!(tokens.tensor().sum().into_scalar::<i32>(), 26);
 /// # Ok::<(), burn_blocksparse::OpError>(())
 /// ```
 #[derive(Clone, Debug)]
-pub struct Fixed<const D: usize, K: FixedKind = Float> {
+pub struct StaticInput<const D: usize, K: StaticInputKind = Float> {
     /// One row, because a device may leave gaps between rows.
     flat: Rc<RefCell<Tensor<1, K>>>,
     shape: [usize; D],
 }
 
-impl<const D: usize, K: FixedKind> Fixed<D, K> {
-    /// Of the numbers, in their dtype, on the device.
+impl<const D: usize, K: StaticInputKind> StaticInput<D, K> {
+    /// Of the data, in its dtype, on the device.
     ///
     /// # Errors
     /// [`OpError`] if the numbers have another rank or kind, if the device is not served, or if this thread records.
@@ -118,7 +118,7 @@ impl<const D: usize, K: FixedKind> Fixed<D, K> {
         })
     }
 
-    /// The tensor, with the numbers of the last write before each of its uses where devices record.
+    /// The tensor, with the values of the last write before each of its uses where devices record.
     pub fn tensor(&self) -> Tensor<D, K> {
         self.flat.borrow().clone().reshape(self.shape)
     }
@@ -128,7 +128,7 @@ impl<const D: usize, K: FixedKind> Fixed<D, K> {
         self.shape
     }
 
-    /// Overwrites the numbers, behind all that this thread has enqueued.
+    /// Overwrites the elements, behind all that this thread has enqueued.
     ///
     /// # Errors
     /// [`OpError`] if the numbers have another shape or dtype, or if this thread records: a replay would write the same numbers again.
@@ -148,7 +148,7 @@ impl<const D: usize, K: FixedKind> Fixed<D, K> {
     }
 }
 
-fn check_kind<K: FixedKind>(data: &TensorData) -> Result<(), OpError> {
+fn check_kind<K: StaticInputKind>(data: &TensorData) -> Result<(), OpError> {
     match K::is(data.dtype()) {
         true => Ok(()),
         false => Err(OpError::argument(

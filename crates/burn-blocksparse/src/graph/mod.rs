@@ -7,7 +7,7 @@ pub(crate) mod seeds;
 
 pub use blocksparse::SeedTable;
 
-pub use fixed::{Fixed, FixedKind};
-pub use recording::check_not_recording;
-pub use replayed::Replayed;
+pub use fixed::{StaticInput, StaticInputKind};
+pub use recording::ensure_not_capturing;
+pub use replayed::CapturedGraph;
 pub use seeds::DeviceSeed;

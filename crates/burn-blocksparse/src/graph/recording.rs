@@ -81,11 +81,11 @@ pub(crate) fn doom_by_upload<D: 'static>(_device: &D, _what: &'static str) {
     }
 }
 
-/// That this thread does not record: for a layer that is about to copy numbers of the host to a device, which replays of [`Replayed`](crate::graph::Replayed) would
+/// That this thread does not record: for a layer that is about to copy host data to a device, which replays of [`CapturedGraph`](crate::graph::CapturedGraph) would
 /// copy again as they were.
 ///
 /// # Errors
 /// [`OpError::Recording`] with what would be copied.
-pub fn check_not_recording(what: &'static str) -> Result<(), OpError> {
+pub fn ensure_not_capturing(what: &'static str) -> Result<(), OpError> {
     refuse_upload(what)
 }

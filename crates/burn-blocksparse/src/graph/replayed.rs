@@ -17,7 +17,7 @@ const WARM_UPS: usize = 3;
 /// (CUDA, HIP); elsewhere it runs again. Either way [`run`](Self::run) does the computation exactly once, so nothing counts calls but the caller.
 ///
 /// The first three runs call the closure. The fourth calls it once more to record it, which computes nothing, and replays what was recorded; from then on the
-/// closure is not called, so **what it does on the host happens four times only**. What differs from run to run must be read from [`Fixed`](super::Fixed) inputs,
+/// closure is not called, so **what it does on the host happens four times only**. What differs from run to run must be read from [`StaticInput`](super::StaticInput) inputs,
 /// written before each run; what lasts must be updated in its own buffer; and scalars are frozen. From the fourth run on the functions of this crate refuse to copy
 /// from the host inside the closure, on every device, so that what would go wrong on a GPU does on a CPU.
 ///
@@ -26,11 +26,11 @@ const WARM_UPS: usize = 3;
 /// ```
 /// use burn::tensor::{Device, TensorData};
 /// use burn_blocksparse::OpError;
-/// use burn_blocksparse::graph::{Fixed, Replayed};
+/// use burn_blocksparse::graph::{StaticInput, CapturedGraph};
 ///
 /// let device = Device::flex();
-/// let x = Fixed::<1>::new(TensorData::from([1f32, 2.0]), &device)?;
-/// let mut squares = Replayed::new(&device, {
+/// let x = StaticInput::<1>::new(TensorData::from([1f32, 2.0]), &device)?;
+/// let mut squares = CapturedGraph::new(&device, {
 ///     let x = x.clone();
 ///     move || Ok::<_, OpError>(x.tensor().square().sum())
 /// })?;
@@ -41,7 +41,7 @@ const WARM_UPS: usize = 3;
 /// }
 /// # Ok::<(), OpError>(())
 /// ```
-pub struct Replayed<T, F> {
+pub struct CapturedGraph<T, F> {
     device: Device,
     closure: F,
     runs: usize,
@@ -57,7 +57,7 @@ enum State {
     Refused(String),
 }
 
-impl<T, E, F> Replayed<T, F>
+impl<T, E, F> CapturedGraph<T, F>
 where
     E: From<OpError>,
     F: FnMut() -> Result<T, E>,
@@ -84,7 +84,7 @@ where
         })
     }
 
-    /// Runs the computation once. On a recording the output is the same tensors every time, with new numbers.
+    /// Runs the computation once. On a recording the output is the same tensors every time, with new values.
     ///
     /// # Errors
     /// The closure's, and [`OpError::Read`] if a replay fails. A run of the closure that fails leaves what it has changed; in the fourth run, nothing is computed.
@@ -95,7 +95,7 @@ where
         match &self.state {
             State::Recorded(graph) => {
                 // SAFETY: liveness: CubeCL pins the pages that the recording touched for as long as `graph` lives, and `self` owns the graph, the closure with
-                // the tensors that it holds, and the recorded output. Same stream: `self` cannot leave its thread, on which it was recorded, and `Fixed`,
+                // the tensors that it holds, and the recorded output. Same stream: `self` cannot leave its thread, on which it was recorded, and `StaticInput`,
                 // through which inputs are written, cannot either. No concurrent use: a tensor that another thread holds a clone of may show torn numbers
                 // there, as with any in-place update, but its memory stays valid by the first point.
                 unsafe { Dispatch::graph_replay(self.device.as_dispatch(), graph) }
@@ -147,7 +147,7 @@ where
     }
 
     /// Why runs call the closure instead of replaying it. None while that is not known, before the fourth run.
-    pub fn refusal(&self) -> Option<&str> {
+    pub fn fallback_reason(&self) -> Option<&str> {
         match &self.state {
             State::Refused(reason) => Some(reason),
             _ => None,
@@ -160,7 +160,7 @@ where
     }
 }
 
-impl<T, F> Drop for Replayed<T, F> {
+impl<T, F> Drop for CapturedGraph<T, F> {
     fn drop(&mut self) {
         // The device still waits for the recording that it was prepared for; this says that there is none to come.
         if matches!(self.state, State::WarmingUp) {

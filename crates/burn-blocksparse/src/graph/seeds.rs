@@ -9,27 +9,27 @@ use burn::backend::{Backend, Dispatch};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
 use super::recording;
-use crate::backend::FixedOps;
+use crate::backend::StaticInputOps;
 use crate::device::served;
 use crate::error::OpError;
 
 /// A seed of dropout that a recorded computation reads from the device, so that each replay drops something else.
 ///
 /// A seed that is a number is frozen in a recording, and refused there. This one is a place: [`seed`](Self::seed) goes into
-/// [`Dropout`](crate::Dropout) or [`StreamDropout`](crate::ops::StreamDropout), or into a model's training step, and [`write`](Self::write) sets it before each run of
-/// [`Replayed`](super::Replayed). Masks are those of the number that is written, bit for bit. What is made of it by [`Seed::derive`] follows.
+/// [`Dropout`](crate::Dropout) or [`ElementDropout`](crate::ops::ElementDropout), or into a model's training step, and [`write`](Self::write) sets it before each run of
+/// [`CapturedGraph`](super::CapturedGraph). Masks are those of the number that is written, bit for bit. What is made of it by [`Seed::derive`] follows.
 ///
-/// It stays on its thread, like [`Fixed`](super::Fixed). Once it is dropped, so are its words on the device, new calls refuse its places, and the backward passes
+/// It stays on its thread, like [`StaticInput`](super::StaticInput). Once it is dropped, so are its words on the device, new calls refuse its places, and the backward passes
 /// of calls before have the number that it was last.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
 /// use burn_blocksparse::graph::DeviceSeed;
-/// use burn_blocksparse::ops::{StreamDropout, dropout};
+/// use burn_blocksparse::ops::{ElementDropout, dropout};
 ///
 /// let device = Device::flex();
 /// let seed = DeviceSeed::new(7, &device)?;
-/// let dropped = |seed| dropout(Tensor::<2>::ones([8, 8], &device), &StreamDropout::new(0.5, seed, 0));
+/// let dropped = |seed| dropout(Tensor::<2>::ones([8, 8], &device), &ElementDropout::new(0.5, seed, 0));
 /// seed.write(9)?;
 /// let (place, number) = (dropped(seed.seed())?, dropped(9.into())?);
 /// assert_eq!(place.into_data(), number.into_data());
@@ -107,7 +107,7 @@ impl Words {
         }
         self.uploaded.set(self.table.places());
         let mut words = self.on_device.borrow_mut();
-        *words = Tensor::from_dispatch(<Dispatch as FixedOps>::overwrite_seeds(
+        *words = Tensor::from_dispatch(<Dispatch as StaticInputOps>::overwrite_seeds(
             words.clone().into_dispatch(),
             words_of(&self.table),
             self.table.number(),

@@ -3,7 +3,7 @@
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
-use crate::backend::{HeadsApart, HeadsApartOps};
+use crate::backend::{HeadGroupOps, HeadGroups};
 use crate::check::same_device;
 use crate::device::served;
 use crate::error::OpError;
@@ -13,12 +13,12 @@ use crate::error::OpError;
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
-/// use burn_blocksparse::internal::{heads_apart, heads_together};
+/// use burn_blocksparse::internal::{split_head_groups, cat_head_groups};
 ///
 /// let x = Tensor::<4>::from_data([[[[1.0]], [[2.0]], [[3.0]]]], &Device::flex());
-/// let [first, others] = heads_apart(x.clone(), 1)?;
+/// let [first, others] = split_head_groups(x.clone(), 1)?;
 /// assert_eq!(others.to_data().to_vec::<f32>().unwrap(), [2.0, 3.0]);
-/// assert_eq!(heads_together([first, others])?.to_data(), x.to_data());
+/// assert_eq!(cat_head_groups([first, others])?.to_data(), x.to_data());
 /// # Ok::<(), burn_blocksparse::OpError>(())
 /// ```
 ///
@@ -28,19 +28,19 @@ use crate::error::OpError;
 ///
 /// # Errors
 /// [`OpError`] if a part has no heads, or no feature of this crate serves the device.
-pub fn heads_apart(x: Tensor<4>, first: usize) -> Result<[Tensor<4>; 2], OpError> {
+pub fn split_head_groups(x: Tensor<4>, first: usize) -> Result<[Tensor<4>; 2], OpError> {
     served(&x.device())?;
     let [_, heads, ..] = x.dims();
     if !(1..heads).contains(&first) {
         let expected = format!("at least 1 and below the {heads} heads");
         return Err(OpError::argument("first", expected, first));
     }
-    let HeadsApart { first, others } =
-        <Dispatch as HeadsApartOps>::heads_apart(x.into_dispatch(), first);
+    let HeadGroups { first, others } =
+        <Dispatch as HeadGroupOps>::split_head_groups(x.into_dispatch(), first);
     Ok([first, others].map(Tensor::from_dispatch))
 }
 
-/// Both parts as one tensor, the inverse of [`heads_apart`] and its gradient.
+/// Both parts as one tensor, the inverse of [`split_head_groups`] and its gradient.
 ///
 /// # Shapes
 /// - `parts`: `[batch, first, seq, width]` and `[batch, others, seq, width]`, of one dtype
@@ -48,7 +48,7 @@ pub fn heads_apart(x: Tensor<4>, first: usize) -> Result<[Tensor<4>; 2], OpError
 ///
 /// # Errors
 /// [`OpError`] if shapes, dtypes or devices do not fit each other, or no feature of this crate serves the device.
-pub fn heads_together(parts: [Tensor<4>; 2]) -> Result<Tensor<4>, OpError> {
+pub fn cat_head_groups(parts: [Tensor<4>; 2]) -> Result<Tensor<4>, OpError> {
     let [first, others] = parts;
     served(&first.device())?;
     let of = |x: &Tensor<4>| {
@@ -68,11 +68,11 @@ pub fn heads_together(parts: [Tensor<4>; 2]) -> Result<Tensor<4>, OpError> {
         "the first's",
         &others.device(),
     )?;
-    let parts = HeadsApart {
+    let parts = HeadGroups {
         first: first.into_dispatch(),
         others: others.into_dispatch(),
     };
     Ok(Tensor::from_dispatch(
-        <Dispatch as HeadsApartOps>::heads_together(parts),
+        <Dispatch as HeadGroupOps>::cat_head_groups(parts),
     ))
 }

@@ -4,7 +4,7 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, ExtensionType};
 use burn::tensor::FloatDType;
 
-use crate::values::MaybeFloat;
+use crate::values::OptFloat;
 
 /// How many tensors a row may be split into.
 pub(crate) const MOST_PARTS: usize = 3;
@@ -21,7 +21,7 @@ pub struct SplitInputs<B: Backend> {
     pub x: FloatTensor<B>,
     /// `[Σ heads · width]`, of any float dtype.
     #[extension_type]
-    pub bias: MaybeFloat<B>,
+    pub bias: OptFloat<B>,
 }
 
 /// What is joined, as far as the tensors do not say it: any of them may be missing, and is 0 then.
@@ -55,5 +55,5 @@ pub struct Joined<B: Backend> {
     pub x: FloatTensor<B>,
     /// Its sums over batch and sequence, `[Σ heads · width]`, if they are wanted.
     #[extension_type]
-    pub bias: MaybeFloat<B>,
+    pub bias: OptFloat<B>,
 }

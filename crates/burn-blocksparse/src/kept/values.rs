@@ -7,9 +7,9 @@ use crate::check::same_device;
 use crate::dtype::accumulate_in;
 use crate::error::OpError;
 use crate::options::{AttentionOptions, WeightsMode};
-use crate::values::GivenOutput;
+use crate::values::KnownOutput;
 
-/// What [`attention_keeping`](crate::internal::attention_keeping) keeps of a call for [`attention_given`](crate::internal::attention_given): output and lse **before sinks**, without autodiff.
+/// What [`attention_with_residuals`](crate::internal::attention_with_residuals) keeps of a call for [`attention_from_residuals`](crate::internal::attention_from_residuals): output and lse **before sinks**, without autodiff.
 ///
 /// Without sinks they are what [`SparseAttentionCall`](crate::SparseAttentionCall) returns. With sinks the backward pass needs those of the keys alone,
 /// and they cannot be had back from the output, so that [`new`](Self::new) must not be given what
@@ -17,7 +17,7 @@ use crate::values::GivenOutput;
 #[derive(Clone, Debug)]
 #[must_use]
 #[non_exhaustive]
-pub struct KeptAttention {
+pub struct AttentionResiduals {
     /// `[batch, heads, seq_q, value_dim]`, in the dtype of q, k and v.
     pub out: Tensor<4>,
     /// `[batch, heads, seq_q]`, in f32 (f64 for f64 inputs).
@@ -37,7 +37,7 @@ pub(super) fn check_options(options: &AttentionOptions) -> Result<(), OpError> {
     Ok(())
 }
 
-impl KeptAttention {
+impl AttentionResiduals {
     /// Output and lse before sinks. What autodiff knows of them is dropped.
     pub fn new(out: Tensor<4>, lse: Tensor<3>) -> Self {
         Self {
@@ -67,7 +67,7 @@ impl KeptAttention {
     }
 
     /// As backends take it; with the heads and queries of the layout that the call runs over, if heads that share a key head are one there.
-    pub(crate) fn into_given(self, packed: Option<[usize; 2]>) -> GivenOutput<Dispatch> {
+    pub(crate) fn into_given(self, packed: Option<[usize; 2]>) -> KnownOutput<Dispatch> {
         // The fields are public, so that they may be of a graph again.
         let Self { mut out, mut lse } = Self::new(self.out, self.lse);
         if let Some([heads, seq_q]) = packed {
@@ -75,7 +75,7 @@ impl KeptAttention {
             out = out.reshape([batch, heads, seq_q, value_dim]);
             lse = lse.reshape([batch, heads, seq_q]);
         }
-        GivenOutput {
+        KnownOutput {
             out: out.into_dispatch(),
             lse: lse.into_dispatch(),
         }

@@ -62,19 +62,19 @@ pub fn linear<const D: usize>(
     weight: Tensor<2>,
     options: &LinearOptions,
 ) -> Result<Tensor<D>, OpError> {
-    linear_joined(x, vec![weight], options)
+    fused_linear(x, vec![weight], options)
 }
 
 /// [`linear`] with up to three weights side by side, in one product: queries, keys and values of the same x. Gradients go to each weight.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_blocksparse::ops::{LinearOptions, linear_joined};
+/// use burn_blocksparse::ops::{LinearOptions, fused_linear};
 ///
 /// let device = Device::flex();
 /// let x = Tensor::<2>::random([5, 4], Distribution::Default, &device);
 /// let weights = [6, 2].map(|out| Tensor::<2>::random([4, out], Distribution::Default, &device));
-/// let y = linear_joined(x, weights.to_vec(), &LinearOptions::default())?;
+/// let y = fused_linear(x, weights.to_vec(), &LinearOptions::default())?;
 /// assert_eq!(y.dims(), [5, 8]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -86,7 +86,7 @@ pub fn linear<const D: usize>(
 ///
 /// # Errors
 /// As [`linear`]; and if there are no weights, or more than three.
-pub fn linear_joined<const D: usize>(
+pub fn fused_linear<const D: usize>(
     x: Tensor<D>,
     weights: Vec<Tensor<2>>,
     options: &LinearOptions,
@@ -102,7 +102,7 @@ pub fn linear_joined<const D: usize>(
 }
 
 impl LinearOptions {
-    /// What [`linear_joined`] would run.
+    /// What [`fused_linear`] would run.
     ///
     /// # Errors
     /// As that call.

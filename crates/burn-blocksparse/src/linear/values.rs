@@ -4,7 +4,7 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, ExtensionType};
 use burn::tensor::FloatDType;
 
-use crate::values::{MaybeFloat, ThreeFloats};
+use crate::values::{OptFloat, ThreeFloats};
 
 /// How many weights a call may have.
 pub(crate) const WEIGHTS: usize = 3;
@@ -30,10 +30,10 @@ pub struct LinearOutput<B: Backend> {
     pub out: FloatTensor<B>,
     /// x in the product's dtype, if it had another.
     #[extension_type]
-    pub rounded: MaybeFloat<B>,
+    pub rounded: OptFloat<B>,
     /// The weights side by side in the product's dtype, `[in, Σ out]`, if that is not the one weight itself.
     #[extension_type]
-    pub joined: MaybeFloat<B>,
+    pub joined: OptFloat<B>,
 }
 
 /// What the backward pass gets, as far as a gradient that is wanted needs it.
@@ -43,10 +43,10 @@ pub struct LinearOutput<B: Backend> {
 pub struct LinearSaved<B: Backend> {
     /// x as it was multiplied, `[.., in]`.
     #[extension_type]
-    pub x: MaybeFloat<B>,
+    pub x: OptFloat<B>,
     /// The weights as they were multiplied, `[in, Σ out]`.
     #[extension_type]
-    pub weight: MaybeFloat<B>,
+    pub weight: OptFloat<B>,
     /// By the output, `[.., Σ out]`.
     pub grad: FloatTensor<B>,
 }
@@ -58,7 +58,7 @@ pub struct LinearSaved<B: Backend> {
 pub struct LinearGrads<B: Backend> {
     /// `[.., in]`
     #[extension_type]
-    pub x: MaybeFloat<B>,
+    pub x: OptFloat<B>,
     /// `[in, out]` each.
     #[extension_type]
     pub weights: ThreeFloats<B>,

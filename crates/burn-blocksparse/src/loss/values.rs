@@ -4,7 +4,7 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType};
 use burn::tensor::FloatDType;
 
-use crate::values::MaybeFloat;
+use crate::values::OptFloat;
 
 /// What becomes of the losses of positions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -43,10 +43,10 @@ pub struct LossOutput<B: Backend> {
     pub factor: FloatTensor<B>,
     /// `[positions, width]` in x's dtype: by x, if it is wanted. None of losses of positions.
     #[extension_type]
-    pub x: MaybeFloat<B>,
+    pub x: OptFloat<B>,
     /// `[width, vocab]` in the loss's dtype: by the weight, if it is wanted. None of losses of positions.
     #[extension_type]
-    pub weight: MaybeFloat<B>,
+    pub weight: OptFloat<B>,
 }
 
 /// What the backward pass gets.
@@ -60,10 +60,10 @@ pub struct LossSaved<B: Backend> {
     pub grad: FloatTensor<B>,
     /// [`LossOutput::x`].
     #[extension_type]
-    pub x: MaybeFloat<B>,
+    pub x: OptFloat<B>,
     /// [`LossOutput::weight`].
     #[extension_type]
-    pub weight: MaybeFloat<B>,
+    pub weight: OptFloat<B>,
 }
 
 /// Gradients, as far as they are wanted.
@@ -73,10 +73,10 @@ pub struct LossSaved<B: Backend> {
 pub struct LossGrads<B: Backend> {
     /// `[positions, width]`, in x's dtype.
     #[extension_type]
-    pub x: MaybeFloat<B>,
+    pub x: OptFloat<B>,
     /// `[width, vocab]`, in the weight's dtype.
     #[extension_type]
-    pub weight: MaybeFloat<B>,
+    pub weight: OptFloat<B>,
 }
 
 /// What the forward pass has to compute.

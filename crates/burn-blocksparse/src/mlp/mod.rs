@@ -53,7 +53,7 @@ impl MlpParams {
 pub struct MlpOptions {
     /// The dtype of the factors and of the products; default x's. Sums are f32, f64 for f64.
     pub dtype: Option<FloatDType>,
-    /// Whether the backward pass computes the first product again in place of keeping it.
+    /// Whether the backward pass computes the first product again instead of storing it.
     pub recompute: bool,
 }
 
@@ -64,7 +64,7 @@ impl MlpOptions {
         self
     }
 
-    /// Sets whether the backward pass computes the first product again: `hidden` numbers of each position less are kept, for a third more time in
+    /// Sets whether the backward pass computes the first product again: `hidden` elements of each position less are stored, for a third more time in
     /// the forward products.
     pub fn recompute(mut self, recompute: bool) -> Self {
         self.recompute = recompute;

@@ -11,7 +11,7 @@ use crate::activation::values::{
 };
 use crate::backend::{ActivationOps, LinearOps, MlpOps};
 use crate::linear::values::{LinearInputs, LinearOutput, LinearSaved, LinearTask};
-use crate::values::{MaybeFloat, ThreeFloats};
+use crate::values::{OptFloat, ThreeFloats};
 
 /// What a backend has to have for the halves.
 pub(crate) trait Parts: LinearOps + ActivationOps {}
@@ -50,8 +50,8 @@ pub(crate) fn outer_backward<B: Parts>(
     let [hidden_width, outputs] = outer.shape().dims();
     let by_active = B::linear_backward(
         LinearSaved {
-            x: MaybeFloat::None,
-            weight: MaybeFloat::Some(outer),
+            x: OptFloat::None,
+            weight: OptFloat::Some(outer),
             grad,
         },
         LinearTask {
@@ -62,7 +62,7 @@ pub(crate) fn outer_backward<B: Parts>(
     );
     B::bias_activation_backward(
         ActivationSaved {
-            x: MaybeFloat::Some(hidden),
+            x: OptFloat::Some(hidden),
             bias,
             grad: by_active.x.into_option().expect("it was asked for"),
         },
@@ -90,11 +90,11 @@ fn product<B: Parts>(
 
 fn between<B: Parts>(
     x: FloatTensor<B>,
-    bias: MaybeFloat<B>,
+    bias: OptFloat<B>,
     activation: Activation,
 ) -> FloatTensor<B> {
     match (&bias, activation) {
-        (MaybeFloat::None, Activation::None) => x,
+        (OptFloat::None, Activation::None) => x,
         _ => B::bias_activation(ActivationInputs { x, bias }, activation),
     }
 }
@@ -129,7 +129,7 @@ pub(crate) fn forward<B: MlpOps>(inputs: MlpInputs<B>, call: MlpCall, keep: bool
 }
 
 /// What a backward pass gets: factors as they were multiplied, as far as a gradient that is wanted needs them.
-pub(crate) struct Saved<B: MlpOps> {
+pub(crate) struct SavedTensors<B: MlpOps> {
     pub x: Option<FloatTensor<B>>,
     pub inner: Option<FloatTensor<B>>,
     pub bias: Option<FloatTensor<B>>,
@@ -163,12 +163,12 @@ impl Task {
 
 /// Gradients by x, the inner weight, the bias and the outer weight.
 pub(crate) fn backward<B: MlpOps>(
-    saved: Saved<B>,
+    saved: SavedTensors<B>,
     call: MlpCall,
     task: Task,
 ) -> [Option<FloatTensor<B>>; 4] {
     let [inputs, hidden_width, outputs] = task.lengths;
-    let Saved {
+    let SavedTensors {
         x,
         inner,
         bias,
@@ -210,7 +210,7 @@ pub(crate) fn backward<B: MlpOps>(
             None => {
                 let by_active = B::linear_backward(
                     LinearSaved {
-                        x: MaybeFloat::None,
+                        x: OptFloat::None,
                         weight: outer.into(),
                         grad: grad.clone(),
                     },
@@ -222,8 +222,8 @@ pub(crate) fn backward<B: MlpOps>(
                 );
                 B::bias_activation_backward(
                     ActivationSaved {
-                        x: MaybeFloat::None,
-                        bias: MaybeFloat::None,
+                        x: OptFloat::None,
+                        bias: OptFloat::None,
                         grad: by_active.x.into_option().expect("it was asked for"),
                     },
                     Activation::None,
@@ -258,7 +258,7 @@ pub(crate) fn backward<B: MlpOps>(
         let made = B::linear_backward(
             LinearSaved {
                 x: active.into(),
-                weight: MaybeFloat::None,
+                weight: OptFloat::None,
                 grad,
             },
             LinearTask {

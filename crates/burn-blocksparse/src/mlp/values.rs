@@ -5,7 +5,7 @@ use burn::backend::{Backend, ExtensionType};
 use burn::tensor::FloatDType;
 
 use crate::activation::values::Activation;
-use crate::values::MaybeFloat;
+use crate::values::OptFloat;
 
 /// What a network is made of.
 #[derive(ExtensionType, Clone, Debug)]
@@ -18,7 +18,7 @@ pub struct MlpInputs<B: Backend> {
     pub inner: FloatTensor<B>,
     /// `[hidden]`
     #[extension_type]
-    pub bias: MaybeFloat<B>,
+    pub bias: OptFloat<B>,
     /// `[hidden, out]`
     pub outer: FloatTensor<B>,
 }
@@ -44,13 +44,13 @@ pub struct MlpActive<B: Backend> {
     pub active: FloatTensor<B>,
     /// `x · W₁`, if it is wanted.
     #[extension_type]
-    pub hidden: MaybeFloat<B>,
+    pub hidden: OptFloat<B>,
     /// x in the product's dtype, if it had another.
     #[extension_type]
-    pub x: MaybeFloat<B>,
+    pub x: OptFloat<B>,
     /// W₁ in the product's dtype, if it had another.
     #[extension_type]
-    pub inner: MaybeFloat<B>,
+    pub inner: OptFloat<B>,
 }
 
 /// What is made of the first half.
@@ -64,7 +64,7 @@ pub struct MlpInnerInputs<B: Backend> {
     pub inner: FloatTensor<B>,
     /// `[hidden]`
     #[extension_type]
-    pub bias: MaybeFloat<B>,
+    pub bias: OptFloat<B>,
 }
 
 /// What the half of a backward pass before the activation gets.
@@ -76,7 +76,7 @@ pub struct MlpOuterSaved<B: Backend> {
     pub hidden: FloatTensor<B>,
     /// `[hidden]`
     #[extension_type]
-    pub bias: MaybeFloat<B>,
+    pub bias: OptFloat<B>,
     /// W₂ as it was multiplied, `[hidden, out]`.
     pub outer: FloatTensor<B>,
     /// By the result, `[.., out]`.

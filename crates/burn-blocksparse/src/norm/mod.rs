@@ -3,7 +3,7 @@
 pub(crate) mod reference;
 pub(crate) mod values;
 
-use blocksparse::StreamDropout;
+use blocksparse::ElementDropout;
 use burn::backend::Dispatch;
 use burn::tensor::{Device, FloatDType, Tensor};
 
@@ -13,12 +13,12 @@ use crate::device::served;
 use crate::error::OpError;
 use crate::graph::seeds;
 use crate::op_plan::{OpDevice, OpPlan};
-use crate::values::MaybeFloat;
+use crate::values::OptFloat;
 use values::{NormCall, NormInputs, NormOutput};
 
 /// What a row is divided by.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Norm {
+pub enum NormKind {
     /// The standard deviation, after its mean is taken off: layer normalization (Ba et al., 2016, section 3).
     #[default]
     Layer,
@@ -26,32 +26,32 @@ pub enum Norm {
     Rms,
 }
 
-/// How [`residual_norm`] computes. Build it from [`Default`]:
+/// How [`add_norm`] computes. Build it from [`Default`]:
 ///
 /// ```
-/// use burn_blocksparse::ops::{Norm, ResidualNormOptions};
+/// use burn_blocksparse::ops::{NormKind, AddNormOptions};
 ///
-/// let options = ResidualNormOptions::default().norm(Norm::Rms).epsilon(1e-6);
+/// let options = AddNormOptions::default().norm(NormKind::Rms).epsilon(1e-6);
 /// assert_eq!(options.epsilon, 1e-6);
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 #[must_use]
 #[non_exhaustive]
-pub struct ResidualNormOptions {
+pub struct AddNormOptions {
     /// Which norm; default layer normalization.
-    pub norm: Norm,
+    pub norm: NormKind,
     /// What is added to the variance; default 1e-5.
     pub epsilon: f64,
     /// Dropout of what is added to the stream.
-    pub dropout: Option<StreamDropout>,
+    pub dropout: Option<ElementDropout>,
     /// The dtype of the normed stream; default the stream's.
     pub dtype: Option<FloatDType>,
 }
 
-impl Default for ResidualNormOptions {
+impl Default for AddNormOptions {
     fn default() -> Self {
         Self {
-            norm: Norm::Layer,
+            norm: NormKind::Layer,
             epsilon: 1e-5,
             dropout: None,
             dtype: None,
@@ -59,9 +59,9 @@ impl Default for ResidualNormOptions {
     }
 }
 
-impl ResidualNormOptions {
+impl AddNormOptions {
     /// Sets which norm.
-    pub fn norm(mut self, norm: Norm) -> Self {
+    pub fn norm(mut self, norm: NormKind) -> Self {
         self.norm = norm;
         self
     }
@@ -72,14 +72,14 @@ impl ResidualNormOptions {
         self
     }
 
-    /// Drops numbers of what is added to the stream, the branch with its bias. Give every training step a seed of its own, and every place in a
+    /// Drops elements of what is added to the stream, the branch with its bias. Give every training step a seed of its own, and every place in a
     /// model a site.
-    pub fn dropout(mut self, dropout: StreamDropout) -> Self {
+    pub fn dropout(mut self, dropout: ElementDropout) -> Self {
         self.dropout = Some(dropout);
         self
     }
 
-    /// Sets the dtype of the normed stream. What is kept for the backward pass is of it, too.
+    /// Sets the dtype of the normed stream. What is stored for the backward pass is of it, too.
     pub fn dtype(mut self, dtype: FloatDType) -> Self {
         self.dtype = Some(dtype);
         self
@@ -112,14 +112,14 @@ impl NormParams {
 /// What is added to a residual stream.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub struct Branch<const D: usize> {
+pub struct Residual<const D: usize> {
     /// Of the stream's shape.
     pub x: Tensor<D>,
     /// `[width]`: added to it.
     pub bias: Option<Tensor<1>>,
 }
 
-impl<const D: usize> Branch<D> {
+impl<const D: usize> Residual<D> {
     /// A branch without a bias.
     pub fn new(x: Tensor<D>) -> Self {
         Self { x, bias: None }
@@ -144,17 +144,17 @@ impl<const D: usize> Branch<D> {
 ///
 /// Both outputs are differentiable. Use s' and not the stream after the call, whether there is a branch or not: then the stream has one consumer, and its
 /// gradient comes of one kernel, without additions of whole streams. The backward pass needs the normed stream before gamma and beta, in h's dtype,
-/// and a number for each row; dropout is made again of its seed ([`StreamDropout`]).
+/// and a number for each row; dropout is made again of its seed ([`ElementDropout`]).
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_blocksparse::ops::{Branch, NormParams, ResidualNormOptions, residual_norm};
+/// use burn_blocksparse::ops::{Residual, NormParams, AddNormOptions, add_norm};
 ///
 /// let device = Device::flex().autodiff();
 /// let [stream, x] = [(); 2].map(|_| Tensor::<3>::random([2, 5, 8], Distribution::Default, &device).require_grad());
 /// let params = NormParams::new(Tensor::ones([8], &device)).beta(Tensor::zeros([8], &device));
-/// let options = ResidualNormOptions::default();
-/// let (sum, normed) = residual_norm(stream.clone(), Some(Branch::new(x)), params, &options)?;
+/// let options = AddNormOptions::default();
+/// let (sum, normed) = add_norm(stream.clone(), Some(Residual::new(x)), params, &options)?;
 /// assert!(normed.clone().mean().into_scalar::<f32>().abs() < 1e-5);
 /// let gradients = (sum + normed).sum().backward();
 /// assert_eq!(stream.grad(&gradients).unwrap().dims(), [2, 5, 8]);
@@ -164,63 +164,63 @@ impl<const D: usize> Branch<D> {
 /// # Errors
 /// [`OpError`] if shapes or devices do not fit the stream's, its rows are empty, the dropout's probability is not in `[0, 1)`, epsilon is negative or not
 /// finite, or the device has no numbers of the dtype that h is to have.
-pub fn residual_norm<const D: usize>(
+pub fn add_norm<const D: usize>(
     stream: Tensor<D>,
-    branch: Option<Branch<D>>,
+    branch: Option<Residual<D>>,
     params: NormParams,
-    options: &ResidualNormOptions,
+    options: &AddNormOptions,
 ) -> Result<(Tensor<D>, Tensor<D>), OpError> {
     let call = check(&stream, branch.as_ref(), Some(&params), options)?;
     let (sum, normed) = run(stream, branch, Some(params), call);
     Ok((sum, normed.expect("a norm of a call with one")))
 }
 
-/// The norm of `x`, `[.., width]`, alone: [`residual_norm`] without a branch, where the stream is not used any more.
+/// The norm of `x`, `[.., width]`, alone: [`add_norm`] without a branch, where the stream is not used any more.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
-/// use burn_blocksparse::ops::{Norm, NormParams, ResidualNormOptions, norm};
+/// use burn_blocksparse::ops::{NormKind, NormParams, AddNormOptions, norm};
 ///
 /// let device = Device::flex();
 /// let x = Tensor::<2>::from_data([[3.0, 4.0]], &device);
 /// let params = NormParams::new(Tensor::ones([2], &device));
-/// let normed = norm(x, params, &ResidualNormOptions::default().norm(Norm::Rms))?;
+/// let normed = norm(x, params, &AddNormOptions::default().norm(NormKind::Rms))?;
 /// assert!((normed.slice([0..1, 0..1]).into_scalar::<f32>() - 3.0 / 12.5f32.sqrt()).abs() < 1e-5);
 /// # Ok::<(), burn_blocksparse::OpError>(())
 /// ```
 ///
 /// # Errors
-/// As [`residual_norm`].
+/// As [`add_norm`].
 pub fn norm<const D: usize>(
     x: Tensor<D>,
     params: NormParams,
-    options: &ResidualNormOptions,
+    options: &AddNormOptions,
 ) -> Result<Tensor<D>, OpError> {
-    let (_, normed) = residual_norm(x, None, params, options)?;
+    let (_, normed) = add_norm(x, None, params, options)?;
     Ok(normed)
 }
 
-/// `stream + m ∘ (branch + bias)` alone, of the stream's shape and dtype: the s' of [`residual_norm`].
+/// `stream + m ∘ (branch + bias)` alone, of the stream's shape and dtype: the s' of [`add_norm`].
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
-/// use burn_blocksparse::ops::{Branch, residual_add};
+/// use burn_blocksparse::ops::{Residual, residual_add};
 ///
 /// let device = Device::flex();
 /// let [stream, x] = [Tensor::<2>::ones([3, 4], &device), Tensor::ones([3, 4], &device)];
-/// let sum = residual_add(stream, Branch::new(x).bias(Tensor::ones([4], &device)), None)?;
+/// let sum = residual_add(stream, Residual::new(x).bias(Tensor::ones([4], &device)), None)?;
 /// assert_eq!(sum.max().into_scalar::<f32>(), 3.0);
 /// # Ok::<(), burn_blocksparse::OpError>(())
 /// ```
 ///
 /// # Errors
-/// As [`residual_norm`].
+/// As [`add_norm`].
 pub fn residual_add<const D: usize>(
     stream: Tensor<D>,
-    branch: Branch<D>,
-    dropout: Option<StreamDropout>,
+    branch: Residual<D>,
+    dropout: Option<ElementDropout>,
 ) -> Result<Tensor<D>, OpError> {
-    let options = ResidualNormOptions {
+    let options = AddNormOptions {
         dropout,
         ..Default::default()
     };
@@ -229,15 +229,15 @@ pub fn residual_add<const D: usize>(
     Ok(sum)
 }
 
-impl ResidualNormOptions {
-    /// What [`residual_norm`] would run for these arguments.
+impl AddNormOptions {
+    /// What [`add_norm`] would run for these arguments.
     ///
     /// # Errors
-    /// As [`residual_norm`].
+    /// As [`add_norm`].
     pub fn explain<const D: usize>(
         &self,
         stream: &Tensor<D>,
-        branch: Option<&Branch<D>>,
+        branch: Option<&Residual<D>>,
         params: &NormParams,
     ) -> Result<OpPlan, OpError> {
         let call = check(stream, branch, Some(params), self)?;
@@ -274,13 +274,13 @@ fn text(
 
 fn run<const D: usize>(
     stream: Tensor<D>,
-    branch: Option<Branch<D>>,
+    branch: Option<Residual<D>>,
     params: Option<NormParams>,
     call: NormCall,
 ) -> (Tensor<D>, Option<Tensor<D>>) {
     let (x, bias) = branch.map_or((None, None), |branch| (Some(branch.x), branch.bias));
     let (gamma, beta) = params.map_or((None, None), |params| (Some(params.gamma), params.beta));
-    let row = |x: Option<Tensor<1>>| MaybeFloat::from(x.map(Tensor::into_dispatch));
+    let row = |x: Option<Tensor<1>>| OptFloat::from(x.map(Tensor::into_dispatch));
     let inputs = NormInputs {
         stream: stream.clone().into_dispatch(),
         branch: x.map(Tensor::into_dispatch).into(),
@@ -292,7 +292,7 @@ fn run<const D: usize>(
         stream: sum,
         normed,
         ..
-    } = <Dispatch as NormOps>::residual_norm(inputs, call);
+    } = <Dispatch as NormOps>::add_norm(inputs, call);
     let sum = sum.into_option().map_or(stream, Tensor::from_dispatch);
     (sum, normed.into_option().map(Tensor::from_dispatch))
 }
@@ -300,7 +300,7 @@ fn run<const D: usize>(
 /// That a dropout's probability is one.
 pub(crate) fn check_dropout(
     argument: &'static str,
-    dropout: Option<&StreamDropout>,
+    dropout: Option<&ElementDropout>,
     device: &Device,
 ) -> Result<(), OpError> {
     match dropout {
@@ -316,9 +316,9 @@ pub(crate) fn check_dropout(
 
 fn check<const D: usize>(
     stream: &Tensor<D>,
-    branch: Option<&Branch<D>>,
+    branch: Option<&Residual<D>>,
     params: Option<&NormParams>,
-    options: &ResidualNormOptions,
+    options: &AddNormOptions,
 ) -> Result<NormCall, OpError> {
     let device = stream.device();
     served(&device)?;

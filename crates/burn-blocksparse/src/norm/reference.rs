@@ -1,17 +1,17 @@
 //! A residual norm in Burn primitives.
 
-use blocksparse::StreamDropout;
+use blocksparse::ElementDropout;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, Shape, TensorData};
 
-use super::Norm;
+use super::NormKind;
 use super::values::{
     NormBackwardCall, NormCall, NormGrads, NormInputs, NormOutput, NormOutputGrads, NormSaved,
 };
 use crate::dtype::accumulate_in;
 use crate::graph::recording;
-use crate::values::MaybeFloat;
+use crate::values::OptFloat;
 
 /// Rows and width of a shape.
 pub(crate) fn matrix(shape: &Shape) -> [usize; 2] {
@@ -60,7 +60,7 @@ impl<B: Backend> Rows<B> {
         B::float_zeros(shape.into(), &self.device, dtype)
     }
 
-    fn drop(&self, x: FloatTensor<B>, dropout: Option<StreamDropout>) -> FloatTensor<B> {
+    fn drop(&self, x: FloatTensor<B>, dropout: Option<ElementDropout>) -> FloatTensor<B> {
         let Some(dropout) = dropout else {
             return x;
         };
@@ -84,7 +84,7 @@ impl<B: Backend> Rows<B> {
 }
 
 /// Dropout alone.
-pub(crate) fn dropout<B: Backend>(x: FloatTensor<B>, dropout: StreamDropout) -> FloatTensor<B> {
+pub(crate) fn dropout<B: Backend>(x: FloatTensor<B>, dropout: ElementDropout) -> FloatTensor<B> {
     let dtype: FloatDType = x.dtype().into();
     let rows = Rows::<B>::new(&x, dtype);
     if rows.rows * rows.width == 0 {
@@ -103,9 +103,9 @@ pub(crate) fn forward<B: Backend>(inputs: NormInputs<B>, call: &NormCall) -> Nor
     }
     let mut x = rows.matrix(inputs.stream);
     let mut stream = None;
-    if let MaybeFloat::Some(branch) = inputs.branch {
+    if let OptFloat::Some(branch) = inputs.branch {
         let mut branch = rows.matrix(branch);
-        if let MaybeFloat::Some(bias) = inputs.bias {
+        if let OptFloat::Some(bias) = inputs.bias {
             branch = B::float_add(branch, rows.row(bias));
         }
         let sum = B::float_add(x, rows.drop(branch, call.dropout));
@@ -113,15 +113,15 @@ pub(crate) fn forward<B: Backend>(inputs: NormInputs<B>, call: &NormCall) -> Nor
         x = rows.matrix(sum.clone());
         stream = Some(sum);
     }
-    let (Some(norm), MaybeFloat::Some(gamma)) = (call.norm, inputs.gamma) else {
+    let (Some(norm), OptFloat::Some(gamma)) = (call.norm, inputs.gamma) else {
         return NormOutput {
             stream: stream.into(),
-            normed: MaybeFloat::None,
-            xhat: MaybeFloat::None,
-            rstd: MaybeFloat::None,
+            normed: OptFloat::None,
+            xhat: OptFloat::None,
+            rstd: OptFloat::None,
         };
     };
-    if norm == Norm::Layer {
+    if norm == NormKind::Layer {
         x = B::float_sub(x.clone(), rows.mean(x));
     }
     let variance = rows.mean(B::float_mul(x.clone(), x.clone()));
@@ -131,7 +131,7 @@ pub(crate) fn forward<B: Backend>(inputs: NormInputs<B>, call: &NormCall) -> Nor
     )));
     let xhat = B::float_mul(x, rstd.clone());
     let mut normed = B::float_mul(xhat.clone(), rows.row(gamma));
-    if let MaybeFloat::Some(beta) = inputs.beta {
+    if let OptFloat::Some(beta) = inputs.beta {
         normed = B::float_add(normed, rows.row(beta));
     }
     let kept = call.keep.then(|| {
@@ -141,7 +141,7 @@ pub(crate) fn forward<B: Backend>(inputs: NormInputs<B>, call: &NormCall) -> Nor
     let (xhat, rstd) = kept.unzip();
     NormOutput {
         stream: stream.into(),
-        normed: MaybeFloat::Some(rows.result(normed, call.dtype)),
+        normed: OptFloat::Some(rows.result(normed, call.dtype)),
         xhat: xhat.into(),
         rstd: rstd.into(),
     }
@@ -155,7 +155,7 @@ fn without_rows<B: Backend>(
 ) -> NormOutput<B> {
     let empty = |wanted: bool, dtype: FloatDType| {
         let empty = wanted.then(|| rows.zeros(rows.shape.clone(), dtype));
-        MaybeFloat::from(empty)
+        OptFloat::from(empty)
     };
     let (norm, keep) = (call.norm.is_some(), call.norm.is_some() && call.keep);
     NormOutput {
@@ -174,7 +174,7 @@ pub(crate) fn backward<B: Backend>(
     let like = grads.stream.as_ref().or(grads.normed.as_ref());
     let rows = Rows::<B>::new(like.expect("a gradient by an output"), call.stream);
     let zeros = |dtype: Option<FloatDType>| {
-        MaybeFloat::from(dtype.map(|dtype| rows.zeros([rows.width], dtype)))
+        OptFloat::from(dtype.map(|dtype| rows.zeros([rows.width], dtype)))
     };
     if rows.rows == 0 {
         let empty = |dtype: FloatDType| rows.zeros(rows.shape.clone(), dtype);
@@ -189,10 +189,10 @@ pub(crate) fn backward<B: Backend>(
     let [mut by_gamma, mut by_beta] = [zeros(call.gamma), zeros(call.beta)];
     let mut ds = grads.stream.into_option().map(|ds| rows.matrix(ds));
     if let (
-        MaybeFloat::Some(normed),
-        MaybeFloat::Some(xhat),
-        MaybeFloat::Some(rstd),
-        MaybeFloat::Some(gamma),
+        OptFloat::Some(normed),
+        OptFloat::Some(xhat),
+        OptFloat::Some(rstd),
+        OptFloat::Some(gamma),
     ) = (grads.normed, saved.xhat, saved.rstd, saved.gamma)
     {
         let (dh, xhat) = (rows.matrix(normed), rows.matrix(xhat));
@@ -206,7 +206,7 @@ pub(crate) fn backward<B: Backend>(
         let grad = B::float_mul(dh, rows.row(gamma));
         let product = rows.mean(B::float_mul(grad.clone(), xhat.clone()));
         let mut part = B::float_sub(grad.clone(), B::float_mul(xhat, product));
-        if call.forward.norm == Some(Norm::Layer) {
+        if call.forward.norm == Some(NormKind::Layer) {
             part = B::float_sub(part, rows.mean(grad));
         }
         let rstd = B::float_reshape(rstd, Shape::new([rows.rows, 1]));

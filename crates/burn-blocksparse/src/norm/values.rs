@@ -1,12 +1,12 @@
 //! The values that cross the backend trait.
 
-use blocksparse::StreamDropout;
+use blocksparse::ElementDropout;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, ExtensionType};
 use burn::tensor::FloatDType;
 
-use super::Norm;
-use crate::values::MaybeFloat;
+use super::NormKind;
+use crate::values::OptFloat;
 
 /// What a residual norm is computed of.
 #[derive(ExtensionType, Clone, Debug)]
@@ -17,16 +17,16 @@ pub struct NormInputs<B: Backend> {
     pub stream: FloatTensor<B>,
     /// What is added to it, of its shape.
     #[extension_type]
-    pub branch: MaybeFloat<B>,
+    pub branch: OptFloat<B>,
     /// `[width]`: what is added to the branch.
     #[extension_type]
-    pub bias: MaybeFloat<B>,
+    pub bias: OptFloat<B>,
     /// `[width]`, there if there is a norm.
     #[extension_type]
-    pub gamma: MaybeFloat<B>,
+    pub gamma: OptFloat<B>,
     /// `[width]`.
     #[extension_type]
-    pub beta: MaybeFloat<B>,
+    pub beta: OptFloat<B>,
 }
 
 /// What a residual norm returns.
@@ -36,16 +36,16 @@ pub struct NormInputs<B: Backend> {
 pub struct NormOutput<B: Backend> {
     /// The stream with the branch, of the stream's shape and dtype. None without a branch: it is the stream that came.
     #[extension_type]
-    pub stream: MaybeFloat<B>,
+    pub stream: OptFloat<B>,
     /// The normed stream, if there is a norm: of the stream's shape, in the call's dtype.
     #[extension_type]
-    pub normed: MaybeFloat<B>,
-    /// Before gamma and beta, likewise, if it is to be kept.
+    pub normed: OptFloat<B>,
+    /// Before gamma and beta, likewise, if it is to be stored.
     #[extension_type]
-    pub xhat: MaybeFloat<B>,
-    /// One over the standard deviation, `[rows]`, in the dtype of the stream's sums, if it is to be kept.
+    pub xhat: OptFloat<B>,
+    /// One over the standard deviation, `[rows]`, in the dtype of the stream's sums, if it is to be stored.
     #[extension_type]
-    pub rstd: MaybeFloat<B>,
+    pub rstd: OptFloat<B>,
 }
 
 /// What the backward pass gets from the forward pass: all of it if there is a norm.
@@ -55,13 +55,13 @@ pub struct NormOutput<B: Backend> {
 pub struct NormSaved<B: Backend> {
     /// As [`NormOutput::xhat`].
     #[extension_type]
-    pub xhat: MaybeFloat<B>,
+    pub xhat: OptFloat<B>,
     /// As [`NormOutput::rstd`].
     #[extension_type]
-    pub rstd: MaybeFloat<B>,
+    pub rstd: OptFloat<B>,
     /// As [`NormInputs::gamma`].
     #[extension_type]
-    pub gamma: MaybeFloat<B>,
+    pub gamma: OptFloat<B>,
 }
 
 /// Gradients of a loss by what was returned: one of them at least.
@@ -71,10 +71,10 @@ pub struct NormSaved<B: Backend> {
 pub struct NormOutputGrads<B: Backend> {
     /// By the stream. None: 0.
     #[extension_type]
-    pub stream: MaybeFloat<B>,
+    pub stream: OptFloat<B>,
     /// By the normed stream. None: 0.
     #[extension_type]
-    pub normed: MaybeFloat<B>,
+    pub normed: OptFloat<B>,
 }
 
 /// Gradients by the inputs, each of its input's shape and dtype; but the stream's only those that are wanted.
@@ -86,16 +86,16 @@ pub struct NormGrads<B: Backend> {
     pub stream: FloatTensor<B>,
     /// By the branch.
     #[extension_type]
-    pub branch: MaybeFloat<B>,
+    pub branch: OptFloat<B>,
     /// By its bias.
     #[extension_type]
-    pub bias: MaybeFloat<B>,
+    pub bias: OptFloat<B>,
     /// By gamma.
     #[extension_type]
-    pub gamma: MaybeFloat<B>,
+    pub gamma: OptFloat<B>,
     /// By beta.
     #[extension_type]
-    pub beta: MaybeFloat<B>,
+    pub beta: OptFloat<B>,
 }
 
 /// What is computed.
@@ -103,11 +103,11 @@ pub struct NormGrads<B: Backend> {
 #[non_exhaustive]
 pub struct NormCall {
     /// Which norm. None: the stream with the branch alone.
-    pub norm: Option<Norm>,
+    pub norm: Option<NormKind>,
     /// What is added to the variance.
     pub epsilon: f64,
     /// Dropout of the branch, of a probability above 0.
-    pub dropout: Option<StreamDropout>,
+    pub dropout: Option<ElementDropout>,
     /// The normed stream's dtype.
     pub dtype: FloatDType,
     /// Whether a backward pass will come, for which xhat and rstd are returned.

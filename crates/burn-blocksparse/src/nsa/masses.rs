@@ -10,7 +10,7 @@ use crate::error::OpError;
 use crate::op_plan::{OpDevice, OpPlan};
 use crate::selection::parts::{NUMBERS, joined, padded};
 use crate::selection::products;
-use crate::selection::query_lists::{ListSizes, QueryLists};
+use crate::selection::query_lists::{ListSizes, SelectedBlocks};
 
 /// What neighbouring queries choose in common, of models that have learned something: .85 to .91 in the four layers of a small one (docs/selection.md).
 const OVERLAP: f64 = 0.85;
@@ -99,14 +99,14 @@ impl<'a> Masses<'a> {
     }
 
     /// The blocks that queries choose by them beside the forced ones, and the queries of each block.
-    pub fn lists(&self, sizes: &ListSizes) -> Result<QueryLists, OpError> {
+    pub fn lists(&self, sizes: &ListSizes) -> Result<SelectedBlocks, OpError> {
         #[cfg(feature = "cube")]
         if let Some(blocks) = self.choice(sizes) {
-            return QueryLists::of_choices(blocks, sizes).with_expected_overlap(OVERLAP);
+            return SelectedBlocks::of_choices(blocks, sizes).with_group_reuse(OVERLAP);
         }
         let [batch, ..] = self.q.dims();
-        QueryLists::new(|rows| self.of_rows(rows), batch * self.kv_heads, sizes)?
-            .with_expected_overlap(OVERLAP)
+        SelectedBlocks::new(|rows| self.of_rows(rows), batch * self.kv_heads, sizes)?
+            .with_group_reuse(OVERLAP)
     }
 
     /// Of queries and blocks that see nothing of each other.

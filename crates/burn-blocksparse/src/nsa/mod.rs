@@ -28,9 +28,9 @@ use crate::error::OpError;
 use crate::gates::{gated_plan, gated_sum};
 use crate::op_plan::OpPlan;
 use crate::options::AttentionOptions;
-use crate::selection::layouts::KeptLayouts;
+use crate::selection::layouts::LayoutCache;
 use crate::selection::lists::attention_of_choice;
-use crate::selection::query_lists::{ListSizes, QueryLists};
+use crate::selection::query_lists::{ListSizes, SelectedBlocks};
 use masses::Masses;
 pub use options::NsaOptions;
 pub use strides::NsaStrides;
@@ -71,7 +71,7 @@ pub use strides::NsaStrides;
 #[derive(Clone, Debug)]
 pub struct Nsa {
     options: NsaOptions,
-    layouts: KeptLayouts,
+    layouts: LayoutCache,
     /// Whether the kernel of masses is left out.
     #[cfg_attr(not(feature = "cube"), allow(dead_code))]
     is_general: bool,
@@ -192,20 +192,20 @@ impl Nsa {
         options.check()?;
         Ok(Self {
             options,
-            layouts: KeptLayouts::default(),
+            layouts: LayoutCache::default(),
             is_general: false,
         })
     }
 
-    /// The same without the kernel that makes masses and chooses by them on some devices: for measuring and comparing.
-    pub fn without_mass_kernel(self) -> Self {
+    /// The same without the kernel that makes importance scores and chooses by them on some devices: for measuring and comparing.
+    pub fn without_importance_kernel(self) -> Self {
         Self {
             is_general: true,
             ..self
         }
     }
 
-    /// How a call makes the masses that queries choose by, and why not by the kernel that chooses at once. It prints.
+    /// How a call makes the importance scores that queries choose by, and why not by the kernel that chooses at once. It prints.
     ///
     /// # Errors
     /// As [`Self::attention`].
@@ -219,7 +219,7 @@ impl Nsa {
         Ok(masses.op_plan())
     }
 
-    /// Its numbers.
+    /// Its configuration.
     pub fn options(&self) -> &NsaOptions {
         &self.options
     }
@@ -328,7 +328,7 @@ impl Nsa {
             .map(Some)
     }
 
-    /// The attention that blocks of [`NsaOptions::selected_block`] keys get in compressed form, of all heads that choose together: what a query chooses its
+    /// The attention that blocks of [`NsaOptions::selected_block`] keys get in compressed form, of all heads that share one choice: what a query chooses its
     /// blocks by. Those that a query does not see may have anything.
     ///
     /// # Shapes
@@ -337,7 +337,7 @@ impl Nsa {
     ///
     /// # Errors
     /// As [`Self::attention`].
-    pub fn block_masses(
+    pub fn block_importance(
         &self,
         q: Tensor<4>,
         keys_values: &NsaKeysValues,
@@ -367,7 +367,7 @@ impl Nsa {
         &self,
         q: Tensor<4>,
         keys_values: &NsaKeysValues,
-    ) -> Result<Option<QueryLists>, OpError> {
+    ) -> Result<Option<SelectedBlocks>, OpError> {
         let call = Call::new(self, &q, keys_values)?;
         let sizes = ListSizes::new(call.grid, self.options.keep, self.options.forced);
         match sizes {
@@ -413,7 +413,7 @@ impl Nsa {
     fn attention_options(&self) -> AttentionOptions {
         let options = AttentionOptions::default()
             .precision(self.options.precision)
-            .choice_walk(self.options.choice_walk);
+            .dispatch_mode(self.options.dispatch_mode);
         match self.options.scale {
             Some(scale) => options.scale(scale),
             None => options,

@@ -1,11 +1,11 @@
 //! The numbers of native sparse attention.
 
-use blocksparse::{BLOCK_SIZES, Forced};
+use blocksparse::{Always, BLOCK_SIZES};
 
 use crate::error::OpError;
-use crate::options::{ChoiceWalk, ProductPrecision};
+use crate::options::{DispatchMode, ProductPrecision};
 
-/// The numbers of [`Nsa`](crate::nsa::Nsa). The defaults are the paper's (Yuan et al., 2025, §4.1).
+/// Parameters of [`Nsa`](crate::nsa::Nsa). The defaults are the paper's (Yuan et al., 2025, §4.1).
 #[derive(Clone, Debug, PartialEq)]
 #[must_use]
 #[non_exhaustive]
@@ -18,8 +18,8 @@ pub struct NsaOptions {
     pub selected_block: usize,
     /// Blocks that a query sees, the forced ones among them: at least those. Default: 16.
     pub keep: usize,
-    /// Blocks that it sees whatever their masses, its own among them. Default: the first one, its own and the one before.
-    pub forced: Forced,
+    /// Blocks that it sees whatever their importance scores, its own among them. Default: the first one, its own and the one before.
+    pub forced: Always,
     /// Keys of the window, with the query's own; 0 turns that branch off. Default: 512.
     pub window: usize,
     /// Factor of the scores of all branches. Default: 1/√head_dim.
@@ -27,7 +27,7 @@ pub struct NsaOptions {
     /// Of products of f32 tensors.
     pub precision: ProductPrecision,
     /// How queries attend to the blocks that they chose.
-    pub choice_walk: ChoiceWalk,
+    pub dispatch_mode: DispatchMode,
 }
 
 impl Default for NsaOptions {
@@ -37,11 +37,11 @@ impl Default for NsaOptions {
             stride: 16,
             selected_block: 64,
             keep: 16,
-            forced: Forced { first: 1, local: 2 },
+            forced: Always { first: 1, local: 2 },
             window: 512,
             scale: None,
             precision: ProductPrecision::default(),
-            choice_walk: ChoiceWalk::default(),
+            dispatch_mode: DispatchMode::default(),
         }
     }
 }
@@ -71,8 +71,8 @@ impl NsaOptions {
         self
     }
 
-    /// Sets which blocks are seen whatever their masses.
-    pub fn forced(mut self, forced: Forced) -> Self {
+    /// Sets which blocks are seen whatever their importance scores.
+    pub fn forced(mut self, forced: Always) -> Self {
         self.forced = forced;
         self
     }
@@ -96,12 +96,12 @@ impl NsaOptions {
     }
 
     /// Sets how queries attend to the blocks that they chose.
-    pub fn choice_walk(mut self, choice_walk: ChoiceWalk) -> Self {
-        self.choice_walk = choice_walk;
+    pub fn dispatch_mode(mut self, dispatch_mode: DispatchMode) -> Self {
+        self.dispatch_mode = dispatch_mode;
         self
     }
 
-    /// Checks the numbers.
+    /// Checks the parameters.
     ///
     /// # Errors
     /// [`OpError`] if one is out of its range.
@@ -125,7 +125,7 @@ impl NsaOptions {
             let expected = "8, 16, 32, 64, 128 or a larger multiple of 128";
             return Err(OpError::argument("selected_block", expected, selected));
         }
-        let Forced { first, local } = self.forced;
+        let Always { first, local } = self.forced;
         if local == 0 {
             let expected = "at least 1, the query's own block";
             return Err(OpError::argument("forced.local", expected, 0));

@@ -8,27 +8,27 @@
 //! compressed      –    |  [0, 8) | [4, 12)    nothing ends with the first stride
 //! ```
 
-use blocksparse::Forced;
+use blocksparse::Always;
 use burn::tensor::{Bool, DType, Int, Tensor};
 
 use super::Nsa;
 use crate::error::OpError;
-use crate::paged::{PageChoice, highest_pages};
+use crate::paged::{PageChoice, topk_pages};
 use crate::selection::parts::{NOTHING, padded};
 use crate::selection::products;
 
 /// Above every mass: that of blocks which are seen in any case.
 const FORCED: f32 = 1e30;
 
-/// What queries see of compressed keys, and the masses by which they choose: see [`Nsa::of_strides`].
+/// What queries see of compressed keys, and the importance scores by which they choose: see [`Nsa::of_strides`].
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct NsaStrides {
     /// `[batch, heads, rows, value_dim]`, in the queries' dtype: the compressed branch, zeros in rows that see no compressed key.
     pub out: Tensor<4>,
-    /// `[batch, kv_heads, rows, blocks]`, f32: the mass of each block of [`selected_block`](super::NsaOptions::selected_block) tokens. Those that a query does
+    /// `[batch, kv_heads, rows, blocks]`, f32: the importance of each block of [`selected_block`](super::NsaOptions::selected_block) tokens. Those that a query does
     /// not see have 0.
-    pub masses: Tensor<4>,
+    pub importance: Tensor<4>,
 }
 
 impl Nsa {
@@ -49,7 +49,7 @@ impl Nsa {
         Ok(PageChoice::of_blocks(page, selected / page, options.keep))
     }
 
-    /// The compressed branch of queries at any positions, and the masses by which they choose blocks. In Burn's primitives, summed in f32 at least.
+    /// The compressed branch of queries at any positions, and the importance scores by which they choose blocks. In Burn's primitives, summed in f32 at least.
     ///
     /// # Shapes
     /// - `q`: `[batch, heads, rows, head_dim]`
@@ -95,31 +95,31 @@ impl Nsa {
         let out = out.reshape([batch, heads, rows, value_width]).cast(dtype);
         let p = p.reshape([batch * kv_heads, group, rows, strides]);
         let p = p.sum_dim(1).reshape([batch, kv_heads, rows, strides]);
-        let masses = self.of_blocks(p.cast(DType::F32));
-        Ok(NsaStrides { out, masses })
+        let importance = self.of_blocks(p.cast(DType::F32));
+        Ok(NsaStrides { out, importance })
     }
 
-    /// The pages of the blocks that queries see of those at their positions and before: the forced ones, and of the others those with the largest masses.
+    /// The pages of the blocks that queries see of those at their positions and before: the forced ones, and of the others those with the largest importance scores.
     ///
     /// # Shapes
-    /// - `masses`: `[batch, kv_heads, rows, blocks]`, f32, as [`Self::of_strides`] gives them
+    /// - `importance`: `[batch, kv_heads, rows, blocks]`, f32, as [`Self::of_strides`] gives them
     /// - `positions`: `[batch, rows]`, i32
-    /// - result: `[batch · rows, kv_heads, choice.listed()]`, i32, a walk for each query, as [`PagedKeysValues::selected`](crate::paged::PagedKeysValues::selected) has
+    /// - result: `[batch · rows, kv_heads, choice.selected_pages()]`, i32, a walk for each query, as [`PagedKeysValues::selected`](crate::paged::PagedKeysValues::selected) has
     ///   them
     ///
     /// # Errors
-    /// As [`highest_pages`](crate::internal::highest_pages).
+    /// As [`topk_pages`](crate::internal::topk_pages).
     pub fn choose_pages(
         &self,
-        masses: Tensor<4>,
+        importance: Tensor<4>,
         positions: &Tensor<2, Int>,
         choice: &PageChoice,
     ) -> Result<Tensor<3, Int>, OpError> {
-        let [batch, kv_heads, rows, blocks] = masses.dims();
+        let [batch, kv_heads, rows, blocks] = importance.dims();
         let got = positions.dims();
         OpError::expect_same("positions' shape", [batch, rows], "the masses'", got)?;
-        let device = masses.device();
-        let Forced { first, local } = self.options().forced;
+        let device = importance.device();
+        let Always { first, local } = self.options().forced;
         let dims = [batch, kv_heads, rows, blocks];
         let block = Tensor::<1, Int>::arange(0..blocks as i64, (&device, DType::I32));
         let block = block.reshape([1, 1, 1, blocks]).expand(dims);
@@ -129,7 +129,7 @@ impl Nsa {
         let forced = block.clone().greater(before.expand(dims));
         let first = i32::try_from(first).unwrap_or(i32::MAX);
         let forced = forced.bool_or(block.lower_elem(first));
-        let scores = masses.mask_fill(forced, FORCED).swap_dims(1, 2);
+        let scores = importance.mask_fill(forced, FORCED).swap_dims(1, 2);
         // Scores of blocks are sums of their pages'.
         let walks = batch * rows;
         let scores = scores.reshape([walks, kv_heads, blocks, 1]);
@@ -138,7 +138,7 @@ impl Nsa {
         let keys = positions.clone().cast(DType::I32).add_scalar(1);
         let keys = keys.reshape([walks, 1, 1]);
         let spans = padded_ints(keys);
-        highest_pages(scores, &spans, choice)
+        topk_pages(scores, &spans, choice)
     }
 
     /// Where a query does not see the compressed key that ends with a stride: `[batch, rows, strides]`.

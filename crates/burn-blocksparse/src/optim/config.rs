@@ -3,20 +3,20 @@
 use super::FusedAdamW;
 use crate::error::OpError;
 
-/// The numbers of [`FusedAdamW`].
+/// Hyperparameters of [`FusedAdamW`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[must_use]
 #[non_exhaustive]
 pub struct FusedAdamWConfig {
-    /// β₁, how much is kept of the first moment; in `[0, 1)`, default 0.9.
+    /// β₁, how much is retained of the first moment; in `[0, 1)`, default 0.9.
     pub beta_1: f64,
-    /// β₂, how much is kept of the second moment; in `[0, 1)`, default 0.999.
+    /// β₂, how much is retained of the second moment; in `[0, 1)`, default 0.999.
     pub beta_2: f64,
     /// ε, added to the root of the second moment; default 1e-5, as in Burn's `AdamWConfig`. The paper has 1e-8.
     pub epsilon: f64,
     /// λ: a step multiplies parameters by `1 − η λ`; default 1e-4, as in Burn's `AdamWConfig`.
     pub weight_decay: f64,
-    /// The norm of all gradients together is bounded by this; default none.
+    /// The norm over all gradients is bounded by this; default none.
     pub max_grad_norm: Option<f64>,
 }
 
@@ -62,7 +62,7 @@ impl FusedAdamWConfig {
         self
     }
 
-    /// Sets the bound of the norm of all gradients together.
+    /// Sets the bound of the norm over all gradients.
     pub fn with_max_grad_norm(mut self, max_grad_norm: Option<f64>) -> Self {
         self.max_grad_norm = max_grad_norm;
         self

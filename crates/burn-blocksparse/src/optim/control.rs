@@ -9,24 +9,24 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use super::{CONTROL, FusedAdamWConfig};
 use crate::backend::LIMIT;
 use crate::error::OpError;
-use crate::graph::Fixed;
+use crate::graph::StaticInput;
 use crate::graph::recording;
 
 /// What steps of [`FusedAdamW`](super::FusedAdamW) read from the device, so that they can be recorded: learning rate, bias corrections and the limit of the norm.
 /// From [`FusedAdamW::control`](super::FusedAdamW::control).
 ///
-/// It stays on its thread, like [`Fixed`].
+/// It stays on its thread, like [`StaticInput`].
 #[derive(Debug)]
-pub struct AdamWControl {
+pub struct AdamWStepState {
     /// By how many steps parameters had taken before, and the dtype of their sums.
-    numbers: Vec<((usize, DType), Fixed<1>)>,
+    numbers: Vec<((usize, DType), StaticInput<1>)>,
     config: FusedAdamWConfig,
     /// Steps of this control, with the one that is prepared.
     pub(super) taken: Arc<AtomicUsize>,
     prepared: Cell<bool>,
 }
 
-impl AdamWControl {
+impl AdamWStepState {
     /// For parameters that have so many steps behind them, of dtypes of sums.
     pub(super) fn new(
         device: &Device,
@@ -34,7 +34,12 @@ impl AdamWControl {
         groups: &[(usize, DType)],
     ) -> Result<Self, OpError> {
         let numbers = (groups.iter())
-            .map(|&group| Ok((group, Fixed::new(numbers([0.0; CONTROL], group.1), device)?)))
+            .map(|&group| {
+                Ok((
+                    group,
+                    StaticInput::new(numbers([0.0; CONTROL], group.1), device)?,
+                ))
+            })
             .collect::<Result<_, OpError>>()?;
         Ok(Self {
             numbers,

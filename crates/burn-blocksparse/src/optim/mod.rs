@@ -16,15 +16,15 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Bytes, DType, Device, Tensor, TensorData};
 
 use crate::backend::{
-    AdamWInputs, AdamWNumbers, CONTROL, ClipFactor, MOST_TENSORS, OptimOps, TensorList,
+    AdamWHyper, AdamWInputs, CONTROL, GradNorm, MOST_TENSORS, OptimOps, TensorList,
 };
 use crate::error::OpError;
 use crate::graph::recording;
 use crate::op_plan::{OpDevice, OpPlan};
-use crate::values::MaybeFloat;
+use crate::values::OptFloat;
 use collect::{GiveBack, Held, Replace, Survey, Take};
 pub use config::FusedAdamWConfig;
-pub use control::AdamWControl;
+pub use control::AdamWStepState;
 use record::ParameterState;
 
 /// AdamW (Loshchilov & Hutter, 2019, algorithm 2) with the gradient clipped by its norm over all parameters, in a few launches for a whole module.
@@ -126,17 +126,17 @@ impl FusedAdamW {
     ///
     /// # Errors
     /// [`OpError`] if the configuration is out of range, if this thread records, or as [`step`](Self::step) of the parameters.
-    pub fn control<M: Module>(&mut self, model: &M) -> Result<AdamWControl, OpError> {
+    pub fn control<M: Module>(&mut self, model: &M) -> Result<AdamWStepState, OpError> {
         self.config.validate()?;
         self.settle();
         let survey = Survey::of(model, None, &self.states)?;
-        let control = AdamWControl::new(&survey.device(), &self.config, survey.steps())?;
+        let control = AdamWStepState::new(&survey.device(), &self.config, survey.steps())?;
         self.counted = Some(control.taken.clone());
         Ok(control)
     }
 
-    /// As [`step`](Self::step), with the numbers that the last [`prepare`](AdamWControl::prepare) of this optimizer's control left on the device: for steps that
-    /// [`Replayed`](crate::graph::Replayed) records. Inside a recording parameters and moments are updated where they lie, or it fails with
+    /// As [`step`](Self::step), with what the last [`prepare`](AdamWStepState::prepare) of this optimizer's control left on the device: for steps that
+    /// [`CapturedGraph`](crate::graph::CapturedGraph) records. Inside a recording parameters and moments are updated where they lie, or it fails with
     /// [`OpError::NotInPlace`]: nothing else may hold the parameters of the model then, such as a clone or a graph of autodiff.
     ///
     /// Steps that are replayed count: [`to_bytes`](Self::to_bytes), between runs, writes them.
@@ -146,7 +146,7 @@ impl FusedAdamW {
     /// control's steps.
     pub fn step_prepared<M: Module>(
         &mut self,
-        control: &AdamWControl,
+        control: &AdamWStepState,
         model: M,
         gradients: GradientsParams,
     ) -> Result<(M, Tensor<1>), OpError> {
@@ -250,7 +250,7 @@ impl FusedAdamW {
             weight_decay,
             ..
         } = self.config;
-        let numbers = AdamWNumbers::new([beta_1, beta_2], epsilon, weight_decay);
+        let numbers = AdamWHyper::new([beta_1, beta_2], epsilon, weight_decay);
         let mut groups: Vec<((usize, DType), Vec<usize>)> = Vec::new();
         for (index, held) in held.iter().enumerate() {
             let Some(held) = held else { continue };
@@ -277,7 +277,7 @@ impl FusedAdamW {
                     gradients,
                     first,
                     second,
-                    factor: MaybeFloat::from(factor.clone()),
+                    factor: OptFloat::from(factor.clone()),
                 };
                 let control = control.clone().into_dispatch();
                 let made = <Dispatch as OptimOps>::adamw(inputs, control, numbers);
@@ -352,7 +352,7 @@ fn describe(device: &OpDevice, _largest: usize) -> Result<String, OpError> {
     match *device {}
 }
 
-/// The norm of the gradients of `model`'s parameters together: `[1]`, f32 (f64 if a gradient is), on the device. It is infinite only if a gradient is, or if it
+/// The norm of the gradients over all of `model`'s parameters: `[1]`, f32 (f64 if a gradient is), on the device. It is infinite only if a gradient is, or if it
 /// is above the largest number of its dtype.
 ///
 /// # Errors
@@ -369,7 +369,7 @@ pub fn gradient_norm<M: Module>(
     Ok(Tensor::from_dispatch(clip.norm))
 }
 
-/// Scales the gradients of `model`'s parameters by `min(1, max_norm / norm)`, of their norm together, for an optimizer that does not clip. Burn's
+/// Scales the gradients of `model`'s parameters by `min(1, max_norm / norm)`, of their joint norm, for an optimizer that does not clip. Burn's
 /// `GradientClippingConfig::Norm` bounds the norm of each parameter's gradient by itself, which changes the gradient's direction.
 ///
 /// Returns the gradients, and their norm before: `[1]`, still on the device.
@@ -417,7 +417,7 @@ fn norm_of(
     tensors: &[DispatchTensor],
     numbers: impl FnOnce(DType) -> Tensor<1>,
     device: &Device,
-) -> ClipFactor<Dispatch> {
+) -> GradNorm<Dispatch> {
     let dtypes = tensors.iter().map(collect::dtype_of);
     let dtype = match dtypes.into_iter().any(|dtype| dtype == DType::F64) {
         true => DType::F64,

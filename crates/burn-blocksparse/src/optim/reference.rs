@@ -5,7 +5,7 @@ use burn::backend::{Backend, TensorMetadata, get_device_settings};
 use burn::tensor::{FloatDType, Shape, Slice, try_read_sync};
 
 use super::partial_sums;
-use crate::backend::{AdamWInputs, AdamWNumbers, AdamWOutput, ClipFactor, LIMIT, TensorList};
+use crate::backend::{AdamWHyper, AdamWInputs, AdamWOutput, GradNorm, LIMIT, TensorList};
 
 /// Numbers that are added by themselves before their sums are: a sum over a long vector loses digits.
 const RUN: usize = 512;
@@ -111,7 +111,7 @@ fn squares_of<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
 pub(crate) fn clip_factor<B: Backend>(
     partials: FloatTensor<B>,
     control: FloatTensor<B>,
-) -> ClipFactor<B> {
+) -> GradNorm<B> {
     let large = Large::of(partials.dtype().into());
     let by = large.by;
     let bools = get_device_settings::<B>(&partials.device()).bool_dtype;
@@ -130,7 +130,7 @@ pub(crate) fn clip_factor<B: Backend>(
         B::float_mul_scalar(B::float_div(limit, shrunk.clone()), by.into()),
     );
     let norm = B::float_mul_scalar(shrunk, (1.0 / by).into());
-    ClipFactor {
+    GradNorm {
         norm: B::float_mask_where(plain, is_large, norm),
         factor: B::float_clamp_max(factor, 1.0.into()),
     }
@@ -139,7 +139,7 @@ pub(crate) fn clip_factor<B: Backend>(
 pub(crate) fn adamw<B: Backend>(
     inputs: AdamWInputs<B>,
     control: FloatTensor<B>,
-    numbers: AdamWNumbers,
+    numbers: AdamWHyper,
 ) -> AdamWOutput<B> {
     let [beta_1, beta_2] = numbers.betas;
     let [rate, kept_1, kept_2] = [0, 1, 2].map(|at| narrow::<B>(control.clone(), at, 1));

@@ -11,7 +11,7 @@ use crate::backend::PageChoiceOps;
 use crate::check::same_device;
 use crate::device::served;
 use crate::error::OpError;
-use crate::selection::{PageSummary, Selection, Sharing};
+use crate::selection::{GqaReduction, PageSummary, Selection};
 
 /// What is known of each page of keys besides the keys: `[pages, 2, d_k]`, the largest number of each channel and behind it the smallest, or
 /// `[pages, 1, d_k]`, the means.
@@ -19,8 +19,8 @@ use crate::selection::{PageSummary, Selection, Sharing};
 pub struct PageSummaries {
     /// What it is.
     pub summary: PageSummary,
-    /// The numbers. Bounds are exact in the keys' dtype.
-    pub numbers: Tensor<3>,
+    /// The elements. Bounds are exact in the keys' dtype.
+    pub values: Tensor<3>,
 }
 
 /// Rows of a page's summary.
@@ -43,12 +43,12 @@ impl PageSummaries {
         let shape = [pages, summary_rows(summary), width];
         Self {
             summary,
-            numbers: Tensor::zeros(shape, (device, dtype)),
+            values: Tensor::zeros(shape, (device, dtype)),
         }
     }
 
     fn check(&self) -> Result<(), OpError> {
-        let [_, rows, width] = self.numbers.dims();
+        let [_, rows, width] = self.values.dims();
         let expected = summary_rows(self.summary);
         OpError::expect_same("summaries' rows", expected, "of a summary", rows)?;
         match width {
@@ -72,7 +72,7 @@ impl Selection {
             OpError::argument("selection", expected, self)
         })?;
         let rule = self.rule();
-        let blocksparse::Keep::TopK(keep) = rule.keep else {
+        let blocksparse::Budget::TopK(keep) = rule.keep else {
             let expected = "a number of blocks over a pool of pages";
             return Err(OpError::argument(
                 "keep",
@@ -97,9 +97,9 @@ impl Selection {
             };
             return Err(OpError::argument("page_size", expected, page));
         }
-        let mean = match self.sharing() {
-            Sharing::Mean => true,
-            Sharing::Sum => false,
+        let mean = match self.gqa_reduction() {
+            GqaReduction::Mean => true,
+            GqaReduction::Sum => false,
             _ if group == 1 => false,
             other => {
                 let expected =
@@ -135,7 +135,7 @@ impl Selection {
 /// let (keys, _) = append_rows(keys, values, k.clone(), k, slots.clone())?;
 /// let summaries = PageSummaries::zeros(PageSummary::Bounds, 4, 8, keys.dtype(), &device);
 /// let summaries = summarize_pages(summaries, &keys, 2, slots)?;
-/// assert_eq!(summaries.numbers.slice([2..4]).sum().into_scalar::<f32>(), 32.0);
+/// assert_eq!(summaries.values.slice([2..4]).sum().into_scalar::<f32>(), 32.0);
 /// # Ok::<(), burn_blocksparse::OpError>(())
 /// ```
 ///
@@ -154,18 +154,18 @@ pub fn summarize_pages(
     check_summarize(&summaries, keys.dims(), &keys.device(), kv_heads, &slots)?;
     let summary = summaries.summary;
     let inputs = SummarizeInputs {
-        summaries: summaries.numbers.without_autodiff().into_dispatch(),
+        summaries: summaries.values.without_autodiff().into_dispatch(),
         keys: keys.clone().without_autodiff().into_dispatch(),
         slots: slots.without_autodiff().into_dispatch(),
     };
-    let numbers = <Dispatch as PageChoiceOps>::summarize_pages(inputs, kv_heads, summary);
+    let values = <Dispatch as PageChoiceOps>::summarize_pages(inputs, kv_heads, summary);
     Ok(PageSummaries {
         summary,
-        numbers: Tensor::from_dispatch(numbers),
+        values: Tensor::from_dispatch(values),
     })
 }
 
-/// [`summarize_pages`] of keys as they are stored: of those in eight bits a number what the numbers stand for, so that bounds are those of the keys that
+/// [`summarize_pages`] of keys as they are stored: of those in eight bits what they stand for, so that bounds are those of the keys that
 /// attention sees. Their summaries are f32.
 ///
 /// ```
@@ -182,7 +182,7 @@ pub fn summarize_pages(
 /// let pages = append_quantized(pages, k.clone(), k, slots.clone())?;
 /// let summaries = PageSummaries::zeros(PageSummary::Bounds, 4, 8, DType::F32, &device);
 /// let summaries = summarize_stored(summaries, &PagedStore::Quantized(pages), 2, slots)?;
-/// assert_eq!(summaries.numbers.slice([2..4]).sum().into_scalar::<f32>(), 96.0);
+/// assert_eq!(summaries.values.slice([2..4]).sum().into_scalar::<f32>(), 96.0);
 /// # Ok::<(), burn_blocksparse::OpError>(())
 /// ```
 ///
@@ -203,20 +203,20 @@ pub fn summarize_stored(
     let device = pages.keys.device();
     check_summarize(&summaries, [count, page, width], &device, kv_heads, &slots)?;
     pages.check()?;
-    let dtype = summaries.numbers.dtype();
+    let dtype = summaries.values.dtype();
     OpError::expect_same("summaries' dtype", DType::F32, "of quantised keys", dtype)?;
     let summary = summaries.summary;
     let inputs = SummarizePacked {
         quantization: pages.quantization,
-        summaries: summaries.numbers.without_autodiff().into_dispatch(),
+        summaries: summaries.values.without_autodiff().into_dispatch(),
         words: pages.keys.clone().without_autodiff().into_dispatch(),
         scales: pages.key_scales.clone().without_autodiff().into_dispatch(),
         slots: slots.without_autodiff().into_dispatch(),
     };
-    let numbers = <Dispatch as PageChoiceOps>::summarize_quantized(inputs, kv_heads, summary);
+    let values = <Dispatch as PageChoiceOps>::summarize_quantized(inputs, kv_heads, summary);
     Ok(PageSummaries {
         summary,
-        numbers: Tensor::from_dispatch(numbers),
+        values: Tensor::from_dispatch(values),
     })
 }
 
@@ -234,13 +234,13 @@ fn check_summarize(
         return Err(OpError::argument("keys' page size", "a power of two", page));
     }
     let expected = [pages, summary_rows(summaries.summary), width];
-    let got = summaries.numbers.dims();
+    let got = summaries.values.dims();
     OpError::expect_same("summaries' shape", expected, "of the keys", got)?;
     let tables = slots.dims()[1];
     check_heads("slots' heads", tables, kv_heads)?;
     check_shared(pages, kv_heads, tables)?;
     for (argument, other) in [
-        ("summaries' device", summaries.numbers.device()),
+        ("summaries' device", summaries.values.device()),
         ("slots' device", slots.device()),
     ] {
         same_device(argument, device, "the keys'", &other)?;
@@ -248,7 +248,7 @@ fn check_summarize(
     Ok(())
 }
 
-/// Scores of the pages of region one of each walk, f32 `[batch, kv_heads, max_pages]`: `Σ_c max(q_c · max_c, q_c · min_c)`, which no product of the query and a key
+/// Scores of the pages of region one of each query, f32 `[batch, kv_heads, max_pages]`: `Σ_c max(q_c · max_c, q_c · min_c)`, which no product of the query and a key
 /// of the page exceeds, or `q · mean`, as the mean or sum over the heads that share keys. What is behind a walk's pages has no meaning.
 ///
 /// # Shapes
@@ -268,7 +268,7 @@ pub fn page_scores(
     check(&q, summaries, kv_heads, table, spans, choice)?;
     let inputs = PageScoreInputs {
         q: q.without_autodiff().into_dispatch(),
-        summaries: summaries.numbers.clone().without_autodiff().into_dispatch(),
+        summaries: summaries.values.clone().without_autodiff().into_dispatch(),
         table: table.clone().without_autodiff().into_dispatch(),
         spans: spans.clone().without_autodiff().into_dispatch(),
     };
@@ -278,7 +278,7 @@ pub fn page_scores(
     ))
 }
 
-/// The pages that queries choose by their scores, as [`PagedKeysValues::selected`](crate::paged::PagedKeysValues::selected) has them: of each walk and head of keys the
+/// The pages that queries choose by their scores, as [`PagedKeysValues::selected`](crate::paged::PagedKeysValues::selected) has them: of each query and head of keys the
 /// blocks of pages that are [forced](PageChoice::forced), that in which region one ends among them, and of the others so many with the highest [`page_scores`]
 /// that `keep` are kept (of equal ones the earlier; NaN is the lowest), ascending, and −1 where there are fewer. Lengths and tables stay on the device, nothing
 /// is read back, and launches depend on shapes alone.
@@ -314,7 +314,7 @@ pub fn page_scores(
 ///
 /// # Shapes
 /// - `q`: `[batch, heads, d_k]`, a query of each head for each walk
-/// - output: i32 `[batch, kv_heads, choice.listed()]`
+/// - output: i32 `[batch, kv_heads, choice.selected_pages()]`
 ///
 /// # Errors
 /// As [`page_scores`].
@@ -327,14 +327,14 @@ pub fn select_pages(
     choice: &PageChoice,
 ) -> Result<Tensor<3, Int>, OpError> {
     let scores = page_scores(q, summaries, kv_heads, table, spans, choice)?;
-    highest_pages(scores, spans, choice)
+    topk_pages(scores, spans, choice)
 }
 
 /// The choice of [`select_pages`] by scores, f32 `[batch, kv_heads, max_pages]`.
 ///
 /// # Errors
 /// As [`page_scores`].
-pub fn highest_pages(
+pub fn topk_pages(
     scores: Tensor<3>,
     spans: &Tensor<3, Int>,
     choice: &PageChoice,
@@ -354,7 +354,7 @@ pub fn highest_pages(
         &spans.device(),
     )?;
     let call = PageChoiceCall::new(kv_heads, choice);
-    let picks = <Dispatch as PageChoiceOps>::highest_pages(
+    let picks = <Dispatch as PageChoiceOps>::topk_pages(
         scores.without_autodiff().into_dispatch(),
         spans.clone().without_autodiff().into_dispatch(),
         call,
@@ -370,7 +370,7 @@ pub fn highest_pages(
 /// - `scores`: f32 `[batch, rows, keys]`, on no autodiff device
 /// - `seen`: i32 `[batch or 1, rows]`: so many keys a row sees, from the first on
 /// - result: i32 `[batch, rows, most]`
-pub(crate) fn highest_keys(scores: Tensor<3>, seen: Tensor<2, Int>, most: usize) -> Tensor<3, Int> {
+pub(crate) fn topk_keys(scores: Tensor<3>, seen: Tensor<2, Int>, most: usize) -> Tensor<3, Int> {
     let [batch, rows, keys] = scores.dims();
     let device = scores.device();
     let behind = Tensor::<3>::zeros([batch, rows, 1], (&device, DType::F32));
@@ -387,7 +387,7 @@ pub(crate) fn highest_keys(scores: Tensor<3>, seen: Tensor<2, Int>, most: usize)
         forced: OWN,
         mean: false,
     };
-    let picks = <Dispatch as PageChoiceOps>::highest_pages(
+    let picks = <Dispatch as PageChoiceOps>::topk_pages(
         scores.into_dispatch(),
         spans.into_dispatch(),
         PageChoiceCall::new(1, &choice),
@@ -413,7 +413,7 @@ fn check(
     choice.check()?;
     let [batch, heads, width] = q.dims();
     let [table_batch, tables, _] = table.dims();
-    let [pages, _, summary_width] = summaries.numbers.dims();
+    let [pages, _, summary_width] = summaries.values.dims();
     check_heads("table's heads", tables, kv_heads)?;
     check_shared(pages, kv_heads, tables)?;
     if !heads.is_multiple_of(kv_heads) {
@@ -440,7 +440,7 @@ fn check(
         }
     }
     for (argument, device) in [
-        ("summaries' device", summaries.numbers.device()),
+        ("summaries' device", summaries.values.device()),
         ("table's device", table.device()),
         ("spans' device", spans.device()),
     ] {

@@ -193,7 +193,7 @@ pub(crate) fn highest<B: Backend>(
         .expect("a tensor that can be read");
     let scores: Vec<f32> = scores.iter::<f32>().collect();
     let choice = &call.choice;
-    let (size, listed) = (choice.block, choice.listed());
+    let (size, listed) = (choice.block, choice.selected_pages());
     let mut picks: Vec<i32> = Vec::with_capacity(batch * kv_heads * listed);
     for row in 0..batch * kv_heads {
         let head = row % kv_heads;

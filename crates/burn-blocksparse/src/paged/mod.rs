@@ -20,13 +20,13 @@ use crate::device::served;
 use crate::dtype::accumulate_in;
 use crate::error::OpError;
 use crate::op_plan::OpPlan;
-pub(crate) use choice::highest_keys;
-pub(crate) use choice::highest_pages;
+pub(crate) use choice::topk_keys;
+pub(crate) use choice::topk_pages;
 pub use choice::{PageSummaries, page_scores, select_pages, summarize_pages, summarize_stored};
 pub use options::{PagedKeysValues, PagedOptions, PagedVisibility};
 pub use page_choice::PageChoice;
 pub use store::{PagedStore, QuantizedPages, append_quantized, dequantize};
-use values::{AppendInputs, MaybeInt, PagedCall, PagedInputs};
+use values::{AppendInputs, OptInt, PagedCall, PagedInputs};
 
 /// What [`paged_attention`] returns.
 #[derive(Clone, Debug)]
@@ -84,7 +84,7 @@ pub fn paged_attention(
     let int = |tensor: &Tensor<3, Int>| tensor.clone().without_autodiff().into_dispatch();
     let sight = pages.visibility.as_ref();
     let slots = |of: fn(&PagedVisibility) -> &Tensor<2, Int>| {
-        MaybeInt::from(sight.map(|sight| of(sight).clone().without_autodiff().into_dispatch()))
+        OptInt::from(sight.map(|sight| of(sight).clone().without_autodiff().into_dispatch()))
     };
     let sums: DType = accumulate_in(q.dtype().into()).into();
     let sinks = options.sinks.clone().map(|sinks| {

@@ -44,7 +44,7 @@ pub struct PagedKeysValues {
 /// Which queries see which slots: the query at position `p` sees a slot if `positions ≤ p ≤ last`.
 #[derive(Clone, Debug)]
 pub struct PagedVisibility {
-    /// `[entries, P]`, i32: each slot's position. `entries` are the numbers that a table may have: `pages`, or `pages / kv_heads` with `T = 1`.
+    /// `[entries, P]`, i32: each slot's position. `entries` are the indices that a table may have: `pages`, or `pages / kv_heads` with `T = 1`.
     pub positions: Tensor<2, Int>,
     /// `[entries, P]`, i32: the last position that sees each slot.
     pub last: Tensor<2, Int>,
@@ -125,7 +125,7 @@ pub struct PagedOptions {
     pub softcap: Option<f64>,
     /// Sink logits, `[heads]`: queries attend to a further key of this score and of value 0.
     pub sinks: Option<Tensor<1>>,
-    /// Pages of a part of a walk. None: as many as keep the device busy, which depends on all lengths of the batch.
+    /// Pages of one split. None: as many as keep the device busy, which depends on all lengths of the batch.
     pub fixed_split: Option<usize>,
 }
 
@@ -148,7 +148,7 @@ impl PagedOptions {
         self
     }
 
-    /// Splits walks into parts of so many pages, whatever else is in the batch: a sequence gives the same bits alone and in any batch.
+    /// Splits lists of pages into parts of so many, whatever else is in the batch: a sequence gives the same bits alone and in any batch.
     pub fn fixed_split(mut self, pages: usize) -> Self {
         self.fixed_split = Some(pages);
         self

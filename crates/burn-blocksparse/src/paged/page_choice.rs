@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use blocksparse::Forced;
+use blocksparse::Always;
 
 use crate::error::OpError;
 use crate::selection::PageSummary;
@@ -15,26 +15,26 @@ pub struct PageChoice {
     pub summary: PageSummary,
     /// Slots of a page.
     pub page: usize,
-    /// Pages that are chosen together, by the sum of their scores.
+    /// Pages that are chosen as one, by the sum of their scores.
     pub block: usize,
-    /// Such blocks that are kept, the forced ones among them (more, if more are forced).
+    /// Such blocks that are retained, the forced ones among them (more, if more are forced).
     pub keep: usize,
-    /// Such blocks that are kept whatever their score: the first of a walk, and up to its last, which is always one of them.
-    pub forced: Forced,
+    /// Such blocks that are always selected: the first of a walk, and up to its last, which is always one of them.
+    pub forced: Always,
     /// Whether scores are the mean over the heads that share keys; otherwise their sum.
     pub mean: bool,
 }
 
 impl PageChoice {
-    /// Keys that a query attends to at the end of a walk of so many.
+    /// Keys that a query attends to that sees so many.
     pub fn attended(&self, keys: usize) -> usize {
         let block = self.page * self.block;
         let before = keys.saturating_sub(1) / block;
         before.min(self.kept().saturating_sub(1)) * block + (keys - before * block)
     }
 
-    /// Pages that are listed for each walk.
-    pub fn listed(&self) -> usize {
+    /// Pages that a query selects.
+    pub fn selected_pages(&self) -> usize {
         self.kept().saturating_mul(self.block)
     }
 
@@ -44,7 +44,7 @@ impl PageChoice {
     }
 
     fn forced_blocks(&self) -> usize {
-        let Forced { first, local } = self.forced;
+        let Always { first, local } = self.forced;
         first.saturating_add(local)
     }
 
@@ -55,14 +55,14 @@ impl PageChoice {
 
     /// Of a walk of blocks up to `last` those that are chosen from: those before and behind are forced.
     pub(crate) fn between(&self, last: usize) -> Range<usize> {
-        let Forced { first, local } = self.forced;
+        let Always { first, local } = self.forced;
         let end = (last + 1).saturating_sub(local);
         first.min(end)..end
     }
 }
 
 /// The block in which a walk ends alone.
-pub(crate) const OWN: Forced = Forced { first: 0, local: 1 };
+pub(crate) const OWN: Always = Always { first: 0, local: 1 };
 
 impl PageChoice {
     /// By scores that are no summary's: of `keep` blocks of so many pages.
@@ -95,14 +95,14 @@ impl PageChoice {
                 return Err(OpError::argument(argument, "at least 1", number));
             }
         }
-        match i32::try_from(self.listed()) {
+        match i32::try_from(self.selected_pages()) {
             Ok(_) => Ok(()),
             Err(_) => {
                 let expected = format!("at most {}", i32::MAX);
                 Err(OpError::argument(
                     "choice.listed()",
                     expected,
-                    self.listed(),
+                    self.selected_pages(),
                 ))
             }
         }

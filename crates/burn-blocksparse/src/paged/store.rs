@@ -33,9 +33,9 @@ pub enum PagedStore {
 /// bytes a slot. Widths are multiples of 4; kernels are fast from multiples of 16 on.
 #[derive(Clone, Debug)]
 pub struct QuantizedPages {
-    /// What the numbers are.
+    /// What the elements are.
     pub quantization: Quantization,
-    /// `[pages, P, d_k / 4]`, i32: four numbers each, the first in the lowest bits.
+    /// `[pages, P, d_k / 4]`, i32: four elements each, the first in the lowest bits.
     pub keys: Tensor<3, Int>,
     /// `[pages, P, d_v / 4]`, likewise.
     pub values: Tensor<3, Int>,
@@ -190,7 +190,7 @@ impl PagedStore {
         }
     }
 
-    /// How numbers are stored in eight bits, if they are.
+    /// How elements are stored in eight bits, if they are.
     pub fn quantization(&self) -> Option<Quantization> {
         match self {
             Self::Plain { .. } => None,
@@ -271,7 +271,7 @@ pub fn append_quantized(
     })
 }
 
-/// The numbers `[n, 4 w]`, f32, of rows of words `[n, w]`, i32, with scales `[n]`, f32: what [`Quantization::dequantize`] says, bit for bit.
+/// The elements `[n, 4 w]`, f32, of rows of words `[n, w]`, i32, with scales `[n]`, f32: what [`Quantization::dequantize`] says, bit for bit.
 ///
 /// # Errors
 /// [`OpError`] if shapes, dtypes or devices do not fit each other, or no feature of this crate serves the device.

@@ -5,19 +5,19 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType, TensorMetadata};
 
 use super::page_choice::PageChoice;
-use crate::values::MaybeFloat;
+use crate::values::OptFloat;
 
 /// An optional tensor of integers.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
-pub enum MaybeInt<B: Backend> {
+pub enum OptInt<B: Backend> {
     /// The tensor.
     Some(IntTensor<B>),
     /// No tensor.
     None,
 }
 
-impl<B: Backend> MaybeInt<B> {
+impl<B: Backend> OptInt<B> {
     pub(crate) fn into_option(self) -> Option<IntTensor<B>> {
         match self {
             Self::Some(tensor) => Some(tensor),
@@ -26,7 +26,7 @@ impl<B: Backend> MaybeInt<B> {
     }
 }
 
-impl<B: Backend> From<Option<IntTensor<B>>> for MaybeInt<B> {
+impl<B: Backend> From<Option<IntTensor<B>>> for OptInt<B> {
     fn from(tensor: Option<IntTensor<B>>) -> Self {
         match tensor {
             Some(tensor) => Self::Some(tensor),
@@ -51,25 +51,25 @@ pub struct PagedInputs<B: Backend> {
     pub spans: IntTensor<B>,
     /// `[ids, P]`: the position of each slot. It comes with the next two, or none of them does.
     #[extension_type]
-    pub positions: MaybeInt<B>,
+    pub positions: OptInt<B>,
     /// `[ids, P]`: the last query that sees each slot.
     #[extension_type]
-    pub last: MaybeInt<B>,
+    pub last: OptInt<B>,
     /// `[batch]`: the position of the first query.
     #[extension_type]
-    pub query_positions: MaybeInt<B>,
+    pub query_positions: OptInt<B>,
     /// `[batch, kv_heads, n]`: the entries of the table that count.
     #[extension_type]
-    pub selected: MaybeInt<B>,
+    pub selected: OptInt<B>,
     /// `[heads]`, in the dtype of sums.
     #[extension_type]
-    pub sinks: MaybeFloat<B>,
+    pub sinks: OptFloat<B>,
     /// Zeros, at least `batch · heads · s` of them, which calls leave as they find them.
     #[extension_type]
-    pub counters: MaybeInt<B>,
+    pub counters: OptInt<B>,
 }
 
-/// The numbers of a call of [`paged_attention`](crate::paged::paged_attention).
+/// Parameters of a call of [`paged_attention`](crate::paged::paged_attention).
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct PagedCall {
@@ -143,7 +143,7 @@ pub struct Pages<B: Backend> {
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
 pub struct PackedPages<B: Backend> {
-    /// What the numbers are.
+    /// What the elements are.
     pub quantization: Quantization,
     /// `[pages, P, d_k / 4]`
     pub keys: IntTensor<B>,
@@ -220,7 +220,7 @@ pub struct SummarizeInputs<B: Backend> {
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
 pub struct SummarizePacked<B: Backend> {
-    /// What the numbers are.
+    /// What the elements are.
     pub quantization: Quantization,
     /// `[pages, 2 or 1, d_k]`
     pub summaries: FloatTensor<B>,
@@ -247,7 +247,7 @@ pub struct PageScoreInputs<B: Backend> {
     pub spans: IntTensor<B>,
 }
 
-/// The numbers of a choice of pages.
+/// Parameters of a choice of pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PageChoiceCall {

@@ -15,21 +15,21 @@ use crate::op_plan::OpPlan;
 use crate::values::ThreeFloats;
 use values::{MergeInputs, MergeTask, ProjectionCall, ProjectionInputs};
 
-/// [`linear_joined`](crate::ops::linear_joined) and [`split_heads`](crate::ops::split_heads) as one step: the products of up to three weights with one x,
+/// [`fused_linear`](crate::ops::fused_linear) and [`split_heads`](crate::ops::split_heads) as one step: the products of up to three weights with one x,
 /// and their bias, as tensors by heads, which attention reads. Where the product's kernel writes heads itself, nothing is copied.
 ///
-/// The autodiff graph keeps what `linear_joined` does; gradients are those of the two steps. Deterministic.
+/// The autodiff graph keeps what `fused_linear` does; gradients are those of the two steps. Deterministic.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_blocksparse::ops::{LinearOptions, linear_to_heads};
+/// use burn_blocksparse::ops::{LinearOptions, qkv_proj};
 ///
 /// // Four query heads, and two heads of keys and values.
 /// let device = Device::flex();
 /// let x = Tensor::<3>::random([2, 100, 24], Distribution::Default, &device);
 /// let weights = [64, 32, 32].map(|out| Tensor::random([24, out], Distribution::Default, &device));
 /// let parts = [(4, 16), (2, 16), (2, 16)];
-/// let qkv = linear_to_heads(x, weights.to_vec(), None, &parts, &LinearOptions::default())?;
+/// let qkv = qkv_proj(x, weights.to_vec(), None, &parts, &LinearOptions::default())?;
 /// assert_eq!(qkv[0].dims(), [2, 4, 100, 16]);
 /// assert_eq!(qkv[2].dims(), [2, 2, 100, 16]);
 /// # Ok::<(), burn_blocksparse::OpError>(())
@@ -43,8 +43,8 @@ use values::{MergeInputs, MergeTask, ProjectionCall, ProjectionInputs};
 /// - results: `[batch, heads, seq, width]` each, in `options.dtype`
 ///
 /// # Errors
-/// As `linear_joined` and `split_heads`.
-pub fn linear_to_heads(
+/// As `fused_linear` and `split_heads`.
+pub fn qkv_proj(
     x: Tensor<3>,
     weights: Vec<Tensor<2>>,
     bias: Option<Tensor<1>>,
@@ -76,12 +76,12 @@ pub fn linear_to_heads(
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_blocksparse::ops::{LinearOptions, linear_from_heads};
+/// use burn_blocksparse::ops::{LinearOptions, out_proj};
 ///
 /// let device = Device::flex();
 /// let context = Tensor::<4>::random([2, 4, 100, 16], Distribution::Default, &device);
 /// let weight = Tensor::random([64, 24], Distribution::Default, &device);
-/// let y = linear_from_heads(context, weight, &LinearOptions::default())?;
+/// let y = out_proj(context, weight, &LinearOptions::default())?;
 /// assert_eq!(y.dims(), [2, 100, 24]);
 /// # Ok::<(), burn_blocksparse::OpError>(())
 /// ```
@@ -93,7 +93,7 @@ pub fn linear_to_heads(
 ///
 /// # Errors
 /// As `linear`.
-pub fn linear_from_heads(
+pub fn out_proj(
     x: Tensor<4>,
     weight: Tensor<2>,
     options: &LinearOptions,
@@ -115,7 +115,7 @@ pub fn linear_from_heads(
 }
 
 impl LinearOptions {
-    /// What [`linear_to_heads`] would run.
+    /// What [`qkv_proj`] would run.
     ///
     /// # Errors
     /// As that call.
@@ -149,7 +149,7 @@ impl LinearOptions {
 }
 
 impl LinearOptions {
-    /// What [`linear_from_heads`] would run.
+    /// What [`out_proj`] would run.
     ///
     /// # Errors
     /// As that call.

@@ -11,7 +11,7 @@ use crate::backend::{HeadOps, LinearOps};
 use crate::heads::values::{HeadParts, JoinCall, SplitInputs};
 use crate::linear::products::rounded;
 use crate::linear::values::{LinearInputs, LinearSaved, LinearTask};
-use crate::values::{MaybeFloat, ThreeFloats};
+use crate::values::{OptFloat, ThreeFloats};
 
 /// What a backend has to have.
 pub(crate) trait Parts: LinearOps + HeadOps {}
@@ -82,7 +82,7 @@ pub(crate) fn merge_backward<B: Parts>(saved: MergeSaved<B>, task: MergeTask) ->
     let by_x = made.x.into_option().map(|x| {
         let split = SplitInputs {
             x,
-            bias: MaybeFloat::None,
+            bias: OptFloat::None,
         };
         let [first, ..] = B::split_heads(split, one_part(task.heads)).into_list();
         first.expect("a first part")

@@ -5,7 +5,7 @@ use burn::backend::{Backend, ExtensionType};
 use burn::tensor::FloatDType;
 
 use crate::heads::values::HeadParts;
-use crate::values::{MaybeFloat, ThreeFloats};
+use crate::values::{OptFloat, ThreeFloats};
 
 /// What is projected to heads.
 #[derive(ExtensionType, Clone, Debug)]
@@ -19,7 +19,7 @@ pub struct ProjectionInputs<B: Backend> {
     pub weights: ThreeFloats<B>,
     /// `[Σ out]`, of any float dtype.
     #[extension_type]
-    pub bias: MaybeFloat<B>,
+    pub bias: OptFloat<B>,
 }
 
 /// What a projection to heads returns.
@@ -32,10 +32,10 @@ pub struct ProjectionOutput<B: Backend> {
     pub heads: ThreeFloats<B>,
     /// x in the product's dtype, if it had another.
     #[extension_type]
-    pub rounded: MaybeFloat<B>,
+    pub rounded: OptFloat<B>,
     /// The weights side by side in the product's dtype, `[in, Σ out]`, if that is not the one weight itself.
     #[extension_type]
-    pub joined: MaybeFloat<B>,
+    pub joined: OptFloat<B>,
 }
 
 /// How a projection to heads computes.
@@ -68,7 +68,7 @@ pub struct MergeOutput<B: Backend> {
     pub out: FloatTensor<B>,
     /// The weight in the product's dtype, if it had another.
     #[extension_type]
-    pub weight: MaybeFloat<B>,
+    pub weight: OptFloat<B>,
 }
 
 /// What the backward pass of a projection from heads gets, as far as a gradient that is wanted needs it.
@@ -78,10 +78,10 @@ pub struct MergeOutput<B: Backend> {
 pub struct MergeSaved<B: Backend> {
     /// `[batch, heads, seq, width]`
     #[extension_type]
-    pub x: MaybeFloat<B>,
+    pub x: OptFloat<B>,
     /// The weight as it was multiplied.
     #[extension_type]
-    pub weight: MaybeFloat<B>,
+    pub weight: OptFloat<B>,
     /// By the output.
     pub grad: FloatTensor<B>,
 }
@@ -93,10 +93,10 @@ pub struct MergeSaved<B: Backend> {
 pub struct MergeGrads<B: Backend> {
     /// `[batch, heads, seq, width]`
     #[extension_type]
-    pub x: MaybeFloat<B>,
+    pub x: OptFloat<B>,
     /// `[heads · width, out]`
     #[extension_type]
-    pub weight: MaybeFloat<B>,
+    pub weight: OptFloat<B>,
 }
 
 /// What that backward pass has to compute.

@@ -10,17 +10,17 @@ use super::diagonals::diagonals_of;
 use super::gather::{Chunk, Problem};
 use super::scores::scores;
 use crate::options::AttentionOptions;
-use crate::values::{AttentionInputs, LayoutTensors, MassInputs, MassOutput};
+use crate::values::{AccumulatedInputs, AccumulatedOutput, AttentionInputs, LayoutTensors};
 
 /// Chunk by chunk: `p = exp(s − lse)`, summed over the rows of each block for the columns, and skewed and summed for the diagonals
 /// ([`diagonals_of`]).
 pub(crate) fn masses<B: Backend>(
-    inputs: MassInputs<B>,
+    inputs: AccumulatedInputs<B>,
     layout: &LayoutTensors<B>,
     options: &AttentionOptions,
     queries: Range<usize>,
-) -> MassOutput<B> {
-    let MassInputs {
+) -> AccumulatedOutput<B> {
+    let AccumulatedInputs {
         q,
         k,
         lse,
@@ -60,7 +60,7 @@ pub(crate) fn masses<B: Backend>(
         let sums = diagonals_of::<B>(problem.split_blocks(p, &chunk), problem.b);
         diagonals = problem.add_rows(diagonals, chunk.diagonal_places(&problem), sums);
     }
-    MassOutput {
+    AccumulatedOutput {
         columns: untile_columns(&problem, columns),
         diagonals: problem.untile_diagonals(diagonals),
     }

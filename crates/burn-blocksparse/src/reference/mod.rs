@@ -32,8 +32,8 @@ use burn::tensor::{FloatDType, Shape};
 
 use crate::options::{AttentionOptions, WeightsMode};
 use crate::values::{
-    AttentionGrads, AttentionInputs, AttentionOutput, LayoutTensors, MaybeFloat, OutputGrads,
-    Saved, ScoreTensors, WantedGrads,
+    AttentionGrads, AttentionInputs, AttentionOutput, LayoutTensors, NeedsGrad, OptFloat,
+    OutputGrads, SavedTensors, ScoreTensors,
 };
 use diagonals::diagonals_of;
 use gather::{Chunk, Problem};
@@ -89,13 +89,13 @@ pub(crate) fn forward<B: Backend>(
 }
 
 pub(crate) fn backward<B: Backend>(
-    saved: Saved<B>,
+    saved: SavedTensors<B>,
     grads: OutputGrads<B>,
     layout: &LayoutTensors<B>,
     options: &AttentionOptions,
-    wanted: WantedGrads,
+    wanted: NeedsGrad,
 ) -> AttentionGrads<B> {
-    let Saved { inputs, output } = saved;
+    let SavedTensors { inputs, output } = saved;
     let problem = Problem::<B>::new(&inputs, layout, options);
     let dtype: FloatDType = inputs.q.dtype().into();
     let b = problem.b;
@@ -105,7 +105,7 @@ pub(crate) fn backward<B: Backend>(
         B::float_mul(grad_out.clone(), problem.accumulate(output.out)),
         3,
     );
-    if let MaybeFloat::Some(grad_lse) = grads.lse {
+    if let OptFloat::Some(grad_lse) = grads.lse {
         // A row without keys has p = 0; whatever the gradient is there, 0 · ∞ must not enter.
         let empty = B::float_is_inf(output.lse, layout.blocked.dtype().into());
         let grad_lse = B::float_mask_fill(grad_lse, empty, 0.0.into());

@@ -18,13 +18,13 @@ use crate::error::OpError;
 ///
 /// ```
 /// use burn::tensor::{Device, Int, Tensor};
-/// use burn_blocksparse::internal::rows_at;
+/// use burn_blocksparse::internal::gather_rows;
 ///
 /// let device = Device::flex().autodiff();
 /// let x = Tensor::<4>::from_data([[[[1.0], [2.0], [3.0]]]], &device).require_grad();
 /// let index = Tensor::<3, Int>::from_data([[[2, -1, 0, 2]]], &device);
 /// let users = Tensor::<4, Int>::from_data([[[[2, -1], [-1, -1], [0, 3]]]], &device);
-/// let rows = rows_at(x.clone(), index, users)?;
+/// let rows = gather_rows(x.clone(), index, users)?;
 /// assert_eq!(rows.to_data().to_vec::<f32>().unwrap(), [3.0, 0.0, 1.0, 3.0]);
 /// let by_x = x.grad(&rows.sum().backward()).unwrap();
 /// assert_eq!(by_x.into_data().to_vec::<f32>().unwrap(), [1.0, 0.0, 2.0]);
@@ -39,14 +39,14 @@ use crate::error::OpError;
 ///
 /// # Errors
 /// [`OpError`] if shapes or devices do not fit each other, or no feature of this crate serves the device.
-pub fn rows_at(
+pub fn gather_rows(
     x: Tensor<4>,
     index: Tensor<3, Int>,
     users: Tensor<4, Int>,
 ) -> Result<Tensor<4>, OpError> {
     let [.., rows, _] = x.dims();
     let (index, users) = checked(&x, rows, index, users)?;
-    let rows = <Dispatch as RowOps>::rows_at(
+    let rows = <Dispatch as RowOps>::gather_rows(
         x.into_dispatch(),
         index.into_dispatch(),
         users.into_dispatch(),
@@ -54,18 +54,18 @@ pub fn rows_at(
     Ok(Tensor::from_dispatch(rows))
 }
 
-/// The sums of the rows of `x` that `users` names, negative numbers left out, in f32 (f64 for f64) and rounded once: [`rows_at`] the other way round, whose
+/// The sums of the rows of `x` that `users` names, negative indices left out, in f32 (f64 for f64) and rounded once: [`gather_rows`] the other way round, whose
 /// gradient this is, and which is its gradient.
 ///
 /// ```
 /// use burn::tensor::{Device, Int, Tensor};
-/// use burn_blocksparse::internal::sums_at;
+/// use burn_blocksparse::internal::segment_sum;
 ///
 /// let device = Device::flex();
 /// let x = Tensor::<4>::from_data([[[[1.0], [2.0], [3.0], [4.0]]]], &device);
 /// let index = Tensor::<3, Int>::from_data([[[2, -1, 0, 2]]], &device);
 /// let users = Tensor::<4, Int>::from_data([[[[2, -1], [-1, -1], [0, 3]]]], &device);
-/// let sums = sums_at(x, index, users)?;
+/// let sums = segment_sum(x, index, users)?;
 /// assert_eq!(sums.into_data().to_vec::<f32>().unwrap(), [3.0, 0.0, 5.0]);
 /// # Ok::<(), burn_blocksparse::OpError>(())
 /// ```
@@ -77,8 +77,8 @@ pub fn rows_at(
 /// - result: `[batch, heads, rows, dim]`
 ///
 /// # Errors
-/// As [`rows_at`].
-pub fn sums_at(
+/// As [`gather_rows`].
+pub fn segment_sum(
     x: Tensor<4>,
     index: Tensor<3, Int>,
     users: Tensor<4, Int>,
@@ -86,7 +86,7 @@ pub fn sums_at(
     let [.., rows, _] = users.dims();
     OpError::expect_same("x's places", index.dims()[2], "the index's", x.dims()[2])?;
     let (index, users) = checked(&x, rows, index, users)?;
-    let sums = <Dispatch as RowOps>::sums_at(
+    let sums = <Dispatch as RowOps>::segment_sum(
         x.into_dispatch(),
         index.into_dispatch(),
         users.into_dispatch(),
@@ -98,10 +98,10 @@ pub fn sums_at(
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
-/// use burn_blocksparse::internal::unit_rows;
+/// use burn_blocksparse::internal::l2_normalize;
 ///
 /// let x = Tensor::<4>::from_data([[[[3.0, 4.0], [0.0, 0.0]]]], &Device::flex());
-/// assert_eq!(unit_rows(x)?.into_data().to_vec::<f32>().unwrap(), [0.6, 0.8, 0.0, 0.0]);
+/// assert_eq!(l2_normalize(x)?.into_data().to_vec::<f32>().unwrap(), [0.6, 0.8, 0.0, 0.0]);
 /// # Ok::<(), burn_blocksparse::OpError>(())
 /// ```
 ///
@@ -110,36 +110,36 @@ pub fn sums_at(
 ///
 /// # Errors
 /// [`OpError`] if a size is 0, or no feature of this crate serves the device.
-pub fn unit_rows(x: Tensor<4>) -> Result<Tensor<4>, OpError> {
+pub fn l2_normalize(x: Tensor<4>) -> Result<Tensor<4>, OpError> {
     served(&x.device())?;
     if x.dims().contains(&0) {
         return Err(OpError::argument("x", "at least one number", 0));
     }
-    let unit = <Dispatch as RowOps>::unit_rows(x.into_dispatch());
+    let unit = <Dispatch as RowOps>::l2_normalize(x.into_dispatch());
     Ok(Tensor::from_dispatch(unit))
 }
 
-/// The means of the rows of `x` that `users` names, negative numbers left out, 0 where it names none: [`sums_at`], over how many there are.
+/// The means of the rows of `x` that `users` names, negative indices left out, 0 where it names none: [`segment_sum`], over how many there are.
 ///
 /// ```
 /// use burn::tensor::{Device, Int, Tensor};
-/// use burn_blocksparse::internal::means_at;
+/// use burn_blocksparse::internal::segment_mean;
 ///
 /// let device = Device::flex();
 /// let x = Tensor::<4>::from_data([[[[1.0], [2.0], [3.0], [4.0]]]], &device);
 /// let index = Tensor::<3, Int>::from_data([[[2, -1, 0, 2]]], &device);
 /// let users = Tensor::<4, Int>::from_data([[[[2, -1], [-1, -1], [0, 3]]]], &device);
-/// let means = means_at(x, index, users)?;
+/// let means = segment_mean(x, index, users)?;
 /// assert_eq!(means.into_data().to_vec::<f32>().unwrap(), [3.0, 0.0, 2.5]);
 /// # Ok::<(), burn_blocksparse::OpError>(())
 /// ```
 ///
 /// # Shapes
-/// As [`sums_at`].
+/// As [`segment_sum`].
 ///
 /// # Errors
-/// As [`rows_at`].
-pub fn means_at(
+/// As [`gather_rows`].
+pub fn segment_mean(
     x: Tensor<4>,
     index: Tensor<3, Int>,
     users: Tensor<4, Int>,
@@ -147,7 +147,7 @@ pub fn means_at(
     let [.., rows, _] = users.dims();
     OpError::expect_same("x's places", index.dims()[2], "the index's", x.dims()[2])?;
     let (index, users) = checked(&x, rows, index, users)?;
-    let MeanRows { means, .. } = <Dispatch as RowOps>::means_at(
+    let MeanRows { means, .. } = <Dispatch as RowOps>::segment_mean(
         x.into_dispatch(),
         index.into_dispatch(),
         users.into_dispatch(),
@@ -155,19 +155,19 @@ pub fn means_at(
     Ok(Tensor::from_dispatch(means))
 }
 
-/// Rows of queries, of keys that are these made as long as 1, and of values, all by one index: [`rows_at`] of `x` and of `value`, with a gradient that is taken
+/// Rows of queries, of keys that are these made as long as 1, and of values, all by one index: [`gather_rows`] of `x` and of `value`, with a gradient that is taken
 /// as its is. Lengths are summed in f32 (f64 for f64), and squares of them are 10⁻²⁴ at least.
 ///
 /// ```
 /// use burn::tensor::{Device, Int, Tensor};
-/// use burn_blocksparse::internal::keyed_rows_at;
+/// use burn_blocksparse::internal::gather_qkv;
 ///
 /// let device = Device::flex();
 /// let x = Tensor::<4>::from_data([[[[3.0, 4.0], [0.0, 2.0]]]], &device);
 /// let value = Tensor::<4>::from_data([[[[5.0], [6.0]]]], &device);
 /// let index = Tensor::<3, Int>::from_data([[[1, 0, -1]]], &device);
 /// let users = Tensor::<4, Int>::from_data([[[[1], [0]]]], &device);
-/// let [query, key, value] = keyed_rows_at(x, value, index, users)?;
+/// let [query, key, value] = gather_qkv(x, value, index, users)?;
 /// assert_eq!(query.into_data().to_vec::<f32>().unwrap(), [0.0, 2.0, 3.0, 4.0, 0.0, 0.0]);
 /// assert_eq!(key.into_data().to_vec::<f32>().unwrap(), [0.0, 1.0, 0.6, 0.8, 0.0, 0.0]);
 /// assert_eq!(value.into_data().to_vec::<f32>().unwrap(), [6.0, 5.0, 0.0]);
@@ -182,8 +182,8 @@ pub fn means_at(
 /// - results: `[batch, heads, places, dim]` twice, and `[batch, heads, places, value_dim]`
 ///
 /// # Errors
-/// As [`rows_at`], and if `x` and `value` do not fit each other.
-pub fn keyed_rows_at(
+/// As [`gather_rows`], and if `x` and `value` do not fit each other.
+pub fn gather_qkv(
     x: Tensor<4>,
     value: Tensor<4>,
     index: Tensor<3, Int>,

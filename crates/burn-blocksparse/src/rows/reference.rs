@@ -8,7 +8,7 @@ use crate::backend::{KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput,
 use crate::dtype::accumulate_in;
 use crate::values::OutputGrads;
 
-pub(crate) fn rows_at<B: Backend>(x: FloatTensor<B>, index: IntTensor<B>) -> FloatTensor<B> {
+pub(crate) fn gather_rows<B: Backend>(x: FloatTensor<B>, index: IntTensor<B>) -> FloatTensor<B> {
     let [batch, heads, rows, dim] = x.shape().dims();
     let [_, _, places] = index.shape().dims();
     let device = x.device();
@@ -41,7 +41,7 @@ pub(crate) fn rows_at_backward<B: Backend>(
     let users = B::int_reshape(users, Shape::new([batch, heads, rows * most]));
     let shape = Shape::new([batch, heads, rows, dim]);
     let dtype = grad.dtype().into();
-    let taken = rows_at::<B>(grad, users);
+    let taken = gather_rows::<B>(grad, users);
     if most == 1 {
         return B::float_reshape(taken, shape);
     }
@@ -51,7 +51,7 @@ pub(crate) fn rows_at_backward<B: Backend>(
     B::float_reshape(sums, shape)
 }
 
-pub(crate) fn means_at<B: Backend>(x: FloatTensor<B>, users: IntTensor<B>) -> MeanRows<B> {
+pub(crate) fn segment_mean<B: Backend>(x: FloatTensor<B>, users: IntTensor<B>) -> MeanRows<B> {
     let [batch, heads, rows, _] = users.shape().dims();
     let dtype = x.dtype().into();
     let sums = accumulate_in(dtype);
@@ -80,7 +80,7 @@ pub(crate) fn means_at_backward<B: Backend>(
     let shares = B::float_reshape(shares, Shape::new([batch, heads, rows, 1]));
     let grad = B::float_cast(grad, accumulate_in(dtype));
     let scaled = B::float_mul(grad.clone(), B::float_expand(shares, grad.shape()));
-    rows_at::<B>(B::float_cast(scaled, dtype), index)
+    gather_rows::<B>(B::float_cast(scaled, dtype), index)
 }
 
 /// Squares below this count as this.
@@ -92,7 +92,7 @@ fn squares<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
     B::float_clamp_min(square, SMALLEST_SQUARE.into())
 }
 
-pub(crate) fn unit_rows<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
+pub(crate) fn l2_normalize<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
     let x = B::float_cast(x.clone(), accumulate_in(x.dtype().into()));
     let length = B::float_sqrt(squares::<B>(x.clone()));
     B::float_div(x.clone(), B::float_expand(length, x.shape()))
@@ -127,12 +127,12 @@ pub(crate) fn keyed_rows<B: Backend>(
     index: IntTensor<B>,
 ) -> KeyedRows<B> {
     let dtype = x.dtype().into();
-    let query = rows_at::<B>(x, index.clone());
-    let key = unit_rows::<B>(query.clone());
+    let query = gather_rows::<B>(x, index.clone());
+    let key = l2_normalize::<B>(query.clone());
     KeyedRows {
         query,
         key: B::float_cast(key, dtype),
-        value: rows_at::<B>(value, index),
+        value: gather_rows::<B>(value, index),
     }
 }
 
@@ -173,7 +173,7 @@ impl<B: Backend> Weighed<B> {
         let none = B::int_lower_elem(places.clone(), 0i64.into(), bools);
         let lses = B::float_reshape(lses, Shape::new([batch, heads, count, 1]));
         let index = B::int_reshape(places, Shape::new([batch, heads, queries * most]));
-        let others = rows_at::<B>(lses, index);
+        let others = gather_rows::<B>(lses, index);
         let others = B::float_reshape(others, Shape::new([batch, heads, queries, most]));
         let others = B::float_mask_fill(others, none, LOWEST.into());
         let own = B::float_reshape(own_lse, Shape::new([batch, heads, queries, 1]));
@@ -249,7 +249,7 @@ pub(crate) fn merged_parts_backward<B: Backend>(
     let of_places = |tensor: FloatTensor<B>| {
         let others = part(&tensor, 1, most + 1);
         let others = B::float_reshape(others, Shape::new([batch, heads, queries * most, 1]));
-        rows_at::<B>(others, inputs.choices.clone())
+        gather_rows::<B>(others, inputs.choices.clone())
     };
     let grad = grads.out;
     let wide = B::float_cast(grad.clone(), sums);
@@ -257,7 +257,7 @@ pub(crate) fn merged_parts_backward<B: Backend>(
     let own = B::float_mul(wide.clone(), B::float_expand(first, wide.shape()));
 
     let factors = of_places(weights.clone());
-    let taken = rows_at::<B>(grad, queries_of::<B>(inputs.choices.clone(), most));
+    let taken = gather_rows::<B>(grad, queries_of::<B>(inputs.choices.clone(), most));
     let taken = B::float_cast(taken, sums);
     let factors = B::float_expand(factors, Shape::new([batch, heads, places, dim]));
     let rows = B::float_mul(taken, factors);
@@ -297,7 +297,7 @@ fn at_places<B: Backend>(rows: FloatTensor<B>, places: IntTensor<B>) -> FloatTen
     let [batch, heads, queries, most] = places.shape().dims();
     let dim = rows.shape()[3];
     let places = B::int_reshape(places, Shape::new([batch, heads, queries * most]));
-    let taken = rows_at::<B>(rows, places);
+    let taken = gather_rows::<B>(rows, places);
     B::float_reshape(taken, Shape::new([batch, heads, queries, most, dim]))
 }
 

@@ -11,7 +11,7 @@ use crate::check::same_device;
 use crate::device::served;
 use crate::error::OpError;
 use crate::op_plan::OpPlan;
-use crate::paged::values::MaybeInt;
+use crate::paged::values::OptInt;
 pub use options::SampleOptions;
 
 /// A token from each row of logits: [`SampleOptions`] says which may be drawn, and `draws` which of them it is: the first in the order of likelihood up to
@@ -68,7 +68,7 @@ pub fn sample_tokens(
     let tokens = <Dispatch as SamplingOps>::sample_tokens(
         float(logits).into_dispatch(),
         draws.into_dispatch(),
-        MaybeInt::from(seen.map(Tensor::into_dispatch)),
+        OptInt::from(seen.map(Tensor::into_dispatch)),
         *options,
     );
     Ok(Tensor::from_dispatch(tokens))

@@ -2,16 +2,18 @@
 
 use std::ops::Range;
 
-use blocksparse::{EstimateKind, Forced, Keep, Rule, ScoreGrid};
+use blocksparse::{Always, Budget, EstimateKind, Rule, ScoreGrid};
 use burn::tensor::Tensor;
 
 #[cfg(feature = "cube")]
 use super::estimates;
-use super::estimator::{BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, ScoreCall, dot};
+use super::estimator::{
+    BlockEstimator, EstimateGrid, EstimateInputs, EstimatorTraits, ReferenceInputs, dot,
+};
 use super::parts::{
     NUMBERS, by_heads, hidden, joined, padded, rows_of, softmax_of_seen, softmax_reference,
 };
-use super::sharing::Sharing;
+use super::sharing::GqaReduction;
 use super::text::{Arguments, Method, Written};
 use super::{Selection, check_block};
 use crate::error::OpError;
@@ -24,16 +26,16 @@ use crate::error::OpError;
 /// `stride`.
 ///
 /// ```
-/// use burn_blocksparse::selection::{Antidiagonals, Forced, Keep, Selection};
+/// use burn_blocksparse::selection::{XAttention, Always, Budget, Selection};
 ///
 /// let selection: Selection = "xattention:128,16,0.9".parse()?;
-/// let estimator = Antidiagonals { block: 128, stride: 16 };
-/// let same = Selection::new(estimator, Keep::top_p(0.9)).with_forced(Forced { first: 1, local: 1 });
+/// let estimator = XAttention { block: 128, stride: 16 };
+/// let same = Selection::new(estimator, Budget::top_p(0.9)).with_always(Always { first: 1, local: 1 });
 /// assert_eq!(selection, same);
 /// # Ok::<(), burn_blocksparse::OpError>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Antidiagonals {
+pub struct XAttention {
     /// Width of a block.
     pub block: usize,
     /// Members of a group, a divisor of `block`: the estimate costs `1 / (2 · stride)` of causal attention.
@@ -41,7 +43,7 @@ pub struct Antidiagonals {
 }
 
 /// Forced by default: the first block and the queries' own.
-const FORCED: Forced = Forced { first: 1, local: 1 };
+const FORCED: Always = Always { first: 1, local: 1 };
 
 pub(crate) const METHOD: Method = Method {
     name: "xattention",
@@ -49,13 +51,13 @@ pub(crate) const METHOD: Method = Method {
     read: |arguments: &mut Arguments| {
         let block = arguments.whole("BLOCK")?;
         let stride = arguments.whole("STRIDE")?;
-        let keep = arguments.keep("KEEP", Keep::top_p)?;
-        let selection = Selection::new(Antidiagonals { block, stride }, keep);
-        Ok(selection.with_forced(arguments.forced(FORCED)?))
+        let keep = arguments.keep("KEEP", Budget::top_p)?;
+        let selection = Selection::new(XAttention { block, stride }, keep);
+        Ok(selection.with_always(arguments.forced(FORCED)?))
     },
 };
 
-impl Antidiagonals {
+impl XAttention {
     /// Groups as rows and columns.
     fn groups(&self, [seq_q, seq_kv]: [usize; 2], causal: bool) -> ScoreGrid {
         ScoreGrid {
@@ -68,7 +70,12 @@ impl Antidiagonals {
     }
 
     /// What a group of queries gives each group of keys, in plain f64 loops: a row of `softmax A`.
-    pub fn probabilities_reference(&self, call: &DenseCall, head: usize, group: usize) -> Vec<f64> {
+    pub fn probabilities_reference(
+        &self,
+        call: &ReferenceInputs,
+        head: usize,
+        group: usize,
+    ) -> Vec<f64> {
         let s = self.stride;
         let grid = self.groups([call.seq_q, call.seq_kv], call.causal);
         let sum = |keys: usize| {
@@ -82,18 +89,20 @@ impl Antidiagonals {
     }
 }
 
-impl BlockEstimator for Antidiagonals {
+impl BlockEstimator for XAttention {
     fn name(&self) -> &'static str {
         METHOD.name
     }
 
-    fn text(&self, rule: &Rule, sharing: Sharing) -> String {
+    fn text(&self, rule: &Rule, sharing: GqaReduction) -> String {
         let written = Written::new(METHOD.name)
             .whole(self.block)
             .whole(self.stride);
-        let written = written.keep(rule.keep, |keep| matches!(keep, Keep::TopP { .. }));
+        let written = written.keep(rule.keep, |keep| matches!(keep, Budget::TopP { .. }));
         let written = written.forced(rule.forced, FORCED);
-        written.sharing(sharing, Sharing::PerHead).finish()
+        written
+            .gqa_reduction(sharing, GqaReduction::PerHead)
+            .finish()
     }
 
     fn grid(&self) -> EstimateGrid {
@@ -105,7 +114,7 @@ impl BlockEstimator for Antidiagonals {
 
     fn traits(&self) -> EstimatorTraits {
         EstimatorTraits {
-            kind: EstimateKind::Mass,
+            kind: EstimateKind::Probability,
             // The groups of a block have its later queries.
             prefix_stable: false,
             causal_only: false,
@@ -123,7 +132,7 @@ impl BlockEstimator for Antidiagonals {
         }
     }
 
-    fn scores(&self, call: &ScoreCall, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
+    fn scores(&self, call: &EstimateInputs, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
         let (b, s) = (self.block, self.stride);
         #[cfg(feature = "cube")]
         if let Some(scores) = estimates::antidiagonals(call, [b, s], &rows) {
@@ -168,7 +177,7 @@ impl BlockEstimator for Antidiagonals {
         Ok(scores)
     }
 
-    fn reference(&self, call: &DenseCall) -> Vec<f64> {
+    fn reference(&self, call: &ReferenceInputs) -> Vec<f64> {
         let grid = call.grid(self.grid());
         let in_block = self.block / self.stride;
         let groups = call.seq_q.div_ceil(self.stride);

@@ -1,7 +1,7 @@
 //! What choices of single queries have in common, and those choices on the host.
 
 use blocksparse::{
-    BlockLayout, BlockMask, EstimateKind, Forced, Keep, LayoutShape, Rule, ScoreGrid,
+    Always, BlockLayout, BlockMask, Budget, EstimateKind, LayoutShape, Rule, ScoreGrid,
 };
 
 use super::estimator::EstimatorTraits;
@@ -9,14 +9,14 @@ use crate::error::OpError;
 
 /// Of products of a query with what summarizes blocks of keys.
 pub(crate) const TRAITS: EstimatorTraits = EstimatorTraits {
-    kind: EstimateKind::Affinity,
+    kind: EstimateKind::Logit,
     // Blocks before a query's own are whole, and nothing else is looked at.
     prefix_stable: true,
     causal_only: true,
 };
 
 /// Forced by default: the block that a query lies in.
-pub(crate) const FORCED: Forced = Forced { first: 0, local: 1 };
+pub(crate) const FORCED: Always = Always { first: 0, local: 1 };
 
 /// That a method's rule is a number of its blocks, at least so many, with the query's own among the forced ones.
 ///
@@ -28,8 +28,8 @@ pub(crate) fn check_rule(
     least: usize,
 ) -> Result<(), OpError> {
     match rule.keep {
-        Keep::TopK(count) if count >= least => {}
-        Keep::TopK(count) => {
+        Budget::TopK(count) if count >= least => {}
+        Budget::TopK(count) => {
             let expected = format!("at least {least} {blocks} for {name}");
             return Err(OpError::argument("keep", expected, count));
         }

@@ -9,13 +9,13 @@ use blocksparse::kernels::selection::{
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, Tensor};
 
-use super::estimator::ScoreCall;
+use super::estimator::EstimateInputs;
 use crate::backend::{EstimateOps, LikeBlocks, MeanScores};
 use crate::backends::estimates::available;
 use crate::device::cube;
 
 /// Whether kernels make scores for a call, none of whose buffers has more numbers than these.
-fn is_served(call: &ScoreCall, numbers: &[usize]) -> bool {
+fn is_served(call: &EstimateInputs, numbers: &[usize]) -> bool {
     let is_float = |dtype| matches!(dtype, DType::F64 | DType::F32 | DType::F16 | DType::BF16);
     // A product of lengths that do not fit 64 bits is no call's.
     let few = numbers
@@ -29,26 +29,26 @@ fn is_served(call: &ScoreCall, numbers: &[usize]) -> bool {
 }
 
 /// Batch entries times heads, of queries and of keys.
-fn lists(call: &ScoreCall) -> [usize; 2] {
+fn lists(call: &EstimateInputs) -> [usize; 2] {
     [&call.q, &call.k].map(|x| {
         let [batch, heads, ..] = x.dims();
         batch * heads
     })
 }
 
-fn seq(call: &ScoreCall) -> [usize; 2] {
+fn seq(call: &EstimateInputs) -> [usize; 2] {
     [&call.q, &call.k].map(|x| x.dims()[2])
 }
 
 /// Scores of all rows of all heads.
-fn scores(call: &ScoreCall, block: usize) -> usize {
+fn scores(call: &EstimateInputs, block: usize) -> usize {
     let [seq_q, seq_kv] = seq(call);
     lists(call)[0] * seq_q.div_ceil(block) * seq_kv.div_ceil(block)
 }
 
-/// Those of [`Antidiagonals`](super::Antidiagonals) of a block and a stride.
+/// Those of [`Antidiagonals`](super::XAttention) of a block and a stride.
 pub(crate) fn antidiagonals(
-    call: &ScoreCall,
+    call: &EstimateInputs,
     [block, stride]: [usize; 2],
     rows: &Range<usize>,
 ) -> Option<Tensor<4>> {
@@ -75,7 +75,7 @@ pub(crate) fn antidiagonals(
 }
 
 /// The last queries of a call, of which so many choose, if kernels take them.
-fn last_queries(call: &ScoreCall, queries: usize, block: usize) -> Option<LineSizes> {
+fn last_queries(call: &EstimateInputs, queries: usize, block: usize) -> Option<LineSizes> {
     let [seq_q, seq_kv] = seq(call);
     let queries = queries.min(seq_q);
     let lists = lists(call);
@@ -93,7 +93,7 @@ fn last_queries(call: &ScoreCall, queries: usize, block: usize) -> Option<LineSi
     })
 }
 
-fn touched(call: &ScoreCall, block: usize, rows: &Range<usize>, kept: Kept) -> Touched {
+fn touched(call: &EstimateInputs, block: usize, rows: &Range<usize>, kept: Kept) -> Touched {
     Touched {
         lists: lists(call)[0],
         seq: seq(call),
@@ -105,7 +105,7 @@ fn touched(call: &ScoreCall, block: usize, rows: &Range<usize>, kept: Kept) -> T
 
 /// Those of [`VerticalSlash`](super::VerticalSlash): of the last `queries` queries, what is kept of columns and of slashes.
 pub(crate) fn lines(
-    call: &ScoreCall,
+    call: &EstimateInputs,
     [block, queries]: [usize; 2],
     kept: Kept,
     rows: &Range<usize>,
@@ -122,7 +122,7 @@ pub(crate) fn lines(
 
 /// Those of [`FlexPrefill`](super::FlexPrefill).
 pub(crate) fn flex(
-    call: &ScoreCall,
+    call: &EstimateInputs,
     block: usize,
     gamma: f64,
     limits: FlexLimits,
@@ -138,8 +138,8 @@ pub(crate) fn flex(
     Some(Tensor::from_dispatch(scores))
 }
 
-/// Those of [`BlockMeans`](super::BlockMeans).
-pub(crate) fn means(call: &ScoreCall, block: usize, rows: &Range<usize>) -> Option<Tensor<4>> {
+/// Those of [`MeanPool`](super::MeanPool).
+pub(crate) fn means(call: &EstimateInputs, block: usize, rows: &Range<usize>) -> Option<Tensor<4>> {
     is_served(call, &[scores(call, block)]).then(|| {
         let wanted = MeanScores::new(block, rows.clone(), call.scale, call.causal);
         let (q, k) = (
@@ -150,9 +150,9 @@ pub(crate) fn means(call: &ScoreCall, block: usize, rows: &Range<usize>) -> Opti
     })
 }
 
-/// Those of [`SpargeBlocks`](super::SpargeBlocks).
+/// Those of [`SpargeAttn`](super::SpargeAttn).
 pub(crate) fn alike(
-    call: &ScoreCall,
+    call: &EstimateInputs,
     block: usize,
     like: LikeBlocks,
     rows: &Range<usize>,
@@ -168,7 +168,7 @@ pub(crate) fn alike(
 }
 
 /// The blocks that each query chooses by the means of their keys, `most` at most.
-pub(crate) fn picks(call: &ScoreCall, block: usize, most: usize) -> Option<Tensor<4, Int>> {
+pub(crate) fn picks(call: &EstimateInputs, block: usize, most: usize) -> Option<Tensor<4, Int>> {
     let ([lists, kv_lists], [seq_q, seq_kv]) = (lists(call), seq(call));
     let width = call.q.dims()[3];
     let blocks = seq_kv.div_ceil(block);

@@ -7,13 +7,13 @@ use std::sync::Arc;
 use blocksparse::{EstimateKind, Rule, ScoreGrid};
 use burn::tensor::{Int, Tensor};
 
-use super::sharing::Sharing;
+use super::sharing::GqaReduction;
 use crate::error::OpError;
 
 /// The rows and blocks that an estimator has scores of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EstimateGrid {
-    /// Neighbouring queries that share a choice.
+    /// Adjacent queries that share a choice.
     pub query_rows: usize,
     /// Keys of a block.
     pub block: usize,
@@ -44,7 +44,7 @@ pub enum PageSummary {
 /// Queries and keys whose blocks are to be scored.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub struct ScoreCall {
+pub struct EstimateInputs {
     /// `[batch, heads, seq_q, head_dim]`.
     pub q: Tensor<4>,
     /// `[batch, kv_heads, seq_kv, head_dim]`; `kv_heads` divides `heads`.
@@ -55,7 +55,7 @@ pub struct ScoreCall {
     pub causal: bool,
 }
 
-impl ScoreCall {
+impl EstimateInputs {
     /// A causal call with the usual scale, 1/√head_dim.
     pub fn new(q: Tensor<4>, k: Tensor<4>) -> Self {
         let scale = 1.0 / (q.dims()[3].max(1) as f64).sqrt();
@@ -98,7 +98,7 @@ impl ScoreCall {
 
 /// Queries and keys of one batch entry on the host, in f64: what tests compare with.
 #[derive(Clone, Copy, Debug)]
-pub struct DenseCall<'a> {
+pub struct ReferenceInputs<'a> {
     /// `[heads][seq_q][head_dim]`.
     pub q: &'a [f64],
     /// `[kv_heads][seq_kv][head_dim]`.
@@ -111,7 +111,7 @@ pub struct DenseCall<'a> {
     pub seq_q: usize,
     /// Number of keys.
     pub seq_kv: usize,
-    /// Numbers of a query.
+    /// Elements of a query.
     pub head_dim: usize,
     /// What products are multiplied by before a softmax.
     pub scale: f64,
@@ -119,7 +119,7 @@ pub struct DenseCall<'a> {
     pub causal: bool,
 }
 
-impl<'a> DenseCall<'a> {
+impl<'a> ReferenceInputs<'a> {
     /// A query.
     pub fn query(&self, head: usize, row: usize) -> &'a [f64] {
         &self.q[(head * self.seq_q + row) * self.head_dim..][..self.head_dim]
@@ -156,7 +156,7 @@ pub trait BlockEstimator: fmt::Debug + Send + Sync {
     fn name(&self) -> &'static str;
 
     /// The text of a selection by this estimator: what [`Selection`](super::Selection) reads.
-    fn text(&self, rule: &Rule, sharing: Sharing) -> String;
+    fn text(&self, rule: &Rule, sharing: GqaReduction) -> String;
 
     /// The rows and blocks of its scores.
     fn grid(&self) -> EstimateGrid;
@@ -206,15 +206,15 @@ pub trait BlockEstimator: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// [`OpError`] if the call is none that the estimator is defined for.
-    fn scores(&self, call: &ScoreCall, rows: Range<usize>) -> Result<Tensor<4>, OpError>;
+    fn scores(&self, call: &EstimateInputs, rows: Range<usize>) -> Result<Tensor<4>, OpError>;
 
     /// The same in plain f64 loops: `[heads][rows][blocks]`.
-    fn reference(&self, call: &DenseCall) -> Vec<f64>;
+    fn reference(&self, call: &ReferenceInputs) -> Vec<f64>;
 
     /// Where every query chooses for itself, the blocks of the `most` highest scores before its own, if there is a shorter way to them than by
     /// [`scores`](Self::scores): `[batch, heads, queries, most]` by falling score, of equal ones the earlier, −1 where there are fewer. The call's keys are
     /// those between a selection's forced blocks, so a score must follow from its block alone.
-    fn picks(&self, _call: &ScoreCall, _most: usize) -> Option<Tensor<4, Int>> {
+    fn picks(&self, _call: &EstimateInputs, _most: usize) -> Option<Tensor<4, Int>> {
         None
     }
 }

@@ -4,19 +4,21 @@ use std::ops::Range;
 
 #[cfg(feature = "cube")]
 use blocksparse::kernels::selection::FlexLimits;
-use blocksparse::{EstimateKind, Forced, Rule};
+use blocksparse::{Always, EstimateKind, Rule};
 use burn::tensor::Tensor;
 
 #[cfg(feature = "cube")]
 use super::estimates;
-use super::estimator::{BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, ScoreCall, dot};
+use super::estimator::{
+    BlockEstimator, EstimateGrid, EstimateInputs, EstimatorTraits, ReferenceInputs, dot,
+};
 use super::lines::{
     By, LineSums, heaviest_blocks, heaviest_blocks_reference, is_touched, largest,
     largest_reference, line_sums, line_sums_reference, touched,
 };
 use super::mean::{means, means_reference, products};
 use super::parts::{by_heads, hidden, padded, rows_of, softmax_of_seen, softmax_reference};
-use super::sharing::Sharing;
+use super::sharing::GqaReduction;
 use super::text::{Arguments, Method, Written};
 use super::vertical_slash::ONES;
 use super::{Selection, check_block};
@@ -31,14 +33,14 @@ use crate::error::OpError;
 /// The first block and the queries' own are kept by both, and with a `min_budget` the heaviest blocks of keys that have as many keys together, and as many
 /// of the heaviest distances between blocks, by what the last queries give them: 1,024 in the paper's experiments (and in its repository, where it is off
 /// unless asked for, as here). The last rows keep at least so many keys then, earlier ones those that they see of them. Scores are 1 and 0, and
-/// [`VerticalSlash::KEPT`](crate::selection::VerticalSlash::KEPT) is the rule that keeps the ones. The last block of queries are as many last queries as a block has.
+/// [`VerticalSlash::DEFAULT_BUDGET`](crate::selection::VerticalSlash::DEFAULT_BUDGET) is the rule that keeps the ones. The last block of queries are as many last queries as a block has.
 ///
 /// ```
-/// use burn_blocksparse::selection::{FlexPrefill, Forced, Selection, VerticalSlash};
+/// use burn_blocksparse::selection::{FlexPrefill, Always, Selection, VerticalSlash};
 ///
 /// let selection: Selection = "flexprefill:128,0.9".parse()?;
 /// let estimator = FlexPrefill { block: 128, gamma: 0.9, threshold: 0.1, min_budget: 0 };
-/// let same = Selection::new(estimator, VerticalSlash::KEPT).with_forced(Forced { first: 1, local: 1 });
+/// let same = Selection::new(estimator, VerticalSlash::DEFAULT_BUDGET).with_always(Always { first: 1, local: 1 });
 /// assert_eq!(selection, same);
 /// # Ok::<(), burn_blocksparse::OpError>(())
 /// ```
@@ -46,11 +48,11 @@ use crate::error::OpError;
 pub struct FlexPrefill {
     /// Width of a block.
     pub block: usize,
-    /// The share that is kept, in (0, 1].
+    /// The share that is retained, in (0, 1].
     pub gamma: f64,
     /// How far an estimate may be from what it estimates: 0.1.
     pub threshold: f64,
-    /// So many keys are kept at least, in whole blocks, and as many distances. 0: none but what is forced.
+    /// So many keys are retained at least, in whole blocks, and as many distances. 0: none but what is forced.
     pub min_budget: usize,
 }
 
@@ -62,16 +64,16 @@ pub struct FlexHead {
     pub estimate: Vec<f64>,
     /// The same, exactly.
     pub attention: Vec<f64>,
-    /// How far apart these are, √JS.
+    /// The distance between these, √JS.
     pub divergence: f64,
-    /// Which keys, and which distances, are kept if that is too far.
+    /// Which keys, and which distances, are retained if that is too far.
     pub lines: [Vec<bool>; 2],
-    /// Which pairs of blocks are kept, `[rows][blocks]`, before any are forced.
+    /// Which pairs of blocks are retained, `[rows][blocks]`, before any are forced.
     pub pairs: Vec<bool>,
 }
 
 /// Forced by default: the first block and the queries' own.
-const FORCED: Forced = Forced { first: 1, local: 1 };
+const FORCED: Always = Always { first: 1, local: 1 };
 
 /// How far an estimate may be from what it estimates, by default.
 const THRESHOLD: f64 = 0.1;
@@ -88,7 +90,7 @@ pub(crate) const METHOD: Method = Method {
         };
         let keep = arguments.named_keep()?.unwrap_or(ONES);
         let selection = Selection::new(estimator, keep);
-        Ok(selection.with_forced(arguments.forced(FORCED)?))
+        Ok(selection.with_always(arguments.forced(FORCED)?))
     },
 };
 
@@ -99,7 +101,7 @@ impl FlexPrefill {
     }
 
     /// What a head chooses, in plain f64 loops.
-    pub fn head_reference(&self, call: &DenseCall, head: usize) -> FlexHead {
+    pub fn head_reference(&self, call: &ReferenceInputs, head: usize) -> FlexHead {
         let grid = call.grid(self.grid());
         let (b, blocks) = (self.block, grid.blocks());
         let queries = b.min(call.seq_q);
@@ -165,7 +167,7 @@ impl BlockEstimator for FlexPrefill {
         METHOD.name
     }
 
-    fn text(&self, rule: &Rule, sharing: Sharing) -> String {
+    fn text(&self, rule: &Rule, sharing: GqaReduction) -> String {
         let written = Written::new(METHOD.name).whole(self.block);
         let mut written = written.real(self.gamma);
         if self.threshold != THRESHOLD || self.min_budget > 0 {
@@ -178,7 +180,9 @@ impl BlockEstimator for FlexPrefill {
             written = written.keep(rule.keep, |_| false);
         }
         let written = written.forced(rule.forced, FORCED);
-        written.sharing(sharing, Sharing::PerHead).finish()
+        written
+            .gqa_reduction(sharing, GqaReduction::PerHead)
+            .finish()
     }
 
     fn grid(&self) -> EstimateGrid {
@@ -190,7 +194,7 @@ impl BlockEstimator for FlexPrefill {
 
     fn traits(&self) -> EstimatorTraits {
         EstimatorTraits {
-            kind: EstimateKind::Mass,
+            kind: EstimateKind::Probability,
             // The last queries choose for all.
             prefix_stable: false,
             causal_only: true,
@@ -212,7 +216,7 @@ impl BlockEstimator for FlexPrefill {
         }
     }
 
-    fn scores(&self, call: &ScoreCall, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
+    fn scores(&self, call: &EstimateInputs, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
         #[cfg(feature = "cube")]
         {
             let limits = FlexLimits {
@@ -269,7 +273,7 @@ impl BlockEstimator for FlexPrefill {
         Ok(chosen.reshape([batch, heads, count, blocks]))
     }
 
-    fn reference(&self, call: &DenseCall) -> Vec<f64> {
+    fn reference(&self, call: &ReferenceInputs) -> Vec<f64> {
         let blocks = call.grid(self.grid()).blocks();
         let of_head = |head| {
             let pairs = self
@@ -288,7 +292,7 @@ impl BlockEstimator for FlexPrefill {
 
 impl FlexPrefill {
     /// The softmax of the products of means: of every row, and behind them of the last block of queries, `[batch, heads, rows + 1, blocks]`.
-    fn estimates(&self, call: &ScoreCall) -> Tensor<4> {
+    fn estimates(&self, call: &EstimateInputs) -> Tensor<4> {
         let [_, _, seq_q, dim] = call.q.dims();
         let seq_kv = call.k.dims()[2];
         let grid = call.grid(self.grid());

@@ -4,20 +4,22 @@ use burn::backend::Dispatch;
 use burn::tensor::{Int, Tensor};
 
 use super::overlap::{self, checked_overlap};
-use super::query_lists::QueryLists;
-use crate::backend::{KeyListCall, KeyListInputs, KeyListOps, SelectionOps, UniqueKeys};
+use super::query_lists::SelectedBlocks;
+use crate::backend::{
+    SelectionOps, TokenSparseCall, TokenSparseInputs, TokenSparseOps, UniqueKeys,
+};
 use crate::check;
 use crate::device::served;
 use crate::error::OpError;
 use crate::op_plan::OpPlan;
 use crate::options::AttentionOptions;
 #[cfg(feature = "cuda")]
-use crate::options::ChoiceWalk;
+use crate::options::DispatchMode;
 
-/// The keys that each query sees, by their numbers: those that heads of queries which share keys chose together. They are on the device, without autodiff, and
+/// The keys that each query sees, by their indices: those that heads of queries which share keys chose as one. They are on the device, without autodiff, and
 /// are not read back.
 #[derive(Clone, Debug)]
-pub struct KeyLists {
+pub struct TokenIndices {
     /// Ascending, each once, −1 behind the last: `[batch, lists, queries, most]`.
     keys: Tensor<4, Int>,
     seq_kv: usize,
@@ -25,18 +27,18 @@ pub struct KeyLists {
     overlap: f64,
 }
 
-impl QueryLists {
-    /// Lists of single keys in place of blocks: [`KeyLists::new`] where queries see no later keys.
+impl SelectedBlocks {
+    /// Lists of single keys in place of blocks: [`TokenIndices::new`] where queries see no later keys.
     ///
     /// # Errors
-    /// As [`KeyLists::new`].
-    pub fn of_keys(keys: Tensor<4, Int>, seq_kv: usize) -> Result<KeyLists, OpError> {
-        KeyLists::new(keys, seq_kv, true)
+    /// As [`TokenIndices::new`].
+    pub fn of_keys(keys: Tensor<4, Int>, seq_kv: usize) -> Result<TokenIndices, OpError> {
+        TokenIndices::new(keys, seq_kv, true)
     }
 }
 
-impl KeyLists {
-    /// The lists that are given, in any order. A key that a query lists twice counts once; numbers below 0 and from `seq_kv` on are no keys. With `causal`
+impl TokenIndices {
+    /// Lists, in any order. A key that a query lists twice counts once; indices below 0 and from `seq_kv` on are no keys. With `causal`
     /// a query does not see the keys behind its own position, and the last query sits at the last key.
     ///
     /// # Shapes
@@ -74,39 +76,39 @@ impl KeyLists {
         }
     }
 
-    /// The same with what neighbouring queries' lists are expected to have in common, from 0 for nothing to 1 for all: as
-    /// [`measure_overlap`](Self::measure_overlap) finds it. It is 0 unless it is set, and .85 of what [`Dsa`](crate::dsa::Dsa) chooses. Kernels are chosen by it,
+    /// The same with the share that the lists of adjacent queries are expected to have in common, from 0 for nothing to 1 for all: as
+    /// [`measure_group_reuse`](Self::measure_group_reuse) finds it. It is 0 unless it is set, and .85 of what [`Dsa`](crate::dsa::Dsa) chooses. Kernels are chosen by it,
     /// results do not depend on it: with much in common neighbours of few heads walk the union of their lists.
     ///
     /// # Errors
     /// [`OpError`] if it is no share.
-    pub fn with_expected_overlap(self, overlap: f64) -> Result<Self, OpError> {
+    pub fn with_group_reuse(self, overlap: f64) -> Result<Self, OpError> {
         let overlap = checked_overlap(overlap)?;
         Ok(Self { overlap, ..self })
     }
 
-    /// What neighbouring queries' lists are expected to have in common.
-    pub fn expected_overlap(&self) -> f64 {
+    /// The share that the lists of adjacent queries are expected to have in common.
+    pub fn group_reuse(&self) -> f64 {
         self.overlap
     }
 
-    /// What the lists of eight neighbouring queries have in common: `(8 − u) / 7`, where `u` is how many keys their union has for one of a list. It is 1 where
+    /// The share that the lists of eight adjacent queries have in common: `(8 − u) / 7`, where `u` is how many keys their union has for one of a list. It is 1 where
     /// they are the same, and 0 where no key is on two of them. Groups of eight count whose queries list fewer keys than they see; without any it is 1.
     ///
     /// Reads all lists back, and counts on the host.
     ///
     /// ```
     /// use burn::tensor::{Device, Int, Tensor};
-    /// use burn_blocksparse::selection::QueryLists;
+    /// use burn_blocksparse::selection::SelectedBlocks;
     ///
     /// // Queries list the first key, the one before them, and themselves: eight of them list ten keys.
     /// let lists = (0..64).flat_map(|query| [0, query - 1, query]);
     /// let keys = Tensor::<1, Int>::from_data(lists.collect::<Vec<i32>>().as_slice(), &Device::flex());
-    /// let lists = QueryLists::of_keys(keys.reshape([1, 1, 64, 3]), 64)?;
-    /// assert!((lists.measure_overlap() - (8.0 - 10.0 / 3.0) / 7.0).abs() < 1e-9);
+    /// let lists = SelectedBlocks::of_keys(keys.reshape([1, 1, 64, 3]), 64)?;
+    /// assert!((lists.measure_group_reuse() - (8.0 - 10.0 / 3.0) / 7.0).abs() < 1e-9);
     /// # Ok::<(), burn_blocksparse::OpError>(())
     /// ```
-    pub fn measure_overlap(&self) -> f64 {
+    pub fn measure_group_reuse(&self) -> f64 {
         let [_, _, queries, _] = self.keys.dims();
         let seen = |query: usize| match self.causal {
             true => (query + 1 + self.seq_kv).saturating_sub(queries),
@@ -144,13 +146,13 @@ impl KeyLists {
 /// sees beside its list is a call of its own, merged by lse ([`merge_attention`](crate::merge_attention)).
 ///
 /// On GPUs that have kernels for it a query walks its own list, with the heads that share it as rows of a matrix, unless
-/// [`ChoiceWalk::Packed`](crate::selection::ChoiceWalk::Packed) leaves that out. Elsewhere all products of some queries at a time are made, of which those that are not listed
-/// have no weight: [`KeyLists::explain`] says which. Either way every number has one writer, which adds in a fixed order.
+/// [`DispatchMode::GroupByBlock`](crate::selection::DispatchMode::GroupByBlock) leaves that out. Elsewhere all products of some queries at a time are made, of which those that are not listed
+/// have no weight: [`TokenIndices::explain`] says which. Either way every number has one writer, which adds in a fixed order.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Int, Tensor};
 /// use burn_blocksparse::AttentionOptions;
-/// use burn_blocksparse::selection::{QueryLists, attention_with_keys};
+/// use burn_blocksparse::selection::{SelectedBlocks, token_sparse_attention};
 ///
 /// let device = Device::flex();
 /// let q = Tensor::<4>::random([1, 4, 64, 16], Distribution::Default, &device);
@@ -158,8 +160,8 @@ impl KeyLists {
 /// // Every query lists itself, the first key and the one before it, which query 0 does not have.
 /// let lists = (0..2 * 64).flat_map(|row| [row % 64, 0, row % 64 - 1]);
 /// let keys = Tensor::<1, Int>::from_data(lists.collect::<Vec<i32>>().as_slice(), &device);
-/// let lists = QueryLists::of_keys(keys.reshape([1, 2, 64, 3]), 64)?;
-/// let (out, lse) = attention_with_keys(q, k, v, lists, AttentionOptions::default())?;
+/// let lists = SelectedBlocks::of_keys(keys.reshape([1, 2, 64, 3]), 64)?;
+/// let (out, lse) = token_sparse_attention(q, k, v, lists, AttentionOptions::default())?;
 /// assert_eq!((out.dims(), lse.dims()), ([1, 4, 64, 16], [1, 4, 64]));
 /// # Ok::<(), burn_blocksparse::OpError>(())
 /// ```
@@ -170,34 +172,34 @@ impl KeyLists {
 ///
 /// # Errors
 /// [`OpError`] if shapes, dtypes or devices do not fit each other or the lists, and for softcaps, ALiBi, dropout, stored weights and largest scores.
-pub fn attention_with_keys(
+pub fn token_sparse_attention(
     q: Tensor<4>,
     k: Tensor<4>,
     v: Tensor<4>,
-    lists: KeyLists,
+    lists: TokenIndices,
     options: AttentionOptions,
 ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
     check([&q, &k, &v], &lists, &options)?;
     let walk = walk([&q, &k, &v], &lists, &options).is_ok();
     let scale = options.scale_for(q.dims()[3]);
-    let call = KeyListCall::new(scale, lists.causal, lists.overlap, walk);
+    let call = TokenSparseCall::new(scale, lists.causal, lists.overlap, walk);
     let kv_heads = k.dims()[1];
-    let inputs = KeyListInputs {
+    let inputs = TokenSparseInputs {
         q: q.into_dispatch(),
         k: k.into_dispatch(),
         v: v.into_dispatch(),
         keys: lists.for_heads(kv_heads).into_dispatch(),
     };
-    let output = <Dispatch as KeyListOps>::key_list_attention(inputs, call);
+    let output = <Dispatch as TokenSparseOps>::key_list_attention(inputs, call);
     let (out, lse) = (output.out, output.lse);
     Ok((Tensor::from_dispatch(out), Tensor::from_dispatch(lse)))
 }
 
-impl KeyLists {
-    /// What [`attention_with_keys`] runs for these arguments. It prints.
+impl TokenIndices {
+    /// What [`token_sparse_attention`] runs for these arguments. It prints.
     ///
     /// # Errors
-    /// As [`attention_with_keys`].
+    /// As [`token_sparse_attention`].
     pub fn explain(
         &self,
         q: &Tensor<4>,
@@ -213,7 +215,7 @@ impl KeyLists {
 
 fn check(
     [q, k, v]: [&Tensor<4>; 3],
-    lists: &KeyLists,
+    lists: &TokenIndices,
     options: &AttentionOptions,
 ) -> Result<(), OpError> {
     check::tensors(q, k, v)?;
@@ -247,7 +249,7 @@ fn check(
 #[cfg(not(feature = "cuda"))]
 fn walk(
     _x: [&Tensor<4>; 3],
-    _lists: &KeyLists,
+    _lists: &TokenIndices,
     _options: &AttentionOptions,
 ) -> Result<String, String> {
     Err("the crate's feature cuda is off".to_string())
@@ -257,7 +259,7 @@ fn walk(
 #[cfg(feature = "cuda")]
 fn walk(
     [q, k, v]: [&Tensor<4>; 3],
-    lists: &KeyLists,
+    lists: &TokenIndices,
     options: &AttentionOptions,
 ) -> Result<String, String> {
     use crate::backends::key_lists::kernels::request;
@@ -268,8 +270,8 @@ fn walk(
     if crate::backends::cube::uses_reference() {
         return Err("BLOCKSPARSE_REFERENCE is set".to_string());
     }
-    if options.choice_walk == ChoiceWalk::Packed {
-        return Err("options.choice_walk says so".to_string());
+    if options.dispatch_mode == DispatchMode::GroupByBlock {
+        return Err("options.dispatch_mode says so".to_string());
     }
     let scale = options.scale_for(q.dims()[3]);
     if scale <= 0.0 || !(scale as f32).is_normal() {

@@ -13,7 +13,8 @@ use burn::tensor::{
 };
 
 use crate::backend::{
-    KeyListCall, KeyListGrads, KeyListInputs, KeyListOutput, KeyListSaved, UniqueKeys,
+    TokenSparseCall, TokenSparseGrads, TokenSparseInputs, TokenSparseOutput, TokenSparseSaved,
+    UniqueKeys,
 };
 use crate::dtype::accumulate_in;
 use crate::values::OutputGrads;
@@ -44,7 +45,7 @@ struct Problem<B: Backend> {
 
 impl<B: Backend> Problem<B> {
     /// The call, and its queries.
-    fn new(inputs: KeyListInputs<B>, call: &KeyListCall) -> (Self, FloatTensor<B>) {
+    fn new(inputs: TokenSparseInputs<B>, call: &TokenSparseCall) -> (Self, FloatTensor<B>) {
         let dtype = accumulate_in(inputs.q.dtype().into());
         let [batch, heads, seq_q, head_dim] = inputs.q.shape().dims();
         let [_, kv_heads, seq_kv, _] = inputs.k.shape().dims();
@@ -136,9 +137,9 @@ impl<B: Backend> Problem<B> {
 }
 
 pub(crate) fn forward<B: Backend>(
-    inputs: KeyListInputs<B>,
-    call: &KeyListCall,
-) -> KeyListOutput<B> {
+    inputs: TokenSparseInputs<B>,
+    call: &TokenSparseCall,
+) -> TokenSparseOutput<B> {
     let dtype = inputs.q.dtype();
     let (problem, q) = Problem::new(inputs, call);
     let bools = get_device_settings::<B>(&problem.device).bool_dtype;
@@ -161,18 +162,18 @@ pub(crate) fn forward<B: Backend>(
     }
     let lse = B::float_cat(logs, 2);
     let heads = problem.kv_heads * problem.group;
-    KeyListOutput {
+    TokenSparseOutput {
         out: B::float_cast(B::float_cat(outs, 2), dtype.into()),
         lse: B::float_reshape(lse, Shape::new([problem.batch, heads, problem.seq_q])),
     }
 }
 
 pub(crate) fn backward<B: Backend>(
-    saved: KeyListSaved<B>,
+    saved: TokenSparseSaved<B>,
     grads: OutputGrads<B>,
-    call: &KeyListCall,
-) -> KeyListGrads<B> {
-    let KeyListSaved { inputs, output } = saved;
+    call: &TokenSparseCall,
+) -> TokenSparseGrads<B> {
+    let TokenSparseSaved { inputs, output } = saved;
     let dtype = inputs.q.dtype().into();
     let (problem, q) = Problem::new(inputs, call);
     let heads = problem.kv_heads * problem.group;
@@ -213,7 +214,7 @@ pub(crate) fn backward<B: Backend>(
         dqs.push(problem.heads(dq, queries.len(), problem.head_dim));
     }
     let [q, k, v] = [B::float_cat(dqs, 2), dk, dv].map(|x| B::float_cast(x, dtype));
-    KeyListGrads { q, k, v }
+    TokenSparseGrads { q, k, v }
 }
 
 /// The keys that queries may see, each once, ascending: on the host, which for CPUs is where lists are.

@@ -2,20 +2,20 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use blocksparse::{BlockLayout, Forced, LayoutShape, Pattern, ScoreGrid};
+use blocksparse::{Always, BlockLayout, LayoutShape, Pattern, ScoreGrid};
 
 use crate::error::OpError;
 
-/// Layouts by what queries see, the latest of a few sizes. Copies keep theirs together.
+/// An LRU cache of layouts by what queries see; clones share it.
 ///
 /// What a layout has on devices, and the launch plans of calls, live with it: take a layout from here for all calls of the same sizes.
 #[derive(Clone, Debug, Default)]
-pub struct KeptLayouts(Arc<Mutex<Vec<(String, BlockLayout)>>>);
+pub struct LayoutCache(Arc<Mutex<Vec<(String, BlockLayout)>>>);
 
 /// Layouts that are kept.
 const KEPT: usize = 24;
 
-impl KeptLayouts {
+impl LayoutCache {
     /// The layout of a shape in which queries see what a text says, made if it is not known.
     ///
     /// # Errors
@@ -56,7 +56,7 @@ impl KeptLayouts {
     pub(crate) fn of_forced(
         &self,
         grid: &ScoreGrid,
-        forced: Forced,
+        forced: Always,
         shape: LayoutShape,
     ) -> Result<BlockLayout, OpError> {
         let all = grid.blocks();

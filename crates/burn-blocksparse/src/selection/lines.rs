@@ -5,7 +5,7 @@ use std::ops::Range;
 use blocksparse::ScoreGrid;
 use burn::tensor::{Int, Tensor};
 
-use super::estimator::{DenseCall, ScoreCall, dot};
+use super::estimator::{EstimateInputs, ReferenceInputs, dot};
 use super::mean::products;
 use super::parts::{by_heads, hidden, padded, rows_of, softmax_of_seen, softmax_reference};
 
@@ -36,7 +36,7 @@ pub(crate) struct LineSums {
 }
 
 /// The sums of so many last queries of a causal call.
-pub(crate) fn line_sums(call: &ScoreCall, queries: usize) -> LineSums {
+pub(crate) fn line_sums(call: &EstimateInputs, queries: usize) -> LineSums {
     let [batch, heads, seq_q, _] = call.q.dims();
     let seq_kv = call.k.dims()[2];
     let queries = queries.min(seq_q);
@@ -78,7 +78,11 @@ pub(crate) fn line_sums(call: &ScoreCall, queries: usize) -> LineSums {
 }
 
 /// The sums of columns and of distances, in plain f64 loops.
-pub(crate) fn line_sums_reference(call: &DenseCall, head: usize, queries: usize) -> [Vec<f64>; 2] {
+pub(crate) fn line_sums_reference(
+    call: &ReferenceInputs,
+    head: usize,
+    queries: usize,
+) -> [Vec<f64>; 2] {
     let (n, queries) = (call.seq_kv, queries.min(call.seq_q));
     let [mut columns, mut distances] = [(); 2].map(|_| vec![0.0; n]);
     for i in call.seq_q - queries..call.seq_q {

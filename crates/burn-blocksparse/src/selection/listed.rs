@@ -3,11 +3,11 @@
 use blocksparse::BlockLayout;
 use burn::tensor::Tensor;
 
-use super::query_lists::{ListsShape, QueryLists};
+use super::query_lists::{ListsShape, SelectedBlocks};
 use crate::error::OpError;
 use crate::options::AttentionOptions;
 #[cfg(feature = "cuda")]
-use crate::options::{ChoiceWalk, WeightsMode};
+use crate::options::{DispatchMode, WeightsMode};
 #[cfg(feature = "cuda")]
 use crate::plan::{AttentionPlan, Chosen};
 
@@ -43,7 +43,7 @@ pub(super) fn choose(
     shape: ListsShape,
     options: &AttentionOptions,
 ) -> Result<Result<ListedWalk, String>, OpError> {
-    use crate::backend::ListedCall;
+    use crate::backend::BlockIndicesCall;
     use crate::backends::listed::kernels::{plan, request};
     let why = |text: &str| Ok(Err(text.to_string()));
     let device = q.device();
@@ -53,8 +53,8 @@ pub(super) fn choose(
     if crate::backends::cube::uses_reference() {
         return why("BLOCKSPARSE_REFERENCE is set");
     }
-    if options.choice_walk == ChoiceWalk::Packed {
-        return why("options.choice_walk says so");
+    if options.dispatch_mode == DispatchMode::GroupByBlock {
+        return why("options.dispatch_mode says so");
     }
     let scale = options.scale_for(q.dims()[3]);
     if scale <= 0.0 || !(scale as f32).is_normal() {
@@ -77,7 +77,7 @@ pub(super) fn choose(
             "a list of so few heads reads long blocks for itself, and packed queries share them",
         );
     }
-    let call = ListedCall::new(shape.block, shape.tile, shape.overlap);
+    let call = BlockIndicesCall::new(shape.block, shape.tile, shape.overlap);
     let dims = [q.dims(), k.dims(), v.dims()];
     let request = request(dims, q.dtype(), shape.most, shape.tiles, call);
     let plan = match plan(inner, request) {
@@ -128,7 +128,7 @@ impl ListedWalk {
         self,
         _x: [Tensor<4>; 3],
         _near: &BlockLayout,
-        _lists: QueryLists,
+        _lists: SelectedBlocks,
         _options: &AttentionOptions,
     ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
         match self {}
@@ -140,16 +140,16 @@ impl ListedWalk {
         self,
         [q, k, v]: [Tensor<4>; 3],
         near: &BlockLayout,
-        lists: QueryLists,
+        lists: SelectedBlocks,
         options: &AttentionOptions,
     ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
         use burn::backend::Dispatch;
 
-        use crate::backend::{ListedCall, ListedInputs, ListedOps};
+        use crate::backend::{BlockIndicesCall, BlockIndicesInputs, BlockIndicesOps};
         let mut layout = crate::upload::layout_tensors(near, &q.device(), true)?;
         layout.plan = self.near.kernels();
-        let call = ListedCall::new(lists.block, lists.tile, lists.shape().overlap);
-        let inputs = ListedInputs {
+        let call = BlockIndicesCall::new(lists.block, lists.tile, lists.shape().overlap);
+        let inputs = BlockIndicesInputs {
             q: q.into_dispatch(),
             k: k.into_dispatch(),
             v: v.into_dispatch(),
@@ -158,7 +158,7 @@ impl ListedWalk {
             tile_blocks: lists.tile_blocks.into_dispatch(),
         };
         let output =
-            <Dispatch as ListedOps>::listed_attention(inputs, layout, options.clone(), call);
+            <Dispatch as BlockIndicesOps>::listed_attention(inputs, layout, options.clone(), call);
         let (out, lse) = (output.out, output.lse);
         Ok((Tensor::from_dispatch(out), Tensor::from_dispatch(lse)))
     }

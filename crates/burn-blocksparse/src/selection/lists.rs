@@ -7,7 +7,7 @@ use blocksparse::{BlockLayout, LayoutShape};
 use burn::tensor::{DType, Int, Tensor};
 
 use super::listed;
-use super::query_lists::QueryLists;
+use super::query_lists::SelectedBlocks;
 use crate::attention::SparseAttentionCall;
 use crate::check;
 use crate::device_layout::{DeviceLayout, DeviceLayoutOptions};
@@ -15,7 +15,7 @@ use crate::error::OpError;
 use crate::merge::merge_parts;
 use crate::op_plan::OpPlan;
 use crate::options::{AttentionOptions, WeightsMode};
-use crate::rows::rows_at;
+use crate::rows::gather_rows;
 
 /// Numbers of packed queries and of their outputs that are in memory at a time, unless one head has more.
 const PACKED: usize = 1 << 31;
@@ -24,13 +24,13 @@ const PACKED: usize = 1 << 31;
 /// and those of the lists must be others, and a query must not list a block twice, because what comes twice counts twice; that is not checked, because lists
 /// are not read back. Differentiable in q, k and v.
 ///
-/// On GPUs that have kernels for it ([`QueryLists::explain`]) a query walks its own list, with the heads that share it as rows of a matrix; elsewhere
+/// On GPUs that have kernels for it ([`SelectedBlocks::explain`]) a query walks its own list, with the heads that share it as rows of a matrix; elsewhere
 /// queries are packed by block.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Int, Tensor};
 /// use burn_blocksparse::{AttentionOptions, Pattern};
-/// use burn_blocksparse::selection::{QueryLists, attention_with_lists};
+/// use burn_blocksparse::selection::{SelectedBlocks, selected_blocks_attention};
 ///
 /// let device = Device::flex();
 /// let q = Tensor::<4>::random([1, 4, 64, 16], Distribution::Default, &device);
@@ -39,8 +39,8 @@ const PACKED: usize = 1 << 31;
 /// let near = Pattern::chunked(16).and_causal().layout(4, 64, 16)?;
 /// let rows = (0..2 * 64).map(|row| if row % 64 < 48 { -1 } else { 0 });
 /// let blocks = Tensor::<1, Int>::from_data(rows.collect::<Vec<i32>>().as_slice(), &device);
-/// let lists = QueryLists::of_blocks(blocks.reshape([1, 2, 64, 1]), 64, 16)?;
-/// let (out, lse) = attention_with_lists(q, k, v, &near, lists, AttentionOptions::default())?;
+/// let lists = SelectedBlocks::of_blocks(blocks.reshape([1, 2, 64, 1]), 64, 16)?;
+/// let (out, lse) = selected_blocks_attention(q, k, v, &near, lists, AttentionOptions::default())?;
 /// assert_eq!((out.dims(), lse.dims()), ([1, 4, 64, 16], [1, 4, 64]));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -50,24 +50,24 @@ const PACKED: usize = 1 << 31;
 ///
 /// # Errors
 /// As [`sparse_attention`](crate::sparse_attention), if the lists are of other sizes or on another device, and for ALiBi, dropout and stored weights.
-pub fn attention_with_lists(
+pub fn selected_blocks_attention(
     q: Tensor<4>,
     k: Tensor<4>,
     v: Tensor<4>,
     near: &BlockLayout,
-    lists: QueryLists,
+    lists: SelectedBlocks,
     options: AttentionOptions,
 ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
     check_lists([&q, &k, &v], near, &lists, &options)?;
     attention_of_lists([q, k, v], near, lists, &options)
 }
 
-impl QueryLists {
-    /// What [`attention_with_lists`] runs for these arguments, and what [`attention_selected`](crate::selection::attention_selected()) and [`Nsa`](crate::nsa::Nsa) run for lists
+impl SelectedBlocks {
+    /// What [`selected_blocks_attention`] runs for these arguments, and what [`attention_selected`](crate::selection::attention_selected()) and [`Nsa`](crate::nsa::Nsa) run for lists
     /// of these sizes.
     ///
     /// # Errors
-    /// As [`attention_with_lists`].
+    /// As [`selected_blocks_attention`].
     pub fn explain(
         &self,
         q: &Tensor<4>,
@@ -110,7 +110,7 @@ pub(crate) fn check_options(options: &AttentionOptions) -> Result<(), OpError> {
 fn check_lists(
     [q, k, v]: [&Tensor<4>; 3],
     near: &BlockLayout,
-    lists: &QueryLists,
+    lists: &SelectedBlocks,
     options: &AttentionOptions,
 ) -> Result<(), OpError> {
     check::call(q, k, v, near.into(), options)?;
@@ -134,7 +134,7 @@ fn check_lists(
 pub(crate) fn attention_of_choice(
     x: [Tensor<4>; 3],
     near: &BlockLayout,
-    lists: Option<QueryLists>,
+    lists: Option<SelectedBlocks>,
     options: &AttentionOptions,
 ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
     let Some(lists) = lists else {
@@ -149,7 +149,7 @@ pub(crate) fn attention_of_choice(
 fn attention_of_lists(
     x: [Tensor<4>; 3],
     near: &BlockLayout,
-    lists: QueryLists,
+    lists: SelectedBlocks,
     options: &AttentionOptions,
 ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
     let [q, k, v] = &x;
@@ -163,7 +163,7 @@ fn attention_of_lists(
 fn in_parts(
     [q, k, v]: [Tensor<4>; 3],
     near: &BlockLayout,
-    lists: Option<QueryLists>,
+    lists: Option<SelectedBlocks>,
     options: &AttentionOptions,
     packed: usize,
 ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
@@ -233,11 +233,11 @@ fn parts_of(kv_heads: usize, group: usize, members: usize, fitting: usize) -> Ve
 fn with_lists(
     [q, k, v]: [Tensor<4>; 3],
     near: (Tensor<4>, Tensor<3>),
-    lists: QueryLists,
+    lists: SelectedBlocks,
     options: &AttentionOptions,
 ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
     let layout = layout_of(&lists, k.dims()[2])?;
-    let packed = rows_at(q, lists.queries.clone(), lists.places.clone())?;
+    let packed = gather_rows(q, lists.queries.clone(), lists.places.clone())?;
     let far = SparseAttentionCall::new(packed, k, v, &layout)
         .options(options.clone())
         .run_with_lse()?;
@@ -245,7 +245,7 @@ fn with_lists(
 }
 
 /// The layout of tiles of packed queries, each with one block, which is several of the layout's.
-fn layout_of(lists: &QueryLists, seq_kv: usize) -> Result<DeviceLayout, OpError> {
+fn layout_of(lists: &SelectedBlocks, seq_kv: usize) -> Result<DeviceLayout, OpError> {
     let [batch, heads, tiles] = lists.tile_blocks.dims();
     let device = lists.tile_blocks.device();
     let parts = lists.block / lists.tile;
@@ -270,7 +270,7 @@ mod tests {
     use blocksparse::Pattern;
 
     use super::*;
-    use crate::selection::{ScoreCall, Selection};
+    use crate::selection::{EstimateInputs, Selection};
 
     #[test]
     fn parts_are_of_whole_groups_or_within_one() {
@@ -292,7 +292,7 @@ mod tests {
         let near = Pattern::chunked(8).and_causal().layout(6, 60, 8).unwrap();
         for text in ["moba:8,3", "moba:8,3,share=sum"] {
             let selection: Selection = text.parse().unwrap();
-            let lists = selection.query_lists(&ScoreCall::new(q.clone(), k.clone()));
+            let lists = selection.query_lists(&EstimateInputs::new(q.clone(), k.clone()));
             let lists = lists.unwrap().unwrap();
             let of_head = 2 * lists.queries.dims()[2] * 8;
             let run = |q: &Tensor<4>, heads: usize| {

@@ -2,15 +2,17 @@
 
 use std::ops::Range;
 
-use blocksparse::{EstimateKind, Forced, Keep, Rule};
+use blocksparse::{Always, Budget, EstimateKind, Rule};
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
 #[cfg(feature = "cube")]
 use super::estimates;
-use super::estimator::{BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, ScoreCall, dot};
+use super::estimator::{
+    BlockEstimator, EstimateGrid, EstimateInputs, EstimatorTraits, ReferenceInputs, dot,
+};
 use super::reference;
-use super::sharing::Sharing;
+use super::sharing::GqaReduction;
 use super::text::{Arguments, Method, Written};
 use super::{Selection, check_block};
 use crate::backend::SelectionOps;
@@ -19,41 +21,43 @@ use crate::error::OpError;
 
 /// `mean(q) · mean(k) · scale` of a block of queries and a block of keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BlockMeans {
+pub struct MeanPool {
     /// Width of a block.
     pub block: usize,
 }
 
 /// Forced by default: the first block, the queries' own and the one before it.
-const FORCED: Forced = Forced { first: 1, local: 2 };
+const FORCED: Always = Always { first: 1, local: 2 };
 
 pub(crate) const METHOD: Method = Method {
     name: "topk",
     notation: "topk:BLOCK,KEEP[,LOCAL,FIRST]",
     read: |arguments: &mut Arguments| {
         let block = arguments.whole("BLOCK")?;
-        let keep = arguments.keep("KEEP", |k| Keep::TopK(k as usize))?;
+        let keep = arguments.keep("KEEP", |k| Budget::TopK(k as usize))?;
         let local = arguments.optional_whole("LOCAL", FORCED.local)?;
         let first = arguments.optional_whole("FIRST", FORCED.first)?;
-        let forced = arguments.forced(Forced { first, local })?;
-        Ok(Selection::new(BlockMeans { block }, keep).with_forced(forced))
+        let forced = arguments.forced(Always { first, local })?;
+        Ok(Selection::new(MeanPool { block }, keep).with_always(forced))
     },
 };
 
-impl BlockEstimator for BlockMeans {
+impl BlockEstimator for MeanPool {
     fn name(&self) -> &'static str {
         METHOD.name
     }
 
-    fn text(&self, rule: &Rule, sharing: Sharing) -> String {
-        let Forced { first, local } = rule.forced;
+    fn text(&self, rule: &Rule, sharing: GqaReduction) -> String {
+        let Always { first, local } = rule.forced;
         let written = Written::new(METHOD.name).whole(self.block);
-        let written = written.keep(rule.keep, |keep| matches!(keep, Keep::TopK(_)));
+        let written = written.keep(rule.keep, |keep| matches!(keep, Budget::TopK(_)));
         let written = match rule.forced == FORCED {
             true => written,
             false => written.whole(local).whole(first),
         };
-        written.sharing(sharing, Sharing::PerHead).finish()
+        written
+            .gqa_reduction(sharing, GqaReduction::PerHead)
+            .finish()
     }
 
     fn grid(&self) -> EstimateGrid {
@@ -65,7 +69,7 @@ impl BlockEstimator for BlockMeans {
 
     fn traits(&self) -> EstimatorTraits {
         EstimatorTraits {
-            kind: EstimateKind::Affinity,
+            kind: EstimateKind::Logit,
             // The mean of a block of queries has its later ones.
             prefix_stable: false,
             causal_only: false,
@@ -76,7 +80,7 @@ impl BlockEstimator for BlockMeans {
         check_block(self.block)
     }
 
-    fn scores(&self, call: &ScoreCall, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
+    fn scores(&self, call: &EstimateInputs, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
         let b = self.block;
         #[cfg(feature = "cube")]
         if let Some(scores) = estimates::means(call, b, &rows) {
@@ -88,7 +92,7 @@ impl BlockEstimator for BlockMeans {
         Ok(products(q * call.scale, k, call.group()))
     }
 
-    fn reference(&self, call: &DenseCall) -> Vec<f64> {
+    fn reference(&self, call: &ReferenceInputs) -> Vec<f64> {
         let mut scores = Vec::new();
         for head in 0..call.heads {
             let q = |row| call.query(head, row);

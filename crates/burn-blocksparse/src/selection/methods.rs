@@ -41,11 +41,11 @@ impl FromStr for Selection {
             got: format!("'{name}'"),
         })?;
         let mut arguments = Arguments::new(text, rest, method.notation);
-        let sharing = arguments.sharing()?;
+        let sharing = arguments.gqa_reduction()?;
         let mut selection = (method.read)(&mut arguments)?;
         arguments.end()?;
         if let Some(sharing) = sharing {
-            selection = selection.with_sharing(sharing);
+            selection = selection.with_gqa_reduction(sharing);
         }
         selection.check()?;
         Ok(selection)

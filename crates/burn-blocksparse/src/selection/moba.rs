@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use blocksparse::{BLOCK_SIZES, Keep, Rule};
+use blocksparse::{BLOCK_SIZES, Budget, Rule};
 #[cfg(feature = "cube")]
 use burn::tensor::Int;
 use burn::tensor::{DType, Tensor};
@@ -13,17 +13,18 @@ use super::by_query::{self, FORCED};
 #[cfg(feature = "cube")]
 use super::estimates;
 use super::estimator::{
-    BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, PageSummary, ScoreCall, dot,
+    BlockEstimator, EstimateGrid, EstimateInputs, EstimatorTraits, PageSummary, ReferenceInputs,
+    dot,
 };
 use super::mean::{means, means_reference, products};
-use super::sharing::Sharing;
+use super::sharing::GqaReduction;
 use super::text::{Arguments, Method, Written};
 use crate::error::OpError;
 
 /// `q · mean(k)` of a query and a block of keys, keys as they are attended to: every query chooses for itself. Its own block is always among the chosen
 /// and counts as one of them, so with `k` blocks it chooses `k − 1` before its own, and with 1 none. Defined for causal attention.
 ///
-/// The paper forces no other block. A selection may ([`Forced`](blocksparse::Forced)): the first ones, and some before the own one. They count as the own one
+/// The paper forces no other block. A selection may ([`Always`](blocksparse::Always)): the first ones, and some before the own one. They count as the own one
 /// does, so `moba:64,8,first=1,local=2` chooses five by score.
 ///
 /// Nothing is trained for it, and the choice has no gradient. The paper has blocks of 512 and k = 3 at 8K tokens, 2,048 and 3 at 32K, 4,096 and 12 at
@@ -39,7 +40,7 @@ use crate::error::OpError;
 /// # Ok::<(), burn_blocksparse::OpError>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct MixtureOfBlocks {
+pub struct Moba {
     /// Width of a block of keys: 8, 16, 32, 64, 128, or a larger multiple of 128.
     pub block: usize,
     /// So many of a model's last layers attend to all keys: the model reads it, and a layer alone refuses it ([`BlockEstimator::full_last_layers`]).
@@ -51,30 +52,32 @@ pub(crate) const METHOD: Method = Method {
     notation: "moba:BLOCK,K[,FULL_LAST_LAYERS]",
     read: |arguments: &mut Arguments| {
         let block = arguments.whole("BLOCK")?;
-        let keep = arguments.keep("K", |k| Keep::TopK(k as usize))?;
+        let keep = arguments.keep("K", |k| Budget::TopK(k as usize))?;
         let full_last_layers = arguments.optional_whole("FULL_LAST_LAYERS", 0)?;
-        let estimator = MixtureOfBlocks {
+        let estimator = Moba {
             block,
             full_last_layers,
         };
-        Ok(Selection::new(estimator, keep).with_forced(arguments.forced(FORCED)?))
+        Ok(Selection::new(estimator, keep).with_always(arguments.forced(FORCED)?))
     },
 };
 
-impl BlockEstimator for MixtureOfBlocks {
+impl BlockEstimator for Moba {
     fn name(&self) -> &'static str {
         METHOD.name
     }
 
-    fn text(&self, rule: &Rule, sharing: Sharing) -> String {
+    fn text(&self, rule: &Rule, sharing: GqaReduction) -> String {
         let written = Written::new(METHOD.name).whole(self.block);
-        let written = written.keep(rule.keep, |keep| matches!(keep, Keep::TopK(_)));
+        let written = written.keep(rule.keep, |keep| matches!(keep, Budget::TopK(_)));
         let written = match self.full_last_layers {
             0 => written,
             layers => written.whole(layers),
         };
         let written = written.forced(rule.forced, FORCED);
-        written.sharing(sharing, Sharing::PerHead).finish()
+        written
+            .gqa_reduction(sharing, GqaReduction::PerHead)
+            .finish()
     }
 
     fn grid(&self) -> EstimateGrid {
@@ -118,17 +121,17 @@ impl BlockEstimator for MixtureOfBlocks {
         Some(PageSummary::Mean)
     }
 
-    fn scores(&self, call: &ScoreCall, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
+    fn scores(&self, call: &EstimateInputs, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
         let q = call.q.clone().slice_dim(2, rows).cast(DType::F32);
         Ok(products(q, means(call.k.clone(), self.block), call.group()))
     }
 
     #[cfg(feature = "cube")]
-    fn picks(&self, call: &ScoreCall, most: usize) -> Option<Tensor<4, Int>> {
+    fn picks(&self, call: &EstimateInputs, most: usize) -> Option<Tensor<4, Int>> {
         estimates::picks(call, self.block, most)
     }
 
-    fn reference(&self, call: &DenseCall) -> Vec<f64> {
+    fn reference(&self, call: &ReferenceInputs) -> Vec<f64> {
         let mut scores = Vec::new();
         for head in 0..call.heads {
             let k = means_reference(|row| call.key(head, row), call.seq_kv, self.block);

@@ -1,7 +1,7 @@
 //! Attention that selects its keys by content: block scores, a rule that keeps some blocks, and attention over them.
 //!
 //! Top-k of given scores: [`top_k_blocks`], [`top_k_blocks_on_device`]. A method that scores by itself: [`Selection`] with
-//! [`attention_selected`]. Blocks or single keys that you chose: [`QueryLists`], [`KeyLists`].
+//! [`attention_selected`]. Blocks or single keys that you chose: [`SelectedBlocks`], [`TokenIndices`].
 
 // estimator    what a method is: scores of blocks by queries and keys
 // mean, moba, quest, antidiagonal, sparge, flex, vertical_slash
@@ -58,13 +58,13 @@ mod within;
 
 pub use crate::choice::TopKOptions;
 pub use crate::clusters::{routed_attention, routed_attention_plan};
-pub use crate::masses::{AttentionMasses, MassOptions, attention_masses};
-pub use crate::options::ChoiceWalk;
+pub use crate::masses::{AccumulatedAttention, AccumulatedAttentionOptions, accumulated_attention};
+pub use crate::options::DispatchMode;
 pub use crate::top_k::{top_k_blocks, top_k_blocks_on_device};
 pub use crate::vertical_slash::{vertical_slash_layout, vertical_slash_layout_async};
-pub use blocksparse::{EstimateKind, Forced, Keep, Rule, ScoreGrid};
-pub use key_lists::{KeyLists, attention_with_keys};
-pub use lists::attention_with_lists;
+pub use blocksparse::{Always, Budget, EstimateKind, Rule, ScoreGrid};
+pub use key_lists::{TokenIndices, token_sparse_attention};
+pub use lists::selected_blocks_attention;
 
 use std::fmt;
 use std::sync::Arc;
@@ -77,27 +77,27 @@ use crate::choice::{checked, mask};
 use crate::device::served;
 use crate::device_layout::DeviceLayout;
 use crate::error::OpError;
-pub use antidiagonal::Antidiagonals;
+pub use antidiagonal::XAttention;
 #[cfg(feature = "cube")]
 pub(crate) use estimates::means as means_by_kernels;
 pub use estimator::{
-    BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, PageSummary, ScoreCall,
+    BlockEstimator, EstimateGrid, EstimateInputs, EstimatorTraits, PageSummary, ReferenceInputs,
 };
 pub use flex::{FlexHead, FlexPrefill};
-use layouts::KeptLayouts;
-pub use mean::BlockMeans;
+use layouts::LayoutCache;
+pub use mean::MeanPool;
 pub(crate) use mean::{means, products};
-pub use moba::MixtureOfBlocks;
+pub use moba::Moba;
 pub use quality::SelectionQuality;
-pub use query_lists::QueryLists;
-pub use quest::PageBounds;
+pub use query_lists::SelectedBlocks;
+pub use quest::Quest;
 pub use recall::recall;
 pub use selected::{SelectedOptions, attention_selected, attention_selected_with_lse};
-pub use sharing::Sharing;
-pub use sparge::SpargeBlocks;
+pub use sharing::GqaReduction;
+pub use sparge::SpargeAttn;
 pub use vertical_slash::VerticalSlash;
+pub use within::Candidates;
 use within::WholeLayouts;
-pub use within::Within;
 
 /// How blocks of keys are chosen by content: an estimator gives each block a score, a rule keeps some, and those are the layout that
 /// [`sparse_attention`](crate::sparse_attention) runs over.
@@ -105,15 +105,15 @@ pub use within::Within;
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
 /// use burn_blocksparse::sparse_attention;
-/// use burn_blocksparse::selection::{Keep, ScoreCall, Selection};
+/// use burn_blocksparse::selection::{Budget, EstimateInputs, Selection};
 ///
 /// let [q, k, v] = [(); 3]
 ///     .map(|_| Tensor::<4>::random([1, 2, 256, 16], Distribution::Default, &Device::flex()));
 /// // The 4 blocks of 32 keys that score highest, or those that make up nine tenths of the estimate.
 /// let selection: Selection = "topk:32,4".parse()?;
-/// let by_share = selection.clone().with_keep(Keep::top_p(0.9));
+/// let by_share = selection.clone().with_budget(Budget::top_p(0.9));
 /// assert_eq!(by_share.to_string(), "topk:32,p=0.9");
-/// let chosen = selection.choose(&ScoreCall::new(q.clone(), k.clone()))?;
+/// let chosen = selection.choose(&EstimateInputs::new(q.clone(), k.clone()))?;
 /// let out = sparse_attention(q, k, v, &chosen.layout)?;
 /// assert_eq!(out.dims(), [1, 2, 256, 16]);
 /// # Ok::<(), burn_blocksparse::OpError>(())
@@ -122,22 +122,22 @@ pub use within::Within;
 #[serde(into = "String", try_from = "String")]
 pub struct Selection {
     estimator: Arc<dyn BlockEstimator>,
-    keep: Keep,
-    forced: Forced,
-    sharing: Sharing,
-    own: KeptLayouts,
+    keep: Budget,
+    forced: Always,
+    sharing: GqaReduction,
+    own: LayoutCache,
     whole: WholeLayouts,
 }
 
 /// What a [`Selection`] chose.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub struct Chosen {
+pub struct SelectedLayout {
     /// The blocks, on the device.
     pub layout: DeviceLayout,
 }
 
-impl Chosen {
+impl SelectedLayout {
     /// How many blocks each row of queries attends to: i32 `[batch, heads, rows]`, on the device. Nothing is read back where kernels run. Heads that share a
     /// choice have one row for all of them ([`DeviceLayout::counts`]).
     ///
@@ -158,35 +158,35 @@ impl Chosen {
 
 impl Selection {
     /// How selections are written: `KEEP` is a number, or a rule with its name, `k=12`, `ratio=0.25`, `p=0.9` or `above=0.01`. `share=sum`, `mean` or `max`
-    /// lets heads that share keys choose together. `first=1` and `local=2` set the forced blocks of any method ([`Forced`]).
+    /// lets heads that share keys choose together. `first=1` and `local=2` set the forced blocks of any method ([`Always`]).
     pub const NOTATION: &[&str] = methods::NOTATION;
 
     /// By an estimator and a rule, with no block forced, each head for itself.
-    pub fn new(estimator: impl BlockEstimator + 'static, keep: Keep) -> Self {
+    pub fn new(estimator: impl BlockEstimator + 'static, keep: Budget) -> Self {
         Self {
             estimator: Arc::new(estimator),
             keep,
-            forced: Forced::default(),
-            sharing: Sharing::PerHead,
-            own: KeptLayouts::default(),
+            forced: Always::default(),
+            sharing: GqaReduction::PerHead,
+            own: LayoutCache::default(),
             whole: WholeLayouts::default(),
         }
     }
 
-    /// Sets which blocks are kept by their scores.
-    pub fn with_keep(mut self, keep: Keep) -> Self {
+    /// Sets which blocks are selected by their scores.
+    pub fn with_budget(mut self, keep: Budget) -> Self {
         self.keep = keep;
         self
     }
 
-    /// Sets which blocks are kept whatever their score.
-    pub fn with_forced(mut self, forced: Forced) -> Self {
+    /// Sets which blocks are always selected.
+    pub fn with_always(mut self, forced: Always) -> Self {
         self.forced = forced;
         self
     }
 
-    /// Sets whether heads that share keys choose together.
-    pub fn with_sharing(mut self, sharing: Sharing) -> Self {
+    /// Sets whether heads that share keys share one choice.
+    pub fn with_gqa_reduction(mut self, sharing: GqaReduction) -> Self {
         self.sharing = sharing;
         self
     }
@@ -214,12 +214,12 @@ impl Selection {
         }
     }
 
-    /// Whether heads that share keys choose together.
-    pub fn sharing(&self) -> Sharing {
+    /// Whether heads that share keys share one choice.
+    pub fn gqa_reduction(&self) -> GqaReduction {
         self.sharing
     }
 
-    /// Checks the numbers of the estimator and the rule.
+    /// Checks the parameters of the estimator and the rule.
     ///
     /// # Errors
     /// [`OpError`] if one is out of range.
@@ -231,7 +231,7 @@ impl Selection {
     }
 
     /// Checks the selection, and that it is defined for a call.
-    fn check_for(&self, call: &ScoreCall) -> Result<(), OpError> {
+    fn check_for(&self, call: &EstimateInputs) -> Result<(), OpError> {
         self.check()?;
         check_call(call)?;
         let traits = self.estimator.traits();
@@ -246,15 +246,15 @@ impl Selection {
     ///
     /// # Errors
     /// [`OpError`] if shapes, dtypes or devices do not fit each other, a number is out of range, or the method is not defined for the call.
-    pub fn choose(&self, call: &ScoreCall) -> Result<Chosen, OpError> {
-        self.choose_within(call, Within::default())
+    pub fn choose(&self, call: &EstimateInputs) -> Result<SelectedLayout, OpError> {
+        self.choose_among(call, Candidates::default())
     }
 
     /// What [`choose`](Self::choose) chooses, of one batch entry, in plain f64 loops on the host.
     ///
     /// # Errors
     /// [`OpError`] if a number is out of range.
-    pub fn choose_reference(&self, call: &DenseCall) -> Result<BlockLayout, OpError> {
+    pub fn choose_reference(&self, call: &ReferenceInputs) -> Result<BlockLayout, OpError> {
         self.check()?;
         let dims = [1, call.heads, call.seq_q, call.head_dim];
         let shape = match self.is_by_query() {
@@ -267,7 +267,7 @@ impl Selection {
         let scores = self.sharing.reduce_reference(scores, call.heads, group);
         let rows = scores.chunks(grid.blocks()).enumerate();
         let rule = self.rule();
-        let rows = rows.map(|(row, scores)| rule.kept(&grid, row % grid.rows(), scores));
+        let rows = rows.map(|(row, scores)| rule.selects(&grid, row % grid.rows(), scores));
         let rows: Vec<Vec<bool>> = rows.collect();
         let patterns = rows.len() / grid.rows();
         let name = self.to_string();
@@ -345,7 +345,7 @@ pub(crate) fn check_block(block: usize) -> Result<(), OpError> {
 }
 
 /// That queries and keys fit each other, on a device that this crate serves.
-pub(crate) fn check_call(call: &ScoreCall) -> Result<(), OpError> {
+pub(crate) fn check_call(call: &EstimateInputs) -> Result<(), OpError> {
     let (q, k): (&Tensor<4>, &Tensor<4>) = (&call.q, &call.k);
     served(&q.device().without_autodiff())?;
     check_shapes(q, k)?;

@@ -3,7 +3,7 @@
 use blocksparse::ScoreGrid;
 use burn::tensor::{Bool, DType, Device, Int, Tensor};
 
-use super::estimator::ScoreCall;
+use super::estimator::EstimateInputs;
 
 /// Numbers of a tensor on the way to scores: 64 MiB of f32, unless one head has more.
 pub(crate) const NUMBERS: usize = 1 << 24;
@@ -14,7 +14,7 @@ pub(crate) const NOTHING: f32 = -1e30;
 /// Computes `[batch, heads, x, y]` by some heads at a time, of tensors of `numbers` numbers a head of queries: `of` gets
 /// `[parts, group, seq_q, head_dim]` of queries and `[parts, 1, seq_kv, head_dim]` of keys, and gives `[parts, group, x, y]`.
 pub(crate) fn by_heads(
-    call: &ScoreCall,
+    call: &EstimateInputs,
     numbers: usize,
     of: impl Fn(Tensor<4>, Tensor<4>) -> Tensor<4>,
 ) -> Tensor<4> {

@@ -2,17 +2,17 @@
 
 use std::ops::Range;
 
-use blocksparse::{BlockLayout, EstimateKind, Keep, Rule};
+use blocksparse::{BlockLayout, Budget, EstimateKind, Rule};
 use burn::tensor::activation::softmax;
 use burn::tensor::{Bool, DType, Device, Tensor, TensorData};
 
-use super::estimator::ScoreCall;
+use super::estimator::EstimateInputs;
 use super::mean::products;
 use super::{Selection, check_call};
 use crate::choice::allowed_blocks;
 use crate::error::OpError;
 
-/// What a choice keeps of a head's attention: means over rows of queries, batch entries together.
+/// What a choice keeps of a head's attention: means over rows of queries, over all batch entries.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct SelectionQuality {
@@ -49,17 +49,17 @@ impl Selection {
     ///
     /// # Errors
     /// As [`choose`](Self::choose), and if the device gives nothing back.
-    pub fn quality(&self, call: &ScoreCall) -> Result<Vec<SelectionQuality>, OpError> {
+    pub fn quality(&self, call: &EstimateInputs) -> Result<Vec<SelectionQuality>, OpError> {
         self.quality_within(call, None)
     }
 
-    /// [`quality`](Self::quality) of a choice from the blocks of a layout ([`Within::layout`](crate::selection::Within::layout)): of the attention over that layout.
+    /// [`quality`](Self::quality) of a choice from the blocks of a layout ([`Candidates::layout`](crate::selection::Candidates::layout)): of the attention over that layout.
     ///
     /// # Errors
     /// As [`quality`](Self::quality), and if the layout's sizes or batch are not the call's.
     pub fn quality_within(
         &self,
-        call: &ScoreCall,
+        call: &EstimateInputs,
         layout: Option<&BlockLayout>,
     ) -> Result<Vec<SelectionQuality>, OpError> {
         self.check()?;
@@ -71,7 +71,7 @@ impl Selection {
             let batch = layout.batch().unwrap_or(own);
             OpError::expect_same("layout's batch", own, "q's", batch)?;
         }
-        let call = ScoreCall {
+        let call = EstimateInputs {
             q: call.q.clone().without_autodiff(),
             k: call.k.clone().without_autodiff(),
             ..*call
@@ -105,13 +105,13 @@ impl Selection {
                         None => vec![true; blocks],
                     };
                     let may_choose = |block: usize| allowed[block];
-                    let kept = rule.kept_of(&grid, row, scores, may_choose);
+                    let kept = rule.selects_of(&grid, row, scores, may_choose);
                     let is_visible = |&block: &usize| allowed[block] && grid.is_visible(row, block);
                     let visible = (0..blocks).filter(is_visible).count();
                     let count = kept.iter().filter(|&&kept| kept).count();
                     let best = Rule {
-                        kind: EstimateKind::Mass,
-                        keep: Keep::TopK(count.max(1)),
+                        kind: EstimateKind::Probability,
+                        keep: Budget::TopK(count.max(1)),
                         ..rule
                     };
                     let share = |kept: &[bool]| -> f64 {
@@ -122,7 +122,7 @@ impl Selection {
                     of.recall.push(share(&kept));
                     of.oracle += match count {
                         0 => 0.0,
-                        _ => share(&best.kept_of(&grid, row, masses, may_choose)),
+                        _ => share(&best.selects_of(&grid, row, masses, may_choose)),
                     };
                     of.kept += count;
                     of.visible += visible;
@@ -135,7 +135,7 @@ impl Selection {
     /// The attention that blocks of keys get of rows of queries, each row 1 in all: `[batch, heads, rows, blocks]`.
     fn masses(
         &self,
-        call: &ScoreCall,
+        call: &EstimateInputs,
         first: usize,
         end: usize,
         layout: Option<&BlockLayout>,

@@ -2,12 +2,12 @@
 
 use std::ops::Range;
 
-use blocksparse::{Forced, ScoreGrid};
+use blocksparse::{Always, ScoreGrid};
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, Tensor};
 
 use super::overlap::{self, checked_overlap};
-use crate::backend::{HighestBlocks, QueryTiles, SelectionOps};
+use crate::backend::{QueryTiles, SelectionOps, TopKBlocks};
 use crate::error::OpError;
 
 /// Scores in memory at a time, at most ([`FEWEST_ROWS`] queries of every head may have more).
@@ -24,7 +24,7 @@ const FEWEST_ROWS: usize = 64;
 /// `(c + (tile − 1) · m) / tile` tiles. Those that are not needed come last.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub struct QueryLists {
+pub struct SelectedBlocks {
     /// Keys of a block.
     pub block: usize,
     /// Places of a tile.
@@ -46,7 +46,7 @@ pub struct QueryLists {
 /// Sizes of the lists of a call.
 pub(crate) struct ListSizes {
     grid: ScoreGrid,
-    forced: Forced,
+    forced: Always,
     /// Blocks that a query chooses, at most.
     most: usize,
     /// Tiles of a head.
@@ -59,7 +59,7 @@ impl ListSizes {
     ///
     /// Blocks between the first ones and the nearest ones are what there is to choose from, so that forced blocks take no part in it: with less than all of
     /// them in sight a query sees nothing else.
-    pub fn new(grid: ScoreGrid, keep: usize, forced: Forced) -> Option<Self> {
+    pub fn new(grid: ScoreGrid, keep: usize, forced: Always) -> Option<Self> {
         let tile = tile(grid.block);
         // Queries at positions below 0 see nothing.
         let first = grid.seq_kv.saturating_sub(grid.seq_q);
@@ -107,7 +107,7 @@ impl ListSizes {
     /// The keys of blocks that some query chooses from, with some behind them: to a query of the call with these keys alone, its forced blocks are not there,
     /// but for one behind all that it chooses from. Blocks are numbered from the first that is not forced.
     pub(crate) fn between_forced(&self) -> Range<usize> {
-        let Forced { first, local } = self.forced;
+        let Always { first, local } = self.forced;
         let block = self.grid.block;
         first * block..self.grid.seq_kv - (local - 1) * block
     }
@@ -138,29 +138,29 @@ pub(crate) struct ListsShape {
     pub tiles: usize,
     /// Places of a tile.
     pub tile: usize,
-    /// What neighbours' lists are expected to have in common.
+    /// The share that the lists of adjacent queries are expected to have in common.
     pub overlap: f64,
 }
 
-impl QueryLists {
-    /// The same with what neighbouring queries' lists are expected to have in common, from 0 for nothing to 1 for all: `(8 − u) / 7`, where `u` is how many
-    /// blocks eight of them list for one of a query, as [`measure_overlap`](Self::measure_overlap) finds it. It is 0 unless it is set, and .85 of what
+impl SelectedBlocks {
+    /// The same with the share that the lists of adjacent queries are expected to have in common, from 0 for nothing to 1 for all: `(8 − u) / 7`, where `u` is how many
+    /// blocks eight of them list for one of a query, as [`measure_group_reuse`](Self::measure_group_reuse) finds it. It is 0 unless it is set, and .85 of what
     /// [`Nsa`](crate::nsa::Nsa) chooses. Kernels are chosen by it, results do not depend on it: with much in common neighbours of few heads walk the union of their
     /// lists, which name each block once.
     ///
     /// # Errors
     /// [`OpError`] if it is no share.
-    pub fn with_expected_overlap(self, overlap: f64) -> Result<Self, OpError> {
+    pub fn with_group_reuse(self, overlap: f64) -> Result<Self, OpError> {
         let overlap = checked_overlap(overlap)?;
         Ok(Self { overlap, ..self })
     }
 
-    /// What neighbouring queries' lists are expected to have in common.
-    pub fn expected_overlap(&self) -> f64 {
+    /// The share that the lists of adjacent queries are expected to have in common.
+    pub fn group_reuse(&self) -> f64 {
         self.overlap
     }
 
-    /// What the lists of eight neighbouring queries have in common: `(8 − u) / 7`, where `u` is how many blocks their union has for one of a list. It is 1
+    /// The share that the lists of eight adjacent queries have in common: `(8 − u) / 7`, where `u` is how many blocks their union has for one of a list. It is 1
     /// where they are the same, and 0 where no block is on two of them. Groups of eight count whose queries all list as many blocks as a list has room
     /// for; without any it is 1.
     ///
@@ -168,16 +168,16 @@ impl QueryLists {
     ///
     /// ```
     /// use burn::tensor::{Device, Int, Tensor};
-    /// use burn_blocksparse::selection::QueryLists;
+    /// use burn_blocksparse::selection::SelectedBlocks;
     ///
     /// // Of blocks of eight keys queries list the first, and that of the query eight before: eight of them list two.
     /// let lists = (0..64).flat_map(|query| [0, if query < 16 { -1 } else { query / 8 - 1 }]);
     /// let blocks = Tensor::<1, Int>::from_data(lists.collect::<Vec<i32>>().as_slice(), &Device::flex());
-    /// let lists = QueryLists::of_blocks(blocks.reshape([1, 1, 64, 2]), 64, 8)?;
-    /// assert_eq!(lists.measure_overlap(), 1.0);
+    /// let lists = SelectedBlocks::of_blocks(blocks.reshape([1, 1, 64, 2]), 64, 8)?;
+    /// assert_eq!(lists.measure_group_reuse(), 1.0);
     /// # Ok::<(), burn_blocksparse::OpError>(())
     /// ```
-    pub fn measure_overlap(&self) -> f64 {
+    pub fn measure_group_reuse(&self) -> f64 {
         let [.., most] = self.blocks.dims();
         overlap::measure(&self.blocks, |_, listed| listed == most)
     }
@@ -194,7 +194,7 @@ impl QueryLists {
         }
     }
 
-    /// The lists of blocks that are given: i32 `[batch, lists, queries, most]` on the device, without autodiff, negative for none, of blocks of `block` keys
+    /// Lists of blocks: i32 `[batch, lists, queries, most]` on the device, without autodiff, negative for none, of blocks of `block` keys
     /// of `seq_kv`. There are as many places as every query could choose.
     ///
     /// # Errors
@@ -221,7 +221,7 @@ impl QueryLists {
         let tile = tile(block);
         let sizes = ListSizes {
             grid,
-            forced: Forced { first: 0, local: 1 },
+            forced: Always { first: 0, local: 1 },
             most,
             tiles: (seq_q * most + (tile - 1) * seq_kv.div_ceil(block)) / tile,
             tile,
@@ -252,7 +252,7 @@ impl QueryLists {
             };
             let [position, _] = grid.positions(start);
             let aside = (forced.first + forced.local - 1) * grid.block;
-            let wanted = HighestBlocks::new(position - aside as i64, grid.block, *most);
+            let wanted = TopKBlocks::new(position - aside as i64, grid.block, *most);
             let picks = <Dispatch as SelectionOps>::highest_blocks(scores.into_dispatch(), wanted);
             chosen.push(Tensor::<4, Int>::from_dispatch(picks));
         }

@@ -3,38 +3,38 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use blocksparse::{BLOCK_SIZES, Keep, Rule};
+use blocksparse::{BLOCK_SIZES, Budget, Rule};
 use burn::tensor::{DType, Tensor};
 
 use super::Selection;
 use super::by_query::{self, FORCED};
 use super::estimator::{
-    BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, PageSummary, ScoreCall,
+    BlockEstimator, EstimateGrid, EstimateInputs, EstimatorTraits, PageSummary, ReferenceInputs,
 };
 use super::mean::products;
 use super::parts::joined;
-use super::sharing::Sharing;
+use super::sharing::GqaReduction;
 use super::text::{Arguments, Method, Written};
 use crate::error::OpError;
 
-/// `Σ_c max(q_c · max_c, q_c · min_c)` of a query and the largest and the smallest numbers of a page of keys, keys as they are attended to: no product of the
+/// `Σ_c max(q_c · max_c, q_c · min_c)` of a query and the largest and the smallest elements of a page of keys, keys as they are attended to: no product of the
 /// query and a key of the page is above it. Every query chooses for itself, its own page always, which counts as one of those that it keeps. Defined for
 /// causal attention, and made for decoding: a [pool of pages](crate::paged::select_pages) keeps the bounds of its pages. The first pages and some before the own one
-/// are kept, too, if the selection forces them ([`Forced`](blocksparse::Forced)), and count as the own one does.
+/// are kept, too, if the selection forces them ([`Always`](blocksparse::Always)), and count as the own one does.
 ///
 /// Heads that share keys choose together, by the mean of their bounds, unless the selection says otherwise. The paper has pages of 16 and budgets of 256 to
 /// 4,096 keys, and lets the first two layers attend to all keys. It is written `quest:PAGE,BUDGET[,FULL_FIRST_LAYERS]`:
 ///
 /// ```
-/// use burn_blocksparse::selection::{Keep, Selection};
+/// use burn_blocksparse::selection::{Budget, Selection};
 ///
 /// let selection: Selection = "quest:16,2048,2".parse()?;
-/// assert_eq!(selection.rule().keep, Keep::TopK(128));
+/// assert_eq!(selection.rule().keep, Budget::TopK(128));
 /// assert_eq!(selection.estimator().full_first_layers(), 2);
 /// # Ok::<(), burn_blocksparse::OpError>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PageBounds {
+pub struct Quest {
     /// Keys of a page: 8, 16, 32, 64 or 128.
     pub page: usize,
     /// So many of a model's first layers attend to all keys: the model reads it, and a layer alone refuses it ([`BlockEstimator::full_first_layers`]).
@@ -51,7 +51,7 @@ pub(crate) const METHOD: Method = Method {
         let page = arguments.whole("PAGE")?;
         let budget = arguments.whole("BUDGET")?;
         let full_first_layers = arguments.optional_whole("FULL_FIRST_LAYERS", 0)?;
-        let estimator = PageBounds {
+        let estimator = Quest {
             page,
             full_first_layers,
         };
@@ -60,21 +60,21 @@ pub(crate) const METHOD: Method = Method {
             let expected = format!("a multiple of {page}, PAGE, and at least {LEAST} times it");
             return Err(OpError::argument("BUDGET", expected, budget));
         }
-        let selection = Selection::new(estimator, Keep::TopK(budget / page));
-        let selection = selection.with_forced(arguments.forced(FORCED)?);
-        Ok(selection.with_sharing(Sharing::Mean))
+        let selection = Selection::new(estimator, Budget::TopK(budget / page));
+        let selection = selection.with_always(arguments.forced(FORCED)?);
+        Ok(selection.with_gqa_reduction(GqaReduction::Mean))
     },
 };
 
-impl BlockEstimator for PageBounds {
+impl BlockEstimator for Quest {
     fn name(&self) -> &'static str {
         METHOD.name
     }
 
-    fn text(&self, rule: &Rule, sharing: Sharing) -> String {
+    fn text(&self, rule: &Rule, sharing: GqaReduction) -> String {
         let written = Written::new(METHOD.name).whole(self.page);
         let written = match rule.keep {
-            Keep::TopK(pages) => written.whole(pages.saturating_mul(self.page)),
+            Budget::TopK(pages) => written.whole(pages.saturating_mul(self.page)),
             keep => written.keep(keep, |_| false),
         };
         let written = match self.full_first_layers {
@@ -82,7 +82,7 @@ impl BlockEstimator for PageBounds {
             layers => written.whole(layers),
         };
         let written = written.forced(rule.forced, FORCED);
-        written.sharing(sharing, Sharing::Mean).finish()
+        written.gqa_reduction(sharing, GqaReduction::Mean).finish()
     }
 
     fn grid(&self) -> EstimateGrid {
@@ -122,7 +122,7 @@ impl BlockEstimator for PageBounds {
         Some(PageSummary::Bounds)
     }
 
-    fn scores(&self, call: &ScoreCall, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
+    fn scores(&self, call: &EstimateInputs, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
         let q = call.q.clone().slice_dim(2, rows).cast(DType::F32);
         // The larger of both products is that with the largest number where q is positive, and that with the smallest where it is negative.
         let signs = vec![q.clone().clamp_min(0.0), q.clamp_max(0.0)];
@@ -130,7 +130,7 @@ impl BlockEstimator for PageBounds {
         Ok(products(Tensor::cat(signs, 3), bounds, call.group()))
     }
 
-    fn reference(&self, call: &DenseCall) -> Vec<f64> {
+    fn reference(&self, call: &ReferenceInputs) -> Vec<f64> {
         let mut scores = Vec::new();
         for head in 0..call.heads {
             let pages = (0..call.seq_kv).step_by(self.page).map(|start| {

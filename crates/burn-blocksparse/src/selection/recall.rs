@@ -14,12 +14,12 @@ use crate::options::AttentionOptions;
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
 /// use burn_blocksparse::{AttentionOptions, Pattern, SparseAttentionCall};
-/// use burn_blocksparse::selection::{ScoreCall, Selection, recall};
+/// use burn_blocksparse::selection::{EstimateInputs, Selection, recall};
 ///
 /// let [q, k, v] = [(); 3]
 ///     .map(|_| Tensor::<4>::random([1, 2, 256, 16], Distribution::Default, &Device::flex()));
 /// let selection: Selection = "topk:32,4".parse()?;
-/// let layout = selection.choose(&ScoreCall::new(q.clone(), k.clone()))?.layout;
+/// let layout = selection.choose(&EstimateInputs::new(q.clone(), k.clone()))?.layout;
 /// let options = AttentionOptions::default();
 /// let full = Pattern::causal().layout(2, 256, 32)?;
 /// let call = SparseAttentionCall::new(q.clone(), k.clone(), v, &full);

@@ -7,7 +7,7 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, Shape, Slice, TensorData, try_read_sync};
 
-use crate::backend::{HighestBlocks, ListedQueries, QueryTiles};
+use crate::backend::{QueriesOfBlocks, QueryTiles, TopKBlocks};
 
 /// Shorter rows have no direction.
 const SHORTEST: f64 = 1e-18;
@@ -62,7 +62,7 @@ pub(crate) fn block_likeness<B: Backend>(
 
 pub(crate) fn highest_blocks<B: Backend>(
     scores: FloatTensor<B>,
-    call: &HighestBlocks,
+    call: &TopKBlocks,
 ) -> IntTensor<B> {
     let device = scores.device();
     let [batch, lists, rows, blocks] = scores.shape().dims();
@@ -97,7 +97,10 @@ pub(crate) fn descending(a: f32, b: f32) -> Ordering {
     number(b).partial_cmp(&number(a)).expect("no NaN is left")
 }
 
-pub(crate) fn list_queries<B: Backend>(picks: IntTensor<B>, call: &QueryTiles) -> ListedQueries<B> {
+pub(crate) fn list_queries<B: Backend>(
+    picks: IntTensor<B>,
+    call: &QueryTiles,
+) -> QueriesOfBlocks<B> {
     let device = picks.device();
     let dims @ [batch, lists, queries, most] = picks.shape().dims();
     let picks = try_read_sync(B::int_into_data(picks)).expect("a device that can be waited for");
@@ -138,7 +141,7 @@ pub(crate) fn list_queries<B: Backend>(picks: IntTensor<B>, call: &QueryTiles) -
             }
         }
     }
-    ListedQueries::new(
+    QueriesOfBlocks::new(
         tensor::<B>(places, dims, &device),
         tensor::<B>(choices, [batch, lists, tiles * tile], &device),
         tensor::<B>(tile_blocks, [batch, lists, tiles], &device),

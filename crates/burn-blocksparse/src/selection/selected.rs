@@ -1,13 +1,13 @@
 //! Attention over what a selection chooses.
 
-use blocksparse::{BlockLayout, Keep};
+use blocksparse::{BlockLayout, Budget};
 use burn::tensor::Tensor;
 
 use super::Selection;
-use super::estimator::ScoreCall;
+use super::estimator::EstimateInputs;
 use super::lists::{attention_of_choice, check_options};
-use super::query_lists::{ListSizes, QueryLists};
-use super::sharing::Sharing;
+use super::query_lists::{ListSizes, SelectedBlocks};
+use super::sharing::GqaReduction;
 use crate::attention::SparseAttentionCall;
 use crate::check;
 use crate::error::OpError;
@@ -58,7 +58,7 @@ impl SelectedOptions {
 ///
 /// Blocks of queries that choose together run as one call of [`sparse_attention`](crate::sparse_attention) over [`Selection::choose`]. Where every query chooses for
 /// itself, as in MoBA (Lu et al., 2025, §2.2), its forced blocks are attended to through a layout that is built on the host once for each size, and kept with
-/// the selection; for the others the queries are packed by the block that they chose ([`QueryLists`]), attended to that block alone, and brought back; and
+/// the selection; for the others the queries are packed by the block that they chose ([`SelectedBlocks`]), attended to that block alone, and brought back; and
 /// the parts are merged by their lse. Of each head that takes `places · (head_dim + value_dim)` numbers for packed queries and their outputs, where `places`
 /// is about `(k − forced) · seq_q`: for all heads in training, and elsewhere for so many heads at a time that it is 2³¹ numbers, or one head.
 ///
@@ -83,7 +83,7 @@ impl SelectedOptions {
 /// As [`sparse_attention`](crate::sparse_attention).
 ///
 /// # Errors
-/// As [`sparse_attention`](crate::sparse_attention) and [`Selection::choose`]. Where every query chooses for itself, also if the rule is not [`Keep::TopK`] with the
+/// As [`sparse_attention`](crate::sparse_attention) and [`Selection::choose`]. Where every query chooses for itself, also if the rule is not [`Budget::TopK`] with the
 /// query's own block among the forced ones, if queries see later keys, or for ALiBi and dropout, which depend on the places of queries.
 pub fn attention_selected(
     q: Tensor<4>,
@@ -109,7 +109,7 @@ pub fn attention_selected_with_lse(
     options: impl Into<SelectedOptions>,
 ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
     let SelectedOptions { causal, attention } = options.into();
-    let call = ScoreCall::new(q.clone(), k.clone()).causal(causal);
+    let call = EstimateInputs::new(q.clone(), k.clone()).causal(causal);
     let scale = attention.scale_for(q.dims()[3].max(1));
     let call = call.scale(scale);
     if !selection.is_by_query() {
@@ -140,19 +140,19 @@ impl Selection {
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Tensor};
-    /// use burn_blocksparse::selection::{ScoreCall, Selection};
+    /// use burn_blocksparse::selection::{EstimateInputs, Selection};
     ///
     /// let [q, k] = [(); 2]
     ///     .map(|_| Tensor::<4>::random([1, 2, 256, 16], Distribution::Default, &Device::flex()));
     /// let selection: Selection = "moba:32,3".parse()?;
-    /// let lists = selection.query_lists(&ScoreCall::new(q, k))?.unwrap();
+    /// let lists = selection.query_lists(&EstimateInputs::new(q, k))?.unwrap();
     /// assert_eq!(lists.blocks.dims(), [1, 2, 256, 2]);
     /// # Ok::<(), burn_blocksparse::OpError>(())
     /// ```
     ///
     /// # Errors
     /// As [`attention_selected`], and if queries choose together.
-    pub fn query_lists(&self, call: &ScoreCall) -> Result<Option<QueryLists>, OpError> {
+    pub fn query_lists(&self, call: &EstimateInputs) -> Result<Option<SelectedBlocks>, OpError> {
         if !self.is_by_query() {
             let got = self.estimator.grid().query_rows;
             return Err(OpError::argument("query_rows", "1", got));
@@ -163,21 +163,21 @@ impl Selection {
         }
     }
 
-    fn lists(&self, call: &ScoreCall, sizes: &ListSizes) -> Result<QueryLists, OpError> {
-        let call = ScoreCall {
+    fn lists(&self, call: &EstimateInputs, sizes: &ListSizes) -> Result<SelectedBlocks, OpError> {
+        let call = EstimateInputs {
             q: call.q.clone().without_autodiff(),
             k: call.k.clone().without_autodiff(),
             ..*call
         };
-        if call.group() == 1 || self.sharing == Sharing::PerHead {
+        if call.group() == 1 || self.sharing == GqaReduction::PerHead {
             let between = sizes.between_forced();
             let k = match between == (0..call.k.dims()[2]) {
                 true => call.k.clone(),
                 false => call.k.clone().slice_dim(2, between),
             };
-            let between = ScoreCall { k, ..call.clone() };
+            let between = EstimateInputs { k, ..call.clone() };
             if let Some(picks) = self.estimator.picks(&between, sizes.most()) {
-                return Ok(QueryLists::of_choices(sizes.of_call(picks), sizes));
+                return Ok(SelectedBlocks::of_choices(sizes.of_call(picks), sizes));
             }
         }
         let [batch, heads, ..] = call.q.dims();
@@ -185,17 +185,17 @@ impl Selection {
             let scores = self.estimator.scores(&call, rows)?;
             Ok(self.sharing.reduce(scores, call.group()))
         };
-        QueryLists::new(scores, batch * heads, sizes)
+        SelectedBlocks::new(scores, batch * heads, sizes)
     }
 
     /// Checks the call, and says how long its lists are.
-    fn list_sizes(&self, call: &ScoreCall) -> Result<Option<ListSizes>, OpError> {
+    fn list_sizes(&self, call: &EstimateInputs) -> Result<Option<ListSizes>, OpError> {
         self.check_for(call)?;
         if !call.causal {
             let expected = "true where every query chooses for itself";
             return Err(OpError::argument("call.causal", expected, false));
         }
-        let Keep::TopK(keep) = self.keep else {
+        let Budget::TopK(keep) = self.keep else {
             let expected = "a number of blocks where every query chooses for itself";
             return Err(OpError::argument(
                 "keep",
@@ -213,7 +213,7 @@ impl Selection {
         Ok(ListSizes::new(grid, keep, self.forced))
     }
 
-    fn own_blocks(&self, call: &ScoreCall) -> Result<BlockLayout, OpError> {
+    fn own_blocks(&self, call: &EstimateInputs) -> Result<BlockLayout, OpError> {
         let shape = self.query_shape(call.q.dims(), call.k.dims()[2])?;
         let grid = call.grid(self.estimator.grid());
         self.own.of_forced(&grid, self.forced, shape)

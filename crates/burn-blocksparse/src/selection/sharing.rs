@@ -7,7 +7,7 @@ use burn::tensor::Tensor;
 /// Whether query heads that share a head of keys share a choice, and what becomes of their scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
-pub enum Sharing {
+pub enum GqaReduction {
     /// Every query head chooses for itself.
     #[default]
     PerHead,
@@ -20,21 +20,21 @@ pub enum Sharing {
 }
 
 /// How each is written.
-pub(crate) const WORDS: [(&str, Sharing); 4] = [
-    ("no", Sharing::PerHead),
-    ("sum", Sharing::Sum),
-    ("mean", Sharing::Mean),
-    ("max", Sharing::Max),
+pub(crate) const WORDS: [(&str, GqaReduction); 4] = [
+    ("no", GqaReduction::PerHead),
+    ("sum", GqaReduction::Sum),
+    ("mean", GqaReduction::Mean),
+    ("max", GqaReduction::Max),
 ];
 
-impl fmt::Display for Sharing {
+impl fmt::Display for GqaReduction {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let word = WORDS.iter().find(|(_, sharing)| sharing == self);
         f.write_str(word.map_or("", |(word, _)| word))
     }
 }
 
-impl Sharing {
+impl GqaReduction {
     /// `[batch, heads, rows, blocks]` becomes `[batch, kv_heads, rows, blocks]`, if heads share.
     pub(crate) fn reduce(self, scores: Tensor<4>, group: usize) -> Tensor<4> {
         if group == 1 || self == Self::PerHead {

@@ -2,39 +2,41 @@
 
 use std::ops::Range;
 
-use blocksparse::{EstimateKind, Forced, Keep, Rule};
+use blocksparse::{Always, Budget, EstimateKind, Rule};
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
 #[cfg(feature = "cube")]
 use super::estimates;
-use super::estimator::{BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, ScoreCall, dot};
+use super::estimator::{
+    BlockEstimator, EstimateGrid, EstimateInputs, EstimatorTraits, ReferenceInputs, dot,
+};
 use super::mean::{mean_of_all, means, means_reference, products};
 use super::parts::{hidden, softmax_of_seen, softmax_reference};
-use super::sharing::Sharing;
+use super::sharing::GqaReduction;
 use super::text::{Arguments, Method, Written};
 use super::{Selection, check_block};
 #[cfg(feature = "cube")]
 use crate::backend::LikeBlocks;
 use crate::backend::SelectionOps;
 use crate::error::OpError;
-use crate::values::MaybeFloat;
+use crate::values::OptFloat;
 
 /// `softmax(mean(q) · mean(k) · scale)` over blocks of keys, where means say something of their blocks: the self-similarity of a block is the mean of the
 /// cosines of all pairs of its rows. A block of keys of less than `similarity` is left out of the softmax, and its score is +∞: the rules keep it besides what
-/// they keep of the others ([`EstimateKind::Mass`]), if they do not count blocks. So are all blocks of a row of queries of less than that.
+/// they keep of the others ([`EstimateKind::Probability`]), if they do not count blocks. So are all blocks of a row of queries of less than that.
 ///
 /// ```
-/// use burn_blocksparse::selection::{Forced, Keep, Selection, SpargeBlocks};
+/// use burn_blocksparse::selection::{Always, Budget, Selection, SpargeAttn};
 ///
 /// let selection: Selection = "sparge:64,0.98,0.6".parse()?;
-/// let estimator = SpargeBlocks { block: 64, similarity: 0.6, smooth: true };
-/// let same = Selection::new(estimator, Keep::top_p(0.98)).with_forced(Forced { first: 0, local: 1 });
+/// let estimator = SpargeAttn { block: 64, similarity: 0.6, smooth: true };
+/// let same = Selection::new(estimator, Budget::top_p(0.98)).with_always(Always { first: 0, local: 1 });
 /// assert_eq!(selection, same);
 /// # Ok::<(), burn_blocksparse::OpError>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct SpargeBlocks {
+pub struct SpargeAttn {
     /// Width of a block.
     pub block: usize,
     /// The least self-similarity of a block whose mean stands for it, from −1 to 1.
@@ -44,30 +46,30 @@ pub struct SpargeBlocks {
 }
 
 /// Forced by default: the queries' own block.
-const FORCED: Forced = Forced { first: 0, local: 1 };
+const FORCED: Always = Always { first: 0, local: 1 };
 
 pub(crate) const METHOD: Method = Method {
     name: "sparge",
     notation: "sparge:BLOCK,KEEP,SIMILARITY[,smooth=0]",
     read: |arguments: &mut Arguments| {
         let block = arguments.whole("BLOCK")?;
-        let keep = arguments.keep("KEEP", Keep::top_p)?;
-        let estimator = SpargeBlocks {
+        let keep = arguments.keep("KEEP", Budget::top_p)?;
+        let estimator = SpargeAttn {
             block,
             similarity: arguments.real("SIMILARITY")?,
             smooth: arguments.flag("smooth", true)?,
         };
         let selection = Selection::new(estimator, keep);
-        Ok(selection.with_forced(arguments.forced(FORCED)?))
+        Ok(selection.with_always(arguments.forced(FORCED)?))
     },
 };
 
 /// Shorter rows have no direction.
 const SHORTEST: f64 = 1e-18;
 
-impl SpargeBlocks {
+impl SpargeAttn {
     /// The self-similarities of the blocks of queries and of keys that a head sees, in plain f64 loops.
-    pub fn similarities_reference(&self, call: &DenseCall, head: usize) -> [Vec<f64>; 2] {
+    pub fn similarities_reference(&self, call: &ReferenceInputs, head: usize) -> [Vec<f64>; 2] {
         let (b, dim) = (self.block, call.head_dim);
         let k = self.keys_reference(call, head);
         let of_queries = similarities_reference(|i| call.query(head, i), call.seq_q, b);
@@ -76,7 +78,7 @@ impl SpargeBlocks {
     }
 
     /// The keys that a head sees.
-    fn keys_reference(&self, call: &DenseCall, head: usize) -> Vec<f64> {
+    fn keys_reference(&self, call: &ReferenceInputs, head: usize) -> Vec<f64> {
         let mean = match self.smooth {
             true => means_reference(|j| call.key(head, j), call.seq_kv, call.seq_kv).remove(0),
             false => vec![0.0; call.head_dim],
@@ -91,18 +93,20 @@ impl SpargeBlocks {
     }
 }
 
-impl BlockEstimator for SpargeBlocks {
+impl BlockEstimator for SpargeAttn {
     fn name(&self) -> &'static str {
         METHOD.name
     }
 
-    fn text(&self, rule: &Rule, sharing: Sharing) -> String {
+    fn text(&self, rule: &Rule, sharing: GqaReduction) -> String {
         let written = Written::new(METHOD.name).whole(self.block);
-        let written = written.keep(rule.keep, |keep| matches!(keep, Keep::TopP { .. }));
+        let written = written.keep(rule.keep, |keep| matches!(keep, Budget::TopP { .. }));
         let written = written.real(self.similarity);
         let written = written.named_whole("smooth", self.smooth.into(), 1);
         let written = written.forced(rule.forced, FORCED);
-        written.sharing(sharing, Sharing::PerHead).finish()
+        written
+            .gqa_reduction(sharing, GqaReduction::PerHead)
+            .finish()
     }
 
     fn grid(&self) -> EstimateGrid {
@@ -114,7 +118,7 @@ impl BlockEstimator for SpargeBlocks {
 
     fn traits(&self) -> EstimatorTraits {
         EstimatorTraits {
-            kind: EstimateKind::Mass,
+            kind: EstimateKind::Probability,
             // The mean of a block of queries has its later ones, and that of all keys too.
             prefix_stable: false,
             causal_only: false,
@@ -132,7 +136,7 @@ impl BlockEstimator for SpargeBlocks {
         }
     }
 
-    fn scores(&self, call: &ScoreCall, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
+    fn scores(&self, call: &EstimateInputs, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
         #[cfg(feature = "cube")]
         {
             let like = LikeBlocks::new(self.similarity, self.smooth);
@@ -172,7 +176,7 @@ impl BlockEstimator for SpargeBlocks {
         Ok(p.mask_fill(of_keys.bool_or(of_queries), f32::INFINITY))
     }
 
-    fn reference(&self, call: &DenseCall) -> Vec<f64> {
+    fn reference(&self, call: &ReferenceInputs) -> Vec<f64> {
         let grid = call.grid(self.grid());
         let dim = call.head_dim;
         let mut scores = Vec::new();
@@ -203,7 +207,7 @@ impl BlockEstimator for SpargeBlocks {
 
 /// The mean of the cosines of all pairs of a block's rows less `less`: `[batch, heads, blocks, 1]`.
 fn likeness(x: Tensor<4>, less: Option<Tensor<4>>, block: usize) -> Tensor<4> {
-    let less = MaybeFloat::from(less.map(Tensor::into_dispatch));
+    let less = OptFloat::from(less.map(Tensor::into_dispatch));
     let alike = <Dispatch as SelectionOps>::block_likeness(x.into_dispatch(), less, block);
     Tensor::from_dispatch(alike)
 }

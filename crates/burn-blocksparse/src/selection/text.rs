@@ -2,10 +2,10 @@
 
 use std::str::FromStr;
 
-use blocksparse::{Forced, Keep};
+use blocksparse::{Always, Budget};
 
 use super::Selection;
-use super::sharing::{Sharing, WORDS};
+use super::sharing::{GqaReduction, WORDS};
 use crate::error::OpError;
 
 /// A method of selection: how it is written, and read.
@@ -115,8 +115,8 @@ impl<'a> Arguments<'a> {
     }
 
     /// Forced blocks: `first=` and `local=`, or what stands for them.
-    pub fn forced(&mut self, default: Forced) -> Result<Forced, OpError> {
-        Ok(Forced {
+    pub fn forced(&mut self, default: Always) -> Result<Always, OpError> {
+        Ok(Always {
             first: self.named_whole("first", default.first)?,
             local: self.named_whole("local", default.local)?,
         })
@@ -129,20 +129,20 @@ impl<'a> Arguments<'a> {
 
     /// A rule: one with a name (`k=12`, `ratio=0.25`, `p=0.9` with `min=` and `max=` if wanted, `above=0.01`), or a number in its place, which `plain` makes a
     /// rule of.
-    pub fn keep(&mut self, name: &str, plain: fn(f64) -> Keep) -> Result<Keep, OpError> {
+    pub fn keep(&mut self, name: &str, plain: fn(f64) -> Budget) -> Result<Budget, OpError> {
         if let Some(rule) = self.named_keep()? {
             return Ok(rule);
         }
         let text = self.placed.next().ok_or_else(|| self.missing())?;
         let mut rule = plain(self.number(name, "a number", text)?);
-        if let Keep::TopK(k) = &mut rule {
+        if let Budget::TopK(k) = &mut rule {
             *k = self.number(name, "a whole number", text)?;
         }
         self.limits(rule)
     }
 
     /// A rule with a name, if there is one.
-    pub fn named_keep(&mut self) -> Result<Option<Keep>, OpError> {
+    pub fn named_keep(&mut self) -> Result<Option<Budget>, OpError> {
         let mut rule = None;
         for key in RULES {
             let Some(text) = self.take(key) else {
@@ -152,18 +152,18 @@ impl<'a> Arguments<'a> {
                 return Err(self.error("one rule", format!("also {key}={text}")));
             }
             rule = Some(match key {
-                "k" => Keep::TopK(self.number(key, "a whole number", text)?),
-                "ratio" => Keep::Ratio(self.number(key, "a number", text)?),
-                "above" => Keep::AboveMax(self.number(key, "a number", text)?),
-                _ => Keep::top_p(self.number(key, "a number", text)?),
+                "k" => Budget::TopK(self.number(key, "a whole number", text)?),
+                "ratio" => Budget::Ratio(self.number(key, "a number", text)?),
+                "above" => Budget::MinP(self.number(key, "a number", text)?),
+                _ => Budget::top_p(self.number(key, "a number", text)?),
             });
         }
         rule.map(|rule| self.limits(rule)).transpose()
     }
 
     /// The fewest and the most blocks of a share.
-    fn limits(&mut self, mut rule: Keep) -> Result<Keep, OpError> {
-        if let Keep::TopP { min, max, .. } = &mut rule {
+    fn limits(&mut self, mut rule: Budget) -> Result<Budget, OpError> {
+        if let Budget::TopP { min, max, .. } = &mut rule {
             if let Some(text) = self.take("min") {
                 *min = self.number("min", "a whole number", text)?;
             }
@@ -175,7 +175,7 @@ impl<'a> Arguments<'a> {
     }
 
     /// Whether heads share, if it says so.
-    pub fn sharing(&mut self) -> Result<Option<Sharing>, OpError> {
+    pub fn gqa_reduction(&mut self) -> Result<Option<GqaReduction>, OpError> {
         let Some(text) = self.take("share") else {
             return Ok(None);
         };
@@ -229,16 +229,16 @@ impl Written {
     }
 
     /// A rule, without its name if that is the method's own.
-    pub fn keep(self, keep: Keep, is_plain: impl Fn(Keep) -> bool) -> Self {
+    pub fn keep(self, keep: Budget, is_plain: impl Fn(Budget) -> bool) -> Self {
         let name = |name: &str| match is_plain(keep) {
             true => String::new(),
             false => format!("{name}="),
         };
         match keep {
-            Keep::TopK(k) => self.argument(&format!("{}{k}", name("k"))),
-            Keep::Ratio(ratio) => self.argument(&format!("{}{ratio}", name("ratio"))),
-            Keep::AboveMax(above) => self.argument(&format!("{}{above}", name("above"))),
-            Keep::TopP { p, min, max } => {
+            Budget::TopK(k) => self.argument(&format!("{}{k}", name("k"))),
+            Budget::Ratio(ratio) => self.argument(&format!("{}{ratio}", name("ratio"))),
+            Budget::MinP(above) => self.argument(&format!("{}{above}", name("above"))),
+            Budget::TopP { p, min, max } => {
                 let mut written = self.argument(&format!("{}{p}", name("p")));
                 if min > 0 {
                     written = written.argument(&format!("min={min}"));
@@ -261,13 +261,13 @@ impl Written {
     }
 
     /// Forced blocks, where the method's default is another.
-    pub fn forced(self, forced: Forced, default: Forced) -> Self {
+    pub fn forced(self, forced: Always, default: Always) -> Self {
         let written = self.named_whole("first", forced.first, default.first);
         written.named_whole("local", forced.local, default.local)
     }
 
     /// Whether heads share, where the method's default is another.
-    pub fn sharing(self, sharing: Sharing, default: Sharing) -> Self {
+    pub fn gqa_reduction(self, sharing: GqaReduction, default: GqaReduction) -> Self {
         match sharing == default {
             true => self,
             false => self.argument(&format!("share={sharing}")),

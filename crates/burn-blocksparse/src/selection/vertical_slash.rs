@@ -4,32 +4,34 @@ use std::ops::Range;
 
 #[cfg(feature = "cube")]
 use blocksparse::kernels::selection::Kept;
-use blocksparse::{EstimateKind, Forced, Keep, Rule};
+use blocksparse::{Always, Budget, EstimateKind, Rule};
 use burn::tensor::Tensor;
 
 #[cfg(feature = "cube")]
 use super::estimates;
-use super::estimator::{BlockEstimator, DenseCall, EstimateGrid, EstimatorTraits, ScoreCall};
+use super::estimator::{
+    BlockEstimator, EstimateGrid, EstimateInputs, EstimatorTraits, ReferenceInputs,
+};
 use super::lines::{
     is_touched, largest_behind, largest_behind_reference, line_sums, line_sums_reference, touched,
 };
-use super::sharing::Sharing;
+use super::sharing::GqaReduction;
 use super::text::{Arguments, Method, Written};
 use super::{Selection, check_block};
 use crate::error::OpError;
 
-/// The keys, and the distances from a query back to a key, that the last queries attend to most are what all queries attend to: a block is kept if it has one
+/// The keys, and the distances from a query back to a key, that the last queries attend to most are what all queries attend to: a block is retained if it has one
 /// of those keys, or a pair at one of those distances. That is a superset of the pairs themselves, which
 /// [`vertical_slash_layout`](crate::selection::vertical_slash_layout) keeps exactly, by reading back what was chosen.
 ///
-/// Its scores are 1 and 0, and [`KEPT`](Self::KEPT) is the rule that keeps the ones. Keys or distances that get equal attention are all kept or none, and
+/// Its scores are 1 and 0, and [`DEFAULT_BUDGET`](Self::DEFAULT_BUDGET) is the rule that keeps the ones. Keys or distances that get equal attention are all kept or none, and
 /// those that get none are not, so that there can be fewer or more than asked for.
 ///
 /// ```
 /// use burn_blocksparse::selection::{Selection, VerticalSlash};
 ///
 /// let selection: Selection = "minference:64,1000,6096".parse()?;
-/// assert_eq!(selection, Selection::new(VerticalSlash::new(64, 1000, 6096), VerticalSlash::KEPT));
+/// assert_eq!(selection, Selection::new(VerticalSlash::new(64, 1000, 6096), VerticalSlash::DEFAULT_BUDGET));
 /// # Ok::<(), burn_blocksparse::OpError>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,24 +39,24 @@ use crate::error::OpError;
 pub struct VerticalSlash {
     /// Width of a block.
     pub block: usize,
-    /// Keys that are kept, the first ones among them.
+    /// Keys that are retained, the first ones among them.
     pub columns: usize,
-    /// Distances that are kept, the shortest ones among them.
+    /// Distances that are retained, the shortest ones among them.
     pub slashes: usize,
     /// How many of the last queries choose: 64.
     pub queries: usize,
-    /// How many of the first keys are kept whatever they get: 30.
+    /// How many of the first keys are always retained: 30.
     pub sinks: usize,
-    /// How many of the shortest distances are kept whatever they get, 0 being one of them: 100.
+    /// How many of the shortest distances are always retained, 0 being one of them: 100.
     pub window: usize,
 }
 
 /// Rows of scores of 1 and 0, in which there is a 1: all that are at least a share of the largest. The share is small, so that heads that share a choice keep
 /// what one of them keeps.
-pub(crate) const ONES: Keep = Keep::AboveMax(1e-3);
+pub(crate) const ONES: Budget = Budget::MinP(1e-3);
 
 /// No block is forced: the estimator does.
-const FORCED: Forced = Forced { first: 0, local: 0 };
+const FORCED: Always = Always { first: 0, local: 0 };
 
 pub(crate) const METHOD: Method = Method {
     name: "minference",
@@ -74,13 +76,13 @@ pub(crate) const METHOD: Method = Method {
         };
         let keep = arguments.named_keep()?.unwrap_or(ONES);
         let selection = Selection::new(estimator, keep);
-        Ok(selection.with_forced(arguments.forced(FORCED)?))
+        Ok(selection.with_always(arguments.forced(FORCED)?))
     },
 };
 
 impl VerticalSlash {
     /// The rule that keeps the blocks whose score is 1.
-    pub const KEPT: Keep = ONES;
+    pub const DEFAULT_BUDGET: Budget = ONES;
 
     /// So many keys and distances by the last 64 queries, the first 30 and the shortest 100 among them.
     pub fn new(block: usize, columns: usize, slashes: usize) -> Self {
@@ -100,20 +102,20 @@ impl VerticalSlash {
         self
     }
 
-    /// Sets how many of the first keys are kept whatever they get.
+    /// Sets how many of the first keys are always retained.
     pub fn sinks(mut self, sinks: usize) -> Self {
         self.sinks = sinks;
         self
     }
 
-    /// Sets how many of the shortest distances are kept whatever they get.
+    /// Sets how many of the shortest distances are always retained.
     pub fn window(mut self, window: usize) -> Self {
         self.window = window;
         self
     }
 
     /// Which keys, and which distances, a head keeps, in plain f64 loops.
-    pub fn lines_reference(&self, call: &DenseCall, head: usize) -> [Vec<bool>; 2] {
+    pub fn lines_reference(&self, call: &ReferenceInputs, head: usize) -> [Vec<bool>; 2] {
         let [columns, distances] = line_sums_reference(call, head, self.queries);
         [
             largest_behind_reference(&columns, self.columns, self.sinks),
@@ -127,7 +129,7 @@ impl BlockEstimator for VerticalSlash {
         METHOD.name
     }
 
-    fn text(&self, rule: &Rule, sharing: Sharing) -> String {
+    fn text(&self, rule: &Rule, sharing: GqaReduction) -> String {
         let default = Self::new(self.block, self.columns, self.slashes);
         let written = Written::new(METHOD.name).whole(self.block);
         let mut written = written.whole(self.columns).whole(self.slashes);
@@ -140,7 +142,9 @@ impl BlockEstimator for VerticalSlash {
             written = written.keep(rule.keep, |_| false);
         }
         let written = written.forced(rule.forced, FORCED);
-        written.sharing(sharing, Sharing::PerHead).finish()
+        written
+            .gqa_reduction(sharing, GqaReduction::PerHead)
+            .finish()
     }
 
     fn grid(&self) -> EstimateGrid {
@@ -152,7 +156,7 @@ impl BlockEstimator for VerticalSlash {
 
     fn traits(&self) -> EstimatorTraits {
         EstimatorTraits {
-            kind: EstimateKind::Mass,
+            kind: EstimateKind::Probability,
             // The last queries choose for all.
             prefix_stable: false,
             causal_only: true,
@@ -170,7 +174,7 @@ impl BlockEstimator for VerticalSlash {
         Ok(())
     }
 
-    fn scores(&self, call: &ScoreCall, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
+    fn scores(&self, call: &EstimateInputs, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
         #[cfg(feature = "cube")]
         {
             let kept = Kept::Count {
@@ -191,7 +195,7 @@ impl BlockEstimator for VerticalSlash {
         Ok(touched(columns, distances, &grid, rows).reshape(dims))
     }
 
-    fn reference(&self, call: &DenseCall) -> Vec<f64> {
+    fn reference(&self, call: &ReferenceInputs) -> Vec<f64> {
         let grid = call.grid(self.grid());
         let mut scores = Vec::new();
         for head in 0..call.heads {

@@ -3,29 +3,29 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use blocksparse::{BlockLayout, LayoutShape, Pattern, Restriction};
+use blocksparse::{BlockLayout, LayoutShape, PaddingMask, Pattern};
 use burn::tensor::{DType, Tensor};
 
-use super::estimator::{DenseCall, ScoreCall};
+use super::estimator::{EstimateInputs, ReferenceInputs};
 use super::parts::{joined, padded};
-use super::{Chosen, Selection};
+use super::{SelectedLayout, Selection};
 use crate::device_layout::{DeviceLayout, DeviceLayoutOptions};
 use crate::error::OpError;
 
-/// What a choice is made from, if that is less than all keys or all earlier ones: for [`Selection::choose_within`].
+/// What a choice is made from, if that is less than all keys or all earlier ones: for [`Selection::choose_among`].
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[must_use]
 #[non_exhaustive]
-pub struct Within<'a> {
+pub struct Candidates<'a> {
     /// The layout of a static pattern, with the selection's blocks.
     pub layout: Option<&'a BlockLayout>,
     /// The real positions of each batch entry; all later ones are padding.
     pub lengths: Option<&'a [usize]>,
 }
 
-impl<'a> Within<'a> {
+impl<'a> Candidates<'a> {
     /// Sets the layout from whose blocks are chosen, forced ones included; a chosen block has the pairs that it has there. So it says which keys queries see;
-    /// [`ScoreCall::causal`] only says how blocks are scored.
+    /// [`EstimateInputs::causal`] only says how blocks are scored.
     pub fn layout(mut self, layout: &'a BlockLayout) -> Self {
         self.layout = Some(layout);
         self
@@ -83,10 +83,10 @@ impl<'a> Within<'a> {
             .get(lengths, |lengths| {
                 let entries = lengths.iter().map(|&length| {
                     let real = |seq: usize| (0..seq).map(move |i| i < length);
-                    let entry = Restriction::default().queries(real(shape.seq_q));
+                    let entry = PaddingMask::default().queries(real(shape.seq_q));
                     entry.keys(real(shape.seq_kv))
                 });
-                Ok(base.restrict(&entries.collect::<Vec<_>>())?)
+                Ok(base.mask_padding(&entries.collect::<Vec<_>>())?)
             })
             .map(Some)
     }
@@ -162,15 +162,15 @@ impl Selection {
     /// ```
     /// use burn::tensor::{Device, Distribution, Tensor};
     /// use burn_blocksparse::Pattern;
-    /// use burn_blocksparse::selection::{ScoreCall, Selection, Within};
+    /// use burn_blocksparse::selection::{EstimateInputs, Selection, Candidates};
     ///
     /// let [q, k] = [(); 2]
     ///     .map(|_| Tensor::<4>::random([2, 2, 256, 16], Distribution::Default, &Device::flex()));
     /// let selection: Selection = "topk:32,4".parse()?;
     /// // Of the last 200 keys; the second sequence ends after 150.
     /// let near = Pattern::local(200).layout(2, 256, 32)?;
-    /// let within = Within::default().layout(&near).lengths(&[256, 150]);
-    /// let chosen = selection.choose_within(&ScoreCall::new(q, k), within)?;
+    /// let within = Candidates::default().layout(&near).lengths(&[256, 150]);
+    /// let chosen = selection.choose_among(&EstimateInputs::new(q, k), within)?;
     /// assert_eq!(chosen.layout.batch(), Some(2));
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
@@ -178,13 +178,17 @@ impl Selection {
     /// # Errors
     /// As [`choose`](Self::choose); also if the layout has other sizes or blocks than the choice, or lengths are not those of the batch, longer than the
     /// sequence, or given where queries are not the keys' positions.
-    pub fn choose_within(&self, call: &ScoreCall, within: Within) -> Result<Chosen, OpError> {
+    pub fn choose_among(
+        &self,
+        call: &EstimateInputs,
+        within: Candidates,
+    ) -> Result<SelectedLayout, OpError> {
         self.check_for(call)?;
         let [batch, _, seq_q, _] = call.q.dims();
         let seq_kv = call.k.dims()[2];
         let shape = self.shape(call.q.dims(), seq_kv)?;
         within.check([batch, seq_q, seq_kv])?;
-        let call = ScoreCall {
+        let call = EstimateInputs {
             q: call.q.clone().without_autodiff(),
             k: call.k.clone().without_autodiff(),
             ..*call
@@ -195,13 +199,17 @@ impl Selection {
         let layout = DeviceLayout::from_scores(scores, self.rule(), options)?;
         let layout = match within.whole(&self.whole, shape, call.causal)? {
             None => layout,
-            Some(whole) => layout.within(&whole)?,
+            Some(whole) => layout.masked_by(&whole)?,
         };
-        Ok(Chosen { layout })
+        Ok(SelectedLayout { layout })
     }
 
     /// The scores of all rows, of each batch entry as if it had no padding; those of padding are 0.
-    fn scores_of(&self, call: &ScoreCall, lengths: Option<&[usize]>) -> Result<Tensor<4>, OpError> {
+    fn scores_of(
+        &self,
+        call: &EstimateInputs,
+        lengths: Option<&[usize]>,
+    ) -> Result<Tensor<4>, OpError> {
         let grid = call.grid(self.estimator.grid());
         let Some(lengths) = lengths.filter(|of| of.iter().any(|&length| length < grid.seq_q))
         else {
@@ -219,7 +227,7 @@ impl Selection {
                 parts.push(Tensor::zeros(dims, (&call.q.device(), DType::F32)));
                 continue;
             }
-            let call = ScoreCall {
+            let call = EstimateInputs {
                 q: part(&call.q),
                 k: part(&call.k),
                 ..*call
@@ -232,14 +240,14 @@ impl Selection {
         Ok(joined(parts, 0))
     }
 
-    /// What [`choose_within`](Self::choose_within) chooses for batch entry `entry` of the cut, in plain f64 loops on the host.
+    /// What [`choose_among`](Self::choose_among) chooses for batch entry `entry` of the cut, in plain f64 loops on the host.
     ///
     /// # Errors
-    /// As [`choose_within`](Self::choose_within).
+    /// As [`choose_among`](Self::choose_among).
     pub fn choose_reference_within(
         &self,
-        call: &DenseCall,
-        within: Within,
+        call: &ReferenceInputs,
+        within: Candidates,
         entry: usize,
     ) -> Result<BlockLayout, OpError> {
         self.check()?;
@@ -272,7 +280,7 @@ impl Selection {
             for block in own {
                 masks[block.block as usize] = Some(block.mask);
             }
-            let kept = rule.kept_of(&seen, q_block, scores, |block| masks[block].is_some());
+            let kept = rule.selects_of(&seen, q_block, scores, |block| masks[block].is_some());
             let mask = masks[kv_block].filter(|_| kept[kv_block]);
             mask.map(|mask| whole.masks()[mask as usize].clone())
         });
@@ -280,7 +288,7 @@ impl Selection {
     }
 
     /// The scores of an entry of which so many positions are real.
-    fn scores_reference(&self, call: &DenseCall, length: usize) -> Vec<f64> {
+    fn scores_reference(&self, call: &ReferenceInputs, length: usize) -> Vec<f64> {
         if length == call.seq_q {
             return self.estimator.reference(call);
         }
@@ -295,7 +303,7 @@ impl Selection {
             real.copied().collect()
         };
         let (q, k) = (real(call.q, call.seq_q), real(call.k, call.seq_kv));
-        let real = DenseCall {
+        let real = ReferenceInputs {
             q: &q,
             k: &k,
             seq_q: length,

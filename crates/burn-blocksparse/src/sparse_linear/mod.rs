@@ -50,7 +50,7 @@ impl BlockSparseLinearOptions {
     }
 }
 
-/// `x · W + bias` of a weight of which only the blocks of a layout are kept (Gray, Radford, Kingma, "GPU Kernels for Block-Sparse Weights",
+/// `x · W + bias` of a weight of which only the blocks of a layout are retained (Gray, Radford, Kingma, "GPU Kernels for Block-Sparse Weights",
 /// 2017): `W` is zero elsewhere. Work and memory of the weight follow the kept blocks, forward and backward.
 ///
 /// As with [`linear`](crate::linear()), x and the weight are rounded to the product's dtype first, the product is one step of the autodiff graph

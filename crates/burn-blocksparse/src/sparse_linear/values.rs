@@ -5,9 +5,9 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, ExtensionType};
 use burn::tensor::FloatDType;
 
-use crate::values::MaybeFloat;
+use crate::values::OptFloat;
 
-/// Which blocks of the weight are kept, and in what the product is.
+/// Which blocks of the weight are retained, and in what the product is.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct SparseLinearCall {
@@ -37,10 +37,10 @@ pub struct SparseLinearOutput<B: Backend> {
     pub out: FloatTensor<B>,
     /// x in the product's dtype, if it had another.
     #[extension_type]
-    pub x: MaybeFloat<B>,
+    pub x: OptFloat<B>,
     /// The weight in the product's dtype, if it had another.
     #[extension_type]
-    pub weight: MaybeFloat<B>,
+    pub weight: OptFloat<B>,
 }
 
 /// What a gradient is computed from.

@@ -1,7 +1,7 @@
 //! Tokens sorted by bucket, those of a bucket by position.
 
 use burn::tensor::{Int, Tensor};
-use burn_blocksparse::internal::sort_buckets;
+use burn_blocksparse::internal::counting_argsort;
 
 use super::counts::Counts;
 use super::{counted, ones};
@@ -18,7 +18,7 @@ pub(super) struct Sorted {
 impl Sorted {
     /// Of buckets `[groups, length]`, each below `count`.
     pub fn new(buckets: Tensor<2, Int>, count: usize) -> Result<Self, TransformerError> {
-        Ok(match sort_buckets(buckets.clone(), count)? {
+        Ok(match counting_argsort(buckets.clone(), count)? {
             Some([tokens, places]) => Self { tokens, places },
             None => Self::by_counting(buckets, count),
         })

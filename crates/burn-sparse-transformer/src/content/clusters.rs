@@ -2,7 +2,7 @@
 
 use burn::tensor::{DType, Int, Tensor};
 use burn_blocksparse::internal::{
-    attracted_rows, highest_in_rows, keyed_rows_at, means_at, rows_at, runs_kernels,
+    gather_qkv, gather_rows, runs_kernels, segment_mean, topk_per_centroid, topk_rows,
 };
 
 use super::counts::Counts;
@@ -40,7 +40,7 @@ impl Clusters {
         if similarities.dtype() != DType::F64 {
             let rows = similarities.clone();
             let rows = rows.reshape([batch * heads, clusters, length]);
-            if let Some(found) = highest_in_rows(rows, width)? {
+            if let Some(found) = topk_rows(rows, width)? {
                 let places = found.places.reshape([batch, heads, clusters, length]);
                 return Ok(Self {
                     tokens: found.columns.reshape([batch, heads, clusters, width]),
@@ -59,7 +59,7 @@ impl Clusters {
         means: Tensor<3>,
         width: usize,
     ) -> Result<Option<(Self, Tensor<3, Int>)>, TransformerError> {
-        Ok(attracted_rows(x, means, width)?.map(|found| {
+        Ok(topk_per_centroid(x, means, width)?.map(|found| {
             let clusters = Self {
                 tokens: found.rows,
                 // Kernels read it as it is.
@@ -140,7 +140,7 @@ impl Clusters {
             let index = self.tokens.clone().slice_dim(2, from..to);
             let index = index.reshape([batch, heads, (to - from) * width]);
             let users = self.places_within(from, to);
-            parts.push(rows_at(x.clone(), index, users)?);
+            parts.push(gather_rows(x.clone(), index, users)?);
         }
         Ok(match parts.len() {
             1 => parts.remove(0),
@@ -162,12 +162,7 @@ impl Clusters {
         value: Tensor<4>,
     ) -> Result<[Tensor<4>; 3], TransformerError> {
         if runs_kernels(&self.tokens.device()) {
-            return Ok(keyed_rows_at(
-                query,
-                value,
-                self.index(),
-                self.places.clone(),
-            )?);
+            return Ok(gather_qkv(query, value, self.index(), self.places.clone())?);
         }
         let ([.., head_dim], [.., value_dim]) = (query.dims(), value.dims());
         // One gather for both.
@@ -185,7 +180,7 @@ impl Clusters {
         let [.., dim] = x.dims();
         let device = self.tokens.device();
         if runs_kernels(&device) {
-            return Ok(means_at(x, self.index(), self.places.clone())?);
+            return Ok(segment_mean(x, self.index(), self.places.clone())?);
         }
         let counts = ones(self.places.clone().greater_equal_elem(0)).sum_dim(3);
         let counts = counts.clamp_min(1).float().cast(x.dtype());
@@ -203,7 +198,7 @@ impl Clusters {
             let number = counted(count, &device).reshape([1, 1, count, 1]);
             let users = tokens.mul_scalar(count as i32) + number.expand(dims);
             let users = users.reshape([batch, heads, count * width, 1]);
-            let rows = rows_at(part, index, users)?;
+            let rows = gather_rows(part, index, users)?;
             let rows = rows.reshape([batch, heads, length, count, dim]);
             let rows = rows.sum_dim(3).reshape([batch, heads, length, dim]);
             sum = Some(match sum {

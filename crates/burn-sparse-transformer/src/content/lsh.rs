@@ -6,8 +6,8 @@ use burn::config::Config;
 use burn::tensor::activation::softmax;
 use burn::tensor::{DType, Int, Tensor};
 use burn_blocksparse::Seed;
-use burn_blocksparse::internal::{rows_at, runs_kernels};
-use burn_blocksparse::layout::PositionRule;
+use burn_blocksparse::internal::{gather_rows, runs_kernels};
+use burn_blocksparse::layout::PositionMask;
 use serde::{Deserialize, Serialize};
 
 use super::buckets::Sorted;
@@ -75,7 +75,7 @@ impl LshOptions {
     }
 }
 
-/// Attention of each token to tokens that random rotations put into the same bucket, or a neighbouring one (Kitaev et al., 2020, §2).
+/// Attention of each token to tokens that random rotations put into the same bucket, or a adjacent one (Kitaev et al., 2020, §2).
 ///
 /// ```text
 /// round r:  bucket = argmax [x R_r; −x R_r];  tokens sorted by bucket, and by position, in chunks of `bucket` tokens
@@ -118,8 +118,8 @@ pub fn lsh_attention(
     let counts_once = options.dedup && rounds > 1;
     if !counts_once && !options.own_bucket && runs_kernels(&value.device()) {
         let rule = match options.causal {
-            true => PositionRule::Before,
-            false => PositionRule::Others,
+            true => PositionMask::Before,
+            false => PositionMask::Others,
         };
         let sizes = [options.chunks(seq), options.bucket.get()];
         if let Some(placed) = Placed::new(qk.clone(), rotations.clone(), sizes)? {
@@ -313,7 +313,7 @@ impl Round {
         let value_dim = width - head_dim;
         let [_, _, seq] = self.places.dims();
         let users = self.places.clone().reshape([batch, heads, seq, 1]);
-        let placed = rows_at(both, self.tokens.clone(), users)?;
+        let placed = gather_rows(both, self.tokens.clone(), users)?;
         let placed = placed.reshape([batch, heads, chunks, bucket, width]);
         let query = placed.clone().slice_dim(4, 0..head_dim);
         let value = placed.slice_dim(4, head_dim..width);
@@ -339,7 +339,7 @@ impl Round {
         let joined = Tensor::cat(vec![widened(out), lse], 4);
         let joined = joined.reshape([batch, heads, chunks * bucket, value_dim + 1]);
         let users = self.tokens.clone().unsqueeze_dim(3);
-        let joined = rows_at(joined, self.places.clone(), users)?;
+        let joined = gather_rows(joined, self.places.clone(), users)?;
         let out = joined.clone().slice_dim(3, 0..value_dim);
         Ok((out, joined.slice_dim(3, value_dim..value_dim + 1)))
     }

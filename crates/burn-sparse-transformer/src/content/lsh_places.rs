@@ -4,9 +4,9 @@ use std::collections::BTreeSet;
 use std::sync::{LazyLock, Mutex, PoisonError};
 
 use burn::tensor::{DType, Device, Int, Tensor};
-use burn_blocksparse::graph::check_not_recording;
-use burn_blocksparse::internal::{KeptLayouts, keyed_rows_at, merge_attention_at, sort_hashes};
-use burn_blocksparse::layout::{BlockMask, PositionRule};
+use burn_blocksparse::graph::ensure_not_capturing;
+use burn_blocksparse::internal::{LayoutCache, gather_qkv, lsh_argsort, merge_gathered_attention};
+use burn_blocksparse::layout::{BlockMask, PositionMask};
 use burn_blocksparse::{BlockLayout, DeviceLayout, LayoutShape, SparseAttentionCall};
 
 use super::routing::block_size;
@@ -37,7 +37,7 @@ impl Placed {
         let [batch, heads, seq, _] = x.dims();
         let [rounds, ..] = rotations.dims();
         let all = chunks * bucket;
-        Ok(sort_hashes(x, rotations, all)?.map(|sorted| {
+        Ok(lsh_argsort(x, rotations, all)?.map(|sorted| {
             let by_place = |x: Tensor<3, Int>| x.reshape([batch, heads, rounds * all]);
             Self {
                 tokens: by_place(sorted.tokens),
@@ -55,7 +55,7 @@ impl Placed {
         self,
         qk: Tensor<4>,
         value: Tensor<4>,
-        rule: PositionRule,
+        rule: PositionMask,
         self_alone: f64,
     ) -> Result<(Tensor<4>, Tensor<3>), TransformerError> {
         let Self {
@@ -67,7 +67,7 @@ impl Placed {
         } = self;
         let [batch, heads, seq, rounds] = places.dims();
         let layout = layout([heads, rounds, chunks, bucket])?;
-        let placed = keyed_rows_at(qk, value.clone(), tokens.clone(), places.clone())?;
+        let placed = gather_qkv(qk, value.clone(), tokens.clone(), places.clone())?;
         let [query, key, others] = placed;
         let seen = DeviceLayout::from_own_positions(&layout, tokens, rule)?;
         let others = SparseAttentionCall::new(query, key, others, &seen).run_with_lse()?;
@@ -75,7 +75,12 @@ impl Placed {
         // A token that sees nothing in any round.
         let alone = self_alone + (rounds as f64).ln();
         let alone = constant([batch, heads, seq], alone, (&value.device(), dtype));
-        Ok(merge_attention_at((value, alone), others, places, choices)?)
+        Ok(merge_gathered_attention(
+            (value, alone),
+            others,
+            places,
+            choices,
+        )?)
     }
 }
 
@@ -99,7 +104,7 @@ fn constant(shape: [usize; 3], value: f64, (device, dtype): (&Device, DType)) ->
     let device = device.clone().without_autodiff();
     let made = || Tensor::full(shape, value, (&device, dtype));
     // What is recorded is made when it is replayed.
-    if check_not_recording("a constant that is kept").is_err() {
+    if ensure_not_capturing("a constant that is kept").is_err() {
         return made();
     }
     let mut kept = CONSTANTS.lock().unwrap_or_else(PoisonError::into_inner);
@@ -125,7 +130,7 @@ fn constant(shape: [usize; 3], value: f64, (device, dtype): (&Device, DType)) ->
 }
 
 /// The latest layouts of all calls: they are the same whatever the tokens are.
-static LAYOUTS: LazyLock<KeptLayouts> = LazyLock::new(KeptLayouts::default);
+static LAYOUTS: LazyLock<LayoutCache> = LazyLock::new(LayoutCache::default);
 
 /// Each chunk of each round with itself and the one before, the first with the last.
 fn layout(sizes: [usize; 4]) -> Result<BlockLayout, TransformerError> {

@@ -2,8 +2,8 @@
 
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_blocksparse::Seed;
-use burn_blocksparse::graph::check_not_recording;
-use burn_blocksparse::internal::{highest_rows, sum_all};
+use burn_blocksparse::graph::ensure_not_capturing;
+use burn_blocksparse::internal::{argmax_rows, sum_all};
 use burn_blocksparse::ops::embedding_backward;
 
 use super::{counted, unit};
@@ -23,7 +23,7 @@ pub(super) fn similarities(x: Tensor<4>, means: Tensor<3>) -> Tensor<4> {
 /// The most similar mean of each token, of equally similar ones the first, counted through the means of all heads: `[batch, heads, length]`, i32.
 pub(super) fn nearest(similarities: &Tensor<4>) -> Result<Tensor<3, Int>, TransformerError> {
     let [batch, heads, clusters, length] = similarities.dims();
-    if let Some(found) = highest_rows(similarities.clone())? {
+    if let Some(found) = argmax_rows(similarities.clone())? {
         return Ok(found);
     }
     let nearest = similarities.clone().argmax(2).cast(DType::I32);
@@ -92,7 +92,7 @@ pub(super) fn settled(
     iterations: usize,
     seed: Seed,
 ) -> Result<Tensor<3>, TransformerError> {
-    check_not_recording("which tokens clusters begin with")?;
+    ensure_not_capturing("which tokens clusters begin with")?;
     let [batch, heads, length, dim] = x.dims();
     let tokens = batch * length;
     ensure(

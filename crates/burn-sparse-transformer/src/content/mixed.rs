@@ -3,7 +3,7 @@
 use burn::module::Module;
 use burn::tensor::{Device, Int, Tensor};
 use burn_blocksparse::Seed;
-use burn_blocksparse::internal::{heads_apart, heads_together};
+use burn_blocksparse::internal::{cat_head_groups, split_head_groups};
 
 use super::kind::ContentAttention;
 use super::lsh::LshHeads;
@@ -92,7 +92,7 @@ impl ContentHeads {
                 let out = routing.try_forward(query, value)?;
                 Ok(Seen {
                     heads: out.context,
-                    aside: out.commitment,
+                    aux_loss: out.commitment,
                 })
             }
             (None, Some(lsh)) => Ok(lsh.try_forward(query, value, seed)?.into()),
@@ -255,8 +255,8 @@ impl SparseMultiHeadAttention {
         let local = content.local_heads;
         let trains = query.is_autodiff();
         // What chooses reads heads one behind the other, several times: they are laid out so once.
-        let [query, far_query] = heads_apart(query, local)?;
-        let [value, far_value] = heads_apart(value, local)?;
+        let [query, far_query] = split_head_groups(query, local)?;
+        let [value, far_value] = split_head_groups(value, local)?;
         let near = self.attend((query, key, value), &layout, &call)?;
         let seed = match call.dropout_seed {
             Some(seed) => Some(seed.derive(ROTATIONS)),
@@ -264,8 +264,8 @@ impl SparseMultiHeadAttention {
         };
         let far = content.forward(far_query, far_value, seed)?;
         let seen = Seen {
-            heads: heads_together([near, far.heads])?,
-            aside: far.aside,
+            heads: cat_head_groups([near, far.heads])?,
+            aux_loss: far.aux_loss,
         };
         Ok((seen, call))
     }
@@ -296,7 +296,7 @@ impl SparseMultiHeadAttention {
     ///
     /// # Errors
     /// If the shape does not fit, or there are fewer tokens than clusters.
-    pub fn settle_means(
+    pub fn kmeans_init(
         &mut self,
         x: Tensor<3>,
         seed: impl Into<Seed>,
@@ -317,14 +317,14 @@ impl SparseMultiHeadAttention {
         }
     }
 
-    /// [`RoutingHeads::update_means`], if there are such heads.
-    pub fn update_means(&mut self) {
+    /// [`RoutingHeads::ema_update`], if there are such heads.
+    pub fn ema_update(&mut self) {
         if let Some(ContentHeads {
             routing: Some(routing),
             ..
         }) = &mut self.content
         {
-            routing.update_means();
+            routing.ema_update();
         }
     }
 }
@@ -335,7 +335,7 @@ impl SparseTransformer {
     ///
     /// # Errors
     /// As [`Self::forward`], and if there are fewer tokens than clusters.
-    pub fn settle_means(
+    pub fn kmeans_init(
         &mut self,
         tokens: Tensor<2, Int>,
         seed: impl Into<Seed>,
@@ -347,7 +347,7 @@ impl SparseTransformer {
         for (layer, block) in plain.blocks.iter().enumerate() {
             let mut mha = block.mha.clone();
             let attend = |input: SparseMhaInput| {
-                mha.settle_means(input.query.clone(), seed.derive(layer as u64))?;
+                mha.kmeans_init(input.query.clone(), seed.derive(layer as u64))?;
                 mha.forward_projected(input)
             };
             stream = block.residual(stream, attend, block.pass(false))?;
@@ -361,11 +361,11 @@ impl SparseTransformer {
         Ok(())
     }
 
-    /// Moves the means of all heads that choose by clusters after the queries of the latest training pass: see [`RoutingHeads::update_means`]. Once for each
+    /// Moves the means of all heads that choose by clusters after the queries of the latest training pass: see [`RoutingHeads::ema_update`]. Once for each
     /// step, behind the optimizer's.
-    pub fn update_means(&mut self) {
+    pub fn ema_update(&mut self) {
         for block in &mut self.blocks {
-            block.mha.update_means();
+            block.mha.ema_update();
         }
     }
 }

@@ -32,7 +32,7 @@ pub use routing_attention::{
 };
 
 use burn::tensor::{DType, Int, Tensor};
-use burn_blocksparse::internal::{runs_kernels, unit_rows};
+use burn_blocksparse::internal::{l2_normalize, runs_kernels};
 
 /// Squares below this count as 0 where a vector is made as long as 1.
 const SMALLEST_SQUARE: f64 = 1e-24;
@@ -42,7 +42,7 @@ fn unit<const D: usize>(x: Tensor<D>) -> Tensor<D> {
     if runs_kernels(&x.device()) {
         let dims = x.dims();
         let rows = dims[..D - 1].iter().product();
-        let by_kernel = unit_rows(x.clone().reshape([1, 1, rows, dims[D - 1]]));
+        let by_kernel = l2_normalize(x.clone().reshape([1, 1, rows, dims[D - 1]]));
         if let Ok(unit) = by_kernel {
             return unit.reshape(dims);
         }

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_blocksparse::Seed;
-use burn_blocksparse::graph::check_not_recording;
+use burn_blocksparse::graph::ensure_not_capturing;
 
 use crate::TransformerError;
 
@@ -17,7 +17,7 @@ pub(super) fn rotations(
     seed: Seed,
     (device, dtype): (&Device, DType),
 ) -> Result<Tensor<3>, TransformerError> {
-    check_not_recording(WHAT)?;
+    ensure_not_capturing(WHAT)?;
     let count: usize = shape.iter().product();
     let numbers = (0..count as u64).map(|index| normal(seed.derive(index)));
     let data = TensorData::new(numbers.collect::<Vec<f64>>(), shape);
@@ -51,7 +51,7 @@ impl KeptRotations {
         seed: u64,
         (device, dtype): (&Device, DType),
     ) -> Result<Tensor<3>, TransformerError> {
-        check_not_recording(WHAT)?;
+        ensure_not_capturing(WHAT)?;
         let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let is_it = |of: &&Kept| of.shape == shape && of.device == *device && of.dtype == dtype;
         if let Some(known) = kept.as_ref().filter(is_it) {

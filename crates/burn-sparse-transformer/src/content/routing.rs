@@ -5,8 +5,8 @@ use std::sync::{Mutex, PoisonError};
 use burn::config::Config;
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Device, Int, Tensor};
-use burn_blocksparse::internal::KeptLayouts;
-use burn_blocksparse::layout::PositionRule;
+use burn_blocksparse::internal::LayoutCache;
+use burn_blocksparse::layout::PositionMask;
 use burn_blocksparse::selection::routed_attention;
 use burn_blocksparse::{
     AttentionOptions, BlockLayout, DeviceLayout, LayoutShape, Pattern, ProductPrecision, Seed,
@@ -120,7 +120,7 @@ impl RoutingHeadsConfig {
             commitment: self.commitment,
             products: ProductPrecision::Full,
             followed: Followed::default(),
-            layouts: KeptLayouts::default(),
+            layouts: LayoutCache::default(),
         })
     }
 }
@@ -139,7 +139,7 @@ impl RoutingHeadsConfig {
 /// Which tokens are in a cluster depends on the whole sequence, so this is **not prefix-stable**: a language model that is trained with it is scored a little
 /// too well, and cannot generate token by token from a cache.
 ///
-/// Means are state, not parameters: they are in records, have no gradient, and follow the queries of a training pass when [`Self::update_means`] is called
+/// Means are state, not parameters: they are in records, have no gradient, and follow the queries of a training pass when [`Self::ema_update`] is called
 /// after the optimizer's step. Passes of a module that is not on an autodiff device leave them alone.
 #[derive(Module, Debug)]
 pub struct RoutingHeads {
@@ -153,7 +153,7 @@ pub struct RoutingHeads {
     #[module(skip)]
     followed: Followed,
     #[module(skip)]
-    layouts: KeptLayouts,
+    layouts: LayoutCache,
 }
 
 /// What [`RoutingHeads::forward`] gives.
@@ -288,13 +288,13 @@ impl RoutingHeads {
         key: Tensor<4>,
         value: Tensor<4>,
     ) -> Result<RoutingOutput, TransformerError> {
-        self.unshared([query, key, value], Some(PositionRule::UpTo))
+        self.unshared([query, key, value], Some(PositionMask::UpTo))
     }
 
     fn unshared(
         &self,
         [query, key, value]: [Tensor<4>; 3],
-        rule: Option<PositionRule>,
+        rule: Option<PositionMask>,
     ) -> Result<RoutingOutput, TransformerError> {
         self.check(&query, &value)?;
         let expected = query.dims().map(Some);
@@ -367,7 +367,7 @@ impl RoutingHeads {
     /// Moves the means after the queries of the latest training pass: `decay · mean + (1 − decay) · unit(sum of the queries nearest to it)`, over the batch;
     /// those that no query is nearest to stay, as do those whose queries have a sum of zeros. Once for each step of training, behind the optimizer's; of no effect without a training pass since the last
     /// time.
-    pub fn update_means(&mut self) {
+    pub fn ema_update(&mut self) {
         if let Some(means) = self.followed.take() {
             self.set_means(means);
         }

@@ -240,9 +240,9 @@ impl RoutingAttention {
         self.heads.settle(x, seed)
     }
 
-    /// [`RoutingHeads::update_means`].
-    pub fn update_means(&mut self) {
-        self.heads.update_means();
+    /// [`RoutingHeads::ema_update`].
+    pub fn ema_update(&mut self) {
+        self.heads.ema_update();
     }
 
     fn check(&self, x: &Tensor<3>) -> Result<(), TransformerError> {

@@ -193,7 +193,7 @@ impl DsaAttention {
         let dtype = x.dtype();
         let parts = self.parts(x, 0)?;
         let seen = self.heads.attend(parts, &self.options, true)?;
-        let loss = seen.aside.expect("an indexer that learns has a loss");
+        let loss = seen.aux_loss.expect("an indexer that learns has a loss");
         Ok((self.finish(dtype, seen.heads)?, loss))
     }
 

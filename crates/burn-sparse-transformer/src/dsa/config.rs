@@ -4,8 +4,8 @@ use std::fmt;
 
 use burn::config::Config;
 use burn::nn::RotaryEncodingConfig;
-use burn_blocksparse::dsa::{Dsa, ROTATED_WIDTHS, RotatedRows};
-use burn_blocksparse::selection::ChoiceWalk;
+use burn_blocksparse::dsa::{Dsa, HADAMARD_WIDTHS, HadamardFp8};
+use burn_blocksparse::selection::DispatchMode;
 
 use crate::error::{ensure, ensure_positive};
 use crate::heads::validate_rope;
@@ -40,7 +40,7 @@ pub struct DsaHeadsConfig {
     /// whose scores GPUs of compute capability 9.0 make of products in fp8. It learns by those that are not rounded. Caches and pools keep rounded keys.
     #[config(default = false)]
     pub index_fp8: bool,
-    /// Whether kernels walk the lists of keys where a device has them ([`ChoiceWalk::Auto`]).
+    /// Whether kernels gather single keys by the lists where a device has them ([`DispatchMode::Auto`]).
     #[config(default = true)]
     pub walk: bool,
 }
@@ -66,9 +66,9 @@ impl DsaHeadsConfig {
         };
         let fits = rotated <= self.index_dim && rotated.is_multiple_of(2);
         ensure(fits, "rope_dim", expected, rotated)?;
-        let fits = !self.index_fp8 || RotatedRows::takes(self.index_dim);
+        let fits = !self.index_fp8 || HadamardFp8::takes(self.index_dim);
         let expected = || {
-            let [least, most] = ROTATED_WIDTHS;
+            let [least, most] = HADAMARD_WIDTHS;
             format!("a power of two from {least} to {most}, for fp8")
         };
         ensure(fits, "index_dim", expected, self.index_dim)
@@ -98,10 +98,10 @@ impl DsaHeadsConfig {
         Ok(Some(config))
     }
 
-    pub(super) fn choice_walk(&self) -> ChoiceWalk {
+    pub(super) fn dispatch_mode(&self) -> DispatchMode {
         match self.walk {
-            true => ChoiceWalk::Auto,
-            false => ChoiceWalk::Packed,
+            true => DispatchMode::Auto,
+            false => DispatchMode::GroupByBlock,
         }
     }
 

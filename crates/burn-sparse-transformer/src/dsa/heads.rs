@@ -57,7 +57,7 @@ impl DsaHeads {
         })
     }
 
-    /// Its numbers.
+    /// Its configuration.
     pub fn config(&self) -> &DsaHeadsConfig {
         &self.config
     }
@@ -140,10 +140,10 @@ impl DsaHeads {
             }
             false => None,
         };
-        let options = options.clone().choice_walk(self.config.choice_walk());
+        let options = options.clone().dispatch_mode(self.config.dispatch_mode());
         Ok(Seen {
             heads: self.op.attention(q, k, v, lists, options)?,
-            aside: loss,
+            aux_loss: loss,
         })
     }
 

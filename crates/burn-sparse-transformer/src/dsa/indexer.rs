@@ -4,7 +4,7 @@ use burn::module::Module;
 use burn::nn::{LayerNorm, LayerNormConfig, Linear, RotaryEncoding};
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 use burn_blocksparse::dsa::DsaIndex;
-use burn_blocksparse::ops::{ResidualNormOptions, norm};
+use burn_blocksparse::ops::{AddNormOptions, norm};
 
 use super::DsaHeadsConfig;
 use crate::heads::{Positions, rotate};
@@ -117,9 +117,7 @@ impl DsaIndexer {
             }
         };
         // Sums over rows by kernels that share them: Burn's of so few columns are one cube's.
-        let options = ResidualNormOptions::default()
-            .epsilon(EPSILON)
-            .dtype(own.into());
+        let options = AddNormOptions::default().epsilon(EPSILON).dtype(own.into());
         let k = norm(k, layer_norm_params(&self.norm), &options)?;
         let k = rotated(k.reshape([batch, 1, seq, width]))?;
         let weights = self.weights.forward(x).swap_dims(1, 2);

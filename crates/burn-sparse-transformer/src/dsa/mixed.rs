@@ -92,7 +92,7 @@ impl SparseMultiHeadAttention {
             };
             return Ok((dsa.attend(parts, &self.options, learns)?, call));
         }
-        let aside = match learns && dsa.stage() == DsaStage::WarmUp {
+        let aux_loss = match learns && dsa.stage() == DsaStage::WarmUp {
             true => {
                 let index = dsa.index(x, &call.key)?;
                 let pair = [&heads.0, &heads.1];
@@ -106,6 +106,6 @@ impl SparseMultiHeadAttention {
             None => (k, v),
         };
         let heads = self.attend((q, k, v), &self.layouts.get(&request)?, &call)?;
-        Ok((Seen { heads, aside }, call))
+        Ok((Seen { heads, aux_loss }, call))
     }
 }

@@ -24,11 +24,11 @@ pub struct NsaAttentionConfig {
     pub d_model: usize,
     /// Number of query heads.
     pub n_heads: usize,
-    /// Number of key and value heads, a divisor of `n_heads`; heads that share keys choose together. Default: `n_heads`; the paper has 4 of 64.
+    /// Number of key and value heads, a divisor of `n_heads`; heads that share keys share one choice. Default: `n_heads`; the paper has 4 of 64.
     pub n_kv_heads: Option<usize>,
-    /// Width of all query heads together. Default: `d_model`.
+    /// Width of all query heads. Default: `d_model`.
     pub d_key: Option<usize>,
-    /// Width of what all heads see together. Default: `d_model`.
+    /// Width of all heads' values. Default: `d_model`.
     pub d_value: Option<usize>,
     /// The branches.
     #[config(default = "NsaHeadsConfig::new()")]

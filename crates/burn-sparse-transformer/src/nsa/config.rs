@@ -4,7 +4,7 @@ use std::fmt;
 
 use burn::config::Config;
 use burn_blocksparse::nsa::NsaOptions;
-use burn_blocksparse::selection::Forced;
+use burn_blocksparse::selection::Always;
 
 use super::Compression;
 use crate::TransformerError;
@@ -54,14 +54,14 @@ impl NsaHeadsConfig {
             .stride(self.stride)
             .selected_block(self.selected_block)
             .keep(self.keep)
-            .forced(Forced {
+            .forced(Always {
                 first: self.first,
                 local: self.local,
             })
             .window(self.window)
     }
 
-    /// Slots of a page of a [`KvPool`](crate::pool::KvPool), if it does not say how many: the largest that blocks are whole numbers of, and that hold whole strides.
+    /// Slots of a page of a [`KvPool`](crate::pool::KvPool), if it does not say how many: the largest that blocks are multiples of, and that hold whole strides.
     /// None if there are none: blocks of fewer than 16 tokens, or an odd stride.
     pub fn pool_page_size(&self) -> Option<usize> {
         let fits = |page: &usize| {

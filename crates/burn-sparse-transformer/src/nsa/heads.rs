@@ -138,7 +138,7 @@ impl NsaHeads {
         &self.op
     }
 
-    /// Its numbers.
+    /// Its configuration.
     pub fn config(&self) -> &NsaHeadsConfig {
         &self.config
     }

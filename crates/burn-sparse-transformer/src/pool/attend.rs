@@ -2,7 +2,7 @@
 
 use burn::module::Param;
 use burn::tensor::{DType, FloatDType, Tensor};
-use burn_blocksparse::layout::Restriction;
+use burn_blocksparse::layout::PaddingMask;
 use burn_blocksparse::merge_attention;
 use burn_blocksparse::paged::{PagedOptions, PagedOutput, PagedStore, paged_attention};
 use burn_blocksparse::selection::Selection;
@@ -118,7 +118,7 @@ impl SparseMultiHeadAttention {
         if let Some(lengths) = lengths.filter(|_| !self.selection().is_some_and(is_stable)) {
             let entry = |&length: &usize| {
                 let real: Vec<bool> = (0..seq).map(|row| row < length).collect();
-                Restriction::default().queries(real.clone()).keys(real)
+                PaddingMask::default().queries(real.clone()).keys(real)
             };
             request.restrictions = lengths.iter().map(entry).collect();
         }

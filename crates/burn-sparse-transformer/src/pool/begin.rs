@@ -2,7 +2,7 @@
 
 use burn::tensor::Device;
 use burn_blocksparse::paged::pages::{
-    CacheError, PagePool, Residency, SequenceId, Step as BooksStep, Writes,
+    CacheError, KvRetention, PagePool, SequenceId, Step as BooksStep, Writes,
 };
 
 use super::nsa_step::NsaStep;
@@ -96,7 +96,7 @@ impl KvPool {
         let is_dense = seq > 1
             && starts.iter().all(|&start| start == 0)
             && (is_even || is_causal)
-            && !matches!(self.residency, Residency::Window { .. });
+            && !matches!(self.residency, KvRetention::Window { .. });
         let is_prompt = |(step, &start): (&KvStep, &usize)| start == 0 && step.tokens > 1;
         if self.prompts_choose && !is_dense && steps.iter().zip(&starts).any(is_prompt) {
             return Err(TransformerError::argument(
@@ -233,7 +233,7 @@ impl KvPool {
 /// What of a pool's configuration a group is told.
 #[derive(Clone, Copy)]
 struct Kept<'a> {
-    residency: Residency,
+    residency: KvRetention,
     cascade: usize,
     positions: KvPositions,
     /// Which sequences evict keys behind the step, if any may.
@@ -268,7 +268,7 @@ impl Group {
             Road::Dense((!is_even).then(lengths))
         } else if key.is_plain() && books.row_is_live() {
             let seen = match (kept.positions, kept.residency) {
-                (KvPositions::InCache, Residency::Window { window, sinks }) => {
+                (KvPositions::InCache, KvRetention::Window { window, sinks }) => {
                     Some([window, sinks])
                 }
                 _ => None,

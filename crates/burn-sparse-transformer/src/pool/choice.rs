@@ -1,7 +1,7 @@
 //! Layers of a pool whose queries choose pages by content.
 
 use burn::tensor::{Int, Tensor};
-use burn_blocksparse::paged::pages::{EvictionScore, Residency, Writes};
+use burn_blocksparse::paged::pages::{EvictionScore, KvRetention, Writes};
 use burn_blocksparse::paged::{
     PageChoice, PagedKeysValues, PagedOptions, PagedStore, paged_attention, select_pages,
 };
@@ -63,7 +63,7 @@ pub(super) fn of_layer(
     let choice = selection.on_pages(page_size, mha.n_heads / mha.n_kv_heads)?;
     let expected = || format!("All, Reachable or by eviction with the selection {selection}");
     let got = config.residency;
-    let is_window = matches!(got, Residency::Window { .. });
+    let is_window = matches!(got, KvRetention::Window { .. });
     ensure(!is_window, "residency", expected, format!("{got:?}"))?;
     check_eviction(config)?;
     for (argument, given) in [
@@ -90,7 +90,7 @@ fn check_prompts(
         return Ok(());
     }
     let expected = || "All, Reachable or by eviction where prompts choose".into();
-    let is_window = matches!(config.residency, Residency::Window { .. });
+    let is_window = matches!(config.residency, KvRetention::Window { .. });
     let got = format!("{:?}", config.residency);
     ensure(!is_window, "residency", expected, got)?;
     check_eviction(config)
@@ -101,7 +101,7 @@ fn check_eviction(config: &KvPoolConfig) -> Result<(), TransformerError> {
     let by_attention = config.eviction.is_some_and(|eviction| {
         !matches!(
             eviction.score,
-            EvictionScore::Given | EvictionScore::KeyNorm
+            EvictionScore::Custom | EvictionScore::KeyNorm
         )
     });
     let expected = "none that goes by attention to all keys, with a selection";
@@ -168,7 +168,7 @@ impl SparseMultiHeadAttention {
             let (rows, table, spans) = &part;
             // Where there is no more than what is chosen, there is no choice.
             let selected = match &walk.choice {
-                Some(choice) if entries > choice.listed() => {
+                Some(choice) if entries > choice.selected_pages() => {
                     let (rows, summaries) = (rows.clone(), store.summaries()?);
                     let kv_heads = self.n_kv_heads;
                     let chosen = select_pages(rows, summaries, kv_heads, table, spans, choice)?;

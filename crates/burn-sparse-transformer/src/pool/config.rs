@@ -4,7 +4,7 @@ use burn::tensor::FloatDType;
 use burn_blocksparse::Pattern;
 use burn_blocksparse::paged::Quantization;
 use burn_blocksparse::paged::pages::{
-    CacheError, EvictionBudget, EvictionConfig, PagePool, PoolConfig, Residency,
+    CacheError, EvictionBudget, EvictionConfig, KvRetention, PagePool, PoolConfig,
 };
 
 use super::store::Stored;
@@ -51,7 +51,7 @@ impl KvDtype {
     }
 }
 
-/// Which positions rotations are of, where [`Residency::Window`] leaves out keys between the first ones and the last.
+/// Which positions rotations are of, where [`KvRetention::Window`] leaves out keys between the first ones and the last.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum KvPositions {
@@ -66,10 +66,10 @@ pub enum KvPositions {
 /// What a [`KvPool`](super::KvPool) is made from.
 ///
 /// ```
-/// use burn_sparse_transformer::pool::{KvPoolConfig, Residency};
+/// use burn_sparse_transformer::pool::{KvPoolConfig, KvRetention};
 ///
 /// // Up to 8 sequences of up to 4,096 tokens, of which each call adds at most 256 to one that has some already.
-/// let config = KvPoolConfig::new(8, 4096).with_chunk(256).with_page_size(64).with_residency(Residency::All);
+/// let config = KvPoolConfig::new(8, 4096).with_chunk(256).with_page_size(64).with_residency(KvRetention::All);
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 #[must_use]
@@ -79,7 +79,7 @@ pub struct KvPoolConfig {
     pub(super) chunk: usize,
     /// Slots of a page, if the configuration says.
     pub(super) page_size: Option<usize>,
-    pub(super) residency: Residency,
+    pub(super) residency: KvRetention,
     pub(super) rollback: usize,
     pub(super) dtype: KvDtype,
     pub(super) pages: Option<usize>,
@@ -105,7 +105,7 @@ impl KvPoolConfig {
             lengths,
             chunk: 1,
             page_size: None,
-            residency: Residency::default(),
+            residency: KvRetention::default(),
             rollback: 0,
             dtype: KvDtype::Model,
             pages: None,
@@ -130,8 +130,8 @@ impl KvPoolConfig {
         self
     }
 
-    /// Which keys are kept.
-    pub fn with_residency(mut self, residency: Residency) -> Self {
+    /// Which keys are retained.
+    pub fn with_residency(mut self, residency: KvRetention) -> Self {
         self.residency = residency;
         self.eviction = None;
         self
@@ -144,12 +144,12 @@ impl KvPoolConfig {
     /// of a call are stored until then, so room is needed for the capacity, the slack and the tokens of a call, [`Self::with_chunk`]: say there how long a
     /// prompt is that is read at once.
     pub fn with_eviction(mut self, eviction: EvictionConfig) -> Self {
-        self.residency = Residency::Evict;
+        self.residency = KvRetention::Evict;
         self.eviction = Some(eviction);
         self
     }
 
-    /// Tokens that can be taken back ([`KvPool::truncate`](super::KvPool::truncate)), 0 without this. With [`Residency::All`] any number can.
+    /// Tokens that can be taken back ([`KvPool::truncate`](super::KvPool::truncate)), 0 without this. With [`KvRetention::All`] any number can.
     pub fn with_rollback(mut self, tokens: usize) -> Self {
         self.rollback = tokens;
         self
@@ -168,7 +168,7 @@ impl KvPoolConfig {
         self
     }
 
-    /// Which positions rotations are of, in a pool with [`Residency::Window`].
+    /// Which positions rotations are of, in a pool with [`KvRetention::Window`].
     pub fn with_positions(mut self, positions: KvPositions) -> Self {
         self.positions = positions;
         self
@@ -210,7 +210,7 @@ impl KvPoolConfig {
             ensure_positive("tokens", tokens)?;
         }
         ensure_positive("chunk", self.chunk)?;
-        let is_window = matches!(self.residency, Residency::Window { .. });
+        let is_window = matches!(self.residency, KvRetention::Window { .. });
         let is_window = is_window && self.eviction.is_none();
         ensure(
             self.positions == KvPositions::Original || is_window,
@@ -222,7 +222,7 @@ impl KvPoolConfig {
         let expected = "none where prompts choose: what is known of a beginning may depend on what followed it";
         ensure_none("prefix_reuse", known, expected)?;
         let expected = || "another; `with_eviction` says which keys stay".into();
-        let is_said = self.residency != Residency::Evict || self.eviction.is_some();
+        let is_said = self.residency != KvRetention::Evict || self.eviction.is_some();
         ensure(is_said, "residency", expected, "Evict")?;
         let expected = "none: pages of a sequence whose keys were evicted are not known again";
         ensure_none(
@@ -233,7 +233,7 @@ impl KvPoolConfig {
     }
 
     /// The books of layers with this pattern.
-    pub(super) fn books(
+    pub(super) fn page_pools(
         &self,
         pattern: &Pattern,
         [heads, kv_heads]: [usize; 2],

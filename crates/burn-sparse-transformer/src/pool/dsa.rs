@@ -4,7 +4,7 @@
 //! known of a beginning. Behind a prompt a step reads all of an indexer's keys, and of the others those that are chosen.
 
 use burn::tensor::Device;
-use burn_blocksparse::paged::pages::{Residency, SequenceId};
+use burn_blocksparse::paged::pages::{KvRetention, SequenceId};
 
 use super::store::{Store, Stored, lost};
 use super::{Group, KvPoolConfig, KvUsage};
@@ -18,7 +18,7 @@ pub(super) fn check(config: &KvPoolConfig) -> Result<(), TransformerError> {
     ensure_none("choosing_prompts", config.prompts_choose, expected)?;
     let expected = "none with dsa, whose indexer chooses among all keys";
     ensure_none("eviction", config.eviction.is_some(), expected)?;
-    let is_window = matches!(config.residency, Residency::Window { .. });
+    let is_window = matches!(config.residency, KvRetention::Window { .. });
     let got = format!("{:?}", config.residency);
     let expected = || "All or Reachable with dsa, whose indexer chooses among all keys".into();
     ensure(!is_window, "residency", expected, got)

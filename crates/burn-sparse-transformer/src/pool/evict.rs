@@ -2,7 +2,7 @@
 
 use burn::tensor::{FloatDType, Tensor};
 use burn_blocksparse::paged::pages::{
-    CacheError, EvictionScore, PagePool, Residency, Retained, SequenceId,
+    CacheError, EvictionScore, KvRetention, PagePool, Retained, SequenceId,
 };
 
 use super::step::GroupKey;
@@ -16,7 +16,7 @@ use crate::error::ensure;
 pub(super) fn check(key: &GroupKey, books: &PagePool) -> Result<(), TransformerError> {
     let expected = || "none with ALiBi or biases of distances".into();
     ensure(key.is_plain(), "eviction", expected, "some")?;
-    books.clone().join(Residency::Evict)?;
+    books.clone().join(KvRetention::Evict)?;
     Ok(())
 }
 
@@ -53,7 +53,7 @@ impl KvPool {
                 heads += key.kv_heads;
             }
             let most = (config.capacity() + config.slack).saturating_mul(heads);
-            due.push(stored > most && config.score != EvictionScore::Given);
+            due.push(stored > most && config.score != EvictionScore::Custom);
         }
         Ok(due)
     }
@@ -242,7 +242,7 @@ impl KvPool {
     }
 
     /// Evicts keys of sequences down to the capacity, by the caller's scores of their tokens: in a pool with
-    /// [`EvictionConfig::importance`], or any other configuration of [`EvictionScore::Given`]. Nothing has changed after an error.
+    /// [`EvictionConfig::importance`], or any other configuration of [`EvictionScore::Custom`]. Nothing has changed after an error.
     ///
     /// # Shapes
     /// - `importance`: of each layer `[sequences, kv_heads, tokens]`; of tokens those count whose keys are there
@@ -256,7 +256,7 @@ impl KvPool {
         importance: &[Tensor<3>],
     ) -> Result<(), TransformerError> {
         let evictor = (self.evictor.as_ref())
-            .filter(|evictor| evictor.config.score == EvictionScore::Given)
+            .filter(|evictor| evictor.config.score == EvictionScore::Custom)
             .ok_or_else(|| {
                 let expected = "one whose keys are evicted by the caller's scores";
                 TransformerError::argument("pool", expected, "another")
@@ -318,7 +318,7 @@ impl KvPool {
     ///
     /// # Errors
     /// [`TransformerError::Cache`] if there is no such sequence; [`TransformerError::Argument`] if there is no such layer, or the pool evicts no keys.
-    pub fn kept_positions(
+    pub fn retained_positions(
         &self,
         id: SequenceId,
         layer: usize,

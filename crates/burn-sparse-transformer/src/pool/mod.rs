@@ -21,12 +21,13 @@ mod watch;
 mod watched;
 
 pub use burn_blocksparse::paged::pages::{
-    CacheError, EvictionBudget, EvictionConfig, EvictionScore, Residency, SequenceId, VotePool,
+    CacheError, EvictionBudget, EvictionConfig, EvictionScore, KvRetention, ScoreSmoothing,
+    SequenceId,
 };
 
 use burn::module::Param;
 use burn::tensor::{DType, Device, Tensor};
-use burn_blocksparse::layout::Reach;
+use burn_blocksparse::layout::LastUse;
 use burn_blocksparse::ops::{Activation, bias_activation};
 use burn_blocksparse::paged::PageChoice;
 use burn_blocksparse::paged::pages::PagePool;
@@ -35,7 +36,7 @@ pub(crate) use begin::Step;
 pub use config::{KvDtype, KvPoolConfig, KvPositions};
 use nsa::Branches;
 use nsa_step::BranchGroups;
-pub use replayed::ReplayedDecoder;
+pub use replayed::GraphDecoder;
 pub use saved::KvSnapshot;
 use sight::Sight;
 pub(crate) use step::Rows;
@@ -64,7 +65,7 @@ impl KvStep {
     }
 }
 
-/// What a sequence takes, in all layers together.
+/// What a sequence takes, over all layers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct KvUsage {
@@ -109,7 +110,7 @@ pub struct KvPool {
     indexes: Vec<Option<Store>>,
     /// Positions that there are.
     context: Option<usize>,
-    residency: Residency,
+    residency: KvRetention,
     /// Keys that a batch shares from which on they are read once.
     cascade: usize,
     positions: KvPositions,
@@ -139,7 +140,7 @@ impl Group {
         choice: Option<PageChoice>,
         config: &KvPoolConfig,
     ) -> Result<Self, TransformerError> {
-        let books = config.books(&key.pattern, [key.heads, key.kv_heads])?;
+        let books = config.page_pools(&key.pattern, [key.heads, key.kv_heads])?;
         Ok(Self {
             key,
             choice,
@@ -209,7 +210,7 @@ impl KvPool {
                         evict::check(key, books)?;
                     }
                     if config.positions == KvPositions::InCache {
-                        let is_causal = books.clone().join(Residency::Evict).is_ok();
+                        let is_causal = books.clone().join(KvRetention::Evict).is_ok();
                         let expected = || "Original: heads are not causal and nothing else".into();
                         ensure(
                             is_causal && key.is_plain(),
@@ -404,7 +405,7 @@ impl KvPool {
     }
 
     /// The books of each pattern of the layers: which page and slot each key lives in.
-    pub fn books(&self) -> impl Iterator<Item = &PagePool> {
+    pub fn page_pools(&self) -> impl Iterator<Item = &PagePool> {
         self.groups.iter().map(|group| &group.books)
     }
 
@@ -450,9 +451,9 @@ impl KvPool {
 
 fn check_boundary(key: &GroupKey, position: usize) -> Result<(), TransformerError> {
     let last = match key.pattern.furthest_key(key.heads, position) {
-        Reach::Never => return Ok(()),
-        Reach::At(last) => usize::try_from(last).ok(),
-        Reach::Always => None,
+        LastUse::Never => return Ok(()),
+        LastUse::At(last) => usize::try_from(last).ok(),
+        LastUse::Always => None,
     };
     Err(TransformerError::Boundary {
         position,
@@ -508,7 +509,7 @@ impl SparseMultiHeadAttention {
             .and_then(|context| pool.settle(steps).map(|()| context));
         match context {
             Ok(context) => Ok(SparseMhaOutput {
-                aside: None,
+                aux_loss: None,
                 context: context.cast(dtype),
             }),
             Err(error) => {

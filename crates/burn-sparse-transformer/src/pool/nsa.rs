@@ -12,7 +12,7 @@
 use burn::tensor::{Device, FloatDType};
 use burn_blocksparse::Pattern;
 use burn_blocksparse::paged::PageChoice;
-use burn_blocksparse::paged::pages::{Residency, SequenceId};
+use burn_blocksparse::paged::pages::{KvRetention, SequenceId};
 
 use super::nsa_step::BranchGroups;
 use super::step::GroupKey;
@@ -45,7 +45,7 @@ pub(super) fn choice(
     ensure_none("choosing_prompts", config.prompts_choose, expected)?;
     let expected = "none with nsa, whose masses are those of all tokens";
     ensure_none("eviction", config.eviction.is_some(), expected)?;
-    let is_window = matches!(config.residency, Residency::Window { .. });
+    let is_window = matches!(config.residency, KvRetention::Window { .. });
     let got = format!("{:?}", config.residency);
     let expected = || "All or Reachable with nsa, which has a window of its own".into();
     ensure(!is_window, "residency", expected, got)?;

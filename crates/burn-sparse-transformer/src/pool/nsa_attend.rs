@@ -128,8 +128,8 @@ impl SparseMultiHeadAttention {
             let seen = (nsa.op()).of_strides(rows.clone(), compressed.clone(), &positions)?;
             by_pairs.push(seen.out);
             // Where there is no more than what is chosen, there is no choice.
-            let selected = match places > choice.listed() {
-                true => Some(nsa.op().choose_pages(seen.masses, &positions, choice)?),
+            let selected = match places > choice.selected_pages() {
+                true => Some(nsa.op().choose_pages(seen.importance, &positions, choice)?),
                 false => None,
             };
             let rows = as_stored(rows, &pages).swap_dims(1, 2);

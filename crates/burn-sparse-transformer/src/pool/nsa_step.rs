@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use burn::tensor::{Device, Int, Tensor};
-use burn_blocksparse::graph::Fixed;
+use burn_blocksparse::graph::StaticInput;
 use burn_blocksparse::paged::pages::{PageCopy, SequenceId, Slot, SlotKey, Writes};
 
 use super::store::{Copies, data, ints, lost, zeros};
@@ -178,11 +178,11 @@ impl Rows {
 pub(super) struct NsaInputs {
     groups: BranchGroups,
     /// `[batch · kv_heads · block]`
-    ids: Fixed<1, Int>,
+    ids: StaticInput<1, Int>,
     /// `[batch]`
-    last: Fixed<1, Int>,
+    last: StaticInput<1, Int>,
     /// `[batch, 1, 1]`
-    slots: Fixed<3, Int>,
+    slots: StaticInput<3, Int>,
 }
 
 impl NsaInputs {

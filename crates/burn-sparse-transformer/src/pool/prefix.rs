@@ -58,7 +58,7 @@ impl KvPool {
         let mut prompt = prompt;
         loop {
             let known = self
-                .books()
+                .page_pools()
                 .map(|books| books.known_prefix(residency, prompt));
             let known = known.collect::<Result<Vec<usize>, _>>()?;
             let least = known.iter().copied().min().unwrap_or(0);

@@ -4,7 +4,7 @@ use std::cell::{Ref, RefCell, RefMut};
 use std::rc::Rc;
 
 use burn::tensor::{DType, Int, Tensor, TensorData};
-use burn_blocksparse::graph::{Fixed, Replayed};
+use burn_blocksparse::graph::{CapturedGraph, StaticInput};
 use burn_blocksparse::paged::PageChoice;
 use burn_blocksparse::paged::pages::{SequenceId, Writes};
 
@@ -20,7 +20,7 @@ use crate::stream::Stream;
 use crate::{SparseTransformer, TransformerError};
 
 /// A model with its pool, whose steps of a token for each sequence of a batch are recorded once and replayed as a single dispatch where the device can
-/// (CUDA): see [`Replayed`]. Elsewhere they run one by one. The numbers are those of [`SparseTransformer::next_logits`] either way.
+/// (CUDA): see [`CapturedGraph`]. Elsewhere they run one by one. The numbers are those of [`SparseTransformer::next_logits`] either way.
 ///
 /// The first three steps of a batch run, the fourth is recorded. Another batch, or a step that a recording cannot take (several tokens, pages that are
 /// copied after a fork, a pattern whose slots are gathered or have positions, `nsa` in eight bits), runs by itself, and the next batch is recorded anew.
@@ -30,7 +30,7 @@ use crate::{SparseTransformer, TransformerError};
 /// ```
 /// use burn::tensor::Device;
 /// use burn_sparse_transformer::{Factorization, Pattern, SparseTransformerConfig};
-/// use burn_sparse_transformer::pool::{KvPoolConfig, KvStep, ReplayedDecoder};
+/// use burn_sparse_transformer::pool::{KvPoolConfig, KvStep, GraphDecoder};
 ///
 /// let model = SparseTransformerConfig::new(16, 2, Factorization::from(Pattern::local(8)))
 ///     .with_vocab_size(256)
@@ -38,7 +38,7 @@ use crate::{SparseTransformer, TransformerError};
 ///     .with_n_layers(2)
 ///     .init(&Device::flex());
 /// let pool = model.new_pool(&KvPoolConfig::new(2, 64).with_page_size(16))?;
-/// let mut decoder = ReplayedDecoder::new(model, pool)?;
+/// let mut decoder = GraphDecoder::new(model, pool)?;
 /// let a = decoder.pool_mut().join()?;
 /// let b = decoder.pool_mut().join()?;
 /// decoder.next_logits(&[84, 104, 65, 110], &[KvStep::new(a, 2), KvStep::new(b, 2)])?;
@@ -49,7 +49,7 @@ use crate::{SparseTransformer, TransformerError};
 /// assert_eq!(decoder.pool().len(a)?, 10);
 /// # Ok::<(), burn_sparse_transformer::TransformerError>(())
 /// ```
-pub struct ReplayedDecoder {
+pub struct GraphDecoder {
     model: SparseTransformer,
     pool: Rc<RefCell<KvPool>>,
     recording: Option<Recording>,
@@ -61,16 +61,16 @@ type Pass = Box<dyn FnMut() -> Result<Tensor<2>, TransformerError>>;
 struct Recording {
     batch: Vec<SequenceId>,
     inputs: Rc<Inputs>,
-    replayed: Replayed<Tensor<2>, Pass>,
+    replayed: CapturedGraph<Tensor<2>, Pass>,
 }
 
 /// What a replay reads.
 struct Inputs {
     /// `[batch, 1]`
-    tokens: Fixed<2, Int>,
+    tokens: StaticInput<2, Int>,
     /// `[batch]`: positions, and their rows and columns in the matrix of them.
-    positions: Fixed<1, Int>,
-    places: Option<[Fixed<1, Int>; 2]>,
+    positions: StaticInput<1, Int>,
+    places: Option<[StaticInput<1, Int>; 2]>,
     groups: Vec<GroupInputs>,
     /// Zeros.
     counters: Tensor<1, Int>,
@@ -78,18 +78,18 @@ struct Inputs {
 
 struct GroupInputs {
     /// `[batch, T, 1]`
-    slots: Fixed<3, Int>,
+    slots: StaticInput<3, Int>,
     /// `[batch, T, entries]`
-    table: Fixed<3, Int>,
+    table: StaticInput<3, Int>,
     /// `[batch, T, 4]`
-    spans: Fixed<3, Int>,
+    spans: StaticInput<3, Int>,
     /// How queries choose pages, if they do.
     choice: Option<PageChoice>,
     /// Blocks that end, of native sparse attention.
     nsa: Option<NsaInputs>,
 }
 
-impl ReplayedDecoder {
+impl GraphDecoder {
     /// Takes a model and a pool of it.
     ///
     /// # Errors
@@ -124,8 +124,8 @@ impl ReplayedDecoder {
     }
 
     /// Why steps run one by one, once that is known.
-    pub fn refusal(&self) -> Option<&str> {
-        self.recording.as_ref()?.replayed.refusal()
+    pub fn fallback_reason(&self) -> Option<&str> {
+        self.recording.as_ref()?.replayed.fallback_reason()
     }
 
     /// [`SparseTransformer::next_logits`] of tokens `[batch, seq]`, row by row. The next step may write where the logits are.
@@ -261,7 +261,7 @@ impl ReplayedDecoder {
         Ok(Recording {
             batch,
             inputs,
-            replayed: Replayed::new(device, pass)?,
+            replayed: CapturedGraph::new(device, pass)?,
         })
     }
 }
@@ -291,7 +291,8 @@ impl Inputs {
                 positions: Positions::Listed(Box::new(self.positions.tensor())),
                 start: None,
                 listed: Vec::new(),
-                places: (self.places.as_ref()).map(|places| places.each_ref().map(Fixed::tensor)),
+                places: (self.places.as_ref())
+                    .map(|places| places.each_ref().map(StaticInput::tensor)),
             },
             groups: groups.collect(),
             undo: None,

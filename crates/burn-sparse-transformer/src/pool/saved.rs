@@ -14,7 +14,7 @@ use crate::error::ensure_none;
 
 const VERSION: u32 = 1;
 
-/// The keys and values of a sequence of a [`KvPool`], those that are kept, in the order of their positions. It is serialized with serde, in whatever
+/// The keys and values of a sequence of a [`KvPool`], those that are retained, in the order of their positions. It is serialized with serde, in whatever
 /// format holds bytes.
 ///
 /// It belongs to the model that made it: layers, patterns, heads, widths and dtypes are compared when it is loaded, weights and rotations are not.

@@ -102,7 +102,7 @@ pub(super) struct Walk {
     pub prefix: Option<Prefix>,
     /// Keys of the table that queries see from elsewhere, and the spans do not name.
     pub sinks: Option<Sinks>,
-    /// How queries choose pages, if they do: then every row of the call is a walk.
+    /// How queries choose pages, if they do: then every row of the call has a list of its own.
     pub choice: Option<PageChoice>,
 }
 

@@ -1,7 +1,7 @@
 //! The keys and values of one layer.
 
 use burn::tensor::{DType, Device, FloatDType, IndexingUpdateOp, Int, Tensor, TensorData};
-use burn_blocksparse::graph::Fixed;
+use burn_blocksparse::graph::StaticInput;
 use burn_blocksparse::paged::pages::PageCopy;
 use burn_blocksparse::paged::{
     PageSummaries, PagedStore, Quantization, QuantizedPages, append_quantized, append_rows,
@@ -143,8 +143,8 @@ impl Store {
     /// Bytes of what queries choose pages by, of a page.
     pub(super) fn summary_bytes(&self) -> usize {
         self.summaries.as_ref().map_or(0, |summaries| {
-            let [_, rows, width] = summaries.numbers.dims();
-            rows * width * summaries.numbers.dtype().size()
+            let [_, rows, width] = summaries.values.dims();
+            rows * width * summaries.values.dtype().size()
         })
     }
 
@@ -526,8 +526,8 @@ pub(super) fn data<const D: usize>(values: Vec<i32>, shape: [usize; D]) -> Tenso
 pub(super) fn zeros<const D: usize>(
     shape: [usize; D],
     device: &Device,
-) -> Result<Fixed<D, Int>, TransformerError> {
-    Ok(Fixed::new(
+) -> Result<StaticInput<D, Int>, TransformerError> {
+    Ok(StaticInput::new(
         data(vec![0; shape.iter().product()], shape),
         device,
     )?)

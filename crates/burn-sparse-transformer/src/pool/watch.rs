@@ -2,7 +2,7 @@
 
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
 use burn_blocksparse::paged::pages::{EvictionScore, PagePool, SequenceId};
-use burn_blocksparse::selection::{MassOptions, attention_masses};
+use burn_blocksparse::selection::{AccumulatedAttentionOptions, accumulated_attention};
 
 use super::KvStep;
 use super::store::{Store, ints};
@@ -129,7 +129,7 @@ impl SparseMultiHeadAttention {
         let score = evictor.config.score;
         let is_due = watch.entries.iter().any(|entry| entry.is_due);
         let keys = match (score, &rows.key) {
-            (EvictionScore::Given, _) => return Ok(()),
+            (EvictionScore::Custom, _) => return Ok(()),
             (EvictionScore::Sum | EvictionScore::Mean, None) => Some(self.keys(store, watch)?),
             (EvictionScore::Sum | EvictionScore::Mean, Some(_)) => None,
             _ if is_due => Some(self.keys(store, watch)?),
@@ -280,8 +280,9 @@ impl SparseMultiHeadAttention {
                 // Later keys are none that these queries see.
                 let (q, k) = (part(query, 0, settled), part(key, 0, settled));
                 let layout = self.layouts.get(&Request::new(settled, settled))?;
-                let options = MassOptions::default().attention(self.options.clone());
-                let masses = attention_masses(q, k, lse(0, settled), &layout, options)?;
+                let options =
+                    AccumulatedAttentionOptions::default().attention(self.options.clone());
+                let masses = accumulated_attention(q, k, lse(0, settled), &layout, options)?;
                 let [_, heads, _] = masses.columns.dims();
                 let columns = masses.columns;
                 let columns = columns.reshape([kv_heads, heads / kv_heads, settled]);

@@ -161,7 +161,7 @@ impl Evictor {
     /// The fewest tokens that a sequence of `len` can go back to: what later ones did to scores is not undone.
     pub(super) fn oldest(&self, id: SequenceId, len: usize) -> usize {
         match self.config.score {
-            EvictionScore::KeyNorm | EvictionScore::Given => 0,
+            EvictionScore::KeyNorm | EvictionScore::Custom => 0,
             _ => {
                 let watched = self.layers.iter().filter_map(|layer| layer.get(&id));
                 let loose = watched.map(|watched| watched.loose).min();

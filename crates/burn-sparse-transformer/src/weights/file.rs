@@ -14,7 +14,7 @@ use super::{Form, KeyMap};
 
 const ENDINGS: &str = ".safetensors, .pt, .pth, .bin (PyTorch) or .bpk, .burnpack (Burn)";
 
-/// The tensors of a file, whose numbers are read when they are asked for.
+/// The tensors of a file, whose elements are read when they are asked for.
 #[derive(Debug)]
 pub struct WeightsFile {
     path: String,
@@ -77,7 +77,7 @@ impl WeightsFile {
         Some(tensor.shape.iter().copied().collect())
     }
 
-    /// The numbers of a tensor, in the file's dtype, if there is one of this name.
+    /// The elements of a tensor, in the file's dtype, if there is one of this name.
     ///
     /// # Errors
     /// [`WeightsError::Read`] if they cannot be read.

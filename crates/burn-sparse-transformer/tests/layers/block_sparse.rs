@@ -149,8 +149,8 @@ fn pruning_keeps_the_largest_blocks() {
     let layout = pruned.layout().unwrap();
     assert_eq!((layout.len(), stay.len(), pruned.weight.id), (6, 6, id));
     assert!(pruned.weight.is_require_grad());
-    let kept: Vec<(u32, u32)> = layout.kept().collect();
-    let all: Vec<(u32, u32)> = old.kept().collect();
+    let kept: Vec<(u32, u32)> = layout.kept_blocks().collect();
+    let all: Vec<(u32, u32)> = old.kept_blocks().collect();
     assert_eq!(
         stay.iter().map(|&index| all[index]).collect::<Vec<_>>(),
         kept

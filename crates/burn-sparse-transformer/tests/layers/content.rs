@@ -135,9 +135,9 @@ fn recomputed_blocks_choose_and_follow_the_same() {
                 gradients.get::<2>(weight.id).unwrap()
             });
             let before = means(&model);
-            model.update_means();
+            model.ema_update();
             let after = means(&model);
-            model.update_means();
+            model.ema_update();
             assert!(after == means(&model));
             (loss.into_data(), gradients, before, after)
         };
@@ -204,7 +204,7 @@ fn means_settle_and_are_in_records() {
     let mut first = randomise(model("routing:8", &[2, 1, 1], &device));
     let before = means(&first);
     let tokens = tokens(2, 32, 11, &device);
-    first.settle_means(tokens.clone(), 1u64).unwrap();
+    first.kmeans_init(tokens.clone(), 1u64).unwrap();
     let settled = means(&first);
     assert!(settled[0].is_empty());
     for layer in 1..3 {
@@ -215,7 +215,7 @@ fn means_settle_and_are_in_records() {
         }
     }
     // Settling is no training pass.
-    first.update_means();
+    first.ema_update();
     assert!(means(&first) == settled);
     let second = model("routing:8", &[2, 1, 1], &device);
     let second = second.load_record(first.clone().into_record());
@@ -224,8 +224,8 @@ fn means_settle_and_are_in_records() {
     assert!(logits(&second) == logits(&first));
     // Plain models have nothing to move.
     let mut plain = model("lsh:8,2", &[1], &device);
-    plain.settle_means(tokens, 1u64).unwrap();
-    plain.update_means();
+    plain.kmeans_init(tokens, 1u64).unwrap();
+    plain.ema_update();
 }
 
 /// As the page says: a token that comes later changes what earlier ones see, of which none is causal attention's fault. With one cluster, or chunks that
@@ -325,7 +325,7 @@ fn what_heads_by_content_cannot_do_is_refused() {
         );
         let wider = mha.clone().with_pattern(Pattern::local(9), 8).unwrap();
         assert!(numbers(forward(&wider, &x)) != numbers(forward(&mha, &x)));
-        mha.update_means();
+        mha.ema_update();
         let model = model(content, &[2, 1, 1], &device);
         let mut cache = model.new_cache();
         let tokens = tokens(1, 8, 11, &device);

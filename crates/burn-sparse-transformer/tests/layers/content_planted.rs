@@ -99,7 +99,7 @@ fn clusters_find_topics() {
             routing
                 .try_forward_unshared(tq.clone(), tk.clone(), value)
                 .unwrap();
-            routing.update_means();
+            routing.ema_update();
         }
         // Whether each token is in each cluster.
         let members = |x: Tensor<4>| {

@@ -385,12 +385,12 @@ mod training {
                 .losses_and_gradients(tokens.clone(), tokens.clone(), 0, 1u64, recompute)
                 .unwrap();
             let of = |x: Tensor<1>| x.into_scalar::<f32>();
-            let losses = (of(losses.loss), losses.aside.map(of));
+            let losses = (of(losses.loss), losses.aux_loss.map(of));
             (losses, numbers(&gradients, &params))
         };
-        let ((loss, aside), plain) = step(&model, Recompute::None);
-        let aside = aside.unwrap();
-        assert!(aside > 1e-3, "{aside}");
+        let ((loss, aux_loss), plain) = step(&model, Recompute::None);
+        let aux_loss = aux_loss.unwrap();
+        assert!(aux_loss > 1e-3, "{aux_loss}");
         let logits = model.try_forward(tokens.clone()).unwrap();
         let targets = tokens.clone().without_autodiff().unsqueeze_dim(2);
         let entropy = log_softmax(logits, 2).gather(2, targets).mean().neg();
@@ -398,7 +398,7 @@ mod training {
         let alone = GradientsParams::from_grads(entropy.backward(), &model);
         let alone = numbers(&alone, &params);
         let whole = model.try_loss(tokens.clone(), tokens.clone()).unwrap();
-        assert!((whole.clone().into_scalar::<f32>() - loss - aside).abs() < 1e-5);
+        assert!((whole.clone().into_scalar::<f32>() - loss - aux_loss).abs() < 1e-5);
         let whole = GradientsParams::from_grads(whole.backward(), &model);
         let near = |a: &[f32], b: &[f32]| a.iter().zip(b).all(|(a, b)| (a - b).abs() < 1e-5);
         let whole = numbers(&whole, &params);
@@ -416,7 +416,7 @@ mod training {
         for recompute in ["block", "block+attention", "mlp"] {
             let ((same, again), gradients) = step(&model, recompute.parse().unwrap());
             assert_eq!(same, loss, "{recompute}");
-            assert!((again.unwrap() - aside).abs() < 1e-6);
+            assert!((again.unwrap() - aux_loss).abs() < 1e-6);
             assert_eq!(gradients, plain, "{recompute}");
         }
         // Dense attention has neither.
@@ -428,9 +428,9 @@ mod training {
         }
         // In the warm-up the indexers alone learn, as by the loss that Burn differentiates.
         let warming = model.clone().with_dsa_stage(DsaStage::WarmUp).unwrap();
-        let ((loss, aside), of_warm_up) = step(&warming, Recompute::BLOCK);
+        let ((loss, aux_loss), of_warm_up) = step(&warming, Recompute::BLOCK);
         let whole = warming.try_loss(tokens.clone(), tokens.clone()).unwrap();
-        let sum = loss + aside.unwrap();
+        let sum = loss + aux_loss.unwrap();
         assert!((whole.clone().into_scalar::<f32>() - sum).abs() < 1e-5);
         let whole = GradientsParams::from_grads(whole.backward(), &warming);
         let whole = numbers(&whole, &params);
@@ -477,7 +477,7 @@ mod training {
                 let (losses, gradients) = model
                     .losses_and_gradients(tokens.clone(), tokens.clone(), 0, 1u64, Recompute::None)
                     .unwrap();
-                let numbers = [losses.loss, losses.aside.unwrap()];
+                let numbers = [losses.loss, losses.aux_loss.unwrap()];
                 found.push(numbers.map(|x| x.into_scalar::<f32>()));
                 let weight = indexer(&model).query.weight;
                 let gradient = gradients.get::<2>(weight.id).unwrap();
@@ -521,7 +521,7 @@ mod training {
             let (losses, gradients) = model
                 .losses_and_gradients(tokens.clone(), tokens.clone(), 0, 1u64, Recompute::None)
                 .unwrap();
-            found.push(losses.aside.unwrap().into_scalar::<f32>());
+            found.push(losses.aux_loss.unwrap().into_scalar::<f32>());
             (model, _) = optimizer.step(0.02, model, gradients).unwrap();
         }
         assert!(found[59] < 0.5 * found[0], "{found:?}");

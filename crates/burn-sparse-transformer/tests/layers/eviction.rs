@@ -5,8 +5,8 @@ use std::sync::Arc;
 use burn::nn::{Linear, RotaryEncodingConfig};
 use burn::tensor::{Device, Int, Tensor};
 use burn_sparse_transformer::pool::{
-    EvictionBudget, EvictionConfig, EvictionScore, KvPool, KvPoolConfig, KvStep, SequenceId,
-    VotePool,
+    EvictionBudget, EvictionConfig, EvictionScore, KvPool, KvPoolConfig, KvStep, ScoreSmoothing,
+    SequenceId,
 };
 use burn_sparse_transformer::{
     BlockAttentionConfig, Factorization, Pattern, SparseMhaInput, SparseMultiHeadAttention,
@@ -46,8 +46,8 @@ pub fn policies() -> Vec<EvictionConfig> {
         EvictionConfig::h2o(5, 4).with_slack(6),
         EvictionConfig::tova(9),
         EvictionConfig::tova(9).with_slack(3),
-        snapkv(VotePool::Average),
-        snapkv(VotePool::Max).with_slack(5),
+        snapkv(ScoreSmoothing::Average),
+        snapkv(ScoreSmoothing::Max).with_slack(5),
         EvictionConfig::key_norm(9),
         EvictionConfig::combined(EvictionScore::Sum, 2, 3, 4),
         EvictionConfig::combined(EvictionScore::KeyNorm, 2, 3, 4).with_slack(4),
@@ -55,7 +55,7 @@ pub fn policies() -> Vec<EvictionConfig> {
         EvictionConfig::h2o_mean(5, 4)
             .with_slack(2)
             .with_budget(adaptive),
-        snapkv(VotePool::Average).with_budget(adaptive),
+        snapkv(ScoreSmoothing::Average).with_budget(adaptive),
         EvictionConfig::h2o(5, 4).with_budget(pyramid),
         EvictionConfig::tova(9).with_slack(2).with_budget(pyramid),
     ];
@@ -268,7 +268,7 @@ fn one_layer_keeps_what_the_simulation_keeps(#[values(1, 2, 4)] kv_heads: usize)
                     let capacity = config.layer_capacities(1, simulation.len).unwrap();
                     simulation.evict(capacity[0]);
                 }
-                assert_eq!(pool.kept_positions(id, 0).unwrap(), simulation.kept);
+                assert_eq!(pool.retained_positions(id, 0).unwrap(), simulation.kept);
             }
             // The rows are those of one call whose queries see what was kept.
             let seen = Arc::new(std::mem::take(&mut simulation.seen));
@@ -344,9 +344,9 @@ fn sequences_of_a_batch_are_apart() {
                     mha.try_forward_pool(rows, &[KvStep::new(id, count)], &mut alone)
                         .unwrap();
                 }
-                let kept = alone.kept_positions(id, 0).unwrap();
+                let kept = alone.retained_positions(id, 0).unwrap();
                 assert_eq!(
-                    pool.kept_positions(ids[entry], 0).unwrap(),
+                    pool.retained_positions(ids[entry], 0).unwrap(),
                     kept,
                     "{config:?}"
                 );

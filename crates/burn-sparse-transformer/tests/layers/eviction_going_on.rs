@@ -3,10 +3,10 @@
 use std::ops::ControlFlow;
 
 use burn::tensor::{Device, Int, Tensor};
-use burn_sparse_transformer::generate::{GenerateOptions, NgramDrafts, Sampling};
+use burn_sparse_transformer::generate::{GenerateOptions, PromptLookup, Sampling};
 use burn_sparse_transformer::pool::{
-    CacheError, EvictionConfig, EvictionScore, KvDtype, KvPool, KvPoolConfig, KvStep,
-    ReplayedDecoder, Residency,
+    CacheError, EvictionConfig, EvictionScore, GraphDecoder, KvDtype, KvPool, KvPoolConfig,
+    KvRetention, KvStep,
 };
 use burn_sparse_transformer::{Pattern, SparseMultiHeadAttentionConfig, TransformerError};
 
@@ -38,7 +38,10 @@ fn forks() {
                 go_on(&model, tokens, &mut pool, id, &[20]);
                 go_on(&model, tokens, &mut pool, id, &[1; 3][..from - 20]);
                 let logits = go_on(&model, tokens, &mut pool, id, &[1; 14]);
-                (Tensor::cat(logits, 1), pool.kept_positions(id, 2).unwrap())
+                (
+                    Tensor::cat(logits, 1),
+                    pool.retained_positions(id, 2).unwrap(),
+                )
             });
             let mut pool = model.new_pool(&pool_config(3, config)).unwrap();
             let id = pool.join().unwrap();
@@ -52,11 +55,11 @@ fn forks() {
             }
             for ((logits, id), (expected, kept)) in logits.into_iter().zip([id, fork]).zip(alone) {
                 assert_close(Tensor::cat(logits, 1), expected, 1e-5);
-                assert_eq!(pool.kept_positions(id, 2).unwrap(), kept, "{config:?}");
+                assert_eq!(pool.retained_positions(id, 2).unwrap(), kept, "{config:?}");
                 pool.leave(id).unwrap();
                 pool.verify().unwrap();
             }
-            let mut books = pool.books();
+            let mut books = pool.page_pools();
             assert!(books.all(|books| books.free_pages() == books.config().pages()));
         }
     }
@@ -81,7 +84,7 @@ fn stepwise_equals_replay() {
         let steps = [vec![18], vec![1; SEQ - 18]].concat();
         let expected = go_on(&model, &text, &mut pool, id, &steps);
         let pool = model.new_pool(&pool_config(1, config)).unwrap();
-        let mut decoder = ReplayedDecoder::new(model, pool).unwrap();
+        let mut decoder = GraphDecoder::new(model, pool).unwrap();
         let id = decoder.pool_mut().join().unwrap();
         let mut first = 0;
         for (count, expected) in steps.into_iter().zip(expected) {
@@ -130,7 +133,7 @@ fn going_back() {
             logits.extend(go_on(&model, &text, &mut pool, id, &[1; 14]));
             (
                 Tensor::cat(logits, 1),
-                pool.kept_positions(id, 1).unwrap(),
+                pool.retained_positions(id, 1).unwrap(),
                 pool,
                 id,
             )
@@ -179,7 +182,7 @@ fn going_back_into_the_first_call_and_over_pages() {
                 pool.verify().unwrap();
             }
             let logits = go_on(&model, &text, &mut pool, id, &vec![1; to_come]);
-            let kept = pool.kept_positions(id, 1).unwrap();
+            let kept = pool.retained_positions(id, 1).unwrap();
             let sums = pool.attention_sums(id, 1);
             (Tensor::cat(logits, 1), kept, sums, pool, id)
         };
@@ -227,7 +230,7 @@ fn drafts_go_back_over_pages() {
             texts.unwrap()
         };
         let plain = run(&options);
-        let drafted = run(&options.drafts(NgramDrafts::new(3).with_match(1, 4)));
+        let drafted = run(&options.drafts(PromptLookup::new(3).with_match(1, 4)));
         let back = drafted.iter().map(|text| text.drafted - text.accepted);
         assert!(back.sum::<usize>() > 5);
         for (text, plain) in drafted.iter().zip(&plain) {
@@ -249,7 +252,7 @@ fn importance() {
     let ids = calls_of_two(&mha, &x, &mut pool, &[[6, 5], [1, 1]]);
     // Nothing is evicted until the caller says so.
     assert_eq!(
-        pool.kept_positions(ids[1], 0).unwrap(),
+        pool.retained_positions(ids[1], 0).unwrap(),
         [[0, 1, 2, 3, 4, 5]; 2]
     );
     let scores = Tensor::<3>::from_data(
@@ -265,11 +268,11 @@ fn importance() {
     pool.evict(&ids, std::slice::from_ref(&scores)).unwrap();
     pool.verify().unwrap();
     assert_eq!(
-        pool.kept_positions(ids[0], 0).unwrap(),
+        pool.retained_positions(ids[0], 0).unwrap(),
         [[0, 2, 4], [4, 5, 6]]
     );
     assert_eq!(
-        pool.kept_positions(ids[1], 0).unwrap(),
+        pool.retained_positions(ids[1], 0).unwrap(),
         [[1, 3, 4], [0, 1, 2]]
     );
     // Scores are of tokens, not of what is left of them.
@@ -280,7 +283,7 @@ fn importance() {
     pool.evict(&ids[1..], std::slice::from_ref(&scores_of_one))
         .unwrap();
     assert_eq!(
-        pool.kept_positions(ids[1], 0).unwrap(),
+        pool.retained_positions(ids[1], 0).unwrap(),
         [[3, 4, 6], [0, 1, 6]]
     );
     let text = |error: TransformerError| error.to_string();
@@ -327,7 +330,7 @@ fn what_a_sequence_takes() {
     go_on(&model, &text, &mut pool, id, &[1; SEQ]);
     let usage = pool.usage(id).unwrap();
     // Three layers of two heads; 37 tokens, of which 8 stayed and up to 4 came.
-    let stored = pool.kept_positions(id, 0).unwrap()[0].len();
+    let stored = pool.retained_positions(id, 0).unwrap()[0].len();
     assert!((8..=12).contains(&stored));
     assert_eq!(usage.live_bytes, 3 * 2 * stored * 8 * 4);
     assert_eq!(usage.all_bytes, 3 * 2 * SEQ * 8 * 4);
@@ -371,7 +374,7 @@ fn errors() {
     );
     fails(
         causal(),
-        pool_config(1, tova).with_residency(Residency::Evict),
+        pool_config(1, tova).with_residency(KvRetention::Evict),
         "residency must be another; `with_eviction` says which keys stay, got Evict",
     );
 
@@ -387,7 +390,7 @@ fn errors() {
         let id = pool.join().unwrap();
         go_on(&model, &text, &mut pool, id, &[36]);
         let fork = pool.fork(id).unwrap();
-        let kept = pool.kept_positions(id, 1).unwrap();
+        let kept = pool.retained_positions(id, 1).unwrap();
         let steps = [KvStep::new(id, 1)];
         let error = model
             .try_forward_pool(part(&text, 36, 1), &steps, &mut pool)
@@ -397,12 +400,12 @@ fn errors() {
             TransformerError::Cache(CacheError::OutOfPages { .. })
         ));
         pool.verify().unwrap();
-        assert_eq!(pool.kept_positions(id, 1).unwrap(), kept);
+        assert_eq!(pool.retained_positions(id, 1).unwrap(), kept);
         assert_eq!(pool.len(id).unwrap(), 36);
         // With the other gone it goes on.
         pool.leave(fork).unwrap();
         go_on(&model, &text, &mut pool, id, &[1]);
-        assert_eq!(pool.kept_positions(id, 1).unwrap()[0].len(), 18);
+        assert_eq!(pool.retained_positions(id, 1).unwrap()[0].len(), 18);
     }
 }
 
@@ -429,7 +432,10 @@ fn eight_bits_are_evicted() {
             pool.evict(&[id], &scores.collect::<Vec<_>>()).unwrap();
             pool.verify().unwrap();
             logits.extend(go_on(&model, &text, &mut pool, id, &[1, 3, 1]));
-            (Tensor::cat(logits, 1), pool.kept_positions(id, 1).unwrap())
+            (
+                Tensor::cat(logits, 1),
+                pool.retained_positions(id, 1).unwrap(),
+            )
         };
         let (got, kept) = run(dtype);
         let (expected, expected_kept) = run(KvDtype::Model);

@@ -5,9 +5,9 @@ use std::ops::ControlFlow;
 use crate::common::randomise;
 use burn::tensor::{Device, FloatDType, Int, Tensor};
 use burn_sparse_transformer::generate::{
-    EndReason, GenerateOptions, Generated, NgramDrafts, Sampling,
+    FinishReason, GenerateOptions, GenerateOutput, PromptLookup, Sampling,
 };
-use burn_sparse_transformer::pool::{KvDtype, Residency};
+use burn_sparse_transformer::pool::{KvDtype, KvRetention};
 use burn_sparse_transformer::{Factorization, Pattern, SparseTransformer, SparseTransformerConfig};
 use rstest::rstest;
 
@@ -33,7 +33,7 @@ fn run(
     model: &SparseTransformer,
     prompts: &[Vec<u32>],
     options: &GenerateOptions,
-) -> (Vec<Generated>, Vec<Vec<u32>>) {
+) -> (Vec<GenerateOutput>, Vec<Vec<u32>>) {
     let mut given = vec![Vec::new(); prompts.len()];
     let texts = model.generate(prompts, options, &mut |step| {
         assert_eq!(step.index, given[step.prompt].len());
@@ -64,7 +64,7 @@ fn greedy_text_is_what_the_whole_model_finds_likeliest() {
             tokens.push(likeliest(&model, &tokens));
         }
         assert_eq!(text.tokens, tokens[prompt.len()..]);
-        assert_eq!(text.reason, EndReason::Length);
+        assert_eq!(text.reason, FinishReason::Length);
         assert_eq!(given, text.tokens);
     }
     // The same on a device with autodiff.
@@ -104,8 +104,8 @@ fn what_is_kept_changes_no_text() {
         .to_vec();
     let options = GenerateOptions::default().max_new(8).sampling(greedy());
     let (texts, _) = run(&model, &prompts, &options);
-    let window = |window, sinks| Residency::Window { window, sinks };
-    for residency in [Residency::All, window(CONTEXT, 0), window(8, CONTEXT)] {
+    let window = |window, sinks| KvRetention::Window { window, sinks };
+    for residency in [KvRetention::All, window(CONTEXT, 0), window(8, CONTEXT)] {
         let options = options.clone().residency(residency).page_size(16);
         assert_eq!(run(&model, &prompts, &options).0, texts, "{residency:?}");
     }
@@ -148,14 +148,14 @@ fn drafts_change_no_text(#[case] pattern: Pattern) {
             .page_size(16);
         let (texts, given) = run(&model, &prompts, &plain);
         for (tokens, residency) in [
-            (1, Residency::Reachable),
-            (3, Residency::Reachable),
-            (7, Residency::All),
+            (1, KvRetention::Reachable),
+            (3, KvRetention::Reachable),
+            (7, KvRetention::All),
         ] {
             let options = plain
                 .clone()
                 .residency(residency)
-                .drafts(NgramDrafts::new(tokens).with_match(1, 4));
+                .drafts(PromptLookup::new(tokens).with_match(1, 4));
             let (with_drafts, also_given) = run(&model, &prompts, &options);
             for (plain, text) in texts.iter().zip(&with_drafts) {
                 assert_eq!((&text.tokens, text.reason), (&plain.tokens, plain.reason));
@@ -192,7 +192,7 @@ fn stops_are_not_written() {
         let options = options.clone().stop([never, stop.to_vec()]);
         let (texts, given) = run(&model, &prompt, &options);
         assert_eq!(texts[0].tokens, whole[..at]);
-        assert_eq!(texts[0].reason, EndReason::Stop);
+        assert_eq!(texts[0].reason, FinishReason::Stop);
         assert_eq!(given[0], texts[0].tokens);
     }
     let token = whole[5];
@@ -200,7 +200,7 @@ fn stops_are_not_written() {
     assert_eq!(texts[0].tokens, whole[..first(&[token])]);
     assert_eq!(
         (texts[0].reason, &given[0]),
-        (EndReason::Stop, &texts[0].tokens)
+        (FinishReason::Stop, &texts[0].tokens)
     );
     // The beginning of a stop sequence at the end of a text belongs to it.
     let beginning = vec![whole[9], VOCAB as u32];
@@ -222,16 +222,16 @@ fn texts_end_with_the_context_and_the_caller() {
         }
     });
     let texts = texts.unwrap();
-    let ends = |text: &Generated| (text.tokens.len(), text.reason);
+    let ends = |text: &GenerateOutput| (text.tokens.len(), text.reason);
     // The token behind the last position is still predicted.
-    assert_eq!(ends(&texts[0]), (6, EndReason::Context));
-    assert_eq!(ends(&texts[1]), (1, EndReason::Context));
-    assert_eq!(ends(&texts[2]), (2, EndReason::Caller));
+    assert_eq!(ends(&texts[0]), (6, FinishReason::Context));
+    assert_eq!(ends(&texts[1]), (1, FinishReason::Context));
+    assert_eq!(ends(&texts[2]), (2, FinishReason::Caller));
     let (texts, given) = run(&model, &prompts, &options.max_new(0));
     assert!(
         texts
             .iter()
-            .all(|text| ends(text) == (0, EndReason::Length))
+            .all(|text| ends(text) == (0, FinishReason::Length))
     );
     assert!(given.iter().all(Vec::is_empty));
     assert!(run(&model, &[], &GenerateOptions::default()).0.is_empty());
@@ -243,7 +243,7 @@ fn a_model_without_finite_logits_writes_nothing() {
     model.output.weight = model.output.weight.map(|weight| weight * f32::NAN);
     let (texts, _) = run(&model, &[vec![1, 2]], &GenerateOptions::default());
     assert!(texts[0].tokens.is_empty());
-    assert_eq!(texts[0].reason, EndReason::NotFinite);
+    assert_eq!(texts[0].reason, FinishReason::NotFinite);
 }
 
 #[rstest]
@@ -251,7 +251,7 @@ fn a_model_without_finite_logits_writes_nothing() {
 #[case(&[1; 21], GenerateOptions::default(), "prompts must be of 1 to 20 tokens, the context, got 21 in prompt 1")]
 #[case(&[1, 11], GenerateOptions::default(), "prompts must be of tokens below 11, the model's vocabulary, got 11 in prompt 1")]
 #[case(&[1], GenerateOptions::default().stop([vec![]]), "stop must be sequences of at least one token, got an empty one")]
-#[case(&[1], GenerateOptions::default().drafts(NgramDrafts::new(0)), "drafts.tokens must be at least 1, got 0")]
+#[case(&[1], GenerateOptions::default().drafts(PromptLookup::new(0)), "drafts.tokens must be at least 1, got 0")]
 #[case(&[1], GenerateOptions::default().sampling(Sampling::default().top_p(2.0)), "top_p must be above 0 and at most 1, got 2")]
 fn bad_input(#[case] prompt: &[u32], #[case] options: GenerateOptions, #[case] message: &str) {
     let model = model(&Device::flex());

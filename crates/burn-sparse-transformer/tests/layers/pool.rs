@@ -3,7 +3,7 @@
 use burn::nn::RotaryEncodingConfig;
 use burn::tensor::{Device, FloatDType, Int, Tensor};
 use burn_sparse_transformer::pool::{
-    CacheError, KvPool, KvPoolConfig, KvStep, Residency, SequenceId,
+    CacheError, KvPool, KvPoolConfig, KvRetention, KvStep, SequenceId,
 };
 use burn_sparse_transformer::{
     BlockAttentionConfig, Factorization, Pattern, QkNorm, SparseMhaInput, SparseMultiHeadAttention,
@@ -138,7 +138,7 @@ fn rows_are_those_of_the_whole_for_every_pattern() {
 }
 
 #[rstest]
-#[case::all(config(2).with_residency(Residency::All))]
+#[case::all(config(2).with_residency(KvRetention::All))]
 #[case::rollback(config(2).with_rollback(5).with_chunk(20))]
 #[case::large_pages(config(2).with_page_size(64).with_chunk(20))]
 fn what_is_kept_changes_nothing(#[case] config: KvPoolConfig) {
@@ -253,7 +253,7 @@ fn a_model(#[case] attention: Option<BlockAttentionConfig>) {
         let mut pool = model
             .new_pool(&config(4).with_rollback(6).with_chunk(8))
             .unwrap();
-        assert_eq!(pool.books().count(), 3);
+        assert_eq!(pool.page_pools().count(), 3);
         let expect = |logits: Tensor<3>, entry: usize, first: usize| {
             let [_, count, _] = logits.dims();
             let expected = whole.clone().narrow(0, entry, 1).narrow(1, first, count);
@@ -311,7 +311,7 @@ fn a_model(#[case] attention: Option<BlockAttentionConfig>) {
         }
         pool.verify().unwrap();
         assert!(
-            pool.books()
+            pool.page_pools()
                 .all(|books| books.free_pages() == books.config().pages())
         );
     }
@@ -370,7 +370,7 @@ fn a_window_is_the_streaming_pattern() {
     let whole = streaming
         .try_forward(SparseMhaInput::self_attn(x.clone()))
         .unwrap();
-    let window = Residency::Window {
+    let window = KvRetention::Window {
         window: 6,
         sinks: 3,
     };
@@ -498,7 +498,7 @@ proptest! {
         let rollback = if goes_back { 4 } else { 0 };
         let mut config = config(7).with_page_size(page_size).with_rollback(rollback).with_chunk(SEQ);
         if keeps_all {
-            config = config.with_residency(Residency::All);
+            config = config.with_residency(KvRetention::All);
         }
         let mut pool = KvPool::for_attention(&mha, &config).unwrap();
         let mut ids: Vec<SequenceId> = (0..3).map(|_| pool.join().unwrap()).collect();

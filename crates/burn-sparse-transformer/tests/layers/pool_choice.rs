@@ -3,7 +3,7 @@
 use burn::tensor::{Device, Int, Tensor};
 use burn_sparse_transformer::generate::{GenerateOptions, Sampling};
 use burn_sparse_transformer::pool::{
-    EvictionConfig, KvDtype, KvPool, KvPoolConfig, KvStep, Residency, SequenceId,
+    EvictionConfig, KvDtype, KvPool, KvPoolConfig, KvRetention, KvStep, SequenceId,
 };
 use burn_sparse_transformer::{
     BlockAttentionConfig, Factorization, Pattern, SparseMultiHeadAttentionConfig,
@@ -136,7 +136,7 @@ fn pages_are_looked_at_again() {
     let mixed = Tensor::cat(vec![part(&first, 0, 0, 57), part(&other, 0, 57, SEQ)], 1);
     let [whole, of_other, of_mixed] =
         [&first, &other, &mixed].map(|tokens| model.try_forward(tokens.clone()).unwrap());
-    let config = KvPoolConfig::new(3, 128).with_residency(Residency::All);
+    let config = KvPoolConfig::new(3, 128).with_residency(KvRetention::All);
     let mut reader = Reader::new(model, &config);
     let a = reader.pool.join().unwrap();
     reader.read(a, &first, &whole, 70, 23);
@@ -279,7 +279,7 @@ fn what_cannot_be_chosen_from_is_refused() {
     let _guard = seed(&device, 17);
     let room = || KvPoolConfig::new(1, 64);
     let eviction = EvictionConfig::h2o(4, 4);
-    let window = Residency::Window {
+    let window = KvRetention::Window {
         window: 9,
         sinks: 1,
     };

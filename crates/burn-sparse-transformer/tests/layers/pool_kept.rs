@@ -3,8 +3,8 @@
 use burn::nn::RotaryEncodingConfig;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_sparse_transformer::pool::{
-    CacheError, EvictionConfig, KvDtype, KvPool, KvPoolConfig, KvPositions, KvSnapshot, KvStep,
-    Residency, SequenceId,
+    CacheError, EvictionConfig, KvDtype, KvPool, KvPoolConfig, KvPositions, KvRetention,
+    KvSnapshot, KvStep, SequenceId,
 };
 use burn_sparse_transformer::{
     Factorization, Pattern, SparseMhaInput, SparseMultiHeadAttentionConfig, SparseTransformer,
@@ -254,7 +254,7 @@ fn snapshots_of_others_are_refused() {
     let error = pool.load(&altered).unwrap_err().to_string();
     assert_eq!(error, "tokens of the saved sequence must be 40, got 41");
     pool.verify().unwrap();
-    let evicting = config.with_residency(Residency::Evict);
+    let evicting = config.with_residency(KvRetention::Evict);
     let evicting = evicting.with_eviction(EvictionConfig::tova(9));
     let mut pool = model.new_pool(&evicting).unwrap();
     let error = pool.load(&saved).unwrap_err().to_string();
@@ -286,7 +286,7 @@ fn rotations_are_of_places_in_the_cache(
     let config = KvPoolConfig::new(2, seq)
         .with_page_size(16)
         .with_chunk(seq)
-        .with_residency(Residency::Window { window, sinks })
+        .with_residency(KvRetention::Window { window, sinks })
         .with_positions(KvPositions::InCache);
     let mut pool = KvPool::for_attention(&mha, &config).unwrap();
     let ids = [(); 2].map(|()| pool.join().unwrap());
@@ -321,7 +321,7 @@ fn positions_are_counted_in_windows_alone() {
     let error = model.new_pool(&config).unwrap_err().to_string();
     let message = "positions must be Original, because the residency is no Window, got InCache";
     assert_eq!(error, message);
-    let window = Residency::Window {
+    let window = KvRetention::Window {
         window: 8,
         sinks: 2,
     };

@@ -2,7 +2,7 @@
 
 use burn::tensor::{Device, Int, Tensor};
 use burn_sparse_transformer::pool::{
-    EvictionConfig, KvDtype, KvPool, KvPoolConfig, KvSnapshot, KvStep, ReplayedDecoder, Residency,
+    EvictionConfig, GraphDecoder, KvDtype, KvPool, KvPoolConfig, KvRetention, KvSnapshot, KvStep,
     SequenceId,
 };
 use burn_sparse_transformer::{
@@ -189,7 +189,7 @@ fn prompts_end_anywhere(#[values(0, 1, 2, 3, 4, 5)] text: usize) {
 #[rstest]
 fn pages_are_as_if_nothing_had_happened(
     #[values(0, 1, 2, 3, 4)] text: usize,
-    #[values(Residency::All, Residency::Reachable)] residency: Residency,
+    #[values(KvRetention::All, KvRetention::Reachable)] residency: KvRetention,
 ) {
     let device = Device::flex();
     let _guard = seed(&device, 23);
@@ -263,7 +263,7 @@ fn known_beginnings_are_not_read_again(#[case] text: usize, #[case] expected: us
     let whole = model.try_forward(tokens.clone()).unwrap();
     let config = KvPoolConfig::new(2, CONTEXT)
         .with_prefix_reuse()
-        .with_residency(Residency::All);
+        .with_residency(KvRetention::All);
     let pool = &mut model.new_pool(&config).unwrap();
     let text: Vec<u32> = tokens.to_data().iter::<u32>().collect();
     let a = pool.join().unwrap();
@@ -307,7 +307,7 @@ fn generated_text_does_not_depend_on_the_batch(#[values(0, 4)] text: usize) {
     let [(prompt, text), _] = generates_as_alone(&model);
     // Steps are not recorded, and the same.
     let pool = model.new_pool(&KvPoolConfig::new(1, CONTEXT)).unwrap();
-    let mut decoder = ReplayedDecoder::new(model, pool).unwrap();
+    let mut decoder = GraphDecoder::new(model, pool).unwrap();
     let id = decoder.pool_mut().join().unwrap();
     let mut next = prompt;
     for token in text {
@@ -372,7 +372,7 @@ fn what_a_pool_does_not_do_is_refused() {
     let device = Device::flex();
     let _guard = seed(&device, 28);
     let room = || KvPoolConfig::new(1, 64);
-    let window = Residency::Window {
+    let window = KvRetention::Window {
         window: 9,
         sinks: 1,
     };

@@ -1,7 +1,7 @@
 //! Pools in which choices by content are of prompts alone: those are what `forward` gives, and what follows sees all keys.
 
 use burn::tensor::{Device, Int, Tensor};
-use burn_sparse_transformer::pool::{EvictionConfig, KvPoolConfig, KvStep, Residency};
+use burn_sparse_transformer::pool::{EvictionConfig, KvPoolConfig, KvRetention, KvStep};
 use burn_sparse_transformer::{
     BlockAttentionConfig, Factorization, HeadSelections, Pattern, SparseTransformer,
     SparseTransformerConfig,
@@ -129,7 +129,7 @@ fn what_cannot_be_read_by_a_choice_is_refused() {
             &by_head,
             pool.clone()
                 .with_choosing_prompts()
-                .with_residency(Residency::Window {
+                .with_residency(KvRetention::Window {
                     window: 8,
                     sinks: 2,
                 }),

@@ -88,8 +88,8 @@ fn means_follow_queries_in_training_alone() {
         let [plain_q, plain_v] = [&q, &v].map(|x| x.clone().without_autodiff());
         let mut plain = routing.valid();
         plain.try_forward(plain_q, plain_v).unwrap();
-        plain.update_means();
-        routing.update_means();
+        plain.ema_update();
+        routing.ema_update();
         assert_eq!(numbers(plain.means.val()), before);
         assert_eq!(numbers(routing.means.val()), before);
         // Two passes, as where blocks are computed again, move them once.
@@ -98,10 +98,10 @@ fn means_follow_queries_in_training_alone() {
         assert_eq!(numbers(routing.means.val()), before);
         let commitment = numbers(out.commitment.unwrap());
         assert_near("commitment", &commitment, &[0.209251], 5e-7);
-        routing.update_means();
+        routing.ema_update();
         let after = numbers(routing.means.val());
         assert_near("mean 1", &after[4..8], &expected, tolerance);
-        routing.update_means();
+        routing.ema_update();
         assert_eq!(numbers(routing.means.val()), after);
         assert!(!routing.means.val().is_require_grad());
     }
@@ -240,8 +240,8 @@ fn clusters_attend_as_in_loops() {
         for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5)] {
             let [tq, tk] = [&q, &k].map(|x| tensor(x, shape, &device, dtype));
             let tv = tensor(&v, [batch, count, seq, value_dim], &device, dtype);
-            let means_at = tensor(&means, [count, clusters, dim], &device, dtype);
-            let routing = heads(RoutingHeadsConfig::new(window), means_at);
+            let segment_mean = tensor(&means, [count, clusters, dim], &device, dtype);
+            let routing = heads(RoutingHeadsConfig::new(window), segment_mean);
             let got = routing.try_forward(tq.clone(), tv.clone()).unwrap().context;
             let sizes = Sizes {
                 window: window.min(seq),
@@ -279,8 +279,8 @@ fn many_clusters_are_gathered_in_parts() {
     let [q, _, v, means] = problem(sizes);
     let tq = tensor(&q, [1, 1, 700, 4], &device, DType::F32);
     let tv = tensor(&v, [1, 1, 700, 8_188], &device, DType::F32);
-    let means_at = tensor(&means, [1, 7, 4], &device, DType::F32);
-    let routing = heads(RoutingHeadsConfig::new(100), means_at);
+    let segment_mean = tensor(&means, [1, 7, 4], &device, DType::F32);
+    let routing = heads(RoutingHeadsConfig::new(100), segment_mean);
     let got = routing.try_forward(tq, tv).unwrap().context;
     // The first eight columns alone, which fit at once.
     let narrow: Vec<f64> = v.chunks(8_188).flat_map(|row| row[..8].to_vec()).collect();
@@ -412,7 +412,7 @@ fn a_module_is_repeatable_and_its_record_holds_the_means() {
         let loss = (out.context.clone() * out.context).sum() + out.commitment.unwrap();
         let grads = loss.backward();
         let by_query = attention.query.weight.val().grad(&grads).unwrap();
-        attention.update_means();
+        attention.ema_update();
         (attention, x, numbers(by_query))
     };
     let (attention, x, by_query) = run();

@@ -196,7 +196,7 @@ impl Replicas {
         let expected = all[0].grad_norm;
         let mean = |losses: Vec<f64>| losses.iter().sum::<f64>() / losses.len() as f64;
         let loss = mean(all.iter().map(|of| f64::from(of.loss)).collect());
-        let aside: Option<Vec<f64>> = all.iter().map(|of| of.aside.map(f64::from)).collect();
+        let aux_loss: Option<Vec<f64>> = all.iter().map(|of| of.aux_loss.map(f64::from)).collect();
         let title = |rank: usize| title(&self.devices[rank].name, rank, all.len());
         for (
             rank,
@@ -219,7 +219,7 @@ impl Replicas {
         Ok(Measured {
             loss,
             grad_norm: f64::from(expected),
-            aside: aside.map(mean),
+            aux_loss: aux_loss.map(mean),
         })
     }
 }

@@ -73,10 +73,10 @@ impl Training {
         }
     }
 
-    /// [`Steps::settle_means`], of one device: groups refuse models with means.
-    pub fn settle_means(&mut self, tokens: TensorData, seed: u64) -> Result<()> {
+    /// [`Steps::kmeans_init`], of one device: groups refuse models with means.
+    pub fn kmeans_init(&mut self, tokens: TensorData, seed: u64) -> Result<()> {
         match self {
-            Self::One(steps) => steps.settle_means(tokens, seed),
+            Self::One(steps) => steps.kmeans_init(tokens, seed),
             Self::Several(_) => Err(anyhow!("several devices have no means of clusters")),
         }
     }

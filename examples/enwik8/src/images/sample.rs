@@ -6,7 +6,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Device;
 use burn_sparse_transformer::generate::Sampling;
-use burn_sparse_transformer::pool::{KvPoolConfig, KvStep, Residency};
+use burn_sparse_transformer::pool::{KvPoolConfig, KvRetention, KvStep};
 use burn_sparse_transformer::{Precision, SparseTransformer};
 use clap::Args;
 
@@ -167,7 +167,7 @@ pub fn draw(
 ) -> Result<Vec<Vec<u8>>> {
     let length = pictures.bytes();
     let config = KvPoolConfig::for_lengths(classes.iter().map(|_| length))
-        .with_residency(Residency::Reachable);
+        .with_residency(KvRetention::Reachable);
     let pool = model.new_pool(&config)?;
     let mut decoder = Decoder::new(model, pool, graph)?;
     let ids = (classes.iter())

@@ -3,12 +3,12 @@
 use anyhow::{Result, anyhow, bail};
 use burn::tensor::{Device, Tensor, TensorData};
 use burn_sparse_transformer::SparseTransformer;
-use burn_sparse_transformer::pool::{KvPool, KvStep, ReplayedDecoder};
+use burn_sparse_transformer::pool::{GraphDecoder, KvPool, KvStep};
 
 /// A model and its pool.
 pub enum Decoder {
     Plain(Box<(SparseTransformer, KvPool)>),
-    Replayed(Box<ReplayedDecoder>),
+    CapturedGraph(Box<GraphDecoder>),
 }
 
 impl Decoder {
@@ -18,7 +18,7 @@ impl Decoder {
     /// If the pool is not the model's.
     pub fn new(model: SparseTransformer, pool: KvPool, graph: bool) -> Result<Self> {
         Ok(match graph {
-            true => Self::Replayed(Box::new(ReplayedDecoder::new(model, pool)?)),
+            true => Self::CapturedGraph(Box::new(GraphDecoder::new(model, pool)?)),
             false => Self::Plain(Box::new((model, pool))),
         })
     }
@@ -27,7 +27,7 @@ impl Decoder {
     pub fn with_pool<T>(&mut self, f: impl FnOnce(&mut KvPool) -> T) -> T {
         match self {
             Self::Plain(plain) => f(&mut plain.1),
-            Self::Replayed(decoder) => f(&mut decoder.pool_mut()),
+            Self::CapturedGraph(decoder) => f(&mut decoder.pool_mut()),
         }
     }
 
@@ -44,7 +44,7 @@ impl Decoder {
                 let (model, pool) = &mut **plain;
                 model.try_forward_pool(Tensor::from_data(data, device), steps, pool)?
             }
-            Self::Replayed(_) => bail!("drafts are not recorded"),
+            Self::CapturedGraph(_) => bail!("drafts are not recorded"),
         })
     }
 
@@ -70,11 +70,13 @@ impl Decoder {
     pub fn describe(&self) -> Option<String> {
         match self {
             Self::Plain(_) => None,
-            Self::Replayed(decoder) => match (decoder.is_recorded(), decoder.refusal()) {
-                (true, _) => Some("replays steps: one dispatch for each".to_owned()),
-                (false, Some(reason)) => Some(format!("runs steps one by one: {reason}")),
-                (false, None) => None,
-            },
+            Self::CapturedGraph(decoder) => {
+                match (decoder.is_recorded(), decoder.fallback_reason()) {
+                    (true, _) => Some("replays steps: one dispatch for each".to_owned()),
+                    (false, Some(reason)) => Some(format!("runs steps one by one: {reason}")),
+                    (false, None) => None,
+                }
+            }
         }
     }
 
@@ -91,7 +93,7 @@ impl Decoder {
                 let tokens = Tensor::from_data(rows_of(tokens, steps.len()), device);
                 model.next_logits(tokens, steps, pool)?
             }
-            Self::Replayed(decoder) => decoder.next_logits(tokens, steps)?,
+            Self::CapturedGraph(decoder) => decoder.next_logits(tokens, steps)?,
         })
     }
 }

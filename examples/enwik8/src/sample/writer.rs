@@ -252,7 +252,7 @@ impl Writer {
             sum.read_bytes += usage.read_bytes;
         }
         let (pool_bytes, shared_pages) = self.decoder.with_pool(|pool| {
-            let shared = pool.books().map(|books| {
+            let shared = pool.page_pools().map(|books| {
                 let pages = 0..books.config().pages();
                 pages.filter(|&page| books.references(page) > 1).count()
             });

@@ -235,7 +235,7 @@ pub fn bias_gradient<S: Size, P: Size>(
             comptime!(t.group),
             comptime!(t.clustered),
         );
-        let rows = unit_rows(places.upper, places.lower, &listing, comptime!(t.pairs()));
+        let rows = l2_normalize(places.upper, places.lower, &listing, comptime!(t.pairs()));
 
         let own = box_of(
             plan,

@@ -15,7 +15,7 @@ use crate::kernels::call::{PartRequest, Request, TierLimit, check_hopper};
 use crate::kernels::tensor::{TOO_LARGE, check_limit, check_options, half_of, is_u32};
 use crate::kernels::tuning::Tuning;
 use crate::plan::{Grouping, NarrowCosts, Walk, has_long_tiles};
-use crate::{BlockLayout, ChosenBy, DeviceChoice, Residue};
+use crate::{BlockLayout, BlockSource, DeviceChoice, Residue};
 
 /// In the fused backward pass walks are short where a tile walks fewer steps than this on average: then what a tile begins
 /// and ends with is much of its time.
@@ -206,7 +206,7 @@ pub fn choose_backward(part: &PartRequest, forward: Tile) -> Result<Backward, &'
     }
     // Visits are counted on the host, which knows them where a device says of nothing but pairs which there are. Rows that were gathered are in tiles that
     // see few others, and would wait for these.
-    let lists = |choice: &&DeviceChoice| matches!(choice.by, ChosenBy::Keys { .. });
+    let lists = |choice: &&DeviceChoice| matches!(choice.by, BlockSource::Keys { .. });
     let places = (layout.device_choice().filter(lists))
         .and_then(|_| layout.places())
         .filter(|places| places.block_size() > 32);

@@ -9,7 +9,7 @@ pub(super) enum Coarse {
     /// Where they should be faster.
     IfFaster,
     /// Where they can: for measuring.
-    Forced,
+    Always,
 }
 
 impl Coarse {
@@ -21,7 +21,7 @@ impl Coarse {
         }
         match Tuning::or_default().coarse {
             Some(false) => None,
-            Some(true) => Some(Self::Forced),
+            Some(true) => Some(Self::Always),
             None => Some(Self::IfFaster),
         }
     }
@@ -32,7 +32,7 @@ impl Coarse {
         const WORTHWHILE: f64 = 1.05;
         match self {
             Self::IfFaster => cost * WORTHWHILE < gathered,
-            Self::Forced => true,
+            Self::Always => true,
         }
     }
 }

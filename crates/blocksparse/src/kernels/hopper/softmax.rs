@@ -33,7 +33,7 @@ pub fn rows_of_unit(plan: &[u32], rows: u32, listing: &Listing, #[comptime] t: T
         upper = places.upper;
         lower = places.lower;
     }
-    unit_rows(upper, lower, listing, comptime!(t.pairs()))
+    l2_normalize(upper, lower, listing, comptime!(t.pairs()))
 }
 
 /// What a cube walks: the steps of its tile.

@@ -193,7 +193,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
         }
     }
 
-    let rows = unit_rows(
+    let rows = l2_normalize(
         places.upper,
         places.lower,
         &listing,

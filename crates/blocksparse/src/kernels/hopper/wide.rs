@@ -151,7 +151,7 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
         comptime!(t.group),
         comptime!(t.clustered),
     );
-    let rows = unit_rows(
+    let rows = l2_normalize(
         places.upper,
         places.lower,
         &listing,

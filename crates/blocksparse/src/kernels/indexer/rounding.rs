@@ -12,7 +12,7 @@ use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::error::KernelError;
 use crate::kernels::on_device::planes;
 use crate::kernels::shared::codec::{INFINITY, nearest_e4m3};
-use crate::{ROTATED_WIDTHS, RotatedRows};
+use crate::{HADAMARD_WIDTHS, HadamardFp8};
 
 /// Bits of a number that is none.
 const NAN: u32 = 0x7fc0_0000;
@@ -21,7 +21,7 @@ const NAN: u32 = 0x7fc0_0000;
 const OWN: usize = 8;
 const UNITS: usize = 256;
 
-/// The exponent, as f32 has it, of a row's scale, as [`RotatedRows::round`] has it, of the bits of the row's largest number without its sign.
+/// The exponent, as f32 has it, of a row's scale, as [`HadamardFp8::round`] has it, of the bits of the row's largest number without its sign.
 #[cube]
 pub(super) fn scale_exponent(largest: u32) -> u32 {
     // 448 is 1.75 · 2⁸.
@@ -204,17 +204,17 @@ fn round<E: Float, N: Size>(
     }
 }
 
-/// Rotates and rounds contiguous rows of f32, f16 or bf16, `[rows, width]`, as [`RotatedRows::round`] does. Of f16 what is below 2⁻²⁴ is lost.
+/// Rotates and rounds contiguous rows of f32, f16 or bf16, `[rows, width]`, as [`HadamardFp8::round`] does. Of f16 what is below 2⁻²⁴ is lost.
 ///
 /// # Errors
-/// [`KernelError`] if the device has no such numbers, its cubes are too small, rows of such a width are not [taken](RotatedRows::takes), or there are more than a
+/// [`KernelError`] if the device has no such numbers, its cubes are too small, rows of such a width are not [taken](HadamardFp8::takes), or there are more than a
 /// launch has cubes for.
 pub fn round_rows(
     client: &Client,
     element: ElemType,
     x: &Handle,
     [rows, width]: [usize; 2],
-    of: RotatedRows,
+    of: HadamardFp8,
     out: &Handle,
 ) -> Result<(), KernelError> {
     check_rounding(client, element, width)?;
@@ -251,9 +251,9 @@ pub fn round_rows(
 /// As [`round_rows`]'s.
 pub fn check_rounding(client: &Client, element: ElemType, width: usize) -> Result<(), KernelError> {
     check_device(client, element, UNITS, "units of a cube that rounds rows")?;
-    if !RotatedRows::takes(width) {
+    if !HadamardFp8::takes(width) {
         let what = "numbers of a row that is rotated, a power of two from 8 on";
-        return Err(KernelError::limit(what, ROTATED_WIDTHS[1] as u32, width));
+        return Err(KernelError::limit(what, HADAMARD_WIDTHS[1] as u32, width));
     }
     Ok(())
 }

@@ -16,7 +16,7 @@ use crate::kernels::error::KernelError;
 use crate::kernels::known::Recent;
 use crate::kernels::on_device::{ChoiceTensor, choose_blocks};
 use crate::kernels::tier::ForwardTile;
-use crate::{BlockLayout, ChosenBy, DeviceChoice, LayoutShape, Pattern};
+use crate::{BlockLayout, BlockSource, DeviceChoice, LayoutShape, Pattern};
 
 /// Positions of a block of what is seen: those of the widest tile.
 const BLOCK: usize = 128;
@@ -95,7 +95,7 @@ fn layout(request: &ListedRequest, seen: &BlockLayout) -> Result<BlockLayout, St
     let choice = DeviceChoice {
         patterns: [request.batch, request.kv_heads],
         causal: false,
-        by: ChosenBy::Keys { most: request.most },
+        by: BlockSource::Keys { most: request.most },
     };
     let name = "single keys that each query lists, in tiles";
     BlockLayout::on_device_within(name, choice, seen).map_err(|error| error.to_string())

@@ -17,7 +17,7 @@ use crate::kernels::args::buffer;
 use crate::kernels::device_key::{DeviceKey, device_key};
 use crate::kernels::error::KernelError;
 use crate::plan::Walk;
-use crate::{BlockLayout, ChosenBy, DeviceChoice, LayoutShape};
+use crate::{BlockLayout, BlockSource, DeviceChoice, LayoutShape};
 
 /// The tensor that chooses a layout's blocks, contiguous.
 #[derive(Clone, Debug)]
@@ -102,7 +102,7 @@ fn row_bits(
         KernelError::check_u32("the positions of a layout", patterns(choice) * numbers)?;
         return Ok(tensor.handle.clone());
     }
-    if let ChosenBy::Keys { most } = choice.by {
+    if let BlockSource::Keys { most } = choice.by {
         let lengths @ [seq_q, seq_kv] = [layout.seq_q(), layout.seq_kv()];
         KernelError::check_u32(
             "the words of a layout's pairs, by keys",
@@ -113,11 +113,11 @@ fn row_bits(
     }
     let rows = patterns(choice) * layout.q_blocks();
     let width = match choice.by {
-        ChosenBy::Positions(_) | ChosenBy::OwnPositions(_) | ChosenBy::Keys { .. } => {
+        BlockSource::Positions(_) | BlockSource::OwnPositions(_) | BlockSource::Keys { .. } => {
             unreachable!("{NO_BLOCKS}")
         }
-        ChosenBy::Indices { most } => most,
-        ChosenBy::Mask | ChosenBy::Scores(_) => layout.kv_blocks(),
+        BlockSource::Indices { most } => most,
+        BlockSource::Mask | BlockSource::Scores(_) => layout.kv_blocks(),
     };
     let elements = rows * width.max(layout.kv_blocks());
     if u32::try_from(elements).is_err() {
@@ -132,17 +132,19 @@ fn row_bits(
         .map(|whole| AllowedBits::new(client, whole))
         .transpose()?;
     let hidden = match (&allowed, choice.by) {
-        (Some(allowed), ChosenBy::Scores(_)) => Some(hide(client, layout, choice, tensor, allowed)),
+        (Some(allowed), BlockSource::Scores(_)) => {
+            Some(hide(client, layout, choice, tensor, allowed))
+        }
         _ => None,
     };
     let input = buffer(hidden.as_ref().unwrap_or(&tensor.handle), rows * width);
     let (grid, causal) = (grid(layout), choice.causal);
     match choice.by {
-        ChosenBy::Positions(_) | ChosenBy::OwnPositions(_) | ChosenBy::Keys { .. } => {
+        BlockSource::Positions(_) | BlockSource::OwnPositions(_) | BlockSource::Keys { .. } => {
             unreachable!("{NO_BLOCKS}")
         }
         // SAFETY: a unit writes its own word of bits, below `len`, and reads as many elements of that row.
-        ChosenBy::Mask => unsafe {
+        BlockSource::Mask => unsafe {
             let cubes = units(client, len);
             let (dim, dtype) = (CubeDim::new_1d(UNITS), tensor.dtype);
             bits::from_mask::launch_unchecked(
@@ -150,13 +152,13 @@ fn row_bits(
             );
         },
         // SAFETY: a unit writes the bits of its own row, below `rows`, and reads that row's indices.
-        ChosenBy::Indices { most } => unsafe {
+        BlockSource::Indices { most } => unsafe {
             let (cubes, dim) = (units(client, rows), CubeDim::new_1d(UNITS));
             bits::from_indices::launch_unchecked(
                 client, cubes, dim, address, input, output, grid, most, rows, causal,
             );
         },
-        ChosenBy::Scores(rule) => {
+        BlockSource::Scores(rule) => {
             let most = layout.kv_blocks();
             let numbers = keep::numbers(&rule, most);
             let planes = match hidden {
@@ -265,7 +267,7 @@ fn column_bits(
     choice: &DeviceChoice,
     rows: &Handle,
 ) -> Handle {
-    if let ChosenBy::Keys { .. } = choice.by {
+    if let BlockSource::Keys { .. } = choice.by {
         let lengths = [layout.seq_q(), layout.seq_kv()];
         return bits::turn_pairs(client, rows, patterns(choice), lengths);
     }

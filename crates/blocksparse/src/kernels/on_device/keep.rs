@@ -13,7 +13,7 @@ use crate::kernels::rows::tile::{
     Combine, Pair, RowTile, across_lanes, pair_across_lanes, pair_shared,
 };
 use crate::rule::{LARGEST, WHOLE, parts_of};
-use crate::{EstimateKind, Keep, Rule};
+use crate::{Budget, EstimateKind, Rule};
 
 const F32: ElemType = ElemType::Float(FloatKind::F32);
 
@@ -26,7 +26,7 @@ const UNIT_BLOCKS: usize = 16;
 /// Blocks that a unit holds, at most; of longer rows it reads them again.
 const MOST_HELD: usize = 16;
 
-/// What of a [`Keep`] is compiled into the kernel.
+/// What of a [`Budget`] is compiled into the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum By {
     TopK,
@@ -39,10 +39,10 @@ impl By {
     /// What of a rule is compiled.
     pub fn of(rule: &Rule) -> Self {
         match rule.keep {
-            Keep::TopK(_) => Self::TopK,
-            Keep::Ratio(_) => Self::Ratio,
-            Keep::TopP { .. } => Self::TopP,
-            Keep::AboveMax(_) => Self::AboveMax,
+            Budget::TopK(_) => Self::TopK,
+            Budget::Ratio(_) => Self::Ratio,
+            Budget::TopP { .. } => Self::TopP,
+            Budget::MinP(_) => Self::AboveMax,
         }
     }
 }
@@ -127,10 +127,10 @@ pub struct Numbers {
 pub fn numbers(rule: &Rule, blocks: usize) -> NumbersLaunch {
     let whole = |count: usize| u32::try_from(count.min(blocks)).unwrap_or(u32::MAX);
     let (least, most, share) = match rule.keep {
-        Keep::TopK(k) => (whole(k), 0, 0.0),
-        Keep::Ratio(ratio) => (parts_of(ratio), 0, 0.0),
-        Keep::TopP { p, min, max } => (whole(min), whole(max), p),
-        Keep::AboveMax(above) => (0, 0, above),
+        Budget::TopK(k) => (whole(k), 0, 0.0),
+        Budget::Ratio(ratio) => (parts_of(ratio), 0, 0.0),
+        Budget::TopP { p, min, max } => (whole(min), whole(max), p),
+        Budget::MinP(above) => (0, 0, above),
     };
     let (local, first) = (
         rule.forced.local.min(blocks + 1),
@@ -199,16 +199,16 @@ pub const WANTED: u32 = 0xff80_0000;
 #[cube]
 pub fn value(key: u32, #[comptime] kind: EstimateKind) -> f32 {
     let least = comptime!(match kind {
-        EstimateKind::Mass => 0.0f32,
-        EstimateKind::Affinity => -LARGEST,
+        EstimateKind::Probability => 0.0f32,
+        EstimateKind::Logit => -LARGEST,
     });
     let value = min(
         max(number(key), least.runtime()),
         comptime!(LARGEST).runtime(),
     );
     match comptime!(kind) {
-        EstimateKind::Mass => select(key == WANTED, 0.0f32.runtime(), value),
-        EstimateKind::Affinity => value,
+        EstimateKind::Probability => select(key == WANTED, 0.0f32.runtime(), value),
+        EstimateKind::Logit => value,
     }
 }
 
@@ -217,8 +217,8 @@ pub fn value(key: u32, #[comptime] kind: EstimateKind) -> f32 {
 pub fn weight(key: u32, row: &Row, #[comptime] kind: EstimateKind) -> f32 {
     let value = value(key, kind);
     match comptime!(kind) {
-        EstimateKind::Mass => value,
-        EstimateKind::Affinity => (value - row.largest).exp(),
+        EstimateKind::Probability => value,
+        EstimateKind::Logit => (value - row.largest).exp(),
     }
 }
 
@@ -470,7 +470,7 @@ pub fn from_scores(
                     wanted = min(wanted + ties, others);
                 }
             }
-            if comptime!(matches!(c.kind, EstimateKind::Mass)) {
+            if comptime!(matches!(c.kind, EstimateKind::Probability)) {
                 let first = above(
                     scores,
                     &own,
@@ -555,7 +555,7 @@ pub fn from_scores(
                 match comptime!(matches!(c.by, By::AboveMax)) {
                     true => {
                         keeps = keeps || weight(key, &row, comptime!(c.kind)) >= least;
-                        if comptime!(matches!(c.kind, EstimateKind::Mass)) {
+                        if comptime!(matches!(c.kind, EstimateKind::Probability)) {
                             keeps = keeps || key == WANTED;
                         }
                     }
@@ -580,7 +580,7 @@ pub fn from_scores(
 #[cube]
 pub fn weight_of_largest(row: &Row, #[comptime] kind: EstimateKind) -> f32 {
     match comptime!(kind) {
-        EstimateKind::Mass => row.largest,
-        EstimateKind::Affinity => 1.0f32.runtime(),
+        EstimateKind::Probability => row.largest,
+        EstimateKind::Logit => 1.0f32.runtime(),
     }
 }

@@ -292,7 +292,7 @@ pub fn from_scores_by_planes(
                     wanted = min(wanted + ties, f32::cast_from(others));
                 }
             }
-            if comptime!(matches!(c.kind, EstimateKind::Mass)) {
+            if comptime!(matches!(c.kind, EstimateKind::Probability)) {
                 let first = count(&keys, comptime!(WANTED - 1).runtime(), c);
                 wanted = max(wanted, f32::cast_from(first));
             }
@@ -332,7 +332,7 @@ pub fn from_scores_by_planes(
         match comptime!(matches!(c.by, By::AboveMax)) {
             true => {
                 let mut is_kept = weight(keys[i], &row, comptime!(c.kind)) >= least;
-                if comptime!(matches!(c.kind, EstimateKind::Mass)) {
+                if comptime!(matches!(c.kind, EstimateKind::Probability)) {
                     is_kept = is_kept || keys[i] == WANTED;
                 }
                 keeps = keeps || (is_free && is_kept);

@@ -9,7 +9,7 @@ use cubecl::prelude::*;
 use super::tables::{Heads, first_tile};
 use super::words::{Cut, EMPTY, Extent, FULL, Places};
 use crate::plan::{MASKED_STEP, Walk};
-use crate::{ChosenBy, PositionRule};
+use crate::{BlockSource, PositionMask};
 
 /// Units of a cube, if a device has as many.
 pub const UNITS: u32 = 128;
@@ -18,20 +18,20 @@ pub const UNITS: u32 = 128;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Seen {
     /// A rule, of the positions of both.
-    ByPositions(PositionRule),
+    ByPositions(PositionMask),
     /// Bits of a row, 32 neighbouring columns to a word.
     ByBits,
 }
 
 impl Seen {
     /// How a choice of pairs is made; `None` for one of blocks.
-    pub fn by(choice: ChosenBy) -> Option<Self> {
+    pub fn by(choice: BlockSource) -> Option<Self> {
         match choice {
-            ChosenBy::Positions(rule) | ChosenBy::OwnPositions(rule) => {
+            BlockSource::Positions(rule) | BlockSource::OwnPositions(rule) => {
                 Some(Self::ByPositions(rule))
             }
-            ChosenBy::Keys { .. } => Some(Self::ByBits),
-            ChosenBy::Mask | ChosenBy::Indices { .. } | ChosenBy::Scores(_) => None,
+            BlockSource::Keys { .. } => Some(Self::ByBits),
+            BlockSource::Mask | BlockSource::Indices { .. } | BlockSource::Scores(_) => None,
         }
     }
 }
@@ -61,12 +61,12 @@ pub struct Given {
 
 /// Whether a query sees a key.
 #[cube]
-fn sees(query: i32, key: i32, #[comptime] rule: PositionRule) -> bool {
+fn sees(query: i32, key: i32, #[comptime] rule: PositionMask) -> bool {
     let both = query >= 0i32 && key >= 0i32;
     match comptime!(rule) {
-        PositionRule::Before => both && key < query,
-        PositionRule::UpTo => both && key <= query,
-        PositionRule::Others => both && key != query,
+        PositionMask::Before => both && key < query,
+        PositionMask::UpTo => both && key <= query,
+        PositionMask::Others => both && key != query,
     }
 }
 
@@ -78,7 +78,7 @@ fn by_positions(
     first: usize,
     end: usize,
     #[comptime] cut: Cut,
-    #[comptime] rule: PositionRule,
+    #[comptime] rule: PositionMask,
 ) -> u32 {
     let own = positions[row];
     let mut word = 0u32.runtime();

@@ -13,7 +13,7 @@ pub(super) const PART: usize = 4096;
 
 /// Numbers of the step that stay the same.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AdamWNumbers {
+pub struct AdamWHyper {
     /// β₁ and β₂: how much is kept of the moments.
     pub betas: [f64; 2],
     /// ε, added to the root of the second moment.
@@ -161,7 +161,7 @@ pub fn adamw(
     tensors: &[AdamWTensors],
     control: &Handle,
     factor: Option<&Handle>,
-    numbers: AdamWNumbers,
+    numbers: AdamWHyper,
     accumulator: ElemType,
 ) -> Result<(), KernelError> {
     let most = tensors_of_launch(client, 4, 2)?;

@@ -16,7 +16,7 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-pub use adamw::{AdamWNumbers, AdamWTensors, adamw, scale};
+pub use adamw::{AdamWHyper, AdamWTensors, adamw, scale};
 pub use sum_of_squares::{clip_factor, partial_sums, sum_of_squares};
 
 use super::args::{address_of, buffer, spread};

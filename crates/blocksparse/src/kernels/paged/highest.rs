@@ -18,7 +18,7 @@ use cubecl::ir::features::Plane;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::Forced;
+use crate::Always;
 use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::error::KernelError;
 use crate::kernels::on_device::key;
@@ -53,7 +53,7 @@ pub struct HighestShape {
     /// Blocks that are kept, the forced ones among them (more, if more are forced).
     pub keep: usize,
     /// Blocks that are kept whatever their score: the first, and up to the one in which a walk ends, which is always one of them.
-    pub forced: Forced,
+    pub forced: Always,
 }
 
 impl HighestShape {
@@ -73,13 +73,13 @@ impl HighestShape {
             page,
             block,
             keep,
-            forced: Forced { first: 0, local: 1 },
+            forced: Always { first: 0, local: 1 },
         }
     }
 
     /// Sets which blocks are kept whatever their score.
-    pub fn forced(mut self, forced: Forced) -> Self {
-        self.forced = Forced {
+    pub fn forced(mut self, forced: Always) -> Self {
+        self.forced = Always {
             // What lies behind a walk's pages has no score.
             local: forced.local.max(1),
             ..forced
@@ -489,10 +489,10 @@ impl Launch {
     }
 }
 
-/// That [`highest_pages`] takes a shape.
+/// That [`topk_pages`] takes a shape.
 ///
 /// # Errors
-/// As [`highest_pages`].
+/// As [`topk_pages`].
 pub fn check_highest_pages(client: &Client, shape: &HighestShape) -> Result<(), KernelError> {
     Launch::new(client, shape).map(|_| ())
 }
@@ -504,7 +504,7 @@ pub fn check_highest_pages(client: &Client, shape: &HighestShape) -> Result<(), 
 ///
 /// # Errors
 /// [`KernelError`] if the device cannot index the scores, or its cubes are too small.
-pub fn highest_pages(
+pub fn topk_pages(
     client: &Client,
     shape: &HighestShape,
     scores: &Handle,
@@ -554,8 +554,8 @@ pub fn highest_pages(
 /// in the lists of its group, `row · most` and its place in the row's, or −1.
 ///
 /// # Errors
-/// As [`highest_pages`].
-pub fn highest_in_rows(
+/// As [`topk_pages`].
+pub fn topk_rows(
     client: &Client,
     [groups, of_group, columns]: [usize; 3],
     most: usize,

@@ -46,7 +46,7 @@ mod tile;
 mod walk;
 
 pub use append::{AppendShape, append_rows, check_append};
-pub use highest::{HighestShape, check_highest_pages, highest_in_rows, highest_pages};
+pub use highest::{HighestShape, check_highest_pages, topk_pages, topk_rows};
 pub use page_scores::{PageScoreBuffers, PageScoreShape, check_page_scores, page_scores};
 pub use plan::{PagedBuffers, PagedPlan, paged_attention};
 pub use quantize::{append_quantized, check_append_quantized};

@@ -7,7 +7,7 @@ use cubecl::server::Handle;
 use super::columns::accumulator_of;
 use super::tile::RowTile;
 use super::typed::Typed;
-use crate::StreamDropout;
+use crate::ElementDropout;
 use crate::kernels::args::{address_of, buffer, spread};
 use crate::kernels::error::KernelError;
 use crate::kernels::seeds;
@@ -17,7 +17,7 @@ use crate::stream_dropout::STREAM;
 /// Units of a cube.
 const UNITS: u32 = 256;
 
-/// The mask of a [`StreamDropout`], made again wherever it is needed.
+/// The mask of a [`ElementDropout`], made again wherever it is needed.
 #[derive(CubeType, CubeLaunch)]
 pub struct StreamMask {
     /// Key of the generator, and what it is compared with.
@@ -62,10 +62,10 @@ pub fn stream_factors<A: Float, N: Size>(
 
 /// What a kernel gets of a dropout, or of none, with numbers in `accumulator`.
 pub(super) fn stream_mask(
-    dropout: Option<&StreamDropout>,
+    dropout: Option<&ElementDropout>,
     accumulator: ElemType,
 ) -> StreamMaskLaunch {
-    let dropout = dropout.copied().unwrap_or(StreamDropout::new(0.0, 0, 0));
+    let dropout = dropout.copied().unwrap_or(ElementDropout::new(0.0, 0, 0));
     StreamMaskLaunch::new(
         seeds::mask(dropout.seed, dropout.threshold()),
         dropout.site,
@@ -130,7 +130,7 @@ pub fn stream_dropout(
     (input, element): Typed,
     [rows, width]: [usize; 2],
     output: &Handle,
-    dropout: &StreamDropout,
+    dropout: &ElementDropout,
 ) -> Result<(), KernelError> {
     if rows * width == 0 {
         return Ok(());

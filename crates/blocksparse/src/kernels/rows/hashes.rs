@@ -415,7 +415,7 @@ impl Launch {
 ///
 /// # Errors
 /// [`KernelError`] if the device does not index as many numbers, or has too few units or bytes.
-pub fn hash_rows(
+pub fn lsh_hash(
     client: &Client,
     of: &HashedRows,
     (x, element): Typed,
@@ -449,19 +449,19 @@ pub fn hash_rows(
     Ok(())
 }
 
-/// Whether [`sort_hashes`] takes them: not so many buckets and rows that cubes would read counts for longer than a sort takes.
+/// Whether [`lsh_argsort`] takes them: not so many buckets and rows that cubes would read counts for longer than a sort takes.
 pub fn sorts_hashes(client: &Client, of: &HashedRows, element: ElemType) -> bool {
     let sort = TiledSort::new(of.length, 2 * of.half);
     let counts = sort.map(|sort| sort.counts(of.lists * of.rounds));
     counts.is_some_and(|counts| Launch::new(client, of, element, None, counts).is_ok())
 }
 
-/// [`hash_rows`], and the order of each list by its buckets in each round, as [`sort_rounds`](super::sort_rounds) gives it with `room` places a round, in two
+/// [`lsh_hash`], and the order of each list by its buckets in each round, as [`counting_argsort_rounds`](super::counting_argsort_rounds) gives it with `room` places a round, in two
 /// launches.
 ///
 /// # Errors
-/// As [`hash_rows`], and if it does not [take](sorts_hashes) them.
-pub fn sort_hashes(
+/// As [`lsh_hash`], and if it does not [take](sorts_hashes) them.
+pub fn lsh_argsort(
     client: &Client,
     of: &HashedRows,
     room: usize,
@@ -483,7 +483,7 @@ pub fn sort_hashes(
     let codes = client.empty(groups * of.length * size_of::<u32>());
     let of_buckets = client.empty(counts * size_of::<u32>());
     let sizes = launch.sizes(of);
-    // SAFETY: as those of `hash_rows`; buckets are below `2 · half`, which is what a cube has room for.
+    // SAFETY: as those of `lsh_hash`; buckets are below `2 · half`, which is what a cube has room for.
     unsafe {
         hash_and_count::launch_unchecked(
             client,

@@ -407,7 +407,7 @@ fn unit<E: Float, A: Float, O: Float, N: Size>(
 ///
 /// # Errors
 /// As [`keyed_rows`].
-pub fn unit_rows(
+pub fn l2_normalize(
     client: &Client,
     [rows, width]: [usize; 2],
     (x, element): Typed,

@@ -81,19 +81,19 @@ pub use dropout::{stream_dropout, stream_dropout_text};
 pub use embedding::{EmbeddingKind, embedding_table_gradient, embedding_text};
 pub use gates::{GatedBackward, gated_sum, gated_sum_backward, gated_text};
 pub use gather::{gather_rows, gather_scaled_rows, mean_rows};
-pub use hashes::{HashedRows, hash_rows, sort_hashes, sorts_hashes};
+pub use hashes::{HashedRows, lsh_argsort, lsh_hash, sorts_hashes};
 pub use heads::{HeadsPart, heads_text, join_heads, split_heads};
 pub use highest::{highest_flags_of_rows, highest_of_rows, holds_rows, words_of_flags};
 pub use indexed::IndexedRows;
 pub(super) use keyed::SMALLEST_SQUARE;
-pub use keyed::{keyed_rows, keyed_rows_backward, unit_rows};
+pub use keyed::{keyed_rows, keyed_rows_backward, l2_normalize};
 pub use merged::{MergedGradients, MergedParts, merge_rows, merge_rows_backward};
 pub use nearest::{RowsOfMeans, compare_with_means};
-pub use norm::{NormBranch, NormOf, residual_norm};
+pub use norm::{NormBranch, NormOf, add_norm};
 pub use norm_backward::{
     NormBackward, NormGrad, RowSums, StreamGrad, residual_norm_backward, residual_norm_text,
 };
-pub use order::{Rounds, highest_rows, sort_rounds};
+pub use order::{Rounds, argmax_rows, counting_argsort_rounds};
 pub use sample::{SampleKind, sample_rows, sample_text};
 pub use scaled::scaled;
 pub use typed::Typed;

@@ -9,7 +9,7 @@ use super::dropout::{StreamMask, stream_factors, stream_mask};
 use super::norm_shape::{Kind, LANE_NUMBERS, check_buffers, has, place, sum_of, tile_of, widest};
 use super::tile::{Combine, across_lanes};
 use super::typed::Typed;
-use crate::StreamDropout;
+use crate::ElementDropout;
 use crate::kernels::args::{address_of, buffer, optional, spread};
 use crate::kernels::error::KernelError;
 use crate::kernels::seeds;
@@ -189,7 +189,7 @@ pub struct NormBranch<'a> {
     /// `[width]`.
     pub bias: Option<Typed<'a>>,
     /// Dropout of both.
-    pub dropout: Option<&'a StreamDropout>,
+    pub dropout: Option<&'a ElementDropout>,
     /// The stream with the branch, to be written: `[rows, width]` in its type.
     pub sum: &'a Handle,
 }
@@ -218,7 +218,7 @@ pub struct NormOf<'a> {
 ///
 /// # Errors
 /// [`KernelError::Limit`] if a row is longer than a cube's registers, or the matrix larger than what the device indexes.
-pub fn residual_norm(
+pub fn add_norm(
     client: &Client,
     stream: Typed,
     [rows, width]: [usize; 2],

@@ -11,7 +11,7 @@ use super::norm_shape::{
 };
 use super::tile::{Combine, RowTile, across_lanes, pair_across_lanes, pair_shared};
 use super::typed::Typed;
-use crate::StreamDropout;
+use crate::ElementDropout;
 use crate::kernels::args::{address_of, optional, spread};
 use crate::kernels::error::KernelError;
 use crate::kernels::seeds;
@@ -294,7 +294,7 @@ pub enum StreamGrad<'a> {
     InPlace,
 }
 
-/// A backward pass of [`residual_norm`](super::residual_norm).
+/// A backward pass of [`add_norm`](super::add_norm).
 #[derive(Clone, Copy, Debug)]
 pub struct NormBackward<'a> {
     /// The type of the stream.
@@ -308,7 +308,7 @@ pub struct NormBackward<'a> {
     /// By the branch, to be written: `[rows, width]`.
     pub branch: Option<Typed<'a>>,
     /// Dropout of the branch.
-    pub dropout: Option<&'a StreamDropout>,
+    pub dropout: Option<&'a ElementDropout>,
     /// Whether sums over rows are wanted: by the branch's bias, gamma and beta.
     pub sums: [bool; 3],
 }
@@ -351,10 +351,10 @@ fn launch_of(
     Ok(Launch { tile, cubes })
 }
 
-/// How [`residual_norm`](super::residual_norm) and its backward pass are launched, for plans.
+/// How [`add_norm`](super::add_norm) and its backward pass are launched, for plans.
 ///
 /// # Errors
-/// As [`residual_norm`](super::residual_norm), if `elements` are all of its types.
+/// As [`add_norm`](super::add_norm), if `elements` are all of its types.
 pub fn residual_norm_text(
     client: &Client,
     [rows, width]: [usize; 2],

@@ -181,7 +181,7 @@ impl Rounds {
 ///
 /// # Errors
 /// [`KernelError`] if there are more buckets than 2³⁰, or more numbers than kernels index.
-pub fn sort_rounds(
+pub fn counting_argsort_rounds(
     client: &Client,
     of: Rounds,
     count: usize,
@@ -316,7 +316,7 @@ fn highest_row<E: Float>(
 ///
 /// # Errors
 /// [`KernelError`] if there are more numbers than kernels index.
-pub fn highest_rows(
+pub fn argmax_rows(
     client: &Client,
     [batch, heads]: [usize; 2],
     [rows, columns]: [usize; 2],

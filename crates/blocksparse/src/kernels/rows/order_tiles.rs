@@ -46,7 +46,7 @@ impl TiledSort {
         groups * self.tiles * self.buckets
     }
 
-    /// Tokens, places and choices as of [`sort_rounds`](super::order::sort_rounds). `codes` `[lists, rounds, length]` are `bucket · TILE` and the number in the
+    /// Tokens, places and choices as of [`counting_argsort_rounds`](super::order::counting_argsort_rounds). `codes` `[lists, rounds, length]` are `bucket · TILE` and the number in the
     /// tile's bucket.
     ///
     /// # Errors

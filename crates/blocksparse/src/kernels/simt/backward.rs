@@ -78,7 +78,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
     let mut bias_grad = bias_grad;
     let mut dq_sums = sums;
     let width = N::value();
-    let rows = comptime!(t.unit_rows);
+    let rows = comptime!(t.l2_normalize);
     let fours1 = comptime!(t.unit_fours(t.head_dim));
     let fours2 = comptime!(t.unit_fours(t.value_dim));
     let unit_x = UNIT_POS_X as usize % comptime!(t.units_x);

@@ -60,7 +60,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
     #[define(A)] _accumulator: ElemType,
 ) {
     let width = N::value();
-    let rows = comptime!(t.unit_rows);
+    let rows = comptime!(t.l2_normalize);
     let unit_fours = comptime!(t.unit_fours(t.value_dim));
     let unit_x = UNIT_POS_X as usize % comptime!(t.units_x);
     let unit_y = UNIT_POS_X as usize / comptime!(t.units_x);
@@ -442,7 +442,7 @@ pub fn scratch_len(t: Tile) -> usize {
 #[cube]
 fn mask<A: Float>(s: &mut Array<A>, bits: u32, #[comptime] t: Tile) {
     #[unroll]
-    for i in 0..comptime!(t.unit_rows * 4) {
+    for i in 0..comptime!(t.l2_normalize * 4) {
         let allowed = (bits >> comptime!(i as u32)) & 1u32 == 1u32;
         s[i] = select(allowed, s[i], A::new(LOW));
     }

@@ -4,9 +4,9 @@ use std::cmp::Ordering;
 use std::collections::BTreeSet;
 
 use super::super::CacheError;
-use super::{EvictionBudget, EvictionConfig, EvictionScore, VotePool};
+use super::{EvictionBudget, EvictionConfig, EvictionScore, ScoreSmoothing};
 
-/// The places of the best scores, ascending: of equal ones the later, NaN after all numbers.
+/// The places of the best scores, ascending: of equal ones the later, NaN last.
 pub fn best(scores: &[f32], count: usize) -> Vec<usize> {
     let mut places: Vec<usize> = (0..scores.len()).collect();
     if count < places.len() {
@@ -54,8 +54,8 @@ pub fn adaptive(
         .collect())
 }
 
-/// Votes pooled over `pool` neighbours, with nothing outside.
-pub fn pooled_votes(votes: &[f32], pool: usize, kind: VotePool) -> Vec<f32> {
+/// Votes pooled over `pool` adjacent keys, with nothing outside.
+pub fn pooled_votes(votes: &[f32], pool: usize, kind: ScoreSmoothing) -> Vec<f32> {
     let reach = pool / 2;
     let neighbours = |at: usize| {
         let end = votes.len().min(at + reach + 1);
@@ -64,8 +64,8 @@ pub fn pooled_votes(votes: &[f32], pool: usize, kind: VotePool) -> Vec<f32> {
     let pooled = (0..votes.len()).map(|at| {
         let near = neighbours(at).iter();
         match kind {
-            VotePool::Average => near.sum::<f32>() / pool as f32,
-            VotePool::Max => near.copied().fold(f32::NEG_INFINITY, f32::max),
+            ScoreSmoothing::Average => near.sum::<f32>() / pool as f32,
+            ScoreSmoothing::Max => near.copied().fold(f32::NEG_INFINITY, f32::max),
         }
     });
     pooled.collect()

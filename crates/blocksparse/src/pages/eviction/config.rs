@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::super::CacheError;
 
-/// What a key is worth. Queries of the heads that share a KV head count together.
+/// What a key is worth. Queries of the heads that share a KV head count as one.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -23,18 +23,19 @@ pub enum EvictionScore {
         /// Neighbours that are pooled, the key itself included: an odd number; 1 pools nothing.
         pool: usize,
         /// How.
-        kind: VotePool,
+        kind: ScoreSmoothing,
     },
     /// The less the longer the key (Devoto et al., 2024).
     KeyNorm,
     /// What the caller says.
-    Given,
+    #[serde(rename = "given")]
+    Custom,
 }
 
-/// How the votes of neighbouring keys become one.
+/// How the votes of adjacent keys become one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum VotePool {
+pub enum ScoreSmoothing {
     /// Their sum over the width of the pool, zeros outside of the contest.
     #[default]
     Average,
@@ -62,7 +63,7 @@ pub enum EvictionBudget {
     },
 }
 
-/// Which keys of a sequence are kept: the first `sinks`, the last `recent` ones, and those of the others with the best scores, `capacity` together for each layer and
+/// Which keys of a sequence are retained: the first `sinks`, the last `recent` ones, and those of the others with the best scores, `capacity` in all for each layer and
 /// KV head. They are evicted when there are more than `capacity + slack`, down to `capacity`.
 ///
 /// ```
@@ -83,11 +84,11 @@ pub enum EvictionBudget {
 pub struct EvictionConfig {
     /// What a key is worth.
     pub score: EvictionScore,
-    /// First keys, which are kept whatever their scores.
+    /// First keys, which are never evicted.
     pub sinks: usize,
-    /// Last keys, which are kept whatever their scores.
+    /// Last keys, which are never evicted.
     pub recent: usize,
-    /// Keys between these that are kept for their scores: of each layer and KV head, or on average.
+    /// Keys between these that are retained for their scores: of each layer and KV head, or on average.
     pub heavy: usize,
     /// Keys above the capacity until which nothing is evicted, so that there need not be a contest for each token.
     pub slack: usize,
@@ -137,11 +138,11 @@ impl EvictionConfig {
 
     /// SnapKV with the window of 64 queries and the pool of 5 keys of its authors, whose capacity is 2,048.
     pub fn snapkv(capacity: usize) -> Self {
-        Self::snapkv_with(capacity, 64, 5, VotePool::Average)
+        Self::snapkv_with(capacity, 64, 5, ScoreSmoothing::Average)
     }
 
     /// SnapKV: the last `window` keys, and those of the others that the last `window` queries look at.
-    pub fn snapkv_with(capacity: usize, window: usize, pool: usize, kind: VotePool) -> Self {
+    pub fn snapkv_with(capacity: usize, window: usize, pool: usize, kind: ScoreSmoothing) -> Self {
         let score = EvictionScore::Votes { window, pool, kind };
         Self::combined(score, 0, window, capacity.saturating_sub(window))
     }
@@ -153,10 +154,10 @@ impl EvictionConfig {
 
     /// The keys that a caller's scores say.
     pub fn importance(capacity: usize) -> Self {
-        Self::combined(EvictionScore::Given, 0, 0, capacity)
+        Self::combined(EvictionScore::Custom, 0, 0, capacity)
     }
 
-    /// Sets the first keys that are kept, which take from the heavy ones.
+    /// Sets the first keys that are retained, which take from the heavy ones.
     pub fn with_sinks(mut self, sinks: usize) -> Self {
         self.heavy = (self.heavy + self.sinks).saturating_sub(sinks);
         self.sinks = sinks;
@@ -175,7 +176,7 @@ impl EvictionConfig {
         self
     }
 
-    /// Keys that are kept of each layer and KV head, or on average.
+    /// Keys that are retained of each layer and KV head, or on average.
     pub fn capacity(&self) -> usize {
         (self.sinks.saturating_add(self.recent)).saturating_add(self.heavy)
     }

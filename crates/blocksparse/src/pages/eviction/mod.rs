@@ -9,4 +9,4 @@ mod config;
 
 pub use budget::pyramid_budgets;
 pub use choice::{adaptive, best, pooled_votes};
-pub use config::{EvictionBudget, EvictionConfig, EvictionScore, VotePool};
+pub use config::{EvictionBudget, EvictionConfig, EvictionScore, ScoreSmoothing};

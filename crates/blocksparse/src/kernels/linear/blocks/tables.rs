@@ -404,7 +404,7 @@ impl BlockTables {
         if let Some(tables) = known.get(&key) {
             return Ok(tables.clone());
         }
-        let places: Vec<_> = layout.kept().collect();
+        let places: Vec<_> = layout.kept_blocks().collect();
         let kept = KeptBlocks {
             block: layout.block(),
             inputs: layout.inputs(),
@@ -458,7 +458,11 @@ impl BlockTables {
 mod tests {
     use super::*;
 
-    fn kept(block: usize, [inputs, outputs]: [usize; 2], places: &[(u32, u32)]) -> KeptBlocks<'_> {
+    fn kept_blocks(
+        block: usize,
+        [inputs, outputs]: [usize; 2],
+        places: &[(u32, u32)],
+    ) -> KeptBlocks<'_> {
         KeptBlocks {
             block,
             inputs: inputs * block,

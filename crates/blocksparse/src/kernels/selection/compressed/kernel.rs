@@ -87,7 +87,7 @@ pub fn launch(
         });
     }
     let (rows, forced, most) = match wanted {
-        Wanted::Masses(rows) => (rows.clone(), crate::Forced { first: 0, local: 1 }, 0),
+        Wanted::Masses(rows) => (rows.clone(), crate::Always { first: 0, local: 1 }, 0),
         Wanted::Choice { forced, most } => (0..seq_q, *forced, *most),
     };
     let chooses = matches!(wanted, Wanted::Choice { .. });

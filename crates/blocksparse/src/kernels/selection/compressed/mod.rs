@@ -34,7 +34,7 @@ use cubecl::server::Handle;
 
 pub use tile::{CompressedPlan, CompressedShape};
 
-use crate::Forced;
+use crate::Always;
 use crate::kernels::TensorView;
 use crate::kernels::error::KernelError;
 
@@ -58,7 +58,7 @@ pub enum Wanted {
     /// there are fewer.
     Choice {
         /// Blocks that are not chosen. Of those around a query's own there is at least its own.
-        forced: Forced,
+        forced: Always,
         /// How many are chosen, at most.
         most: usize,
     },
