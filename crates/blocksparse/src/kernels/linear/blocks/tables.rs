@@ -458,11 +458,7 @@ impl BlockTables {
 mod tests {
     use super::*;
 
-    fn kept_blocks(
-        block: usize,
-        [inputs, outputs]: [usize; 2],
-        places: &[(u32, u32)],
-    ) -> KeptBlocks<'_> {
+    fn kept(block: usize, [inputs, outputs]: [usize; 2], places: &[(u32, u32)]) -> KeptBlocks<'_> {
         KeptBlocks {
             block,
             inputs: inputs * block,
