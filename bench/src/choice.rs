@@ -7,18 +7,18 @@ mod device_time;
 use std::time::Instant;
 
 use anyhow::{Result, anyhow, ensure};
-use blocksparse::kernels::rows::{Blocked, RowBlocks, block_means};
-use blocksparse::kernels::selection::{
-    Antidiagonals, FlexLimits, GateSizes, Kept, LineSizes, MeanProducts, SeenRows,
-    antidiagonal_masses, least_kept, mean_products, query_picks,
-};
-use blocksparse::kernels::{
-    AttentionPlan, ChoiceTensor, Outputs, Request, ScoreOptions, TensorView, choose_blocks,
-    count_blocks, forward,
-};
 use blocksparse::{
     Always, BlockLayout, BlockSource, Budget, DeviceChoice, EstimateKind, LayoutShape, Rule,
     ScoreGrid,
+};
+use blocksparse_cubecl::rows::{Blocked, RowBlocks, block_means};
+use blocksparse_cubecl::selection::{
+    Antidiagonals, FlexLimits, GateSizes, Kept, LineSizes, MeanProducts, SeenRows,
+    antidiagonal_masses, least_kept, mean_products, query_picks,
+};
+use blocksparse_cubecl::{
+    AttentionPlan, ChoiceTensor, Outputs, Request, ScoreOptions, TensorView, choose_blocks,
+    count_blocks, forward,
 };
 use clap::Parser;
 use cubecl::client::Client;

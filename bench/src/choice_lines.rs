@@ -1,7 +1,7 @@
 //! Sums of the last queries' attention over keys and distances, and the scores that are made of them: `bench-choice`.
 
 use anyhow::{Result, ensure};
-use blocksparse::kernels::selection::{
+use blocksparse_cubecl::selection::{
     FlexLimits, FlexTensors, Kept, KeptLines, LineSizes, LinesPlan, Touched, flex_blocks,
     least_kept, line_sums, touched_blocks,
 };

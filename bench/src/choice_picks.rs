@@ -1,7 +1,7 @@
 //! The blocks that single queries choose by the means of their keys: `bench-choice`.
 
 use anyhow::{Result, ensure};
-use blocksparse::kernels::selection::{GateSizes, query_picks};
+use blocksparse_cubecl::selection::{GateSizes, query_picks};
 use cubecl::client::Client;
 use rand_chacha::ChaCha8Rng;
 

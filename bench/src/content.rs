@@ -3,8 +3,8 @@
 mod device_time;
 
 use anyhow::{Result, anyhow, ensure};
-use blocksparse::kernels::clusters::{ClusterPlan, ClusterSizes};
-use blocksparse::kernels::rows::{self, HashedRows, IndexedRows, RowsOfMeans};
+use blocksparse_cubecl::clusters::{ClusterPlan, ClusterSizes};
+use blocksparse_cubecl::rows::{self, HashedRows, IndexedRows, RowsOfMeans};
 use clap::Parser;
 use cubecl::client::Client;
 use cubecl::ir::{ElemType, FloatKind};

@@ -6,7 +6,7 @@ mod decode_verify;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use blocksparse::Quantization;
-use blocksparse::kernels::paged::{
+use blocksparse_cubecl::paged::{
     AppendShape, PagedBuffers, PagedPlan, PagedShape, append_quantized, append_rows,
     paged_attention,
 };

@@ -1,10 +1,8 @@
 //! Attention over the single keys that an indexer chooses (DeepSeek sparse attention, 2025), beside attention over all of them.
 
 use anyhow::Result;
-use blocksparse::kernels::indexer::{
-    KeyPicks, PairInputs, PairSizes, PairSum, pair_sums, pick_keys,
-};
-use blocksparse::kernels::paged::{PagedPlan, PagedShape, SlotShape, picked_slots, walk_slots};
+use blocksparse_cubecl::indexer::{KeyPicks, PairInputs, PairSizes, PairSum, pair_sums, pick_keys};
+use blocksparse_cubecl::paged::{PagedPlan, PagedShape, SlotShape, picked_slots, walk_slots};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use serde_json::json;

@@ -1,8 +1,8 @@
 //! Attention over the pages that queries choose (Quest: Tang et al., 2024), beside attention over all of them.
 
 use anyhow::{Result, anyhow, ensure};
-use blocksparse::kernels::KernelError;
-use blocksparse::kernels::paged::{
+use blocksparse_cubecl::KernelError;
+use blocksparse_cubecl::paged::{
     AppendShape, HighestShape, PageScoreBuffers, PageScoreShape, PagedPlan, Summary, page_scores,
     summarize_pages, summarize_quantized, topk_pages,
 };

@@ -2,7 +2,7 @@
 
 use anyhow::{Result, anyhow, ensure};
 use blocksparse::Quantization;
-use blocksparse::kernels::paged::{PagedPlan, PagedShape};
+use blocksparse_cubecl::paged::{PagedPlan, PagedShape};
 use cubecl::ir::{ElemType, FloatKind};
 use half::{bf16, f16};
 use rand::{RngExt, SeedableRng};

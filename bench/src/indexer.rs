@@ -6,7 +6,7 @@ mod indexer_verify;
 
 use anyhow::{Result, anyhow, ensure};
 use blocksparse::HadamardFp8;
-use blocksparse::kernels::indexer::{
+use blocksparse_cubecl::indexer::{
     IndexerGradients, KeyBytes, KeyPicks, PairInputs, PairSizes, PairSum, by_keys, by_queries,
     key_bytes, key_parts, pair_sums, pick_keys, round_rows,
 };

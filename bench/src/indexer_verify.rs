@@ -2,7 +2,7 @@
 
 use anyhow::{Result, anyhow, ensure};
 use blocksparse::HadamardFp8;
-use blocksparse::kernels::indexer::{PairSizes, PairSum};
+use blocksparse_cubecl::indexer::{PairSizes, PairSum};
 use cubecl::client::Client;
 use cubecl::server::Handle;
 

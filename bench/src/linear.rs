@@ -5,10 +5,10 @@ mod linear_blocks;
 mod linear_epilogues;
 
 use anyhow::{Context, Result, anyhow, ensure};
-use blocksparse::kernels::linear::{
+use blocksparse_cubecl::linear::{
     EpilogueTensors, MatrixView, ProductPlan, ProductRequest, multiply,
 };
-use blocksparse::kernels::rows::{Window, window_sums};
+use blocksparse_cubecl::rows::{Window, window_sums};
 use clap::Parser;
 use cubecl::client::Client;
 use cubecl::ir::{ElemType, FloatKind};

@@ -2,11 +2,11 @@
 
 use anyhow::{Result, anyhow, ensure};
 use blocksparse::WeightLayout;
-use blocksparse::kernels::linear::blocks::{
+use blocksparse_cubecl::linear::blocks::{
     BlockGradientPlan, BlockProduct, BlockProductPlan, BlockTables, Direction, KeptBlocks,
     block_gradient, multiply_blocks, pack_blocks,
 };
-use blocksparse::kernels::rows::{Window, window_sums};
+use blocksparse_cubecl::rows::{Window, window_sums};
 use cubecl::client::Client;
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::server::Handle;

@@ -1,10 +1,10 @@
 //! Products whose sums become something else: their times, and equality to what the row kernels make of the plain product.
 
 use anyhow::{Result, anyhow, ensure};
-use blocksparse::kernels::linear::{
+use blocksparse_cubecl::linear::{
     Epilogue, EpilogueTensors, HEAD, MatrixView, Order, ProductPlan, ProductRequest, multiply,
 };
-use blocksparse::kernels::rows::{
+use blocksparse_cubecl::rows::{
     ActivationBackward, ActivationKind, HeadsPart, bias_activation, bias_activation_backward,
     column_sums, split_heads,
 };

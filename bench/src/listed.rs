@@ -4,11 +4,11 @@ mod device_time;
 mod listed_verify;
 
 use anyhow::{Result, anyhow};
-use blocksparse::kernels::listed::{
+use blocksparse_cubecl::listed::{
     KeyListPlan, ListedGradients, ListedLists, ListedPlan, ListedRequest, ListedTiles,
     NeighbourPlan, Way, backward, forward, neighbours,
 };
-use blocksparse::kernels::{Gradients, OutputGrads, Outputs, ScoreOptions, TensorView};
+use blocksparse_cubecl::{Gradients, OutputGrads, Outputs, ScoreOptions, TensorView};
 use clap::{Parser, ValueEnum};
 use cubecl::client::Client;
 use cubecl::ir::{ElemType, FloatKind};
@@ -325,7 +325,7 @@ impl Call {
             let tiles = self.in_tiles()?;
             let layout = tiles.layout(&self.client, &self.blocks)?;
             let options = ScoreOptions::new(scale);
-            return Ok(blocksparse::kernels::forward(
+            return Ok(blocksparse_cubecl::forward(
                 &self.client,
                 tiles.plan(),
                 &layout,
@@ -375,7 +375,7 @@ impl Call {
             let tiles = self.in_tiles()?;
             let layout = tiles.layout(&self.client, &self.blocks)?;
             let options = ScoreOptions::new(self.scale());
-            return Ok(blocksparse::kernels::backward(
+            return Ok(blocksparse_cubecl::backward(
                 &self.client,
                 tiles.plan(),
                 &layout,

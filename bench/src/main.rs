@@ -13,7 +13,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use anyhow::{Context, Result, bail};
-use blocksparse::kernels::AttentionPlan;
+use blocksparse_cubecl::AttentionPlan;
 use clap::{Parser, ValueEnum};
 use cubecl::client::Client;
 use cubecl::ir::{ElemType, FloatKind};

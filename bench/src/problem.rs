@@ -1,11 +1,12 @@
 //! A workload on the device: its tensors, its two passes, and what they are measured by.
 
 use anyhow::{Result, ensure};
-use blocksparse::kernels::{
-    self, AttentionPlan, BiasView, Gradients, OutputGrads, Request, ScoreKind, ScoreOptions,
-    TableView, TensorView, TierLimit,
-};
 use blocksparse::{BlockLayout, Dropout};
+use blocksparse_cubecl as kernels;
+use blocksparse_cubecl::{
+    AttentionPlan, BiasView, Gradients, OutputGrads, Request, ScoreKind, ScoreOptions, TableView,
+    TensorView, TierLimit,
+};
 use cubecl::client::Client;
 use cubecl::future::block_on;
 use cubecl::server::Handle;

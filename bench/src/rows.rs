@@ -7,16 +7,16 @@ use std::time::Instant;
 #[cfg(not(any(feature = "cuda", feature = "wgpu")))]
 use anyhow::bail;
 use anyhow::{Context, Result, anyhow};
-use blocksparse::kernels::TensorView;
-use blocksparse::kernels::optim::{self, AdamWHyper, AdamWTensors, FlatTensor};
-use blocksparse::kernels::rows::{
+use blocksparse::{Always, ElementDropout};
+use blocksparse_cubecl::TensorView;
+use blocksparse_cubecl::optim::{self, AdamWHyper, AdamWTensors, FlatTensor};
+use blocksparse_cubecl::rows::{
     self, ActivationBackward, ActivationKind, GatedBackward, HeadsPart, NormBackward, NormBranch,
     NormGrad, NormOf, StreamGrad,
 };
-use blocksparse::kernels::selection::{
+use blocksparse_cubecl::selection::{
     CompressedInputs, CompressedPlan, CompressedShape, Wanted, compressed_masses,
 };
-use blocksparse::{Always, ElementDropout};
 use clap::Parser;
 use cubecl::client::Client;
 use cubecl::future::block_on;

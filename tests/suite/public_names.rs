@@ -12,8 +12,8 @@ const CRATES: [(&str, usize); 3] = [
     ("burn-sparse-transformer", 45),
 ];
 
-/// Modules that are listed without their names: the kernels are no user's, and change with each of them.
-const UNSTABLE: [&str; 2] = ["blocksparse::kernels", "blocksparse::plan"];
+/// Modules that are listed without their names: they are no user's, and change with each kernel.
+const UNSTABLE: [&str; 1] = ["blocksparse::plan"];
 
 const LIST: &str = "docs/dev/public-names.txt";
 

@@ -90,7 +90,7 @@ pub(crate) fn keeps_eight(seed: Seed, counter: [u32; 4], threshold: u32) -> [boo
 
 /// What the words of a counter are compared with: the greatest number that is kept, `threshold − 1`, for all eight numbers. Byte `b` of word `w` is 255
 /// where its bit `4 · b + w` is 1, or else 0.
-pub(crate) fn last_kept(threshold: u32) -> [u32; 4] {
+pub fn last_kept(threshold: u32) -> [u32; 4] {
     let last = threshold.max(1) - 1;
     // Bit 4 · b + w to bit 8 · b.
     let bits = |w: u32| (0..4).map(move |b| (last >> (4 * b + w) & 1) << (8 * b));
@@ -111,11 +111,11 @@ fn above(words: [u32; 4], last: [u32; 4]) -> u32 {
 }
 
 /// Multipliers of Philox 4×32.
-pub(crate) const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
+pub const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 /// What its key grows by in each round.
-pub(crate) const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
+pub const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 /// Its rounds in masks of dropout.
-pub(crate) const ROUNDS: u32 = 7;
+pub const ROUNDS: u32 = 7;
 
 /// Philox 4×32 with 10 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): four random words of a counter under a key. Masks of dropout
 /// have 7 rounds.

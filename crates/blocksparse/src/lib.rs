@@ -2,13 +2,11 @@
 //!
 //! A [`Pattern`] says which (query, key) pairs attend; a [`BlockLayout`] is that pattern cut into
 //! `block_size × block_size` blocks, of which only the non-empty ones are kept. `burn-blocksparse` computes
-//! attention over a layout in Burn; this crate knows nothing of Burn. A [`WeightLayout`] is likewise the kept blocks of a weight.
+//! attention over a layout in Burn, by the kernels of `blocksparse-cubecl`; this crate knows neither.
+//! A [`WeightLayout`] is likewise the kept blocks of a weight.
 //!
 //! # Features
 //! - `draw`: layouts draw themselves as PNG and SVG.
-//! - `kernels`: attention over a layout in CubeCL kernels, `kernels`.
-//! - `cuda-asm`: with it the kernels use NVIDIA's tensor cores, from compute capability 8.0 on; the application brings CubeCL's
-//!   CUDA C++ compiler.
 //!
 //! ```
 //! use blocksparse::Pattern;
@@ -25,8 +23,6 @@
 mod arith;
 mod dropout;
 mod error;
-#[cfg(feature = "kernels")]
-pub mod kernels;
 mod layout;
 pub mod pages;
 mod pattern;
@@ -38,6 +34,17 @@ mod rule;
 mod seed;
 mod stream_dropout;
 mod weights;
+
+/// What the kernels of `blocksparse-cubecl` share with the definitions here.
+#[doc(hidden)]
+pub mod internal {
+    pub use crate::dropout::{MULTIPLIERS, ROUNDS, WEYL, last_kept};
+    pub use crate::layout::TALLEST;
+    pub use crate::quantization::SMALLEST;
+    pub use crate::rule::{LARGEST, WHOLE, parts_of};
+    pub use crate::seed::{Read, SLOTS, keep_on_device, read_place};
+    pub use crate::stream_dropout::STREAM;
+}
 
 pub use dropout::{Dropout, philox};
 pub use error::LayoutError;

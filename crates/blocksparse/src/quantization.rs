@@ -24,7 +24,6 @@ use std::fmt;
 /// assert!((numbers[0] - 1.0).abs() <= scale / 2.0);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
 pub enum Quantization {
     /// Integers from −127 to 127.
     Int8,
@@ -33,7 +32,7 @@ pub enum Quantization {
 }
 
 /// Rows whose largest number is below this have the scale 1.
-pub(crate) const SMALLEST: f32 = f32::from_bits((127 - 100) << 23);
+pub const SMALLEST: f32 = f32::from_bits((127 - 100) << 23);
 /// e4m3's NaN.
 const NAN: u8 = 0x7f;
 /// e4m3's largest number, 448.
@@ -62,7 +61,8 @@ impl Quantization {
     }
 
     /// The largest scale of which the largest number is finite.
-    pub(crate) fn largest_scale(self) -> f32 {
+    #[doc(hidden)]
+    pub fn largest_scale(self) -> f32 {
         let scale = f32::MAX / self.largest();
         match (scale * self.largest()).is_finite() {
             true => scale,

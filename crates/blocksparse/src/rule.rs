@@ -4,7 +4,6 @@ use crate::LayoutError;
 
 /// What a score of a block is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
 pub enum EstimateKind {
     /// An estimate of the attention that the block gets, at least 0: a score is its own weight. +∞ is no estimate: it marks a block that an estimator wants
     /// whatever the others get. Such a block comes first and weighs nothing; a rule leaves it out only if it may keep no more blocks.
@@ -15,7 +14,6 @@ pub enum EstimateKind {
 
 /// How many of the blocks with the highest scores a row keeps, of equal ones the earlier. NaN is the lowest score.
 #[derive(Clone, Copy, Debug, PartialEq)]
-#[non_exhaustive]
 pub enum Budget {
     /// So many, the forced ones among them (more, if more are forced).
     TopK(usize),
@@ -117,15 +115,15 @@ impl ScoreGrid {
 }
 
 /// Scores are no larger for their weights, so that sums are finite.
-pub(crate) const LARGEST: f32 = 7.922_816_3e28; // 2^96
+pub const LARGEST: f32 = 7.922_816_3e28; // 2^96
 
 /// A share of blocks in parts of [`WHOLE`].
-pub(crate) fn parts_of(ratio: f64) -> u32 {
+pub fn parts_of(ratio: f64) -> u32 {
     ((ratio * f64::from(WHOLE)) as u32).max(1)
 }
 
 /// 1 as a share of blocks.
-pub(crate) const WHOLE: u32 = 1 << 14;
+pub const WHOLE: u32 = 1 << 14;
 
 impl Rule {
     /// Checks the rule's parameters.

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// Seeds that a table holds.
-pub(crate) const SLOTS: usize = 1024;
+pub const SLOTS: usize = 1024;
 /// Tables that are gone whose numbers are still known: a backward pass may come after its seed was dropped.
 const KNOWN_GONE: usize = 1024;
 
@@ -191,8 +191,7 @@ impl Tables {
 }
 
 /// Keeps with a table what lies on a device of it, in place of what was kept before. It goes with the table: nothing is kept with one that is gone.
-#[cfg(feature = "kernels")]
-pub(crate) fn keep_on_device(table: u32, words: Arc<dyn Any + Send + Sync>) {
+pub fn keep_on_device(table: u32, words: Arc<dyn Any + Send + Sync>) {
     let before = match write().live.get_mut(&table) {
         Some(table) => table.on_device.replace(words),
         None => Some(words),
@@ -201,8 +200,7 @@ pub(crate) fn keep_on_device(table: u32, words: Arc<dyn Any + Send + Sync>) {
 }
 
 /// What kernels read a place from.
-#[cfg(feature = "kernels")]
-pub(crate) enum Read {
+pub enum Read {
     /// What is kept with its table, if that lives.
     OnDevice(Option<Arc<dyn Any + Send + Sync>>),
     /// The number that it was last.
@@ -213,8 +211,7 @@ pub(crate) enum Read {
 ///
 /// # Panics
 /// As [`Seed::value`].
-#[cfg(feature = "kernels")]
-pub(crate) fn read_place(place: SeedPlace) -> Read {
+pub fn read_place(place: SeedPlace) -> Read {
     if let Some(table) = read().live.get(&place.table) {
         return Read::OnDevice(table.on_device.clone());
     }
@@ -224,7 +221,6 @@ pub(crate) fn read_place(place: SeedPlace) -> Read {
 #[derive(Debug, Default)]
 struct Table {
     /// What kernels read.
-    #[cfg_attr(not(feature = "kernels"), allow(dead_code))]
     on_device: Option<Arc<dyn Any + Send + Sync>>,
     values: Vec<u64>,
     /// Of each place but the first: the place it was derived of, and its index there.

@@ -4,7 +4,7 @@ use crate::Seed;
 use crate::dropout::keeps_eight;
 
 /// The generator's fourth word. Attention weights have their batch entry there, which is below it.
-pub(crate) const STREAM: u32 = u32::MAX;
+pub const STREAM: u32 = u32::MAX;
 
 /// Dropout of the elements of a tensor, such as what a layer adds to a residual stream. An element is retained with probability `1 − probability`, and
 /// divided by that.

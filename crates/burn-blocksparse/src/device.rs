@@ -1,7 +1,7 @@
 //! Which devices this crate serves, and whether they can be used on this machine.
 
 #[cfg(feature = "cube")]
-use blocksparse::kernels::Tuning;
+use blocksparse_cubecl::Tuning;
 use burn::backend::DispatchDevice;
 use burn::tensor::Device;
 

@@ -60,9 +60,9 @@ fn text(
     device: &OpDevice,
     sizes: [usize; 2],
     dtype: burn::tensor::DType,
-) -> Result<String, blocksparse::kernels::KernelError> {
+) -> Result<String, blocksparse_cubecl::KernelError> {
     let element = burn::backend::cubecl::dtype_to_elem_type(dtype);
-    blocksparse::kernels::rows::stream_dropout_text(&device.client(), sizes, element)
+    blocksparse_cubecl::rows::stream_dropout_text(&device.client(), sizes, element)
 }
 
 #[cfg(not(feature = "cube"))]

@@ -78,12 +78,12 @@ pub enum OpError {
     /// The device cannot run the call.
     #[cfg(feature = "cube")]
     #[error(transparent)]
-    Kernel(#[from] blocksparse::kernels::KernelError),
+    Kernel(#[from] blocksparse_cubecl::KernelError),
 }
 
 #[cfg(feature = "cube")]
-impl From<blocksparse::kernels::TuningError> for OpError {
-    fn from(error: blocksparse::kernels::TuningError) -> Self {
+impl From<blocksparse_cubecl::TuningError> for OpError {
+    fn from(error: blocksparse_cubecl::TuningError) -> Self {
         Self::Kernel(error.into())
     }
 }

@@ -37,7 +37,7 @@ pub enum AttentionPlan {
     },
     /// Fused kernels: CubeCL devices.
     #[cfg(feature = "cube")]
-    Kernels(Arc<blocksparse::kernels::AttentionPlan>),
+    Kernels(Arc<blocksparse_cubecl::AttentionPlan>),
 }
 
 impl AttentionPlan {

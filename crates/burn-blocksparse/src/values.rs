@@ -194,7 +194,7 @@ pub struct LayoutTensors<B: Backend> {
 #[non_exhaustive]
 pub struct KernelPlan {
     #[cfg(feature = "cube")]
-    pub(crate) plan: Option<Arc<blocksparse::kernels::AttentionPlan>>,
+    pub(crate) plan: Option<Arc<blocksparse_cubecl::AttentionPlan>>,
 }
 
 /// What the forward pass returns.

@@ -16,7 +16,6 @@ pub struct DeviceChoice {
 
 /// What the tensor that chooses blocks says, for each row of query blocks.
 #[derive(Clone, Copy, Debug, PartialEq)]
-#[non_exhaustive]
 pub enum BlockSource {
     /// Of each key block, whether it is chosen.
     Mask,
@@ -51,7 +50,6 @@ impl BlockSource {
 
 /// Which keys a query sees by the positions of both. A negative position is none: its query sees nothing, and nobody its key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
 pub enum PositionMask {
     /// Those of earlier positions.
     Before,
@@ -75,7 +73,7 @@ impl PositionMask {
 }
 
 /// Block rows that a tile of chosen blocks unites at most: its masks are a table over all their subsets.
-pub(crate) const TALLEST: usize = 8;
+pub const TALLEST: usize = 8;
 
 impl DeviceChoice {
     /// The positions of a batch entry and head, if a rule chooses by them: how many elements, and which is the first key's, behind those of queries or with them.
@@ -91,7 +89,8 @@ impl DeviceChoice {
     }
 
     /// The most blocks that a row of query blocks can have.
-    pub(crate) fn most_blocks(&self, shape: &LayoutShape) -> usize {
+    #[doc(hidden)]
+    pub fn most_blocks(&self, shape: &LayoutShape) -> usize {
         let all = shape.seq_kv.div_ceil(shape.block_size);
         let most = match self.by {
             BlockSource::Mask => all,

@@ -31,7 +31,7 @@ use attachments::Attachments;
 use columns::Columns;
 use rows::{RowRuns, entries};
 
-pub(crate) use choice::TALLEST;
+pub use choice::TALLEST;
 pub use choice::{BlockSource, DeviceChoice, PositionMask};
 pub(crate) use mask::MaskInterner;
 pub use mask::{BlockMask, FULL};

@@ -58,7 +58,8 @@ impl BlockLayout {
     }
 
     /// The layout whose blocks this one has all of, if a device only says which pairs are seen.
-    pub(crate) fn places(&self) -> Option<&BlockLayout> {
+    #[doc(hidden)]
+    pub fn places(&self) -> Option<&BlockLayout> {
         let choice = self.device_choice()?;
         self.within().filter(|_| choice.by.has_all_blocks())
     }

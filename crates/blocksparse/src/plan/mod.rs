@@ -50,12 +50,9 @@ use masks::TileMasks;
 use source::Source;
 use visits::{Visits, count_visits};
 
-#[cfg(feature = "cuda-asm")]
 pub use overhead::tile_steps;
 pub use overhead::{Grouping, NarrowCosts, tiling_overhead};
-#[cfg(feature = "kernels")]
-pub(crate) use tiling::EMPTY;
-pub use tiling::{BIT_WORDS, LAST_VISIT, MASKED_STEP, NO_VISIT, Sections, Tiling, Walk};
+pub use tiling::{BIT_WORDS, EMPTY, LAST_VISIT, MASKED_STEP, NO_VISIT, Sections, Tiling, Walk};
 
 use crate::BlockLayout;
 
@@ -166,7 +163,6 @@ impl TilePlan {
 
 /// Whether a plan with visits has tiles that are much longer than the others, which would wait for them at the sums that they share. Tiles walk
 /// `least` steps on average, or more.
-#[cfg(feature = "cuda-asm")]
 pub fn has_long_tiles(layout: &BlockLayout, tiling: Tiling, least: f64) -> bool {
     let others = match tiling.walk {
         Walk::Rows => layout.seq_kv(),

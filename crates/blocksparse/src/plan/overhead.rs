@@ -147,7 +147,6 @@ impl<'a> Tiles<'a> {
 }
 
 /// Steps of the tiles of each pattern, as a plan has them but for what masks leave out.
-#[cfg(feature = "cuda-asm")]
 pub fn tile_steps(layout: &BlockLayout, tiling: Tiling) -> Vec<Vec<usize>> {
     let Tiling { rows, cols, .. } = tiling;
     let b = layout.block_size();

@@ -70,7 +70,7 @@ pub const LAST_VISIT: u32 = 1 << 30;
 pub const MASKED_STEP: u32 = 1 << 31;
 
 /// Mask id of an entry without any pair, which fills up a step. Id 0 is the full entry.
-pub(crate) const EMPTY: u32 = 1;
+pub const EMPTY: u32 = 1;
 
 /// Where the parts of `TilePlan::words` begin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -36,7 +36,6 @@ pub(super) fn long_tiles(ranked: impl ExactSizeIterator<Item = usize>, patterns:
 }
 
 /// Whether there may be [`long_tiles`], of tiles that walk `least` steps on average or more, and `most` at most.
-#[cfg(feature = "cuda-asm")]
 pub(super) fn may_be_short(least: f64, most: usize) -> bool {
     least <= (SHORT + most.div_ceil(16)) as f64
 }

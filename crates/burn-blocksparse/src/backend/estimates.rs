@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use blocksparse::Always;
-use blocksparse::kernels::selection::{
+use blocksparse_cubecl::selection::{
     Antidiagonals, CompressedShape, FlexLimits, GateSizes, LineSizes, Touched,
 };
 use burn::backend::tensor::{FloatTensor, IntTensor};

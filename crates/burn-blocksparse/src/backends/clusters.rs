@@ -1,7 +1,7 @@
 //! Attention within clusters on CubeCL devices.
 
-use blocksparse::kernels::clusters::{ClusterPlan, ClusterSizes};
-use blocksparse::kernels::rows::{self, words_of_flags};
+use blocksparse_cubecl::clusters::{ClusterPlan, ClusterSizes};
+use blocksparse_cubecl::rows::{self, words_of_flags};
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::tensor::DType;
 use burn_cubecl::CubeBackend;

@@ -1,13 +1,14 @@
-//! CubeCL devices: the kernels of `blocksparse`.
+//! CubeCL devices: the kernels of `blocksparse-cubecl`.
 
 use std::sync::Arc;
 
-use blocksparse::kernels::rows::Typed;
-use blocksparse::kernels::{
-    self, AttentionPlan, BiasView, ChoiceTensor, Gradients, Outputs, Readable, Request, ScoreKind,
-    ScoreOptions, TableView, TensorView, Tuning,
+use blocksparse::{BlockLayout, Dropout, Seed};
+use blocksparse_cubecl as kernels;
+use blocksparse_cubecl::rows::Typed;
+use blocksparse_cubecl::{
+    AttentionPlan, BiasView, ChoiceTensor, Gradients, KernelError, Outputs, Readable, Request,
+    ScoreKind, ScoreOptions, TableView, TensorView, Tuning,
 };
-use blocksparse::{BlockLayout, Dropout, Seed, kernels::KernelError};
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::tensor::{DType, Shape};
 use burn_cubecl::kernel::{cast, into_contiguous};

@@ -17,7 +17,7 @@ impl DropoutOps for burn::backend::NdArray {}
 #[cfg(feature = "cube")]
 mod kernels {
     use blocksparse::ElementDropout;
-    use blocksparse::kernels::rows;
+    use blocksparse_cubecl::rows;
     use burn::backend::cubecl::dtype_to_elem_type;
     use burn_cubecl::CubeBackend;
     use burn_cubecl::kernel::into_contiguous;

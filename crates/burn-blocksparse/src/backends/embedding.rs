@@ -19,8 +19,8 @@ pub(crate) use kernels::text;
 
 #[cfg(feature = "cube")]
 mod kernels {
-    use blocksparse::kernels::KernelError;
-    use blocksparse::kernels::rows::{EmbeddingKind, embedding_table_gradient, embedding_text};
+    use blocksparse_cubecl::KernelError;
+    use blocksparse_cubecl::rows::{EmbeddingKind, embedding_table_gradient, embedding_text};
     use burn::backend::cubecl::dtype_to_elem_type;
     use burn::tensor::{DType, FloatDType};
     use burn_cubecl::kernel::into_contiguous;

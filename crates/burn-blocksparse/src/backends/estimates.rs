@@ -1,7 +1,7 @@
 //! Scores by which blocks are chosen, on CubeCL devices.
 
-use blocksparse::kernels::rows::{Blocked, RowBlocks, block_means_of_two};
-use blocksparse::kernels::selection::{
+use blocksparse_cubecl::rows::{Blocked, RowBlocks, block_means_of_two};
+use blocksparse_cubecl::selection::{
     AlikeScores, Antidiagonals, CompressedInputs, CompressedPlan, FlexLimits, FlexTensors,
     GateSizes, LineSizes, MeanProducts, SeenRows, Touched, Wanted, alike_scores,
     antidiagonal_masses, check, compressed_masses, flex_blocks, line_sums, mean_products,

@@ -32,7 +32,7 @@ mod kernels {
         }
 
         fn overwrite_seeds(x: CubeTensor, data: TensorData, table: u32) -> CubeTensor {
-            blocksparse::kernels::seeds::register(table, x.handle.clone());
+            blocksparse_cubecl::seeds::register(table, x.handle.clone());
             write(x, data)
         }
     }

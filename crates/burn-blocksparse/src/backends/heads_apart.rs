@@ -16,7 +16,7 @@ impl HeadGroupOps for burn::backend::NdArray {}
 
 #[cfg(feature = "cube")]
 mod kernels {
-    use blocksparse::kernels::rows::side_by_side;
+    use blocksparse_cubecl::rows::side_by_side;
     use burn::backend::ops::FloatTensorOps;
     use burn::tensor::Slice;
     use burn_cubecl::CubeBackend;

@@ -1,13 +1,13 @@
 //! An indexer's scores and losses on CubeCL devices.
 
 use blocksparse::HadamardFp8;
-use blocksparse::kernels::indexer::{
+use blocksparse_cubecl::indexer::{
     Compared, IndexerGradients, KeyBytes, KeyPicks, PairInputs, PairSizes, PairSum, by_keys,
     by_queries, check, check_picks, check_rounding, compare, key_bytes, key_parts, pair_sums,
     pick_keys, round_rows, spread_listed,
 };
-use blocksparse::kernels::rows::column_sums;
-use blocksparse::kernels::{KeyPicking, Tuning};
+use blocksparse_cubecl::rows::column_sums;
+use blocksparse_cubecl::{KeyPicking, Tuning};
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::tensor::DType;
 use burn_cubecl::kernel::{cast, into_contiguous};

@@ -21,10 +21,10 @@ impl TokenSparseOps for burn_cubecl::CubeBackend {}
 pub(crate) mod kernels {
     use std::sync::Arc;
 
-    use blocksparse::kernels::listed::{
+    use blocksparse_cubecl::listed::{
         self, KeyListPlan, ListedGradients, ListedLists, ListedRequest, Way, neighbours,
     };
-    use blocksparse::kernels::{OutputGrads as KernelGrads, Outputs};
+    use blocksparse_cubecl::{OutputGrads as KernelGrads, Outputs};
     use burn::backend::cubecl::dtype_to_elem_type;
     use burn::tensor::DType;
     use burn_cubecl::CubeBackend;

@@ -16,7 +16,7 @@ impl LinearOps for burn::backend::NdArray {}
 
 #[cfg(feature = "cube")]
 pub(crate) mod kernels {
-    use blocksparse::kernels::rows::{Window, column_sums, rounded_beside, window_sums};
+    use blocksparse_cubecl::rows::{Window, column_sums, rounded_beside, window_sums};
     use burn::backend::TensorMetadata;
     use burn::backend::cubecl::dtype_to_elem_type;
     use burn::tensor::DType;

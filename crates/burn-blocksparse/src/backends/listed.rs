@@ -9,10 +9,10 @@ impl BlockIndicesOps for burn::backend::Flex {}
 impl BlockIndicesOps for burn::backend::NdArray {}
 
 pub(crate) mod kernels {
-    use blocksparse::kernels::listed::{
+    use blocksparse_cubecl::listed::{
         self, ListedGradients, ListedLists, ListedPlan, ListedRequest,
     };
-    use blocksparse::kernels::{OutputGrads as KernelGrads, Outputs};
+    use blocksparse_cubecl::{OutputGrads as KernelGrads, Outputs};
     use burn::backend::cubecl::dtype_to_elem_type;
     use burn::tensor::{DType, IntDType};
     use burn_cubecl::kernel::{cast, into_contiguous};

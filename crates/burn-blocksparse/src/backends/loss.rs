@@ -18,8 +18,8 @@ impl LossOps for burn::backend::NdArray {}
 pub(crate) mod kernels {
     use std::ops::Range;
 
-    use blocksparse::kernels::KernelError;
-    use blocksparse::kernels::rows::{
+    use blocksparse_cubecl::KernelError;
+    use blocksparse_cubecl::rows::{
         CrossEntropyKind, CrossEntropyRows, cross_entropy_loss, cross_entropy_plan,
         cross_entropy_rows, scaled,
     };

@@ -18,7 +18,7 @@ impl AccumulatedAttentionOps for burn::backend::NdArray {}
 mod kernels {
     use std::ops::Range;
 
-    use blocksparse::kernels::{MassOutputs, ScoreOptions};
+    use blocksparse_cubecl::{MassOutputs, ScoreOptions};
     use burn_cubecl::CubeBackend;
     use burn_cubecl::kernel::into_contiguous;
 
@@ -64,7 +64,7 @@ mod kernels {
             scores.bias = bias.as_ref().map(bias_view);
             scores.relative = relative.as_ref().map(table_view);
             let views = [&q, &k].map(view);
-            let result = blocksparse::kernels::masses(
+            let result = blocksparse_cubecl::masses(
                 &q.client,
                 &layout,
                 &request,

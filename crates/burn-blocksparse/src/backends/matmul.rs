@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use blocksparse::kernels::Tuning;
+use blocksparse_cubecl::Tuning;
 use burn::tensor::DType;
 use burn_cubecl::CubeDevice;
 use burn_cubecl::fusion::{

@@ -58,7 +58,7 @@ mod texts {
 
 #[cfg(feature = "cuda")]
 mod kernels {
-    use blocksparse::kernels::rows::column_sums;
+    use blocksparse_cubecl::rows::column_sums;
     use burn::tensor::{FloatDType, Shape};
     use burn_cubecl::CubeBackend;
     use burn_cubecl::kernel::into_contiguous;

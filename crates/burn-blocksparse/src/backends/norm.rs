@@ -19,8 +19,8 @@ pub(super) use kernels::shaped;
 
 #[cfg(feature = "cube")]
 mod kernels {
-    use blocksparse::kernels::KernelError;
-    use blocksparse::kernels::rows::{
+    use blocksparse_cubecl::KernelError;
+    use blocksparse_cubecl::rows::{
         self, NormBackward, NormBranch, NormGrad, NormOf, StreamGrad, Typed,
     };
     use burn::backend::cubecl::dtype_to_elem_type;

@@ -11,8 +11,8 @@ impl OptimOps for burn::backend::NdArray {}
 
 #[cfg(feature = "cube")]
 pub(crate) mod kernels {
-    use blocksparse::kernels::optim::{self, AdamWTensors, FlatTensor};
-    use blocksparse::kernels::recording::{self, Failure};
+    use blocksparse_cubecl::optim::{self, AdamWTensors, FlatTensor};
+    use blocksparse_cubecl::recording::{self, Failure};
     use burn::backend::cubecl::dtype_to_elem_type;
     use burn_cubecl::CubeBackend;
     use burn_cubecl::kernel::into_contiguous;

@@ -1,7 +1,7 @@
 //! Orders on CubeCL devices.
 
-use blocksparse::kernels::paged;
-use blocksparse::kernels::rows::{self, HashedRows, Rounds, RowsOfMeans};
+use blocksparse_cubecl::paged;
+use blocksparse_cubecl::rows::{self, HashedRows, Rounds, RowsOfMeans};
 use burn::backend::ops::IntTensorOps;
 use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeBackend;

@@ -11,10 +11,10 @@ impl PageChoiceOps for burn::backend::NdArray {}
 
 #[cfg(feature = "cube")]
 mod kernels {
-    use blocksparse::kernels::paged::{
+    use blocksparse_cubecl::paged::{
         self, AppendShape, HighestShape, PageScoreBuffers, PageScoreShape, Summary,
     };
-    use blocksparse::kernels::recording::{self, Failure};
+    use blocksparse_cubecl::recording::{self, Failure};
     use burn::backend::cubecl::dtype_to_elem_type;
     use burn::tensor::DType;
     use burn_cubecl::CubeBackend;

@@ -11,7 +11,7 @@ impl PageSlotOps for burn::backend::NdArray {}
 
 #[cfg(feature = "cube")]
 mod kernels {
-    use blocksparse::kernels::paged::{self, SlotShape};
+    use blocksparse_cubecl::paged::{self, SlotShape};
     use burn::tensor::DType;
     use burn_cubecl::CubeBackend;
     use burn_cubecl::tensor::CubeTensor;

@@ -14,9 +14,9 @@ pub(crate) use kernels::{in_place, integers, text};
 
 #[cfg(feature = "cube")]
 mod kernels {
-    use blocksparse::kernels::KernelError;
-    use blocksparse::kernels::paged::{self, AppendShape, PagedBuffers, PagedPlan, PagedShape};
-    use blocksparse::kernels::recording::{self, Failure};
+    use blocksparse_cubecl::KernelError;
+    use blocksparse_cubecl::paged::{self, AppendShape, PagedBuffers, PagedPlan, PagedShape};
+    use blocksparse_cubecl::recording::{self, Failure};
     use burn::backend::cubecl::dtype_to_elem_type;
     use burn::tensor::{DType, FloatDType, Tensor};
     use burn_cubecl::kernel::{cast, into_contiguous};

@@ -11,7 +11,7 @@ impl RowOps for burn::backend::NdArray {}
 
 #[cfg(feature = "cube")]
 mod kernels {
-    use blocksparse::kernels::rows::{
+    use blocksparse_cubecl::rows::{
         self, IndexedRows, MergedGradients, gather_rows, gather_scaled_rows, mean_rows,
     };
     use burn::backend::ops::IntTensorOps;

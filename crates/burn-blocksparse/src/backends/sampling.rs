@@ -14,8 +14,8 @@ pub(crate) use kernels::text;
 
 #[cfg(feature = "cube")]
 mod kernels {
-    use blocksparse::kernels::KernelError;
-    use blocksparse::kernels::rows::{SampleKind, sample_rows, sample_text};
+    use blocksparse_cubecl::KernelError;
+    use blocksparse_cubecl::rows::{SampleKind, sample_rows, sample_text};
     use burn::tensor::DType;
     use burn_cubecl::kernel::into_contiguous;
     use burn_cubecl::tensor::CubeTensor;

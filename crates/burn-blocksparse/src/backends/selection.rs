@@ -11,8 +11,9 @@ impl SelectionOps for burn::backend::NdArray {}
 
 #[cfg(feature = "cube")]
 mod kernels {
-    use blocksparse::kernels::rows::{self, Blocked, RowBlocks};
-    use blocksparse::kernels::{self, KeyListSizes, ListBuffers, ListSizes, ScoredRows};
+    use blocksparse_cubecl as kernels;
+    use blocksparse_cubecl::rows::{self, Blocked, RowBlocks};
+    use blocksparse_cubecl::{KeyListSizes, ListBuffers, ListSizes, ScoredRows};
     use burn::backend::cubecl::dtype_to_elem_type;
     use burn::tensor::{DType, IntDType};
     use burn_cubecl::CubeBackend;

@@ -1,11 +1,11 @@
-//! Products with block-sparse weights on wgmma: tensors of Burn's as `blocksparse::kernels::linear::blocks` has them.
+//! Products with block-sparse weights on wgmma: tensors of Burn's as `blocksparse_cubecl::linear::blocks` has them.
 
 use blocksparse::WeightLayout;
-use blocksparse::kernels::linear::blocks::{
+use blocksparse_cubecl::linear::blocks::{
     BlockGradientPlan, BlockProduct, BlockProductPlan, BlockTables, Direction, block_gradient,
     blocks_of_dense, dense_of_blocks, multiply_blocks, pack_blocks,
 };
-use blocksparse::kernels::rows::{Window, window_sums};
+use blocksparse_cubecl::rows::{Window, window_sums};
 use burn::backend::DType;
 use burn_cubecl::CubeDevice;
 use burn_cubecl::kernel::into_contiguous;

@@ -1,10 +1,10 @@
-//! Products on wgmma, or on mma.sync: tensors of Burn's as the matrices of `blocksparse::kernels::linear`.
+//! Products on wgmma, or on mma.sync: tensors of Burn's as the matrices of `blocksparse_cubecl::linear`.
 
-use blocksparse::kernels::linear::{
+use blocksparse_cubecl::linear::{
     Epilogue, EpilogueTensors, HEAD, HEAD_ROWS, MatrixView, Order, ProductPlan, ProductRequest,
     available as is_available, multiply as launch,
 };
-use blocksparse::kernels::rows::ActivationKind;
+use blocksparse_cubecl::rows::ActivationKind;
 use burn::backend::{DType, TensorMetadata};
 use burn::tensor::{FloatDType, Shape};
 use burn_cubecl::CubeDevice;

@@ -3,8 +3,8 @@
 
 use std::sync::LazyLock;
 
-use blocksparse::kernels::indexer::PairSizes;
 use blocksparse::{HadamardFp8, LayoutShape, Pattern};
+use blocksparse_cubecl::indexer::PairSizes;
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, Tensor};
 

@@ -17,7 +17,7 @@ thread_local! {
 pub(crate) struct Recording {
     before: bool,
     #[cfg(feature = "cube")]
-    launches: Option<blocksparse::kernels::recording::Recording>,
+    launches: Option<blocksparse_cubecl::recording::Recording>,
 }
 
 impl Recording {
@@ -26,7 +26,7 @@ impl Recording {
             before: RECORDING.replace(true),
             #[cfg(feature = "cube")]
             launches: crate::device::cube::of(_device)
-                .map(|device| blocksparse::kernels::recording::Recording::begin(&device.client())),
+                .map(|device| blocksparse_cubecl::recording::Recording::begin(&device.client())),
         }
     }
 
@@ -34,7 +34,7 @@ impl Recording {
     pub fn failure(&self) -> Option<OpError> {
         #[cfg(feature = "cube")]
         if let Some(failure) = (self.launches.as_ref()).and_then(|launches| launches.failure()) {
-            use blocksparse::kernels::recording::Failure;
+            use blocksparse_cubecl::recording::Failure;
             return Some(match failure {
                 Failure::Upload(what) => OpError::Recording { what },
                 Failure::NotInPlace(what) => OpError::NotInPlace { what },
@@ -77,7 +77,7 @@ pub(crate) fn doom_by_upload<D: 'static>(_device: &D, _what: &'static str) {
     #[cfg(feature = "cube")]
     if let Some(device) = (_device as &dyn std::any::Any).downcast_ref::<burn_cubecl::CubeDevice>()
     {
-        let _ = blocksparse::kernels::recording::refuse_upload(&device.client(), _what);
+        let _ = blocksparse_cubecl::recording::refuse_upload(&device.client(), _what);
     }
 }
 

@@ -255,12 +255,12 @@ fn text(
     device: &OpDevice,
     sizes: [usize; 2],
     dtypes: &[burn::tensor::DType],
-) -> Result<String, blocksparse::kernels::KernelError> {
+) -> Result<String, blocksparse_cubecl::KernelError> {
     use burn::backend::cubecl::dtype_to_elem_type;
     let elements: Vec<_> = (dtypes.iter())
         .map(|dtype| dtype_to_elem_type(*dtype))
         .collect();
-    blocksparse::kernels::rows::residual_norm_text(&device.client(), sizes, &elements)
+    blocksparse_cubecl::rows::residual_norm_text(&device.client(), sizes, &elements)
 }
 
 #[cfg(not(feature = "cube"))]

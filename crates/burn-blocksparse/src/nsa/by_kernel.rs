@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use blocksparse::kernels::selection::{CompressedPlan, CompressedShape};
+use blocksparse_cubecl::selection::{CompressedPlan, CompressedShape};
 use burn::backend::Dispatch;
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::tensor::{Int, Tensor};

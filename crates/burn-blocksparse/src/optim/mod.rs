@@ -343,7 +343,7 @@ impl FusedAdamW {
 
 #[cfg(feature = "cube")]
 fn describe(device: &OpDevice, largest: usize) -> Result<String, OpError> {
-    let text = blocksparse::kernels::optim::describe(&device.client(), largest)?;
+    let text = blocksparse_cubecl::optim::describe(&device.client(), largest)?;
     Ok(text)
 }
 

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use blocksparse::kernels::selection::{
+use blocksparse_cubecl::selection::{
     Antidiagonals, FlexLimits, GateSizes, Kept, LineSizes, Touched,
 };
 use burn::backend::Dispatch;

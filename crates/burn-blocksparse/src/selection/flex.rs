@@ -2,9 +2,9 @@
 
 use std::ops::Range;
 
-#[cfg(feature = "cube")]
-use blocksparse::kernels::selection::FlexLimits;
 use blocksparse::{Always, EstimateKind, Rule};
+#[cfg(feature = "cube")]
+use blocksparse_cubecl::selection::FlexLimits;
 use burn::tensor::Tensor;
 
 #[cfg(feature = "cube")]

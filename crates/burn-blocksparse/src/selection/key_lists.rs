@@ -263,7 +263,7 @@ fn walk(
     options: &AttentionOptions,
 ) -> Result<String, String> {
     use crate::backends::key_lists::kernels::request;
-    use blocksparse::kernels::listed::KeyListPlan;
+    use blocksparse_cubecl::listed::KeyListPlan;
     let Some(inner) = &crate::device::cube::of(&q.device()) else {
         return Err("the device has no kernels".to_string());
     };

@@ -248,7 +248,6 @@ impl Written {
                 }
                 written
             }
-            keep => self.argument(&format!("{keep:?}")),
         }
     }
 

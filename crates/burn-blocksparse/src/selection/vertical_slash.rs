@@ -2,9 +2,9 @@
 
 use std::ops::Range;
 
-#[cfg(feature = "cube")]
-use blocksparse::kernels::selection::Kept;
 use blocksparse::{Always, Budget, EstimateKind, Rule};
+#[cfg(feature = "cube")]
+use blocksparse_cubecl::selection::Kept;
 use burn::tensor::Tensor;
 
 #[cfg(feature = "cube")]

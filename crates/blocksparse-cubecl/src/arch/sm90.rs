@@ -1,0 +1,474 @@
+//! PTX that CubeCL has no functions for: the products of attention, copies of shared memory, fast math.
+//!
+//! `$i` in a text is operand `i` (the output first), `%n` register `n` of all operands in a row. Every
+//! operand has to occur in its text, so the last ones are named in a PTX comment.
+
+use cubecl::prelude::*;
+
+pub use crate::arch::ptx::*;
+pub use crate::arch::tma::*;
+
+/// `a · bᵀ` of two K-major operands in shared memory. Both lie in spans of 64 columns, `a_span` and
+/// `b_span` bytes apart. The first step overwrites the output, so nothing has to be zeroed.
+fn product_text(half: Half, cols: usize, dim: usize, a_span: usize, b_span: usize) -> String {
+    let (ty, out) = (half.ptx(), registers(0, cols / 2));
+    let mut text = String::from("{ .reg .b64 a, b; wgmma.fence.sync.aligned; ");
+    for k in 0..dim.div_ceil(DEPTH) {
+        let (span, within) = (k * DEPTH / ROW_ELEMENTS, k * DEPTH % ROW_ELEMENTS * 2);
+        let (a, b) = ((span * a_span + within) >> 4, (span * b_span + within) >> 4);
+        let add = usize::from(k > 0);
+        text += &format!(
+            "add.s64 a, $1, {a}; add.s64 b, $2, {b}; \
+             wgmma.mma_async.sync.aligned.m64n{cols}k16.f32.{ty}.{ty} {{{out}}}, a, b, {add}, 1, 1, 0, 0; "
+        );
+    }
+    text + "wgmma.commit_group.sync.aligned; /* $0 */ }"
+}
+
+/// `c + p · b`: `p` in registers, `b` (`[cols, dim]`, MN-major) in shared memory. `acc` registers hold an
+/// accumulator, of which `dim / 2` are used. An asm has no operands that are both input and output, so
+/// the sums are moved, which ptxas then drops. Without `add`, `p · b`, and no input `c`.
+fn accumulate_text(half: Half, acc: usize, cols: usize, dim: usize, add: bool) -> String {
+    let (ty, used) = (half.ptx(), dim / 2);
+    let mut text = String::from("{ .reg .b64 b; ");
+    let (p, b) = match add {
+        true => (2 * acc, "$3"),
+        false => (acc, "$2"),
+    };
+    if add {
+        for i in 0..used {
+            text += &format!("mov.f32 %{i}, %{}; ", acc + i);
+        }
+    }
+    text += "wgmma.fence.sync.aligned; ";
+    for k in 0..cols / DEPTH {
+        text += &format!(
+            "add.s64 b, {b}, {}; wgmma.mma_async.sync.aligned.m64n{dim}k16.f32.{ty}.{ty} {{{}}}, {{{}}}, b, {}, 1, 1, 1; ",
+            (k * DEPTH * ROW) >> 4,
+            registers(0, used),
+            registers(p + 4 * k, 4),
+            usize::from(add || k > 0),
+        );
+    }
+    text + "wgmma.commit_group.sync.aligned; }"
+}
+
+fn wait_text(pending: usize, acc: usize, used: usize) -> String {
+    let mut text = format!("{{ /* $0 $1 */ wgmma.wait_group.sync.aligned {pending}; ");
+    for i in 0..used {
+        text += &format!("mov.f32 %{i}, %{}; ", acc + i);
+    }
+    text + "}"
+}
+
+/// `aᵀ · b`: `a` (`[depth, 64]`) and `b` (`[depth, cols]`), both MN-major in shared memory.
+fn wide_product_text(half: Half, cols: usize, depth: usize) -> String {
+    let (ty, out) = (half.ptx(), registers(0, cols / 2));
+    let mut text = String::from("{ .reg .b64 a, b; wgmma.fence.sync.aligned; ");
+    for k in 0..depth / DEPTH {
+        let offset = (k * DEPTH * ROW) >> 4;
+        let add = usize::from(k > 0);
+        text += &format!(
+            "add.s64 a, $1, {offset}; add.s64 b, $2, {offset}; \
+             wgmma.mma_async.sync.aligned.m64n{cols}k16.f32.{ty}.{ty} {{{out}}}, a, b, {add}, 1, 1, 1, 1; "
+        );
+    }
+    text + "wgmma.commit_group.sync.aligned; /* $0 */ }"
+}
+
+/// `c + a · b`: `a` (`[64, depth]`) K-major, in spans of 64 that are `a_span` bytes apart, and `b` (`[depth, dim]`) MN-major in
+/// shared memory. As for [`accumulate_text`], the sums are moved.
+fn accumulate_shared_text(
+    half: Half,
+    acc: usize,
+    dim: usize,
+    depth: usize,
+    a_span: usize,
+) -> String {
+    let (ty, used) = (half.ptx(), dim / 2);
+    let mut text = String::from("{ .reg .b64 a, b; ");
+    for i in 0..used {
+        text += &format!("mov.f32 %{i}, %{}; ", acc + i);
+    }
+    text += "wgmma.fence.sync.aligned; ";
+    for k in 0..depth / DEPTH {
+        let (span, within) = (k * DEPTH / ROW_ELEMENTS, k * DEPTH % ROW_ELEMENTS * 2);
+        text += &format!(
+            "add.s64 a, $2, {}; add.s64 b, $3, {}; \
+             wgmma.mma_async.sync.aligned.m64n{dim}k16.f32.{ty}.{ty} {{{}}}, a, b, 1, 1, 1, 0, 1; ",
+            (span * a_span + within) >> 4,
+            (k * DEPTH * ROW) >> 4,
+            registers(0, used),
+        );
+    }
+    text + "wgmma.commit_group.sync.aligned; /* $0 $1 */ }"
+}
+
+/// Stores a left operand of `cols` columns as 16 of its rows, swizzled, spans of 64 columns `span` bytes apart. `$1` is the
+/// address of this unit's first pair.
+fn store_left_text(width: usize, span: usize) -> String {
+    let mut text = String::from("{ .reg .b32 a; ");
+    for eight in 0..width / 2 {
+        let (at, chunk) = (eight / 8 * span, (eight % 8) << 4);
+        text += &format!(
+            "xor.b32 a, $1, {chunk}; st.shared.b32 [a + {at}], %{}; st.shared.b32 [a + {}], %{}; ",
+            2 * eight,
+            at + 8 * ROW,
+            2 * eight + 1,
+        );
+    }
+    text + "/* $0 */ }"
+}
+
+/// A unit's registers as fours, those of a warpgroup's units side by side.
+fn own_text(width: usize, load: bool) -> String {
+    let mut text = String::new();
+    for four in 0..width / 4 {
+        let (at, words) = (four * 128 * 16, registers(4 * four, 4));
+        text += &match load {
+            true => format!("ld.shared.v4.b32 {{{words}}}, [$1 + {at}]; "),
+            false => format!("st.shared.v4.b32 [$1 + {at}], {{{words}}}; "),
+        };
+    }
+    text + "/* $0 */"
+}
+
+/// The fours of each lane for each 16 columns.
+fn store_sixteen_text(width: usize, eight: usize) -> String {
+    let mut text = String::new();
+    for lower in 0..2 {
+        for four in 0..width / 8 {
+            let [a, b, c, d] = [0, 1, 4, 5].map(|i| 8 * four + i + 2 * lower);
+            let at = lower * eight + 512 * four;
+            text += &format!("st.shared.v4.f32 [$1 + {at}], {{%{a}, %{b}, %{c}, %{d}}}; ");
+        }
+    }
+    text + "/* $0 */"
+}
+
+/// `$0` is the half at address `$1`, or 0 unless `$2 < $3`.
+fn read_half_text(half: Half) -> String {
+    let widen = match half {
+        Half::Bf16 => "mov.b32 $0, {zero, h};",
+        Half::F16 => "cvt.f32.f16 $0, h;",
+    };
+    format!(
+        "{{ .reg .pred p; .reg .b16 h, zero; setp.lt.u32 p, $2, $3; mov.b16 zero, 0; mov.b16 h, 0; \
+         @p ld.global.nc.b16 h, [$1]; {widen} }}"
+    )
+}
+
+fn bulk_instruction(add: bool) -> &'static str {
+    match add {
+        true => "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32",
+        false => "cp.async.bulk.global.shared::cta.bulk_group",
+    }
+}
+
+/// Starts `a · bᵀ` `[64, cols]`. The result is there after a [`wait`].
+#[cube]
+pub fn product<S: Size>(
+    a: u64,
+    b: u64,
+    #[comptime] half: Half,
+    #[comptime] dim: usize,
+    #[comptime] a_span: usize,
+    #[comptime] b_span: usize,
+) -> Vector<f32, S> {
+    let out: Vector<f32, S>;
+    let width = S::value();
+    let cols = comptime!(width * 2);
+    gpu_asm!("{body} /* {d} {a} {b} */",
+        body = const product_text(half, cols, dim, a_span, b_span),
+        d = out(_) out, a = in(_) val::<u64>(a), b = in(_) val::<u64>(b));
+    out
+}
+
+/// Starts `c + p · b` `[64, dim]`. The result is there after a [`wait`].
+#[cube]
+pub fn accumulate<P: Size, O: Size>(
+    c: Vector<f32, O>,
+    p: Vector<u32, P>,
+    b: u64,
+    #[comptime] half: Half,
+    #[comptime] dim: usize,
+) -> Vector<f32, O> {
+    let out: Vector<f32, O>;
+    let acc = O::value();
+    let width = P::value();
+    let cols = comptime!(width * 4);
+    gpu_asm!("{body} /* {d} {c} {p} {b} */",
+        body = const accumulate_text(half, acc, cols, dim, true),
+        d = out(_) out, c = in(_) val::<Vector<f32, O>>(c),
+        p = in(_) val::<Vector<u32, P>>(p), b = in(_) val::<u64>(b));
+    out
+}
+
+/// Starts `p · b` `[64, dim]`. The result is there after a [`wait`].
+#[cube]
+pub fn weigh<P: Size, O: Size>(
+    p: Vector<u32, P>,
+    b: u64,
+    #[comptime] half: Half,
+    #[comptime] dim: usize,
+) -> Vector<f32, O> {
+    let out: Vector<f32, O>;
+    let acc = O::value();
+    let width = P::value();
+    let cols = comptime!(width * 4);
+    gpu_asm!("{body} /* {d} {p} {b} */",
+        body = const accumulate_text(half, acc, cols, dim, false),
+        d = out(_) out, p = in(_) val::<Vector<u32, P>>(p), b = in(_) val::<u64>(b));
+    out
+}
+
+/// Starts `aᵀ · b` `[64, 2 · O]` of operands whose rows are the `depth`. The result is there after a [`wait`].
+#[cube]
+pub fn wide_product<O: Size>(
+    a: u64,
+    b: u64,
+    #[comptime] half: Half,
+    #[comptime] depth: usize,
+) -> Vector<f32, O> {
+    let out: Vector<f32, O>;
+    let width = O::value();
+    let cols = comptime!(width * 2);
+    gpu_asm!("{body} /* {d} {a} {b} */",
+        body = const wide_product_text(half, cols, depth),
+        d = out(_) out, a = in(_) val::<u64>(a), b = in(_) val::<u64>(b));
+    out
+}
+
+/// Starts `c + a · b` `[64, dim]` of a depth-major `a` and a `b` whose rows are the `depth`. The result is there after a [`wait`].
+#[cube]
+pub fn accumulate_shared<O: Size>(
+    c: Vector<f32, O>,
+    a: u64,
+    b: u64,
+    #[comptime] half: Half,
+    #[comptime] dim: usize,
+    #[comptime] depth: usize,
+    #[comptime] a_span: usize,
+) -> Vector<f32, O> {
+    let out: Vector<f32, O>;
+    let acc = O::value();
+    gpu_asm!("{body} /* {d} {c} {a} {b} */",
+        body = const accumulate_shared_text(half, acc, dim, depth, a_span),
+        d = out(_) out, c = in(_) val::<Vector<f32, O>>(c),
+        a = in(_) val::<u64>(a), b = in(_) val::<u64>(b));
+    out
+}
+
+/// Stores a left operand in shared memory, as a right or a wide one is read.
+#[cube]
+pub fn store_left<P: Size>(p: Vector<u32, P>, address: u32, #[comptime] span: usize) {
+    let width = P::value();
+    gpu_asm!("{body} /* {p} {a} */", body = const store_left_text(width, span),
+        p = in(_) val::<Vector<u32, P>>(p), a = in(_) val::<u32>(address));
+}
+
+/// Stores a unit's registers for the unit at its place of another warpgroup; `address` is 16 bytes on from each unit to the next.
+#[cube]
+pub fn store_own<P: Size>(p: Vector<u32, P>, address: u32) {
+    let width = P::value();
+    gpu_asm!("{body} /* {p} {a} */", body = const own_text(width, false),
+        p = in(_) val::<Vector<u32, P>>(p), a = in(_) val::<u32>(address));
+}
+
+/// Loads what [`store_own`] stored.
+#[cube]
+pub fn load_own<P: Size>(address: u32) -> Vector<u32, P> {
+    let out: Vector<u32, P>;
+    let width = P::value();
+    gpu_asm!("{body} /* {d} {a} */", body = const own_text(width, true),
+        d = out(_) out, a = in(_) val::<u32>(address));
+    out
+}
+
+/// Makes this unit's writes to shared memory known to wgmma and TMA.
+#[cube]
+pub fn async_fence() {
+    gpu_asm!("fence.proxy.async.shared::cta;");
+}
+
+/// Stores a warp's 16 rows in shared memory: for each 16 columns the fours of all lanes, the lower eight rows `eight` bytes on.
+#[cube]
+pub fn store_sixteen<O: Size>(x: Vector<f32, O>, address: u32, #[comptime] eight: usize) {
+    let width = O::value();
+    gpu_asm!("{body} /* {x} {a} */", body = const store_sixteen_text(width, eight),
+        x = in(_) val::<Vector<f32, O>>(x), a = in(_) val::<u32>(address));
+}
+
+/// Starts a copy of shared memory to global memory, or its addition as f32. [`bulk_wait`] waits for it.
+#[cube]
+pub fn bulk_store(target: u64, source: u32, #[comptime] bytes: usize, #[comptime] add: bool) {
+    gpu_asm!("{i} [{t}], [{s}], {b};", i = const bulk_instruction(add),
+        t = in(_) val::<u64>(target), s = in(_) val::<u32>(source), b = const bytes);
+}
+
+/// Makes a group of the unit's bulk copies since the last one.
+#[cube]
+pub fn bulk_commit() {
+    gpu_asm!("cp.async.bulk.commit_group;");
+}
+
+/// Waits until the unit's bulk copies are in memory.
+#[cube]
+pub fn bulk_wait() {
+    gpu_asm!("cp.async.bulk.wait_group 0;");
+}
+
+/// The number in half precision at an address of constant memory, or 0 unless `index < end`.
+#[cube]
+pub fn read_half(address: u64, index: u32, end: u32, #[comptime] half: Half) -> f32 {
+    let o: f32;
+    gpu_asm!("{body} /* {o} {a} {i} {e} */", body = const read_half_text(half), o = out(_) o,
+        a = in(_) val::<u64>(address), i = in(_) val::<u32>(index), e = in(_) val::<u32>(end), options(nomem));
+    o
+}
+
+/// A number that another cube may be writing.
+#[cube]
+pub fn peek(address: u64) -> u32 {
+    let o: u32;
+    gpu_asm!("ld.relaxed.gpu.global.u32 {o}, [{a}];", o = out(_) o, a = in(_) val::<u64>(address));
+    o
+}
+
+/// Four numbers that other cubes have written, as L2 has them.
+#[cube]
+pub fn peek_four(address: u64) -> Vector<f32, Const<4>> {
+    let o: Vector<f32, Const<4>>;
+    gpu_asm!("ld.relaxed.gpu.global.v4.f32 {o}, [{a}];", o = out(_) o, a = in(_) val::<u64>(address));
+    o
+}
+
+/// The next number of a counter that all cubes draw from.
+#[cube]
+pub fn draw(address: u64) -> u32 {
+    let o: u32;
+    gpu_asm!("atom.relaxed.gpu.global.add.u32 {o}, [{a}], 1;", o = out(_) o, a = in(_) val::<u64>(address));
+    o
+}
+
+/// Orders what the unit and those that it has heard of did before it with what follows, for the whole device.
+#[cube]
+pub fn device_fence() {
+    gpu_asm!("fence.acq_rel.gpu;");
+}
+
+/// Orders the unit's reads of global memory before it with its bulk copies and additions after it.
+#[cube]
+pub fn async_fence_global() {
+    gpu_asm!("fence.proxy.async.global;");
+}
+
+/// Waits until a number is `x`.
+#[cube]
+pub fn wait_until(address: u64, x: u32) {
+    gpu_asm!("{{ .reg .pred done; .reg .u32 now; AGAIN: ld.relaxed.gpu.global.u32 now, [{a}]; setp.eq.u32 done, now, {x}; @!done bra AGAIN; }}",
+        a = in(_) val::<u64>(address), x = in(_) val::<u32>(x));
+}
+
+/// Writes a number that another cube may be reading.
+#[cube]
+pub fn post(address: u64, x: u32) {
+    gpu_asm!("st.relaxed.gpu.global.u32 [{a}], {x};", a = in(_) val::<u64>(address), x = in(_) val::<u32>(x));
+}
+
+/// Writes a number to an address.
+#[cube]
+pub fn store_number(address: u64, x: f32) {
+    gpu_asm!("st.global.f32 [{a}], {x};", a = in(_) val::<u64>(address), x = in(_) val::<f32>(x));
+}
+
+/// Writes two numbers to an address, a multiple of 8.
+#[cube]
+pub fn store_pair(address: u64, x: f32, y: f32) {
+    gpu_asm!("st.global.v2.f32 [{a}], {{{x}, {y}}};", a = in(_) val::<u64>(address),
+        x = in(_) val::<f32>(x), y = in(_) val::<f32>(y));
+}
+
+/// Waits for the other lanes of the warp.
+#[cube]
+pub fn sync_warp() {
+    gpu_asm!("bar.warp.sync 0xffffffff;");
+}
+
+/// Waits until at most `pending` of the products started last are unfinished.
+#[cube]
+pub fn wait<N: Size>(
+    c: Vector<f32, N>,
+    #[comptime] pending: usize,
+    #[comptime] used: usize,
+) -> Vector<f32, N> {
+    let out: Vector<f32, N>;
+    let acc = N::value();
+    gpu_asm!("{body} /* {d} {c} */", body = const wait_text(pending, acc, used),
+        d = out(_) out, c = in(_) val::<Vector<f32, N>>(c));
+    out
+}
+
+/// Copies a box of a `[batch, head, class, row, column]` tensor map into shared memory.
+#[cube]
+pub fn load_class_box(
+    map: u64,
+    target: u32,
+    bar: u32,
+    column: u32,
+    row: u32,
+    class: u32,
+    head: u32,
+    batch: u32,
+) {
+    gpu_asm!("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [{s}], [{m}, {{{x}, {y}, {c}, {z}, {w}}}], [{b}];",
+        s = in(_) val::<u32>(target), m = in(_) val::<u64>(map), x = in(_) val::<u32>(column),
+        y = in(_) val::<u32>(row), c = in(_) val::<u32>(class), z = in(_) val::<u32>(head), w = in(_) val::<u32>(batch),
+        b = in(_) val::<u32>(bar));
+}
+
+/// Copies a box of a `[row, column]` tensor map into shared memory.
+#[cube]
+pub fn load_line(map: u64, target: u32, bar: u32, column: u32, row: u32) {
+    gpu_asm!("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [{s}], [{m}, {{{x}, {y}}}], [{b}];",
+        s = in(_) val::<u32>(target), m = in(_) val::<u64>(map), x = in(_) val::<u32>(column),
+        y = in(_) val::<u32>(row), b = in(_) val::<u32>(bar));
+}
+
+/// `2^x`. Volatile, or ptxas moves a wait for a wgmma in front of it.
+#[cube]
+pub fn exp2(x: f32) -> f32 {
+    let o: f32;
+    gpu_asm!("ex2.approx.ftz.f32 {o}, {i};", o = out(_) o, i = in(_) val::<f32>(x), options(nomem));
+    o
+}
+
+/// Copies a box of 64 columns at a place into shared memory; with `residue` the map has the class as a dimension.
+#[cube]
+pub fn load_at(
+    map: u64,
+    target: u32,
+    bar: u32,
+    span: u32,
+    place: u32,
+    class_len: u32,
+    head: u32,
+    batch: u32,
+    #[comptime] residue: bool,
+) {
+    let column = span * comptime!(ROW_ELEMENTS as u32);
+    if comptime!(residue) {
+        load_class_box(
+            map,
+            target,
+            bar,
+            column,
+            place % class_len,
+            place / class_len,
+            head,
+            batch,
+        );
+    } else {
+        load_box(map, target, bar, column, place, head, batch);
+    }
+}

@@ -1,0 +1,103 @@
+//! PTX of wgmma's operands, mbarriers and TMA, at run-time addresses, which the `hopper` tier and the products of layers share.
+
+use cubecl::prelude::*;
+
+use crate::arch::ptx::val;
+
+/// Bytes of a row of shared memory: the span of the 128-byte swizzle, which repeats after 8 rows.
+pub const ROW: usize = 128;
+
+/// Elements of such a row.
+pub const ROW_ELEMENTS: usize = ROW / 2;
+
+/// Depth of one wgmma.
+pub const DEPTH: usize = 16;
+
+/// `%first, …` of `count` registers.
+pub fn registers(first: usize, count: usize) -> String {
+    let names: Vec<String> = (first..first + count).map(|i| format!("%{i}")).collect();
+    names.join(", ")
+}
+
+/// The descriptor of a swizzled operand: its address, the distance of its 64-wide spans where the wide
+/// side is not the depth, 8 rows of 128 bytes, 128-byte swizzle.
+#[cube]
+pub fn descriptor(address: u32, #[comptime] span: usize) -> u64 {
+    let low = (address >> 4u32) | comptime!((span as u32 >> 4) << 16);
+    u64::cast_from(low) | comptime!((1u64 << 62) | (64u64 << 32))
+}
+
+/// The same of an operand with rows of 32, 64 or 128 bytes, swizzled as wide as they are.
+#[cube]
+pub fn descriptor_of(address: u32, #[comptime] span: usize, #[comptime] row: usize) -> u64 {
+    let low = (address >> 4u32) | comptime!((span as u32 >> 4) << 16);
+    let swizzle = comptime!(match row {
+        128 => 1u64,
+        64 => 2u64,
+        _ => 3u64,
+    });
+    u64::cast_from(low) | comptime!((swizzle << 62) | ((row as u64 / 2) << 32))
+}
+
+#[cube]
+pub fn barrier_init(bar: u32, #[comptime] arrivals: u32) {
+    gpu_asm!("mbarrier.init.shared::cta.b64 [{b}], {c};", b = in(_) val::<u32>(bar), c = const arrivals);
+}
+
+/// The barriers of a ring of stages, eight bytes apart: "full", which waits for TMA alone, and "empty", which waits for all warps. Makes them known to TMA, and
+/// what was initialised before.
+#[cube]
+pub fn ring_init(full: u32, empty: u32, #[comptime] stages: usize, #[comptime] warps: u32) {
+    #[unroll]
+    for i in 0..stages {
+        let offset = comptime!(8 * i as u32);
+        barrier_init(full + offset, 1u32);
+        barrier_init(empty + offset, warps);
+    }
+    barrier_fence();
+}
+
+/// Makes initialised barriers known to TMA.
+#[cube]
+pub fn barrier_fence() {
+    gpu_asm!("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;");
+}
+
+/// Arrives, and has the phase wait for `bytes` of TMA.
+#[cube]
+pub fn barrier_expect(bar: u32, #[comptime] bytes: usize) {
+    gpu_asm!("mbarrier.arrive.expect_tx.shared::cta.b64 _, [{b}], {c};",
+        b = in(_) val::<u32>(bar), c = const bytes);
+}
+
+#[cube]
+pub fn barrier_arrive(bar: u32) {
+    gpu_asm!("mbarrier.arrive.shared::cta.b64 _, [{b}];", b = in(_) val::<u32>(bar));
+}
+
+/// Waits for the end of the phase of this parity.
+#[cube]
+pub fn barrier_wait(bar: u32, parity: u32) {
+    gpu_asm!("{{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [{b}], {p}; @done bra DONE; bra AGAIN; DONE: }}",
+        b = in(_) val::<u32>(bar), p = in(_) val::<u32>(parity));
+}
+
+/// Copies a box of a `[batch, head, row, column]` tensor map into shared memory.
+#[cube]
+pub fn load_box(map: u64, target: u32, bar: u32, column: u32, row: u32, head: u32, batch: u32) {
+    gpu_asm!("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [{s}], [{m}, {{{x}, {y}, {z}, {w}}}], [{b}];",
+        s = in(_) val::<u32>(target), m = in(_) val::<u64>(map), x = in(_) val::<u32>(column),
+        y = in(_) val::<u32>(row), z = in(_) val::<u32>(head), w = in(_) val::<u32>(batch), b = in(_) val::<u32>(bar));
+}
+
+/// Waits at a named barrier for `units` units, those that only arrive included.
+#[cube]
+pub fn named_sync(id: u32, #[comptime] units: u32) {
+    gpu_asm!("bar.sync {b}, {n};", b = in(_) val::<u32>(id), n = const units);
+}
+
+/// Arrives at a named barrier without waiting.
+#[cube]
+pub fn named_arrive(id: u32, #[comptime] units: u32) {
+    gpu_asm!("bar.arrive {b}, {n};", b = in(_) val::<u32>(id), n = const units);
+}

@@ -1,0 +1,343 @@
+//! What kernels get: buffers, strides, numbers. The one place where a buffer is given to a kernel without its length being known.
+
+use std::sync::Arc;
+
+use cubecl::ir::ElemType;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use super::call::{BiasView, Request, TableView, TensorView};
+use super::error::KernelError;
+use super::seeds;
+use super::shared::biases::{BiasStridesLaunch, DistancesLaunch};
+#[cfg(feature = "cuda-asm")]
+use super::shared::distances::{TableArgs, TableArgsLaunch};
+use super::shared::dropout::MaskLaunch;
+use super::shared::walk::{ListingLaunch, PlanPartsLaunch, StridesLaunch};
+use super::uploaded::{self, DevicePlan};
+use blocksparse::plan::Sections;
+use blocksparse::{BlockLayout, Dropout, Residue, Seed};
+
+/// What the scores of a call are, apart from its tensors. What is given has to be what the request's
+/// [`ScoreKind`](super::call::ScoreKind) says.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct ScoreOptions {
+    /// Factor of the products.
+    pub scale: f64,
+    /// Bound of the scores.
+    pub softcap: Option<f64>,
+    /// ALiBi slopes, `[heads]`: scores get `−slope · |distance|` after the softcap.
+    pub slopes: Option<Arc<[f64]>>,
+    /// Dropout of weights.
+    pub dropout: Option<Dropout>,
+    /// A bias of the scores, added after the softcap.
+    pub bias: Option<BiasView>,
+    /// A bias of each distance, likewise.
+    pub relative: Option<TableView>,
+}
+
+impl ScoreOptions {
+    /// Scaled products; the rest is set field by field.
+    pub fn new(scale: f64) -> Self {
+        Self {
+            scale,
+            softcap: None,
+            slopes: None,
+            dropout: None,
+            bias: None,
+            relative: None,
+        }
+    }
+
+    /// Elements of the bias, 0 if there is none.
+    pub(super) fn bias_len(&self) -> usize {
+        self.bias.as_ref().map_or(0, BiasView::elements)
+    }
+
+    pub(super) fn bias<T: LaunchArg<RuntimeArg = BufferArg>>(&self) -> ComptimeOptionArgs<T> {
+        let handle = self.bias.as_ref().map(|bias| &bias.handle);
+        optional(handle, self.bias_len())
+    }
+
+    /// Elements of the bias between batch entries, heads and queries: 0 where it is 1.
+    fn bias_steps(&self) -> [usize; 3] {
+        let [batch, heads, rows, keys] = self.bias.as_ref().map_or([1; 4], |bias| bias.shape);
+        let step = |length: usize, step: usize| if length == 1 { 0 } else { step };
+        [
+            step(batch, heads * rows * keys),
+            step(heads, rows * keys),
+            step(rows, keys),
+        ]
+    }
+
+    pub(super) fn bias_strides(&self) -> BiasStridesLaunch {
+        let [batch, head, row] = self.bias_steps();
+        BiasStridesLaunch::new(batch, head, row)
+    }
+
+    /// The same in bytes, of a bias of elements so wide.
+    #[cfg(feature = "cuda-asm")]
+    pub(super) fn bias_bytes(&self, element: usize) -> [u64; 3] {
+        self.bias_steps()
+            .map(|elements| (elements * element) as u64)
+    }
+
+    /// What the backward pass knows of its `rows` queries, `[rows, 2]`, with slopes and the table behind: where the table begins, and how
+    /// many numbers it is in all.
+    pub(super) fn stats_len(&self, rows: usize) -> [usize; 2] {
+        let table_start = rows * 2 + self.slopes.as_ref().map_or(0, |slopes| slopes.len());
+        [table_start, table_start + self.table_len()]
+    }
+
+    pub(super) fn table<T: LaunchArg<RuntimeArg = BufferArg>>(&self) -> ComptimeOptionArgs<T> {
+        let handle = self.relative.as_ref().map(|table| &table.handle);
+        optional(handle, self.table_len())
+    }
+
+    /// Numbers of the table, 0 if there is none.
+    pub(super) fn table_len(&self) -> usize {
+        (self.relative.as_ref()).map_or(0, |table| table.shape.iter().product())
+    }
+
+    /// Numbers of the table between heads, 0 if they share it, and its reach.
+    fn table_steps(&self) -> [usize; 2] {
+        let [heads, width] = self.relative.as_ref().map_or([1; 2], |table| table.shape);
+        [if heads == 1 { 0 } else { width }, width / 2]
+    }
+
+    /// The table, which begins at element `start`.
+    pub(super) fn distances(&self, start: usize) -> DistancesLaunch {
+        let [head, reach] = self.table_steps();
+        DistancesLaunch::new(start, head, reach)
+    }
+
+    /// The table, as the tensor-core tiers get it.
+    #[cfg(feature = "cuda-asm")]
+    pub(super) fn table_args(&self) -> ComptimeOptionArgs<TableArgs> {
+        let Some(table) = &self.relative else {
+            return ComptimeOptionArgs::None;
+        };
+        let [head, reach] = self.table_steps();
+        let numbers = buffer(&table.handle, self.table_len());
+        ComptimeOptionArgs::Some(TableArgsLaunch::new(numbers, head as u32, reach as u32))
+    }
+
+    pub(super) fn mask(&self) -> MaskLaunch {
+        match &self.dropout {
+            Some(dropout) => seeds::mask(dropout.seed, dropout.threshold()),
+            None => seeds::mask(Seed::Value(0), 1),
+        }
+    }
+
+    /// What weights that are kept are multiplied by.
+    pub(super) fn kept_factor(&self) -> f64 {
+        self.dropout.map_or(1.0, |dropout| dropout.factor())
+    }
+
+    pub(super) fn dropout_factor(&self, accumulator: ElemType) -> InputScalar {
+        InputScalar::new(self.kept_factor(), accumulator)
+    }
+
+    /// The slopes on the device.
+    pub(super) fn device_slopes(
+        &self,
+        client: &Client,
+        layout: &BlockLayout,
+        accumulator: ElemType,
+    ) -> Result<Option<Handle>, KernelError> {
+        (self.slopes.as_ref())
+            .map(|slopes| uploaded::slopes(client, layout, slopes, accumulator))
+            .transpose()
+    }
+}
+
+/// How the scalar kernels index the tensors of a call.
+#[derive(Clone, Copy)]
+pub struct Indexing {
+    /// Elements of a load.
+    pub width: usize,
+    /// Type of indices.
+    pub address: AddressType,
+    /// Stored blocks of a batch entry.
+    pub weight_blocks: usize,
+}
+
+impl Indexing {
+    /// # Errors
+    /// [`KernelError`] if a tensor's rows are not contiguous, or the device cannot index the largest one.
+    pub fn new(
+        client: &Client,
+        request: &Request,
+        layout: &BlockLayout,
+        tensors: &[(&'static str, &TensorView)],
+        options: &ScoreOptions,
+    ) -> Result<Self, KernelError> {
+        let width = load_width(request.dtype, tensors)?;
+        let weight_blocks = match request.store {
+            false => 0,
+            true => stored_blocks(layout),
+        };
+        let seq = layout.seq_q().max(layout.seq_kv());
+        let contiguous = request.batch * layout.heads() * seq;
+        let [_, stats] = options.stats_len(request.batch * layout.heads() * layout.seq_q());
+        let reaches = tensors.iter().map(|(_, tensor)| tensor.reach());
+        let others = [
+            options.bias_len(),
+            stats,
+            contiguous * (request.head_dim + request.value_dim),
+            request.batch * weight_blocks * layout.block_size().pow(2),
+        ];
+        let largest = reaches.chain(others).max().unwrap_or(0);
+        Ok(Self {
+            width,
+            address: address_of(client, largest)?,
+            weight_blocks,
+        })
+    }
+}
+
+/// Blocks of the batch entry that has most.
+fn stored_blocks(layout: &BlockLayout) -> usize {
+    let entry_blocks = |entry| {
+        let heads = 0..layout.heads();
+        heads
+            .map(|head| layout.pattern_blocks(layout.pattern_of(entry, head)))
+            .sum()
+    };
+    (0..layout.batch().unwrap_or(1))
+        .map(entry_blocks)
+        .max()
+        .unwrap_or(0)
+}
+
+/// A buffer of so many elements, or vectors of elements.
+pub(super) fn buffer(handle: &Handle, elements: usize) -> BufferArg {
+    debug_assert!(elements as u64 <= handle.size_in_used());
+    // SAFETY: kernels read and write below the length that a buffer says it has, so it must not say more than the handle holds. Callers
+    // count elements in the type that the kernel gives the buffer: `TensorView::reach` of inputs, whose handle begins at the first and
+    // holds the last; the product of the shape of contiguous outputs, as the fields of `Outputs`, `Gradients` and `ScoreOptions` ask
+    // of callers; and the size that they have just allocated of everything else.
+    unsafe { BufferArg::from_raw_parts(handle.clone(), elements) }
+}
+
+/// A buffer of `elements`, or none.
+pub(super) fn optional<T: LaunchArg<RuntimeArg = BufferArg>>(
+    handle: Option<&Handle>,
+    elements: usize,
+) -> ComptimeOptionArgs<T> {
+    match handle {
+        Some(handle) => ComptimeOptionArgs::Some(buffer(handle, elements)),
+        None => ComptimeOptionArgs::None,
+    }
+}
+
+/// The words of a plan.
+pub(super) fn plan_words(plan: &DevicePlan) -> BufferArg {
+    buffer(&plan.words, plan.len)
+}
+
+/// Elements of a load: as many as divide the rows and strides of all tensors, 4 at most.
+pub(super) fn load_width(
+    dtype: ElemType,
+    tensors: &[(&'static str, &TensorView)],
+) -> Result<usize, KernelError> {
+    let mut width = 4;
+    for (name, tensor) in tensors {
+        if tensor.strides[3] != 1 && tensor.shape[3] != 1 {
+            return Err(KernelError::Stride {
+                tensor: name,
+                stride: tensor.strides[3],
+            });
+        }
+        let offset = tensor.handle.offset_start.unwrap_or(0) as usize / dtype.size();
+        let mut aligned = vec![tensor.shape[3], offset];
+        for (length, stride) in tensor.shape.iter().zip(&tensor.strides).take(3) {
+            if *length > 1 {
+                aligned.push(*stride);
+            }
+        }
+        while aligned.iter().any(|number| number % width != 0) {
+            width /= 2;
+        }
+    }
+    Ok(width)
+}
+
+/// The type of indices into `largest` elements.
+pub(super) fn address_of(client: &Client, largest: usize) -> Result<AddressType, KernelError> {
+    address_in(client.properties(), largest)
+}
+
+/// [`address_of`] on a device that is described.
+pub(super) fn address_in(
+    properties: &DeviceProperties,
+    largest: usize,
+) -> Result<AddressType, KernelError> {
+    let address = match u32::try_from(largest) {
+        Ok(_) => AddressType::U32,
+        Err(_) => AddressType::U64,
+    };
+    match properties.supports_address(address) {
+        true => Ok(address),
+        false => Err(KernelError::limit(
+            "the elements of a tensor",
+            u32::MAX,
+            largest,
+        )),
+    }
+}
+
+/// A tensor in vectors of `width`.
+pub(super) fn vectors_of(tensor: &TensorView, width: usize) -> BufferArg {
+    buffer(&tensor.handle, tensor.reach().div_ceil(width))
+}
+
+pub(super) fn strides_of(tensor: &TensorView, width: usize) -> StridesLaunch {
+    let [batch, head, row, _] = tensor.strides;
+    StridesLaunch::new(batch / width, head / width, row / width, tensor.shape[2])
+}
+
+/// The listing of a part's positions.
+pub(super) fn listing(residue: Option<Residue>) -> ListingLaunch {
+    let residue = residue.unwrap_or(Residue {
+        stride: 1,
+        class_len: 1,
+    });
+    ListingLaunch::new(residue.stride, residue.class_len)
+}
+
+/// Words between two batch entries' heads in a plan.
+pub(super) fn batch_words(layout: &BlockLayout) -> usize {
+    match layout.batch() {
+        Some(_) => layout.heads(),
+        None => 0,
+    }
+}
+
+pub(super) fn plan_parts(parts: &Sections, batch_words: usize) -> PlanPartsLaunch {
+    PlanPartsLaunch::new(
+        parts.heads,
+        parts.places,
+        parts.order,
+        parts.rows,
+        parts.tiles,
+        parts.entries,
+        parts.masks,
+        batch_words,
+    )
+}
+
+/// `cubes` cubes over the first two dimensions of a launch.
+pub(super) fn spread(client: &Client, cubes: u64) -> Result<CubeCount, KernelError> {
+    let (x_most, y_most, _) = client.properties().hardware.max_cube_count;
+    let x = cubes.min(u64::from(x_most));
+    let y = cubes.div_ceil(x.max(1));
+    match y <= u64::from(y_most) {
+        true => Ok(CubeCount::Static(x as u32, y as u32, 1)),
+        false => {
+            let most = u64::from(x_most) * u64::from(y_most);
+            Err(KernelError::limit("cubes", most, cubes as usize))
+        }
+    }
+}

@@ -1,0 +1,337 @@
+//! What a call will run: chosen, checked against the device, remembered with the layout, and printed.
+
+use std::fmt;
+use std::sync::Arc;
+
+use cubecl::prelude::*;
+
+use super::call::{DeviceFacts, Kernel, PartRequest, Readable, Request, TierLimit};
+use super::device_key::{DeviceKey, device_key};
+use super::error::KernelError;
+use super::known::Slots;
+use super::pass::Part;
+use super::tier::{self, BackwardTile, BiasTile, Choice, ForwardTile};
+use super::tuning::Tuning;
+use super::{masses, on_device, simt};
+use blocksparse::plan::{Tiling, Walk};
+use blocksparse::{BlockLayout, DeviceChoice, Residue};
+
+/// What a call will run on a device.
+///
+/// ```text
+/// fixed(128, 32), bf16 with sums in f32
+///   forward  hopper  128 × 128 tiles gathered from 32-wide blocks, 256 units, 3 stages in 113 KiB shared
+///   backward hopper  128 × 128 tiles gathered from 32-wide blocks, like rows together, 256 units, 2 stages in 195 KiB shared
+/// ```
+#[derive(Clone, Debug)]
+pub struct AttentionPlan {
+    name: String,
+    request: Request,
+    parts: Vec<PartPlan>,
+    backward: Result<(), KernelError>,
+    /// What makes the gradient of biases of distances, over the whole layout.
+    distances: Option<simt::Tile>,
+    /// Elements of a tensor that the device has indices for.
+    indexed: usize,
+    /// Tiers that this build lacks.
+    missing: Option<&'static str>,
+}
+
+/// A part of a call: its launches come after those of the parts before.
+#[derive(Clone, Debug)]
+pub(super) struct PartPlan {
+    /// `None`: the call's own layout (which keeps this plan, so the plan cannot keep it).
+    layout: Option<BlockLayout>,
+    residue: Option<Residue>,
+    pub(super) forward: Choice<ForwardTile>,
+    pub(super) backward: Choice<BackwardTile>,
+    /// What makes the gradient of a bias, if the call has one.
+    pub(super) bias: Choice<BiasTile>,
+    /// The tiles of the `simt` tier, in the order of the kernels.
+    simt: [simt::Tile; 3],
+}
+
+impl PartPlan {
+    /// What is walked, being part of a layout.
+    pub(super) fn part<'a>(&'a self, own: &'a BlockLayout) -> Part<'a> {
+        Part {
+            layout: self.layout.as_ref().unwrap_or(own),
+            residue: self.residue,
+        }
+    }
+
+    /// How the plan is cut that a kernel's launch walks, on whatever tier.
+    fn launched(&self, kernel: Kernel) -> Tiling {
+        match kernel {
+            Kernel::Forward => self.forward.tile.tiling(),
+            _ => self.backward.tile.tiling(kernel),
+        }
+    }
+
+    /// Writes what runs: what runs on tensor cores before what does not.
+    fn write(&self, f: &mut fmt::Formatter<'_>, request: &Request) -> fmt::Result {
+        let accumulator = request.accumulator().size();
+        let write = |f: &mut fmt::Formatter<'_>, lines: Vec<(&str, String)>| {
+            let mut lines = lines.into_iter();
+            lines.try_for_each(|(name, tile)| writeln!(f, "  {name:<8} {tile}"))
+        };
+        let Self {
+            forward, backward, ..
+        } = self;
+        for (tier, reason) in &forward.refused {
+            writeln!(f, "  forward  not on the {tier} tier: {reason}")?;
+        }
+        if forward.tile.is_tensor() {
+            write(f, forward.tile.lines(accumulator))?;
+        }
+        for (tier, reason) in &backward.refused {
+            writeln!(f, "  backward not on the {tier} tier: {reason}")?;
+        }
+        if backward.tile.is_tensor() {
+            write(f, backward.tile.lines(accumulator))?;
+        }
+        if !forward.tile.is_tensor() {
+            write(f, forward.tile.lines(accumulator))?;
+        }
+        if !backward.tile.is_tensor() {
+            write(f, backward.tile.lines(accumulator))?;
+        }
+        if !request.score.bias {
+            return Ok(());
+        }
+        for (tier, reason) in &self.bias.refused {
+            writeln!(f, "  dbias    not on the {tier} tier: {reason}")?;
+        }
+        write(f, self.bias.tile.lines(accumulator))
+    }
+}
+
+/// Plans of a layout, and of the choices that devices make within it: of all of those a call has a layout of its own, of which a plan knows no more than its
+/// choice and its name.
+#[derive(Default)]
+struct Plans(Slots<(DeviceKey, Request, TierLimit), Vec<KnownPlan>>);
+
+struct KnownPlan {
+    choice: Option<DeviceChoice>,
+    plan: Arc<AttentionPlan>,
+}
+
+impl AttentionPlan {
+    /// Chooses kernels and tiles, and checks them against the device's limits. Remembered with the layout, or with the one that a device chooses blocks of:
+    /// the second call with the same request costs a lookup. Tiers that `BLOCKSPARSE_TIER` names are left out.
+    ///
+    /// # Errors
+    /// [`KernelError`] if the device lacks the dtype, the forward pass exceeds a limit, or the variable says what it may not.
+    pub fn new(
+        client: &Client,
+        layout: &BlockLayout,
+        request: Request,
+    ) -> Result<Arc<Self>, KernelError> {
+        Self::with_limit(client, layout, request, Tuning::of_process()?.tier)
+    }
+
+    /// As [`new`](Self::new), leaving out the tiers of `limit`, whatever the environment says.
+    ///
+    /// # Errors
+    /// [`KernelError`] if the device lacks the dtype or the forward pass exceeds a limit.
+    pub fn with_limit(
+        client: &Client,
+        layout: &BlockLayout,
+        request: Request,
+        limit: TierLimit,
+    ) -> Result<Arc<Self>, KernelError> {
+        let keeper = layout.within().unwrap_or(layout);
+        let choice = layout.device_choice().copied();
+        let known = keeper.attachment(Plans::default);
+        let key = (device_key(client), request, limit);
+        known.0.with(key, |plans| {
+            let is_it = |of: &&KnownPlan| of.choice == choice && of.plan.name == layout.name();
+            if let Some(known) = plans.iter().find(is_it) {
+                return Ok(known.plan.clone());
+            }
+            let plan = Self::choose(layout, request, limit, DeviceFacts::of(client))?;
+            let plan = Arc::new(plan);
+            plans.push(KnownPlan {
+                choice,
+                plan: plan.clone(),
+            });
+            Ok(plan)
+        })
+    }
+
+    /// As [`with_limit`](Self::with_limit), for a device that is described; not remembered.
+    pub(super) fn choose(
+        layout: &BlockLayout,
+        request: Request,
+        limit: TierLimit,
+        device: DeviceFacts,
+    ) -> Result<Self, KernelError> {
+        device.check_dtype(request.dtype)?;
+        // Stored weights are those of the layout's own blocks.
+        let parts: Vec<(Option<&BlockLayout>, Option<Residue>)> = match layout.parts() {
+            Some(parts) if !request.store => (parts.iter())
+                .map(|part| (Some(&part.layout), part.residue))
+                .collect(),
+            _ => vec![(None, None)],
+        };
+        let parts = (parts.into_iter().enumerate())
+            .map(|(index, (part, residue))| {
+                let asked = PartRequest {
+                    layout: part.unwrap_or(layout),
+                    request: &request,
+                    seq_kv: layout.seq_kv(),
+                    residue,
+                    carry: index > 0,
+                    limit,
+                    properties: device.properties,
+                };
+                let [tile, rows, columns] = Kernel::ALL.map(|kernel| simt::choose(&asked, kernel));
+                let simt = [tile?, rows?, columns?];
+                let (forward, backward) = tier::choose(&asked, simt);
+                Ok(PartPlan {
+                    layout: part.cloned(),
+                    residue,
+                    backward,
+                    bias: tier::choose_bias(&asked, &forward, simt),
+                    forward,
+                    simt,
+                })
+            })
+            .collect::<Result<Vec<_>, KernelError>>()?;
+        let check = |kernel| check_limits(layout, &request, &parts, kernel, device.properties);
+        check(Kernel::Forward)?;
+        // The lines of a layout that is made on the device are not known here.
+        let distances = (request.score.relative && layout.device_choice().is_none())
+            .then(|| masses::check_distances(device, layout, &request))
+            .transpose();
+        Ok(Self {
+            name: layout.name().to_string(),
+            request,
+            distances: distances.clone().unwrap_or(None),
+            backward: check(Kernel::BackwardRows)
+                .and_then(|()| check(Kernel::BackwardColumns))
+                .and_then(|()| distances.map(|_| ())),
+            parts,
+            indexed: match device.properties.supports_address(AddressType::U64) {
+                true => usize::MAX,
+                false => u32::MAX as usize,
+            },
+            missing: tier::missing(device.runtime),
+        })
+    }
+
+    /// What the call asks for.
+    pub(super) fn request(&self) -> &Request {
+        &self.request
+    }
+
+    pub(super) fn parts(&self) -> &[PartPlan] {
+        &self.parts
+    }
+
+    /// The multiple that strides, in elements, and beginnings of inputs must be of: tensor cores are fed in pieces of
+    /// 16 bytes.
+    pub fn alignment(&self) -> usize {
+        let is_tensor = |part: &PartPlan| {
+            let of_bias = self.request.score.bias && part.bias.tile.is_tensor();
+            part.forward.tile.is_tensor() || part.backward.tile.is_tensor() || of_bias
+        };
+        match self.parts.iter().any(is_tensor) {
+            true => 16 / self.request.dtype.size(),
+            false => 1,
+        }
+    }
+
+    /// How q, k and v have to lie.
+    pub fn inputs(&self) -> Readable {
+        Readable {
+            alignment: self.alignment(),
+            reach: self.indexed,
+        }
+    }
+
+    /// How the output's gradient has to lie.
+    pub fn gradient(&self) -> Readable {
+        let most = self
+            .parts
+            .iter()
+            .map(|part| part.backward.tile.most_reach());
+        Readable {
+            alignment: self.alignment(),
+            reach: most.fold(self.indexed, usize::min),
+        }
+    }
+
+    /// Whether the backward pass can run, too.
+    ///
+    /// # Errors
+    /// [`KernelError`] if it exceeds a limit of the device.
+    pub fn check_backward(&self) -> Result<(), KernelError> {
+        self.backward.clone()
+    }
+}
+
+/// Checks a kernel's launches against the limits of a device.
+fn check_limits(
+    layout: &BlockLayout,
+    request: &Request,
+    parts: &[PartPlan],
+    kernel: Kernel,
+    properties: &DeviceProperties,
+) -> Result<(), KernelError> {
+    let mut tiles = 0;
+    for plan in parts {
+        let (walked, tile) = (plan.part(layout).layout, &plan.simt[kernel as usize]);
+        let length = match kernel.walk() {
+            Walk::Rows => walked.seq_q(),
+            Walk::Columns => walked.seq_kv(),
+        };
+        tiles = tiles.max(length.div_ceil(tile.rows));
+        on_device::check(walked, plan.launched(kernel), properties)?;
+        if request.score.bias && kernel != Kernel::Forward {
+            on_device::check(walked, plan.bias.tile.tiling(kernel), properties)?;
+        }
+    }
+    // With the buffer in which CubeCL passes scalars.
+    let buffers = match kernel {
+        // In the backward pass slopes and biases of distances lie behind lse and delta.
+        Kernel::Forward => 7 + request.score.buffers() + usize::from(request.max_scores),
+        // The bias and its gradient.
+        _ => 8 + 2 * usize::from(request.score.bias) + usize::from(request.score.seeds),
+    } + usize::from(request.store);
+    let hardware = &properties.hardware;
+    let most = hardware.max_cube_count;
+    for (what, limit, got) in [
+        ("the tiles of a head", most.0, tiles),
+        ("the buffers of a kernel", hardware.max_bindings, buffers),
+    ] {
+        if got as u64 > u64::from(limit) {
+            return Err(KernelError::limit(what, limit, got));
+        }
+    }
+    Ok(())
+}
+
+impl fmt::Display for AttentionPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (dtype, accumulator) = (self.request.dtype, self.request.accumulator());
+        writeln!(f, "{}, {dtype} with sums in {accumulator}", self.name)?;
+        if let Some(missing) = self.missing {
+            writeln!(f, "  {missing}")?;
+        }
+        for part in &self.parts {
+            if let Some(layout) = &part.layout {
+                writeln!(f, "  part {}", layout.name())?;
+            }
+            part.write(f, &self.request)?;
+        }
+        if let Some(tile) = &self.distances {
+            let (side, units) = (tile.rows, tile.units());
+            writeln!(
+                f,
+                "  dtable   simt  diagonals of {side} × {side} tiles, {units} units"
+            )?;
+        }
+        Ok(())
+    }
+}

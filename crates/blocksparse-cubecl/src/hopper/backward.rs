@@ -1,0 +1,590 @@
+//! The backward kernel: dQ, dK and dV in one walk over columns. A cube has a tile of keys, a warpgroup 64 of them, and walks the
+//! queries that see the tile.
+//!
+//! ```text
+//!            s  = k · qᵀ     p  = exp2(s · log2_scale − lse)     64 keys × `cols` queries per warpgroup, so transposed
+//!            dp = v · dOᵀ    ds = p ∘ (dp − delta)
+//!
+//! all warps  TMA:  q, dO, stats of step j + stages − lag         gathered boxes of `group` rows
+//! every warpgroup, per step j:
+//!     dp                wgmma, started; s has been since step j − 1
+//!     s done:           p, to registers as a left operand, while dp is computed
+//!     dV += p · dO      wgmma, started
+//!     dp done:          ds, likewise, and to shared memory as [keys][queries]
+//!     dK += ds · q      wgmma, started, in heads wider than 64: ds from registers
+//!     all warpgroups have stored ds
+//!     dQ  = dsᵀ · k     wgmma, started, over all keys of the tile: for half the columns (or half the queries) each
+//!     dK += ds · q      wgmma, started, in narrower heads: ds from shared memory
+//!     s of step j + 1   wgmma, started
+//!     dQ done:          wait for the tiles before this one; add to the scratch
+//!     dK, s done        nothing is on its way where the loop ends, or ptxas would serialise all products
+//! ```
+//!
+//! The scratch is f32 and belongs to all tiles of a head. Tiles add to 16 queries in launch order: the plan says
+//! how many visits come before, and a counter says how many there were. A tile waits only for tiles launched
+//! before it, so the first of those that run never waits. With `apart` tiles that are much longer than the others have a second scratch. Each warp has its own 16 queries, and so a chain of its own. The first
+//! visitor stores, so nothing but the counters needs zeros. The last one makes dQ of the sums, or
+//! [`finish`](super::backward_stats::finish) does.
+//!
+//! With `persistent` a cube computes tile after tile: it draws the next ones from a counter, has the keys and values of two, and computes the
+//! first s of the next with the last dQ of this one.
+//!
+//! The scratch has the layout of wgmma's results: for each 16 queries, for each part of the columns, for each 8 of the queries, for each 16
+//! columns, the four numbers of each lane.
+
+// What is known at compile time stays apart from what is not; kernels have no `is_multiple_of`.
+#![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
+
+use cubecl::prelude::*;
+use cubecl_cpp::cuda::ptx::tensor_map_address;
+
+use super::backward_chain::{Chain, Visit, add_queries, close};
+use super::backward_loads::*;
+use super::bits::*;
+use super::dropout::*;
+use super::gradient::*;
+use super::options::*;
+use super::rows::pack_all;
+use super::shares::store_gradient;
+use super::tiles::BackwardTile;
+use crate::arch::sm90::*;
+use crate::shared::walk::{Four, Listing, PlanParts};
+use blocksparse::plan::MASKED_STEP;
+
+/// `k`, `v`, `q`, `grad_out` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`;
+/// `stats` a map `[batch · heads, pitch, 2]` of `lse · log2 e` and delta of the query at each place; `scratch` as above,
+/// `counters` one for each 16 queries (8 where a group has no more) and each half of the columns; `out`
+/// `[batch, kv_heads, seq_kv, dim]` in eights of elements, dV from the `second`-th on. With `carry` dK and dV are added to it. Where cubes
+/// share the queries of a tile `out` gets their sums: see [`shares`](super::shares). Where biases are
+/// added to scores that are not softcapped, `cap_scale` is the scale.
+#[cube(launch_unchecked)]
+pub fn backward<S: Size, P: Size, O: Size, C: Size>(
+    k: &TensorMap<u32, Tiled>,
+    v: &TensorMap<u32, Tiled>,
+    q: &TensorMap<u32, Tiled>,
+    grad_out: &TensorMap<u32, Tiled>,
+    stats: &TensorMap<f32, Tiled>,
+    scratch: &mut [f32],
+    counters: &mut [u32],
+    out: &mut [Vector<u32, Four>],
+    grad_q: &mut [Vector<u32, Four>],
+    plan: &[u32],
+    args: ComptimeOption<PairArgs>,
+    parts: PlanParts,
+    listing: Listing,
+    lengths: Lengths,
+    scale: f32,
+    log2_scale: f32,
+    softcap: f32,
+    cap_scale: f32,
+    #[comptime] t: BackwardTile,
+) {
+    let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 1024usize);
+    let base = shared_address(&smem);
+    let warp = uniform(UNIT_POS_X / 32);
+    let lane = UNIT_POS_X % 32;
+    let counters = global_address::<u32>(&*counters);
+    let tickets = counters + u64::cast_from(lengths.counters) * 4;
+
+    if UNIT_POS_X == 0 {
+        #[unroll]
+        for i in 0..comptime!(t.own_buffers()) {
+            barrier_init(base + comptime!(t.own() + 8 * i as u32), 1u32);
+        }
+        ring_init(
+            base + comptime!(t.full()),
+            base + comptime!(t.empty()),
+            t.stages,
+            comptime!(t.warps()),
+        );
+        if comptime!(t.persistent) {
+            cache_tile(plan, &parts, &lengths, base, CUBE_POS_X, 0u32, t);
+            let second = CUBE_COUNT_X + draw(tickets);
+            cache_tile(plan, &parts, &lengths, base, second, 1u32, t);
+        }
+    }
+    sync_cube();
+
+    let loads = Loads {
+        k: tensor_map_address(k),
+        v: tensor_map_address(v),
+        q: tensor_map_address(q),
+        grad_out: tensor_map_address(grad_out),
+        stats: tensor_map_address(stats),
+        base,
+        class_len: listing.class_len as u32,
+        heads: lengths.kv_heads * lengths.heads_per_kv,
+    };
+    // The next step to load.
+    let cursor = Cursor {
+        rank: RuntimeCell::<u32>::new(0u32),
+        batch: RuntimeCell::<u32>::new(0u32),
+        head: RuntimeCell::<u32>::new(0u32),
+        end: RuntimeCell::<u32>::new(0u32),
+        entry: RuntimeCell::<usize>::new(0usize),
+        j: RuntimeCell::<u32>::new(0u32),
+        steps: RuntimeCell::<u32>::new(0u32),
+        loaded: RuntimeCell::<u32>::new(0u32),
+        ahead: RuntimeCell::<u32>::new(0u32),
+    };
+    if comptime!(t.persistent) {
+        let own = cached_tile(base, 0u32, t);
+        load_tile(plan, &loads, &own, 0u32, t);
+        turn_to(&own, &lengths, &cursor, t);
+        let next = cached_tile(base, 1u32, t);
+        if next.rank != NONE {
+            load_tile(plan, &loads, &next, 1u32, t);
+        }
+    } else {
+        let own = tile_of_launch(plan, &parts, &lengths, CUBE_POS_X, t);
+        load_tile(plan, &loads, &own, 0u32, t);
+        turn_to(&own, &lengths, &cursor, t);
+    }
+    #[unroll]
+    for _ in 0..comptime!(t.stages - t.lag) {
+        load_next(plan, &parts, &loads, &lengths, 0u32, &cursor, t);
+    }
+
+    // A lane adds all 16 queries of the warp, or, with groups of 8, each of two lanes 8.
+    let chain = Chain {
+        counters,
+        scratch: global_address::<f32>(&*scratch),
+        part: warp / 4 % comptime!(t.parts() as u32),
+        query: warp % 4 * 16 + warp / 4 * comptime!(t.dq_query_offset() as u32) + lane % 2 * 8,
+        done: RuntimeCell::<u32>::new(0u32),
+        open_counter: RuntimeCell::<u32>::new(0u32),
+        open_visits: RuntimeCell::<u32>::new(0u32),
+        started: RuntimeCell::<u32>::new(0u32),
+    };
+    let numbers = Numbers {
+        scale,
+        log2_scale,
+        softcap,
+        cap_scale,
+    };
+    if comptime!(t.persistent) {
+        let mut turn = 0u32;
+        let mut s = Vector::<f32, S>::zeroed();
+        while cached_tile(base, turn, t).rank != NONE {
+            let own = cached_tile(base, turn, t);
+            s = compute_tile::<S, P, O, C>(
+                plan, out, grad_q, &args, &parts, &listing, &lengths, &loads, &cursor, &chain,
+                &numbers, tickets, &own, turn, s, t,
+            );
+            turn += 1;
+        }
+    } else {
+        let own = tile_of_launch(plan, &parts, &lengths, CUBE_POS_X, t);
+        let none = Vector::<f32, S>::zeroed();
+        compute_tile::<S, P, O, C>(
+            plan, out, grad_q, &args, &parts, &listing, &lengths, &loads, &cursor, &chain,
+            &numbers, tickets, &own, 0u32, none, t,
+        );
+    }
+
+    if unit() % 32 < comptime!(t.counters() as u32) {
+        close(&chain, t);
+    }
+}
+
+/// Computes the cube's `turn`-th tile. With `chain.started` `s` are the products of its first step; so are those that it returns,
+/// of the next tile.
+#[cube]
+fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
+    plan: &[u32],
+    out: &mut [Vector<u32, Four>],
+    grad_q: &mut [Vector<u32, Four>],
+    args: &ComptimeOption<PairArgs>,
+    parts: &PlanParts,
+    listing: &Listing,
+    lengths: &Lengths,
+    loads: &Loads,
+    cursor: &Cursor,
+    chain: &Chain,
+    numbers: &Numbers,
+    tickets: u64,
+    own: &OwnTile,
+    turn: u32,
+    s: Vector<f32, S>,
+    #[comptime] t: BackwardTile,
+) -> Vector<f32, S> {
+    let base = loads.base;
+    let batch = own.batch;
+    let first_head = first_head(lengths, own.kv_head, own.share, t);
+    let heads_at = parts.heads + batch as usize * parts.batch;
+    // That of the tile after the next one, on its way while this one is computed.
+    let mut ticket = 0u32;
+    let before = chain.done.read();
+    if comptime!(t.persistent) {
+        if unit() == 0 {
+            ticket = CUBE_COUNT_X + draw(tickets);
+        }
+        cursor.ahead.store(0u32);
+        if cursor.loaded.read() == chain.done.read() {
+            load_next(plan, parts, loads, lengths, turn, cursor, t);
+        }
+    }
+    let q_address = base + comptime!(t.q_offset() as u32);
+    let do_address = base + comptime!(t.do_offset() as u32);
+    let width = S::value();
+    let mut grad_k = Vector::<f32, O>::zeroed();
+    let mut grad_v = Vector::<f32, O>::zeroed();
+    // Keys, and behind them values.
+    let own_at = own_address(base, turn, t);
+    wait_for_own(base, turn, t);
+    let mut s_next = s;
+    if chain.started.read() == 0 {
+        let stage = chain.done.read() % comptime!(t.stages as u32);
+        if cursor.loaded.read() > chain.done.read() {
+            let parity = (chain.done.read() / comptime!(t.stages as u32)) & 1;
+            barrier_wait(base + comptime!(t.full()) + stage * 8, parity);
+        }
+        let s_started = start::<S>(own_at, q_address + stage * comptime!(t.b_bytes() as u32), t);
+        s_next = wait::<S>(s_started, 0usize, width);
+    }
+    let rows = rows_of_unit(plan, own.rows, listing, t);
+    for of_group in 0..heads_of_cube(lengths, t) {
+        let head = first_head + of_group;
+        let of_head = options_of(args, batch, head, comptime!(t.pairs()));
+        let mut first_entry = own.entry as usize;
+        let mut steps = own.steps;
+        if of_group > 0 {
+            let record = record_of(plan, parts, heads_at, head, own.rank);
+            first_entry = parts.entries + plan[record] as usize * comptime!(t.entry_words());
+            steps = plan[record + 1];
+        }
+        let steps = uniform(steps);
+        let mut first_query = (batch * loads.heads + head) * lengths.pitch;
+        if comptime!(t.apart) {
+            if own.rank < lengths.apart {
+                first_query += lengths.rows;
+            }
+        }
+        for j in 0..steps {
+            let done = chain.done.read();
+            let stage = done % comptime!(t.stages as u32);
+            let offset = stage * comptime!(t.b_bytes() as u32);
+            let step =
+                first_entry + (j * comptime!((t.entries() * t.entry_words()) as u32)) as usize;
+            let mut s = s_next;
+            let mut capped = s_next;
+            if comptime!(t.options.biased()) {
+                // Before dp has its registers, which biases need for a while.
+                s = softcapped::<S>(s_next, numbers, t);
+                capped = s;
+                s = add_biases::<S>(
+                    s,
+                    numbers.cap_scale,
+                    args,
+                    &of_head,
+                    &rows,
+                    plan,
+                    step,
+                    listing,
+                    comptime!(t.pairs()),
+                );
+            }
+            let dp_started = start::<S>(
+                own_at + comptime!(t.a_bytes() as u32),
+                do_address + offset,
+                t,
+            );
+            // Which queries the unit adds dQ to, should it be one of the two.
+            let word = step
+                + (chain.query / comptime!(t.group as u32) * comptime!(t.entry_words() as u32))
+                    as usize;
+            let masked = plan[step + 2] & MASKED_STEP;
+            let visit = plan[word + 2];
+            let blocks = kept_blocks(plan, step, comptime!(t.bits()));
+            let row_of_scratch = first_query
+                + plan[word] * comptime!(t.group as u32)
+                + chain.query % comptime!(t.group as u32);
+            load_next(plan, parts, loads, lengths, turn, cursor, t);
+            let kept = kept_pairs(
+                args,
+                &of_head,
+                &rows,
+                plan,
+                step,
+                listing,
+                comptime!(t.pairs()),
+            );
+
+            if comptime!(!t.options.biased()) {
+                s = softcapped::<S>(s_next, numbers, t);
+            }
+            if masked != 0 {
+                let lane = unit() % 32;
+                let row = unit() / 32 * 16 + lane / 4;
+                s = mask::<S>(
+                    s,
+                    plan,
+                    parts.masks,
+                    first_entry,
+                    j,
+                    row,
+                    (lane % 4) * 2,
+                    comptime!(t.mask()),
+                );
+            }
+            let stats_at = base
+                + comptime!(t.stats_offset() as u32)
+                + stage * comptime!(t.stats_bytes() as u32)
+                + (unit() % 4) * 16;
+            let mut p = Vector::<f32, S>::zeroed();
+            #[unroll]
+            for eight in 0..comptime!(t.cols / 8) {
+                let four = shared_load_four(stats_at + comptime!(t.stats_eight(eight)));
+                #[unroll]
+                for i in 0..4usize {
+                    let at = comptime!(4 * eight + i);
+                    let mut less = -four.extract(comptime!(i % 2 * 2));
+                    if comptime!(t.coarse.is_some()) {
+                        let its = keeps(blocks, comptime!(eight / t.bits().unwrap().eights()));
+                        less = select(its, less, f32::new(f32::NEG_INFINITY));
+                    }
+                    p.insert(
+                        at,
+                        exp2(multiply_add(s.extract(at), numbers.log2_scale, less)),
+                    );
+                }
+            }
+            let weights = pack_all::<S, P>(p, t.half);
+            let mut left = weights;
+            if comptime!(t.options.score.dropout) {
+                left = pack_all::<S, P>(drop_out::<S>(p, &kept, comptime!(t.options)), t.half);
+            }
+            // Of weights nothing but gradients is left to make, so that no register has scores from here on.
+            if comptime!(!t.options.biased()) {
+                capped = s;
+            }
+            p = slope_weights::<S>(p, capped, numbers.softcap, t.options.score.softcap);
+            let mut sloped = weights;
+            if comptime!(t.options.score.softcap && t.packed()) {
+                sloped = pack_all::<S, P>(p, t.half);
+            }
+            // Depth-major for s and dp, dim-major for dK, dV and dQ: the same bytes.
+            let do_wide = descriptor(do_address + offset, comptime!(t.cols * ROW));
+            let grad_v_started = accumulate::<P, O>(grad_v, left, do_wide, t.half, t.dim);
+            let mut ds = wait::<S>(dp_started, 1usize, width);
+            let turned = kept_again(&kept, comptime!(t.pairs()));
+            #[unroll]
+            for eight in 0..comptime!(t.cols / 8) {
+                let four = shared_load_four(stats_at + comptime!(t.stats_eight(eight)));
+                #[unroll]
+                for i in 0..4usize {
+                    let at = comptime!(4 * eight + i);
+                    let delta = four.extract(comptime!(i % 2 * 2 + 1));
+                    let mut weight = p.extract(at);
+                    if comptime!(t.packed()) {
+                        weight = unpack(
+                            sloped.extract(comptime!(at / 2)),
+                            comptime!(at % 2 == 1),
+                            t.half,
+                        );
+                    }
+                    let dp = drop_gradient(ds.extract(at), delta, &turned, args, at, t.options);
+                    ds.insert(at, weight * dp);
+                }
+            }
+            let left = pack_all::<S, P>(ds, t.half);
+            let other = (done & 1) * comptime!(t.ds_bytes() as u32);
+            let ds_address = base + comptime!(t.ds_offset() as u32) + other;
+            store_left::<P>(left, swizzled(ds_address), comptime!(t.rows() * ROW));
+            let q_wide = descriptor(q_address + offset, comptime!(t.cols * ROW));
+            let mut grad_k_started = grad_k;
+            if comptime!(t.dk_first()) {
+                grad_k_started = accumulate::<P, O>(grad_k, left, q_wide, t.half, t.dim);
+            }
+            let counter = row_of_scratch / comptime!(t.counted() as u32)
+                * comptime!(t.parts() as u32)
+                + chain.part;
+            let mut seen = 0u32;
+            if unit() % 32 < comptime!(t.counters() as u32) {
+                seen = peek(chain.counters + u64::cast_from(counter) * 4);
+            }
+            async_fence();
+            named_sync(1u32, comptime!(t.units() as u32));
+            // Which columns, or which queries, are this warpgroup's.
+            let group = uniform(unit() / 128);
+            let ds_wide = descriptor(
+                ds_address + group * comptime!(t.dq_left_offset() as u32),
+                comptime!(t.rows() * ROW),
+            );
+            let k_wide = descriptor(
+                own_at + group * comptime!(t.dq_right_offset() as u32),
+                comptime!(t.rows() * ROW),
+            );
+            let dq_started = wide_product::<C>(ds_wide, k_wide, t.half, comptime!(t.rows()));
+            if comptime!(!t.dk_first()) {
+                grad_k_started = accumulate_shared::<O>(
+                    grad_k,
+                    descriptor(ds_address + group * comptime!((64 * ROW) as u32), 16usize),
+                    q_wide,
+                    t.half,
+                    t.dim,
+                    t.cols,
+                    comptime!(t.rows() * ROW),
+                );
+            }
+            let next_stage = (done + 1) % comptime!(t.stages as u32);
+            let mut its_own = own_at;
+            if cursor.loaded.read() > done + 1 {
+                let parity = ((done + 1) / comptime!(t.stages as u32)) & 1;
+                barrier_wait(base + comptime!(t.full()) + next_stage * 8, parity);
+                if comptime!(t.persistent) {
+                    if cursor.ahead.read() != 0 {
+                        its_own = own_address(base, turn + 1, t);
+                        wait_for_own(base, turn + 1, t);
+                    }
+                }
+                chain.started.store(1u32);
+            } else {
+                chain.started.store(0u32);
+            }
+            // After the last step of whatever is there, for nobody.
+            let s_started = start::<S>(
+                its_own,
+                q_address + next_stage * comptime!(t.b_bytes() as u32),
+                t,
+            );
+            if comptime!(t.persistent) {
+                if unit() == 0 && done == before {
+                    cache_tile(plan, parts, lengths, base, ticket, turn, t);
+                }
+            }
+            if comptime!(!t.unfenced) {
+                // All products of the step are under way: the fence is behind them.
+                if unit() % 32 < comptime!(t.counters() as u32) {
+                    close(chain, t);
+                }
+            }
+            grad_v = wait::<O>(grad_v_started, 3usize, comptime!(t.dim / 2));
+            if comptime!(t.dk_first()) {
+                grad_k = wait::<O>(grad_k_started, 2usize, comptime!(t.dim / 2));
+            }
+            // What may still be on its way: s, and dK where it is behind dQ.
+            let behind = comptime!(2 - usize::from(t.dk_first()));
+            let dq_width = C::value();
+            let dq = wait::<C>(dq_started, behind, dq_width);
+
+            let lane = unit() % 32;
+            let visit = Visit {
+                word: visit,
+                seen,
+                counter,
+                row: row_of_scratch,
+            };
+            add_queries::<C>(
+                grad_q,
+                dq,
+                base,
+                chain,
+                &visit,
+                listing,
+                lengths,
+                numbers.scale,
+                t,
+            );
+
+            if comptime!(!t.dk_first()) {
+                grad_k = wait::<O>(grad_k_started, 1usize, comptime!(t.dim / 2));
+            }
+            if lane == 0 {
+                barrier_arrive(base + comptime!(t.empty()) + stage * 8);
+            }
+            s_next = wait::<S>(s_started, 0usize, width);
+            chain.done.store(done + 1);
+        }
+    }
+
+    if comptime!(t.persistent) {
+        if unit() == 0 && chain.done.read() == before {
+            cache_tile(plan, parts, lengths, base, ticket, turn, t);
+        }
+        // All have read the tile's keys and values: they make room for those of the tile after the next one.
+        named_sync(1u32, comptime!(t.units() as u32));
+        let after_next = cached_tile(base, turn, t);
+        if after_next.rank != NONE {
+            load_tile(plan, loads, &after_next, turn, t);
+        }
+    }
+    // Found again rather than kept: registers are short.
+    let own = current_tile(plan, parts, lengths, own, t);
+    let lane = unit() % 32;
+    let row = unit() / 32 * 16 + lane / 4;
+    let first = (own.batch * lengths.kv_heads + own.kv_head) * lengths.seq_kv;
+    let place = place_of(plan, own.rows, row, t);
+    let place8 = place_of(plan, own.rows, row + 8, t);
+    let len = lengths.seq_kv;
+    let factor = factor_of(args, comptime!(t.options));
+    let mut of_k = first;
+    let mut of_v = first;
+    if comptime!(t.shares > 1) {
+        let rows = lengths.batch * lengths.kv_heads * len;
+        of_k += own.share * 2 * rows;
+        of_v = of_k + rows;
+    }
+    let (scale, second) = (numbers.scale, lengths.second);
+    let rows = StoredRows {
+        place,
+        place8,
+        listing: Listing {
+            stride: listing.stride,
+            class_len: listing.class_len,
+        },
+        len,
+        lane,
+    };
+    store_gradient::<O>(out, &grad_k, 0u32, of_k, &rows, scale, t);
+    store_gradient::<O>(out, &grad_v, second, of_v, &rows, factor, t);
+    s_next
+}
+
+/// Products, softcapped where they are to be.
+#[cube]
+fn softcapped<S: Size>(
+    s_in: Vector<f32, S>,
+    numbers: &Numbers,
+    #[comptime] t: BackwardTile,
+) -> Vector<f32, S> {
+    let mut s = s_in;
+    cap::<S>(
+        &mut s,
+        numbers.softcap,
+        numbers.cap_scale,
+        t.options.score.softcap,
+    );
+    s
+}
+
+/// The numbers that scores are made with.
+#[derive(CubeType, Clone, Copy)]
+struct Numbers {
+    scale: f32,
+    log2_scale: f32,
+    softcap: f32,
+    cap_scale: f32,
+}
+
+/// Starts the product of a warpgroup's own 64 rows and a step's.
+#[cube]
+fn start<S: Size>(own: u32, step: u32, #[comptime] t: BackwardTile) -> Vector<f32, S> {
+    let group = uniform(unit() / 128);
+    product::<S>(
+        descriptor(own + group * comptime!((64 * ROW) as u32), 16usize),
+        descriptor(step, 16usize),
+        t.half,
+        t.dim,
+        comptime!(t.rows() * ROW),
+        comptime!(t.cols * ROW),
+    )
+}
+
+/// Where the unit's first pair of ds is. Rows 8 apart are swizzled alike.
+#[cube]
+fn swizzled(address: u32) -> u32 {
+    let unit = unit();
+    let lane = unit % 32;
+    address + (unit / 32 * 16 + lane / 4) * comptime!(ROW as u32) + lane / 4 * 16 + lane % 4 * 4
+}

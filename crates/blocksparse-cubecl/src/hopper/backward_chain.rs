@@ -1,0 +1,231 @@
+//! Where the warps of a backward pass add to dQ, one tile of keys after the other.
+//!
+//! With [`finishes`](BackwardTile::finishes) the tile that visits 16 queries last adds its part to the sums of those
+//! before it, and writes dQ: no launch comes behind that reads the sums again. Otherwise
+//! [`finish`](super::backward_stats::finish) does it.
+
+// What is known at compile time stays apart from what is not.
+#![allow(clippy::collapsible_if)]
+
+use cubecl::prelude::*;
+
+use super::backward_loads::Lengths;
+use super::gradient::row_position;
+use super::tiles::BackwardTile;
+use crate::arch::sm90::*;
+use crate::shared::walk::{Four, Listing};
+use blocksparse::plan::{LAST_VISIT, NO_VISIT};
+
+impl BackwardTile {
+    /// Queries that share a counter.
+    pub(super) fn counted(&self) -> usize {
+        self.group.min(16)
+    }
+
+    /// Counters of a warp's 16 queries.
+    pub(super) fn counters(&self) -> usize {
+        16 / self.counted()
+    }
+
+    /// Whether who visits queries last may write their dQ: all queries of a warp have the same visit, and no sums are apart.
+    pub(super) fn may_finish(&self) -> bool {
+        self.counters() == 1 && !self.apart
+    }
+}
+
+/// Where a warp adds its dQ.
+#[derive(CubeType)]
+pub struct Chain {
+    pub counters: u64,
+    pub scratch: u64,
+    /// Which half of the columns.
+    pub part: u32,
+    /// The first of the unit's eight queries of a step.
+    pub query: u32,
+    /// Steps the cube has done.
+    pub done: RuntimeCell<u32>,
+    /// The counter to be raised when the additions started last are done, and to what.
+    pub open_counter: RuntimeCell<u32>,
+    pub open_visits: RuntimeCell<u32>,
+    /// Whether the products of the next step are of its tile's keys.
+    pub started: RuntimeCell<u32>,
+}
+
+/// A visit of the unit's queries.
+#[derive(CubeType, Clone, Copy)]
+pub struct Visit {
+    /// As the plan has it.
+    pub word: u32,
+    /// What the counter said some time ago,
+    pub seen: u32,
+    /// and which one it is.
+    pub counter: u32,
+    /// The place of the unit's first query among those of all heads.
+    pub row: u32,
+}
+
+/// Posts the visit whose additions the unit started last, once they are in memory; then their buffer is free.
+///
+/// A wait for bulk additions makes them visible to the unit; the fence and the post release them, and the next visitor's read of the counter and its fence
+/// acquire them, as PTX's memory model has it. [`add_queries`] puts a proxy fence between that and its own addition.
+#[cube]
+pub fn close(chain: &Chain, #[comptime] t: BackwardTile) {
+    bulk_wait();
+    if comptime!(!t.unfenced) {
+        // Releases the additions, and acquires those of the visits that `seen` counts.
+        device_fence();
+    }
+    if chain.open_visits.read() != 0 {
+        post(
+            chain.counters + u64::cast_from(chain.open_counter.read()) * 4,
+            chain.open_visits.read(),
+        );
+    }
+}
+
+/// Adds a warp's dQ of its 16 queries when it is its turn, or writes it, if it is the last. All units call this together.
+#[cube]
+pub fn add_queries<C: Size>(
+    grad_q: &mut [Vector<u32, Four>],
+    dq: Vector<f32, C>,
+    base: u32,
+    chain: &Chain,
+    visit: &Visit,
+    listing: &Listing,
+    lengths: &Lengths,
+    scale: f32,
+    #[comptime] t: BackwardTile,
+) {
+    // With fences the caller has closed the visit of a step ago: the buffer is free.
+    let lane = unit() % 32;
+    if comptime!(t.unfenced) {
+        if lane < comptime!(t.counters() as u32) {
+            close(chain, t);
+        }
+    }
+    sync_warp();
+    let turn = visit.word & NO_VISIT;
+    let mut adds = turn != NO_VISIT;
+    if comptime!(t.finishes) {
+        adds = adds && visit.word & LAST_VISIT == 0;
+    }
+    chain.open_counter.store(visit.counter);
+    chain.open_visits.store(select(adds, turn + 1, 0u32));
+    let source = base
+        + comptime!(t.dq_offset() as u32)
+        + uniform(unit() / 32) * comptime!(2 * t.warp_eight_bytes() as u32);
+    store_sixteen::<C>(dq, source + lane * 16, comptime!(t.warp_eight_bytes()));
+    async_fence();
+    sync_warp();
+    if lane < comptime!(t.counters() as u32) {
+        if turn != NO_VISIT && visit.seen != turn {
+            wait_until(chain.counters + u64::cast_from(visit.counter) * 4, turn);
+            if comptime!(!t.unfenced) {
+                device_fence();
+            }
+        }
+        if comptime!(!t.unfenced) {
+            async_fence_global();
+        }
+        if adds {
+            let bytes = comptime!(t.warp_eight_bytes() * 2 / t.counters());
+            let target = sums_of(chain, visit.row, t);
+            let source = source + lane * comptime!(bytes as u32);
+            if turn == 0 {
+                bulk_store(target, source, bytes, false);
+            } else {
+                bulk_store(target, source, bytes, true);
+            }
+        }
+        bulk_commit();
+    }
+    if comptime!(t.finishes) {
+        if uniform(visit.word & LAST_VISIT) != 0 {
+            // The first lane has waited for the others' sums.
+            sync_warp();
+            write_queries(
+                grad_q, source, chain, visit.row, turn, listing, lengths, scale, t,
+            );
+        }
+    }
+}
+
+/// Where the warp's columns of the eight queries at a row are summed up.
+#[cube]
+fn sums_of(chain: &Chain, row: u32, #[comptime] t: BackwardTile) -> u64 {
+    chain.scratch
+        + u64::cast_from(row / 16) * comptime!(2 * t.dq_eight_bytes() as u64)
+        + u64::cast_from((chain.part * 2 + row % 16 / 8) * comptime!(t.warp_eight_bytes() as u32))
+}
+
+/// Writes dQ of the warp's 16 queries: its own part, which is in shared memory, and the sums of the visits before.
+#[cube]
+fn write_queries(
+    grad_q: &mut [Vector<u32, Four>],
+    own: u32,
+    chain: &Chain,
+    row: u32,
+    turn: u32,
+    listing: &Listing,
+    lengths: &Lengths,
+    scale: f32,
+    #[comptime] t: BackwardTile,
+) {
+    let lane = unit() % 32;
+    let row = row / 16 * 16;
+    // Found again rather than kept: registers are short.
+    let head = row / lengths.pitch;
+    let sums = sums_of(chain, row, t) + u64::cast_from(lane * 16);
+    for lower in 0..2u32 {
+        let place = row % lengths.pitch + lane / 4 + 8 * lower;
+        let target = row_position(place, listing, lengths.seq_q, t.residue);
+        let first = (head * lengths.seq_q + target.at) as usize * comptime!(t.dim / 8);
+        let offset = lower * comptime!(t.warp_eight_bytes() as u32);
+        let own = own + lane * 16 + offset;
+        let sums = sums + u64::cast_from(offset);
+        let mut before = Array::<Vector<f32, Const<4>>>::new(comptime!(t.dq_cols() / 16));
+        #[unroll]
+        for i in 0..comptime!(t.dq_cols() / 16) {
+            before[i] = Vector::zeroed();
+            if turn != 0 {
+                before[i] = peek_four(sums + comptime!(512 * i as u64));
+            }
+        }
+        #[unroll]
+        for i in 0..comptime!(t.dq_cols() / 32) {
+            // Eights of columns from the row's first on.
+            let eight =
+                chain.part * comptime!(t.dq_cols() as u32 / 8) + comptime!(4 * i as u32) + lane % 4;
+            let exists = target.exists && eight < comptime!(t.dim as u32 / 8);
+            let to = first + eight as usize;
+            let mut there = Vector::<u32, Four>::zeroed();
+            if comptime!(t.carry) {
+                if exists {
+                    there = grad_q[to];
+                }
+                there = trade_four(there, lane);
+            }
+            let mut made = Vector::<u32, Four>::zeroed();
+            #[unroll]
+            for half in 0..2usize {
+                let part = shared_load_four(own + comptime!(512 * (2 * i + half) as u32));
+                let sum = before[comptime!(2 * i + half)] + part;
+                #[unroll]
+                for k in 0..2usize {
+                    let mut low = sum.extract(comptime!(2 * k)) * scale;
+                    let mut high = sum.extract(comptime!(2 * k + 1)) * scale;
+                    let j = comptime!(2 * half + k);
+                    if comptime!(t.carry) {
+                        low += unpack(there.extract(j), false, t.half);
+                        high += unpack(there.extract(j), true, t.half);
+                    }
+                    made.insert(j, pack(low, high, t.half));
+                }
+            }
+            let made = trade_four(made, lane);
+            if exists {
+                grad_q[to] = made;
+            }
+        }
+    }
+}

@@ -1,0 +1,490 @@
+//! Which tiles a cube of the fused backward kernel has, and their loads.
+
+// What is known at compile time stays apart from what is not; kernels have no `is_multiple_of`.
+#![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
+
+use cubecl::prelude::*;
+
+use super::options::{UnitRows, l2_normalize};
+use super::rows::{own_place, own_rows};
+use super::tiles::BackwardTile;
+use crate::arch::sm90::*;
+use crate::shared::walk::{Listing, PlanParts};
+
+/// Lengths of a launch.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct Lengths {
+    /// Tiles of a head.
+    pub tiles: u32,
+    /// Heads of keys, or shares of them, of all batch entries, that take turns in the order of cubes.
+    pub spread: u32,
+    /// Heads of keys.
+    pub kv_heads: u32,
+    /// Query heads to a head of keys,
+    pub heads_per_kv: u32,
+    /// and those of them that a cube has.
+    pub heads_per_share: u32,
+    /// Batch entries.
+    pub batch: u32,
+    /// Keys.
+    pub seq_kv: u32,
+    /// Queries,
+    pub seq_q: u32,
+    /// and their places of a query head in the stats and the scratch.
+    pub pitch: u32,
+    /// Eights of elements before dV.
+    pub second: u32,
+    /// Counters there are; the one after them is that of tickets.
+    pub counters: u32,
+    /// The first tiles, which add dQ to sums of their own,
+    pub apart: u32,
+    /// and the places before these.
+    pub rows: u32,
+}
+
+/// A tile of keys.
+#[derive(CubeType, Clone, Copy)]
+pub struct OwnTile {
+    /// Its index, by falling work.
+    pub rank: u32,
+    pub kv_head: u32,
+    /// Which share of the query heads to that head.
+    pub share: u32,
+    pub batch: u32,
+    /// Where its rows are: see [`own_rows`].
+    pub rows: u32,
+    /// Of the cube's first query head: the word of its first entry, and its steps.
+    pub entry: u32,
+    pub steps: u32,
+}
+
+/// Heads of keys, or shares of them, of all batch entries.
+#[cube]
+fn heads_in_turn(lengths: &Lengths, #[comptime] t: BackwardTile) -> u32 {
+    lengths.kv_heads * lengths.batch * comptime!(t.shares as u32)
+}
+
+/// The first query head of a share of those of a head of keys.
+#[cube]
+pub fn first_head(lengths: &Lengths, kv_head: u32, share: u32, #[comptime] t: BackwardTile) -> u32 {
+    let mut head = kv_head * lengths.heads_per_kv;
+    if comptime!(t.shares > 1) {
+        head += share * lengths.heads_per_share;
+    }
+    head
+}
+
+/// Query heads of a cube.
+#[cube]
+pub fn heads_of_cube(lengths: &Lengths, #[comptime] t: BackwardTile) -> u32 {
+    let mut heads = lengths.heads_per_kv;
+    if comptime!(t.shares > 1) {
+        heads = lengths.heads_per_share;
+    }
+    heads
+}
+
+/// Tile `index` of the launch. Heads take turns: tiles of one head wait for each other, so few of them should run side by side;
+/// but those that do share what they read in the cache.
+#[cube]
+pub fn tile_of_launch(
+    plan: &[u32],
+    parts: &PlanParts,
+    lengths: &Lengths,
+    index: u32,
+    #[comptime] t: BackwardTile,
+) -> OwnTile {
+    let chunk = index / (lengths.tiles * lengths.spread);
+    let within = index % (lengths.tiles * lengths.spread);
+    let first = chunk * lengths.spread;
+    let turns = lengths.spread.min(heads_in_turn(lengths, t) - first);
+    let outer = first + within % turns;
+    let rank = within / turns;
+    let mut of_keys = outer;
+    let mut share = 0u32;
+    if comptime!(t.shares > 1) {
+        share = outer % comptime!(t.shares as u32);
+        of_keys = outer / comptime!(t.shares as u32);
+    }
+    let kv_head = of_keys % lengths.kv_heads;
+    let batch = of_keys / lengths.kv_heads;
+    let head = first_head(lengths, kv_head, share, t) as usize;
+    let record0 = plan[parts.heads + batch as usize * parts.batch + head] as usize;
+    let ranked = parts.order + (record0 + rank as usize) * 4;
+    OwnTile {
+        rank,
+        kv_head,
+        share,
+        batch,
+        rows: own_rows(
+            parts,
+            record0,
+            plan[ranked],
+            comptime!(t.rows()),
+            comptime!(t.group),
+            comptime!(t.clustered),
+        ),
+        entry: parts.entries as u32 + plan[ranked + 1] * comptime!(t.entry_words() as u32),
+        steps: plan[ranked + 2],
+    }
+}
+
+/// Rank of a tile that there is not.
+pub const NONE: u32 = u32::MAX;
+
+/// Writes tile `index` to shared memory as the cube's `turn`-th: finding it takes five divisions and three dependent reads.
+#[cube]
+pub fn cache_tile(
+    plan: &[u32],
+    parts: &PlanParts,
+    lengths: &Lengths,
+    base: u32,
+    index: u32,
+    turn: u32,
+    #[comptime] t: BackwardTile,
+) {
+    let slot = base + comptime!(t.slots()) + (turn & 1) * 32;
+    if index < lengths.tiles * lengths.kv_heads * lengths.batch {
+        let own = tile_of_launch(plan, parts, lengths, index, t);
+        shared_store(slot, own.rank);
+        shared_store(slot + 4, own.kv_head);
+        shared_store(slot + 8, own.batch);
+        shared_store(slot + 12, own.rows);
+        shared_store(slot + 16, own.entry);
+        shared_store(slot + 20, own.steps);
+    } else {
+        shared_store(slot, NONE);
+    }
+}
+
+/// The cube's `turn`-th tile, as cached.
+#[cube]
+pub fn cached_tile(base: u32, turn: u32, #[comptime] t: BackwardTile) -> OwnTile {
+    let slot = base + comptime!(t.slots()) + (turn & 1) * 32;
+    OwnTile {
+        rank: shared_load(slot),
+        kv_head: shared_load(slot + 4),
+        // Shares are of tiles that are a cube's only ones.
+        share: 0u32,
+        batch: shared_load(slot + 8),
+        rows: shared_load(slot + 12),
+        entry: shared_load(slot + 16),
+        steps: shared_load(slot + 20),
+    }
+}
+
+/// The tile that a cube is at, if it is its only one.
+#[cube]
+pub fn current_tile(
+    plan: &[u32],
+    parts: &PlanParts,
+    lengths: &Lengths,
+    own: &OwnTile,
+    #[comptime] t: BackwardTile,
+) -> OwnTile {
+    if comptime!(t.persistent) {
+        OwnTile {
+            rank: own.rank,
+            kv_head: own.kv_head,
+            share: own.share,
+            batch: own.batch,
+            rows: own.rows,
+            entry: own.entry,
+            steps: own.steps,
+        }
+    } else {
+        tile_of_launch(plan, parts, lengths, uniform(CUBE_POS_X), t)
+    }
+}
+
+/// Where the keys of the cube's `turn`-th tile are, and behind them the values.
+#[cube]
+pub fn own_address(base: u32, turn: u32, #[comptime] t: BackwardTile) -> u32 {
+    let mut at = base + comptime!(t.k_offset() as u32);
+    if comptime!(t.persistent) {
+        at += (turn & 1) * comptime!(2 * t.a_bytes() as u32);
+    }
+    at
+}
+
+/// Waits for the keys and values of the cube's `turn`-th tile.
+#[cube]
+pub fn wait_for_own(base: u32, turn: u32, #[comptime] t: BackwardTile) {
+    if comptime!(t.persistent) {
+        barrier_wait(base + comptime!(t.own()) + (turn & 1) * 8, (turn / 2) & 1);
+    } else {
+        barrier_wait(base + comptime!(t.own()), 0u32);
+    }
+}
+
+/// Word of the record of a tile for a query head. All patterns rank tiles alike.
+#[cube]
+pub fn record_of(plan: &[u32], parts: &PlanParts, heads_at: usize, head: u32, rank: u32) -> usize {
+    parts.order + (plan[heads_at + head as usize] + rank) as usize * 4 + 1
+}
+
+/// Loads the keys and values of a tile, to where those of the cube's `turn`-th go.
+#[cube]
+pub fn load_tile(
+    plan: &[u32],
+    loads: &Loads,
+    own: &OwnTile,
+    turn: u32,
+    #[comptime] t: BackwardTile,
+) {
+    let target = own_address(loads.base, turn, t);
+    let mut bar = loads.base + comptime!(t.own());
+    if comptime!(t.persistent) {
+        bar += (turn & 1) * 8;
+    }
+    let unit = unit();
+    if unit == 0 {
+        barrier_expect(bar, comptime!(2 * t.a_bytes()));
+    }
+    if unit % 32 == 0 {
+        // Dealt to the warps: lanes of one warp would wait for each other.
+        let mut index = unit / 32;
+        while index < comptime!(2 * t.a_boxes() as u32) {
+            let mut map = loads.k;
+            if index >= comptime!(t.a_boxes() as u32) {
+                map = loads.v;
+            }
+            load_own(
+                map,
+                plan,
+                target,
+                bar,
+                own.rows,
+                index,
+                loads.class_len,
+                own.kv_head,
+                own.batch,
+                t,
+            );
+            index += comptime!(t.warps());
+        }
+    }
+}
+
+/// The place of a row of a tile.
+#[cube]
+pub fn place_of(plan: &[u32], rows: u32, row: u32, #[comptime] t: BackwardTile) -> u32 {
+    own_place(plan, rows, row, comptime!(t.group), comptime!(t.clustered))
+}
+
+/// The positions of the unit's keys, where something depends on them.
+#[cube]
+pub fn rows_of_unit(
+    plan: &[u32],
+    rows: u32,
+    listing: &Listing,
+    #[comptime] t: BackwardTile,
+) -> UnitRows {
+    let mut upper = 0u32;
+    let mut lower = 0u32;
+    if comptime!(t.options.any()) {
+        let row = unit() / 32 * 16 + unit() % 32 / 4;
+        upper = place_of(plan, rows, row, t);
+        lower = place_of(plan, rows, row + 8, t);
+    }
+    l2_normalize(upper, lower, listing, comptime!(t.pairs()))
+}
+
+/// Loads box `index` of those of the tile's keys and values.
+#[cube]
+pub fn load_own(
+    map: u64,
+    plan: &[u32],
+    start: u32,
+    bar: u32,
+    rows: u32,
+    index: u32,
+    class_len: u32,
+    head: u32,
+    batch: u32,
+    #[comptime] t: BackwardTile,
+) {
+    let boxes = comptime!(t.a_boxes() as u32);
+    let mut start = start;
+    if index >= boxes {
+        start += comptime!(t.a_bytes() as u32);
+    }
+    let which = index % boxes;
+    let span = which % comptime!(t.spans() as u32);
+    let row = which / comptime!(t.spans() as u32) * comptime!(t.a_group() as u32);
+    let target = start + span * comptime!((t.rows() * ROW) as u32) + row * comptime!(ROW as u32);
+    let place = place_of(plan, rows, row, t);
+    load_at(
+        map,
+        target,
+        bar,
+        span,
+        place,
+        class_len,
+        head,
+        batch,
+        comptime!(t.residue),
+    );
+}
+
+/// What loads are made of.
+#[derive(CubeType, Clone, Copy)]
+pub struct Loads {
+    pub k: u64,
+    pub v: u64,
+    pub q: u64,
+    pub grad_out: u64,
+    pub stats: u64,
+    pub base: u32,
+    pub class_len: u32,
+    /// Query heads.
+    pub heads: u32,
+}
+
+/// The step that is loaded next.
+#[derive(CubeType)]
+pub struct Cursor {
+    /// Of its tile: the rank, the batch entry,
+    pub rank: RuntimeCell<u32>,
+    pub batch: RuntimeCell<u32>,
+    /// the query head, and the one after the tile's last.
+    pub head: RuntimeCell<u32>,
+    pub end: RuntimeCell<u32>,
+    /// Word of the head's first entry.
+    pub entry: RuntimeCell<usize>,
+    pub j: RuntimeCell<u32>,
+    /// Steps of the head.
+    pub steps: RuntimeCell<u32>,
+    /// Steps loaded so far, of all tiles.
+    pub loaded: RuntimeCell<u32>,
+    /// Whether it is in the tile after the one that is computed.
+    pub ahead: RuntimeCell<u32>,
+}
+
+/// Moves the cursor to the beginning of a tile.
+#[cube]
+pub fn turn_to(own: &OwnTile, lengths: &Lengths, cursor: &Cursor, #[comptime] t: BackwardTile) {
+    let head = first_head(lengths, own.kv_head, own.share, t);
+    cursor.rank.store(own.rank);
+    cursor.batch.store(own.batch);
+    cursor.head.store(head);
+    cursor.end.store(head + heads_of_cube(lengths, t));
+    cursor.entry.store(own.entry as usize);
+    cursor.j.store(0u32);
+    cursor.steps.store(uniform(own.steps));
+}
+
+/// Reads the record of the cursor's head.
+#[cube]
+pub fn open(plan: &[u32], parts: &PlanParts, cursor: &Cursor, #[comptime] t: BackwardTile) {
+    let heads_at = parts.heads + cursor.batch.read() as usize * parts.batch;
+    let record = record_of(
+        plan,
+        parts,
+        heads_at,
+        cursor.head.read(),
+        cursor.rank.read(),
+    );
+    cursor
+        .entry
+        .store(parts.entries + plan[record] as usize * comptime!(t.entry_words()));
+    cursor.j.store(0u32);
+    cursor.steps.store(uniform(plan[record + 1]));
+}
+
+/// Moves the cursor to the next head of its tile that has a step.
+#[cube]
+pub fn skip_to_step(plan: &[u32], parts: &PlanParts, cursor: &Cursor, #[comptime] t: BackwardTile) {
+    while cursor.j.read() >= cursor.steps.read() && cursor.head.read() + 1 < cursor.end.read() {
+        cursor.head.store(cursor.head.read() + 1);
+        open(plan, parts, cursor, t);
+    }
+}
+
+/// Loads the cursor's step, if there is one, once its buffer is free: of the tile that is computed, the cube's `turn`-th, or else
+/// of the one after it. All units call this together.
+#[cube]
+pub fn load_next(
+    plan: &[u32],
+    parts: &PlanParts,
+    loads: &Loads,
+    lengths: &Lengths,
+    turn: u32,
+    cursor: &Cursor,
+    #[comptime] t: BackwardTile,
+) {
+    skip_to_step(plan, parts, cursor, t);
+    if comptime!(t.persistent) {
+        if cursor.j.read() >= cursor.steps.read() && cursor.ahead.read() == 0 {
+            let next = cached_tile(loads.base, turn + 1, t);
+            if next.rank != NONE {
+                cursor.ahead.store(1u32);
+                turn_to(&next, lengths, cursor, t);
+                skip_to_step(plan, parts, cursor, t);
+            }
+        }
+    }
+    if cursor.j.read() < cursor.steps.read() {
+        let boxes = comptime!((t.entries() * t.spans()) as u32);
+        let all = comptime!((2 * t.entries() * t.spans() + t.entries()) as u32);
+        let stage = cursor.loaded.read() % comptime!(t.stages as u32);
+        let parity = (cursor.loaded.read() / comptime!(t.stages as u32)) & 1;
+        let full = loads.base + comptime!(t.full()) + stage * 8;
+        // Which of the step's boxes the unit loads: those of q, then of dO, then the stats.
+        let unit = unit();
+        let index = unit / 32 + unit % 32 * comptime!(t.warps());
+        if index < all {
+            barrier_wait(loads.base + comptime!(t.empty()) + stage * 8, 1 - parity);
+            if index == 0 {
+                barrier_expect(full, comptime!(2 * t.b_bytes() + 8 * t.cols));
+            }
+            let mut which = index % boxes;
+            let span = which % comptime!(t.spans() as u32);
+            which /= comptime!(t.spans() as u32);
+            if index >= 2 * boxes {
+                which = index - 2 * boxes;
+            }
+            let word = cursor.entry.read()
+                + ((cursor.j.read() * comptime!(t.entries() as u32) + which)
+                    * comptime!(t.entry_words() as u32)) as usize;
+            let at = plan[word] * comptime!(t.group as u32);
+            if index >= 2 * boxes {
+                let target = loads.base
+                    + comptime!(t.stats_offset() as u32)
+                    + stage * comptime!(t.stats_bytes() as u32)
+                    + which * comptime!((t.group * 8).max(128) as u32);
+                load_line(
+                    loads.stats,
+                    target,
+                    full,
+                    at * 2,
+                    cursor.batch.read() * loads.heads + cursor.head.read(),
+                );
+            } else {
+                let mut map = loads.q;
+                let mut start = loads.base + comptime!(t.q_offset() as u32);
+                if index >= boxes {
+                    map = loads.grad_out;
+                    start = loads.base + comptime!(t.do_offset() as u32);
+                }
+                let target = start
+                    + stage * comptime!(t.b_bytes() as u32)
+                    + span * comptime!((t.cols * ROW) as u32)
+                    + which * comptime!((t.group * ROW) as u32);
+                load_at(
+                    map,
+                    target,
+                    full,
+                    span,
+                    at,
+                    loads.class_len,
+                    cursor.head.read(),
+                    cursor.batch.read(),
+                    comptime!(t.residue),
+                );
+            }
+        }
+        cursor.j.store(cursor.j.read() + 1);
+        cursor.loaded.store(cursor.loaded.read() + 1);
+    }
+}

@@ -1,0 +1,220 @@
+//! Launches of the gradient of a given bias.
+
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use super::bias_gradient::{NONE, SharingLaunch, bias_gradient};
+use super::launch::{CallOptions, check, launch_walk, tensor_map};
+use super::long_tiles::{LongTiles, WalkPlan};
+use super::pair_tile::PairTile;
+use super::tiles::WalkTile;
+use crate::args::{batch_words, buffer, listing, plan_parts, plan_words, spread};
+use crate::call::BiasView;
+use crate::device::plan;
+use crate::error::KernelError;
+use crate::pass::{BackwardPass, Operands, Part};
+use crate::slices::Slice;
+use crate::stats::{self, Wanted};
+use blocksparse::BlockLayout;
+use blocksparse::plan::Walk;
+
+/// What makes the gradient of a given bias.
+#[derive(Clone, Copy, Debug)]
+pub struct BiasTiles {
+    /// Pair by pair,
+    pub pairs: PairTile,
+    /// or, where all queries share a row, key by key, unless that is not taken.
+    pub keys: Result<WalkTile, &'static str>,
+}
+
+/// Adds a part's gradient of a bias that has a number for each pair: one launch, or one for each pattern where heads of several share numbers.
+///
+/// # Errors
+/// As [`check`].
+pub fn launch_bias_pairs(
+    pass: &BackwardPass,
+    part: Part,
+    tile: PairTile,
+    bias: &BiasView,
+    out: &Handle,
+) -> Result<(), KernelError> {
+    let (client, request, layout) = (pass.client, pass.request, part.layout);
+    let [q, k, v] = pass.inputs;
+    let call = CallOptions {
+        options: pass.options,
+        slopes: pass.slopes.as_ref(),
+    };
+    let residue = part.residue;
+    check(&pass.named(), residue, call)?;
+    let heads = layout.heads();
+    let [own_batches, own_heads, _, keys] = bias.shape;
+    let first = out.offset_start.unwrap_or(0);
+    let tile = PairTile {
+        options: call.options(tile.options, residue),
+        wide: keys.is_multiple_of(2) && first.is_multiple_of(8) && residue.is_none(),
+        ..tile
+    };
+    let wanted = Wanted {
+        pitch: layout.seq_q(),
+        lse_factor: std::f64::consts::LOG2_E,
+        by_class: residue.is_some(),
+    };
+    let stats = stats::make(pass, part, wanted)?;
+    let device_plan = plan(client, layout, tile.tiling())?;
+    let (log2_scale, cap_scale) = call.scales();
+    let patterns = patterns(bias.shape, layout, request.batch);
+    for (index, pattern) in patterns.into_iter().enumerate() {
+        let steps = match pattern {
+            Some(pattern) => device_plan.steps[pattern],
+            None => device_plan.steps.iter().copied().max().unwrap_or(0),
+        };
+        if steps == 0 {
+            continue;
+        }
+        let tile = PairTile {
+            carry: tile.carry || index > 0,
+            several: pattern.is_some(),
+            ..tile
+        };
+        for slice in Slice::whole(own_batches, own_heads).cut(client) {
+            // SAFETY: a cube walks a step that the plan has; TMA reads nothing beyond its maps; numbers are written at positions below the
+            // lengths of queries and keys, and the buffers have the lengths they say (see `buffer`).
+            unsafe {
+                bias_gradient::launch_unchecked(
+                    client,
+                    slice.cubes(steps),
+                    CubeDim::new_1d(tile.units() as u32),
+                    tile.cols / 2,
+                    tile.cols / 4,
+                    tensor_map(q, tile.a_group(), residue, request.dtype),
+                    tensor_map(k, tile.group, residue, request.dtype),
+                    tensor_map(v, tile.group, residue, request.dtype),
+                    tensor_map(pass.grads.out, tile.a_group(), residue, request.dtype),
+                    buffer(&stats, request.batch * heads * wanted.pitch * 2),
+                    buffer(out, bias.elements()),
+                    plan_words(&device_plan),
+                    call.args(tile.options, heads, [q.shape[2], k.shape[2]]),
+                    plan_parts(&device_plan.sections, batch_words(layout)),
+                    listing(residue),
+                    slice.args(),
+                    SharingLaunch::new(
+                        (request.batch / own_batches) as u32,
+                        (heads / own_heads) as u32,
+                        heads as u32,
+                        (heads / request.kv_heads) as u32,
+                        wanted.pitch as u32,
+                        device_plan.tiles as u32,
+                        pattern.map_or(NONE, |pattern| (pattern * device_plan.tiles) as u32),
+                    ),
+                    log2_scale as f32,
+                    call.options.softcap.unwrap_or(1.0) as f32,
+                    cap_scale as f32,
+                    tile,
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The patterns that have a launch each; `None`: one launch, in which a cube walks the pattern of its own head, because all that share its
+/// numbers have that one.
+fn patterns(
+    [own_batches, own_heads, ..]: [usize; 4],
+    layout: &BlockLayout,
+    batch: usize,
+) -> Vec<Option<usize>> {
+    let heads_agree = own_heads == layout.heads();
+    let batches_agree = own_batches == batch || layout.batch().is_none();
+    match layout.num_patterns() == 1 || heads_agree && batches_agree {
+        true => vec![None],
+        false => (0..layout.num_patterns()).map(Some).collect(),
+    }
+}
+
+/// Adds a part's gradient of a bias whose rows all queries share: sums over the queries of each key and head by a walk over columns, and then
+/// those over batch entries and heads that share the bias.
+///
+/// # Errors
+/// As [`check`].
+pub fn launch_bias_keys(
+    pass: &BackwardPass,
+    part: Part,
+    tile: WalkTile,
+    bias: &BiasView,
+    out: &Handle,
+) -> Result<(), KernelError> {
+    let (client, request, layout) = (pass.client, pass.request, part.layout);
+    let (heads, keys) = (layout.heads(), pass.inputs[1].shape[2]);
+    let wanted = Wanted {
+        // For TMA a multiple of 2.
+        pitch: layout.seq_q().next_multiple_of(2),
+        lse_factor: std::f64::consts::LOG2_E,
+        by_class: part.residue.is_some(),
+    };
+    let stats = stats::make(pass, part, wanted)?;
+    let sums = request.batch * heads * keys;
+    let numbers = KernelError::check_u32("the keys of all heads", sums)?;
+    // Sixteen bytes at a time, as gradients are written.
+    let partial = client.empty(sums.next_multiple_of(4) * 4);
+    let operands = Operands {
+        out: &partial,
+        heads,
+        ..pass.operands(Walk::Columns)
+    };
+    let long = LongTiles::NONE;
+    let plan = WalkPlan { tile, long };
+    launch_walk(pass, part, plan, &operands, &stats, wanted.pitch)?;
+    let [own_batches, own_heads, ..] = bias.shape;
+    let cubes = spread(
+        client,
+        (bias.elements() as u64).div_ceil(u64::from(SUM_UNITS)),
+    )?;
+    // SAFETY: a unit reads the sums of its key, of all heads that share it, and the buffers have the lengths they say (see `buffer`).
+    unsafe {
+        add_members::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(SUM_UNITS),
+            buffer(&partial, numbers as usize),
+            buffer(out, bias.elements()),
+            keys as u32,
+            own_heads as u32,
+            (request.batch / own_batches) as u32,
+            (heads / own_heads) as u32,
+        );
+    }
+    Ok(())
+}
+
+/// Units of a cube of [`add_members`].
+const SUM_UNITS: u32 = 128;
+
+/// Adds the sums of each key, `[batch, heads, keys]`, over `batches` and `heads` that share a bias, to `out` `[own batches, own heads, keys]`.
+#[cube(launch_unchecked)]
+fn add_members(
+    partial: &[f32],
+    out: &mut [f32],
+    keys: u32,
+    own_heads: u32,
+    batches: u32,
+    heads: u32,
+) {
+    let at = ABSOLUTE_POS as u32;
+    if at < out.len() as u32 {
+        let key = at % keys;
+        let outer = at / keys;
+        // Of both one is 1.
+        let all_heads = own_heads * heads;
+        let first_batch = outer / own_heads * batches;
+        let first_head = outer % own_heads * heads;
+        let mut sum = f32::new(0.0);
+        for batch in 0..batches {
+            for head in 0..heads {
+                let row = (first_batch + batch) * all_heads + first_head + head;
+                sum += partial[(row * keys + key) as usize];
+            }
+        }
+        out[at as usize] += sum;
+    }
+}

@@ -1,0 +1,535 @@
+//! Which tile a call gets.
+
+use cubecl::ir::features::Tma;
+
+use super::balance::{faster_walks, long_tiles, shares};
+use super::bias_launch::BiasTiles;
+use super::coarse::Coarse;
+use super::fused::Sizes;
+use super::long_tiles::WalkPlan;
+use super::options::Options;
+use super::pair_tile::PairTile;
+use super::shapes::{CANDIDATES, Candidate, candidates};
+use super::tiles::{BackwardTile, GROUP_ROWS, Tile, WalkTile};
+use crate::call::{PartRequest, Request, TierLimit, check_hopper};
+use crate::tensor::{TOO_LARGE, check_limit, check_options, half_of, is_u32};
+use crate::tuning::Tuning;
+use blocksparse::plan::{Grouping, NarrowCosts, Walk, has_long_tiles};
+use blocksparse::{BlockLayout, BlockSource, DeviceChoice, Residue};
+
+/// In the fused backward pass walks are short where a tile walks fewer steps than this on average: then what a tile begins
+/// and ends with is much of its time.
+const SHORT_WALK: f64 = 12.0;
+
+/// The least width. What is beyond a row's is filled up with zeros to multiples of 64 columns, and narrower rows would be more zeros than
+/// numbers.
+const LEAST: usize = 40;
+
+/// The widths between which tiles have the same shapes.
+const WIDTHS: [usize; 4] = [64, 96, 128, 256];
+
+/// The least of [`WIDTHS`] that is not below a width that the tier has.
+fn class_of(dim: usize) -> Option<usize> {
+    let known = dim >= LEAST && dim.is_multiple_of(8);
+    WIDTHS.into_iter().find(|&width| known && dim <= width)
+}
+
+/// Whether the device has what the tier is made of, and the call allows it.
+fn check_tier(part: &PartRequest) -> Result<(), &'static str> {
+    let properties = part.properties;
+    check_hopper(properties)?;
+    if !properties.features.tma.contains(Tma::Base) {
+        return Err("the device has no TMA");
+    }
+    check_limit(part)?;
+    match part.limit {
+        TierLimit::Mma => Err("BLOCKSPARSE_TIER says mma"),
+        _ => Ok(()),
+    }
+}
+
+/// The tile that should be fastest, or why the tier does not take the part.
+///
+/// # Errors
+/// What the tier lacks: the device, the type, the head_dim, or something it does not compute.
+pub fn choose(part: &PartRequest) -> Result<Tile, &'static str> {
+    let &PartRequest {
+        layout, request, ..
+    } = part;
+    check_tier(part)?;
+    let half = half_of(request.dtype)?;
+    check_options(request)?;
+    if let Some(Residue { stride, .. }) = part.residue
+        && !part.seq_kv.is_multiple_of(stride)
+    {
+        return Err("the sequence is no multiple of the pattern's stride");
+    }
+    let (dim, value_dim) = (request.head_dim, request.value_dim);
+    let Some(class) = class_of(dim) else {
+        return Err("head_dim is no multiple of 8 from 40 to 256");
+    };
+    if value_dim > dim {
+        return Err("values are wider than keys");
+    }
+    if class_of(value_dim).is_none() {
+        return Err("value_dim is no multiple of 8 from 40 to 256");
+    }
+    let rows = request.batch * layout.heads() * layout.seq_q();
+    if !is_u32(rows * request.value_dim / 8) {
+        return Err(TOO_LARGE);
+    }
+    let hardware = &part.properties.hardware;
+    let mut best: Option<(f64, Tile)> = None;
+    for shape in candidates(class, value_dim) {
+        let rows = GROUP_ROWS * shape.warpgroups;
+        let may_cluster = request.may_cluster(layout, Walk::Rows);
+        let grouping = Grouping::best(layout, Walk::Rows, [rows, shape.cols], may_cluster);
+        let tile = Tile {
+            half,
+            dim,
+            value_dim,
+            warpgroups: shape.warpgroups,
+            cols: shape.cols,
+            group: shape.cols.min(layout.block_size()),
+            stages: shape.stages,
+            lag: shape.lag,
+            overlap: shape.overlap,
+            max_scores: request.max_scores,
+            options: options(request),
+            residue: part.residue.is_some(),
+            carry: part.carry,
+            clustered: grouping.clustered,
+            coarse: None,
+        };
+        let fits = tile.shared_bytes() <= hardware.max_shared_memory_size;
+        if !tile.fits(layout.block_size()) || !fits {
+            continue;
+        }
+        let cost = grouping.overhead * of_rows(part, rows) / shape.speed(request);
+        if best.is_none_or(|(least, _)| cost < least) {
+            best = Some((cost, tile));
+        }
+    }
+    let (_, tile) = best.ok_or(NO_TILE)?;
+    Ok(coarse_tile(part, tile, class).unwrap_or(tile))
+}
+
+/// What tiles of so many rows take in vain: rows beyond the queries, and fewer cubes than multiprocessors, which leave some idle.
+fn of_rows(part: &PartRequest, rows: usize) -> f64 {
+    let hardware = &part.properties.hardware;
+    let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(1) as f64;
+    let seq_q = part.layout.seq_q();
+    let waste = seq_q.next_multiple_of(rows) as f64 / seq_q as f64;
+    let cubes = seq_q.div_ceil(rows) * part.layout.heads() * part.request.batch;
+    waste * (multiprocessors / cubes as f64).max(1.0)
+}
+
+/// The tile with coarse entries of the same width, where one should be faster than `gathered`.
+fn coarse_tile(part: &PartRequest, gathered: Tile, class: usize) -> Option<Tile> {
+    let coarse = Coarse::of(part, class)?;
+    let speed_of = |tile: &Tile| {
+        let same = |shape: &&Candidate| {
+            shape.dim == class && shape.warpgroups == tile.warpgroups && shape.cols == tile.cols
+        };
+        CANDIDATES
+            .iter()
+            .find(same)
+            .map_or(1.0, |shape| shape.speed(part.request))
+    };
+    let tiles = CANDIDATES.iter().filter(|shape| shape.dim == class);
+    let tiles = tiles.filter_map(|shape| {
+        let tile = Tile {
+            warpgroups: shape.warpgroups,
+            cols: shape.cols,
+            group: shape.cols,
+            stages: shape.stages,
+            lag: shape.lag,
+            overlap: shape.overlap,
+            clustered: false,
+            coarse: Some(part.layout.block_size()),
+            ..gathered
+        };
+        let cost = FORWARD.of_coarse(part.layout, tile.tiling())?;
+        let most = part.properties.hardware.max_shared_memory_size;
+        let fits = tile.fits(part.layout.block_size()) && tile.shared_bytes() <= most;
+        let speed = shape.speed(part.request);
+        fits.then(|| (cost * of_rows(part, tile.rows()) / speed, tile))
+    });
+    let (cost, tile) = tiles.min_by(|(one, _), (other, _)| one.total_cmp(other))?;
+    let before = FORWARD.of_gathered(part.layout, gathered.tiling());
+    let before = before * of_rows(part, gathered.rows()) / speed_of(&gathered);
+    coarse.takes(cost, before).then_some(tile)
+}
+
+/// Forward, of 8 heads of width 128 and 16,384 positions: dense attention in blocks of 16 and 32 against blocks of 128, and random blocks of
+/// which each tile walks nearly all. The bits are a guess.
+const FORWARD: NarrowCosts = NarrowCosts {
+    gathered: 1.17,
+    masked: [0.35, 0.22],
+    coarse: 1.05,
+};
+
+/// The same of the fused backward pass.
+const BACKWARD: NarrowCosts = NarrowCosts {
+    gathered: 1.1,
+    masked: [0.19, 0.15],
+    coarse: 1.02,
+};
+
+const NO_TILE: &str = "no tile fits the shared memory of the device";
+
+/// What a kernel has; [`wide_bias`](Options::wide_bias) is known with the tensors only.
+fn options(request: &Request) -> Options {
+    Options {
+        score: request.score,
+        wide_bias: false,
+    }
+}
+
+/// How the backward pass runs.
+#[derive(Clone, Copy, Debug)]
+pub enum Backward {
+    /// One walk over columns, with five products a pair.
+    Fused(BackwardTile),
+    /// A walk over rows for dQ and one over columns for dK and dV, with seven, where tiles would wait for each other.
+    Walks([WalkPlan; 2]),
+}
+
+/// As [`choose`], for the backward pass of a part whose forward pass has a tile.
+///
+/// # Errors
+/// What the tier lacks.
+pub fn choose_backward(part: &PartRequest, forward: Tile) -> Result<Backward, &'static str> {
+    let layout = part.layout;
+    if part.limit == TierLimit::HopperForward {
+        return Err("BLOCKSPARSE_TIER says hopper-forward");
+    }
+    // Visits are counted on the host, which knows them where a device says of nothing but pairs which there are. Rows that were gathered are in tiles that
+    // see few others, and would wait for these.
+    let lists = |choice: &&DeviceChoice| matches!(choice.by, BlockSource::Keys { .. });
+    let places = (layout.device_choice().filter(lists))
+        .and_then(|_| layout.places())
+        .filter(|places| places.block_size() > 32);
+    let chosen = layout.device_choice().is_some() && places.is_none();
+    if chosen || part.limit == TierLimit::HopperWalks {
+        return walks(part, &forward);
+    }
+    let known = PartRequest {
+        layout: places.unwrap_or(layout),
+        ..*part
+    };
+    // The fused pass has values that are as wide as keys.
+    if forward.dim > 128 || forward.dim != forward.value_dim {
+        return walks(part, &forward);
+    }
+    // A tile of unlike blocks computes pairs that none of them keeps, where two walks may have tiles of half the height. And tiles side by
+    // side that see different queries do not keep step: they wait for each other at the sums of dQ. The classes of a listing
+    // share no queries.
+    let may_cluster = part.request.may_cluster(layout, Walk::Columns);
+    let [small, grouping, large] = [1, 2, 4].map(|groups| {
+        let shape = [GROUP_ROWS * groups, 64];
+        Grouping::best(layout, Walk::Columns, shape, may_cluster)
+    });
+    // What the fused pass gains on two walks where both compute the same pairs.
+    let gain = if forward.dim <= 64 { 1.5 } else { 1.3 };
+    let unlike =
+        grouping.overhead > gain * small.overhead || large.overhead > 1.7 * grouping.overhead;
+    if unlike && !forward.residue && check_walks(part, &forward).is_ok() {
+        return walks(part, &forward);
+    }
+    let tile = fused(&known, &forward, grouping)?;
+    if !forward.residue && check_walks(part, &forward).is_ok() {
+        let walks = || walk_plans(part, &forward);
+        if let Some(walks) = faster_walks(&known, &tile, gain, walks) {
+            return Ok(Backward::Walks(walks));
+        }
+    }
+    // Without the gap that a buffer may have between dK and dV.
+    let keys = part.request.batch * part.request.kv_heads * part.seq_kv;
+    let sizes = Sizes::new(&tile, layout, part.request, part.seq_kv, keys * tile.dim);
+    match sizes.counts(&tile).iter().all(|&(_, count)| is_u32(count)) {
+        true => Ok(Backward::Fused(tile)),
+        // Walks write what the fused pass sums up.
+        false => walks(part, &forward).map_err(|_| TOO_LARGE),
+    }
+}
+
+/// The tile of the fused pass.
+fn fused(
+    part: &PartRequest,
+    forward: &Tile,
+    grouping: Grouping,
+) -> Result<BackwardTile, &'static str> {
+    let (cols, stages) = match forward.dim {
+        ..=64 => (128, 2),
+        _ => (64, 3),
+    };
+    let steps = steps_of_tile(part.layout, part.request, cols);
+    let short = steps * grouping.overhead < SHORT_WALK;
+    // A cube that computes tile after tile has some registers less, and dropout needs many: 300 bytes are spilled for 24, and
+    // the next tile's keys are not worth that (local: .43 ms for .38).
+    let spills = forward.options.score.dropout;
+    let tile = BackwardTile {
+        half: forward.half,
+        dim: forward.dim,
+        warpgroups: 2,
+        cols,
+        group: part.layout.block_size().min(cols),
+        stages,
+        lag: stages - 1,
+        options: forward.options,
+        residue: forward.residue,
+        carry: forward.carry,
+        clustered: grouping.clustered,
+        persistent: short && !spills,
+        apart: false,
+        finishes: false,
+        shares: 1,
+        coarse: None,
+        unfenced: Tuning::or_reason()?.unfenced,
+    };
+    // The keys and values of two tiles fit at the least width only.
+    let single = BackwardTile {
+        persistent: false,
+        ..tile
+    };
+    let most = part.properties.hardware.max_shared_memory_size;
+    let fits = |tile: &BackwardTile| tile.shared_bytes() <= most;
+    let tile = [tile, single].into_iter().find(fits).ok_or(NO_TILE)?;
+    let tile = coarse_backward(part, tile).unwrap_or(tile);
+    let of_head = steps / (part.layout.heads() / part.request.kv_heads) as f64;
+    let apart =
+        part.limit != TierLimit::HopperAlone && has_long_tiles(part.layout, tile.tiling(), of_head);
+    let tile = BackwardTile {
+        apart,
+        // A cube that begins a long tile would have drawn the next ones already, and their neighbours would wait for these.
+        persistent: tile.persistent && !apart,
+        ..tile
+    };
+    Ok(BackwardTile {
+        finishes: tile.may_finish() && (short || tile.dim > 64),
+        shares: shares(part, &tile),
+        ..tile
+    })
+}
+
+/// The tile with coarse entries, where it should be faster than `gathered`.
+fn coarse_backward(part: &PartRequest, gathered: BackwardTile) -> Option<BackwardTile> {
+    let coarse = Coarse::of(part, gathered.dim)?;
+    let tile = BackwardTile {
+        group: gathered.cols,
+        clustered: false,
+        persistent: false,
+        coarse: Some(part.layout.block_size()),
+        ..gathered
+    };
+    let cost = BACKWARD.of_coarse(part.layout, tile.tiling())?;
+    let before = BACKWARD.of_gathered(part.layout, gathered.tiling());
+    let most = part.properties.hardware.max_shared_memory_size;
+    (tile.shared_bytes() <= most && coarse.takes(cost, before)).then_some(tile)
+}
+
+/// Steps of `cols` queries that a tile of 128 keys would walk on average if nothing were computed in vain.
+fn steps_of_tile(layout: &BlockLayout, request: &Request, cols: usize) -> f64 {
+    let heads_per_kv = layout.heads() / request.kv_heads;
+    let blocks: usize = (0..layout.num_patterns())
+        .map(|pattern| layout.pattern_blocks(pattern))
+        .sum();
+    let pairs = (blocks * heads_per_kv) as f64 * (layout.block_size() as f64).powi(2);
+    pairs / (layout.num_patterns() * layout.seq_kv().max(1) * cols) as f64
+}
+
+/// Whether two walks can make the gradients.
+fn check_walks(part: &PartRequest, forward: &Tile) -> Result<(), &'static str> {
+    if part.layout.block_size() < 16 {
+        // TMA writes to multiples of 128 bytes of shared memory, and the lse and delta of 8 queries have 64.
+        return Err("blocks are narrower than 16");
+    }
+    let request = part.request;
+    let queries = part.layout.heads() * part.layout.seq_q();
+    let keys = request.kv_heads * part.seq_kv * 2;
+    match is_u32(request.batch * queries.max(keys) * forward.dim / 8) {
+        true => Ok(()),
+        false => Err(TOO_LARGE),
+    }
+}
+
+/// Two walks.
+fn walks(part: &PartRequest, forward: &Tile) -> Result<Backward, &'static str> {
+    check_walks(part, forward)?;
+    Ok(Backward::Walks(walk_plans(part, forward)))
+}
+
+/// The tiles of both, and those of them that cubes share.
+fn walk_plans(part: &PartRequest, forward: &Tile) -> [WalkPlan; 2] {
+    let plan = |walk| {
+        let tile = match forward.dim {
+            ..=128 => choose_walk(part, forward, walk),
+            _ => choose_wide_walk(part, forward, walk),
+        };
+        let long = long_tiles(part, &tile, walk);
+        WalkPlan { tile, long }
+    };
+    [Walk::Rows, Walk::Columns].map(plan)
+}
+
+/// The tile of a walk.
+fn choose_walk(part: &PartRequest, forward: &Tile, walk: Walk) -> WalkTile {
+    let layout = part.layout;
+    let may_cluster = part.request.may_cluster(layout, walk);
+    let tiles = [2, 1].map(|warpgroups| {
+        let grouping = Grouping::best(layout, walk, [GROUP_ROWS * warpgroups, 64], may_cluster);
+        // Two warpgroups share what is gathered; one unites fewer rows of blocks.
+        let speed = if warpgroups == 2 { 1.0 } else { 0.8 };
+        // One warpgroup leaves room for a second cube, if its buffers do.
+        let stages = match (forward.dim, warpgroups) {
+            (..=64, _) => 4,
+            (_, 1) => 2,
+            _ => 3,
+        };
+        let tile = WalkTile {
+            half: forward.half,
+            dim: forward.dim,
+            value_dim: forward.value_dim,
+            warpgroups,
+            shared: false,
+            cols: 64,
+            group: layout.block_size().min(64),
+            stages,
+            lag: stages.min(3) - 1,
+            options: forward.options,
+            residue: forward.residue,
+            carry: forward.carry,
+            clustered: grouping.clustered,
+            bias_sums: false,
+            long_tiles: false,
+        };
+        (grouping.overhead / speed, tile)
+    });
+    let [(cost, tile), (other, small)] = tiles;
+    if cost <= other { tile } else { small }
+}
+
+/// The tile of a walk of heads wider than 128. Own rows fill half of the shared memory; the bits of dropout are made for 64 columns at a time.
+fn choose_wide_walk(part: &PartRequest, forward: &Tile, walk: Walk) -> WalkTile {
+    let layout = part.layout;
+    let (warpgroups, cols, stages) = match walk {
+        Walk::Columns => (2, 64, 2),
+        Walk::Rows if forward.options.score.dropout => (1, 64, 2),
+        Walk::Rows => (2, 32, 3),
+    };
+    let tile = WalkTile {
+        half: forward.half,
+        dim: forward.dim,
+        value_dim: forward.value_dim,
+        warpgroups,
+        shared: walk == Walk::Columns,
+        cols,
+        group: layout.block_size().min(cols),
+        stages,
+        lag: stages - 1,
+        options: forward.options,
+        residue: forward.residue,
+        carry: forward.carry,
+        clustered: false,
+        bias_sums: false,
+        long_tiles: false,
+    };
+    let may_cluster = part.request.may_cluster(layout, walk);
+    let grouping = Grouping::best(layout, walk, [tile.rows(), cols], may_cluster);
+    WalkTile {
+        clustered: grouping.clustered,
+        ..tile
+    }
+}
+
+/// The shapes of a tile of pairs: warpgroups, columns, and speed. What a tile reads for each pair from the L2 cache is what its speed follows.
+const PAIRS: [(usize, usize, f64); 3] = [(2, 128, 1.0), (2, 64, 0.7), (1, 64, 0.55)];
+
+/// As [`choose`], for the gradient of a given bias, of a part whose forward pass has a tile.
+///
+/// # Errors
+/// What the tier lacks.
+pub fn choose_bias(part: &PartRequest, forward: Tile) -> Result<BiasTiles, &'static str> {
+    match part.limit {
+        TierLimit::HopperForward => return Err("BLOCKSPARSE_TIER says hopper-forward"),
+        TierLimit::MmaBias => return Err("BLOCKSPARSE_TIER says mma-bias"),
+        _ => {}
+    }
+    // A launch has a cube for each step.
+    if part.layout.device_choice().is_some() {
+        return Err("the blocks are chosen on the device");
+    }
+    if forward.dim != forward.value_dim {
+        return Err("head_dim and value_dim differ");
+    }
+    if forward.dim > 128 {
+        return Err("head_dim is above 128");
+    }
+    let keys = check_walks(part, &forward).map(|()| WalkTile {
+        bias_sums: true,
+        carry: false,
+        ..choose_walk(part, &forward, Walk::Columns)
+    });
+    Ok(BiasTiles {
+        pairs: choose_pairs(part, &forward)?,
+        keys,
+    })
+}
+
+/// The tile of pairs that should be fastest.
+fn choose_pairs(part: &PartRequest, forward: &Tile) -> Result<PairTile, &'static str> {
+    let &PartRequest {
+        layout, request, ..
+    } = part;
+    let most = part.properties.hardware.max_shared_memory_size;
+    let may_cluster = request.may_cluster(layout, Walk::Rows);
+    let mut best: Option<(f64, PairTile)> = None;
+    for (warpgroups, cols, speed) in PAIRS {
+        let shape = [GROUP_ROWS * warpgroups, cols];
+        let tile = PairTile {
+            half: forward.half,
+            dim: forward.dim,
+            warpgroups,
+            cols,
+            group: cols.min(layout.block_size()),
+            stages: 0,
+            lag: 1,
+            options: forward.options,
+            residue: forward.residue,
+            carry: forward.carry,
+            clustered: false,
+            several: false,
+            wide: false,
+        };
+        if !tile.fits(layout.block_size()) {
+            continue;
+        }
+        let grouping = Grouping::best(layout, Walk::Rows, shape, may_cluster);
+        // Tiles of 64 columns leave registers for two cubes on a multiprocessor.
+        let half = (most + 1024) / 2 - 1024;
+        let rooms = if cols == 64 {
+            vec![half, most]
+        } else {
+            vec![most]
+        };
+        let stages_in = |room: usize| {
+            let free = room.saturating_sub(tile.shared_bytes());
+            (free / tile.stage_bytes()).min(6)
+        };
+        let Some(stages) = (rooms.into_iter().map(stages_in)).find(|&stages| stages >= 3) else {
+            continue;
+        };
+        let tile = PairTile {
+            stages,
+            lag: if stages > 4 { 2 } else { 1 },
+            clustered: grouping.clustered,
+            ..tile
+        };
+        let cost = grouping.overhead / speed;
+        if best.is_none_or(|(least, _)| cost < least) {
+            best = Some((cost, tile));
+        }
+    }
+    best.map(|(_, tile)| tile).ok_or(NO_TILE)
+}

@@ -1,0 +1,393 @@
+//! Launches of the fused backward pass: what is needed of each query, the walk over columns, and dQ from its sums.
+
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use super::backward_loads::LengthsLaunch;
+use super::launch::{CallOptions, UNITS, check, over, stats_map, tensor_map};
+use super::tiles::BackwardTile;
+use super::{backward, backward_stats, shares};
+use crate::args::{batch_words, buffer, listing, optional, plan_parts, plan_words};
+use crate::call::Request;
+use crate::device::plan;
+use crate::error::KernelError;
+use crate::pass::{BackwardPass, Part};
+use crate::shared::walk::StridesLaunch;
+use crate::uploaded::DevicePlan;
+use blocksparse::BlockLayout;
+
+/// Heads of keys that take turns in the grid, where tiles may wait for each other long,
+pub(super) const SPREAD: u32 = 64;
+/// and shares of them, where cubes share a tile: some eight tiles of each run side by side, and find what the one before them read and added
+/// to in the cache.
+pub(super) const SPREAD_SHARES: u32 = 16;
+
+/// Heads of keys that take turns in the grid, where no cubes share a tile. Tiles of a head that run side by side find the queries that they read, and the sums
+/// of dQ that they add to, in the cache; but they wait for each other, at their beginnings most. Where none is much shorter than those before it, so many of
+/// those that share queries run side by side as were fastest on an H100: of 64 under a causal mask some 4 at width 64 and 16 at width 128, of 32 in a document
+/// 4 at width 128. Of few none should wait.
+fn spread(plan: &DevicePlan, dim: usize, multiprocessors: usize) -> u32 {
+    if plan.between == 0 {
+        return SPREAD;
+    }
+    let sharing = plan.tiles / plan.between;
+    let side_by_side = match dim {
+        128.. => (sharing / 6).clamp(2, 16),
+        _ => (sharing / 16).clamp(2, 4),
+    };
+    multiprocessors.div_ceil(plan.between * side_by_side) as u32
+}
+
+/// What the pass needs of each query, with `pitch` places of each head.
+#[derive(Clone)]
+pub struct Stats {
+    values: Handle,
+    pitch: usize,
+    /// Whether places are positions.
+    in_order: bool,
+}
+
+/// The sizes of a pass over a part.
+#[derive(Clone, Copy)]
+pub struct Sizes {
+    /// Places of a head. A group, and 16 queries, are of one head.
+    pitch: usize,
+    /// Places of all heads.
+    rows: usize,
+    /// Units that make the stats of a query.
+    lanes: usize,
+    /// Elements of dK and dV.
+    kv_elements: usize,
+    /// Rows of keys, of all heads and batch entries.
+    kv_rows: usize,
+    /// Numbers of the sums of dK and dV, where cubes share a tile.
+    kv_sums: usize,
+}
+
+/// Elements that the output's gradient reaches over, at most: their eights are counted in 32 bits.
+pub const MOST_REACH: usize = u32::MAX as usize * 8;
+
+impl Sizes {
+    /// Over a layout, of a call with so many keys, and dV at element `v_offset`.
+    pub fn new(
+        tile: &BackwardTile,
+        layout: &BlockLayout,
+        request: &Request,
+        seq_kv: usize,
+        v_offset: usize,
+    ) -> Self {
+        let pitch = layout.seq_q().next_multiple_of(tile.group.max(16));
+        let kv_rows = request.batch * request.kv_heads * seq_kv;
+        Self {
+            pitch,
+            rows: request.batch * layout.heads() * pitch,
+            lanes: tile.padded() / 8,
+            kv_elements: kv_rows * tile.dim + v_offset,
+            kv_rows,
+            kv_sums: match tile.shares {
+                1 => 0,
+                shares => shares * 2 * kv_rows * tile.dim,
+            },
+        }
+    }
+
+    /// The numbers that kernels count in 32 bits, and what they are of. The walk adds to the sums of dQ by their addresses, but
+    /// [`finish`](super::backward_stats::finish) reads them as pairs, by an index.
+    pub fn counts(&self, tile: &BackwardTile) -> [(&'static str, usize); 3] {
+        [
+            (
+                "the elements of a gradient, in eights",
+                self.kv_elements / 8,
+            ),
+            (
+                "the pairs of sums of dQ",
+                tile.sets() * self.rows * tile.padded() / 2,
+            ),
+            ("the sums of dK and dV, in fours", self.kv_sums / 4),
+        ]
+    }
+}
+
+/// The backward pass over a part, with the stats if a part before has made them.
+///
+/// # Errors
+/// As [`check`], and if a tensor is too large. Then nothing was launched.
+pub fn launch_fused(
+    pass: &BackwardPass,
+    part: Part,
+    tile: BackwardTile,
+    known: Option<Stats>,
+) -> Result<Stats, KernelError> {
+    let client = pass.client;
+    let call = CallOptions {
+        options: pass.options,
+        slopes: pass.slopes.as_ref(),
+    };
+    check(&pass.named(), part.residue, call)?;
+    let tile = BackwardTile {
+        options: call.options(tile.options, part.residue),
+        ..tile
+    };
+    let sizes = Sizes::new(
+        &tile,
+        part.layout,
+        pass.request,
+        pass.inputs[1].shape[2],
+        pass.gradients.v_offset,
+    );
+    let device_plan = plan(client, part.layout, tile.tiling())?;
+    let tile = BackwardTile {
+        finishes: tile.finishes && (device_plan.complete || tile.carry),
+        ..tile
+    };
+    let cubes = device_plan.tiles * pass.request.kv_heads * pass.request.batch * tile.shares;
+    let eights = pass.grads.out.reach().div_ceil(8);
+    for (what, count) in sizes.counts(&tile).into_iter().chain([
+        ("the elements of grad_out, in eights", eights),
+        ("the tiles of a backward pass, twice", cubes * 2),
+    ]) {
+        KernelError::check_u32(what, count)?;
+    }
+    let launch = Launch {
+        pass,
+        part,
+        tile,
+        sizes,
+        counters: sizes.rows / tile.counted() * tile.parts() * tile.sets(),
+        call,
+    };
+    let buffers = Buffers {
+        counters: client.empty((launch.counters + 1) * 4),
+        stats: client.empty(sizes.rows * 8),
+        sums: client.empty(tile.sets() * sizes.rows * tile.padded() * 4),
+        shares: (tile.shares > 1).then(|| client.empty(sizes.kv_sums * 4)),
+    };
+    match known.filter(|known| known.in_order) {
+        Some(known) => launch.relist(&buffers, &known),
+        None => launch.stats(&buffers),
+    }
+    launch.walk(&buffers, &device_plan, cubes);
+    if !tile.finishes {
+        launch.finish(&buffers);
+    }
+    if let Some(shares) = &buffers.shares {
+        launch.fold(shares);
+    }
+    Ok(Stats {
+        values: buffers.stats,
+        pitch: sizes.pitch,
+        in_order: part.residue.is_none(),
+    })
+}
+
+/// What a pass allocates for itself.
+struct Buffers {
+    /// Visits of each group of queries, and behind them the tickets.
+    counters: Handle,
+    /// lse and delta of the query at each place.
+    stats: Handle,
+    /// The sums of dQ.
+    sums: Handle,
+    /// Those of dK and dV, where cubes share a tile.
+    shares: Option<Handle>,
+}
+
+/// The launches of a pass.
+struct Launch<'a> {
+    pass: &'a BackwardPass<'a>,
+    part: Part<'a>,
+    tile: BackwardTile,
+    sizes: Sizes,
+    counters: usize,
+    call: CallOptions<'a>,
+}
+
+impl Launch<'_> {
+    fn heads(&self) -> usize {
+        self.part.layout.heads()
+    }
+
+    fn counters(&self, buffers: &Buffers) -> BufferArg {
+        buffer(&buffers.counters, self.counters + 1)
+    }
+
+    /// Stats from those of a part before.
+    fn relist(&self, buffers: &Buffers, known: &Stats) {
+        let Sizes { rows, pitch, .. } = self.sizes;
+        let of_all = self.pass.request.batch * self.heads() * known.pitch;
+        // SAFETY: a unit reads the place of a position below `known.pitch`, and writes its own row and counters.
+        unsafe {
+            backward_stats::relist::launch_unchecked(
+                self.pass.client,
+                over(rows),
+                CubeDim::new_1d(UNITS as u32),
+                buffer(&known.values, of_all),
+                buffer(&buffers.stats, rows),
+                self.counters(buffers),
+                listing(self.part.residue),
+                rows as u32,
+                pitch as u32,
+                known.pitch as u32,
+                self.pass.inputs[0].shape[2] as u32,
+                self.tile,
+            );
+        }
+    }
+
+    /// Stats from out, its gradient and lse.
+    fn stats(&self, buffers: &Buffers) {
+        let Sizes {
+            rows, pitch, lanes, ..
+        } = self.sizes;
+        let pass = self.pass;
+        let grad_out = pass.grads.out;
+        let [batch_stride, head_stride, row_stride, _] = grad_out.strides;
+        let seq_q = pass.inputs[0].shape[2];
+        let queries = pass.request.batch * self.heads() * seq_q;
+        // SAFETY: a unit reads eight columns of a position that exists, and writes its own row and counters.
+        unsafe {
+            backward_stats::stats::launch_unchecked(
+                pass.client,
+                over(rows * lanes),
+                CubeDim::new_1d(UNITS as u32),
+                buffer(pass.outputs.out, queries * self.tile.dim / 8),
+                buffer(&grad_out.handle, grad_out.reach().div_ceil(8)),
+                buffer(pass.outputs.lse, queries),
+                optional(pass.grads.lse, queries),
+                buffer(&buffers.stats, rows * 2),
+                self.counters(buffers),
+                StridesLaunch::new(batch_stride / 8, head_stride / 8, row_stride / 8, seq_q),
+                listing(self.part.residue),
+                self.heads() as u32,
+                rows as u32,
+                pitch as u32,
+                lanes as u32,
+                self.tile,
+            );
+        }
+    }
+
+    /// dK, dV and the sums of dQ.
+    fn walk(&self, buffers: &Buffers, device_plan: &DevicePlan, cubes: usize) {
+        let &Self {
+            pass,
+            part,
+            tile,
+            sizes,
+            call,
+            ..
+        } = self;
+        let request = pass.request;
+        let [q, k, v] = pass.inputs;
+        let (seq_q, seq_kv) = (q.shape[2], k.shape[2]);
+        let (heads, residue) = (self.heads(), part.residue);
+        let hardware = &pass.client.properties().hardware;
+        let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(1) as usize;
+        let grid = match tile.persistent {
+            // All of them run at once: a tile may wait for one that another cube has.
+            true => cubes.min(multiprocessors),
+            false => cubes,
+        };
+        let (log2_scale, cap_scale) = call.scales();
+        let map = |tensor, rows| tensor_map(tensor, rows, residue, request.dtype);
+        let stats_rows = request.batch * heads;
+        let heads_per_kv = heads / request.kv_heads;
+        let (spread, out) = match &buffers.shares {
+            Some(sums) => (SPREAD_SHARES, buffer(sums, sizes.kv_sums / 4)),
+            None => {
+                let spread = spread(device_plan, tile.dim, multiprocessors);
+                (spread, buffer(&pass.gradients.kv, sizes.kv_elements / 8))
+            }
+        };
+        let lengths = LengthsLaunch::new(
+            device_plan.tiles as u32,
+            spread,
+            request.kv_heads as u32,
+            heads_per_kv as u32,
+            (heads_per_kv / tile.shares) as u32,
+            request.batch as u32,
+            seq_kv as u32,
+            seq_q as u32,
+            sizes.pitch as u32,
+            (pass.gradients.v_offset / 8) as u32,
+            self.counters as u32,
+            device_plan.apart as u32,
+            sizes.rows as u32,
+        );
+        // SAFETY: a cube walks the entries that the plan has for its tile; TMA reads nothing beyond its maps and adds to sums of places
+        // below `pitch` of a head, rows beyond the keys are not written, and the buffers have the lengths they say (see `buffer`).
+        unsafe {
+            backward::backward::launch_unchecked(
+                pass.client,
+                CubeCount::Static(grid as u32, 1, 1),
+                CubeDim::new_1d(tile.units() as u32),
+                tile.cols / 2,
+                tile.cols / 4,
+                tile.sums(),
+                tile.dq_cols() / 2,
+                map(k, tile.a_group()),
+                map(v, tile.a_group()),
+                map(q, tile.group),
+                map(pass.grads.out, tile.group),
+                stats_map(&buffers.stats, tile.group, stats_rows, sizes.pitch),
+                buffer(&buffers.sums, tile.sets() * sizes.rows * tile.padded()),
+                self.counters(buffers),
+                out,
+                buffer(&pass.gradients.q, stats_rows * seq_q * tile.dim / 8),
+                plan_words(device_plan),
+                call.args(tile.options, heads, [seq_q, seq_kv]),
+                plan_parts(&device_plan.sections, batch_words(part.layout)),
+                listing(residue),
+                lengths,
+                call.options.scale as f32,
+                log2_scale as f32,
+                call.options.softcap.unwrap_or(1.0) as f32,
+                cap_scale as f32,
+                tile,
+            );
+        }
+    }
+
+    /// dQ from its sums.
+    fn finish(&self, buffers: &Buffers) {
+        let Sizes { rows, pitch, .. } = self.sizes;
+        let (pass, tile) = (self.pass, self.tile);
+        let seq_q = pass.inputs[0].shape[2];
+        let queries = pass.request.batch * self.heads() * seq_q;
+        // SAFETY: a unit reads the sums of its place, below `rows`, and writes eight columns of a position that exists.
+        unsafe {
+            backward_stats::finish::launch_unchecked(
+                pass.client,
+                over(rows * tile.dim / 8),
+                CubeDim::new_1d(UNITS as u32),
+                buffer(&buffers.sums, tile.sets() * rows * tile.padded() / 2),
+                self.counters(buffers),
+                buffer(&pass.gradients.q, queries * tile.dim / 8),
+                listing(self.part.residue),
+                rows as u32,
+                pitch as u32,
+                seq_q as u32,
+                pass.options.scale as f32,
+                tile,
+            );
+        }
+    }
+
+    /// dK and dV from the sums of the cubes that share a tile.
+    fn fold(&self, sums: &Handle) {
+        let (pass, tile, sizes) = (self.pass, self.tile, self.sizes);
+        // SAFETY: a unit reads the sums of eight columns of a row of dK or dV, of `kv_rows` each, and writes them.
+        unsafe {
+            shares::fold::launch_unchecked(
+                pass.client,
+                over(2 * sizes.kv_rows * tile.dim / 8),
+                CubeDim::new_1d(UNITS as u32),
+                buffer(sums, sizes.kv_sums / 4),
+                buffer(&pass.gradients.kv, sizes.kv_elements / 8),
+                sizes.kv_rows as u32,
+                (pass.gradients.v_offset / 8) as u32,
+                tile,
+            );
+        }
+    }
+}

@@ -1,0 +1,453 @@
+//! Launches of the `hopper` tier.
+
+use cubecl::ir::{ElemType, FloatKind};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use super::long_tiles::{self, FoldLengthsLaunch, TileSharesLaunch, WalkPlan};
+use super::options::{Options, PairArgs, PairArgsLaunch, PairNumbersLaunch};
+use super::tiles::{Tile, WalkTile};
+use super::{forward, walks, wide};
+use crate::arch::sm90::ROW_ELEMENTS;
+use crate::args::{ScoreOptions, batch_words, buffer, listing, optional, plan_parts, plan_words};
+use crate::call::TensorView;
+use crate::device::plan;
+use crate::error::KernelError;
+use crate::pass::{BackwardPass, ForwardPass, Operands, Part};
+use crate::slices::Slice;
+use crate::stats::{self, Wanted};
+use crate::tensor::{check_rows, check_scale, check_table, scales};
+use crate::uploaded::DevicePlan;
+use blocksparse::Residue;
+use blocksparse::plan::Walk;
+
+/// TMA's strides and addresses are multiples of 16 bytes.
+const ALIGNMENT: usize = 8;
+
+/// Units of a cube of kernels before and behind a walk.
+pub(super) const UNITS: usize = 256;
+
+/// Cubes of so many of them.
+pub(super) fn over(units: usize) -> CubeCount {
+    CubeCount::Static(units.div_ceil(UNITS) as u32, 1, 1)
+}
+
+/// What a call asks for besides attention itself.
+#[derive(Clone, Copy)]
+pub struct CallOptions<'a> {
+    /// As the call says.
+    pub options: &'a ScoreOptions,
+    /// Its slopes on the device.
+    pub slopes: Option<&'a Handle>,
+}
+
+impl CallOptions<'_> {
+    /// Whether scores are not just products but for their scale.
+    fn transformed(&self) -> bool {
+        let ScoreOptions {
+            softcap,
+            slopes,
+            bias,
+            relative,
+            ..
+        } = self.options;
+        softcap.is_some() || slopes.is_some() || bias.is_some() || relative.is_some()
+    }
+
+    /// Factors of scores to powers of two, and of products before that.
+    pub fn scales(&self) -> (f64, f64) {
+        let &ScoreOptions { scale, softcap, .. } = self.options;
+        match (softcap, self.transformed()) {
+            (None, true) => (std::f64::consts::LOG2_E, scale),
+            _ => scales(scale, softcap),
+        }
+    }
+
+    /// A kernel's options, when the tensors are known.
+    pub fn options(&self, options: Options, residue: Option<Residue>) -> Options {
+        let wide = self.options.bias.as_ref().is_some_and(|bias| {
+            let first = bias.handle.offset_start.unwrap_or(0);
+            bias.shape[3].is_multiple_of(8) && first.is_multiple_of(16)
+        });
+        Options {
+            wide_bias: wide && residue.is_none(),
+            ..options
+        }
+    }
+
+    /// What kernels get.
+    pub fn args(
+        &self,
+        options: Options,
+        heads: usize,
+        [queries, keys]: [usize; 2],
+    ) -> ComptimeOptionArgs<PairArgs> {
+        if !options.any() {
+            return ComptimeOptionArgs::None;
+        }
+        let [batch, head, row] = self.options.bias_bytes(2);
+        let pairs = PairNumbersLaunch::new(
+            queries as u32,
+            keys as u32,
+            batch,
+            head,
+            row as u32,
+            self.options.mask(),
+            self.options.kept_factor() as f32,
+        );
+        ComptimeOptionArgs::Some(PairArgsLaunch::new(
+            optional(self.slopes, heads),
+            self.options.bias(),
+            self.options.table_args(),
+            pairs,
+        ))
+    }
+}
+
+/// Whether a launch can take these tensors, which a plan cannot know.
+///
+/// # Errors
+/// [`KernelError`] if TMA cannot read a tensor, or the scale is not positive where it has to be.
+pub fn check(
+    named: &[(&'static str, &TensorView)],
+    residue: Option<Residue>,
+    call: CallOptions,
+) -> Result<(), KernelError> {
+    for &(name, tensor) in named {
+        check_rows(name, tensor, ALIGNMENT)?;
+        // The last of a class of another length would be beyond the sequence, in the next head.
+        if let Some(Residue { stride, .. }) = residue
+            && !tensor.shape[2].is_multiple_of(stride)
+        {
+            return Err(KernelError::Classes {
+                tensor: name,
+                stride,
+                seq: tensor.shape[2],
+            });
+        }
+    }
+    check_table(call.options.table_len())?;
+    match call.transformed() {
+        true => Ok(()),
+        false => check_scale(call.options.scale, None),
+    }
+}
+
+/// Checks that eights of an output's elements can be indexed.
+fn check_eights(what: &'static str, elements: usize) -> Result<(), KernelError> {
+    match u32::try_from(elements / 8) {
+        Ok(_) => Ok(()),
+        Err(_) => Err(KernelError::limit(what, u64::from(u32::MAX) * 8, elements)),
+    }
+}
+
+/// Runs the forward pass over a part into `out` and `lse`. With [`Tile::carry`] they hold the parts before.
+///
+/// # Errors
+/// As [`check`], and if the output is too large. Then nothing was launched.
+pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), KernelError> {
+    let &ForwardPass {
+        client,
+        request,
+        inputs: [q, k, v],
+        outputs,
+        ..
+    } = pass;
+    let call = CallOptions {
+        options: pass.options,
+        slopes: pass.slopes.as_ref(),
+    };
+    let residue = part.residue;
+    check(&pass.named(), residue, call)?;
+    let tile = Tile {
+        options: call.options(tile.options, residue),
+        ..tile
+    };
+    let (heads, seq_q) = (part.layout.heads(), q.shape[2]);
+    let rows = request.batch * heads * seq_q;
+    check_eights("the elements of the output", rows * tile.value_dim)?;
+    let device_plan = plan(client, part.layout, tile.tiling())?;
+    let (log2_scale, cap_scale) = call.scales();
+    for slice in Slice::whole(request.batch, heads).cut(client) {
+        // SAFETY: a cube walks the entries that the plan has for its tile; TMA reads nothing beyond its maps, rows beyond the queries are not
+        // written, and the buffers have the lengths they say (see `buffer`).
+        unsafe {
+            forward::forward::launch_unchecked(
+                client,
+                slice.cubes(device_plan.tiles),
+                CubeDim::new_1d(tile.units() as u32),
+                tile.cols / 2,
+                tile.cols / 4,
+                tile.sums(),
+                tensor_map(q, tile.q_group(), residue, request.dtype),
+                tensor_map(k, tile.group, residue, request.dtype),
+                tensor_map(v, tile.group, residue, request.dtype),
+                buffer(outputs.out, rows * tile.value_dim / 8),
+                buffer(outputs.lse, rows),
+                pass.max_scores(),
+                plan_words(&device_plan),
+                call.args(tile.options, heads, [seq_q, k.shape[2]]),
+                plan_parts(&device_plan.sections, batch_words(part.layout)),
+                listing(residue),
+                slice.args(),
+                seq_q as u32,
+                (heads / request.kv_heads) as u32,
+                log2_scale as f32,
+                (std::f64::consts::LOG2_E / log2_scale) as f32,
+                call.options.softcap.unwrap_or(1.0) as f32,
+                cap_scale as f32,
+                tile,
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Runs the backward pass over a part in two walks.
+///
+/// # Errors
+/// As [`check`], and if a gradient is too large.
+pub fn launch_walks(
+    pass: &BackwardPass,
+    part: Part,
+    walks: [WalkPlan; 2],
+) -> Result<(), KernelError> {
+    let wanted = Wanted {
+        // For TMA a multiple of 2.
+        pitch: part.layout.seq_q().next_multiple_of(2),
+        lse_factor: std::f64::consts::LOG2_E,
+        by_class: part.residue.is_some(),
+    };
+    let stats = stats::make(pass, part, wanted)?;
+    for (plan, walk) in walks.into_iter().zip([Walk::Rows, Walk::Columns]) {
+        launch_walk(pass, part, plan, &pass.operands(walk), &stats, wanted.pitch)?;
+    }
+    Ok(())
+}
+
+/// One walk of the backward pass, for the heads of `operands`: `stats` are those of the queries at `pitch` places of each head.
+pub(super) fn launch_walk(
+    pass: &BackwardPass,
+    part: Part,
+    WalkPlan { tile, long }: WalkPlan,
+    operands: &Operands,
+    stats: &Handle,
+    pitch: usize,
+) -> Result<(), KernelError> {
+    let (client, request) = (pass.client, pass.request);
+    let call = CallOptions {
+        options: pass.options,
+        slopes: pass.slopes.as_ref(),
+    };
+    let walk = operands.walk;
+    let ([a1, a2], [b1, b2]) = (operands.a, operands.b);
+    let residue = part.residue;
+    check(&operands.named(), residue, call)?;
+    let tile = WalkTile {
+        options: call.options(tile.options, residue),
+        long_tiles: long.any(),
+        ..tile
+    };
+    let device_plan = plan(client, part.layout, tile.tiling(walk))?;
+    let heads = part.layout.heads();
+    let (outer_heads, len) = (operands.heads, a1.shape[2]);
+    let lengths = match walk {
+        Walk::Rows => [len, b1.shape[2]],
+        Walk::Columns => [b1.shape[2], len],
+    };
+    let rows = request.batch * outer_heads * len;
+    let elements = match tile.bias_sums {
+        // Numbers in f32, of which a vector has four.
+        true => rows.div_ceil(4) * 8,
+        false => match walk {
+            Walk::Rows => rows * tile.dim,
+            Walk::Columns => rows * tile.value_dim + operands.second,
+        },
+    };
+    check_eights("the elements of a gradient", elements)?;
+    let (log2_scale, cap_scale) = call.scales();
+    let stat_rows = request.batch * heads;
+    let numbers = long.numbers(&tile, walk, request.batch * outer_heads);
+    KernelError::check_u32("the sums of long tiles, in fours", numbers / 4)?;
+    let sums = long.any().then(|| client.empty(numbers * 4));
+    let shares = || match &sums {
+        Some(sums) => ComptimeOptionArgs::Some(TileSharesLaunch::new(
+            buffer(sums, numbers),
+            long.tiles as u32,
+            long.cubes as u32,
+        )),
+        None => ComptimeOptionArgs::None,
+    };
+    let cubes = long.cubes_of(device_plan.tiles);
+    for slice in Slice::whole(request.batch, outer_heads).cut(client) {
+        // SAFETY: as for the forward pass.
+        unsafe {
+            if tile.shared {
+                wide::wide_columns::launch_unchecked(
+                    client,
+                    slice.cubes(cubes),
+                    CubeDim::new_1d(tile.units() as u32),
+                    tile.cols / 2,
+                    tile.cols / 4,
+                    tile.sums(),
+                    tensor_map(a1, tile.a_group(), residue, request.dtype),
+                    tensor_map(a2, tile.a_group(), residue, request.dtype),
+                    tensor_map(b1, tile.group, residue, request.dtype),
+                    tensor_map(b2, tile.group, residue, request.dtype),
+                    stats_map(stats, tile.group, stat_rows, pitch),
+                    buffer(operands.out, elements / 8),
+                    plan_words(&device_plan),
+                    call.args(tile.options, heads, lengths),
+                    shares(),
+                    plan_parts(&device_plan.sections, batch_words(part.layout)),
+                    listing(residue),
+                    slice.args(),
+                    len as u32,
+                    (heads / request.kv_heads) as u32,
+                    (operands.second / 8) as u32,
+                    call.options.scale as f32,
+                    log2_scale as f32,
+                    call.options.softcap.unwrap_or(1.0) as f32,
+                    cap_scale as f32,
+                    tile,
+                );
+            } else {
+                walks::one_walk::launch_unchecked(
+                    client,
+                    slice.cubes(cubes),
+                    CubeDim::new_1d(tile.units() as u32),
+                    tile.cols / 2,
+                    tile.cols / 4,
+                    tile.sums(),
+                    tensor_map(a1, tile.a_group(), residue, request.dtype),
+                    tensor_map(a2, tile.a_group(), residue, request.dtype),
+                    tensor_map(b1, tile.group, residue, request.dtype),
+                    tensor_map(b2, tile.group, residue, request.dtype),
+                    stats_map(stats, tile.group, stat_rows, pitch),
+                    buffer(stats, stat_rows * pitch * 2),
+                    buffer(operands.out, elements / 8),
+                    plan_words(&device_plan),
+                    call.args(tile.options, heads, lengths),
+                    shares(),
+                    plan_parts(&device_plan.sections, batch_words(part.layout)),
+                    listing(residue),
+                    slice.args(),
+                    len as u32,
+                    pitch as u32,
+                    (heads / request.kv_heads) as u32,
+                    (operands.second / 8) as u32,
+                    call.options.scale as f32,
+                    log2_scale as f32,
+                    call.options.softcap.unwrap_or(1.0) as f32,
+                    cap_scale as f32,
+                    walk,
+                    tile,
+                );
+            }
+        }
+    }
+    if let Some(sums) = &sums {
+        let plan = WalkPlan { tile, long };
+        fold_long(pass, part, plan, operands, &device_plan, sums);
+    }
+    Ok(())
+}
+
+/// The rows of long tiles from the sums of the cubes that shared them.
+fn fold_long(
+    pass: &BackwardPass,
+    part: Part,
+    WalkPlan { tile, long }: WalkPlan,
+    operands: &Operands,
+    device_plan: &DevicePlan,
+    sums: &Handle,
+) {
+    let walk = operands.walk;
+    let (batch, heads, len) = (pass.request.batch, operands.heads, operands.a[0].shape[2]);
+    let lengths = FoldLengthsLaunch::new(
+        long.tiles as u32,
+        long.cubes as u32,
+        heads as u32,
+        (part.layout.heads() / heads) as u32,
+        batch as u32,
+        len as u32,
+        (operands.second / 8) as u32,
+    );
+    let numbers = long.numbers(&tile, walk, batch * heads);
+    // SAFETY: a unit reads the sums of eight columns of a row of a tile that the plan has, and writes those of a position below `len`.
+    unsafe {
+        long_tiles::fold_tiles::launch_unchecked(
+            pass.client,
+            over(numbers / 8 / long.cubes),
+            CubeDim::new_1d(UNITS as u32),
+            buffer(sums, numbers / 4),
+            buffer(operands.out, operands.elements / 8),
+            plan_words(device_plan),
+            plan_parts(&device_plan.sections, batch_words(part.layout)),
+            listing(part.residue),
+            lengths,
+            walk,
+            tile,
+        );
+    }
+}
+
+/// A map of `[rows, pitch, 2]` numbers whose boxes have those of `group` places.
+pub fn stats_map(stats: &Handle, group: usize, rows: usize, pitch: usize) -> TensorMapArg<Tiled> {
+    let boxes = TiledArgs {
+        tile_size: [1, group * 2].into(),
+    };
+    let (strides, shape) = ([pitch * 2, 1].into(), [rows, pitch * 2].into());
+    // SAFETY: the stats have two numbers for each of `rows · pitch` places.
+    let stats = unsafe { TensorArg::from_raw_parts(stats.clone(), strides, shape) };
+    TensorMapArg::new(boxes, stats, ElemType::Float(FloatKind::F32))
+}
+
+/// A map whose boxes have `rows` rows of 64 columns.
+pub fn tensor_map(
+    tensor: &TensorView,
+    rows: usize,
+    residue: Option<Residue>,
+    dtype: ElemType,
+) -> TensorMapArg<Tiled> {
+    let [batch, heads, seq, dim] = tensor.shape;
+    let [batch_stride, head_stride, row_stride, _] = tensor.strides;
+    let (shape, mut strides, boxes) = match residue {
+        None => (
+            vec![batch, heads, seq, dim],
+            vec![batch_stride, head_stride, row_stride, 1],
+            vec![1, 1, rows, ROW_ELEMENTS],
+        ),
+        Some(Residue { stride, .. }) => (
+            vec![batch, heads, stride, seq / stride, dim],
+            vec![
+                batch_stride,
+                head_stride,
+                row_stride,
+                row_stride * stride,
+                1,
+            ],
+            vec![1, 1, 1, rows, ROW_ELEMENTS],
+        ),
+    };
+    // Strides of dimensions of length 1 are arbitrary, but a map's have to be multiples of 16 bytes.
+    for (stride, length) in strides.iter_mut().zip(&shape) {
+        if *length == 1 {
+            *stride = dim;
+        }
+    }
+    let last = strides.len() - 1;
+    strides[last] = 1;
+    // SAFETY: the view's shape and strides, whose elements its handle holds; classes are those of a sequence that the stride divides.
+    let tensor = unsafe {
+        TensorArg::from_raw_parts(
+            tensor.handle.clone(),
+            strides.as_slice().into(),
+            shape.as_slice().into(),
+        )
+    };
+    let boxes = TiledArgs {
+        tile_size: boxes.as_slice().into(),
+    };
+    TensorMapArg::new(boxes, tensor, dtype).with_swizzle(TensorMapSwizzle::B128)
+}

@@ -1,0 +1,460 @@
+//! Long tiles of the two walks, whose steps cubes share.
+//!
+//! Where all queries see a few keys, as attention sinks or the first block of native sparse attention, the tile of these keys walks all queries of
+//! all heads that share them while the others walk a few: one cube is the time of the walk. So several cubes have a stretch of the steps of
+//! such a tile each ([`balance`](super::balance) says of which tiles, and how many), write their sums in f32, and [`fold_tiles`] adds them up in order.
+//!
+//! ```text
+//! cubes of a head    tile 0, by falling steps      tile 1                    …    then one for each other tile
+//!                    stretch 0 | 1 | … | cubes−1   stretch 0 | … | cubes−1
+//! stretch i          of the steps of all query heads, one head after the other: steps / cubes of them, the first ones one more
+//! sums               [batch, heads, tiles, cubes, dK | dV, rows, width] of a walk over columns, of one over rows dQ alone
+//! ```
+
+use std::fmt;
+
+use cubecl::prelude::*;
+
+use super::gradient::{StoreShape, StoredRows, row_position, store_rows};
+use super::rows::{own_place, own_rows};
+use super::shares::{fold_eight, store_sums};
+use super::tiles::WalkTile;
+use crate::arch::sm90::*;
+use crate::shared::walk::{Four, Listing, PlanParts};
+use blocksparse::plan::Walk;
+
+/// Which tiles of a walk cubes share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LongTiles {
+    /// So many of each head, those with most steps.
+    pub tiles: usize,
+    /// Cubes to each of them.
+    pub cubes: usize,
+}
+
+impl LongTiles {
+    /// None.
+    pub const NONE: Self = Self { tiles: 0, cubes: 1 };
+
+    /// Whether there are any.
+    pub fn any(&self) -> bool {
+        self.tiles > 0
+    }
+
+    /// Cubes of a head with so many tiles.
+    pub fn cubes_of(&self, tiles: usize) -> usize {
+        tiles + self.tiles * (self.cubes - 1)
+    }
+
+    /// Numbers of the sums of so many heads.
+    pub(super) fn numbers(&self, tile: &WalkTile, walk: Walk, heads: usize) -> usize {
+        heads * self.tiles * self.cubes * gradients(walk) * tile.rows() * tile.dim
+    }
+}
+
+impl fmt::Display for LongTiles {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { tiles, cubes } = self;
+        match tiles {
+            0 => Ok(()),
+            1 => write!(
+                f,
+                ", the steps of the longest tile of a head shared by {cubes} cubes"
+            ),
+            _ => write!(
+                f,
+                ", the steps of each of the {tiles} longest tiles of a head shared by {cubes} cubes"
+            ),
+        }
+    }
+}
+
+/// A walk: its tiles, and those of them that cubes share.
+#[derive(Clone, Copy, Debug)]
+pub struct WalkPlan {
+    pub tile: WalkTile,
+    pub long: LongTiles,
+}
+
+impl fmt::Display for WalkPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}{}", self.tile, self.long)
+    }
+}
+
+/// Gradients that a walk makes of its tiles' rows.
+fn gradients(walk: Walk) -> usize {
+    match walk {
+        Walk::Rows => 1,
+        Walk::Columns => 2,
+    }
+}
+
+/// [`LongTiles`] as a walk gets them.
+#[derive(CubeType, CubeLaunch)]
+pub struct TileShares {
+    /// The sums, as above.
+    pub sums: Box<[f32]>,
+    /// Tiles of a head that are shared,
+    pub tiles: u32,
+    /// and cubes to each.
+    pub cubes: u32,
+}
+
+/// What a cube has.
+#[derive(CubeType, Clone, Copy)]
+pub struct Share {
+    /// Its tile, by falling steps.
+    pub rank: u32,
+    /// Which stretch of the tile's steps,
+    pub index: u32,
+    /// of how many.
+    pub cubes: u32,
+}
+
+#[cube]
+impl Share {
+    /// That of the cube at a place of its head's, where `cubes` share each of so many tiles.
+    pub fn at(place: u32, tiles: u32, cubes: u32) -> Share {
+        let shared = tiles * cubes;
+        let mut share = Share {
+            rank: place / cubes,
+            index: place % cubes,
+            cubes,
+        };
+        if place >= shared {
+            share.rank = place - shared + tiles;
+            share.index = 0u32;
+            share.cubes = 1u32;
+        }
+        share
+    }
+}
+
+/// The cube's tile, and its part of it.
+#[cube]
+pub fn share_of_cube(shares: &ComptimeOption<TileShares>, #[comptime] t: WalkTile) -> Share {
+    let mut rank = CUBE_POS_X;
+    let mut index = 0u32;
+    let mut cubes = 1u32;
+    if comptime!(t.long_tiles) {
+        let shares = shares.as_ref().unwrap();
+        let share = Share::at(CUBE_POS_X, shares.tiles, shares.cubes);
+        rank = share.rank;
+        index = share.index;
+        cubes = share.cubes;
+    }
+    Share { rank, index, cubes }
+}
+
+/// A stretch of the steps of a tile, of all its query heads one after the other.
+#[derive(CubeType, Clone, Copy)]
+pub struct Stretch {
+    /// Steps before it,
+    pub first: u32,
+    /// and of it.
+    pub steps: u32,
+}
+
+#[cube]
+impl Stretch {
+    /// The `index`-th of `cubes` that make up `all` steps.
+    pub fn of(all: u32, index: u32, cubes: u32) -> Stretch {
+        let (least, more) = (all / cubes, all % cubes);
+        let mut steps = least;
+        if index < more {
+            steps += 1u32;
+        }
+        Stretch {
+            first: least * index + index.min(more),
+            steps,
+        }
+    }
+}
+
+/// The cube's stretch of the steps of a tile of `heads` query heads.
+#[cube]
+pub fn stretch_of_cube(
+    plan: &[u32],
+    parts: &PlanParts,
+    heads_at: usize,
+    first_head: u32,
+    heads: u32,
+    tile: u32,
+    share: &Share,
+    #[comptime] t: WalkTile,
+) -> Stretch {
+    let mut first = 0u32;
+    let mut steps = comptime!(u32::MAX / 2).runtime();
+    if comptime!(t.long_tiles) {
+        if share.cubes > 1 {
+            let mut all = 0u32;
+            for head in 0..heads {
+                let first_record = plan[heads_at + (first_head + head) as usize];
+                all += plan[parts.tiles + (first_record + tile) as usize * 3 + 1];
+            }
+            let stretch = Stretch::of(all, share.index, share.cubes);
+            first = stretch.first;
+            steps = stretch.steps;
+        }
+        first = uniform(first);
+        steps = uniform(steps);
+    }
+    Stretch { first, steps }
+}
+
+/// The steps of a query head that are of a stretch.
+#[derive(CubeType, Clone, Copy)]
+pub struct TurnSteps {
+    /// Those of other cubes, before these.
+    pub first: u32,
+    pub end: u32,
+}
+
+/// Those of a head with so many steps: `before` steps from its first one on come before the stretch, of which so many are done.
+#[cube]
+pub fn steps_of_turn(
+    before: u32,
+    done: u32,
+    steps: u32,
+    stretch: &Stretch,
+    #[comptime] t: WalkTile,
+) -> TurnSteps {
+    let mut first = 0u32;
+    let mut end = steps;
+    if comptime!(t.long_tiles) {
+        first = before.min(steps);
+        end = steps.min(first + stretch.steps - done);
+    }
+    TurnSteps { first, end }
+}
+
+/// The rows of a walk's tile that a unit stores.
+#[derive(CubeType, Clone, Copy)]
+pub struct WalkRows {
+    /// The head, of all batch entries.
+    pub outer: u32,
+    /// The upper row of the tile.
+    pub row: u32,
+    pub rows: StoredRows,
+}
+
+/// Stores the unit's two rows of the `which`-th gradient, or of a cube's sums of it. The head's first row is row `outer · len` behind vector `start`.
+#[cube]
+pub fn store_walk<O: Size>(
+    out: &mut [Vector<u32, Four>],
+    acc: &Vector<f32, O>,
+    start: u32,
+    which: u32,
+    own: &WalkRows,
+    factor: f32,
+    shares: &ComptimeOption<TileShares>,
+    #[comptime] walk: Walk,
+    #[comptime] shape: StoreShape,
+    #[comptime] t: WalkTile,
+) {
+    let first = own.outer * own.rows.len;
+    if comptime!(t.long_tiles) {
+        // Found again rather than kept: registers are short.
+        let share = share_of_cube(shares, t);
+        if share.cubes > 1 {
+            let shares = shares.as_ref().unwrap();
+            let of_cube = (own.outer * shares.tiles + share.rank) * shares.cubes + share.index;
+            let rows = comptime!(t.rows() as u32);
+            let sums = global_address::<f32>(&shares.sums[..]);
+            let its_first = (of_cube * comptime!(gradients(walk) as u32) + which) * rows;
+            let its = StoredRows {
+                place: own.row,
+                place8: own.row + 8,
+                // Rows of a tile are as they are.
+                listing: Listing {
+                    stride: 1usize.runtime(),
+                    class_len: 1usize.runtime(),
+                },
+                len: rows.runtime(),
+                lane: own.rows.lane,
+            };
+            let its_shape = comptime!(StoreShape {
+                residue: false,
+                ..t.store()
+            });
+            store_sums::<O>(sums, acc, its_first, &its, factor, its_shape);
+        } else {
+            store_rows::<O>(out, acc, start, first, &own.rows, factor, shape);
+        }
+    } else {
+        store_rows::<O>(out, acc, start, first, &own.rows, factor, shape);
+    }
+}
+
+/// The numbers of [`fold_tiles`].
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct FoldLengths {
+    /// Tiles of a head that are shared,
+    pub tiles: u32,
+    /// and cubes to each.
+    pub cubes: u32,
+    /// Heads that the walk was launched for,
+    pub heads: u32,
+    /// query heads to one of them,
+    pub turns: u32,
+    /// and batch entries.
+    pub batches: u32,
+    /// Positions.
+    pub len: u32,
+    /// Vectors before dV.
+    pub second: u32,
+}
+
+/// Gradients of the rows of shared tiles from the sums of their cubes: a unit makes eight columns of a row. With `carry` they are added to what is
+/// there.
+#[cube(launch_unchecked)]
+pub fn fold_tiles(
+    sums: &[Vector<f32, Four>],
+    out: &mut [Vector<u32, Four>],
+    plan: &[u32],
+    parts: PlanParts,
+    listing: Listing,
+    lengths: FoldLengths,
+    #[comptime] walk: Walk,
+    #[comptime] t: WalkTile,
+) {
+    let eights = comptime!(t.dim as u32 / 8);
+    let rows = comptime!(t.rows() as u32);
+    let gradients = comptime!(gradients(walk) as u32);
+    let index = ABSOLUTE_POS as u32;
+    let eight = index % eights;
+    let row = index / eights % rows;
+    let which = index / (eights * rows) % gradients;
+    let of_tile = index / (eights * rows * gradients);
+    let outer = of_tile / lengths.tiles;
+    let batch = outer / lengths.heads;
+    if batch < lengths.batches {
+        let first_head = outer % lengths.heads * lengths.turns;
+        let heads_at = parts.heads + batch as usize * parts.batch;
+        let record0 = plan[heads_at + first_head as usize] as usize;
+        let rank = (of_tile % lengths.tiles) as usize;
+        let tile = plan[parts.order + (record0 + rank) * 4];
+        let rows_at = own_rows(
+            &parts,
+            record0,
+            tile,
+            comptime!(t.rows()),
+            comptime!(t.group),
+            comptime!(t.clustered),
+        );
+        let place = own_place(
+            plan,
+            rows_at,
+            row,
+            comptime!(t.group),
+            comptime!(t.clustered),
+        );
+        let found = row_position(place, &listing, lengths.len, comptime!(t.residue));
+        let mut width = eights.runtime();
+        let mut start = 0u32;
+        if which == 1 {
+            width = comptime!(t.value_dim as u32 / 8);
+            start = lengths.second;
+        }
+        if found.exists && eight < width {
+            let of_cube = of_tile * lengths.cubes * gradients + which;
+            let at = ((of_cube * rows + row) * eights + eight) as usize * 2;
+            let between = (gradients * rows * eights) as usize * 2;
+            let target = start + (outer * lengths.len + found.at) * width + eight;
+            fold_eight(
+                sums,
+                out,
+                at,
+                between,
+                lengths.cubes as usize,
+                target as usize,
+                comptime!(t.store()),
+            );
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::options::Options;
+    use super::*;
+
+    /// Cubes of a head are those of its tiles, each once, the shared ones first.
+    #[test]
+    fn cubes_have_all_tiles() {
+        for (all, long) in [
+            (5, LongTiles { tiles: 1, cubes: 4 }),
+            (3, LongTiles { tiles: 3, cubes: 2 }),
+        ] {
+            let (tiles, cubes) = (long.tiles as u32, long.cubes as u32);
+            let mut found = (0..long.cubes_of(all) as u32).map(|place| {
+                let Share {
+                    rank,
+                    index,
+                    cubes: of,
+                } = Share::at(place, tiles, cubes);
+                [rank, index, of]
+            });
+            for rank in 0..all as u32 {
+                let of = if rank < tiles { cubes } else { 1 };
+                for index in 0..of {
+                    assert_eq!(found.next(), Some([rank, index, of]));
+                }
+            }
+            assert_eq!(found.next(), None);
+        }
+    }
+
+    /// The stretches of all cubes are the steps of all heads, each once and in order, and no cube has two more than another.
+    #[test]
+    fn stretches_make_up_all_steps() {
+        let tile = WalkTile {
+            half: Half::Bf16,
+            dim: 128,
+            value_dim: 128,
+            warpgroups: 1,
+            shared: false,
+            cols: 64,
+            group: 64,
+            stages: 2,
+            lag: 1,
+            options: Options::default(),
+            residue: false,
+            carry: false,
+            clustered: false,
+            bias_sums: false,
+            long_tiles: true,
+        };
+        for heads in [
+            vec![7],
+            vec![3, 0, 5, 1],
+            vec![0, 0, 4],
+            vec![64; 16],
+            vec![0],
+        ] {
+            let all: u32 = heads.iter().sum();
+            for cubes in 2..=19 {
+                let mut walked = Vec::new();
+                for index in 0..cubes {
+                    let stretch = Stretch::of(all, index, cubes);
+                    assert!(stretch.steps.abs_diff(all / cubes) <= 1);
+                    let (mut before, mut done) = (stretch.first, 0);
+                    for (head, &steps) in heads.iter().enumerate() {
+                        let own = steps_of_turn(before, done, steps, &stretch, tile);
+                        before -= own.first;
+                        walked.extend((own.first..own.end).map(|step| (head, step)));
+                        done += own.end - own.first;
+                    }
+                    assert_eq!(done, stretch.steps);
+                }
+                let of_head = |(head, &steps)| (0..steps).map(move |step| (head, step));
+                assert!(
+                    walked
+                        .into_iter()
+                        .eq(heads.iter().enumerate().flat_map(of_head))
+                );
+            }
+        }
+    }
+}

@@ -1,0 +1,44 @@
+//! The `hopper` tier: wgmma and TMA, bf16 and f16, on GPUs of compute capability 9.0.
+//!
+//! Keys and values of a step are gathered by TMA, one box of `group` rows per entry, side by side in shared memory.
+//! The 128-byte swizzle repeats after 8 rows, so boxes of 8, 16, … rows make up the layout wgmma reads.
+//! A head_dim between multiples of 64 is filled up with zeros by TMA, in shared memory only. With positions listed by
+//! residue class the maps have the class as a dimension of its own, so that a box is strided in memory.
+
+mod backward;
+mod backward_chain;
+mod backward_loads;
+mod backward_stats;
+mod balance;
+mod bias_gradient;
+mod bias_kept;
+mod bias_launch;
+mod bias_store;
+mod bits;
+mod choose;
+mod coarse;
+mod dropout;
+mod forward;
+mod fused;
+mod gradient;
+mod launch;
+mod long_tiles;
+mod options;
+pub(super) mod output;
+mod pair_tile;
+pub(super) mod rows;
+mod shapes;
+mod shares;
+pub(super) mod softmax;
+mod tiles;
+mod walk_loads;
+mod walk_tile;
+mod walks;
+mod wide;
+
+pub use bias_launch::{BiasTiles, launch_bias_keys, launch_bias_pairs};
+pub use choose::{Backward, choose, choose_backward, choose_bias};
+pub use fused::{MOST_REACH, Stats, launch_fused};
+pub use launch::{launch_forward, launch_walks};
+pub use long_tiles::WalkPlan;
+pub use tiles::{BackwardTile, Tile};

@@ -1,0 +1,412 @@
+//! What scores depend on besides products: ALiBi, biases given or of distances; and the arguments of dropout.
+//!
+//! All of it is a function of positions. A unit has two rows of a step's scores, `r` and `r + 8`, and two columns side by side of every
+//! eight; what its numbers are of, in the order of the wgmma's result, is
+//!
+//! ```text
+//! number 4 · eight + i      row r + 8 · (i / 2), column 8 · eight + 2 · (lane mod 4) + i mod 2
+//! ```
+//!
+//! The eight are places side by side of one block, and of one residue class. In a walk over columns rows are keys.
+
+use cubecl::prelude::*;
+
+use crate::arch::sm90::*;
+use crate::call::ScoreKind;
+use crate::shared::distances::{HeadTable, TableArgs, distance_bias, no_table, table_of};
+use crate::shared::dropout::Mask;
+use crate::shared::softcap::{any_far, no_products, softcap_products, with_products};
+use crate::shared::walk::Listing;
+use blocksparse::plan::Walk;
+
+/// Which options a kernel has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Options {
+    /// What scores are besides scaled products.
+    pub score: ScoreKind,
+    /// Whether eight keys of the bias lie side by side, at a multiple of 16 bytes.
+    pub wide_bias: bool,
+}
+
+impl Options {
+    /// Whether anything is added to scores.
+    pub fn biased(&self) -> bool {
+        self.score.biased()
+    }
+
+    /// Whether anything depends on the positions of a pair.
+    pub fn any(&self) -> bool {
+        self.score.positions()
+    }
+}
+
+/// The shape of a step's pairs.
+#[derive(Clone, Copy)]
+pub struct PairShape {
+    /// The kernel's options.
+    pub options: Options,
+    /// Whose rows the tile's are.
+    pub walk: Walk,
+    /// Type of the bias.
+    pub half: Half,
+    /// Columns of a step.
+    pub cols: usize,
+    /// Consecutive positions an entry names.
+    pub group: usize,
+    /// Words of an entry.
+    pub entry_words: usize,
+    /// Whether positions are listed by residue class.
+    pub residue: bool,
+}
+
+impl PairShape {
+    pub fn columns(&self) -> bool {
+        self.walk == Walk::Columns
+    }
+}
+
+/// The options of a call, as a kernel gets them.
+#[derive(CubeType, CubeLaunch)]
+pub struct PairArgs {
+    /// ALiBi slopes, `[heads]`.
+    pub slopes: ComptimeOption<Box<[f32]>>,
+    /// The bias `[batch or 1, heads or 1, seq_q or 1, seq_kv]`, contiguous, as its bits.
+    pub bias: ComptimeOption<Box<[u16]>>,
+    /// The biases of distances.
+    pub table: ComptimeOption<TableArgs>,
+    /// The numbers of all of them.
+    pub pairs: PairNumbers,
+}
+
+/// What of a call's options is the same for all its pairs.
+#[derive(CubeType, CubeLaunch)]
+pub struct PairNumbers {
+    /// Numbers of queries
+    pub queries: u32,
+    /// and keys.
+    pub keys: u32,
+    /// Bytes of the bias between batch entries,
+    pub bias_batch: u64,
+    /// heads,
+    pub bias_head: u64,
+    /// and queries.
+    pub bias_row: u32,
+    /// The generator of dropout.
+    pub mask: Mask,
+    /// What weights that are kept are multiplied by.
+    pub factor: f32,
+}
+
+/// The options of a head.
+#[derive(CubeType, Clone, Copy)]
+pub struct HeadOptions {
+    /// Batch entry.
+    pub batch: u32,
+    /// Query head.
+    pub head: u32,
+    /// What scores change by with a distance of 1.
+    per_distance: f32,
+    /// Where the head's bias begins.
+    bias: u64,
+    /// Its biases of distances.
+    table: HeadTable,
+}
+
+#[cube]
+pub fn options_of(
+    args: &ComptimeOption<PairArgs>,
+    batch: u32,
+    head: u32,
+    #[comptime] t: PairShape,
+) -> HeadOptions {
+    let mut per_distance = f32::new(0.0);
+    let mut bias = 0u64;
+    if comptime!(t.options.score.alibi) {
+        let args = args.as_ref().unwrap();
+        per_distance = -args.slopes.as_ref().unwrap()[head as usize];
+    }
+    if comptime!(t.options.score.bias) {
+        let args = args.as_ref().unwrap();
+        bias = global_address::<u16>(&args.bias.as_ref().unwrap()[..])
+            + u64::cast_from(batch) * args.pairs.bias_batch
+            + u64::cast_from(head) * args.pairs.bias_head;
+    }
+    let table = if comptime!(t.options.score.relative) {
+        table_of(args.as_ref().unwrap().table.as_ref().unwrap(), head)
+    } else {
+        no_table()
+    };
+    HeadOptions {
+        batch,
+        head,
+        per_distance,
+        bias,
+        table,
+    }
+}
+
+/// The positions of the unit's rows.
+#[derive(CubeType, Clone, Copy)]
+pub struct UnitRows {
+    /// Of the first
+    pub upper: u32,
+    /// and of the one eight rows below.
+    pub lower: u32,
+}
+
+/// A position beyond every sequence, from which a step's columns do not overflow.
+const NOWHERE: i64 = 1 << 30;
+
+/// The position at a place.
+#[cube]
+pub fn position_at(place: u32, listing: &Listing, #[comptime] residue: bool) -> u32 {
+    let mut position = place;
+    if comptime!(residue) {
+        let class = place / listing.class_len as u32;
+        position = place % listing.class_len as u32 * listing.stride as u32 + class;
+        if class >= listing.stride as u32 {
+            position = u32::new(NOWHERE);
+        }
+    }
+    position
+}
+
+/// The positions of the unit's rows, from their places.
+#[cube]
+pub fn l2_normalize(
+    upper: u32,
+    lower: u32,
+    listing: &Listing,
+    #[comptime] t: PairShape,
+) -> UnitRows {
+    UnitRows {
+        upper: position_at(upper, listing, comptime!(t.residue)),
+        lower: position_at(lower, listing, comptime!(t.residue)),
+    }
+}
+
+/// Softcaps products, if they are to be `capped`: `softcap · tanh x`, x being `s · cap_scale / 2 log2 e`.
+#[cube]
+pub fn cap<S: Size>(
+    s: &mut Vector<f32, S>,
+    softcap: f32,
+    cap_scale: f32,
+    #[comptime] capped: bool,
+) {
+    if comptime!(capped) {
+        let mut largest = no_products();
+        with_products::<S>(&mut largest, *s);
+        if any_far(&largest, cap_scale) {
+            softcap_products::<S>(s, softcap, cap_scale, false);
+        } else {
+            softcap_products::<S>(s, softcap, cap_scale, true);
+        }
+    }
+}
+
+/// Weights times the slope of the softcap, `1 − (s / softcap)²` of scores that it has made, or that are −∞. A division for
+/// each pair would be ten instructions.
+#[cube]
+pub fn slope_weights<S: Size>(
+    p: Vector<f32, S>,
+    s: Vector<f32, S>,
+    softcap: f32,
+    #[comptime] capped: bool,
+) -> Vector<f32, S> {
+    let mut sloped = p;
+    if comptime!(capped) {
+        let inverse = reciprocal(softcap);
+        #[unroll]
+        for i in 0..S::value() {
+            let ratio = s.extract(i) * inverse;
+            let slope = multiply_add(-ratio, ratio, f32::new(1.0)).max(0.0);
+            sloped.insert(i, p.extract(i) * slope);
+        }
+    }
+    sloped
+}
+
+/// Makes scores of softcapped products, or else of products: `scale · s − slope · |distance| + bias + table[distance]`, the last query
+/// sitting at the last key. The step's first entry is at word `entry`.
+#[cube]
+pub fn add_biases<S: Size>(
+    s_in: Vector<f32, S>,
+    scale: f32,
+    args: &ComptimeOption<PairArgs>,
+    of_head: &HeadOptions,
+    rows: &UnitRows,
+    plan: &[u32],
+    entry: usize,
+    listing: &Listing,
+    #[comptime] t: PairShape,
+) -> Vector<f32, S> {
+    let mut s = s_in;
+    if comptime!(t.options.biased()) {
+        let pairs = &args.as_ref().unwrap().pairs;
+        let mut row_len = pairs.queries;
+        let mut col_len = pairs.keys;
+        if comptime!(t.columns()) {
+            row_len = pairs.keys;
+            col_len = pairs.queries;
+        }
+        let mut stride = 1u32;
+        if comptime!(t.residue) {
+            stride = listing.stride as u32;
+        }
+        let quad = unit() % 4 * 2 * stride;
+        let behind = i32::cast_from(col_len) - i32::cast_from(row_len) - i32::cast_from(quad);
+        let upper = bias_row(rows.upper, row_len, col_len, of_head, pairs, t);
+        let lower = bias_row(rows.lower, row_len, col_len, of_head, pairs, t);
+        #[unroll]
+        for part in 0..comptime!(t.cols / 32) {
+            let mut upper_words = Vector::<u32, Const<4>>::zeroed();
+            let mut lower_words = Vector::<u32, Const<4>>::zeroed();
+            if comptime!(t.options.wide_bias) {
+                let place = wide_place(plan, entry, part, t);
+                upper_words = read_wide(&upper, place, t);
+                lower_words = read_wide(&lower, place, t);
+            }
+            #[unroll]
+            for eight in 0..4usize {
+                let col = comptime!(32 * part + 8 * eight);
+                let place = plan[entry + comptime!(col / t.group * t.entry_words)]
+                    * comptime!(t.group as u32);
+                let first = position_at(place, listing, comptime!(t.residue));
+                #[unroll]
+                for i in 0..4usize {
+                    let number = comptime!(4 * (4 * part + eight) + i);
+                    let offset = comptime!((col % t.group + i % 2) as u32) * stride;
+                    let mut row = upper.position;
+                    let mut words = upper_words;
+                    if comptime!(i >= 2) {
+                        row = lower.position;
+                        words = lower_words;
+                    }
+                    let mut sum = f32::new(0.0);
+                    if comptime!(t.options.wide_bias) {
+                        let word = bias_word(words.extract(eight), t);
+                        sum = unpack(word, comptime!(i % 2 == 1), t.half);
+                    } else if comptime!(t.options.score.bias) {
+                        let col = first + quad + offset;
+                        if comptime!(i < 2) {
+                            sum = read_bias(&upper, col, pairs, t);
+                        } else {
+                            sum = read_bias(&lower, col, pairs, t);
+                        }
+                    }
+                    if comptime!(t.options.score.alibi || t.options.score.relative) {
+                        let nearest = i32::cast_from(row) + behind - i32::cast_from(first);
+                        if comptime!(t.options.score.relative) {
+                            let mut ahead = i32::cast_from(offset) - nearest;
+                            if comptime!(t.columns()) {
+                                ahead = nearest - i32::cast_from(offset);
+                            }
+                            let table = args.as_ref().unwrap().table.as_ref().unwrap();
+                            sum += distance_bias(table, &of_head.table, ahead);
+                        }
+                        if comptime!(t.options.score.alibi) {
+                            let distance = f32::cast_from(nearest) - f32::cast_from(offset);
+                            sum = multiply_add(distance.abs(), of_head.per_distance, sum);
+                        }
+                    }
+                    if comptime!(t.options.score.softcap) {
+                        sum += s.extract(number);
+                    } else {
+                        sum = multiply_add(s.extract(number), scale, sum);
+                    }
+                    s.insert(number, sum);
+                }
+            }
+        }
+    }
+    s
+}
+
+/// Where the bias of one of the unit's rows is.
+#[derive(CubeType, Clone, Copy)]
+struct BiasRow {
+    position: u32,
+    /// The address of its first column,
+    begin: u64,
+    /// and the column that ends it: 0 for a row beyond the sequence.
+    end: u32,
+    /// Bytes between queries.
+    query: u32,
+}
+
+#[cube]
+fn bias_row(
+    position: u32,
+    row_len: u32,
+    col_len: u32,
+    of_head: &HeadOptions,
+    pairs: &PairNumbers,
+    #[comptime] t: PairShape,
+) -> BiasRow {
+    let mut step = u64::cast_from(pairs.bias_row);
+    if comptime!(t.columns()) {
+        step = 2u64;
+    }
+    BiasRow {
+        position,
+        begin: of_head.bias + u64::cast_from(position) * step,
+        end: select(position < row_len, col_len, 0u32),
+        query: pairs.bias_row,
+    }
+}
+
+/// The bias of a row and the column at position `col`, or 0 beyond the sequences.
+#[cube]
+fn read_bias(row: &BiasRow, col: u32, pairs: &PairNumbers, #[comptime] t: PairShape) -> f32 {
+    let mut step = 2u64;
+    if comptime!(t.columns()) {
+        step = u64::cast_from(pairs.bias_row);
+    }
+    read_half(row.begin + u64::cast_from(col) * step, col, row.end, t.half)
+}
+
+/// The place of the eight columns that a lane reads of 32: the first of them, and in a walk over columns, where they are queries, the
+/// one whose bias it reads.
+#[cube]
+fn wide_place(
+    plan: &[u32],
+    entry: usize,
+    #[comptime] part: usize,
+    #[comptime] t: PairShape,
+) -> u32 {
+    let lane = unit() % 32;
+    let group = comptime!(t.group as u32);
+    let col = comptime!(32 * part as u32) + lane % 4 * 8;
+    let at = entry + (col / group * comptime!(t.entry_words as u32)) as usize;
+    let mut place = plan[at] * group + col % group;
+    if comptime!(t.columns()) {
+        place += lane / 4;
+    }
+    place
+}
+
+/// A unit reads 16 bytes, a query and eight keys, of one of four eights of columns, and trades them for its own two numbers, or for
+/// those of [`bias_word`], of all four.
+#[cube]
+fn read_wide(row: &BiasRow, place: u32, #[comptime] t: PairShape) -> Vector<u32, Const<4>> {
+    let lane = unit() % 32;
+    let mut at = row.begin;
+    if comptime!(t.columns()) {
+        // The keys are those of eight rows, from the first one on.
+        at += u64::cast_from(place) * u64::cast_from(row.query);
+        at -= u64::cast_from(lane / 4 * 2);
+    } else {
+        at += u64::cast_from(place) * 2;
+    }
+    trade_four(read_four_words(at, place, row.end), lane)
+}
+
+/// The unit's two numbers of an eight: in a walk over columns they lie in rows of keys, and eight queries.
+#[cube]
+fn bias_word(word: u32, #[comptime] t: PairShape) -> u32 {
+    let mut own = word;
+    if comptime!(t.columns()) {
+        own = transpose(word);
+    }
+    own
+}

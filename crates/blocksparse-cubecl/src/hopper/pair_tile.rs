@@ -1,0 +1,168 @@
+//! The comptime shape of the kernel of a bias's gradient.
+
+use std::fmt;
+
+use super::gradient::MaskShape;
+use super::options::{Options, PairShape};
+use crate::arch::sm90::Half;
+use crate::arch::sm90::ROW;
+use blocksparse::plan::{Tiling, Walk};
+
+/// A tile of pairs: one step of one tile of queries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct PairTile {
+    /// Type of the tensors.
+    pub half: Half,
+    /// Width of queries, keys and values, a multiple of 8 up to 128.
+    pub dim: usize,
+    /// Warpgroups, each with 64 queries: 1 or 2.
+    pub warpgroups: usize,
+    /// Keys: 64 or 128.
+    pub cols: usize,
+    /// Consecutive positions an entry names.
+    pub group: usize,
+    /// Products whose operands are in shared memory at a time.
+    pub stages: usize,
+    /// How many products late a buffer is filled again.
+    pub lag: usize,
+    /// What else a call may ask for.
+    pub options: Options,
+    /// Whether positions are listed by residue class.
+    pub residue: bool,
+    /// Whether sums are added to what is there.
+    pub carry: bool,
+    /// Whether the tile's queries are gathered from like blocks.
+    pub clustered: bool,
+    /// Whether heads and batch entries of several patterns share the bias.
+    pub several: bool,
+    /// Whether two neighbouring numbers of the gradient lie at a multiple of eight bytes.
+    pub wide: bool,
+}
+
+impl PairTile {
+    pub(super) fn row_groups(&self) -> usize {
+        self.warpgroups
+    }
+
+    /// How the layout is cut.
+    pub fn tiling(&self) -> Tiling {
+        Tiling {
+            walk: Walk::Rows,
+            rows: self.rows(),
+            cols: self.cols,
+            places: false,
+            clustered: self.clustered,
+            visits: false,
+            apart: false,
+            coarse: false,
+        }
+    }
+
+    /// Whether layouts of this block size can be cut so.
+    pub(super) fn fits(&self, block: usize) -> bool {
+        [self.rows(), self.cols]
+            .iter()
+            .all(|side| side.is_multiple_of(block) || block.is_multiple_of(*side))
+    }
+
+    pub(super) fn mask(&self) -> MaskShape {
+        MaskShape {
+            rows: self.rows(),
+            cols: self.cols,
+            group: self.group,
+            entry_words: self.tiling().entry_words(),
+        }
+    }
+
+    pub(super) fn pairs(&self) -> PairShape {
+        PairShape {
+            options: self.options,
+            walk: Walk::Rows,
+            half: self.half,
+            cols: self.cols,
+            group: self.group,
+            entry_words: self.tiling().entry_words(),
+            residue: self.residue,
+        }
+    }
+
+    /// The same with the given bias and nothing else, added to scores.
+    pub(super) fn only_bias(&self) -> PairShape {
+        let mut shape = self.pairs();
+        let score = &mut shape.options.score;
+        (score.softcap, score.alibi, score.relative) = (true, false, false);
+        shape
+    }
+
+    /// The same without the given bias.
+    pub(super) fn other_biases(&self) -> PairShape {
+        let mut shape = self.pairs();
+        shape.options.score.bias = false;
+        shape.options.wide_bias = false;
+        shape
+    }
+
+    /// Boxes of the queries' side of a product.
+    pub(super) fn a_boxes(&self) -> usize {
+        self.rows() / self.a_group() * self.spans()
+    }
+
+    /// Boxes of a product.
+    pub(super) fn boxes(&self) -> usize {
+        self.a_boxes() + self.entries() * self.spans()
+    }
+
+    /// Bytes of a product's operands.
+    pub(super) fn stage_bytes(&self) -> usize {
+        (self.rows() + self.cols) * self.spans() * ROW
+    }
+
+    // Byte offsets in shared memory. The number of the tile comes first.
+
+    pub(super) fn full(&self) -> u32 {
+        8
+    }
+
+    pub(super) fn empty(&self) -> u32 {
+        self.full() + 8 * self.stages as u32
+    }
+
+    pub(super) fn stages_offset(&self) -> usize {
+        1024
+    }
+
+    /// Bytes of the bias of a warpgroup's pairs.
+    pub(super) fn bias_bytes(&self) -> usize {
+        self.rows() / self.warpgroups * self.cols * 2
+    }
+
+    /// Of the bias, behind the stages.
+    pub(super) fn bias_offset(&self) -> usize {
+        self.stages_offset() + self.stages * self.stage_bytes()
+    }
+
+    /// Bytes of shared memory of a cube.
+    pub fn shared_bytes(&self) -> usize {
+        self.bias_offset() + self.warpgroups * self.bias_bytes()
+    }
+}
+
+impl fmt::Display for PairTile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let like_rows = match self.clustered {
+            true => ", like rows together",
+            false => "",
+        };
+        write!(
+            f,
+            "hopper  {} × {} tiles gathered from {}-wide blocks{like_rows}, summed over what shares the bias, {} units, \
+             {} products in {} KiB shared",
+            self.rows(),
+            self.cols,
+            self.group,
+            self.units(),
+            self.stages,
+            self.shared_bytes().div_ceil(1024),
+        )
+    }
+}

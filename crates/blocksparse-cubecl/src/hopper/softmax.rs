@@ -1,0 +1,506 @@
+//! The scores of a step of the forward kernel, and its online softmax.
+
+// What is known at compile time stays apart from what is not.
+#![allow(clippy::collapsible_if)]
+
+use cubecl::prelude::*;
+
+use super::bits::*;
+use super::dropout::*;
+use super::options::*;
+use super::rows::{ROW_PAIR, own_places};
+use super::tiles::Tile;
+use crate::arch::sm90::*;
+use crate::shared::score::SLACK;
+use crate::shared::walk::Listing;
+
+/// What is made of the pairs of a unit besides their products.
+#[derive(CubeType, Clone, Copy)]
+pub struct UnitPairs {
+    pub of_head: HeadOptions,
+    pub rows: UnitRows,
+}
+
+/// The positions of the unit's rows, where something depends on them.
+#[cube]
+pub fn rows_of_unit(plan: &[u32], rows: u32, listing: &Listing, #[comptime] t: Tile) -> UnitRows {
+    let mut upper = 0u32;
+    let mut lower = 0u32;
+    if comptime!(t.options.any()) {
+        let row = unit() / 32 * 16 + unit() % 32 / 4;
+        let (group, clustered) = comptime!((t.group, t.clustered));
+        let places = own_places(plan, rows, row, group, clustered);
+        upper = places.upper;
+        lower = places.lower;
+    }
+    l2_normalize(upper, lower, listing, comptime!(t.pairs()))
+}
+
+/// What a cube walks: the steps of its tile.
+#[derive(CubeType, Clone, Copy)]
+pub struct Walker {
+    /// Word of the first entry.
+    pub entry: usize,
+    /// Word of the masks.
+    pub masks: usize,
+    pub steps: u32,
+    /// Steps whose masks matter.
+    pub masked: u32,
+}
+
+/// The numbers that scores and weights are made with.
+#[derive(CubeType, Clone, Copy)]
+pub struct ScoreNumbers {
+    pub softcap: f32,
+    /// From products to the argument of the softcap, or, where scores have biases only, their scale.
+    pub cap_scale: f32,
+    /// From scores to powers of two.
+    pub log2_scale: f32,
+}
+
+/// What is known of a step's pairs before their scores are there.
+#[derive(CubeType)]
+pub struct StepPairs {
+    /// Mask bits, where they are read early.
+    bits: Array<u32>,
+    /// With dropout, which pairs are kept.
+    pub kept: Array<u32>,
+    /// Of a coarse entry, which blocks the warp's rows keep.
+    blocks: u32,
+}
+
+#[cube]
+pub fn step_pairs(
+    plan: &[u32],
+    args: &ComptimeOption<PairArgs>,
+    pairs: &UnitPairs,
+    walk: &Walker,
+    j: u32,
+    listing: &Listing,
+    #[comptime] t: Tile,
+) -> StepPairs {
+    let bits = mask_bits(plan, walk, j, t);
+    let kept = kept_of_step(args, pairs, plan, walk, j, listing, t);
+    let blocks = kept_blocks(plan, entry_of(walk, j, t), comptime!(t.bits()));
+    StepPairs { bits, kept, blocks }
+}
+
+/// The weights of step `j`, whose products `started` were started before the last `pending` ones. Its keys are then free to be
+/// overwritten, at `stage`.
+#[cube]
+pub fn step_weights<S: Size>(
+    started: Vector<f32, S>,
+    #[comptime] pending: usize,
+    step: &StepPairs,
+    stage: u32,
+    plan: &[u32],
+    args: &ComptimeOption<PairArgs>,
+    pairs: &UnitPairs,
+    listing: &Listing,
+    walk: &Walker,
+    j: u32,
+    base: u32,
+    lane: u32,
+    m0: f32,
+    m1: f32,
+    l0: f32,
+    l1: f32,
+    numbers: &ScoreNumbers,
+    #[comptime] t: Tile,
+) -> Softmax<S> {
+    let s = wait::<S>(started, pending, comptime!(t.cols / 2));
+    if lane == 0 {
+        barrier_arrive(base + comptime!(t.k_empty()) + stage * 8);
+    }
+    let s = score::<S>(
+        s, &step.bits, plan, args, pairs, listing, walk, j, numbers, t,
+    );
+    if comptime!(t.coarse.is_some()) {
+        let shape = comptime!(t.bits().unwrap());
+        softmax_of_blocks::<S>(s, step.blocks, m0, m1, l0, l1, numbers.log2_scale, shape)
+    } else {
+        softmax::<S>(s, m0, m1, l0, l1, numbers.log2_scale)
+    }
+}
+
+/// Word of the first entry of step `j`.
+#[cube]
+fn entry_of(walk: &Walker, j: u32, #[comptime] t: Tile) -> usize {
+    walk.entry + (j * comptime!((t.entries() * t.entry_words()) as u32)) as usize
+}
+
+/// With dropout, which pairs of step `j` are kept: made before its scores are there.
+#[cube]
+fn kept_of_step(
+    args: &ComptimeOption<PairArgs>,
+    pairs: &UnitPairs,
+    plan: &[u32],
+    walk: &Walker,
+    j: u32,
+    listing: &Listing,
+    #[comptime] t: Tile,
+) -> Array<u32> {
+    kept_pairs(
+        args,
+        &pairs.of_head,
+        &pairs.rows,
+        plan,
+        entry_of(walk, j, t),
+        listing,
+        comptime!(t.pairs()),
+    )
+}
+
+/// Softcaps products, adds biases and sets masked ones to −∞.
+#[cube]
+fn score<S: Size>(
+    s_in: Vector<f32, S>,
+    bits: &Array<u32>,
+    plan: &[u32],
+    args: &ComptimeOption<PairArgs>,
+    pairs: &UnitPairs,
+    listing: &Listing,
+    walk: &Walker,
+    j: u32,
+    numbers: &ScoreNumbers,
+    #[comptime] t: Tile,
+) -> Vector<f32, S> {
+    let mut s = s_in;
+    cap::<S>(
+        &mut s,
+        numbers.softcap,
+        numbers.cap_scale,
+        t.options.score.softcap,
+    );
+    s = add_biases::<S>(
+        s,
+        numbers.cap_scale,
+        args,
+        &pairs.of_head,
+        &pairs.rows,
+        plan,
+        entry_of(walk, j, t),
+        listing,
+        comptime!(t.pairs()),
+    );
+    if j < walk.masked {
+        let infinity = f32::new(f32::NEG_INFINITY);
+        #[unroll]
+        for word in 0..comptime!(t.cols / 32) {
+            let mut pair = MaskWords {
+                upper: 0u32,
+                lower: 0u32,
+            };
+            if comptime!(t.early_masks()) {
+                pair.upper = bits[comptime!(2 * word)];
+                pair.lower = bits[comptime!(2 * word + 1)];
+            } else {
+                let read = mask_words(plan, walk, j, word, t);
+                pair.upper = read.upper;
+                pair.lower = read.lower;
+            }
+            #[unroll]
+            for i in 0..8usize {
+                let bit = comptime!(1u32 << (i / 2 * 8 + i % 2));
+                let at = comptime!(16 * word + i / 2 * 4 + i % 2);
+                s.insert(at, select(pair.upper & bit != 0, s.extract(at), infinity));
+                let at = comptime!(at + 2);
+                s.insert(at, select(pair.lower & bit != 0, s.extract(at), infinity));
+            }
+        }
+    }
+    s
+}
+
+/// Mask bits of 32 columns in the unit's two rows, of which bits 8i and 8i + 1 are the unit's.
+#[derive(CubeType, Clone, Copy)]
+pub struct MaskWords {
+    pub upper: u32,
+    pub lower: u32,
+}
+
+#[cube]
+pub fn mask_words(
+    plan: &[u32],
+    walk: &Walker,
+    j: u32,
+    #[comptime] word: usize,
+    #[comptime] t: Tile,
+) -> MaskWords {
+    let unit = unit();
+    let row = unit / 32 * 16 + unit % 32 / 4;
+    let quad = unit % 4 * 2;
+    let word_cols = comptime!(t.group.min(32));
+    let row_words = comptime!(t.mask_words());
+    let entry = entry_of(walk, j, t);
+    let mut upper = 0u32;
+    let mut lower = 0u32;
+    #[unroll]
+    for piece in 0..comptime!(32 / word_cols) {
+        let col = comptime!(word * 32 + piece * word_cols);
+        let id = plan[entry + comptime!(col / t.group * t.entry_words() + 1)];
+        let at = walk.masks
+            + (id * comptime!((t.rows() * row_words) as u32) + row * comptime!(row_words as u32))
+                as usize
+            + comptime!(col % t.group / 32);
+        let shift = comptime!((piece * word_cols) as u32);
+        upper |= plan[at] << shift;
+        lower |= plan[at + comptime!(ROW_PAIR as usize * row_words)] << shift;
+    }
+    MaskWords {
+        upper: upper >> quad,
+        lower: lower >> quad,
+    }
+}
+
+/// With early masks, the mask bits of step `j` if it has a mask: read before its scores are there.
+#[cube]
+fn mask_bits(plan: &[u32], walk: &Walker, j: u32, #[comptime] t: Tile) -> Array<u32> {
+    let mut bits = Array::<u32>::new(comptime!(t.cols / 16));
+    if comptime!(t.early_masks()) {
+        if j < walk.masked {
+            #[unroll]
+            for word in 0..comptime!(t.cols / 32) {
+                let pair = mask_words(plan, walk, j, word, t);
+                bits[comptime!(2 * word)] = pair.upper;
+                bits[comptime!(2 * word + 1)] = pair.lower;
+            }
+        }
+    }
+    bits
+}
+
+#[derive(CubeType)]
+pub struct Softmax<S: Size> {
+    pub p: Vector<f32, S>,
+    // Of the unit's two rows, `l` over its own columns.
+    pub m0: f32,
+    pub m1: f32,
+    pub l0: f32,
+    pub l1: f32,
+    /// Factors of what was summed before.
+    pub a0: f32,
+    pub a1: f32,
+    /// The step's largest scores.
+    pub top0: f32,
+    pub top1: f32,
+}
+
+/// One step of online softmax.
+#[cube]
+pub fn softmax<S: Size>(
+    s: Vector<f32, S>,
+    old_m0: f32,
+    old_m1: f32,
+    old_l0: f32,
+    old_l1: f32,
+    log2_scale: f32,
+) -> Softmax<S> {
+    let width = S::value();
+    let eights = comptime!(width / 4);
+    let mut x0 = s.extract(0usize);
+    let mut x1 = s.extract(2usize);
+    let mut x2 = s.extract(1usize);
+    let mut x3 = s.extract(3usize);
+    #[unroll]
+    for j in 1..eights {
+        x0 = larger(x0, s.extract(comptime!(4 * j)));
+        x2 = larger(x2, s.extract(comptime!(4 * j + 1)));
+        x1 = larger(x1, s.extract(comptime!(4 * j + 2)));
+        x3 = larger(x3, s.extract(comptime!(4 * j + 3)));
+    }
+    let top0 = quad_max(larger(x0, x2));
+    let m0 = next_max(old_m0, top0, log2_scale);
+    let top1 = quad_max(larger(x1, x3));
+    let m1 = next_max(old_m1, top1, log2_scale);
+    let n0 = -m0 * log2_scale;
+    let n1 = -m1 * log2_scale;
+    // Exactly 1 where the maximum stays.
+    let a0 = exp2((old_m0 - m0) * log2_scale);
+    let a1 = exp2((old_m1 - m1) * log2_scale);
+    let mut p = s;
+    let mut l0 = old_l0 * a0;
+    let mut l1 = old_l1 * a1;
+    let mut l2 = f32::new(0.0);
+    let mut l3 = f32::new(0.0);
+    #[unroll]
+    for j in 0..eights {
+        let e0 = exp2(multiply_add(s.extract(comptime!(4 * j)), log2_scale, n0));
+        let e1 = exp2(multiply_add(
+            s.extract(comptime!(4 * j + 1)),
+            log2_scale,
+            n0,
+        ));
+        let e2 = exp2(multiply_add(
+            s.extract(comptime!(4 * j + 2)),
+            log2_scale,
+            n1,
+        ));
+        let e3 = exp2(multiply_add(
+            s.extract(comptime!(4 * j + 3)),
+            log2_scale,
+            n1,
+        ));
+        p.insert(comptime!(4 * j), e0);
+        p.insert(comptime!(4 * j + 1), e1);
+        p.insert(comptime!(4 * j + 2), e2);
+        p.insert(comptime!(4 * j + 3), e3);
+        l0 += e0;
+        l2 += e1;
+        l1 += e2;
+        l3 += e3;
+    }
+    Softmax::<S> {
+        p,
+        m0,
+        m1,
+        l0: l0 + l2,
+        l1: l1 + l3,
+        a0,
+        a1,
+        top0,
+        top1,
+    }
+}
+
+/// One step of online softmax over the blocks of a step that the warp's rows keep. What the scores of the others are does not matter.
+#[cube]
+fn softmax_of_blocks<S: Size>(
+    s: Vector<f32, S>,
+    kept: u32,
+    old_m0: f32,
+    old_m1: f32,
+    old_l0: f32,
+    old_l1: f32,
+    log2_scale: f32,
+    #[comptime] t: BitShape,
+) -> Softmax<S> {
+    let infinity = f32::new(f32::NEG_INFINITY);
+    let mut x0 = infinity;
+    let mut x1 = infinity;
+    #[unroll]
+    for block in 0..comptime!(t.blocks()) {
+        let first = comptime!(4 * block * t.eights());
+        let mut y0 = larger(s.extract(first), s.extract(comptime!(first + 1)));
+        let mut y1 = larger(
+            s.extract(comptime!(first + 2)),
+            s.extract(comptime!(first + 3)),
+        );
+        #[unroll]
+        for eight in 1..comptime!(t.eights()) {
+            let at = comptime!(first + 4 * eight);
+            y0 = larger(y0, larger(s.extract(at), s.extract(comptime!(at + 1))));
+            y1 = larger(
+                y1,
+                larger(s.extract(comptime!(at + 2)), s.extract(comptime!(at + 3))),
+            );
+        }
+        let its = keeps(kept, block);
+        x0 = larger(x0, select(its, y0, infinity));
+        x1 = larger(x1, select(its, y1, infinity));
+    }
+    let top0 = quad_max(x0);
+    let m0 = next_max(old_m0, top0, log2_scale);
+    let top1 = quad_max(x1);
+    let m1 = next_max(old_m1, top1, log2_scale);
+    let n0 = -m0 * log2_scale;
+    let n1 = -m1 * log2_scale;
+    // Exactly 1 where the maximum stays.
+    let a0 = exp2((old_m0 - m0) * log2_scale);
+    let a1 = exp2((old_m1 - m1) * log2_scale);
+    let mut p = s;
+    let mut l0 = old_l0 * a0;
+    let mut l1 = old_l1 * a1;
+    let mut l2 = f32::new(0.0);
+    let mut l3 = f32::new(0.0);
+    #[unroll]
+    for block in 0..comptime!(t.blocks()) {
+        let its = keeps(kept, block);
+        // Added to a score, it makes a weight of 0: two choices for the block, not one for each of its numbers.
+        let n0 = select(its, n0, infinity);
+        let n1 = select(its, n1, infinity);
+        #[unroll]
+        for eight in 0..comptime!(t.eights()) {
+            let at = comptime!(4 * (block * t.eights() + eight));
+            let e0 = exp2(multiply_add(s.extract(at), log2_scale, n0));
+            let e1 = exp2(multiply_add(s.extract(comptime!(at + 1)), log2_scale, n0));
+            let e2 = exp2(multiply_add(s.extract(comptime!(at + 2)), log2_scale, n1));
+            let e3 = exp2(multiply_add(s.extract(comptime!(at + 3)), log2_scale, n1));
+            p.insert(at, e0);
+            p.insert(comptime!(at + 1), e1);
+            p.insert(comptime!(at + 2), e2);
+            p.insert(comptime!(at + 3), e3);
+            l0 += e0;
+            l2 += e1;
+            l1 += e2;
+            l3 += e3;
+        }
+    }
+    Softmax::<S> {
+        p,
+        m0,
+        m1,
+        l0: l0 + l2,
+        l1: l1 + l3,
+        a0,
+        a1,
+        top0,
+        top1,
+    }
+}
+
+/// The old maximum, unless the new one exceeds it by more than the slack.
+#[cube]
+pub fn next_max(old: f32, new: f32, log2_scale: f32) -> f32 {
+    select((new - old) * log2_scale > f32::new(SLACK), new, old)
+}
+
+/// Four neighbouring lanes share a row.
+#[cube]
+pub fn quad_max(x: f32) -> f32 {
+    let x = larger(x, shuffle_xor(x, 1u32));
+    larger(x, shuffle_xor(x, 2u32))
+}
+
+#[cube]
+pub fn rescale<O: Size>(
+    o_in: Vector<f32, O>,
+    a0: f32,
+    a1: f32,
+    #[comptime] t: Tile,
+) -> Vector<f32, O> {
+    let mut o = o_in;
+    if any_differ(a0 * a1, 1.0f32) != 0 {
+        #[unroll]
+        for j in 0..comptime!(t.value_dim / 8) {
+            o.insert(comptime!(4 * j), o.extract(comptime!(4 * j)) * a0);
+            o.insert(comptime!(4 * j + 1), o.extract(comptime!(4 * j + 1)) * a0);
+            o.insert(comptime!(4 * j + 2), o.extract(comptime!(4 * j + 2)) * a1);
+            o.insert(comptime!(4 * j + 3), o.extract(comptime!(4 * j + 3)) * a1);
+        }
+    }
+    o
+}
+
+/// `a · o + x`.
+#[cube]
+pub fn add_scaled<O: Size>(
+    o_in: Vector<f32, O>,
+    x: Vector<f32, O>,
+    a0: f32,
+    a1: f32,
+    #[comptime] value_dim: usize,
+) -> Vector<f32, O> {
+    let mut o = o_in;
+    #[unroll]
+    for j in 0..comptime!(value_dim / 8) {
+        #[unroll]
+        for i in 0..2usize {
+            let at = comptime!(4 * j + i);
+            o.insert(at, multiply_add(o.extract(at), a0, x.extract(at)));
+            let at = comptime!(at + 2);
+            o.insert(at, multiply_add(o.extract(at), a1, x.extract(at)));
+        }
+    }
+    o
+}

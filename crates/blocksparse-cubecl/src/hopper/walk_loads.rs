@@ -1,0 +1,207 @@
+//! What the backward kernels of the two walks load: a tile's own rows, and step after step of the gathered ones.
+
+// What is known at compile time stays apart from what is not; kernels have no `is_multiple_of`.
+#![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
+
+use cubecl::prelude::*;
+
+use super::rows::own_place;
+use super::tiles::WalkTile;
+use crate::arch::sm90::*;
+use crate::shared::walk::PlanParts;
+
+/// A tile's own rows.
+#[derive(CubeType, Clone, Copy)]
+pub struct OwnRows {
+    pub a1: u64,
+    pub a2: u64,
+    /// Where they are: see [`own_rows`](super::rows::own_rows).
+    pub at: u32,
+    pub class_len: u32,
+    pub head: u32,
+    pub batch: u32,
+}
+
+/// Loads a tile's own rows, which are there when the barrier at `base` says so. All units call this together.
+#[cube]
+pub fn load_own_rows(plan: &[u32], own: &OwnRows, base: u32, #[comptime] t: WalkTile) {
+    if unit() == 0 {
+        barrier_expect(base, comptime!(2 * t.a_bytes()));
+    }
+    let a_boxes = comptime!((t.rows() / t.a_group() * t.spans()) as u32);
+    let warp = uniform(unit() / 32);
+    if unit() % 32 == 0 {
+        // Dealt to the warps: lanes of one warp would wait for each other.
+        let mut index = warp;
+        while index < 2 * a_boxes {
+            let mut map = own.a1;
+            let mut start = base + comptime!(t.a1_offset() as u32);
+            if index >= a_boxes {
+                map = own.a2;
+                start = base + comptime!(t.a2_offset() as u32);
+            }
+            let which = index % a_boxes;
+            let span = which % comptime!(t.spans() as u32);
+            let rows = which / comptime!(t.spans() as u32) * comptime!(t.a_group() as u32);
+            let target =
+                start + span * comptime!((t.rows() * ROW) as u32) + rows * comptime!(ROW as u32);
+            load_at(
+                map,
+                target,
+                base,
+                span,
+                own_place(
+                    plan,
+                    own.at,
+                    rows,
+                    comptime!(t.group),
+                    comptime!(t.clustered),
+                ),
+                own.class_len,
+                own.head,
+                own.batch,
+                comptime!(t.residue),
+            );
+            index += comptime!(t.warps());
+        }
+    }
+}
+
+/// What loads are made of.
+#[derive(CubeType, Clone, Copy)]
+pub struct Loads {
+    pub b1: u64,
+    pub b2: u64,
+    pub stats: u64,
+    pub base: u32,
+    pub class_len: u32,
+    pub batch: u32,
+    /// Query heads.
+    pub heads: u32,
+    /// Query heads per head of b1 and b2.
+    pub divisor: u32,
+    /// Which of a step's boxes the unit loads: those of b1, then of b2, then the stats. More than there are: none.
+    pub index: u32,
+}
+
+/// The step that is loaded next.
+#[derive(CubeType)]
+pub struct Cursor {
+    pub head: RuntimeCell<u32>,
+    /// The head after the last one.
+    pub end: u32,
+    /// Word of the head's first entry.
+    pub entry: RuntimeCell<usize>,
+    pub j: RuntimeCell<u32>,
+    /// Steps of the head.
+    pub steps: RuntimeCell<u32>,
+    /// Steps loaded so far, of all heads.
+    pub loaded: RuntimeCell<u32>,
+    /// Steps to load, where cubes share tiles.
+    pub stretch: u32,
+}
+
+/// Reads the record of the cursor's head, whose steps begin with the cursor's.
+#[cube]
+pub fn open(plan: &[u32], parts: &PlanParts, record: usize, cursor: &Cursor) {
+    cursor
+        .entry
+        .store(parts.entries + plan[record] as usize * 2);
+    cursor.steps.store(uniform(plan[record + 1]));
+}
+
+/// Loads the cursor's step, if there is one, once its buffer is free. All units call this together.
+#[cube]
+pub fn load_next(
+    plan: &[u32],
+    parts: &PlanParts,
+    loads: &Loads,
+    heads_at: usize,
+    tile: u32,
+    cursor: &Cursor,
+    #[comptime] columns: bool,
+    #[comptime] t: WalkTile,
+) {
+    if comptime!(columns) {
+        while cursor.j.read() >= cursor.steps.read() && cursor.head.read() + 1 < cursor.end {
+            cursor.head.store(cursor.head.read() + 1);
+            if comptime!(t.long_tiles) {
+                // A cube's first step may be beyond the steps of its first heads.
+                cursor.j.store(cursor.j.read() - cursor.steps.read());
+            } else {
+                cursor.j.store(0u32);
+            }
+            let first_record = plan[heads_at + cursor.head.read() as usize];
+            let record = parts.tiles + (first_record + tile) as usize * 3;
+            open(plan, parts, record, cursor);
+        }
+    }
+    let mut is_there = cursor.j.read() < cursor.steps.read();
+    if comptime!(t.long_tiles) {
+        is_there = is_there && cursor.loaded.read() < cursor.stretch;
+    }
+    if is_there {
+        let boxes = comptime!((t.entries() * t.spans()) as u32);
+        let all =
+            comptime!((2 * t.entries() * t.spans() + if columns { t.entries() } else { 0 }) as u32);
+        let stage = cursor.loaded.read() % comptime!(t.stages as u32);
+        let parity = (cursor.loaded.read() / comptime!(t.stages as u32)) & 1;
+        let full = loads.base + comptime!(t.full()) + stage * 8;
+        if loads.index < all {
+            barrier_wait(loads.base + comptime!(t.empty()) + stage * 8, 1 - parity);
+            if loads.index == 0 {
+                barrier_expect(
+                    full,
+                    comptime!(2 * t.b_bytes() + if columns { t.stats_bytes() } else { 0 }),
+                );
+            }
+            let mut which = loads.index % boxes;
+            let span = which % comptime!(t.spans() as u32);
+            which /= comptime!(t.spans() as u32);
+            if loads.index >= 2 * boxes {
+                which = loads.index - 2 * boxes;
+            }
+            let word = cursor.entry.read()
+                + ((cursor.j.read() * comptime!(t.entries() as u32) + which) * 2) as usize;
+            let at = plan[word] * comptime!(t.group as u32);
+            if loads.index >= 2 * boxes {
+                let target = loads.base
+                    + comptime!(t.stats_offset() as u32)
+                    + stage * comptime!(t.stats_bytes() as u32)
+                    + which * comptime!((t.group * 8) as u32);
+                load_line(
+                    loads.stats,
+                    target,
+                    full,
+                    at * 2,
+                    loads.batch * loads.heads + cursor.head.read(),
+                );
+            } else {
+                let mut map = loads.b1;
+                let mut start = loads.base + comptime!(t.b1_offset() as u32);
+                if loads.index >= boxes {
+                    map = loads.b2;
+                    start = loads.base + comptime!(t.b2_offset() as u32);
+                }
+                let target = start
+                    + stage * comptime!(t.b_bytes() as u32)
+                    + span * comptime!((t.cols * ROW) as u32)
+                    + which * comptime!((t.group * ROW) as u32);
+                let head = cursor.head.read() / loads.divisor;
+                load_at(
+                    map,
+                    target,
+                    full,
+                    span,
+                    at,
+                    loads.class_len,
+                    head,
+                    loads.batch,
+                    comptime!(t.residue),
+                );
+            }
+        }
+        cursor.j.store(cursor.j.read() + 1);
+        cursor.loaded.store(cursor.loaded.read() + 1);
+    }
+}

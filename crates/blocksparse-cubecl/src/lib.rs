@@ -1,0 +1,94 @@
+//! Block-sparse attention in CubeCL kernels, on any CubeCL runtime.
+//!
+//! ```text
+//! forward     s = scale · q · kᵀ    p = softmax(s)    out = p · v          lse = ln Σ exp(s)
+//! backward    delta = rowsum(dO ∘ O) − dlse           p = exp(s − lse)
+//!             dp = dO · vᵀ          ds = p ∘ (dp − delta) · scale
+//!             dQ = ds · k           dK = dsᵀ · q       dV = pᵀ · dO
+//! ```
+//!
+//! Only the pairs in kept blocks are computed. The forward and the dQ kernel give a cube a tile of
+//! queries, which walks the keys it needs; the dK/dV kernel gives it a tile of keys, which walks the queries that need
+//! them: there every number has one writer. A fused backward pass has several for dQ: tiles of keys add their parts to sums in f32, in an order that the
+//! plan fixes. So the same input gives the same bits. Atomics in no order count whole numbers alone. [`plan`](blocksparse::plan) says what a cube walks.
+//!
+//! A call is a [`Request`] over a layout. [`AttentionPlan`] is what it will run, chosen from the layout, the request and the device; it
+//! prints. Nothing falls back silently: what cannot run is a [`KernelError`] before anything is launched.
+//!
+//! ```text
+//! call       a call as data: views, Request, ScoreKind        error      what can be wrong
+//! args       what kernels get: buffers, strides, numbers      uploaded   what lies on a device
+//! pass       a pass over a layout, as tiers get it            device     launch plans on devices
+//! tier       the tiers as values, in the order of asking      stats      lse and delta of queries
+//! choice     AttentionPlan                                    on_device  launch plans made there
+//! tuning     what environment variables say                   known      what is made once for a key
+//! forward, backward, masses                                   shared     what kernels of several tiers share
+//!                                                            simt, mma, hopper: the tiers
+//! ```
+//!
+//! Kernels of other kinds have places of their own beside these: [`rows`] (what layers do beside their products), [`optim`] (optimizers'
+//! steps), `linear` (products of layers on tensor cores), `listed` (queries that walk lists of their own), `clusters` (attention within clusters of rows), [`indexer`] (what chooses single keys, and learns it), [`paged`] (attention of few queries to keys and values in pages).
+
+#![warn(missing_docs)]
+#![warn(clippy::undocumented_unsafe_blocks)]
+
+mod arch;
+mod args;
+mod backward;
+// Some of what a request and a pass say only tiers on tensor cores read.
+#[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
+mod call;
+mod choice;
+#[cfg(feature = "cuda-asm")]
+pub mod clusters;
+mod device;
+mod device_key;
+mod error;
+mod forward;
+#[cfg(feature = "cuda-asm")]
+mod hopper;
+pub mod indexer;
+mod known;
+#[cfg(feature = "cuda-asm")]
+pub mod linear;
+#[cfg(feature = "cuda-asm")]
+pub mod listed;
+mod masses;
+#[cfg(feature = "cuda-asm")]
+mod mma;
+mod on_device;
+pub mod optim;
+pub mod paged;
+#[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
+mod pass;
+pub mod recording;
+pub mod rows;
+pub mod seeds;
+pub mod selection;
+mod shared;
+mod simt;
+mod slices;
+mod stats;
+#[cfg(feature = "cuda-asm")]
+mod tensor;
+#[cfg(test)]
+mod tests;
+mod tier;
+mod tuning;
+mod uploaded;
+
+pub use args::ScoreOptions;
+pub use backward::backward;
+pub use call::{
+    BiasView, Gradients, OutputGrads, Outputs, Readable, Request, ScoreKind, TableView, TensorView,
+    TierLimit,
+};
+pub use choice::AttentionPlan;
+pub use error::KernelError;
+pub use forward::forward;
+pub use masses::{MassOutputs, check_masses, masses};
+pub use on_device::{
+    ChoiceTensor, KEYS_OF_WORD, KeyListSizes, ListBuffers, ListSizes, ListsByKeys, ScoredRows,
+    choose_blocks, count_blocks, highest_blocks, list_queries, lists_by_keys, unique_keys,
+};
+pub use tuning::{KeyPicking, ListedWay, Tuning, TuningError};

@@ -1,0 +1,461 @@
+//! Weights summed over columns and diagonals: checks and launches.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use super::args::{ScoreOptions, address_of, batch_words, buffer, listing, load_width};
+use super::args::{optional, spread, strides_of, vectors_of};
+use super::call::{DeviceFacts, Request, ScoreKind, TableView, TensorView};
+use super::device::{DeviceLinePlan, line_plan};
+use super::error::KernelError;
+use super::pass::BackwardPass;
+use super::simt::Tile;
+use super::simt::mass::{
+    FOLD_UNITS, LinePartsLaunch, add_segments, fold_distances, line_width, masses as kernel,
+    row_fours,
+};
+use super::slices::Slice;
+use blocksparse::BlockLayout;
+use blocksparse::lines::{Line, Lines};
+
+/// What the sums are of, and where they go.
+#[derive(Clone, Debug)]
+pub struct MassOutputs {
+    /// Queries that count.
+    pub queries: Range<usize>,
+    /// `[batch, heads, seq_kv]`, in the type of sums: over the queries of each key.
+    pub columns: Handle,
+    /// `[batch, heads, seq_q + seq_kv − 1]`: over the pairs of query row `i` and key row `j`, at `i − j + seq_kv − 1`.
+    pub diagonals: Handle,
+}
+
+/// Checks that a device can sum the weights of a call.
+///
+/// # Errors
+/// [`KernelError`] if it lacks the dtype, or a limit of it is exceeded.
+pub fn check_masses(
+    client: &Client,
+    layout: &BlockLayout,
+    request: &Request,
+) -> Result<(), KernelError> {
+    let device = DeviceFacts::of(client);
+    device.check_dtype(request.dtype)?;
+    // q, k, lse, sums, the plan and the scalars.
+    let buffers = 6 + request.score.buffers();
+    check(device, layout, request, false, buffers).map(|_| ())
+}
+
+/// The tile that makes the gradient of biases of distances, if a device can make it.
+pub(super) fn check_distances(
+    device: DeviceFacts,
+    layout: &BlockLayout,
+    request: &Request,
+) -> Result<Tile, KernelError> {
+    // q, k, v, grad_out, stats, sums, the plan and the scalars.
+    let buffers = 8 + usize::from(request.score.bias) + usize::from(request.score.seeds);
+    check(device, layout, request, true, buffers)
+}
+
+fn check(
+    device: DeviceFacts,
+    layout: &BlockLayout,
+    request: &Request,
+    gradient: bool,
+    buffers: usize,
+) -> Result<Tile, KernelError> {
+    let tile = tile(device.properties, layout, request, gradient)?;
+    let hardware = &device.properties.hardware;
+    let lines = layout.seq_q().div_ceil(tile.rows) + layout.seq_kv().div_ceil(tile.rows);
+    for (what, limit, got) in [
+        ("the diagonals of tiles", hardware.max_cube_count.0, lines),
+        ("the buffers of a kernel", hardware.max_bindings, buffers),
+    ] {
+        if got as u64 > u64::from(limit) {
+            return Err(KernelError::limit(what, limit, got));
+        }
+    }
+    Ok(tile)
+}
+
+/// What is summed along lines.
+struct Summed<'a> {
+    client: &'a Client,
+    layout: &'a BlockLayout,
+    request: &'a Request,
+    /// q and k.
+    inputs: [&'a TensorView; 2],
+    /// v and grad_out, for the gradient of scores in the place of weights.
+    gradient: Option<[&'a TensorView; 2]>,
+    /// lse, or the stats of the backward pass.
+    stats: &'a Handle,
+    options: &'a ScoreOptions,
+    queries: Range<usize>,
+}
+
+impl Summed<'_> {
+    /// The inputs, as errors name them.
+    fn named(&self) -> Vec<(&'static str, &TensorView)> {
+        let [q, k] = self.inputs;
+        let mut named = vec![("q", q), ("k", k)];
+        if let Some([v, grad_out]) = self.gradient {
+            named.extend([("v", v), ("grad_out", grad_out)]);
+        }
+        named
+    }
+
+    /// Where the biases of distances begin in the stats, and the numbers of the stats: lse, or lse and delta with the slopes and the biases
+    /// behind.
+    fn stats_len(&self) -> [usize; 2] {
+        let rows = self.request.batch * self.layout.heads() * self.layout.seq_q();
+        match self.gradient {
+            Some(_) => self.options.stats_len(rows),
+            None => [0, rows],
+        }
+    }
+}
+
+/// Sums `exp(score − lse)` over the queries of each key, and over the pairs at each distance.
+///
+/// # Errors
+/// [`KernelError`] if a limit of the device is exceeded; then nothing was launched.
+pub fn masses(
+    client: &Client,
+    layout: &BlockLayout,
+    request: &Request,
+    inputs: [&TensorView; 2],
+    lse: &Handle,
+    options: &ScoreOptions,
+    outputs: &MassOutputs,
+) -> Result<(), KernelError> {
+    check_masses(client, layout, request)?;
+    let summed = Summed {
+        client,
+        layout,
+        request,
+        inputs,
+        gradient: None,
+        stats: lse,
+        options,
+        queries: outputs.queries.clone(),
+    };
+    sum_lines(&summed, Line::Columns, &outputs.columns)?;
+    sum_lines(&summed, Line::Diagonals, &outputs.diagonals)
+}
+
+/// The gradient of biases of distances: that of the scores, summed over diagonals, batch entries and what shares a bias. `stats` are those of
+/// all positions, `out` is where it goes.
+pub(super) fn distance_gradient(
+    pass: &BackwardPass,
+    stats: &Handle,
+    out: &Handle,
+) -> Result<(), KernelError> {
+    let &BackwardPass {
+        client,
+        layout,
+        request,
+        inputs: [q, k, v],
+        options,
+        ..
+    } = pass;
+    let Some(TableView { shape, .. }) = options.relative else {
+        return Ok(());
+    };
+    let summed = Summed {
+        client,
+        layout,
+        request,
+        inputs: [q, k],
+        gradient: Some([v, pass.grads.out]),
+        stats,
+        options,
+        queries: 0..layout.seq_q(),
+    };
+    let accumulator = request.accumulator();
+    let length = layout.seq_q() + layout.seq_kv() - 1;
+    let elements = request.batch * layout.heads() * length;
+    let diagonals = client.empty(elements * accumulator.size());
+    sum_lines(&summed, Line::Diagonals, &diagonals)?;
+    let [own_heads, width] = shape;
+    let numbers = own_heads * width;
+    let cubes = spread(client, numbers as u64)?;
+    let address = address_of(client, elements.max(numbers))?;
+    // SAFETY: a cube reads the diagonals of a distance and writes its own number of the table.
+    unsafe {
+        fold_distances::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(FOLD_UNITS as u32),
+            address,
+            buffer(&diagonals, elements),
+            buffer(out, numbers),
+            request.batch,
+            layout.heads(),
+            own_heads,
+            layout.seq_q(),
+            length,
+            width / 2,
+            accumulator,
+        );
+    }
+    Ok(())
+}
+
+/// The sums of segments of lines, and how kernels index them.
+struct Segments {
+    tile: Tile,
+    line: Line,
+    plan: Arc<DeviceLinePlan>,
+    sums: Handle,
+    /// Segments of a head. A buffer has an element at least.
+    segments: usize,
+    /// Elements of the sums.
+    elements: usize,
+    /// Elements of a load.
+    width: usize,
+    address: AddressType,
+    /// Sums of a head in the end.
+    length: usize,
+    /// The first of them in a line of tiles.
+    offset: usize,
+    /// Sums of all heads.
+    total: usize,
+}
+
+impl Segments {
+    fn new(summed: &Summed, line: Line) -> Result<Self, KernelError> {
+        let &Summed {
+            client,
+            layout,
+            request,
+            options,
+            ..
+        } = summed;
+        let properties = client.properties();
+        let tile = tile(properties, layout, request, summed.gradient.is_some())?;
+        let (heads, seq_q, seq_kv) = (layout.heads(), layout.seq_q(), layout.seq_kv());
+        let named = summed.named();
+        let width = load_width(request.dtype, &named)?;
+        let (length, offset) = match line {
+            Line::Columns => (seq_kv, 0),
+            Line::Diagonals => (
+                seq_q + seq_kv - 1,
+                seq_kv.next_multiple_of(tile.rows) - seq_kv,
+            ),
+        };
+        let lines = Lines {
+            line,
+            side: tile.rows,
+            queries: summed.queries.clone(),
+            most_segments: properties.hardware.max_cube_count.0 as usize,
+        };
+        let plan = line_plan(client, layout, lines)?;
+        let segments = plan.segments.max(1);
+        let elements = request.batch * heads * segments * line_width(line, tile.rows);
+        let total = request.batch * heads * length;
+        let reaches = named.iter().map(|(_, tensor)| tensor.reach());
+        let [_, stats] = summed.stats_len();
+        let others = [elements, total, options.bias_len(), stats];
+        let largest = reaches.chain(others).max().unwrap_or(0);
+        Ok(Self {
+            tile,
+            line,
+            plan,
+            sums: client.empty(elements * request.accumulator().size()),
+            segments,
+            elements,
+            width,
+            address: address_of(client, largest)?,
+            length,
+            offset,
+            total,
+        })
+    }
+
+    fn words(&self) -> BufferArg {
+        buffer(&self.plan.words, self.plan.len)
+    }
+
+    fn parts(&self, layout: &BlockLayout) -> LinePartsLaunch {
+        let parts = &self.plan.sections;
+        LinePartsLaunch::new(
+            parts.heads,
+            parts.lines,
+            parts.segments,
+            parts.tiles,
+            parts.masks,
+            batch_words(layout),
+        )
+    }
+
+    /// Sums of each segment.
+    fn sum(&self, summed: &Summed) -> Result<(), KernelError> {
+        let &Summed {
+            client,
+            layout,
+            request,
+            inputs: [q, k],
+            options,
+            ..
+        } = summed;
+        let (tile, width, accumulator) = (self.tile, self.width, request.accumulator());
+        let heads = layout.heads();
+        let gradient = summed.gradient.is_some();
+        let slopes = options.device_slopes(client, layout, accumulator)?;
+        let [table_start, numbers] = summed.stats_len();
+        let [v, grad_out] = summed.gradient.unwrap_or(summed.inputs);
+        for slice in Slice::whole(request.batch, heads).cut(client) {
+            // SAFETY: a cube walks the tiles that the plan has for its segment, reads positions below the lengths in the strides, writes its
+            // own sums, and the buffers have the lengths they say (see `buffer`).
+            unsafe {
+                kernel::launch_unchecked(
+                    client,
+                    slice.cubes(self.segments),
+                    CubeDim::new_1d(tile.units() as u32),
+                    self.address,
+                    width,
+                    vectors_of(q, width),
+                    vectors_of(k, width),
+                    buffer(summed.stats, numbers),
+                    match gradient {
+                        true => ComptimeOptionArgs::None,
+                        false => optional(slopes.as_ref(), heads),
+                    },
+                    options.bias(),
+                    match gradient {
+                        true => ComptimeOptionArgs::None,
+                        false => options.table(),
+                    },
+                    vectors_if(gradient, v, width),
+                    vectors_if(gradient, grad_out, width),
+                    buffer(&self.sums, self.elements),
+                    self.words(),
+                    strides_of(q, width),
+                    strides_of(k, width),
+                    strides_of(v, width),
+                    strides_of(grad_out, width),
+                    options.bias_strides(),
+                    options.distances(table_start),
+                    listing(None),
+                    self.parts(layout),
+                    slice.args(),
+                    heads / request.kv_heads,
+                    request.batch * heads * layout.seq_q() * 2,
+                    InputScalar::new(options.scale, accumulator),
+                    InputScalar::new(options.softcap.unwrap_or(1.0), accumulator),
+                    options.mask(),
+                    options.dropout_factor(accumulator),
+                    gradient,
+                    self.line,
+                    tile,
+                    request.dtype,
+                    accumulator,
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds up the segments of each line, or of the two diagonals of tiles that a distance crosses.
+    fn add(&self, summed: &Summed, out: &Handle) -> Result<(), KernelError> {
+        const UNITS: u32 = 64;
+        let (client, layout) = (summed.client, summed.layout);
+        let cubes = spread(client, (self.total as u64).div_ceil(u64::from(UNITS)))?;
+        // SAFETY: a unit below `total` reads the segments of its lines and writes its own sum.
+        unsafe {
+            add_segments::launch_unchecked(
+                client,
+                cubes,
+                CubeDim::new_1d(UNITS),
+                self.address,
+                buffer(&self.sums, self.elements),
+                buffer(out, self.total),
+                self.words(),
+                self.parts(layout),
+                layout.heads(),
+                self.segments,
+                self.plan.lines,
+                self.length,
+                self.offset,
+                self.total,
+                self.line,
+                self.tile.rows,
+                summed.request.accumulator(),
+            );
+        }
+        Ok(())
+    }
+}
+
+/// Sums along lines into `out`.
+fn sum_lines(summed: &Summed, line: Line, out: &Handle) -> Result<(), KernelError> {
+    let segments = Segments::new(summed, line)?;
+    segments.sum(summed)?;
+    segments.add(summed, out)
+}
+
+/// A tensor in vectors, if it is asked for.
+fn vectors_if<T: LaunchArg<RuntimeArg = BufferArg>>(
+    wanted: bool,
+    tensor: &TensorView,
+    width: usize,
+) -> ComptimeOptionArgs<T> {
+    match wanted {
+        true => ComptimeOptionArgs::Some(vectors_of(tensor, width)),
+        false => ComptimeOptionArgs::None,
+    }
+}
+
+/// Sides of tiles with the rows of a unit.
+const SIDES: [(usize, usize); 4] = [(64, 4), (32, 4), (16, 2), (8, 1)];
+
+/// The largest tile that fits a block and the device.
+fn tile(
+    properties: &DeviceProperties,
+    layout: &BlockLayout,
+    request: &Request,
+    gradient: bool,
+) -> Result<Tile, KernelError> {
+    let hardware = &properties.hardware;
+    let fits = |tile: &Tile| {
+        let side = tile.rows;
+        let numbers = 2 * row_fours(tile, gradient) * 4 + side * side;
+        // The compiler may align each of the three arrays.
+        let bytes = numbers * request.accumulator().size() + 3 * 16;
+        bytes <= hardware.max_shared_memory_size
+            && tile.units() <= hardware.max_units_per_cube as usize
+            && tile.units() <= hardware.max_cube_dim.0 as usize
+    };
+    let tiles = SIDES.map(|(side, l2_normalize)| Tile {
+        rows: side,
+        units_x: side / 4,
+        l2_normalize,
+        head_dim: request.head_dim,
+        value_dim: request.value_dim,
+        group: side,
+        mask_words: side.div_ceil(32),
+        store: None,
+        score: ScoreKind {
+            dropout: gradient && request.score.dropout,
+            seeds: gradient && request.score.seeds,
+            ..request.score
+        },
+        max_scores: false,
+        bias_gradient: false,
+        fused: false,
+        planes: false,
+        residue: false,
+        carry: false,
+        clustered: false,
+    });
+    (tiles.into_iter())
+        .filter(|tile| tile.rows <= layout.block_size())
+        .find(fits)
+        .ok_or(KernelError::SharedMemory {
+            head_dim: request.head_dim,
+            value_dim: request.value_dim,
+            available: hardware.max_shared_memory_size,
+        })
+}

@@ -1,0 +1,261 @@
+//! Which tile a call gets.
+
+use cubecl::ir::{ElemType, FloatKind};
+
+use super::tile::{Outputs, Tile};
+use crate::arch::sm80::Element;
+use crate::call::{Kernel, PartRequest, Request, check_ampere};
+use crate::tensor::{TOO_LARGE, check_limit, check_options, half_of, is_u32};
+use crate::tuning::Tuning;
+use blocksparse::plan::{Grouping, Walk};
+
+/// Rows are copied in pieces of 16 bytes, and the sums of mma.sync have eight columns.
+const WIDTH: usize = 8;
+const WIDEST: usize = 256;
+
+/// A shape that a tile may have, and its speed relative to the others on dense attention.
+struct Candidate {
+    warps: usize,
+    warp_tiles: usize,
+    cols: usize,
+    stages: usize,
+    speed: f64,
+}
+
+const fn candidate([warps, warp_tiles, cols, stages]: [usize; 4], speed: f64) -> Candidate {
+    Candidate {
+        warps,
+        warp_tiles,
+        cols,
+        stages,
+        speed,
+    }
+}
+
+/// The shapes for a width, as far as registers go, and their speeds as measured on an H200. Small ones are for little shared memory.
+fn candidates(kernel: Kernel, width: usize) -> Vec<Candidate> {
+    match (kernel, width) {
+        (Kernel::Forward, ..=64) => vec![
+            candidate([4, 2, 64, 2], 1.0),
+            candidate([4, 2, 64, 1], 0.99),
+            candidate([4, 1, 64, 2], 0.95),
+            candidate([4, 1, 64, 1], 0.9),
+        ],
+        (Kernel::Forward, ..=128) => vec![
+            candidate([4, 2, 64, 2], 1.0),
+            candidate([4, 2, 64, 1], 0.99),
+            candidate([4, 1, 64, 2], 0.8),
+            candidate([4, 1, 64, 1], 0.78),
+            candidate([4, 1, 32, 1], 0.6),
+        ],
+        (Kernel::Forward, _) => vec![
+            candidate([4, 1, 64, 2], 1.0),
+            candidate([4, 1, 64, 1], 0.95),
+            candidate([4, 1, 32, 2], 0.8),
+            candidate([4, 1, 32, 1], 0.75),
+            candidate([2, 1, 32, 1], 0.5),
+        ],
+        (Kernel::BackwardRows, ..=64) => vec![
+            candidate([4, 2, 64, 2], 1.0),
+            candidate([4, 1, 64, 2], 0.95),
+            candidate([4, 2, 32, 2], 0.85),
+            candidate([4, 1, 32, 2], 0.75),
+        ],
+        (Kernel::BackwardRows, ..=128) => vec![
+            candidate([4, 2, 32, 2], 1.0),
+            candidate([4, 1, 64, 2], 0.85),
+            candidate([4, 1, 32, 2], 0.75),
+            candidate([2, 1, 32, 2], 0.5),
+            candidate([2, 1, 16, 2], 0.4),
+        ],
+        (Kernel::BackwardColumns, ..=64) => vec![
+            candidate([4, 2, 32, 2], 1.0),
+            candidate([4, 1, 64, 2], 0.85),
+            candidate([4, 1, 32, 2], 0.8),
+        ],
+        (Kernel::BackwardColumns, ..=128) => vec![
+            candidate([4, 1, 64, 2], 1.0),
+            candidate([4, 1, 32, 2], 0.8),
+            candidate([2, 1, 32, 2], 0.5),
+            candidate([2, 1, 16, 2], 0.4),
+        ],
+        _ => vec![
+            candidate([4, 1, 32, 2], 1.0),
+            candidate([2, 1, 32, 2], 0.6),
+            candidate([2, 1, 16, 2], 0.4),
+        ],
+    }
+}
+
+/// `BLOCKSPARSE_MMA_TILE=WARPSxWARP_TILESxCOLSxSTAGES`, three of them with commas between, are the shapes of forward, dQ and
+/// dK, dV: for measuring them.
+fn forced(kernel: Kernel) -> Option<Candidate> {
+    let shape = Tuning::or_default().mma_tile[kernel as usize]?;
+    Some(candidate(shape, 1.0))
+}
+
+/// What the products' operands are, or why the tier does not take the part.
+fn check_tier(part: &PartRequest) -> Result<Element, &'static str> {
+    check_ampere(part.properties)?;
+    check_limit(part)?;
+    let request = part.request;
+    let element = match request.dtype {
+        ElemType::Float(FloatKind::F32) if request.tf32 => Element::Tf32,
+        ElemType::Float(FloatKind::F32) => {
+            return Err("the dtype is f32, and tf32 was not asked for");
+        }
+        dtype => Element::Half(half_of(dtype)?),
+    };
+    check_options(request)?;
+    let widths = [request.head_dim, request.value_dim];
+    if !(widths.iter()).all(|dim| dim.is_multiple_of(WIDTH) && (1..=WIDEST).contains(dim)) {
+        return Err("head_dim or value_dim is no multiple of 8 up to 256");
+    }
+    Ok(element)
+}
+
+/// Whether the words of what a kernel writes can be counted in 32 bits.
+fn check_output(part: &PartRequest, kernel: Kernel, element: Element) -> Result<(), &'static str> {
+    let &Request {
+        batch,
+        kv_heads,
+        head_dim,
+        value_dim,
+        ..
+    } = part.request;
+    let queries = batch * part.layout.heads() * part.layout.seq_q();
+    let keys = batch * kv_heads * part.seq_kv;
+    let elements = match kernel {
+        Kernel::Forward => queries * value_dim,
+        Kernel::BackwardRows => queries * head_dim,
+        Kernel::BackwardColumns => keys * (head_dim + value_dim),
+    };
+    match is_u32((elements * element.bytes()).div_ceil(4)) {
+        true => Ok(()),
+        false => Err(TOO_LARGE),
+    }
+}
+
+/// A candidate's tile.
+fn shaped(
+    shape: &Candidate,
+    part: &PartRequest,
+    kernel: Kernel,
+    element: Element,
+    outputs: Outputs,
+) -> Tile {
+    let request = part.request;
+    Tile {
+        element,
+        head_dim: request.head_dim,
+        value_dim: request.value_dim,
+        warps: shape.warps,
+        warp_tiles: shape.warp_tiles,
+        cols: shape.cols,
+        group: shape.cols.min(part.layout.block_size()),
+        stages: shape.stages,
+        score: request.score,
+        max_scores: request.max_scores && kernel == Kernel::Forward,
+        residue: part.residue.is_some(),
+        carry: part.carry,
+        clustered: false,
+        far_rows: false,
+        bias_gradient: false,
+        outputs,
+    }
+}
+
+/// The tile that should be fastest, or why the tier does not take the part.
+///
+/// # Errors
+/// What the tier lacks: the device, the type, the widths, or something it does not compute.
+pub fn choose(part: &PartRequest, kernel: Kernel) -> Result<Tile, &'static str> {
+    let element = check_tier(part)?;
+    check_output(part, kernel, element)?;
+    fastest(part, kernel, element)
+}
+
+/// The tile that should be fastest of those that fit.
+fn fastest(part: &PartRequest, kernel: Kernel, element: Element) -> Result<Tile, &'static str> {
+    let &PartRequest {
+        layout, request, ..
+    } = part;
+    let backward = kernel != Kernel::Forward;
+    let walk = kernel.walk();
+    let block = layout.block_size();
+    let (length, heads) = match walk {
+        Walk::Rows => (layout.seq_q(), layout.heads()),
+        Walk::Columns => (layout.seq_kv(), request.kv_heads),
+    };
+    let outputs = match walk {
+        Walk::Rows => Outputs::First,
+        Walk::Columns if request.head_dim + request.value_dim > 320 => Outputs::First,
+        Walk::Columns => Outputs::Both,
+    };
+    let hardware = &part.properties.hardware;
+    let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(1) as f64;
+    let shapes = match forced(kernel) {
+        Some(shape) => vec![shape],
+        None => candidates(kernel, request.head_dim.max(request.value_dim)),
+    };
+    let may_cluster = request.may_cluster(layout, walk);
+    let mut best: Option<(f64, Tile)> = None;
+    for shape in shapes {
+        let tile = shaped(&shape, part, kernel, element, outputs);
+        let bytes = tile.shared_bytes(backward);
+        // The backward kernels alternate between two stages.
+        let stages_fit = !backward || tile.stages == 2;
+        if !tile.fits(block) || !stages_fit || bytes > hardware.max_shared_memory_size {
+            continue;
+        }
+        let rows = tile.rows();
+        let grouping = Grouping::best(layout, walk, [rows, tile.cols], may_cluster);
+        let tile = Tile {
+            clustered: grouping.clustered,
+            ..tile
+        };
+        // A multiprocessor reserves 1 KB a cube; registers are enough for eight warps.
+        let cubes = (hardware.max_shared_memory_size + 1024) / (bytes + 1024);
+        let alone = cubes.min(8 / tile.warps).max(1) * tile.warps < 8;
+        let waste = length.next_multiple_of(rows) as f64 / length as f64;
+        let launched = length.div_ceil(rows) * heads * request.batch;
+        // Fewer cubes than multiprocessors leave some idle.
+        let idle = (multiprocessors / launched as f64).max(1.0);
+        let speed = shape.speed * if alone { 0.7 } else { 1.0 };
+        let cost = grouping.overhead * waste * idle / speed;
+        if best.is_none_or(|(least, _)| cost < least) {
+            best = Some((cost, tile));
+        }
+    }
+    best.map(|(_, tile)| tile)
+        .ok_or("no tile fits the shared memory of the device")
+}
+
+/// As [`choose`], for both walks of the backward pass.
+///
+/// # Errors
+/// As [`choose`].
+pub fn choose_backward(part: &PartRequest) -> Result<[Tile; 2], &'static str> {
+    let rows = choose(part, Kernel::BackwardRows)?;
+    Ok([rows, choose(part, Kernel::BackwardColumns)?])
+}
+
+/// As [`choose`], for the gradient of a given bias in either walk: it is added to by addresses, so it may be of any size.
+///
+/// # Errors
+/// As [`choose`].
+pub fn choose_bias_gradient(part: &PartRequest) -> Result<[Tile; 2], &'static str> {
+    let element = check_tier(part)?;
+    let of_walk = |kernel| -> Result<Tile, &'static str> {
+        let tile = fastest(part, kernel, element)?;
+        Ok(Tile {
+            bias_gradient: true,
+            outputs: Outputs::First,
+            ..tile
+        })
+    };
+    Ok([
+        of_walk(Kernel::BackwardRows)?,
+        of_walk(Kernel::BackwardColumns)?,
+    ])
+}

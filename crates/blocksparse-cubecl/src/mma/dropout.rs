@@ -1,0 +1,212 @@
+//! Dropout of weights: the mask of [`Dropout`](blocksparse::Dropout), made again in every step, as bits.
+//!
+//! A unit keeps a word for each 16 rows and 64 columns of its warp: bit `4 · (n mod 8) + i` is of its number `i` in the `n`-th eight of
+//! columns. The numbers of a counter belong to eight keys side by side, which several lanes hold: each lane makes those of another
+//! counter, and bits are exchanged.
+
+use cubecl::prelude::*;
+
+use super::product::pack_left;
+use super::tile::*;
+use crate::arch::sm80::*;
+use crate::shared::dropout::{
+    Compared, Mask, collect, compared_eight, keeps_one, kept_eights, nothing_compared, two_compared,
+};
+use crate::shared::walk::Four;
+
+/// Eights of columns whose bits are in one word.
+const WORD_EIGHTS: usize = 8;
+
+/// Words of 16 rows.
+fn row_words(t: Tile) -> usize {
+    t.eights().div_ceil(WORD_EIGHTS)
+}
+
+/// What the kept pairs of a step are worked out from.
+#[derive(CubeType, Clone, Copy)]
+pub struct PairPlaces {
+    /// Batch entry.
+    pub batch: u32,
+    /// Query head.
+    pub head: u32,
+    /// Where the position of the unit's first row is.
+    pub rows: u32,
+    /// Where the position of the step's first column is.
+    pub cols: u32,
+    /// The unit's lane.
+    pub lane: u32,
+}
+
+/// The bits of the unit's pairs of a step that are kept. In a walk over `columns` rows are keys.
+#[cube]
+pub fn kept_pairs(
+    mask: &Mask,
+    pairs: &PairPlaces,
+    #[comptime] columns: bool,
+    #[comptime] t: Tile,
+) -> Array<u32> {
+    let tiles = comptime!(t.warp_tiles);
+    let per_row = comptime!(row_words(t));
+    let mut kept = Array::<u32>::new(comptime!(if t.score.dropout { tiles * per_row } else { 1 }));
+    if comptime!(t.score.dropout) {
+        #[unroll]
+        for w in 0..per_row {
+            let cols = pairs.cols + comptime!((w * WORD_EIGHTS * 32) as u32);
+            let eights = comptime!(t.eights().min(WORD_EIGHTS));
+            #[unroll]
+            for m in 0..tiles {
+                let rows = pairs.rows + comptime!(m as u32 * 64);
+                kept[comptime!(m * per_row + w)] = if comptime!(t.residue) {
+                    own_bits(mask, pairs, rows, cols, eights, columns)
+                } else {
+                    shared_bits(mask, pairs, rows, cols, eights, columns)
+                };
+            }
+        }
+    }
+    kept
+}
+
+/// The bits of the unit's pairs in 16 rows and some eights of columns, whose keys are anywhere.
+#[cube]
+fn own_bits(
+    mask: &Mask,
+    pairs: &PairPlaces,
+    rows: u32,
+    cols: u32,
+    #[comptime] eights: usize,
+    #[comptime] columns: bool,
+) -> u32 {
+    let mut bits = 0u32;
+    // Not unrolled: the bits of all eights at once need many registers.
+    for n in 0..comptime!(eights as u32) {
+        let own_cols = shared_load_pair(cols + n * 32 + pairs.lane % 4 * 8);
+        #[unroll]
+        for i in 0..2usize {
+            let row = shared_load(rows + comptime!(i as u32 * ROW_PAIR * 4));
+            #[unroll]
+            for j in 0..2usize {
+                let col = own_cols.extract(j);
+                let mut query = row;
+                let mut key = col;
+                if comptime!(columns) {
+                    query = col;
+                    key = row;
+                }
+                let kept = keeps_one(mask, pairs.batch, pairs.head, query, key);
+                bits |= kept << (n * 4 + comptime!(2 * i as u32 + j as u32));
+            }
+        }
+    }
+    bits
+}
+
+/// The bits of the unit's pairs in 16 rows and some eights of columns: each lane makes a counter of every two eights, of those that it and the lanes beside it need
+/// ([`collect`]). Places of eight are positions of eight, since blocks are.
+#[cube]
+fn shared_bits(
+    mask: &Mask,
+    pairs: &PairPlaces,
+    rows: u32,
+    cols: u32,
+    #[comptime] eights: usize,
+    #[comptime] columns: bool,
+) -> u32 {
+    let ab = two_dealt(mask, pairs, rows, cols, comptime!(eights.min(4)), columns);
+    let cd = if comptime!(eights > 4) {
+        two_dealt(
+            mask,
+            pairs,
+            rows,
+            cols + 128,
+            comptime!(eights - 4),
+            columns,
+        )
+    } else {
+        nothing_compared()
+    };
+    collect(kept_eights(&ab, &cd), pairs.lane, columns)
+}
+
+/// The numbers of the counters of two or four eights of columns that are dealt to the lane, compared.
+#[cube]
+fn two_dealt(
+    mask: &Mask,
+    pairs: &PairPlaces,
+    rows: u32,
+    cols: u32,
+    #[comptime] eights: usize,
+    #[comptime] columns: bool,
+) -> Compared {
+    let a = dealt(mask, pairs, rows, cols, columns);
+    let b = if comptime!(eights > 2) {
+        dealt(mask, pairs, rows, cols + 64, columns)
+    } else {
+        nothing_compared()
+    };
+    two_compared(&a, &b)
+}
+
+/// The numbers of the counter of two eights of columns that is dealt to the lane, compared.
+#[cube]
+fn dealt(
+    mask: &Mask,
+    pairs: &PairPlaces,
+    rows: u32,
+    cols: u32,
+    #[comptime] columns: bool,
+) -> Compared {
+    let lane = pairs.lane;
+    if comptime!(columns) {
+        let key = shared_load(rows - lane / 4 * 4 + lane / 8 % 2 * comptime!(ROW_PAIR * 4));
+        let query = shared_load(cols + lane / 16 * 32 + lane % 4 * 8 + lane / 4 % 2 * 4);
+        compared_eight(mask, pairs.batch, pairs.head, query, key / 8)
+    } else {
+        let query = shared_load(rows + lane % 2 * comptime!(ROW_PAIR * 4));
+        let key = shared_load(cols + lane / 2 % 2 * 32);
+        compared_eight(mask, pairs.batch, pairs.head, query, key / 8)
+    }
+}
+
+/// Number `i` of the fours in rows of 16 `m` and the `n`-th eight, or 0 if its pair is not kept.
+#[cube]
+pub fn if_kept(
+    x: f32,
+    kept: &Array<u32>,
+    #[comptime] m: usize,
+    #[comptime] n: usize,
+    #[comptime] i: usize,
+    #[comptime] t: Tile,
+) -> f32 {
+    let word = kept[comptime!(m * row_words(t) + n / WORD_EIGHTS)];
+    let bit = comptime!(1u32 << (n % WORD_EIGHTS * 4 + i));
+    select(word & bit != 0u32, x, f32::new(0.0))
+}
+
+/// Weights as left operands, of the pairs that are kept.
+#[cube]
+pub fn pack_kept(
+    s: &Array<Vector<f32, Four>>,
+    kept: &Array<u32>,
+    #[comptime] t: Tile,
+) -> Array<Vector<u32, Four>> {
+    if comptime!(t.score.dropout) {
+        let mut weights = Array::<Vector<f32, Four>>::new(comptime!(t.warp_tiles * t.eights()));
+        #[unroll]
+        for m in 0..comptime!(t.warp_tiles) {
+            #[unroll]
+            for n in 0..comptime!(t.eights()) {
+                let at = comptime!(m * t.eights() + n);
+                let mut four = s[at];
+                #[unroll]
+                for i in 0..4usize {
+                    four.insert(i, if_kept(four.extract(i), kept, m, n, i, t));
+                }
+                weights[at] = four;
+            }
+        }
+        pack_left(&weights, t)
+    } else {
+        pack_left(s, t)
+    }
+}

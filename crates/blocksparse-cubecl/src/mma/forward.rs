@@ -1,0 +1,481 @@
+//! The forward kernel: one cube per tile of queries, one warp per 16 or 32 rows of it.
+//!
+//! ```text
+//! per step j, with two stages:                   with one stage:
+//!     wait for K(j), V(j)                            wait for K(j), start V(j)
+//!     start K(j + 1), V(j + 1)   cp.async            s = q · K(j)ᵀ
+//!     s = q · K(j)ᵀ              mma.sync            wait for V(j), start K(j + 1)
+//!     p = exp2(s − m')           registers           p = exp2(s − m')
+//!     o = a · o + p · V(j)       mma.sync            o = a · o + p · V(j)
+//! ```
+//!
+//! Biases are added to s, softcapped or scaled, before its maximum is taken; dropout takes pairs out of p once they are summed.
+//!
+//! Two cubes share a multiprocessor and fill each other's gaps. Positions of a step's columns are worked out one step
+//! before they are needed, once, and lie in shared memory.
+
+// What is known at compile time stays apart from what is not; kernels have no `is_multiple_of`.
+#![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
+
+use cubecl::prelude::*;
+
+use super::dropout::*;
+use super::gather::*;
+use super::product::*;
+use super::score::*;
+use super::tile::*;
+use crate::arch::sm80::*;
+use crate::shared::distances::TableArgs;
+use crate::shared::dropout::Mask;
+use crate::shared::score::{LOWEST_MAX, SLACK};
+use crate::shared::walk::{Four, Listing, PlanParts, Slice, batch_of, head_of};
+
+/// `q`, `k`, `v` with any strides of 16 bytes in their outer dimensions, in words; `out` `[batch, heads, seq_q, value_dim]`, also in
+/// words, and `lse` and `max_scores` `[batch, heads, seq_q]` contiguous.
+///
+/// `p = exp2(s · log2_scale − …)`; with a softcap first `s = softcap · tanh(s)`, its argument being `s · product_scale / 2 log2 e`;
+/// without one biases are added to `s · product_scale`.
+/// `lse_scale` is `log2 e / log2_scale`: from the natural logarithm back to scores. The largest score of a row is kept apart from the softmax's
+/// maximum, which follows it late.
+#[cube(launch_unchecked)]
+pub fn forward(
+    q: &[u32],
+    k: &[u32],
+    v: &[u32],
+    out: &mut [u32],
+    lse: &mut [f32],
+    max_scores: ComptimeOption<Box<[f32]>>,
+    slopes: ComptimeOption<Box<[f32]>>,
+    bias: ComptimeOption<Box<[u32]>>,
+    table: ComptimeOption<TableArgs>,
+    plan: &[u32],
+    q_strides: Strides,
+    k_strides: Strides,
+    v_strides: Strides,
+    bias_strides: BiasStrides,
+    parts: PlanParts,
+    listing: Listing,
+    slice: Slice,
+    heads_per_kv: u32,
+    log2_scale: f32,
+    lse_scale: f32,
+    softcap: f32,
+    product_scale: f32,
+    dropout: Mask,
+    dropout_factor: f32,
+    #[comptime] t: Tile,
+) {
+    let tiles = comptime!(t.warp_tiles);
+    let double = comptime!(t.stages == 2);
+    let smem: Shared<[u32]> =
+        Shared::new_aligned_slice(comptime!(t.shared_bytes(false) / 4), 128usize);
+    let base = shared_address(&smem);
+    let warp = uniform(UNIT_POS_X / 32);
+    let lane = UNIT_POS_X % 32;
+    let head = head_of(&slice) as u32;
+    let batch = batch_of(&slice) as u32;
+
+    let first_record = plan[parts.heads + batch as usize * parts.batch + head as usize] as usize;
+    let ranked = parts.order + (first_record + CUBE_POS_X as usize) * 4;
+    let tile = plan[ranked];
+    let record = ranked + 1;
+    let entry0 = parts.entries + plan[record] as usize * 2;
+    let steps = uniform(plan[record + 1]);
+    let masked = uniform(plan[record + 2]);
+
+    let slots = base + comptime!(t.slot_offset() as u32);
+    let rows = own_rows(&parts, first_record, tile, t);
+    own_positions(base, plan, rows, &listing, q_strides.len, t);
+    #[unroll]
+    for j in 0..2u32 {
+        let place = place_of_column(plan, entry0, j, steps, t);
+        store_position(slots, j, place, &listing, k_strides.len, t);
+    }
+    sync_cube();
+
+    let kv_head = head / heads_per_kv;
+    let keys = StepRows {
+        head: head_address(address::<u32>(k), &k_strides, batch, kv_head),
+        stride: k_strides.row,
+        slots,
+        target: base + comptime!(t.b1_offset(false) as u32),
+    };
+    let values = StepRows {
+        head: head_address(address::<u32>(v), &v_strides, batch, kv_head),
+        stride: v_strides.row,
+        slots,
+        target: base + comptime!(t.b2_offset(false) as u32),
+    };
+    let q_at = base + comptime!(t.a1_offset() as u32);
+    clear_beyond(q_at, comptime!(t.rows()), comptime!(t.head_dim), t);
+    clear_beyond(
+        keys.target,
+        comptime!(t.stages * t.cols),
+        comptime!(t.head_dim),
+        t,
+    );
+    copy_rows(
+        head_address(address::<u32>(q), &q_strides, batch, head),
+        q_strides.row,
+        base,
+        q_at,
+        comptime!(t.rows()),
+        comptime!(t.head_dim),
+        t,
+    );
+    if steps > 0 {
+        copy_step(&keys, 0u32, comptime!(t.head_dim), t);
+        if comptime!(double) {
+            copy_step(&values, 0u32, comptime!(t.value_dim), t);
+        }
+    }
+
+    let warp_rows = warp * comptime!(16 * t.warp_tiles as u32);
+    let first_row = warp_rows + lane / 4;
+    let first = (batch * slice.heads as u32 + head) * q_strides.len;
+    let quad = lane % 4 * 2;
+    let mut m = Array::<f32>::new(comptime!(2 * tiles));
+    let mut l = Array::<f32>::new(comptime!(2 * tiles));
+    let mut o = Array::<Vector<f32, Four>>::new(comptime!(tiles * t.value_dim / 8));
+    let tops = comptime!(if t.max_scores { 2 * tiles } else { 0 });
+    let mut top = Array::<f32>::new(comptime!(tops.max(1)));
+    #[unroll]
+    for i in 0..tops {
+        top[i] = f32::new(f32::NEG_INFINITY);
+    }
+    #[unroll]
+    for i in 0..comptime!(2 * tiles) {
+        m[i] = f32::new(LOWEST_MAX);
+        l[i] = f32::new(0.0);
+    }
+    #[unroll]
+    for i in 0..comptime!(tiles * t.value_dim / 8) {
+        o[i] = Vector::<f32, Four>::zeroed();
+    }
+    if comptime!(t.carry) {
+        // A finished part is a row of the softmax with maximum lse and sum 1, which one lane of four holds.
+        #[unroll]
+        for i in 0..comptime!(2 * tiles) {
+            let row = first_row + comptime!(i as u32 * ROW_PAIR);
+            let position = shared_load(base + row * 4);
+            if position != comptime!(NOWHERE) {
+                let at = (first + position) as usize;
+                let log = lse[at];
+                if log > f32::new(LOWEST_MAX) {
+                    m[i] = log * lse_scale;
+                    l[i] = select(lane % 4 == 0, f32::new(1.0), f32::new(0.0));
+                }
+                load_row(&out[..], &mut o, at, quad, dropout_factor, i, t);
+            }
+        }
+    }
+    wait_copies();
+    sync_cube();
+
+    let q_rows = q_at
+        + warp_rows * comptime!(t.pitch(t.head_dim) as u32)
+        + lane_rows(lane, comptime!(t.head_dim), t);
+    let k_cols =
+        base + comptime!(t.b1_offset(false) as u32) + lane_cols(lane, comptime!(t.head_dim), t);
+    let v_rows =
+        base + comptime!(t.b2_offset(false) as u32) + lane_depth(lane, comptime!(t.value_dim), t);
+    let kept = comptime!(keeps_queries(t));
+    let mut left = Array::<Vector<u32, Four>>::new(comptime!(if kept {
+        tiles * t.depth(t.head_dim)
+    } else {
+        1
+    }));
+    if comptime!(kept) {
+        load_left(q_rows, &mut left, comptime!(t.head_dim), t);
+    }
+
+    let mut slope = f32::new(0.0);
+    if comptime!(t.score.alibi) {
+        let slopes = slopes.unwrap();
+        slope = slopes[head as usize];
+    }
+    let biases = Biases {
+        slope,
+        shift: k_strides.len - q_strides.len,
+        address: bias_address(&bias, &bias_strides, batch, head, t),
+        row: bias_strides.row,
+        table: table_of_head(&table, head, t),
+    };
+    let own = base + first_row * 4;
+
+    for j in 0..steps {
+        let stage = comptime!(t.stages as u32 - 1) & j;
+        if j > 0 {
+            wait_copies();
+            sync_cube();
+        }
+        if comptime!(double) {
+            if j + 1 < steps {
+                copy_step(&keys, j + 1, comptime!(t.head_dim), t);
+                copy_step(&values, j + 1, comptime!(t.value_dim), t);
+            }
+        } else {
+            copy_step(&values, j, comptime!(t.value_dim), t);
+        }
+        let place = place_of_column(plan, entry0, j + 2, steps, t);
+        let positions = slots + slot_of(j, t);
+        let pairs = PairPlaces {
+            batch,
+            head,
+            rows: own,
+            cols: positions,
+            lane,
+        };
+        let kept_bits = kept_pairs(&dropout, &pairs, false, t);
+
+        let mut s = product(
+            q_rows,
+            &left,
+            k_cols + stage * comptime!(t.b1_bytes() as u32),
+            kept,
+            comptime!(t.head_dim),
+            t,
+        );
+        if comptime!(!double) {
+            wait_copies();
+            sync_cube();
+            if j + 1 < steps {
+                copy_step(&keys, j + 1, comptime!(t.head_dim), t);
+            }
+        }
+        if comptime!(t.score.softcap) {
+            cap(&mut s, softcap, product_scale, t);
+        }
+        if comptime!(t.score.biased()) {
+            let cols = positions + quad * 4;
+            add_biases(&mut s, &biases, product_scale, own, cols, false, t);
+            add_distances(&mut s, &table, &biases, own, cols, false, t);
+        }
+        if j < masked {
+            let entry = entry0 + (j * comptime!(t.entries() as u32 * 2)) as usize;
+            mask(&mut s, plan, parts.masks, entry, first_row, quad, t);
+        }
+        softmax(&mut s, &mut m, &mut l, &mut o, &mut top, log2_scale, t);
+        let p = pack_kept(&s, &kept_bits, t);
+        accumulate(
+            &p,
+            v_rows + stage * comptime!(t.b2_bytes() as u32),
+            &mut o,
+            comptime!(t.value_dim),
+            t,
+        );
+        store_position(slots, j + 2, place, &listing, k_strides.len, t);
+    }
+
+    #[unroll]
+    for i in 0..comptime!(2 * tiles) {
+        let sum = l[i] + shuffle_xor(l[i], 1u32);
+        let sum = sum + shuffle_xor(sum, 2u32);
+        let mut inverse = f32::new(0.0);
+        let mut log = f32::new(f32::NEG_INFINITY);
+        if sum > 0.0f32 {
+            inverse = reciprocal(sum);
+            if comptime!(t.score.dropout) {
+                inverse *= dropout_factor;
+            }
+            log = (m[i] * log2_scale + log2(sum)) * comptime!(std::f32::consts::LN_2);
+        }
+        let row = first_row + comptime!(i as u32 * ROW_PAIR);
+        let position = shared_load(base + row * 4);
+        if position != comptime!(NOWHERE) {
+            let at = (first + position) as usize;
+            #[unroll]
+            for n in 0..comptime!(t.value_dim / 8) {
+                let four = o[comptime!(i / 2 * (t.value_dim / 8) + n)];
+                let pair = NumberPair {
+                    low: four.extract(comptime!(i % 2 * 2)) * inverse,
+                    high: four.extract(comptime!(i % 2 * 2 + 1)) * inverse,
+                };
+                store_pair(out, at * comptime!(t.words(t.value_dim)), quad, &pair, n, t);
+            }
+            if lane % 4 == 0 {
+                lse[at] = log;
+            }
+        }
+    }
+    if comptime!(t.max_scores) {
+        let mut max_scores = max_scores.unwrap();
+        #[unroll]
+        for i in 0..tops {
+            let row = first_row + comptime!(i as u32 * ROW_PAIR);
+            let position = shared_load(base + row * 4);
+            if position != comptime!(NOWHERE) && lane % 4 == 0 {
+                let at = (first + position) as usize;
+                let mut most = top[i] * log2_scale * comptime!(std::f32::consts::LN_2);
+                if comptime!(t.carry) {
+                    most = larger(most, max_scores[at]);
+                }
+                max_scores[at] = most;
+            }
+        }
+    }
+}
+
+/// Whether the queries stay in registers: where there are enough.
+fn keeps_queries(t: Tile) -> bool {
+    t.warp_tiles * (t.value_dim / 2 + t.cols / 2 + t.words(t.head_dim) / 2) <= 176
+}
+
+/// What copies of keys, or of values, are made of.
+#[derive(CubeType, Clone, Copy)]
+struct StepRows {
+    /// Address of the head.
+    head: u64,
+    /// Pieces of 16 bytes between positions.
+    stride: u64,
+    /// Positions of steps.
+    slots: u32,
+    /// Where the first stage is.
+    target: u32,
+}
+
+/// Starts to copy the keys, or the values, of step `j`.
+#[cube]
+fn copy_step(rows: &StepRows, j: u32, #[comptime] dim: usize, #[comptime] t: Tile) {
+    let stage = comptime!(t.stages as u32 - 1) & j;
+    copy_rows(
+        rows.head,
+        rows.stride,
+        rows.slots + slot_of(j, t),
+        rows.target + stage * comptime!((t.cols * t.pitch(dim)) as u32),
+        comptime!(t.cols),
+        dim,
+        t,
+    );
+}
+
+/// The place of the unit's column of step `j`.
+#[cube]
+fn place_of_column(plan: &[u32], entry0: usize, j: u32, steps: u32, #[comptime] t: Tile) -> u32 {
+    let mut place = 0u32;
+    let col = UNIT_POS_X;
+    if j < steps && col < comptime!(t.cols as u32) {
+        let entry = j * comptime!(t.entries() as u32) + col / comptime!(t.group as u32);
+        place = plan[entry0 + (entry * 2) as usize] * comptime!(t.group as u32)
+            + col % comptime!(t.group as u32);
+    }
+    place
+}
+
+/// Writes the position of the unit's column of step `j` to its slot.
+#[cube]
+fn store_position(
+    slots: u32,
+    j: u32,
+    place: u32,
+    listing: &Listing,
+    len: u32,
+    #[comptime] t: Tile,
+) {
+    if UNIT_POS_X < comptime!(t.cols as u32) {
+        let target = slots + slot_of(j, t) + UNIT_POS_X * 4;
+        shared_store(target, position_at(place, listing, len, t));
+    }
+}
+
+/// One step of online softmax: scores to weights, and what was summed before rescaled.
+#[cube]
+pub fn softmax(
+    s: &mut Array<Vector<f32, Four>>,
+    m: &mut Array<f32>,
+    l: &mut Array<f32>,
+    o: &mut Array<Vector<f32, Four>>,
+    top: &mut Array<f32>,
+    log2_scale: f32,
+    #[comptime] t: Tile,
+) {
+    let eights = comptime!(t.eights());
+    let mut factors = Array::<f32>::new(comptime!(2 * t.warp_tiles));
+    let mut all = f32::new(1.0);
+    #[unroll]
+    for i in 0..comptime!(2 * t.warp_tiles) {
+        let first = comptime!(i / 2 * eights);
+        let low = comptime!(i % 2 * 2);
+        let mut x = s[first].extract(low);
+        let mut y = s[first].extract(comptime!(low + 1));
+        #[unroll]
+        for n in 1..eights {
+            let four = s[comptime!(first + n)];
+            x = larger(x, four.extract(low));
+            y = larger(y, four.extract(comptime!(low + 1)));
+        }
+        let x = larger(x, y);
+        let x = larger(x, shuffle_xor(x, 1u32));
+        let x = larger(x, shuffle_xor(x, 2u32));
+        if comptime!(t.max_scores) {
+            top[i] = larger(top[i], x);
+        }
+        let old = m[i];
+        let new = select((x - old) * log2_scale > f32::new(SLACK), x, old);
+        // Exactly 1 where the maximum stays.
+        let factor = exp2((old - new) * log2_scale);
+        m[i] = new;
+        factors[i] = factor;
+        all *= factor;
+        let shift = -new * log2_scale;
+        let mut sum0 = l[i] * factor;
+        let mut sum1 = f32::new(0.0);
+        #[unroll]
+        for n in 0..eights {
+            let mut four = s[comptime!(first + n)];
+            let e0 = exp2(multiply_add(four.extract(low), log2_scale, shift));
+            let e1 = exp2(multiply_add(
+                four.extract(comptime!(low + 1)),
+                log2_scale,
+                shift,
+            ));
+            four.insert(low, e0);
+            four.insert(comptime!(low + 1), e1);
+            s[comptime!(first + n)] = four;
+            sum0 += e0;
+            sum1 += e1;
+        }
+        l[i] = sum0 + sum1;
+    }
+    if any_differ(all, 1.0f32) != 0 {
+        #[unroll]
+        for i in 0..comptime!(t.warp_tiles) {
+            #[unroll]
+            for n in 0..comptime!(t.value_dim / 8) {
+                let at = comptime!(i * (t.value_dim / 8) + n);
+                let mut four = o[at];
+                #[unroll]
+                for c in 0..4usize {
+                    four.insert(c, four.extract(c) * factors[comptime!(2 * i + c / 2)]);
+                }
+                o[at] = four;
+            }
+        }
+    }
+}
+
+/// Reads one of the unit's rows of the output, which has the factor of dropout by now.
+#[cube]
+pub fn load_row(
+    out: &[u32],
+    o: &mut Array<Vector<f32, Four>>,
+    at: usize,
+    quad: u32,
+    dropout_factor: f32,
+    #[comptime] i: usize,
+    #[comptime] t: Tile,
+) {
+    #[unroll]
+    for n in 0..comptime!(t.value_dim / 8) {
+        let mut pair = load_pair(out, at * comptime!(t.words(t.value_dim)), quad, n, t);
+        if comptime!(t.score.dropout) {
+            pair.low /= dropout_factor;
+            pair.high /= dropout_factor;
+        }
+        let index = comptime!(i / 2 * (t.value_dim / 8) + n);
+        let mut four = o[index];
+        four.insert(comptime!(i % 2 * 2), pair.low);
+        four.insert(comptime!(i % 2 * 2 + 1), pair.high);
+        o[index] = four;
+    }
+}

@@ -1,0 +1,337 @@
+//! Launches of the `mma` tier.
+
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use super::gather::StridesLaunch;
+use super::score::BiasStridesLaunch;
+use super::tile::{Outputs, Tile};
+use super::{PIECE, backward, forward};
+use crate::arch::sm80::Element;
+use crate::args::{ScoreOptions, batch_words, buffer, listing, optional, plan_parts, plan_words};
+use crate::call::{BiasView, TensorView};
+use crate::device::plan;
+use crate::error::KernelError;
+use crate::pass::{BackwardPass, ForwardPass, Operands, Part};
+use crate::slices::Slice;
+use crate::stats::{self, Wanted};
+use crate::tensor::{check_rows, check_scale, check_table, is_u32, scales};
+use blocksparse::plan::Walk;
+
+/// Whether a launch can take these tensors, which a plan cannot know.
+///
+/// # Errors
+/// [`KernelError`] if cp.async cannot read a tensor, or the scale is not positive.
+fn check(
+    named: &[(&'static str, &TensorView)],
+    tile: Tile,
+    options: &ScoreOptions,
+) -> Result<(), KernelError> {
+    let element = tile.element;
+    for &(name, tensor) in named {
+        check_rows(name, tensor, PIECE / element.bytes())?;
+    }
+    if let Some(bias) = &options.bias {
+        let most = u64::from(u32::MAX) / 4;
+        let keys = bias.shape[3];
+        if keys as u64 > most {
+            return Err(KernelError::limit("the bias's keys", most, keys));
+        }
+    }
+    check_table(options.table_len())?;
+    match tile.score.biased() {
+        true => Ok(()),
+        false => check_scale(options.scale, options.softcap),
+    }
+}
+
+/// A tile for these tensors: most have rows whose distance in bytes has 32 bits, and copies of them take an instruction less.
+fn for_tensors(tile: Tile, named: &[(&'static str, &TensorView)]) -> Tile {
+    let far = |tensor: &TensorView| !is_u32(tensor.strides[2] * tile.element.bytes());
+    Tile {
+        far_rows: (named.iter()).any(|&(_, tensor)| tensor.shape[2] > 1 && far(tensor)),
+        ..tile
+    }
+}
+
+/// Factors of scores: to powers of two, and of products before that, where scores are softcapped or biased.
+fn factors(tile: Tile, options: &ScoreOptions) -> (f64, f64) {
+    match tile.score.biased() && !tile.score.softcap {
+        true => (std::f64::consts::LOG2_E, options.scale),
+        false => scales(options.scale, options.softcap),
+    }
+}
+
+fn bias_strides(options: &ScoreOptions, element: Element) -> BiasStridesLaunch {
+    let [batch, head, row] = options.bias_bytes(element.bytes());
+    BiasStridesLaunch::new(batch, head, row as u32)
+}
+
+fn bias<T: LaunchArg<RuntimeArg = BufferArg>>(
+    options: &ScoreOptions,
+    element: Element,
+) -> ComptimeOptionArgs<T> {
+    let handle = options.bias.as_ref().map(|bias| &bias.handle);
+    optional(handle, words(options.bias_len(), element))
+}
+
+fn strides(tensor: &TensorView, element: Element) -> StridesLaunch {
+    let [batch, head, row] = [0, 1, 2].map(|dim| match tensor.shape[dim] {
+        1 => 0,
+        _ => (tensor.strides[dim] * element.bytes() / PIECE) as u64,
+    });
+    StridesLaunch::new(batch, head, row, tensor.shape[2] as u32)
+}
+
+fn input(tensor: &TensorView, element: Element) -> BufferArg {
+    buffer(&tensor.handle, words(tensor.reach(), element))
+}
+
+/// Words of so many elements.
+fn words(elements: usize, element: Element) -> usize {
+    (elements * element.bytes()).div_ceil(4)
+}
+
+/// Checks that words can be counted in 32 bits.
+fn check_words(what: &'static str, elements: usize, element: Element) -> Result<(), KernelError> {
+    let most = u64::from(u32::MAX) * 4 / element.bytes() as u64;
+    match elements as u64 <= most {
+        true => Ok(()),
+        false => Err(KernelError::limit(what, most, elements)),
+    }
+}
+
+/// Runs the forward pass over a part into `out` and `lse`. With [`Tile::carry`] they hold the parts before.
+///
+/// # Errors
+/// As [`check`], and if the output is too large. Then nothing was launched.
+pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), KernelError> {
+    let &ForwardPass {
+        client,
+        request,
+        inputs: [q, k, v],
+        outputs,
+        options,
+        ..
+    } = pass;
+    let element = tile.element;
+    check(&pass.named(), tile, options)?;
+    let tile = for_tensors(tile, &pass.named());
+    let heads = part.layout.heads();
+    let rows = request.batch * heads * q.shape[2];
+    check_words("the elements of the output", rows * tile.value_dim, element)?;
+    let device_plan = plan(client, part.layout, tile.tiling(Walk::Rows))?;
+    let (log2_scale, product_scale) = factors(tile, options);
+    for slice in Slice::whole(request.batch, heads).cut(client) {
+        // SAFETY: a cube walks the entries that the plan has for its tile, reads positions below the lengths in the strides, writes rows below
+        // those of the queries, and the buffers have the lengths they say (see `buffer`).
+        unsafe {
+            forward::forward::launch_unchecked(
+                client,
+                slice.cubes(device_plan.tiles),
+                CubeDim::new_1d(tile.units() as u32),
+                input(q, element),
+                input(k, element),
+                input(v, element),
+                buffer(outputs.out, words(rows * tile.value_dim, element)),
+                buffer(outputs.lse, rows),
+                pass.max_scores(),
+                optional(pass.slopes.as_ref(), heads),
+                bias(options, element),
+                options.table_args(),
+                plan_words(&device_plan),
+                strides(q, element),
+                strides(k, element),
+                strides(v, element),
+                bias_strides(options, element),
+                plan_parts(&device_plan.sections, batch_words(part.layout)),
+                listing(part.residue),
+                slice.args(),
+                (heads / request.kv_heads) as u32,
+                log2_scale as f32,
+                (std::f64::consts::LOG2_E / log2_scale) as f32,
+                options.softcap.unwrap_or(1.0) as f32,
+                product_scale as f32,
+                options.mask(),
+                options.kept_factor() as f32,
+                tile,
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Runs the backward pass over a part: a walk over rows, and one over columns.
+///
+/// # Errors
+/// As [`check`], and if a gradient is too large.
+pub fn launch_backward(
+    pass: &BackwardPass,
+    part: Part,
+    tiles: [Tile; 2],
+) -> Result<(), KernelError> {
+    let wanted = wanted(part);
+    let stats = stats::make(pass, part, wanted)?;
+    for (tile, walk) in tiles.into_iter().zip([Walk::Rows, Walk::Columns]) {
+        let launches = match (walk, tile.outputs) {
+            (Walk::Columns, Outputs::First) => vec![Outputs::First, Outputs::Second],
+            (_, outputs) => vec![outputs],
+        };
+        let operands = pass.operands(walk);
+        check(&operands.named(), tile, pass.options)?;
+        let tile = for_tensors(tile, &operands.named());
+        for outputs in launches {
+            let tile = Tile { outputs, ..tile };
+            let rows = pass.request.batch * operands.heads * operands.a[0].shape[2];
+            let elements = match walk {
+                Walk::Rows => rows * tile.head_dim,
+                Walk::Columns => operands.second + rows * tile.value_dim,
+            };
+            check_words("the elements of a gradient", elements, tile.element)?;
+            let target = Target {
+                out: operands.out,
+                words: words(elements, tile.element),
+                second: words(operands.second, tile.element),
+                chunks: 1,
+                slice: Slice::whole(pass.request.batch, operands.heads),
+            };
+            launch_walk(pass, part, tile, &operands, &stats, target)?;
+        }
+    }
+    Ok(())
+}
+
+/// Adds a part's gradient of the bias, in the walk that gives each of its elements one writer: over rows, or over columns if queries share
+/// a row.
+///
+/// # Errors
+/// As [`check`].
+pub fn launch_bias_gradient(
+    pass: &BackwardPass,
+    part: Part,
+    tiles: [Tile; 2],
+    bias: &BiasView,
+    out: &Handle,
+) -> Result<(), KernelError> {
+    let (walk, tile) = match bias.shape[2] {
+        1 => (Walk::Columns, tiles[1]),
+        _ => (Walk::Rows, tiles[0]),
+    };
+    let operands = pass.operands(walk);
+    check(&operands.named(), tile, pass.options)?;
+    let tile = for_tensors(tile, &operands.named());
+    let stats = stats::make(pass, part, wanted(part))?;
+    let hardware = &pass.client.properties().hardware;
+    let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(1) as usize;
+    for slice in Slice::sharing(bias.shape, pass.request.batch, pass.layout.heads()) {
+        let tiles = part.layout.seq_q().div_ceil(tile.rows()) * slice.heads * slice.batches;
+        let target = Target {
+            out,
+            words: bias.elements(),
+            second: 0,
+            // A few cubes to each multiprocessor at least.
+            chunks: match walk {
+                Walk::Rows => (6 * multiprocessors).div_ceil(tiles).min(MOST_CHUNKS),
+                Walk::Columns => 1,
+            },
+            slice,
+        };
+        launch_walk(pass, part, tile, &operands, &stats, target)?;
+    }
+    Ok(())
+}
+
+/// Steps of a tile are not cut into more.
+const MOST_CHUNKS: usize = 32;
+
+/// What is wanted of the queries of a part.
+fn wanted(part: Part) -> Wanted {
+    Wanted {
+        pitch: part.layout.seq_q(),
+        lse_factor: std::f64::consts::LOG2_E,
+        by_class: part.residue.is_some(),
+    }
+}
+
+/// What a walk writes, for which batch entries and heads.
+#[derive(Clone, Copy)]
+struct Target<'a> {
+    out: &'a Handle,
+    /// Words there are,
+    words: usize,
+    /// and those before dV.
+    second: usize,
+    /// Cubes that share a tile's steps.
+    chunks: usize,
+    slice: Slice,
+}
+
+/// A walk over a part, from the [`wanted`] stats of its queries.
+fn launch_walk(
+    pass: &BackwardPass,
+    part: Part,
+    tile: Tile,
+    operands: &Operands,
+    stats: &Handle,
+    target: Target,
+) -> Result<(), KernelError> {
+    let &BackwardPass {
+        client,
+        request,
+        options,
+        ..
+    } = pass;
+    let &Operands {
+        walk,
+        a: [a1, a2],
+        b: [b1, b2],
+        ..
+    } = operands;
+    let element = tile.element;
+    let heads = part.layout.heads();
+    let pitch = wanted(part).pitch;
+    let device_plan = plan(client, part.layout, tile.tiling(walk))?;
+    let (log2_scale, product_scale) = factors(tile, options);
+    let slopes = if tile.score.alibi { heads } else { 0 };
+    let stats_len = request.batch * heads * pitch * 2 + slopes;
+    for slice in target.slice.cut(client) {
+        // SAFETY: as for the forward pass; the stats have the slopes behind their rows.
+        unsafe {
+            backward::backward::launch_unchecked(
+                client,
+                slice.cubes(device_plan.tiles * target.chunks),
+                CubeDim::new_1d(tile.units() as u32),
+                input(a1, element),
+                input(a2, element),
+                input(b1, element),
+                input(b2, element),
+                buffer(stats, stats_len),
+                bias(options, element),
+                options.table_args(),
+                buffer(target.out, target.words),
+                plan_words(&device_plan),
+                strides(a1, element),
+                strides(a2, element),
+                strides(b1, element),
+                strides(b2, element),
+                bias_strides(options, element),
+                plan_parts(&device_plan.sections, batch_words(part.layout)),
+                listing(part.residue),
+                slice.args(),
+                pitch as u32,
+                (heads / request.kv_heads) as u32,
+                target.second as u32,
+                target.chunks as u32,
+                options.scale as f32,
+                log2_scale as f32,
+                options.softcap.unwrap_or(1.0) as f32,
+                product_scale as f32,
+                options.mask(),
+                options.kept_factor() as f32,
+                walk,
+                tile,
+            );
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,32 @@
+//! The `mma` tier: mma.sync, ldmatrix and cp.async, on NVIDIA GPUs of compute capability 8.0 and up; bf16, f16, and f32 through tf32
+//! where that is asked for.
+//!
+//! It takes what the `hopper` tier does not: other GPUs, other widths, classes of unequal lengths. Rows are
+//! gathered one by one, in pieces of 16 bytes, so nothing is required of blocks and listings; keys and values lie in
+//! shared memory with their rows an odd number of pieces apart. Scores and weights stay in registers.
+
+pub(super) mod backward;
+pub(super) mod backward_loads;
+mod bias_gradient;
+mod choose;
+mod dropout;
+pub(super) mod forward;
+pub(super) mod gather;
+mod launch;
+pub(super) mod product;
+mod score;
+pub(super) mod tile;
+
+use super::call::Kernel;
+
+pub use choose::{choose, choose_backward, choose_bias_gradient};
+pub use launch::{launch_backward, launch_bias_gradient, launch_forward};
+pub use tile::Tile;
+
+/// cp.async copies 16 bytes from and to multiples of 16 bytes.
+const PIECE: usize = 16;
+
+/// A tile as plans print it.
+pub fn describe(tile: Tile, kernel: Kernel) -> impl std::fmt::Display {
+    tile::Described(tile, kernel)
+}

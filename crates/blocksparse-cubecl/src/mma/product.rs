@@ -1,0 +1,198 @@
+//! The two products.
+
+use cubecl::prelude::*;
+
+use super::tile::*;
+use crate::arch::sm80::*;
+use crate::shared::walk::Four;
+
+/// Where a lane's row of the four matrices of a left operand is.
+#[cube]
+pub fn lane_rows(lane: u32, #[comptime] dim: usize, #[comptime] t: Tile) -> u32 {
+    lane % 16 * comptime!(t.pitch(dim) as u32) + lane / 16 * 16
+}
+
+/// Where a lane's row of the four matrices of a right operand is.
+#[cube]
+pub fn lane_cols(lane: u32, #[comptime] dim: usize, #[comptime] t: Tile) -> u32 {
+    (lane % 8 + lane / 16 * 8) * comptime!(t.pitch(dim) as u32) + lane / 8 % 2 * 16
+}
+
+/// Where a lane begins to read the right operand of [`accumulate`]: rows of matrices to be transposed, or numbers.
+#[cube]
+pub fn lane_depth(lane: u32, #[comptime] dim: usize, #[comptime] t: Tile) -> u32 {
+    let mut start = lane_rows(lane, dim, t);
+    if comptime!(t.element == Element::Tf32) {
+        start = lane % 4 * comptime!(2 * t.pitch(dim) as u32) + lane / 4 * 4;
+    }
+    start
+}
+
+/// Left operands of a warp's rows, from shared memory.
+#[cube]
+pub fn load_left(
+    a: u32,
+    left: &mut Array<Vector<u32, Four>>,
+    #[comptime] dim: usize,
+    #[comptime] t: Tile,
+) {
+    let depth = comptime!(t.depth(dim));
+    #[unroll]
+    for k in 0..depth {
+        #[unroll]
+        for m in 0..comptime!(t.warp_tiles) {
+            let rows = load_matrices(a, comptime!(m * 16 * t.pitch(dim) + k * 32));
+            left[comptime!(m * depth + k)] = operand(rows, t.element);
+        }
+    }
+}
+
+/// `a · bᵀ`: a warp's rows, in registers if `kept`, with the columns of a step.
+#[cube]
+pub fn product(
+    a: u32,
+    left: &Array<Vector<u32, Four>>,
+    b: u32,
+    #[comptime] kept: bool,
+    #[comptime] dim: usize,
+    #[comptime] t: Tile,
+) -> Array<Vector<f32, Four>> {
+    let eights = comptime!(t.eights());
+    let depth = comptime!(t.depth(dim));
+    let mut s = Array::<Vector<f32, Four>>::new(comptime!(t.warp_tiles * eights));
+    #[unroll]
+    for i in 0..comptime!(t.warp_tiles * eights) {
+        s[i] = Vector::<f32, Four>::zeroed();
+    }
+    #[unroll]
+    for k in 0..depth {
+        let mut rows = Array::<Vector<u32, Four>>::new(comptime!(t.warp_tiles));
+        #[unroll]
+        for m in 0..comptime!(t.warp_tiles) {
+            if comptime!(kept) {
+                rows[m] = left[comptime!(m * depth + k)];
+            } else {
+                let loaded = load_matrices(a, comptime!(m * 16 * t.pitch(dim) + k * 32));
+                rows[m] = operand(loaded, t.element);
+            }
+        }
+        #[unroll]
+        for n in 0..comptime!(eights / 2) {
+            let right = load_matrices(b, comptime!(n * 16 * t.pitch(dim) + k * 32));
+            let right = operand(right, t.element);
+            #[unroll]
+            for m in 0..comptime!(t.warp_tiles) {
+                let at = comptime!(m * eights + 2 * n);
+                s[at] = multiply(
+                    rows[m],
+                    right.extract(0usize),
+                    right.extract(1usize),
+                    s[at],
+                    t.element,
+                );
+                let at = comptime!(at + 1);
+                s[at] = multiply(
+                    rows[m],
+                    right.extract(2usize),
+                    right.extract(3usize),
+                    s[at],
+                    t.element,
+                );
+            }
+        }
+    }
+    s
+}
+
+/// `o += p · b`: left operands in registers, the rows of a step in shared memory.
+///
+/// In tf32 a lane's columns of p are two neighbours where mma.sync wants the first and the second half of eight; so it gets
+/// the rows of b in that order, too.
+#[cube]
+pub fn accumulate(
+    p: &Array<Vector<u32, Four>>,
+    b: u32,
+    o: &mut Array<Vector<f32, Four>>,
+    #[comptime] dim: usize,
+    #[comptime] t: Tile,
+) {
+    let depth = comptime!(t.depth(t.cols));
+    let eights = comptime!(dim / 8);
+    #[unroll]
+    for k in 0..depth {
+        #[unroll]
+        for n in 0..comptime!(eights.div_ceil(2)) {
+            let mut right = Vector::<u32, Four>::zeroed();
+            if comptime!(t.element == Element::Tf32) {
+                #[unroll]
+                for i in 0..4usize {
+                    let offset =
+                        comptime!(((8 * k + i % 2) * t.pitch(dim) + (2 * n + i / 2) * 32) as u32);
+                    right.insert(i, round(shared_load(b + offset)));
+                }
+            } else {
+                right = load_transposes(b, comptime!(k * 16 * t.pitch(dim) + n * 32));
+            }
+            #[unroll]
+            for m in 0..comptime!(t.warp_tiles) {
+                let at = comptime!(m * eights + 2 * n);
+                let left = p[comptime!(m * depth + k)];
+                o[at] = multiply(
+                    left,
+                    right.extract(0usize),
+                    right.extract(1usize),
+                    o[at],
+                    t.element,
+                );
+                // Widths that are no multiple of 16 end with a single eight.
+                if comptime!(2 * n + 1 < eights) {
+                    let at = comptime!(at + 1);
+                    o[at] = multiply(
+                        left,
+                        right.extract(2usize),
+                        right.extract(3usize),
+                        o[at],
+                        t.element,
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// Weights as left operands: the sums of one product lie as another's operand does.
+#[cube]
+pub fn pack_left(s: &Array<Vector<f32, Four>>, #[comptime] t: Tile) -> Array<Vector<u32, Four>> {
+    let depth = comptime!(t.depth(t.cols));
+    let mut p = Array::<Vector<u32, Four>>::new(comptime!(t.warp_tiles * depth));
+    #[unroll]
+    for m in 0..comptime!(t.warp_tiles) {
+        #[unroll]
+        for k in 0..depth {
+            let mut four = Vector::<u32, Four>::zeroed();
+            if comptime!(t.element == Element::Tf32) {
+                let own = s[comptime!(m * depth + k)];
+                #[unroll]
+                for i in 0..4usize {
+                    four.insert(i, round(bits_of(own.extract(comptime!(i % 2 * 2 + i / 2)))));
+                }
+            } else {
+                #[unroll]
+                for i in 0..2usize {
+                    let pair = s[comptime!(m * t.eights() + 2 * k + i)];
+                    let half = comptime!(t.element.half());
+                    four.insert(
+                        comptime!(2 * i),
+                        pack(pair.extract(0usize), pair.extract(1usize), half),
+                    );
+                    four.insert(
+                        comptime!(2 * i + 1),
+                        pack(pair.extract(2usize), pair.extract(3usize), half),
+                    );
+                }
+            }
+            p[comptime!(m * depth + k)] = four;
+        }
+    }
+    p
+}

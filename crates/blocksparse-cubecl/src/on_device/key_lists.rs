@@ -1,0 +1,461 @@
+//! Lists of single keys that queries have: each key once, and the same by keys: the queries that listed any of 32 neighbouring keys, with a bit for each.
+//!
+//! ```text
+//! unique     lists as they are given  -> the keys that a query may see, each once, ascending, and −1 behind the last
+//! bits       such lists               -> a bit for each query and key
+//! count      bits                     -> how many queries of a part listed a key of each 32
+//! starts_of  the parts' counts        -> where the queries of each 32 begin, in tiles; the 32 of each tile
+//! fill       both                     -> the query at each place, and its bits
+//! ```
+//!
+//! Every number has one writer, so the same lists give the same places.
+
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use super::cubes;
+use super::query_lists::{LIST_UNITS, Parts, PartsLaunch, check_units, starts_of, within};
+use crate::args::buffer;
+use crate::error::KernelError;
+
+/// Keys that share a word of bits.
+pub const KEYS_OF_WORD: usize = 32;
+
+/// Words of a unit where lists are sorted, and entries that are in shared memory at a time.
+const OWN_WORDS: usize = 8;
+const ENTRIES: usize = 512;
+
+/// Parts of all queries, and words that a cube counts: neighbouring words are read together.
+const PARTS: usize = 32;
+const CUBE_WORDS: usize = 8;
+
+/// Sizes of the lists of single keys of a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct KeyListSizes {
+    /// Batch entries times heads that have lists.
+    pub lists: usize,
+    /// Queries of each.
+    pub seq_q: usize,
+    /// Keys that there are.
+    pub seq_kv: usize,
+    /// Keys of a list, at most.
+    pub most: usize,
+}
+
+impl KeyListSizes {
+    /// Of lists, queries and keys, and numbers of a list.
+    pub fn new(lists: usize, [seq_q, seq_kv]: [usize; 2], most: usize) -> Self {
+        Self {
+            lists,
+            seq_q,
+            seq_kv,
+            most,
+        }
+    }
+
+    fn numbers(&self) -> usize {
+        self.lists * self.seq_q * self.most
+    }
+
+    fn words(&self) -> usize {
+        self.seq_kv.div_ceil(KEYS_OF_WORD)
+    }
+
+    /// Numbers of the largest buffer, with so many places of each list.
+    pub fn largest(&self, places: usize) -> usize {
+        let rows = self.lists * self.seq_q;
+        (rows * self.most.max(self.words())).max(self.lists * places)
+    }
+}
+
+/// Lists `[lists, seq_q, most]`, i32, of keys in any order, negative for none: the keys that there are, each once, ascending, and −1 behind the last. With
+/// `causal` a query has no keys behind its own position; the last query sits at the last key.
+///
+/// # Errors
+/// [`KernelError`] if the numbers are more than 32 bits count, or the device's cubes are too small.
+pub fn unique_keys(
+    client: &Client,
+    sizes: &KeyListSizes,
+    given: &Handle,
+    causal: bool,
+    unique: &Handle,
+) -> Result<(), KernelError> {
+    check_units(client)?;
+    within("the keys of lists", sizes.numbers())?;
+    let rows = sizes.lists * sizes.seq_q;
+    // SAFETY: a cube reads and writes the list of its row; cubes beyond the last have rows of no numbers.
+    unsafe {
+        unique::launch_unchecked(
+            client,
+            cubes(client, rows),
+            CubeDim::new_1d(LIST_UNITS as u32),
+            AddressType::U32,
+            buffer(given, sizes.numbers()),
+            buffer(unique, sizes.numbers()),
+            RowsOfKeysLaunch::new(rows, sizes.seq_q, sizes.seq_kv, sizes.most),
+            u32::from(causal),
+        );
+    }
+    Ok(())
+}
+
+/// Lists by keys, i32 and u32.
+#[derive(Clone, Debug)]
+pub struct ListsByKeys {
+    /// The query at each place, `[lists, tiles · tile]`, −1 for none: those that listed any of 32 keys are neighbours, ascending, from the first place of a
+    /// tile on.
+    pub queries: Handle,
+    /// Which of the 32 it listed, `[lists, tiles · tile]`.
+    pub masks: Handle,
+    /// The 32 of each tile, `[lists, tiles]`, rising; −1 for none, and those last.
+    pub tile_blocks: Handle,
+}
+
+/// Some neighbouring queries of every list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Queries {
+    /// The first.
+    pub first: usize,
+    /// How many.
+    pub count: usize,
+}
+
+/// Which keys each query of [`unique_keys`]'s lists has, a bit each: u32 `[lists, seq_q, seq_kv / 32]`, rounded up.
+///
+/// # Errors
+/// As [`unique_keys`].
+pub fn pair_bits(
+    client: &Client,
+    sizes: &KeyListSizes,
+    unique: &Handle,
+) -> Result<Handle, KernelError> {
+    let all = Queries {
+        first: 0,
+        count: sizes.seq_q,
+    };
+    row_bits(client, sizes, unique, all)
+}
+
+/// As [`pair_bits`], of some queries.
+pub(super) fn row_bits(
+    client: &Client,
+    sizes: &KeyListSizes,
+    unique: &Handle,
+    queries: Queries,
+) -> Result<Handle, KernelError> {
+    check_units(client)?;
+    within("the keys of lists", sizes.numbers())?;
+    let (words, rows) = (sizes.words(), sizes.lists * queries.count);
+    within("the bits of lists", rows * words)?;
+    let made = client.empty((rows * words).max(1) * size_of::<u32>());
+    // SAFETY: a cube reads the list of its row and writes its bits; cubes beyond the last have rows of no numbers.
+    unsafe {
+        bits::launch_unchecked(
+            client,
+            cubes(client, rows),
+            CubeDim::new_1d(LIST_UNITS as u32),
+            AddressType::U32,
+            buffer(unique, sizes.numbers()),
+            buffer(&made, rows * words),
+            RowsOfKeysLaunch::new(rows, queries.count, sizes.seq_kv, sizes.most),
+            words,
+            queries.first,
+            sizes.seq_q,
+        );
+    }
+    Ok(made)
+}
+
+/// The lists of [`unique_keys`] by keys, in `tiles` tiles of `tile` places, which have room for them.
+///
+/// # Errors
+/// As [`unique_keys`].
+pub fn lists_by_keys(
+    client: &Client,
+    sizes: &KeyListSizes,
+    unique: &Handle,
+    [tiles, tile]: [usize; 2],
+) -> Result<ListsByKeys, KernelError> {
+    check_units(client)?;
+    within("the bits and places of lists", sizes.largest(tiles * tile))?;
+    let (lists, words, rows) = (sizes.lists, sizes.words(), sizes.lists * sizes.seq_q);
+    let made = |len: usize| client.empty(len.max(1) * size_of::<u32>());
+    let places = lists * tiles * tile;
+    let (counts, starts) = (made(lists * PARTS * words), made(lists * words));
+    let bits = pair_bits(client, sizes, unique)?;
+    let by_keys = ListsByKeys {
+        queries: made(places),
+        masks: made(places),
+        tile_blocks: made(lists * tiles),
+    };
+    let dim = CubeDim::new_1d(LIST_UNITS as u32);
+    let address = AddressType::U32;
+    let shape = || {
+        PartsLaunch::new(
+            lists,
+            sizes.seq_q,
+            words,
+            tile,
+            tiles,
+            sizes.seq_q.div_ceil(PARTS),
+            PARTS,
+        )
+    };
+    let by_words = || cubes(client, lists * words.div_ceil(CUBE_WORDS));
+    // SAFETY: a unit writes what belongs to its part of queries and its word; places are below `tiles · tile` or are left out.
+    unsafe {
+        count::launch_unchecked(
+            client,
+            by_words(),
+            dim,
+            address,
+            buffer(&bits, rows * words),
+            buffer(&counts, lists * PARTS * words),
+            shape(),
+        );
+        starts_of::launch_unchecked(
+            client,
+            cubes(client, lists),
+            dim,
+            address,
+            buffer(&counts, lists * PARTS * words),
+            buffer(&starts, lists * words),
+            buffer(&by_keys.tile_blocks, lists * tiles),
+            shape(),
+        );
+        fill::launch_unchecked(
+            client,
+            by_words(),
+            dim,
+            address,
+            buffer(&bits, rows * words),
+            buffer(&counts, lists * PARTS * words),
+            buffer(&starts, lists * words),
+            buffer(&by_keys.queries, places),
+            buffer(&by_keys.masks, places),
+            shape(),
+        );
+    }
+    Ok(by_keys)
+}
+
+/// Rows of lists.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct RowsOfKeys {
+    /// Of all lists.
+    count: usize,
+    /// Of a list.
+    queries: usize,
+    keys: usize,
+    most: usize,
+}
+
+/// A cube has a row; a unit has neighbouring words of its bits, and looks at all entries for its own.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn unique(given: &[i32], unique: &mut [i32], of: RowsOfKeys, causal: u32) {
+    // Every unit of a cube meets every barrier; a cube beyond the last row has none of its numbers.
+    let is_row = CUBE_POS < of.count;
+    let row = CUBE_POS.min(of.count - 1);
+    let most = select(is_row, of.most, 0usize);
+    let own = row * of.most;
+    let unit = UNIT_POS as usize;
+    let mut seen = of.keys as i32;
+    if causal != 0u32 {
+        let position = (row % of.queries) as i32 + of.keys as i32 - of.queries as i32;
+        seen = min(seen, max(position + 1i32, 0i32));
+    }
+    let mut entries = Shared::<[i32]>::new_slice(comptime!(ENTRIES));
+    let mut bits = Shared::<[u32]>::new_slice(comptime!(LIST_UNITS * OWN_WORDS));
+    let mut totals = Shared::<[u32]>::new_slice(comptime!(LIST_UNITS));
+    let chunk = comptime!(LIST_UNITS * OWN_WORDS * KEYS_OF_WORD);
+    let first_word = unit * comptime!(OWN_WORDS);
+    let mut written = 0usize.runtime();
+    for part in 0..of.keys.div_ceil(chunk) {
+        for word in 0..comptime!(OWN_WORDS) {
+            bits[first_word + word] = 0u32;
+        }
+        let before = (part * chunk) as i32;
+        for step in 0..most.div_ceil(comptime!(ENTRIES)) {
+            let mut at = unit;
+            while at < comptime!(ENTRIES) {
+                let entry = step * comptime!(ENTRIES) + at;
+                entries[at] = -1i32;
+                if entry < most {
+                    let key = given[own + entry];
+                    // Of other parts they are below 0, or beyond the last unit's.
+                    entries[at] = select(key < seen, key - before, -1i32);
+                }
+                at += comptime!(LIST_UNITS);
+            }
+            sync_cube();
+            for at in 0..comptime!(ENTRIES) {
+                let key = entries[at];
+                if key >= 0i32 && key as usize / comptime!(OWN_WORDS * KEYS_OF_WORD) == unit {
+                    let word = key as usize / comptime!(KEYS_OF_WORD);
+                    bits[word] |= 1u32 << (key as u32 % comptime!(KEYS_OF_WORD as u32));
+                }
+            }
+            sync_cube();
+        }
+        let mut count = 0u32.runtime();
+        for word in 0..comptime!(OWN_WORDS) {
+            count += bits[first_word + word].count_ones();
+        }
+        totals[unit] = count;
+        sync_cube();
+        let mut place = written as u32;
+        let mut all = 0u32.runtime();
+        for other in 0..comptime!(LIST_UNITS) {
+            let total = totals[other];
+            place += select(other < unit, total, 0u32);
+            all += total;
+        }
+        let mut place = place as usize;
+        for word in 0..comptime!(OWN_WORDS) {
+            let its = bits[first_word + word];
+            if its != 0u32 {
+                let first = before + ((first_word + word) * comptime!(KEYS_OF_WORD)) as i32;
+                for bit in 0..comptime!(KEYS_OF_WORD as u32) {
+                    if (its >> bit) & 1u32 != 0u32 && place < most {
+                        unique[own + place] = first + bit as i32;
+                        place += 1usize;
+                    }
+                }
+            }
+        }
+        written += all as usize;
+        sync_cube();
+    }
+    let mut at = written + unit;
+    while at < most {
+        unique[own + at] = -1i32;
+        at += comptime!(LIST_UNITS);
+    }
+}
+
+/// A cube has a row of `bits` `[rows, words]`, of queries from `first` on of the `all` that a list has. The unit of a word's first key writes the word.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn bits(unique: &[i32], bits: &mut [u32], of: RowsOfKeys, words: usize, first: usize, all: usize) {
+    let is_row = CUBE_POS < of.count;
+    let row = CUBE_POS.min(of.count - 1);
+    let listed = row / of.queries * all + first + row % of.queries;
+    let (most, room) = (
+        select(is_row, of.most, 0usize),
+        select(is_row, words, 0usize),
+    );
+    let (own, own_bits) = (listed * of.most, row * words);
+    let mut word = UNIT_POS as usize;
+    while word < room {
+        bits[own_bits + word] = 0u32;
+        word += comptime!(LIST_UNITS);
+    }
+    sync_storage();
+    let mut entry = UNIT_POS as usize;
+    while entry < most {
+        let key = unique[own + entry];
+        let word = key / comptime!(KEYS_OF_WORD as i32);
+        let mut is_first = key >= 0i32 && (word as usize) < words;
+        if is_first && entry > 0 {
+            is_first = unique[own + entry - 1] / comptime!(KEYS_OF_WORD as i32) != word;
+        }
+        if is_first {
+            let mut its = 0u32.runtime();
+            let mut at = entry;
+            let mut key = key;
+            while key >= 0i32 && key / comptime!(KEYS_OF_WORD as i32) == word {
+                its |= 1u32 << (key as u32 % comptime!(KEYS_OF_WORD as u32));
+                at += 1;
+                key = -1i32;
+                if at < most {
+                    key = unique[own + at];
+                }
+            }
+            bits[own_bits + word as usize] = its;
+        }
+        entry += comptime!(LIST_UNITS);
+    }
+}
+
+/// What a unit of [`count`] and [`fill`] has: a part of the queries and a word.
+#[derive(CubeType, Clone, Copy)]
+struct Own {
+    list: usize,
+    part: usize,
+    word: usize,
+    /// Its queries.
+    first: usize,
+    end: usize,
+}
+
+#[cube]
+fn own_part(of: &Parts) -> Own {
+    let groups = of.blocks.div_ceil(comptime!(CUBE_WORDS));
+    let is_list = CUBE_POS < of.lists * groups;
+    let at = CUBE_POS.min(of.lists * groups - 1);
+    let unit = UNIT_POS as usize;
+    let part = unit / comptime!(CUBE_WORDS);
+    let word = at % groups * comptime!(CUBE_WORDS) + unit % comptime!(CUBE_WORDS);
+    // A cube beyond the last list has a word that there is not.
+    let word = select(is_list, word, of.blocks);
+    let queries = select(word < of.blocks, of.choices, 0usize);
+    Own {
+        list: at / groups,
+        part,
+        word,
+        first: (part * of.part).min(queries),
+        end: (part * of.part + of.part).min(queries),
+    }
+}
+
+/// `counts` `[lists, parts, words]`.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn count(bits: &[u32], counts: &mut [u32], of: Parts) {
+    let own = own_part(&of);
+    let row = own.list * of.choices;
+    let mut count = 0u32.runtime();
+    for query in own.first..own.end {
+        let its = bits[(row + query) * of.blocks + own.word];
+        count += select(its != 0u32, 1u32, 0u32);
+    }
+    if own.word < of.blocks {
+        counts[(own.list * of.parts + own.part) * of.blocks + own.word] = count;
+    }
+}
+
+/// Queries and their bits at the places of a part's queries; behind the last part's, −1 up to the end of a tile.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn fill(
+    bits: &[u32],
+    counts: &[u32],
+    starts: &[u32],
+    queries: &mut [i32],
+    masks: &mut [u32],
+    of: Parts,
+) {
+    let own = own_part(&of);
+    if own.word < of.blocks {
+        let row = own.list * of.choices;
+        let room = of.tiles * of.tile;
+        let before = counts[(own.list * of.parts + own.part) * of.blocks + own.word];
+        let mut place = (starts[own.list * of.blocks + own.word] + before) as usize;
+        for query in own.first..own.end {
+            let its = bits[(row + query) * of.blocks + own.word];
+            if its != 0u32 {
+                if place < room {
+                    queries[own.list * room + place] = query as i32;
+                    masks[own.list * room + place] = its;
+                }
+                place += 1usize;
+            }
+        }
+        if own.part == of.parts - 1 {
+            let end = (place.div_ceil(of.tile) * of.tile).min(room);
+            while place < end {
+                queries[own.list * room + place] = -1i32;
+                masks[own.list * room + place] = 0u32;
+                place += 1usize;
+            }
+        }
+    }
+}

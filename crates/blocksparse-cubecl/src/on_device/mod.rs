@@ -1,0 +1,561 @@
+//! Launch plans of layouts whose blocks a tensor chooses: made on its device, in buffers whose sizes follow from the layout's sizes.
+//!
+//! The tensor becomes bits ([`bits`]), the bits become the words of a plan ([`words`]), and kernels walk it as they walk any other. Where every query
+//! chooses for itself, [`query_lists`] packs those that chose the same block. Blocks that are chosen from those of a layout on the host have its plan's
+//! entries ([`within`]), and so do those whose masks follow from positions, or from bits of pairs ([`pairs`]).
+
+mod at_once;
+pub(super) mod bits;
+mod chosen;
+pub(super) mod keep;
+mod keep_planes;
+mod key_lists;
+#[cfg(feature = "cuda-asm")]
+mod neighbours;
+#[cfg(feature = "cuda-asm")]
+mod pair_places;
+mod pairs;
+mod query_lists;
+mod tables;
+mod within;
+mod words;
+
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use super::args::buffer;
+use super::error::KernelError;
+use super::uploaded::DevicePlan;
+use at_once::Once;
+use blocksparse::internal::TALLEST;
+use blocksparse::plan::{Sections, Tiling, Walk};
+use blocksparse::{BlockLayout, DeviceChoice};
+pub use chosen::{ChoiceTensor, choose_blocks, count_blocks};
+use chosen::{offset, patterns};
+#[cfg(feature = "cuda-asm")]
+pub use key_lists::Queries;
+pub use key_lists::{KEYS_OF_WORD, KeyListSizes, ListsByKeys, lists_by_keys, unique_keys};
+#[cfg(feature = "cuda-asm")]
+pub use neighbours::{NeighbourLists, Uniting, most_of_neighbours, neighbour_lists};
+#[cfg(feature = "cuda-asm")]
+pub use pair_places::{BitsOfKeys, PairPlaces, pair_places, places_of};
+use pairs::Seen;
+pub use query_lists::{ListBuffers, ListSizes, ScoredRows, highest_blocks, list_queries};
+use tables::HeadsLaunch;
+use within::{WholeLaunch, WholeSizes};
+use words::{Cut, ExtentLaunch, PlacesLaunch};
+
+/// Units of a cube of kernels whose units work alone.
+const UNITS: u32 = 64;
+
+/// The size of everything in a plan.
+struct Room {
+    cut: Cut,
+    patterns: usize,
+    /// Tiles of a pattern.
+    tiles: usize,
+    /// Block rows of a pattern.
+    lines: usize,
+    /// Words of a block row's bits.
+    words: usize,
+    /// Entries of a pattern, at most.
+    entries: usize,
+    /// Words of the masks.
+    mask_words: usize,
+    sections: Sections,
+    len: usize,
+}
+
+impl Room {
+    fn new(layout: &BlockLayout, choice: &DeviceChoice, tiling: Tiling) -> Self {
+        let shape = layout.shape();
+        let b = shape.block_size;
+        let group = tiling.cols.min(b);
+        let cut = Cut {
+            walk: tiling.walk,
+            rows: tiling.rows,
+            per_step: tiling.cols / group,
+            group,
+            block: b,
+            causal: choice.causal,
+        };
+        let (length, lines, others) = match tiling.walk {
+            Walk::Rows => (shape.seq_q, layout.q_blocks(), layout.kv_blocks()),
+            Walk::Columns => (shape.seq_kv, layout.kv_blocks(), layout.q_blocks()),
+        };
+        let tiles = length.div_ceil(tiling.rows);
+        let most = choice.most_blocks(shape);
+        let step = cut.per_step;
+        let entries = match tiling.walk {
+            Walk::Rows => {
+                let blocks = (most * cut.height()).min(others);
+                tiles * (blocks * cut.parts()).next_multiple_of(step)
+            }
+            // A column may have all rows, but all columns together have no more blocks than all rows; a tile lower than a block has its
+            // blocks for itself.
+            Walk::Columns => {
+                let tiles_of_block = (b / tiling.rows).max(1);
+                let all = layout.q_blocks() * most * cut.parts() * tiles_of_block;
+                let by_tile = (others * cut.parts()).next_multiple_of(step);
+                (all + tiles * (step - 1)).min(tiles * by_tile)
+            }
+        };
+        let whole = layout.within().map(|whole| WholeSizes::new(whole, tiling));
+        let entries = whole.map_or(entries, |whole| entries.min(whole.entries));
+        let patterns = patterns(choice);
+        let masks = match (choice.by, whole) {
+            // Full, empty, and one for each entry.
+            (by, _) if by.has_all_blocks() => 2 + patterns * entries,
+            (_, Some(whole)) => whole.table(cut.height()),
+            (_, None) => cut.masks(),
+        };
+        let mask_words = masks * cut.rows * cut.mask_words();
+        let heads = layout.batch().unwrap_or(1) * layout.heads();
+        let mut len = 0;
+        let mut section = |words: usize| {
+            let start = len;
+            len += words;
+            start
+        };
+        let heads = section(heads);
+        let order = section(patterns * tiles * 4);
+        let records = section(patterns * tiles * 3);
+        let room = section(patterns * entries * tiling.entry_words());
+        let masks = section(mask_words);
+        let sections = Sections {
+            heads,
+            // Nothing is stored: read, and not used.
+            places: heads,
+            order,
+            rows: order,
+            tiles: records,
+            entries: room,
+            masks,
+        };
+        Self {
+            cut,
+            patterns,
+            tiles,
+            lines,
+            words: others.div_ceil(32),
+            entries,
+            mask_words,
+            sections,
+            len,
+        }
+    }
+}
+
+/// Checks that the device has room for a plan.
+///
+/// # Errors
+/// [`KernelError`] if it has not.
+pub fn check(
+    layout: &BlockLayout,
+    tiling: Tiling,
+    properties: &DeviceProperties,
+) -> Result<(), KernelError> {
+    let Some(choice) = layout.device_choice() else {
+        return Ok(());
+    };
+    let height = tiling.rows / layout.block_size();
+    if height > TALLEST {
+        let what = "the block rows of a tile of a layout that is made on the device";
+        return Err(KernelError::limit(what, TALLEST as u64, height));
+    }
+    let bytes = Room::new(layout, choice, tiling).len * size_of::<u32>();
+    let most = properties.memory.max_page_size.min(u64::from(u32::MAX) * 4);
+    match bytes as u64 <= most {
+        true => Ok(()),
+        false => Err(KernelError::limit(
+            "the bytes of a launch plan",
+            most,
+            bytes,
+        )),
+    }
+}
+
+/// The plan of a layout under a tiling, made of its bits; `whole` is that of the layout that it is chosen from, if there is one.
+///
+/// # Errors
+/// [`KernelError`] if it has more words than kernels can index.
+///
+/// # Panics
+/// If [`choose_blocks`] was not called before.
+pub fn plan(
+    client: &Client,
+    layout: &BlockLayout,
+    choice: &DeviceChoice,
+    tiling: Tiling,
+    whole: Option<&DevicePlan>,
+) -> Result<DevicePlan, KernelError> {
+    let visits = tiling.visits && layout.places().is_none();
+    assert!(
+        !(tiling.places || visits || tiling.clustered),
+        "a plan that is made on the device has neither places nor clusters, and visits where its blocks are known"
+    );
+    let bits = chosen::bits_of(client, layout, choice, tiling.walk);
+    let making = Making {
+        client,
+        layout,
+        choice,
+        tiling,
+        bits,
+        room: Room::new(layout, choice, tiling),
+    };
+    let words = client.empty(making.room.len * size_of::<u32>());
+    match layout.within().zip(whole) {
+        Some((whole, plan)) => match Seen::by(choice.by) {
+            Some(seen) => making.list_pairs(&words, whole, plan, seen),
+            None => making.list_within(&words, whole, plan),
+        },
+        None => match Once::new(client.properties(), making.room.tiles) {
+            Some(once) => making.at_once(&words, once),
+            None => {
+                making.list(&words);
+                making.tables(&words);
+            }
+        },
+    }
+    let Room {
+        len,
+        sections,
+        tiles,
+        ..
+    } = making.room;
+    // How tiles share queries is as in the plan whose entries it has.
+    let same = layout.places().and(whole);
+    let [apart, between] = same.map_or([0; 2], |whole| [whole.apart, whole.between]);
+    Ok(DevicePlan {
+        words,
+        len,
+        sections,
+        tiles,
+        apart,
+        between,
+        complete: same.is_some_and(|whole| whole.complete),
+        steps: Vec::new(),
+    })
+}
+
+/// A plan being made.
+struct Making<'a> {
+    client: &'a Client,
+    layout: &'a BlockLayout,
+    choice: &'a DeviceChoice,
+    tiling: Tiling,
+    /// Those of the walk, or positions.
+    bits: Handle,
+    room: Room,
+}
+
+impl Making<'_> {
+    fn extent(&self) -> ExtentLaunch {
+        let (layout, room) = (self.layout, &self.room);
+        let [row_len, col_len] = match self.tiling.walk {
+            Walk::Rows => [layout.seq_q(), layout.seq_kv()],
+            Walk::Columns => [layout.seq_kv(), layout.seq_q()],
+        };
+        ExtentLaunch::new(
+            room.tiles,
+            room.lines,
+            room.words,
+            row_len as i32,
+            col_len as i32,
+            offset(layout.shape()),
+            room.entries,
+        )
+    }
+
+    fn places(&self) -> PlacesLaunch {
+        let Sections {
+            heads,
+            order,
+            tiles,
+            masks,
+            entries,
+            ..
+        } = self.room.sections;
+        PlacesLaunch::new(heads, order, tiles, masks, entries)
+    }
+
+    fn bits(&self) -> BufferArg {
+        let Room {
+            patterns,
+            lines,
+            words,
+            ..
+        } = self.room;
+        buffer(&self.bits, patterns * lines * words)
+    }
+
+    /// Heads of all batch entries, and words of the masks and of those heads.
+    fn table_words(&self) -> [usize; 2] {
+        let heads = self.layout.batch().unwrap_or(1) * self.layout.heads();
+        [heads, self.room.mask_words + heads]
+    }
+
+    fn heads(&self, heads: usize) -> HeadsLaunch {
+        HeadsLaunch::new(heads, self.layout.heads(), self.choice.patterns[1])
+    }
+
+    /// All of it in one launch.
+    fn at_once(&self, words: &Handle, once: Once) {
+        let (client, cut, patterns) = (self.client, self.room.cut, self.room.patterns);
+        let [heads, tables] = self.table_words();
+        let shares = Once::shares(client.properties(), patterns, self.room.tiles);
+        // SAFETY: a cube writes what belongs to its share of the tiles of its pattern, below `patterns`, and words of the tables, where `Room` has room for them.
+        unsafe {
+            at_once::at_once::launch_unchecked(
+                client,
+                cubes(client, patterns * shares),
+                CubeDim::new_1d(once.units as u32),
+                AddressType::U32,
+                self.bits(),
+                buffer(words, self.room.len),
+                self.extent(),
+                self.places(),
+                self.heads(heads),
+                patterns,
+                shares,
+                tables,
+                cut,
+                once,
+            );
+        }
+    }
+
+    /// The tiles, their order and their entries.
+    fn list(&self, words: &Handle) {
+        let (client, cut) = (self.client, self.room.cut);
+        let all = self.room.patterns * self.room.tiles;
+        let (dim, address) = (CubeDim::new_1d(UNITS), AddressType::U32);
+        let made = || buffer(words, self.room.len);
+        // SAFETY: a unit, or a cube of offsets, writes what belongs to its tile, below `all`, or its pattern, where `Room` has room for it.
+        unsafe {
+            words::count::launch_unchecked(
+                client,
+                units(client, all),
+                dim,
+                address,
+                self.bits(),
+                made(),
+                self.extent(),
+                self.places(),
+                all,
+                cut,
+            );
+            self.order(words);
+            words::entries::launch_unchecked(
+                client,
+                units(client, all),
+                dim,
+                address,
+                self.bits(),
+                made(),
+                self.extent(),
+                self.places(),
+                all,
+                cut,
+            );
+        }
+    }
+
+    /// The first entry of each tile, and the tiles by falling work, once their entries are counted.
+    ///
+    /// # Safety
+    /// `words` has the room of the plan.
+    unsafe fn order(&self, words: &Handle) {
+        let (client, patterns) = (self.client, self.room.patterns);
+        let all = patterns * self.room.tiles;
+        let (dim, address) = (CubeDim::new_1d(UNITS), AddressType::U32);
+        let made = || buffer(words, self.room.len);
+        // SAFETY: a cube of offsets writes what belongs to its pattern, and a unit what belongs to its tile, below `all`.
+        unsafe {
+            words::offsets::launch_unchecked(
+                client,
+                cubes(client, patterns),
+                CubeDim::new_1d(words::OFFSET_UNITS as u32),
+                address,
+                made(),
+                self.extent(),
+                self.places(),
+                patterns,
+                self.room.cut.per_step,
+            );
+            words::rank::launch_unchecked(
+                client,
+                units(client, all),
+                dim,
+                address,
+                made(),
+                self.extent(),
+                self.places(),
+                all,
+            );
+        }
+    }
+
+    /// All of a plan whose blocks are chosen from those of a layout with a plan.
+    fn list_within(&self, words: &Handle, layout: &BlockLayout, whole: &DevicePlan) {
+        let (client, cut) = (self.client, self.room.cut);
+        let all = self.room.patterns * self.room.tiles;
+        let (dim, address) = (CubeDim::new_1d(UNITS), AddressType::U32);
+        let made = || buffer(words, self.room.len);
+        let given = || buffer(&whole.words, whole.len);
+        let at = whole.sections;
+        let mask_count = (whole.len - at.masks) / (cut.rows * cut.mask_words());
+        let of = || {
+            WholeLaunch::new(
+                at.heads,
+                at.tiles,
+                at.entries,
+                at.masks,
+                mask_count as u32,
+                layout.batch().unwrap_or(1) - 1,
+                layout.heads(),
+                self.choice.patterns[1],
+            )
+        };
+        let [heads, tables] = self.table_words();
+        // SAFETY: a unit writes what belongs to its tile, below `all`, or its own word of the two tables, where `Room` has room for them, and reads the
+        // records, entries and masks of the whole plan, in which patterns, tiles and masks have their places.
+        unsafe {
+            within::count::launch_unchecked(
+                client,
+                units(client, all),
+                dim,
+                address,
+                self.bits(),
+                given(),
+                made(),
+                self.extent(),
+                self.places(),
+                of(),
+                all,
+                cut,
+            );
+            self.order(words);
+            within::entries::launch_unchecked(
+                client,
+                units(client, all),
+                dim,
+                address,
+                self.bits(),
+                given(),
+                made(),
+                self.extent(),
+                self.places(),
+                of(),
+                all,
+                cut,
+            );
+            within::tables::launch_unchecked(
+                client,
+                units(client, tables),
+                dim,
+                address,
+                given(),
+                made(),
+                self.extent(),
+                self.places(),
+                self.heads(heads),
+                of(),
+                self.room.mask_words,
+                cut,
+            );
+        }
+    }
+
+    /// All of a plan that has every entry of another, with masks of its own.
+    fn list_pairs(&self, words: &Handle, layout: &BlockLayout, whole: &DevicePlan, seen: Seen) {
+        let (client, cut) = (self.client, self.room.cut);
+        let all = self.room.patterns * self.room.tiles;
+        let at = whole.sections;
+        let [heads, _] = self.table_words();
+        let (numbers, [rows, cols]) = self.numbers();
+        let most = client.properties().hardware.max_units_per_cube;
+        let units = pairs::UNITS.min(most);
+        // SAFETY: a cube writes the record, the entries and the masks of one tile, below `all`, and words of two masks and of heads, where `Room` has room for
+        // them; it reads the same of the whole plan, and numbers of its pattern.
+        unsafe {
+            pairs::of_pairs::launch_unchecked(
+                client,
+                cubes(client, all),
+                CubeDim::new_1d(units),
+                AddressType::U32,
+                buffer(&self.bits, self.room.patterns * numbers),
+                buffer(&whole.words, whole.len),
+                buffer(words, self.room.len),
+                self.extent(),
+                self.places(),
+                self.heads(heads),
+                pairs::GivenLaunch::new(
+                    at.heads,
+                    at.order,
+                    at.tiles,
+                    at.entries,
+                    at.masks,
+                    layout.batch().unwrap_or(1) - 1,
+                    rows,
+                    cols,
+                    numbers,
+                ),
+                all,
+                cut,
+                self.tiling.entry_words(),
+                seen,
+                units as usize,
+            );
+        }
+    }
+
+    /// Numbers of a pattern in the tensor that says what is seen, and the first of the rows and of the columns of the walk among them; of bits a row's words.
+    fn numbers(&self) -> (usize, [usize; 2]) {
+        let shape = self.layout.shape();
+        let turned = |[queries, keys]: [usize; 2]| match self.tiling.walk {
+            Walk::Rows => [queries, keys],
+            Walk::Columns => [keys, queries],
+        };
+        match self.choice.positions(shape) {
+            Some([numbers, keys]) => (numbers, turned([0, keys])),
+            None => {
+                let [rows, cols] = turned([shape.seq_q, shape.seq_kv]);
+                let words = cols.div_ceil(32);
+                (rows * words, [0, words])
+            }
+        }
+    }
+
+    /// The masks, and the first tile of each head.
+    fn tables(&self, words: &Handle) {
+        let (client, cut) = (self.client, self.room.cut);
+        let [heads, tables] = self.table_words();
+        // SAFETY: a unit writes its own word of the two sections.
+        unsafe {
+            tables::tables::launch_unchecked(
+                client,
+                units(client, tables),
+                CubeDim::new_1d(UNITS),
+                AddressType::U32,
+                buffer(words, self.room.len),
+                self.extent(),
+                self.places(),
+                self.heads(heads),
+                cut,
+            );
+        }
+    }
+}
+
+/// Cubes of [`UNITS`] for so many units.
+fn units(client: &Client, units: usize) -> CubeCount {
+    cubes(client, units.div_ceil(UNITS as usize))
+}
+
+/// So many cubes, or some more, over the first two dimensions of a launch: less than 2³² always fit.
+fn cubes(client: &Client, cubes: usize) -> CubeCount {
+    let (most, ..) = client.properties().hardware.max_cube_count;
+    let x = cubes.clamp(1, most as usize);
+    CubeCount::Static(x as u32, cubes.div_ceil(x).max(1) as u32, 1)
+}

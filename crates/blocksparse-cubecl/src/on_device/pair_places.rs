@@ -1,0 +1,200 @@
+//! Where records of pairs lie: those of a key are neighbours, in the order of queries.
+//!
+//! ```text
+//! bits      lists of some queries    -> a bit for each query and key
+//! turned    these                    -> the same by keys
+//! totals    bits by keys             -> pairs of each 256 keys
+//! firsts    both                     -> the pairs before each word of a key's bits
+//! ```
+//!
+//! So the place of a pair is that of its word, and the bits before its own.
+
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use super::bits::turn_pairs;
+use super::cubes;
+use super::key_lists::{KeyListSizes, Queries, row_bits};
+use super::query_lists::within;
+use crate::args::buffer;
+use crate::error::KernelError;
+
+/// Keys of a cube, and its units.
+const KEYS: usize = 256;
+
+/// Which queries listed a key.
+#[derive(Clone, Debug)]
+pub struct BitsOfKeys {
+    /// A bit for each query, u32 `[lists, seq_kv, words]`.
+    pub bits: Handle,
+    /// Words of a key.
+    pub words: usize,
+}
+
+impl BitsOfKeys {
+    /// Of bits by queries, u32 `[lists, seq_q, seq_kv / 32]`, rounded up.
+    pub fn new(client: &Client, by_rows: &Handle, lists: usize, lengths: [usize; 2]) -> Self {
+        Self {
+            bits: turn_pairs(client, by_rows, lists, lengths),
+            words: lengths[0].div_ceil(32),
+        }
+    }
+}
+
+/// Where the pairs of some queries are.
+#[derive(Clone, Debug)]
+pub struct PairPlaces {
+    /// The queries, and others.
+    pub bits: BitsOfKeys,
+    /// The first word of a key that is of these queries.
+    pub first_word: usize,
+    /// Pairs of the list before those of each word, and behind the last word those up to its end: u32 `[lists, seq_kv, words + 1]`.
+    pub firsts: Handle,
+    /// Words of a key that are of these queries.
+    pub words: usize,
+}
+
+/// The pairs of some queries of [`unique_keys`](super::unique_keys)'s lists.
+///
+/// # Errors
+/// [`KernelError`] if the numbers are more than 32 bits count, or the device's cubes are too small.
+pub fn pair_places(
+    client: &Client,
+    sizes: &KeyListSizes,
+    unique: &Handle,
+    queries: Queries,
+) -> Result<PairPlaces, KernelError> {
+    let (lists, lengths) = (sizes.lists, [queries.count, sizes.seq_kv]);
+    let by_rows = row_bits(client, sizes, unique, queries)?;
+    let bits = BitsOfKeys::new(client, &by_rows, lists, lengths);
+    let all = Queries {
+        first: 0,
+        count: queries.count,
+    };
+    places_of(client, [lists, sizes.seq_kv], bits, all)
+}
+
+/// The pairs of some queries of so many lists and keys, of which the first one's number is a multiple of 32.
+///
+/// # Errors
+/// As [`pair_places`].
+pub fn places_of(
+    client: &Client,
+    [lists, keys]: [usize; 2],
+    bits: BitsOfKeys,
+    queries: Queries,
+) -> Result<PairPlaces, KernelError> {
+    let (first_word, words) = (queries.first / 32, queries.count.div_ceil(32));
+    within("the places of pairs", lists * keys * (words + 1))?;
+    let in_bits = lists * keys * bits.words;
+    let of_keys = keys.div_ceil(KEYS);
+    let made = |len: usize| client.empty(len * size_of::<u32>());
+    let (totals, firsts) = (made(lists * of_keys), made(lists * keys * (words + 1)));
+    let shape = || ByKeysLaunch::new(lists, keys, of_keys, words, first_word, bits.words);
+    let dim = CubeDim::new_1d(KEYS as u32);
+    // SAFETY: a cube has 256 keys of a list, of which it reads the words and writes the total and the words' firsts, as far as there are any; cubes beyond the
+    // last list write nothing.
+    unsafe {
+        totals_of::launch_unchecked(
+            client,
+            cubes(client, lists * of_keys),
+            dim,
+            AddressType::U32,
+            buffer(&bits.bits, in_bits),
+            buffer(&totals, lists * of_keys),
+            shape(),
+        );
+        firsts_of::launch_unchecked(
+            client,
+            cubes(client, lists * of_keys),
+            dim,
+            AddressType::U32,
+            buffer(&bits.bits, in_bits),
+            buffer(&totals, lists * of_keys),
+            buffer(&firsts, lists * keys * (words + 1)),
+            shape(),
+        );
+    }
+    Ok(PairPlaces {
+        bits,
+        first_word,
+        firsts,
+        words,
+    })
+}
+
+/// Bits by keys.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct ByKeys {
+    lists: usize,
+    /// Keys of a list.
+    keys: usize,
+    /// Cubes of a list.
+    cubes: usize,
+    /// Words of a key that count,
+    words: usize,
+    /// the first of them, and all.
+    first_word: usize,
+    all_words: usize,
+}
+
+/// Pairs of the unit's key, 0 where there is none.
+#[cube]
+fn count_of(bits: &[i32], row: usize, is_key: bool, of: &ByKeys) -> u32 {
+    let mut count = 0u32.runtime();
+    let words = select(is_key, of.words, 0usize);
+    for word in 0..words {
+        count += (bits[row * of.all_words + of.first_word + word] as u32).count_ones();
+    }
+    count
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn totals_of(bits: &[i32], totals: &mut [u32], of: ByKeys) {
+    let unit = UNIT_POS as usize;
+    let at = CUBE_POS.min(of.lists * of.cubes - 1);
+    let key = at % of.cubes * comptime!(KEYS) + unit;
+    let row = at / of.cubes * of.keys + key;
+    let mut counts = Shared::<[u32]>::new_slice(comptime!(KEYS));
+    counts[unit] = count_of(bits, row, key < of.keys, &of);
+    sync_cube();
+    if unit == 0 && CUBE_POS < of.lists * of.cubes {
+        let mut total = 0u32.runtime();
+        for other in 0..comptime!(KEYS) {
+            total += counts[other];
+        }
+        totals[at] = total;
+    }
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn firsts_of(bits: &[i32], totals: &[u32], firsts: &mut [u32], of: ByKeys) {
+    let unit = UNIT_POS as usize;
+    let at = CUBE_POS.min(of.lists * of.cubes - 1);
+    let is_one = CUBE_POS < of.lists * of.cubes;
+    let key = at % of.cubes * comptime!(KEYS) + unit;
+    let row = at / of.cubes * of.keys + key;
+    let mut counts = Shared::<[u32]>::new_slice(comptime!(KEYS));
+    let mut befores = Shared::<[u32]>::new_slice(comptime!(KEYS));
+    counts[unit] = count_of(bits, row, key < of.keys, &of);
+    let mut before = 0u32.runtime();
+    let mut cube = unit;
+    while cube < at % of.cubes {
+        before += totals[at / of.cubes * of.cubes + cube];
+        cube += comptime!(KEYS);
+    }
+    befores[unit] = before;
+    sync_cube();
+    let mut place = 0u32.runtime();
+    for other in 0..comptime!(KEYS) {
+        place += befores[other];
+        place += select(other < unit, counts[other], 0u32);
+    }
+    if is_one && key < of.keys {
+        for word in 0..of.words {
+            firsts[row * (of.words + 1) + word] = place;
+            place += (bits[row * of.all_words + of.first_word + word] as u32).count_ones();
+        }
+        firsts[row * (of.words + 1) + of.words] = place;
+    }
+}

@@ -1,0 +1,149 @@
+//! A pass over a layout, as the tiers get it.
+
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use super::args::{Indexing, ScoreOptions, optional};
+use super::call::{Gradients, OutputGrads, Outputs, Request, TensorView};
+use blocksparse::plan::Walk;
+use blocksparse::{BlockLayout, Residue};
+
+/// A part of a layout, walked by launches of its own.
+#[derive(Clone, Copy)]
+pub struct Part<'a> {
+    /// What is walked.
+    pub layout: &'a BlockLayout,
+    /// How positions are listed; `None`: as they come.
+    pub residue: Option<Residue>,
+}
+
+/// The forward pass.
+pub struct ForwardPass<'a> {
+    pub client: &'a Client,
+    /// The call's own layout, of which parts are walked.
+    pub layout: &'a BlockLayout,
+    pub request: &'a Request,
+    /// q, k and v.
+    pub inputs: [&'a TensorView; 3],
+    pub outputs: Outputs<'a>,
+    pub options: &'a ScoreOptions,
+    /// The slopes on the device.
+    pub slopes: Option<Handle>,
+    pub indexing: Indexing,
+}
+
+impl ForwardPass<'_> {
+    /// Where each row's largest score goes, if it is asked for.
+    pub fn max_scores<T: LaunchArg<RuntimeArg = BufferArg>>(&self) -> ComptimeOptionArgs<T> {
+        let asked = self.request.max_scores;
+        optional(self.outputs.max_scores.filter(|_| asked), self.rows())
+    }
+
+    /// The inputs, as errors name them.
+    pub fn named(&self) -> [(&'static str, &TensorView); 3] {
+        let [q, k, v] = self.inputs;
+        [("q", q), ("k", k), ("v", v)]
+    }
+
+    /// Rows of queries.
+    pub fn rows(&self) -> usize {
+        self.request.batch * self.layout.heads() * self.layout.seq_q()
+    }
+}
+
+/// The backward pass.
+pub struct BackwardPass<'a> {
+    pub client: &'a Client,
+    /// The call's own layout, of which parts are walked.
+    pub layout: &'a BlockLayout,
+    pub request: &'a Request,
+    /// q, k and v.
+    pub inputs: [&'a TensorView; 3],
+    /// As the forward pass left them.
+    pub outputs: Outputs<'a>,
+    pub grads: OutputGrads<'a>,
+    pub gradients: &'a Gradients,
+    pub options: &'a ScoreOptions,
+    /// The slopes on the device.
+    pub slopes: Option<Handle>,
+    pub indexing: Indexing,
+}
+
+/// What one walk of the backward pass reads and writes.
+pub struct Operands<'a> {
+    pub walk: Walk,
+    /// Heads that it is launched for.
+    pub heads: usize,
+    /// Of the tile's own rows: q and dO, or k and v.
+    pub a: [&'a TensorView; 2],
+    /// Of the gathered rows: k and v, or q and dO.
+    pub b: [&'a TensorView; 2],
+    /// dQ, or dK and dV.
+    pub out: &'a Handle,
+    /// Elements of `out`,
+    pub elements: usize,
+    /// and those before dV.
+    pub second: usize,
+}
+
+impl<'a> Operands<'a> {
+    /// The inputs, as errors name them.
+    pub fn named(&self) -> [(&'static str, &'a TensorView); 4] {
+        let ([a1, a2], [b1, b2]) = (self.a, self.b);
+        [
+            ("q or k", a1),
+            ("v or grad_out", a2),
+            ("k or q", b1),
+            ("grad_out or v", b2),
+        ]
+    }
+}
+
+impl<'a> BackwardPass<'a> {
+    /// The inputs, as errors name them.
+    pub fn named(&self) -> [(&'static str, &'a TensorView); 4] {
+        let [q, k, v] = self.inputs;
+        [("q", q), ("k", k), ("v", v), ("grad_out", self.grads.out)]
+    }
+
+    /// Rows of queries.
+    pub fn rows(&self) -> usize {
+        self.request.batch * self.layout.heads() * self.layout.seq_q()
+    }
+
+    /// What a walk reads and writes.
+    pub fn operands(&self, walk: Walk) -> Operands<'a> {
+        let [q, k, v] = self.inputs;
+        let grad_out = self.grads.out;
+        let &Request {
+            batch,
+            kv_heads,
+            head_dim,
+            value_dim,
+            ..
+        } = self.request;
+        match walk {
+            Walk::Rows => Operands {
+                walk,
+                heads: self.layout.heads(),
+                a: [q, grad_out],
+                b: [k, v],
+                out: &self.gradients.q,
+                elements: self.rows() * head_dim,
+                second: 0,
+            },
+            Walk::Columns => {
+                let v_elements = batch * kv_heads * self.layout.seq_kv() * value_dim;
+                Operands {
+                    walk,
+                    heads: kv_heads,
+                    a: [k, v],
+                    b: [q, grad_out],
+                    out: &self.gradients.kv,
+                    elements: self.gradients.v_offset + v_elements,
+                    second: self.gradients.v_offset,
+                }
+            }
+        }
+    }
+}

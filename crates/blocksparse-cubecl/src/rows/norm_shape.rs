@@ -1,0 +1,84 @@
+//! What the passes of a norm share: how units have a row, and what a launch can have.
+
+use cubecl::ir::ElemType;
+use cubecl::prelude::*;
+
+use crate::error::KernelError;
+use crate::shared::row_tile::RowTile;
+
+/// Numbers of a row that a unit has in registers, if the device has units enough.
+pub(super) const LANE_NUMBERS: usize = 32;
+
+/// What a kernel is compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Kind {
+    /// How units share rows.
+    pub tile: RowTile,
+    /// Whether the mean is taken off.
+    pub centered: bool,
+    /// Whether a mask drops numbers of the branch.
+    pub dropout: bool,
+}
+
+/// Vector `i` of a lane: where it is in the row, or the last of the row in place of one behind it.
+#[cube]
+pub(super) fn place(lane: usize, i: usize, #[comptime] tile: RowTile) -> usize {
+    let at = lane + i * comptime!(tile.lanes);
+    if comptime!(tile.is_whole()) {
+        at
+    } else {
+        min(at, comptime!(tile.row_vectors - 1).runtime())
+    }
+}
+
+/// Whether a lane has a vector `i`.
+#[cube]
+pub(super) fn has(lane: usize, i: usize, #[comptime] tile: RowTile) -> bool {
+    comptime!(tile.is_whole()).runtime()
+        || lane + i * comptime!(tile.lanes) < comptime!(tile.row_vectors)
+}
+
+/// The sum of the numbers of a vector.
+#[cube]
+pub(super) fn sum_of<A: Float, N: Size>(vector: Vector<A, N>) -> A {
+    let mut sum = vector.extract(0usize);
+    #[unroll]
+    for c in 1..N::value() {
+        sum += vector.extract(c);
+    }
+    sum
+}
+
+/// How rows of a width are shared where a unit may have `numbers` of them, of types the widest of which is `element`.
+pub(super) fn tile_of(
+    properties: &DeviceProperties,
+    width: usize,
+    element: ElemType,
+    numbers: usize,
+) -> Result<RowTile, KernelError> {
+    let most_units = properties.hardware.max_units_per_cube;
+    let too_wide =
+        || KernelError::limit("a row's numbers", most_units * LANE_NUMBERS as u32, width);
+    let vector = RowTile::new(properties, width, element, usize::MAX)
+        .ok_or_else(too_wide)?
+        .vector;
+    let most = |numbers: usize| (numbers / vector).max(1);
+    RowTile::new(properties, width, element, most(numbers))
+        .or_else(|| RowTile::new(properties, width, element, most(LANE_NUMBERS)))
+        .ok_or_else(too_wide)
+}
+
+/// The widest of some types.
+pub(super) fn widest(elements: impl IntoIterator<Item = ElemType>) -> ElemType {
+    let widest = elements.into_iter().max_by_key(|element| element.size());
+    widest.expect("there are types")
+}
+
+/// That a launch can have so many buffers, and one more with the numbers of the call.
+pub(super) fn check_buffers(client: &Client, buffers: usize) -> Result<(), KernelError> {
+    let most = client.properties().hardware.max_bindings;
+    match buffers < most as usize {
+        true => Ok(()),
+        false => Err(KernelError::limit("buffers of a launch", most, buffers + 1)),
+    }
+}

@@ -1,0 +1,109 @@
+//! Counts of a cube in shared memory, which units add to in any order.
+//!
+//! CubeCL adds at addresses that may be of any memory, and of shared memory that is a slow way. PTX says that they are, and that one is added: for units of a warp
+//! that add to the same count it is one step.
+
+use cubecl::prelude::*;
+
+#[cfg(feature = "cuda-asm")]
+use crate::arch::ptx::shared_add;
+use crate::arch::ptx::shared_address;
+use crate::arch::ptx::shared_count;
+use crate::arch::ptx::shared_count_up_to;
+use crate::arch::ptx::shared_load;
+use crate::arch::ptx::shared_store;
+
+/// Without PTX there is one way.
+#[cfg(not(feature = "cuda-asm"))]
+mod no_ptx {
+    use super::*;
+
+    #[cube]
+    pub fn shared_address(_memory: &Shared<[u32]>) -> u32 {
+        0u32.runtime()
+    }
+
+    #[cube]
+    pub fn shared_store(_address: u32, _x: u32) {}
+
+    #[cube]
+    pub fn shared_count(_address: u32) {}
+
+    #[cube]
+    pub fn shared_add(_address: u32, _x: u32) {}
+
+    #[cube]
+    pub fn shared_count_up_to(_address: u32, _x: u32, _end: u32) {}
+
+    #[cube]
+    pub fn shared_load(address: u32) -> u32 {
+        address
+    }
+}
+#[cfg(not(feature = "cuda-asm"))]
+use no_ptx::{
+    shared_add, shared_address, shared_count, shared_count_up_to, shared_load, shared_store,
+};
+
+/// A cube's counts: in one of two kinds of shared memory.
+#[derive(CubeType)]
+pub struct Bins {
+    counts: Shared<[Atomic<u32>]>,
+    /// Where PTX finds them.
+    base: u32,
+}
+
+#[cube]
+impl Bins {
+    /// So many counts, which are not yet anything.
+    pub fn new(#[comptime] len: usize, #[comptime] ptx: bool) -> Bins {
+        let counts = Shared::<[Atomic<u32>]>::new_slice(comptime!(if ptx { 1usize } else { len }));
+        let mut base = 0u32.runtime();
+        if comptime!(ptx) {
+            let words: Shared<[u32]> = Shared::new_aligned_slice(len, 16usize);
+            base = shared_address(&words);
+        }
+        Bins { counts, base }
+    }
+
+    pub fn clear(&self, bin: usize, #[comptime] ptx: bool) {
+        if comptime!(ptx) {
+            shared_store(self.base + bin as u32 * 4u32, 0u32.runtime());
+        } else {
+            self.counts[bin].store(0u32);
+        }
+    }
+
+    /// Adds one.
+    pub fn count(&self, bin: usize, #[comptime] ptx: bool) {
+        if comptime!(ptx) {
+            shared_count(self.base + bin as u32 * 4u32);
+        } else {
+            self.counts[bin].fetch_add(1u32);
+        }
+    }
+
+    pub fn add(&self, bin: usize, x: u32, #[comptime] ptx: bool) {
+        if comptime!(ptx) {
+            shared_add(self.base + bin as u32 * 4u32, x);
+        } else {
+            self.counts[bin].fetch_add(x);
+        }
+    }
+
+    /// Adds one if `x` is at most `end`. The bin is only looked for then.
+    pub fn count_up_to(&self, bin: usize, x: u32, end: u32, #[comptime] ptx: bool) {
+        if comptime!(ptx) {
+            shared_count_up_to(self.base + bin as u32 * 4u32, x, end);
+        } else if x <= end {
+            self.counts[bin].fetch_add(1u32);
+        }
+    }
+
+    pub fn get(&self, bin: usize, #[comptime] ptx: bool) -> u32 {
+        match comptime!(ptx) {
+            true => shared_load(self.base + bin as u32 * 4u32),
+            false => self.counts[bin].load(),
+        }
+    }
+}

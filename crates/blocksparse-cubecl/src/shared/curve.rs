@@ -1,0 +1,154 @@
+//! Activations and their derivatives, number by number.
+
+use cubecl::prelude::*;
+
+#[cfg(feature = "cuda-asm")]
+use crate::arch::ptx;
+
+/// What is made of each number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ActivationKind {
+    /// The number itself.
+    None,
+    /// `x · sigmoid(1.702 x)`.
+    GeluSigmoid,
+    /// `x / 2 · (1 + tanh(√(2/π) (x + 0.044715 x³)))`.
+    GeluTanh,
+    /// `x / 2 · (1 + erf(x / √2))`.
+    GeluErf,
+    /// `max(x, 0)`.
+    Relu,
+    /// `x · sigmoid(x)`.
+    Silu,
+}
+
+/// How it is made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Curve {
+    /// What.
+    pub activation: ActivationKind,
+    /// Whether exponentials and reciprocals are the device's approximate ones: where results are rounded to half precision anyway.
+    pub fast: bool,
+}
+
+/// Slope of the sigmoid of [`ActivationKind::GeluSigmoid`].
+const GELU_SLOPE: f64 = 1.702;
+/// `2 √(2/π)`: `(1 + tanh y) / 2` is the sigmoid of `2 y`.
+const TANH_SLOPE: f64 = 1.595_769_121_605_730_7;
+/// Factor of the cube in it.
+const TANH_CUBE: f64 = 0.044_715;
+
+/// `1 / (1 + exp(−x))`, of numbers whose exponential is finite: not every device has infinite numbers.
+#[cube]
+fn sigmoid<A: Float, N: Size>(x: Vector<A, N>, #[comptime] fast: bool) -> Vector<A, N> {
+    match comptime!(fast) {
+        true => fast_sigmoid::<A, N>(x),
+        false => exact_sigmoid::<A, N>(x),
+    }
+}
+
+/// By the device's approximate instructions, each within two units of the last place of f32: the exact ones take longer than the memory.
+#[cfg(feature = "cuda-asm")]
+#[cube]
+fn fast_sigmoid<A: Float, N: Size>(x: Vector<A, N>) -> Vector<A, N> {
+    let mut result = Vector::<A, N>::empty();
+    #[unroll]
+    for c in 0..N::value() {
+        let power = f32::cast_from(x.extract(c)) * (-std::f32::consts::LOG2_E);
+        // Where the power is infinite, its reciprocal is 0.
+        let one = ptx::reciprocal(ptx::exp2(power) + 1.0);
+        result.insert(c, A::cast_from(one));
+    }
+    result
+}
+
+#[cfg(not(feature = "cuda-asm"))]
+#[cube]
+fn fast_sigmoid<A: Float, N: Size>(x: Vector<A, N>) -> Vector<A, N> {
+    exact_sigmoid::<A, N>(x)
+}
+
+#[cube]
+fn exact_sigmoid<A: Float, N: Size>(x: Vector<A, N>) -> Vector<A, N> {
+    let one = filled::<A, N>(1.0);
+    // exp(88) is still finite in f32, and 1 / exp(88) no larger than what is lost.
+    let wide = A::size_bits().comptime() == 64;
+    let most = filled::<A, N>(comptime!(if wide { 700.0 } else { 88.0 }));
+    let x = x.min(most).max(-most);
+    one / (one + (-x).exp())
+}
+
+/// A constant, which f64 gets as the sum of two in f32: literals of kernels are f32.
+#[cube]
+fn filled<A: Float, N: Size>(#[comptime] number: f64) -> Vector<A, N> {
+    let high = comptime!(number as f32);
+    let low = comptime!((number - number as f32 as f64) as f32);
+    let constant = match comptime!(low == 0.0) {
+        true => A::new(high),
+        false => A::new(high) + A::new(low),
+    };
+    Vector::<A, N>::empty().fill(constant)
+}
+
+/// The activation.
+#[cube]
+pub fn value<A: Float, N: Size>(x: Vector<A, N>, #[comptime] c: Curve) -> Vector<A, N> {
+    match comptime!(c.activation) {
+        ActivationKind::None => x,
+        ActivationKind::GeluSigmoid => x * sigmoid::<A, N>(x * filled::<A, N>(GELU_SLOPE), c.fast),
+        ActivationKind::GeluTanh => {
+            let inner = filled::<A, N>(1.0) + filled::<A, N>(TANH_CUBE) * x * x;
+            x * sigmoid::<A, N>(filled::<A, N>(TANH_SLOPE) * x * inner, c.fast)
+        }
+        ActivationKind::GeluErf => {
+            let half = filled::<A, N>(0.5);
+            let scaled = x * filled::<A, N>(std::f64::consts::FRAC_1_SQRT_2);
+            x * half * (filled::<A, N>(1.0) + scaled.erf())
+        }
+        ActivationKind::Relu => x.max(filled::<A, N>(0.0)),
+        ActivationKind::Silu => x * sigmoid::<A, N>(x, c.fast),
+    }
+}
+
+/// Its derivative.
+#[cube]
+pub fn slope<A: Float, N: Size>(x: Vector<A, N>, #[comptime] c: Curve) -> Vector<A, N> {
+    let one = filled::<A, N>(1.0);
+    match comptime!(c.activation) {
+        ActivationKind::None => one,
+        ActivationKind::GeluSigmoid => {
+            let scaled = x * filled::<A, N>(GELU_SLOPE);
+            let s = sigmoid::<A, N>(scaled, c.fast);
+            s * (one + scaled * (one - s))
+        }
+        ActivationKind::GeluTanh => {
+            // Beyond ±30 it is 0 or 1 in every type, and the cube would overflow.
+            let most = filled::<A, N>(30.0);
+            let x = x.min(most).max(-most);
+            let square = x * x;
+            let scaled = filled::<A, N>(TANH_SLOPE) * x;
+            let s = sigmoid::<A, N>(scaled * (one + filled::<A, N>(TANH_CUBE) * square), c.fast);
+            let inner = scaled * (one + filled::<A, N>(comptime!(3.0 * TANH_CUBE)) * square);
+            s * (one + inner * (one - s))
+        }
+        ActivationKind::GeluErf => {
+            let half = filled::<A, N>(0.5);
+            let scaled = x * filled::<A, N>(std::f64::consts::FRAC_1_SQRT_2);
+            // Beyond ±30 it is 0 in every type, and x² would overflow that of the exponential.
+            let most = filled::<A, N>(30.0);
+            let near = x.min(most).max(-most);
+            // 1 / √(2π)
+            let density = filled::<A, N>(0.398_942_280_401_432_7) * (-half * near * near).exp();
+            half * (one + scaled.erf()) + near * density
+        }
+        ActivationKind::Relu => {
+            let zero = filled::<A, N>(0.0);
+            select_many(x.greater_than(&zero), one, zero)
+        }
+        ActivationKind::Silu => {
+            let s = sigmoid::<A, N>(x, c.fast);
+            s * (one + x * (one - s))
+        }
+    }
+}

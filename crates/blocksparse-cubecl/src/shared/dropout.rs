@@ -1,0 +1,262 @@
+//! The generator of [`Dropout`](blocksparse::Dropout), Philox, and its comparison with the threshold, as kernels run them.
+//!
+//! Number `j` of a counter's eight has bit `j` of each of its 16 bytes, so that a few logical operations compare all of them at once, place by place, and leave
+//! the results as the bits of a byte. Tensor-core tiers compare four counters side by side, and trade bits with the lanes that share them.
+
+use cubecl::prelude::*;
+
+#[cfg(feature = "cuda-asm")]
+use crate::arch::ptx::bytes_of;
+use crate::arch::ptx::multiply_wide;
+use crate::arch::ptx::rotate;
+use crate::arch::ptx::trade;
+use blocksparse::internal::{MULTIPLIERS, ROUNDS, WEYL, last_kept};
+
+/// The generator's key, and what keeps a pair.
+#[derive(CubeType, CubeLaunch)]
+pub struct Mask {
+    /// Lower half of the seed; of one in a table, where it is there.
+    pub seed_low: u32,
+    /// Its upper half.
+    pub seed_high: u32,
+    /// The words of a table of seeds.
+    pub table: ComptimeOption<Box<[u32]>>,
+    /// The greatest number that is kept: what the first word of a counter is compared with,
+    pub last0: u32,
+    /// the second,
+    pub last1: u32,
+    /// the third
+    pub last2: u32,
+    /// and the fourth.
+    pub last3: u32,
+}
+
+/// What a kernel gets of a seed, by its halves or its place in a table, and of a threshold.
+pub fn mask_launch(
+    [low, high]: [u32; 2],
+    table: ComptimeOptionArgs<Box<[u32]>>,
+    threshold: u32,
+) -> MaskLaunch {
+    let [last0, last1, last2, last3] = last_kept(threshold);
+    MaskLaunch::new(low, high, table, last0, last1, last2, last3)
+}
+
+/// Both halves of a product.
+#[derive(CubeType, Clone, Copy)]
+struct Product {
+    high: u32,
+    low: u32,
+}
+
+#[cube]
+fn product(x: u32, #[comptime] factor: u32) -> Product {
+    let factor = u32::new(comptime!(factor as i64));
+    Product {
+        high: factor.mul_hi(x),
+        low: factor * x,
+    }
+}
+
+/// By the one instruction that makes both.
+#[cfg(feature = "cuda-asm")]
+#[cube]
+fn wide_product(x: u32, #[comptime] factor: u32) -> Product {
+    let both = multiply_wide(x, factor.runtime());
+    Product {
+        high: both.extract(1usize),
+        low: both.extract(0usize),
+    }
+}
+
+/// The generator's key.
+#[derive(CubeType, Clone, Copy)]
+struct Key {
+    low: u32,
+    high: u32,
+}
+
+#[cube]
+fn key_of(mask: &Mask) -> Key {
+    let mut low = mask.seed_low;
+    let mut high = mask.seed_high;
+    #[comptime]
+    match mask.table.as_ref() {
+        ComptimeOption::Some(table) => {
+            low = table[mask.seed_low as usize];
+            high = table[mask.seed_low as usize + 1];
+        }
+        ComptimeOption::None => {}
+    }
+    Key { low, high }
+}
+
+/// Which numbers are above the greatest that is kept, as far as the four places of a byte say: a bit for each, in that byte.
+#[derive(CubeType, Clone, Copy)]
+pub struct Compared {
+    above: u32,
+    /// And which differ from it.
+    differs: u32,
+}
+
+#[cube]
+fn compare(w0: u32, w1: u32, w2: u32, w3: u32, mask: &Mask) -> Compared {
+    // Of the lowest place first: where a higher one differs, it decides.
+    let differs0 = w0 ^ mask.last0;
+    let differs1 = w1 ^ mask.last1;
+    let differs2 = w2 ^ mask.last2;
+    let differs3 = w3 ^ mask.last3;
+    let above = decide(differs1, w1, w0 & differs0);
+    let above = decide(differs2, w2, above);
+    Compared {
+        above: decide(differs3, w3, above),
+        differs: differs0 | differs1 | differs2 | differs3,
+    }
+}
+
+/// `high` where there is a difference, elsewhere `low`.
+#[cube]
+fn decide(differs: u32, high: u32, low: u32) -> u32 {
+    low ^ (differs & (low ^ high))
+}
+
+/// Which of the numbers of a counter keep their pairs, a bit for each, from bit 0 on.
+#[cube]
+pub fn kept_eight(mask: &Mask, batch: u32, head: u32, query: u32, eight: u32) -> u32 {
+    let key = key_of(mask);
+    let mut k0 = key.low;
+    let mut k1 = key.high;
+    let mut c0 = eight;
+    let mut c1 = head;
+    let mut c2 = query;
+    let mut c3 = batch;
+    for _ in 0..comptime!(ROUNDS) {
+        let product0 = product(c0, comptime!(MULTIPLIERS[0]));
+        let product1 = product(c2, comptime!(MULTIPLIERS[1]));
+        c0 = product1.high ^ c1 ^ k0;
+        c1 = product1.low;
+        c2 = product0.high ^ c3 ^ k1;
+        c3 = product0.low;
+        k0 += u32::new(comptime!(WEYL[0] as i64));
+        k1 += u32::new(comptime!(WEYL[1] as i64));
+    }
+    kept_of(&compare(c0, c1, c2, c3, mask))
+}
+
+/// From bytes to the numbers.
+#[cube]
+fn kept_of(compared: &Compared) -> u32 {
+    // Bytes 1 and 3 get what pairs of bytes say, then the last what both do.
+    let above = decide(compared.differs, compared.above, compared.above << 8);
+    let differs = compared.differs | (compared.differs << 8);
+    (decide(differs, above, above << 16) >> 24) ^ 255
+}
+
+/// A counter's numbers compared, without loops.
+#[cfg(feature = "cuda-asm")]
+#[cube]
+pub fn compared_eight(mask: &Mask, batch: u32, head: u32, query: u32, eight: u32) -> Compared {
+    let key = key_of(mask);
+    let mut k0 = key.low;
+    let mut k1 = key.high;
+    let mut c0 = eight;
+    let mut c1 = head;
+    let mut c2 = query;
+    let mut c3 = batch;
+    #[unroll]
+    for _ in 0..comptime!(ROUNDS) {
+        let product0 = wide_product(c0, comptime!(MULTIPLIERS[0]));
+        let product1 = wide_product(c2, comptime!(MULTIPLIERS[1]));
+        c0 = product1.high ^ c1 ^ k0;
+        c1 = product1.low;
+        c2 = product0.high ^ c3 ^ k1;
+        c3 = product0.low;
+        k0 += u32::new(comptime!(WEYL[0] as i64));
+        k1 += u32::new(comptime!(WEYL[1] as i64));
+    }
+    compare(c0, c1, c2, c3, mask)
+}
+
+/// Whether a pair is kept, by a counter of which nothing else is used: 1, or else 0.
+#[cfg(feature = "cuda-asm")]
+#[cube]
+pub fn keeps_one(mask: &Mask, batch: u32, head: u32, query: u32, key: u32) -> u32 {
+    (kept_of(&compared_eight(mask, batch, head, query, key / 8)) >> (key % 8)) & 1
+}
+
+/// No counter's.
+#[cfg(feature = "cuda-asm")]
+#[cube]
+pub fn nothing_compared() -> Compared {
+    Compared {
+        above: 0u32,
+        differs: 0u32,
+    }
+}
+
+/// What two counters' bytes say: two bytes for each.
+#[cfg(feature = "cuda-asm")]
+#[cube]
+pub fn two_compared(a: &Compared, b: &Compared) -> Compared {
+    let differs = bytes_of(a.differs, b.differs, true);
+    Compared {
+        above: decide(
+            differs,
+            bytes_of(a.above, b.above, true),
+            bytes_of(a.above, b.above, false),
+        ),
+        differs: differs | bytes_of(a.differs, b.differs, false),
+    }
+}
+
+/// Which numbers of twice [two counters](two_compared) keep their pairs, a byte for each.
+#[cfg(feature = "cuda-asm")]
+#[cube]
+pub fn kept_eights(ab: &Compared, cd: &Compared) -> u32 {
+    let above = decide(
+        bytes_of(ab.differs, cd.differs, true),
+        bytes_of(ab.above, cd.above, true),
+        bytes_of(ab.above, cd.above, false),
+    );
+    above ^ u32::new(0xffff_ffffi64)
+}
+
+/// From the bits of counters that were dealt among lanes to those of a lane's own pairs. With rows `g` and `g + 8` of 16, `g = lane / 4`, and columns `8 n + 2 t`
+/// and the next, `t = lane mod 4`, of eights `n` of columns, byte `c` of a lane is of the counter with
+///
+/// ```text
+/// rows of queries     the eight of keys 2 c + t / 2, and the query of row g + 8 · (t mod 2)
+/// rows of keys        the keys of rows 8 · (g / 2 mod 2) and the seven below, and the query of column 8 · (2 c + g / 4) + 2 t + g mod 2
+/// ```
+///
+/// and becomes that of its own numbers: bit `4 n + 2 · (row of two) + column of two`. Each step swaps a bit of the lane with one of the bit's place.
+#[cfg(feature = "cuda-asm")]
+#[cube]
+pub fn collect(dealt: u32, lane: u32, #[comptime] columns: bool) -> u32 {
+    let mut bits = dealt;
+    if comptime!(columns) {
+        bits = swap(bits, lane, 16u32, 4u32, 0x0f0f_0f0fu32);
+        bits = swap(bits, lane, 8u32, 2u32, 0x3333_3333u32);
+        bits = swap(bits, lane, 4u32, 1u32, 0x5555_5555u32);
+    } else {
+        bits = swap(bits, lane, 2u32, 4u32, 0x0f0f_0f0fu32);
+        bits = swap(bits, lane, 1u32, 2u32, 0x3333_3333u32);
+    }
+    bits
+}
+
+/// Swaps bit `distance` of the lane with bit `shift` of places; those without it are `low`.
+#[cfg(feature = "cuda-asm")]
+#[cube]
+fn swap(
+    bits: u32,
+    lane: u32,
+    #[comptime] distance: u32,
+    #[comptime] shift: u32,
+    #[comptime] low: u32,
+) -> u32 {
+    let upper = lane & distance != 0u32;
+    let own = select(upper, comptime!(!low).runtime(), low.runtime());
+    let turn = select(upper, comptime!(32 - shift).runtime(), shift.runtime());
+    let other = rotate(trade(bits, distance), turn);
+    decide(own, bits, other)
+}

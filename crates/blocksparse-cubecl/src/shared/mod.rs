@@ -1,0 +1,17 @@
+//! What kernels of several tiers share.
+
+pub mod biases;
+pub mod bins;
+pub mod codec;
+pub mod curve;
+pub(crate) mod delta;
+#[cfg(feature = "cuda-asm")]
+pub mod distances;
+pub mod dropout;
+pub mod order_key;
+pub(crate) mod row_tile;
+pub mod score;
+#[cfg(feature = "cuda-asm")]
+pub mod softcap;
+pub mod unit_sums;
+pub mod walk;

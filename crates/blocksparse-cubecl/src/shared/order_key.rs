@@ -1,0 +1,23 @@
+//! Integers that order f32 numbers.
+
+use cubecl::prelude::*;
+
+/// A number that orders f32 numbers, given as bits: NaN is the lowest, −0 equals 0.
+#[cube]
+pub fn key(number: u32) -> u32 {
+    let size = number & 0x7fff_ffffu32;
+    let mut bits = number;
+    if size > 0x7f80_0000u32 {
+        bits = 0xff80_0000u32;
+    }
+    if size == 0u32 {
+        bits = 0u32;
+    }
+    select(bits >> 31u32 == 1u32, !bits, bits | 0x8000_0000u32)
+}
+
+/// The number that [`key`] made this of.
+#[cube]
+pub fn number(key: u32) -> f32 {
+    f32::reinterpret(select(key >> 31u32 == 1u32, key & 0x7fff_ffffu32, !key))
+}

@@ -1,0 +1,72 @@
+//! Dropout of weights: the mask of [`Dropout`](blocksparse::Dropout), made again wherever it is needed.
+
+use cubecl::prelude::*;
+
+use super::score::{Positions, pair_at};
+use super::tile::*;
+use crate::shared::dropout::{Mask, kept_eight};
+use blocksparse::plan::Walk;
+
+/// The factors of the unit's pairs, `[l2_normalize · 4]`: `factor` or 0.
+#[cube]
+pub fn factors<A: Float>(
+    mask: &Mask,
+    factor: A,
+    positions: &Positions,
+    batch: usize,
+    head: usize,
+    #[comptime] walk: Walk,
+    #[comptime] t: Tile,
+) -> Array<A> {
+    let rows = comptime!(t.l2_normalize);
+    let mut factors = Array::<A>::new(comptime!(rows * 4));
+    let zero = A::new(0.0);
+    let (batch, head) = (batch as u32, head as u32);
+    // Eight keys side by side have one counter, unless they are listed by residue class.
+    if comptime!(!t.residue && matches!(walk, Walk::Rows)) {
+        #[unroll]
+        for i in 0..rows {
+            let key = positions.cols[0] as u32;
+            let query = positions.rows[i] as u32;
+            let kept = kept_eight(mask, batch, head, query, key / 8) >> (key % 8);
+            #[unroll]
+            for j in 0..4usize {
+                let bit = kept & comptime!(1u32 << j) != 0;
+                factors[comptime!(4 * i + j)] = select(bit, factor, zero);
+            }
+        }
+    } else if comptime!(!t.residue && t.l2_normalize.is_multiple_of(4)) {
+        let side_by_side = comptime!(if t.l2_normalize.is_multiple_of(8) {
+            8
+        } else {
+            4
+        });
+        #[unroll]
+        for first in 0..comptime!(rows / side_by_side) {
+            #[unroll]
+            for j in 0..4usize {
+                let key = positions.rows[comptime!(side_by_side * first)] as u32;
+                let query = positions.cols[j] as u32;
+                let kept = kept_eight(mask, batch, head, query, key / 8) >> (key % 8);
+                #[unroll]
+                for i in 0..side_by_side {
+                    let bit = kept & comptime!(1u32 << i) != 0;
+                    factors[comptime!(4 * (side_by_side * first + i) + j)] =
+                        select(bit, factor, zero);
+                }
+            }
+        }
+    } else {
+        #[unroll]
+        for i in 0..rows {
+            #[unroll]
+            for j in 0..4usize {
+                let pair = pair_at(positions, i, j, walk);
+                let (query, key) = (pair.query as u32, pair.key as u32);
+                let kept = kept_eight(mask, batch, head, query, key / 8) >> (key % 8);
+                factors[comptime!(4 * i + j)] = select(kept & 1 != 0, factor, zero);
+            }
+        }
+    }
+    factors
+}

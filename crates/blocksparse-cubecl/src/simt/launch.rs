@@ -1,0 +1,276 @@
+//! Launches of the `simt` tier.
+
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use super::fused::Fused;
+use super::{Tile, backward, dq, forward, tiling};
+use crate::args::{
+    batch_words, buffer, listing, optional, plan_parts, plan_words, spread, strides_of, vectors_of,
+};
+use crate::call::BiasView;
+use crate::device::plan;
+use crate::error::KernelError;
+use crate::pass::{BackwardPass, ForwardPass, Operands, Part};
+use crate::slices::Slice;
+use blocksparse::plan::Walk;
+
+/// Runs the forward pass over a part. With [`Tile::carry`] outputs hold the parts before.
+///
+/// # Errors
+/// [`KernelError`] if the launch plan is too large; then nothing was launched.
+pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), KernelError> {
+    let &ForwardPass {
+        client,
+        layout,
+        request,
+        inputs: [q, k, v],
+        outputs,
+        options,
+        indexing,
+        ..
+    } = pass;
+    let device_plan = plan(client, part.layout, tiling(&tile, Walk::Rows))?;
+    let (heads, rows) = (layout.heads(), pass.rows());
+    let (width, accumulator) = (indexing.width, request.accumulator());
+    let weights = request.batch * indexing.weight_blocks * layout.block_size().pow(2);
+    for slice in Slice::whole(request.batch, heads).cut(client) {
+        // SAFETY: a cube walks the entries that the plan has for its tile, reads and writes positions below the lengths in the strides, and the
+        // buffers have the lengths they say (see `buffer`).
+        unsafe {
+            forward::forward::launch_unchecked(
+                client,
+                slice.cubes(device_plan.tiles),
+                CubeDim::new_1d(tile.units() as u32),
+                indexing.address,
+                width,
+                vectors_of(q, width),
+                vectors_of(k, width),
+                vectors_of(v, width),
+                buffer(outputs.out, rows * request.value_dim / width),
+                buffer(outputs.lse, rows),
+                pass.max_scores(),
+                optional(outputs.weights, weights),
+                optional(pass.slopes.as_ref(), heads),
+                options.bias(),
+                options.table(),
+                plan_words(&device_plan),
+                strides_of(q, width),
+                strides_of(k, width),
+                strides_of(v, width),
+                options.bias_strides(),
+                options.distances(0),
+                listing(part.residue),
+                plan_parts(&device_plan.sections, batch_words(layout)),
+                slice.args(),
+                heads / request.kv_heads,
+                indexing.weight_blocks,
+                InputScalar::new(options.scale, accumulator),
+                InputScalar::new(options.softcap.unwrap_or(1.0), accumulator),
+                InputScalar::new(f64::NEG_INFINITY, accumulator),
+                options.mask(),
+                options.dropout_factor(accumulator),
+                tile,
+                request.dtype,
+                accumulator,
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Runs both walks of the backward pass over a part, from the stats of all positions.
+///
+/// # Errors
+/// As [`launch_forward`].
+pub fn launch_backward(
+    pass: &BackwardPass,
+    part: Part,
+    tiles: [Tile; 2],
+    stats: &Handle,
+) -> Result<(), KernelError> {
+    for (tile, walk) in tiles.into_iter().zip([Walk::Rows, Walk::Columns]) {
+        let operands = pass.operands(walk);
+        let all = Slice::whole(pass.request.batch, operands.heads);
+        launch_walk(pass, part, tile, stats, &operands, all, None)?;
+    }
+    Ok(())
+}
+
+/// Units of a cube that finishes dQ.
+const UNITS: u32 = 256;
+
+/// Runs the fused backward pass over a part, from the stats of all positions.
+///
+/// # Errors
+/// As [`launch_forward`].
+pub fn launch_fused(
+    pass: &BackwardPass,
+    part: Part,
+    fused: Fused,
+    stats: &Handle,
+) -> Result<(), KernelError> {
+    let &BackwardPass {
+        client,
+        request,
+        gradients,
+        options,
+        indexing,
+        ..
+    } = pass;
+    let Fused { tile, groups, .. } = fused;
+    let operands = pass.operands(Walk::Columns);
+    let (rows, accumulator) = (pass.rows(), request.accumulator());
+    let fours = rows * request.head_dim.div_ceil(4);
+    let cubes = spread(client, (fours as u64).div_ceil(u64::from(UNITS)))?;
+    let sums = client.empty(groups * fours * 4 * accumulator.size());
+    let all = Slice::whole(request.batch, operands.heads);
+    let owned = GroupSums {
+        handle: &sums,
+        groups,
+        fours: groups * fours,
+    };
+    launch_walk(pass, part, tile, stats, &operands, all, Some(owned))?;
+    // SAFETY: a unit reads its four of each group's sums and writes it; the buffers have the lengths they say (see `buffer`).
+    unsafe {
+        dq::finish::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(UNITS),
+            indexing.address,
+            indexing.width,
+            buffer(&sums, groups * fours),
+            buffer(&gradients.q, rows * request.head_dim / indexing.width),
+            rows,
+            groups,
+            InputScalar::new(options.scale, accumulator),
+            request.head_dim,
+            tile.carry,
+            request.dtype,
+            accumulator,
+        );
+    }
+    Ok(())
+}
+
+/// The sums of dQ of a fused pass.
+#[derive(Clone, Copy)]
+struct GroupSums<'a> {
+    handle: &'a Handle,
+    /// Groups of tiles.
+    groups: usize,
+    /// Fours of numbers of all groups.
+    fours: usize,
+}
+
+/// Adds a part's gradient of the bias, in the walk that gives each of its elements one writer: over rows, or over columns if queries share
+/// a row.
+///
+/// # Errors
+/// As [`launch_forward`].
+pub fn launch_bias_gradient(
+    pass: &BackwardPass,
+    part: Part,
+    tiles: [Tile; 2],
+    stats: &Handle,
+    bias: &BiasView,
+) -> Result<(), KernelError> {
+    let (walk, tile) = match bias.shape[2] {
+        1 => (Walk::Columns, tiles[1]),
+        _ => (Walk::Rows, tiles[0]),
+    };
+    let tile = Tile {
+        bias_gradient: true,
+        ..tile
+    };
+    let operands = pass.operands(walk);
+    for slice in Slice::sharing(bias.shape, pass.request.batch, pass.layout.heads()) {
+        launch_walk(pass, part, tile, stats, &operands, slice, None)?;
+    }
+    Ok(())
+}
+
+/// One launch of the backward kernel, of a cube for each tile, or for each group of those that have sums of dQ.
+fn launch_walk(
+    pass: &BackwardPass,
+    part: Part,
+    tile: Tile,
+    stats: &Handle,
+    operands: &Operands,
+    slice: Slice,
+    sums: Option<GroupSums>,
+) -> Result<(), KernelError> {
+    let &BackwardPass {
+        client,
+        layout,
+        request,
+        gradients,
+        options,
+        indexing,
+        ..
+    } = pass;
+    let &Operands {
+        walk,
+        a: [a1, a2],
+        b: [b1, b2],
+        out,
+        elements,
+        ..
+    } = operands;
+    let device_plan = plan(client, part.layout, tiling(&tile, walk))?;
+    let (heads, rows) = (layout.heads(), pass.rows());
+    let (width, accumulator) = (indexing.width, request.accumulator());
+    let weights = request.batch * indexing.weight_blocks * layout.block_size().pow(2);
+    let [table_start, numbers] = options.stats_len(rows);
+    let bias_grad = gradients.bias.as_ref().filter(|_| tile.bias_gradient);
+    for slice in slice.cut(client) {
+        // SAFETY: as for the forward pass; the sums have rows of all queries for each group, and the stats have slopes and the table behind their rows.
+        unsafe {
+            backward::backward::launch_unchecked(
+                client,
+                slice.cubes(sums.map_or(device_plan.tiles, |sums| sums.groups)),
+                CubeDim::new_1d(tile.units() as u32),
+                indexing.address,
+                width,
+                vectors_of(a1, width),
+                vectors_of(a2, width),
+                vectors_of(b1, width),
+                vectors_of(b2, width),
+                buffer(stats, numbers),
+                optional(pass.outputs.weights, weights),
+                options.bias(),
+                optional(bias_grad, options.bias_len()),
+                optional(
+                    sums.map(|sums| sums.handle),
+                    sums.map_or(0, |sums| sums.fours),
+                ),
+                buffer(out, elements / width),
+                plan_words(&device_plan),
+                strides_of(a1, width),
+                strides_of(a2, width),
+                strides_of(b1, width),
+                strides_of(b2, width),
+                options.bias_strides(),
+                options.distances(table_start),
+                listing(part.residue),
+                plan_parts(&device_plan.sections, batch_words(layout)),
+                slice.args(),
+                heads,
+                heads / request.kv_heads,
+                indexing.weight_blocks,
+                gradients.v_offset / width,
+                rows * 2,
+                device_plan.tiles,
+                InputScalar::new(options.scale, accumulator),
+                InputScalar::new(options.softcap.unwrap_or(1.0), accumulator),
+                options.mask(),
+                options.dropout_factor(accumulator),
+                walk,
+                tile,
+                request.dtype,
+                accumulator,
+            );
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,94 @@
+//! Which pairs of a step are computed, and where stored weights are.
+
+use cubecl::prelude::*;
+
+use super::tile::*;
+use crate::shared::walk::*;
+use blocksparse::plan::Walk;
+
+/// The mask bits of a unit's pairs, those of row `i` and column `j` at `4i + j`; all set where a step has no mask.
+#[cube]
+pub fn mask_bits(
+    plan: &[u32],
+    parts: &PlanParts,
+    entry: usize,
+    masked: bool,
+    unit_y: usize,
+    unit_x: usize,
+    #[comptime] t: Tile,
+) -> u32 {
+    let group = comptime!(t.group);
+    let rows = comptime!(t.l2_normalize);
+    let mut bits = 0xffff_ffffu32;
+    if masked {
+        let col = unit_x * 4;
+        let mask = plan[entry + col / group * comptime!(t.entry_words()) + 1] as usize;
+        let within = col % group;
+        let word = parts.masks
+            + (mask * comptime!(t.rows) + unit_y * rows) * comptime!(t.mask_words)
+            + within / 32;
+        bits = 0u32;
+        #[unroll]
+        for i in 0..rows {
+            let row = plan[word + comptime!(i * t.mask_words)] >> (within % 32) as u32;
+            bits |= (row & 15u32) << comptime!(4 * i as u32);
+        }
+    }
+    bits
+}
+
+/// Which halves of a step's columns have any allowed pair in the rows of the unit's plane, as two bits: on a diagonal half the
+/// planes have none. Without planes a step has barriers, at which all units have to meet.
+#[cube]
+#[allow(clippy::collapsible_if)] // What is known at compile time stays apart from what is not.
+pub fn needed(bits: u32, masked: bool, unit_x: usize, #[comptime] t: Tile) -> u32 {
+    let mut halves = 3u32;
+    if comptime!(t.has_halves()) {
+        if masked {
+            let any = bits != 0u32;
+            let right = unit_x >= comptime!(t.units_x / 2);
+            let left = u32::cast_from(plane_any(any && !right));
+            let right = u32::cast_from(plane_any(any && right));
+            halves = left + right * 2u32;
+        }
+    }
+    halves
+}
+
+/// Where four stored weights are.
+#[derive(CubeType, Clone, Copy)]
+pub struct WeightPlace {
+    /// Whether the entry names a block (and does not fill up a step).
+    pub kept: bool,
+    /// The first of the four elements.
+    pub element: usize,
+}
+
+/// The stored weights of row `row` and the unit's four columns. In a walk over rows the columns are keys, one
+/// element apart; in a walk over columns they are queries, `b` elements apart.
+#[cube]
+pub fn weight_place(
+    plan: &[u32],
+    place0: usize,
+    entry: usize,
+    row: usize,
+    unit_x: usize,
+    #[comptime] walk: Walk,
+    #[comptime] t: Tile,
+) -> WeightPlace {
+    let b = comptime!(t.store.unwrap());
+    let group = comptime!(t.group);
+    let col = unit_x * 4;
+    let word = entry + col / group * 3;
+    let block = place0 + plan[word + 2] as usize;
+    let row = row % b;
+    let col = plan[word] as usize * group % b + col % group;
+    let mut element = (block * b + row) * b + col;
+    if comptime!(matches!(walk, Walk::Columns)) {
+        element = (block * b + col) * b + row;
+    }
+    WeightPlace {
+        kept: plan[word + 1] != 1u32,
+        element,
+    }
+}

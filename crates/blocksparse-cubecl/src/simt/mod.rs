@@ -1,0 +1,233 @@
+//! The `simt` tier: exact kernels on scalar multiply-adds, for any CubeCL runtime.
+//!
+//! A cube of `units_x × units_y` units computes a tile. Operands lie in shared memory in the accumulator's
+//! precision, in fours; a unit holds `l2_normalize × 4` scores and `l2_normalize × unit_fours` fours of the output in registers.
+//! What the units of a row exchange goes through shared memory, which on devices with plane
+//! operations needs no barrier of the whole cube.
+
+pub(super) mod backward;
+pub(super) mod dq;
+pub(super) mod dropout;
+pub(super) mod forward;
+pub(super) mod fused;
+pub(super) mod gather;
+pub(super) mod launch;
+mod mask;
+pub(super) mod mass;
+mod product;
+pub(super) mod score;
+pub(super) mod tile;
+
+use cubecl::ir::features::Plane;
+pub use tile::Tile;
+
+use super::call::{Kernel, PartRequest};
+use super::error::KernelError;
+use super::tuning::Tuning;
+use blocksparse::plan::{Grouping, Tiling, Walk};
+use tile::pitch;
+
+/// A shape that a tile may have, and its speed relative to the others on a large problem, 0 if it is none
+/// for a kernel.
+struct Candidate {
+    rows: usize,
+    cols: usize,
+    l2_normalize: usize,
+    /// Of the forward pass, at widths up to 64 and at larger ones.
+    forward: [f64; 2],
+    /// Of the walks of the backward pass.
+    backward: [f64; 2],
+    /// Of the fused backward pass, on the scale of the walks: from instructions in the machine code, not from times.
+    fused: [f64; 2],
+}
+
+const fn candidate(
+    rows: usize,
+    cols: usize,
+    l2_normalize: usize,
+    forward: [f64; 2],
+    backward: [f64; 2],
+    fused: [f64; 2],
+) -> Candidate {
+    Candidate {
+        rows,
+        cols,
+        l2_normalize,
+        forward,
+        backward,
+        fused,
+    }
+}
+
+/// Larger tiles read less shared memory per multiply-add; of smaller ones more cubes share a multiprocessor.
+const CANDIDATES: [Candidate; 10] = [
+    candidate(128, 64, 8, [0.96, 1.0], [1.0, 1.0], [1.0, 1.0]),
+    candidate(64, 64, 8, [0.0; 2], [0.0; 2], [0.99, 0.8]),
+    candidate(64, 64, 4, [0.91, 0.8], [0.9, 0.95], [0.9, 0.95]),
+    candidate(64, 32, 4, [1.0, 0.84], [0.98, 0.87], [0.98, 0.87]),
+    candidate(32, 32, 4, [0.83, 0.67], [0.88, 0.7], [0.88, 0.7]),
+    candidate(32, 16, 2, [0.35; 2], [0.35; 2], [0.35; 2]),
+    candidate(16, 16, 2, [0.25; 2], [0.25; 2], [0.25; 2]),
+    candidate(16, 8, 1, [0.15; 2], [0.15; 2], [0.15; 2]),
+    candidate(8, 8, 1, [0.1; 2], [0.1; 2], [0.1; 2]),
+    // Rows of 256 in 32 KB.
+    candidate(8, 4, 1, [0.05; 2], [0.05; 2], [0.05; 2]),
+];
+
+/// Bytes of shared memory of a cube.
+pub fn shared_bytes(tile: &Tile, kernel: Kernel, accumulator: usize) -> usize {
+    let own = pitch(tile.head_dim)
+        + match kernel {
+            Kernel::Forward => 0,
+            _ => pitch(tile.value_dim),
+        };
+    let gathered = pitch(tile.head_dim) + pitch(tile.value_dim);
+    let weights = tile.weight_pitch()
+        * match kernel {
+            Kernel::BackwardColumns if !tile.fused => 2,
+            _ => 1,
+        };
+    let fours = tile.rows * (own + weights) + tile.cols() * gathered;
+    let scratch = match kernel {
+        Kernel::BackwardRows => 1,
+        Kernel::BackwardColumns if !tile.score.bias => 1,
+        _ => forward::scratch_len(*tile),
+    };
+    // The compiler may align each of the up to seven arrays.
+    (fours * 4 + scratch) * accumulator + 7 * 16
+}
+
+/// `BLOCKSPARSE_SIMT_TILE=ROWSxCOLSxUNIT_ROWS` leaves one candidate: for measuring them.
+fn forced() -> Option<[usize; 3]> {
+    Tuning::or_default().simt_tile
+}
+
+/// How a plan is cut for a tile.
+pub fn tiling(tile: &Tile, walk: Walk) -> Tiling {
+    Tiling {
+        walk,
+        rows: tile.rows,
+        cols: tile.cols(),
+        places: tile.store.is_some(),
+        clustered: tile.clustered,
+        visits: false,
+        apart: false,
+        coarse: false,
+    }
+}
+
+/// A tile as plans print it, with sums of `accumulator` bytes.
+pub fn describe(tile: &Tile, kernel: Kernel, accumulator: usize) -> String {
+    format!(
+        "simt  {} × {} tiles gathered from {}-wide blocks{}, {} units, {} KiB shared{}",
+        tile.rows,
+        tile.cols(),
+        tile.group,
+        if tile.clustered {
+            ", like rows together"
+        } else {
+            ""
+        },
+        tile.units(),
+        shared_bytes(tile, kernel, accumulator).div_ceil(1024),
+        if tile.planes { ", planes" } else { "" },
+    )
+}
+
+/// The tile of a candidate's shape.
+fn shaped(candidate: &Candidate, part: &PartRequest, kernel: Kernel) -> Tile {
+    let request = part.request;
+    let block = part.layout.block_size();
+    let (units_x, group) = (candidate.cols / 4, candidate.cols.min(block));
+    let planes = &part.properties.features.plane;
+    let plane = part.properties.hardware.plane_size_min as usize;
+    Tile {
+        rows: candidate.rows,
+        units_x,
+        l2_normalize: candidate.l2_normalize,
+        head_dim: request.head_dim,
+        value_dim: request.value_dim,
+        group,
+        mask_words: group.div_ceil(32),
+        store: request.store.then_some(block),
+        score: request.score,
+        max_scores: request.max_scores && kernel == Kernel::Forward,
+        bias_gradient: false,
+        fused: false,
+        planes: planes.contains(Plane::Ops) && planes.contains(Plane::Sync) && plane >= units_x,
+        residue: part.residue.is_some(),
+        carry: part.carry,
+        clustered: false,
+    }
+}
+
+/// The tile that should be fastest among those that fit the device.
+///
+/// # Errors
+/// [`KernelError::SharedMemory`] if none does.
+pub fn choose(part: &PartRequest, kernel: Kernel) -> Result<Tile, KernelError> {
+    let request = part.request;
+    let best = cheapest(part, kernel, false);
+    best.map(|(_, tile)| tile).ok_or(KernelError::SharedMemory {
+        head_dim: request.head_dim,
+        value_dim: request.value_dim,
+        available: part.properties.hardware.max_shared_memory_size,
+    })
+}
+
+/// The tile that should be fastest of a kernel, or of the fused backward pass, and what it costs: the pairs that it computes for each
+/// allowed one, over its speed.
+fn cheapest(part: &PartRequest, kernel: Kernel, fused: bool) -> Option<(f64, Tile)> {
+    let &PartRequest {
+        layout, request, ..
+    } = part;
+    let hardware = &part.properties.hardware;
+    let accumulator = request.accumulator().size();
+    let walk = kernel.walk();
+    let may_cluster = request.may_cluster(layout, walk);
+    let length = match walk {
+        Walk::Rows => layout.seq_q(),
+        Walk::Columns => layout.seq_kv(),
+    };
+    let wide = usize::from(request.head_dim.max(request.value_dim) > 64);
+    let mut best: Option<(f64, Tile)> = None;
+    let forced = forced();
+    for candidate in &CANDIDATES {
+        let shape = [candidate.rows, candidate.cols, candidate.l2_normalize];
+        if forced.is_some_and(|forced| forced != shape) {
+            continue;
+        }
+        let tile = Tile {
+            fused,
+            ..shaped(candidate, part, kernel)
+        };
+        let fits = shared_bytes(&tile, kernel, accumulator) <= hardware.max_shared_memory_size
+            && tile.units() <= hardware.max_units_per_cube as usize
+            && tile.units() <= hardware.max_cube_dim.0 as usize
+            && (!request.store || tile.rows <= layout.block_size());
+        let speed = match kernel {
+            Kernel::Forward => candidate.forward[wide],
+            _ if fused => candidate.fused[wide],
+            _ => candidate.backward[wide],
+        };
+        if speed == 0.0 && forced.is_none() {
+            continue;
+        }
+        let waste = length.next_multiple_of(tile.rows) as f64 / length as f64;
+        // No grouping computes less than the allowed pairs, and looking at one takes a pass over the layout's blocks.
+        let hopeless = best.is_some_and(|(least, _)| waste / speed >= least);
+        if !fits || hopeless {
+            continue;
+        }
+        let grouping = Grouping::best(layout, walk, [tile.rows, tile.cols()], may_cluster);
+        let tile = Tile {
+            clustered: grouping.clustered,
+            ..tile
+        };
+        let cost = grouping.overhead * waste / speed;
+        if best.is_none_or(|(least, _)| cost < least) {
+            best = Some((cost, tile));
+        }
+    }
+    best
+}

@@ -1,0 +1,143 @@
+//! What the backward pass needs of each query: lse and delta.
+
+use cubecl::ir::ElemType;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use super::args::{ScoreOptions, buffer, listing, optional, spread, strides_of, vectors_of};
+use super::call::{OutputGrads, Outputs};
+use super::error::KernelError;
+use super::pass::{BackwardPass, Part};
+use crate::shared::delta;
+use blocksparse::Residue;
+
+/// Units of a cube.
+const UNITS: u32 = 64;
+
+/// Which of a query's numbers are wanted, and where.
+#[derive(Clone, Copy)]
+pub struct Wanted {
+    /// Places of a head.
+    pub pitch: usize,
+    /// Factor of lse.
+    pub lse_factor: f64,
+    /// Whether places are those of a listing by residue class, or else positions.
+    pub by_class: bool,
+}
+
+/// What is known of the queries.
+pub struct Known<'a> {
+    pub client: &'a Client,
+    pub batch: usize,
+    pub heads: usize,
+    pub value_dim: usize,
+    /// Types of the tensors, and of sums.
+    pub dtypes: [ElemType; 2],
+    pub outputs: Outputs<'a>,
+    pub grads: OutputGrads<'a>,
+    pub options: &'a ScoreOptions,
+    /// The slopes on the device.
+    pub slopes: Option<&'a Handle>,
+    /// Elements of a load, and the type of indices.
+    pub width: usize,
+    pub address: AddressType,
+}
+
+/// `[batch · heads, pitch, 2]` in the type of sums: `lse · lse_factor` and delta of the query at each place of a part, with slopes and the
+/// table of distances behind.
+///
+/// # Errors
+/// [`KernelError`] if there are more cubes than the device launches.
+pub fn make(pass: &BackwardPass, part: Part, wanted: Wanted) -> Result<Handle, KernelError> {
+    let request = pass.request;
+    let known = Known {
+        client: pass.client,
+        batch: request.batch,
+        heads: pass.layout.heads(),
+        value_dim: request.value_dim,
+        dtypes: [request.dtype, request.accumulator()],
+        outputs: pass.outputs,
+        grads: pass.grads,
+        options: pass.options,
+        slopes: pass.slopes.as_ref(),
+        width: pass.indexing.width,
+        address: pass.indexing.address,
+    };
+    of_queries(&known, part.residue, wanted)
+}
+
+/// The same of queries that are listed so.
+///
+/// # Errors
+/// As [`make`].
+pub fn of_queries(
+    known: &Known,
+    residue: Option<Residue>,
+    wanted: Wanted,
+) -> Result<Handle, KernelError> {
+    let &Known {
+        client,
+        batch,
+        heads,
+        value_dim,
+        dtypes: [dtype, accumulator],
+        outputs,
+        grads,
+        options,
+        slopes,
+        width,
+        address,
+    } = known;
+    let outs = batch * heads * grads.out.shape[2];
+    let rows = batch * heads * wanted.pitch;
+    let [table_start, numbers] = options.stats_len(rows);
+    let stats = client.empty(numbers * accumulator.size());
+    let lanes = delta::delta_lanes(client.properties(), value_dim / width);
+    let units = rows as u64 * lanes as u64;
+    let cubes = spread(client, units.div_ceil(u64::from(UNITS)))?;
+    // SAFETY: a unit reads the row of a query, if there is one at its place, and writes its own two numbers and some behind all rows; the
+    // buffers have the lengths they say (see `buffer`).
+    unsafe {
+        delta::delta::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(UNITS),
+            address,
+            width,
+            buffer(outputs.out, outs * value_dim / width),
+            vectors_of(grads.out, width),
+            buffer(outputs.lse, outs),
+            optional(grads.lse, outs),
+            optional(slopes, heads),
+            options.table(),
+            buffer(&stats, numbers),
+            strides_of(grads.out, width),
+            listing(residue),
+            heads,
+            rows,
+            wanted.pitch,
+            table_start,
+            options.table_len(),
+            InputScalar::new(wanted.lse_factor, accumulator),
+            value_dim,
+            lanes,
+            wanted.by_class,
+            dtype,
+            accumulator,
+        );
+    }
+    Ok(stats)
+}
+
+/// Those of all positions in order, which the `simt` tier reads.
+///
+/// # Errors
+/// As [`make`].
+pub fn make_plain(pass: &BackwardPass, part: Part) -> Result<Handle, KernelError> {
+    let wanted = Wanted {
+        pitch: pass.layout.seq_q(),
+        lse_factor: 1.0,
+        by_class: false,
+    };
+    make(pass, part, wanted)
+}

@@ -1,0 +1,608 @@
+//! Which tier takes what, on devices that are only described.
+
+use cubecl::ir::features::TypeUsage;
+use cubecl::ir::features::{Features, Plane, Tma};
+use cubecl::ir::{
+    DeviceIdentity, DeviceProperties, ElemType, FloatKind, HardwareProperties,
+    MemoryDeviceProperties,
+};
+use cubecl::prelude::AddressType;
+
+use super::call::{DeviceFacts, Request, ScoreKind, TierLimit};
+use super::choice::AttentionPlan;
+use super::error::KernelError;
+use super::paged::{PagedPlan, PagedShape};
+use blocksparse::{BlockLayout, Pattern};
+
+const BF16: ElemType = ElemType::Float(FloatKind::BF16);
+const F32: ElemType = ElemType::Float(FloatKind::F32);
+const F64: ElemType = ElemType::Float(FloatKind::F64);
+
+/// A device as a runtime would describe it.
+pub(super) struct Fake {
+    runtime: &'static str,
+    pub(super) properties: DeviceProperties,
+}
+
+impl Fake {
+    pub(super) fn new(
+        runtime: &'static str,
+        fingerprint: &str,
+        shared: usize,
+        dtypes: &[ElemType],
+    ) -> Self {
+        let hardware = HardwareProperties {
+            load_width: 128,
+            vector_register_count: None,
+            plane_size_min: 32,
+            plane_size_max: 32,
+            max_bindings: 1024,
+            max_shared_memory_size: shared,
+            max_cube_count: (i32::MAX as u32, 65535, 65535),
+            max_units_per_cube: 1024,
+            max_cube_dim: (1024, 1024, 64),
+            num_streaming_multiprocessors: Some(132),
+            num_cpu_cores: None,
+            last_level_cache_size: None,
+            num_tensor_cores: None,
+            min_tensor_cores_dim: None,
+            max_vector_size: 4,
+            cube_mma_reserved_shared_memory: 0,
+        };
+        let mut properties = DeviceProperties::new(
+            Features::default(),
+            MemoryDeviceProperties::new(1 << 40, 256),
+            hardware,
+            cubecl::profile::TimingMethod::System,
+            DeviceIdentity {
+                name: "described".into(),
+                fingerprint: fingerprint.into(),
+                physical: None,
+            },
+        );
+        for &dtype in dtypes {
+            properties.register_type_usage(dtype, TypeUsage::Buffer | TypeUsage::Arithmetic);
+        }
+        properties.register_address_type(AddressType::U32);
+        properties.register_address_type(AddressType::U64);
+        Self {
+            runtime,
+            properties,
+        }
+    }
+
+    /// An H200.
+    pub(super) fn sm90() -> Self {
+        let mut fake = Self::new("cuda", "ptx_sm90", 232_448, &[BF16, F32, F64]);
+        let features = &mut fake.properties.features;
+        features.tma.insert(Tma::Base);
+        features.plane.insert(Plane::Ops);
+        features.plane.insert(Plane::Sync);
+        fake
+    }
+
+    /// An A100.
+    pub(super) fn sm80() -> Self {
+        let mut fake = Self::new("cuda", "ptx_sm80", 166_912, &[BF16, F32, F64]);
+        fake.properties.features.plane.insert(Plane::Ops);
+        fake.properties.features.plane.insert(Plane::Sync);
+        fake
+    }
+
+    /// What WebGPU promises.
+    pub(super) fn webgpu() -> Self {
+        let mut fake = Self::new("wgpu<wgsl>", "spirv_1_2", 32_768, &[F32]);
+        let hardware = &mut fake.properties.hardware;
+        hardware.max_bindings = 8;
+        hardware.max_cube_count = (65535, 65535, 65535);
+        hardware.max_units_per_cube = 256;
+        hardware.max_cube_dim = (256, 256, 64);
+        fake
+    }
+
+    fn plan(
+        &self,
+        layout: &BlockLayout,
+        request: Request,
+        limit: TierLimit,
+    ) -> Result<AttentionPlan, KernelError> {
+        let device = DeviceFacts {
+            runtime: self.runtime,
+            properties: &self.properties,
+        };
+        AttentionPlan::choose(layout, request, limit, device)
+    }
+}
+
+fn fixed() -> BlockLayout {
+    Pattern::fixed(128, 32).layout(4, 1024, 32).unwrap()
+}
+
+fn request(dim: usize, dtype: ElemType) -> Request {
+    Request::new([2, 4], [dim, dim], dtype)
+}
+
+/// The lines of a plan as `forward: tier` or `forward: not tier, reason`, and likewise for the rest.
+fn lines(plan: &AttentionPlan) -> Vec<String> {
+    let text = plan.to_string();
+    let line = |line: &str| {
+        if let Some((kernel, rest)) = line.split_once(" not on the ") {
+            let (tier, reason) = rest.split_once(" tier: ").unwrap();
+            return format!("{}: not {tier}, {reason}", kernel.trim());
+        }
+        let words = line.split(" tiles").next().unwrap_or(line);
+        let known = ["hopper", "mma", "simt"];
+        match known
+            .iter()
+            .find(|tier| words.contains(&format!(" {tier} ")))
+        {
+            Some(tier) => format!("{}: {tier}", words.split(tier).next().unwrap().trim()),
+            None => line.trim().to_string(),
+        }
+    };
+    let said = text.lines().skip(1);
+    // What the fused pass of the last tier lacks is a line of the walks: see `fused`.
+    said.filter(|line| !line.contains(" two walks: "))
+        .map(line)
+        .collect()
+}
+
+#[test]
+fn webgpu_has_the_scalar_tier() {
+    let plan = |dim| Fake::webgpu().plan(&fixed(), request(dim, F32), TierLimit::None);
+    let plan = plan(64).unwrap();
+    let lines = lines(&plan);
+    let runs = &lines[lines.len() - 3..];
+    assert_eq!(runs, ["forward: simt", "dQ: simt", "dK, dV: simt"]);
+    assert_eq!(plan.alignment(), 1);
+    assert_eq!(plan.check_backward(), Ok(()));
+}
+
+#[test]
+fn a_device_says_what_it_lacks() {
+    let device = Fake::webgpu();
+    let plan = |request| device.plan(&fixed(), request, TierLimit::None);
+    let error = |request| plan(request).unwrap_err().to_string();
+    for dtype in [BF16, F64] {
+        assert!(error(request(64, dtype)).contains("dtype must be"));
+    }
+    let wide = error(request(4096, F32));
+    assert!(wide.contains("shared memory, got 4096 and 4096"), "{wide}");
+    // More than a grid has places for are launched in slices.
+    assert!(plan(Request::new([65536, 4], [64, 64], F32)).is_ok());
+    // With their buffer there are eight.
+    let largest = request(64, F32).with_max_scores(true);
+    assert!(plan(largest).is_ok());
+    let alibi = ScoreKind {
+        alibi: true,
+        ..ScoreKind::default()
+    };
+    let one_more = error(largest.with_score(alibi));
+    assert!(one_more.contains("the buffers of a kernel"), "{one_more}");
+    // Ten buffers in the backward pass.
+    let biased = request(64, F32).with_score(ScoreKind {
+        bias: true,
+        ..ScoreKind::default()
+    });
+    let backward = plan(biased).unwrap().check_backward().unwrap_err();
+    let text = backward.to_string();
+    assert!(
+        text.contains("the buffers of a kernel must be at most 8"),
+        "{text}"
+    );
+}
+
+/// Where a gradient may lie that a launch does not read is known before it, so that it is copied and no backward pass fails for its strides.
+#[test]
+fn tensors_that_no_launch_reads_as_they_lie_are_known_before() {
+    let shape = [2, 4, 1024, 64];
+    let contiguous = [4 * 1024 * 64, 1024 * 64, 64, 1];
+    let layout = Pattern::causal().layout(4, 1024, 128).unwrap();
+    let far = |elements: usize| [elements, 1024 * 64, 64, 1];
+    let plain = [
+        // A sum's gradient, of which some dimensions are one number.
+        ([0, 0, 0, 1], 0, true),
+        ([0, 0, 0, 0], 0, false),
+        (contiguous, 0, true),
+        // Heads beside each other, and a number between them.
+        ([1024 * 256, 64, 256, 1], 0, true),
+        ([64, 1024 * 64, 1, 1024], 0, false),
+    ];
+    let check = |device: &Fake, dtype, limit, expected: &[([usize; 4], usize, bool)]| {
+        let plan = device.plan(&layout, request(64, dtype), limit).unwrap();
+        for &(strides, start, taken) in plain.iter().chain(expected) {
+            let takes = plan.gradient().takes(shape, strides, start);
+            assert_eq!(takes, taken, "{strides:?}, {start}, {plan}");
+        }
+        // A copy is read, wherever it lies.
+        assert!(plan.inputs().takes(shape, contiguous, 0));
+        plan
+    };
+    let anywhere = [(far(1 << 40), 0, true), (far(4097), 3, true)];
+    check(&Fake::sm80(), F32, TierLimit::Simt, &anywhere);
+    let mut narrow = Fake::webgpu();
+    let addresses = &mut narrow.properties.features.types.address;
+    addresses.remove(&AddressType::U64);
+    let last = 3 * 1024 * 64 + 1023 * 64 + 64;
+    let most = u32::MAX as usize - last;
+    let in_words = [(far(most), 0, true), (far(most + 1), 0, false)];
+    let plan = check(&narrow, F32, TierLimit::None, &in_words);
+    assert!(!plan.inputs().takes(shape, far(most + 1), 0));
+    #[cfg(feature = "cuda-asm")]
+    {
+        let aligned = [(contiguous, 8, true), (contiguous, 4, false)];
+        check(&Fake::sm80(), BF16, TierLimit::None, &aligned);
+        let most = (u32::MAX as usize * 8 - last) / 8 * 8;
+        let in_eights = [(far(most), 0, true), (far(most + 8), 0, false)];
+        let plan = check(&Fake::sm90(), BF16, TierLimit::None, &in_eights);
+        assert!(lines(&plan).contains(&"backward: hopper".to_string()));
+        // TMA reads q, k and v over any distance, and so do two walks all tensors.
+        assert!(plan.inputs().takes(shape, far(most + 8), 0));
+        let walks = TierLimit::HopperWalks;
+        check(&Fake::sm90(), BF16, walks, &[(far(most + 8), 0, true)]);
+    }
+}
+
+#[test]
+fn limits_are_words_that_mean_something() {
+    for (text, limit) in [
+        ("", TierLimit::None),
+        ("simt", TierLimit::Simt),
+        ("simt-walks", TierLimit::SimtWalks),
+        ("simt-fused", TierLimit::SimtFused),
+        ("mma", TierLimit::Mma),
+        ("hopper-forward", TierLimit::HopperForward),
+        ("hopper-walks", TierLimit::HopperWalks),
+        ("hopper-alone", TierLimit::HopperAlone),
+        ("mma-bias", TierLimit::MmaBias),
+    ] {
+        assert_eq!(text.parse(), Ok(limit));
+    }
+    let error = "hoper".parse::<TierLimit>().unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "BLOCKSPARSE_TIER must be simt, simt-walks, simt-fused, mma, hopper-forward, hopper-walks, hopper-alone or mma-bias, got \"hoper\""
+    );
+}
+
+#[cfg(not(feature = "cuda-asm"))]
+#[test]
+fn a_build_without_tensor_cores_says_so_on_cuda() {
+    let says = |device: Fake| {
+        let plan = device.plan(&fixed(), request(64, F32), TierLimit::None);
+        let text = plan.unwrap().to_string();
+        text.contains("\n  tensor-core tiers: feature `cuda` is off\n")
+    };
+    assert!(says(Fake::sm90()));
+    assert!(says(Fake::sm80()));
+    assert!(!says(Fake::webgpu()));
+}
+
+#[cfg(feature = "cuda-asm")]
+mod balance;
+#[cfg(feature = "cuda-asm")]
+mod biases;
+mod fused;
+#[cfg(feature = "cuda-asm")]
+mod values;
+
+#[cfg(feature = "cuda-asm")]
+mod tensor_cores {
+    use super::*;
+    use crate::tensor::TOO_LARGE;
+    use blocksparse::LayoutShape;
+
+    const NOT_90: &str = "the device is not of compute capability 9.0";
+    const NOT_80: &str = "the device is not of compute capability 8.0 or up";
+
+    /// What does not run on a tier, in both passes.
+    fn refused(tier: &str, reason: &str) -> [String; 2] {
+        ["forward", "backward"].map(|pass| format!("{pass}: not {tier}, {reason}"))
+    }
+
+    fn check(
+        device: &Fake,
+        layout: &BlockLayout,
+        request: Request,
+        limit: TierLimit,
+        expected: &[&str],
+    ) {
+        let plan = device.plan(layout, request, limit).unwrap();
+        assert_eq!(lines(&plan), expected, "{plan}");
+        let tensor = expected
+            .iter()
+            .any(|line| !line.contains("not ") && !line.ends_with("simt"));
+        let alignment = if tensor { 16 / request.dtype.size() } else { 1 };
+        assert_eq!(plan.alignment(), alignment, "{plan}");
+    }
+
+    #[test]
+    fn sm90() {
+        let device = Fake::sm90();
+        let both = ["forward: hopper", "backward: hopper"];
+        let dense = Pattern::causal().layout(4, 1024, 128).unwrap();
+        for dim in [40, 64, 72, 96, 104, 128] {
+            check(&device, &dense, request(dim, BF16), TierLimit::None, &both);
+        }
+        // What the fused pass would unite here two walks of lower tiles do not.
+        let walks = ["forward: hopper", "dQ: hopper", "dK, dV: hopper"];
+        let wide = request(128, BF16);
+        check(&device, &fixed(), wide, TierLimit::None, &walks);
+        for dim in [136, 256] {
+            check(
+                &device,
+                &fixed(),
+                request(dim, BF16),
+                TierLimit::None,
+                &walks,
+            );
+        }
+        let reason = "head_dim is no multiple of 8 from 40 to 256";
+        let [forward, backward] = refused("hopper", reason);
+        check(
+            &device,
+            &fixed(),
+            request(32, BF16),
+            TierLimit::None,
+            &[
+                &forward,
+                "forward: mma",
+                &backward,
+                "dQ: mma",
+                "dK, dV: mma",
+            ],
+        );
+    }
+
+    #[test]
+    fn every_width_is_multiplied_on_tensor_cores() {
+        let dense = Pattern::causal().layout(4, 1024, 64).unwrap();
+        for dim in (8..=256).step_by(8) {
+            for (device, request) in [
+                (Fake::sm90(), request(dim, BF16)),
+                (Fake::sm80(), request(dim, BF16)),
+                (Fake::sm80(), request(dim, F32).with_tf32(true)),
+                (Fake::sm80(), Request::new([2, 4], [dim, 264 - dim], BF16)),
+            ] {
+                let plan = device.plan(&dense, request, TierLimit::None).unwrap();
+                let runs = lines(&plan);
+                assert!(runs.iter().all(|line| !line.ends_with("simt")), "{plan}");
+            }
+        }
+        // Rows of others do not begin at multiples of 16 bytes.
+        let [m1, _] = refused("mma", "head_dim or value_dim is no multiple of 8 up to 256");
+        let odd = Fake::sm80().plan(&dense, request(68, BF16), TierLimit::None);
+        assert!(lines(&odd.unwrap()).contains(&m1));
+    }
+
+    #[test]
+    fn what_no_tensor_core_takes() {
+        let [h1, h2] = refused("hopper", "the dtype is neither bf16 nor f16");
+        let [m1, m2] = refused("mma", "the dtype is f32, and tf32 was not asked for");
+        let simt = ["forward: simt", "dQ: simt", "dK, dV: simt"];
+        let mut expected: Vec<&str> = vec![&h1, &m1, &h2, &m2];
+        expected.extend(simt);
+        check(
+            &Fake::sm90(),
+            &fixed(),
+            request(64, F32),
+            TierLimit::None,
+            &expected,
+        );
+
+        let [h1, h2] = refused("hopper", "weights are stored");
+        let [m1, m2] = refused("mma", "weights are stored");
+        let mut expected: Vec<&str> = vec![&h1, &m1, &h2, &m2];
+        expected.extend(simt);
+        let stored = request(64, BF16).with_stored_weights(true);
+        check(&Fake::sm90(), &fixed(), stored, TierLimit::None, &expected);
+
+        let [h1, h2] = refused("hopper", "the scale is not positive");
+        let [m1, m2] = refused("mma", "the scale is not positive");
+        let mut expected: Vec<&str> = vec![&h1, &m1, &h2, &m2];
+        expected.extend(simt);
+        let negative = request(64, BF16).with_scale(-0.5);
+        check(
+            &Fake::sm90(),
+            &fixed(),
+            negative,
+            TierLimit::None,
+            &expected,
+        );
+        let capped = negative.with_score(ScoreKind {
+            softcap: true,
+            ..ScoreKind::default()
+        });
+        let both = ["forward: hopper", "backward: hopper"];
+        check(&Fake::sm90(), &fixed(), capped, TierLimit::None, &both);
+    }
+
+    #[test]
+    fn sm80() {
+        let [h1, h2] = refused("hopper", NOT_90);
+        let mma = [h1.as_str(), "forward: mma", &h2, "dQ: mma", "dK, dV: mma"];
+        let device = Fake::sm80();
+        check(&device, &fixed(), request(64, BF16), TierLimit::None, &mma);
+        let tf32 = request(64, F32).with_tf32(true);
+        check(&device, &fixed(), tf32, TierLimit::None, &mma);
+    }
+
+    #[test]
+    fn webgpu() {
+        let [h1, h2] = refused("hopper", NOT_90);
+        let [m1, m2] = refused("mma", NOT_80);
+        let simt = ["forward: simt", "dQ: simt", "dK, dV: simt"];
+        let mut expected: Vec<&str> = vec![&h1, &m1, &h2, &m2];
+        expected.extend(simt);
+        check(
+            &Fake::webgpu(),
+            &fixed(),
+            request(64, F32),
+            TierLimit::None,
+            &expected,
+        );
+    }
+
+    #[test]
+    fn limits() {
+        let device = Fake::sm90();
+        let dense = Pattern::causal().layout(4, 1024, 128).unwrap();
+        let bf16 = request(64, BF16);
+        let [h1, h2] = refused("hopper", "BLOCKSPARSE_TIER says mma");
+        let mma = [h1.as_str(), "forward: mma", &h2, "dQ: mma", "dK, dV: mma"];
+        check(&device, &dense, bf16, TierLimit::Mma, &mma);
+        let [h1, h2] = refused("hopper", "BLOCKSPARSE_TIER says simt");
+        let [m1, m2] = refused("mma", "BLOCKSPARSE_TIER says simt");
+        let mut simt = vec![h1.as_str(), &m1, &h2, &m2, "forward: simt"];
+        simt.extend(["dQ: simt", "dK, dV: simt"]);
+        check(&device, &dense, bf16, TierLimit::SimtWalks, &simt);
+        simt.truncate(5);
+        simt.push("backward: simt");
+        check(&device, &dense, bf16, TierLimit::SimtFused, &simt);
+        let walks = ["forward: hopper", "dQ: hopper", "dK, dV: hopper"];
+        check(&device, &dense, bf16, TierLimit::HopperWalks, &walks);
+        let says = "backward: not hopper, BLOCKSPARSE_TIER says hopper-forward";
+        let forward = ["forward: hopper", says, "dQ: mma", "dK, dV: mma"];
+        check(&device, &dense, bf16, TierLimit::HopperForward, &forward);
+        let both = ["forward: hopper", "backward: hopper"];
+        check(&device, &dense, bf16, TierLimit::None, &both);
+    }
+
+    /// 64 queries in each class.
+    #[test]
+    fn classes_of_unequal_lengths() {
+        let strided = |n| Pattern::strided(16).layout(4, n, 16).unwrap();
+        let part = |plan: &AttentionPlan| lines(plan)[0].starts_with("part ");
+        let device = Fake::sm90();
+        let plan = |n| device.plan(&strided(n), request(64, BF16), TierLimit::None);
+        let even = plan(1024).unwrap();
+        assert!(
+            part(&even) && !even.to_string().contains("not on"),
+            "{even}"
+        );
+        let odd = plan(1025).unwrap().to_string();
+        let reason = "not on the hopper tier: the sequence is no multiple of the pattern's stride";
+        assert!(odd.contains(reason) && odd.contains(" mma "), "{odd}");
+    }
+
+    /// A layout of one block row and column in all, so that large ones cost nothing to make.
+    fn local(heads: usize, seq: usize) -> BlockLayout {
+        let shape = LayoutShape {
+            heads,
+            seq_q: seq,
+            seq_kv: seq,
+            block_size: 128,
+        };
+        BlockLayout::new(&Pattern::local(128), shape).unwrap()
+    }
+
+    /// The sums of dQ are read as pairs by a 32-bit index: of 2³³ numbers the fused pass would read wrong ones.
+    #[test]
+    fn sums_of_dq_that_32_bits_do_not_count() {
+        let device = Fake::sm90();
+        // 64 heads × 2²⁰ queries × width 64 = 2³² numbers of a batch entry.
+        let layout = local(64, 1 << 20);
+        let grouped = |batch, dim| Request::new([batch, 8], [dim, dim], BF16);
+        let fits = ["forward: hopper", "backward: hopper"];
+        check(&device, &layout, grouped(1, 64), TierLimit::None, &fits);
+        let walks = ["forward: hopper", "dQ: hopper", "dK, dV: hopper"];
+        check(&device, &layout, grouped(2, 64), TierLimit::None, &walks);
+        check(&device, &layout, grouped(2, 96), TierLimit::None, &walks);
+        // Eights of numbers of the output, and on the mma tier its words.
+        let [h1, h2] = refused("hopper", TOO_LARGE);
+        let [m1, m2] = refused("mma", TOO_LARGE);
+        let simt = ["forward: simt", "dQ: simt", "dK, dV: simt"];
+        let mut large: Vec<&str> = vec![&h1, &m1, &h2, &m2];
+        large.extend(simt);
+        check(&device, &layout, grouped(2, 256), TierLimit::None, &large);
+    }
+
+    /// Inputs have to be aligned for whatever reads them.
+    #[test]
+    fn alignment_is_of_all_kernels() {
+        // Where the backward pass has a tile of 16 columns, and the forward pass none.
+        let request = Request::new([2, 4], [256, 256], BF16);
+        let mixed = (20_000..100_000).step_by(1_000).find_map(|shared| {
+            let mut device = Fake::sm80();
+            device.properties.hardware.max_shared_memory_size = shared;
+            let plan = device.plan(&fixed(), request, TierLimit::None).ok()?;
+            let lines = lines(&plan);
+            let has = |line: &str| lines.iter().any(|other| other == line);
+            (has("forward: simt") != has("dQ: simt")).then_some(plan)
+        });
+        let plan = mixed.expect("one pass is on tensor cores, and the other is not");
+        assert_eq!(plan.alignment(), 8, "{plan}");
+    }
+}
+
+/// A call of decoding: 32 heads of queries on 8 of keys, 128 wide.
+fn paged(batch: usize, entries: usize, dtype: ElemType) -> PagedShape {
+    PagedShape::new(
+        [batch, 32, 8, 1],
+        [1, entries],
+        [8 * batch * entries, 32],
+        [128; 2],
+        dtype,
+    )
+}
+
+/// Shares keep the device busy whatever the capacity is, and are no more than the pages have.
+#[test]
+fn pages_are_shared_out() {
+    let device = Fake::sm90();
+    let shares = |shape| {
+        let plan = PagedPlan::of(&device.properties, shape, TierLimit::Simt).unwrap();
+        plan.shares()
+    };
+    // 132 multiprocessors for the 8 heads of a walk.
+    assert_eq!(shares(paged(1, 1024, F32)), [16, 17]);
+    assert_eq!(shares(paged(1, 1 << 20, F32)), [16, 17]);
+    assert_eq!(shares(paged(1, 8, F32)), [4, 5]);
+    // Two waves of a share each, and some for lengths that differ; a single wave of few walks.
+    assert_eq!(shares(paged(32, 128, F32)), [48, 48]);
+    assert_eq!(shares(paged(3, 1024, F32)), [16, 16]);
+    // Three waves where two would leave the second half empty.
+    assert_eq!(shares(paged(24, 128, F32)), [64, 64]);
+    // More walks than units: cubes do not choose.
+    assert_eq!(shares(paged(300, 128, F32)), [32, 332]);
+    let mut shape = paged(3, 100, F32);
+    shape.fixed_split = Some(8);
+    assert_eq!(shares(shape), [0, 39]);
+    shape.selected = Some(10);
+    assert_eq!(shares(shape), [0, 6]);
+}
+
+#[test]
+fn pages_on_described_devices() {
+    let plan = |device: &Fake, shape, limit| {
+        let plan = PagedPlan::of(&device.properties, shape, limit);
+        plan.map(|plan| plan.to_string())
+    };
+    let shape = paged(4, 64, F32);
+    let text = plan(&Fake::sm80(), shape, TierLimit::Simt).unwrap();
+    let expected = "pages of 32  not on the mma tier: BLOCKSPARSE_TIER says simt\n\
+                    pages of 32  simt  256 units a cube of 4 queries, 8 keys of 32 lanes at a time, 4 numbers a load, planes; \
+                    up to 16 parts of 4 walks, merged by 4 × 32 units";
+    assert_eq!(text, expected);
+    let text = plan(&Fake::webgpu(), shape, TierLimit::None).unwrap();
+    assert!(text.contains("32 units a cube of 4 queries"), "{text}");
+    // Positions of slots are more buffers than WebGPU promises.
+    let mut seen = shape;
+    seen.visibility = true;
+    let error = plan(&Fake::webgpu(), seen, TierLimit::None).unwrap_err();
+    let message = "buffers of a launch must be at most 8, a limit of the device, got 11";
+    assert_eq!(error.to_string(), message);
+    let error = plan(&Fake::webgpu(), paged(4, 64, BF16), TierLimit::None).unwrap_err();
+    assert!(matches!(error, KernelError::Dtype { .. }));
+    let mut wide = shape;
+    wide.widths = [128, 1 << 20];
+    let error = plan(&Fake::sm90(), wide, TierLimit::None).unwrap_err();
+    assert!(matches!(error, KernelError::SharedMemory { .. }));
+    let half = plan(&Fake::sm80(), paged(4, 64, BF16), TierLimit::None).unwrap();
+    let tier = if cfg!(feature = "cuda-asm") {
+        "mma  128 units"
+    } else {
+        "simt"
+    };
+    assert!(half.contains(tier), "{half}");
+}

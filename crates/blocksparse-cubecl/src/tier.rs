@@ -1,0 +1,445 @@
+//! The tiers as values: which there are, in what order they are asked, and what each launches.
+//!
+//! A tier is a folder, a variant of [`ForwardTile`] and [`BackwardTile`], and a row of [`ORDER`]. The first that takes a part of a layout
+//! gets it; the others say why not. `simt` takes everything, so it comes last.
+
+use cubecl::server::Handle;
+
+use super::call::{BiasView, Kernel, PartRequest};
+use super::error::KernelError;
+#[cfg(feature = "cuda-asm")]
+use super::hopper;
+#[cfg(feature = "cuda-asm")]
+use super::mma;
+use super::pass::{BackwardPass, ForwardPass, Part};
+use super::{simt, stats};
+use blocksparse::plan::{Tiling, Walk};
+
+/// Why a tier does not take a part.
+type Reason = &'static str;
+
+/// What was chosen, and the tiers before it with what they said.
+#[derive(Clone, Debug)]
+pub struct Choice<T> {
+    /// What runs.
+    pub tile: T,
+    /// Names of tiers, and their reasons.
+    pub refused: Vec<(&'static str, Reason)>,
+}
+
+/// A tier.
+struct Tier {
+    name: &'static str,
+    forward: fn(&Asked) -> Result<ForwardTile, Reason>,
+    backward: fn(&Asked, &Choice<ForwardTile>) -> Result<BackwardTile, Reason>,
+}
+
+/// What a tier is asked for.
+struct Asked<'a> {
+    #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
+    part: &'a PartRequest<'a>,
+    /// The tiles of the `simt` tier, which were chosen before.
+    simt: [simt::Tile; 3],
+}
+
+/// The tiers, the fastest first.
+const ORDER: &[Tier] = &[
+    #[cfg(feature = "cuda-asm")]
+    Tier {
+        name: HOPPER,
+        forward: |asked| hopper::choose(asked.part).map(ForwardTile::Hopper),
+        backward: hopper_backward,
+    },
+    #[cfg(feature = "cuda-asm")]
+    Tier {
+        name: "mma",
+        forward: |asked| mma::choose(asked.part, Kernel::Forward).map(ForwardTile::Mma),
+        backward: |asked, _| mma::choose_backward(asked.part).map(BackwardTile::Mma),
+    },
+    Tier {
+        name: "simt",
+        forward: |asked| Ok(ForwardTile::Simt(asked.simt[0])),
+        backward: |asked, _| {
+            let walks = [asked.simt[1], asked.simt[2]];
+            Ok(match simt::fused::choose(asked.part, walks) {
+                Ok(fused) => BackwardTile::SimtFused(fused),
+                Err(reason) => BackwardTile::Simt(walks, reason),
+            })
+        },
+    },
+];
+
+#[cfg(feature = "cuda-asm")]
+const HOPPER: &str = "hopper";
+
+/// What this tier's forward pass does not take, its backward pass does not either.
+#[cfg(feature = "cuda-asm")]
+fn hopper_backward(asked: &Asked, forward: &Choice<ForwardTile>) -> Result<BackwardTile, Reason> {
+    let ForwardTile::Hopper(tile) = forward.tile else {
+        let said = forward.refused.iter().find(|(tier, _)| *tier == HOPPER);
+        return Err(
+            said.map_or("a tier before it takes the forward pass", |&(_, reason)| {
+                reason
+            }),
+        );
+    };
+    Ok(match hopper::choose_backward(asked.part, tile)? {
+        hopper::Backward::Fused(tile) => BackwardTile::HopperFused(tile),
+        hopper::Backward::Walks(walks) => BackwardTile::HopperWalks(walks),
+    })
+}
+
+/// Tiers on tensor cores that the device may have and this build has not.
+pub fn missing(runtime: &str) -> Option<&'static str> {
+    let off = cfg!(not(feature = "cuda-asm")) && runtime == "cuda";
+    off.then_some("tensor-core tiers: feature `cuda` is off")
+}
+
+/// What runs the two passes over a part, whose `simt` tiles are given.
+pub fn choose(
+    part: &PartRequest,
+    simt: [simt::Tile; 3],
+) -> (Choice<ForwardTile>, Choice<BackwardTile>) {
+    let asked = Asked { part, simt };
+    let forward = first(|tier| (tier.forward)(&asked));
+    let backward = first(|tier| (tier.backward)(&asked, &forward));
+    (forward, backward)
+}
+
+/// The first tier that gives a tile.
+fn first<T>(ask: impl Fn(&Tier) -> Result<T, Reason>) -> Choice<T> {
+    let mut refused = Vec::new();
+    for tier in ORDER {
+        match ask(tier) {
+            Ok(tile) => return Choice { tile, refused },
+            Err(reason) => refused.push((tier.name, reason)),
+        }
+    }
+    unreachable!("the simt tier takes everything");
+}
+
+/// What runs the forward pass over a part.
+#[derive(Clone, Copy, Debug)]
+pub enum ForwardTile {
+    /// wgmma and TMA.
+    #[cfg(feature = "cuda-asm")]
+    Hopper(hopper::Tile),
+    /// mma.sync.
+    #[cfg(feature = "cuda-asm")]
+    Mma(mma::Tile),
+    /// Scalar multiply-adds.
+    Simt(simt::Tile),
+}
+
+impl ForwardTile {
+    /// Whether it runs on tensor cores.
+    pub fn is_tensor(&self) -> bool {
+        !matches!(self, Self::Simt(_))
+    }
+
+    /// How the plan is cut that its launch walks.
+    pub fn tiling(&self) -> Tiling {
+        let walk = Kernel::Forward.walk();
+        match self {
+            #[cfg(feature = "cuda-asm")]
+            Self::Hopper(tile) => tile.tiling(),
+            #[cfg(feature = "cuda-asm")]
+            Self::Mma(tile) => tile.tiling(walk),
+            Self::Simt(tile) => simt::tiling(tile, walk),
+        }
+    }
+
+    /// The lines of a plan, with sums of `accumulator` bytes: what they are about, and the tile.
+    pub fn lines(&self, accumulator: usize) -> Vec<(&'static str, String)> {
+        let tile = match self {
+            #[cfg(feature = "cuda-asm")]
+            Self::Hopper(tile) => tile.to_string(),
+            #[cfg(feature = "cuda-asm")]
+            Self::Mma(tile) => mma::describe(*tile, Kernel::Forward).to_string(),
+            Self::Simt(tile) => simt::describe(tile, Kernel::Forward, accumulator),
+        };
+        vec![("forward", tile)]
+    }
+
+    /// Runs the forward pass over a part.
+    ///
+    /// # Errors
+    /// [`KernelError`] if the tier cannot read a tensor, or one is too large.
+    pub fn launch(&self, pass: &ForwardPass, part: Part) -> Result<(), KernelError> {
+        match *self {
+            #[cfg(feature = "cuda-asm")]
+            Self::Hopper(tile) => hopper::launch_forward(pass, part, tile),
+            #[cfg(feature = "cuda-asm")]
+            Self::Mma(tile) => mma::launch_forward(pass, part, tile),
+            Self::Simt(tile) => simt::launch::launch_forward(pass, part, tile),
+        }
+    }
+}
+
+/// What runs the backward pass over a part.
+#[derive(Clone, Copy, Debug)]
+pub enum BackwardTile {
+    /// wgmma and TMA, all gradients in one walk over columns.
+    #[cfg(feature = "cuda-asm")]
+    HopperFused(hopper::BackwardTile),
+    /// wgmma and TMA, a walk over rows and one over columns.
+    #[cfg(feature = "cuda-asm")]
+    HopperWalks([hopper::WalkPlan; 2]),
+    /// mma.sync, two walks.
+    #[cfg(feature = "cuda-asm")]
+    Mma([mma::Tile; 2]),
+    /// Scalar multiply-adds, all gradients in one walk over columns.
+    SimtFused(simt::fused::Fused),
+    /// Scalar multiply-adds, two walks, and why.
+    Simt([simt::Tile; 2], Reason),
+}
+
+/// What makes the gradient of a given bias: a launch beside those of the other gradients.
+#[derive(Clone, Copy, Debug)]
+pub enum BiasTile {
+    /// wgmma and TMA; what these do not take, as `Mma`.
+    #[cfg(feature = "cuda-asm")]
+    Hopper(hopper::BiasTiles, [mma::Tile; 2]),
+    /// mma.sync, one of two walks.
+    #[cfg(feature = "cuda-asm")]
+    Mma([mma::Tile; 2]),
+    /// Scalar multiply-adds, one of two walks.
+    Simt([simt::Tile; 2]),
+}
+
+/// What makes the gradient of a given bias over a part, whose `simt` tiles are given, and what runs its forward pass.
+#[cfg_attr(not(feature = "cuda-asm"), allow(unused_variables))]
+pub fn choose_bias(
+    part: &PartRequest,
+    forward: &Choice<ForwardTile>,
+    [_, rows, columns]: [simt::Tile; 3],
+) -> Choice<BiasTile> {
+    #[cfg(feature = "cuda-asm")]
+    if let Ok(tiles) = mma::choose_bias_gradient(part) {
+        let mut refused = Vec::new();
+        // What this tier's forward pass does not take has said so.
+        if let (ForwardTile::Hopper(forward), true) = (forward.tile, part.request.score.bias) {
+            match hopper::choose_bias(part, forward) {
+                Ok(own) => {
+                    return Choice {
+                        tile: BiasTile::Hopper(own, tiles),
+                        refused,
+                    };
+                }
+                Err(reason) => refused.push((HOPPER, reason)),
+            }
+        }
+        return Choice {
+            tile: BiasTile::Mma(tiles),
+            refused,
+        };
+    }
+    Choice {
+        tile: BiasTile::Simt([rows, columns]),
+        refused: Vec::new(),
+    }
+}
+
+impl BiasTile {
+    /// Whether it runs on tensor cores.
+    pub fn is_tensor(&self) -> bool {
+        !matches!(self, Self::Simt(_))
+    }
+
+    /// As [`BackwardTile::tiling`].
+    pub fn tiling(&self, kernel: Kernel) -> Tiling {
+        let walk = kernel.walk();
+        let index = usize::from(kernel == Kernel::BackwardColumns);
+        match self {
+            #[cfg(feature = "cuda-asm")]
+            Self::Hopper(own, _) if walk == Walk::Rows => own.pairs.tiling(),
+            #[cfg(feature = "cuda-asm")]
+            Self::Hopper(hopper::BiasTiles { keys: Ok(keys), .. }, _) => keys.tiling(walk),
+            #[cfg(feature = "cuda-asm")]
+            Self::Hopper(_, tiles) | Self::Mma(tiles) => tiles[index].tiling(walk),
+            Self::Simt(tiles) => simt::tiling(&tiles[index], walk),
+        }
+    }
+
+    /// As [`ForwardTile::lines`]: a walk over rows, or over columns where queries share a row of the bias.
+    pub fn lines(&self, accumulator: usize) -> Vec<(&'static str, String)> {
+        let walks = [
+            ("dbias", Kernel::BackwardRows),
+            ("or dbias", Kernel::BackwardColumns),
+        ];
+        let lines = walks.into_iter().enumerate();
+        lines
+            .map(|(index, (name, kernel))| {
+                let tile = match self {
+                    #[cfg(feature = "cuda-asm")]
+                    Self::Hopper(own, _) if index == 0 => own.pairs.to_string(),
+                    #[cfg(feature = "cuda-asm")]
+                    Self::Hopper(own, tiles) => match own.keys {
+                        Ok(keys) => format!("{keys}, sums over queries"),
+                        Err(reason) => {
+                            let tile = mma::describe(tiles[index], kernel);
+                            format!("{tile} (not on the {HOPPER} tier: {reason})")
+                        }
+                    },
+                    #[cfg(feature = "cuda-asm")]
+                    Self::Mma(tiles) => mma::describe(tiles[index], kernel).to_string(),
+                    Self::Simt(tiles) => simt::describe(&tiles[index], kernel, accumulator),
+                };
+                (name, tile)
+            })
+            .collect()
+    }
+
+    /// Adds a part's gradient of the bias.
+    ///
+    /// # Errors
+    /// As [`ForwardTile::launch`].
+    #[cfg_attr(not(feature = "cuda-asm"), allow(unused_variables))]
+    pub fn launch(
+        &self,
+        pass: &BackwardPass,
+        part: Part,
+        (bias, out): (&BiasView, &Handle),
+        known: &mut KnownStats,
+    ) -> Result<(), KernelError> {
+        match *self {
+            #[cfg(feature = "cuda-asm")]
+            Self::Hopper(own, _) if bias.shape[2] > 1 => {
+                hopper::launch_bias_pairs(pass, part, own.pairs, bias, out)
+            }
+            #[cfg(feature = "cuda-asm")]
+            Self::Hopper(hopper::BiasTiles { keys: Ok(keys), .. }, _) => {
+                hopper::launch_bias_keys(pass, part, keys, bias, out)
+            }
+            #[cfg(feature = "cuda-asm")]
+            Self::Hopper(_, tiles) | Self::Mma(tiles) => {
+                mma::launch_bias_gradient(pass, part, tiles, bias, out)
+            }
+            // The pass says where it goes.
+            Self::Simt(tiles) => {
+                let stats = known.plain(pass, part)?;
+                simt::launch::launch_bias_gradient(pass, part, tiles, &stats, bias)
+            }
+        }
+    }
+}
+
+/// What is known of the queries while the parts of a pass are launched.
+#[derive(Default)]
+pub struct KnownStats {
+    plain: Option<Handle>,
+    #[cfg(feature = "cuda-asm")]
+    fused: Option<hopper::Stats>,
+}
+
+impl KnownStats {
+    /// Those of all positions in order, made where they are first needed.
+    ///
+    /// # Errors
+    /// As [`stats::make`].
+    pub fn plain(&mut self, pass: &BackwardPass, part: Part) -> Result<Handle, KernelError> {
+        if let Some(stats) = &self.plain {
+            return Ok(stats.clone());
+        }
+        let made = stats::make_plain(pass, part)?;
+        Ok(self.plain.insert(made).clone())
+    }
+}
+
+/// The two walks, by the names of what they make.
+const WALKS: [(&str, Kernel); 2] = [
+    ("dQ", Kernel::BackwardRows),
+    ("dK, dV", Kernel::BackwardColumns),
+];
+
+impl BackwardTile {
+    /// Whether it runs on tensor cores.
+    pub fn is_tensor(&self) -> bool {
+        !matches!(self, Self::SimtFused(_) | Self::Simt(..))
+    }
+
+    /// How the plan is cut that a walk's launch walks.
+    pub fn tiling(&self, kernel: Kernel) -> Tiling {
+        let walk = kernel.walk();
+        let index = usize::from(kernel == Kernel::BackwardColumns);
+        match self {
+            #[cfg(feature = "cuda-asm")]
+            Self::HopperFused(tile) => tile.tiling(),
+            #[cfg(feature = "cuda-asm")]
+            Self::HopperWalks(walks) => walks[index].tile.tiling(walk),
+            #[cfg(feature = "cuda-asm")]
+            Self::Mma(tiles) => tiles[index].tiling(walk),
+            Self::SimtFused(fused) => simt::tiling(&fused.tile, Walk::Columns),
+            Self::Simt(tiles, _) => simt::tiling(&tiles[index], walk),
+        }
+    }
+
+    /// Elements that the output's gradient may reach over, at most.
+    pub fn most_reach(&self) -> usize {
+        match self {
+            #[cfg(feature = "cuda-asm")]
+            Self::HopperFused(_) => hopper::MOST_REACH,
+            _ => usize::MAX,
+        }
+    }
+
+    /// As [`ForwardTile::lines`].
+    pub fn lines(&self, accumulator: usize) -> Vec<(&'static str, String)> {
+        let walks = |describe: &dyn Fn(usize, Kernel) -> String| {
+            let lines = WALKS.into_iter().enumerate();
+            lines
+                .map(|(index, (name, kernel))| (name, describe(index, kernel)))
+                .collect::<Vec<_>>()
+        };
+        match self {
+            #[cfg(feature = "cuda-asm")]
+            Self::HopperFused(tile) => vec![("backward", tile.to_string())],
+            #[cfg(feature = "cuda-asm")]
+            Self::HopperWalks(plans) => walks(&|index, _| plans[index].to_string()),
+            #[cfg(feature = "cuda-asm")]
+            Self::Mma(tiles) => {
+                walks(&|index, kernel| mma::describe(tiles[index], kernel).to_string())
+            }
+            Self::SimtFused(fused) => vec![("backward", fused.describe(accumulator))],
+            Self::Simt(tiles, reason) => {
+                let mut lines = vec![("backward", format!("two walks: {reason}"))];
+                lines.extend(walks(&|index, kernel| {
+                    simt::describe(&tiles[index], kernel, accumulator)
+                }));
+                lines
+            }
+        }
+    }
+
+    /// Runs the backward pass over a part.
+    ///
+    /// # Errors
+    /// As [`ForwardTile::launch`].
+    pub fn launch(
+        &self,
+        pass: &BackwardPass,
+        part: Part,
+        known: &mut KnownStats,
+    ) -> Result<(), KernelError> {
+        match *self {
+            #[cfg(feature = "cuda-asm")]
+            Self::HopperFused(tile) => {
+                let made = hopper::launch_fused(pass, part, tile, known.fused.take())?;
+                known.fused = Some(made);
+                Ok(())
+            }
+            #[cfg(feature = "cuda-asm")]
+            Self::HopperWalks(walks) => hopper::launch_walks(pass, part, walks),
+            #[cfg(feature = "cuda-asm")]
+            Self::Mma(tiles) => mma::launch_backward(pass, part, tiles),
+            Self::SimtFused(fused) => {
+                let stats = known.plain(pass, part)?;
+                simt::launch::launch_fused(pass, part, fused, &stats)
+            }
+            Self::Simt(tiles, _) => {
+                let stats = known.plain(pass, part)?;
+                simt::launch::launch_backward(pass, part, tiles, &stats)
+            }
+        }
+    }
+}

@@ -1,0 +1,710 @@
+//! What environment variables say of how kernels are chosen: read once in a process, for measuring and comparing.
+
+use std::ffi::OsString;
+use std::str::FromStr;
+use std::sync::OnceLock;
+
+use super::call::TierLimit;
+
+/// What names begin with.
+const PREFIX: &str = "BLOCKSPARSE_";
+/// What two of them began with once: a process that still sets those is told.
+const FORMER_PREFIX: &str = "BURN_BLOCKSPARSE_";
+
+/// How kernels are chosen where a program does not say: an environment variable a field. An empty variable is as good as none.
+///
+/// ```
+/// use blocksparse_cubecl::{TierLimit, Tuning};
+///
+/// let tuning = Tuning::parse([("BLOCKSPARSE_TIER", "mma"), ("HOME", "/root")])?;
+/// assert_eq!(tuning.tier, TierLimit::Mma);
+/// let error = Tuning::parse([("BLOCKSPARSE_COARSE", "no")]).unwrap_err();
+/// assert_eq!(error.to_string(), "BLOCKSPARSE_COARSE must be 0 or 1, got \"no\"");
+/// # Ok::<(), blocksparse_cubecl::TuningError>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Tuning {
+    /// `BLOCKSPARSE_TIER`: tiers that are left out.
+    pub tier: TierLimit,
+    /// `BLOCKSPARSE_LOG_SUMS`: whether `xattention` has products that sum their exponentials.
+    pub log_sums: bool,
+    /// `BLOCKSPARSE_LINE_SUMS`: whether `flexprefill` and `minference` have products that sum columns and diagonals.
+    pub line_sums: bool,
+    /// `BLOCKSPARSE_PICKS`: whether `moba` has products of which queries pick.
+    pub picks: bool,
+    /// `BLOCKSPARSE_PAIRS`: whether an indexer's scores are made on tensor cores.
+    pub pairs: bool,
+    /// `BLOCKSPARSE_KEY_PICKS`: how an indexer's keys are picked.
+    pub key_picks: KeyPicking,
+    /// `BLOCKSPARSE_ROW_DIGITS`: whether the highest of rows are found digit by digit.
+    pub row_digits: bool,
+    /// `BLOCKSPARSE_ROW_PRODUCTS`: whether rows of clusters and hashes are multiplied and counted as tensor cores can.
+    pub row_products: bool,
+    /// `BLOCKSPARSE_COARSE`: coarse steps, nowhere or wherever they can be. `None`: where they should be faster.
+    pub coarse: Option<bool>,
+    /// `BLOCKSPARSE_SIMT_TILE`: rows, columns and rows of a unit of the `simt` tier's tile.
+    pub simt_tile: Option<[usize; 3]>,
+    /// `BLOCKSPARSE_SIMT_SUMS`: MiB that the sums of dQ of that tier's fused backward pass may take.
+    pub simt_sums: usize,
+    /// `BLOCKSPARSE_MMA_TILE`: of the `mma` tier's forward pass, dQ, and dK with dV, each: warps, 16-row tiles of a warp, columns of a step, stages.
+    pub mma_tile: [Option<[usize; 4]>; 3],
+    /// `BLOCKSPARSE_LISTED`: the way of lists of queries.
+    pub listed: Option<ListedWay>,
+    /// `BLOCKSPARSE_RECORDS`: MiB of records of pairs at a time.
+    pub records: usize,
+    /// `BLOCKSPARSE_LISTED_TILE`: of walks of lists, forward and for dQ, each: keys of a step, stages.
+    pub listed_tile: [Option<[usize; 2]>; 2],
+    /// `BLOCKSPARSE_UNFENCED`: whether the fused backward pass of the `hopper` tier adds to dQ without fences: 3 to 6% faster, and in an order that the hardware
+    /// keeps and PTX's memory model does not promise.
+    pub unfenced: bool,
+    /// `BLOCKSPARSE_REFERENCE`: whether the reference runs in place of the kernels.
+    pub reference: bool,
+    /// `BLOCKSPARSE_POISON`: whether outputs are NaN before every launch, so that an element that nobody wrote cannot pass for a result.
+    pub poison: bool,
+}
+
+impl Default for Tuning {
+    fn default() -> Self {
+        Self {
+            tier: TierLimit::None,
+            log_sums: true,
+            line_sums: true,
+            picks: true,
+            pairs: true,
+            key_picks: KeyPicking::Parts,
+            row_digits: true,
+            row_products: true,
+            coarse: None,
+            simt_tile: None,
+            simt_sums: 1024,
+            mma_tile: [None; 3],
+            listed: None,
+            records: 512,
+            listed_tile: [None; 2],
+            unfenced: false,
+            reference: false,
+            poison: false,
+        }
+    }
+}
+
+/// How an indexer's keys are picked.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum KeyPicking {
+    /// Where rows are few and long, parts of a row by a cube each.
+    #[default]
+    Parts,
+    /// Each row by one cube.
+    Whole,
+    /// As pages are, from copies of scores.
+    Pages,
+}
+
+/// How lists of queries are walked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ListedWay {
+    /// Queries walk their lists.
+    Walk,
+    /// Likewise, and gradients by keys are made of words of keys,
+    Words,
+    /// or of records of pairs.
+    Records,
+    /// Neighbouring queries walk the union of theirs.
+    Neighbours,
+    /// Tiles compute all pairs.
+    Tiles,
+}
+
+/// A variable that says what it may not.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum TuningError {
+    /// A value that is none of the variable's.
+    #[error("{variable} must be {expected}, got {got:?}")]
+    Value {
+        /// The variable's name.
+        variable: &'static str,
+        /// What it may be.
+        expected: &'static str,
+        /// What came.
+        got: String,
+    },
+    /// A name that is none of the variables'.
+    #[error(
+        "an environment variable that begins with BLOCKSPARSE_ or BURN_BLOCKSPARSE_ must be one of {}, got {got}",
+        names().join(", ")
+    )]
+    Name {
+        /// What came.
+        got: String,
+    },
+}
+
+/// What a variable is called, what it may be, and where its value goes. `None`: it is none.
+struct Variable {
+    name: &'static str,
+    expected: &'static str,
+    set: fn(&mut Tuning, &str) -> Option<()>,
+}
+
+const SWITCH: &str = "0 or 1";
+const MIB: &str = "a whole number of MiB";
+/// Steps of a walk of lists that there are bits for.
+pub(super) const MOST_LISTED_STAGES: usize = 32;
+
+/// By name.
+const VARIABLES: &[Variable] = &[
+    Variable {
+        name: "BLOCKSPARSE_COARSE",
+        expected: SWITCH,
+        set: |tuning, text| put(&mut tuning.coarse, switch(text).map(Some)),
+    },
+    Variable {
+        name: "BLOCKSPARSE_KEY_PICKS",
+        expected: "0, 1 or whole",
+        set: |tuning, text| {
+            tuning.key_picks = match text {
+                "0" => KeyPicking::Pages,
+                "1" => KeyPicking::Parts,
+                "whole" => KeyPicking::Whole,
+                _ => return None,
+            };
+            Some(())
+        },
+    },
+    Variable {
+        name: "BLOCKSPARSE_LINE_SUMS",
+        expected: SWITCH,
+        set: |tuning, text| put(&mut tuning.line_sums, switch(text)),
+    },
+    Variable {
+        name: "BLOCKSPARSE_LISTED",
+        expected: "walk, words, records, neighbours or tiles",
+        set: |tuning, text| {
+            tuning.listed = Some(match text {
+                "walk" => ListedWay::Walk,
+                "words" => ListedWay::Words,
+                "records" => ListedWay::Records,
+                "neighbours" => ListedWay::Neighbours,
+                "tiles" => ListedWay::Tiles,
+                _ => return None,
+            });
+            Some(())
+        },
+    },
+    Variable {
+        name: "BLOCKSPARSE_LISTED_TILE",
+        expected: "KEYSxSTAGES of forward, or two of them with a comma between, forward and dQ: 16 or 32 keys, 2 to 32 stages",
+        set: |tuning, text| {
+            tuning.listed_tile = shapes(text)?;
+            let fits = |&[keys, stages]: &[usize; 2]| {
+                matches!(keys, 16 | 32) && (2..=MOST_LISTED_STAGES).contains(&stages)
+            };
+            (tuning.listed_tile.iter().flatten().all(fits)).then_some(())
+        },
+    },
+    Variable {
+        name: "BLOCKSPARSE_LOG_SUMS",
+        expected: SWITCH,
+        set: |tuning, text| put(&mut tuning.log_sums, switch(text)),
+    },
+    Variable {
+        name: "BLOCKSPARSE_MMA_TILE",
+        expected: "WARPSxWARP_TILESxCOLSxSTAGES of forward, or up to three of them with commas between, forward, dQ and dK, dV",
+        set: |tuning, text| put(&mut tuning.mma_tile, shapes(text)),
+    },
+    Variable {
+        name: "BLOCKSPARSE_PAIRS",
+        expected: SWITCH,
+        set: |tuning, text| put(&mut tuning.pairs, switch(text)),
+    },
+    Variable {
+        name: "BLOCKSPARSE_PICKS",
+        expected: SWITCH,
+        set: |tuning, text| put(&mut tuning.picks, switch(text)),
+    },
+    Variable {
+        name: "BLOCKSPARSE_POISON",
+        expected: SWITCH,
+        set: |tuning, text| put(&mut tuning.poison, switch(text)),
+    },
+    Variable {
+        name: "BLOCKSPARSE_RECORDS",
+        expected: MIB,
+        set: |tuning, text| put(&mut tuning.records, number(text)),
+    },
+    Variable {
+        name: "BLOCKSPARSE_REFERENCE",
+        expected: SWITCH,
+        set: |tuning, text| put(&mut tuning.reference, switch(text)),
+    },
+    Variable {
+        name: "BLOCKSPARSE_ROW_DIGITS",
+        expected: SWITCH,
+        set: |tuning, text| put(&mut tuning.row_digits, switch(text)),
+    },
+    Variable {
+        name: "BLOCKSPARSE_ROW_PRODUCTS",
+        expected: SWITCH,
+        set: |tuning, text| put(&mut tuning.row_products, switch(text)),
+    },
+    Variable {
+        name: "BLOCKSPARSE_SIMT_SUMS",
+        expected: MIB,
+        set: |tuning, text| put(&mut tuning.simt_sums, number(text)),
+    },
+    Variable {
+        name: "BLOCKSPARSE_SIMT_TILE",
+        expected: "ROWSxCOLSxUNIT_ROWS, each at least 1",
+        set: |tuning, text| put(&mut tuning.simt_tile, shape(text).map(Some)),
+    },
+    Variable {
+        name: TIER,
+        expected: TIERS,
+        set: |tuning, text| put(&mut tuning.tier, text.parse().ok()),
+    },
+    Variable {
+        name: "BLOCKSPARSE_UNFENCED",
+        expected: SWITCH,
+        set: |tuning, text| put(&mut tuning.unfenced, switch(text)),
+    },
+];
+
+const TIER: &str = "BLOCKSPARSE_TIER";
+const TIERS: &str =
+    "simt, simt-walks, simt-fused, mma, hopper-forward, hopper-walks, hopper-alone or mma-bias";
+
+fn names() -> Vec<&'static str> {
+    VARIABLES.iter().map(|variable| variable.name).collect()
+}
+
+fn put<T>(place: &mut T, value: Option<T>) -> Option<()> {
+    *place = value?;
+    Some(())
+}
+
+fn switch(text: &str) -> Option<bool> {
+    match text {
+        "0" => Some(false),
+        "1" => Some(true),
+        _ => None,
+    }
+}
+
+fn number(text: &str) -> Option<usize> {
+    text.parse().ok()
+}
+
+/// As many numbers with an x between, each at least 1.
+fn shape<const N: usize>(text: &str) -> Option<[usize; N]> {
+    let numbers = text
+        .split('x')
+        .map(|part| number(part).filter(|&number| number > 0));
+    let numbers: Option<Vec<usize>> = numbers.collect();
+    numbers?.try_into().ok()
+}
+
+/// Of as many shapes with commas between the first ones, at least one.
+fn shapes<const N: usize, const M: usize>(text: &str) -> Option<[Option<[usize; N]>; M]> {
+    let mut all = [None; M];
+    for (index, text) in text.split(',').enumerate() {
+        *all.get_mut(index)? = Some(shape(text)?);
+    }
+    Some(all)
+}
+
+impl Tuning {
+    /// Of names and values, of which those of other programs are left alone.
+    ///
+    /// # Errors
+    /// [`TuningError`] for the first that is none of the variables, or whose value is none of its.
+    pub fn parse<N, V>(variables: impl IntoIterator<Item = (N, V)>) -> Result<Self, TuningError>
+    where
+        N: Into<OsString>,
+        V: Into<OsString>,
+    {
+        let mut tuning = Self::default();
+        for (name, value) in variables {
+            let name = name.into().to_string_lossy().into_owned();
+            if !(name.starts_with(PREFIX) || name.starts_with(FORMER_PREFIX)) {
+                continue;
+            }
+            let known = VARIABLES.iter().find(|variable| variable.name == name);
+            let variable = known.ok_or(TuningError::Name { got: name })?;
+            let value = value.into().to_string_lossy().into_owned();
+            if value.is_empty() {
+                continue;
+            }
+            if (variable.set)(&mut tuning, &value).is_none() {
+                return Err(TuningError::Value {
+                    variable: variable.name,
+                    expected: variable.expected,
+                    got: value,
+                });
+            }
+        }
+        Ok(tuning)
+    }
+
+    /// Of the process's environment, which is read at the first call.
+    ///
+    /// # Errors
+    /// As [`parse`](Self::parse), at every call.
+    pub fn of_process() -> Result<&'static Self, TuningError> {
+        process().as_ref().map_err(|(error, _)| error.clone())
+    }
+
+    /// As [`of_process`](Self::of_process), as reasons that plans print.
+    #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
+    pub(super) fn or_reason() -> Result<&'static Self, &'static str> {
+        process().as_ref().map_err(|(_, reason)| reason.as_str())
+    }
+
+    /// As [`of_process`](Self::of_process), and what it is by default where the environment is wrong. For what has no error to return: whoever serves a device
+    /// has asked [`of_process`](Self::of_process) before anything is chosen for it.
+    pub fn or_default() -> &'static Self {
+        static DEFAULT: OnceLock<Tuning> = OnceLock::new();
+        match process() {
+            Ok(tuning) => tuning,
+            Err(_) => DEFAULT.get_or_init(Self::default),
+        }
+    }
+}
+
+/// What the environment said, or what is wrong with it, and that as text.
+fn process() -> &'static Result<Tuning, (TuningError, String)> {
+    static PROCESS: OnceLock<Result<Tuning, (TuningError, String)>> = OnceLock::new();
+    PROCESS.get_or_init(|| {
+        Tuning::parse(std::env::vars_os()).map_err(|error| {
+            let reason = error.to_string();
+            (error, reason)
+        })
+    })
+}
+
+impl FromStr for TierLimit {
+    type Err = TuningError;
+
+    fn from_str(text: &str) -> Result<Self, TuningError> {
+        Ok(match text {
+            "" => Self::None,
+            "simt" => Self::Simt,
+            "simt-walks" => Self::SimtWalks,
+            "simt-fused" => Self::SimtFused,
+            "mma" => Self::Mma,
+            "hopper-forward" => Self::HopperForward,
+            "hopper-walks" => Self::HopperWalks,
+            "hopper-alone" => Self::HopperAlone,
+            "mma-bias" => Self::MmaBias,
+            _ => {
+                return Err(TuningError::Value {
+                    variable: TIER,
+                    expected: TIERS,
+                    got: text.into(),
+                });
+            }
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(name: &str, value: &str) -> Result<Tuning, TuningError> {
+        Tuning::parse([(name, value)])
+    }
+
+    /// A wrong value of each variable, and what is said of it.
+    const WRONG: [(&str, &str, &str); 26] = [
+        ("UNFENCED", "yes", "0 or 1"),
+        ("COARSE", "2", "0 or 1"),
+        ("KEY_PICKS", "Whole", "0, 1 or whole"),
+        ("LINE_SUMS", "off", "0 or 1"),
+        (
+            "LISTED",
+            "walks",
+            "walk, words, records, neighbours or tiles",
+        ),
+        ("LISTED_TILE", "32", "KEYSxSTAGES"),
+        ("LISTED_TILE", "64x2", "KEYSxSTAGES"),
+        ("LISTED_TILE", "16x1", "KEYSxSTAGES"),
+        ("LISTED_TILE", "16x2,16x2,16x2", "KEYSxSTAGES"),
+        ("LOG_SUMS", "false", "0 or 1"),
+        ("MMA_TILE", "4x2x64", "WARPSxWARP_TILESxCOLSxSTAGES"),
+        ("MMA_TILE", "4x2x64x2x1", "WARPSxWARP_TILESxCOLSxSTAGES"),
+        ("MMA_TILE", "4x2x0x2", "WARPSxWARP_TILESxCOLSxSTAGES"),
+        ("MMA_TILE", "4x2x64x2,", "WARPSxWARP_TILESxCOLSxSTAGES"),
+        ("PAIRS", "no", "0 or 1"),
+        ("PICKS", "00", "0 or 1"),
+        ("POISON", "yes", "0 or 1"),
+        ("RECORDS", "512MiB", "a whole number of MiB"),
+        ("REFERENCE", "true", "0 or 1"),
+        ("ROW_DIGITS", " 0", "0 or 1"),
+        ("ROW_PRODUCTS", "-1", "0 or 1"),
+        ("SIMT_SUMS", "-1", "a whole number of MiB"),
+        ("SIMT_TILE", "64x32", "ROWSxCOLSxUNIT_ROWS"),
+        ("SIMT_TILE", "64x32xfour", "ROWSxCOLSxUNIT_ROWS"),
+        ("SIMT_TILE", "64x32x0", "ROWSxCOLSxUNIT_ROWS"),
+        ("TIER", "hoper", TIERS),
+    ];
+
+    #[test]
+    fn no_wrong_value_of_any_variable_is_taken() {
+        for (name, value, said) in WRONG {
+            let name = format!("{PREFIX}{name}");
+            let error = of(&name, value).unwrap_err().to_string();
+            assert!(
+                error.starts_with(&format!("{name} must be {said}")),
+                "{error}"
+            );
+            assert!(error.ends_with(&format!("got {value:?}")), "{error}");
+        }
+        // None is left out above.
+        for name in names() {
+            let wrong = WRONG
+                .iter()
+                .any(|(end, ..)| name == format!("{PREFIX}{end}"));
+            assert!(wrong, "{name}");
+            assert_eq!(of(name, ""), Ok(Tuning::default()));
+        }
+    }
+
+    #[test]
+    fn no_wrong_name_is_taken() {
+        for name in [
+            "BLOCKSPARSE_TEIR",
+            "BURN_BLOCKSPARSE_POISON",
+            "BLOCKSPARSE_tier",
+        ] {
+            let error = of(name, "1").unwrap_err().to_string();
+            assert!(
+                error.contains("must be one of BLOCKSPARSE_COARSE, "),
+                "{error}"
+            );
+            assert!(error.ends_with(&format!("got {name}")), "{error}");
+        }
+        assert_eq!(of("BURN_SPARSE_DEVICE", "wgpu"), Ok(Tuning::default()));
+    }
+
+    #[test]
+    fn values_go_where_they_belong() {
+        let default = Tuning::default;
+        let all: [(&str, &str, Tuning); 25] = [
+            (
+                "UNFENCED",
+                "1",
+                Tuning {
+                    unfenced: true,
+                    ..default()
+                },
+            ),
+            (
+                "COARSE",
+                "0",
+                Tuning {
+                    coarse: Some(false),
+                    ..default()
+                },
+            ),
+            (
+                "COARSE",
+                "1",
+                Tuning {
+                    coarse: Some(true),
+                    ..default()
+                },
+            ),
+            (
+                "KEY_PICKS",
+                "0",
+                Tuning {
+                    key_picks: KeyPicking::Pages,
+                    ..default()
+                },
+            ),
+            (
+                "KEY_PICKS",
+                "whole",
+                Tuning {
+                    key_picks: KeyPicking::Whole,
+                    ..default()
+                },
+            ),
+            (
+                "LINE_SUMS",
+                "0",
+                Tuning {
+                    line_sums: false,
+                    ..default()
+                },
+            ),
+            ("LINE_SUMS", "1", default()),
+            (
+                "LISTED",
+                "walk",
+                Tuning {
+                    listed: Some(ListedWay::Walk),
+                    ..default()
+                },
+            ),
+            (
+                "LISTED",
+                "words",
+                Tuning {
+                    listed: Some(ListedWay::Words),
+                    ..default()
+                },
+            ),
+            (
+                "LISTED",
+                "records",
+                Tuning {
+                    listed: Some(ListedWay::Records),
+                    ..default()
+                },
+            ),
+            (
+                "LISTED",
+                "neighbours",
+                Tuning {
+                    listed: Some(ListedWay::Neighbours),
+                    ..default()
+                },
+            ),
+            (
+                "LISTED",
+                "tiles",
+                Tuning {
+                    listed: Some(ListedWay::Tiles),
+                    ..default()
+                },
+            ),
+            (
+                "LISTED_TILE",
+                "32x3,16x4",
+                Tuning {
+                    listed_tile: [Some([32, 3]), Some([16, 4])],
+                    ..default()
+                },
+            ),
+            (
+                "LOG_SUMS",
+                "0",
+                Tuning {
+                    log_sums: false,
+                    ..default()
+                },
+            ),
+            (
+                "MMA_TILE",
+                "4x2x64x2",
+                Tuning {
+                    mma_tile: [Some([4, 2, 64, 2]), None, None],
+                    ..default()
+                },
+            ),
+            (
+                "PAIRS",
+                "0",
+                Tuning {
+                    pairs: false,
+                    ..default()
+                },
+            ),
+            (
+                "PICKS",
+                "0",
+                Tuning {
+                    picks: false,
+                    ..default()
+                },
+            ),
+            (
+                "POISON",
+                "1",
+                Tuning {
+                    poison: true,
+                    ..default()
+                },
+            ),
+            (
+                "RECORDS",
+                "64",
+                Tuning {
+                    records: 64,
+                    ..default()
+                },
+            ),
+            (
+                "REFERENCE",
+                "1",
+                Tuning {
+                    reference: true,
+                    ..default()
+                },
+            ),
+            (
+                "ROW_DIGITS",
+                "0",
+                Tuning {
+                    row_digits: false,
+                    ..default()
+                },
+            ),
+            (
+                "ROW_PRODUCTS",
+                "0",
+                Tuning {
+                    row_products: false,
+                    ..default()
+                },
+            ),
+            (
+                "SIMT_SUMS",
+                "0",
+                Tuning {
+                    simt_sums: 0,
+                    ..default()
+                },
+            ),
+            (
+                "SIMT_TILE",
+                "64x32x4",
+                Tuning {
+                    simt_tile: Some([64, 32, 4]),
+                    ..default()
+                },
+            ),
+            (
+                "TIER",
+                "hopper-walks",
+                Tuning {
+                    tier: TierLimit::HopperWalks,
+                    ..default()
+                },
+            ),
+        ];
+        for (name, value, expected) in all {
+            let name = format!("{PREFIX}{name}");
+            assert_eq!(of(&name, value), Ok(expected), "{name}={value}");
+        }
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn bytes_that_are_no_text_are_wrong_values() {
+        use std::os::unix::ffi::OsStringExt;
+
+        let value = OsString::from_vec(vec![b's', 0xff]);
+        let error = Tuning::parse([(OsString::from(TIER), value)]).unwrap_err();
+        assert!(
+            error
+                .to_string()
+                .starts_with("BLOCKSPARSE_TIER must be simt, ")
+        );
+    }
+}

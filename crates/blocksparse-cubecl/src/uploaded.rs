@@ -1,0 +1,70 @@
+//! What lies on devices.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cubecl::ir::{ElemType, FloatKind};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use super::device_key::{DeviceKey, device_key};
+use super::error::KernelError;
+use super::recording;
+use blocksparse::BlockLayout;
+use blocksparse::plan::Sections;
+
+/// A [`TilePlan`](blocksparse::plan::TilePlan) whose words are on a device.
+pub struct DevicePlan {
+    pub words: Handle,
+    pub len: usize,
+    pub sections: Sections,
+    pub tiles: usize,
+    /// The first tiles in launch order that add to sums of their own.
+    #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
+    pub apart: usize,
+    /// See [`TilePlan::between`](blocksparse::plan::TilePlan::between); 0 where blocks are chosen on the device.
+    #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
+    pub between: usize,
+    /// See [`TilePlan::complete`](blocksparse::plan::TilePlan::complete).
+    #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
+    pub complete: bool,
+    /// Steps of each pattern's tiles, one tile after the other; empty where blocks are chosen on the device.
+    #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
+    pub steps: Vec<usize>,
+}
+
+/// Slopes, and where they are.
+type Known = (Arc<[f64]>, Handle);
+
+#[derive(Default)]
+struct DeviceSlopes(Mutex<HashMap<(DeviceKey, ElemType), Known>>);
+
+/// ALiBi slopes in the type of sums, `[heads]`. They seldom change between calls: uploaded again only if they do.
+///
+/// # Errors
+/// [`KernelError::Recording`] if they would be uploaded inside a recording.
+pub fn slopes(
+    client: &Client,
+    layout: &BlockLayout,
+    slopes: &Arc<[f64]>,
+    accumulator: ElemType,
+) -> Result<Handle, KernelError> {
+    const WHAT: &str = "the slopes of heads";
+    let known = layout.attachment(DeviceSlopes::default);
+    let mut known = known.0.lock().unwrap_or_else(PoisonError::into_inner);
+    let key = (device_key(client), accumulator);
+    if let Some((same, handle)) = known.get(&key)
+        && same == slopes
+    {
+        return Ok(handle.clone());
+    }
+    let handle = match accumulator {
+        ElemType::Float(FloatKind::F64) => recording::upload(client, slopes, WHAT)?,
+        _ => {
+            let slopes: Vec<f32> = slopes.iter().map(|&slope| slope as f32).collect();
+            recording::upload(client, &slopes, WHAT)?
+        }
+    };
+    known.insert(key, (slopes.clone(), handle.clone()));
+    Ok(handle)
+}
