@@ -1,6 +1,7 @@
 //! One program for all of it: every test program links all of Burn, some 80 MB, and 215 MB with wgpu.
 
 mod activation;
+mod arrows;
 mod attention;
 mod autodiff;
 mod block_sparse;

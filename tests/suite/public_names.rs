@@ -13,7 +13,7 @@ const CRATES: [(&str, usize); 3] = [
 ];
 
 /// Modules that are listed without their names: they are no user's, and change with each kernel.
-const UNSTABLE: [&str; 1] = ["blocksparse::plan"];
+const UNSTABLE: [&str; 2] = ["blocksparse::internal", "blocksparse::plan"];
 
 const LIST: &str = "docs/dev/public-names.txt";
 

@@ -5,6 +5,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::error::KernelError;
+use super::tuning::TierLimit;
 use blocksparse::plan::Walk;
 use blocksparse::{BlockLayout, Residue};
 
@@ -322,38 +323,6 @@ pub fn check_hopper(properties: &DeviceProperties) -> Result<(), &'static str> {
     match properties.identity.fingerprint == "ptx_sm90" {
         true => Ok(()),
         false => Err("the device is not of compute capability 9.0"),
-    }
-}
-
-/// Tiers that a call leaves out, for measuring and comparing.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum TierLimit {
-    /// None.
-    #[default]
-    None,
-    /// All on tensor cores.
-    Simt,
-    /// All on tensor cores, and the fused backward pass of the `simt` tier.
-    SimtWalks,
-    /// All on tensor cores, and the two walks of the `simt` tier wherever its fused backward pass can run.
-    SimtFused,
-    /// The `hopper` tier.
-    Mma,
-    /// The backward pass of the `hopper` tier.
-    HopperForward,
-    /// The fused backward pass of the `hopper` tier.
-    HopperWalks,
-    /// The sharing of a tile's queries by cubes in that pass, and of a tile's steps in its two walks.
-    HopperAlone,
-    /// The gradient of a bias on the `hopper` tier.
-    MmaBias,
-}
-
-impl TierLimit {
-    /// Whether all tiers on tensor cores are left out.
-    pub(super) fn is_simt(self) -> bool {
-        matches!(self, Self::Simt | Self::SimtWalks | Self::SimtFused)
     }
 }
 

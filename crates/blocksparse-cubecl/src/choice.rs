@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use cubecl::prelude::*;
 
-use super::call::{DeviceFacts, Kernel, PartRequest, Readable, Request, TierLimit};
+use super::call::{DeviceFacts, Kernel, PartRequest, Readable, Request};
 use super::device_key::{DeviceKey, device_key};
 use super::error::KernelError;
 use super::known::Slots;
@@ -13,6 +13,7 @@ use super::pass::Part;
 use super::tier::{self, BackwardTile, BiasTile, Choice, ForwardTile};
 use super::tuning::Tuning;
 use super::{masses, on_device, simt};
+use crate::tuning::TierLimit;
 use blocksparse::plan::{Tiling, Walk};
 use blocksparse::{BlockLayout, DeviceChoice, Residue};
 

@@ -81,7 +81,6 @@ pub use args::ScoreOptions;
 pub use backward::backward;
 pub use call::{
     BiasView, Gradients, OutputGrads, Outputs, Readable, Request, ScoreKind, TableView, TensorView,
-    TierLimit,
 };
 pub use choice::AttentionPlan;
 pub use error::KernelError;
@@ -91,4 +90,4 @@ pub use on_device::{
     ChoiceTensor, KEYS_OF_WORD, KeyListSizes, ListBuffers, ListSizes, ListsByKeys, ScoredRows,
     choose_blocks, count_blocks, highest_blocks, list_queries, lists_by_keys, unique_keys,
 };
-pub use tuning::{KeyPicking, ListedWay, Tuning, TuningError};
+pub use tuning::{KeyPicking, ListedWay, TierLimit, Tuning, TuningError};

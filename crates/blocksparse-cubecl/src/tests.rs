@@ -8,10 +8,11 @@ use cubecl::ir::{
 };
 use cubecl::prelude::AddressType;
 
-use super::call::{DeviceFacts, Request, ScoreKind, TierLimit};
+use super::call::{DeviceFacts, Request, ScoreKind};
 use super::choice::AttentionPlan;
 use super::error::KernelError;
 use super::paged::{PagedPlan, PagedShape};
+use crate::tuning::TierLimit;
 use blocksparse::{BlockLayout, Pattern};
 
 const BF16: ElemType = ElemType::Float(FloatKind::BF16);

@@ -4,8 +4,6 @@ use std::ffi::OsString;
 use std::str::FromStr;
 use std::sync::OnceLock;
 
-use super::call::TierLimit;
-
 /// What names begin with.
 const PREFIX: &str = "BLOCKSPARSE_";
 /// What two of them began with once: a process that still sets those is told.
@@ -383,6 +381,38 @@ fn process() -> &'static Result<Tuning, (TuningError, String)> {
             (error, reason)
         })
     })
+}
+
+/// Tiers that a call leaves out, for measuring and comparing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum TierLimit {
+    /// None.
+    #[default]
+    None,
+    /// All on tensor cores.
+    Simt,
+    /// All on tensor cores, and the fused backward pass of the `simt` tier.
+    SimtWalks,
+    /// All on tensor cores, and the two walks of the `simt` tier wherever its fused backward pass can run.
+    SimtFused,
+    /// The `hopper` tier.
+    Mma,
+    /// The backward pass of the `hopper` tier.
+    HopperForward,
+    /// The fused backward pass of the `hopper` tier.
+    HopperWalks,
+    /// The sharing of a tile's queries by cubes in that pass, and of a tile's steps in its two walks.
+    HopperAlone,
+    /// The gradient of a bias on the `hopper` tier.
+    MmaBias,
+}
+
+impl TierLimit {
+    /// Whether all tiers on tensor cores are left out.
+    pub(crate) fn is_simt(self) -> bool {
+        matches!(self, Self::Simt | Self::SimtWalks | Self::SimtFused)
+    }
 }
 
 impl FromStr for TierLimit {

@@ -23,6 +23,8 @@
 mod arith;
 mod dropout;
 mod error;
+#[doc(hidden)]
+pub mod internal;
 mod layout;
 pub mod pages;
 mod pattern;
@@ -34,17 +36,6 @@ mod rule;
 mod seed;
 mod stream_dropout;
 mod weights;
-
-/// What the kernels of `blocksparse-cubecl` share with the definitions here.
-#[doc(hidden)]
-pub mod internal {
-    pub use crate::dropout::{MULTIPLIERS, ROUNDS, WEYL, last_kept};
-    pub use crate::layout::TALLEST;
-    pub use crate::quantization::SMALLEST;
-    pub use crate::rule::{LARGEST, WHOLE, parts_of};
-    pub use crate::seed::{Read, SLOTS, keep_on_device, read_place};
-    pub use crate::stream_dropout::STREAM;
-}
 
 pub use dropout::{Dropout, philox};
 pub use error::LayoutError;

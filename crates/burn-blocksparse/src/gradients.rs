@@ -8,15 +8,15 @@ use blocksparse::BlockLayout;
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
+use crate::attention::ops::BlockSparseOps;
+use crate::attention::plan::AttentionPlan;
+use crate::attention::tensors::AttentionTensors;
 use crate::attention::{call, scaled, shares_with};
-use crate::backend::BlockSparseOps;
 use crate::call_layout::Layout;
 use crate::check::{self, same_device};
 use crate::error::OpError;
 use crate::merge::Shares;
 use crate::options::{AttentionOptions, WeightsMode};
-use crate::plan::AttentionPlan;
-use crate::tensors::AttentionTensors;
 use crate::upload;
 use crate::values::{
     AttentionInputs, AttentionOutput, NeedsGrad, OptFloat, OutputGrads, SavedTensors,

@@ -1,9 +1,10 @@
 //! Helpers of the sister crates and of tests. Nothing here is stable.
 
+pub use crate::attention::kept::attention_from_residuals;
+pub use crate::attention::kept::attention_with_residuals;
+pub use crate::attention::kept::values::AttentionResiduals;
 pub use crate::graph::seeds::prepare_seed;
 pub use crate::heads::apart::{cat_head_groups, split_head_groups};
-pub use crate::kept::values::AttentionResiduals;
-pub use crate::kept::{attention_from_residuals, attention_with_residuals};
 pub use crate::kernels_run::runs_kernels;
 pub use crate::merge::merge_gathered_attention;
 pub use crate::order::{

@@ -8,7 +8,7 @@ use burn::tensor::Device;
 pub fn runs_kernels(device: &Device) -> bool {
     #[cfg(feature = "cube")]
     if crate::device::cube::of(device).is_some() {
-        return !crate::backends::cube::uses_reference();
+        return !crate::cube::uses_reference();
     }
     false
 }

@@ -64,12 +64,13 @@
 mod activation;
 mod attention;
 pub mod backend;
-mod backends;
 mod blocks;
 mod call_layout;
 mod check;
 mod choice;
 mod clusters;
+#[cfg(feature = "cube")]
+mod cube;
 mod device;
 mod device_layout;
 mod dropout;
@@ -83,7 +84,6 @@ pub mod graph;
 mod heads;
 #[doc(hidden)]
 pub mod internal;
-mod kept;
 mod kernels_run;
 pub mod layout;
 mod linear;
@@ -98,24 +98,24 @@ pub mod ops;
 pub mod optim;
 mod options;
 mod order;
+#[cfg(feature = "autodiff")]
+mod outputs;
 #[cfg(feature = "cube")]
 mod pack;
 pub mod paged;
-mod plan;
 mod projection;
-mod reference;
 mod rows;
 pub mod sampling;
 pub mod selection;
 pub mod sparse_linear;
 mod sums;
-mod tensors;
-mod top_k;
 mod upload;
 mod values;
 mod vertical_slash;
 mod weights;
 
+pub use attention::plan::AttentionPlan;
+pub use attention::tensors::AttentionTensors;
 pub use attention::{SparseAttentionCall, SparseAttentionOutput, sparse_attention};
 pub use blocksparse::{BlockLayout, Dropout, LayoutError, LayoutShape, Pattern, Seed};
 pub use call_layout::Layout;
@@ -124,6 +124,4 @@ pub use device_layout::DeviceLayout;
 pub use error::OpError;
 pub use merge::merge_attention;
 pub use options::{AttentionOptions, ProductPrecision, WeightsMode, alibi_slopes};
-pub use plan::AttentionPlan;
-pub use tensors::AttentionTensors;
 pub use weights::BlockSparseTensor;

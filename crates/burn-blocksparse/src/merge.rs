@@ -3,9 +3,11 @@
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, Tensor};
 
-use crate::backend::{MergedOutput, MergedParts, RowOps};
 use crate::dtype::accumulate_in;
 use crate::error::OpError;
+use crate::rows::ops::MergedOutput;
+use crate::rows::ops::MergedParts;
+use crate::rows::ops::RowOps;
 
 /// lse where a row has no keys, in sums: far below any score, but finite, so that no ∞ − ∞ can arise.
 const LOWEST: f64 = -1e30;

@@ -35,7 +35,7 @@ impl OpPlan {
         let mut reason = None;
         #[cfg(feature = "cube")]
         if let Some(inner) = &crate::device::cube::of(device) {
-            if crate::backends::cube::uses_reference() {
+            if crate::cube::uses_reference() {
                 reason = Some("BLOCKSPARSE_REFERENCE is set".to_string());
             } else {
                 match kernels(inner) {

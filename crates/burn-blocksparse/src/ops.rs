@@ -10,11 +10,11 @@
 //! | embedding and loss | [`embedding`], [`linear_cross_entropy`] |
 
 pub use crate::activation::{Activation, bias_activation};
-#[cfg(all(feature = "cube", feature = "fusion"))]
-pub use crate::backends::matmul::{accelerate_matmul, accelerated_products};
 pub use crate::dropout::dropout;
 pub use crate::embedding::{embedding, embedding_backward};
 pub use crate::heads::{join_heads, split_heads};
+#[cfg(all(feature = "cube", feature = "fusion"))]
+pub use crate::linear::matmul::{accelerate_matmul, accelerated_products};
 pub use crate::linear::{LinearOptions, fused_linear, linear};
 pub use crate::loss::{CrossEntropyOptions, Reduction, linear_cross_entropy};
 pub use crate::mlp::{MlpOptions, MlpParams, mlp};

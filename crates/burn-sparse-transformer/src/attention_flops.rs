@@ -1,6 +1,6 @@
 //! Operations of attention layers.
 
-use burn::nn::Linear;
+use crate::linear::linear_flops;
 
 use crate::content::ContentHeads;
 use crate::dsa::DsaHeads;
@@ -35,9 +35,4 @@ impl SparseMultiHeadAttention {
         let scores = (self.choosing_dsa()).map_or(0, |dsa| dsa.score_flops(seq));
         Ok(2 * (pairs + chosen) * (self.d_k() + d_v) as u64 + scores)
     }
-}
-
-/// Operations of a linear layer for one position: a multiplication and an addition per weight.
-pub(crate) fn linear_flops(linear: &Linear) -> u64 {
-    2 * linear.weight.lazy_shape().num_elements() as u64
 }

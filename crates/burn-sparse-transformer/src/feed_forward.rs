@@ -13,9 +13,9 @@ use burn_blocksparse::sparse_linear::{WeightLayout, WeightPattern};
 
 use serde::{Deserialize, Serialize};
 
-use crate::attention_flops::linear_flops;
 use crate::error::or_panic;
 use crate::linear::BlockSparseLinear;
+use crate::linear::linear_flops;
 use crate::stream::Projected;
 use crate::{Precision, TransformerError};
 

@@ -6,8 +6,7 @@ use burn::nn::Linear;
 use burn::tensor::{Device, Tensor};
 use burn_blocksparse::sparse_linear::WeightLayout;
 
-use crate::block_sparse_linear::fans;
-use crate::linear::BlockSparseLinear;
+use crate::linear::{BlockSparseLinear, fans};
 
 /// `W` from `N(0, scale / √d_input)`, `b` = 0.
 pub(crate) fn linear(d_input: usize, d_output: usize, scale: f64, device: &Device) -> Linear {

@@ -53,13 +53,13 @@
 //! [`OpError::Backend`], which names the feature.
 #![warn(missing_docs)]
 
+mod arange;
 mod attention;
 mod attention_cache;
 mod attention_config;
 mod attention_flops;
 mod block;
 mod block_attention;
-mod block_sparse_linear;
 mod cache;
 mod call;
 pub mod content;
@@ -78,11 +78,9 @@ mod head_selections;
 mod heads;
 mod init;
 mod input;
-mod kept_blocks;
 mod layouts;
 pub mod linear;
 pub mod longformer;
-mod longformer_encoder;
 pub mod nsa;
 pub mod pool;
 mod precision;
@@ -95,6 +93,8 @@ mod selected;
 mod sparse_attention;
 mod stream;
 mod transformer;
+#[cfg(feature = "autodiff")]
+mod warm_up;
 #[cfg(feature = "store")]
 pub mod weights;
 

@@ -7,13 +7,13 @@ use burn_blocksparse::ops::{
 };
 use burn_blocksparse::selection::Selection;
 
-use crate::attention_flops::linear_flops;
 use crate::block::Pass;
 use crate::content::ContentAttention;
 use crate::dsa::DsaStage;
 use crate::error::{ensure, ensure_multiple, ensure_positive, ensure_shape, or_panic};
 use crate::feed_forward::{FeedForwardActivation, FeedForwardSparsity};
 use crate::layouts::LayoutPool;
+use crate::linear::linear_flops;
 use crate::selected::of_layer;
 use crate::stream::Stream;
 use crate::{

@@ -22,11 +22,12 @@ use cubecl::server::Handle;
 use self::mean::MeanTile;
 use self::tile::ClusterTile;
 use super::args::{buffer, spread};
-use super::call::{TierLimit, check_hopper};
+use super::call::check_hopper;
 use super::error::KernelError;
 use super::rows::{holds_rows, words_of_flags};
 use super::tensor::{check_scale, half_of, scales};
 use super::tuning::Tuning;
+use crate::tuning::TierLimit;
 
 /// Clusters of each list of rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -6,8 +6,9 @@ use std::collections::{BTreeMap, BinaryHeap};
 use super::fused::{SPREAD, SPREAD_SHARES, Sizes};
 use super::long_tiles::{LongTiles, Stretch, WalkPlan};
 use super::tiles::{BackwardTile, WalkTile};
-use crate::call::{PartRequest, Request, TierLimit};
+use crate::call::{PartRequest, Request};
 use crate::tensor::is_u32;
+use crate::tuning::TierLimit;
 use blocksparse::plan::{Tiling, Walk, tile_steps};
 
 /// What a cube takes before its first and after its last step, in steps.

@@ -9,7 +9,8 @@ use super::mma::{MmaTile, VARIANTS};
 use super::tile::{Epilogue, MOST_HIGHEST, Order, ProductTile, ROWS, SLAB};
 use super::view::MatrixView;
 use crate::arch::ptx::Half;
-use crate::call::{TierLimit, check_ampere};
+use crate::call::check_ampere;
+use crate::tuning::TierLimit;
 use crate::tuning::Tuning;
 
 /// Columns of a tile, at most.

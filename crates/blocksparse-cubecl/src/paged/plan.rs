@@ -15,10 +15,10 @@ use super::mma_tile::MmaTile;
 use super::shape::PagedShape;
 use super::tile::Tile;
 use super::walk::{CANDIDATES, SizesLaunch, least_pages};
-use crate::TierLimit;
 use crate::args::{address_in, buffer, optional, spread};
 use crate::error::KernelError;
 use crate::rows::accumulator_of;
+use crate::tuning::TierLimit;
 use crate::tuning::Tuning;
 
 /// Multiprocessors of a device that does not say.

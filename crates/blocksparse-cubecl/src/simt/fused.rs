@@ -9,7 +9,8 @@ use cubecl::ir::features::Plane;
 use super::tile::fours;
 use super::{Tile, cheapest, describe, shared_bytes};
 use crate::args::address_in;
-use crate::call::{Kernel, PartRequest, TierLimit};
+use crate::call::{Kernel, PartRequest};
+use crate::tuning::TierLimit;
 use crate::tuning::Tuning;
 use blocksparse::BlockLayout;
 

@@ -1,11 +1,13 @@
 //! A bias and an activation in one pass.
+pub(crate) mod backend;
+pub(crate) mod ops;
 
 pub(crate) mod reference;
 pub(crate) mod values;
 
 use burn::tensor::Tensor;
 
-use crate::backend::ActivationOps;
+use crate::activation::ops::ActivationOps;
 use crate::check::same_device;
 use crate::device::served;
 use crate::error::OpError;
@@ -70,7 +72,7 @@ impl Activation {
         let matrix = [dims[..D - 1].iter().product(), dims[D - 1]];
         Ok(OpPlan::new(&x.device(), |device| {
             #[cfg(feature = "cube")]
-            return crate::backends::activation::text(device, matrix, x.dtype(), self);
+            return crate::activation::backend::text(device, matrix, x.dtype(), self);
             #[cfg(not(feature = "cube"))]
             Err::<String, std::convert::Infallible>(*device)
         }))

@@ -19,9 +19,9 @@ use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, Shape, TensorData};
 
 use super::places::{Chunk, Places, Side};
+use crate::attention::reference::{tile, untile};
 use crate::dtype::accumulate_in;
 use crate::graph::recording;
-use crate::reference::{tile, untile};
 use crate::values::LayoutTensors;
 use crate::weights;
 

@@ -1,4 +1,5 @@
 //! Block-sparse tensors: products, softmax, and functions of their own, over the blocks of a layout.
+pub(crate) mod backend;
 
 mod compute;
 mod ops;
@@ -12,12 +13,12 @@ use places::Places;
 
 pub use ops::BlockSparseTensorOps;
 
+use crate::attention::reference::tile;
 use crate::check::same_device;
 use crate::device::served;
 use crate::dtype::accumulate_in;
 use crate::error::OpError;
 use crate::graph::recording;
-use crate::reference::tile;
 use crate::upload;
 use crate::values::LayoutTensors;
 use crate::weights::{self, BlockSparseTensor};

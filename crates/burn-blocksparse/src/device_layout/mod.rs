@@ -1,6 +1,5 @@
 //! Layouts that are made on the device: a tensor chooses the blocks, and nothing is read back.
 
-mod keys;
 mod positions;
 mod read;
 
@@ -9,14 +8,11 @@ use std::sync::{Arc, OnceLock};
 
 use blocksparse::{BlockLayout, BlockSource, DeviceChoice, LayoutShape, PositionMask, Rule};
 use burn::backend::Dispatch;
-use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
+use burn::tensor::{Bool, DType, Device, Int, Tensor};
 
-use crate::backend::SelectionOps;
 use crate::choice::{TopKOptions, checked};
 use crate::device::served;
 use crate::error::OpError;
-use crate::kernels_run::runs_kernels;
-use crate::upload::layout_tensors;
 use crate::values::DynamicBlocks;
 
 /// What a [`DeviceLayout`] is, besides the tensor that chooses its blocks. Build it from [`new`](Self::new).
@@ -80,10 +76,10 @@ impl DeviceLayoutOptions {
 #[derive(Clone)]
 pub struct DeviceLayout {
     /// The sizes and how blocks are chosen; launch plans are kept with it.
-    frame: BlockLayout,
-    causal: bool,
-    chooser: Chooser,
-    host: Arc<OnceLock<BlockLayout>>,
+    pub(crate) frame: BlockLayout,
+    pub(crate) causal: bool,
+    pub(crate) chooser: Chooser,
+    pub(crate) host: Arc<OnceLock<BlockLayout>>,
 }
 
 /// Threads may share it, as they do a [`BlockLayout`].
@@ -94,7 +90,7 @@ const _: () = {
 
 /// The tensor that chooses, on the device without autodiff.
 #[derive(Clone)]
-enum Chooser {
+pub(crate) enum Chooser {
     Mask(Tensor<4, Bool>),
     Indices(Tensor<4, Int>),
     Scores(Tensor<4>, Rule),
@@ -133,7 +129,7 @@ impl Chooser {
     }
 }
 
-fn repeated(x: Tensor<4, Int>, [batch, heads]: [usize; 2]) -> Tensor<4, Int> {
+pub(crate) fn repeated(x: Tensor<4, Int>, [batch, heads]: [usize; 2]) -> Tensor<4, Int> {
     let [own, patterns, rows, blocks] = x.dims();
     if [own, patterns] == [batch, heads] {
         return x;
@@ -363,71 +359,6 @@ impl DeviceLayout {
         })
     }
 
-    /// How many blocks each row of blocks has: i32 `[batch or 1, patterns, q_blocks]`, on the device, without autodiff. `patterns` are the heads that have
-    /// blocks of their own, a divisor of all, of which as many neighbours share one. Nothing is read back where kernels run. By positions or lists of keys
-    /// the blocks are all those of the places.
-    ///
-    /// # Errors
-    /// [`OpError`] if the tensor that chooses cannot be read, where no kernels run.
-    pub fn counts(&self) -> Result<Tensor<3, Int>, OpError> {
-        let device = self.device();
-        let [batch, patterns] = self.choice().patterns;
-        let q_blocks = self.frame.q_blocks();
-        let has_all = self.choice().by.has_all_blocks();
-        if runs_kernels(&device) && !has_all {
-            let mut tensors = layout_tensors(&self.frame, &device, true)?;
-            tensors.choice = self.chooser();
-            let counts = <Dispatch as SelectionOps>::count_blocks(tensors);
-            return Ok(Tensor::from_dispatch(counts));
-        }
-        // By positions and lists of keys the blocks are those of the places, whether or not a pair of them is seen.
-        let host = match self.frame.within() {
-            Some(places) if has_all => places.clone(),
-            _ => self.to_host()?,
-        };
-        let group = host.heads() / patterns;
-        let last = host.batch().unwrap_or(1) - 1;
-        let mut counts = Vec::with_capacity(batch * patterns * q_blocks);
-        for (entry, head) in (0..batch).flat_map(|entry| (0..patterns).map(move |p| (entry, p))) {
-            let offsets = host.row_offsets(host.pattern_of(entry.min(last), head * group));
-            counts.extend(offsets.windows(2).map(|row| (row[1] - row[0]) as i32));
-        }
-        let counts = TensorData::new(counts, [batch, patterns, q_blocks]);
-        Ok(Tensor::from_data(counts, (&device, DType::I32)))
-    }
-
-    /// Chosen blocks as a share of those that are visible, over all rows: `[1]` in f32, on the device. Nothing is read back where kernels run.
-    ///
-    /// # Errors
-    /// As [`Self::counts`].
-    pub fn density(&self) -> Result<Tensor<1>, OpError> {
-        let counts = self.counts()?;
-        let [batch, patterns, q_blocks] = counts.dims();
-        let visible: usize = match self.frame.within() {
-            Some(within) => {
-                let group = within.heads() / patterns;
-                let entries = (0..batch).flat_map(|entry| (0..patterns).map(move |p| (entry, p)));
-                let last = within.batch().unwrap_or(1) - 1;
-                let blocks = entries.map(|(entry, p)| {
-                    within.pattern_blocks(within.pattern_of(entry.min(last), p * group))
-                });
-                blocks.sum()
-            }
-            None => {
-                let grid = crate::choice::grid(self.shape(), self.causal);
-                let of_row = |row| {
-                    (0..grid.blocks())
-                        .filter(|&b| grid.is_visible(row, b))
-                        .count()
-                };
-                batch * patterns * (0..q_blocks).map(of_row).sum::<usize>()
-            }
-        };
-        // A sum over rows, then over the rest: one long sum is one cube's.
-        let counts = counts.float().cast(DType::F32).sum_dim(2).sum();
-        Ok(counts.div_scalar(visible.max(1) as f32))
-    }
-
     /// The layout's sizes.
     pub fn shape(&self) -> &LayoutShape {
         self.frame.shape()
@@ -466,7 +397,7 @@ impl DeviceLayout {
         Ok(self.host.get_or_init(|| read).clone())
     }
 
-    fn choice(&self) -> &DeviceChoice {
+    pub(crate) fn choice(&self) -> &DeviceChoice {
         let choice = self.frame.device_choice();
         choice.expect("the frame of a layout on a device")
     }
@@ -488,7 +419,7 @@ impl DeviceLayout {
     }
 }
 
-fn expect(argument: &'static str, expected: usize, got: usize) -> Result<(), OpError> {
+pub(crate) fn expect(argument: &'static str, expected: usize, got: usize) -> Result<(), OpError> {
     OpError::expect_same(argument, expected, "the shape's", got)
 }
 

@@ -5,8 +5,8 @@ use burn::tensor::{DType, Int, Tensor};
 
 use super::Dsa;
 use super::pages::DsaPages;
-use crate::backend::PageSlotOps;
 use crate::error::OpError;
+use crate::paged::slot_ops::PageSlotOps;
 
 impl Dsa {
     /// The keys that queries over pages attend to, as [`choose`](Self::choose) has them of keys side by side: i32 `[walks, kv_heads, most]`, the

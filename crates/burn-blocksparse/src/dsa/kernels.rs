@@ -12,12 +12,16 @@ use super::found::{DsaTarget, Found};
 use super::pages::DsaPages;
 use super::scores::{DsaIndex, together};
 use crate::attention::SparseAttentionCall;
-use crate::backend::{
-    ComparedKeys, IndexInputs, IndexerChoice, IndexerLoss, IndexerOps, IndexerScores, SeenKeys,
-    TargetInputs,
-};
-use crate::backends::indexer::{available, has_picks, rounds};
 use crate::device::cube;
+use crate::dsa::backend::{available, has_picks, rounds};
+use crate::dsa::ops::ComparedKeys;
+use crate::dsa::ops::IndexInputs;
+use crate::dsa::ops::IndexerChoice;
+use crate::dsa::ops::IndexerLoss;
+use crate::dsa::ops::IndexerOps;
+use crate::dsa::ops::IndexerScores;
+use crate::dsa::ops::SeenKeys;
+use crate::dsa::ops::TargetInputs;
 use crate::options::AttentionOptions;
 use crate::selection::layouts::LayoutCache;
 

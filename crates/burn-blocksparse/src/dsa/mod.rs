@@ -9,6 +9,10 @@
 // kernels  both where a device has kernels for them
 // pages    an indexer's keys in pages
 // in_pages choices among them, for decoding
+#[cfg(feature = "cube")]
+pub(crate) mod backend;
+#[cfg(feature = "cube")]
+pub(crate) mod ops;
 
 mod found;
 mod fp8;

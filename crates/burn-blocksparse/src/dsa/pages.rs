@@ -4,10 +4,10 @@ use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, Tensor};
 
 use super::scores::DsaIndex;
-use crate::backend::PageSlotOps;
 use crate::check::same_device;
 use crate::device::served;
 use crate::error::OpError;
+use crate::paged::slot_ops::PageSlotOps;
 
 /// Queries of an indexer, one for each list of pages of its keys.
 #[derive(Clone, Debug)]

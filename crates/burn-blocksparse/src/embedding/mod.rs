@@ -1,13 +1,15 @@
 //! Rows of a table, and the gradient by it.
+pub(crate) mod backend;
+pub(crate) mod ops;
 
 pub(crate) mod reference;
 
 use burn::backend::Dispatch;
 use burn::tensor::{Int, Tensor};
 
-use crate::backend::EmbeddingOps;
 use crate::check::same_device;
 use crate::device::served;
+use crate::embedding::ops::EmbeddingOps;
 use crate::error::OpError;
 use crate::op_plan::OpPlan;
 
@@ -86,7 +88,7 @@ impl OpPlan {
         let positions = batch * seq;
         Ok(OpPlan::new(&table.device(), |device| {
             #[cfg(feature = "cube")]
-            return crate::backends::embedding::text(
+            return crate::embedding::backend::text(
                 device,
                 table.dims(),
                 [table.dtype(), table.dtype(), ids.dtype()],

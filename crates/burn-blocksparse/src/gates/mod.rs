@@ -1,11 +1,13 @@
 //! Branches added, each times the gate of a row.
+pub(crate) mod backend;
+pub(crate) mod ops;
 
 pub(crate) mod reference;
 pub(crate) mod values;
 
 use burn::tensor::Tensor;
 
-use crate::backend::GateOps;
+use crate::gates::ops::GateOps;
 use crate::op_plan::OpPlan;
 use crate::values::ThreeFloats;
 use values::{GatedInputs, MOST_BRANCHES};
@@ -38,7 +40,7 @@ pub(crate) fn gated_plan(branch: &Tensor<4>, gates: &Tensor<4>) -> OpPlan {
         {
             let [.., width] = branch.dims();
             let dtypes = [branch.dtype(), gates.dtype()];
-            crate::backends::gates::text(device, width, dtypes)
+            crate::gates::backend::text(device, width, dtypes)
         }
         #[cfg(not(feature = "cube"))]
         Err::<String, std::convert::Infallible>(*device)

@@ -8,9 +8,9 @@ use burn::tensor::kind::Basic;
 use burn::tensor::{DType, Device, Float, Int, Tensor, TensorData};
 
 use super::recording;
-use crate::backend::StaticInputOps;
 use crate::device::served;
 use crate::error::OpError;
+use crate::graph::ops::StaticInputOps;
 
 /// The kinds of tensors that [`StaticInput`] holds: [`Float`] and [`Int`].
 pub trait StaticInputKind: Basic + sealed::Overwrite {}

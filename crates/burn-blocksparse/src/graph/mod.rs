@@ -1,4 +1,6 @@
 //! CUDA graphs: a computation is captured once and replayed as one launch, on inputs that are overwritten in place.
+pub(crate) mod backend;
+pub(crate) mod ops;
 
 mod fixed;
 pub(crate) mod recording;

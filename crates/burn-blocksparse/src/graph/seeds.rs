@@ -9,9 +9,9 @@ use burn::backend::{Backend, Dispatch};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
 use super::recording;
-use crate::backend::StaticInputOps;
 use crate::device::served;
 use crate::error::OpError;
+use crate::graph::ops::StaticInputOps;
 
 /// A seed of dropout that a recorded computation reads from the device, so that each replay drops something else.
 ///

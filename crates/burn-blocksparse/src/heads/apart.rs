@@ -3,10 +3,11 @@
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
-use crate::backend::{HeadGroupOps, HeadGroups};
 use crate::check::same_device;
 use crate::device::served;
 use crate::error::OpError;
+use crate::heads::apart_ops::HeadGroupOps;
+use crate::heads::apart_ops::HeadGroups;
 
 /// The first heads of a tensor, and the others. One step of the autodiff graph, whose backward pass puts the gradients side by side: gradients of two slices are
 /// filled up with zeros and added.

@@ -1,4 +1,8 @@
 //! Heads side by side in rows, and tensors by heads.
+pub(crate) mod apart_backend;
+pub(crate) mod apart_ops;
+pub(crate) mod backend;
+pub(crate) mod ops;
 
 pub(crate) mod apart;
 pub(crate) mod reference;
@@ -6,10 +10,10 @@ pub(crate) mod values;
 
 use burn::tensor::Tensor;
 
-use crate::backend::HeadOps;
 use crate::check::same_device;
 use crate::device::served;
 use crate::error::OpError;
+use crate::heads::ops::HeadOps;
 use crate::op_plan::OpPlan;
 use crate::values::ThreeFloats;
 use values::{JoinCall, MOST_PARTS, SplitInputs};
@@ -95,7 +99,7 @@ impl OpPlan {
         let [batch, seq, _] = x.dims();
         Ok(OpPlan::new(&x.device(), |device| {
             #[cfg(feature = "cube")]
-            return crate::backends::heads::text(device, [batch * seq, seq], parts, x.dtype());
+            return crate::heads::backend::text(device, [batch * seq, seq], parts, x.dtype());
             #[cfg(not(feature = "cube"))]
             Err::<String, std::convert::Infallible>(*device)
         }))

@@ -1,4 +1,12 @@
 //! Products of activations with weights.
+pub(crate) mod backend;
+#[cfg(all(feature = "cube", feature = "fusion"))]
+pub(crate) mod matmul;
+#[cfg(feature = "cube")]
+pub(crate) mod named_product;
+pub(crate) mod ops;
+#[cfg(feature = "cuda")]
+pub(crate) mod wgmma;
 
 pub(crate) mod products;
 pub(crate) mod values;
@@ -6,10 +14,10 @@ pub(crate) mod values;
 use burn::backend::Dispatch;
 use burn::tensor::{DType, FloatDType, Tensor};
 
-use crate::backend::LinearOps;
 use crate::check::same_device;
 use crate::device::served;
 use crate::error::OpError;
+use crate::linear::ops::LinearOps;
 use crate::op_plan::OpPlan;
 use crate::values::ThreeFloats;
 use values::{LinearInputs, WEIGHTS};
@@ -119,7 +127,7 @@ impl LinearOptions {
                 let rows: usize = x.dims().iter().rev().skip(1).product();
                 let out = weights.iter().map(|weight| weight.dims()[1]).sum();
                 let sizes = [rows, weights[0].dims()[0], out];
-                crate::backends::linear::kernels::text(device, dtype, sizes)
+                crate::linear::backend::kernels::text(device, dtype, sizes)
             }
             #[cfg(not(feature = "cube"))]
             Err::<String, std::convert::Infallible>(*device)

@@ -1,4 +1,6 @@
 //! Losses of logits that are never all there.
+pub(crate) mod backend;
+pub(crate) mod ops;
 
 pub(crate) mod compute;
 pub(crate) mod values;
@@ -6,11 +8,11 @@ pub(crate) mod values;
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, IntDType, Tensor, Transaction};
 
-use crate::backend::LossOps;
 use crate::check::same_device;
 use crate::device::served;
 use crate::error::OpError;
 use crate::linear::supported;
+use crate::loss::ops::LossOps;
 use crate::op_plan::OpPlan;
 pub use values::Reduction;
 use values::{LossInputs, LossTask};
@@ -178,7 +180,7 @@ fn plan(
     vocab: usize,
     task: &LossTask,
 ) -> Result<String, OpError> {
-    Ok(crate::backends::loss::kernels::plan(
+    Ok(crate::loss::backend::kernels::plan(
         device, dtype, targets, vocab, task,
     )?)
 }

@@ -1,6 +1,9 @@
 //! Two products with an activation between them.
 
 // Only autodiff has a backward pass.
+pub(crate) mod backend;
+pub(crate) mod ops;
+
 #[cfg_attr(not(feature = "autodiff"), allow(dead_code))]
 pub(crate) mod steps;
 pub(crate) mod values;
@@ -9,10 +12,10 @@ use burn::backend::Dispatch;
 use burn::tensor::{FloatDType, Tensor};
 
 use crate::activation::values::Activation;
-use crate::backend::MlpOps;
 use crate::check::same_device;
 use crate::error::OpError;
 use crate::linear::{self, LinearOptions};
+use crate::mlp::ops::MlpOps;
 use crate::op_plan::OpPlan;
 use values::{MlpCall, MlpInputs};
 
@@ -143,7 +146,8 @@ impl MlpOptions {
         Ok(OpPlan::new(&x.device(), |device| {
             #[cfg(feature = "cube")]
             {
-                use crate::backends::{linear::kernels::text, mlp::inner_text};
+                use crate::linear::backend::kernels::text;
+                use crate::mlp::backend::inner_text;
 
                 let bias = params.bias.as_ref().map(Tensor::dtype);
                 let dtype = dtype.into();

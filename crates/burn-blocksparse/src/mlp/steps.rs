@@ -5,12 +5,14 @@ use burn::backend::tensor::FloatTensor;
 use burn::tensor::FloatDType;
 
 use super::values::{MlpActive, MlpCall, MlpInnerInputs, MlpInputs, MlpOuterSaved, MlpOuterTask};
+use crate::activation::ops::ActivationOps;
 use crate::activation::values::Activation;
 use crate::activation::values::{
     ActivationGrads, ActivationInputs, ActivationSaved, ActivationTask,
 };
-use crate::backend::{ActivationOps, LinearOps, MlpOps};
+use crate::linear::ops::LinearOps;
 use crate::linear::values::{LinearInputs, LinearOutput, LinearSaved, LinearTask};
+use crate::mlp::ops::MlpOps;
 use crate::values::{OptFloat, ThreeFloats};
 
 /// What a backend has to have for the halves.

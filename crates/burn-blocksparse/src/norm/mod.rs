@@ -1,4 +1,6 @@
 //! A residual stream, what is added to it, and its norm.
+pub(crate) mod backend;
+pub(crate) mod ops;
 
 pub(crate) mod reference;
 pub(crate) mod values;
@@ -7,11 +9,11 @@ use blocksparse::ElementDropout;
 use burn::backend::Dispatch;
 use burn::tensor::{Device, FloatDType, Tensor};
 
-use crate::backend::NormOps;
 use crate::check::same_device;
 use crate::device::served;
 use crate::error::OpError;
 use crate::graph::seeds;
+use crate::norm::ops::NormOps;
 use crate::op_plan::{OpDevice, OpPlan};
 use crate::values::OptFloat;
 use values::{NormCall, NormInputs, NormOutput};

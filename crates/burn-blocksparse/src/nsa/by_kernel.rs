@@ -8,9 +8,10 @@ use burn::backend::cubecl::dtype_to_elem_type;
 use burn::tensor::{Int, Tensor};
 
 use super::masses::Masses;
-use crate::backend::{CompressedCall, EstimateOps};
 use crate::device::cube;
 use crate::op_plan::OpDevice;
+use crate::selection::estimate_ops::CompressedCall;
+use crate::selection::estimate_ops::EstimateOps;
 use crate::selection::query_lists::ListSizes;
 
 impl Masses<'_> {
@@ -29,7 +30,7 @@ impl Masses<'_> {
     /// The plan of the kernel, if it runs.
     fn plan(&self) -> Option<CompressedPlan> {
         let device = cube::of(&self.q.device())?;
-        match crate::backends::cube::uses_reference() {
+        match crate::cube::uses_reference() {
             true => None,
             false => self.plan_on(&device).ok(),
         }

@@ -7,10 +7,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 
 use super::{CONTROL, FusedAdamWConfig};
-use crate::backend::LIMIT;
 use crate::error::OpError;
 use crate::graph::StaticInput;
 use crate::graph::recording;
+use crate::optim::ops::LIMIT;
 
 /// What steps of [`FusedAdamW`](super::FusedAdamW) read from the device, so that they can be recorded: learning rate, bias corrections and the limit of the norm.
 /// From [`FusedAdamW::control`](super::FusedAdamW::control).

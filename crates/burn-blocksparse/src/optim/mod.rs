@@ -1,4 +1,6 @@
 //! AdamW over all parameters of a module in a few launches, and clipping by the norm of all gradients.
+pub(crate) mod backend;
+pub(crate) mod ops;
 
 mod collect;
 mod config;
@@ -15,12 +17,16 @@ use burn::module::{Module, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::{Bytes, DType, Device, Tensor, TensorData};
 
-use crate::backend::{
-    AdamWHyper, AdamWInputs, CONTROL, GradNorm, MOST_TENSORS, OptimOps, TensorList,
-};
 use crate::error::OpError;
 use crate::graph::recording;
 use crate::op_plan::{OpDevice, OpPlan};
+use crate::optim::ops::AdamWHyper;
+use crate::optim::ops::AdamWInputs;
+use crate::optim::ops::CONTROL;
+use crate::optim::ops::GradNorm;
+use crate::optim::ops::MOST_TENSORS;
+use crate::optim::ops::OptimOps;
+use crate::optim::ops::TensorList;
 use crate::values::OptFloat;
 use collect::{GiveBack, Held, Replace, Survey, Take};
 pub use config::FusedAdamWConfig;

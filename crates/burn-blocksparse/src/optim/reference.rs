@@ -5,7 +5,12 @@ use burn::backend::{Backend, TensorMetadata, get_device_settings};
 use burn::tensor::{FloatDType, Shape, Slice, try_read_sync};
 
 use super::partial_sums;
-use crate::backend::{AdamWHyper, AdamWInputs, AdamWOutput, GradNorm, LIMIT, TensorList};
+use crate::optim::ops::AdamWHyper;
+use crate::optim::ops::AdamWInputs;
+use crate::optim::ops::AdamWOutput;
+use crate::optim::ops::GradNorm;
+use crate::optim::ops::LIMIT;
+use crate::optim::ops::TensorList;
 
 /// Numbers that are added by themselves before their sums are: a sum over a long vector loses digits.
 const RUN: usize = 512;

@@ -7,10 +7,10 @@ use super::page_choice::{OWN, PageChoice};
 use super::store::PagedStore;
 use super::values::{PageChoiceCall, PageScoreInputs, SummarizeInputs, SummarizePacked};
 use super::{check_heads, check_shared};
-use crate::backend::PageChoiceOps;
 use crate::check::same_device;
 use crate::device::served;
 use crate::error::OpError;
+use crate::paged::choice_ops::PageChoiceOps;
 use crate::selection::{GqaReduction, PageSummary, Selection};
 
 /// What is known of each page of keys besides the keys: `[pages, 2, d_k]`, the largest number of each channel and behind it the smallest, or

@@ -1,4 +1,10 @@
 //! Attention over a paged KV cache, for decoding: append, attend, int8 and fp8 pages, page selection.
+pub(crate) mod backend;
+pub(crate) mod choice_backend;
+pub(crate) mod choice_ops;
+pub(crate) mod ops;
+pub(crate) mod slot_backend;
+pub(crate) mod slot_ops;
 
 pub(crate) mod choice;
 pub(crate) mod choice_reference;
@@ -14,12 +20,12 @@ pub use blocksparse::{Quantization, pages};
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Device, Int, Tensor};
 
-use crate::backend::PagedOps;
 use crate::check::same_device;
 use crate::device::served;
 use crate::dtype::accumulate_in;
 use crate::error::OpError;
 use crate::op_plan::OpPlan;
+use crate::paged::ops::PagedOps;
 pub(crate) use choice::topk_keys;
 pub(crate) use choice::topk_pages;
 pub use choice::{PageSummaries, page_scores, select_pages, summarize_pages, summarize_stored};
@@ -132,7 +138,7 @@ impl PagedOptions {
         check(q, pages, self)?;
         Ok(OpPlan::new(&q.device(), |device| {
             #[cfg(feature = "cube")]
-            return crate::backends::paged::text(device, q, pages, self);
+            return crate::paged::backend::text(device, q, pages, self);
             #[cfg(not(feature = "cube"))]
             Err::<String, std::convert::Infallible>(*device)
         }))

@@ -3,9 +3,9 @@
 use burn::tensor::{DType, Int, Tensor};
 
 use super::store::PagedStore;
+use crate::attention::tensors::AttentionTensors;
 use crate::error::OpError;
 use crate::options::{AttentionOptions, WeightsMode};
-use crate::tensors::AttentionTensors;
 
 /// Keys and values in pages, and where those of each sequence are.
 ///

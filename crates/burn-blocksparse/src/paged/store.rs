@@ -8,10 +8,10 @@ use burn::tensor::{DType, Device, Int, Tensor};
 use super::reference;
 use super::values::{AppendPacked, PackedPages, Pages, StoredPages};
 use super::{check_append, check_page_sizes};
-use crate::backend::PagedOps;
 use crate::check::same_device;
 use crate::device::served;
 use crate::error::OpError;
+use crate::paged::ops::PagedOps;
 
 /// Keys and values in pages.
 #[derive(Clone, Debug)]

@@ -1,4 +1,6 @@
 //! Projections: products whose result lies by heads, and those of what lies by heads.
+pub(crate) mod backend;
+pub(crate) mod ops;
 
 pub(crate) mod steps;
 pub(crate) mod values;
@@ -6,12 +8,12 @@ pub(crate) mod values;
 use burn::backend::Dispatch;
 use burn::tensor::{FloatDType, Tensor};
 
-use crate::backend::ProjectionOps;
 use crate::check::same_device;
 use crate::error::OpError;
 use crate::heads::values::MOST_PARTS;
 use crate::linear::{self, LinearOptions};
 use crate::op_plan::OpPlan;
+use crate::projection::ops::ProjectionOps;
 use crate::values::ThreeFloats;
 use values::{MergeInputs, MergeTask, ProjectionCall, ProjectionInputs};
 
@@ -134,7 +136,7 @@ impl LinearOptions {
                 let [batch, seq, inputs] = x.dims();
                 let bias = bias.map(Tensor::dtype);
                 let lengths = [batch, seq, inputs];
-                crate::backends::projection::to_heads_text(
+                crate::projection::backend::to_heads_text(
                     device,
                     dtype.into(),
                     lengths,
@@ -161,7 +163,7 @@ impl LinearOptions {
             {
                 let [_, outputs] = weight.dims();
                 let dtypes = [x.dtype(), dtype.into()];
-                crate::backends::projection::from_heads_text(device, dtypes, x.dims(), outputs)
+                crate::projection::backend::from_heads_text(device, dtypes, x.dims(), outputs)
             }
             #[cfg(not(feature = "cube"))]
             Err::<String, std::convert::Infallible>(*device)

@@ -7,8 +7,9 @@ use super::values::{
     MergeGrads, MergeInputs, MergeOutput, MergeSaved, MergeTask, ProjectionCall, ProjectionInputs,
     ProjectionOutput,
 };
-use crate::backend::{HeadOps, LinearOps};
+use crate::heads::ops::HeadOps;
 use crate::heads::values::{HeadParts, JoinCall, SplitInputs};
+use crate::linear::ops::LinearOps;
 use crate::linear::products::rounded;
 use crate::linear::values::{LinearInputs, LinearSaved, LinearTask};
 use crate::values::{OptFloat, ThreeFloats};

@@ -1,14 +1,20 @@
 //! Rows of a tensor by an index, with a gradient that is taken by an index too.
+pub(crate) mod backend;
+pub(crate) mod ops;
+#[cfg(feature = "autodiff")]
+pub(crate) mod steps;
 
 pub(crate) mod reference;
 
 use burn::backend::Dispatch;
 use burn::tensor::{Int, Tensor};
 
-use crate::backend::{KeyedRows, MeanRows, RowOps};
 use crate::check::same_device;
 use crate::device::served;
 use crate::error::OpError;
+use crate::rows::ops::KeyedRows;
+use crate::rows::ops::MeanRows;
+use crate::rows::ops::RowOps;
 
 /// The rows of each head that `index` names, 0 where it is negative, with a gradient that is taken and not scattered: `users` says for each row of `x`
 /// at which places of `index` it stands, and its gradient is the sum of theirs. So both passes read by an index and have the same bits every time.

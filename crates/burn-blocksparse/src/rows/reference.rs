@@ -4,8 +4,13 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata, get_device_settings};
 use burn::tensor::{IntDType, Shape, Slice};
 
-use crate::backend::{KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput, MergedParts};
 use crate::dtype::accumulate_in;
+use crate::rows::ops::KeyedGrads;
+use crate::rows::ops::KeyedRows;
+use crate::rows::ops::MeanRows;
+use crate::rows::ops::MergedGrads;
+use crate::rows::ops::MergedOutput;
+use crate::rows::ops::MergedParts;
 use crate::values::OutputGrads;
 
 pub(crate) fn gather_rows<B: Backend>(x: FloatTensor<B>, index: IntTensor<B>) -> FloatTensor<B> {

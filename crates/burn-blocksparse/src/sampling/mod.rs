@@ -1,4 +1,6 @@
 //! Tokens drawn from logits: temperature, top-k, top-p, min-p and repetition penalty, on the device.
+pub(crate) mod backend;
+pub(crate) mod ops;
 
 pub(crate) mod options;
 pub(crate) mod reference;
@@ -6,12 +8,12 @@ pub(crate) mod reference;
 use burn::backend::Dispatch;
 use burn::tensor::{FloatDType, Int, Tensor};
 
-use crate::backend::SamplingOps;
 use crate::check::same_device;
 use crate::device::served;
 use crate::error::OpError;
 use crate::op_plan::OpPlan;
 use crate::paged::values::OptInt;
+use crate::sampling::ops::SamplingOps;
 pub use options::SampleOptions;
 
 /// A token from each row of logits: [`SampleOptions`] says which may be drawn, and `draws` which of them it is: the first in the order of likelihood up to
@@ -85,7 +87,7 @@ impl SampleOptions {
         let [_, vocab] = logits.dims();
         Ok(OpPlan::new(&logits.device(), |device| {
             #[cfg(feature = "cube")]
-            return crate::backends::sampling::text(device, vocab, self);
+            return crate::sampling::backend::text(device, vocab, self);
             #[cfg(not(feature = "cube"))]
             Err::<String, std::convert::Infallible>(*device)
         }))

@@ -10,9 +10,11 @@ use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, Tensor};
 
 use super::estimator::EstimateInputs;
-use crate::backend::{EstimateOps, LikeBlocks, MeanScores};
-use crate::backends::estimates::available;
 use crate::device::cube;
+use crate::selection::estimate_backend::available;
+use crate::selection::estimate_ops::EstimateOps;
+use crate::selection::estimate_ops::LikeBlocks;
+use crate::selection::estimate_ops::MeanScores;
 
 /// Whether kernels make scores for a call, none of whose buffers has more numbers than these.
 fn is_served(call: &EstimateInputs, numbers: &[usize]) -> bool {

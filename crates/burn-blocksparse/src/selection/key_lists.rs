@@ -5,9 +5,6 @@ use burn::tensor::{Int, Tensor};
 
 use super::overlap::{self, checked_overlap};
 use super::query_lists::SelectedBlocks;
-use crate::backend::{
-    SelectionOps, TokenSparseCall, TokenSparseInputs, TokenSparseOps, UniqueKeys,
-};
 use crate::check;
 use crate::device::served;
 use crate::error::OpError;
@@ -15,6 +12,11 @@ use crate::op_plan::OpPlan;
 use crate::options::AttentionOptions;
 #[cfg(feature = "cuda")]
 use crate::options::DispatchMode;
+use crate::selection::key_list_ops::TokenSparseCall;
+use crate::selection::key_list_ops::TokenSparseInputs;
+use crate::selection::key_list_ops::TokenSparseOps;
+use crate::selection::ops::SelectionOps;
+use crate::selection::ops::UniqueKeys;
 
 /// The keys that each query sees, by their indices: those that heads of queries which share keys chose as one. They are on the device, without autodiff, and
 /// are not read back.
@@ -262,12 +264,12 @@ fn walk(
     lists: &TokenIndices,
     options: &AttentionOptions,
 ) -> Result<String, String> {
-    use crate::backends::key_lists::kernels::request;
+    use crate::selection::key_list_backend::kernels::request;
     use blocksparse_cubecl::listed::KeyListPlan;
     let Some(inner) = &crate::device::cube::of(&q.device()) else {
         return Err("the device has no kernels".to_string());
     };
-    if crate::backends::cube::uses_reference() {
+    if crate::cube::uses_reference() {
         return Err("BLOCKSPARSE_REFERENCE is set".to_string());
     }
     if options.dispatch_mode == DispatchMode::GroupByBlock {

@@ -12,11 +12,13 @@ use burn::tensor::{
     FloatDType, IndexingUpdateOp, IntDType, Shape, Slice, TensorData, try_read_sync,
 };
 
-use crate::backend::{
-    TokenSparseCall, TokenSparseGrads, TokenSparseInputs, TokenSparseOutput, TokenSparseSaved,
-    UniqueKeys,
-};
 use crate::dtype::accumulate_in;
+use crate::selection::key_list_ops::TokenSparseCall;
+use crate::selection::key_list_ops::TokenSparseGrads;
+use crate::selection::key_list_ops::TokenSparseInputs;
+use crate::selection::key_list_ops::TokenSparseOutput;
+use crate::selection::key_list_ops::TokenSparseSaved;
+use crate::selection::ops::UniqueKeys;
 use crate::values::OutputGrads;
 
 /// Scores in memory at a time, at most, unless a single query has more.

@@ -4,12 +4,13 @@ use blocksparse::BlockLayout;
 use burn::tensor::Tensor;
 
 use super::query_lists::{ListsShape, SelectedBlocks};
+#[cfg(feature = "cuda")]
+use crate::attention::plan::AttentionPlan;
+use crate::attention::plan::Chosen;
 use crate::error::OpError;
 use crate::options::AttentionOptions;
 #[cfg(feature = "cuda")]
 use crate::options::{DispatchMode, WeightsMode};
-#[cfg(feature = "cuda")]
-use crate::plan::{AttentionPlan, Chosen};
 
 /// What a call that kernels take runs.
 #[cfg(feature = "cuda")]
@@ -43,14 +44,14 @@ pub(super) fn choose(
     shape: ListsShape,
     options: &AttentionOptions,
 ) -> Result<Result<ListedWalk, String>, OpError> {
-    use crate::backend::BlockIndicesCall;
-    use crate::backends::listed::kernels::{plan, request};
+    use crate::selection::list_backend::kernels::{plan, request};
+    use crate::selection::list_ops::BlockIndicesCall;
     let why = |text: &str| Ok(Err(text.to_string()));
     let device = q.device();
     let Some(inner) = &crate::device::cube::of(&device) else {
         return why("the device has no kernels");
     };
-    if crate::backends::cube::uses_reference() {
+    if crate::cube::uses_reference() {
         return why("BLOCKSPARSE_REFERENCE is set");
     }
     if options.dispatch_mode == DispatchMode::GroupByBlock {
@@ -145,7 +146,9 @@ impl ListedWalk {
     ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
         use burn::backend::Dispatch;
 
-        use crate::backend::{BlockIndicesCall, BlockIndicesInputs, BlockIndicesOps};
+        use crate::selection::list_ops::BlockIndicesCall;
+        use crate::selection::list_ops::BlockIndicesInputs;
+        use crate::selection::list_ops::BlockIndicesOps;
         let mut layout = crate::upload::layout_tensors(near, &q.device(), true)?;
         layout.plan = self.near.kernels();
         let call = BlockIndicesCall::new(lists.block, lists.tile, lists.shape().overlap);

@@ -15,9 +15,9 @@ use super::reference;
 use super::sharing::GqaReduction;
 use super::text::{Arguments, Method, Written};
 use super::{Selection, check_block};
-use crate::backend::SelectionOps;
 use crate::device::served;
 use crate::error::OpError;
+use crate::selection::ops::SelectionOps;
 
 /// `mean(q) · mean(k) · scale` of a block of queries and a block of keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

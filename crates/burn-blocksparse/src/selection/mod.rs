@@ -26,6 +26,21 @@
 // reference    what kernels do of it, in Burn's primitives and in loops on the host
 // recall       how much of the attention a choice keeps
 // quality      the same beside the best choice, for reports
+pub(crate) mod backend;
+mod counts;
+#[cfg(feature = "cube")]
+pub(crate) mod estimate_backend;
+#[cfg(feature = "cube")]
+pub(crate) mod estimate_ops;
+mod key_layout;
+pub(crate) mod key_list_backend;
+pub(crate) mod key_list_ops;
+#[cfg(feature = "cuda")]
+pub(crate) mod list_backend;
+#[cfg(feature = "cuda")]
+pub(crate) mod list_ops;
+pub(crate) mod ops;
+pub(crate) mod top_k;
 
 mod antidiagonal;
 mod by_query;
@@ -60,7 +75,8 @@ pub use crate::choice::TopKOptions;
 pub use crate::clusters::{routed_attention, routed_attention_plan};
 pub use crate::masses::{AccumulatedAttention, AccumulatedAttentionOptions, accumulated_attention};
 pub use crate::options::DispatchMode;
-pub use crate::top_k::{top_k_blocks, top_k_blocks_on_device};
+pub use crate::selection::top_k::top_k_blocks;
+pub use crate::selection::top_k::top_k_blocks_on_device;
 pub use crate::vertical_slash::{vertical_slash_layout, vertical_slash_layout_async};
 pub use blocksparse::{Always, Budget, EstimateKind, Rule, ScoreGrid};
 pub use key_lists::{TokenIndices, token_sparse_attention};

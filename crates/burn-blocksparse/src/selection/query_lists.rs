@@ -7,8 +7,10 @@ use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, Tensor};
 
 use super::overlap::{self, checked_overlap};
-use crate::backend::{QueryTiles, SelectionOps, TopKBlocks};
 use crate::error::OpError;
+use crate::selection::ops::QueryTiles;
+use crate::selection::ops::SelectionOps;
+use crate::selection::ops::TopKBlocks;
 
 /// Scores in memory at a time, at most ([`FEWEST_ROWS`] queries of every head may have more).
 const SLAB_SCORES: usize = 1 << 24;

@@ -7,7 +7,9 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, Shape, Slice, TensorData, try_read_sync};
 
-use crate::backend::{QueriesOfBlocks, QueryTiles, TopKBlocks};
+use crate::selection::ops::QueriesOfBlocks;
+use crate::selection::ops::QueryTiles;
+use crate::selection::ops::TopKBlocks;
 
 /// Shorter rows have no direction.
 const SHORTEST: f64 = 1e-18;

@@ -16,10 +16,10 @@ use super::parts::{hidden, softmax_of_seen, softmax_reference};
 use super::sharing::GqaReduction;
 use super::text::{Arguments, Method, Written};
 use super::{Selection, check_block};
-#[cfg(feature = "cube")]
-use crate::backend::LikeBlocks;
-use crate::backend::SelectionOps;
 use crate::error::OpError;
+#[cfg(feature = "cube")]
+use crate::selection::estimate_ops::LikeBlocks;
+use crate::selection::ops::SelectionOps;
 use crate::values::OptFloat;
 
 /// `softmax(mean(q) · mean(k) · scale)` over blocks of keys, where means say something of their blocks: the self-similarity of a block is the mean of the

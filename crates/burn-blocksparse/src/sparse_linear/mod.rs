@@ -1,4 +1,8 @@
 //! Block-sparse linear layers: weights of which only some blocks exist, and products with them.
+pub(crate) mod backend;
+pub(crate) mod ops;
+#[cfg(feature = "cuda")]
+pub(crate) mod wgmma;
 
 pub(crate) mod products;
 pub(crate) mod values;
@@ -9,12 +13,12 @@ use burn::backend::Dispatch;
 use burn::tensor::{FloatDType, Tensor};
 
 use crate::activation::{Activation, bias_activation};
-use crate::backend::BlockSparseLinearOps;
 use crate::check::same_device;
 use crate::device::served;
 use crate::error::OpError;
 use crate::linear::supported;
 use crate::op_plan::OpPlan;
+use crate::sparse_linear::ops::BlockSparseLinearOps;
 use values::{SparseLinearCall, SparseLinearInputs};
 
 /// How [`block_sparse_linear`] computes, and what beside the weight. Build it from [`Default`].
@@ -127,7 +131,7 @@ impl BlockSparseLinearOptions {
             #[cfg(feature = "cube")]
             {
                 let rows = x.dims().iter().rev().skip(1).product();
-                crate::backends::block_sparse::kernels::text(device, dtype.into(), rows, layout)
+                crate::sparse_linear::backend::kernels::text(device, dtype.into(), rows, layout)
             }
             #[cfg(not(feature = "cube"))]
             Err::<String, std::convert::Infallible>(*device)

@@ -4,8 +4,9 @@ use burn::tensor::{Int, Tensor};
 use burn_blocksparse::internal::counting_argsort;
 
 use super::counts::Counts;
-use super::{counted, ones};
+use super::ones;
 use crate::TransformerError;
+use crate::arange::arange;
 
 /// Where tokens are in the order of their buckets. All are i32 tensors on the device, without autodiff.
 pub(super) struct Sorted {
@@ -29,7 +30,7 @@ impl Sorted {
         let [groups, length] = buckets.dims();
         let device = buckets.device();
         let dims = [groups, count, length];
-        let numbers = counted(count, &device);
+        let numbers = arange(count, &device);
         let all = numbers.clone().reshape([1, count, 1]).expand(dims);
         let of_tokens = buckets.clone().reshape([groups, 1, length]);
         let counts = Counts::new(ones(of_tokens.clone().expand(dims).equal(all)));
@@ -40,7 +41,7 @@ impl Sorted {
         let places = starts.clone().gather(1, buckets) + ranks.reshape([groups, length]);
         // As many buckets end at a place, or before it.
         let dims = [groups, length, count];
-        let at = counted(length, &device).reshape([1, length]);
+        let at = arange(length, &device).reshape([1, length]);
         let at = at.expand([groups, length]);
         let ends = ends.reshape([groups, 1, count]).expand(dims);
         let ended = ends.lower_equal(at.clone().reshape([groups, length, 1]).expand(dims));

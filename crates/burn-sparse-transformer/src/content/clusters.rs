@@ -6,8 +6,9 @@ use burn_blocksparse::internal::{
 };
 
 use super::counts::Counts;
-use super::{counted, in_dtype, ones, unit};
+use super::{in_dtype, ones, unit};
 use crate::TransformerError;
+use crate::arange::arange;
 
 /// Similarities are compared as whole numbers: in steps of 2⁻²⁹ of the largest of their mean.
 const STEPS: f32 = (1 << 29) as f32;
@@ -97,12 +98,12 @@ impl Clusters {
         let taken = equal.bool_and(earlier.lower_equal(missing.expand(dims)));
         let members = above.bool_or(taken);
         let counts = Counts::new(ones(members.clone()));
-        let numbers = counted(clusters * width, &device).reshape([1, clusters * width]);
+        let numbers = arange(clusters * width, &device).reshape([1, clusters * width]);
         let numbers = numbers.expand([groups, clusters * width]);
         let cluster = numbers.clone().div_scalar(width as i32);
         let rank = numbers - cluster.clone().mul_scalar(width as i32);
         let tokens = counts.member(cluster, rank);
-        let firsts = counted(clusters, &device).mul_scalar(width as i32) - 1;
+        let firsts = arange(clusters, &device).mul_scalar(width as i32) - 1;
         let places = counts.up_to_each() + firsts.reshape([1, clusters, 1]).expand(dims);
         let places = places.mask_fill(members.bool_not(), -1);
         Self {
@@ -195,7 +196,7 @@ impl Clusters {
             // Each place is used once, by its token's entry for its cluster.
             let tokens = self.tokens.clone().slice_dim(2, from..from + count);
             let dims = [batch, heads, count, width];
-            let number = counted(count, &device).reshape([1, 1, count, 1]);
+            let number = arange(count, &device).reshape([1, 1, count, 1]);
             let users = tokens.mul_scalar(count as i32) + number.expand(dims);
             let users = users.reshape([batch, heads, count * width, 1]);
             let rows = gather_rows(part, index, users)?;

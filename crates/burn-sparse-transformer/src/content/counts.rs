@@ -2,7 +2,8 @@
 
 use burn::tensor::{DType, Int, Tensor};
 
-use super::{counted, ones};
+use super::ones;
+use crate::arange::arange;
 
 /// Places of a part that ranks are counted in: Burn's running sums on GPUs read all that comes before, for every number.
 const PART: usize = 64;
@@ -53,7 +54,7 @@ impl Counts {
         let [groups, lists, parts, _] = self.counts.dims();
         let [_, asked] = list.dims();
         let all = groups * asked;
-        let first = counted(groups, &list.device()).mul_scalar(lists as i32);
+        let first = arange(groups, &list.device()).mul_scalar(lists as i32);
         let first = first.reshape([groups, 1]).expand([groups, asked]);
         let list = (list + first).reshape([all]);
         let rank = rank.reshape([all, 1]);

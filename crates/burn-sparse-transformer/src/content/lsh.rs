@@ -13,8 +13,9 @@ use serde::{Deserialize, Serialize};
 use super::buckets::Sorted;
 use super::lsh_places::Placed;
 use super::rotations::{KeptRotations, rotations};
-use super::{counted, in_dtype, unit, widened};
+use super::{in_dtype, unit, widened};
 use crate::TransformerError;
+use crate::arange::arange;
 use crate::error::{ensure, ensure_positive, ensure_shape, or_panic};
 
 const AXES: [&str; 4] = ["batch", "heads", "seq", "head_dim"];
@@ -212,7 +213,7 @@ impl Round {
         let (mut positions, mut marked) = (tokens.clone(), tokens);
         if all > seq {
             let none = Tensor::full([groups, all - seq], -1, (&device, DType::I32));
-            let behind = counted(all, &device).slice_dim(0, seq..all);
+            let behind = arange(all, &device).slice_dim(0, seq..all);
             let behind = behind.reshape([1, all - seq]).expand([groups, all - seq]);
             positions = Tensor::cat(vec![positions, behind], 1);
             marked = Tensor::cat(vec![marked, none], 1);

@@ -8,9 +8,9 @@ use burn_blocksparse::Seed;
 use burn_blocksparse::ops::{Activation, bias_activation};
 
 use super::lsh::{LshHeads, LshHeadsConfig};
-use crate::attention::project_heads;
 use crate::dropout::Seeds;
 use crate::error::{ensure_multiple, ensure_shape, or_panic};
+use crate::precision::project_heads;
 use crate::{Precision, TransformerError};
 
 const AXES: [&str; 3] = ["batch", "seq", "d_model"];

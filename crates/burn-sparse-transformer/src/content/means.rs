@@ -6,8 +6,9 @@ use burn_blocksparse::graph::ensure_not_capturing;
 use burn_blocksparse::internal::{argmax_rows, sum_all};
 use burn_blocksparse::ops::embedding_backward;
 
-use super::{counted, unit};
+use super::unit;
 use crate::TransformerError;
+use crate::arange::arange;
 use crate::error::ensure;
 
 /// Similarities of `x`, `[batch, heads, length, dim]`, to means `[heads, clusters, dim]`: `[batch, heads, clusters, length]`.
@@ -28,7 +29,7 @@ pub(super) fn nearest(similarities: &Tensor<4>) -> Result<Tensor<3, Int>, Transf
     }
     let nearest = similarities.clone().argmax(2).cast(DType::I32);
     let nearest = nearest.reshape([batch, heads, length]);
-    let first = counted(heads, &similarities.device()).mul_scalar(clusters as i32);
+    let first = arange(heads, &similarities.device()).mul_scalar(clusters as i32);
     Ok(nearest + first.reshape([1, heads, 1]).expand([batch, heads, length]))
 }
 

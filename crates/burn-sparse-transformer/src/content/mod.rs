@@ -68,21 +68,6 @@ fn in_dtype<const D: usize>(x: Tensor<D>, dtype: DType) -> Tensor<D> {
     }
 }
 
-/// `count` numbers, i32. With fusion, Burn's `arange` is a running sum, which on GPUs reads all that comes before for every number: long ones are made of
-/// short ones.
-pub(crate) fn counted(count: usize, device: &burn::tensor::Device) -> Tensor<1, Int> {
-    const SHORT: usize = 512;
-    if count <= SHORT {
-        return Tensor::arange(0..count as i64, (device, DType::I32));
-    }
-    let parts = count.div_ceil(SHORT);
-    let dims = [parts, SHORT];
-    let high = counted(parts, device).mul_scalar(SHORT as i32);
-    let low = counted(SHORT, device);
-    let all = high.reshape([parts, 1]).expand(dims) + low.reshape([1, SHORT]).expand(dims);
-    all.reshape([parts * SHORT]).slice_dim(0, 0..count)
-}
-
 /// 1 where it is true, i32.
 fn ones<const D: usize>(x: Tensor<D, burn::tensor::Bool>) -> Tensor<D, Int> {
     x.int().cast(DType::I32)

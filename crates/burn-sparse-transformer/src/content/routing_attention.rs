@@ -8,8 +8,8 @@ use burn_blocksparse::Seed;
 use burn_blocksparse::ops::{Activation, bias_activation};
 
 use super::routing::{RoutingHeads, RoutingHeadsConfig};
-use crate::attention::project_heads;
 use crate::error::{ensure, ensure_multiple, ensure_none, ensure_positive, ensure_shape, or_panic};
+use crate::precision::project_heads;
 use crate::{Precision, TransformerError};
 
 const AXES: [&str; 3] = ["batch", "seq", "d_model"];

@@ -8,9 +8,9 @@ use burn_blocksparse::AttentionOptions;
 use burn_blocksparse::ops::{Activation, bias_activation};
 
 use super::{DsaHeads, DsaHeadsConfig, DsaParts};
-use crate::attention::project_heads;
 use crate::error::{ensure_multiple, ensure_shape, or_panic};
 use crate::heads::{Positions, rotate, validate_rope};
+use crate::precision::project_heads;
 use crate::{Precision, SparseMhaCache, TransformerError};
 
 const AXES: [&str; 3] = ["batch", "seq", "d_model"];

@@ -7,10 +7,10 @@ use burn_blocksparse::AttentionOptions;
 use burn_blocksparse::dsa::{Dsa, DsaIndex, DsaTarget};
 
 use super::{DsaHeadsConfig, DsaIndexer, DsaStage};
-use crate::attention_flops::linear_flops;
 use crate::call::Seen;
 use crate::error::ensure;
 use crate::heads::Positions;
+use crate::linear::linear_flops;
 use crate::{Precision, SparseMhaCache, TransformerError};
 
 /// Heads of DeepSeek sparse attention: an indexer, and how many keys it chooses for a token. Queries, keys and values are those of the layer.

@@ -6,7 +6,6 @@
 // heads       the choice, attention over it, and the indexer's loss
 // attention   a layer of its own
 // mixed       in the place of a layer's pattern
-// warm_up     a step of training that the indexers alone learn by
 
 mod attention;
 mod config;
@@ -14,8 +13,6 @@ mod heads;
 mod indexer;
 mod mixed;
 mod stage;
-#[cfg(feature = "autodiff")]
-mod warm_up;
 
 pub use attention::{DsaAttention, DsaAttentionConfig};
 pub use config::DsaHeadsConfig;

@@ -8,10 +8,10 @@ use burn_blocksparse::ops::{Activation, bias_activation};
 
 use super::heads::{NsaSizes, Placing, Projections};
 use super::{NsaHeads, NsaHeadsConfig};
-use crate::attention::project_heads;
-use crate::attention_flops::linear_flops;
 use crate::error::{ensure, ensure_multiple, ensure_shape, or_panic};
 use crate::heads::{Positions, validate_rope};
+use crate::linear::linear_flops;
+use crate::precision::project_heads;
 use crate::{Precision, SparseMhaCache, TransformerError};
 
 const AXES: [&str; 3] = ["batch", "seq", "d_model"];

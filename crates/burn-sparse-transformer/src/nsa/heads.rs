@@ -8,10 +8,10 @@ use burn_blocksparse::ProductPrecision;
 use burn_blocksparse::nsa::{Nsa, NsaBranches, NsaKeysValues};
 
 use super::{Compression, NsaCompressor, NsaHeadsConfig};
-use crate::attention::project_heads;
-use crate::attention_flops::linear_flops;
-use crate::content::counted;
+use crate::arange::arange;
 use crate::heads::{HeadNorm, Positions, rotate};
+use crate::linear::linear_flops;
+use crate::precision::project_heads;
 use crate::{Precision, SparseMhaCache, TransformerError};
 
 /// The heads of native sparse attention (Yuan et al., 2025), but for their queries and the keys and values that blocks are chosen of: projections of the other
@@ -283,7 +283,7 @@ impl NsaHeads {
         let device = tokens[0].device().without_autodiff();
         let NsaHeadsConfig { block, stride, .. } = self.config;
         let last_of = |[batch, entries]: [usize; 2]| {
-            let last = counted(entries, &device).mul_scalar(stride as i32);
+            let last = arange(entries, &device).mul_scalar(stride as i32);
             let last = last.add_scalar((first + block - 1) as i32);
             let last: Tensor<2, Int> = last.reshape([1, entries]).expand([batch, entries]);
             last.reshape([batch * entries])

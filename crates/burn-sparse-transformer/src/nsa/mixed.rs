@@ -5,9 +5,9 @@ use burn::tensor::{Device, Tensor};
 
 use super::heads::{NsaSizes, Placing, Projections};
 use super::{NsaHeads, NsaHeadsConfig};
-use crate::attention::project_heads;
 use crate::call::Call;
 use crate::error::{ensure, ensure_none};
+use crate::precision::project_heads;
 use crate::{
     SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
     TransformerError,

@@ -23,7 +23,8 @@ pub(super) use halves::{GroupSums, launch};
 use cubecl::prelude::Client;
 
 use super::pairs::PairSizes;
-use crate::call::{TierLimit, check_hopper};
+use crate::call::check_hopper;
+use crate::tuning::TierLimit;
 use crate::tuning::Tuning;
 
 /// Warpgroups of a cube, keys of each, and of all.

@@ -6,9 +6,10 @@ use super::spread::SpreadGroups;
 use super::tile::{GROUP_ROWS, STAGES, WarpgroupTile};
 use crate::arch::ptx::Half;
 use crate::arch::tma::ROW_ELEMENTS;
-use crate::call::{TierLimit, check_hopper};
+use crate::call::check_hopper;
 use crate::listed::request::ListedRequest;
 use crate::listed::tile::RESERVED;
+use crate::tuning::TierLimit;
 use crate::tuning::Tuning;
 
 /// The walks of a call that are on wgmma.

@@ -3,8 +3,8 @@
 use cubecl::ir::{ElemType, FloatKind};
 
 use super::{CompressedPlan, CompressedShape};
-use crate::TierLimit;
 use crate::tests::Fake;
+use crate::tuning::TierLimit;
 
 const BF16: ElemType = ElemType::Float(FloatKind::BF16);
 const F32: ElemType = ElemType::Float(FloatKind::F32);

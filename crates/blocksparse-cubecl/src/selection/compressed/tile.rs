@@ -5,10 +5,10 @@ use std::fmt;
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 
-use crate::TierLimit;
 #[cfg(feature = "cuda-asm")]
 use crate::arch::ptx::Half;
 use crate::call::check_ampere;
+use crate::tuning::TierLimit;
 use crate::tuning::Tuning;
 
 /// Sizes of a call.

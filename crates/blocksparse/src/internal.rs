@@ -1,0 +1,8 @@
+//! What the kernels of `blocksparse-cubecl` share with the definitions here.
+
+pub use crate::dropout::{MULTIPLIERS, ROUNDS, WEYL, last_kept};
+pub use crate::layout::TALLEST;
+pub use crate::quantization::SMALLEST;
+pub use crate::rule::{LARGEST, WHOLE, parts_of};
+pub use crate::seed::{Read, SLOTS, keep_on_device, read_place};
+pub use crate::stream_dropout::STREAM;

@@ -1,0 +1,161 @@
+//! What a call will run, known and checked before anything is launched.
+
+use std::fmt;
+#[cfg(feature = "cube")]
+use std::sync::Arc;
+
+use blocksparse::BlockLayout;
+use burn::backend::Dispatch;
+#[cfg(feature = "cube")]
+use burn::backend::TensorMetadata;
+use burn::tensor::{Device, Tensor};
+
+use crate::call_layout::Layout;
+#[cfg(feature = "cube")]
+use crate::device;
+use crate::error::OpError;
+use crate::options::AttentionOptions;
+#[cfg(feature = "cube")]
+use crate::pack;
+use crate::values::{KernelPlan, ScoreTensors};
+
+/// What a call of [`sparse_attention`](crate::sparse_attention) runs on its device, from [`SparseAttentionCall::explain`](crate::SparseAttentionCall::explain).
+/// It prints:
+///
+/// ```text
+/// fixed(128, 32), bf16 with sums in f32
+///   forward  hopper  128 × 128 tiles gathered from 32-wide blocks, 256 units, 3 stages in 113 KiB shared
+///   backward hopper  128 × 128 tiles gathered from 32-wide blocks, like rows together, 256 units, 2 stages in 195 KiB shared
+/// ```
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum AttentionPlan {
+    /// The reference implementation in Burn primitives: CPU backends.
+    Reference {
+        /// The device.
+        device: String,
+    },
+    /// Fused kernels: CubeCL devices.
+    #[cfg(feature = "cube")]
+    Kernels(Arc<blocksparse_cubecl::AttentionPlan>),
+}
+
+impl AttentionPlan {
+    /// Whether fused kernels run, and not the reference.
+    pub fn is_kernels(&self) -> bool {
+        !matches!(self, Self::Reference { .. })
+    }
+
+    /// The kernels' plan, if they run.
+    pub(crate) fn kernels(self) -> KernelPlan {
+        match self {
+            Self::Reference { .. } => KernelPlan::default(),
+            #[cfg(feature = "cube")]
+            Self::Kernels(plan) => KernelPlan { plan: Some(plan) },
+        }
+    }
+
+    /// For arguments that were checked against each other.
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+    pub(crate) fn choose(
+        q: &Tensor<4>,
+        k: &Tensor<4>,
+        v: &Tensor<4>,
+        biases: &ScoreTensors<Dispatch>,
+        layout: Layout,
+        options: &AttentionOptions,
+    ) -> Result<Chosen, OpError> {
+        let device = q.device();
+        #[cfg(feature = "cube")]
+        if let Some(inner) = &device::cube::of(&device) {
+            device::cube::toolkit(inner)?;
+            let [batch, kv_heads, _, head_dim] = k.dims();
+            let dims = [batch, kv_heads, head_dim, v.dims()[3]];
+            let request =
+                crate::attention::backend::request(dims, q.dtype(), options, biases.kinds())?;
+            let own = layout.sizes();
+            let packed = pack::packed(own, kv_heads, biases.kinds().contains(&true), options);
+            let plan =
+                crate::attention::backend::plan(inner, packed.as_ref().unwrap_or(own), request)?;
+            if crate::cube::uses_reference() {
+                return Ok(Chosen::reference(&device, layout));
+            }
+            let autodiff = [q, k, v].into_iter().any(|x| x.device().is_autodiff());
+            if autodiff || is_autodiff(biases) {
+                plan.check_backward()?;
+            }
+            return Ok(Chosen {
+                plan: Self::Kernels(plan),
+                packed,
+            });
+        }
+        Ok(Chosen::reference(&device, layout))
+    }
+}
+
+/// What a call runs, and over which layout.
+pub(crate) struct Chosen {
+    pub plan: AttentionPlan,
+    /// The layout with the query heads of each key head in one sequence, if the call runs over that.
+    pub packed: Option<BlockLayout>,
+}
+
+impl Chosen {
+    fn reference(device: &Device, layout: Layout) -> Self {
+        let device = place(device, layout);
+        Self {
+            plan: AttentionPlan::Reference { device },
+            packed: None,
+        }
+    }
+}
+
+/// Whether autodiff follows a tensor that is added to the scores.
+#[cfg(feature = "cube")]
+fn is_autodiff(scores: &ScoreTensors<Dispatch>) -> bool {
+    let mut tensors = scores.list().into_iter().flatten();
+    tensors.any(|tensor| Device::new(tensor.device()).is_autodiff())
+}
+
+/// Whether kernels sum the weights of a call, and not the reference.
+#[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+pub(crate) fn sums_in_kernels(
+    q: &Tensor<4>,
+    k: &Tensor<4>,
+    biases: &ScoreTensors<Dispatch>,
+    layout: &BlockLayout,
+    options: &AttentionOptions,
+) -> Result<bool, OpError> {
+    #[cfg(feature = "cube")]
+    if let Some(inner) = &device::cube::of(&q.device()) {
+        device::cube::toolkit(inner)?;
+        let [batch, kv_heads, _, head_dim] = k.dims();
+        let dims = [batch, kv_heads, head_dim, head_dim];
+        let request = crate::attention::backend::request(dims, q.dtype(), options, biases.kinds())?;
+        crate::attention::backend::check_masses(inner, layout, &request)?;
+        return Ok(!crate::cube::uses_reference());
+    }
+    Ok(false)
+}
+
+/// Where the reference runs, and what it needs of the device.
+fn place(device: &Device, layout: Layout) -> String {
+    let device = format!("{:?}", device.clone().without_autodiff().as_dispatch());
+    match layout {
+        Layout::Host(_) => device,
+        Layout::Device(layout) => {
+            let name = layout.frame().name();
+            format!("{device}, which reads the layout back: {name}")
+        }
+    }
+}
+
+impl fmt::Display for AttentionPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Reference { device } => write!(f, "reference implementation on {device}"),
+            #[cfg(feature = "cube")]
+            Self::Kernels(plan) => plan.fmt(f),
+        }
+    }
+}

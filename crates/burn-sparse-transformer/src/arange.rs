@@ -1,0 +1,18 @@
+//! Running integers.
+
+use burn::tensor::{DType, Device, Int, Tensor};
+
+/// The integers from 0 to `count`, i32. With fusion, Burn's `arange` is a running sum, which on GPUs reads all that comes before for every number: long ones are made of
+/// short ones.
+pub(crate) fn arange(count: usize, device: &Device) -> Tensor<1, Int> {
+    const SHORT: usize = 512;
+    if count <= SHORT {
+        return Tensor::arange(0..count as i64, (device, DType::I32));
+    }
+    let parts = count.div_ceil(SHORT);
+    let dims = [parts, SHORT];
+    let high = arange(parts, device).mul_scalar(SHORT as i32);
+    let low = arange(SHORT, device);
+    let all = high.reshape([parts, 1]).expand(dims) + low.reshape([1, SHORT]).expand(dims);
+    all.reshape([parts * SHORT]).slice_dim(0, 0..count)
+}

@@ -1,0 +1,125 @@
+//! Linear layers: in mixed precision, and with block-sparse weights.
+
+mod block_sparse;
+mod kept_blocks;
+
+pub(crate) use block_sparse::fans;
+pub use block_sparse::{BlockSparseLinear, BlockSparseLinearConfig};
+pub use burn_blocksparse::sparse_linear::{WeightLayout, WeightPattern};
+
+use burn::config::Config;
+use burn::module::{Module, Param};
+use burn::nn::{Linear, LinearConfig};
+use burn::tensor::{Device, Tensor};
+use burn_blocksparse::ops::{Activation, LinearOptions, bias_activation, linear};
+
+use crate::error::or_panic;
+use crate::{Precision, TransformerError};
+
+/// Configuration of [`MixedPrecisionLinear`].
+#[derive(Config, Debug)]
+#[must_use = "a configuration does nothing until `init`"]
+pub struct MixedPrecisionLinearConfig {
+    /// Sizes, bias and initialisation, as burn-nn's.
+    pub linear: LinearConfig,
+    /// The dtype of the product.
+    #[config(default = "Precision::F32")]
+    pub precision: Precision,
+}
+
+impl MixedPrecisionLinearConfig {
+    /// Creates the layer, initialised as burn-nn's.
+    ///
+    /// # Panics
+    /// With the text of [`Self::try_init`]'s error.
+    #[track_caller]
+    pub fn init(&self, device: &Device) -> MixedPrecisionLinear {
+        or_panic(self.try_init(device))
+    }
+
+    /// [`Self::init`] that returns its error.
+    ///
+    /// # Errors
+    /// [`TransformerError::Precision`] if the device does not compute in the precision.
+    pub fn try_init(&self, device: &Device) -> Result<MixedPrecisionLinear, TransformerError> {
+        MixedPrecisionLinear::from_dense(&self.linear.init(device)).with_precision(self.precision)
+    }
+}
+
+/// burn-nn's `Linear` with its product in another precision: `x · W + b`. Weights stay in their own dtype, f32 unless set otherwise, and are
+/// rounded when they are used; so are their gradients' sums f32. The parameters have burn-nn's names, so records load both ways.
+///
+/// ```
+/// use burn::nn::LinearConfig;
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_sparse_transformer::Precision;
+/// use burn_sparse_transformer::linear::MixedPrecisionLinear;
+///
+/// let device = Device::flex();
+/// let trained = LinearConfig::new(8, 4).init(&device);
+/// let layer = MixedPrecisionLinear::from_dense(&trained).with_precision(Precision::Bf16)?;
+/// let x = Tensor::<3>::random([2, 5, 8], Distribution::Default, &device);
+/// assert_eq!(layer.forward(x).dims(), [2, 5, 4]);
+/// # Ok::<(), burn_sparse_transformer::TransformerError>(())
+/// ```
+#[derive(Module, Debug)]
+pub struct MixedPrecisionLinear {
+    /// `[d_input, d_output]`.
+    pub weight: Param<Tensor<2>>,
+    /// `[d_output]`.
+    pub bias: Option<Param<Tensor<1>>>,
+    #[module(skip)]
+    precision: Precision,
+}
+
+impl MixedPrecisionLinear {
+    /// The parameters of `layer`, shared.
+    #[must_use]
+    pub fn from_dense(layer: &Linear) -> Self {
+        Self {
+            weight: layer.weight.clone(),
+            bias: layer.bias.clone(),
+            precision: Precision::default(),
+        }
+    }
+
+    /// The same layer with its product in another precision.
+    ///
+    /// # Errors
+    /// [`TransformerError::Precision`] if the weight's device does not compute in it.
+    pub fn with_precision(mut self, precision: Precision) -> Result<Self, TransformerError> {
+        precision.check(&self.weight.lazy_device())?;
+        self.precision = precision;
+        Ok(self)
+    }
+
+    /// Applies the layer. The result has the input's dtype.
+    ///
+    /// # Shapes
+    /// - input: `[.., d_input]`
+    /// - output: `[.., d_output]`
+    ///
+    /// # Panics
+    /// With the text of [`Self::try_forward`]'s error.
+    #[track_caller]
+    pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
+        or_panic(self.try_forward(x))
+    }
+
+    /// [`Self::forward`] that returns its error.
+    ///
+    /// # Errors
+    /// If the last axis is not `d_input`.
+    pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, TransformerError> {
+        let dtype = x.dtype();
+        let options = LinearOptions::default().dtype(self.precision.dtype(dtype));
+        let product = linear(x, self.weight.val(), &options)?;
+        let bias = self.bias.as_ref().map(Param::val);
+        Ok(bias_activation(product, bias, Activation::None)?.cast(dtype))
+    }
+}
+
+/// Operations of a linear layer for one position: a multiplication and an addition per weight.
+pub(crate) fn linear_flops(linear: &Linear) -> u64 {
+    2 * linear.weight.lazy_shape().num_elements() as u64
+}

@@ -1,0 +1,363 @@
+//! Longformer: attention with a window and global tokens of their own projections, and the encoder of it.
+
+mod encoder;
+
+pub use encoder::{
+    LongformerEncoder, LongformerEncoderConfig, LongformerEncoderInput, LongformerLayer,
+};
+
+use burn::config::Config;
+use burn::module::{Module, Param};
+use burn::nn::Linear;
+use burn::tensor::{Bool, Device, IndexingUpdateOp, Int, Tensor, TensorData};
+use burn_blocksparse::graph::ensure_not_capturing;
+use burn_blocksparse::layout::PaddingMask;
+use burn_blocksparse::ops::join_heads;
+use burn_blocksparse::{Pattern, SparseAttentionCall};
+
+use crate::call::Call;
+use crate::error::{ensure, ensure_none, or_panic};
+use crate::input::{PaddedBatch, Padding};
+use crate::layouts::{Layouts, Request};
+use crate::precision::project_heads;
+use crate::{
+    SparseMhaInput, SparseMhaOutput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
+    TransformerError,
+};
+
+/// Configuration of [`LongformerAttention`].
+#[derive(Config, Debug)]
+#[must_use = "a configuration does nothing until `init`"]
+pub struct LongformerAttentionConfig {
+    /// Of the attention of ordinary tokens. Its pattern is without the global tokens: `Pattern::window(256)`, or
+    /// [`Pattern::dilated_window`]s per head. There is neither `selection`, `rope`, `qk_norm`, `dropout`, `alibi`, `relative_reach`, `sinks` nor `quiet_softmax`.
+    pub attention: SparseMultiHeadAttentionConfig,
+}
+
+impl LongformerAttentionConfig {
+    /// Creates the module. The projections of global tokens begin as copies of the others (Beltagy et al., 2020, §3.1).
+    ///
+    /// # Panics
+    /// With the text of [`Self::try_init`]'s error.
+    #[track_caller]
+    pub fn init(&self, device: &Device) -> LongformerAttention {
+        or_panic(self.try_init(device))
+    }
+
+    /// [`Self::init`] that returns its error.
+    ///
+    /// # Errors
+    /// As [`SparseMultiHeadAttentionConfig::init`]; also if one of these is set.
+    pub fn try_init(&self, device: &Device) -> Result<LongformerAttention, TransformerError> {
+        LongformerAttention::from_attention(self.attention.try_init(device)?)
+    }
+}
+
+/// Longformer's attention with projections of their own for global tokens (Beltagy et al., 2020, §3.1):
+///
+/// ```text
+/// i not global:  softmax over { j : pattern(i, j) ∨ j global } of query(x_i) · key(x_j), of value(x_j)
+/// i global:      softmax over all j of query_global(x_i) · key_global(x_j), of value_global(x_j)
+/// ```
+///
+/// The output projection is one for both. Which tokens are global is said with each input, and may differ per batch entry. Two calls of
+/// attention: ordinary rows over the pattern and the global columns, and the few global rows over everything.
+///
+/// Should be created with [`LongformerAttentionConfig`].
+#[derive(Module, Debug)]
+pub struct LongformerAttention {
+    /// Of ordinary tokens; its output projection is that of all.
+    pub mha: SparseMultiHeadAttention,
+    /// Queries of global tokens: the shape of `mha.query`.
+    pub query_global: Linear,
+    /// Keys that global tokens see: the shape of `mha.key`.
+    pub key_global: Linear,
+    /// Values that global tokens see: the shape of `mha.value`.
+    pub value_global: Linear,
+    #[module(skip)]
+    everything: Layouts,
+}
+
+/// Input of [`LongformerAttention`].
+#[derive(Clone, Debug)]
+#[must_use = "an input does nothing until it is passed to a layer"]
+pub struct LongformerInput {
+    tensor: Tensor<3>,
+    global: Global,
+    padding: Option<Padding>,
+}
+
+#[derive(Clone, Debug)]
+enum Global {
+    Shared(Vec<usize>),
+    PerEntry(Vec<Vec<usize>>),
+}
+
+impl LongformerInput {
+    /// # Shapes
+    /// - `tensor`: `[batch, seq, d_model]`
+    pub fn new(tensor: Tensor<3>) -> Self {
+        Self {
+            tensor,
+            global: Global::Shared(Vec::new()),
+            padding: None,
+        }
+    }
+
+    /// Sets the positions of the global tokens, the same in every batch entry.
+    pub fn global(mut self, tokens: impl IntoIterator<Item = usize>) -> Self {
+        self.global = Global::Shared(tokens.into_iter().collect());
+        self
+    }
+
+    /// Sets the positions of the global tokens of each batch entry.
+    pub fn global_per_entry(mut self, tokens: impl IntoIterator<Item = Vec<usize>>) -> Self {
+        self.global = Global::PerEntry(tokens.into_iter().collect());
+        self
+    }
+
+    /// Sets which positions are padding: see [`SparseMhaInput::mask_pad`]. A global token at a padded position is ignored.
+    ///
+    /// # Shapes
+    /// - `mask`: `[batch, seq]`, `true` = padding
+    pub fn mask_pad(mut self, mask: Tensor<2, Bool>) -> Self {
+        self.padding = Some(Padding::Mask(Box::new(mask)));
+        self
+    }
+
+    /// Padding at the end: batch entry `b` has `lengths[b]` real positions; all later ones are padding.
+    pub fn lengths(mut self, lengths: impl IntoIterator<Item = usize>) -> Self {
+        self.padding = Some(Padding::Lengths(lengths.into_iter().collect()));
+        self
+    }
+
+    /// `[batch, seq, d_model]`
+    pub(crate) fn tensor(&self) -> &Tensor<3> {
+        &self.tensor
+    }
+
+    /// The global tokens of each batch entry, ascending.
+    fn tokens(&self, batch: usize, seq: usize) -> Result<Vec<Vec<usize>>, TransformerError> {
+        let mut entries = match &self.global {
+            Global::Shared(tokens) => vec![tokens.clone(); batch],
+            Global::PerEntry(entries) => entries.clone(),
+        };
+        ensure(
+            entries.len() == batch,
+            "global",
+            || format!("of {batch} batch entries"),
+            entries.len(),
+        )?;
+        for tokens in &mut entries {
+            tokens.sort_unstable();
+            tokens.dedup();
+            let last = tokens.last().copied().unwrap_or(0);
+            ensure(
+                last < seq,
+                "global",
+                || format!("below {seq}, the number of positions"),
+                last,
+            )?;
+        }
+        Ok(entries)
+    }
+}
+
+impl LongformerAttention {
+    /// Adds the projections of global tokens to a trained attention, as copies of its own.
+    ///
+    /// # Errors
+    /// If the attention has a `selection`, `rope`, `qk_norm`, `dropout`, `alibi`, biases of distances, sinks or `quiet_softmax`.
+    pub fn from_attention(mha: SparseMultiHeadAttention) -> Result<Self, TransformerError> {
+        // Global tokens are queries out of their places, which these depend on.
+        for (argument, given) in [
+            ("selection", mha.selection().is_some()),
+            ("content", mha.content.is_some()),
+            ("rope", mha.rope.is_some()),
+            ("qk_norm", mha.query_norm.is_some()),
+            ("dropout", mha.dropout.prob > 0.0),
+            ("alibi", mha.options.alibi.is_some()),
+            ("relative_bias", mha.relative_bias.is_some()),
+            ("sinks", mha.sinks.is_some()),
+            ("quiet_softmax", mha.quiet_softmax),
+        ] {
+            ensure_none(argument, given, "none in LongformerAttention")?;
+        }
+        Ok(Self {
+            query_global: copy(&mha.query),
+            key_global: copy(&mha.key),
+            value_global: copy(&mha.value),
+            everything: Layouts::new(Pattern::dense(), mha.n_heads(), mha.block_size())?,
+            mha,
+        })
+    }
+
+    /// Attention of ordinary tokens to what the pattern allows and to the global tokens, and of global tokens to everything.
+    ///
+    /// # Shapes
+    /// - input: `[batch, seq, d_model]`
+    /// - `context`: `[batch, seq, d_model]`, 0 where padded
+    ///
+    /// # Panics
+    /// With the text of [`Self::try_forward`]'s error.
+    ///
+    /// ```
+    /// use burn::tensor::{Device, Distribution, Tensor};
+    /// use burn_sparse_transformer::{Pattern, SparseMultiHeadAttentionConfig};
+    /// use burn_sparse_transformer::longformer::{LongformerAttentionConfig, LongformerInput};
+    ///
+    /// let device = Device::flex();
+    /// let attention = SparseMultiHeadAttentionConfig::new(64, 4, Pattern::window(32));
+    /// let longformer = LongformerAttentionConfig::new(attention).init(&device);
+    /// let x = Tensor::<3>::random([2, 200, 64], Distribution::Default, &device);
+    /// // The first sequence has a question of ten tokens, the second one a single token for its class.
+    /// let input = LongformerInput::new(x).global_per_entry([(0..10).collect(), vec![0]]);
+    /// assert_eq!(longformer.forward(input).context.dims(), [2, 200, 64]);
+    /// ```
+    #[track_caller]
+    pub fn forward(&self, input: LongformerInput) -> SparseMhaOutput {
+        or_panic(self.try_forward(input))
+    }
+
+    /// [`Self::forward`] that returns its error.
+    ///
+    /// # Errors
+    /// If the shape does not fit, there is no layout for `seq`, or a global token or the padding is outside of the input.
+    pub fn try_forward(&self, input: LongformerInput) -> Result<SparseMhaOutput, TransformerError> {
+        self.mha.check_input("tensor", &input.tensor)?;
+        let [batch, seq, _] = input.tensor.dims();
+        let tokens = input.tokens(batch, seq)?;
+        let x = input.tensor;
+        let mut ordinary = SparseMhaInput::self_attn(x.clone());
+        ordinary.padding = input.padding;
+        let padded = ordinary.padding(batch, seq, seq)?;
+        let rows = GlobalRows::new(&tokens, padded.as_ref(), seq);
+
+        let mut request = Request::new(seq, seq);
+        request.restrictions = match &padded {
+            Some(padded) => padded.restrictions(),
+            None => vec![PaddingMask::default(); batch],
+        };
+        for (entry, tokens) in request.restrictions.iter_mut().zip(&tokens) {
+            let queries = entry.queries.get_or_insert_with(|| vec![true; seq]);
+            tokens.iter().for_each(|&token| queries[token] = false);
+        }
+        request.global = tokens;
+        let layout = self.mha.layouts.get(&request)?;
+        let call = Call::new(&ordinary, padded)?;
+        let heads = self.mha.project(ordinary, &call)?;
+        let context = self.mha.attend(heads, &layout, &call)?;
+        let mut joined = join_heads(context)?;
+        if rows.width > 0 {
+            let global = self.global_rows(x, &rows)?;
+            joined = rows.write(joined, global)?;
+        }
+        self.mha.project_output(joined, &call)
+    }
+
+    /// What the global tokens see, `[batch, width, d_model]`; rows beyond an entry's tokens are 0.
+    fn global_rows(&self, x: Tensor<3>, rows: &GlobalRows) -> Result<Tensor<3>, TransformerError> {
+        let [_, seq, _] = x.dims();
+        let mut request = Request::new(rows.width, seq);
+        request.restrictions = rows.restrictions.clone();
+        let layout = self.everything.get(&request)?;
+        let mha = &self.mha;
+        let (heads, kv_heads) = (mha.n_heads(), mha.n_kv_heads());
+        let read = rows.read(x.clone())?;
+        let [q] = project_heads(mha.precision, [&self.query_global], read, [heads])?;
+        let layers = [&self.key_global, &self.value_global];
+        let [k, v] = project_heads(mha.precision, layers, x, [kv_heads; 2])?;
+        let context = SparseAttentionCall::new(q, k, v, &layout)
+            .options(mha.options.clone())
+            .run()?
+            .out;
+        Ok(join_heads(context)?)
+    }
+}
+
+/// The rows of the global tokens, side by side.
+struct GlobalRows {
+    /// The largest number of global tokens of a batch entry.
+    width: usize,
+    /// `[batch · width]`: the row of `[batch · seq, d_model]` that is read; any row where an entry has fewer tokens.
+    from: Vec<i64>,
+    /// The rows of `[batch · width, d_model]` that are written, and where to.
+    written: Vec<i64>,
+    to: Vec<i64>,
+    /// The queries that are there, and the keys that are no padding.
+    restrictions: Vec<PaddingMask>,
+}
+
+impl GlobalRows {
+    fn new(tokens: &[Vec<usize>], padded: Option<&PaddedBatch>, seq: usize) -> Self {
+        let width = tokens.iter().map(Vec::len).max().unwrap_or(0);
+        let mut rows = Self {
+            width,
+            from: Vec::new(),
+            written: Vec::new(),
+            to: Vec::new(),
+            restrictions: Vec::new(),
+        };
+        for (batch, tokens) in tokens.iter().enumerate() {
+            let keys = padded.map(|padded| padded.keys(batch).to_vec());
+            let kept = |token: usize| keys.as_ref().is_none_or(|keys| keys[token]);
+            let mut queries = vec![false; width];
+            for (place, query) in queries.iter_mut().enumerate() {
+                let token = tokens.get(place).copied().unwrap_or(0);
+                let row = (batch * seq + token) as i64;
+                rows.from.push(row);
+                *query = place < tokens.len() && kept(token);
+                if *query {
+                    rows.written.push((batch * width + place) as i64);
+                    rows.to.push(row);
+                }
+            }
+            let mut entry = PaddingMask::default().queries(queries);
+            entry.keys = keys;
+            rows.restrictions.push(entry);
+        }
+        rows
+    }
+
+    /// `[batch, seq, d_model]` to `[batch, width, d_model]`.
+    fn read(&self, x: Tensor<3>) -> Result<Tensor<3>, TransformerError> {
+        let [batch, seq, d_model] = x.dims();
+        let device = x.device();
+        Ok(x.reshape([batch * seq, d_model])
+            .select(0, indices(&self.from, &device)?)
+            .reshape([batch, self.width, d_model]))
+    }
+
+    /// Adds `[batch, width, d_model]` to their rows of `[batch, seq, d_model]`, which are 0. No row is written twice.
+    fn write(&self, x: Tensor<3>, rows: Tensor<3>) -> Result<Tensor<3>, TransformerError> {
+        if self.to.is_empty() {
+            return Ok(x);
+        }
+        let [batch, seq, d_model] = x.dims();
+        let device = x.device();
+        let rows = rows
+            .reshape([batch * self.width, d_model])
+            .select(0, indices(&self.written, &device)?);
+        let to = indices(&self.to, &device)?;
+        let sum = x
+            .reshape([batch * seq, d_model])
+            .select_assign(0, to, rows, IndexingUpdateOp::Add)
+            .reshape([batch, seq, d_model]);
+        Ok(sum)
+    }
+}
+
+fn indices(list: &[i64], device: &Device) -> Result<Tensor<1, Int>, TransformerError> {
+    ensure_not_capturing("positions of global tokens")?;
+    let device = device.clone().without_autodiff();
+    let list = TensorData::new(list.to_vec(), [list.len()]);
+    Ok(Tensor::from_data(list, &device))
+}
+
+/// The same values as parameters of their own.
+fn copy(linear: &Linear) -> Linear {
+    Linear {
+        weight: Param::from_tensor(linear.weight.val().detach()),
+        bias: (linear.bias.as_ref()).map(|bias| Param::from_tensor(bias.val().detach())),
+    }
+}

@@ -1,0 +1,210 @@
+//! Which modules import which, read from the sources: no circles, and the arrows of `docs/design.md`.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// What modules at the root of a crate must not import: crate, these, those.
+const FORBIDDEN: &[(&str, &[&str], &[&str])] = &[
+    // The tiers of attention know no other kind of kernel.
+    (
+        "blocksparse-cubecl",
+        &["simt", "mma", "hopper"],
+        &[
+            "clusters",
+            "indexer",
+            "linear",
+            "listed",
+            "optim",
+            "paged",
+            "rows",
+            "selection",
+        ],
+    ),
+    // What all kernels share knows none of them.
+    (
+        "blocksparse-cubecl",
+        &["arch", "shared"],
+        &[
+            "hopper",
+            "linear",
+            "mma",
+            "on_device",
+            "optim",
+            "paged",
+            "rows",
+            "selection",
+            "simt",
+        ],
+    ),
+    // Attention knows neither training ops nor pages nor choices by content.
+    (
+        "burn-blocksparse",
+        &["attention", "device_layout"],
+        &[
+            "dsa",
+            "linear",
+            "loss",
+            "mlp",
+            "norm",
+            "nsa",
+            "optim",
+            "paged",
+            "selection",
+        ],
+    ),
+    // Training ops know no attention.
+    (
+        "burn-blocksparse",
+        &[
+            "activation",
+            "embedding",
+            "gates",
+            "linear",
+            "loss",
+            "mlp",
+            "norm",
+            "optim",
+        ],
+        &[
+            "attention",
+            "device_layout",
+            "dsa",
+            "nsa",
+            "paged",
+            "selection",
+        ],
+    ),
+];
+
+/// Modules at the root of a crate, with those that each of them imports.
+type Imports = BTreeMap<String, BTreeSet<String>>;
+
+fn imports(name: &str) -> Imports {
+    // As it is now, not as it was when this was compiled: build folders move.
+    let tests = std::env::var("CARGO_MANIFEST_DIR").expect("set by cargo");
+    let root = Path::new(&tests).join("../crates").join(name).join("src");
+    let files: Vec<_> = (sources(&root).iter())
+        .map(|path| {
+            let code = fs::read_to_string(path).expect("a source");
+            let code: Vec<_> = (code.lines().take_while(|line| *line != "#[cfg(test)]"))
+                .map(|line| line.split("//").next().unwrap_or_default())
+                .collect();
+            (
+                module(path.strip_prefix(&root).expect("below it")),
+                code.join("\n"),
+            )
+        })
+        .collect();
+    let mut found: Imports = (files.iter())
+        .filter_map(|(module, _)| Some((module.first()?.clone(), BTreeSet::new())))
+        .collect();
+    let known: BTreeSet<_> = found.keys().cloned().collect();
+    let of_name = |c: char| c.is_alphanumeric() || c == '_';
+    for (module, code) in &files {
+        let Some(own) = module.first() else { continue };
+        // `crate::`, and as many `super::` as lead to the root.
+        for prefix in ["crate::", &"super::".repeat(module.len())] {
+            for (at, _) in code.match_indices(prefix) {
+                let rest = &code[at + prefix.len()..];
+                if code[..at].ends_with("super::") || rest.starts_with("super::") {
+                    continue;
+                }
+                let list = match rest.starts_with('{') {
+                    true => rest.split(';').next().unwrap_or_default(),
+                    false => rest.split(|c| !of_name(c)).next().unwrap_or_default(),
+                };
+                let words = list.split(|c| !of_name(c));
+                let others = words.filter(|word| word != own && known.contains(*word));
+                let of_own = found.get_mut(own).expect("known");
+                of_own.extend(others.map(str::to_owned));
+            }
+        }
+    }
+    found
+}
+
+/// The sources in a folder but for what only tests read.
+fn sources(folder: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(folder).expect("a folder");
+    let paths = entries.map(|entry| entry.expect("an entry").path());
+    paths
+        .filter(|path| {
+            !path
+                .file_stem()
+                .is_some_and(|name| name.to_string_lossy().ends_with("tests"))
+        })
+        .flat_map(|path| match path.is_dir() {
+            true => sources(&path),
+            false => vec![path],
+        })
+        .filter(|path| path.extension().is_some_and(|extension| extension == "rs"))
+        .collect()
+}
+
+/// The module of a file, from the root of its crate on.
+fn module(file: &Path) -> Vec<String> {
+    let path = file.with_extension("");
+    let mut parts: Vec<_> = path
+        .iter()
+        .map(|part| part.to_string_lossy().into_owned())
+        .collect();
+    if parts
+        .last()
+        .is_some_and(|last| last == "mod" || last == "lib")
+    {
+        parts.pop();
+    }
+    parts
+}
+
+/// What a module imports, and what that imports, and so on.
+fn reached(imports: &Imports, module: &str) -> BTreeSet<String> {
+    let mut reached = BTreeSet::new();
+    let mut next = vec![module.to_owned()];
+    while let Some(module) = next.pop() {
+        let new = imports[&module]
+            .difference(&reached)
+            .cloned()
+            .collect::<Vec<_>>();
+        reached.extend(new.iter().cloned());
+        next.extend(new);
+    }
+    reached
+}
+
+#[test]
+fn modules_import_one_way() {
+    for name in [
+        "blocksparse",
+        "blocksparse-cubecl",
+        "burn-blocksparse",
+        "burn-sparse-transformer",
+        "cuda-interpreter",
+    ] {
+        let imports = imports(name);
+        assert!(
+            imports.values().any(|to| !to.is_empty()),
+            "no imports read in {name}"
+        );
+        let circles: BTreeSet<_> = (imports.iter())
+            .flat_map(|(from, to)| to.iter().map(move |to| (from, to)))
+            .filter(|(from, to)| reached(&imports, to).contains(*from))
+            .collect();
+        assert!(circles.is_empty(), "circles in {name}: {circles:?}");
+    }
+}
+
+#[test]
+fn no_arrow_is_forbidden() {
+    for (name, from, to) in FORBIDDEN {
+        let imports = imports(name);
+        for from in *from {
+            let there = imports
+                .get(*from)
+                .unwrap_or_else(|| panic!("{name} has no {from}"));
+            let wrong: Vec<_> = to.iter().filter(|to| there.contains(**to)).collect();
+            assert!(wrong.is_empty(), "in {name}, {from} imports {wrong:?}");
+        }
+    }
+}
