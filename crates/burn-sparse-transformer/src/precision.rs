@@ -147,6 +147,30 @@ impl fmt::Display for Precision {
     }
 }
 
+/// The products of `layers` with their biases, each by so many heads: `[batch, heads, seq, width]`.
+pub(crate) fn project_heads<const N: usize>(
+    precision: Precision,
+    layers: [&Linear; N],
+    x: Tensor<3>,
+    heads: [usize; N],
+) -> Result<[Tensor<4>; N], TransformerError> {
+    let bias_of = |layer: &Linear| match &layer.bias {
+        Some(bias) => bias.val(),
+        None => {
+            let [_, width] = layer.weight.dims();
+            Tensor::zeros([width], &layer.weight.device())
+        }
+    };
+    let biased = layers.iter().any(|layer| layer.bias.is_some());
+    let bias = biased.then(|| Tensor::cat(layers.map(bias_of).to_vec(), 0));
+    let parts: [(usize, usize); N] = std::array::from_fn(|part| {
+        let [_, width] = layers[part].weight.dims();
+        (heads[part], width / heads[part])
+    });
+    let split = precision.by_heads(&layers, bias, &parts, x)?;
+    Ok(split.try_into().expect("as many parts as layers"))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -181,28 +205,4 @@ mod tests {
             }
         }
     }
-}
-
-/// The products of `layers` with their biases, each by so many heads: `[batch, heads, seq, width]`.
-pub(crate) fn project_heads<const N: usize>(
-    precision: Precision,
-    layers: [&Linear; N],
-    x: Tensor<3>,
-    heads: [usize; N],
-) -> Result<[Tensor<4>; N], TransformerError> {
-    let bias_of = |layer: &Linear| match &layer.bias {
-        Some(bias) => bias.val(),
-        None => {
-            let [_, width] = layer.weight.dims();
-            Tensor::zeros([width], &layer.weight.device())
-        }
-    };
-    let biased = layers.iter().any(|layer| layer.bias.is_some());
-    let bias = biased.then(|| Tensor::cat(layers.map(bias_of).to_vec(), 0));
-    let parts: [(usize, usize); N] = std::array::from_fn(|part| {
-        let [_, width] = layers[part].weight.dims();
-        (heads[part], width / heads[part])
-    });
-    let split = precision.by_heads(&layers, bias, &parts, x)?;
-    Ok(split.try_into().expect("as many parts as layers"))
 }
