@@ -5,12 +5,9 @@
 use cubecl::prelude::*;
 
 #[cfg(feature = "cuda-asm")]
-use crate::arch::ptx::ballot;
-use crate::arch::ptx::highest_across;
-use crate::arch::ptx::lowest_across;
-use crate::arch::ptx::matching;
-use crate::arch::ptx::shuffle_xor;
-use crate::arch::ptx::total_across;
+use crate::arch::ptx::{
+    ballot, highest_across, lowest_across, matching, shuffle_xor, total_across,
+};
 #[cfg(feature = "cuda-asm")]
 use crate::call::check_ampere;
 

@@ -6,12 +6,9 @@
 use cubecl::prelude::*;
 
 #[cfg(feature = "cuda-asm")]
-use crate::arch::ptx::shared_add;
-use crate::arch::ptx::shared_address;
-use crate::arch::ptx::shared_count;
-use crate::arch::ptx::shared_count_up_to;
-use crate::arch::ptx::shared_load;
-use crate::arch::ptx::shared_store;
+use crate::arch::ptx::{
+    shared_add, shared_address, shared_count, shared_count_up_to, shared_load, shared_store,
+};
 
 /// Without PTX there is one way.
 #[cfg(not(feature = "cuda-asm"))]

@@ -6,10 +6,7 @@
 use cubecl::prelude::*;
 
 #[cfg(feature = "cuda-asm")]
-use crate::arch::ptx::bytes_of;
-use crate::arch::ptx::multiply_wide;
-use crate::arch::ptx::rotate;
-use crate::arch::ptx::trade;
+use crate::arch::ptx::{bytes_of, multiply_wide, rotate, trade};
 use blocksparse::internal::{MULTIPLIERS, ROUNDS, WEYL, last_kept};
 
 /// The generator's key, and what keeps a pair.

@@ -6,8 +6,7 @@
     feature = "cube",
     feature = "autodiff"
 ))]
-use crate::heads::apart_ops::HeadGroupOps;
-use crate::heads::apart_ops::HeadGroups;
+use crate::heads::apart_ops::{HeadGroupOps, HeadGroups};
 
 #[cfg(feature = "flex")]
 impl HeadGroupOps for burn::backend::Flex {}

@@ -17,8 +17,7 @@ use crate::dtype::accumulate_in;
 use crate::error::OpError;
 use crate::kernels_run::runs_kernels;
 #[cfg(feature = "cube")]
-use crate::order::ops::OrderOps;
-use crate::order::ops::SortedRounds;
+use crate::order::ops::{OrderOps, SortedRounds};
 
 /// Tokens in the order of their buckets, those of a bucket by number: the token at each place, and the place of each token. `None` where
 /// [no kernels run](runs_kernels). Nothing is read back.

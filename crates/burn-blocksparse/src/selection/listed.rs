@@ -5,8 +5,7 @@ use burn::tensor::Tensor;
 
 use super::query_lists::{ListsShape, SelectedBlocks};
 #[cfg(feature = "cuda")]
-use crate::attention::plan::AttentionPlan;
-use crate::attention::plan::Chosen;
+use crate::attention::plan::{AttentionPlan, Chosen};
 use crate::error::OpError;
 use crate::options::AttentionOptions;
 #[cfg(feature = "cuda")]
