@@ -5,11 +5,12 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use burn::tensor::{DType, Device, Distribution, Tensor};
-use burn_blocksparse::selection::{
-    AccumulatedAttentionOptions, TopKOptions, accumulated_attention, top_k_blocks_on_device,
-};
+use burn_blocksparse::AccumulatedAttentionOptions;
+use burn_blocksparse::accumulated_attention;
+use burn_blocksparse::layout::TopKOptions;
 use burn_blocksparse::{AttentionOptions, BlockSparseTensor, Layout, Pattern, SparseAttentionCall};
 use burn_blocksparse_tests::devices::devices;
+use burn_sparse_select::top_k_blocks_on_device;
 
 const USAGE: &str = "usage: BURN_SPARSE_DEVICE=cuda bench-calls [DTYPE] [N] [REPEATS]
 

@@ -8,15 +8,20 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use burn::tensor::{DType, Device, Distribution, Tensor};
+use burn_blocksparse::internal::DispatchMode;
 use burn_blocksparse::layout::DeviceLayoutOptions;
-use burn_blocksparse::nsa::{Nsa, NsaBranches, NsaKeysValues, NsaOptions};
-use burn_blocksparse::selection::{
-    DispatchMode, EstimateInputs, Selection, attention_selected, selected_blocks_attention,
-};
 use burn_blocksparse::{
     AttentionOptions, DeviceLayout, Layout, LayoutShape, Pattern, SparseAttentionCall,
 };
 use burn_blocksparse_tests::devices::devices;
+use burn_sparse_select::EstimateInputs;
+use burn_sparse_select::Selection;
+use burn_sparse_select::attention_selected;
+use burn_sparse_select::nsa::Nsa;
+use burn_sparse_select::nsa::NsaBranches;
+use burn_sparse_select::nsa::NsaKeysValues;
+use burn_sparse_select::nsa::NsaOptions;
+use burn_sparse_select::selected_blocks_attention;
 use queued::{Ahead, median};
 use serde_json::{Value, json};
 use single_keys::DSA;

@@ -11,15 +11,24 @@ use blocksparse::{
     Always, BlockLayout, BlockSource, Budget, DeviceChoice, EstimateKind, LayoutShape, Rule,
     ScoreGrid,
 };
-use blocksparse_cubecl::rows::{Blocked, RowBlocks, block_means};
-use blocksparse_cubecl::selection::{
-    Antidiagonals, FlexLimits, GateSizes, Kept, LineSizes, MeanProducts, SeenRows,
-    antidiagonal_masses, least_kept, mean_products, query_picks,
-};
 use blocksparse_cubecl::{
     AttentionPlan, ChoiceTensor, Outputs, Request, ScoreOptions, TensorView, choose_blocks,
     count_blocks, forward,
 };
+use burn_sparse_select::kernels::rows::Blocked;
+use burn_sparse_select::kernels::rows::RowBlocks;
+use burn_sparse_select::kernels::rows::block_means;
+use burn_sparse_select::kernels::selection::Antidiagonals;
+use burn_sparse_select::kernels::selection::FlexLimits;
+use burn_sparse_select::kernels::selection::GateSizes;
+use burn_sparse_select::kernels::selection::Kept;
+use burn_sparse_select::kernels::selection::LineSizes;
+use burn_sparse_select::kernels::selection::MeanProducts;
+use burn_sparse_select::kernels::selection::SeenRows;
+use burn_sparse_select::kernels::selection::antidiagonal_masses;
+use burn_sparse_select::kernels::selection::least_kept;
+use burn_sparse_select::kernels::selection::mean_products;
+use burn_sparse_select::kernels::selection::query_picks;
 use clap::Parser;
 use cubecl::client::Client;
 use cubecl::future::block_on;

@@ -1,10 +1,17 @@
 //! Sums of the last queries' attention over keys and distances, and the scores that are made of them: `bench-choice`.
 
 use anyhow::{Result, ensure};
-use blocksparse_cubecl::selection::{
-    FlexLimits, FlexTensors, Kept, KeptLines, LineSizes, LinesPlan, Touched, flex_blocks,
-    least_kept, line_sums, touched_blocks,
-};
+use burn_sparse_select::kernels::selection::FlexLimits;
+use burn_sparse_select::kernels::selection::FlexTensors;
+use burn_sparse_select::kernels::selection::Kept;
+use burn_sparse_select::kernels::selection::KeptLines;
+use burn_sparse_select::kernels::selection::LineSizes;
+use burn_sparse_select::kernels::selection::LinesPlan;
+use burn_sparse_select::kernels::selection::Touched;
+use burn_sparse_select::kernels::selection::flex_blocks;
+use burn_sparse_select::kernels::selection::least_kept;
+use burn_sparse_select::kernels::selection::line_sums;
+use burn_sparse_select::kernels::selection::touched_blocks;
 use cubecl::client::Client;
 use cubecl::server::Handle;
 use rand::RngExt;

@@ -1,7 +1,8 @@
 //! The blocks that single queries choose by the means of their keys: `bench-choice`.
 
 use anyhow::{Result, ensure};
-use blocksparse_cubecl::selection::{GateSizes, query_picks};
+use burn_sparse_select::kernels::selection::GateSizes;
+use burn_sparse_select::kernels::selection::query_picks;
 use cubecl::client::Client;
 use rand_chacha::ChaCha8Rng;
 

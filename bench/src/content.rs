@@ -3,8 +3,13 @@
 mod device_time;
 
 use anyhow::{Result, anyhow, ensure};
-use blocksparse_cubecl::clusters::{ClusterPlan, ClusterSizes};
-use blocksparse_cubecl::rows::{self, HashedRows, IndexedRows, RowsOfMeans};
+use blocksparse_cubecl::rows;
+use blocksparse_cubecl::rows::IndexedRows;
+use burn_sparse_select::kernels::clusters::ClusterPlan;
+use burn_sparse_select::kernels::clusters::ClusterSizes;
+use burn_sparse_select::kernels::rows as select_rows;
+use burn_sparse_select::kernels::rows::HashedRows;
+use burn_sparse_select::kernels::rows::RowsOfMeans;
 use clap::Parser;
 use cubecl::client::Client;
 use cubecl::ir::{ElemType, FloatKind};
@@ -135,12 +140,12 @@ impl Bench {
         let count = self.args.heads * means;
         let numbers = self.normal(count * length, 0.125);
         let given = self.floats(&numbers);
-        let words = rows::words_of_flags(length);
+        let words = select_rows::words_of_flags(length);
         let [lists, places, flags] = self.empty([count * most, count * length, count * words * 2]);
         self.time("highest of rows, as flags", || {
             let of = [self.args.heads, means, length];
             let made = [&lists, &flags];
-            Ok(rows::highest_flags_of_rows(
+            Ok(select_rows::highest_flags_of_rows(
                 &self.client,
                 of,
                 most,
@@ -151,7 +156,13 @@ impl Bench {
         let is_there = self.time("highest of rows", || {
             let of = [self.args.heads, means, length];
             let made = [&lists, &places];
-            Ok(rows::highest_of_rows(&self.client, of, most, &given, made)?)
+            Ok(select_rows::highest_of_rows(
+                &self.client,
+                of,
+                most,
+                &given,
+                made,
+            )?)
         })?;
         let width = self.args.width;
         let x: Vec<bf16> = self
@@ -316,7 +327,7 @@ impl Bench {
             width,
             ..
         } = self.args;
-        let words = rows::words_of_flags(length);
+        let words = select_rows::words_of_flags(length);
         let mut flags = vec![[0u32; 2]; heads * clusters * words];
         for (own, tokens) in flags.chunks_mut(words).zip(tokens.chunks(most)) {
             tokens
@@ -381,7 +392,7 @@ impl Bench {
         let is_there = self.time("similarities and the nearest", || {
             let of = RowsOfMeans::new([1, heads, length, width], means);
             let (x, made) = ((&given, BF16), [&made, &nearest]);
-            Ok(rows::compare_with_means(
+            Ok(select_rows::compare_with_means(
                 &self.client,
                 &of,
                 x,
@@ -434,11 +445,11 @@ impl Bench {
         let [made, tokens, places, choices] = self.empty([all; 4]);
         let is_there = self.time(&format!("hashes of {rounds}"), || {
             let x = (&given, BF16);
-            Ok(rows::lsh_hash(&self.client, &of, x, &turned, &made)?)
+            Ok(select_rows::lsh_hash(&self.client, &of, x, &turned, &made)?)
         })?;
         self.time(&format!("hashes of {rounds}, sorted"), || {
             let (x, made) = ((&given, BF16), [&tokens, &places, &choices]);
-            Ok(rows::lsh_argsort(
+            Ok(select_rows::lsh_argsort(
                 &self.client,
                 &of,
                 length,

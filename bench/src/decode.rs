@@ -6,10 +6,13 @@ mod decode_verify;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use blocksparse::Quantization;
-use blocksparse_cubecl::paged::{
-    AppendShape, PagedBuffers, PagedPlan, PagedShape, append_quantized, append_rows,
-    paged_attention,
-};
+use burn_paged_attention::internal::kernels::AppendShape;
+use burn_paged_attention::internal::kernels::PagedBuffers;
+use burn_paged_attention::internal::kernels::PagedPlan;
+use burn_paged_attention::internal::kernels::PagedShape;
+use burn_paged_attention::internal::kernels::append_quantized;
+use burn_paged_attention::internal::kernels::append_rows;
+use burn_paged_attention::internal::kernels::paged_attention;
 use clap::Parser;
 use cubecl::client::{Client, Graph};
 use cubecl::future::block_on;

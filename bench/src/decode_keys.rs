@@ -1,8 +1,17 @@
 //! Attention over the single keys that an indexer chooses (DeepSeek sparse attention, 2025), beside attention over all of them.
 
 use anyhow::Result;
-use blocksparse_cubecl::indexer::{KeyPicks, PairInputs, PairSizes, PairSum, pair_sums, pick_keys};
-use blocksparse_cubecl::paged::{PagedPlan, PagedShape, SlotShape, picked_slots, walk_slots};
+use burn_paged_attention::internal::kernels::PagedPlan;
+use burn_paged_attention::internal::kernels::PagedShape;
+use burn_paged_attention::internal::kernels::SlotShape;
+use burn_paged_attention::internal::kernels::picked_slots;
+use burn_paged_attention::internal::kernels::walk_slots;
+use burn_sparse_select::kernels::indexer::KeyPicks;
+use burn_sparse_select::kernels::indexer::PairInputs;
+use burn_sparse_select::kernels::indexer::PairSizes;
+use burn_sparse_select::kernels::indexer::PairSum;
+use burn_sparse_select::kernels::indexer::pair_sums;
+use burn_sparse_select::kernels::indexer::pick_keys;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use serde_json::json;

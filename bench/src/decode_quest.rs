@@ -2,10 +2,16 @@
 
 use anyhow::{Result, anyhow, ensure};
 use blocksparse_cubecl::KernelError;
-use blocksparse_cubecl::paged::{
-    AppendShape, HighestShape, PageScoreBuffers, PageScoreShape, PagedPlan, Summary, page_scores,
-    summarize_pages, summarize_quantized, topk_pages,
-};
+use burn_paged_attention::internal::kernels::AppendShape;
+use burn_paged_attention::internal::kernels::HighestShape;
+use burn_paged_attention::internal::kernels::PageScoreBuffers;
+use burn_paged_attention::internal::kernels::PageScoreShape;
+use burn_paged_attention::internal::kernels::PagedPlan;
+use burn_paged_attention::internal::kernels::Summary;
+use burn_paged_attention::internal::kernels::page_scores;
+use burn_paged_attention::internal::kernels::summarize_pages;
+use burn_paged_attention::internal::kernels::summarize_quantized;
+use burn_paged_attention::internal::kernels::topk_pages;
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;

@@ -2,7 +2,8 @@
 
 use anyhow::{Result, anyhow, ensure};
 use blocksparse::Quantization;
-use blocksparse_cubecl::paged::{PagedPlan, PagedShape};
+use burn_paged_attention::internal::kernels::PagedPlan;
+use burn_paged_attention::internal::kernels::PagedShape;
 use cubecl::ir::{ElemType, FloatKind};
 use half::{bf16, f16};
 use rand::{RngExt, SeedableRng};

@@ -6,10 +6,19 @@ mod indexer_verify;
 
 use anyhow::{Result, anyhow, ensure};
 use blocksparse::HadamardFp8;
-use blocksparse_cubecl::indexer::{
-    IndexerGradients, KeyBytes, KeyPicks, PairInputs, PairSizes, PairSum, by_keys, by_queries,
-    key_bytes, key_parts, pair_sums, pick_keys, round_rows,
-};
+use burn_sparse_select::kernels::indexer::IndexerGradients;
+use burn_sparse_select::kernels::indexer::KeyBytes;
+use burn_sparse_select::kernels::indexer::KeyPicks;
+use burn_sparse_select::kernels::indexer::PairInputs;
+use burn_sparse_select::kernels::indexer::PairSizes;
+use burn_sparse_select::kernels::indexer::PairSum;
+use burn_sparse_select::kernels::indexer::by_keys;
+use burn_sparse_select::kernels::indexer::by_queries;
+use burn_sparse_select::kernels::indexer::key_bytes;
+use burn_sparse_select::kernels::indexer::key_parts;
+use burn_sparse_select::kernels::indexer::pair_sums;
+use burn_sparse_select::kernels::indexer::pick_keys;
+use burn_sparse_select::kernels::indexer::round_rows;
 use clap::{Parser, ValueEnum};
 use cubecl::client::Client;
 use cubecl::future::block_on;

@@ -2,7 +2,8 @@
 
 use anyhow::{Result, anyhow, ensure};
 use blocksparse::HadamardFp8;
-use blocksparse_cubecl::indexer::{PairSizes, PairSum};
+use burn_sparse_select::kernels::indexer::PairSizes;
+use burn_sparse_select::kernels::indexer::PairSum;
 use cubecl::client::Client;
 use cubecl::server::Handle;
 

@@ -5,10 +5,12 @@ mod linear_blocks;
 mod linear_epilogues;
 
 use anyhow::{Context, Result, anyhow, ensure};
-use blocksparse_cubecl::linear::{
-    EpilogueTensors, MatrixView, ProductPlan, ProductRequest, multiply,
-};
 use blocksparse_cubecl::rows::{Window, window_sums};
+use burn_fused_ops::kernels::linear::EpilogueTensors;
+use burn_fused_ops::kernels::linear::MatrixView;
+use burn_fused_ops::kernels::linear::ProductPlan;
+use burn_fused_ops::kernels::linear::ProductRequest;
+use burn_fused_ops::kernels::linear::multiply;
 use clap::Parser;
 use cubecl::client::Client;
 use cubecl::ir::{ElemType, FloatKind};

@@ -2,11 +2,16 @@
 
 use anyhow::{Result, anyhow, ensure};
 use blocksparse::WeightLayout;
-use blocksparse_cubecl::linear::blocks::{
-    BlockGradientPlan, BlockProduct, BlockProductPlan, BlockTables, Direction, KeptBlocks,
-    block_gradient, multiply_blocks, pack_blocks,
-};
 use blocksparse_cubecl::rows::{Window, window_sums};
+use burn_fused_ops::kernels::linear::blocks::BlockGradientPlan;
+use burn_fused_ops::kernels::linear::blocks::BlockProduct;
+use burn_fused_ops::kernels::linear::blocks::BlockProductPlan;
+use burn_fused_ops::kernels::linear::blocks::BlockTables;
+use burn_fused_ops::kernels::linear::blocks::Direction;
+use burn_fused_ops::kernels::linear::blocks::KeptBlocks;
+use burn_fused_ops::kernels::linear::blocks::block_gradient;
+use burn_fused_ops::kernels::linear::blocks::multiply_blocks;
+use burn_fused_ops::kernels::linear::blocks::pack_blocks;
 use cubecl::client::Client;
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::server::Handle;

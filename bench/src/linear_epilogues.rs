@@ -1,13 +1,21 @@
 //! Products whose sums become something else: their times, and equality to what the row kernels make of the plain product.
 
 use anyhow::{Result, anyhow, ensure};
-use blocksparse_cubecl::linear::{
-    Epilogue, EpilogueTensors, HEAD, MatrixView, Order, ProductPlan, ProductRequest, multiply,
-};
-use blocksparse_cubecl::rows::{
-    ActivationBackward, ActivationKind, HeadsPart, bias_activation, bias_activation_backward,
-    column_sums, split_heads,
-};
+use blocksparse_cubecl::rows::ActivationKind;
+use blocksparse_cubecl::rows::column_sums;
+use burn_fused_ops::kernels::linear::Epilogue;
+use burn_fused_ops::kernels::linear::EpilogueTensors;
+use burn_fused_ops::kernels::linear::HEAD;
+use burn_fused_ops::kernels::linear::MatrixView;
+use burn_fused_ops::kernels::linear::Order;
+use burn_fused_ops::kernels::linear::ProductPlan;
+use burn_fused_ops::kernels::linear::ProductRequest;
+use burn_fused_ops::kernels::linear::multiply;
+use burn_fused_ops::kernels::rows::ActivationBackward;
+use burn_fused_ops::kernels::rows::HeadsPart;
+use burn_fused_ops::kernels::rows::bias_activation;
+use burn_fused_ops::kernels::rows::bias_activation_backward;
+use burn_fused_ops::kernels::rows::split_heads;
 use cubecl::client::Client;
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::server::Handle;

@@ -4,11 +4,18 @@ mod device_time;
 mod listed_verify;
 
 use anyhow::{Result, anyhow};
-use blocksparse_cubecl::listed::{
-    KeyListPlan, ListedGradients, ListedLists, ListedPlan, ListedRequest, ListedTiles,
-    NeighbourPlan, Way, backward, forward, neighbours,
-};
 use blocksparse_cubecl::{Gradients, OutputGrads, Outputs, ScoreOptions, TensorView};
+use burn_sparse_select::kernels::listed::KeyListPlan;
+use burn_sparse_select::kernels::listed::ListedGradients;
+use burn_sparse_select::kernels::listed::ListedLists;
+use burn_sparse_select::kernels::listed::ListedPlan;
+use burn_sparse_select::kernels::listed::ListedRequest;
+use burn_sparse_select::kernels::listed::ListedTiles;
+use burn_sparse_select::kernels::listed::NeighbourPlan;
+use burn_sparse_select::kernels::listed::Way;
+use burn_sparse_select::kernels::listed::backward;
+use burn_sparse_select::kernels::listed::forward;
+use burn_sparse_select::kernels::listed::neighbours;
 use clap::{Parser, ValueEnum};
 use cubecl::client::Client;
 use cubecl::ir::{ElemType, FloatKind};

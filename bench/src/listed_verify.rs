@@ -1,7 +1,7 @@
 //! Attention of queries that walk lists of their own against loops in f64, of small calls.
 
 use anyhow::{Result, ensure};
-use blocksparse_cubecl::listed::ListedRequest;
+use burn_sparse_select::kernels::listed::ListedRequest;
 use cubecl::client::Client;
 
 use super::{Args, Call, CalledWay};

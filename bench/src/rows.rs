@@ -2,6 +2,7 @@
 
 mod device_time;
 
+use burn_fused_ops::kernels::rows as fused_rows;
 use std::time::Instant;
 
 #[cfg(not(any(feature = "cuda", feature = "wgpu")))]
@@ -9,14 +10,26 @@ use anyhow::bail;
 use anyhow::{Context, Result, anyhow};
 use blocksparse::{Always, ElementDropout};
 use blocksparse_cubecl::TensorView;
-use blocksparse_cubecl::optim::{self, AdamWHyper, AdamWTensors, FlatTensor};
-use blocksparse_cubecl::rows::{
-    self, ActivationBackward, ActivationKind, GatedBackward, HeadsPart, NormBackward, NormBranch,
-    NormGrad, NormOf, StreamGrad,
-};
-use blocksparse_cubecl::selection::{
-    CompressedInputs, CompressedPlan, CompressedShape, Wanted, compressed_masses,
-};
+use blocksparse_cubecl::rows;
+use blocksparse_cubecl::rows::ActivationKind;
+use burn_fused_ops::kernels::optim;
+use burn_fused_ops::kernels::optim::AdamWHyper;
+use burn_fused_ops::kernels::optim::AdamWTensors;
+use burn_fused_ops::kernels::optim::FlatTensor;
+use burn_fused_ops::kernels::rows::ActivationBackward;
+use burn_fused_ops::kernels::rows::HeadsPart;
+use burn_fused_ops::kernels::rows::NormBackward;
+use burn_fused_ops::kernels::rows::NormBranch;
+use burn_fused_ops::kernels::rows::NormGrad;
+use burn_fused_ops::kernels::rows::NormOf;
+use burn_fused_ops::kernels::rows::StreamGrad;
+use burn_sparse_select::kernels::rows as select_rows;
+use burn_sparse_select::kernels::rows::GatedBackward;
+use burn_sparse_select::kernels::selection::CompressedInputs;
+use burn_sparse_select::kernels::selection::CompressedPlan;
+use burn_sparse_select::kernels::selection::CompressedShape;
+use burn_sparse_select::kernels::selection::Wanted;
+use burn_sparse_select::kernels::selection::compressed_masses;
 use clap::Parser;
 use cubecl::client::Client;
 use cubecl::future::block_on;
@@ -333,7 +346,7 @@ impl Bench {
                     kept: Some([&xhat, &rstd]),
                 };
                 let (branch, norm) = (Some(branch), Some(norm));
-                rows::add_norm(&client, (&stream, F32), [rows, width], branch, norm)
+                fused_rows::add_norm(&client, (&stream, F32), [rows, width], branch, norm)
                     .expect("the device can");
             })?;
             let name = format!("residual norm, backward{kind}");
@@ -353,7 +366,7 @@ impl Bench {
                     dropout: dropout.as_ref(),
                     sums: [true; 3],
                 };
-                rows::residual_norm_backward(&client, [rows, width], &pass)
+                fused_rows::residual_norm_backward(&client, [rows, width], &pass)
                     .expect("the device can");
             })?;
         }
@@ -370,7 +383,7 @@ impl Bench {
             let name = format!("bias and {activation:?}");
             self.moves(&name, matrix * 4, || {
                 let x = (&x, BF16);
-                rows::bias_activation(&client, x, Some(bias), &y, [rows, width], activation)
+                fused_rows::bias_activation(&client, x, Some(bias), &y, [rows, width], activation)
                     .expect("the device can");
             })?;
             let name = format!("bias and {activation:?}, backward, and again");
@@ -384,7 +397,7 @@ impl Bench {
                     y: Some(&x),
                     sums: Some((&sums, F32)),
                 };
-                rows::bias_activation_backward(&client, [rows, width], &pass)
+                fused_rows::bias_activation_backward(&client, [rows, width], &pass)
                     .expect("the device can");
             })?;
             let name = format!("bias and {activation:?}, backward");
@@ -398,7 +411,7 @@ impl Bench {
                     y: None,
                     sums: Some((&sums, F32)),
                 };
-                rows::bias_activation_backward(&client, [rows, width], &pass)
+                fused_rows::bias_activation_backward(&client, [rows, width], &pass)
                     .expect("the device can");
             })?;
         }
@@ -420,13 +433,13 @@ impl Bench {
         self.moves("heads of queries, keys, values, split", bytes, || {
             let parts = [0, 1, 2].map(|index| (part, &split[index]));
             let bias = Some((&bias, F32));
-            rows::split_heads(&client, (&joined, BF16), bias, [rows, rows / 4], &parts)
+            fused_rows::split_heads(&client, (&joined, BF16), bias, [rows, rows / 4], &parts)
                 .expect("the device can");
         })?;
         self.moves("heads of queries, keys, values, joined", bytes, || {
             let parts = [0, 1, 2].map(|index| (part, Some(&split[index])));
             let sums = Some((&sums, F32));
-            rows::join_heads(&client, &parts, [rows, rows / 4], (&joined, BF16), sums)
+            fused_rows::join_heads(&client, &parts, [rows, rows / 4], (&joined, BF16), sums)
                 .expect("the device can");
         })
     }
@@ -450,7 +463,7 @@ impl Bench {
             let bytes = 4 * tensor + of_gates;
             self.moves(&name, bytes, || {
                 let out = (&out, BF16);
-                rows::gated_sum(&client, &branches, gates, out, [rows, WIDTH])
+                select_rows::gated_sum(&client, &branches, gates, out, [rows, WIDTH])
                     .expect("the device can");
             })?;
             self.equal_copy(&name, bytes)?;
@@ -468,7 +481,7 @@ impl Bench {
                         by_branches: &written,
                         by_gates: Some(&by_gates),
                     };
-                    rows::gated_sum_backward(&client, [rows, WIDTH], &pass)
+                    select_rows::gated_sum_backward(&client, [rows, WIDTH], &pass)
                         .expect("the device can");
                 })?;
             }
@@ -496,7 +509,7 @@ impl Bench {
         let bytes = 3 * width * width * 6;
         self.moves("weights of queries, keys, values, rounded", bytes, || {
             let matrices = [0, 1, 2].map(|index| (&weights[index], width));
-            rows::rounded_beside(&client, &matrices, F32, width, (&joined, BF16))
+            fused_rows::rounded_beside(&client, &matrices, F32, width, (&joined, BF16))
                 .expect("the device can");
         })
     }

@@ -6,75 +6,29 @@ use std::path::{Path, PathBuf};
 
 /// What modules at the root of a crate must not import: crate, these, those.
 const FORBIDDEN: &[(&str, &[&str], &[&str])] = &[
-    // The tiers of attention know no other kind of kernel.
-    (
-        "blocksparse-cubecl",
-        &["simt", "mma", "hopper"],
-        &[
-            "clusters",
-            "indexer",
-            "linear",
-            "listed",
-            "optim",
-            "paged",
-            "rows",
-            "selection",
-        ],
-    ),
     // What all kernels share knows none of them.
     (
-        "blocksparse-cubecl",
+        "crates/blocksparse-cubecl",
         &["arch", "shared"],
-        &[
-            "hopper",
-            "linear",
-            "mma",
-            "on_device",
-            "optim",
-            "paged",
-            "rows",
-            "selection",
-            "simt",
-        ],
+        &["hopper", "mma", "on_device", "rows", "simt"],
     ),
-    // Attention knows neither training ops nor pages nor choices by content.
+    // The tiers of attention know no other kind of kernel.
     (
-        "burn-blocksparse",
-        &["attention", "device_layout"],
-        &[
-            "dsa",
-            "linear",
-            "loss",
-            "mlp",
-            "norm",
-            "nsa",
-            "optim",
-            "paged",
-            "selection",
-        ],
+        "crates/blocksparse-cubecl",
+        &["simt", "mma", "hopper"],
+        &["on_device", "rows"],
     ),
-    // Training ops know no attention.
-    (
-        "burn-blocksparse",
-        &[
-            "activation",
-            "embedding",
-            "gates",
-            "linear",
-            "loss",
-            "mlp",
-            "norm",
-            "optim",
-        ],
-        &[
-            "attention",
-            "device_layout",
-            "dsa",
-            "nsa",
-            "paged",
-            "selection",
-        ],
-    ),
+];
+
+/// Crates from below to above: none depends on one that stands behind it.
+const CRATES: &[&str] = &[
+    "crates/blocksparse",
+    "crates/blocksparse-cubecl",
+    "crates/burn-blocksparse",
+    "crates/burn-fused-ops",
+    "contrib/burn-paged-attention",
+    "contrib/burn-sparse-select",
+    "crates/burn-sparse-transformer",
 ];
 
 /// Modules at the root of a crate, with those that each of them imports.
@@ -83,7 +37,7 @@ type Imports = BTreeMap<String, BTreeSet<String>>;
 fn imports(name: &str) -> Imports {
     // As it is now, not as it was when this was compiled: build folders move.
     let tests = std::env::var("CARGO_MANIFEST_DIR").expect("set by cargo");
-    let root = Path::new(&tests).join("../crates").join(name).join("src");
+    let root = Path::new(&tests).join("..").join(name).join("src");
     let files: Vec<_> = (sources(&root).iter())
         .map(|path| {
             let code = fs::read_to_string(path).expect("a source");
@@ -175,13 +129,7 @@ fn reached(imports: &Imports, module: &str) -> BTreeSet<String> {
 
 #[test]
 fn modules_import_one_way() {
-    for name in [
-        "blocksparse",
-        "blocksparse-cubecl",
-        "burn-blocksparse",
-        "burn-sparse-transformer",
-        "cuda-interpreter",
-    ] {
+    for name in CRATES.iter().copied().chain(["crates/cuda-interpreter"]) {
         let imports = imports(name);
         assert!(
             imports.values().any(|to| !to.is_empty()),
@@ -205,6 +153,32 @@ fn no_arrow_is_forbidden() {
                 .unwrap_or_else(|| panic!("{name} has no {from}"));
             let wrong: Vec<_> = to.iter().filter(|to| there.contains(**to)).collect();
             assert!(wrong.is_empty(), "in {name}, {from} imports {wrong:?}");
+        }
+    }
+}
+
+#[test]
+fn crates_depend_one_way() {
+    let tests = std::env::var("CARGO_MANIFEST_DIR").expect("set by cargo");
+    let name = |path: &str| path.split('/').next_back().expect("a name").to_owned();
+    for (at, path) in CRATES.iter().enumerate() {
+        let manifest = Path::new(&tests).join("..").join(path).join("Cargo.toml");
+        let text = fs::read_to_string(manifest).expect("a manifest");
+        for other in &CRATES[at + 1..] {
+            let line = format!("\n{} = ", name(other));
+            assert!(!text.contains(&line), "{path} depends on {other}");
+        }
+    }
+    // Training ops have no attention: of the crate below them they take what all ops share.
+    let root = Path::new(&tests).join("../crates/burn-fused-ops/src");
+    for path in sources(&root) {
+        let text = fs::read_to_string(&path).expect("a source");
+        for word in ["Attention", "BlockLayout", "DeviceLayout"] {
+            let mut code = text
+                .lines()
+                .filter(|line| !line.trim_start().starts_with("//"));
+            let found = code.find(|line| line.contains(word));
+            assert_eq!(found, None, "{} knows of attention", path.display());
         }
     }
 }

@@ -7,8 +7,8 @@ use std::process::Command;
 use std::time::Duration;
 
 use burn::tensor::{Tensor, TensorData};
-use burn_blocksparse::optim::FusedAdamWConfig;
 use burn_blocksparse_tests::devices::devices;
+use burn_fused_ops::optim::FusedAdamWConfig;
 use burn_sparse_transformer::{Factorization, Pattern, Recompute, SparseTransformerConfig};
 
 /// Where the log is, for the process that is counted.

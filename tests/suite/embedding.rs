@@ -1,8 +1,8 @@
 //! Embeddings.
 
 use burn::tensor::{DType, Int, Tensor};
-use burn_blocksparse::ops::embedding_backward;
 use burn_blocksparse_tests::devices::devices;
+use burn_fused_ops::embedding_backward;
 
 burn_blocksparse_tests::tests!(
     embedding: embedding_equals_f64, embedding_in_half_precision, embedding_gives_the_same_bits,

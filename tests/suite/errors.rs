@@ -1,16 +1,18 @@
 //! Bad input is a typed error that names the argument, what was expected and what came.
 
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
+use burn_blocksparse::AccumulatedAttentionOptions;
+use burn_blocksparse::accumulated_attention;
 use burn_blocksparse::layout::DeviceLayoutOptions;
-use burn_blocksparse::selection::{
-    AccumulatedAttentionOptions, TopKOptions, accumulated_attention, top_k_blocks,
-    top_k_blocks_on_device, vertical_slash_layout,
-};
+use burn_blocksparse::layout::TopKOptions;
 use burn_blocksparse::{
     AttentionOptions, AttentionTensors, BlockLayout, DeviceLayout, Dropout, LayoutShape, OpError,
     Pattern, SparseAttentionCall, WeightsMode, merge_attention, sparse_attention,
 };
 use burn_blocksparse_tests::devices::{devices, supports, two_devices};
+use burn_sparse_select::top_k_blocks;
+use burn_sparse_select::top_k_blocks_on_device;
+use burn_sparse_select::vertical_slash_layout;
 use proptest::prelude::*;
 use proptest::{collection, option, sample};
 use rstest::rstest;

@@ -1,8 +1,8 @@
 //! Sums of gated branches.
 
 use burn::tensor::{DType, Tensor};
-use burn_blocksparse::nsa::NsaBranches;
 use burn_blocksparse_tests::devices::{devices, supports};
+use burn_sparse_select::nsa::NsaBranches;
 use rstest::rstest;
 
 burn_blocksparse_tests::tests!(

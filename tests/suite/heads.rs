@@ -1,8 +1,8 @@
 //! Rows split into heads, and joined.
 
 use burn::tensor::Tensor;
-use burn_blocksparse::ops::{OpPlan, split_heads};
 use burn_blocksparse_tests::devices::devices;
+use burn_fused_ops::split_heads;
 use rstest::rstest;
 
 burn_blocksparse_tests::tests!(heads: heads_equal_f64, heads_in_half_precision, joined_heads_equal_f64, heads_give_the_same_bits, heads_constants, heads_are_differentiated_together, heads_plans, heads_apart_equal_slices);
@@ -18,7 +18,7 @@ fn errors(#[case] parts: &[(usize, usize)], #[case] bias: usize, #[case] message
     for device in devices() {
         let x = Tensor::<3>::zeros([2, 5, 8], &device);
         let bias = Tensor::<1>::zeros([bias], &device);
-        let error = OpPlan::of_split_heads(&x, Some(&bias), parts).unwrap_err();
+        let error = burn_fused_ops::explain::split_heads(&x, Some(&bias), parts).unwrap_err();
         assert_eq!(error.to_string(), message);
         let error = split_heads(x, Some(bias), parts).unwrap_err();
         assert_eq!(error.to_string(), message);

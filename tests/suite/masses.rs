@@ -1,8 +1,9 @@
 //! Weights summed over columns and diagonals.
 
 use burn::tensor::{DType, Tensor};
+use burn_blocksparse::AccumulatedAttentionOptions;
 use burn_blocksparse::Pattern;
-use burn_blocksparse::selection::{AccumulatedAttentionOptions, accumulated_attention};
+use burn_blocksparse::accumulated_attention;
 use burn_blocksparse_tests::devices::{devices, supports};
 use rstest::rstest;
 

@@ -1,8 +1,11 @@
 //! Feed-forward networks.
 
 use burn::tensor::{DType, Tensor};
-use burn_blocksparse::ops::{Activation, MlpOptions, MlpParams, mlp};
 use burn_blocksparse_tests::devices::devices;
+use burn_fused_ops::Activation;
+use burn_fused_ops::MlpOptions;
+use burn_fused_ops::MlpParams;
+use burn_fused_ops::mlp;
 use rstest::rstest;
 
 burn_blocksparse_tests::tests!(mlp: mlp_equals_its_parts, mlp_constants, mlp_equals_f64);

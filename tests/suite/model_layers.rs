@@ -2,9 +2,9 @@
 
 use burn::module::Module;
 use burn::tensor::{Device, Int, Tensor};
-use burn_blocksparse::optim::FusedAdamWConfig;
 use burn_blocksparse_tests::compare::to_f64;
 use burn_blocksparse_tests::devices::devices;
+use burn_fused_ops::optim::FusedAdamWConfig;
 use burn_sparse_transformer::dsa::DsaStage;
 use burn_sparse_transformer::pool::{KvPoolConfig, KvStep};
 use burn_sparse_transformer::{

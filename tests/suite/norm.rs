@@ -1,10 +1,13 @@
 //! Residual norms.
 
 use burn::tensor::{FloatDType, Tensor};
-use burn_blocksparse::ops::{
-    AddNormOptions, ElementDropout, NormParams, Residual, add_norm, residual_add,
-};
 use burn_blocksparse_tests::devices::devices;
+use burn_fused_ops::AddNormOptions;
+use burn_fused_ops::ElementDropout;
+use burn_fused_ops::NormParams;
+use burn_fused_ops::Residual;
+use burn_fused_ops::add_norm;
+use burn_fused_ops::residual_add;
 use rstest::rstest;
 
 burn_blocksparse_tests::tests!(norm: residual_norm_equals_f64, residual_norm_without_rows, residual_norm_in_half_precision, residual_norm_gives_the_same_bits, residual_norm_constants, residual_norms_in_a_chain, residual_norm_plans);

@@ -2,9 +2,11 @@
 
 use burn::tensor::{DType, Device, Tensor};
 use burn_blocksparse::OpError;
-use burn_blocksparse::nsa::{Nsa, NsaKeysValues, NsaOptions};
-use burn_blocksparse::selection::Always;
 use burn_blocksparse_tests::devices::devices;
+use burn_sparse_select::Always;
+use burn_sparse_select::nsa::Nsa;
+use burn_sparse_select::nsa::NsaKeysValues;
+use burn_sparse_select::nsa::NsaOptions;
 use rstest::rstest;
 
 burn_blocksparse_tests::tests!(

@@ -4,8 +4,10 @@ use burn::nn::LinearConfig;
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Bytes, Device, Tensor};
 use burn_blocksparse::OpError;
-use burn_blocksparse::optim::{FusedAdamWConfig, clip_gradients, gradient_norm};
 use burn_blocksparse_tests::devices::devices;
+use burn_fused_ops::optim::FusedAdamWConfig;
+use burn_fused_ops::optim::clip_gradients;
+use burn_fused_ops::optim::gradient_norm;
 use rstest::rstest;
 
 burn_blocksparse_tests::tests!(optim: adamw_equals_f64, adamw_in_half_precision, adamw_gives_the_same_bits, clones_keep_their_values, records_are_burns, parameters_keep_their_autodiff_state, clipping_equals_f64, clipping_of_large_gradients, steps_without_gradients, optimizer_plans_print);

@@ -1,14 +1,23 @@
 //! Attention over pages.
 
 use burn::tensor::{DType, Device, Int, Tensor};
-use burn_blocksparse::paged::{
-    PageSummaries, PagedKeysValues, PagedOptions, PagedStore, PagedVisibility, Quantization,
-    QuantizedPages, append_quantized, append_rows, dequantize, paged_attention, select_pages,
-    summarize_pages,
-};
-use burn_blocksparse::selection::{PageSummary, Selection};
 use burn_blocksparse::{AttentionOptions, AttentionTensors, alibi_slopes};
 use burn_blocksparse_tests::devices::devices;
+use burn_paged_attention::PagedKeysValues;
+use burn_paged_attention::PagedOptions;
+use burn_paged_attention::PagedStore;
+use burn_paged_attention::PagedVisibility;
+use burn_paged_attention::Quantization;
+use burn_paged_attention::QuantizedPages;
+use burn_paged_attention::append_quantized;
+use burn_paged_attention::append_rows;
+use burn_paged_attention::dequantize;
+use burn_paged_attention::paged_attention;
+use burn_sparse_select::PageSummary;
+use burn_sparse_select::Selection;
+use burn_sparse_select::pages::PageSummaries;
+use burn_sparse_select::pages::select_pages;
+use burn_sparse_select::pages::summarize_pages;
 
 burn_blocksparse_tests::tests!(
     paged: paged_attention_equals_f64, paged_attention_in_half_precision, paged_attention_gives_the_same_bits,

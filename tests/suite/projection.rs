@@ -1,8 +1,10 @@
 //! Projections to heads and from them.
 
 use burn::tensor::{DType, Tensor};
-use burn_blocksparse::ops::{LinearOptions, out_proj, qkv_proj};
 use burn_blocksparse_tests::devices::devices;
+use burn_fused_ops::LinearOptions;
+use burn_fused_ops::out_proj;
+use burn_fused_ops::qkv_proj;
 use rstest::rstest;
 
 burn_blocksparse_tests::tests!(projection: projections_to_heads, projections_from_heads, projections_constants, projections_plans);

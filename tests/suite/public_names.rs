@@ -6,14 +6,24 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The crates, and how many names a root may have.
-const CRATES: [(&str, usize); 3] = [
-    ("blocksparse", 40),
-    ("burn-blocksparse", 40),
-    ("burn-sparse-transformer", 45),
+const CRATES: [(&str, usize); 6] = [
+    ("crates/blocksparse", 40),
+    ("crates/burn-blocksparse", 40),
+    ("crates/burn-fused-ops", 45),
+    ("crates/burn-sparse-transformer", 45),
+    ("contrib/burn-paged-attention", 40),
+    ("contrib/burn-sparse-select", 50),
 ];
 
 /// Modules that are listed without their names: they are no user's, and change with each kernel.
-const UNSTABLE: [&str; 2] = ["blocksparse::internal", "blocksparse::plan"];
+const UNSTABLE: [&str; 6] = [
+    "blocksparse::internal",
+    "blocksparse::plan",
+    "burn_blocksparse::internal",
+    "burn_fused_ops::kernels",
+    "burn_paged_attention::kernels",
+    "burn_sparse_select::kernels",
+];
 
 const LIST: &str = "docs/dev/public-names.txt";
 
@@ -27,8 +37,12 @@ fn root() -> PathBuf {
 fn the_public_names_are_those_of_the_list() {
     let mut names = BTreeSet::new();
     for (package, most) in CRATES {
-        let source = root().join("crates").join(package).join("src");
-        let path = package.replace('-', "_");
+        let source = root().join(package).join("src");
+        let path = package
+            .split('/')
+            .next_back()
+            .expect("a name")
+            .replace('-', "_");
         let mut listed = BTreeSet::new();
         of_module(&source.join("lib.rs"), &source, &path, &mut listed);
         let at_root: Vec<_> = (listed.iter())

@@ -1,8 +1,9 @@
 //! Sampling.
 
 use burn::tensor::{Int, Tensor};
-use burn_blocksparse::sampling::{SampleOptions, sample_tokens};
 use burn_blocksparse_tests::devices::devices;
+use burn_paged_attention::sampling::SampleOptions;
+use burn_paged_attention::sampling::sample_tokens;
 use rstest::rstest;
 
 burn_blocksparse_tests::tests!(

@@ -2,11 +2,15 @@
 
 use burn::tensor::{DType, Device, Int, Tensor};
 use burn_blocksparse::internal::gather_rows;
-use burn_blocksparse::selection::{
-    Always, Budget, EstimateInputs, GqaReduction, SelectedOptions, Selection, attention_selected,
-};
 use burn_blocksparse::{AttentionOptions, Dropout, OpError, WeightsMode};
 use burn_blocksparse_tests::devices::devices;
+use burn_sparse_select::Always;
+use burn_sparse_select::Budget;
+use burn_sparse_select::EstimateInputs;
+use burn_sparse_select::GqaReduction;
+use burn_sparse_select::SelectedOptions;
+use burn_sparse_select::Selection;
+use burn_sparse_select::attention_selected;
 use rstest::rstest;
 
 burn_blocksparse_tests::tests!(

@@ -1,6 +1,9 @@
 //! Attention that chooses its keys by content.
 
-use burn_blocksparse::selection::{Always, Budget, GqaReduction, Selection};
+use burn_sparse_select::Always;
+use burn_sparse_select::Budget;
+use burn_sparse_select::GqaReduction;
+use burn_sparse_select::Selection;
 use rstest::rstest;
 
 burn_blocksparse_tests::tests!(selection_rules: rules_keep_the_same_on_devices);

@@ -1,10 +1,14 @@
 //! Selection on planted structure: how much of full attention each method keeps, against numbers that were computed elsewhere.
 
-use burn_blocksparse::selection::{
-    BlockEstimator, Budget, EstimateKind, FlexPrefill, MeanPool, VerticalSlash, XAttention,
-};
 use burn_blocksparse_tests::planted::{BLOCK, DIM, HEADS, ROWS, mix, rows, uniform};
 use burn_blocksparse_tests::selection_dense::{Attention, Dense, kept, square_grid};
+use burn_sparse_select::BlockEstimator;
+use burn_sparse_select::Budget;
+use burn_sparse_select::EstimateKind;
+use burn_sparse_select::FlexPrefill;
+use burn_sparse_select::MeanPool;
+use burn_sparse_select::VerticalSlash;
+use burn_sparse_select::XAttention;
 
 fn dense(q: Vec<f64>, k: Vec<f64>) -> Dense {
     Dense {

@@ -1,9 +1,11 @@
 //! Layouts chosen by content, against the choice in plain f64 loops.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::selection::{TopKOptions, top_k_blocks, top_k_blocks_on_device};
+use burn_blocksparse::layout::TopKOptions;
 use burn_blocksparse::{AttentionOptions, BlockLayout, LayoutShape, Pattern, SparseAttentionCall};
 use burn_blocksparse_tests::devices::devices;
+use burn_sparse_select::top_k_blocks;
+use burn_sparse_select::top_k_blocks_on_device;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rstest::rstest;

@@ -1,9 +1,10 @@
 //! Vertical-slash layouts of tensors, against those that the host builds.
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use burn_blocksparse::selection::{vertical_slash_layout, vertical_slash_layout_async};
 use burn_blocksparse::{BlockLayout, LayoutShape, Pattern};
 use burn_blocksparse_tests::devices::devices;
+use burn_sparse_select::vertical_slash_layout;
+use burn_sparse_select::vertical_slash_layout_async;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rstest::rstest;

@@ -3,7 +3,8 @@
 use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::ops::{Activation, bias_activation};
+use burn_fused_ops::Activation;
+use burn_fused_ops::bias_activation;
 
 use crate::compare::{assert_close, read, to_f64};
 use crate::devices::{assert_ran, exact_dtypes, half_dtypes, supports, uses_reference};
@@ -404,7 +405,7 @@ pub fn bias_activation_plans(devices: &[Device]) {
 }
 
 /// Kernels where there are some, and text that says so.
-pub(crate) fn assert_plan(plan: &burn_blocksparse::ops::OpPlan, device: &Device) {
+pub(crate) fn assert_plan(plan: &burn_blocksparse::OpPlan, device: &Device) {
     let name = format!("{device:?}");
     let kernels = ["Wgpu", "Cuda"].iter().any(|kind| name.contains(kind)) && !uses_reference();
     assert_eq!(plan.is_kernels(), kernels, "{plan}");

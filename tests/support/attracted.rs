@@ -1,7 +1,9 @@
 //! Rows that means attract, against f64 on the host.
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::internal::{TopKPerCentroid, runs_kernels, topk_per_centroid};
+use burn_blocksparse::internal::runs_kernels;
+use burn_sparse_select::internal::TopKPerCentroid;
+use burn_sparse_select::internal::topk_per_centroid;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

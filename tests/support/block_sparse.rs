@@ -1,10 +1,11 @@
 //! Products with block-sparse weights and their gradients, against f64.
 
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
-use burn_blocksparse::ops::{LinearOptions, linear};
-use burn_blocksparse::sparse_linear::{
-    BlockSparseLinearOptions, WeightLayout, block_sparse_linear,
-};
+use burn_fused_ops::LinearOptions;
+use burn_fused_ops::linear;
+use burn_fused_ops::sparse_linear::BlockSparseLinearOptions;
+use burn_fused_ops::sparse_linear::WeightLayout;
+use burn_fused_ops::sparse_linear::block_sparse_linear;
 
 use crate::compare::{assert_close, to_f64};
 use crate::devices::{exact_dtypes, half_dtypes};

@@ -2,8 +2,9 @@
 
 use burn::module::Param;
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::internal::topk_per_centroid;
-use burn_blocksparse::selection::{routed_attention, routed_attention_plan};
+use burn_sparse_select::internal::topk_per_centroid;
+use burn_sparse_select::routed_attention;
+use burn_sparse_select::routed_attention_plan;
 use burn_sparse_transformer::content::RoutingHeadsConfig;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;

@@ -2,10 +2,12 @@
 
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::layout::DeviceLayoutOptions;
-use burn_blocksparse::selection::{TopKOptions, top_k_blocks, top_k_blocks_on_device};
+use burn_blocksparse::layout::TopKOptions;
 use burn_blocksparse::{
     AttentionOptions, AttentionTensors, DeviceLayout, Dropout, SparseAttentionCall, WeightsMode,
 };
+use burn_sparse_select::top_k_blocks;
+use burn_sparse_select::top_k_blocks_on_device;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

@@ -2,8 +2,11 @@
 
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::layout::PaddingMask;
-use burn_blocksparse::selection::{Always, Budget, EstimateKind, Rule};
 use burn_blocksparse::{AttentionOptions, BlockLayout, DeviceLayout, Pattern, SparseAttentionCall};
+use burn_sparse_select::Always;
+use burn_sparse_select::Budget;
+use burn_sparse_select::EstimateKind;
+use burn_sparse_select::Rule;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

@@ -2,8 +2,10 @@
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::AttentionOptions;
-use burn_blocksparse::dsa::{Dsa, DsaIndex, DsaTarget};
-use burn_blocksparse::selection::TokenIndices;
+use burn_sparse_select::TokenIndices;
+use burn_sparse_select::dsa::Dsa;
+use burn_sparse_select::dsa::DsaIndex;
+use burn_sparse_select::dsa::DsaTarget;
 
 use crate::cases::shard;
 use crate::compare::{read, to_f64};

@@ -1,7 +1,10 @@
 //! An indexer's queries and keys in fp8: rows that are rotated and rounded, and choices by them.
 
 use burn::tensor::{DType, Device, Tensor};
-use burn_blocksparse::dsa::{Dsa, DsaIndex, DsaTarget, HadamardFp8};
+use burn_sparse_select::dsa::Dsa;
+use burn_sparse_select::dsa::DsaIndex;
+use burn_sparse_select::dsa::DsaTarget;
+use burn_sparse_select::dsa::HadamardFp8;
 
 use crate::compare::{read, to_f64};
 use crate::devices::{exact_dtypes, half_dtypes};

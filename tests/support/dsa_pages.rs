@@ -1,7 +1,8 @@
 //! Choices of an indexer among keys in pages, against those of keys side by side.
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::dsa::{Dsa, DsaPages};
+use burn_sparse_select::dsa::Dsa;
+use burn_sparse_select::dsa::DsaPages;
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -158,7 +159,10 @@ pub fn dsa_chooses_in_pages(devices: &[Device]) {
 
 /// Attention to the slots that are chosen is attention to these keys.
 pub fn dsa_attends_in_pages(devices: &[Device]) {
-    use burn_blocksparse::paged::{PagedKeysValues, PagedOptions, PagedStore, paged_attention};
+    use burn_paged_attention::PagedKeysValues;
+    use burn_paged_attention::PagedOptions;
+    use burn_paged_attention::PagedStore;
+    use burn_paged_attention::paged_attention;
 
     let (heads, kv_heads, width, page, keep) = (4, 2, 32, 16, 24);
     for device in devices {

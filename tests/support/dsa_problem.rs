@@ -1,7 +1,7 @@
 //! Calls of DeepSeek sparse attention in plain f64 loops: scores, choices, losses and their gradients.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::dsa::DsaIndex;
+use burn_sparse_select::dsa::DsaIndex;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

@@ -1,7 +1,8 @@
 //! Rows of a table and the gradient by it, against loops in f64.
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::ops::{OpPlan, embedding, embedding_backward};
+use burn_fused_ops::embedding;
+use burn_fused_ops::embedding_backward;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -154,7 +155,7 @@ pub fn embedding_gives_the_same_bits(devices: &[Device]) {
 pub fn embedding_backward_equals_f64(devices: &[Device]) {
     for device in devices {
         let mut problem = Problem::new(940, [70, 20], [1, 500]);
-        let plan = OpPlan::of_embedding(
+        let plan = burn_fused_ops::explain::embedding(
             &Tensor::zeros([70, 20], (device, DType::F32)),
             &problem.ids(device),
         );
@@ -201,7 +202,7 @@ pub fn embedding_plans(devices: &[Device]) {
     for device in devices {
         let table = Tensor::<2>::zeros([256, 512], (device, DType::F32));
         let ids = Tensor::<2, Int>::zeros([4, 100], device);
-        let plan = OpPlan::of_embedding(&table, &ids).unwrap();
+        let plan = burn_fused_ops::explain::embedding(&table, &ids).unwrap();
         assert_plan(&plan, device);
     }
 }

@@ -1,10 +1,10 @@
 //! The second check of a random case: what is built around attention, on the case's pattern and sizes.
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::selection::vertical_slash_layout;
 use burn_blocksparse::{
     AttentionOptions, BlockLayout, Pattern, SparseAttentionCall, merge_attention,
 };
+use burn_sparse_select::vertical_slash_layout;
 use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

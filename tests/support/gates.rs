@@ -1,7 +1,7 @@
 //! Sums of gated branches against f64 loops.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::nsa::NsaBranches;
+use burn_sparse_select::nsa::NsaBranches;
 
 use crate::compare::{assert_close, read, to_f64};
 use crate::devices::{exact_dtypes, half_dtypes, supports};

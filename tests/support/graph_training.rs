@@ -7,11 +7,15 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
 use burn_blocksparse::graph::{CapturedGraph, DeviceSeed, StaticInput};
-use burn_blocksparse::ops::{AddNormOptions, ElementDropout, add_norm, dropout};
-use burn_blocksparse::optim::{FusedAdamW, FusedAdamWConfig};
 use burn_blocksparse::{
     AttentionOptions, Dropout, OpError, Pattern, Seed, SparseAttentionCall, alibi_slopes,
 };
+use burn_fused_ops::AddNormOptions;
+use burn_fused_ops::ElementDropout;
+use burn_fused_ops::add_norm;
+use burn_fused_ops::dropout;
+use burn_fused_ops::optim::FusedAdamW;
+use burn_fused_ops::optim::FusedAdamWConfig;
 use burn_sparse_transformer::{
     BlockAttentionConfig, Factorization, Precision, Recompute, SparseTransformer,
     SparseTransformerConfig, TransformerError,
@@ -46,8 +50,8 @@ fn dropped_with(
         let gain = Tensor::ones([16], &x.device());
         let (sum, normed) = add_norm(
             x.clone(),
-            Some(burn_blocksparse::ops::Residual::new(x.clone() * 2.0)),
-            burn_blocksparse::ops::NormParams::new(gain),
+            Some(burn_fused_ops::Residual::new(x.clone() * 2.0)),
+            burn_fused_ops::NormParams::new(gain),
             &AddNormOptions::default().dropout(stream),
         )?;
         Ok(sum.square() + normed)

@@ -1,8 +1,10 @@
 //! Rows split into heads and joined, against loops over all indices.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::internal::{cat_head_groups, split_head_groups};
-use burn_blocksparse::ops::{OpPlan, join_heads, split_heads};
+use burn_fused_ops::internal::cat_head_groups;
+use burn_fused_ops::internal::split_head_groups;
+use burn_fused_ops::join_heads;
+use burn_fused_ops::split_heads;
 
 use crate::activation::assert_plan;
 use crate::compare::{assert_close, to_f64};
@@ -411,11 +413,11 @@ pub fn heads_plans(devices: &[Device]) {
         let bias = Tensor::<1>::zeros([128], device);
         let parts = [(4, 16), (2, 16), (2, 16)];
         assert_plan(
-            &OpPlan::of_split_heads(&x, Some(&bias), &parts).unwrap(),
+            &burn_fused_ops::explain::split_heads(&x, Some(&bias), &parts).unwrap(),
             device,
         );
         assert_plan(
-            &OpPlan::of_split_heads(&x, None, &[(8, 16)]).unwrap(),
+            &burn_fused_ops::explain::split_heads(&x, None, &[(8, 16)]).unwrap(),
             device,
         );
     }

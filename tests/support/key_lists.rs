@@ -3,12 +3,11 @@
 use std::collections::BTreeSet;
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::selection::{
-    DispatchMode, SelectedBlocks, TokenIndices, token_sparse_attention,
-};
-use burn_blocksparse::{
-    AttentionOptions, BlockLayout, DeviceLayout, LayoutShape, Pattern, SparseAttentionCall,
-};
+use burn_blocksparse::internal::DispatchMode;
+use burn_blocksparse::{AttentionOptions, BlockLayout, LayoutShape, Pattern, SparseAttentionCall};
+use burn_sparse_select::SelectedBlocks;
+use burn_sparse_select::TokenIndices;
+use burn_sparse_select::token_sparse_attention;
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -477,7 +476,7 @@ pub fn layouts_of_keys_equal_f64(devices: &[Device]) {
                     false => Pattern::dense(),
                 };
                 let places = places_of(&pattern, case.heads[0], case.seq);
-                let layout = DeviceLayout::from_keys(&places, &drawn.lists(device)).unwrap();
+                let layout = drawn.lists(device).layout(&places).unwrap();
                 let host = layout.to_host().unwrap();
                 let pairs = (0..case.batch).map(|entry| host.to_dense_batch(entry, 0));
                 let listed: usize = pairs.flatten().flatten().filter(|&seen| seen).count();
@@ -512,7 +511,7 @@ pub fn layouts_of_keys_equal_f64(devices: &[Device]) {
             ("lists' queries", places(4, [71, 133])),
             ("lists' seq_kv", places(4, [70, 134])),
         ] {
-            let error = DeviceLayout::from_keys(&places, &lists).unwrap_err();
+            let error = lists.layout(&places).unwrap_err();
             assert!(error.to_string().contains(argument), "{error}");
         }
     }

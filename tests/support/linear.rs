@@ -1,7 +1,9 @@
 //! Products with weights and their gradients, against f64.
 
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
-use burn_blocksparse::ops::{LinearOptions, fused_linear, linear};
+use burn_fused_ops::LinearOptions;
+use burn_fused_ops::fused_linear;
+use burn_fused_ops::linear;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

@@ -3,9 +3,11 @@
 use std::collections::BTreeSet;
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn_blocksparse::internal::DispatchMode;
 use burn_blocksparse::internal::runs_kernels;
-use burn_blocksparse::selection::{DispatchMode, SelectedBlocks, selected_blocks_attention};
 use burn_blocksparse::{AttentionOptions, BlockLayout, LayoutShape, Pattern};
+use burn_sparse_select::SelectedBlocks;
+use burn_sparse_select::selected_blocks_attention;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

@@ -1,7 +1,9 @@
 //! The cross entropy of a product with targets and its gradients, against f64.
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::ops::{CrossEntropyOptions, Reduction, linear_cross_entropy};
+use burn_fused_ops::CrossEntropyOptions;
+use burn_fused_ops::Reduction;
+use burn_fused_ops::linear_cross_entropy;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

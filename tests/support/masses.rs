@@ -1,7 +1,8 @@
 //! Weights summed over columns and diagonals, against f64.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::selection::{AccumulatedAttentionOptions, accumulated_attention};
+use burn_blocksparse::AccumulatedAttentionOptions;
+use burn_blocksparse::accumulated_attention;
 use burn_blocksparse::{
     AttentionOptions, AttentionTensors, BlockLayout, Pattern, SparseAttentionCall,
 };

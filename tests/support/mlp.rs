@@ -1,9 +1,13 @@
 //! Feed-forward networks against the three operations that they are made of, each of which is compared with f64 by itself.
 
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
-use burn_blocksparse::ops::{
-    Activation, LinearOptions, MlpOptions, MlpParams, bias_activation, linear, mlp,
-};
+use burn_fused_ops::Activation;
+use burn_fused_ops::LinearOptions;
+use burn_fused_ops::MlpOptions;
+use burn_fused_ops::MlpParams;
+use burn_fused_ops::bias_activation;
+use burn_fused_ops::linear;
+use burn_fused_ops::mlp;
 
 use crate::compare::{assert_close, to_f64};
 use crate::devices::{assert_ran, exact_dtypes, half_dtypes};

@@ -1,7 +1,10 @@
 //! Residual norms against f64 loops.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::ops::{AddNormOptions, ElementDropout, NormParams, Residual};
+use burn_fused_ops::AddNormOptions;
+use burn_fused_ops::ElementDropout;
+use burn_fused_ops::NormParams;
+use burn_fused_ops::Residual;
 
 use crate::compare::{assert_close, to_f64};
 use crate::devices::{assert_ran, exact_dtypes, half_dtypes, supports, uses_reference};

@@ -1,7 +1,8 @@
 //! Native sparse attention, against the same in plain f64 loops.
 
 use burn::tensor::{DType, Device, Tensor};
-use burn_blocksparse::nsa::{Nsa, NsaKeysValues};
+use burn_sparse_select::nsa::Nsa;
+use burn_sparse_select::nsa::NsaKeysValues;
 
 use crate::cases::shard;
 use crate::compare::{assert_close, read, relative_error, to_f64};

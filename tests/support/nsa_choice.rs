@@ -3,8 +3,10 @@
 //! Nothing is rounded but the inputs, before both sides get them, so masses are held to what f32 sums leave where a kernel makes them at once.
 
 use burn::tensor::{DType, Device, Distribution, Int, Tensor};
-use burn_blocksparse::nsa::{Nsa, NsaKeysValues, NsaOptions};
 use burn_blocksparse::{Pattern, SparseAttentionCall};
+use burn_sparse_select::nsa::Nsa;
+use burn_sparse_select::nsa::NsaKeysValues;
+use burn_sparse_select::nsa::NsaOptions;
 
 use crate::cases::shard;
 use crate::compare::{assert_close, to_f64};

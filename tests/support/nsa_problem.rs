@@ -1,8 +1,10 @@
 //! Native sparse attention in plain f64 loops, from its definition (Yuan et al., 2025, §3).
 
 use burn::tensor::{DType, Device, Tensor};
-use burn_blocksparse::nsa::{Nsa, NsaKeysValues, NsaOptions};
-use burn_blocksparse::selection::Always;
+use burn_sparse_select::Always;
+use burn_sparse_select::nsa::Nsa;
+use burn_sparse_select::nsa::NsaKeysValues;
+use burn_sparse_select::nsa::NsaOptions;
 
 use crate::linear::{numbers, round_to, tensor};
 use crate::reference::{Problem, Sizes};

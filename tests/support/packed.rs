@@ -1,6 +1,6 @@
 //! Rows of numbers in eight bits each, as pages store them.
 
-use burn_blocksparse::paged::Quantization;
+use burn_paged_attention::Quantization;
 
 /// Words and scales of rows, which are stored as they are: a row's largest number is the largest that can be stored. NaN rows are words of e4m3's NaN.
 pub(crate) fn packed(

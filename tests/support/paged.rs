@@ -2,7 +2,10 @@
 
 use burn::tensor::{DType, Device, Tensor};
 use burn_blocksparse::merge_attention;
-use burn_blocksparse::paged::{PagedKeysValues, PagedOptions, append_rows, paged_attention};
+use burn_paged_attention::PagedKeysValues;
+use burn_paged_attention::PagedOptions;
+use burn_paged_attention::append_rows;
+use burn_paged_attention::paged_attention;
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;

@@ -1,10 +1,13 @@
 //! Random calls of attention over pages, and what they are in f64.
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::paged::{
-    PagedKeysValues, PagedOptions, PagedStore, PagedVisibility, Quantization, QuantizedPages,
-    paged_attention,
-};
+use burn_paged_attention::PagedKeysValues;
+use burn_paged_attention::PagedOptions;
+use burn_paged_attention::PagedStore;
+use burn_paged_attention::PagedVisibility;
+use burn_paged_attention::Quantization;
+use burn_paged_attention::QuantizedPages;
+use burn_paged_attention::paged_attention;
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;

@@ -1,9 +1,12 @@
 //! Pages of numbers of eight bits: what is stored, and attention to it.
 
 use burn::tensor::{DType, Device, Tensor};
-use burn_blocksparse::paged::{
-    PagedKeysValues, PagedStore, Quantization, QuantizedPages, append_quantized, paged_attention,
-};
+use burn_paged_attention::PagedKeysValues;
+use burn_paged_attention::PagedStore;
+use burn_paged_attention::Quantization;
+use burn_paged_attention::QuantizedPages;
+use burn_paged_attention::append_quantized;
+use burn_paged_attention::paged_attention;
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;

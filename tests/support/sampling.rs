@@ -1,7 +1,8 @@
 //! Tokens drawn from logits, against what a sort in f64 says.
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::sampling::{SampleOptions, sample_tokens};
+use burn_paged_attention::sampling::SampleOptions;
+use burn_paged_attention::sampling::sample_tokens;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

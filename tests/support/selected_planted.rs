@@ -2,8 +2,9 @@
 //! elsewhere.
 
 use burn::tensor::{DType, Device};
-use burn_blocksparse::selection::{Selection, attention_selected_with_lse};
 use burn_blocksparse::{AttentionOptions, Pattern, SparseAttentionCall};
+use burn_sparse_select::Selection;
+use burn_sparse_select::attention_selected_with_lse;
 
 use crate::compare::to_f64;
 use crate::linear::tensor;

@@ -2,7 +2,9 @@
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_blocksparse::AttentionOptions;
-use burn_blocksparse::selection::{Always, Selection, attention_selected_with_lse};
+use burn_sparse_select::Always;
+use burn_sparse_select::Selection;
+use burn_sparse_select::attention_selected_with_lse;
 
 use crate::attention::inputs;
 use crate::reference::{Problem, Sizes};

@@ -1,10 +1,14 @@
 //! Selection of blocks on devices, against the same in plain f64 loops.
 
 use burn::tensor::{DType, Device, Tensor};
-use burn_blocksparse::selection::{
-    Budget, EstimateInputs, EstimateKind, GqaReduction, ReferenceInputs, ScoreGrid, Selection,
-};
 use burn_blocksparse::{AttentionOptions, BlockLayout, SparseAttentionCall};
+use burn_sparse_select::Budget;
+use burn_sparse_select::EstimateInputs;
+use burn_sparse_select::EstimateKind;
+use burn_sparse_select::GqaReduction;
+use burn_sparse_select::ReferenceInputs;
+use burn_sparse_select::ScoreGrid;
+use burn_sparse_select::Selection;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

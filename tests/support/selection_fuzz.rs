@@ -3,10 +3,12 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::selection::{
-    Candidates, EstimateInputs, ReferenceInputs, Selection, attention_selected_with_lse,
-};
 use burn_blocksparse::{AttentionOptions, BlockLayout, LayoutShape, Pattern, SparseAttentionCall};
+use burn_sparse_select::Candidates;
+use burn_sparse_select::EstimateInputs;
+use burn_sparse_select::ReferenceInputs;
+use burn_sparse_select::Selection;
+use burn_sparse_select::attention_selected_with_lse;
 use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -365,7 +367,7 @@ impl Fuzz {
         let everything = self
             .selection
             .clone()
-            .with_budget(burn_blocksparse::selection::Budget::Ratio(1.0));
+            .with_budget(burn_sparse_select::Budget::Ratio(1.0));
         let Ok(all) = everything.choose_among(call, within) else {
             return;
         };

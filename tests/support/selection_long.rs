@@ -1,7 +1,10 @@
 //! Calls so long that kernels make their scores in several parts, on a device, against loops over some heads.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::selection::{EstimateInputs, EstimateKind, ReferenceInputs, Selection};
+use burn_sparse_select::EstimateInputs;
+use burn_sparse_select::EstimateKind;
+use burn_sparse_select::ReferenceInputs;
+use burn_sparse_select::Selection;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

@@ -1,8 +1,12 @@
 //! The rules of content-based selection on devices, against those on the host: attention over what a rule chose shows which blocks it kept.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::selection::{Always, Budget, EstimateKind, Rule, ScoreGrid};
 use burn_blocksparse::{DeviceLayout, SparseAttentionCall};
+use burn_sparse_select::Always;
+use burn_sparse_select::Budget;
+use burn_sparse_select::EstimateKind;
+use burn_sparse_select::Rule;
+use burn_sparse_select::ScoreGrid;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

@@ -2,13 +2,18 @@
 
 use burn::tensor::{DType, Device, Distribution, Tensor, TensorData};
 use burn_blocksparse::graph::{CapturedGraph, StaticInput};
-use burn_blocksparse::selection::{
-    Always, Budget, Candidates, EstimateInputs, EstimateKind, Rule, Selection,
-    attention_selected_with_lse, recall,
-};
 use burn_blocksparse::{
     AttentionOptions, BlockLayout, DeviceLayout, LayoutShape, OpError, Pattern, SparseAttentionCall,
 };
+use burn_sparse_select::Always;
+use burn_sparse_select::Budget;
+use burn_sparse_select::Candidates;
+use burn_sparse_select::EstimateInputs;
+use burn_sparse_select::EstimateKind;
+use burn_sparse_select::Rule;
+use burn_sparse_select::Selection;
+use burn_sparse_select::attention_selected_with_lse;
+use burn_sparse_select::recall;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

@@ -1,7 +1,8 @@
 //! Dropout of a tensor, against what the host says is kept.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse::ops::{ElementDropout, OpPlan, dropout};
+use burn_fused_ops::ElementDropout;
+use burn_fused_ops::dropout;
 
 use crate::compare::{assert_close, to_f64};
 use crate::devices::{exact_dtypes, half_dtypes};
@@ -66,7 +67,7 @@ pub fn stream_dropout_of_views(devices: &[Device]) {
         assert_eq!(kept, again);
         let all = dropout(x.clone(), &ElementDropout::new(0.0, 5, 1)).unwrap();
         assert_eq!(all.sum().into_scalar::<f32>(), 240.0);
-        let plan = OpPlan::of_dropout(&x, &mask).unwrap();
+        let plan = burn_fused_ops::explain::dropout(&x, &mask).unwrap();
         let words = if plan.is_kernels() {
             "vectors of"
         } else {

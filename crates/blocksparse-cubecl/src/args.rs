@@ -51,11 +51,11 @@ impl ScoreOptions {
     }
 
     /// Elements of the bias, 0 if there is none.
-    pub(super) fn bias_len(&self) -> usize {
+    pub fn bias_len(&self) -> usize {
         self.bias.as_ref().map_or(0, BiasView::elements)
     }
 
-    pub(super) fn bias<T: LaunchArg<RuntimeArg = BufferArg>>(&self) -> ComptimeOptionArgs<T> {
+    pub fn bias<T: LaunchArg<RuntimeArg = BufferArg>>(&self) -> ComptimeOptionArgs<T> {
         let handle = self.bias.as_ref().map(|bias| &bias.handle);
         optional(handle, self.bias_len())
     }
@@ -71,32 +71,32 @@ impl ScoreOptions {
         ]
     }
 
-    pub(super) fn bias_strides(&self) -> BiasStridesLaunch {
+    pub fn bias_strides(&self) -> BiasStridesLaunch {
         let [batch, head, row] = self.bias_steps();
         BiasStridesLaunch::new(batch, head, row)
     }
 
     /// The same in bytes, of a bias of elements so wide.
     #[cfg(feature = "cuda-asm")]
-    pub(super) fn bias_bytes(&self, element: usize) -> [u64; 3] {
+    pub fn bias_bytes(&self, element: usize) -> [u64; 3] {
         self.bias_steps()
             .map(|elements| (elements * element) as u64)
     }
 
     /// What the backward pass knows of its `rows` queries, `[rows, 2]`, with slopes and the table behind: where the table begins, and how
     /// many numbers it is in all.
-    pub(super) fn stats_len(&self, rows: usize) -> [usize; 2] {
+    pub fn stats_len(&self, rows: usize) -> [usize; 2] {
         let table_start = rows * 2 + self.slopes.as_ref().map_or(0, |slopes| slopes.len());
         [table_start, table_start + self.table_len()]
     }
 
-    pub(super) fn table<T: LaunchArg<RuntimeArg = BufferArg>>(&self) -> ComptimeOptionArgs<T> {
+    pub fn table<T: LaunchArg<RuntimeArg = BufferArg>>(&self) -> ComptimeOptionArgs<T> {
         let handle = self.relative.as_ref().map(|table| &table.handle);
         optional(handle, self.table_len())
     }
 
     /// Numbers of the table, 0 if there is none.
-    pub(super) fn table_len(&self) -> usize {
+    pub fn table_len(&self) -> usize {
         (self.relative.as_ref()).map_or(0, |table| table.shape.iter().product())
     }
 
@@ -107,14 +107,14 @@ impl ScoreOptions {
     }
 
     /// The table, which begins at element `start`.
-    pub(super) fn distances(&self, start: usize) -> DistancesLaunch {
+    pub fn distances(&self, start: usize) -> DistancesLaunch {
         let [head, reach] = self.table_steps();
         DistancesLaunch::new(start, head, reach)
     }
 
     /// The table, as the tensor-core tiers get it.
     #[cfg(feature = "cuda-asm")]
-    pub(super) fn table_args(&self) -> ComptimeOptionArgs<TableArgs> {
+    pub fn table_args(&self) -> ComptimeOptionArgs<TableArgs> {
         let Some(table) = &self.relative else {
             return ComptimeOptionArgs::None;
         };
@@ -123,7 +123,7 @@ impl ScoreOptions {
         ComptimeOptionArgs::Some(TableArgsLaunch::new(numbers, head as u32, reach as u32))
     }
 
-    pub(super) fn mask(&self) -> MaskLaunch {
+    pub fn mask(&self) -> MaskLaunch {
         match &self.dropout {
             Some(dropout) => seeds::mask(dropout.seed, dropout.threshold()),
             None => seeds::mask(Seed::Value(0), 1),
@@ -131,16 +131,16 @@ impl ScoreOptions {
     }
 
     /// What weights that are kept are multiplied by.
-    pub(super) fn kept_factor(&self) -> f64 {
+    pub fn kept_factor(&self) -> f64 {
         self.dropout.map_or(1.0, |dropout| dropout.factor())
     }
 
-    pub(super) fn dropout_factor(&self, accumulator: ElemType) -> InputScalar {
+    pub fn dropout_factor(&self, accumulator: ElemType) -> InputScalar {
         InputScalar::new(self.kept_factor(), accumulator)
     }
 
     /// The slopes on the device.
-    pub(super) fn device_slopes(
+    pub fn device_slopes(
         &self,
         client: &Client,
         layout: &BlockLayout,
@@ -212,7 +212,7 @@ fn stored_blocks(layout: &BlockLayout) -> usize {
 }
 
 /// A buffer of so many elements, or vectors of elements.
-pub(super) fn buffer(handle: &Handle, elements: usize) -> BufferArg {
+pub fn buffer(handle: &Handle, elements: usize) -> BufferArg {
     debug_assert!(elements as u64 <= handle.size_in_used());
     // SAFETY: kernels read and write below the length that a buffer says it has, so it must not say more than the handle holds. Callers
     // count elements in the type that the kernel gives the buffer: `TensorView::reach` of inputs, whose handle begins at the first and
@@ -222,7 +222,7 @@ pub(super) fn buffer(handle: &Handle, elements: usize) -> BufferArg {
 }
 
 /// A buffer of `elements`, or none.
-pub(super) fn optional<T: LaunchArg<RuntimeArg = BufferArg>>(
+pub fn optional<T: LaunchArg<RuntimeArg = BufferArg>>(
     handle: Option<&Handle>,
     elements: usize,
 ) -> ComptimeOptionArgs<T> {
@@ -233,12 +233,12 @@ pub(super) fn optional<T: LaunchArg<RuntimeArg = BufferArg>>(
 }
 
 /// The words of a plan.
-pub(super) fn plan_words(plan: &DevicePlan) -> BufferArg {
+pub fn plan_words(plan: &DevicePlan) -> BufferArg {
     buffer(&plan.words, plan.len)
 }
 
 /// Elements of a load: as many as divide the rows and strides of all tensors, 4 at most.
-pub(super) fn load_width(
+pub fn load_width(
     dtype: ElemType,
     tensors: &[(&'static str, &TensorView)],
 ) -> Result<usize, KernelError> {
@@ -265,12 +265,12 @@ pub(super) fn load_width(
 }
 
 /// The type of indices into `largest` elements.
-pub(super) fn address_of(client: &Client, largest: usize) -> Result<AddressType, KernelError> {
+pub fn address_of(client: &Client, largest: usize) -> Result<AddressType, KernelError> {
     address_in(client.properties(), largest)
 }
 
 /// [`address_of`] on a device that is described.
-pub(super) fn address_in(
+pub fn address_in(
     properties: &DeviceProperties,
     largest: usize,
 ) -> Result<AddressType, KernelError> {
@@ -289,17 +289,17 @@ pub(super) fn address_in(
 }
 
 /// A tensor in vectors of `width`.
-pub(super) fn vectors_of(tensor: &TensorView, width: usize) -> BufferArg {
+pub fn vectors_of(tensor: &TensorView, width: usize) -> BufferArg {
     buffer(&tensor.handle, tensor.reach().div_ceil(width))
 }
 
-pub(super) fn strides_of(tensor: &TensorView, width: usize) -> StridesLaunch {
+pub fn strides_of(tensor: &TensorView, width: usize) -> StridesLaunch {
     let [batch, head, row, _] = tensor.strides;
     StridesLaunch::new(batch / width, head / width, row / width, tensor.shape[2])
 }
 
 /// The listing of a part's positions.
-pub(super) fn listing(residue: Option<Residue>) -> ListingLaunch {
+pub fn listing(residue: Option<Residue>) -> ListingLaunch {
     let residue = residue.unwrap_or(Residue {
         stride: 1,
         class_len: 1,
@@ -308,14 +308,14 @@ pub(super) fn listing(residue: Option<Residue>) -> ListingLaunch {
 }
 
 /// Words between two batch entries' heads in a plan.
-pub(super) fn batch_words(layout: &BlockLayout) -> usize {
+pub fn batch_words(layout: &BlockLayout) -> usize {
     match layout.batch() {
         Some(_) => layout.heads(),
         None => 0,
     }
 }
 
-pub(super) fn plan_parts(parts: &Sections, batch_words: usize) -> PlanPartsLaunch {
+pub fn plan_parts(parts: &Sections, batch_words: usize) -> PlanPartsLaunch {
     PlanPartsLaunch::new(
         parts.heads,
         parts.places,
@@ -329,7 +329,7 @@ pub(super) fn plan_parts(parts: &Sections, batch_words: usize) -> PlanPartsLaunc
 }
 
 /// `cubes` cubes over the first two dimensions of a launch.
-pub(super) fn spread(client: &Client, cubes: u64) -> Result<CubeCount, KernelError> {
+pub fn spread(client: &Client, cubes: u64) -> Result<CubeCount, KernelError> {
     let (x_most, y_most, _) = client.properties().hardware.max_cube_count;
     let x = cubes.min(u64::from(x_most));
     let y = cubes.div_ceil(x.max(1));

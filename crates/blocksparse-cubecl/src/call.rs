@@ -22,7 +22,7 @@ pub struct TensorView {
 
 impl TensorView {
     /// Elements from the first one to the last, both included.
-    pub(super) fn reach(&self) -> usize {
+    pub fn reach(&self) -> usize {
         reach(&self.shape, &self.strides)
     }
 }
@@ -74,7 +74,7 @@ pub struct BiasView {
 }
 
 impl BiasView {
-    pub(super) fn elements(&self) -> usize {
+    pub fn elements(&self) -> usize {
         self.shape.iter().product()
     }
 }
@@ -184,7 +184,7 @@ impl ScoreKind {
     }
 
     /// Buffers that a kernel binds for the biases and the seed.
-    pub(super) fn buffers(&self) -> usize {
+    pub fn buffers(&self) -> usize {
         [self.alibi, self.bias, self.relative, self.seeds]
             .into_iter()
             .map(usize::from)
@@ -277,7 +277,7 @@ impl Request {
 
     /// Whether tiles may be of like blocks. A tile of keys goes through all query heads of its group, which must agree
     /// on its rows, and stored weights are found by a tile's place.
-    pub(super) fn may_cluster(&self, layout: &BlockLayout, walk: Walk) -> bool {
+    pub fn may_cluster(&self, layout: &BlockLayout, walk: Walk) -> bool {
         let common =
             walk == Walk::Rows || layout.num_patterns() == 1 || self.kv_heads == layout.heads();
         common && !self.store

@@ -40,21 +40,21 @@ pub struct AttentionPlan {
 
 /// A part of a call: its launches come after those of the parts before.
 #[derive(Clone, Debug)]
-pub(super) struct PartPlan {
+pub struct PartPlan {
     /// `None`: the call's own layout (which keeps this plan, so the plan cannot keep it).
     layout: Option<BlockLayout>,
     residue: Option<Residue>,
-    pub(super) forward: Choice<ForwardTile>,
-    pub(super) backward: Choice<BackwardTile>,
+    pub forward: Choice<ForwardTile>,
+    pub backward: Choice<BackwardTile>,
     /// What makes the gradient of a bias, if the call has one.
-    pub(super) bias: Choice<BiasTile>,
+    pub bias: Choice<BiasTile>,
     /// The tiles of the `simt` tier, in the order of the kernels.
     simt: [simt::Tile; 3],
 }
 
 impl PartPlan {
     /// What is walked, being part of a layout.
-    pub(super) fn part<'a>(&'a self, own: &'a BlockLayout) -> Part<'a> {
+    pub fn part<'a>(&'a self, own: &'a BlockLayout) -> Part<'a> {
         Part {
             layout: self.layout.as_ref().unwrap_or(own),
             residue: self.residue,
@@ -161,7 +161,7 @@ impl AttentionPlan {
     }
 
     /// As [`with_limit`](Self::with_limit), for a device that is described; not remembered.
-    pub(super) fn choose(
+    pub fn choose(
         layout: &BlockLayout,
         request: Request,
         limit: TierLimit,
@@ -222,11 +222,11 @@ impl AttentionPlan {
     }
 
     /// What the call asks for.
-    pub(super) fn request(&self) -> &Request {
+    pub fn request(&self) -> &Request {
         &self.request
     }
 
-    pub(super) fn parts(&self) -> &[PartPlan] {
+    pub fn parts(&self) -> &[PartPlan] {
         &self.parts
     }
 

@@ -98,7 +98,7 @@ pub enum KernelError {
 }
 
 impl KernelError {
-    pub(super) fn limit(what: &'static str, limit: impl Into<u64>, got: usize) -> Self {
+    pub fn limit(what: &'static str, limit: impl Into<u64>, got: usize) -> Self {
         Self::Limit {
             what,
             limit: limit.into(),
@@ -107,7 +107,7 @@ impl KernelError {
     }
 
     /// Checks that there are no more of something than 32 bits count.
-    pub(super) fn check_u32(what: &'static str, got: usize) -> Result<u32, Self> {
+    pub fn check_u32(what: &'static str, got: usize) -> Result<u32, Self> {
         u32::try_from(got).map_err(|_| Self::limit(what, u32::MAX, got))
     }
 }

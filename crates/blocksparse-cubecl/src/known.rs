@@ -5,7 +5,7 @@ use std::hash::Hash;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A value for each key, as long as the map lives.
-pub(super) struct Slots<K, V>(Mutex<HashMap<K, Arc<Mutex<V>>>>);
+pub struct Slots<K, V>(Mutex<HashMap<K, Arc<Mutex<V>>>>);
 
 impl<K, V> Default for Slots<K, V> {
     fn default() -> Self {
@@ -37,7 +37,7 @@ type Slot<V> = Arc<Mutex<Option<V>>>;
 
 /// Values of the keys that were asked for last, so many at most.
 #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
-pub(super) struct Recent<K, V> {
+pub struct Recent<K, V> {
     most: usize,
     /// The latest last.
     slots: Mutex<Vec<(K, Slot<V>)>>,

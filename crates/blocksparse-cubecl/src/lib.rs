@@ -32,49 +32,59 @@
 #![warn(missing_docs)]
 #![warn(clippy::undocumented_unsafe_blocks)]
 
-mod arch;
-mod args;
+#[doc(hidden)]
+pub mod arch;
+#[doc(hidden)]
+pub mod args;
 mod backward;
 // Some of what a request and a pass say only tiers on tensor cores read.
 #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
-mod call;
-mod choice;
-#[cfg(feature = "cuda-asm")]
-pub mod clusters;
+#[doc(hidden)]
+pub mod call;
+#[doc(hidden)]
+pub mod choice;
+#[doc(hidden)]
+pub mod described;
 mod device;
-mod device_key;
-mod error;
+#[doc(hidden)]
+pub mod device_key;
+#[doc(hidden)]
+pub mod error;
 mod forward;
 #[cfg(feature = "cuda-asm")]
-mod hopper;
-pub mod indexer;
-mod known;
+#[doc(hidden)]
+pub mod hopper;
+#[doc(hidden)]
+pub mod known;
+#[doc(hidden)]
+pub mod masses;
 #[cfg(feature = "cuda-asm")]
-pub mod linear;
-#[cfg(feature = "cuda-asm")]
-pub mod listed;
-mod masses;
-#[cfg(feature = "cuda-asm")]
-mod mma;
-mod on_device;
-pub mod optim;
-pub mod paged;
+#[doc(hidden)]
+pub mod mma;
+#[doc(hidden)]
+pub mod on_device;
 #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
 mod pass;
 pub mod recording;
 pub mod rows;
 pub mod seeds;
-pub mod selection;
-mod shared;
-mod simt;
-mod slices;
-mod stats;
+#[doc(hidden)]
+pub mod shared;
+#[doc(hidden)]
+pub mod simt;
+#[doc(hidden)]
+pub mod slices;
+#[doc(hidden)]
+pub mod stats;
 #[cfg(feature = "cuda-asm")]
-mod tensor;
+#[doc(hidden)]
+pub mod tensor;
 #[cfg(test)]
 mod tests;
-mod tier;
-mod tuning;
+#[doc(hidden)]
+pub mod tier;
+#[doc(hidden)]
+pub mod tuning;
 mod uploaded;
 
 pub use args::ScoreOptions;

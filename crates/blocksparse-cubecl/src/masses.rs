@@ -6,8 +6,10 @@ use std::sync::Arc;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::args::{ScoreOptions, address_of, batch_words, buffer, listing, load_width};
-use super::args::{optional, spread, strides_of, vectors_of};
+use super::args::{
+    ScoreOptions, address_of, batch_words, buffer, listing, load_width, optional, spread,
+    strides_of, vectors_of,
+};
 use super::call::{DeviceFacts, Request, ScoreKind, TableView, TensorView};
 use super::device::{DeviceLinePlan, line_plan};
 use super::error::KernelError;
@@ -49,7 +51,7 @@ pub fn check_masses(
 }
 
 /// The tile that makes the gradient of biases of distances, if a device can make it.
-pub(super) fn check_distances(
+pub fn check_distances(
     device: DeviceFacts,
     layout: &BlockLayout,
     request: &Request,
@@ -147,7 +149,7 @@ pub fn masses(
 
 /// The gradient of biases of distances: that of the scores, summed over diagonals, batch entries and what shares a bias. `stats` are those of
 /// all positions, `out` is where it goes.
-pub(super) fn distance_gradient(
+pub fn distance_gradient(
     pass: &BackwardPass,
     stats: &Handle,
     out: &Handle,

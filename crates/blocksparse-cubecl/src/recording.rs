@@ -94,7 +94,7 @@ pub fn refuse_upload(client: &Client, what: &'static str) -> Result<(), KernelEr
 }
 
 /// Numbers of the host on the client's device: the only place where these kernels upload any.
-pub(super) fn upload<T: bytemuck::NoUninit>(
+pub fn upload<T: bytemuck::NoUninit>(
     client: &Client,
     numbers: &[T],
     what: &'static str,

@@ -19,7 +19,7 @@ pub fn register(table: u32, words: Handle) {
 ///
 /// # Panics
 /// If the words of a table that lives are not on the device.
-pub(super) fn mask(seed: Seed, threshold: u32) -> MaskLaunch {
+pub fn mask(seed: Seed, threshold: u32) -> MaskLaunch {
     let by_value = |seed: u64| {
         let halves = [seed as u32, (seed >> 32) as u32];
         mask_launch(halves, ComptimeOptionArgs::None, threshold)
@@ -41,6 +41,6 @@ pub(super) fn mask(seed: Seed, threshold: u32) -> MaskLaunch {
 }
 
 /// Buffers that a kernel binds for a seed.
-pub(super) fn buffers(seed: Option<Seed>) -> usize {
+pub fn buffers(seed: Option<Seed>) -> usize {
     usize::from(matches!(seed, Some(Seed::Place(_))))
 }

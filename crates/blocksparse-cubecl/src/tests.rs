@@ -1,119 +1,17 @@
 //! Which tier takes what, on devices that are only described.
 
-use cubecl::ir::features::TypeUsage;
-use cubecl::ir::features::{Features, Plane, Tma};
-use cubecl::ir::{
-    DeviceIdentity, DeviceProperties, ElemType, FloatKind, HardwareProperties,
-    MemoryDeviceProperties,
-};
-use cubecl::prelude::AddressType;
+use cubecl::ir::{ElemType, FloatKind};
 
-use super::call::{DeviceFacts, Request, ScoreKind};
+use super::call::{Request, ScoreKind};
 use super::choice::AttentionPlan;
-use super::error::KernelError;
-use super::paged::{PagedPlan, PagedShape};
+use crate::described::Fake;
 use crate::tuning::TierLimit;
 use blocksparse::{BlockLayout, Pattern};
+use cubecl::prelude::AddressType;
 
 const BF16: ElemType = ElemType::Float(FloatKind::BF16);
 const F32: ElemType = ElemType::Float(FloatKind::F32);
 const F64: ElemType = ElemType::Float(FloatKind::F64);
-
-/// A device as a runtime would describe it.
-pub(super) struct Fake {
-    runtime: &'static str,
-    pub(super) properties: DeviceProperties,
-}
-
-impl Fake {
-    pub(super) fn new(
-        runtime: &'static str,
-        fingerprint: &str,
-        shared: usize,
-        dtypes: &[ElemType],
-    ) -> Self {
-        let hardware = HardwareProperties {
-            load_width: 128,
-            vector_register_count: None,
-            plane_size_min: 32,
-            plane_size_max: 32,
-            max_bindings: 1024,
-            max_shared_memory_size: shared,
-            max_cube_count: (i32::MAX as u32, 65535, 65535),
-            max_units_per_cube: 1024,
-            max_cube_dim: (1024, 1024, 64),
-            num_streaming_multiprocessors: Some(132),
-            num_cpu_cores: None,
-            last_level_cache_size: None,
-            num_tensor_cores: None,
-            min_tensor_cores_dim: None,
-            max_vector_size: 4,
-            cube_mma_reserved_shared_memory: 0,
-        };
-        let mut properties = DeviceProperties::new(
-            Features::default(),
-            MemoryDeviceProperties::new(1 << 40, 256),
-            hardware,
-            cubecl::profile::TimingMethod::System,
-            DeviceIdentity {
-                name: "described".into(),
-                fingerprint: fingerprint.into(),
-                physical: None,
-            },
-        );
-        for &dtype in dtypes {
-            properties.register_type_usage(dtype, TypeUsage::Buffer | TypeUsage::Arithmetic);
-        }
-        properties.register_address_type(AddressType::U32);
-        properties.register_address_type(AddressType::U64);
-        Self {
-            runtime,
-            properties,
-        }
-    }
-
-    /// An H200.
-    pub(super) fn sm90() -> Self {
-        let mut fake = Self::new("cuda", "ptx_sm90", 232_448, &[BF16, F32, F64]);
-        let features = &mut fake.properties.features;
-        features.tma.insert(Tma::Base);
-        features.plane.insert(Plane::Ops);
-        features.plane.insert(Plane::Sync);
-        fake
-    }
-
-    /// An A100.
-    pub(super) fn sm80() -> Self {
-        let mut fake = Self::new("cuda", "ptx_sm80", 166_912, &[BF16, F32, F64]);
-        fake.properties.features.plane.insert(Plane::Ops);
-        fake.properties.features.plane.insert(Plane::Sync);
-        fake
-    }
-
-    /// What WebGPU promises.
-    pub(super) fn webgpu() -> Self {
-        let mut fake = Self::new("wgpu<wgsl>", "spirv_1_2", 32_768, &[F32]);
-        let hardware = &mut fake.properties.hardware;
-        hardware.max_bindings = 8;
-        hardware.max_cube_count = (65535, 65535, 65535);
-        hardware.max_units_per_cube = 256;
-        hardware.max_cube_dim = (256, 256, 64);
-        fake
-    }
-
-    fn plan(
-        &self,
-        layout: &BlockLayout,
-        request: Request,
-        limit: TierLimit,
-    ) -> Result<AttentionPlan, KernelError> {
-        let device = DeviceFacts {
-            runtime: self.runtime,
-            properties: &self.properties,
-        };
-        AttentionPlan::choose(layout, request, limit, device)
-    }
-}
 
 fn fixed() -> BlockLayout {
     Pattern::fixed(128, 32).layout(4, 1024, 32).unwrap()
@@ -534,76 +432,4 @@ mod tensor_cores {
         let plan = mixed.expect("one pass is on tensor cores, and the other is not");
         assert_eq!(plan.alignment(), 8, "{plan}");
     }
-}
-
-/// A call of decoding: 32 heads of queries on 8 of keys, 128 wide.
-fn paged(batch: usize, entries: usize, dtype: ElemType) -> PagedShape {
-    PagedShape::new(
-        [batch, 32, 8, 1],
-        [1, entries],
-        [8 * batch * entries, 32],
-        [128; 2],
-        dtype,
-    )
-}
-
-/// Shares keep the device busy whatever the capacity is, and are no more than the pages have.
-#[test]
-fn pages_are_shared_out() {
-    let device = Fake::sm90();
-    let shares = |shape| {
-        let plan = PagedPlan::of(&device.properties, shape, TierLimit::Simt).unwrap();
-        plan.shares()
-    };
-    // 132 multiprocessors for the 8 heads of a walk.
-    assert_eq!(shares(paged(1, 1024, F32)), [16, 17]);
-    assert_eq!(shares(paged(1, 1 << 20, F32)), [16, 17]);
-    assert_eq!(shares(paged(1, 8, F32)), [4, 5]);
-    // Two waves of a share each, and some for lengths that differ; a single wave of few walks.
-    assert_eq!(shares(paged(32, 128, F32)), [48, 48]);
-    assert_eq!(shares(paged(3, 1024, F32)), [16, 16]);
-    // Three waves where two would leave the second half empty.
-    assert_eq!(shares(paged(24, 128, F32)), [64, 64]);
-    // More walks than units: cubes do not choose.
-    assert_eq!(shares(paged(300, 128, F32)), [32, 332]);
-    let mut shape = paged(3, 100, F32);
-    shape.fixed_split = Some(8);
-    assert_eq!(shares(shape), [0, 39]);
-    shape.selected = Some(10);
-    assert_eq!(shares(shape), [0, 6]);
-}
-
-#[test]
-fn pages_on_described_devices() {
-    let plan = |device: &Fake, shape, limit| {
-        let plan = PagedPlan::of(&device.properties, shape, limit);
-        plan.map(|plan| plan.to_string())
-    };
-    let shape = paged(4, 64, F32);
-    let text = plan(&Fake::sm80(), shape, TierLimit::Simt).unwrap();
-    let expected = "pages of 32  not on the mma tier: BLOCKSPARSE_TIER says simt\n\
-                    pages of 32  simt  256 units a cube of 4 queries, 8 keys of 32 lanes at a time, 4 numbers a load, planes; \
-                    up to 16 parts of 4 walks, merged by 4 × 32 units";
-    assert_eq!(text, expected);
-    let text = plan(&Fake::webgpu(), shape, TierLimit::None).unwrap();
-    assert!(text.contains("32 units a cube of 4 queries"), "{text}");
-    // Positions of slots are more buffers than WebGPU promises.
-    let mut seen = shape;
-    seen.visibility = true;
-    let error = plan(&Fake::webgpu(), seen, TierLimit::None).unwrap_err();
-    let message = "buffers of a launch must be at most 8, a limit of the device, got 11";
-    assert_eq!(error.to_string(), message);
-    let error = plan(&Fake::webgpu(), paged(4, 64, BF16), TierLimit::None).unwrap_err();
-    assert!(matches!(error, KernelError::Dtype { .. }));
-    let mut wide = shape;
-    wide.widths = [128, 1 << 20];
-    let error = plan(&Fake::sm90(), wide, TierLimit::None).unwrap_err();
-    assert!(matches!(error, KernelError::SharedMemory { .. }));
-    let half = plan(&Fake::sm80(), paged(4, 64, BF16), TierLimit::None).unwrap();
-    let tier = if cfg!(feature = "cuda-asm") {
-        "mma  128 units"
-    } else {
-        "simt"
-    };
-    assert!(half.contains(tier), "{half}");
 }

@@ -7,11 +7,9 @@ use cubecl::server::Handle;
 
 use super::call::{BiasView, Kernel, PartRequest};
 use super::error::KernelError;
-#[cfg(feature = "cuda-asm")]
-use super::hopper;
-#[cfg(feature = "cuda-asm")]
-use super::mma;
 use super::pass::{BackwardPass, ForwardPass, Part};
+#[cfg(feature = "cuda-asm")]
+use super::{hopper, mma};
 use super::{simt, stats};
 use blocksparse::plan::{Tiling, Walk};
 

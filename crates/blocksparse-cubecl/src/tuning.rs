@@ -151,7 +151,7 @@ struct Variable {
 const SWITCH: &str = "0 or 1";
 const MIB: &str = "a whole number of MiB";
 /// Steps of a walk of lists that there are bits for.
-pub(super) const MOST_LISTED_STAGES: usize = 32;
+pub const MOST_LISTED_STAGES: usize = 32;
 
 /// By name.
 const VARIABLES: &[Variable] = &[
@@ -357,7 +357,7 @@ impl Tuning {
 
     /// As [`of_process`](Self::of_process), as reasons that plans print.
     #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
-    pub(super) fn or_reason() -> Result<&'static Self, &'static str> {
+    pub fn or_reason() -> Result<&'static Self, &'static str> {
         process().as_ref().map_err(|(_, reason)| reason.as_str())
     }
 
@@ -410,7 +410,7 @@ pub enum TierLimit {
 
 impl TierLimit {
     /// Whether all tiers on tensor cores are left out.
-    pub(crate) fn is_simt(self) -> bool {
+    pub fn is_simt(self) -> bool {
         matches!(self, Self::Simt | Self::SimtWalks | Self::SimtFused)
     }
 }

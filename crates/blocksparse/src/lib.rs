@@ -41,10 +41,9 @@ pub use dropout::{Dropout, philox};
 pub use error::LayoutError;
 #[cfg(feature = "draw")]
 #[doc(hidden)]
-pub use layout::font;
 pub use layout::{
     BlockLayout, BlockMask, BlockSource, DeviceChoice, Entry, FULL, LayoutShape, PaddingMask, Part,
-    PositionMask, Residue, Run,
+    PositionMask, Residue, Run, font,
 };
 pub use pattern::{LastUse, Pattern, PatternFn};
 #[doc(hidden)]

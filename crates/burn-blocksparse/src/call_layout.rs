@@ -16,7 +16,8 @@ pub enum Layout<'a> {
 
 impl<'a> Layout<'a> {
     /// A layout with the same sizes.
-    pub(crate) fn sizes(self) -> &'a BlockLayout {
+    #[doc(hidden)]
+    pub fn sizes(self) -> &'a BlockLayout {
         match self {
             Layout::Host(layout) => layout,
             Layout::Device(layout) => layout.frame(),

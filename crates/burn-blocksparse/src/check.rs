@@ -3,14 +3,14 @@
 use blocksparse::BlockLayout;
 use burn::tensor::{Device, Tensor};
 
+use crate::base::device::served;
 use crate::call_layout::Layout;
-use crate::device::served;
 use crate::error::OpError;
 use crate::graph::seeds;
 use crate::options::{AttentionOptions, WeightsMode};
 
 /// Checks everything but tensors that are options.
-pub(crate) fn call(
+pub fn call(
     q: &Tensor<4>,
     k: &Tensor<4>,
     v: &Tensor<4>,
@@ -37,7 +37,7 @@ pub(crate) fn call(
 }
 
 /// That the tensors fit the layout and each other, on a device that this crate serves.
-pub(crate) fn shapes(
+pub fn shapes(
     q: &Tensor<4>,
     k: &Tensor<4>,
     v: &Tensor<4>,
@@ -57,7 +57,7 @@ pub(crate) fn shapes(
 }
 
 /// That the tensors fit each other, on a device that this crate serves.
-pub(crate) fn tensors(q: &Tensor<4>, k: &Tensor<4>, v: &Tensor<4>) -> Result<(), OpError> {
+pub fn tensors(q: &Tensor<4>, k: &Tensor<4>, v: &Tensor<4>) -> Result<(), OpError> {
     something(q, v)?;
     each_other(q, k, v)
 }
@@ -114,7 +114,7 @@ fn each_other(q: &Tensor<4>, k: &Tensor<4>, v: &Tensor<4>) -> Result<(), OpError
 }
 
 /// That `got` is the `expected` device. Devices are equal whether autodiff follows their tensors or not, and this crate's features say whether it may.
-pub(crate) fn same_device(
+pub fn same_device(
     argument: &'static str,
     expected: &Device,
     whose: &str,

@@ -7,7 +7,7 @@ use burn::tensor::Tensor;
 
 use crate::error::OpError;
 
-/// How [`top_k_blocks`](crate::selection::top_k_blocks) chooses. Build it from [`TopKOptions::new`].
+/// How `top_k_blocks` chooses. Build it from [`TopKOptions::new`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[must_use]
 #[non_exhaustive]
@@ -54,7 +54,8 @@ impl TopKOptions {
         self
     }
 
-    pub(crate) fn rule(&self) -> Rule {
+    #[doc(hidden)]
+    pub fn rule(&self) -> Rule {
         Rule {
             kind: EstimateKind::Logit,
             keep: Budget::TopK(self.k),
@@ -67,14 +68,14 @@ impl TopKOptions {
 }
 
 /// Sizes that a layout can have.
-pub(crate) fn checked(shape: &LayoutShape) -> Result<LayoutShape, OpError> {
+pub fn checked(shape: &LayoutShape) -> Result<LayoutShape, OpError> {
     // Before anything is computed with them.
     shape.validate()?;
     Ok(*shape)
 }
 
 /// The rows and blocks of a layout's scores.
-pub(crate) fn grid(shape: &LayoutShape, causal: bool) -> ScoreGrid {
+pub fn grid(shape: &LayoutShape, causal: bool) -> ScoreGrid {
     ScoreGrid {
         query_rows: shape.block_size,
         block: shape.block_size,
@@ -85,7 +86,7 @@ pub(crate) fn grid(shape: &LayoutShape, causal: bool) -> ScoreGrid {
 }
 
 /// Which key blocks each row of scores keeps, read back from the device; of those of `within` alone, where there is one.
-pub(crate) fn choose_rows(
+pub fn choose_rows(
     scores: Tensor<4>,
     shape: LayoutShape,
     rule: &Rule,
@@ -111,7 +112,7 @@ pub(crate) fn choose_rows(
 }
 
 /// Which blocks a row of a layout has; a layout of one batch entry has the same for all.
-pub(crate) fn allowed_blocks(
+pub fn allowed_blocks(
     layout: &BlockLayout,
     entry: usize,
     head: usize,
@@ -127,7 +128,7 @@ pub(crate) fn allowed_blocks(
 }
 
 /// The pairs of a chosen block.
-pub(crate) fn mask(q_block: usize, kv_block: usize, shape: LayoutShape, causal: bool) -> BlockMask {
+pub fn mask(q_block: usize, kv_block: usize, shape: LayoutShape, causal: bool) -> BlockMask {
     let b = shape.block_size;
     let [first, _] = grid(&shape, causal).positions(q_block);
     BlockMask::from_fn(b, |row, column| {

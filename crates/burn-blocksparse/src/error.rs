@@ -15,7 +15,7 @@ pub enum OpError {
     /// A layout that was asked for cannot be.
     #[error(transparent)]
     Layout(#[from] blocksparse::LayoutError),
-    /// Text that is no selection in the notation of [`Selection::NOTATION`](crate::selection::Selection::NOTATION).
+    /// Text that is no selection in the notation of `Selection::NOTATION`.
     #[error("cannot read '{text}' as a selection: expected {expected}, got {got}")]
     Selection {
         /// The text.
@@ -96,7 +96,8 @@ fn advice(feature: &Option<&'static str>) -> String {
 }
 
 impl OpError {
-    pub(crate) fn argument(
+    #[doc(hidden)]
+    pub fn argument(
         argument: &'static str,
         expected: impl Into<String>,
         got: impl ToString,
@@ -108,12 +109,14 @@ impl OpError {
         }
     }
 
-    pub(crate) fn read(error: impl std::fmt::Display) -> Self {
+    #[doc(hidden)]
+    pub fn read(error: impl std::fmt::Display) -> Self {
         Self::Read(error.to_string())
     }
 
     /// That an argument is what another is.
-    pub(crate) fn expect_same<T: PartialEq + std::fmt::Debug>(
+    #[doc(hidden)]
+    pub fn expect_same<T: PartialEq + std::fmt::Debug>(
         argument: &'static str,
         expected: T,
         whose: &str,

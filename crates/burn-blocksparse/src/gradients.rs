@@ -12,15 +12,15 @@ use crate::attention::ops::BlockSparseOps;
 use crate::attention::plan::AttentionPlan;
 use crate::attention::tensors::AttentionTensors;
 use crate::attention::{call, scaled, shares_with};
+use crate::base::values::{
+    AttentionInputs, AttentionOutput, NeedsGrad, OptFloat, OutputGrads, SavedTensors,
+};
 use crate::call_layout::Layout;
-use crate::check::{self, same_device};
+use crate::check::same_device;
 use crate::error::OpError;
 use crate::merge::Shares;
 use crate::options::{AttentionOptions, WeightsMode};
-use crate::upload;
-use crate::values::{
-    AttentionInputs, AttentionOutput, NeedsGrad, OptFloat, OutputGrads, SavedTensors,
-};
+use crate::{check, upload};
 
 /// What [`attention_gradients`] returns: the output, and the gradients of `Σ out · grad_out`. All are of their inputs' shapes and dtypes.
 #[derive(Clone, Debug)]

@@ -1,20 +1,33 @@
 //! Helpers of the sister crates and of tests. Nothing here is stable.
 
-pub use crate::attention::kept::attention_from_residuals;
-pub use crate::attention::kept::attention_with_residuals;
+#[cfg(feature = "cube")]
+pub use crate::base::cube;
+#[cfg(feature = "autodiff")]
+pub use crate::base::outputs;
+pub use crate::base::{device, dtype, kernels_run, op_plan, sums, values};
+
+pub use crate::attention::autodiff::inner_layout;
 pub use crate::attention::kept::values::AttentionResiduals;
+pub use crate::attention::kept::{attention_from_residuals, attention_with_residuals};
+pub use crate::attention::plan::Chosen;
+pub use crate::base::kernels_run::runs_kernels;
+pub use crate::base::sums::sum_all;
+pub use crate::choice::{allowed_blocks, checked, choose_rows, mask};
 pub use crate::graph::seeds::prepare_seed;
-pub use crate::heads::apart::{cat_head_groups, split_head_groups};
-pub use crate::kernels_run::runs_kernels;
-pub use crate::merge::merge_gathered_attention;
-pub use crate::order::{
-    ArgsortRounds, TopKPerCentroid, TopKRows, argmax_rows, counting_argsort,
-    counting_argsort_rounds, lsh_argsort, lsh_hash, topk_per_centroid, topk_rows,
-};
-pub use crate::paged::choice::topk_pages;
+pub use crate::merge::{merge_gathered_attention, merge_parts};
+pub use crate::options::DispatchMode;
+pub use crate::rows::reference::ranges;
 pub use crate::rows::{gather_qkv, gather_rows, l2_normalize, segment_mean, segment_sum};
-pub use crate::selection::layouts::LayoutCache;
-pub use crate::sums::sum_all;
 #[cfg(feature = "draw")]
 pub use blocksparse::font;
 pub use blocksparse::philox;
+
+/// What arguments of a call must be.
+pub mod check {
+    pub use crate::check::*;
+}
+
+/// Layouts on devices.
+pub mod upload {
+    pub use crate::upload::layout_tensors;
+}

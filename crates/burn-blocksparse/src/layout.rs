@@ -1,4 +1,5 @@
 //! What layouts are made of beside a [`Pattern`](crate::Pattern): options, masks, padding.
 
+pub use crate::choice::TopKOptions;
 pub use crate::device_layout::DeviceLayoutOptions;
 pub use blocksparse::{BLOCK_SIZES, BlockMask, LastUse, PaddingMask, PositionMask};

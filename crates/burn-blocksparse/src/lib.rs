@@ -21,12 +21,12 @@
 //! # Which item for which job
 //! | job | item |
 //! |---|---|
-//! | attention over a pattern, a mask or blocks of your own | [`attention`], [`Pattern`], [`BlockLayout`], [`DeviceLayout`] |
+//! | attention over a pattern, a mask or blocks of your own | [`sparse_attention`], [`Pattern`], [`BlockLayout`], [`DeviceLayout`] |
 //! | biases, sinks, ALiBi, softcap, dropout | [`AttentionOptions`], [`AttentionTensors`] |
 //! | what a call runs, and why | [`AttentionPlan`] |
 //! | padding, masks of blocks | [`layout`] |
-//! | keys selected by content: top-k, MoBA, Quest, NSA, DSA, your own scores | [`selection`], [`nsa`], [`dsa`] |
-//! | decoding from a paged KV cache | [`paged`], [`sampling`] |
+//! | keys selected by content: top-k, MoBA, Quest, NSA, DSA, your own scores | the crate `burn-sparse-select` |
+//! | decoding from a paged KV cache, sampling | the crate `burn-paged-attention` |
 //! | linear layers, norms, MLP, embedding, loss | [`ops`] |
 //! | block-sparse linear layers | [`sparse_linear`] |
 //! | AdamW, gradient clipping | [`optim`] |
@@ -61,67 +61,39 @@
 )]
 #![allow(deprecated)] // Burn deprecates its NdArray backend; we serve it while it exists.
 
-mod activation;
 mod attention;
 pub mod backend;
+mod base;
 mod blocks;
 mod call_layout;
 mod check;
 mod choice;
-mod clusters;
-#[cfg(feature = "cube")]
-mod cube;
-mod device;
 mod device_layout;
-mod dropout;
-pub mod dsa;
-mod dtype;
-mod embedding;
 mod error;
-mod gates;
 pub mod gradients;
 pub mod graph;
-mod heads;
 #[doc(hidden)]
 pub mod internal;
-mod kernels_run;
 pub mod layout;
-mod linear;
-mod loss;
 mod masses;
 mod merge;
-mod mlp;
-mod norm;
-pub mod nsa;
-mod op_plan;
-pub mod ops;
-pub mod optim;
 mod options;
-mod order;
-#[cfg(feature = "autodiff")]
-mod outputs;
 #[cfg(feature = "cube")]
 mod pack;
-pub mod paged;
-mod projection;
 mod rows;
-pub mod sampling;
-pub mod selection;
-pub mod sparse_linear;
-mod sums;
 mod upload;
-mod values;
-mod vertical_slash;
 mod weights;
 
 pub use attention::plan::AttentionPlan;
 pub use attention::tensors::AttentionTensors;
 pub use attention::{SparseAttentionCall, SparseAttentionOutput, sparse_attention};
+pub use base::device::{check_collectives, check_device};
+pub use base::op_plan::OpPlan;
 pub use blocksparse::{BlockLayout, Dropout, LayoutError, LayoutShape, Pattern, Seed};
 pub use call_layout::Layout;
-pub use device::{check_collectives, check_device};
 pub use device_layout::DeviceLayout;
 pub use error::OpError;
+pub use masses::{AccumulatedAttention, AccumulatedAttentionOptions, accumulated_attention};
 pub use merge::merge_attention;
 pub use options::{AttentionOptions, ProductPrecision, WeightsMode, alibi_slopes};
 pub use weights::BlockSparseTensor;

@@ -3,11 +3,9 @@
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, Tensor};
 
-use crate::dtype::accumulate_in;
+use crate::base::dtype::accumulate_in;
 use crate::error::OpError;
-use crate::rows::ops::MergedOutput;
-use crate::rows::ops::MergedParts;
-use crate::rows::ops::RowOps;
+use crate::rows::ops::{MergedOutput, MergedParts, RowOps};
 
 /// lse where a row has no keys, in sums: far below any score, but finite, so that no ∞ − ∞ can arise.
 const LOWEST: f64 = -1e30;
@@ -120,7 +118,7 @@ pub fn merge_gathered_attention(
 }
 
 /// [`merge_gathered_attention`] of what fits each other.
-pub(crate) fn merge_parts(
+pub fn merge_parts(
     (own, own_lse): (Tensor<4>, Tensor<3>),
     (others, other_lse): (Tensor<4>, Tensor<3>),
     places: Tensor<4, Int>,
@@ -140,7 +138,7 @@ pub(crate) fn merge_parts(
 }
 
 /// What two parts have of their union's softmax.
-pub(crate) struct Shares {
+pub struct Shares {
     /// `exp(lse_a − lse)`
     pub a: Tensor<3>,
     /// `exp(lse_b − lse)`
@@ -149,7 +147,7 @@ pub(crate) struct Shares {
     pub lse: Tensor<3>,
 }
 
-pub(crate) fn shares(lse_a: Tensor<3>, lse_b: Tensor<3>) -> Shares {
+pub fn shares(lse_a: Tensor<3>, lse_b: Tensor<3>) -> Shares {
     let [a, b] = [lse_a, lse_b].map(|lse| lse.clamp_min(LOWEST));
     // The result does not depend on the maximum, and nor does its gradient.
     let max = a.clone().max_pair(b.clone()).detach();

@@ -35,12 +35,12 @@ pub struct AttentionOptions {
     pub dispatch_mode: DispatchMode,
 }
 
-/// How queries attend to blocks that each of them chose ([`attention_selected`](crate::selection::attention_selected()), [`Nsa`](crate::nsa::Nsa)).
+/// How queries attend to blocks that each of them chose (`attention_selected`), `Nsa`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DispatchMode {
     /// Kernels in which a query walks its own list, where a device has them, they take the call, and blocks are not so long that
-    /// [`GroupByBlock`](Self::GroupByBlock) is the faster way; otherwise that one. [`SelectedBlocks::explain`](crate::selection::SelectedBlocks::explain) says which.
+    /// [`GroupByBlock`](Self::GroupByBlock) is the faster way; otherwise that one. `SelectedBlocks::explain` says which.
     #[default]
     Auto,
     /// Queries are packed by the block that they chose, attend to that block alone, and the parts are merged.
@@ -61,7 +61,6 @@ pub enum ProductPrecision {
 
 /// What the forward pass keeps for the backward pass. The gradients are the same.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
 pub enum WeightsMode {
     /// Keep q, k, v, out and lse; compute the weights again in backward. Memory O(n · d).
     #[default]
@@ -108,7 +107,8 @@ impl AttentionOptions {
     }
 
     /// Dropout, if it drops anything.
-    pub(crate) fn active_dropout(&self) -> Option<Dropout> {
+    #[doc(hidden)]
+    pub fn active_dropout(&self) -> Option<Dropout> {
         self.dropout.filter(|dropout| dropout.probability > 0.0)
     }
 
@@ -142,7 +142,8 @@ impl AttentionOptions {
     }
 
     /// Checks the values, for a layout of `heads` heads and tensors of `dtype`.
-    pub(crate) fn validate(&self, heads: usize, dtype: DType) -> Result<(), OpError> {
+    #[doc(hidden)]
+    pub fn validate(&self, heads: usize, dtype: DType) -> Result<(), OpError> {
         // Scores are f32, or f64 for f64 tensors.
         let (largest, least, number) = match dtype {
             DType::F64 => (f64::MAX, f64::MIN_POSITIVE, "f64"),

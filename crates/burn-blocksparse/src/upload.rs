@@ -7,9 +7,9 @@ use blocksparse::BlockLayout;
 use burn::backend::Dispatch;
 use burn::tensor::{Bool, Device, Tensor, TensorData};
 
+use crate::base::values::{DynamicBlocks, KernelPlan, LayoutTensors};
 use crate::error::OpError;
 use crate::graph::recording;
-use crate::values::{DynamicBlocks, KernelPlan, LayoutTensors};
 
 /// What a layout has on devices, found by the address of a token that lives as long as the layout's data.
 ///
@@ -32,7 +32,7 @@ struct Uploaded {
 ///
 /// # Errors
 /// [`OpError::Recording`] if they are not there yet and this thread records.
-pub(crate) fn layout_tensors(
+pub fn layout_tensors(
     layout: &BlockLayout,
     device: &Device,
     kernels: bool,

@@ -5,14 +5,10 @@
 
 use burn::tensor::{Bool, Device, Distribution, Int, Tensor};
 use burn_blocksparse::layout::DeviceLayoutOptions;
-use burn_blocksparse::selection::{
-    AccumulatedAttentionOptions, TopKOptions, accumulated_attention, top_k_blocks,
-    top_k_blocks_on_device,
-};
 use burn_blocksparse::{
-    AttentionOptions, AttentionPlan, AttentionTensors, BlockLayout, BlockSparseTensor,
-    DeviceLayout, LayoutShape, OpError, Pattern, SparseAttentionCall, check_device,
-    merge_attention,
+    AccumulatedAttentionOptions, AttentionOptions, AttentionPlan, AttentionTensors, BlockLayout,
+    BlockSparseTensor, DeviceLayout, LayoutShape, OpError, Pattern, SparseAttentionCall,
+    accumulated_attention, check_device, merge_attention,
 };
 
 const MESSAGE: &str = "the device's backend must be one that a feature of burn-blocksparse turns on, got Flex(Cpu): turn on its feature `flex`, \
@@ -141,11 +137,6 @@ fn layouts_of_tensors_name_the_feature() {
         "from_block_scores",
         DeviceLayout::from_block_scores(scores, shape, TopKOptions::new(8, 1)),
     );
-    let q = random(device);
-    refused(
-        "top_k_blocks_on_device",
-        top_k_blocks_on_device(q.clone(), q, TopKOptions::new(8, 1)),
-    );
 }
 
 /// What is made of Burn's operations alone runs on every backend of Burn.
@@ -153,8 +144,6 @@ fn layouts_of_tensors_name_the_feature() {
 fn burns_own_operations_need_no_feature() {
     let device = Device::flex();
     let q = random(&device);
-    let layout = top_k_blocks(q.clone(), q.clone(), TopKOptions::new(8, 2)).unwrap();
-    assert_eq!(layout.seq_q(), 16);
     let lse = Tensor::<3>::zeros([1, 1, 16], &device);
     let (out, _) = merge_attention(q.clone(), lse.clone(), q.clone(), lse).unwrap();
     let error = (out - q).abs().max().into_scalar::<f32>();

@@ -1,12 +1,12 @@
 use burn::module::{Content, DisplaySettings, Module, ModuleDisplay, Param};
 use burn::nn::{Dropout, Linear, RotaryEncoding};
 use burn::tensor::Tensor;
-use burn_blocksparse::ops::{Activation, bias_activation};
-use burn_blocksparse::selection::Selection;
 use burn_blocksparse::{
     AttentionOptions, AttentionTensors, BlockLayout, BlockSparseTensor, Dropout as WeightDropout,
     Layout, Pattern, Seed, SparseAttentionCall,
 };
+use burn_fused_ops::{Activation, bias_activation};
+use burn_sparse_select::Selection;
 
 use crate::call::{Call, Seen};
 use crate::content::ContentHeads;

@@ -2,8 +2,8 @@ use burn::config::Config;
 use burn::module::Initializer;
 use burn::nn::{DropoutConfig, LinearConfig, RotaryEncodingConfig};
 use burn::tensor::Device;
-use burn_blocksparse::selection::Selection;
 use burn_blocksparse::{AttentionOptions, AttentionTensors, Pattern, WeightsMode, alibi_slopes};
+use burn_sparse_select::Selection;
 
 use crate::content::ContentAttention;
 use crate::dropout::Seeds;

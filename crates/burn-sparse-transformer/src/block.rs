@@ -2,9 +2,9 @@ use burn::config::Config;
 use burn::module::Module;
 use burn::nn::{Dropout, DropoutConfig, LayerNorm, LayerNormConfig};
 use burn::tensor::{Device, Tensor};
-use burn_blocksparse::ops::ElementDropout;
-use burn_blocksparse::selection::Selection;
 use burn_blocksparse::{Dropout as WeightDropout, Pattern, Seed};
+use burn_fused_ops::ElementDropout;
+use burn_sparse_select::Selection;
 
 use crate::content::ContentAttention;
 use crate::dropout::Seeds;

@@ -5,10 +5,10 @@ use burn::nn::activation::Activation as DenseActivation;
 use burn::nn::transformer::{PositionWiseFeedForward, TransformerEncoderLayer};
 use burn::nn::{Dropout, LayerNorm, Linear};
 use burn::tensor::Tensor;
-use burn_blocksparse::ops::{
+use burn_blocksparse::{Dropout as WeightDropout, Seed};
+use burn_fused_ops::{
     Activation, ElementDropout, MlpOptions, MlpParams, bias_activation, dropout, mlp,
 };
-use burn_blocksparse::{Dropout as WeightDropout, Seed};
 
 use crate::dropout::Seeds;
 use crate::error::ensure;

@@ -1,5 +1,5 @@
-use burn_blocksparse::paged::pages::CacheError;
 use burn_blocksparse::{LayoutError, OpError};
+use burn_paged_attention::pages::CacheError;
 
 use crate::Precision;
 

@@ -6,16 +6,15 @@ use burn::module::{
 };
 use burn::nn::Linear;
 use burn::tensor::{Device, FloatDType, Tensor};
-use burn_blocksparse::ops::{
+use burn_fused_ops::sparse_linear::{WeightLayout, WeightPattern};
+use burn_fused_ops::{
     Activation, LinearOptions, MlpOptions, MlpParams, bias_activation, linear, mlp,
 };
-use burn_blocksparse::sparse_linear::{WeightLayout, WeightPattern};
 
 use serde::{Deserialize, Serialize};
 
 use crate::error::or_panic;
-use crate::linear::BlockSparseLinear;
-use crate::linear::linear_flops;
+use crate::linear::{BlockSparseLinear, linear_flops};
 use crate::stream::Projected;
 use crate::{Precision, TransformerError};
 

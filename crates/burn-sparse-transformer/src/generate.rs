@@ -7,7 +7,7 @@ use std::cmp::Reverse;
 use std::ops::ControlFlow;
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::sampling::sample_tokens;
+use burn_paged_attention::sampling::sample_tokens;
 
 use crate::error::ensure;
 use crate::pool::{EvictionConfig, KvDtype, KvPool, KvPoolConfig, KvRetention, KvStep, SequenceId};

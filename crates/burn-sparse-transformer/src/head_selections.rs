@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use burn::tensor::{Int, Tensor};
-use burn_blocksparse::selection::{Selection, SelectionQuality};
+use burn_sparse_select::{Selection, SelectionQuality};
 use serde::{Deserialize, Serialize};
 
 use crate::call::Call;

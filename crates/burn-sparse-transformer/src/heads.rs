@@ -7,7 +7,7 @@ use burn::nn::{
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_blocksparse::OpError;
 use burn_blocksparse::graph::ensure_not_capturing;
-use burn_blocksparse::ops::{AddNormOptions, NormKind, NormParams, norm};
+use burn_fused_ops::{AddNormOptions, NormKind, NormParams, norm};
 use serde::{Deserialize, Serialize};
 
 use crate::TransformerError;

@@ -4,7 +4,7 @@
 use burn::module::{Initializer, Param};
 use burn::nn::Linear;
 use burn::tensor::{Device, Tensor};
-use burn_blocksparse::sparse_linear::WeightLayout;
+use burn_fused_ops::sparse_linear::WeightLayout;
 
 use crate::linear::{BlockSparseLinear, fans};
 

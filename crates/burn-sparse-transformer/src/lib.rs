@@ -102,10 +102,10 @@ pub use attention::{SparseMhaOutput, SparseMultiHeadAttention};
 pub use attention_config::SparseMultiHeadAttentionConfig;
 pub use block::{SparseTransformerBlock, SparseTransformerBlockConfig};
 pub use block_attention::BlockAttentionConfig;
-pub use burn_blocksparse::selection::{Selection, SelectionQuality};
 pub use burn_blocksparse::{
     BlockLayout, BlockSparseTensor, DeviceLayout, Layout, LayoutError, OpError, Pattern, Seed,
 };
+pub use burn_sparse_select::{Selection, SelectionQuality};
 pub use cache::{SparseMhaCache, SparseTransformerCache};
 pub use embedding::PositionEmbedding;
 pub use encoder::{

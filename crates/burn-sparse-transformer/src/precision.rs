@@ -5,10 +5,8 @@ use std::fmt;
 use burn::module::Param;
 use burn::nn::Linear;
 use burn::tensor::{DType, Device, FloatDType, Tensor};
-use burn_blocksparse::ops::{
-    Activation, LinearOptions, bias_activation, linear, out_proj, qkv_proj,
-};
 use burn_blocksparse::{OpError, ProductPrecision};
+use burn_fused_ops::{Activation, LinearOptions, bias_activation, linear, out_proj, qkv_proj};
 use serde::{Deserialize, Serialize};
 
 use crate::TransformerError;

@@ -1,7 +1,7 @@
 //! How the next token is chosen from logits.
 
 use burn_blocksparse::internal::philox;
-use burn_blocksparse::sampling::SampleOptions;
+use burn_paged_attention::sampling::SampleOptions;
 
 use crate::TransformerError;
 

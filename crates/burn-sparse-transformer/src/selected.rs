@@ -2,10 +2,10 @@
 
 use burn::tensor::{Int, Tensor};
 use burn_blocksparse::layout::PaddingMask;
-use burn_blocksparse::selection::{
+use burn_blocksparse::{BlockLayout, DeviceLayout, Layout, OpError, Pattern};
+use burn_sparse_select::{
     Candidates, EstimateInputs, SelectedOptions, Selection, SelectionQuality, attention_selected,
 };
-use burn_blocksparse::{BlockLayout, DeviceLayout, Layout, OpError, Pattern};
 
 use crate::call::Call;
 use crate::error::{ensure, ensure_none, or_panic};
@@ -79,7 +79,7 @@ impl SparseMultiHeadAttention {
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Tensor};
-    /// use burn_blocksparse::selection::{TopKOptions, top_k_blocks_on_device};
+    /// use burn_sparse_select::{TopKOptions, top_k_blocks_on_device};
     /// use burn_sparse_transformer::{Pattern, SparseMhaInput, SparseMultiHeadAttentionConfig};
     ///
     /// let device = Device::flex();
@@ -131,7 +131,7 @@ impl SparseMultiHeadAttention {
         self.selection.as_ref()
     }
 
-    /// What [`Self::forward`] would choose for this input: to look at, or to measure by [`recall`](burn_blocksparse::selection::recall). `None` without a selection.
+    /// What [`Self::forward`] would choose for this input: to look at, or to measure by [`recall`](burn_sparse_select::recall). `None` without a selection.
     ///
     /// # Errors
     /// As [`Self::forward`], and for a selection by which every query chooses for itself: see [`Selection::query_lists`].

@@ -2,7 +2,7 @@
 
 use burn::nn::LayerNorm;
 use burn::tensor::{FloatDType, Tensor};
-use burn_blocksparse::ops::{
+use burn_fused_ops::{
     AddNormOptions, ElementDropout, NormParams, Residual, add_norm, residual_add,
 };
 

@@ -2,10 +2,8 @@ use burn::config::Config;
 use burn::module::Module;
 use burn::nn::{Embedding, LayerNorm, LayerNormConfig, Linear};
 use burn::tensor::{Device, Int, Tensor};
-use burn_blocksparse::ops::{
-    CrossEntropyOptions, LinearOptions, embedding, linear, linear_cross_entropy,
-};
-use burn_blocksparse::selection::Selection;
+use burn_fused_ops::{CrossEntropyOptions, LinearOptions, embedding, linear, linear_cross_entropy};
+use burn_sparse_select::Selection;
 
 use crate::block::Pass;
 use crate::content::ContentAttention;

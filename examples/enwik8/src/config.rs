@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use anyhow::{Context, Result, bail, ensure};
 use burn_blocksparse::Pattern;
 use burn_blocksparse::layout::BLOCK_SIZES;
-use burn_blocksparse::sparse_linear::WEIGHT_BLOCK_SIZES;
+use burn_fused_ops::sparse_linear::WEIGHT_BLOCK_SIZES;
 use burn_sparse_transformer::Selection;
 use burn_sparse_transformer::content::ContentAttention;
 use serde::{Deserialize, Serialize};

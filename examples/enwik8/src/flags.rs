@@ -2,8 +2,8 @@
 
 use std::error::Error;
 
-use burn_blocksparse::paged::pages::CacheError;
 use burn_blocksparse::{LayoutError, OpError};
+use burn_paged_attention::pages::CacheError;
 use burn_sparse_transformer::TransformerError;
 use clap::Command;
 

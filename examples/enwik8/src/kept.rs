@@ -2,7 +2,7 @@
 
 use anyhow::{Error, Result, anyhow, bail, ensure};
 use burn::tensor::FloatDType;
-use burn_blocksparse::paged::pages::CacheError;
+use burn_paged_attention::pages::CacheError;
 use burn_sparse_transformer::pool::{
     EvictionBudget, EvictionConfig, EvictionScore, KvDtype, KvPoolConfig, KvPositions, KvRetention,
     ScoreSmoothing,

@@ -1,17 +1,23 @@
 //! What kernels say to a device in its own language: PTX, and planes of 32 units.
 
 #[cfg(feature = "cuda-asm")]
-pub(crate) mod ptx;
+#[doc(hidden)]
+pub mod ptx;
 #[cfg(feature = "cuda-asm")]
-pub(crate) mod sm80;
+#[doc(hidden)]
+pub mod sm80;
 #[cfg(feature = "cuda-asm")]
-pub(crate) mod sm90;
+#[doc(hidden)]
+pub mod sm90;
 #[cfg(feature = "cuda-asm")]
-pub(crate) mod swizzled;
+#[doc(hidden)]
+pub mod swizzled;
 #[cfg(feature = "cuda-asm")]
-pub(crate) mod tma;
+#[doc(hidden)]
+pub mod tma;
 
-pub(crate) mod planes;
+#[doc(hidden)]
+pub mod planes;
 
 use cubecl::prelude::*;
 

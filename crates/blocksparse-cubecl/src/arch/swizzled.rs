@@ -3,9 +3,7 @@
 
 use cubecl::prelude::*;
 
-use crate::arch::sm80::copy_far_piece;
-use crate::arch::sm80::copy_piece;
-use crate::arch::sm80::wait_copies;
+use crate::arch::sm80::{copy_far_piece, copy_piece, wait_copies};
 use crate::arch::sm90::*;
 
 /// Pieces of 16 bytes of a row of a span.

@@ -5,8 +5,7 @@
 
 use cubecl::prelude::*;
 
-use crate::arch::sm90::uniform;
-use crate::arch::sm90::unit;
+use crate::arch::sm90::{uniform, unit};
 use blocksparse::plan::Tiling;
 
 /// The shape of a step's bits.

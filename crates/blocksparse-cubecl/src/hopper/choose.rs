@@ -13,8 +13,7 @@ use super::shapes::{CANDIDATES, Candidate, candidates};
 use super::tiles::{BackwardTile, GROUP_ROWS, Tile, WalkTile};
 use crate::call::{PartRequest, Request, check_hopper};
 use crate::tensor::{TOO_LARGE, check_limit, check_options, half_of, is_u32};
-use crate::tuning::TierLimit;
-use crate::tuning::Tuning;
+use crate::tuning::{TierLimit, Tuning};
 use blocksparse::plan::{Grouping, NarrowCosts, Walk, has_long_tiles};
 use blocksparse::{BlockLayout, BlockSource, DeviceChoice, Residue};
 

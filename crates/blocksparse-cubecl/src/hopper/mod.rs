@@ -24,12 +24,15 @@ mod gradient;
 mod launch;
 mod long_tiles;
 mod options;
-pub(super) mod output;
+#[doc(hidden)]
+pub mod output;
 mod pair_tile;
-pub(super) mod rows;
+#[doc(hidden)]
+pub mod rows;
 mod shapes;
 mod shares;
-pub(super) mod softmax;
+#[doc(hidden)]
+pub mod softmax;
 mod tiles;
 mod walk_loads;
 mod walk_tile;

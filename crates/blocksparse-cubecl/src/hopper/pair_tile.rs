@@ -4,8 +4,7 @@ use std::fmt;
 
 use super::gradient::MaskShape;
 use super::options::{Options, PairShape};
-use crate::arch::sm90::Half;
-use crate::arch::sm90::ROW;
+use crate::arch::sm90::{Half, ROW};
 use blocksparse::plan::{Tiling, Walk};
 
 /// A tile of pairs: one step of one tile of queries.

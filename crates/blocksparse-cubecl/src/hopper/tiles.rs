@@ -7,9 +7,7 @@ use super::gradient::{MaskShape, StoreShape};
 use super::options::{Options, PairShape};
 use super::pair_tile::PairTile;
 pub use super::walk_tile::WalkTile;
-use crate::arch::sm90::Half;
-use crate::arch::sm90::ROW;
-use crate::arch::sm90::ROW_ELEMENTS;
+use crate::arch::sm90::{Half, ROW, ROW_ELEMENTS};
 use blocksparse::plan::{Tiling, Walk};
 
 /// Rows of a warpgroup.

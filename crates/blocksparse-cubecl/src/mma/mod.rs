@@ -5,17 +5,23 @@
 //! gathered one by one, in pieces of 16 bytes, so nothing is required of blocks and listings; keys and values lie in
 //! shared memory with their rows an odd number of pieces apart. Scores and weights stay in registers.
 
-pub(super) mod backward;
-pub(super) mod backward_loads;
+#[doc(hidden)]
+pub mod backward;
+#[doc(hidden)]
+pub mod backward_loads;
 mod bias_gradient;
 mod choose;
 mod dropout;
-pub(super) mod forward;
-pub(super) mod gather;
+#[doc(hidden)]
+pub mod forward;
+#[doc(hidden)]
+pub mod gather;
 mod launch;
-pub(super) mod product;
+#[doc(hidden)]
+pub mod product;
 mod score;
-pub(super) mod tile;
+#[doc(hidden)]
+pub mod tile;
 
 use super::call::Kernel;
 

@@ -11,12 +11,9 @@ use crate::shared::order_key::{key, number};
 
 use super::bits::{Grid, HIDDEN, first_position, last_position, seen};
 use crate::error::KernelError;
-use crate::shared::row_tile::Combine;
-use crate::shared::row_tile::Pair;
-use crate::shared::row_tile::RowTile;
-use crate::shared::row_tile::across_lanes;
-use crate::shared::row_tile::pair_across_lanes;
-use crate::shared::row_tile::pair_shared;
+use crate::shared::row_tile::{
+    Combine, Pair, RowTile, across_lanes, pair_across_lanes, pair_shared,
+};
 use blocksparse::internal::{LARGEST, WHOLE, parts_of};
 use blocksparse::{Budget, EstimateKind, Rule};
 

@@ -7,14 +7,7 @@ use cubecl::prelude::*;
 
 use super::bits::{Grid, seen};
 use super::keep::{By, Numbers, Row, WANTED, forced, value, weight, weight_of_largest};
-use crate::arch::planes::LANES;
-use crate::arch::planes::are_there;
-use crate::arch::planes::have_ptx;
-use crate::arch::planes::highest;
-use crate::arch::planes::lowest;
-use crate::arch::planes::total;
-use crate::arch::planes::traded;
-use crate::arch::planes::votes;
+use crate::arch::planes::{LANES, are_there, have_ptx, highest, lowest, total, traded, votes};
 use crate::shared::order_key::key;
 use blocksparse::internal::{LARGEST, WHOLE};
 use blocksparse::{EstimateKind, Rule};

@@ -5,15 +5,16 @@
 //! entries ([`within`]), and so do those whose masks follow from positions, or from bits of pairs ([`pairs`]).
 
 mod at_once;
-pub(super) mod bits;
+pub mod bits;
 mod chosen;
-pub(super) mod keep;
+pub mod keep;
 mod keep_planes;
 mod key_lists;
 #[cfg(feature = "cuda-asm")]
 mod neighbours;
 #[cfg(feature = "cuda-asm")]
-mod pair_places;
+#[doc(hidden)]
+pub mod pair_places;
 mod pairs;
 mod query_lists;
 mod tables;

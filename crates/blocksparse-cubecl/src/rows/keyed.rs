@@ -17,12 +17,10 @@ use super::norm_shape::{LANE_NUMBERS, check_buffers, has, place, sum_of, tile_of
 use super::typed::Typed;
 use crate::args::{address_of, buffer, optional, spread};
 use crate::error::KernelError;
-use crate::shared::row_tile::Combine;
-use crate::shared::row_tile::RowTile;
-use crate::shared::row_tile::across_lanes;
+use crate::shared::row_tile::{Combine, RowTile, across_lanes};
 
 /// Squares below this count as this.
-pub(crate) const SMALLEST_SQUARE: f32 = 1e-24;
+pub const SMALLEST_SQUARE: f32 = 1e-24;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn take<E: Float, A: Float, N: Size, M: Size>(

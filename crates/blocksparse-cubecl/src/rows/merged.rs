@@ -17,9 +17,7 @@ use super::norm_shape::{LANE_NUMBERS, check_buffers, has, place, sum_of, tile_of
 use super::typed::Typed;
 use crate::args::{address_of, buffer, optional, spread};
 use crate::error::KernelError;
-use crate::shared::row_tile::Combine;
-use crate::shared::row_tile::RowTile;
-use crate::shared::row_tile::across_lanes;
+use crate::shared::row_tile::{Combine, RowTile, across_lanes};
 
 /// lse where there are no keys, in sums: far below any score, but finite, so that no ∞ − ∞ can arise.
 const LOWEST: f32 = -1e30;

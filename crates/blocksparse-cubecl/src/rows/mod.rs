@@ -32,70 +32,22 @@
 //! scaled         a tensor times numbers on the device
 //! ```
 
-mod activation;
-mod beside;
-mod blocks;
-mod bucket_counts;
-mod columns;
-mod cross_entropy;
-mod dropout;
-mod embedding;
-mod gates;
+#[doc(hidden)]
+pub mod columns;
 mod gather;
-mod hashes;
-mod heads;
-mod highest;
-mod highest_digits;
 mod indexed;
 mod keyed;
 mod merged;
-mod nearest;
-mod norm;
-mod norm_backward;
-mod norm_shape;
-pub(super) mod only;
-mod order;
-mod order_places;
-mod order_planes;
-mod order_tiles;
-mod products;
-mod sample;
-mod scaled;
-mod split;
-mod typed;
-mod whole;
+#[doc(hidden)]
+pub mod norm_shape;
+#[doc(hidden)]
+pub mod typed;
 
-pub use activation::{
-    ActivationBackward, activation_text, bias_activation, bias_activation_backward,
-};
-pub use beside::{rounded_beside, side_by_side};
-pub use blocks::{Blocked, RowBlocks, block_means, block_means_of_two};
-pub(super) use blocks::{block_means_and_likeness, block_means_of_lists};
-pub(super) use columns::accumulator_of;
-pub use columns::{Window, column_sums, window_sums};
-pub use cross_entropy::{
-    CrossEntropyKind, CrossEntropyRows, cross_entropy_loss, cross_entropy_plan, cross_entropy_rows,
-};
-pub use dropout::{stream_dropout, stream_dropout_text};
-pub use embedding::{EmbeddingKind, embedding_table_gradient, embedding_text};
-pub use gates::{GatedBackward, gated_sum, gated_sum_backward, gated_text};
+pub use columns::{Window, accumulator_of, column_sums, window_sums};
 pub use gather::{gather_rows, gather_scaled_rows, mean_rows};
-pub use hashes::{HashedRows, lsh_argsort, lsh_hash, sorts_hashes};
-pub use heads::{HeadsPart, heads_text, join_heads, split_heads};
-pub use highest::{highest_flags_of_rows, highest_of_rows, holds_rows, words_of_flags};
 pub use indexed::IndexedRows;
-pub(super) use keyed::SMALLEST_SQUARE;
-pub use keyed::{keyed_rows, keyed_rows_backward, l2_normalize};
+pub use keyed::{SMALLEST_SQUARE, keyed_rows, keyed_rows_backward, l2_normalize};
 pub use merged::{MergedGradients, MergedParts, merge_rows, merge_rows_backward};
-pub use nearest::{RowsOfMeans, compare_with_means};
-pub use norm::{NormBranch, NormOf, add_norm};
-pub use norm_backward::{
-    NormBackward, NormGrad, RowSums, StreamGrad, residual_norm_backward, residual_norm_text,
-};
-pub use order::{Rounds, argmax_rows, counting_argsort_rounds};
-pub use sample::{SampleKind, sample_rows, sample_text};
-pub use scaled::scaled;
 pub use typed::Typed;
-pub(super) use whole::whole_means;
 
 pub use super::shared::curve::ActivationKind;

@@ -7,11 +7,11 @@ use crate::error::KernelError;
 use crate::shared::row_tile::RowTile;
 
 /// Numbers of a row that a unit has in registers, if the device has units enough.
-pub(super) const LANE_NUMBERS: usize = 32;
+pub const LANE_NUMBERS: usize = 32;
 
 /// What a kernel is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Kind {
+pub struct Kind {
     /// How units share rows.
     pub tile: RowTile,
     /// Whether the mean is taken off.
@@ -22,7 +22,7 @@ pub(super) struct Kind {
 
 /// Vector `i` of a lane: where it is in the row, or the last of the row in place of one behind it.
 #[cube]
-pub(super) fn place(lane: usize, i: usize, #[comptime] tile: RowTile) -> usize {
+pub fn place(lane: usize, i: usize, #[comptime] tile: RowTile) -> usize {
     let at = lane + i * comptime!(tile.lanes);
     if comptime!(tile.is_whole()) {
         at
@@ -33,14 +33,14 @@ pub(super) fn place(lane: usize, i: usize, #[comptime] tile: RowTile) -> usize {
 
 /// Whether a lane has a vector `i`.
 #[cube]
-pub(super) fn has(lane: usize, i: usize, #[comptime] tile: RowTile) -> bool {
+pub fn has(lane: usize, i: usize, #[comptime] tile: RowTile) -> bool {
     comptime!(tile.is_whole()).runtime()
         || lane + i * comptime!(tile.lanes) < comptime!(tile.row_vectors)
 }
 
 /// The sum of the numbers of a vector.
 #[cube]
-pub(super) fn sum_of<A: Float, N: Size>(vector: Vector<A, N>) -> A {
+pub fn sum_of<A: Float, N: Size>(vector: Vector<A, N>) -> A {
     let mut sum = vector.extract(0usize);
     #[unroll]
     for c in 1..N::value() {
@@ -50,7 +50,7 @@ pub(super) fn sum_of<A: Float, N: Size>(vector: Vector<A, N>) -> A {
 }
 
 /// How rows of a width are shared where a unit may have `numbers` of them, of types the widest of which is `element`.
-pub(super) fn tile_of(
+pub fn tile_of(
     properties: &DeviceProperties,
     width: usize,
     element: ElemType,
@@ -69,13 +69,13 @@ pub(super) fn tile_of(
 }
 
 /// The widest of some types.
-pub(super) fn widest(elements: impl IntoIterator<Item = ElemType>) -> ElemType {
+pub fn widest(elements: impl IntoIterator<Item = ElemType>) -> ElemType {
     let widest = elements.into_iter().max_by_key(|element| element.size());
     widest.expect("there are types")
 }
 
 /// That a launch can have so many buffers, and one more with the numbers of the call.
-pub(super) fn check_buffers(client: &Client, buffers: usize) -> Result<(), KernelError> {
+pub fn check_buffers(client: &Client, buffers: usize) -> Result<(), KernelError> {
     let most = client.properties().hardware.max_bindings;
     match buffers < most as usize {
         true => Ok(()),

@@ -9,7 +9,8 @@ pub(crate) mod delta;
 pub mod distances;
 pub mod dropout;
 pub mod order_key;
-pub(crate) mod row_tile;
+#[doc(hidden)]
+pub mod row_tile;
 pub mod score;
 #[cfg(feature = "cuda-asm")]
 pub mod softcap;

@@ -6,11 +6,7 @@
 
 use cubecl::prelude::*;
 
-use crate::arch::ptx::above_any;
-use crate::arch::ptx::exp2;
-use crate::arch::ptx::larger;
-use crate::arch::ptx::multiply_add;
-use crate::arch::ptx::reciprocal;
+use crate::arch::ptx::{above_any, exp2, larger, multiply_add, reciprocal};
 
 /// Arguments of `tanh`, up to which the polynomial is used.
 const NEAR: f32 = 0.75;

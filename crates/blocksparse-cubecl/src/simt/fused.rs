@@ -10,8 +10,7 @@ use super::tile::fours;
 use super::{Tile, cheapest, describe, shared_bytes};
 use crate::args::address_in;
 use crate::call::{Kernel, PartRequest};
-use crate::tuning::TierLimit;
-use crate::tuning::Tuning;
+use crate::tuning::{TierLimit, Tuning};
 use blocksparse::BlockLayout;
 
 /// The fused backward pass of a part.

@@ -10,7 +10,8 @@ pub(super) mod dq;
 pub(super) mod dropout;
 pub(super) mod forward;
 pub(super) mod fused;
-pub(super) mod gather;
+#[doc(hidden)]
+pub mod gather;
 pub(super) mod launch;
 mod mask;
 pub(super) mod mass;

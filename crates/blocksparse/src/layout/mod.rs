@@ -31,8 +31,7 @@ use attachments::Attachments;
 use columns::Columns;
 use rows::{RowRuns, entries};
 
-pub use choice::TALLEST;
-pub use choice::{BlockSource, DeviceChoice, PositionMask};
+pub use choice::{BlockSource, DeviceChoice, PositionMask, TALLEST};
 pub(crate) use mask::MaskInterner;
 pub use mask::{BlockMask, FULL};
 pub use restriction::PaddingMask;

@@ -21,12 +21,11 @@
 
 use std::collections::HashMap;
 
-use super::grid;
 use super::mask::{BlockMask, FULL, MaskInterner};
 use super::restriction::PaddingMask;
 use super::rows::{RowRuns, Run};
 use super::shape::LayoutShape;
-use super::{BlockLayout, Part, Residue};
+use super::{BlockLayout, Part, Residue, grid};
 use crate::{LayoutError, Pattern};
 
 /// A head's pattern as a natural part and a strided one without the `delta` nearest of each class.

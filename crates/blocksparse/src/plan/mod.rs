@@ -50,8 +50,7 @@ use masks::TileMasks;
 use source::Source;
 use visits::{Visits, count_visits};
 
-pub use overhead::tile_steps;
-pub use overhead::{Grouping, NarrowCosts, tiling_overhead};
+pub use overhead::{Grouping, NarrowCosts, tile_steps, tiling_overhead};
 pub use tiling::{BIT_WORDS, EMPTY, LAST_VISIT, MASKED_STEP, NO_VISIT, Sections, Tiling, Walk};
 
 use crate::BlockLayout;

@@ -1,20 +1,19 @@
 //! The backward pass in Burn's autodiff graph: one step, instead of the graph of the forward's steps.
 
-use burn::backend::autodiff::Autodiff;
-use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, NodeGuard, Ops, OpsKind};
+use burn::backend::autodiff::{Autodiff, NodeId};
 use burn::backend::{AutodiffBackend, Backend};
 
 use crate::attention::ops::BlockSparseOps;
 use crate::attention::reference;
-use crate::options::AttentionOptions;
-use crate::outputs::{OutputGradients, or_zeros};
-use crate::values::{
+use crate::base::outputs::{OutputGradients, or_zeros};
+use crate::base::values::{
     AttentionGrads, AttentionInputs, AttentionOutput, DynamicBlocks, KnownOutput, LayoutTensors,
     NeedsGrad, OptFloat, OutputGrads, SCORE_TENSORS, SavedTensors, ScoreTensors,
 };
+use crate::options::AttentionOptions;
 
 /// The attention step, whose outputs are out and lse.
 #[derive(Debug)]
@@ -179,7 +178,7 @@ fn step_of<B: BlockSparseOps, C: CheckpointStrategy>(
 }
 
 /// The tensors added to scores on the backend that autodiff decorates.
-pub(crate) fn inner_scores<B: Backend, C: CheckpointStrategy>(
+pub fn inner_scores<B: Backend, C: CheckpointStrategy>(
     scores: ScoreTensors<Autodiff<B, C>>,
 ) -> ScoreTensors<B> {
     let inner = |tensor: OptFloat<Autodiff<B, C>>| {
@@ -190,7 +189,7 @@ pub(crate) fn inner_scores<B: Backend, C: CheckpointStrategy>(
 }
 
 /// The layout on the backend that autodiff decorates.
-pub(crate) fn inner_layout<B: Backend, C: CheckpointStrategy>(
+pub fn inner_layout<B: Backend, C: CheckpointStrategy>(
     layout: LayoutTensors<Autodiff<B, C>>,
 ) -> LayoutTensors<B> {
     LayoutTensors {

@@ -2,11 +2,11 @@
 
 use crate::attention::ops::BlockSparseOps;
 use crate::attention::reference;
-use crate::options::{AttentionOptions, ProductPrecision, WeightsMode};
-use crate::values::{
+use crate::base::values::{
     AttentionGrads, AttentionInputs, AttentionOutput, LayoutTensors, NeedsGrad, OutputGrads,
     SCORE_TENSORS, SavedTensors, ScoreTensors,
 };
+use crate::options::{AttentionOptions, ProductPrecision, WeightsMode};
 use crate::weights;
 use blocksparse::{BlockLayout, Dropout, Seed};
 use blocksparse_cubecl as kernels;
@@ -21,7 +21,7 @@ use burn_cubecl::{CubeBackend, CubeDevice};
 use cubecl::client::Client;
 use std::sync::Arc;
 
-use crate::cube::*;
+use crate::base::cube::*;
 
 /// What a call on `device` will run.
 pub(crate) fn plan(

@@ -1,14 +1,14 @@
 //! The public functions: checks, defaults, and the step from tensors to the backend trait.
 #[cfg(feature = "autodiff")]
-pub(crate) mod autodiff;
-pub(crate) mod kept;
-pub(crate) mod plan;
-pub(crate) mod reference;
-pub(crate) mod tensors;
+pub mod autodiff;
+pub mod kept;
+pub mod plan;
+pub mod reference;
+pub mod tensors;
 
 #[cfg(feature = "cube")]
-pub(crate) mod backend;
-pub(crate) mod ops;
+pub mod backend;
+pub mod ops;
 
 use std::sync::Arc;
 
@@ -18,17 +18,15 @@ use burn::tensor::Tensor;
 
 use crate::attention::kept::values::AttentionResiduals;
 use crate::attention::ops::BlockSparseOps;
-use crate::attention::plan::AttentionPlan;
-use crate::attention::plan::Chosen;
+use crate::attention::plan::{AttentionPlan, Chosen};
 use crate::attention::tensors::AttentionTensors;
+use crate::base::values::{AttentionInputs, AttentionOutput, ScoreTensors};
 use crate::call_layout::Layout;
-use crate::check;
 use crate::error::OpError;
 use crate::merge::{Shares, shares};
 use crate::options::{AttentionOptions, ProductPrecision, WeightsMode};
-use crate::upload;
-use crate::values::{AttentionInputs, AttentionOutput, ScoreTensors};
 use crate::weights::BlockSparseTensor;
+use crate::{check, upload};
 
 /// Softmax attention over the pairs that `layout` allows:
 /// `out[i] = Σ_j p[i, j] · v[j]`, `p[i, ·] = softmax over the allowed j of scale · q[i] · k[j]`.
@@ -345,7 +343,7 @@ impl<'a> SparseAttentionCall<'a> {
 }
 
 /// Out and lse with sinks in them, and then what the keys have of each row's softmax.
-pub(crate) fn with_sinks(
+pub fn with_sinks(
     mut output: AttentionOutput<Dispatch>,
     sinks: Option<Tensor<1>>,
 ) -> (AttentionOutput<Dispatch>, Option<Tensor<3>>) {
@@ -358,7 +356,7 @@ pub(crate) fn with_sinks(
     (output, Some(a))
 }
 
-pub(crate) fn call(
+pub fn call(
     q: Tensor<4>,
     k: Tensor<4>,
     v: Tensor<4>,
@@ -370,7 +368,7 @@ pub(crate) fn call(
 }
 
 /// The output, or what is given of it in its place.
-pub(crate) fn call_given(
+pub fn call_given(
     q: Tensor<4>,
     k: Tensor<4>,
     v: Tensor<4>,
@@ -433,7 +431,7 @@ pub(crate) fn call_given(
 }
 
 /// The sink is one more part of the keys, whose output is 0.
-pub(crate) fn shares_with(sinks: Tensor<1>, lse: Tensor<3>) -> Shares {
+pub fn shares_with(sinks: Tensor<1>, lse: Tensor<3>) -> Shares {
     let heads = sinks.dims()[0];
     let sinks = sinks.cast(lse.dtype()).reshape([1, heads, 1]);
     let sinks = sinks.expand(lse.dims());
@@ -441,7 +439,7 @@ pub(crate) fn shares_with(sinks: Tensor<1>, lse: Tensor<3>) -> Shares {
 }
 
 /// The rows of `out` times their shares.
-pub(crate) fn scaled(out: Tensor<4>, shares: Tensor<3>) -> Tensor<4> {
+pub fn scaled(out: Tensor<4>, shares: Tensor<3>) -> Tensor<4> {
     let dtype = out.dtype();
     let out = out.cast(shares.dtype()) * shares.unsqueeze_dim(3);
     out.cast(dtype)

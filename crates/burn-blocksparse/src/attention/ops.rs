@@ -1,15 +1,11 @@
 //! The backend trait of attention. The default bodies are the reference implementation in Burn primitives.
 
 use crate::attention::reference;
+use crate::base::values::{
+    AttentionGrads, AttentionInputs, AttentionOutput, KnownOutput, LayoutTensors, NeedsGrad,
+    OutputGrads, SavedTensors,
+};
 use crate::options::AttentionOptions;
-use crate::values::AttentionGrads;
-use crate::values::AttentionInputs;
-use crate::values::AttentionOutput;
-use crate::values::KnownOutput;
-use crate::values::LayoutTensors;
-use crate::values::NeedsGrad;
-use crate::values::OutputGrads;
-use crate::values::SavedTensors;
 use burn::backend::{Backend, backend_extension};
 
 /// Block-sparse attention as a backend operation. Arguments are checked by the public functions.
@@ -75,13 +71,13 @@ mod meta {
     use burn::backend::fusion::custom::TensorSpec;
 
     use super::*;
-    use crate::dtype::accumulate_in;
-    use crate::options::WeightsMode;
-    use crate::values::{
+    use crate::base::dtype::accumulate_in;
+    use crate::base::values::{
         AttentionGradsMetadata, AttentionInputsMetadata, AttentionOutputMetadata,
         KnownOutputMetadata, LayoutTensorsMetadata, OptFloatMetadata, OutputGradsMetadata,
         SavedTensorsMetadata, ScoreTensorsMetadata,
     };
+    use crate::options::WeightsMode;
     use crate::weights;
 
     pub fn forward(

@@ -10,14 +10,14 @@ use burn::backend::Dispatch;
 use burn::backend::TensorMetadata;
 use burn::tensor::{Device, Tensor};
 
-use crate::call_layout::Layout;
 #[cfg(feature = "cube")]
-use crate::device;
+use crate::base::device;
+use crate::base::values::{KernelPlan, ScoreTensors};
+use crate::call_layout::Layout;
 use crate::error::OpError;
 use crate::options::AttentionOptions;
 #[cfg(feature = "cube")]
 use crate::pack;
-use crate::values::{KernelPlan, ScoreTensors};
 
 /// What a call of [`sparse_attention`](crate::sparse_attention) runs on its device, from [`SparseAttentionCall::explain`](crate::SparseAttentionCall::explain).
 /// It prints:
@@ -47,7 +47,8 @@ impl AttentionPlan {
     }
 
     /// The kernels' plan, if they run.
-    pub(crate) fn kernels(self) -> KernelPlan {
+    #[doc(hidden)]
+    pub fn kernels(self) -> KernelPlan {
         match self {
             Self::Reference { .. } => KernelPlan::default(),
             #[cfg(feature = "cube")]
@@ -57,7 +58,8 @@ impl AttentionPlan {
 
     /// For arguments that were checked against each other.
     #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
-    pub(crate) fn choose(
+    #[doc(hidden)]
+    pub fn choose(
         q: &Tensor<4>,
         k: &Tensor<4>,
         v: &Tensor<4>,
@@ -77,7 +79,7 @@ impl AttentionPlan {
             let packed = pack::packed(own, kv_heads, biases.kinds().contains(&true), options);
             let plan =
                 crate::attention::backend::plan(inner, packed.as_ref().unwrap_or(own), request)?;
-            if crate::cube::uses_reference() {
+            if crate::base::cube::uses_reference() {
                 return Ok(Chosen::reference(&device, layout));
             }
             let autodiff = [q, k, v].into_iter().any(|x| x.device().is_autodiff());
@@ -94,7 +96,8 @@ impl AttentionPlan {
 }
 
 /// What a call runs, and over which layout.
-pub(crate) struct Chosen {
+#[doc(hidden)]
+pub struct Chosen {
     pub plan: AttentionPlan,
     /// The layout with the query heads of each key head in one sequence, if the call runs over that.
     pub packed: Option<BlockLayout>,
@@ -119,7 +122,7 @@ fn is_autodiff(scores: &ScoreTensors<Dispatch>) -> bool {
 
 /// Whether kernels sum the weights of a call, and not the reference.
 #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
-pub(crate) fn sums_in_kernels(
+pub fn sums_in_kernels(
     q: &Tensor<4>,
     k: &Tensor<4>,
     biases: &ScoreTensors<Dispatch>,
@@ -133,7 +136,7 @@ pub(crate) fn sums_in_kernels(
         let dims = [batch, kv_heads, head_dim, head_dim];
         let request = crate::attention::backend::request(dims, q.dtype(), options, biases.kinds())?;
         crate::attention::backend::check_masses(inner, layout, &request)?;
-        return Ok(!crate::cube::uses_reference());
+        return Ok(!crate::base::cube::uses_reference());
     }
     Ok(false)
 }

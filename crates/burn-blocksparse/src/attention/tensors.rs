@@ -4,10 +4,10 @@ use blocksparse::BlockLayout;
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Tensor};
 
+use crate::base::dtype::accumulate_in;
+use crate::base::values::ScoreTensors;
 use crate::check::same_device;
-use crate::dtype::accumulate_in;
 use crate::error::OpError;
-use crate::values::ScoreTensors;
 
 /// Tensors of a [`SparseAttentionCall`](crate::SparseAttentionCall) besides queries, keys and values. Build it from [`Default`].
 #[derive(Clone, Debug, Default)]
@@ -81,7 +81,8 @@ impl AttentionTensors {
     }
 
     /// What is added to scores, as backends take it.
-    pub(crate) fn scores(self, q: &Tensor<4>) -> ScoreTensors<Dispatch> {
+    #[doc(hidden)]
+    pub fn scores(self, q: &Tensor<4>) -> ScoreTensors<Dispatch> {
         let sums = accumulate_in(q.dtype().into());
         let relative = (self.relative_bias).map(|table| table.cast(DType::from(sums)));
         ScoreTensors {
@@ -90,7 +91,8 @@ impl AttentionTensors {
         }
     }
 
-    pub(crate) fn check(&self, q: &Tensor<4>, layout: &BlockLayout) -> Result<(), OpError> {
+    #[doc(hidden)]
+    pub fn check(&self, q: &Tensor<4>, layout: &BlockLayout) -> Result<(), OpError> {
         if let Some(sinks) = &self.sinks {
             let [heads] = sinks.dims();
             OpError::expect_same("sinks' heads", layout.heads(), "the layout's", heads)?;

@@ -28,7 +28,7 @@ mod steps {
 
     use super::BlockSparseTensorOps;
     use crate::attention::autodiff::inner_layout;
-    use crate::values::LayoutTensors;
+    use crate::base::values::LayoutTensors;
 
     /// A product of two factors. The three products are each other's gradients:
     ///

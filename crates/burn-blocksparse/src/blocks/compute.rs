@@ -20,9 +20,9 @@ use burn::tensor::{FloatDType, Shape, TensorData};
 
 use super::places::{Chunk, Places, Side};
 use crate::attention::reference::{tile, untile};
-use crate::dtype::accumulate_in;
+use crate::base::dtype::accumulate_in;
+use crate::base::values::LayoutTensors;
 use crate::graph::recording;
-use crate::values::LayoutTensors;
 use crate::weights;
 
 /// Elements of the gathered operands and of their product in memory at a time (one row of blocks may have more).

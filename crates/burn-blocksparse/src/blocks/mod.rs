@@ -14,13 +14,13 @@ use places::Places;
 pub use ops::BlockSparseTensorOps;
 
 use crate::attention::reference::tile;
+use crate::base::device::served;
+use crate::base::dtype::accumulate_in;
+use crate::base::values::LayoutTensors;
 use crate::check::same_device;
-use crate::device::served;
-use crate::dtype::accumulate_in;
 use crate::error::OpError;
 use crate::graph::recording;
 use crate::upload;
-use crate::values::LayoutTensors;
 use crate::weights::{self, BlockSparseTensor};
 
 /// The operators of block-sparse attention one by one, as in Gray, Radford and Kingma, "GPU kernels for block-sparse weights" (2017): to

@@ -4,7 +4,7 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, backend_extension};
 
 use super::compute;
-use crate::values::LayoutTensors;
+use crate::base::values::LayoutTensors;
 
 /// Operations on block-sparse tensors `[batch, blocks, block_size, block_size]`, as backend operations: the default bodies are
 /// in Burn primitives. Arguments are checked by the public functions.
@@ -84,8 +84,8 @@ pub trait BlockSparseTensorOps: Backend {
 mod meta {
     use burn::backend::fusion::custom::TensorSpec;
 
-    use crate::dtype::accumulate_in;
-    use crate::values::LayoutTensorsMetadata;
+    use crate::base::dtype::accumulate_in;
+    use crate::base::values::LayoutTensorsMetadata;
     use crate::weights;
 
     pub fn mask(values: &TensorSpec, _layout: &LayoutTensorsMetadata) -> TensorSpec {

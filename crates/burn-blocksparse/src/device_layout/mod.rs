@@ -1,5 +1,8 @@
 //! Layouts that are made on the device: a tensor chooses the blocks, and nothing is read back.
 
+pub mod counts;
+mod keys;
+pub mod ops;
 mod positions;
 mod read;
 
@@ -10,10 +13,10 @@ use blocksparse::{BlockLayout, BlockSource, DeviceChoice, LayoutShape, PositionM
 use burn::backend::Dispatch;
 use burn::tensor::{Bool, DType, Device, Int, Tensor};
 
+use crate::base::device::served;
+use crate::base::values::DynamicBlocks;
 use crate::choice::{TopKOptions, checked};
-use crate::device::served;
 use crate::error::OpError;
-use crate::values::DynamicBlocks;
 
 /// What a [`DeviceLayout`] is, besides the tensor that chooses its blocks. Build it from [`new`](Self::new).
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -214,7 +217,7 @@ impl DeviceLayout {
     }
 
     /// The blocks that score highest in each row of blocks, as `options` say (their block size is the shape's); of equal ones the earlier, and NaN
-    /// is the lowest. Scores are compared in f32. [`top_k_blocks_on_device`](crate::selection::top_k_blocks_on_device) has scores of queries and keys.
+    /// is the lowest. Scores are compared in f32. `top_k_blocks_on_device` has scores of queries and keys.
     ///
     /// The choice is not differentiable, and no gradient reaches the scores.
     ///
@@ -319,7 +322,7 @@ impl DeviceLayout {
     /// use burn::tensor::{Device, Distribution, Tensor};
     /// use burn_blocksparse::{BlockLayout, DeviceLayout, LayoutShape, Pattern};
     /// use burn_blocksparse::layout::DeviceLayoutOptions;
-    /// use burn_blocksparse::selection::TopKOptions;
+    /// use burn_blocksparse::layout::TopKOptions;
     ///
     /// let shape = LayoutShape { heads: 4, seq_q: 256, seq_kv: 256, block_size: 32 };
     /// let near = BlockLayout::new(&Pattern::local(100), shape)?;
@@ -397,18 +400,21 @@ impl DeviceLayout {
         Ok(self.host.get_or_init(|| read).clone())
     }
 
-    pub(crate) fn choice(&self) -> &DeviceChoice {
+    #[doc(hidden)]
+    pub fn choice(&self) -> &DeviceChoice {
         let choice = self.frame.device_choice();
         choice.expect("the frame of a layout on a device")
     }
 
     /// Sizes, and no blocks.
-    pub(crate) fn frame(&self) -> &BlockLayout {
+    #[doc(hidden)]
+    pub fn frame(&self) -> &BlockLayout {
         &self.frame
     }
 
     /// The tensor that chooses, for a call.
-    pub(crate) fn chooser(&self) -> DynamicBlocks<Dispatch> {
+    #[doc(hidden)]
+    pub fn chooser(&self) -> DynamicBlocks<Dispatch> {
         match self.chooser.clone() {
             Chooser::Mask(mask) => DynamicBlocks::Mask(mask.into_dispatch()),
             Chooser::Indices(indices) => DynamicBlocks::Indices(indices.into_dispatch()),

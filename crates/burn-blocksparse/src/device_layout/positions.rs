@@ -6,7 +6,7 @@ use blocksparse::{BlockLayout, BlockSource, DeviceChoice, PositionMask};
 use burn::tensor::{DType, Int, Tensor};
 
 use super::{Chooser, DeviceLayout, expect};
-use crate::device::served;
+use crate::base::device::served;
 use crate::error::OpError;
 
 impl DeviceLayout {

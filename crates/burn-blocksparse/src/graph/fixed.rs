@@ -8,7 +8,7 @@ use burn::tensor::kind::Basic;
 use burn::tensor::{DType, Device, Float, Int, Tensor, TensorData};
 
 use super::recording;
-use crate::device::served;
+use crate::base::device::served;
 use crate::error::OpError;
 use crate::graph::ops::StaticInputOps;
 

@@ -1,11 +1,12 @@
 //! CUDA graphs: a computation is captured once and replayed as one launch, on inputs that are overwritten in place.
-pub(crate) mod backend;
-pub(crate) mod ops;
+pub mod backend;
+pub mod ops;
 
 mod fixed;
-pub(crate) mod recording;
+#[doc(hidden)]
+pub mod recording;
 mod replayed;
-pub(crate) mod seeds;
+pub mod seeds;
 
 pub use blocksparse::SeedTable;
 

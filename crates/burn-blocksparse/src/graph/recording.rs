@@ -14,7 +14,7 @@ thread_local! {
 ///
 /// Public functions run on the thread that calls them, so a flag of the thread serves them; what they enqueue may run on another one, so kernels and the
 /// reference ask for the device and its stream.
-pub(crate) struct Recording {
+pub struct Recording {
     before: bool,
     #[cfg(feature = "cube")]
     launches: Option<blocksparse_cubecl::recording::Recording>,
@@ -25,7 +25,7 @@ impl Recording {
         Self {
             before: RECORDING.replace(true),
             #[cfg(feature = "cube")]
-            launches: crate::device::cube::of(_device)
+            launches: crate::base::device::cube::of(_device)
                 .map(|device| blocksparse_cubecl::recording::Recording::begin(&device.client())),
         }
     }
@@ -51,12 +51,12 @@ impl Drop for Recording {
 }
 
 /// Whether this thread records.
-pub(crate) fn is_recording() -> bool {
+pub fn is_recording() -> bool {
     RECORDING.get()
 }
 
 /// That this thread does not record.
-pub(crate) fn refuse_upload(what: &'static str) -> Result<(), OpError> {
+pub fn refuse_upload(what: &'static str) -> Result<(), OpError> {
     match is_recording() {
         true => Err(OpError::Recording { what }),
         false => Ok(()),
@@ -65,7 +65,7 @@ pub(crate) fn refuse_upload(what: &'static str) -> Result<(), OpError> {
 
 /// As [`refuse_upload`], where no error can be returned.
 #[track_caller]
-pub(crate) fn expect_no_upload(what: &'static str) {
+pub fn expect_no_upload(what: &'static str) {
     if let Err(error) = refuse_upload(what) {
         panic!("{error}");
     }
@@ -73,7 +73,7 @@ pub(crate) fn expect_no_upload(what: &'static str) {
 
 /// As [`refuse_upload`], where a backend runs an operation: the recording then fails as a whole, because the thread that launches has nobody to return an error
 /// to. Only CubeCL records: a CPU runs the operation again, with what the host has then.
-pub(crate) fn doom_by_upload<D: 'static>(_device: &D, _what: &'static str) {
+pub fn doom_by_upload<D: 'static>(_device: &D, _what: &'static str) {
     #[cfg(feature = "cube")]
     if let Some(device) = (_device as &dyn std::any::Any).downcast_ref::<burn_cubecl::CubeDevice>()
     {

@@ -7,7 +7,7 @@ use burn::backend::{Backend, BackendGraph, Dispatch};
 use burn::tensor::Device;
 
 use super::recording::Recording;
-use crate::device::served;
+use crate::base::device::served;
 use crate::error::OpError;
 
 /// Runs before the recording. Fusion takes the path that it stays on from the second run on, and pools then have what a run needs.

@@ -9,14 +9,14 @@ use burn::backend::{Backend, Dispatch};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
 use super::recording;
-use crate::device::served;
+use crate::base::device::served;
 use crate::error::OpError;
 use crate::graph::ops::StaticInputOps;
 
 /// A seed of dropout that a recorded computation reads from the device, so that each replay drops something else.
 ///
 /// A seed that is a number is frozen in a recording, and refused there. This one is a place: [`seed`](Self::seed) goes into
-/// [`Dropout`](crate::Dropout) or [`ElementDropout`](crate::ops::ElementDropout), or into a model's training step, and [`write`](Self::write) sets it before each run of
+/// [`Dropout`](crate::Dropout) or `ElementDropout`, or into a model's training step, and [`write`](Self::write) sets it before each run of
 /// [`CapturedGraph`](super::CapturedGraph). Masks are those of the number that is written, bit for bit. What is made of it by [`Seed::derive`] follows.
 ///
 /// It stays on its thread, like [`StaticInput`](super::StaticInput). Once it is dropped, so are its words on the device, new calls refuse its places, and the backward passes
@@ -25,7 +25,7 @@ use crate::graph::ops::StaticInputOps;
 /// ```
 /// use burn::tensor::{Device, Tensor};
 /// use burn_blocksparse::graph::DeviceSeed;
-/// use burn_blocksparse::ops::{ElementDropout, dropout};
+/// use burn_fused_ops::{ElementDropout, dropout};
 ///
 /// let device = Device::flex();
 /// let seed = DeviceSeed::new(7, &device)?;
@@ -136,7 +136,7 @@ pub fn prepare_seed(seed: Seed, device: &Device) -> Result<(), OpError> {
 }
 
 /// That a call on `device` may have this seed now; of a place it is then on the device.
-pub(crate) fn check(seed: Seed, device: &Device) -> Result<(), OpError> {
+pub fn check(seed: Seed, device: &Device) -> Result<(), OpError> {
     let place = match seed {
         Seed::Value(_) if recording::is_recording() => {
             return Err(OpError::Frozen {

@@ -25,11 +25,11 @@ mod kernels {
     use super::AccumulatedAttentionOps;
     use crate::attention::backend::request;
     use crate::attention::reference;
-    use crate::cube::{
+    use crate::base::cube::{
         bias_view, checked, contiguous, empty, launched, readable, table_view, uses_reference, view,
     };
+    use crate::base::values::{AccumulatedInputs, AccumulatedOutput, LayoutTensors};
     use crate::options::AttentionOptions;
-    use crate::values::{AccumulatedInputs, AccumulatedOutput, LayoutTensors};
 
     impl AccumulatedAttentionOps for CubeBackend {
         fn accumulated_attention(
@@ -89,8 +89,8 @@ mod constants {
 
     use super::AccumulatedAttentionOps;
     use crate::attention::autodiff::{inner_layout, inner_scores};
+    use crate::base::values::{AccumulatedInputs, AccumulatedOutput, LayoutTensors};
     use crate::options::AttentionOptions;
-    use crate::values::{AccumulatedInputs, AccumulatedOutput, LayoutTensors};
 
     /// The sums leave the graph.
     impl<B: AccumulatedAttentionOps, C: CheckpointStrategy> AccumulatedAttentionOps for Autodiff<B, C> {

@@ -1,6 +1,6 @@
 //! Weights summed over columns and diagonals, without the weights.
-pub(crate) mod backend;
-pub(crate) mod ops;
+pub mod backend;
+pub mod ops;
 
 use std::ops::Range;
 
@@ -10,13 +10,13 @@ use burn::tensor::Tensor;
 
 use crate::attention::plan;
 use crate::attention::tensors::AttentionTensors;
-use crate::check::{self, same_device};
-use crate::dtype::accumulate_in;
+use crate::base::dtype::accumulate_in;
+use crate::base::values::AccumulatedInputs;
+use crate::check::same_device;
 use crate::error::OpError;
 use crate::masses::ops::AccumulatedAttentionOps;
 use crate::options::AttentionOptions;
-use crate::upload;
-use crate::values::AccumulatedInputs;
+use crate::{check, upload};
 
 /// How [`accumulated_attention`] computes weights, and which it sums. Build it from [`Default`].
 #[derive(Clone, Debug, Default)]
@@ -67,14 +67,13 @@ pub struct AccumulatedAttention {
 /// How much attention each key and each distance gets: sums of `p[i, j] = exp(score[i, j] − lse[i])` over the allowed pairs, in O(n) memory and
 /// a small multiple for kept blocks, without the weights. Keys that recent queries look at are what SnapKV keeps of a cache (Li et al., 2024);
 /// the largest columns and diagonals of the last queries are MInference's vertical-slash pattern (Jiang et al., 2024, section 3), which
-/// [`vertical_slash_layout`](crate::selection::vertical_slash_layout) takes.
+/// `burn-sparse-select`'s `vertical_slash_layout` takes.
 ///
 /// Deterministic; not differentiable: the sums leave the autodiff graph.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
-/// use burn_blocksparse::{BlockLayout, LayoutShape, Pattern, SparseAttentionCall};
-/// use burn_blocksparse::selection::{AccumulatedAttentionOptions, accumulated_attention, vertical_slash_layout};
+/// use burn_blocksparse::{AccumulatedAttentionOptions, BlockLayout, LayoutShape, Pattern, SparseAttentionCall, accumulated_attention};
 ///
 /// let [q, k, v] = [(); 3].map(|_| Tensor::<4>::random([1, 2, 256, 16], Distribution::Default, &Device::flex()));
 /// // The last 64 queries show where the others look, too.
@@ -83,12 +82,11 @@ pub struct AccumulatedAttention {
 /// let last = q.clone().narrow(2, 192, 64);
 /// let (_, lse) = SparseAttentionCall::new(last.clone(), k.clone(), v, &window).run_with_lse()?;
 /// let masses = accumulated_attention(last, k, lse, &window, AccumulatedAttentionOptions::default())?;
-/// let columns = masses.columns.argtopk(8, 2).squeeze_dim(0);
+/// let columns = masses.columns.argtopk(8, 2);
 /// // Distances from 0 on.
-/// let diagonals = masses.diagonals.narrow(2, 63, 256).argtopk(16, 2).squeeze_dim(0);
-/// let shape = LayoutShape { seq_q: 256, ..shape };
-/// let layout = vertical_slash_layout(columns, diagonals, shape)?;
-/// # assert!(layout.density() < 0.2);
+/// let diagonals = masses.diagonals.narrow(2, 63, 256).argtopk(16, 2);
+/// assert_eq!(columns.dims(), [1, 2, 8]);
+/// # assert_eq!(diagonals.dims(), [1, 2, 16]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///

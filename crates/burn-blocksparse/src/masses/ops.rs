@@ -5,8 +5,8 @@ use std::ops::Range;
 use burn::backend::{Backend, backend_extension};
 
 use crate::attention::reference;
+use crate::base::values::{AccumulatedInputs, AccumulatedOutput, LayoutTensors};
 use crate::options::AttentionOptions;
-use crate::values::{AccumulatedInputs, AccumulatedOutput, LayoutTensors};
 
 /// Sums of weights as a backend operation. Arguments are checked by the public function.
 #[backend_extension(
@@ -35,7 +35,7 @@ mod meta {
     use burn::backend::fusion::custom::TensorSpec;
 
     use super::*;
-    use crate::values::{
+    use crate::base::values::{
         AccumulatedInputsMetadata, AccumulatedOutputMetadata, LayoutTensorsMetadata,
     };
 

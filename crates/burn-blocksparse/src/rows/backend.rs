@@ -11,8 +11,9 @@ impl RowOps for burn::backend::NdArray {}
 
 #[cfg(feature = "cube")]
 mod kernels {
+    use blocksparse_cubecl::rows;
     use blocksparse_cubecl::rows::{
-        self, IndexedRows, MergedGradients, gather_rows, gather_scaled_rows, mean_rows,
+        IndexedRows, MergedGradients, gather_rows, gather_scaled_rows, mean_rows,
     };
     use burn::backend::ops::IntTensorOps;
     use burn::tensor::{DType, IntDType, Shape};
@@ -21,16 +22,13 @@ mod kernels {
     use burn_cubecl::tensor::CubeTensor;
 
     use super::RowOps;
-    use crate::cube::{contiguous, empty, matrix, typed, uses_reference};
-    use crate::dtype::accumulate_in;
-    use crate::rows::ops::KeyedGrads;
-    use crate::rows::ops::KeyedRows;
-    use crate::rows::ops::MeanRows;
-    use crate::rows::ops::MergedGrads;
-    use crate::rows::ops::MergedOutput;
-    use crate::rows::ops::MergedParts;
+    use crate::base::cube::{contiguous, empty, matrix, typed, uses_reference};
+    use crate::base::dtype::accumulate_in;
+    use crate::base::values::OutputGrads;
+    use crate::rows::ops::{
+        KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput, MergedParts,
+    };
     use crate::rows::reference;
-    use crate::values::OutputGrads;
 
     fn numbers(index: CubeTensor) -> CubeTensor {
         into_contiguous(cast(index, IntDType::I32.into()))

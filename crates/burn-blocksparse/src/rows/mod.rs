@@ -1,20 +1,18 @@
 //! Rows of a tensor by an index, with a gradient that is taken by an index too.
-pub(crate) mod backend;
-pub(crate) mod ops;
+pub mod backend;
+pub mod ops;
 #[cfg(feature = "autodiff")]
-pub(crate) mod steps;
+pub mod steps;
 
-pub(crate) mod reference;
+pub mod reference;
 
 use burn::backend::Dispatch;
 use burn::tensor::{Int, Tensor};
 
+use crate::base::device::served;
 use crate::check::same_device;
-use crate::device::served;
 use crate::error::OpError;
-use crate::rows::ops::KeyedRows;
-use crate::rows::ops::MeanRows;
-use crate::rows::ops::RowOps;
+use crate::rows::ops::{KeyedRows, MeanRows, RowOps};
 
 /// The rows of each head that `index` names, 0 where it is negative, with a gradient that is taken and not scattered: `users` says for each row of `x`
 /// at which places of `index` it stands, and its gradient is the sum of theirs. So both passes read by an index and have the same bits every time.

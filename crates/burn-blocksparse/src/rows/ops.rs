@@ -3,8 +3,8 @@
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType, backend_extension};
 
+use crate::base::values::OutputGrads;
 use crate::rows::reference;
-use crate::values::OutputGrads;
 
 /// A part of each query and others at places, to be merged by their lse, as [`RowOps::merged_parts`] takes them.
 #[derive(ExtensionType, Clone, Debug)]
@@ -206,8 +206,8 @@ mod meta {
         KeyedGradsMetadata, KeyedRowsMetadata, MeanRowsMetadata, MergedGradsMetadata,
         MergedOutputMetadata, MergedPartsMetadata,
     };
-    use crate::dtype::accumulate_in;
-    use crate::values::OutputGradsMetadata;
+    use crate::base::dtype::accumulate_in;
+    use crate::base::values::OutputGradsMetadata;
 
     pub fn rows(x: &TensorSpec, index: &TensorSpec, _users: &TensorSpec) -> TensorSpec {
         let [batch, heads, places] = index.shape.dims::<3>();

@@ -4,16 +4,11 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata, get_device_settings};
 use burn::tensor::{IntDType, Shape, Slice};
 
-use crate::dtype::accumulate_in;
-use crate::rows::ops::KeyedGrads;
-use crate::rows::ops::KeyedRows;
-use crate::rows::ops::MeanRows;
-use crate::rows::ops::MergedGrads;
-use crate::rows::ops::MergedOutput;
-use crate::rows::ops::MergedParts;
-use crate::values::OutputGrads;
+use crate::base::dtype::accumulate_in;
+use crate::base::values::OutputGrads;
+use crate::rows::ops::{KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput, MergedParts};
 
-pub(crate) fn gather_rows<B: Backend>(x: FloatTensor<B>, index: IntTensor<B>) -> FloatTensor<B> {
+pub fn gather_rows<B: Backend>(x: FloatTensor<B>, index: IntTensor<B>) -> FloatTensor<B> {
     let [batch, heads, rows, dim] = x.shape().dims();
     let [_, _, places] = index.shape().dims();
     let device = x.device();
@@ -37,10 +32,7 @@ pub(crate) fn gather_rows<B: Backend>(x: FloatTensor<B>, index: IntTensor<B>) ->
     B::float_reshape(taken, Shape::new([batch, heads, places, dim]))
 }
 
-pub(crate) fn rows_at_backward<B: Backend>(
-    grad: FloatTensor<B>,
-    users: IntTensor<B>,
-) -> FloatTensor<B> {
+pub fn rows_at_backward<B: Backend>(grad: FloatTensor<B>, users: IntTensor<B>) -> FloatTensor<B> {
     let [batch, heads, rows, most] = users.shape().dims();
     let dim = grad.shape()[3];
     let users = B::int_reshape(users, Shape::new([batch, heads, rows * most]));
@@ -56,7 +48,7 @@ pub(crate) fn rows_at_backward<B: Backend>(
     B::float_reshape(sums, shape)
 }
 
-pub(crate) fn segment_mean<B: Backend>(x: FloatTensor<B>, users: IntTensor<B>) -> MeanRows<B> {
+pub fn segment_mean<B: Backend>(x: FloatTensor<B>, users: IntTensor<B>) -> MeanRows<B> {
     let [batch, heads, rows, _] = users.shape().dims();
     let dtype = x.dtype().into();
     let sums = accumulate_in(dtype);
@@ -75,7 +67,7 @@ pub(crate) fn segment_mean<B: Backend>(x: FloatTensor<B>, users: IntTensor<B>) -
     }
 }
 
-pub(crate) fn means_at_backward<B: Backend>(
+pub fn means_at_backward<B: Backend>(
     grad: FloatTensor<B>,
     shares: FloatTensor<B>,
     index: IntTensor<B>,
@@ -97,7 +89,7 @@ fn squares<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
     B::float_clamp_min(square, SMALLEST_SQUARE.into())
 }
 
-pub(crate) fn l2_normalize<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
+pub fn l2_normalize<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
     let x = B::float_cast(x.clone(), accumulate_in(x.dtype().into()));
     let length = B::float_sqrt(squares::<B>(x.clone()));
     B::float_div(x.clone(), B::float_expand(length, x.shape()))
@@ -117,16 +109,13 @@ fn by_lengths<B: Backend>(grad: FloatTensor<B>, x: FloatTensor<B>) -> FloatTenso
     B::float_div(B::float_sub(grad, along), length)
 }
 
-pub(crate) fn unit_rows_backward<B: Backend>(
-    grad: FloatTensor<B>,
-    x: FloatTensor<B>,
-) -> FloatTensor<B> {
+pub fn unit_rows_backward<B: Backend>(grad: FloatTensor<B>, x: FloatTensor<B>) -> FloatTensor<B> {
     let dtype = x.dtype().into();
     let x = B::float_cast(x, accumulate_in(dtype));
     B::float_cast(by_lengths::<B>(grad, x), dtype)
 }
 
-pub(crate) fn keyed_rows<B: Backend>(
+pub fn keyed_rows<B: Backend>(
     x: FloatTensor<B>,
     value: FloatTensor<B>,
     index: IntTensor<B>,
@@ -141,7 +130,7 @@ pub(crate) fn keyed_rows<B: Backend>(
     }
 }
 
-pub(crate) fn keyed_rows_backward<B: Backend>(
+pub fn keyed_rows_backward<B: Backend>(
     grads: KeyedRows<B>,
     x: FloatTensor<B>,
     users: IntTensor<B>,
@@ -213,7 +202,7 @@ fn all_rows<B: Backend>(
     )
 }
 
-pub(crate) fn merged_parts<B: Backend>(inputs: MergedParts<B>) -> MergedOutput<B> {
+pub fn merged_parts<B: Backend>(inputs: MergedParts<B>) -> MergedOutput<B> {
     let [batch, heads, queries, dim] = inputs.own.shape().dims();
     let most = inputs.places.shape()[3];
     let dtype = inputs.own.dtype().into();
@@ -232,7 +221,7 @@ pub(crate) fn merged_parts<B: Backend>(inputs: MergedParts<B>) -> MergedOutput<B
     }
 }
 
-pub(crate) fn merged_parts_backward<B: Backend>(
+pub fn merged_parts_backward<B: Backend>(
     inputs: MergedParts<B>,
     grads: OutputGrads<B>,
 ) -> MergedGrads<B> {
@@ -307,7 +296,7 @@ fn at_places<B: Backend>(rows: FloatTensor<B>, places: IntTensor<B>) -> FloatTen
 }
 
 /// The query of each choice, −1 where there is none.
-pub(crate) fn queries_of<B: Backend>(choices: IntTensor<B>, most: usize) -> IntTensor<B> {
+pub fn queries_of<B: Backend>(choices: IntTensor<B>, most: usize) -> IntTensor<B> {
     let device = choices.device();
     let bools = get_device_settings::<B>(&device).bool_dtype;
     let none = B::int_lower_elem(choices.clone(), 0i64.into(), bools);
@@ -317,7 +306,7 @@ pub(crate) fn queries_of<B: Backend>(choices: IntTensor<B>, most: usize) -> IntT
 }
 
 /// All of the first three dimensions, and a range of the last.
-pub(crate) fn ranges(dims: [usize; 3], last: std::ops::Range<usize>) -> [Slice; 4] {
+pub fn ranges(dims: [usize; 3], last: std::ops::Range<usize>) -> [Slice; 4] {
     let all = |length: usize| Slice::new(0, Some(length as isize), 1);
     let [batch, heads, rows] = dims.map(all);
     let last = Slice::new(last.start as isize, Some(last.end as isize), 1);

@@ -7,15 +7,11 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{AutodiffBackend, Backend};
 
-use crate::outputs::{OutputGradients, or_zeros};
-use crate::rows::ops::KeyedGrads;
-use crate::rows::ops::KeyedRows;
-use crate::rows::ops::MeanRows;
-use crate::rows::ops::MergedGrads;
-use crate::rows::ops::MergedOutput;
-use crate::rows::ops::MergedParts;
-use crate::rows::ops::RowOps;
-use crate::values::OutputGrads;
+use crate::base::outputs::{OutputGradients, or_zeros};
+use crate::base::values::OutputGrads;
+use crate::rows::ops::{
+    KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput, MergedParts, RowOps,
+};
 
 /// The step of merged parts, whose outputs are out and lse.
 #[derive(Debug)]

@@ -1,7 +1,7 @@
 //! Tokens sorted by bucket, those of a bucket by position.
 
 use burn::tensor::{Int, Tensor};
-use burn_blocksparse::internal::counting_argsort;
+use burn_sparse_select::internal::counting_argsort;
 
 use super::counts::Counts;
 use super::ones;

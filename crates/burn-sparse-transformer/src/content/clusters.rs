@@ -1,9 +1,8 @@
 //! Balanced clusters: to each mean the same number of tokens, those most similar to it.
 
 use burn::tensor::{DType, Int, Tensor};
-use burn_blocksparse::internal::{
-    gather_qkv, gather_rows, runs_kernels, segment_mean, topk_per_centroid, topk_rows,
-};
+use burn_blocksparse::internal::{gather_qkv, gather_rows, runs_kernels, segment_mean};
+use burn_sparse_select::internal::{topk_per_centroid, topk_rows};
 
 use super::counts::Counts;
 use super::{in_dtype, ones, unit};

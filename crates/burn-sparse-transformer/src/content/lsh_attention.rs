@@ -5,7 +5,7 @@ use burn::module::{Initializer, Module, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
 use burn_blocksparse::Seed;
-use burn_blocksparse::ops::{Activation, bias_activation};
+use burn_fused_ops::{Activation, bias_activation};
 
 use super::lsh::{LshHeads, LshHeadsConfig};
 use crate::dropout::Seeds;

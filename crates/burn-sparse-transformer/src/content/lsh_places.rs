@@ -5,9 +5,10 @@ use std::sync::{LazyLock, Mutex, PoisonError};
 
 use burn::tensor::{DType, Device, Int, Tensor};
 use burn_blocksparse::graph::ensure_not_capturing;
-use burn_blocksparse::internal::{LayoutCache, gather_qkv, lsh_argsort, merge_gathered_attention};
+use burn_blocksparse::internal::{gather_qkv, merge_gathered_attention};
 use burn_blocksparse::layout::{BlockMask, PositionMask};
 use burn_blocksparse::{BlockLayout, DeviceLayout, LayoutShape, SparseAttentionCall};
+use burn_sparse_select::internal::{LayoutCache, lsh_argsort};
 
 use super::routing::block_size;
 use crate::TransformerError;

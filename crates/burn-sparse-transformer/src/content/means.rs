@@ -3,8 +3,9 @@
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_blocksparse::Seed;
 use burn_blocksparse::graph::ensure_not_capturing;
-use burn_blocksparse::internal::{argmax_rows, sum_all};
-use burn_blocksparse::ops::embedding_backward;
+use burn_blocksparse::internal::sum_all;
+use burn_fused_ops::embedding_backward;
+use burn_sparse_select::internal::argmax_rows;
 
 use super::unit;
 use crate::TransformerError;

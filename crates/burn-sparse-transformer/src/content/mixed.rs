@@ -3,7 +3,7 @@
 use burn::module::Module;
 use burn::tensor::{Device, Int, Tensor};
 use burn_blocksparse::Seed;
-use burn_blocksparse::internal::{cat_head_groups, split_head_groups};
+use burn_fused_ops::internal::{cat_head_groups, split_head_groups};
 
 use super::kind::ContentAttention;
 use super::lsh::LshHeads;

@@ -5,13 +5,13 @@ use std::sync::{Mutex, PoisonError};
 use burn::config::Config;
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Device, Int, Tensor};
-use burn_blocksparse::internal::LayoutCache;
 use burn_blocksparse::layout::PositionMask;
-use burn_blocksparse::selection::routed_attention;
 use burn_blocksparse::{
     AttentionOptions, BlockLayout, DeviceLayout, LayoutShape, Pattern, ProductPrecision, Seed,
     SparseAttentionCall,
 };
+use burn_sparse_select::internal::LayoutCache;
+use burn_sparse_select::routed_attention;
 
 use super::clusters::Clusters;
 use super::means::{commitment, followed, nearest, settled, similarities};

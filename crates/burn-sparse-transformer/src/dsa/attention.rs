@@ -5,7 +5,7 @@ use burn::module::{Initializer, Module, Param};
 use burn::nn::{Linear, LinearConfig, RotaryEncoding, RotaryEncodingConfig};
 use burn::tensor::{DType, Device, Tensor};
 use burn_blocksparse::AttentionOptions;
-use burn_blocksparse::ops::{Activation, bias_activation};
+use burn_fused_ops::{Activation, bias_activation};
 
 use super::{DsaHeads, DsaHeadsConfig, DsaParts};
 use crate::error::{ensure_multiple, ensure_shape, or_panic};
@@ -100,7 +100,7 @@ impl DsaAttentionConfig {
 }
 
 /// DeepSeek sparse attention (DeepSeek-V3.2-Exp, 2025, §2): of each token to the `keep` tokens up to itself that an indexer scores highest, the same ones for
-/// all heads ([`Dsa`](burn_blocksparse::dsa::Dsa)). The paper's attention beside the choice, of compressed keys and values (MLA), is not a part of it: heads are those of grouped-query
+/// all heads ([`Dsa`](burn_sparse_select::dsa::Dsa)). The paper's attention beside the choice, of compressed keys and values (MLA), is not a part of it: heads are those of grouped-query
 /// attention.
 ///
 /// ```
@@ -172,7 +172,7 @@ impl DsaAttention {
         self.finish(dtype, seen.heads)
     }
 
-    /// The same, and the loss of the indexer over the keys that were chosen ([`DsaTarget::Chosen`](burn_blocksparse::dsa::DsaTarget::Chosen)), which is to be added
+    /// The same, and the loss of the indexer over the keys that were chosen ([`DsaTarget::Chosen`](burn_sparse_select::dsa::DsaTarget::Chosen)), which is to be added
     /// to the model's.
     ///
     /// # Panics

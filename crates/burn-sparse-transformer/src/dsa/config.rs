@@ -4,8 +4,8 @@ use std::fmt;
 
 use burn::config::Config;
 use burn::nn::RotaryEncodingConfig;
-use burn_blocksparse::dsa::{Dsa, HADAMARD_WIDTHS, HadamardFp8};
-use burn_blocksparse::selection::DispatchMode;
+use burn_blocksparse::internal::DispatchMode;
+use burn_sparse_select::dsa::{Dsa, HADAMARD_WIDTHS, HadamardFp8};
 
 use crate::error::{ensure, ensure_positive};
 use crate::heads::validate_rope;
@@ -36,7 +36,7 @@ pub struct DsaHeadsConfig {
     /// a device has some, and are not those of f32, so that a few keys about the last that is kept are others. Its weights, norms, scores and losses are in the
     /// dtype of its parameters, or in f32, either way.
     pub index_precision: Option<Precision>,
-    /// Whether it chooses by queries and keys in fp8, rotated and rounded as the paper's indexer has them ([`DsaIndex::in_fp8`](burn_blocksparse::dsa::DsaIndex::in_fp8)),
+    /// Whether it chooses by queries and keys in fp8, rotated and rounded as the paper's indexer has them ([`DsaIndex::in_fp8`](burn_sparse_select::dsa::DsaIndex::in_fp8)),
     /// whose scores GPUs of compute capability 9.0 make of products in fp8. It learns by those that are not rounded. Caches and pools keep rounded keys.
     #[config(default = false)]
     pub index_fp8: bool,

@@ -4,7 +4,7 @@ use burn::module::Module;
 use burn::nn::{Linear, RotaryEncodingConfig};
 use burn::tensor::{Device, Tensor};
 use burn_blocksparse::AttentionOptions;
-use burn_blocksparse::dsa::{Dsa, DsaIndex, DsaTarget};
+use burn_sparse_select::dsa::{Dsa, DsaIndex, DsaTarget};
 
 use super::{DsaHeadsConfig, DsaIndexer, DsaStage};
 use crate::call::Seen;

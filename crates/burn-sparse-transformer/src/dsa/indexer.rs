@@ -3,8 +3,8 @@
 use burn::module::Module;
 use burn::nn::{LayerNorm, LayerNormConfig, Linear, RotaryEncoding};
 use burn::tensor::{DType, Device, FloatDType, Tensor};
-use burn_blocksparse::dsa::DsaIndex;
-use burn_blocksparse::ops::{AddNormOptions, norm};
+use burn_fused_ops::{AddNormOptions, norm};
+use burn_sparse_select::dsa::DsaIndex;
 
 use super::DsaHeadsConfig;
 use crate::heads::{Positions, rotate};
@@ -129,7 +129,7 @@ impl DsaIndexer {
 mod tests {
     use burn::nn::RotaryEncodingConfig;
     use burn::tensor::Distribution;
-    use burn_blocksparse::dsa::Dsa;
+    use burn_sparse_select::dsa::Dsa;
 
     use super::*;
     use crate::dsa::{DsaAttention, DsaAttentionConfig};

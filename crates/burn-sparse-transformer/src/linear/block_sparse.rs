@@ -3,7 +3,7 @@ use burn::module::{Initializer, Module, Param};
 use burn::nn::Linear;
 use burn::tensor::{Device, FloatDType, IndexingUpdateOp, Int, Tensor, TensorData};
 use burn_blocksparse::OpError;
-use burn_blocksparse::sparse_linear::{
+use burn_fused_ops::sparse_linear::{
     BlockSparseLinearOptions, WeightLayout, WeightPattern, block_sparse_linear,
 };
 
@@ -215,7 +215,7 @@ impl BlockSparseLinear {
 
     /// The layer with fewer blocks, those with the largest norms (a gate is part of its block's), and the indices that they had. Parameters keep their
     /// ids; an optimizer's state of the weight and the gates follows with
-    /// [`FusedAdamW::keep_rows`](burn_blocksparse::optim::FusedAdamW::keep_rows), which takes those indices.
+    /// [`FusedAdamW::keep_rows`](burn_fused_ops::optim::FusedAdamW::keep_rows), which takes those indices.
     ///
     /// # Errors
     /// If `density`, of all blocks of the weight, is not in `(0, 1]` or above the present one, or a norm is NaN.

@@ -7,7 +7,7 @@ use burn::module::{
 };
 use burn::tensor::{Bool, Device, Tensor, TensorData};
 use burn_blocksparse::OpError;
-use burn_blocksparse::sparse_linear::WeightLayout;
+use burn_fused_ops::sparse_linear::WeightLayout;
 
 use crate::TransformerError;
 

@@ -5,13 +5,13 @@ mod kept_blocks;
 
 pub(crate) use block_sparse::fans;
 pub use block_sparse::{BlockSparseLinear, BlockSparseLinearConfig};
-pub use burn_blocksparse::sparse_linear::{WeightLayout, WeightPattern};
+pub use burn_fused_ops::sparse_linear::{WeightLayout, WeightPattern};
 
 use burn::config::Config;
 use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
-use burn_blocksparse::ops::{Activation, LinearOptions, bias_activation, linear};
+use burn_fused_ops::{Activation, LinearOptions, bias_activation, linear};
 
 use crate::error::or_panic;
 use crate::{Precision, TransformerError};

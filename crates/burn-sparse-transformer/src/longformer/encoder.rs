@@ -5,7 +5,7 @@ use burn::nn::{
     LinearConfig,
 };
 use burn::tensor::{Bool, Device, Int, Tensor};
-use burn_blocksparse::ops::{Activation, MlpOptions, MlpParams, embedding, mlp};
+use burn_fused_ops::{Activation, MlpOptions, MlpParams, embedding, mlp};
 
 use super::{LongformerAttention, LongformerAttentionConfig, LongformerInput};
 use crate::TransformerError;

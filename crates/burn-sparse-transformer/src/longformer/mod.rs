@@ -12,8 +12,8 @@ use burn::nn::Linear;
 use burn::tensor::{Bool, Device, IndexingUpdateOp, Int, Tensor, TensorData};
 use burn_blocksparse::graph::ensure_not_capturing;
 use burn_blocksparse::layout::PaddingMask;
-use burn_blocksparse::ops::join_heads;
 use burn_blocksparse::{Pattern, SparseAttentionCall};
+use burn_fused_ops::join_heads;
 
 use crate::call::Call;
 use crate::error::{ensure, ensure_none, or_panic};

@@ -4,7 +4,7 @@ use burn::config::Config;
 use burn::module::{Initializer, Module, Param};
 use burn::nn::{Linear, LinearConfig, RotaryEncoding, RotaryEncodingConfig};
 use burn::tensor::{Device, Tensor};
-use burn_blocksparse::ops::{Activation, bias_activation};
+use burn_fused_ops::{Activation, bias_activation};
 
 use super::heads::{NsaSizes, Placing, Projections};
 use super::{NsaHeads, NsaHeadsConfig};

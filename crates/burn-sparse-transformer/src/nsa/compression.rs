@@ -3,7 +3,7 @@
 use burn::module::{Initializer, Module, Param};
 use burn::nn::Linear;
 use burn::tensor::{Device, Tensor};
-use burn_blocksparse::ops::{Activation, bias_activation};
+use burn_fused_ops::{Activation, bias_activation};
 use serde::{Deserialize, Serialize};
 
 use crate::{Precision, TransformerError};

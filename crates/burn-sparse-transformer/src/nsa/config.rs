@@ -3,8 +3,8 @@
 use std::fmt;
 
 use burn::config::Config;
-use burn_blocksparse::nsa::NsaOptions;
-use burn_blocksparse::selection::Always;
+use burn_sparse_select::Always;
+use burn_sparse_select::nsa::NsaOptions;
 
 use super::Compression;
 use crate::TransformerError;

@@ -5,7 +5,7 @@ use burn::nn::{Linear, RotaryEncoding};
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Device, Int, Tensor};
 use burn_blocksparse::ProductPrecision;
-use burn_blocksparse::nsa::{Nsa, NsaBranches, NsaKeysValues};
+use burn_sparse_select::nsa::{Nsa, NsaBranches, NsaKeysValues};
 
 use super::{Compression, NsaCompressor, NsaHeadsConfig};
 use crate::arange::arange;

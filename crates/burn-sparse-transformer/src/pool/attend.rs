@@ -4,8 +4,8 @@ use burn::module::Param;
 use burn::tensor::{DType, FloatDType, Tensor};
 use burn_blocksparse::layout::PaddingMask;
 use burn_blocksparse::merge_attention;
-use burn_blocksparse::paged::{PagedOptions, PagedOutput, PagedStore, paged_attention};
-use burn_blocksparse::selection::Selection;
+use burn_paged_attention::{PagedOptions, PagedOutput, PagedStore, paged_attention};
+use burn_sparse_select::Selection;
 
 use super::step::{Gathered, Road, Walk};
 use super::store::Store;

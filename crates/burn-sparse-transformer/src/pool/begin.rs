@@ -1,9 +1,8 @@
 //! The beginning of a call: room in the books, and what the layers are told.
 
 use burn::tensor::Device;
-use burn_blocksparse::paged::pages::{
-    CacheError, KvRetention, PagePool, SequenceId, Step as BooksStep, Writes,
-};
+use burn_paged_attention::pages::Step as BooksStep;
+use burn_paged_attention::pages::{CacheError, KvRetention, PagePool, SequenceId, Writes};
 
 use super::nsa_step::NsaStep;
 use super::sight::Sight;

@@ -1,17 +1,15 @@
 //! Layers of a pool whose queries choose pages by content.
 
 use burn::tensor::{Int, Tensor};
-use burn_blocksparse::paged::pages::{EvictionScore, KvRetention, Writes};
-use burn_blocksparse::paged::{
-    PageChoice, PagedKeysValues, PagedOptions, PagedStore, paged_attention, select_pages,
-};
-use burn_blocksparse::selection::PageSummary;
+use burn_paged_attention::pages::{EvictionScore, KvRetention, Writes};
+use burn_paged_attention::{PagedKeysValues, PagedOptions, PagedStore, paged_attention};
+use burn_sparse_select::PageSummary;
+use burn_sparse_select::pages::{PageChoice, select_pages};
 
-use super::KvPoolConfig;
 use super::attend::as_stored;
 use super::step::Walk;
 use super::store::{Store, ints};
-use super::{dsa, nsa};
+use super::{KvPoolConfig, dsa, nsa};
 use crate::error::{ensure, ensure_none};
 use crate::{SparseMultiHeadAttention, TransformerError};
 

@@ -2,8 +2,8 @@
 
 use burn::tensor::FloatDType;
 use burn_blocksparse::Pattern;
-use burn_blocksparse::paged::Quantization;
-use burn_blocksparse::paged::pages::{
+use burn_paged_attention::Quantization;
+use burn_paged_attention::pages::{
     CacheError, EvictionBudget, EvictionConfig, KvRetention, PagePool, PoolConfig,
 };
 

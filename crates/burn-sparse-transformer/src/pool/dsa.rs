@@ -4,7 +4,7 @@
 //! known of a beginning. Behind a prompt a step reads all of an indexer's keys, and of the others those that are chosen.
 
 use burn::tensor::Device;
-use burn_blocksparse::paged::pages::{KvRetention, SequenceId};
+use burn_paged_attention::pages::{KvRetention, SequenceId};
 
 use super::store::{Store, Stored, lost};
 use super::{Group, KvPoolConfig, KvUsage};

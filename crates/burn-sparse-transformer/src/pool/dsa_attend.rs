@@ -1,8 +1,8 @@
 //! Attention of new rows to what an indexer chooses of a pool.
 
 use burn::tensor::{FloatDType, Int, Tensor};
-use burn_blocksparse::dsa::{DsaIndex, DsaPages};
-use burn_blocksparse::paged::{PagedKeysValues, PagedStore, paged_attention};
+use burn_paged_attention::{PagedKeysValues, PagedStore, paged_attention};
+use burn_sparse_select::dsa::{DsaIndex, DsaPages};
 
 use super::attend::as_stored;
 use super::choice::{SCORES, WALKS, by_heads, by_rows};

@@ -1,7 +1,7 @@
 //! Keys that are let go by their scores.
 
 use burn::tensor::{FloatDType, Tensor};
-use burn_blocksparse::paged::pages::{
+use burn_paged_attention::pages::{
     CacheError, EvictionScore, KvRetention, PagePool, Retained, SequenceId,
 };
 

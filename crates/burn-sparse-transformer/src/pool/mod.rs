@@ -20,7 +20,7 @@ mod store;
 mod watch;
 mod watched;
 
-pub use burn_blocksparse::paged::pages::{
+pub use burn_paged_attention::pages::{
     CacheError, EvictionBudget, EvictionConfig, EvictionScore, KvRetention, ScoreSmoothing,
     SequenceId,
 };
@@ -28,9 +28,9 @@ pub use burn_blocksparse::paged::pages::{
 use burn::module::Param;
 use burn::tensor::{DType, Device, Tensor};
 use burn_blocksparse::layout::LastUse;
-use burn_blocksparse::ops::{Activation, bias_activation};
-use burn_blocksparse::paged::PageChoice;
-use burn_blocksparse::paged::pages::PagePool;
+use burn_fused_ops::{Activation, bias_activation};
+use burn_paged_attention::pages::PagePool;
+use burn_sparse_select::pages::PageChoice;
 
 pub(crate) use begin::Step;
 pub use config::{KvDtype, KvPoolConfig, KvPositions};

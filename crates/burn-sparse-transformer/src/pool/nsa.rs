@@ -11,16 +11,15 @@
 
 use burn::tensor::{Device, FloatDType};
 use burn_blocksparse::Pattern;
-use burn_blocksparse::paged::PageChoice;
-use burn_blocksparse::paged::pages::{KvRetention, SequenceId};
+use burn_paged_attention::pages::{KvRetention, SequenceId};
+use burn_sparse_select::pages::PageChoice;
 
 use super::nsa_step::BranchGroups;
 use super::step::GroupKey;
 use super::store::{Store, Stored, lost};
 use super::{Group, KvPoolConfig, KvUsage};
 use crate::error::{ensure, ensure_none};
-use crate::nsa::NsaHeads;
-use crate::nsa::NsaHeadsConfig;
+use crate::nsa::{NsaHeads, NsaHeadsConfig};
 use crate::{SparseMultiHeadAttention, TransformerError};
 
 /// What a layer keeps beside the keys and values that are chosen.

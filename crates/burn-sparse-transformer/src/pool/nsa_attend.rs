@@ -1,7 +1,7 @@
 //! Native sparse attention of new rows to what a pool holds of its branches.
 
 use burn::tensor::{FloatDType, Int, Tensor};
-use burn_blocksparse::nsa::NsaBranches;
+use burn_sparse_select::nsa::NsaBranches;
 
 use super::attend::as_stored;
 use super::choice::{SCORES, WALKS};

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use burn::tensor::{Device, Int, Tensor};
 use burn_blocksparse::graph::StaticInput;
-use burn_blocksparse::paged::pages::{PageCopy, SequenceId, Slot, SlotKey, Writes};
+use burn_paged_attention::pages::{PageCopy, SequenceId, Slot, SlotKey, Writes};
 
 use super::store::{Copies, data, ints, lost, zeros};
 use super::{Group, KvStep};

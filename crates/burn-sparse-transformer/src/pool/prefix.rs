@@ -1,6 +1,6 @@
 //! Sequences that begin as others did.
 
-use burn_blocksparse::paged::pages::SequenceId;
+use burn_paged_attention::pages::SequenceId;
 
 use super::KvPool;
 use crate::TransformerError;

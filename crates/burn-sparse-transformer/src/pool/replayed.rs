@@ -5,8 +5,8 @@ use std::rc::Rc;
 
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_blocksparse::graph::{CapturedGraph, StaticInput};
-use burn_blocksparse::paged::PageChoice;
-use burn_blocksparse::paged::pages::{SequenceId, Writes};
+use burn_paged_attention::pages::{SequenceId, Writes};
+use burn_sparse_select::pages::PageChoice;
 
 use super::begin::Advance;
 use super::nsa::Branches;

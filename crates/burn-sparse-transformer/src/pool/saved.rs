@@ -1,14 +1,13 @@
 //! A sequence on its way to a file, or to another pool.
 
 use burn::tensor::{Int, Tensor, TensorData};
-use burn_blocksparse::paged::pages::{CacheError, SavedSequence, SequenceId};
+use burn_paged_attention::pages::{CacheError, SavedSequence, SequenceId};
 use serde::{Deserialize, Serialize};
 
 use super::begin::Undo;
 use super::nsa::Branches;
-use super::nsa_step;
 use super::store::{Store, ints, lost};
-use super::{Group, KvPool};
+use super::{Group, KvPool, nsa_step};
 use crate::TransformerError;
 use crate::error::ensure_none;
 

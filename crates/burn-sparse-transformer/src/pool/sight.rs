@@ -1,8 +1,8 @@
 //! Which queries see which slots, on the device.
 
 use burn::tensor::{Device, IndexingUpdateOp, Int, Tensor};
-use burn_blocksparse::paged::PagedVisibility;
-use burn_blocksparse::paged::pages::{PagePool, Writes};
+use burn_paged_attention::PagedVisibility;
+use burn_paged_attention::pages::{PagePool, Writes};
 
 use super::store::ints;
 

@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_blocksparse::Pattern;
-use burn_blocksparse::paged::pages::{PagePool, SequenceId, SlotKey, Writes};
-use burn_blocksparse::paged::{PageChoice, PagedKeysValues, PagedStore, PagedVisibility};
-use burn_blocksparse::selection::Selection;
+use burn_paged_attention::pages::{PagePool, SequenceId, SlotKey, Writes};
+use burn_paged_attention::{PagedKeysValues, PagedStore, PagedVisibility};
+use burn_sparse_select::Selection;
+use burn_sparse_select::pages::PageChoice;
 
 use super::KvStep;
 use super::nsa_step::NsaStep;
@@ -383,7 +384,7 @@ pub(super) fn gather(
     let mut ids = Vec::with_capacity(steps.len() * key.kv_heads * count);
     for row in &slots {
         for head in 0..heads_of_row {
-            let id = |slot: burn_blocksparse::paged::pages::Slot| {
+            let id = |slot: burn_paged_attention::pages::Slot| {
                 ((slot.page * heads_of_row + head) * page_size + slot.slot) as i32
             };
             ids.extend(row.iter().map(|key| id(key.slot)));

@@ -2,12 +2,12 @@
 
 use burn::tensor::{DType, Device, FloatDType, IndexingUpdateOp, Int, Tensor, TensorData};
 use burn_blocksparse::graph::StaticInput;
-use burn_blocksparse::paged::pages::PageCopy;
-use burn_blocksparse::paged::{
-    PageSummaries, PagedStore, Quantization, QuantizedPages, append_quantized, append_rows,
-    dequantize, summarize_stored,
+use burn_paged_attention::pages::PageCopy;
+use burn_paged_attention::{
+    PagedStore, Quantization, QuantizedPages, append_quantized, append_rows, dequantize,
 };
-use burn_blocksparse::selection::PageSummary;
+use burn_sparse_select::PageSummary;
+use burn_sparse_select::pages::{PageSummaries, summarize_stored};
 
 use crate::TransformerError;
 use crate::error::ensure;

@@ -1,8 +1,8 @@
 //! What eviction has to know of attention: scores of keys, from a layer's own queries and keys.
 
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
-use burn_blocksparse::paged::pages::{EvictionScore, PagePool, SequenceId};
-use burn_blocksparse::selection::{AccumulatedAttentionOptions, accumulated_attention};
+use burn_blocksparse::{AccumulatedAttentionOptions, accumulated_attention};
+use burn_paged_attention::pages::{EvictionScore, PagePool, SequenceId};
 
 use super::KvStep;
 use super::store::{Store, ints};

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use burn::tensor::{Device, Tensor};
-use burn_blocksparse::paged::pages::{EvictionConfig, EvictionScore, SequenceId};
+use burn_paged_attention::pages::{EvictionConfig, EvictionScore, SequenceId};
 
 use super::store::ints;
 use crate::TransformerError;

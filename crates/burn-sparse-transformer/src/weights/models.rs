@@ -1,10 +1,8 @@
 //! Configurations of models whose weights are known by a map.
 
 use crate::feed_forward::FeedForwardActivation;
-use crate::longformer::LongformerAttentionConfig;
-use crate::longformer::LongformerEncoderConfig;
-use crate::{Factorization, Pattern};
-use crate::{SparseMultiHeadAttentionConfig, SparseTransformerConfig};
+use crate::longformer::{LongformerAttentionConfig, LongformerEncoderConfig};
+use crate::{Factorization, Pattern, SparseMultiHeadAttentionConfig, SparseTransformerConfig};
 
 /// GPT-2 (Radford et al., 2019) with a pattern: pre-activation blocks with the tanh approximation of GELU and a table of positions, for
 /// [`KeyMap::gpt2`](super::KeyMap::gpt2). Causal attention to everything is `Pattern::causal()`; any other causal pattern makes the trained model sparse.

@@ -6,7 +6,7 @@ use burn::nn::{Linear, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::store::ModuleRecord;
 use burn::tensor::{DType, Device, Tensor};
-use burn_blocksparse::optim::FusedAdamWConfig;
+use burn_fused_ops::optim::FusedAdamWConfig;
 use burn_sparse_transformer::feed_forward::FeedForwardSparsity;
 use burn_sparse_transformer::linear::{
     BlockSparseLinear, BlockSparseLinearConfig, WeightLayout, WeightPattern,
@@ -176,7 +176,7 @@ fn optimizers_follow_pruning(#[values(false, true)] saved: bool) {
     let x = random([7, 64], &device);
     let layer = randomise(config().with_bias(false).try_init(&device).unwrap());
     let adamw = || FusedAdamWConfig::new().with_weight_decay(0.0).init();
-    let step = |optimizer: &mut burn_blocksparse::optim::FusedAdamW, layer: BlockSparseLinear| {
+    let step = |optimizer: &mut burn_fused_ops::optim::FusedAdamW, layer: BlockSparseLinear| {
         // The gradient by a block does not depend on other blocks.
         let loss = layer.try_forward(x.clone()).unwrap().sum();
         let gradients = GradientsParams::from_grads(loss.backward(), &layer);

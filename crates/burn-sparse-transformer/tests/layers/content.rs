@@ -3,8 +3,8 @@
 use burn::config::Config;
 use burn::module::Module;
 use burn::tensor::{Device, Tensor};
-use burn_blocksparse::ops::join_heads;
 use burn_blocksparse::sparse_attention;
+use burn_fused_ops::join_heads;
 use burn_sparse_transformer::content::{ContentAttention, LshHeadsConfig, RoutingHeadsConfig};
 use burn_sparse_transformer::longformer::LongformerAttentionConfig;
 use burn_sparse_transformer::pool::KvPoolConfig;

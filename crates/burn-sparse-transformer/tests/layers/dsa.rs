@@ -325,7 +325,7 @@ mod training {
     use burn::optim::GradientsParams;
     use burn::tensor::DType;
     use burn::tensor::activation::log_softmax;
-    use burn_blocksparse::optim::FusedAdamWConfig;
+    use burn_fused_ops::optim::FusedAdamWConfig;
     use burn_sparse_transformer::{Precision, Recompute};
 
     use super::*;

@@ -4,7 +4,7 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::{Linear, RotaryEncodingConfig};
 use burn::tensor::activation::{gelu, sigmoid};
 use burn::tensor::{Device, Tensor};
-use burn_blocksparse::nsa::{Nsa, NsaKeysValues, NsaOptions};
+use burn_sparse_select::nsa::{Nsa, NsaKeysValues, NsaOptions};
 use burn_sparse_transformer::nsa::{
     Compression, NsaAttention, NsaAttentionConfig, NsaCompressor, NsaHeadsConfig,
 };

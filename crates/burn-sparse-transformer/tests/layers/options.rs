@@ -7,7 +7,8 @@ use burn::nn::transformer::TransformerEncoderConfig;
 use burn::tensor::activation::softmax;
 use burn::tensor::{Device, Tensor, TensorData};
 use burn_blocksparse::alibi_slopes;
-use burn_blocksparse::selection::{TopKOptions, top_k_blocks, top_k_blocks_on_device};
+use burn_blocksparse::layout::TopKOptions;
+use burn_sparse_select::{top_k_blocks, top_k_blocks_on_device};
 use burn_sparse_transformer::longformer::LongformerAttentionConfig;
 use burn_sparse_transformer::{
     Pattern, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,

@@ -3,7 +3,8 @@
 use std::str::FromStr;
 
 use burn::tensor::{Device, Int, Tensor};
-use burn_blocksparse::selection::{TopKOptions, top_k_blocks_on_device};
+use burn_blocksparse::layout::TopKOptions;
+use burn_sparse_select::top_k_blocks_on_device;
 use burn_sparse_transformer::longformer::LongformerAttentionConfig;
 use burn_sparse_transformer::pool::{KvPool, KvPoolConfig};
 use burn_sparse_transformer::{

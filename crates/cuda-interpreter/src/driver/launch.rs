@@ -3,9 +3,8 @@
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::sync::{Mutex, PoisonError};
 
-use super::listed;
 use super::memory::regions;
-use super::{Answer, INVALID_PTX, INVALID_VALUE, LAUNCH_FAILED, NOT_FOUND, SUCCESS};
+use super::{Answer, INVALID_PTX, INVALID_VALUE, LAUNCH_FAILED, NOT_FOUND, SUCCESS, listed};
 use crate::machine::{Launch, Settings, run};
 use crate::ptx::{Kernel, Module};
 

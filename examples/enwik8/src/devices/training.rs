@@ -4,7 +4,7 @@ use std::cell::Ref;
 
 use anyhow::{Result, anyhow};
 use burn::tensor::TensorData;
-use burn_blocksparse::optim::FusedAdamW;
+use burn_fused_ops::optim::FusedAdamW;
 use burn_sparse_transformer::SparseTransformer;
 use burn_sparse_transformer::dsa::DsaStage;
 

@@ -3,11 +3,11 @@
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Tensor};
 
+use crate::base::dtype::accumulate_in;
+use crate::base::values::KnownOutput;
 use crate::check::same_device;
-use crate::dtype::accumulate_in;
 use crate::error::OpError;
 use crate::options::{AttentionOptions, WeightsMode};
-use crate::values::KnownOutput;
 
 /// What [`attention_with_residuals`](crate::internal::attention_with_residuals) keeps of a call for [`attention_from_residuals`](crate::internal::attention_from_residuals): output and lse **before sinks**, without autodiff.
 ///

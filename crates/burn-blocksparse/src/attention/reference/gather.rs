@@ -11,10 +11,10 @@ use blocksparse::{BlockLayout, Dropout};
 
 use super::plan::{Group, GroupShape, Plan, Tile, TileEntry};
 use super::tiles::{tile, untile};
-use crate::dtype::accumulate_in;
+use crate::base::dtype::accumulate_in;
+use crate::base::values::{AttentionInputs, LayoutTensors};
 use crate::graph::recording;
 use crate::options::AttentionOptions;
-use crate::values::{AttentionInputs, LayoutTensors};
 use crate::weights;
 
 /// Scores in memory at a time, at most (one tile may have more).

@@ -9,8 +9,8 @@ use burn::tensor::{Shape, Slice};
 use super::diagonals::diagonals_of;
 use super::gather::{Chunk, Problem};
 use super::scores::scores;
+use crate::base::values::{AccumulatedInputs, AccumulatedOutput, AttentionInputs, LayoutTensors};
 use crate::options::AttentionOptions;
-use crate::values::{AccumulatedInputs, AccumulatedOutput, AttentionInputs, LayoutTensors};
 
 /// Chunk by chunk: `p = exp(s − lse)`, summed over the rows of each block for the columns, and skewed and summed for the diagonals
 /// ([`diagonals_of`]).

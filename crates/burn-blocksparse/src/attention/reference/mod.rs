@@ -30,11 +30,11 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, Shape};
 
-use crate::options::{AttentionOptions, WeightsMode};
-use crate::values::{
+use crate::base::values::{
     AttentionGrads, AttentionInputs, AttentionOutput, LayoutTensors, NeedsGrad, OptFloat,
     OutputGrads, SavedTensors, ScoreTensors,
 };
+use crate::options::{AttentionOptions, WeightsMode};
 use diagonals::diagonals_of;
 use gather::{Chunk, Problem};
 pub(crate) use masses::masses;

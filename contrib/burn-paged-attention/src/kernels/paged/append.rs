@@ -1,0 +1,244 @@
+//! Rows written into pages.
+
+use cubecl::ir::ElemType;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use blocksparse_cubecl::args::{address_of, buffer, spread};
+use blocksparse_cubecl::error::KernelError;
+
+/// Units of a cube.
+const UNITS: usize = 256;
+
+/// Rows and pages that they go to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct AppendShape {
+    /// Sequences.
+    pub batch: usize,
+    /// Heads of keys and values.
+    pub kv_heads: usize,
+    /// Rows of the table of a sequence: 1 or `kv_heads`.
+    pub tables: usize,
+    /// New rows of each head.
+    pub rows: usize,
+    /// Slots of a page.
+    pub page: usize,
+    /// Pages of the pool.
+    pub pages: usize,
+    /// Widths of keys and values.
+    pub widths: [usize; 2],
+    /// The type of all of them.
+    pub dtype: ElemType,
+}
+
+impl AppendShape {
+    /// `[batch, kv_heads, tables, rows]` and `[pages, page]`.
+    pub fn new(
+        [batch, kv_heads, tables, rows]: [usize; 4],
+        [pages, page]: [usize; 2],
+        widths: [usize; 2],
+        dtype: ElemType,
+    ) -> Self {
+        Self {
+            batch,
+            kv_heads,
+            tables,
+            rows,
+            page,
+            pages,
+            widths,
+            dtype,
+        }
+    }
+}
+
+impl AppendShape {
+    /// New rows, all heads of all sequences together.
+    pub(crate) fn count(&self) -> usize {
+        self.batch * self.kv_heads * self.rows
+    }
+
+    pub(crate) fn sizes(&self) -> RowsLaunch {
+        RowsLaunch::new(
+            self.count(),
+            self.rows,
+            self.kv_heads,
+            self.tables,
+            self.page,
+            self.pages,
+        )
+    }
+}
+
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub(crate) struct Rows {
+    /// New rows, all heads of all sequences together.
+    pub count: usize,
+    /// New rows of a head.
+    pub rows: usize,
+    pub kv_heads: usize,
+    pub tables: usize,
+    pub page: usize,
+    pub pages: usize,
+}
+
+/// Where a row goes: a slot of all pages, or behind the last of them.
+#[cube]
+pub(crate) fn row_slot(slots: &[i32], row: usize, sizes: &Rows) -> usize {
+    let head = row / sizes.rows % sizes.kv_heads;
+    let batch = row / sizes.rows / sizes.kv_heads;
+    let walk = batch * sizes.tables + head % sizes.tables;
+    let slot = slots[walk * sizes.rows + row % sizes.rows];
+    let mut to = sizes.pages * sizes.page;
+    if slot >= 0i32 {
+        let slot = slot as usize;
+        let shared = sizes.kv_heads / sizes.tables;
+        let page = slot / sizes.page * shared + head % shared;
+        if page < sizes.pages {
+            to = page * sizes.page + slot % sizes.page;
+        }
+    }
+    to
+}
+
+/// A unit for each vector of a new key and of its value.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn append<E: Float, N: Size>(
+    k: &[Vector<E, N>],
+    v: &[Vector<E, N>],
+    slots: &[i32],
+    keys: &mut [Vector<E, N>],
+    values: &mut [Vector<E, N>],
+    sizes: Rows,
+    #[comptime] vectors: [usize; 2],
+    #[define(E)] _element: ElemType,
+) {
+    let both = comptime!(vectors[0] + vectors[1]);
+    let row = ABSOLUTE_POS / both;
+    let vector = ABSOLUTE_POS % both;
+    if row < sizes.count {
+        let to = row_slot(slots, row, &sizes);
+        if to < sizes.pages * sizes.page {
+            if vector < comptime!(vectors[0]) {
+                keys[to * comptime!(vectors[0]) + vector] = k[row * comptime!(vectors[0]) + vector];
+            } else {
+                let vector = vector - comptime!(vectors[0]);
+                values[to * comptime!(vectors[1]) + vector] =
+                    v[row * comptime!(vectors[1]) + vector];
+            }
+        }
+    }
+}
+
+/// How rows are launched.
+struct Launch {
+    /// New rows.
+    count: usize,
+    /// Numbers of a load.
+    vector: usize,
+    /// Vectors of a key, and of a value.
+    vectors: [usize; 2],
+    units: usize,
+    address: AddressType,
+    cubes: CubeCount,
+}
+
+impl Launch {
+    fn new(client: &Client, shape: &AppendShape) -> Result<Self, KernelError> {
+        let dtype = shape.dtype;
+        let properties = client.properties();
+        if !properties.supports_type(dtype) {
+            let dtype = format!("{dtype:?}");
+            return Err(KernelError::Dtype { dtype });
+        }
+        let count = shape.count();
+        let most = (16 / dtype.size()).min(properties.hardware.max_vector_size.max(1));
+        let vector = (0..=most.ilog2())
+            .rev()
+            .map(|power| 1 << power)
+            .find(|vector| {
+                shape
+                    .widths
+                    .iter()
+                    .all(|width| width.is_multiple_of(*vector))
+            })
+            .unwrap_or(1);
+        let vectors = shape.widths.map(|width| width / vector);
+        let units = UNITS
+            .min(properties.hardware.max_units_per_cube as usize)
+            .min(properties.hardware.max_cube_dim.0 as usize);
+        let all = count * (vectors[0] + vectors[1]);
+        let widest = shape.widths[0].max(shape.widths[1]);
+        let largest = (shape.pages * shape.page * widest).max(all + units);
+        Ok(Self {
+            count,
+            vector,
+            vectors,
+            units,
+            address: address_of(client, largest)?,
+            cubes: spread(client, all.div_ceil(units) as u64)?,
+        })
+    }
+}
+
+/// That [`append_rows`] takes rows of a shape.
+///
+/// # Errors
+/// As [`append_rows`].
+pub fn check_append(client: &Client, shape: &AppendShape) -> Result<(), KernelError> {
+    Launch::new(client, shape).map(|_| ())
+}
+
+/// Writes rows `[batch, kv_heads, rows, ·]` into pages, in place. `slots` `[batch, tables, rows]`, i32: slot `s` of entry `x` is `x · page + s`; negative: the
+/// row is not written. Contiguous. Slots that do not exist are left out.
+///
+/// # Errors
+/// [`KernelError`] if the device cannot index the pages or lacks the dtype.
+pub fn append_rows(
+    client: &Client,
+    shape: &AppendShape,
+    [k, v]: [&Handle; 2],
+    slots: &Handle,
+    [keys, values]: [&Handle; 2],
+) -> Result<(), KernelError> {
+    let Launch {
+        count,
+        vector,
+        vectors,
+        units,
+        address,
+        cubes,
+    } = Launch::new(client, shape)?;
+    let AppendShape {
+        batch,
+        tables,
+        rows,
+        page,
+        pages,
+        ..
+    } = *shape;
+    if count == 0 || pages == 0 {
+        return Ok(());
+    }
+    // SAFETY: a unit reads its vector of a row below `count` and that row's slot, and writes the vector of a slot of a page below `pages`; the buffers
+    // have the lengths they say (see `buffer`).
+    unsafe {
+        append::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(units as u32),
+            address,
+            vector,
+            buffer(k, count * vectors[0]),
+            buffer(v, count * vectors[1]),
+            buffer(slots, batch * tables * rows),
+            buffer(keys, pages * page * vectors[0]),
+            buffer(values, pages * page * vectors[1]),
+            shape.sizes(),
+            vectors,
+            shape.dtype,
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,149 @@
+//! What the lanes of a key tell each other. Where there are plane operations they shuffle; otherwise a cube is one plane, and they meet in shared memory.
+
+use cubecl::prelude::*;
+
+use crate::kernels::paged::lanes::{shuffle, shuffle_xor};
+use crate::kernels::paged::tile::Tile;
+
+/// Sums of `values` over the lanes of each group, dealt out: lane `l` gets the sums from `l · lane_scores` on (with copies where there are fewer sums than
+/// lanes). `values` and `shared` are overwritten.
+#[cube]
+pub fn deal<A: Float>(values: &mut Array<A>, shared: &mut [A], #[comptime] t: Tile) -> Array<A> {
+    let mut own = Array::<A>::new(comptime!(t.lane_scores()));
+    let unit = UNIT_POS as usize;
+    let lane = unit % comptime!(t.lanes);
+    if comptime!(t.shuffles) {
+        // Half of what is left goes to the other half of the lanes, until a lane has its own.
+        #[unroll]
+        for step in 0..comptime!(t.lanes.ilog2()) {
+            let distance = comptime!(t.lanes >> (step + 1));
+            let left = comptime!(t.scores() >> step);
+            if comptime!(left > 1) {
+                let half = comptime!(left / 2);
+                let upper = lane & distance != 0;
+                #[unroll]
+                for i in 0..half {
+                    let low = values[i];
+                    let high = values[comptime!(i + half)];
+                    let kept = select(upper, high, low);
+                    let given = select(upper, low, high);
+                    values[i] = kept + shuffle_xor::<A>(given, comptime!(distance as u32), t);
+                }
+            } else {
+                let other = shuffle_xor::<A>(values[0], comptime!(distance as u32), t);
+                values[0] += other;
+            }
+        }
+        #[unroll]
+        for i in 0..comptime!(t.lane_scores()) {
+            own[i] = values[i];
+        }
+    } else {
+        let scores = comptime!(t.scores());
+        #[unroll]
+        for i in 0..scores {
+            shared[unit * scores + i] = values[i];
+        }
+        sync_cube();
+        let first = lane * comptime!(t.lane_scores()) / comptime!(t.copies());
+        #[unroll]
+        for i in 0..comptime!(t.lane_scores()) {
+            let mut sum = A::new(0.0);
+            for other in 0..comptime!(t.lanes) {
+                sum += shared[(unit - lane + other) * scores + first + i];
+            }
+            own[i] = sum;
+        }
+        sync_cube();
+    }
+    own
+}
+
+/// The inverse of [`deal`] without a sum: all scores of the group, in every lane.
+#[cube]
+pub fn collect<A: Float>(own: &Array<A>, shared: &mut [A], #[comptime] t: Tile) -> Array<A> {
+    let mut all = Array::<A>::new(comptime!(t.scores()));
+    let count = comptime!(t.lane_scores());
+    if comptime!(t.shuffles) {
+        let first = UNIT_POS_PLANE - UNIT_POS_PLANE % comptime!(t.lanes as u32);
+        #[unroll]
+        for i in 0..comptime!(t.scores()) {
+            let source = first + comptime!(t.lane_of(i) as u32);
+            all[i] = shuffle::<A>(own[comptime!(i % count)], source, t);
+        }
+    } else {
+        let unit = UNIT_POS as usize;
+        let lane = unit % comptime!(t.lanes);
+        #[unroll]
+        for i in 0..count {
+            shared[unit * count + i] = own[i];
+        }
+        sync_cube();
+        #[unroll]
+        for i in 0..comptime!(t.scores()) {
+            let source = unit - lane + comptime!(t.lane_of(i));
+            all[i] = shared[source * count + comptime!(i % count)];
+        }
+        sync_cube();
+    }
+    all
+}
+
+/// A number that each row's lanes agree on, of all rows, in every lane.
+#[cube]
+pub fn of_rows<A: Float>(own: A, shared: &mut [A], #[comptime] t: Tile) -> Array<A> {
+    let mut all = Array::<A>::new(comptime!(t.rows));
+    if comptime!(t.shuffles) {
+        let first = UNIT_POS_PLANE - UNIT_POS_PLANE % comptime!(t.lanes as u32);
+        #[unroll]
+        for row in 0..comptime!(t.rows) {
+            let source = first + comptime!((row * t.row_lanes()) as u32);
+            all[row] = shuffle::<A>(own, source, t);
+        }
+    } else {
+        let unit = UNIT_POS as usize;
+        let lane = unit % comptime!(t.lanes);
+        shared[unit] = own;
+        sync_cube();
+        #[unroll]
+        for row in 0..comptime!(t.rows) {
+            all[row] = shared[unit - lane + comptime!(row * t.row_lanes())];
+        }
+        sync_cube();
+    }
+    all
+}
+
+/// The largest, or the sum, over the lanes of a row, in all of them.
+#[cube]
+pub fn across_row<A: Float>(
+    own: A,
+    shared: &mut [A],
+    #[comptime] max: bool,
+    #[comptime] t: Tile,
+) -> A {
+    let mut result = own;
+    if comptime!(t.shuffles) {
+        #[unroll]
+        for step in 0..comptime!(t.row_lanes().ilog2()) {
+            let other = shuffle_xor::<A>(result, comptime!(1u32 << step), t);
+            result = combine::<A>(result, other, max);
+        }
+    } else {
+        let unit = UNIT_POS as usize;
+        let first = unit - unit % comptime!(t.row_lanes());
+        shared[unit] = own;
+        sync_cube();
+        result = shared[first];
+        for other in 1..comptime!(t.row_lanes()) {
+            result = combine::<A>(result, shared[first + other], max);
+        }
+        sync_cube();
+    }
+    result
+}
+
+#[cube]
+fn combine<A: Float>(a: A, b: A, #[comptime] max: bool) -> A {
+    if comptime!(max) { a.max(b) } else { a + b }
+}

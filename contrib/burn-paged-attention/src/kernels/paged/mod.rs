@@ -1,0 +1,59 @@
+//! Attention of few queries to keys and values in pages, as decoding needs it.
+//!
+//! The queries of the heads that share a head of keys are rows of one matrix, so that keys are read once for all of them. A sequence's walk over its pages
+//! is cut into shares; lengths are on the device, so cubes find out there which share is theirs ([`walk`]), and a launch depends on shapes alone. Each
+//! share is a softmax of its own, and a second launch joins them.
+//!
+//! ```text
+//! tile       how a cube shares keys among units          walk     shares of walks, pages of a walk
+//! exchange   what the lanes of a key tell each other     attend   the kernel over a share
+//! lanes      shuffles within a plane                      join     the softmaxes of a cube as one
+//! merge      the shares of a query as one softmax        append   rows written into pages
+//! mma        the kernel over a share on tensor cores      mma_tile its shape
+//! mma_codec  numbers of eight bits on tensor cores
+//! mma_load   what lanes load on tensor cores
+//! last       the shares of a query as one softmax, in the launch of mma
+//! quantize   rows written into pages of eight bits        shape    what a call is
+//! plan       how it is launched
+//! summary    what is known of each page besides its keys  page_scores  scores of pages by it
+//! highest    the pages of the highest scores          slots    slots of walks one by one, and of keys that were picked
+//! ```
+
+mod append;
+mod attend;
+mod exchange;
+mod highest;
+mod join;
+mod lanes;
+#[cfg(feature = "cuda")]
+mod last;
+mod merge;
+#[cfg(feature = "cuda")]
+mod mma;
+#[cfg(feature = "cuda")]
+mod mma_codec;
+#[cfg(feature = "cuda")]
+mod mma_load;
+#[cfg(feature = "cuda")]
+mod mma_tile;
+mod page_scores;
+mod plan;
+#[cfg(test)]
+mod plan_tests;
+mod quantize;
+mod shape;
+mod slots;
+mod summary;
+mod tile;
+mod walk;
+
+pub use append::{AppendShape, append_rows, check_append};
+pub use highest::{HighestShape, check_highest_pages, topk_pages, topk_rows};
+pub use page_scores::{PageScoreBuffers, PageScoreShape, check_page_scores, page_scores};
+pub use plan::{PagedBuffers, PagedPlan, paged_attention};
+pub use quantize::{append_quantized, check_append_quantized};
+pub use shape::PagedShape;
+pub use slots::{SlotShape, picked_slots, walk_slots};
+pub use summary::{
+    Summary, check_summarize, check_summarize_quantized, summarize_pages, summarize_quantized,
+};

@@ -1,0 +1,404 @@
+//! Scores of pages, by what is known of each.
+//!
+//! ```text
+//! bounds   x[J] = f · Σ_h Σ_c max(q[h,c] · most[J,c], q[h,c] · least[J,c])
+//!               = Σ_c (f · Σ_h max(q[h,c], 0)) · most[J,c] + (f · Σ_h min(q[h,c], 0)) · least[J,c]
+//! mean     x[J] = Σ_c (f · Σ_h q[h,c]) · mean[J,c]
+//! ```
+//!
+//! So the queries of the heads `h` that share a head of keys are one row, and a summary is read once for all of them. A cube has some pages of one head of
+//! keys: neighbouring units, the lanes, share a page, and what they have of its sum meets in shared memory, once for all pages of the cube.
+
+use cubecl::ir::ElemType;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::kernels::paged::summary::{Summary, check_float, widest};
+use blocksparse_cubecl::args::{address_of, buffer, spread};
+use blocksparse_cubecl::error::KernelError;
+
+/// Units of a cube.
+const UNITS: usize = 256;
+/// Units of a page, at most.
+const MOST_LANES: usize = 16;
+/// Pages of a unit, at most.
+const ROUNDS: usize = 8;
+
+/// What a call is: one query of each head for each walk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct PageScoreShape {
+    /// Walks, sequences or queries of them.
+    pub batch: usize,
+    /// Heads of queries.
+    pub heads: usize,
+    /// Heads of keys.
+    pub kv_heads: usize,
+    /// Rows of the table of a walk: 1 or `kv_heads`.
+    pub tables: usize,
+    /// Entries of a row of the table.
+    pub entries: usize,
+    /// Pages of the pool.
+    pub pages: usize,
+    /// Slots of a page, a power of two.
+    pub page: usize,
+    /// Width of keys.
+    pub width: usize,
+    /// The type of queries.
+    pub dtype: ElemType,
+    /// What is known of pages.
+    pub summary: Summary,
+    /// In which type.
+    pub summary_dtype: ElemType,
+}
+
+impl PageScoreShape {
+    /// `[batch, heads, kv_heads]`, `[tables, entries]`, `[pages, page, width]`; the type of queries, and of what is known of pages.
+    pub fn new(
+        [batch, heads, kv_heads]: [usize; 3],
+        [tables, entries]: [usize; 2],
+        [pages, page, width]: [usize; 3],
+        dtype: ElemType,
+        (summary, summary_dtype): (Summary, ElemType),
+    ) -> Self {
+        Self {
+            batch,
+            heads,
+            kv_heads,
+            tables,
+            entries,
+            pages,
+            page,
+            width,
+            dtype,
+            summary,
+            summary_dtype,
+        }
+    }
+}
+
+/// What is compiled into the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Scored {
+    summary: Summary,
+    /// Vectors of a key.
+    vectors: usize,
+    /// Units of a page, a power of two.
+    lanes: usize,
+    /// Units of a cube.
+    units: usize,
+    /// Pages of a unit.
+    rounds: usize,
+    /// Slots of a page.
+    page: usize,
+}
+
+impl Scored {
+    /// Pages that a cube has at a time.
+    fn groups(&self) -> usize {
+        self.units / self.lanes
+    }
+
+    /// Pages of a cube.
+    fn pages(&self) -> usize {
+        self.groups() * self.rounds
+    }
+
+    /// Vectors of a lane of each row of a summary, at most.
+    fn lane_vectors(&self) -> usize {
+        self.vectors.div_ceil(self.lanes)
+    }
+
+    /// Numbers of shared memory between the sums of pages: odd, so that units that add up pages meet different banks.
+    fn pitch(&self) -> usize {
+        self.lanes + 1
+    }
+}
+
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct Sizes {
+    /// Walks and heads of keys.
+    rows: usize,
+    kv_heads: usize,
+    /// Heads of queries of a head of keys.
+    group: usize,
+    tables: usize,
+    entries: usize,
+    pages: usize,
+    /// Cubes of a row.
+    chunks: usize,
+}
+
+/// Scores `[batch, kv_heads, entries]` of the pages that walks have; nothing is written behind them.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn score<Q: Float, S: Float, N: Size>(
+    q: &[Vector<Q, N>],
+    summaries: &[Vector<S, N>],
+    table: &[i32],
+    spans: &[i32],
+    scores: &mut [f32],
+    sizes: Sizes,
+    factor: f32,
+    #[comptime] t: Scored,
+    #[define(Q)] _query: ElemType,
+    #[define(S)] _summary: ElemType,
+) {
+    // Heads are neighbours, as their pages are.
+    let head = CUBE_POS % sizes.kv_heads;
+    let chunk = CUBE_POS / sizes.kv_heads % sizes.chunks;
+    let batch = CUBE_POS / sizes.kv_heads / sizes.chunks;
+    let row = batch * sizes.kv_heads + head;
+    let mut count = 0usize;
+    let mut walk = 0usize;
+    if row < sizes.rows {
+        walk = batch * sizes.tables + head % sizes.tables;
+        let slots = max(spans[walk * 4], 0i32) as usize;
+        count = min(
+            (slots + comptime!(t.page - 1)) / comptime!(t.page),
+            sizes.entries,
+        );
+    }
+    let first = chunk * comptime!(t.pages());
+    if first < count {
+        let unit = UNIT_POS as usize;
+        let lane = unit % comptime!(t.lanes);
+        let group = unit / comptime!(t.lanes);
+        let shared_heads = sizes.kv_heads / sizes.tables;
+        let shared_head = head % shared_heads;
+
+        // Pages before anything else: what they lead to is on the longest way.
+        let mut ids = Array::<u32>::new(comptime!(t.rounds));
+        #[unroll]
+        for round in 0..comptime!(t.rounds) {
+            let entry = first + comptime!(round * t.groups()) + group;
+            let mut id = 0u32.runtime();
+            if entry < count {
+                let listed = table[walk * sizes.entries + entry];
+                let page = max(listed, 0i32) as usize * shared_heads + shared_head;
+                id = select(
+                    listed >= 0i32 && page < sizes.pages,
+                    page as u32 + 1u32,
+                    0u32,
+                );
+            }
+            ids[round] = id;
+        }
+
+        let lane_vectors = comptime!(t.lane_vectors());
+        let summary_rows = comptime!(t.summary.rows());
+        let mut queries = Array::<Vector<f32, N>>::new(comptime!(summary_rows * lane_vectors));
+        #[unroll]
+        for i in 0..comptime!(summary_rows * lane_vectors) {
+            queries[i] = Vector::<f32, N>::zeroed();
+        }
+        for member in 0..sizes.group {
+            let at = (batch * sizes.kv_heads + head) * sizes.group + member;
+            #[unroll]
+            for i in 0..lane_vectors {
+                let vector = lane + comptime!(i * t.lanes);
+                if vector < comptime!(t.vectors) {
+                    let x = Vector::<f32, N>::cast_from(q[at * comptime!(t.vectors) + vector]);
+                    match comptime!(t.summary) {
+                        Summary::Bounds => {
+                            let mut above = Vector::<f32, N>::zeroed();
+                            let mut below = Vector::<f32, N>::zeroed();
+                            #[unroll]
+                            for c in 0..N::value() {
+                                above.insert(c, max(x.extract(c), 0.0f32));
+                                below.insert(c, min(x.extract(c), 0.0f32));
+                            }
+                            queries[i] += above;
+                            queries[comptime!(lane_vectors + i)] += below;
+                        }
+                        Summary::Mean => {
+                            queries[i] += x;
+                        }
+                    }
+                }
+            }
+        }
+
+        let mut sums = Shared::<[f32]>::new_slice(comptime!(t.pages() * t.pitch()));
+        #[unroll]
+        for round in 0..comptime!(t.rounds) {
+            let mut sum = Vector::<f32, N>::zeroed();
+            if ids[round] > 0u32 {
+                let page = (ids[round] - 1u32) as usize;
+                #[unroll]
+                for of in 0..summary_rows {
+                    #[unroll]
+                    for i in 0..lane_vectors {
+                        let vector = lane + comptime!(i * t.lanes);
+                        if vector < comptime!(t.vectors) {
+                            let at = (page * summary_rows + of) * comptime!(t.vectors) + vector;
+                            let x = Vector::<f32, N>::cast_from(summaries[at]);
+                            sum += queries[comptime!(of * lane_vectors + i)] * x;
+                        }
+                    }
+                }
+            }
+            let mut own = sum.extract(0usize);
+            #[unroll]
+            for c in 1..N::value() {
+                own += sum.extract(c);
+            }
+            let place = comptime!(round * t.groups()) + group;
+            sums[place * comptime!(t.pitch()) + lane] = own;
+        }
+        sync_cube();
+        let mut place = unit;
+        while place < comptime!(t.pages()) {
+            if first + place < count {
+                let mut sum = sums[place * comptime!(t.pitch())];
+                #[unroll]
+                for other in 1..comptime!(t.lanes) {
+                    sum += sums[place * comptime!(t.pitch()) + other];
+                }
+                scores[row * sizes.entries + first + place] = sum * factor;
+            }
+            place += comptime!(t.units);
+        }
+    }
+}
+
+/// How it is launched.
+struct Launch {
+    tile: Scored,
+    vector: usize,
+    chunks: usize,
+    address: AddressType,
+    cubes: CubeCount,
+}
+
+impl Launch {
+    fn new(client: &Client, shape: &PageScoreShape) -> Result<Self, KernelError> {
+        let properties = client.properties();
+        for dtype in [shape.dtype, shape.summary_dtype] {
+            check_float(properties, dtype)?;
+        }
+        let bytes = shape.dtype.size().max(shape.summary_dtype.size());
+        let vector = widest(properties, &[shape.width], bytes);
+        let vectors = shape.width / vector;
+        let hardware = &properties.hardware;
+        let units = UNITS
+            .min(hardware.max_units_per_cube as usize)
+            .min(hardware.max_cube_dim.0 as usize)
+            .max(1);
+        let units = 1 << units.ilog2();
+        let lanes = vectors.next_power_of_two().min(MOST_LANES).min(units);
+        let rows = shape.batch * shape.kv_heads;
+        let mut tile = Scored {
+            summary: shape.summary,
+            vectors,
+            lanes,
+            units,
+            rounds: ROUNDS,
+            page: shape.page,
+        };
+        // Fewer pages of a cube where there are few, so that more of the device reads them.
+        let wanted = hardware.num_streaming_multiprocessors.unwrap_or(1) as usize * 4;
+        while tile.rounds > 1 && rows * shape.entries.div_ceil(tile.pages()) < wanted {
+            tile.rounds /= 2;
+        }
+        let chunks = shape.entries.div_ceil(tile.pages());
+        let largest = [
+            shape.pages * shape.summary.rows() * shape.width,
+            shape.batch * shape.heads * shape.width,
+            rows * shape.entries,
+            shape.batch * shape.tables * shape.entries,
+        ];
+        // Numbers of pages are 32 bits wide, and one of them is none.
+        if u32::try_from(shape.pages + 1).is_err() {
+            return Err(KernelError::limit("pages", u32::MAX, shape.pages));
+        }
+        Ok(Self {
+            tile,
+            vector,
+            chunks,
+            address: address_of(client, largest.into_iter().max().unwrap_or(0))?,
+            cubes: spread(client, (rows * chunks) as u64)?,
+        })
+    }
+}
+
+/// The tensors of a call, contiguous; integers are i32.
+#[derive(Clone, Copy, Debug)]
+pub struct PageScoreBuffers<'a> {
+    /// `[batch, heads, width]`
+    pub q: &'a Handle,
+    /// `[pages, rows of a summary, width]`
+    pub summaries: &'a Handle,
+    /// `[batch, tables, entries]`, as attention over pages has it.
+    pub table: &'a Handle,
+    /// `[batch, tables, 4]`, of which the slots of region one count.
+    pub spans: &'a Handle,
+    /// `[batch, kv_heads, entries]`, f32.
+    pub scores: &'a Handle,
+}
+
+/// That [`page_scores`] takes a shape.
+///
+/// # Errors
+/// As [`page_scores`].
+pub fn check_page_scores(client: &Client, shape: &PageScoreShape) -> Result<(), KernelError> {
+    Launch::new(client, shape).map(|_| ())
+}
+
+/// The scores of the pages of region one of walks, times `factor`, added over the heads of queries of a head of keys. Behind the pages of a walk nothing is
+/// written. Pages that do not exist have the score 0.
+///
+/// # Errors
+/// [`KernelError`] if the device cannot index the pages or lacks a dtype.
+pub fn page_scores(
+    client: &Client,
+    shape: &PageScoreShape,
+    buffers: &PageScoreBuffers,
+    factor: f64,
+) -> Result<(), KernelError> {
+    let Launch {
+        tile,
+        vector,
+        chunks,
+        address,
+        cubes,
+    } = Launch::new(client, shape)?;
+    let rows = shape.batch * shape.kv_heads;
+    if rows * shape.entries * shape.pages == 0 {
+        return Ok(());
+    }
+    let walks = shape.batch * shape.tables;
+    let vectors = tile.vectors;
+    // SAFETY: a cube below the rows times their chunks reads the queries of its row, entries of its walk and summaries of pages below `pages`, and
+    // writes scores of its row; the buffers have the lengths they say.
+    unsafe {
+        score::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(tile.units as u32),
+            address,
+            vector,
+            buffer(buffers.q, shape.batch * shape.heads * vectors),
+            buffer(
+                buffers.summaries,
+                shape.pages * shape.summary.rows() * vectors,
+            ),
+            buffer(buffers.table, walks * shape.entries),
+            buffer(buffers.spans, walks * 4),
+            buffer(buffers.scores, rows * shape.entries),
+            SizesLaunch::new(
+                rows,
+                shape.kv_heads,
+                shape.heads / shape.kv_heads,
+                shape.tables,
+                shape.entries,
+                shape.pages,
+                chunks,
+            ),
+            factor as f32,
+            tile,
+            shape.dtype,
+            shape.summary_dtype,
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,530 @@
+//! How a call is launched.
+
+use std::fmt;
+
+use cubecl::ir::{ElemType, UIntKind};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::kernels::paged::attend::attend;
+use crate::kernels::paged::merge::{MergeSizesLaunch, MergeTile, merge};
+#[cfg(feature = "cuda")]
+use crate::kernels::paged::mma::attend_mma;
+#[cfg(feature = "cuda")]
+use crate::kernels::paged::mma_tile::MmaTile;
+use crate::kernels::paged::shape::PagedShape;
+use crate::kernels::paged::tile::Tile;
+use crate::kernels::paged::walk::{CANDIDATES, SizesLaunch, least_pages};
+use blocksparse_cubecl::args::{address_in, buffer, optional, spread};
+use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::rows::accumulator_of;
+use blocksparse_cubecl::tuning::{TierLimit, Tuning};
+
+/// Multiprocessors of a device that does not say.
+const MULTIPROCESSORS: usize = 16;
+/// Bytes of partial outputs besides one for each query, at most.
+const PARTIAL_BYTES: usize = 16 << 20;
+/// Of this many cubes at a time for each walk, a single wave of them is wanted. With fewer a wave would leave too many idle.
+const SINGLE_WAVE: usize = 4;
+
+/// Shares of several walks at most, of so many that the device computes at a time. Those that no walk has cost a cube that ends at once, so there are few more
+/// than are of use: for walks of one length, and for one that is much longer than the others.
+fn most_shares(walks: usize, at_a_time: usize) -> usize {
+    if walks * SINGLE_WAVE <= at_a_time {
+        return at_a_time;
+    }
+    if walks * 4 <= 3 * at_a_time {
+        return 2 * at_a_time;
+    }
+    // Hundredths of a walk: shares in waves, and what each of them costs besides its slots.
+    let time = |shares: &usize| (walks * shares).div_ceil(at_a_time) * (100 / shares + 2);
+    let shares = (1..=4).min_by_key(time).unwrap_or(1);
+    walks * shares + at_a_time
+}
+
+/// Who attends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Tier {
+    /// Any runtime.
+    Simt(Tile),
+    /// Tensor cores.
+    #[cfg(feature = "cuda")]
+    Mma(MmaTile),
+}
+
+impl Tier {
+    /// The fastest tier that takes a call, and why the others do not.
+    fn choose(
+        properties: &DeviceProperties,
+        shape: &PagedShape,
+        limit: TierLimit,
+    ) -> Option<(Self, Option<&'static str>)> {
+        let simt = || Some(Self::Simt(Tile::new(properties, shape)?));
+        if limit.is_simt() {
+            return Some((simt()?, Some("BLOCKSPARSE_TIER says simt")));
+        }
+        #[cfg(feature = "cuda")]
+        let reason = match MmaTile::new(properties, shape) {
+            Ok(tile) => return Some((Self::Mma(tile), None)),
+            Err(reason) => Some(reason),
+        };
+        #[cfg(not(feature = "cuda"))]
+        let reason = None;
+        Some((simt()?, reason))
+    }
+
+    /// Queries of a cube.
+    fn rows(&self) -> usize {
+        match self {
+            Self::Simt(tile) => tile.rows,
+            #[cfg(feature = "cuda")]
+            Self::Mma(tile) => tile.rows(),
+        }
+    }
+
+    /// The same, joining so many shares of a walk itself if it pays.
+    fn joining(self, _shape: &PagedShape, _shares: usize) -> Self {
+        match self {
+            Self::Simt(_) => self,
+            #[cfg(feature = "cuda")]
+            Self::Mma(tile) => Self::Mma(tile.joining(_shape, _shares)),
+        }
+    }
+
+    /// Whether it joins the shares of a walk itself.
+    fn is_joining(&self) -> bool {
+        match self {
+            Self::Simt(_) => false,
+            #[cfg(feature = "cuda")]
+            Self::Mma(tile) => tile.fused,
+        }
+    }
+
+    /// Units of a cube.
+    fn units(&self) -> usize {
+        match self {
+            Self::Simt(tile) => tile.units(),
+            #[cfg(feature = "cuda")]
+            Self::Mma(tile) => tile.units(),
+        }
+    }
+
+    /// Cubes that a multiprocessor has at a time.
+    fn cubes(&self) -> usize {
+        match self {
+            Self::Simt(_) => 1,
+            #[cfg(feature = "cuda")]
+            Self::Mma(tile) => tile.cubes,
+        }
+    }
+
+    fn shared_bytes(&self, accumulator: ElemType) -> usize {
+        match self {
+            Self::Simt(tile) => tile.shared_bytes(accumulator),
+            #[cfg(feature = "cuda")]
+            Self::Mma(tile) => tile.shared_bytes(),
+        }
+    }
+}
+
+impl fmt::Display for Tier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let rows = self.rows();
+        match self {
+            Self::Simt(tile) => {
+                let Tile { keys, lanes, .. } = tile;
+                let exchange = if tile.shuffles { "planes" } else { "no planes" };
+                write!(
+                    f,
+                    "simt  {} units a cube of {rows} queries, {keys} keys of {lanes} lanes at a time, {} numbers a load, {exchange}",
+                    tile.units(),
+                    tile.load(),
+                )
+            }
+            #[cfg(feature = "cuda")]
+            Self::Mma(tile) => write!(
+                f,
+                "mma  {} units a cube of {rows} queries, 16 keys of a warp at a time",
+                tile.units(),
+            ),
+        }
+    }
+}
+
+/// How a call is launched: a function of its shape and the device. It prints.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PagedPlan {
+    shape: PagedShape,
+    tier: Tier,
+    /// Why not a faster tier.
+    reason: Option<&'static str>,
+    merge: MergeTile,
+    address: AddressType,
+    /// Cubes that share the queries of a head of keys.
+    row_blocks: usize,
+    /// Shares that walks are cut into: besides one for each walk, or at most, if there is a wave.
+    work: usize,
+    /// Shares that the device computes at a time, if it chooses how long they are by real lengths.
+    wave: usize,
+    /// Shares of all walks, at most.
+    items: usize,
+}
+
+impl PagedPlan {
+    /// The plan of a call, without the tiers that the environment variable `BLOCKSPARSE_TIER` leaves out.
+    ///
+    /// # Errors
+    /// [`KernelError`] if the device lacks the dtype, the call exceeds a limit of it, or the variable says what it may not.
+    pub fn new(client: &Client, shape: PagedShape) -> Result<Self, KernelError> {
+        Self::of(client.properties(), shape, Tuning::of_process()?.tier)
+    }
+
+    /// The plan of a call without some tiers, for measuring and comparing.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_limit(
+        client: &Client,
+        shape: PagedShape,
+        limit: TierLimit,
+    ) -> Result<Self, KernelError> {
+        Self::of(client.properties(), shape, limit)
+    }
+
+    /// The plan of a call on a device that is described.
+    pub(crate) fn of(
+        properties: &DeviceProperties,
+        shape: PagedShape,
+        limit: TierLimit,
+    ) -> Result<Self, KernelError> {
+        let accumulator = accumulator_of(shape.dtype);
+        for element in [shape.dtype, accumulator] {
+            if !properties.supports_type(element) {
+                let dtype = format!("{element:?}");
+                return Err(KernelError::Dtype { dtype });
+            }
+        }
+        let hardware = &properties.hardware;
+        let [width, value_width] = shape.widths;
+        let shared = || KernelError::SharedMemory {
+            head_dim: width,
+            value_dim: value_width,
+            available: hardware.max_shared_memory_size,
+        };
+        let (tier, reason) = Tier::choose(properties, &shape, limit).ok_or_else(shared)?;
+        if tier.shared_bytes(accumulator) > hardware.max_shared_memory_size {
+            return Err(shared());
+        }
+        // With the buffer in which CubeCL passes scalars.
+        let buffers = 8
+            + 2 * usize::from(shape.quantization.is_some())
+            + 3 * usize::from(shape.visibility)
+            + usize::from(shape.selected.is_some());
+        if buffers > hardware.max_bindings as usize {
+            let most = hardware.max_bindings;
+            return Err(KernelError::limit("buffers of a launch", most, buffers));
+        }
+        let group_rows = shape.group_rows().max(1);
+        let row_blocks = group_rows.div_ceil(tier.rows());
+        let walks = shape.walks();
+        let entries = shape.selected.unwrap_or(shape.entries).max(1);
+        let heads = shape.shared_heads();
+        let (work, wave, items) = match shape.fixed_split {
+            Some(pages) => (0, 0, walks * entries.div_ceil(pages)),
+            None => {
+                let multiprocessors = hardware
+                    .num_streaming_multiprocessors
+                    .map_or(MULTIPROCESSORS, |count| count as usize);
+                let at_a_time = (multiprocessors * tier.cubes() / (heads * row_blocks)).max(1);
+                let bytes = heads * group_rows * value_width * accumulator.size();
+                let most = walks * entries.div_ceil(least_pages(shape.page));
+                let most = most.min(PARTIAL_BYTES / bytes.max(1)).max(1);
+                // A unit of a cube has the pages of a walk.
+                match (2..=tier.units()).contains(&walks) {
+                    true => {
+                        // So few shares as to leave a choice need none.
+                        let least = walks + walks.div_ceil(CANDIDATES);
+                        let work = most_shares(walks, at_a_time).min(most).max(least);
+                        (work, at_a_time, work)
+                    }
+                    false => {
+                        let wanted = at_a_time * walks.clamp(1, 2);
+                        let work = wanted.min(most);
+                        (work, 0, walks + work)
+                    }
+                }
+            }
+        };
+        // The order of a sum must not depend on how many shares there may be, if shares do not.
+        let shares = match shape.fixed_split {
+            Some(_) => usize::MAX >> 1,
+            None => items.div_ceil(walks.max(1)),
+        };
+        let tier = tier.joining(&shape, shares);
+        let merge = MergeTile::new(properties, value_width, accumulator, shares, shape.sinks);
+        let partial = items * heads * group_rows * value_width.max(2) + 2 * walks;
+        // The statistics count shares in the type of sums.
+        let counted = items <= 1 << 24;
+        if !counted {
+            return Err(KernelError::limit("parts of sequences", 1u32 << 24, items));
+        }
+        let largest = [
+            shape.pages * shape.page * width.max(value_width),
+            partial,
+            shape.batch * shape.heads * shape.rows * width.max(value_width),
+            walks * shape.entries,
+            shape.batch * shape.kv_heads * entries,
+        ];
+        Ok(Self {
+            shape,
+            tier,
+            reason,
+            merge,
+            address: address_in(properties, largest.into_iter().max().unwrap_or(0))?,
+            row_blocks,
+            work,
+            wave,
+            items,
+        })
+    }
+}
+
+#[cfg(test)]
+impl PagedPlan {
+    /// Shares that walks are cut into besides one for each, and all of them.
+    pub(crate) fn shares(&self) -> [usize; 2] {
+        [self.work, self.items]
+    }
+}
+
+impl fmt::Display for PagedPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [page, walks, items] = [self.shape.page, self.shape.walks(), self.items];
+        let MergeTile { ways, columns, .. } = self.merge;
+        if let Some(quantization) = self.shape.quantization {
+            write!(f, "{quantization} ")?;
+        }
+        if let Some(reason) = self.reason {
+            writeln!(f, "pages of {page}  not on the mma tier: {reason}")?;
+        }
+        write!(
+            f,
+            "pages of {page}  {}; up to {items} parts of {walks} walks, merged by ",
+            self.tier
+        )?;
+        match self.tier.is_joining() {
+            true => write!(f, "the last cube of each"),
+            false => write!(f, "{ways} × {columns} units"),
+        }
+    }
+}
+
+/// The tensors of a call, contiguous. What is given has to be what the plan's [`PagedShape`] says; integers are i32.
+#[derive(Clone, Copy, Debug)]
+pub struct PagedBuffers<'a> {
+    /// `[batch, heads, rows, width]`
+    pub q: &'a Handle,
+    /// `[pages, page, width]`, four numbers in 32 bits if they are quantised.
+    pub keys: &'a Handle,
+    /// `[pages, page, value_width]`, likewise.
+    pub values: &'a Handle,
+    /// `[pages, page]` twice, f32: the scales of keys and of values that are quantised.
+    pub scales: Option<[&'a Handle; 2]>,
+    /// `[batch, tables, entries]`: pages, or where heads share the table `x` is the pages `x · kv_heads + κ`. Below 0: none.
+    pub table: &'a Handle,
+    /// `[batch, tables, 4]`: slots of region one; first entry, first slot and slots of region two.
+    pub spans: &'a Handle,
+    /// `[pages of the table, page]` twice, and `[batch]`: positions of slots, the last queries that see them, and the position of the first query.
+    pub visibility: Option<[&'a Handle; 3]>,
+    /// `[batch, kv_heads, selected]`: entries of the table, or below 0.
+    pub selected: Option<&'a Handle>,
+    /// `[heads]`, in the type of sums.
+    pub sinks: Option<&'a Handle>,
+    /// `[batch, kv_heads, heads / kv_heads · rows]`, u32: zeros, which a call leaves as it finds them. No two calls that run at a time may have the same.
+    pub counters: Option<&'a Handle>,
+    /// `[batch, heads, rows, value_width]`, to be written.
+    pub out: &'a Handle,
+    /// `[batch, heads, rows]` in the type of sums, to be written.
+    pub lse: &'a Handle,
+}
+
+/// Runs a planned call, in two launches, or with counters on tensor cores in one: then the cube that ends last joins the shares of a walk.
+///
+/// # Errors
+/// [`KernelError`] if a launch has more cubes than the device counts, or there are no counters, which were planned.
+pub fn paged_attention(
+    client: &Client,
+    plan: &PagedPlan,
+    buffers: &PagedBuffers,
+    scale: f64,
+    softcap: Option<f64>,
+) -> Result<(), KernelError> {
+    let PagedPlan {
+        shape,
+        tier,
+        merge: merge_tile,
+        address,
+        row_blocks,
+        work,
+        wave,
+        items,
+        ..
+    } = *plan;
+    if shape.is_empty() {
+        return Ok(());
+    }
+    if shape.counters && buffers.counters.is_none() {
+        return Err(KernelError::Factor { factor: "counters" });
+    }
+    if shape.quantization.is_some() != buffers.scales.is_some() {
+        return Err(KernelError::Factor { factor: "scales" });
+    }
+    let accumulator = accumulator_of(shape.dtype);
+    let (walks, heads, group_rows) = (shape.walks(), shape.shared_heads(), shape.group_rows());
+    let [width, value_width] = shape.widths;
+    let query_rows = shape.batch * shape.heads * shape.rows;
+    let partial_rows = items * heads * group_rows;
+    let partial_len = partial_rows * value_width;
+    let stats_len = partial_rows + 2 * walks;
+    let partial = client.empty(partial_len * accumulator.size());
+    let stats = client.empty(stats_len * accumulator.size());
+    let slots = shape.pages * shape.page;
+    let ids = slots / heads;
+    let selected = shape.selected.unwrap_or(0);
+    let cubes = spread(client, (items * heads * row_blocks) as u64)?;
+    let merge_cubes = spread(client, query_rows as u64)?;
+    let sizes = SizesLaunch::new(
+        walks,
+        shape.tables,
+        heads,
+        shape.entries,
+        selected,
+        shape.pages,
+        group_rows,
+        shape.rows,
+        row_blocks,
+        work,
+        wave,
+        shape.fixed_split.unwrap_or(0),
+        partial_rows,
+    );
+    let sight = |i: usize| {
+        let handle = buffers.visibility.map(|handles| handles[i]);
+        (handle, if i < 2 { ids } else { shape.batch })
+    };
+    let [positions, last, queries] = [0, 1, 2].map(sight);
+    let chosen = (buffers.selected, shape.batch * shape.kv_heads * selected);
+    let scales = buffers
+        .scales
+        .map_or((None, None), |[keys, values]| (Some(keys), Some(values)));
+    match tier {
+        // SAFETY: a unit reads rows of q below `group_rows` of its head, entries of its walk below `entries`, slots of pages below `pages` and, of as
+        // many, positions; it writes its row's numbers of a share below `items`. The buffers have the lengths they say (see `buffer`).
+        Tier::Simt(tile) => unsafe {
+            attend::launch_unchecked(
+                client,
+                cubes,
+                CubeDim::new_1d(tile.units() as u32),
+                address,
+                tile.vector,
+                tile.stored_vector(),
+                buffer(buffers.q, query_rows * width / tile.vector),
+                buffer(buffers.keys, slots * tile.vectors()),
+                buffer(buffers.values, slots * tile.value_vectors()),
+                optional(scales.0, slots),
+                optional(scales.1, slots),
+                buffer(buffers.table, walks * shape.entries),
+                buffer(buffers.spans, walks * 4),
+                optional(positions.0, positions.1),
+                optional(last.0, last.1),
+                optional(queries.0, queries.1),
+                optional(chosen.0, chosen.1),
+                buffer(&partial, partial_len),
+                buffer(&stats, stats_len),
+                sizes,
+                InputScalar::new(scale, accumulator),
+                InputScalar::new(softcap.unwrap_or(1.0), accumulator),
+                tile,
+                shape.dtype,
+                match shape.quantization {
+                    Some(_) => ElemType::UInt(UIntKind::U32),
+                    None => shape.dtype,
+                },
+                accumulator,
+            );
+        },
+        #[cfg(feature = "cuda")]
+        Tier::Mma(tile) => {
+            use core::f64::consts::LOG2_E;
+            let [factor, bound] = match softcap {
+                Some(softcap) => [scale / softcap, softcap * LOG2_E],
+                None => [scale * LOG2_E, 1.0],
+            };
+            // SAFETY: as above.
+            unsafe {
+                attend_mma::launch_unchecked(
+                    client,
+                    cubes,
+                    CubeDim::new_1d(tile.units() as u32),
+                    address,
+                    tile.value_words(),
+                    buffer(buffers.q, query_rows * width / 8),
+                    buffer(buffers.keys, slots * 4 * tile.key_loads()),
+                    buffer(buffers.values, slots * 8 * tile.value_loads()),
+                    optional(scales.0, slots),
+                    optional(scales.1, slots),
+                    buffer(buffers.table, walks * shape.entries),
+                    buffer(buffers.spans, walks * 4),
+                    optional(positions.0, positions.1),
+                    optional(last.0, last.1),
+                    optional(queries.0, queries.1),
+                    optional(chosen.0, chosen.1),
+                    buffer(&partial, partial_len),
+                    buffer(&stats, stats_len),
+                    optional(buffers.counters, walks * heads * row_blocks),
+                    optional(buffers.sinks, shape.heads),
+                    optional(
+                        tile.fused.then_some(buffers.out),
+                        query_rows * value_width / 2,
+                    ),
+                    optional(tile.fused.then_some(buffers.lse), query_rows),
+                    sizes,
+                    factor as f32,
+                    bound as f32,
+                    tile,
+                );
+            }
+        }
+    }
+    if tier.is_joining() {
+        return Ok(());
+    }
+    // SAFETY: a unit reads its numbers of shares that were written, and writes those of its row; the buffers have the lengths they say.
+    unsafe {
+        merge::launch_unchecked(
+            client,
+            merge_cubes,
+            CubeDim::new_1d(merge_tile.units() as u32),
+            address,
+            merge_tile.vector,
+            buffer(&partial, partial_len / merge_tile.vector),
+            buffer(&stats, stats_len),
+            optional(buffers.sinks, shape.heads),
+            buffer(buffers.out, query_rows * value_width / merge_tile.vector),
+            buffer(buffers.lse, query_rows),
+            MergeSizesLaunch::new(
+                query_rows,
+                group_rows,
+                shape.rows,
+                shape.heads,
+                heads,
+                partial_rows,
+            ),
+            InputScalar::new(f64::NEG_INFINITY, accumulator),
+            merge_tile,
+            shape.dtype,
+            accumulator,
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,228 @@
+//! Rows quantised and written into pages.
+
+// A kernel's integers have no such method.
+#![allow(clippy::manual_is_multiple_of)]
+
+use cubecl::ir::{ElemType, FloatKind};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::kernels::paged::append::{AppendShape, Rows, row_slot};
+use blocksparse::Quantization;
+use blocksparse::internal::SMALLEST;
+use blocksparse_cubecl::args::{address_of, buffer, spread};
+use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::shared::codec::{INFINITY, encode};
+
+/// Units of a cube.
+const UNITS: usize = 256;
+/// Units of a row, at most.
+const MOST_LANES: usize = 32;
+
+/// How rows are shared: neighbouring units have a row, each every `lanes`-th word of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Lanes {
+    quantization: Quantization,
+    /// Words of a key, and of a value.
+    words: [usize; 2],
+    /// Units of a row, a power of two.
+    lanes: usize,
+    /// Units of a cube.
+    units: usize,
+}
+
+/// The rows of keys, and behind them those of values: the largest number of a row, its scale, and its numbers rounded.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn append<E: Float>(
+    k: &[E],
+    v: &[E],
+    slots: &[i32],
+    keys: &mut [u32],
+    values: &mut [u32],
+    key_scales: &mut [f32],
+    value_scales: &mut [f32],
+    sizes: Rows,
+    #[comptime] t: Lanes,
+    #[define(E)] _element: ElemType,
+) {
+    let unit = UNIT_POS as usize;
+    let lane = unit % comptime!(t.lanes);
+    let rows = comptime!(t.units / t.lanes);
+    let both = CUBE_POS * rows + unit / comptime!(t.lanes);
+    let is_key = both < sizes.count;
+    let row = select(is_key, both, both - min(both, sizes.count));
+    let is_row = row < sizes.count;
+    let words = select(
+        is_key,
+        comptime!(t.words[0]).runtime(),
+        comptime!(t.words[1]).runtime(),
+    );
+    let mut largest = 0u32;
+    let mut has_nan = 0u32;
+    if is_row {
+        let mut word = lane;
+        while word < words {
+            #[unroll]
+            for i in 0..4usize {
+                let x = read::<E>(k, v, is_key, (row * words + word) * 4 + i);
+                let bits = u32::reinterpret(x) & 0x7fff_ffffu32;
+                largest = max(largest, select(bits < INFINITY, bits, 0u32));
+                has_nan |= select(bits > INFINITY, 1u32, 0u32);
+            }
+            word += comptime!(t.lanes);
+        }
+    }
+    let mut shared = Shared::<[u32]>::new_slice(comptime!(2 * t.units));
+    shared[unit] = largest;
+    shared[comptime!(t.units) + unit] = has_nan;
+    sync_cube();
+    let first = unit - lane;
+    for other in 0..comptime!(t.lanes) {
+        largest = max(largest, shared[first + other]);
+        has_nan |= shared[comptime!(t.units) + first + other];
+    }
+    if is_row {
+        let to = row_slot(slots, row, &sizes);
+        if to < sizes.pages * sizes.page {
+            let is_small = largest < comptime!(SMALLEST.to_bits());
+            let amax = f32::reinterpret(largest);
+            let scale = amax / comptime!(t.quantization.largest());
+            let scale = min(scale, comptime!(t.quantization.largest_scale()));
+            let mut scale = select(is_small, 1.0f32, scale);
+            let nan = f32::reinterpret(0x7fc0_0000u32.runtime());
+            scale = select(has_nan == 1u32, nan, scale);
+            let mut word = lane;
+            while word < words {
+                let mut packed = 0u32;
+                #[unroll]
+                for i in 0..4usize {
+                    let x = read::<E>(k, v, is_key, (row * words + word) * 4 + i);
+                    let code = encode(x / scale, comptime!(t.quantization));
+                    packed |= code << comptime!(8 * i as u32);
+                }
+                if is_key {
+                    keys[to * comptime!(t.words[0]) + word] = packed;
+                } else {
+                    values[to * comptime!(t.words[1]) + word] = packed;
+                }
+                word += comptime!(t.lanes);
+            }
+            if lane == 0 {
+                if is_key {
+                    key_scales[to] = scale;
+                } else {
+                    value_scales[to] = scale;
+                }
+            }
+        }
+    }
+}
+
+#[cube]
+fn read<E: Float>(k: &[E], v: &[E], is_key: bool, at: usize) -> f32 {
+    if is_key {
+        f32::cast_from(k[at])
+    } else {
+        f32::cast_from(v[at])
+    }
+}
+
+/// How rows are launched.
+struct Launch {
+    lanes: Lanes,
+    address: AddressType,
+    cubes: CubeCount,
+}
+
+impl Launch {
+    fn new(
+        client: &Client,
+        shape: &AppendShape,
+        quantization: Quantization,
+    ) -> Result<Self, KernelError> {
+        let properties = client.properties();
+        for dtype in [shape.dtype, ElemType::Float(FloatKind::F32)] {
+            if !properties.supports_type(dtype) {
+                let dtype = format!("{dtype:?}");
+                return Err(KernelError::Dtype { dtype });
+            }
+        }
+        let words = shape.widths.map(|width| width / 4);
+        let units = UNITS
+            .min(properties.hardware.max_units_per_cube as usize)
+            .min(properties.hardware.max_cube_dim.0 as usize)
+            .max(1);
+        let units = 1 << units.ilog2();
+        let lanes = words[0].max(words[1]).max(1).next_power_of_two();
+        let lanes = lanes.min(MOST_LANES).min(units);
+        let count = shape.count();
+        let widest = shape.widths[0].max(shape.widths[1]);
+        let largest = (shape.pages * shape.page * widest).max(2 * count * widest + units);
+        let cubes = (2 * count).div_ceil(units / lanes);
+        Ok(Self {
+            lanes: Lanes {
+                quantization,
+                words,
+                lanes,
+                units,
+            },
+            address: address_of(client, largest)?,
+            cubes: spread(client, cubes as u64)?,
+        })
+    }
+}
+
+/// That [`append_quantized`] takes rows of a shape.
+///
+/// # Errors
+/// As [`append_quantized`].
+pub fn check_append_quantized(client: &Client, shape: &AppendShape) -> Result<(), KernelError> {
+    Launch::new(client, shape, Quantization::Int8).map(|_| ())
+}
+
+/// [`append_rows`](crate::kernels::paged::append_rows) into pages of keys, values, scales of keys and scales of values, the first two in words of four numbers. The shape's dtype is
+/// that of the new rows; widths are multiples of 4.
+///
+/// # Errors
+/// As [`append_rows`](crate::kernels::paged::append_rows).
+pub fn append_quantized(
+    client: &Client,
+    shape: &AppendShape,
+    quantization: Quantization,
+    [k, v]: [&Handle; 2],
+    slots: &Handle,
+    [keys, values, key_scales, value_scales]: [&Handle; 4],
+) -> Result<(), KernelError> {
+    let Launch {
+        lanes,
+        address,
+        cubes,
+    } = Launch::new(client, shape, quantization)?;
+    let count = shape.count();
+    if count == 0 || shape.pages == 0 {
+        return Ok(());
+    }
+    let all = shape.pages * shape.page;
+    let [words, value_words] = lanes.words;
+    // SAFETY: a unit reads numbers of a row below `count` and that row's slot, and writes words of a slot of a page below `pages`, and its scale; the buffers
+    // have the lengths they say (see `buffer`).
+    unsafe {
+        append::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(lanes.units as u32),
+            address,
+            buffer(k, count * 4 * words),
+            buffer(v, count * 4 * value_words),
+            buffer(slots, shape.batch * shape.tables * shape.rows),
+            buffer(keys, all * words),
+            buffer(values, all * value_words),
+            buffer(key_scales, all),
+            buffer(value_scales, all),
+            shape.sizes(),
+            lanes,
+            shape.dtype,
+        );
+    }
+    Ok(())
+}

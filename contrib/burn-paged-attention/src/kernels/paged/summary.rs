@@ -1,0 +1,381 @@
+//! What is known of each page of keys besides the keys: bounds of their numbers, or their mean.
+
+use cubecl::ir::{ElemType, FloatKind};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::kernels::paged::append::{AppendShape, Rows, row_slot};
+use blocksparse::Quantization;
+use blocksparse_cubecl::args::{address_of, buffer, spread};
+use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::shared::codec::decode_word;
+
+/// Units of a cube.
+const UNITS: usize = 256;
+/// Numbers of eight bits in a word.
+const WORD: usize = 4;
+
+/// What of a page is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Summary {
+    /// The largest number of each channel, and behind them the smallest.
+    Bounds,
+    /// The mean of each channel.
+    Mean,
+}
+
+impl Summary {
+    /// Rows of a page's summary.
+    pub fn rows(self) -> usize {
+        match self {
+            Self::Bounds => 2,
+            Self::Mean => 1,
+        }
+    }
+}
+
+/// What is compiled into the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Summed {
+    summary: Summary,
+    /// Vectors of a key.
+    vectors: usize,
+    /// What keys are in eight bits a number, if they are.
+    quantization: Option<Quantization>,
+}
+
+/// The slot of a new key that is the last new one of its page; behind the last slot of all pages for others.
+#[cube]
+fn last_new(slots: &[i32], row: usize, sizes: &Rows) -> usize {
+    let none = sizes.pages * sizes.page;
+    let slot = row_slot(slots, row, sizes);
+    let mut last = slot;
+    if slot < none && row % sizes.rows + 1 < sizes.rows {
+        let next = row_slot(slots, row + 1, sizes);
+        if next / sizes.page == slot / sizes.page {
+            last = none;
+        }
+    }
+    last
+}
+
+/// A vector of the key in a slot, of floats.
+#[cube]
+fn key_of_floats<K: Float, N: Size>(
+    keys: &[Vector<K, N>],
+    slot: usize,
+    vector: usize,
+    #[comptime] t: Summed,
+) -> Vector<f32, N> {
+    Vector::<f32, N>::cast_from(keys[slot * comptime!(t.vectors) + vector])
+}
+
+/// The same of words of four numbers and a scale for each key.
+#[cube]
+fn key_of_words<N: Size>(
+    words: &[u32],
+    scales: &[f32],
+    slot: usize,
+    vector: usize,
+    #[comptime] t: Summed,
+) -> Vector<f32, N> {
+    let word = words[slot * comptime!(t.vectors) + vector];
+    let numbers = decode_word::<f32, N>(word, comptime!(t.quantization.unwrap()));
+    numbers * Vector::<f32, N>::empty().fill(scales[slot])
+}
+
+/// The largest and the smallest numbers with one more key's.
+#[cube]
+fn bound<N: Size>(most: &mut Vector<f32, N>, least: &mut Vector<f32, N>, key: Vector<f32, N>) {
+    #[unroll]
+    for c in 0..N::value() {
+        let x = key.extract(c);
+        most.insert(c, max(most.extract(c), x));
+        least.insert(c, min(least.extract(c), x));
+    }
+}
+
+/// A unit for each vector of a new key: that of the last new key of a page looks at all that the page has up to it.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn summarize<K: Float, S: Float, N: Size>(
+    keys: &[Vector<K, N>],
+    slots: &[i32],
+    summaries: &mut [Vector<S, N>],
+    sizes: Rows,
+    #[comptime] t: Summed,
+    #[define(K)] _key: ElemType,
+    #[define(S)] _summary: ElemType,
+) {
+    let row = ABSOLUTE_POS / comptime!(t.vectors);
+    let vector = ABSOLUTE_POS % comptime!(t.vectors);
+    if row < sizes.count {
+        let slot = last_new(slots, row, &sizes);
+        if slot < sizes.pages * sizes.page {
+            let page = slot / sizes.page;
+            let first = page * sizes.page;
+            let own = key_of_floats::<K, N>(keys, slot, vector, t);
+            match comptime!(t.summary) {
+                Summary::Bounds => {
+                    let mut most = own;
+                    let mut least = own;
+                    for other in first..slot {
+                        let key = key_of_floats::<K, N>(keys, other, vector, t);
+                        bound::<N>(&mut most, &mut least, key);
+                    }
+                    let at = page * comptime!(2 * t.vectors) + vector;
+                    summaries[at] = Vector::<S, N>::cast_from(most);
+                    summaries[at + comptime!(t.vectors)] = Vector::<S, N>::cast_from(least);
+                }
+                Summary::Mean => {
+                    let mut sum = Vector::<f32, N>::zeroed();
+                    for other in first..slot {
+                        sum += key_of_floats::<K, N>(keys, other, vector, t);
+                    }
+                    sum += own;
+                    let count = Vector::<f32, N>::empty().fill(f32::cast_from(slot - first + 1));
+                    let at = page * comptime!(t.vectors) + vector;
+                    summaries[at] = Vector::<S, N>::cast_from(sum / count);
+                }
+            }
+        }
+    }
+}
+
+/// The same of keys in eight bits a number: of what these stand for, so that bounds are those of the keys that attention sees.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn summarize_words<N: Size>(
+    words: &[u32],
+    scales: &[f32],
+    slots: &[i32],
+    summaries: &mut [Vector<f32, N>],
+    sizes: Rows,
+    #[comptime] t: Summed,
+) {
+    let row = ABSOLUTE_POS / comptime!(t.vectors);
+    let vector = ABSOLUTE_POS % comptime!(t.vectors);
+    if row < sizes.count {
+        let slot = last_new(slots, row, &sizes);
+        if slot < sizes.pages * sizes.page {
+            let page = slot / sizes.page;
+            let first = page * sizes.page;
+            let own = key_of_words::<N>(words, scales, slot, vector, t);
+            match comptime!(t.summary) {
+                Summary::Bounds => {
+                    let mut most = own;
+                    let mut least = own;
+                    for other in first..slot {
+                        let key = key_of_words::<N>(words, scales, other, vector, t);
+                        bound::<N>(&mut most, &mut least, key);
+                    }
+                    let at = page * comptime!(2 * t.vectors) + vector;
+                    summaries[at] = most;
+                    summaries[at + comptime!(t.vectors)] = least;
+                }
+                Summary::Mean => {
+                    let mut sum = Vector::<f32, N>::zeroed();
+                    for other in first..slot {
+                        sum += key_of_words::<N>(words, scales, other, vector, t);
+                    }
+                    sum += own;
+                    let count = Vector::<f32, N>::empty().fill(f32::cast_from(slot - first + 1));
+                    summaries[page * comptime!(t.vectors) + vector] = sum / count;
+                }
+            }
+        }
+    }
+}
+
+/// How it is launched.
+struct Launch {
+    vector: usize,
+    vectors: usize,
+    units: usize,
+    address: AddressType,
+    cubes: CubeCount,
+}
+
+impl Launch {
+    fn new(client: &Client, shape: &AppendShape, dtype: ElemType) -> Result<Self, KernelError> {
+        let properties = client.properties();
+        for dtype in [shape.dtype, dtype] {
+            check_float(properties, dtype)?;
+        }
+        let width = shape.widths[0];
+        let vector = widest(properties, &[width], shape.dtype.size().max(dtype.size()));
+        Self::of_vectors(client, shape, vector)
+    }
+
+    /// Of words of four numbers.
+    fn of_words(client: &Client, shape: &AppendShape) -> Result<Self, KernelError> {
+        let properties = client.properties();
+        check_float(properties, ElemType::Float(FloatKind::F32))?;
+        let most = properties.hardware.max_vector_size;
+        if most < WORD || !shape.widths[0].is_multiple_of(WORD) {
+            let what = "numbers of a vector, which has a word";
+            return Err(KernelError::limit(what, most as u32, WORD));
+        }
+        Self::of_vectors(client, shape, WORD)
+    }
+
+    fn of_vectors(
+        client: &Client,
+        shape: &AppendShape,
+        vector: usize,
+    ) -> Result<Self, KernelError> {
+        let properties = client.properties();
+        let width = shape.widths[0];
+        let vectors = width / vector;
+        let units = UNITS
+            .min(properties.hardware.max_units_per_cube as usize)
+            .min(properties.hardware.max_cube_dim.0 as usize);
+        let all = shape.count() * vectors;
+        let largest = (shape.pages * shape.page.max(2) * width).max(all + units);
+        Ok(Self {
+            vector,
+            vectors,
+            units,
+            address: address_of(client, largest)?,
+            cubes: spread(client, all.div_ceil(units) as u64)?,
+        })
+    }
+}
+
+/// A type of floats of up to 32 bits that the device has.
+pub(crate) fn check_float(
+    properties: &DeviceProperties,
+    dtype: ElemType,
+) -> Result<(), KernelError> {
+    let is_float = matches!(dtype, ElemType::Float(kind) if kind != FloatKind::F64);
+    match is_float && properties.supports_type(dtype) {
+        true => Ok(()),
+        false => {
+            let dtype = format!("{dtype:?}");
+            Err(KernelError::Dtype { dtype })
+        }
+    }
+}
+
+/// Numbers of a load of 16 bytes, as far as the device has such vectors and widths allow them.
+pub(crate) fn widest(properties: &DeviceProperties, widths: &[usize], bytes: usize) -> usize {
+    let most = (16 / bytes).min(properties.hardware.max_vector_size.max(1));
+    (0..=most.ilog2())
+        .rev()
+        .map(|power| 1 << power)
+        .find(|vector| widths.iter().all(|width| width.is_multiple_of(*vector)))
+        .unwrap_or(1)
+}
+
+/// That [`summarize_pages`] takes rows of a shape, and summaries of a type.
+///
+/// # Errors
+/// As [`summarize_pages`].
+pub fn check_summarize(
+    client: &Client,
+    shape: &AppendShape,
+    dtype: ElemType,
+) -> Result<(), KernelError> {
+    Launch::new(client, shape, dtype).map(|_| ())
+}
+
+/// Summaries of the pages that rows were written to, `[pages, rows of a summary, width]` of a type, in place: of what such a page has up to the last of its
+/// new rows. `keys` are `[pages, page, width]`, the first of the shape's widths; `slots` are those that the rows were written to, as
+/// [`append_rows`](crate::kernels::paged::append_rows) has them: those of a page one behind the other, ascending. Contiguous.
+///
+/// # Errors
+/// [`KernelError`] if the device cannot index the pages or lacks a dtype.
+pub fn summarize_pages(
+    client: &Client,
+    shape: &AppendShape,
+    summary: Summary,
+    keys: &Handle,
+    slots: &Handle,
+    (summaries, dtype): (&Handle, ElemType),
+) -> Result<(), KernelError> {
+    let Launch {
+        vector,
+        vectors,
+        units,
+        address,
+        cubes,
+    } = Launch::new(client, shape, dtype)?;
+    if shape.count() == 0 || shape.pages == 0 {
+        return Ok(());
+    }
+    // SAFETY: a unit reads its vector of keys of a page below `pages`, and writes that of the page's summary; the buffers have the lengths they say.
+    unsafe {
+        summarize::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(units as u32),
+            address,
+            vector,
+            buffer(keys, shape.pages * shape.page * vectors),
+            buffer(slots, shape.batch * shape.tables * shape.rows),
+            buffer(summaries, shape.pages * summary.rows() * vectors),
+            shape.sizes(),
+            Summed {
+                summary,
+                vectors,
+                quantization: None,
+            },
+            shape.dtype,
+            dtype,
+        );
+    }
+    Ok(())
+}
+
+/// That [`summarize_quantized`] takes rows of a shape.
+///
+/// # Errors
+/// As [`summarize_quantized`].
+pub fn check_summarize_quantized(client: &Client, shape: &AppendShape) -> Result<(), KernelError> {
+    Launch::of_words(client, shape).map(|_| ())
+}
+
+/// [`summarize_pages`] of keys in eight bits a number: `words` `[pages, page, width / 4]` and a scale for each key, `scales` `[pages, page]`. Summaries are f32,
+/// of the numbers that words and scales stand for.
+///
+/// # Errors
+/// As [`summarize_pages`]; if the device has no vectors of four numbers.
+pub fn summarize_quantized(
+    client: &Client,
+    shape: &AppendShape,
+    summary: Summary,
+    (words, scales, quantization): (&Handle, &Handle, Quantization),
+    slots: &Handle,
+    summaries: &Handle,
+) -> Result<(), KernelError> {
+    let Launch {
+        vector,
+        vectors,
+        units,
+        address,
+        cubes,
+    } = Launch::of_words(client, shape)?;
+    if shape.count() == 0 || shape.pages == 0 {
+        return Ok(());
+    }
+    let all = shape.pages * shape.page;
+    // SAFETY: as in `summarize_pages`; a key has a scale in its slot.
+    unsafe {
+        summarize_words::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(units as u32),
+            address,
+            vector,
+            buffer(words, all * vectors),
+            buffer(scales, all),
+            buffer(slots, shape.batch * shape.tables * shape.rows),
+            buffer(summaries, shape.pages * summary.rows() * vectors),
+            shape.sizes(),
+            Summed {
+                summary,
+                vectors,
+                quantization: Some(quantization),
+            },
+        );
+    }
+    Ok(())
+}

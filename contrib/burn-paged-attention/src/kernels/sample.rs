@@ -1,0 +1,607 @@
+//! Tokens drawn from rows of logits.
+//!
+//! Nothing is sorted. Numbers in the order of their size are whole numbers in the same order, so what is asked of a rank (how many are larger, how much
+//! they make up) is asked of a bound instead, which 32 halvings find. A cube has a row.
+//!
+//! No factor is infinite, nor a difference: a temperature is two factors, and differences are of halves. In a row whose largest number is not finite behind the
+//! penalty, all numbers are multiplied by what makes none larger than its logit ([`shrunk`]), so that they keep their order.
+
+// What is known at compile time stays apart from what is not.
+#![allow(clippy::collapsible_if)]
+
+use cubecl::ir::{ElemType, FloatKind};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use blocksparse_cubecl::args::{address_of, buffer, optional};
+use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::shared::row_tile::{
+    Combine, Pair, RowTile, across_lanes, pair_across_lanes, pair_shared,
+};
+
+const F32: ElemType = ElemType::Float(FloatKind::F32);
+
+/// Units of a row, and of one of more than [`LONG`] numbers.
+const LANES: usize = 256;
+const LONG_LANES: usize = 1024;
+const LONG: usize = 16_384;
+
+/// Below every logit.
+const LOWEST: f32 = f32::MIN;
+
+/// The key of an infinite logit: all finite ones are below.
+const INFINITE: u32 = 0xff80_0000;
+
+/// A penalty that is larger, or whose reciprocal is, is two factors: 2¹²⁴. Of the largest logit both leave a number.
+const MOST_PENALTY: f64 = (1u128 << 124) as f64;
+
+/// How a token is chosen from a row of logits.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct SampleKind {
+    /// Columns of the logits.
+    pub vocab: usize,
+    /// What logits are divided by; 0 takes the largest.
+    pub temperature: f64,
+    /// How many of the largest count.
+    pub top_k: Option<usize>,
+    /// One counts if those before it make up less than this.
+    pub top_p: f64,
+    /// One counts if it is at least so many times as likely as the likeliest.
+    pub min_p: f64,
+    /// What logits of tokens that were seen are divided by if they are positive, and else multiplied by.
+    pub repetition: f64,
+}
+
+impl SampleKind {
+    /// Of the softmax itself.
+    pub fn new(vocab: usize) -> Self {
+        Self {
+            vocab,
+            temperature: 1.0,
+            top_k: None,
+            top_p: 1.0,
+            min_p: 0.0,
+            repetition: 1.0,
+        }
+    }
+
+    /// One over the temperature, as two factors that f32 has: no difference of logits is so small that both leave it.
+    fn factors(&self) -> [f64; 2] {
+        let normal = |x: f64| x.clamp(f32::MIN_POSITIVE.into(), f32::MAX.into());
+        let whole = match self.temperature {
+            0.0 => 1.0,
+            temperature => 1.0 / temperature,
+        };
+        let factor = normal(whole);
+        [factor, normal(whole / factor)]
+    }
+
+    /// The penalty, as two factors.
+    fn penalties(&self) -> [f64; 2] {
+        let within = |x: f64| x.clamp(1.0 / MOST_PENALTY, MOST_PENALTY);
+        let penalty = within(self.repetition);
+        [penalty, within(self.repetition / penalty)]
+    }
+
+    fn launch(&self, client: &Client, seen: bool) -> Result<Sampled, KernelError> {
+        let properties = client.properties();
+        let hardware = &properties.hardware;
+        let most = (hardware.max_units_per_cube as usize).min(hardware.max_cube_dim.0 as usize);
+        let wanted = match self.vocab > LONG {
+            true => LONG_LANES,
+            false => LANES,
+        };
+        let lanes = (self.vocab.next_power_of_two()).min(wanted.min(1 << most.max(1).ilog2()));
+        let limit = || KernelError::limit("units of a row", most as u32, most + 1);
+        let tile = RowTile::new(properties, lanes, F32, 1).ok_or_else(limit)?;
+        Ok(Sampled {
+            tile: RowTile {
+                lanes,
+                rows: 1,
+                vector: 1,
+                row_vectors: self.vocab,
+                plane: tile.plane.min(lanes),
+            },
+            greedy: self.temperature == 0.0,
+            top_k: self.top_k.is_some_and(|most| most < self.vocab),
+            top_p: self.top_p < 1.0,
+            min_p: self.min_p > 0.0,
+            seen: seen && self.repetition != 1.0,
+            is_wide: self.penalties()[1] != 1.0,
+            is_reward: self.repetition < 1.0,
+        })
+    }
+}
+
+/// What is compiled into the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Sampled {
+    tile: RowTile,
+    greedy: bool,
+    top_k: bool,
+    top_p: bool,
+    min_p: bool,
+    seen: bool,
+    /// The penalty is two factors.
+    is_wide: bool,
+    /// The penalty is below 1.
+    is_reward: bool,
+}
+
+/// What makes weights of a row's logits.
+#[derive(CubeType, Clone, Copy)]
+struct Row {
+    /// Where it begins.
+    start: usize,
+    /// Its largest number.
+    most: f32,
+    /// One over the temperature, as two factors.
+    factor: f32,
+    more: f32,
+    penalty: Penalty,
+    /// Whether its numbers are shrunk.
+    is_shrunk: bool,
+}
+
+/// What logits of tokens that were seen are divided by, or multiplied by: the product of both.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct Penalty {
+    by: f32,
+    more: f32,
+}
+
+/// What counts: all above a bound, and so many of those that are equal to it.
+#[derive(CubeType, Clone, Copy)]
+struct Kept {
+    bound: u32,
+    ties: f32,
+}
+
+/// A number as one whose order is that of whole numbers: 0 for NaN and −∞, which count for nothing.
+#[cube]
+fn ordered(bits: u32) -> u32 {
+    let key = select(bits >> 31 == 1, !bits, bits | 0x8000_0000);
+    let none = bits & 0x7fff_ffff > 0x7f80_0000 || bits == 0xff80_0000;
+    select(none, 0u32, key)
+}
+
+/// The number that [`ordered`] made this of.
+#[cube]
+fn number(key: u32) -> f32 {
+    f32::reinterpret(select(key >> 31 == 1, key & 0x7fff_ffff, !key))
+}
+
+/// A number times the penalty.
+#[cube]
+fn times(z: f32, penalty: &Penalty, #[comptime] s: Sampled) -> f32 {
+    let mut product = z * penalty.by;
+    if comptime!(s.is_wide) {
+        product *= penalty.more;
+    }
+    product
+}
+
+/// A number over the penalty.
+#[cube]
+fn over(z: f32, penalty: &Penalty, #[comptime] s: Sampled) -> f32 {
+    let mut quotient = z / penalty.by;
+    if comptime!(s.is_wide) {
+        quotient /= penalty.more;
+    }
+    quotient
+}
+
+/// A number of a row that is shrunk: times the penalty if that is below 1, and else over it.
+#[cube]
+fn shrunk(z: f32, penalty: &Penalty, #[comptime] s: Sampled) -> f32 {
+    if comptime!(s.is_reward) {
+        times(z, penalty, s)
+    } else {
+        over(z, penalty, s)
+    }
+}
+
+/// The reverse of [`shrunk`].
+#[cube]
+fn grown(z: f32, penalty: &Penalty, #[comptime] s: Sampled) -> f32 {
+    if comptime!(s.is_reward) {
+        over(z, penalty, s)
+    } else {
+        times(z, penalty, s)
+    }
+}
+
+/// How likely a number is beside the largest.
+#[cube]
+fn weight(key: u32, row: &Row, #[comptime] s: Sampled) -> f32 {
+    // Halves, whose difference is finite.
+    let mut half = number(key) * 0.5f32 - row.most * 0.5f32;
+    if comptime!(s.seen) {
+        if row.is_shrunk {
+            half = grown(half, &row.penalty, s);
+        }
+    }
+    (half * row.factor * row.more * 2.0f32).exp()
+}
+
+/// A number of a row, as it is ordered.
+#[cube]
+fn key_at(
+    logits: &[u32],
+    seen: &ComptimeOption<Box<[i32]>>,
+    at: usize,
+    penalty: &Penalty,
+    is_shrunk: bool,
+    #[comptime] s: Sampled,
+) -> u32 {
+    let mut bits = logits[at];
+    if comptime!(s.seen) {
+        let was_seen = seen.as_ref().unwrap()[at] != 0;
+        let z = f32::reinterpret(bits);
+        let mut lower = z;
+        if is_shrunk {
+            // What the penalty makes larger is as it was, and all else is smaller.
+            let mut is_larger = z <= 0.0;
+            if comptime!(s.is_reward) {
+                is_larger = z > 0.0;
+            }
+            let is_larger = was_seen && is_larger;
+            let other = shrunk(z, penalty, s);
+            let other = select(was_seen, shrunk(other, penalty, s), other);
+            lower = select(is_larger, z, other);
+        } else if was_seen {
+            lower = select(z > 0.0, over(z, penalty, s), times(z, penalty, s));
+            // What the penalty takes to infinity says so to the whole row.
+            lower = max(min(lower, f32::MAX), f32::MIN);
+        }
+        // Whatever is no number stays none.
+        let none = bits & 0x7fff_ffff >= 0x7f80_0000;
+        bits = select(none, bits, u32::reinterpret(lower));
+    }
+    ordered(bits)
+}
+
+/// What the numbers above a bound make up (`a`), and how many they are (`b`).
+#[cube]
+fn above(
+    logits: &[u32],
+    seen: &ComptimeOption<Box<[i32]>>,
+    bound: u32,
+    row: &Row,
+    shared: &mut [f32],
+    step: usize,
+    #[comptime] s: Sampled,
+) -> Pair<f32> {
+    let mut mass = 0.0f32.runtime();
+    let mut count = 0.0f32.runtime();
+    let mut column = UNIT_POS as usize;
+    while column < comptime!(s.tile.row_vectors) {
+        let at = row.start + column;
+        let key = key_at(logits, seen, at, &row.penalty, row.is_shrunk, s);
+        if key > bound {
+            mass += weight(key, row, s);
+            count += 1.0f32;
+        }
+        column += comptime!(s.tile.lanes);
+    }
+    pair_across_lanes::<f32>(mass, count, shared, step, comptime!(s.tile))
+}
+
+/// What a search looks at above a bound.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Until {
+    /// Fewer than so many.
+    Fewer,
+    /// Less than so much.
+    Less,
+    /// No more than so much.
+    NoMore,
+}
+
+/// The smallest bound from `least` on above which there is no more than that.
+#[cube]
+fn bound_of(
+    logits: &[u32],
+    seen: &ComptimeOption<Box<[i32]>>,
+    least: u32,
+    limit: f32,
+    row: &Row,
+    shared: &mut [f32],
+    #[comptime] until: Until,
+    #[comptime] s: Sampled,
+) -> u32 {
+    let mut low = least;
+    let mut high = 0xffff_ffffu32.runtime();
+    for step in 0..32usize {
+        let middle = low + (high - low) / 2;
+        let there = above(logits, seen, middle, row, shared, step, s);
+        let is_enough = match comptime!(until) {
+            Until::Fewer => there.b < limit,
+            Until::Less => there.a < limit,
+            Until::NoMore => there.a <= limit,
+        };
+        if low < high {
+            if is_enough {
+                high = middle;
+            } else {
+                low = middle + 1;
+            }
+        }
+    }
+    // The next search begins with the other half of what is shared.
+    sync_cube();
+    low
+}
+
+/// What all that counts makes up.
+#[cube]
+fn mass_of(
+    logits: &[u32],
+    seen: &ComptimeOption<Box<[i32]>>,
+    kept: &Kept,
+    row: &Row,
+    shared: &mut [f32],
+    #[comptime] s: Sampled,
+) -> f32 {
+    let there = above(logits, seen, kept.bound, row, shared, 0, s);
+    sync_cube();
+    let mut mass = there.a;
+    if kept.ties > 0.0 {
+        mass += kept.ties * weight(kept.bound, row, s);
+    }
+    mass
+}
+
+/// `tokens[r]`: drawn from `logits[r]` by `draws[r]` in [0, 1), the first in the order of likelihood up to which they make up more than that; −1 if no
+/// logit is finite.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn sample(
+    logits: &[u32],
+    draws: &[f32],
+    seen: ComptimeOption<Box<[i32]>>,
+    tokens: &mut [i32],
+    factor: f32,
+    more: f32,
+    top_k: f32,
+    top_p: f32,
+    half_gap: f32,
+    penalty: Penalty,
+    #[comptime] s: Sampled,
+) {
+    let t = comptime!(s.tile);
+    let vocab = comptime!(t.row_vectors);
+    let lane = UNIT_POS as usize;
+    let mut shared = Shared::<[f32]>::new_slice(comptime!(pair_shared(&s.tile)));
+    let mut one = Shared::<[f32]>::new_slice(comptime!(s.tile.shared()));
+    let mut counts = Shared::<[u32]>::new_slice(comptime!(s.tile.lanes));
+    let start = CUBE_POS * vocab;
+
+    let mut most = LOWEST.runtime();
+    let mut most_shrunk = LOWEST.runtime();
+    let mut column = lane;
+    while column < vocab {
+        let key = key_at(logits, &seen, start + column, &penalty, false, s);
+        if key != 0 {
+            most = max(most, number(key));
+        }
+        if comptime!(s.seen) {
+            let key = key_at(logits, &seen, start + column, &penalty, true, s);
+            if key != 0 {
+                most_shrunk = max(most_shrunk, number(key));
+            }
+        }
+        column += comptime!(t.lanes);
+    }
+    most = across_lanes::<f32>(most, &mut one, t, Combine::Max);
+    let mut is_shrunk = false.runtime();
+    if comptime!(s.seen) {
+        most_shrunk = across_lanes::<f32>(most_shrunk, &mut one, t, Combine::Max);
+        is_shrunk = most >= f32::MAX || most <= f32::MIN;
+        most = select(is_shrunk, most_shrunk, most);
+    }
+    let largest = ordered(u32::reinterpret(most));
+    let row = Row {
+        start,
+        most,
+        factor,
+        more,
+        penalty,
+        is_shrunk,
+    };
+
+    // The bound of the token, and which of those that are equal to it.
+    let mut bound = largest;
+    let mut place = 0.0f32.runtime();
+    // With an infinite logit, that.
+    let is_drawn = largest < comptime!(INFINITE);
+    if comptime!(!s.greedy) {
+        let mut kept = Kept {
+            bound: 0u32.runtime(),
+            ties: 0.0f32.runtime(),
+        };
+        if comptime!(s.top_k) {
+            kept.bound = bound_of(
+                logits,
+                &seen,
+                0u32,
+                top_k,
+                &row,
+                &mut shared,
+                Until::Fewer,
+                s,
+            );
+            let there = above(logits, &seen, kept.bound, &row, &mut shared, 0, s);
+            sync_cube();
+            kept.ties = select(kept.bound == 0, 0.0f32, top_k - there.b);
+        }
+        if comptime!(s.top_p) {
+            let limit = top_p * mass_of(logits, &seen, &kept, &row, &mut shared, s);
+            let least = kept.bound;
+            kept.bound = bound_of(
+                logits,
+                &seen,
+                least,
+                limit,
+                &row,
+                &mut shared,
+                Until::Less,
+                s,
+            );
+            let there = above(logits, &seen, kept.bound, &row, &mut shared, 0, s);
+            sync_cube();
+            let ties = ((limit - there.a) / weight(kept.bound, &row, s)).ceil();
+            let before = above(logits, &seen, kept.bound - 1, &row, &mut shared, 0, s);
+            sync_cube();
+            let mut equal = before.b - there.b;
+            if kept.bound == least {
+                equal = min(equal, kept.ties);
+            }
+            kept.ties = select(kept.bound == 0, 0.0f32, min(equal, ties));
+        }
+        if comptime!(s.min_p) {
+            let mut gap = half_gap;
+            if comptime!(s.seen) {
+                if is_shrunk {
+                    gap = shrunk(half_gap, &row.penalty, s);
+                }
+            }
+            let least = (most * 0.5 + gap) * 2.0;
+            let least = ordered(u32::reinterpret(least));
+            let least = max(least, 1u32) - 1;
+            if least > kept.bound {
+                kept.bound = least;
+                kept.ties = 0.0f32.runtime();
+            }
+        }
+        let mass = mass_of(logits, &seen, &kept, &row, &mut shared, s);
+        // Rounding must not leave less than that.
+        let limit = min(draws[CUBE_POS] * mass, mass * 0.9999998);
+        bound = bound_of(
+            logits,
+            &seen,
+            kept.bound,
+            limit,
+            &row,
+            &mut shared,
+            Until::NoMore,
+            s,
+        );
+        let there = above(logits, &seen, bound, &row, &mut shared, 0, s);
+        sync_cube();
+        let before = above(logits, &seen, bound - 1, &row, &mut shared, 0, s);
+        sync_cube();
+        let mut equal = before.b - there.b;
+        if bound == kept.bound {
+            equal = min(equal, kept.ties);
+        }
+        let ahead = ((limit - there.a) / weight(bound, &row, s)).floor();
+        place = max(min(ahead, equal - 1.0), 0.0f32);
+        bound = select(is_drawn, bound, largest);
+        place = select(is_drawn, place, 0.0f32);
+    }
+
+    // Numbers that are equal count in the order of their columns: a lane has neighbours.
+    let own = comptime!(s.tile.row_vectors.div_ceil(s.tile.lanes));
+    let first = lane * own;
+    let last = min(first + own, vocab);
+    let mut equal = 0u32.runtime();
+    let mut at = first;
+    while at < last {
+        let key = key_at(logits, &seen, start + at, &row.penalty, is_shrunk, s);
+        equal += select(key == bound && key != 0, 1u32, 0u32);
+        at += 1usize;
+    }
+    counts[lane] = equal;
+    sync_cube();
+    let mut before = 0u32.runtime();
+    let mut all = 0u32.runtime();
+    for other in 0..comptime!(t.lanes) {
+        let count = counts[other];
+        before += select(other < lane, count, 0u32);
+        all += count;
+    }
+    let wanted = u32::cast_from(place);
+    if all == 0 {
+        if lane == 0 {
+            tokens[CUBE_POS] = i32::new(-1);
+        }
+    } else if before <= wanted && wanted < before + equal {
+        let mut left = wanted - before;
+        let mut at = first;
+        let mut found = vocab.runtime();
+        while at < last {
+            let key = key_at(logits, &seen, start + at, &row.penalty, is_shrunk, s);
+            if key == bound {
+                if left == 0 && found == vocab {
+                    found = at;
+                }
+                left = select(left == 0, 0u32, left - 1);
+            }
+            at += 1usize;
+        }
+        tokens[CUBE_POS] = i32::cast_from(found);
+    }
+}
+
+/// How [`sample_rows`] is launched.
+///
+/// # Errors
+/// [`KernelError`] if the device has no cubes of as many units.
+pub fn sample_text(client: &Client, kind: &SampleKind) -> Result<String, KernelError> {
+    let Sampled { tile, .. } = kind.launch(client, true)?;
+    Ok(format!(
+        "1 row of {} units a cube, nothing sorted",
+        tile.lanes
+    ))
+}
+
+/// Draws a token from each row of `logits` `[rows, vocab]`, f32, by `draws` `[rows]`, f32 in [0, 1): `tokens` `[rows]`, i32, −1 where no logit is finite.
+/// `seen` `[rows, vocab]`, i32, says which tokens were seen. All contiguous.
+///
+/// # Errors
+/// [`KernelError`] if the device has no cubes of as many units, or there are too many rows.
+pub fn sample_rows(
+    client: &Client,
+    kind: &SampleKind,
+    rows: usize,
+    [logits, draws]: [&Handle; 2],
+    seen: Option<&Handle>,
+    tokens: &Handle,
+) -> Result<(), KernelError> {
+    let sampled = kind.launch(client, seen.is_some())?;
+    if rows == 0 {
+        return Ok(());
+    }
+    let most = client.properties().hardware.max_cube_count.0;
+    if rows > most as usize {
+        return Err(KernelError::limit("rows of a launch", most, rows));
+    }
+    let elements = rows * kind.vocab;
+    let address = address_of(client, elements)?;
+    let seen = seen.filter(|_| sampled.seen);
+    let [factor, more] = kind.factors();
+    let [penalty, more_penalty] = kind.penalties();
+    // SAFETY: units read columns below the vocabulary of their cube's row, and one of a row's writes its token; the buffers have the lengths they say
+    // (see `buffer`).
+    unsafe {
+        sample::launch_unchecked(
+            client,
+            CubeCount::Static(rows as u32, 1, 1),
+            CubeDim::new_1d(sampled.tile.lanes as u32),
+            address,
+            buffer(logits, elements),
+            buffer(draws, rows),
+            optional(seen, elements),
+            buffer(tokens, rows),
+            factor as f32,
+            more as f32,
+            kind.top_k.unwrap_or(kind.vocab) as f32,
+            kind.top_p as f32,
+            (0.5 * kind.min_p.ln() * kind.temperature) as f32,
+            PenaltyLaunch::new(penalty as f32, more_penalty as f32),
+            sampled,
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,27 @@
+//! Attention over a paged KV cache for Burn, for decoding: append rows, attend, pages in int8 and fp8, sampling.
+//!
+//! [`PagedKeysValues`] is what a step reads, [`paged_attention`] attends to it, [`append_rows`] writes the step's keys and values, and
+//! [`pages`] keeps the books: which page holds what, for whom.
+#![recursion_limit = "256"]
+#![warn(missing_docs)]
+#![warn(clippy::undocumented_unsafe_blocks)]
+// What the macro makes of the backend traits has no arm then, which would use the arguments.
+#![cfg_attr(
+    not(any(feature = "flex", feature = "ndarray", feature = "cube")),
+    allow(unused_variables)
+)]
+#![allow(deprecated)] // Burn deprecates its NdArray backend; we serve it while it exists.
+
+pub mod backend;
+#[doc(hidden)]
+pub mod internal;
+#[cfg(feature = "cube")]
+#[doc(hidden)]
+pub mod kernels;
+mod paged;
+pub mod sampling;
+
+pub use paged::{
+    PagedKeysValues, PagedOptions, PagedOutput, PagedStore, PagedVisibility, Quantization,
+    QuantizedPages, append_quantized, append_rows, dequantize, paged_attention, pages,
+};

@@ -1,0 +1,239 @@
+//! Attention over pages on each backend. Autodiff has none: public functions hand over tensors that it does not follow.
+
+#[cfg(any(feature = "flex", feature = "ndarray", feature = "cube"))]
+use crate::paged::ops::PagedOps;
+
+#[cfg(feature = "flex")]
+impl PagedOps for burn::backend::Flex {}
+
+#[cfg(feature = "ndarray")]
+impl PagedOps for burn::backend::NdArray {}
+
+#[cfg(feature = "cube")]
+pub use kernels::{in_place, text};
+
+#[cfg(feature = "cube")]
+mod kernels {
+    use crate::kernels::paged;
+    use crate::kernels::paged::{AppendShape, PagedBuffers, PagedPlan, PagedShape};
+    use blocksparse_cubecl::recording::Failure;
+    use blocksparse_cubecl::{KernelError, recording};
+    use burn::backend::cubecl::dtype_to_elem_type;
+    use burn::tensor::{DType, FloatDType, Tensor};
+    use burn_cubecl::kernel::into_contiguous;
+    use burn_cubecl::tensor::CubeTensor;
+    use burn_cubecl::{CubeBackend, CubeDevice};
+
+    use super::PagedOps;
+    use crate::paged::options::{PagedKeysValues, PagedOptions};
+    use crate::paged::reference;
+    use crate::paged::values::{
+        AppendInputs, AppendPacked, OptInt, PackedPages, PagedCall, PagedInputs, PagedRows, Pages,
+        StoredPages,
+    };
+    use burn_blocksparse::internal::cube::{contiguous, empty, integers, uses_reference, writable};
+    use burn_blocksparse::internal::dtype::accumulate_in;
+
+    /// How a call is launched.
+    pub fn text(
+        device: &CubeDevice,
+        q: &Tensor<4>,
+        pages: &PagedKeysValues,
+        options: &PagedOptions,
+    ) -> Result<String, KernelError> {
+        let [batch, heads, rows, width] = q.dims();
+        let [_, tables, entries] = pages.table.dims();
+        let mut shape = PagedShape::new(
+            [batch, heads, pages.kv_heads, rows],
+            [tables, entries],
+            pages.store.pages(),
+            [width, pages.store.widths()[1]],
+            dtype_to_elem_type(q.dtype()),
+        );
+        shape.quantization = pages.store.quantization();
+        shape.softcap = options.softcap.is_some();
+        shape.visibility = pages.visibility.is_some();
+        shape.selected = pages.selected.as_ref().map(|selected| selected.dims()[2]);
+        shape.sinks = options.sinks.is_some();
+        shape.counters = (pages.counters.as_ref()).is_some_and(|x| x.dtype() == DType::I32);
+        shape.fixed_split = options.fixed_split;
+        PagedPlan::new(&device.client(), shape).map(|plan| plan.to_string())
+    }
+
+    fn shape_of(inputs: &PagedInputs<CubeBackend>, call: &PagedCall) -> PagedShape {
+        let [batch, heads, rows, width] = inputs.q.meta.shape().dims();
+        let [_, value_width] = inputs.pages.widths();
+        let [_, tables, entries] = inputs.table.meta.shape().dims();
+        let mut shape = PagedShape::new(
+            [batch, heads, call.kv_heads, rows],
+            [tables, entries],
+            inputs.pages.pages(),
+            [width, value_width],
+            dtype_to_elem_type(inputs.q.dtype),
+        );
+        shape.quantization = match &inputs.pages {
+            StoredPages::Plain(_) => None,
+            StoredPages::Quantized(pages) => Some(pages.quantization),
+        };
+        shape.softcap = call.softcap.is_some();
+        shape.visibility = matches!(inputs.positions, OptInt::Some(_));
+        shape.selected = match &inputs.selected {
+            OptInt::Some(selected) => Some(selected.meta.shape()[2]),
+            OptInt::None => None,
+        };
+        shape.sinks = inputs.sinks.as_ref().is_some();
+        shape.counters = matches!(&inputs.counters, OptInt::Some(x) if x.dtype == DType::I32);
+        shape.fixed_split = call.fixed_split;
+        shape
+    }
+
+    fn maybe_integers(tensor: OptInt<CubeBackend>) -> Option<CubeTensor> {
+        tensor.into_option().map(integers)
+    }
+
+    /// Pages that a kernel writes.
+    pub fn in_place(pages: CubeTensor) -> CubeTensor {
+        if !pages.can_mut() {
+            recording::fails(&pages.client, Failure::NotInPlace("the pages"));
+        }
+        writable(pages)
+    }
+
+    impl PagedOps for CubeBackend {
+        fn paged_attention(inputs: PagedInputs<Self>, call: PagedCall) -> PagedRows<Self> {
+            let shape = shape_of(&inputs, &call);
+            // A buffer without elements may not be bound.
+            let has_keys =
+                shape.pages * shape.entries > 0 && shape.selected.is_none_or(|count| count > 0);
+            let plan = match has_keys && !uses_reference() {
+                true => PagedPlan::new(&inputs.q.client, shape),
+                false => return reference::attention::<Self>(inputs, &call),
+            };
+            let Ok(plan) = plan else {
+                return reference::attention::<Self>(inputs, &call);
+            };
+            let [batch, heads, rows, _] = inputs.q.meta.shape().dims();
+            let value_width = shape.widths[1];
+            let sums = DType::from(accumulate_in(FloatDType::from(inputs.q.dtype)));
+            let out = empty(&inputs.q, [batch, heads, rows, value_width], inputs.q.dtype);
+            let lse = empty(&inputs.q, [batch, heads, rows], sums);
+            let q = into_contiguous(inputs.q);
+            let (keys, values, scales) = match inputs.pages {
+                StoredPages::Plain(Pages { keys, values }) => (keys, values, None),
+                StoredPages::Quantized(pages) => {
+                    let scales = [pages.key_scales, pages.value_scales].map(into_contiguous);
+                    (pages.keys, pages.values, Some(scales))
+                }
+            };
+            let [keys, values] = [keys, values].map(into_contiguous);
+            let [table, spans] = [inputs.table, inputs.spans].map(integers);
+            let sight = [inputs.positions, inputs.last, inputs.query_positions].map(maybe_integers);
+            let selected = maybe_integers(inputs.selected);
+            let sinks = contiguous(inputs.sinks);
+            let counters = inputs.counters.into_option();
+            let counters = counters.filter(|_| shape.counters).map(into_contiguous);
+            let visibility = match &sight {
+                [Some(positions), Some(last), Some(queries)] => {
+                    Some([&positions.handle, &last.handle, &queries.handle])
+                }
+                _ => None,
+            };
+            let buffers = PagedBuffers {
+                q: &q.handle,
+                keys: &keys.handle,
+                values: &values.handle,
+                scales: scales
+                    .as_ref()
+                    .map(|scales| scales.each_ref().map(|x| &x.handle)),
+                table: &table.handle,
+                spans: &spans.handle,
+                visibility,
+                selected: selected.as_ref().map(|selected| &selected.handle),
+                sinks: sinks.as_ref().map(|sinks| &sinks.handle),
+                counters: counters.as_ref().map(|counters| &counters.handle),
+                out: &out.handle,
+                lse: &lse.handle,
+            };
+            let result =
+                paged::paged_attention(&q.client, &plan, &buffers, call.scale, call.softcap);
+            burn_blocksparse::internal::cube::checked(result);
+            PagedRows { out, lse }
+        }
+
+        fn append_rows(inputs: AppendInputs<Self>) -> Pages<Self> {
+            let [batch, kv_heads, rows, width] = inputs.k.meta.shape().dims();
+            let [pages, page, value_width] = inputs.values.meta.shape().dims();
+            let shape = AppendShape::new(
+                [batch, kv_heads, inputs.slots.meta.shape()[1], rows],
+                [pages, page],
+                [width, value_width],
+                dtype_to_elem_type(inputs.keys.dtype),
+            );
+            if uses_reference() || paged::check_append(&inputs.keys.client, &shape).is_err() {
+                recording::fails(&inputs.keys.client, Failure::NotInPlace("the pages"));
+                return reference::append::<Self>(inputs);
+            }
+            let AppendInputs {
+                keys,
+                values,
+                k,
+                v,
+                slots,
+            } = inputs;
+            let [keys, values] = [keys, values].map(in_place);
+            let [k, v] = [k, v].map(into_contiguous);
+            let slots = integers(slots);
+            burn_blocksparse::internal::cube::checked(paged::append_rows(
+                &keys.client,
+                &shape,
+                [&k.handle, &v.handle],
+                &slots.handle,
+                [&keys.handle, &values.handle],
+            ));
+            Pages { keys, values }
+        }
+
+        fn append_quantized(inputs: AppendPacked<Self>) -> PackedPages<Self> {
+            let [batch, kv_heads, rows, width] = inputs.k.meta.shape().dims();
+            let value_width = inputs.v.meta.shape()[3];
+            let [pages, page, _] = inputs.pages.keys.meta.shape().dims();
+            let shape = AppendShape::new(
+                [batch, kv_heads, inputs.slots.meta.shape()[1], rows],
+                [pages, page],
+                [width, value_width],
+                dtype_to_elem_type(inputs.k.dtype),
+            );
+            let client = inputs.k.client.clone();
+            if uses_reference() || paged::check_append_quantized(&client, &shape).is_err() {
+                recording::fails(&client, Failure::NotInPlace("the pages"));
+                return reference::append_quantized::<Self>(inputs);
+            }
+            let PackedPages {
+                quantization,
+                keys,
+                values,
+                key_scales,
+                value_scales,
+            } = inputs.pages;
+            let [keys, values, key_scales, value_scales] =
+                [keys, values, key_scales, value_scales].map(in_place);
+            let [k, v] = [inputs.k, inputs.v].map(into_contiguous);
+            let slots = integers(inputs.slots);
+            burn_blocksparse::internal::cube::checked(paged::append_quantized(
+                &client,
+                &shape,
+                quantization,
+                [&k.handle, &v.handle],
+                &slots.handle,
+                [&keys, &values, &key_scales, &value_scales].map(|tensor| &tensor.handle),
+            ));
+            PackedPages {
+                quantization,
+                keys,
+                values,
+                key_scales,
+                value_scales,
+            }
+        }
+    }
+}

@@ -1,0 +1,393 @@
+//! Attention over a paged KV cache, for decoding: append, attend, int8 and fp8 pages, page selection.
+pub mod backend;
+pub mod ops;
+pub mod slot_backend;
+pub mod slot_ops;
+
+pub mod options;
+pub mod reference;
+pub mod slots_reference;
+#[doc(hidden)]
+pub mod store;
+pub mod values;
+
+pub use blocksparse::{Quantization, pages};
+
+use burn::backend::Dispatch;
+use burn::tensor::{DType, Device, Int, Tensor};
+
+use crate::paged::ops::PagedOps;
+use burn_blocksparse::OpError;
+use burn_blocksparse::internal::check::same_device;
+use burn_blocksparse::internal::device::served;
+use burn_blocksparse::internal::dtype::accumulate_in;
+use burn_blocksparse::internal::op_plan::OpPlan;
+pub use options::{PagedKeysValues, PagedOptions, PagedVisibility};
+pub use store::{PagedStore, QuantizedPages, append_quantized, dequantize};
+use values::{AppendInputs, OptInt, PagedCall, PagedInputs};
+
+/// What [`paged_attention`] returns.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct PagedOutput {
+    /// `[batch, heads, s, d_v]`, in q's dtype; zeros in rows without keys.
+    pub out: Tensor<4>,
+    /// `[batch, heads, s]`: the natural log of the sum of exponentials of the scaled scores, sinks included; −∞ in rows without keys and sinks. f32, or f64
+    /// for f64 inputs.
+    pub lse: Tensor<3>,
+}
+
+/// Attention of the last few queries of each sequence to keys and values in pages: `out[i] = Σ_j p[i, j] · v[j]`, `p = softmax(scale · q · kᵀ)` over the
+/// slots of the sequence's walk ([`PagedKeysValues`]).
+///
+/// Lengths and tables stay on the device: nothing is read back, and launches depend on shapes alone. A sequence's walk is split among the multiprocessors;
+/// the parts are merged by their lse (Dao et al., "Flash-Decoding", 2023), in a second launch or with [`PagedKeysValues::counters`] in the same. The same call gives the same bits; with
+/// [`PagedOptions::fixed_split`] a sequence gives the same bits in any batch.
+///
+/// It is not differentiated: tensors leave the autodiff graph on the way in, and the results are on the device without autodiff.
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Int, Tensor};
+/// use burn_paged_attention::{PagedKeysValues, PagedOptions, paged_attention};
+///
+/// let device = Device::flex();
+/// let random = |shape| Tensor::<3>::random(shape, Distribution::Default, &device);
+/// // Eight pages of 16 slots; two heads of keys share table entries, so entry x is pages 2x and 2x + 1.
+/// let (keys, values) = (random([8, 16, 32]), random([8, 16, 32]));
+/// // Two sequences: 20 slots in entries 3 and 0, 16 slots in entry 2.
+/// let table = Tensor::<3, Int>::from_data([[[3, 0]], [[2, -1]]], &device);
+/// let spans = Tensor::<3, Int>::from_data([[[20, 0, 0, 0]], [[16, 0, 0, 0]]], &device);
+/// let pages = PagedKeysValues::new(keys, values, 2, table, spans);
+/// let q = Tensor::<4>::random([2, 4, 1, 32], Distribution::Default, &device);
+/// let attended = paged_attention(q, &pages, &PagedOptions::default())?;
+/// assert_eq!(attended.out.dims(), [2, 4, 1, 32]);
+/// assert_eq!(attended.lse.dims(), [2, 4, 1]);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+///
+/// # Shapes
+/// - `q`: `[batch, heads, s, d_k]`, the last `s` positions of each sequence; `kv_heads` divides `heads`
+/// - [`PagedKeysValues`] has those of the rest
+///
+/// # Errors
+/// [`OpError`] if shapes, dtypes, devices or options do not fit each other, or no feature of this crate serves the device. What tables and spans say is not
+/// checked, because it is on the device: entries and pages that do not exist count for nothing.
+pub fn paged_attention(
+    q: Tensor<4>,
+    pages: &PagedKeysValues,
+    options: &PagedOptions,
+) -> Result<PagedOutput, OpError> {
+    check(&q, pages, options)?;
+    let call = options.call(&q, pages);
+    let int = |tensor: &Tensor<3, Int>| tensor.clone().without_autodiff().into_dispatch();
+    let sight = pages.visibility.as_ref();
+    let slots = |of: fn(&PagedVisibility) -> &Tensor<2, Int>| {
+        OptInt::from(sight.map(|sight| of(sight).clone().without_autodiff().into_dispatch()))
+    };
+    let sums: DType = accumulate_in(q.dtype().into()).into();
+    let sinks = options.sinks.clone().map(|sinks| {
+        let sinks = sinks
+            .without_autodiff()
+            .cast(burn::tensor::FloatDType::from(sums));
+        sinks.into_dispatch()
+    });
+    let inputs = PagedInputs {
+        q: q.without_autodiff().into_dispatch(),
+        pages: pages.store.stored(),
+        table: int(&pages.table),
+        spans: int(&pages.spans),
+        positions: slots(|sight| &sight.positions),
+        last: slots(|sight| &sight.last),
+        query_positions: sight
+            .map(|sight| {
+                sight
+                    .query_positions
+                    .clone()
+                    .without_autodiff()
+                    .into_dispatch()
+            })
+            .into(),
+        selected: pages.selected.as_ref().map(int).into(),
+        sinks: sinks.into(),
+        counters: (pages.counters.clone())
+            .map(|counters| counters.without_autodiff().into_dispatch())
+            .into(),
+    };
+    let rows = <Dispatch as PagedOps>::paged_attention(inputs, call);
+    Ok(PagedOutput {
+        out: Tensor::from_dispatch(rows.out),
+        lse: Tensor::from_dispatch(rows.lse),
+    })
+}
+
+impl PagedOptions {
+    /// What [`paged_attention`] will run.
+    ///
+    /// # Errors
+    /// As [`paged_attention`].
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+    pub fn explain(&self, q: &Tensor<4>, pages: &PagedKeysValues) -> Result<OpPlan, OpError> {
+        check(q, pages, self)?;
+        Ok(OpPlan::new(&q.device(), |device| {
+            #[cfg(feature = "cube")]
+            return crate::paged::backend::text(device, q, pages, self);
+            #[cfg(not(feature = "cube"))]
+            Err::<String, std::convert::Infallible>(*device)
+        }))
+    }
+}
+
+/// Writes new keys and values into slots of pages, and returns the pages: in their own buffers where the call alone holds them (hand the tensors over, and
+/// keep no clone), and otherwise in copies.
+///
+/// ```
+/// use burn::tensor::{Device, Int, Tensor};
+/// use burn_paged_attention::append_rows;
+///
+/// let device = Device::flex();
+/// let keys = Tensor::<3>::zeros([4, 16, 8], &device);
+/// let values = Tensor::<3>::zeros([4, 16, 8], &device);
+/// // A row of one sequence with two heads: slot 5 of table entry 1, so of pages 2 and 3.
+/// let k = Tensor::<4>::ones([1, 2, 1, 8], &device);
+/// let slots = Tensor::<3, Int>::from_data([[[16 + 5]]], &device);
+/// let (keys, values) = append_rows(keys, values, k.clone(), k, slots)?;
+/// assert_eq!(keys.slice([3..4, 5..6]).sum().into_scalar::<f32>(), 8.0);
+/// # drop(values);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+///
+/// # Shapes
+/// - `keys`: `[pages, P, d_k]`, `values`: `[pages, P, d_v]`
+/// - `k`: `[batch, kv_heads, s, d_k]`, `v`: `[batch, kv_heads, s, d_v]`
+/// - `slots`: `[batch, 1 or kv_heads, s]`, i32: `x · P + slot` of the table's entry `x` ([`PagedKeysValues`] says which page that is); negative: the row is
+///   not stored. No two rows may go to one slot.
+///
+/// # Errors
+/// [`OpError`] if shapes, dtypes or devices do not fit each other, or no feature of this crate serves the device.
+pub fn append_rows(
+    keys: Tensor<3>,
+    values: Tensor<3>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    slots: Tensor<3, Int>,
+) -> Result<(Tensor<3>, Tensor<3>), OpError> {
+    served(&keys.device())?;
+    check_pages(&keys, &values)?;
+    let [pages, _, width] = keys.dims();
+    let widths = [width, values.dims()[2]];
+    check_append(pages, widths, &k, &v, &slots, &keys.device())?;
+    for (argument, dtype) in [("k's dtype", k.dtype()), ("v's dtype", v.dtype())] {
+        OpError::expect_same(argument, keys.dtype(), "the keys'", dtype)?;
+    }
+    let inputs = AppendInputs {
+        keys: keys.without_autodiff().into_dispatch(),
+        values: values.without_autodiff().into_dispatch(),
+        k: k.without_autodiff().into_dispatch(),
+        v: v.without_autodiff().into_dispatch(),
+        slots: slots.without_autodiff().into_dispatch(),
+    };
+    let pages = <Dispatch as PagedOps>::append_rows(inputs);
+    Ok((
+        Tensor::from_dispatch(pages.keys),
+        Tensor::from_dispatch(pages.values),
+    ))
+}
+
+impl PagedOptions {
+    fn call(&self, q: &Tensor<4>, pages: &PagedKeysValues) -> PagedCall {
+        let [.., width] = q.dims();
+        let scale = self.scale.unwrap_or_else(|| 1.0 / (width as f64).sqrt());
+        PagedCall::new(pages.kv_heads, scale, self.softcap, self.fixed_split)
+    }
+}
+
+/// Rows that are to be written into pages on a device.
+fn check_append(
+    pages: usize,
+    [width, value_width]: [usize; 2],
+    k: &Tensor<4>,
+    v: &Tensor<4>,
+    slots: &Tensor<3, Int>,
+    device: &Device,
+) -> Result<(), OpError> {
+    let [batch, kv_heads, rows, _] = k.dims();
+    let expected = [batch, kv_heads, rows, width];
+    OpError::expect_same("k's shape", expected, "of the keys' width", k.dims())?;
+    let expected = [batch, kv_heads, rows, value_width];
+    OpError::expect_same("v's shape", expected, "k's, of the values' width", v.dims())?;
+    let tables = slots.dims()[1];
+    check_heads("slots' heads", tables, kv_heads)?;
+    check_shared(pages, kv_heads, tables)?;
+    let expected = [batch, tables, rows];
+    OpError::expect_same("slots' shape", expected, "k's rows", slots.dims())?;
+    for (argument, other) in [
+        ("k's device", k.device()),
+        ("v's device", v.device()),
+        ("slots' device", slots.device()),
+    ] {
+        same_device(argument, device, "the keys'", &other)?;
+    }
+    Ok(())
+}
+
+/// Pages as keys and values of the same slots.
+fn check_pages(keys: &Tensor<3>, values: &Tensor<3>) -> Result<(), OpError> {
+    let [pages, page, width] = keys.dims();
+    let [value_pages, value_page, value_width] = values.dims();
+    check_page_sizes([pages, page], [value_pages, value_page])?;
+    for (argument, width) in [("keys' width", width), ("values' width", value_width)] {
+        if width == 0 {
+            return Err(OpError::argument(argument, "at least 1", width));
+        }
+    }
+    OpError::expect_same("values' dtype", keys.dtype(), "the keys'", values.dtype())?;
+    same_device(
+        "values' device",
+        &keys.device(),
+        "the keys'",
+        &values.device(),
+    )
+}
+
+/// Pages and slots of a page, of keys and of values.
+fn check_page_sizes(
+    [pages, page]: [usize; 2],
+    [value_pages, value_page]: [usize; 2],
+) -> Result<(), OpError> {
+    if !page.is_power_of_two() {
+        return Err(OpError::argument("keys' page size", "a power of two", page));
+    }
+    OpError::expect_same("values' pages", pages, "the keys'", value_pages)?;
+    OpError::expect_same("values' page size", page, "the keys'", value_page)
+}
+
+/// That tables are one for all heads or one for each.
+pub fn check_heads(argument: &'static str, tables: usize, kv_heads: usize) -> Result<(), OpError> {
+    if kv_heads == 0 {
+        return Err(OpError::argument("kv_heads", "at least 1", kv_heads));
+    }
+    match tables == 1 || tables == kv_heads {
+        true => Ok(()),
+        false => Err(OpError::argument(
+            argument,
+            format!("1 or {kv_heads}, kv_heads"),
+            tables,
+        )),
+    }
+}
+
+/// That entries of a table that heads share are whole.
+pub fn check_shared(pages: usize, kv_heads: usize, tables: usize) -> Result<(), OpError> {
+    match pages.is_multiple_of(kv_heads / tables) {
+        true => Ok(()),
+        false => Err(OpError::argument(
+            "keys' pages",
+            format!("a multiple of {kv_heads}, kv_heads, because they share the table"),
+            pages,
+        )),
+    }
+}
+
+fn check(q: &Tensor<4>, pages: &PagedKeysValues, options: &PagedOptions) -> Result<(), OpError> {
+    served(&q.device())?;
+    let PagedKeysValues {
+        store,
+        kv_heads,
+        table,
+        spans,
+        visibility,
+        selected,
+        counters,
+    } = pages;
+    let kv_heads = *kv_heads;
+    match store {
+        PagedStore::Plain { keys, values } => {
+            check_pages(keys, values)?;
+            OpError::expect_same("keys' dtype", q.dtype(), "q's", keys.dtype())?;
+        }
+        PagedStore::Quantized(pages) => pages.check()?,
+    }
+    let [batch, heads, rows, q_width] = q.dims();
+    let [page_count, page] = store.pages();
+    let [width, _] = store.widths();
+    let [_, tables, _] = table.dims();
+    check_heads("table's heads", tables, kv_heads)?;
+    check_shared(page_count, kv_heads, tables)?;
+    OpError::expect_same("keys' width", q_width, "q's", width)?;
+    if !heads.is_multiple_of(kv_heads) {
+        let expected = format!("a divisor of the {heads} heads of q");
+        return Err(OpError::argument("kv_heads", expected, kv_heads));
+    }
+    OpError::expect_same("table's batch", batch, "q's", table.dims()[0])?;
+    let expected = [batch, tables, 4];
+    OpError::expect_same("spans' shape", expected, "the table's rows", spans.dims())?;
+    let mut devices = vec![
+        ("keys' device", store.device()),
+        ("table's device", table.device()),
+        ("spans' device", spans.device()),
+    ];
+    let mut dtypes = vec![
+        ("table's dtype", table.dtype()),
+        ("spans' dtype", spans.dtype()),
+    ];
+    if let Some(sight) = visibility {
+        let expected = [page_count / (kv_heads / tables), page];
+        for (argument, tensor) in [
+            ("positions' shape", &sight.positions),
+            ("last's shape", &sight.last),
+        ] {
+            OpError::expect_same(argument, expected, "the table's pages", tensor.dims())?;
+        }
+        let got = sight.query_positions.dims();
+        OpError::expect_same("query_positions' shape", [batch], "q's batch", got)?;
+        devices.push(("positions' device", sight.positions.device()));
+        devices.push(("last's device", sight.last.device()));
+        devices.push(("query_positions' device", sight.query_positions.device()));
+        dtypes.push(("positions' dtype", sight.positions.dtype()));
+        dtypes.push(("last's dtype", sight.last.dtype()));
+        dtypes.push(("query_positions' dtype", sight.query_positions.dtype()));
+    }
+    if let Some(selected) = selected {
+        let [_, _, count] = selected.dims();
+        let expected = [batch, kv_heads, count];
+        OpError::expect_same(
+            "selected's shape",
+            expected,
+            "a list a head",
+            selected.dims(),
+        )?;
+        devices.push(("selected's device", selected.device()));
+        dtypes.push(("selected's dtype", selected.dtype()));
+    }
+    if let Some(counters) = counters {
+        let needed = batch * heads * rows;
+        if counters.dims()[0] < needed {
+            let expected = format!("at least {needed}, one for each query");
+            return Err(OpError::argument(
+                "counters' length",
+                expected,
+                counters.dims()[0],
+            ));
+        }
+        devices.push(("counters' device", counters.device()));
+        dtypes.push(("counters' dtype", counters.dtype()));
+    }
+    if let Some(sinks) = &options.sinks {
+        OpError::expect_same("sinks' heads", heads, "q's", sinks.dims()[0])?;
+        devices.push(("sinks' device", sinks.device()));
+    }
+    for (argument, dtype) in dtypes {
+        if !matches!(dtype, DType::I32 | DType::I64) {
+            return Err(OpError::argument(
+                argument,
+                "I32 or I64",
+                format!("{dtype:?}"),
+            ));
+        }
+        OpError::expect_same(argument, table.dtype(), "the table's", dtype)?;
+    }
+    for (argument, device) in devices {
+        same_device(argument, &q.device(), "q's", &device)?;
+    }
+    options.validate(q.dtype())
+}

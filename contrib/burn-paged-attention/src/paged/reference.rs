@@ -1,0 +1,539 @@
+//! Attention over pages in Burn's primitives. Tables are read by the host: on CPU backends, which run this, they are in its memory.
+
+use std::ops::Range;
+
+use blocksparse::Quantization;
+use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::backend::{Backend, TensorMetadata};
+use burn::tensor::{FloatDType, IndexingUpdateOp, Shape, Slice, TensorData, try_read_sync};
+
+use crate::paged::values::{
+    AppendInputs, AppendPacked, PackedPages, PagedCall, PagedInputs, PagedRows, Pages, StoredPages,
+};
+use burn_blocksparse::graph::recording;
+use burn_blocksparse::internal::dtype::accumulate_in;
+
+/// Where scores of rows without keys are, and above those of pairs that do not count.
+const LOWEST: f64 = -1e29;
+/// Added to the scores of pairs that do not count.
+const LOW: f64 = -1e30;
+
+/// One sequence after the other: the slots of its walk are gathered, and what the queries do not see is masked.
+pub fn attention<B: Backend>(inputs: PagedInputs<B>, call: &PagedCall) -> PagedRows<B> {
+    let [batch, heads, rows, width] = inputs.q.shape().dims();
+    let [pages, page] = inputs.pages.pages();
+    let [_, value_width] = inputs.pages.widths();
+    let [_, tables, _] = inputs.table.shape().dims();
+    let dtype = FloatDType::from(inputs.q.dtype());
+    let sums = accumulate_in(dtype);
+    let device = inputs.q.device();
+    let kv_heads = call.kv_heads;
+    if batch * heads * rows == 0 {
+        let shape = Shape::new([batch, heads, rows, value_width]);
+        return PagedRows {
+            out: B::float_zeros(shape, &device, dtype),
+            lse: B::float_zeros(Shape::new([batch, heads, rows]), &device, sums),
+        };
+    }
+    let walks = Walks {
+        table: Numbers::read::<B>(inputs.table),
+        spans: Numbers::read::<B>(inputs.spans),
+        selected: (inputs.selected.into_option()).map(Numbers::read::<B>),
+        page,
+        pages,
+        heads_of_table: kv_heads / tables,
+    };
+    let sight = match (
+        inputs.positions.into_option(),
+        inputs.last.into_option(),
+        inputs.query_positions.into_option(),
+    ) {
+        (Some(positions), Some(last), Some(queries)) => Some(Sight {
+            positions: Numbers::read::<B>(positions).values,
+            last: Numbers::read::<B>(last).values,
+            queries: Numbers::read::<B>(queries).values,
+        }),
+        _ => None,
+    };
+    let [keys, values] = Stored::of(inputs.pages);
+    let q = B::float_mul_scalar(B::float_cast(inputs.q, sums), call.scale.into());
+    // Heads that share a head of keys are rows of it.
+    let group_rows = heads / kv_heads * rows;
+    let q = B::float_reshape(q, Shape::new([batch, kv_heads, group_rows, width]));
+    let sinks = inputs.sinks.into_option().map(|sinks| {
+        let shape = Shape::new([kv_heads, heads / kv_heads, 1, 1]);
+        let sinks = B::float_reshape(B::float_cast(sinks, sums), shape);
+        let shape = Shape::new([kv_heads, heads / kv_heads, rows, 1]);
+        let shape_of_rows = Shape::new([1, kv_heads, group_rows, 1]);
+        B::float_reshape(B::float_expand(sinks, shape), shape_of_rows)
+    });
+    let call = Rows::<B> {
+        shape: [kv_heads, rows, group_rows],
+        keys,
+        values,
+        value_width,
+        sinks,
+        softcap: call.softcap,
+        sums,
+        walks,
+        sight,
+    };
+    let (mut outs, mut logs) = (Vec::new(), Vec::new());
+    for entry in 0..batch {
+        let (mut out_heads, mut log_heads) = (Vec::new(), Vec::new());
+        for first in (0..kv_heads).step_by(call.together()) {
+            let heads = first..first + call.together();
+            let part = [Slice::from(entry..entry + 1), Slice::from(heads.clone())];
+            let [out, log] = call.attend(B::float_slice(q.clone(), &part), entry, heads);
+            out_heads.push(out);
+            log_heads.push(log);
+        }
+        outs.push(B::float_cat(out_heads, 1));
+        logs.push(B::float_cat(log_heads, 1));
+    }
+    let out = B::float_cast(B::float_cat(outs, 0), dtype);
+    PagedRows {
+        out: B::float_reshape(out, Shape::new([batch, heads, rows, value_width])),
+        lse: B::float_reshape(B::float_cat(logs, 0), Shape::new([batch, heads, rows])),
+    }
+}
+
+/// What the queries of a call attend to.
+struct Rows<B: Backend> {
+    /// Heads of keys, queries of a head, and queries of a head of keys.
+    shape: [usize; 3],
+    keys: Stored<B>,
+    values: Stored<B>,
+    value_width: usize,
+    /// `[1, kv_heads, group_rows, 1]`
+    sinks: Option<FloatTensor<B>>,
+    softcap: Option<f64>,
+    sums: FloatDType,
+    walks: Walks,
+    sight: Option<Sight>,
+}
+
+impl<B: Backend> Rows<B> {
+    /// Heads of keys that walk the same slots: they are one product.
+    fn together(&self) -> usize {
+        match self.walks.selected {
+            Some(_) => 1,
+            None => self.walks.heads_of_table,
+        }
+    }
+
+    /// `[1, heads, group_rows, value_width]` and `[1, heads, group_rows, 1]` of scaled queries `[1, heads, group_rows, width]`.
+    fn attend(&self, q: FloatTensor<B>, entry: usize, heads: Range<usize>) -> [FloatTensor<B>; 2] {
+        let device = q.device();
+        let [_, _, group_rows] = self.shape;
+        let value_width = self.value_width;
+        let walk = self.walks.of(entry, heads.start);
+        let mut scores = Vec::new();
+        if !walk.is_empty() {
+            scores.push(self.scores(q, entry, &heads, &walk));
+        }
+        if let Some(sinks) = &self.sinks {
+            let part = [Slice::full(), Slice::from(heads.clone())];
+            scores.push(B::float_slice(sinks.clone(), &part));
+        }
+        let shape = |width: usize| Shape::new([1, heads.len(), group_rows, width]);
+        if scores.is_empty() {
+            let lowest = f64::NEG_INFINITY.into();
+            return [
+                B::float_zeros(shape(value_width), &device, self.sums),
+                B::float_full(shape(1), lowest, &device, self.sums),
+            ];
+        }
+        let s = match scores.len() {
+            1 => scores.remove(0),
+            _ => B::float_cat(scores, 3),
+        };
+        let top = B::float_clamp_min(B::float_max_dim(s.clone(), 3), LOWEST.into());
+        let p = B::float_exp(B::float_sub(s, top.clone()));
+        let total = B::float_sum_dim(p.clone(), 3);
+        let log = B::float_add(top, B::float_log(total.clone()));
+        if walk.is_empty() {
+            let out = B::float_zeros(shape(value_width), &device, self.sums);
+            return [out, log];
+        }
+        let [all, keys] = [Slice::full(), Slice::from(0..walk.len())];
+        let p = B::float_slice(p, &[all, all, all, keys]);
+        // Rows without keys have p = 0.
+        let total = B::float_clamp_min(total, f64::from(f32::MIN_POSITIVE).into());
+        let values = self.gather(&self.values, &heads, &walk);
+        [B::float_div(B::float_matmul(p, values), total), log]
+    }
+
+    /// The scores of a walk, `[1, heads, group_rows, slots]`.
+    fn scores(
+        &self,
+        q: FloatTensor<B>,
+        entry: usize,
+        heads: &Range<usize>,
+        walk: &[Slot],
+    ) -> FloatTensor<B> {
+        let keys = self.gather(&self.keys, heads, walk);
+        let mut s = B::float_matmul(q, B::float_transpose(keys));
+        if let Some(softcap) = self.softcap {
+            let t = B::float_tanh(B::float_div_scalar(s, softcap.into()));
+            s = B::float_mul_scalar(t, softcap.into());
+        }
+        let Some(sight) = &self.sight else {
+            return s;
+        };
+        let [_, rows, group_rows] = self.shape;
+        let hidden = sight.hidden(entry, walk, rows, self.walks.page);
+        let device = s.device();
+        let shape = [1, 1, group_rows, walk.len()];
+        let hidden = TensorData::new(hidden.repeat(group_rows / rows), shape);
+        let hidden = hidden.convert_dtype(self.sums.into());
+        recording::doom_by_upload(&device, "slots of pages");
+        B::float_add(s, B::float_from_data(hidden, &device))
+    }
+
+    /// Rows of the slots of a walk, `[1, heads, slots, width]`.
+    fn gather(&self, of: &Stored<B>, heads: &Range<usize>, walk: &[Slot]) -> FloatTensor<B> {
+        let row = |head: usize| walk.iter().map(move |slot| (head, slot));
+        let ids: Vec<i64> = (heads.clone())
+            .flat_map(row)
+            .map(|(head, slot)| slot.row(head, &self.walks) as i64)
+            .collect();
+        let rows = of.select(ids, &self.walks.table);
+        let shape = Shape::new([1, heads.len(), walk.len(), rows.shape()[1]]);
+        B::float_cast(B::float_reshape(rows, shape), self.sums)
+    }
+}
+
+/// Rows of all pages.
+enum Stored<B: Backend> {
+    /// `[pages · page, width]`
+    Plain(FloatTensor<B>),
+    /// `[pages · page, width / 4]` and `[pages · page]`
+    Quantized(Quantization, IntTensor<B>, FloatTensor<B>),
+}
+
+impl<B: Backend> Stored<B> {
+    fn of(pages: StoredPages<B>) -> [Self; 2] {
+        match pages {
+            StoredPages::Plain(Pages { keys, values }) => [keys, values].map(|rows| {
+                let [pages, page, width] = rows.shape().dims();
+                Self::Plain(B::float_reshape(rows, Shape::new([pages * page, width])))
+            }),
+            StoredPages::Quantized(PackedPages {
+                quantization,
+                keys,
+                values,
+                key_scales,
+                value_scales,
+            }) => [(keys, key_scales), (values, value_scales)].map(|(words, scales)| {
+                let [pages, page, width] = words.shape().dims();
+                let words = B::int_reshape(words, Shape::new([pages * page, width]));
+                let scales = B::float_reshape(scales, Shape::new([pages * page]));
+                Self::Quantized(quantization, words, scales)
+            }),
+        }
+    }
+
+    /// The rows of a list, `[rows, width]`.
+    fn select(&self, ids: Vec<i64>, like: &Numbers) -> FloatTensor<B> {
+        let upload = |device: &B::Device| {
+            recording::doom_by_upload(device, "slots of pages");
+            B::int_from_data(int_data(ids, like), device)
+        };
+        match self {
+            Self::Plain(rows) => B::float_select(rows.clone(), 0, upload(&rows.device())),
+            Self::Quantized(quantization, words, scales) => {
+                let ids = upload(&scales.device());
+                let words = B::int_select(words.clone(), 0, ids.clone());
+                let scales = B::float_select(scales.clone(), 0, ids);
+                dequantize::<B>(*quantization, words, scales)
+            }
+        }
+    }
+}
+
+/// The numbers `[n, 4 w]` of words `[n, w]` with scales `[n]`, from a table of what bytes are.
+pub fn dequantize<B: Backend>(
+    quantization: Quantization,
+    words: IntTensor<B>,
+    scales: FloatTensor<B>,
+) -> FloatTensor<B> {
+    let device = scales.device();
+    let [rows, width] = words.shape().dims();
+    let numbers = (0..=255).map(|code| quantization.decode(code)).collect();
+    recording::doom_by_upload(&device, "numbers of eight bits");
+    let table = B::float_from_data(TensorData::new::<f32, _>(numbers, [256]), &device);
+    let bytes = (0..4).map(|byte| {
+        let shifted = B::bitwise_right_shift_scalar(words.clone(), (8 * byte).into());
+        let byte = B::bitwise_and_scalar(shifted, 255.into());
+        B::int_reshape(byte, Shape::new([rows, width, 1]))
+    });
+    let bytes = B::int_cat(bytes.collect(), 2);
+    let bytes = B::int_reshape(bytes, Shape::new([rows * width * 4]));
+    let shape = Shape::new([rows, 4 * width]);
+    let numbers = B::float_reshape(B::float_select(table, 0, bytes), shape.clone());
+    let scales = B::float_reshape(scales, Shape::new([rows, 1]));
+    B::float_mul(numbers, B::float_expand(scales, shape))
+}
+
+/// Which of the new rows go where: rows in the order of batch, head and position, and rows of all pages.
+pub fn written(
+    slots: &Numbers,
+    [batch, kv_heads, rows]: [usize; 3],
+    [pages, page]: [usize; 2],
+) -> (Vec<i64>, Vec<i64>) {
+    let tables = slots.shape[1];
+    let (mut from, mut to) = (Vec::new(), Vec::new());
+    for entry in 0..batch {
+        for head in 0..kv_heads {
+            for row in 0..rows {
+                let slot = slots.values[(entry * tables + head % tables) * rows + row];
+                let Ok(slot) = usize::try_from(slot) else {
+                    continue;
+                };
+                let heads = kv_heads / tables;
+                let own = slot / page * heads + head % heads;
+                if own < pages {
+                    from.push(((entry * kv_heads + head) * rows + row) as i64);
+                    to.push((own * page + slot % page) as i64);
+                }
+            }
+        }
+    }
+    (from, to)
+}
+
+/// Rows are quantised by the host, as their definition says.
+pub fn append_quantized<B: Backend>(inputs: AppendPacked<B>) -> PackedPages<B> {
+    let AppendPacked { pages, k, v, slots } = inputs;
+    let PackedPages {
+        quantization,
+        keys,
+        values,
+        key_scales,
+        value_scales,
+    } = pages;
+    let [batch, kv_heads, rows, _] = k.shape().dims();
+    let [count, page, _] = keys.shape().dims();
+    let slots = Numbers::read::<B>(slots);
+    let (from, to) = written(&slots, [batch, kv_heads, rows], [count, page]);
+    let device = key_scales.device();
+    let write = |words: IntTensor<B>, scales: FloatTensor<B>, rows: FloatTensor<B>| {
+        if to.is_empty() {
+            return (words, scales);
+        }
+        let [_, _, _, width] = rows.shape().dims();
+        let shape = words.shape();
+        let numbers = try_read_sync(B::float_into_data(rows))
+            .expect("a device that can be waited for")
+            .expect("a tensor that can be read");
+        let numbers: Vec<f32> = numbers.iter::<f32>().collect();
+        let (mut new_words, mut new_scales) = (Vec::new(), Vec::new());
+        for row in &from {
+            let row = &numbers[*row as usize * width..][..width];
+            let (words, scale) = quantization.quantize(row);
+            new_words.extend(words);
+            new_scales.push(scale);
+        }
+        recording::doom_by_upload(&device, "slots of pages");
+        let written = to.len();
+        let places = || {
+            let places = B::int_from_data(int_data(to.clone(), &slots), &device);
+            B::int_reshape(places, Shape::new([written, 1]))
+        };
+        let new_words = TensorData::new(new_words, [written, width / 4]);
+        let new_words = B::int_from_data(new_words, &device);
+        let flat = B::int_reshape(words, Shape::new([count * page, width / 4]));
+        let words = B::int_scatter_nd(flat, places(), new_words, IndexingUpdateOp::Assign);
+        let new_scales = B::float_from_data(TensorData::new(new_scales, [written, 1]), &device);
+        let flat = B::float_reshape(scales, Shape::new([count * page, 1]));
+        let scales = B::float_scatter_nd(flat, places(), new_scales, IndexingUpdateOp::Assign);
+        (
+            B::int_reshape(words, shape),
+            B::float_reshape(scales, Shape::new([count, page])),
+        )
+    };
+    let (keys, key_scales) = write(keys, key_scales, k);
+    let (values, value_scales) = write(values, value_scales, v);
+    PackedPages {
+        quantization,
+        keys,
+        values,
+        key_scales,
+        value_scales,
+    }
+}
+
+/// Rows in the order of batch, head and position; the last of those that go to the same slot stays.
+pub fn append<B: Backend>(inputs: AppendInputs<B>) -> Pages<B> {
+    let AppendInputs {
+        keys,
+        values,
+        k,
+        v,
+        slots,
+    } = inputs;
+    let [batch, kv_heads, rows, _] = k.shape().dims();
+    let [pages, page, _] = keys.shape().dims();
+    let slots = Numbers::read::<B>(slots);
+    let (from, to) = written(&slots, [batch, kv_heads, rows], [pages, page]);
+    if to.is_empty() {
+        return Pages { keys, values };
+    }
+    let device = keys.device();
+    recording::doom_by_upload(&device, "slots of pages");
+    let ids = |list: Vec<i64>| B::int_from_data(int_data(list, &slots), &device);
+    let (from, to) = (ids(from), ids(to));
+    let write = |into: FloatTensor<B>, rows: FloatTensor<B>| {
+        let shape = into.shape();
+        let width = shape[2];
+        let count = rows.shape().num_elements() / width;
+        let rows = B::float_reshape(rows, Shape::new([count, width]));
+        let rows = B::float_select(rows, 0, from.clone());
+        let into = B::float_reshape(into, Shape::new([pages * page, width]));
+        B::float_reshape(assign::<B>(into, to.clone(), rows), shape)
+    };
+    Pages {
+        keys: write(keys, k),
+        values: write(values, v),
+    }
+}
+
+/// Rows in the place of others. Not every backend assigns by an index, but all scatter.
+pub fn assign<B: Backend>(
+    into: FloatTensor<B>,
+    to: IntTensor<B>,
+    rows: FloatTensor<B>,
+) -> FloatTensor<B> {
+    let [count] = to.shape().dims();
+    let places = B::int_reshape(to, Shape::new([count, 1]));
+    B::float_scatter_nd(into, places, rows, IndexingUpdateOp::Assign)
+}
+
+/// A tensor of integers on the host.
+pub struct Numbers {
+    #[doc(hidden)]
+    pub values: Vec<i64>,
+    #[doc(hidden)]
+    pub shape: Vec<usize>,
+    dtype: burn::tensor::DType,
+}
+
+impl Numbers {
+    #[doc(hidden)]
+    pub fn read<B: Backend>(tensor: IntTensor<B>) -> Self {
+        let dtype = tensor.dtype();
+        let shape = tensor.shape().to_vec();
+        let data = try_read_sync(B::int_into_data(tensor))
+            .expect("a device that can be waited for")
+            .expect("a tensor that can be read");
+        Self {
+            values: data.iter::<i64>().collect(),
+            shape,
+            dtype,
+        }
+    }
+}
+
+/// Integers in the dtype that a tensor of the call has.
+pub fn int_data(values: Vec<i64>, like: &Numbers) -> TensorData {
+    let count = values.len();
+    TensorData::new(values, [count]).convert_dtype(like.dtype)
+}
+
+/// The walks of a call.
+struct Walks {
+    table: Numbers,
+    spans: Numbers,
+    selected: Option<Numbers>,
+    page: usize,
+    pages: usize,
+    /// Heads that an entry of the table has a page of each.
+    heads_of_table: usize,
+}
+
+/// A slot of a walk: the number in the table, and the slot of its page.
+struct Slot {
+    id: usize,
+    slot: usize,
+}
+
+impl Slot {
+    /// Its row in all pages.
+    fn row(&self, head: usize, walks: &Walks) -> usize {
+        let heads = walks.heads_of_table;
+        (self.id * heads + head % heads) * walks.page + self.slot
+    }
+}
+
+impl Walks {
+    /// The slots of a sequence that a head of keys walks, in order.
+    fn of(&self, entry: usize, head: usize) -> Vec<Slot> {
+        let (tables, most) = (self.table.shape[1], self.table.shape[2]);
+        let row = entry * tables + head % tables;
+        let table = &self.table.values[row * most..][..most];
+        let span = |i: usize| self.spans.values[row * 4 + i].max(0) as usize;
+        let [permanent, timed_entry, start, timed] = [0, 1, 2, 3].map(span);
+        let first_pages = permanent.div_ceil(self.page);
+        let last_pages = match timed {
+            0 => 0..0,
+            _ => start / self.page..(start + timed).div_ceil(self.page),
+        };
+        let entries: Vec<usize> = match &self.selected {
+            None => (0..first_pages)
+                .chain(last_pages.map(|page| timed_entry + page))
+                .collect(),
+            Some(selected) => {
+                let heads = selected.shape[1];
+                let count = selected.shape[2];
+                let own = &selected.values[(entry * heads + head) * count..][..count];
+                own.iter()
+                    .filter_map(|x| usize::try_from(*x).ok())
+                    .collect()
+            }
+        };
+        let mut slots = Vec::new();
+        for place in entries {
+            let range = if place < first_pages {
+                0..(permanent - place * self.page).min(self.page)
+            } else if place >= timed_entry {
+                let first = (place - timed_entry) * self.page;
+                let end = (start + timed).saturating_sub(first);
+                start.saturating_sub(first)..end.min(self.page)
+            } else {
+                0..0
+            };
+            let id = table.get(place).copied().unwrap_or(-1);
+            let Ok(id) = usize::try_from(id) else {
+                continue;
+            };
+            if (id + 1) * self.heads_of_table <= self.pages {
+                slots.extend(range.map(|slot| Slot { id, slot }));
+            }
+        }
+        slots
+    }
+}
+
+/// Which queries see which slots.
+struct Sight {
+    positions: Vec<i64>,
+    last: Vec<i64>,
+    queries: Vec<i64>,
+}
+
+impl Sight {
+    /// What is added to the scores of `rows` queries, `[rows, slots]`.
+    fn hidden(&self, entry: usize, walk: &[Slot], rows: usize, page: usize) -> Vec<f64> {
+        let rows = 0..rows as i64;
+        rows.flat_map(|row| {
+            let query = self.queries[entry] + row;
+            walk.iter().map(move |slot| {
+                let at = slot.id * page + slot.slot;
+                let sees = self.positions[at] <= query && query <= self.last[at];
+                if sees { 0.0 } else { LOW }
+            })
+        })
+        .collect()
+    }
+}

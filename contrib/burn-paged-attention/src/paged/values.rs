@@ -1,0 +1,204 @@
+//! What crosses the backend trait of attention over pages.
+
+use blocksparse::Quantization;
+use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::backend::{Backend, ExtensionType, TensorMetadata};
+
+use burn_blocksparse::internal::values::OptFloat;
+
+/// An optional tensor of integers.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+pub enum OptInt<B: Backend> {
+    /// The tensor.
+    Some(IntTensor<B>),
+    /// No tensor.
+    None,
+}
+
+impl<B: Backend> OptInt<B> {
+    #[doc(hidden)]
+    pub fn into_option(self) -> Option<IntTensor<B>> {
+        match self {
+            Self::Some(tensor) => Some(tensor),
+            Self::None => None,
+        }
+    }
+}
+
+impl<B: Backend> From<Option<IntTensor<B>>> for OptInt<B> {
+    fn from(tensor: Option<IntTensor<B>>) -> Self {
+        match tensor {
+            Some(tensor) => Self::Some(tensor),
+            None => Self::None,
+        }
+    }
+}
+
+/// The tensors of [`paged_attention`](crate::paged::paged_attention), contiguous or not.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct PagedInputs<B: Backend> {
+    /// `[batch, heads, s, d_k]`
+    pub q: FloatTensor<B>,
+    /// Keys and values.
+    #[extension_type]
+    pub pages: StoredPages<B>,
+    /// `[batch, T, max_pages]`
+    pub table: IntTensor<B>,
+    /// `[batch, T, 4]`
+    pub spans: IntTensor<B>,
+    /// `[ids, P]`: the position of each slot. It comes with the next two, or none of them does.
+    #[extension_type]
+    pub positions: OptInt<B>,
+    /// `[ids, P]`: the last query that sees each slot.
+    #[extension_type]
+    pub last: OptInt<B>,
+    /// `[batch]`: the position of the first query.
+    #[extension_type]
+    pub query_positions: OptInt<B>,
+    /// `[batch, kv_heads, n]`: the entries of the table that count.
+    #[extension_type]
+    pub selected: OptInt<B>,
+    /// `[heads]`, in the dtype of sums.
+    #[extension_type]
+    pub sinks: OptFloat<B>,
+    /// Zeros, at least `batch · heads · s` of them, which calls leave as they find them.
+    #[extension_type]
+    pub counters: OptInt<B>,
+}
+
+/// Parameters of a call of [`paged_attention`](crate::paged::paged_attention).
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct PagedCall {
+    /// Heads of keys and values.
+    pub kv_heads: usize,
+    /// Factor of the scores.
+    pub scale: f64,
+    /// Bound of the scores.
+    pub softcap: Option<f64>,
+    /// Pages of a part of a row, if that is not left to the kernels.
+    pub fixed_split: Option<usize>,
+}
+
+impl PagedCall {
+    #[doc(hidden)]
+    pub fn new(
+        kv_heads: usize,
+        scale: f64,
+        softcap: Option<f64>,
+        fixed_split: Option<usize>,
+    ) -> Self {
+        Self {
+            kv_heads,
+            scale,
+            softcap,
+            fixed_split,
+        }
+    }
+}
+
+/// What attention over pages returns.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct PagedRows<B: Backend> {
+    /// `[batch, heads, s, d_v]`, in the dtype of q.
+    pub out: FloatTensor<B>,
+    /// `[batch, heads, s]`; f32, or f64 for f64 inputs.
+    pub lse: FloatTensor<B>,
+}
+
+/// The tensors of [`append_rows`](crate::paged::append_rows).
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct AppendInputs<B: Backend> {
+    /// `[pages, P, d_k]`
+    pub keys: FloatTensor<B>,
+    /// `[pages, P, d_v]`
+    pub values: FloatTensor<B>,
+    /// `[batch, kv_heads, s, d_k]`
+    pub k: FloatTensor<B>,
+    /// `[batch, kv_heads, s, d_v]`
+    pub v: FloatTensor<B>,
+    /// `[batch, T, s]`: where rows go, or a negative number.
+    pub slots: IntTensor<B>,
+}
+
+/// Pages with rows written into them.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct Pages<B: Backend> {
+    /// `[pages, P, d_k]`
+    pub keys: FloatTensor<B>,
+    /// `[pages, P, d_v]`
+    pub values: FloatTensor<B>,
+}
+
+/// Keys and values in eight bits a number.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct PackedPages<B: Backend> {
+    /// What the elements are.
+    pub quantization: Quantization,
+    /// `[pages, P, d_k / 4]`
+    pub keys: IntTensor<B>,
+    /// `[pages, P, d_v / 4]`
+    pub values: IntTensor<B>,
+    /// `[pages, P]`
+    pub key_scales: FloatTensor<B>,
+    /// `[pages, P]`
+    pub value_scales: FloatTensor<B>,
+}
+
+/// Keys and values as pages store them.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+pub enum StoredPages<B: Backend> {
+    /// As floats.
+    Plain(#[extension_type] Pages<B>),
+    /// In eight bits a number.
+    Quantized(#[extension_type] PackedPages<B>),
+}
+
+/// The tensors of [`append_quantized`](crate::paged::append_quantized).
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct AppendPacked<B: Backend> {
+    /// Where rows are written.
+    #[extension_type]
+    pub pages: PackedPages<B>,
+    /// `[batch, kv_heads, s, d_k]`
+    pub k: FloatTensor<B>,
+    /// `[batch, kv_heads, s, d_v]`
+    pub v: FloatTensor<B>,
+    /// `[batch, T, s]`: where rows go, or a negative number.
+    pub slots: IntTensor<B>,
+}
+
+impl<B: Backend> StoredPages<B> {
+    /// Pages, and slots of a page.
+    pub fn pages(&self) -> [usize; 2] {
+        let shape = match self {
+            Self::Plain(pages) => pages.keys.shape(),
+            Self::Quantized(pages) => pages.keys.shape(),
+        };
+        [shape[0], shape[1]]
+    }
+
+    /// Widths of keys and values.
+    pub fn widths(&self) -> [usize; 2] {
+        match self {
+            Self::Plain(pages) => [&pages.keys, &pages.values].map(|rows| rows.shape()[2]),
+            Self::Quantized(pages) => {
+                [&pages.keys, &pages.values].map(|words| 4 * words.shape()[2])
+            }
+        }
+    }
+}

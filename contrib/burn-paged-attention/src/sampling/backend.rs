@@ -1,0 +1,77 @@
+//! Sampling on each backend. Autodiff has none: the public function hands over tensors that it does not follow.
+
+#[cfg(any(feature = "flex", feature = "ndarray", feature = "cube"))]
+use crate::sampling::ops::SamplingOps;
+
+#[cfg(feature = "flex")]
+impl SamplingOps for burn::backend::Flex {}
+
+#[cfg(feature = "ndarray")]
+impl SamplingOps for burn::backend::NdArray {}
+
+#[cfg(feature = "cube")]
+pub(crate) use kernels::text;
+
+#[cfg(feature = "cube")]
+mod kernels {
+    use crate::kernels::sample::{SampleKind, sample_rows, sample_text};
+    use blocksparse_cubecl::KernelError;
+    use burn::tensor::DType;
+    use burn_cubecl::kernel::into_contiguous;
+    use burn_cubecl::tensor::CubeTensor;
+    use burn_cubecl::{CubeBackend, CubeDevice};
+
+    use super::SamplingOps;
+    use crate::paged::values::OptInt;
+    use crate::sampling::options::SampleOptions;
+    use crate::sampling::reference;
+    use burn_blocksparse::internal::cube::{empty, uses_reference};
+
+    fn kind(vocab: usize, options: &SampleOptions) -> SampleKind {
+        let mut kind = SampleKind::new(vocab);
+        kind.temperature = options.temperature;
+        kind.top_k = options.top_k;
+        kind.top_p = options.top_p;
+        kind.min_p = options.min_p;
+        kind.repetition = options.repetition;
+        kind
+    }
+
+    /// How a call is launched.
+    pub(crate) fn text(
+        device: &CubeDevice,
+        vocab: usize,
+        options: &SampleOptions,
+    ) -> Result<String, KernelError> {
+        sample_text(&device.client(), &kind(vocab, options))
+    }
+
+    impl SamplingOps for CubeBackend {
+        fn sample_tokens(
+            logits: CubeTensor,
+            draws: CubeTensor,
+            seen: OptInt<Self>,
+            options: SampleOptions,
+        ) -> CubeTensor {
+            let [rows, vocab] = logits.meta.shape().dims();
+            if uses_reference() {
+                return reference::tokens::<Self>(logits, draws, seen.into_option(), &options);
+            }
+            let [logits, draws] = [logits, draws].map(into_contiguous);
+            let seen = seen.into_option().map(into_contiguous);
+            let tokens = empty(&logits, [rows], DType::I32);
+            let result = sample_rows(
+                &logits.client,
+                &kind(vocab, &options),
+                rows,
+                [&logits.handle, &draws.handle],
+                seen.as_ref().map(|seen| &seen.handle),
+                &tokens.handle,
+            );
+            match result {
+                Ok(()) => tokens,
+                Err(_) => reference::tokens::<Self>(logits, draws, seen, &options),
+            }
+        }
+    }
+}

@@ -1,0 +1,110 @@
+//! Tokens drawn from logits: temperature, top-k, top-p, min-p and repetition penalty, on the device.
+pub(crate) mod backend;
+#[doc(hidden)]
+pub mod ops;
+
+pub(crate) mod options;
+pub(crate) mod reference;
+
+use burn::backend::Dispatch;
+use burn::tensor::{FloatDType, Int, Tensor};
+
+use crate::paged::values::OptInt;
+use crate::sampling::ops::SamplingOps;
+use burn_blocksparse::OpError;
+use burn_blocksparse::internal::check::same_device;
+use burn_blocksparse::internal::device::served;
+use burn_blocksparse::internal::op_plan::OpPlan;
+pub use options::SampleOptions;
+
+/// A token from each row of logits: [`SampleOptions`] says which may be drawn, and `draws` which of them it is: the first in the order of likelihood up to
+/// which they make up more than the row's number. −1 where no logit is finite.
+///
+/// Nothing is read back, so the tokens can be embedded at once, or recorded. On devices with kernels sums are f32 and nothing is sorted; on CPUs
+/// they are f64. A number that is as near to a boundary between two tokens as rounding may come out on either side.
+///
+/// ```
+/// use burn::tensor::{Device, Tensor};
+/// use burn_paged_attention::sampling::{SampleOptions, sample_tokens};
+///
+/// let device = Device::flex();
+/// let logits = Tensor::<2>::from_data([[2.0, 1.5, 1.0, 0.2, -0.5, -1.0]; 2], &device);
+/// let options = SampleOptions::default().temperature(0.8).top_k(Some(4)).top_p(0.9);
+/// let draws = Tensor::<1>::from_data([0.3, 0.95], &device);
+/// let tokens = sample_tokens(logits, draws, None, &options)?;
+/// assert_eq!(tokens.into_data().iter::<i32>().collect::<Vec<_>>(), [0, 2]);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+///
+/// # Shapes
+/// - `logits`: `[rows, vocab]`; sums are f32 whatever their dtype
+/// - `draws`: `[rows]`, in `[0, 1)`
+/// - `seen`: `[rows, vocab]`, i32, not 0 for tokens that were seen; it counts if [`SampleOptions::repetition`] is not 1
+/// - result: `[rows]`, i32, without autodiff
+///
+/// # Errors
+/// [`OpError`] if shapes or devices do not fit each other, the vocabulary is empty, a number of the options is out of its range, or no feature of this crate
+/// serves the device.
+pub fn sample_tokens(
+    logits: Tensor<2>,
+    draws: Tensor<1>,
+    seen: Option<Tensor<2, Int>>,
+    options: &SampleOptions,
+) -> Result<Tensor<1, Int>, OpError> {
+    check(&logits, options)?;
+    let [rows, _] = logits.dims();
+    OpError::expect_same("draws' length", rows, "logits' rows", draws.dims()[0])?;
+    same_device(
+        "draws' device",
+        &logits.device(),
+        "logits'",
+        &draws.device(),
+    )?;
+    if let Some(seen) = &seen {
+        OpError::expect_same("seen's shape", logits.dims(), "logits'", seen.dims())?;
+        same_device("seen's device", &logits.device(), "logits'", &seen.device())?;
+    }
+    let seen = seen.filter(|_| options.repetition != 1.0);
+    let seen = seen.map(|seen| seen.without_autodiff().cast(burn::tensor::IntDType::I32));
+    let float = |tensor: Tensor<2>| tensor.without_autodiff().cast(FloatDType::F32);
+    let draws = draws.without_autodiff().cast(FloatDType::F32);
+    let tokens = <Dispatch as SamplingOps>::sample_tokens(
+        float(logits).into_dispatch(),
+        draws.into_dispatch(),
+        OptInt::from(seen.map(Tensor::into_dispatch)),
+        *options,
+    );
+    Ok(Tensor::from_dispatch(tokens))
+}
+
+impl SampleOptions {
+    /// What [`sample_tokens`] runs.
+    ///
+    /// # Errors
+    /// As [`sample_tokens`].
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+    pub fn explain(&self, logits: &Tensor<2>) -> Result<OpPlan, OpError> {
+        check(logits, self)?;
+        let [_, vocab] = logits.dims();
+        Ok(OpPlan::new(&logits.device(), |device| {
+            #[cfg(feature = "cube")]
+            return crate::sampling::backend::text(device, vocab, self);
+            #[cfg(not(feature = "cube"))]
+            Err::<String, std::convert::Infallible>(*device)
+        }))
+    }
+}
+
+fn check(logits: &Tensor<2>, options: &SampleOptions) -> Result<(), OpError> {
+    served(&logits.device())?;
+    options.check()?;
+    let [_, vocab] = logits.dims();
+    // Whether a vocabulary of 2^24 is counted in f32 or not, no more is.
+    match (1..1 << 24).contains(&vocab) {
+        true => Ok(()),
+        false => {
+            let expected = "at least 1 and less than 2^24 columns";
+            Err(OpError::argument("logits", expected, vocab))
+        }
+    }
+}

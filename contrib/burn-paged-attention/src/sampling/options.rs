@@ -1,0 +1,170 @@
+//! Which tokens may be drawn.
+
+use burn_blocksparse::OpError;
+
+/// Which tokens may be drawn of a row of logits. Build it from [`Default`], which leaves the softmax as it is.
+///
+/// In this order: logits of tokens that were seen are lowered (`repetition`), all are divided by `temperature`, and of their softmax
+/// the `top_k` likeliest are kept, of these those that make up `top_p`, and of these those that are at least `min_p` times as likely as the
+/// likeliest. Tokens that are as likely count in the order of their numbers; a logit that is no number counts as −∞.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[must_use]
+#[non_exhaustive]
+pub struct SampleOptions {
+    /// What logits are divided by; 0 takes the likeliest. Default: 1.
+    pub temperature: f64,
+    /// How many of the likeliest tokens are retained. Default: all.
+    pub top_k: Option<usize>,
+    /// A token is retained if those that are likelier make up less than this (Holtzman et al., 2020). Default: 1.
+    pub top_p: f64,
+    /// A token is retained if it is at least so many times as likely as the likeliest (Nguyen et al., 2024). Default: 0.
+    pub min_p: f64,
+    /// Logits of tokens that were seen are divided by this if they are positive, and else multiplied by it (Keskar et al., 2019). Default: 1.
+    pub repetition: f64,
+}
+
+impl Default for SampleOptions {
+    fn default() -> Self {
+        Self {
+            temperature: 1.0,
+            top_k: None,
+            top_p: 1.0,
+            min_p: 0.0,
+            repetition: 1.0,
+        }
+    }
+}
+
+impl SampleOptions {
+    /// Sets what logits are divided by.
+    pub fn temperature(mut self, temperature: f64) -> Self {
+        self.temperature = temperature;
+        self
+    }
+
+    /// Sets how many of the likeliest tokens are retained.
+    pub fn top_k(mut self, top_k: Option<usize>) -> Self {
+        self.top_k = top_k;
+        self
+    }
+
+    /// Sets what the candidates make up.
+    pub fn top_p(mut self, top_p: f64) -> Self {
+        self.top_p = top_p;
+        self
+    }
+
+    /// Sets how likely a token has to be beside the likeliest.
+    pub fn min_p(mut self, min_p: f64) -> Self {
+        self.min_p = min_p;
+        self
+    }
+
+    /// Sets how much less likely tokens are that were seen.
+    pub fn repetition(mut self, repetition: f64) -> Self {
+        self.repetition = repetition;
+        self
+    }
+
+    /// That every number is in its range.
+    ///
+    /// # Errors
+    /// [`OpError::Argument`] that names the first that is not.
+    pub fn check(&self) -> Result<(), OpError> {
+        let within = |ok: bool, name, expected: &str, got: f64| match ok {
+            true => Ok(()),
+            false => Err(OpError::argument(name, expected, got)),
+        };
+        let temperature = self.temperature;
+        within(
+            temperature >= 0.0 && temperature.is_finite(),
+            "temperature",
+            "a number, at least 0",
+            temperature,
+        )?;
+        if self.top_k == Some(0) {
+            return Err(OpError::argument("top_k", "at least 1", 0));
+        }
+        let [top_p, min_p] = [self.top_p, self.min_p];
+        within(
+            top_p > 0.0 && top_p <= 1.0,
+            "top_p",
+            "above 0 and at most 1",
+            top_p,
+        )?;
+        within((0.0..=1.0).contains(&min_p), "min_p", "from 0 to 1", min_p)?;
+        let repetition = self.repetition;
+        within(
+            repetition > 0.0 && repetition.is_finite(),
+            "repetition",
+            "a number above 0",
+            repetition,
+        )
+    }
+
+    /// The tokens that may be drawn, the likeliest first, with their probabilities, which add up to 1, in f64. None if no logit is finite. `seen` says
+    /// whether a token was seen.
+    pub fn candidates(&self, logits: &[f32], seen: impl Fn(u32) -> bool) -> Vec<(u32, f64)> {
+        let mut kept: Vec<(u32, f64)> = (0..).zip(logits.iter().map(|&z| f64::from(z))).collect();
+        kept.retain(|(_, logit)| !logit.is_nan() && *logit > f64::NEG_INFINITY);
+        if self.repetition != 1.0 {
+            for (token, logit) in &mut kept {
+                if seen(*token) {
+                    *logit = match *logit > 0.0 {
+                        true => *logit / self.repetition,
+                        false => *logit * self.repetition,
+                    };
+                }
+            }
+        }
+        // Stable, so tokens that are as likely stay in order.
+        kept.sort_by(|a, b| b.1.total_cmp(&a.1));
+        let Some(&(_, likeliest)) = kept.first() else {
+            return kept;
+        };
+        let top_k = match self.temperature == 0.0 || likeliest == f64::INFINITY {
+            true => 1,
+            false => self.top_k.unwrap_or(usize::MAX),
+        };
+        kept.truncate(top_k);
+        for (_, weight) in &mut kept {
+            *weight = match *weight == likeliest {
+                true => 1.0,
+                false => ((*weight - likeliest) / self.temperature).exp(),
+            };
+        }
+        normalise(&mut kept);
+        let mut before = 0.0;
+        let within = kept.iter().take_while(|(_, probability)| {
+            let is_kept = before < self.top_p;
+            before += probability;
+            is_kept
+        });
+        let count = within.count();
+        kept.truncate(count.max(1));
+        let least = self.min_p * kept[0].1;
+        kept.retain(|(_, probability)| *probability >= least);
+        normalise(&mut kept);
+        kept
+    }
+
+    /// The token that a number in `[0, 1)` draws, in f64: the first of [`Self::candidates`] up to which they make up more than that. None if no logit is
+    /// finite.
+    pub fn choose(&self, logits: &[f32], seen: impl Fn(u32) -> bool, draw: f64) -> Option<u32> {
+        let candidates = self.candidates(logits, seen);
+        let mut sum = 0.0;
+        let found = candidates.iter().find(|(_, probability)| {
+            sum += probability;
+            sum > draw
+        });
+        // Rounding may leave the sum of all below it.
+        found.or(candidates.last()).map(|(token, _)| *token)
+    }
+}
+
+fn normalise(weights: &mut [(u32, f64)]) {
+    let total: f64 = weights.iter().map(|(_, weight)| weight).sum();
+    for (_, weight) in weights {
+        *weight /= total;
+    }
+}

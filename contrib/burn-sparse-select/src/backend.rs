@@ -1,0 +1,29 @@
+//! Backend traits, and the values that cross them: for crates that serve another backend, not for users of the ops.
+
+#[cfg(feature = "cuda")]
+pub use crate::clusters::ops::ClusterOps;
+#[cfg(feature = "cube")]
+pub use crate::dsa::ops::{
+    ComparedKeys, IndexInputs, IndexerChoice, IndexerGrads, IndexerLoss, IndexerOps, IndexerScores,
+    SeenKeys, TargetInputs,
+};
+pub use crate::gates::ops::GateOps;
+pub use crate::gates::values::{GatedGrads, GatedInputs, GatedSaved, GatedTask};
+#[cfg(feature = "cube")]
+pub use crate::order::ops::{OrderOps, SortedRounds, TopKLists, TopKPerCentroidLists};
+pub use crate::pages::ops::PageChoiceOps;
+pub use crate::pages::values::{PageChoiceCall, PageScoreInputs, SummarizeInputs};
+#[cfg(feature = "cube")]
+pub use crate::selection::estimate_ops::{CompressedCall, EstimateOps, LikeBlocks, MeanScores};
+pub use crate::selection::key_list_ops::{
+    TokenSparseCall, TokenSparseGrads, TokenSparseInputs, TokenSparseOps, TokenSparseOutput,
+    TokenSparseSaved,
+};
+#[cfg(feature = "cuda")]
+pub use crate::selection::list_ops::{
+    BlockIndicesCall, BlockIndicesGrads, BlockIndicesInputs, BlockIndicesOps, BlockIndicesOutput,
+    BlockIndicesSaved,
+};
+pub use crate::selection::ops::{
+    QueriesOfBlocks, QueryTiles, SelectionOps, TopKBlocks, UniqueKeys,
+};

@@ -1,0 +1,317 @@
+//! An indexer's scores and losses on CubeCL devices.
+
+use crate::kernels::indexer::{
+    Compared, IndexerGradients, KeyBytes, KeyPicks, PairInputs, PairSizes, PairSum, by_keys,
+    by_queries, check, check_picks, check_rounding, compare, key_bytes, key_parts, pair_sums,
+    pick_keys, round_rows, spread_listed,
+};
+use blocksparse::HadamardFp8;
+use blocksparse_cubecl::rows::column_sums;
+use blocksparse_cubecl::{KeyPicking, Tuning};
+use burn::backend::cubecl::dtype_to_elem_type;
+use burn::tensor::DType;
+use burn_cubecl::kernel::{cast, into_contiguous};
+use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeDevice};
+
+use crate::dsa::ops::{
+    ComparedKeys, IndexInputs, IndexerChoice, IndexerGrads, IndexerLoss, IndexerOps, IndexerScores,
+    SeenKeys, TargetInputs,
+};
+use burn_blocksparse::internal::cube::{empty, integers, launched, typed, uses_reference};
+
+/// Whether kernels take pairs of such sizes and of numbers of a type on a device.
+pub(crate) fn available(device: &CubeDevice, dtype: DType, sizes: &PairSizes) -> bool {
+    let is_float = matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
+    let element = || dtype_to_elem_type(dtype);
+    is_float && !uses_reference() && check(&device.client(), element(), sizes).is_ok()
+}
+
+/// Whether a kernel of their own picks the keys of scores.
+pub(crate) fn has_picks(device: &CubeDevice) -> bool {
+    // For comparing with how keys are picked elsewhere.
+    let is_left_out = Tuning::or_default().key_picks == KeyPicking::Pages;
+    !is_left_out && check_picks(&device.client()).is_ok()
+}
+
+/// Whether a kernel rounds rows of such a width.
+pub(crate) fn rounds(device: &CubeDevice, dtype: DType, width: usize) -> bool {
+    let is_float = matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
+    let element = || dtype_to_elem_type(dtype);
+    is_float && !uses_reference() && check_rounding(&device.client(), element(), width).is_ok()
+}
+
+/// Contiguous tensors of queries, of keys, and of numbers of queries, these in f32.
+struct Pairs {
+    q: CubeTensor,
+    k: CubeTensor,
+    of_rows: CubeTensor,
+}
+
+impl Pairs {
+    fn new([q, k, of_rows]: [CubeTensor; 3]) -> Self {
+        Self {
+            q: into_contiguous(q),
+            k: into_contiguous(k),
+            of_rows: into_contiguous(cast(of_rows, DType::F32)),
+        }
+    }
+
+    fn sizes(&self, rows: [usize; 2], listed: Option<usize>) -> PairSizes {
+        let [q, k] = [&self.q, &self.k].map(|x| x.meta.shape().dims());
+        PairSizes::new(q, k, rows, listed)
+    }
+
+    fn inputs<'a>(
+        &'a self,
+        keys: Option<&'a CubeTensor>,
+        bytes: Option<&'a KeyBytes>,
+    ) -> PairInputs<'a> {
+        PairInputs {
+            element: dtype_to_elem_type(self.q.dtype),
+            q: &self.q.handle,
+            k: &self.k.handle,
+            of_rows: &self.of_rows.handle,
+            keys: keys.map(|keys| &keys.handle),
+            bytes,
+        }
+    }
+
+    /// The keys in fp8, if rows are rounded to it and a kernel takes them so.
+    fn bytes(&self, sizes: &PairSizes, sum: &PairSum, in_fp8: bool) -> Option<KeyBytes> {
+        let inputs = self.inputs(None, None);
+        if !in_fp8 {
+            return None;
+        }
+        let mut bytes = None;
+        let packed = key_bytes(&self.q.client, sizes, &inputs, sum);
+        launched(packed.map(|found| bytes = found));
+        bytes
+    }
+
+    /// Sums of pairs, `[batch, rows, columns]`.
+    fn sums(
+        &self,
+        sizes: &PairSizes,
+        keys: Option<&CubeTensor>,
+        bytes: Option<&KeyBytes>,
+        sum: &PairSum,
+    ) -> CubeTensor {
+        let dims = [sizes.batch, sizes.rows[1], sizes.columns()];
+        let out = empty(&self.q, dims, DType::F32);
+        let inputs = self.inputs(keys, bytes);
+        launched(pair_sums(&self.q.client, sizes, &inputs, sum, &out.handle));
+        out
+    }
+
+    /// What scores are multiplied by.
+    fn factor(&self) -> f64 {
+        let [_, heads, _, width] = self.q.meta.shape().dims::<4>();
+        1.0 / ((heads * width) as f64).sqrt()
+    }
+}
+
+fn index_pairs(index: IndexInputs<CubeBackend>) -> Pairs {
+    Pairs::new([index.q, index.k, index.weights])
+}
+
+impl IndexerOps for CubeBackend {
+    fn indexer_scores(index: IndexInputs<Self>, call: IndexerScores) -> CubeTensor {
+        let pairs = index_pairs(index);
+        let sum = PairSum::Scores {
+            factor: pairs.factor(),
+            near: call.near,
+            all: call.all,
+        };
+        let sizes = pairs.sizes(call.rows, None);
+        let bytes = pairs.bytes(&sizes, &sum, call.in_fp8);
+        pairs.sums(&sizes, None, bytes.as_ref(), &sum)
+    }
+
+    fn indexer_choice(
+        index: IndexInputs<Self>,
+        seen: SeenKeys<Self>,
+        call: IndexerChoice,
+    ) -> CubeTensor {
+        let pairs = index_pairs(index);
+        let seen = match seen {
+            SeenKeys::UpToOwn => None,
+            SeenKeys::Counted(seen) => Some(into_contiguous(cast(seen, DType::I32))),
+        };
+        let [batch, _, seq_q, _] = pairs.q.meta.shape().dims();
+        let picks = KeyPicks {
+            most: call.most,
+            near: call.near,
+            seen: seen.as_ref().map(|seen| seen.meta.shape()[0]),
+        };
+        // What is near is known where keys are picked.
+        let sum = PairSum::Scores {
+            factor: pairs.factor(),
+            near: 0,
+            all: seen.is_some(),
+        };
+        let all = pairs.sizes([0, seq_q], None);
+        let bytes = pairs.bytes(&all, &sum, call.in_fp8);
+        let slabs = picks.slabs(&all, call.chunk_elements);
+        let numbers = slabs.iter().map(PairSizes::numbers).max().unwrap_or(0);
+        // All slabs in turn have the same scores in memory.
+        let scores = empty(&pairs.q, [numbers], DType::F32);
+        let lists = empty(&pairs.q, [batch, seq_q, call.most], DType::I32);
+        let client = &pairs.q.client;
+        let seen = seen.as_ref().map(|seen| &seen.handle);
+        for sizes in &slabs {
+            launched(pair_sums(
+                client,
+                sizes,
+                &pairs.inputs(None, bytes.as_ref()),
+                &sum,
+                &scores.handle,
+            ));
+            let numbers = [&scores.handle, &lists.handle];
+            launched(pick_keys(client, sizes, &picks, numbers, seen));
+        }
+        lists
+    }
+
+    fn indexer_list_choice(
+        index: IndexInputs<Self>,
+        lists: CubeTensor,
+        seen: CubeTensor,
+        call: IndexerChoice,
+    ) -> CubeTensor {
+        let pairs = index_pairs(index);
+        let [lists, seen] = [lists, seen].map(integers);
+        let [rows, listed] = lists.meta.shape().dims();
+        let picks = KeyPicks {
+            most: call.most,
+            near: call.near,
+            seen: Some(1),
+        };
+        let sum = PairSum::Scores {
+            factor: pairs.factor(),
+            near: 0,
+            all: true,
+        };
+        let step = (call.chunk_elements / listed.max(1)).clamp(1, rows.max(1));
+        let scores = empty(&pairs.q, [step * listed], DType::F32);
+        let places = empty(&pairs.q, [rows, call.most], DType::I32);
+        let client = &pairs.q.client;
+        for start in (0..rows).step_by(step) {
+            let sizes = pairs.sizes([start, step.min(rows - start)], Some(listed));
+            let inputs = pairs.inputs(Some(&lists), None);
+            launched(pair_sums(client, &sizes, &inputs, &sum, &scores.handle));
+            let numbers = [&scores.handle, &places.handle];
+            launched(pick_keys(
+                client,
+                &sizes,
+                &picks,
+                numbers,
+                Some(&seen.handle),
+            ));
+        }
+        places
+    }
+
+    fn indexer_rows(x: CubeTensor, of: HadamardFp8) -> CubeTensor {
+        let x = into_contiguous(x);
+        let dims: [usize; 4] = x.meta.shape().dims();
+        let [.., width] = dims;
+        let rows = dims.iter().product::<usize>() / width;
+        let out = empty(&x, dims, x.dtype);
+        let element = dtype_to_elem_type(x.dtype);
+        launched(round_rows(
+            &x.client,
+            element,
+            &x.handle,
+            [rows, width],
+            of,
+            &out.handle,
+        ));
+        out
+    }
+
+    fn indexer_loss(
+        index: IndexInputs<Self>,
+        target: TargetInputs<Self>,
+        call: IndexerLoss,
+    ) -> IndexerGrads<Self> {
+        let TargetInputs { q, k, lse, over } = target;
+        let (index, target) = (index_pairs(index), Pairs::new([q, k, lse]));
+        let keys = match over {
+            ComparedKeys::All => None,
+            ComparedKeys::Indices(keys) => Some(into_contiguous(cast(keys, DType::I32))),
+        };
+        let listed = keys.as_ref().map(|keys| keys.meta.shape()[3]);
+        let [batch, heads, seq_q, width] = index.q.meta.shape().dims();
+        let [_, _, seq_kv, _] = index.k.meta.shape().dims();
+        let new = |like: &CubeTensor| {
+            let dims = like.meta.shape().dims::<4>();
+            empty(like, dims, DType::F32)
+        };
+        let losses = empty(&index.q, [batch, seq_q], DType::F32);
+        let by_q = new(&index.q);
+        let by_weights = empty(&index.q, [batch, heads, seq_q], DType::F32);
+        let client = index.q.client.clone();
+        let factor = index.factor();
+        let scores = PairSum::Scores {
+            factor,
+            near: 0,
+            all: false,
+        };
+        let weights = PairSum::Weights { scale: call.scale };
+        let step = call.rows;
+        let parts = key_parts(&client, &index.sizes([0, step], None));
+        let in_parts = empty(&index.q, [parts, batch * seq_kv * width], DType::F32);
+        for start in (0..seq_q).step_by(step) {
+            let rows = [start, step.min(seq_q - start)];
+            let sizes = index.sizes(rows, listed);
+            let x = index.sums(&sizes, keys.as_ref(), None, &scores);
+            let of_target = target.sizes(rows, listed);
+            let wanted = target.sums(&of_target, keys.as_ref(), None, &weights);
+            let compared = Compared {
+                scores: &x.handle,
+                wanted: &wanted.handle,
+                keys: keys.as_ref().map(|keys| &keys.handle),
+                losses: &losses.handle,
+            };
+            launched(compare(&client, &sizes, &compared));
+            let mut gradients = IndexerGradients {
+                inputs: index.inputs(keys.as_ref(), None),
+                by_scores: &x.handle,
+                factor: factor / (batch * seq_q) as f64,
+            };
+            let found = [&by_q.handle, &by_weights.handle];
+            launched(by_queries(&client, &sizes, &gradients, found));
+            // Keys are met by all queries that list them: of all pairs, most of which give nothing.
+            let all = PairSizes {
+                listed: None,
+                ..sizes
+            };
+            let dense = keys.as_ref().map(|keys| {
+                let dense = empty(&x, [batch, rows[1], seq_kv], DType::F32);
+                let of_lists = [&x.handle, &keys.handle];
+                launched(spread_listed(&client, &sizes, of_lists, &dense.handle));
+                dense
+            });
+            gradients.inputs.keys = None;
+            gradients.by_scores = &dense.as_ref().unwrap_or(&x).handle;
+            let out = (&in_parts.handle, parts);
+            launched(by_keys(
+                &client,
+                &all,
+                &gradients,
+                out,
+                [start > 0, call.causal],
+            ));
+        }
+        let by_k = new(&index.k);
+        let (matrix, of_parts) = ([parts, batch * seq_kv * width], typed(&in_parts));
+        launched(column_sums(&client, of_parts, matrix, typed(&by_k)));
+        IndexerGrads {
+            losses,
+            q: by_q,
+            k: by_k,
+            weights: by_weights,
+        }
+    }
+}

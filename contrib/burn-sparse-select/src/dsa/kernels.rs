@@ -1,0 +1,217 @@
+//! Scores, choices and losses by kernels, on devices that have them. `None` says that Burn's operations have to make them: the device has no kernels, or they do not take
+//! the sizes or the dtype.
+
+use std::sync::LazyLock;
+
+use crate::kernels::indexer::PairSizes;
+use blocksparse::{HadamardFp8, LayoutShape, Pattern};
+use burn::backend::Dispatch;
+use burn::tensor::{DType, Int, Tensor};
+
+use crate::dsa::backend::{available, has_picks, rounds};
+use crate::dsa::found::{DsaTarget, Found};
+use crate::dsa::ops::{
+    ComparedKeys, IndexInputs, IndexerChoice, IndexerLoss, IndexerOps, IndexerScores, SeenKeys,
+    TargetInputs,
+};
+use crate::dsa::pages::DsaPages;
+use crate::dsa::scores::{DsaIndex, together};
+use crate::selection::layouts::LayoutCache;
+use burn_blocksparse::internal::device::cube;
+use burn_blocksparse::{AttentionOptions, SparseAttentionCall};
+
+/// Layouts of dense attention, by which its sums of exponentials are made.
+static DENSE: LazyLock<LayoutCache> = LazyLock::new(LayoutCache::default);
+/// Their blocks.
+const BLOCK: usize = 64;
+
+/// Queries and keys of one dtype: of different ones, f32.
+fn of_one_dtype([q, k]: [Tensor<4>; 2]) -> [Tensor<4>; 2] {
+    match q.dtype() == k.dtype() {
+        true => [q, k],
+        false => [q, k].map(|x| x.cast(DType::F32)),
+    }
+}
+
+/// The index as kernels get it.
+struct Index {
+    q: Tensor<4>,
+    k: Tensor<4>,
+    weights: Tensor<3>,
+}
+
+impl Index {
+    fn new(index: &DsaIndex) -> Self {
+        let index = index.clone().without_autodiff();
+        let [q, k] = of_one_dtype([index.q, index.k]);
+        Self {
+            q,
+            k,
+            weights: index.weights,
+        }
+    }
+
+    /// Queries whose scores are made together, so many numbers of them.
+    fn together(&self, numbers: usize) -> usize {
+        together(self.q.dims(), self.k.dims()[2], numbers)
+    }
+
+    fn inputs(self) -> IndexInputs<Dispatch> {
+        IndexInputs {
+            q: self.q.into_dispatch(),
+            k: self.k.into_dispatch(),
+            weights: self.weights.into_dispatch(),
+        }
+    }
+}
+
+/// Whether kernels take such queries and keys, so many queries of them at a time.
+fn is_served([q, k]: [&Tensor<4>; 2], rows: [usize; 2], listed: Option<usize>) -> bool {
+    let sizes = PairSizes::new(q.dims(), k.dims(), rows, listed);
+    cube::of(&q.device()).is_some_and(|device| available(&device, q.dtype(), &sizes))
+}
+
+/// Whether kernels make the scores of an index, so many numbers at a time.
+pub(crate) fn has_scores(index: &DsaIndex, numbers: usize) -> bool {
+    let index = Index::new(index);
+    let rows = [0, index.together(numbers)];
+    is_served([&index.q, &index.k], rows, None)
+}
+
+/// Rows rotated and rounded to fp8; `None` also where no kernel does that.
+pub(crate) fn rounded(x: &Tensor<4>, of: HadamardFp8) -> Option<Tensor<4>> {
+    let [.., width] = x.dims();
+    let is_served = cube::of(&x.device()).is_some_and(|device| rounds(&device, x.dtype(), width));
+    is_served.then(|| {
+        let x = x.clone().into_dispatch();
+        Tensor::from_dispatch(<Dispatch as IndexerOps>::indexer_rows(x, of))
+    })
+}
+
+/// Scores of some queries, `[batch, rows, seq_kv]`, the highest for `near` keys up to a query's own; those of keys behind it only if `all` are wanted.
+pub(crate) fn scores(index: &DsaIndex, rows: [usize; 2], near: usize, all: bool) -> Tensor<3> {
+    let call = IndexerScores::new(rows, near, all, index.is_in_fp8());
+    let inputs = Index::new(index).inputs();
+    Tensor::from_dispatch(<Dispatch as IndexerOps>::indexer_scores(inputs, call))
+}
+
+/// The keys of the `most` highest scores of all queries, `[batch, seq_q, most]`, ascending, −1 behind the last, `near` keys up to the last that a query sees
+/// among them. Queries see so many keys as `seen`, `[batch or 1, seq_q]`, says: up to their own positions, if it says nothing. `None` also where there is no
+/// kernel that picks them.
+pub(crate) fn picks(
+    index: &DsaIndex,
+    seen: Option<&Tensor<2, Int>>,
+    [most, near]: [usize; 2],
+    numbers: usize,
+) -> Option<Tensor<3, Int>> {
+    let is_served = cube::of(&index.q.device()).is_some_and(|device| has_picks(&device));
+    if !is_served || !has_scores(index, numbers) {
+        return None;
+    }
+    let seen = match seen {
+        Some(seen) => SeenKeys::Counted(seen.clone().into_dispatch()),
+        None => SeenKeys::UpToOwn,
+    };
+    let inputs = Index::new(index).inputs();
+    let call = IndexerChoice::new(most, near, numbers, index.is_in_fp8());
+    let lists = <Dispatch as IndexerOps>::indexer_choice(inputs, seen, call);
+    Some(Tensor::from_dispatch(lists))
+}
+
+/// The places of the `most` highest scores of queries of walks, `[walks, most]`, ascending, −1 behind the last, `near` of the last among them: of the keys in
+/// the slots that they list, `[walks, listed]`, so many as `seen` says. `None` also where queries and keys are of different dtypes.
+pub(crate) fn picks_in_pages(
+    pages: &DsaPages,
+    slots: &Tensor<2, Int>,
+    seen: &Tensor<1, Int>,
+    [most, near]: [usize; 2],
+    numbers: usize,
+) -> Option<Tensor<2, Int>> {
+    let q = pages.q.clone().swap_dims(0, 1).unsqueeze::<4>();
+    let [count, page, width] = pages.keys.dims();
+    let k = pages.keys.clone().reshape([1, 1, count * page, width]);
+    let [walks, listed] = slots.dims();
+    let together = (numbers / listed.max(1)).clamp(1, walks);
+    let is_served = q.dtype() == k.dtype()
+        && cube::of(&q.device()).is_some_and(|device| has_picks(&device))
+        && is_served([&q, &k], [0, together], Some(listed));
+    if !is_served {
+        return None;
+    }
+    let inputs = IndexInputs {
+        q: q.into_dispatch(),
+        k: k.into_dispatch(),
+        weights: (pages.weights.clone())
+            .swap_dims(0, 1)
+            .unsqueeze::<3>()
+            .into_dispatch(),
+    };
+    let call = IndexerChoice::new(most, near, numbers, false);
+    let (slots, seen) = (slots.clone().into_dispatch(), seen.clone().into_dispatch());
+    let places = <Dispatch as IndexerOps>::indexer_list_choice(inputs, slots, seen, call);
+    Some(Tensor::from_dispatch(places))
+}
+
+/// The mean of all numbers, in a fixed order: a mean over all dimensions may be a kernel with atomics, and one over a long one is a single cube's.
+fn mean(x: Tensor<2>) -> Tensor<1> {
+    let count = x.shape().num_elements();
+    let width = (1..=count.isqrt())
+        .rev()
+        .find(|width| count.is_multiple_of(*width));
+    let width = width.unwrap_or(1);
+    let sums = x.reshape([count / width, width]).mean_dim(1);
+    sums.reshape([1, count / width]).mean_dim(1).reshape([1])
+}
+
+/// The mean of the losses of queries, and its gradients. `numbers` of scores are in memory at a time.
+pub(crate) fn loss(
+    index: &DsaIndex,
+    [q, k]: [&Tensor<4>; 2],
+    scale: f64,
+    over: DsaTarget,
+    numbers: usize,
+) -> Option<Found> {
+    let index = Index::new(index);
+    let [q, k] = of_one_dtype([q, k].map(|x| x.clone().without_autodiff()));
+    let ([_, heads, seq_q, _], seq_kv) = (q.dims(), k.dims()[2]);
+    let together = index.together(numbers);
+    let rows = [0, together];
+    let listed = match over {
+        DsaTarget::All => None,
+        DsaTarget::Chosen(lists) => Some(lists.keys().dims()[3]),
+    };
+    // Also without lists: by the keys of lists all pairs are walked.
+    for listed in [listed, None] {
+        if !is_served([&index.q, &index.k], rows, listed) || !is_served([&q, &k], rows, listed) {
+            return None;
+        }
+    }
+    let shape = LayoutShape::new(heads, [seq_q, seq_kv], BLOCK);
+    let layout = DENSE.of_pattern(&Pattern::causal(), shape).ok()?;
+    let options = AttentionOptions::default().scale(scale);
+    let (_, lse) = SparseAttentionCall::new(q.clone(), k.clone(), k.clone(), &layout)
+        .options(options)
+        .run_with_lse()
+        .ok()?;
+    let target = TargetInputs {
+        q: q.into_dispatch(),
+        k: k.into_dispatch(),
+        lse: lse.into_dispatch(),
+        over: match over {
+            DsaTarget::All => ComparedKeys::All,
+            DsaTarget::Chosen(lists) => ComparedKeys::Indices(lists.keys().clone().into_dispatch()),
+        },
+    };
+    let causal = match over {
+        DsaTarget::All => true,
+        DsaTarget::Chosen(lists) => lists.is_causal(),
+    };
+    let call = IndexerLoss::new(scale, together, causal);
+    let found = <Dispatch as IndexerOps>::indexer_loss(index.inputs(), target, call);
+    Some(Found {
+        loss: mean(Tensor::from_dispatch(found.losses)),
+        q: Tensor::from_dispatch(found.q),
+        k: Tensor::from_dispatch(found.k),
+        weights: Tensor::from_dispatch(found.weights),
+    })
+}

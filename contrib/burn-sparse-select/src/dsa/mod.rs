@@ -1,0 +1,243 @@
+//! DeepSeek sparse attention (DSA: DeepSeek-V3.2-Exp, 2025, §2): an indexer scores single keys, and each query attends to those of the highest scores.
+
+// mod      the choice, and attention over it
+// scores   the indexer's scores, of some queries at a time
+// slabs    the same by kernels or by operations
+// loss     what the indexer learns by
+// fp8      queries and keys in 8 bits
+// found    what it is compared over, and a loss with its gradients
+// kernels  both where a device has kernels for them
+// pages    an indexer's keys in pages
+// in_pages choices among them, for decoding
+#[cfg(feature = "cube")]
+pub mod backend;
+#[cfg(feature = "cube")]
+pub mod ops;
+
+mod found;
+mod fp8;
+mod in_pages;
+#[cfg(feature = "cube")]
+mod kernels;
+mod loss;
+mod pages;
+mod scores;
+mod slabs;
+
+pub use blocksparse::{HADAMARD_WIDTHS, HadamardFp8};
+
+use burn::tensor::{Bool, DType, IndexingUpdateOp, Int, Tensor};
+
+use crate::pages::choice::topk_keys;
+use crate::selection::key_lists::{TokenIndices, token_sparse_attention};
+use burn_blocksparse::{AttentionOptions, OpError};
+pub use found::DsaTarget;
+pub use pages::DsaPages;
+pub use scores::DsaIndex;
+use slabs::Slabs;
+
+/// DeepSeek sparse attention (DeepSeek-V3.2-Exp, 2025, §2): every query attends to the `keep` keys up to its own position that a lightning indexer scores
+/// highest,
+///
+/// ```text
+/// x[i, j] = (index_heads · index_dim)^−½ · Σ_u w[i, u] · relu(q[i, u] · k[j])
+/// ```
+///
+/// with a few narrow heads of queries of its own, one key a token, and weights; all heads of the attention have one list. Of equal scores the earlier key is
+/// chosen, and NaN is the lowest; where there are no more keys than `keep` all are. A choice follows from earlier tokens alone.
+///
+/// The choice has no gradient. The indexer learns by [`loss`](Self::loss): the paper trains it alone for 1,000 steps against dense attention
+/// ([`DsaTarget::All`]), and then beside the model, whose own loss does not reach it, over the chosen keys ([`DsaTarget::Chosen`]); its
+/// inputs are detached from the model. The paper has 64 heads of width 128 and `keep` 2,048.
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_blocksparse::AttentionOptions;
+/// use burn_sparse_select::dsa::{Dsa, DsaIndex, DsaTarget};
+///
+/// let device = Device::flex().autodiff();
+/// let random = |heads, width| Tensor::<4>::random([1, heads, 64, width], Distribution::Default, &device);
+/// let (q, k, v) = (random(4, 16), random(1, 16), random(1, 16));
+/// // Two index heads of width 8, from the tokens, which the model does not learn by.
+/// let queries = random(2, 8).require_grad();
+/// let index = DsaIndex::new(queries.clone(), random(1, 8), random(2, 1).squeeze_dim(3))?;
+/// let dsa = Dsa::new(12)?;
+/// let lists = dsa.choose(&index)?;
+/// let out = dsa.attention(q.clone(), k.clone(), v, lists.clone(), AttentionOptions::default())?;
+/// assert_eq!(out.dims(), [1, 4, 64, 16]);
+/// let loss = dsa.loss(&index, [&q, &k], None, DsaTarget::Chosen(&lists))?;
+/// assert_eq!(queries.grad(&loss.backward()).unwrap().dims(), [1, 2, 64, 8]);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Dsa {
+    keep: usize,
+    near: usize,
+    numbers: usize,
+}
+
+/// What neighbouring queries choose in common, of indexers that have learned something: .80 to .95 in the four layers of a small model (docs/selection.md).
+const OVERLAP: f64 = 0.85;
+
+/// Scores in memory at a time.
+const NUMBERS: usize = 1 << 24;
+
+impl Dsa {
+    /// Of so many keys.
+    ///
+    /// # Errors
+    /// [`OpError`] if it is 0.
+    pub fn new(keep: usize) -> Result<Self, OpError> {
+        match keep {
+            0 => Err(OpError::argument("keep", "at least 1", 0)),
+            _ => Ok(Self {
+                keep,
+                near: 0,
+                numbers: NUMBERS,
+            }),
+        }
+    }
+
+    /// The same with so many keys up to a query's own always among the chosen: an indexer that has not learned anything yet chooses at random, and a model
+    /// that begins without the nearest keys learns slowly. 0, as in the paper, is none.
+    ///
+    /// # Errors
+    /// [`OpError`] if it is more than are kept.
+    pub fn with_near(self, near: usize) -> Result<Self, OpError> {
+        match near > self.keep {
+            true => {
+                let expected = format!("at most keep, which is {}", self.keep);
+                Err(OpError::argument("near", expected, near))
+            }
+            false => Ok(Self { near, ..self }),
+        }
+    }
+
+    /// The same with so many scores in memory at a time, of whole queries, one at least: 2²⁴ unless it is set. Fewer take longer.
+    ///
+    /// # Errors
+    /// [`OpError`] if it is 0.
+    pub fn with_chunk_elements(self, numbers: usize) -> Result<Self, OpError> {
+        match numbers {
+            0 => Err(OpError::argument("numbers", "at least 1", 0)),
+            _ => Ok(Self { numbers, ..self }),
+        }
+    }
+
+    /// Keys that a query attends to, at most.
+    pub fn keep(&self) -> usize {
+        self.keep
+    }
+
+    /// Keys up to a query's own that are always among them.
+    pub fn near(&self) -> usize {
+        self.near
+    }
+
+    /// The keys that each query attends to, one list for all heads. The last query sits at the last key, so that the queries of new tokens choose among all
+    /// keys that a cache has. Scores are in memory for some queries at a time, 2²⁴ numbers of them. Nothing is read back where kernels run.
+    ///
+    /// # Errors
+    /// [`OpError`] if there are more queries than keys.
+    pub fn choose(&self, index: &DsaIndex) -> Result<TokenIndices, OpError> {
+        let [batch, _, seq_q, _] = index.q.dims();
+        let seq_kv = index.seq_kv();
+        let keys = self.listed(index, None);
+        let [_, _, most] = keys.dims();
+        let keys = keys.reshape([batch, 1, seq_q, most]);
+        TokenIndices::of_unique(keys, seq_kv, true).with_group_reuse(OVERLAP)
+    }
+
+    /// The keys of the highest scores among those that queries see, `[batch, seq_q, most]`, ascending, −1 behind the last; `seen` is `[batch or 1, seq_q]`:
+    /// those up to their own positions, unless it is given.
+    fn listed(&self, index: &DsaIndex, seen: Option<Tensor<2, Int>>) -> Tensor<3, Int> {
+        let index = index.clone().without_autodiff();
+        let [batch, _, seq_q, _] = index.q.dims();
+        let seq_kv = index.seq_kv();
+        let most = self.keep.min(seq_kv);
+        #[cfg(feature = "cube")]
+        if seq_kv > self.keep {
+            let lists = kernels::picks(&index, seen.as_ref(), [most, self.near], self.numbers);
+            if let Some(lists) = lists {
+                return lists;
+            }
+        }
+        let in_order = seen.is_none();
+        let device = index.q.device();
+        let seen = seen.unwrap_or_else(|| {
+            let first = (seq_kv - seq_q) as i64;
+            let seen = first + 1..seq_kv as i64 + 1;
+            Tensor::<1, Int>::arange(seen, (&device, DType::I32)).reshape([1, seq_q])
+        });
+        let keys = Tensor::<1, Int>::arange(0..seq_kv as i64, (&device, DType::I32));
+        let keys = keys.reshape([1, 1, seq_kv]);
+        let seen = seen.unsqueeze_dim::<3>(2);
+        if seq_kv <= self.keep {
+            // There is nothing to choose.
+            let all = [batch, seq_q, seq_kv];
+            let keys = keys.expand(all);
+            let later = keys.clone().greater_equal(seen.expand(all));
+            return keys.mask_fill(later, -1);
+        }
+        let scores = Slabs::new(&index, self.numbers);
+        // Kernels know what is near, where queries see what is up to their own positions.
+        let has_near = self.near == 0 || (in_order && scores.by_kernels());
+        let near = if in_order { self.near } else { 0 };
+        let mut chosen = Vec::new();
+        for rows in scores.rows() {
+            let count = rows.len();
+            let seen = seen.clone().slice_dim(1, rows.clone());
+            let x = scores.scores(rows, near, !in_order);
+            let x = match has_near {
+                true => x,
+                false => {
+                    let wide = [batch, count, seq_kv];
+                    let least = seen.clone().sub_scalar(self.near as i32).expand(wide);
+                    let is_near = keys.clone().expand(wide).greater_equal(least);
+                    x.mask_fill(is_near, f32::INFINITY)
+                }
+            };
+            chosen.push(topk_keys(x, seen.squeeze_dim(2), most));
+        }
+        match chosen.len() {
+            1 => chosen.remove(0),
+            _ => Tensor::cat(chosen, 1),
+        }
+    }
+
+    /// The scores of all pairs, f32 `[batch, seq_q, seq_kv]`, without autodiff; those of keys that a query does not see among them: for looking at.
+    pub fn scores(&self, index: &DsaIndex) -> Tensor<3> {
+        let index = index.clone().without_autodiff();
+        let scores = Slabs::new(&index, self.numbers);
+        let slabs = scores.rows().into_iter();
+        Tensor::cat(slabs.map(|rows| scores.scores(rows, 0, true)).collect(), 1)
+    }
+
+    /// Attention to the keys of [`choose`](Self::choose): [`token_sparse_attention`].
+    ///
+    /// # Errors
+    /// As [`token_sparse_attention`].
+    pub fn attention(
+        &self,
+        q: Tensor<4>,
+        k: Tensor<4>,
+        v: Tensor<4>,
+        lists: TokenIndices,
+        options: AttentionOptions,
+    ) -> Result<Tensor<4>, OpError> {
+        token_sparse_attention(q, k, v, lists, options).map(|(out, _)| out)
+    }
+}
+
+/// Which keys are on no query's list of lists `[batch, rows, most]`: `[batch, rows, seq_kv]`.
+fn unlisted(keys: Tensor<3, Int>, seq_kv: usize) -> Tensor<3, Bool> {
+    let [batch, rows, most] = keys.dims();
+    // No key is that of a column behind all others.
+    let none = keys.clone().lower_elem(0);
+    let keys = keys.mask_fill(none, seq_kv as i32);
+    let inner = keys.device().without_autodiff();
+    let ones = Tensor::<3>::ones([batch, rows, most], &inner);
+    let marks = Tensor::<3>::zeros([batch, rows, seq_kv + 1], &inner);
+    let marks = marks.scatter(2, keys, ones, IndexingUpdateOp::Add);
+    marks.slice_dim(2, 0..seq_kv).lower_elem(0.5)
+}

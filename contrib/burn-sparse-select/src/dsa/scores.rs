@@ -1,0 +1,182 @@
+//! The indexer's scores.
+
+use std::ops::Range;
+
+use burn::tensor::{DType, Tensor};
+
+use burn_blocksparse::OpError;
+use burn_blocksparse::internal::device::served;
+
+/// Queries whose scores are made together, before heads are: so many rows a product has at least, if there is room.
+const FEWEST_ROWS: usize = 64;
+
+/// What an indexer makes of the tokens: queries of several heads, a key and weights of the heads.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct DsaIndex {
+    /// `[batch, index_heads, seq_q, index_dim]`
+    pub q: Tensor<4>,
+    /// `[batch, 1, seq_kv, index_dim]`
+    pub k: Tensor<4>,
+    /// `[batch, index_heads, seq_q]`
+    pub weights: Tensor<3>,
+    pub(crate) in_fp8: bool,
+}
+
+impl DsaIndex {
+    /// Of queries, keys and weights. The last query sits at the last key.
+    ///
+    /// # Shapes
+    /// As the fields have them.
+    ///
+    /// # Errors
+    /// [`OpError`] if shapes, dtypes or devices do not fit each other, if a size is 0, or if there are more queries than keys.
+    pub fn new(q: Tensor<4>, k: Tensor<4>, weights: Tensor<3>) -> Result<Self, OpError> {
+        served(&q.device())?;
+        let [batch, heads, seq_q, width] = q.dims();
+        let [k_batch, k_heads, seq_kv, k_width] = k.dims();
+        for (argument, size) in [
+            ("index q's batch", batch),
+            ("index q's heads", heads),
+            ("index q's index_dim", width),
+        ] {
+            if size == 0 {
+                return Err(OpError::argument(argument, "at least 1", 0));
+            }
+        }
+        let whose = "index q's";
+        OpError::expect_same("index k's batch", batch, whose, k_batch)?;
+        OpError::expect_same("index k's heads", 1, "one key a token", k_heads)?;
+        OpError::expect_same("index k's index_dim", width, whose, k_width)?;
+        let expected = [batch, heads, seq_q];
+        OpError::expect_same("index weights' shape", expected, whose, weights.dims())?;
+        if seq_q == 0 || seq_kv < seq_q {
+            let expected = format!("between 1 and seq_kv, which is {seq_kv}");
+            return Err(OpError::argument("index q's seq_q", expected, seq_q));
+        }
+        for (argument, got) in [
+            ("index k's device", k.device()),
+            ("index weights' device", weights.device()),
+        ] {
+            OpError::expect_same(argument, q.device(), whose, got)?;
+        }
+        Ok(Self {
+            q,
+            k,
+            weights,
+            in_fp8: false,
+        })
+    }
+
+    pub(crate) fn seq_kv(&self) -> usize {
+        self.k.dims()[2]
+    }
+
+    pub(crate) fn without_autodiff(self) -> Self {
+        Self {
+            q: self.q.without_autodiff(),
+            k: self.k.without_autodiff(),
+            weights: self.weights.without_autodiff(),
+            ..self
+        }
+    }
+}
+
+/// What scores are made of, in f32: products that choose are not rounded to 16 bits.
+pub(crate) struct Scores {
+    pub q: Tensor<4>,
+    pub k: Tensor<4>,
+    /// With the scale of the scores.
+    pub weights: Tensor<3>,
+    pub scale: f64,
+    /// Scores in memory at a time, at most, unless a query of one head has more.
+    numbers: usize,
+}
+
+impl Scores {
+    pub fn new(index: &DsaIndex, numbers: usize) -> Self {
+        let [_, heads, _, width] = index.q.dims();
+        let scale = 1.0 / ((heads * width) as f64).sqrt();
+        // Of tensors in f64, which tests have, nothing is rounded.
+        let dtype = match index.q.dtype() {
+            DType::F64 => DType::F64,
+            _ => DType::F32,
+        };
+        Self {
+            q: index.q.clone().cast(dtype),
+            k: index.k.clone().cast(dtype),
+            weights: index.weights.clone().cast(dtype).mul_scalar(scale),
+            scale,
+            numbers,
+        }
+    }
+
+    pub fn heads(&self) -> usize {
+        self.q.dims()[1]
+    }
+
+    pub fn seq_kv(&self) -> usize {
+        self.k.dims()[2]
+    }
+
+    /// Queries that are computed at once, with so many heads at most.
+    pub fn slabs(&self, heads: usize) -> Vec<Range<usize>> {
+        let [batch, _, seq_q, _] = self.q.dims();
+        let of_row = batch * self.seq_kv();
+        let all = self.numbers / (of_row * heads).max(1);
+        let rows = match all >= FEWEST_ROWS {
+            true => all,
+            false => (self.numbers / of_row).clamp(1, FEWEST_ROWS),
+        };
+        let starts = (0..seq_q).step_by(rows);
+        starts
+            .map(|start| start..(start + rows).min(seq_q))
+            .collect()
+    }
+
+    /// Heads that are computed at once with so many queries.
+    pub fn heads_at_a_time(&self, rows: usize) -> usize {
+        let of_head = self.q.dims()[0] * rows * self.seq_kv();
+        (self.numbers / of_head.max(1)).max(1)
+    }
+
+    /// Parts of the heads with so many queries.
+    pub fn parts(&self, rows: usize) -> Vec<Range<usize>> {
+        let (heads, step) = (self.heads(), self.heads_at_a_time(rows));
+        let starts = (0..heads).step_by(step);
+        starts
+            .map(|start| start..(start + step).min(heads))
+            .collect()
+    }
+
+    /// Queries and weights, `[batch, heads, rows, 1]`, of some heads and rows.
+    pub fn part(&self, heads: &Range<usize>, rows: &Range<usize>) -> (Tensor<4>, Tensor<4>) {
+        let q = self.q.clone().slice_dim(1, heads.clone());
+        let weights = self.weights.clone().slice_dim(1, heads.clone());
+        let weights = weights.slice_dim(2, rows.clone());
+        (q.slice_dim(2, rows.clone()), weights.unsqueeze_dim(3))
+    }
+
+    /// `relu(q · k)` of some heads and rows: `[batch, heads, rows, seq_kv]`.
+    pub fn products(&self, q: Tensor<4>) -> Tensor<4> {
+        let [batch, heads, rows, width] = q.dims();
+        // One product for all heads.
+        let q = q.reshape([batch, 1, heads * rows, width]);
+        let products = q.matmul(self.k.clone().swap_dims(2, 3)).clamp_min(0.0);
+        products.reshape([batch, heads, rows, self.seq_kv()])
+    }
+
+    /// Scores of some queries and all keys: `[batch, rows, seq_kv]`.
+    pub fn of_rows(&self, rows: Range<usize>) -> Tensor<3> {
+        let parts = self.parts(rows.len()).into_iter().map(|heads| {
+            let (q, weights) = self.part(&heads, &rows);
+            (self.products(q) * weights).sum_dim(1).squeeze_dim(1)
+        });
+        parts.reduce(|a, b| a + b).expect("there is a head")
+    }
+}
+
+/// Queries whose scores are made together by kernels, so many numbers of them at a time.
+pub(crate) fn together([batch, _, seq_q, _]: [usize; 4], seq_kv: usize, numbers: usize) -> usize {
+    (numbers / (batch * seq_kv)).clamp(1, seq_q)
+}

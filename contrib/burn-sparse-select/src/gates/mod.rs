@@ -1,0 +1,50 @@
+//! Branches added, each times the gate of a row.
+pub(crate) mod backend;
+#[doc(hidden)]
+pub mod ops;
+
+pub(crate) mod reference;
+#[doc(hidden)]
+pub mod values;
+
+use burn::tensor::Tensor;
+
+use crate::gates::ops::GateOps;
+use burn_blocksparse::internal::op_plan::OpPlan;
+use burn_blocksparse::internal::values::ThreeFloats;
+use values::{GatedInputs, MOST_BRANCHES};
+
+/// `Σ gate · branch` in the branches' dtype, computed in f32 (f64 for f64) from gates of any float dtype, and rounded once. What is not there is 0, and
+/// its gates have gradients of 0. Deterministic.
+///
+/// It is one step of the autodiff graph, whose backward pass reads the gradient and the branches once. Callers have checked shapes and devices.
+///
+/// # Shapes
+/// - `branches` and result: `[batch, heads, seq, width]`, at least one
+/// - `gates`: `[batch, heads, seq, 3]`
+pub(crate) fn gated_sum(
+    branches: [Option<Tensor<4>>; MOST_BRANCHES],
+    gates: Tensor<4>,
+) -> Tensor<4> {
+    let branches = branches.map(|branch| branch.map(Tensor::into_dispatch));
+    let inputs = GatedInputs {
+        branches: ThreeFloats::of_list(branches),
+        gates: gates.into_dispatch(),
+    };
+    Tensor::from_dispatch(<burn::backend::Dispatch as GateOps>::gated_sum(inputs))
+}
+
+/// What [`gated_sum`] and its backward pass run, of branches like one.
+#[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+pub(crate) fn gated_plan(branch: &Tensor<4>, gates: &Tensor<4>) -> OpPlan {
+    OpPlan::new(&branch.device(), |device| {
+        #[cfg(feature = "cube")]
+        {
+            let [.., width] = branch.dims();
+            let dtypes = [branch.dtype(), gates.dtype()];
+            crate::gates::backend::text(device, width, dtypes)
+        }
+        #[cfg(not(feature = "cube"))]
+        Err::<String, std::convert::Infallible>(*device)
+    })
+}

@@ -1,0 +1,56 @@
+//! The values that cross the backend trait of gates.
+
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Backend, ExtensionType};
+
+use burn_blocksparse::internal::values::{OptFloat, ThreeFloats};
+
+/// How many branches there may be, as many as [`ThreeFloats`] has.
+pub const MOST_BRANCHES: usize = 3;
+
+/// What is added.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct GatedInputs<B: Backend> {
+    /// `[batch, heads, seq, width]` each, one of them at least.
+    #[extension_type]
+    pub branches: ThreeFloats<B>,
+    /// `[batch, heads, seq, 3]`, of any float dtype.
+    pub gates: FloatTensor<B>,
+}
+
+/// What the backward pass gets.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct GatedSaved<B: Backend> {
+    /// As they came.
+    #[extension_type]
+    pub inputs: GatedInputs<B>,
+    /// By the result.
+    pub grad: FloatTensor<B>,
+}
+
+/// Gradients, each of its input's shape and dtype, if it is wanted.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct GatedGrads<B: Backend> {
+    /// Of the branches that are there.
+    #[extension_type]
+    pub branches: ThreeFloats<B>,
+    /// `[batch, heads, seq, 3]`, 0 for branches that are not there.
+    #[extension_type]
+    pub gates: OptFloat<B>,
+}
+
+/// What the backward pass has to compute.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct GatedTask {
+    /// The branches whose gradients are wanted.
+    pub branches: [bool; MOST_BRANCHES],
+    /// Whether the gates' is.
+    pub gates: bool,
+}

@@ -1,0 +1,190 @@
+//! How far the softmax of a query's scores is from the attention that it is to find.
+
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::kernels::indexer::pairs::{PairSizes, Sizes, key_of};
+use crate::kernels::selection::across_cube;
+use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
+use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
+
+/// Below every score; the exponential of its distance to one is 0.
+const LOWEST: f32 = -3.0e38;
+/// Sums that are divided by are no less, nor what logarithms are taken of.
+const LEAST: f32 = 1e-30;
+/// Columns of a cube where lists are spread.
+const SPREAD: usize = 256;
+
+/// A cube has a query. `scores` become the gradient of its loss by them, `softmax − wanted`, and 0 where there is no key.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn compare_rows(
+    scores: &mut [f32],
+    wanted: &[f32],
+    keys: ComptimeOption<Box<[i32]>>,
+    losses: &mut [f32],
+    s: Sizes,
+    #[comptime] is_listed: bool,
+    #[comptime] t: RowTile,
+) {
+    let mut shared = Shared::<[f32]>::new_slice(comptime!(t.shared()));
+    let unit = UNIT_POS as usize;
+    let exists = CUBE_POS < s.batch * s.rows;
+    // Cubes beyond the last row read it and write nothing.
+    let at = CUBE_POS.min(s.batch * s.rows - 1);
+    let entry = at / s.rows;
+    let row = at % s.rows;
+    let start = at * s.columns;
+    let mut seen = s.columns;
+    if comptime!(!is_listed) {
+        seen = s.position(row) + 1;
+    }
+
+    let mut most = f32::new(LOWEST);
+    let mut total = 0.0f32.runtime();
+    let mut column = unit;
+    while column < seen {
+        if key_of(&keys, entry, row, column, &s, is_listed) >= 0 {
+            most = max(most, scores[start + column]);
+            total += wanted[start + column];
+        }
+        column += comptime!(t.lanes);
+    }
+    most = across_lanes::<f32>(most, &mut shared, t, Combine::Max);
+    total = across_lanes::<f32>(total, &mut shared, t, Combine::Sum);
+    let mut sum = 0.0f32.runtime();
+    column = unit;
+    while column < seen {
+        if key_of(&keys, entry, row, column, &s, is_listed) >= 0 {
+            sum += (scores[start + column] - most).exp();
+        }
+        column += comptime!(t.lanes);
+    }
+    sum = across_lanes::<f32>(sum, &mut shared, t, Combine::Sum);
+    let sum = max(sum, f32::new(LEAST));
+    let total = max(total, f32::new(LEAST));
+    let log = most + sum.ln();
+
+    let mut loss = 0.0f32.runtime();
+    column = unit;
+    while column < s.columns {
+        let mut by_score = 0.0f32.runtime();
+        // A column that is not seen is still one of the row's.
+        if column < seen && key_of(&keys, entry, row, column, &s, is_listed) >= 0 {
+            let score = scores[start + column];
+            let share = wanted[start + column] / total;
+            loss += share * (max(share, f32::new(LEAST)).ln() - (score - log));
+            by_score = (score - most).exp() / sum - share;
+        }
+        if exists {
+            scores[start + column] = by_score;
+        }
+        column += comptime!(t.lanes);
+    }
+    loss = across_lanes::<f32>(loss, &mut shared, t, Combine::Sum);
+    if exists && unit == 0 {
+        losses[entry * s.seq_q + s.start + row] = loss;
+    }
+}
+
+/// What [`compare`] reads and writes.
+#[derive(Clone, Copy, Debug)]
+pub struct Compared<'a> {
+    /// f32 `[batch, rows, columns]`, which become the gradient of the sum of losses by them, 0 where there is no key.
+    pub scores: &'a Handle,
+    /// What attention gives to keys, likewise; only its shares among the keys count.
+    pub wanted: &'a Handle,
+    /// The keys that are listed, if they are: i32 `[batch, seq_q, listed]`.
+    pub keys: Option<&'a Handle>,
+    /// f32 `[batch, seq_q]`, of which those of the rows are written.
+    pub losses: &'a Handle,
+}
+
+/// The losses of queries, `Σ t · ln(t / softmax(x))` over the keys of each, and their gradients by the scores.
+///
+/// # Errors
+/// [`KernelError`] if there are more rows than a launch has cubes, or more numbers than the device counts.
+pub fn compare(client: &Client, sizes: &PairSizes, buffers: &Compared) -> Result<(), KernelError> {
+    let rows = sizes.batch * sizes.rows[1];
+    let address = address_of(
+        client,
+        sizes.numbers().max(sizes.list_numbers()).max(2 * rows),
+    )?;
+    let t = across_cube(client);
+    let cubes = spread(client, rows as u64)?;
+    // SAFETY: a cube reads and writes numbers of its row, which there is; the buffers have the lengths they say (see `buffer`).
+    unsafe {
+        compare_rows::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(t.units() as u32),
+            address,
+            buffer(buffers.scores, sizes.numbers()),
+            buffer(buffers.wanted, sizes.numbers()),
+            optional(buffers.keys, sizes.list_numbers()),
+            buffer(buffers.losses, sizes.batch * sizes.seq[0]),
+            sizes.launch(),
+            sizes.listed.is_some(),
+            t,
+        );
+    }
+    Ok(())
+}
+
+/// A cube has a query: its row becomes zeros, and then has the numbers of the keys that the query lists.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn spread_rows(numbers: &[f32], keys: &[i32], out: &mut [f32], s: Sizes, count: usize) {
+    // Every unit of a cube meets the barrier; a cube beyond the last row has none of its numbers.
+    let is_row = CUBE_POS < count;
+    let row = CUBE_POS.min(count - 1);
+    let columns = select(is_row, s.columns, 0usize);
+    let end = select(is_row, s.seq_kv, 0usize);
+    let list = (row / s.rows * s.seq_q + s.start + row % s.rows) * s.columns;
+    let mut key = UNIT_POS as usize;
+    while key < end {
+        out[row * s.seq_kv + key] = 0.0f32;
+        key += comptime!(SPREAD);
+    }
+    sync_storage();
+    let mut place = UNIT_POS as usize;
+    while place < columns {
+        let key = keys[list + place];
+        if key >= 0i32 && (key as usize) < s.seq_kv {
+            out[row * s.seq_kv + key as usize] = numbers[row * s.columns + place];
+        }
+        place += comptime!(SPREAD);
+    }
+}
+
+/// Numbers of listed keys, f32 `[batch, rows, listed]`, at the places of the keys: `[batch, rows, seq_kv]`, 0 elsewhere. `keys` are i32
+/// `[batch, seq_q, listed]`, ascending, −1 behind the last.
+///
+/// # Errors
+/// As [`compare`].
+pub fn spread_listed(
+    client: &Client,
+    sizes: &PairSizes,
+    [numbers, keys]: [&Handle; 2],
+    out: &Handle,
+) -> Result<(), KernelError> {
+    let rows = sizes.batch * sizes.rows[1];
+    let count = rows * sizes.seq[1];
+    let largest = count.max(sizes.numbers()).max(sizes.list_numbers());
+    let address = address_of(client, 2 * largest)?;
+    let cubes = spread(client, rows as u64)?;
+    // SAFETY: a cube reads the list and the numbers of a row that there is, below `rows`, and writes that row; the buffers have the lengths they say.
+    unsafe {
+        spread_rows::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(SPREAD as u32),
+            address,
+            buffer(numbers, sizes.numbers()),
+            buffer(keys, sizes.list_numbers()),
+            buffer(out, count),
+            sizes.launch(),
+            rows,
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,55 @@
+//! The indexer of DeepSeek sparse attention: its scores, and what it learns by. On any CubeCL runtime, with products in f32; of half precision on tensor cores
+//! where there are some.
+//!
+//! ```text
+//! wanted     what is added up of pairs
+//! pairs      what a call is of: queries of several heads with keys, all that are seen or those that are listed
+//! rows       rows of numbers in shared memory, and their products
+//! sums       of each pair the sum over heads: an indexer's scores, or what attention gives a key
+//! picks      of each query the keys of the highest scores
+//! picks_parts of few long rows, whose parts are cubes' own
+//! digits     of numbers, by which both find and list the highest
+//! compare    of each query how far the softmax of its scores is from the attention, and the gradient by the scores
+//! gradients  that gradient through the scores: by queries and weights, or by keys
+//! mma        sums and gradients of half precision on tensor cores
+//! warpgroups sums of many heads on wgmma
+//! rounding   rows rotated and rounded to 8 bits
+//! pack       such rows in bytes
+//! ending     what heads give a pair there, and what becomes of their sum
+//! ```
+//!
+//! ```text
+//! x[i, j] = factor · Σ_u w[u, i] · relu(q[u, i] · k[j])          t[i, j] = 1/H Σ_h exp(scale · q[h, i] · k[j] − lse[h, i])
+//! loss[i] = Σ_j t' · ln(t' / softmax(x))                          t' = t / Σ_j t          g = softmax(x) − t'
+//! by q    = Σ_j g · w · [q · k > 0] · k        by w = Σ_j g · relu(q · k)        by k = Σ_i Σ_u g · w · [q · k > 0] · q
+//! ```
+//!
+//! Products are made again where they are needed: of numbers for pairs only `x` and `t` are in memory, of some queries at a time. Every number has one writer
+//! and sums have a fixed order, so the same input gives the same bits on a device.
+
+mod compare;
+mod digits;
+#[cfg(feature = "cuda")]
+mod ending;
+mod gradients;
+#[cfg(feature = "cuda")]
+mod mma;
+#[cfg(feature = "cuda")]
+mod pack;
+mod pairs;
+mod picks;
+mod picks_parts;
+mod rounding;
+mod rows;
+mod sums;
+mod wanted;
+#[cfg(feature = "cuda")]
+mod warpgroups;
+
+pub use compare::{Compared, compare, spread_listed};
+pub use gradients::{IndexerGradients, by_keys, by_queries, key_parts};
+pub use pairs::{KeyBytes, MOST_WIDTH, PairInputs, PairSizes, check};
+pub use picks::{KeyPicks, check_picks, pick_keys};
+pub use rounding::{check_rounding, round_rows};
+pub use sums::{key_bytes, pair_sums};
+pub use wanted::PairSum;

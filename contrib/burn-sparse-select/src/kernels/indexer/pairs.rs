@@ -1,0 +1,231 @@
+//! What a call is of.
+
+use cubecl::ir::ElemType;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::kernels::indexer::rows::{ACROSS, DEPTH, SIDE};
+use blocksparse_cubecl::error::KernelError;
+
+/// Numbers of a query or a key, at most.
+pub const MOST_WIDTH: usize = 256;
+
+/// Queries of several heads, some of them at a time, and keys. The last query sits at the last key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PairSizes {
+    /// Batch entries.
+    pub batch: usize,
+    /// Heads of queries, and of keys, which divide them.
+    pub heads: [usize; 2],
+    /// Queries and keys.
+    pub seq: [usize; 2],
+    /// Numbers of a query or a key.
+    pub width: usize,
+    /// The first query that is computed, and how many are.
+    pub rows: [usize; 2],
+    /// How many keys a query lists, if it lists any.
+    pub listed: Option<usize>,
+    /// Keys that have numbers, from the first on, if none are listed: sums need none for keys that no query sees, gradients need all.
+    pub keys: usize,
+}
+
+impl PairSizes {
+    /// Of queries `[batch, heads, seq_q, width]` and keys `[batch, kv_heads, seq_kv, width]`.
+    pub fn new(
+        [batch, heads, seq_q, width]: [usize; 4],
+        [_, kv_heads, seq_kv, _]: [usize; 4],
+        rows: [usize; 2],
+        listed: Option<usize>,
+    ) -> Self {
+        Self {
+            batch,
+            heads: [heads, kv_heads],
+            seq: [seq_q, seq_kv],
+            width,
+            rows,
+            listed,
+            keys: seq_kv,
+        }
+    }
+
+    /// Numbers of a query: one for each key that has some, or for each that is listed.
+    pub fn columns(&self) -> usize {
+        self.listed.unwrap_or(self.keys)
+    }
+
+    /// Numbers of all queries that are computed.
+    pub fn numbers(&self) -> usize {
+        self.batch * self.rows[1] * self.columns()
+    }
+
+    /// Numbers of all keys that they list.
+    pub(crate) fn list_numbers(&self) -> usize {
+        self.batch * self.seq[0] * self.listed.unwrap_or(0)
+    }
+
+    /// Numbers of queries and of keys.
+    pub(crate) fn inputs(&self) -> [usize; 2] {
+        [0, 1].map(|at| self.batch * self.heads[at] * self.seq[at] * self.width)
+    }
+
+    /// Numbers of weights, or of sums of exponentials.
+    pub(crate) fn row_numbers(&self) -> usize {
+        self.batch * self.heads[0] * self.seq[0]
+    }
+
+    pub(crate) fn launch(&self) -> SizesLaunch {
+        let [start, rows] = self.rows;
+        let [seq_q, seq_kv] = self.seq;
+        SizesLaunch::new(
+            self.batch,
+            self.heads[0],
+            self.heads[1],
+            seq_q,
+            seq_kv,
+            start,
+            rows,
+            self.columns(),
+        )
+    }
+}
+
+/// [`PairSizes`] in a kernel.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub(crate) struct Sizes {
+    pub batch: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub seq_q: usize,
+    pub seq_kv: usize,
+    pub start: usize,
+    pub rows: usize,
+    pub columns: usize,
+}
+
+#[cube]
+impl Sizes {
+    /// The position of a query, by its place among those that are computed.
+    pub fn position(&self, row: usize) -> usize {
+        self.start + row + self.seq_kv - self.seq_q
+    }
+}
+
+/// The key of a column of a query: the column itself, or what is listed there, which is none if it is below 0.
+#[cube]
+pub(crate) fn key_of(
+    keys: &ComptimeOption<Box<[i32]>>,
+    entry: usize,
+    row: usize,
+    column: usize,
+    s: &Sizes,
+    #[comptime] is_listed: bool,
+) -> i32 {
+    if comptime!(is_listed) {
+        let keys = keys.clone().unwrap();
+        keys[(entry * s.seq_q + s.start + row) * s.columns + column]
+    } else {
+        column as i32
+    }
+}
+
+/// Keys in bytes, for kernels that take them.
+#[derive(Clone, Debug)]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub struct KeyBytes {
+    /// `[batch, seq_kv, width]`
+    pub(crate) numbers: Handle,
+    /// What numbers of a key are multiplied by, `[batch, seq_kv]`.
+    pub(crate) scales: Handle,
+}
+
+/// Contiguous tensors of a call.
+#[derive(Clone, Copy, Debug)]
+pub struct PairInputs<'a> {
+    /// Of q and k: f32, f16 or bf16.
+    pub element: ElemType,
+    /// `[batch, heads, seq_q, width]`
+    pub q: &'a Handle,
+    /// `[batch, kv_heads, seq_kv, width]`
+    pub k: &'a Handle,
+    /// Of each query and head a number, f32 `[batch, heads, seq_q]`: an indexer's weights, or attention's lse.
+    pub of_rows: &'a Handle,
+    /// i32 `[batch, seq_q, listed]`, −1 behind the last, if keys are listed.
+    pub keys: Option<&'a Handle>,
+    /// The keys in bytes, where queries and keys are what [`round_rows`](crate::kernels::indexer::round_rows) made and a kernel takes them so.
+    pub bytes: Option<&'a KeyBytes>,
+}
+
+impl PairInputs<'_> {
+    /// Numbers of a load.
+    pub(crate) fn vector(&self, client: &Client, width: usize) -> usize {
+        vector(client, self.element, width, [self.q, self.k])
+    }
+}
+
+/// Numbers of a load of contiguous rows of such a width.
+pub(crate) fn vector(
+    client: &Client,
+    element: ElemType,
+    width: usize,
+    buffers: [&Handle; 2],
+) -> usize {
+    let most = client.properties().hardware.max_vector_size.clamp(1, 4);
+    let [first, second] = buffers.map(|of| of.offset_start.unwrap_or(0) as usize / element.size());
+    let fits = |vector: &usize| {
+        let divides = |number: usize| number.is_multiple_of(*vector);
+        *vector <= most && [width, first, second].into_iter().all(divides)
+    };
+    [4, 2, 1].into_iter().find(fits).unwrap_or(1)
+}
+
+/// That a device has cubes of so many units, and numbers of a type.
+pub(crate) fn check_device(
+    client: &Client,
+    element: ElemType,
+    units: usize,
+    what: &'static str,
+) -> Result<(), KernelError> {
+    let properties = client.properties();
+    let hardware = &properties.hardware;
+    let most = (hardware.max_units_per_cube as usize).min(hardware.max_cube_dim.0 as usize);
+    if most < units {
+        return Err(KernelError::limit(what, most as u32, units));
+    }
+    match properties.supports_type(element) {
+        true => Ok(()),
+        false => Err(KernelError::Dtype {
+            dtype: format!("{element:?}"),
+        }),
+    }
+}
+
+/// That a device runs these kernels for numbers of a type and such sizes.
+///
+/// # Errors
+/// [`KernelError`] if its cubes are too small, it lacks the type, queries are wider than [`MOST_WIDTH`], or there are more numbers than kernels count.
+pub fn check(client: &Client, element: ElemType, sizes: &PairSizes) -> Result<(), KernelError> {
+    let units = ACROSS * ACROSS;
+    check_device(client, element, units, "units of a cube that scores keys")?;
+    if sizes.width > MOST_WIDTH {
+        let what = "numbers of a query";
+        return Err(KernelError::limit(what, MOST_WIDTH as u32, sizes.width));
+    }
+    // Of what the gradients hold at once.
+    let fours = 2 * SIDE * (DEPTH + 1) + SIDE * (ACROSS + 1);
+    let available = client.properties().hardware.max_shared_memory_size;
+    let bytes = 16 * fours;
+    if bytes > available {
+        let what = "bytes of shared memory";
+        return Err(KernelError::limit(what, available as u32, bytes));
+    }
+    let [q, k] = sizes.inputs();
+    let largest = [q, k, sizes.numbers(), sizes.list_numbers()];
+    let largest = largest.into_iter().max().unwrap_or(0);
+    match i32::try_from(largest) {
+        Ok(_) => Ok(()),
+        Err(_) => {
+            let what = "numbers of a tensor that keys are scored by";
+            Err(KernelError::limit(what, i32::MAX as u32, largest))
+        }
+    }
+}

@@ -1,0 +1,259 @@
+//! Rows rotated by a Hadamard matrix and rounded to numbers of 8 bits times a power of two of each row, on any CubeCL runtime.
+//!
+//! Rotated, what is large in few numbers of a row is spread over all of them, so rounding takes less away; products of rotated queries and keys are those of the
+//! rows as they were. Numbers have the row's dtype, which holds them as they are, so whatever multiplies them makes the same scores.
+
+use cubecl::ir::ElemType;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::kernels::indexer::pairs::{check_device, vector};
+use blocksparse::{HADAMARD_WIDTHS, HadamardFp8};
+use blocksparse_cubecl::arch::planes;
+use blocksparse_cubecl::args::{address_of, buffer, spread};
+use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::shared::codec::{INFINITY, nearest_e4m3};
+
+/// Bits of a number that is none.
+const NAN: u32 = 0x7fc0_0000;
+
+/// Numbers of a row that a unit has.
+const OWN: usize = 8;
+const UNITS: usize = 256;
+
+/// The exponent, as f32 has it, of a row's scale, as [`HadamardFp8::round`] has it, of the bits of the row's largest number without its sign.
+#[cube]
+pub(crate) fn scale_exponent(largest: u32) -> u32 {
+    // 448 is 1.75 · 2⁸.
+    let is_above = (largest & 0x7f_ffff) > 0x60_0000;
+    let exponent = (largest >> 23u32) + select(is_above, 1u32, 0u32);
+    max(exponent, 9u32) - 8u32
+}
+
+/// What a row's numbers are divided by is a power of two of this exponent. What they are multiplied by is no number, if the largest is none.
+#[cube]
+pub(crate) fn scale_of(exponent: u32, largest: u32) -> f32 {
+    f32::reinterpret(select(largest < INFINITY, exponent << 23u32, NAN.runtime()))
+}
+
+/// What a row's numbers are multiplied by before they are rounded.
+#[cube]
+pub(crate) fn inverse_of(exponent: u32) -> f32 {
+    f32::reinterpret((254u32 - exponent) << 23u32)
+}
+
+/// What is compiled into the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Rounding {
+    width: usize,
+    /// Whether units of a plane trade numbers, and whether by PTX.
+    planes: bool,
+    ptx: bool,
+}
+
+impl Rounding {
+    fn new(client: &Client, width: usize) -> Self {
+        let properties = client.properties();
+        Self {
+            width,
+            planes: planes::are_there(properties),
+            ptx: planes::have_ptx(properties),
+        }
+    }
+
+    /// Numbers that units trade through shared memory.
+    fn shared(&self) -> usize {
+        if self.planes { 1 } else { OWN * UNITS }
+    }
+
+    /// Units of a row.
+    fn pieces(&self) -> usize {
+        self.width / OWN
+    }
+
+    /// Rows of a cube.
+    fn rows(&self) -> usize {
+        UNITS / self.pieces()
+    }
+
+    /// Distances of pieces that are added to each other, as powers of two.
+    fn stages(&self) -> usize {
+        self.pieces().ilog2() as usize
+    }
+}
+
+/// Numbers of the unit whose piece differs by a power of two, which lie beside each other in the cube.
+#[cube]
+fn others(
+    own: &Array<f32>,
+    shared: &mut Shared<[f32]>,
+    #[comptime] count: usize,
+    #[comptime] distance: usize,
+    #[comptime] t: Rounding,
+) -> Array<f32> {
+    let mut theirs = Array::<f32>::new(count);
+    if comptime!(t.planes) {
+        #[unroll]
+        for i in 0..count {
+            theirs[i] = planes::traded(own[i], comptime!(distance as u32), t.ptx);
+        }
+    } else {
+        let unit = UNIT_POS as usize;
+        #[unroll]
+        for i in 0..count {
+            shared[comptime!(i * UNITS) + unit] = own[i];
+        }
+        sync_cube();
+        #[unroll]
+        for i in 0..count {
+            theirs[i] = shared[comptime!(i * UNITS) + (unit ^ distance)];
+        }
+        sync_cube();
+    }
+    theirs
+}
+
+/// The larger of two numbers without their signs, as their bits are: NaN is above all.
+#[cube]
+fn larger(x: f32, y: f32) -> f32 {
+    let (x, y) = (
+        u32::reinterpret(x) & 0x7fff_ffff,
+        u32::reinterpret(y) & 0x7fff_ffff,
+    );
+    f32::reinterpret(max(x, y))
+}
+
+/// `x` and `out` are `[rows, width]`. Rotated numbers are multiplied by `factor`.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn round<E: Float, N: Size>(
+    x: &[Vector<E, N>],
+    out: &mut [Vector<E, N>],
+    rows: usize,
+    factor: f32,
+    #[comptime] t: Rounding,
+    #[define(E)] _dtype: ElemType,
+) {
+    // Each unit's numbers are one row of units apart, and so in banks of their own.
+    let mut shared = Shared::<[f32]>::new_slice(comptime!(t.shared()));
+    let unit = UNIT_POS as usize;
+    let piece = unit % comptime!(t.pieces());
+    let row = CUBE_POS * comptime!(t.rows()) + unit / comptime!(t.pieces());
+    // Of rows behind the last the last one is made again.
+    let source = row.min(rows - 1) * comptime!(t.width) + piece * OWN;
+    let mut own = Array::<f32>::new(OWN);
+    let vector = N::value();
+    #[unroll]
+    for line in 0..comptime!(OWN / vector) {
+        let numbers = x[source / vector + line];
+        #[unroll]
+        for i in 0..vector {
+            own[comptime!(line * vector + i)] = f32::cast_from(numbers.extract(i));
+        }
+    }
+    // Distances within the unit's numbers, then those of units.
+    #[unroll]
+    for stage in 0..3usize {
+        let distance = comptime!(1usize << stage);
+        #[unroll]
+        for i in 0..comptime!(OWN / 2) {
+            let low = comptime!(i / distance * 2 * distance + i % distance);
+            let high = comptime!(low + distance);
+            let (a, b) = (own[low], own[high]);
+            own[low] = a + b;
+            own[high] = a - b;
+        }
+    }
+    #[unroll]
+    for stage in 0..comptime!(t.stages()) {
+        let distance = comptime!(1usize << stage);
+        let sign = select(piece / distance % 2 == 1, -1.0f32, 1.0f32);
+        let theirs = others(&own, &mut shared, OWN, distance, t);
+        #[unroll]
+        for i in 0..OWN {
+            // Products with a sign are exact, so one rounding or two give the same.
+            own[i] = own[i] * sign + theirs[i];
+        }
+    }
+    // Bits of numbers without a sign are in their order, and NaN is above all.
+    let mut most = Array::<f32>::new(1usize);
+    most[0] = 0.0f32;
+    #[unroll]
+    for i in 0..OWN {
+        own[i] *= factor;
+        most[0] = larger(most[0], own[i]);
+    }
+    #[unroll]
+    for stage in 0..comptime!(t.stages()) {
+        let theirs = others(&most, &mut shared, 1usize, comptime!(1usize << stage), t);
+        most[0] = larger(most[0], theirs[0]);
+    }
+    let most = u32::reinterpret(most[0]);
+    let exponent = scale_exponent(most);
+    let (scale, inverse) = (scale_of(exponent, most), inverse_of(exponent));
+    if row < rows {
+        #[unroll]
+        for line in 0..comptime!(OWN / vector) {
+            let mut numbers = Vector::<E, N>::zeroed();
+            #[unroll]
+            for i in 0..vector {
+                let at = comptime!(line * vector + i);
+                numbers.insert(i, E::cast_from(nearest_e4m3(own[at] * inverse) * scale));
+            }
+            out[source / vector + line] = numbers;
+        }
+    }
+}
+
+/// Rotates and rounds contiguous rows of f32, f16 or bf16, `[rows, width]`, as [`HadamardFp8::round`] does. Of f16 what is below 2⁻²⁴ is lost.
+///
+/// # Errors
+/// [`KernelError`] if the device has no such numbers, its cubes are too small, rows of such a width are not [taken](HadamardFp8::takes), or there are more than a
+/// launch has cubes for.
+pub fn round_rows(
+    client: &Client,
+    element: ElemType,
+    x: &Handle,
+    [rows, width]: [usize; 2],
+    of: HadamardFp8,
+    out: &Handle,
+) -> Result<(), KernelError> {
+    check_rounding(client, element, width)?;
+    if rows == 0 {
+        return Ok(());
+    }
+    let t = Rounding::new(client, width);
+    let vector = vector(client, element, width, [x, out]);
+    let numbers = rows * width;
+    let address = address_of(client, numbers)?;
+    let cubes = spread(client, rows.div_ceil(t.rows()) as u64)?;
+    // SAFETY: a unit reads numbers of rows that there are, and writes its own of a row that there is.
+    unsafe {
+        round::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(UNITS as u32),
+            address,
+            vector,
+            buffer(x, numbers / vector),
+            buffer(out, numbers / vector),
+            rows,
+            of.factor(width),
+            t,
+            element,
+        );
+    }
+    Ok(())
+}
+
+/// That a device rounds rows of numbers of a type and a width.
+///
+/// # Errors
+/// As [`round_rows`]'s.
+pub fn check_rounding(client: &Client, element: ElemType, width: usize) -> Result<(), KernelError> {
+    check_device(client, element, UNITS, "units of a cube that rounds rows")?;
+    if !HadamardFp8::takes(width) {
+        let what = "numbers of a row that is rotated, a power of two from 8 on";
+        return Err(KernelError::limit(what, HADAMARD_WIDTHS[1] as u32, width));
+    }
+    Ok(())
+}

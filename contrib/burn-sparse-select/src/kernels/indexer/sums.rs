@@ -1,0 +1,308 @@
+//! Of each pair of a query and a key the sum over heads, in f32 on any device; in half precision on tensor cores where there are some (`mma`). A cube has some queries and some keys, or one query and some that it lists; a unit has four keys and
+//! eight rows of products, which are the heads of as few queries as fit, so that no other unit has a part of its sums.
+
+// What is known at compile time stays apart from what is not.
+#![allow(clippy::collapsible_if)]
+
+use cubecl::ir::ElemType;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+#[cfg(feature = "cuda")]
+use crate::kernels::indexer::pack::{PACKED, pack_keys};
+use crate::kernels::indexer::pairs::{KeyBytes, PairInputs, PairSizes, Sizes, check, key_of};
+use crate::kernels::indexer::rows::{ACROSS, DEPTH, PITCH, fill, multiply};
+use crate::kernels::indexer::wanted::{Epilogue, PairSum};
+#[cfg(feature = "cuda")]
+use crate::kernels::indexer::warpgroups::{ByteSums, GroupSums};
+#[cfg(feature = "cuda")]
+use crate::kernels::indexer::{mma, warpgroups};
+use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
+use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::shared::walk::Four;
+
+/// Rows of products of a unit.
+const OWN: usize = 8;
+
+/// What is compiled into the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct SumTile {
+    /// Numbers of a query or a key.
+    width: usize,
+    /// Units across keys and down queries.
+    across: usize,
+    down: usize,
+    /// Rows of a unit, and the heads of a query among them.
+    own: usize,
+    heads: usize,
+    is_listed: bool,
+    is_weights: bool,
+    /// Keys behind a query's position count.
+    all: bool,
+}
+
+impl SumTile {
+    fn new(sizes: &PairSizes, sum: &PairSum) -> Self {
+        let group = sizes.heads[0] / sizes.heads[1];
+        let heads = group.next_power_of_two().min(OWN);
+        let (across, down, own) = match sizes.listed {
+            None => (ACROSS, ACROSS, OWN),
+            Some(most) => {
+                let across = most.div_ceil(4).next_power_of_two().clamp(ACROSS, 64);
+                (across, 1, heads)
+            }
+        };
+        Self {
+            width: sizes.width,
+            across,
+            down,
+            own,
+            heads,
+            is_listed: sizes.listed.is_some(),
+            is_weights: matches!(sum, PairSum::Weights { .. }),
+            all: matches!(sum, PairSum::Scores { all: true, .. }),
+        }
+    }
+
+    fn units(&self) -> usize {
+        self.across * self.down
+    }
+
+    fn queries(&self) -> usize {
+        self.down * self.unit_queries()
+    }
+
+    fn unit_queries(&self) -> usize {
+        self.own / self.heads
+    }
+
+    fn rows(&self) -> usize {
+        self.down * self.own
+    }
+
+    fn columns(&self) -> usize {
+        4 * self.across
+    }
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn sums<E: Float, N: Size>(
+    q: &[Vector<E, N>],
+    k: &[Vector<E, N>],
+    of_rows: &[f32],
+    keys: ComptimeOption<Box<[i32]>>,
+    out: &mut [f32],
+    s: Sizes,
+    // Tiles of keys, of queries, and all.
+    column_tiles: usize,
+    row_tiles: usize,
+    tiles: usize,
+    factor: f32,
+    highest: f32,
+    near: usize,
+    #[comptime] t: SumTile,
+    #[define(E)] _element: ElemType,
+) {
+    // Cubes beyond the last tile make it again.
+    let tile = CUBE_POS.min(tiles - 1);
+    let column0 = tile % column_tiles * comptime!(t.columns());
+    let row0 = tile / column_tiles % row_tiles * comptime!(t.queries());
+    let entry = tile / column_tiles / row_tiles;
+    let unit = UNIT_POS as usize;
+    let unit_x = unit % comptime!(t.across);
+    let unit_y = unit / comptime!(t.across);
+    let group = s.heads / s.kv_heads;
+    let groups = group.div_ceil(comptime!(t.heads));
+    let fours = comptime!(t.width.div_ceil(4));
+
+    let mut left = Shared::<[Vector<f32, Four>]>::new_slice(comptime!(t.rows() * PITCH));
+    let mut right = Shared::<[Vector<f32, Four>]>::new_slice(comptime!(t.columns() * PITCH));
+    let mut sums = Array::<f32>::new(comptime!(t.unit_queries() * 4));
+    #[unroll]
+    for i in 0..comptime!(t.unit_queries() * 4) {
+        sums[i] = 0.0f32;
+    }
+    let mut products = Array::<f32>::new(comptime!(t.own * 4));
+    let last_row = (row0 + comptime!(t.queries() - 1)).min(s.rows - 1);
+    let mut parts = s.kv_heads * groups;
+    let is_seen = column0 <= s.position(last_row);
+    if comptime!(!t.is_listed && !t.all) && !is_seen {
+        parts = 0usize.runtime();
+    }
+    // Behind the end of a list there are no keys.
+    if comptime!(t.is_listed) {
+        if key_of(&keys, entry, row0, column0, &s, true) < 0i32 {
+            parts = 0usize.runtime();
+        }
+    }
+    for part in 0..parts {
+        let kv_head = part / groups;
+        let head0 = part % groups * comptime!(t.heads);
+        let k_start = (entry * s.kv_heads + kv_head) * s.seq_kv;
+        let q_start = (entry * s.heads + kv_head * group) * s.seq_q + s.start;
+        #[unroll]
+        for i in 0..comptime!(t.own * 4) {
+            products[i] = 0.0f32;
+        }
+        for depth in range_stepped(0usize, fours, DEPTH) {
+            sync_cube();
+            let mut at = unit;
+            while at < comptime!(t.rows() * DEPTH) {
+                let own = at / comptime!(DEPTH);
+                let four = at % comptime!(DEPTH);
+                let row = row0 + own / comptime!(t.heads);
+                let head = head0 + own % comptime!(t.heads);
+                let is_there = row < s.rows && head < group && depth + four < fours;
+                let start = (q_start + head * s.seq_q + row) * comptime!(t.width);
+                let place = own * comptime!(PITCH) + four;
+                fill::<E, N>(q, &mut left, place, start, depth + four, is_there, t.width);
+                at += comptime!(t.units());
+            }
+            at = unit;
+            while at < comptime!(t.columns() * DEPTH) {
+                let own = at / comptime!(DEPTH);
+                let four = at % comptime!(DEPTH);
+                let column = (column0 + own).min(s.columns - 1);
+                let key = key_of(&keys, entry, row0, column, &s, t.is_listed);
+                let is_there = column0 + own < s.columns && key >= 0 && depth + four < fours;
+                let start = (k_start + max(key, 0i32) as usize) * comptime!(t.width);
+                let place = own * comptime!(PITCH) + four;
+                fill::<E, N>(k, &mut right, place, start, depth + four, is_there, t.width);
+                at += comptime!(t.units());
+            }
+            sync_cube();
+            let first_row = unit_y * comptime!(t.own);
+            multiply(
+                &left,
+                &right,
+                &mut products,
+                first_row,
+                unit_x,
+                t.own,
+                t.across,
+            );
+        }
+        #[unroll]
+        for i in 0..comptime!(t.own) {
+            let row = row0 + unit_y * comptime!(t.unit_queries()) + comptime!(i / t.heads);
+            let head = head0 + comptime!(i % t.heads);
+            let is_there = row < s.rows && head < group;
+            let at = q_start + head * s.seq_q + row;
+            let of_row = of_rows[select(is_there, at, q_start)];
+            #[unroll]
+            for j in 0..4usize {
+                let product = products[comptime!(i * 4 + j)];
+                let mut term = of_row * max(product, 0.0f32);
+                if comptime!(t.is_weights) {
+                    term = (product * factor - of_row).exp();
+                }
+                sums[comptime!(i / t.heads * 4 + j)] += select(is_there, term, 0.0f32);
+            }
+        }
+    }
+    if parts > 0 {
+        #[unroll]
+        for i in 0..comptime!(t.unit_queries()) {
+            let row = row0 + unit_y * comptime!(t.unit_queries()) + i;
+            #[unroll]
+            for j in 0..4usize {
+                let column = column0 + unit_x + comptime!(j * t.across);
+                if row < s.rows && column < s.columns {
+                    let key = key_of(&keys, entry, row, column, &s, t.is_listed);
+                    let position = s.position(row);
+                    let sum = sums[comptime!(i * 4 + j)];
+                    let mut value = sum * factor;
+                    if comptime!(t.is_weights) {
+                        let is_seen = key <= position as i32;
+                        value = select(is_seen, sum / f32::cast_from(s.heads), 0.0f32);
+                    } else {
+                        let is_near = near > 0 && key + near as i32 > position as i32;
+                        value = select(is_near, highest, value);
+                    }
+                    out[(entry * s.rows + row) * s.columns + column] = value;
+                }
+            }
+        }
+    }
+}
+
+/// Sums over the heads of the pairs of the queries that are computed, into f32 `[batch, rows, columns]`. Behind the end of a list some are not written.
+///
+/// # Errors
+/// As [`check`]'s, or if there are more tiles than a launch has cubes.
+pub fn pair_sums(
+    client: &Client,
+    sizes: &PairSizes,
+    inputs: &PairInputs,
+    sum: &PairSum,
+    out: &Handle,
+) -> Result<(), KernelError> {
+    check(client, inputs.element, sizes)?;
+    let epilogue = Epilogue::new(sizes, sum);
+    #[cfg(feature = "cuda")]
+    if let Some(keys) = inputs.bytes
+        && let Some(t) = ByteSums::new(client, sizes, sum)
+    {
+        return warpgroups::launch_bytes(client, sizes, inputs, keys, epilogue, out, t);
+    }
+    #[cfg(feature = "cuda")]
+    if let Ok(t) = mma::SumTile::new(client, sizes, inputs, sum) {
+        if let Some(groups) = GroupSums::new(client, sizes, &t) {
+            return warpgroups::launch(client, sizes, inputs, epilogue, out, groups);
+        }
+        return mma::launch(client, sizes, inputs, epilogue, out, t);
+    }
+    let t = SumTile::new(sizes, sum);
+    let vector = inputs.vector(client, sizes.width);
+    let column_tiles = sizes.columns().div_ceil(t.columns());
+    let row_tiles = sizes.rows[1].div_ceil(t.queries());
+    let tiles = sizes.batch * row_tiles * column_tiles;
+    let [q, k] = sizes.inputs();
+    let address = address_of(client, q.max(k).max(sizes.numbers()).max(2 * tiles))?;
+    let cubes = spread(client, tiles as u64)?;
+    // SAFETY: a unit reads rows of queries and keys that there are, and writes its own numbers of rows and columns that there are; lists hold keys of the sequence
+    // or numbers below 0. The buffers have the lengths they say (see `buffer`).
+    unsafe {
+        sums::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(t.units() as u32),
+            address,
+            vector,
+            buffer(inputs.q, q / vector),
+            buffer(inputs.k, k / vector),
+            buffer(inputs.of_rows, sizes.row_numbers()),
+            optional(inputs.keys, sizes.list_numbers()),
+            buffer(out, sizes.numbers()),
+            sizes.launch(),
+            column_tiles,
+            row_tiles,
+            tiles,
+            epilogue.factor as f32,
+            epilogue.highest,
+            epilogue.near,
+            t,
+            inputs.element,
+        );
+    }
+    Ok(())
+}
+
+/// The keys of calls in bytes, if queries and keys are what [`round_rows`](crate::kernels::indexer::round_rows) made and a kernel makes such sums of them: of bytes there are twice
+/// as many products a cycle.
+///
+/// # Errors
+/// [`KernelError`] if there are more keys than a launch has cubes for.
+#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+pub fn key_bytes(
+    client: &Client,
+    sizes: &PairSizes,
+    inputs: &PairInputs,
+    sum: &PairSum,
+) -> Result<Option<KeyBytes>, KernelError> {
+    #[cfg(feature = "cuda")]
+    if inputs.vector(client, sizes.width) == PACKED && ByteSums::new(client, sizes, sum).is_some() {
+        return pack_keys(client, sizes, inputs).map(Some);
+    }
+    Ok(None)
+}

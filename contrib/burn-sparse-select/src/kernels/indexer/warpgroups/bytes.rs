@@ -1,0 +1,352 @@
+//! Sums of numbers of 8 bits (E4M3), twice as many products a cycle. Keys of a cube are in registers, as left operands; a unit asks TMA for columns, some steps ahead.
+
+// Kernels have no `is_multiple_of`.
+#![allow(clippy::manual_is_multiple_of)]
+
+use cubecl::ir::{ElemType, UIntKind};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use cubecl_cpp::cuda::ptx::tensor_map_address;
+
+use crate::kernels::indexer::ending::Ending;
+use crate::kernels::indexer::pack::pack_queries;
+use crate::kernels::indexer::pairs::{KeyBytes, PairInputs, PairSizes, Sizes};
+use crate::kernels::indexer::wanted::{Epilogue, PairSum};
+use crate::kernels::indexer::warpgroups::asm::{bulk_load, byte_product, swizzled};
+use crate::kernels::indexer::warpgroups::heads::{
+    HeadSums, Keys, Totals, no_totals, own_key, totals_of, write_two,
+};
+use crate::kernels::indexer::warpgroups::order::{Order, StepOrder, Work, is_seen, run_from};
+use crate::kernels::indexer::warpgroups::{
+    COLUMNS, GROUP_KEYS, UNITS, WARPS, WIDTH, is_served, is_taken, share,
+};
+use blocksparse_cubecl::arch::sm90::*;
+use blocksparse_cubecl::args::{address_of, buffer, spread};
+use blocksparse_cubecl::error::KernelError;
+
+/// Steps that there is room for, and how far ahead columns are asked for: some warps may still have a step before.
+const STAGES: usize = 8;
+const AHEAD: usize = 6;
+/// Columns of one product: a unit adds up what one gave while another is made.
+const HALF: usize = COLUMNS / 2;
+/// Words of a row.
+const WORDS: usize = WIDTH / 4;
+/// Words of a unit's keys: 16 rows by 32 bytes are four.
+type OwnKeys = Const<16>;
+
+/// What is compiled into the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct ByteSums {
+    of: HeadSums,
+    /// Keys behind a query's position count.
+    all: bool,
+}
+
+impl ByteSums {
+    /// How warpgroups make a sum of numbers of 8 bits, if they do.
+    pub fn new(client: &Client, sizes: &PairSizes, sum: &PairSum) -> Option<Self> {
+        let PairSum::Scores { all, .. } = sum else {
+            return None;
+        };
+        let of = HeadSums {
+            heads: sizes.heads[0],
+            is_weights: false,
+        };
+        let most = client.properties().hardware.max_shared_memory_size;
+        let is_taken = is_served(client) && is_taken(sizes);
+        let found = Self { of, all: *all };
+        (is_taken && found.shared_bytes() <= most).then_some(found)
+    }
+
+    /// Queries of a step.
+    fn queries(&self) -> usize {
+        COLUMNS / self.of.heads
+    }
+
+    /// Of what a half of the columns has of a query.
+    fn of_half(&self) -> HeadSums {
+        HeadSums {
+            heads: self.of.heads.min(HALF),
+            ..self.of
+        }
+    }
+
+    /// Bytes of a step's columns, and of what they have in `of_rows`.
+    fn step_bytes(&self) -> [usize; 2] {
+        [COLUMNS * WIDTH, COLUMNS * 4]
+    }
+
+    fn of_rows(&self) -> usize {
+        STAGES * self.step_bytes()[0]
+    }
+
+    /// Barriers of steps: full, and then empty.
+    fn full(&self) -> usize {
+        self.of_rows() + STAGES * self.step_bytes()[1]
+    }
+
+    fn empty(&self) -> usize {
+        self.full() + STAGES * 8
+    }
+
+    fn shared_bytes(&self) -> usize {
+        self.empty() + STAGES * 8
+    }
+}
+
+/// As [`pair_sums`](crate::kernels::indexer::pair_sums) says, of what [`pack`](crate::kernels::indexer::pack) makes.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn sum_bytes<N: Size>(
+    q: &TensorMap<u32, Tiled>,
+    k: &[u32],
+    of_rows: &[f32],
+    of_keys: &[f32],
+    out: &mut [f32],
+    s: Sizes,
+    order: StepOrder,
+    ending: Ending,
+    #[comptime] t: ByteSums,
+) {
+    let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 1024usize);
+    let base = shared_address(&smem);
+    let warp = uniform(UNIT_POS_X / 32);
+    let lane = UNIT_POS_X % 32;
+    if UNIT_POS_X == 0 {
+        ring_init(
+            base + comptime!(t.full() as u32),
+            base + comptime!(t.empty() as u32),
+            STAGES,
+            comptime!(WARPS as u32),
+        );
+    }
+    sync_cube();
+    let mut next = CUBE_POS * order.share;
+    let last = (next + order.share).min(s.batch * order.steps);
+    let mut before = 0u32.runtime();
+    while next < last {
+        let run = run_from(next, last, &order, &s, comptime!(t.queries()), t.all);
+        let steps = run.steps;
+        let work = Work {
+            run,
+            before,
+            q: tensor_map_address(q),
+            of_rows: global_address::<f32>(of_rows),
+            base,
+            warp,
+            lane,
+        };
+        walk::<N>(k, of_keys, out, &work, &s, &ending, t);
+        before += steps as u32;
+        next += steps;
+    }
+}
+
+/// Makes the sums of a run.
+#[cube]
+fn walk<N: Size>(
+    k: &[u32],
+    of_keys: &[f32],
+    out: &mut [f32],
+    work: &Work,
+    s: &Sizes,
+    ending: &Ending,
+    #[comptime] t: ByteSums,
+) {
+    let (base, warp, lane) = (work.base, work.warp, work.lane);
+    let steps = work.run.steps;
+    let is_loader = warp == 0 && lane == 0;
+    if is_loader {
+        for at in 0..steps.min(AHEAD) {
+            load_step(at, work, s, t);
+        }
+    }
+    let group_column = work.run.column0 + (warp / 4) as usize * GROUP_KEYS;
+    let warp_column = group_column + (warp % 4 * 16) as usize;
+    let mut own = Vector::<u32, OwnKeys>::zeroed();
+    #[unroll]
+    for i in 0..16usize {
+        let row = lane as usize / 4 + comptime!(i % 2 * 8);
+        // Keys behind the last are not written.
+        let column = (warp_column + row).min(s.columns - 1);
+        let word = comptime!(i / 4 * 8 + i / 2 % 2 * 4) + lane as usize % 4;
+        own.insert(i, k[(work.run.entry * s.seq_kv + column) * WORDS + word]);
+    }
+    let own_column = own_key(warp_column, lane).min(s.columns - 1);
+    let keys = Keys {
+        entry: work.run.entry,
+        first: warp_column,
+        lane,
+        scale: of_keys[work.run.entry * s.seq_kv + own_column],
+    };
+    let full = base + comptime!(t.full() as u32);
+    let empty = base + comptime!(t.empty() as u32);
+    for at in 0..steps {
+        let step = work.before + at as u32;
+        if is_loader && at + AHEAD < steps {
+            load_step(at + AHEAD, work, s, t);
+        }
+        sync_warp();
+        barrier_wait(full + slot(step) * 8, phase(step));
+        let row = work.run.first + at * comptime!(t.queries());
+        if is_seen(group_column, row, s, comptime!(t.queries()), t.all) {
+            let stage = stage_of(base, step, t);
+            let half = comptime!((HALF * WIDTH) as u32 >> 4);
+            let one = byte_product::<OwnKeys, N>(own, stage.columns);
+            let other = byte_product::<OwnKeys, N>(own, stage.columns + half);
+            let one = wait::<N>(one, 1usize, comptime!(HALF / 2));
+            let first = add_half::<N>(&one, &stage, 0usize, out, row, &keys, s, ending, t);
+            let other = wait::<N>(other, 0usize, comptime!(HALF / 2));
+            let second = add_half::<N>(&other, &stage, 1usize, out, row, &keys, s, ending, t);
+            if comptime!(t.queries() == 2) {
+                write_two(first, second, out, row, &keys, s, ending, true, t.of);
+            } else if comptime!(t.queries() == 1) {
+                let both = first.with(&second);
+                write_two(both, no_totals(), out, row, &keys, s, ending, false, t.of);
+            }
+        }
+        sync_warp();
+        if lane == 0 {
+            barrier_arrive(empty + slot(step) * 8);
+        }
+    }
+}
+
+/// The place of a step in shared memory.
+#[cube]
+fn slot(step: u32) -> u32 {
+    step % comptime!(STAGES as u32)
+}
+
+/// The phase of its barriers.
+#[cube]
+fn phase(step: u32) -> u32 {
+    step / comptime!(STAGES as u32) % 2
+}
+
+/// What shared memory has of a step.
+#[derive(CubeType, Clone, Copy)]
+struct Stage {
+    /// The lower word of the descriptor of its columns.
+    columns: u32,
+    /// What the unit's two columns of the first eight have in `of_rows`.
+    pair: u32,
+}
+
+#[cube]
+fn stage_of(base: u32, step: u32, #[comptime] t: ByteSums) -> Stage {
+    let [bytes, row_bytes] = comptime!(t.step_bytes());
+    let pair = comptime!(t.of_rows() as u32) + unit() % 4 * 8;
+    Stage {
+        columns: swizzled(base + slot(step) * comptime!(bytes as u32)),
+        pair: base + pair + slot(step) * comptime!(row_bytes as u32),
+    }
+}
+
+/// Adds up what a half of a step gives: the totals of its only query, or of half of its heads, or else it writes the sums of all of its queries. Those of the step begin at `row`.
+#[cube]
+fn add_half<N: Size>(
+    products: &Vector<f32, N>,
+    stage: &Stage,
+    #[comptime] half: usize,
+    out: &mut [f32],
+    row: usize,
+    keys: &Keys,
+    s: &Sizes,
+    ending: &Ending,
+    #[comptime] t: ByteSums,
+) -> Totals {
+    let pair = stage.pair + comptime!((half * HALF * 4) as u32);
+    let queries = comptime!(t.queries() / 2);
+    if comptime!(queries <= 1) {
+        // Also of a half of the heads.
+        totals_of::<N>(products, pair, 0usize, ending, comptime!(t.of_half()))
+    } else {
+        #[unroll]
+        for two in 0..comptime!(queries / 2) {
+            let query = comptime!(2 * two);
+            let first = totals_of::<N>(products, pair, query, ending, t.of);
+            let second = totals_of::<N>(products, pair, comptime!(query + 1), ending, t.of);
+            let row = row + comptime!(half * queries + query);
+            write_two(first, second, out, row, keys, s, ending, true, t.of);
+        }
+        no_totals()
+    }
+}
+
+/// Asks for the columns of a step, once all warps are through with what was there.
+#[cube]
+fn load_step(at: usize, work: &Work, s: &Sizes, #[comptime] t: ByteSums) {
+    let step = work.before + at as u32;
+    let stage = slot(step);
+    let bar = work.base + comptime!(t.full() as u32) + stage * 8;
+    let empty = bar + comptime!((t.empty() - t.full()) as u32);
+    let [bytes, row_bytes] = comptime!(t.step_bytes());
+    barrier_wait(empty, 1 - phase(step));
+    barrier_expect(bar, comptime!(bytes + row_bytes));
+    let row = work.run.entry * s.rows + work.run.first + at * comptime!(t.queries());
+    let place = row * comptime!(t.of.heads);
+    load_line(
+        work.q,
+        work.base + stage * comptime!(bytes as u32),
+        bar,
+        0u32.runtime(),
+        place as u32,
+    );
+    bulk_load(
+        work.base + comptime!(t.of_rows() as u32) + stage * comptime!(row_bytes as u32),
+        work.of_rows + place as u64 * 4,
+        bar,
+        row_bytes,
+    );
+}
+
+/// Makes the sums.
+///
+/// # Errors
+/// As [`mma::launch`](crate::kernels::indexer::mma::launch)'s.
+pub(crate) fn launch_bytes(
+    client: &Client,
+    sizes: &PairSizes,
+    inputs: &PairInputs,
+    keys: &KeyBytes,
+    epilogue: Epilogue,
+    out: &Handle,
+    t: ByteSums,
+) -> Result<(), KernelError> {
+    let order = Order::new(sizes, t.queries(), t.all);
+    let steps = sizes.batch * order.steps();
+    let share = share(client, steps);
+    let cubes = spread(client, steps.div_ceil(share) as u64)?;
+    let rows = sizes.batch * sizes.rows[1] * sizes.heads[0];
+    let (bytes, of_rows) = pack_queries(client, sizes, inputs, COLUMNS)?;
+    let boxes = TiledArgs {
+        tile_size: [COLUMNS, WORDS].into(),
+    };
+    // SAFETY: there are so many rows of bytes.
+    let map = unsafe { TensorArg::from_raw_parts(bytes, [WORDS, 1].into(), [rows, WORDS].into()) };
+    let map = TensorMapArg::new(boxes, map, ElemType::UInt(UIntKind::U32))
+        .with_swizzle(TensorMapSwizzle::B128);
+    let [q, k] = sizes.inputs();
+    let address = address_of(client, q.max(k).max(sizes.numbers()).max(2 * steps))?;
+    // SAFETY: TMA copies rows of queries that there are, zeros behind them, and numbers of rows of which there are as many behind the last as a step has; a unit
+    // reads keys that there are, and writes its own numbers of rows and columns that there are. The buffers have the lengths they say (see `buffer`).
+    unsafe {
+        sum_bytes::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(UNITS as u32),
+            address,
+            HALF / 2,
+            map,
+            buffer(&keys.numbers, k / 4),
+            buffer(&of_rows, rows + COLUMNS),
+            buffer(&keys.scales, k / WIDTH),
+            buffer(out, sizes.numbers()),
+            sizes.launch(),
+            order.launch(share),
+            epilogue.ending(false),
+            t,
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,313 @@
+//! Sums of bf16 and f16. Keys of a cube are in shared memory; all warps copy columns, two steps ahead.
+
+// Kernels have no `is_multiple_of`.
+#![allow(clippy::manual_is_multiple_of)]
+
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::kernels::indexer::ending::Ending;
+use crate::kernels::indexer::mma::SumTile;
+use crate::kernels::indexer::pairs::{PairInputs, PairSizes, Sizes};
+use crate::kernels::indexer::wanted::Epilogue;
+use crate::kernels::indexer::warpgroups::heads::{HeadSums, Keys, no_totals, totals_of, write_two};
+use crate::kernels::indexer::warpgroups::order::{Order, StepOrder, Work, is_seen, run_from};
+use crate::kernels::indexer::warpgroups::{
+    COLUMNS, GROUP_KEYS, UNITS, WARPGROUPS, WARPS, WIDTH, is_served, is_taken, share,
+};
+use blocksparse_cubecl::arch::sm80::copy_word;
+use blocksparse_cubecl::arch::sm90::*;
+use blocksparse_cubecl::arch::swizzled::{
+    ROWS_AT_A_TIME, Spans, copies_are_there, copy_row, lane_row,
+};
+use blocksparse_cubecl::args::{address_of, buffer, spread};
+use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::mma::tile::NOWHERE;
+
+/// Steps that there is room for: one is multiplied and two are on their way, while some warps may still have the one before.
+const STAGES: usize = 4;
+
+/// What is compiled into the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct GroupSums {
+    half: Half,
+    of: HeadSums,
+    /// Keys behind a query's position count.
+    all: bool,
+}
+
+impl GroupSums {
+    /// How warpgroups make the sums that `tile` makes, if they do.
+    pub fn new(client: &Client, sizes: &PairSizes, tile: &SumTile) -> Option<Self> {
+        let most = client.properties().hardware.max_shared_memory_size;
+        let is_taken = is_served(client) && is_taken(sizes);
+        let found = Self {
+            half: tile.half(),
+            of: HeadSums {
+                heads: sizes.heads[0],
+                is_weights: tile.is_weights(),
+            },
+            all: tile.all(),
+        };
+        (is_taken && found.shared_bytes() <= most).then_some(found)
+    }
+
+    /// Queries of a step.
+    fn queries(&self) -> usize {
+        COLUMNS / self.of.heads
+    }
+
+    /// The keys of a warpgroup. Those of the first are at the beginning, and so on.
+    fn keys(&self) -> Spans {
+        Spans {
+            rows: GROUP_KEYS,
+            dim: WIDTH,
+            far: false,
+        }
+    }
+
+    /// The rows of a step.
+    fn columns(&self) -> Spans {
+        Spans {
+            rows: COLUMNS,
+            ..self.keys()
+        }
+    }
+
+    fn ring_offset(&self) -> usize {
+        WARPGROUPS * self.keys().bytes()
+    }
+
+    /// What each column of a step has in `of_rows`.
+    fn of_rows(&self) -> usize {
+        self.ring_offset() + STAGES * self.columns().bytes()
+    }
+
+    /// A barrier for each step.
+    fn full(&self) -> usize {
+        self.of_rows() + STAGES * COLUMNS * 4
+    }
+
+    fn shared_bytes(&self) -> usize {
+        self.full() + STAGES * 8
+    }
+}
+
+/// As [`pair_sums`](crate::kernels::indexer::pair_sums) says. `q` and `k` are in words.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn sums<N: Size>(
+    q: &[u32],
+    k: &[u32],
+    of_rows: &[f32],
+    out: &mut [f32],
+    s: Sizes,
+    order: StepOrder,
+    ending: Ending,
+    #[comptime] t: GroupSums,
+) {
+    let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 1024usize);
+    let base = shared_address(&smem);
+    let warp = uniform(UNIT_POS_X / 32);
+    let lane = UNIT_POS_X % 32;
+    let full = base + comptime!(t.full() as u32);
+    if UNIT_POS_X == 0 {
+        #[unroll]
+        for i in 0..comptime!(STAGES as u32) {
+            barrier_init(full + comptime!(8 * i), comptime!(WARPS as u32));
+        }
+        barrier_fence();
+    }
+    let mut next = CUBE_POS * order.share;
+    let last = (next + order.share).min(s.batch * order.steps);
+    let mut before = 0u32.runtime();
+    while next < last {
+        let run = run_from(next, last, &order, &s, comptime!(t.queries()), t.all);
+        let steps = run.steps;
+        let work = Work {
+            run,
+            before,
+            q: global_address::<u32>(q),
+            of_rows: global_address::<f32>(of_rows),
+            base,
+            warp,
+            lane,
+        };
+        // Nobody reads keys or queries of the work before.
+        sync_cube();
+        walk::<N>(global_address::<u32>(k), out, &work, &s, &ending, t);
+        before += steps as u32;
+        next += steps;
+    }
+}
+
+/// Makes the sums of a run.
+#[cube]
+fn walk<N: Size>(
+    keys: u64,
+    out: &mut [f32],
+    work: &Work,
+    s: &Sizes,
+    ending: &Ending,
+    #[comptime] t: GroupSums,
+) {
+    let (own_span, of_columns) = comptime!((t.keys(), t.columns()));
+    let (base, warp, lane) = (work.base, work.warp, work.lane);
+    let full = base + comptime!(t.full() as u32);
+    let group = warp / 4;
+    let own_keys = base + group * comptime!(own_span.bytes() as u32);
+    let group_column = work.run.column0 + group as usize * comptime!(GROUP_KEYS);
+    #[unroll]
+    for i in 0..comptime!(16 / ROWS_AT_A_TIME) {
+        let row = warp % 4 * 16 + comptime!((i * ROWS_AT_A_TIME) as u32) + lane_row(lane);
+        let column = group_column + row as usize;
+        let place = (work.run.entry * s.seq_kv + column) as u32;
+        let place = select(column < s.columns, place, comptime!(NOWHERE).runtime());
+        let stride = comptime!(WIDTH as u64 / 8).runtime();
+        copy_row(own_keys, row, keys, place, stride, lane, own_span);
+    }
+    copy_queries(0usize, work, s, t);
+    // A warp's keys are read by all of its group, behind the barrier of the first step.
+    let stage0 = work.before % comptime!(STAGES as u32);
+    copies_are_there(full + stage0 * 8, lane);
+    if work.run.steps > 1 {
+        copy_queries(1usize, work, s, t);
+    }
+
+    let k_desc = descriptor(own_keys, 16usize);
+    let q_desc = descriptor(base + comptime!(t.ring_offset() as u32), 16usize);
+    // The unit's two columns of each eight.
+    let pair = base + comptime!(t.of_rows() as u32) + lane % 4 * 8;
+    let warp_column = group_column + (warp % 4 * 16) as usize;
+    for at in 0..work.run.steps {
+        let step = work.before + at as u32;
+        let stage = step % comptime!(STAGES as u32);
+        let next = (step + 1) % comptime!(STAGES as u32);
+        let phase = step / comptime!(STAGES as u32) % 2;
+        barrier_wait(full + stage * 8, phase);
+        if at + 1 < work.run.steps {
+            copies_are_there(full + next * 8, lane);
+        }
+        if at + 2 < work.run.steps {
+            copy_queries(at + 2, work, s, t);
+        }
+        let row = work.run.first + at * comptime!(t.queries());
+        if is_seen(group_column, row, s, comptime!(t.queries()), t.all) {
+            let within = u64::cast_from(stage * comptime!((of_columns.bytes() >> 4) as u32));
+            let started = product::<N>(
+                k_desc,
+                q_desc + within,
+                t.half,
+                WIDTH,
+                comptime!(own_span.span_bytes()),
+                comptime!(of_columns.span_bytes()),
+            );
+            let products = wait::<N>(started, 0usize, comptime!(COLUMNS / 2));
+            let own_pair = pair + stage * comptime!((COLUMNS * 4) as u32);
+            let keys = Keys {
+                entry: work.run.entry,
+                first: warp_column,
+                lane,
+                scale: 1.0f32,
+            };
+            let queries = comptime!(t.queries());
+            #[unroll]
+            for two in 0..comptime!(queries.div_ceil(2)) {
+                let query = comptime!(2 * two);
+                let own = totals_of::<N>(&products, own_pair, query, ending, t.of);
+                let row = row + query;
+                if comptime!(query + 1 < queries) {
+                    let query = comptime!(query + 1);
+                    let next = totals_of::<N>(&products, own_pair, query, ending, t.of);
+                    write_two(own, next, out, row, &keys, s, ending, true, t.of);
+                } else {
+                    write_two(own, no_totals(), out, row, &keys, s, ending, false, t.of);
+                }
+            }
+        }
+    }
+}
+
+/// Starts to copy the rows of a step, with what each has in `of_rows`.
+#[cube]
+fn copy_queries(at: usize, work: &Work, s: &Sizes, #[comptime] t: GroupSums) {
+    let of_columns = comptime!(t.columns());
+    let stage = (work.before + at as u32) % comptime!(STAGES as u32);
+    let row0 = work.run.first + at * comptime!(t.queries());
+    let matrix = work.base
+        + comptime!(t.ring_offset() as u32)
+        + stage * comptime!(of_columns.bytes() as u32);
+    let heads = work.run.entry * s.heads * s.seq_q + s.start;
+    #[unroll]
+    for i in 0..comptime!(COLUMNS / WARPS / ROWS_AT_A_TIME) {
+        let first = comptime!((i * ROWS_AT_A_TIME) as u32);
+        let column = work.warp * comptime!((COLUMNS / WARPS) as u32) + first + lane_row(work.lane);
+        let place = place_of(column, heads, row0, s, t);
+        let stride = comptime!(WIDTH as u64 / 8).runtime();
+        copy_row(matrix, column, work.q, place, stride, work.lane, of_columns);
+    }
+    let column = unit();
+    if column < comptime!(COLUMNS as u32) {
+        let target = work.base
+            + comptime!(t.of_rows() as u32)
+            + stage * comptime!((COLUMNS * 4) as u32)
+            + column * 4;
+        let place = place_of(column, heads, row0, s, t);
+        if place != comptime!(NOWHERE) {
+            copy_word(target, work.of_rows + u64::cast_from(place) * 4);
+        } else {
+            // A weight of 0; or a sum of exponentials beside which all are 0.
+            let none = comptime!(if t.of.is_weights { f32::INFINITY } else { 0.0 });
+            shared_store(target, comptime!(none.to_bits()).runtime());
+        }
+    }
+}
+
+/// The row in memory of a column of a step, or [`NOWHERE`].
+#[cube]
+fn place_of(column: u32, heads: usize, row0: usize, s: &Sizes, #[comptime] t: GroupSums) -> u32 {
+    let head = column as usize % comptime!(t.of.heads);
+    let row = row0 + column as usize / comptime!(t.of.heads);
+    let place = (heads + head * s.seq_q + row) as u32;
+    select(row < s.rows, place, comptime!(NOWHERE).runtime())
+}
+
+/// Makes the sums.
+///
+/// # Errors
+/// As [`mma::launch`](crate::kernels::indexer::mma::launch)'s.
+pub(crate) fn launch(
+    client: &Client,
+    sizes: &PairSizes,
+    inputs: &PairInputs,
+    epilogue: Epilogue,
+    out: &Handle,
+    t: GroupSums,
+) -> Result<(), KernelError> {
+    let order = Order::new(sizes, t.queries(), t.all);
+    let steps = sizes.batch * order.steps();
+    let share = share(client, steps);
+    let cubes = steps.div_ceil(share);
+    let [q, k] = sizes.inputs();
+    let address = address_of(client, q.max(k).max(sizes.numbers()).max(2 * steps))?;
+    let cubes = spread(client, cubes as u64)?;
+    // SAFETY: a unit copies pieces of rows of queries and keys that there are, and writes its own numbers of rows and columns that there are. The buffers have
+    // the lengths they say (see `buffer`).
+    unsafe {
+        sums::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(UNITS as u32),
+            address,
+            COLUMNS / 2,
+            buffer(inputs.q, q / 2),
+            buffer(inputs.k, k / 2),
+            buffer(inputs.of_rows, sizes.row_numbers()),
+            buffer(out, sizes.numbers()),
+            sizes.launch(),
+            order.launch(share),
+            epilogue.ending(t.of.is_weights),
+            t,
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,304 @@
+//! What a walk reads: the rows of its query, and the keys and values that a list names, a few steps ahead.
+
+// What is known at compile time stays apart from what is not; kernels have no `div_ceil`.
+#![allow(clippy::collapsible_if, clippy::manual_div_ceil)]
+
+use cubecl::prelude::*;
+
+use crate::kernels::listed::rows::{CubeRows, head_of_row};
+use crate::kernels::listed::tile::WalkTile;
+use blocksparse_cubecl::arch::sm80::*;
+use blocksparse_cubecl::mma::gather::{Strides, copy_of_row, head_address};
+use blocksparse_cubecl::mma::tile::{NOWHERE, Tile};
+use blocksparse_cubecl::shared::walk::{Four, Slice, batch_of, head_of};
+
+/// The list of a query.
+#[derive(CubeType, Clone, Copy)]
+pub struct QueryList {
+    /// Its first number.
+    pub first: usize,
+    /// How many there are.
+    pub most: u32,
+    /// Keys of the sequence.
+    pub len: u32,
+}
+
+/// The keys and values of a head.
+#[derive(CubeType, Clone, Copy)]
+pub struct Sources {
+    /// Addresses of the first key and the first value.
+    pub keys: u64,
+    pub values: u64,
+    /// Pieces of 16 bytes between positions.
+    pub key_stride: u64,
+    pub value_stride: u64,
+}
+
+/// What a cube's walk begins with.
+#[derive(CubeType, Clone, Copy)]
+pub struct QueryWalk {
+    batch: u32,
+    /// Its query, and the first of the heads that share the list.
+    query: u32,
+    first_head: u32,
+    pub list: QueryList,
+    pub sources: Sources,
+}
+
+/// The walk of the cube's query.
+#[cube]
+pub fn query_walk(
+    k: u64,
+    v: u64,
+    seq_q: u32,
+    k_strides: &Strides,
+    v_strides: &Strides,
+    slice: &Slice,
+    most: u32,
+    #[comptime] t: CubeRows,
+) -> QueryWalk {
+    let query = CUBE_POS_X;
+    let of_head = head_of(slice) as u32 + batch_of(slice) as u32 * slice.heads as u32;
+    let list = QueryList {
+        first: ((of_head * seq_q + query) * most) as usize,
+        most,
+        len: k_strides.len,
+    };
+    walk_of(k, v, query, list, k_strides, v_strides, slice, t.heads)
+}
+
+/// The walk of a query along a list.
+#[cube]
+pub fn walk_of(
+    k: u64,
+    v: u64,
+    query: u32,
+    list: QueryList,
+    k_strides: &Strides,
+    v_strides: &Strides,
+    slice: &Slice,
+    #[comptime] heads: usize,
+) -> QueryWalk {
+    let kv_head = head_of(slice) as u32;
+    let batch = batch_of(slice) as u32;
+    QueryWalk {
+        batch,
+        query,
+        first_head: kv_head * comptime!(heads as u32),
+        list,
+        sources: sources_of(k, v, k_strides, v_strides, batch, kv_head),
+    }
+}
+
+/// The keys and values of a head, of tensors that begin at `k` and `v`.
+#[cube]
+pub fn sources_of(
+    k: u64,
+    v: u64,
+    k_strides: &Strides,
+    v_strides: &Strides,
+    batch: u32,
+    kv_head: u32,
+) -> Sources {
+    Sources {
+        keys: head_address(k, k_strides, batch, kv_head),
+        values: head_address(v, v_strides, batch, kv_head),
+        key_stride: k_strides.row,
+        value_stride: v_strides.row,
+    }
+}
+
+/// The query's row of the first head that shares the list, among those of all batch entries and heads.
+#[cube]
+pub fn first_of_heads(walk: &QueryWalk, lists: u32, seq_q: u32, #[comptime] heads: usize) -> u32 {
+    (walk.batch * lists * comptime!(heads as u32) + walk.first_head) * seq_q + walk.query
+}
+
+/// Starts to copy the query's rows of a tensor.
+#[cube]
+pub fn copy_query(
+    target: u32,
+    tensor: u64,
+    strides: &Strides,
+    walk: &QueryWalk,
+    #[comptime] dim: usize,
+    #[comptime] t: WalkTile,
+) {
+    let first = rows_of_query(tensor, strides, walk);
+    copy_own(target, first, strides.head, dim, t);
+}
+
+/// The address of the query's row of the first head that shares the list.
+#[cube]
+pub fn rows_of_query(tensor: u64, strides: &Strides, walk: &QueryWalk) -> u64 {
+    let first = head_address(tensor, strides, walk.batch, walk.first_head);
+    first + u64::cast_from(walk.query) * strides.row * 16
+}
+
+/// Starts to copy all steps that have room but one; the positions of the step behind them.
+#[cube]
+pub fn fill_ring(base: u32, lists: &[i32], walk: &QueryWalk, #[comptime] t: WalkTile) -> u32 {
+    let ahead = comptime!(t.inner.stages as u32 - 1);
+    #[unroll]
+    for j in 0..ahead {
+        let position = listed_position(lists, &walk.list, j, t);
+        copy_listed(base, j, position, &walk.sources, t);
+    }
+    listed_position(lists, &walk.list, ahead.runtime(), t)
+}
+
+/// Steps of a list.
+#[cube]
+pub fn steps_of(list: &QueryList, #[comptime] t: WalkTile) -> u32 {
+    let cols = comptime!(t.inner.cols as u32);
+    (list.most * comptime!(t.block as u32) + cols - 1) / cols
+}
+
+/// The position of the lane's key of step `j`, or [`NOWHERE`]. All warps have the same ones.
+#[cube]
+pub fn listed_position(lists: &[i32], list: &QueryList, j: u32, #[comptime] t: WalkTile) -> u32 {
+    let flat = j * comptime!(t.inner.cols as u32) + UNIT_POS_X % comptime!(t.inner.cols as u32);
+    position_of_key(lists, list, flat, comptime!(t.block as u32))
+}
+
+/// The position of a key of a list, of whose numbers each names `block` neighbouring ones, or [`NOWHERE`].
+#[cube]
+pub fn position_of_key(lists: &[i32], list: &QueryList, flat: u32, #[comptime] block: u32) -> u32 {
+    let entry = flat / block;
+    let mut position = comptime!(NOWHERE).runtime();
+    if entry < list.most {
+        let named = lists[list.first + entry as usize];
+        let at = named as u32 * block + flat % block;
+        if named >= 0i32 && at < list.len {
+            position = at;
+        }
+    }
+    position
+}
+
+/// Starts to copy the keys and values at the lanes' positions to a stage, and says there which of them exist. Ends a group of copies.
+#[cube]
+pub fn copy_listed(
+    base: u32,
+    stage: u32,
+    position: u32,
+    sources: &Sources,
+    #[comptime] t: WalkTile,
+) {
+    let there = lanes_that_differ(position, comptime!(NOWHERE).runtime());
+    if UNIT_POS_X == 0 {
+        shared_store(base + stage * 4, there);
+    }
+    if there != 0u32 {
+        let target =
+            base + comptime!(t.ring_offset() as u32) + stage * comptime!(t.step_bytes() as u32);
+        copy_of_lanes(
+            target,
+            sources.keys,
+            sources.key_stride,
+            position,
+            comptime!(t.inner.head_dim),
+            comptime!(t.inner),
+        );
+        copy_of_lanes(
+            target + comptime!(t.inner.b1_bytes() as u32),
+            sources.values,
+            sources.value_stride,
+            position,
+            comptime!(t.inner.value_dim),
+            comptime!(t.inner),
+        );
+    }
+    commit_copies();
+}
+
+/// Starts to copy a step's rows, of which row `r` is at the position of lane `r`.
+#[cube]
+fn copy_of_lanes(
+    target: u32,
+    head: u64,
+    stride: u64,
+    position: u32,
+    #[comptime] dim: usize,
+    #[comptime] t: Tile,
+) {
+    let units = comptime!(t.units());
+    let pieces = comptime!(t.words(dim) / 4);
+    let total = comptime!(t.cols * pieces);
+    // After so many copies of all units the same pieces come again, in later rows.
+    let period = comptime!(period_of(pieces, units));
+    #[unroll]
+    for i in 0..comptime!(total.div_ceil(units)) {
+        let index = UNIT_POS_X + comptime!((i % period * units) as u32);
+        let row = index / comptime!(pieces as u32)
+            + comptime!((i / period * (period * units / pieces)) as u32);
+        let piece = index % comptime!(pieces as u32) * 16;
+        let at = word_of_lane(position, row);
+        let place = target + row * comptime!(t.pitch(dim) as u32) + piece;
+        let source = head + u64::cast_from(piece);
+        if comptime!(total % units == 0) {
+            copy_of_row(place, source, at, stride, t);
+        } else {
+            if row < comptime!(t.cols as u32) {
+                copy_of_row(place, source, at, stride, t);
+            }
+        }
+    }
+}
+
+/// Copies of all units after which pieces repeat.
+fn period_of(pieces: usize, units: usize) -> usize {
+    let (mut a, mut b) = (pieces, units);
+    while b > 0 {
+        (a, b) = (b, a % b);
+    }
+    pieces / a
+}
+
+/// Starts to copy the rows of a query, which are `stride` pieces of 16 bytes apart.
+#[cube]
+fn copy_own(target: u32, first: u64, stride: u64, #[comptime] dim: usize, #[comptime] t: WalkTile) {
+    let pieces = comptime!(t.inner.words(dim) as u32 / 4);
+    let mut index = UNIT_POS_X;
+    while index < comptime!(t.inner.rows() as u32) * pieces {
+        let row = index / pieces;
+        let piece = index % pieces * 16;
+        copy_far_piece(
+            target + row * comptime!(t.inner.pitch(dim) as u32) + piece,
+            first + u64::cast_from(piece),
+            head_of_row(row, comptime!(t.cube_rows())),
+            stride * 16,
+        );
+        index += comptime!(t.inner.units() as u32);
+    }
+}
+
+/// What a stage says where all keys of its step exist: with fewer of them than lanes the others repeat them.
+pub const ALL: u32 = u32::MAX;
+
+/// Gives `score` to the unit's pairs with keys that do not exist.
+#[cube]
+pub fn hide(
+    s: &mut Array<Vector<f32, Four>>,
+    there: u32,
+    quad: u32,
+    score: f32,
+    #[comptime] t: WalkTile,
+) {
+    let eights = comptime!(t.inner.eights());
+    let own = there >> quad;
+    #[unroll]
+    for n in 0..eights {
+        #[unroll]
+        for i in 0..4usize {
+            let exists = (own >> comptime!((8 * n + i % 2) as u32)) & 1u32 != 0u32;
+            #[unroll]
+            for m in 0..comptime!(t.inner.warp_tiles) {
+                let at = comptime!(m * eights + n);
+                let mut four = s[at];
+                four.insert(i, select(exists, four.extract(i), score));
+                s[at] = four;
+            }
+        }
+    }
+}

@@ -1,0 +1,520 @@
+//! The gradients by keys and values: a cube has up to 64 keys of a block, and walks the queries that chose it, with all heads that share the list.
+//!
+//! ```text
+//! sᵀ = K · q(j)ᵀ    p = exp2(s − lse)    dv += pᵀ · dO(j)    dpᵀ = V · dO(j)ᵀ    ds = p ∘ (dp − delta)    dk += dsᵀ · q(j)
+//! ```
+//!
+//! It is the walk over columns of the `mma` tier's backward kernel, but for what a step is: 32 or 64 rows of queries, which lie one after the other in the
+//! block's list, each with its heads. Where a block's queries are in the list is found by a search of the tiles' blocks, which rise. A row that is none is
+//! zeros, with lse and delta 0, and adds nothing.
+//!
+//! With lists of single keys a cube has 32 neighbouring keys, and beside each query which of them it listed, a bit each: other pairs have no weight. A query
+//! that listed one of them is a row for all 32, which is never more than attention to all keys takes.
+//!
+//! A block that very many queries chose has several cubes, each with a part of its list. What they leave is summed up in order by [`fold`](crate::kernels::listed::fold), so
+//! the bits do not depend on which of them ends first.
+
+// Kernels have no `div_ceil`.
+#![allow(clippy::manual_div_ceil)]
+
+use cubecl::prelude::*;
+
+use blocksparse_cubecl::arch::sm80::*;
+use blocksparse_cubecl::mma::backward::store_rows;
+use blocksparse_cubecl::mma::backward_loads::operand_places;
+use blocksparse_cubecl::mma::gather::*;
+use blocksparse_cubecl::mma::product::*;
+use blocksparse_cubecl::mma::tile::{NOWHERE, ROW_PAIR, Tile};
+use blocksparse_cubecl::shared::walk::{Four, Slice, batch_of, head_of};
+
+/// Sizes of the lists of queries by blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ListShape {
+    /// Heads that share a list.
+    pub rows: usize,
+    /// Keys of a block.
+    pub block: usize,
+    /// Places of a tile of queries.
+    pub tile: usize,
+    /// Cubes that share a block's list, at most.
+    pub parts: usize,
+    /// Steps of a part, at least, unless it is the last.
+    pub least: usize,
+    /// Whether a place says which keys of its block the query listed.
+    pub masked: bool,
+}
+
+impl ListShape {
+    /// Where the masks of a step's columns are in shared memory, twice.
+    fn mask_offset(&self, t: &Tile) -> usize {
+        t.shared_bytes(true)
+    }
+
+    /// Bytes of shared memory of a cube.
+    pub fn shared_bytes(&self, t: &Tile) -> usize {
+        let masks = match self.masked {
+            true => 2 * t.cols * size_of::<u32>(),
+            false => 0,
+        };
+        self.mask_offset(t) + masks
+    }
+}
+
+/// A row of a step, and which keys of the block it is for.
+#[derive(CubeType, Clone, Copy)]
+struct StepRow {
+    row: u32,
+    mask: u32,
+}
+
+/// The queries of a block.
+#[derive(CubeType, Clone, Copy)]
+pub struct Queries {
+    /// Their first place.
+    first: usize,
+    /// Places.
+    count: u32,
+    /// Steps of all of them,
+    steps: u32,
+    /// of a part but the last,
+    part: u32,
+    /// and how many parts there are.
+    pub parts: u32,
+}
+
+/// The queries of the block of a key, by the number of the list.
+#[cube]
+pub fn queries_of(
+    tile_blocks: &[i32],
+    list: u32,
+    tiles: u32,
+    key: u32,
+    #[comptime] shape: ListShape,
+    #[comptime] t: Tile,
+) -> Queries {
+    let block = (key / comptime!(shape.block as u32)) as i32;
+    let of_list = (list * tiles) as usize;
+    let start = first_tile(tile_blocks, of_list, tiles, block);
+    let end = first_tile(tile_blocks, of_list, tiles, block + 1i32);
+    let count = (end - start) * comptime!(shape.tile as u32);
+    let cols = comptime!(t.cols as u32);
+    let steps = (count * comptime!(shape.rows as u32) + cols - 1) / cols;
+    let parts = comptime!(shape.parts as u32);
+    let part = max(
+        (steps + parts - 1) / parts,
+        comptime!(shape.least as u32).runtime(),
+    );
+    Queries {
+        first: (of_list + start as usize) * comptime!(shape.tile),
+        count,
+        steps,
+        part,
+        parts: (steps + part - 1) / part,
+    }
+}
+
+/// `q` `[batch, heads, seq_q, head_dim]` and `grad_out` in words, contiguous; `k`, `v` with any strides of 16 bytes in their outer dimensions; `stats` as
+/// [`queries`](crate::kernels::listed::queries::queries) has them. `places` `[batch, kv_heads, tiles · tile]`: the query at each place, and `tile_blocks`
+/// `[batch, kv_heads, tiles]`: the block of each tile, rising; i32, negative for none, and tiles of none last. `masks` are those of places, where there are
+/// any. To `grad_k` and `grad_v`, contiguous, the
+/// gradients are added with `carry`, where a block's list has one part; where it has more these go to `partial`
+/// `[parts, batch · kv_heads, seq_kv, head_dim + value_dim]`, f32, without the scale.
+#[cube(launch_unchecked)]
+pub fn keys(
+    q: &[u32],
+    k: &[u32],
+    v: &[u32],
+    grad_out: &[u32],
+    stats: &[f32],
+    places: &[i32],
+    masks: &[u32],
+    tile_blocks: &[i32],
+    grad_k: &mut [u32],
+    grad_v: &mut [u32],
+    partial: &mut [f32],
+    k_strides: Strides,
+    v_strides: Strides,
+    slice: Slice,
+    seq_q: u32,
+    tiles: u32,
+    scale: f32,
+    log2_scale: f32,
+    #[comptime] shape: ListShape,
+    #[comptime] t: Tile,
+) {
+    let eights = comptime!(t.eights());
+    let smem: Shared<[u32]> =
+        Shared::new_aligned_slice(comptime!(shape.shared_bytes(&t) / 4), 128usize);
+    let base = shared_address(&smem);
+    let warp = uniform(UNIT_POS_X / 32);
+    let lane = UNIT_POS_X % 32;
+    let kv_head = head_of(&slice) as u32;
+    let batch = batch_of(&slice) as u32;
+    let list = batch * slice.heads as u32 + kv_head;
+    let parts = comptime!(shape.parts as u32);
+    let first_key = CUBE_POS_X / parts * comptime!(t.rows() as u32);
+    let queries = queries_of(tile_blocks, list, tiles, first_key, shape, t);
+    let part = CUBE_POS_X % parts;
+    let first_step = min(part * queries.part, queries.steps);
+    let steps = uniform(min(queries.part, queries.steps - first_step));
+    // Heads before the list's first, in all batch entries.
+    let head = list * comptime!(shape.rows as u32);
+    let row = u64::cast_from(head) * u64::cast_from(seq_q);
+    let q_pieces = comptime!(t.words(t.head_dim) as u64 / 4);
+    let out_pieces = comptime!(t.words(t.value_dim) as u64 / 4);
+    let loads = Loads {
+        q: address::<u32>(q) + row * q_pieces * 16,
+        grad_out: address::<u32>(grad_out) + row * out_pieces * 16,
+        stats: address::<f32>(stats) + row * 8,
+    };
+
+    if steps > 0u32 {
+        if UNIT_POS_X < comptime!(t.rows() as u32) {
+            let key = first_key + UNIT_POS_X;
+            let exists = key < k_strides.len;
+            let position = select(exists, key, comptime!(NOWHERE).runtime());
+            shared_store(base + UNIT_POS_X * 4, position);
+        }
+        let slots = base + comptime!(t.slot_offset() as u32);
+        let mut loaded = query_row(places, masks, &queries, first_step, seq_q, shape, t);
+        store_row(slots, 0u32, loaded.row, t);
+        let second = query_row(places, masks, &queries, first_step + 1, seq_q, shape, t);
+        store_row(slots, 1u32, second.row, t);
+        sync_cube();
+
+        let k_at = base + comptime!(t.a1_offset() as u32);
+        let v_at = base + comptime!(t.a2_offset() as u32);
+        copy_rows(
+            head_address(address::<u32>(k), &k_strides, batch, kv_head),
+            k_strides.row,
+            base,
+            k_at,
+            comptime!(t.rows()),
+            comptime!(t.head_dim),
+            t,
+        );
+        copy_rows(
+            head_address(address::<u32>(v), &v_strides, batch, kv_head),
+            v_strides.row,
+            base,
+            v_at,
+            comptime!(t.rows()),
+            comptime!(t.value_dim),
+            t,
+        );
+        copy_step(&loads, base, 0u32, &loaded, shape, t);
+        loaded.row = second.row;
+        loaded.mask = second.mask;
+
+        let warp_rows = warp * 16;
+        let first_row = warp_rows + lane / 4;
+        let quad = lane % 4 * 2;
+        // Of k, v, and of q and dO both ways.
+        let operands = operand_places(base, warp_rows, lane, t);
+
+        let mut dk = Array::<Vector<f32, Four>>::new(comptime!(t.head_dim / 8));
+        let mut dv = Array::<Vector<f32, Four>>::new(comptime!(t.value_dim / 8));
+        #[unroll]
+        for i in 0..comptime!(t.head_dim / 8) {
+            dk[i] = Vector::<f32, Four>::zeroed();
+        }
+        #[unroll]
+        for i in 0..comptime!(t.value_dim / 8) {
+            dv[i] = Vector::<f32, Four>::zeroed();
+        }
+        let none = Array::<Vector<u32, Four>>::new(1usize);
+        let mask_places = base + comptime!(shape.mask_offset(&t) as u32);
+        for j in 0..steps {
+            let stage = j & 1;
+            wait_copies();
+            sync_cube();
+            copy_step(&loads, base, j + 1, &loaded, shape, t);
+            let found = query_row(places, masks, &queries, first_step + j + 2, seq_q, shape, t);
+            loaded.row = found.row;
+            loaded.mask = found.mask;
+
+            let q_stage = stage * comptime!(t.b1_bytes() as u32);
+            let out_stage = stage * comptime!(t.b2_bytes() as u32);
+            let stats_stage = operands.stats + stage * comptime!(t.stats_bytes() as u32);
+            let mut s = product(
+                operands.a1_rows,
+                &none,
+                operands.b1_cols + q_stage,
+                false,
+                comptime!(t.head_dim),
+                t,
+            );
+            #[unroll]
+            for n in 0..eights {
+                let stats = shared_load_four(stats_stage + comptime!(n as u32 * 64));
+                let mut four = s[n];
+                #[unroll]
+                for i in 0..4usize {
+                    let log = stats.extract(comptime!(i % 2 * 2));
+                    four.insert(i, exp2(multiply_add(four.extract(i), log2_scale, -log)));
+                }
+                if comptime!(shape.masked) {
+                    let of_columns = shared_load_pair(
+                        mask_places
+                            + stage * comptime!(t.cols as u32 * 4)
+                            + (quad + comptime!(8 * n as u32)) * 4,
+                    );
+                    #[unroll]
+                    for i in 0..4usize {
+                        let mask = of_columns.extract(comptime!(i % 2));
+                        let bit = (mask >> (first_row + comptime!(i as u32 / 2 * ROW_PAIR))) & 1u32;
+                        four.insert(i, select(bit != 0u32, four.extract(i), 0.0f32));
+                    }
+                }
+                s[n] = four;
+            }
+            let p = pack_left(&s, t);
+            accumulate(
+                &p,
+                operands.b2_rows + out_stage,
+                &mut dv,
+                comptime!(t.value_dim),
+                t,
+            );
+            let mut dp = product(
+                operands.a2_rows,
+                &none,
+                operands.b2_cols + out_stage,
+                false,
+                comptime!(t.value_dim),
+                t,
+            );
+            #[unroll]
+            for n in 0..eights {
+                let stats = shared_load_four(stats_stage + comptime!(n as u32 * 64));
+                let weights = s[n];
+                let mut four = dp[n];
+                #[unroll]
+                for i in 0..4usize {
+                    let delta = stats.extract(comptime!(i % 2 * 2 + 1));
+                    four.insert(i, weights.extract(i) * (four.extract(i) - delta));
+                }
+                dp[n] = four;
+            }
+            let ds = pack_left(&dp, t);
+            accumulate(
+                &ds,
+                operands.b1_rows + q_stage,
+                &mut dk,
+                comptime!(t.head_dim),
+                t,
+            );
+            store_row(slots, j + 2, found.row, t);
+        }
+
+        let first = list * k_strides.len;
+        if queries.parts == 1u32 {
+            store_rows(
+                grad_k,
+                &dk,
+                0u32,
+                first,
+                base,
+                first_row,
+                quad,
+                scale,
+                comptime!(t.head_dim),
+                t,
+            );
+            store_rows(
+                grad_v,
+                &dv,
+                0u32,
+                first,
+                base,
+                first_row,
+                quad,
+                f32::new(1.0),
+                comptime!(t.value_dim),
+                t,
+            );
+        } else {
+            let keys = part * (list_count(&slice) * k_strides.len) + first;
+            store_part(
+                partial,
+                &dk,
+                keys,
+                base,
+                first_row,
+                quad,
+                0usize,
+                comptime!(t.head_dim),
+                t,
+            );
+            store_part(
+                partial,
+                &dv,
+                keys,
+                base,
+                first_row,
+                quad,
+                comptime!(t.head_dim),
+                comptime!(t.value_dim),
+                t,
+            );
+        }
+    }
+}
+
+/// Lists of all batch entries.
+#[cube]
+pub fn list_count(slice: &Slice) -> u32 {
+    (slice.batches * slice.heads) as u32
+}
+
+/// Writes the unit's rows of a part, from number `column` of a row on; `first` keys come before the head's.
+#[cube]
+fn store_part(
+    partial: &mut [f32],
+    acc: &Array<Vector<f32, Four>>,
+    first: u32,
+    positions: u32,
+    first_row: u32,
+    quad: u32,
+    #[comptime] column: usize,
+    #[comptime] dim: usize,
+    #[comptime] t: Tile,
+) {
+    #[unroll]
+    for i in 0..2usize {
+        let position = shared_load(positions + (first_row + comptime!(i as u32 * ROW_PAIR)) * 4);
+        if position != comptime!(NOWHERE) {
+            let row = (first + position) as usize * comptime!(t.head_dim + t.value_dim);
+            let at = row + comptime!(column) + quad as usize;
+            #[unroll]
+            for n in 0..comptime!(dim / 8) {
+                partial[at + comptime!(8 * n)] = acc[n].extract(comptime!(2 * i));
+                partial[at + comptime!(8 * n + 1)] = acc[n].extract(comptime!(2 * i + 1));
+            }
+        }
+    }
+}
+
+/// Addresses of what belongs to the rows of a list.
+#[derive(CubeType, Clone, Copy)]
+struct Loads {
+    q: u64,
+    grad_out: u64,
+    stats: u64,
+}
+
+/// The first of a list's tiles whose block is not before `block`. All lanes of a warp look together: each round leaves a 32nd of the tiles.
+#[cube]
+fn first_tile(tile_blocks: &[i32], of_list: usize, tiles: u32, block: i32) -> u32 {
+    let lane = UNIT_POS_X % 32;
+    let mut low = 0u32;
+    let mut size = tiles;
+    while size > 0u32 {
+        let step = (size + 31) / 32;
+        let offset = lane * step;
+        let mut is_before = 0u32;
+        if offset < size {
+            let its = tile_blocks[of_list + (low + offset) as usize];
+            if its >= 0i32 && its < block {
+                is_before = 1u32;
+            }
+        }
+        // Those before it come first.
+        let before = lanes_that_differ(is_before, 0u32).count_ones();
+        if before == 0u32 {
+            size = 0u32;
+        } else {
+            let behind = (before - 1) * step + 1;
+            low += behind;
+            size = min(step - 1, size - behind);
+        }
+    }
+    low
+}
+
+/// The row of the unit's column of step `j` among the rows of the list's heads, or [`NOWHERE`].
+#[cube]
+fn query_row(
+    places: &[i32],
+    masks: &[u32],
+    queries: &Queries,
+    j: u32,
+    seq_q: u32,
+    #[comptime] shape: ListShape,
+    #[comptime] t: Tile,
+) -> StepRow {
+    let mut row = comptime!(NOWHERE).runtime();
+    let mut mask = 0u32.runtime();
+    if UNIT_POS_X < comptime!(t.cols as u32) {
+        let flat = j * comptime!(t.cols as u32) + UNIT_POS_X;
+        let entry = flat / comptime!(shape.rows as u32);
+        if entry < queries.count {
+            let query = places[queries.first + entry as usize];
+            if query >= 0i32 {
+                row = flat % comptime!(shape.rows as u32) * seq_q + query as u32;
+                if comptime!(shape.masked) {
+                    mask = masks[queries.first + entry as usize];
+                }
+            }
+        }
+    }
+    StepRow { row, mask }
+}
+
+/// Writes the row of the unit's column of step `j` to its slot.
+#[cube]
+fn store_row(slots: u32, j: u32, row: u32, #[comptime] t: Tile) {
+    if UNIT_POS_X < comptime!(t.cols as u32) {
+        shared_store(slots + slot_of(j, t) + UNIT_POS_X * 4, row);
+    }
+}
+
+/// Starts to copy the rows of step `j`, and their lse and delta; `of_unit` is that of the unit's column.
+#[cube]
+fn copy_step(
+    loads: &Loads,
+    base: u32,
+    j: u32,
+    of_unit: &StepRow,
+    #[comptime] shape: ListShape,
+    #[comptime] t: Tile,
+) {
+    let stage = j & 1;
+    let row = of_unit.row;
+    let slot = base + comptime!(t.slot_offset() as u32) + slot_of(j, t);
+    let q_pieces = comptime!(t.words(t.head_dim) as u64 / 4);
+    let out_pieces = comptime!(t.words(t.value_dim) as u64 / 4);
+    copy_rows(
+        loads.q,
+        q_pieces.runtime(),
+        slot,
+        base + comptime!(t.b1_offset(true) as u32) + stage * comptime!(t.b1_bytes() as u32),
+        comptime!(t.cols),
+        comptime!(t.head_dim),
+        t,
+    );
+    copy_rows(
+        loads.grad_out,
+        out_pieces.runtime(),
+        slot,
+        base + comptime!(t.b2_offset(true) as u32) + stage * comptime!(t.b2_bytes() as u32),
+        comptime!(t.cols),
+        comptime!(t.value_dim),
+        t,
+    );
+    if UNIT_POS_X < comptime!(t.cols as u32) {
+        let exists = row != comptime!(NOWHERE);
+        copy_pair(
+            base + comptime!(t.stats_at(0) as u32)
+                + stage * comptime!(t.stats_bytes() as u32)
+                + UNIT_POS_X * 8,
+            loads.stats + u64::cast_from(select(exists, row, 0u32)) * 8,
+            select(exists, 8u32, 0u32),
+        );
+        if comptime!(shape.masked) {
+            let masks = base + comptime!(shape.mask_offset(&t) as u32);
+            let at = masks + stage * comptime!(t.cols as u32 * 4) + UNIT_POS_X * 4;
+            shared_store(at, of_unit.mask);
+        }
+    }
+}

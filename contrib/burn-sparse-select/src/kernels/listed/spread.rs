@@ -1,0 +1,474 @@
+//! The gradients by keys and values of lists of single keys, query by query: what a query's heads give a key that it lists is a record, written where the
+//! records of that key lie, and [`gather`](crate::kernels::listed::gather_records) adds them up in the order of queries.
+//!
+//! ```text
+//! sᵀ = K · qᵀ    p = exp2(s − lse)    dv = pᵀ · dO    dpᵀ = V · dOᵀ    ds = p ∘ (dp − delta)    dk = dsᵀ · q
+//! ```
+//!
+//! It is the walk of a query once more, with its keys as rows and its heads as columns, so that sums over heads are made by the products. Keys are read once
+//! for all heads, as in the walk for dQ, and of every pair of a query and a key there is one record: a row of dK and one of dV, in the inputs' type. Nothing is
+//! made of pairs that are not listed, however queries choose.
+//!
+//! A warp has 16 keys at a time, which it loads and multiplies by itself: warps of a cube share the query's rows alone, and meet once.
+
+// Kernels have no `div_ceil`.
+#![allow(clippy::manual_div_ceil)]
+
+use cubecl::prelude::*;
+
+use crate::kernels::listed::gather::{QueryList, Sources, position_of_key, sources_of};
+use crate::kernels::listed::rows::{CubeRows, place_of_row, queries_from};
+use blocksparse_cubecl::arch::sm80::*;
+use blocksparse_cubecl::mma::gather::*;
+use blocksparse_cubecl::mma::product::*;
+use blocksparse_cubecl::mma::tile::{NOWHERE, ROW_PAIR, Tile};
+use blocksparse_cubecl::shared::walk::{Four, Slice, batch_of, head_of};
+
+/// Keys of a warp's step.
+pub const KEYS: usize = 16;
+
+/// The comptime shape of the walk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct SpreadTile {
+    /// The widths; columns are heads, filled up; stages are a warp's. Of the fields only sizes and `far_rows` count.
+    pub inner: Tile,
+    /// Heads that share a list.
+    pub heads: usize,
+}
+
+impl SpreadTile {
+    fn stats_bytes(&self) -> usize {
+        self.inner.cols * 8
+    }
+
+    /// The query's rows of width head_dim.
+    fn q_offset(&self) -> usize {
+        self.stats_bytes()
+    }
+
+    /// Those of width value_dim.
+    fn out_offset(&self) -> usize {
+        self.q_offset() + self.inner.cols * self.inner.pitch(self.inner.head_dim)
+    }
+
+    fn rings_offset(&self) -> usize {
+        self.out_offset() + self.inner.cols * self.inner.pitch(self.inner.value_dim)
+    }
+
+    fn key_bytes(&self) -> usize {
+        KEYS * self.inner.pitch(self.inner.head_dim)
+    }
+
+    /// Bytes of a step: positions, keys and values.
+    fn stage_bytes(&self) -> usize {
+        KEYS * 4 + self.key_bytes() + KEYS * self.inner.pitch(self.inner.value_dim)
+    }
+
+    /// Bytes of shared memory of a cube.
+    pub fn shared_bytes(&self) -> usize {
+        self.rings_offset() + self.inner.warps * self.inner.stages * self.stage_bytes()
+    }
+
+    /// Pieces of 16 bytes of a record.
+    pub fn pieces(&self) -> usize {
+        (self.inner.head_dim + self.inner.value_dim) / 8
+    }
+}
+
+/// The lists of a launch, and where their records are.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct Chunk {
+    /// The first list,
+    pub first: u32,
+    /// of so many that a head of keys has,
+    pub count: u32,
+    /// and its first query.
+    pub query: u32,
+    /// Cubes that share a list.
+    pub parts: u32,
+    /// Words of a key's bits that are of these lists,
+    pub words: u32,
+    /// the first of them, and all.
+    pub first_word: u32,
+    pub all_words: u32,
+    /// Records of a list, at most.
+    pub room: u32,
+    /// Queries of the call.
+    pub seq_q: u32,
+    /// Numbers of a list.
+    pub most: u32,
+}
+
+/// The queries of a cube: one, or neighbours.
+#[derive(CubeType, Clone, Copy)]
+pub struct SpreadQuery {
+    /// Their list, among those of the launch.
+    own: u32,
+    /// Their head of keys and values, among those of all batch entries.
+    list_index: u32,
+    /// The first one's row of the first head that shares the list, among those of all batch entries and heads.
+    pub first_row: u32,
+    /// How many there are.
+    pub queries: u32,
+    pub list: QueryList,
+    pub sources: Sources,
+}
+
+/// The queries of the cube, of keys and values that begin at `k` and `v`.
+#[cube]
+pub fn spread_query(
+    k: u64,
+    v: u64,
+    k_strides: &Strides,
+    v_strides: &Strides,
+    slice: &Slice,
+    chunk: &Chunk,
+    counts: &[u32],
+    #[comptime] rows: CubeRows,
+) -> SpreadQuery {
+    let kv_head = head_of(slice) as u32;
+    let batch = batch_of(slice) as u32;
+    let list_index = batch * slice.heads as u32 + kv_head;
+    let own = CUBE_POS_X / chunk.parts;
+    let query = chunk.query + own * comptime!(rows.queries as u32);
+    let list = list_index * chunk.count + chunk.first + own;
+    let mut most = chunk.most;
+    if comptime!(rows.queries > 1) {
+        most = counts[list as usize];
+    }
+    SpreadQuery {
+        own,
+        list_index,
+        first_row: list_index * comptime!(rows.heads as u32) * chunk.seq_q + query,
+        queries: queries_from(query, chunk.seq_q, rows),
+        list: QueryList {
+            first: (list * chunk.most) as usize,
+            most,
+            len: k_strides.len,
+        },
+        sources: sources_of(k, v, k_strides, v_strides, batch, kv_head),
+    }
+}
+
+/// Writes lse and delta of each query and head into shared memory, at `target`.
+#[cube]
+pub fn share_stats(
+    target: u32,
+    stats: &[f32],
+    of: &SpreadQuery,
+    chunk: &Chunk,
+    #[comptime] rows: CubeRows,
+) {
+    let mut column = UNIT_POS_X;
+    while column < comptime!(rows.rows as u32) {
+        // What fills up a matrix has no weight.
+        let mut lse = f32::new(1e30);
+        let mut delta = f32::new(0.0);
+        if column < of.queries * comptime!(rows.heads as u32) {
+            let row = of.first_row + place_of_row(column, chunk.seq_q, of.queries, rows);
+            let at = row as usize * 2;
+            lse = stats[at];
+            delta = stats[at + 1];
+        }
+        shared_store_two(target + column * 8, lse, delta);
+        column += CUBE_DIM_X;
+    }
+}
+
+/// The record of the queries' pairs with a key, or [`NOWHERE`] if there is none.
+#[cube]
+pub fn record_of(key: u32, of: &SpreadQuery, chunk: &Chunk, bits: &[i32], firsts: &[u32]) -> u32 {
+    let exists = key != comptime!(NOWHERE);
+    let row = (of.list_index * of.list.len + select(exists, key, 0u32)) as usize;
+    let words = chunk.words as usize;
+    let word = (of.own / 32) as usize;
+    let before = (1u32 << (of.own % 32)) - 1u32;
+    let its = bits[row * chunk.all_words as usize + chunk.first_word as usize + word] as u32;
+    let place = firsts[row * (words + 1) + word] + (its & before).count_ones();
+    let place = of.list_index * chunk.room + place;
+    select(exists, place, comptime!(NOWHERE).runtime())
+}
+
+/// `q` `[batch, heads, seq_q, head_dim]` and `grad_out` in words, contiguous; `k` and `v` with any strides of 16 bytes in their outer dimensions; `stats` and
+/// `lists` as [`queries`](crate::kernels::listed::queries::queries) has them. `bits` and `firsts` are those of [`pair_places`](blocksparse_cubecl::on_device::pair_places) for the
+/// launch's queries, a cube each: `parts` is 1. `records` `[lists, room, pieces]`.
+#[cube(launch_unchecked)]
+pub fn spread(
+    q: &[u32],
+    k: &[u32],
+    v: &[u32],
+    grad_out: &[u32],
+    stats: &[f32],
+    lists: &[i32],
+    bits: &[i32],
+    firsts: &[u32],
+    records: &mut [Vector<u32, Four>],
+    k_strides: Strides,
+    v_strides: Strides,
+    slice: Slice,
+    chunk: Chunk,
+    scale: f32,
+    log2_scale: f32,
+    #[comptime] t: SpreadTile,
+) {
+    let tile = comptime!(t.inner);
+    let eights = comptime!(tile.eights());
+    let stages = comptime!(tile.stages as u32);
+    let rows = comptime!(CubeRows::of_query(t.heads, tile.cols));
+    let warps = comptime!(tile.warps as u32);
+    let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 128usize);
+    let base = shared_address(&smem);
+    let warp = uniform(UNIT_POS_X / 32);
+    let lane = UNIT_POS_X % 32;
+    let (k, v) = (address::<u32>(k), address::<u32>(v));
+    let of = spread_query(k, v, &k_strides, &v_strides, &slice, &chunk, firsts, rows);
+
+    let q_at = base + comptime!(t.q_offset() as u32);
+    let out_at = base + comptime!(t.out_offset() as u32);
+    let (q, grad_out) = (address::<u32>(q), address::<u32>(grad_out));
+    let (first_row, seq_q) = (of.first_row, chunk.seq_q);
+    copy_heads(q_at, q, first_row, seq_q, tile.head_dim, t);
+    copy_heads(out_at, grad_out, first_row, seq_q, tile.value_dim, t);
+    commit_copies();
+    share_stats(base, stats, &of, &chunk, rows);
+
+    let stage_bytes = comptime!(t.stage_bytes() as u32);
+    let ring = base
+        + comptime!(t.rings_offset() as u32)
+        + warp * comptime!(tile.stages as u32) * stage_bytes;
+    #[unroll]
+    for step in 0..comptime!(stages - 1) {
+        let position = position_of(lists, &of.list, warp + step * warps, lane);
+        copy_step(ring + step * stage_bytes, position, lane, &of.sources, t);
+    }
+    let mut position = position_of(lists, &of.list, warp + comptime!(stages - 1) * warps, lane);
+    // The query's rows are the oldest copies.
+    wait_copies_but(comptime!(tile.stages - 1));
+    sync_cube();
+
+    let q_cols = q_at + lane_cols(lane, comptime!(tile.head_dim), tile);
+    let q_depth = q_at + lane_depth(lane, comptime!(tile.head_dim), tile);
+    let out_cols = out_at + lane_cols(lane, comptime!(tile.value_dim), tile);
+    let out_depth = out_at + lane_depth(lane, comptime!(tile.value_dim), tile);
+    let stats_at = base + lane % 4 * 16;
+    let k_rows = lane_rows(lane, comptime!(tile.head_dim), tile) + comptime!(KEYS as u32 * 4);
+    let v_rows = lane_rows(lane, comptime!(tile.value_dim), tile)
+        + comptime!(KEYS as u32 * 4 + t.key_bytes() as u32);
+    let none = Array::<Vector<u32, Four>>::new(1usize);
+
+    let all = (chunk.most + comptime!(KEYS as u32 - 1)) / comptime!(KEYS as u32);
+    let mut group = warp;
+    let mut stage = 0u32;
+    let mut next = comptime!(stages - 1).runtime();
+    while group < all {
+        wait_copies_but(comptime!(tile.stages - 2));
+        sync_plane();
+        copy_step(ring + next * stage_bytes, position, lane, &of.sources, t);
+        position = position_of(lists, &of.list, group + stages * warps, lane);
+        let at = ring + stage * stage_bytes;
+        let key = shared_load(at + lane % comptime!(KEYS as u32) * 4);
+        if ballot(key != comptime!(NOWHERE)) != 0u32 {
+            let place = record_of(key, &of, &chunk, bits, firsts);
+
+            let mut s = product(
+                at + k_rows,
+                &none,
+                q_cols,
+                false,
+                comptime!(tile.head_dim),
+                tile,
+            );
+            #[unroll]
+            for n in 0..eights {
+                let stats = shared_load_four(stats_at + comptime!(n as u32 * 64));
+                let mut four = s[n];
+                #[unroll]
+                for i in 0..4usize {
+                    let log = stats.extract(comptime!(i % 2 * 2));
+                    four.insert(i, exp2(multiply_add(four.extract(i), log2_scale, -log)));
+                }
+                s[n] = four;
+            }
+            let p = pack_left(&s, tile);
+            let mut dv = Array::<Vector<f32, Four>>::new(comptime!(tile.value_dim / 8));
+            #[unroll]
+            for i in 0..comptime!(tile.value_dim / 8) {
+                dv[i] = Vector::<f32, Four>::zeroed();
+            }
+            accumulate(&p, out_depth, &mut dv, comptime!(tile.value_dim), tile);
+            store(records, &dv, place, lane, f32::new(1.0), true, t);
+
+            let mut dp = product(
+                at + v_rows,
+                &none,
+                out_cols,
+                false,
+                comptime!(tile.value_dim),
+                tile,
+            );
+            #[unroll]
+            for n in 0..eights {
+                let stats = shared_load_four(stats_at + comptime!(n as u32 * 64));
+                let weights = s[n];
+                let mut four = dp[n];
+                #[unroll]
+                for i in 0..4usize {
+                    let delta = stats.extract(comptime!(i % 2 * 2 + 1));
+                    four.insert(i, weights.extract(i) * (four.extract(i) - delta));
+                }
+                dp[n] = four;
+            }
+            let ds = pack_left(&dp, tile);
+            let mut dk = Array::<Vector<f32, Four>>::new(comptime!(tile.head_dim / 8));
+            #[unroll]
+            for i in 0..comptime!(tile.head_dim / 8) {
+                dk[i] = Vector::<f32, Four>::zeroed();
+            }
+            accumulate(&ds, q_depth, &mut dk, comptime!(tile.head_dim), tile);
+            store(records, &dk, place, lane, scale, false, t);
+        }
+        next = stage;
+        stage += 1u32;
+        if stage == stages {
+            stage = 0u32;
+        }
+        group += warps;
+    }
+}
+
+/// The position of the lane's key of a group, or [`NOWHERE`]; lanes beyond the keys repeat the first ones.
+#[cube]
+fn position_of(lists: &[i32], list: &QueryList, group: u32, lane: u32) -> u32 {
+    let flat = group * comptime!(KEYS as u32) + lane % comptime!(KEYS as u32);
+    position_of_key(lists, list, flat, 1u32)
+}
+
+/// Starts to copy a step's keys and values, and says where they are. Ends a group of copies.
+#[cube]
+fn copy_step(target: u32, position: u32, lane: u32, sources: &Sources, #[comptime] t: SpreadTile) {
+    if lane < comptime!(KEYS as u32) {
+        shared_store(target + lane * 4, position);
+    }
+    if ballot(position != comptime!(NOWHERE)) != 0u32 {
+        copy_keys(
+            target + comptime!(KEYS as u32 * 4),
+            sources.keys,
+            sources.key_stride,
+            position,
+            lane,
+            comptime!(t.inner.head_dim),
+            t,
+        );
+        copy_keys(
+            target + comptime!(KEYS as u32 * 4 + t.key_bytes() as u32),
+            sources.values,
+            sources.value_stride,
+            position,
+            lane,
+            comptime!(t.inner.value_dim),
+            t,
+        );
+    }
+    commit_copies();
+}
+
+/// Starts to copy rows of a head, of which row `r` is at the position of lane `r`.
+#[cube]
+fn copy_keys(
+    target: u32,
+    head: u64,
+    stride: u64,
+    position: u32,
+    lane: u32,
+    #[comptime] dim: usize,
+    #[comptime] t: SpreadTile,
+) {
+    // A warp's copies are half as many as pieces of a row, of which widths are whole pairs.
+    let pieces = comptime!(t.inner.words(dim) / 4);
+    #[unroll]
+    for i in 0..comptime!(pieces / 2) {
+        let index = lane + comptime!(i as u32 * 32);
+        let row = index / comptime!(pieces as u32);
+        let piece = index % comptime!(pieces as u32) * 16;
+        let at = word_of_lane(position, row);
+        copy_of_row(
+            target + row * comptime!(t.inner.pitch(dim) as u32) + piece,
+            head + u64::cast_from(piece),
+            at,
+            stride,
+            comptime!(t.inner),
+        );
+    }
+}
+
+/// Starts to copy the query's row of every head, of a contiguous tensor; what fills up a matrix repeats the last one.
+#[cube]
+fn copy_heads(
+    target: u32,
+    tensor: u64,
+    first_row: u32,
+    seq_q: u32,
+    #[comptime] dim: usize,
+    #[comptime] t: SpreadTile,
+) {
+    let pieces = comptime!(t.inner.words(dim) as u32 / 4);
+    let first = tensor + u64::cast_from(first_row) * comptime!(dim as u64 * 2);
+    let mut index = UNIT_POS_X;
+    while index < comptime!(t.inner.cols as u32) * pieces {
+        let row = index / pieces;
+        let piece = index % pieces * 16;
+        copy_far_piece(
+            target + row * comptime!(t.inner.pitch(dim) as u32) + piece,
+            first + u64::cast_from(piece),
+            min(row, comptime!(t.heads as u32 - 1)),
+            u64::cast_from(seq_q) * comptime!(dim as u64 * 2),
+        );
+        index += comptime!(t.inner.units() as u32);
+    }
+}
+
+/// Writes a warp's rows of dK, or of dV behind them, to their records; `place` is that of the lane's key, or [`NOWHERE`].
+#[cube]
+fn store(
+    records: &mut [Vector<u32, Four>],
+    acc: &Array<Vector<f32, Four>>,
+    place: u32,
+    lane: u32,
+    factor: f32,
+    #[comptime] values: bool,
+    #[comptime] t: SpreadTile,
+) {
+    let tile = comptime!(t.inner);
+    let dim = comptime!(if values {
+        tile.value_dim
+    } else {
+        tile.head_dim
+    });
+    let before = comptime!(if values { tile.head_dim / 8 } else { 0 });
+    let eights = comptime!(dim / 8);
+    let half = comptime!(tile.element.half());
+    #[unroll]
+    for i in 0..2usize {
+        let own = word_of_lane(place, lane / 4 + comptime!(i as u32 * ROW_PAIR));
+        let record = own as usize * comptime!(t.pieces()) + comptime!(before);
+        #[unroll]
+        for m in 0..comptime!(eights.div_ceil(4)) {
+            // A unit has two of every eight numbers; four neighbours trade, and each has an eight.
+            let mut words = Vector::<u32, Four>::zeroed();
+            #[unroll]
+            for w in 0..4usize {
+                if comptime!(4 * m + w < eights) {
+                    let four = acc[comptime!(4 * m + w)];
+                    let low = four.extract(comptime!(2 * i)) * factor;
+                    let high = four.extract(comptime!(2 * i + 1)) * factor;
+                    words.insert(w, pack(low, high, half));
+                }
+            }
+            let words = trade_four(words, lane);
+            let eight = comptime!(4 * m as u32) + lane % 4;
+            if own != comptime!(NOWHERE) && eight < comptime!(eights as u32) {
+                records[record + eight as usize] = words;
+            }
+        }
+    }
+}

@@ -1,0 +1,298 @@
+//! Launches of gradients by keys and values as records of pairs.
+
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::kernels::listed::records::GatheredLaunch;
+use crate::kernels::listed::request::ListedRequest;
+use crate::kernels::listed::spread::{ChunkLaunch, SpreadTile, spread};
+use crate::kernels::listed::views::{ListedGradients, far_rows, input, strides};
+use crate::kernels::listed::warpgroups::{SpreadGroups, WalkedLists, WarpgroupTile};
+use crate::kernels::listed::{records, warpgroups};
+use blocksparse_cubecl::arch::ptx::Half;
+use blocksparse_cubecl::args::buffer;
+use blocksparse_cubecl::call::TensorView;
+use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::mma::tile::Tile;
+use blocksparse_cubecl::on_device::{KeyListSizes, PairPlaces, Queries, pair_places, places_of};
+use blocksparse_cubecl::slices::Slice;
+use blocksparse_cubecl::tensor::scales;
+
+/// What writes records.
+#[derive(Clone, Copy)]
+pub enum SpreadKernel {
+    Warps(SpreadTile),
+    /// On wgmma.
+    Warpgroups(SpreadGroups),
+}
+
+impl SpreadKernel {
+    /// Neighbouring queries of a list.
+    fn queries(&self) -> usize {
+        match self {
+            Self::Warps(_) => 1,
+            Self::Warpgroups(tile) => tile.queries,
+        }
+    }
+
+    fn half(&self) -> Half {
+        match self {
+            Self::Warps(tile) => tile.inner.element.half(),
+            Self::Warpgroups(tile) => tile.half,
+        }
+    }
+
+    /// The same of keys and values that are so far apart.
+    fn of_tensors(self, far_rows: bool) -> Self {
+        match self {
+            Self::Warps(tile) => Self::Warps(SpreadTile {
+                inner: Tile {
+                    far_rows,
+                    ..tile.inner
+                },
+                ..tile
+            }),
+            Self::Warpgroups(tile) => Self::Warpgroups(SpreadGroups { far_rows, ..tile }),
+        }
+    }
+}
+
+/// What is launched.
+pub struct Spread<'a> {
+    pub client: &'a Client,
+    pub request: &'a ListedRequest,
+    /// q, k, v and the output's gradient.
+    pub inputs: [&'a TensorView; 4],
+    pub stats: &'a Handle,
+    pub gradients: ListedGradients<'a>,
+    pub scale: f64,
+    pub kernel: SpreadKernel,
+}
+
+/// Where records are written, those of some lists at a time, and sums of all lists so far.
+pub struct RecordRoom {
+    records: Handle,
+    /// Pieces of 16 bytes of all records.
+    in_records: usize,
+    sums: Handle,
+    /// Eight numbers each.
+    in_sums: usize,
+    /// Lists of a head of keys whose records there is room for.
+    at_a_time: usize,
+    /// Records of these lists.
+    room: usize,
+    /// Lists of a head of keys.
+    lists: usize,
+}
+
+impl Spread<'_> {
+    /// Pieces of 16 bytes of a record.
+    fn pieces(&self) -> usize {
+        (self.request.head_dim + self.request.value_dim) / 8
+    }
+
+    /// Room for the records of lists of `most` numbers: of which a head of keys has so many, and so many are launched at once.
+    ///
+    /// # Errors
+    /// [`KernelError`] if the numbers are more than 32 bits count.
+    pub fn room(
+        &self,
+        [lists, at_once]: [usize; 2],
+        most: usize,
+    ) -> Result<RecordRoom, KernelError> {
+        let &Self {
+            client, request, ..
+        } = self;
+        let at_a_time = request.lists_of_records(lists, most);
+        let at_a_time = at_a_time.expect("planned so").min(at_once);
+        let (pieces, rows) = (self.pieces(), request.all_keys());
+        let room = at_a_time * most;
+        let in_records = self.heads() * room * pieces;
+        KernelError::check_u32("the pieces of records", in_records)?;
+        KernelError::check_u32("the sums of dK and dV, in fours", rows * pieces * 2)?;
+        // Nothing is summed up for lists behind, if these are all.
+        let in_sums = if at_a_time >= lists { 1 } else { rows * pieces };
+        Ok(RecordRoom {
+            records: client.empty(in_records * 16),
+            in_records,
+            sums: client.empty(in_sums * 32),
+            in_sums,
+            at_a_time,
+            room,
+            lists,
+        })
+    }
+
+    /// Adds the gradients by keys and values of lists, after those of all lists before them.
+    ///
+    /// # Errors
+    /// [`KernelError`] if the numbers are more than 32 bits count.
+    pub fn launch(&self, room: &RecordRoom, lists: &WalkedLists) -> Result<(), KernelError> {
+        let &Self {
+            client, request, ..
+        } = self;
+        let heads = self.heads();
+        let sizes = KeyListSizes::new(heads, [lists.count, request.seq_kv], lists.most);
+        for first in (0..lists.count).step_by(room.at_a_time) {
+            let some = Queries {
+                first,
+                count: room.at_a_time.min(lists.count - first),
+            };
+            let places = match lists.bits {
+                Some(bits) => places_of(client, [heads, request.seq_kv], bits.clone(), some)?,
+                None => pair_places(client, &sizes, lists.keys, some)?,
+            };
+            self.write(room, lists, some, &places);
+            self.gather(room, lists.first + first, some.count, &places);
+        }
+        Ok(())
+    }
+
+    /// Writes the records of some lists.
+    fn write(&self, room: &RecordRoom, lists: &WalkedLists, some: Queries, places: &PairPlaces) {
+        let &Self {
+            client,
+            request,
+            inputs: [q, k, v, grad_out],
+            stats,
+            scale,
+            ..
+        } = self;
+        let (words, rows) = (places.words, request.all_keys());
+        let kernel = self.kernel.of_tensors(far_rows([k, v]));
+        let parts = match kernel {
+            SpreadKernel::Warps(_) => 1,
+            SpreadKernel::Warpgroups(tile) => parts(client, &tile, self.heads() * some.count),
+        };
+        let (log2_scale, _) = scales(scale, None);
+        for slice in Slice::whole(request.batch, request.kv_heads).cut(client) {
+            // SAFETY: a cube reads its list, positions below the lengths in the strides, and writes the records of its pairs, which are as many as the numbers of
+            // lists at most; the buffers have the lengths they say (see `buffer`).
+            unsafe {
+                let cubes = slice.cubes(some.count * parts);
+                let chunk = ChunkLaunch::new(
+                    some.first as u32,
+                    lists.count as u32,
+                    ((lists.first + some.first) * kernel.queries()) as u32,
+                    parts as u32,
+                    words as u32,
+                    places.first_word as u32,
+                    places.bits.words as u32,
+                    room.room as u32,
+                    request.seq_q as u32,
+                    lists.most as u32,
+                );
+                // Both kernels have the same arguments, but for masks and counts.
+                macro_rules! launch {
+                    ($kernel:path, $units:expr, [$($sizes:expr),*], [$($masks:expr, $counts:expr)?], $tile:expr) => {
+                        $kernel(
+                            client,
+                            cubes,
+                            CubeDim::new_1d($units as u32),
+                            $($sizes,)*
+                            input(q),
+                            input(k),
+                            input(v),
+                            input(grad_out),
+                            buffer(stats, request.all_rows() * 2),
+                            buffer(lists.keys, lists.numbers(request)),
+                            $(
+                                buffer($masks, lists.numbers(request)),
+                                buffer($counts, lists.all(request)),
+                            )?
+                            buffer(&places.bits.bits, rows * places.bits.words),
+                            buffer(&places.firsts, rows * (words + 1)),
+                            buffer(&room.records, room.in_records),
+                            strides(k),
+                            strides(v),
+                            slice.args(),
+                            chunk,
+                            scale as f32,
+                            log2_scale as f32,
+                            $tile,
+                        )
+                    };
+                }
+                match kernel {
+                    SpreadKernel::Warpgroups(tile) => launch!(
+                        warpgroups::spread::spread::launch_unchecked,
+                        tile.units(),
+                        [
+                            tile.cols / 2,
+                            tile.cols / 4,
+                            WarpgroupTile::sums(tile.value_dim),
+                            WarpgroupTile::sums(tile.head_dim)
+                        ],
+                        [lists.masks, lists.counts],
+                        tile
+                    ),
+                    SpreadKernel::Warps(tile) => {
+                        launch!(spread::launch_unchecked, tile.inner.units(), [], [], tile)
+                    }
+                }
+            }
+        }
+    }
+
+    /// Adds the records of so many lists up, from a list of a head of keys on.
+    fn gather(&self, room: &RecordRoom, first: usize, count: usize, places: &PairPlaces) {
+        let &Self {
+            client,
+            request,
+            gradients,
+            ..
+        } = self;
+        let (pieces, rows, words) = (self.pieces(), request.all_keys(), places.words);
+        let [k_pieces, v_pieces] =
+            [request.head_dim, request.value_dim].map(|width| rows * width / 8);
+        // SAFETY: a unit reads the records of a key that there is and writes its own numbers of that key.
+        unsafe {
+            records::gather::launch_unchecked(
+                client,
+                over(client, rows * pieces),
+                CubeDim::new_1d(records::UNITS as u32),
+                buffer(&room.records, room.in_records),
+                buffer(&places.firsts, rows * (words + 1)),
+                buffer(&room.sums, room.in_sums * 2),
+                buffer(gradients.k, k_pieces),
+                buffer(gradients.v, v_pieces),
+                GatheredLaunch::new(
+                    rows,
+                    request.seq_kv,
+                    words,
+                    room.room,
+                    u32::from(first == 0),
+                    u32::from(first + count == room.lists),
+                ),
+                [request.head_dim, request.value_dim],
+                self.kernel.half(),
+            );
+        }
+    }
+
+    /// Heads of keys.
+    fn heads(&self) -> usize {
+        self.request.batch * self.request.kv_heads
+    }
+}
+
+/// Cubes that share a list: of a few lists of many queries, so that all multiprocessors have some.
+fn parts(client: &Client, tile: &SpreadGroups, lists: usize) -> usize {
+    /// Cubes of each multiprocessor, at least, and of a list, at most.
+    const CUBES: usize = 4;
+    const MOST: usize = 16;
+    if tile.queries == 1 {
+        return 1;
+    }
+    let known = client.properties().hardware.num_streaming_multiprocessors;
+    let wanted = known.unwrap_or(1) as usize * CUBES;
+    wanted.div_ceil(lists.max(1)).clamp(1, MOST)
+}
+
+/// Cubes for so many units, over two dimensions of a grid.
+fn over(client: &Client, units: usize) -> CubeCount {
+    let cubes = units.div_ceil(records::UNITS);
+    let (most, ..) = client.properties().hardware.max_cube_count;
+    let x = cubes.clamp(1, most as usize);
+    CubeCount::Static(x as u32, cubes.div_ceil(x).max(1) as u32, 1)
+}

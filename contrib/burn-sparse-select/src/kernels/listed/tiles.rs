@@ -1,0 +1,116 @@
+//! Attention over lists of single keys in tiles: neighbouring queries walk all keys that one of them sees, and a bit of each pair says whether it is listed.
+//!
+//! Where a list has a good part of the keys, a tile of 128 queries meets nearly all of them anyway. Then keys are read once for all of its queries, by kernels
+//! that are made for it: those of a layout on the host, whose masks are made of the lists.
+
+use std::sync::Arc;
+
+use cubecl::ir::{ElemType, IntKind};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::kernels::listed::request::ListedRequest;
+use blocksparse::{BlockLayout, BlockSource, DeviceChoice, LayoutShape, Pattern};
+use blocksparse_cubecl::call::Request;
+use blocksparse_cubecl::choice::AttentionPlan;
+use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::known::Recent;
+use blocksparse_cubecl::on_device::{ChoiceTensor, choose_blocks};
+use blocksparse_cubecl::tier::ForwardTile;
+
+/// Positions of a block of what is seen: those of the widest tile.
+const BLOCK: usize = 128;
+
+/// What a call runs in tiles.
+#[derive(Clone, Debug)]
+pub struct ListedTiles {
+    request: ListedRequest,
+    /// What is seen, listed or not.
+    seen: BlockLayout,
+    plan: Arc<AttentionPlan>,
+}
+
+impl ListedTiles {
+    /// Of a call, with scores that are scaled by this.
+    ///
+    /// # Errors
+    /// Why a device's kernels are not made for it.
+    pub fn new(client: &Client, request: &ListedRequest, scale: f64) -> Result<Self, String> {
+        if !request.is_of_keys() {
+            return Err("lists are of blocks".to_string());
+        }
+        let shape = LayoutShape {
+            heads: request.heads,
+            seq_q: request.seq_q,
+            seq_kv: request.seq_kv,
+            block_size: BLOCK,
+        };
+        let seen = seen(shape, request.causal)?;
+        let layout = layout(request, &seen)?;
+        let call = Request::new(
+            [request.batch, request.kv_heads],
+            [request.head_dim, request.value_dim],
+            request.dtype,
+        );
+        let plan = AttentionPlan::new(client, &layout, call.with_scale(scale));
+        let plan = plan.map_err(|error| error.to_string())?;
+        plan.check_backward().map_err(|error| error.to_string())?;
+        let tile = &plan.parts()[0].forward;
+        match tile.tile {
+            ForwardTile::Hopper(_) => Ok(Self {
+                request: *request,
+                seen,
+                plan,
+            }),
+            _ => Err(match tile.refused.first() {
+                Some((_, reason)) => reason.to_string(),
+                None => "there is no tile on wgmma".to_string(),
+            }),
+        }
+    }
+
+    /// What runs.
+    pub fn plan(&self) -> &Arc<AttentionPlan> {
+        &self.plan
+    }
+
+    /// The layout of lists as [`unique_keys`](blocksparse_cubecl::unique_keys) writes them. Launch plans are kept with it.
+    ///
+    /// # Errors
+    /// [`KernelError`] if the pairs are more than 32 bits count.
+    pub fn layout(&self, client: &Client, unique: &Handle) -> Result<BlockLayout, KernelError> {
+        let lists = ChoiceTensor {
+            handle: unique.clone(),
+            dtype: ElemType::Int(IntKind::I32),
+        };
+        let layout = layout(&self.request, &self.seen);
+        let layout = layout.expect("made before");
+        choose_blocks(client, &layout, &lists)?;
+        Ok(layout)
+    }
+}
+
+/// The layout of a call, without its pairs.
+fn layout(request: &ListedRequest, seen: &BlockLayout) -> Result<BlockLayout, String> {
+    let choice = DeviceChoice {
+        patterns: [request.batch, request.kv_heads],
+        causal: false,
+        by: BlockSource::Keys { most: request.most },
+    };
+    let name = "single keys that each query lists, in tiles";
+    BlockLayout::on_device_within(name, choice, seen).map_err(|error| error.to_string())
+}
+
+/// Layouts of recent shapes, with the plans that they keep.
+static RECENT: Recent<(LayoutShape, bool), BlockLayout> = Recent::new(8);
+
+/// All pairs, or those of queries with no later keys.
+fn seen(shape: LayoutShape, causal: bool) -> Result<BlockLayout, String> {
+    RECENT.get_or_try_make((shape, causal), || {
+        let pattern = match causal {
+            true => Pattern::causal(),
+            false => Pattern::dense(),
+        };
+        BlockLayout::new(&pattern, shape).map_err(|error| error.to_string())
+    })
+}

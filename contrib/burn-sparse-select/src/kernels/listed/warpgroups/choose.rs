@@ -1,0 +1,134 @@
+//! Which walks of a call are on wgmma.
+
+use cubecl::prelude::*;
+
+use crate::kernels::listed::request::ListedRequest;
+use crate::kernels::listed::tile::RESERVED;
+use crate::kernels::listed::warpgroups::spread::SpreadGroups;
+use crate::kernels::listed::warpgroups::tile::{GROUP_ROWS, STAGES, WarpgroupTile};
+use blocksparse_cubecl::arch::ptx::Half;
+use blocksparse_cubecl::arch::tma::ROW_ELEMENTS;
+use blocksparse_cubecl::call::check_hopper;
+use blocksparse_cubecl::tuning::{TierLimit, Tuning};
+
+/// The walks of a call that are on wgmma.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Warpgroups {
+    /// Forward.
+    pub forward: Option<WarpgroupTile>,
+    /// For dQ.
+    pub queries: Option<WarpgroupTile>,
+    /// For records of dK and dV.
+    pub spread: Option<SpreadGroups>,
+}
+
+/// Warpgroups that the heads of a list fill, to three quarters at least, where rows are as wgmma reads them.
+pub fn filled(request: &ListedRequest) -> Option<usize> {
+    let rows = request.rows();
+    let count = rows.div_ceil(GROUP_ROWS);
+    let is_filled = rows * 4 >= count * GROUP_ROWS * 3 && (1..=2).contains(&count);
+    let is_wide = |dim: usize| dim > 0 && dim.is_multiple_of(ROW_ELEMENTS);
+    (is_filled && is_wide(request.head_dim) && is_wide(request.value_dim)).then_some(count)
+}
+
+/// Queries whose heads fill two warpgroups, to three quarters at least, where those of one fill none: neighbours that walk a list together.
+pub fn neighbours(request: &ListedRequest) -> Option<usize> {
+    let rows = request.rows();
+    let is_filled_alone = filled(request).is_some();
+    // Eight rows from a multiple of eight on are of one query, and a word has a bit for each query.
+    if is_filled_alone || rows == 0 || !rows.is_multiple_of(8) {
+        return None;
+    }
+    let together = 2 * GROUP_ROWS / rows;
+    let is_some = (2..=request.seq_q).contains(&together);
+    (is_some && filled(&of_together(request, together)).is_some()).then_some(together)
+}
+
+/// A call whose queries have the rows of so many.
+fn of_together(request: &ListedRequest, queries: usize) -> ListedRequest {
+    ListedRequest {
+        heads: request.heads * queries,
+        ..*request
+    }
+}
+
+impl Warpgroups {
+    /// Of a call. `BLOCKSPARSE_TIER=mma` leaves them out.
+    pub fn new(properties: &DeviceProperties, request: &ListedRequest, half: Half) -> Self {
+        Self::of_queries(properties, request, half, 1)
+    }
+
+    /// Of a call in which so many neighbouring queries walk a list together.
+    pub fn of_queries(
+        properties: &DeviceProperties,
+        request: &ListedRequest,
+        half: Half,
+        queries: usize,
+    ) -> Self {
+        let is_left_out = Tuning::or_default().tier == TierLimit::Mma;
+        let count = filled(&of_together(request, queries));
+        let Some(warpgroups) = count.filter(|_| !is_left_out && check_hopper(properties).is_ok())
+        else {
+            return Self::default();
+        };
+        let room = properties.hardware.max_shared_memory_size;
+        let walk = |backward: bool, cols: usize| WarpgroupTile {
+            half,
+            head_dim: request.head_dim,
+            value_dim: request.value_dim,
+            warpgroups,
+            cols,
+            heads: request.rows(),
+            queries,
+            block: request.block,
+            carry: false,
+            backward,
+            far_rows: false,
+        };
+        // The most keys a step that there is room for, of which two cubes of 64 rows share a multiprocessor.
+        let cubes = 2 / warpgroups;
+        let share = (room + RESERVED) / cubes - RESERVED;
+        let widest = |backward: bool, cols: [usize; 2]| {
+            let all = cols.map(|cols| walk(backward, cols));
+            let fits = |room: usize| all.into_iter().find(|tile| tile.shared_bytes() <= room);
+            fits(share).or_else(|| fits(room))
+        };
+        // Each warpgroup has steps of its own; sums of more columns leave registers for two.
+        let spread = (1..=4 - warpgroups).rev().map(|count| SpreadGroups {
+            half,
+            head_dim: request.head_dim,
+            value_dim: request.value_dim,
+            cols: GROUP_ROWS * warpgroups,
+            heads: request.rows(),
+            queries,
+            warpgroups: count,
+            far_rows: false,
+        });
+        let mut spread = spread.filter(|tile| request.is_of_keys() && tile.shared_bytes() <= room);
+        Self {
+            forward: widest(false, [128, 64]),
+            queries: widest(true, [64, 32]),
+            spread: spread.next(),
+        }
+    }
+}
+
+/// What a walk is, as plans print it.
+pub fn walk_line(name: &str, tile: &WarpgroupTile) -> String {
+    format!(
+        "  {name:8} {} keys a step on wgmma, {} units, {STAGES} stages in {} KiB shared",
+        tile.cols,
+        tile.units(),
+        tile.shared_bytes().div_ceil(1024),
+    )
+}
+
+/// The same of records.
+pub fn spread_line(tile: &SpreadGroups) -> String {
+    format!(
+        "  {:8} {GROUP_ROWS} keys a step of a warpgroup on wgmma, a record of each pair, {} units in {} KiB shared",
+        "dK, dV",
+        tile.units(),
+        tile.shared_bytes().div_ceil(1024),
+    )
+}

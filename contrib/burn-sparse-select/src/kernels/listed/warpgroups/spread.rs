@@ -1,0 +1,364 @@
+//! The gradients by keys and values of lists of single keys, query by query, of many heads, or of neighbouring queries that walk a list together: what
+//! [`spread`](crate::kernels::listed::spread) makes, with 64 keys as the rows of a warpgroup. Neighbours give a key one record.
+//!
+//! Warpgroups take the list's keys in turn, 64 at a time and each by itself: its four warps copy 16 of them each, and meet once a step. All share the queries'
+//! rows. Cubes that share a list take its steps in turn.
+
+// Kernels have no `is_multiple_of`.
+#![allow(clippy::manual_is_multiple_of)]
+
+use cubecl::prelude::*;
+
+use crate::kernels::listed::gather::{QueryList, Sources};
+use crate::kernels::listed::rows::CubeRows;
+use crate::kernels::listed::spread::{Chunk, record_of, share_stats, spread_query};
+use crate::kernels::listed::warpgroups::steps::{
+    Listed, RowStrides, copy_heads, copy_keys, listed_at, steps_of,
+};
+use crate::kernels::listed::warpgroups::tile::GROUP_ROWS;
+use blocksparse_cubecl::arch::sm80::{address, word_of_lane};
+use blocksparse_cubecl::arch::sm90::*;
+use blocksparse_cubecl::arch::swizzled::{Spans, own_copies};
+use blocksparse_cubecl::hopper::rows::{ROW_PAIR, pack_all};
+use blocksparse_cubecl::mma::gather::Strides;
+use blocksparse_cubecl::mma::tile::NOWHERE;
+use blocksparse_cubecl::shared::walk::{Four, Slice};
+
+/// Keys of a warpgroup's step, and of one of its warps.
+const KEYS: usize = GROUP_ROWS;
+const WARP_KEYS: usize = KEYS / 4;
+
+/// Steps of a warpgroup that there is room for.
+const STAGES: usize = 2;
+
+/// The comptime shape of the walk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct SpreadGroups {
+    /// The type of the tensors.
+    pub half: Half,
+    /// Width of queries and keys, a multiple of 64.
+    pub head_dim: usize,
+    /// Width of values, a multiple of 64.
+    pub value_dim: usize,
+    /// Columns: heads of queries, filled up.
+    pub cols: usize,
+    /// Heads that share a list.
+    pub heads: usize,
+    /// Neighbouring queries that walk a list together: the columns of each follow those of the one before.
+    pub queries: usize,
+    pub warpgroups: usize,
+    /// Whether rows of keys or values are more than 4 GB apart.
+    pub far_rows: bool,
+}
+
+impl SpreadGroups {
+    /// Units of a cube.
+    pub fn units(&self) -> usize {
+        128 * self.warpgroups
+    }
+
+    fn cube_rows(&self) -> CubeRows {
+        CubeRows {
+            heads: self.heads,
+            queries: self.queries,
+            rows: self.cols,
+        }
+    }
+
+    /// The queries' rows of width head_dim, at the beginning,
+    fn own(&self) -> Spans {
+        Spans::far(self.cols, self.head_dim)
+    }
+
+    /// and behind them those of width value_dim.
+    fn second(&self) -> Spans {
+        Spans::far(self.cols, self.value_dim)
+    }
+
+    /// The keys of a step,
+    fn keys(&self) -> Spans {
+        Spans {
+            rows: KEYS,
+            dim: self.head_dim,
+            far: self.far_rows,
+        }
+    }
+
+    /// and its values behind them.
+    fn values(&self) -> Spans {
+        Spans {
+            dim: self.value_dim,
+            ..self.keys()
+        }
+    }
+
+    fn step_bytes(&self) -> usize {
+        self.keys().bytes() + self.values().bytes()
+    }
+
+    fn rings_offset(&self) -> usize {
+        self.own().bytes() + self.second().bytes()
+    }
+
+    /// lse and delta of each head.
+    fn stats_offset(&self) -> usize {
+        self.rings_offset() + self.warpgroups * STAGES * self.step_bytes()
+    }
+
+    /// Bytes of shared memory of a cube.
+    pub fn shared_bytes(&self) -> usize {
+        self.stats_offset() + self.cols * 8
+    }
+
+    /// Pieces of 16 bytes of a record.
+    fn pieces(&self) -> usize {
+        (self.head_dim + self.value_dim) / 8
+    }
+}
+
+/// As [`spread`](crate::kernels::listed::spread::spread), of lists as [`forward`](crate::kernels::listed::warpgroups::forward::forward) has them; `parts` cubes share a list.
+#[cube(launch_unchecked)]
+pub fn spread<S: Size, P: Size, A: Size, B: Size>(
+    q: &[u32],
+    k: &[u32],
+    v: &[u32],
+    grad_out: &[u32],
+    stats: &[f32],
+    keys: &[i32],
+    masks: &[u32],
+    counts: &[u32],
+    bits: &[i32],
+    firsts: &[u32],
+    records: &mut [Vector<u32, Four>],
+    k_strides: Strides,
+    v_strides: Strides,
+    slice: Slice,
+    chunk: Chunk,
+    scale: f32,
+    log2_scale: f32,
+    #[comptime] t: SpreadGroups,
+) {
+    let (rows, of_q, of_out) = comptime!((t.cube_rows(), t.own(), t.second()));
+    let (of_keys, of_values) = comptime!((t.keys(), t.values()));
+    let groups = comptime!(t.warpgroups as u32);
+    let warps = comptime!(4 * t.warpgroups);
+    let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 1024usize);
+    let base = shared_address(&smem);
+    let warp = uniform(UNIT_POS_X / 32);
+    let lane = UNIT_POS_X % 32;
+    let (k, v) = (address::<u32>(k), address::<u32>(v));
+    let of = spread_query(k, v, &k_strides, &v_strides, &slice, &chunk, counts, rows);
+
+    let out_at = base + comptime!(of_q.bytes() as u32);
+    let rows_of = u64::cast_from(of.first_row);
+    let q_strides = contiguous(chunk.seq_q, t.head_dim);
+    copy_heads(
+        base,
+        address::<u32>(q) + rows_of * comptime!(t.head_dim as u64 * 2),
+        &q_strides,
+        of.queries,
+        warp,
+        lane,
+        warps,
+        rows,
+        of_q,
+    );
+    let out_strides = contiguous(chunk.seq_q, t.value_dim);
+    copy_heads(
+        out_at,
+        address::<u32>(grad_out) + rows_of * comptime!(t.value_dim as u64 * 2),
+        &out_strides,
+        of.queries,
+        warp,
+        lane,
+        warps,
+        rows,
+        of_out,
+    );
+    let stats_at = base + comptime!(t.stats_offset() as u32);
+    share_stats(stats_at, stats, &of, &chunk, rows);
+
+    let steps = steps_of(
+        keys,
+        &of.list,
+        lane,
+        comptime!(KEYS as u32),
+        1u32,
+        t.queries,
+    );
+    let group = warp / 4;
+    let step_bytes = comptime!(t.step_bytes() as u32);
+    let ring =
+        base + comptime!(t.rings_offset() as u32) + group * comptime!(STAGES as u32) * step_bytes;
+    let between = chunk.parts * groups;
+    let mut j = CUBE_POS_X % chunk.parts * groups + group;
+    let mut now = listed_of(keys, masks, &of.list, j, warp, lane, t);
+    copy_step(ring, now.position, &of.sources, warp, lane, t);
+    let mut next = listed_of(keys, masks, &of.list, j + between, warp, lane, t);
+    own_copies();
+    sync_cube();
+
+    let q_desc = descriptor(base, 16usize);
+    let q_depth = descriptor(base, comptime!(of_q.span_bytes()));
+    let out_desc = descriptor(out_at, 16usize);
+    let out_depth = descriptor(out_at, comptime!(of_out.span_bytes()));
+    let k_desc = descriptor(ring, 16usize);
+    let v_desc = descriptor(ring + comptime!(of_keys.bytes() as u32), 16usize);
+    let own_stats = stats_at + lane % 4 * 16;
+    let mut stage = 0u32;
+    while j < steps {
+        own_copies();
+        named_sync(1 + group, 128u32);
+        let place = record_of(now.position, &of, &chunk, bits, firsts);
+        let within = u64::cast_from(stage * (step_bytes >> 4u32));
+        let started = product::<S>(
+            k_desc + within,
+            q_desc,
+            t.half,
+            t.head_dim,
+            comptime!(of_keys.span_bytes()),
+            comptime!(of_q.span_bytes()),
+        );
+        stage = 1 - stage;
+        let mask = now.mask;
+        now.position = next.position;
+        now.mask = next.mask;
+        if j + between < steps {
+            let target = ring + stage * step_bytes;
+            copy_step(target, now.position, &of.sources, warp, lane, t);
+        }
+        let behind = listed_of(keys, masks, &of.list, j + 2 * between, warp, lane, t);
+        next.position = behind.position;
+        next.mask = behind.mask;
+        let s = wait::<S>(started, 0usize, comptime!(t.cols / 2));
+        let mut p = Vector::<f32, S>::zeroed();
+        let upper = word_of_lane(mask, lane / 4);
+        let lower = word_of_lane(mask, lane / 4 + comptime!(ROW_PAIR));
+        #[unroll]
+        for n in 0..comptime!(t.cols / 8) {
+            let stats = shared_load_four(own_stats + comptime!(n as u32 * 64));
+            // Eight columns from a multiple of eight on are of one query.
+            let bit = comptime!(1u32 << (8 * n / t.heads));
+            #[unroll]
+            for i in 0..4usize {
+                let at = comptime!(4 * n + i);
+                let log = stats.extract(comptime!(i % 2 * 2));
+                let mut weight = exp2(multiply_add(s.extract(at), log2_scale, -log));
+                if comptime!(t.queries > 1) {
+                    let own = if comptime!(i < 2) { upper } else { lower };
+                    weight = select(own & bit != 0u32, weight, 0f32);
+                }
+                p.insert(at, weight);
+            }
+        }
+        let left = pack_all::<S, P>(p, t.half);
+        let started = weigh::<P, A>(left, out_depth, t.half, t.value_dim);
+        let dv = wait::<A>(started, 0usize, comptime!(t.value_dim / 2));
+        let started = product::<S>(
+            v_desc + within,
+            out_desc,
+            t.half,
+            t.value_dim,
+            comptime!(of_values.span_bytes()),
+            comptime!(of_out.span_bytes()),
+        );
+        let behind_keys = comptime!(t.head_dim / 8);
+        let one = f32::new(1.0);
+        store::<A>(records, &dv, place, lane, one, behind_keys, t.value_dim, t);
+        let dp = wait::<S>(started, 0usize, comptime!(t.cols / 2));
+        let mut ds = Vector::<f32, S>::zeroed();
+        #[unroll]
+        for n in 0..comptime!(t.cols / 8) {
+            let stats = shared_load_four(own_stats + comptime!(n as u32 * 64));
+            #[unroll]
+            for i in 0..4usize {
+                let at = comptime!(4 * n + i);
+                let delta = stats.extract(comptime!(i % 2 * 2 + 1));
+                ds.insert(at, p.extract(at) * (dp.extract(at) - delta));
+            }
+        }
+        let left = pack_all::<S, P>(ds, t.half);
+        let started = weigh::<P, B>(left, q_depth, t.half, t.head_dim);
+        let dk = wait::<B>(started, 0usize, comptime!(t.head_dim / 2));
+        store::<B>(records, &dk, place, lane, scale, 0usize, t.head_dim, t);
+        j += between;
+    }
+}
+
+/// How far apart rows of a contiguous tensor are.
+#[cube]
+fn contiguous(seq_q: u32, #[comptime] dim: usize) -> RowStrides {
+    let query = comptime!(dim as u64 / 8).runtime();
+    RowStrides {
+        head: u64::cast_from(seq_q) * query,
+        query,
+    }
+}
+
+/// The lane's key of the warp's ones of step `j`; lanes beyond the keys repeat the first ones.
+#[cube]
+fn listed_of(
+    keys: &[i32],
+    masks: &[u32],
+    list: &QueryList,
+    j: u32,
+    warp: u32,
+    lane: u32,
+    #[comptime] t: SpreadGroups,
+) -> Listed {
+    let of_warp = comptime!(WARP_KEYS as u32);
+    let flat = j * comptime!(KEYS as u32) + warp % 4 * of_warp + lane % of_warp;
+    listed_at(keys, masks, list, flat, 1u32, t.queries)
+}
+
+/// Starts to copy the warp's keys and values of a step.
+#[cube]
+fn copy_step(
+    step: u32,
+    position: u32,
+    sources: &Sources,
+    warp: u32,
+    lane: u32,
+    #[comptime] t: SpreadGroups,
+) {
+    let row = warp % 4 * comptime!(WARP_KEYS as u32);
+    let (of_keys, of_values) = comptime!((t.keys(), t.values()));
+    copy_keys(
+        step, row, position, sources, lane, WARP_KEYS, of_keys, of_values,
+    );
+}
+
+/// Writes the unit's parts of rows of dK, or of dV behind them, to their records; `place` is that of the lane's key, or [`NOWHERE`].
+#[cube]
+fn store<O: Size>(
+    records: &mut [Vector<u32, Four>],
+    acc: &Vector<f32, O>,
+    place: u32,
+    lane: u32,
+    factor: f32,
+    #[comptime] before: usize,
+    #[comptime] dim: usize,
+    #[comptime] t: SpreadGroups,
+) {
+    #[unroll]
+    for i in 0..2usize {
+        let own = word_of_lane(place, lane / 4 + comptime!(i as u32 * ROW_PAIR));
+        let record = own as usize * comptime!(t.pieces()) + before + (lane % 4) as usize;
+        #[unroll]
+        for m in 0..comptime!(dim / 32) {
+            // A unit has two of every eight numbers; four neighbours trade, and each has an eight.
+            let mut words = Vector::<u32, Four>::zeroed();
+            #[unroll]
+            for w in 0..4usize {
+                let n = comptime!(16 * m + 4 * w + 2 * i);
+                let low = acc.extract(n) * factor;
+                let high = acc.extract(comptime!(n + 1)) * factor;
+                words.insert(w, pack(low, high, t.half));
+            }
+            let words = trade_four(words, lane);
+            if own != comptime!(NOWHERE) {
+                records[record + comptime!(4 * m)] = words;
+            }
+        }
+    }
+}

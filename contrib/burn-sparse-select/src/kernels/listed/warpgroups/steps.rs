@@ -1,0 +1,374 @@
+//! The steps of a query's walk: their keys and values, copied a step ahead by all warps, and which of them exist.
+
+// What is known at compile time stays apart from what is not; kernels have no `div_ceil` and no `is_multiple_of`.
+#![allow(
+    clippy::collapsible_if,
+    clippy::manual_div_ceil,
+    clippy::manual_is_multiple_of
+)]
+
+use cubecl::prelude::*;
+
+use crate::kernels::listed::gather::{QueryList, QueryWalk, Sources, position_of_key, walk_of};
+use crate::kernels::listed::rows::{CubeRows, Lists, head_of_row, queries_from, query_of_row};
+use crate::kernels::listed::warpgroups::tile::{QUERY_WORDS, STAGES, WarpgroupTile};
+use blocksparse_cubecl::arch::sm80::{lanes_that_differ, word_of_lane};
+use blocksparse_cubecl::arch::sm90::*;
+use blocksparse_cubecl::arch::swizzled::{ROWS_AT_A_TIME, Spans, copy_row, lane_row};
+use blocksparse_cubecl::mma::gather::Strides;
+use blocksparse_cubecl::mma::tile::{NOWHERE, ROW_PAIR};
+use blocksparse_cubecl::shared::walk::{Slice, batch_of, head_of};
+
+/// A key that a lane copies.
+#[derive(CubeType, Clone, Copy)]
+pub struct Listed {
+    /// Its position, or [`NOWHERE`].
+    pub position: u32,
+    /// Which of the cube's queries listed it, where these are several.
+    pub mask: u32,
+}
+
+/// What a cube begins with.
+#[derive(CubeType, Clone, Copy)]
+pub struct Begun {
+    pub walk: QueryWalk,
+    /// How many of its queries there are.
+    pub queries: u32,
+    pub steps: u32,
+    /// The lane's key of the first step.
+    pub key: Listed,
+}
+
+/// Makes the barriers of the steps of the cube's queries, and looks at their list.
+#[cube]
+pub fn begin(
+    base: u32,
+    k: u64,
+    v: u64,
+    keys: &[i32],
+    masks: &[u32],
+    counts: &[u32],
+    seq_q: u32,
+    k_strides: &Strides,
+    v_strides: &Strides,
+    slice: &Slice,
+    lists: &Lists,
+    warp: u32,
+    lane: u32,
+    #[comptime] t: WarpgroupTile,
+) -> Begun {
+    init_barriers(base + comptime!(t.full()), t);
+    let rows = comptime!(t.cube_rows());
+    let query = (lists.first + CUBE_POS_X) * comptime!(t.queries as u32);
+    let of_head = (batch_of(slice) * slice.heads + head_of(slice)) as u32 * lists.count;
+    let list = of_head + CUBE_POS_X;
+    let mut most = lists.most;
+    if comptime!(t.queries > 1) {
+        most = counts[list as usize];
+    }
+    let own = QueryList {
+        first: (list * lists.most) as usize,
+        most,
+        len: k_strides.len,
+    };
+    let walk = walk_of(k, v, query, own, k_strides, v_strides, slice, t.heads);
+    let (cols, block) = comptime!((t.cols as u32, t.block as u32));
+    let steps = steps_of(keys, &walk.list, lane, cols, block, t.queries);
+    let key = listed(keys, masks, &walk.list, 0u32, warp, lane, t);
+    Begun {
+        walk,
+        queries: queries_from(query, seq_q, rows),
+        steps,
+        key,
+    }
+}
+
+/// Makes the barriers of a cube's steps.
+#[cube]
+fn init_barriers(full: u32, #[comptime] t: WarpgroupTile) {
+    if UNIT_POS_X == 0 {
+        #[unroll]
+        for i in 0..comptime!(STAGES as u32) {
+            barrier_init(full + comptime!(8 * i), comptime!(t.warps() as u32));
+        }
+        barrier_fence();
+    }
+}
+
+/// The step behind the one of a stage is in the next one.
+#[cube]
+pub fn next_stage(stage: u32) -> u32 {
+    let mut next = stage + 1;
+    if next == comptime!(STAGES as u32) {
+        next = 0u32;
+    }
+    next
+}
+
+/// The steps of a list: of neighbours as many as its keys fill, and otherwise those up to the last that names a key.
+#[cube]
+pub fn steps_of(
+    lists: &[i32],
+    list: &QueryList,
+    lane: u32,
+    #[comptime] cols: u32,
+    #[comptime] block: u32,
+    #[comptime] queries: usize,
+) -> u32 {
+    if comptime!(queries > 1) {
+        uniform((list.most * block + comptime!(cols - 1)) / cols)
+    } else {
+        filled_steps(lists, list, lane, cols, block)
+    }
+}
+
+/// Steps of so many keys up to the last one that has a key. Lists of single keys have none behind the first number that names none.
+#[cube]
+fn filled_steps(
+    lists: &[i32],
+    list: &QueryList,
+    lane: u32,
+    #[comptime] keys: u32,
+    #[comptime] block: u32,
+) -> u32 {
+    let all = (list.most * block + keys - 1) / keys;
+    let mut steps = all;
+    if comptime!(block == 1) {
+        steps = 0u32;
+        let mut at = 0u32;
+        while at < all {
+            let j = at + lane;
+            let mut has_keys = 0u32;
+            if j < all {
+                let first = lists[list.first + (j * keys) as usize];
+                has_keys = select(first >= 0i32, 1u32, 0u32);
+            }
+            steps += total_across(has_keys);
+            at += 32u32;
+        }
+    }
+    uniform(steps)
+}
+
+/// The lane's key of the warp's ones of step `j`.
+#[cube]
+pub fn listed(
+    keys: &[i32],
+    masks: &[u32],
+    list: &QueryList,
+    j: u32,
+    warp: u32,
+    lane: u32,
+    #[comptime] t: WarpgroupTile,
+) -> Listed {
+    let of_warp = comptime!(t.warp_keys() as u32);
+    let flat = j * comptime!(t.cols as u32) + warp * of_warp + lane % of_warp;
+    listed_at(
+        keys,
+        masks,
+        list,
+        flat,
+        comptime!(t.block as u32),
+        t.queries,
+    )
+}
+
+/// The key of a place of a list, of blocks of so many keys, which so many queries walk.
+#[cube]
+pub fn listed_at(
+    keys: &[i32],
+    masks: &[u32],
+    list: &QueryList,
+    flat: u32,
+    #[comptime] block: u32,
+    #[comptime] queries: usize,
+) -> Listed {
+    let position = position_of_key(keys, list, flat, block);
+    let mut mask = 0u32.runtime();
+    if comptime!(queries > 1) {
+        if position != comptime!(NOWHERE) {
+            mask = masks[list.first + (flat / block) as usize];
+        }
+    }
+    Listed { position, mask }
+}
+
+/// Starts to copy the warp's keys and values of a step, of which its lanes have one each, and says which of them exist, for each query.
+#[cube]
+pub fn copy_step(
+    base: u32,
+    stage: u32,
+    key: &Listed,
+    sources: &Sources,
+    warp: u32,
+    lane: u32,
+    #[comptime] t: WarpgroupTile,
+) {
+    let words = base + comptime!(t.words()) + stage * comptime!(t.step_words() as u32) + warp * 4;
+    if comptime!(t.queries == 1) {
+        let there =
+            lanes_that_differ(key.position, comptime!(NOWHERE).runtime()) & comptime!(t.all());
+        if lane == 0 {
+            shared_store(words, there);
+        }
+    } else {
+        let mut own = 0u32.runtime();
+        #[unroll]
+        for query in 0..comptime!(t.queries as u32) {
+            let bit = key.mask & comptime!(1u32 << query);
+            let there = lanes_that_differ(bit, 0u32.runtime()) & comptime!(t.all());
+            own = select(lane == query, there, own);
+        }
+        if lane < comptime!(t.queries as u32) {
+            shared_store(words + lane * comptime!(QUERY_WORDS as u32), own);
+        }
+    }
+    let step = base + comptime!(t.ring_offset() as u32) + stage * comptime!(t.step_bytes() as u32);
+    let row = warp * comptime!(t.warp_keys() as u32);
+    copy_keys(
+        step,
+        row,
+        key.position,
+        sources,
+        lane,
+        comptime!(t.warp_keys()),
+        comptime!(t.keys()),
+        comptime!(t.values()),
+    );
+}
+
+/// Starts to copy so many of a step's keys and values, from `row` on, whose positions the lanes have in turn.
+#[cube]
+pub fn copy_keys(
+    step: u32,
+    row: u32,
+    position: u32,
+    sources: &Sources,
+    lane: u32,
+    #[comptime] keys: usize,
+    #[comptime] of_keys: Spans,
+    #[comptime] of_values: Spans,
+) {
+    #[unroll]
+    for i in 0..comptime!(keys / ROWS_AT_A_TIME) {
+        let own = comptime!((i * ROWS_AT_A_TIME) as u32) + lane_row(lane);
+        let at = word_of_lane(position, own);
+        let own = row + own;
+        copy_row(
+            step,
+            own,
+            sources.keys,
+            at,
+            sources.key_stride,
+            lane,
+            of_keys,
+        );
+        copy_row(
+            step + comptime!(of_keys.bytes() as u32),
+            own,
+            sources.values,
+            at,
+            sources.value_stride,
+            lane,
+            of_values,
+        );
+    }
+}
+
+/// How far apart rows of heads and of queries are, in pieces of 16 bytes.
+#[derive(CubeType, Clone, Copy)]
+pub struct RowStrides {
+    pub head: u64,
+    pub query: u64,
+}
+
+/// Starts to copy the rows of a cube's queries, of which so many exist, dealt to so many warps.
+#[cube]
+pub fn copy_heads(
+    matrix: u32,
+    first: u64,
+    strides: &RowStrides,
+    queries: u32,
+    warp: u32,
+    lane: u32,
+    #[comptime] warps: usize,
+    #[comptime] rows: CubeRows,
+    #[comptime] of: Spans,
+) {
+    let mut four = warp;
+    while four < comptime!((of.rows / ROWS_AT_A_TIME) as u32) {
+        let row = four * comptime!(ROWS_AT_A_TIME as u32) + lane_row(lane);
+        let mut from = first;
+        if comptime!(rows.queries > 1) {
+            from += u64::cast_from(query_of_row(row, queries, rows)) * strides.query * 16;
+        }
+        let head = head_of_row(row, rows);
+        copy_row(matrix, row, from, head, strides.head, lane, of);
+        four += comptime!(warps as u32);
+    }
+}
+
+/// Gives the unit's pairs of keys that its rows' queries did not list no weight. Eight rows from a multiple of eight on are of one query.
+#[cube]
+pub fn hide_missing<S: Size>(
+    s_in: Vector<f32, S>,
+    base: u32,
+    stage: u32,
+    warp: u32,
+    queries: u32,
+    lane: u32,
+    #[comptime] t: WarpgroupTile,
+) -> Vector<f32, S> {
+    let mut s = s_in;
+    let words = base + comptime!(t.words()) + stage * comptime!(t.step_words() as u32);
+    let rows = comptime!(t.cube_rows());
+    // Rows of a warp are of one query, or its upper and lower ones are each.
+    let kinds = comptime!(if t.queries > 1 && t.heads % 16 != 0 {
+        2
+    } else {
+        1
+    });
+    let mut there = Array::<u32>::new(comptime!(kinds * t.warps()));
+    let mut all = u32::MAX.runtime();
+    #[unroll]
+    for kind in 0..kinds {
+        let row = warp * 16 + comptime!(kind as u32 * ROW_PAIR);
+        let query = query_of_row(row, queries, rows);
+        let words = words + query * comptime!(QUERY_WORDS as u32);
+        #[unroll]
+        for four in 0..comptime!(t.warpgroups) {
+            let read = shared_load_words(words + comptime!((16 * four) as u32));
+            #[unroll]
+            for i in 0..4usize {
+                let word = read.extract(i);
+                there[comptime!(kind * t.warps() + 4 * four + i)] = word;
+                all &= word;
+            }
+        }
+    }
+    if uniform(all) != comptime!(t.all()) {
+        // From the unit's first column on.
+        #[unroll]
+        for word in 0..comptime!(kinds * t.warps()) {
+            let own = there[word] >> (lane % 4 * 2);
+            there[word] = own;
+        }
+        let infinity = f32::new(f32::NEG_INFINITY);
+        #[unroll]
+        for eight in 0..comptime!(t.cols / 8) {
+            let (word, shift) = comptime!((8 * eight / t.warp_keys(), 8 * eight % t.warp_keys()));
+            let upper = there[word];
+            let lower = there[comptime!((kinds - 1) * t.warps() + word)];
+            #[unroll]
+            for i in 0..2usize {
+                let exists = upper & comptime!(1u32 << (shift + i)) != 0u32;
+                let at = comptime!(4 * eight + i);
+                s.insert(at, select(exists, s.extract(at), infinity));
+                let exists = lower & comptime!(1u32 << (shift + i)) != 0u32;
+                let at = comptime!(at + 2);
+                s.insert(at, select(exists, s.extract(at), infinity));
+            }
+        }
+    }
+    s
+}

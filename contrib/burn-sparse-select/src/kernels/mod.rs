@@ -1,0 +1,14 @@
+//! Kernels of choices by content, and of attention over them.
+
+#[cfg(feature = "cuda")]
+#[doc(hidden)]
+pub mod clusters;
+#[doc(hidden)]
+pub mod indexer;
+#[cfg(feature = "cuda")]
+#[doc(hidden)]
+pub mod listed;
+#[doc(hidden)]
+pub mod rows;
+#[doc(hidden)]
+pub mod selection;

@@ -1,0 +1,464 @@
+//! Blocks of neighbouring rows: their means, and how alike their rows are.
+
+use cubecl::ir::ElemType;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::kernels::rows::only::{OnlyLists, is_wanted, numbers_of};
+use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
+use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::rows::norm_shape::{LANE_NUMBERS, has, place, sum_of, tile_of};
+use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
+
+/// Shorter rows have no direction.
+const SHORTEST: f32 = 1e-18;
+
+/// Rows that a unit loads before it adds the first of them, the most that a block has for it: what is in flight is what memory's speed depends on.
+const AT_A_TIME: [usize; 2] = [8, 4];
+
+/// What is compiled into the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct BlockKind {
+    tile: RowTile,
+    /// Rows of a unit at a time.
+    rows: usize,
+    /// Whether lists are wanted that have at least a limit, where not all are.
+    above: bool,
+}
+
+/// Lists of rows, and how they are cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RowBlocks {
+    /// Sequences.
+    pub lists: usize,
+    /// Rows of each, at least one.
+    pub rows: usize,
+    /// Numbers of a row.
+    pub width: usize,
+    /// Rows of a block; a sequence's last may have fewer.
+    pub block: usize,
+}
+
+impl RowBlocks {
+    /// Of so many lists of rows of a width.
+    pub fn new(lists: usize, [rows, width]: [usize; 2], block: usize) -> Self {
+        Self {
+            lists,
+            rows,
+            width,
+            block,
+        }
+    }
+
+    /// Blocks of a sequence.
+    pub fn blocks(&self) -> usize {
+        self.rows.div_ceil(self.block)
+    }
+}
+
+/// Sizes of a tensor's blocks.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct Sizes {
+    /// Of a list.
+    rows: usize,
+    blocks: usize,
+    /// Blocks of all lists.
+    count: usize,
+}
+
+/// A cube has a block: its mean in `means` `[lists, blocks, width]`, and, if it is wanted, the squared length of its directions' mean in `alike`
+/// `[lists, blocks]`. Those behind the last have blocks of the second tensor, if there is one, whose rows and blocks are as wide. `less` is of the first.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn of_blocks<E: Float, N: Size>(
+    x: &[Vector<E, N>],
+    second: ComptimeOption<Box<[Vector<E, N>]>>,
+    less: ComptimeOption<Box<[f32]>>,
+    only: ComptimeOption<Box<[f32]>>,
+    means: &mut [f32],
+    second_means: ComptimeOption<Box<[f32]>>,
+    alike: ComptimeOption<Box<[f32]>>,
+    second_alike: ComptimeOption<Box<[f32]>>,
+    sizes: Sizes,
+    second_sizes: Sizes,
+    block: usize,
+    limit: f32,
+    #[comptime] c: BlockKind,
+    #[define(E)] _element: ElemType,
+) {
+    let tile = comptime!(c.tile);
+    let vectors = comptime!(tile.lane_vectors());
+    let row_vectors = comptime!(tile.row_vectors);
+    let by_direction = comptime!(alike.is_some());
+    let zero = Vector::<f32, N>::zeroed();
+    let is_second = comptime!(second.is_some()) && CUBE_POS >= sizes.count;
+    let rows = select(is_second, second_sizes.rows, sizes.rows);
+    let blocks = select(is_second, second_sizes.blocks, sizes.blocks);
+    let count = select(is_second, second_sizes.count, sizes.count);
+    // Cubes beyond the last block do it again.
+    let at_block = (CUBE_POS - select(is_second, sizes.count, 0usize)).min(count - 1);
+    let list = at_block / blocks;
+    let first = at_block % blocks * block;
+    let members = min(block, rows - first);
+    let unit = UNIT_POS as usize;
+    let lane = unit % comptime!(tile.lanes);
+    let group = unit / comptime!(tile.lanes);
+    let mut shared = Shared::<[f32]>::new_slice(comptime!(tile.shared()));
+    let mut sums = Array::<Vector<f32, N>>::new(vectors);
+    let mut directions = Array::<Vector<f32, N>>::new(vectors);
+    let mut lower = Array::<Vector<f32, N>>::new(vectors);
+    #[unroll]
+    for i in 0..vectors {
+        sums[i] = zero;
+        directions[i] = zero;
+        lower[i] = zero;
+        #[comptime]
+        match &less {
+            ComptimeOption::Some(less) => {
+                if !is_second {
+                    let start = (list * row_vectors + place(lane, i, tile)) * N::value();
+                    let mut vector = zero;
+                    #[unroll]
+                    for n in 0..N::value() {
+                        vector.insert(n, less[start + n]);
+                    }
+                    lower[i] = vector;
+                }
+            }
+            ComptimeOption::None => {}
+        }
+    }
+    // Every unit meets every barrier: groups behind the last row have it again, and it counts for nothing.
+    let mut own = Array::<Vector<E, N>>::new(comptime!(c.rows * vectors));
+    let mut steps = members.div_ceil(comptime!(c.rows * tile.rows));
+    if !is_wanted(&only, list, limit, comptime!(c.above)) {
+        steps = 0usize.runtime();
+    }
+    for step in 0..steps {
+        let first_row = step * comptime!(c.rows * tile.rows) + group;
+        #[unroll]
+        for r in 0..comptime!(c.rows) {
+            let row = first_row + comptime!(r * tile.rows);
+            let start = (list * rows + first + min(row, members - 1)) * row_vectors;
+            #[unroll]
+            for i in 0..vectors {
+                let at = start + place(lane, i, tile);
+                let into = comptime!(r * vectors + i);
+                #[comptime]
+                match &second {
+                    ComptimeOption::Some(second) => {
+                        if is_second {
+                            own[into] = second[at];
+                        } else {
+                            own[into] = x[at];
+                        }
+                    }
+                    ComptimeOption::None => {
+                        own[into] = x[at];
+                    }
+                }
+            }
+        }
+        #[unroll]
+        for r in 0..comptime!(c.rows) {
+            let row = first_row + comptime!(r * tile.rows);
+            let factor = select(row < members, 1.0f32, 0.0f32);
+            let mut values = Array::<Vector<f32, N>>::new(vectors);
+            #[unroll]
+            for i in 0..vectors {
+                let mut value = Vector::<f32, N>::cast_from(own[comptime!(r * vectors + i)]);
+                #[comptime]
+                match &less {
+                    ComptimeOption::Some(_) => value -= lower[i],
+                    ComptimeOption::None => {}
+                }
+                values[i] = select(has(lane, i, tile), value, zero);
+                sums[i] += values[i] * Vector::<f32, N>::empty().fill(factor);
+            }
+            if comptime!(by_direction) {
+                let mut total = zero;
+                #[unroll]
+                for i in 0..vectors {
+                    total += values[i] * values[i];
+                }
+                let square =
+                    across_lanes::<f32>(sum_of::<f32, N>(total), &mut shared, tile, Combine::Sum);
+                let part = min(square.inverse_sqrt(), comptime!(1.0 / SHORTEST).runtime());
+                let factor = Vector::<f32, N>::empty().fill(factor * part);
+                #[unroll]
+                for i in 0..vectors {
+                    directions[i] += values[i] * factor;
+                }
+            }
+        }
+    }
+    let part = 1.0f32 / f32::cast_from(members);
+    let width = row_vectors * N::value();
+    let mut numbers =
+        Shared::<[f32]>::new_slice(comptime!(tile.rows * tile.row_vectors * tile.vector));
+    share_sums::<N>(&sums, &mut numbers, tile);
+    sync_cube();
+    let first = at_block * width;
+    #[comptime]
+    match second_means {
+        ComptimeOption::Some(mut second_means) => {
+            if is_second {
+                write_means(&numbers, &mut second_means, first, part, width, tile);
+            } else {
+                write_means(&numbers, means, first, part, width, tile);
+            }
+        }
+        ComptimeOption::None => {
+            write_means(&numbers, means, first, part, width, tile);
+        }
+    }
+    if comptime!(by_direction) {
+        sync_cube();
+        share_sums::<N>(&directions, &mut numbers, tile);
+        sync_cube();
+        let mut square = 0.0f32.runtime();
+        let mut channel = unit;
+        while channel < width {
+            let mean = sum_of_channel(&numbers, channel, width, tile) * part;
+            square += mean * mean;
+            channel += comptime!(tile.units());
+        }
+        let mut squares = Shared::<[f32]>::new_slice(comptime!(tile.units()));
+        squares[unit] = square;
+        sync_cube();
+        let mut total = 0.0f32.runtime();
+        for row in 0..comptime!(tile.rows) {
+            total += squares[row * comptime!(tile.lanes) + lane];
+        }
+        let square = across_lanes::<f32>(total, &mut shared, tile, Combine::Sum);
+        if unit == 0 {
+            #[comptime]
+            match alike {
+                ComptimeOption::Some(mut alike) =>
+                {
+                    #[comptime]
+                    match second_alike {
+                        ComptimeOption::Some(mut second_alike) => {
+                            if is_second {
+                                second_alike[at_block] = square;
+                            } else {
+                                alike[at_block] = square;
+                            }
+                        }
+                        ComptimeOption::None => {
+                            alike[at_block] = square;
+                        }
+                    }
+                }
+                ComptimeOption::None => {}
+            }
+        }
+    }
+}
+
+/// A unit puts its sums where those of its group's row are.
+#[cube]
+fn share_sums<N: Size>(
+    sums: &Array<Vector<f32, N>>,
+    numbers: &mut Shared<[f32]>,
+    #[comptime] tile: RowTile,
+) {
+    let unit = UNIT_POS as usize;
+    let lane = unit % comptime!(tile.lanes);
+    let group = unit / comptime!(tile.lanes);
+    #[unroll]
+    for i in 0..comptime!(tile.lane_vectors()) {
+        if has(lane, i, tile) {
+            let vector = group * comptime!(tile.row_vectors) + place(lane, i, tile);
+            #[unroll]
+            for n in 0..N::value() {
+                numbers[vector * N::value() + n] = sums[i].extract(n);
+            }
+        }
+    }
+}
+
+/// The sum of a channel over all groups.
+#[cube]
+fn sum_of_channel(
+    numbers: &Shared<[f32]>,
+    channel: usize,
+    width: usize,
+    #[comptime] tile: RowTile,
+) -> f32 {
+    let mut sum = numbers[channel];
+    for other in 1..comptime!(tile.rows) {
+        sum += numbers[channel + other * width];
+    }
+    sum
+}
+/// A unit adds up a channel of all groups' sums, and writes `part` of it.
+#[cube]
+fn write_means(
+    numbers: &Shared<[f32]>,
+    output: &mut [f32],
+    first: usize,
+    part: f32,
+    width: usize,
+    #[comptime] tile: RowTile,
+) {
+    let mut channel = UNIT_POS as usize;
+    while channel < width {
+        output[first + channel] = sum_of_channel(numbers, channel, width, tile) * part;
+        channel += comptime!(tile.units());
+    }
+}
+
+/// Rows in blocks, and where what is made of each goes.
+#[derive(Clone, Copy, Debug)]
+pub struct Blocked<'a> {
+    /// Contiguous `[lists, rows, width]`.
+    pub x: &'a Handle,
+    /// How rows are cut.
+    pub of: &'a RowBlocks,
+    /// `[lists, blocks, width]`, f32.
+    pub means: &'a Handle,
+}
+
+/// The mean of each block of rows; sums are f32.
+///
+/// # Errors
+/// [`KernelError`] if the device does not index as many numbers, or has no cube for a row.
+pub fn block_means(
+    client: &Client,
+    element: ElemType,
+    blocked: Blocked,
+) -> Result<(), KernelError> {
+    launch(client, element, blocked, Beside::default())
+}
+
+/// [`block_means`], where only some lists are wanted: the rows of others are not read, and their means are 0.
+///
+/// # Errors
+/// As [`block_means`].
+pub(crate) fn block_means_of_lists(
+    client: &Client,
+    element: ElemType,
+    blocked: Blocked,
+    only: Option<OnlyLists>,
+) -> Result<(), KernelError> {
+    let beside = Beside {
+        only,
+        ..Beside::default()
+    };
+    launch(client, element, blocked, beside)
+}
+
+/// [`block_means`] of two tensors of one type by one launch: blocks have as many rows, and rows are as wide.
+///
+/// # Errors
+/// As [`block_means`].
+pub fn block_means_of_two(
+    client: &Client,
+    element: ElemType,
+    [first, second]: [Blocked; 2],
+) -> Result<(), KernelError> {
+    let beside = Beside {
+        second: Some(second),
+        ..Beside::default()
+    };
+    launch(client, element, first, beside)
+}
+
+/// [`block_means_of_two`], and beside each block's mean the mean of the cosines of all pairs of its rows, which is the square of the length of their directions'
+/// mean: `alike`, `[lists, blocks]` each, f32. Rows of the first tensor are taken less `less` `[lists, width]`, f32, if there is one.
+///
+/// # Errors
+/// As [`block_means`].
+pub(crate) fn block_means_and_likeness(
+    client: &Client,
+    element: ElemType,
+    [first, second]: [Blocked; 2],
+    alike: [&Handle; 2],
+    less: Option<&Handle>,
+) -> Result<(), KernelError> {
+    let beside = Beside {
+        second: Some(second),
+        alike: Some(alike),
+        less,
+        only: None,
+    };
+    launch(client, element, first, beside)
+}
+
+/// What a launch may have beside its rows.
+#[derive(Default)]
+struct Beside<'a> {
+    second: Option<Blocked<'a>>,
+    alike: Option<[&'a Handle; 2]>,
+    less: Option<&'a Handle>,
+    only: Option<OnlyLists<'a>>,
+}
+
+fn launch(
+    client: &Client,
+    element: ElemType,
+    first: Blocked,
+    beside: Beside,
+) -> Result<(), KernelError> {
+    let Beside {
+        second,
+        alike,
+        less,
+        only,
+    } = beside;
+    let Blocked { x, of, means } = first;
+    let tile = tile_of(client.properties(), of.width, element, LANE_NUMBERS)?;
+    let [most, least] = AT_A_TIME;
+    let rows = if of.block >= most * tile.rows {
+        most
+    } else {
+        least
+    };
+    let above = only.is_some_and(|only| only.above);
+    let of_second = second.map_or(RowBlocks { lists: 0, ..*of }, |second| *second.of);
+    let both = [*of, of_second];
+    let numbers = both.map(|of| of.lists * of.rows * of.width);
+    let address = address_of(client, numbers[0].max(numbers[1]))?;
+    let count = both.map(|of| of.lists * of.blocks());
+    let cubes = spread(client, (count[0] + count[1]) as u64)?;
+    let second = second.filter(|_| count[1] > 0);
+    match (count[0], second) {
+        (0, None) => return Ok(()),
+        (0, Some(second)) => {
+            let beside = Beside {
+                alike: alike.map(|[_, alike]| [alike; 2]),
+                ..Beside::default()
+            };
+            return launch(client, element, second, beside);
+        }
+        _ => {}
+    }
+    let vectors = both.map(|of| of.lists * of.rows * tile.row_vectors);
+    let sizes = |i: usize| SizesLaunch::new(both[i].rows, both[i].blocks(), count[i]);
+    // SAFETY: a unit reads its vectors of rows of its block, which are below `rows`, and of its list; one unit writes each number of a block.
+    unsafe {
+        of_blocks::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(tile.units() as u32),
+            address,
+            tile.vector,
+            buffer(x, vectors[0]),
+            optional(second.map(|second| second.x), vectors[1]),
+            optional(less, of.lists * of.width),
+            numbers_of(only),
+            buffer(means, count[0] * of.width),
+            optional(second.map(|second| second.means), count[1] * of.width),
+            optional(alike.map(|[alike, _]| alike), count[0]),
+            optional(second.and(alike.map(|[_, alike]| alike)), count[1]),
+            sizes(0),
+            sizes(1),
+            of.block,
+            only.map_or(0.0, |only| only.limit),
+            BlockKind { tile, rows, above },
+            element,
+        );
+    }
+    Ok(())
+}

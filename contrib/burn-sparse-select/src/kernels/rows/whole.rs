@@ -1,0 +1,105 @@
+//! The means of all rows of sequences, by means of blocks: a sequence is more than a cube adds up in time.
+
+use cubecl::ir::ElemType;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::kernels::rows::blocks::{Blocked, RowBlocks, block_means};
+use blocksparse_cubecl::args::{address_of, buffer, spread};
+use blocksparse_cubecl::error::KernelError;
+
+/// Units of a cube side by side, each with a channel.
+const CHANNELS: usize = 64;
+
+/// Units that share a channel.
+const PARTS: usize = 4;
+
+/// Means that a unit loads before it adds the first of them.
+const AT_A_TIME: usize = 8;
+
+/// How the means are made.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct Sizes {
+    lists: usize,
+    rows: usize,
+    block: usize,
+    blocks: usize,
+    width: usize,
+}
+
+/// A cube has channels of a list. Each block weighs as many rows as it has.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn of_means(means: &[f32], whole: &mut [f32], of: Sizes) {
+    let unit = UNIT_POS as usize;
+    let columns = of.width.div_ceil(comptime!(CHANNELS));
+    // Cubes beyond the last do it again.
+    let cube = CUBE_POS.min(of.lists * columns - 1);
+    let list = cube / columns;
+    let channel = cube % columns * comptime!(CHANNELS) + unit % comptime!(CHANNELS);
+    let part = unit / comptime!(CHANNELS);
+    let own = channel.min(of.width - 1);
+    let mut sum = 0.0f32.runtime();
+    let mut block = part;
+    while block < of.blocks {
+        #[unroll]
+        for i in 0..comptime!(AT_A_TIME) {
+            let at = block + comptime!(i * PARTS);
+            let known = at.min(of.blocks - 1);
+            let members = min(of.block, of.rows - known * of.block);
+            let weight = select(at < of.blocks, f32::cast_from(members), 0.0f32);
+            sum += means[(list * of.blocks + known) * of.width + own] * weight;
+        }
+        block += comptime!(AT_A_TIME * PARTS);
+    }
+    let mut sums = Shared::<[f32]>::new_slice(comptime!(CHANNELS * PARTS));
+    sums[unit] = sum;
+    sync_cube();
+    if unit < comptime!(CHANNELS) && channel < of.width {
+        for other in 1..comptime!(PARTS) {
+            sum += sums[other * comptime!(CHANNELS) + unit];
+        }
+        whole[list * of.width + channel] = sum / f32::cast_from(of.rows);
+    }
+}
+
+/// The mean of all rows of each list of `x`, contiguous `[lists, rows, width]` with at least one row: `[lists, width]`, f32.
+///
+/// # Errors
+/// As [`block_means`].
+pub(crate) fn whole_means(
+    client: &Client,
+    element: ElemType,
+    x: &Handle,
+    [lists, rows, width]: [usize; 3],
+) -> Result<Handle, KernelError> {
+    let made = |numbers: usize| client.empty(numbers * size_of::<f32>());
+    // Both launches have about as much to add up in turn.
+    let block = (2 * rows.isqrt()).max(1);
+    let of = RowBlocks::new(lists, [rows, width], block);
+    let blocks = of.blocks();
+    let (means, whole) = (made(lists * blocks * width), made(lists * width));
+    let blocked = Blocked {
+        x,
+        of: &of,
+        means: &means,
+    };
+    block_means(client, element, blocked)?;
+    let cubes = lists * width.div_ceil(CHANNELS);
+    if cubes == 0 {
+        return Ok(whole);
+    }
+    let numbers = lists * blocks * width;
+    // SAFETY: units read means of blocks that there are, and one writes each channel of a list.
+    unsafe {
+        of_means::launch_unchecked(
+            client,
+            spread(client, cubes as u64)?,
+            CubeDim::new_1d((CHANNELS * PARTS) as u32),
+            address_of(client, numbers)?,
+            buffer(&means, numbers),
+            buffer(&whole, lists * width),
+            SizesLaunch::new(lists, rows, block, blocks, width),
+        );
+    }
+    Ok(whole)
+}

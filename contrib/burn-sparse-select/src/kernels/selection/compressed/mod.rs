@@ -1,0 +1,84 @@
+//! The attention that blocks of keys get by way of compressed blocks, and the blocks that single queries choose by it, on tensor cores.
+//!
+//! ```text
+//! mass[J] = Σ over the group's heads h and compressed i of exp(scale · q_h · k_i − lse_h) · overlap(i, J)
+//! ```
+//!
+//! ([NSA](https://arxiv.org/abs/2502.11089), equations 9 and 10.) A warp has all heads of some queries, so that everything from products to the choice stays in it:
+//! scores are never in memory, and masses only if they are asked for.
+//!
+//! ```text
+//! tile      what a call gets, or why not
+//! kernel    a launch, and how a warp goes through compressed blocks
+//! steps     products, their sums over heads and over what overlaps
+//! chosen    the highest few
+//! asm       PTX of them
+//! ```
+
+#[cfg(feature = "cuda")]
+mod asm;
+#[cfg(feature = "cuda")]
+mod chosen;
+#[cfg(feature = "cuda")]
+mod kernel;
+#[cfg(feature = "cuda")]
+mod steps;
+#[cfg(test)]
+mod tests;
+mod tile;
+
+use std::ops::Range;
+
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+pub use tile::{CompressedPlan, CompressedShape};
+
+use blocksparse::Always;
+use blocksparse_cubecl::TensorView;
+use blocksparse_cubecl::error::KernelError;
+
+/// What a launch reads.
+#[derive(Clone, Debug)]
+pub struct CompressedInputs {
+    /// `[batch, heads, seq_q, width]`, in half precision.
+    pub q: TensorView,
+    /// Keys of compressed blocks: `[batch, kv_heads, entries, width]`, contiguous, in the same type.
+    pub k: Handle,
+    /// Natural logarithms of the sums of exponentials of each query's scores, −∞ where it sees nothing: `[batch, heads, seq_q]`, f32, contiguous.
+    pub lse: Handle,
+}
+
+/// What is made of masses.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Wanted {
+    /// Themselves, of some queries: `[batch · kv_heads, rows, blocks]`, f32; 0 behind what a query sees.
+    Masses(Range<usize>),
+    /// The blocks of the highest ones beside those that are forced, by falling mass, of equal ones the earlier: `[batch · kv_heads, seq_q, most]`, i32, −1 where
+    /// there are fewer.
+    Choice {
+        /// Blocks that are not chosen. Of those around a query's own there is at least its own.
+        forced: Always,
+        /// How many are chosen, at most.
+        most: usize,
+    },
+}
+
+/// Makes masses of a call with this plan, or what they choose.
+///
+/// # Errors
+/// [`KernelError`] if a tensor lies otherwise than the kernel reads them, or is too large, or if more blocks are chosen than the plan has.
+#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+pub fn compressed_masses(
+    client: &Client,
+    plan: &CompressedPlan,
+    inputs: &CompressedInputs,
+    scale: f64,
+    wanted: &Wanted,
+    out: &Handle,
+) -> Result<(), KernelError> {
+    #[cfg(feature = "cuda")]
+    return kernel::launch(client, plan, inputs, scale, wanted, out);
+    #[cfg(not(feature = "cuda"))]
+    unreachable!("without the kernel there are no plans");
+}

@@ -1,0 +1,337 @@
+//! Blocks by means where those are to be trusted, else those that kept keys and distances touch: lists choose in one of two ways, on the device.
+//!
+//! ```text
+//! divergences   how far the attention that blocks get is from what means say      a cube a list
+//! scores        by the way that this decides                                      a unit a score
+//! ```
+//!
+//! What is kept of a list is looked for only by the way that it takes. Where the products of the last queries are not in memory, blocks' shares come before the
+//! sums over keys and distances, which lists that means decide for do not have at all.
+
+use cubecl::ir::ElemType;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::kernels::rows::blocks::{Blocked, RowBlocks, block_means_of_lists};
+use crate::kernels::rows::only::OnlyLists;
+use crate::kernels::selection::line_sizes::LineSizes;
+use crate::kernels::selection::line_weights::{LineWeights, RUN};
+use crate::kernels::selection::lines::line_sums;
+use crate::kernels::selection::means::{
+    MeanProducts, SeenRows, products_of_lists, softmax_of_seen,
+};
+use crate::kernels::selection::threshold::{Kept, KeptLines, least_of_lists};
+use crate::kernels::selection::touched::{ScoreSizes, Touched, is_kept, is_touched};
+use crate::kernels::selection::{UNITS, across_cube};
+use blocksparse_cubecl::args::{buffer, optional, spread};
+use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
+use burn_fused_ops::kernels::linear::UNWANTED;
+
+/// When heads choose in which of two ways, and what they keep at least.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct FlexLimits {
+    /// How far an estimate may be from what it estimates, √JS.
+    pub threshold: f64,
+    /// So many blocks of keys and distances between blocks are kept by either way; 0: none but what is forced.
+    pub blocks: usize,
+}
+
+/// What heads choose by that do it in one of two ways.
+#[derive(Clone, Copy, Debug)]
+pub struct FlexTensors<'a> {
+    /// `[lists, seq_q, width]`.
+    pub q: &'a Handle,
+    /// The last block of them, `[lists, queries, width]`.
+    pub last: &'a Handle,
+    /// `[kv lists, seq_kv, width]`.
+    pub k: &'a Handle,
+}
+
+/// Scores of 1 and 0 of `of`'s rows: in each list, if the attention of the last block of queries to blocks of keys is no less than `threshold` (√JS) from what
+/// means say, those of [`touched_blocks`](crate::kernels::selection::touched_blocks), with a share of keys and of distances; else the highest of the softmax of products of means,
+/// with the same share of the whole. The first block has 1 in any case, and so have the blocks of the heaviest `limits.blocks` blocks of keys, and of as many
+/// distances between blocks, by what the last block of queries gives them.
+///
+/// # Errors
+/// [`KernelError`] if the device cannot run it.
+pub fn flex_blocks(
+    client: &Client,
+    element: ElemType,
+    tensors: FlexTensors,
+    sizes: &LineSizes,
+    of: &Touched,
+    limits: &FlexLimits,
+    out: &Handle,
+) -> Result<(), KernelError> {
+    crate::kernels::selection::check(client)?;
+    let FlexTensors { q, last, k } = tensors;
+    let ([lists, kv_lists], [queries, _], width) = (sizes.lists, sizes.seq, sizes.width);
+    let [seq_q, seq_kv] = of.seq;
+    let (blocks, b) = (of.blocks(), of.block);
+    let rows = seq_q.div_ceil(b);
+    let count = lists * of.rows.len() * blocks;
+    crate::kernels::selection::counted("the scores of blocks", lists * rows * blocks)?;
+    if count == 0 {
+        return Ok(());
+    }
+    let Kept::Share(_) = of.kept else {
+        return Err(KernelError::Factor { factor: "kept" });
+    };
+    let made = |len: usize| client.empty(len * size_of::<f32>());
+    let means_of = |x: &Handle, [lists, rows, block]: [usize; 3], only: Option<OnlyLists>| {
+        let means = made(lists * rows.div_ceil(block) * width);
+        let of = RowBlocks::new(lists, [rows, width], block);
+        let blocked = Blocked {
+            x,
+            of: &of,
+            means: &means,
+        };
+        block_means_of_lists(client, element, blocked, only)?;
+        Ok::<Handle, KernelError>(means)
+    };
+    let k_means = means_of(k, [kv_lists, seq_kv, b], None)?;
+    let product = |q: &Handle, rows: usize, seen: Option<SeenRows>, only: Option<OnlyLists>| {
+        let x = made(lists * rows * blocks);
+        let of = MeanProducts {
+            lists: [lists, kv_lists],
+            rows,
+            blocks,
+            width,
+            factor: sizes.factor,
+            seen,
+        };
+        products_of_lists(client, [q, &k_means], &of, only, &x)?;
+        softmax_of_seen(client, &x, [lists, rows, blocks], seen, None)?;
+        Ok::<Handle, KernelError>(x)
+    };
+    let last_means = means_of(last, [lists, queries, queries], None)?;
+    let estimate = product(&last_means, 1, None, None)?;
+
+    let apart = Apart {
+        client,
+        lists,
+        blocks,
+        estimate: &estimate,
+        apart: made(lists),
+        limit: limits.threshold as f32,
+    };
+    let has_least = limits.blocks > 0;
+    let sums = made(lists * 2 * seq_kv);
+    let weights = LineWeights::new(client, element, [last, k], sizes)?;
+    let [flags, attention] = match weights {
+        Some(weights) if b.is_multiple_of(RUN) => {
+            let attention = made(lists * blocks);
+            weights.by_blocks(client, b, &attention)?;
+            // The heaviest blocks are wanted of all lists.
+            let unwanted = (!has_least).then(|| (weights.logs(), queries));
+            apart.find(&attention, blocks, unwanted)?;
+            weights.sums(client, &sums)?;
+            of.flag(client, &sums, (!has_least).then(|| apart.only(true)))?
+        }
+        weights => {
+            match weights {
+                Some(weights) => weights.sums(client, &sums)?,
+                None => line_sums(client, element, [last, k], sizes, &sums)?,
+            }
+            let [flags, of_blocks] = of.flag(client, &sums, None)?;
+            apart.find(&of_blocks, 2 * of.flags(), None)?;
+            [flags, of_blocks]
+        }
+    };
+    let (heaviest, heaviest_len) = match has_least {
+        true => (
+            of.heaviest(client, &attention, limits.blocks)?,
+            2 * lists * of.flags(),
+        ),
+        // Not read.
+        false => (made(1), 1),
+    };
+
+    // Only lists that go by means need those of their queries.
+    let by = Some(apart.only(false));
+    let q_means = means_of(q, [lists, seq_q, b], by)?;
+    let seen = SeenRows {
+        seq: of.seq,
+        block: b,
+        first: 0,
+    };
+    let by_means = product(&q_means, rows, Some(seen), by)?;
+    let least = made(lists);
+    let lines = KeptLines {
+        lines: lists,
+        len: rows * blocks,
+        step: rows * blocks,
+        kept: of.kept,
+    };
+    least_of_lists(client, &by_means, &lines, by, &least)?;
+    // SAFETY: a unit below `count` reads what its list has, and writes its score.
+    unsafe {
+        flex_scores::launch_unchecked(
+            client,
+            spread(client, count.div_ceil(UNITS) as u64)?,
+            CubeDim::new_1d(UNITS as u32),
+            AddressType::U32,
+            buffer(&flags, 2 * lists * of.flags()),
+            buffer(&by_means, lists * rows * blocks),
+            buffer(&least, lists),
+            buffer(&apart.apart, lists),
+            buffer(&heaviest, heaviest_len),
+            buffer(out, count),
+            of.scores(),
+            rows,
+            apart.limit,
+            has_least,
+        );
+    }
+    Ok(())
+}
+
+/// How far lists' attention is from what means say.
+struct Apart<'a> {
+    client: &'a Client,
+    lists: usize,
+    blocks: usize,
+    /// `[lists, blocks]`.
+    estimate: &'a Handle,
+    /// `[lists]`, √JS.
+    apart: Handle,
+    limit: f32,
+}
+
+impl Apart<'_> {
+    /// Of what blocks get, `attention` `[lists, step]`. Lists that are less apart than the limit have no use for their `unwanted` logarithms, so many each.
+    fn find(
+        &self,
+        attention: &Handle,
+        step: usize,
+        unwanted: Option<(&Handle, usize)>,
+    ) -> Result<(), KernelError> {
+        let lists = self.lists;
+        let each = unwanted.map_or(0, |(_, each)| each);
+        // SAFETY: a cube reads the blocks of its list and writes how far apart they are, and the list's first logarithm.
+        unsafe {
+            divergences::launch_unchecked(
+                self.client,
+                spread(self.client, lists as u64)?,
+                CubeDim::new_1d(UNITS as u32),
+                AddressType::U32,
+                buffer(self.estimate, lists * self.blocks),
+                buffer(attention, lists * step),
+                buffer(&self.apart, lists),
+                optional(unwanted.map(|(logs, _)| logs), lists * each),
+                self.blocks,
+                step,
+                lists,
+                each,
+                self.limit,
+                across_cube(self.client),
+            );
+        }
+        Ok(())
+    }
+
+    /// The lists that are apart, or the others.
+    fn only(&self, apart: bool) -> OnlyLists<'_> {
+        OnlyLists {
+            numbers: &self.apart,
+            lists: self.lists,
+            limit: self.limit,
+            above: apart,
+        }
+    }
+}
+
+/// `x · ln(2x / (x + y))`, 0 of 0.
+#[cube]
+fn part_of_divergence(x: f32, y: f32) -> f32 {
+    let ratio = max(
+        2.0f32 * x / max(x + y, comptime!(f32::MIN_POSITIVE).runtime()),
+        comptime!(f32::MIN_POSITIVE).runtime(),
+    );
+    x * ratio.ln()
+}
+
+/// √JS of each list: of `estimate` `[lists, blocks]`, and of `attention` `[lists, step]` as shares of its whole. Of lists that are less apart than
+/// the limit the first of `each` logarithms becomes one of no use.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn divergences(
+    estimate: &[f32],
+    attention: &[f32],
+    apart: &mut [f32],
+    logs: ComptimeOption<Box<[f32]>>,
+    blocks: usize,
+    step: usize,
+    lists: usize,
+    each: usize,
+    limit: f32,
+    #[comptime] tile: RowTile,
+) {
+    let mut logs = logs;
+    // Cubes beyond the last list have it again.
+    let list = CUBE_POS.min(lists - 1);
+    let mut shared = Shared::<[f32]>::new_slice(comptime!(tile.shared()));
+    let mut whole = 0.0f32.runtime();
+    let mut block = UNIT_POS as usize;
+    while block < blocks {
+        whole += attention[list * step + block];
+        block += comptime!(UNITS);
+    }
+    let whole = across_lanes::<f32>(whole, &mut shared, tile, Combine::Sum);
+    let part = 1.0f32 / max(whole, comptime!(f32::MIN_POSITIVE).runtime());
+    let mut sum = 0.0f32.runtime();
+    let mut block = UNIT_POS as usize;
+    while block < blocks {
+        let a = estimate[list * blocks + block];
+        let b = attention[list * step + block] * part;
+        sum += part_of_divergence(a, b) + part_of_divergence(b, a);
+        block += comptime!(UNITS);
+    }
+    let sum = across_lanes::<f32>(sum, &mut shared, tile, Combine::Sum);
+    if UNIT_POS == 0 {
+        // Rounding may leave less than 0 of rows that are equal.
+        let root = max(sum * 0.5f32, 0.0f32).sqrt();
+        apart[list] = root;
+        #[comptime]
+        match &mut logs {
+            ComptimeOption::Some(logs) => {
+                let first = list * each;
+                let log = logs[first];
+                logs[first] = select(root >= limit, log, comptime!(UNWANTED).runtime());
+            }
+            ComptimeOption::None => {}
+        }
+    }
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn flex_scores(
+    flags: &[u32],
+    by_means: &[f32],
+    least: &[f32],
+    apart: &[f32],
+    heaviest: &[u32],
+    out: &mut [f32],
+    of: ScoreSizes,
+    rows: usize,
+    threshold: f32,
+    #[comptime] has_least: bool,
+) {
+    let at = ABSOLUTE_POS;
+    if at < of.count {
+        let block = at % of.blocks;
+        let row = at / of.blocks % of.rows + of.first;
+        let list = at / of.blocks / of.rows;
+        let mut is_one = block == 0;
+        if apart[list] >= threshold {
+            is_one = is_one || is_touched(flags, list, row, block, &of);
+        } else {
+            let number = by_means[(list * rows + row) * of.blocks + block];
+            is_one = is_one || is_kept(number, least[list]);
+        }
+        if comptime!(has_least) {
+            is_one = is_one || is_touched(heaviest, list, row, block, &of);
+        }
+        out[at] = select(is_one, 1.0f32, 0.0f32);
+    }
+}

@@ -1,0 +1,245 @@
+//! The products of means of blocks of queries and of keys, and their softmax.
+
+use cubecl::ir::{ElemType, FloatKind};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::kernels::rows::only::OnlyLists;
+use crate::kernels::selection::products::{RowsView, SeenBlocks, Wanted, dots};
+use crate::kernels::selection::{UNITS, lanes_of_rows};
+use blocksparse_cubecl::args::{buffer, optional, spread};
+use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::on_device::bits::{Grid, GridLaunch, last_position};
+use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
+
+/// Which blocks rows of means see, if queries see no later keys.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SeenRows {
+    /// Queries and keys.
+    pub seq: [usize; 2],
+    /// Queries and keys of a block.
+    pub block: usize,
+    /// The block of queries of the first row.
+    pub first: usize,
+}
+
+impl SeenRows {
+    fn grid(&self) -> GridLaunch {
+        let [seq_q, seq_kv] = self.seq;
+        let blocks = seq_kv.div_ceil(self.block);
+        let offset = seq_kv as i32 - seq_q as i32;
+        let rows = seq_q.div_ceil(self.block);
+        GridLaunch::new(rows, blocks, 1, self.block, self.block, seq_q, offset)
+    }
+}
+
+/// Sizes of products of means.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MeanProducts {
+    /// Batch entries times heads, of queries and of keys; these divide those.
+    pub lists: [usize; 2],
+    /// Blocks of queries, and of keys.
+    pub rows: usize,
+    /// Of keys.
+    pub blocks: usize,
+    /// Numbers of a mean.
+    pub width: usize,
+    /// What products are multiplied by.
+    pub factor: f64,
+    /// Who sees whom, if not all do: other products may be 0.
+    pub seen: Option<SeenRows>,
+}
+
+/// `factor · a · bᵀ` of means `[lists, rows, width]` and `[kv lists, blocks, width]`, in f32: `[lists, rows, blocks]`.
+///
+/// # Errors
+/// [`KernelError`] if the device cannot run it.
+pub fn mean_products(
+    client: &Client,
+    [q, k]: [&Handle; 2],
+    of: &MeanProducts,
+    out: &Handle,
+) -> Result<(), KernelError> {
+    products_of_lists(client, [q, k], of, None, out)
+}
+
+/// [`mean_products`], where only some lists of queries are wanted: the products of others are 0.
+///
+/// # Errors
+/// As [`mean_products`].
+pub(crate) fn products_of_lists(
+    client: &Client,
+    [q, k]: [&Handle; 2],
+    of: &MeanProducts,
+    only: Option<OnlyLists>,
+    out: &Handle,
+) -> Result<(), KernelError> {
+    let [lists, kv_lists] = of.lists;
+    let q = RowsView::new(q, [lists, of.rows, of.width]);
+    let k = RowsView::new(k, [kv_lists, of.blocks, of.width]);
+    let seen = of.seen.map(|seen| SeenBlocks {
+        grid: seen.grid(),
+        first: seen.first,
+    });
+    let f32 = ElemType::Float(FloatKind::F32);
+    let wanted = Wanted { seen, only };
+    dots(
+        client,
+        f32,
+        [&q, &k],
+        (out, of.blocks),
+        of.factor as f32,
+        wanted,
+    )
+}
+
+/// Units of a row.
+const LANES: usize = 32;
+
+/// How alike the rows of blocks are, by which some of them are kept whatever their means say.
+#[derive(Clone, Copy, Debug)]
+pub struct Likeness<'a> {
+    /// Of queries `[lists, rows]` and of keys `[kv lists, blocks]`, f32.
+    pub alike: [&'a Handle; 2],
+    /// Lists of keys.
+    pub kv_lists: usize,
+    /// Blocks of less are not alike.
+    pub limit: f32,
+}
+
+/// Rows of products become their softmax over the blocks that they see, in place: `x` is `[lists, rows, blocks]`. What they do not see becomes 0. Blocks of keys
+/// that are not alike have no part in it and become +∞, and so do all blocks of queries that are not.
+///
+/// # Errors
+/// [`KernelError`] if the device cannot run it.
+pub fn softmax_of_seen(
+    client: &Client,
+    x: &Handle,
+    [lists, rows, blocks]: [usize; 3],
+    seen: Option<SeenRows>,
+    likeness: Option<Likeness>,
+) -> Result<(), KernelError> {
+    crate::kernels::selection::check(client)?;
+    let count = lists * rows;
+    let tile = lanes_of_rows(client, LANES, UNITS / LANES);
+    let is_seen = seen.is_some();
+    let grid = match seen {
+        Some(seen) => seen.grid(),
+        None => GridLaunch::new(rows, blocks, 1, 1, 1, rows, 0),
+    };
+    let first = seen.map_or(0, |seen| seen.first);
+    let kv_lists = likeness.map_or(lists, |of| of.kv_lists);
+    let alike = |i: usize| likeness.map(|of| of.alike[i]);
+    // SAFETY: units read and write numbers of their row, which is below `count`.
+    unsafe {
+        softmax_rows::launch_unchecked(
+            client,
+            spread(client, count.div_ceil(UNITS / LANES) as u64)?,
+            CubeDim::new_1d(UNITS as u32),
+            AddressType::U32,
+            buffer(x, count * blocks),
+            optional(alike(0), count),
+            optional(alike(1), kv_lists * blocks),
+            grid,
+            ProductRowsLaunch::new(
+                first,
+                rows,
+                count,
+                lists / kv_lists.max(1),
+                likeness.map_or(0.0, |of| of.limit),
+                f32::INFINITY,
+            ),
+            is_seen,
+            tile,
+        );
+    }
+    Ok(())
+}
+
+/// What no product is as low as.
+const LOWEST: f32 = -3.0e38;
+
+/// Rows of products.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct ProductRows {
+    /// The block of queries of a list's first row.
+    first: usize,
+    /// Of a list.
+    rows: usize,
+    /// Of all lists.
+    count: usize,
+    /// Lists that share keys.
+    group: usize,
+    /// Blocks of less are not alike.
+    limit: f32,
+    /// +∞, which WGSL has no literal for.
+    infinity: f32,
+}
+
+/// Whether a block's mean does not stand for it.
+#[cube]
+fn is_unlike(alike: &ComptimeOption<Box<[f32]>>, at: usize, limit: f32) -> bool {
+    let mut unlike = false.runtime();
+    #[comptime]
+    match alike {
+        ComptimeOption::Some(alike) => unlike = alike[at] < limit,
+        ComptimeOption::None => {}
+    }
+    unlike
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn softmax_rows(
+    x: &mut [f32],
+    q_alike: ComptimeOption<Box<[f32]>>,
+    k_alike: ComptimeOption<Box<[f32]>>,
+    grid: Grid,
+    of: ProductRows,
+    #[comptime] is_seen: bool,
+    #[comptime] tile: RowTile,
+) {
+    let unit = UNIT_POS as usize;
+    let lane = unit % comptime!(LANES);
+    let own = CUBE_POS * comptime!(UNITS / LANES) + unit / comptime!(LANES);
+    let row = own.min(of.count - 1);
+    let start = row * grid.kv_blocks;
+    let keys = row / of.rows / of.group * grid.kv_blocks;
+    let mut end = grid.kv_blocks;
+    if comptime!(is_seen) {
+        let last = last_position(row % of.rows + of.first, &grid);
+        let before = last.max(0i32) as usize / grid.block + 1;
+        end = select(last < 0i32, 0usize, before.min(end));
+    }
+    let mut shared = Shared::<[f32]>::new_slice(comptime!(tile.shared()));
+    let mut top = comptime!(LOWEST).runtime();
+    let mut block = lane;
+    while block < end {
+        let is_left_out = is_unlike(&k_alike, keys + block, of.limit);
+        top = max(
+            top,
+            select(is_left_out, comptime!(LOWEST), x[start + block]),
+        );
+        block += comptime!(LANES);
+    }
+    let top = across_lanes::<f32>(top, &mut shared, tile, Combine::Max);
+    let mut whole = 0.0f32.runtime();
+    let mut block = lane;
+    while block < end {
+        let is_left_out = is_unlike(&k_alike, keys + block, of.limit);
+        whole += select(is_left_out, 0.0f32, (x[start + block] - top).exp());
+        block += comptime!(LANES);
+    }
+    let whole = across_lanes::<f32>(whole, &mut shared, tile, Combine::Sum);
+    let part = select(whole > 0.0f32, 1.0f32 / whole, 0.0f32);
+    if own < of.count {
+        let keeps_all = is_unlike(&q_alike, row, of.limit);
+        let mut block = lane;
+        while block < grid.kv_blocks {
+            let p = (x[start + block] - top).exp() * part;
+            let weighed = select(block < end, p, 0.0f32);
+            let is_kept = keeps_all || is_unlike(&k_alike, keys + block, of.limit);
+            x[start + block] = select(is_kept, of.infinity, weighed);
+            block += comptime!(LANES);
+        }
+    }
+}

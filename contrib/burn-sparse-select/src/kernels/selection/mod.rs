@@ -1,0 +1,113 @@
+//! Scores of blocks of keys, by which selections choose them. On any CubeCL runtime; products in half precision on tensor cores, where there are some.
+//!
+//! ```text
+//! products      rows times rows: on tensor cores, or in f32
+//! groups        sums over antidiagonals: groups of rows, the softmax of their products, its sums by blocks
+//! lines         the attention of the last queries, summed over keys and over distances
+//! line_sizes    which queries those are, and what they see
+//! line_weights  the same without products in memory, where tensor cores make them twice
+//! digits        of a number that is looked for, four bits at a time
+//! threshold     of each line of numbers the least that is kept: so many, or a share of the whole
+//! threshold_parts  the same of a few lines that are very long, by several cubes each
+//! touched       blocks in which something is kept
+//! flex          those, or the highest by means, as a head's last queries say
+//! gate          the blocks that single queries choose by means
+//! means         the products of means of blocks, and their softmax
+//! alike         that softmax, where blocks are alike in themselves
+//! compressed    the attention that blocks get in compressed form, and what single queries choose by it
+//! ```
+//!
+//! What is in between never has more than [`NUMBERS`] numbers, unless a single row of blocks has more. Every number has one writer and sums have a fixed
+//! order, so the same input gives the same bits on a device.
+
+mod alike;
+mod compressed;
+mod digits;
+mod flex;
+mod gate;
+mod groups;
+mod line_sizes;
+#[cfg(feature = "cuda")]
+mod line_weights;
+#[cfg(not(feature = "cuda"))]
+#[path = "line_weights_none.rs"]
+mod line_weights;
+mod lines;
+mod means;
+mod products;
+mod threshold;
+mod threshold_parts;
+mod touched;
+
+use cubecl::ir::features::Plane;
+use cubecl::prelude::*;
+
+use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::shared::row_tile::RowTile;
+
+pub use alike::{AlikeScores, alike_scores};
+pub use compressed::{
+    CompressedInputs, CompressedPlan, CompressedShape, Wanted, compressed_masses,
+};
+pub use flex::{FlexLimits, FlexTensors, flex_blocks};
+pub use gate::{GateSizes, query_picks};
+pub use groups::{Antidiagonals, antidiagonal_masses};
+pub use line_sizes::LineSizes;
+pub use lines::{LinesPlan, line_sums};
+pub use means::{Likeness, MeanProducts, SeenRows, mean_products, softmax_of_seen};
+pub use products::{RowsView, products};
+pub use threshold::{Kept, KeptLines, least_kept};
+pub use touched::{Touched, touched_blocks};
+
+/// Numbers of a buffer in between: 64 MiB of f32.
+pub const NUMBERS: usize = 1 << 24;
+
+/// Units of a cube of most kernels here.
+const UNITS: usize = 256;
+
+/// So many lanes to each of a cube's rows.
+fn lanes_of_rows(client: &Client, lanes: usize, rows: usize) -> RowTile {
+    let plane = match client.properties().features.plane.contains(Plane::Ops) {
+        true => client.properties().hardware.plane_size_min.max(1) as usize,
+        false => 1,
+    };
+    RowTile {
+        lanes,
+        rows,
+        vector: 1,
+        row_vectors: 0,
+        plane: plane.min(lanes),
+    }
+}
+
+/// Units of a cube that share a row.
+pub(crate) fn across_cube(client: &Client) -> RowTile {
+    lanes_of_rows(client, UNITS, 1)
+}
+
+/// Whether a device can run these kernels at all.
+///
+/// # Errors
+/// [`KernelError`] if its cubes are too small.
+pub fn check(client: &Client) -> Result<(), KernelError> {
+    let hardware = &client.properties().hardware;
+    let most = (hardware.max_units_per_cube as usize).min(hardware.max_cube_dim.0 as usize);
+    match most >= UNITS {
+        true => Ok(()),
+        false => {
+            let what = "units of a cube that scores blocks";
+            Err(KernelError::limit(what, most as u32, UNITS))
+        }
+    }
+}
+
+/// So many numbers are as many as kernels here count.
+///
+/// # Errors
+/// [`KernelError`] if they are more.
+fn counted(what: &'static str, numbers: usize) -> Result<(), KernelError> {
+    match i32::try_from(numbers) {
+        Ok(_) => Ok(()),
+        Err(_) => Err(KernelError::limit(what, i32::MAX as u32, numbers)),
+    }
+}

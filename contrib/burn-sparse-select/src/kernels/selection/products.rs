@@ -1,0 +1,546 @@
+//! Rows times rows, `a · bᵀ`, with results in f32.
+
+use cubecl::ir::ElemType;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::kernels::rows::only::{OnlyLists, is_wanted, numbers_of};
+use crate::kernels::selection::UNITS;
+use blocksparse_cubecl::args::{address_of, buffer, spread};
+use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::on_device::bits::{Grid, GridLaunch, last_position};
+#[cfg(feature = "cuda")]
+use burn_fused_ops::kernels::linear::{
+    Epilogue, EpilogueTensors, MatrixView, ProductPlan, ProductRequest, SeenColumns, multiply,
+};
+
+/// Matrices of rows whose numbers are contiguous.
+#[derive(Clone, Debug)]
+pub struct RowsView {
+    /// The buffer, from the first number on.
+    pub handle: Handle,
+    /// How many matrices there are. Where the other factor has more, as many neighbours share one.
+    pub matrices: usize,
+    /// Rows of a matrix.
+    pub rows: usize,
+    /// Numbers of a row.
+    pub width: usize,
+    /// Numbers from a matrix to the next, and from a row to the next.
+    pub strides: [usize; 2],
+}
+
+impl RowsView {
+    /// Matrices one behind the other.
+    pub fn new(handle: &Handle, [matrices, rows, width]: [usize; 3]) -> Self {
+        Self {
+            handle: handle.clone(),
+            matrices,
+            rows,
+            width,
+            strides: [rows * width, width],
+        }
+    }
+
+    /// The rows from `first` on, so many, of numbers of so many bytes.
+    pub fn rows(&self, first: usize, rows: usize, bytes: usize) -> Self {
+        Self {
+            handle: self.from(first * self.strides[1], bytes),
+            rows,
+            ..self.clone()
+        }
+    }
+
+    /// So many matrices from `first` on, likewise.
+    pub fn matrices(&self, first: usize, matrices: usize, bytes: usize) -> Self {
+        Self {
+            handle: self.from(first * self.strides[0], bytes),
+            matrices,
+            ..self.clone()
+        }
+    }
+
+    fn from(&self, numbers: usize, bytes: usize) -> Handle {
+        self.handle.clone().offset_start((numbers * bytes) as u64)
+    }
+
+    /// Numbers from the first to the last.
+    fn reach(&self) -> usize {
+        let last = (self.matrices - 1) * self.strides[0] + (self.rows - 1) * self.strides[1];
+        last + self.width
+    }
+}
+
+/// Numbers of a row of a result: what tensor cores write.
+pub fn pitch(columns: usize) -> usize {
+    columns.next_multiple_of(8)
+}
+
+/// `a · bᵀ` of each matrix: `[a.matrices, a.rows, pitch(b.rows)]` in f32, what is behind `b`'s rows 0. Of half-precision numbers on tensor cores, where a
+/// device has them.
+///
+/// # Errors
+/// [`KernelError`] if a buffer is larger than the device counts, or a factor is empty.
+pub fn products(
+    client: &Client,
+    element: ElemType,
+    [a, b]: [&RowsView; 2],
+    out: &Handle,
+) -> Result<(), KernelError> {
+    if a.matrices * a.rows * b.matrices * b.rows * a.width == 0
+        || a.width != b.width
+        || !a.matrices.is_multiple_of(b.matrices)
+    {
+        return Err(KernelError::Factor { factor: "b" });
+    }
+    match on_tensor_cores(client, element, [a, b], out) {
+        true => Ok(()),
+        false => dots(
+            client,
+            element,
+            [a, b],
+            (out, pitch(b.rows)),
+            1.0,
+            Wanted::default(),
+        ),
+    }
+}
+
+/// A product on tensor cores: both factors, and what is asked for. None of another type of numbers, or if they cannot be read.
+#[cfg(feature = "cuda")]
+pub(crate) fn asked(
+    element: ElemType,
+    [a, b]: [&RowsView; 2],
+) -> Option<([MatrixView; 2], ProductRequest)> {
+    use cubecl::ir::FloatKind;
+
+    let is_bf16 = match element {
+        ElemType::Float(FloatKind::BF16) => true,
+        ElemType::Float(FloatKind::F16) => false,
+        _ => return None,
+    };
+    let view = |of: &RowsView| MatrixView {
+        handle: of.handle.clone(),
+        shape: [of.matrices, of.rows, of.width],
+        strides: [of.strides[0], of.strides[1], 1],
+        outer: [1, 0],
+        seq: None,
+    };
+    let (left, right) = (view(a), view(b).transposed());
+    let request = ProductRequest::of(is_bf16, [&left, &right], true, false).ok()?;
+    let request = ProductRequest {
+        cols: pitch(request.cols),
+        ..request
+    };
+    Some(([left, right], request))
+}
+
+/// Whether tensor cores have it.
+#[cfg(feature = "cuda")]
+fn on_tensor_cores(
+    client: &Client,
+    element: ElemType,
+    factors: [&RowsView; 2],
+    out: &Handle,
+) -> bool {
+    let Some(([left, right], request)) = asked(element, factors) else {
+        return false;
+    };
+    let Ok(plan) = ProductPlan::new(client, request) else {
+        return false;
+    };
+    let beside = EpilogueTensors::default();
+    multiply(client, &plan, [&left, &right], out, &beside).is_ok()
+}
+
+#[cfg(not(feature = "cuda"))]
+fn on_tensor_cores(_: &Client, _: ElemType, _: [&RowsView; 2], _: &Handle) -> bool {
+    false
+}
+
+/// Products of which sums of exponentials over runs of columns are wanted.
+#[derive(Clone, Copy, Debug)]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub struct RunSums {
+    /// Columns of a run.
+    pub run: usize,
+    /// Row `i` sees the columns before `first + i`, all if there is nothing.
+    pub first: Option<i64>,
+    /// What products are multiplied by.
+    pub factor: f64,
+}
+
+#[cfg(feature = "cuda")]
+impl RunSums {
+    /// A product that has them, if the device does.
+    fn planned(
+        &self,
+        client: &Client,
+        element: ElemType,
+        factors: [&RowsView; 2],
+    ) -> Option<([MatrixView; 2], ProductPlan)> {
+        let (views, request) = asked(element, factors)?;
+        let request = ProductRequest {
+            cols: factors[1].rows.next_multiple_of(self.run),
+            epilogue: Epilogue::LogSums { run: self.run },
+            ..request
+        };
+        Some((views, ProductPlan::new(client, request).ok()?))
+    }
+
+    /// Whether tensor cores make them with such a product. `BLOCKSPARSE_LOG_SUMS=0` leaves it out, for comparing.
+    pub fn is_served(&self, client: &Client, element: ElemType, factors: [&RowsView; 2]) -> bool {
+        blocksparse_cubecl::Tuning::or_default().log_sums
+            && self.is_planned(client, element, factors)
+    }
+
+    /// Whether there is such a product.
+    pub fn is_planned(&self, client: &Client, element: ElemType, factors: [&RowsView; 2]) -> bool {
+        self.planned(client, element, factors).is_some()
+    }
+
+    /// The natural logarithms of the sums, `[a.matrices, a.rows, b.rows / run]`, rounded up, in f32. What a row does not see is lower than any product, or is not
+    /// written where none of its neighbours sees anything.
+    ///
+    /// # Errors
+    /// [`KernelError`] if the product is not [served](Self::is_served).
+    pub fn log_sums(
+        &self,
+        client: &Client,
+        element: ElemType,
+        factors: [&RowsView; 2],
+        out: &Handle,
+    ) -> Result<(), KernelError> {
+        let planned = self.planned(client, element, factors);
+        let ([left, right], plan) = planned.ok_or(KernelError::Factor { factor: "b" })?;
+        let beside = EpilogueTensors {
+            seen: Some(SeenColumns {
+                first: self.first.unwrap_or(i64::from(i32::MAX)),
+                columns: factors[1].rows,
+                factor: self.factor,
+            }),
+            ..EpilogueTensors::default()
+        };
+        multiply(client, &plan, [&left, &right], out, &beside)
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+impl RunSums {
+    /// No other devices make them with a product.
+    pub fn is_served(&self, _: &Client, _: ElemType, _: [&RowsView; 2]) -> bool {
+        false
+    }
+
+    /// # Errors
+    /// Always.
+    pub fn log_sums(
+        &self,
+        _: &Client,
+        _: ElemType,
+        _: [&RowsView; 2],
+        _: &Handle,
+    ) -> Result<(), KernelError> {
+        Err(KernelError::Factor { factor: "b" })
+    }
+}
+
+/// A cube's tile of the result.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct DotTile {
+    /// Rows, and columns.
+    side: usize,
+    /// How deep it is at a time.
+    depth: usize,
+    /// Rows, and columns, of a unit.
+    own: usize,
+    /// Numbers between two columns of what is shared, so that few units write to one bank at a time.
+    column: usize,
+}
+
+/// Reads fewest numbers.
+const LARGE: DotTile = DotTile {
+    side: 64,
+    depth: 32,
+    own: 4,
+    column: 68,
+};
+
+/// Where there are few tiles, of which each is a wait for every step: more of them, with fewer steps.
+const SMALL: DotTile = DotTile {
+    side: 32,
+    depth: 64,
+    own: 2,
+    column: 33,
+};
+
+/// Neighbouring numbers of a row that a unit loads.
+const LOADED: usize = 4;
+
+impl DotTile {
+    /// Of so many matrices of rows and columns.
+    fn new(client: &Client, matrices: usize, rows: usize, columns: usize) -> Self {
+        let known = client.properties().hardware.num_streaming_multiprocessors;
+        let tiles = matrices * LARGE.down(rows) * LARGE.down(columns);
+        match tiles * 2 <= known.unwrap_or(64) as usize {
+            true => SMALL,
+            false => LARGE,
+        }
+    }
+
+    /// Tiles along so many rows or columns.
+    fn down(&self, rows: usize) -> usize {
+        rows.div_ceil(self.side)
+    }
+
+    /// Units side by side along a tile's columns.
+    fn across(&self) -> usize {
+        self.side / self.own
+    }
+
+    /// Units that load a row's numbers.
+    fn loaders(&self) -> usize {
+        self.depth / LOADED
+    }
+}
+
+/// Sizes of a product.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct DotSizes {
+    rows: usize,
+    columns: usize,
+    /// Numbers of a row of the result.
+    pitch: usize,
+    depth: usize,
+    /// Tiles of a matrix, along its columns and in all.
+    column_tiles: usize,
+    tiles: usize,
+    /// Matrices of `a` that share one of `b`.
+    share: usize,
+    /// All tiles.
+    count: usize,
+    a_matrix: usize,
+    a_row: usize,
+    b_matrix: usize,
+    b_row: usize,
+    factor: f32,
+}
+
+/// Blocks of which products are, if those that are not seen are left out.
+pub struct SeenBlocks {
+    pub grid: GridLaunch,
+    /// The block of queries of the first row.
+    pub first: usize,
+}
+
+/// What of products is wanted: all, but for what is said here.
+#[derive(Default)]
+pub struct Wanted<'a> {
+    pub seen: Option<SeenBlocks>,
+    /// Of the matrices of `a`.
+    pub only: Option<OnlyLists<'a>>,
+}
+
+/// The product of rows in f32, times a factor: `out` with so many numbers a row, no fewer than columns. Tiles that no row sees, and matrices that are not wanted, are 0.
+pub fn dots(
+    client: &Client,
+    element: ElemType,
+    [a, b]: [&RowsView; 2],
+    (out, pitch): (&Handle, usize),
+    factor: f32,
+    wanted: Wanted,
+) -> Result<(), KernelError> {
+    crate::kernels::selection::check(client)?;
+    let most = client.properties().hardware.max_vector_size.clamp(1, 4);
+    let begins = |of: &RowsView| of.handle.offset_start.unwrap_or(0) as usize / element.size();
+    let numbers = [a, b].map(|of| [of.width, of.strides[0], of.strides[1], begins(of)]);
+    let is_aligned = |width: usize| numbers.as_flattened().iter().all(|n| n % width == 0);
+    let vector = [4, 2, 1]
+        .into_iter()
+        .find(|&width| width <= most && is_aligned(width))
+        .unwrap_or(1);
+    let elements = a.matrices * a.rows * pitch;
+    crate::kernels::selection::counted("the products of rows", elements)?;
+    let address = address_of(client, a.reach().max(b.reach()).max(elements))?;
+    let tile = DotTile::new(client, a.matrices, a.rows, pitch);
+    let (column_tiles, row_tiles) = (tile.down(pitch), tile.down(a.rows));
+    let count = a.matrices * row_tiles * column_tiles;
+    let cubes = spread(client, count as u64)?;
+    let Wanted { seen, only } = wanted;
+    let is_seen = seen.is_some();
+    let none = || SeenBlocks {
+        grid: GridLaunch::new(1, 1, 1, 1, 1, 1, 0),
+        first: 0,
+    };
+    let SeenBlocks { grid, first } = seen.unwrap_or_else(none);
+    let sizes = DotSizesLaunch::new(
+        a.rows,
+        b.rows,
+        pitch,
+        a.width,
+        column_tiles,
+        row_tiles * column_tiles,
+        a.matrices / b.matrices,
+        count,
+        a.strides[0],
+        a.strides[1],
+        b.strides[0],
+        b.strides[1],
+        factor,
+    );
+    // SAFETY: a unit reads numbers of rows that there are, and writes its own numbers of rows and columns below the result's.
+    unsafe {
+        dot_rows::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(UNITS as u32),
+            address,
+            vector,
+            buffer(&a.handle, a.reach() / vector),
+            buffer(&b.handle, b.reach() / vector),
+            buffer(out, elements),
+            numbers_of(only),
+            sizes,
+            grid,
+            first,
+            only.map_or(0.0, |only| only.limit),
+            only.is_some_and(|only| only.above),
+            is_seen,
+            tile,
+            element,
+        );
+    }
+    Ok(())
+}
+
+/// A factor's matrix: where it begins, its numbers from a row to the next, and the rows that there are.
+#[derive(CubeType, Clone, Copy)]
+struct Factor {
+    matrix: usize,
+    stride: usize,
+    rows: usize,
+}
+
+/// Fills a unit's share of a tile's columns, of rows from `row0` and numbers of them from `first` on: those that there are, or zeros.
+#[cube]
+fn fill<E: Float, N: Size>(
+    x: &[Vector<E, N>],
+    shared: &mut [f32],
+    factor: &Factor,
+    row0: usize,
+    depth: usize,
+    first: usize,
+    #[comptime] tile: DotTile,
+) {
+    let width = N::value();
+    let unit = UNIT_POS as usize;
+    let own = unit % comptime!(tile.loaders()) * comptime!(LOADED);
+    #[unroll]
+    for pass in 0..comptime!(tile.side * tile.loaders() / UNITS) {
+        let row = unit / comptime!(tile.loaders()) + comptime!(pass * UNITS / tile.loaders());
+        let is_row = row0 + row < factor.rows;
+        let start = factor.matrix + (row0 + row).min(factor.rows - 1) * factor.stride;
+        #[unroll]
+        for i in 0..comptime!(LOADED / width) {
+            let within = own + comptime!(i * width);
+            let at = first + within;
+            let inside = is_row && at < depth;
+            let place = (start + select(inside, at, 0usize)) / width;
+            let numbers = Vector::<f32, N>::cast_from(x[place]);
+            #[unroll]
+            for c in 0..width {
+                let number = select(inside, numbers.extract(c), 0.0f32);
+                shared[(within + c) * comptime!(tile.column) + row] = number;
+            }
+        }
+    }
+}
+
+/// A cube has a tile of the result, a unit some rows and every 16th column of it.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn dot_rows<E: Float, N: Size>(
+    a: &[Vector<E, N>],
+    b: &[Vector<E, N>],
+    out: &mut [f32],
+    only: ComptimeOption<Box<[f32]>>,
+    sizes: DotSizes,
+    grid: Grid,
+    first_block: usize,
+    limit: f32,
+    #[comptime] above: bool,
+    #[comptime] is_seen: bool,
+    #[comptime] tile: DotTile,
+    #[define(E)] _element: ElemType,
+) {
+    // Cubes beyond the last tile make it again.
+    let at = CUBE_POS.min(sizes.count - 1);
+    let matrix = at / sizes.tiles;
+    let of_matrix = at % sizes.tiles;
+    let row0 = of_matrix / sizes.column_tiles * comptime!(tile.side);
+    let column0 = of_matrix % sizes.column_tiles * comptime!(tile.side);
+    let unit = UNIT_POS as usize;
+    let across = unit % comptime!(tile.across());
+    let down = unit / comptime!(tile.across()) * comptime!(tile.own);
+    let mut left = Shared::<[f32]>::new_slice(comptime!(tile.depth * tile.column));
+    let mut right = Shared::<[f32]>::new_slice(comptime!(tile.depth * tile.column));
+    let mut sums = Array::<f32>::new(comptime!(tile.own * tile.own));
+    #[unroll]
+    for i in 0..comptime!(tile.own * tile.own) {
+        sums[i] = 0.0f32;
+    }
+    let mut steps = sizes.depth.div_ceil(comptime!(tile.depth));
+    if comptime!(is_seen) {
+        let last = (row0 + comptime!(tile.side - 1)).min(sizes.rows - 1) + first_block;
+        if (column0 * grid.block) as i32 > last_position(last, &grid) {
+            steps = 0usize.runtime();
+        }
+    }
+    if !is_wanted(&only, matrix, limit, above) {
+        steps = 0usize.runtime();
+    }
+    let of_a = Factor {
+        matrix: matrix * sizes.a_matrix,
+        stride: sizes.a_row,
+        rows: sizes.rows,
+    };
+    let of_b = Factor {
+        matrix: matrix / sizes.share * sizes.b_matrix,
+        stride: sizes.b_row,
+        rows: sizes.columns,
+    };
+    for step in 0..steps {
+        let first = step * comptime!(tile.depth);
+        fill::<E, N>(a, &mut left, &of_a, row0, sizes.depth, first, tile);
+        fill::<E, N>(b, &mut right, &of_b, column0, sizes.depth, first, tile);
+        sync_cube();
+        #[unroll]
+        for k in 0..comptime!(tile.depth) {
+            let mut own = Array::<f32>::new(comptime!(tile.own));
+            #[unroll]
+            for i in 0..comptime!(tile.own) {
+                own[i] = left[comptime!(k * tile.column + i).runtime() + down];
+            }
+            #[unroll]
+            for j in 0..comptime!(tile.own) {
+                let other =
+                    right[comptime!(k * tile.column + j * tile.across()).runtime() + across];
+                #[unroll]
+                for i in 0..comptime!(tile.own) {
+                    sums[comptime!(i * tile.own + j)] += own[i] * other;
+                }
+            }
+        }
+        sync_cube();
+    }
+    #[unroll]
+    for i in 0..comptime!(tile.own) {
+        let row = row0 + down + comptime!(i);
+        #[unroll]
+        for j in 0..comptime!(tile.own) {
+            let column = column0 + across + comptime!(j * tile.across());
+            if row < sizes.rows && column < sizes.pitch {
+                out[(matrix * sizes.rows + row) * sizes.pitch + column] =
+                    sums[comptime!(i * tile.own + j)] * sizes.factor;
+            }
+        }
+    }
+}

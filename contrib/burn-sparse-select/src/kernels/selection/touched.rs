@@ -1,0 +1,330 @@
+//! Blocks of keys in which something is kept: keys, distances from a query back to a key, or the blocks themselves.
+//!
+//! ```text
+//! flags       whether a block of keys has one that is kept, and which distances between blocks have one     16 units a flag
+//! heaviest    the same of whole blocks of keys, and of whole distances between blocks                       a unit a flag
+//! scores      1 and 0 of blocks of queries and of keys                                                      a unit a score
+//! ```
+
+use std::ops::Range;
+
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::kernels::rows::only::OnlyLists;
+use crate::kernels::selection::UNITS;
+use crate::kernels::selection::threshold::{Kept, KeptLines, least_kept, least_of_lists};
+use blocksparse_cubecl::args::{buffer, spread};
+use blocksparse_cubecl::error::KernelError;
+
+/// Which blocks are asked for.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Touched {
+    /// Batch entries times heads.
+    pub lists: usize,
+    /// Queries and keys.
+    pub seq: [usize; 2],
+    /// Queries and keys of a block.
+    pub block: usize,
+    /// The rows of blocks that are wanted.
+    pub rows: Range<usize>,
+    /// Which keys and which distances are kept.
+    pub kept: Kept,
+}
+
+/// Units that look for one flag.
+const LANES: usize = 16;
+
+/// Numbers that are less apart, in parts of them, are as good as equal.
+const APART: f32 = 1e-6;
+
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct FlagSizes {
+    keys: usize,
+    block: usize,
+    /// Flags of a line.
+    flags: usize,
+    /// The distance of flag 1; the others are whole blocks apart.
+    first: usize,
+    forced: usize,
+    forced_second: usize,
+    count: usize,
+}
+
+impl Touched {
+    pub(crate) fn blocks(&self) -> usize {
+        self.seq[1].div_ceil(self.block)
+    }
+
+    /// Flags of a line: of blocks of keys, or of distances between blocks.
+    pub(crate) fn flags(&self) -> usize {
+        self.blocks() + 2
+    }
+
+    /// How many blocks the first query lies behind the first key, and how much more.
+    fn offset(&self) -> [i64; 2] {
+        let (offset, block) = (self.seq[1] as i64 - self.seq[0] as i64, self.block as i64);
+        [offset.div_euclid(block), offset.rem_euclid(block)]
+    }
+
+    fn kept_lines(&self) -> KeptLines {
+        let keys = self.seq[1];
+        KeptLines {
+            lines: 2 * self.lists,
+            len: keys,
+            step: keys,
+            kept: self.kept,
+        }
+    }
+
+    /// The flags of sums of keys and of distances `[lists, 2, keys]`, and the sums of blocks `[lists, 2, flags]`: of the keys of a block, and of the
+    /// distances from the first query of a block of queries to a block of keys. Flags of other lists than `only` some are anything.
+    pub(crate) fn flag(
+        &self,
+        client: &Client,
+        sums: &Handle,
+        only: Option<OnlyLists>,
+    ) -> Result<[Handle; 2], KernelError> {
+        let (lists, flags, keys) = (self.lists, self.flags(), self.seq[1]);
+        let made = |len: usize| client.empty(len * size_of::<u32>());
+        let least = made(2 * lists);
+        least_of_lists(client, sums, &self.kept_lines(), only, &least)?;
+        let count = 2 * lists * flags;
+        let (flagged, of_blocks) = (made(count), made(count));
+        let [forced, forced_second] = self.kept.forced(keys);
+        let [_, first] = self.offset();
+        let sizes = FlagSizesLaunch::new(
+            keys,
+            self.block,
+            flags,
+            first as usize,
+            forced,
+            forced_second,
+            count,
+        );
+        // SAFETY: units read numbers of lines below `keys`; the first of those of a flag below `count` writes it.
+        unsafe {
+            flags_of_lines::launch_unchecked(
+                client,
+                spread(client, (count * LANES).div_ceil(UNITS) as u64)?,
+                CubeDim::new_1d(UNITS as u32),
+                AddressType::U32,
+                buffer(sums, 2 * lists * keys),
+                buffer(&least, 2 * lists),
+                buffer(&flagged, count),
+                buffer(&of_blocks, count),
+                sizes,
+            );
+        }
+        Ok([flagged, of_blocks])
+    }
+
+    /// The flags of so many blocks of keys and distances between blocks that have the largest sums of blocks, the first block and the queries' own among them.
+    pub(crate) fn heaviest(
+        &self,
+        client: &Client,
+        of_blocks: &Handle,
+        blocks: usize,
+    ) -> Result<Handle, KernelError> {
+        let (lists, flags) = (self.lists, self.flags());
+        let lines = KeptLines {
+            lines: 2 * lists,
+            len: flags,
+            step: flags,
+            kept: Kept::Count {
+                // A query's own block has distances of two flags.
+                all: [blocks, blocks.saturating_add(1)],
+                forced: OWN,
+            },
+        };
+        let made = |len: usize| client.empty(len * size_of::<u32>());
+        let (least, count) = (made(2 * lists), 2 * lists * flags);
+        least_kept(client, of_blocks, &lines, &least)?;
+        let heaviest = made(count);
+        // SAFETY: a unit below `count` reads the sum of its flag, and writes it.
+        unsafe {
+            flags_of_blocks::launch_unchecked(
+                client,
+                spread(client, count.div_ceil(UNITS) as u64)?,
+                CubeDim::new_1d(UNITS as u32),
+                AddressType::U32,
+                buffer(of_blocks, count),
+                buffer(&least, 2 * lists),
+                buffer(&heaviest, count),
+                flags,
+                count,
+            );
+        }
+        Ok(heaviest)
+    }
+
+    pub(crate) fn scores(&self) -> ScoreSizesLaunch {
+        let [blocks_behind, _] = self.offset();
+        ScoreSizesLaunch::new(
+            self.rows.len(),
+            self.rows.start,
+            self.blocks(),
+            self.flags(),
+            blocks_behind as i32 + 1,
+            self.lists * self.rows.len() * self.blocks(),
+        )
+    }
+}
+
+/// Scores of 1 and 0, `[lists, rows, blocks]` in f32: 1 if a block has a key that is kept, or a pair at a distance that is kept, by `sums` `[lists, 2, keys]`
+/// of keys and of distances ([`line_sums`]).
+///
+/// # Errors
+/// [`KernelError`] if the device cannot run it.
+pub fn touched_blocks(
+    client: &Client,
+    sums: &Handle,
+    of: &Touched,
+    out: &Handle,
+) -> Result<(), KernelError> {
+    crate::kernels::selection::check(client)?;
+    let count = of.lists * of.rows.len() * of.blocks();
+    crate::kernels::selection::counted("the scores of blocks", count)?;
+    if count == 0 {
+        return Ok(());
+    }
+    let [flags, _] = of.flag(client, sums, None)?;
+    // SAFETY: a unit below `count` reads flags of its list, and writes its own score.
+    unsafe {
+        touched_scores::launch_unchecked(
+            client,
+            spread(client, count.div_ceil(UNITS) as u64)?,
+            CubeDim::new_1d(UNITS as u32),
+            AddressType::U32,
+            buffer(&flags, 2 * of.lists * of.flags()),
+            buffer(out, count),
+            of.scores(),
+        );
+    }
+    Ok(())
+}
+
+/// Whether a number is kept.
+#[cube]
+pub(crate) fn is_kept(number: f32, least: f32) -> bool {
+    number > 0.0f32 && number >= least * comptime!(1.0 - APART)
+}
+
+/// Of flags the first of blocks of keys, and those of distances that a query's own block has.
+const OWN: [usize; 2] = [1, 2];
+
+/// `sums` `[lists, 2, keys]`, `least` `[lists, 2]`; `flags` and the sums of blocks, `of_blocks`, `[lists, 2, flags]`.
+///
+/// Flag `p` of distances is of a block of queries whose first one lies `first + (p − 1) · block` behind the first key of a block: all distances that two whole
+/// blocks there have. Its sum is of those that the first query, or one less than a block before it, has to the first key.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn flags_of_lines(
+    sums: &[f32],
+    least: &[f32],
+    flags: &mut [u32],
+    of_blocks: &mut [f32],
+    of: FlagSizes,
+) {
+    let mut found = Shared::<[u32]>::new_slice(comptime!(UNITS));
+    let mut totals = Shared::<[f32]>::new_slice(comptime!(UNITS));
+    let unit = UNIT_POS as usize;
+    let lane = unit % comptime!(LANES);
+    let own = ABSOLUTE_POS / comptime!(LANES);
+    let at = own.min(of.count - 1);
+    let line = at / of.flags;
+    let flag = at % of.flags;
+    let is_second = line % 2 == 1;
+    let forced = select(is_second, of.forced_second, of.forced);
+    let least = least[line];
+    // From `from` on, before `to`.
+    let mut from = flag * of.block;
+    let mut to = from + of.block;
+    if is_second {
+        // The distance of the first query and the first key, and a block more.
+        let apart = of.first + flag * of.block;
+        to = apart;
+        from = (apart + 1).max(2 * of.block) - 2 * of.block;
+    }
+    // The later half of the distances that two blocks have.
+    let summed = select(is_second, to.max(of.block) - of.block, from);
+    to = to.min(of.keys);
+    let mut is_any = 0u32.runtime();
+    let mut total = 0.0f32.runtime();
+    let mut place = from + lane;
+    while place < to {
+        let number = sums[line * of.keys + place];
+        if place < forced || is_kept(number, least) {
+            is_any = 1u32;
+        }
+        total += select(place >= summed, number, 0.0f32);
+        place += comptime!(LANES);
+    }
+    found[unit] = is_any;
+    totals[unit] = total;
+    sync_cube();
+    if lane == 0 && own < of.count {
+        for other in 1..comptime!(LANES) {
+            is_any |= found[unit + other];
+            total += totals[unit + other];
+        }
+        flags[at] = is_any;
+        of_blocks[at] = total;
+    }
+}
+
+/// `of_blocks` and `flags` `[lists, 2, len]`, `least` `[lists, 2]`.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn flags_of_blocks(of_blocks: &[f32], least: &[f32], flags: &mut [u32], len: usize, count: usize) {
+    let at = ABSOLUTE_POS;
+    if at < count {
+        let line = at / len;
+        let own = select(
+            line % 2 == 1,
+            comptime!(OWN[1]).runtime(),
+            comptime!(OWN[0]).runtime(),
+        );
+        let is_one = at % len < own || is_kept(of_blocks[at], least[line]);
+        flags[at] = select(is_one, 1u32, 0u32);
+    }
+}
+
+/// Rows of scores.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub(crate) struct ScoreSizes {
+    pub rows: usize,
+    pub first: usize,
+    pub blocks: usize,
+    flags: usize,
+    /// The flag of distances of a block of queries and the block of keys of the same number.
+    same: i32,
+    pub count: usize,
+}
+
+/// Whether a block has a key or a distance that is kept.
+#[cube]
+pub(crate) fn is_touched(
+    flags: &[u32],
+    list: usize,
+    row: usize,
+    block: usize,
+    of: &ScoreSizes,
+) -> bool {
+    let start = list * 2 * of.flags;
+    let apart = row as i32 - block as i32 + of.same;
+    let is_there = apart >= 0i32 && apart < of.flags as i32;
+    let at = select(is_there, apart, 0i32) as usize;
+    let by_distance = is_there && flags[start + of.flags + at] != 0u32;
+    flags[start + block] != 0u32 || by_distance
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn touched_scores(flags: &[u32], out: &mut [f32], of: ScoreSizes) {
+    let at = ABSOLUTE_POS;
+    if at < of.count {
+        let block = at % of.blocks;
+        let row = at / of.blocks % of.rows + of.first;
+        let list = at / of.blocks / of.rows;
+        let is_one = is_touched(flags, list, row, block, &of);
+        out[at] = select(is_one, 1.0f32, 0.0f32);
+    }
+}

@@ -1,0 +1,41 @@
+//! Sparse attention by content for Burn: queries choose their keys while the model runs.
+//!
+//! A [`Selection`] is a method with its rule, also as text (`topk:16`, `moba:…`, `quest:…`); [`attention_selected`] runs it. [`nsa`] and [`dsa`] learn
+//! what to choose, [`pages`] chooses pages of a KV cache, and [`SelectedBlocks`] and [`TokenIndices`] take choices of your own.
+//!
+//! Everything computes on the tensors of [`burn_blocksparse`], and by its kernels where they run.
+#![recursion_limit = "256"]
+#![warn(missing_docs)]
+#![warn(clippy::undocumented_unsafe_blocks)]
+// What the macro makes of the backend traits has no arm then, which would use the arguments.
+#![cfg_attr(
+    not(any(feature = "flex", feature = "ndarray", feature = "cube")),
+    allow(unused_variables)
+)]
+#![allow(deprecated)] // Burn deprecates its NdArray backend; we serve it while it exists.
+
+pub mod backend;
+mod clusters;
+pub mod dsa;
+mod gates;
+#[doc(hidden)]
+pub mod internal;
+#[cfg(feature = "cube")]
+#[doc(hidden)]
+pub mod kernels;
+pub mod nsa;
+mod order;
+pub mod pages;
+mod selection;
+mod vertical_slash;
+
+pub use selection::{
+    AccumulatedAttention, AccumulatedAttentionOptions, Always, BlockEstimator, Budget, Candidates,
+    DispatchMode, EstimateGrid, EstimateInputs, EstimateKind, EstimatorTraits, FlexHead,
+    FlexPrefill, GqaReduction, MeanPool, Moba, PageSummary, Quest, ReferenceInputs, Rule,
+    ScoreGrid, SelectedBlocks, SelectedLayout, SelectedOptions, Selection, SelectionQuality,
+    SpargeAttn, TokenIndices, TopKOptions, VerticalSlash, XAttention, accumulated_attention,
+    attention_selected, attention_selected_with_lse, recall, routed_attention,
+    routed_attention_plan, selected_blocks_attention, token_sparse_attention, top_k_blocks,
+    top_k_blocks_on_device, vertical_slash_layout, vertical_slash_layout_async,
+};

@@ -1,0 +1,83 @@
+//! Masses by a kernel of their own, and what queries choose by them without masses in memory.
+
+use std::ops::Range;
+
+use crate::kernels::selection::{CompressedPlan, CompressedShape};
+use burn::backend::Dispatch;
+use burn::backend::cubecl::dtype_to_elem_type;
+use burn::tensor::{Int, Tensor};
+
+use crate::nsa::masses::Masses;
+use crate::selection::estimate_ops::{CompressedCall, EstimateOps};
+use crate::selection::query_lists::ListSizes;
+use burn_blocksparse::internal::device::cube;
+use burn_blocksparse::internal::op_plan::OpDevice;
+
+impl Masses<'_> {
+    /// How the kernel makes them on a device, or why it does not.
+    pub(crate) fn plan_on(&self, device: &OpDevice) -> Result<CompressedPlan, &'static str> {
+        if self.nsa.is_general {
+            return Err("it was asked to be made as elsewhere");
+        }
+        if self.compressed.is_none() {
+            return Err("there are no compressed blocks");
+        }
+        let dtype = dtype_to_elem_type(self.q.dtype());
+        CompressedPlan::new(&device.client(), dtype, self.shape())
+    }
+
+    /// The plan of the kernel, if it runs.
+    fn plan(&self) -> Option<CompressedPlan> {
+        let device = cube::of(&self.q.device())?;
+        match burn_blocksparse::internal::cube::uses_reference() {
+            true => None,
+            false => self.plan_on(&device).ok(),
+        }
+    }
+
+    fn shape(&self) -> CompressedShape {
+        let [batch, heads, seq_q, width] = self.q.dims();
+        let options = self.nsa.options();
+        CompressedShape {
+            batch,
+            heads: [heads, self.kv_heads],
+            seq: [seq_q, self.first + seq_q],
+            width,
+            blocks: [options.block, options.stride, options.selected_block],
+        }
+    }
+
+    fn call(&self, rows: Range<usize>, most: usize) -> CompressedCall {
+        let forced = self.nsa.options().forced;
+        CompressedCall::new(self.shape(), self.scale, rows, forced, most)
+    }
+
+    /// Of some rows, if the kernel runs: `[batch, kv_heads, rows, blocks]`, f32.
+    pub(crate) fn by_kernel(&self, rows: Range<usize>) -> Option<Tensor<4>> {
+        self.plan()?;
+        let (k, lse) = self.compressed.clone()?;
+        Some(Tensor::from_dispatch(
+            <Dispatch as EstimateOps>::compressed_masses(
+                self.q.clone().into_dispatch(),
+                k.into_dispatch(),
+                lse.into_dispatch(),
+                self.call(rows, 0),
+            ),
+        ))
+    }
+
+    /// The blocks that queries choose beside the forced ones, if the kernel chooses so many: `[batch, kv_heads, seq_q, most]`.
+    pub(crate) fn choice(&self, sizes: &ListSizes) -> Option<Tensor<4, Int>> {
+        self.plan()?.chooses(sizes.most()).then_some(())?;
+        let (k, lse) = self.compressed.clone()?;
+        let rows = 0..self.q.dims()[2];
+        Some(Tensor::from_dispatch(
+            <Dispatch as EstimateOps>::compressed_choice(
+                self.q.clone().into_dispatch(),
+                k.into_dispatch(),
+                lse.into_dispatch(),
+                self.call(rows, sizes.most()),
+            ),
+        ))
+    }
+}

@@ -1,0 +1,171 @@
+//! The attention that blocks of keys get by way of compressed blocks, by which queries choose.
+
+use std::cell::OnceCell;
+use std::ops::Range;
+
+use burn::tensor::{Bool, DType, Device, Int, Tensor};
+
+use crate::nsa::Nsa;
+use crate::selection::parts::{NUMBERS, joined, padded};
+use crate::selection::products;
+use crate::selection::query_lists::{ListSizes, SelectedBlocks};
+use burn_blocksparse::OpError;
+use burn_blocksparse::internal::op_plan::{OpDevice, OpPlan};
+
+/// What neighbouring queries choose in common, of models that have learned something: .85 to .91 in the four layers of a small one (docs/selection.md).
+const OVERLAP: f64 = 0.85;
+
+/// `Σ over the group's heads h and compressed i of exp(scale · q_h · k_i − lse_h) · overlap(i, J)` of every block J, without autodiff.
+pub(crate) struct Masses<'a> {
+    pub(crate) nsa: &'a Nsa,
+    pub(crate) q: Tensor<4>,
+    /// Keys of compressed blocks and lse over those that a query sees. None if there are none.
+    pub(crate) compressed: Option<(Tensor<4>, Tensor<3>)>,
+    pub(crate) kv_heads: usize,
+    /// The position of the first query.
+    pub(crate) first: usize,
+    /// Blocks of keys.
+    pub(crate) blocks: usize,
+    block: usize,
+    stride: usize,
+    selected_block: usize,
+    pub(crate) scale: f64,
+    /// What stands for values where masses are attention.
+    pub(crate) overlaps: OnceCell<Tensor<4>>,
+}
+
+impl<'a> Masses<'a> {
+    /// Of queries, and of keys and values of compressed blocks with the lse of the queries' attention to them; `k` are the keys that are chosen from.
+    pub fn new(
+        nsa: &'a Nsa,
+        q: &Tensor<4>,
+        k: &Tensor<4>,
+        compressed: Option<([Tensor<4>; 2], Tensor<3>)>,
+    ) -> Self {
+        let ([_, _, seq_q, dim], [_, kv_heads, seq_kv, _]) = (q.dims(), k.dims());
+        let options = nsa.options();
+        Self {
+            nsa,
+            q: q.clone().without_autodiff(),
+            compressed: compressed
+                .map(|([k, _], lse)| (k.without_autodiff(), lse.without_autodiff())),
+            kv_heads,
+            first: seq_kv - seq_q,
+            blocks: seq_kv.div_ceil(options.selected_block),
+            block: options.block,
+            stride: options.stride,
+            selected_block: options.selected_block,
+            scale: options.scale.unwrap_or(1.0 / (dim as f64).sqrt()),
+            overlaps: OnceCell::new(),
+        }
+    }
+
+    /// Of rows of queries: `[batch, kv_heads, rows, blocks]`, f32. So many rows at a time that no tensor on the way has more than [`NUMBERS`], unless a row has.
+    ///
+    /// What is chosen by queries and keys of half precision is no better than they are, and their attention is much faster than products of f32.
+    pub fn of_rows(&self, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
+        #[cfg(feature = "cube")]
+        if let Some(masses) = self.by_kernel(rows.clone()) {
+            return Ok(masses);
+        }
+        let is_half = matches!(self.q.dtype(), DType::F16 | DType::BF16);
+        let [batch, heads, ..] = self.q.dims();
+        let of_row = match is_half {
+            true => self.width(),
+            false => self.seen(rows.end).max(1),
+        };
+        let step = (NUMBERS / (batch * heads * of_row)).max(1);
+        let mut slabs = Vec::new();
+        for start in rows.clone().step_by(step) {
+            let rows = start..(start + step).min(rows.end);
+            slabs.push(
+                match self.compressed.as_ref().filter(|_| self.seen(rows.end) > 0) {
+                    None => self.nothing(rows.len(), self.blocks),
+                    Some((k, lse)) if is_half => self.by_attention(rows, k, lse)?,
+                    Some((k, lse)) => self.slab(rows, k, lse),
+                },
+            );
+        }
+        Ok(joined(slabs, 2))
+    }
+
+    /// How they are made.
+    pub fn op_plan(&self) -> OpPlan {
+        #[cfg(feature = "cube")]
+        let kernels = |device: &OpDevice| self.plan_on(device).map(|plan| plan.to_string());
+        #[cfg(not(feature = "cube"))]
+        let kernels = |_: &OpDevice| Err("there are no kernels");
+        OpPlan::new(&self.q.device(), kernels)
+    }
+
+    /// The blocks that queries choose by them beside the forced ones, and the queries of each block.
+    pub fn lists(&self, sizes: &ListSizes) -> Result<SelectedBlocks, OpError> {
+        #[cfg(feature = "cube")]
+        if let Some(blocks) = self.choice(sizes) {
+            return SelectedBlocks::of_choices(blocks, sizes).with_group_reuse(OVERLAP);
+        }
+        let [batch, ..] = self.q.dims();
+        SelectedBlocks::new(|rows| self.of_rows(rows), batch * self.kv_heads, sizes)?
+            .with_group_reuse(OVERLAP)
+    }
+
+    /// Of queries and blocks that see nothing of each other.
+    pub(crate) fn nothing(&self, rows: usize, blocks: usize) -> Tensor<4> {
+        let [batch, ..] = self.q.dims();
+        let dims = [batch, self.kv_heads, rows, blocks];
+        Tensor::zeros(dims, (&self.q.device(), DType::F32))
+    }
+
+    /// Compressed blocks that begin in a block of keys, and those that cover a token.
+    pub(crate) fn strides(&self) -> [usize; 2] {
+        [self.selected_block, self.block].map(|block| block / self.stride)
+    }
+
+    /// Compressed blocks that the query before row `end` sees.
+    pub(crate) fn seen(&self, end: usize) -> usize {
+        match (end + self.first).checked_sub(self.block) {
+            Some(behind) => behind / self.stride + 1,
+            None => 0,
+        }
+    }
+
+    fn slab(&self, rows: Range<usize>, k: &Tensor<4>, lse: &Tensor<3>) -> Tensor<4> {
+        let [batch, heads, ..] = self.q.dims();
+        let (seen, count, device) = (self.seen(rows.end), rows.len(), self.q.device());
+        let q = self.q.clone().slice_dim(2, rows.clone()).cast(DType::F32);
+        let k = k.clone().slice_dim(2, 0..seen).cast(DType::F32);
+        let group = heads / self.kv_heads;
+        let scores = products(q * self.scale, k, group);
+        let lse = lse.clone().slice_dim(2, rows.clone()).cast(DType::F32);
+        let p = (scores - lse.unsqueeze_dim(3)).exp();
+        // Of a row that sees nothing lse is −∞.
+        let hidden = self
+            .hidden(rows, seen, &device)
+            .reshape([1, 1, count, seen]);
+        let p = p.mask_fill(hidden.expand([batch, heads, count, seen]), 0.0);
+        let p = p.reshape([batch * self.kv_heads, group, count, seen]);
+        let p = p.sum_dim(1).reshape([batch, self.kv_heads, count, seen]);
+        // A compressed block has the same share of every stride of tokens that it covers.
+        let [strides, covered] = self.strides();
+        let cells = self.blocks * strides;
+        let shifted = (0..covered).map(|shift| padded(p.clone(), 3, [shift, cells - seen - shift]));
+        let of_cells = shifted
+            .reduce(|a, b| a + b)
+            .expect("a block has a stride at least");
+        let parts = [batch * self.kv_heads, count, self.blocks, strides];
+        let dims = [batch, self.kv_heads, count, self.blocks];
+        of_cells.reshape(parts).sum_dim(3).reshape(dims)
+    }
+
+    /// Where a query does not see a compressed block: `[rows, seen]`.
+    fn hidden(&self, rows: Range<usize>, seen: usize, device: &Device) -> Tensor<2, Bool> {
+        let dims = [rows.len(), seen];
+        let [start, end] = [rows.start, rows.end].map(|row| (row + self.first) as i64);
+        let positions = Tensor::<1, Int>::arange(start..end, (device, DType::I32));
+        let last = Tensor::<1, Int>::arange(0..seen as i64, (device, DType::I32));
+        let last = last.mul_scalar(self.stride as i32);
+        let last = last.add_scalar(self.block as i32 - 1);
+        let last = last.reshape([1, seen]).expand(dims);
+        last.greater(positions.reshape([dims[0], 1]).expand(dims))
+    }
+}

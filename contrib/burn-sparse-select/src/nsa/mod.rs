@@ -1,0 +1,490 @@
+//! Native sparse attention (NSA: Yuan et al., 2025): each query sees all earlier tokens in compressed form, a few blocks of them as they are, and a window.
+
+// mod           the three branches, and their sum
+// options       their numbers
+// windows       blocks of tokens that are compressed
+// layout        who sees which of them
+// masses        the attention that blocks of keys get in compressed form, by which they are chosen
+// by_attention  the same for half precision
+// by_kernel     the same by a kernel that chooses at once, where there is one
+// strides       queries at any positions, over compressed keys in pages
+
+mod by_attention;
+#[cfg(feature = "cube")]
+mod by_kernel;
+mod layout;
+mod masses;
+mod options;
+mod strides;
+mod windows;
+
+use blocksparse::{BLOCK_SIZES, BlockLayout, LayoutShape, Pattern, ScoreGrid};
+use burn::tensor::Tensor;
+
+use crate::gates::{gated_plan, gated_sum};
+use crate::selection::layouts::LayoutCache;
+use crate::selection::lists::attention_of_choice;
+use crate::selection::query_lists::{ListSizes, SelectedBlocks};
+use burn_blocksparse::internal::check::same_device;
+use burn_blocksparse::internal::device::served;
+use burn_blocksparse::internal::op_plan::OpPlan;
+use burn_blocksparse::{AttentionOptions, OpError, SparseAttentionCall};
+use masses::Masses;
+pub use options::NsaOptions;
+pub use strides::NsaStrides;
+
+/// Native sparse attention (Yuan et al., 2025, §3): three branches, each with keys and values of its own, whose outputs are added with a weight of each query,
+/// head and branch.
+///
+/// ```text
+/// compressed   softmax over compressed blocks i with i · stride + block ≤ position + 1, of φ(keys of the block), φ(values of the block)
+/// selected     softmax over the keys of `keep` blocks J of selected_block keys: the first, the nearest two, and those of the largest
+///              Σ over the group's heads h and compressed i of p_compressed[h, i] · overlap(i, J)
+/// window       softmax over the last `window` keys
+/// ```
+///
+/// Queries see no later tokens, in any branch, and choose by earlier ones. Heads that share keys choose together. The choice has no gradient; what
+/// compresses learns by the first branch. `overlap(i, J)` is the number of tokens that compressed block i has in J, over `stride` (the paper's equation 9).
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_sparse_select::nsa::{Nsa, NsaKeysValues, NsaOptions};
+///
+/// let device = Device::flex().autodiff();
+/// let random = |heads, width| {
+///     Tensor::<4>::random([1, heads, 256, width], Distribution::Default, &device).require_grad()
+/// };
+/// let options = NsaOptions::default().block(16).stride(8).selected_block(16).keep(5).window(32);
+/// let nsa = Nsa::new(options)?;
+/// let (q, k, v) = (random(4, 16), random(2, 16), random(2, 16));
+/// // All branches see the same keys and values; a model has projections of its own for each.
+/// let keys_values = NsaKeysValues::shared(k.clone(), v).compressed_by_means(&nsa)?;
+/// let gates = random(4, 3);
+/// let out = nsa.attention(q, keys_values, gates)?;
+/// assert_eq!(out.dims(), [1, 4, 256, 16]);
+/// let gradients = out.sum().backward();
+/// assert_eq!(k.grad(&gradients).unwrap().dims(), [1, 2, 256, 16]);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Nsa {
+    options: NsaOptions,
+    layouts: LayoutCache,
+    /// Whether the kernel of masses is left out.
+    #[cfg_attr(not(feature = "cube"), allow(dead_code))]
+    is_general: bool,
+}
+
+/// Keys and values of the branches of [`Nsa`], each `[batch, kv_heads, rows, width]`; keys are as wide as queries, and all values are equally wide.
+#[derive(Clone, Debug)]
+pub struct NsaKeysValues {
+    /// Of compressed blocks, [`Nsa::entries`] rows. None where the sequence is shorter than a block.
+    pub compressed: Option<[Tensor<4>; 2]>,
+    /// Of the blocks that are chosen: a row for each token.
+    pub selected: [Tensor<4>; 2],
+    /// Of the window: a row for each token.
+    pub window: [Tensor<4>; 2],
+}
+
+impl NsaKeysValues {
+    /// The same keys and values in the window as in the blocks that are chosen, and none that are compressed.
+    pub fn shared(key: Tensor<4>, value: Tensor<4>) -> Self {
+        Self {
+            compressed: None,
+            selected: [key.clone(), value.clone()],
+            window: [key, value],
+        }
+    }
+
+    /// With the means of blocks of the selected branch's keys and values as the compressed ones.
+    ///
+    /// # Errors
+    /// As [`Nsa::means`].
+    pub fn compressed_by_means(mut self, nsa: &Nsa) -> Result<Self, OpError> {
+        let [k, v] = self.selected.clone();
+        self.compressed = match (nsa.means(k)?, nsa.means(v)?) {
+            (Some(k), Some(v)) => Some([k, v]),
+            _ => None,
+        };
+        Ok(self)
+    }
+}
+
+/// What the branches of [`Nsa`] see, each `[batch, heads, seq_q, value_dim]`.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct NsaBranches {
+    /// Of compressed blocks. None where the sequence is shorter than a block, which stands for zeros.
+    pub compressed: Option<Tensor<4>>,
+    /// Of the blocks that are chosen.
+    pub selected: Tensor<4>,
+    /// Of the window. None if that is off, which stands for zeros.
+    pub window: Option<Tensor<4>>,
+}
+
+impl NsaBranches {
+    /// How many there are.
+    pub const COUNT: usize = 3;
+
+    /// Of the compressed branch, the selected one and the window.
+    pub fn new(
+        compressed: Option<Tensor<4>>,
+        selected: Tensor<4>,
+        window: Option<Tensor<4>>,
+    ) -> Self {
+        Self {
+            compressed,
+            selected,
+            window,
+        }
+    }
+
+    /// Their sum, each times its gate, in f32 (f64 for f64) and rounded once. It is one step of the autodiff graph, of one kernel forward and one backward
+    /// where kernels run. Deterministic.
+    ///
+    /// # Shapes
+    /// - `gates`: `[batch, heads, seq_q, 3]`, of the compressed branch, the selected one and the window, in any float dtype
+    /// - result: `[batch, heads, seq_q, value_dim]`, in the branches' dtype
+    ///
+    /// # Errors
+    /// [`OpError`] if shapes, dtypes or devices do not fit each other.
+    pub fn gated(self, gates: Tensor<4>) -> Result<Tensor<4>, OpError> {
+        self.check(&gates)?;
+        Ok(gated_sum(
+            [self.compressed, Some(self.selected), self.window],
+            gates,
+        ))
+    }
+
+    /// What [`Self::gated`] and its backward pass run. It prints.
+    ///
+    /// # Errors
+    /// As [`Self::gated`].
+    pub fn explain_gated(&self, gates: &Tensor<4>) -> Result<OpPlan, OpError> {
+        self.check(gates)?;
+        Ok(gated_plan(&self.selected, gates))
+    }
+
+    fn check(&self, gates: &Tensor<4>) -> Result<(), OpError> {
+        let of = &self.selected;
+        let device = of.device();
+        served(&device)?;
+        let [batch, heads, seq_q, _] = of.dims();
+        let expected = [batch, heads, seq_q, Self::COUNT];
+        OpError::expect_same("gates' shape", expected, "q's rows and 3", gates.dims())?;
+        same_device("gates' device", &device, "the branches'", &gates.device())?;
+        let whose = "the selected one's";
+        for other in self.compressed.iter().chain(&self.window) {
+            OpError::expect_same("a branch's shape", of.dims(), whose, other.dims())?;
+            OpError::expect_same("a branch's dtype", of.dtype(), whose, other.dtype())?;
+            same_device("a branch's device", &device, whose, &other.device())?;
+        }
+        Ok(())
+    }
+}
+
+impl Nsa {
+    /// # Errors
+    /// [`OpError`] if a number is out of its range: see [`NsaOptions`].
+    pub fn new(options: NsaOptions) -> Result<Self, OpError> {
+        options.check()?;
+        Ok(Self {
+            options,
+            layouts: LayoutCache::default(),
+            is_general: false,
+        })
+    }
+
+    /// The same without the kernel that makes importance scores and chooses by them on some devices: for measuring and comparing.
+    pub fn without_importance_kernel(self) -> Self {
+        Self {
+            is_general: true,
+            ..self
+        }
+    }
+
+    /// How a call makes the importance scores that queries choose by, and why not by the kernel that chooses at once. It prints.
+    ///
+    /// # Errors
+    /// As [`Self::attention`].
+    pub fn explain(&self, q: &Tensor<4>, keys_values: &NsaKeysValues) -> Result<OpPlan, OpError> {
+        Call::new(self, q, keys_values)?;
+        let [batch, heads, seq_q, _] = q.dims();
+        let no_lse = || Tensor::empty([batch, heads, seq_q], &q.device());
+        let compressed = keys_values.compressed.clone();
+        let compressed = compressed.map(|keys_values| (keys_values, no_lse()));
+        let masses = Masses::new(self, q, &keys_values.selected[0], compressed);
+        Ok(masses.op_plan())
+    }
+
+    /// Its configuration.
+    pub fn options(&self) -> &NsaOptions {
+        &self.options
+    }
+
+    /// The sum of the branches, each times its gate. Nothing is read back where kernels run.
+    ///
+    /// Forward, the scores that choose are in memory a slab of queries at a time, 64 MiB, and queries that are packed by the blocks that they chose so many
+    /// heads at a time that they and their outputs are 2³¹ numbers, or one head. In training the graph keeps those of all heads,
+    /// `(keep − 3) · seq_q · heads · (head_dim + value_dim)` numbers.
+    ///
+    /// # Shapes
+    /// - `q`: `[batch, heads, seq_q, head_dim]`; the last query sits at the last key
+    /// - `gates`: `[batch, heads, seq_q, 3]`, of the compressed branch, the selected one and the window; the paper's are sigmoids
+    /// - result: `[batch, heads, seq_q, value_dim]`
+    ///
+    /// # Errors
+    /// [`OpError`] if shapes, dtypes or devices do not fit each other.
+    pub fn attention(
+        &self,
+        q: Tensor<4>,
+        keys_values: NsaKeysValues,
+        gates: Tensor<4>,
+    ) -> Result<Tensor<4>, OpError> {
+        self.branches(q, keys_values)?.gated(gates)
+    }
+
+    /// The branches, one by one.
+    ///
+    /// # Errors
+    /// As [`Self::attention`].
+    pub fn branches(
+        &self,
+        q: Tensor<4>,
+        keys_values: NsaKeysValues,
+    ) -> Result<NsaBranches, OpError> {
+        let call = Call::new(self, &q, &keys_values)?;
+        let options = self.attention_options();
+        let NsaKeysValues {
+            compressed,
+            selected,
+            window,
+        } = keys_values;
+        let [_, heads, ..] = q.dims();
+        let (by_entries, lse) = self.of_entries(&call, &q, &compressed)?.unzip();
+        let [k, v] = selected;
+        let forced = self.options.forced;
+        let near = self.forced_of(&call.grid, heads)?;
+        let lists = match ListSizes::new(call.grid, self.options.keep, forced) {
+            None => None,
+            Some(sizes) => {
+                let masses = Masses::new(self, &q, &k, compressed.zip(lse));
+                Some(masses.lists(&sizes)?)
+            }
+        };
+        let (selected, _) = attention_of_choice([q.clone(), k, v], &near, lists, &options)?;
+        let window = match self.options.window {
+            0 => None,
+            width => {
+                let shape = LayoutShape {
+                    block_size: block_for(width),
+                    ..*near.shape()
+                };
+                let layout = self.layouts.of_pattern(&Pattern::local(width), shape)?;
+                let [k, v] = window;
+                let (out, _) = SparseAttentionCall::new(q, k, v, &layout)
+                    .options(options)
+                    .run_with_lse()?;
+                Some(out)
+            }
+        };
+        Ok(NsaBranches {
+            compressed: by_entries,
+            selected,
+            window,
+        })
+    }
+
+    /// The first branch alone: the attention to compressed blocks. None where the sequence is shorter than a block.
+    ///
+    /// # Errors
+    /// As [`Self::attention`].
+    pub fn compressed_branch(
+        &self,
+        q: Tensor<4>,
+        keys_values: &NsaKeysValues,
+    ) -> Result<Option<Tensor<4>>, OpError> {
+        let call = Call::new(self, &q, keys_values)?;
+        let found = self.of_entries(&call, &q, &keys_values.compressed)?;
+        Ok(found.map(|(out, _)| out))
+    }
+
+    /// The attention to compressed blocks and its lse, if there are any.
+    fn of_entries(
+        &self,
+        call: &Call,
+        q: &Tensor<4>,
+        compressed: &Option<[Tensor<4>; 2]>,
+    ) -> Result<Option<(Tensor<4>, Tensor<3>)>, OpError> {
+        let Some([k, v]) = compressed.clone() else {
+            return Ok(None);
+        };
+        let layout = self.entries_layout(call)?;
+        SparseAttentionCall::new(q.clone(), k, v, &layout)
+            .options(self.attention_options())
+            .run_with_lse()
+            .map(Some)
+    }
+
+    /// The attention that blocks of [`NsaOptions::selected_block`] keys get in compressed form, of all heads that share one choice: what a query chooses its
+    /// blocks by. Those that a query does not see may have anything.
+    ///
+    /// # Shapes
+    /// - `q`, `keys_values`: as [`Self::attention`] has them
+    /// - result: `[batch, kv_heads, seq_q, blocks]`, f32, without autodiff
+    ///
+    /// # Errors
+    /// As [`Self::attention`].
+    pub fn block_importance(
+        &self,
+        q: Tensor<4>,
+        keys_values: &NsaKeysValues,
+    ) -> Result<Tensor<4>, OpError> {
+        let rows = 0..q.dims()[2];
+        self.masses(q, keys_values)?.of_rows(rows)
+    }
+
+    /// What masses of a call are made of, without autodiff.
+    fn masses(&self, q: Tensor<4>, keys_values: &NsaKeysValues) -> Result<Masses<'_>, OpError> {
+        let call = Call::new(self, &q, keys_values)?;
+        let q = q.without_autodiff();
+        let compressed = keys_values.compressed.clone();
+        let compressed = compressed.map(|keys_values| keys_values.map(Tensor::without_autodiff));
+        let lse = self.of_entries(&call, &q, &compressed)?.map(|(_, lse)| lse);
+        let compressed = compressed.zip(lse);
+        let k = &keys_values.selected[0];
+        Ok(Masses::new(self, &q, k, compressed))
+    }
+
+    /// The blocks that every query chooses beside the forced ones, and the queries of each block; lists are those of heads of keys. None if there is nothing to
+    /// choose.
+    ///
+    /// # Errors
+    /// As [`Self::attention`].
+    pub fn query_lists(
+        &self,
+        q: Tensor<4>,
+        keys_values: &NsaKeysValues,
+    ) -> Result<Option<SelectedBlocks>, OpError> {
+        let call = Call::new(self, &q, keys_values)?;
+        let sizes = ListSizes::new(call.grid, self.options.keep, self.options.forced);
+        match sizes {
+            None => Ok(None),
+            Some(sizes) => self.masses(q, keys_values)?.lists(&sizes).map(Some),
+        }
+    }
+
+    /// The layout of the blocks that are forced, of queries `[batch, heads, seq_q, head_dim]` and so many keys: what a query sees of the selected branch beside
+    /// its [lists](Self::query_lists).
+    ///
+    /// # Errors
+    /// [`OpError`] if there is no query, or more of them than keys.
+    pub fn forced_layout(
+        &self,
+        [_, heads, seq_q, _]: [usize; 4],
+        seq_kv: usize,
+    ) -> Result<BlockLayout, OpError> {
+        if seq_q == 0 || seq_kv < seq_q {
+            let expected = format!("between 1 and seq_kv, which is {seq_kv}");
+            return Err(OpError::argument("seq_q", expected, seq_q));
+        }
+        let grid = ScoreGrid {
+            query_rows: 1,
+            block: self.options.selected_block,
+            seq_q,
+            seq_kv,
+            causal: true,
+        };
+        self.forced_of(&grid, heads)
+    }
+
+    fn forced_of(&self, grid: &ScoreGrid, heads: usize) -> Result<BlockLayout, OpError> {
+        let shape = LayoutShape {
+            heads,
+            seq_q: grid.seq_q,
+            seq_kv: grid.seq_kv,
+            block_size: grid.block.min(BLOCK_SIZES[BLOCK_SIZES.len() - 1]),
+        };
+        self.layouts.of_forced(grid, self.options.forced, shape)
+    }
+
+    fn attention_options(&self) -> AttentionOptions {
+        let options = AttentionOptions::default()
+            .precision(self.options.precision)
+            .dispatch_mode(self.options.dispatch_mode);
+        match self.options.scale {
+            Some(scale) => options.scale(scale),
+            None => options,
+        }
+    }
+
+    fn entries_layout(&self, call: &Call) -> Result<BlockLayout, OpError> {
+        let shape = LayoutShape {
+            heads: call.heads,
+            seq_q: call.grid.seq_q,
+            seq_kv: self.entries(call.grid.seq_kv),
+            block_size: block_for(self.entries(call.grid.seq_kv)),
+        };
+        let [first, _] = call.grid.positions(0);
+        let NsaOptions { block, stride, .. } = self.options;
+        let seen = format!("blocks of {block} every {stride} from position {first}");
+        let make = || layout::of_entries(&seen, shape, [block, stride], first);
+        self.layouts.get(seen.clone(), shape, make)
+    }
+}
+
+/// The sizes of a call that fits.
+struct Call {
+    heads: usize,
+    grid: ScoreGrid,
+}
+
+impl Call {
+    fn new(nsa: &Nsa, q: &Tensor<4>, keys_values: &NsaKeysValues) -> Result<Self, OpError> {
+        let [_, heads, seq_q, _] = q.dims();
+        let [k, v] = &keys_values.selected;
+        crate::selection::check_shapes(q, k)?;
+        let seq_kv = k.dims()[2];
+        if seq_q == 0 || seq_kv < seq_q {
+            let expected = format!("between 1 and seq_kv, which is {seq_kv}");
+            return Err(OpError::argument("seq_q", expected, seq_q));
+        }
+        let entries = nsa.entries(seq_kv);
+        let got = (keys_values.compressed.as_ref()).map_or(0, |[k, _]| k.dims()[2]);
+        let of_them = "the blocks of so many keys that are compressed";
+        OpError::expect_same("compressed keys", entries, of_them, got)?;
+        let [of_window, _] = &keys_values.window;
+        OpError::expect_same(
+            "window's keys",
+            seq_kv,
+            "the selected ones",
+            of_window.dims()[2],
+        )?;
+        let width = v.dims()[3];
+        let others = keys_values.compressed.iter().chain([&keys_values.window]);
+        for [_, v] in others {
+            OpError::expect_same(
+                "value_dim of a branch",
+                width,
+                "the selected one's",
+                v.dims()[3],
+            )?;
+        }
+        Ok(Self {
+            heads,
+            grid: ScoreGrid {
+                query_rows: 1,
+                block: nsa.options.selected_block,
+                seq_q,
+                seq_kv,
+                causal: true,
+            },
+        })
+    }
+}
+
+/// A side of a layout's blocks that fits what a row sees.
+fn block_for(keys: usize) -> usize {
+    let fitting = BLOCK_SIZES.into_iter().filter(|block| block * 4 <= keys);
+    fitting.max().unwrap_or(BLOCK_SIZES[0])
+}

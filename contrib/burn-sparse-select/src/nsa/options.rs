@@ -1,0 +1,143 @@
+//! The numbers of native sparse attention.
+
+use blocksparse::{Always, BLOCK_SIZES};
+
+use burn_blocksparse::internal::DispatchMode;
+use burn_blocksparse::{OpError, ProductPrecision};
+
+/// Parameters of [`Nsa`](crate::nsa::Nsa). The defaults are the paper's (Yuan et al., 2025, §4.1).
+#[derive(Clone, Debug, PartialEq)]
+#[must_use]
+#[non_exhaustive]
+pub struct NsaOptions {
+    /// Tokens of a compressed block, a multiple of `stride`. Default: 32.
+    pub block: usize,
+    /// Tokens from the beginning of a compressed block to that of the next. Default: 16.
+    pub stride: usize,
+    /// Keys of a block that is chosen: 8, 16, 32, 64, 128, or a larger multiple of 128, and a multiple of `stride`. Default: 64.
+    pub selected_block: usize,
+    /// Blocks that a query sees, the forced ones among them: at least those. Default: 16.
+    pub keep: usize,
+    /// Blocks that it sees whatever their importance scores, its own among them. Default: the first one, its own and the one before.
+    pub forced: Always,
+    /// Keys of the window, with the query's own; 0 turns that branch off. Default: 512.
+    pub window: usize,
+    /// Factor of the scores of all branches. Default: 1/√head_dim.
+    pub scale: Option<f64>,
+    /// Of products of f32 tensors.
+    pub precision: ProductPrecision,
+    /// How queries attend to the blocks that they chose.
+    pub dispatch_mode: DispatchMode,
+}
+
+impl Default for NsaOptions {
+    fn default() -> Self {
+        Self {
+            block: 32,
+            stride: 16,
+            selected_block: 64,
+            keep: 16,
+            forced: Always { first: 1, local: 2 },
+            window: 512,
+            scale: None,
+            precision: ProductPrecision::default(),
+            dispatch_mode: DispatchMode::default(),
+        }
+    }
+}
+
+impl NsaOptions {
+    /// Sets the tokens of a compressed block.
+    pub fn block(mut self, block: usize) -> Self {
+        self.block = block;
+        self
+    }
+
+    /// Sets the distance of compressed blocks.
+    pub fn stride(mut self, stride: usize) -> Self {
+        self.stride = stride;
+        self
+    }
+
+    /// Sets the keys of a block that is chosen.
+    pub fn selected_block(mut self, block: usize) -> Self {
+        self.selected_block = block;
+        self
+    }
+
+    /// Sets how many blocks a query sees.
+    pub fn keep(mut self, keep: usize) -> Self {
+        self.keep = keep;
+        self
+    }
+
+    /// Sets which blocks are seen whatever their importance scores.
+    pub fn forced(mut self, forced: Always) -> Self {
+        self.forced = forced;
+        self
+    }
+
+    /// Sets the keys of the window.
+    pub fn window(mut self, window: usize) -> Self {
+        self.window = window;
+        self
+    }
+
+    /// Sets the factor of the scores.
+    pub fn scale(mut self, scale: f64) -> Self {
+        self.scale = Some(scale);
+        self
+    }
+
+    /// Sets the precision of products of f32 tensors.
+    pub fn precision(mut self, precision: ProductPrecision) -> Self {
+        self.precision = precision;
+        self
+    }
+
+    /// Sets how queries attend to the blocks that they chose.
+    pub fn dispatch_mode(mut self, dispatch_mode: DispatchMode) -> Self {
+        self.dispatch_mode = dispatch_mode;
+        self
+    }
+
+    /// Checks the parameters.
+    ///
+    /// # Errors
+    /// [`OpError`] if one is out of its range.
+    pub fn check(&self) -> Result<(), OpError> {
+        let stride = self.stride;
+        if stride == 0 {
+            return Err(OpError::argument("stride", "at least 1", 0));
+        }
+        for (argument, block) in [
+            ("block", self.block),
+            ("selected_block", self.selected_block),
+        ] {
+            if block == 0 || !block.is_multiple_of(stride) {
+                let expected = format!("a multiple of stride, which is {stride}");
+                return Err(OpError::argument(argument, expected, block));
+            }
+        }
+        let selected = self.selected_block;
+        let is_wide = selected > 128 && selected.is_multiple_of(128);
+        if !BLOCK_SIZES.contains(&selected) && !is_wide {
+            let expected = "8, 16, 32, 64, 128 or a larger multiple of 128";
+            return Err(OpError::argument("selected_block", expected, selected));
+        }
+        let Always { first, local } = self.forced;
+        if local == 0 {
+            let expected = "at least 1, the query's own block";
+            return Err(OpError::argument("forced.local", expected, 0));
+        }
+        let forced = first.saturating_add(local);
+        if self.keep < forced {
+            let expected = format!("at least {forced}, the forced blocks");
+            return Err(OpError::argument("keep", expected, self.keep));
+        }
+        match self.scale {
+            Some(scale) if !scale.is_finite() => Err(OpError::argument("scale", "finite", scale)),
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! Queries of sequences of unequal lengths, whose compressed keys stand by the strides that they end with: what pools of pages decode with.
+//!
+//! A compressed block `[i · stride, i · stride + block)` ends with stride `s = i + block / stride − 1`, so that a page of tokens holds the compressed keys
+//! of the strides in it, whatever comes before or behind:
+//!
+//! ```text
+//! tokens       0 1 2 3 | 4 5 6 7 | 8 9 …      stride 4, block 8
+//! compressed      –    |  [0, 8) | [4, 12)    nothing ends with the first stride
+//! ```
+
+use blocksparse::Always;
+use burn::tensor::{Bool, DType, Int, Tensor};
+
+use crate::nsa::Nsa;
+use crate::pages::choice::topk_pages;
+use crate::pages::page_choice::PageChoice;
+use crate::selection::parts::{NOTHING, padded};
+use crate::selection::products;
+use burn_blocksparse::OpError;
+
+/// Above every mass: that of blocks which are seen in any case.
+const FORCED: f32 = 1e30;
+
+/// What queries see of compressed keys, and the importance scores by which they choose: see [`Nsa::of_strides`].
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct NsaStrides {
+    /// `[batch, heads, rows, value_dim]`, in the queries' dtype: the compressed branch, zeros in rows that see no compressed key.
+    pub out: Tensor<4>,
+    /// `[batch, kv_heads, rows, blocks]`, f32: the importance of each block of [`selected_block`](crate::nsa::NsaOptions::selected_block) tokens. Those that a query does
+    /// not see have 0.
+    pub importance: Tensor<4>,
+}
+
+impl Nsa {
+    /// How queries choose among pages of so many tokens: [`keep`](crate::nsa::NsaOptions::keep) blocks of them.
+    ///
+    /// # Errors
+    /// [`OpError`] if pages are no whole parts of the blocks that are chosen, or hold no whole strides.
+    pub fn on_pages(&self, page: usize) -> Result<PageChoice, OpError> {
+        let options = self.options();
+        let (stride, selected) = (options.stride, options.selected_block);
+        let fits = page.is_power_of_two() && page.is_multiple_of(stride);
+        if !fits || !selected.is_multiple_of(page) {
+            let expected = format!(
+                "a power of two that {stride}, the stride of nsa, divides, and a divisor of {selected}, its selected block"
+            );
+            return Err(OpError::argument("page_size", expected, page));
+        }
+        Ok(PageChoice::of_blocks(page, selected / page, options.keep))
+    }
+
+    /// The compressed branch of queries at any positions, and the importance scores by which they choose blocks. In Burn's primitives, summed in f32 at least.
+    ///
+    /// # Shapes
+    /// - `q`: `[batch, heads, rows, head_dim]`
+    /// - `k`, `v`: `[batch, kv_heads, strides, width]`: in row `s` the compressed key and value of the block whose last token is `(s + 1) · stride − 1`. What
+    ///   stands in rows that no query sees has no part in the result, whatever it is
+    /// - `positions`: `[batch, rows]`, of the queries
+    ///
+    /// # Errors
+    /// [`OpError`] if the shapes do not fit each other.
+    pub fn of_strides(
+        &self,
+        q: Tensor<4>,
+        [k, v]: [Tensor<4>; 2],
+        positions: &Tensor<2, Int>,
+    ) -> Result<NsaStrides, OpError> {
+        crate::selection::check_shapes(&q, &k)?;
+        let ([batch, heads, rows, width], [_, kv_heads, strides, _]) = (q.dims(), k.dims());
+        let value_width = v.dims()[3];
+        let expected = [batch, kv_heads, strides, value_width];
+        OpError::expect_same("v's shape", expected, "k's rows", v.dims())?;
+        let got = positions.dims();
+        OpError::expect_same("positions' shape", [batch, rows], "q's rows", got)?;
+        let (dtype, group) = (q.dtype(), heads / kv_heads);
+        let sums = match dtype {
+            DType::F64 => DType::F64,
+            _ => DType::F32,
+        };
+        let [q, k, v] = [q, k, v].map(|x| x.without_autodiff().cast(sums));
+        let scale = (self.options().scale).unwrap_or(1.0 / (width as f64).sqrt());
+        let hidden = self.hidden_strides(positions, strides);
+        let of_heads = hidden.clone().reshape([batch, 1, rows, strides]);
+        let of_heads = of_heads.expand([batch, heads, rows, strides]);
+        let scores = products(q * scale, k, group).mask_fill(of_heads.clone(), NOTHING);
+        let top = scores.clone().max_dim(3);
+        let weights = (scores - top).exp().mask_fill(of_heads, 0.0);
+        let total = weights.clone().sum_dim(3).clamp_min(f32::MIN_POSITIVE);
+        let p = weights / total;
+        // A weight of 0 does not hide what is not a number.
+        let unseen = hidden.int().cast(DType::I32).min_dim(1).equal_elem(1);
+        let unseen = unseen.reshape([batch, 1, strides, 1]).expand(v.dims());
+        let v = v.mask_fill(unseen, 0.0);
+        let out = (p.clone().reshape([batch, kv_heads, group * rows, strides])).matmul(v);
+        let out = out.reshape([batch, heads, rows, value_width]).cast(dtype);
+        let p = p.reshape([batch * kv_heads, group, rows, strides]);
+        let p = p.sum_dim(1).reshape([batch, kv_heads, rows, strides]);
+        let importance = self.of_blocks(p.cast(DType::F32));
+        Ok(NsaStrides { out, importance })
+    }
+
+    /// The pages of the blocks that queries see of those at their positions and before: the forced ones, and of the others those with the largest importance scores.
+    ///
+    /// # Shapes
+    /// - `importance`: `[batch, kv_heads, rows, blocks]`, f32, as [`Self::of_strides`] gives them
+    /// - `positions`: `[batch, rows]`, i32
+    /// - result: `[batch · rows, kv_heads, choice.selected_pages()]`, i32, a walk for each query, as [`PagedKeysValues::selected`](burn_paged_attention::PagedKeysValues::selected) has
+    ///   them
+    ///
+    /// # Errors
+    /// As [`topk_pages`](crate::pages::choice::topk_pages).
+    pub fn choose_pages(
+        &self,
+        importance: Tensor<4>,
+        positions: &Tensor<2, Int>,
+        choice: &PageChoice,
+    ) -> Result<Tensor<3, Int>, OpError> {
+        let [batch, kv_heads, rows, blocks] = importance.dims();
+        let got = positions.dims();
+        OpError::expect_same("positions' shape", [batch, rows], "the masses'", got)?;
+        let device = importance.device();
+        let Always { first, local } = self.options().forced;
+        let dims = [batch, kv_heads, rows, blocks];
+        let block = Tensor::<1, Int>::arange(0..blocks as i64, (&device, DType::I32));
+        let block = block.reshape([1, 1, 1, blocks]).expand(dims);
+        let own = positions.clone().cast(DType::I32);
+        let own = own.div_scalar(self.options().selected_block as i32);
+        let before = own.sub_scalar(local as i32).reshape([batch, 1, rows, 1]);
+        let forced = block.clone().greater(before.expand(dims));
+        let first = i32::try_from(first).unwrap_or(i32::MAX);
+        let forced = forced.bool_or(block.lower_elem(first));
+        let scores = importance.mask_fill(forced, FORCED).swap_dims(1, 2);
+        // Scores of blocks are sums of their pages'.
+        let walks = batch * rows;
+        let scores = scores.reshape([walks, kv_heads, blocks, 1]);
+        let scores = padded(scores, 3, [0, choice.block - 1]);
+        let scores = scores.reshape([walks, kv_heads, blocks * choice.block]);
+        let keys = positions.clone().cast(DType::I32).add_scalar(1);
+        let keys = keys.reshape([walks, 1, 1]);
+        let spans = padded_ints(keys);
+        topk_pages(scores, &spans, choice)
+    }
+
+    /// Where a query does not see the compressed key that ends with a stride: `[batch, rows, strides]`.
+    fn hidden_strides(&self, positions: &Tensor<2, Int>, strides: usize) -> Tensor<3, Bool> {
+        let options = self.options();
+        let [batch, rows] = positions.dims();
+        let dims = [batch, rows, strides];
+        let stride = Tensor::<1, Int>::arange(0..strides as i64, (&positions.device(), DType::I32));
+        let last = stride.clone().add_scalar(1);
+        let last = last.mul_scalar(options.stride as i32).sub_scalar(1);
+        let positions = positions.clone().cast(DType::I32).reshape([batch, rows, 1]);
+        let later = (last.reshape([1, 1, strides]).expand(dims)).greater(positions.expand(dims));
+        let whole = (options.block / options.stride) as i32 - 1;
+        let begun = stride.lower_elem(whole).reshape([1, 1, strides]);
+        later.bool_or(begun.expand(dims))
+    }
+
+    /// What blocks get of weights of compressed keys, `[batch, kv_heads, rows, strides]`: of each the same share for every stride that it covers.
+    fn of_blocks(&self, p: Tensor<4>) -> Tensor<4> {
+        let options = self.options();
+        let [batch, kv_heads, rows, strides] = p.dims();
+        let [of_block, covered] =
+            [options.selected_block, options.block].map(|x| x / options.stride);
+        let blocks = strides.div_ceil(of_block);
+        // A stride is covered by the compressed blocks that end with it and with those behind it.
+        let behind = blocks * of_block + covered - 1 - strides;
+        let p = padded(p, 3, [0, behind]);
+        let ending = (0..covered).rev();
+        let ending = ending.map(|s| p.clone().slice_dim(3, s..s + blocks * of_block));
+        let of_strides = (ending.reduce(|a, b| a + b)).expect("a block has a stride at least");
+        let of_strides = of_strides.reshape([batch * kv_heads, rows, blocks, of_block]);
+        of_strides
+            .sum_dim(3)
+            .reshape([batch, kv_heads, rows, blocks])
+    }
+}
+
+/// The slots of a walk, and zeros behind them.
+fn padded_ints(slots: Tensor<3, Int>) -> Tensor<3, Int> {
+    let [walks, ..] = slots.dims();
+    let zeros = Tensor::zeros([walks, 1, 3], (&slots.device(), DType::I32));
+    Tensor::cat(vec![slots, zeros], 2)
+}

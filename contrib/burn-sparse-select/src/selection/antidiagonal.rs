@@ -1,0 +1,195 @@
+//! Blocks by sums over antidiagonals (XAttention: Xu et al., 2025, §2).
+
+use std::ops::Range;
+
+use blocksparse::{Always, Budget, EstimateKind, Rule, ScoreGrid};
+use burn::tensor::Tensor;
+
+#[cfg(feature = "cube")]
+use crate::selection::estimates;
+use crate::selection::estimator::{
+    BlockEstimator, EstimateGrid, EstimateInputs, EstimatorTraits, ReferenceInputs, dot,
+};
+use crate::selection::parts::{
+    NUMBERS, by_heads, hidden, joined, padded, rows_of, softmax_of_seen, softmax_reference,
+};
+use crate::selection::sharing::GqaReduction;
+use crate::selection::text::{Arguments, Method, Written};
+use crate::selection::{Selection, check_block};
+use burn_blocksparse::OpError;
+
+/// Queries and keys in groups of `stride`: the score of two groups is the sum over their antidiagonal,
+/// `A[X, Y] = Σ_u q[X·stride + stride − 1 − u] · k[Y·stride + u] · scale / stride`, and a block's is the sum of `softmax_Y A` over its groups: an estimate of
+/// the attention that it gets from as many queries as there are groups. A group of queries sees those groups of keys that its last query sees a key of.
+///
+/// Groups count from the first query and the first key. The last ones may have fewer members: what is missing adds nothing to a sum, whose divisor stays
+/// `stride`.
+///
+/// ```
+/// use burn_sparse_select::{XAttention, Always, Budget, Selection};
+///
+/// let selection: Selection = "xattention:128,16,0.9".parse()?;
+/// let estimator = XAttention { block: 128, stride: 16 };
+/// let same = Selection::new(estimator, Budget::top_p(0.9)).with_always(Always { first: 1, local: 1 });
+/// assert_eq!(selection, same);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct XAttention {
+    /// Width of a block.
+    pub block: usize,
+    /// Members of a group, a divisor of `block`: the estimate costs `1 / (2 · stride)` of causal attention.
+    pub stride: usize,
+}
+
+/// Forced by default: the first block and the queries' own.
+const FORCED: Always = Always { first: 1, local: 1 };
+
+pub(crate) const METHOD: Method = Method {
+    name: "xattention",
+    notation: "xattention:BLOCK,STRIDE,KEEP",
+    read: |arguments: &mut Arguments| {
+        let block = arguments.whole("BLOCK")?;
+        let stride = arguments.whole("STRIDE")?;
+        let keep = arguments.keep("KEEP", Budget::top_p)?;
+        let selection = Selection::new(XAttention { block, stride }, keep);
+        Ok(selection.with_always(arguments.forced(FORCED)?))
+    },
+};
+
+impl XAttention {
+    /// Groups as rows and columns.
+    fn groups(&self, [seq_q, seq_kv]: [usize; 2], causal: bool) -> ScoreGrid {
+        ScoreGrid {
+            query_rows: self.stride,
+            block: self.stride,
+            seq_q,
+            seq_kv,
+            causal,
+        }
+    }
+
+    /// What a group of queries gives each group of keys, in plain f64 loops: a row of `softmax A`.
+    pub fn probabilities_reference(
+        &self,
+        call: &ReferenceInputs,
+        head: usize,
+        group: usize,
+    ) -> Vec<f64> {
+        let s = self.stride;
+        let grid = self.groups([call.seq_q, call.seq_kv], call.causal);
+        let sum = |keys: usize| {
+            let pairs = (0..s).map(|u| [group * s + s - 1 - u, keys * s + u]);
+            let pairs = pairs.filter(|[i, j]| *i < call.seq_q && *j < call.seq_kv);
+            let products = pairs.map(|[i, j]| dot(call.query(head, i), call.key(head, j)));
+            products.sum::<f64>() * call.scale / s as f64
+        };
+        let seen = |keys: usize| grid.is_visible(group, keys).then(|| sum(keys));
+        softmax_reference(&(0..grid.blocks()).map(seen).collect::<Vec<_>>())
+    }
+}
+
+impl BlockEstimator for XAttention {
+    fn name(&self) -> &'static str {
+        METHOD.name
+    }
+
+    fn text(&self, rule: &Rule, sharing: GqaReduction) -> String {
+        let written = Written::new(METHOD.name)
+            .whole(self.block)
+            .whole(self.stride);
+        let written = written.keep(rule.keep, |keep| matches!(keep, Budget::TopP { .. }));
+        let written = written.forced(rule.forced, FORCED);
+        written
+            .gqa_reduction(sharing, GqaReduction::PerHead)
+            .finish()
+    }
+
+    fn grid(&self) -> EstimateGrid {
+        EstimateGrid {
+            query_rows: self.block,
+            block: self.block,
+        }
+    }
+
+    fn traits(&self) -> EstimatorTraits {
+        EstimatorTraits {
+            kind: EstimateKind::Probability,
+            // The groups of a block have its later queries.
+            prefix_stable: false,
+            causal_only: false,
+        }
+    }
+
+    fn check(&self) -> Result<(), OpError> {
+        check_block(self.block)?;
+        match self.stride > 0 && self.block.is_multiple_of(self.stride) {
+            true => Ok(()),
+            false => {
+                let expected = format!("a divisor of the block, {}", self.block);
+                Err(OpError::argument("stride", expected, self.stride))
+            }
+        }
+    }
+
+    fn scores(&self, call: &EstimateInputs, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
+        let (b, s) = (self.block, self.stride);
+        #[cfg(feature = "cube")]
+        if let Some(scores) = estimates::antidiagonals(call, [b, s], &rows) {
+            return Ok(scores);
+        }
+        let in_block = b / s;
+        let [_, _, seq_q, dim] = call.q.dims();
+        let seq_kv = call.k.dims()[2];
+        let grid = self.groups([seq_q, seq_kv], call.causal);
+        let blocks = seq_kv.div_ceil(b);
+        let columns = blocks * in_block;
+        let row_numbers = (in_block * columns).max(b * dim);
+        let scores = by_heads(call, row_numbers, |q, k| {
+            let [parts, group, ..] = q.dims();
+            let heads = parts * group;
+            let device = q.device();
+            let k = padded(rows_of(&k, 0..seq_kv), 2, [0, blocks * b - seq_kv]);
+            let k = k.reshape([parts, 1, columns, s * dim]).transpose();
+            let slab = (NUMBERS / (heads * row_numbers)).max(1);
+            let slabs = rows.clone().step_by(slab).map(|start| {
+                let end = (start + slab).min(rows.end);
+                let (count, first) = (end - start, (start * b).min(seq_q));
+                let to = (end * b).min(seq_q);
+                let groups = count * in_block;
+                let q = rows_of(&q, first..to) * (call.scale / s as f64);
+                let q = padded(q, 2, [0, count * b - (to - first)]);
+                // The last member of a group meets the first of the other.
+                let q = q.reshape([heads * groups, s, dim]).flip([1]);
+                let x = q
+                    .reshape([parts, 1, group * groups, s * dim])
+                    .matmul(k.clone());
+                let dims = [parts, group, groups, columns];
+                let hidden = hidden(&grid, start * in_block..end * in_block, columns, &device);
+                let hidden = hidden.reshape([1, 1, groups, columns]).expand(dims);
+                let p = softmax_of_seen(x.reshape(dims), hidden);
+                let sums = p.reshape([heads * groups, blocks, in_block]).sum_dim(2);
+                let sums = sums.reshape([heads * count, in_block, blocks]).sum_dim(1);
+                sums.reshape([parts, group, count, blocks])
+            });
+            joined(slabs.collect(), 2)
+        });
+        Ok(scores)
+    }
+
+    fn reference(&self, call: &ReferenceInputs) -> Vec<f64> {
+        let grid = call.grid(self.grid());
+        let in_block = self.block / self.stride;
+        let groups = call.seq_q.div_ceil(self.stride);
+        let mut scores = vec![0.0; call.heads * grid.rows() * grid.blocks()];
+        for head in 0..call.heads {
+            for group in 0..groups {
+                let row = (head * grid.rows() + group / in_block) * grid.blocks();
+                let p = self.probabilities_reference(call, head, group);
+                let keys = p.iter().enumerate();
+                keys.for_each(|(keys, p)| scores[row + keys / in_block] += p);
+            }
+        }
+        scores
+    }
+}

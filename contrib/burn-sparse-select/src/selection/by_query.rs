@@ -1,0 +1,73 @@
+//! What choices of single queries have in common, and those choices on the host.
+
+use blocksparse::{
+    Always, BlockLayout, BlockMask, Budget, EstimateKind, LayoutShape, Rule, ScoreGrid,
+};
+
+use crate::selection::estimator::EstimatorTraits;
+use burn_blocksparse::OpError;
+
+/// Of products of a query with what summarizes blocks of keys.
+pub(crate) const TRAITS: EstimatorTraits = EstimatorTraits {
+    kind: EstimateKind::Logit,
+    // Blocks before a query's own are whole, and nothing else is looked at.
+    prefix_stable: true,
+    causal_only: true,
+};
+
+/// Forced by default: the block that a query lies in.
+pub(crate) const FORCED: Always = Always { first: 0, local: 1 };
+
+/// That a method's rule is a number of its blocks, at least so many, with the query's own among the forced ones.
+///
+/// # Errors
+/// If it is another.
+pub(crate) fn check_rule(
+    rule: &Rule,
+    [name, blocks]: [&str; 2],
+    least: usize,
+) -> Result<(), OpError> {
+    match rule.keep {
+        Budget::TopK(count) if count >= least => {}
+        Budget::TopK(count) => {
+            let expected = format!("at least {least} {blocks} for {name}");
+            return Err(OpError::argument("keep", expected, count));
+        }
+        keep => {
+            let expected = format!("a number of {blocks} for {name}");
+            return Err(OpError::argument("keep", expected, format!("{keep:?}")));
+        }
+    }
+    match rule.forced.local {
+        0 => {
+            let expected = format!("at least 1, the query's own, for {name}");
+            Err(OpError::argument("forced.local", expected, 0))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The layout of what each row of a grid of single queries keeps, `[patterns · rows][blocks]`. The grid's blocks are whole multiples of the layout's.
+pub(crate) fn layout(
+    name: &str,
+    shape: LayoutShape,
+    grid: &ScoreGrid,
+    kept: &[Vec<bool>],
+) -> Result<BlockLayout, OpError> {
+    let b = shape.block_size;
+    let patterns = kept.len() / grid.rows();
+    let layout = BlockLayout::from_block_fn(name, shape, |head, q_block, kv_block| {
+        let pattern = head / (shape.heads / patterns);
+        let mask = BlockMask::from_fn(b, |row, column| {
+            let (query, key) = (q_block * b + row, kv_block * b + column);
+            if query >= shape.seq_q || key >= shape.seq_kv {
+                return false;
+            }
+            let [position, _] = grid.positions(query);
+            let is_seen = !grid.causal || key as i64 <= position;
+            is_seen && kept[pattern * grid.rows() + query][key / grid.block]
+        });
+        (!mask.is_empty()).then_some(mask)
+    });
+    Ok(layout?)
+}

@@ -1,0 +1,233 @@
+//! The backend trait of scores by which blocks are chosen, where kernels make them.
+
+use std::ops::Range;
+
+use crate::kernels::selection::{
+    Antidiagonals, CompressedShape, FlexLimits, GateSizes, LineSizes, Touched,
+};
+use blocksparse::Always;
+use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::backend::{Backend, backend_extension};
+
+/// Which products of means are wanted.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct MeanScores {
+    /// Queries and keys of a block.
+    pub block: usize,
+    /// The rows of blocks that are wanted.
+    pub rows: Range<usize>,
+    /// What products are multiplied by.
+    pub factor: f64,
+    /// Whether queries see no later keys: other scores may be 0.
+    pub causal: bool,
+}
+
+impl MeanScores {
+    pub(crate) fn new(block: usize, rows: Range<usize>, factor: f64, causal: bool) -> Self {
+        Self {
+            block,
+            rows,
+            factor,
+            causal,
+        }
+    }
+}
+
+/// Which blocks are alike in themselves, and so stood for by their means.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct LikeBlocks {
+    /// The least mean of the cosines of all pairs of their rows.
+    pub similarity: f64,
+    /// Whether keys are taken less their mean over the sequence.
+    pub smooth: bool,
+}
+
+impl LikeBlocks {
+    pub(crate) fn new(similarity: f64, smooth: bool) -> Self {
+        Self { similarity, smooth }
+    }
+}
+
+/// Which importance scores of compressed blocks are wanted, or which blocks chosen by them.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct CompressedCall {
+    /// Sizes of the call.
+    pub shape: CompressedShape,
+    /// What products are multiplied by.
+    pub scale: f64,
+    /// Queries whose importance scores are wanted; all of them choose.
+    pub rows: Range<usize>,
+    /// Blocks that are not chosen.
+    pub forced: Always,
+    /// Blocks that a query chooses, at most.
+    pub most: usize,
+}
+
+impl CompressedCall {
+    pub(crate) fn new(
+        shape: CompressedShape,
+        scale: f64,
+        rows: Range<usize>,
+        forced: Always,
+        most: usize,
+    ) -> Self {
+        Self {
+            shape,
+            scale,
+            rows,
+            forced,
+            most,
+        }
+    }
+}
+
+/// Scores of blocks as backend operations, on devices that have kernels alone, of tensors that are not on an autodiff device: queries
+/// `[batch, heads, seq_q, width]` and keys `[batch, kv_heads, seq_kv, width]` give `[batch, heads, rows, blocks]` in f32. Elsewhere estimators use Burn's
+/// operations.
+#[backend_extension(Cube, Fusion: cfg(feature = "fusion"))]
+pub trait EstimateOps: Backend {
+    /// Sums of attention along antidiagonals.
+    #[fusion(meta = meta::antidiagonals)]
+    fn antidiagonal_masses(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        call: Antidiagonals,
+    ) -> FloatTensor<Self>;
+
+    /// 1 for blocks with a key or a distance that is kept by what the last queries give.
+    #[fusion(meta = meta::lines)]
+    fn blocks_of_lines(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        sizes: LineSizes,
+        call: Touched,
+    ) -> FloatTensor<Self>;
+
+    /// The same, or by products of means, as each head's last queries say.
+    #[fusion(meta = meta::flex)]
+    fn flex_blocks(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        sizes: LineSizes,
+        call: Touched,
+        limits: FlexLimits,
+    ) -> FloatTensor<Self>;
+
+    /// Products of means.
+    #[fusion(meta = meta::means)]
+    fn mean_scores(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        call: MeanScores,
+    ) -> FloatTensor<Self>;
+
+    /// Their softmax over blocks that are alike in themselves; +∞ of others, and in rows of queries that are not.
+    #[fusion(meta = meta::alike)]
+    fn alike_scores(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        call: MeanScores,
+        like: LikeBlocks,
+    ) -> FloatTensor<Self>;
+
+    /// The blocks before each query's own whose means have the highest products with it, by falling product; of equal ones the earlier:
+    /// `[batch, heads, seq_q, most]`, i32, −1 where there are fewer.
+    #[fusion(meta = meta::picks)]
+    fn query_picks(q: FloatTensor<Self>, k: FloatTensor<Self>, call: GateSizes) -> IntTensor<Self>;
+
+    /// The attention that blocks get by way of compressed blocks, whose keys are `k` `[batch, kv_heads, entries, width]`, summed over the heads that share keys:
+    /// `[batch, kv_heads, rows, blocks]`. `lse` `[batch, heads, seq_q]` is that of the attention to compressed blocks. Only with a plan that has the kernel.
+    #[fusion(meta = meta::compressed)]
+    fn compressed_masses(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        lse: FloatTensor<Self>,
+        call: CompressedCall,
+    ) -> FloatTensor<Self>;
+
+    /// The blocks of the highest ones beside those that are forced, by falling mass; of equal ones the earlier: `[batch, kv_heads, seq_q, most]`, i32, −1 where there
+    /// are fewer. Only with a plan that chooses so many.
+    #[fusion(meta = meta::compressed_choice)]
+    fn compressed_choice(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        lse: FloatTensor<Self>,
+        call: CompressedCall,
+    ) -> IntTensor<Self>;
+}
+
+/// Output shapes and dtypes for fusion.
+#[cfg(feature = "fusion")]
+mod meta {
+    use burn::backend::fusion::custom::TensorSpec;
+    use burn::tensor::DType;
+
+    use super::*;
+
+    fn scores(q: &TensorSpec, k: &TensorSpec, rows: usize, block: usize) -> TensorSpec {
+        let [batch, heads, ..] = q.shape.dims::<4>();
+        let blocks = k.shape.dims::<4>()[2].div_ceil(block);
+        TensorSpec::new([batch, heads, rows, blocks].into(), DType::F32)
+    }
+
+    pub fn antidiagonals(q: &TensorSpec, k: &TensorSpec, call: &Antidiagonals) -> TensorSpec {
+        scores(q, k, call.rows.len(), call.block)
+    }
+
+    pub fn lines(q: &TensorSpec, k: &TensorSpec, _sizes: &LineSizes, call: &Touched) -> TensorSpec {
+        scores(q, k, call.rows.len(), call.block)
+    }
+
+    pub fn flex(
+        q: &TensorSpec,
+        k: &TensorSpec,
+        _sizes: &LineSizes,
+        call: &Touched,
+        _limits: &FlexLimits,
+    ) -> TensorSpec {
+        scores(q, k, call.rows.len(), call.block)
+    }
+
+    pub fn picks(q: &TensorSpec, _k: &TensorSpec, call: &GateSizes) -> TensorSpec {
+        let [batch, heads, seq_q, _] = q.shape.dims::<4>();
+        TensorSpec::new([batch, heads, seq_q, call.most].into(), DType::I32)
+    }
+
+    pub fn compressed(
+        _q: &TensorSpec,
+        _k: &TensorSpec,
+        _lse: &TensorSpec,
+        call: &CompressedCall,
+    ) -> TensorSpec {
+        let CompressedCall { shape, rows, .. } = call;
+        let dims = [shape.batch, shape.heads[1], rows.len(), shape.chosen_from()];
+        TensorSpec::new(dims.into(), DType::F32)
+    }
+
+    pub fn compressed_choice(
+        _q: &TensorSpec,
+        _k: &TensorSpec,
+        _lse: &TensorSpec,
+        call: &CompressedCall,
+    ) -> TensorSpec {
+        let CompressedCall { shape, most, .. } = call;
+        let dims = [shape.batch, shape.heads[1], shape.seq[0], *most];
+        TensorSpec::new(dims.into(), DType::I32)
+    }
+
+    pub fn means(q: &TensorSpec, k: &TensorSpec, call: &MeanScores) -> TensorSpec {
+        scores(q, k, call.rows.len(), call.block)
+    }
+
+    pub fn alike(
+        q: &TensorSpec,
+        k: &TensorSpec,
+        call: &MeanScores,
+        _like: &LikeBlocks,
+    ) -> TensorSpec {
+        means(q, k, call)
+    }
+}

@@ -1,0 +1,220 @@
+//! What estimates how much attention blocks of keys get.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use blocksparse::{EstimateKind, Rule, ScoreGrid};
+use burn::tensor::{Int, Tensor};
+
+use crate::selection::sharing::GqaReduction;
+use burn_blocksparse::OpError;
+
+/// The rows and blocks that an estimator has scores of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EstimateGrid {
+    /// Adjacent queries that share a choice.
+    pub query_rows: usize,
+    /// Keys of a block.
+    pub block: usize,
+}
+
+/// What an estimator is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EstimatorTraits {
+    /// What its scores are.
+    pub kind: EstimateKind,
+    /// Whether what a query chooses follows from what comes before it alone. Where it does not, later tokens leak into the choice: such a choice serves
+    /// for reading a prompt, not for generating token by token, and a language model that is trained with it sees a little of the future.
+    pub prefix_stable: bool,
+    /// Whether it is defined only where queries see no later keys.
+    pub causal_only: bool,
+}
+
+/// What a pool of pages has to know of each page for an estimator's scores, besides its keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum PageSummary {
+    /// The largest and the smallest number of each channel: scores are `Σ_c max(q_c · max_c, q_c · min_c)`.
+    Bounds,
+    /// The mean of the keys: scores are `q · mean`.
+    Mean,
+}
+
+/// Queries and keys whose blocks are to be scored.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct EstimateInputs {
+    /// `[batch, heads, seq_q, head_dim]`.
+    pub q: Tensor<4>,
+    /// `[batch, kv_heads, seq_kv, head_dim]`; `kv_heads` divides `heads`.
+    pub k: Tensor<4>,
+    /// What products are multiplied by before a softmax.
+    pub scale: f64,
+    /// Whether queries see no later keys. The last query sits at the last key.
+    pub causal: bool,
+}
+
+impl EstimateInputs {
+    /// A causal call with the usual scale, 1/√head_dim.
+    pub fn new(q: Tensor<4>, k: Tensor<4>) -> Self {
+        let scale = 1.0 / (q.dims()[3].max(1) as f64).sqrt();
+        Self {
+            q,
+            k,
+            scale,
+            causal: true,
+        }
+    }
+
+    /// Sets what products are multiplied by before a softmax.
+    pub fn scale(mut self, scale: f64) -> Self {
+        self.scale = scale;
+        self
+    }
+
+    /// Sets whether queries see no later keys.
+    pub fn causal(mut self, causal: bool) -> Self {
+        self.causal = causal;
+        self
+    }
+
+    /// Query heads of a key head.
+    pub fn group(&self) -> usize {
+        self.q.dims()[1] / self.k.dims()[1]
+    }
+
+    /// The rows and blocks of the call.
+    pub fn grid(&self, grid: EstimateGrid) -> ScoreGrid {
+        ScoreGrid {
+            query_rows: grid.query_rows,
+            block: grid.block,
+            seq_q: self.q.dims()[2],
+            seq_kv: self.k.dims()[2],
+            causal: self.causal,
+        }
+    }
+}
+
+/// Queries and keys of one batch entry on the host, in f64: what tests compare with.
+#[derive(Clone, Copy, Debug)]
+pub struct ReferenceInputs<'a> {
+    /// `[heads][seq_q][head_dim]`.
+    pub q: &'a [f64],
+    /// `[kv_heads][seq_kv][head_dim]`.
+    pub k: &'a [f64],
+    /// Heads of the queries.
+    pub heads: usize,
+    /// Heads of the keys, a divisor of them.
+    pub kv_heads: usize,
+    /// Number of queries.
+    pub seq_q: usize,
+    /// Number of keys.
+    pub seq_kv: usize,
+    /// Elements of a query.
+    pub head_dim: usize,
+    /// What products are multiplied by before a softmax.
+    pub scale: f64,
+    /// Whether queries see no later keys.
+    pub causal: bool,
+}
+
+impl<'a> ReferenceInputs<'a> {
+    /// A query.
+    pub fn query(&self, head: usize, row: usize) -> &'a [f64] {
+        &self.q[(head * self.seq_q + row) * self.head_dim..][..self.head_dim]
+    }
+
+    /// A key of the head of keys that a head of queries sees.
+    pub fn key(&self, head: usize, row: usize) -> &'a [f64] {
+        let head = head / (self.heads / self.kv_heads);
+        &self.k[(head * self.seq_kv + row) * self.head_dim..][..self.head_dim]
+    }
+
+    /// The rows and blocks of the call.
+    pub fn grid(&self, grid: EstimateGrid) -> ScoreGrid {
+        ScoreGrid {
+            query_rows: grid.query_rows,
+            block: grid.block,
+            seq_q: self.seq_q,
+            seq_kv: self.seq_kv,
+            causal: self.causal,
+        }
+    }
+}
+
+/// The product of two rows.
+pub fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+/// Scores of blocks of keys, by queries and keys: what tells one method of content-based selection from another.
+///
+/// To add a method, write a file with a struct that implements this, and give [`METHODS`](crate::selection::methods) a row that reads it from text.
+pub trait BlockEstimator: fmt::Debug + Send + Sync {
+    /// How its text begins.
+    fn name(&self) -> &'static str;
+
+    /// The text of a selection by this estimator: what [`Selection`](crate::selection::Selection) reads.
+    fn text(&self, rule: &Rule, sharing: GqaReduction) -> String;
+
+    /// The rows and blocks of its scores.
+    fn grid(&self) -> EstimateGrid;
+
+    /// What it is.
+    fn traits(&self) -> EstimatorTraits;
+
+    /// Checks its own numbers.
+    ///
+    /// # Errors
+    /// [`OpError`] if one is out of range.
+    fn check(&self) -> Result<(), OpError> {
+        Ok(())
+    }
+
+    /// Checks that a rule is one that the method is defined with.
+    ///
+    /// # Errors
+    /// [`OpError`] if it is not.
+    fn check_rule(&self, _rule: &Rule) -> Result<(), OpError> {
+        Ok(())
+    }
+
+    /// So many of a model's last layers attend to all keys in the method's place, for the layers of a model to read.
+    fn full_last_layers(&self) -> usize {
+        0
+    }
+
+    /// So many of a model's first layers attend to all keys in the method's place, for the layers of a model to read.
+    fn full_first_layers(&self) -> usize {
+        0
+    }
+
+    /// The method for one layer that chooses, without [`Self::full_last_layers`] and [`Self::full_first_layers`]. A method that has such layers says it: it is what a
+    /// model gives its layers, and a layer refuses one that counts others.
+    fn for_layer(&self) -> Option<Arc<dyn BlockEstimator>> {
+        None
+    }
+
+    /// What of each page of keys its scores follow from, if a [pool of pages](crate::pages::choice::select_pages) can choose by it.
+    fn page_summary(&self) -> Option<PageSummary> {
+        None
+    }
+
+    /// The scores of rows of queries, f32 `[batch, heads, rows, blocks]`. Those of blocks that a row does not see count for nothing, whatever they are.
+    /// Tensors are without autodiff. Nothing is read back.
+    ///
+    /// # Errors
+    /// [`OpError`] if the call is none that the estimator is defined for.
+    fn scores(&self, call: &EstimateInputs, rows: Range<usize>) -> Result<Tensor<4>, OpError>;
+
+    /// The same in plain f64 loops: `[heads][rows][blocks]`.
+    fn reference(&self, call: &ReferenceInputs) -> Vec<f64>;
+
+    /// Where every query chooses for itself, the blocks of the `most` highest scores before its own, if there is a shorter way to them than by
+    /// [`scores`](Self::scores): `[batch, heads, queries, most]` by falling score, of equal ones the earlier, −1 where there are fewer. The call's keys are
+    /// those between a selection's forced blocks, so a score must follow from its block alone.
+    fn picks(&self, _call: &EstimateInputs, _most: usize) -> Option<Tensor<4, Int>> {
+        None
+    }
+}

@@ -1,0 +1,346 @@
+//! Blocks by means where those are to be trusted, else by columns and diagonals (FlexPrefill: Lai et al., 2025, §3).
+
+use std::ops::Range;
+
+#[cfg(feature = "cube")]
+use crate::kernels::selection::FlexLimits;
+use blocksparse::{Always, EstimateKind, Rule};
+use burn::tensor::Tensor;
+
+#[cfg(feature = "cube")]
+use crate::selection::estimates;
+use crate::selection::estimator::{
+    BlockEstimator, EstimateGrid, EstimateInputs, EstimatorTraits, ReferenceInputs, dot,
+};
+use crate::selection::lines::{
+    By, LineSums, heaviest_blocks, heaviest_blocks_reference, is_touched, largest,
+    largest_reference, line_sums, line_sums_reference, touched,
+};
+use crate::selection::mean::{means, means_reference, products};
+use crate::selection::parts::{
+    by_heads, hidden, padded, rows_of, softmax_of_seen, softmax_reference,
+};
+use crate::selection::sharing::GqaReduction;
+use crate::selection::text::{Arguments, Method, Written};
+use crate::selection::vertical_slash::ONES;
+use crate::selection::{Selection, check_block};
+use burn_blocksparse::OpError;
+
+/// Each head chooses in one of two ways, by its last block of queries: those give blocks of keys attention, and the softmax of the products of means
+/// (`mean(q) · mean(k) · scale`) is an estimate of it. Where the two are alike, less than `threshold` of `√JS` apart (the square root of their Jensen–Shannon
+/// divergence, in natural logarithms), that estimate is made of all rows, and the largest of all the head's pairs of blocks are kept until they
+/// have a share `gamma` of the whole. Elsewhere keys are kept, and distances from a query back to a key, that have a share `gamma` each of what the last
+/// queries give, and with them all blocks that they touch.
+///
+/// The first block and the queries' own are kept by both, and with a `min_budget` the heaviest blocks of keys that have as many keys together, and as many
+/// of the heaviest distances between blocks, by what the last queries give them: 1,024 in the paper's experiments (and in its repository, where it is off
+/// unless asked for, as here). The last rows keep at least so many keys then, earlier ones those that they see of them. Scores are 1 and 0, and
+/// [`VerticalSlash::DEFAULT_BUDGET`](crate::selection::VerticalSlash::DEFAULT_BUDGET) is the rule that keeps the ones. The last block of queries are as many last queries as a block has.
+///
+/// ```
+/// use burn_sparse_select::{FlexPrefill, Always, Selection, VerticalSlash};
+///
+/// let selection: Selection = "flexprefill:128,0.9".parse()?;
+/// let estimator = FlexPrefill { block: 128, gamma: 0.9, threshold: 0.1, min_budget: 0 };
+/// let same = Selection::new(estimator, VerticalSlash::DEFAULT_BUDGET).with_always(Always { first: 1, local: 1 });
+/// assert_eq!(selection, same);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct FlexPrefill {
+    /// Width of a block.
+    pub block: usize,
+    /// The share that is retained, in (0, 1].
+    pub gamma: f64,
+    /// How far an estimate may be from what it estimates: 0.1.
+    pub threshold: f64,
+    /// So many keys are retained at least, in whole blocks, and as many distances. 0: none but what is forced.
+    pub min_budget: usize,
+}
+
+/// What a head chose, on the host.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct FlexHead {
+    /// The attention that the last block of queries gives each block of keys, by products of means.
+    pub estimate: Vec<f64>,
+    /// The same, exactly.
+    pub attention: Vec<f64>,
+    /// The distance between these, √JS.
+    pub divergence: f64,
+    /// Which keys, and which distances, are retained if that is too far.
+    pub lines: [Vec<bool>; 2],
+    /// Which pairs of blocks are retained, `[rows][blocks]`, before any are forced.
+    pub pairs: Vec<bool>,
+}
+
+/// Forced by default: the first block and the queries' own.
+const FORCED: Always = Always { first: 1, local: 1 };
+
+/// How far an estimate may be from what it estimates, by default.
+const THRESHOLD: f64 = 0.1;
+
+pub(crate) const METHOD: Method = Method {
+    name: "flexprefill",
+    notation: "flexprefill:BLOCK,GAMMA[,THRESHOLD[,MIN_BUDGET]]",
+    read: |arguments: &mut Arguments| {
+        let estimator = FlexPrefill {
+            block: arguments.whole("BLOCK")?,
+            gamma: arguments.real("GAMMA")?,
+            threshold: arguments.optional_real("THRESHOLD", THRESHOLD)?,
+            min_budget: arguments.optional_whole("MIN_BUDGET", 0)?,
+        };
+        let keep = arguments.named_keep()?.unwrap_or(ONES);
+        let selection = Selection::new(estimator, keep);
+        Ok(selection.with_always(arguments.forced(FORCED)?))
+    },
+};
+
+impl FlexPrefill {
+    /// Blocks of keys that are kept at least.
+    fn least_blocks(&self) -> usize {
+        self.min_budget.div_ceil(self.block)
+    }
+
+    /// What a head chooses, in plain f64 loops.
+    pub fn head_reference(&self, call: &ReferenceInputs, head: usize) -> FlexHead {
+        let grid = call.grid(self.grid());
+        let (b, blocks) = (self.block, grid.blocks());
+        let queries = b.min(call.seq_q);
+        let q_means = means_reference(|i| call.query(head, i), call.seq_q, b);
+        let k_means = means_reference(|j| call.key(head, j), call.seq_kv, b);
+        let first = call.seq_q - queries;
+        let last = means_reference(|i| call.query(head, first + i), queries, queries).remove(0);
+        let product = |q: &[f64], block: usize| dot(q, &k_means[block]) * call.scale;
+        let of_last = (0..blocks).map(|block| Some(product(&last, block)));
+        let estimate = softmax_reference(&of_last.collect::<Vec<_>>());
+
+        let [columns, distances] = line_sums_reference(call, head, queries);
+        let whole: f64 = columns.iter().sum();
+        let attention = columns
+            .chunks(b)
+            .map(|part| part.iter().sum::<f64>() / whole);
+        let attention: Vec<f64> = attention.collect();
+        let divergence = divergence_reference(&estimate, &attention);
+        let sums = [columns, distances];
+        let heaviest = match self.least_blocks() {
+            0 => vec![false; grid.rows() * blocks],
+            least => heaviest_blocks_reference(&sums, least, &grid),
+        };
+        let lines = sums.map(|sums| {
+            let limit = self.gamma * sums.iter().sum::<f64>();
+            largest_reference(&sums, By::Sum, limit)
+        });
+
+        let rows = 0..grid.rows();
+        let chosen: Vec<bool> = match divergence < self.threshold {
+            true => {
+                let row = |row: usize| {
+                    let x = (0..blocks).map(|block| {
+                        let is_seen = grid.is_visible(row, block);
+                        is_seen.then(|| product(&q_means[row], block))
+                    });
+                    softmax_reference(&x.collect::<Vec<_>>())
+                };
+                let p: Vec<f64> = rows.flat_map(row).collect();
+                largest_reference(&p, By::Sum, self.gamma * p.iter().sum::<f64>())
+            }
+            false => {
+                let row = |row: usize| (0..blocks).map(move |block| [row, block]);
+                let pairs = rows.flat_map(row);
+                let is_kept = |[row, block]: [usize; 2]| is_touched(&lines, &grid, row, block);
+                pairs.map(is_kept).collect()
+            }
+        };
+        let pairs = chosen.into_iter().zip(heaviest);
+        let pairs = pairs.map(|(chosen, is_heavy)| chosen || is_heavy).collect();
+        FlexHead {
+            estimate,
+            attention,
+            divergence,
+            lines,
+            pairs,
+        }
+    }
+}
+
+impl BlockEstimator for FlexPrefill {
+    fn name(&self) -> &'static str {
+        METHOD.name
+    }
+
+    fn text(&self, rule: &Rule, sharing: GqaReduction) -> String {
+        let written = Written::new(METHOD.name).whole(self.block);
+        let mut written = written.real(self.gamma);
+        if self.threshold != THRESHOLD || self.min_budget > 0 {
+            written = written.real(self.threshold);
+        }
+        if self.min_budget > 0 {
+            written = written.whole(self.min_budget);
+        }
+        if rule.keep != ONES {
+            written = written.keep(rule.keep, |_| false);
+        }
+        let written = written.forced(rule.forced, FORCED);
+        written
+            .gqa_reduction(sharing, GqaReduction::PerHead)
+            .finish()
+    }
+
+    fn grid(&self) -> EstimateGrid {
+        EstimateGrid {
+            query_rows: self.block,
+            block: self.block,
+        }
+    }
+
+    fn traits(&self) -> EstimatorTraits {
+        EstimatorTraits {
+            kind: EstimateKind::Probability,
+            // The last queries choose for all.
+            prefix_stable: false,
+            causal_only: true,
+        }
+    }
+
+    fn check(&self) -> Result<(), OpError> {
+        check_block(self.block)?;
+        if !(self.gamma > 0.0 && self.gamma <= 1.0) {
+            let expected = "above 0 and at most 1";
+            return Err(OpError::argument("gamma", expected, self.gamma));
+        }
+        match self.threshold >= 0.0 {
+            true => Ok(()),
+            false => {
+                let expected = "at least 0";
+                Err(OpError::argument("threshold", expected, self.threshold))
+            }
+        }
+    }
+
+    fn scores(&self, call: &EstimateInputs, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
+        #[cfg(feature = "cube")]
+        {
+            let limits = FlexLimits {
+                threshold: self.threshold,
+                blocks: self.least_blocks(),
+            };
+            if let Some(scores) = estimates::flex(call, self.block, self.gamma, limits, &rows) {
+                return Ok(scores);
+            }
+        }
+        let [batch, heads, ..] = call.q.dims();
+        let grid = call.grid(self.grid());
+        let (all, blocks) = (grid.rows(), grid.blocks());
+        let (lines, count) = (batch * heads, rows.len());
+        let sums = line_sums(call, self.block);
+        let estimates = self.estimates(call);
+        let of_last = estimates.clone().slice_dim(2, all..all + 1);
+        let by_means = estimates
+            .slice_dim(2, 0..all)
+            .reshape([lines, all * blocks]);
+        let by_means = self.share(by_means).reshape([lines, all, blocks]);
+        let by_means = by_means.slice_dim(1, rows.clone());
+
+        let attention = padded(
+            sums.columns.clone(),
+            1,
+            [0, blocks * self.block - grid.seq_kv],
+        );
+        let attention = attention.reshape([lines, blocks, self.block]).sum_dim(2);
+        let attention = attention.reshape([lines, blocks]);
+        let whole = attention.clone().sum_dim(1).clamp_min(f32::MIN_POSITIVE);
+        let apart = divergence(of_last.reshape([lines, blocks]), attention / whole);
+        let is_apart = apart.greater_equal_elem(self.threshold);
+
+        let heaviest = match self.least_blocks() {
+            0 => None,
+            least => Some(heaviest_blocks(&sums, least, &grid, rows.clone())),
+        };
+        let LineSums { columns, distances } = sums;
+        let by_lines = touched(self.share(columns), self.share(distances), &grid, rows);
+        let dims = [lines, count, blocks];
+        let is_apart = is_apart.reshape([lines, 1, 1]).expand(dims);
+        let chosen = by_means.mask_where(is_apart, by_lines);
+        let chosen = match heaviest {
+            Some(heaviest) => chosen.max_pair(heaviest),
+            None => chosen,
+        };
+        // Every row has a score of 1 then.
+        let first = chosen.clone().slice_dim(2, 0..1).ones_like();
+        let chosen = match blocks {
+            1 => first,
+            _ => Tensor::cat(vec![first, chosen.slice_dim(2, 1..blocks)], 2),
+        };
+        Ok(chosen.reshape([batch, heads, count, blocks]))
+    }
+
+    fn reference(&self, call: &ReferenceInputs) -> Vec<f64> {
+        let blocks = call.grid(self.grid()).blocks();
+        let of_head = |head| {
+            let pairs = self
+                .head_reference(call, head)
+                .pairs
+                .into_iter()
+                .enumerate();
+            pairs.map(move |(pair, kept)| match kept || pair % blocks == 0 {
+                true => 1.0,
+                false => 0.0,
+            })
+        };
+        (0..call.heads).flat_map(of_head).collect()
+    }
+}
+
+impl FlexPrefill {
+    /// The softmax of the products of means: of every row, and behind them of the last block of queries, `[batch, heads, rows + 1, blocks]`.
+    fn estimates(&self, call: &EstimateInputs) -> Tensor<4> {
+        let [_, _, seq_q, dim] = call.q.dims();
+        let seq_kv = call.k.dims()[2];
+        let grid = call.grid(self.grid());
+        let (all, blocks) = (grid.rows(), grid.blocks());
+        let numbers = (seq_q * dim).max((all + 1) * blocks);
+        by_heads(call, numbers, |q, k| {
+            let [parts, group, ..] = q.dims();
+            let last = rows_of(&q, seq_q - self.block.min(seq_q)..seq_q).mean_dim(2);
+            let q = Tensor::cat(vec![means(q, self.block), last], 2) * call.scale;
+            let x = products(q, means(rows_of(&k, 0..seq_kv), self.block), group);
+            let dims = [parts, group, all, blocks];
+            let hidden = hidden(&grid, 0..all, blocks, &x.device());
+            let hidden = hidden.reshape([1, 1, all, blocks]).expand(dims);
+            let rows = softmax_of_seen(x.clone().slice_dim(2, 0..all), hidden);
+            let last = burn::tensor::activation::softmax(x.slice_dim(2, all..all + 1), 3);
+            Tensor::cat(vec![rows, last], 2)
+        })
+    }
+
+    /// The largest numbers of each row that have a share of it.
+    fn share(&self, x: Tensor<2>) -> Tensor<2> {
+        let limit = x.clone().sum_dim(1) * self.gamma;
+        largest(x, By::Sum, limit)
+    }
+}
+
+/// The square root of the Jensen–Shannon divergence of rows: `[rows, 1]`.
+fn divergence(a: Tensor<2>, b: Tensor<2>) -> Tensor<2> {
+    let middle = ((a.clone() + b.clone()) / 2.0).clamp_min(f32::MIN_POSITIVE);
+    let from_middle = |x: Tensor<2>| {
+        let ratio = (x.clone() / middle.clone()).clamp_min(f32::MIN_POSITIVE);
+        (x * ratio.log()).sum_dim(1)
+    };
+    // Rounding may leave less than 0 of rows that are equal.
+    ((from_middle(a) + from_middle(b)) / 2.0)
+        .clamp_min(0.0)
+        .sqrt()
+}
+
+/// [`divergence`], in f64.
+fn divergence_reference(a: &[f64], b: &[f64]) -> f64 {
+    let from_middle = |x: f64, other: f64| match x > 0.0 {
+        true => x * (2.0 * x / (x + other)).ln(),
+        false => 0.0,
+    };
+    let pairs = a.iter().zip(b);
+    let terms = pairs.map(|(&a, &b)| from_middle(a, b) + from_middle(b, a));
+    (terms.sum::<f64>() / 2.0).max(0.0).sqrt()
+}

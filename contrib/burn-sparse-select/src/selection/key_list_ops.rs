@@ -1,0 +1,151 @@
+//! The backend trait of queries that list single keys.
+
+// Without autodiff and without a backend nobody goes backward.
+#![cfg_attr(not(feature = "autodiff"), allow(dead_code))]
+
+use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::backend::{Backend, ExtensionType, backend_extension};
+
+use crate::selection::key_reference as reference;
+use burn_blocksparse::internal::values::OutputGrads;
+
+/// How a call over lists of single keys is computed, besides its tensors.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct TokenSparseCall {
+    /// Factor of the scores.
+    pub scale: f64,
+    /// Whether no query lists a key behind its own position.
+    pub causal: bool,
+    /// The share that the lists of adjacent queries are expected to have in common, from 0 to 1.
+    pub overlap: f64,
+    /// Whether kernels gather by the lists.
+    pub dispatch: bool,
+}
+
+impl TokenSparseCall {
+    pub(crate) fn new(scale: f64, causal: bool, overlap: f64, dispatch: bool) -> Self {
+        Self {
+            scale,
+            causal,
+            overlap,
+            dispatch,
+        }
+    }
+}
+
+/// What attention over lists of single keys takes.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct TokenSparseInputs<B: Backend> {
+    /// `[batch, heads, seq_q, head_dim]`
+    pub q: FloatTensor<B>,
+    /// `[batch, kv_heads, seq_kv, head_dim]`
+    pub k: FloatTensor<B>,
+    /// `[batch, kv_heads, seq_kv, value_dim]`
+    pub v: FloatTensor<B>,
+    /// The keys that each query sees: i32 `[batch, kv_heads, seq_q, most]`, ascending, each once, −1 behind the last.
+    pub keys: IntTensor<B>,
+}
+
+/// Out and lse.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct TokenSparseOutput<B: Backend> {
+    /// `[batch, heads, seq_q, value_dim]`, in the inputs' dtype.
+    pub out: FloatTensor<B>,
+    /// `[batch, heads, seq_q]`, in the dtype of sums.
+    pub lse: FloatTensor<B>,
+}
+
+/// What the backward pass gets from the forward pass.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct TokenSparseSaved<B: Backend> {
+    /// Its inputs.
+    #[extension_type]
+    pub inputs: TokenSparseInputs<B>,
+    /// Its output.
+    #[extension_type]
+    pub output: TokenSparseOutput<B>,
+}
+
+/// Gradients, each of its input's shape and dtype.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct TokenSparseGrads<B: Backend> {
+    /// `[batch, heads, seq_q, head_dim]`
+    pub q: FloatTensor<B>,
+    /// `[batch, kv_heads, seq_kv, head_dim]`
+    pub k: FloatTensor<B>,
+    /// `[batch, kv_heads, seq_kv, value_dim]`
+    pub v: FloatTensor<B>,
+}
+
+/// Attention over lists of single keys as a backend operation. Arguments are checked by the public functions.
+#[backend_extension(
+    Flex: cfg(feature = "flex"),
+    NdArray: cfg(feature = "ndarray"),
+    Cube: cfg(feature = "cube"),
+    Autodiff: cfg(feature = "autodiff"),
+    Fusion: cfg(feature = "fusion"),
+)]
+pub trait TokenSparseOps: Backend {
+    /// The forward pass.
+    #[fusion(meta = meta::forward)]
+    fn key_list_attention(
+        #[extension_type] inputs: TokenSparseInputs<Self>,
+        call: TokenSparseCall,
+    ) -> TokenSparseOutput<Self> {
+        reference::forward::<Self>(inputs, &call)
+    }
+
+    /// The backward pass: gradients of a loss whose gradients with respect to the outputs are `grads`.
+    #[fusion(meta = meta::backward)]
+    fn key_list_attention_backward(
+        #[extension_type] saved: TokenSparseSaved<Self>,
+        #[extension_type] grads: OutputGrads<Self>,
+        call: TokenSparseCall,
+    ) -> TokenSparseGrads<Self> {
+        reference::backward::<Self>(saved, grads, &call)
+    }
+}
+
+/// Output shapes and dtypes for fusion.
+#[cfg(feature = "fusion")]
+mod meta {
+    use burn::backend::fusion::custom::TensorSpec;
+
+    use super::*;
+    use burn_blocksparse::internal::dtype::accumulate_in;
+    use burn_blocksparse::internal::values::OutputGradsMetadata;
+
+    pub fn forward(
+        inputs: &TokenSparseInputsMetadata,
+        _call: &TokenSparseCall,
+    ) -> TokenSparseOutputMetadata {
+        let [batch, heads, seq_q, _] = inputs.q.shape.dims::<4>();
+        let value_dim = inputs.v.shape[3];
+        let sums = accumulate_in(inputs.q.dtype.into()).into();
+        TokenSparseOutputMetadata {
+            out: TensorSpec::new([batch, heads, seq_q, value_dim].into(), inputs.q.dtype),
+            lse: TensorSpec::new([batch, heads, seq_q].into(), sums),
+        }
+    }
+
+    pub fn backward(
+        saved: &TokenSparseSavedMetadata,
+        _grads: &OutputGradsMetadata,
+        _call: &TokenSparseCall,
+    ) -> TokenSparseGradsMetadata {
+        TokenSparseGradsMetadata {
+            q: saved.inputs.q.clone(),
+            k: saved.inputs.k.clone(),
+            v: saved.inputs.v.clone(),
+        }
+    }
+}

@@ -1,0 +1,284 @@
+//! Attention of queries to single keys that each of them lists.
+
+use burn::backend::Dispatch;
+use burn::tensor::{Int, Tensor};
+
+use crate::selection::key_list_ops::{TokenSparseCall, TokenSparseInputs, TokenSparseOps};
+use crate::selection::ops::{SelectionOps, UniqueKeys};
+use crate::selection::overlap;
+use crate::selection::overlap::checked_overlap;
+use crate::selection::query_lists::SelectedBlocks;
+#[cfg(feature = "cuda")]
+use burn_blocksparse::internal::DispatchMode;
+use burn_blocksparse::internal::check;
+use burn_blocksparse::internal::device::served;
+use burn_blocksparse::internal::op_plan::OpPlan;
+use burn_blocksparse::{AttentionOptions, OpError};
+
+/// The keys that each query sees, by their indices: those that heads of queries which share keys chose as one. They are on the device, without autodiff, and
+/// are not read back.
+#[derive(Clone, Debug)]
+pub struct TokenIndices {
+    /// Ascending, each once, −1 behind the last: `[batch, lists, queries, most]`.
+    keys: Tensor<4, Int>,
+    seq_kv: usize,
+    causal: bool,
+    overlap: f64,
+}
+
+impl SelectedBlocks {
+    /// Lists of single keys in place of blocks: [`TokenIndices::new`] where queries see no later keys.
+    ///
+    /// # Errors
+    /// As [`TokenIndices::new`].
+    pub fn of_keys(keys: Tensor<4, Int>, seq_kv: usize) -> Result<TokenIndices, OpError> {
+        TokenIndices::new(keys, seq_kv, true)
+    }
+}
+
+impl TokenIndices {
+    /// Lists, in any order. A key that a query lists twice counts once; indices below 0 and from `seq_kv` on are no keys. With `causal`
+    /// a query does not see the keys behind its own position, and the last query sits at the last key.
+    ///
+    /// # Shapes
+    /// - `keys`: i32 `[batch, lists, queries, most]`, where `lists` are the heads of keys, or 1 for all of them
+    ///
+    /// # Errors
+    /// [`OpError`] if a size is 0, or no feature of this crate serves the device.
+    pub fn new(keys: Tensor<4, Int>, seq_kv: usize, causal: bool) -> Result<Self, OpError> {
+        let [batch, lists, queries, most] = keys.dims();
+        for (argument, size) in [
+            ("keys' batch", batch),
+            ("keys' lists", lists),
+            ("keys' queries", queries),
+            ("keys' width", most),
+            ("seq_kv", seq_kv),
+        ] {
+            if size == 0 {
+                return Err(OpError::argument(argument, "at least 1", 0));
+            }
+        }
+        served(&keys.device())?;
+        let keys = keys.without_autodiff().into_dispatch();
+        let call = UniqueKeys::new(seq_kv, causal);
+        let keys = <Dispatch as SelectionOps>::unique_keys(keys, call);
+        Ok(Self::of_unique(Tensor::from_dispatch(keys), seq_kv, causal))
+    }
+
+    /// Lists that are so already.
+    pub(crate) fn of_unique(keys: Tensor<4, Int>, seq_kv: usize, causal: bool) -> Self {
+        Self {
+            keys,
+            seq_kv,
+            causal,
+            overlap: 0.0,
+        }
+    }
+
+    /// The same with the share that the lists of adjacent queries are expected to have in common, from 0 for nothing to 1 for all: as
+    /// [`measure_group_reuse`](Self::measure_group_reuse) finds it. It is 0 unless it is set, and .85 of what [`Dsa`](crate::dsa::Dsa) chooses. Kernels are chosen by it,
+    /// results do not depend on it: with much in common neighbours of few heads walk the union of their lists.
+    ///
+    /// # Errors
+    /// [`OpError`] if it is no share.
+    pub fn with_group_reuse(self, overlap: f64) -> Result<Self, OpError> {
+        let overlap = checked_overlap(overlap)?;
+        Ok(Self { overlap, ..self })
+    }
+
+    /// The share that the lists of adjacent queries are expected to have in common.
+    pub fn group_reuse(&self) -> f64 {
+        self.overlap
+    }
+
+    /// The share that the lists of eight adjacent queries have in common: `(8 − u) / 7`, where `u` is how many keys their union has for one of a list. It is 1 where
+    /// they are the same, and 0 where no key is on two of them. Groups of eight count whose queries list fewer keys than they see; without any it is 1.
+    ///
+    /// Reads all lists back, and counts on the host.
+    ///
+    /// ```
+    /// use burn::tensor::{Device, Int, Tensor};
+    /// use burn_sparse_select::SelectedBlocks;
+    ///
+    /// // Queries list the first key, the one before them, and themselves: eight of them list ten keys.
+    /// let lists = (0..64).flat_map(|query| [0, query - 1, query]);
+    /// let keys = Tensor::<1, Int>::from_data(lists.collect::<Vec<i32>>().as_slice(), &Device::flex());
+    /// let lists = SelectedBlocks::of_keys(keys.reshape([1, 1, 64, 3]), 64)?;
+    /// assert!((lists.measure_group_reuse() - (8.0 - 10.0 / 3.0) / 7.0).abs() < 1e-9);
+    /// # Ok::<(), burn_blocksparse::OpError>(())
+    /// ```
+    pub fn measure_group_reuse(&self) -> f64 {
+        let [_, _, queries, _] = self.keys.dims();
+        let seen = |query: usize| match self.causal {
+            true => (query + 1 + self.seq_kv).saturating_sub(queries),
+            false => self.seq_kv,
+        };
+        overlap::measure(&self.keys, |query, listed| listed < seen(query))
+    }
+
+    /// The keys that each query sees, ascending, each once, and −1 behind the last: i32 `[batch, lists, queries, most]`.
+    pub fn keys(&self) -> &Tensor<4, Int> {
+        &self.keys
+    }
+
+    /// Keys that there are to list.
+    pub fn seq_kv(&self) -> usize {
+        self.seq_kv
+    }
+
+    /// Whether queries see no keys behind their own position.
+    pub fn is_causal(&self) -> bool {
+        self.causal
+    }
+
+    /// For so many heads of keys.
+    fn for_heads(self, kv_heads: usize) -> Tensor<4, Int> {
+        let [batch, lists, queries, most] = self.keys.dims();
+        match lists == kv_heads {
+            true => self.keys,
+            false => self.keys.expand([batch, kv_heads, queries, most]),
+        }
+    }
+}
+
+/// Attention of each query to the keys that it lists, and to no others: out and lse. Differentiable in q, k and v; the lists have no gradient. What a query
+/// sees beside its list is a call of its own, merged by lse ([`merge_attention`](burn_blocksparse::merge_attention)).
+///
+/// On GPUs that have kernels for it a query walks its own list, with the heads that share it as rows of a matrix, unless
+/// [`DispatchMode::GroupByBlock`](burn_blocksparse::internal::DispatchMode::GroupByBlock) leaves that out. Elsewhere all products of some queries at a time are made, of which those that are not listed
+/// have no weight: [`TokenIndices::explain`] says which. Either way every number has one writer, which adds in a fixed order.
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Int, Tensor};
+/// use burn_blocksparse::AttentionOptions;
+/// use burn_sparse_select::{SelectedBlocks, token_sparse_attention};
+///
+/// let device = Device::flex();
+/// let q = Tensor::<4>::random([1, 4, 64, 16], Distribution::Default, &device);
+/// let [k, v] = [(); 2].map(|_| Tensor::<4>::random([1, 2, 64, 16], Distribution::Default, &device));
+/// // Every query lists itself, the first key and the one before it, which query 0 does not have.
+/// let lists = (0..2 * 64).flat_map(|row| [row % 64, 0, row % 64 - 1]);
+/// let keys = Tensor::<1, Int>::from_data(lists.collect::<Vec<i32>>().as_slice(), &device);
+/// let lists = SelectedBlocks::of_keys(keys.reshape([1, 2, 64, 3]), 64)?;
+/// let (out, lse) = token_sparse_attention(q, k, v, lists, AttentionOptions::default())?;
+/// assert_eq!((out.dims(), lse.dims()), ([1, 4, 64, 16], [1, 4, 64]));
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+///
+/// # Shapes
+/// - `q`: `[batch, heads, seq_q, head_dim]`; `k`: `[batch, kv_heads, seq_kv, head_dim]`; `v`: `[batch, kv_heads, seq_kv, value_dim]`
+/// - result: out `[batch, heads, seq_q, value_dim]`, and lse `[batch, heads, seq_q]`. A query that lists no key has 0 and −∞
+///
+/// # Errors
+/// [`OpError`] if shapes, dtypes or devices do not fit each other or the lists, and for softcaps, ALiBi, dropout, stored weights and largest scores.
+pub fn token_sparse_attention(
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    lists: TokenIndices,
+    options: AttentionOptions,
+) -> Result<(Tensor<4>, Tensor<3>), OpError> {
+    check([&q, &k, &v], &lists, &options)?;
+    let walk = walk([&q, &k, &v], &lists, &options).is_ok();
+    let scale = options.scale_for(q.dims()[3]);
+    let call = TokenSparseCall::new(scale, lists.causal, lists.overlap, walk);
+    let kv_heads = k.dims()[1];
+    let inputs = TokenSparseInputs {
+        q: q.into_dispatch(),
+        k: k.into_dispatch(),
+        v: v.into_dispatch(),
+        keys: lists.for_heads(kv_heads).into_dispatch(),
+    };
+    let output = <Dispatch as TokenSparseOps>::key_list_attention(inputs, call);
+    let (out, lse) = (output.out, output.lse);
+    Ok((Tensor::from_dispatch(out), Tensor::from_dispatch(lse)))
+}
+
+impl TokenIndices {
+    /// What [`token_sparse_attention`] runs for these arguments. It prints.
+    ///
+    /// # Errors
+    /// As [`token_sparse_attention`].
+    pub fn explain(
+        &self,
+        q: &Tensor<4>,
+        k: &Tensor<4>,
+        v: &Tensor<4>,
+        options: &AttentionOptions,
+    ) -> Result<OpPlan, OpError> {
+        check([q, k, v], self, options)?;
+        let walk = walk([q, k, v], self, options);
+        Ok(OpPlan::new(&q.device(), |_| walk))
+    }
+}
+
+fn check(
+    [q, k, v]: [&Tensor<4>; 3],
+    lists: &TokenIndices,
+    options: &AttentionOptions,
+) -> Result<(), OpError> {
+    check::tensors(q, k, v)?;
+    let [batch, heads, seq_q, _] = q.dims();
+    let [_, kv_heads, seq_kv, _] = k.dims();
+    if seq_q == 0 {
+        return Err(OpError::argument("q's seq_q", "at least 1", 0));
+    }
+    options.validate(heads, q.dtype())?;
+    crate::selection::lists::check_options(options)?;
+    let expected = "none with lists of single keys";
+    if let Some(softcap) = options.softcap {
+        return Err(OpError::argument("options.softcap", expected, softcap));
+    }
+    if options.max_scores {
+        return Err(OpError::argument("options.max_scores", expected, true));
+    }
+    let [list_batch, of_heads, queries, _] = lists.keys.dims();
+    OpError::expect_same("lists' batch", batch, "q's", list_batch)?;
+    OpError::expect_same("lists' queries", seq_q, "q's", queries)?;
+    OpError::expect_same("lists' seq_kv", seq_kv, "k's", lists.seq_kv)?;
+    if of_heads != kv_heads && of_heads != 1 {
+        let expected = format!("{kv_heads}, those of k, or 1");
+        return Err(OpError::argument("lists' heads", expected, of_heads));
+    }
+    let device = lists.keys.device();
+    check::same_device("lists' device", &q.device(), "q's", &device)
+}
+
+/// What kernels run, or why they do not.
+#[cfg(not(feature = "cuda"))]
+fn walk(
+    _x: [&Tensor<4>; 3],
+    _lists: &TokenIndices,
+    _options: &AttentionOptions,
+) -> Result<String, String> {
+    Err("the crate's feature cuda is off".to_string())
+}
+
+/// What kernels run, or why they do not.
+#[cfg(feature = "cuda")]
+fn walk(
+    [q, k, v]: [&Tensor<4>; 3],
+    lists: &TokenIndices,
+    options: &AttentionOptions,
+) -> Result<String, String> {
+    use crate::kernels::listed::KeyListPlan;
+    use crate::selection::key_list_backend::kernels::request;
+    let Some(inner) = &burn_blocksparse::internal::device::cube::of(&q.device()) else {
+        return Err("the device has no kernels".to_string());
+    };
+    if burn_blocksparse::internal::cube::uses_reference() {
+        return Err("BLOCKSPARSE_REFERENCE is set".to_string());
+    }
+    if options.dispatch_mode == DispatchMode::GroupByBlock {
+        return Err("options.dispatch_mode says so".to_string());
+    }
+    let scale = options.scale_for(q.dims()[3]);
+    if scale <= 0.0 || !(scale as f32).is_normal() {
+        return Err("the scale is not positive".to_string());
+    }
+    let dims = [q.dims(), k.dims(), v.dims()];
+    let most = lists.keys.dims()[3];
+    let request = request(dims, q.dtype(), most, lists.causal, lists.overlap);
+    let plan = KeyListPlan::of(&inner.client(), request, scale).map_err(str::to_string)?;
+    Ok(plan.to_string())
+}

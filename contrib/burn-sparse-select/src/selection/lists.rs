@@ -1,0 +1,312 @@
+//! Attention of queries to blocks that each of them chose: by kernels in which a query walks its list, or of queries that are packed by block, in parts of
+//! heads.
+
+use std::ops::Range;
+
+use blocksparse::{BlockLayout, LayoutShape};
+use burn::tensor::{DType, Int, Tensor};
+
+use crate::selection::listed;
+use crate::selection::query_lists::SelectedBlocks;
+use burn_blocksparse::internal::op_plan::OpPlan;
+use burn_blocksparse::internal::{check, gather_rows, merge_parts};
+use burn_blocksparse::layout::DeviceLayoutOptions;
+use burn_blocksparse::{AttentionOptions, DeviceLayout, OpError, SparseAttentionCall, WeightsMode};
+
+/// Numbers of packed queries and of their outputs that are in memory at a time, unless one head has more.
+const PACKED: usize = 1 << 31;
+
+/// Attention over a layout and, beside it, over the blocks that each query lists, which it sees whole: out and lse over all of them. The pairs of the layout
+/// and those of the lists must be others, and a query must not list a block twice, because what comes twice counts twice; that is not checked, because lists
+/// are not read back. Differentiable in q, k and v.
+///
+/// On GPUs that have kernels for it ([`SelectedBlocks::explain`]) a query walks its own list, with the heads that share it as rows of a matrix; elsewhere
+/// queries are packed by block.
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Int, Tensor};
+/// use burn_blocksparse::{AttentionOptions, Pattern};
+/// use burn_sparse_select::{SelectedBlocks, selected_blocks_attention};
+///
+/// let device = Device::flex();
+/// let q = Tensor::<4>::random([1, 4, 64, 16], Distribution::Default, &device);
+/// let [k, v] = [(); 2].map(|_| Tensor::<4>::random([1, 2, 64, 16], Distribution::Default, &device));
+/// // The own block of 16 keys, and for queries of the last block the first one.
+/// let near = Pattern::chunked(16).and_causal().layout(4, 64, 16)?;
+/// let rows = (0..2 * 64).map(|row| if row % 64 < 48 { -1 } else { 0 });
+/// let blocks = Tensor::<1, Int>::from_data(rows.collect::<Vec<i32>>().as_slice(), &device);
+/// let lists = SelectedBlocks::of_blocks(blocks.reshape([1, 2, 64, 1]), 64, 16)?;
+/// let (out, lse) = selected_blocks_attention(q, k, v, &near, lists, AttentionOptions::default())?;
+/// assert_eq!((out.dims(), lse.dims()), ([1, 4, 64, 16], [1, 4, 64]));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Shapes
+/// As [`sparse_attention`](burn_blocksparse::sparse_attention); lists are those of the heads of q, or of k.
+///
+/// # Errors
+/// As [`sparse_attention`](burn_blocksparse::sparse_attention), if the lists are of other sizes or on another device, and for ALiBi, dropout and stored weights.
+pub fn selected_blocks_attention(
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    near: &BlockLayout,
+    lists: SelectedBlocks,
+    options: AttentionOptions,
+) -> Result<(Tensor<4>, Tensor<3>), OpError> {
+    check_lists([&q, &k, &v], near, &lists, &options)?;
+    attention_of_lists([q, k, v], near, lists, &options)
+}
+
+impl SelectedBlocks {
+    /// What [`selected_blocks_attention`] runs for these arguments, and what [`attention_selected`](crate::selection::attention_selected()) and [`Nsa`](crate::nsa::Nsa) run for lists
+    /// of these sizes.
+    ///
+    /// # Errors
+    /// As [`selected_blocks_attention`].
+    pub fn explain(
+        &self,
+        q: &Tensor<4>,
+        k: &Tensor<4>,
+        v: &Tensor<4>,
+        near: &BlockLayout,
+        options: &AttentionOptions,
+    ) -> Result<OpPlan, OpError> {
+        check_lists([q, k, v], near, self, options)?;
+        let walk = listed::choose([q, k, v], near, self.shape(), options)?;
+        Ok(OpPlan::new::<OpError>(&q.device(), |_| {
+            Ok(match &walk {
+                Ok(walk) => walk.text().to_string(),
+                Err(why) => format!("packed  queries by the block that they chose, because {why}"),
+            })
+        }))
+    }
+}
+
+/// What does not follow queries to other places.
+pub(crate) fn check_options(options: &AttentionOptions) -> Result<(), OpError> {
+    let expected = "none where every query chooses for itself";
+    if options.alibi.is_some() {
+        return Err(OpError::argument("options.alibi", expected, "slopes"));
+    }
+    if let Some(dropout) = options.active_dropout() {
+        let got = dropout.probability;
+        return Err(OpError::argument("options.dropout", expected, got));
+    }
+    match options.weights {
+        WeightsMode::Recompute => Ok(()),
+        WeightsMode::Store => Err(OpError::argument(
+            "options.weights",
+            "Recompute where every query chooses for itself",
+            "Store",
+        )),
+    }
+}
+
+fn check_lists(
+    [q, k, v]: [&Tensor<4>; 3],
+    near: &BlockLayout,
+    lists: &SelectedBlocks,
+    options: &AttentionOptions,
+) -> Result<(), OpError> {
+    check::call(q, k, v, near.into(), options)?;
+    check_options(options)?;
+    let ([batch, heads, seq_q, _], kv_heads) = (q.dims(), k.dims()[1]);
+    let [list_batch, of_heads, queries, _] = lists.blocks.dims();
+    OpError::expect_same("lists' batch", batch, "q's", list_batch)?;
+    OpError::expect_same("lists' queries", seq_q, "q's", queries)?;
+    if of_heads != heads && of_heads != kv_heads {
+        let expected = format!("{heads} or {kv_heads}, those of q or k");
+        return Err(OpError::argument("lists' heads", expected, of_heads));
+    }
+    let device = lists.blocks.device();
+    check::same_device("lists' device", &q.device(), "q's", &device)
+}
+
+/// Attention over a layout, which is the same for all heads, and over what queries chose beside it: out and lse.
+///
+/// Where kernels take single queries, these walk their lists. Elsewhere heads are computed so many at a time that packed queries take little memory. Where a graph is kept it holds those of all heads anyway, and parts are no
+/// smaller than the heads of a head of keys: the gradient of a part is as large as that of the whole.
+pub(crate) fn attention_of_choice(
+    x: [Tensor<4>; 3],
+    near: &BlockLayout,
+    lists: Option<SelectedBlocks>,
+    options: &AttentionOptions,
+) -> Result<(Tensor<4>, Tensor<3>), OpError> {
+    let Some(lists) = lists else {
+        return in_parts(x, near, None, options, PACKED);
+    };
+    let [q, k, v] = &x;
+    check::call(q, k, v, near.into(), options)?;
+    attention_of_lists(x, near, lists, options)
+}
+
+/// The same with lists, of arguments that were checked.
+fn attention_of_lists(
+    x: [Tensor<4>; 3],
+    near: &BlockLayout,
+    lists: SelectedBlocks,
+    options: &AttentionOptions,
+) -> Result<(Tensor<4>, Tensor<3>), OpError> {
+    let [q, k, v] = &x;
+    match listed::choose([q, k, v], near, lists.shape(), options)? {
+        Ok(walk) => walk.attend(x, near, lists, options),
+        Err(_) => in_parts(x, near, Some(lists), options, PACKED),
+    }
+}
+
+/// [`attention_of_choice`] with other numbers at a time.
+fn in_parts(
+    [q, k, v]: [Tensor<4>; 3],
+    near: &BlockLayout,
+    lists: Option<SelectedBlocks>,
+    options: &AttentionOptions,
+    packed: usize,
+) -> Result<(Tensor<4>, Tensor<3>), OpError> {
+    let all = [q.clone(), k.clone(), v.clone()];
+    let (out, lse) = {
+        let [q, k, v] = all;
+        SparseAttentionCall::new(q, k, v, near)
+            .options(options.clone())
+            .run_with_lse()?
+    };
+    let Some(lists) = lists else {
+        return Ok((out, lse));
+    };
+    let [batch, heads, _, head_dim] = q.dims();
+    let ([_, kv_heads, ..], [.., value_dim]) = (k.dims(), v.dims());
+    let group = heads / kv_heads;
+    let of_head = batch * lists.queries.dims()[2] * (head_dim + value_dim);
+    let fitting = (packed / of_head.max(1)).max(1);
+    let members = match q.is_autodiff() || k.is_autodiff() || v.is_autodiff() {
+        true => group,
+        // As many in each part, or one less.
+        false => group.div_ceil(group.div_ceil(fitting)),
+    };
+    if fitting >= heads || members == heads {
+        let lists = lists.for_heads(heads);
+        return with_lists([q, k, v], (out, lse), lists, options);
+    }
+    let parts = parts_of(kv_heads, group, members, fitting);
+    let mut found = (Vec::new(), Vec::new());
+    for part in parts {
+        let of_keys = part.start / group..part.end.div_ceil(group);
+        let x = [
+            q.clone().slice_dim(1, part.clone()),
+            k.clone().slice_dim(1, of_keys.clone()),
+            v.clone().slice_dim(1, of_keys),
+        ];
+        let near = (
+            out.clone().slice_dim(1, part.clone()),
+            lse.clone().slice_dim(1, part.clone()),
+        );
+        let (out, lse) = with_lists(x, near, lists.of_heads(heads, part), options)?;
+        found.0.push(out);
+        found.1.push(lse);
+    }
+    Ok((Tensor::cat(found.0, 1), Tensor::cat(found.1, 1)))
+}
+
+/// Ranges of heads, each of whole groups or within one, of `members` heads of a group, and of at most `fitting` in all where groups are whole.
+fn parts_of(kv_heads: usize, group: usize, members: usize, fitting: usize) -> Vec<Range<usize>> {
+    if members < group {
+        let groups = (0..kv_heads).map(|kv_head| kv_head * group);
+        let parts = groups.flat_map(|first| {
+            let starts = (first..first + group).step_by(members);
+            starts.map(move |start| start..(start + members).min(first + group))
+        });
+        return parts.collect();
+    }
+    let heads = kv_heads * group;
+    let step = (fitting / group).max(1) * group;
+    let starts = (0..heads).step_by(step);
+    starts
+        .map(|start| start..(start + step).min(heads))
+        .collect()
+}
+
+/// What queries see near them, merged with what they chose.
+fn with_lists(
+    [q, k, v]: [Tensor<4>; 3],
+    near: (Tensor<4>, Tensor<3>),
+    lists: SelectedBlocks,
+    options: &AttentionOptions,
+) -> Result<(Tensor<4>, Tensor<3>), OpError> {
+    let layout = layout_of(&lists, k.dims()[2])?;
+    let packed = gather_rows(q, lists.queries.clone(), lists.places.clone())?;
+    let far = SparseAttentionCall::new(packed, k, v, &layout)
+        .options(options.clone())
+        .run_with_lse()?;
+    Ok(merge_parts(near, far, lists.places, lists.choices))
+}
+
+/// The layout of tiles of packed queries, each with one block, which is several of the layout's.
+fn layout_of(lists: &SelectedBlocks, seq_kv: usize) -> Result<DeviceLayout, OpError> {
+    let [batch, heads, tiles] = lists.tile_blocks.dims();
+    let device = lists.tile_blocks.device();
+    let parts = lists.block / lists.tile;
+    let dims = [batch, heads, tiles, parts];
+    let part = Tensor::<1, Int>::arange(0..parts as i64, (&device, DType::I32));
+    let part = part.reshape([1, 1, 1, parts]).expand(dims);
+    // Parts of block −1 are negative, too.
+    let blocks = lists.tile_blocks.clone().unsqueeze_dim::<4>(3);
+    let indices = blocks.mul_scalar(parts as i32).expand(dims) + part;
+    let counts = Tensor::<3, Int>::full([batch, heads, tiles], parts as i32, (&device, DType::I32));
+    let shape = LayoutShape {
+        heads,
+        seq_q: tiles * lists.tile,
+        seq_kv,
+        block_size: lists.tile,
+    };
+    DeviceLayout::from_block_indices(indices, counts, DeviceLayoutOptions::new(shape))
+}
+
+#[cfg(test)]
+mod tests {
+    use blocksparse::Pattern;
+
+    use super::*;
+    use crate::selection::{EstimateInputs, Selection};
+
+    #[test]
+    fn parts_are_of_whole_groups_or_within_one() {
+        assert_eq!(parts_of(2, 4, 3, 3), [0..3, 3..4, 4..7, 7..8]);
+        assert_eq!(parts_of(3, 2, 2, 5), [0..4, 4..6]);
+        assert_eq!(parts_of(3, 1, 1, 2), [0..2, 2..3]);
+        // One group at least.
+        assert_eq!(parts_of(2, 4, 4, 1), [0..4, 4..8]);
+    }
+
+    /// However many heads at a time, with lists of their own or of their group's.
+    #[cfg(feature = "flex")]
+    #[test]
+    fn parts_give_what_the_whole_gives() {
+        use burn::tensor::{Device, Distribution};
+        let device = Device::flex();
+        let random = |heads| Tensor::<4>::random([2, heads, 60, 4], Distribution::Default, &device);
+        let [q, k, v] = [random(6), random(2), random(2)];
+        let near = Pattern::chunked(8).and_causal().layout(6, 60, 8).unwrap();
+        for text in ["moba:8,3", "moba:8,3,share=sum"] {
+            let selection: Selection = text.parse().unwrap();
+            let lists = selection.query_lists(&EstimateInputs::new(q.clone(), k.clone()));
+            let lists = lists.unwrap().unwrap();
+            let of_head = 2 * lists.queries.dims()[2] * 8;
+            let run = |q: &Tensor<4>, heads: usize| {
+                let x = [q.clone(), k.clone(), v.clone()];
+                let options = AttentionOptions::default();
+                let lists = Some(lists.clone());
+                let (out, lse) = in_parts(x, &near, lists, &options, heads * of_head).unwrap();
+                (out.into_data(), lse.into_data())
+            };
+            let whole = run(&q, 6);
+            for heads in [0, 1, 2, 3, 4, 5] {
+                assert!(run(&q, heads) == whole, "{text}, {heads} heads at a time");
+                #[cfg(feature = "autodiff")]
+                assert!(
+                    run(&q.clone().autodiff(), heads) == whole,
+                    "{text}, {heads} heads"
+                );
+            }
+        }
+    }
+}

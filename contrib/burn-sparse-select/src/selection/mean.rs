@@ -1,0 +1,158 @@
+//! Blocks by the products of means (the block-sparse heads of MInference: Jiang et al., 2024).
+
+use std::ops::Range;
+
+use blocksparse::{Always, Budget, EstimateKind, Rule};
+use burn::backend::Dispatch;
+use burn::tensor::Tensor;
+
+#[cfg(feature = "cube")]
+use crate::selection::estimates;
+use crate::selection::estimator::{
+    BlockEstimator, EstimateGrid, EstimateInputs, EstimatorTraits, ReferenceInputs, dot,
+};
+use crate::selection::ops::SelectionOps;
+use crate::selection::sharing::GqaReduction;
+use crate::selection::text::{Arguments, Method, Written};
+use crate::selection::{Selection, check_block, reference};
+use burn_blocksparse::OpError;
+use burn_blocksparse::internal::device::served;
+
+/// `mean(q) · mean(k) · scale` of a block of queries and a block of keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MeanPool {
+    /// Width of a block.
+    pub block: usize,
+}
+
+/// Forced by default: the first block, the queries' own and the one before it.
+const FORCED: Always = Always { first: 1, local: 2 };
+
+pub(crate) const METHOD: Method = Method {
+    name: "topk",
+    notation: "topk:BLOCK,KEEP[,LOCAL,FIRST]",
+    read: |arguments: &mut Arguments| {
+        let block = arguments.whole("BLOCK")?;
+        let keep = arguments.keep("KEEP", |k| Budget::TopK(k as usize))?;
+        let local = arguments.optional_whole("LOCAL", FORCED.local)?;
+        let first = arguments.optional_whole("FIRST", FORCED.first)?;
+        let forced = arguments.forced(Always { first, local })?;
+        Ok(Selection::new(MeanPool { block }, keep).with_always(forced))
+    },
+};
+
+impl BlockEstimator for MeanPool {
+    fn name(&self) -> &'static str {
+        METHOD.name
+    }
+
+    fn text(&self, rule: &Rule, sharing: GqaReduction) -> String {
+        let Always { first, local } = rule.forced;
+        let written = Written::new(METHOD.name).whole(self.block);
+        let written = written.keep(rule.keep, |keep| matches!(keep, Budget::TopK(_)));
+        let written = match rule.forced == FORCED {
+            true => written,
+            false => written.whole(local).whole(first),
+        };
+        written
+            .gqa_reduction(sharing, GqaReduction::PerHead)
+            .finish()
+    }
+
+    fn grid(&self) -> EstimateGrid {
+        EstimateGrid {
+            query_rows: self.block,
+            block: self.block,
+        }
+    }
+
+    fn traits(&self) -> EstimatorTraits {
+        EstimatorTraits {
+            kind: EstimateKind::Logit,
+            // The mean of a block of queries has its later ones.
+            prefix_stable: false,
+            causal_only: false,
+        }
+    }
+
+    fn check(&self) -> Result<(), OpError> {
+        check_block(self.block)
+    }
+
+    fn scores(&self, call: &EstimateInputs, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
+        let b = self.block;
+        #[cfg(feature = "cube")]
+        if let Some(scores) = estimates::means(call, b, &rows) {
+            return Ok(scores);
+        }
+        let to = (rows.end * b).min(call.q.dims()[2]);
+        let q = call.q.clone().slice_dim(2, rows.start * b..to);
+        let (q, k) = (means(q, b), means(call.k.clone(), b));
+        Ok(products(q * call.scale, k, call.group()))
+    }
+
+    fn reference(&self, call: &ReferenceInputs) -> Vec<f64> {
+        let mut scores = Vec::new();
+        for head in 0..call.heads {
+            let q = |row| call.query(head, row);
+            let k = |row| call.key(head, row);
+            let q = means_reference(q, call.seq_q, self.block);
+            let k = means_reference(k, call.seq_kv, self.block);
+            for q in &q {
+                scores.extend(k.iter().map(|k| dot(q, k) * call.scale));
+            }
+        }
+        scores
+    }
+}
+
+/// `q · kᵀ` of every head of queries and its head of keys: `[batch, heads, rows of q, rows of k]`.
+pub(crate) fn products(q: Tensor<4>, k: Tensor<4>, group: usize) -> Tensor<4> {
+    let [batch, heads, rows, dim] = q.dims();
+    let blocks = k.dims()[2];
+    let q = q.reshape([batch, heads / group, group * rows, dim]);
+    q.matmul(k.transpose())
+        .reshape([batch, heads, rows, blocks])
+}
+
+/// Means over blocks of rows, in f32 and without autodiff: `[batch, heads, blocks, dim]`.
+pub(crate) fn means(x: Tensor<4>, block_size: usize) -> Tensor<4> {
+    let x = x.without_autodiff();
+    // `top_k_blocks` is made of Burn's own operations, and works on devices that this crate does not serve.
+    let is_served = served(&x.device()).is_ok();
+    let x = x.into_dispatch();
+    Tensor::from_dispatch(match is_served {
+        true => <Dispatch as SelectionOps>::block_means(x, block_size),
+        false => reference::block_means::<Dispatch>(x, block_size),
+    })
+}
+
+/// The mean of all rows, by means of blocks: `[batch, heads, 1, dim]`. Burn's sum over many rows is one cube's.
+pub(crate) fn mean_of_all(x: Tensor<4>) -> Tensor<4> {
+    let rows = x.dims()[2];
+    let block = rows.isqrt().max(1);
+    let means = means(x, block);
+    let (whole, rest) = (rows / block, rows % block);
+    let of_whole = means.clone().slice_dim(2, 0..whole).mean_dim(2);
+    if rest == 0 {
+        return of_whole;
+    }
+    let share = rest as f64 / rows as f64;
+    of_whole * (1.0 - share) + means.slice_dim(2, whole..whole + 1) * share
+}
+
+/// Means over blocks of rows.
+pub(crate) fn means_reference<'a>(
+    row: impl Fn(usize) -> &'a [f64],
+    rows: usize,
+    block: usize,
+) -> Vec<Vec<f64>> {
+    let blocks = (0..rows).step_by(block).map(|start| {
+        let members = start..(start + block).min(rows);
+        let count = members.len() as f64;
+        let dim = row(start).len();
+        let of = |c: usize| members.clone().map(|i| row(i)[c]).sum::<f64>() / count;
+        (0..dim).map(of).collect()
+    });
+    blocks.collect()
+}

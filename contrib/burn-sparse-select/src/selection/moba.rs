@@ -1,0 +1,145 @@
+//! Mixture of block attention, MoBA (Lu et al., 2025, §2.2).
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use blocksparse::{BLOCK_SIZES, Budget, Rule};
+#[cfg(feature = "cube")]
+use burn::tensor::Int;
+use burn::tensor::{DType, Tensor};
+
+use crate::selection::by_query::FORCED;
+#[cfg(feature = "cube")]
+use crate::selection::estimates;
+use crate::selection::estimator::{
+    BlockEstimator, EstimateGrid, EstimateInputs, EstimatorTraits, PageSummary, ReferenceInputs,
+    dot,
+};
+use crate::selection::mean::{means, means_reference, products};
+use crate::selection::sharing::GqaReduction;
+use crate::selection::text::{Arguments, Method, Written};
+use crate::selection::{Selection, by_query};
+use burn_blocksparse::OpError;
+
+/// `q · mean(k)` of a query and a block of keys, keys as they are attended to: every query chooses for itself. Its own block is always among the chosen
+/// and counts as one of them, so with `k` blocks it chooses `k − 1` before its own, and with 1 none. Defined for causal attention.
+///
+/// The paper forces no other block. A selection may ([`Always`](blocksparse::Always)): the first ones, and some before the own one. They count as the own one
+/// does, so `moba:64,8,first=1,local=2` chooses five by score.
+///
+/// Nothing is trained for it, and the choice has no gradient. The paper has blocks of 512 and k = 3 at 8K tokens, 2,048 and 3 at 32K, 4,096 and 12 at
+/// 1M with the last 3 layers in full attention, and trains nine tenths of the tokens with it and the rest with full attention.
+///
+/// [`attention_selected`](crate::selection::attention_selected) runs over its choice. It is written `moba:BLOCK,K[,FULL_LAST_LAYERS]`:
+///
+/// ```
+/// use burn_sparse_select::Selection;
+///
+/// let selection: Selection = "moba:512,3,2".parse()?;
+/// assert_eq!(selection.estimator().full_last_layers(), 2);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Moba {
+    /// Width of a block of keys: 8, 16, 32, 64, 128, or a larger multiple of 128.
+    pub block: usize,
+    /// So many of a model's last layers attend to all keys: the model reads it, and a layer alone refuses it ([`BlockEstimator::full_last_layers`]).
+    pub full_last_layers: usize,
+}
+
+pub(crate) const METHOD: Method = Method {
+    name: "moba",
+    notation: "moba:BLOCK,K[,FULL_LAST_LAYERS]",
+    read: |arguments: &mut Arguments| {
+        let block = arguments.whole("BLOCK")?;
+        let keep = arguments.keep("K", |k| Budget::TopK(k as usize))?;
+        let full_last_layers = arguments.optional_whole("FULL_LAST_LAYERS", 0)?;
+        let estimator = Moba {
+            block,
+            full_last_layers,
+        };
+        Ok(Selection::new(estimator, keep).with_always(arguments.forced(FORCED)?))
+    },
+};
+
+impl BlockEstimator for Moba {
+    fn name(&self) -> &'static str {
+        METHOD.name
+    }
+
+    fn text(&self, rule: &Rule, sharing: GqaReduction) -> String {
+        let written = Written::new(METHOD.name).whole(self.block);
+        let written = written.keep(rule.keep, |keep| matches!(keep, Budget::TopK(_)));
+        let written = match self.full_last_layers {
+            0 => written,
+            layers => written.whole(layers),
+        };
+        let written = written.forced(rule.forced, FORCED);
+        written
+            .gqa_reduction(sharing, GqaReduction::PerHead)
+            .finish()
+    }
+
+    fn grid(&self) -> EstimateGrid {
+        EstimateGrid {
+            query_rows: 1,
+            block: self.block,
+        }
+    }
+
+    fn traits(&self) -> EstimatorTraits {
+        by_query::TRAITS
+    }
+
+    fn check(&self) -> Result<(), OpError> {
+        let is_wide = self.block > 128 && self.block.is_multiple_of(128);
+        match BLOCK_SIZES.contains(&self.block) || is_wide {
+            true => Ok(()),
+            false => {
+                let expected = "8, 16, 32, 64, 128 or a larger multiple of 128";
+                Err(OpError::argument("block", expected, self.block))
+            }
+        }
+    }
+
+    fn check_rule(&self, rule: &Rule) -> Result<(), OpError> {
+        by_query::check_rule(rule, [METHOD.name, "blocks"], 0)
+    }
+
+    fn full_last_layers(&self) -> usize {
+        self.full_last_layers
+    }
+
+    fn for_layer(&self) -> Option<Arc<dyn BlockEstimator>> {
+        Some(Arc::new(Self {
+            full_last_layers: 0,
+            ..*self
+        }))
+    }
+
+    fn page_summary(&self) -> Option<PageSummary> {
+        Some(PageSummary::Mean)
+    }
+
+    fn scores(&self, call: &EstimateInputs, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
+        let q = call.q.clone().slice_dim(2, rows).cast(DType::F32);
+        Ok(products(q, means(call.k.clone(), self.block), call.group()))
+    }
+
+    #[cfg(feature = "cube")]
+    fn picks(&self, call: &EstimateInputs, most: usize) -> Option<Tensor<4, Int>> {
+        estimates::picks(call, self.block, most)
+    }
+
+    fn reference(&self, call: &ReferenceInputs) -> Vec<f64> {
+        let mut scores = Vec::new();
+        for head in 0..call.heads {
+            let k = means_reference(|row| call.key(head, row), call.seq_kv, self.block);
+            for row in 0..call.seq_q {
+                let q = call.query(head, row);
+                scores.extend(k.iter().map(|k| dot(q, k)));
+            }
+        }
+        scores
+    }
+}

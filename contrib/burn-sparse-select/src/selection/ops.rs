@@ -1,0 +1,189 @@
+//! The backend trait of choices by content, and what crosses it.
+
+use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::backend::{Backend, ExtensionType, backend_extension};
+
+use crate::selection::{key_reference, reference};
+use burn_blocksparse::internal::values::OptFloat;
+
+/// Which blocks queries take, of the scores of some of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct TopKBlocks {
+    /// The position of the first query of the scores; the first key's is 0.
+    pub position: i64,
+    /// Keys of a block.
+    pub block: usize,
+    /// Blocks that a query takes, at most.
+    pub most: usize,
+}
+
+impl TopKBlocks {
+    pub(crate) fn new(position: i64, block: usize, most: usize) -> Self {
+        Self {
+            position,
+            block,
+            most,
+        }
+    }
+}
+
+/// Which of the keys that queries list they see.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct UniqueKeys {
+    /// Keys that there are.
+    pub seq_kv: usize,
+    /// Whether a query sees none behind its own position; the last query sits at the last key.
+    pub causal: bool,
+}
+
+impl UniqueKeys {
+    pub(crate) fn new(seq_kv: usize, causal: bool) -> Self {
+        Self { seq_kv, causal }
+    }
+
+    /// So many keys a query of `seq_q` sees, from the first on.
+    pub fn seen(&self, query: usize, seq_q: usize) -> usize {
+        match self.causal {
+            true => (query + 1 + self.seq_kv)
+                .saturating_sub(seq_q)
+                .min(self.seq_kv),
+            false => self.seq_kv,
+        }
+    }
+}
+
+/// The sizes of lists of queries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct QueryTiles {
+    /// Blocks of keys.
+    pub blocks: usize,
+    /// Tiles of a list, as many as all choices need.
+    pub tiles: usize,
+    /// Places of a tile.
+    pub tile: usize,
+}
+
+impl QueryTiles {
+    pub(crate) fn new(blocks: usize, tiles: usize, tile: usize) -> Self {
+        Self {
+            blocks,
+            tiles,
+            tile,
+        }
+    }
+}
+
+/// Queries by the blocks that they chose: i32, −1 for none.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct QueriesOfBlocks<B: Backend> {
+    /// The place of each choice: `[batch, lists, queries, most]`.
+    pub places: IntTensor<B>,
+    /// The choice at each place: `[batch, lists, tiles · tile]`.
+    pub choices: IntTensor<B>,
+    /// The block of each tile: `[batch, lists, tiles]`.
+    pub tile_blocks: IntTensor<B>,
+}
+
+impl<B: Backend> QueriesOfBlocks<B> {
+    pub(crate) fn new(
+        places: IntTensor<B>,
+        choices: IntTensor<B>,
+        tile_blocks: IntTensor<B>,
+    ) -> Self {
+        Self {
+            places,
+            choices,
+            tile_blocks,
+        }
+    }
+}
+
+/// Steps of choices by content as backend operations, on tensors that are not on an autodiff device. Arguments are checked by the public functions.
+#[backend_extension(
+    Flex: cfg(feature = "flex"),
+    NdArray: cfg(feature = "ndarray"),
+    Cube: cfg(feature = "cube"),
+    Fusion: cfg(feature = "fusion"),
+)]
+pub trait SelectionOps: Backend {
+    /// The means of blocks of neighbouring rows of `[batch, heads, rows, width]`, with at least one row: `[batch, heads, blocks, width]`, f32.
+    #[fusion(meta = meta::means)]
+    fn block_means(x: FloatTensor<Self>, block: usize) -> FloatTensor<Self> {
+        reference::block_means::<Self>(x, block)
+    }
+
+    /// The means of the cosines of all pairs of rows of such blocks, of rows less `less` `[batch, heads, 1, width]`: `[batch, heads, blocks, 1]`, f32.
+    #[fusion(meta = meta::likeness)]
+    fn block_likeness(
+        x: FloatTensor<Self>,
+        #[extension_type] less: OptFloat<Self>,
+        block: usize,
+    ) -> FloatTensor<Self> {
+        reference::block_likeness::<Self>(x, less.into_option(), block)
+    }
+
+    /// The blocks of the highest of `scores` `[batch, lists, rows, blocks]`, f32, before the block that a row's own position lies in, by falling score;
+    /// of equal ones the earlier, and NaN is the lowest: `[batch, lists, rows, most]`, i32, −1 where there are fewer.
+    #[fusion(meta = meta::highest)]
+    fn highest_blocks(scores: FloatTensor<Self>, call: TopKBlocks) -> IntTensor<Self> {
+        reference::highest_blocks::<Self>(scores, &call)
+    }
+
+    /// The lists of such blocks: the queries that chose a block have neighbouring places, in order, from the first place of a tile on.
+    #[fusion(meta = meta::lists)]
+    fn list_queries(picks: IntTensor<Self>, call: QueryTiles) -> QueriesOfBlocks<Self> {
+        reference::list_queries::<Self>(picks, &call)
+    }
+
+    /// Lists of keys `[batch, lists, queries, most]`, in any order: those that a query sees, ascending, each once, and −1 behind the last. i32.
+    #[fusion(meta = meta::unique)]
+    fn unique_keys(keys: IntTensor<Self>, call: UniqueKeys) -> IntTensor<Self> {
+        key_reference::unique_keys::<Self>(keys, &call)
+    }
+}
+
+/// Output shapes and dtypes for fusion.
+#[cfg(feature = "fusion")]
+mod meta {
+    use burn::backend::fusion::custom::TensorSpec;
+    use burn::tensor::DType;
+
+    use super::*;
+    use burn_blocksparse::internal::values::OptFloatMetadata;
+
+    pub fn means(x: &TensorSpec, block: &usize) -> TensorSpec {
+        let [batch, heads, rows, width] = x.shape.dims::<4>();
+        TensorSpec::new(
+            [batch, heads, rows.div_ceil(*block), width].into(),
+            DType::F32,
+        )
+    }
+
+    pub fn likeness(x: &TensorSpec, _less: &OptFloatMetadata, block: &usize) -> TensorSpec {
+        let [batch, heads, rows, _] = x.shape.dims::<4>();
+        TensorSpec::new([batch, heads, rows.div_ceil(*block), 1].into(), DType::F32)
+    }
+
+    pub fn highest(scores: &TensorSpec, call: &TopKBlocks) -> TensorSpec {
+        let [batch, lists, rows, _] = scores.shape.dims::<4>();
+        TensorSpec::new([batch, lists, rows, call.most].into(), DType::I32)
+    }
+
+    pub fn unique(keys: &TensorSpec, _call: &UniqueKeys) -> TensorSpec {
+        TensorSpec::new(keys.shape.clone(), DType::I32)
+    }
+
+    pub fn lists(picks: &TensorSpec, call: &QueryTiles) -> QueriesOfBlocksMetadata {
+        let [batch, lists, ..] = picks.shape.dims::<4>();
+        QueriesOfBlocksMetadata {
+            places: TensorSpec::new(picks.shape.clone(), DType::I32),
+            choices: TensorSpec::new([batch, lists, call.tiles * call.tile].into(), DType::I32),
+            tile_blocks: TensorSpec::new([batch, lists, call.tiles].into(), DType::I32),
+        }
+    }
+}

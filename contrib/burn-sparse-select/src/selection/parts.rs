@@ -1,0 +1,115 @@
+//! Calls in parts, so that no tensor on the way to scores is large, and who sees whom in them.
+
+use blocksparse::ScoreGrid;
+use burn::tensor::{Bool, DType, Device, Int, Tensor};
+
+use crate::selection::estimator::EstimateInputs;
+
+/// Numbers of a tensor on the way to scores: 64 MiB of f32, unless one head has more.
+pub(crate) const NUMBERS: usize = 1 << 24;
+
+/// What weighs nothing in a softmax, also beside others of its kind.
+pub(crate) const NOTHING: f32 = -1e30;
+
+/// Computes `[batch, heads, x, y]` by some heads at a time, of tensors of `numbers` numbers a head of queries: `of` gets
+/// `[parts, group, seq_q, head_dim]` of queries and `[parts, 1, seq_kv, head_dim]` of keys, and gives `[parts, group, x, y]`.
+pub(crate) fn by_heads(
+    call: &EstimateInputs,
+    numbers: usize,
+    of: impl Fn(Tensor<4>, Tensor<4>) -> Tensor<4>,
+) -> Tensor<4> {
+    let [batch, heads, seq_q, dim] = call.q.dims();
+    let [_, kv_heads, seq_kv, _] = call.k.dims();
+    let (group, all) = (call.group(), batch * kv_heads);
+    let q = call.q.clone().reshape([all, group, seq_q, dim]);
+    let k = call.k.clone().reshape([all, 1, seq_kv, dim]);
+    let numbers = numbers.max(1);
+    let members = (NUMBERS / numbers).clamp(1, group);
+    let together = (NUMBERS / (numbers * group).max(seq_kv * dim)).clamp(1, all.max(1));
+    let mut parts = Vec::new();
+    for start in (0..all).step_by(together) {
+        let range = start..(start + together).min(all);
+        let (q, k) = (
+            q.clone().slice_dim(0, range.clone()),
+            k.clone().slice_dim(0, range),
+        );
+        let members = (0..group).step_by(members).map(|first| {
+            let q = q.clone().slice_dim(1, first..(first + members).min(group));
+            of(q, k.clone())
+        });
+        parts.push(joined(members.collect(), 1));
+    }
+    let whole = joined(parts, 0);
+    let [_, _, x, y] = whole.dims();
+    whole.reshape([batch, heads, x, y])
+}
+
+/// [`Tensor::cat`], of one nothing but itself.
+pub(crate) fn joined<const D: usize>(mut parts: Vec<Tensor<D>>, dim: usize) -> Tensor<D> {
+    match parts.len() {
+        1 => parts.remove(0),
+        _ => Tensor::cat(parts, dim),
+    }
+}
+
+/// With zeros before and behind, along a dimension.
+pub(crate) fn padded<const D: usize>(
+    x: Tensor<D>,
+    dim: usize,
+    [before, behind]: [usize; 2],
+) -> Tensor<D> {
+    let zeros = |count: usize| {
+        let mut dims = x.dims();
+        dims[dim] = count;
+        (count > 0).then(|| Tensor::zeros(dims, (&x.device(), x.dtype())))
+    };
+    let (before, behind) = (zeros(before), zeros(behind));
+    let parts = before.into_iter().chain([x]).chain(behind);
+    joined(parts.collect(), dim)
+}
+
+/// Where no query of a row sees any key of a column: `[rows, columns]`. Rows and columns may be beyond the grid; those see nothing, and are not seen.
+pub(crate) fn hidden(
+    grid: &ScoreGrid,
+    rows: std::ops::Range<usize>,
+    columns: usize,
+    device: &Device,
+) -> Tensor<2, Bool> {
+    let [first, end] = [rows.start, rows.end].map(|row| row as i64);
+    let dims = [rows.len(), columns];
+    let rows = Tensor::<1, Int>::arange(first..end, device) * grid.query_rows as i64;
+    let last = match grid.causal {
+        true => {
+            let offset = grid.seq_kv as i64 - grid.seq_q as i64;
+            let end = (rows.clone() + grid.query_rows as i64).clamp_max(grid.seq_q as i64);
+            end - 1 + offset
+        }
+        false => rows.zeros_like() + (grid.seq_kv as i64 - 1),
+    };
+    let last = last.mask_fill(rows.greater_equal_elem(grid.seq_q as i64), -1);
+    let starts = Tensor::<1, Int>::arange(0..columns as i64, device) * grid.block as i64;
+    let starts = starts.reshape([1, columns]).expand(dims);
+    starts.greater(last.reshape([dims[0], 1]).expand(dims))
+}
+
+/// The softmax of rows over what is not hidden; of rows without any, zeros.
+pub(crate) fn softmax_of_seen(x: Tensor<4>, hidden: Tensor<4, Bool>) -> Tensor<4> {
+    let x = x.mask_fill(hidden.clone(), NOTHING);
+    burn::tensor::activation::softmax(x, 3).mask_fill(hidden, 0.0)
+}
+
+/// [`softmax_of_seen`], where `None` is hidden.
+pub(crate) fn softmax_reference(x: &[Option<f64>]) -> Vec<f64> {
+    let largest = x.iter().flatten().fold(f64::NEG_INFINITY, |a, b| a.max(*b));
+    let weights = x.iter().map(|x| x.map_or(0.0, |x| (x - largest).exp()));
+    let weights: Vec<f64> = weights.collect();
+    let sum: f64 = weights.iter().sum();
+    // Of no weights nothing is divided.
+    let sum = if sum > 0.0 { sum } else { 1.0 };
+    weights.iter().map(|weight| weight / sum).collect()
+}
+
+/// In f32, `[.., rows from..to, ..]` of queries or keys.
+pub(crate) fn rows_of(x: &Tensor<4>, rows: std::ops::Range<usize>) -> Tensor<4> {
+    x.clone().slice_dim(2, rows).cast(DType::F32)
+}

@@ -1,0 +1,271 @@
+//! How well a choice serves: what it keeps of the attention, beside the best that as many blocks could.
+
+use std::ops::Range;
+
+use blocksparse::{BlockLayout, Budget, EstimateKind, Rule};
+use burn::tensor::activation::softmax;
+use burn::tensor::{Bool, DType, Device, Tensor, TensorData};
+
+use crate::selection::estimator::EstimateInputs;
+use crate::selection::mean::products;
+use crate::selection::{Selection, check_call};
+use burn_blocksparse::OpError;
+use burn_blocksparse::internal::allowed_blocks;
+
+/// What a choice keeps of a head's attention: means over rows of queries, over all batch entries.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct SelectionQuality {
+    /// The share of the attention that the chosen blocks have.
+    pub recall: f64,
+    /// The share that 99 of 100 rows have at least.
+    pub first_percentile: f64,
+    /// The share that the same number of blocks of each row would have if they were the best ones, the forced ones among them.
+    pub oracle: f64,
+    /// Chosen blocks, as a share of those that are visible.
+    pub density: f64,
+}
+
+impl SelectionQuality {
+    /// Of a head that attends to everything that it sees.
+    pub const ALL: Self = Self {
+        recall: 1.0,
+        first_percentile: 1.0,
+        oracle: 1.0,
+        density: 1.0,
+    };
+
+    /// Recall as a share of the best that as many blocks can have.
+    pub fn ratio(&self) -> f64 {
+        self.recall / self.oracle
+    }
+}
+
+/// Numbers of a slab of probabilities.
+const SLAB: usize = 1 << 23;
+
+impl Selection {
+    /// How well the choice serves, of each head. The attention is computed in full, a slab at a time, and read back: for reports.
+    ///
+    /// # Errors
+    /// As [`choose`](Self::choose), and if the device gives nothing back.
+    pub fn quality(&self, call: &EstimateInputs) -> Result<Vec<SelectionQuality>, OpError> {
+        self.quality_within(call, None)
+    }
+
+    /// [`quality`](Self::quality) of a choice from the blocks of a layout ([`Candidates::layout`](crate::selection::Candidates::layout)): of the attention over that layout.
+    ///
+    /// # Errors
+    /// As [`quality`](Self::quality), and if the layout's sizes or batch are not the call's.
+    pub fn quality_within(
+        &self,
+        call: &EstimateInputs,
+        layout: Option<&BlockLayout>,
+    ) -> Result<Vec<SelectionQuality>, OpError> {
+        self.check()?;
+        check_call(call)?;
+        if let Some(layout) = layout {
+            let shape = self.shape(call.q.dims(), call.k.dims()[2])?;
+            OpError::expect_same("layout's shape", shape, "the choice's", *layout.shape())?;
+            let own = call.q.dims()[0];
+            let batch = layout.batch().unwrap_or(own);
+            OpError::expect_same("layout's batch", own, "q's", batch)?;
+        }
+        let call = EstimateInputs {
+            q: call.q.clone().without_autodiff(),
+            k: call.k.clone().without_autodiff(),
+            ..*call
+        };
+        let mut grid = call.grid(self.estimator.grid());
+        // Who sees whom is the layout's to say.
+        grid.causal &= layout.is_none();
+        let (rows, blocks) = (grid.rows(), grid.blocks());
+        let [batch, heads, ..] = call.q.dims();
+        let rule = self.rule();
+        let mut of_heads = vec![Rows::default(); heads];
+        let slab = (SLAB / (batch * heads * grid.query_rows * grid.seq_kv)).clamp(1, rows.max(1));
+        for first in (0..rows).step_by(slab) {
+            let end = (first + slab).min(rows);
+            let scores = self.estimator.scores(&call, first..end)?;
+            let scores = self.sharing.reduce(scores, call.group());
+            let of_scores = scores.dims()[1];
+            let scores = read(scores)?;
+            let masses = read(self.masses(&call, first, end, layout))?;
+            for (entry_head, head) in (0..batch).flat_map(|_| 0..heads).enumerate() {
+                let entry = entry_head / heads;
+                for row in first..end {
+                    let at = |head: usize, of: usize| {
+                        ((entry * of + head) * (end - first) + row - first) * blocks
+                    };
+                    let shared = head / (heads / of_scores);
+                    let scores = &scores[at(shared, of_scores)..][..blocks];
+                    let masses = &masses[at(head, heads)..][..blocks];
+                    let allowed = match layout {
+                        Some(layout) => allowed_blocks(layout, entry, head, row),
+                        None => vec![true; blocks],
+                    };
+                    let may_choose = |block: usize| allowed[block];
+                    let kept = rule.selects_of(&grid, row, scores, may_choose);
+                    let is_visible = |&block: &usize| allowed[block] && grid.is_visible(row, block);
+                    let visible = (0..blocks).filter(is_visible).count();
+                    let count = kept.iter().filter(|&&kept| kept).count();
+                    let best = Rule {
+                        kind: EstimateKind::Probability,
+                        keep: Budget::TopK(count.max(1)),
+                        ..rule
+                    };
+                    let share = |kept: &[bool]| -> f64 {
+                        let pairs = kept.iter().zip(masses);
+                        pairs.filter(|(kept, _)| **kept).map(|(_, mass)| mass).sum()
+                    };
+                    let of = &mut of_heads[head];
+                    of.recall.push(share(&kept));
+                    of.oracle += match count {
+                        0 => 0.0,
+                        _ => share(&best.selects_of(&grid, row, masses, may_choose)),
+                    };
+                    of.kept += count;
+                    of.visible += visible;
+                }
+            }
+        }
+        Ok(of_heads.into_iter().map(Rows::finish).collect())
+    }
+
+    /// The attention that blocks of keys get of rows of queries, each row 1 in all: `[batch, heads, rows, blocks]`.
+    fn masses(
+        &self,
+        call: &EstimateInputs,
+        first: usize,
+        end: usize,
+        layout: Option<&BlockLayout>,
+    ) -> Tensor<4> {
+        let grid = call.grid(self.estimator.grid());
+        let (from, to) = (
+            first * grid.query_rows,
+            (end * grid.query_rows).min(grid.seq_q),
+        );
+        let [batch, heads, ..] = call.q.dims();
+        let device = call.q.device();
+        let q = call.q.clone().slice_dim(2, from..to).cast(DType::F32);
+        let k = call.k.clone().cast(DType::F32);
+        let scores = products(q * call.scale, k, call.group());
+        let hidden = layout.map(|layout| hidden(layout, from..to, &device));
+        let scores = match call.causal && hidden.is_none() {
+            false => match &hidden {
+                Some(hidden) => {
+                    let dims = [batch, heads, to - from, grid.seq_kv];
+                    scores.mask_fill(hidden.clone().expand(dims), -1e30)
+                }
+                None => scores,
+            },
+            true => {
+                let offset = grid.seq_kv as i64 - grid.seq_q as i64 + from as i64;
+                let shape = [to - from, grid.seq_kv];
+                let later = Tensor::<2, burn::tensor::Bool>::tril_mask(shape, offset, &device);
+                let later = later.reshape([1, 1, shape[0], shape[1]]);
+                scores.mask_fill(later.expand([batch, heads, shape[0], shape[1]]), -1e30)
+            }
+        };
+        let p = softmax(scores, 3);
+        // A row that sees nothing has no attention.
+        let p = match hidden {
+            Some(hidden) => {
+                let dims = p.dims();
+                p.mask_fill(hidden.expand(dims), 0.0)
+            }
+            None => p,
+        };
+        let padded = grid.blocks() * grid.block;
+        let p = pad(p, 3, padded);
+        let dims = [batch * heads, to - from, grid.blocks(), grid.block];
+        let p = p.reshape(dims).sum_dim(3);
+        let p = p.reshape([batch, heads, to - from, grid.blocks()]);
+        // The last row may have fewer queries.
+        let rows = end - first;
+        let p = pad(p, 2, rows * grid.query_rows);
+        let dims = [batch * heads, rows, grid.query_rows, grid.blocks()];
+        let p = p.reshape(dims).sum_dim(2);
+        let p = p.reshape([batch, heads, rows, grid.blocks()]);
+        let last = grid.seq_q - (rows - 1) * grid.query_rows - from;
+        match last < grid.query_rows && to == grid.seq_q {
+            false => p / grid.query_rows as f64,
+            true => {
+                let whole = p.clone().slice_dim(2, 0..rows - 1) / grid.query_rows as f64;
+                let rest = p.slice_dim(2, rows - 1..rows) / last as f64;
+                match rows {
+                    1 => rest,
+                    _ => Tensor::cat(vec![whole, rest], 2),
+                }
+            }
+        }
+    }
+}
+
+/// Where a layout has no pair, of some of its queries: `[batch or 1, heads, queries, seq_kv]`.
+fn hidden(layout: &BlockLayout, queries: Range<usize>, device: &Device) -> Tensor<4, Bool> {
+    let (entries, heads, b) = (
+        layout.batch().unwrap_or(1),
+        layout.heads(),
+        layout.block_size(),
+    );
+    let dims = [entries, heads, queries.len(), layout.seq_kv()];
+    let mut hidden = Vec::with_capacity(dims.iter().product());
+    for (entry, head) in (0..entries).flat_map(|entry| (0..heads).map(move |head| (entry, head))) {
+        let pattern = layout.pattern_of(entry, head);
+        for query in queries.clone() {
+            let mut row = vec![true; layout.seq_kv()];
+            for block in layout.row(pattern, query / b) {
+                let mask = &layout.masks()[block.mask as usize];
+                let first = block.block as usize * b;
+                let own = row[first..].iter_mut().take(b).enumerate();
+                own.for_each(|(column, hidden)| *hidden = !mask.get(query % b, column));
+            }
+            hidden.extend(row);
+        }
+    }
+    Tensor::from_data(TensorData::new(hidden, dims), device)
+}
+
+/// What is counted of a head.
+#[derive(Clone, Debug, Default)]
+struct Rows {
+    recall: Vec<f64>,
+    oracle: f64,
+    kept: usize,
+    visible: usize,
+}
+
+impl Rows {
+    fn finish(mut self) -> SelectionQuality {
+        let rows = self.recall.len().max(1) as f64;
+        self.recall.sort_by(f64::total_cmp);
+        SelectionQuality {
+            recall: self.recall.iter().sum::<f64>() / rows,
+            first_percentile: self
+                .recall
+                .get(self.recall.len() / 100)
+                .copied()
+                .unwrap_or(0.0),
+            oracle: self.oracle / rows,
+            density: self.kept as f64 / self.visible.max(1) as f64,
+        }
+    }
+}
+
+/// Zeros behind a dimension, up to a length.
+fn pad(x: Tensor<4>, dim: usize, to: usize) -> Tensor<4> {
+    let mut dims = x.dims();
+    let missing = to - dims[dim];
+    if missing == 0 {
+        return x;
+    }
+    dims[dim] = missing;
+    let zeros = Tensor::zeros(dims, (&x.device(), x.dtype()));
+    Tensor::cat(vec![x, zeros], dim)
+}
+
+fn read(tensor: Tensor<4>) -> Result<Vec<f64>, OpError> {
+    let data = tensor.try_into_data().map_err(OpError::read)?;
+    data.convert::<f64>().to_vec().map_err(OpError::read)
+}

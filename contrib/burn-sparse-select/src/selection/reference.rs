@@ -1,0 +1,157 @@
+//! Steps of choices by content: blocks of rows in Burn's primitives; queries that choose blocks, and the lists of those that chose each, in loops on the
+//! host, which for CPUs is where scores are.
+
+use std::cmp::Ordering;
+
+use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::backend::{Backend, TensorMetadata};
+use burn::tensor::{FloatDType, Shape, Slice, TensorData, try_read_sync};
+
+use crate::selection::ops::{QueriesOfBlocks, QueryTiles, TopKBlocks};
+
+/// Shorter rows have no direction.
+const SHORTEST: f64 = 1e-18;
+
+pub(crate) fn block_means<B: Backend>(x: FloatTensor<B>, block: usize) -> FloatTensor<B> {
+    let [batch, heads, rows, width] = x.shape().dims();
+    let x = B::float_cast(x, FloatDType::F32);
+    let whole = rows / block;
+    let part = |from: usize, to: usize, blocks: usize| {
+        let range = |start: usize, end: usize| Slice::new(start as isize, Some(end as isize), 1);
+        let slices = [
+            range(0, batch),
+            range(0, heads),
+            range(from, to),
+            range(0, width),
+        ];
+        let x = B::float_slice(x.clone(), &slices);
+        let members = (to - from) / blocks;
+        let x = B::float_reshape(x, Shape::new([batch * heads, blocks, members, width]));
+        let means = B::float_mean_dim(x, 2);
+        B::float_reshape(means, Shape::new([batch, heads, blocks, width]))
+    };
+    let mut parts = Vec::new();
+    if whole > 0 {
+        parts.push(part(0, whole * block, whole));
+    }
+    if !rows.is_multiple_of(block) {
+        parts.push(part(whole * block, rows, 1));
+    }
+    match parts.len() {
+        1 => parts.remove(0),
+        _ => B::float_cat(parts, 2),
+    }
+}
+
+/// The square of the length of the mean of directions.
+pub(crate) fn block_likeness<B: Backend>(
+    x: FloatTensor<B>,
+    less: Option<FloatTensor<B>>,
+    block: usize,
+) -> FloatTensor<B> {
+    let x = B::float_cast(x, FloatDType::F32);
+    let x = match less {
+        Some(less) => B::float_sub(x, less),
+        None => x,
+    };
+    let square = |x: FloatTensor<B>| B::float_sum_dim(B::float_mul(x.clone(), x), 3);
+    let lengths = B::float_sqrt(square(x.clone()));
+    let lengths = B::float_clamp_min(lengths, SHORTEST.into());
+    square(block_means::<B>(B::float_div(x, lengths), block))
+}
+
+pub(crate) fn highest_blocks<B: Backend>(
+    scores: FloatTensor<B>,
+    call: &TopKBlocks,
+) -> IntTensor<B> {
+    let device = scores.device();
+    let [batch, lists, rows, blocks] = scores.shape().dims();
+    let scores =
+        try_read_sync(B::float_into_data(scores)).expect("a device that can be waited for");
+    let scores = scores.expect("a tensor that can be read");
+    let scores: Vec<f32> = scores.iter().collect();
+    let mut picks = Vec::with_capacity(batch * lists * rows * call.most);
+    let mut order = Vec::with_capacity(blocks);
+    for (row, scores) in scores.chunks(blocks).enumerate() {
+        let position = (row % rows) as i64 + call.position;
+        let own = usize::try_from(position).unwrap_or(0) / call.block;
+        order.clear();
+        order.extend(0..own.min(blocks));
+        let kept = order.len().min(call.most);
+        let falling =
+            |a: &usize, b: &usize| descending(scores[*a], scores[*b]).then_with(|| a.cmp(b));
+        if kept < order.len() && kept > 0 {
+            order.select_nth_unstable_by(kept - 1, falling);
+        }
+        order.truncate(kept);
+        order.sort_unstable_by(falling);
+        picks.extend(order.iter().map(|&block| block as i32));
+        picks.extend(std::iter::repeat_n(-1, call.most - kept));
+    }
+    tensor::<B>(picks, [batch, lists, rows, call.most], &device)
+}
+
+/// The higher first; NaN is as low as −∞.
+pub(crate) fn descending(a: f32, b: f32) -> Ordering {
+    let number = |x: f32| if x.is_nan() { f32::NEG_INFINITY } else { x };
+    number(b).partial_cmp(&number(a)).expect("no NaN is left")
+}
+
+pub(crate) fn list_queries<B: Backend>(
+    picks: IntTensor<B>,
+    call: &QueryTiles,
+) -> QueriesOfBlocks<B> {
+    let device = picks.device();
+    let dims @ [batch, lists, queries, most] = picks.shape().dims();
+    let picks = try_read_sync(B::int_into_data(picks)).expect("a device that can be waited for");
+    let picks = picks.expect("a tensor that can be read");
+    let picks: Vec<i32> = picks.iter().collect();
+    let QueryTiles {
+        blocks,
+        tiles,
+        tile,
+    } = *call;
+    let mut places = vec![-1; picks.len()];
+    let mut choices = vec![-1; batch * lists * tiles * tile];
+    let mut tile_blocks = vec![-1; batch * lists * tiles];
+    let of_list = queries * most;
+    for list in 0..batch * lists {
+        let picks = &picks[list * of_list..][..of_list];
+        let chosen = |pick: i32| usize::try_from(pick).ok().filter(|&block| block < blocks);
+        let mut counts = vec![0; blocks];
+        for block in picks.iter().filter_map(|&pick| chosen(pick)) {
+            counts[block] += 1;
+        }
+        let mut next = Vec::with_capacity(blocks);
+        let mut first_tile = 0;
+        for (block, count) in counts.iter().enumerate() {
+            next.push(first_tile * tile);
+            let end = first_tile + usize::div_ceil(*count, tile);
+            let (from, to) = (first_tile.min(tiles), end.min(tiles));
+            tile_blocks[list * tiles..][from..to].fill(block as i32);
+            first_tile = end;
+        }
+        for (choice, &pick) in picks.iter().enumerate() {
+            let Some(block) = chosen(pick) else { continue };
+            let place = next[block];
+            next[block] += 1;
+            if place < tiles * tile {
+                places[list * of_list + choice] = place as i32;
+                choices[list * tiles * tile + place] = choice as i32;
+            }
+        }
+    }
+    QueriesOfBlocks::new(
+        tensor::<B>(places, dims, &device),
+        tensor::<B>(choices, [batch, lists, tiles * tile], &device),
+        tensor::<B>(tile_blocks, [batch, lists, tiles], &device),
+    )
+}
+
+fn tensor<B: Backend>(
+    numbers: Vec<i32>,
+    shape: impl Into<Shape>,
+    device: &B::Device,
+) -> IntTensor<B> {
+    B::int_from_data(TensorData::new(numbers, shape.into()), device)
+}

@@ -1,0 +1,219 @@
+//! Attention over what a selection chooses.
+
+use blocksparse::{BlockLayout, Budget};
+use burn::tensor::Tensor;
+
+use crate::selection::Selection;
+use crate::selection::estimator::EstimateInputs;
+use crate::selection::lists::{attention_of_choice, check_options};
+use crate::selection::query_lists::{ListSizes, SelectedBlocks};
+use crate::selection::sharing::GqaReduction;
+use burn_blocksparse::internal::check;
+use burn_blocksparse::{AttentionOptions, OpError, SparseAttentionCall};
+
+/// How [`attention_selected`] chooses and attends. [`AttentionOptions`] alone are causal ones.
+#[derive(Clone, Debug, PartialEq)]
+#[must_use]
+#[non_exhaustive]
+pub struct SelectedOptions {
+    /// Whether queries see no later keys. The last query sits at the last key.
+    pub causal: bool,
+    /// How attention is computed over what is chosen; its scale is that of the scores that choose, too.
+    pub attention: AttentionOptions,
+}
+
+impl Default for SelectedOptions {
+    fn default() -> Self {
+        AttentionOptions::default().into()
+    }
+}
+
+impl From<AttentionOptions> for SelectedOptions {
+    fn from(attention: AttentionOptions) -> Self {
+        Self {
+            causal: true,
+            attention,
+        }
+    }
+}
+
+impl SelectedOptions {
+    /// Sets whether queries see no later keys.
+    pub fn causal(mut self, causal: bool) -> Self {
+        self.causal = causal;
+        self
+    }
+
+    /// Sets how attention is computed.
+    pub fn attention(mut self, attention: AttentionOptions) -> Self {
+        self.attention = attention;
+        self
+    }
+}
+
+/// Attention over the blocks of keys that a [`Selection`] chooses by these queries and keys, whatever its method. Nothing is read back where kernels run;
+/// gradients flow through the chosen pairs, and none through the choice.
+///
+/// Blocks of queries that choose together run as one call of [`sparse_attention`](burn_blocksparse::sparse_attention) over [`Selection::choose`]. Where every query chooses for
+/// itself, as in MoBA (Lu et al., 2025, §2.2), its forced blocks are attended to through a layout that is built on the host once for each size, and kept with
+/// the selection; for the others the queries are packed by the block that they chose ([`SelectedBlocks`]), attended to that block alone, and brought back; and
+/// the parts are merged by their lse. Of each head that takes `places · (head_dim + value_dim)` numbers for packed queries and their outputs, where `places`
+/// is about `(k − forced) · seq_q`: for all heads in training, and elsewhere for so many heads at a time that it is 2³¹ numbers, or one head.
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_blocksparse::AttentionOptions;
+/// use burn_sparse_select::{Selection, attention_selected};
+///
+/// let device = Device::flex().autodiff();
+/// let [q, k, v] = [(); 3].map(|_| {
+///     Tensor::<4>::random([1, 2, 256, 16], Distribution::Default, &device).require_grad()
+/// });
+/// // Each query attends to its own block of 32 keys and to the two before it that score highest.
+/// let selection: Selection = "moba:32,3".parse()?;
+/// let out = attention_selected(q.clone(), k, v, &selection, AttentionOptions::default())?;
+/// let gradients = out.sum().backward();
+/// assert_eq!(q.grad(&gradients).unwrap().dims(), [1, 2, 256, 16]);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+///
+/// # Shapes
+/// As [`sparse_attention`](burn_blocksparse::sparse_attention).
+///
+/// # Errors
+/// As [`sparse_attention`](burn_blocksparse::sparse_attention) and [`Selection::choose`]. Where every query chooses for itself, also if the rule is not [`Budget::TopK`] with the
+/// query's own block among the forced ones, if queries see later keys, or for ALiBi and dropout, which depend on the places of queries.
+pub fn attention_selected(
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    selection: &Selection,
+    options: impl Into<SelectedOptions>,
+) -> Result<Tensor<4>, OpError> {
+    let (out, _) = attention_selected_with_lse(q, k, v, selection, options)?;
+    Ok(out)
+}
+
+/// [`attention_selected`], and lse over the chosen keys, as [`SparseAttentionCall::lse`](burn_blocksparse::SparseAttentionCall::lse) has it: `exp(lse − lse of full attention)` is
+/// the share of each query's attention that the choice keeps ([`recall`](crate::selection::recall)).
+///
+/// # Errors
+/// As [`attention_selected`].
+pub fn attention_selected_with_lse(
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    selection: &Selection,
+    options: impl Into<SelectedOptions>,
+) -> Result<(Tensor<4>, Tensor<3>), OpError> {
+    let SelectedOptions { causal, attention } = options.into();
+    let call = EstimateInputs::new(q.clone(), k.clone()).causal(causal);
+    let scale = attention.scale_for(q.dims()[3].max(1));
+    let call = call.scale(scale);
+    if !selection.is_by_query() {
+        let layout = selection.choose(&call)?.layout;
+        return SparseAttentionCall::new(q, k, v, &layout)
+            .options(attention)
+            .run_with_lse();
+    }
+    check_options(&attention)?;
+    let sizes = selection.list_sizes(&call)?;
+    let own = selection.own_blocks(&call)?;
+    check::call(&q, &k, &v, (&own).into(), &attention)?;
+    let lists = match sizes {
+        Some(sizes) => Some(selection.lists(&call, &sizes)?),
+        None => None,
+    };
+    attention_of_choice([q, k, v], &own, lists, &attention)
+}
+
+impl Selection {
+    /// Whether every query chooses for itself.
+    pub(crate) fn is_by_query(&self) -> bool {
+        self.estimator.grid().query_rows == 1 && self.estimator.grid().block > 1
+    }
+
+    /// Which blocks every query of a call chooses beside the forced ones, and the queries of each block, for a selection whose queries choose each for itself.
+    /// `None` if no query has a block to choose, or only forced ones are kept. Nothing is read back.
+    ///
+    /// ```
+    /// use burn::tensor::{Device, Distribution, Tensor};
+    /// use burn_sparse_select::{EstimateInputs, Selection};
+    ///
+    /// let [q, k] = [(); 2]
+    ///     .map(|_| Tensor::<4>::random([1, 2, 256, 16], Distribution::Default, &Device::flex()));
+    /// let selection: Selection = "moba:32,3".parse()?;
+    /// let lists = selection.query_lists(&EstimateInputs::new(q, k))?.unwrap();
+    /// assert_eq!(lists.blocks.dims(), [1, 2, 256, 2]);
+    /// # Ok::<(), burn_blocksparse::OpError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`attention_selected`], and if queries choose together.
+    pub fn query_lists(&self, call: &EstimateInputs) -> Result<Option<SelectedBlocks>, OpError> {
+        if !self.is_by_query() {
+            let got = self.estimator.grid().query_rows;
+            return Err(OpError::argument("query_rows", "1", got));
+        }
+        match self.list_sizes(call)? {
+            Some(sizes) => self.lists(call, &sizes).map(Some),
+            None => Ok(None),
+        }
+    }
+
+    fn lists(&self, call: &EstimateInputs, sizes: &ListSizes) -> Result<SelectedBlocks, OpError> {
+        let call = EstimateInputs {
+            q: call.q.clone().without_autodiff(),
+            k: call.k.clone().without_autodiff(),
+            ..*call
+        };
+        if call.group() == 1 || self.sharing == GqaReduction::PerHead {
+            let between = sizes.between_forced();
+            let k = match between == (0..call.k.dims()[2]) {
+                true => call.k.clone(),
+                false => call.k.clone().slice_dim(2, between),
+            };
+            let between = EstimateInputs { k, ..call.clone() };
+            if let Some(picks) = self.estimator.picks(&between, sizes.most()) {
+                return Ok(SelectedBlocks::of_choices(sizes.of_call(picks), sizes));
+            }
+        }
+        let [batch, heads, ..] = call.q.dims();
+        let scores = |rows| {
+            let scores = self.estimator.scores(&call, rows)?;
+            Ok(self.sharing.reduce(scores, call.group()))
+        };
+        SelectedBlocks::new(scores, batch * heads, sizes)
+    }
+
+    /// Checks the call, and says how long its lists are.
+    fn list_sizes(&self, call: &EstimateInputs) -> Result<Option<ListSizes>, OpError> {
+        self.check_for(call)?;
+        if !call.causal {
+            let expected = "true where every query chooses for itself";
+            return Err(OpError::argument("call.causal", expected, false));
+        }
+        let Budget::TopK(keep) = self.keep else {
+            let expected = "a number of blocks where every query chooses for itself";
+            return Err(OpError::argument(
+                "keep",
+                expected,
+                format!("{:?}", self.keep),
+            ));
+        };
+        if self.forced.local == 0 {
+            let expected =
+                "at least 1, the query's own block, where every query chooses for itself";
+            return Err(OpError::argument("forced.local", expected, 0));
+        }
+        let _ = self.query_shape(call.q.dims(), call.k.dims()[2])?;
+        let grid = call.grid(self.estimator.grid());
+        Ok(ListSizes::new(grid, keep, self.forced))
+    }
+
+    fn own_blocks(&self, call: &EstimateInputs) -> Result<BlockLayout, OpError> {
+        let shape = self.query_shape(call.q.dims(), call.k.dims()[2])?;
+        let grid = call.grid(self.estimator.grid());
+        self.own.of_forced(&grid, self.forced, shape)
+    }
+}

@@ -1,0 +1,234 @@
+//! Blocks by means, where blocks are alike in themselves (SpargeAttn: Zhang et al., 2025, §3).
+
+use std::ops::Range;
+
+use blocksparse::{Always, Budget, EstimateKind, Rule};
+use burn::backend::Dispatch;
+use burn::tensor::Tensor;
+
+#[cfg(feature = "cube")]
+use crate::selection::estimate_ops::LikeBlocks;
+#[cfg(feature = "cube")]
+use crate::selection::estimates;
+use crate::selection::estimator::{
+    BlockEstimator, EstimateGrid, EstimateInputs, EstimatorTraits, ReferenceInputs, dot,
+};
+use crate::selection::mean::{mean_of_all, means, means_reference, products};
+use crate::selection::ops::SelectionOps;
+use crate::selection::parts::{hidden, softmax_of_seen, softmax_reference};
+use crate::selection::sharing::GqaReduction;
+use crate::selection::text::{Arguments, Method, Written};
+use crate::selection::{Selection, check_block};
+use burn_blocksparse::OpError;
+use burn_blocksparse::internal::values::OptFloat;
+
+/// `softmax(mean(q) · mean(k) · scale)` over blocks of keys, where means say something of their blocks: the self-similarity of a block is the mean of the
+/// cosines of all pairs of its rows. A block of keys of less than `similarity` is left out of the softmax, and its score is +∞: the rules keep it besides what
+/// they keep of the others ([`EstimateKind::Probability`]), if they do not count blocks. So are all blocks of a row of queries of less than that.
+///
+/// ```
+/// use burn_sparse_select::{Always, Budget, Selection, SpargeAttn};
+///
+/// let selection: Selection = "sparge:64,0.98,0.6".parse()?;
+/// let estimator = SpargeAttn { block: 64, similarity: 0.6, smooth: true };
+/// let same = Selection::new(estimator, Budget::top_p(0.98)).with_always(Always { first: 0, local: 1 });
+/// assert_eq!(selection, same);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SpargeAttn {
+    /// Width of a block.
+    pub block: usize,
+    /// The least self-similarity of a block whose mean stands for it, from −1 to 1.
+    pub similarity: f64,
+    /// Whether keys are taken less their mean over the sequence, which no softmax over all of them notices, but similarities do.
+    pub smooth: bool,
+}
+
+/// Forced by default: the queries' own block.
+const FORCED: Always = Always { first: 0, local: 1 };
+
+pub(crate) const METHOD: Method = Method {
+    name: "sparge",
+    notation: "sparge:BLOCK,KEEP,SIMILARITY[,smooth=0]",
+    read: |arguments: &mut Arguments| {
+        let block = arguments.whole("BLOCK")?;
+        let keep = arguments.keep("KEEP", Budget::top_p)?;
+        let estimator = SpargeAttn {
+            block,
+            similarity: arguments.real("SIMILARITY")?,
+            smooth: arguments.flag("smooth", true)?,
+        };
+        let selection = Selection::new(estimator, keep);
+        Ok(selection.with_always(arguments.forced(FORCED)?))
+    },
+};
+
+/// Shorter rows have no direction.
+const SHORTEST: f64 = 1e-18;
+
+impl SpargeAttn {
+    /// The self-similarities of the blocks of queries and of keys that a head sees, in plain f64 loops.
+    pub fn similarities_reference(&self, call: &ReferenceInputs, head: usize) -> [Vec<f64>; 2] {
+        let (b, dim) = (self.block, call.head_dim);
+        let k = self.keys_reference(call, head);
+        let of_queries = similarities_reference(|i| call.query(head, i), call.seq_q, b);
+        let of_keys = similarities_reference(|j| &k[j * dim..][..dim], call.seq_kv, b);
+        [of_queries, of_keys]
+    }
+
+    /// The keys that a head sees.
+    fn keys_reference(&self, call: &ReferenceInputs, head: usize) -> Vec<f64> {
+        let mean = match self.smooth {
+            true => means_reference(|j| call.key(head, j), call.seq_kv, call.seq_kv).remove(0),
+            false => vec![0.0; call.head_dim],
+        };
+        let less = |j: usize| {
+            call.key(head, j)
+                .iter()
+                .zip(&mean)
+                .map(|(k, mean)| k - mean)
+        };
+        (0..call.seq_kv).flat_map(less).collect()
+    }
+}
+
+impl BlockEstimator for SpargeAttn {
+    fn name(&self) -> &'static str {
+        METHOD.name
+    }
+
+    fn text(&self, rule: &Rule, sharing: GqaReduction) -> String {
+        let written = Written::new(METHOD.name).whole(self.block);
+        let written = written.keep(rule.keep, |keep| matches!(keep, Budget::TopP { .. }));
+        let written = written.real(self.similarity);
+        let written = written.named_whole("smooth", self.smooth.into(), 1);
+        let written = written.forced(rule.forced, FORCED);
+        written
+            .gqa_reduction(sharing, GqaReduction::PerHead)
+            .finish()
+    }
+
+    fn grid(&self) -> EstimateGrid {
+        EstimateGrid {
+            query_rows: self.block,
+            block: self.block,
+        }
+    }
+
+    fn traits(&self) -> EstimatorTraits {
+        EstimatorTraits {
+            kind: EstimateKind::Probability,
+            // The mean of a block of queries has its later ones, and that of all keys too.
+            prefix_stable: false,
+            causal_only: false,
+        }
+    }
+
+    fn check(&self) -> Result<(), OpError> {
+        check_block(self.block)?;
+        match (-1.0..=1.0).contains(&self.similarity) {
+            true => Ok(()),
+            false => {
+                let expected = "from -1 to 1";
+                Err(OpError::argument("similarity", expected, self.similarity))
+            }
+        }
+    }
+
+    fn scores(&self, call: &EstimateInputs, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
+        #[cfg(feature = "cube")]
+        {
+            let like = LikeBlocks::new(self.similarity, self.smooth);
+            if let Some(scores) = estimates::alike(call, self.block, like, &rows) {
+                return Ok(scores);
+            }
+        }
+        let b = self.block;
+        let [batch, heads, seq_q, _] = call.q.dims();
+        let group = call.group();
+        let grid = call.grid(self.grid());
+        let (blocks, count) = (grid.blocks(), rows.len());
+        let queries = (rows.start * b).min(seq_q)..(rows.end * b).min(seq_q);
+        let q = call.q.clone().slice_dim(2, queries);
+        let k = call.k.clone();
+        let less = self.smooth.then(|| mean_of_all(k.clone()));
+        // Means of differences are differences of means.
+        let k_means = means(k.clone(), b);
+        let k_means = match &less {
+            Some(less) => k_means - less.clone(),
+            None => k_means,
+        };
+        let x = products(means(q.clone(), b) * call.scale, k_means, call.group());
+        let unlike = |x: Tensor<4>, less| {
+            let alike = likeness(x, less, b);
+            alike.lower_elem(self.similarity)
+        };
+        let dims = [batch, heads, count, blocks];
+        let of_keys = unlike(k, less).swap_dims(2, 3);
+        let by_head = [batch, heads / group, group, blocks];
+        let of_keys = of_keys.expand(by_head).reshape([batch, heads, 1, blocks]);
+        let of_keys = of_keys.expand(dims);
+        let of_queries = unlike(q, None).expand(dims);
+        let hidden = hidden(&grid, rows, blocks, &x.device());
+        let hidden = hidden.reshape([1, 1, count, blocks]).expand(dims);
+        let p = softmax_of_seen(x, hidden.bool_or(of_keys.clone()));
+        Ok(p.mask_fill(of_keys.bool_or(of_queries), f32::INFINITY))
+    }
+
+    fn reference(&self, call: &ReferenceInputs) -> Vec<f64> {
+        let grid = call.grid(self.grid());
+        let dim = call.head_dim;
+        let mut scores = Vec::new();
+        for head in 0..call.heads {
+            let k = self.keys_reference(call, head);
+            let q_means = means_reference(|i| call.query(head, i), call.seq_q, self.block);
+            let k_means = means_reference(|j| &k[j * dim..][..dim], call.seq_kv, self.block);
+            let [of_queries, of_keys] = self.similarities_reference(call, head);
+            for row in 0..grid.rows() {
+                let is_like = |block: usize| of_keys[block] >= self.similarity;
+                let x = (0..grid.blocks()).map(|block| {
+                    let is_weighed = grid.is_visible(row, block) && is_like(block);
+                    is_weighed.then(|| dot(&q_means[row], &k_means[block]) * call.scale)
+                });
+                let p = softmax_reference(&x.collect::<Vec<_>>());
+                let is_weighed = |block| of_queries[row] >= self.similarity && is_like(block);
+                scores.extend(p.into_iter().enumerate().map(|(block, p)| {
+                    match is_weighed(block) {
+                        true => p,
+                        false => f64::INFINITY,
+                    }
+                }));
+            }
+        }
+        scores
+    }
+}
+
+/// The mean of the cosines of all pairs of a block's rows less `less`: `[batch, heads, blocks, 1]`.
+fn likeness(x: Tensor<4>, less: Option<Tensor<4>>, block: usize) -> Tensor<4> {
+    let less = OptFloat::from(less.map(Tensor::into_dispatch));
+    let alike = <Dispatch as SelectionOps>::block_likeness(x.into_dispatch(), less, block);
+    Tensor::from_dispatch(alike)
+}
+
+fn similarities_reference<'a>(
+    row: impl Fn(usize) -> &'a [f64],
+    rows: usize,
+    block: usize,
+) -> Vec<f64> {
+    let cosine = |i: usize, j: usize| {
+        let [i, j] = [i, j].map(&row);
+        let length = |x: &[f64]| dot(x, x).sqrt().max(SHORTEST);
+        dot(i, j) / (length(i) * length(j))
+    };
+    let blocks = (0..rows).step_by(block).map(|start| {
+        let members = start..(start + block).min(rows);
+        let pairs = members
+            .clone()
+            .flat_map(|i| members.clone().map(move |j| (i, j)));
+        let count = members.len() * members.len();
+        pairs.map(|(i, j)| cosine(i, j)).sum::<f64>() / count as f64
+    });
+    blocks.collect()
+}

@@ -1,0 +1,280 @@
+//! The arguments of selections as text, read and written.
+
+use std::str::FromStr;
+
+use blocksparse::{Always, Budget};
+
+use crate::selection::Selection;
+use crate::selection::sharing::{GqaReduction, WORDS};
+use burn_blocksparse::OpError;
+
+/// A method of selection: how it is written, and read.
+pub(crate) struct Method {
+    /// What its text begins with.
+    pub name: &'static str,
+    /// Its notation.
+    pub notation: &'static str,
+    /// Reads the arguments behind the name.
+    pub read: fn(&mut Arguments) -> Result<Selection, OpError>,
+}
+
+/// The arguments of a text, read one by one: those with names may stand anywhere, the others have an order.
+pub(crate) struct Arguments<'a> {
+    text: &'a str,
+    notation: &'static str,
+    placed: std::vec::IntoIter<&'a str>,
+    named: Vec<(&'a str, &'a str)>,
+    count: usize,
+}
+
+/// The rules that have a name, each with its argument's.
+const RULES: [&str; 4] = ["k", "ratio", "p", "above"];
+
+impl<'a> Arguments<'a> {
+    /// What stands behind a method's name in a text.
+    pub fn new(text: &'a str, behind: &'a str, notation: &'static str) -> Self {
+        let parts = behind.split(',').map(str::trim);
+        let parts = parts.filter(|part| !part.is_empty());
+        let (named, placed): (Vec<&str>, Vec<&str>) = parts.partition(|part| part.contains('='));
+        let named = named.iter().filter_map(|part| part.split_once('='));
+        let named = named.map(|(name, value)| (name.trim(), value.trim()));
+        Self {
+            text,
+            notation,
+            count: placed.len(),
+            placed: placed.into_iter(),
+            named: named.collect(),
+        }
+    }
+
+    fn error(&self, expected: impl Into<String>, got: impl Into<String>) -> OpError {
+        OpError::Selection {
+            text: self.text.to_owned(),
+            expected: expected.into(),
+            got: got.into(),
+        }
+    }
+
+    fn missing(&self) -> OpError {
+        let numbers = match self.count {
+            1 => "1 number".to_owned(),
+            count => format!("{count} numbers"),
+        };
+        self.error(self.notation, numbers)
+    }
+
+    fn number<T: FromStr>(&self, name: &str, kind: &str, text: &str) -> Result<T, OpError> {
+        let error = |_| self.error(format!("{name} to be {kind}"), format!("'{text}'"));
+        text.parse().map_err(error)
+    }
+
+    /// A whole number.
+    pub fn whole(&mut self, name: &str) -> Result<usize, OpError> {
+        let text = self.placed.next().ok_or_else(|| self.missing())?;
+        self.number(name, "a whole number", text)
+    }
+
+    /// A whole number, or what stands for it.
+    pub fn optional_whole(&mut self, name: &str, default: usize) -> Result<usize, OpError> {
+        match self.placed.next() {
+            None => Ok(default),
+            Some(text) => self.number(name, "a whole number", text),
+        }
+    }
+
+    /// A number.
+    pub fn real(&mut self, name: &str) -> Result<f64, OpError> {
+        let text = self.placed.next().ok_or_else(|| self.missing())?;
+        self.number(name, "a number", text)
+    }
+
+    /// A number, or what stands for it.
+    pub fn optional_real(&mut self, name: &str, default: f64) -> Result<f64, OpError> {
+        match self.placed.next() {
+            None => Ok(default),
+            Some(text) => self.number(name, "a number", text),
+        }
+    }
+
+    /// A whole number with a name, or what stands for it.
+    pub fn named_whole(&mut self, name: &str, default: usize) -> Result<usize, OpError> {
+        match self.take(name) {
+            None => Ok(default),
+            Some(text) => self.number(name, "a whole number", text),
+        }
+    }
+
+    /// Yes (1) or no (0), or what stands for it.
+    pub fn flag(&mut self, name: &str, default: bool) -> Result<bool, OpError> {
+        match self.take(name) {
+            None => Ok(default),
+            Some("0") => Ok(false),
+            Some("1") => Ok(true),
+            Some(text) => Err(self.error(format!("{name} to be 0 or 1"), format!("'{text}'"))),
+        }
+    }
+
+    /// Forced blocks: `first=` and `local=`, or what stands for them.
+    pub fn forced(&mut self, default: Always) -> Result<Always, OpError> {
+        Ok(Always {
+            first: self.named_whole("first", default.first)?,
+            local: self.named_whole("local", default.local)?,
+        })
+    }
+
+    fn take(&mut self, name: &str) -> Option<&'a str> {
+        let at = self.named.iter().position(|(named, _)| *named == name)?;
+        Some(self.named.remove(at).1)
+    }
+
+    /// A rule: one with a name (`k=12`, `ratio=0.25`, `p=0.9` with `min=` and `max=` if wanted, `above=0.01`), or a number in its place, which `plain` makes a
+    /// rule of.
+    pub fn keep(&mut self, name: &str, plain: fn(f64) -> Budget) -> Result<Budget, OpError> {
+        if let Some(rule) = self.named_keep()? {
+            return Ok(rule);
+        }
+        let text = self.placed.next().ok_or_else(|| self.missing())?;
+        let mut rule = plain(self.number(name, "a number", text)?);
+        if let Budget::TopK(k) = &mut rule {
+            *k = self.number(name, "a whole number", text)?;
+        }
+        self.limits(rule)
+    }
+
+    /// A rule with a name, if there is one.
+    pub fn named_keep(&mut self) -> Result<Option<Budget>, OpError> {
+        let mut rule = None;
+        for key in RULES {
+            let Some(text) = self.take(key) else {
+                continue;
+            };
+            if rule.is_some() {
+                return Err(self.error("one rule", format!("also {key}={text}")));
+            }
+            rule = Some(match key {
+                "k" => Budget::TopK(self.number(key, "a whole number", text)?),
+                "ratio" => Budget::Ratio(self.number(key, "a number", text)?),
+                "above" => Budget::MinP(self.number(key, "a number", text)?),
+                _ => Budget::top_p(self.number(key, "a number", text)?),
+            });
+        }
+        rule.map(|rule| self.limits(rule)).transpose()
+    }
+
+    /// The fewest and the most blocks of a share.
+    fn limits(&mut self, mut rule: Budget) -> Result<Budget, OpError> {
+        if let Budget::TopP { min, max, .. } = &mut rule {
+            if let Some(text) = self.take("min") {
+                *min = self.number("min", "a whole number", text)?;
+            }
+            if let Some(text) = self.take("max") {
+                *max = self.number("max", "a whole number", text)?;
+            }
+        }
+        Ok(rule)
+    }
+
+    /// Whether heads share, if it says so.
+    pub fn gqa_reduction(&mut self) -> Result<Option<GqaReduction>, OpError> {
+        let Some(text) = self.take("share") else {
+            return Ok(None);
+        };
+        match WORDS.iter().find(|(word, _)| *word == text) {
+            Some((_, sharing)) => Ok(Some(*sharing)),
+            None => Err(self.error("share to be no, sum, mean or max", format!("'{text}'"))),
+        }
+    }
+
+    pub fn end(&mut self) -> Result<(), OpError> {
+        if let Some(text) = self.placed.next() {
+            return Err(self.error(self.notation, format!("also '{text}'")));
+        }
+        match self.named.first() {
+            None => Ok(()),
+            Some((name, _)) => Err(self.error(self.notation, format!("'{name}='"))),
+        }
+    }
+}
+
+/// A text being written: the reverse of [`Arguments`].
+pub(crate) struct Written {
+    text: String,
+    is_first: bool,
+}
+
+impl Written {
+    /// Of a method.
+    pub fn new(name: &str) -> Self {
+        Self {
+            text: name.to_owned(),
+            is_first: true,
+        }
+    }
+
+    fn argument(mut self, text: &str) -> Self {
+        self.text.push(if self.is_first { ':' } else { ',' });
+        self.text.push_str(text);
+        self.is_first = false;
+        self
+    }
+
+    /// A whole number.
+    pub fn whole(self, number: usize) -> Self {
+        self.argument(&number.to_string())
+    }
+
+    /// A number.
+    pub fn real(self, number: f64) -> Self {
+        self.argument(&number.to_string())
+    }
+
+    /// A rule, without its name if that is the method's own.
+    pub fn keep(self, keep: Budget, is_plain: impl Fn(Budget) -> bool) -> Self {
+        let name = |name: &str| match is_plain(keep) {
+            true => String::new(),
+            false => format!("{name}="),
+        };
+        match keep {
+            Budget::TopK(k) => self.argument(&format!("{}{k}", name("k"))),
+            Budget::Ratio(ratio) => self.argument(&format!("{}{ratio}", name("ratio"))),
+            Budget::MinP(above) => self.argument(&format!("{}{above}", name("above"))),
+            Budget::TopP { p, min, max } => {
+                let mut written = self.argument(&format!("{}{p}", name("p")));
+                if min > 0 {
+                    written = written.argument(&format!("min={min}"));
+                }
+                if max < usize::MAX {
+                    written = written.argument(&format!("max={max}"));
+                }
+                written
+            }
+        }
+    }
+
+    /// A whole number with a name, where the method's default is another.
+    pub fn named_whole(self, name: &str, number: usize, default: usize) -> Self {
+        match number == default {
+            true => self,
+            false => self.argument(&format!("{name}={number}")),
+        }
+    }
+
+    /// Forced blocks, where the method's default is another.
+    pub fn forced(self, forced: Always, default: Always) -> Self {
+        let written = self.named_whole("first", forced.first, default.first);
+        written.named_whole("local", forced.local, default.local)
+    }
+
+    /// Whether heads share, where the method's default is another.
+    pub fn gqa_reduction(self, sharing: GqaReduction, default: GqaReduction) -> Self {
+        match sharing == default {
+            true => self,
+            false => self.argument(&format!("share={sharing}")),
+        }
+    }
+
+    /// The text.
+    pub fn finish(self) -> String {
+        self.text
+    }
+}

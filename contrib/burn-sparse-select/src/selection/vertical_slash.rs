@@ -1,0 +1,210 @@
+//! Blocks by columns and diagonals of the last queries' attention (the vertical-slash heads of MInference: Jiang et al., 2024, §3).
+
+use std::ops::Range;
+
+#[cfg(feature = "cube")]
+use crate::kernels::selection::Kept;
+use blocksparse::{Always, Budget, EstimateKind, Rule};
+use burn::tensor::Tensor;
+
+#[cfg(feature = "cube")]
+use crate::selection::estimates;
+use crate::selection::estimator::{
+    BlockEstimator, EstimateGrid, EstimateInputs, EstimatorTraits, ReferenceInputs,
+};
+use crate::selection::lines::{
+    is_touched, largest_behind, largest_behind_reference, line_sums, line_sums_reference, touched,
+};
+use crate::selection::sharing::GqaReduction;
+use crate::selection::text::{Arguments, Method, Written};
+use crate::selection::{Selection, check_block};
+use burn_blocksparse::OpError;
+
+/// The keys, and the distances from a query back to a key, that the last queries attend to most are what all queries attend to: a block is retained if it has one
+/// of those keys, or a pair at one of those distances. That is a superset of the pairs themselves, which
+/// [`vertical_slash_layout`](crate::selection::vertical_slash_layout) keeps exactly, by reading back what was chosen.
+///
+/// Its scores are 1 and 0, and [`DEFAULT_BUDGET`](Self::DEFAULT_BUDGET) is the rule that keeps the ones. Keys or distances that get equal attention are all kept or none, and
+/// those that get none are not, so that there can be fewer or more than asked for.
+///
+/// ```
+/// use burn_sparse_select::{Selection, VerticalSlash};
+///
+/// let selection: Selection = "minference:64,1000,6096".parse()?;
+/// assert_eq!(selection, Selection::new(VerticalSlash::new(64, 1000, 6096), VerticalSlash::DEFAULT_BUDGET));
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct VerticalSlash {
+    /// Width of a block.
+    pub block: usize,
+    /// Keys that are retained, the first ones among them.
+    pub columns: usize,
+    /// Distances that are retained, the shortest ones among them.
+    pub slashes: usize,
+    /// How many of the last queries choose: 64.
+    pub queries: usize,
+    /// How many of the first keys are always retained: 30.
+    pub sinks: usize,
+    /// How many of the shortest distances are always retained, 0 being one of them: 100.
+    pub window: usize,
+}
+
+/// Rows of scores of 1 and 0, in which there is a 1: all that are at least a share of the largest. The share is small, so that heads that share a choice keep
+/// what one of them keeps.
+pub(crate) const ONES: Budget = Budget::MinP(1e-3);
+
+/// No block is forced: the estimator does.
+const FORCED: Always = Always { first: 0, local: 0 };
+
+pub(crate) const METHOD: Method = Method {
+    name: "minference",
+    notation: "minference:BLOCK,COLUMNS,SLASHES[,QUERIES][,sinks=30][,window=100]",
+    read: |arguments: &mut Arguments| {
+        let [block, columns, slashes] = [
+            arguments.whole("BLOCK")?,
+            arguments.whole("COLUMNS")?,
+            arguments.whole("SLASHES")?,
+        ];
+        let default = VerticalSlash::new(block, columns, slashes);
+        let estimator = VerticalSlash {
+            queries: arguments.optional_whole("QUERIES", default.queries)?,
+            sinks: arguments.named_whole("sinks", default.sinks)?,
+            window: arguments.named_whole("window", default.window)?,
+            ..default
+        };
+        let keep = arguments.named_keep()?.unwrap_or(ONES);
+        let selection = Selection::new(estimator, keep);
+        Ok(selection.with_always(arguments.forced(FORCED)?))
+    },
+};
+
+impl VerticalSlash {
+    /// The rule that keeps the blocks whose score is 1.
+    pub const DEFAULT_BUDGET: Budget = ONES;
+
+    /// So many keys and distances by the last 64 queries, the first 30 and the shortest 100 among them.
+    pub fn new(block: usize, columns: usize, slashes: usize) -> Self {
+        Self {
+            block,
+            columns,
+            slashes,
+            queries: 64,
+            sinks: 30,
+            window: 100,
+        }
+    }
+
+    /// Sets how many of the last queries choose.
+    pub fn queries(mut self, queries: usize) -> Self {
+        self.queries = queries;
+        self
+    }
+
+    /// Sets how many of the first keys are always retained.
+    pub fn sinks(mut self, sinks: usize) -> Self {
+        self.sinks = sinks;
+        self
+    }
+
+    /// Sets how many of the shortest distances are always retained.
+    pub fn window(mut self, window: usize) -> Self {
+        self.window = window;
+        self
+    }
+
+    /// Which keys, and which distances, a head keeps, in plain f64 loops.
+    pub fn lines_reference(&self, call: &ReferenceInputs, head: usize) -> [Vec<bool>; 2] {
+        let [columns, distances] = line_sums_reference(call, head, self.queries);
+        [
+            largest_behind_reference(&columns, self.columns, self.sinks),
+            largest_behind_reference(&distances, self.slashes, self.window),
+        ]
+    }
+}
+
+impl BlockEstimator for VerticalSlash {
+    fn name(&self) -> &'static str {
+        METHOD.name
+    }
+
+    fn text(&self, rule: &Rule, sharing: GqaReduction) -> String {
+        let default = Self::new(self.block, self.columns, self.slashes);
+        let written = Written::new(METHOD.name).whole(self.block);
+        let mut written = written.whole(self.columns).whole(self.slashes);
+        if self.queries != default.queries {
+            written = written.whole(self.queries);
+        }
+        let written = written.named_whole("sinks", self.sinks, default.sinks);
+        let mut written = written.named_whole("window", self.window, default.window);
+        if rule.keep != ONES {
+            written = written.keep(rule.keep, |_| false);
+        }
+        let written = written.forced(rule.forced, FORCED);
+        written
+            .gqa_reduction(sharing, GqaReduction::PerHead)
+            .finish()
+    }
+
+    fn grid(&self) -> EstimateGrid {
+        EstimateGrid {
+            query_rows: self.block,
+            block: self.block,
+        }
+    }
+
+    fn traits(&self) -> EstimatorTraits {
+        EstimatorTraits {
+            kind: EstimateKind::Probability,
+            // The last queries choose for all.
+            prefix_stable: false,
+            causal_only: true,
+        }
+    }
+
+    fn check(&self) -> Result<(), OpError> {
+        check_block(self.block)?;
+        // Every row has a block of distance 0 then, and so a score of 1.
+        for (argument, number) in [("queries", self.queries), ("window", self.window)] {
+            if number == 0 {
+                return Err(OpError::argument(argument, "at least 1", number));
+            }
+        }
+        Ok(())
+    }
+
+    fn scores(&self, call: &EstimateInputs, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
+        #[cfg(feature = "cube")]
+        {
+            let kept = Kept::Count {
+                all: [self.columns, self.slashes],
+                forced: [self.sinks, self.window],
+            };
+            let scores = estimates::lines(call, [self.block, self.queries], kept, &rows);
+            if let Some(scores) = scores {
+                return Ok(scores);
+            }
+        }
+        let [batch, heads, ..] = call.q.dims();
+        let grid = call.grid(self.grid());
+        let sums = line_sums(call, self.queries);
+        let columns = largest_behind(sums.columns, self.columns, self.sinks);
+        let distances = largest_behind(sums.distances, self.slashes, self.window);
+        let dims = [batch, heads, rows.len(), grid.blocks()];
+        Ok(touched(columns, distances, &grid, rows).reshape(dims))
+    }
+
+    fn reference(&self, call: &ReferenceInputs) -> Vec<f64> {
+        let grid = call.grid(self.grid());
+        let mut scores = Vec::new();
+        for head in 0..call.heads {
+            let lines = self.lines_reference(call, head);
+            for row in 0..grid.rows() {
+                let score = |block| f64::from(u8::from(is_touched(&lines, &grid, row, block)));
+                scores.extend((0..grid.blocks()).map(score));
+            }
+        }
+        scores
+    }
+}

@@ -1,0 +1,333 @@
+//! Choices that are cut by a layout, and by padding.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use blocksparse::{BlockLayout, LayoutShape, PaddingMask, Pattern};
+use burn::tensor::{DType, Tensor};
+
+use crate::selection::estimator::{EstimateInputs, ReferenceInputs};
+use crate::selection::parts::{joined, padded};
+use crate::selection::{SelectedLayout, Selection};
+use burn_blocksparse::layout::DeviceLayoutOptions;
+use burn_blocksparse::{DeviceLayout, OpError};
+
+/// What a choice is made from, if that is less than all keys or all earlier ones: for [`Selection::choose_among`].
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[must_use]
+#[non_exhaustive]
+pub struct Candidates<'a> {
+    /// The layout of a static pattern, with the selection's blocks.
+    pub layout: Option<&'a BlockLayout>,
+    /// The real positions of each batch entry; all later ones are padding.
+    pub lengths: Option<&'a [usize]>,
+}
+
+impl<'a> Candidates<'a> {
+    /// Sets the layout from whose blocks are chosen, forced ones included; a chosen block has the pairs that it has there. So it says which keys queries see;
+    /// [`EstimateInputs::causal`] only says how blocks are scored.
+    pub fn layout(mut self, layout: &'a BlockLayout) -> Self {
+        self.layout = Some(layout);
+        self
+    }
+
+    /// Sets how many positions of each batch entry are real. Each entry chooses what it would choose alone, without its padding, which has no part in any score;
+    /// queries that are padding see nothing.
+    pub fn lengths(mut self, lengths: &'a [usize]) -> Self {
+        self.lengths = Some(lengths);
+        self
+    }
+
+    /// Checks that lengths are those of a call.
+    fn check(&self, [batch, seq_q, seq_kv]: [usize; 3]) -> Result<(), OpError> {
+        let Some(lengths) = self.lengths else {
+            return Ok(());
+        };
+        if seq_q != seq_kv {
+            let expected = format!("{seq_kv}, that of the keys, with lengths");
+            return Err(OpError::argument("q's seq_q", expected, seq_q));
+        }
+        if lengths.len() != batch {
+            let expected = format!("{batch}, one for each batch entry");
+            return Err(OpError::argument(
+                "lengths' number",
+                expected,
+                lengths.len(),
+            ));
+        }
+        match lengths.iter().find(|&&length| length > seq_kv) {
+            None => Ok(()),
+            Some(length) => {
+                let expected = format!("at most {seq_kv}, the number of keys");
+                Err(OpError::argument("lengths", expected, length))
+            }
+        }
+    }
+
+    /// The layout with both, if there is one. Those of recent lengths are kept with the layout without.
+    fn whole(
+        &self,
+        known: &WholeLayouts,
+        shape: LayoutShape,
+        causal: bool,
+    ) -> Result<Option<BlockLayout>, OpError> {
+        let Some(lengths) = self.lengths else {
+            return Ok(self.layout.cloned());
+        };
+        let base = match self.layout {
+            Some(layout) => layout.clone(),
+            None => known.get(shape, causal)?,
+        };
+        let restricted = base.attachment(Restricted::default);
+        restricted
+            .get(lengths, |lengths| {
+                let entries = lengths.iter().map(|&length| {
+                    let real = |seq: usize| (0..seq).map(move |i| i < length);
+                    let entry = PaddingMask::default().queries(real(shape.seq_q));
+                    entry.keys(real(shape.seq_kv))
+                });
+                Ok(base.mask_padding(&entries.collect::<Vec<_>>())?)
+            })
+            .map(Some)
+    }
+}
+
+/// The latest of a few values.
+#[derive(Debug)]
+struct Latest<K, V>(Mutex<Vec<(K, V)>>);
+
+impl<K, V> Default for Latest<K, V> {
+    fn default() -> Self {
+        Self(Mutex::default())
+    }
+}
+
+/// Values that are kept.
+const KEPT: usize = 8;
+
+impl<K: Clone, V: Clone> Latest<K, V> {
+    fn get(
+        &self,
+        is_it: impl Fn(&K) -> bool,
+        make: impl FnOnce() -> Result<(K, V), OpError>,
+    ) -> Result<V, OpError> {
+        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(at) = known.iter().position(|(key, _)| is_it(key)) {
+            let found = known.remove(at);
+            known.push(found.clone());
+            return Ok(found.1);
+        }
+        let made = make()?;
+        if known.len() == KEPT {
+            known.remove(0);
+        }
+        known.push(made.clone());
+        Ok(made.1)
+    }
+}
+
+/// Layouts without padding, by lengths.
+#[derive(Default)]
+struct Restricted(Latest<Vec<usize>, BlockLayout>);
+
+impl Restricted {
+    fn get(
+        &self,
+        lengths: &[usize],
+        make: impl FnOnce(&[usize]) -> Result<BlockLayout, OpError>,
+    ) -> Result<BlockLayout, OpError> {
+        let made = || Ok((lengths.to_vec(), make(lengths)?));
+        self.0.get(|known| known == lengths, made)
+    }
+}
+
+/// Layouts of all keys and of all earlier ones, the latest of a few sizes, for padding to be cut from.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct WholeLayouts(Arc<Latest<(LayoutShape, bool), BlockLayout>>);
+
+impl WholeLayouts {
+    fn get(&self, shape: LayoutShape, causal: bool) -> Result<BlockLayout, OpError> {
+        let pattern = match causal {
+            true => Pattern::causal(),
+            false => Pattern::dense(),
+        };
+        let made = || Ok(((shape, causal), BlockLayout::new(&pattern, shape)?));
+        self.0.get(|known| *known == (shape, causal), made)
+    }
+}
+
+impl Selection {
+    /// [`choose`](Self::choose) from the blocks of a layout alone, of batch entries with padding, or both. Nothing is read back.
+    ///
+    /// ```
+    /// use burn::tensor::{Device, Distribution, Tensor};
+    /// use burn_blocksparse::Pattern;
+    /// use burn_sparse_select::{EstimateInputs, Selection, Candidates};
+    ///
+    /// let [q, k] = [(); 2]
+    ///     .map(|_| Tensor::<4>::random([2, 2, 256, 16], Distribution::Default, &Device::flex()));
+    /// let selection: Selection = "topk:32,4".parse()?;
+    /// // Of the last 200 keys; the second sequence ends after 150.
+    /// let near = Pattern::local(200).layout(2, 256, 32)?;
+    /// let within = Candidates::default().layout(&near).lengths(&[256, 150]);
+    /// let chosen = selection.choose_among(&EstimateInputs::new(q, k), within)?;
+    /// assert_eq!(chosen.layout.batch(), Some(2));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`choose`](Self::choose); also if the layout has other sizes or blocks than the choice, or lengths are not those of the batch, longer than the
+    /// sequence, or given where queries are not the keys' positions.
+    pub fn choose_among(
+        &self,
+        call: &EstimateInputs,
+        within: Candidates,
+    ) -> Result<SelectedLayout, OpError> {
+        self.check_for(call)?;
+        let [batch, _, seq_q, _] = call.q.dims();
+        let seq_kv = call.k.dims()[2];
+        let shape = self.shape(call.q.dims(), seq_kv)?;
+        within.check([batch, seq_q, seq_kv])?;
+        let call = EstimateInputs {
+            q: call.q.clone().without_autodiff(),
+            k: call.k.clone().without_autodiff(),
+            ..*call
+        };
+        let scores = self.scores_of(&call, within.lengths)?;
+        let scores = self.sharing.reduce(scores, call.group());
+        let options = DeviceLayoutOptions::new(shape).causal(call.causal);
+        let layout = DeviceLayout::from_scores(scores, self.rule(), options)?;
+        let layout = match within.whole(&self.whole, shape, call.causal)? {
+            None => layout,
+            Some(whole) => layout.masked_by(&whole)?,
+        };
+        Ok(SelectedLayout { layout })
+    }
+
+    /// The scores of all rows, of each batch entry as if it had no padding; those of padding are 0.
+    fn scores_of(
+        &self,
+        call: &EstimateInputs,
+        lengths: Option<&[usize]>,
+    ) -> Result<Tensor<4>, OpError> {
+        let grid = call.grid(self.estimator.grid());
+        let Some(lengths) = lengths.filter(|of| of.iter().any(|&length| length < grid.seq_q))
+        else {
+            return self.estimator.scores(call, 0..grid.rows());
+        };
+        let [_, heads, ..] = call.q.dims();
+        let mut parts = Vec::new();
+        for (entries, length) in stretches(lengths) {
+            let part = |x: &Tensor<4>| {
+                let entries = x.clone().slice_dim(0, entries.clone());
+                entries.slice_dim(2, 0..length)
+            };
+            if length == 0 {
+                let dims = [entries.len(), heads, grid.rows(), grid.blocks()];
+                parts.push(Tensor::zeros(dims, (&call.q.device(), DType::F32)));
+                continue;
+            }
+            let call = EstimateInputs {
+                q: part(&call.q),
+                k: part(&call.k),
+                ..*call
+            };
+            let own = call.grid(self.estimator.grid());
+            let scores = self.estimator.scores(&call, 0..own.rows())?;
+            let scores = padded(scores, 2, [0, grid.rows() - own.rows()]);
+            parts.push(padded(scores, 3, [0, grid.blocks() - own.blocks()]));
+        }
+        Ok(joined(parts, 0))
+    }
+
+    /// What [`choose_among`](Self::choose_among) chooses for batch entry `entry` of the cut, in plain f64 loops on the host.
+    ///
+    /// # Errors
+    /// As [`choose_among`](Self::choose_among).
+    pub fn choose_reference_within(
+        &self,
+        call: &ReferenceInputs,
+        within: Candidates,
+        entry: usize,
+    ) -> Result<BlockLayout, OpError> {
+        self.check()?;
+        let dims = [1, call.heads, call.seq_q, call.head_dim];
+        let shape = self.shape(dims, call.seq_kv)?;
+        let batch = within.lengths.map_or(1, <[usize]>::len);
+        within.check([batch, call.seq_q, call.seq_kv])?;
+        let Some(whole) = within.whole(&self.whole, shape, call.causal)? else {
+            return self.choose_reference(call);
+        };
+        let grid = call.grid(self.estimator.grid());
+        let length = within.lengths.map_or(call.seq_q, |lengths| lengths[entry]);
+        let scores = self.scores_reference(call, length);
+        let group = call.heads / call.kv_heads;
+        let scores = self.sharing.reduce_reference(scores, call.heads, group);
+        let patterns = scores.len() / (grid.rows() * grid.blocks()).max(1);
+        let rule = self.rule();
+        let entry = entry.min(whole.batch().unwrap_or(1) - 1);
+        // Who sees whom is the layout's to say.
+        let seen = blocksparse::ScoreGrid {
+            causal: false,
+            ..grid
+        };
+        let layout = BlockLayout::from_block_fn(whole.name(), shape, |head, q_block, kv_block| {
+            let pattern = head / (call.heads / patterns);
+            let row = pattern * grid.rows() + q_block;
+            let scores = &scores[row * grid.blocks()..][..grid.blocks()];
+            let own = whole.row(whole.pattern_of(entry, head), q_block);
+            let mut masks = vec![None; grid.blocks()];
+            for block in own {
+                masks[block.block as usize] = Some(block.mask);
+            }
+            let kept = rule.selects_of(&seen, q_block, scores, |block| masks[block].is_some());
+            let mask = masks[kv_block].filter(|_| kept[kv_block]);
+            mask.map(|mask| whole.masks()[mask as usize].clone())
+        });
+        Ok(layout?)
+    }
+
+    /// The scores of an entry of which so many positions are real.
+    fn scores_reference(&self, call: &ReferenceInputs, length: usize) -> Vec<f64> {
+        if length == call.seq_q {
+            return self.estimator.reference(call);
+        }
+        let grid = call.grid(self.estimator.grid());
+        let mut scores = vec![0.0; call.heads * grid.rows() * grid.blocks()];
+        if length == 0 {
+            return scores;
+        }
+        let real = |x: &[f64], seq: usize| -> Vec<f64> {
+            let heads = x.chunks(seq * call.head_dim);
+            let real = heads.flat_map(|head| &head[..length * call.head_dim]);
+            real.copied().collect()
+        };
+        let (q, k) = (real(call.q, call.seq_q), real(call.k, call.seq_kv));
+        let real = ReferenceInputs {
+            q: &q,
+            k: &k,
+            seq_q: length,
+            seq_kv: length,
+            ..*call
+        };
+        let own = real.grid(self.estimator.grid());
+        let found = self.estimator.reference(&real);
+        for (row, found) in found.chunks(own.blocks()).enumerate() {
+            let row = row / own.rows() * grid.rows() + row % own.rows();
+            scores[row * grid.blocks()..][..own.blocks()].copy_from_slice(found);
+        }
+        scores
+    }
+}
+
+/// Neighbouring entries of one length.
+fn stretches(lengths: &[usize]) -> Vec<(Range<usize>, usize)> {
+    let mut stretches: Vec<(Range<usize>, usize)> = Vec::new();
+    for (entry, &length) in lengths.iter().enumerate() {
+        match stretches.last_mut() {
+            Some((entries, known)) if *known == length => entries.end = entry + 1,
+            _ => stretches.push((entry..entry + 1, length)),
+        }
+    }
+    stretches
+}

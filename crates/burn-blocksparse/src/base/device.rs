@@ -1,0 +1,208 @@
+//! Which devices this crate serves, and whether they can be used on this machine.
+
+#[cfg(feature = "cube")]
+use blocksparse_cubecl::Tuning;
+use burn::backend::DispatchDevice;
+use burn::tensor::Device;
+
+use crate::error::OpError;
+
+/// Whether this crate can compute on `device`: its backend is one that a feature of this crate turns on, the device is on this machine, and
+/// software that its kernels need can be loaded. Burn creates a device without looking for it and panics at its first use, so a program that
+/// lets its users choose a device asks here before.
+///
+/// A CUDA device needs NVIDIA's driver (`libcuda`) and, with this crate's `cuda` feature, the CUDA toolkit: NVRTC and its headers.
+/// Looking for a device takes milliseconds; for a WGPU device it starts the graphics API.
+///
+/// ```
+/// use burn::tensor::Device;
+/// use burn_blocksparse::check_device;
+///
+/// check_device(&Device::flex())?;
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+///
+/// # Errors
+/// [`OpError::Backend`] says which feature of this crate is off, [`OpError::Device`] what is missing and where it comes from, [`OpError::Kernel`] which
+/// environment variable of the kernels has a wrong value.
+pub fn check_device(device: &Device) -> Result<(), OpError> {
+    served(device)?;
+    #[cfg(feature = "cube")]
+    if let Some(inner) = &cube::of(device) {
+        cube::present(inner)?;
+        return cube::toolkit(inner);
+    }
+    Ok(())
+}
+
+/// Whether the device's backend can add tensors of several devices by itself, as `burn::tensor::distributed::all_reduce` does: NCCL, on CUDA devices. On others
+/// that function panics, and Burn has no way to ask.
+///
+/// ```
+/// use burn::tensor::Device;
+/// use burn_blocksparse::check_collectives;
+///
+/// assert!(check_collectives(&Device::flex()).is_err());
+/// ```
+///
+/// # Errors
+/// [`OpError::Argument`] if it is no CUDA device, [`OpError::Device`] if NCCL's library cannot be loaded, with what to install.
+pub fn check_collectives(device: &Device) -> Result<(), OpError> {
+    served(device)?;
+    #[cfg(feature = "cuda")]
+    if let Some(inner @ burn_cubecl::CubeDevice::Cuda(_)) = &cube::of(device) {
+        return cube::nccl(inner);
+    }
+    let device = format!("{device:?}");
+    Err(OpError::argument("device", "a CUDA device", device))
+}
+
+/// Whether a feature of this crate serves the device's backend (Burn's dispatch would panic), and, where that has kernels, the environment says nothing wrong of
+/// them: every op asks here before anything is chosen.
+pub fn served(device: &Device) -> Result<(), OpError> {
+    if device.is_autodiff() && !cfg!(feature = "autodiff") {
+        return Err(OpError::Backend {
+            device: format!("{device:?}"),
+            feature: Some("autodiff"),
+        });
+    }
+    // Which variants there are depends on `burn`'s features, so only those can be named that ours turn on.
+    match device.clone().without_autodiff().as_dispatch() {
+        #[cfg(feature = "flex")]
+        DispatchDevice::Flex(_) => Ok(()),
+        #[cfg(feature = "ndarray")]
+        DispatchDevice::NdArray(_) => Ok(()),
+        #[cfg(feature = "cube")]
+        DispatchDevice::Cube(_) => Ok(Tuning::of_process().map(|_| ())?),
+        #[allow(unreachable_patterns)] // `burn` may have no other backend.
+        other => Err(not_served(other)),
+    }
+}
+
+fn not_served(device: &DispatchDevice) -> OpError {
+    // Its variants cannot be named here, but they print their names.
+    let device = format!("{device:?}");
+    let features = [
+        ("Flex", "flex"),
+        ("NdArray", "ndarray"),
+        ("Cube(Cuda", "cuda"),
+        ("Cube(Wgpu", "wgpu"),
+        ("Cube", "cube"),
+    ];
+    let known = features.iter().find(|(name, _)| device.starts_with(name));
+    OpError::Backend {
+        feature: known.map(|(_, feature)| *feature),
+        device,
+    }
+}
+
+#[cfg(feature = "cube")]
+pub mod cube {
+    use burn::backend::DispatchDevice;
+    use burn::tensor::Device;
+    use burn_cubecl::CubeDevice;
+
+    use crate::error::OpError;
+
+    /// The CubeCL device that a device is, if it is one.
+    pub fn of(device: &Device) -> Option<CubeDevice> {
+        match device.clone().without_autodiff().as_dispatch() {
+            DispatchDevice::Cube(inner) => Some(inner.clone()),
+            #[allow(unreachable_patterns)] // `burn` may have no other backend.
+            _ => None,
+        }
+    }
+
+    /// Whether the device is on this machine.
+    pub fn present(device: &CubeDevice) -> Result<(), OpError> {
+        // A device that the application registered is in no list.
+        let is_registered = format!("{device:?}").contains("Existing");
+        let found = CubeDevice::enumerate(device.to_id());
+        if is_registered || found.contains(&device.to_id()) {
+            return Ok(());
+        }
+        let others = format!("{} other devices of its kind", found.len());
+        let (missing, install) = match (device, found.len()) {
+            (CubeDevice::Cuda(_), 0) => (
+                "no CUDA device, or no driver".to_string(),
+                "install NVIDIA's driver, so that libcuda can be loaded and nvidia-smi lists a GPU",
+            ),
+            (CubeDevice::Wgpu(_), 0) => (
+                "no adapter of its kind".to_string(),
+                "install a driver of the graphics API (Vulkan on Linux, where vulkaninfo lists adapters)",
+            ),
+            (_, 0) => (
+                "no device of its kind".to_string(),
+                "install the device's driver",
+            ),
+            _ => (others, "choose one that there is"),
+        };
+        Err(OpError::Device {
+            device: format!("{device:?}"),
+            missing,
+            install,
+        })
+    }
+
+    /// Whether what compiles a device's kernels is installed. Looked for once.
+    #[cfg(not(feature = "cuda"))]
+    pub fn toolkit(_device: &CubeDevice) -> Result<(), OpError> {
+        Ok(())
+    }
+
+    /// Whether what compiles a device's kernels is installed. Looked for once: CubeCL panics without it, at the first kernel.
+    #[cfg(feature = "cuda")]
+    pub fn toolkit(device: &CubeDevice) -> Result<(), OpError> {
+        use std::sync::LazyLock;
+
+        static MISSING: LazyLock<Option<String>> = LazyLock::new(missing_from_toolkit);
+        // Other devices do not need it, and looking loads a library.
+        if !matches!(device, CubeDevice::Cuda(_)) {
+            return Ok(());
+        }
+        match &*MISSING {
+            None => Ok(()),
+            Some(missing) => Err(OpError::Device {
+                device: format!("{device:?}"),
+                missing: missing.clone(),
+                install: "install the CUDA toolkit, set CUDA_PATH to its folder, and have the folder of NVRTC's library in LD_LIBRARY_PATH",
+            }),
+        }
+    }
+
+    /// Whether NCCL can be loaded. CubeCL looks for it by the same names when it makes the device's server, and without it panics at the first sum.
+    #[cfg(feature = "cuda")]
+    pub fn nccl(device: &CubeDevice) -> Result<(), OpError> {
+        use std::sync::LazyLock;
+
+        // SAFETY: this tries to load libraries of NCCL's names, as CubeCL does; their initializers are trusted as much there.
+        static PRESENT: LazyLock<bool> =
+            LazyLock::new(|| unsafe { cudarc::nccl::sys::is_culib_present() });
+        match *PRESENT {
+            true => Ok(()),
+            false => Err(OpError::Device {
+                device: format!("{device:?}"),
+                missing: "no library of NCCL that can be loaded".to_string(),
+                // cudarc 0.19 does not look for libnccl.so.2, which is all that libnccl2 has.
+                install: "install libnccl2 and libnccl-dev (the latter for the name libnccl.so; a link of that name to libnccl.so.2 does as well), and have \
+                          their folder in LD_LIBRARY_PATH",
+            }),
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn missing_from_toolkit() -> Option<String> {
+        // SAFETY: this tries to load libraries of NVRTC's names, as CubeCL does at its first kernel; their initializers are trusted as much there.
+        if !unsafe { cudarc::nvrtc::sys::is_culib_present() } {
+            return Some("no library of NVRTC that can be loaded".to_string());
+        }
+        let Some(path) = cubecl_cuda::install::cuda_path() else {
+            return Some("no CUDA_PATH, and no toolkit in /usr/local/cuda".to_string());
+        };
+        let headers = path.join("include").join("cuda_fp16.h");
+        match headers.is_file() {
+            true => None,
+            false => Some(format!("no file {}", headers.display())),
+        }
+    }
+}

@@ -1,0 +1,76 @@
+//! What a call of an op that layers are made of will run.
+
+use std::fmt;
+
+use burn::tensor::Device;
+
+/// What a call will run, and why not something faster. It prints.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum OpPlan {
+    /// Burn's own operations, one after the other.
+    Primitives {
+        /// Where.
+        device: String,
+        /// Why the kernels do not take the call. None: the backend has none.
+        reason: Option<String>,
+    },
+    /// Our kernels, and how they are launched.
+    Kernels(String),
+}
+
+impl OpPlan {
+    /// Whether our kernels run.
+    pub fn is_kernels(&self) -> bool {
+        matches!(self, Self::Kernels(_))
+    }
+
+    /// The plan of a call on `device`. `kernels` says how a CubeCL device launches it, or why it cannot.
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+    pub fn new<E: fmt::Display>(
+        device: &Device,
+        kernels: impl FnOnce(&OpDevice) -> Result<String, E>,
+    ) -> Self {
+        #[cfg_attr(not(feature = "cube"), allow(unused_mut))]
+        let mut reason = None;
+        #[cfg(feature = "cube")]
+        if let Some(inner) = &crate::base::device::cube::of(device) {
+            if crate::base::cube::uses_reference() {
+                reason = Some("BLOCKSPARSE_REFERENCE is set".to_string());
+            } else {
+                match kernels(inner) {
+                    Ok(text) => return Self::Kernels(text),
+                    Err(error) => reason = Some(error.to_string()),
+                }
+            }
+        }
+        Self::Primitives {
+            device: format!("{:?}", device.clone().without_autodiff().as_dispatch()),
+            reason,
+        }
+    }
+}
+
+/// A device that has kernels.
+#[cfg(feature = "cube")]
+pub type OpDevice = burn_cubecl::CubeDevice;
+
+/// A device that has kernels: there is none.
+#[cfg(not(feature = "cube"))]
+pub type OpDevice = std::convert::Infallible;
+
+impl fmt::Display for OpPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Kernels(text) => f.write_str(text),
+            Self::Primitives {
+                device,
+                reason: None,
+            } => write!(f, "Burn's primitives on {device}"),
+            Self::Primitives {
+                device,
+                reason: Some(reason),
+            } => write!(f, "Burn's primitives on {device}, because {reason}"),
+        }
+    }
+}

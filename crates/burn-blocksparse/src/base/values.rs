@@ -1,0 +1,322 @@
+//! The values that cross the backend traits. They are structs, so that an option that brings a tensor of its own becomes a field, not another
+//! signature.
+
+#[cfg(feature = "cube")]
+use std::sync::Arc;
+
+use blocksparse::BlockLayout;
+use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
+use burn::backend::{Backend, ExtensionType};
+
+/// Up to three float tensors: parts of a row, branches, weights, or gradients by them.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct ThreeFloats<B: Backend> {
+    /// The first.
+    #[extension_type]
+    pub first: OptFloat<B>,
+    /// The second.
+    #[extension_type]
+    pub second: OptFloat<B>,
+    /// The third.
+    #[extension_type]
+    pub third: OptFloat<B>,
+}
+
+impl<B: Backend> ThreeFloats<B> {
+    /// In the order of the fields.
+    pub fn into_list(self) -> [Option<FloatTensor<B>>; 3] {
+        [self.first, self.second, self.third].map(OptFloat::into_option)
+    }
+
+    /// The inverse of [`Self::into_list`].
+    pub fn of_list(list: [Option<FloatTensor<B>>; 3]) -> Self {
+        let [first, second, third] = list.map(OptFloat::from);
+        Self {
+            first,
+            second,
+            third,
+        }
+    }
+}
+
+/// An optional float tensor.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+pub enum OptFloat<B: Backend> {
+    /// The tensor.
+    Some(FloatTensor<B>),
+    /// No tensor.
+    None,
+}
+
+impl<B: Backend> OptFloat<B> {
+    pub fn as_ref(&self) -> Option<&FloatTensor<B>> {
+        match self {
+            Self::Some(tensor) => Some(tensor),
+            Self::None => None,
+        }
+    }
+
+    pub fn into_option(self) -> Option<FloatTensor<B>> {
+        match self {
+            Self::Some(tensor) => Some(tensor),
+            Self::None => None,
+        }
+    }
+}
+
+impl<B: Backend> From<Option<FloatTensor<B>>> for OptFloat<B> {
+    fn from(tensor: Option<FloatTensor<B>>) -> Self {
+        match tensor {
+            Some(tensor) => Self::Some(tensor),
+            None => Self::None,
+        }
+    }
+}
+
+/// How many tensors [`ScoreTensors`] may have.
+#[cfg(any(feature = "autodiff", feature = "cube"))]
+pub const SCORE_TENSORS: usize = 2;
+
+/// The tensors that are added to scores, or their gradients. One more of them is a field here, a row of the lists below, and a number of nodes in the
+/// autodiff step.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct ScoreTensors<B: Backend> {
+    /// `[batch or 1, heads or 1, seq_q or 1, seq_kv]`, in the dtype of q, k and v.
+    #[extension_type]
+    pub bias: OptFloat<B>,
+    /// A bias of each distance: `[heads or 1, 2 · reach + 1]`, in the dtype of sums.
+    #[extension_type]
+    pub relative_bias: OptFloat<B>,
+}
+
+impl<B: Backend> Default for ScoreTensors<B> {
+    fn default() -> Self {
+        Self {
+            bias: OptFloat::None,
+            relative_bias: OptFloat::None,
+        }
+    }
+}
+
+impl<B: Backend> ScoreTensors<B> {
+    /// The tensors, in the order of the fields.
+    #[cfg(any(feature = "autodiff", feature = "cube"))]
+    pub fn into_list(self) -> [OptFloat<B>; SCORE_TENSORS] {
+        [self.bias, self.relative_bias]
+    }
+
+    /// The tensors, in the order of the fields.
+    #[cfg(any(feature = "autodiff", feature = "cube"))]
+    pub fn list(&self) -> [Option<&FloatTensor<B>>; SCORE_TENSORS] {
+        [self.bias.as_ref(), self.relative_bias.as_ref()]
+    }
+
+    /// The inverse of [`Self::into_list`].
+    #[cfg(feature = "autodiff")]
+    pub fn of_list([bias, relative_bias]: [OptFloat<B>; SCORE_TENSORS]) -> Self {
+        Self {
+            bias,
+            relative_bias,
+        }
+    }
+
+    /// Which of them there are.
+    #[cfg(feature = "cube")]
+    pub fn kinds(&self) -> [bool; SCORE_TENSORS] {
+        self.list().map(|tensor| tensor.is_some())
+    }
+}
+
+/// The tensors attention is differentiated by.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+pub struct AttentionInputs<B: Backend> {
+    /// `[batch, heads, seq_q, head_dim]`
+    pub q: FloatTensor<B>,
+    /// `[batch, kv_heads, seq_kv, head_dim]`
+    pub k: FloatTensor<B>,
+    /// `[batch, kv_heads, seq_kv, value_dim]`
+    pub v: FloatTensor<B>,
+    /// What is added to the scores.
+    #[extension_type]
+    pub scores: ScoreTensors<B>,
+}
+
+/// The tensor that chooses the blocks of a layout, contiguous or not.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub enum DynamicBlocks<B: Backend> {
+    /// None: the host's description lists the blocks.
+    Host,
+    /// `[batch or 1, heads or 1, q_blocks, kv_blocks]`: whether a block is chosen.
+    Mask(BoolTensor<B>),
+    /// `[batch or 1, heads or 1, q_blocks, most]`, i32: the key blocks that are chosen, or −1.
+    Indices(IntTensor<B>),
+    /// `[batch or 1, heads or 1, q_blocks, kv_blocks]`, f32: the highest are chosen.
+    Scores(FloatTensor<B>),
+    /// `[batch or 1, heads, seq_q + seq_kv]`, i32: where queries and keys are.
+    Positions(IntTensor<B>),
+    /// `[batch, heads or fewer, seq_q, most]`, i32: the keys that each query sees, ascending, each once, −1 behind the last.
+    Keys(IntTensor<B>),
+}
+
+/// A layout as backends see it: the host's description and what of it lives on the device.
+/// Never on an autodiff device.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+pub struct LayoutTensors<B: Backend> {
+    /// The pairs that are *not* computed, for each mask of the layout's table:
+    /// `[masks, block_size · block_size]`, row-major, Burn's sense (`true` = masked). A single element where
+    /// kernels run: they have their own form of it.
+    pub blocked: BoolTensor<B>,
+    /// What chooses the blocks of a layout that is made on the device.
+    #[extension_type]
+    pub choice: DynamicBlocks<B>,
+    /// The layout itself; its sizes only if it is made on the device, where kernels run.
+    pub host: BlockLayout,
+    /// What kernels run for both passes of the call.
+    pub plan: KernelPlan,
+}
+
+/// What kernels run for a call of attention, found once and before it. Empty where the reference runs, and for what is no attention; a backend with
+/// kernels then finds a plan itself.
+///
+/// It holds no layout but parts that were cut from one, so a layout does not keep itself alive by what is attached to it.
+#[derive(Clone, Debug, Default)]
+pub struct KernelPlan {
+    #[cfg(feature = "cube")]
+    pub plan: Option<Arc<blocksparse_cubecl::AttentionPlan>>,
+}
+
+/// What the forward pass returns.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+pub struct AttentionOutput<B: Backend> {
+    /// `[batch, heads, seq_q, value_dim]`, in the inputs' dtype.
+    pub out: FloatTensor<B>,
+    /// `[batch, heads, seq_q]`, natural log of the sum of exponentials of the scaled scores;
+    /// f32, or f64 for f64 inputs.
+    pub lse: FloatTensor<B>,
+    /// The weights `[batch, blocks, block_size, block_size]` in lse's dtype, with `WeightsMode::Store`.
+    #[extension_type]
+    pub weights: OptFloat<B>,
+    /// `[batch, heads, seq_q]` in lse's dtype, if the options ask for it: each row's largest score over the keys it attends to, scaled,
+    /// softcapped and biased; −∞ in rows without keys. No gradient flows through it, and the backward pass does not read it.
+    #[extension_type]
+    pub max_scores: OptFloat<B>,
+}
+
+/// What the forward pass of a call returned before, for the same call again.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct KnownOutput<B: Backend> {
+    /// `[batch, heads, seq_q, value_dim]`, in the inputs' dtype.
+    pub out: FloatTensor<B>,
+    /// `[batch, heads, seq_q]`; f32, or f64 for f64 inputs.
+    pub lse: FloatTensor<B>,
+}
+
+impl<B: Backend> From<KnownOutput<B>> for AttentionOutput<B> {
+    fn from(given: KnownOutput<B>) -> Self {
+        Self {
+            out: given.out,
+            lse: given.lse,
+            weights: OptFloat::None,
+            max_scores: OptFloat::None,
+        }
+    }
+}
+
+/// What the backward pass gets from the forward pass.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+pub struct SavedTensors<B: Backend> {
+    /// The forward pass's inputs.
+    #[extension_type]
+    pub inputs: AttentionInputs<B>,
+    /// Its output.
+    #[extension_type]
+    pub output: AttentionOutput<B>,
+}
+
+/// Gradients of a loss by what the forward pass returned.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+pub struct OutputGrads<B: Backend> {
+    /// By `out`: `[batch, heads, seq_q, value_dim]`, in its dtype.
+    pub out: FloatTensor<B>,
+    /// By `lse`: `[batch, heads, seq_q]`, in its dtype. None: 0.
+    #[extension_type]
+    pub lse: OptFloat<B>,
+}
+
+/// Gradients, each of its input's shape and dtype.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct AttentionGrads<B: Backend> {
+    /// `[batch, heads, seq_q, head_dim]`
+    pub q: FloatTensor<B>,
+    /// `[batch, kv_heads, seq_kv, head_dim]`
+    pub k: FloatTensor<B>,
+    /// `[batch, kv_heads, seq_kv, value_dim]`
+    pub v: FloatTensor<B>,
+    /// By each tensor that is added to the scores, if its gradient is wanted.
+    #[extension_type]
+    pub scores: ScoreTensors<B>,
+}
+
+/// Which gradients are wanted besides those of q, k and v.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct NeedsGrad {
+    /// The bias's.
+    pub bias: bool,
+    /// That of the biases of distances.
+    pub relative_bias: bool,
+}
+
+impl NeedsGrad {
+    /// In the order of [`ScoreTensors::into_list`].
+    #[cfg(feature = "autodiff")]
+    pub fn of_list([bias, relative_bias]: [bool; SCORE_TENSORS]) -> Self {
+        Self {
+            bias,
+            relative_bias,
+        }
+    }
+}
+
+/// The tensors of [`accumulated_attention`](crate::masses::accumulated_attention).
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct AccumulatedInputs<B: Backend> {
+    /// `[batch, heads, seq_q, head_dim]`
+    pub q: FloatTensor<B>,
+    /// `[batch, kv_heads, seq_kv, head_dim]`
+    pub k: FloatTensor<B>,
+    /// `[batch, heads, seq_q]`; f32, or f64 for f64 inputs.
+    pub lse: FloatTensor<B>,
+    /// What is added to the scores.
+    #[extension_type]
+    pub scores: ScoreTensors<B>,
+}
+
+/// The sums of [`accumulated_attention`](crate::masses::accumulated_attention), in lse's dtype.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct AccumulatedOutput<B: Backend> {
+    /// `[batch, heads, seq_kv]`
+    pub columns: FloatTensor<B>,
+    /// `[batch, heads, seq_q + seq_kv − 1]`
+    pub diagonals: FloatTensor<B>,
+}

@@ -1,0 +1,44 @@
+//! Layouts whose pairs are lists of single keys.
+
+use std::sync::Arc;
+
+use blocksparse::{BlockLayout, BlockSource, DeviceChoice};
+use burn::tensor::{Int, Tensor};
+
+use super::{Chooser, DeviceLayout, expect, repeated};
+use crate::error::OpError;
+
+impl DeviceLayout {
+    /// The blocks of `places`, and of their pairs those that `keys` `[batch, lists, queries, most]` lists: of `seq_kv` keys, ascending, each once, and −1 behind the last.
+    #[doc(hidden)]
+    pub fn of_keys(
+        places: &BlockLayout,
+        keys: Tensor<4, Int>,
+        seq_kv: usize,
+    ) -> Result<Self, OpError> {
+        let [batch, heads, queries, most] = keys.dims();
+        if !places.heads().is_multiple_of(heads) {
+            let expected = format!("a divisor of the {} heads of places", places.heads());
+            return Err(OpError::argument("lists' heads", expected, heads));
+        }
+        expect("lists' queries", places.seq_q(), queries)?;
+        expect("lists' seq_kv", places.seq_kv(), seq_kv)?;
+        let patterns = places.patterns_within([batch, heads])?;
+        let choice = DeviceChoice {
+            patterns,
+            causal: false,
+            by: BlockSource::Keys { most },
+        };
+        let keys = match patterns[0] == batch {
+            true => keys,
+            false => keys.expand([patterns[0], heads, queries, most]),
+        };
+        let name = format!("{}, of single keys that are listed", places.name());
+        Ok(Self {
+            frame: BlockLayout::on_device_within(name, choice, places)?,
+            causal: false,
+            chooser: Chooser::Keys(repeated(keys, patterns)),
+            host: Arc::default(),
+        })
+    }
+}

@@ -1,0 +1,96 @@
+//! A bias and an activation in one pass.
+pub(crate) mod backend;
+#[doc(hidden)]
+pub mod ops;
+
+pub(crate) mod reference;
+#[doc(hidden)]
+pub mod values;
+
+use burn::tensor::Tensor;
+
+use crate::activation::ops::ActivationOps;
+use burn_blocksparse::OpError;
+use burn_blocksparse::internal::check::same_device;
+use burn_blocksparse::internal::device::served;
+use burn_blocksparse::internal::op_plan::OpPlan;
+pub use values::Activation;
+use values::ActivationInputs;
+
+/// `f(x + bias)`, computed in f32 (f64 for f64) and rounded once.
+///
+/// It is one step of the autodiff graph, which keeps x and the bias and nothing else; its backward pass makes the gradient by x and sums that by the
+/// bias in one pass. Deterministic.
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_fused_ops::{Activation, bias_activation};
+///
+/// let device = Device::flex().autodiff();
+/// let x = Tensor::<3>::random([2, 5, 8], Distribution::Default, &device);
+/// let bias = Tensor::<1>::zeros([8], &device).require_grad();
+/// let y = bias_activation(x, Some(bias.clone()), Activation::Silu)?;
+/// let gradients = y.sum().backward();
+/// assert_eq!(bias.grad(&gradients).unwrap().dims(), [8]);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+///
+/// # Shapes
+/// - `x` and result: `[.., width]`
+/// - `bias`: `[width]`, of any float dtype
+///
+/// # Errors
+/// [`OpError`] if the shapes or devices do not fit each other.
+pub fn bias_activation<const D: usize>(
+    x: Tensor<D>,
+    bias: Option<Tensor<1>>,
+    activation: Activation,
+) -> Result<Tensor<D>, OpError> {
+    check(&x, bias.as_ref())?;
+    if bias.is_none() && activation == Activation::None {
+        return Ok(x);
+    }
+    let inputs = ActivationInputs {
+        x: x.into_dispatch(),
+        bias: bias.map(Tensor::into_dispatch).into(),
+    };
+    let y = <burn::backend::Dispatch as ActivationOps>::bias_activation(inputs, activation);
+    Ok(Tensor::from_dispatch(y))
+}
+
+impl Activation {
+    /// What [`bias_activation`] and its backward pass run.
+    ///
+    /// # Errors
+    /// As [`bias_activation`].
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+    pub fn explain<const D: usize>(
+        self,
+        x: &Tensor<D>,
+        bias: Option<&Tensor<1>>,
+    ) -> Result<OpPlan, OpError> {
+        check(x, bias)?;
+        let dims = x.dims();
+        let matrix = [dims[..D - 1].iter().product(), dims[D - 1]];
+        Ok(OpPlan::new(&x.device(), |device| {
+            #[cfg(feature = "cube")]
+            return crate::activation::backend::text(device, matrix, x.dtype(), self);
+            #[cfg(not(feature = "cube"))]
+            Err::<String, std::convert::Infallible>(*device)
+        }))
+    }
+}
+
+fn check<const D: usize>(x: &Tensor<D>, bias: Option<&Tensor<1>>) -> Result<(), OpError> {
+    served(&x.device())?;
+    let width = x.dims()[D - 1];
+    if let Some(bias) = bias {
+        let [got] = bias.dims();
+        if got != width {
+            let expected = format!("{width}, x's width");
+            return Err(OpError::argument("bias's length", expected, got));
+        }
+        same_device("bias's device", &x.device(), "x's", &bias.device())?;
+    }
+    Ok(())
+}

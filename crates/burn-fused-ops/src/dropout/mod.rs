@@ -1,0 +1,78 @@
+//! Dropout of a tensor.
+pub(crate) mod backend;
+#[doc(hidden)]
+pub mod ops;
+
+use blocksparse::ElementDropout;
+use burn::backend::Dispatch;
+use burn::tensor::Tensor;
+
+use crate::dropout::ops::DropoutOps;
+use crate::norm::{check_dropout, reference};
+use burn_blocksparse::OpError;
+use burn_blocksparse::internal::device::served;
+use burn_blocksparse::internal::op_plan::{OpDevice, OpPlan};
+
+/// Dropout of `x`, `[.., width]`: elements are retained with probability `1 − probability`, and then divided by that; the others become 0
+/// (Srivastava et al., 2014, with the division at training). Which are kept follows of the seed, the site and the place alone ([`ElementDropout`]), so
+/// the backward pass makes the mask again, and nothing is kept for it. [`add_norm`](crate::ops::add_norm()) drops a branch itself.
+///
+/// ```
+/// use burn::tensor::{Device, Tensor};
+/// use burn_fused_ops::{ElementDropout, dropout};
+///
+/// let x = Tensor::<2>::ones([100, 100], &Device::flex());
+/// let kept = dropout(x, &ElementDropout::new(0.2, 7, 0))?;
+/// assert!((kept.mean().into_scalar::<f32>() - 1.0).abs() < 0.02);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+///
+/// # Errors
+/// [`OpError`] if the probability is not in `[0, 1)`, or the device is not served.
+pub fn dropout<const D: usize>(
+    x: Tensor<D>,
+    dropout: &ElementDropout,
+) -> Result<Tensor<D>, OpError> {
+    check(&x, dropout)?;
+    if dropout.probability == 0.0 {
+        return Ok(x);
+    }
+    let kept = <Dispatch as DropoutOps>::stream_dropout(x.into_dispatch(), *dropout);
+    Ok(Tensor::from_dispatch(kept))
+}
+
+/// What [`dropout`](dropout()) would run for these arguments.
+///
+/// # Errors
+/// As [`dropout`](dropout()).
+pub fn explain<const D: usize>(x: &Tensor<D>, dropout: &ElementDropout) -> Result<OpPlan, OpError> {
+    check(x, dropout)?;
+    let sizes = reference::matrix(&x.shape());
+    Ok(OpPlan::new(&x.device(), |device| {
+        text(device, sizes, x.dtype())
+    }))
+}
+
+#[cfg(feature = "cube")]
+fn text(
+    device: &OpDevice,
+    sizes: [usize; 2],
+    dtype: burn::tensor::DType,
+) -> Result<String, blocksparse_cubecl::KernelError> {
+    let element = burn::backend::cubecl::dtype_to_elem_type(dtype);
+    crate::kernels::rows::dropout::stream_dropout_text(&device.client(), sizes, element)
+}
+
+#[cfg(not(feature = "cube"))]
+fn text(
+    device: &OpDevice,
+    _sizes: [usize; 2],
+    _dtype: burn::tensor::DType,
+) -> Result<String, std::convert::Infallible> {
+    match *device {}
+}
+
+fn check<const D: usize>(x: &Tensor<D>, dropout: &ElementDropout) -> Result<(), OpError> {
+    served(&x.device())?;
+    check_dropout("dropout's probability", Some(dropout), &x.device())
+}

@@ -1,0 +1,114 @@
+//! Rows of a table, and the gradient by it.
+pub(crate) mod backend;
+#[doc(hidden)]
+pub mod ops;
+
+pub(crate) mod reference;
+
+use burn::backend::Dispatch;
+use burn::tensor::{Int, Tensor};
+
+use crate::embedding::ops::EmbeddingOps;
+use burn_blocksparse::OpError;
+use burn_blocksparse::internal::check::same_device;
+use burn_blocksparse::internal::device::served;
+use burn_blocksparse::internal::op_plan::OpPlan;
+
+/// The rows of a table that `ids` name, with a gradient by the table that has the same bits every time: `dE[v] = Σ dy[t]` over the positions `t` with
+/// `ids[t] = v`, in a fixed order.
+///
+/// It is one step of the autodiff graph, which keeps the ids. Ids are not read back from the device, so they are not checked: one that is not below
+/// `vocab` takes what the backend's `select` takes.
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Int, Tensor};
+/// use burn_fused_ops::embedding;
+///
+/// let device = Device::flex().autodiff();
+/// let table = Tensor::<2>::random([256, 8], Distribution::Default, &device).require_grad();
+/// let ids = Tensor::<2, Int>::from_data([[3, 1, 3], [0, 3, 255]], &device);
+/// let rows = embedding(table.clone(), ids)?;
+/// assert_eq!(rows.dims(), [2, 3, 8]);
+/// let gradients = rows.sum().backward();
+/// let by_table = table.grad(&gradients).unwrap();
+/// assert_eq!(by_table.slice([3..4, 0..1]).into_scalar::<f32>(), 3.0);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+///
+/// # Shapes
+/// - `table`: `[vocab, width]`
+/// - `ids`: `[batch, seq]`
+/// - result: `[batch, seq, width]`
+///
+/// # Errors
+/// [`OpError`] if the devices differ, or no feature of this crate serves them.
+pub fn embedding(table: Tensor<2>, ids: Tensor<2, Int>) -> Result<Tensor<3>, OpError> {
+    served(&table.device())?;
+    same_device("ids' device", &table.device(), "table's", &ids.device())?;
+    let [batch, seq] = ids.dims();
+    let [_, width] = table.dims();
+    // Ids have no gradient, and no place in the graph.
+    let ids = ids.without_autodiff().reshape([batch * seq]);
+    let rows = <Dispatch as EmbeddingOps>::table_rows(table.into_dispatch(), ids.into_dispatch());
+    Ok(Tensor::<2>::from_dispatch(rows).reshape([batch, seq, width]))
+}
+
+/// The gradient by the table of [`embedding`] alone, for those who keep no graph; in the dtype of `grad`'s sums. Ids that are not below `vocab` count for
+/// nothing on devices with kernels, and are an error of the backend's on others.
+///
+/// # Shapes
+/// - `ids`: `[positions]`
+/// - `grad`: `[positions, width]`
+/// - result: `[vocab, width]`, without autodiff
+///
+/// # Errors
+/// [`OpError`] if there are not as many ids as gradients, the devices differ, or no feature of this crate serves them.
+pub fn embedding_backward(
+    ids: Tensor<1, Int>,
+    grad: Tensor<2>,
+    vocab: usize,
+) -> Result<Tensor<2>, OpError> {
+    check_backward(&ids, &grad)?;
+    let (ids, grad) = (ids.without_autodiff(), grad.without_autodiff());
+    let dtype = burn_blocksparse::internal::dtype::accumulate_in(grad.dtype().into());
+    let (ids, grad) = (ids.into_dispatch(), grad.into_dispatch());
+    let table = <Dispatch as EmbeddingOps>::table_gradient(ids, grad, vocab, dtype);
+    Ok(Tensor::from_dispatch(table))
+}
+
+/// What the backward pass of [`embedding`] runs.
+///
+/// # Errors
+/// As [`embedding`].
+#[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+pub fn explain(table: &Tensor<2>, ids: &Tensor<2, Int>) -> Result<OpPlan, OpError> {
+    served(&table.device())?;
+    same_device("ids' device", &table.device(), "table's", &ids.device())?;
+    let [batch, seq] = ids.dims();
+    let positions = batch * seq;
+    Ok(OpPlan::new(&table.device(), |device| {
+        #[cfg(feature = "cube")]
+        return crate::embedding::backend::text(
+            device,
+            table.dims(),
+            [table.dtype(), table.dtype(), ids.dtype()],
+            positions,
+        );
+        #[cfg(not(feature = "cube"))]
+        Err::<String, std::convert::Infallible>(*device)
+    }))
+}
+
+fn check_backward(ids: &Tensor<1, Int>, grad: &Tensor<2>) -> Result<(), OpError> {
+    served(&grad.device())?;
+    same_device("ids' device", &grad.device(), "grad's", &ids.device())?;
+    let ([ids], [positions, _]) = (ids.dims(), grad.dims());
+    match ids == positions {
+        true => Ok(()),
+        false => Err(OpError::argument(
+            "ids' length",
+            format!("{positions}, grad's rows"),
+            ids,
+        )),
+    }
+}

@@ -1,0 +1,142 @@
+//! Heads side by side in rows, and tensors by heads.
+pub(crate) mod apart_backend;
+#[doc(hidden)]
+pub mod apart_ops;
+pub(crate) mod backend;
+#[doc(hidden)]
+pub mod ops;
+
+#[doc(hidden)]
+pub mod apart;
+pub(crate) mod reference;
+#[doc(hidden)]
+pub mod values;
+
+use burn::tensor::Tensor;
+
+use crate::heads::ops::HeadOps;
+use burn_blocksparse::OpError;
+use burn_blocksparse::internal::check::same_device;
+use burn_blocksparse::internal::device::served;
+use burn_blocksparse::internal::op_plan::OpPlan;
+use burn_blocksparse::internal::values::ThreeFloats;
+use values::{JoinCall, MOST_PARTS, SplitInputs};
+
+/// The rows of a product of queries, keys and values side by side as tensors by heads, which attention reads, with the product's bias added in the
+/// same pass.
+///
+/// `parts` are the numbers of heads and their widths: one part for each tensor, three at most. It is one step of the autodiff graph, which keeps
+/// nothing; its backward pass joins the gradients and sums that of the bias. Deterministic.
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_fused_ops::split_heads;
+///
+/// // Four query heads, and two heads of keys and values.
+/// let x = Tensor::<3>::random([2, 100, 8 * 16], Distribution::Default, &Device::flex());
+/// let qkv = split_heads(x, None, &[(4, 16), (2, 16), (2, 16)])?;
+/// assert_eq!(qkv[0].dims(), [2, 4, 100, 16]);
+/// assert_eq!(qkv[2].dims(), [2, 2, 100, 16]);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+///
+/// # Shapes
+/// - `x`: `[batch, seq, Σ heads · width]`
+/// - `bias`: `[Σ heads · width]`
+/// - results: `[batch, heads, seq, width]` each, in x's dtype
+///
+/// # Errors
+/// [`OpError`] if the shapes or devices do not fit each other, or there are no parts or more than three.
+pub fn split_heads(
+    x: Tensor<3>,
+    bias: Option<Tensor<1>>,
+    parts: &[(usize, usize)],
+) -> Result<Vec<Tensor<4>>, OpError> {
+    check_split(&x, bias.as_ref(), parts)?;
+    let mut listed = [None; MOST_PARTS];
+    for (part, place) in parts.iter().zip(&mut listed) {
+        *place = Some(*part);
+    }
+    let inputs = SplitInputs {
+        x: x.into_dispatch(),
+        bias: bias.map(Tensor::into_dispatch).into(),
+    };
+    let tensors = <burn::backend::Dispatch as HeadOps>::split_heads(inputs, listed);
+    let tensors = tensors.into_list().into_iter().flatten();
+    Ok(tensors.map(Tensor::from_dispatch).collect())
+}
+
+/// What the heads see side by side in rows, for the product behind them: the inverse of [`split_heads`] of one part, with gradients.
+///
+/// # Shapes
+/// - `x`: `[batch, heads, seq, width]`
+/// - result: `[batch, seq, heads · width]`
+///
+/// # Errors
+/// [`OpError::Backend`] if no feature of this crate serves the device.
+pub fn join_heads(x: Tensor<4>) -> Result<Tensor<3>, OpError> {
+    served(&x.device())?;
+    let [batch, heads, seq, width] = x.dims();
+    let call = JoinCall {
+        rows: [batch, seq],
+        parts: [Some((heads, width)), None, None],
+        dtype: x.dtype().into(),
+        bias: None,
+    };
+    let tensors = ThreeFloats::of_list([Some(x.into_dispatch()), None, None]);
+    let joined = <burn::backend::Dispatch as HeadOps>::join_heads(tensors, call);
+    Ok(Tensor::from_dispatch(joined.x))
+}
+
+/// What [`split_heads`] and its backward pass run.
+///
+/// # Errors
+/// As [`split_heads`].
+#[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+pub fn explain(
+    x: &Tensor<3>,
+    bias: Option<&Tensor<1>>,
+    parts: &[(usize, usize)],
+) -> Result<OpPlan, OpError> {
+    check_split(x, bias, parts)?;
+    let [batch, seq, _] = x.dims();
+    Ok(OpPlan::new(&x.device(), |device| {
+        #[cfg(feature = "cube")]
+        return crate::heads::backend::text(device, [batch * seq, seq], parts, x.dtype());
+        #[cfg(not(feature = "cube"))]
+        Err::<String, std::convert::Infallible>(*device)
+    }))
+}
+
+fn check_split(
+    x: &Tensor<3>,
+    bias: Option<&Tensor<1>>,
+    parts: &[(usize, usize)],
+) -> Result<(), OpError> {
+    served(&x.device())?;
+    if !(1..=MOST_PARTS).contains(&parts.len()) {
+        let expected = format!("of 1 to {MOST_PARTS} tensors");
+        return Err(OpError::argument("parts", expected, parts.len()));
+    }
+    let [.., width] = x.dims();
+    // A product that overflows is no width.
+    let sum = parts.iter().try_fold(0usize, |sum, (heads, dim)| {
+        sum.checked_add(heads.checked_mul(*dim)?)
+    });
+    if sum != Some(width) {
+        let expected = match sum {
+            Some(sum) => format!("{sum}, the heads of all parts"),
+            None => format!("the heads of {parts:?}"),
+        };
+        return Err(OpError::argument("x's width", expected, width));
+    }
+    if let Some(bias) = bias {
+        let [got] = bias.dims();
+        if got != width {
+            let expected = format!("{width}, x's width");
+            return Err(OpError::argument("bias's length", expected, got));
+        }
+        same_device("bias's device", &x.device(), "x's", &bias.device())?;
+    }
+    Ok(())
+}

@@ -1,0 +1,174 @@
+//! The launches of products of a block-sparse weight.
+
+use cubecl::ir::{ElemType, FloatKind};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::kernels::linear::blocks::plan::{BlockGradientPlan, BlockProductPlan};
+use crate::kernels::linear::blocks::product;
+use crate::kernels::linear::blocks::product::BlockTilesLaunch;
+use crate::kernels::linear::blocks::tables::{BlockTables, Direction, GROUP};
+use crate::kernels::linear::blocks::tile::{BlockTile, Work};
+use crate::kernels::linear::tile::{Order, SLAB, UNITS};
+use crate::kernels::linear::view::MatrixView;
+use blocksparse_cubecl::arch::ptx::Half;
+use blocksparse_cubecl::args::{buffer, optional};
+use blocksparse_cubecl::error::KernelError;
+
+/// A map of a matrix with rows of `width`, of which boxes have so many rows and columns.
+fn map(
+    handle: &Handle,
+    [rows, width, pitch]: [usize; 3],
+    boxes: [usize; 2],
+    half: Half,
+) -> TensorMapArg<Tiled> {
+    let shape = [1, 1, rows, width];
+    let strides = [rows * pitch, rows * pitch, pitch, 1];
+    let boxes = [1, 1, boxes[0], boxes[1]];
+    // SAFETY: the matrix's shape and pitch, whose elements its handle holds.
+    let tensor = unsafe {
+        TensorArg::from_raw_parts(
+            handle.clone(),
+            strides.as_slice().into(),
+            shape.as_slice().into(),
+        )
+    };
+    let swizzle = match boxes[3] {
+        16 => TensorMapSwizzle::B32,
+        32 => TensorMapSwizzle::B64,
+        _ => TensorMapSwizzle::B128,
+    };
+    let boxes = TiledArgs {
+        tile_size: boxes.as_slice().into(),
+    };
+    let dtype = ElemType::Float(match half {
+        Half::Bf16 => FloatKind::BF16,
+        Half::F16 => FloatKind::F16,
+    });
+    TensorMapArg::new(boxes, tensor, dtype).with_swizzle(swizzle)
+}
+
+/// Rows, width and pitch of a matrix with contiguous rows.
+fn lengths(
+    view: &MatrixView,
+    factor: &'static str,
+    expected: [usize; 2],
+) -> Result<[usize; 3], KernelError> {
+    let [batch, rows, width] = view.shape;
+    let fits = batch == 1 && view.seq.is_none() && [rows, width] == expected;
+    // Rows of one row may have any pitch.
+    let pitch = if rows == 1 { width } else { view.strides[1] };
+    match fits && view.order(2) == Ok(Order::Depth) {
+        true => Ok([rows, width, pitch]),
+        false => Err(KernelError::Factor { factor }),
+    }
+}
+
+/// `out = x · W` (or `x · Wᵀ`), as planned, with a weight packed by [`pack_blocks`](crate::kernels::linear::blocks::pack_blocks): `out` is `[rows, columns]`, contiguous, in the
+/// type of x.
+///
+/// # Errors
+/// [`KernelError::Factor`] if x is not what was planned, or not with contiguous rows. Then nothing was launched.
+pub fn multiply_blocks(
+    client: &Client,
+    plan: &BlockProductPlan,
+    tables: &BlockTables,
+    direction: Direction,
+    x: &MatrixView,
+    packed: &Handle,
+    out: &Handle,
+) -> Result<(), KernelError> {
+    let tile = plan.tile;
+    if tile.work != Work::Gathered(direction) || tile.block != tables.block {
+        return Err(KernelError::Factor { factor: "W" });
+    }
+    let [width, cols] = tables.ends(direction);
+    let lengths = lengths(x, "x", [plan.rows, width])?;
+    let walk = tables.walk(direction);
+    let packed_rows = walk.slabs * SLAB;
+    let a = map(
+        packed,
+        [packed_rows, GROUP, GROUP],
+        [SLAB, GROUP],
+        tile.half,
+    );
+    let b = map(&x.handle, lengths, [tile.cols, tile.cell], tile.half);
+    let tiles = BlockTilesLaunch::new(
+        plan.tiles as u32,
+        plan.lists as u32,
+        plan.rows as u32,
+        cols as u32,
+        0,
+        0,
+    );
+    // SAFETY: TMA reads nothing beyond its maps; rows and columns beyond the result are not written, and `out` has the length it says; lists are the
+    // tables' (see `buffer`).
+    unsafe {
+        product::product::launch_unchecked(
+            client,
+            CubeCount::Static(plan.cubes as u32, 1, 1),
+            CubeDim::new_1d(UNITS as u32),
+            tile.cols / 2,
+            4,
+            a,
+            b,
+            buffer(out, plan.rows * cols / 8),
+            buffer(&walk.offsets.handle, walk.offsets.len),
+            buffer(&walk.entries.handle, walk.entries.len),
+            optional(None, 0),
+            tiles,
+            tile,
+        );
+    }
+    Ok(())
+}
+
+/// `xᵀ · dy` over the kept blocks, as planned: `out` is `[parts, blocks, block, block]`, contiguous, in f32, to be added up.
+///
+/// # Errors
+/// [`KernelError::Factor`] if x or dy is not what was planned, or not with contiguous rows. Then nothing was launched.
+pub fn block_gradient(
+    client: &Client,
+    plan: &BlockGradientPlan,
+    tables: &BlockTables,
+    [x, dy]: [&MatrixView; 2],
+    out: &Handle,
+) -> Result<(), KernelError> {
+    let tile: BlockTile = plan.tile;
+    let targets = &tables.targets;
+    if tile.block != tables.block || tile.cols != targets.cols {
+        return Err(KernelError::Factor { factor: "W" });
+    }
+    let of_x = lengths(x, "x", [plan.rows, tables.inputs])?;
+    let of_dy = lengths(dy, "dy", [plan.rows, tables.outputs])?;
+    let a = map(&x.handle, of_x, [SLAB, GROUP], tile.half);
+    let b = map(&dy.handle, of_dy, [SLAB, tile.cell], tile.half);
+    let tiles = BlockTilesLaunch::new(
+        plan.tiles as u32,
+        targets.tiles as u32,
+        plan.rows as u32,
+        tables.outputs as u32,
+        plan.part_slabs as u32,
+        tables.numbers as u32,
+    );
+    // SAFETY: TMA reads nothing beyond its maps; what is written are cells of the weight, of which `out` has one for each part; lists are the tables'
+    // (see `buffer`).
+    unsafe {
+        product::product::launch_unchecked(
+            client,
+            CubeCount::Static(plan.cubes as u32, 1, 1),
+            CubeDim::new_1d(UNITS as u32),
+            tile.cols / 2,
+            2,
+            a,
+            b,
+            buffer(out, plan.parts * tables.numbers / 2),
+            buffer(&targets.starts.handle, targets.starts.len),
+            buffer(&targets.entries.handle, targets.entries.len),
+            optional(Some(&targets.targets.handle), targets.targets.len),
+            tiles,
+            tile,
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,210 @@
+//! How products of a block-sparse weight are cut.
+
+use std::fmt;
+
+use cubecl::client::Client;
+
+use crate::kernels::linear::blocks::tables::{BlockTables, Direction, slab_cycles};
+use crate::kernels::linear::blocks::tile::{BlockTile, Split, Work};
+use crate::kernels::linear::plan::hopper;
+use crate::kernels::linear::tile::SLAB;
+use blocksparse_cubecl::arch::ptx::Half;
+
+/// Rows of a warpgroup's tile of a product, the widest first.
+const COLS: [usize; 3] = [256, 128, 64];
+/// Cycles of a tile's beginning and end.
+const TILE_CYCLES: usize = 1500;
+/// The most parts of the rows, and bytes a cycle in which they are added up.
+const MOST_PARTS: usize = 32;
+const MEMORY_BYTES: usize = 2200;
+
+fn split_of(tables: &BlockTables) -> Split {
+    if tables.block > SLAB {
+        Split::Left
+    } else {
+        Split::Right
+    }
+}
+
+fn half(bf16: bool) -> Half {
+    if bf16 { Half::Bf16 } else { Half::F16 }
+}
+
+/// `x · W` or `dy · Wᵀ` of `[rows, ..]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockProductPlan {
+    pub(crate) tile: BlockTile,
+    pub(crate) rows: usize,
+    pub(crate) lists: usize,
+    pub(crate) tiles: usize,
+    pub(crate) cubes: usize,
+}
+
+impl BlockProductPlan {
+    /// # Errors
+    /// Why the kernel does not run it.
+    pub fn new(
+        client: &Client,
+        tables: &BlockTables,
+        direction: Direction,
+        bf16: bool,
+        rows: usize,
+    ) -> Result<Self, &'static str> {
+        let (multiprocessors, shared) = hopper(client)?;
+        if rows == 0 {
+            return Err("a factor is empty");
+        }
+        let [_, width] = tables.ends(direction);
+        let counts = [Some(rows), rows.checked_mul(width).map(|all| all / 2)];
+        if counts
+            .iter()
+            .any(|count| count.is_none_or(|count| i32::try_from(count).is_err()))
+        {
+            return Err(
+                "a length or the result has more numbers than the kernel counts in 32 bits",
+            );
+        }
+        let split = split_of(tables);
+        let groups = tables.walk(direction).groups;
+        let lists = if split == Split::Left {
+            groups / 2
+        } else {
+            groups
+        };
+        // Narrow tiles where wide ones would leave multiprocessors without any.
+        let tiles = |cols: usize| {
+            let of_tile = if split == Split::Right {
+                2 * cols
+            } else {
+                cols
+            };
+            lists * rows.div_ceil(of_tile)
+        };
+        let cols = (COLS.into_iter())
+            .find(|cols| tiles(*cols) >= multiprocessors)
+            .unwrap_or(COLS[2]);
+        let tile = BlockTile {
+            half: half(bf16),
+            work: Work::Gathered(direction),
+            split,
+            cell: tables.cell(),
+            block: tables.block,
+            cols,
+            stages: 1,
+        };
+        Ok(Self {
+            tile: tile
+                .with_stages(shared)
+                .ok_or("no tile fits the shared memory")?,
+            rows,
+            lists,
+            tiles: tiles(cols),
+            cubes: tiles(cols).min(multiprocessors),
+        })
+    }
+}
+
+impl fmt::Display for BlockProductPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [tall, wide] = match self.tile.split {
+            Split::Left => [128, self.tile.cols],
+            Split::Right => [64, 2 * self.tile.cols],
+        };
+        write!(
+            f,
+            "wgmma, tiles of {tall} outputs × {wide} rows, {} slabs of {SLAB}, {} cubes",
+            self.tile.stages, self.cubes
+        )
+    }
+}
+
+/// `xᵀ · dy` over the kept blocks of `[rows, ..]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockGradientPlan {
+    pub(crate) tile: BlockTile,
+    pub(crate) rows: usize,
+    pub(crate) parts: usize,
+    pub(crate) part_slabs: usize,
+    pub(crate) tiles: usize,
+    pub(crate) cubes: usize,
+}
+
+impl BlockGradientPlan {
+    /// # Errors
+    /// Why the kernel does not run it.
+    pub fn new(
+        client: &Client,
+        tables: &BlockTables,
+        bf16: bool,
+        rows: usize,
+    ) -> Result<Self, &'static str> {
+        let (multiprocessors, shared) = hopper(client)?;
+        if rows == 0 || tables.targets.tiles == 0 {
+            return Err("a factor is empty");
+        }
+        if i32::try_from(rows).is_err() {
+            return Err(
+                "a length or the result has more numbers than the kernel counts in 32 bits",
+            );
+        }
+        let split = split_of(tables);
+        let tile = BlockTile {
+            half: half(bf16),
+            work: Work::Weight,
+            split,
+            cell: tables.cell(),
+            block: tables.block,
+            cols: tables.targets.cols,
+            stages: 1,
+        };
+        let tile = tile
+            .with_stages(shared)
+            .ok_or("no tile fits the shared memory")?;
+        let slabs = rows.div_ceil(SLAB);
+        let cycles = slab_cycles(tile.cols, tile.slab_bytes());
+        let lists = tables.targets.tiles;
+        let plan = |parts: usize| {
+            let part_slabs = slabs.div_ceil(parts);
+            let waves = (lists * parts).div_ceil(multiprocessors);
+            let sums = tables.numbers * 4 * (2 * parts + 1) / MEMORY_BYTES;
+            (
+                waves * (part_slabs * cycles + TILE_CYCLES) + sums,
+                part_slabs,
+            )
+        };
+        let parts = (1..=MOST_PARTS.min(slabs))
+            .filter(|parts| {
+                let numbers = tables.numbers.checked_mul(*parts);
+                numbers.is_some_and(|numbers| u32::try_from(numbers).is_ok())
+            })
+            .min_by_key(|parts| plan(*parts).0)
+            .ok_or("the gradient has more numbers than the kernel counts in 32 bits")?;
+        Ok(Self {
+            tile,
+            rows,
+            parts,
+            part_slabs: plan(parts).1,
+            tiles: lists * parts,
+            cubes: (lists * parts).min(multiprocessors),
+        })
+    }
+
+    /// Parts of the rows: the result is `[parts, blocks, block, block]`, to be added up.
+    pub fn parts(&self) -> usize {
+        self.parts
+    }
+}
+
+impl fmt::Display for BlockGradientPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [tall, wide] = match self.tile.split {
+            Split::Left => [128, self.tile.cols],
+            Split::Right => [64, 2 * self.tile.cols],
+        };
+        write!(
+            f,
+            "wgmma, tiles of {tall} inputs × {wide} outputs, {} slabs of {SLAB} rows, {} cubes, the rows in {} parts",
+            self.tile.stages, self.cubes, self.parts
+        )
+    }
+}

@@ -1,0 +1,577 @@
+//! What is kept, as lists of what each tile walks.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::kernels::linear::tile::SLAB;
+use blocksparse::WeightLayout;
+use blocksparse_cubecl::device_key::{DeviceKey, device_key};
+use blocksparse_cubecl::recording::refuse_upload;
+
+/// No cell.
+pub const NONE: u32 = u32::MAX;
+/// Outputs, or inputs, of a warpgroup.
+pub const GROUP: usize = SLAB;
+
+/// The kept blocks of a weight `[inputs, outputs]`: `[blocks, block, block]`, each `[inputs, outputs]` too.
+#[derive(Clone, Copy, Debug)]
+pub struct KeptBlocks<'a> {
+    /// Inputs and outputs of a block: 16, 32, 64 or 128.
+    pub block: usize,
+    /// Inputs of the weight, a multiple of `block`.
+    pub inputs: usize,
+    /// Outputs of the weight, likewise.
+    pub outputs: usize,
+    /// Of each block where it is, counted in blocks: along the inputs and along the outputs. No two are the same.
+    pub places: &'a [(u32, u32)],
+}
+
+impl KeptBlocks<'_> {
+    /// # Errors
+    /// What the kernels do not take.
+    fn check(&self) -> Result<(), &'static str> {
+        if ![16, 32, 64, 128].contains(&self.block) {
+            return Err("blocks are not of 16, 32, 64 or 128");
+        }
+        if !(self.inputs.is_multiple_of(self.block) && self.outputs.is_multiple_of(self.block)) {
+            return Err("inputs and outputs are not multiples of a block");
+        }
+        if self.inputs == 0 || self.outputs == 0 {
+            return Err("the weight is empty");
+        }
+        let most = [self.inputs / self.block, self.outputs / self.block];
+        if self
+            .places
+            .iter()
+            .any(|(input, output)| *input as usize >= most[0] || *output as usize >= most[1])
+        {
+            return Err("a block is beyond the weight");
+        }
+        let numbers = self.places.len().checked_mul(self.block * self.block);
+        match numbers
+            .is_some_and(|numbers| u32::try_from(numbers).is_ok_and(|numbers| numbers < NONE))
+        {
+            true => Ok(()),
+            false => Err("the kept blocks have more numbers than are counted in 32 bits"),
+        }
+    }
+
+    /// Inputs and outputs of a cell: of what tiles are gathered from.
+    fn cell(&self) -> usize {
+        self.block.min(SLAB)
+    }
+
+    /// Numbers of all blocks.
+    fn numbers(&self) -> usize {
+        self.places.len() * self.block * self.block
+    }
+
+    /// Cells: along the inputs and the outputs, and where each begins in the weight.
+    fn cells(&self) -> impl Iterator<Item = (u32, u32, u32)> {
+        let (block, cell) = (self.block, self.cell());
+        let side = block / cell;
+        self.places
+            .iter()
+            .enumerate()
+            .flat_map(move |(index, (input, output))| {
+                (0..side * side).map(move |within| {
+                    let (row, column) = (within / side, within % side);
+                    let first = index * block * block + row * cell * block + column * cell;
+                    (
+                        *input * side as u32 + row as u32,
+                        *output * side as u32 + column as u32,
+                        first as u32,
+                    )
+                })
+            })
+    }
+}
+
+/// Which product of a weight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Direction {
+    /// `x · W`: tiles of outputs, the depth is inputs.
+    Forward,
+    /// `dy · Wᵀ`: tiles of inputs, the depth is outputs.
+    Backward,
+}
+
+/// The three products of a weight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum BlockProduct {
+    /// `x · W`
+    Forward,
+    /// `dy · Wᵀ`
+    Backward,
+    /// `xᵀ · dy`
+    Weight,
+}
+
+impl BlockProduct {
+    /// How much longer a gathered product of as many tiles takes than a dense one, as measured: reading decides, and boxes of few columns are read slowly.
+    fn slowness(self, block: usize) -> f64 {
+        match (self, block) {
+            (Self::Weight, 16) => 5.0,
+            (Self::Weight, 32 | 64) => 3.0,
+            (_, 16) => 2.7,
+            (_, 32 | 64) => 1.85,
+            _ => 1.6,
+        }
+    }
+}
+
+#[derive(Default)]
+struct DeviceTables(Mutex<HashMap<DeviceKey, Arc<BlockTables>>>);
+
+/// The cells of 64 outputs (or inputs): of each column of cells that any of them keeps, which they are.
+type Union = BTreeMap<u32, Vec<u32>>;
+
+/// Of each group of 64 its union.
+fn unions(kept: &KeptBlocks, direction: Direction) -> Vec<Union> {
+    let side = SLAB / kept.cell();
+    let tall = match direction {
+        Direction::Forward => kept.outputs,
+        Direction::Backward => kept.inputs,
+    };
+    let mut unions = vec![Union::new(); tall.div_ceil(GROUP)];
+    for (input, output, first) in kept.cells() {
+        let (along, across) = match direction {
+            Direction::Forward => (output, input),
+            Direction::Backward => (input, output),
+        };
+        let (group, place) = (along as usize / side, along as usize % side);
+        unions[group]
+            .entry(across)
+            .or_insert_with(|| vec![NONE; side])[place] = first;
+    }
+    unions
+}
+
+/// What tiles of a [`Direction`] walk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Walk {
+    /// Of each group the slabs before it, and all of them.
+    pub offsets: Vec<u32>,
+    /// Of each slab the columns of x that its cells begin at; x's width where there is nothing.
+    pub entries: Vec<u32>,
+    /// Of each cell of each slab, as it is packed, where it begins in the weight, or [`NONE`].
+    pub sources: Vec<u32>,
+}
+
+impl Walk {
+    pub(crate) fn new(kept: &KeptBlocks, direction: Direction) -> Self {
+        let (cell, side) = (kept.cell(), SLAB / kept.cell());
+        let width = match direction {
+            Direction::Forward => kept.inputs,
+            Direction::Backward => kept.outputs,
+        };
+        let mut walk = Self {
+            offsets: vec![0],
+            entries: Vec::new(),
+            sources: Vec::new(),
+        };
+        for union in unions(kept, direction) {
+            let nothing = vec![NONE; side];
+            let of_none = (width as u32, &nothing);
+            let mut columns: Vec<_> = union
+                .iter()
+                .map(|(across, firsts)| (*across * cell as u32, firsts))
+                .collect();
+            // Sums of nothing are 0: a slab of it.
+            columns.resize(columns.len().next_multiple_of(side).max(side), of_none);
+            for slab in columns.chunks(side) {
+                walk.entries.extend(slab.iter().map(|(first, _)| *first));
+                // As they lie in the weight: rows are inputs.
+                for row in 0..side {
+                    for column in 0..side {
+                        walk.sources.push(match direction {
+                            Direction::Forward => slab[row].1[column],
+                            Direction::Backward => slab[column].1[row],
+                        });
+                    }
+                }
+            }
+            walk.offsets.push((walk.entries.len() / side) as u32);
+        }
+        walk
+    }
+
+    pub(crate) fn slabs(&self) -> usize {
+        *self.offsets.last().unwrap_or(&0) as usize
+    }
+}
+
+/// Of every tile of 64 × 64 of the dense weight, row by row, where its cells begin among the kept blocks, or [`NONE`].
+fn dense_sources(kept: &KeptBlocks) -> Vec<u32> {
+    let side = SLAB / kept.cell();
+    let [rows, columns] = [kept.inputs, kept.outputs].map(|width| width.div_ceil(SLAB));
+    let mut sources = vec![NONE; rows * columns * side * side];
+    for (input, output, first) in kept.cells() {
+        let (input, output) = (input as usize, output as usize);
+        let tile = input / side * columns + output / side;
+        sources[(tile * side + input % side) * side + output % side] = first;
+    }
+    sources
+}
+
+/// What share of a dense weight's tiles is multiplied, in either direction and for the gradient by the weight.
+fn shares(kept: &KeptBlocks) -> [f64; 3] {
+    let cell = kept.cell();
+    let [forward, backward] = [Direction::Forward, Direction::Backward].map(|direction| {
+        let unions = unions(kept, direction);
+        let width = match direction {
+            Direction::Forward => kept.inputs,
+            Direction::Backward => kept.outputs,
+        };
+        let cells: usize = unions.iter().map(Union::len).sum();
+        (cells * cell) as f64 / (unions.len() * width) as f64
+    });
+    // The gradient by the weight has the tiles of the product by its transpose.
+    [forward, backward, backward]
+}
+
+/// What tiles of the gradient by the weight are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Targets {
+    /// Outputs of a warpgroup.
+    pub cols: usize,
+    /// Of each tile its first input.
+    pub starts: Vec<u32>,
+    /// Of each tile the outputs that its cells begin at, those of the first warpgroup first; the weight's outputs where there is nothing. Of blocks of 128
+    /// both warpgroups have the same.
+    pub entries: Vec<u32>,
+    /// Of each warpgroup of a tile, each column of cells and each cell of it, where it begins in the weight, or [`NONE`].
+    pub targets: Vec<u32>,
+}
+
+/// Outputs of a warpgroup of a gradient by the weight.
+const COLS: [usize; 3] = [256, 128, 64];
+/// Bytes a cycle that a multiprocessor reads if nobody else reads the same.
+const READ_BYTES: usize = 28;
+
+/// Cycles of a slab of such a tile, of both warpgroups: of the tensor cores, or of reading it.
+pub(crate) fn slab_cycles(cols: usize, bytes: usize) -> usize {
+    (4 * cols).max(bytes / READ_BYTES)
+}
+
+impl Targets {
+    /// The tiles that take least time. Of blocks of 128 the warpgroups have half of the inputs each; else half of the outputs.
+    pub(crate) fn new(kept: &KeptBlocks) -> Self {
+        let (cell, side) = (kept.cell(), SLAB / kept.cell());
+        let unions = unions(kept, Direction::Backward);
+        let halves = kept.block / cell;
+        // Cells of a tile.
+        let wide = |cols: usize| {
+            if halves == 2 {
+                cols / cell
+            } else {
+                2 * cols / cell
+            }
+        };
+        let cycles = |cols: usize| -> usize {
+            let tiles = |union: &Union| union.len().div_ceil(wide(cols));
+            let bytes = 128 * (halves * GROUP + wide(cols) * cell);
+            let count: usize = unions.iter().step_by(halves).map(tiles).sum();
+            count * slab_cycles(cols, bytes)
+        };
+        let cols = (COLS.into_iter())
+            .min_by_key(|cols| cycles(*cols))
+            .unwrap_or(COLS[0]);
+        let mut made = Self {
+            cols,
+            starts: Vec::new(),
+            entries: Vec::new(),
+            targets: Vec::new(),
+        };
+        for group in (0..unions.len()).step_by(halves) {
+            let columns: Vec<_> = unions[group].keys().copied().collect();
+            for tile in columns.chunks(wide(cols)) {
+                made.starts.push((group * GROUP) as u32);
+                let missing = wide(cols) - tile.len();
+                let of_tile = tile.iter().map(|across| across * cell as u32);
+                made.entries.extend(of_tile);
+                made.entries.extend(vec![kept.outputs as u32; missing]);
+                for union in &unions[group..group + halves] {
+                    made.targets
+                        .extend(tile.iter().flat_map(|across| &union[across]));
+                    made.targets.extend(vec![NONE; missing * side]);
+                }
+            }
+        }
+        made
+    }
+}
+
+/// Words on a device.
+#[derive(Clone, Debug)]
+pub(crate) struct Words {
+    pub handle: Handle,
+    pub len: usize,
+}
+
+impl Words {
+    fn new(client: &Client, words: &[u32]) -> Self {
+        // A buffer of nothing cannot be bound.
+        let words = if words.is_empty() { &[NONE] } else { words };
+        Self {
+            handle: client.create_from_slice(bytemuck::cast_slice(words)),
+            len: words.len(),
+        }
+    }
+}
+
+/// A [`Walk`] on a device.
+#[derive(Clone, Debug)]
+pub(crate) struct DeviceWalk {
+    pub offsets: Words,
+    pub entries: Words,
+    pub sources: Words,
+    pub slabs: usize,
+    pub groups: usize,
+}
+
+/// [`Targets`] on a device.
+#[derive(Clone, Debug)]
+pub(crate) struct DeviceTargets {
+    pub starts: Words,
+    pub entries: Words,
+    pub targets: Words,
+    pub tiles: usize,
+    pub cols: usize,
+}
+
+/// What is kept, as kernels read it, on a device.
+#[derive(Clone, Debug)]
+pub struct BlockTables {
+    pub(crate) block: usize,
+    pub(crate) inputs: usize,
+    pub(crate) outputs: usize,
+    pub(crate) numbers: usize,
+    walks: [DeviceWalk; 2],
+    pub(crate) dense: Words,
+    shares: [f64; 3],
+    pub(crate) targets: DeviceTargets,
+}
+
+impl BlockTables {
+    /// Makes and uploads them.
+    ///
+    /// # Errors
+    /// What the kernels do not take.
+    pub fn new(client: &Client, kept: &KeptBlocks) -> Result<Self, &'static str> {
+        kept.check()?;
+        refuse_upload(client, "").map_err(|_| "no tables of kept blocks are uploaded inside a recording: make the same call once before")?;
+        let walks = [Direction::Forward, Direction::Backward].map(|direction| {
+            let walk = Walk::new(kept, direction);
+            DeviceWalk {
+                slabs: walk.slabs(),
+                groups: walk.offsets.len() - 1,
+                offsets: Words::new(client, &walk.offsets),
+                entries: Words::new(client, &walk.entries),
+                sources: Words::new(client, &walk.sources),
+            }
+        });
+        let targets = Targets::new(kept);
+        Ok(Self {
+            block: kept.block,
+            inputs: kept.inputs,
+            outputs: kept.outputs,
+            numbers: kept.numbers(),
+            walks,
+            dense: Words::new(client, &dense_sources(kept)),
+            shares: shares(kept),
+            targets: DeviceTargets {
+                tiles: targets.starts.len(),
+                cols: targets.cols,
+                starts: Words::new(client, &targets.starts),
+                entries: Words::new(client, &targets.entries),
+                targets: Words::new(client, &targets.targets),
+            },
+        })
+    }
+
+    /// Those of a layout, made and uploaded once for each device.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn of(client: &Client, layout: &WeightLayout) -> Result<Arc<Self>, &'static str> {
+        let known = layout.attachment(DeviceTables::default);
+        let mut known = known.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = device_key(client);
+        if let Some(tables) = known.get(&key) {
+            return Ok(tables.clone());
+        }
+        let places: Vec<_> = layout.kept_blocks().collect();
+        let kept = KeptBlocks {
+            block: layout.block(),
+            inputs: layout.inputs(),
+            outputs: layout.outputs(),
+            places: &places,
+        };
+        let tables = Arc::new(Self::new(client, &kept)?);
+        known.insert(key, tables.clone());
+        Ok(tables)
+    }
+
+    /// Whether a product takes less time gathered than with a dense weight that has zeros where no block is kept.
+    pub fn is_gathered(&self, product: BlockProduct) -> bool {
+        let share = self.shares[product as usize];
+        share * product.slowness(self.block) < 1.0
+    }
+
+    pub(crate) fn walk(&self, direction: Direction) -> &DeviceWalk {
+        &self.walks[direction as usize]
+    }
+
+    pub(crate) fn cell(&self) -> usize {
+        self.block.min(SLAB)
+    }
+
+    /// Inputs and outputs of the weight.
+    pub fn widths(&self) -> [usize; 2] {
+        [self.inputs, self.outputs]
+    }
+
+    /// Width of what is multiplied, and of the result.
+    pub(crate) fn ends(&self, direction: Direction) -> [usize; 2] {
+        match direction {
+            Direction::Forward => [self.inputs, self.outputs],
+            Direction::Backward => [self.outputs, self.inputs],
+        }
+    }
+
+    /// Numbers of the weight as it is packed for products of a direction.
+    pub fn packed_numbers(&self, direction: Direction) -> usize {
+        self.walk(direction).slabs * SLAB * GROUP
+    }
+
+    /// Numbers of the kept blocks.
+    pub fn numbers(&self) -> usize {
+        self.numbers
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn kept(block: usize, [inputs, outputs]: [usize; 2], places: &[(u32, u32)]) -> KeptBlocks<'_> {
+        KeptBlocks {
+            block,
+            inputs: inputs * block,
+            outputs: outputs * block,
+            places,
+        }
+    }
+
+    #[test]
+    fn blocks_of_32_share_slabs() {
+        // Outputs 0 and 1 are a group; 2 is one with nothing beside it.
+        let places = [(0, 0), (3, 0), (3, 1), (1, 2)];
+        let of = kept(32, [4, 3], &places);
+        assert_eq!(of.check(), Ok(()));
+        let walk = Walk::new(&of, Direction::Forward);
+        assert_eq!(walk.offsets, [0, 1, 2]);
+        assert_eq!(walk.entries, [0, 96, 32, 128]);
+        let at = |index: u32| index * 1024;
+        assert_eq!(
+            walk.sources,
+            [at(0), NONE, at(1), at(2), at(3), NONE, NONE, NONE]
+        );
+        let walk = Walk::new(&of, Direction::Backward);
+        assert_eq!(walk.offsets, [0, 1, 2]);
+        assert_eq!(walk.entries, [0, 64, 0, 32]);
+        assert_eq!(
+            walk.sources,
+            [at(0), NONE, NONE, at(3), NONE, NONE, at(1), at(2)]
+        );
+        let targets = Targets::new(&of);
+        assert_eq!(targets.starts, [0, 64]);
+        assert_eq!(targets.cols, 64);
+        assert_eq!(targets.entries, [0, 64, 96, 96, 0, 32, 96, 96]);
+        let none = [NONE; 4];
+        let first = [at(0), NONE, NONE, at(3)];
+        let second = [NONE, at(1), NONE, at(2)];
+        assert_eq!(targets.targets, [first, none, second, none].concat());
+    }
+
+    #[test]
+    fn blocks_of_128_are_two_groups() {
+        let places = [(1, 0)];
+        let of = kept(128, [2, 1], &places);
+        let walk = Walk::new(&of, Direction::Forward);
+        assert_eq!(walk.offsets, [0, 2, 4]);
+        assert_eq!(walk.entries, [128, 192, 128, 192]);
+        assert_eq!(walk.sources, [0, 64 * 128, 64, 64 * 128 + 64]);
+        let walk = Walk::new(&of, Direction::Backward);
+        // The first inputs keep nothing: a slab of zeros each.
+        assert_eq!(walk.offsets, [0, 1, 2, 4, 6]);
+        assert_eq!(walk.entries, [128, 128, 0, 64, 0, 64]);
+        assert_eq!(walk.sources, [NONE, NONE, 0, 64, 64 * 128, 64 * 128 + 64]);
+        let targets = Targets::new(&of);
+        assert_eq!(targets.starts, [128]);
+        assert_eq!(targets.cols, 128);
+        assert_eq!(targets.entries, [0, 64]);
+        assert_eq!(targets.targets, [0, 64, 64 * 128, 64 * 128 + 64]);
+    }
+
+    #[test]
+    fn every_cell_is_walked_once() {
+        for block in [16, 32, 64, 128] {
+            let places: Vec<(u32, u32)> = (0..7)
+                .flat_map(|input| (0..9).map(move |output| (input, output)))
+                .filter(|(input, output)| (input * 5 + output * 3) % 4 == 0)
+                .collect();
+            let of = kept(block, [7, 9], &places);
+            let mut expected: Vec<u32> = of.cells().map(|(_, _, first)| first).collect();
+            expected.sort_unstable();
+            let sorted = |words: Vec<u32>| {
+                let mut found: Vec<u32> = words.into_iter().filter(|word| *word != NONE).collect();
+                found.sort_unstable();
+                found
+            };
+            for direction in [Direction::Forward, Direction::Backward] {
+                assert_eq!(sorted(Walk::new(&of, direction).sources), expected);
+            }
+            let targets = Targets::new(&of);
+            let found = targets.targets.clone();
+            assert_eq!(sorted(found), expected);
+        }
+    }
+
+    #[test]
+    fn the_dense_weight_has_every_cell_once() {
+        let places = [(0, 0), (3, 0), (3, 1), (1, 2)];
+        let of = kept(32, [4, 3], &places);
+        let at = |index: u32| index * 1024;
+        // Two tiles along the inputs, and two along the outputs, of which the last one's second column is beyond the weight.
+        assert_eq!(
+            dense_sources(&of),
+            [
+                [at(0), NONE, NONE, NONE],
+                [NONE, NONE, at(3), NONE],
+                [NONE, NONE, at(1), at(2)],
+                [NONE; 4],
+            ]
+            .concat()
+        );
+        assert_eq!(shares(&of), [3.0 / 8.0, 4.0 / 6.0, 4.0 / 6.0]);
+    }
+
+    #[test]
+    fn what_is_no_weight_is_refused() {
+        let refused = |of: KeptBlocks| of.check().unwrap_err();
+        assert_eq!(
+            refused(kept(48, [2, 2], &[])),
+            "blocks are not of 16, 32, 64 or 128"
+        );
+        assert_eq!(refused(kept(16, [0, 2], &[])), "the weight is empty");
+        assert_eq!(
+            refused(kept(16, [2, 2], &[(0, 2)])),
+            "a block is beyond the weight"
+        );
+    }
+}

@@ -1,0 +1,46 @@
+//! Where the tiles of a product are, and which of them a number names.
+
+use cubecl::prelude::*;
+
+use crate::kernels::linear::epilogue::Place;
+use crate::kernels::linear::tile::ROWS;
+
+/// Where tiles are.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct Tiles {
+    /// All of them.
+    pub count: u32,
+    /// Along the rows and along the columns.
+    pub rows: u32,
+    pub cols: u32,
+    /// Parts of the depth, and slabs of a part but the last.
+    pub parts: u32,
+    pub part_slabs: u32,
+    /// Slabs of the depth.
+    pub slabs: u32,
+    /// Neighbouring matrices of the batch that share one of either factor.
+    pub a_each: u32,
+    pub b_each: u32,
+    /// Matrices of a run of either.
+    pub a_run: u32,
+    pub b_run: u32,
+    /// Rows of a batch entry of the left factor, if it lies by heads.
+    pub seq: u32,
+}
+
+/// The place of a tile of so many columns.
+#[cube]
+pub fn place_of(tiles: &Tiles, tile: u32, #[comptime] cols: usize) -> Place {
+    let row_tile = tile / tiles.cols;
+    let matrix = row_tile / tiles.rows;
+    let first = matrix % tiles.parts * tiles.part_slabs;
+    Place {
+        row: row_tile % tiles.rows * comptime!(ROWS as u32),
+        col: tile % tiles.cols * comptime!(cols as u32),
+        row_tile,
+        matrix,
+        batch: matrix / tiles.parts,
+        first,
+        count: min(tiles.part_slabs, tiles.slabs - first),
+    }
+}

@@ -1,0 +1,429 @@
+//! How a product is cut into tiles.
+
+use std::fmt;
+
+use cubecl::client::Client;
+use cubecl::ir::features::Tma;
+
+use crate::kernels::linear::mma::{MmaTile, VARIANTS};
+use crate::kernels::linear::tile::{Epilogue, MOST_HIGHEST, Order, ProductTile, ROWS, SLAB};
+use crate::kernels::linear::view::MatrixView;
+use blocksparse_cubecl::arch::ptx::Half;
+use blocksparse_cubecl::call::check_ampere;
+use blocksparse_cubecl::tuning::{TierLimit, Tuning};
+
+/// Columns of a tile, at most.
+const MOST_COLUMNS: usize = 256;
+
+/// What a product is, without its tensors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ProductRequest {
+    /// Whether the factors are bf16 and not f16.
+    pub bf16: bool,
+    /// Matrices of the batch.
+    pub batch: usize,
+    /// Rows of the left factor.
+    pub rows: usize,
+    /// Columns of the right factor.
+    pub cols: usize,
+    /// Columns of the left factor, rows of the right one.
+    pub depth: usize,
+    /// What is contiguous in the left and in the right factor.
+    pub orders: [Order; 2],
+    /// Whether the result is f32, and not of the type of the factors.
+    pub wide: bool,
+    /// Whether the depth may be taken in parts, each with a result of its own. Only with an f32 result.
+    pub parts: bool,
+    /// What becomes of the sums.
+    pub epilogue: Epilogue,
+    /// Whether the left factor lies by heads.
+    pub by_heads: bool,
+}
+
+impl ProductRequest {
+    /// The product of two batches of matrices.
+    ///
+    /// # Errors
+    /// Why the kernel cannot read them.
+    pub fn of(
+        bf16: bool,
+        [a, b]: [&MatrixView; 2],
+        wide: bool,
+        parts: bool,
+    ) -> Result<Self, &'static str> {
+        let batch = a.shape[0].max(b.shape[0]);
+        let is_shared = |of: &&MatrixView| of.shape[0] > 0 && batch.is_multiple_of(of.shape[0]);
+        let runs = [a, b]
+            .iter()
+            .all(|of| of.outer[0] == 1 || of.shape[0] == batch);
+        if a.shape[2] != b.shape[1] || ![a, b].iter().all(is_shared) || !runs {
+            return Err("the factors' lengths do not fit");
+        }
+        Ok(Self {
+            bf16,
+            batch,
+            rows: a.shape[1],
+            cols: b.shape[2],
+            depth: a.shape[2],
+            orders: [a.order(2)?, b.order(1)?],
+            wide,
+            parts,
+            epilogue: Epilogue::Plain,
+            by_heads: match (a.seq, b.seq) {
+                (_, Some(_)) => return Err("the right factor lies by heads"),
+                (seq, None) => seq.is_some(),
+            },
+        })
+    }
+
+    /// With something that becomes of the sums.
+    #[must_use]
+    pub fn with(mut self, epilogue: Epilogue) -> Self {
+        self.epilogue = epilogue;
+        self
+    }
+
+    /// # Errors
+    /// What the epilogue does not take.
+    fn check_epilogue(&self) -> Result<(), &'static str> {
+        match self.epilogue {
+            Epilogue::Plain => Ok(()),
+            Epilogue::LogSums { run } => {
+                if !self.wide || self.parts || self.by_heads {
+                    return Err("sums of exponentials are of whole sums in f32");
+                }
+                match [8, 16, 32, 64].contains(&run) && self.cols.is_multiple_of(run) {
+                    true => Ok(()),
+                    false => Err("the columns are no runs of 8, 16, 32 or 64"),
+                }
+            }
+            Epilogue::LineSums => {
+                if !self.wide || self.parts || self.by_heads {
+                    return Err("sums over columns are of whole sums in f32");
+                }
+                match self.rows <= ROWS {
+                    true => Ok(()),
+                    false => Err("sums over columns are of the rows of one tile"),
+                }
+            }
+            Epilogue::Highest(of) => {
+                if !self.wide || self.parts || self.by_heads {
+                    return Err("choices are by whole sums in f32");
+                }
+                let is_served = (1..=MOST_HIGHEST).contains(&of.most) && [1, 2].contains(&of.parts);
+                match is_served && of.step > 0 && self.cols <= MOST_COLUMNS {
+                    true => Ok(()),
+                    false => Err("a row chooses up to 8 scores of up to 256 columns"),
+                }
+            }
+            _ if self.wide => Err("only a result in half precision becomes anything else"),
+            Epilogue::Heads { .. } | Epilogue::Gradient { .. } if self.batch > 1 => {
+                Err("heads and gradients are of one matrix")
+            }
+            Epilogue::Heads { dim } if !dim.is_multiple_of(8) || dim == 0 => {
+                Err("a head's columns are not a multiple of 8")
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn half(&self) -> Half {
+        if self.bf16 { Half::Bf16 } else { Half::F16 }
+    }
+}
+
+/// Whether a device multiplies anything here.
+///
+/// # Errors
+/// Why it does not.
+pub fn available(client: &Client) -> Result<(), &'static str> {
+    hopper(client).map(|_| ())
+}
+
+/// Multiprocessors and bytes of shared memory of a device that has wgmma.
+///
+/// # Errors
+/// If it is another one, or if the environment wants another tier.
+pub(crate) fn hopper(client: &Client) -> Result<(usize, usize), &'static str> {
+    let properties = client.properties();
+    let hardware = &properties.hardware;
+    if properties.identity.fingerprint != "ptx_sm90" || !properties.features.tma.contains(Tma::Base)
+    {
+        return Err("the device is not of compute capability 9.0");
+    }
+    let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(132) as usize;
+    match Tuning::or_reason()?.tier {
+        limit if limit.is_simt() => return Err("BLOCKSPARSE_TIER says simt"),
+        TierLimit::Mma => return Err("BLOCKSPARSE_TIER says mma"),
+        _ => {}
+    }
+    Ok((multiprocessors, hardware.max_shared_memory_size))
+}
+
+/// The same of a device that has mma.sync of half precision, ldmatrix and cp.async.
+///
+/// # Errors
+/// If it is another one, or if the environment wants another tier.
+fn ampere(client: &Client) -> Result<(usize, usize), &'static str> {
+    let properties = client.properties();
+    let hardware = &properties.hardware;
+    check_ampere(properties)?;
+    if Tuning::or_reason()?.tier.is_simt() {
+        return Err("BLOCKSPARSE_TIER says simt");
+    }
+    let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(64) as usize;
+    Ok((multiprocessors, hardware.max_shared_memory_size))
+}
+
+/// The shape of a cube's work on a tier.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum TierTile {
+    /// wgmma and TMA, on compute capability 9.0.
+    Wgmma(ProductTile),
+    /// mma.sync and cp.async, from 8.0 on.
+    Mma(MmaTile),
+}
+
+impl TierTile {
+    pub(crate) fn cols(&self) -> usize {
+        match self {
+            Self::Wgmma(tile) => tile.cols,
+            Self::Mma(tile) => tile.cols,
+        }
+    }
+}
+
+impl fmt::Display for TierTile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Wgmma(tile) => write!(f, "wgmma, {tile}"),
+            Self::Mma(tile) => write!(f, "mma, {tile}"),
+        }
+    }
+}
+
+/// A shape with what it costs, by a model of the device.
+struct Costed {
+    tile: TierTile,
+    /// Cubes that share a multiprocessor.
+    cubes: usize,
+    /// Cycles of a slab.
+    slab: usize,
+    /// Cycles of a tile's beginning and end.
+    tile_cycles: usize,
+}
+
+/// What a product will run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ProductPlan {
+    pub(crate) request: ProductRequest,
+    pub(crate) tile: TierTile,
+    pub(crate) parts: usize,
+    pub(crate) part_slabs: usize,
+    pub(crate) cubes: usize,
+}
+
+/// Cycles in which tensor cores multiply a slab by so many columns, for both warpgroups: narrow tiles are bound by what is read from shared memory.
+const SLAB_CYCLES: [(usize, usize); 3] = [(256, 1024), (128, 600), (64, 380)];
+/// Cycles of a tile's beginning and end that nothing else fills, and of writing 64 columns of it.
+const TILE_CYCLES: usize = 500;
+const WRITE_CYCLES: usize = 250;
+/// Bytes a cycle of the device's memory.
+const MEMORY_BYTES: usize = 2200;
+/// The fewest slabs of a part, and the most parts.
+const LEAST_SLABS: usize = 8;
+const MOST_PARTS: usize = 128;
+
+impl ProductPlan {
+    /// The fastest plan by a model of the device.
+    ///
+    /// # Errors
+    /// Why the kernel does not run the product.
+    pub fn new(client: &Client, request: ProductRequest) -> Result<Self, &'static str> {
+        Ok(Self::all(client, request)?[0])
+    }
+
+    /// All plans, the fastest by the model first.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn all(client: &Client, request: ProductRequest) -> Result<Vec<Self>, &'static str> {
+        match hopper(client) {
+            Ok((multiprocessors, shared)) => Self::on_wgmma(request, multiprocessors, shared),
+            Err(_) => {
+                let (multiprocessors, shared) = ampere(client)?;
+                Self::on_mma(request, multiprocessors, shared)
+            }
+        }
+    }
+
+    fn on_wgmma(
+        request: ProductRequest,
+        multiprocessors: usize,
+        shared: usize,
+    ) -> Result<Vec<Self>, &'static str> {
+        let ProductRequest { wide, epilogue, .. } = request;
+        // Registers have room for what a gradient reads, and for sums of weights over columns, beside the sums of half a tile.
+        let is_half = matches!(epilogue, Epilogue::Gradient { .. } | Epilogue::LineSums);
+        let shapes = SLAB_CYCLES.into_iter().filter_map(|(cols, slab)| {
+            // Who chooses sees all columns.
+            let is_whole = !matches!(epilogue, Epilogue::Highest(_)) || request.cols <= cols;
+            let tile = (is_whole && (!is_half || cols < MOST_COLUMNS)).then(|| ProductTile {
+                by_heads: request.by_heads,
+                epilogue,
+                ..ProductTile::new(request.half(), cols, request.orders, wide)
+            })?;
+            let width = if wide { 2 } else { 1 };
+            Some(Costed {
+                tile: TierTile::Wgmma(tile.with_slabs(shared)?),
+                cubes: 1,
+                slab,
+                tile_cycles: TILE_CYCLES + WRITE_CYCLES * width * cols / 64,
+            })
+        });
+        Self::of(request, multiprocessors, shapes)
+    }
+
+    fn on_mma(
+        request: ProductRequest,
+        multiprocessors: usize,
+        shared: usize,
+    ) -> Result<Vec<Self>, &'static str> {
+        if request.epilogue != Epilogue::Plain {
+            return Err("on mma.sync sums are the result, and become nothing else");
+        }
+        if request.by_heads {
+            return Err("on mma.sync a factor does not lie by heads");
+        }
+        let wide = request.wide;
+        let whole = request.depth.is_multiple_of(8)
+            && (request.orders[0] == Order::Depth || request.rows.is_multiple_of(8));
+        let shapes = VARIANTS.into_iter().filter_map(|variant| {
+            let tile = MmaTile {
+                whole,
+                ..MmaTile::new(request.half(), variant, request.orders, wide, shared)?
+            };
+            let width = if wide { 2 } else { 1 };
+            Some(Costed {
+                tile: TierTile::Mma(tile),
+                cubes: variant.cubes,
+                slab: variant.cycles,
+                // While one cube writes, the other multiplies.
+                tile_cycles: (TILE_CYCLES + WRITE_CYCLES * width * variant.cols / 64)
+                    / variant.cubes,
+            })
+        });
+        Self::of(request, multiprocessors, shapes)
+    }
+
+    /// The plans of a tier that has these shapes.
+    fn of(
+        request: ProductRequest,
+        multiprocessors: usize,
+        shapes: impl Iterator<Item = Costed>,
+    ) -> Result<Vec<Self>, &'static str> {
+        let ProductRequest {
+            batch,
+            rows,
+            cols,
+            depth,
+            wide,
+            ..
+        } = request;
+        request.check_epilogue()?;
+        if [batch, rows, cols, depth].contains(&0) {
+            return Err("a factor is empty");
+        }
+        if !cols.is_multiple_of(8) {
+            return Err("the columns are not a multiple of 8");
+        }
+        if [batch, rows, cols, depth]
+            .iter()
+            .any(|length| i32::try_from(*length).is_err())
+            || (batch * rows)
+                .checked_mul(cols)
+                .is_none_or(|all| u32::try_from(all / 2).is_err())
+        {
+            return Err(
+                "a length or the result has more numbers than the kernel counts in 32 bits",
+            );
+        }
+        let slabs = depth.div_ceil(SLAB);
+        let most_parts = match request.parts && wide {
+            true => (slabs / LEAST_SLABS).clamp(1, MOST_PARTS),
+            false => 1,
+        };
+        let plans = shapes.flat_map(|shape| {
+            (1..=most_parts).map(move |parts| {
+                let part_slabs = slabs.div_ceil(parts);
+                let parts = slabs.div_ceil(part_slabs);
+                let tile_cols = shape.tile.cols();
+                let tiles = batch * parts * rows.div_ceil(ROWS) * cols.div_ceil(tile_cols);
+                let of_tile = part_slabs * shape.slab + shape.tile_cycles;
+                // Parts are written, read, and written once more when they are added up.
+                let sums = match parts {
+                    1 => 0,
+                    _ => batch * rows * cols * 4 * (2 * parts + 1) / MEMORY_BYTES,
+                };
+                let most_cubes = multiprocessors * shape.cubes;
+                let plan = Self {
+                    request,
+                    tile: shape.tile,
+                    parts,
+                    part_slabs,
+                    cubes: tiles.min(most_cubes),
+                };
+                (tiles.div_ceil(most_cubes) * of_tile + sums, plan)
+            })
+        });
+        let mut plans: Vec<_> = plans.collect();
+        plans.sort_by_key(|(cycles, _)| *cycles);
+        // Numbers of parts that come to the same number of slabs are one plan.
+        plans.dedup_by_key(|(_, plan)| *plan);
+        match plans.is_empty() {
+            true => Err("no tile fits the shared memory"),
+            false => Ok(plans.into_iter().map(|(_, plan)| plan).collect()),
+        }
+    }
+
+    /// The same with the second warpgroup so many cycles later: for measurements.
+    #[must_use]
+    pub fn with_stagger(mut self, cycles: u32) -> Self {
+        if let TierTile::Wgmma(tile) = &mut self.tile {
+            tile.stagger = cycles;
+        }
+        self
+    }
+
+    /// Parts of the depth: the result is `[batch, parts, rows, columns]`, to be added up.
+    pub fn parts(&self) -> usize {
+        self.parts
+    }
+
+    /// Rows of the sums over 64 rows each, where those are wanted.
+    pub fn total_rows(&self) -> usize {
+        2 * self.request.rows.div_ceil(ROWS)
+    }
+
+    /// Columns of a tile.
+    pub fn tile_cols(&self) -> usize {
+        self.tile.cols()
+    }
+
+    pub(crate) fn slabs(&self) -> usize {
+        self.request.depth.div_ceil(SLAB)
+    }
+}
+
+impl fmt::Display for ProductPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}, {} cubes", self.tile, self.cubes)?;
+        match self.parts {
+            1 => Ok(()),
+            parts => write!(f, ", the depth in {parts} parts"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,170 @@
+//! Steps of optimizers over many tensors at once. On any CubeCL runtime.
+//!
+//! A launch has as many tensors as the device binds, at most [`MOST_TENSORS`], and deals its cubes to them by their lengths. Tensors are contiguous and
+//! flat here. Numbers are f32 (f64 for f64) between a kernel's loads and stores; an output has one writer and sums have a fixed order, so the same
+//! input gives the same bits on a device. What changes from step to step comes in a buffer, so that a recorded graph can be replayed.
+//!
+//! ```text
+//! sum_of_squares   of all tensors, in a fixed grid of partial sums; the norm and the factor of clipping
+//! adamw            the step of AdamW, and scaling, both in place
+//! ```
+
+mod adamw;
+mod sum_of_squares;
+
+use cubecl::ir::ElemType;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+pub use adamw::{AdamWHyper, AdamWTensors, adamw, scale};
+pub use sum_of_squares::{clip_factor, partial_sums, sum_of_squares};
+
+use blocksparse_cubecl::args::{address_of, buffer, spread};
+use blocksparse_cubecl::error::KernelError;
+
+/// Tensors of a launch, at most.
+pub const MOST_TENSORS: usize = 32;
+
+/// Units of a cube, if the device has as many.
+const UNITS: usize = 256;
+
+/// Bytes that a unit loads at a time, if a tensor's length and the device allow it.
+const LOAD_BYTES: usize = 16;
+
+/// A contiguous tensor of any shape.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct FlatTensor {
+    /// Its buffer, from the first element on.
+    pub handle: Handle,
+    /// Its elements.
+    pub elements: usize,
+    /// Their type.
+    pub dtype: ElemType,
+}
+
+impl FlatTensor {
+    /// A tensor of `elements` that begin where the handle does.
+    pub fn new(handle: Handle, elements: usize, dtype: ElemType) -> Self {
+        Self {
+            handle,
+            elements,
+            dtype,
+        }
+    }
+
+    /// Numbers of the widest vectors, of numbers of `widest` bytes, that the tensor is made of.
+    fn vector(&self, client: &Client, widest: usize) -> usize {
+        let most = (LOAD_BYTES / widest).min(client.properties().hardware.max_vector_size.max(1));
+        let offset = self.handle.offset_start.unwrap_or(0) as usize / self.dtype.size();
+        [4, 2, 1]
+            .into_iter()
+            .find(|vector| {
+                *vector <= most
+                    && self.elements.is_multiple_of(*vector)
+                    && offset.is_multiple_of(*vector)
+            })
+            .unwrap_or(1)
+    }
+}
+
+/// Units of a cube on a device.
+fn units_of(client: &Client) -> usize {
+    let hardware = &client.properties().hardware;
+    let most = (hardware.max_units_per_cube as usize).min(hardware.max_cube_dim.0 as usize);
+    1 << UNITS.min(most.max(1)).ilog2()
+}
+
+/// Tensors of a launch that binds `own` buffers for each and `shared` for all.
+///
+/// # Errors
+/// [`KernelError::Limit`] if the device does not bind the buffers of one tensor.
+fn tensors_of_launch(client: &Client, own: usize, shared: usize) -> Result<usize, KernelError> {
+    // One is for the launch's numbers.
+    let most = client.properties().hardware.max_bindings as usize;
+    match most.saturating_sub(shared + 1) / own {
+        0 => Err(KernelError::limit(
+            "the buffers of a launch",
+            most as u32,
+            own + shared + 1,
+        )),
+        tensors => Ok(tensors.min(MOST_TENSORS)),
+    }
+}
+
+/// Tensors in launches: each has tensors of one key, at most `most`. They are as many as a power of two, so that few kernels are compiled whatever a
+/// model looks like.
+fn launches<K: PartialEq + Copy, T>(
+    tensors: impl Iterator<Item = (K, T)>,
+    most: usize,
+) -> Vec<(K, Vec<T>)> {
+    let mut groups: Vec<(K, Vec<T>)> = Vec::new();
+    for (key, tensor) in tensors {
+        match groups.iter_mut().find(|(other, _)| *other == key) {
+            Some((_, group)) => group.push(tensor),
+            None => groups.push((key, vec![tensor])),
+        }
+    }
+    let mut launches = Vec::new();
+    for (key, mut group) in groups {
+        while !group.is_empty() {
+            let count = 1 << group.len().min(most).ilog2();
+            let rest = group.split_off(count);
+            launches.push((key, group));
+            group = rest;
+        }
+    }
+    launches
+}
+
+/// That the device takes tensors of so many `elements`.
+///
+/// # Errors
+/// [`KernelError::Limit`] if that is more than the device indexes, or it binds too few buffers.
+pub fn check(client: &Client, elements: usize) -> Result<(), KernelError> {
+    tensors_of_launch(client, 1, 1)?;
+    let tensors = tensors_of_launch(client, 4, 2)?;
+    address_of(client, elements + sum_of_squares::MARGIN)?;
+    let cubes = elements.div_ceil(adamw::PART) as u64 * tensors as u64;
+    spread(client, cubes).map(|_| ())
+}
+
+/// How tensors of at most so many `elements` are launched. It prints.
+///
+/// # Errors
+/// As [`check`].
+pub fn describe(client: &Client, elements: usize) -> Result<String, KernelError> {
+    check(client, elements)?;
+    let most = |own, shared| {
+        Ok::<usize, KernelError>(1 << tensors_of_launch(client, own, shared)?.ilog2())
+    };
+    let [squares, steps] = [most(1, 1)?, most(4, 2)?];
+    let units = units_of(client);
+    Ok(format!(
+        "sums of squares of up to {squares} tensors a launch, steps of up to {steps}, {units} units a cube"
+    ))
+}
+
+/// How a launch deals its cubes: tensor `i` has the cubes from `starts[i]` to before `starts[i + 1]`.
+struct Deal {
+    starts: Vec<usize>,
+}
+
+impl Deal {
+    /// `elements` of each tensor, in parts of `part`.
+    fn new(elements: impl Iterator<Item = usize>, part: usize) -> Self {
+        let mut starts = vec![0];
+        for elements in elements {
+            starts.push(starts[starts.len() - 1] + elements.div_ceil(part));
+        }
+        Self { starts }
+    }
+
+    fn cubes(&self) -> usize {
+        self.starts[self.starts.len() - 1]
+    }
+
+    fn arg(&self) -> SequenceArg<usize> {
+        self.starts.iter().copied().collect()
+    }
+}

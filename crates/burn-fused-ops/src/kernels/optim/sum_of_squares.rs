@@ -1,0 +1,301 @@
+//! The norm of many tensors together, and the factor of clipping.
+//!
+//! Squares of large numbers overflow, so each sum is made twice: plain, and of numbers that are shrunk by a power of two ([`Large`]), of which no square
+//! overflows. The second says whether the first is large, and stands for it then: as a negative number, which no sum of squares is.
+
+use cubecl::ir::{ElemType, FloatKind};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::kernels::optim::{
+    Deal, FlatTensor, address_of, buffer, launches, tensors_of_launch, units_of,
+};
+use blocksparse_cubecl::args::spread;
+use blocksparse_cubecl::error::KernelError;
+
+/// Elements of a partial sum.
+const PART: usize = 8192;
+
+/// How far behind a tensor's end an index may be.
+pub(crate) const MARGIN: usize = 2 * PART;
+
+/// Units that add the partial sums.
+const FINISH_UNITS: usize = 1024;
+
+/// Sums of squares too large for their type, as powers of two.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Large {
+    /// What numbers are shrunk by.
+    shrink: u32,
+    /// Shrunk sums from its reciprocal on are of large ones, half of the type's largest number: what is below it has been summed without overflow.
+    bound: u32,
+}
+
+impl Large {
+    /// Of sums of a type.
+    fn of(accumulator: ElemType) -> Self {
+        let (shrink, largest) = match accumulator {
+            ElemType::Float(FloatKind::F64) => (768, 1024),
+            _ => (96, 128),
+        };
+        Self {
+            shrink,
+            bound: 2 * shrink - (largest - 1),
+        }
+    }
+}
+
+/// `2^exponent`, or its reciprocal.
+#[cube]
+fn power_of_two<A: Float>(#[comptime] exponent: u32, #[comptime] reciprocal: bool) -> A {
+    let mut result = A::new(comptime!(power(exponent % STEP, reciprocal)));
+    // No constant is wider than f32.
+    #[unroll]
+    for _ in 0..comptime!(exponent / STEP) {
+        result *= A::new(comptime!(power(STEP, reciprocal)));
+    }
+    result
+}
+
+/// Of a power that f32 has.
+const STEP: u32 = 96;
+
+fn power(exponent: u32, reciprocal: bool) -> f32 {
+    let exponent = exponent as i32;
+    2f32.powi(if reciprocal { -exponent } else { exponent })
+}
+
+/// How many partial sums [`sum_of_squares`] makes of a tensor of `elements`: the same on every device.
+pub const fn partial_sums(elements: usize) -> usize {
+    elements.div_ceil(PART)
+}
+
+/// `partials[slot of the tensor + i] = Σ x²` over the `i`-th part of each tensor, or the negative sum of shrunk numbers if it is large.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn sum_parts<E: Float, A: Float, N: Size>(
+    tensors: Sequence<Box<[Vector<E, N>]>>,
+    partials: &mut [A],
+    vectors: Sequence<usize>,
+    starts: Sequence<usize>,
+    slots: Sequence<usize>,
+    #[comptime] count: usize,
+    #[comptime] units: usize,
+    #[comptime] large: Large,
+    #[define(E)] _element: ElemType,
+    #[define(A)] _accumulator: ElemType,
+) {
+    let mut shared = Shared::<[A]>::new_slice(comptime!(2 * units));
+    let width = N::value();
+    let steps = comptime!((PART / width).div_ceil(units));
+    let unit = UNIT_POS as usize;
+    let cube = CUBE_POS;
+    let by = Vector::<A, N>::empty().fill(power_of_two::<A>(large.shrink, true));
+    let mut sum = Vector::<A, N>::empty().fill(A::new(0.0));
+    let mut shrunk = Vector::<A, N>::empty().fill(A::new(0.0));
+    let mut slot = 0usize.runtime();
+    #[unroll]
+    for i in 0..count {
+        let start = *starts.index(i);
+        if cube >= start && cube < *starts.index(comptime!(i + 1)) {
+            let tensor = tensors.index(i);
+            let end = *vectors.index(i);
+            let first = (cube - start) * comptime!(PART / width) + unit;
+            slot = *slots.index(i) + (cube - start);
+            #[unroll]
+            for step in 0..steps {
+                let at = first + comptime!(step * units);
+                if at < end {
+                    let x = Vector::<A, N>::cast_from(tensor[at]);
+                    sum += x * x;
+                    let x = x * by;
+                    shrunk += x * x;
+                }
+            }
+        }
+    }
+    let mut total = A::new(0.0);
+    let mut total_shrunk = A::new(0.0);
+    #[unroll]
+    for c in 0..width {
+        total += sum.extract(c);
+        total_shrunk += shrunk.extract(c);
+    }
+    sum_of_units::<A>(total, total_shrunk, &mut shared, units);
+    // The last row of cubes may be past the end.
+    if unit == 0 && cube < *starts.index(count) {
+        let (all, shrunk) = (shared[0], shared[units]);
+        partials[slot] = select(is_large::<A>(shrunk, large), -shrunk, all);
+    }
+}
+
+/// Whether a sum of shrunk numbers is that of a large one. NaN is not.
+#[cube]
+fn is_large<A: Float>(shrunk: A, #[comptime] large: Large) -> bool {
+    shrunk >= power_of_two::<A>(large.bound, true)
+}
+
+/// The sums of the units' numbers, plain and shrunk, in elements 0 and `units` of `shared`. Every unit of the cube gets here.
+#[cube]
+fn sum_of_units<A: Float>(plain: A, shrunk: A, shared: &mut [A], #[comptime] units: usize) {
+    let unit = UNIT_POS as usize;
+    shared[unit] = plain;
+    shared[units + unit] = shrunk;
+    sync_cube();
+    #[unroll]
+    for step in 0..comptime!(units.ilog2()) {
+        let half = comptime!(units >> (step + 1));
+        if unit < half {
+            let other = shared[unit + half];
+            shared[unit] += other;
+            let other = shared[units + unit + half];
+            shared[units + unit] += other;
+        }
+        sync_cube();
+    }
+}
+
+/// `norm = √(Σ partials)` and `factor = min(1, limit / norm)`, by one cube.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn finish<A: Float>(
+    partials: &[A],
+    control: &[A],
+    norm: &mut [A],
+    factor: &mut [A],
+    length: usize,
+    #[comptime] units: usize,
+    #[comptime] limit: usize,
+    #[comptime] large: Large,
+    #[define(A)] _accumulator: ElemType,
+) {
+    let mut shared = Shared::<[A]>::new_slice(comptime!(2 * units));
+    let unit = UNIT_POS as usize;
+    let by = power_of_two::<A>(large.shrink, true);
+    let mut sum = A::new(0.0);
+    let mut sum_shrunk = A::new(0.0);
+    let mut at = unit;
+    while at < length {
+        let part = partials[at];
+        let is_shrunk = part < A::new(0.0);
+        sum += select(is_shrunk, A::new(0.0), part);
+        // In two steps: the square of the factor is below what f32 has.
+        sum_shrunk += select(is_shrunk, -part, part * by * by);
+        at += units;
+    }
+    sum_of_units::<A>(sum, sum_shrunk, &mut shared, units);
+    if unit == 0 {
+        let (all, shrunk) = (shared[0], shared[units]);
+        let takes_shrunk = is_large::<A>(shrunk, large);
+        let root = select(takes_shrunk, shrunk, all).sqrt();
+        let back = select(
+            takes_shrunk,
+            power_of_two::<A>(large.shrink, false),
+            A::new(1.0),
+        );
+        let whole = root * back;
+        norm[0] = whole;
+        let most = control[limit];
+        // Not a division of the limit by 0, nor a smallest of numbers that are not.
+        let mut kept = A::new(1.0);
+        if whole > most {
+            // The norm may be infinite where the factor is not 0.
+            kept = most / root * select(takes_shrunk, by, A::new(1.0));
+        }
+        factor[0] = kept;
+    }
+}
+
+/// Writes the sums of squares of parts of each tensor to `partials`, in the type `accumulator`: those of a tensor behind each other, the first tensor's from
+/// `first` on, so that [`partial_sums`] of all tensors are written. One from half of the type's largest number on is negative, and of numbers that are
+/// multiplied by 2⁻⁹⁶ first, or 2⁻⁷⁶⁸ in f64.
+///
+/// # Errors
+/// [`KernelError::Limit`] if a tensor has more elements than the device indexes, or the device binds too few buffers.
+pub fn sum_of_squares(
+    client: &Client,
+    tensors: &[FlatTensor],
+    (partials, length): (&Handle, usize),
+    first: usize,
+    accumulator: ElemType,
+) -> Result<(), KernelError> {
+    let most = tensors_of_launch(client, 1, 1)?;
+    let mut slot = first;
+    let tensors = tensors.iter().filter(|tensor| tensor.elements > 0);
+    let tensors = tensors.map(|tensor| {
+        let own = slot;
+        slot += partial_sums(tensor.elements);
+        let widest = tensor.dtype.size().max(accumulator.size());
+        let key = (tensor.dtype, tensor.vector(client, widest));
+        (key, (tensor, own))
+    });
+    let launches = launches(tensors, most);
+    let units = units_of(client);
+    for ((dtype, vector), held) in launches {
+        let deal = Deal::new(held.iter().map(|(tensor, _)| tensor.elements), PART);
+        let largest = held.iter().map(|(tensor, _)| tensor.elements).max();
+        let cubes = spread(client, deal.cubes() as u64)?;
+        let address = address_of(client, largest.unwrap_or(0).max(length) + MARGIN)?;
+        // SAFETY: a unit reads vectors of a tensor below its length, and the first of a cube writes the cube's number; the buffers have the lengths they
+        // say (see `buffer`).
+        unsafe {
+            sum_parts::launch_unchecked(
+                client,
+                cubes,
+                CubeDim::new_1d(units as u32),
+                address,
+                vector,
+                held.iter()
+                    .map(|(tensor, _)| buffer(&tensor.handle, tensor.elements / vector))
+                    .collect(),
+                buffer(partials, length),
+                held.iter()
+                    .map(|(tensor, _)| tensor.elements / vector)
+                    .collect(),
+                deal.arg(),
+                held.iter().map(|(_, slot)| *slot).collect(),
+                held.len(),
+                units,
+                Large::of(accumulator),
+                dtype,
+                accumulator,
+            );
+        }
+    }
+    Ok(())
+}
+
+/// The norm of what has these `partials` as sums of squares, and `min(1, limit / norm)`. The limit is element `limit` of `control`; `norm` and
+/// `factor` have one number, and all are of `accumulator`.
+///
+/// # Errors
+/// [`KernelError::Limit`] if there are more partial sums than the device indexes.
+pub fn clip_factor(
+    client: &Client,
+    (partials, length): (&Handle, usize),
+    (control, limit): (&Handle, usize),
+    [norm, factor]: [&Handle; 2],
+    accumulator: ElemType,
+) -> Result<(), KernelError> {
+    let hardware = &client.properties().hardware;
+    let most = (hardware.max_units_per_cube as usize).min(hardware.max_cube_dim.0 as usize);
+    let units = 1 << FINISH_UNITS.min(most.max(1)).ilog2();
+    let address = address_of(client, length + units)?;
+    // SAFETY: units read below the length, and the first writes both numbers; the buffers have the lengths they say (see `buffer`).
+    unsafe {
+        finish::launch_unchecked(
+            client,
+            CubeCount::new_single(),
+            CubeDim::new_1d(units as u32),
+            address,
+            buffer(partials, length),
+            buffer(control, limit + 1),
+            buffer(norm, 1),
+            buffer(factor, 1),
+            length,
+            units,
+            limit,
+            Large::of(accumulator),
+            accumulator,
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,385 @@
+//! A bias and an activation, and their gradients.
+
+use cubecl::ir::ElemType;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use blocksparse_cubecl::args::{address_of, buffer, optional};
+use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::rows::columns::{accumulator_of, column_sums};
+use blocksparse_cubecl::rows::typed::Typed;
+use blocksparse_cubecl::shared::curve::{ActivationKind, Curve, slope, value};
+
+/// Units of a cube.
+const UNITS: usize = 256;
+/// Vectors of a row that a cube has.
+const COLUMN_UNITS: usize = 32;
+/// Rows of a unit that are loaded together.
+const UNROLLED: usize = 4;
+/// Cubes that keep a large device busy while sums are made.
+const CUBES: usize = 2048;
+
+/// How units share the matrix, known to the compiler.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Kind {
+    curve: Curve,
+    row_vectors: usize,
+    /// Units along a row.
+    columns: usize,
+    /// Units along a column.
+    rows: usize,
+    /// Whether the gradient is written, and not only its sums.
+    written: bool,
+    /// Whether the backward pass writes the activation again.
+    again: bool,
+}
+
+/// `y = f(x + bias)`.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn forward<E: Float, P: Float, A: Float, N: Size>(
+    x: &[Vector<E, N>],
+    bias: ComptimeOption<Box<[Vector<P, N>]>>,
+    y: &mut [Vector<E, N>],
+    rows: usize,
+    #[comptime] k: Kind,
+    #[define(E)] _element: ElemType,
+    #[define(P)] _added: ElemType,
+    #[define(A)] _accumulator: ElemType,
+) {
+    let unit = UNIT_POS as usize;
+    let column = CUBE_POS_X as usize * comptime!(k.columns) + unit % comptime!(k.columns);
+    let top = CUBE_POS_Y as usize * comptime!(k.rows * UNROLLED) + unit / comptime!(k.columns);
+    if column < comptime!(k.row_vectors) {
+        let added = bias_of::<P, A, N>(bias, column);
+        let mut values = Array::<Vector<A, N>>::new(comptime!(UNROLLED));
+        #[unroll]
+        for i in 0..comptime!(UNROLLED) {
+            // Units behind the last row read it once more.
+            let row = min(top + i * comptime!(k.rows), rows - 1);
+            values[i] = Vector::<A, N>::cast_from(x[row * comptime!(k.row_vectors) + column]);
+        }
+        #[unroll]
+        for i in 0..comptime!(UNROLLED) {
+            let row = top + i * comptime!(k.rows);
+            if row < rows {
+                y[row * comptime!(k.row_vectors) + column] =
+                    Vector::<E, N>::cast_from(value::<A, N>(values[i] + added, k.curve));
+            }
+        }
+    }
+}
+
+#[cube]
+fn bias_of<P: Float, A: Float, N: Size>(
+    bias: ComptimeOption<Box<[Vector<P, N>]>>,
+    column: usize,
+) -> Vector<A, N> {
+    #[comptime]
+    match bias {
+        ComptimeOption::Some(bias) => Vector::<A, N>::cast_from(bias[column]),
+        ComptimeOption::None => Vector::<A, N>::zeroed(),
+    }
+}
+
+/// `dx = dy ∘ f'(x + bias)` and its sums over the rows of each chunk, and `y = f(x + bias)` again.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn backward<E: Float, P: Float, A: Float, N: Size>(
+    x: ComptimeOption<Box<[Vector<E, N>]>>,
+    bias: ComptimeOption<Box<[Vector<P, N>]>>,
+    dy: &[Vector<E, N>],
+    dx: ComptimeOption<Box<[Vector<E, N>]>>,
+    y: ComptimeOption<Box<[Vector<E, N>]>>,
+    sums: ComptimeOption<Box<[Vector<A, N>]>>,
+    rows: usize,
+    steps: usize,
+    #[comptime] k: Kind,
+    #[define(E)] _element: ElemType,
+    #[define(P)] _added: ElemType,
+    #[define(A)] _accumulator: ElemType,
+) {
+    let mut dx = dx;
+    let mut y = y;
+    let unit = UNIT_POS as usize;
+    let column = CUBE_POS_X as usize * comptime!(k.columns) + unit % comptime!(k.columns);
+    let step_rows = comptime!(k.rows * UNROLLED);
+    let top = CUBE_POS_Y as usize * steps * step_rows + unit / comptime!(k.columns);
+    let mut sum = Vector::<A, N>::zeroed();
+    if column < comptime!(k.row_vectors) {
+        let added = bias_of::<P, A, N>(bias, column);
+        for step in 0..steps {
+            let top = top + step * step_rows;
+            // As they are stored, and widened where they are used: half of the registers.
+            let mut grads = Array::<Vector<E, N>>::new(comptime!(UNROLLED));
+            let mut values = Array::<Vector<E, N>>::new(comptime!(UNROLLED));
+            #[unroll]
+            for i in 0..comptime!(UNROLLED) {
+                let row = min(top + i * comptime!(k.rows), rows - 1);
+                grads[i] = dy[row * comptime!(k.row_vectors) + column];
+            }
+            if comptime!(k.curve.activation != ActivationKind::None) {
+                let x = x.as_ref().unwrap();
+                #[unroll]
+                for i in 0..comptime!(UNROLLED) {
+                    let row = min(top + i * comptime!(k.rows), rows - 1);
+                    values[i] = x[row * comptime!(k.row_vectors) + column];
+                }
+            }
+            #[unroll]
+            for i in 0..comptime!(UNROLLED) {
+                let row = top + i * comptime!(k.rows);
+                if row < rows {
+                    let at = row * comptime!(k.row_vectors) + column;
+                    let mut grad = Vector::<A, N>::cast_from(grads[i]);
+                    if comptime!(k.curve.activation != ActivationKind::None) {
+                        let x = Vector::<A, N>::cast_from(values[i]) + added;
+                        grad *= slope::<A, N>(x, k.curve);
+                        if comptime!(k.again) {
+                            y.as_mut().unwrap()[at] =
+                                Vector::<E, N>::cast_from(value::<A, N>(x, k.curve));
+                        }
+                    }
+                    sum += grad;
+                    if comptime!(k.written) {
+                        dx.as_mut().unwrap()[at] = Vector::<E, N>::cast_from(grad);
+                    }
+                }
+            }
+        }
+    }
+    #[comptime]
+    match sums {
+        ComptimeOption::Some(mut sums) => {
+            let mut shared = Shared::<[Vector<A, N>]>::new_slice(comptime!(k.columns * k.rows));
+            shared[unit] = sum;
+            sync_cube();
+            if unit < comptime!(k.columns) && column < comptime!(k.row_vectors) {
+                #[unroll]
+                for other in 1..comptime!(k.rows) {
+                    sum += shared[unit + other * comptime!(k.columns)];
+                }
+                sums[CUBE_POS_Y as usize * comptime!(k.row_vectors) + column] = sum;
+            }
+        }
+        ComptimeOption::None => {}
+    }
+}
+
+struct Launch {
+    kind: Kind,
+    vector: usize,
+    address: AddressType,
+    /// Cubes along a row.
+    columns: u32,
+    /// Rows of a cube at a time.
+    step_rows: usize,
+    most_chunks: usize,
+}
+
+impl Launch {
+    fn new(
+        client: &Client,
+        [rows, width]: [usize; 2],
+        element: ElemType,
+        activation: ActivationKind,
+        written: bool,
+    ) -> Result<Self, KernelError> {
+        let hardware = &client.properties().hardware;
+        let most = (16 / element.size()).min(hardware.max_vector_size.max(1));
+        let vector = [8, 4, 2, 1]
+            .into_iter()
+            .find(|vector| *vector <= most && width.is_multiple_of(*vector))
+            .unwrap_or(1);
+        let row_vectors = width / vector;
+        let units = UNITS
+            .min(hardware.max_units_per_cube as usize)
+            .min(hardware.max_cube_dim.0 as usize);
+        let columns = row_vectors.next_power_of_two().min(COLUMN_UNITS).min(units);
+        let kind = Kind {
+            curve: Curve {
+                activation,
+                fast: cfg!(feature = "cuda") && element.size() == 2 && client.name() == "cuda",
+            },
+            row_vectors,
+            columns,
+            rows: units / columns,
+            written,
+            again: false,
+        };
+        let (x_most, y_most, _) = hardware.max_cube_count;
+        let cubes = row_vectors.div_ceil(columns);
+        if cubes > x_most as usize {
+            return Err(KernelError::limit("cubes along a row", x_most, cubes));
+        }
+        let step_rows = kind.rows * UNROLLED;
+        Ok(Self {
+            kind,
+            vector,
+            address: address_of(client, (rows + step_rows) * width)?,
+            columns: cubes as u32,
+            step_rows,
+            most_chunks: y_most as usize,
+        })
+    }
+
+    fn dim(&self) -> CubeDim {
+        CubeDim::new_1d((self.kind.columns * self.kind.rows) as u32)
+    }
+}
+
+/// How [`bias_activation`] and its backward pass are launched.
+///
+/// # Errors
+/// As theirs.
+pub fn activation_text(
+    client: &Client,
+    matrix: [usize; 2],
+    element: ElemType,
+    activation: ActivationKind,
+) -> Result<String, KernelError> {
+    let launch = Launch::new(client, matrix, element, activation, true)?;
+    Ok(format!(
+        "bias and {activation:?}: {} numbers a load, {} × {} units a cube, {UNROLLED} rows a unit",
+        launch.vector, launch.kind.columns, launch.kind.rows
+    ))
+}
+
+/// `y = f(x + bias)` of contiguous `[rows, width]`, rounded once. `y` may be `x`.
+///
+/// # Errors
+/// [`KernelError::Limit`] if there are more elements or cubes than the device counts.
+pub fn bias_activation(
+    client: &Client,
+    x: Typed,
+    bias: Option<Typed>,
+    y: &Handle,
+    [rows, width]: [usize; 2],
+    activation: ActivationKind,
+) -> Result<(), KernelError> {
+    if rows == 0 || width == 0 {
+        return Ok(());
+    }
+    let launch = Launch::new(client, [rows, width], x.1, activation, true)?;
+    let chunks = rows.div_ceil(launch.step_rows);
+    if chunks > launch.most_chunks {
+        let most = launch.most_chunks as u64;
+        return Err(KernelError::limit("cubes along rows", most, chunks));
+    }
+    let accumulator = accumulator_of(x.1);
+    let row_vectors = launch.kind.row_vectors;
+    // SAFETY: a unit reads its vector of rows below `rows` and of the bias, and writes the same vectors; the buffers have the lengths they say
+    // (see `buffer`). Where `y` is `x` it is read by the unit that writes it, before.
+    unsafe {
+        forward::launch_unchecked(
+            client,
+            CubeCount::Static(launch.columns, chunks as u32, 1),
+            launch.dim(),
+            launch.address,
+            launch.vector,
+            buffer(x.0, rows * row_vectors),
+            optional(bias.map(|bias| bias.0), row_vectors),
+            buffer(y, rows * row_vectors),
+            rows,
+            launch.kind,
+            x.1,
+            bias.map_or(accumulator, |bias| bias.1),
+            accumulator,
+        );
+    }
+    Ok(())
+}
+
+/// The backward pass of [`bias_activation`].
+#[derive(Clone, Copy, Debug)]
+pub struct ActivationBackward<'a> {
+    /// The activation.
+    pub activation: ActivationKind,
+    /// What came, `[rows, width]` in `dy`'s type; not read without an activation.
+    pub x: Option<&'a Handle>,
+    /// `[width]`.
+    pub bias: Option<Typed<'a>>,
+    /// By the result, `[rows, width]`.
+    pub dy: Typed<'a>,
+    /// By x, to be written: `[rows, width]`. It may be `dy`'s buffer.
+    pub dx: Option<&'a Handle>,
+    /// The activation, to be written again: `[rows, width]`. It may be `x`'s buffer. Only beside `dx`, and not without an activation.
+    pub y: Option<&'a Handle>,
+    /// By the bias, to be written: `[width]`.
+    pub sums: Option<Typed<'a>>,
+}
+
+/// Runs a backward pass.
+///
+/// # Errors
+/// As [`bias_activation`].
+pub fn bias_activation_backward(
+    client: &Client,
+    [rows, width]: [usize; 2],
+    pass: &ActivationBackward,
+) -> Result<(), KernelError> {
+    let ActivationBackward {
+        activation,
+        x,
+        bias,
+        dy,
+        dx,
+        y,
+        sums,
+    } = *pass;
+    if width == 0 || (dx.is_none() && sums.is_none()) {
+        return Ok(());
+    }
+    if rows == 0 || (dx.is_none() && activation == ActivationKind::None) {
+        return match sums {
+            Some(sums) => column_sums(client, (dy.0, dy.1), [rows, width], (sums.0, sums.1)),
+            None => Ok(()),
+        };
+    }
+    let mut launch = Launch::new(client, [rows, width], dy.1, activation, dx.is_some())?;
+    let y = y.filter(|_| dx.is_some() && activation != ActivationKind::None);
+    launch.kind.again = y.is_some();
+    let steps = rows.div_ceil(launch.step_rows);
+    let most = match sums {
+        Some(_) => (CUBES / launch.columns as usize).max(1),
+        None => usize::MAX,
+    };
+    let of_a_cube = steps.div_ceil(steps.min(most.min(launch.most_chunks)));
+    let chunks = steps.div_ceil(of_a_cube);
+    let accumulator = accumulator_of(dy.1);
+    let partial = sums.map(|_| client.empty(chunks * width * accumulator.size()));
+    let row_vectors = launch.kind.row_vectors;
+    // SAFETY: a unit reads its vectors of rows below `rows` and of the bias, and writes the same vectors and one of its chunk's sums; the buffers have
+    // the lengths they say (see `buffer`). Where `dx` is `dy`, or `y` is `x`, it is read by the unit that writes it, before.
+    unsafe {
+        backward::launch_unchecked(
+            client,
+            CubeCount::Static(launch.columns, chunks as u32, 1),
+            launch.dim(),
+            launch.address,
+            launch.vector,
+            optional(
+                x.filter(|_| activation != ActivationKind::None),
+                rows * row_vectors,
+            ),
+            optional(bias.map(|bias| bias.0), row_vectors),
+            buffer(dy.0, rows * row_vectors),
+            optional(dx, rows * row_vectors),
+            optional(y, rows * row_vectors),
+            optional(partial.as_ref(), chunks * row_vectors),
+            rows,
+            of_a_cube,
+            launch.kind,
+            dy.1,
+            bias.map_or(accumulator, |bias| bias.1),
+            accumulator,
+        );
+    }
+    match (sums, &partial) {
+        (Some(sums), Some(partial)) => column_sums(
+            client,
+            (partial, accumulator),
+            [chunks, width],
+            (sums.0, sums.1),
+        ),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,191 @@
+//! Matrices side by side, in another type.
+
+use cubecl::ir::ElemType;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use blocksparse_cubecl::args::{address_of, buffer, spread};
+use blocksparse_cubecl::error::KernelError;
+
+/// Units of a cube.
+const UNITS: u32 = 256;
+
+/// Bytes of a load or a store.
+const MOST_BYTES: usize = 16;
+
+/// How many matrices there may be.
+pub const MOST_MATRICES: usize = 3;
+
+/// A unit rounds one vector.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn beside<E: Float, O: Float, N: Size>(
+    inputs: Sequence<Box<[Vector<E, N>]>>,
+    output: &mut [Vector<O, N>],
+    vectors: usize,
+    #[comptime] widths: [usize; MOST_MATRICES],
+    #[comptime] count: usize,
+    #[define(E)] _element: ElemType,
+    #[define(O)] _output_type: ElemType,
+) {
+    let all = comptime!(widths.iter().sum::<usize>());
+    if ABSOLUTE_POS < vectors {
+        let row = ABSOLUTE_POS / all;
+        let column = ABSOLUTE_POS % all;
+        #[unroll]
+        for index in 0..count {
+            let start = comptime!(widths[..index].iter().sum::<usize>());
+            let width = comptime!(widths[index]);
+            if column >= start && column < comptime!(start + width) {
+                let at = row * width + column - start;
+                output[ABSOLUTE_POS] = Vector::<O, N>::cast_from(inputs[index][at]);
+            }
+        }
+    }
+}
+
+/// That a device has all of these types.
+fn check_types(client: &Client, elements: &[ElemType]) -> Result<(), KernelError> {
+    for element in elements {
+        if !client.properties().supports_type(*element) {
+            let dtype = format!("{element:?}");
+            return Err(KernelError::Dtype { dtype });
+        }
+    }
+    Ok(())
+}
+
+/// Numbers of a vector that divide all widths, where one has `bytes` at most.
+fn vector_of(client: &Client, bytes: usize, widths: impl IntoIterator<Item = usize>) -> usize {
+    let most = (MOST_BYTES / bytes).min(client.properties().hardware.max_vector_size.max(1));
+    let widths: Vec<usize> = widths.into_iter().collect();
+    let divides =
+        |vector: &usize| *vector <= most && widths.iter().all(|w| w.is_multiple_of(*vector));
+    [8, 4, 2, 1].into_iter().find(divides).unwrap_or(1)
+}
+
+/// `output = [m₁ m₂ m₃]`, rounded: `rows` of each matrix, all of one type, with their widths. Three of them at most.
+///
+/// # Errors
+/// [`KernelError`] if there are more matrices, or the device lacks a type or cannot index the numbers.
+pub fn rounded_beside(
+    client: &Client,
+    matrices: &[(&Handle, usize)],
+    element: ElemType,
+    rows: usize,
+    (output, output_type): (&Handle, ElemType),
+) -> Result<(), KernelError> {
+    let width: usize = matrices.iter().map(|(_, width)| width).sum();
+    if rows * width == 0 {
+        return Ok(());
+    }
+    if matrices.len() > MOST_MATRICES {
+        return Err(KernelError::limit(
+            "matrices",
+            MOST_MATRICES as u64,
+            matrices.len(),
+        ));
+    }
+    check_types(client, &[element, output_type])?;
+    let widest = element.size().max(output_type.size());
+    let vector = vector_of(client, widest, matrices.iter().map(|(_, width)| *width));
+    let mut widths = [0; MOST_MATRICES];
+    let mut inputs = SequenceArg::new();
+    // An empty buffer cannot be bound.
+    let some = || matrices.iter().filter(|(_, width)| *width > 0);
+    for (of, (handle, width)) in widths.iter_mut().zip(some()) {
+        *of = width / vector;
+        inputs.push(buffer(handle, rows * width / vector));
+    }
+    let vectors = rows * width / vector;
+    let units = UNITS.min(client.properties().hardware.max_units_per_cube);
+    let address = address_of(client, rows * width)?;
+    let cubes = spread(client, vectors.div_ceil(units as usize) as u64)?;
+    // SAFETY: a unit writes one vector below `vectors` and reads the one that belongs there; the buffers have the lengths they say (see
+    // `buffer`).
+    unsafe {
+        beside::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(units),
+            address,
+            vector,
+            inputs,
+            buffer(output, vectors),
+            vectors,
+            widths,
+            some().count(),
+            element,
+            output_type,
+        );
+    }
+    Ok(())
+}
+
+/// A unit copies one vector, of the first matrix or of the second.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn copy_two<E: Float, N: Size>(
+    first: &[Vector<E, N>],
+    second: &[Vector<E, N>],
+    output: &mut [Vector<E, N>],
+    vectors: usize,
+    first_width: usize,
+    second_width: usize,
+    #[define(E)] _element: ElemType,
+) {
+    if ABSOLUTE_POS < vectors {
+        let all = first_width + second_width;
+        let row = ABSOLUTE_POS / all;
+        let column = ABSOLUTE_POS % all;
+        if column < first_width {
+            output[ABSOLUTE_POS] = first[row * first_width + column];
+        } else {
+            output[ABSOLUTE_POS] = second[row * second_width + column - first_width];
+        }
+    }
+}
+
+/// `output = [m₁ m₂]`: `rows` of two matrices of one type, as they are. Widths are no part of the kernel.
+///
+/// # Errors
+/// [`KernelError`] if the device lacks the type or cannot index the numbers, or a matrix has no columns.
+pub fn side_by_side(
+    client: &Client,
+    [first, second]: [&Handle; 2],
+    rows: usize,
+    widths: [usize; 2],
+    (output, element): (&Handle, ElemType),
+) -> Result<(), KernelError> {
+    check_types(client, &[element])?;
+    if rows * widths.iter().sum::<usize>() == 0 {
+        return Ok(());
+    }
+    if widths.contains(&0) {
+        // An empty buffer cannot be bound.
+        return Err(KernelError::limit("columns of a matrix", 1u32, 0));
+    }
+    let vector = vector_of(client, element.size(), widths);
+    let [a, b] = widths.map(|width| width / vector);
+    let vectors = rows * (a + b);
+    let units = UNITS.min(client.properties().hardware.max_units_per_cube);
+    let address = address_of(client, vectors * vector)?;
+    let cubes = spread(client, vectors.div_ceil(units as usize) as u64)?;
+    // SAFETY: a unit writes one vector below `vectors` and reads the one that belongs there; the buffers have the lengths they say (see
+    // `buffer`).
+    unsafe {
+        copy_two::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(units),
+            address,
+            vector,
+            buffer(first, rows * a),
+            buffer(second, rows * b),
+            buffer(output, vectors),
+            vectors,
+            a,
+            b,
+            element,
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,325 @@
+//! A residual stream, what is added to it, and its norm, in one pass.
+
+use cubecl::ir::ElemType;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::kernels::rows::dropout::{StreamMask, stream_factors, stream_mask};
+use blocksparse::ElementDropout;
+use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
+use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::rows::columns::accumulator_of;
+use blocksparse_cubecl::rows::norm_shape::{
+    Kind, LANE_NUMBERS, check_buffers, has, place, sum_of, tile_of, widest,
+};
+use blocksparse_cubecl::rows::typed::Typed;
+use blocksparse_cubecl::seeds;
+use blocksparse_cubecl::shared::row_tile::{Combine, across_lanes};
+
+/// ```text
+/// s' = s + m ∘ (a + b)                            of the type of s, and so it goes on
+/// μ = Σ s' / d       r = (Σ (s' − μ)² / d + ε)^−½       without a mean: μ = 0
+/// x̂ = (s' − μ) r     h = γ ∘ x̂ + β
+/// ```
+///
+/// All of a row stays in registers between the two passes over it. What is not there is not read, not written and not computed.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn forward<S: Float, B: Float, P: Float, G: Float, T: Float, H: Float, A: Float, N: Size>(
+    stream: &[Vector<S, N>],
+    branch: ComptimeOption<Box<[Vector<B, N>]>>,
+    bias: ComptimeOption<Box<[Vector<P, N>]>>,
+    gamma: ComptimeOption<Box<[Vector<G, N>]>>,
+    beta: ComptimeOption<Box<[Vector<T, N>]>>,
+    sum: ComptimeOption<Box<[Vector<S, N>]>>,
+    normed: ComptimeOption<Box<[Vector<H, N>]>>,
+    centered: ComptimeOption<Box<[Vector<H, N>]>>,
+    rstd: ComptimeOption<Box<[A]>>,
+    rows: usize,
+    inverse_width: InputScalar,
+    epsilon: InputScalar,
+    mask: StreamMask,
+    #[comptime] kind: Kind,
+    #[define(S)] _stream_type: ElemType,
+    #[define(B)] _branch_type: ElemType,
+    #[define(P)] _bias_type: ElemType,
+    #[define(G)] _gamma_type: ElemType,
+    #[define(T)] _beta_type: ElemType,
+    #[define(H)] _normed_type: ElemType,
+    #[define(A)] _accumulator: ElemType,
+) {
+    let tile = comptime!(kind.tile);
+    let vectors = comptime!(tile.lane_vectors());
+    let row_vectors = comptime!(tile.row_vectors);
+    let zero = Vector::<A, N>::zeroed();
+    let unit = UNIT_POS as usize;
+    let lane = unit % comptime!(tile.lanes);
+    let row = CUBE_POS * comptime!(tile.rows) + unit / comptime!(tile.lanes);
+    let exists = row < rows;
+    // Units behind the last row read it once more, so that no load waits for a comparison.
+    let row = min(row, rows - 1);
+    let start = row * row_vectors;
+
+    let mut x = Array::<Vector<A, N>>::new(vectors);
+    #[unroll]
+    for i in 0..vectors {
+        x[i] = Vector::<A, N>::cast_from(stream[start + place(lane, i, tile)]);
+    }
+    #[comptime]
+    match branch {
+        ComptimeOption::Some(branch) => {
+            let mut sum = sum.unwrap();
+            let mut added = Array::<Vector<A, N>>::new(vectors);
+            #[unroll]
+            for i in 0..vectors {
+                added[i] = Vector::<A, N>::cast_from(branch[start + place(lane, i, tile)]);
+            }
+            #[comptime]
+            match bias {
+                ComptimeOption::Some(bias) =>
+                {
+                    #[unroll]
+                    for i in 0..vectors {
+                        added[i] += Vector::<A, N>::cast_from(bias[place(lane, i, tile)]);
+                    }
+                }
+                ComptimeOption::None => {}
+            }
+            #[unroll]
+            for i in 0..vectors {
+                let at = place(lane, i, tile);
+                let mut value = added[i];
+                if comptime!(kind.dropout) {
+                    value *= stream_factors::<A, N>(&mask, row, at * N::value());
+                }
+                let value = Vector::<S, N>::cast_from(x[i] + value);
+                x[i] = Vector::<A, N>::cast_from(value);
+                if exists && has(lane, i, tile) {
+                    sum[start + at] = value;
+                }
+            }
+        }
+        ComptimeOption::None => {}
+    }
+    #[comptime]
+    match normed {
+        ComptimeOption::Some(mut normed) => {
+            let mut shared = Shared::<[A]>::new_slice(comptime!(tile.shared()));
+            let inverse_width = inverse_width.get::<A>();
+            if comptime!(kind.centered) {
+                let mut total = zero;
+                #[unroll]
+                for i in 0..vectors {
+                    total += select(has(lane, i, tile), x[i], zero);
+                }
+                let mean =
+                    across_lanes::<A>(sum_of::<A, N>(total), &mut shared, tile, Combine::Sum)
+                        * inverse_width;
+                let mean = Vector::<A, N>::empty().fill(mean);
+                #[unroll]
+                for i in 0..vectors {
+                    x[i] -= mean;
+                }
+            }
+            let mut total = zero;
+            #[unroll]
+            for i in 0..vectors {
+                total += select(has(lane, i, tile), x[i] * x[i], zero);
+            }
+            let variance =
+                across_lanes::<A>(sum_of::<A, N>(total), &mut shared, tile, Combine::Sum)
+                    * inverse_width;
+            let scale = A::new(1.0) / (variance + epsilon.get::<A>()).sqrt();
+            #[unroll]
+            for i in 0..vectors {
+                x[i] *= Vector::<A, N>::empty().fill(scale);
+            }
+            #[comptime]
+            match centered {
+                ComptimeOption::Some(mut centered) =>
+                {
+                    #[unroll]
+                    for i in 0..vectors {
+                        if exists && has(lane, i, tile) {
+                            centered[start + place(lane, i, tile)] =
+                                Vector::<H, N>::cast_from(x[i]);
+                        }
+                    }
+                }
+                ComptimeOption::None => {}
+            }
+            #[comptime]
+            match rstd {
+                ComptimeOption::Some(mut rstd) => {
+                    if exists && lane == 0 {
+                        rstd[row] = scale;
+                    }
+                }
+                ComptimeOption::None => {}
+            }
+            let gamma = gamma.unwrap();
+            #[unroll]
+            for i in 0..vectors {
+                x[i] *= Vector::<A, N>::cast_from(gamma[place(lane, i, tile)]);
+            }
+            #[comptime]
+            match beta {
+                ComptimeOption::Some(beta) =>
+                {
+                    #[unroll]
+                    for i in 0..vectors {
+                        x[i] += Vector::<A, N>::cast_from(beta[place(lane, i, tile)]);
+                    }
+                }
+                ComptimeOption::None => {}
+            }
+            #[unroll]
+            for i in 0..vectors {
+                if exists && has(lane, i, tile) {
+                    normed[start + place(lane, i, tile)] = Vector::<H, N>::cast_from(x[i]);
+                }
+            }
+        }
+        ComptimeOption::None => {}
+    }
+}
+
+/// What is added to a stream.
+#[derive(Clone, Copy, Debug)]
+pub struct NormBranch<'a> {
+    /// `[rows, width]`.
+    pub x: Typed<'a>,
+    /// `[width]`.
+    pub bias: Option<Typed<'a>>,
+    /// Dropout of both.
+    pub dropout: Option<&'a ElementDropout>,
+    /// The stream with the branch, to be written: `[rows, width]` in its type.
+    pub sum: &'a Handle,
+}
+
+/// The norm of a stream.
+#[derive(Clone, Copy, Debug)]
+pub struct NormOf<'a> {
+    /// Whether the mean is taken off.
+    pub centered: bool,
+    /// Added to the variance.
+    pub epsilon: f64,
+    /// `[width]`.
+    pub gamma: Typed<'a>,
+    /// `[width]`.
+    pub beta: Option<Typed<'a>>,
+    /// To be written: `[rows, width]`.
+    pub normed: Typed<'a>,
+    /// What the backward pass needs, to be written: x̂, `[rows, width]` in normed's type, and 1/σ, `[rows]` in the type of sums.
+    pub kept: Option<[&'a Handle; 2]>,
+}
+
+/// `s' = s + m ∘ (a + b)` if there is a branch, and the norm of `s'`, or of `s`, if there is one.
+///
+/// Every matrix is contiguous. Numbers are f32 between loads and stores, f64 if the stream is f64. Where the device does not bind the buffers of
+/// both at once, they are two launches.
+///
+/// # Errors
+/// [`KernelError::Limit`] if a row is longer than a cube's registers, or the matrix larger than what the device indexes.
+pub fn add_norm(
+    client: &Client,
+    stream: Typed,
+    [rows, width]: [usize; 2],
+    branch: Option<NormBranch>,
+    norm: Option<NormOf>,
+) -> Result<(), KernelError> {
+    if let (Some(branch), Some(norm)) = (branch, norm) {
+        let optional = [branch.bias.is_some(), norm.beta.is_some()];
+        let kept = if norm.kept.is_some() { 2 } else { 0 };
+        let kept = kept + seeds::buffers(branch.dropout.map(|dropout| dropout.seed));
+        let buffers = 5 + optional.into_iter().filter(|some| *some).count() + kept;
+        if check_buffers(client, buffers).is_err() {
+            launch(client, stream, [rows, width], Some(branch), None)?;
+            return launch(
+                client,
+                (branch.sum, stream.1),
+                [rows, width],
+                None,
+                Some(norm),
+            );
+        }
+    }
+    launch(client, stream, [rows, width], branch, norm)
+}
+
+fn launch(
+    client: &Client,
+    (stream, element): Typed,
+    [rows, width]: [usize; 2],
+    branch: Option<NormBranch>,
+    norm: Option<NormOf>,
+) -> Result<(), KernelError> {
+    let bias = branch.and_then(|branch| branch.bias);
+    let beta = norm.and_then(|norm| norm.beta);
+    let [added, gamma, normed] = [
+        branch.map(|branch| branch.x),
+        norm.map(|norm| norm.gamma),
+        norm.map(|norm| norm.normed),
+    ];
+    let tensors = [added, bias, gamma, beta, normed];
+    // A type that nothing has is the stream's.
+    let [added_type, bias_type, gamma_type, beta_type, normed_type] =
+        tensors.map(|tensor| tensor.map_or(element, |(_, element)| element));
+    let types = [
+        added_type,
+        bias_type,
+        gamma_type,
+        beta_type,
+        normed_type,
+        element,
+    ];
+    let tile = tile_of(client.properties(), width, widest(types), LANE_NUMBERS)?;
+    if rows == 0 {
+        return Ok(());
+    }
+    let tiles = rows.div_ceil(tile.rows);
+    let address = address_of(client, (rows * width).max(2 * tiles * tile.rows))?;
+    let cubes = spread(client, tiles as u64)?;
+    let accumulator = accumulator_of(element);
+    let dropout = branch.and_then(|branch| branch.dropout);
+    let kind = Kind {
+        tile,
+        centered: norm.is_some_and(|norm| norm.centered),
+        dropout: dropout.is_some(),
+    };
+    let kept = norm.and_then(|norm| norm.kept);
+    let (matrix, row) = (rows * tile.row_vectors, tile.row_vectors);
+    let handle = |tensor: Option<Typed<'_>>| tensor.map(|(handle, _)| handle.clone());
+    // SAFETY: a unit reads vectors of a row below `rows`, and of `[width]` below the row's vectors; it writes its own vectors of a row that
+    // exists, and the first lane the row's number. The buffers have the lengths they say (see `buffer`).
+    unsafe {
+        forward::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(tile.units() as u32),
+            address,
+            tile.vector,
+            buffer(stream, matrix),
+            optional(handle(added).as_ref(), matrix),
+            optional(handle(bias).as_ref(), row),
+            optional(handle(gamma).as_ref(), row),
+            optional(handle(beta).as_ref(), row),
+            optional(branch.map(|branch| branch.sum), matrix),
+            optional(handle(normed).as_ref(), matrix),
+            optional(kept.map(|[centered, _]| centered), matrix),
+            optional(kept.map(|[_, rstd]| rstd), rows),
+            rows,
+            InputScalar::new(1.0 / width as f64, accumulator),
+            InputScalar::new(norm.map_or(0.0, |norm| norm.epsilon), accumulator),
+            stream_mask(dropout, accumulator),
+            kind,
+            element,
+            added_type,
+            bias_type,
+            gamma_type,
+            beta_type,
+            normed_type,
+            accumulator,
+        );
+    }
+    Ok(())
+}

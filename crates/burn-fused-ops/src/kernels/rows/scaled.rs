@@ -1,0 +1,87 @@
+//! A tensor times numbers that only the device knows.
+
+use cubecl::ir::ElemType;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use blocksparse_cubecl::args::{address_of, buffer, spread};
+use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::rows::columns::accumulator_of;
+
+/// Units of a cube.
+const UNITS: u32 = 256;
+
+/// Bytes of a load.
+const LOAD_BYTES: usize = 16;
+
+/// `output = input · left · right`, in `A`.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn scale<E: Float, A: Float, O: Float, N: Size>(
+    input: &[Vector<E, N>],
+    left: &[A],
+    right: &[A],
+    output: &mut [Vector<O, N>],
+    vectors: usize,
+    #[define(E)] _element: ElemType,
+    #[define(A)] _accumulator: ElemType,
+    #[define(O)] _output_element: ElemType,
+) {
+    let at = ABSOLUTE_POS;
+    if at < vectors {
+        let factor = left[0] * right[0];
+        let value = Vector::<A, N>::cast_from(input[at]) * Vector::new(factor);
+        output[at] = Vector::<O, N>::cast_from(value);
+    }
+}
+
+/// `output = input · left · right`: `len` numbers, times one number each of two buffers in the type of sums of `element`.
+///
+/// # Errors
+/// [`KernelError`] if the device lacks a type, or cannot index the numbers.
+pub fn scaled(
+    client: &Client,
+    (input, element): (&Handle, ElemType),
+    [left, right]: [&Handle; 2],
+    (output, output_element): (&Handle, ElemType),
+    len: usize,
+) -> Result<(), KernelError> {
+    if len == 0 {
+        return Ok(());
+    }
+    let accumulator = accumulator_of(element);
+    for element in [element, output_element] {
+        if !client.properties().supports_type(element) {
+            let dtype = format!("{element:?}");
+            return Err(KernelError::Dtype { dtype });
+        }
+    }
+    let widest = element.size().max(output_element.size());
+    let most = (LOAD_BYTES / widest).min(client.properties().hardware.max_vector_size.max(1));
+    let vector = [8, 4, 2, 1]
+        .into_iter()
+        .find(|vector| *vector <= most && len.is_multiple_of(*vector))
+        .unwrap_or(1);
+    let vectors = len / vector;
+    let units = UNITS.min(client.properties().hardware.max_units_per_cube);
+    let address = address_of(client, len)?;
+    let cubes = spread(client, vectors.div_ceil(units as usize) as u64)?;
+    // SAFETY: a unit reads and writes one vector below `vectors`; the buffers have the lengths they say (see `buffer`).
+    unsafe {
+        scale::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(units),
+            address,
+            vector,
+            buffer(input, vectors),
+            buffer(left, 1),
+            buffer(right, 1),
+            buffer(output, vectors),
+            vectors,
+            element,
+            accumulator,
+            output_element,
+        );
+    }
+    Ok(())
+}

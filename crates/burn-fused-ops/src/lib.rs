@@ -1,0 +1,48 @@
+//! Fused training ops for Burn: norms, linear layers, MLP, embedding, loss and AdamW, in few launches, with their gradients. They know no attention.
+//!
+//! On GPUs they run kernels (products on tensor cores with what follows them, rows in one pass), elsewhere Burn's own operations; `explain` on the
+//! options of each op says which.
+#![recursion_limit = "256"]
+#![warn(missing_docs)]
+#![warn(clippy::undocumented_unsafe_blocks)]
+// What the macro makes of the backend traits has no arm then, which would use the arguments.
+#![cfg_attr(
+    not(any(feature = "flex", feature = "ndarray", feature = "cube")),
+    allow(unused_variables)
+)]
+#![allow(deprecated)] // Burn deprecates its NdArray backend; we serve it while it exists.
+
+mod activation;
+pub mod backend;
+mod dropout;
+mod embedding;
+pub mod explain;
+mod heads;
+#[doc(hidden)]
+pub mod internal;
+#[cfg(feature = "cube")]
+#[doc(hidden)]
+pub mod kernels;
+mod linear;
+mod loss;
+mod mlp;
+mod norm;
+pub mod optim;
+mod projection;
+pub mod sparse_linear;
+
+pub use crate::activation::{Activation, bias_activation};
+pub use crate::dropout::dropout;
+pub use crate::embedding::{embedding, embedding_backward};
+pub use crate::heads::{join_heads, split_heads};
+#[cfg(all(feature = "cube", feature = "fusion"))]
+pub use crate::linear::matmul::{accelerate_matmul, accelerated_products};
+pub use crate::linear::{LinearOptions, fused_linear, linear};
+pub use crate::loss::{CrossEntropyOptions, Reduction, linear_cross_entropy};
+pub use crate::mlp::{MlpOptions, MlpParams, mlp};
+pub use crate::norm::{
+    AddNormOptions, NormKind, NormParams, Residual, add_norm, norm, residual_add,
+};
+pub use crate::projection::{out_proj, qkv_proj};
+pub use blocksparse::ElementDropout;
+pub use burn_blocksparse::internal::op_plan::OpPlan;

@@ -1,0 +1,205 @@
+//! Products of activations with weights.
+pub(crate) mod backend;
+#[cfg(all(feature = "cube", feature = "fusion"))]
+pub(crate) mod matmul;
+#[cfg(feature = "cube")]
+pub(crate) mod named_product;
+#[doc(hidden)]
+pub mod ops;
+#[cfg(feature = "cuda")]
+pub(crate) mod wgmma;
+
+pub(crate) mod products;
+#[doc(hidden)]
+pub mod values;
+
+use burn::backend::Dispatch;
+use burn::tensor::{DType, FloatDType, Tensor};
+
+use crate::linear::ops::LinearOps;
+use burn_blocksparse::OpError;
+use burn_blocksparse::internal::check::same_device;
+use burn_blocksparse::internal::device::served;
+use burn_blocksparse::internal::op_plan::OpPlan;
+use burn_blocksparse::internal::values::ThreeFloats;
+use values::{LinearInputs, WEIGHTS};
+
+/// How [`linear`] computes. Build it from [`Default`].
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[must_use]
+#[non_exhaustive]
+pub struct LinearOptions {
+    /// The dtype of the factors and of the product; default x's. Sums are f32, f64 for f64.
+    pub dtype: Option<FloatDType>,
+}
+
+impl LinearOptions {
+    /// Sets the dtype of the factors and of the product.
+    pub fn dtype(mut self, dtype: FloatDType) -> Self {
+        self.dtype = Some(dtype);
+        self
+    }
+}
+
+/// `x · W`, with both rounded to the product's dtype first: a layer's weights stay f32, its product is in bf16.
+///
+/// It is one step of the autodiff graph, which keeps x (rounded, if it was rounded), the rounded weight and nothing else. The gradient by the
+/// weight is summed in f32 and is of the weight's own dtype; that of a frozen weight is not computed, nor is that of an x without gradient. Deterministic.
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_fused_ops::{LinearOptions, linear};
+///
+/// let device = Device::flex().autodiff();
+/// let x = Tensor::<3>::random([2, 5, 4], Distribution::Default, &device);
+/// let weight = Tensor::<2>::random([4, 6], Distribution::Default, &device).require_grad();
+/// let y = linear(x, weight.clone(), &LinearOptions::default())?;
+/// assert_eq!(y.dims(), [2, 5, 6]);
+/// let gradients = y.sum().backward();
+/// assert_eq!(weight.grad(&gradients).unwrap().dims(), [4, 6]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Shapes
+/// - `x`: `[.., in]`
+/// - `weight`: `[in, out]`
+/// - result: `[.., out]`, in `options.dtype`
+///
+/// # Errors
+/// [`OpError`] if the shapes or devices do not fit each other, or the device does not have the dtype.
+pub fn linear<const D: usize>(
+    x: Tensor<D>,
+    weight: Tensor<2>,
+    options: &LinearOptions,
+) -> Result<Tensor<D>, OpError> {
+    fused_linear(x, vec![weight], options)
+}
+
+/// [`linear`] with up to three weights side by side, in one product: queries, keys and values of the same x. Gradients go to each weight.
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_fused_ops::{LinearOptions, fused_linear};
+///
+/// let device = Device::flex();
+/// let x = Tensor::<2>::random([5, 4], Distribution::Default, &device);
+/// let weights = [6, 2].map(|out| Tensor::<2>::random([4, out], Distribution::Default, &device));
+/// let y = fused_linear(x, weights.to_vec(), &LinearOptions::default())?;
+/// assert_eq!(y.dims(), [5, 8]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Shapes
+/// - `x`: `[.., in]`
+/// - `weights`: 1 to 3 of `[in, out]`, each with an `out` of its own
+/// - result: `[.., Σ out]`, in `options.dtype`
+///
+/// # Errors
+/// As [`linear`]; and if there are no weights, or more than three.
+pub fn fused_linear<const D: usize>(
+    x: Tensor<D>,
+    weights: Vec<Tensor<2>>,
+    options: &LinearOptions,
+) -> Result<Tensor<D>, OpError> {
+    let dtype = check(&x, &named(&weights), options)?;
+    let mut weights = weights.into_iter().map(Tensor::into_dispatch);
+    let inputs = LinearInputs {
+        x: x.into_dispatch(),
+        weights: ThreeFloats::of_list(std::array::from_fn(|_| weights.next())),
+    };
+    let output = <Dispatch as LinearOps>::linear_forward(inputs, dtype);
+    Ok(Tensor::from_dispatch(output.out))
+}
+
+impl LinearOptions {
+    /// What [`fused_linear`] would run.
+    ///
+    /// # Errors
+    /// As that call.
+    pub fn explain<const D: usize>(
+        &self,
+        x: &Tensor<D>,
+        weights: &[Tensor<2>],
+    ) -> Result<OpPlan, OpError> {
+        check(x, &named(weights), self)?;
+        Ok(OpPlan::new(&x.device(), |device| {
+            #[cfg(feature = "cube")]
+            {
+                let dtype = (self.dtype).map_or(x.dtype(), |dtype| dtype.into());
+                let rows: usize = x.dims().iter().rev().skip(1).product();
+                let out = weights.iter().map(|weight| weight.dims()[1]).sum();
+                let sizes = [rows, weights[0].dims()[0], out];
+                crate::linear::backend::kernels::text(device, dtype, sizes)
+            }
+            #[cfg(not(feature = "cube"))]
+            Err::<String, std::convert::Infallible>(*device)
+        }))
+    }
+}
+
+/// Weights with the names of what may be wrong about them: their height and their device.
+pub(crate) type Named<'a> = (&'a Tensor<2>, [&'static str; 2]);
+
+pub(crate) fn named(weights: &[Tensor<2>]) -> Vec<Named<'_>> {
+    let names = ["weight's in", "weight's device"];
+    weights.iter().map(|weight| (weight, names)).collect()
+}
+
+/// The dtype of the product, if the arguments fit each other.
+pub(crate) fn check<const D: usize>(
+    x: &Tensor<D>,
+    weights: &[Named],
+    options: &LinearOptions,
+) -> Result<FloatDType, OpError> {
+    check_width(x, (x.dims()[D - 1], "x's last dimension"), weights, options)
+}
+
+/// The same of an x whose rows have so many numbers.
+pub(crate) fn check_width<const D: usize>(
+    x: &Tensor<D>,
+    (width, what): (usize, &str),
+    weights: &[Named],
+    options: &LinearOptions,
+) -> Result<FloatDType, OpError> {
+    let device = x.device();
+    served(&device)?;
+    if weights.is_empty() || weights.len() > WEIGHTS {
+        let expected = format!("1 to {WEIGHTS} matrices");
+        return Err(OpError::argument("weights", expected, weights.len()));
+    }
+    for (weight, [height, place]) in weights {
+        let [inputs, _] = weight.dims();
+        if inputs != width {
+            let expected = format!("{width}, {what}");
+            return Err(OpError::argument(height, expected, inputs));
+        }
+        same_device(place, &device, "x's", &weight.device())?;
+    }
+    let dtype = match options.dtype {
+        Some(dtype) => dtype,
+        None => x.dtype().into(),
+    };
+    let dtypes = [x.dtype(), dtype.into()].into_iter();
+    let all = dtypes.chain(weights.iter().map(|(weight, _)| weight.dtype()));
+    for dtype in all {
+        supported("dtype", &x.device(), dtype)?;
+    }
+    Ok(dtype)
+}
+
+/// That the device has a dtype.
+pub(crate) fn supported(
+    argument: &'static str,
+    device: &burn::tensor::Device,
+    dtype: DType,
+) -> Result<(), OpError> {
+    let known = matches!(dtype, DType::F64 | DType::F32 | DType::F16 | DType::BF16);
+    match known && device.supports_dtype(dtype) {
+        true => Ok(()),
+        false => Err(OpError::argument(
+            argument,
+            "F32, F64, F16 or BF16, and one that the device has",
+            format!("{dtype:?}"),
+        )),
+    }
+}

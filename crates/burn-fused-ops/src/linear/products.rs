@@ -1,0 +1,316 @@
+//! Products and their gradients, in pieces that every backend has: Burn's matmul, and sums over rows.
+
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Backend, TensorMetadata};
+use burn::tensor::{FloatDType, Shape, Slice};
+
+use crate::linear::values::{LinearGrads, LinearInputs, LinearOutput, LinearSaved, LinearTask};
+use burn_blocksparse::internal::dtype::accumulate_in;
+use burn_blocksparse::internal::values::ThreeFloats;
+
+/// Rows that `x · W` takes at a time. None: all of them, as one tall matrix.
+const FORWARD_ROWS: Option<usize> = None;
+
+/// Rows that `dy · Wᵀ` takes at a time.
+const INPUT_ROWS: Option<usize> = None;
+
+/// Rows that `xᵀ · dy` takes at a time: the product of two tall matrices has few tiles to compute and a long sum in each, so it is a product
+/// for each group of rows, and their sum.
+const WEIGHT_ROWS: usize = 1024;
+
+/// Columns that `dy · Wᵀ` sums at a time, if there are twice as many: a vocabulary's. A product of few rows has few tiles then, with long sums
+/// whose small terms no longer count beside large ones.
+const INPUT_COLUMNS: usize = 8192;
+
+/// Fewer rows are not worth groups.
+const LEAST_ROWS: usize = 4096;
+
+/// What products are made of, on a backend.
+pub(crate) trait Products<B: Backend> {
+    /// `lhs · rhs` of matrices or batches of them, of one dtype; in it, or in that of its sums. No length is 0.
+    fn product(lhs: FloatTensor<B>, rhs: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<B>;
+
+    /// Weights side by side, in `dtype`: `[in, Σ out]`. There is one at least.
+    fn joined(weights: Vec<FloatTensor<B>>, dtype: FloatDType) -> FloatTensor<B> {
+        let mut weights: Vec<FloatTensor<B>> = weights
+            .into_iter()
+            .map(|weight| rounded::<B>(weight, dtype))
+            .collect();
+        match weights.len() {
+            1 => weights.remove(0),
+            _ => B::float_cat(weights, 1),
+        }
+    }
+
+    /// Parts of `lhs · rhs` of matrices, in the dtype of sums, which add up to it: `[parts, rows, columns]`, if the backend has a kernel that chooses how
+    /// many. No length is 0.
+    fn parts(_lhs: &FloatTensor<B>, _rhs: &FloatTensor<B>) -> Option<FloatTensor<B>> {
+        None
+    }
+
+    /// Sums over the rows of `[rows, width]`: `[width]`.
+    fn sum_rows(matrix: FloatTensor<B>) -> FloatTensor<B>;
+
+    /// Sums over matrices `[matrices, inner, Σ widths]`: of each width the matrix `[inner, width]`, contiguous.
+    fn sum_matrices(matrices: FloatTensor<B>, widths: &[usize]) -> Vec<FloatTensor<B>> {
+        let [count, inner, width] = matrices.shape().dims();
+        let rows = B::float_reshape(matrices, Shape::new([count, inner * width]));
+        let sum = B::float_reshape(Self::sum_rows(rows), Shape::new([inner, width]));
+        let mut start = 0;
+        let mut parts = Vec::new();
+        for width in widths {
+            parts.push(columns::<B>(sum.clone(), start, *width));
+            start += width;
+        }
+        parts
+    }
+
+    /// Rows that `xᵀ · dy` takes at a time.
+    fn weight_rows(_x: &FloatTensor<B>) -> usize {
+        WEIGHT_ROWS
+    }
+}
+
+/// In Burn's own operations.
+pub(crate) struct Primitives;
+
+impl<B: Backend> Products<B> for Primitives {
+    fn product(lhs: FloatTensor<B>, rhs: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<B> {
+        // Products of half-precision numbers are exact in f32.
+        let sums = accumulate_in(lhs.dtype().into());
+        let [lhs, rhs] = [lhs, rhs].map(|factor| rounded::<B>(factor, sums));
+        rounded::<B>(B::float_matmul(lhs, rhs), dtype)
+    }
+
+    fn sum_rows(matrix: FloatTensor<B>) -> FloatTensor<B> {
+        let width = matrix.shape()[1];
+        B::float_reshape(B::float_sum_dim(matrix, 0), Shape::new([width]))
+    }
+}
+
+/// `tensor` in `dtype`: itself, if it is.
+pub(crate) fn rounded<B: Backend>(tensor: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<B> {
+    match FloatDType::from(tensor.dtype()) == dtype {
+        true => tensor,
+        false => B::float_cast(tensor, dtype),
+    }
+}
+
+/// In how many groups `rows` are taken.
+pub(crate) fn groups(rows: usize, group: Option<usize>) -> usize {
+    match group {
+        Some(group) if rows >= LEAST_ROWS && rows.is_multiple_of(group) => rows / group,
+        _ => 1,
+    }
+}
+
+/// In how many equal slices a sum over `columns` is taken: 1 if no suitable number divides them.
+fn slices(columns: usize) -> usize {
+    let least = columns.div_ceil(INPUT_COLUMNS);
+    match columns < 2 * INPUT_COLUMNS {
+        true => 1,
+        false => (least..8 * least)
+            .find(|slices| columns.is_multiple_of(*slices))
+            .unwrap_or(1),
+    }
+}
+
+fn zeros<B: Backend>(like: &FloatTensor<B>, shape: Shape, dtype: FloatDType) -> FloatTensor<B> {
+    B::float_zeros(shape, &like.device(), dtype)
+}
+
+/// `lhs · rhs`, `[rows, k]` and `[k, columns]`, in `dtype`.
+fn tall<B: Backend, P: Products<B>>(
+    lhs: FloatTensor<B>,
+    rhs: FloatTensor<B>,
+    group: Option<usize>,
+    dtype: FloatDType,
+) -> FloatTensor<B> {
+    let [rows, inner] = lhs.shape().dims();
+    let columns = rhs.shape()[1];
+    if [rows, inner, columns].contains(&0) {
+        return zeros::<B>(&lhs, Shape::new([rows, columns]), dtype);
+    }
+    let own = FloatDType::from(lhs.dtype());
+    let made = match dtype == own || dtype == accumulate_in(own) {
+        true => dtype,
+        false => own,
+    };
+    let groups = groups(rows, group);
+    let out = match groups {
+        1 => P::product(lhs, rhs, made),
+        _ => {
+            let lhs = B::float_reshape(lhs, Shape::new([groups, rows / groups, inner]));
+            let rhs = B::float_reshape(rhs, Shape::new([1, inner, columns]));
+            let out = P::product(lhs, rhs, made);
+            B::float_reshape(out, Shape::new([rows, columns]))
+        }
+    };
+    rounded::<B>(out, dtype)
+}
+
+/// `x · weight`, `[rows, in]` and `[in, out]`.
+pub(crate) fn outputs<B: Backend, P: Products<B>>(
+    x: FloatTensor<B>,
+    weight: FloatTensor<B>,
+    dtype: FloatDType,
+) -> FloatTensor<B> {
+    tall::<B, P>(x, weight, FORWARD_ROWS, dtype)
+}
+
+/// `grad · weightᵀ`, `[rows, out]` and `[in, out]`.
+pub(crate) fn input_gradient<B: Backend, P: Products<B>>(
+    grad: FloatTensor<B>,
+    weight: FloatTensor<B>,
+    dtype: FloatDType,
+) -> FloatTensor<B> {
+    let [rows, outputs] = grad.shape().dims();
+    let inputs = weight.shape()[0];
+    let slices = slices(outputs);
+    if slices == 1 || rows * inputs == 0 {
+        return tall::<B, P>(grad, B::float_swap_dims(weight, 0, 1), INPUT_ROWS, dtype);
+    }
+    let width = outputs / slices;
+    let grad = B::float_reshape(grad, Shape::new([rows, slices, width]));
+    let grad = B::float_swap_dims(grad, 0, 1);
+    let weight = B::float_reshape(weight, Shape::new([inputs, slices, width]));
+    let weight = B::float_swap_dims(B::float_swap_dims(weight, 0, 1), 1, 2);
+    let sums = accumulate_in(grad.dtype().into());
+    let parts = P::product(grad, weight, sums);
+    let parts = B::float_reshape(parts, Shape::new([slices, rows * inputs]));
+    let sum = B::float_reshape(P::sum_rows(parts), Shape::new([rows, inputs]));
+    rounded::<B>(sum, dtype)
+}
+
+/// `xᵀ · grad`, `[rows, in]` and `[rows, Σ widths]`, in the dtype of sums: a matrix for each width.
+pub(crate) fn weight_gradients<B: Backend, P: Products<B>>(
+    x: FloatTensor<B>,
+    grad: FloatTensor<B>,
+    widths: &[usize],
+) -> Vec<FloatTensor<B>> {
+    let [rows, inputs] = x.shape().dims();
+    let outputs = grad.shape()[1];
+    let dtype = accumulate_in(x.dtype().into());
+    if [rows, inputs, outputs].contains(&0) {
+        let widths = widths.iter();
+        let part = |width: &usize| zeros::<B>(&x, Shape::new([inputs, *width]), dtype);
+        return widths.map(part).collect();
+    }
+    let transposed = B::float_swap_dims(x.clone(), 0, 1);
+    let parts = P::parts(&transposed, &grad).unwrap_or_else(|| {
+        let groups = groups(rows, Some(P::weight_rows(&x)));
+        let x = B::float_reshape(x, Shape::new([groups, rows / groups, inputs]));
+        let grad = B::float_reshape(grad, Shape::new([groups, rows / groups, outputs]));
+        P::product(B::float_swap_dims(x, 1, 2), grad, dtype)
+    });
+    match (parts.shape()[0], widths) {
+        (1, [_]) => vec![B::float_reshape(parts, Shape::new([inputs, outputs]))],
+        _ => P::sum_matrices(parts, widths),
+    }
+}
+
+/// [`weight_gradients`] of one matrix.
+pub(crate) fn weight_gradient<B: Backend, P: Products<B>>(
+    x: FloatTensor<B>,
+    grad: FloatTensor<B>,
+) -> FloatTensor<B> {
+    let width = grad.shape()[1];
+    weight_gradients::<B, P>(x, grad, &[width]).remove(0)
+}
+
+/// `tensor` as a matrix of its last dimension's width.
+fn as_rows<B: Backend>(tensor: FloatTensor<B>, width: usize) -> FloatTensor<B> {
+    let shape = tensor.shape();
+    let rows = shape.iter().rev().skip(1).product();
+    B::float_reshape(tensor, Shape::new([rows, width]))
+}
+
+/// `shape` with another last dimension.
+pub(crate) fn with_width(shape: &Shape, width: usize) -> Shape {
+    let leading = shape.iter().take(shape.num_dims() - 1).copied();
+    Shape::from(leading.chain([width]).collect::<Vec<_>>())
+}
+
+/// The columns of a matrix from `start` on, `width` of them.
+fn columns<B: Backend>(matrix: FloatTensor<B>, start: usize, width: usize) -> FloatTensor<B> {
+    match width == matrix.shape()[1] {
+        true => matrix,
+        false => B::float_slice(matrix, &[Slice::full(), Slice::from(start..start + width)]),
+    }
+}
+
+/// `x · [W₁ W₂ W₃]`, rounded to `dtype` before.
+pub(crate) fn forward<B: Backend, P: Products<B>>(
+    inputs: LinearInputs<B>,
+    dtype: FloatDType,
+) -> LinearOutput<B> {
+    let LinearInputs { x, weights } = inputs;
+    let weights: Vec<FloatTensor<B>> = weights.into_list().into_iter().flatten().collect();
+    let changed = |tensor: &FloatTensor<B>| FloatDType::from(tensor.dtype()) != dtype;
+    let is_joined = weights.len() > 1 || weights.iter().any(changed);
+    let is_rounded = changed(&x);
+    let weight = match is_joined {
+        true => P::joined(weights, dtype),
+        false => weights.into_iter().next().expect("there is a weight"),
+    };
+    let [width, out_width] = weight.shape().dims();
+    let out_shape = with_width(&x.shape(), out_width);
+    let x = rounded::<B>(x, dtype);
+    let rows = as_rows::<B>(x.clone(), width);
+    let out = outputs::<B, P>(rows, weight.clone(), dtype);
+    LinearOutput {
+        out: B::float_reshape(out, out_shape),
+        rounded: is_rounded.then_some(x).into(),
+        joined: is_joined.then_some(weight).into(),
+    }
+}
+
+/// `dx = dy · Wᵀ` and `dW = xᵀ · dy`, as far as they are wanted.
+pub(crate) fn backward<B: Backend, P: Products<B>>(
+    saved: LinearSaved<B>,
+    task: LinearTask,
+) -> LinearGrads<B> {
+    let LinearSaved { x, weight, grad } = saved;
+    let widths = task
+        .weights
+        .map(|weight| weight.map_or(0, |(width, _)| width));
+    let x_shape = with_width(&grad.shape(), task.inputs);
+    let grad = as_rows::<B>(grad, widths.iter().sum());
+    let by_x = task.x.zip(weight.into_option()).map(|(dtype, weight)| {
+        let by_x = input_gradient::<B, P>(grad.clone(), weight, dtype);
+        B::float_reshape(by_x, x_shape)
+    });
+    let mut by_weights = [const { None }; 3];
+    if let Some(x) = x.into_option() {
+        let x = as_rows::<B>(x, task.inputs);
+        let all = || task.weights.iter().flatten();
+        // One product, unless a part of it were for nobody.
+        let mut joined = match all().all(|(_, dtype)| dtype.is_some()) {
+            true => {
+                let widths: Vec<usize> = all().map(|(width, _)| *width).collect();
+                weight_gradients::<B, P>(x.clone(), grad.clone(), &widths)
+            }
+            false => Vec::new(),
+        }
+        .into_iter();
+        let mut start = 0;
+        for (weight, by_weight) in task.weights.into_iter().zip(&mut by_weights) {
+            let Some((width, dtype)) = weight else {
+                continue;
+            };
+            let made = joined.next();
+            *by_weight = dtype.map(|dtype| {
+                let made = made.unwrap_or_else(|| {
+                    let grad = columns::<B>(grad.clone(), start, width);
+                    weight_gradient::<B, P>(x.clone(), grad)
+                });
+                rounded::<B>(made, dtype)
+            });
+            start += width;
+        }
+    }
+    LinearGrads {
+        x: by_x.into(),
+        weights: ThreeFloats::of_list(by_weights),
+    }
+}

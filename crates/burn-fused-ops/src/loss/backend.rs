@@ -1,0 +1,362 @@
+//! Losses on each backend, and their step in Burn's autodiff graph.
+
+#[cfg(any(
+    feature = "flex",
+    feature = "ndarray",
+    feature = "cube",
+    feature = "autodiff"
+))]
+use crate::loss::ops::LossOps;
+
+#[cfg(feature = "flex")]
+impl LossOps for burn::backend::Flex {}
+
+#[cfg(feature = "ndarray")]
+impl LossOps for burn::backend::NdArray {}
+
+#[cfg(feature = "cube")]
+pub(crate) mod kernels {
+    use std::ops::Range;
+
+    use crate::kernels::rows::cross_entropy::{
+        CrossEntropyKind, CrossEntropyRows, cross_entropy_loss, cross_entropy_plan,
+        cross_entropy_rows,
+    };
+    use crate::kernels::rows::scaled::scaled;
+    use blocksparse_cubecl::KernelError;
+    use burn::backend::TensorMetadata;
+    use burn::backend::cubecl::dtype_to_elem_type;
+    use burn::tensor::{DType, FloatDType};
+    use burn_cubecl::kernel::into_contiguous;
+    use burn_cubecl::tensor::CubeTensor;
+    use burn_cubecl::{CubeBackend, CubeDevice};
+
+    use super::LossOps;
+    use crate::linear::backend::kernels::Kernels;
+    use crate::loss::compute;
+    use crate::loss::compute::{Losses, PrimitiveLosses};
+    use crate::loss::values::{
+        LossDtypes, LossGrads, LossInputs, LossOutput, LossSaved, LossTask, Reduction,
+    };
+    use burn_blocksparse::internal::cube::{checked, contiguous, empty, uses_reference};
+    use burn_blocksparse::internal::dtype::accumulate_in;
+
+    fn kind(
+        dtype: DType,
+        targets: DType,
+        vocab: usize,
+        gradient: Option<FloatDType>,
+        task: &LossTask,
+    ) -> CrossEntropyKind {
+        let element = |dtype: FloatDType| dtype_to_elem_type(dtype.into());
+        let mut kind = CrossEntropyKind::new(
+            vocab,
+            element(accumulate_in(dtype.into())),
+            dtype_to_elem_type(targets),
+            gradient.map(element),
+        );
+        kind.ignore_index = task.ignore_index;
+        kind.smoothing = task.smoothing;
+        kind
+    }
+
+    /// How `device` computes losses.
+    pub(crate) fn plan(
+        device: &CubeDevice,
+        dtype: DType,
+        targets: DType,
+        vocab: usize,
+        task: &LossTask,
+    ) -> Result<String, KernelError> {
+        let gradient = (task.by_x || task.by_weight).then_some(dtype.into());
+        cross_entropy_plan(
+            &device.client(),
+            &kind(dtype, targets, vocab, gradient, task),
+        )
+    }
+
+    /// A kernel for the rows of a chunk, over or beside their logits.
+    struct KernelLosses {
+        kind: CrossEntropyKind,
+        gradient: Option<FloatDType>,
+        reduction: Reduction,
+        targets: CubeTensor,
+        /// `[positions, 2]`
+        stats: CubeTensor,
+    }
+
+    impl Losses<CubeBackend> for KernelLosses {
+        type Products = Kernels;
+
+        fn new(
+            x: &CubeTensor,
+            targets: CubeTensor,
+            vocab: usize,
+            gradient: Option<FloatDType>,
+            task: LossTask,
+        ) -> Self {
+            let targets = into_contiguous(targets);
+            let positions = targets.meta.shape()[0];
+            let dtype: DType = accumulate_in(x.dtype.into()).into();
+            Self {
+                kind: kind(x.dtype, targets.dtype, vocab, gradient, &task),
+                gradient,
+                reduction: task.reduction,
+                // A binding has at least a vector.
+                stats: empty(x, [positions.max(1), 2], dtype),
+                targets,
+            }
+        }
+
+        fn take(&mut self, logits: CubeTensor, positions: Range<usize>) -> Option<CubeTensor> {
+            let logits = into_contiguous(logits);
+            let shape = [positions.len(), self.kind.vocab];
+            let rounded = (self.gradient.map(DType::from))
+                .filter(|dtype| *dtype != logits.dtype)
+                .map(|dtype| empty(&logits, shape, dtype));
+            let buffers = CrossEntropyRows {
+                logits: &logits.handle,
+                rounded: rounded.as_ref().map(|rounded| &rounded.handle),
+                targets: &self.targets.handle,
+                stats: &self.stats.handle,
+                positions: self.targets.meta.shape()[0],
+                first: positions.start,
+                rows: positions.len(),
+            };
+            checked(cross_entropy_rows(&logits.client, &self.kind, buffers));
+            self.gradient.map(|_| rounded.unwrap_or(logits))
+        }
+
+        fn loss(self) -> [CubeTensor; 2] {
+            let Self {
+                stats,
+                targets,
+                reduction,
+                ..
+            } = self;
+            let positions = targets.meta.shape()[0];
+            if reduction == Reduction::None {
+                return compute::of_positions::<CubeBackend>(stats, positions);
+            }
+            let made = [(); 2].map(|_| empty(&stats, [1], stats.dtype));
+            let [loss, factor] = &made;
+            checked(cross_entropy_loss(
+                &stats.client,
+                (&stats.handle, self.kind.accumulator),
+                positions,
+                reduction == Reduction::Mean,
+                [&loss.handle, &factor.handle],
+            ));
+            made
+        }
+    }
+
+    fn runs_kernels(inputs: &LossInputs<CubeBackend>, task: &LossTask) -> bool {
+        let LossInputs { x, weight, targets } = inputs;
+        let vocab = weight.meta.shape()[1];
+        let plan = plan(&x.device, x.dtype, targets.dtype, vocab, task);
+        !uses_reference() && plan.is_ok()
+    }
+
+    impl LossOps for CubeBackend {
+        fn linear_cross_entropy(inputs: LossInputs<Self>, task: LossTask) -> LossOutput<Self> {
+            match runs_kernels(&inputs, &task) {
+                true => compute::forward::<Self, KernelLosses>(inputs, task),
+                false => compute::forward::<Self, PrimitiveLosses<Self>>(inputs, task),
+            }
+        }
+
+        fn position_cross_entropy_backward(
+            inputs: LossInputs<Self>,
+            grad: CubeTensor,
+            task: LossTask,
+            dtypes: LossDtypes,
+        ) -> LossGrads<Self> {
+            match runs_kernels(&inputs, &task) {
+                true => {
+                    compute::backward_of_positions::<Self, KernelLosses>(inputs, grad, task, dtypes)
+                }
+                false => compute::backward_of_positions::<Self, PrimitiveLosses<Self>>(
+                    inputs, grad, task, dtypes,
+                ),
+            }
+        }
+
+        fn linear_cross_entropy_backward(
+            saved: LossSaved<Self>,
+            dtypes: LossDtypes,
+        ) -> LossGrads<Self> {
+            if uses_reference() {
+                return compute::backward::<Self>(saved, dtypes);
+            }
+            let [factor, grad] = [saved.factor, saved.grad].map(into_contiguous);
+            let scaled = |tensor: Option<CubeTensor>, dtype: FloatDType| {
+                let tensor = tensor?;
+                let [rows, columns] = tensor.shape().dims();
+                let out = empty(&tensor, [rows, columns], dtype.into());
+                checked(scaled(
+                    &tensor.client,
+                    (&tensor.handle, dtype_to_elem_type(tensor.dtype)),
+                    [&factor.handle, &grad.handle],
+                    (&out.handle, dtype_to_elem_type(out.dtype)),
+                    rows * columns,
+                ));
+                Some(out)
+            };
+            LossGrads {
+                x: scaled(contiguous(saved.x), dtypes.x).into(),
+                weight: scaled(contiguous(saved.weight), dtypes.weight).into(),
+            }
+        }
+    }
+}
+
+#[cfg(feature = "autodiff")]
+mod steps {
+    use burn::backend::autodiff::Autodiff;
+    use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
+    use burn::backend::autodiff::grads::Gradients;
+    use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+    use burn::backend::tensor::FloatTensor;
+    use burn::backend::{AutodiffBackend, Backend, TensorMetadata};
+
+    use super::LossOps;
+    use crate::loss::values::{
+        LossDtypes, LossGrads, LossInputs, LossOutput, LossSaved, LossTask, Reduction,
+    };
+    use burn_blocksparse::internal::values::OptFloat;
+
+    /// The step behind x and the weight.
+    #[derive(Debug)]
+    struct CrossEntropy;
+
+    /// What the backward pass needs.
+    #[derive(Clone, Debug)]
+    enum State<B: Backend> {
+        /// The gradients of the forward pass.
+        Whole {
+            factor: FloatTensor<B>,
+            x: OptFloat<B>,
+            weight: OptFloat<B>,
+            dtypes: LossDtypes,
+        },
+        /// What logits are made of again.
+        Positions {
+            inputs: LossInputs<B>,
+            task: LossTask,
+            dtypes: LossDtypes,
+        },
+    }
+
+    impl<B: LossOps> Backward<B, 2> for CrossEntropy {
+        type State = State<B>;
+
+        fn backward(
+            self,
+            ops: Ops<Self::State, 2>,
+            grads: &mut Gradients,
+            _checkpointer: &mut Checkpointer,
+        ) {
+            let grad = grads.consume::<B>(&ops.node);
+            let made = match ops.state {
+                State::Whole {
+                    factor,
+                    x,
+                    weight,
+                    dtypes,
+                } => {
+                    let saved = LossSaved {
+                        factor,
+                        grad,
+                        x,
+                        weight,
+                    };
+                    B::linear_cross_entropy_backward(saved, dtypes)
+                }
+                State::Positions {
+                    inputs,
+                    task,
+                    dtypes,
+                } => B::position_cross_entropy_backward(inputs, grad, task, dtypes),
+            };
+            let gradients = [made.x, made.weight].map(OptFloat::into_option);
+            for (parent, grad) in ops.parents.into_iter().zip(gradients) {
+                if let (Some(parent), Some(grad)) = (parent, grad) {
+                    grads.register::<B>(parent.id, grad);
+                }
+            }
+        }
+    }
+
+    impl<B: LossOps, C: CheckpointStrategy> LossOps for Autodiff<B, C> {
+        fn linear_cross_entropy(inputs: LossInputs<Self>, task: LossTask) -> LossOutput<Self> {
+            let LossInputs { x, weight, targets } = inputs;
+            let nodes = [x.node(), weight.node()];
+            let task = LossTask {
+                by_x: x.is_tracked(),
+                by_weight: weight.is_tracked(),
+                ..task
+            };
+            let dtypes = LossDtypes {
+                x: x.dtype().into(),
+                weight: weight.dtype().into(),
+            };
+            let inputs = LossInputs {
+                x: x.into_primitive(),
+                weight: weight.into_primitive(),
+                targets,
+            };
+            let of_positions = task.reduction == Reduction::None;
+            let kept = of_positions.then(|| inputs.clone());
+            let LossOutput {
+                loss,
+                factor,
+                x,
+                weight,
+            } = B::linear_cross_entropy(inputs, task);
+            let constant = <Self as AutodiffBackend>::from_inner;
+            let prepared = CrossEntropy.prepare::<C>(nodes).compute_bound();
+            let loss = match prepared.stateful() {
+                OpsKind::Tracked(prep) => {
+                    let state = match kept {
+                        Some(inputs) => State::Positions {
+                            inputs,
+                            task,
+                            dtypes,
+                        },
+                        None => State::Whole {
+                            factor: factor.clone(),
+                            x,
+                            weight,
+                            dtypes,
+                        },
+                    };
+                    prep.finish(state, loss)
+                }
+                OpsKind::UnTracked(prep) => prep.finish(loss),
+            };
+            LossOutput {
+                loss,
+                factor: constant(factor),
+                x: OptFloat::None,
+                weight: OptFloat::None,
+            }
+        }
+
+        fn linear_cross_entropy_backward(
+            _saved: LossSaved<Self>,
+            _dtypes: LossDtypes,
+        ) -> LossGrads<Self> {
+            unimplemented!("linear_cross_entropy is differentiable once")
+        }
+
+        fn position_cross_entropy_backward(
+            _inputs: LossInputs<Self>,
+            _grad: FloatTensor<Self>,
+            _task: LossTask,
+            _dtypes: LossDtypes,
+        ) -> LossGrads<Self> {
+            unimplemented!("linear_cross_entropy is differentiable once")
+        }
+    }
+}

@@ -1,0 +1,377 @@
+//! The loss and its gradients, chunk by chunk of positions, in pieces that backends make differently.
+
+use std::ops::Range;
+
+use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
+use burn::backend::{Backend, TensorMetadata, get_device_settings};
+use burn::tensor::{DType, FloatDType, IndexingUpdateOp, Shape, Slice};
+
+use crate::linear::products::{
+    Primitives, Products, input_gradient, outputs, rounded, weight_gradient,
+};
+use crate::loss::values::{
+    LossDtypes, LossGrads, LossInputs, LossOutput, LossSaved, LossTask, Reduction,
+};
+use burn_blocksparse::internal::dtype::accumulate_in;
+
+/// How the losses of positions are made and added.
+pub(crate) trait Losses<B: Backend>: Sized {
+    /// What products are made of.
+    type Products: Products<B>;
+
+    /// Those of `targets`, for logits of a vocabulary in the dtype of sums; their gradient by the logits is in `gradient`, if it is wanted.
+    fn new(
+        x: &FloatTensor<B>,
+        targets: IntTensor<B>,
+        vocab: usize,
+        gradient: Option<FloatDType>,
+        task: LossTask,
+    ) -> Self;
+
+    /// Takes the logits of some positions, which come in order; their gradient, if it is wanted.
+    fn take(&mut self, logits: FloatTensor<B>, positions: Range<usize>) -> Option<FloatTensor<B>>;
+
+    /// The loss, and what the sum of the losses was multiplied by: `[1]` each. Losses of positions are `[positions]`.
+    fn loss(self) -> [FloatTensor<B>; 2];
+}
+
+/// Positions that are taken at a time.
+pub(crate) fn chunk_rows(positions: usize, vocab: usize, chunk_elements: usize) -> usize {
+    let rows = (chunk_elements / vocab.max(1)).max(1);
+    let rows = match rows {
+        // Whole groups of the weight's gradient, and rows that begin where a buffer may.
+        1024.. => rows - rows % 1024,
+        8.. => rows - rows % 8,
+        _ => rows,
+    };
+    rows.min(positions.max(1))
+}
+
+pub(crate) fn forward<B: Backend, L: Losses<B>>(
+    inputs: LossInputs<B>,
+    task: LossTask,
+) -> LossOutput<B> {
+    // Gradients by losses of positions are not known yet.
+    let is_whole = task.reduction != Reduction::None;
+    let task = LossTask {
+        by_x: task.by_x && is_whole,
+        by_weight: task.by_weight && is_whole,
+        ..task
+    };
+    let LossInputs { x, weight, targets } = inputs;
+    let dtype = FloatDType::from(x.dtype());
+    let sums = accumulate_in(dtype);
+    let [positions, width] = x.shape().dims();
+    let vocab = weight.shape()[1];
+    let weight = rounded::<B>(weight, dtype);
+    let gradient = (task.by_x || task.by_weight).then_some(dtype);
+    let mut losses = L::new(&x, targets, vocab, gradient, task);
+    let mut by_x = Vec::new();
+    let mut by_weight: Option<FloatTensor<B>> = None;
+    let chunk = chunk_rows(positions, vocab, task.chunk_elements);
+    for start in (0..positions).step_by(chunk) {
+        let taken = start..(start + chunk).min(positions);
+        let rows = rows_of::<B>(&x, &taken);
+        let logits = outputs::<B, L::Products>(rows.clone(), weight.clone(), sums);
+        let Some(gradient) = losses.take(logits, taken) else {
+            continue;
+        };
+        if task.by_x {
+            let weight = weight.clone();
+            by_x.push(input_gradient::<B, L::Products>(
+                gradient.clone(),
+                weight,
+                dtype,
+            ));
+        }
+        if task.by_weight {
+            let made = weight_gradient::<B, L::Products>(rows, gradient);
+            by_weight = Some(match by_weight {
+                Some(sum) => B::float_add(sum, made),
+                None => made,
+            });
+        }
+    }
+    let zeros = |shape: [usize; 2], dtype| B::float_zeros(Shape::new(shape), &x.device(), dtype);
+    let by_x = match by_x.len() {
+        0 => zeros([positions, width], dtype),
+        1 => by_x.remove(0),
+        _ => B::float_cat(by_x, 0),
+    };
+    let by_weight = by_weight.unwrap_or_else(|| match task.by_weight {
+        true => zeros([width, vocab], sums),
+        false => zeros([0, 0], sums),
+    });
+    let [loss, factor] = losses.loss();
+    LossOutput {
+        loss,
+        factor,
+        x: task.by_x.then_some(by_x).into(),
+        weight: task.by_weight.then_some(by_weight).into(),
+    }
+}
+
+/// Some rows of a matrix.
+fn rows_of<B: Backend>(x: &FloatTensor<B>, rows: &Range<usize>) -> FloatTensor<B> {
+    match rows.len() == x.shape()[0] {
+        true => x.clone(),
+        false => B::float_slice(x.clone(), &[Slice::from(rows.clone()), Slice::full()]),
+    }
+}
+
+/// Losses of positions, `[positions]`, of what `[rows, columns]` have in their first column, and the factor of no sum.
+#[cfg(feature = "cube")]
+pub(crate) fn of_positions<B: Backend>(x: FloatTensor<B>, positions: usize) -> [FloatTensor<B>; 2] {
+    let (device, dtype) = (x.device(), FloatDType::from(x.dtype()));
+    let losses = match positions {
+        0 => B::float_zeros(Shape::new([0]), &device, dtype),
+        _ => {
+            let column = B::float_slice(x, &[Slice::from(0..positions), Slice::from(0..1)]);
+            B::float_reshape(column, Shape::new([positions]))
+        }
+    };
+    [losses, B::float_ones(Shape::new([1]), &device, dtype)]
+}
+
+/// The gradients of losses of positions, each of which has a gradient in `grad`, `[positions]`.
+pub(crate) fn backward_of_positions<B: Backend, L: Losses<B>>(
+    inputs: LossInputs<B>,
+    grad: FloatTensor<B>,
+    task: LossTask,
+    dtypes: LossDtypes,
+) -> LossGrads<B> {
+    let LossInputs { x, weight, targets } = inputs;
+    let dtype = FloatDType::from(x.dtype());
+    let sums = accumulate_in(dtype);
+    let device = x.device();
+    let bools = get_device_settings::<B>(&device).bool_dtype;
+    let [positions, width] = x.shape().dims();
+    let vocab = weight.shape()[1];
+    let zeros = |shape: [usize; 2], dtype| B::float_zeros(Shape::new(shape), &device, dtype);
+    if positions == 0 {
+        return LossGrads {
+            x: task.by_x.then(|| zeros([0, width], dtypes.x)).into(),
+            weight: (task.by_weight)
+                .then(|| zeros([width, vocab], dtypes.weight))
+                .into(),
+        };
+    }
+    let weight = rounded::<B>(weight, dtype);
+    let by = B::float_reshape(rounded::<B>(grad, sums), Shape::new([positions, 1]));
+    // x times a gradient may be too small for f16, or too large: not as a share of the largest.
+    let largest = B::float_max(B::float_abs(by.clone()));
+    let is_none = B::float_equal_elem(largest.clone(), 0.0.into(), bools);
+    let largest = B::float_mask_fill(largest, is_none, 1.0.into());
+    let largest = B::float_reshape(largest, Shape::new([1, 1]));
+    let shares = B::float_div(by.clone(), largest.clone());
+    let mut losses = L::new(&x, targets, vocab, Some(dtype), task);
+    let mut by_x = Vec::new();
+    let mut by_weight: Option<FloatTensor<B>> = None;
+    let chunk = chunk_rows(positions, vocab, task.chunk_elements);
+    for start in (0..positions).step_by(chunk) {
+        let taken = start..(start + chunk).min(positions);
+        let rows = rows_of::<B>(&x, &taken);
+        let logits = outputs::<B, L::Products>(rows.clone(), weight.clone(), sums);
+        let Some(gradient) = losses.take(logits, taken.clone()) else {
+            continue;
+        };
+        let scaled = |x: FloatTensor<B>, by: &FloatTensor<B>, dtype| {
+            let by = rows_of::<B>(by, &taken);
+            rounded::<B>(B::float_mul(rounded::<B>(x, sums), by), dtype)
+        };
+        if task.by_x {
+            let made = input_gradient::<B, L::Products>(gradient.clone(), weight.clone(), dtype);
+            by_x.push(scaled(made, &by, dtypes.x));
+        }
+        if task.by_weight {
+            let rows = scaled(rows, &shares, dtype);
+            let made = weight_gradient::<B, L::Products>(rows, gradient);
+            by_weight = Some(match by_weight {
+                Some(sum) => B::float_add(sum, made),
+                None => made,
+            });
+        }
+    }
+    let by_x = match by_x.len() {
+        0 | 1 => by_x.pop(),
+        _ => Some(B::float_cat(by_x, 0)),
+    };
+    let by_weight = by_weight.map(|made| {
+        let made = B::float_mul(rounded::<B>(made, sums), largest);
+        rounded::<B>(made, dtypes.weight)
+    });
+    LossGrads {
+        x: by_x.into(),
+        weight: by_weight.into(),
+    }
+}
+
+/// The gradients of the sum times what the sum was multiplied by and the gradient by the loss.
+pub(crate) fn backward<B: Backend>(saved: LossSaved<B>, dtypes: LossDtypes) -> LossGrads<B> {
+    let LossSaved {
+        factor,
+        grad,
+        x,
+        weight,
+    } = saved;
+    let sums = FloatDType::from(factor.dtype());
+    let factor = B::float_reshape(B::float_mul(factor, grad), Shape::new([1, 1]));
+    let scaled = |tensor: FloatTensor<B>, dtype| {
+        let product = B::float_mul(rounded::<B>(tensor, sums), factor.clone());
+        rounded::<B>(product, dtype)
+    };
+    LossGrads {
+        x: x.into_option().map(|x| scaled(x, dtypes.x)).into(),
+        weight: weight
+            .into_option()
+            .map(|w| scaled(w, dtypes.weight))
+            .into(),
+    }
+}
+
+/// The ignored target, if the dtype of targets has it.
+pub(crate) fn ignored_in(dtype: DType, ignore_index: Option<i64>) -> Option<i64> {
+    ignore_index.filter(|ignored| dtype != DType::I32 || i32::try_from(*ignored).is_ok())
+}
+
+/// In Burn's own operations.
+pub(crate) struct PrimitiveLosses<B: Backend> {
+    like: FloatTensor<B>,
+    targets: IntTensor<B>,
+    vocab: usize,
+    gradient: Option<FloatDType>,
+    task: LossTask,
+    /// Of the positions that were taken, `[rows, 1]` each: losses, and whether they count.
+    taken: Vec<[FloatTensor<B>; 2]>,
+}
+
+impl<B: Backend> Losses<B> for PrimitiveLosses<B> {
+    type Products = Primitives;
+
+    fn new(
+        x: &FloatTensor<B>,
+        targets: IntTensor<B>,
+        vocab: usize,
+        gradient: Option<FloatDType>,
+        task: LossTask,
+    ) -> Self {
+        Self {
+            like: x.clone(),
+            targets,
+            vocab,
+            gradient,
+            task,
+            taken: Vec::new(),
+        }
+    }
+
+    fn take(&mut self, logits: FloatTensor<B>, positions: Range<usize>) -> Option<FloatTensor<B>> {
+        let rows = positions.len();
+        let dtype = FloatDType::from(logits.dtype());
+        let bools = get_device_settings::<B>(&logits.device()).bool_dtype;
+        let targets = B::int_slice(self.targets.clone(), &[Slice::from(positions)]);
+        let targets = B::int_reshape(targets, Shape::new([rows, 1]));
+        let vocab = (self.vocab as i64).into();
+        let out_of_range = B::bool_or(
+            B::int_lower_elem(targets.clone(), 0i64.into(), bools),
+            B::int_greater_equal_elem(targets.clone(), vocab, bools),
+        );
+        let ignored: Option<BoolTensor<B>> = ignored_in(targets.dtype(), self.task.ignore_index)
+            .map(|ignored| B::int_equal_elem(targets.clone(), ignored.into(), bools));
+        let targets = B::int_mask_fill(targets, out_of_range.clone(), 0i64.into());
+        let targets = match &ignored {
+            Some(ignored) => B::int_mask_fill(targets, ignored.clone(), 0i64.into()),
+            None => targets,
+        };
+        let of_rows = |tensor: FloatTensor<B>, nan: bool| {
+            let shape = tensor.shape();
+            let spread = |mask: &BoolTensor<B>| B::bool_expand(mask.clone(), shape.clone());
+            let tensor = match nan {
+                true => B::float_mask_fill(tensor, spread(&out_of_range), f64::NAN.into()),
+                false => tensor,
+            };
+            match &ignored {
+                Some(ignored) => B::float_mask_fill(tensor, spread(ignored), 0.0.into()),
+                None => tensor,
+            }
+        };
+
+        let smoothing = self.task.smoothing;
+        let logits = B::float_sub(logits.clone(), B::float_max_dim(logits, 1));
+        let exponentials = B::float_exp(logits.clone());
+        let sum = B::float_sum_dim(exponentials.clone(), 1);
+        let chosen = B::float_gather(1, logits.clone(), targets.clone());
+        let mut expected = B::float_mul_scalar(chosen, (1.0 - smoothing).into());
+        if smoothing != 0.0 {
+            let all = B::float_sum_dim(logits, 1);
+            let all = B::float_mul_scalar(all, (smoothing / self.vocab as f64).into());
+            expected = B::float_add(expected, all);
+        }
+        let losses = B::float_sub(B::float_log(sum.clone()), expected);
+        let device = losses.device();
+        let ones = B::float_ones(Shape::new([rows, 1]), &device, dtype);
+        self.taken
+            .push([of_rows(losses, true), of_rows(ones.clone(), false)]);
+
+        let gradient = self.gradient?;
+        let mut softmax = B::float_div(exponentials, sum);
+        if smoothing != 0.0 {
+            let share = smoothing / self.vocab as f64;
+            softmax = B::float_sub_scalar(softmax, share.into());
+        }
+        let on_target = B::float_mul_scalar(ones, (smoothing - 1.0).into());
+        let by_logits = B::float_scatter(1, softmax, targets, on_target, IndexingUpdateOp::Add);
+        Some(rounded::<B>(of_rows(by_logits, true), gradient))
+    }
+
+    fn loss(self) -> [FloatTensor<B>; 2] {
+        let dtype = accumulate_in(self.like.dtype().into());
+        let (device, one) = (self.like.device(), Shape::new([1]));
+        if self.task.reduction == Reduction::None {
+            let taken = self.taken.into_iter().map(|[losses, _]| {
+                let rows = losses.shape()[0];
+                B::float_reshape(losses, Shape::new([rows]))
+            });
+            let taken: Vec<_> = taken.collect();
+            let losses = match taken.is_empty() {
+                true => B::float_zeros(Shape::new([0]), &device, dtype),
+                false => B::float_cat(taken, 0),
+            };
+            return [losses, B::float_ones(one, &device, dtype)];
+        }
+        let sums = self
+            .taken
+            .into_iter()
+            .fold(None, |sums: Option<[FloatTensor<B>; 2]>, taken| {
+                // As a row: a sum of all may add with atomics.
+                let taken = taken.map(|column| {
+                    let row = Shape::new([1, column.shape()[0]]);
+                    let sum = B::float_sum_dim(B::float_reshape(column, row), 1);
+                    B::float_reshape(sum, one.clone())
+                });
+                match sums {
+                    None => Some(taken),
+                    Some([losses, counted]) => {
+                        let [more, more_counted] = taken;
+                        Some([
+                            B::float_add(losses, more),
+                            B::float_add(counted, more_counted),
+                        ])
+                    }
+                }
+            });
+        let zeros = || B::float_zeros(one.clone(), &device, dtype);
+        let [sum, counted] = sums.unwrap_or_else(|| [zeros(), zeros()]);
+        let factor = match self.task.reduction {
+            Reduction::Sum | Reduction::None => B::float_ones(one.clone(), &device, dtype),
+            // Without targets that count the sum is 0.
+            Reduction::Mean => {
+                let bools = get_device_settings::<B>(&device).bool_dtype;
+                let none = B::float_equal_elem(counted.clone(), 0.0.into(), bools);
+                let factor = B::float_recip(B::float_clamp_min(counted, 1.0.into()));
+                B::float_mask_fill(factor, none, 0.0.into())
+            }
+        };
+        [B::float_mul(sum, factor.clone()), factor]
+    }
+}

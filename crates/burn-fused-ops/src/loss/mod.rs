@@ -1,0 +1,286 @@
+//! Losses of logits that are never all there.
+pub(crate) mod backend;
+#[doc(hidden)]
+pub mod ops;
+
+pub(crate) mod compute;
+#[doc(hidden)]
+pub mod values;
+
+use burn::backend::Dispatch;
+use burn::tensor::{DType, Int, IntDType, Tensor, Transaction};
+
+use crate::linear::supported;
+use crate::loss::ops::LossOps;
+use burn_blocksparse::OpError;
+use burn_blocksparse::internal::check::same_device;
+use burn_blocksparse::internal::device::served;
+use burn_blocksparse::internal::op_plan::OpPlan;
+pub use values::Reduction;
+use values::{LossInputs, LossTask};
+
+/// Logits that there are at a time: 64 MiB of f32.
+const CHUNK_ELEMENTS: usize = 1 << 24;
+
+/// How [`linear_cross_entropy`] computes. Build it from [`Default`].
+#[derive(Clone, Debug, PartialEq)]
+#[must_use]
+#[non_exhaustive]
+pub struct CrossEntropyOptions {
+    /// What becomes of the losses of positions; default their mean.
+    pub reduction: Reduction,
+    /// A target that does not count, neither in the sum nor in the number that a mean is divided by: padding; default none.
+    pub ignore_index: Option<i64>,
+    /// How much of the target's probability is spread over the whole vocabulary (Szegedy et al., 2016, section 7); default 0.
+    pub label_smoothing: f64,
+    /// Whether targets are read from the device before, to see that they are in range; default `true`. It waits for the device. Without, a
+    /// target out of range makes the loss NaN.
+    pub check_targets: bool,
+    /// Logits that there are at a time, at most, though at least one row.
+    #[doc(hidden)]
+    pub chunk_elements: usize,
+}
+
+impl Default for CrossEntropyOptions {
+    fn default() -> Self {
+        Self {
+            reduction: Reduction::Mean,
+            ignore_index: None,
+            label_smoothing: 0.0,
+            check_targets: true,
+            chunk_elements: CHUNK_ELEMENTS,
+        }
+    }
+}
+
+impl CrossEntropyOptions {
+    /// Sets what becomes of the losses of positions.
+    pub fn reduction(mut self, reduction: Reduction) -> Self {
+        self.reduction = reduction;
+        self
+    }
+
+    /// Sets the target that does not count.
+    pub fn ignore_index(mut self, target: i64) -> Self {
+        self.ignore_index = Some(target);
+        self
+    }
+
+    /// Sets how much of the target's probability is spread over the whole vocabulary: at least 0 and less than 1.
+    pub fn label_smoothing(mut self, share: f64) -> Self {
+        self.label_smoothing = share;
+        self
+    }
+
+    /// Sets whether targets are read from the device before.
+    pub fn check_targets(mut self, check: bool) -> Self {
+        self.check_targets = check;
+        self
+    }
+
+    #[doc(hidden)]
+    pub fn chunk_elements(mut self, elements: usize) -> Self {
+        self.chunk_elements = elements;
+        self
+    }
+}
+
+/// The cross entropy of `x · weight` with targets in nats, `−log softmax(x · W)[target]`, without the logits: positions are taken in chunks,
+/// each with its logits, their softmax and what they add to the gradients, so that memory for them is 64 MiB (or one row) whatever the vocabulary.
+///
+/// The gradients by x and weight are made in the forward pass and kept; the backward pass multiplies them by the gradient of the loss (as Liger-Kernel does: Hsu et
+/// al., 2024, section 3.2). So call it without autodiff where only the loss is wanted. Until then they are those of the sum, in x's dtype and in f32: the mean's
+/// would be too small for f16. Logits and sums are f32, f64 for f64; the weight is rounded to x's dtype. Deterministic.
+///
+/// Of the losses of positions ([`Reduction::None`]) every one gets a gradient of its own, which is not known in the forward pass: the backward pass makes the
+/// logits again, in chunks, too, and both gradients of them.
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Int, Tensor};
+/// use burn_fused_ops::{CrossEntropyOptions, linear_cross_entropy};
+///
+/// let device = Device::flex().autodiff();
+/// let x = Tensor::<3>::random([2, 3, 4], Distribution::Default, &device).require_grad();
+/// let weight = Tensor::<2>::random([4, 10], Distribution::Default, &device).require_grad();
+/// let targets = Tensor::<2, Int>::from_data([[1, 9, -1], [0, -1, -1]], &device);
+/// let options = CrossEntropyOptions::default().ignore_index(-1);
+/// let loss = linear_cross_entropy(x.clone(), weight, targets, &options)?;
+/// let gradients = loss.backward();
+/// assert_eq!(x.grad(&gradients).unwrap().dims(), [2, 3, 4]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Shapes
+/// - `x`: `[.., width]`
+/// - `weight`: `[width, vocab]`, f32 or of x's dtype
+/// - `targets`: `[..]`, or flattened: one for each row of `x`, from 0 to less than `vocab`, or `options.ignore_index`
+/// - result: `[1]`, or `[positions]` with [`Reduction::None`], positions in the order of x's rows; f32, f64 for f64
+///
+/// If no target counts, the mean is 0 and so are the gradients.
+///
+/// # Errors
+/// [`OpError`] if shapes, dtypes, devices or options do not fit each other, or a target is out of range (see [`CrossEntropyOptions::check_targets`]).
+pub fn linear_cross_entropy<const D: usize, const T: usize>(
+    x: Tensor<D>,
+    weight: Tensor<2>,
+    targets: Tensor<T, Int>,
+    options: &CrossEntropyOptions,
+) -> Result<Tensor<1>, OpError> {
+    let targets = check(&x, &weight, targets, options)?;
+    let [width, vocab] = weight.dims();
+    let [positions] = targets.dims();
+    if options.check_targets && positions > 0 {
+        check_targets(targets.clone(), vocab, options.ignore_index)?;
+    }
+    let inputs = LossInputs {
+        x: x.reshape([positions, width]).into_dispatch(),
+        weight: weight.into_dispatch(),
+        targets: targets.into_dispatch(),
+    };
+    let output = <Dispatch as LossOps>::linear_cross_entropy(inputs, task(options));
+    Ok(Tensor::from_dispatch(output.loss))
+}
+
+impl CrossEntropyOptions {
+    /// What [`linear_cross_entropy`] would run. Targets are not read.
+    ///
+    /// # Errors
+    /// As that call, but for targets out of range.
+    pub fn explain<const D: usize, const T: usize>(
+        &self,
+        x: &Tensor<D>,
+        weight: &Tensor<2>,
+        targets: &Tensor<T, Int>,
+    ) -> Result<OpPlan, OpError> {
+        let targets = check(x, weight, targets.clone(), self)?;
+        let [_, vocab] = weight.dims();
+        let [positions] = targets.dims();
+        let mut task = task(self);
+        task.by_x = x.device().is_autodiff();
+        task.by_weight = weight.device().is_autodiff();
+        let rows = compute::chunk_rows(positions, vocab, task.chunk_elements);
+        Ok(OpPlan::new(&x.device(), |device| {
+            plan(device, [x.dtype(), targets.dtype()], vocab, &task).map(|kernel| {
+                let again = match task.reduction == Reduction::None && (task.by_x || task.by_weight)
+                {
+                    true => ", again in the backward pass",
+                    false => "",
+                };
+                format!(
+                    "{} chunks of {rows} positions{again}, products by Burn's matmul; {kernel}",
+                    positions.div_ceil(rows)
+                )
+            })
+        }))
+    }
+}
+
+#[cfg(feature = "cube")]
+fn plan(
+    device: &burn_cubecl::CubeDevice,
+    [dtype, targets]: [DType; 2],
+    vocab: usize,
+    task: &LossTask,
+) -> Result<String, OpError> {
+    Ok(crate::loss::backend::kernels::plan(
+        device, dtype, targets, vocab, task,
+    )?)
+}
+
+#[cfg(not(feature = "cube"))]
+fn plan(
+    device: &burn_blocksparse::internal::op_plan::OpDevice,
+    _dtypes: [DType; 2],
+    _vocab: usize,
+    _task: &LossTask,
+) -> Result<String, OpError> {
+    match *device {}
+}
+
+fn task(options: &CrossEntropyOptions) -> LossTask {
+    LossTask {
+        reduction: options.reduction,
+        ignore_index: options.ignore_index,
+        smoothing: options.label_smoothing,
+        chunk_elements: options.chunk_elements,
+        by_x: false,
+        by_weight: false,
+    }
+}
+
+/// The targets as a row, i32 or i64, if the arguments fit each other.
+fn check<const D: usize, const T: usize>(
+    x: &Tensor<D>,
+    weight: &Tensor<2>,
+    targets: Tensor<T, Int>,
+    options: &CrossEntropyOptions,
+) -> Result<Tensor<1, Int>, OpError> {
+    let device = x.device();
+    served(&device)?;
+    let dims = x.dims();
+    let (leading, width) = (&dims[..D - 1], dims[D - 1]);
+    let [inputs, vocab] = weight.dims();
+    if inputs != width {
+        let expected = format!("{width}, x's last dimension");
+        return Err(OpError::argument("weight's width", expected, inputs));
+    }
+    let positions: usize = leading.iter().product();
+    let shape = targets.dims();
+    if shape[..] != *leading && shape[..] != [positions] {
+        let expected = format!("{leading:?} or [{positions}], x's positions");
+        let got = format!("{shape:?}");
+        return Err(OpError::argument("targets' shape", expected, got));
+    }
+    if vocab == 0 {
+        return Err(OpError::argument("weight's vocab", "at least 1", vocab));
+    }
+    supported("x's dtype", &device, x.dtype())?;
+    if ![DType::F32, x.dtype()].contains(&weight.dtype()) {
+        let expected = format!("F32 or {:?}, x's", x.dtype());
+        let got = format!("{:?}", weight.dtype());
+        return Err(OpError::argument("weight's dtype", expected, got));
+    }
+    same_device("weight's device", &device, "x's", &weight.device())?;
+    same_device("targets' device", &device, "x's", &targets.device())?;
+    let smoothing = options.label_smoothing;
+    if !(0.0..1.0).contains(&smoothing) {
+        let expected = "at least 0 and less than 1";
+        return Err(OpError::argument(
+            "options.label_smoothing",
+            expected,
+            smoothing,
+        ));
+    }
+    let targets = targets.reshape([positions]);
+    Ok(match targets.dtype() {
+        DType::I32 | DType::I64 => targets,
+        _ if device.supports_dtype(DType::I64) => targets.cast(IntDType::I64),
+        _ => targets.cast(IntDType::I32),
+    })
+}
+
+/// Reads the smallest and the largest target.
+fn check_targets(
+    targets: Tensor<1, Int>,
+    vocab: usize,
+    ignore_index: Option<i64>,
+) -> Result<(), OpError> {
+    let counting = match compute::ignored_in(targets.dtype(), ignore_index) {
+        Some(ignored) => {
+            let mask = targets.clone().equal_elem(ignored);
+            targets.mask_fill(mask, 0)
+        }
+        None => targets,
+    };
+    let ends = Transaction::default()
+        .register(counting.clone().min())
+        .register(counting.max());
+    let ends = ends.try_execute().map_err(OpError::read)?;
+    for end in ends.iter().flat_map(|end| end.iter::<i64>()) {
+        if !usize::try_from(end).is_ok_and(|target| target < vocab) {
+            let expected = format!("at least 0 and less than {vocab}, weight's vocab");
+            return Err(OpError::argument("targets", expected, end));
+        }
+    }
+    Ok(())
+}

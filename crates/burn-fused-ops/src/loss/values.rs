@@ -1,0 +1,108 @@
+//! The values that cross the backend trait of losses.
+
+use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::backend::{Backend, ExtensionType};
+use burn::tensor::FloatDType;
+
+use burn_blocksparse::internal::values::OptFloat;
+
+/// What becomes of the losses of positions.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Reduction {
+    /// Their mean over the positions that count; 0 without any.
+    #[default]
+    Mean,
+    /// Their sum.
+    Sum,
+    /// Nothing: each position has its loss, 0 if it does not count.
+    None,
+}
+
+/// The tensors of [`linear_cross_entropy`](crate::ops::linear_cross_entropy).
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct LossInputs<B: Backend> {
+    /// `[positions, width]`
+    pub x: FloatTensor<B>,
+    /// `[width, vocab]`
+    pub weight: FloatTensor<B>,
+    /// `[positions]`, i32 or i64.
+    pub targets: IntTensor<B>,
+}
+
+/// The loss, and what its gradients are made of. Gradients are those of the sum of the losses, whatever the reduction: in half precision those
+/// of the mean over many positions would be too small.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct LossOutput<B: Backend> {
+    /// `[1]`, or `[positions]` with [`Reduction::None`]; f32 or f64.
+    pub loss: FloatTensor<B>,
+    /// `[1]`, likewise: what the sum was multiplied by.
+    pub factor: FloatTensor<B>,
+    /// `[positions, width]` in x's dtype: by x, if it is wanted. None of losses of positions.
+    #[extension_type]
+    pub x: OptFloat<B>,
+    /// `[width, vocab]` in the loss's dtype: by the weight, if it is wanted. None of losses of positions.
+    #[extension_type]
+    pub weight: OptFloat<B>,
+}
+
+/// What the backward pass gets.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct LossSaved<B: Backend> {
+    /// [`LossOutput::factor`].
+    pub factor: FloatTensor<B>,
+    /// By the loss, `[1]`.
+    pub grad: FloatTensor<B>,
+    /// [`LossOutput::x`].
+    #[extension_type]
+    pub x: OptFloat<B>,
+    /// [`LossOutput::weight`].
+    #[extension_type]
+    pub weight: OptFloat<B>,
+}
+
+/// Gradients, as far as they are wanted.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct LossGrads<B: Backend> {
+    /// `[positions, width]`, in x's dtype.
+    #[extension_type]
+    pub x: OptFloat<B>,
+    /// `[width, vocab]`, in the weight's dtype.
+    #[extension_type]
+    pub weight: OptFloat<B>,
+}
+
+/// What the forward pass has to compute.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct LossTask {
+    /// What becomes of the losses.
+    pub reduction: Reduction,
+    /// The target that does not count.
+    pub ignore_index: Option<i64>,
+    /// How much of a target's probability is spread over all.
+    pub smoothing: f64,
+    /// Logits that there are at a time, at most.
+    pub chunk_elements: usize,
+    /// Whether the gradient by x is wanted.
+    pub by_x: bool,
+    /// Whether the gradient by the weight is wanted.
+    pub by_weight: bool,
+}
+
+/// What the backward pass has to return.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LossDtypes {
+    /// Of x.
+    pub x: FloatDType,
+    /// Of the weight.
+    pub weight: FloatDType,
+}

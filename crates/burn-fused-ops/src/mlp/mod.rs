@@ -1,0 +1,200 @@
+//! Two products with an activation between them.
+
+// Only autodiff has a backward pass.
+pub(crate) mod backend;
+#[doc(hidden)]
+pub mod ops;
+
+#[cfg_attr(not(feature = "autodiff"), allow(dead_code))]
+pub(crate) mod steps;
+#[doc(hidden)]
+pub mod values;
+
+use burn::backend::Dispatch;
+use burn::tensor::{FloatDType, Tensor};
+
+use crate::activation::values::Activation;
+use crate::linear;
+use crate::linear::LinearOptions;
+use crate::mlp::ops::MlpOps;
+use burn_blocksparse::OpError;
+use burn_blocksparse::internal::check::same_device;
+use burn_blocksparse::internal::op_plan::OpPlan;
+use values::{MlpCall, MlpInputs};
+
+/// The weights of [`mlp`], and the bias between them. The second bias belongs to what the result is added to, or to
+/// [`bias_activation`](crate::ops::bias_activation).
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct MlpParams {
+    /// `[in, hidden]`.
+    pub inner: Tensor<2>,
+    /// `[hidden]`, of any float dtype.
+    pub bias: Option<Tensor<1>>,
+    /// `[hidden, out]`.
+    pub outer: Tensor<2>,
+}
+
+impl MlpParams {
+    /// Weights without a bias.
+    pub fn new(inner: Tensor<2>, outer: Tensor<2>) -> Self {
+        Self {
+            inner,
+            bias: None,
+            outer,
+        }
+    }
+
+    /// Sets the bias.
+    pub fn bias(mut self, bias: Tensor<1>) -> Self {
+        self.bias = Some(bias);
+        self
+    }
+}
+
+/// How [`mlp`] computes. Build it from [`Default`].
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[must_use]
+#[non_exhaustive]
+pub struct MlpOptions {
+    /// The dtype of the factors and of the products; default x's. Sums are f32, f64 for f64.
+    pub dtype: Option<FloatDType>,
+    /// Whether the backward pass computes the first product again instead of storing it.
+    pub recompute: bool,
+}
+
+impl MlpOptions {
+    /// Sets the dtype of the factors and of the products.
+    pub fn dtype(mut self, dtype: FloatDType) -> Self {
+        self.dtype = Some(dtype);
+        self
+    }
+
+    /// Sets whether the backward pass computes the first product again: `hidden` elements of each position less are stored, for a third more time in
+    /// the forward products.
+    pub fn recompute(mut self, recompute: bool) -> Self {
+        self.recompute = recompute;
+        self
+    }
+}
+
+/// `f(x · W₁ + b) · W₂`, a transformer's feed-forward network but for its last bias, as [`linear`](crate::linear()),
+/// [`bias_activation`](crate::ops::bias_activation) and `linear` compute it.
+///
+/// It is one step of the autodiff graph. Of the two tensors of the hidden width it keeps the one before the activation, or none, and its backward pass
+/// makes the other again in the pass that differentiates the activation. Everything else is as in those three: gradients by weights are summed in f32,
+/// what is frozen gets none, and the same input gives the same bits.
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_fused_ops::{Activation, MlpOptions, MlpParams, mlp};
+///
+/// let device = Device::flex().autodiff();
+/// let random = |shape| Tensor::<2>::random(shape, Distribution::Default, &device).require_grad();
+/// let (inner, outer) = (random([4, 16]), random([16, 4]));
+/// let params = MlpParams::new(inner.clone(), outer).bias(Tensor::zeros([16], &device));
+/// let x = Tensor::<3>::random([2, 5, 4], Distribution::Default, &device);
+/// let y = mlp(x, params, Activation::GeluErf, &MlpOptions::default())?;
+/// assert_eq!(y.dims(), [2, 5, 4]);
+/// let gradients = y.sum().backward();
+/// assert_eq!(inner.grad(&gradients).unwrap().dims(), [4, 16]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Shapes
+/// - `x`: `[.., in]`
+/// - result: `[.., out]`, in `options.dtype`
+///
+/// # Errors
+/// [`OpError`] if the shapes or devices do not fit each other, or the device does not have the dtype.
+pub fn mlp<const D: usize>(
+    x: Tensor<D>,
+    params: MlpParams,
+    activation: Activation,
+    options: &MlpOptions,
+) -> Result<Tensor<D>, OpError> {
+    let dtype = check(&x, &params, options)?;
+    let MlpParams { inner, bias, outer } = params;
+    let inputs = MlpInputs {
+        x: x.into_dispatch(),
+        inner: inner.into_dispatch(),
+        bias: bias.map(Tensor::into_dispatch).into(),
+        outer: outer.into_dispatch(),
+    };
+    let call = MlpCall {
+        activation,
+        dtype,
+        recompute: options.recompute,
+    };
+    Ok(Tensor::from_dispatch(<Dispatch as MlpOps>::mlp(
+        inputs, call,
+    )))
+}
+
+impl MlpOptions {
+    /// What [`mlp`] would run: its products, and what is between them.
+    ///
+    /// # Errors
+    /// As that call.
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+    pub fn explain<const D: usize>(
+        &self,
+        x: &Tensor<D>,
+        params: &MlpParams,
+        activation: Activation,
+    ) -> Result<OpPlan, OpError> {
+        let dtype = check(x, params, self)?;
+        let rows: usize = x.dims().iter().rev().skip(1).product();
+        let ([inputs, hidden], [_, outputs]) = (params.inner.dims(), params.outer.dims());
+        Ok(OpPlan::new(&x.device(), |device| {
+            #[cfg(feature = "cube")]
+            {
+                use crate::linear::backend::kernels::text;
+                use crate::mlp::backend::inner_text;
+
+                let bias = params.bias.as_ref().map(Tensor::dtype);
+                let dtype = dtype.into();
+                let parts = [
+                    inner_text(device, dtype, [rows, inputs, hidden], bias, activation),
+                    text(device, dtype, [rows, hidden, outputs]),
+                ];
+                let is_ok = parts.iter().all(Result::is_ok);
+                let text = parts.map(|part| part.unwrap_or_else(|why| why)).join("; ");
+                if is_ok { Ok(text) } else { Err(text) }
+            }
+            #[cfg(not(feature = "cube"))]
+            Err::<String, std::convert::Infallible>(*device)
+        }))
+    }
+}
+
+/// The dtype of the products, if the arguments fit each other.
+fn check<const D: usize>(
+    x: &Tensor<D>,
+    params: &MlpParams,
+    options: &MlpOptions,
+) -> Result<FloatDType, OpError> {
+    let products = LinearOptions {
+        dtype: options.dtype,
+    };
+    let named = ["the inner weight's in", "the inner weight's device"];
+    let dtype = linear::check(x, &[(&params.inner, named)], &products)?;
+    let [_, hidden] = params.inner.dims();
+    let [got, _] = params.outer.dims();
+    if got != hidden {
+        let expected = format!("{hidden}, the inner weight's out");
+        return Err(OpError::argument("the outer weight's in", expected, got));
+    }
+    linear::supported("dtype", &x.device(), params.outer.dtype())?;
+    let outer = params.outer.device();
+    same_device("the outer weight's device", &x.device(), "x's", &outer)?;
+    if let Some(bias) = &params.bias {
+        let [got] = bias.dims();
+        if got != hidden {
+            let expected = format!("{hidden}, the inner weight's out");
+            return Err(OpError::argument("bias's length", expected, got));
+        }
+        same_device("bias's device", &x.device(), "x's", &bias.device())?;
+    }
+    Ok(dtype)
+}

@@ -1,0 +1,394 @@
+//! A residual stream, what is added to it, and its norm.
+pub(crate) mod backend;
+#[doc(hidden)]
+pub mod ops;
+
+pub(crate) mod reference;
+#[doc(hidden)]
+pub mod values;
+
+use blocksparse::ElementDropout;
+use burn::backend::Dispatch;
+use burn::tensor::{Device, FloatDType, Tensor};
+
+use crate::norm::ops::NormOps;
+use burn_blocksparse::OpError;
+use burn_blocksparse::graph::seeds;
+use burn_blocksparse::internal::check::same_device;
+use burn_blocksparse::internal::device::served;
+use burn_blocksparse::internal::op_plan::{OpDevice, OpPlan};
+use burn_blocksparse::internal::values::OptFloat;
+use values::{NormCall, NormInputs, NormOutput};
+
+/// What a row is divided by.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum NormKind {
+    /// The standard deviation, after its mean is taken off: layer normalization (Ba et al., 2016, section 3).
+    #[default]
+    Layer,
+    /// The root of the mean of its squares (Zhang and Sennrich, 2019, equation 4).
+    Rms,
+}
+
+/// How [`add_norm`] computes. Build it from [`Default`]:
+///
+/// ```
+/// use burn_fused_ops::{NormKind, AddNormOptions};
+///
+/// let options = AddNormOptions::default().norm(NormKind::Rms).epsilon(1e-6);
+/// assert_eq!(options.epsilon, 1e-6);
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+#[must_use]
+#[non_exhaustive]
+pub struct AddNormOptions {
+    /// Which norm; default layer normalization.
+    pub norm: NormKind,
+    /// What is added to the variance; default 1e-5.
+    pub epsilon: f64,
+    /// Dropout of what is added to the stream.
+    pub dropout: Option<ElementDropout>,
+    /// The dtype of the normed stream; default the stream's.
+    pub dtype: Option<FloatDType>,
+}
+
+impl Default for AddNormOptions {
+    fn default() -> Self {
+        Self {
+            norm: NormKind::Layer,
+            epsilon: 1e-5,
+            dropout: None,
+            dtype: None,
+        }
+    }
+}
+
+impl AddNormOptions {
+    /// Sets which norm.
+    pub fn norm(mut self, norm: NormKind) -> Self {
+        self.norm = norm;
+        self
+    }
+
+    /// Sets what is added to the variance.
+    pub fn epsilon(mut self, epsilon: f64) -> Self {
+        self.epsilon = epsilon;
+        self
+    }
+
+    /// Drops elements of what is added to the stream, the branch with its bias. Give every training step a seed of its own, and every place in a
+    /// model a site.
+    pub fn dropout(mut self, dropout: ElementDropout) -> Self {
+        self.dropout = Some(dropout);
+        self
+    }
+
+    /// Sets the dtype of the normed stream. What is stored for the backward pass is of it, too.
+    pub fn dtype(mut self, dtype: FloatDType) -> Self {
+        self.dtype = Some(dtype);
+        self
+    }
+}
+
+/// Scale and shift of a norm.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct NormParams {
+    /// `[width]`.
+    pub gamma: Tensor<1>,
+    /// `[width]`.
+    pub beta: Option<Tensor<1>>,
+}
+
+impl NormParams {
+    /// A norm without a shift.
+    pub fn new(gamma: Tensor<1>) -> Self {
+        Self { gamma, beta: None }
+    }
+
+    /// Sets the shift.
+    pub fn beta(mut self, beta: Tensor<1>) -> Self {
+        self.beta = Some(beta);
+        self
+    }
+}
+
+/// What is added to a residual stream.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Residual<const D: usize> {
+    /// Of the stream's shape.
+    pub x: Tensor<D>,
+    /// `[width]`: added to it.
+    pub bias: Option<Tensor<1>>,
+}
+
+impl<const D: usize> Residual<D> {
+    /// A branch without a bias.
+    pub fn new(x: Tensor<D>) -> Self {
+        Self { x, bias: None }
+    }
+
+    /// Sets the bias.
+    pub fn bias(mut self, bias: Tensor<1>) -> Self {
+        self.bias = Some(bias);
+        self
+    }
+}
+
+/// Adds a branch to a residual stream and norms the sum, as one operation: `(s', h)`, both of the stream's shape, `[.., width]`.
+///
+/// ```text
+/// s' = stream + m ∘ (branch + bias)      m = kept / (1 − probability) with dropout
+/// h = γ ∘ (s' − μ) / √(σ² + ε) + β       μ and σ² of the row; with `Norm::Rms` μ = 0
+/// ```
+///
+/// Stream, branch, gamma, beta, bias and h may all be of different dtypes; s' is of the stream's, and h is the norm of s' as it is returned. Sums are f32, f64 for
+/// f64 streams. Without a branch s' is the stream.
+///
+/// Both outputs are differentiable. Use s' and not the stream after the call, whether there is a branch or not: then the stream has one consumer, and its
+/// gradient comes of one kernel, without additions of whole streams. The backward pass needs the normed stream before gamma and beta, in h's dtype,
+/// and a number for each row; dropout is made again of its seed ([`ElementDropout`]).
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_fused_ops::{Residual, NormParams, AddNormOptions, add_norm};
+///
+/// let device = Device::flex().autodiff();
+/// let [stream, x] = [(); 2].map(|_| Tensor::<3>::random([2, 5, 8], Distribution::Default, &device).require_grad());
+/// let params = NormParams::new(Tensor::ones([8], &device)).beta(Tensor::zeros([8], &device));
+/// let options = AddNormOptions::default();
+/// let (sum, normed) = add_norm(stream.clone(), Some(Residual::new(x)), params, &options)?;
+/// assert!(normed.clone().mean().into_scalar::<f32>().abs() < 1e-5);
+/// let gradients = (sum + normed).sum().backward();
+/// assert_eq!(stream.grad(&gradients).unwrap().dims(), [2, 5, 8]);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+///
+/// # Errors
+/// [`OpError`] if shapes or devices do not fit the stream's, its rows are empty, the dropout's probability is not in `[0, 1)`, epsilon is negative or not
+/// finite, or the device has no numbers of the dtype that h is to have.
+pub fn add_norm<const D: usize>(
+    stream: Tensor<D>,
+    branch: Option<Residual<D>>,
+    params: NormParams,
+    options: &AddNormOptions,
+) -> Result<(Tensor<D>, Tensor<D>), OpError> {
+    let call = check(&stream, branch.as_ref(), Some(&params), options)?;
+    let (sum, normed) = run(stream, branch, Some(params), call);
+    Ok((sum, normed.expect("a norm of a call with one")))
+}
+
+/// The norm of `x`, `[.., width]`, alone: [`add_norm`] without a branch, where the stream is not used any more.
+///
+/// ```
+/// use burn::tensor::{Device, Tensor};
+/// use burn_fused_ops::{NormKind, NormParams, AddNormOptions, norm};
+///
+/// let device = Device::flex();
+/// let x = Tensor::<2>::from_data([[3.0, 4.0]], &device);
+/// let params = NormParams::new(Tensor::ones([2], &device));
+/// let normed = norm(x, params, &AddNormOptions::default().norm(NormKind::Rms))?;
+/// assert!((normed.slice([0..1, 0..1]).into_scalar::<f32>() - 3.0 / 12.5f32.sqrt()).abs() < 1e-5);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+///
+/// # Errors
+/// As [`add_norm`].
+pub fn norm<const D: usize>(
+    x: Tensor<D>,
+    params: NormParams,
+    options: &AddNormOptions,
+) -> Result<Tensor<D>, OpError> {
+    let (_, normed) = add_norm(x, None, params, options)?;
+    Ok(normed)
+}
+
+/// `stream + m ∘ (branch + bias)` alone, of the stream's shape and dtype: the s' of [`add_norm`].
+///
+/// ```
+/// use burn::tensor::{Device, Tensor};
+/// use burn_fused_ops::{Residual, residual_add};
+///
+/// let device = Device::flex();
+/// let [stream, x] = [Tensor::<2>::ones([3, 4], &device), Tensor::ones([3, 4], &device)];
+/// let sum = residual_add(stream, Residual::new(x).bias(Tensor::ones([4], &device)), None)?;
+/// assert_eq!(sum.max().into_scalar::<f32>(), 3.0);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+///
+/// # Errors
+/// As [`add_norm`].
+pub fn residual_add<const D: usize>(
+    stream: Tensor<D>,
+    branch: Residual<D>,
+    dropout: Option<ElementDropout>,
+) -> Result<Tensor<D>, OpError> {
+    let options = AddNormOptions {
+        dropout,
+        ..Default::default()
+    };
+    let call = check(&stream, Some(&branch), None, &options)?;
+    let (sum, _) = run(stream, Some(branch), None, call);
+    Ok(sum)
+}
+
+impl AddNormOptions {
+    /// What [`add_norm`] would run for these arguments.
+    ///
+    /// # Errors
+    /// As [`add_norm`].
+    pub fn explain<const D: usize>(
+        &self,
+        stream: &Tensor<D>,
+        branch: Option<&Residual<D>>,
+        params: &NormParams,
+    ) -> Result<OpPlan, OpError> {
+        let call = check(stream, branch, Some(params), self)?;
+        let mut dtypes = vec![stream.dtype(), params.gamma.dtype(), call.dtype.into()];
+        dtypes.extend(branch.map(|branch| branch.x.dtype()));
+        let [rows, width] = reference::matrix(&stream.shape());
+        Ok(OpPlan::new(&stream.device(), |device| {
+            text(device, [rows, width], &dtypes)
+        }))
+    }
+}
+
+#[cfg(feature = "cube")]
+fn text(
+    device: &OpDevice,
+    sizes: [usize; 2],
+    dtypes: &[burn::tensor::DType],
+) -> Result<String, blocksparse_cubecl::KernelError> {
+    use burn::backend::cubecl::dtype_to_elem_type;
+    let elements: Vec<_> = (dtypes.iter())
+        .map(|dtype| dtype_to_elem_type(*dtype))
+        .collect();
+    crate::kernels::rows::norm_backward::residual_norm_text(&device.client(), sizes, &elements)
+}
+
+#[cfg(not(feature = "cube"))]
+fn text(
+    device: &OpDevice,
+    _sizes: [usize; 2],
+    _dtypes: &[burn::tensor::DType],
+) -> Result<String, std::convert::Infallible> {
+    match *device {}
+}
+
+fn run<const D: usize>(
+    stream: Tensor<D>,
+    branch: Option<Residual<D>>,
+    params: Option<NormParams>,
+    call: NormCall,
+) -> (Tensor<D>, Option<Tensor<D>>) {
+    let (x, bias) = branch.map_or((None, None), |branch| (Some(branch.x), branch.bias));
+    let (gamma, beta) = params.map_or((None, None), |params| (Some(params.gamma), params.beta));
+    let row = |x: Option<Tensor<1>>| OptFloat::from(x.map(Tensor::into_dispatch));
+    let inputs = NormInputs {
+        stream: stream.clone().into_dispatch(),
+        branch: x.map(Tensor::into_dispatch).into(),
+        bias: row(bias),
+        gamma: row(gamma),
+        beta: row(beta),
+    };
+    let NormOutput {
+        stream: sum,
+        normed,
+        ..
+    } = <Dispatch as NormOps>::add_norm(inputs, call);
+    let sum = sum.into_option().map_or(stream, Tensor::from_dispatch);
+    (sum, normed.into_option().map(Tensor::from_dispatch))
+}
+
+/// That a dropout's probability is one.
+pub(crate) fn check_dropout(
+    argument: &'static str,
+    dropout: Option<&ElementDropout>,
+    device: &Device,
+) -> Result<(), OpError> {
+    match dropout {
+        Some(dropout) if !(0.0..1.0).contains(&dropout.probability) => Err(OpError::argument(
+            argument,
+            "at least 0 and less than 1",
+            dropout.probability,
+        )),
+        Some(dropout) if dropout.probability > 0.0 => seeds::check(dropout.seed, device),
+        _ => Ok(()),
+    }
+}
+
+fn check<const D: usize>(
+    stream: &Tensor<D>,
+    branch: Option<&Residual<D>>,
+    params: Option<&NormParams>,
+    options: &AddNormOptions,
+) -> Result<NormCall, OpError> {
+    let device = stream.device();
+    served(&device)?;
+    let dims = stream.dims();
+    let width = dims[D - 1];
+    if width == 0 {
+        return Err(OpError::argument("stream's width", "at least 1", 0));
+    }
+    if let Some(branch) = branch {
+        OpError::expect_same("branch's shape", dims, "the stream's", branch.x.dims())?;
+        same_device(
+            "branch's device",
+            &device,
+            "the stream's",
+            &branch.x.device(),
+        )?;
+    }
+    let rows = [
+        (
+            "bias's shape",
+            "bias's device",
+            branch.and_then(|branch| branch.bias.as_ref()),
+        ),
+        (
+            "gamma's shape",
+            "gamma's device",
+            params.map(|params| &params.gamma),
+        ),
+        (
+            "beta's shape",
+            "beta's device",
+            params.and_then(|params| params.beta.as_ref()),
+        ),
+    ];
+    for (shape, at, row) in rows {
+        let Some(row) = row else { continue };
+        OpError::expect_same(shape, [width], "the stream's width", row.dims())?;
+        same_device(at, &device, "the stream's", &row.device())?;
+    }
+    if !(options.epsilon.is_finite() && options.epsilon >= 0.0) {
+        return Err(OpError::argument(
+            "options.epsilon",
+            "finite and at least 0",
+            options.epsilon,
+        ));
+    }
+    let dropout = options.dropout.as_ref();
+    check_dropout("options.dropout's probability", dropout, &device)?;
+    let dtype = options.dtype.unwrap_or_else(|| stream.dtype().into());
+    has_dtype(&device, dtype)?;
+    Ok(NormCall {
+        norm: params.map(|_| options.norm),
+        epsilon: options.epsilon,
+        dropout: (options.dropout).filter(|dropout| dropout.probability > 0.0),
+        dtype,
+        keep: false,
+    })
+}
+
+fn has_dtype(device: &Device, dtype: FloatDType) -> Result<(), OpError> {
+    match device.supports_dtype(dtype) {
+        true => Ok(()),
+        false => Err(OpError::argument(
+            "options.dtype",
+            "a dtype of the device",
+            format!("{dtype:?}"),
+        )),
+    }
+}

@@ -1,0 +1,133 @@
+//! The values that cross the backend trait.
+
+use blocksparse::ElementDropout;
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Backend, ExtensionType};
+use burn::tensor::FloatDType;
+
+use crate::norm::NormKind;
+use burn_blocksparse::internal::values::OptFloat;
+
+/// What a residual norm is computed of.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct NormInputs<B: Backend> {
+    /// `[.., width]`.
+    pub stream: FloatTensor<B>,
+    /// What is added to it, of its shape.
+    #[extension_type]
+    pub branch: OptFloat<B>,
+    /// `[width]`: what is added to the branch.
+    #[extension_type]
+    pub bias: OptFloat<B>,
+    /// `[width]`, there if there is a norm.
+    #[extension_type]
+    pub gamma: OptFloat<B>,
+    /// `[width]`.
+    #[extension_type]
+    pub beta: OptFloat<B>,
+}
+
+/// What a residual norm returns.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct NormOutput<B: Backend> {
+    /// The stream with the branch, of the stream's shape and dtype. None without a branch: it is the stream that came.
+    #[extension_type]
+    pub stream: OptFloat<B>,
+    /// The normed stream, if there is a norm: of the stream's shape, in the call's dtype.
+    #[extension_type]
+    pub normed: OptFloat<B>,
+    /// Before gamma and beta, likewise, if it is to be stored.
+    #[extension_type]
+    pub xhat: OptFloat<B>,
+    /// One over the standard deviation, `[rows]`, in the dtype of the stream's sums, if it is to be stored.
+    #[extension_type]
+    pub rstd: OptFloat<B>,
+}
+
+/// What the backward pass gets from the forward pass: all of it if there is a norm.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct NormSaved<B: Backend> {
+    /// As [`NormOutput::xhat`].
+    #[extension_type]
+    pub xhat: OptFloat<B>,
+    /// As [`NormOutput::rstd`].
+    #[extension_type]
+    pub rstd: OptFloat<B>,
+    /// As [`NormInputs::gamma`].
+    #[extension_type]
+    pub gamma: OptFloat<B>,
+}
+
+/// Gradients of a loss by what was returned: one of them at least.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct NormOutputGrads<B: Backend> {
+    /// By the stream. None: 0.
+    #[extension_type]
+    pub stream: OptFloat<B>,
+    /// By the normed stream. None: 0.
+    #[extension_type]
+    pub normed: OptFloat<B>,
+}
+
+/// Gradients by the inputs, each of its input's shape and dtype; but the stream's only those that are wanted.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct NormGrads<B: Backend> {
+    /// By the stream that came.
+    pub stream: FloatTensor<B>,
+    /// By the branch.
+    #[extension_type]
+    pub branch: OptFloat<B>,
+    /// By its bias.
+    #[extension_type]
+    pub bias: OptFloat<B>,
+    /// By gamma.
+    #[extension_type]
+    pub gamma: OptFloat<B>,
+    /// By beta.
+    #[extension_type]
+    pub beta: OptFloat<B>,
+}
+
+/// What is computed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct NormCall {
+    /// Which norm. None: the stream with the branch alone.
+    pub norm: Option<NormKind>,
+    /// What is added to the variance.
+    pub epsilon: f64,
+    /// Dropout of the branch, of a probability above 0.
+    pub dropout: Option<ElementDropout>,
+    /// The normed stream's dtype.
+    pub dtype: FloatDType,
+    /// Whether a backward pass will come, for which xhat and rstd are returned.
+    pub keep: bool,
+}
+
+/// What a backward pass computes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct NormBackwardCall {
+    /// The forward pass.
+    pub forward: NormCall,
+    /// The stream's dtype.
+    pub stream: FloatDType,
+    /// The dtypes of the inputs whose gradients are wanted: the branch,
+    pub branch: Option<FloatDType>,
+    /// its bias,
+    pub bias: Option<FloatDType>,
+    /// gamma
+    pub gamma: Option<FloatDType>,
+    /// and beta.
+    pub beta: Option<FloatDType>,
+}

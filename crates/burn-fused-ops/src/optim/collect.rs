@@ -1,0 +1,403 @@
+//! From a module's parameters to lists of tensors, and back.
+
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+
+use burn::backend::{DispatchTensor, TensorMetadata};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::optim::GradientsParams;
+#[cfg(feature = "autodiff")]
+use burn::tensor::GradientCheckpointingStrategy;
+use burn::tensor::{DType, Device, Tensor};
+
+use crate::optim::record::{Moments, ParameterState};
+use crate::optim::sums_of;
+use burn_blocksparse::OpError;
+use burn_blocksparse::internal::check::same_device;
+use burn_blocksparse::internal::device::served;
+
+pub(crate) fn dtype_of(tensor: &DispatchTensor) -> DType {
+    tensor.dtype()
+}
+
+pub(crate) fn elements(tensor: &DispatchTensor) -> usize {
+    tensor.shape().num_elements()
+}
+
+/// Looks at a module before anything of it changes: at the parameters that have a gradient, or at all.
+pub(crate) struct Survey<'a> {
+    gradients: Option<&'a GradientsParams>,
+    states: &'a BTreeMap<u64, ParameterState>,
+    path: Vec<String>,
+    device: Option<Device>,
+    found: Vec<DispatchTensor>,
+    seen: HashSet<ParamId>,
+    largest: usize,
+    steps: Vec<(usize, DType)>,
+    failed: Option<OpError>,
+}
+
+impl<'a> Survey<'a> {
+    pub fn of<M: Module>(
+        model: &M,
+        gradients: Option<&'a GradientsParams>,
+        states: &'a BTreeMap<u64, ParameterState>,
+    ) -> Result<Self, OpError> {
+        let mut survey = Self {
+            gradients,
+            states,
+            path: Vec::new(),
+            device: None,
+            found: Vec::new(),
+            seen: HashSet::new(),
+            largest: 0,
+            steps: Vec::new(),
+            failed: None,
+        };
+        model.visit(&mut survey);
+        // Where nothing has a gradient Burn's default would be in its place, which this machine may lack.
+        survey.device = survey.device.or_else(|| model.devices().into_iter().next());
+        match survey.failed.take() {
+            Some(error) => Err(error),
+            None => Ok(survey),
+        }
+    }
+
+    /// The device of the parameters that were looked at, or else of the model's first, without autodiff. Of no parameter, the default.
+    pub fn device(&self) -> Device {
+        self.device.clone().unwrap_or_default().without_autodiff()
+    }
+
+    /// Elements of the largest parameter.
+    pub fn largest(&self) -> usize {
+        self.largest
+    }
+
+    /// How many steps the parameters have behind them, with the dtype of their sums, each pair once.
+    pub fn steps(&self) -> &[(usize, DType)] {
+        &self.steps
+    }
+
+    /// Which parameters were looked at.
+    pub fn into_seen(self) -> HashSet<ParamId> {
+        self.seen
+    }
+
+    /// The gradients, in the order of the parameters.
+    pub fn into_gradients(self) -> Vec<DispatchTensor> {
+        self.found
+    }
+
+    fn look<const D: usize>(&mut self, param: &Param<Tensor<D>>) -> Result<(), OpError> {
+        let gradient = match self.gradients {
+            // A parameter that is in two places takes one step.
+            Some(_) if self.seen.contains(&param.id) => return Ok(()),
+            Some(gradients) => match gradients.get::<D>(param.id) {
+                Some(gradient) => Some(gradient.inner()),
+                None => return Ok(()),
+            },
+            None => None,
+        };
+        let parameter = param.base();
+        let device = parameter.device();
+        match &self.device {
+            None => served(&device)?,
+            Some(first) => same_device("a parameter's device", first, "the others'", &device)?,
+        }
+        self.device.get_or_insert(device.clone());
+        let shape = parameter.shape().to_vec();
+        self.largest = self.largest.max(shape.iter().product());
+        let path = &self.path;
+        let of_parameter = || format!("{shape:?}, that of parameter {}", path.join("."));
+        if let Some(gradient) = gradient {
+            same_device(
+                "a gradient's device",
+                &device,
+                "its parameter's",
+                &gradient.device(),
+            )?;
+            let got = gradient.shape().to_vec();
+            if got != shape {
+                return Err(OpError::argument(
+                    "a gradient's shape",
+                    of_parameter(),
+                    format!("{got:?}"),
+                ));
+            }
+            self.found.push(gradient.into_dispatch());
+        }
+        if let Some(state) = self.states.get(&param.id.val())
+            && state.shape != shape
+        {
+            return Err(OpError::argument(
+                "the record's shape",
+                of_parameter(),
+                format!("{:?}", state.shape),
+            ));
+        }
+        let steps = (self.states.get(&param.id.val())).map_or(0, |state| state.time);
+        let group = (steps, sums_of(parameter.dtype()));
+        if !self.steps.contains(&group) {
+            self.steps.push(group);
+        }
+        self.seen.insert(param.id);
+        Ok(())
+    }
+}
+
+impl ModuleVisitor for Survey<'_> {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_string());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if self.failed.is_none() {
+            self.failed = self.look(param).err();
+        }
+    }
+}
+
+/// A parameter out of its module, with what its step needs.
+pub(crate) struct Held {
+    pub id: ParamId,
+    pub path: String,
+    pub shape: Vec<usize>,
+    /// Steps, with the one that is taken.
+    pub time: usize,
+    pub moments_dtype: DType,
+    pub parameter: Option<DispatchTensor>,
+    pub gradient: Option<DispatchTensor>,
+    moments: Option<[DispatchTensor; 2]>,
+    context: Context,
+}
+
+impl Held {
+    /// Parameter, gradient and moments, so that the call alone holds them.
+    pub fn take(&mut self) -> [DispatchTensor; 4] {
+        let parameter = self.parameter.take().expect("before the step");
+        let [first, second] = self.moments.take().expect("before the step");
+        let gradient = self.gradient.take().expect("before the step");
+        [parameter, gradient, first, second]
+    }
+
+    /// The parameter's state after its step.
+    pub fn state(&self, moments: [DispatchTensor; 2]) -> ParameterState {
+        ParameterState {
+            time: self.time,
+            counted: None,
+            path: Some(self.path.clone()),
+            shape: self.shape.clone(),
+            moments: Moments::Device(Box::new(moments)),
+        }
+    }
+}
+
+/// What autodiff knows of a parameter, which does not come back by itself with a new value.
+struct Context {
+    autodiff: bool,
+    require_grad: bool,
+    distributed: bool,
+    #[cfg(feature = "autodiff")]
+    checkpointing: Option<GradientCheckpointingStrategy>,
+}
+
+impl Context {
+    fn of<const D: usize>(parameter: &Tensor<D>) -> Self {
+        Self {
+            autodiff: parameter.is_autodiff(),
+            require_grad: parameter.is_require_grad(),
+            // Burn panics for a tensor without autodiff.
+            distributed: parameter.is_autodiff() && parameter.is_distributed(),
+            #[cfg(feature = "autodiff")]
+            checkpointing: parameter.gradient_checkpointing_strategy(),
+        }
+    }
+
+    fn restore<const D: usize>(self, updated: Tensor<D>, id: ParamId) -> Tensor<D> {
+        if !self.autodiff {
+            return updated;
+        }
+        let mut parameter = Tensor::from_inner(updated);
+        #[cfg(feature = "autodiff")]
+        if let Some(strategy) = self.checkpointing {
+            parameter = parameter.with_gradient_checkpointing_strategy(strategy);
+        }
+        if self.require_grad {
+            parameter = parameter.require_grad();
+        }
+        if self.distributed {
+            parameter = parameter.set_distributed(id);
+        }
+        parameter
+    }
+}
+
+/// Takes parameters that have a gradient out of a module, so that nobody else holds them, and leaves a tensor of one element.
+pub(crate) struct Take<'a> {
+    gradients: GradientsParams,
+    states: &'a mut BTreeMap<u64, ParameterState>,
+    path: Vec<String>,
+    /// By rank.
+    placeholders: HashMap<usize, DispatchTensor>,
+    held: Vec<Option<Held>>,
+}
+
+impl<'a> Take<'a> {
+    pub fn new(gradients: GradientsParams, states: &'a mut BTreeMap<u64, ParameterState>) -> Self {
+        Self {
+            gradients,
+            states,
+            path: Vec::new(),
+            placeholders: HashMap::new(),
+            held: Vec::new(),
+        }
+    }
+
+    /// Of all parameters in order, those that were taken.
+    pub fn into_held(self) -> Vec<Option<Held>> {
+        self.held
+    }
+
+    /// The moments of a parameter before its step, and the steps with this one.
+    fn moments<const D: usize>(
+        &mut self,
+        id: ParamId,
+        parameter: &Tensor<D>,
+    ) -> ([DispatchTensor; 2], usize) {
+        let (device, dtype) = (parameter.device(), sums_of(parameter.dtype()));
+        let Some(state) = self.states.remove(&id.val()) else {
+            let zeros = || Tensor::<D>::zeros(parameter.shape(), (&device, dtype)).into_dispatch();
+            return ([zeros(), zeros()], 1);
+        };
+        let moments = match state.moments {
+            Moments::Host(data) => {
+                burn_blocksparse::graph::recording::expect_no_upload("the moments of a record");
+                (*data).map(|data| Tensor::<D>::from_data(data, (&device, dtype)).into_dispatch())
+            }
+            Moments::Device(moments) => (*moments).map(|moment| {
+                let mut moment = Tensor::<D>::from_dispatch(moment);
+                if moment.device() != device {
+                    moment = moment.to_device(&device);
+                }
+                if moment.dtype() != dtype {
+                    moment = moment.cast(crate::optim::float(dtype));
+                }
+                moment.into_dispatch()
+            }),
+        };
+        (moments, state.time + 1)
+    }
+}
+
+impl ModuleMapper for Take<'_> {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_string());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let (id, tensor, mapper) = param.consume();
+        let Some(gradient) = self.gradients.remove::<D>(id) else {
+            self.held.push(None);
+            return Param::from_mapped_value(id, tensor, mapper);
+        };
+        let context = Context::of(&tensor);
+        let parameter = tensor.inner();
+        let (moments, time) = self.moments(id, &parameter);
+        let device = parameter.device();
+        let placeholder = (self.placeholders.entry(D))
+            .or_insert_with(|| Tensor::<D>::empty([1; D], &device).into_dispatch());
+        let placeholder = Tensor::from_dispatch(placeholder.clone());
+        self.held.push(Some(Held {
+            id,
+            path: self.path.join("."),
+            shape: parameter.shape().to_vec(),
+            time,
+            moments_dtype: sums_of(parameter.dtype()),
+            parameter: Some(parameter.into_dispatch()),
+            gradient: Some(gradient.inner().into_dispatch()),
+            moments: Some(moments),
+            context,
+        }));
+        Param::from_mapped_value(id, placeholder, mapper)
+    }
+}
+
+/// Puts parameters back where [`Take`] took them.
+pub(crate) struct GiveBack {
+    updated: VecDeque<Option<Held>>,
+}
+
+impl GiveBack {
+    pub fn new(updated: Vec<Option<Held>>) -> Self {
+        Self {
+            updated: updated.into(),
+        }
+    }
+}
+
+impl ModuleMapper for GiveBack {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let (id, tensor, mapper) = param.consume();
+        let tensor = match self.updated.pop_front().expect("as many as were visited") {
+            None => tensor,
+            Some(held) => {
+                let updated = held.parameter.expect("after the step");
+                held.context.restore(Tensor::from_dispatch(updated), id)
+            }
+        };
+        Param::from_mapped_value(id, tensor, mapper)
+    }
+}
+
+/// Takes the gradients of a module's parameters out of their container in one visit, and puts others there in the next.
+pub(crate) struct Replace {
+    pub gradients: GradientsParams,
+    pub tensors: Vec<DispatchTensor>,
+    /// In the order of the visits.
+    ids: VecDeque<ParamId>,
+    back: Option<VecDeque<DispatchTensor>>,
+}
+
+impl Replace {
+    pub fn take(gradients: GradientsParams) -> Self {
+        Self {
+            gradients,
+            tensors: Vec::new(),
+            ids: VecDeque::new(),
+            back: None,
+        }
+    }
+
+    /// What the next visit puts back.
+    pub fn give_back(&mut self, tensors: Vec<DispatchTensor>) {
+        self.back = Some(tensors.into());
+    }
+}
+
+impl ModuleVisitor for Replace {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        match &mut self.back {
+            None => {
+                if let Some(gradient) = self.gradients.remove::<D>(param.id) {
+                    self.ids.push_back(param.id);
+                    self.tensors.push(gradient.inner().into_dispatch());
+                }
+            }
+            Some(back) => {
+                if self.ids.front() == Some(&param.id) {
+                    self.ids.pop_front();
+                    let tensor = back.pop_front().expect("as many as were taken");
+                    let tensor = Tensor::<D>::from_dispatch(tensor);
+                    self.gradients.register(param.id, tensor);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! What AdamW is configured with.
+
+use crate::optim::FusedAdamW;
+use burn_blocksparse::OpError;
+
+/// Hyperparameters of [`FusedAdamW`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[must_use]
+#[non_exhaustive]
+pub struct FusedAdamWConfig {
+    /// β₁, how much is retained of the first moment; in `[0, 1)`, default 0.9.
+    pub beta_1: f64,
+    /// β₂, how much is retained of the second moment; in `[0, 1)`, default 0.999.
+    pub beta_2: f64,
+    /// ε, added to the root of the second moment; default 1e-5, as in Burn's `AdamWConfig`. The paper has 1e-8.
+    pub epsilon: f64,
+    /// λ: a step multiplies parameters by `1 − η λ`; default 1e-4, as in Burn's `AdamWConfig`.
+    pub weight_decay: f64,
+    /// The norm over all gradients is bounded by this; default none.
+    pub max_grad_norm: Option<f64>,
+}
+
+impl Default for FusedAdamWConfig {
+    fn default() -> Self {
+        Self {
+            beta_1: 0.9,
+            beta_2: 0.999,
+            epsilon: 1e-5,
+            weight_decay: 1e-4,
+            max_grad_norm: None,
+        }
+    }
+}
+
+impl FusedAdamWConfig {
+    /// The defaults.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Sets β₁.
+    pub fn with_beta_1(mut self, beta_1: f64) -> Self {
+        self.beta_1 = beta_1;
+        self
+    }
+
+    /// Sets β₂.
+    pub fn with_beta_2(mut self, beta_2: f64) -> Self {
+        self.beta_2 = beta_2;
+        self
+    }
+
+    /// Sets ε.
+    pub fn with_epsilon(mut self, epsilon: f64) -> Self {
+        self.epsilon = epsilon;
+        self
+    }
+
+    /// Sets λ.
+    pub fn with_weight_decay(mut self, weight_decay: f64) -> Self {
+        self.weight_decay = weight_decay;
+        self
+    }
+
+    /// Sets the bound of the norm over all gradients.
+    pub fn with_max_grad_norm(mut self, max_grad_norm: Option<f64>) -> Self {
+        self.max_grad_norm = max_grad_norm;
+        self
+    }
+
+    /// An optimizer without any steps behind it. Its first step says if a number is out of range.
+    pub fn init(&self) -> FusedAdamW {
+        FusedAdamW::new(*self)
+    }
+
+    pub(crate) fn validate(&self) -> Result<(), OpError> {
+        for (name, beta) in [("beta_1", self.beta_1), ("beta_2", self.beta_2)] {
+            if !(0.0..1.0).contains(&beta) {
+                return Err(OpError::argument(name, "in [0, 1)", beta));
+            }
+        }
+        for (name, number) in [
+            ("epsilon", self.epsilon),
+            ("weight_decay", self.weight_decay),
+        ] {
+            if !(number.is_finite() && number >= 0.0) {
+                return Err(OpError::argument(
+                    name,
+                    "a finite number, at least 0",
+                    number,
+                ));
+            }
+        }
+        match self.max_grad_norm {
+            Some(norm) => check_norm("max_grad_norm", norm),
+            None => Ok(()),
+        }
+    }
+}
+
+/// That a limit of norms is one.
+pub(crate) fn check_norm(name: &'static str, norm: f64) -> Result<(), OpError> {
+    match norm.is_finite() && norm > 0.0 {
+        true => Ok(()),
+        false => Err(OpError::argument(name, "a finite number above 0", norm)),
+    }
+}

@@ -1,0 +1,117 @@
+//! The numbers of a step that lie on the device.
+
+use std::cell::Cell;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use burn::tensor::{DType, Device, Tensor, TensorData};
+
+use crate::optim::ops::LIMIT;
+use crate::optim::{CONTROL, FusedAdamWConfig};
+use burn_blocksparse::OpError;
+use burn_blocksparse::graph::{StaticInput, recording};
+
+/// What steps of [`FusedAdamW`](crate::optim::FusedAdamW) read from the device, so that they can be recorded: learning rate, bias corrections and the limit of the norm.
+/// From [`FusedAdamW::control`](crate::optim::FusedAdamW::control).
+///
+/// It stays on its thread, like [`StaticInput`].
+#[derive(Debug)]
+pub struct AdamWStepState {
+    /// By how many steps parameters had taken before, and the dtype of their sums.
+    numbers: Vec<((usize, DType), StaticInput<1>)>,
+    config: FusedAdamWConfig,
+    /// Steps of this control, with the one that is prepared.
+    pub(crate) taken: Arc<AtomicUsize>,
+    prepared: Cell<bool>,
+}
+
+impl AdamWStepState {
+    /// For parameters that have so many steps behind them, of dtypes of sums.
+    pub(crate) fn new(
+        device: &Device,
+        config: &FusedAdamWConfig,
+        groups: &[(usize, DType)],
+    ) -> Result<Self, OpError> {
+        let numbers = (groups.iter())
+            .map(|&group| {
+                Ok((
+                    group,
+                    StaticInput::new(numbers([0.0; CONTROL], group.1), device)?,
+                ))
+            })
+            .collect::<Result<_, OpError>>()?;
+        Ok(Self {
+            numbers,
+            config: *config,
+            taken: Arc::default(),
+            prepared: Cell::new(false),
+        })
+    }
+
+    /// Prepares the next step: to be called once before each, outside of what is recorded.
+    ///
+    /// # Errors
+    /// [`OpError`] if the learning rate is not a finite number, at least 0, or if this thread records.
+    pub fn prepare(&self, learning_rate: f64) -> Result<(), OpError> {
+        crate::optim::check_rate(learning_rate)?;
+        recording::refuse_upload("the numbers of a step of the optimizer")?;
+        let time = self.taken.load(Ordering::Relaxed) + 1;
+        for ((before, dtype), fixed) in &self.numbers {
+            let control = control(&self.config, learning_rate, before + time);
+            fixed.write(numbers(control, *dtype))?;
+        }
+        self.taken.store(time, Ordering::Relaxed);
+        self.prepared.set(true);
+        Ok(())
+    }
+
+    /// Steps that were prepared.
+    pub fn steps(&self) -> usize {
+        self.taken.load(Ordering::Relaxed)
+    }
+
+    /// The prepared step's number.
+    pub(crate) fn use_step(&self) -> Result<usize, OpError> {
+        match self.prepared.replace(false) {
+            true => Ok(self.steps()),
+            false => Err(OpError::argument(
+                "control",
+                "prepared before each step",
+                "one without prepare",
+            )),
+        }
+    }
+
+    /// Of parameters that had `before` steps behind them when the control was made.
+    pub(crate) fn of(&self, before: usize, dtype: DType) -> Option<Tensor<1>> {
+        let of_group = self
+            .numbers
+            .iter()
+            .find(|(group, _)| *group == (before, dtype));
+        of_group.map(|(_, fixed)| fixed.tensor())
+    }
+
+    /// The limit of the norm is the same for all.
+    pub(crate) fn of_dtype(&self, dtype: DType) -> Option<Tensor<1>> {
+        let of_dtype = self.numbers.iter().find(|((_, other), _)| *other == dtype);
+        of_dtype.map(|(_, fixed)| fixed.tensor())
+    }
+}
+
+/// η, the bias corrections of step `time`, and the limit.
+pub(crate) fn control(
+    config: &FusedAdamWConfig,
+    learning_rate: f64,
+    time: usize,
+) -> [f64; CONTROL] {
+    let mut control = [0.0; CONTROL];
+    control[0] = learning_rate;
+    control[1] = 1.0 - config.beta_1.powf(time as f64);
+    control[2] = 1.0 - config.beta_2.powf(time as f64);
+    control[LIMIT] = config.max_grad_norm.unwrap_or(1.0);
+    control
+}
+
+fn numbers(control: [f64; CONTROL], dtype: DType) -> TensorData {
+    TensorData::new(control.to_vec(), [CONTROL]).convert_dtype(dtype)
+}

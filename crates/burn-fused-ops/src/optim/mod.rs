@@ -1,0 +1,495 @@
+//! AdamW over all parameters of a module in a few launches, and clipping by the norm of all gradients.
+pub(crate) mod backend;
+#[doc(hidden)]
+pub mod ops;
+
+mod collect;
+mod config;
+mod control;
+mod record;
+pub(crate) mod reference;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use burn::backend::{Dispatch, DispatchTensor};
+use burn::module::{Module, ParamId};
+use burn::optim::GradientsParams;
+use burn::tensor::{Bytes, DType, Device, Tensor, TensorData};
+
+use crate::optim::ops::{
+    AdamWHyper, AdamWInputs, CONTROL, GradNorm, MOST_TENSORS, OptimOps, TensorList,
+};
+use burn_blocksparse::OpError;
+use burn_blocksparse::graph::recording;
+use burn_blocksparse::internal::op_plan::{OpDevice, OpPlan};
+use burn_blocksparse::internal::values::OptFloat;
+use collect::{GiveBack, Held, Replace, Survey, Take};
+pub use config::FusedAdamWConfig;
+pub use control::AdamWStepState;
+use record::ParameterState;
+
+/// AdamW (Loshchilov & Hutter, 2019, algorithm 2) with the gradient clipped by its norm over all parameters, in a few launches for a whole module.
+///
+/// `g ← min(1, limit / ‖g‖) g`, `m ← β₁ m + (1 − β₁) g`, `v ← β₂ v + (1 − β₂) g²`,
+/// `p ← p (1 − η λ) − η (m / (1 − β₁ᵗ)) / (√(v / (1 − β₂ᵗ)) + ε)`
+///
+/// On CubeCL devices 32 parameters are a launch (one, on devices that bind few buffers), and parameters and moments are updated in their own
+/// buffers where nobody else holds them: hand over the model itself, not a clone. A clone elsewhere keeps its values, and costs a copy.
+///
+/// A parameter counts its own steps, like Burn's `AdamW`, and its moments are f32 (f64 for f64). [`to_bytes`](Self::to_bytes) writes the record of Burn's
+/// `AdamW`, and [`from_bytes`](Self::from_bytes) reads it. Deterministic.
+///
+/// ```
+/// use burn::nn::LinearConfig;
+/// use burn::optim::GradientsParams;
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_fused_ops::optim::FusedAdamWConfig;
+///
+/// let device = Device::flex().autodiff();
+/// let model = LinearConfig::new(8, 4).init(&device);
+/// let mut optimizer = FusedAdamWConfig::new().with_max_grad_norm(Some(1.0)).init();
+/// let x = Tensor::<2>::random([16, 8], Distribution::Default, &device);
+/// let gradients = model.forward(x).square().mean().backward();
+/// let gradients = GradientsParams::from_grads(gradients, &model);
+/// let (model, norm) = optimizer.step(1e-3, model, gradients)?;
+/// assert!(norm.into_scalar::<f32>() > 0.0);
+/// # drop(model);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+#[derive(Debug)]
+pub struct FusedAdamW {
+    config: FusedAdamWConfig,
+    /// By parameter id.
+    states: BTreeMap<u64, ParameterState>,
+    /// The steps of a control, which replays take without this optimizer.
+    counted: Option<Arc<AtomicUsize>>,
+}
+
+impl Clone for FusedAdamW {
+    /// With the steps that were taken; those of a control go on in the original.
+    fn clone(&self) -> Self {
+        Self {
+            config: self.config,
+            states: self.settled(),
+            counted: None,
+        }
+    }
+}
+
+impl FusedAdamW {
+    pub(crate) fn new(config: FusedAdamWConfig) -> Self {
+        Self {
+            config,
+            states: BTreeMap::new(),
+            counted: None,
+        }
+    }
+
+    /// The configuration.
+    pub fn config(&self) -> &FusedAdamWConfig {
+        &self.config
+    }
+
+    /// Takes a step. Parameters without a gradient stay as they are.
+    ///
+    /// Returns the model, and the norm of all gradients before clipping: `[1]`, f32 (f64 if a gradient is), still on the device, so that nothing waits for it
+    /// here. It is NaN if a gradient is, and infinite if one is, or if it is above the largest number of its dtype; squares that overflow do not make it so.
+    /// A step is not clipped by a NaN norm, and GPUs take a factor below 1.2·10⁻³⁸, of a norm that much above the limit, as 0.
+    ///
+    /// # Errors
+    /// [`OpError`] if the configuration or the learning rate is out of range, if a gradient or a moment of a record does not fit its parameter, or if the
+    /// parameters with gradients are on several devices or on one that this crate does not serve. The optimizer is then as it was.
+    pub fn step<M: Module>(
+        &mut self,
+        learning_rate: f64,
+        model: M,
+        gradients: GradientsParams,
+    ) -> Result<(M, Tensor<1>), OpError> {
+        self.config.validate()?;
+        check_rate(learning_rate)?;
+        if recording::is_recording() {
+            return Err(OpError::Frozen {
+                what: "the learning rate",
+                instead: "call step_prepared with FusedAdamW's control",
+            });
+        }
+        self.settle();
+        let device = Survey::of(&model, Some(&gradients), &self.states)?.device();
+        let config = self.config;
+        let numbers = |time: Option<usize>, dtype: DType| {
+            let control = control::control(&config, learning_rate, time.unwrap_or(1));
+            numbers_on(&device, control.to_vec(), dtype)
+        };
+        Ok(self.stepped(model, gradients, &device, numbers))
+    }
+
+    /// What steps of `model` read from the device when they are recorded.
+    ///
+    /// # Errors
+    /// [`OpError`] if the configuration is out of range, if this thread records, or as [`step`](Self::step) of the parameters.
+    pub fn control<M: Module>(&mut self, model: &M) -> Result<AdamWStepState, OpError> {
+        self.config.validate()?;
+        self.settle();
+        let survey = Survey::of(model, None, &self.states)?;
+        let control = AdamWStepState::new(&survey.device(), &self.config, survey.steps())?;
+        self.counted = Some(control.taken.clone());
+        Ok(control)
+    }
+
+    /// As [`step`](Self::step), with what the last [`prepare`](AdamWStepState::prepare) of this optimizer's control left on the device: for steps that
+    /// [`CapturedGraph`](burn_blocksparse::graph::CapturedGraph) records. Inside a recording parameters and moments are updated where they lie, or it fails with
+    /// [`OpError::NotInPlace`]: nothing else may hold the parameters of the model then, such as a clone or a graph of autodiff.
+    ///
+    /// Steps that are replayed count: [`to_bytes`](Self::to_bytes), between runs, writes them.
+    ///
+    /// # Errors
+    /// As [`step`](Self::step); also if the control is another optimizer's or not prepared, or if a parameter with a gradient has had none in some of the
+    /// control's steps.
+    pub fn step_prepared<M: Module>(
+        &mut self,
+        control: &AdamWStepState,
+        model: M,
+        gradients: GradientsParams,
+    ) -> Result<(M, Tensor<1>), OpError> {
+        let own = |counted: &Arc<AtomicUsize>| Arc::ptr_eq(counted, &control.taken);
+        if !self.counted.as_ref().is_some_and(own) {
+            return Err(OpError::argument(
+                "control",
+                "this optimizer's last",
+                "another",
+            ));
+        }
+        let taken = control.use_step()?;
+        set_steps(&mut self.states, taken - 1);
+        let survey = Survey::of(&model, Some(&gradients), &self.states)?;
+        let device = survey.device();
+        let limit = self.config.max_grad_norm.unwrap_or(1.0);
+        for &(steps, dtype) in survey.steps() {
+            let before = steps.checked_sub(taken - 1);
+            if before.is_none_or(|before| control.of(before, dtype).is_none()) {
+                let expected = "those of the control's model, all of which have a gradient in each of its steps, or none";
+                let got = format!(
+                    "one of {dtype:?} with {steps} steps behind it in the control's step {taken}"
+                );
+                return Err(OpError::argument(
+                    "the parameters with gradients",
+                    expected,
+                    got,
+                ));
+            }
+        }
+        let numbers = |time: Option<usize>, dtype: DType| {
+            let of_group = time.and_then(|time| control.of(time - taken, dtype));
+            // The norm's are any of its dtype, which no parameter has where gradients are of another, or there are none.
+            of_group
+                .or_else(|| control.of_dtype(dtype))
+                .unwrap_or_else(|| limit_on(&device, limit, dtype))
+        };
+        let with_gradients = survey.into_seen();
+        let stepped = self.stepped(model, gradients, &device, numbers);
+        for (id, state) in &mut self.states {
+            let has_gradient = with_gradients.contains(&ParamId::from(*id));
+            state.counted = has_gradient.then(|| state.time - taken);
+        }
+        Ok(stepped)
+    }
+
+    /// The step, with control tensors by a parameter's steps (none for the norm) and the dtype of sums.
+    fn stepped<M: Module>(
+        &mut self,
+        model: M,
+        gradients: GradientsParams,
+        device: &Device,
+        numbers: impl Fn(Option<usize>, DType) -> Tensor<1>,
+    ) -> (M, Tensor<1>) {
+        let mut take = Take::new(gradients, &mut self.states);
+        let model = model.map(&mut take);
+        let held = take.into_held();
+        let gradients: Vec<_> = (held.iter().flatten())
+            .filter_map(|held| held.gradient.clone())
+            .collect();
+        let clip = norm_of(&gradients, |dtype| numbers(None, dtype), device);
+        drop(gradients);
+        let norm = Tensor::from_dispatch(clip.norm);
+        let limit = self.config.max_grad_norm;
+        let factor = limit.map(|_| Tensor::<1>::from_dispatch(clip.factor));
+        let updated = self.update(held, factor, numbers);
+        let model = model.map(&mut GiveBack::new(updated));
+        (model, norm)
+    }
+
+    /// The states with the steps that were replayed.
+    fn settled(&self) -> BTreeMap<u64, ParameterState> {
+        let mut states = self.states.clone();
+        if let Some(counted) = &self.counted {
+            set_steps(&mut states, counted.load(Ordering::Relaxed));
+        }
+        states
+    }
+
+    /// Ends what a control counts.
+    fn settle(&mut self) {
+        if let Some(counted) = self.counted.take() {
+            set_steps(&mut self.states, counted.load(Ordering::Relaxed));
+            for state in self.states.values_mut() {
+                state.counted = None;
+            }
+        }
+    }
+
+    /// The step of the parameters that are held, by groups of one step count and one dtype of sums.
+    fn update(
+        &mut self,
+        held: Vec<Option<Held>>,
+        factor: Option<Tensor<1>>,
+        numbers_of: impl Fn(Option<usize>, DType) -> Tensor<1>,
+    ) -> Vec<Option<Held>> {
+        let FusedAdamWConfig {
+            beta_1,
+            beta_2,
+            epsilon,
+            weight_decay,
+            ..
+        } = self.config;
+        let numbers = AdamWHyper::new([beta_1, beta_2], epsilon, weight_decay);
+        let mut groups: Vec<((usize, DType), Vec<usize>)> = Vec::new();
+        for (index, held) in held.iter().enumerate() {
+            let Some(held) = held else { continue };
+            let key = (held.time, held.moments_dtype);
+            match groups.iter_mut().find(|(other, _)| *other == key) {
+                Some((_, group)) => group.push(index),
+                None => groups.push((key, vec![index])),
+            }
+        }
+        let mut held = held;
+        for ((time, dtype), group) in groups {
+            let control = numbers_of(Some(time), dtype);
+            let factor =
+                (factor.as_ref()).map(|factor| factor.clone().cast(float(dtype)).into_dispatch());
+            for part in group.chunks(MOST_TENSORS) {
+                let mut lists = [(); 4].map(|()| Vec::with_capacity(part.len()));
+                for &index in part {
+                    let tensors = held[index].as_mut().expect("of a group").take();
+                    lists.iter_mut().zip(tensors).for_each(|(to, x)| to.push(x));
+                }
+                let [parameters, gradients, first, second] = lists.map(TensorList::new);
+                let inputs = AdamWInputs {
+                    parameters,
+                    gradients,
+                    first,
+                    second,
+                    factor: OptFloat::from(factor.clone()),
+                };
+                let control = control.clone().into_dispatch();
+                let made = <Dispatch as OptimOps>::adamw(inputs, control, numbers);
+                let [parameters, first, second] =
+                    [made.parameters, made.first, made.second].map(TensorList::into_vec);
+                let moments = first.into_iter().zip(second);
+                for ((&index, parameter), (first, second)) in
+                    part.iter().zip(parameters).zip(moments)
+                {
+                    let held = held[index].as_mut().expect("of a group");
+                    held.parameter = Some(parameter);
+                    let state = held.state([first, second]);
+                    self.states.insert(held.id.val(), state);
+                }
+            }
+        }
+        held
+    }
+
+    /// What a step of `model` will run.
+    ///
+    /// # Errors
+    /// As [`step`](Self::step), but for what gradients bring.
+    pub fn explain<M: Module>(&self, model: &M) -> Result<OpPlan, OpError> {
+        self.config.validate()?;
+        let survey = Survey::of(model, None, &self.states)?;
+        let largest = survey.largest();
+        Ok(OpPlan::new(&survey.device(), |device| {
+            describe(device, largest)
+        }))
+    }
+
+    /// Keeps of a parameter's moments the rows (entries of the first dimension) with these indices, in their order, as a parameter does whose rows
+    /// are pruned: the blocks of a block-sparse weight. Does nothing if the parameter has taken no step.
+    ///
+    /// # Errors
+    /// [`OpError::Argument`] if an index is not below the number of rows.
+    pub fn keep_rows(&mut self, parameter: ParamId, rows: &[usize]) -> Result<(), OpError> {
+        match self.states.get_mut(&parameter.val()) {
+            Some(state) => state.keep_rows(rows),
+            None => Ok(()),
+        }
+    }
+
+    /// The state as the record of Burn's `AdamW`, which `ModuleOptimizer::from_bytes` reads as well.
+    ///
+    /// # Errors
+    /// [`OpError::Read`] if the moments cannot be read from the device or not be written.
+    pub fn to_bytes(&self) -> Result<Bytes, OpError> {
+        record::write(&self.settled())
+    }
+
+    /// This optimizer with the state of a record, its own or one of Burn's `AdamW`. The moments move to the parameters' device with the next step.
+    ///
+    /// # Errors
+    /// [`OpError::Argument`] if the bytes are no such record: not readable, a field missing, moments of different shapes, or one of AMSGrad.
+    pub fn from_bytes(mut self, bytes: Bytes) -> Result<Self, OpError> {
+        self.states = record::read(bytes)?;
+        self.counted = None;
+        Ok(self)
+    }
+}
+
+#[cfg(feature = "cube")]
+fn describe(device: &OpDevice, largest: usize) -> Result<String, OpError> {
+    let text = crate::kernels::optim::describe(&device.client(), largest)?;
+    Ok(text)
+}
+
+#[cfg(not(feature = "cube"))]
+fn describe(device: &OpDevice, _largest: usize) -> Result<String, OpError> {
+    match *device {}
+}
+
+/// The norm of the gradients over all of `model`'s parameters: `[1]`, f32 (f64 if a gradient is), on the device. It is infinite only if a gradient is, or if it
+/// is above the largest number of its dtype.
+///
+/// # Errors
+/// [`OpError`] if a gradient does not fit its parameter, or the gradients are on several devices or on one that this crate does not serve.
+pub fn gradient_norm<M: Module>(
+    model: &M,
+    gradients: &GradientsParams,
+) -> Result<Tensor<1>, OpError> {
+    let no_states = BTreeMap::new();
+    let survey = Survey::of(model, Some(gradients), &no_states)?;
+    let device = survey.device();
+    let numbers = |dtype| limit_on(&device, 1.0, dtype);
+    let clip = norm_of(&survey.into_gradients(), numbers, &device);
+    Ok(Tensor::from_dispatch(clip.norm))
+}
+
+/// Scales the gradients of `model`'s parameters by `min(1, max_norm / norm)`, of their joint norm, for an optimizer that does not clip. Burn's
+/// `GradientClippingConfig::Norm` bounds the norm of each parameter's gradient by itself, which changes the gradient's direction.
+///
+/// Returns the gradients, and their norm before: `[1]`, still on the device.
+///
+/// # Errors
+/// [`OpError`] if `max_norm` is not above 0, and as [`gradient_norm`].
+pub fn clip_gradients<M: Module>(
+    model: &M,
+    gradients: GradientsParams,
+    max_norm: f64,
+) -> Result<(GradientsParams, Tensor<1>), OpError> {
+    config::check_norm("max_norm", max_norm)?;
+    let device = Survey::of(model, Some(&gradients), &BTreeMap::new())?.device();
+    let mut replace = Replace::take(gradients);
+    model.visit(&mut replace);
+    let numbers = |dtype| limit_on(&device, max_norm, dtype);
+    let clip = norm_of(&replace.tensors, numbers, &device);
+    let factor = Tensor::<1>::from_dispatch(clip.factor);
+    let mut scaled: Vec<Option<DispatchTensor>> = vec![None; replace.tensors.len()];
+    let mut tensors: Vec<Option<DispatchTensor>> = replace.tensors.drain(..).map(Some).collect();
+    for dtype in [DType::F32, DType::F64] {
+        let of_dtype: Vec<usize> = (0..tensors.len())
+            .filter(|&index| {
+                let tensor = tensors[index].as_ref();
+                tensor.is_some_and(|tensor| sums_of(collect::dtype_of(tensor)) == dtype)
+            })
+            .collect();
+        for part in of_dtype.chunks(MOST_TENSORS) {
+            let list = part.iter().filter_map(|&index| tensors[index].take());
+            let list = TensorList::new(list.collect::<Vec<_>>());
+            let factor = factor.clone().cast(float(dtype)).into_dispatch();
+            let made = <Dispatch as OptimOps>::scale(list, factor).into_vec();
+            for (&index, tensor) in part.iter().zip(made) {
+                scaled[index] = Some(tensor);
+            }
+        }
+    }
+    replace.give_back(scaled.into_iter().flatten().collect());
+    model.visit(&mut replace);
+    Ok((replace.gradients, Tensor::from_dispatch(clip.norm)))
+}
+
+/// The norm of tensors together, and the factor that clips it to `limit`.
+fn norm_of(
+    tensors: &[DispatchTensor],
+    numbers: impl FnOnce(DType) -> Tensor<1>,
+    device: &Device,
+) -> GradNorm<Dispatch> {
+    let dtypes = tensors.iter().map(collect::dtype_of);
+    let dtype = match dtypes.into_iter().any(|dtype| dtype == DType::F64) {
+        true => DType::F64,
+        false => DType::F32,
+    };
+    let sums_in = |part: &[DispatchTensor]| -> usize {
+        part.iter()
+            .map(|x| partial_sums(collect::elements(x)))
+            .sum()
+    };
+    let mut partials = match sums_in(tensors) {
+        0 => Tensor::<1>::zeros([1], (device, dtype)),
+        length => Tensor::<1>::empty([length], (device, dtype)),
+    }
+    .into_dispatch();
+    let mut first = 0;
+    for part in tensors.chunks(MOST_TENSORS) {
+        let list = TensorList::new(part.iter().cloned());
+        if sums_in(part) > 0 {
+            partials = <Dispatch as OptimOps>::sum_of_squares(list, partials, first);
+        }
+        first += sums_in(part);
+    }
+    <Dispatch as OptimOps>::clip_factor(partials, numbers(dtype).into_dispatch())
+}
+
+/// A control tensor of which only the limit is read; the device makes it, so that recordings may.
+fn limit_on(device: &Device, limit: f64, dtype: DType) -> Tensor<1> {
+    Tensor::full([CONTROL], limit, (device, dtype))
+}
+
+/// Sets the steps of the parameters that a control counts.
+fn set_steps(states: &mut BTreeMap<u64, ParameterState>, taken: usize) {
+    for state in states.values_mut() {
+        if let Some(before) = state.counted {
+            state.time = before + taken;
+        }
+    }
+}
+
+fn check_rate(learning_rate: f64) -> Result<(), OpError> {
+    match learning_rate.is_finite() && learning_rate >= 0.0 {
+        true => Ok(()),
+        false => {
+            let range = "a finite number, at least 0";
+            Err(OpError::argument("learning_rate", range, learning_rate))
+        }
+    }
+}
+
+/// Elements of a partial sum, on every device.
+pub(crate) const PART: usize = 8192;
+
+/// How many partial sums are made of a tensor.
+pub(crate) fn partial_sums(elements: usize) -> usize {
+    elements.div_ceil(PART)
+}
+
+fn numbers_on(device: &Device, numbers: Vec<f64>, dtype: DType) -> Tensor<1> {
+    recording::expect_no_upload("the numbers of a step of the optimizer");
+    let length = numbers.len();
+    Tensor::from_data(TensorData::new(numbers, [length]), (device, dtype))
+}
+
+fn float(dtype: DType) -> burn::tensor::FloatDType {
+    dtype.into()
+}
+
+/// The dtype of sums and moments.
+fn sums_of(dtype: DType) -> DType {
+    burn_blocksparse::internal::dtype::accumulate_in(dtype.into()).into()
+}

@@ -1,0 +1,219 @@
+//! Projections: products whose result lies by heads, and those of what lies by heads.
+pub(crate) mod backend;
+#[doc(hidden)]
+pub mod ops;
+
+pub(crate) mod steps;
+#[doc(hidden)]
+pub mod values;
+
+use burn::backend::Dispatch;
+use burn::tensor::{FloatDType, Tensor};
+
+use crate::heads::values::MOST_PARTS;
+use crate::linear;
+use crate::linear::LinearOptions;
+use crate::projection::ops::ProjectionOps;
+use burn_blocksparse::OpError;
+use burn_blocksparse::internal::check::same_device;
+use burn_blocksparse::internal::op_plan::OpPlan;
+use burn_blocksparse::internal::values::ThreeFloats;
+use values::{MergeInputs, MergeTask, ProjectionCall, ProjectionInputs};
+
+/// [`fused_linear`](crate::ops::fused_linear) and [`split_heads`](crate::ops::split_heads) as one step: the products of up to three weights with one x,
+/// and their bias, as tensors by heads, which attention reads. Where the product's kernel writes heads itself, nothing is copied.
+///
+/// The autodiff graph keeps what `fused_linear` does; gradients are those of the two steps. Deterministic.
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_fused_ops::{LinearOptions, qkv_proj};
+///
+/// // Four query heads, and two heads of keys and values.
+/// let device = Device::flex();
+/// let x = Tensor::<3>::random([2, 100, 24], Distribution::Default, &device);
+/// let weights = [64, 32, 32].map(|out| Tensor::random([24, out], Distribution::Default, &device));
+/// let parts = [(4, 16), (2, 16), (2, 16)];
+/// let qkv = qkv_proj(x, weights.to_vec(), None, &parts, &LinearOptions::default())?;
+/// assert_eq!(qkv[0].dims(), [2, 4, 100, 16]);
+/// assert_eq!(qkv[2].dims(), [2, 2, 100, 16]);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+///
+/// # Shapes
+/// - `x`: `[batch, seq, in]`
+/// - `weights`: 1 to 3 of `[in, out]`, side by side
+/// - `bias`: `[Σ out]`
+/// - `parts`: the heads of each result and their width, `Σ heads · width = Σ out`
+/// - results: `[batch, heads, seq, width]` each, in `options.dtype`
+///
+/// # Errors
+/// As `fused_linear` and `split_heads`.
+pub fn qkv_proj(
+    x: Tensor<3>,
+    weights: Vec<Tensor<2>>,
+    bias: Option<Tensor<1>>,
+    parts: &[(usize, usize)],
+    options: &LinearOptions,
+) -> Result<Vec<Tensor<4>>, OpError> {
+    let dtype = check(&x, &weights, bias.as_ref(), parts, options)?;
+    let mut listed = [None; MOST_PARTS];
+    for (part, place) in parts.iter().zip(&mut listed) {
+        *place = Some(*part);
+    }
+    let mut weights = weights.into_iter().map(Tensor::into_dispatch);
+    let inputs = ProjectionInputs {
+        x: x.into_dispatch(),
+        weights: ThreeFloats::of_list(std::array::from_fn(|_| weights.next())),
+        bias: bias.map(Tensor::into_dispatch).into(),
+    };
+    let call = ProjectionCall {
+        dtype,
+        parts: listed,
+    };
+    let made = <Dispatch as ProjectionOps>::project_heads(inputs, call);
+    let tensors = made.heads.into_list().into_iter().flatten();
+    Ok(tensors.map(Tensor::from_dispatch).collect())
+}
+
+/// [`join_heads`](crate::ops::join_heads) and [`linear`](crate::linear()) as one step: the projection of what heads see. Where the product's kernel reads
+/// heads itself, nothing is copied, and no copy is kept for the backward pass.
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_fused_ops::{LinearOptions, out_proj};
+///
+/// let device = Device::flex();
+/// let context = Tensor::<4>::random([2, 4, 100, 16], Distribution::Default, &device);
+/// let weight = Tensor::random([64, 24], Distribution::Default, &device);
+/// let y = out_proj(context, weight, &LinearOptions::default())?;
+/// assert_eq!(y.dims(), [2, 100, 24]);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+///
+/// # Shapes
+/// - `x`: `[batch, heads, seq, width]`
+/// - `weight`: `[heads · width, out]`
+/// - result: `[batch, seq, out]`, in `options.dtype`
+///
+/// # Errors
+/// As `linear`.
+pub fn out_proj(
+    x: Tensor<4>,
+    weight: Tensor<2>,
+    options: &LinearOptions,
+) -> Result<Tensor<3>, OpError> {
+    let dtype = check_merge(&x, &weight, options)?;
+    let [_, heads, _, dim] = x.dims();
+    let task = MergeTask {
+        heads: (heads, dim),
+        dtype,
+        x: None,
+        weight: None,
+    };
+    let inputs = MergeInputs {
+        x: x.into_dispatch(),
+        weight: weight.into_dispatch(),
+    };
+    let made = <Dispatch as ProjectionOps>::merge_heads(inputs, task);
+    Ok(Tensor::from_dispatch(made.out))
+}
+
+impl LinearOptions {
+    /// What [`qkv_proj`] would run.
+    ///
+    /// # Errors
+    /// As that call.
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+    pub fn explain_to_heads(
+        &self,
+        x: &Tensor<3>,
+        weights: &[Tensor<2>],
+        bias: Option<&Tensor<1>>,
+        parts: &[(usize, usize)],
+    ) -> Result<OpPlan, OpError> {
+        let dtype = check(x, weights, bias, parts, self)?;
+        Ok(OpPlan::new(&x.device(), |device| {
+            #[cfg(feature = "cube")]
+            {
+                let [batch, seq, inputs] = x.dims();
+                let bias = bias.map(Tensor::dtype);
+                let lengths = [batch, seq, inputs];
+                crate::projection::backend::to_heads_text(
+                    device,
+                    dtype.into(),
+                    lengths,
+                    parts,
+                    bias,
+                )
+            }
+            #[cfg(not(feature = "cube"))]
+            Err::<String, std::convert::Infallible>(*device)
+        }))
+    }
+}
+
+impl LinearOptions {
+    /// What [`out_proj`] would run.
+    ///
+    /// # Errors
+    /// As that call.
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+    pub fn explain_from_heads(&self, x: &Tensor<4>, weight: &Tensor<2>) -> Result<OpPlan, OpError> {
+        let dtype = check_merge(x, weight, self)?;
+        Ok(OpPlan::new(&x.device(), |device| {
+            #[cfg(feature = "cube")]
+            {
+                let [_, outputs] = weight.dims();
+                let dtypes = [x.dtype(), dtype.into()];
+                crate::projection::backend::from_heads_text(device, dtypes, x.dims(), outputs)
+            }
+            #[cfg(not(feature = "cube"))]
+            Err::<String, std::convert::Infallible>(*device)
+        }))
+    }
+}
+
+/// The dtype of the product, if the arguments fit each other.
+fn check(
+    x: &Tensor<3>,
+    weights: &[Tensor<2>],
+    bias: Option<&Tensor<1>>,
+    parts: &[(usize, usize)],
+    options: &LinearOptions,
+) -> Result<FloatDType, OpError> {
+    let dtype = linear::check(x, &linear::named(weights), options)?;
+    if !(1..=MOST_PARTS).contains(&parts.len()) {
+        let expected = format!("of 1 to {MOST_PARTS} tensors");
+        return Err(OpError::argument("parts", expected, parts.len()));
+    }
+    let width: usize = weights.iter().map(|weight| weight.dims()[1]).sum();
+    // A product that overflows is no width.
+    let sum = parts.iter().try_fold(0usize, |sum, (heads, dim)| {
+        sum.checked_add(heads.checked_mul(*dim)?)
+    });
+    if sum != Some(width) {
+        let expected = format!("heads of {width} columns in all, those of the weights");
+        return Err(OpError::argument("parts", expected, format!("{parts:?}")));
+    }
+    if let Some(bias) = bias {
+        let [got] = bias.dims();
+        if got != width {
+            let expected = format!("{width}, the weights' columns");
+            return Err(OpError::argument("bias's length", expected, got));
+        }
+        same_device("bias's device", &x.device(), "x's", &bias.device())?;
+    }
+    Ok(dtype)
+}
+
+fn check_merge(
+    x: &Tensor<4>,
+    weight: &Tensor<2>,
+    options: &LinearOptions,
+) -> Result<FloatDType, OpError> {
+    let [_, heads, _, dim] = x.dims();
+    let width = (heads * dim, "x's heads · width");
+    let weights = linear::named(std::slice::from_ref(weight));
+    linear::check_width(x, width, &weights, options)
+}

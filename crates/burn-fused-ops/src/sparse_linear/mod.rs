@@ -1,0 +1,196 @@
+//! Block-sparse linear layers: weights of which only some blocks exist, and products with them.
+pub(crate) mod backend;
+#[doc(hidden)]
+pub mod ops;
+#[cfg(feature = "cuda")]
+pub(crate) mod wgmma;
+
+pub(crate) mod products;
+#[doc(hidden)]
+pub mod values;
+
+pub use blocksparse::{WEIGHT_BLOCK_SIZES, WeightLayout, WeightPattern};
+
+use burn::backend::Dispatch;
+use burn::tensor::{FloatDType, Tensor};
+
+use crate::activation::{Activation, bias_activation};
+use crate::linear::supported;
+use crate::sparse_linear::ops::BlockSparseLinearOps;
+use burn_blocksparse::OpError;
+use burn_blocksparse::internal::check::same_device;
+use burn_blocksparse::internal::device::served;
+use burn_blocksparse::internal::op_plan::OpPlan;
+use values::{SparseLinearCall, SparseLinearInputs};
+
+/// How [`block_sparse_linear`] computes, and what beside the weight. Build it from [`Default`].
+#[derive(Clone, Debug, Default)]
+#[must_use]
+#[non_exhaustive]
+pub struct BlockSparseLinearOptions {
+    /// What is added to the product: `[outputs]`, of any float dtype.
+    pub bias: Option<Tensor<1>>,
+    /// What each kept block of the weight is multiplied by: `[blocks]`, of the weight's dtype.
+    pub gates: Option<Tensor<1>>,
+    /// The dtype of the factors and of the product; default x's. Sums are f32, f64 for f64.
+    pub dtype: Option<FloatDType>,
+}
+
+impl BlockSparseLinearOptions {
+    /// Sets what is added to the product: `[outputs]`.
+    pub fn bias(mut self, bias: Tensor<1>) -> Self {
+        self.bias = Some(bias);
+        self
+    }
+
+    /// Sets what each kept block is multiplied by: `[blocks]`.
+    pub fn gates(mut self, gates: Tensor<1>) -> Self {
+        self.gates = Some(gates);
+        self
+    }
+
+    /// Sets the dtype of the factors and of the product.
+    pub fn dtype(mut self, dtype: FloatDType) -> Self {
+        self.dtype = Some(dtype);
+        self
+    }
+}
+
+/// `x · W + bias` of a weight of which only the blocks of a layout are retained (Gray, Radford, Kingma, "GPU Kernels for Block-Sparse Weights",
+/// 2017): `W` is zero elsewhere. Work and memory of the weight follow the kept blocks, forward and backward.
+///
+/// As with [`linear`](crate::linear()), x and the weight are rounded to the product's dtype first, the product is one step of the autodiff graph
+/// that keeps its two factors, and the gradient by the weight is summed in f32 and is of the weight's own dtype. Gates are multiplied with the
+/// weight's blocks in its own dtype before; their gradients are those of such a product. Deterministic.
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_fused_ops::sparse_linear::{
+///     BlockSparseLinearOptions, WeightLayout, block_sparse_linear,
+/// };
+///
+/// let device = Device::flex().autodiff();
+/// let layout = WeightLayout::small_world([64, 128], 16, 0.25, 0.1, 1)?;
+/// let x = Tensor::<3>::random([2, 5, 64], Distribution::Default, &device);
+/// let weight = Tensor::<3>::random(layout.shape(), Distribution::Default, &device).require_grad();
+/// let options = BlockSparseLinearOptions::default().bias(Tensor::zeros([128], &device));
+/// let y = block_sparse_linear(x, weight.clone(), &layout, options)?;
+/// assert_eq!(y.dims(), [2, 5, 128]);
+/// let gradients = y.sum().backward();
+/// assert_eq!(weight.grad(&gradients).unwrap().dims(), [8, 16, 16]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Shapes
+/// - `x`: `[.., inputs]`
+/// - `weight`: `[blocks, block, block]`, the kept blocks in the layout's order, each `[inputs, outputs]` as in the dense weight
+/// - `options.bias`: `[outputs]`; `options.gates`: `[blocks]`
+/// - result: `[.., outputs]`, in `options.dtype`; an output block without kept blocks is the bias
+///
+/// # Errors
+/// [`OpError`] if the shapes, dtypes or devices do not fit each other or the layout, or the device does not have the dtype.
+pub fn block_sparse_linear<const D: usize>(
+    x: Tensor<D>,
+    weight: Tensor<3>,
+    layout: &WeightLayout,
+    options: BlockSparseLinearOptions,
+) -> Result<Tensor<D>, OpError> {
+    let dtype = check(&x, &weight, layout, &options)?;
+    let weight = match options.gates {
+        Some(gates) => weight * gates.reshape([layout.len(), 1, 1]),
+        None => weight,
+    };
+    let inputs = SparseLinearInputs {
+        x: x.into_dispatch(),
+        weight: weight.into_dispatch(),
+    };
+    let call = SparseLinearCall {
+        layout: layout.clone(),
+        dtype,
+    };
+    let made = <Dispatch as BlockSparseLinearOps>::block_sparse_linear_forward(inputs, call);
+    bias_activation(
+        Tensor::from_dispatch(made.out),
+        options.bias,
+        Activation::None,
+    )
+}
+
+impl BlockSparseLinearOptions {
+    /// What [`block_sparse_linear`] would run for the products of both passes.
+    ///
+    /// # Errors
+    /// As that call.
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+    pub fn explain<const D: usize>(
+        &self,
+        x: &Tensor<D>,
+        weight: &Tensor<3>,
+        layout: &WeightLayout,
+    ) -> Result<OpPlan, OpError> {
+        let dtype = check(x, weight, layout, self)?;
+        Ok(OpPlan::new(&x.device(), |device| {
+            #[cfg(feature = "cube")]
+            {
+                let rows = x.dims().iter().rev().skip(1).product();
+                crate::sparse_linear::backend::kernels::text(device, dtype.into(), rows, layout)
+            }
+            #[cfg(not(feature = "cube"))]
+            Err::<String, std::convert::Infallible>(*device)
+        }))
+    }
+}
+
+/// The dtype of the product, if the arguments fit each other.
+fn check<const D: usize>(
+    x: &Tensor<D>,
+    weight: &Tensor<3>,
+    layout: &WeightLayout,
+    options: &BlockSparseLinearOptions,
+) -> Result<FloatDType, OpError> {
+    let device = x.device();
+    served(&device)?;
+    let equal = |argument, expected: usize, whose: &str, got: usize| match expected == got {
+        true => Ok(()),
+        false => {
+            let expected = format!("{expected}, {whose}");
+            Err(OpError::argument(argument, expected, got))
+        }
+    };
+    let width = x.dims()[D - 1];
+    equal(
+        "x's last dimension",
+        layout.inputs(),
+        "the layout's inputs",
+        width,
+    )?;
+    let shape = weight.dims();
+    OpError::expect_same("weight's shape", layout.shape(), "the layout's", shape)?;
+    same_device("weight's device", &device, "x's", &weight.device())?;
+    if let Some(bias) = &options.bias {
+        let [length] = bias.dims();
+        equal(
+            "bias's length",
+            layout.outputs(),
+            "the layout's outputs",
+            length,
+        )?;
+        same_device("bias's device", &device, "x's", &bias.device())?;
+    }
+    if let Some(gates) = &options.gates {
+        let [length] = gates.dims();
+        equal(
+            "gates's length",
+            layout.len(),
+            "the layout's blocks",
+            length,
+        )?;
+        OpError::expect_same("gates's dtype", weight.dtype(), "weight's", gates.dtype())?;
+        same_device("gates's device", &device, "x's", &gates.device())?;
+    }
+    let dtype = options.dtype.unwrap_or_else(|| x.dtype().into());
+    for used in [x.dtype(), dtype.into(), weight.dtype()] {
+        supported("dtype", &device, used)?;
+    }
+    Ok(dtype)
+}

@@ -1,0 +1,339 @@
+//! Products with block-sparse weights and their gradients, in pieces that every backend has. Work follows the kept blocks: targets (output blocks in the
+//! forward pass, input blocks for the gradient by x) that have equally many kept blocks are one batch of products, whose left factors are the
+//! blocks they meet, gathered side by side, and whose right factors are their kept blocks, one below the other.
+
+use std::collections::BTreeMap;
+
+use blocksparse::WeightLayout;
+use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::backend::{Backend, TensorMetadata};
+use burn::tensor::{FloatDType, Shape, TensorData};
+
+use crate::linear::products::{Products, groups, rounded, with_width};
+use crate::sparse_linear::values::{
+    SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
+};
+use burn_blocksparse::graph::recording;
+use burn_blocksparse::internal::dtype::accumulate_in;
+
+/// Numbers that are gathered at a time, at most. One target's may be more; they are no more than x's.
+const CHUNK: usize = 1 << 24;
+
+/// The three products of a layer, of matrices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Pass {
+    /// `x · W`: `[rows, inputs]` and `[blocks, block, block]` to `[rows, outputs]`.
+    Forward,
+    /// `dy · Wᵀ`: `[rows, outputs]` and `[blocks, block, block]` to `[rows, inputs]`.
+    Input,
+    /// `xᵀ · dy`: `[rows, inputs]` and `[rows, outputs]` to `[blocks, block, block]`.
+    Weight,
+}
+
+/// Computes one of the products: in `dtype`, which is that of the factors or of sums.
+pub(crate) trait SparseProducts<B: Backend> {
+    fn sparse_product(
+        pass: Pass,
+        factors: [FloatTensor<B>; 2],
+        layout: &WeightLayout,
+        dtype: FloatDType,
+    ) -> FloatTensor<B>;
+}
+
+/// The products by the pieces of another family, gathered.
+pub(crate) struct Gathered<P>(std::marker::PhantomData<P>);
+
+impl<B: Backend, P: Products<B>> SparseProducts<B> for Gathered<P> {
+    fn sparse_product(
+        pass: Pass,
+        [lhs, rhs]: [FloatTensor<B>; 2],
+        layout: &WeightLayout,
+        dtype: FloatDType,
+    ) -> FloatTensor<B> {
+        let device = lhs.device();
+        let rows = lhs.shape()[0];
+        if layout.is_empty() || rows == 0 {
+            let shape = match pass {
+                Pass::Forward => Shape::new([rows, layout.outputs()]),
+                Pass::Input => Shape::new([rows, layout.inputs()]),
+                Pass::Weight => Shape::new(layout.shape()),
+            };
+            return B::float_zeros(shape, &device, dtype);
+        }
+        match pass {
+            Pass::Forward => {
+                let targets = Targets::outputs(layout);
+                targets.product::<B, P>(lhs, rhs, dtype)
+            }
+            Pass::Input => {
+                let targets = Targets::inputs(layout);
+                let order = indices::<B>(&lhs, layout.input_order().iter().copied());
+                let weight = B::float_swap_dims(B::float_select(rhs, 0, order), 1, 2);
+                targets.product::<B, P>(lhs, weight, dtype)
+            }
+            Pass::Weight => {
+                let targets = Targets::outputs(layout);
+                targets.outer::<B, P>(lhs, rhs, dtype)
+            }
+        }
+    }
+}
+
+/// The blocks of outputs, or those of inputs, and what each is a sum over.
+struct Targets<'a> {
+    block: usize,
+    /// Kept blocks before each target, in the order of `sources`.
+    offsets: &'a [u32],
+    /// The block that each kept block meets.
+    sources: &'a [u32],
+}
+
+/// Targets with equally many kept blocks.
+struct Batch {
+    targets: Vec<usize>,
+    /// Kept blocks of each.
+    count: usize,
+}
+
+impl<'a> Targets<'a> {
+    fn outputs(layout: &'a WeightLayout) -> Self {
+        Self {
+            block: layout.block(),
+            offsets: layout.output_offsets(),
+            sources: layout.input_blocks(),
+        }
+    }
+
+    fn inputs(layout: &'a WeightLayout) -> Self {
+        Self {
+            block: layout.block(),
+            offsets: layout.input_offsets(),
+            sources: layout.output_blocks_by_input(),
+        }
+    }
+
+    /// Every target once, by its number of kept blocks; of those with many, as many at a time as are gathered for `rows`.
+    fn batches(&self, rows: usize) -> Vec<Batch> {
+        let mut by_count: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+        for (target, pair) in self.offsets.windows(2).enumerate() {
+            let count = (pair[1] - pair[0]) as usize;
+            by_count.entry(count).or_default().push(target);
+        }
+        let batches = by_count.into_iter().flat_map(|(count, targets)| {
+            let gathered = (rows * count * self.block).max(1);
+            let most = (CHUNK / gathered).max(1);
+            let chunks: Vec<Batch> = (targets.chunks(most))
+                .map(|targets| Batch {
+                    targets: targets.to_vec(),
+                    count,
+                })
+                .collect();
+            chunks
+        });
+        batches.collect()
+    }
+
+    /// The places of a batch's kept blocks.
+    fn places(&self, batch: &Batch) -> Vec<u32> {
+        let places = batch.targets.iter().flat_map(|&target| {
+            let first = self.offsets[target];
+            first..first + batch.count as u32
+        });
+        places.collect()
+    }
+
+    /// What a batch meets, of `[rows, blocks, block]`: `[rows, targets, count · block]`.
+    fn gathered<B: Backend>(
+        &self,
+        source: &FloatTensor<B>,
+        places: &[u32],
+        batch: &Batch,
+    ) -> FloatTensor<B> {
+        let rows = source.shape()[0];
+        let met = places.iter().map(|&place| self.sources[place as usize]);
+        let blocks = B::float_select(source.clone(), 1, indices::<B>(source, met));
+        let shape = [rows, batch.targets.len(), batch.count * self.block];
+        B::float_reshape(blocks, Shape::new(shape))
+    }
+
+    /// `[rows, sources · block]` as `[rows, sources, block]`.
+    fn cut<B: Backend>(&self, matrix: FloatTensor<B>) -> FloatTensor<B> {
+        let [rows, width] = matrix.shape().dims();
+        B::float_reshape(matrix, Shape::new([rows, width / self.block, self.block]))
+    }
+
+    /// Each target's sum of products with its kept blocks, which are `[blocks, block, block]` in the order of the targets.
+    fn product<B: Backend, P: Products<B>>(
+        &self,
+        source: FloatTensor<B>,
+        weight: FloatTensor<B>,
+        dtype: FloatDType,
+    ) -> FloatTensor<B> {
+        let rows = source.shape()[0];
+        let source = self.cut::<B>(source);
+        let batches = self.batches(rows);
+        let parts = batches.iter().map(|batch| {
+            let targets = batch.targets.len();
+            if batch.count == 0 {
+                let shape = Shape::new([rows, targets, self.block]);
+                return B::float_zeros(shape, &source.device(), dtype);
+            }
+            let places = self.places(batch);
+            let lhs = B::float_swap_dims(self.gathered::<B>(&source, &places, batch), 0, 1);
+            let rhs = B::float_select(weight.clone(), 0, indices::<B>(&weight, places));
+            let shape = [targets, batch.count * self.block, self.block];
+            let rhs = B::float_reshape(rhs, Shape::new(shape));
+            B::float_swap_dims(P::product(lhs, rhs, dtype), 0, 1)
+        });
+        let parts = parts.collect();
+        let targets = batches
+            .iter()
+            .flat_map(|batch| batch.targets.iter().copied());
+        let out = in_order::<B>(parts, 1, targets.collect());
+        let width = (self.offsets.len() - 1) * self.block;
+        B::float_reshape(out, Shape::new([rows, width]))
+    }
+
+    /// `sourceᵀ · grad` of each kept block: `[blocks, block, block]`, in the dtype of sums.
+    fn outer<B: Backend, P: Products<B>>(
+        &self,
+        source: FloatTensor<B>,
+        grad: FloatTensor<B>,
+        dtype: FloatDType,
+    ) -> FloatTensor<B> {
+        let rows = source.shape()[0];
+        // The product of two tall matrices is a product for each group of rows, and their sum.
+        let groups = groups(rows, Some(P::weight_rows(&source)));
+        let (source, grad) = (self.cut::<B>(source), self.cut::<B>(grad));
+        let batches = self.batches(rows);
+        let batches = batches.iter().filter(|batch| batch.count > 0);
+        let parts = batches.clone().map(|batch| {
+            let (targets, height) = (batch.targets.len(), batch.count * self.block);
+            let places = self.places(batch);
+            // Batches of targets in groups of rows: [groups · targets, rows / groups, width].
+            let grouped = |matrix: FloatTensor<B>, width: usize| {
+                let shape = Shape::new([groups, rows / groups, targets, width]);
+                let matrix = B::float_swap_dims(B::float_reshape(matrix, shape), 1, 2);
+                let shape = Shape::new([groups * targets, rows / groups, width]);
+                B::float_reshape(matrix, shape)
+            };
+            let lhs = grouped(self.gathered::<B>(&source, &places, batch), height);
+            let columns = batch.targets.iter().map(|&target| target as u32);
+            let columns = indices::<B>(&grad, columns);
+            let rhs = grouped(B::float_select(grad.clone(), 1, columns), self.block);
+            let made = P::product(B::float_swap_dims(lhs, 1, 2), rhs, dtype);
+            let made = match groups {
+                1 => made,
+                _ => {
+                    let length = targets * height * self.block;
+                    P::sum_rows(B::float_reshape(made, Shape::new([groups, length])))
+                }
+            };
+            let shape = [targets * batch.count, self.block, self.block];
+            B::float_reshape(made, Shape::new(shape))
+        });
+        let parts = parts.collect();
+        let places = batches.flat_map(|batch| self.places(batch));
+        in_order::<B>(parts, 0, places.map(|place| place as usize).collect())
+    }
+}
+
+/// Parts one after the other along `dim`, of which entry `i` belongs at `places[i]`, in their places.
+fn in_order<B: Backend>(
+    mut parts: Vec<FloatTensor<B>>,
+    dim: usize,
+    places: Vec<usize>,
+) -> FloatTensor<B> {
+    let all = match parts.len() {
+        1 => parts.remove(0),
+        _ => B::float_cat(parts, dim),
+    };
+    if places.is_sorted() {
+        return all;
+    }
+    let mut from = vec![0; places.len()];
+    for (entry, place) in places.into_iter().enumerate() {
+        from[place] = entry as u32;
+    }
+    let from = indices::<B>(&all, from);
+    B::float_select(all, dim, from)
+}
+
+fn indices<B: Backend>(
+    like: &FloatTensor<B>,
+    indices: impl IntoIterator<Item = u32>,
+) -> IntTensor<B> {
+    let indices: Vec<i32> = indices.into_iter().map(|index| index as i32).collect();
+    let length = indices.len();
+    recording::doom_by_upload(&like.device(), "indices of kept blocks");
+    B::int_from_data(TensorData::new(indices, [length]), &like.device())
+}
+
+/// One of the products in any dtype. That of its factors and that of sums are made directly, so that nothing is rounded twice.
+fn product<B: Backend, S: SparseProducts<B>>(
+    pass: Pass,
+    factors: [FloatTensor<B>; 2],
+    call: &SparseLinearCall,
+) -> FloatTensor<B> {
+    let own = FloatDType::from(factors[0].dtype());
+    let made = match call.dtype == own || call.dtype == accumulate_in(own) {
+        true => call.dtype,
+        false => own,
+    };
+    rounded::<B>(
+        S::sparse_product(pass, factors, &call.layout, made),
+        call.dtype,
+    )
+}
+
+/// `tensor` as a matrix of its last dimension's width.
+fn as_rows<B: Backend>(tensor: FloatTensor<B>) -> FloatTensor<B> {
+    let shape = tensor.shape();
+    let width = shape[shape.num_dims() - 1];
+    let rows = shape.iter().rev().skip(1).product();
+    B::float_reshape(tensor, Shape::new([rows, width]))
+}
+
+/// `x · W`, rounded to the product's dtype before.
+pub(crate) fn forward<B: Backend, S: SparseProducts<B>>(
+    inputs: SparseLinearInputs<B>,
+    call: SparseLinearCall,
+) -> SparseLinearOutput<B> {
+    let changed = |tensor: &FloatTensor<B>| FloatDType::from(tensor.dtype()) != call.dtype;
+    let is_changed = [changed(&inputs.x), changed(&inputs.weight)];
+    let x = rounded::<B>(inputs.x, call.dtype);
+    let weight = rounded::<B>(inputs.weight, call.dtype);
+    let shape = with_width(&x.shape(), call.layout.outputs());
+    let factors = [as_rows::<B>(x.clone()), weight.clone()];
+    let out = product::<B, S>(Pass::Forward, factors, &call);
+    SparseLinearOutput {
+        out: B::float_reshape(out, shape),
+        x: is_changed[0].then_some(x).into(),
+        weight: is_changed[1].then_some(weight).into(),
+    }
+}
+
+/// `dx = dy · Wᵀ`
+pub(crate) fn backward_input<B: Backend, S: SparseProducts<B>>(
+    saved: SparseLinearSaved<B>,
+    call: SparseLinearCall,
+) -> FloatTensor<B> {
+    let shape = with_width(&saved.grad.shape(), call.layout.inputs());
+    let factors = [as_rows::<B>(saved.grad), saved.factor];
+    B::float_reshape(product::<B, S>(Pass::Input, factors, &call), shape)
+}
+
+/// `dW = xᵀ · dy`, of the kept blocks.
+pub(crate) fn backward_weight<B: Backend, S: SparseProducts<B>>(
+    saved: SparseLinearSaved<B>,
+    call: SparseLinearCall,
+) -> FloatTensor<B> {
+    let factors = [as_rows::<B>(saved.factor), as_rows::<B>(saved.grad)];
+    // Sums over rows are rounded once, whatever they are rounded to.
+    let sums = SparseLinearCall {
+        dtype: accumulate_in(factors[0].dtype().into()),
+        layout: call.layout,
+    };
+    let made = product::<B, S>(Pass::Weight, factors, &sums);
+    rounded::<B>(made, call.dtype)
+}
