@@ -26,8 +26,8 @@
 //!                                                            simt, mma, hopper: the tiers
 //! ```
 //!
-//! Kernels of other kinds have places of their own beside these: [`rows`] (what layers do beside their products), [`optim`] (optimizers'
-//! steps), `linear` (products of layers on tensor cores), `listed` (queries that walk lists of their own), `clusters` (attention within clusters of rows), [`indexer`] (what chooses single keys, and learns it), [`paged`] (attention of few queries to keys and values in pages).
+//! [`rows`] are rows by an index and merges by lse. Kernels of training ops, of pages and of choices by content stand in the crates of those, on the
+//! hidden modules of this one.
 
 #![warn(missing_docs)]
 #![warn(clippy::undocumented_unsafe_blocks)]
