@@ -9,6 +9,7 @@ const PAGES: [&str; 17] = [
     "README.md",
     "crates/blocksparse/README.md",
     "crates/burn-blocksparse/README.md",
+    "crates/burn-fused-ops/README.md",
     "crates/burn-sparse-transformer/README.md",
     "docs/block-sparse-weights.md",
     "docs/choose-a-pattern.md",
