@@ -1,22 +1,25 @@
 //! The blocks that single queries choose by the means of their keys: `bench-choice`.
 
 use anyhow::{Result, ensure};
+use blocksparse_bench::compare::{dot, same_twice};
+use blocksparse_bench::device::{poisoned, read_ints};
+use blocksparse_bench::numbers::{BF16, F32};
+use blocksparse_bench::runner::Tally;
 use burn_sparse_select::kernels::selection::GateSizes;
 use burn_sparse_select::kernels::selection::query_picks;
 use cubecl::client::Client;
 use rand_chacha::ChaCha8Rng;
 
-use crate::choice_lines::dot;
-use crate::{BF16, Part, halves, numbers, read, singles};
+use crate::choice_lists::Lists;
 
 /// How far the products of two blocks are apart at least, of which one must be before the other: a mean is rounded to two numbers of 8 bits each.
 const ROUNDED: f64 = 1e-3;
 
 /// Blocks before a query's own, by falling product with the mean of their keys.
 fn expected(of: &GateSizes, q: &[f32], k: &[f32], position: usize) -> Vec<(usize, f64)> {
-    let mut blocks: Vec<(usize, f64)> = (0..position / of.block)
-        .map(|block| {
-            let keys = &k[block * of.block * of.width..][..of.block * of.width];
+    let blocks = k.chunks_exact(of.block * of.width).enumerate();
+    let mut blocks: Vec<(usize, f64)> = (blocks.take(position / of.block))
+        .map(|(block, keys)| {
             let products = keys.chunks(of.width).map(|key| dot(q, key));
             (block, products.sum::<f64>() / of.block as f64)
         })
@@ -26,7 +29,7 @@ fn expected(of: &GateSizes, q: &[f32], k: &[f32], position: usize) -> Vec<(usize
 }
 
 /// Choices of small calls, in as many products as a call takes, against loops in f64; and the same twice.
-pub fn verify(client: &Client, rng: &mut ChaCha8Rng, part: &mut Part) -> Result<()> {
+pub fn verify(client: &Client, rng: &mut ChaCha8Rng, tally: &mut Tally) -> Result<()> {
     // Lists of queries and of keys, their lengths, and width, block and most.
     let calls: [[usize; 7]; 6] = [
         [4, 1, 1000, 1000, 64, 16, 2],
@@ -37,7 +40,7 @@ pub fn verify(client: &Client, rng: &mut ChaCha8Rng, part: &mut Part) -> Result<
         [2, 1, 900, 900, 64, 2, 2],
     ];
     for [lists, kv_lists, seq_q, seq_kv, width, block, most] in calls {
-        if !part.has_next() {
+        if !tally.takes_next() {
             continue;
         }
         let of = GateSizes {
@@ -47,33 +50,32 @@ pub fn verify(client: &Client, rng: &mut ChaCha8Rng, part: &mut Part) -> Result<
             block,
             most,
         };
-        let [q, k] = [0, 1].map(|which| numbers(of.lists[which] * of.seq[which] * width, rng));
-        let handles = [halves(client, &q), halves(client, &k)];
-        let run = || -> Result<Vec<i32>> {
-            let picks = singles(client, &vec![f32::NAN; lists * seq_q * most]);
-            query_picks(client, BF16, [&handles[0], &handles[1]], &of, &picks)?;
-            let picks = read(client, &picks)?;
-            Ok(picks.into_iter().map(i32::from_le_bytes).collect())
-        };
-        let got = run()?;
-        ensure!(got == run()?, "{of:?}: other choices");
+        let inputs = Lists::new(client, of.lists, of.seq, width, rng);
+        let got = same_twice(|| {
+            let picks = poisoned(client, lists * seq_q * most, F32);
+            query_picks(client, BF16, inputs.handles(), &of, &picks)?;
+            read_ints(client, &picks)
+        })?;
         for (row, got) in got.chunks(most).enumerate() {
             let (list, query) = (row / seq_q, row % seq_q);
-            let q = &q[row * width..][..width];
-            let k = &k[list / (lists / kv_lists) * seq_kv * width..][..seq_kv * width];
+            let [q, k] = inputs.list(list);
+            let q = &q[query * width..][..width];
             let all = expected(&of, q, k, query + seq_kv - seq_q);
             for (place, &block) in got.iter().enumerate() {
-                let what = || format!("{of:?}: row {row}, {got:?}, {:?}", &all[..all.len().min(9)]);
-                match all.get(place) {
-                    None => ensure!(block == -1, "{}", what()),
+                let is_right = match all.get(place) {
+                    None => block == -1,
                     // One with the same product, but for rounding.
                     Some((_, product)) => {
                         let own = all.iter().find(|(other, _)| *other as i32 == block);
-                        let is_as_high = own.is_some_and(|own| (own.1 - product).abs() < ROUNDED);
-                        let is_new = !got[..place].contains(&block);
-                        ensure!(is_as_high && is_new, "{}", what());
+                        own.is_some_and(|own| (own.1 - product).abs() < ROUNDED)
+                            && !got[..place].contains(&block)
                     }
-                }
+                };
+                ensure!(
+                    is_right,
+                    "{of:?}: row {row}, {got:?}, {:?}",
+                    &all[..all.len().min(9)]
+                );
             }
         }
     }

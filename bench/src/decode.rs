@@ -4,8 +4,12 @@ mod decode_keys;
 mod decode_quest;
 mod decode_verify;
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Result, anyhow};
 use blocksparse::Quantization;
+use blocksparse_bench::device::{self, poisoned, read, sync, upload, upload_ints};
+use blocksparse_bench::device_time::alone;
+use blocksparse_bench::numbers::{BF16, F32};
+use blocksparse_bench::runner::{Shard, Timing, write_json};
 use burn_paged_attention::internal::kernels::AppendShape;
 use burn_paged_attention::internal::kernels::PagedBuffers;
 use burn_paged_attention::internal::kernels::PagedPlan;
@@ -15,8 +19,7 @@ use burn_paged_attention::internal::kernels::append_rows;
 use burn_paged_attention::internal::kernels::paged_attention;
 use clap::Parser;
 use cubecl::client::{Client, Graph};
-use cubecl::future::block_on;
-use cubecl::ir::{ElemType, FloatKind};
+use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use rand::SeedableRng;
@@ -30,9 +33,8 @@ use serde_json::{Value, json};
     version
 )]
 struct Args {
-    /// Timed runs; the median is reported.
-    #[arg(long, default_value_t = 200)]
-    repeats: usize,
+    #[command(flatten)]
+    timing: Timing<200>,
     /// Calls of a run of the second column, which has the time of a call among others.
     #[arg(long, default_value_t = 20)]
     in_a_row: usize,
@@ -48,21 +50,14 @@ struct Args {
     /// Compare results with loops in f64 and run twice, instead of timing.
     #[arg(long)]
     verify: bool,
-    /// Of so many parts of what is to be compared, only this one.
-    #[arg(long, default_value_t = 0, requires = "verify")]
-    shard: usize,
-    /// Parts of what is to be compared.
-    #[arg(long, default_value_t = 1, requires = "verify")]
-    of: usize,
+    #[command(flatten)]
+    shard: Shard,
     /// Only the shapes whose names contain this.
     #[arg(long, default_value = "")]
     only: String,
     /// Also write the numbers to this file.
     #[arg(long)]
     json: Option<std::path::PathBuf>,
-    /// Launch every kernel once and wait for nothing: for looking at what is compiled.
-    #[arg(long)]
-    enqueue_only: bool,
 }
 
 impl Args {
@@ -74,8 +69,6 @@ impl Args {
         }
     }
 }
-
-const BF16: ElemType = ElemType::Float(FloatKind::BF16);
 
 /// The bandwidth of an H200.
 const BANDWIDTH: f64 = 4.8;
@@ -94,69 +87,71 @@ struct Shape {
     bars: Option<[f64; 2]>,
 }
 
+/// Heads of queries and of keys of most shapes.
+const HEADS: [usize; 2] = [32, 8];
+
 impl Shape {
+    /// Sequences of one length, with their new tokens.
     fn equal(
         name: &'static str,
-        batch: usize,
-        length: usize,
-        rows: usize,
+        [batch, length, rows]: [usize; 3],
+        [heads, kv_heads]: [usize; 2],
         bars: Option<[f64; 2]>,
     ) -> Self {
         Self {
             name,
-            heads: 32,
-            kv_heads: 8,
+            heads,
+            kv_heads,
             width: 128,
             rows,
             lengths: vec![[length, 0, 0]; batch],
             bars,
         }
     }
+
+    fn with_lengths(self, lengths: impl IntoIterator<Item = [usize; 3]>) -> Self {
+        Self {
+            lengths: lengths.into_iter().collect(),
+            ..self
+        }
+    }
 }
 
 fn shapes() -> Vec<Shape> {
+    let equal = Shape::equal;
+    let of_one = |name, heads, bars| equal(name, [1, 0, 1], heads, bars);
     let mixed = [
         65_536, 16_384, 8192, 8192, 8192, 4096, 4096, 4096, 2048, 2048, 2048, 2048, 1024, 1024,
         1024, 1024,
     ];
     vec![
-        Shape::equal("B 32 x 4K", 32, 4096, 1, Some([145.0, 122.0])),
-        Shape::equal("B 8 x 32K", 8, 32_768, 1, Some([275.0, 240.0])),
-        Shape::equal("B 1 x 32K", 1, 32_768, 1, Some([44.0, 37.0])),
-        Shape::equal("B 1 x 4K", 1, 4096, 1, Some([11.0, 9.0])),
-        Shape::equal("B 1 x 1K", 1, 1024, 1, Some([8.0, 6.0])),
+        equal("B 32 x 4K", [32, 4096, 1], HEADS, Some([145.0, 122.0])),
+        equal("B 8 x 32K", [8, 32_768, 1], HEADS, Some([275.0, 240.0])),
+        equal("B 1 x 32K", [1, 32_768, 1], HEADS, Some([44.0, 37.0])),
+        equal("B 1 x 4K", [1, 4096, 1], HEADS, Some([11.0, 9.0])),
+        equal("B 1 x 1K", [1, 1024, 1], HEADS, Some([8.0, 6.0])),
+        of_one("streaming(4096, 64)", HEADS, None).with_lengths([[64, 4096, 13]]),
+        equal("B 1 x 4,160", [1, 4160, 1], HEADS, None),
         Shape {
-            lengths: vec![[64, 4096, 13]],
-            ..Shape::equal("streaming(4096, 64)", 1, 0, 1, None)
-        },
-        Shape::equal("B 1 x 4,160", 1, 4160, 1, None),
-        Shape {
-            heads: 8,
-            kv_heads: 8,
             width: 64,
-            lengths: vec![[3072, 128, 0]],
-            ..Shape::equal("fixed(128, 32) at 12,288", 1, 0, 1, Some([10.0, 7.0]))
+            ..of_one("fixed(128, 32) at 12,288", [8, 8], Some([10.0, 7.0]))
+                .with_lengths([[3072, 128, 0]])
         },
-        Shape::equal("B 16 x 8K", 16, 8192, 1, None),
-        Shape {
-            lengths: mixed.iter().map(|length| [*length, 0, 0]).collect(),
-            ..Shape::equal("B 16 x 1K to 64K, as many", 16, 0, 1, None)
-        },
-        Shape::equal("B 32 x 4K, 4 tokens", 32, 4096, 4, None),
-        Shape::equal("B 1 x 4K, 4 tokens", 1, 4096, 4, None),
+        equal("B 16 x 8K", [16, 8192, 1], HEADS, None),
+        of_one("B 16 x 1K to 64K, as many", HEADS, None)
+            .with_lengths(mixed.map(|length| [length, 0, 0])),
+        equal("B 32 x 4K, 4 tokens", [32, 4096, 4], HEADS, None),
+        equal("B 1 x 4K, 4 tokens", [1, 4096, 4], HEADS, None),
         // What 32 sequences share, read for each of them and once for all.
-        Shape::equal("B 32 x 32K", 32, 32_768, 1, None),
-        Shape::equal("B 1 x 32K, 32 queries", 1, 32_768, 32, None),
-        Shape {
-            heads: 64,
-            ..Shape::equal("B 8 x 32K, 64/8 heads", 8, 32_768, 1, None)
-        },
-        Shape {
-            heads: 8,
-            ..Shape::equal("B 32 x 4K, 8/8 heads", 32, 4096, 1, None)
-        },
+        equal("B 32 x 32K", [32, 32_768, 1], HEADS, None),
+        equal("B 1 x 32K, 32 queries", [1, 32_768, 32], HEADS, None),
+        equal("B 8 x 32K, 64/8 heads", [8, 32_768, 1], [64, 8], None),
+        equal("B 32 x 4K, 8/8 heads", [32, 4096, 1], [8, 8], None),
     ]
 }
+
+/// A part of a choice.
+type Part<'a> = (&'static str, &'a (dyn Fn() -> Result<()> + Sync));
 
 struct Bench {
     client: Client,
@@ -165,43 +160,34 @@ struct Bench {
 }
 
 fn main() -> Result<()> {
-    let args = Args::parse();
-    let client = device()?.client();
     let mut bench = Bench {
-        client,
-        args,
+        client: device::client()?,
+        args: Args::parse(),
         results: Vec::new(),
     };
     match bench.args.verify {
         true => bench.verify()?,
         false => bench.times()?,
     }
-    if let Some(path) = &bench.args.json {
-        let text = serde_json::to_string_pretty(&bench.results)?;
-        std::fs::write(path, text).with_context(|| path.display().to_string())?;
-    }
-    Ok(())
+    write_json(bench.args.json.as_deref(), &bench.results)
 }
 
-fn device() -> Result<cubecl::Device> {
-    #[cfg(feature = "cuda")]
-    return Ok(cubecl::Device::Cuda(Default::default()));
-    #[cfg(all(feature = "wgpu", not(feature = "cuda")))]
-    return Ok(cubecl::Device::Wgpu(Default::default()));
-    #[cfg(not(any(feature = "cuda", feature = "wgpu")))]
-    anyhow::bail!("built without a device: use --features cuda or --features wgpu");
+/// Bits that look random.
+#[cube]
+fn scrambled(seed: u32) -> u32 {
+    let mut x = seed + ABSOLUTE_POS as u32;
+    x *= 2_654_435_761u32;
+    x ^= x >> 15u32;
+    x *= 2_246_822_519u32;
+    x ^= x >> 13u32;
+    x
 }
 
 /// Numbers from −1 to 1 that look random.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn fill<E: Float>(output: &mut [E], count: usize, seed: u32, #[define(E)] _element: ElemType) {
     if ABSOLUTE_POS < count {
-        let mut x = seed + ABSOLUTE_POS as u32;
-        x *= 2_654_435_761u32;
-        x ^= x >> 15u32;
-        x *= 2_246_822_519u32;
-        x ^= x >> 13u32;
-        output[ABSOLUTE_POS] = E::cast_from((x % 2048u32) as f32 / 1024.0 - 1.0);
+        output[ABSOLUTE_POS] = E::cast_from((scrambled(seed) % 2048u32) as f32 / 1024.0 - 1.0);
     }
 }
 
@@ -209,13 +195,14 @@ fn fill<E: Float>(output: &mut [E], count: usize, seed: u32, #[define(E)] _eleme
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn fill_words(output: &mut [u32], count: usize, seed: u32, bits: u32) {
     if ABSOLUTE_POS < count {
-        let mut x = seed + ABSOLUTE_POS as u32;
-        x *= 2_654_435_761u32;
-        x ^= x >> 15u32;
-        x *= 2_246_822_519u32;
-        x ^= x >> 13u32;
-        output[ABSOLUTE_POS] = x & bits;
+        output[ABSOLUTE_POS] = scrambled(seed) & bits;
     }
+}
+
+/// A unit for each number.
+fn cubes(count: usize) -> CubeCount {
+    let cubes = count.div_ceil(256) as u32;
+    CubeCount::Static(cubes.min(65_535), cubes.div_ceil(65_535), 1)
 }
 
 /// A call with its tensors on the device.
@@ -239,6 +226,36 @@ struct Call {
 }
 
 impl Call {
+    /// Of keys and values that all are seen, with their scales if they have some; its results are NaN before it ran.
+    fn new(
+        client: &Client,
+        shape: PagedShape,
+        q: Handle,
+        ([keys, values], scales): ([Handle; 2], Option<[Handle; 2]>),
+        [table, spans]: [&[i32]; 2],
+    ) -> Result<Self> {
+        let rows = shape.batch * shape.heads * shape.rows;
+        let zeros = || upload_ints(client, &vec![0; rows]);
+        Ok(Self {
+            client: client.clone(),
+            shape,
+            plan: PagedPlan::new(client, shape)?,
+            q,
+            keys,
+            values,
+            scales,
+            table: upload_ints(client, table),
+            spans: upload_ints(client, spans),
+            visibility: None,
+            selected: None,
+            counters: shape.counters.then(zeros),
+            out: poisoned(client, rows * shape.widths[1], shape.dtype),
+            lse: poisoned(client, rows, F32),
+            scale: 1.0 / (shape.widths[0] as f64).sqrt(),
+            softcap: None,
+        })
+    }
+
     fn run(&self) -> Result<()> {
         let visibility = self.visibility.as_ref();
         let buffers = PagedBuffers {
@@ -260,16 +277,11 @@ impl Call {
     }
 
     fn read(&self) -> Result<[Vec<u8>; 2]> {
-        let read = |handle: &Handle| -> Result<Vec<u8>> {
-            let bytes = self.client.read_one(handle.clone());
-            Ok(bytes.map_err(|error| anyhow!("{error:?}"))?.to_vec())
-        };
-        Ok([read(&self.out)?, read(&self.lse)?])
+        Ok([
+            read(&self.client, &self.out)?,
+            read(&self.client, &self.lse)?,
+        ])
     }
-}
-
-fn bytes_of(values: &[i32]) -> Vec<u8> {
-    values.iter().flat_map(|x| x.to_le_bytes()).collect()
 }
 
 /// A table of pages in random order, and the spans: of each sequence region one, then region two.
@@ -298,15 +310,13 @@ fn tables(lengths: &[[usize; 3]], page: usize, seed: u64) -> (Vec<i32>, Vec<i32>
 impl Bench {
     fn filled(&self, count: usize, element: ElemType, seed: u32) -> Handle {
         let handle = self.client.empty(count * element.size());
-        let cubes = count.div_ceil(256) as u32;
-        let address = AddressType::U64;
         // SAFETY: a unit writes its number of as many.
         unsafe {
             fill::launch_unchecked(
                 &self.client,
-                CubeCount::Static(cubes.min(65_535), cubes.div_ceil(65_535), 1),
+                cubes(count),
                 CubeDim::new_1d(256),
-                address,
+                AddressType::U64,
                 BufferArg::from_raw_parts(handle.clone(), count),
                 count,
                 seed,
@@ -319,7 +329,6 @@ impl Bench {
     /// Random words of four numbers each, none of which is NaN.
     fn words(&self, count: usize, quantization: Quantization, seed: u32) -> Handle {
         let handle = self.client.empty(count * 4);
-        let cubes = count.div_ceil(256) as u32;
         let bits = match quantization {
             Quantization::Int8 => u32::MAX,
             _ => 0xbfbf_bfbf,
@@ -328,7 +337,7 @@ impl Bench {
         unsafe {
             fill_words::launch_unchecked(
                 &self.client,
-                CubeCount::Static(cubes.min(65_535), cubes.div_ceil(65_535), 1),
+                cubes(count),
                 CubeDim::new_1d(256),
                 AddressType::U64,
                 BufferArg::from_raw_parts(handle.clone(), count),
@@ -349,26 +358,14 @@ impl Bench {
     }
 
     fn scales(&self, slots: usize) -> Handle {
-        let bytes: Vec<u8> = std::iter::repeat_n(0.01f32.to_le_bytes(), slots)
-            .flatten()
-            .collect();
-        self.client.create_from_slice(&bytes)
-    }
-
-    fn zeros(&self, count: usize) -> Handle {
-        self.client.create_from_slice(&vec![0; 4 * count])
+        upload(&self.client, &vec![0.01; slots], F32)
     }
 
     fn call(&self, shape: &Shape, page: usize) -> Result<Call> {
         let (table, spans, entries, count) = tables(&shape.lengths, page, 1);
         let batch = shape.lengths.len();
-        let Shape {
-            heads,
-            kv_heads,
-            width,
-            rows,
-            ..
-        } = *shape;
+        let (heads, kv_heads) = (shape.heads, shape.kv_heads);
+        let (width, rows) = (shape.width, shape.rows);
         let pages = count * kv_heads;
         let mut shape = PagedShape::new(
             [batch, heads, kv_heads, rows],
@@ -379,26 +376,10 @@ impl Bench {
         );
         shape.quantization = self.args.quantization();
         shape.counters = !self.args.two_launches;
-        let plan = PagedPlan::new(&self.client, shape)?;
-        let counters = (shape.counters).then(|| self.zeros(batch * heads * rows));
-        Ok(Call {
-            client: self.client.clone(),
-            shape,
-            plan,
-            q: self.filled(batch * heads * rows * width, BF16, 1),
-            keys: self.stored(pages * page * width, 2),
-            values: self.stored(pages * page * width, 3),
-            scales: (shape.quantization).map(|_| [(); 2].map(|()| self.scales(pages * page))),
-            table: self.client.create_from_slice(&bytes_of(&table)),
-            spans: self.client.create_from_slice(&bytes_of(&spans)),
-            visibility: None,
-            selected: None,
-            counters,
-            out: self.client.empty(batch * heads * rows * width * 2),
-            lse: self.client.empty(batch * heads * rows * 4),
-            scale: 1.0 / (width as f64).sqrt(),
-            softcap: None,
-        })
+        let q = self.filled(batch * heads * rows * width, BF16, 1);
+        let stored = [2, 3].map(|seed| self.stored(pages * page * width, seed));
+        let scales = (shape.quantization).map(|_| [(); 2].map(|()| self.scales(pages * page)));
+        Call::new(&self.client, shape, q, (stored, scales), [&table, &spans])
     }
 
     fn times(&mut self) -> Result<()> {
@@ -426,7 +407,7 @@ impl Bench {
             None => slots * shape.kv_heads * shape.width * 2 * 2,
             Some(_) => slots * shape.kv_heads * (shape.width * 2 + 8),
         };
-        let Some([one, many, replayed]) = self.medians(|| call.run().is_ok())? else {
+        let Some([one, many, replayed]) = self.medians(|| call.run())? else {
             return Ok(());
         };
         let rate = bytes as f64 / replayed / 1e6;
@@ -447,55 +428,67 @@ impl Bench {
 
     /// Medians by the device's clock in microseconds: of a call alone, of one among others, and of one among others that are replayed, for which the host
     /// does nothing. Not a number where the device records nothing.
-    fn medians(&self, run: impl Fn() -> bool + Send + Sync) -> Result<Option<[f64; 3]>> {
-        if self.args.enqueue_only {
-            run();
-            self.client.flush().map_err(|error| anyhow!("{error}"))?;
+    fn medians(&self, run: impl Fn() -> Result<()> + Sync) -> Result<Option<[f64; 3]>> {
+        let (client, timing) = (&self.client, &self.args.timing);
+        if timing.launched(client, &run)? {
             return Ok(None);
         }
-        for _ in 0..5 {
-            ensure!(run(), "the call cannot be launched");
-        }
+        (0..5).try_for_each(|_| run())?;
         let count = self.args.in_a_row;
-        let many = || (0..count).all(|_| run());
-        let one = self.median(&run)?;
-        let in_a_row = self.median(many)? / count as f64;
+        let many = || (0..count).try_for_each(|_| run());
+        let one = alone(client, timing.repeats, &run)?;
+        let in_a_row = alone(client, timing.repeats, many)? / count as f64;
         let replayed = match self.recorded(many)? {
-            // SAFETY: what was recorded reads and writes the call's tensors, which live here, and buffers that the recording keeps; this thread alone
-            // uses them.
-            Some(graph) => self.median(|| unsafe { graph.replay() }.is_ok())? / count as f64,
+            Some(graph) => {
+                // SAFETY: what was recorded reads and writes the call's tensors, which live here, and buffers that the recording keeps; this thread
+                // alone uses them.
+                let replay = || unsafe { graph.replay() }.map_err(|error| anyhow!("{error:?}"));
+                alone(client, timing.repeats, replay)? / count as f64
+            }
             None => f64::NAN,
         };
-        Ok(Some([one, in_a_row, replayed]))
-    }
-
-    fn median(&self, run: impl Fn() -> bool + Send + Sync) -> Result<f64> {
-        let mut times = Vec::new();
-        for _ in 0..self.args.repeats {
-            let (ran, profile) = (self.client)
-                .profile(&run, "decode")
-                .map_err(|error| anyhow!("{error:?}"))?;
-            ensure!(ran, "the call cannot be launched");
-            let span = block_on(profile.resolve()).context("the device measured no time")?;
-            times.push(span.duration().as_secs_f64() * 1e6);
-        }
-        times.sort_by(f64::total_cmp);
-        Ok(times[times.len() / 2])
+        Ok(Some([one, in_a_row, replayed].map(|seconds| seconds * 1e6)))
     }
 
     /// What a device records of a run, or nothing if it cannot.
-    fn recorded(&self, run: impl Fn() -> bool) -> Result<Option<Graph>> {
+    fn recorded(&self, run: impl Fn() -> Result<()>) -> Result<Option<Graph>> {
         let failed = |error| anyhow!("{error:?}");
         if self.client.graph_prepare().is_err() {
             return Ok(None);
         }
-        ensure!(run(), "the call cannot be launched");
-        block_on(self.client.sync()).map_err(failed)?;
+        run()?;
+        sync(&self.client)?;
         self.client.start_capture().map_err(failed)?;
         let ran = run();
         let graph = self.client.stop_capture().map_err(failed)?;
-        ensure!(ran, "the call cannot be recorded");
+        ran?;
         Ok(Some(graph))
+    }
+
+    /// Times of the parts of a choice, the first of which is attention to everything and the last all that takes its place, and how many times as fast that is.
+    fn parts(&mut self, name: &str, page: usize, parts: &[Part<'_>], bars: &str) -> Result<()> {
+        let mut times = Vec::new();
+        for (part, run) in parts {
+            let Some(medians @ [one, many, replayed]) = self.medians(run)? else {
+                continue;
+            };
+            println!("  {part:<26} {page:>4} {one:>9.2} {many:>9.2} {replayed:>9.2}");
+            times.push(medians);
+            self.results.push(json!({
+                "name": name, "part": part, "page": page, "us": one, "us_in_a_row": many, "us_replayed": replayed,
+            }));
+        }
+        let (Some(all), Some(some)) = (times.first(), times.last()) else {
+            return Ok(());
+        };
+        // Without recordings, what calls take among others.
+        let of = if all[2].is_finite() { 2 } else { 1 };
+        let ratio = all[of] / some[of];
+        let what = parts[0].0.replace("attention to", "as fast as");
+        println!("  {what:<26} {ratio:>34.2} x{bars}");
+        self.results
+            .push(json!({ "name": name, "page": page, "ratio": ratio }));
+        Ok(())
     }
 
     /// Rows of 32 sequences written into pages.
@@ -511,17 +504,17 @@ impl Bench {
         let quantization = self.args.quantization();
         let [k, v] = [3, 4].map(|seed| self.filled(batch * kv_heads * width, BF16, seed));
         let slots: Vec<i32> = (0..batch as i32).map(|entry| entry * 33 + 5).collect();
-        let slots = self.client.create_from_slice(&bytes_of(&slots));
+        let slots = upload_ints(&self.client, &slots);
         let client = self.client.clone();
         let run = || {
-            let result = match quantization {
-                None => append_rows(&client, &shape, [&k, &v], &slots, [&keys, &values]),
+            match quantization {
+                None => append_rows(&client, &shape, [&k, &v], &slots, [&keys, &values])?,
                 Some(quantization) => {
                     let pages = [&keys, &values, &scales[0], &scales[1]];
-                    append_quantized(&client, &shape, quantization, [&k, &v], &slots, pages)
+                    append_quantized(&client, &shape, quantization, [&k, &v], &slots, pages)?
                 }
-            };
-            result.is_ok()
+            }
+            Ok(())
         };
         let Some([one, many, replayed]) = self.medians(run)? else {
             return Ok(());

@@ -1,6 +1,8 @@
 //! Attention over the single keys that an indexer chooses (DeepSeek sparse attention, 2025), beside attention over all of them.
 
 use anyhow::Result;
+use blocksparse_bench::device::{empty, upload, upload_ints};
+use blocksparse_bench::numbers::{BF16, F32};
 use burn_paged_attention::internal::kernels::PagedPlan;
 use burn_paged_attention::internal::kernels::PagedShape;
 use burn_paged_attention::internal::kernels::SlotShape;
@@ -14,65 +16,18 @@ use burn_sparse_select::kernels::indexer::pair_sums;
 use burn_sparse_select::kernels::indexer::pick_keys;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use serde_json::json;
 
-use super::{BF16, Bench, Call, Shape, bytes_of};
-
-/// A shape to be timed: sequences of so many tokens, of which each query keeps some.
-struct Kept {
-    name: &'static str,
-    batch: usize,
-    length: usize,
-    keep: usize,
-    /// Heads of queries and of keys.
-    heads: [usize; 2],
-    /// Of the indexer heads, and their width.
-    index: [usize; 2],
-}
+use super::{Bench, Call, Part, Shape};
 
 const PAGE: usize = 16;
 
-const KEPT: [Kept; 5] = [
-    Kept {
-        name: "keys 2,048 of 32K, B 8",
-        batch: 8,
-        length: 32_768,
-        keep: 2048,
-        heads: [32, 8],
-        index: [64, 128],
-    },
-    Kept {
-        name: "keys 2,048 of 32K, B 8, 4 x 64",
-        batch: 8,
-        length: 32_768,
-        keep: 2048,
-        heads: [32, 8],
-        index: [4, 64],
-    },
-    Kept {
-        name: "keys 2,048 of 32K, B 8, 16 on 1",
-        batch: 8,
-        length: 32_768,
-        keep: 2048,
-        heads: [16, 1],
-        index: [4, 64],
-    },
-    Kept {
-        name: "keys 2,048 of 32K, B 1",
-        batch: 1,
-        length: 32_768,
-        keep: 2048,
-        heads: [32, 8],
-        index: [64, 128],
-    },
-    Kept {
-        name: "keys 2,048 of 128K, B 4",
-        batch: 4,
-        length: 131_072,
-        keep: 2048,
-        heads: [32, 8],
-        index: [64, 128],
-    },
+/// Sequences, their tokens, and how many of them a query keeps; heads of queries and of keys; indexer heads and their width.
+const KEPT: [(&str, [usize; 7]); 5] = [
+    ("32K, B 8", [8, 32_768, 2048, 32, 8, 64, 128]),
+    ("32K, B 8, 4 x 64", [8, 32_768, 2048, 32, 8, 4, 64]),
+    ("32K, B 8, 16 on 1", [8, 32_768, 2048, 16, 1, 4, 64]),
+    ("32K, B 1", [1, 32_768, 2048, 32, 8, 64, 128]),
+    ("128K, B 4", [4, 131_072, 2048, 32, 8, 64, 128]),
 ];
 
 /// A choice with its tensors on the device, and attention over what it chooses.
@@ -94,12 +49,12 @@ struct Chosen {
 }
 
 impl Chosen {
-    fn list(&self) -> bool {
+    fn list(&self) -> Result<()> {
         let walks = [&self.dense.table, &self.dense.spans];
-        walk_slots(&self.client, &self.walks, walks, &self.slots).is_ok()
+        Ok(walk_slots(&self.client, &self.walks, walks, &self.slots)?)
     }
 
-    fn score(&self) -> bool {
+    fn score(&self) -> Result<()> {
         let [q, k, weights] = self.index.each_ref();
         let inputs = PairInputs {
             element: BF16,
@@ -114,41 +69,52 @@ impl Chosen {
             near: 0,
             all: true,
         };
-        pair_sums(&self.client, &self.sizes, &inputs, &sum, &self.scores).is_ok()
+        Ok(pair_sums(
+            &self.client,
+            &self.sizes,
+            &inputs,
+            &sum,
+            &self.scores,
+        )?)
     }
 
-    fn pick(&self) -> bool {
+    fn pick(&self) -> Result<()> {
         let numbers = [&self.scores, &self.places];
         let seen = Some(&self.seen);
-        pick_keys(&self.client, &self.sizes, &self.picks, numbers, seen).is_ok()
+        Ok(pick_keys(
+            &self.client,
+            &self.sizes,
+            &self.picks,
+            numbers,
+            seen,
+        )?)
     }
 
-    fn find(&self) -> bool {
+    fn find(&self) -> Result<()> {
         let to = [self.heads, self.picks.most];
         let from = [&self.places, &self.dense.table];
-        picked_slots(&self.client, &self.walks, to, from, &self.sparse.table).is_ok()
+        Ok(picked_slots(
+            &self.client,
+            &self.walks,
+            to,
+            from,
+            &self.sparse.table,
+        )?)
     }
 
-    fn all(&self) -> bool {
-        self.list() && self.score() && self.pick() && self.find() && self.sparse.run().is_ok()
+    fn all(&self) -> Result<()> {
+        self.list()?;
+        self.score()?;
+        self.pick()?;
+        self.find()?;
+        self.sparse.run()
     }
 }
 
 impl Bench {
-    fn chosen_keys(&self, kept: &Kept) -> Result<Chosen> {
-        let Kept {
-            batch,
-            length,
-            keep,
-            heads: [heads, kv_heads],
-            index: [index_heads, index_dim],
-            ..
-        } = *kept;
-        let shape = Shape {
-            heads,
-            kv_heads,
-            ..Shape::equal(kept.name, batch, length, 1, None)
-        };
+    fn chosen_keys(&self, sizes: [usize; 7]) -> Result<Chosen> {
+        let [batch, length, keep, heads, kv_heads, index_heads, index_dim] = sizes;
+        let shape = Shape::equal("keys", [batch, length, 1], [heads, kv_heads], None);
         let dense = self.call(&shape, PAGE)?;
         let mut sparse = self.call(&shape, PAGE)?;
         let of = dense.shape;
@@ -166,11 +132,11 @@ impl Bench {
         // The same keys, not as many again.
         (sparse.keys, sparse.values) = (dense.keys.clone(), dense.values.clone());
         sparse.scales = dense.scales.clone();
-        sparse.table = self.client.empty(batch * kv_heads * keep * 4);
+        sparse.table = empty(&self.client, batch * kv_heads * keep, F32);
         let spans: Vec<i32> = (0..batch * kv_heads)
             .flat_map(|_| [keep as i32, 0, 0, 0])
             .collect();
-        sparse.spans = self.client.create_from_slice(&bytes_of(&spans));
+        sparse.spans = upload_ints(&self.client, &spans);
         let walks = SlotShape::new(batch, of.entries, PAGE);
         let all = slots / kv_heads;
         let sizes = PairSizes::new(
@@ -180,7 +146,6 @@ impl Bench {
             Some(walks.slots()),
         );
         let numbers = batch * walks.slots();
-        let weights = vec![0.5f32.to_le_bytes(); index_heads * batch].concat();
         Ok(Chosen {
             client: self.client.clone(),
             sizes,
@@ -196,56 +161,35 @@ impl Bench {
             index: [
                 self.filled(index_heads * batch * index_dim, BF16, 5),
                 self.filled(all * index_dim, BF16, 6),
-                self.client.create_from_slice(&weights),
+                upload(&self.client, &vec![0.5; index_heads * batch], F32),
             ],
-            slots: self.client.empty(numbers * 4),
-            seen: self
-                .client
-                .create_from_slice(&bytes_of(&vec![length as i32; batch])),
-            scores: self.client.empty(numbers * 4),
-            places: self.client.empty(batch * keep * 4),
+            slots: empty(&self.client, numbers, F32),
+            seen: upload_ints(&self.client, &vec![length as i32; batch]),
+            scores: empty(&self.client, numbers, F32),
+            places: empty(&self.client, batch * keep, F32),
         })
     }
 
     /// Times of the parts of a choice of keys, and how many times as fast it is with the attention over it. `check-device` compares what they give.
     pub(super) fn keys(&mut self) -> Result<()> {
-        for kept in KEPT {
-            let name = kept.name;
+        for (of, sizes) in KEPT {
+            let name = &format!("keys 2,048 of {of}");
             if !name.contains(&self.args.only) {
                 continue;
             }
-            let chosen = self.chosen_keys(&kept)?;
+            let chosen = self.chosen_keys(sizes)?;
             println!("{name}, pages of {PAGE}");
             println!("  {}", chosen.sparse.plan);
-            let parts: [(&str, &(dyn Fn() -> bool + Send + Sync)); 7] = [
-                ("attention to all keys", &|| chosen.dense.run().is_ok()),
+            let parts: [Part<'_>; 7] = [
+                ("attention to all keys", &|| chosen.dense.run()),
                 ("slots of walks", &|| chosen.list()),
                 ("scores", &|| chosen.score()),
                 ("picks", &|| chosen.pick()),
                 ("slots of picks", &|| chosen.find()),
-                ("attention to the picks", &|| chosen.sparse.run().is_ok()),
+                ("attention to the picks", &|| chosen.sparse.run()),
                 ("all five", &|| chosen.all()),
             ];
-            let mut times = Vec::new();
-            for (part, run) in parts {
-                let Some(medians @ [one, many, replayed]) = self.medians(run)? else {
-                    continue;
-                };
-                println!("  {part:<26} {PAGE:>4} {one:>9.2} {many:>9.2} {replayed:>9.2}");
-                times.push(medians);
-                self.results.push(json!({
-                    "name": name, "part": part, "page": PAGE, "us": one, "us_in_a_row": many, "us_replayed": replayed,
-                }));
-            }
-            let (Some(all), Some(some)) = (times.first(), times.last()) else {
-                continue;
-            };
-            // Without recordings, what calls take among others.
-            let of = if all[2].is_finite() { 2 } else { 1 };
-            let ratio = all[of] / some[of];
-            println!("  {:<26} {ratio:>34.2} x", "as fast as all keys");
-            self.results
-                .push(json!({ "name": name, "page": PAGE, "ratio": ratio }));
+            self.parts(name, PAGE, &parts, "")?;
         }
         Ok(())
     }

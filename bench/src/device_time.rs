@@ -1,9 +1,13 @@
-//! Times of calls by a device's own clock.
+//! Times of calls by a device's own clock, and by the host's.
+
+use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow};
 use cubecl::client::Client;
 use cubecl::future::block_on;
 use cubecl::prelude::*;
+
+use crate::device::sync;
 
 /// Calls of which no time is taken: they compile kernels, and make and upload plans.
 const WARM_UP: usize = 2;
@@ -17,12 +21,19 @@ const CUBES: u32 = 256;
 
 /// Seconds that a call takes.
 #[derive(Clone, Copy)]
-#[allow(dead_code, reason = "some programs want the median alone")]
 pub struct Times {
     pub median: f64,
     /// The tenth and the ninetieth percentile.
     pub p10: f64,
     pub p90: f64,
+}
+
+impl Times {
+    pub fn of(mut seconds: Vec<f64>) -> Self {
+        seconds.sort_by(f64::total_cmp);
+        let [median, p10, p90] = [5, 1, 9].map(|tenths| seconds[seconds.len() * tenths / 10]);
+        Self { median, p10, p90 }
+    }
 }
 
 /// Times a call that launches kernels. The device has other work while a call is queued, so that it never waits for the host, and that work leaves nothing of the
@@ -40,8 +51,7 @@ pub fn times(
     }
     let bytes = AHEAD_BYTES.min(client.properties().memory.max_page_size) as usize;
     let (words, ahead) = (bytes / 4, client.empty(bytes));
-    let mut times = Vec::new();
-    for _ in 0..repeats {
+    let work = || {
         // SAFETY: units write below the buffer's length.
         unsafe {
             fill::launch_unchecked(
@@ -52,25 +62,58 @@ pub fn times(
                 words as u32,
             );
         }
-        let (ran, profile) = client
-            .profile(&run, "call")
-            .map_err(|error| anyhow!("{error:?}"))?;
-        ran?;
-        let span = block_on(profile.resolve()).context("the device measured no time")?;
-        times.push(span.duration().as_secs_f64());
-    }
-    times.sort_by(f64::total_cmp);
-    let [median, p10, p90] = [5, 1, 9].map(|tenths| times[repeats * tenths / 10]);
-    Ok(Times { median, p10, p90 })
+    };
+    profiled(client, repeats, work, run)
 }
 
 /// The median of [`times`].
 ///
 /// # Errors
 /// As [`times`].
-#[allow(dead_code, reason = "some programs want percentiles, too")]
 pub fn median(client: &Client, repeats: usize, run: impl Fn() -> Result<()> + Sync) -> Result<f64> {
     Ok(times(client, repeats, run)?.median)
+}
+
+/// The median of calls that come to an idle device, and have their way to it in their time.
+///
+/// # Errors
+/// As [`times`].
+pub fn alone(client: &Client, repeats: usize, run: impl Fn() -> Result<()> + Sync) -> Result<f64> {
+    Ok(profiled(client, repeats, || {}, run)?.median)
+}
+
+/// The median of the seconds until a call returns, while the device has nothing else to do.
+///
+/// # Errors
+/// Those of the call and of the device.
+pub fn host(client: &Client, repeats: usize, run: impl Fn() -> Result<()>) -> Result<f64> {
+    let call = |_| -> Result<f64> {
+        sync(client)?;
+        let start = Instant::now();
+        run()?;
+        Ok(start.elapsed().as_secs_f64())
+    };
+    let seconds = (0..repeats + WARM_UP).map(call);
+    Ok(Times::of(seconds.collect::<Result<_>>()?).median)
+}
+
+fn profiled(
+    client: &Client,
+    repeats: usize,
+    before: impl Fn(),
+    run: impl Fn() -> Result<()> + Sync,
+) -> Result<Times> {
+    let call = |_| -> Result<f64> {
+        before();
+        let (ran, profile) = client
+            .profile(&run, "call")
+            .map_err(|error| anyhow!("{error:?}"))?;
+        ran?;
+        let span = block_on(profile.resolve()).context("the device measured no time")?;
+        Ok(span.duration().as_secs_f64())
+    };
+    let seconds = (0..repeats).map(call);
+    Ok(Times::of(seconds.collect::<Result<_>>()?))
 }
 
 #[cube(launch_unchecked)]

@@ -1,11 +1,13 @@
 //! `bench-indexer`: sums over heads of the pairs of queries and keys, an indexer's scores or what attention gives to keys, the keys of the highest scores, and
 //! gradients by sums: times, and equality to loops in f64. `BLOCKSPARSE_PAIRS=0` leaves tensor cores out.
 
-mod device_time;
 mod indexer_verify;
 
-use anyhow::{Result, anyhow, ensure};
+use anyhow::{Result, ensure};
 use blocksparse::HadamardFp8;
+use blocksparse_bench::device::{self, empty, poisoned, read, upload, upload_ints};
+use blocksparse_bench::numbers::{Dtype, F32, encoded, uniform};
+use blocksparse_bench::runner::{Shard, Timing};
 use burn_sparse_select::kernels::indexer::IndexerGradients;
 use burn_sparse_select::kernels::indexer::KeyBytes;
 use burn_sparse_select::kernels::indexer::KeyPicks;
@@ -21,45 +23,12 @@ use burn_sparse_select::kernels::indexer::pick_keys;
 use burn_sparse_select::kernels::indexer::round_rows;
 use clap::{Parser, ValueEnum};
 use cubecl::client::Client;
-use cubecl::future::block_on;
-use cubecl::ir::{ElemType, FloatKind};
+use cubecl::ir::ElemType;
 use cubecl::server::Handle;
-use half::{bf16, f16};
-use rand::{RngExt, SeedableRng};
+use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 
-use device_time::median;
 use indexer_verify::{Numbers, verify};
-
-#[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
-enum Dtype {
-    F32,
-    F16,
-    Bf16,
-}
-
-impl Dtype {
-    fn element(self) -> ElemType {
-        ElemType::Float(match self {
-            Dtype::F32 => FloatKind::F32,
-            Dtype::F16 => FloatKind::F16,
-            Dtype::Bf16 => FloatKind::BF16,
-        })
-    }
-
-    /// Numbers as the device has them.
-    fn bytes(self, numbers: &[f32]) -> Vec<u8> {
-        match self {
-            Dtype::F32 => numbers.iter().flat_map(|x| x.to_le_bytes()).collect(),
-            Dtype::F16 => (numbers.iter())
-                .flat_map(|&x| f16::from_f32(x).to_le_bytes())
-                .collect(),
-            Dtype::Bf16 => (numbers.iter())
-                .flat_map(|&x| bf16::from_f32(x).to_le_bytes())
-                .collect(),
-        }
-    }
-}
 
 #[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
 enum What {
@@ -75,6 +44,20 @@ enum What {
     ByQueries,
     /// The gradient by keys.
     ByKeys,
+}
+
+impl What {
+    fn is_sum(self) -> bool {
+        matches!(self, What::Scores | What::Weights | What::Choice)
+    }
+
+    fn is_choice(self) -> bool {
+        matches!(self, What::Picks | What::Choice)
+    }
+
+    fn is_gradient(self) -> bool {
+        matches!(self, What::ByQueries | What::ByKeys)
+    }
 }
 
 #[derive(Clone, Parser)]
@@ -119,21 +102,66 @@ struct Args {
     /// Rows that are rotated and rounded to 8 bits; a choice does that each time.
     #[arg(long)]
     rounded: bool,
-    /// Timed runs; the median is reported.
-    #[arg(long, default_value_t = 15)]
-    repeats: usize,
+    #[command(flatten)]
+    timing: Timing<15>,
     /// Compare results with loops in f64, of small calls, and run twice, instead of timing.
     #[arg(long)]
     verify: bool,
-    /// Of so many parts of what is to be compared, only this one.
-    #[arg(long, default_value_t = 0)]
-    shard: usize,
-    /// Parts of what is to be compared: each call has a kernel of its own to compile, and processes share them.
-    #[arg(long, default_value_t = 1)]
-    of: usize,
-    /// Launch every kernel once and time nothing: for looking at what is compiled.
-    #[arg(long)]
-    enqueue_only: bool,
+    #[command(flatten)]
+    shard: Shard,
+}
+
+impl Args {
+    fn queries(&self) -> usize {
+        self.queries.unwrap_or(self.n)
+    }
+
+    /// Keys that a query sees.
+    fn seen(&self, query: usize) -> usize {
+        match self.all {
+            true => self.n,
+            false => self.n - self.queries() + query + 1,
+        }
+    }
+
+    /// The keys that queries list, ascending, each once, from one end of what is seen to the other.
+    fn lists(&self, most: usize) -> Vec<i32> {
+        let list = |query: usize| {
+            let seen = self.n - self.queries() + query + 1;
+            (0..most).map(move |place| match seen > most {
+                true => (place * seen / most) as i32,
+                false if place < seen => place as i32,
+                false => -1,
+            })
+        };
+        let queries = 0..self.batch * self.queries();
+        queries.flat_map(|at| list(at % self.queries())).collect()
+    }
+}
+
+/// Rows of queries or keys, and the same rounded to 8 bits if they are to be. The numbers become what is rounded.
+fn rows_of(
+    client: &Client,
+    args: &Args,
+    numbers: &mut [f32],
+    of: HadamardFp8,
+) -> Result<[Handle; 2]> {
+    let element = args.dtype.element();
+    let rows = upload(client, numbers, element);
+    if !args.rounded {
+        return Ok([rows.clone(), rows]);
+    }
+    let out = empty(client, numbers.len(), element);
+    let size = [numbers.len() / args.width, args.width];
+    round_rows(client, element, &rows, size, of, &out)?;
+    if args.verify {
+        of.round(numbers, args.width);
+        ensure!(
+            encoded(numbers, element) == read(client, &out)?,
+            "rows are rounded to other numbers than on the host"
+        );
+    }
+    Ok([rows, out])
 }
 
 /// A call: its numbers on the device.
@@ -172,7 +200,8 @@ impl Call {
             listed,
             ..
         } = args;
-        let queries = args.queries.unwrap_or(n);
+        let queries = args.queries();
+        let is_choice = args.what.is_choice();
         ensure!(
             (1..=n).contains(&queries) && kv_heads > 0 && heads.is_multiple_of(kv_heads),
             "there are more queries than keys, or heads of keys do not divide the others"
@@ -181,76 +210,20 @@ impl Call {
             args.what != What::ByKeys || listed.is_none(),
             "the gradient by keys is of all keys"
         );
-        let mut rng = ChaCha8Rng::seed_from_u64(1);
-        // Long calls repeat a part of their numbers: nothing depends on them but power.
-        let mut drawn = |count: usize| -> Vec<f32> {
-            let some: Vec<f32> = (0..count.min(1 << 20))
-                .map(|_| rng.random_range(-1.5..1.5))
-                .collect();
-            (0..count).map(|at| some[at % some.len()]).collect()
-        };
-        // As the device has them.
-        let rounded = |mut numbers: Vec<f32>| {
-            match args.dtype {
-                Dtype::F32 => {}
-                Dtype::F16 => numbers
-                    .iter_mut()
-                    .for_each(|x| *x = f16::from_f32(*x).to_f32()),
-                Dtype::Bf16 => (numbers.iter_mut()).for_each(|x| *x = bf16::from_f32(*x).to_f32()),
-            }
-            numbers
-        };
-        let upload =
-            |numbers: &[f32], dtype: Dtype| client.create_from_slice(&dtype.bytes(numbers));
-        let mut q_numbers = rounded(drawn(batch * heads * queries * width));
-        let mut k_numbers = rounded(drawn(batch * kv_heads * n * width));
-        let row_numbers = drawn(batch * heads * queries);
-        let element = args.dtype.element();
-        let of = |numbers: &mut Vec<f32>, of: HadamardFp8| -> Result<[Handle; 2]> {
-            let rows = upload(numbers, args.dtype);
-            if !args.rounded {
-                return Ok([rows.clone(), rows]);
-            }
-            let out = client.empty(numbers.len() * element.size());
-            let size = [numbers.len() / width, width];
-            round_rows(client, element, &rows, size, of, &out)?;
-            if args.verify {
-                of.round(numbers, width);
-                let found = client.read_one(out.clone());
-                let found = found.map_err(|error| anyhow!("{error:?}"))?;
-                ensure!(
-                    args.dtype.bytes(numbers) == found.to_vec(),
-                    "rows are rounded to other numbers than on the host"
-                );
-            }
-            Ok([rows, out])
-        };
-        let [raw_q, q] = of(&mut q_numbers, HadamardFp8::Queries)?;
-        let [raw_k, k] = of(&mut k_numbers, HadamardFp8::Keys)?;
-        let of_rows = upload(&row_numbers, Dtype::F32);
-        let lists = listed.map(|most| {
-            let list = |at: usize| {
-                let seen = n - queries + at % queries + 1;
-                // Ascending, each once, from one end of what is seen to the other.
-                (0..most).map(move |place| match seen > most {
-                    true => (place * seen / most) as i32,
-                    false if place < seen => place as i32,
-                    false => -1,
-                })
-            };
-            (0..batch * queries).flat_map(list).collect::<Vec<i32>>()
-        });
-        let keys = lists.as_ref().map(|lists| {
-            let bytes: Vec<u8> = lists.iter().flat_map(|key| key.to_le_bytes()).collect();
-            client.create_from_slice(&bytes)
-        });
-        let is_choice = matches!(args.what, What::Picks | What::Choice);
         ensure!(
             !is_choice || (listed.is_none() && !args.all),
             "keys are picked from all up to a query's own"
         );
-        let columns = listed.unwrap_or(n);
-        let rows = (args.numbers / (batch * columns)).clamp(1, queries);
+        let mut rng = ChaCha8Rng::seed_from_u64(1);
+        let mut drawn = |count, element| uniform(count, 1.5, element, &mut rng);
+        let element = args.dtype.element();
+        let mut q_numbers = drawn(batch * heads * queries * width, element);
+        let mut k_numbers = drawn(batch * kv_heads * n * width, element);
+        let row_numbers = drawn(batch * heads * queries, F32);
+        let [raw_q, q] = rows_of(client, args, &mut q_numbers, HadamardFp8::Queries)?;
+        let [raw_k, k] = rows_of(client, args, &mut k_numbers, HadamardFp8::Keys)?;
+        let lists = listed.map(|most| args.lists(most));
+        let rows = (args.numbers / (batch * listed.unwrap_or(n))).clamp(1, queries);
         let shapes = ([batch, heads, queries, width], [batch, kv_heads, n, width]);
         let picks = KeyPicks {
             most: args.most.min(n),
@@ -276,54 +249,39 @@ impl Call {
             },
         };
         let pairs = sizes.iter().map(PairSizes::numbers).max().unwrap_or(0);
-        let (of_pairs, parts, gradients) = match args.what {
-            What::Scores | What::Weights | What::Choice => (4 * pairs, 1, [4, 4]),
-            What::Picks => (0, 1, [4, 4]),
-            What::ByQueries => (
-                0,
-                1,
-                [width, 1].map(|width| 4 * batch * heads * queries * width),
-            ),
-            What::ByKeys => {
-                let parts = key_parts(client, &sizes[0]);
-                (0, parts, [4 * parts * batch * n * width, 4])
-            }
-        };
         // Outputs that are compared are no numbers before.
-        let output = |bytes: usize| match args.verify {
-            true => client.create_from_slice(&vec![0xff; bytes]),
-            false => client.empty(bytes),
+        let output = |numbers: usize| match args.verify {
+            true => poisoned(client, numbers, F32),
+            false => empty(client, numbers, F32),
         };
         let mut pair_numbers = Vec::new();
-        let of_pairs = match of_pairs {
-            0 => {
-                pair_numbers = drawn(pairs);
+        let of_pairs = match args.what.is_sum() {
+            true => output(pairs),
+            false => {
+                pair_numbers = drawn(pairs, F32);
                 // What the first queries do not see has none.
                 if listed.is_none() && !is_choice {
-                    for (at, number) in pair_numbers.iter_mut().enumerate() {
-                        let seen = n - queries + at / n % rows + 1;
-                        if at % n >= seen {
-                            *number = 0.0;
-                        }
+                    for (row, numbers) in pair_numbers.chunks_mut(n).enumerate() {
+                        numbers[n - queries + row % rows + 1..].fill(0.0);
                     }
                 }
-                upload(&pair_numbers, Dtype::F32)
+                upload(client, &pair_numbers, F32)
             }
-            bytes => output(bytes),
         };
-        let gradients = gradients.map(output);
+        let parts = match args.what {
+            What::ByKeys => key_parts(client, &sizes[0]),
+            _ => 1,
+        };
+        let all_rows = batch * heads * queries;
+        let gradients = match args.what {
+            What::ByQueries => [all_rows * width, all_rows],
+            What::ByKeys => [parts * batch * n * width, 1],
+            _ => [1, 1],
+        };
         let picked = match is_choice {
-            true => 4 * batch * queries * picks.most,
-            false => 4,
+            true => batch * queries * picks.most,
+            false => 1,
         };
-        let picked = output(picked);
-        let kept = args.verify.then_some(Numbers {
-            q: q_numbers,
-            k: k_numbers,
-            of_rows: row_numbers,
-            keys: lists,
-            of_pairs: pair_numbers,
-        });
         Ok(Self {
             client: client.clone(),
             element,
@@ -332,15 +290,21 @@ impl Call {
             parts,
             of_pairs,
             picks,
-            lists: picked,
-            gradients,
+            lists: output(picked),
+            gradients: gradients.map(output),
             sizes,
             q,
             k,
-            of_rows,
-            keys,
+            of_rows: upload(client, &row_numbers, F32),
+            keys: lists.as_ref().map(|lists| upload_ints(client, lists)),
             raw: args.rounded.then_some([raw_q, raw_k]),
-            kept,
+            kept: args.verify.then_some(Numbers {
+                q: q_numbers,
+                k: k_numbers,
+                of_rows: row_numbers,
+                keys: lists,
+                of_pairs: pair_numbers,
+            }),
         })
     }
 
@@ -356,27 +320,20 @@ impl Call {
         let Some([q, k]) = &self.raw else {
             return Ok(());
         };
-        let PairSizes {
-            batch,
-            heads,
-            seq,
-            width,
-            ..
-        } = self.sizes[0];
-        for (side, of, rows, out) in [
+        let of = &self.sizes[0];
+        for (side, kind, rows, out) in [
             (0, HadamardFp8::Queries, q, &self.q),
             (1, HadamardFp8::Keys, k, &self.k),
         ] {
-            let size = [batch * heads[side] * seq[side], width];
-            round_rows(&self.client, self.element, rows, size, of, out)?;
+            let size = [of.batch * of.heads[side] * of.seq[side], of.width];
+            round_rows(&self.client, self.element, rows, size, kind, out)?;
         }
         Ok(())
     }
 
     /// The keys in bytes, if they are rounded and a kernel takes them so.
     fn bytes(&self) -> Result<Option<KeyBytes>> {
-        let is_sum = matches!(self.what, What::Scores | What::Weights | What::Choice);
-        Ok(match self.raw.is_some() && is_sum {
+        Ok(match self.raw.is_some() && self.what.is_sum() {
             true => key_bytes(&self.client, &self.sizes[0], &self.inputs(None), &self.sum)?,
             false => None,
         })
@@ -403,15 +360,15 @@ impl Call {
         };
         let [first, second] = &self.gradients;
         let client = &self.client;
+        if self.what.is_sum() {
+            pair_sums(client, sizes, &inputs, &self.sum, &self.of_pairs)?;
+        }
         match self.what {
-            What::Scores | What::Weights => {
-                pair_sums(client, sizes, &inputs, &self.sum, &self.of_pairs)?;
+            What::Scores | What::Weights => {}
+            What::Choice | What::Picks => {
+                let numbers = [&self.of_pairs, &self.lists];
+                pick_keys(client, sizes, &self.picks, numbers, None)?;
             }
-            What::Choice => {
-                pair_sums(client, sizes, &inputs, &self.sum, &self.of_pairs)?;
-                self.pick(sizes)?;
-            }
-            What::Picks => self.pick(sizes)?,
             What::ByQueries => by_queries(client, sizes, &of_pairs, [first, second])?,
             What::ByKeys => {
                 let flags = [sizes.rows[0] > 0, true];
@@ -420,49 +377,36 @@ impl Call {
         }
         Ok(())
     }
-
-    fn pick(&self, sizes: &PairSizes) -> Result<()> {
-        let numbers = [&self.of_pairs, &self.lists];
-        Ok(pick_keys(&self.client, sizes, &self.picks, numbers, None)?)
-    }
 }
 
 fn main() -> Result<()> {
     let args = Args::parse();
-    let client = cubecl::Device::Cuda(Default::default()).client();
+    let client = device::client()?;
     if args.verify {
         return verify(&client, &args);
     }
     let call = Call::new(&client, &args)?;
-    if args.enqueue_only {
-        call.run()?;
-        client.flush().map_err(|error| anyhow!("{error}"))?;
-        return block_on(client.sync()).map_err(|error| anyhow!("{error:?}"));
-    }
-    let queries = args.queries.unwrap_or(args.n);
-    let most = args.listed.unwrap_or(args.n);
-    let seen = |at: usize| {
-        if args.all {
-            args.n
-        } else {
-            args.n - queries + at + 1
-        }
+    let Some(seconds) = args.timing.seconds(&client, || call.run())? else {
+        return device::sync(&client);
     };
-    let pairs: usize = (0..queries).map(|at| seen(at).min(most)).sum();
+    let most = args.listed.unwrap_or(args.n);
+    let pairs: usize = (0..args.queries())
+        .map(|query| args.seen(query).min(most))
+        .sum();
     // Gradients need two products.
     let products = match args.what {
-        What::Scores | What::Weights | What::Choice => 2.0,
         What::Picks => 0.0,
-        What::ByQueries | What::ByKeys => 4.0,
+        what if what.is_gradient() => 4.0,
+        _ => 2.0,
     };
     let flops = products * (args.batch * args.heads * args.width) as f64 * pairs as f64;
-    let seconds = median(&client, args.repeats, || call.run())?;
     println!(
-        "{:?} of {} x {} x {}, {queries} queries, {most} of {} keys, {:?}{}, {} slabs: {:9.3} ms {:7.1} TFLOP/s",
+        "{:?} of {} x {} x {}, {} queries, {most} of {} keys, {:?}{}, {} slabs: {:9.3} ms {:7.1} TFLOP/s",
         args.what,
         args.batch,
         args.heads,
         args.width,
+        args.queries(),
         args.n,
         args.dtype,
         if args.rounded { " rounded" } else { "" },

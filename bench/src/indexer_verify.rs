@@ -1,13 +1,16 @@
 //! Sums of pairs, picks and gradients by sums against loops in f64, of small calls.
 
-use anyhow::{Result, anyhow, ensure};
+use anyhow::{Result, ensure};
 use blocksparse::HadamardFp8;
+use blocksparse_bench::compare::dot;
+use blocksparse_bench::device::{read_ints, read_numbers};
+use blocksparse_bench::numbers::{Dtype, F32};
+use blocksparse_bench::runner::Tally;
 use burn_sparse_select::kernels::indexer::PairSizes;
 use burn_sparse_select::kernels::indexer::PairSum;
 use cubecl::client::Client;
-use cubecl::server::Handle;
 
-use super::{Args, Call, Dtype, What};
+use super::{Args, Call, What};
 
 /// Queries and keys, how many are picked, near ones among them, and numbers at a time, 0 for all.
 const PICKS: &[([usize; 2], [usize; 3])] = &[
@@ -73,27 +76,20 @@ const KINDS: [(Dtype, bool); 5] = [
 
 /// All kinds of calls of these sizes in both types, twice.
 pub fn verify(client: &Client, args: &Args) -> Result<()> {
-    let (shard, of) = (args.shard, args.of);
-    ensure!(
-        shard < of,
-        "--shard is {shard}, of {of} parts numbered from 0"
-    );
-    let (mut number, mut checked, mut failed) = (0, 0, 0);
+    let mut tally = Tally::new(args.shard)?;
+    let numbers_of = |numbers| if numbers == 0 { 1 << 24 } else { 2 * numbers };
     for &([heads, kv_heads, width], [queries, n], [listed, near, numbers]) in SHAPES {
         for what in [What::Scores, What::Weights, What::ByQueries, What::ByKeys] {
-            let is_gradient = matches!(what, What::ByQueries | What::ByKeys);
             // An indexer's keys have one head.
-            let left_out = is_gradient && kv_heads > 1 || what == What::ByKeys && listed > 0;
+            let left_out = what.is_gradient() && kv_heads > 1 || what == What::ByKeys && listed > 0;
             for (dtype, rounded) in KINDS {
                 for all in [false, true] {
-                    if left_out || all && (what != What::Scores || listed > 0) {
-                        continue;
-                    }
-                    if rounded && (what != What::Scores || !HadamardFp8::takes(width)) {
-                        continue;
-                    }
-                    number += 1;
-                    if number % of != shard {
+                    let is_plain = what == What::Scores;
+                    if left_out
+                        || all && !(is_plain && listed == 0)
+                        || rounded && !(is_plain && HadamardFp8::takes(width))
+                        || !tally.has_next()
+                    {
                         continue;
                     }
                     let args = Args {
@@ -104,7 +100,7 @@ pub fn verify(client: &Client, args: &Args) -> Result<()> {
                         kv_heads,
                         width,
                         queries: Some(queries),
-                        numbers: if numbers == 0 { 1 << 24 } else { 2 * numbers },
+                        numbers: numbers_of(numbers),
                         listed: (listed > 0).then_some(listed),
                         near,
                         all,
@@ -115,27 +111,19 @@ pub fn verify(client: &Client, args: &Args) -> Result<()> {
                     let name = format!(
                         "{what:?} of {heads} heads on {kv_heads}, {width} wide, {queries} of {n}, {listed} listed, {dtype:?}, rounded {rounded}, all {all}"
                     );
-                    let call = Call::new(client, &args)?;
-                    let found = call.worst(client).and_then(|first| {
+                    let found = Call::new(client, &args)?.worst(client).and_then(|first| {
                         let again = Call::new(client, &args)?.worst(client)?;
                         ensure!(first == again, "other numbers when run again");
-                        Ok(first)
+                        println!("right {name}: {first:.1e}");
+                        Ok(())
                     });
-                    checked += 1;
-                    match found {
-                        Ok(worst) => println!("right {name}: {worst:.1e}"),
-                        Err(error) => {
-                            println!("WRONG {name}: {error}");
-                            failed += 1;
-                        }
-                    }
+                    tally.count(format!("WRONG {name}"), found);
                 }
             }
         }
     }
     for &([queries, n], [most, near, numbers]) in PICKS {
-        number += 1;
-        if number % of != shard {
+        if !tally.has_next() {
             continue;
         }
         let args = Args {
@@ -145,32 +133,19 @@ pub fn verify(client: &Client, args: &Args) -> Result<()> {
             heads: 1,
             width: 8,
             queries: Some(queries),
-            numbers: if numbers == 0 { 1 << 24 } else { 2 * numbers },
+            numbers: numbers_of(numbers),
             most,
             near,
             ..args.clone()
         };
         let name = format!("picks of {most} by {queries} of {n}, {near} near");
-        checked += 1;
-        match Call::new(client, &args)?.verify_picks(client) {
-            Ok(()) => println!("right {name}"),
-            Err(error) => {
-                println!("WRONG {name}: {error}");
-                failed += 1;
-            }
+        let found = Call::new(client, &args)?.verify_picks(client);
+        if found.is_ok() {
+            println!("right {name}");
         }
+        tally.count(format!("WRONG {name}"), found);
     }
-    println!("{checked} calls, {failed} failed");
-    ensure!(failed == 0, "{failed} calls are wrong");
-    Ok(())
-}
-
-fn read(client: &Client, handle: &Handle) -> Result<Vec<f64>> {
-    let bytes = client.read_one(handle.clone());
-    let bytes = bytes.map_err(|error| anyhow!("{error:?}"))?;
-    Ok((bytes.chunks_exact(4))
-        .map(|b| f64::from(f32::from_le_bytes([b[0], b[1], b[2], b[3]])))
-        .collect())
+    tally.finish("calls")
 }
 
 /// Products whose sign a rounding may change.
@@ -207,10 +182,10 @@ impl Call {
         let q = ((entry * heads + head) * seq_q + query) * sizes.width;
         let k = ((entry * kv_heads + kv_head) * seq_kv + key) * sizes.width;
         let numbers = self.numbers();
-        let pairs = (numbers.q[q..].iter())
-            .zip(&numbers.k[k..])
-            .take(sizes.width);
-        pairs.map(|(&q, &k)| f64::from(q) * f64::from(k)).sum()
+        dot(
+            &numbers.q[q..][..sizes.width],
+            &numbers.k[k..][..sizes.width],
+        )
     }
 
     /// The key of a column.
@@ -229,11 +204,7 @@ impl Call {
         let most = self.picks.most;
         for sizes in &self.sizes {
             self.run_slab(sizes, None)?;
-            let bytes = client.read_one(self.lists.clone());
-            let bytes = bytes.map_err(|error| anyhow!("{error:?}"))?;
-            let lists: Vec<i32> = (bytes.chunks_exact(4))
-                .map(|b| i32::from_le_bytes([b[0], b[1], b[2], b[3]]))
-                .collect();
+            let lists = read_ints(client, &self.lists)?;
             let [start, rows] = sizes.rows;
             for at in 0..sizes.batch * rows {
                 let query = at / rows * sizes.seq[0] + start + at % rows;
@@ -250,11 +221,11 @@ impl Call {
                 expected.sort_unstable();
                 expected.resize(most, -1);
                 let found = &lists[query * most..][..most];
-                let differs = (0..most).find(|&place| found[place] != expected[place]);
-                if let Some(place) = differs {
-                    let (found, expected) = (found[place], expected[place]);
-                    let what = format!("place {place} of query {query} is {found}");
-                    return Err(anyhow!("{what}, expected {expected}"));
+                for (place, (found, expected)) in found.iter().zip(&expected).enumerate() {
+                    ensure!(
+                        found == expected,
+                        "place {place} of query {query} is {found}, expected {expected}"
+                    );
                 }
             }
         }
@@ -309,22 +280,18 @@ impl Call {
                 }
             }
         }
+        let read = |handle| read_numbers::<f64>(client, handle, F32);
         let [first, second] = &self.gradients;
         match self.what {
             What::Scores | What::Weights | What::Picks | What::Choice => Ok(worst),
             What::ByQueries => {
-                let worst = compared("by q", &read(client, first)?, &by_q, slack)?;
-                Ok(worst.max(compared(
-                    "by weights",
-                    &read(client, second)?,
-                    &by_weights,
-                    0.0,
-                )?))
+                let worst = compared("by q", &read(first)?, &by_q, slack)?;
+                let of_weights = compared("by weights", &read(second)?, &by_weights, 0.0)?;
+                Ok(worst.max(of_weights))
             }
             What::ByKeys => {
-                let found = read(client, first)?;
                 let mut sums = vec![0.0; by_k.len()];
-                for part in found.chunks(by_k.len()) {
+                for part in read(first)?.chunks(by_k.len()) {
                     sums.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);
                 }
                 compared("by k", &sums, &by_k, slack)
@@ -334,7 +301,7 @@ impl Call {
 
     /// The largest error of the sums of some queries, beside 1 or the sum.
     fn worst_sum(&self, client: &Client, sizes: &PairSizes, most: f64) -> Result<f64> {
-        let found = read(client, &self.of_pairs)?;
+        let found: Vec<f64> = read_numbers(client, &self.of_pairs, F32)?;
         let mut worst = 0.0f64;
         let [start, rows] = sizes.rows;
         let heads = sizes.heads[0];

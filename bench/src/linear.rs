@@ -1,10 +1,14 @@
 //! `bench-linear`: the products of layers on tensor cores, at the shapes of a model: times, and equality to sums in f64.
 
-mod device_time;
 mod linear_blocks;
 mod linear_epilogues;
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Result, anyhow, ensure};
+use blocksparse_bench::compare::{ensure_sum, ensure_written, same_twice};
+use blocksparse_bench::device::{self, poisoned, read};
+use blocksparse_bench::numbers::{BF16, F32, decoded, half, rounding_of};
+use blocksparse_bench::operand::Operand;
+use blocksparse_bench::runner::{Shard, Tally, Timing, write_json};
 use blocksparse_cubecl::rows::{Window, window_sums};
 use burn_fused_ops::kernels::linear::EpilogueTensors;
 use burn_fused_ops::kernels::linear::MatrixView;
@@ -13,9 +17,8 @@ use burn_fused_ops::kernels::linear::ProductRequest;
 use burn_fused_ops::kernels::linear::multiply;
 use clap::Parser;
 use cubecl::client::Client;
-use cubecl::ir::{ElemType, FloatKind};
+use cubecl::ir::ElemType;
 use cubecl::server::Handle;
-use half::{bf16, f16};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
@@ -29,18 +32,13 @@ struct Args {
     /// Rows of activations; the paper's enwik8 model has 4 × 12,288.
     #[arg(long, default_value_t = 49_152)]
     rows: usize,
-    /// Timed runs; the median is reported.
-    #[arg(long, default_value_t = 15)]
-    repeats: usize,
+    #[command(flatten)]
+    timing: Timing<15>,
     /// Compare results with sums in f64 and run twice, instead of timing.
     #[arg(long)]
     verify: bool,
-    /// Of what is compared only every `of`-th, from this on: for several processes side by side.
-    #[arg(long, default_value_t = 0)]
-    shard: u64,
-    /// See `--shard`.
-    #[arg(long, default_value_t = 1)]
-    of: u64,
+    #[command(flatten)]
+    shard: Shard,
     /// Of what is compared leave out what takes more multiplications: for the interpreter.
     #[arg(long, default_value_t = usize::MAX)]
     most: usize,
@@ -56,92 +54,38 @@ struct Args {
     /// Also write the numbers to this file.
     #[arg(long)]
     json: Option<std::path::PathBuf>,
-    /// Launch every kernel once and wait for nothing: for looking at what is compiled.
-    #[arg(long)]
-    enqueue_only: bool,
 }
 
-const F32: ElemType = ElemType::Float(FloatKind::F32);
-
-/// Numbers in half precision on the device and here.
-struct Operand {
-    view: MatrixView,
-    bf16: bool,
-    numbers: Vec<u16>,
+fn view(operand: &Operand) -> MatrixView {
+    MatrixView {
+        handle: operand.handle.clone(),
+        shape: operand.shape,
+        strides: operand.strides,
+        outer: [1, 0],
+        seq: None,
+    }
 }
 
-impl Operand {
-    /// Between −1 and 1. `across` says that columns are what is contiguous.
-    fn random(
-        client: &Client,
-        bf16_: bool,
-        shape: [usize; 3],
-        transposed: bool,
-        seed: u64,
-    ) -> Self {
-        let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let count = shape.iter().product();
-        let numbers: Vec<u16> = (0..count)
-            .map(|_| {
-                let x: f32 = rng.random_range(-1.0..1.0);
-                match bf16_ {
-                    true => bf16::from_f32(x).to_bits(),
-                    false => f16::from_f32(x).to_bits(),
-                }
-            })
-            .collect();
-        let bytes: Vec<u8> = numbers.iter().flat_map(|x| x.to_le_bytes()).collect();
-        let [_, rows, cols] = shape;
-        let strides = match transposed {
-            true => [rows * cols, 1, rows],
-            false => [rows * cols, cols, 1],
-        };
-        let view = MatrixView {
-            handle: client.create_from_slice(&bytes),
-            shape,
-            strides,
-            outer: [1, 0],
-            seq: None,
-        };
-        Self {
-            view,
-            bf16: bf16_,
-            numbers,
-        }
-    }
+/// The plan of a product that has so many better ones, if there is one.
+fn plan(client: &Client, request: ProductRequest, index: usize) -> Result<Option<ProductPlan>> {
+    let plans = ProductPlan::all(client, request).map_err(|why| anyhow!(why))?;
+    Ok(plans.into_iter().nth(index))
+}
 
-    /// The same of a buffer whose rows begin at multiples of 16 bytes, whatever their length is.
-    fn padded(
-        client: &Client,
-        bf16_: bool,
-        shape: [usize; 3],
-        transposed: bool,
-        seed: u64,
-    ) -> Self {
-        let [batch, rows, cols] = shape;
-        let [rows, cols] = [rows, cols].map(|length| length.next_multiple_of(8));
-        let mut whole = Self::random(client, bf16_, [batch, rows, cols], transposed, seed);
-        whole.view.shape = shape;
-        whole
-    }
-
-    fn at(&self, place: [usize; 3]) -> f64 {
-        let at =
-            (0..3).map(|dim| place[dim].min(self.view.shape[dim] - 1) * self.view.strides[dim]);
-        let bits = self.numbers[at.sum::<usize>()];
-        match self.bf16 {
-            true => bf16::from_bits(bits).to_f64(),
-            false => f16::from_bits(bits).to_f64(),
-        }
-    }
-
-    fn transposed(&self) -> Self {
-        Self {
-            view: self.view.clone().transposed(),
-            bf16: self.bf16,
-            numbers: self.numbers.clone(),
-        }
-    }
+/// Sums of parts that lie one behind the other.
+fn sum_parts(
+    client: &Client,
+    parts: &Handle,
+    [count, width]: [usize; 2],
+    out: &Handle,
+) -> Result<()> {
+    let window = Window {
+        start: 0,
+        width,
+        pitch: width,
+    };
+    window_sums(client, (parts, F32), [count, 1], window, (out, F32))?;
+    Ok(())
 }
 
 /// A product with its output.
@@ -163,71 +107,71 @@ impl Product {
         parts: bool,
         index: usize,
     ) -> Result<Option<Self>> {
-        let factors = [&a.view, &b.view];
-        let request =
-            ProductRequest::of(a.bf16, factors, wide, parts).map_err(|why| anyhow!(why))?;
-        let plans = ProductPlan::all(client, request).map_err(|why| anyhow!(why))?;
-        let Some(plan) = plans.into_iter().nth(index) else {
+        let factors = [view(a), view(b)];
+        let request = ProductRequest::of(a.element == BF16, factors.each_ref(), wide, parts)
+            .map_err(|why| anyhow!(why))?;
+        let Some(plan) = plan(client, request, index)? else {
             return Ok(None);
         };
         let count = request.batch * request.rows * request.cols;
-        let bytes = if wide { 4 } else { 2 };
-        // All bits set are NaN.
-        let poisoned = |count: usize| client.create_from_slice(&vec![0xff; count]);
+        let element = element(&request);
         Ok(Some(Self {
             client: client.clone(),
-            plan,
             request,
-            factors: factors.map(Clone::clone),
-            out: poisoned(count * plan.parts() * bytes),
-            sum: poisoned(if plan.parts() > 1 { count * bytes } else { 4 }),
+            factors,
+            out: poisoned(client, count * plan.parts(), element),
+            sum: poisoned(client, if plan.parts() > 1 { count } else { 1 }, element),
+            plan,
         }))
     }
 
     fn run(&self) -> Result<()> {
-        let [a, b] = &self.factors;
         let beside = EpilogueTensors::default();
-        multiply(&self.client, &self.plan, [a, b], &self.out, &beside)?;
+        let factors = self.factors.each_ref();
+        multiply(&self.client, &self.plan, factors, &self.out, &beside)?;
         let parts = self.plan.parts();
         if parts > 1 {
             ensure!(self.request.batch == 1, "parts are of one matrix");
             let width = self.request.rows * self.request.cols;
-            let window = Window {
-                start: 0,
-                width,
-                pitch: width,
-            };
-            window_sums(
-                &self.client,
-                (&self.out, F32),
-                [parts, 1],
-                window,
-                (&self.sum, F32),
-            )?;
+            sum_parts(&self.client, &self.out, [parts, width], &self.sum)?;
         }
         Ok(())
     }
 
     /// The result's bytes.
     fn read(&self) -> Result<Vec<u8>> {
-        let handle = if self.plan.parts() > 1 {
-            &self.sum
-        } else {
-            &self.out
-        };
-        let bytes = self
-            .client
-            .read_one(handle.clone())
-            .map_err(|error| anyhow!("{error:?}"))?;
-        Ok(bytes.to_vec())
+        let is_sum = self.plan.parts() > 1;
+        read(&self.client, if is_sum { &self.sum } else { &self.out })
     }
 
-    fn number(&self, bytes: &[u8], at: usize) -> f64 {
-        match (self.request.wide, self.request.bf16) {
-            (true, _) => f64::from(f32::from_le_bytes([0, 1, 2, 3].map(|i| bytes[4 * at + i]))),
-            (_, true) => bf16::from_le_bytes([bytes[2 * at], bytes[2 * at + 1]]).to_f64(),
-            _ => f16::from_le_bytes([bytes[2 * at], bytes[2 * at + 1]]).to_f64(),
+    /// That a result is the sums in f64, was written, and has the same bits twice.
+    fn check(&self, [a, b]: [&Operand; 2], seed: u64) -> Result<()> {
+        let made = same_twice(|| {
+            self.run()?;
+            self.read()
+        })?;
+        let of = &self.request;
+        let made: Vec<f64> = decoded(&made, element(of));
+        let made = &made[..of.batch * of.rows * of.cols];
+        ensure_written("the product", made)?;
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        for _ in 0..200 {
+            let [z, i, j] = [of.batch, of.rows, of.cols].map(|length| rng.random_range(0..length));
+            let terms = (0..of.depth).map(|k| a.at([z, i, k]) * b.at([z, k, j]));
+            let got = made[(z * of.rows + i) * of.cols + j];
+            let what = format_args!("[{z}, {i}, {j}]");
+            ensure_sum(what, got, terms, rounding_of(element(of)))?;
         }
+        Ok(())
+    }
+}
+
+/// Of the result.
+fn element(request: &ProductRequest) -> ElemType {
+    if request.wide {
+        F32
+    } else {
+        half(request.bf16)
     }
 }
 
@@ -238,11 +182,9 @@ struct Bench {
 }
 
 fn main() -> Result<()> {
-    let args = Args::parse();
-    let client = device().client();
     let mut bench = Bench {
-        client,
-        args,
+        client: device::client()?,
+        args: Args::parse(),
         results: Vec::new(),
     };
     match (bench.args.verify, bench.args.blocks) {
@@ -251,18 +193,7 @@ fn main() -> Result<()> {
         (false, true) => linear_blocks::times(&mut bench)?,
         (false, false) => bench.times()?,
     }
-    if let Some(path) = &bench.args.json {
-        let text = serde_json::to_string_pretty(&bench.results)?;
-        std::fs::write(path, text).with_context(|| path.display().to_string())?;
-    }
-    Ok(())
-}
-
-fn device() -> cubecl::Device {
-    #[cfg(feature = "cuda")]
-    return cubecl::Device::Cuda(Default::default());
-    #[cfg(not(feature = "cuda"))]
-    return cubecl::Device::Wgpu(Default::default());
+    write_json(bench.args.json.as_deref(), &bench.results)
 }
 
 impl Bench {
@@ -278,15 +209,11 @@ impl Bench {
             let weight = one([1, from, to], 3);
             let layer = format!("{from} -> {to}");
             total += self.time(&format!("forward {layer}"), &x, &weight, false)?;
-            total += self.time(
-                &format!("dx      {layer}"),
-                &dy,
-                &weight.transposed(),
-                false,
-            )?;
+            let turned = weight.transposed();
+            total += self.time(&format!("dx      {layer}"), &dy, &turned, false)?;
             total += self.time(&format!("dW      {layer}"), &x.transposed(), &dy, true)?;
         }
-        if !self.args.enqueue_only {
+        if !self.args.timing.enqueue_only {
             println!("all of 30 layers: {:.1} ms", 30.0 * total);
         }
         match linear_epilogues::refused(self) {
@@ -314,12 +241,9 @@ impl Bench {
                 None => product,
             };
             let request = product.request;
-            if self.args.enqueue_only {
-                product.run()?;
-                self.client.flush().map_err(|error| anyhow!("{error}"))?;
+            let Some(ms) = self.milliseconds(|| product.run())? else {
                 continue;
-            }
-            let ms = self.median(|| product.run())?;
+            };
             let flops = 2.0 * (request.batch * request.rows * request.cols * request.depth) as f64;
             let rate = flops / ms / 1e9;
             println!(
@@ -337,16 +261,16 @@ impl Bench {
         Ok(first)
     }
 
-    /// The median of a call's times by the device's clock, in ms.
-    fn median(&self, run: impl Fn() -> Result<()> + Sync) -> Result<f64> {
-        Ok(device_time::median(&self.client, self.args.repeats, run)? * 1e3)
+    /// The median of a call's times by the device's clock; none where it is only launched.
+    fn milliseconds(&self, run: impl Fn() -> Result<()> + Sync) -> Result<Option<f64>> {
+        let seconds = self.args.timing.seconds(&self.client, run)?;
+        Ok(seconds.map(|seconds| seconds * 1e3))
     }
 
     /// Results against f64, NaN before every launch, and the same bits twice.
     fn verify(&mut self) -> Result<()> {
-        let client = self.client.clone();
-        let (mut failed, mut checked) = (0, 0);
-        let mut number = 0u64;
+        let (client, timing) = (self.client.clone(), &self.args.timing);
+        let mut tally = Tally::new(self.args.shard)?;
         let shapes = [
             [1, 1, 8, 8],
             [1, 8, 8, 8],
@@ -365,104 +289,52 @@ impl Bench {
             [2, 67, 40, 133],
             [1, 1001, 24, 509],
         ];
-        for shape in shapes {
-            for lies in 0..4u64 {
-                let [a_transposed, b_transposed] = [lies & 1 != 0, lies & 2 != 0];
-                for kind in 0..4u64 {
-                    let (is_bf16, wide) = (kind & 1 == 0, kind & 2 != 0);
-                    let [batch, m, n, k] = shape;
-                    if batch == 1 && kind > 1 && m * n > 1 << 20 {
-                        continue;
-                    }
-                    number += 1;
-                    // Shards by kernel: each compiles its own.
-                    let elsewhere = (lies * 4 + kind) % self.args.of != self.args.shard;
-                    if elsewhere || batch * m * n * k > self.args.most {
-                        continue;
-                    }
-                    let a = Operand::padded(&client, is_bf16, [batch, m, k], a_transposed, number);
-                    // Every second right factor goes with the whole batch.
-                    let b_batch = if number.is_multiple_of(2) { 1 } else { batch };
-                    let b =
-                        Operand::padded(&client, is_bf16, [b_batch, k, n], b_transposed, !number);
-                    // The best plans, and some of the others: columns of a tile, numbers of parts.
-                    for index in (0..4).chain([17, 51]) {
-                        let parts = wide && batch == 1;
-                        let Some(product) = Product::new(&client, [&a, &b], wide, parts, index)?
-                        else {
-                            break;
-                        };
-                        checked += 1;
-                        if let Err(error) = self.check(&product, [&a, &b], number) {
-                            failed += 1;
-                            println!(
-                                "{shape:?} transposed {a_transposed} {b_transposed}, bf16 {is_bf16}, f32 {wide}, {}: {error}",
-                                product.plan
-                            );
-                        }
-                        if self.args.enqueue_only {
-                            break;
-                        }
+        let mut number = 0u64;
+        for [batch, m, n, k] in shapes {
+            // How factors lie, the type, and whether results are f32.
+            for kind in 0..16 {
+                let [a_transposed, b_transposed, is_f16, wide] =
+                    [4, 8, 1, 2].map(|bit| kind & bit != 0);
+                if batch == 1 && wide && m * n > 1 << 20 {
+                    continue;
+                }
+                number += 1;
+                // Shards by kernel: each compiles its own.
+                if !tally.has(kind) || batch * m * n * k > self.args.most {
+                    continue;
+                }
+                let operand = |shape, transposed, seed| {
+                    Operand::padded(&client, !is_f16, shape, transposed, seed)
+                };
+                let a = operand([batch, m, k], a_transposed, number);
+                // Every second right factor goes with the whole batch.
+                let b_batch = if number.is_multiple_of(2) { 1 } else { batch };
+                let b = operand([b_batch, k, n], b_transposed, !number);
+                // The best plans, and some of the others: columns of a tile, numbers of parts.
+                for index in (0..4).chain([17, 51]) {
+                    let parts = wide && batch == 1;
+                    let Some(product) = Product::new(&client, [&a, &b], wide, parts, index)? else {
+                        break;
+                    };
+                    let check = || product.check([&a, &b], number);
+                    let found = timing.checked(&client, || product.run(), check);
+                    let name = format!(
+                        "{:?} transposed {a_transposed} {b_transposed}, bf16 {}, f32 {wide}, {}",
+                        [batch, m, n, k],
+                        !is_f16,
+                        product.plan
+                    );
+                    tally.count(name, found);
+                    if timing.enqueue_only {
+                        break;
                     }
                 }
             }
         }
         match linear_epilogues::refused(self) {
-            None => {
-                let (more, wrong) = linear_epilogues::verify(self)?;
-                (checked, failed) = (checked + more, failed + wrong);
-            }
+            None => linear_epilogues::verify(self, &mut tally)?,
             Some(why) => println!("no epilogues: {why}"),
         }
-        println!("{checked} products, {failed} failed");
-        ensure!(failed == 0, "{failed} products are wrong");
-        Ok(())
-    }
-
-    fn check(&self, product: &Product, [a, b]: [&Operand; 2], seed: u64) -> Result<()> {
-        product.run()?;
-        if self.args.enqueue_only {
-            return self.client.flush().map_err(|error| anyhow!("{error}"));
-        }
-        let first = product.read()?;
-        product.run()?;
-        ensure!(product.read()? == first, "other bits the second time");
-        let ProductRequest {
-            batch,
-            rows,
-            cols,
-            depth,
-            wide,
-            bf16,
-            ..
-        } = product.request;
-        let count = batch * rows * cols;
-        for at in 0..count {
-            ensure!(
-                !product.number(&first, at).is_nan(),
-                "number {at} of {count} was not written"
-            );
-        }
-        let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let rounding = match (wide, bf16) {
-            (true, _) => 0.0,
-            (_, true) => 2f64.powi(-8),
-            _ => 2f64.powi(-11),
-        };
-        for _ in 0..200 {
-            let [z, i, j] = [batch, rows, cols].map(|length| rng.random_range(0..length));
-            let terms = (0..depth).map(|k| a.at([z, i, k]) * b.at([z, k, j]));
-            let (sum, size) =
-                terms.fold((0.0, 0.0), |(sum, size), x| (sum + x, size + f64::abs(x)));
-            let got = product.number(&first, (z * rows + i) * cols + j);
-            // Sums are f32 and truncated by tensor cores.
-            let bound = 1.01 * rounding * f64::abs(sum) + size * 2f64.powi(-21) + 1e-7;
-            ensure!(
-                (got - sum).abs() <= bound,
-                "[{z}, {i}, {j}] is {got}, and {sum} in f64: {:.1} of the bound",
-                (got - sum).abs() / bound
-            );
-        }
-        Ok(())
+        tally.finish("products")
     }
 }

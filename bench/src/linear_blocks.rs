@@ -1,8 +1,13 @@
 //! Products of block-sparse weights: equality to sums in f64, and times beside dense ones.
 
-use anyhow::{Result, anyhow, ensure};
+use anyhow::{Result, anyhow};
 use blocksparse::WeightLayout;
-use blocksparse_cubecl::rows::{Window, window_sums};
+use blocksparse_bench::compare::{ensure_sum, ensure_written, same_twice};
+use blocksparse_bench::device::{poisoned, read, upload};
+use blocksparse_bench::device_time;
+use blocksparse_bench::numbers::{F32, decoded, half, rounded, rounding_of, uniform};
+use blocksparse_bench::operand::Operand;
+use blocksparse_bench::runner::Tally;
 use burn_fused_ops::kernels::linear::blocks::BlockGradientPlan;
 use burn_fused_ops::kernels::linear::blocks::BlockProduct;
 use burn_fused_ops::kernels::linear::blocks::BlockProductPlan;
@@ -13,19 +18,18 @@ use burn_fused_ops::kernels::linear::blocks::block_gradient;
 use burn_fused_ops::kernels::linear::blocks::multiply_blocks;
 use burn_fused_ops::kernels::linear::blocks::pack_blocks;
 use cubecl::client::Client;
-use cubecl::ir::{ElemType, FloatKind};
+use cubecl::ir::ElemType;
 use cubecl::server::Handle;
-use half::{bf16, f16};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::json;
 
-use super::{Bench, F32, Operand};
+use super::{Bench, sum_parts, view};
 
 /// A weight, x and the gradient by the result, with all that is made of them.
 struct Layer {
     client: Client,
-    bf16: bool,
+    element: ElemType,
     block: usize,
     inputs: usize,
     outputs: usize,
@@ -57,7 +61,7 @@ fn random_places(grid: [usize; 2], density: f64, rng: &mut ChaCha8Rng) -> Vec<(u
 impl Layer {
     fn new(
         client: &Client,
-        bf16: bool,
+        is_bf16: bool,
         block: usize,
         grid: [usize; 2],
         rows: usize,
@@ -67,9 +71,8 @@ impl Layer {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let [inputs, outputs] = grid.map(|blocks| blocks * block);
         let numbers = places.len() * block * block;
-        let weight: Vec<f32> = (0..numbers).map(|_| rng.random_range(-1.0..1.0)).collect();
-        let mut bytes: Vec<u8> = weight.iter().flat_map(|x| x.to_le_bytes()).collect();
-        bytes.resize(bytes.len().max(4), 0);
+        // One at least, for a buffer.
+        let weight = uniform(numbers.max(1), 1.0, F32, &mut rng);
         let kept = KeptBlocks {
             block,
             inputs,
@@ -78,38 +81,35 @@ impl Layer {
         };
         let tables = BlockTables::new(client, &kept).map_err(|why| anyhow!(why))?;
         let product = |direction| {
-            BlockProductPlan::new(client, &tables, direction, bf16, rows)
+            BlockProductPlan::new(client, &tables, direction, is_bf16, rows)
                 .map_err(|why| anyhow!(why))
         };
         let products = [product(Direction::Forward)?, product(Direction::Backward)?];
-        let gradient = match places.is_empty() {
-            true => None,
-            false => Some(
-                BlockGradientPlan::new(client, &tables, bf16, rows).map_err(|why| anyhow!(why))?,
-            ),
-        };
-        // All bits set are NaN.
-        let poisoned = |count: usize| client.create_from_slice(&vec![0xff; count.max(4)]);
-        let packed = [Direction::Forward, Direction::Backward]
-            .map(|direction| poisoned(2 * tables.packed_numbers(direction)));
+        let gradient =
+            (!places.is_empty()).then(|| BlockGradientPlan::new(client, &tables, is_bf16, rows));
+        let gradient = gradient.transpose().map_err(|why| anyhow!(why))?;
         let parts = gradient.as_ref().map_or(1, BlockGradientPlan::parts);
+        let element = half(is_bf16);
+        let matrix = |width| poisoned(client, rows * width, element);
+        let operand = |width, seed| Operand::random(client, is_bf16, [1, rows, width], false, seed);
         Ok(Self {
-            bf16,
+            element,
             block,
             inputs,
             outputs,
             rows,
-            weight_handle: client.create_from_slice(&bytes),
+            weight_handle: upload(client, &weight, F32),
             weight,
-            x: Operand::random(client, bf16, [1, rows, inputs], false, seed ^ 1),
-            dy: Operand::random(client, bf16, [1, rows, outputs], false, seed ^ 2),
-            packed,
+            x: operand(inputs, seed ^ 1),
+            dy: operand(outputs, seed ^ 2),
+            packed: [Direction::Forward, Direction::Backward]
+                .map(|direction| poisoned(client, tables.packed_numbers(direction), element)),
             products,
             gradient,
-            y: poisoned(2 * rows * outputs),
-            dx: poisoned(2 * rows * inputs),
-            parts: poisoned(4 * parts * numbers),
-            dw: poisoned(4 * numbers),
+            y: matrix(outputs),
+            dx: matrix(inputs),
+            parts: poisoned(client, parts * numbers, F32),
+            dw: poisoned(client, numbers, F32),
             places,
             tables,
             client: client.clone(),
@@ -117,34 +117,16 @@ impl Layer {
     }
 
     fn multiply(&self, direction: Direction) -> Result<()> {
-        let half = if self.bf16 {
-            FloatKind::BF16
-        } else {
-            FloatKind::F16
-        };
         let (x, out) = match direction {
             Direction::Forward => (&self.x, &self.y),
             Direction::Backward => (&self.dy, &self.dx),
         };
+        let (client, tables) = (&self.client, &self.tables);
         let packed = &self.packed[direction as usize];
-        let weight = (&self.weight_handle, F32);
-        pack_blocks(
-            &self.client,
-            &self.tables,
-            direction,
-            weight,
-            (packed, ElemType::Float(half)),
-        )?;
+        let (from, to) = ((&self.weight_handle, F32), (packed, self.element));
+        pack_blocks(client, tables, direction, from, to)?;
         let plan = &self.products[direction as usize];
-        multiply_blocks(
-            &self.client,
-            plan,
-            &self.tables,
-            direction,
-            &x.view,
-            packed,
-            out,
-        )?;
+        multiply_blocks(client, plan, tables, direction, &view(x), packed, out)?;
         Ok(())
     }
 
@@ -152,46 +134,10 @@ impl Layer {
         let Some(plan) = &self.gradient else {
             return Ok(());
         };
-        let factors = [&self.x.view, &self.dy.view];
-        block_gradient(&self.client, plan, &self.tables, factors, &self.parts)?;
-        let width = self.tables.numbers();
-        let window = Window {
-            start: 0,
-            width,
-            pitch: width,
-        };
-        let sizes = [plan.parts(), 1];
-        window_sums(
-            &self.client,
-            (&self.parts, F32),
-            sizes,
-            window,
-            (&self.dw, F32),
-        )?;
-        Ok(())
-    }
-
-    fn read(&self, handle: &Handle) -> Result<Vec<u8>> {
-        let bytes = self
-            .client
-            .read_one(handle.clone())
-            .map_err(|error| anyhow!("{error:?}"))?;
-        Ok(bytes.to_vec())
-    }
-
-    fn half_of(&self, bytes: &[u8], at: usize) -> f64 {
-        let two = [bytes[2 * at], bytes[2 * at + 1]];
-        match self.bf16 {
-            true => bf16::from_le_bytes(two).to_f64(),
-            false => f16::from_le_bytes(two).to_f64(),
-        }
-    }
-
-    fn rounded(&self, x: f32) -> f64 {
-        match self.bf16 {
-            true => bf16::from_f32(x).to_f64(),
-            false => f16::from_f32(x).to_f64(),
-        }
+        let (x, dy) = (view(&self.x), view(&self.dy));
+        block_gradient(&self.client, plan, &self.tables, [&x, &dy], &self.parts)?;
+        let sizes = [plan.parts(), self.tables.numbers()];
+        sum_parts(&self.client, &self.parts, sizes, &self.dw)
     }
 
     fn run(&self) -> Result<()> {
@@ -202,58 +148,29 @@ impl Layer {
 
     fn results(&self) -> Result<[Vec<u8>; 3]> {
         self.run()?;
-        Ok([
-            self.read(&self.y)?,
-            self.read(&self.dx)?,
-            self.read(&self.dw)?,
-        ])
+        let read = |handle| read(&self.client, handle);
+        Ok([read(&self.y)?, read(&self.dx)?, read(&self.dw)?])
     }
 
     fn check(&self, seed: u64) -> Result<()> {
-        let [y, dx, dw] = self.results()?;
-        ensure!(
-            self.results()? == [y.clone(), dx.clone(), dw.clone()],
-            "other bits the second time"
-        );
-        let rounding = if self.bf16 {
-            2f64.powi(-8)
-        } else {
-            2f64.powi(-11)
-        };
-        for (name, bytes, width) in [("y", &y, self.outputs), ("dx", &dx, self.inputs)] {
-            let missing = (0..self.rows * width).filter(|at| self.half_of(bytes, *at).is_nan());
-            let missing = missing.count();
-            ensure!(missing == 0, "{missing} numbers of {name} were not written");
-        }
-        let number =
-            |at: usize| f64::from(f32::from_le_bytes([0, 1, 2, 3].map(|i| dw[4 * at + i])));
+        let [y, dx, dw] = same_twice(|| self.results())?;
+        let [y, dx]: [Vec<f64>; 2] = [y, dx].map(|bytes| decoded(&bytes, self.element));
         let numbers = self.tables.numbers();
-        let missing = (0..numbers).filter(|at| number(*at).is_nan()).count();
-        ensure!(missing == 0, "{missing} numbers of dW were not written");
-        let block = self.block;
+        let mut dw: Vec<f64> = decoded(&dw, F32);
+        dw.truncate(numbers);
+        for (name, numbers) in [("y", &y), ("dx", &dx), ("dW", &dw)] {
+            ensure_written(name, numbers)?;
+        }
+        let (block, rounding) = (self.block, rounding_of(self.element));
         let weight = |index: usize, row: usize, column: usize| {
-            self.rounded(self.weight[index * block * block + row * block + column])
-        };
-        let close = |name: &str,
-                     at: [usize; 2],
-                     got: f64,
-                     terms: &mut dyn Iterator<Item = f64>,
-                     rounding: f64| {
-            let (sum, size) =
-                terms.fold((0.0, 0.0), |(sum, size), x| (sum + x, size + f64::abs(x)));
-            let bound = 1.01 * rounding * f64::abs(sum) + size * 2f64.powi(-21) + 1e-7;
-            ensure!(
-                (got - sum).abs() <= bound,
-                "{name}{at:?} is {got}, and {sum} in f64: {:.1} of the bound",
-                (got - sum).abs() / bound
-            );
-            Ok(())
+            let at = index * block * block + row * block + column;
+            f64::from(rounded(self.weight[at], self.element))
         };
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         for _ in 0..300 {
             let row = rng.random_range(0..self.rows);
             let output = rng.random_range(0..self.outputs);
-            let mut terms = (self.places.iter().enumerate())
+            let terms = (self.places.iter().enumerate())
                 .filter(|(_, (_, of))| *of as usize == output / block)
                 .flat_map(|(index, (input, _))| {
                     (0..block).map(move |k| {
@@ -261,10 +178,10 @@ impl Layer {
                         self.x.at([0, row, at]) * weight(index, k, output % block)
                     })
                 });
-            let got = self.half_of(&y, row * self.outputs + output);
-            close("y", [row, output], got, &mut terms, rounding)?;
+            let got = y[row * self.outputs + output];
+            ensure_sum(format_args!("y[{row}, {output}]"), got, terms, rounding)?;
             let input = rng.random_range(0..self.inputs);
-            let mut terms = (self.places.iter().enumerate())
+            let terms = (self.places.iter().enumerate())
                 .filter(|(_, (of, _))| *of as usize == input / block)
                 .flat_map(|(index, (_, output))| {
                     (0..block).map(move |k| {
@@ -272,17 +189,17 @@ impl Layer {
                         self.dy.at([0, row, at]) * weight(index, input % block, k)
                     })
                 });
-            let got = self.half_of(&dx, row * self.inputs + input);
-            close("dx", [row, input], got, &mut terms, rounding)?;
+            let got = dx[row * self.inputs + input];
+            ensure_sum(format_args!("dx[{row}, {input}]"), got, terms, rounding)?;
             if numbers > 0 {
                 let at = rng.random_range(0..numbers);
                 let (index, within) = (at / (block * block), at % (block * block));
                 let (input, output) = self.places[index];
                 let input = input as usize * block + within / block;
                 let output = output as usize * block + within % block;
-                let mut terms = (0..self.rows)
+                let terms = (0..self.rows)
                     .map(|row| self.x.at([0, row, input]) * self.dy.at([0, row, output]));
-                close("dW", [index, within], number(at), &mut terms, 0.0)?;
+                ensure_sum(format_args!("dW[{index}, {within}]"), dw[at], terms, 0.0)?;
             }
         }
         Ok(())
@@ -291,8 +208,7 @@ impl Layer {
 
 /// Equality on small weights of every width of blocks.
 pub(super) fn verify(bench: &Bench) -> Result<()> {
-    let (mut checked, mut failed) = (0, 0);
-    let mut number = 0;
+    let mut tally = Tally::new(bench.args.shard)?;
     for block in [16, 32, 64, 128] {
         for is_bf16 in [true, false] {
             for (grid, rows, density) in [
@@ -303,34 +219,26 @@ pub(super) fn verify(bench: &Bench) -> Result<()> {
                 ([6, 6], 40_000, 0.5),
                 ([4, 3], 100, 0.0),
             ] {
-                number += 1;
                 let most: usize = rows * block * block * grid[0] * grid[1];
-                if number % bench.args.of != bench.args.shard || most > bench.args.most {
+                if !tally.has_next() || most > bench.args.most {
                     continue;
                 }
-                let mut rng = ChaCha8Rng::seed_from_u64(!number);
+                let seed = tally.number as u64;
+                let mut rng = ChaCha8Rng::seed_from_u64(!seed);
                 let places = random_places(grid, density, &mut rng);
-                let layer = Layer::new(&bench.client, is_bf16, block, grid, rows, places, number)?;
-                checked += 1;
-                if bench.args.enqueue_only {
-                    layer.run()?;
-                    bench.client.flush().map_err(|error| anyhow!("{error}"))?;
-                    continue;
-                }
-                if let Err(error) = layer.check(number) {
-                    failed += 1;
-                    println!(
-                        "blocks of {block}, {grid:?}, {rows} rows, bf16 {is_bf16}, {}, {:?}: {error}",
-                        layer.products[0],
-                        layer.gradient.as_ref().map(ToString::to_string)
-                    );
-                }
+                let layer = Layer::new(&bench.client, is_bf16, block, grid, rows, places, seed)?;
+                let timing = &bench.args.timing;
+                let found = timing.checked(&bench.client, || layer.run(), || layer.check(seed));
+                let name = format!(
+                    "blocks of {block}, {grid:?}, {rows} rows, bf16 {is_bf16}, {}, {:?}",
+                    layer.products[0],
+                    layer.gradient.as_ref().map(ToString::to_string)
+                );
+                tally.count(name, found);
             }
         }
     }
-    println!("{checked} block-sparse layers, {failed} failed");
-    ensure!(failed == 0, "{failed} layers are wrong");
-    Ok(())
+    tally.finish("block-sparse layers")
 }
 
 /// A layer 2,048 × 2,048, dense and with a part of its blocks: forward and both gradients.
@@ -368,14 +276,16 @@ fn time_layer(bench: &mut Bench, layout: &WeightLayout, dense: f64) -> Result<()
     let grid = [layout.in_blocks(), layout.out_blocks()];
     let places = layout.kept_blocks().collect();
     let layer = Layer::new(&client, true, layout.block(), grid, rows, places, 7)?;
-    if bench.args.enqueue_only {
-        layer.run()?;
-        return client.flush().map_err(|error| anyhow!("{error}"));
+    if bench.args.timing.launched(&client, || layer.run())? {
+        return Ok(());
     }
+    let median = |run: &(dyn Fn() -> Result<()> + Sync)| -> Result<f64> {
+        Ok(1e3 * device_time::median(&client, bench.args.timing.repeats, run)?)
+    };
     let times = [
-        bench.median(|| layer.multiply(Direction::Forward))?,
-        bench.median(|| layer.multiply(Direction::Backward))?,
-        bench.median(|| layer.weight_gradient())?,
+        median(&|| layer.multiply(Direction::Forward))?,
+        median(&|| layer.multiply(Direction::Backward))?,
+        median(&|| layer.weight_gradient())?,
     ];
     let sum: f64 = times.iter().sum();
     let chosen = [

@@ -1,6 +1,11 @@
 //! Products whose sums become something else: their times, and equality to what the row kernels make of the plain product.
 
 use anyhow::{Result, anyhow, ensure};
+use blocksparse_bench::compare::same_twice;
+use blocksparse_bench::device::{empty, flush, poisoned, read, upload};
+use blocksparse_bench::numbers::{BF16, F32, decoded, half, rounding_of, uniform};
+use blocksparse_bench::operand::Operand;
+use blocksparse_bench::runner::Tally;
 use blocksparse_cubecl::rows::ActivationKind;
 use blocksparse_cubecl::rows::column_sums;
 use burn_fused_ops::kernels::linear::Epilogue;
@@ -17,14 +22,13 @@ use burn_fused_ops::kernels::rows::bias_activation;
 use burn_fused_ops::kernels::rows::bias_activation_backward;
 use burn_fused_ops::kernels::rows::split_heads;
 use cubecl::client::Client;
-use cubecl::ir::{ElemType, FloatKind};
+use cubecl::ir::ElemType;
 use cubecl::server::Handle;
-use half::{bf16, f16};
-use rand::{RngExt, SeedableRng};
+use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use serde_json::json;
 
-use super::{Bench, F32, Operand};
+use super::{Bench, element, plan, view};
 
 /// A product with an epilogue, and what that reads and writes.
 struct Case {
@@ -59,12 +63,8 @@ pub(super) fn refused(bench: &Bench) -> Option<&'static str> {
     ProductPlan::new(&bench.client, request).err()
 }
 
-/// What a case writes.
-struct Written {
-    out: Vec<u8>,
-    second: Vec<u8>,
-    sums: Vec<u8>,
-}
+/// What a case writes: the result, the second result and the sums.
+type Written = [Vec<u8>; 3];
 
 impl Case {
     fn new(
@@ -75,46 +75,39 @@ impl Case {
         heads: [usize; 4],
         seed: u64,
     ) -> Result<Self> {
-        let plain = ProductRequest::of(a.bf16, [&a.view, &b.view], false, false)
+        let is_bf16 = a.element == BF16;
+        let factors = [view(a), view(b)];
+        let plain = ProductRequest::of(is_bf16, factors.each_ref(), false, false)
             .map_err(|why| anyhow!(why))?;
         let request = plain.with(epilogue);
         let (rows, cols) = (request.rows, request.cols);
-        let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let bias: Vec<u8> = (0..cols)
-            .flat_map(|_| rng.random_range(-1f32..1.0).to_le_bytes())
-            .collect();
-        let poisoned = |bytes: usize| client.create_from_slice(&vec![0xff; bytes]);
-        let before = Operand::random(client, a.bf16, [1, rows, cols], false, !seed);
+        let bias = uniform(cols, 1.0, F32, &mut ChaCha8Rng::seed_from_u64(seed));
+        let matrix = || poisoned(client, request.batch * rows * cols, half(is_bf16));
         Ok(Self {
             client: client.clone(),
             epilogue,
             request,
-            factors: [a.view.clone(), b.view.clone()],
-            bias: has_bias.then(|| client.create_from_slice(&bias)),
+            factors,
+            bias: has_bias.then(|| upload(client, &bias, F32)),
             heads,
-            before: before.view.handle,
-            out: poisoned(request.batch * rows * cols * 2),
-            second: has_second.then(|| poisoned(request.batch * rows * cols * 2)),
-            totals: poisoned(2 * rows.div_ceil(128) * cols * 4),
-            sums: poisoned(cols * 4),
+            before: Operand::random(client, is_bf16, [1, rows, cols], false, !seed).handle,
+            out: matrix(),
+            second: has_second.then(matrix),
+            totals: poisoned(client, 2 * rows.div_ceil(128) * cols, F32),
+            sums: poisoned(client, cols, F32),
         })
     }
 
     fn element(&self) -> ElemType {
-        ElemType::Float(match self.request.bf16 {
-            true => FloatKind::BF16,
-            false => FloatKind::F16,
-        })
+        half(self.request.bf16)
     }
 
     fn seq(&self) -> usize {
         self.request.rows / self.heads[0]
     }
 
-    /// The plan with so many better ones, if there is one.
     fn plan(&self, index: usize) -> Result<Option<ProductPlan>> {
-        let plans = ProductPlan::all(&self.client, self.request).map_err(|why| anyhow!(why))?;
-        Ok(plans.into_iter().nth(index))
+        plan(&self.client, self.request, index)
     }
 
     fn fused(&self, plan: &ProductPlan) -> Result<()> {
@@ -152,7 +145,7 @@ impl Case {
         let plan = ProductPlan::new(&self.client, plain).map_err(|why| anyhow!(why))?;
         let (rows, cols) = (self.request.batch * self.request.rows, self.request.cols);
         let element = self.element();
-        let made = self.client.empty(rows * cols * 2);
+        let made = empty(&self.client, rows * cols, element);
         let beside = EpilogueTensors::default();
         multiply(&self.client, &plan, [a, b], &made, &beside)?;
         let bias = self.bias.as_ref().map(|bias| (bias, F32));
@@ -173,15 +166,8 @@ impl Case {
                 split_heads(&self.client, (&made, element), bias, shape, &parts)?;
             }
             Epilogue::Activation(activation) => {
-                let shape = [rows, cols];
-                bias_activation(
-                    &self.client,
-                    (&made, element),
-                    bias,
-                    &self.out,
-                    shape,
-                    activation,
-                )?;
+                let (x, out, shape) = ((&made, element), &self.out, [rows, cols]);
+                bias_activation(&self.client, x, bias, out, shape, activation)?;
                 // It is what would be kept.
                 if let Some(second) = &self.second
                     && copy
@@ -211,75 +197,33 @@ impl Case {
     }
 
     fn read(&self) -> Result<Written> {
-        let bytes = |handle: &Handle| -> Result<Vec<u8>> {
-            let bytes =
-                (self.client.read_one(handle.clone())).map_err(|error| anyhow!("{error:?}"))?;
-            Ok(bytes.to_vec())
-        };
-        Ok(Written {
-            out: bytes(&self.out)?,
-            second: (self.second.as_ref()).map_or(Ok(Vec::new()), bytes)?,
-            sums: bytes(&self.sums)?,
-        })
+        let bytes = |handle| read(&self.client, handle);
+        let second = self.second.as_ref().map_or(Ok(Vec::new()), bytes)?;
+        Ok([bytes(&self.out)?, second, bytes(&self.sums)?])
     }
 
     fn check(&self, plan: &ProductPlan) -> Result<()> {
-        self.fused(plan)?;
-        let first = self.read()?;
-        self.fused(plan)?;
-        let again = self.read()?;
-        ensure!(
-            first.out == again.out && first.second == again.second && first.sums == again.sums,
-            "other bits the second time"
-        );
+        let [out, second, sums] = same_twice(|| {
+            self.fused(plan)?;
+            self.read()
+        })?;
         self.apart(true)?;
-        let apart = self.read()?;
-        let half = |bytes: &[u8]| -> Vec<f64> {
-            let pairs = bytes.chunks_exact(2).map(|pair| [pair[0], pair[1]]);
-            match self.request.bf16 {
-                true => pairs
-                    .map(|pair| bf16::from_le_bytes(pair).to_f64())
-                    .collect(),
-                false => pairs
-                    .map(|pair| f16::from_le_bytes(pair).to_f64())
-                    .collect(),
-            }
-        };
-        let wide = |bytes: &[u8]| -> Vec<f64> {
-            let fours = bytes
-                .chunks_exact(4)
-                .map(|four| [four[0], four[1], four[2], four[3]]);
-            fours
-                .map(|four| f64::from(f32::from_le_bytes(four)))
-                .collect()
-        };
+        let [out_apart, second_apart, sums_apart] = self.read()?;
         // Both round once, heads apart from each other twice: two units of the last place, where the sum with the bias may be small.
-        let unit = if self.request.bf16 {
-            2f64.powi(-7)
-        } else {
-            2f64.powi(-10)
-        };
+        let unit = 2.0 * rounding_of(self.element());
+        let (rows, depth) = (self.request.rows as f64, self.request.depth as f64);
         let small = match self.epilogue {
-            Epilogue::Heads { .. } => (self.request.depth as f64).sqrt() * unit,
+            Epilogue::Heads { .. } => depth.sqrt() * unit,
             _ => unit * unit,
         };
-        compare("result", &half(&first.out), &half(&apart.out), unit, small)?;
-        compare(
-            "second result",
-            &half(&first.second),
-            &half(&apart.second),
-            unit,
-            unit * unit,
-        )?;
+        let halves = |bytes: &[u8]| decoded(bytes, self.element());
+        let [out, out_apart] = [&out, &out_apart].map(|bytes| halves(bytes));
+        compare("result", &out, &out_apart, unit, small)?;
+        let [second, second_apart] = [&second, &second_apart].map(|bytes| halves(bytes));
+        compare("second result", &second, &second_apart, unit, unit * unit)?;
         if matches!(self.epilogue, Epilogue::Gradient { sums: true, .. }) {
-            let size = 1e-4 * (self.request.rows as f64) * (self.request.depth as f64).sqrt();
-            compare(
-                "sums",
-                &wide(&first.sums),
-                &wide(&apart.sums),
-                1e-4,
-                1e-2 * size,
-            )?;
+            let [sums, sums_apart] = [&sums, &sums_apart].map(|bytes| decoded(bytes, F32));
+            compare("sums", &sums, &sums_apart, 1e-4, 1e-6 * rows * depth.sqrt())?;
         }
         Ok(())
     }
@@ -308,10 +252,9 @@ fn compare(name: &str, got: &[f64], expected: &[f64], relative: f64, absolute: f
     Ok(())
 }
 
-/// Equality on many shapes; how many were compared and how many failed.
-pub(super) fn verify(bench: &Bench) -> Result<(usize, usize)> {
+/// Equality on many shapes.
+pub(super) fn verify(bench: &Bench, tally: &mut Tally) -> Result<()> {
     use ActivationKind::{GeluErf, GeluSigmoid, GeluTanh, None as Linear, Relu, Silu};
-    let (mut checked, mut failed) = (0, 0);
     let mut number = 0u64;
     let gradient = |activation, sums| Epilogue::Gradient { activation, sums };
     let epilogues = [
@@ -333,9 +276,7 @@ pub(super) fn verify(bench: &Bench) -> Result<(usize, usize)> {
     ];
     for (index, epilogue) in epilogues.into_iter().enumerate() {
         for (is_bf16, transposed) in [(true, false), (true, true), (false, false), (false, true)] {
-            if (index as u64 * 4 + u64::from(is_bf16) * 2 + u64::from(transposed)) % bench.args.of
-                != bench.args.shard
-            {
+            if !tally.has(index * 4 + usize::from(is_bf16) * 2 + usize::from(transposed)) {
                 continue;
             }
             for (batch, rows, depth, width) in [
@@ -371,116 +312,97 @@ pub(super) fn verify(bench: &Bench) -> Result<(usize, usize)> {
                 for plan in 0..3 {
                     let case = Case::new(client, [&a, &b], epilogue, has, heads, seed)?;
                     let Some(plan) = case.plan(plan)? else { break };
-                    checked += 1;
-                    if bench.args.enqueue_only {
-                        case.fused(&plan)?;
-                        client.flush().map_err(|error| anyhow!("{error}"))?;
-                        continue;
-                    }
-                    if let Err(error) = case.check(&plan) {
-                        failed += 1;
-                        println!(
-                            "{rows} × {cols} × {depth}, heads {heads:?}, bf16 {is_bf16}, transposed {transposed}, bias and second {has:?}, {plan}: {error}"
-                        );
-                    }
+                    let timing = &bench.args.timing;
+                    let found = timing.checked(client, || case.fused(&plan), || case.check(&plan));
+                    let name = format!(
+                        "{rows} × {cols} × {depth}, heads {heads:?}, bf16 {is_bf16}, transposed {transposed}, bias and second {has:?}, {plan}"
+                    );
+                    tally.count(name, found);
                 }
             }
         }
     }
-    let (more, wrong) = verify_heads(bench)?;
-    Ok((checked + more, failed + wrong))
+    verify_heads(bench, tally)
 }
 
 /// A left factor that lies by heads gives the bits of the same as rows.
-fn verify_heads(bench: &Bench) -> Result<(usize, usize)> {
-    let (mut checked, mut failed) = (0, 0);
+fn verify_heads(bench: &Bench, tally: &mut Tally) -> Result<()> {
     let client = &bench.client;
-    for (number, [batch, heads, seq, cols]) in [
+    let shapes = [
         [1, 1, 128, 64],
         [2, 8, 256, 264],
         [3, 5, 384, 512],
         [4, 2, 1280, 72],
-    ]
-    .into_iter()
-    .enumerate()
-    {
+    ];
+    for (number, [batch, heads, seq, cols]) in shapes.into_iter().enumerate() {
         for (kind, transposed) in [(0, false), (1, true), (2, false), (3, true)] {
-            let elsewhere = (number * 4 + kind) as u64 % bench.args.of != bench.args.shard;
-            if elsewhere || batch * seq * heads * HEAD * cols > bench.args.most {
+            let number = number * 4 + kind;
+            if !tally.has(number) || batch * seq * heads * HEAD * cols > bench.args.most {
                 continue;
             }
-            let is_bf16 = kind < 2;
-            let seed = (number * 4 + kind) as u64;
+            let (is_bf16, seed) = (kind < 2, number as u64);
             let [rows, width] = [batch * seq, heads * HEAD];
             let by_heads = Operand::random(client, is_bf16, [1, rows * heads, HEAD], false, seed);
-            let mut numbers = Vec::with_capacity(rows * width);
-            for row in 0..rows {
-                for col in 0..width {
-                    let (batch, place) = (row / seq, row % seq);
-                    let (head, within) = (col / HEAD, col % HEAD);
-                    numbers.push(
-                        by_heads.numbers[((batch * heads + head) * seq + place) * HEAD + within],
-                    );
-                }
-            }
-            let bytes: Vec<u8> = numbers.iter().flat_map(|x| x.to_le_bytes()).collect();
+            let place = |row: usize, col: usize| {
+                let (batch, place) = (row / seq, row % seq);
+                let (head, within) = (col / HEAD, col % HEAD);
+                by_heads.numbers[((batch * heads + head) * seq + place) * HEAD + within]
+            };
+            let numbers: Vec<f32> = (0..rows * width)
+                .map(|at| place(at / width, at % width))
+                .collect();
             let rows_view = MatrixView {
-                handle: client.create_from_slice(&bytes),
+                handle: upload(client, &numbers, by_heads.element),
                 shape: [1, rows, width],
                 strides: [rows * width, width, 1],
                 outer: [1, 0],
                 seq: None,
             };
-            let heads_view =
-                MatrixView::by_heads(by_heads.view.handle.clone(), [batch, heads, seq]);
+            let heads_view = MatrixView::by_heads(by_heads.handle.clone(), [batch, heads, seq]);
             let depth = if transposed { rows } else { width };
-            let right = Operand::random(client, is_bf16, [1, depth, cols], false, !seed);
-            let run = |view: MatrixView, index: usize| -> Result<Option<(String, Vec<u8>)>> {
-                let a = if transposed { view.transposed() } else { view };
-                let request =
-                    ProductRequest::of(is_bf16, [&a, &right.view], transposed, transposed)
-                        .map_err(|why| anyhow!(why))?;
-                let plans = ProductPlan::all(client, request).map_err(|why| anyhow!(why))?;
-                let Some(plan) = plans.into_iter().nth(index) else {
+            let right = view(&Operand::random(
+                client,
+                is_bf16,
+                [1, depth, cols],
+                false,
+                !seed,
+            ));
+            let run = |view: &MatrixView, index: usize| -> Result<Option<(String, Vec<u8>)>> {
+                let a = match transposed {
+                    true => view.clone().transposed(),
+                    false => view.clone(),
+                };
+                let request = ProductRequest::of(is_bf16, [&a, &right], transposed, transposed)
+                    .map_err(|why| anyhow!(why))?;
+                let Some(plan) = plan(client, request, index)? else {
                     return Ok(None);
                 };
-                let count =
-                    request.rows * request.cols * plan.parts() * if transposed { 4 } else { 2 };
-                let out = client.create_from_slice(&vec![0xff; count]);
-                multiply(
-                    client,
-                    &plan,
-                    [&a, &right.view],
-                    &out,
-                    &EpilogueTensors::default(),
-                )?;
-                if bench.args.enqueue_only {
-                    client.flush().map_err(|error| anyhow!("{error}"))?;
+                let count = request.rows * request.cols * plan.parts();
+                let out = poisoned(client, count, element(&request));
+                let beside = EpilogueTensors::default();
+                multiply(client, &plan, [&a, &right], &out, &beside)?;
+                if bench.args.timing.enqueue_only {
+                    flush(client)?;
                     return Ok(None);
                 }
-                let bytes = client.read_one(out).map_err(|error| anyhow!("{error:?}"))?;
-                Ok(Some((plan.to_string(), bytes.to_vec())))
+                Ok(Some((plan.to_string(), read(client, &out)?)))
             };
             for index in 0..3 {
-                let (got, expected) = (
-                    run(heads_view.clone(), index)?,
-                    run(rows_view.clone(), index)?,
-                );
+                let (got, expected) = (run(&heads_view, index)?, run(&rows_view, index)?);
                 let (Some((plan, got)), Some((_, expected))) = (got, expected) else {
                     break;
                 };
-                checked += 1;
                 let differ = got.iter().zip(&expected).filter(|(a, b)| a != b).count();
-                if differ > 0 || got.iter().all(|byte| *byte == 0xff) {
-                    failed += 1;
-                    println!(
-                        "{batch} × {heads} heads × {seq}, {cols} columns, bf16 {is_bf16}, transposed {transposed}, {plan}: {differ} bytes differ"
-                    );
-                }
+                let is_right = differ == 0 && got.iter().any(|byte| *byte != 0xff);
+                let name = format!(
+                    "{batch} × {heads} heads × {seq}, {cols} columns, bf16 {is_bf16}, transposed {transposed}, {plan}"
+                );
+                let found = is_right.then_some(());
+                tally.count(name, found.ok_or_else(|| anyhow!("{differ} bytes differ")));
             }
         }
     }
-    Ok((checked, failed))
+    Ok(())
 }
 
 /// The model's products with their epilogues, and the same apart.
@@ -493,11 +415,12 @@ pub(super) fn times(bench: &mut Bench) -> Result<()> {
         sums: true,
     };
     let heads = Epilogue::Heads { dim: 64 };
-    for (name, depth, cols, transposed, epilogue, parts, has) in [
+    let up = Epilogue::Activation(activation);
+    let (whole, one) = ([4, 8, 0, 0], [1, 8, 0, 0]);
+    for (name, [depth, cols], transposed, epilogue, parts, has) in [
         (
             "q, k, v by heads",
-            512,
-            1536,
+            [512, 1536],
             false,
             heads,
             [4, 8, 8, 8],
@@ -505,29 +428,19 @@ pub(super) fn times(bench: &mut Bench) -> Result<()> {
         ),
         (
             "gradient by heads",
-            512,
-            512,
+            [512, 512],
             true,
             heads,
-            [4, 8, 0, 0],
+            whole,
             [false, false],
         ),
-        (
-            "u and f(u)",
-            512,
-            2048,
-            false,
-            Epilogue::Activation(activation),
-            [1, 8, 0, 0],
-            [true, true],
-        ),
+        ("u and f(u)", [512, 2048], false, up, one, [true, true]),
         (
             "du and f(u)",
-            512,
-            2048,
+            [512, 2048],
             true,
             gradient,
-            [1, 8, 0, 0],
+            one,
             [true, true],
         ),
     ] {
@@ -538,13 +451,11 @@ pub(super) fn times(bench: &mut Bench) -> Result<()> {
             let Some(plan) = case.plan(index)? else {
                 break;
             };
-            if bench.args.enqueue_only {
-                case.fused(&plan)?;
-                client.flush().map_err(|error| anyhow!("{error}"))?;
+            let Some(fused) = bench.milliseconds(|| case.fused(&plan))? else {
                 continue;
-            }
-            let fused = bench.median(|| case.fused(&plan))?;
-            let apart = bench.median(|| case.apart(false))?;
+            };
+            let apart = bench.milliseconds(|| case.apart(false))?;
+            let apart = apart.unwrap_or(f64::NAN);
             println!("{name:<24} {fused:>8.4} ms, apart {apart:.4} ms  {plan}");
             bench.results.push(json!({
                 "name": name, "m": rows, "n": cols, "k": depth, "ms": fused, "apart_ms": apart, "plan": plan.to_string(),

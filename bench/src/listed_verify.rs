@@ -1,132 +1,168 @@
 //! Attention of queries that walk lists of their own against loops in f64, of small calls.
 
-use anyhow::{Result, ensure};
-use burn_sparse_select::kernels::listed::ListedRequest;
+use anyhow::{Context, Result, ensure};
+use blocksparse_bench::compare::{dot, same_twice, softmax};
+use blocksparse_bench::runner::Tally;
 use cubecl::client::Client;
 
-use super::{Args, Call, CalledWay};
+use super::{Args, Call, Way};
+
+/// Heads of queries and of keys, and widths of keys and values.
+type Kind = ([usize; 2], [usize; 2]);
+
+/// Block, blocks of a list, and keys. The last of each have a block whose list has parts.
+const BLOCKS: [[usize; 3]; 5] = [
+    [64, 3, 300],
+    [16, 5, 210],
+    [32, 1, 77],
+    [128, 2, 390],
+    [64, 2, 9000],
+];
+/// The second is more steps than there is room for, where a step has many.
+const SINGLE_KEYS: [[usize; 3]; 4] = [[1, 40, 300], [1, 420, 700], [1, 1, 77], [1, 9, 9000]];
+
+fn kinds() -> Vec<Kind> {
+    let usual = [[64, 64], [128, 128], [192, 128], [64, 128], [192, 64]];
+    let groups = [[16, 1], [32, 2], [32, 1], [48, 1], [64, 1], [128, 1]];
+    // Heads that do not fill a matrix, and widths between.
+    let partly = [[1, 1], [8, 2], [12, 1], [20, 1], [72, 1], [100, 1]];
+    let between = [[48, 48], [96, 80], [16, 112], [176, 16]];
+    let mut kinds = groups
+        .map(|heads| usual.map(|widths| (heads, widths)))
+        .concat();
+    kinds.extend(partly.map(|heads| (heads, [64, 64])));
+    kinds.extend(between.map(|widths| ([16, 1], widths)));
+    kinds.extend([
+        ([4, 1], [48, 48]),
+        ([8, 1], [128, 128]),
+        ([24, 2], [192, 128]),
+        ([8, 1], [64, 128]),
+        ([24, 1], [128, 128]),
+        ([80, 2], [64, 64]),
+        ([64, 2], [192, 128]),
+    ]);
+    kinds
+}
 
 impl Call {
     /// Out, lse and the gradients by q, k and v, in f64.
     fn expected(&self) -> [Vec<f64>; 5] {
-        let ListedRequest {
-            heads,
-            kv_heads,
-            seq_q: n,
-            head_dim,
-            value_dim,
-            block,
-            most,
-            ..
-        } = self.request;
+        let of = &self.request;
+        let (n, heads, kv_heads, most) = (of.seq_q, of.heads, of.kv_heads, of.most);
+        let (head_dim, value_dim) = (of.head_dim, of.value_dim);
         let [q, k, v, grad] = &self.numbers;
-        let mut made = [&q[..], &[], &q[..], &k[..], &v[..]].map(|x| vec![0.0; x.len()]);
         let rows = q.len() / head_dim;
-        made[0] = vec![0.0; rows * value_dim];
-        made[1] = vec![f64::NEG_INFINITY; rows];
-        let dot = |a: &[f32], b: &[f32]| -> f64 {
-            a.iter()
-                .zip(b)
-                .map(|(&a, &b)| f64::from(a) * f64::from(b))
-                .sum()
+        let [mut out, mut dq, mut dk, mut dv] = [grad, q, k, v].map(|like| vec![0.0; like.len()]);
+        let mut lse = vec![f64::NEG_INFINITY; rows];
+        let add = |to: &mut [f64], row: usize, factor: f64, from: &[f32]| {
+            let to = to[row * from.len()..].iter_mut().zip(from);
+            to.for_each(|(to, &x)| *to += factor * f64::from(x));
         };
         for row in 0..rows {
             let (query, head) = (row % n, row / n);
             let kv_head = head / heads * kv_heads + head % heads / (heads / kv_heads);
             let list = &self.lists[(kv_head * n + query) * most..][..most];
             let keys: Vec<usize> = (list.iter().filter(|&&named| named >= 0))
-                .flat_map(|&named| (0..block).map(move |at| named as usize * block + at))
+                .flat_map(|&named| (0..of.block).map(move |at| named as usize * of.block + at))
                 .filter(|&key| key < n)
                 .map(|key| kv_head * n + key)
                 .collect();
             let q_row = &q[row * head_dim..][..head_dim];
             let g_row = &grad[row * value_dim..][..value_dim];
-            let score = |key: &usize| dot(q_row, &k[key * head_dim..][..head_dim]) * self.scale();
-            let scores: Vec<f64> = keys.iter().map(score).collect();
-            let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-            let total: f64 = scores.iter().map(|s| (s - top).exp()).sum();
-            if keys.is_empty() {
-                continue;
+            let [k_row, v_row] = [(k, head_dim), (v, value_dim)]
+                .map(|(of, width)| move |key: usize| &of[key * width..][..width]);
+            let scores = keys
+                .iter()
+                .map(|&key| dot(q_row, k_row(key)) * self.scale());
+            let weights;
+            (weights, lse[row]) = softmax(&scores.collect::<Vec<f64>>());
+            for (&key, &p) in keys.iter().zip(&weights) {
+                add(&mut out, row, p, v_row(key));
+                add(&mut dv, key, p, g_row);
             }
-            made[1][row] = top + total.ln();
-            let weights: Vec<f64> = scores.iter().map(|s| (s - top).exp() / total).collect();
-            for (key, p) in keys.iter().zip(&weights) {
-                for c in 0..value_dim {
-                    made[0][row * value_dim + c] += p * f64::from(v[key * value_dim + c]);
-                }
-            }
-            let out = &made[0][row * value_dim..][..value_dim];
-            let delta: f64 = out.iter().zip(g_row).map(|(o, &g)| o * f64::from(g)).sum();
-            for (key, p) in keys.iter().zip(&weights) {
-                let by_weight = dot(g_row, &v[key * value_dim..][..value_dim]);
-                let ds = p * (by_weight - delta) * self.scale();
-                for c in 0..head_dim {
-                    made[2][row * head_dim + c] += ds * f64::from(k[key * head_dim + c]);
-                    made[3][key * head_dim + c] += ds * f64::from(q_row[c]);
-                }
-                for c in 0..value_dim {
-                    made[4][key * value_dim + c] += p * f64::from(g_row[c]);
-                }
+            let made = out[row * value_dim..].iter().zip(g_row);
+            let delta: f64 = made.map(|(o, &g)| o * f64::from(g)).sum();
+            for (&key, &p) in keys.iter().zip(&weights) {
+                let by_score = p * (dot(g_row, v_row(key)) - delta) * self.scale();
+                add(&mut dq, row, by_score, k_row(key));
+                add(&mut dk, key, by_score, q_row);
             }
         }
-        made
+        [out, lse, dq, dk, dv]
     }
 }
 
+/// How far the furthest number is off, beside the largest, and where.
+fn furthest(found: &[f64], expected: &[f64]) -> (f64, usize) {
+    let finite = expected.iter().filter(|x| x.is_finite());
+    let scale = finite.fold(0.1, |most: f64, x| most.max(x.abs()));
+    let off = found.iter().zip(expected).map(|(x, y)| match x == y {
+        true => 0.0,
+        false if x.is_finite() && y.is_finite() => (x - y).abs() / scale,
+        false => f64::INFINITY,
+    });
+    let places = off.zip(0..);
+    places.fold((0.0, 0), |a, b| if b.0 > a.0 { b } else { a })
+}
+
+/// One call: whether it can be attended to so, and all its results.
+fn check(client: &Client, name: &str, batch: usize, args: &Args, seed: u64) -> Result<bool> {
+    let way = args.way.unwrap_or(Way::Walk);
+    let new = || Call::new(client, batch, args, seed);
+    let call = new()?;
+    if way != Way::Walk && call.plan(way).is_none() {
+        println!("{name}: not so");
+        return Ok(false);
+    }
+    let found = same_twice(|| {
+        let call = new()?;
+        let plan = call.plan(way).context("there is no walk of these lists")?;
+        call.forward(plan)?;
+        call.backward(plan)?;
+        call.read()
+    })?;
+    let expected = call.expected();
+    let names = ["out", "lse", "dq", "dk", "dv"];
+    let mut pairs: Vec<_> = names.into_iter().zip(found.iter().zip(&expected)).collect();
+    let in_parts;
+    if args.block > 1 {
+        call.forward_in_parts()?;
+        in_parts = call.read()?;
+        let names = ["out in parts", "lse in parts"].into_iter();
+        pairs.extend(names.zip(in_parts.iter().zip(&expected)));
+    }
+    for (of, (found, expected)) in pairs {
+        let (off, at) = furthest(found, expected);
+        let (got, exact) = (found[at], expected[at]);
+        ensure!(
+            off <= 1e-2,
+            "{of} errs by {off:.2e} at {at}: got {got}, expected {exact}"
+        );
+    }
+    Ok(true)
+}
+
 /// Small calls of every width and number of heads, with lists of blocks or of single keys, against loops in f64, and the same bits twice.
-pub fn verify(
-    client: &Client,
-    keys: bool,
-    way: CalledWay,
-    skip: usize,
-    [shard, of]: [usize; 2],
-) -> Result<()> {
-    ensure!(
-        shard < of,
-        "--shard is {shard}, of {of} parts numbered from 0"
-    );
-    let (mut number, mut checked, mut failed) = (0, 0, 0);
-    let usual = [(64, 64), (128, 128), (192, 128), (64, 128), (192, 64)];
-    let groups = [(16, 1), (32, 2), (32, 1), (48, 1), (64, 1), (128, 1)];
-    // Heads that do not fill a matrix, and widths between.
-    let partly = [(1, 1), (8, 2), (12, 1), (20, 1), (72, 1), (100, 1)];
-    let between = [(48, 48), (96, 80), (16, 112), (176, 16)];
-    let mut kinds: Vec<_> = (groups.into_iter())
-        .flat_map(|heads| usual.map(|widths| (heads, widths)))
-        .collect();
-    kinds.extend(partly.map(|heads| (heads, (64, 64))));
-    kinds.extend(between.map(|widths| ((16, 1), widths)));
-    kinds.extend([
-        ((4, 1), (48, 48)),
-        ((8, 1), (128, 128)),
-        ((24, 2), (192, 128)),
-        ((8, 1), (64, 128)),
-        ((24, 1), (128, 128)),
-        ((80, 2), (64, 64)),
-        ((64, 2), (192, 128)),
-    ]);
-    for ((heads, kv_heads), (head_dim, value_dim)) in kinds.into_iter().skip(skip) {
-        // The last of each have a block whose list has parts.
-        let blocks = [
-            (64, 3, 300),
-            (16, 5, 210),
-            (32, 1, 77),
-            (128, 2, 390),
-            (64, 2, 9000),
-        ];
-        // And the second of single keys is more steps than there is room for, where a step has many.
-        let single = [(1, 40, 300), (1, 420, 700), (1, 1, 77), (1, 9, 9000)];
-        let calls: &[_] = if keys { &single } else { &blocks };
-        for &(block, most, n) in calls {
+pub fn verify(client: &Client, args: &Args) -> Result<()> {
+    let mut tally = Tally::new(args.shard)?;
+    let is_together = args.way == Some(Way::Neighbours);
+    for ([heads, kv_heads], [head_dim, value_dim]) in kinds().into_iter().skip(args.skip) {
+        let calls: &[_] = match args.block {
+            1 => &SINGLE_KEYS,
+            _ => &BLOCKS,
+        };
+        for &[block, most, n] in calls {
             let hot = n > 1000;
-            let is_together = way == CalledWay::Neighbours;
             if (hot && heads != 16) || (n == 700 && heads < 48 && !is_together) {
                 continue;
             }
-            number += 1;
-            if number % of != shard {
+            if !tally.has_next() {
                 continue;
             }
+            let overlap = match is_together && tally.number.is_multiple_of(2) {
+                true => 0.9,
+                false => 0.0,
+            };
             let args = Args {
                 n,
                 heads,
@@ -136,85 +172,23 @@ pub fn verify(
                 block,
                 most,
                 alike: 1,
-                overlap: if is_together && number % 2 == 0 {
-                    0.9
-                } else {
-                    0.0
-                },
+                overlap,
                 hot,
-                repeats: 1,
-                verify: true,
-                shard,
-                of,
-                skip,
-                way: Some(way),
-                enqueue_only: false,
+                ..args.clone()
             };
             let name = format!(
                 "{heads} heads on {kv_heads}, {head_dim} and {value_dim} wide, {n} keys, {most} blocks of {block}"
             );
             let batch = if hot { 1 } else { 2 };
-            let new = || Call::new(client, batch, &args, number as u64);
-            let made = new()?;
-            let is_taken = match way {
-                CalledWay::Walk => true,
-                CalledWay::Neighbours => made.neighbours.is_some(),
-                CalledWay::Tiles => made.tiles.is_some(),
-            };
-            if !is_taken {
-                println!("{name}: not so");
-                continue;
-            }
-            checked += 1;
-            let run = || -> Result<(Call, [Vec<f64>; 5])> {
-                let call = new()?;
-                call.forward(way.into())?;
-                call.backward(way.into())?;
-                let found = call.read()?;
-                Ok((call, found))
-            };
-            let (call, found) = run()?;
-            let (_, again) = run()?;
-            let expected = call.expected();
-            let names = ["out", "lse", "dq", "dk", "dv"];
-            let mut is_wrong = found != again;
-            if is_wrong {
-                println!("{name}: other bits");
-            }
-            let mut pairs: Vec<_> = names.into_iter().zip(found.iter().zip(&expected)).collect();
-            let mut in_parts = None;
-            if !keys {
-                call.forward_in_parts()?;
-                in_parts = Some(call.read()?);
-            }
-            if let Some(parts) = &in_parts {
-                let of_parts = ["out in parts", "lse in parts"].into_iter();
-                pairs.extend(of_parts.zip(parts.iter().zip(&expected)));
-            }
-            for (of, (found, expected)) in pairs {
-                let finite = expected.iter().filter(|x| x.is_finite());
-                let scale = finite.fold(0.1, |most: f64, x| most.max(x.abs()));
-                let pairs = found.iter().zip(expected);
-                let worst = pairs.enumerate().map(|(at, (x, y))| match x == y {
-                    true => (0.0, at),
-                    false if x.is_finite() && y.is_finite() => ((x - y).abs() / scale, at),
-                    false => (f64::INFINITY, at),
-                });
-                let worst = worst.fold((0.0, 0), |a, b| if b.0 > a.0 { b } else { a });
-                if worst.0 > 1e-2 {
-                    let (got, exact) = (found[worst.1], expected[worst.1]);
-                    println!(
-                        "{name}: {of} errs by {:.2e} at {}: got {got}, expected {exact}",
-                        worst.0, worst.1
-                    );
-                    is_wrong = true;
+            match check(client, &name, batch, &args, tally.number as u64) {
+                Ok(false) => {}
+                found => {
+                    let is_right = found.is_ok();
+                    tally.count(&name, found.map(|_| ()));
+                    println!("{name}: {}", if is_right { "right" } else { "wrong" });
                 }
             }
-            failed += u64::from(is_wrong);
-            println!("{name}: {}", if is_wrong { "wrong" } else { "right" });
         }
     }
-    println!("{checked} calls, {failed} failed");
-    ensure!(failed == 0, "{failed} calls are wrong");
-    Ok(())
+    tally.finish("calls")
 }

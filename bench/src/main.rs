@@ -4,7 +4,6 @@
 //! Flops count allowed pairs: 2 · (head_dim + value_dim) per pair forward, 2.5 times that backward, so computing what is masked
 //! earns nothing.
 
-mod device_time;
 mod problem;
 mod stress;
 mod workload;
@@ -13,10 +12,12 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use anyhow::{Context, Result, bail};
+use blocksparse_bench::device;
+use blocksparse_bench::numbers::Dtype;
+use blocksparse_bench::runner::{Timing, write_json};
 use blocksparse_cubecl::AttentionPlan;
 use clap::{Parser, ValueEnum};
 use cubecl::client::Client;
-use cubecl::ir::{ElemType, FloatKind};
 use problem::{Outputs, Problem, request_of};
 use serde_json::{Map, Value};
 use workload::{PatternArg, Workload};
@@ -96,9 +97,8 @@ struct Args {
     densities: bool,
     #[arg(long, value_enum, default_value_t = Dtype::F32)]
     dtype: Dtype,
-    /// Timed runs; the median is reported.
-    #[arg(long, default_value_t = 15)]
-    repeats: usize,
+    #[command(flatten)]
+    timing: Timing<15>,
     /// Also write the numbers to this file.
     #[arg(long)]
     json: Option<PathBuf>,
@@ -111,29 +111,9 @@ struct Args {
     /// Run the backward pass so many times instead of timing it, and compare hashes of its gradients.
     #[arg(long, value_name = "PASSES", conflicts_with_all = ["verify", "forward_only"])]
     stress: Option<usize>,
-    /// Launch every kernel once and wait for nothing: for looking at what is compiled.
-    #[arg(long)]
-    enqueue_only: bool,
     /// Leave the backward pass out.
     #[arg(long)]
     forward_only: bool,
-}
-
-#[derive(Clone, Copy, PartialEq, ValueEnum)]
-enum Dtype {
-    F32,
-    F16,
-    Bf16,
-}
-
-impl Dtype {
-    fn elem(self) -> ElemType {
-        ElemType::Float(match self {
-            Dtype::F32 => FloatKind::F32,
-            Dtype::F16 => FloatKind::F16,
-            Dtype::Bf16 => FloatKind::BF16,
-        })
-    }
 }
 
 /// Shape of the bias.
@@ -194,12 +174,12 @@ impl Relative {
 
 fn main() -> Result<()> {
     let args = Args::parse();
-    let client = device()?.client();
+    let client = device::client()?;
     println!(
         "{} on {}, {} repeats",
         client.properties().identity.name,
         client.name(),
-        args.repeats
+        args.timing.repeats
     );
     let workloads: Vec<Workload> = match custom(&args)? {
         Some(workload) => vec![workload],
@@ -222,11 +202,7 @@ fn main() -> Result<()> {
         let result = run(&client, &workload, &args).with_context(|| workload.name.to_string())?;
         results.insert(workload.name.to_string(), result);
     }
-    if let Some(path) = &args.json {
-        let text = serde_json::to_string_pretty(&results)?;
-        std::fs::write(path, text).with_context(|| path.display().to_string())?;
-    }
-    Ok(())
+    write_json(args.json.as_deref(), &results)
 }
 
 /// What `--pattern` or `--layout` ask for.
@@ -254,15 +230,6 @@ fn custom(args: &Args) -> Result<Option<Workload>> {
     }))
 }
 
-fn device() -> Result<cubecl::Device> {
-    #[cfg(feature = "cuda")]
-    return Ok(cubecl::Device::Cuda(Default::default()));
-    #[cfg(all(feature = "wgpu", not(feature = "cuda")))]
-    return Ok(cubecl::Device::Wgpu(Default::default()));
-    #[cfg(not(any(feature = "cuda", feature = "wgpu")))]
-    bail!("built without a device: use --features cuda or --features wgpu");
-}
-
 fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
     let layout = workload.layout()?;
     let start = std::time::Instant::now();
@@ -277,17 +244,15 @@ fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
         return Ok(Value::Null);
     }
     let outputs = Outputs::new(client, workload, args);
-    if args.enqueue_only {
-        problem.forward(&plan, &outputs);
-        problem.backward(&plan, &outputs);
-        client.flush().map_err(|error| anyhow::anyhow!("{error}"))?;
-        return Ok(Value::Null);
+    let is_launched = args.timing.launched(client, || {
+        problem.forward(&plan, &outputs)?;
+        problem.backward(&plan, &outputs)
+    })?;
+    match args.stress {
+        _ if is_launched => Ok(Value::Null),
+        Some(passes) => problem.stress(&plan, &outputs, passes),
+        None => problem.time(&plan, &outputs),
     }
-    if let Some(passes) = args.stress {
-        problem.stress(&plan, &outputs, passes)?;
-        return Ok(Value::Null);
-    }
-    problem.time(&plan, &outputs)
 }
 
 #[cfg(test)]

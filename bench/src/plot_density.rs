@@ -1,8 +1,10 @@
 //! Draws what `bench-kernels --densities --json FILE` measured: time against density, forward and backward, for each block size.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Result, anyhow};
+use blocksparse_bench::chart::{self, Area, bounds};
 use clap::Parser;
 use plotters::prelude::*;
 use serde_json::{Map, Value};
@@ -21,32 +23,21 @@ type Line = Vec<(f64, f64)>;
 
 fn main() -> Result<()> {
     let args = Args::parse();
-    let text = std::fs::read_to_string(&args.results)
-        .with_context(|| args.results.display().to_string())?;
-    let results: Map<String, Value> = serde_json::from_str(&text)?;
-    blocksparse::font::register();
-    let area = BitMapBackend::new(&args.picture, (1000, 440)).into_drawing_area();
-    area.fill(&WHITE)?;
+    let results: Map<String, Value> = chart::read_json(&args.results)?;
+    let area = chart::picture(&args.picture, (1000, 440))?;
     let halves = area.split_evenly((1, 2));
-    for (half, (title, key)) in halves
-        .iter()
-        .zip([("forward", "fwd_ms"), ("backward", "bwd_ms")])
-    {
-        let mut lines: Vec<(u64, Line)> = Vec::new();
+    let passes = [("forward", "fwd_ms"), ("backward", "bwd_ms")];
+    for (half, (title, key)) in halves.iter().zip(passes) {
+        let mut lines: BTreeMap<u64, Line> = BTreeMap::new();
         for (name, row) in &results {
             let number = |key: &str| {
-                row[key]
-                    .as_f64()
-                    .ok_or_else(|| anyhow!("{name} has no {key}: not measured with --densities?"))
+                let number = row[key].as_f64();
+                number.ok_or_else(|| anyhow!("{name} has no {key}: not measured with --densities?"))
             };
-            let (block, point) = (number("block")? as u64, (number("density")?, number(key)?));
-            match lines.iter_mut().find(|(of, _)| *of == block) {
-                Some((_, line)) => line.push(point),
-                None => lines.push((block, vec![point])),
-            }
+            let line = lines.entry(number("block")? as u64).or_default();
+            line.push((number("density")?, number(key)?));
         }
-        lines.sort_by_key(|(block, _)| *block);
-        for (_, line) in &mut lines {
+        for line in lines.values_mut() {
             line.sort_by(|a, b| b.0.total_cmp(&a.0));
         }
         draw(half, title, &lines)?;
@@ -58,23 +49,16 @@ fn main() -> Result<()> {
 /// The label of 1, 2, 5, 10, 20, 50 and so on; none for the lines between.
 fn few(x: f64, label: String) -> String {
     let digit = x / 10f64.powf(x.log10().floor());
-    match [1.0, 2.0, 5.0, 10.0]
-        .iter()
-        .any(|d| (d - digit).abs() < 0.01)
-    {
+    let is_one = |of: f64| (of - digit).abs() < 0.01;
+    match [1.0, 2.0, 5.0, 10.0].into_iter().any(is_one) {
         true => label,
         false => String::new(),
     }
 }
 
-fn draw(
-    area: &DrawingArea<BitMapBackend<'_>, plotters::coord::Shift>,
-    title: &str,
-    lines: &[(u64, Line)],
-) -> Result<()> {
-    let times = || lines.iter().flat_map(|(_, line)| line).map(|(_, ms)| *ms);
-    let least = times().fold(f64::INFINITY, f64::min) * 0.4;
-    let most = times().fold(0.0, f64::max) * 1.4;
+fn draw(area: &Area<'_>, title: &str, lines: &BTreeMap<u64, Line>) -> Result<()> {
+    let (least, most) = bounds(lines.values().flatten().map(|(_, ms)| *ms));
+    let (least, most) = (least * 0.4, most * 1.4);
     let mut chart = ChartBuilder::on(area)
         .caption(title, ("sans-serif", 22))
         .margin(12)
@@ -97,7 +81,7 @@ fn draw(
         .light_line_style(WHITE)
         .draw()?;
     // Time proportional to density, through the densest point of the widest blocks.
-    if let Some(&(density, ms)) = lines.last().and_then(|(_, line)| line.first()) {
+    if let Some(&(density, ms)) = lines.values().last().and_then(|line| line.first()) {
         let proportional = [0.01, 0.5].map(|x| (x, ms * x / density));
         chart
             .draw_series(LineSeries::new(proportional, BLACK.mix(0.35)))?
@@ -106,10 +90,8 @@ fn draw(
     }
     for (index, (block, line)) in lines.iter().enumerate() {
         let color = Palette99::pick(index).to_rgba();
-        chart
-            .draw_series(LineSeries::new(line.clone(), color.stroke_width(2)).point_size(3))?
-            .label(format!("blocks of {block}"))
-            .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], color.stroke_width(2)));
+        let name = format!("blocks of {block}");
+        chart::line(&mut chart, line.clone(), color, Some((&name, 18)))?;
     }
     chart
         .configure_series_labels()

@@ -2,7 +2,8 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
+use blocksparse_bench::chart;
 use clap::Parser;
 use plotters::prelude::*;
 use serde::Deserialize;
@@ -28,12 +29,8 @@ struct Results {
 
 fn main() -> Result<()> {
     let args = Args::parse();
-    let text = std::fs::read_to_string(&args.results)
-        .with_context(|| args.results.display().to_string())?;
-    let results: Results = serde_json::from_str(&text)?;
-    blocksparse::font::register();
-    let area = BitMapBackend::new(&args.picture, (760, 460)).into_drawing_area();
-    area.fill(&WHITE)?;
+    let results: Results = chart::read_json(&args.results)?;
+    let area = chart::picture(&args.picture, (760, 460))?;
     let share = |keys: &f64| keys / results.context;
     let mut chart = ChartBuilder::on(&area)
         .margin(12)
@@ -54,10 +51,7 @@ fn main() -> Result<()> {
             .zip(bits.iter().map(|bits| bits - results.all))
             .filter(|(_, more)| *more > 0.0)
             .collect();
-        chart
-            .draw_series(LineSeries::new(line, color.stroke_width(2)).point_size(3))?
-            .label(policy)
-            .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], color.stroke_width(2)));
+        chart::line(&mut chart, line, color, Some((policy, 18)))?;
     }
     chart
         .configure_series_labels()

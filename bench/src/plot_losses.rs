@@ -4,6 +4,7 @@
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
+use blocksparse_bench::chart;
 use clap::Parser;
 use plotters::prelude::*;
 use serde::Deserialize;
@@ -40,30 +41,19 @@ const COLORS: [RGBColor; 4] = [
 
 fn main() -> Result<()> {
     let args = Args::parse();
-    let text =
-        std::fs::read_to_string(&args.losses).with_context(|| args.losses.display().to_string())?;
-    let losses: Losses =
-        serde_json::from_str(&text).with_context(|| args.losses.display().to_string())?;
+    let losses: Losses = chart::read_json(&args.losses)?;
     ensure!(
         losses.curves.len() <= COLORS.len(),
         "curves must be at most {}, got {}",
         COLORS.len(),
         losses.curves.len()
     );
-    let points = || {
-        losses
-            .curves
-            .iter()
-            .flat_map(|of| of.seeds.iter().flatten())
-    };
+    let curves = losses.curves.iter();
+    let points = || curves.clone().flat_map(|of| of.seeds.iter().flatten());
     let last = points().map(|point| point.0).max();
     let last = last.context("curves must have at least one point")?;
-    let bounds = points().fold((f64::MAX, f64::MIN), |(least, most), point| {
-        (least.min(point.1), most.max(point.1))
-    });
-    blocksparse::font::register();
-    let area = BitMapBackend::new(&args.picture, (900, 520)).into_drawing_area();
-    area.fill(&WHITE)?;
+    let bounds = chart::bounds(points().map(|point| point.1));
+    let area = chart::picture(&args.picture, (900, 520))?;
     let mut chart = ChartBuilder::on(&area)
         .caption(&losses.title, ("sans-serif", 16))
         .margin(12)
@@ -76,15 +66,10 @@ fn main() -> Result<()> {
         .y_desc("validation, bits per byte")
         .light_line_style(TRANSPARENT)
         .draw()?;
-    for (of, color) in losses.curves.iter().zip(COLORS) {
+    for (of, color) in curves.clone().zip(COLORS) {
         for (index, seed) in of.seeds.iter().enumerate() {
-            let line = LineSeries::new(seed.iter().copied(), color.stroke_width(2)).point_size(3);
-            let series = chart.draw_series(line)?;
-            if index == 0 {
-                series.label(&of.name).legend(move |(x, y)| {
-                    PathElement::new([(x, y), (x + 18, y)], color.stroke_width(2))
-                });
-            }
+            let name = (index == 0).then_some((of.name.as_str(), 18));
+            chart::line(&mut chart, seed.iter().copied(), color.to_rgba(), name)?;
         }
     }
     chart

@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
+use blocksparse_bench::chart::{self, Area};
 use clap::Parser;
-use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 use serde::Deserialize;
@@ -54,8 +54,7 @@ fn main() -> Result<()> {
 }
 
 fn read(path: &Path) -> Result<Vec<Found>> {
-    let text =
-        std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let text = chart::read_text(path)?;
     let lines = text.lines().filter(|line| !line.trim().is_empty());
     let found = lines.map(serde_json::from_str::<Found>);
     let found: Vec<Found> = (found.collect::<Result<_, _>>()).with_context(|| {
@@ -73,15 +72,13 @@ fn read(path: &Path) -> Result<Vec<Found>> {
 }
 
 fn draw(picture: &Path, found: &[Found]) -> Result<()> {
-    blocksparse::font::register();
     let chosen: Vec<&Found> = found.iter().filter(|of| of.selection.is_some()).collect();
     let most = |of: &dyn Fn(&Found) -> usize| chosen.iter().map(|found| of(found)).max();
     let layers = most(&|found| found.heads.len()).unwrap_or(0) as u32;
     let heads = most(&|found| found.heads.iter().map(Vec::len).max().unwrap_or(0)).unwrap_or(0);
     let panel = (heads as u32 * CELL.0 + MARGIN, layers * CELL.1 + MARGIN);
     let size = (3 * panel.0 + 20, chosen.len() as u32 * (panel.1 + 30) + 10);
-    let area = BitMapBackend::new(picture, size).into_drawing_area();
-    area.fill(&WHITE)?;
+    let area = chart::picture(picture, size)?;
     for (row, found) in chosen.iter().enumerate() {
         let top = row as i32 * (panel.1 as i32 + 30) + 8;
         let title = format!(
@@ -101,7 +98,7 @@ fn draw(picture: &Path, found: &[Found]) -> Result<()> {
 
 /// Layers downwards, heads to the right.
 fn map(
-    area: &DrawingArea<BitMapBackend, Shift>,
+    area: &Area<'_>,
     (left, top): (i32, i32),
     name: &str,
     layers: &[Vec<Head>],

@@ -3,12 +3,12 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
+use blocksparse_bench::chart::{self, Area};
 use clap::Parser;
-use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
-use serde_json::Value;
+use serde::Deserialize;
 
 #[derive(Parser)]
 #[command(about = "Draws the speed of every workload over dense attention by cuDNN")]
@@ -19,11 +19,13 @@ struct Args {
     picture: PathBuf,
 }
 
+#[derive(Deserialize)]
 struct Results {
     title: String,
     workloads: Vec<Workload>,
 }
 
+#[derive(Deserialize)]
 struct Workload {
     name: String,
     forward: Times,
@@ -31,58 +33,11 @@ struct Workload {
 }
 
 /// Milliseconds; FlexAttention does not compile every pattern.
+#[derive(Deserialize)]
 struct Times {
     ours: f64,
     cudnn: f64,
     flex: Option<f64>,
-}
-
-impl Results {
-    fn of(value: &Value) -> Result<Self> {
-        let rows = value["workloads"]
-            .as_array()
-            .context("workloads must be a list")?;
-        Ok(Self {
-            title: text(value, "title")?,
-            workloads: rows.iter().map(Workload::of).collect::<Result<_>>()?,
-        })
-    }
-}
-
-impl Workload {
-    fn of(value: &Value) -> Result<Self> {
-        Ok(Self {
-            name: text(value, "name")?,
-            forward: Times::of(&value["forward"]).context("forward")?,
-            backward: Times::of(&value["backward"]).context("backward")?,
-        })
-    }
-}
-
-impl Times {
-    fn of(value: &Value) -> Result<Self> {
-        let number = |key: &str| {
-            value[key]
-                .as_f64()
-                .with_context(|| format!("{key} must be a number, got {}", value[key]))
-        };
-        let flex = match value["flex"].is_null() {
-            true => None,
-            false => Some(number("flex")?),
-        };
-        Ok(Self {
-            ours: number("ours")?,
-            cudnn: number("cudnn")?,
-            flex,
-        })
-    }
-}
-
-fn text(value: &Value, key: &str) -> Result<String> {
-    let text = value[key].as_str();
-    Ok(text
-        .with_context(|| format!("{key} must be a text, got {}", value[key]))?
-        .to_owned())
 }
 
 const WIDTH: i32 = 1200;
@@ -98,18 +53,13 @@ const LONGEST: i32 = PANEL - 150;
 const OURS: RGBColor = RGBColor(31, 119, 180);
 const FLEX: RGBColor = RGBColor(255, 127, 14);
 
-type Area<'a> = DrawingArea<BitMapBackend<'a>, Shift>;
 type Choice = fn(&Workload) -> &Times;
 
 fn main() -> Result<()> {
     let args = Args::parse();
-    let text = std::fs::read_to_string(&args.results)
-        .with_context(|| args.results.display().to_string())?;
-    let results = Results::of(&serde_json::from_str(&text)?)?;
-    blocksparse::font::register();
+    let results: Results = chart::read_json(&args.results)?;
     let height = TOP + ROW * results.workloads.len() as i32 + 12;
-    let area = BitMapBackend::new(&args.picture, (WIDTH as u32, height as u32)).into_drawing_area();
-    area.fill(&WHITE)?;
+    let area = chart::picture(&args.picture, (WIDTH as u32, height as u32))?;
     write(&area, &results.title, (16, 20), 19, HPos::Left)?;
     legend(&area)?;
     for (index, workload) in results.workloads.iter().enumerate() {

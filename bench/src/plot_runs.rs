@@ -3,9 +3,9 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
+use blocksparse_bench::chart::{self, Area};
 use clap::Parser;
-use plotters::coord::Shift;
 use plotters::prelude::*;
 use serde::Deserialize;
 
@@ -49,16 +49,16 @@ enum Row {
         bits_per_byte: f64,
         ms: f64,
     },
-    Validation {
-        step: usize,
-        bits_per_byte: f64,
-    },
-    Final {
-        step: usize,
-        bits_per_byte: f64,
-    },
+    Validation(Measured),
+    Final(Measured),
     #[serde(other)]
     Other,
+}
+
+#[derive(Deserialize)]
+struct Measured {
+    step: usize,
+    bits_per_byte: f64,
 }
 
 /// A point: a step, the seconds of training up to it, and bits per byte.
@@ -87,14 +87,19 @@ const SIZE: (u32, u32) = (1400, 620);
 /// More points than pixels show nothing more.
 const MOST_POINTS: usize = 1000;
 
+impl Measured {
+    fn point(&self, seconds: f64) -> Point {
+        (self.step as f64, seconds, self.bits_per_byte)
+    }
+}
+
 impl Curves {
     fn read(name: &str, path: &Path) -> Result<Self> {
         let path = match path.is_dir() {
             true => path.join("log.jsonl"),
             false => path.to_owned(),
         };
-        let text = std::fs::read_to_string(&path)
-            .with_context(|| format!("cannot read {}", path.display()))?;
+        let text = chart::read_text(&path)?;
         // A line that a killed process left half written is none.
         let rows = text
             .lines()
@@ -128,14 +133,8 @@ impl Curves {
                     }
                     (curves.training).push((step as f64, seconds, bits_per_byte));
                 }
-                Row::Validation {
-                    step,
-                    bits_per_byte,
-                } => (curves.validation).push((step as f64, seconds, bits_per_byte)),
-                Row::Final {
-                    step,
-                    bits_per_byte,
-                } => curves.last = Some((step as f64, seconds, bits_per_byte)),
+                Row::Validation(of) => curves.validation.push(of.point(seconds)),
+                Row::Final(of) => curves.last = Some(of.point(seconds)),
                 Row::Other => {}
             }
         }
@@ -172,18 +171,14 @@ fn main() -> Result<()> {
         COLORS.len(),
         args.runs.len()
     );
-    let runs = args
-        .runs
-        .iter()
-        .map(|(name, path)| Curves::read(name, path));
+    let runs = args.runs.iter();
+    let runs = runs.map(|(name, path)| Curves::read(name, path));
     let runs = runs.collect::<Result<Vec<_>>>()?;
     draw(&args.picture, &args.title, &runs, args.top)
 }
 
 fn draw(picture: &Path, title: &str, runs: &[Curves], top: Option<f64>) -> Result<()> {
-    blocksparse::font::register();
-    let area = BitMapBackend::new(picture, SIZE).into_drawing_area();
-    area.fill(&WHITE)?;
+    let area = chart::picture(picture, SIZE)?;
     let area = match title {
         "" => area.clone(),
         title => area.titled(title, ("sans-serif", 24))?,
@@ -199,30 +194,23 @@ fn draw(picture: &Path, title: &str, runs: &[Curves], top: Option<f64>) -> Resul
 
 /// What is shown: down to the best, and up to where validation began.
 fn bits(runs: &[Curves], top: Option<f64>) -> Range<f64> {
-    let of = |points: &mut dyn Iterator<Item = f64>| {
-        points.fold((f64::MAX, f64::MIN), |(low, high), bits| {
-            (low.min(bits), high.max(bits))
-        })
-    };
-    let (low, highest) = of(&mut runs.iter().flat_map(Curves::points).map(|of| of.2));
-    let (_, high) = of(&mut runs.iter().flat_map(|run| &run.validation).map(|of| of.2));
+    let (low, highest) = chart::bounds(runs.iter().flat_map(Curves::points).map(|of| of.2));
+    let validation = runs.iter().flat_map(|run| &run.validation);
+    let (_, high) = chart::bounds(validation.map(|of| of.2));
     let high = top.unwrap_or(if high > low { high } else { highest });
     let margin = 0.05 * (high - low).max(0.1);
     low - margin..high + margin
 }
 
 fn panel(
-    area: &DrawingArea<BitMapBackend, Shift>,
+    area: &Area<'_>,
     unit: &str,
     runs: &[Curves],
     x: impl Fn(&Point) -> f64,
     bits: Range<f64>,
 ) -> Result<()> {
-    let end = runs
-        .iter()
-        .flat_map(Curves::points)
-        .map(&x)
-        .fold(1.0, f64::max);
+    let ends = runs.iter().flat_map(Curves::points).map(&x);
+    let end = ends.fold(1.0, f64::max);
     let mut chart = ChartBuilder::on(area)
         .margin(16)
         .x_label_area_size(52)
@@ -244,15 +232,12 @@ fn panel(
             points.iter().map(|point| (x(point), point.2)).collect()
         };
         chart.draw_series(LineSeries::new(at(&run.training), color.mix(0.35)))?;
-        let validation = LineSeries::new(at(&run.validation), color.stroke_width(2)).point_size(3);
         let name = match run.last {
             None => run.name.clone(),
             Some(last) => format!("{}: {:.3} in the end", run.name, last.2),
         };
-        chart
-            .draw_series(validation)?
-            .label(name)
-            .legend(move |(x, y)| PathElement::new([(x, y), (x + 20, y)], color.stroke_width(2)));
+        let validation = at(&run.validation);
+        chart::line(&mut chart, validation, color.to_rgba(), Some((&name, 20)))?;
         if let Some(last) = run.last {
             chart.draw_series([TriangleMarker::new((x(&last), last.2), 8, color.filled())])?;
         }

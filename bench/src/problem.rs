@@ -1,24 +1,27 @@
 //! A workload on the device: its tensors, its two passes, and what they are measured by.
 
+use std::time::Instant;
+
 use anyhow::{Result, ensure};
 use blocksparse::{BlockLayout, Dropout};
+use blocksparse_bench::compare::dot;
+use blocksparse_bench::device::{self, read_numbers, upload};
+use blocksparse_bench::device_time::{Times, times};
+use blocksparse_bench::numbers::{Dtype, F32, nearly_normal};
 use blocksparse_cubecl as kernels;
 use blocksparse_cubecl::{
     AttentionPlan, BiasView, Gradients, OutputGrads, Request, ScoreKind, ScoreOptions, TableView,
     TensorView, TierLimit,
 };
 use cubecl::client::Client;
-use cubecl::future::block_on;
+use cubecl::ir::ElemType;
 use cubecl::server::Handle;
-use half::{bf16, f16};
-use rand::{Rng, SeedableRng};
+use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 
-use crate::device_time::{self, Times};
-use crate::stress;
 use crate::workload::Workload;
-use crate::{Args, Dtype};
+use crate::{Args, stress};
 
 /// A workload on the device.
 pub struct Problem<'a> {
@@ -47,7 +50,7 @@ pub fn request_of(workload: &Workload, args: &Args) -> Request {
     Request::new(
         [workload.batch, workload.kv_heads],
         [workload.head_dim, workload.value_dim],
-        args.dtype.elem(),
+        args.dtype.element(),
     )
     .with_score(score)
     .with_scale(scale_of(workload, args))
@@ -80,7 +83,7 @@ fn random_input(
     let reach = shape.iter().zip(strides);
     let reach: usize = reach.map(|(length, stride)| (length - 1) * stride).sum();
     TensorView {
-        handle: client.create_from_slice(&random(reach + 1, args.dtype, rng)),
+        handle: upload(client, &nearly_normal(reach + 1, rng), args.dtype.element()),
         shape,
         strides,
     }
@@ -100,19 +103,21 @@ fn score_options(
         .then(|| (1..=heads).map(|head| 2f64.powf(-8.0 * head as f64 / heads as f64)))
         .map(|slopes| slopes.collect());
     options.dropout = args.dropout.map(|probability| Dropout::new(probability, 1));
+    let mut random = |shape: &[usize], element| {
+        let numbers = nearly_normal(shape.iter().product(), rng);
+        upload(client, &numbers, element)
+    };
     options.bias = args.bias.map(|bias| {
         let shape = bias.of(workload);
-        let numbers = random(shape.iter().product(), args.dtype, rng);
         BiasView {
-            handle: client.create_from_slice(&numbers),
+            handle: random(&shape, args.dtype.element()),
             shape,
         }
     });
     options.relative = args.relative.map(|relative| {
         let shape = relative.shape(workload);
-        let numbers = random(shape.iter().product(), Dtype::F32, rng);
         TableView {
-            handle: client.create_from_slice(&numbers),
+            handle: random(&shape, F32),
             shape,
         }
     });
@@ -146,42 +151,46 @@ impl<'a> Problem<'a> {
         }
     }
 
-    pub fn forward(&self, plan: &AttentionPlan, outputs: &Outputs) {
+    pub fn forward(&self, plan: &AttentionPlan, outputs: &Outputs) -> Result<()> {
         let inputs = [&self.q, &self.k, &self.v];
         let (layout, handles) = (&self.layout, outputs.handles());
-        kernels::forward(self.client, plan, layout, inputs, handles, &self.options)
-            .expect("the plan was checked");
+        kernels::forward(self.client, plan, layout, inputs, handles, &self.options)?;
+        Ok(())
     }
 
-    pub fn backward(&self, plan: &AttentionPlan, outputs: &Outputs) {
+    pub fn backward(&self, plan: &AttentionPlan, outputs: &Outputs) -> Result<()> {
+        let inputs = [&self.q, &self.k, &self.v];
+        let by = OutputGrads {
+            out: &self.grad_out,
+            lse: None,
+        };
+        let (layout, handles) = (&self.layout, outputs.handles());
+        let (gradients, options) = (&outputs.gradients, &self.options);
         kernels::backward(
             self.client,
             plan,
-            &self.layout,
-            [&self.q, &self.k, &self.v],
-            outputs.handles(),
-            OutputGrads {
-                out: &self.grad_out,
-                lse: None,
-            },
-            &outputs.gradients,
-            &self.options,
-        )
-        .expect("the plan was checked");
+            layout,
+            inputs,
+            handles,
+            by,
+            gradients,
+            options,
+        )?;
+        Ok(())
     }
 
     /// Compares all results with those of the walks of the `simt` tier, and with those of a second time.
     pub fn verify(&self, plan: &AttentionPlan) -> Result<()> {
         let results = |plan: &AttentionPlan| {
             let outputs = Outputs::new(self.client, self.workload, self.args);
-            self.forward(plan, &outputs);
-            self.backward(plan, &outputs);
-            outputs.read(self.client, self.args.dtype)
+            self.forward(plan, &outputs)?;
+            self.backward(plan, &outputs)?;
+            outputs.read(self.client, self.args.dtype.element())
         };
-        let (ours, again) = (results(plan), results(plan));
+        let (ours, again) = (results(plan)?, results(plan)?);
         let limit = TierLimit::SimtWalks;
         let simt = AttentionPlan::with_limit(self.client, &self.layout, self.request, limit)?;
-        let simt = results(&simt);
+        let simt = results(&simt)?;
         print!("{:<30}", self.workload.label());
         // Both round the outputs; ours also weights, and sums in another order.
         let tf32 = self.args.tf32;
@@ -228,23 +237,20 @@ impl<'a> Problem<'a> {
             head_dim,
             ..
         } = self.workload;
-        let read = |handle: &Handle, dtype| {
-            numbers(&self.client.read_one_unchecked(handle.clone()), dtype)
-        };
-        let [q, k] = [&self.q, &self.k].map(|view| (read(&view.handle, self.args.dtype), view));
-        let options = &self.options;
-        let bias =
-            (options.bias.as_ref()).map(|bias| (read(&bias.handle, self.args.dtype), bias.shape));
-        let table =
-            (options.relative.as_ref()).map(|table| (read(&table.handle, Dtype::F32), table.shape));
-        let row = |(numbers, view): &(Vec<f32>, &TensorView), at: [usize; 3]| -> Vec<f64> {
-            let first: usize = at
-                .iter()
-                .zip(view.strides)
-                .map(|(i, stride)| i * stride)
-                .sum();
-            let row = &numbers[first..first + head_dim];
-            row.iter().map(|&number| f64::from(number)).collect()
+        let read = |handle, element| read_numbers::<f32>(self.client, handle, element);
+        let (element, options) = (self.args.dtype.element(), &self.options);
+        let q = (read(&self.q.handle, element)?, &self.q);
+        let k = (read(&self.k.handle, element)?, &self.k);
+        let bias = options.bias.as_ref();
+        let bias = bias.map(|bias| anyhow::Ok((read(&bias.handle, element)?, bias.shape)));
+        let bias: Option<(Vec<f32>, [usize; 4])> = bias.transpose()?;
+        let table = options.relative.as_ref();
+        let table = table.map(|table| anyhow::Ok((read(&table.handle, F32)?, table.shape)));
+        let table: Option<(Vec<f32>, [usize; 2])> = table.transpose()?;
+        let row = |(numbers, view): &(Vec<f32>, &TensorView), at: [usize; 3]| {
+            let first = at.iter().zip(view.strides);
+            let first: usize = first.map(|(i, stride)| i * stride).sum();
+            numbers[first..first + head_dim].to_vec()
         };
         let mut made = Vec::with_capacity(batch * heads * n);
         for entry in 0..batch {
@@ -258,9 +264,7 @@ impl<'a> Problem<'a> {
                 for (i, allowed) in allowed.iter().enumerate() {
                     let query = row(&q, [entry, head, i]);
                     let score = |j: usize| {
-                        let product = query.iter().zip(&keys[j]);
-                        let product: f64 = product.map(|(a, b)| a * b).sum();
-                        let mut score = product * options.scale;
+                        let mut score = dot(&query, &keys[j]) * options.scale;
                         if let Some(softcap) = options.softcap {
                             score = softcap * (score / softcap).tanh();
                         }
@@ -292,9 +296,9 @@ impl<'a> Problem<'a> {
     ///
     /// # Errors
     /// If a pass gives other bits.
-    pub fn stress(&self, plan: &AttentionPlan, outputs: &Outputs, passes: usize) -> Result<()> {
-        self.forward(plan, outputs);
-        let element = self.args.dtype.elem().size();
+    pub fn stress(&self, plan: &AttentionPlan, outputs: &Outputs, passes: usize) -> Result<Value> {
+        self.forward(plan, outputs)?;
+        let element = self.args.dtype.element().size();
         let rows = |heads| self.workload.batch * heads * self.workload.n;
         let Workload {
             head_dim,
@@ -306,7 +310,7 @@ impl<'a> Problem<'a> {
         let mut first = None;
         let mut others = 0;
         for _ in 0..passes {
-            self.backward(plan, outputs);
+            self.backward(plan, outputs)?;
             let hashes = [
                 stress::hash(self.client, &outputs.gradients.q, q_words),
                 stress::hash(self.client, &outputs.gradients.kv, kv_words),
@@ -319,7 +323,7 @@ impl<'a> Problem<'a> {
             self.workload.label()
         );
         ensure!(others == 0, "{others} of {passes} passes gave other bits");
-        Ok(())
+        Ok(Value::Null)
     }
 
     /// Times both passes, prints a row and returns its numbers.
@@ -328,8 +332,9 @@ impl<'a> Problem<'a> {
         let entries = workload.batch as f64 / layout.batch().unwrap_or(1) as f64;
         let pairs = layout.allowed_pairs() as f64 * entries;
         let flops = 2.0 * (workload.head_dim + workload.value_dim) as f64 * pairs;
-        let (forward, host_us) =
-            measure(self.client, args.repeats, || self.forward(plan, outputs))?;
+        let (forward, host_us) = measure(self.client, args.timing.repeats, || {
+            self.forward(plan, outputs)
+        })?;
         let [forward_ms, forward_p10, forward_p90] = milliseconds(forward);
         let teraflops = |ms: f64, factor: f64| factor * flops / ms / 1e9;
         let mut result = json!({
@@ -348,7 +353,9 @@ impl<'a> Problem<'a> {
             println!(" {:>10} {:>8} {host_us:>9.1}", "", "");
             return Ok(result);
         }
-        let (backward, _) = measure(self.client, args.repeats, || self.backward(plan, outputs))?;
+        let (backward, _) = measure(self.client, args.timing.repeats, || {
+            self.backward(plan, outputs)
+        })?;
         let [backward_ms, backward_p10, backward_p90] = milliseconds(backward);
         println!(
             " {backward_ms:>10.3} {:>8.1} {host_us:>9.1}",
@@ -384,7 +391,7 @@ impl Outputs {
             true => client.create_from_slice(&vec![0xff; bytes]),
             false => client.empty(bytes),
         };
-        let element = args.dtype.elem().size();
+        let element = args.dtype.element().size();
         let v_offset = keys * head_dim;
         let bias_shape =
             (args.bias.filter(|_| args.verify || args.bias_gradient)).map(|bias| bias.of(workload));
@@ -408,66 +415,50 @@ impl Outputs {
         }
     }
 
-    fn read(&self, client: &Client, dtype: Dtype) -> Vec<(&'static str, Vec<f32>)> {
-        let read =
-            |handle: &Handle, dtype| numbers(&client.read_one_unchecked(handle.clone()), dtype);
-        let mut dk = read(&self.gradients.kv, dtype);
+    fn read(&self, client: &Client, element: ElemType) -> Result<Vec<(&'static str, Vec<f32>)>> {
+        let mut dk = read_numbers(client, &self.gradients.kv, element)?;
         let dv = dk.split_off(self.gradients.v_offset);
-        let mut results = vec![
-            ("out", read(&self.out, dtype)),
-            ("lse", read(&self.lse, Dtype::F32)),
-            ("dq", read(&self.gradients.q, dtype)),
-            ("dk", dk),
-            ("dv", dv),
-        ];
-        if let Some(max_scores) = &self.max_scores {
-            results.push(("max", read(max_scores, Dtype::F32)));
-        }
-        if let Some(bias) = &self.gradients.bias {
-            results.push(("dbias", read(bias, Dtype::F32)));
-        }
-        if let Some(table) = &self.gradients.relative {
-            results.push(("drelative", read(table, Dtype::F32)));
-        }
-        results
+        let mut results = Vec::new();
+        let mut add = |name, handle: Option<&Handle>, element| -> Result<()> {
+            if let Some(handle) = handle {
+                results.push((name, read_numbers(client, handle, element)?));
+            }
+            Ok(())
+        };
+        add("out", Some(&self.out), element)?;
+        add("lse", Some(&self.lse), F32)?;
+        add("dq", Some(&self.gradients.q), element)?;
+        add("max", self.max_scores.as_ref(), F32)?;
+        add("dbias", self.gradients.bias.as_ref(), F32)?;
+        add("drelative", self.gradients.relative.as_ref(), F32)?;
+        results.splice(3..3, [("dk", dk), ("dv", dv)]);
+        Ok(results)
     }
 }
 
 /// Times on the device, in seconds, and the median of microseconds on the host to enqueue a call.
-fn measure(client: &Client, repeats: usize, call: impl Fn() + Send + Sync) -> Result<(Times, f64)> {
+fn measure(
+    client: &Client,
+    repeats: usize,
+    call: impl Fn() -> Result<()> + Sync,
+) -> Result<(Times, f64)> {
     // Compilation, plans and their upload.
-    call();
-    call();
-    block_on(client.sync()).map_err(|error| anyhow::anyhow!("{error}"))?;
-    let mut host = Vec::new();
-    for _ in 0..repeats {
-        let start = std::time::Instant::now();
-        call();
-        host.push(start.elapsed().as_secs_f64() * 1e6);
-    }
-    block_on(client.sync()).map_err(|error| anyhow::anyhow!("{error}"))?;
-    host.sort_by(f64::total_cmp);
-    let times = device_time::times(client, repeats, || {
-        call();
-        Ok(())
-    })?;
-    Ok((times, host[repeats / 2]))
+    call()?;
+    call()?;
+    device::sync(client)?;
+    let host = (0..repeats).map(|_| {
+        let start = Instant::now();
+        call()?;
+        Ok(start.elapsed().as_secs_f64() * 1e6)
+    });
+    let host = Times::of(host.collect::<Result<_>>()?);
+    device::sync(client)?;
+    Ok((times(client, repeats, call)?, host.median))
 }
 
 /// The median and both percentiles.
 fn milliseconds(times: Times) -> [f64; 3] {
     [times.median, times.p10, times.p90].map(|seconds| seconds * 1e3)
-}
-
-fn numbers(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
-    let pairs = || bytes.chunks_exact(2).map(|b| [b[0], b[1]]);
-    match dtype {
-        Dtype::F32 => (bytes.chunks_exact(4))
-            .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
-            .collect(),
-        Dtype::F16 => pairs().map(|b| f16::from_le_bytes(b).to_f32()).collect(),
-        Dtype::Bf16 => pairs().map(|b| bf16::from_le_bytes(b).to_f32()).collect(),
-    }
 }
 
 /// `‖a − b‖ / ‖b‖`; NaN if there is one. Infinities, the lse of empty rows, must be the same.
@@ -476,26 +467,4 @@ fn relative_difference(a: &[f32], b: &[f32]) -> f64 {
     let pairs = || a.iter().zip(b).filter(|(a, b)| a.is_finite() || a != b);
     let difference: f64 = pairs().map(|(a, b)| square(a - b)).sum();
     (difference / pairs().map(|(_, &b)| square(b)).sum::<f64>()).sqrt()
-}
-
-/// Near enough to normal numbers, as bytes of the dtype.
-fn random(count: usize, dtype: Dtype, rng: &mut ChaCha8Rng) -> Vec<u8> {
-    // A million distinct ones, repeated from changing places: making all of them takes longer than the kernels.
-    let distinct: Vec<f32> = (0..count.min(1 << 20))
-        .map(|_| {
-            let bits = rng.next_u64();
-            let sum: u64 = (0..4).map(|part| (bits >> (16 * part)) & 0xffff).sum();
-            (sum as f32 / 65536.0 - 2.0) * 1.732
-        })
-        .collect();
-    let numbers = (0..count).map(|i| distinct[(i + i / distinct.len() * 7919) % distinct.len()]);
-    match dtype {
-        Dtype::F32 => numbers.flat_map(f32::to_le_bytes).collect(),
-        Dtype::F16 => numbers
-            .flat_map(|x| f16::from_f32(x).to_le_bytes())
-            .collect(),
-        Dtype::Bf16 => numbers
-            .flat_map(|x| bf16::from_f32(x).to_le_bytes())
-            .collect(),
-    }
 }

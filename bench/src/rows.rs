@@ -1,15 +1,15 @@
 //! `bench-rows`: what a device can do beside products: launches, copies, and the row kernels next to them.
 
-mod device_time;
-
 use burn_fused_ops::kernels::rows as fused_rows;
+use burn_sparse_select::kernels::rows as select_rows;
+use std::cell::RefCell;
 use std::time::Instant;
 
-#[cfg(not(any(feature = "cuda", feature = "wgpu")))]
-use anyhow::bail;
-use anyhow::{Context, Result, anyhow};
+use anyhow::Result;
 use blocksparse::{Always, ElementDropout};
-use blocksparse_cubecl::TensorView;
+use blocksparse_bench::device::{self, contiguous, empty, sync};
+use blocksparse_bench::numbers::{BF16, F32};
+use blocksparse_bench::runner::{Timing, write_json};
 use blocksparse_cubecl::rows;
 use blocksparse_cubecl::rows::ActivationKind;
 use burn_fused_ops::kernels::optim;
@@ -23,7 +23,6 @@ use burn_fused_ops::kernels::rows::NormBranch;
 use burn_fused_ops::kernels::rows::NormGrad;
 use burn_fused_ops::kernels::rows::NormOf;
 use burn_fused_ops::kernels::rows::StreamGrad;
-use burn_sparse_select::kernels::rows as select_rows;
 use burn_sparse_select::kernels::rows::GatedBackward;
 use burn_sparse_select::kernels::selection::CompressedInputs;
 use burn_sparse_select::kernels::selection::CompressedPlan;
@@ -32,8 +31,7 @@ use burn_sparse_select::kernels::selection::Wanted;
 use burn_sparse_select::kernels::selection::compressed_masses;
 use clap::Parser;
 use cubecl::client::Client;
-use cubecl::future::block_on;
-use cubecl::ir::{ElemType, FloatKind};
+use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use serde_json::{Value, json};
@@ -47,35 +45,26 @@ struct Args {
     /// Rows of the matrices; the paper's enwik8 model has 4 × 12,288.
     #[arg(long, default_value_t = 49_152)]
     rows: usize,
-    /// Timed runs; the median is reported.
-    #[arg(long, default_value_t = 25)]
-    repeats: usize,
+    #[command(flatten)]
+    timing: Timing<25>,
     /// Width of the stream; the feed-forward network is four times as wide.
     #[arg(long, default_value_t = 512)]
     width: usize,
     /// Also write the numbers to this file.
     #[arg(long)]
     json: Option<std::path::PathBuf>,
-    /// Launch every kernel once and wait for nothing: for looking at what is compiled.
-    #[arg(long)]
-    enqueue_only: bool,
     /// Only the kernels whose names contain this.
     #[arg(long, default_value = "")]
     only: String,
 }
 
-const F32: ElemType = ElemType::Float(FloatKind::F32);
-const BF16: ElemType = ElemType::Float(FloatKind::BF16);
-
 fn main() -> Result<()> {
-    let args = Args::parse();
-    let client = device()?.client();
-    let mut bench = Bench {
-        client,
-        args,
-        results: Vec::new(),
+    let bench = Bench {
+        client: device::client()?,
+        args: Args::parse(),
+        results: RefCell::default(),
     };
-    if bench.args.only.is_empty() && !bench.args.enqueue_only {
+    if bench.args.only.is_empty() && !bench.args.timing.enqueue_only {
         bench.launches()?;
         bench.streams()?;
     }
@@ -88,25 +77,12 @@ fn main() -> Result<()> {
     bench.compressed()?;
     bench.weights()?;
     bench.optimizer()?;
-    if let Some(path) = &bench.args.json {
-        let text = serde_json::to_string_pretty(&bench.results)?;
-        std::fs::write(path, text).with_context(|| path.display().to_string())?;
-    }
-    Ok(())
-}
-
-fn device() -> Result<cubecl::Device> {
-    #[cfg(feature = "cuda")]
-    return Ok(cubecl::Device::Cuda(Default::default()));
-    #[cfg(all(feature = "wgpu", not(feature = "cuda")))]
-    return Ok(cubecl::Device::Wgpu(Default::default()));
-    #[cfg(not(any(feature = "cuda", feature = "wgpu")))]
-    bail!("built without a device: use --features cuda or --features wgpu");
+    write_json(bench.args.json.as_deref(), &bench.results.into_inner())
 }
 
 /// Writes one number, so that it is not nothing.
 #[cube(launch_unchecked)]
-fn empty(output: &mut [f32]) {
+fn write_one(output: &mut [f32]) {
     if ABSOLUTE_POS == 0 {
         output[0] = 1.0;
     }
@@ -127,44 +103,45 @@ fn copy<E: Float, N: Size>(
 struct Bench {
     client: Client,
     args: Args,
-    results: Vec<Value>,
+    results: RefCell<Vec<Value>>,
 }
 
 impl Bench {
-    /// The median by the device's clock, in ms.
-    fn time(&self, call: impl Fn() + Send + Sync) -> Result<f64> {
-        let run = || {
-            call();
-            Ok(())
-        };
-        Ok(device_time::median(&self.client, self.args.repeats, run)? * 1e3)
-    }
-
     /// Times a kernel that has to move so many bytes.
-    fn moves(&mut self, name: &str, bytes: usize, call: impl Fn() + Send + Sync) -> Result<()> {
+    fn moves(&self, name: &str, bytes: usize, call: impl Fn() -> Result<()> + Sync) -> Result<()> {
         if !name.contains(&self.args.only) {
             return Ok(());
         }
-        if self.args.enqueue_only {
-            call();
-            return self.client.flush().map_err(|error| anyhow!("{error}"));
-        }
-        let ms = self.time(call)?;
-        let rate = bytes as f64 / ms / 1e9;
+        let Some(seconds) = self.args.timing.seconds(&self.client, call)? else {
+            return Ok(());
+        };
+        let (ms, rate) = (seconds * 1e3, bytes as f64 / seconds / 1e12);
         println!("{name:<56} {ms:>9.4} ms {rate:>7.2} TB/s");
-        (self.results).push(json!({"name": name, "ms": ms, "bytes": bytes, "tb_s": rate}));
+        self.record(json!({"name": name, "ms": ms, "bytes": bytes, "tb_s": rate}));
         Ok(())
     }
 
+    fn record(&self, result: Value) {
+        self.results.borrow_mut().push(result);
+    }
+
+    fn buffer(&self, numbers: usize, element: ElemType) -> Handle {
+        empty(&self.client, numbers, element)
+    }
+
+    fn buffers<const N: usize>(&self, numbers: usize, element: ElemType) -> [Handle; N] {
+        [(); N].map(|()| self.buffer(numbers, element))
+    }
+
     /// What a launch costs on the host, and on the device in a row of them.
-    fn launches(&mut self) -> Result<()> {
+    fn launches(&self) -> Result<()> {
         const MANY: u32 = 2_000;
         let output = self.client.empty(4);
         let launch = || {
             // SAFETY: the buffer has the one number that is written.
             unsafe {
                 let buffer = BufferArg::from_raw_parts(output.clone(), 1);
-                empty::launch_unchecked(
+                write_one::launch_unchecked(
                     &self.client,
                     CubeCount::Static(1, 1, 1),
                     CubeDim::new_1d(32),
@@ -173,33 +150,29 @@ impl Bench {
             }
         };
         launch();
-        self.sync()?;
+        sync(&self.client)?;
         let began = Instant::now();
         (0..MANY).for_each(|_| launch());
         let queued = began.elapsed();
-        self.sync()?;
+        sync(&self.client)?;
         let done = began.elapsed();
         let microseconds = |time: std::time::Duration| time.as_secs_f64() * 1e6 / f64::from(MANY);
         let (host, device) = (microseconds(queued), microseconds(done));
         println!("an empty launch: queued after {host:.2} us, done after {device:.2} us");
-        self.results
-            .push(json!({"name": "empty launch", "host_us": host, "device_us": device}));
+        self.record(json!({"name": "empty launch", "host_us": host, "device_us": device}));
         Ok(())
     }
 
-    fn sync(&self) -> Result<()> {
-        block_on(self.client.sync()).map_err(|error| anyhow!("{error:?}"))
-    }
-
-    fn copies(&mut self) -> Result<()> {
+    fn copies(&self) -> Result<()> {
         for mebibytes in [48, 96, 1024] {
             let bytes = mebibytes << 20;
             let [input, output] = [(); 2].map(|_| self.client.empty(bytes));
             for vector in [4, 8] {
-                let client = self.client.clone();
+                let client = &self.client;
                 let name = format!("copy of {mebibytes} MiB, {vector} f32 a unit");
                 self.moves(&name, 2 * bytes, || {
-                    launch_copy(&client, &input, &output, bytes, vector);
+                    launch_copy(client, &input, &output, bytes, vector);
+                    Ok(())
                 })?;
             }
         }
@@ -207,14 +180,14 @@ impl Bench {
     }
 
     /// Copies in several streams: the host's clock over all of them.
-    fn streams(&mut self) -> Result<()> {
+    fn streams(&self) -> Result<()> {
         const BYTES: usize = 96 << 20;
         const COPIES: usize = 100;
         // Compiled before anything is timed.
         let [input, output] = [(); 2].map(|_| self.client.empty(BYTES));
         launch_copy(&self.client, &input, &output, BYTES, 4);
         for streams in 1..=3 {
-            self.sync()?;
+            sync(&self.client)?;
             let began = Instant::now();
             std::thread::scope(|scope| {
                 for _ in 0..streams {
@@ -224,44 +197,39 @@ impl Bench {
                         for _ in 0..COPIES {
                             launch_copy(&client, &input, &output, BYTES, 4);
                         }
-                        block_on(client.sync()).expect("the device works");
+                        sync(&client).expect("the device works");
                     });
                 }
             });
             let seconds = began.elapsed().as_secs_f64();
             let rate = (2 * BYTES * COPIES * streams) as f64 / seconds / 1e12;
             println!("copies of 96 MiB in {streams} streams: {rate:.2} TB/s together");
-            self.results
-                .push(json!({"name": format!("{streams} streams"), "tb_s": rate}));
+            self.record(json!({"name": format!("{streams} streams"), "tb_s": rate}));
         }
         Ok(())
     }
 
-    fn column_sums(&mut self) -> Result<()> {
-        let bf16 = BF16;
+    fn column_sums(&self) -> Result<()> {
+        let client = &self.client;
         for (rows, width, element) in [
             (self.args.rows, 512, F32),
-            (self.args.rows, 512, bf16),
-            (self.args.rows, 2048, bf16),
-            (48, 512 * 2048, bf16),
-            (48, 512 * 512, bf16),
+            (self.args.rows, 512, BF16),
+            (self.args.rows, 2048, BF16),
+            (48, 512 * 2048, BF16),
+            (48, 512 * 512, BF16),
         ] {
-            let client = self.client.clone();
-            let bytes = rows * width * element.size();
-            let input = client.empty(bytes);
-            let output = client.empty(width * 4);
+            let (input, output) = (self.buffer(rows * width, element), self.buffer(width, F32));
             let name = format!("column sums of [{rows}, {width}] {element}");
-            self.moves(&name, bytes, || {
-                let result =
-                    rows::column_sums(&client, (&input, element), [rows, width], (&output, F32));
-                result.expect("the device can");
+            self.moves(&name, rows * width * element.size(), || {
+                let (from, to) = ((&input, element), (&output, F32));
+                Ok(rows::column_sums(client, from, [rows, width], to)?)
             })?;
         }
         Ok(())
     }
 
     /// What queries of native sparse attention choose, by 64 heads on 4 of keys: the bytes are those of queries, keys and results.
-    fn compressed(&mut self) -> Result<()> {
+    fn compressed(&self) -> Result<()> {
         let (rows, heads, kv_heads, most) = (self.args.rows, 64, 4, 13);
         for (width, group) in [(128, 16), (192, 16), (64, 16), (128, 8), (128, 4), (128, 1)] {
             let shape = CompressedShape {
@@ -282,11 +250,10 @@ impl Bench {
             println!("{width} wide, groups of {group}: {plan}");
             let (entries, blocks) = (shape.entries(), shape.chosen_from());
             let inputs = CompressedInputs {
-                q: TensorView {
-                    handle: self.buffer(heads * rows * width, BF16),
-                    shape: [1, heads, rows, width],
-                    strides: [heads * rows * width, rows * width, width, 1],
-                },
+                q: contiguous(
+                    self.buffer(heads * rows * width, BF16),
+                    [1, heads, rows, width],
+                ),
                 k: self.buffer(kv_heads * entries * width, BF16),
                 lse: self.buffer(heads * rows, F32),
             };
@@ -304,28 +271,25 @@ impl Bench {
                 let out = self.buffer(kv_heads * numbers, F32);
                 let bytes =
                     heads * rows * width * 2 + kv_heads * (entries * width * 2 + numbers * 4);
-                let client = self.client.clone();
+                let client = &self.client;
                 let name = format!("{what} of compressed blocks, {width} wide, groups of {group}");
                 self.moves(&name, bytes, || {
-                    compressed_masses(&client, &plan, &inputs, 0.1, &wanted, &out)
-                        .expect("the device can");
+                    Ok(compressed_masses(
+                        client, &plan, &inputs, 0.1, &wanted, &out,
+                    )?)
                 })?;
             }
         }
         Ok(())
     }
 
-    fn buffer(&self, numbers: usize, element: ElemType) -> Handle {
-        self.client.empty(numbers * element.size())
-    }
-
     /// The stream in f32, everything else in bf16, with and without dropout.
-    fn norms(&mut self) -> Result<()> {
+    fn norms(&self) -> Result<()> {
         let (rows, width) = (self.args.rows, self.args.width);
-        let (client, matrix) = (self.client.clone(), rows * width);
-        let [stream, sum] = [(); 2].map(|_| self.buffer(matrix, F32));
-        let [branch, normed, xhat, grad] = [(); 4].map(|_| self.buffer(matrix, BF16));
-        let [bias, gamma, beta] = [(); 3].map(|_| self.buffer(width, F32));
+        let (client, matrix) = (&self.client, rows * width);
+        let [stream, sum] = self.buffers(matrix, F32);
+        let [branch, normed, xhat, grad] = self.buffers(matrix, BF16);
+        let [bias, gamma, beta] = self.buffers(width, F32);
         let rstd = self.buffer(rows, F32);
         for dropout in [None, Some(ElementDropout::new(0.1, 1, 0))] {
             let kind = if dropout.is_some() { ", dropout" } else { "" };
@@ -346,8 +310,13 @@ impl Bench {
                     kept: Some([&xhat, &rstd]),
                 };
                 let (branch, norm) = (Some(branch), Some(norm));
-                fused_rows::add_norm(&client, (&stream, F32), [rows, width], branch, norm)
-                    .expect("the device can");
+                Ok(fused_rows::add_norm(
+                    client,
+                    (&stream, F32),
+                    [rows, width],
+                    branch,
+                    norm,
+                )?)
             })?;
             let name = format!("residual norm, backward{kind}");
             self.moves(&name, matrix * (4 + 2 + 2 + 4 + 2), || {
@@ -366,65 +335,62 @@ impl Bench {
                     dropout: dropout.as_ref(),
                     sums: [true; 3],
                 };
-                fused_rows::residual_norm_backward(&client, [rows, width], &pass)
-                    .expect("the device can");
+                fused_rows::residual_norm_backward(client, [rows, width], &pass)?;
+                Ok(())
             })?;
         }
         Ok(())
     }
 
-    fn activations(&mut self) -> Result<()> {
+    fn activations(&self) -> Result<()> {
         let (rows, width) = (self.args.rows, 4 * self.args.width);
-        let (client, matrix) = (self.client.clone(), rows * width);
-        let [x, y] = [(); 2].map(|_| self.buffer(matrix, BF16));
-        let [bias, sums] = [(); 2].map(|_| self.buffer(width, F32));
+        let (client, matrix) = (&self.client, rows * width);
+        let [x, y] = self.buffers(matrix, BF16);
+        let [bias, sums] = self.buffers(width, F32);
         for activation in [ActivationKind::GeluSigmoid, ActivationKind::GeluErf] {
             let bias = (&bias, F32);
             let name = format!("bias and {activation:?}");
             self.moves(&name, matrix * 4, || {
                 let x = (&x, BF16);
-                fused_rows::bias_activation(&client, x, Some(bias), &y, [rows, width], activation)
-                    .expect("the device can");
-            })?;
-            let name = format!("bias and {activation:?}, backward, and again");
-            self.moves(&name, matrix * 8, || {
-                let pass = ActivationBackward {
+                Ok(fused_rows::bias_activation(
+                    client,
+                    x,
+                    Some(bias),
+                    &y,
+                    [rows, width],
                     activation,
-                    x: Some(&x),
-                    bias: Some(bias),
-                    dy: (&y, BF16),
-                    dx: Some(&y),
-                    y: Some(&x),
-                    sums: Some((&sums, F32)),
-                };
-                fused_rows::bias_activation_backward(&client, [rows, width], &pass)
-                    .expect("the device can");
+                )?)
             })?;
-            let name = format!("bias and {activation:?}, backward");
-            self.moves(&name, matrix * 6, || {
-                let pass = ActivationBackward {
-                    activation,
-                    x: Some(&x),
-                    bias: Some(bias),
-                    dy: (&y, BF16),
-                    dx: Some(&y),
-                    y: None,
-                    sums: Some((&sums, F32)),
-                };
-                fused_rows::bias_activation_backward(&client, [rows, width], &pass)
-                    .expect("the device can");
-            })?;
+            for (again, what, bytes) in [(Some(&x), ", and again", 8), (None, "", 6)] {
+                let name = format!("bias and {activation:?}, backward{what}");
+                self.moves(&name, matrix * bytes, || {
+                    let pass = ActivationBackward {
+                        activation,
+                        x: Some(&x),
+                        bias: Some(bias),
+                        dy: (&y, BF16),
+                        dx: Some(&y),
+                        y: again,
+                        sums: Some((&sums, F32)),
+                    };
+                    Ok(fused_rows::bias_activation_backward(
+                        client,
+                        [rows, width],
+                        &pass,
+                    )?)
+                })?;
+            }
         }
         Ok(())
     }
 
     /// Sequences of a quarter of the rows, heads of 64.
-    fn heads(&mut self) -> Result<()> {
+    fn heads(&self) -> Result<()> {
         let (rows, width) = (self.args.rows, self.args.width);
-        let client = self.client.clone();
+        let client = &self.client;
         let joined = self.buffer(rows * 3 * width, BF16);
-        let split = [(); 3].map(|_| self.buffer(rows * width, BF16));
-        let [bias, sums] = [(); 2].map(|_| self.buffer(3 * width, F32));
+        let split: [Handle; 3] = self.buffers(rows * width, BF16);
+        let [bias, sums] = self.buffers(3 * width, F32);
         let part = HeadsPart {
             heads: width / 64,
             dim: 64,
@@ -433,38 +399,53 @@ impl Bench {
         self.moves("heads of queries, keys, values, split", bytes, || {
             let parts = [0, 1, 2].map(|index| (part, &split[index]));
             let bias = Some((&bias, F32));
-            fused_rows::split_heads(&client, (&joined, BF16), bias, [rows, rows / 4], &parts)
-                .expect("the device can");
+            Ok(fused_rows::split_heads(
+                client,
+                (&joined, BF16),
+                bias,
+                [rows, rows / 4],
+                &parts,
+            )?)
         })?;
         self.moves("heads of queries, keys, values, joined", bytes, || {
             let parts = [0, 1, 2].map(|index| (part, Some(&split[index])));
             let sums = Some((&sums, F32));
-            fused_rows::join_heads(&client, &parts, [rows, rows / 4], (&joined, BF16), sums)
-                .expect("the device can");
+            Ok(fused_rows::join_heads(
+                client,
+                &parts,
+                [rows, rows / 4],
+                (&joined, BF16),
+                sums,
+            )?)
         })
     }
 
     /// The branches of native sparse attention, of 64 heads of 128 and as many positions as there are rows, and copies of as many bytes.
-    fn gates(&mut self) -> Result<()> {
+    fn gates(&self) -> Result<()> {
         const HEADS: usize = 64;
         const WIDTH: usize = 128;
         let rows = HEADS * self.args.rows;
-        let client = self.client.clone();
+        let client = &self.client;
         let tensor = rows * WIDTH * 2;
-        let [out, grad] = [(); 2].map(|_| self.buffer(rows * WIDTH, BF16));
-        let [branches, by_branches] =
-            [(); 2].map(|_| [(); 3].map(|_| self.buffer(rows * WIDTH, BF16)));
+        let [out, grad] = self.buffers(rows * WIDTH, BF16);
+        let [branches, by_branches]: [[Handle; 3]; 2] =
+            [(); 2].map(|_| self.buffers(rows * WIDTH, BF16));
         let [branches, by_branches] = [&branches, &by_branches].map(|of| of.each_ref().map(Some));
         for element in [BF16, F32] {
-            let [gates, by_gates] = [(); 2].map(|_| self.buffer(rows * 3, element));
+            let [gates, by_gates] = self.buffers(rows * 3, element);
             let of_gates = rows * 3 * element.size();
             let gates = (&gates, element);
             let name = format!("gates in {element}, three branches");
             let bytes = 4 * tensor + of_gates;
             self.moves(&name, bytes, || {
                 let out = (&out, BF16);
-                select_rows::gated_sum(&client, &branches, gates, out, [rows, WIDTH])
-                    .expect("the device can");
+                Ok(select_rows::gated_sum(
+                    client,
+                    &branches,
+                    gates,
+                    out,
+                    [rows, WIDTH],
+                )?)
             })?;
             self.equal_copy(&name, bytes)?;
             for (in_place, what) in [(false, "backward"), (true, "backward in place")] {
@@ -481,8 +462,11 @@ impl Bench {
                         by_branches: &written,
                         by_gates: Some(&by_gates),
                     };
-                    select_rows::gated_sum_backward(&client, [rows, WIDTH], &pass)
-                        .expect("the device can");
+                    Ok(select_rows::gated_sum_backward(
+                        client,
+                        [rows, WIDTH],
+                        &pass,
+                    )?)
                 })?;
             }
             self.equal_copy(&format!("{name}, backward"), 7 * tensor + 2 * of_gates)?;
@@ -491,55 +475,49 @@ impl Bench {
     }
 
     /// A copy that moves as many bytes as something else.
-    fn equal_copy(&mut self, name: &str, moved: usize) -> Result<()> {
+    fn equal_copy(&self, name: &str, moved: usize) -> Result<()> {
         let bytes = (moved / 2).next_multiple_of(16);
         let [input, output] = [(); 2].map(|_| self.client.empty(bytes));
-        let client = self.client.clone();
+        let client = &self.client;
         self.moves(&format!("{name}: a copy"), 2 * bytes, || {
-            launch_copy(&client, &input, &output, bytes, 4);
+            launch_copy(client, &input, &output, bytes, 4);
+            Ok(())
         })
     }
 
     /// What the products of a layer read of its weights.
-    fn weights(&mut self) -> Result<()> {
+    fn weights(&self) -> Result<()> {
         let width = self.args.width;
-        let client = self.client.clone();
-        let weights = [(); 3].map(|_| self.buffer(width * width, F32));
+        let client = &self.client;
+        let weights: [Handle; 3] = self.buffers(width * width, F32);
         let joined = self.buffer(3 * width * width, BF16);
         let bytes = 3 * width * width * 6;
         self.moves("weights of queries, keys, values, rounded", bytes, || {
             let matrices = [0, 1, 2].map(|index| (&weights[index], width));
-            fused_rows::rounded_beside(&client, &matrices, F32, width, (&joined, BF16))
-                .expect("the device can");
+            Ok(fused_rows::rounded_beside(
+                client,
+                &matrices,
+                F32,
+                width,
+                (&joined, BF16),
+            )?)
         })
     }
 
     /// The parameters of thirty layers: 94.4 million numbers in 480 tensors at a width of 512.
-    fn optimizer(&mut self) -> Result<()> {
+    fn optimizer(&self) -> Result<()> {
         let width = self.args.width;
-        let client = self.client.clone();
+        let client = &self.client;
         let square = width * width;
         let layer = [
-            square,
-            square,
-            square,
-            square,
-            4 * square,
-            4 * square,
-            width,
-            width,
-            width,
-            width,
-            width,
-            width,
-            width,
-            width,
-            width,
-            4 * width,
-        ];
+            vec![square; 4],
+            vec![4 * square; 2],
+            vec![width; 9],
+            vec![4 * width],
+        ]
+        .concat();
         let flat = |elements: usize| FlatTensor::new(self.buffer(elements, F32), elements, F32);
-        let tensors: Vec<AdamWTensors> = (0..30)
-            .flat_map(|_| layer)
+        let tensors: Vec<AdamWTensors> = (layer.repeat(30).into_iter())
             .map(|elements| AdamWTensors {
                 parameter: flat(elements),
                 gradient: flat(elements),
@@ -549,23 +527,16 @@ impl Bench {
         let gradients: Vec<FlatTensor> = tensors.iter().map(|x| x.gradient.clone()).collect();
         let numbers: usize = gradients.iter().map(|x| x.elements).sum();
         let control = client.create_from_slice(&[0u8; 32]);
-        let [norm, factor] = [(); 2].map(|_| self.buffer(1, F32));
+        let [norm, factor] = self.buffers(1, F32);
         let count = gradients
             .iter()
             .map(|x| optim::partial_sums(x.elements))
             .sum();
         let sums = self.buffer(count, F32);
         let clip = || {
-            optim::sum_of_squares(&client, &gradients, (&sums, count), 0, F32)
-                .expect("the device can");
-            optim::clip_factor(
-                &client,
-                (&sums, count),
-                (&control, 3),
-                [&norm, &factor],
-                F32,
-            )
-            .expect("the device can");
+            optim::sum_of_squares(client, &gradients, (&sums, count), 0, F32)?;
+            let (sums, made) = ((&sums, count), [&norm, &factor]);
+            Ok(optim::clip_factor(client, sums, (&control, 3), made, F32)?)
         };
         let step = || {
             let betas = AdamWHyper {
@@ -573,14 +544,16 @@ impl Bench {
                 epsilon: 1e-8,
                 weight_decay: 0.01,
             };
-            optim::adamw(&client, &tensors, &control, Some(&factor), betas, F32)
-                .expect("the device can");
+            let factor = Some(&factor);
+            Ok(optim::adamw(
+                client, &tensors, &control, factor, betas, F32,
+            )?)
         };
         self.moves("norm of all gradients", numbers * 4, clip)?;
         self.moves("AdamW of all parameters", numbers * 28, step)?;
         self.moves("both", numbers * 32, || {
-            clip();
-            step();
+            clip()?;
+            step()
         })
     }
 }

@@ -1,14 +1,15 @@
 //! `bench-strategies`: how fast CubeK's product kernels, which Burn calls, are at the shapes of a model's layers when one is named instead
 //! of the default being taken. Every result is compared with sums in f64 at some places.
 
-mod device_time;
-
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow};
+use blocksparse_bench::device::{self, poisoned, read_numbers};
+use blocksparse_bench::device_time::median;
+use blocksparse_bench::numbers::{BF16, F32};
+use blocksparse_bench::operand::Operand;
 use clap::Parser;
 use cubecl::client::Client;
-use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::TensorBinding;
 use cubecl::server::Handle;
 use cubecl::zspace::{Shape, Strides};
@@ -21,7 +22,6 @@ use cubek::matmul::multi_level::routines::batch::ordered_double_buffering::Order
 use cubek::matmul::multi_level::routines::batch::simple::SimpleArgs;
 use cubek::matmul::routine::BlueprintStrategy::Inferred;
 use cubek::std::InputBinding;
-use half::bf16;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -44,9 +44,6 @@ struct Args {
     #[arg(long)]
     f32: bool,
 }
-
-const BF16: ElemType = ElemType::Float(FloatKind::BF16);
-const F32: ElemType = ElemType::Float(FloatKind::F32);
 
 /// Those that Burn's tuning tries on tensor cores.
 fn strategies() -> Vec<Strategy> {
@@ -81,51 +78,6 @@ fn strategies() -> Vec<Strategy> {
     ]
 }
 
-/// A matrix, or a batch of them, as it is read.
-struct Operand {
-    handle: Handle,
-    shape: [usize; 3],
-    strides: [usize; 3],
-    numbers: Vec<bf16>,
-}
-
-impl Operand {
-    fn random(client: &Client, shape: [usize; 3], seed: u64) -> Self {
-        let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let count = shape.iter().product();
-        let numbers: Vec<bf16> = (0..count)
-            .map(|_| bf16::from_f32(rng.random_range(-1.0..1.0)))
-            .collect();
-        let bytes: Vec<u8> = numbers.iter().flat_map(|x| x.to_le_bytes()).collect();
-        Self {
-            handle: client.create_from_slice(&bytes),
-            shape,
-            strides: [shape[1] * shape[2], shape[2], 1],
-            numbers,
-        }
-    }
-
-    /// With its two last dimensions the other way round.
-    fn transposed(&self) -> Self {
-        let ([b, m, n], [sb, sm, sn]) = (self.shape, self.strides);
-        Self {
-            handle: self.handle.clone(),
-            shape: [b, n, m],
-            strides: [sb, sn, sm],
-            numbers: self.numbers.clone(),
-        }
-    }
-
-    fn at(&self, place: [usize; 3]) -> f64 {
-        let place = (0..3).map(|dim| (place[dim] % self.shape[dim]) * self.strides[dim]);
-        self.numbers[place.sum::<usize>()].to_f64()
-    }
-
-    fn binding(&self) -> TensorBinding {
-        binding(&self.handle, self.shape, self.strides)
-    }
-}
-
 fn binding(handle: &Handle, shape: [usize; 3], strides: [usize; 3]) -> TensorBinding {
     TensorBinding {
         handle: handle.clone().binding(),
@@ -144,12 +96,12 @@ struct Bench {
 fn main() -> Result<()> {
     let args = Args::parse();
     let bench = Bench {
-        client: device().client(),
+        client: device::client()?,
         end: Instant::now() + Duration::from_secs(args.seconds),
         args,
     };
     let rows = bench.args.rows;
-    let one = |shape, seed| Operand::random(&bench.client, shape, seed);
+    let one = |shape, seed| Operand::random(&bench.client, true, shape, false, seed);
     for [from, to] in [[512, 2048], [2048, 512], [512, 512], [512, 1536]] {
         let (x, dy) = (one([1, rows, from], 1), one([1, rows, to], 2));
         let weight = one([1, from, to], 3);
@@ -170,33 +122,21 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-fn device() -> cubecl::Device {
-    #[cfg(feature = "cuda")]
-    return cubecl::Device::Cuda(Default::default());
-    #[cfg(not(feature = "cuda"))]
-    return cubecl::Device::Wgpu(Default::default());
-}
-
 impl Bench {
     fn product(&self, name: &str, lhs: &Operand, rhs: &Operand) -> Result<()> {
         let [batch, rows, inner] = lhs.shape;
         let columns = rhs.shape[2];
-        let (element, bytes) = if self.args.f32 { (F32, 4) } else { (BF16, 2) };
+        let element = if self.args.f32 { F32 } else { BF16 };
         let shape = [batch, rows, columns];
         let count: usize = shape.iter().product();
         for strategy in strategies() {
             let label = strategy.to_string();
-            let wanted = self.args.only.is_empty()
-                || self
-                    .args
-                    .only
-                    .iter()
-                    .any(|only| label.contains(only.as_str()));
+            let only = &self.args.only;
+            let wanted = only.is_empty() || only.iter().any(|part| label.contains(part.as_str()));
             if !wanted || Instant::now() > self.end {
                 continue;
             }
-            // 0xffff is NaN.
-            let out = self.client.create_from_slice(&vec![0xff; count * bytes]);
+            let out = poisoned(&self.client, count, element);
             let run = || {
                 let mut elems = MatmulElems::from_globals(&MatmulGlobalElems {
                     lhs: BF16,
@@ -207,18 +147,17 @@ impl Bench {
                 launch_ref(
                     &strategy.clone().into(),
                     &self.client,
-                    InputBinding::new(lhs.binding(), BF16),
-                    InputBinding::new(rhs.binding(), BF16),
+                    InputBinding::new(binding(&lhs.handle, lhs.shape, lhs.strides), BF16),
+                    InputBinding::new(binding(&rhs.handle, rhs.shape, rhs.strides), BF16),
                     binding(&out, shape, strides),
                     &mut elems,
                 )
                 .map_err(|error| anyhow!("{error:?}"))
             };
-            match self.measure(run).and_then(|ms| {
-                let error = self.error(lhs, rhs, &out, shape)?;
-                Ok((ms, error))
-            }) {
-                Ok((ms, error)) => {
+            let measured = median(&self.client, 7, run);
+            match measured.and_then(|seconds| Ok((seconds, self.error(lhs, rhs, &out, shape)?))) {
+                Ok((seconds, error)) => {
+                    let ms = seconds * 1e3;
                     let rate = 2.0 * (count * inner) as f64 / ms / 1e9;
                     println!(
                         "{name:<32} {label:<44} {ms:>8.4} ms {rate:>7.1} TFLOP/s, error {error:.1e}"
@@ -233,41 +172,25 @@ impl Bench {
         Ok(())
     }
 
-    /// The median on the device's clock.
-    fn measure(&self, run: impl Fn() -> Result<()> + Send + Sync) -> Result<f64> {
-        Ok(device_time::median(&self.client, 7, run)? * 1e3)
-    }
-
     /// The largest error at 64 places, relative to the size of a sum.
     fn error(&self, lhs: &Operand, rhs: &Operand, out: &Handle, shape: [usize; 3]) -> Result<f64> {
-        let bytes = self
-            .client
-            .read_one(out.clone())
-            .map_err(|error| anyhow!("{error:?}"))?;
-        let [batch, rows, columns] = shape;
-        let inner = lhs.shape[2];
+        let element = if self.args.f32 { F32 } else { BF16 };
+        let made: Vec<f64> = read_numbers(&self.client, out, element)?;
+        let ([_, rows, columns], inner) = (shape, lhs.shape[2]);
         let mut rng = ChaCha8Rng::seed_from_u64(4);
-        let mut largest = 0f64;
-        for _ in 0..64 {
-            let place = shape.map(|length| rng.random_range(0..length));
-            let [b, i, j] = place;
-            let expected: f64 = (0..inner)
-                .map(|k| lhs.at([b, i, k]) * rhs.at([b, k, j]))
-                .sum();
-            let at = (b * rows + i) * columns + j;
-            let got = match self.args.f32 {
-                true => f64::from(f32::from_le_bytes(bytes[4 * at..4 * at + 4].try_into()?)),
-                false => bf16::from_le_bytes(bytes[2 * at..2 * at + 2].try_into()?).to_f64(),
-            };
-            // A number that was not written is NaN.
-            let error = (got - expected).abs() / (inner as f64).sqrt();
-            largest = if error.is_nan() {
-                f64::NAN
-            } else {
-                largest.max(error)
-            };
-        }
-        let _ = batch;
-        Ok(largest)
+        let errors = (0..64).map(|_| {
+            let [b, i, j] = shape.map(|length| rng.random_range(0..length));
+            let terms = (0..inner).map(|k| lhs.at([b, i, k]) * rhs.at([b, k, j]));
+            let got = made[(b * rows + i) * columns + j];
+            (got - terms.sum::<f64>()).abs() / (inner as f64).sqrt()
+        });
+        // A number that was not written is NaN, and so is the largest error.
+        Ok(
+            errors.fold(0.0, |largest: f64, error| match error.is_nan() {
+                true => error,
+                false if largest.is_nan() => largest,
+                false => largest.max(error),
+            }),
+        )
     }
 }

@@ -118,90 +118,75 @@ impl Workload {
     }
 }
 
-/// The names are those of the script that measures PyTorch on the same workloads.
+impl Workload {
+    fn new(
+        name: String,
+        pattern: PatternArg,
+        [batch, heads, n, head_dim, block]: [usize; 5],
+    ) -> Self {
+        Self {
+            name,
+            pattern,
+            batch,
+            heads,
+            kv_heads: heads,
+            n,
+            head_dim,
+            value_dim: head_dim,
+            block,
+            per_batch: false,
+        }
+    }
+}
+
+/// The benchmark page's: name, pattern, batch, heads, length, width and block size. The names are those of the script that measures PyTorch on the same
+/// workloads.
+const ANCHORS: &str = "\
+dense_causal_d64              causal              4  16   8192   64  128
+dense_causal_d128             causal              4  16   8192  128  128
+fixed_enwik8_d64              fixed:128,32        4   8  12288   64   32
+strided_n16k_s128_d64         merged-strided:128  4   8  16384   64   32
+local_n16k_w256_d64           local:256           4   8  16384   64   32
+stream_n64k_w4096_d128        streaming:4096,64   1   8  65536  128   64
+random_n32k_bs64_10pct_d128   random:10           1   8  32768  128   64
+random_n32k_bs128_10pct_d128  random:10           1   8  32768  128  128
+";
+
 pub fn anchors() -> Vec<Workload> {
-    let row = |name: &str, pattern, [batch, heads, n, head_dim, block]: [usize; 5]| Workload {
-        name: name.to_string(),
-        pattern,
-        batch,
-        heads,
-        kv_heads: heads,
-        n,
-        head_dim,
-        value_dim: head_dim,
-        block,
-        per_batch: false,
+    let row = |line: &str| {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let size = |at: usize| words[2 + at].parse().expect("a size");
+        let pattern = words[1].parse().expect("a pattern");
+        Workload::new(words[0].into(), pattern, std::array::from_fn(size))
     };
-    let pattern = PatternArg::Pattern;
-    vec![
-        row(
-            "dense_causal_d64",
-            pattern(Pattern::causal()),
-            [4, 16, 8192, 64, 128],
-        ),
-        row(
-            "dense_causal_d128",
-            pattern(Pattern::causal()),
-            [4, 16, 8192, 128, 128],
-        ),
-        row(
-            "fixed_enwik8_d64",
-            pattern(Pattern::fixed(128, 32)),
-            [4, 8, 12288, 64, 32],
-        ),
-        row(
-            "strided_n16k_s128_d64",
-            pattern(Pattern::merged_strided(128)),
-            [4, 8, 16384, 64, 32],
-        ),
-        row(
-            "local_n16k_w256_d64",
-            pattern(Pattern::local(256)),
-            [4, 8, 16384, 64, 32],
-        ),
-        row(
-            "stream_n64k_w4096_d128",
-            pattern(Pattern::streaming(4096, 64)),
-            [1, 8, 65536, 128, 64],
-        ),
-        row(
-            "random_n32k_bs64_10pct_d128",
-            PatternArg::Random(0.1),
-            [1, 8, 32768, 128, 64],
-        ),
-        row(
-            "random_n32k_bs128_10pct_d128",
-            PatternArg::Random(0.1),
-            [1, 8, 32768, 128, 128],
-        ),
-    ]
+    ANCHORS.lines().map(row).collect()
 }
 
 /// Random blocks of four sizes, kept with falling probability: how the time follows the density.
 pub fn densities() -> Vec<Workload> {
-    let sizes = [16, 32, 64, 128];
     // Of the blocks below the diagonal: the density of the whole is half of it.
     let kept = [1.0, 0.6, 0.4, 0.2, 0.1, 0.04, 0.02];
-    let rows = sizes.into_iter().flat_map(|block| {
-        kept.into_iter().map(move |kept| Workload {
-            name: format!("random_b{block}_{kept}"),
-            pattern: PatternArg::Random(kept),
-            batch: 1,
-            heads: 8,
-            kv_heads: 8,
-            n: 16384,
-            head_dim: 128,
-            value_dim: 128,
-            block,
-            per_batch: false,
+    let of_size = |block| {
+        kept.map(|kept| {
+            let name = format!("random_b{block}_{kept}");
+            Workload::new(name, PatternArg::Random(kept), [1, 8, 16384, 128, block])
         })
-    });
-    rows.collect()
+    };
+    [16, 32, 64, 128].map(of_size).concat()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn anchors_are_read() {
+        let anchors = anchors();
+        assert_eq!(anchors.len(), 8);
+        let last = &anchors[7];
+        assert!(matches!(last.pattern, PatternArg::Random(0.1)));
+        assert_eq!((last.n, last.block), (32_768, 128));
+    }
 
     #[test]
     fn patterns_are_those_of_the_notation_or_random() {

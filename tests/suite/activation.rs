@@ -1,12 +1,12 @@
 //! A bias and an activation.
 
-use burn::tensor::Tensor;
-use burn_blocksparse_tests::devices::devices;
 use burn_fused_ops::Activation;
 use burn_fused_ops::bias_activation;
 use rstest::rstest;
 
-burn_blocksparse_tests::tests!(activation: bias_activation_equals_f64, bias_activation_in_half_precision, bias_activation_of_large_values, bias_activation_gives_the_same_bits, bias_activation_keeps_its_inputs, bias_activation_constants, bias_activation_plans);
+use burn_blocksparse_tests::prelude::*;
+
+burn_blocksparse_tests::tests!(activation);
 
 #[rstest]
 #[case([3, 8], 7, "bias's length must be 8, x's width, got 7")]

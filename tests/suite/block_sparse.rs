@@ -1,13 +1,13 @@
 //! Products with block-sparse weights.
 
-use burn::tensor::{DType, Tensor};
-use burn_blocksparse_tests::devices::devices;
 use burn_fused_ops::sparse_linear::BlockSparseLinearOptions;
 use burn_fused_ops::sparse_linear::WeightLayout;
 use burn_fused_ops::sparse_linear::block_sparse_linear;
 use rstest::rstest;
 
-burn_blocksparse_tests::tests!(block_sparse: block_sparse_products_equal_f64, block_sparse_products_in_half_precision, block_sparse_products_of_any_strides, block_sparse_products_differentiate_what_is_tracked, dense_layouts_equal_linear);
+use burn_blocksparse_tests::prelude::*;
+
+burn_blocksparse_tests::tests!(block_sparse);
 
 #[rstest]
 #[case(16, [4, 16, 16], None, None, "x's last dimension must be 32, the layout's inputs, got 16")]

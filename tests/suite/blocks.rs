@@ -1,11 +1,11 @@
 //! The operators on block-sparse tensors against dense f64 arithmetic, and their errors.
 
-use burn::tensor::{DType, Device, Tensor};
-use burn_blocksparse::{BlockLayout, BlockSparseTensor, OpError, Pattern};
-use burn_blocksparse_tests::devices::{devices, supports, two_devices};
+use burn_blocksparse::BlockSparseTensor;
 use rstest::rstest;
 
-burn_blocksparse_tests::tests!(blocks: operators_equal_dense_f64, operators_on_per_batch_layouts, operators_compose_to_attention, operators_in_several_chunks, products_are_adjoint, softmax_of_large_values, functions_leave_masked_pairs_alone, operators_are_deterministic);
+use burn_blocksparse_tests::prelude::*;
+
+burn_blocksparse_tests::tests!(blocks);
 
 fn layout() -> BlockLayout {
     Pattern::causal().layout(4, 30, 8).unwrap()

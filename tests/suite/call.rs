@@ -1,12 +1,9 @@
 //! `SparseAttentionCall`: its outputs are those asked for, and none changes another.
 
-use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
 use burn_blocksparse::layout::DeviceLayoutOptions;
-use burn_blocksparse::{
-    AttentionOptions, AttentionTensors, BlockLayout, DeviceLayout, Dropout, LayoutShape, Pattern,
-    ProductPrecision, SparseAttentionCall, WeightsMode, alibi_slopes, sparse_attention,
-};
-use burn_blocksparse_tests::devices::devices;
+use burn_blocksparse::{ProductPrecision, alibi_slopes, sparse_attention};
+
+use burn_blocksparse_tests::prelude::*;
 
 const HEADS: usize = 4;
 

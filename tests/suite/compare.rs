@@ -2,24 +2,12 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use burn::tensor::{DType, TensorData};
-use burn_blocksparse::Pattern;
-use burn_blocksparse_tests::cases::cases;
-use burn_blocksparse_tests::compare::{assert_rows, relative_error, worst_row};
-use burn_blocksparse_tests::options::half_tolerance;
-use burn_blocksparse_tests::reference::{Answer, Problem, Sizes};
+use burn_blocksparse_tests::attention::cases::cases;
+use burn_blocksparse_tests::prelude::*;
 
 const HALF: [DType; 2] = [DType::F16, DType::BF16];
 const SEQ: usize = 256;
-const SIZES: Sizes = Sizes {
-    batch: 1,
-    heads: 2,
-    kv_heads: 2,
-    seq_q: SEQ,
-    seq_kv: SEQ,
-    head_dim: 64,
-    value_dim: 64,
-};
+const SIZES: Sizes = Sizes::new([1, 2, 2], [SEQ, SEQ], [64, 64]);
 
 /// Causal attention without the keys from `end` on for queries behind them.
 fn causal(dtype: DType, end: usize) -> Problem {

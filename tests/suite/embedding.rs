@@ -1,13 +1,10 @@
 //! Embeddings.
 
-use burn::tensor::{DType, Int, Tensor};
-use burn_blocksparse_tests::devices::devices;
 use burn_fused_ops::embedding_backward;
 
-burn_blocksparse_tests::tests!(
-    embedding: embedding_equals_f64, embedding_in_half_precision, embedding_gives_the_same_bits,
-    embedding_backward_equals_f64, embedding_of_a_frozen_table, embedding_plans
-);
+use burn_blocksparse_tests::prelude::*;
+
+burn_blocksparse_tests::tests!(embedding);
 
 #[test]
 fn as_many_ids_as_gradients() {

@@ -1,21 +1,18 @@
 //! Bad input is a typed error that names the argument, what was expected and what came.
 
-use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::AccumulatedAttentionOptions;
 use burn_blocksparse::accumulated_attention;
 use burn_blocksparse::layout::DeviceLayoutOptions;
 use burn_blocksparse::layout::TopKOptions;
-use burn_blocksparse::{
-    AttentionOptions, AttentionTensors, BlockLayout, DeviceLayout, Dropout, LayoutShape, OpError,
-    Pattern, SparseAttentionCall, WeightsMode, merge_attention, sparse_attention,
-};
-use burn_blocksparse_tests::devices::{devices, supports, two_devices};
+use burn_blocksparse::{merge_attention, sparse_attention};
 use burn_sparse_select::top_k_blocks;
 use burn_sparse_select::top_k_blocks_on_device;
 use burn_sparse_select::vertical_slash_layout;
 use proptest::prelude::*;
 use proptest::{collection, option, sample};
 use rstest::rstest;
+
+use burn_blocksparse_tests::prelude::*;
 
 fn layout() -> BlockLayout {
     Pattern::causal().layout(4, 32, 8).unwrap()
@@ -116,20 +113,21 @@ fn different_devices() {
     );
 }
 
+/// What a call with these tensors is refused with.
+fn refused(tensors: AttentionTensors, device: &Device) -> String {
+    let x = zeros([1, 4, 32, 8], device);
+    let layout = layout();
+    let call = SparseAttentionCall::new(x.clone(), x.clone(), x, &layout);
+    let result = call.tensors(tensors).run_with_lse();
+    result.unwrap_err().to_string()
+}
+
 #[test]
 fn sinks() {
     for device in devices() {
-        let x = zeros([1, 4, 32, 8], &device);
         let tensors = AttentionTensors::default().sinks(Tensor::zeros([3], &device));
-        let options = AttentionOptions::default();
-        let error = SparseAttentionCall::new(x.clone(), x.clone(), x, &layout())
-            .tensors(tensors)
-            .options(options)
-            .run_with_lse();
-        assert_eq!(
-            error.unwrap_err().to_string(),
-            "sinks' heads must be 4, the layout's, got 3"
-        );
+        let message = "sinks' heads must be 4, the layout's, got 3";
+        assert_eq!(refused(tensors, &device), message);
     }
 }
 
@@ -140,14 +138,8 @@ fn sinks() {
 #[case([1, 4, 32, 1], "bias's seq_kv must be 32, the layout's, got 1")]
 fn biases(#[case] shape: [usize; 4], #[case] message: &str) {
     for device in devices() {
-        let x = zeros([1, 4, 32, 8], &device);
         let tensors = AttentionTensors::default().bias(zeros(shape, &device));
-        let options = AttentionOptions::default();
-        let error = SparseAttentionCall::new(x.clone(), x.clone(), x, &layout())
-            .tensors(tensors)
-            .options(options)
-            .run_with_lse();
-        assert_eq!(error.unwrap_err().to_string(), message);
+        assert_eq!(refused(tensors, &device), message);
     }
 }
 
@@ -157,14 +149,8 @@ fn biases(#[case] shape: [usize; 4], #[case] message: &str) {
 #[case([1, 0], "relative_bias's distances must be an odd number, 2 · reach + 1, got 0")]
 fn relative_biases(#[case] shape: [usize; 2], #[case] message: &str) {
     for device in devices() {
-        let x = zeros([1, 4, 32, 8], &device);
         let tensors = AttentionTensors::default().relative_bias(Tensor::zeros(shape, &device));
-        let options = AttentionOptions::default();
-        let error = SparseAttentionCall::new(x.clone(), x.clone(), x, &layout())
-            .tensors(tensors)
-            .options(options)
-            .run_with_lse();
-        assert_eq!(error.unwrap_err().to_string(), message);
+        assert_eq!(refused(tensors, &device), message);
     }
 }
 
@@ -194,32 +180,14 @@ fn merged_parts() {
     let lse = |dtype| Tensor::<3>::zeros([1, 4, 32], (&device, dtype));
     let dtypes = |o: DType, a, b| merge_attention(out(o), lse(a), out(o), lse(b)).map(drop);
     use DType::{BF16, F32, F64};
-    for (of_out, of_lse_a, of_lse_b, message) in [
-        (
-            F64,
-            F32,
-            F32,
-            "lse_a's dtype must be F64, that of out_a's sums, got F32",
-        ),
-        (
-            F32,
-            F64,
-            F64,
-            "lse_a's dtype must be F32, that of out_a's sums, got F64",
-        ),
-        (
-            BF16,
-            BF16,
-            BF16,
-            "lse_a's dtype must be F32, that of out_a's sums, got BF16",
-        ),
-        (
-            F32,
-            F32,
-            F64,
-            "lse_b's dtype must be F32, that of out_a's sums, got F64",
-        ),
+    for (of_out, of_lse_a, of_lse_b, which, sums, got) in [
+        (F64, F32, F32, "lse_a", F64, F32),
+        (F32, F64, F64, "lse_a", F32, F64),
+        (BF16, BF16, BF16, "lse_a", F32, BF16),
+        (F32, F32, F64, "lse_b", F32, F64),
     ] {
+        let message =
+            format!("{which}'s dtype must be {sums:?}, that of out_a's sums, got {got:?}");
         if [of_out, of_lse_a, of_lse_b]
             .iter()
             .all(|dtype| supports(&device, *dtype))
@@ -290,7 +258,7 @@ fn plans_print_the_tier() {
             .explain()
             .unwrap();
         let text = plan.to_string();
-        let kernels = format!("{device:?}").contains("Cube");
+        let kernels = is_cube(&device);
         assert_eq!(plan.is_kernels(), kernels, "{text}");
         assert!(
             text.contains(if kernels { "simt" } else { "reference" }),
@@ -321,7 +289,7 @@ fn limits_of_a_device() {
                     "{message}"
                 );
                 assert!(message.ends_with("got 4096 and 4096"), "{message}");
-                assert!(format!("{device:?}").contains("Cube"), "{device:?}");
+                assert!(is_cube(&device), "{device:?}");
             }
         }
         if wgpu && device.supports_dtype(DType::F64) {
@@ -390,7 +358,7 @@ proptest::proptest! {
         store in any::<bool>(),
     ) {
         let layout = Pattern::causal();
-        let shape = LayoutShape { heads, seq_q, seq_kv, block_size: 8 };
+        let shape = LayoutShape::new(heads, [seq_q, seq_kv], 8);
         let layout = BlockLayout::new(&layout, shape).unwrap();
         let layout = match batch {
             Some(batch) => BlockLayout::stack_batch(&vec![layout; batch]).unwrap(),
@@ -449,7 +417,7 @@ proptest::proptest! {
         (k, first) in (sample::select(vec![0, 1, 2, usize::MAX]), sample::select(vec![0, 1, usize::MAX])),
         causal in any::<bool>(),
     ) {
-        let shape = LayoutShape { heads, seq_q, seq_kv, block_size };
+        let shape = LayoutShape::new(heads, [seq_q, seq_kv], block_size);
         let options = DeviceLayoutOptions::new(shape).causal(causal);
         let blocks = |seq: usize| seq.div_ceil(block_size.max(1));
         let (mut dims, mut counts) = ([dims[0], dims[1], dims[2], dims[3]], [counts[0], counts[1], counts[2]]);
@@ -516,7 +484,7 @@ proptest::proptest! {
         block_size in sample::select(vec![0, 7, 8, 16]),
         numbers in collection::vec(prop_oneof![4 => 0i32..30, 1 => any::<i32>()], 1..20),
     ) {
-        let shape = LayoutShape { heads, seq_q, seq_kv, block_size };
+        let shape = LayoutShape::new(heads, [seq_q, seq_kv], block_size);
         for device in devices() {
             let [vertical, slash] = [vertical, slash]
                 .map(|(heads, count)| Tensor::<2, Int>::from_data(filled(&numbers, &[heads, count]), &device));
@@ -535,7 +503,7 @@ proptest::proptest! {
         queries in option::of((0usize..6, 0usize..6)),
         table in option::of((0usize..5, 0usize..8)),
     ) {
-        let shape = LayoutShape { heads, seq_q, seq_kv, block_size: 8 };
+        let shape = LayoutShape::new(heads, [seq_q, seq_kv], 8);
         let layout = BlockLayout::new(&Pattern::causal(), shape).unwrap();
         let mut shapes: Vec<[usize; 4]> = shapes.iter().map(|s| [s[0], s[1], s[2], s[3]]).collect();
         if agree {

@@ -1,9 +1,11 @@
 //! Random cases against f64: `BURN_SPARSE_FUZZ_CASES=2000 cargo test -p burn-blocksparse-tests --test suite -- fuzz:: --ignored --nocapture`.
 
-use burn_blocksparse_tests::devices::devices;
-use burn_blocksparse_tests::fuzz::{fuzz, fuzz_of_the_day, half_precision_sees_a_small_bias};
-use burn_blocksparse_tests::fuzz_decoding::pieces_are_rows_of_the_whole;
-use burn_blocksparse_tests::selection_fuzz::{random_choices, some_random_choices};
+use burn_blocksparse_tests::fuzz::attention::{
+    fuzz, fuzz_of_the_day, half_precision_sees_a_small_bias,
+};
+use burn_blocksparse_tests::fuzz::decoding::pieces_are_rows_of_the_whole;
+use burn_blocksparse_tests::fuzz::selection::{random_choices, some_random_choices};
+use burn_blocksparse_tests::prelude::*;
 
 /// The same 200 cases each time, and 100 of the day, which are printed.
 #[test]

@@ -1,14 +1,11 @@
 //! Sums of gated branches.
 
-use burn::tensor::{DType, Tensor};
-use burn_blocksparse_tests::devices::{devices, supports};
 use burn_sparse_select::nsa::NsaBranches;
 use rstest::rstest;
 
-burn_blocksparse_tests::tests!(
-    gates: gated_sums_equal_f64, gated_sums_in_half_precision, gated_sums_give_the_same_bits,
-    gated_sums_keep_their_inputs, gated_sums_constants
-);
+use burn_blocksparse_tests::prelude::*;
+
+burn_blocksparse_tests::tests!(gates);
 
 #[rstest]
 #[case([1, 2, 5, 8], [1, 2, 5, 2], "gates' shape must be [1, 2, 5, 3], q's rows and 3, got [1, 2, 5, 2]")]

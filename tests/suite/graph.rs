@@ -2,25 +2,20 @@
 
 use std::process::Command;
 
-use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
 use burn_blocksparse::graph::{CapturedGraph, StaticInput};
-use burn_blocksparse::{BlockLayout, OpError, Pattern, sparse_attention};
-use burn_blocksparse_tests::devices::devices;
+use burn_blocksparse::sparse_attention;
 use rstest::rstest;
 
-burn_blocksparse_tests::tests!(graph: fixed_tensors_are_overwritten, replayed_runs_equal_plain_runs);
-burn_blocksparse_tests::tests!(graph_training: device_seeds_give_the_masks_of_their_numbers, recordings_refuse_what_would_be_frozen,
-    replayed_training_equals_plain_training, replayed_training_chooses_as_plain_training,
-    replayed_steps_count_for_each_parameter);
+use burn_blocksparse_tests::prelude::*;
 
-burn_blocksparse_tests::tests!(graph_decoding: replayed_decoding_equals_plain_decoding, replayed_decoding_chooses_pages, replayed_decoding_chooses_keys, replayed_decoding_sees_three_branches, replayed_decoding_survives_errors);
+burn_blocksparse_tests::tests!(graph);
 
 /// A device's reserved bytes are those of the whole process, other tests' included: this one has a process of its own.
 #[test]
 fn decoding_reserves_nothing_more() {
     const ALONE: &str = "BURN_SPARSE_TEST_ALONE";
     if std::env::var_os(ALONE).is_some() {
-        return burn_blocksparse_tests::graph_decoding::decoding_reserves_nothing_more(&devices());
+        return burn_blocksparse_tests::graph::decoding::decoding_reserves_nothing_more(&devices());
     }
     let run = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "graph::decoding_reserves_nothing_more"])
@@ -34,7 +29,7 @@ fn decoding_reserves_nothing_more() {
 
 /// The devices that record nothing, and run the closure again.
 fn rerunning() -> Vec<Device> {
-    let of_cpu = |device: &Device| !format!("{device:?}").contains("Cube");
+    let of_cpu = |device: &Device| !is_cube(device);
     devices().into_iter().filter(of_cpu).collect()
 }
 

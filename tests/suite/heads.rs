@@ -1,11 +1,12 @@
 //! Rows split into heads, and joined.
 
-use burn::tensor::Tensor;
-use burn_blocksparse_tests::devices::devices;
+use burn_blocksparse::OpPlan;
 use burn_fused_ops::split_heads;
 use rstest::rstest;
 
-burn_blocksparse_tests::tests!(heads: heads_equal_f64, heads_in_half_precision, joined_heads_equal_f64, heads_give_the_same_bits, heads_constants, heads_are_differentiated_together, heads_plans, heads_apart_equal_slices);
+use burn_blocksparse_tests::prelude::*;
+
+burn_blocksparse_tests::tests!(heads);
 
 #[rstest]
 #[case(&[], 8, "parts must be of 1 to 3 tensors, got 0")]

@@ -1,14 +1,13 @@
 //! Attention with results that another pass kept.
 
-use burn::tensor::{DType, Device, Tensor};
 use burn_blocksparse::internal::{
     AttentionResiduals, attention_from_residuals, attention_with_residuals,
 };
-use burn_blocksparse::{AttentionOptions, AttentionTensors, OpError, Pattern, WeightsMode};
-use burn_blocksparse_tests::devices::{devices, two_devices};
 use rstest::rstest;
 
-burn_blocksparse_tests::tests!(kept: given_attention_gives_the_same_bits, given_attention_of_other_kinds, given_attention_is_not_computed);
+use burn_blocksparse_tests::prelude::*;
+
+burn_blocksparse_tests::tests!(kept);
 
 /// A call with 32 queries of 4 heads, and values of width 16.
 fn given(

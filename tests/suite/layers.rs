@@ -1,18 +1,14 @@
 //! Random layers: grouped heads, rotated positions, packed documents and padding together, against plain f64 loops.
 
 use burn::nn::{Linear, LinearConfig, RotaryEncodingConfig};
-use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_blocksparse_tests::compare::{assert_close, to_f64};
-use burn_blocksparse_tests::devices::{devices, supports};
-use burn_blocksparse_tests::fuzz::pattern;
-use burn_blocksparse_tests::reference::{Problem, Sizes};
 use burn_sparse_transformer::linear::MixedPrecisionLinearConfig;
 use burn_sparse_transformer::{
     Pattern, Precision, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
     TransformerError,
 };
-use rand::{RngExt, SeedableRng};
-use rand_chacha::ChaCha8Rng;
+
+use burn_blocksparse_tests::fuzz::attention::pattern;
+use burn_blocksparse_tests::prelude::*;
 
 /// Rows of a dense layer, and its parameters.
 struct Dense {
@@ -106,15 +102,11 @@ impl Layer {
             &self.mha.output,
         ]
         .map(Dense::new);
-        let sizes = Sizes {
-            batch,
-            heads: self.heads,
-            kv_heads: self.kv_heads,
-            seq_q: seq,
-            seq_kv: seq,
-            head_dim: self.width,
-            value_dim: self.width,
-        };
+        let sizes = Sizes::new(
+            [batch, self.heads, self.kv_heads],
+            [seq, seq],
+            [self.width, self.width],
+        );
         let (pattern, of_rows) = (self.pattern.clone(), places.to_vec());
         let mut problem = Problem::random(sizes, 0, move |entry, head, i, j| {
             match (of_rows[entry][i], of_rows[entry][j]) {
@@ -229,7 +221,7 @@ impl Layer {
 }
 
 fn check_seed(seed: u64, device: &Device) {
-    let rng = &mut ChaCha8Rng::seed_from_u64(seed);
+    let rng = &mut seeded(seed);
     let seq = rng.random_range(1..90);
     let tracked = device.clone().autodiff();
     let layer = Layer::random(rng, seq, &tracked);

@@ -1,12 +1,12 @@
 //! Products with weights.
 
-use burn::tensor::{DType, Tensor};
-use burn_blocksparse_tests::devices::devices;
 use burn_fused_ops::LinearOptions;
 use burn_fused_ops::fused_linear;
 use rstest::rstest;
 
-burn_blocksparse_tests::tests!(linear: products_equal_f64, products_in_half_precision, products_of_any_strides, products_differentiate_what_is_tracked);
+use burn_blocksparse_tests::prelude::*;
+
+burn_blocksparse_tests::tests!(linear);
 
 #[rstest]
 #[case(&[5], "weight's in must be 4, x's last dimension, got 5")]

@@ -1,12 +1,12 @@
 //! The cross entropy of a product with targets.
 
-use burn::tensor::{DType, Int, Tensor};
-use burn_blocksparse_tests::devices::devices;
 use burn_fused_ops::CrossEntropyOptions;
 use burn_fused_ops::linear_cross_entropy;
 use rstest::rstest;
 
-burn_blocksparse_tests::tests!(loss: cross_entropy_equals_f64, cross_entropy_of_large_logits, cross_entropy_in_half_precision, cross_entropy_of_positions_by_any_gradients, cross_entropy_differentiates_what_is_tracked, cross_entropy_of_targets_out_of_range);
+use burn_blocksparse_tests::prelude::*;
+
+burn_blocksparse_tests::tests!(loss);
 
 #[rstest]
 #[case([5, 9], [2, 3], 0.0, "weight's width must be 4, x's last dimension, got 5")]

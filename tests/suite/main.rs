@@ -2,21 +2,16 @@
 
 mod activation;
 mod arrows;
-mod attention;
-mod autodiff;
 mod block_sparse;
 mod blocks;
 mod call;
 mod compare;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 mod compiled;
-mod device_layout;
 mod embedding;
 mod errors;
-mod eviction;
 mod fuzz;
 mod gates;
-mod gradients;
 mod graph;
 mod heads;
 mod kept;
@@ -24,13 +19,11 @@ mod layers;
 mod linear;
 mod loss;
 mod masses;
-mod max_scores;
 mod mlp;
 mod model_layers;
 mod norm;
 mod nsa;
 mod optim;
-mod options;
 mod paged;
 mod projection;
 mod public_names;
@@ -38,11 +31,19 @@ mod sampling;
 mod selected;
 mod selection;
 mod selection_planted;
-mod sharing;
 mod stream_dropout;
 mod table;
-mod tiles;
 mod top_k;
 mod tuning;
 mod vertical_slash;
-mod widths;
+
+/// Modules of nothing but checks of the table.
+macro_rules! modules_of_checks {
+    ($($module:ident)+) => {
+        $(mod $module {
+            burn_blocksparse_tests::tests!($module);
+        })+
+    };
+}
+
+modules_of_checks!(attention autodiff device_layout eviction gradients max_scores options sharing tiles widths);

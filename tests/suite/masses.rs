@@ -1,13 +1,12 @@
 //! Weights summed over columns and diagonals.
 
-use burn::tensor::{DType, Tensor};
 use burn_blocksparse::AccumulatedAttentionOptions;
-use burn_blocksparse::Pattern;
 use burn_blocksparse::accumulated_attention;
-use burn_blocksparse_tests::devices::{devices, supports};
 use rstest::rstest;
 
-burn_blocksparse_tests::tests!(masses: masses_equal_f64, masses_of_long_lines, masses_give_the_same_bits);
+use burn_blocksparse_tests::prelude::*;
+
+burn_blocksparse_tests::tests!(masses);
 
 #[rstest]
 #[case([1, 4, 31], DType::F32, 0..32, "lse's shape must be [1, 4, 32], q's rows, got [1, 4, 31]")]

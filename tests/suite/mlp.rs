@@ -1,14 +1,14 @@
 //! Feed-forward networks.
 
-use burn::tensor::{DType, Tensor};
-use burn_blocksparse_tests::devices::devices;
 use burn_fused_ops::Activation;
 use burn_fused_ops::MlpOptions;
 use burn_fused_ops::MlpParams;
 use burn_fused_ops::mlp;
 use rstest::rstest;
 
-burn_blocksparse_tests::tests!(mlp: mlp_equals_its_parts, mlp_constants, mlp_equals_f64);
+use burn_blocksparse_tests::prelude::*;
+
+burn_blocksparse_tests::tests!(mlp);
 
 #[rstest]
 #[case([5, 6], [6, 2], 6, "the inner weight's in must be 4, x's last dimension, got 5")]

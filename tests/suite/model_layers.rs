@@ -1,9 +1,6 @@
 //! Models whose layers choose keys by an indexer, on each device against themselves: CPU tests have the rest.
 
 use burn::module::Module;
-use burn::tensor::{Device, Int, Tensor};
-use burn_blocksparse_tests::compare::to_f64;
-use burn_blocksparse_tests::devices::devices;
 use burn_fused_ops::optim::FusedAdamWConfig;
 use burn_sparse_transformer::dsa::DsaStage;
 use burn_sparse_transformer::pool::{KvPoolConfig, KvStep};
@@ -11,15 +8,9 @@ use burn_sparse_transformer::{
     Factorization, Pattern, Recompute, SparseTransformer, SparseTransformerConfig,
 };
 
-burn_blocksparse_tests::tests!(order: buckets_are_sorted_as_by_the_host, highest_in_rows_are_those_of_a_sort, sums_at_places_are_gradients_of_rows);
+use burn_blocksparse_tests::prelude::*;
 
-burn_blocksparse_tests::tests!(attracted: attracted_rows_equal_f64, attracted_rows_of_equal_similarities, attracted_rows_errors);
-
-burn_blocksparse_tests::tests!(order_rounds: rounds_are_sorted_each_by_itself, rows_hash_to_their_largest_product, rows_hash_by_the_last_bits, sorted_hashes_are_hashes_sorted, keyed_rows_equal_burns_operations);
-
-burn_blocksparse_tests::tests!(clusters: routed_attention_equals_f64, clusters_without_autodiff_equal_those_with_it, routed_attention_errors);
-
-burn_blocksparse_tests::tests!(content: hashes_equal_dense_attention, causal_clusters_equal_dense_attention);
+burn_blocksparse_tests::tests!(model_layers);
 
 const SEQ: usize = 48;
 

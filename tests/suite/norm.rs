@@ -1,7 +1,6 @@
 //! Residual norms.
 
-use burn::tensor::{FloatDType, Tensor};
-use burn_blocksparse_tests::devices::devices;
+use burn::tensor::FloatDType;
 use burn_fused_ops::AddNormOptions;
 use burn_fused_ops::ElementDropout;
 use burn_fused_ops::NormParams;
@@ -10,7 +9,9 @@ use burn_fused_ops::add_norm;
 use burn_fused_ops::residual_add;
 use rstest::rstest;
 
-burn_blocksparse_tests::tests!(norm: residual_norm_equals_f64, residual_norm_without_rows, residual_norm_in_half_precision, residual_norm_gives_the_same_bits, residual_norm_constants, residual_norms_in_a_chain, residual_norm_plans);
+use burn_blocksparse_tests::prelude::*;
+
+burn_blocksparse_tests::tests!(norm);
 
 fn dropout(probability: f64) -> Option<ElementDropout> {
     Some(ElementDropout::new(probability, 0, 0))

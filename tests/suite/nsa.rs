@@ -1,19 +1,14 @@
 //! Native sparse attention.
 
-use burn::tensor::{DType, Device, Tensor};
-use burn_blocksparse::OpError;
-use burn_blocksparse_tests::devices::devices;
 use burn_sparse_select::Always;
 use burn_sparse_select::nsa::Nsa;
 use burn_sparse_select::nsa::NsaKeysValues;
 use burn_sparse_select::nsa::NsaOptions;
 use rstest::rstest;
 
-burn_blocksparse_tests::tests!(
-    nsa: nsa_equals_f64, nsa_in_half_precision, nsa_gradients_equal_finite_differences,
-    nsa_is_prefix_stable, nsa_gives_the_same_bits, nsa_golden
-);
-burn_blocksparse_tests::tests!(nsa_choice: nsa_choices_equal_f64, queries_at_any_positions_equal_the_whole);
+use burn_blocksparse_tests::prelude::*;
+
+burn_blocksparse_tests::tests!(nsa);
 
 #[rstest]
 #[case(NsaOptions::default().stride(0), "stride must be at least 1, got 0")]

@@ -2,15 +2,15 @@
 
 use burn::nn::LinearConfig;
 use burn::optim::{AdamWConfig, GradientsParams};
-use burn::tensor::{Bytes, Device, Tensor};
-use burn_blocksparse::OpError;
-use burn_blocksparse_tests::devices::devices;
+use burn::tensor::Bytes;
 use burn_fused_ops::optim::FusedAdamWConfig;
 use burn_fused_ops::optim::clip_gradients;
 use burn_fused_ops::optim::gradient_norm;
 use rstest::rstest;
 
-burn_blocksparse_tests::tests!(optim: adamw_equals_f64, adamw_in_half_precision, adamw_gives_the_same_bits, clones_keep_their_values, records_are_burns, parameters_keep_their_autodiff_state, clipping_equals_f64, clipping_of_large_gradients, steps_without_gradients, optimizer_plans_print);
+use burn_blocksparse_tests::prelude::*;
+
+burn_blocksparse_tests::tests!(optim);
 
 fn step(config: FusedAdamWConfig, rate: f64, gradient: [usize; 2]) -> Result<(), OpError> {
     let device = &devices()[0];

@@ -1,8 +1,6 @@
 //! Attention over pages.
 
-use burn::tensor::{DType, Device, Int, Tensor};
-use burn_blocksparse::{AttentionOptions, AttentionTensors, alibi_slopes};
-use burn_blocksparse_tests::devices::devices;
+use burn_blocksparse::alibi_slopes;
 use burn_paged_attention::PagedKeysValues;
 use burn_paged_attention::PagedOptions;
 use burn_paged_attention::PagedStore;
@@ -19,19 +17,9 @@ use burn_sparse_select::pages::PageSummaries;
 use burn_sparse_select::pages::select_pages;
 use burn_sparse_select::pages::summarize_pages;
 
-burn_blocksparse_tests::tests!(
-    paged: paged_attention_equals_f64, paged_attention_in_half_precision, paged_attention_gives_the_same_bits,
-    paged_attention_with_fixed_split, paged_attention_golden, paged_attention_of_nothing,
-    paged_attention_leaves_the_graph, paged_attention_plans, appended_rows
-);
+use burn_blocksparse_tests::prelude::*;
 
-burn_blocksparse_tests::tests!(page_choice: chosen_pages_equal_f64, chosen_quantised_pages_equal_f64, picks_of_any_scores);
-
-burn_blocksparse_tests::tests!(
-    paged_quantised: quantised_rows, quantised_rows_golden, quantised_rows_that_are_not_finite,
-    quantised_attention_equals_f64, quantised_attention_in_half_precision, quantised_scores_are_bounded,
-    quantised_plans_name_the_store
-);
+burn_blocksparse_tests::tests!(paged);
 
 fn int<const D: usize>(shape: [usize; D], device: &Device) -> Tensor<D, Int> {
     Tensor::zeros(shape, (device, DType::I32))

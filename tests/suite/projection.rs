@@ -1,13 +1,13 @@
 //! Projections to heads and from them.
 
-use burn::tensor::{DType, Tensor};
-use burn_blocksparse_tests::devices::devices;
 use burn_fused_ops::LinearOptions;
 use burn_fused_ops::out_proj;
 use burn_fused_ops::qkv_proj;
 use rstest::rstest;
 
-burn_blocksparse_tests::tests!(projection: projections_to_heads, projections_from_heads, projections_constants, projections_plans);
+use burn_blocksparse_tests::prelude::*;
+
+burn_blocksparse_tests::tests!(projection);
 
 #[rstest]
 #[case(&[6], &[(2, 3)], 5, 6, "weight's in must be 4, x's last dimension, got 5")]

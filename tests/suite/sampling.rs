@@ -1,14 +1,12 @@
 //! Sampling.
 
-use burn::tensor::{Int, Tensor};
-use burn_blocksparse_tests::devices::devices;
 use burn_paged_attention::sampling::SampleOptions;
 use burn_paged_attention::sampling::sample_tokens;
 use rstest::rstest;
 
-burn_blocksparse_tests::tests!(
-    sampling: sampled_tokens_are_those_of_a_sort, sampled_tokens_follow_the_probabilities
-);
+use burn_blocksparse_tests::prelude::*;
+
+burn_blocksparse_tests::tests!(sampling);
 
 #[rstest]
 #[case([2, 0], 2, [2, 0], SampleOptions::default(), "logits must be at least 1 and less than 2^24 columns, got 0")]

@@ -1,9 +1,6 @@
 //! Attention over what single queries choose.
 
-use burn::tensor::{DType, Device, Int, Tensor};
 use burn_blocksparse::internal::gather_rows;
-use burn_blocksparse::{AttentionOptions, Dropout, OpError, WeightsMode};
-use burn_blocksparse_tests::devices::devices;
 use burn_sparse_select::Always;
 use burn_sparse_select::Budget;
 use burn_sparse_select::EstimateInputs;
@@ -13,42 +10,9 @@ use burn_sparse_select::Selection;
 use burn_sparse_select::attention_selected;
 use rstest::rstest;
 
-burn_blocksparse_tests::tests!(
-    selected: selected_attention_equals_f64, selected_attention_in_half_precision,
-    selected_attention_equals_its_layout, selected_attention_of_query_blocks,
-    selected_gradients_equal_finite_differences, selected_attention_is_prefix_stable,
-    selected_attention_of_a_permuted_batch
-);
+use burn_blocksparse_tests::prelude::*;
 
-burn_blocksparse_tests::tests!(
-    selected_lists: chosen_blocks_of_any_scores, chosen_blocks_in_several_slabs, moba_golden,
-    rows_at_equals_f64
-);
-
-burn_blocksparse_tests::tests!(
-    listed: attention_with_lists_equals_f64, attention_with_lists_in_half_precision,
-    attention_with_lists_gives_the_same_bits, attention_with_lists_plans,
-    attention_with_lists_errors
-);
-
-burn_blocksparse_tests::tests!(
-    key_lists: key_lists_are_unique, key_lists_overlap, attention_with_keys_equals_f64,
-    attention_with_keys_in_half_precision, attention_with_keys_of_other_widths,
-    attention_with_keys_of_many_heads, attention_with_keys_gives_the_same_bits,
-    attention_with_keys_equals_finite_differences, attention_with_keys_plans,
-    attention_with_keys_errors, layouts_of_keys_equal_f64
-);
-
-burn_blocksparse_tests::tests!(
-    dsa: dsa_golden, dsa_choices_equal_f64, dsa_choices_of_equal_scores, dsa_is_prefix_stable, dsa_losses_equal_f64,
-    dsa_gradients_equal_finite_differences, dsa_gradients_equal_f64, dsa_in_half_precision, dsa_errors
-);
-
-burn_blocksparse_tests::tests!(dsa_fp8: dsa_in_fp8, dsa_in_fp8_of_any_rows, dsa_in_fp8_errors);
-
-burn_blocksparse_tests::tests!(dsa_pages: dsa_chooses_in_pages, dsa_attends_in_pages, dsa_in_pages_errors);
-
-burn_blocksparse_tests::tests!(selected_planted: moba_on_planted_structure, quest_on_planted_structure);
+burn_blocksparse_tests::tests!(selected);
 
 fn zeros(shape: [usize; 4], device: &Device) -> Tensor<4> {
     Tensor::zeros(shape, (device, DType::F32))
@@ -58,52 +22,60 @@ fn moba() -> Selection {
     "moba:16,3".parse().unwrap()
 }
 
-#[rstest]
-#[case("moba:512,3", 0)]
-#[case("moba:4096,12,3", 3)]
-#[case("moba:8,1", 0)]
-#[case("moba:128,2,share=mean", 0)]
-#[case("moba:64,4,1,share=max", 1)]
-#[case("moba:64,8,first=1,local=2", 0)]
-#[case("moba:64,8,2,first=4,share=max", 2)]
-fn texts(#[case] text: &str, #[case] layers: usize) {
-    let selection: Selection = text.parse().unwrap();
-    assert_eq!(selection.to_string(), text);
-    assert_eq!(selection.estimator().full_last_layers(), layers);
-    assert!(Selection::NOTATION.contains(&"moba:BLOCK,K[,FULL_LAST_LAYERS]"));
-    let json = serde_json::to_string(&selection).unwrap();
-    assert_eq!(serde_json::from_str::<Selection>(&json).unwrap(), selection);
+const TEXTS: &str = "
+    moba:512,3                    | 0
+    moba:4096,12,3                | 3
+    moba:8,1                      | 0
+    moba:128,2,share=mean         | 0
+    moba:64,4,1,share=max         | 1
+    moba:64,8,first=1,local=2     | 0
+    moba:64,8,2,first=4,share=max | 2
+";
+
+#[test]
+fn texts() {
+    for [text, layers] in rows(TEXTS) {
+        let layers: usize = one(layers);
+        let selection: Selection = text.parse().unwrap();
+        assert_eq!(selection.to_string(), text);
+        assert_eq!(selection.estimator().full_last_layers(), layers);
+        assert!(Selection::NOTATION.contains(&"moba:BLOCK,K[,FULL_LAST_LAYERS]"));
+        let json = serde_json::to_string(&selection).unwrap();
+        assert_eq!(serde_json::from_str::<Selection>(&json).unwrap(), selection);
+    }
 }
 
-#[rstest]
-#[case("quest:16,2048", 0)]
-#[case("quest:32,96,2", 2)]
-#[case("quest:16,48,share=no", 0)]
-#[case("quest:16,64,1,first=1,local=2", 1)]
-fn texts_of_pages(#[case] text: &str, #[case] layers: usize) {
-    let selection: Selection = text.parse().unwrap();
-    assert_eq!(selection.to_string(), text);
-    assert_eq!(selection.estimator().full_first_layers(), layers);
-    assert!(Selection::NOTATION.contains(&"quest:PAGE,BUDGET[,FULL_FIRST_LAYERS]"));
+const TEXTS_OF_PAGES: &str = "
+    quest:16,2048                 | 0
+    quest:32,96,2                 | 2
+    quest:16,48,share=no          | 0
+    quest:16,64,1,first=1,local=2 | 1
+";
+
+#[test]
+fn texts_of_pages() {
+    for [text, layers] in rows(TEXTS_OF_PAGES) {
+        let layers: usize = one(layers);
+        let selection: Selection = text.parse().unwrap();
+        assert_eq!(selection.to_string(), text);
+        assert_eq!(selection.estimator().full_first_layers(), layers);
+        assert!(Selection::NOTATION.contains(&"quest:PAGE,BUDGET[,FULL_FIRST_LAYERS]"));
+    }
 }
 
-#[rstest]
-#[case(
-    "quest:16",
-    "cannot read 'quest:16' as a selection: expected quest:PAGE,BUDGET[,FULL_FIRST_LAYERS], got 1 number"
-)]
-#[case("quest:12,48", "page must be 8, 16, 32, 64 or 128, got 12")]
-#[case(
-    "quest:16,32",
-    "BUDGET must be a multiple of 16, PAGE, and at least 3 times it, got 32"
-)]
-#[case(
-    "quest:16,100",
-    "BUDGET must be a multiple of 16, PAGE, and at least 3 times it, got 100"
-)]
-fn texts_of_no_pages(#[case] text: &str, #[case] message: &str) {
-    let error = text.parse::<Selection>().unwrap_err();
-    assert_eq!(error.to_string(), message);
+const TEXTS_OF_NO_PAGES: &str = "
+    quest:16     | cannot read 'quest:16' as a selection: expected quest:PAGE,BUDGET[,FULL_FIRST_LAYERS], got 1 number
+    quest:12,48  | page must be 8, 16, 32, 64 or 128, got 12
+    quest:16,32  | BUDGET must be a multiple of 16, PAGE, and at least 3 times it, got 32
+    quest:16,100 | BUDGET must be a multiple of 16, PAGE, and at least 3 times it, got 100
+";
+
+#[test]
+fn texts_of_no_pages() {
+    for [text, message] in rows(TEXTS_OF_NO_PAGES) {
+        let error = text.parse::<Selection>().unwrap_err();
+        assert_eq!(error.to_string(), message);
+    }
 }
 
 #[test]
@@ -152,43 +124,24 @@ fn rules_of_no_pages() {
     }
 }
 
-#[rstest]
-#[case(
-    "moba:512",
-    "cannot read 'moba:512' as a selection: expected moba:BLOCK,K[,FULL_LAST_LAYERS], got 1 number"
-)]
-#[case(
-    "moba:512,3,1,2",
-    "cannot read 'moba:512,3,1,2' as a selection: expected moba:BLOCK,K[,FULL_LAST_LAYERS], got also '2'"
-)]
-#[case(
-    "moba:512,-1",
-    "cannot read 'moba:512,-1' as a selection: expected K to be a whole number, got '-1'"
-)]
-#[case("moba:512,0", "k must be at least 1, got 0")]
-#[case(
-    "moba:48,3",
-    "block must be 8, 16, 32, 64, 128 or a larger multiple of 128, got 48"
-)]
-#[case(
-    "moba:192,3",
-    "block must be 8, 16, 32, 64, 128 or a larger multiple of 128, got 192"
-)]
-#[case(
-    "moba:64,3,first=-1",
-    "cannot read 'moba:64,3,first=-1' as a selection: expected first to be a whole number, got '-1'"
-)]
-#[case(
-    "moba:64,3,local=0",
-    "forced.local must be at least 1, the query's own, for moba, got 0"
-)]
-#[case(
-    "moba:64,ratio=0.5",
-    "keep must be a number of blocks for moba, got Ratio(0.5)"
-)]
-fn texts_of_none(#[case] text: &str, #[case] message: &str) {
-    let error = text.parse::<Selection>().unwrap_err();
-    assert_eq!(error.to_string(), message);
+const TEXTS_OF_NONE: &str = "
+    moba:512           | cannot read 'moba:512' as a selection: expected moba:BLOCK,K[,FULL_LAST_LAYERS], got 1 number
+    moba:512,3,1,2     | cannot read 'moba:512,3,1,2' as a selection: expected moba:BLOCK,K[,FULL_LAST_LAYERS], got also '2'
+    moba:512,-1        | cannot read 'moba:512,-1' as a selection: expected K to be a whole number, got '-1'
+    moba:512,0         | k must be at least 1, got 0
+    moba:48,3          | block must be 8, 16, 32, 64, 128 or a larger multiple of 128, got 48
+    moba:192,3         | block must be 8, 16, 32, 64, 128 or a larger multiple of 128, got 192
+    moba:64,3,first=-1 | cannot read 'moba:64,3,first=-1' as a selection: expected first to be a whole number, got '-1'
+    moba:64,3,local=0  | forced.local must be at least 1, the query's own, for moba, got 0
+    moba:64,ratio=0.5  | keep must be a number of blocks for moba, got Ratio(0.5)
+";
+
+#[test]
+fn texts_of_none() {
+    for [text, message] in rows(TEXTS_OF_NONE) {
+        let error = text.parse::<Selection>().unwrap_err();
+        assert_eq!(error.to_string(), message);
+    }
 }
 
 #[rstest]

@@ -1,7 +1,5 @@
 //! Selection on planted structure: how much of full attention each method keeps, against numbers that were computed elsewhere.
 
-use burn_blocksparse_tests::planted::{BLOCK, DIM, HEADS, ROWS, mix, rows, uniform};
-use burn_blocksparse_tests::selection_dense::{Attention, Dense, kept, square_grid};
 use burn_sparse_select::BlockEstimator;
 use burn_sparse_select::Budget;
 use burn_sparse_select::EstimateKind;
@@ -10,63 +8,8 @@ use burn_sparse_select::MeanPool;
 use burn_sparse_select::VerticalSlash;
 use burn_sparse_select::XAttention;
 
-fn dense(q: Vec<f64>, k: Vec<f64>) -> Dense {
-    Dense {
-        q,
-        k,
-        heads: HEADS,
-        kv_heads: 1,
-        seq: ROWS,
-        head_dim: DIM,
-        scale: 0.125,
-    }
-}
-
-/// Blocks of four topics.
-fn topics() -> Dense {
-    let topic = |i: usize| mix((i / BLOCK) as u32) as usize % 4;
-    let e = |i: usize, c: usize| uniform(2, 0, topic(i), c);
-    dense(
-        rows(HEADS, |h, i, c| uniform(0, h, i, c) + 1.5 * e(i, c)),
-        rows(1, |_, i, c| uniform(1, 0, i, c) + e(i, c)),
-    )
-}
-
-/// Each block of queries looks for one key.
-fn needles() -> Dense {
-    let needle = |head: usize, block: usize| {
-        mix((100 + 16 * head + block) as u32) as usize % (BLOCK * block)
-    };
-    let places = (0..HEADS).flat_map(|head| (1..16).map(move |block| needle(head, block)));
-    let places: Vec<usize> = places.collect();
-    let q = rows(HEADS, |head, i, c| {
-        let own = uniform(0, head, i, c);
-        match i / BLOCK {
-            0 => own,
-            block => own + 1.5 * uniform(3, 0, needle(head, block), c),
-        }
-    });
-    let k = rows(1, |_, i, c| {
-        let found = if places.contains(&i) { 2.0 } else { 0.0 };
-        uniform(1, 0, i, c) + found * uniform(3, 0, i, c)
-    });
-    dense(q, k)
-}
-
-/// A few keys that all look for, and a few distances.
-fn streams() -> Dense {
-    let q = rows(HEADS, |head, i, c| {
-        let behind = [1, 2, 130, 131].into_iter().filter(|x| *x <= i);
-        let behind: f64 = behind.map(|x| uniform(4, 0, i - x, c)).sum();
-        uniform(0, head, i, c) + uniform(5, 0, 0, c) + 1.8 * behind
-    });
-    let k = rows(1, |_, i, c| {
-        let sink = [0, 1, 2, 300, 301, 500].contains(&i);
-        let sink = if sink { 2.0 } else { 0.0 };
-        uniform(1, 0, i, c) + uniform(4, 0, i, c) + sink * uniform(5, 0, 0, c)
-    });
-    dense(q, k)
-}
+use burn_blocksparse_tests::judge::planted::{BLOCK, DIM, HEADS, ROWS, mix, structures, uniform};
+use burn_blocksparse_tests::judge::recall::{Attention, Dense, kept, square_grid};
 
 /// A recall is printed of four digits, a density of three.
 fn assert_printed(what: &str, got: f64, printed: f64) {
@@ -139,7 +82,16 @@ fn planted_structure_is_found() {
     assert_eq!(mix(1), 1_364_076_727);
     assert!((uniform(1, 0, 5, 7) - 0.282853).abs() < 5e-7);
     let grid = square_grid(BLOCK, ROWS);
-    for (column, dense) in [topics(), needles(), streams()].into_iter().enumerate() {
+    for (column, (name, q, k)) in structures().into_iter().enumerate() {
+        let dense = Dense {
+            q,
+            k,
+            heads: HEADS,
+            kv_heads: 1,
+            seq: ROWS,
+            head_dim: DIM,
+            scale: 0.125,
+        };
         let call = dense.call();
         let means = MeanPool { block: BLOCK }.reference(&call);
         let sums = ANTIDIAGONALS.map(|(stride, ..)| {
@@ -158,7 +110,7 @@ fn planted_structure_is_found() {
         };
         for head in 0..HEADS {
             let attention = dense.attention(head, ROWS / 2);
-            let name = ["topics", "needles", "streams"][column];
+
             let of = Head {
                 what: format!("{name}, head {head}"),
                 column,

@@ -1,11 +1,11 @@
 //! Dropout of a tensor.
 
-use burn::tensor::Tensor;
-use burn_blocksparse_tests::devices::devices;
 use burn_fused_ops::ElementDropout;
 use burn_fused_ops::dropout;
 
-burn_blocksparse_tests::tests!(stream_dropout: stream_dropout_equals_f64, stream_dropout_of_views);
+use burn_blocksparse_tests::prelude::*;
+
+burn_blocksparse_tests::tests!(stream_dropout);
 
 #[test]
 fn errors() {

@@ -2,8 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use burn_blocksparse_tests::cases::{Case, cases, parse_shard, shard_of};
-use burn_blocksparse_tests::options::{REACHES, SHARED};
+use burn_blocksparse_tests::attention::cases::{Case, cases, shard_of};
+use burn_blocksparse_tests::attention::options::{REACHES, SHARED};
+use burn_blocksparse_tests::shard::parse_shard;
 
 /// What sets a case apart from others, by its number and by what it is.
 fn variants(index: usize, case: &Case) -> Vec<String> {

@@ -1,14 +1,11 @@
 //! Layouts chosen by content, against the choice in plain f64 loops.
 
-use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_blocksparse::layout::TopKOptions;
-use burn_blocksparse::{AttentionOptions, BlockLayout, LayoutShape, Pattern, SparseAttentionCall};
-use burn_blocksparse_tests::devices::devices;
 use burn_sparse_select::top_k_blocks;
 use burn_sparse_select::top_k_blocks_on_device;
-use rand::{RngExt, SeedableRng};
-use rand_chacha::ChaCha8Rng;
 use rstest::rstest;
+
+use burn_blocksparse_tests::prelude::*;
 
 fn random(shape: [usize; 4], rng: &mut ChaCha8Rng) -> Vec<f64> {
     (0..shape.iter().product())
@@ -48,7 +45,7 @@ fn mean(x: &[f64], [_, heads, seq, dim]: [usize; 4], at: [usize; 2], rows: [usiz
 fn keeps_the_highest_scores(#[case] options: TopKOptions, #[case] seq: [usize; 2]) {
     let [seq_q, seq_kv] = seq;
     let (q_shape, k_shape) = ([2, 4, seq_q, 6], [2, 2, seq_kv, 6]);
-    let mut rng = ChaCha8Rng::seed_from_u64(3);
+    let mut rng = seeded(3);
     let (q, k) = (random(q_shape, &mut rng), random(k_shape, &mut rng));
     let b = options.block_size;
     let offset = seq_kv as i64 - seq_q as i64;
@@ -121,18 +118,13 @@ fn straight_through_terms_teach_what_was_not_chosen() {
     const B: usize = 16;
     const N: usize = 128;
     let shape = [1, 2, N, 8];
-    let mut rng = ChaCha8Rng::seed_from_u64(9);
+    let mut rng = seeded(9);
     let values = [(); 3].map(|_| random(shape, &mut rng));
     let options = AttentionOptions::default();
     let ended = Pattern::from_fn("blocks that have ended", |_head, i, block| {
         (block + 1) * B as i64 <= i + (N - N / B) as i64 + 1
     });
-    let coarse_shape = LayoutShape {
-        heads: 2,
-        seq_q: N,
-        seq_kv: N / B,
-        block_size: 8,
-    };
+    let coarse_shape = LayoutShape::new(2, [N, N / B], 8);
     let ended = BlockLayout::new(&ended, coarse_shape).unwrap();
     let seen: Vec<usize> = ended
         .to_dense(0)
@@ -151,11 +143,7 @@ fn straight_through_terms_teach_what_was_not_chosen() {
             let [q, k, v] = [0, 1, 2].map(|at| tensor(&values[at], shape, &device).require_grad());
             let choice = TopKOptions::new(B, 3);
             let layout = top_k_blocks_on_device(q.clone(), k.clone(), choice).unwrap();
-            let mut out = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), &layout)
-                .options(options.clone())
-                .run()
-                .unwrap()
-                .out;
+            let mut out = attend([&q, &k, &v], &layout, &options);
             if straight_through {
                 let coarse = SparseAttentionCall::new(q, means(k.clone()), means(v), &ended)
                     .options(options.clone())

@@ -2,17 +2,13 @@
 
 use std::process::Command;
 
-use burn::tensor::{Bool, DType, Device, Int, Tensor};
 use burn_blocksparse::AccumulatedAttentionOptions;
 use burn_blocksparse::accumulated_attention;
 use burn_blocksparse::internal::gather_rows;
 use burn_blocksparse::internal::l2_normalize;
 use burn_blocksparse::layout::DeviceLayoutOptions;
 use burn_blocksparse::layout::TopKOptions;
-use burn_blocksparse::{
-    DeviceLayout, LayoutShape, OpError, Pattern, check_device, sparse_attention,
-};
-use burn_blocksparse_tests::devices::devices;
+use burn_blocksparse::{check_device, sparse_attention};
 use burn_fused_ops::Activation;
 use burn_fused_ops::AddNormOptions;
 use burn_fused_ops::CrossEntropyOptions;
@@ -38,6 +34,8 @@ use burn_sparse_select::internal::counting_argsort;
 use burn_sparse_select::internal::lsh_hash;
 use burn_sparse_select::internal::topk_rows;
 use burn_sparse_select::top_k_blocks_on_device;
+
+use burn_blocksparse_tests::prelude::*;
 
 /// What the process of the calls is to be told.
 const SAID: &str = "BURN_SPARSE_WRONG_VARIABLE";
@@ -157,7 +155,7 @@ fn calls(device: &Device) -> Vec<(&'static str, Result<(), OpError>)> {
 fn calls_in_a_process_of_their_own() {
     let said = std::env::var(SAID).expect("what is wrong");
     for device in devices() {
-        let has_kernels = format!("{device:?}").contains("Cube");
+        let has_kernels = is_cube(&device);
         let refused = |result: &Result<(), OpError>| {
             (result.as_ref()).is_err_and(|error| error.to_string() == said)
         };

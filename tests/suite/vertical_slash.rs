@@ -1,21 +1,13 @@
 //! Vertical-slash layouts of tensors, against those that the host builds.
 
-use burn::tensor::{Device, Int, Tensor, TensorData};
-use burn_blocksparse::{BlockLayout, LayoutShape, Pattern};
-use burn_blocksparse_tests::devices::devices;
 use burn_sparse_select::vertical_slash_layout;
 use burn_sparse_select::vertical_slash_layout_async;
-use rand::{RngExt, SeedableRng};
-use rand_chacha::ChaCha8Rng;
 use rstest::rstest;
 
+use burn_blocksparse_tests::prelude::*;
+
 fn shape([heads, seq_q, seq_kv, block_size]: [usize; 4]) -> LayoutShape {
-    LayoutShape {
-        heads,
-        seq_q,
-        seq_kv,
-        block_size,
-    }
+    LayoutShape::new(heads, [seq_q, seq_kv], block_size)
 }
 
 fn tensor(numbers: &[Vec<i32>], device: &Device) -> Tensor<2, Int> {
@@ -31,7 +23,7 @@ fn tensor(numbers: &[Vec<i32>], device: &Device) -> Tensor<2, Int> {
 #[case::no_diagonals([2, 64, 64, 16], 4, 0)]
 fn equals_the_hosts(#[case] sizes: [usize; 4], #[case] columns: usize, #[case] diagonals: usize) {
     let shape = shape(sizes);
-    let mut rng = ChaCha8Rng::seed_from_u64(5);
+    let mut rng = seeded(5);
     // In any order, and some of them twice.
     let mut numbers = |count: usize| -> Vec<Vec<i32>> {
         let mut row = || {

@@ -80,6 +80,75 @@ pub fn half_dtypes(device: &Device) -> Vec<DType> {
         .collect()
 }
 
+/// Each device with each of its exact dtypes, and the relative error that results may have.
+pub fn exact(devices: &[Device]) -> impl Iterator<Item = (&Device, DType, f64)> {
+    let of = |device| {
+        exact_dtypes(device)
+            .into_iter()
+            .map(move |(dtype, tolerance)| (device, dtype, tolerance))
+    };
+    devices.iter().flat_map(of)
+}
+
+/// Each device with each of its half-precision dtypes.
+pub fn halves(devices: &[Device]) -> impl Iterator<Item = (&Device, DType)> {
+    let of = |device| {
+        half_dtypes(device)
+            .into_iter()
+            .map(move |dtype| (device, dtype))
+    };
+    devices.iter().flat_map(of)
+}
+
+/// The devices that support a dtype.
+pub fn with(devices: &[Device], dtype: DType) -> impl Iterator<Item = &Device> {
+    devices.iter().filter(move |device| supports(device, dtype))
+}
+
+/// Each device with each of some dtypes that it supports.
+pub fn with_each<'a>(
+    devices: &'a [Device],
+    dtypes: &'a [DType],
+) -> impl Iterator<Item = (&'a Device, DType)> {
+    let pairs = devices
+        .iter()
+        .flat_map(|device| dtypes.iter().map(move |&dtype| (device, dtype)));
+    pairs.filter(|(device, dtype)| supports(device, *dtype))
+}
+
+/// A device with autodiff, without and with gradient checkpointing.
+pub fn tracked(device: &Device) -> [Device; 2] {
+    let device = device.clone().autodiff();
+    [device.clone(), device.gradient_checkpointing()]
+}
+
+/// Where products may run on tensor cores, those of f32 numbers in tf32, and kernels are compiled for each size.
+pub fn is_cuda(device: &Device) -> bool {
+    format!("{device:?}").contains("Cuda")
+}
+
+/// Whether there are kernels, whatever the environment asks for.
+pub fn is_cube(device: &Device) -> bool {
+    format!("{device:?}").contains("Cube")
+}
+
+/// What rounding to a dtype of half precision adds to a number at most, relative to it; nothing of other dtypes.
+pub fn unit(dtype: DType) -> f64 {
+    match dtype {
+        DType::BF16 => 2f64.powi(-8),
+        DType::F16 => 2f64.powi(-11),
+        _ => 0.0,
+    }
+}
+
+/// What a result in f32 may be off by where Burn's products are in tf32, on tensor cores.
+pub fn product_tolerance(device: &Device, dtype: DType, tolerance: f64) -> f64 {
+    match dtype == DType::F32 && is_cuda(device) {
+        true => tolerance.max(2e-3),
+        false => tolerance,
+    }
+}
+
 /// Panics if a check that chooses among cases, devices or dtypes has compared nothing.
 pub fn assert_ran(check: &str, ran: usize) {
     assert!(ran > 0, "{check} compared nothing");

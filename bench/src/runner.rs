@@ -1,0 +1,153 @@
+//! How programs run their calls: timed, only launched, or compared by several processes; and where the numbers go.
+
+use std::fmt::Display;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use clap::Args;
+use cubecl::client::Client;
+use serde::Serialize;
+
+use crate::device::flush;
+use crate::device_time::median;
+
+#[derive(Clone, Args)]
+pub struct Timing<const REPEATS: usize> {
+    /// Timed runs; the median is reported.
+    #[arg(long, default_value_t = REPEATS)]
+    pub repeats: usize,
+    /// Launch every kernel once and wait for nothing: for looking at what is compiled.
+    #[arg(long)]
+    pub enqueue_only: bool,
+}
+
+impl<const REPEATS: usize> Timing<REPEATS> {
+    /// The median of a call's seconds by the device's clock; none where it is only launched.
+    ///
+    /// # Errors
+    /// Those of the call and of the device.
+    pub fn seconds(
+        &self,
+        client: &Client,
+        run: impl Fn() -> Result<()> + Sync,
+    ) -> Result<Option<f64>> {
+        match self.launched(client, &run)? {
+            true => Ok(None),
+            false => median(client, self.repeats, run).map(Some),
+        }
+    }
+
+    /// Compares what a call makes, or only launches it.
+    ///
+    /// # Errors
+    /// Those of the call and of the device, and what is wrong.
+    pub fn checked(
+        &self,
+        client: &Client,
+        run: impl Fn() -> Result<()>,
+        check: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        match self.launched(client, run)? {
+            true => Ok(()),
+            false => check(),
+        }
+    }
+
+    /// Launches a call if that is all that is asked for.
+    ///
+    /// # Errors
+    /// Those of the call and of the device.
+    pub fn launched(&self, client: &Client, run: impl Fn() -> Result<()>) -> Result<bool> {
+        if self.enqueue_only {
+            run()?;
+            flush(client)?;
+        }
+        Ok(self.enqueue_only)
+    }
+}
+
+#[derive(Clone, Copy, Args)]
+pub struct Shard {
+    /// Of so many parts of what is to be compared, only this one.
+    #[arg(long, default_value_t = 0, requires = "verify")]
+    pub shard: usize,
+    /// Parts of what is to be compared: kernels of a call take up to minutes to compile, and processes share them.
+    #[arg(long, default_value_t = 1, requires = "verify")]
+    pub of: usize,
+}
+
+/// Counts what is compared, by its shard, and what is wrong.
+pub struct Tally {
+    shard: Shard,
+    /// Calls so far, of any shard.
+    pub number: usize,
+    pub compared: usize,
+    failed: usize,
+}
+
+impl Tally {
+    /// # Errors
+    /// If there is no such part.
+    pub fn new(shard: Shard) -> Result<Self> {
+        ensure!(
+            shard.shard < shard.of,
+            "--shard is {}, of {} parts numbered from 0",
+            shard.shard,
+            shard.of
+        );
+        Ok(Self {
+            shard,
+            number: 0,
+            compared: 0,
+            failed: 0,
+        })
+    }
+
+    /// Whether the call of that number, of any sequence of them, is one of the shard's.
+    pub fn has(&self, number: usize) -> bool {
+        number % self.shard.of == self.shard.shard
+    }
+
+    /// Whether the next call is one of the shard's.
+    pub fn has_next(&mut self) -> bool {
+        self.number += 1;
+        self.has(self.number)
+    }
+
+    /// Whether the next call is one of the shard's, which counts as compared.
+    pub fn takes_next(&mut self) -> bool {
+        let takes = self.has_next();
+        self.compared += usize::from(takes);
+        takes
+    }
+
+    /// Counts a call; what is wrong with it is printed.
+    pub fn count(&mut self, name: impl Display, found: Result<()>) {
+        self.compared += 1;
+        if let Err(error) = found {
+            self.failed += 1;
+            println!("{name}: {error}");
+        }
+    }
+
+    /// # Errors
+    /// If anything was wrong.
+    pub fn finish(&self, what: &str) -> Result<()> {
+        let Self {
+            compared, failed, ..
+        } = self;
+        println!("{compared} {what}, {failed} failed");
+        ensure!(*failed == 0, "{failed} {what} are wrong");
+        Ok(())
+    }
+}
+
+/// # Errors
+/// If the file that is asked for cannot be written.
+pub fn write_json(path: Option<&Path>, results: &impl Serialize) -> Result<()> {
+    let Some(path) = path else {
+        return Ok(());
+    };
+    let text = serde_json::to_string_pretty(results)?;
+    std::fs::write(path, text).with_context(|| path.display().to_string())
+}

@@ -1,0 +1,158 @@
+//! The gradient of a bias in half precision, which tensor cores make: whatever shares it, and whatever layouts its heads have.
+
+use crate::attention::cases::{Case, per_batch};
+use crate::prelude::*;
+
+/// Every kind of layout: tiles of neighbours and of like rows, blocks from 8 to 128, one pattern and several, residue classes, and ragged ends. A pattern,
+/// queries and keys, block, heads of queries and of keys, width, and who shares the bias.
+const ROWS: &str = "
+    causal            | 300 300 | 128 | 4 4 | 64  | entries heads
+    causal            | 301 301 | 64  | 4 2 | 64  | entries heads
+    causal            | 260 260 | 16  | 4 1 | 96  | entries
+    causal            | 270 270 | 128 | 2 2 | 128 | heads
+    dense             | 130 350 | 32  | 2 1 | 72  | entries heads
+    local:70          | 400 400 | 16  | 4 4 | 64  | entries heads
+    local:30          | 200 200 | 8   | 4 4 | 64  |
+    fixed:64,16       | 400 400 | 32  | 4 4 | 64  | entries heads
+    fixed:64,16,2     | 400 400 | 16  | 4 4 | 64  | entries heads
+    merged-strided:32 | 384 384 | 16  | 4 4 | 64  | entries heads
+    merged-strided:64 | 320 320 | 32  | 4 2 | 128 | entries
+    scattered         | 333 333 | 32  | 4 4 | 64  | entries heads
+    scattered         | 320 320 | 32  | 4 2 | 64  | entries
+    scattered         | 320 320 | 32  | 4 2 | 104 | heads
+    streaming:90,20   | 500 500 | 64  | 4 4 | 64  | entries heads
+    causal            | 300 300 | 64  | 4 2 | 64  | heads queries
+    merged-strided:32 | 384 384 | 32  | 4 4 | 64  | entries heads queries
+    local:70          | 500 500 | 16  | 4 4 | 128 | entries queries
+";
+
+/// A case, and whether batch entries, heads and queries share the bias.
+fn cases() -> Vec<(Case, [bool; 3])> {
+    let scattered = |head: usize, i: i64, j: i64| {
+        let word = (head as i64 * 7919 + i / 32 * 104_729 + j / 32 * 1_299_709) % 1009;
+        word % 3 == 0 || i / 32 == j / 32
+    };
+    let case = |[name, seq, block, heads, width, shared]: [&'static str; 6]| {
+        let pattern = match name {
+            "scattered" => Pattern::from_fn(name, scattered),
+            text => text.parse().unwrap(),
+        };
+        let [heads, kv_heads] = all(heads);
+        let case = Case {
+            heads,
+            kv_heads,
+            head_dim: one(width),
+            value_dim: one(width),
+            ..Case::new(name, pattern, all(seq), one(block))
+        };
+        let shared = ["entries", "heads", "queries"].map(|who| shared.contains(who));
+        (case, shared)
+    };
+    rows(ROWS).into_iter().map(case).collect()
+}
+
+/// Checks a call in both dtypes, and that it gives the same bits twice.
+fn check(
+    device: &Device,
+    what: &str,
+    layout: &BlockLayout,
+    problem: impl Fn() -> Problem,
+    options: AttentionOptions,
+) -> usize {
+    let mut ran = 0;
+    for dtype in half_dtypes(device) {
+        let mut problem = problem();
+        problem.round_to(dtype);
+        let call = Call::new(
+            what.to_string(),
+            &problem,
+            layout.clone(),
+            options.clone().weights(WeightsMode::Recompute),
+        );
+        call.check_dtype(device, dtype, half_tolerance(dtype));
+        if dtype == DType::BF16 {
+            let run = || call.run(device, dtype);
+            assert_same_bits(&format!("{what}, twice"), run(), run());
+        }
+        ran += 1;
+    }
+    ran
+}
+
+/// Every gradient, that of the bias among them, equals f64 arithmetic and has the same bits twice.
+pub fn bias_gradients_in_half_precision(devices: &[Device]) {
+    for device in devices {
+        let mut ran = 0;
+        for (case, shared) in some_of(cases(), 3) {
+            let problem = || case.problem(71).with_bias(72, shared);
+            let what = format!("{}, shared {shared:?}", case.name);
+            ran += check(
+                device,
+                &what,
+                &case.layout(),
+                problem,
+                AttentionOptions::default(),
+            );
+        }
+        assert_or_lacks(device, ran);
+    }
+}
+
+/// The same with softcap, ALiBi, dropout and biases of distances.
+pub fn bias_gradients_with_options(devices: &[Device]) {
+    for device in devices {
+        let mut ran = 0;
+        for (case, shared) in cases().into_iter().step_by(3) {
+            let case = Case {
+                softcap: Some(2.0),
+                ..case
+            };
+            let slopes: Vec<f64> = (1..=case.heads).map(|head| 0.05 * head as f64).collect();
+            let dropout = Dropout::new(0.3, 11);
+            let options = case.options().alibi(slopes.clone()).dropout(dropout);
+            let problem = || {
+                let problem = case.problem(73).with_bias(74, shared);
+                let problem = problem.with_slopes(slopes.clone()).with_dropout(dropout);
+                problem.with_relative(8, 40, true)
+            };
+            let what = format!("{}, all options", case.name);
+            ran += check(device, &what, &case.layout(), problem, options);
+        }
+        assert_or_lacks(device, ran);
+    }
+}
+
+/// Batch entries with layouts of their own that share a bias.
+pub fn bias_gradients_per_batch(devices: &[Device]) {
+    let sizes = Sizes::new([2, 4, 2], [300, 300], [64, 64]);
+    let patterns = [Pattern::local(90), Pattern::causal()];
+    for device in devices {
+        let mut ran = 0;
+        let sharing = [
+            [true, true, false],
+            [true, false, false],
+            [false; 3],
+            [false, true, true],
+        ];
+        for shared in sharing {
+            let made = || per_batch(&patterns, sizes, 32, 75);
+            let problem = || made().1.with_bias(76, shared);
+            let what = format!("layouts of batch entries, shared {shared:?}");
+            ran += check(
+                device,
+                &what,
+                &made().0,
+                problem,
+                AttentionOptions::default(),
+            );
+        }
+        assert_or_lacks(device, ran);
+    }
+}
+
+/// Panics if nothing was compared on a device that has a dtype of half precision.
+fn assert_or_lacks(device: &Device, ran: usize) {
+    if !half_dtypes(device).is_empty() {
+        assert_ran("gradients of biases", ran);
+    }
+}

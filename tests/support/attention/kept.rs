@@ -1,0 +1,290 @@
+//! Attention with results that another pass kept: the bits that it has without, and what is given is what is used.
+
+use burn_blocksparse::internal::{
+    AttentionResiduals, attention_from_residuals, attention_with_residuals,
+};
+
+use crate::attention::cases::{Case, gaps_per_batch, table};
+use crate::attention::options::{SHARED, everything, with_distances};
+use crate::device_layout::case::cases as device_cases;
+use crate::device_layout::chosen::layout_of;
+use crate::prelude::*;
+
+/// The case with one of five kinds of scores: with dropout, with sinks and ALiBi, with biases of each kind, with all options. Plain if there are few
+/// queries.
+fn variant(index: usize, case: &Case, seed: u64) -> (Problem, AttentionOptions) {
+    let problem = case.problem(seed).with_grad_lse(seed);
+    let options = case.options();
+    match index % 5 {
+        // So that the heads of a key head may be one sequence.
+        _ if case.seq_q < case.heads => (problem, options),
+        0 => {
+            let dropout = Dropout::new(0.3, seed);
+            (problem.with_dropout(dropout), options.dropout(dropout))
+        }
+        1 => {
+            let slopes: Vec<f64> = (0..case.heads).map(|h| 0.3 - 0.17 * h as f64).collect();
+            let problem = problem.with_slopes(slopes.clone()).with_sinks(7);
+            (problem, options.alibi(slopes))
+        }
+        2 => (problem.with_bias(6, SHARED[index / 5 % 6]), options),
+        3 => (with_distances(index, problem), options),
+        _ => everything(index, case, problem),
+    }
+}
+
+/// Which call computes out and lse.
+#[derive(Clone)]
+enum By {
+    Itself,
+    Keeping,
+    Given(Box<AttentionResiduals>),
+}
+
+type Kept = (Results, Option<AttentionResiduals>);
+
+/// Outputs and gradients by name, and what a call kept.
+fn run<'a>(
+    problem: &Problem,
+    layout: impl Into<Layout<'a>>,
+    options: &AttentionOptions,
+    (device, dtype): (&Device, DType),
+    by: By,
+) -> Kept {
+    let tracks = device.is_autodiff();
+    let [q, k, v, grad_out] = inputs(problem, device, dtype);
+    let [q, k, v] = [q, k, v].map(|x| if tracks { x.require_grad() } else { x });
+    let mut tensors = tensors(problem, device, dtype);
+    if tracks {
+        tensors = require_grad(tensors);
+    }
+    let leaves = tensors.clone();
+    // Steps that gradient checkpointing computes again, and that change no bit.
+    let through = |x: &Tensor<4>| x.clone() * 2.0 / 2.0;
+    let [tq, tk, tv] = [&q, &k, &v].map(through);
+    tensors.bias = tensors.bias.as_ref().map(through);
+    let options = options.clone();
+    let (out, lse, kept) = match by {
+        By::Itself => {
+            let (out, lse) = SparseAttentionCall::new(tq, tk, tv, layout)
+                .tensors(tensors)
+                .options(options)
+                .run_with_lse()
+                .unwrap();
+            (out, lse, None)
+        }
+        By::Keeping => {
+            let (out, lse, kept) =
+                attention_with_residuals(tq, tk, tv, tensors, layout, options).unwrap();
+            assert!(!kept.out.is_autodiff() && !kept.lse.is_autodiff());
+            (out, lse, Some(kept))
+        }
+        By::Given(kept) => {
+            let (out, lse) =
+                attention_from_residuals(tq, tk, tv, tensors, *kept, layout, options).unwrap();
+            (out, lse, None)
+        }
+    };
+    if !tracks {
+        let outputs = vec![("out", out.into_data()), ("lse", lse.into_data())];
+        return (outputs, kept);
+    }
+    let grads = loss_of(problem, (&out, Some(grad_out)), &lse).backward();
+    (by_name((out, lse), [q, k, v], &leaves, &grads), kept)
+}
+
+/// Keeps without autodiff, gives with it, and compares with what a call makes by itself, and with one that keeps in its graph.
+fn check<'a>(
+    what: &str,
+    problem: &Problem,
+    layout: impl Into<Layout<'a>>,
+    options: &AttentionOptions,
+    plain: &Device,
+    dtype: DType,
+    checkpointing: bool,
+) {
+    let layout = layout.into();
+    let device = plain.clone().autodiff();
+    let device = match checkpointing {
+        true => device.gradient_checkpointing(),
+        false => device,
+    };
+    let (expected, _) = run(problem, layout, options, (&device, dtype), By::Itself);
+    let (first, kept) = run(problem, layout, options, (plain, dtype), By::Keeping);
+    let given = By::Given(Box::new(kept.unwrap()));
+    let (again, _) = run(problem, layout, options, (&device, dtype), given.clone());
+    let (plain_again, _) = run(problem, layout, options, (plain, dtype), given);
+    let (keeping, _) = run(problem, layout, options, (&device, dtype), By::Keeping);
+    assert_eq!(expected.len(), again.len());
+    for (way, results) in [
+        ("kept", &first),
+        ("given", &again),
+        ("given without a graph", &plain_again),
+        ("kept in a graph", &keeping),
+    ] {
+        for ((name, got), (_, expected)) in results.iter().zip(&expected) {
+            let what = format!("{what}, {device:?}, {dtype:?}: {name}, {way}");
+            // Around sinks there are Burn's own sums, which may be in another order on a GPU.
+            if problem.sinks.is_some() && is_cube(&device) {
+                assert_close(&what, got.clone(), &to_f64(expected.clone()), 1e-5);
+            } else {
+                assert_eq!(got.as_bytes(), expected.as_bytes(), "{what}");
+            }
+        }
+    }
+}
+
+pub fn given_attention_gives_the_same_bits(devices: &[Device]) {
+    let mut ran = 0;
+    // Among them rows without keys, grouped heads, and few queries of them.
+    let has = |(index, case): &(usize, Case)| {
+        (index % 6 == 1 || case.seq_q < case.heads) && case.seq_kv <= 300
+    };
+    for (index, case) in table().into_iter().filter(has) {
+        for device in devices {
+            for (dtype, _) in exact_dtypes(device).into_iter().take(1 + index % 2) {
+                let (problem, options) = variant(index, &case, 9000 + index as u64);
+                let (what, layout) = (case.name, case.layout());
+                let checkpointed = index % 2 == 0;
+                check(
+                    what,
+                    &problem,
+                    &layout,
+                    &options,
+                    device,
+                    dtype,
+                    checkpointed,
+                );
+                ran += 1;
+            }
+        }
+    }
+    assert_ran("given attention", ran);
+}
+
+/// Half precision, layouts per batch entry and layouts that are made on the device.
+pub fn given_attention_of_other_kinds(devices: &[Device]) {
+    for (index, case) in table().iter().filter(|(index, _)| index % 10 == 3) {
+        for (device, dtype) in halves(devices) {
+            let (mut problem, options) = variant(index / 10, case, 9100 + *index as u64);
+            problem.sinks = None;
+            problem.round_to(dtype);
+            let layout = case.layout();
+            check(case.name, &problem, &layout, &options, device, dtype, false);
+        }
+    }
+    let (layout, problem) = gaps_per_batch(92);
+    let problem = problem.with_grad_lse(92);
+    let options = AttentionOptions::default();
+    for device in devices {
+        let dtype = DType::F32;
+        check(
+            "per batch",
+            &problem,
+            &layout,
+            &options,
+            device,
+            dtype,
+            true,
+        );
+        for index in [0, 4] {
+            let case = &device_cases()[index];
+            let mask = case.mask(&mut seeded(9200));
+            let problem = case.problem(9200, mask.clone()).with_grad_lse(9200);
+            let problem = problem.options(Some(0.3), None);
+            let layout = layout_of(case, &mask, device);
+            let options = AttentionOptions::default().scale(0.3);
+            check(case.name, &problem, &layout, &options, device, dtype, false);
+        }
+    }
+}
+
+/// Out and lse are those that are given, whatever a kernel would make of the inputs, and the backward pass reads them.
+pub fn given_attention_is_not_computed(devices: &[Device]) {
+    let layout = Pattern::local(9).layout(2, 40, 8).unwrap();
+    for plain in devices {
+        let random = || Tensor::<4>::random([1, 2, 40, 8], Distribution::Default, plain);
+        let [q, k, v, grad_out] = [random(), random(), random(), random()];
+        let none = AttentionTensors::default;
+        let options = AttentionOptions::default;
+        let call = (q.clone(), k.clone(), v.clone());
+        let (_, _, kept) =
+            attention_with_residuals(call.0, call.1, call.2, none(), &layout, options()).unwrap();
+        // Half of the weights, of an output that they do not make.
+        let altered = AttentionResiduals::new(
+            kept.out.clone() * -3.0 + 1.0,
+            kept.lse.clone() + std::f64::consts::LN_2,
+        );
+        let given = |tracked: [bool; 3], kept: AttentionResiduals| {
+            let leaf = |x: &Tensor<4>, tracked: bool| match tracked {
+                true => x.clone().autodiff().require_grad(),
+                false => x.clone(),
+            };
+            let inputs = [
+                leaf(&q, tracked[0]),
+                leaf(&k, tracked[1]),
+                leaf(&v, tracked[2]),
+            ];
+            let [tq, tk, tv] = inputs.clone();
+            let (out, lse) =
+                attention_from_residuals(tq, tk, tv, none(), kept, &layout, options()).unwrap();
+            (inputs, out, lse)
+        };
+        let bytes = |data: TensorData| data.as_bytes().to_vec();
+        let gradients = |tracked: [bool; 3], kept: &AttentionResiduals| {
+            let (inputs, out, lse) = given(tracked, kept.clone());
+            assert_eq!(bytes(out.to_data()), bytes(kept.out.to_data()), "{plain:?}");
+            assert_eq!(bytes(lse.to_data()), bytes(kept.lse.to_data()), "{plain:?}");
+            let grads = (out * grad_out.clone().autodiff()).sum().backward();
+            inputs.map(|x| x.grad(&grads).map(Tensor::into_data))
+        };
+        let [true_grads, grads] = [&kept, &altered].map(|kept| gradients([true; 3], kept));
+        // dv = pᵀ · grad_out. Kernels make the weights of lse; the reference computes a softmax again.
+        let kernels = is_cube(plain);
+        let factor = if kernels { 0.5 } else { 1.0 };
+        let scaled = to_f64(true_grads[2].clone().unwrap()).into_iter();
+        let scaled: Vec<f64> = scaled.map(|x| x * factor).collect();
+        let what = format!("{plain:?}: dv of half of the weights");
+        assert_close(&what, grads[2].clone().unwrap(), &scaled, 1e-5);
+        // delta = rowsum(grad_out ∘ out).
+        assert_ne!(true_grads[0], grads[0], "{plain:?}");
+        // Constants get no gradient, and change no other.
+        for bits in 1..7 {
+            let tracked = [0, 1, 2].map(|bit| bits >> bit & 1 == 1);
+            for ((some, all), tracked) in gradients(tracked, &kept)
+                .into_iter()
+                .zip(&true_grads)
+                .zip(tracked)
+            {
+                let expected = all.clone().filter(|_| tracked).map(bytes);
+                assert_eq!(some.map(bytes), expected, "{plain:?}, {bits:b}");
+            }
+        }
+        let (_, out, lse) = given([false; 3], altered.clone());
+        assert!(!out.is_autodiff() && !lse.is_autodiff());
+        assert_eq!(bytes(out.into_data()), bytes(altered.out.to_data()));
+        // No gradient flows into what is given.
+        let mut leaf = kept.clone();
+        leaf.out = leaf.out.autodiff().require_grad();
+        leaf.lse = leaf.lse.autodiff().require_grad();
+        let (_, out, lse) = given([true; 3], leaf.clone());
+        let grads = (out.sum() + lse.exp().sum()).backward();
+        assert!(leaf.out.grad(&grads).is_none() && leaf.lse.grad(&grads).is_none());
+        // Sinks are not in it: they take a share of what is given.
+        let sinks = Tensor::<1>::from_data([0.4, -0.7], plain);
+        let tensors = none().sinks(sinks.clone());
+        let (out, lse) =
+            attention_from_residuals(q, k, v, tensors, altered.clone(), &layout, options())
+                .unwrap();
+        let total = (altered.lse.clone().exp() + sinks.reshape([1, 2, 1]).exp()).log();
+        let share = (altered.lse.clone() - total.clone()).exp();
+        let scaled = altered.out.clone() * share.unsqueeze_dim(3);
+        for (name, got, expected) in [
+            ("out", out.into_data(), scaled.into_data()),
+            ("lse", lse.into_data(), total.into_data()),
+        ] {
+            let what = format!("{plain:?}: {name} with sinks");
+            assert_close(&what, got, &to_f64(expected), 1e-5);
+        }
+    }
+}

@@ -1,0 +1,207 @@
+//! Each row's largest score against f64, and that nothing else changes where it is asked for.
+
+use crate::attention::cases::{Case, cases, gaps_per_batch, table};
+use crate::attention::options::{SHARED, everything, with_distances};
+use crate::device_layout::case::cases as device_cases;
+use crate::device_layout::chosen::layout_of;
+use crate::prelude::*;
+
+/// The case with one of six kinds of scores: plain, with a scale that turns the order of products around or makes them one, with biases of
+/// each kind, with all options.
+fn variant(index: usize, case: &Case, seed: u64) -> (Problem, AttentionOptions) {
+    let problem = case.problem(seed).with_grad_lse(seed);
+    let options = case.options();
+    match (index + 1) % 6 {
+        0 => (problem, options),
+        1 => {
+            let scale = [-0.7, 0.0, -1.3][index / 6 % 3];
+            let problem = problem.options(Some(scale), case.softcap);
+            (problem, options.scale(scale))
+        }
+        2 => (problem.with_bias(6, SHARED[index / 6 % 6]), options),
+        3 => {
+            // Steep, flat, and one that rewards distance. Sinks are in lse and not in the largest scores.
+            let slope = |head: usize| 0.3 - 0.17 * head as f64;
+            let slopes: Vec<f64> = (0..case.heads).map(slope).collect();
+            let problem = problem.with_slopes(slopes.clone()).with_sinks(7);
+            (problem, options.alibi(slopes))
+        }
+        4 => (with_distances(index, problem), options),
+        _ => {
+            let (problem, options) = everything(index, case, problem);
+            (problem, options.weights(WeightsMode::Store))
+        }
+    }
+}
+
+/// Compares out, lse and the largest scores on a device without autodiff.
+fn check<'a>(
+    what: &str,
+    problem: &Problem,
+    layout: impl Into<Layout<'a>>,
+    options: &AttentionOptions,
+    device: &Device,
+    dtype: DType,
+) {
+    let answer = problem.solve();
+    let [q, k, v, _] = inputs(problem, device, dtype);
+    let tensors = tensors(problem, device, dtype);
+    let output = SparseAttentionCall::new(q, k, v, layout)
+        .tensors(tensors)
+        .options(options.clone())
+        .lse()
+        .max_scores()
+        .run()
+        .unwrap();
+    let (out, lse, max_scores) = (output.out, output.lse.unwrap(), output.max_scores.unwrap());
+    assert_eq!(max_scores.dtype(), lse.dtype(), "{what}");
+    assert_eq!(max_scores.dims(), lse.dims(), "{what}");
+    // Scores are sums in f32, or f64, whatever the inputs are.
+    let tolerance = if dtype == DType::F64 { 1e-12 } else { 1e-5 };
+    let what = format!("{what}, {device:?}, {dtype:?}");
+    let max_scores = [("max_scores", max_scores.into_data())];
+    answer.assert(
+        &what,
+        max_scores,
+        &[Near::Tensor(tolerance), Near::Rows(dtype)],
+    );
+    let outputs = [("out", out.into_data()), ("lse", lse.into_data())];
+    answer.assert(
+        &format!("{what}, beside max_scores"),
+        outputs,
+        &[Near::Rows(dtype)],
+    );
+}
+
+pub fn max_scores_equal_f64(devices: &[Device]) {
+    for (index, case) in &table() {
+        let (problem, options) = variant(*index, case, 8000 + *index as u64);
+        for (device, dtype, _) in exact(devices) {
+            check(case.name, &problem, &case.layout(), &options, device, dtype);
+        }
+    }
+}
+
+/// Tensor cores, where a device has any: the cases with wide heads, and a third of the others.
+pub fn max_scores_in_half_precision(devices: &[Device]) {
+    let mut ran = 0;
+    let has = |index: usize, case: &Case| case.head_dim >= 64 || index % 3 == 1;
+    for (index, case) in table().iter().filter(|(index, case)| has(*index, case)) {
+        ran += 1;
+        for (device, dtype) in halves(devices) {
+            let (mut problem, options) = variant(*index, case, 8100 + *index as u64);
+            problem.round_to(dtype);
+            check(case.name, &problem, &case.layout(), &options, device, dtype);
+        }
+    }
+    assert_ran("max_scores in half precision", ran);
+}
+
+/// Output, lse and gradients have the bits that they have without, also where the largest scores are in the loss; the same bits twice.
+pub fn max_scores_change_nothing_else(devices: &[Device]) {
+    let mut ran = 0;
+    for (index, case) in table().iter().filter(|(index, _)| index % 3 == 1) {
+        let (mut problem, options) = variant(*index, case, 8200 + *index as u64);
+        // They are Burn's own sums.
+        problem.sinks = None;
+        for device in devices {
+            let [without, with, again] =
+                [false, true, true].map(|asked| run(&problem, case, &options, device, asked));
+            let what = format!("{}, {device:?}", case.name);
+            assert_same_bits(&format!("{what}, twice"), &with, &again);
+            let shared = with[..without.len()].to_vec();
+            assert_same_bits(&format!("{what}, without max_scores"), &shared, &without);
+            assert_eq!(with.len(), without.len() + 1);
+            ran += 1;
+        }
+    }
+    assert_ran("calls with and without max_scores", ran);
+}
+
+/// Outputs and gradients by name, the largest scores last if they are `asked` for.
+fn run(
+    problem: &Problem,
+    case: &Case,
+    options: &AttentionOptions,
+    device: &Device,
+    asked: bool,
+) -> Results {
+    let device = &device.clone().autodiff();
+    let [q, k, v, grad_out] = inputs(problem, device, DType::F32);
+    let [q, k, v] = [q, k, v].map(Tensor::require_grad);
+    let tensors = require_grad(tensors(problem, device, DType::F32));
+    let layout = case.layout();
+    let call = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), &layout)
+        .tensors(tensors.clone())
+        .options(options.clone())
+        .lse();
+    let output = if asked { call.max_scores() } else { call }.run().unwrap();
+    let (out, lse) = (output.out, output.lse.unwrap());
+    let mut loss = loss_of(problem, (&out, Some(grad_out)), &lse);
+    if let Some(max_scores) = &output.max_scores {
+        assert!(!max_scores.is_require_grad());
+        loss = loss + max_scores.clone().exp().sum();
+    }
+    let mut results = by_name((out, lse), [q, k, v], &tensors, &loss.backward());
+    let max_scores = output.max_scores.into_iter();
+    results.extend(max_scores.map(|scores| ("max_scores", scores.into_data())));
+    results
+}
+
+/// Layouts that are made on the device, and layouts per batch entry.
+pub fn max_scores_of_other_layouts(devices: &[Device]) {
+    for index in [0, 1, 4, 5, 8] {
+        let case = &device_cases()[index];
+        let seed = 8300 + index as u64;
+        let mask = case.mask(&mut seeded(seed));
+        let scale = if index == 1 { -0.6 } else { 0.3 };
+        let problem = case.problem(seed, mask.clone());
+        let problem = problem.options(Some(scale), (index == 4).then_some(2.0));
+        let mut options = AttentionOptions::default().scale(scale);
+        options.softcap = (index == 4).then_some(2.0);
+        for device in devices {
+            let layout = layout_of(case, &mask, device);
+            for (dtype, _) in exact_dtypes(device) {
+                check(case.name, &problem, &layout, &options, device, dtype);
+            }
+        }
+    }
+    let (layout, problem) = gaps_per_batch(83);
+    for device in devices {
+        let options = AttentionOptions::default();
+        check(
+            "per batch entry",
+            &problem,
+            &layout,
+            &options,
+            device,
+            DType::F32,
+        );
+    }
+}
+
+/// The largest score over two disjoint parts of the keys is the larger one of theirs.
+pub fn max_scores_of_disjoint_parts(devices: &[Device]) {
+    let near = Pattern::from_fn("near, not of some rows", |_, i, j| {
+        !(11..33).contains(&i) && (0..16).contains(&(i - j))
+    });
+    let far = Pattern::from_fn("far", |_, i, j| i - j >= 16 && (i - j) % 16 == 0);
+    let case = Case {
+        pattern: Pattern::union([near.clone(), far.clone()]),
+        ..cases()[13].clone()
+    };
+    let answer = case.problem(21).solve();
+    assert!(answer.max_scores.contains(&f64::NEG_INFINITY));
+    for device in devices {
+        let [q, k, v, _] = inputs(&case.problem(21), device, DType::F32);
+        let [near, far] = [&near, &far].map(|pattern| {
+            let layout = pattern.layout(case.heads, case.seq_q, case.block_size);
+            let layout = layout.unwrap();
+            let call = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), &layout);
+            call.max_scores().run().unwrap().max_scores.unwrap()
+        });
+        let what = format!("disjoint parts, {device:?}");
+        let got = near.max_pair(far).into_data();
+        assert_rows(&what, got, &answer.result("max_scores"), DType::F32);
+    }
+}

@@ -1,0 +1,17 @@
+//! Attention over layouts that the host makes.
+
+pub mod autodiff;
+pub mod bias_gradient;
+pub mod cases;
+pub mod gradients;
+pub mod kept;
+pub mod masses;
+pub mod max_scores;
+pub mod narrow_blocks;
+pub mod operators;
+pub mod options;
+pub mod plain;
+pub mod run;
+pub mod sharing;
+pub mod tiles;
+pub mod widths;

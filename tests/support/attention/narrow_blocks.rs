@@ -1,0 +1,148 @@
+//! Random narrow blocks so dense that a tile walks nearly everything: coarse steps, where a device has them.
+
+use std::mem::discriminant;
+
+use burn_blocksparse::layout::BlockMask;
+
+use crate::prelude::*;
+
+/// Which pairs random blocks have.
+#[derive(Clone, Copy)]
+struct Blocks {
+    size: usize,
+    /// Of a hundred blocks, those that are kept,
+    percent: u64,
+    /// and of a hundred of these, those that lack every seventh diagonal.
+    striped: u64,
+    causal: bool,
+}
+
+impl Blocks {
+    /// A number below 100 for a block of a head.
+    fn draw(head: usize, row: usize, col: usize, salt: u64) -> u64 {
+        let mut x = (head as u64) << 40 | (row as u64) << 20 | col as u64;
+        x = (x ^ salt << 56).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        x = (x ^ x >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        (x ^ x >> 32) % 100
+    }
+
+    fn keeps(&self, head: usize, row: usize, col: usize) -> bool {
+        let drawn = Self::draw(head, row, col, 1) < self.percent;
+        match self.causal {
+            true => row == col || (col < row && drawn),
+            // Some queries see nothing.
+            false => row % 23 != 5 && drawn,
+        }
+    }
+
+    /// Whether query i sees key j.
+    fn allows(&self, head: usize, i: usize, j: usize) -> bool {
+        let (row, col) = (i / self.size, j / self.size);
+        let striped = Self::draw(head, row, col, 2) < self.striped;
+        self.keeps(head, row, col)
+            && (!self.causal || j <= i)
+            && !(striped && (i + j).is_multiple_of(7))
+    }
+
+    fn layout(self, shape: LayoutShape) -> BlockLayout {
+        let b = self.size;
+        BlockLayout::from_block_fn("random narrow blocks", shape, |head, row, col| {
+            let mask = |r, c| self.allows(head, row * b + r, col * b + c);
+            self.keeps(head, row, col)
+                .then(|| BlockMask::from_fn(b, mask))
+        })
+        .unwrap()
+    }
+}
+
+fn check(
+    what: &str,
+    blocks: Blocks,
+    sizes: Sizes,
+    dtype: DType,
+    devices: &[Device],
+    change: impl Fn(Problem) -> (Problem, AttentionOptions),
+) -> usize {
+    let mut ran = 0;
+    let layout = blocks.layout(LayoutShape::new(
+        sizes.heads,
+        [sizes.seq_q, sizes.seq_kv],
+        blocks.size,
+    ));
+    let problem = Problem::random(sizes, 77, move |_, head, i, j| blocks.allows(head, i, j));
+    let (mut problem, options) = change(problem.with_grad_lse(78));
+    problem.round_to(dtype);
+    for device in devices {
+        let has = |other: &DType| discriminant(other) == discriminant(&dtype);
+        if !half_dtypes(device).iter().any(has) {
+            continue;
+        }
+        let [q, k, v, _] = inputs(&problem, device, dtype);
+        let lines = plan_of([&q, &k, &v], &layout, &options);
+        println!("{what}\n{lines}");
+        for pass in ["forward", "backward"] {
+            let on = format!("{pass:<8} hopper");
+            let coarse = lines.lines().filter(|line| line.contains(&on));
+            for line in coarse {
+                let bits = format!("with bits of {}-wide blocks", blocks.size);
+                assert!(line.contains(&bits), "{what}: {line}");
+            }
+        }
+        let call = Call::new(what.to_string(), &problem, layout.clone(), options.clone());
+        call.check_dtype(device, dtype, half_tolerance(dtype));
+        ran += 1;
+    }
+    ran
+}
+
+/// Heads that differ, two of which share keys; causal, and no whole number of steps. Few heads have tiles of fewer rows.
+pub fn narrow_blocks_in_half_precision(devices: &[Device]) {
+    let blocks = Blocks {
+        size: 16,
+        percent: 50,
+        striped: 0,
+        causal: true,
+    };
+    let many = Sizes::new([1, 8, 4], [2171, 2171], [128, 128]);
+    let few = Sizes {
+        heads: 2,
+        kv_heads: 2,
+        ..many
+    };
+    let mut ran = 0;
+    for (what, sizes) in [("tall tiles", many), ("tiles of few rows", few)] {
+        let plain = |problem| (problem, AttentionOptions::default());
+        ran += check(what, blocks, sizes, DType::BF16, devices, plain);
+    }
+    assert_ran("narrow blocks", ran);
+}
+
+/// Blocks with masks, anywhere, more keys than queries, some of which see none, with a softcap, ALiBi and dropout.
+pub fn narrow_blocks_with_options(devices: &[Device]) {
+    let blocks = Blocks {
+        size: 32,
+        percent: 85,
+        striped: 2,
+        causal: false,
+    };
+    let sizes = Sizes::new([2, 8, 8], [2107, 2235], [64, 64]);
+    let ran = check(
+        "narrow blocks with options",
+        blocks,
+        sizes,
+        DType::F16,
+        devices,
+        |problem| {
+            let slopes: Vec<f64> = (1..=8).map(|head| 0.01 * head as f64).collect();
+            let dropout = Dropout::new(0.25, 3);
+            let problem = problem
+                .options(None, Some(5.0))
+                .with_slopes(slopes.clone())
+                .with_dropout(dropout);
+            let mut options = AttentionOptions::default();
+            options.softcap = Some(5.0);
+            (problem, options.alibi(slopes).dropout(dropout))
+        },
+    );
+    assert_ran("narrow blocks with options", ran);
+}

@@ -1,0 +1,387 @@
+//! What a call may ask for besides attention itself, against f64: every output and every gradient.
+
+use burn_blocksparse::internal::runs_kernels;
+
+use crate::attention::cases::{Case, cases, per_batch, table};
+use crate::prelude::*;
+
+const MODES: [WeightsMode; 2] = [WeightsMode::Recompute, WeightsMode::Store];
+
+/// Which cases a check runs on.
+#[derive(Clone, Copy)]
+enum Cases {
+    All,
+    /// All where kernels run, and a third where Burn's operations do, which take long.
+    AllOfKernels,
+    /// A third of them, for what is composed of things that are checked on all.
+    Third,
+}
+
+impl Cases {
+    fn has(self, index: usize) -> bool {
+        match self {
+            Cases::All | Cases::AllOfKernels => true,
+            // Rows without keys, grouped heads and a pattern walked by residue class are among these.
+            Cases::Third => index % 3 == 1,
+        }
+    }
+
+    /// Whether a device beside others has a case, too: of all two sevenths, each of which meets every variant, since CPU backends run the same operations of
+    /// Burn's.
+    fn has_beside(self, index: usize) -> bool {
+        match self {
+            Cases::All | Cases::AllOfKernels => index % 7 < 2,
+            Cases::Third => self.has(index),
+        }
+    }
+
+    fn has_on(self, index: usize, device: &Device) -> bool {
+        match self {
+            Cases::AllOfKernels => Cases::Third.has(index) || runs_kernels(device),
+            Cases::All | Cases::Third => true,
+        }
+    }
+}
+
+/// The cases in both modes, with what `change` makes of their problems and options.
+fn check_cases(
+    devices: &[Device],
+    name: &str,
+    cases: Cases,
+    change: impl Fn(usize, &Case, Problem, AttentionOptions) -> (Problem, AttentionOptions),
+) {
+    let mut ran = 0;
+    for (index, case) in table().iter().filter(|(index, _)| cases.has(*index)) {
+        let seed = 4000 + *index as u64;
+        let problem = case.problem(seed).with_grad_lse(seed);
+        let (problem, options) = change(*index, case, problem, case.options());
+        let count = match cases.has_beside(*index) {
+            true => devices.len(),
+            false => 1,
+        };
+        let devices = devices.iter().take(count);
+        let devices = devices.filter(|device| cases.has_on(*index, device));
+        for (device, mode) in devices.flat_map(|d| MODES.map(|mode| (d, mode))) {
+            let what = format!("{}, {name}, {mode:?}", case.name);
+            let options = options.clone().weights(mode);
+            let call = Call::new(what, &problem, case.layout(), options);
+            call.check(device);
+            ran += 1;
+        }
+    }
+    assert_ran(name, ran);
+}
+
+/// The gradient through lse, with the output's.
+pub fn lse_gradients_equal_f64(devices: &[Device]) {
+    check_cases(
+        devices,
+        "loss of lse",
+        Cases::All,
+        |_, _, problem, options| (problem, options),
+    );
+}
+
+/// A loss of lse alone.
+pub fn lse_alone_equals_f64(devices: &[Device]) {
+    for (index, case) in table().iter().filter(|(index, _)| Cases::Third.has(*index)) {
+        let seed = 5000 + *index as u64;
+        let mut problem = case.problem(seed).with_grad_lse(seed);
+        problem.grad_out.fill(0.0);
+        for device in devices {
+            let call = Call {
+                use_out: false,
+                ..Call::new(
+                    format!("{}, loss of lse alone", case.name),
+                    &problem,
+                    case.layout(),
+                    case.options(),
+                )
+            };
+            call.check(device);
+        }
+    }
+}
+
+pub fn sinks_equal_f64(devices: &[Device]) {
+    check_cases(devices, "sinks", Cases::Third, |_, _, problem, options| {
+        (problem.with_sinks(7), options)
+    });
+}
+
+/// Out, lse and weights of a call.
+pub fn with_weights(
+    problem: &Problem,
+    layout: &BlockLayout,
+    options: &AttentionOptions,
+    device: &Device,
+    dtype: DType,
+) -> Results {
+    let [q, k, v, _] = inputs(problem, device, dtype);
+    let output = SparseAttentionCall::new(q, k, v, layout)
+        .tensors(tensors(problem, device, dtype))
+        .options(options.clone())
+        .lse()
+        .weights()
+        .run()
+        .unwrap();
+    let weights = output.weights.unwrap().to_dense();
+    vec![
+        ("out", output.out.into_data()),
+        ("lse", output.lse.unwrap().into_data()),
+        ("weights", weights.into_data()),
+    ]
+}
+
+/// The weights of calls with all options: after biases, before dropout, and with sinks less than 1 in all.
+pub fn weights_with_options_equal_f64(devices: &[Device]) {
+    for (index, case) in table().iter().filter(|(index, _)| Cases::Third.has(*index)) {
+        let problem = case.problem(5200 + *index as u64);
+        let (problem, options) = everything(*index, case, problem);
+        let answer = problem.solve();
+        for (device, dtype, tolerance) in exact(devices) {
+            let got = with_weights(&problem, &case.layout(), &options, device, dtype);
+            let what = format!("{}, {device:?}, {dtype:?}", case.name);
+            answer.assert(&what, got, &[Near::Tensor(tolerance)]);
+        }
+    }
+}
+
+/// Batch entries that keep unequally many blocks, the last of them ragged.
+pub fn weights_with_sinks_per_batch(devices: &[Device]) {
+    let sizes = Sizes::new([2, 4, 2], [37, 37], [8, 8]);
+    let (layout, problem) = per_batch(&[Pattern::local(9), Pattern::causal()], sizes, 8, 31);
+    let problem = problem.with_sinks(32);
+    let answer = problem.solve();
+    for (device, dtype, tolerance) in exact(devices) {
+        let [q, k, v, _] = inputs(&problem, device, dtype);
+        let tensors = tensors(&problem, device, dtype);
+        let call = SparseAttentionCall::new(q, k, v, &layout).tensors(tensors);
+        let weights = call.weights().run().unwrap().weights.unwrap();
+        let weights = ("weights", weights.to_dense().into_data());
+        let what = format!("layouts per batch entry, {device:?}, {dtype:?}");
+        answer.assert(&what, [weights], &[Near::Tensor(tolerance)]);
+    }
+}
+
+pub fn alibi_equals_f64(devices: &[Device]) {
+    check_cases(
+        devices,
+        "alibi",
+        Cases::AllOfKernels,
+        |_, case, problem, options| {
+            // Steep, flat, and one that rewards distance.
+            let slopes: Vec<f64> = (0..case.heads)
+                .map(|head| 0.3 - 0.17 * head as f64)
+                .collect();
+            (problem.with_slopes(slopes.clone()), options.alibi(slopes))
+        },
+    );
+}
+
+pub fn dropout_equals_f64(devices: &[Device]) {
+    // Of the last hardly one in 65,536 pairs is dropped, and the factor is not 1.
+    let probabilities = [0.3, 0.75, 1e-7];
+    check_cases(
+        devices,
+        "dropout",
+        Cases::All,
+        |index, _, problem, options| {
+            let probability = probabilities[index % probabilities.len()];
+            let dropout = Dropout::new(probability, 0x1234_5678_9abc);
+            (problem.with_dropout(dropout), options.dropout(dropout))
+        },
+    );
+}
+
+/// What shares a bias: batch entries, heads, queries.
+pub const SHARED: [[bool; 3]; 6] = [
+    [false, false, false],
+    [false, true, true],
+    [true, false, false],
+    [true, true, true],
+    [true, true, false],
+    [false, false, true],
+];
+
+/// All cases, in each mode and dtype. Where kernels are compiled when they are first run, which is what takes the time, a case has one of the
+/// four: each of what shares a bias meets all of them.
+pub fn bias_equals_f64(devices: &[Device]) {
+    let mut ran = 0;
+    for (index, case) in table() {
+        let seed = 4000 + index as u64;
+        let shared = SHARED[index % SHARED.len()];
+        let problem = case.problem(seed).with_grad_lse(seed).with_bias(6, shared);
+        for device in devices {
+            let dtypes = exact_dtypes(device);
+            let runs = MODES.into_iter().flat_map(|mode| {
+                let of_mode = dtypes
+                    .iter()
+                    .map(move |&(dtype, tolerance)| (mode, dtype, tolerance));
+                of_mode.collect::<Vec<_>>()
+            });
+            let runs: Vec<_> = runs.collect();
+            let compiles = is_cuda(device);
+            let kept = index / SHARED.len() % runs.len();
+            for (run, (mode, dtype, tolerance)) in runs.into_iter().enumerate() {
+                if compiles && run != kept {
+                    continue;
+                }
+                let call = Call::new(
+                    format!("{}, bias, {mode:?}", case.name),
+                    &problem,
+                    case.layout(),
+                    case.options().weights(mode),
+                );
+                call.check_dtype(device, dtype, tolerance);
+                ran += 1;
+            }
+        }
+    }
+    assert_ran("bias", ran);
+}
+
+/// Reaches of nothing, of some distances, and of more than there are.
+pub const REACHES: [usize; 5] = [5, 0, 40, 1, 700];
+
+pub fn relative_bias_equals_f64(devices: &[Device]) {
+    let name = "biases of distances";
+    check_cases(
+        devices,
+        name,
+        Cases::AllOfKernels,
+        |index, _, problem, options| (with_distances(index, problem), options),
+    );
+}
+
+/// The problem with biases of distances, of another kind in each case.
+pub fn with_distances(index: usize, problem: Problem) -> Problem {
+    let reach = REACHES[index % REACHES.len()];
+    problem.with_relative(9, reach, index.is_multiple_of(2))
+}
+
+/// All options at once.
+pub fn everything(index: usize, case: &Case, problem: Problem) -> (Problem, AttentionOptions) {
+    let slopes: Vec<f64> = (1..=case.heads).map(|head| 0.1 * head as f64).collect();
+    let dropout = Dropout::new(0.5, 3);
+    let problem = problem
+        .with_sinks(8)
+        .with_slopes(slopes.clone())
+        .with_dropout(dropout)
+        .with_bias(8, SHARED[index / 3 % SHARED.len()])
+        .with_relative(
+            8,
+            REACHES[index / 3 % REACHES.len()],
+            index.is_multiple_of(2),
+        );
+    (problem, case.options().alibi(slopes).dropout(dropout))
+}
+
+/// Each option sees what the others leave.
+pub fn options_work_together(devices: &[Device]) {
+    check_cases(
+        devices,
+        "all options",
+        Cases::Third,
+        |index, case, problem, _| everything(index, case, problem),
+    );
+}
+
+/// The cases that `has` leaves in half precision, with what `change` makes of their problems. The gradient of a sink is a sum over all
+/// rows of differences of rounded numbers.
+fn check_half(
+    devices: &[Device],
+    name: &str,
+    has: impl Fn(usize, &Case) -> bool,
+    change: impl Fn(usize, &Case, Problem) -> (Problem, AttentionOptions),
+) {
+    let mut ran = 0;
+    for (index, case) in table().iter().filter(|(index, case)| has(*index, case)) {
+        ran += 1;
+        let seed = 6000 + *index as u64;
+        for (device, dtype) in halves(devices) {
+            let problem = case.problem(seed).with_grad_lse(seed);
+            let (mut problem, options) = change(*index, case, problem);
+            problem.round_to(dtype);
+            let call = Call::new(
+                format!("{}, {name}", case.name),
+                &problem,
+                case.layout(),
+                options,
+            );
+            call.check_dtype(device, dtype, half_tolerance(dtype));
+        }
+    }
+    assert_ran(name, ran);
+}
+
+/// All widths that tensor cores with wide tiles take are among these.
+fn is_wide(case: &Case) -> bool {
+    case.head_dim >= 64
+}
+
+pub fn options_in_half_precision(devices: &[Device]) {
+    check_half(
+        devices,
+        "all options",
+        |index, case| Cases::Third.has(index) || is_wide(case),
+        everything,
+    );
+}
+
+/// Alone: other kernels than with all options.
+pub fn relative_bias_in_half_precision(devices: &[Device]) {
+    check_half(
+        devices,
+        "biases of distances",
+        |index, case| index % 3 == 2 || is_wide(case),
+        |index, case, problem| (with_distances(index, problem), case.options()),
+    );
+}
+
+/// The same bits twice, also where batch entries, heads or queries share a bias. Sinks are left out: they are Burn's own sums.
+pub fn options_give_the_same_bits(devices: &[Device]) {
+    for (index, shared) in [(14, SHARED[3]), (29, SHARED[5]), (37, SHARED[4])] {
+        let case = &cases()[index];
+        let dropout = Dropout::new(0.2, 5);
+        let slopes = vec![0.1; case.heads];
+        let problem = case
+            .problem(3)
+            .with_grad_lse(3)
+            .with_bias(3, shared)
+            .with_relative(3, 20, shared[1]);
+        let call = Call::new(
+            case.name.to_string(),
+            &problem,
+            case.layout(),
+            case.options().alibi(slopes).dropout(dropout),
+        );
+        for device in devices {
+            let run = || call.run(device, DType::F32);
+            assert_same_bits(case.name, run(), run());
+        }
+    }
+}
+
+/// A seed is a mask, in every bit of the output; probability 0 is no dropout.
+pub fn dropout_follows_its_seed(devices: &[Device]) {
+    let layout = Pattern::causal().layout(2, 64, 16).unwrap();
+    for device in devices {
+        let x = Tensor::<4>::random([2, 2, 64, 16], Distribution::Default, device);
+        let call = |options: AttentionOptions| {
+            let out = attend([&x, &x, &x], &layout, &options);
+            out.into_data()
+        };
+        let dropped = |probability: f64, seed: u64| {
+            call(AttentionOptions::default().dropout(Dropout::new(probability, seed)))
+        };
+        assert_eq!(dropped(0.2, 1).as_bytes(), dropped(0.2, 1).as_bytes());
+        assert_ne!(dropped(0.2, 1).as_bytes(), dropped(0.2, 2).as_bytes());
+        assert_ne!(
+            dropped(0.2, 1).as_bytes(),
+            dropped(0.2, 1 + (1 << 32)).as_bytes()
+        );
+        let plain = call(AttentionOptions::default());
+        assert_eq!(dropped(0.0, 1).as_bytes(), plain.as_bytes());
+    }
+}

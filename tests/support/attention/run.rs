@@ -1,0 +1,244 @@
+//! Calls of attention on a device: the tensors of a problem, its outputs and its gradients by name.
+
+use crate::prelude::*;
+
+/// What a call gives, by name.
+pub type Results = Vec<(&'static str, TensorData)>;
+
+/// q, k, v and the gradient of out.
+pub fn inputs(problem: &Problem, device: &Device, dtype: DType) -> [Tensor<4>; 4] {
+    let sizes = problem.sizes;
+    [
+        tensor(&problem.q, sizes.q(), device, dtype),
+        tensor(&problem.k, sizes.k(), device, dtype),
+        tensor(&problem.v, sizes.v(), device, dtype),
+        tensor(&problem.grad_out, sizes.out(), device, dtype),
+    ]
+}
+
+/// A problem's tensors besides q, k and v.
+pub fn tensors(problem: &Problem, device: &Device, dtype: DType) -> AttentionTensors {
+    let (sinks, bias) = (problem.sinks.as_ref(), problem.bias.as_ref());
+    let table = problem.relative.as_ref();
+    let mut tensors = AttentionTensors::default();
+    tensors.sinks = sinks.map(|values| tensor(values, [values.len()], device, dtype));
+    tensors.bias = bias.map(|bias| tensor(&bias.values, bias.shape, device, dtype));
+    tensors.relative_bias = table.map(|table| tensor(&table.values, table.shape, device, dtype));
+    tensors
+}
+
+pub fn require_grad(mut tensors: AttentionTensors) -> AttentionTensors {
+    tensors.sinks = tensors.sinks.map(Tensor::require_grad);
+    tensors.bias = tensors.bias.map(Tensor::require_grad);
+    tensors.relative_bias = tensors.relative_bias.map(Tensor::require_grad);
+    tensors
+}
+
+pub fn attend<'a>(
+    [q, k, v]: [&Tensor<4>; 3],
+    layout: impl Into<Layout<'a>>,
+    options: &AttentionOptions,
+) -> Tensor<4> {
+    let call = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), layout);
+    call.options(options.clone()).run().unwrap().out
+}
+
+/// Out and lse.
+pub fn attend_with_lse<'a>(
+    [q, k, v]: [&Tensor<4>; 3],
+    layout: impl Into<Layout<'a>>,
+    options: &AttentionOptions,
+) -> (Tensor<4>, Tensor<3>) {
+    let call = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), layout);
+    call.options(options.clone()).run_with_lse().unwrap()
+}
+
+/// What the plan of a call says.
+pub fn plan_of<'a>(
+    [q, k, v]: [&Tensor<4>; 3],
+    layout: impl Into<Layout<'a>>,
+    options: &AttentionOptions,
+) -> String {
+    let call = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), layout);
+    let plan = call.options(options.clone()).explain().unwrap();
+    plan.to_string()
+}
+
+/// Out, and the gradients of `sum(out · grad_out)` by q, k and v.
+pub fn with_gradients(out: Tensor<4>, grad_out: Tensor<4>, leaves: [Tensor<4>; 3]) -> Results {
+    let grads = (out.clone() * grad_out).sum().backward();
+    let [dq, dk, dv] = leaves.map(|x| x.grad(&grads).unwrap().into_data());
+    vec![("out", out.into_data()), ("dq", dq), ("dk", dk), ("dv", dv)]
+}
+
+/// The loss of a problem, `sum(out · grad_out) + sum(lse · grad_lse)`; the first is left out without a `grad_out`.
+pub fn loss_of(
+    problem: &Problem,
+    (out, grad_out): (&Tensor<4>, Option<Tensor<4>>),
+    lse: &Tensor<3>,
+) -> Tensor<1> {
+    let grad_lse = tensor(&problem.grad_lse, lse.dims(), &lse.device(), lse.dtype());
+    let loss = (lse.clone() * grad_lse).sum();
+    match grad_out {
+        Some(grad_out) => loss.clone() + (out.clone() * grad_out).sum().cast(loss.dtype()),
+        None => loss,
+    }
+}
+
+/// Outputs, and the gradients by q, k, v and what there is besides.
+pub fn by_name(
+    (out, lse): (Tensor<4>, Tensor<3>),
+    qkv: [Tensor<4>; 3],
+    tensors: &AttentionTensors,
+    grads: &Gradients,
+) -> Results {
+    let [dq, dk, dv] = qkv.map(|x| x.grad(grads).unwrap().into_data());
+    let (sinks, bias) = (tensors.sinks.iter(), tensors.bias.iter());
+    let table = tensors.relative_bias.iter();
+    let mut results = vec![("out", out.into_data()), ("lse", lse.into_data())];
+    results.extend([("dq", dq), ("dk", dk), ("dv", dv)]);
+    results.extend(sinks.map(|x| ("dsinks", x.grad(grads).unwrap().into_data())));
+    results.extend(bias.map(|x| ("dbias", x.grad(grads).unwrap().into_data())));
+    results.extend(table.map(|x| ("drelative", x.grad(grads).unwrap().into_data())));
+    results
+}
+
+/// Out, lse and the gradients of a problem's loss by q, k and v.
+pub fn differentiated(
+    problem: &Problem,
+    device: &Device,
+    dtype: DType,
+    attend: impl Fn(Tensor<4>, Tensor<4>, Tensor<4>) -> (Tensor<4>, Tensor<3>),
+) -> Results {
+    let [q, k, v, grad_out] = inputs(problem, device, dtype);
+    let [q, k, v] = [q, k, v].map(Tensor::require_grad);
+    let (out, lse) = attend(q.clone(), k.clone(), v.clone());
+    let grads = loss_of(problem, (&out, Some(grad_out)), &lse).backward();
+    by_name((out, lse), [q, k, v], &AttentionTensors::default(), &grads)
+}
+
+/// Output and gradients by q, k, v.
+pub fn run<'a>(
+    problem: &Problem,
+    layout: impl Into<Layout<'a>>,
+    options: AttentionOptions,
+    device: &Device,
+    dtype: DType,
+) -> Results {
+    let [q, k, v, grad_out] = inputs(problem, device, dtype);
+    let [q, k, v] = [q, k, v].map(Tensor::require_grad);
+    let out = attend([&q, &k, &v], layout, &options);
+    with_gradients(out, grad_out, [q, k, v])
+}
+
+/// A call whose loss is `sum(out · grad_out) + sum(lse · grad_lse)`.
+pub struct Call<'a, L = BlockLayout> {
+    pub what: String,
+    pub problem: &'a Problem,
+    pub layout: L,
+    pub options: AttentionOptions,
+    /// Whether out is in the loss.
+    pub use_out: bool,
+}
+
+impl<'a, L> Call<'a, L>
+where
+    for<'l> &'l L: Into<Layout<'l>>,
+{
+    pub fn new(
+        what: impl Into<String>,
+        problem: &'a Problem,
+        layout: L,
+        options: AttentionOptions,
+    ) -> Self {
+        Self {
+            what: what.into(),
+            problem,
+            layout,
+            options,
+            use_out: true,
+        }
+    }
+
+    /// The call over another layout.
+    pub fn over<M>(self, layout: M) -> Call<'a, M> {
+        Call {
+            what: self.what,
+            problem: self.problem,
+            layout,
+            options: self.options,
+            use_out: self.use_out,
+        }
+    }
+
+    /// Compares everything on a device without autodiff.
+    pub fn check(&self, device: &Device) {
+        for (dtype, tolerance) in exact_dtypes(device) {
+            self.check_dtype(device, dtype, tolerance);
+        }
+    }
+
+    pub fn check_dtype(&self, device: &Device, dtype: DType, tolerance: f64) {
+        let answer = self.problem.solve();
+        for (name, got) in self.run(device, dtype) {
+            let expected = answer.result(name);
+            // The gradients of a row sum to 0.
+            let terms = match name {
+                "drelative" => expected.terms,
+                _ => 0.0,
+            };
+            let what = format!("{}, {device:?}, {dtype:?}: {name}", self.what);
+            assert_close_to(terms, &what, got.clone(), expected.values, tolerance);
+            assert_rows(&what, got, &expected, dtype);
+        }
+    }
+
+    /// Every output and every gradient, by name.
+    pub fn run(&self, device: &Device, dtype: DType) -> Results {
+        let (problem, device) = (self.problem, &device.clone().autodiff());
+        let [q, k, v, grad_out] = inputs(problem, device, dtype);
+        let [q, k, v] = [q, k, v].map(Tensor::require_grad);
+        let tensors = require_grad(tensors(problem, device, dtype));
+        let (out, lse) = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), &self.layout)
+            .tensors(tensors.clone())
+            .options(self.options.clone())
+            .run_with_lse()
+            .unwrap();
+        let grad_out = self.use_out.then_some(grad_out);
+        let grads = loss_of(problem, (&out, grad_out), &lse).backward();
+        by_name((out, lse), [q, k, v], &tensors, &grads)
+    }
+}
+
+/// What results in half precision may err by where inputs are of size 1: some roundings of the largest value.
+pub fn half_tolerance(dtype: DType) -> f64 {
+    if dtype == DType::F16 { 1e-2 } else { 8e-2 }
+}
+
+/// Panics if results are further apart than that, relative to the largest one.
+pub fn assert_alike<A>(what: &str, got: A, expected: A, tolerance: f64)
+where
+    A: IntoIterator<Item = (&'static str, TensorData)>,
+{
+    for ((name, got), (_, expected)) in got.into_iter().zip(expected) {
+        assert_close(
+            &format!("{what}: {name}"),
+            got,
+            &to_f64(expected),
+            tolerance,
+        );
+    }
+}
+
+/// Panics if results have not the same bits.
+pub fn assert_same_bits<A: AsRef<[(&'static str, TensorData)]>>(what: &str, a: A, b: A) {
+    let (a, b) = (a.as_ref(), b.as_ref());
+    assert_eq!(a.len(), b.len(), "{what}");
+    for ((name, a), (_, b)) in a.iter().zip(b) {
+        let alike = (a.dtype(), a.shape()) == (b.dtype(), b.shape());
+        assert!(
+            alike && a.as_bytes() == b.as_bytes(),
+            "{what}: other bits of {name}"
+        );
+    }
+}

@@ -1,0 +1,214 @@
+//! Layouts among threads: what a layout keeps (lists, launch plans, tables on a device) is made at its first use, whoever comes first.
+
+use std::sync::Barrier;
+use std::thread;
+
+use burn_blocksparse::layout::DeviceLayoutOptions;
+
+use crate::attention::cases::{Case, cases};
+use crate::prelude::*;
+
+const THREADS: usize = 2;
+
+/// Cases that use what a layout keeps: masks, columns, residue classes, tiles of like rows.
+fn chosen() -> Vec<(Case, Problem)> {
+    let names = [
+        "merged strided, head dim 64",
+        "rows without keys, large blocks",
+        "unlike neighbours, grouped heads",
+    ];
+    let cases = cases()
+        .into_iter()
+        .filter(|case| names.contains(&case.name));
+    let chosen: Vec<_> = cases.map(|case| (case.clone(), case.problem(17))).collect();
+    assert_eq!(chosen.len(), names.len());
+    chosen
+}
+
+/// Output and gradients, of tensors that belong to the thread that calls.
+fn call<'a>(
+    options: AttentionOptions,
+    data: &[TensorData; 4],
+    layout: impl Into<Layout<'a>>,
+    (device, dtype): (&Device, DType),
+) -> Results {
+    let device = device.clone().autodiff();
+    let tensor = |at: usize| Tensor::<4>::from_data(data[at].clone(), (&device, dtype));
+    let [q, k, v] = [0, 1, 2].map(|at| tensor(at).require_grad());
+    let out = attend([&q, &k, &v], layout, &options);
+    with_gradients(out, tensor(3), [q, k, v])
+}
+
+fn data_of(problem: &Problem) -> [TensorData; 4] {
+    let s = problem.sizes;
+    [
+        (&problem.q, s.q()),
+        (&problem.k, s.k()),
+        (&problem.v, s.v()),
+        (&problem.grad_out, s.out()),
+    ]
+    .map(|(values, shape)| TensorData::new(values.clone(), shape))
+}
+
+/// What each thread gets from a call that all begin at once.
+fn at_once<T: Send>(run: impl Fn() -> T + Sync) -> Vec<T> {
+    let barrier = Barrier::new(THREADS);
+    thread::scope(|scope| {
+        let threads: Vec<_> = (0..THREADS)
+            .map(|_| {
+                scope.spawn(|| {
+                    barrier.wait();
+                    run()
+                })
+            })
+            .collect();
+        let results = threads.into_iter().map(|thread| thread.join().unwrap());
+        results.collect()
+    })
+}
+
+fn assert_equal(what: &str, results: &[Results]) {
+    for result in &results[1..] {
+        assert_same_bits(what, &results[0], result);
+    }
+}
+
+/// Threads that use a new layout on one device at once get the same bits as each other and as one that comes later, and the right ones.
+pub fn threads_share_a_new_layout(devices: &[Device]) {
+    for (case, problem) in chosen() {
+        let (answer, data) = (problem.solve(), data_of(&problem));
+        for device in devices {
+            // Each layout is new; who is first changes.
+            for round in 0..4 {
+                let layout = case.layout();
+                let mut results =
+                    at_once(|| call(case.options(), &data, &layout, (device, DType::F32)));
+                results.push(call(case.options(), &data, &layout, (device, DType::F32)));
+                let what = format!("{}, {device:?}, round {round}", case.name);
+                assert_equal(&what, &results);
+                answer.assert(&what, results.remove(0), &[Near::Rows(DType::F32)]);
+            }
+        }
+    }
+}
+
+/// Likewise of a layout that is made on the device, by a thread that then only waits.
+pub fn threads_share_a_new_device_layout(devices: &[Device]) {
+    let case = cases()
+        .into_iter()
+        .find(|case| case.name == "several tiles")
+        .unwrap();
+    let host = case.layout();
+    let shape = *host.shape();
+    let dims = [1, 1, host.q_blocks(), host.kv_blocks()];
+    let mask: Vec<bool> = (0..dims[2] * dims[3])
+        .map(|place| (place / dims[3] + place % dims[3]) % 3 != 1)
+        .collect();
+    let (blocks, columns, block) = (mask.clone(), dims[3], case.block_size);
+    let problem = Problem::random(case.sizes(), 18, move |_, _, i, j| {
+        j <= i && blocks[i / block * columns + j / block]
+    });
+    let (answer, data) = (problem.solve(), data_of(&problem));
+    for device in devices {
+        for round in 0..2 {
+            let mask = bools(&mask, dims, device);
+            let options = DeviceLayoutOptions::new(shape).causal(true);
+            let layout = DeviceLayout::from_block_mask(mask, options).unwrap();
+            let mut results =
+                at_once(|| call(case.options(), &data, &layout, (device, DType::F32)));
+            results.push(call(case.options(), &data, &layout, (device, DType::F32)));
+            let what = format!("{device:?}, made on the device, round {round}");
+            assert_equal(&what, &results);
+            answer.assert(&what, results.remove(0), &[Near::Rows(DType::F32)]);
+        }
+    }
+}
+
+/// A layout serves a device again whose last tensor is gone, as is the thread that used both first.
+pub fn a_layout_outlives_tensors_and_threads(devices: &[Device]) {
+    for (case, problem) in chosen() {
+        let data = data_of(&problem);
+        for device in devices {
+            let layout: BlockLayout = case.layout();
+            let (options, of_thread, device_of_thread) =
+                (case.options(), layout.clone(), device.clone());
+            let data_of_thread = data.clone();
+            let thread = thread::spawn(move || {
+                let on = (&device_of_thread, DType::F32);
+                call(options, &data_of_thread, &of_thread, on)
+            });
+            let first = thread.join().unwrap();
+            device.sync().unwrap();
+            // Memory that was freed is taken by others.
+            let others: Vec<_> = (0..8)
+                .map(|_| Tensor::<1>::full([5000], f32::MAX, device))
+                .collect();
+            let again = call(case.options(), &data, &layout, (device, DType::F32));
+            drop(others);
+            device.sync().unwrap();
+            let last = call(
+                case.options(),
+                &data,
+                &layout,
+                (&device.clone(), DType::F32),
+            );
+            assert_equal(&format!("{}, {device:?}", case.name), &[first, again, last]);
+        }
+    }
+}
+
+/// A call of [`calls_at_once_give_the_same_bits`]: pattern, width of blocks and of heads, dtype.
+type Sizes = (&'static str, usize, usize, DType);
+
+/// What a device has kernels of their own for: one walk that makes all gradients, one that goes from tile to tile, two walks, wide heads, f32.
+fn calls_of(device: &Device) -> Vec<Sizes> {
+    let half = half_dtypes(device).into_iter().next_back();
+    let mut calls = vec![("local:100", 32, 64, DType::F32)];
+    if let Some(half) = half {
+        calls.extend([
+            ("causal", 128, 64, half),
+            ("local:256", 32, 64, half),
+            ("bigbird:64,3,8&causal", 64, 128, half),
+            ("causal", 128, 256, half),
+        ]);
+    }
+    calls
+}
+
+/// Threads whose calls are on a device at the same time, each on a stream of its own and over and over, get the bits of a call that is alone.
+pub fn calls_at_once_give_the_same_bits(devices: &[Device]) {
+    for device in devices {
+        // On a GPU calls have to take long enough to meet.
+        let is_large = is_cuda(device);
+        let seq = if is_large { 4096 } else { 200 };
+        for (number, (pattern, block, width, dtype)) in calls_of(device).into_iter().enumerate() {
+            let pattern: Pattern = pattern.parse().unwrap();
+            let layout = pattern.layout(4, seq, block).unwrap();
+            let dims = [2, 4, seq, width];
+            let count = dims.iter().product();
+            let data = [0, 1, 2, 3].map(|of| {
+                let numbers = numbers(7100 + 10 * number as u64 + of, count);
+                TensorData::new(numbers, dims).convert_dtype(dtype)
+            });
+            let run = || call(AttentionOptions::default(), &data, &layout, (device, dtype));
+            let alone = run();
+            let again = || (0..4).map(|_| run()).collect::<Vec<_>>();
+            for (thread, calls) in at_once(again).into_iter().enumerate() {
+                for (number, results) in calls.into_iter().enumerate() {
+                    let what = format!("{pattern}, {width} wide, {device:?}, {dtype:?}");
+                    let what = format!("{what}: call {number} of thread {thread}");
+                    assert_same_bits(&what, &alone, &results);
+                }
+            }
+        }
+    }
+}
+
+/// What threads share.
+const _: () = {
+    const fn shared<T: Send + Sync>() {}
+    shared::<BlockLayout>();
+    shared::<DeviceLayout>();
+    shared::<Pattern>();
+    shared::<AttentionOptions>();
+};

@@ -1,0 +1,144 @@
+//! Cases of layouts that are made on the device.
+
+use burn_blocksparse::layout::DeviceLayoutOptions;
+
+use crate::prelude::*;
+
+/// Sizes of a layout and of the tensors of a call.
+#[derive(Clone, Copy, Debug)]
+pub struct Case {
+    pub name: &'static str,
+    pub batch: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub seq_q: usize,
+    pub seq_kv: usize,
+    pub head_dim: usize,
+    pub block_size: usize,
+    /// Batch entries and heads with blocks of their own.
+    pub patterns: [usize; 2],
+    pub causal: bool,
+}
+
+impl Case {
+    pub fn new(name: &'static str, seq_q: usize, seq_kv: usize, block_size: usize) -> Self {
+        Self {
+            name,
+            batch: 2,
+            heads: 2,
+            kv_heads: 2,
+            seq_q,
+            seq_kv,
+            head_dim: 16,
+            block_size,
+            patterns: [2, 2],
+            causal: true,
+        }
+    }
+
+    pub fn heads(mut self, heads: usize, kv_heads: usize) -> Self {
+        (self.heads, self.kv_heads) = (heads, kv_heads);
+        self.patterns = [2, heads];
+        self
+    }
+
+    pub fn shared(mut self, batch: bool, heads: bool) -> Self {
+        self.patterns = [
+            if batch { 1 } else { 2 },
+            if heads { 1 } else { self.heads },
+        ];
+        self
+    }
+
+    /// Each half of the heads has blocks of its own.
+    pub fn halves(mut self) -> Self {
+        self.patterns[1] = 2;
+        self
+    }
+
+    pub fn dim(mut self, head_dim: usize) -> Self {
+        self.head_dim = head_dim;
+        self
+    }
+
+    pub fn every_key(mut self) -> Self {
+        self.causal = false;
+        self
+    }
+
+    pub fn shape(&self) -> LayoutShape {
+        LayoutShape::new(self.heads, [self.seq_q, self.seq_kv], self.block_size)
+    }
+
+    pub fn options(&self) -> DeviceLayoutOptions {
+        DeviceLayoutOptions::new(self.shape()).causal(self.causal)
+    }
+
+    pub fn blocks(&self) -> [usize; 2] {
+        [self.seq_q, self.seq_kv].map(|seq| seq.div_ceil(self.block_size))
+    }
+
+    pub fn dims(&self) -> [usize; 4] {
+        let [batch, heads] = self.patterns;
+        let [q_blocks, kv_blocks] = self.blocks();
+        [batch, heads, q_blocks, kv_blocks]
+    }
+
+    pub fn sizes(&self) -> Sizes {
+        Sizes::new(
+            [self.batch, self.heads, self.kv_heads],
+            [self.seq_q, self.seq_kv],
+            [self.head_dim, self.head_dim],
+        )
+    }
+
+    /// The problem in which the blocks of `mask`, `dims`, are chosen.
+    pub fn problem(&self, seed: u64, mask: Vec<bool>) -> Problem {
+        let case = *self;
+        let offset = self.seq_kv as i64 - self.seq_q as i64;
+        Problem::random(self.sizes(), seed, move |batch, head, i, j| {
+            let [batches, heads, q_blocks, kv_blocks] = case.dims();
+            let pattern = batch.min(batches - 1) * heads + head.min(heads - 1);
+            let row = pattern * q_blocks + i / case.block_size;
+            mask[row * kv_blocks + j / case.block_size]
+                && (!case.causal || j as i64 <= i as i64 + offset)
+        })
+        .with_grad_lse(seed)
+    }
+
+    /// Random blocks: rows of all densities, none and all among them, and a column that no row has.
+    pub fn mask(&self, rng: &mut ChaCha8Rng) -> Vec<bool> {
+        let [batch, heads, q_blocks, kv_blocks] = self.dims();
+        let mut mask = Vec::new();
+        for _ in 0..batch * heads * q_blocks {
+            let density = [0.0, 0.15, 0.3, 0.3, 0.6, 1.0][rng.random_range(0..6)];
+            mask.extend((0..kv_blocks).map(|c| {
+                let kept = rng.random::<f64>() < density;
+                kept && (c != 1 || kv_blocks < 3)
+            }));
+        }
+        mask
+    }
+}
+
+pub fn cases() -> Vec<Case> {
+    vec![
+        Case::new("blocks of 16, grouped heads", 70, 70, 16).heads(4, 2),
+        Case::new("one mask for all", 100, 100, 32)
+            .shared(true, true)
+            .every_key(),
+        Case::new("masks per batch entry, fewer queries", 50, 133, 16).shared(false, true),
+        Case::new("masks per head, more queries", 150, 41, 8)
+            .heads(3, 1)
+            .shared(true, false),
+        Case::new("blocks of 64", 300, 300, 64).dim(64),
+        Case::new("blocks of 128, fewer queries", 290, 400, 128).dim(64),
+        Case::new("blocks of 128, every key", 130, 257, 128)
+            .every_key()
+            .heads(2, 1),
+        Case::new("many blocks", 600, 555, 8).shared(true, true),
+        Case::new("a query of grouped heads", 1, 77, 16).heads(6, 2),
+        Case::new("few queries", 9, 40, 32).dim(5),
+        Case::new("one block", 16, 16, 16),
+    ]
+}

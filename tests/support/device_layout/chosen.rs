@@ -1,0 +1,433 @@
+//! Layouts that are made on the device, against f64: every output and every gradient.
+
+use burn_blocksparse::layout::DeviceLayoutOptions;
+use burn_blocksparse::layout::TopKOptions;
+use burn_sparse_select::top_k_blocks;
+use burn_sparse_select::top_k_blocks_on_device;
+
+use crate::attention::options::REACHES;
+use crate::device_layout::case::{Case, cases};
+use crate::prelude::*;
+
+/// Masks may come from a device with autodiff, too.
+fn placed(device: &Device, index: usize) -> Device {
+    match index % 2 {
+        0 => device.clone(),
+        _ => device.clone().autodiff(),
+    }
+}
+
+pub fn layout_of(case: &Case, mask: &[bool], device: &Device) -> DeviceLayout {
+    DeviceLayout::from_block_mask(bools(mask, case.dims(), device), case.options()).unwrap()
+}
+
+fn check(case: &Case, name: &str, problem: &Problem, layout: DeviceLayout, device: &Device) {
+    let call = Call::new(
+        format!("{}, {name}", case.name),
+        problem,
+        layout,
+        AttentionOptions::default(),
+    );
+    call.check(device);
+}
+
+pub fn device_masks_equal_f64(devices: &[Device]) {
+    for (index, case) in cases().iter().enumerate() {
+        let seed = 9000 + index as u64;
+        let mask = case.mask(&mut seeded(seed));
+        let problem = case.problem(seed, mask.clone());
+        for device in devices {
+            let layout = layout_of(case, &mask, &placed(device, index));
+            let [q, k, v, _] = inputs(&problem, device, DType::F32);
+            let plan = plan_of([&q, &k, &v], &layout, &AttentionOptions::default());
+            assert!(plan.contains("chosen on the device by a mask"), "{plan}");
+            check(case, "a mask", &problem, layout, device);
+        }
+    }
+}
+
+/// Indices of no block, repeated ones, and counts of all kinds.
+pub fn device_indices_equal_f64(devices: &[Device]) {
+    for (index, case) in cases().iter().enumerate() {
+        check_indices(case, index, 9100 + index as u64, devices);
+    }
+}
+
+fn check_indices(case: &Case, index: usize, seed: u64, devices: &[Device]) {
+    let mut rng = seeded(seed);
+    let [batch, heads, q_blocks, kv_blocks] = case.dims();
+    let most = 1 + rng.random_range(0..2 * kv_blocks);
+    let rows = batch * heads * q_blocks;
+    let junk = [
+        -1,
+        i32::MIN,
+        i32::MAX,
+        kv_blocks as i32,
+        kv_blocks as i32 + 31,
+    ];
+    let indices: Vec<i32> = (0..rows * most)
+        .map(|_| match rng.random_range(0..4) {
+            0 => junk[rng.random_range(0..junk.len())],
+            _ => rng.random_range(0..kv_blocks as i32),
+        })
+        .collect();
+    let counts: Vec<i32> = (0..rows)
+        .map(|_| rng.random_range(-1..most as i32 + 3))
+        .collect();
+    let mut mask = vec![false; rows * kv_blocks];
+    for (row, count) in counts.iter().enumerate() {
+        for &block in indices[row * most..][..most]
+            .iter()
+            .take((*count).max(0) as usize)
+        {
+            if (0..kv_blocks as i32).contains(&block) {
+                mask[row * kv_blocks + block as usize] = true;
+            }
+        }
+    }
+    let problem = case.problem(seed, mask);
+    for device in devices {
+        let at = placed(device, index);
+        let indices = TensorData::new(indices.clone(), [batch, heads, q_blocks, most]);
+        let counts = TensorData::new(counts.clone(), [batch, heads, q_blocks]);
+        let indices = Tensor::<4, Int>::from_data(indices, &at);
+        let counts = Tensor::<3, Int>::from_data(counts, &at);
+        let layout = DeviceLayout::from_block_indices(indices, counts, case.options());
+        check(case, "indices", &problem, layout.unwrap(), device);
+    }
+}
+
+/// What a layout allows, block by block.
+fn chosen(layout: &DeviceLayout, case: &Case) -> Vec<bool> {
+    let host = layout.to_host().unwrap();
+    let [batch, heads, q_blocks, kv_blocks] = case.dims();
+    let mut mask = vec![false; batch * heads * q_blocks * kv_blocks];
+    for row in 0..batch * heads * q_blocks {
+        let (entry, head) = (row / q_blocks / heads, row / q_blocks % heads);
+        let entry = entry.min(host.batch().unwrap_or(1) - 1);
+        for kept in host.row(host.pattern_of(entry, head), row % q_blocks) {
+            mask[row * kv_blocks + kept.block as usize] = true;
+        }
+    }
+    mask
+}
+
+/// The same blocks as the builder on the host, and attention over them.
+pub fn device_top_k_equals_host_top_k(devices: &[Device]) {
+    let top = |case: &Case, k: usize| TopKOptions::new(case.block_size, k).causal(case.causal);
+    for (index, case) in cases().iter().enumerate() {
+        let case = &case.shared(false, false);
+        let options = match index % 4 {
+            0 => top(case, 4),
+            1 => top(case, 3).first(2).local(1),
+            2 => top(case, 1).first(0).local(0),
+            _ => top(case, 1000).local(3),
+        };
+        let seed = 9200 + index as u64;
+        let everything = case.problem(seed, vec![true; case.dims().iter().product()]);
+        for device in devices {
+            let [q, k, ..] = inputs(&everything, &placed(device, index), DType::F32);
+            let layout = top_k_blocks_on_device(q.clone(), k.clone(), options.clone()).unwrap();
+            let host = top_k_blocks(q, k, options.clone()).unwrap();
+            assert!(
+                layout.to_host().unwrap() == host,
+                "{}, {device:?}",
+                case.name
+            );
+            let problem = case.problem(seed, chosen(&layout, case));
+            check(case, "the highest scores", &problem, layout, device);
+        }
+    }
+}
+
+/// Equal scores, zeros of both signs, infinities and NaN: the same choice as on the host.
+pub fn device_scores_of_all_kinds(devices: &[Device]) {
+    for (index, case) in cases().iter().enumerate() {
+        if index % 3 == 1 {
+            check_scores(case, index, 9300 + index as u64, devices);
+        }
+    }
+}
+
+fn check_scores(case: &Case, index: usize, seed: u64, devices: &[Device]) {
+    let kinds = [
+        0.0,
+        -0.0,
+        1.0,
+        1.0,
+        -2.5,
+        1e-40,
+        f32::INFINITY,
+        f32::NEG_INFINITY,
+        f32::NAN,
+    ];
+    let mut rng = seeded(seed);
+    let dims = case.dims();
+    let scores: Vec<f32> = (0..dims.iter().product())
+        .map(|_| kinds[rng.random_range(0..kinds.len())])
+        .collect();
+    let options = TopKOptions::new(case.block_size, 1 + dims[3] / 2)
+        .causal(case.causal)
+        .local(index % 3)
+        .first(0);
+    for device in devices {
+        let scores = TensorData::new(scores.clone(), dims);
+        let scores = Tensor::<4>::from_data(scores, (&placed(device, index), DType::F32));
+        let layout =
+            DeviceLayout::from_block_scores(scores, case.shape(), options.clone()).unwrap();
+        let problem = case.problem(seed, chosen(&layout, case));
+        check(case, "scores of all kinds", &problem, layout, device);
+    }
+}
+
+/// A random layout that is made on the device, of indices or of scores.
+pub fn check_random(rng: &mut ChaCha8Rng, device: &Device) {
+    let kv_heads = rng.random_range(1..3);
+    let heads = kv_heads * rng.random_range(1..3);
+    let (seq_q, seq_kv) = (rng.random_range(1..150), rng.random_range(1..150));
+    let case = Case {
+        head_dim: [8, 16, 64][rng.random_range(0..3)],
+        batch: rng.random_range(1..3),
+        causal: rng.random(),
+        ..Case::new("random", seq_q, seq_kv, [8, 16, 32][rng.random_range(0..3)])
+    };
+    let case = Case {
+        heads,
+        kv_heads,
+        patterns: [
+            [1, case.batch][rng.random_range(0..2)],
+            [1, heads][rng.random_range(0..2)],
+        ],
+        ..case
+    };
+    let (index, seed) = (rng.random_range(0..6), rng.random());
+    match rng.random() {
+        true => check_indices(&case, index, seed, std::slice::from_ref(device)),
+        false => check_scores(&case, index, seed, std::slice::from_ref(device)),
+    }
+}
+
+/// Options that the kernels compute with see a layout from the device as any other.
+pub fn device_layouts_with_all_options(devices: &[Device]) {
+    for index in [0, 4, 5] {
+        let case = &cases()[index];
+        let seed = 9400 + index as u64;
+        let mask = case.mask(&mut seeded(seed));
+        let slopes: Vec<f64> = (1..=case.heads).map(|head| 0.1 * head as f64).collect();
+        let dropout = Dropout::new(0.4, 3);
+        let problem = (case.problem(seed, mask.clone()).with_sinks(8))
+            .options(Some(0.3), Some(2.0))
+            .with_slopes(slopes.clone())
+            .with_dropout(dropout)
+            .with_bias(8, [false, true, index == 0]);
+        let options = AttentionOptions::default().scale(0.3).softcap(2.0);
+        for device in devices {
+            let call = Call::new(
+                format!("{}, all options", case.name),
+                &problem,
+                layout_of(case, &mask, device),
+                options.clone().alibi(slopes.clone()).dropout(dropout),
+            );
+            call.check(device);
+        }
+    }
+}
+
+/// A layout serves several calls: the same bits twice, also of a clone, and calls of other widths and heads of keys.
+pub fn device_layouts_are_used_again(devices: &[Device]) {
+    let case = &cases()[0];
+    let mask = case.mask(&mut seeded(5));
+    let problem = case.problem(5, mask.clone());
+    for device in devices {
+        let layout = layout_of(case, &mask, device);
+        let run = |layout: &DeviceLayout| {
+            let options = AttentionOptions::default();
+            let call = Call::new(case.name, &problem, layout.clone(), options);
+            call.run(device, DType::F32)
+        };
+        let first = run(&layout);
+        let what = format!("{device:?}");
+        assert_same_bits(&what, &first, &run(&layout));
+        let fresh = run(&layout_of(case, &mask, device));
+        assert_same_bits(&format!("{what}, a new layout"), &first, &fresh);
+        for (kv_heads, head_dim) in [(1, 40), (4, 64)] {
+            let other = Case {
+                kv_heads,
+                head_dim,
+                ..*case
+            };
+            let problem = other.problem(6, mask.clone());
+            check(&other, "the same layout", &problem, layout.clone(), device);
+        }
+    }
+}
+
+/// Widths and blocks of the tensor-core tiers.
+fn half_cases() -> [Case; 6] {
+    [
+        Case::new("blocks of 16", 300, 300, 16).dim(64),
+        Case::new("blocks of 32", 260, 400, 32).dim(128),
+        Case::new("blocks of 64, grouped heads", 700, 700, 64)
+            .heads(4, 2)
+            .dim(64),
+        Case::new("blocks of 64", 400, 333, 64).dim(128).every_key(),
+        Case::new("blocks of 128", 1000, 1000, 128)
+            .dim(64)
+            .shared(true, false),
+        Case::new("blocks of 128, width 96", 500, 600, 128).dim(96),
+    ]
+}
+
+/// Widths and blocks that tensor cores take, where there are any.
+pub fn device_layouts_in_half_precision(devices: &[Device]) {
+    for (index, case) in some_of(half_cases().iter().enumerate(), 2) {
+        let seed = 9500 + index as u64;
+        let mask = case.mask(&mut seeded(seed));
+        for (device, dtype) in halves(devices) {
+            let mut problem = case.problem(seed, mask.clone());
+            problem.round_to(dtype);
+            let call = Call::new(
+                format!("{}, a mask", case.name),
+                &problem,
+                layout_of(case, &mask, device),
+                AttentionOptions::default(),
+            );
+            call.check_dtype(device, dtype, half_tolerance(dtype));
+        }
+    }
+}
+
+/// Biases of distances, which have no gradient here: the output and lse.
+pub fn device_layouts_with_relative_bias(devices: &[Device]) {
+    let exact = [0, 3, 4, 5, 8].map(|index| (cases()[index], false));
+    let half = half_cases().map(|case| (case, true));
+    for (index, (case, half)) in exact.into_iter().chain(half).enumerate() {
+        let seed = 9600 + index as u64;
+        let mask = case.mask(&mut seeded(seed));
+        for device in devices {
+            let dtypes = match half {
+                true => (half_dtypes(device).into_iter())
+                    .map(|dtype| (dtype, half_tolerance(dtype)))
+                    .collect(),
+                false => exact_dtypes(device),
+            };
+            for (dtype, tolerance) in dtypes {
+                let mut problem = (case.problem(seed, mask.clone())).with_relative(
+                    seed,
+                    REACHES[index % REACHES.len()],
+                    index.is_multiple_of(2),
+                );
+                problem.round_to(dtype);
+                let [q, k, v, _] = inputs(&problem, device, dtype);
+                let layout = layout_of(&case, &mask, device);
+                let (out, lse) = SparseAttentionCall::new(q, k, v, &layout)
+                    .tensors(tensors(&problem, device, dtype))
+                    .run_with_lse()
+                    .unwrap();
+                let results = [("out", out.into_data()), ("lse", lse.into_data())];
+                let what = format!("{}, {device:?}, {dtype:?}", case.name);
+                problem
+                    .solve()
+                    .assert(&what, results, &[Near::Tensor(tolerance)]);
+            }
+        }
+    }
+}
+
+/// Bad input is an error that names the argument.
+pub fn device_layout_errors(devices: &[Device]) {
+    let case = Case::new("errors", 64, 64, 16).heads(4, 2);
+    for device in devices {
+        let mask = |dims: [usize; 4]| Tensor::<4>::zeros(dims, device).greater_elem(0.5);
+        let of_mask = |dims: [usize; 4], options: DeviceLayoutOptions| {
+            DeviceLayout::from_block_mask(mask(dims), options)
+        };
+        let indices = |dims: [usize; 4], counts: [usize; 3]| {
+            let indices = Tensor::<4, Int>::zeros(dims, device);
+            let counts = Tensor::<3, Int>::zeros(counts, device);
+            DeviceLayout::from_block_indices(indices, counts, case.options())
+        };
+        let mut odd = case.options();
+        odd.shape.block_size = 7;
+        let scores = |dims: [usize; 4], options: TopKOptions| {
+            DeviceLayout::from_block_scores(Tensor::zeros(dims, device), case.shape(), options)
+        };
+        for (result, message) in [
+            (
+                of_mask([0, 4, 4, 4], case.options()),
+                "mask's batch must be at least 1, got 0",
+            ),
+            (
+                of_mask([2, 3, 4, 4], case.options()),
+                "mask's heads must be a divisor of the 4 heads of the shape, got 3",
+            ),
+            (
+                of_mask([2, 4, 5, 4], case.options()),
+                "mask's q_blocks must be 4, the shape's, got 5",
+            ),
+            (
+                of_mask([2, 1, 4, 3], case.options()),
+                "mask's kv_blocks must be 4, the shape's, got 3",
+            ),
+            (
+                of_mask([2, 4, 4, 4], odd),
+                "block_size must be 8, 16, 32, 64 or 128, got 7",
+            ),
+            (
+                indices([1, 4, 4, 0], [1, 4, 4]),
+                "indices' width must be at least 1, got 0",
+            ),
+            (
+                indices([1, 3, 4, 2], [1, 3, 4]),
+                "indices' heads must be a divisor of the 4 heads of the shape, got 3",
+            ),
+            (
+                indices([1, 4, 4, 2], [2, 4, 4]),
+                "counts' shape must be [1, 4, 4], the indices', got [2, 4, 4]",
+            ),
+            (
+                scores([1, 1, 4, 4], TopKOptions::new(16, 0)),
+                "options.k must be at least 1, got 0",
+            ),
+            (
+                scores([1, 1, 4, 4], TopKOptions::new(32, 2)),
+                "options.block_size must be 16, the shape's, got 32",
+            ),
+            (
+                scores([1, 1, 4, 5], TopKOptions::new(16, 2)),
+                "scores' kv_blocks must be 4, the shape's, got 5",
+            ),
+        ] {
+            assert_eq!(result.unwrap_err().to_string(), message);
+        }
+        let layout = of_mask([3, 1, 4, 4], case.options()).unwrap();
+        let x = Tensor::<4>::zeros([2, 4, 64, 8], device);
+        let call = |layout: &DeviceLayout, options: AttentionOptions| {
+            let call =
+                SparseAttentionCall::new(x.clone(), x.clone(), x.clone(), layout).options(options);
+            let error = call.explain().unwrap_err();
+            assert_eq!(call.run().unwrap_err(), error);
+            error.to_string()
+        };
+        let message = call(&layout, AttentionOptions::default());
+        assert_eq!(message, "q's batch must be 3, the layout's, got 2");
+        let layout = of_mask([1, 1, 4, 4], case.options()).unwrap();
+        let table = Tensor::<2>::zeros([1, 9], &device.clone().autodiff());
+        let tensors = AttentionTensors::default().relative_bias(table);
+        let options = AttentionOptions::default();
+        let [q, k, v] = [(); 3].map(|_| x.clone());
+        let called = SparseAttentionCall::new(q, k, v, &layout)
+            .tensors(tensors)
+            .options(options)
+            .run_with_lse();
+        let expected = "relative_bias must be without autodiff for a layout that is made on the device, got with";
+        assert_eq!(called.unwrap_err().to_string(), expected);
+        let message = call(
+            &layout,
+            AttentionOptions::default().weights(WeightsMode::Store),
+        );
+        let expected =
+            "options.weights must be Recompute for a layout that is made on the device, got Store";
+        assert_eq!(message, expected);
+    }
+}

@@ -1,0 +1,6 @@
+//! Layouts that are made on the device.
+
+pub mod case;
+pub mod chosen;
+pub mod positions;
+pub mod within;

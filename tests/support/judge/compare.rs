@@ -1,0 +1,179 @@
+//! One comparator: the largest error relative to the largest expected value, and where it is; and beside it each row's error in the
+//! 2-norm, relative to what the row is made of ([`rounding`](crate::judge::rounding)).
+
+use burn::tensor::kind::Basic;
+
+use crate::gate;
+use crate::judge::rounding::{Rounding, Spread};
+use crate::prelude::*;
+
+/// Inputs are of size 1, so results smaller than this are differences of larger terms (the gradient of a
+/// single score is 0 as 1 − 1) and are held to an absolute error.
+const SMALLEST_SCALE: f64 = 0.1;
+
+/// A tensor's numbers as they are now. `into_data` copies them from the device where they are first looked at, and what is computed in the tensor's
+/// place until then is copied with them (Burn 0.22.1).
+pub fn read<const D: usize, K: Basic>(tensor: Tensor<D, K>) -> TensorData {
+    let data = tensor.into_data();
+    let _ = data.as_bytes();
+    gate::note(&data);
+    data
+}
+
+/// Largest `|got − expected| / max |expected|`; infinite values must agree exactly.
+pub fn relative_error(got: &[f64], expected: &[f64]) -> (f64, usize) {
+    error_relative_to(0.0, got, expected)
+}
+
+/// [`relative_error`] where the expected values are differences of `terms`.
+pub fn error_relative_to(terms: f64, got: &[f64], expected: &[f64]) -> (f64, usize) {
+    assert_eq!(got.len(), expected.len(), "number of elements");
+    let scale = (expected.iter())
+        .filter(|x| x.is_finite())
+        .fold(terms, |m, x| m.max(x.abs()))
+        .max(SMALLEST_SCALE);
+    let mut worst = (0.0, 0);
+    for (index, (&g, &e)) in got.iter().zip(expected).enumerate() {
+        let error = match g == e {
+            true => 0.0,
+            false if g.is_finite() && e.is_finite() => (g - e).abs() / scale,
+            false => f64::INFINITY,
+        };
+        if error > worst.0 {
+            worst = (error, index);
+        }
+    }
+    worst
+}
+
+/// Panics, naming the worst coordinate, if the relative error is above `tolerance`.
+pub fn assert_close(what: &str, got: TensorData, expected: &[f64], tolerance: f64) {
+    assert_close_to(0.0, what, got, expected, tolerance);
+}
+
+/// [`assert_close`] where the expected values are differences of `terms`.
+pub fn assert_close_to(terms: f64, what: &str, got: TensorData, expected: &[f64], tolerance: f64) {
+    let shape = got.shape().clone();
+    let got = to_f64(got);
+    let (error, index) = error_relative_to(terms, &got, expected);
+    if error <= tolerance || !gate::kernels_run() {
+        return;
+    }
+    let at = coordinates(&shape, index);
+    panic!(
+        "{what}: relative error {error:.3e} > {tolerance:.1e} at {at:?}: got {}, expected {}",
+        got[index], expected[index]
+    );
+}
+
+fn coordinates(shape: &[usize], index: usize) -> Vec<usize> {
+    let mut rest = index;
+    let mut at: Vec<usize> = Vec::new();
+    for &length in shape.iter().rev() {
+        at.insert(0, rest % length);
+        rest /= length;
+    }
+    at
+}
+
+/// The largest error of a row in the 2-norm over what it may be in `dtype`, and the row. Rows are as many as `rows`.
+pub fn worst_row(got: &[f64], expected: &[f64], rows: &[Spread], dtype: DType) -> (f64, usize) {
+    assert_eq!(got.len(), expected.len(), "number of elements");
+    let rounding = Rounding::of(dtype);
+    let width = expected.len() / rows.len().max(1);
+    let mut worst = (0.0, 0);
+    for (row, spread) in rows.iter().enumerate() {
+        let (got, expected) = (
+            &got[row * width..][..width],
+            &expected[row * width..][..width],
+        );
+        let error = got
+            .iter()
+            .zip(expected)
+            .map(|(g, e)| (g - e).powi(2))
+            .sum::<f64>()
+            .sqrt();
+        let part = match error {
+            0.0 => 0.0,
+            error if error.is_finite() => error / rounding.bound(expected, *spread),
+            _ => f64::INFINITY,
+        };
+        if part > worst.0 {
+            worst = (part, row);
+        }
+    }
+    worst
+}
+
+/// Panics, naming the worst row, if a row errs by more than its roundings in `dtype` may make of it; likewise of each number of results
+/// whose terms are not known (lse, largest scores), which are of size 1 or larger.
+pub fn assert_rows(what: &str, got: TensorData, expected: &Expected, dtype: DType) {
+    let shape = got.shape().clone();
+    let got = to_f64(got);
+    if !gate::kernels_run() {
+        return;
+    }
+    let values = expected.values;
+    if expected.rows.is_empty() {
+        let tolerance = if dtype == DType::F64 { 1e-12 } else { 1e-5 };
+        assert_eq!(got.len(), values.len(), "number of elements");
+        for (index, (g, e)) in got.iter().zip(values).enumerate() {
+            assert!(
+                g == e || (g - e).abs() <= tolerance * e.abs().max(1.0),
+                "{what}: got {g}, expected {e} at {:?}",
+                coordinates(&shape, index)
+            );
+        }
+        return;
+    }
+    let (part, row) = worst_row(&got, values, expected.rows, dtype);
+    if part <= 1.0 {
+        return;
+    }
+    let width = values.len() / expected.rows.len();
+    let norm = |x: &[f64]| x.iter().map(|x| x * x).sum::<f64>().sqrt();
+    let row = row * width..(row + 1) * width;
+    let error: Vec<f64> = got[row.clone()]
+        .iter()
+        .zip(&values[row.clone()])
+        .map(|(g, e)| g - e)
+        .collect();
+    panic!(
+        "{what}: the row at {:?} errs by {:.3e} in the 2-norm, {part:.2} of what it may; its norm must be {:.3e}, got {:.3e}",
+        coordinates(&shape, row.start),
+        norm(&error),
+        norm(&values[row.clone()]),
+        norm(&got[row])
+    );
+}
+
+pub fn to_f64(data: TensorData) -> Vec<f64> {
+    gate::note(&data);
+    data.convert::<f64>().to_vec().expect("converted to f64")
+}
+
+/// Panics if numbers are further apart than that.
+pub fn assert_near(what: &str, got: &[f64], expected: &[f64], tolerance: f64) {
+    assert_eq!(got.len(), expected.len(), "{what}");
+    for (at, (got, expected)) in got.iter().zip(expected).enumerate() {
+        let is_near = (got - expected).abs() <= tolerance;
+        assert!(is_near, "{what}, {at}: {got}, expected {expected}");
+    }
+}
+
+/// Numbers as they are printed, of four digits: some are halfway between two of them.
+pub fn assert_printed(what: &str, got: &[f64], printed: &[f64]) {
+    assert_near(what, got, printed, 5.1e-5);
+}
+
+/// That a gradient is the slope of a loss, by differences. `loss` moves a number by so much, and gives what it is then; the number ends where it was.
+pub fn assert_slope(what: &str, loss: &mut impl FnMut(f64) -> f64, grad: f64) {
+    let step = 1e-6;
+    let (above, below) = (loss(step), loss(-2.0 * step));
+    loss(step);
+    let slope = (above - below) / (2.0 * step);
+    assert!(
+        (slope - grad).abs() < 1e-7 || !gate::kernels_run(),
+        "{what}: {grad} but differences say {slope}"
+    );
+}

@@ -1,0 +1,258 @@
+//! Calls of DeepSeek sparse attention in plain f64 loops: scores, choices, losses and their gradients.
+
+use burn_sparse_select::dsa::DsaIndex;
+
+use crate::judge::golden::{val, vals};
+use crate::prelude::*;
+
+/// An index, and the attention that it is for: one batch entry.
+#[derive(Clone)]
+pub struct Problem {
+    pub index_heads: usize,
+    pub index_dim: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub seq: [usize; 2],
+    /// `[index_heads][seq_q][index_dim]`, `[seq_kv][index_dim]` and `[index_heads][seq_q]`.
+    pub index: [Vec<f64>; 3],
+    /// `[heads][seq_q][head_dim]` and `[kv_heads][seq_kv][head_dim]`.
+    pub q: Vec<f64>,
+    pub k: Vec<f64>,
+}
+
+impl Problem {
+    /// Of heads, of keys, and their width; of the indexer; without numbers.
+    pub fn of(
+        [heads, kv_heads, head_dim]: [usize; 3],
+        [index_heads, index_dim]: [usize; 2],
+        seq: [usize; 2],
+    ) -> Self {
+        Self {
+            index_heads,
+            index_dim,
+            heads,
+            kv_heads,
+            head_dim,
+            seq,
+            index: [const { Vec::new() }; 3],
+            q: Vec::new(),
+            k: Vec::new(),
+        }
+    }
+
+    pub fn filled(self, seed: u64) -> Self {
+        let mut rng = seeded(seed);
+        let [seq_q, seq_kv] = self.seq;
+        // Numbers of f32, so that all devices have the same ones.
+        let mut random = |count: usize| -> Vec<f64> {
+            let numbers = drawn(&mut rng, count, -1.5f32..1.5);
+            numbers.into_iter().map(f64::from).collect()
+        };
+        let (heads, width) = (self.index_heads, self.index_dim);
+        Self {
+            index: [
+                random(heads * seq_q * width),
+                random(seq_kv * width),
+                random(heads * seq_q),
+            ],
+            q: random(self.heads * seq_q * self.head_dim),
+            k: random(self.kv_heads * seq_kv * self.head_dim),
+            ..self
+        }
+    }
+
+    pub fn random(seed: u64, seq: [usize; 2]) -> Self {
+        Self::of([4, 2, 5], [3, 6], seq).filled(seed)
+    }
+
+    /// As a dtype has the numbers.
+    pub fn rounded(&self, dtype: DType) -> Self {
+        let round = |x: &Vec<f64>| {
+            let mut rounded = x.clone();
+            round_to(&mut rounded, dtype);
+            rounded
+        };
+        Self {
+            index: self.index.each_ref().map(round),
+            q: round(&self.q),
+            k: round(&self.k),
+            ..self.clone()
+        }
+    }
+
+    pub fn golden() -> Self {
+        let weights = (0..2).flat_map(|head| (0..16).map(move |i| val(5, head, i, 0)));
+        Self {
+            index_heads: 2,
+            index_dim: 4,
+            heads: 2,
+            kv_heads: 1,
+            head_dim: 4,
+            seq: [16, 16],
+            index: [vals(3, 2, 16), vals(4, 1, 16), weights.collect()],
+            q: vals(0, 2, 16),
+            k: vals(1, 1, 16),
+        }
+    }
+
+    /// The last query alone.
+    pub fn last_query(&self) -> Self {
+        let last = |x: &[f64], width: usize| -> Vec<f64> {
+            let heads = x.chunks(self.seq[0] * width);
+            heads
+                .flat_map(|rows| rows[rows.len() - width..].to_vec())
+                .collect()
+        };
+        let [q, k, weights] = &self.index;
+        Self {
+            seq: [1, self.seq[1]],
+            index: [last(q, self.index_dim), k.clone(), last(weights, 1)],
+            q: last(&self.q, self.head_dim),
+            ..self.clone()
+        }
+    }
+
+    pub fn position(&self, query: usize) -> usize {
+        query + self.seq[1] - self.seq[0]
+    }
+
+    /// The scores of a query.
+    pub fn scores(&self, query: usize) -> Vec<f64> {
+        let ([q, k, weights], width) = (&self.index, self.index_dim);
+        let scale = 1.0 / ((self.index_heads * width) as f64).sqrt();
+        let score = |key: usize| -> f64 {
+            let of_head = |head: usize| {
+                let row = head * self.seq[0] + query;
+                let (q, k) = (&q[row * width..][..width], &k[key * width..][..width]);
+                weights[row] * dot(q, k).max(0.0)
+            };
+            scale * (0..self.index_heads).map(of_head).sum::<f64>()
+        };
+        (0..self.seq[1]).map(score).collect()
+    }
+
+    /// The keys that a query chooses by scores, and by how much the last of them is above the next.
+    pub fn choice_by(
+        &self,
+        scores: &[f64],
+        query: usize,
+        keep: usize,
+        near: usize,
+    ) -> (Vec<usize>, f64) {
+        let position = self.position(query);
+        let is_near = |key: usize| key + near > position;
+        let number = |key: usize| match is_near(key) {
+            true => f64::INFINITY,
+            false => scores[key],
+        };
+        let order = by_falling_score(0..=position, number);
+        let kept = keep.min(order.len());
+        let gap = match order.get(kept) {
+            Some(&next) => number(order[kept - 1]) - number(next),
+            None => f64::INFINITY,
+        };
+        let mut chosen = order[..kept].to_vec();
+        chosen.sort_unstable();
+        (chosen, gap)
+    }
+
+    pub fn choice(&self, query: usize, keep: usize, near: usize) -> (Vec<usize>, f64) {
+        self.choice_by(&self.scores(query), query, keep, near)
+    }
+
+    /// What dense attention gives to the keys of a query, scaled to what they have of it.
+    pub fn wanted(&self, query: usize, scale: f64, keys: &[usize]) -> Vec<f64> {
+        let mut dense = vec![0.0; self.position(query) + 1];
+        for head in 0..self.heads {
+            let kv_head = head / (self.heads / self.kv_heads);
+            let width = self.head_dim;
+            let q = &self.q[(head * self.seq[0] + query) * width..][..width];
+            let k = |key: usize| &self.k[(kv_head * self.seq[1] + key) * width..][..width];
+            let score = |key: usize| dot(q, k(key)) * scale;
+            let weights = softmax(&(0..dense.len()).map(score).collect::<Vec<_>>());
+            for (sum, weight) in dense.iter_mut().zip(weights) {
+                *sum += weight / self.heads as f64;
+            }
+        }
+        // Attention gives nothing to later keys, which lists may have.
+        let dense = |key: usize| dense.get(key).copied().unwrap_or(0.0);
+        let total: f64 = keys.iter().map(|&key| dense(key)).sum();
+        let total = total.max(1e-30);
+        keys.iter().map(|&key| dense(key) / total).collect()
+    }
+
+    /// The softmax of the scores of some keys of a query.
+    pub fn found(&self, query: usize, keys: &[usize]) -> Vec<f64> {
+        let scores = self.scores(query);
+        softmax(&keys.iter().map(|&key| scores[key]).collect::<Vec<_>>())
+    }
+
+    /// The mean of `KL(t ‖ softmax x)` over the keys of each query.
+    pub fn loss(&self, scale: f64, keys: impl Fn(usize) -> Vec<usize>) -> f64 {
+        let mut sum = 0.0;
+        for query in 0..self.seq[0] {
+            let keys = keys(query);
+            let wanted = self.wanted(query, scale, &keys);
+            let terms = wanted.iter().zip(self.found(query, &keys));
+            sum += terms
+                .map(|(t, x)| match t {
+                    0.0 => 0.0,
+                    t => t * (t / x).ln(),
+                })
+                .sum::<f64>();
+        }
+        sum / self.seq[0] as f64
+    }
+
+    /// Its gradients by the index.
+    pub fn gradients(&self, scale: f64, keys: impl Fn(usize) -> Vec<usize>) -> [Vec<f64>; 3] {
+        let ([q, k, weights], width) = (&self.index, self.index_dim);
+        let mut grads = self.index.each_ref().map(|x| vec![0.0; x.len()]);
+        let factor = 1.0 / ((self.index_heads * width) as f64).sqrt() / self.seq[0] as f64;
+        for query in 0..self.seq[0] {
+            let keys = keys(query);
+            let pairs = self
+                .found(query, &keys)
+                .into_iter()
+                .zip(self.wanted(query, scale, &keys));
+            for (&key, (found, wanted)) in keys.iter().zip(pairs) {
+                let by_score = (found - wanted) * factor;
+                for head in 0..self.index_heads {
+                    let row = head * self.seq[0] + query;
+                    let at = |c: usize| (row * width + c, key * width + c);
+                    let product: f64 = (0..width).map(|c| q[at(c).0] * k[at(c).1]).sum();
+                    if product > 0.0 {
+                        grads[2][row] += by_score * product;
+                        for c in 0..width {
+                            grads[0][at(c).0] += by_score * weights[row] * k[at(c).1];
+                            grads[1][at(c).1] += by_score * weights[row] * q[at(c).0];
+                        }
+                    }
+                }
+            }
+        }
+        grads
+    }
+
+    pub fn index(&self, device: &Device, dtype: DType) -> DsaIndex {
+        let [seq_q, seq_kv] = self.seq;
+        let [q, k, weights] = &self.index;
+        let (heads, width) = (self.index_heads, self.index_dim);
+        let q = tensor(q, [1, heads, seq_q, width], device, dtype);
+        let k = tensor(k, [1, 1, seq_kv, width], device, dtype);
+        let weights = tensor(weights, [1, heads, seq_q], device, dtype);
+        DsaIndex::new(q, k, weights).unwrap()
+    }
+
+    pub fn queries_and_keys(&self, device: &Device, dtype: DType) -> [Tensor<4>; 2] {
+        let [seq_q, seq_kv] = self.seq;
+        let of = |x: &[f64], heads: usize, seq: usize| {
+            tensor(x, [1, heads, seq, self.head_dim], device, dtype)
+        };
+        [
+            of(&self.q, self.heads, seq_q),
+            of(&self.k, self.kv_heads, seq_kv),
+        ]
+    }
+}

@@ -1,0 +1,16 @@
+//! What results have to be: plain loops in f64, numbers that were computed elsewhere, and how near is near.
+
+pub mod attention;
+pub mod compare;
+pub mod dsa;
+pub mod golden;
+pub mod moba;
+pub mod norm;
+pub mod nsa;
+pub mod numbers;
+pub mod operators;
+pub mod packed;
+pub mod paged;
+pub mod planted;
+pub mod recall;
+pub mod rounding;

@@ -1,0 +1,137 @@
+//! Numbers from a seed, and numbers as tensors and back.
+
+use rand::distr::uniform::SampleUniform;
+
+use crate::prelude::*;
+
+/// The numbers that follow from a seed.
+pub fn seeded(seed: u64) -> ChaCha8Rng {
+    ChaCha8Rng::seed_from_u64(seed)
+}
+
+/// `count` numbers from −1 to 1.
+pub fn numbers(seed: u64, count: usize) -> Vec<f64> {
+    uniform(&mut seeded(seed), count, 1.0)
+}
+
+/// `count` numbers from −`size` to `size`.
+pub fn uniform(rng: &mut ChaCha8Rng, count: usize, size: f64) -> Vec<f64> {
+    let number = |_| size * (rng.random::<f64>() * 2.0 - 1.0);
+    (0..count).map(number).collect()
+}
+
+/// `count` numbers of a range.
+pub fn drawn<T>(rng: &mut ChaCha8Rng, count: usize, range: std::ops::Range<T>) -> Vec<T>
+where
+    T: SampleUniform + PartialOrd + Clone,
+{
+    (0..count)
+        .map(|_| rng.random_range(range.clone()))
+        .collect()
+}
+
+/// Rounds to a dtype and back.
+pub fn round_to(values: &mut Vec<f64>, dtype: DType) {
+    let count = values.len();
+    let data = TensorData::new(std::mem::take(values), [count]);
+    *values = to_f64(data.convert_dtype(dtype));
+}
+
+pub fn tensor<const D: usize>(
+    values: &[f64],
+    shape: [usize; D],
+    device: &Device,
+    dtype: DType,
+) -> Tensor<D> {
+    Tensor::from_data(TensorData::new(values.to_vec(), shape), (device, dtype))
+}
+
+/// A tensor in f32.
+pub fn floats<const D: usize>(values: &[f32], shape: [usize; D], device: &Device) -> Tensor<D> {
+    let data = TensorData::new(values.to_vec(), shape);
+    Tensor::from_data(data, (device, DType::F32))
+}
+
+pub fn ints<const D: usize>(values: &[i32], shape: [usize; D], device: &Device) -> Tensor<D, Int> {
+    let data = TensorData::new(values.to_vec(), shape);
+    Tensor::from_data(data, (device, DType::I32))
+}
+
+/// Integers in the dtype that the device has for them.
+pub fn ints_of<const D: usize>(
+    values: &[i32],
+    shape: [usize; D],
+    device: &Device,
+) -> Tensor<D, Int> {
+    Tensor::from_data(TensorData::new(values.to_vec(), shape), device)
+}
+
+pub fn bools<const D: usize>(
+    values: &[bool],
+    shape: [usize; D],
+    device: &Device,
+) -> Tensor<D, Bool> {
+    Tensor::from_data(TensorData::new(values.to_vec(), shape), device)
+}
+
+/// The integers of a tensor, in i32.
+pub fn read_ints<const D: usize>(x: Tensor<D, Int>) -> Vec<i32> {
+    read(x).iter().collect()
+}
+
+/// The places of lists that name something: numbers that are not negative.
+pub fn named(list: &[i32]) -> Vec<usize> {
+    let places = list.iter().filter_map(|&place| usize::try_from(place).ok());
+    places.collect()
+}
+
+/// The same numbers in a tensor that stores dimensions `a` and `b` the other way round, and that nothing has copied before.
+pub fn stored_swapped<const D: usize>(x: &Tensor<D>, a: usize, b: usize) -> Tensor<D> {
+    let stored = x.clone().swap_dims(a, b).into_data();
+    Tensor::<D>::from_data(stored, (&x.device(), x.dtype())).swap_dims(a, b)
+}
+
+pub fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(x, y)| x * y).sum()
+}
+
+/// The largest size of a number.
+pub fn largest(values: &[f64]) -> f64 {
+    values.iter().fold(0.0, |most, x| most.max(x.abs()))
+}
+
+/// The softmax of scores; nothing of no scores.
+pub fn softmax(scores: &[f64]) -> Vec<f64> {
+    let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let weights: Vec<f64> = scores.iter().map(|score| (score - top).exp()).collect();
+    let total: f64 = weights.iter().sum();
+    weights.into_iter().map(|weight| weight / total).collect()
+}
+
+/// The places of scores, the highest first, of equal ones the earlier.
+pub fn by_falling_score(
+    places: impl IntoIterator<Item = usize>,
+    score: impl Fn(usize) -> f64,
+) -> Vec<usize> {
+    let mut order: Vec<usize> = places.into_iter().collect();
+    order.sort_by(|&a, &b| score(b).total_cmp(&score(a)).then(a.cmp(&b)));
+    order
+}
+
+/// `[m, k] · [k, n]`, by `lhs(row, k)` and `rhs(k, column)`.
+pub fn product(
+    [m, k, n]: [usize; 3],
+    lhs: impl Fn(usize, usize) -> f64,
+    rhs: impl Fn(usize, usize) -> f64,
+) -> Vec<f64> {
+    let mut out = vec![0.0; m * n];
+    for row in 0..m {
+        for at in 0..k {
+            let factor = lhs(row, at);
+            for column in 0..n {
+                out[row * n + column] += factor * rhs(at, column);
+            }
+        }
+    }
+    out
+}

@@ -1,0 +1,435 @@
+//! Selection of blocks on devices, against the same in plain f64 loops.
+
+use burn_sparse_select::Budget;
+use burn_sparse_select::EstimateInputs;
+use burn_sparse_select::EstimateKind;
+use burn_sparse_select::GqaReduction;
+use burn_sparse_select::ReferenceInputs;
+use burn_sparse_select::ScoreGrid;
+use burn_sparse_select::Selection;
+
+use crate::prelude::*;
+
+/// Sizes of a call.
+#[derive(Clone, Copy, Debug)]
+struct Sizes {
+    batch: usize,
+    heads: usize,
+    kv_heads: usize,
+    seq_q: usize,
+    seq_kv: usize,
+}
+
+const SIZES: [Sizes; 6] = [
+    Sizes::new([2, 4, 2], [96, 96]),
+    Sizes::new([1, 4, 1], [77, 77]),
+    Sizes::new([2, 2, 2], [30, 101]),
+    Sizes::new([1, 3, 1], [101, 30]),
+    Sizes::new([1, 2, 1], [1, 45]),
+    Sizes::new([2, 6, 2], [5, 5]),
+];
+
+/// Every method and every rule, and whether it takes calls of every key. The first rows of a causal call sum to whole numbers: no share of a few is one.
+const SELECTIONS: [(&str, bool); 23] = [
+    ("topk:8,3", true),
+    ("topk:16,ratio=0.3,1,0,share=mean", true),
+    ("topk:8,p=0.8,share=max", true),
+    ("topk:8,above=0.4,0,0,share=sum", true),
+    ("xattention:8,4,0.7", true),
+    ("xattention:16,2,0.5,share=sum", true),
+    ("xattention:16,16,k=2,share=mean", true),
+    ("xattention:8,1,above=0.5,share=max,first=0", true),
+    ("xattention:8,8,0.6,min=2,max=4,local=2", true),
+    ("sparge:8,0.6,0.13", true),
+    ("sparge:16,0.4,0.07,share=sum", true),
+    ("sparge:8,k=3,0.12,smooth=0", true),
+    ("sparge:8,above=0.6,-1,share=max", true),
+    ("sparge:8,0.5,1", true),
+    ("flexprefill:8,0.73", false),
+    ("flexprefill:16,0.47,0.3,share=max", false),
+    ("flexprefill:8,0.83,0", false),
+    ("flexprefill:8,0.21,0.1,20", false),
+    ("flexprefill:16,0.1,2,33", false),
+    ("flexprefill:8,0.1,0,1000", false),
+    ("minference:8,6,5,12,sinks=2,window=3", false),
+    ("minference:16,0,1,64,sinks=3,window=1,share=sum", false),
+    ("minference:8,20,9,1,sinks=0,window=4,share=max", false),
+];
+
+impl Sizes {
+    const fn new([batch, heads, kv_heads]: [usize; 3], [seq_q, seq_kv]: [usize; 2]) -> Self {
+        Self {
+            batch,
+            heads,
+            kv_heads,
+            seq_q,
+            seq_kv,
+        }
+    }
+}
+
+const DIM: usize = 16;
+
+/// A call with inputs that are exact in all dtypes, and so small that no head attends to a single key.
+struct Problem {
+    sizes: Sizes,
+    causal: bool,
+    q: Vec<f64>,
+    k: Vec<f64>,
+}
+
+impl Problem {
+    fn new(sizes: Sizes, causal: bool, seed: u64) -> Self {
+        let mut rng = seeded(seed);
+        let mut numbers = |heads: usize, seq: usize| -> Vec<f64> {
+            let numbers = drawn(&mut rng, sizes.batch * heads * seq * DIM, -24..25);
+            numbers
+                .into_iter()
+                .map(|x: i32| f64::from(x) / 16.0)
+                .collect()
+        };
+        let q = numbers(sizes.heads, sizes.seq_q);
+        let k = numbers(sizes.kv_heads, sizes.seq_kv);
+        Self {
+            sizes,
+            causal,
+            q,
+            k,
+        }
+    }
+
+    fn dense(&self, entry: usize) -> ReferenceInputs<'_> {
+        let Sizes {
+            heads,
+            kv_heads,
+            seq_q,
+            seq_kv,
+            ..
+        } = self.sizes;
+        let (q_len, k_len) = (heads * seq_q * DIM, kv_heads * seq_kv * DIM);
+        ReferenceInputs {
+            q: &self.q[entry * q_len..][..q_len],
+            k: &self.k[entry * k_len..][..k_len],
+            heads,
+            kv_heads,
+            seq_q,
+            seq_kv,
+            head_dim: DIM,
+            scale: 0.25,
+            causal: self.causal,
+        }
+    }
+
+    fn call(&self, device: &Device) -> EstimateInputs {
+        self.call_in(device, DType::F32)
+    }
+
+    fn call_in(&self, device: &Device, dtype: DType) -> EstimateInputs {
+        let Sizes {
+            batch,
+            heads,
+            kv_heads,
+            seq_q,
+            seq_kv,
+        } = self.sizes;
+        let q = tensor(&self.q, [batch, heads, seq_q, DIM], device, dtype);
+        let k = tensor(&self.k, [batch, kv_heads, seq_kv, DIM], device, dtype);
+        EstimateInputs::new(q, k).causal(self.causal)
+    }
+}
+
+/// Which blocks a row of a head has.
+fn row(layout: &BlockLayout, entry: usize, head: usize, row: usize) -> Vec<bool> {
+    let mut kept = vec![false; layout.kv_blocks()];
+    let row = layout.row(layout.pattern_of(entry, head), row);
+    row.into_iter()
+        .for_each(|block| kept[block.block as usize] = true);
+    kept
+}
+
+/// The scores by which a head chooses, of loops.
+fn shared(scores: &[f64], sharing: GqaReduction, call: &ReferenceInputs, head: usize) -> Vec<f64> {
+    let (group, len) = (call.heads / call.kv_heads, scores.len() / call.heads);
+    let of = |head: usize, at: usize| scores[head * len + at];
+    if sharing == GqaReduction::PerHead {
+        return (0..len).map(|at| of(head, at)).collect();
+    }
+    let first = head / group * group;
+    let numbers = (0..len).map(|at| {
+        let members = (first..first + group).map(|head| of(head, at));
+        match sharing {
+            GqaReduction::Max => members.fold(f64::NEG_INFINITY, f64::max),
+            GqaReduction::Mean => members.sum::<f64>() / group as f64,
+            _ => members.sum(),
+        }
+    });
+    numbers.collect()
+}
+
+/// Scores on a device, of which those of some rows alone are the same.
+fn scores_of(
+    selection: &Selection,
+    problem: &Problem,
+    call: &EstimateInputs,
+    what: &str,
+) -> Vec<f64> {
+    let estimator = selection.estimator();
+    let grid = call.grid(estimator.grid());
+    let scores = estimator.scores(call, 0..grid.rows()).unwrap();
+    let dims = [
+        problem.sizes.batch,
+        problem.sizes.heads,
+        grid.rows(),
+        grid.blocks(),
+    ];
+    assert_eq!(
+        (scores.dims(), scores.dtype()),
+        (dims, DType::F32),
+        "{what}"
+    );
+    if grid.rows() > 1 {
+        let some = estimator.scores(call, 1..grid.rows()).unwrap();
+        let same = scores.clone().slice_dim(2, 1..grid.rows());
+        assert_close(
+            &format!("{what}: rows"),
+            finite(some),
+            &to_f64(finite(same)),
+            1e-5,
+        );
+    }
+    to_f64(scores.into_data())
+}
+
+/// Scores of blocks that rows see equal those of loops.
+fn assert_scores(what: &str, grid: &ScoreGrid, got: &[f64], expected: &[f64], tolerance: f64) {
+    for (at, (got, expected)) in got.iter().zip(expected).enumerate() {
+        let (block, row) = (at % grid.blocks(), at / grid.blocks() % grid.rows());
+        let close = got == expected || (got - expected).abs() < tolerance;
+        let is_right = close || !grid.is_visible(row, block);
+        assert!(is_right, "{what}, {at}: {got}, {expected}");
+    }
+}
+
+/// Sums over antidiagonals of numbers in half precision, of blocks of 8 to 64 groups, which tensor cores may sum up before they write. Devices without
+/// kernels round products to half precision.
+pub fn antidiagonals_in_half_precision_equal_those_of_loops(devices: &[Device]) {
+    let calls = [
+        ("xattention:64,8,0.9", [3, 1], [300, 300]),
+        ("xattention:128,8,0.9", [2, 2], [130, 333]),
+        ("xattention:128,4,0.9", [2, 1], [333, 100]),
+        ("xattention:128,2,0.9", [2, 1], [301, 290]),
+    ];
+    let ran = in_half_precision(devices, &calls, &[true, false]);
+    assert_ran("antidiagonals_in_half_precision_equal_those_of_loops", ran);
+}
+
+/// Blocks that kept keys and distances touch, of last queries in half precision, whose attention tensor cores may sum up before it is written: of no more
+/// queries than a warpgroup has, of a tile's, and of more; of heads that means decide for, of others, of both, and with a least.
+pub fn lines_in_half_precision_equal_those_of_loops(devices: &[Device]) {
+    let calls = [
+        ("flexprefill:64,0.73,0", [4, 2], [900, 900]),
+        ("flexprefill:64,0.73,2", [2, 1], [300, 300]),
+        ("flexprefill:64,0.6,0.03", [6, 2], [200, 520]),
+        ("flexprefill:128,0.31,0.1,200", [3, 1], [515, 515]),
+        ("flexprefill:32,0.47,0", [2, 2], [130, 333]),
+        ("flexprefill:128,0.5,0", [2, 1], [333, 100]),
+        ("minference:64,9,12,sinks=3,window=5", [4, 2], [900, 900]),
+        (
+            "minference:32,9,12,100,sinks=3,window=5",
+            [2, 1],
+            [301, 290],
+        ),
+        (
+            "minference:16,9,12,150,sinks=3,window=5",
+            [2, 1],
+            [200, 300],
+        ),
+    ];
+    let ran = in_half_precision(devices, &calls, &[true]);
+    assert_ran("lines_in_half_precision_equal_those_of_loops", ran);
+}
+
+/// Scores of numbers in half precision equal those of loops, of calls with a selection, heads of queries and of keys, and lengths. How many were compared.
+fn in_half_precision(
+    devices: &[Device],
+    calls: &[(&str, [usize; 2], [usize; 2])],
+    causals: &[bool],
+) -> usize {
+    let mut ran = 0;
+    for (index, &(text, [heads, kv_heads], seq)) in calls.iter().enumerate() {
+        let selection: Selection = text.parse().unwrap();
+        let sizes = Sizes::new([2, heads, kv_heads], seq);
+        for &causal in causals {
+            let problem = Problem::new(sizes, causal, 9870 + index as u64);
+            for (device, dtype) in halves(devices) {
+                let call = problem.call_in(device, dtype);
+                let grid = call.grid(selection.estimator().grid());
+                let what = format!("{text}, {sizes:?}, causal {causal}, {dtype:?}, {device:?}");
+                let scores = scores_of(&selection, &problem, &call, &what);
+                for entry in 0..sizes.batch {
+                    let expected = selection.estimator().reference(&problem.dense(entry));
+                    let scores = &scores[entry * expected.len()..][..expected.len()];
+                    assert_scores(&format!("{what}, {entry}"), &grid, scores, &expected, 1e-4);
+                }
+                ran += 1;
+            }
+        }
+    }
+    ran
+}
+
+/// Scores on a device equal those of loops, and so does what is chosen, but for scores that are as good as equal to one of the other side. True if all
+/// is the same.
+fn check(selection: &Selection, problem: &Problem, device: &Device) -> bool {
+    let what = format!(
+        "{selection}, {:?}, causal {}, {device:?}",
+        problem.sizes, problem.causal
+    );
+    let call = problem.call(device);
+    let estimator = selection.estimator();
+    let grid = call.grid(estimator.grid());
+    let scores = scores_of(selection, problem, &call, &what);
+    let chosen = selection.choose(&call).unwrap().layout.to_host().unwrap();
+    let mut is_same = true;
+    for entry in 0..problem.sizes.batch {
+        let dense = problem.dense(entry);
+        let expected = estimator.reference(&dense);
+        let scores = &scores[entry * expected.len()..][..expected.len()];
+        let reference = selection.choose_reference(&dense).unwrap();
+        let what = format!("{what}, {entry}");
+        assert_scores(&what, &grid, scores, &expected, 1e-5);
+        for head in 0..dense.heads {
+            let x = shared(&expected, selection.gqa_reduction(), &dense, head);
+            for at in 0..grid.rows() {
+                let own = entry.min(chosen.batch().unwrap_or(1) - 1);
+                let got = row(&chosen, own, head, at);
+                let expected = row(&reference, 0, head, at);
+                let x = &x[at * grid.blocks()..][..grid.blocks()];
+                for block in (0..got.len()).filter(|&block| got[block] != expected[block]) {
+                    is_same = false;
+                    let mut others = (0..got.len()).filter(|&other| expected[other] == got[block]);
+                    let is_near = others.any(|other| (x[other] - x[block]).abs() < 1e-4);
+                    let rule = selection.rule().keep;
+                    let by_share = matches!(rule, Budget::TopP { .. } | Budget::MinP(_));
+                    let is_ones = estimator.traits().causal_only;
+                    let is_near = is_near || (by_share && !is_ones);
+                    assert!(is_near, "{what}, {entry}, {head}, {at}, {block}: {x:?}");
+                }
+            }
+        }
+    }
+    is_same
+}
+
+/// What is infinite as a number.
+fn finite(x: Tensor<4>) -> burn::tensor::TensorData {
+    x.clamp(-1e6, 1e6).into_data()
+}
+
+/// Attention over what was chosen on a device equals that over the layout that loops choose.
+fn check_attention(selection: &Selection, problem: &Problem, device: &Device) {
+    let call = problem.call(device);
+    let chosen = selection.choose(&call).unwrap().layout;
+    let entries = (0..problem.sizes.batch).map(|entry| {
+        let layout = selection.choose_reference(&problem.dense(entry));
+        layout.unwrap()
+    });
+    let reference = BlockLayout::stack_batch(&entries.collect::<Vec<_>>()).unwrap();
+    let (q, k) = (&call.q, &call.k);
+    let v = k.clone() * 0.5 + 0.25;
+    let options = AttentionOptions::default();
+    let got = attend_with_lse([q, k, &v], &chosen, &options);
+    let expected = attend_with_lse([q, k, &v], &reference, &options);
+    let what = format!("{selection}, {:?}, {device:?}", problem.sizes);
+    let named =
+        |(out, lse): (Tensor<4>, Tensor<3>)| [("out", out.into_data()), ("lse", lse.into_data())];
+    assert_alike(&what, named(got), named(expected), 1e-5);
+}
+
+/// Grouped heads, sizes of all kinds, every rule and every way to share.
+pub fn choices_equal_those_of_loops(devices: &[Device]) {
+    let (mut ran, mut same) = (0, 0);
+    let (part, parts) = shard();
+    for (index, (text, every_key)) in SELECTIONS.into_iter().enumerate() {
+        let selection: Selection = text.parse().unwrap();
+        for (number, sizes) in SIZES.into_iter().enumerate() {
+            if (index + number) % parts != part {
+                continue;
+            }
+            for causal in [true, false] {
+                if !causal && !every_key {
+                    continue;
+                }
+                let problem = Problem::new(sizes, causal, 9800 + (index * 10 + number) as u64);
+                for device in devices {
+                    ran += 1;
+                    if check(&selection, &problem, device) {
+                        same += 1;
+                        check_attention(&selection, &problem, device);
+                    }
+                }
+            }
+        }
+    }
+    assert_ran("choices_equal_those_of_loops", ran);
+    // Near sums are few.
+    assert!(
+        same * 20 >= ran * 19,
+        "{same} of {ran} choices are the same"
+    );
+}
+
+/// A call of every key is none of the methods that count distances back from a query.
+pub fn methods_of_earlier_keys_say_so(devices: &[Device]) {
+    for device in devices {
+        let problem = Problem::new(SIZES[0], false, 1);
+        let call = problem.call(device);
+        for (text, every_key) in SELECTIONS {
+            let selection: Selection = text.parse().unwrap();
+            let traits = selection.estimator().traits();
+            assert_eq!(traits.causal_only, !every_key, "{text}");
+            assert!(!traits.prefix_stable, "{text}");
+            if every_key {
+                continue;
+            }
+            let name = selection.estimator().name();
+            let expected = format!("call.causal must be true for {name}, got false");
+            assert_eq!(selection.choose(&call).unwrap_err().to_string(), expected);
+            assert_eq!(traits.kind, EstimateKind::Probability);
+        }
+    }
+}
+
+/// Of queries and keys that are no numbers something is chosen, and the same each time.
+pub fn choices_of_what_is_no_number(devices: &[Device]) {
+    let mut problem = Problem::new(SIZES[0], true, 9899);
+    let odd = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 1e30];
+    let mut rng = seeded(9899);
+    for number in odd {
+        for numbers in [&mut problem.q, &mut problem.k] {
+            let at = rng.random_range(0..numbers.len());
+            numbers[at] = number;
+        }
+    }
+    for device in devices {
+        let call = problem.call(device);
+        for (text, _) in SELECTIONS {
+            let selection: Selection = text.parse().unwrap();
+            let v = call.q.zeros_like().slice_dim(1, 0..problem.sizes.kv_heads) + 1.0;
+            // Queries of zeros see all keys that are chosen alike.
+            let run = || {
+                let layout = selection.choose(&call).unwrap().layout;
+                let (q, k) = (call.q.zeros_like(), call.k.zeros_like());
+                let options = AttentionOptions::default();
+                let got = attend_with_lse([&q, &k, &v], &layout, &options);
+                (to_f64(got.0.into_data()), to_f64(got.1.into_data()))
+            };
+            let (out, lse) = run();
+            let is_whole = |x: &f64| (x.exp() - x.exp().round()).abs() < 1e-3;
+            assert!(lse.iter().all(is_whole), "{text}, {device:?}: {lse:?}");
+            let is_mean = |x: &f64| x.abs() < 1e-5 || (x - 1.0).abs() < 1e-5;
+            assert!(out.iter().all(is_mean), "{text}, {device:?}");
+            assert_eq!((out, lse), run(), "{text}, {device:?}");
+        }
+    }
+}

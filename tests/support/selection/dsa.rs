@@ -1,0 +1,512 @@
+//! DeepSeek sparse attention, its choices and what its indexer learns by, against plain f64 loops.
+
+use std::slice::from_ref;
+
+use burn_sparse_select::TokenIndices;
+use burn_sparse_select::dsa::Dsa;
+use burn_sparse_select::dsa::DsaIndex;
+use burn_sparse_select::dsa::DsaTarget;
+
+use crate::judge::dsa::Problem;
+use crate::judge::golden::{val, vals};
+use crate::prelude::*;
+
+/// The keys of each query.
+pub fn rows(lists: &TokenIndices) -> Vec<Vec<usize>> {
+    let [_, _, _, most] = lists.keys().dims();
+    let row = |row: &[i32]| {
+        let keys = named(row);
+        assert!(row[keys.len()..].iter().all(|&key| key == -1), "{row:?}");
+        keys
+    };
+    read_ints(lists.keys().clone())
+        .chunks(most)
+        .map(row)
+        .collect()
+}
+
+/// The loss, and its gradients by the index.
+fn differentiated_loss(loss: Tensor<1>, index: &DsaIndex) -> [TensorData; 4] {
+    let grads = loss.backward();
+    let [by_q, by_k] = [&index.q, &index.k].map(|x| x.grad(&grads).unwrap().into_data());
+    let by_weights = index.weights.grad(&grads).unwrap().into_data();
+    [loss.into_data(), by_q, by_k, by_weights]
+}
+
+/// The index with gradients.
+fn require_grad(mut index: DsaIndex) -> DsaIndex {
+    index.weights = index.weights.detach().require_grad();
+    [index.q, index.k] = [index.q, index.k].map(|x| x.detach().require_grad());
+    index
+}
+
+/// Panics if scores are not those of f64, or choices not those of the scores.
+pub fn assert_choices(
+    what: &str,
+    (problem, exact): (&Problem, &Problem),
+    scores: &[f64],
+    chosen: &[Vec<usize>],
+    [keep, near]: [usize; 2],
+    tolerance: f64,
+) {
+    let seq_kv = problem.seq[1];
+    for (query, chosen) in chosen.iter().enumerate() {
+        let what = format!("{what}, query {query}");
+        let scores = &scores[query * seq_kv..][..seq_kv];
+        assert_near(&what, scores, &exact.scores(query), tolerance);
+        let (by_device, _) = problem.choice_by(scores, query, keep, near);
+        assert_eq!(*chosen, by_device, "{what}");
+    }
+}
+
+/// Numbers that were computed elsewhere, of which one happens to be like a quarter of π.
+#[allow(clippy::approx_constant)]
+pub fn dsa_golden(devices: &[Device]) {
+    let problem = Problem::golden();
+    assert_eq!([val(5, 0, 7, 0), val(5, 1, 7, 0)], [1.0, 0.0]);
+    assert_eq!([val(5, 0, 15, 0), val(5, 1, 15, 0)], [-0.875, 1.0]);
+    let row7 = [0.0497, 0.0, 0.0, 0.0, 0.0, 0.6740, 0.4475, 0.0];
+    let row15 = [
+        0.0442, 0.0552, 0.0110, -0.5414, 0.0110, -0.4399, -1.2858, -0.1353, 0.1105, -0.4060,
+        -0.2707, -0.4737, -0.2369, -0.3384, 0.0, 0.0,
+    ];
+    assert_printed("row 7", &problem.scores(7)[..8], &row7);
+    assert_printed("row 15", &problem.scores(15), &row15);
+    let dsa = Dsa::new(5).unwrap();
+    let last = problem.last_query();
+    let all = problem.last_query().loss(0.5, |_| (0..16).collect());
+    let over_chosen = last.loss(0.5, |_| vec![0, 1, 2, 4, 8]);
+    assert!((all - 0.087519).abs() < 6e-7, "{all}");
+    assert!((over_chosen - 0.000943).abs() < 6e-7, "{over_chosen}");
+    for (device, dtype, _) in exact(devices) {
+        let index = problem.index(device, dtype);
+        let scores = to_f64(dsa.scores(&index).into_data());
+        assert_printed("row 7", &scores[7 * 16..][..8], &row7);
+        assert_printed("row 15", &scores[15 * 16..], &row15);
+        let lists = dsa.choose(&index).unwrap();
+        let chosen = rows(&lists);
+        assert_eq!(chosen[7], [0, 1, 2, 5, 6], "{device:?}");
+        assert_eq!(chosen[15], [0, 1, 2, 4, 8], "{device:?}");
+        for (query, chosen) in chosen.iter().enumerate() {
+            assert_eq!(
+                *chosen,
+                problem.choice(query, 5, 0).0,
+                "{device:?}, {query}"
+            );
+        }
+        let [q, k] = problem.queries_and_keys(device, dtype);
+        let v = tensor(&vals(2, 1, 16), [1, 1, 16, 4], device, dtype);
+        let options = AttentionOptions::default();
+        let out = dsa.attention(q, k, v, lists, options).unwrap();
+        let out = to_f64(out.into_data());
+        let tolerance = product_tolerance(device, dtype, 5.1e-5);
+        let head_0 = [0.0088, -0.7065, 0.7853, 0.0700];
+        assert_near("head 0", &out[15 * 4..][..4], &head_0, tolerance);
+        let head_1 = [-0.3975, -0.9019, 0.9981, 0.4937];
+        assert_near("head 1", &out[31 * 4..], &head_1, tolerance);
+
+        let index = last.index(device, dtype);
+        let lists = dsa.choose(&index).unwrap();
+        let [q, k] = last.queries_and_keys(device, dtype);
+        for (over, printed) in [
+            (DsaTarget::All, 0.087519),
+            (DsaTarget::Chosen(&lists), 0.000943),
+        ] {
+            let loss = dsa.loss(&index, [&q, &k], None, over).unwrap();
+            let loss = to_f64(loss.into_data())[0];
+            assert!(
+                (loss - printed).abs() < 1e-6,
+                "{device:?}: {loss}, {printed}"
+            );
+        }
+    }
+}
+
+/// Choices of any sizes: those of the scores that the device has, and those of f64, but for what a rounding decides.
+pub fn dsa_choices_equal_f64(devices: &[Device]) {
+    // Queries and keys, how many are kept, near ones among them, and scores in memory at a time.
+    let sizes = [
+        ([70, 70], 9, 0, 1 << 24),
+        ([70, 70], 9, 4, 900),
+        ([33, 90], 16, 16, 1),
+        ([1, 77], 5, 1, 1 << 24),
+        ([40, 40], 40, 3, 1 << 24),
+        ([40, 40], 100, 0, 1 << 24),
+        ([1, 1], 1, 0, 1 << 24),
+        ([200, 2100], 300, 7, 100_000),
+        // Of rows so long a cube has as many units as it may.
+        ([3, 9001], 2048, 0, 1 << 24),
+        // Few rows so long are cut.
+        ([3, 50_001], 2048, 3, 1 << 24),
+    ];
+    for device in devices {
+        // Scores are up to 10, and sums of terms as large.
+        let tolerance = 10.0 * product_tolerance(device, DType::F32, 1e-6);
+        for (seed, (seq, keep, near, numbers)) in (0..).zip(sizes) {
+            let problem = Problem::random(10_800 + seed, seq);
+            let dsa = Dsa::new(keep).unwrap().with_near(near).unwrap();
+            let dsa = dsa.with_chunk_elements(numbers).unwrap();
+            let index = problem.index(device, DType::F32);
+            let scores = to_f64(dsa.scores(&index).into_data());
+            let lists = dsa.choose(&index).unwrap();
+            assert!(lists.is_causal() && lists.seq_kv() == seq[1]);
+            let chosen = rows(&lists);
+            assert_eq!(chosen.len(), seq[0]);
+            let what = format!("{device:?}, {seq:?}, {keep}");
+            let of = (&problem, &problem);
+            assert_choices(&what, of, &scores, &chosen, [keep, near], tolerance);
+            let mut compared = 0;
+            for (query, chosen) in chosen.iter().enumerate() {
+                let (exact, gap) = problem.choice(query, keep, near);
+                if gap > 2.0 * tolerance {
+                    assert_eq!(*chosen, exact, "{what}: {query}");
+                    compared += 1;
+                }
+            }
+            let is_rounded = tolerance > 1e-3;
+            assert!(
+                is_rounded || compared * 2 >= seq[0],
+                "{device:?}, {seq:?}: {compared}"
+            );
+        }
+    }
+}
+
+/// Of equal scores the earlier keys, also of those that are 0 of either sign, infinite or no number.
+pub fn dsa_choices_of_equal_scores(devices: &[Device]) {
+    let [rows_of, seq] = [40, 600];
+    // One head of width 1: a score is the query's weight times what is above 0 of its product with the key.
+    let mut problem = Problem::of([1, 1, 4], [1, 1], [rows_of, seq]).filled(10_900);
+    let some = [
+        -1.0,
+        0.0,
+        0.5,
+        1.0,
+        1.0 + 1e-6,
+        2.0,
+        1e-30,
+        f64::INFINITY,
+        f64::NAN,
+    ];
+    let weights = [1.0, -1.0, 0.0, 3e-20, f64::NEG_INFINITY];
+    let [q, k, w] = &mut problem.index;
+    q.fill(1.0);
+    for (at, key) in k.iter_mut().enumerate() {
+        *key = f64::from(some[(at * 7 + at / 9) % some.len()] as f32);
+    }
+    for (at, weight) in w.iter_mut().enumerate() {
+        *weight = f64::from(weights[at % weights.len()] as f32);
+    }
+    for device in devices {
+        for (keep, near) in [(64, 0), (300, 0), (64, 5), (1, 0), (599, 0)] {
+            let dsa = Dsa::new(keep).unwrap().with_near(near).unwrap();
+            let index = problem.index(device, DType::F32);
+            let scores = to_f64(dsa.scores(&index).into_data());
+            let chosen = rows(&dsa.choose(&index).unwrap());
+            for (query, chosen) in chosen.iter().enumerate() {
+                let position = problem.position(query);
+                let scores = &scores[query * seq..][..=position];
+                let number = |key: usize| match (key + near > position, scores[key].is_nan()) {
+                    (true, _) => f64::INFINITY,
+                    // As low as the lowest.
+                    (_, true) => f64::NEG_INFINITY,
+                    // −0 is 0.
+                    _ => scores[key] + 0.0,
+                };
+                let mut order: Vec<usize> = (0..=position).collect();
+                order.sort_by(|&a, &b| number(b).partial_cmp(&number(a)).unwrap().then(a.cmp(&b)));
+                let mut expected = order[..keep.min(order.len())].to_vec();
+                expected.sort_unstable();
+                assert_eq!(*chosen, expected, "{device:?}, {keep}, {near}: {query}");
+            }
+        }
+    }
+}
+
+/// Later tokens change no choice, and the queries of new tokens choose as they do among all.
+pub fn dsa_is_prefix_stable(devices: &[Device]) {
+    let problem = Problem::random(10_900, [60, 60]);
+    let dsa = Dsa::new(8).unwrap().with_near(2).unwrap();
+    for device in devices {
+        let run =
+            |problem: &Problem| rows(&dsa.choose(&problem.index(device, DType::F32)).unwrap());
+        let before = run(&problem);
+        let mut changed = problem.clone();
+        for (part, width) in [(0, 6), (1, 6), (2, 1)] {
+            for head in changed.index[part].chunks_mut(60 * width) {
+                head[40 * width..].iter_mut().for_each(|x| *x = 1.25 - *x);
+            }
+        }
+        let after = run(&changed);
+        assert_eq!(before[..40], after[..40], "{device:?}");
+        assert!(before[40..] != after[40..], "{device:?}");
+        assert_eq!(before[59..], run(&problem.last_query()), "{device:?}");
+    }
+}
+
+/// What the indexer learns by, over all keys and over chosen ones.
+pub fn dsa_losses_equal_f64(devices: &[Device]) {
+    for (seed, seq) in [(11_000, [30, 30]), (11_001, [11, 50])] {
+        let problem = Problem::random(seed, seq);
+        let dsa = Dsa::new(7).unwrap();
+        for (device, dtype, tolerance) in exact(devices) {
+            let index = problem.index(device, dtype);
+            let [q, k] = problem.queries_and_keys(device, dtype);
+            let lists = dsa.choose(&index).unwrap();
+            let chosen = rows(&lists);
+            for (over, expected) in [
+                (
+                    DsaTarget::All,
+                    problem.loss(0.7, |query| (0..=problem.position(query)).collect()),
+                ),
+                (
+                    DsaTarget::Chosen(&lists),
+                    problem.loss(0.7, |query| chosen[query].clone()),
+                ),
+            ] {
+                let loss = dsa.loss(&index, [&q, &k], Some(0.7), over).unwrap();
+                let loss = to_f64(loss.into_data())[0];
+                assert!(
+                    (loss - expected).abs() < 10.0 * tolerance,
+                    "{device:?}, {dtype:?}, {over:?}: {loss}, {expected}"
+                );
+            }
+        }
+    }
+}
+
+/// The gradients of the loss; q and k have none.
+pub fn dsa_gradients_equal_finite_differences(devices: &[Device]) {
+    let problem = Problem::random(11_100, [13, 17]);
+    let dsa = Dsa::new(6).unwrap();
+    for device in with(devices, DType::F64) {
+        let lists = dsa.choose(&problem.index(device, DType::F64)).unwrap();
+        for over in [DsaTarget::All, DsaTarget::Chosen(&lists)] {
+            let autodiff = device.clone().autodiff();
+            let index = require_grad(problem.index(&autodiff, DType::F64));
+            let [q, k] = problem.queries_and_keys(&autodiff, DType::F64);
+            let [q, k] = [q, k].map(Tensor::require_grad);
+            let loss = dsa.loss(&index, [&q, &k], None, over).unwrap();
+            // A loss may be a part of another.
+            let loss = loss.mul_scalar(3.0);
+            let [_, found @ ..] = differentiated_loss(loss.clone(), &index).map(to_f64);
+            let grads = loss.backward();
+            assert!(q.grad(&grads).is_none() && k.grad(&grads).is_none());
+            let [q, k] = problem.queries_and_keys(device, DType::F64);
+            for (part, grad) in found.iter().enumerate() {
+                assert!(grad.iter().any(|&x| x.abs() > 1e-4));
+                for at in (0..grad.len()).step_by(7) {
+                    let loss = |step: f64| {
+                        let mut moved = problem.clone();
+                        moved.index[part][at] += step;
+                        let index = moved.index(device, DType::F64);
+                        let loss = dsa.loss(&index, [&q, &k], None, over).unwrap();
+                        3.0 * to_f64(loss.into_data())[0]
+                    };
+                    let slope = (loss(1e-6) - loss(-1e-6)) / 2e-6;
+                    let what = format!("{device:?}, {over:?}, {part} at {at}");
+                    assert_near(&what, &[grad[at]], &[slope], 1e-7);
+                }
+            }
+        }
+    }
+}
+
+/// The loss of problems as one batch with its gradients, twice with the same bits, against f64: each number within a share of the largest of its kind, and an
+/// absolute error.
+fn check_gradients(
+    what: &str,
+    problems: &[Problem],
+    scale: f64,
+    listed: Option<&[Vec<usize>]>,
+    run: impl Fn() -> [TensorData; 4],
+    within: impl Fn(usize) -> [f64; 2],
+) {
+    let got = run();
+    for (got, again) in got.iter().zip(run()) {
+        assert_eq!(got.as_bytes(), again.as_bytes(), "{what}");
+    }
+    let count = problems.len() as f64;
+    let mut expected = [const { Vec::new() }; 4];
+    expected[0].push(0.0);
+    for (entry, problem) in problems.iter().enumerate() {
+        let keys = |query: usize| match listed {
+            Some(lists) => lists[entry * problem.seq[0] + query].clone(),
+            None => (0..=problem.position(query)).collect(),
+        };
+        // Of the mean over all entries.
+        expected[0][0] += problem.loss(scale, keys) / count;
+        for (all, own) in expected[1..].iter_mut().zip(problem.gradients(scale, keys)) {
+            all.extend(own.into_iter().map(|x| x / count));
+        }
+    }
+    for (part, (got, expected)) in got.into_iter().zip(&expected).enumerate() {
+        let [share, size] = within(part);
+        let tolerance = share * largest(expected) + size;
+        assert_near(
+            &format!("{what}, {part}"),
+            &to_f64(got),
+            expected,
+            tolerance,
+        );
+    }
+}
+
+/// Two entries as one batch.
+fn batch_of(
+    indices: [DsaIndex; 2],
+    [first, second]: [[Tensor<4>; 2]; 2],
+) -> (DsaIndex, [Tensor<4>; 2]) {
+    let [a, b] = indices;
+    let join = |a: Tensor<4>, b: Tensor<4>| Tensor::cat(vec![a, b], 0);
+    let weights = Tensor::cat(vec![a.weights, b.weights], 0);
+    let index = DsaIndex::new(join(a.q, b.q), join(a.k, b.k), weights).unwrap();
+    let ([q, k], [other_q, other_k]) = (first, second);
+    (index, [join(q, other_q), join(k, other_k)])
+}
+
+/// Losses and all gradients of calls in several slabs, of batches, odd sizes and in half precision, twice with the same bits.
+pub fn dsa_gradients_equal_f64(devices: &[Device]) {
+    // Heads, of keys, and width; of the indexer; queries and keys; scores in memory at a time.
+    let sizes = [
+        ([4, 2, 5], [3, 6], [21, 29], 2 * 29 * 8),
+        ([10, 1, 16], [9, 68], [70, 90], 2 * 90 * 50),
+    ];
+    for device in devices {
+        let mut dtypes: Vec<(DType, f64)> = exact_dtypes(device);
+        dtypes.extend(half_dtypes(device).into_iter().map(|dtype| (dtype, 1e-4)));
+        for (seed, (heads, index, seq, numbers)) in (11_200..).zip(sizes) {
+            let shape = Problem::of(heads, index, seq);
+            let problems = [seed, seed + 50].map(|seed| shape.clone().filled(seed));
+            // Kernels of each size and dtype take long to compile: those in half precision are of one size.
+            let of_size = dtypes
+                .iter()
+                .filter(|(dtype, _)| dtype.size() > 2 || seed == 11_200);
+            for &(dtype, tolerance) in of_size {
+                let what = format!("{device:?}, {dtype:?}, {seq:?}, {heads:?}");
+                // As the device has them.
+                let problems = problems.each_ref().map(|problem| problem.rounded(dtype));
+                let autodiff = device.clone().autodiff();
+                let (index, [q, k]) = batch_of(
+                    problems
+                        .each_ref()
+                        .map(|problem| problem.index(&autodiff, dtype)),
+                    problems
+                        .each_ref()
+                        .map(|x| x.queries_and_keys(&autodiff, dtype)),
+                );
+                let index = require_grad(index);
+                let dsa = Dsa::new(7).unwrap().with_chunk_elements(numbers).unwrap();
+                let lists = dsa.choose(&index).unwrap();
+                // Lists of any keys, also of later ones.
+                let wild = (0..2 * seq[0] * 6).map(|at| ((at * at + at / 7) % seq[1]) as i32);
+                let wild: Vec<i32> = wild.collect();
+                let wild = ints(&wild, [2, 1, seq[0], 6], device);
+                let wild = TokenIndices::new(wild, seq[1], false).unwrap();
+                let (chosen, any) = (rows(&lists), rows(&wild));
+                for (over, listed) in [
+                    (DsaTarget::All, None),
+                    (DsaTarget::Chosen(&lists), Some(&chosen[..])),
+                    (DsaTarget::Chosen(&wild), Some(&any[..])),
+                ] {
+                    let run = || {
+                        let loss = dsa.loss(&index, [&q, &k], Some(0.4), over);
+                        differentiated_loss(loss.unwrap(), &index)
+                    };
+                    // Gradients are rounded to half precision, losses are not.
+                    let share = if dtype.size() == 2 { 8e-3 } else { 0.0 };
+                    let size = 10.0 * tolerance.max(1e-12);
+                    let within = |part| [if part > 0 { share } else { 0.0 }, size];
+                    let what = format!("{what}, {over:?}");
+                    check_gradients(&what, &problems, 0.4, listed, run, within);
+                    let sizes = run().map(|got| largest(&to_f64(got)));
+                    assert!(
+                        sizes[1..].iter().all(|size| *size > 100.0 * 1e-6),
+                        "{what}: {sizes:?}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// Scores, choices, losses and gradients in half precision, of whole and of odd widths, few heads and many, on one head of keys and on several, in several slabs:
+/// as tensor cores make them, where a device has some.
+pub fn dsa_in_half_precision(devices: &[Device]) {
+    // Heads, of keys, and width; of the indexer; queries and keys; scores in memory at a time; keys that are kept, of them near ones.
+    let sizes = [
+        ([4, 2, 24], [3, 24], [30, 70], 70 * 16, [9, 4]),
+        ([1, 1, 8], [1, 72], [40, 40], 1 << 20, [12, 0]),
+        ([3, 3, 72], [4, 16], [33, 300], 300 * 7, [40, 1]),
+        ([16, 1, 128], [64, 128], [65, 530], 530 * 40, [290, 9]),
+        ([20, 2, 40], [8, 200], [20, 90], 1 << 20, [33, 3]),
+        ([144, 2, 16], [72, 8], [9, 270], 1 << 20, [20, 2]),
+        ([40, 1, 256], [24, 256], [21, 260], 1 << 20, [30, 0]),
+    ];
+    for device in devices {
+        // Others have one kernel for all sizes. Kernels of each size take long to compile, so processes may share these.
+        let tensor_cores = is_cuda(device);
+        let (part, parts) = if tensor_cores {
+            shard()
+        } else {
+            (0, sizes.len())
+        };
+        let own = (0..).zip(sizes).skip(part).step_by(parts);
+        for (number, (heads, of_index, seq, numbers, [keep, near])) in own {
+            // Each size but the first has one dtype.
+            let dtypes = half_dtypes(device).into_iter().enumerate();
+            let own = dtypes.filter(|(at, _)| number == 0 || number % 2 == *at);
+            for (_, dtype) in own {
+                let what = format!("{device:?}, {dtype:?}, {heads:?}, {of_index:?}, {seq:?}");
+                let problem = Problem::of(heads, of_index, seq).filled(11_300 + number as u64);
+                let problem = problem.rounded(dtype);
+                let autodiff = device.clone().autodiff();
+                let index = require_grad(problem.index(&autodiff, dtype));
+                let [q, k] = problem.queries_and_keys(&autodiff, dtype);
+                let dsa = Dsa::new(keep).unwrap().with_near(near).unwrap();
+                let dsa = dsa.with_chunk_elements(numbers).unwrap();
+                let scores = to_f64(dsa.scores(&index).into_data());
+                let lists = dsa.choose(&index).unwrap();
+                let chosen = rows(&lists);
+                let of = (&problem, &problem);
+                assert_choices(&what, of, &scores, &chosen, [keep, near], 2e-5);
+                let scale = 1.0 / (heads[2] as f64).sqrt();
+                for (over, listed) in [
+                    (DsaTarget::All, None),
+                    (DsaTarget::Chosen(&lists), Some(&chosen[..])),
+                ] {
+                    let run = || {
+                        let loss = dsa.loss(&index, [&q, &k], Some(scale), over);
+                        differentiated_loss(loss.unwrap(), &index)
+                    };
+                    // Gradients are rounded to half precision, losses are not.
+                    let within = |part| if part > 0 { [8e-3, 0.0] } else { [0.0, 1e-3] };
+                    let (what, problems) = (format!("{what}, {over:?}"), from_ref(&problem));
+                    check_gradients(&what, problems, scale, listed, run, within);
+                }
+            }
+        }
+    }
+}
+
+/// Wrong sizes and numbers.
+pub fn dsa_errors(devices: &[Device]) {
+    let text = |error: burn_blocksparse::OpError| error.to_string();
+    assert!(text(Dsa::new(0).unwrap_err()).contains("keep must be at least 1"));
+    let dsa = Dsa::new(4).unwrap();
+    assert!(text(dsa.with_near(5).unwrap_err()).contains("near must be at most keep"));
+    for device in devices {
+        let zeros = |shape: [usize; 4]| Tensor::<4>::zeros(shape, (device, DType::F32));
+        let weights = |heads, rows| Tensor::<3>::zeros([1, heads, rows], (device, DType::F32));
+        let index = |q, k, w| text(DsaIndex::new(q, k, w).unwrap_err());
+        let q = || zeros([1, 2, 8, 4]);
+        assert!(index(q(), zeros([1, 2, 8, 4]), weights(2, 8)).contains("index k's heads"));
+        assert!(index(q(), zeros([1, 1, 8, 5]), weights(2, 8)).contains("index_dim"));
+        assert!(index(q(), zeros([1, 1, 8, 4]), weights(3, 8)).contains("weights' shape"));
+        assert!(index(q(), zeros([1, 1, 7, 4]), weights(2, 8)).contains("seq_q"));
+        let index = DsaIndex::new(q(), zeros([1, 1, 8, 4]), weights(2, 8)).unwrap();
+        let (queries, keys) = (zeros([1, 2, 7, 4]), zeros([1, 1, 8, 4]));
+        let error = dsa.loss(&index, [&queries, &keys], None, DsaTarget::All);
+        assert!(text(error.unwrap_err()).contains("q's seq_q"));
+    }
+}

@@ -1,0 +1,224 @@
+//! Choices of an indexer among keys in pages, against those of keys side by side.
+
+use burn_paged_attention::PagedKeysValues;
+use burn_paged_attention::PagedOptions;
+use burn_paged_attention::PagedStore;
+use burn_paged_attention::paged_attention;
+use burn_sparse_select::dsa::Dsa;
+use burn_sparse_select::dsa::DsaPages;
+use rand::seq::SliceRandom;
+
+use crate::judge::dsa::Problem;
+use crate::prelude::*;
+
+/// Walks of these lengths over pages in any order, and the queries of each.
+struct Walks {
+    /// Of one query each.
+    problems: Vec<Problem>,
+    page: usize,
+    /// Pages of all, and entries of the table.
+    pages: usize,
+    entries: usize,
+    table: Vec<i32>,
+}
+
+impl Walks {
+    fn new(seed: u64, index: [usize; 2], lengths: &[usize], page: usize, spare: usize) -> Self {
+        let mut rng = seeded(seed);
+        let problem = |(walk, &length): (usize, &usize)| {
+            Problem::of([2, 1, 4], index, [1, length]).filled(seed + walk as u64)
+        };
+        let problems = lengths.iter().enumerate().map(problem).collect();
+        let of_walks = lengths.iter().map(|length| length.div_ceil(page));
+        let entries = of_walks.clone().max().unwrap() + spare;
+        let pages = of_walks.clone().sum::<usize>() + 3;
+        let mut order: Vec<i32> = (0..pages as i32).collect();
+        order.shuffle(&mut rng);
+        let mut table = Vec::new();
+        for count in of_walks {
+            table.extend(order.drain(..count));
+            // What stands behind the last is any page, or none.
+            table.extend((count..entries).map(|_| match rng.random_bool(0.5) {
+                true => -1,
+                false => 0,
+            }));
+        }
+        Self {
+            problems,
+            page,
+            pages,
+            entries,
+            table,
+        }
+    }
+
+    /// The slot of a key of a walk.
+    fn slot(&self, walk: usize, key: usize) -> usize {
+        let entry = self.table[walk * self.entries + key / self.page];
+        entry as usize * self.page + key % self.page
+    }
+
+    fn index(&self, device: &Device, dtype: DType) -> DsaPages {
+        let walks = self.problems.len();
+        let [heads, width] = [self.problems[0].index_heads, self.problems[0].index_dim];
+        // Numbers that no walk has are none.
+        let mut keys = vec![f64::NAN; self.pages * self.page * width];
+        for (walk, problem) in self.problems.iter().enumerate() {
+            for (key, row) in problem.index[1].chunks(width).enumerate() {
+                keys[self.slot(walk, key) * width..][..width].copy_from_slice(row);
+            }
+        }
+        let of = |part: usize| -> Vec<f64> {
+            let parts = self.problems.iter().map(|problem| &problem.index[part]);
+            parts.flatten().copied().collect()
+        };
+        let floats = |values: Vec<f64>, shape: &[usize]| {
+            TensorData::new(values, shape.to_vec()).convert_dtype(dtype)
+        };
+        let spans = self.problems.iter().flat_map(|problem| {
+            let seen = problem.seq[1] as i32;
+            [seen, 0, 0, 0]
+        });
+        let spans: Vec<i32> = spans.collect();
+        let on = (device, dtype);
+        DsaPages {
+            q: Tensor::from_data(floats(of(0), &[walks, heads, width]), on),
+            weights: Tensor::from_data(floats(of(2), &[walks, heads]), on),
+            keys: Tensor::from_data(floats(keys, &[self.pages, self.page, width]), on),
+            table: ints(&self.table, [walks, 1, self.entries], device),
+            spans: ints(&spans, [walks, 1, 4], device),
+        }
+    }
+}
+
+/// The slots of what is chosen of keys side by side, but for what a rounding decides: of walks of unequal lengths, one query and many, tables that are longer
+/// than any walk, few scores in memory at a time, and heads of keys that share entries.
+pub fn dsa_chooses_in_pages(devices: &[Device]) {
+    // Of an indexer heads and their width; lengths of walks; slots of a page, and entries to spare; keys that are kept, and near ones among them; scores in
+    // memory at a time; heads of keys.
+    let rows = [
+        ([3, 6], vec![70, 1, 33], 8, 2, [9, 0], 1 << 24, 1),
+        ([3, 6], vec![70, 12, 33, 13, 64], 16, 0, [12, 3], 200, 2),
+        ([1, 5], vec![40], 1, 5, [40, 1], 1 << 24, 3),
+        ([4, 16], vec![900, 300, 4], 32, 9, [120, 2], 1 << 24, 2),
+        ([64, 128], vec![530, 70], 16, 4, [64, 0], 1 << 24, 1),
+        // Rows that are cut, of which one has none in its second part, and one no more than are kept.
+        ([2, 8], vec![50_000, 7000, 300], 64, 3, [500, 2], 1 << 24, 1),
+    ];
+    for device in devices {
+        let dtypes = exact_dtypes(device).into_iter().map(|(dtype, _)| dtype);
+        for dtype in dtypes.chain(half_dtypes(device)) {
+            let tolerance = match dtype {
+                DType::F64 => 1e-12,
+                _ => 10.0 * product_tolerance(device, DType::F32, 1e-6),
+            };
+            for (seed, (index, lengths, page, spare, [keep, near], numbers, kv_heads)) in
+                (0..).zip(rows.clone())
+            {
+                let what = format!("{device:?}, {dtype:?}, {lengths:?} by {page}");
+                let mut walks = Walks::new(11_300 + 10 * seed, index, &lengths, page, spare);
+                for problem in &mut walks.problems {
+                    *problem = problem.rounded(dtype);
+                }
+                let dsa = Dsa::new(keep).unwrap().with_near(near).unwrap();
+                let dsa = dsa.with_chunk_elements(numbers).unwrap();
+                let slots = dsa.choose_in_pages(&walks.index(device, dtype), kv_heads);
+                let slots = slots.unwrap();
+                let most = keep.min(walks.entries * page);
+                assert_eq!(slots.dims(), [lengths.len(), kv_heads, most], "{what}");
+                let slots: Vec<i32> = slots.into_data().iter().collect();
+                let mut compared = 0;
+                for (row, slots) in slots.chunks(most).enumerate() {
+                    let (walk, head) = (row / kv_heads, row % kv_heads);
+                    let (chosen, gap) = walks.problems[walk].choice(0, keep, near);
+                    let (there, behind) = slots.split_at(chosen.len());
+                    assert!(behind.iter().all(|&slot| slot < 0), "{what}: {row}");
+                    if gap <= 2.0 * tolerance {
+                        continue;
+                    }
+                    compared += 1;
+                    let expected: Vec<i32> = (chosen.iter())
+                        .map(|&key| walks.slot(walk, key))
+                        .map(|slot| (slot / page * kv_heads + head) * page + slot % page)
+                        .map(|slot| slot as i32)
+                        .collect();
+                    assert_eq!(there, expected, "{what}: {row}");
+                }
+                let is_rounded = tolerance > 1e-3;
+                assert!(is_rounded || compared > 0, "{what}: {compared}");
+            }
+        }
+    }
+}
+
+/// Attention to the slots that are chosen is attention to these keys.
+pub fn dsa_attends_in_pages(devices: &[Device]) {
+    let (heads, kv_heads, width, page, keep) = (4, 2, 32, 16, 24);
+    for device in devices {
+        let walks = Walks::new(11_400, [3, 6], &[90, 20, 47], page, 1);
+        let count = walks.problems.len();
+        let mut rng = seeded(11_401);
+        let mut random = |count: usize| drawn(&mut rng, count, -1.0f64..1.0);
+        let q = random(count * heads * width);
+        let stored = [(); 2].map(|()| random(walks.pages * kv_heads * page * width));
+        let index = walks.index(device, DType::F32);
+        let slots = Dsa::new(keep).unwrap().choose_in_pages(&index, kv_heads);
+        let slots = slots.unwrap();
+        let listed: Vec<i32> = slots.clone().into_data().iter().collect();
+        let shape = [walks.pages * kv_heads, page, width];
+        let [keys, values] =
+            (stored.each_ref()).map(|rows| tensor(rows, shape, device, DType::F32));
+        let store = PagedStore::Plain { keys, values };
+        let pages = PagedKeysValues::of_slots(store, slots, &index.spans);
+        let of_device = tensor(&q, [count, heads, 1, width], device, DType::F32);
+        let out = paged_attention(of_device, &pages, &PagedOptions::default()).unwrap();
+        let (out, [keys, values]) = (to_f64(out.out.into_data()), stored);
+        let tolerance = product_tolerance(device, DType::F32, 1e-5);
+        for (row, out) in out.chunks(width).enumerate() {
+            let (walk, head) = (row / heads, row % heads);
+            let list = (walk * kv_heads + head / (heads / kv_heads)) * keep;
+            let slots = named(&listed[list..][..keep]);
+            assert_eq!(slots.len(), keep.min(walks.problems[walk].seq[1]));
+            let q = &q[row * width..][..width];
+            let score =
+                |&slot: &usize| dot(q, &keys[slot * width..][..width]) / (width as f64).sqrt();
+            let weights = softmax(&slots.iter().map(score).collect::<Vec<_>>());
+            let sum = |column: usize| {
+                let pairs = slots.iter().zip(&weights);
+                let products = pairs.map(|(slot, weight)| weight * values[slot * width + column]);
+                products.sum::<f64>()
+            };
+            let expected: Vec<f64> = (0..width).map(sum).collect();
+            assert_near(&format!("{device:?}: {row}"), out, &expected, tolerance);
+        }
+    }
+}
+
+/// What does not fit is said.
+pub fn dsa_in_pages_errors(devices: &[Device]) {
+    for device in devices {
+        let walks = Walks::new(11_500, [3, 6], &[40, 20], 8, 0);
+        let index = walks.index(device, DType::F32);
+        let dsa = Dsa::new(4).unwrap();
+        let says = |index: &DsaPages, kv_heads: usize, words: &str| {
+            let error = dsa.choose_in_pages(index, kv_heads).unwrap_err();
+            assert!(error.to_string().contains(words), "{error}");
+        };
+        says(&index, 0, "kv_heads");
+        let mut wrong = index.clone();
+        wrong.keys = Tensor::zeros([4, 6, 6], (device, DType::F32));
+        says(&wrong, 1, "page size");
+        wrong = index.clone();
+        wrong.keys = Tensor::zeros([4, 8, 5], (device, DType::F32));
+        says(&wrong, 1, "index_dim");
+        wrong = index.clone();
+        wrong.weights = Tensor::ones([2, 4], (device, DType::F32));
+        says(&wrong, 1, "weights' shape");
+        wrong = index.clone();
+        wrong.spans = Tensor::<3, Int>::zeros([1, 1, 4], (device, DType::I32));
+        says(&wrong, 1, "spans' shape");
+        wrong = index.clone();
+        wrong.table = Tensor::<3, Int>::zeros([2, 2, 5], (device, DType::I32));
+        says(&wrong, 1, "table's shape");
+    }
+}

@@ -1,0 +1,335 @@
+//! Attention over what single queries choose (MoBA), against the same in plain f64 loops.
+
+use burn_sparse_select::Always;
+use burn_sparse_select::EstimateInputs;
+use burn_sparse_select::GqaReduction;
+use burn_sparse_select::ReferenceInputs;
+use burn_sparse_select::SelectedOptions;
+use burn_sparse_select::Selection;
+use burn_sparse_select::attention_selected;
+use burn_sparse_select::attention_selected_with_lse;
+
+use crate::judge::moba::{CASE, Case, cases, selected};
+use crate::prelude::*;
+use crate::selection::moba_lists::check_lists;
+
+/// Every output and gradient equals that of the choice in f64, and so do the blocks that are chosen.
+pub fn selected_attention_equals_f64(devices: &[Device]) {
+    for (index, case) in cases().iter().enumerate() {
+        let (problem, chosen) = case.problem(7000 + 100 * index as u64, DType::F32);
+        let answer = problem.solve();
+        let selection = case.selection();
+        for device in devices {
+            check_lists(case, &problem, &chosen, &selection, device);
+            for (dtype, tolerance) in exact_dtypes(device) {
+                let device = device.clone().autodiff();
+                let got = selected(&problem, &selection, &device, dtype);
+                let what = format!("{}, {device:?}, {dtype:?}", case.name);
+                answer.assert(&what, got, &[Near::Tensor(tolerance)]);
+            }
+        }
+    }
+}
+
+pub fn selected_attention_in_half_precision(devices: &[Device]) {
+    for (index, keep) in [(1, 4), (12, 3), (13, 2), (16, 5)] {
+        let case = Case {
+            keep,
+            dims: [64, 64],
+            ..cases()[index]
+        };
+        for (device, dtype) in halves(devices) {
+            let (problem, _) = case.problem(7900 + index as u64, dtype);
+            let answer = problem.solve();
+            let device = device.clone().autodiff();
+            let got = selected(&problem, &case.selection(), &device, dtype);
+            let what = format!("{}, {device:?}, {dtype:?}", case.name);
+            answer.assert(&what, got, &[Near::Tensor(half_tolerance(dtype))]);
+        }
+    }
+}
+
+/// Out, lse and all gradients over the choice of the host, with every option that queries take along; heads that share a choice too.
+pub fn selected_attention_equals_its_layout(devices: &[Device]) {
+    let own = Case {
+        heads: [4, 2],
+        seq: [83, 107],
+        ..CASE
+    };
+    let forced = Case {
+        keep: 5,
+        forced: Always { first: 1, local: 2 },
+        ..own
+    };
+    let options = AttentionOptions::default().scale(0.3).softcap(2.0);
+    for (case, sharing) in [own, forced].into_iter().flat_map(|case| {
+        [GqaReduction::PerHead, GqaReduction::Mean, GqaReduction::Max]
+            .map(|sharing| (case, sharing))
+    }) {
+        let selection = case.selection().with_gqa_reduction(sharing);
+        // Products of f32 numbers are tf32 on tensor cores, which decides between scores that are nearer than that.
+        let problems = (8100..8200).map(|seed| case.problem(seed, DType::F32).0);
+        let is_clear = |problem: &Problem| {
+            let gap = |batch| smallest_gap(problem, &case, batch, sharing);
+            (0..problem.sizes.batch).all(|batch| gap(batch) > 2e-3)
+        };
+        let problem = problems.into_iter().find(is_clear);
+        let problem = problem.expect("one of a hundred has no near ties");
+        let problem = problem.options(Some(0.3), Some(2.0));
+        let s = problem.sizes;
+        let layouts = (0..s.batch).map(|batch| {
+            let [q, k] = part(&problem, batch);
+            selection
+                .choose_reference(&dense_call(&problem, &q, &k))
+                .unwrap()
+        });
+        let layouts: Vec<_> = layouts.collect();
+        let layout = BlockLayout::stack_batch(&layouts).unwrap();
+        for device in devices {
+            let device = device.clone().autodiff();
+            let got = differentiated(&problem, &device, DType::F32, |q, k, v| {
+                attention_selected_with_lse(q, k, v, &selection, options.clone()).unwrap()
+            });
+            let expected = differentiated(&problem, &device, DType::F32, |q, k, v| {
+                attend_with_lse([&q, &k, &v], &layout, &options)
+            });
+            let what = format!("{sharing:?}, {:?}, {device:?}", case.forced);
+            assert_alike(&what, got, expected, 1e-5);
+        }
+    }
+}
+
+/// The queries and keys of a batch entry.
+fn part(problem: &Problem, batch: usize) -> [Vec<f64>; 2] {
+    let s = problem.sizes;
+    let part = |x: &[f64], heads: usize, seq: usize| {
+        let numbers = heads * seq * s.head_dim;
+        x[batch * numbers..][..numbers].to_vec()
+    };
+    [
+        part(&problem.q, s.heads, s.seq_q),
+        part(&problem.k, s.kv_heads, s.seq_kv),
+    ]
+}
+
+fn dense_call<'a>(problem: &Problem, q: &'a [f64], k: &'a [f64]) -> ReferenceInputs<'a> {
+    let s = problem.sizes;
+    ReferenceInputs {
+        q,
+        k,
+        heads: s.heads,
+        kv_heads: s.kv_heads,
+        seq_q: s.seq_q,
+        seq_kv: s.seq_kv,
+        head_dim: s.head_dim,
+        scale: 0.3,
+        causal: true,
+    }
+}
+
+/// By how much at least the last block that a query chooses between its forced ones scores higher than the next.
+fn smallest_gap(problem: &Problem, case: &Case, batch: usize, sharing: GqaReduction) -> f64 {
+    let s = problem.sizes;
+    let [q, k] = part(problem, batch);
+    let selection = case.selection();
+    let Always { first, local } = case.forced;
+    let count = case.keep - first - local;
+    let scores = (selection.estimator()).reference(&dense_call(problem, &q, &k));
+    let block = selection.estimator().grid().block;
+    let blocks = s.seq_kv.div_ceil(block);
+    let group = match sharing {
+        GqaReduction::PerHead => 1,
+        _ => s.heads / s.kv_heads,
+    };
+    let shared = |list: usize, row: usize, block: usize| {
+        let of = (0..group).map(|member| {
+            let head = list * group + member;
+            scores[(head * s.seq_q + row) * blocks + block]
+        });
+        match sharing {
+            GqaReduction::Max => of.fold(f64::NEG_INFINITY, f64::max),
+            _ => of.sum::<f64>() / group as f64,
+        }
+    };
+    let mut smallest = f64::INFINITY;
+    for list in 0..s.heads / group {
+        for row in 0..s.seq_q {
+            let past = (row + s.seq_kv - s.seq_q) / block;
+            let between = first..(past + 1).saturating_sub(local);
+            let mut row: Vec<f64> = between.map(|block| shared(list, row, block)).collect();
+            row.sort_by(|a, b| b.total_cmp(a));
+            if let (Some(last), Some(next)) = (row.get(count - 1), row.get(count)) {
+                smallest = smallest.min(last - next);
+            }
+        }
+    }
+    smallest
+}
+
+/// Blocks of queries that choose together: the same bits as the choice and attention over it.
+pub fn selected_attention_of_query_blocks(devices: &[Device]) {
+    let selection: Selection = "topk:16,3".parse().unwrap();
+    let (problem, _) = CASE.problem(8200, DType::F32);
+    for device in devices {
+        let [q, k, v, _] = inputs(&problem, device, DType::F32);
+        for causal in [true, false] {
+            let call = EstimateInputs::new(q.clone(), k.clone()).causal(causal);
+            let layout = selection.choose(&call).unwrap().layout;
+            let options = AttentionOptions::default();
+            let (q, k, v) = (q.clone(), k.clone(), v.clone());
+            let expected = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), &layout)
+                .options(options.clone())
+                .run_with_lse();
+            let expected = expected.unwrap();
+            let options = SelectedOptions::from(options).causal(causal);
+            let got = attention_selected_with_lse(q, k, v, &selection, options).unwrap();
+            let what = format!("{device:?}, {causal}");
+            let bits = |(out, lse): (Tensor<4>, Tensor<3>)| {
+                [("out", out.into_data()), ("lse", lse.into_data())]
+            };
+            assert_same_bits(&what, bits(got), bits(expected));
+        }
+    }
+}
+
+/// f64 gradients against differences of the function itself, at a choice that no step changes.
+pub fn selected_gradients_equal_finite_differences(devices: &[Device]) {
+    let case = Case {
+        seq: [29, 29],
+        block: 8,
+        batch: 1,
+        ..CASE
+    };
+    let selection = case.selection();
+    for device in with(devices, DType::F64) {
+        let (mut problem, _) = case.problem(8300, DType::F32);
+        let autodiff = device.clone().autodiff();
+        let results = selected(&problem, &selection, &autodiff, DType::F64);
+        for (which, (name, grad)) in results.into_iter().skip(2).enumerate() {
+            let grad = to_f64(grad);
+            for index in (0..grad.len()).step_by(37) {
+                let mut loss = |step: f64| {
+                    problem.qkv()[which][index] += step;
+                    let [q, k, v, grad_out] = inputs(&problem, device, DType::F64);
+                    let options = AttentionOptions::default();
+                    let result = attention_selected_with_lse(q, k, v, &selection, options);
+                    let (out, lse) = result.unwrap();
+                    let loss = loss_of(&problem, (&out, Some(grad_out)), &lse);
+                    loss.into_scalar::<f64>()
+                };
+                let what = format!("{device:?}, {name} at {index}");
+                assert_slope(&what, &mut loss, grad[index]);
+            }
+        }
+    }
+}
+
+/// Later tokens change nothing of what comes before them. Packed queries may lie at other places, and so be summed in another order.
+pub fn selected_attention_is_prefix_stable(devices: &[Device]) {
+    let case = Case {
+        heads: [4, 2],
+        seq: [90, 90],
+        ..CASE
+    };
+    prefix_stable(case, devices);
+    prefix_stable(
+        Case {
+            keep: 4,
+            forced: Always { first: 1, local: 2 },
+            ..case
+        },
+        devices,
+    );
+}
+
+fn prefix_stable(case: Case, devices: &[Device]) {
+    let selection = case.selection();
+    assert!(selection.estimator().traits().prefix_stable);
+    let (problem, _) = case.problem(8400, DType::F32);
+    for device in devices {
+        let run = |problem: &Problem| {
+            let [q, k, v, _] = inputs(problem, device, DType::F32);
+            attention_selected(q, k, v, &selection, AttentionOptions::default()).unwrap()
+        };
+        let before = run(&problem);
+        // The last queries alone attend as they do among all.
+        let [q, k, v, _] = inputs(&problem, device, DType::F32);
+        for count in [1, 7, 40] {
+            let last = 90 - count..90;
+            let q = q.clone().slice_dim(2, last.clone());
+            let options = AttentionOptions::default();
+            let out = attention_selected(q, k.clone(), v.clone(), &selection, options).unwrap();
+            let expected = to_f64(before.clone().slice_dim(2, last).into_data());
+            let what = format!("{device:?}, the last {count} queries");
+            assert_close(&what, out.into_data(), &expected, 1e-6);
+        }
+        for first in [17, 48, 63] {
+            let (mut moved, _) = case.problem(8400, DType::F32);
+            let fresh = Problem::random(case.sizes(), 8401 + first as u64, |_, _, _, _| false);
+            let [seq, _] = case.seq;
+            let numbers = [
+                (&mut moved.q, fresh.q),
+                (&mut moved.k, fresh.k),
+                (&mut moved.v, fresh.v),
+            ];
+            for (values, fresh) in numbers {
+                for (at, value) in values.iter_mut().enumerate() {
+                    if at / case.dims[0] % seq >= first {
+                        *value = 3.0 * fresh[at];
+                    }
+                }
+            }
+            let after = run(&moved);
+            let kept = |x: &Tensor<4>| to_f64(x.clone().slice_dim(2, 0..first).into_data());
+            assert_close(
+                &format!("{device:?}, tokens from {first} on changed"),
+                after.clone().slice_dim(2, 0..first).into_data(),
+                &kept(&before),
+                1e-6,
+            );
+            let blocks = |problem: &Problem| {
+                let [q, k, ..] = inputs(problem, device, DType::F32);
+                let lists = selection.query_lists(&EstimateInputs::new(q, k)).unwrap();
+                let blocks = lists.unwrap().blocks.slice_dim(2, 0..first);
+                to_f64(blocks.into_data())
+            };
+            assert_eq!(blocks(&moved), blocks(&problem), "{device:?}, {first}");
+            assert_ne!(
+                to_f64(after.into_data()),
+                to_f64(before.clone().into_data())
+            );
+        }
+    }
+}
+
+/// Batch entries in another order give their outputs in that order, and the same call the same bits.
+pub fn selected_attention_of_a_permuted_batch(devices: &[Device]) {
+    let case = Case {
+        batch: 3,
+        heads: [4, 2],
+        ..CASE
+    };
+    let (problem, _) = case.problem(8500, DType::F32);
+    for device in devices {
+        let [q, k, v, _] = inputs(&problem, device, DType::F32);
+        let order = [2, 0, 1];
+        let run = |q: Tensor<4>, k: Tensor<4>, v: Tensor<4>| {
+            let options = AttentionOptions::default();
+            attention_selected(q, k, v, &case.selection(), options).unwrap()
+        };
+        let permuted = |x: &Tensor<4>| {
+            let entries = order.map(|entry| x.clone().narrow(0, entry, 1));
+            Tensor::cat(entries.to_vec(), 0)
+        };
+        let expected = permuted(&run(q.clone(), k.clone(), v.clone()));
+        let got = run(permuted(&q), permuted(&k), permuted(&v));
+        let (got, expected) = (got.into_data(), expected.into_data());
+        assert_eq!(got.as_bytes(), expected.as_bytes(), "{device:?}");
+        let device = device.clone().autodiff();
+        let run = || selected(&problem, &case.selection(), &device, DType::F32);
+        let first = run();
+        for _ in 0..2 {
+            assert_same_bits(&format!("{device:?}"), &first, &run());
+        }
+    }
+}

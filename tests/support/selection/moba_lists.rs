@@ -1,0 +1,381 @@
+//! Which blocks single queries choose, the lists of queries that chose a block, and how queries get there and back.
+
+use std::ops::Range;
+
+use burn_blocksparse::internal::gather_rows;
+use burn_sparse_select::Always;
+use burn_sparse_select::BlockEstimator;
+use burn_sparse_select::Budget;
+use burn_sparse_select::EstimateGrid;
+use burn_sparse_select::EstimateInputs;
+use burn_sparse_select::EstimatorTraits;
+use burn_sparse_select::GqaReduction;
+use burn_sparse_select::Moba;
+use burn_sparse_select::ReferenceInputs;
+use burn_sparse_select::Rule;
+use burn_sparse_select::Selection;
+use burn_sparse_select::attention_selected;
+use burn_sparse_select::attention_selected_with_lse;
+
+use crate::judge::golden::val;
+use crate::judge::moba::{Case, OWN, choices};
+use crate::prelude::*;
+
+/// The lists of queries on a device are those of the choices.
+pub fn check_lists(
+    case: &Case,
+    problem: &Problem,
+    chosen: &[Vec<usize>],
+    selection: &Selection,
+    device: &Device,
+) {
+    let [q, k, ..] = inputs(problem, device, DType::F32);
+    let lists = selection.query_lists(&EstimateInputs::new(q, k)).unwrap();
+    let what = format!("{}, {device:?}", case.name);
+    let most = chosen.iter().map(Vec::len).max().unwrap();
+    let Some(lists) = lists else {
+        assert_eq!(most, 0, "{what}");
+        return;
+    };
+    assert_eq!(lists.blocks.dtype(), DType::I32, "{what}");
+    let [blocks, places] = [lists.blocks, lists.places].map(read_ints);
+    let (choices, queries) = (read_ints(lists.choices), read_ints(lists.queries));
+    let tile_blocks = read_ints(lists.tile_blocks);
+    let rows = problem.sizes.seq_q;
+    let heads = chosen.len() / rows;
+    let (length, tiles) = (choices.len() / heads, tile_blocks.len() / heads);
+    for head in 0..heads {
+        let chosen = &chosen[head * rows..][..rows];
+        let blocks = blocks[head * rows * most..][..rows * most].chunks(most);
+        let blocks: Vec<Vec<usize>> = blocks.map(named).collect();
+        assert_eq!(blocks, chosen, "{what}, head {head}");
+        // The queries of each block, in order, on tiles of their own.
+        let (mut expected, mut expected_tiles) = (Vec::new(), Vec::new());
+        for block in 0..case.seq[1].div_ceil(case.block) {
+            let list = (0..rows).filter(|&query| chosen[query].contains(&block));
+            expected.extend(list.map(|query| query as i32));
+            while expected.len() % lists.tile > 0 {
+                expected.push(-1);
+            }
+            expected_tiles.resize(expected.len() / lists.tile, block as i32);
+        }
+        expected.resize(length, -1);
+        expected_tiles.resize(tiles, -1);
+        assert_eq!(queries[head * length..][..length], expected, "{what}");
+        assert_eq!(
+            tile_blocks[head * tiles..][..tiles],
+            expected_tiles,
+            "{what}"
+        );
+        // Choices and places are each other's reverse.
+        let places = &places[head * rows * most..][..rows * most];
+        let choices = &choices[head * length..][..length];
+        for (choice, &place) in places.iter().enumerate() {
+            let has_one = choice % most < chosen[choice / most].len();
+            assert_eq!(place >= 0, has_one, "{what}, choice {choice}");
+            if has_one {
+                assert_eq!(choices[place as usize], choice as i32, "{what}");
+            }
+        }
+        let used = choices.iter().filter(|&&choice| choice >= 0).count();
+        assert_eq!(used, chosen.iter().map(Vec::len).sum::<usize>(), "{what}");
+    }
+}
+
+/// An estimator whose scores are given, `[rows][blocks]` for all heads.
+#[derive(Clone, Debug)]
+struct Given {
+    inner: Moba,
+    scores: Vec<f32>,
+}
+
+impl BlockEstimator for Given {
+    fn name(&self) -> &'static str {
+        "given"
+    }
+
+    fn text(&self, _rule: &Rule, _sharing: GqaReduction) -> String {
+        "given".to_owned()
+    }
+
+    fn grid(&self) -> EstimateGrid {
+        self.inner.grid()
+    }
+
+    fn traits(&self) -> EstimatorTraits {
+        self.inner.traits()
+    }
+
+    fn scores(&self, call: &EstimateInputs, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
+        let device = call.q.device();
+        assert!(!device.is_autodiff() && !call.k.device().is_autodiff());
+        let [batch, heads, seq_q, _] = call.q.dims();
+        let blocks = self.scores.len() / seq_q;
+        let scores = floats(&self.scores, [1, 1, seq_q, blocks], &device);
+        Ok(scores
+            .slice_dim(2, rows.clone())
+            .expand([batch, heads, rows.len(), blocks]))
+    }
+
+    fn reference(&self, call: &ReferenceInputs) -> Vec<f64> {
+        let scores = self.scores.iter().map(|&score| f64::from(score));
+        let scores: Vec<f64> = scores.collect();
+        scores.repeat(call.heads)
+    }
+}
+
+/// Equal scores, zeros of both signs, infinities and NaN: the blocks that the rule keeps on the host.
+pub fn chosen_blocks_of_any_scores(devices: &[Device]) {
+    let kinds = [
+        0.0,
+        -0.0,
+        1.0,
+        1.0,
+        -2.5,
+        f32::INFINITY,
+        f32::NEG_INFINITY,
+        f32::NAN,
+    ];
+    let (seq, block) = (75usize, 8usize);
+    let mut rng = seeded(8600);
+    let inner = Moba {
+        block,
+        full_last_layers: 0,
+    };
+    let forced = |first, local| Always { first, local };
+    let forced = [forced(0, 1), forced(2, 1), forced(1, 3), forced(40, 50)];
+    for (keep, forced) in [2, 4, 20].into_iter().flat_map(|k| forced.map(|f| (k, f))) {
+        let blocks = seq.div_ceil(block);
+        let scores = (0..seq * blocks).map(|_| kinds[rng.random_range(0..kinds.len())]);
+        let scores: Vec<f32> = scores.collect();
+        let given = Given { inner, scores };
+        let selection = Selection::new(given.clone(), Budget::TopK(keep)).with_always(forced);
+        for device in devices {
+            let device = device.clone().autodiff();
+            let x = Tensor::<4>::zeros([1, 2, seq, 4], (&device, DType::F32)).require_grad();
+            let call = EstimateInputs::new(x.clone(), x.clone());
+            let grid = call.grid(given.grid());
+            // None has a choice where all that is kept is forced.
+            let lists = selection.query_lists(&call).unwrap();
+            assert_eq!(lists.is_none(), keep <= forced.first + forced.local);
+            let (most, got) = match lists {
+                None => (1, vec![-1; 2 * seq]),
+                Some(lists) => {
+                    let most = lists.blocks.dims()[3];
+                    (most, read(lists.blocks).to_vec().unwrap())
+                }
+            };
+            let got: Vec<i32> = got;
+            for (row, got) in got.chunks(most).enumerate() {
+                let row = row % seq;
+                let scores = &given.scores[row * blocks..][..blocks];
+                let scores: Vec<f64> = scores.iter().map(|&x| f64::from(x)).collect();
+                let kept = selection.rule().selects(&grid, row, &scores);
+                let mut got = named(got);
+                got.extend((0..blocks).filter(|&block| grid.is_forced(row, block, forced)));
+                got.sort_unstable();
+                let expected: Vec<usize> = (0..blocks).filter(|&block| kept[block]).collect();
+                let what = format!("{device:?}, k = {keep}, {forced:?}, row {row}");
+                assert_eq!(got, expected, "{what}");
+            }
+            // No gradient reaches the scores, which the estimator looks for too.
+            let (k, v, options) = (x.clone(), x.clone(), AttentionOptions::default());
+            let out = attention_selected(x.clone(), k, v, &selection, options);
+            let grads = out.unwrap().sum().backward();
+            assert!(x.grad(&grads).is_some());
+        }
+    }
+}
+
+/// Scores that are made in several slabs.
+pub fn chosen_blocks_in_several_slabs(devices: &[Device]) {
+    let case = Case {
+        batch: 1,
+        heads: [32, 1],
+        seq: [2100, 2100],
+        dims: [4, 4],
+        block: 8,
+        keep: 2,
+        forced: OWN,
+        name: "several slabs",
+    };
+    // Blocks whose first channel falls with their number, so that queries take the first or the last.
+    let mut drawn = Problem::random(case.sizes(), 8700, |_, _, _, _| false);
+    for (at, k) in drawn.k.iter_mut().enumerate() {
+        *k = match at % 4 {
+            0 => (at / 4 / 8) as f64 - 100.0,
+            _ => 0.0,
+        };
+    }
+    drawn.q.iter_mut().step_by(4).for_each(|q| *q = q.signum());
+    let (chosen, least) = choices(&drawn, case.block, case.keep, case.forced);
+    assert!(least >= 1.0);
+    for device in devices {
+        check_lists(&case, &drawn, &chosen, &case.selection(), device);
+    }
+}
+
+/// The definition's example, 16 tokens in blocks of 4, with every token twice, so that blocks are of 8: the second of a pair sees both of each.
+pub fn moba_golden(devices: &[Device]) {
+    let tensor_of = |of: usize, heads: usize, copies: usize| -> Vec<f64> {
+        let rows = (0..heads).flat_map(|head| (0..16 * copies).map(move |i| (head, i / copies)));
+        rows.flat_map(|(head, i)| (0..4).map(move |c| val(of, head, i, c)))
+            .collect()
+    };
+    let gates = [
+        [-0.4609, -0.8555, -0.0977, 0.3750],
+        [0.4688, 0.0352, -0.2461, -0.3750],
+        [0.0586, 0.3672, -0.4805, 0.2109],
+        [0.1953, 0.8594, 0.5469, -0.2930],
+        [-0.3242, -0.2539, 0.2852, 1.2031],
+        [-0.3828, -0.6211, 0.7656, 0.9922],
+        [0.1953, 0.9688, -0.0977, -1.0273],
+        [-0.1172, -0.5156, -0.3281, 0.1758],
+    ];
+    let past = [
+        [0, 0, 0, 0, 1, 1, 1, 0, 2, 0, 1, 1],
+        [0, 0, 0, 0, 0, 1, 0, 1, 2, 2, 1, 0],
+    ];
+    let lists: [[&[i32]; 3]; 2] = [
+        [&[4, 5, 6, 7, 11, 13], &[8, 9, 10, 14, 15], &[12]],
+        [&[4, 5, 6, 7, 8, 10, 15], &[9, 11, 14], &[12, 13]],
+    ];
+    let row_15 = [
+        [0.1363, -0.0195, -0.0450, -0.2627],
+        [-0.4412, -0.1657, 0.2462, -0.0937],
+    ];
+    let recalls = [0.5510, 0.6291];
+    let selection: Selection = "moba:8,2".parse().unwrap();
+    let estimator = Moba {
+        block: 4,
+        full_last_layers: 0,
+    };
+    let close = |what: &str, got: f64, expected: f64| assert_printed(what, &[got], &[expected]);
+    let (q, k) = (tensor_of(0, 2, 1), tensor_of(1, 1, 1));
+    let call = ReferenceInputs {
+        q: &q,
+        k: &k,
+        heads: 2,
+        kv_heads: 1,
+        seq_q: 16,
+        seq_kv: 16,
+        head_dim: 4,
+        scale: 0.5,
+        causal: true,
+    };
+    let check_gates = |what: &str, scores: &[f64]| {
+        for (row, gates) in gates.iter().enumerate() {
+            let (head, i) = (row / 4, 12 + row % 4);
+            for (block, gate) in gates.iter().enumerate() {
+                let got = scores[(head * 16 + i) * 4 + block];
+                close(&format!("{what}, gate {row}, {block}"), got, *gate);
+            }
+        }
+    };
+    check_gates("reference", &estimator.reference(&call));
+    for device in devices {
+        let place = |values: &[f64], heads: usize, copies: usize| {
+            tensor(values, [1, heads, 16 * copies, 4], device, DType::F32)
+        };
+        let single = EstimateInputs::new(place(&q, 2, 1), place(&k, 1, 1));
+        let scores = estimator.scores(&single, 0..16).unwrap();
+        check_gates(&format!("{device:?}"), &to_f64(scores.into_data()));
+        let [q, k, v] =
+            [(0, 2), (1, 1), (2, 1)].map(|(of, heads)| place(&tensor_of(of, heads, 2), heads, 2));
+        let twice = EstimateInputs::new(q.clone(), k.clone());
+        let found = selection.query_lists(&twice).unwrap().unwrap();
+        let (blocks, places) = (read_ints(found.blocks), read_ints(found.queries));
+        let tile_blocks = read_ints(found.tile_blocks);
+        for head in 0..2 {
+            for i in 8..32 {
+                assert_eq!(blocks[head * 32 + i], past[head][i / 2 - 4], "{device:?}");
+            }
+            let length = places.len() / 2;
+            for (block, list) in lists[head].iter().enumerate() {
+                let tiles = tile_blocks[head * length / 8..][..length / 8].iter();
+                let tiles = tiles.enumerate().filter(|(_, of)| **of == block as i32);
+                let queries = tiles.flat_map(|(tile, _)| &places[head * length + tile * 8..][..8]);
+                let queries = queries.filter(|query| **query >= 0);
+                let pairs = list.iter().flat_map(|i| [2 * i, 2 * i + 1]);
+                assert_eq!(
+                    queries.copied().collect::<Vec<_>>(),
+                    pairs.collect::<Vec<_>>(),
+                    "{device:?}, head {head}, block {block}"
+                );
+            }
+        }
+        let options = AttentionOptions::default().scale(0.5);
+        let run = (q.clone(), k.clone(), v.clone());
+        let (out, lse) =
+            attention_selected_with_lse(run.0, run.1, run.2, &selection, options.clone()).unwrap();
+        let full = Pattern::causal().layout(2, 32, 8).unwrap();
+        let (_, all) = attend_with_lse([&q, &k, &v], &full, &options);
+        let (out, share) = (
+            to_f64(out.into_data()),
+            to_f64((lse - all).exp().into_data()),
+        );
+        for head in 0..2 {
+            for c in 0..4 {
+                let got = out[(head * 32 + 31) * 4 + c];
+                close(&format!("{device:?}, row 15"), got, row_15[head][c]);
+            }
+            let rows = (8..16).map(|i| share[head * 32 + 2 * i + 1]);
+            let recall = rows.sum::<f64>() / 8.0;
+            close(&format!("{device:?}, recall"), recall, recalls[head]);
+        }
+    }
+}
+
+/// Rows by an index, with rows of no place and places of no row, and their gradient.
+pub fn rows_at_equals_f64(devices: &[Device]) {
+    let (batch, heads, rows, dim, most) = (2, 3, 11, 5, 3);
+    let places = 40;
+    let mut rng = seeded(8800);
+    let lists = batch * heads;
+    let mut index = vec![-1i32; lists * places];
+    let mut users = vec![-1i32; lists * rows * most];
+    for list in 0..lists {
+        for slot in 0..rows * most {
+            let place = rng.random_range(0..places);
+            if index[list * places + place] < 0 && rng.random::<f64>() < 0.7 {
+                index[list * places + place] = (slot / most) as i32;
+                users[list * rows * most + slot] = place as i32;
+            }
+        }
+    }
+    let (x, grad) = (
+        numbers(8801, lists * rows * dim),
+        numbers(8802, lists * places * dim),
+    );
+    let (mut expected, mut by_x) = (vec![0.0; grad.len()], vec![0.0; x.len()]);
+    for list in 0..lists {
+        for place in 0..places {
+            let Ok(row) = usize::try_from(index[list * places + place]) else {
+                continue;
+            };
+            for c in 0..dim {
+                let (from, to) = (
+                    (list * rows + row) * dim + c,
+                    (list * places + place) * dim + c,
+                );
+                expected[to] = x[from];
+                by_x[from] += grad[to];
+            }
+        }
+    }
+    for device in devices {
+        for (dtype, tolerance) in exact_dtypes(device) {
+            let device = device.clone().autodiff();
+            let x = tensor(&x, [batch, heads, rows, dim], &device, dtype).require_grad();
+            let grad = tensor(&grad, [batch, heads, places, dim], &device, dtype);
+            let index = ints_of(&index, [batch, heads, places], &device);
+            let users = ints_of(&users, [batch, heads, rows, most], &device);
+            let taken = gather_rows(x.clone(), index, users).unwrap();
+            let grads = (taken.clone() * grad).sum().backward();
+            let what = format!("{device:?}, {dtype:?}");
+            assert_close(&what, taken.into_data(), &expected, tolerance);
+            let got = x.grad(&grads).unwrap().into_data();
+            assert_close(&format!("{what}: gradient"), got, &by_x, tolerance);
+        }
+    }
+}

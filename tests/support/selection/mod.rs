@@ -1,0 +1,16 @@
+//! Attention that chooses its keys by content.
+
+pub mod choices;
+pub mod dsa;
+pub mod dsa_fp8;
+pub mod dsa_pages;
+pub mod goldens;
+pub mod lists;
+pub mod long;
+pub mod moba;
+pub mod moba_lists;
+pub mod nsa;
+pub mod nsa_choice;
+pub mod planted;
+pub mod rules;
+pub mod runs;

@@ -1,0 +1,419 @@
+//! Native sparse attention, against the same in plain f64 loops.
+
+use burn_sparse_select::nsa::Nsa;
+use burn_sparse_select::nsa::NsaKeysValues;
+
+use crate::judge::golden::vals;
+use crate::judge::nsa::{CASE, Case, Inputs, Results, TABLE, Tensors, cases};
+use crate::prelude::*;
+
+/// How near masses are to those of f64 where queries and keys are `dtype`.
+fn mass_tolerance(device: &Device, dtype: DType) -> f64 {
+    match dtype {
+        DType::F16 | DType::BF16 => half_tolerance(dtype),
+        // Products of f32 numbers are tf32 on tensor cores.
+        _ => match product_tolerance(device, DType::F32, 1e-5) > 1e-5 {
+            true => 5e-3,
+            false => 1e-5,
+        },
+    }
+}
+
+/// The blocks that queries chose on a device, `[batch · kv_heads · rows]`, once they are known to be what the rule says of the device's own masses, and
+/// these to be as near to those of f64 as the dtype allows.
+fn chosen(inputs: &Inputs, device: &Device, dtype: DType) -> Vec<Vec<usize>> {
+    let (case, nsa) = (inputs.case, inputs.case.nsa());
+    let what = format!("{}, {device:?}, {dtype:?}", case.name);
+    let x = inputs.tensors(device, dtype);
+    let keys_values = x.keys_values(&nsa);
+    let found = nsa.block_importance(x.q.clone(), &keys_values).unwrap();
+    let [batch, lists, rows, blocks] = found.dims();
+    let expected = [case.batch, case.heads[1], case.seq[0], case.blocks()];
+    assert_eq!(
+        ([batch, lists, rows, blocks], found.dtype()),
+        (expected, DType::F32),
+        "{what}"
+    );
+    let masses = inputs.masses();
+    let tolerance = mass_tolerance(device, dtype);
+    let found = found.into_data();
+    let flat: Vec<f64> = masses.iter().flatten().copied().collect();
+    assert_close(&format!("{what}: masses"), found.clone(), &flat, tolerance);
+    let found = to_f64(found);
+    let found: Vec<Vec<f64>> = found.chunks(blocks).map(<[f64]>::to_vec).collect();
+    let (own, _) = inputs.chosen(&found);
+    let got = nsa.query_lists(x.q, &keys_values).unwrap();
+    let picks: Vec<Vec<usize>> = match got {
+        None => vec![Vec::new(); batch * lists * rows],
+        Some(lists) => {
+            let most = lists.blocks.dims()[3];
+            let picks = read_ints(lists.blocks);
+            picks.chunks(most).map(named).collect()
+        }
+    };
+    assert_eq!(picks, own, "{what}");
+    let (exact, gaps) = inputs.chosen(&masses);
+    let scale = flat.iter().fold(0.1, |a: f64, &b| a.max(b));
+    for (at, gap) in gaps.iter().enumerate() {
+        if *gap > 2.0 * scale * tolerance {
+            assert_eq!(picks[at], exact[at], "{what}, list {at}");
+        }
+    }
+    picks
+}
+
+/// Whether the choice of a query does not hang on a rounding: `[batch · heads · rows]`.
+fn clear_choices(inputs: &Inputs, tolerance: f64) -> Vec<bool> {
+    let ([heads, kv_heads], [rows, _]) = (inputs.case.heads, inputs.case.seq);
+    let masses = inputs.masses();
+    let largest = masses.iter().flatten().fold(0.1, |a: f64, &b| a.max(b));
+    let (_, gaps) = inputs.chosen(&masses);
+    let group = heads / kv_heads;
+    let places = (0..inputs.case.batch * heads * rows).map(|at| {
+        let (row, head) = (at % rows, at / rows);
+        gaps[head / group * rows + row] > 2.0 * largest * tolerance
+    });
+    let clear: Vec<bool> = places.collect();
+    let count = clear.iter().filter(|clear| **clear).count();
+    assert!(
+        count * 4 > clear.len(),
+        "{count} of {} are clear",
+        clear.len()
+    );
+    clear
+}
+
+/// Choices, the output of every branch, their sum and all gradients are those of f64.
+pub fn nsa_equals_f64(devices: &[Device]) {
+    let (part, parts) = shard();
+    let cases = cases(CASE, TABLE).into_iter().enumerate();
+    for (index, case) in cases.filter(|(index, _)| index % parts == part) {
+        let inputs = Inputs::random(case, 9000 + index as u64, DType::F32);
+        let mut known = None;
+        for (device, dtype, tolerance) in exact(devices) {
+            check(&inputs, device, dtype, tolerance, &mut known);
+        }
+    }
+}
+
+/// Choices, and what follows of them in f64.
+type Solved = (Vec<Vec<usize>>, Results);
+
+/// `known` is what is known of the inputs, which most devices choose alike by.
+fn check(
+    inputs: &Inputs,
+    device: &Device,
+    dtype: DType,
+    tolerance: f64,
+    known: &mut Option<Solved>,
+) {
+    let chosen = chosen(inputs, device, dtype);
+    let (_, expected) = match known.take().filter(|(of, _)| *of == chosen) {
+        Some(solved) => known.insert(solved),
+        None => known.insert((chosen.clone(), inputs.solve(chosen))),
+    };
+    let x = inputs.tensors(&device.clone().autodiff(), dtype);
+    let got = x.differentiated(&inputs.case.nsa());
+    for ((name, got), (of, expected)) in got.into_iter().zip(&*expected) {
+        assert_eq!(name, *of);
+        let what = format!("{}, {device:?}, {dtype:?}: {name}", inputs.case.name);
+        assert_close(&what, got, expected, tolerance);
+    }
+}
+
+pub fn nsa_in_half_precision(devices: &[Device]) {
+    let wide = Case {
+        dims: [64, 64],
+        ..CASE
+    };
+    let wider = Case {
+        compressed: [32, 16],
+        selected: 64,
+        heads: [8, 2],
+        seq: [450, 450],
+        batch: 1,
+        ..wide
+    };
+    for (index, case) in [wide, wider].into_iter().enumerate() {
+        for (device, dtype) in halves(devices) {
+            let inputs = Inputs::random(case, 9100 + index as u64, dtype);
+            check(&inputs, device, dtype, half_tolerance(dtype), &mut None);
+        }
+    }
+}
+
+/// f64 gradients by gates, and by weights of what compresses, against differences of the function itself.
+pub fn nsa_gradients_equal_finite_differences(devices: &[Device]) {
+    let case = Case {
+        batch: 1,
+        seq: [40, 40],
+        dims: [4, 4],
+        keep: 4,
+        ..CASE
+    };
+    let nsa = case.nsa();
+    let inputs = Inputs::random(case, 9200, DType::F32);
+    let width = case.compressed[0] * 4;
+    let weights = numbers(9201, width * 4);
+    for device in with(devices, DType::F64) {
+        let loss = |gates: Tensor<4>, weights: Tensor<4>, device: &Device| -> Tensor<1> {
+            let x = inputs.tensors(device, DType::F64);
+            // A compressor that is not linear, of all tokens of a block.
+            let phi = |x: &Tensor<4>| {
+                let windows = nsa.windows(x.clone()).unwrap().unwrap();
+                let [batch, heads, ..] = windows.dims();
+                windows
+                    .matmul(weights.clone().expand([batch, heads, width, 4]))
+                    .tanh()
+            };
+            let keys_values = NsaKeysValues {
+                compressed: Some([phi(&x.keys[0]), phi(&x.values[0])]),
+                ..x.keys_values(&nsa)
+            };
+            let out = nsa.attention(x.q.clone(), keys_values, gates).unwrap();
+            (out * x.grad_out).sum()
+        };
+        let autodiff = device.clone().autodiff();
+        let [_, seq] = case.seq;
+        let of = |gates: &[f64], weights: &[f64], device: &Device| {
+            (
+                tensor(gates, [1, 4, seq, 3], device, DType::F64),
+                tensor(weights, [1, 1, width, 4], device, DType::F64),
+            )
+        };
+        let (gates, phi) = of(&inputs.gates, &weights, &autodiff);
+        let (gates, phi) = (gates.require_grad(), phi.require_grad());
+        let grads = loss(gates.clone(), phi.clone(), &autodiff).backward();
+        let grads = [gates, phi].map(|x| to_f64(x.grad(&grads).unwrap().into_data()));
+        for which in 0..2 {
+            for index in (0..grads[which].len()).step_by(29) {
+                let moved = |step: f64| {
+                    let mut numbers = [inputs.gates.clone(), weights.clone()];
+                    numbers[which][index] += step;
+                    let (gates, phi) = of(&numbers[0], &numbers[1], device);
+                    loss(gates, phi, device).into_scalar::<f64>()
+                };
+                let step = 1e-6;
+                let slope = (moved(step) - moved(-step)) / (2.0 * step);
+                let what = format!("{device:?}, {which}, {index}");
+                assert_near(&what, &[grads[which][index]], &[slope], 1e-7);
+            }
+        }
+    }
+}
+
+/// Later tokens change nothing of what comes before, and the last queries alone see what they see among all.
+pub fn nsa_is_prefix_stable(devices: &[Device]) {
+    let case = Case {
+        seq: [90, 90],
+        ..CASE
+    };
+    let nsa = case.nsa();
+    let inputs = Inputs::random(case, 9300, DType::F32);
+    for device in devices {
+        let run = |x: &Tensors| {
+            let out = nsa.attention(x.q.clone(), x.keys_values(&nsa), x.gates.clone());
+            out.unwrap()
+        };
+        let x = inputs.tensors(device, DType::F32);
+        let before = run(&x);
+        let is_clear = clear_choices(&inputs, mass_tolerance(device, DType::F32));
+        let rows = |x: &Tensor<4>, range: std::ops::Range<usize>| {
+            to_f64(x.clone().slice_dim(2, range).into_data())
+        };
+        for count in [1, 7, 40] {
+            let last = 90 - count..90;
+            let mut some = inputs.tensors(device, DType::F32);
+            some.q = some.q.slice_dim(2, last.clone());
+            some.gates = some.gates.slice_dim(2, last.clone());
+            let what = format!("{device:?}, the last {count} queries");
+            // Products of other sizes may be rounded otherwise, which chooses between near masses.
+            let clear = |x: Vec<f64>| -> Vec<f64> {
+                let of = |at: usize| (at / 8 / count) * 90 + 90 - count + at / 8 % count;
+                let numbers = x.into_iter().enumerate();
+                let numbers = numbers.map(|(at, x)| if is_clear[of(at)] { x } else { 0.0 });
+                numbers.collect()
+            };
+            let got = clear(to_f64(run(&some).into_data()));
+            let expected = clear(rows(&before, last));
+            let (error, at) = relative_error(&got, &expected);
+            assert!(error < 1e-6, "{what}: {error} at {at}");
+        }
+        for first in [11, 48, 63] {
+            let mut moved = inputs.clone();
+            let fresh = Inputs::random(case, 9301, DType::F32);
+            let move_rows = |x: &mut Vec<f64>, fresh: &[f64], width: usize| {
+                for (at, x) in x.iter_mut().enumerate() {
+                    if at / width % 90 >= first {
+                        *x = 3.0 * fresh[at];
+                    }
+                }
+            };
+            move_rows(&mut moved.q, &fresh.q, 16);
+            move_rows(&mut moved.gates, &fresh.gates, 3);
+            for branch in 0..3 {
+                move_rows(&mut moved.keys[branch], &fresh.keys[branch], 16);
+                move_rows(&mut moved.values[branch], &fresh.values[branch], 8);
+            }
+            let y = moved.tensors(device, DType::F32);
+            let after = run(&y);
+            let what = format!("{device:?}, tokens from {first} on changed");
+            let kept = after.clone().slice_dim(2, 0..first);
+            assert_close(&what, kept.into_data(), &rows(&before, 0..first), 1e-6);
+            let blocks = |x: &Tensors| {
+                let lists = nsa.query_lists(x.q.clone(), &x.keys_values(&nsa)).unwrap();
+                to_f64(lists.unwrap().blocks.slice_dim(2, 0..first).into_data())
+            };
+            assert_eq!(blocks(&y), blocks(&x), "{what}");
+            assert_ne!(rows(&after, first..90), rows(&before, first..90));
+        }
+    }
+}
+
+/// The same call has the same bits, and batch entries do not know of each other.
+pub fn nsa_gives_the_same_bits(devices: &[Device]) {
+    let inputs = Inputs::random(Case { batch: 3, ..CASE }, 9400, DType::F32);
+    let nsa = CASE.nsa();
+    for device in devices {
+        let device = device.clone().autodiff();
+        let run = || inputs.tensors(&device, DType::F32).differentiated(&nsa);
+        let (first, again) = (run(), run());
+        for ((name, a), (_, b)) in first.iter().zip(&again) {
+            assert_eq!(a.as_bytes(), b.as_bytes(), "{device:?}: {name}");
+        }
+        let x = inputs.tensors(&device, DType::F32);
+        let entry = |x: &Tensor<4>| x.clone().narrow(0, 1, 1);
+        let alone = Tensors {
+            q: entry(&x.q),
+            keys: x.keys.each_ref().map(entry),
+            values: x.values.each_ref().map(entry),
+            gates: entry(&x.gates),
+            grad_out: entry(&x.grad_out),
+        };
+        let out = alone.differentiated(&nsa).into_iter();
+        let (_, out) = out.into_iter().find(|(name, _)| name == "out").unwrap();
+        let (_, all) = first.iter().find(|(name, _)| name == "out").unwrap();
+        let all = to_f64(all.clone());
+        let of_entry = all.len() / 3;
+        assert_close("a batch entry", out, &all[of_entry..2 * of_entry], 1e-6);
+    }
+}
+
+/// The golden input, two heads on one of keys, with every token so many times.
+fn golden(copies: usize) -> Inputs {
+    let repeated = |x: Vec<f64>| -> Vec<f64> {
+        let rows = x.chunks(4).flat_map(|row| std::iter::repeat_n(row, copies));
+        rows.flatten().copied().collect()
+    };
+    let [q, k, v] = [(0, 2), (1, 1), (2, 1)].map(|(of, heads)| repeated(vals(of, heads, 16)));
+    Inputs {
+        case: Case {
+            name: "golden",
+            batch: 1,
+            heads: [2, 1],
+            seq: [16 * copies; 2],
+            dims: [4, 4],
+            compressed: [4 * copies, 2 * copies],
+            selected: 4 * copies,
+            keep: 3,
+            forced: [1, 1],
+            window: 3 * copies,
+        },
+        gates: [0.5, 0.25, 0.75].repeat(2 * 16 * copies),
+        grad_out: vec![1.0; q.len()],
+        q,
+        keys: std::array::from_fn(|_| k.clone()),
+        values: std::array::from_fn(|_| v.clone()),
+    }
+}
+
+/// The definition's example: in f64 as it stands, on devices with every token twice, so that blocks are of 8; the second of a pair sees both of each.
+pub fn nsa_golden(devices: &[Device]) {
+    let cases = [
+        ((32, 16, 64), 1, 3..8, vec![1.0, 2.0, 2.0, 2.0, 1.0]),
+        ((4, 2, 4), 1, 1..4, vec![1.0, 2.0, 1.0]),
+    ];
+    for ((block, stride, selected), of, entries, expected) in cases {
+        let case = Case {
+            compressed: [block, stride],
+            selected,
+            ..CASE
+        };
+        let got: Vec<f64> = entries.clone().map(|i| case.overlap(i, of)).collect();
+        assert_eq!(got, expected);
+        let others = (0..20).filter(|i| !entries.contains(i));
+        assert!(others.map(|i| case.overlap(i, of)).all(|x| x == 0.0));
+    }
+    let inputs = golden(1);
+    let p = inputs.compressed_attention();
+    let masses = inputs.masses();
+    let (chosen, _) = inputs.chosen(&masses);
+    for (position, seen) in [(2, 0), (3, 1), (7, 3), (15, 7)] {
+        let row = &p[position * 7..][..7];
+        assert_eq!(row.iter().filter(|p| **p > 0.0).count(), seen);
+    }
+    let row = |head: usize, position: usize| &p[(head * 16 + position) * 7..][..7];
+    assert_printed("p 7, h0", &row(0, 7)[..3], &[0.3164, 0.3915, 0.2921]);
+    assert_printed("p 7, h1", &row(1, 7)[..3], &[0.2771, 0.2608, 0.4622]);
+    let h0 = [0.1232, 0.1635, 0.1717, 0.1785, 0.1469, 0.1196, 0.0965];
+    assert_printed("p 15, h0", row(0, 15), &h0);
+    let h1 = [0.1529, 0.1290, 0.1253, 0.1224, 0.1376, 0.1556, 0.1771];
+    assert_printed("p 15, h1", row(1, 15), &h1);
+    let of_7 = [1.8392, 2.1608];
+    let of_15 = [0.8448, 1.1875, 1.1452, 0.8224];
+    assert_printed("masses of 7", &masses[7][..2], &of_7);
+    assert_printed("masses of 15", &masses[15], &of_15);
+    // The first block and its own beside it.
+    assert_eq!(chosen[15], [1]);
+    let printed = [
+        [
+            [-0.1631, -0.2091, 0.1039, -0.2857],
+            [-0.1011, -0.1213, 0.2874, -0.0320],
+            [-0.1234, 0.3874, -0.3235, -1.0344],
+            [-0.1994, 0.1556, -0.1188, -0.9266],
+        ],
+        [
+            [-0.2352, -0.1490, 0.0397, -0.3247],
+            [-0.1626, -0.2709, 0.1761, -0.1028],
+            [-0.0615, 0.1751, -0.4031, -0.9813],
+            [-0.2044, -0.0109, -0.2384, -0.9240],
+        ],
+    ];
+    let check_rows = |what: &str, results: &[Vec<f64>], copies: usize| {
+        for (head, printed) in printed.iter().enumerate() {
+            for (result, printed) in results.iter().zip(printed) {
+                let row = (head + 1) * 16 * copies - 1;
+                assert_printed(what, &result[row * 4..][..4], printed);
+            }
+        }
+    };
+    let solved = inputs.solve(chosen);
+    let named = |name: &str| solved.iter().find(|(of, _)| of == name).unwrap().1.clone();
+    let names = ["branch 0", "branch 1", "branch 2", "out"];
+    check_rows("f64", &names.map(named), 1);
+
+    let inputs = golden(2);
+    let nsa: Nsa = inputs.case.nsa();
+    for device in devices {
+        let x = inputs.tensors(device, DType::F32);
+        let keys_values = x.keys_values(&nsa);
+        let masses = nsa.block_importance(x.q.clone(), &keys_values).unwrap();
+        let masses = to_f64(masses.into_data());
+        let what = format!("{device:?}");
+        assert_printed(&what, &masses[15 * 4..][..2], &of_7);
+        assert_printed(&what, &masses[31 * 4..][..4], &of_15);
+        let lists = nsa.query_lists(x.q.clone(), &keys_values).unwrap().unwrap();
+        let blocks = read_ints(lists.blocks);
+        assert_eq!((blocks.len(), blocks[31]), (32, 1), "{what}");
+        let branches = nsa.branches(x.q, keys_values).unwrap();
+        let out = branches.clone().gated(x.gates).unwrap();
+        let results = [
+            branches.compressed.unwrap(),
+            branches.selected,
+            branches.window.unwrap(),
+            out,
+        ];
+        let results = results.map(|x| to_f64(x.into_data()));
+        check_rows(&what, &results, 2);
+    }
+}

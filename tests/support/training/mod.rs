@@ -1,0 +1,15 @@
+//! Operations beside attention, and the optimizer.
+
+pub mod activation;
+pub mod block_sparse;
+pub mod dropout;
+pub mod embedding;
+pub mod gates;
+pub mod heads;
+pub mod linear;
+pub mod loss;
+pub mod mlp;
+pub mod norm;
+pub mod optim;
+pub mod projection;
+pub mod results;

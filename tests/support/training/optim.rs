@@ -1,0 +1,566 @@
+//! AdamW over all parameters of a module, against loops in f64.
+
+use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
+use burn_blocksparse::OpPlan;
+use burn_fused_ops::optim::FusedAdamW;
+use burn_fused_ops::optim::FusedAdamWConfig;
+use burn_fused_ops::optim::clip_gradients;
+use burn_fused_ops::optim::gradient_norm;
+
+use crate::prelude::*;
+
+/// Parameters of all ranks.
+#[derive(Module, Debug)]
+pub struct Many {
+    one: Vec<Param<Tensor<1>>>,
+    two: Vec<Param<Tensor<2>>>,
+    three: Vec<Param<Tensor<3>>>,
+    four: Vec<Param<Tensor<4>>>,
+}
+
+/// More than a call has, of ragged sizes, two of them without elements.
+fn vectors() -> Vec<usize> {
+    let mut sizes = vec![1, 7, 4096, 100_003, 0];
+    sizes.extend((1..=35).map(|i| 11 * i));
+    sizes
+}
+
+const MATRICES: [[usize; 2]; 4] = [[3, 5], [64, 128], [0, 4], [129, 66]];
+
+impl Many {
+    fn new(values: &[Vec<f64>], device: &Device, dtype: DType) -> Self {
+        let mut values = values.iter().enumerate();
+        let mut param = || {
+            let (index, values) = values.next().unwrap();
+            (ParamId::from(index as u64 + 100), values.clone())
+        };
+        macro_rules! of {
+            ($shape:expr) => {{
+                let (id, values) = param();
+                let data = TensorData::new(values, $shape);
+                Param::initialized(id, Tensor::from_data(data, (device, dtype)))
+            }};
+        }
+        Self {
+            one: vectors().into_iter().map(|length| of!([length])).collect(),
+            two: MATRICES.map(|shape| of!(shape)).into(),
+            three: vec![of!([2, 3, 4])],
+            four: vec![of!([2, 2, 3, 5])],
+        }
+    }
+
+    fn sizes() -> Vec<usize> {
+        let mut sizes = vectors();
+        sizes.extend(MATRICES.map(|shape| shape.iter().product::<usize>()));
+        sizes.extend([24, 60]);
+        sizes
+    }
+}
+
+/// Numbers that f32 holds.
+fn random(rng: &mut ChaCha8Rng, sizes: &[usize], scale: f64) -> Vec<Vec<f64>> {
+    let mut number = || f64::from(((rng.random::<f64>() * 2.0 - 1.0) * scale) as f32);
+    (sizes.iter())
+        .map(|&length| (0..length).map(|_| number()).collect())
+        .collect()
+}
+
+/// Fills gradients, of the parameters in order, that there are.
+struct Fill<'a> {
+    values: std::slice::Iter<'a, Option<Vec<f64>>>,
+    gradients: GradientsParams,
+    dtype: Option<DType>,
+}
+
+impl ModuleVisitor for Fill<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if let Some(values) = self.values.next().unwrap() {
+            let value = param.val();
+            let data = TensorData::new(values.clone(), value.shape());
+            let dtype = self.dtype.unwrap_or(value.dtype());
+            let device = value.device().without_autodiff();
+            let gradient = Tensor::<D>::from_data(data, (&device, dtype));
+            self.gradients.register(param.id, gradient);
+        }
+    }
+}
+
+fn gradients<M: Module>(
+    model: &M,
+    values: &[Option<Vec<f64>>],
+    dtype: Option<DType>,
+) -> GradientsParams {
+    let mut fill = Fill {
+        values: values.iter(),
+        gradients: GradientsParams::new(),
+        dtype,
+    };
+    model.visit(&mut fill);
+    fill.gradients
+}
+
+struct Read(Vec<TensorData>);
+
+impl ModuleVisitor for Read {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.0.push(param.val().into_data());
+    }
+}
+
+/// The parameters of a model, in order.
+pub fn read<M: Module>(model: &M) -> Vec<TensorData> {
+    let mut read = Read(Vec::new());
+    model.visit(&mut read);
+    read.0
+}
+
+fn assert_same(what: &str, a: &[TensorData], b: &[TensorData]) {
+    for (at, (a, b)) in a.iter().zip(b).enumerate() {
+        assert!(
+            a.as_bytes() == b.as_bytes(),
+            "{what}: other bits of parameter {at}"
+        );
+    }
+}
+
+/// The definition, of one parameter.
+struct Exact {
+    p: Vec<f64>,
+    m: Vec<f64>,
+    v: Vec<f64>,
+    time: i32,
+}
+
+impl Exact {
+    fn new(p: Vec<f64>) -> Self {
+        let zeros = vec![0.0; p.len()];
+        Self {
+            m: zeros.clone(),
+            v: zeros,
+            p,
+            time: 0,
+        }
+    }
+}
+
+fn exact_step(
+    config: &FusedAdamWConfig,
+    rate: f64,
+    parameters: &mut [Exact],
+    gradients: &[Option<Vec<f64>>],
+) -> f64 {
+    let all = gradients.iter().flatten().flatten();
+    let norm = all.map(|g| g * g).sum::<f64>().sqrt();
+    let factor = match config.max_grad_norm {
+        Some(limit) if norm > limit => limit / norm,
+        _ => 1.0,
+    };
+    let [beta_1, beta_2] = [config.beta_1, config.beta_2];
+    for (x, gradient) in parameters.iter_mut().zip(gradients) {
+        let Some(gradient) = gradient else { continue };
+        x.time += 1;
+        for (i, g) in gradient.iter().enumerate() {
+            let g = g * factor;
+            x.m[i] = beta_1 * x.m[i] + (1.0 - beta_1) * g;
+            x.v[i] = beta_2 * x.v[i] + (1.0 - beta_2) * g * g;
+            let m = x.m[i] / (1.0 - beta_1.powi(x.time));
+            let v = x.v[i] / (1.0 - beta_2.powi(x.time));
+            x.p[i] *= 1.0 - rate * config.weight_decay;
+            x.p[i] -= rate * m / (v.sqrt() + config.epsilon);
+        }
+    }
+    norm
+}
+
+fn config() -> FusedAdamWConfig {
+    FusedAdamWConfig::new()
+        .with_beta_2(0.95)
+        .with_weight_decay(0.1)
+}
+
+/// Of each parameter, if it has one.
+type StepGradients = Vec<Option<Vec<f64>>>;
+
+/// Parameters, and gradients of some steps: the larger they are, the later; every fifth parameter has none in every other step.
+fn problem(steps: usize, seed: u64) -> (Vec<Vec<f64>>, Vec<StepGradients>) {
+    let mut rng = seeded(seed);
+    let sizes = Many::sizes();
+    let values = random(&mut rng, &sizes, 1.0);
+    let gradients = (0..steps).map(|step| {
+        let scale = 0.001 * 10f64.powi(step as i32);
+        let all = random(&mut rng, &sizes, scale).into_iter().enumerate();
+        all.map(|(i, values)| (i % 5 != 3 || step % 2 == 0).then_some(values))
+            .collect()
+    });
+    (values, gradients.collect())
+}
+
+/// Five steps with decay, with and without clipping.
+pub fn adamw_equals_f64(devices: &[Device]) {
+    let (values, steps) = problem(5, 1);
+    for limit in [None, Some(1.0)] {
+        let config = config().with_max_grad_norm(limit);
+        let mut judged: Vec<Exact> = values.iter().cloned().map(Exact::new).collect();
+        let norms: Vec<f64> = (steps.iter().enumerate())
+            .map(|(step, gradients)| {
+                exact_step(&config, 0.01 * (step + 1) as f64, &mut judged, gradients)
+            })
+            .collect();
+        for (device, dtype, tolerance) in exact(devices) {
+            let mut model = Many::new(&values, device, dtype);
+            let mut optimizer = config.init();
+            for (step, values) in steps.iter().enumerate() {
+                let gradients = gradients(&model, values, None);
+                let rate = 0.01 * (step + 1) as f64;
+                let (stepped, norm) = optimizer.step(rate, model, gradients).unwrap();
+                let what = format!("{device:?}, {dtype:?}, {limit:?}: norm of step {step}");
+                let norm = norm.into_scalar::<f64>() / norms[step];
+                assert!((norm - 1.0).abs() < tolerance, "{what}: {norm} of it");
+                model = stepped;
+            }
+            for (i, (got, judged)) in read(&model).into_iter().zip(&judged).enumerate() {
+                let what = format!("{device:?}, {dtype:?}, {limit:?}: parameter {i}");
+                assert_close(&what, got, &judged.p, tolerance);
+            }
+        }
+    }
+}
+
+/// Parameters in half precision have f32 moments, and gradients may be of another dtype.
+pub fn adamw_in_half_precision(devices: &[Device]) {
+    let (values, steps) = problem(2, 2);
+    let config = config().with_max_grad_norm(Some(0.5));
+    for device in devices {
+        let halves = half_dtypes(device).into_iter();
+        let cases = halves.flat_map(|half| {
+            [
+                (half, Some(DType::F32)),
+                (half, None),
+                (DType::F32, Some(half)),
+            ]
+        });
+        for (dtype, of_gradients) in cases {
+            let rounded = read(&Many::new(&values, device, dtype)).into_iter();
+            let mut exact: Vec<Exact> = rounded.map(|p| Exact::new(to_f64(p))).collect();
+            let mut model = Many::new(&values, device, dtype);
+            let mut optimizer = config.init();
+            for values in &steps {
+                exact_step(&config, 0.02, &mut exact, values);
+                let gradients = gradients(&model, values, of_gradients);
+                model = optimizer.step(0.02, model, gradients).unwrap().0;
+            }
+            for (i, (got, exact)) in read(&model).into_iter().zip(&exact).enumerate() {
+                let what = format!("{device:?}, {dtype:?}, {of_gradients:?}: parameter {i}");
+                assert_eq!(got.dtype(), dtype);
+                assert_close(&what, got, &exact.p, 8e-3);
+            }
+        }
+    }
+}
+
+/// The same bits twice: parameters, norms and moments.
+pub fn adamw_gives_the_same_bits(devices: &[Device]) {
+    let (values, steps) = problem(3, 3);
+    for device in devices {
+        let run = || {
+            let mut model = Many::new(&values, device, DType::F32);
+            let mut optimizer = config().with_max_grad_norm(Some(0.1)).init();
+            let mut norms = Vec::new();
+            for values in &steps {
+                let gradients = gradients(&model, values, None);
+                let (stepped, norm) = optimizer.step(0.01, model, gradients).unwrap();
+                norms.push(norm.into_scalar::<f32>().to_bits());
+                model = stepped;
+            }
+            let bytes = optimizer.to_bytes().unwrap().to_vec();
+            (read(&model), norms, bytes)
+        };
+        let (first, second) = (run(), run());
+        assert_eq!((&first.1, &first.2), (&second.1, &second.2), "{device:?}");
+        assert_same(&format!("{device:?}"), &first.0, &second.0);
+    }
+}
+
+/// A clone keeps its values, and so does what was computed from them and is not yet read, or not even run; the step itself is the same.
+pub fn clones_keep_their_values(devices: &[Device]) {
+    let (values, steps) = problem(2, 4);
+    for device in devices {
+        let run = |hold: bool| {
+            let mut model = Many::new(&values, device, DType::F32);
+            let mut optimizer = config().init();
+            let mut held = Vec::new();
+            for values in &steps {
+                let before = hold.then(|| read(&model));
+                let clone = hold.then(|| (model.clone(), optimizer.clone()));
+                let pending = hold.then(|| model.two[1].val() * 2.0 + 1.0);
+                let gradients = gradients(&model, values, None);
+                model = optimizer.step(0.05, model, gradients).unwrap().0;
+                held.extend(before.zip(clone).zip(pending));
+            }
+            for ((before, (clone, _)), pending) in held {
+                assert_same(&format!("{device:?}"), &before, &read(&clone));
+                // The matrix of 64 × 128.
+                let matrix = before
+                    .iter()
+                    .find(|data| data.shape().to_vec() == [64, 128]);
+                let expected: Vec<f64> = to_f64(matrix.unwrap().clone())
+                    .iter()
+                    .map(|x| x * 2.0 + 1.0)
+                    .collect();
+                assert_close("a pending reader", pending.into_data(), &expected, 1e-6);
+            }
+            read(&model)
+        };
+        assert_same(&format!("{device:?}"), &run(false), &run(true));
+    }
+}
+
+fn burns(config: &FusedAdamWConfig) -> ModuleOptimizer {
+    AdamWConfig::new()
+        .with_beta_1(config.beta_1 as f32)
+        .with_beta_2(config.beta_2 as f32)
+        .with_epsilon(config.epsilon as f32)
+        .with_weight_decay(config.weight_decay as f32)
+        .init()
+}
+
+/// Burn's AdamW continues from our record, and we from its.
+pub fn records_are_burns(devices: &[Device]) {
+    let (values, steps) = problem(6, 5);
+    let config = config();
+    for device in devices {
+        let ours = |model: Many, optimizer: &mut FusedAdamW, values: &[Option<Vec<f64>>]| {
+            let gradients = gradients(&model, values, None);
+            optimizer.step(0.01, model, gradients).unwrap().0
+        };
+        let theirs = |model: Many, optimizer: &mut ModuleOptimizer, values: &[Option<Vec<f64>>]| {
+            let gradients = gradients(&model, values, None);
+            optimizer.step(0.01, model, gradients)
+        };
+        let (early, late) = steps.split_at(3);
+        // Burn's takes no others.
+        let autodiff = device.clone().autodiff();
+        let new = || Many::new(&values, &autodiff, DType::F32);
+        let (mut burn, mut expected) = (burns(&config), new());
+        let (mut fused, mut continued) = (config.init(), new());
+        for values in early {
+            expected = theirs(expected, &mut burn, values);
+            continued = ours(continued, &mut fused, values);
+        }
+        let mut taken_over = expected.clone();
+        let bytes = burn.into_bytes().unwrap();
+        let mut from_burn = config.init().from_bytes(bytes).unwrap();
+        // What was read and did not take a step is written as it was.
+        let bytes = from_burn.to_bytes().unwrap();
+        let again = config.init().from_bytes(bytes).unwrap().to_bytes().unwrap();
+        assert_eq!(again.to_vec(), from_burn.to_bytes().unwrap().to_vec());
+        let mut to_burn = burns(&config)
+            .from_bytes(fused.to_bytes().unwrap())
+            .unwrap();
+        for values in late {
+            expected = theirs(expected, &mut burn, values);
+            taken_over = ours(taken_over, &mut from_burn, values);
+            continued = theirs(continued, &mut to_burn, values);
+        }
+        let expected = read(&expected);
+        for (name, model) in [("from Burn's", taken_over), ("to Burn's", continued)] {
+            for (got, expected) in read(&model).into_iter().zip(&expected) {
+                let what = format!("{device:?}, {name}");
+                assert_close(&what, got, &to_f64(expected.clone()), 1e-6);
+            }
+        }
+    }
+}
+
+fn trained(device: &Device) -> (Linear, Vec<TensorData>) {
+    let mut rng = seeded(6);
+    let mut model = LinearConfig::new(6, 4).init(device);
+    let mut number = || rng.random::<f32>();
+    let weight: Vec<f32> = (0..24).map(|_| number()).collect();
+    let x: Vec<f32> = (0..30).map(|_| number()).collect();
+    model.weight = Param::initialized(
+        ParamId::from(7),
+        Tensor::from_data(TensorData::new(weight, [6, 4]), device).require_grad(),
+    );
+    let x = Tensor::<2>::from_data(TensorData::new(x, [5, 6]), device);
+    model.bias = Some(Param::initialized(
+        ParamId::from(8),
+        Tensor::zeros([4], device),
+    ));
+    let mut optimizer = config().with_max_grad_norm(Some(0.1)).init();
+    for _ in 0..3 {
+        let loss = model.forward(x.clone()).square().mean();
+        let gradients = GradientsParams::from_grads(loss.backward(), &model);
+        model = optimizer.step(0.1, model, gradients).unwrap().0;
+    }
+    let data = read(&model);
+    (model, data)
+}
+
+/// Training by autodiff: parameters keep their ids, whether they require gradients, and the checkpointing of their device; constants stay as they are.
+pub fn parameters_keep_their_autodiff_state(devices: &[Device]) {
+    for device in devices {
+        let plain = device.clone().autodiff();
+        let checkpointing = plain.clone().gradient_checkpointing();
+        let runs = [&plain, &checkpointing].map(|device| {
+            let (model, data) = trained(device);
+            assert_eq!(model.weight.id, ParamId::from(7));
+            assert!(model.weight.is_require_grad());
+            let bias = model.bias.as_ref().unwrap();
+            assert!(!bias.is_require_grad(), "a constant stays one");
+            assert_eq!(to_f64(data[1].clone()), [0.0; 4]);
+            let strategy = model.weight.val().gradient_checkpointing_strategy();
+            assert_eq!(strategy, device.gradient_checkpointing_strategy());
+            data
+        });
+        assert_same(&format!("{device:?}"), &runs[0], &runs[1]);
+    }
+}
+
+/// Gradients scaled by one factor, and their norm; small and zero gradients are left alone.
+pub fn clipping_equals_f64(devices: &[Device]) {
+    let (values, steps) = problem(1, 8);
+    for (device, dtype, tolerance) in exact(devices) {
+        let model = Many::new(&values, device, dtype);
+        let all = steps[0].iter().flatten().flatten();
+        let exact = all.map(|g| g * g).sum::<f64>().sqrt();
+        for limit in [exact / 3.0, exact * 3.0] {
+            let gradients = gradients(&model, &steps[0], None);
+            let norm = gradient_norm(&model, &gradients).unwrap();
+            assert!((norm.into_scalar::<f64>() / exact - 1.0).abs() < tolerance);
+            let (clipped, norm) = clip_gradients(&model, gradients, limit).unwrap();
+            assert!((norm.into_scalar::<f64>() / exact - 1.0).abs() < tolerance);
+            let factor = (limit / exact).min(1.0);
+            let matrix = clipped.get::<2>(model.two[1].id).unwrap();
+            let given = steps[0][vectors().len() + 1].as_ref().unwrap();
+            let expected: Vec<f64> = given.iter().map(|g| g * factor * 1e3).collect();
+            assert_close("clipped", (matrix * 1e3).into_data(), &expected, tolerance);
+            assert_eq!(clipped.len(), steps[0].iter().flatten().count());
+            // What is clipped has the limit's norm.
+            let norm = gradient_norm(&model, &clipped)
+                .unwrap()
+                .into_scalar::<f64>();
+            assert!((norm / (exact * factor) - 1.0).abs() < 2.0 * tolerance);
+        }
+        let zeros: Vec<_> = (values.iter()).map(|p| Some(vec![0.0; p.len()])).collect();
+        let gradients = gradients(&model, &zeros, None);
+        let (clipped, norm) = clip_gradients(&model, gradients, 1.0).unwrap();
+        assert_eq!(norm.into_scalar::<f64>(), 0.0);
+        let matrix = clipped.get::<2>(model.two[1].id).unwrap().into_data();
+        assert!(to_f64(matrix).iter().all(|g| *g == 0.0));
+    }
+}
+
+/// Gradients whose squares overflow have a norm, alone, beside small ones and together; a gradient that is not finite has none.
+pub fn clipping_of_large_gradients(devices: &[Device]) {
+    let (values, steps) = problem(1, 9);
+    let given: Vec<Vec<f64>> = (steps[0].iter())
+        .map(|step| step.iter().flatten().map(|g| g * 1e3).collect())
+        .collect();
+    let matrix = vectors().len() + 1;
+    for (device, dtype, tolerance) in exact(devices) {
+        let model = Many::new(&values, device, dtype);
+        // 2e17: no part of 8,192 overflows.
+        let scales: &[f64] = match dtype {
+            DType::F64 => &[1e19, 1e153, 1e160, 1e300, 3e305],
+            _ => &[1e16, 2e17, 1e18, 1e19, 1e25, 1e32, 3e35],
+        };
+        for (&scale, alone) in scales
+            .iter()
+            .flat_map(|scale| [(scale, false), (scale, true)])
+        {
+            let scaled = |(at, row): (usize, &Vec<f64>)| {
+                let by = if alone && at != matrix { 1.0 } else { scale };
+                Some(row.iter().map(|g| g * by).collect())
+            };
+            let gradients_of: StepGradients = given.iter().enumerate().map(scaled).collect();
+            let all = gradients_of.iter().flatten().flatten();
+            let exact = all.map(|g| (g / scale).powi(2)).sum::<f64>().sqrt() * scale;
+            let what = format!("{device:?}, {dtype:?}, {scale:e}, alone: {alone}");
+            let limit = 100.0;
+            let gradients = gradients(&model, &gradients_of, None);
+            let (clipped, norm) = clip_gradients(&model, gradients, limit).unwrap();
+            let norm = norm.into_scalar::<f64>();
+            assert!(
+                (norm / exact - 1.0).abs() < 2.0 * tolerance,
+                "{what}: {norm:e}"
+            );
+            let got = clipped.get::<2>(model.two[1].id).unwrap().into_data();
+            let row = gradients_of[matrix].as_ref().unwrap();
+            let expected: Vec<f64> = row.iter().map(|g| g * (limit / exact)).collect();
+            assert_close(&what, got, &expected, 10.0 * tolerance);
+            let norm = gradient_norm(&model, &clipped).unwrap();
+            let norm = norm.into_scalar::<f64>() / limit;
+            assert!((norm - 1.0).abs() < 10.0 * tolerance, "{what}: {norm}");
+        }
+        for (number, large) in [
+            (f64::INFINITY, 1.0),
+            (f64::NEG_INFINITY, 1e30),
+            (f64::NAN, 1.0),
+            (f64::NAN, 1e30),
+        ] {
+            let row = |row: &Vec<f64>| Some(row.iter().map(|g| g * large).collect());
+            let mut gradients_of: StepGradients = given.iter().map(row).collect();
+            gradients_of[matrix].as_mut().unwrap()[5] = number;
+            let gradients = gradients(&model, &gradients_of, None);
+            let norm = gradient_norm(&model, &gradients).unwrap();
+            let norm = norm.into_scalar::<f64>();
+            let is_right = match number.is_nan() {
+                true => norm.is_nan(),
+                false => norm == f64::INFINITY,
+            };
+            assert!(is_right, "{device:?}, {dtype:?}, {number}: {norm}");
+        }
+    }
+}
+
+/// Nothing is in place of what it cannot write, and a model without gradients stays.
+pub fn steps_without_gradients(devices: &[Device]) {
+    for device in devices {
+        let model = LinearConfig::new(3, 2).init(&device.clone().autodiff());
+        let before = read(&model);
+        let mut optimizer = config().with_max_grad_norm(Some(1.0)).init();
+        let step = optimizer.step(0.1, model, GradientsParams::new());
+        let (model, norm) = step.unwrap();
+        assert_eq!(norm.into_scalar::<f32>(), 0.0);
+        assert_same("without gradients", &before, &read(&model));
+        // A transposed gradient.
+        let gradient = Tensor::<2>::random([2, 3], Distribution::Default, device);
+        let data = gradient.clone().transpose().into_data();
+        let run = |gradient: Tensor<2>| {
+            let mut gradients = GradientsParams::new();
+            gradients.register(model.weight.id, gradient);
+            let mut optimizer = config().init();
+            let (model, _) = optimizer.step(0.1, model.clone(), gradients).unwrap();
+            read(&model)
+        };
+        let strided = run(gradient.transpose());
+        let plain = run(Tensor::from_data(data, device));
+        assert_eq!(strided[0].as_bytes(), plain[0].as_bytes());
+    }
+}
+
+/// The plan says whether kernels run.
+pub fn optimizer_plans_print(devices: &[Device]) {
+    let mut ran = 0;
+    for device in devices {
+        let model = LinearConfig::new(3, 2).init(device);
+        let plan = config().init().explain(&model).unwrap();
+        let kernels = is_cube(device);
+        assert_eq!(plan.is_kernels(), kernels, "{plan}");
+        assert!(
+            !matches!(
+                plan,
+                OpPlan::Primitives {
+                    reason: Some(_),
+                    ..
+                }
+            ),
+            "{plan}"
+        );
+        ran += 1;
+    }
+    assert_ran("optimizer_plans_print", ran);
+}
