@@ -81,10 +81,12 @@ pub fn as_matrix(x: CubeTensor) -> CubeTensor {
     CubeTensor::new_contiguous(x.client, x.device, shape, x.handle, x.dtype)
 }
 
+/// A contiguous tensor, if there is one.
 pub fn contiguous(tensor: OptFloat<CubeBackend>) -> Option<CubeTensor> {
     tensor.into_option().map(into_contiguous)
 }
 
+/// A table as kernels get it.
 pub fn table_view(table: &CubeTensor) -> TableView {
     TableView {
         handle: table.handle.clone(),
@@ -92,6 +94,7 @@ pub fn table_view(table: &CubeTensor) -> TableView {
     }
 }
 
+/// A bias as kernels get it.
 pub fn bias_view(bias: &CubeTensor) -> BiasView {
     BiasView {
         handle: bias.handle.clone(),
@@ -146,6 +149,7 @@ pub fn readable_as(tensor: CubeTensor, readable: Readable) -> CubeTensor {
     CubeTensor::new_contiguous(client, device, shape, copy.handle, dtype)
 }
 
+/// A tensor as kernels get it, with its strides.
 pub fn view(tensor: &CubeTensor) -> TensorView {
     TensorView {
         handle: tensor.handle.clone(),

@@ -97,6 +97,7 @@ fn not_served(device: &DispatchDevice) -> OpError {
 }
 
 #[cfg(feature = "cube")]
+/// Devices that have kernels.
 pub mod cube {
     use burn::backend::DispatchDevice;
     use burn::tensor::Device;

@@ -52,6 +52,7 @@ pub enum OptFloat<B: Backend> {
 }
 
 impl<B: Backend> OptFloat<B> {
+    /// The tensor, if there is one.
     pub fn as_ref(&self) -> Option<&FloatTensor<B>> {
         match self {
             Self::Some(tensor) => Some(tensor),
@@ -59,6 +60,7 @@ impl<B: Backend> OptFloat<B> {
         }
     }
 
+    /// The tensor, if there is one.
     pub fn into_option(self) -> Option<FloatTensor<B>> {
         match self {
             Self::Some(tensor) => Some(tensor),
@@ -191,6 +193,7 @@ pub struct LayoutTensors<B: Backend> {
 #[derive(Clone, Debug, Default)]
 pub struct KernelPlan {
     #[cfg(feature = "cube")]
+    /// The plan, where kernels run.
     pub plan: Option<Arc<blocksparse_cubecl::AttentionPlan>>,
 }
 

@@ -24,8 +24,6 @@ use burn_fused_ops::kernels::linear::{
     UNWANTED, line_numbers, multiply,
 };
 
-/// Of a list whose first query has a logarithm as high as this no sums over keys and distances are wanted.
-
 /// Keys of a run.
 pub(crate) const RUN: usize = 64;
 
