@@ -1,6 +1,5 @@
 //! Rows split into heads, and joined.
 
-use burn_blocksparse::OpPlan;
 use burn_fused_ops::split_heads;
 use rstest::rstest;
 

@@ -682,7 +682,7 @@ pub fn layouts_of_keys_equal_f64(devices: &[Device]) {
         for (device, dtype, tolerance) in exact(devices).chain(halves) {
             let drawn = case.draw(10_800 + index, dtype);
             let places = places_of(&pattern, case.heads[0], case.seq);
-            let layout = DeviceLayout::from_keys(&places, &drawn.keys(device)).unwrap();
+            let layout = drawn.keys(device).layout(&places).unwrap();
             let host = layout.to_host().unwrap();
             let pairs = (0..case.batch).map(|entry| host.to_dense_batch(entry, 0));
             let listed: usize = pairs.flatten().flatten().filter(|&seen| seen).count();

@@ -1,6 +1,5 @@
 //! Dropout of a tensor, against what the host says is kept.
 
-use burn_blocksparse::OpPlan;
 use burn_fused_ops::ElementDropout;
 use burn_fused_ops::dropout;
 

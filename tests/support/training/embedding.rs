@@ -1,6 +1,5 @@
 //! Rows of a table and the gradient by it, against loops in f64.
 
-use burn_blocksparse::OpPlan;
 use burn_fused_ops::embedding;
 use burn_fused_ops::embedding_backward;
 

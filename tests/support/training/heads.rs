@@ -1,6 +1,5 @@
 //! Rows split into heads and joined, against loops over all indices.
 
-use burn_blocksparse::OpPlan;
 use burn_fused_ops::internal::cat_head_groups;
 use burn_fused_ops::internal::split_head_groups;
 use burn_fused_ops::join_heads;
