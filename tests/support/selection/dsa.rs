@@ -289,9 +289,11 @@ pub fn dsa_gradients_equal_finite_differences(devices: &[Device]) {
             let loss = dsa.loss(&index, [&q, &k], None, over).unwrap();
             // A loss may be a part of another.
             let loss = loss.mul_scalar(3.0);
-            let [_, found @ ..] = differentiated_loss(loss.clone(), &index).map(to_f64);
             let grads = loss.backward();
             assert!(q.grad(&grads).is_none() && k.grad(&grads).is_none());
+            let [by_q, by_k] = [&index.q, &index.k].map(|x| x.grad(&grads).unwrap().into_data());
+            let by_weights = index.weights.grad(&grads).unwrap().into_data();
+            let found = [by_q, by_k, by_weights].map(to_f64);
             let [q, k] = problem.queries_and_keys(device, DType::F64);
             for (part, grad) in found.iter().enumerate() {
                 assert!(grad.iter().any(|&x| x.abs() > 1e-4));

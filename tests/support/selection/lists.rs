@@ -77,7 +77,7 @@ const BLOCKS: &str = "
     48 heads                                | batch 1, heads 48 1, seq 90 90, dims 128 64
     64 heads, 128 wide                      | batch 1, heads 64 1, seq 90 90, dims 128 128
     128 heads                               | batch 1, heads 128 1, seq 80 80
-    four heads, whose queries are packed    | heads 8 2, packed
+    four heads                              | heads 8 2
     blocks of 8, whose queries are packed   | block 8, packed
     widths of 32, whose queries are packed  | dims 32 32, packed
 ";

@@ -124,6 +124,7 @@ impl Selection {
 ///
 /// ```
 /// use burn::tensor::{Device, Int, Tensor};
+/// use burn_paged_attention::append_rows;
 /// use burn_sparse_select::pages::{PageSummaries, summarize_pages};
 /// use burn_sparse_select::PageSummary;
 ///

@@ -25,15 +25,20 @@ use crate::graph::ops::StaticInputOps;
 /// ```
 /// use burn::tensor::{Device, Tensor};
 /// use burn_blocksparse::graph::DeviceSeed;
-/// use burn_fused_ops::{ElementDropout, dropout};
+/// use burn_blocksparse::{Dropout, Pattern, Seed, SparseAttentionCall};
 ///
 /// let device = Device::flex();
 /// let seed = DeviceSeed::new(7, &device)?;
-/// let dropped = |seed| dropout(Tensor::<2>::ones([8, 8], &device), &ElementDropout::new(0.5, seed, 0));
+/// let layout = Pattern::causal().layout(1, 16, 8)?;
+/// let dropped = |seed: Seed| {
+///     let x = Tensor::<4>::ones([1, 1, 16, 4], &device);
+///     let call = SparseAttentionCall::new(x.clone(), x.clone(), x, &layout);
+///     call.dropout(Dropout::new(0.5, seed)).run().map(|output| output.out)
+/// };
 /// seed.write(9)?;
 /// let (place, number) = (dropped(seed.seed())?, dropped(9.into())?);
 /// assert_eq!(place.into_data(), number.into_data());
-/// # Ok::<(), burn_blocksparse::OpError>(())
+/// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]
 pub struct DeviceSeed(Rc<Words>);

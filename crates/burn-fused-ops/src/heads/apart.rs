@@ -13,7 +13,7 @@ use burn_blocksparse::internal::device::served;
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
-/// use burn_blocksparse::internal::{split_head_groups, cat_head_groups};
+/// use burn_fused_ops::internal::{split_head_groups, cat_head_groups};
 ///
 /// let x = Tensor::<4>::from_data([[[[1.0]], [[2.0]], [[3.0]]]], &Device::flex());
 /// let [first, others] = split_head_groups(x.clone(), 1)?;

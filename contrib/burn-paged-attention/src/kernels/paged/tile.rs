@@ -85,7 +85,7 @@ impl Tile {
                 )
             }
             Some(_) => {
-                let numbers = largest(LOAD_BYTES.min(4 * most_vector))?;
+                let numbers = largest(LOAD_BYTES.min(most_vector.saturating_mul(4)))?;
                 if most_vector < 4 || !numbers.is_multiple_of(4) {
                     return None;
                 }
