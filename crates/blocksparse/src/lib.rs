@@ -41,9 +41,10 @@ pub use dropout::{Dropout, philox};
 pub use error::LayoutError;
 #[cfg(feature = "draw")]
 #[doc(hidden)]
+pub use layout::font;
 pub use layout::{
     BlockLayout, BlockMask, BlockSource, DeviceChoice, Entry, FULL, LayoutShape, PaddingMask, Part,
-    PositionMask, Residue, Run, font,
+    PositionMask, Residue, Run,
 };
 pub use pattern::{LastUse, Pattern, PatternFn};
 #[doc(hidden)]

@@ -6,6 +6,7 @@ pub use crate::base::cube;
 pub use crate::base::outputs;
 pub use crate::base::{device, dtype, kernels_run, op_plan, sums, values};
 
+#[cfg(feature = "autodiff")]
 pub use crate::attention::autodiff::inner_layout;
 pub use crate::attention::kept::values::AttentionResiduals;
 pub use crate::attention::kept::{attention_from_residuals, attention_with_residuals};
