@@ -79,7 +79,7 @@ const BLOCKS: &str = "
     128 heads                               | batch 1, heads 128 1, seq 80 80
     four heads                              | heads 8 2
     blocks of 8, whose queries are packed   | block 8, packed
-    widths of 32, whose queries are packed  | dims 32 32, packed
+    widths of 32                            | dims 32 32
 ";
 
 /// What lists of keys have other than [`OF_KEYS`].
