@@ -4,6 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use crate::public_names::root;
+
 /// What modules at the root of a crate must not import: crate, these, those.
 const FORBIDDEN: &[(&str, &[&str], &[&str])] = &[
     // What all kernels share knows none of them.
@@ -35,9 +37,7 @@ const CRATES: &[&str] = &[
 type Imports = BTreeMap<String, BTreeSet<String>>;
 
 fn imports(name: &str) -> Imports {
-    // As it is now, not as it was when this was compiled: build folders move.
-    let tests = std::env::var("CARGO_MANIFEST_DIR").expect("set by cargo");
-    let root = Path::new(&tests).join("..").join(name).join("src");
+    let root = root().join(name).join("src");
     let files: Vec<_> = (sources(&root).iter())
         .map(|path| {
             let code = fs::read_to_string(path).expect("a source");
@@ -159,10 +159,9 @@ fn no_arrow_is_forbidden() {
 
 #[test]
 fn crates_depend_one_way() {
-    let tests = std::env::var("CARGO_MANIFEST_DIR").expect("set by cargo");
     let name = |path: &str| path.split('/').next_back().expect("a name").to_owned();
     for (at, path) in CRATES.iter().enumerate() {
-        let manifest = Path::new(&tests).join("..").join(path).join("Cargo.toml");
+        let manifest = root().join(path).join("Cargo.toml");
         let text = fs::read_to_string(manifest).expect("a manifest");
         for other in &CRATES[at + 1..] {
             let line = format!("\n{} = ", name(other));
@@ -170,8 +169,7 @@ fn crates_depend_one_way() {
         }
     }
     // Training ops have no attention: of the crate below them they take what all ops share.
-    let root = Path::new(&tests).join("../crates/burn-fused-ops/src");
-    for path in sources(&root) {
+    for path in sources(&root().join("crates/burn-fused-ops/src")) {
         let text = fs::read_to_string(&path).expect("a source");
         for word in ["Attention", "BlockLayout", "DeviceLayout"] {
             let mut code = text

@@ -27,7 +27,8 @@ const UNSTABLE: [&str; 6] = [
 
 const LIST: &str = "docs/dev/public-names.txt";
 
-fn root() -> PathBuf {
+/// The workspace.
+pub(crate) fn root() -> PathBuf {
     // As it is now, not as it was when this was compiled: build folders move.
     let here = std::env::var("CARGO_MANIFEST_DIR").expect("set by cargo");
     Path::new(&here).join("..")

@@ -23,14 +23,6 @@ pub struct PageSummaries {
     pub values: Tensor<3>,
 }
 
-/// Rows of a page's summary.
-pub fn summary_rows(summary: PageSummary) -> usize {
-    match summary {
-        PageSummary::Bounds => 2,
-        PageSummary::Mean => 1,
-    }
-}
-
 impl PageSummaries {
     /// Of pages without keys: zeros.
     pub fn zeros(
@@ -40,7 +32,7 @@ impl PageSummaries {
         dtype: DType,
         device: &Device,
     ) -> Self {
-        let shape = [pages, summary_rows(summary), width];
+        let shape = [pages, summary.rows(), width];
         Self {
             summary,
             values: Tensor::zeros(shape, (device, dtype)),
@@ -49,7 +41,7 @@ impl PageSummaries {
 
     fn check(&self) -> Result<(), OpError> {
         let [_, rows, width] = self.values.dims();
-        let expected = summary_rows(self.summary);
+        let expected = self.summary.rows();
         OpError::expect_same("summaries' rows", expected, "of a summary", rows)?;
         match width {
             0 => Err(OpError::argument("summaries' width", "at least 1", 0)),
@@ -234,7 +226,7 @@ fn check_summarize(
     if !page.is_power_of_two() {
         return Err(OpError::argument("keys' page size", "a power of two", page));
     }
-    let expected = [pages, summary_rows(summaries.summary), width];
+    let expected = [pages, summaries.summary.rows(), width];
     let got = summaries.values.dims();
     OpError::expect_same("summaries' shape", expected, "of the keys", got)?;
     let tables = slots.dims()[1];

@@ -4,7 +4,6 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, IntDType, Shape, TensorData, try_read_sync};
 
-use crate::pages::choice::summary_rows;
 use crate::pages::values::{PageChoiceCall, PageScoreInputs, SummarizeInputs, SummarizePacked};
 use crate::selection::PageSummary;
 use crate::selection::reference::descending;
@@ -114,7 +113,7 @@ fn summarize_rows<B: Backend>(
             B::float_matmul(weights, rows)
         }
     };
-    let numbers = summary_rows(summary) * width;
+    let numbers = summary.rows() * width;
     let made = B::float_reshape(B::float_cast(made, dtype), Shape::new([count, numbers]));
     let places = touched.iter().map(|touched| touched.page).collect();
     let places = B::int_from_data(int_data(places, &slots), &device);

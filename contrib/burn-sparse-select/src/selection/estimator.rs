@@ -41,6 +41,16 @@ pub enum PageSummary {
     Mean,
 }
 
+impl PageSummary {
+    /// Rows of a page's summary.
+    pub(crate) fn rows(self) -> usize {
+        match self {
+            Self::Bounds => 2,
+            Self::Mean => 1,
+        }
+    }
+}
+
 /// Queries and keys whose blocks are to be scored.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
