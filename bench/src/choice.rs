@@ -12,18 +12,11 @@ use blocksparse_bench::device::{self, empty};
 use blocksparse_bench::device_time::{host, median};
 use blocksparse_bench::numbers::{BF16, F32};
 use blocksparse_bench::runner::{Shard, Tally, Timing};
-use burn_sparse_select::kernels::rows::Blocked;
-use burn_sparse_select::kernels::rows::RowBlocks;
-use burn_sparse_select::kernels::rows::block_means;
-use burn_sparse_select::kernels::selection::Antidiagonals;
-use burn_sparse_select::kernels::selection::FlexLimits;
-use burn_sparse_select::kernels::selection::GateSizes;
-use burn_sparse_select::kernels::selection::Kept;
-use burn_sparse_select::kernels::selection::LineSizes;
-use burn_sparse_select::kernels::selection::MeanProducts;
-use burn_sparse_select::kernels::selection::SeenRows;
-use burn_sparse_select::kernels::selection::mean_products;
-use burn_sparse_select::kernels::selection::query_picks;
+use burn_sparse_select::kernels::rows::{Blocked, RowBlocks, block_means};
+use burn_sparse_select::kernels::selection::{
+    Antidiagonals, FlexLimits, GateSizes, Kept, LineSizes, MeanProducts, SeenRows, mean_products,
+    query_picks,
+};
 use clap::Parser;
 use cubecl::client::Client;
 use rand::SeedableRng;

@@ -5,17 +5,10 @@ use blocksparse_bench::compare::{dot, ensure_within, same_twice, softmax};
 use blocksparse_bench::device::{empty, poisoned, read, read_numbers, upload};
 use blocksparse_bench::numbers::{BF16, F32, decoded};
 use blocksparse_bench::runner::Tally;
-use burn_sparse_select::kernels::selection::FlexLimits;
-use burn_sparse_select::kernels::selection::FlexTensors;
-use burn_sparse_select::kernels::selection::Kept;
-use burn_sparse_select::kernels::selection::KeptLines;
-use burn_sparse_select::kernels::selection::LineSizes;
-use burn_sparse_select::kernels::selection::LinesPlan;
-use burn_sparse_select::kernels::selection::Touched;
-use burn_sparse_select::kernels::selection::flex_blocks;
-use burn_sparse_select::kernels::selection::least_kept;
-use burn_sparse_select::kernels::selection::line_sums;
-use burn_sparse_select::kernels::selection::touched_blocks;
+use burn_sparse_select::kernels::selection::{
+    FlexLimits, FlexTensors, Kept, KeptLines, LineSizes, LinesPlan, Touched, flex_blocks,
+    least_kept, line_sums, touched_blocks,
+};
 use cubecl::client::Client;
 use cubecl::server::Handle;
 use rand::RngExt;

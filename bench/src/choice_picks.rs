@@ -5,8 +5,7 @@ use blocksparse_bench::compare::{dot, same_twice};
 use blocksparse_bench::device::{poisoned, read_ints};
 use blocksparse_bench::numbers::{BF16, F32};
 use blocksparse_bench::runner::Tally;
-use burn_sparse_select::kernels::selection::GateSizes;
-use burn_sparse_select::kernels::selection::query_picks;
+use burn_sparse_select::kernels::selection::{GateSizes, query_picks};
 use cubecl::client::Client;
 use rand_chacha::ChaCha8Rng;
 

@@ -10,13 +10,10 @@ use blocksparse_bench::device::{self, poisoned, read, sync, upload, upload_ints}
 use blocksparse_bench::device_time::alone;
 use blocksparse_bench::numbers::{BF16, F32};
 use blocksparse_bench::runner::{Shard, Timing, write_json};
-use burn_paged_attention::internal::kernels::AppendShape;
-use burn_paged_attention::internal::kernels::PagedBuffers;
-use burn_paged_attention::internal::kernels::PagedPlan;
-use burn_paged_attention::internal::kernels::PagedShape;
-use burn_paged_attention::internal::kernels::append_quantized;
-use burn_paged_attention::internal::kernels::append_rows;
-use burn_paged_attention::internal::kernels::paged_attention;
+use burn_paged_attention::internal::kernels::{
+    AppendShape, PagedBuffers, PagedPlan, PagedShape, append_quantized, append_rows,
+    paged_attention,
+};
 use clap::Parser;
 use cubecl::client::{Client, Graph};
 use cubecl::ir::ElemType;

@@ -3,17 +3,12 @@
 use anyhow::Result;
 use blocksparse_bench::device::{empty, upload, upload_ints};
 use blocksparse_bench::numbers::{BF16, F32};
-use burn_paged_attention::internal::kernels::PagedPlan;
-use burn_paged_attention::internal::kernels::PagedShape;
-use burn_paged_attention::internal::kernels::SlotShape;
-use burn_paged_attention::internal::kernels::picked_slots;
-use burn_paged_attention::internal::kernels::walk_slots;
-use burn_sparse_select::kernels::indexer::KeyPicks;
-use burn_sparse_select::kernels::indexer::PairInputs;
-use burn_sparse_select::kernels::indexer::PairSizes;
-use burn_sparse_select::kernels::indexer::PairSum;
-use burn_sparse_select::kernels::indexer::pair_sums;
-use burn_sparse_select::kernels::indexer::pick_keys;
+use burn_paged_attention::internal::kernels::{
+    PagedPlan, PagedShape, SlotShape, picked_slots, walk_slots,
+};
+use burn_sparse_select::kernels::indexer::{
+    KeyPicks, PairInputs, PairSizes, PairSum, pair_sums, pick_keys,
+};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 

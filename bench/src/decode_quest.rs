@@ -5,16 +5,10 @@ use blocksparse_bench::compare::{ensure_within, same_twice};
 use blocksparse_bench::device::{empty, read_ints, read_numbers, upload_ints};
 use blocksparse_bench::numbers::{BF16, F32};
 use blocksparse_cubecl::KernelError;
-use burn_paged_attention::internal::kernels::AppendShape;
-use burn_paged_attention::internal::kernels::HighestShape;
-use burn_paged_attention::internal::kernels::PageScoreBuffers;
-use burn_paged_attention::internal::kernels::PageScoreShape;
-use burn_paged_attention::internal::kernels::PagedPlan;
-use burn_paged_attention::internal::kernels::Summary;
-use burn_paged_attention::internal::kernels::page_scores;
-use burn_paged_attention::internal::kernels::summarize_pages;
-use burn_paged_attention::internal::kernels::summarize_quantized;
-use burn_paged_attention::internal::kernels::topk_pages;
+use burn_paged_attention::internal::kernels::{
+    AppendShape, HighestShape, PageScoreBuffers, PageScoreShape, PagedPlan, Summary, page_scores,
+    summarize_pages, summarize_quantized, topk_pages,
+};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 

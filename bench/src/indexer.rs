@@ -8,19 +8,10 @@ use blocksparse::HadamardFp8;
 use blocksparse_bench::device::{self, empty, poisoned, read, upload, upload_ints};
 use blocksparse_bench::numbers::{Dtype, F32, encoded, uniform};
 use blocksparse_bench::runner::{Shard, Timing};
-use burn_sparse_select::kernels::indexer::IndexerGradients;
-use burn_sparse_select::kernels::indexer::KeyBytes;
-use burn_sparse_select::kernels::indexer::KeyPicks;
-use burn_sparse_select::kernels::indexer::PairInputs;
-use burn_sparse_select::kernels::indexer::PairSizes;
-use burn_sparse_select::kernels::indexer::PairSum;
-use burn_sparse_select::kernels::indexer::by_keys;
-use burn_sparse_select::kernels::indexer::by_queries;
-use burn_sparse_select::kernels::indexer::key_bytes;
-use burn_sparse_select::kernels::indexer::key_parts;
-use burn_sparse_select::kernels::indexer::pair_sums;
-use burn_sparse_select::kernels::indexer::pick_keys;
-use burn_sparse_select::kernels::indexer::round_rows;
+use burn_sparse_select::kernels::indexer::{
+    IndexerGradients, KeyBytes, KeyPicks, PairInputs, PairSizes, PairSum, by_keys, by_queries,
+    key_bytes, key_parts, pair_sums, pick_keys, round_rows,
+};
 use clap::{Parser, ValueEnum};
 use cubecl::client::Client;
 use cubecl::ir::ElemType;

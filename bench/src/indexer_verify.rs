@@ -6,8 +6,7 @@ use blocksparse_bench::compare::dot;
 use blocksparse_bench::device::{read_ints, read_numbers};
 use blocksparse_bench::numbers::{Dtype, F32};
 use blocksparse_bench::runner::Tally;
-use burn_sparse_select::kernels::indexer::PairSizes;
-use burn_sparse_select::kernels::indexer::PairSum;
+use burn_sparse_select::kernels::indexer::{PairSizes, PairSum};
 use cubecl::client::Client;
 
 use super::{Args, Call, What};

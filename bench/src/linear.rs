@@ -10,11 +10,9 @@ use blocksparse_bench::numbers::{BF16, F32, decoded, half, rounding_of};
 use blocksparse_bench::operand::Operand;
 use blocksparse_bench::runner::{Shard, Tally, Timing, write_json};
 use blocksparse_cubecl::rows::{Window, window_sums};
-use burn_fused_ops::kernels::linear::EpilogueTensors;
-use burn_fused_ops::kernels::linear::MatrixView;
-use burn_fused_ops::kernels::linear::ProductPlan;
-use burn_fused_ops::kernels::linear::ProductRequest;
-use burn_fused_ops::kernels::linear::multiply;
+use burn_fused_ops::kernels::linear::{
+    EpilogueTensors, MatrixView, ProductPlan, ProductRequest, multiply,
+};
 use clap::Parser;
 use cubecl::client::Client;
 use cubecl::ir::ElemType;

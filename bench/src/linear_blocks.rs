@@ -8,15 +8,10 @@ use blocksparse_bench::device_time;
 use blocksparse_bench::numbers::{F32, decoded, half, rounded, rounding_of, uniform};
 use blocksparse_bench::operand::Operand;
 use blocksparse_bench::runner::Tally;
-use burn_fused_ops::kernels::linear::blocks::BlockGradientPlan;
-use burn_fused_ops::kernels::linear::blocks::BlockProduct;
-use burn_fused_ops::kernels::linear::blocks::BlockProductPlan;
-use burn_fused_ops::kernels::linear::blocks::BlockTables;
-use burn_fused_ops::kernels::linear::blocks::Direction;
-use burn_fused_ops::kernels::linear::blocks::KeptBlocks;
-use burn_fused_ops::kernels::linear::blocks::block_gradient;
-use burn_fused_ops::kernels::linear::blocks::multiply_blocks;
-use burn_fused_ops::kernels::linear::blocks::pack_blocks;
+use burn_fused_ops::kernels::linear::blocks::{
+    BlockGradientPlan, BlockProduct, BlockProductPlan, BlockTables, Direction, KeptBlocks,
+    block_gradient, multiply_blocks, pack_blocks,
+};
 use cubecl::client::Client;
 use cubecl::ir::ElemType;
 use cubecl::server::Handle;

@@ -6,21 +6,13 @@ use blocksparse_bench::device::{empty, flush, poisoned, read, upload};
 use blocksparse_bench::numbers::{BF16, F32, decoded, half, rounding_of, uniform};
 use blocksparse_bench::operand::Operand;
 use blocksparse_bench::runner::Tally;
-use blocksparse_cubecl::rows::ActivationKind;
-use blocksparse_cubecl::rows::column_sums;
-use burn_fused_ops::kernels::linear::Epilogue;
-use burn_fused_ops::kernels::linear::EpilogueTensors;
-use burn_fused_ops::kernels::linear::HEAD;
-use burn_fused_ops::kernels::linear::MatrixView;
-use burn_fused_ops::kernels::linear::Order;
-use burn_fused_ops::kernels::linear::ProductPlan;
-use burn_fused_ops::kernels::linear::ProductRequest;
-use burn_fused_ops::kernels::linear::multiply;
-use burn_fused_ops::kernels::rows::ActivationBackward;
-use burn_fused_ops::kernels::rows::HeadsPart;
-use burn_fused_ops::kernels::rows::bias_activation;
-use burn_fused_ops::kernels::rows::bias_activation_backward;
-use burn_fused_ops::kernels::rows::split_heads;
+use blocksparse_cubecl::rows::{ActivationKind, column_sums};
+use burn_fused_ops::kernels::linear::{
+    Epilogue, EpilogueTensors, HEAD, MatrixView, Order, ProductPlan, ProductRequest, multiply,
+};
+use burn_fused_ops::kernels::rows::{
+    ActivationBackward, HeadsPart, bias_activation, bias_activation_backward, split_heads,
+};
 use cubecl::client::Client;
 use cubecl::ir::ElemType;
 use cubecl::server::Handle;

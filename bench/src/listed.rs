@@ -7,16 +7,10 @@ use blocksparse_bench::device::{self, contiguous, poisoned, read_numbers, upload
 use blocksparse_bench::numbers::{BF16, F32, uniform};
 use blocksparse_bench::runner::{Shard, Timing};
 use blocksparse_cubecl::{Gradients, OutputGrads, Outputs, ScoreOptions, TensorView};
-use burn_sparse_select::kernels::listed::KeyListPlan;
-use burn_sparse_select::kernels::listed::ListedGradients;
-use burn_sparse_select::kernels::listed::ListedLists;
-use burn_sparse_select::kernels::listed::ListedPlan;
-use burn_sparse_select::kernels::listed::ListedRequest;
-use burn_sparse_select::kernels::listed::ListedTiles;
-use burn_sparse_select::kernels::listed::NeighbourPlan;
-use burn_sparse_select::kernels::listed::backward;
-use burn_sparse_select::kernels::listed::forward;
-use burn_sparse_select::kernels::listed::neighbours;
+use burn_sparse_select::kernels::listed::{
+    KeyListPlan, ListedGradients, ListedLists, ListedPlan, ListedRequest, ListedTiles,
+    NeighbourPlan, backward, forward, neighbours,
+};
 use clap::{Parser, ValueEnum};
 use cubecl::client::Client;
 use cubecl::server::Handle;

@@ -13,22 +13,14 @@ use blocksparse_bench::runner::{Timing, write_json};
 use blocksparse_cubecl::rows;
 use blocksparse_cubecl::rows::ActivationKind;
 use burn_fused_ops::kernels::optim;
-use burn_fused_ops::kernels::optim::AdamWHyper;
-use burn_fused_ops::kernels::optim::AdamWTensors;
-use burn_fused_ops::kernels::optim::FlatTensor;
-use burn_fused_ops::kernels::rows::ActivationBackward;
-use burn_fused_ops::kernels::rows::HeadsPart;
-use burn_fused_ops::kernels::rows::NormBackward;
-use burn_fused_ops::kernels::rows::NormBranch;
-use burn_fused_ops::kernels::rows::NormGrad;
-use burn_fused_ops::kernels::rows::NormOf;
-use burn_fused_ops::kernels::rows::StreamGrad;
+use burn_fused_ops::kernels::optim::{AdamWHyper, AdamWTensors, FlatTensor};
+use burn_fused_ops::kernels::rows::{
+    ActivationBackward, HeadsPart, NormBackward, NormBranch, NormGrad, NormOf, StreamGrad,
+};
 use burn_sparse_select::kernels::rows::GatedBackward;
-use burn_sparse_select::kernels::selection::CompressedInputs;
-use burn_sparse_select::kernels::selection::CompressedPlan;
-use burn_sparse_select::kernels::selection::CompressedShape;
-use burn_sparse_select::kernels::selection::Wanted;
-use burn_sparse_select::kernels::selection::compressed_masses;
+use burn_sparse_select::kernels::selection::{
+    CompressedInputs, CompressedPlan, CompressedShape, Wanted, compressed_masses,
+};
 use clap::Parser;
 use cubecl::client::Client;
 use cubecl::ir::ElemType;

@@ -9,10 +9,11 @@ use std::time::Instant;
 
 use attention::run;
 use burn::tensor::{DType, Device, Tensor};
-use burn_blocksparse::AccumulatedAttentionOptions;
-use burn_blocksparse::accumulated_attention;
 use burn_blocksparse::layout::TopKOptions;
-use burn_blocksparse::{BlockSparseTensor, Pattern, SparseAttentionCall};
+use burn_blocksparse::{
+    AccumulatedAttentionOptions, BlockSparseTensor, Pattern, SparseAttentionCall,
+    accumulated_attention,
+};
 use burn_blocksparse_tests::devices::devices;
 use burn_sparse_select::top_k_blocks_on_device;
 use program::{median, number};

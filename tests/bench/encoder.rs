@@ -7,8 +7,7 @@ use std::time::Instant;
 use burn::nn::transformer::{TransformerEncoderConfig, TransformerEncoderInput};
 use burn::tensor::{DType, Device, Distribution, FloatDType, IntDType, Tensor, TensorData};
 use burn_blocksparse_tests::devices::devices;
-use burn_fused_ops::accelerate_matmul;
-use burn_fused_ops::accelerated_products;
+use burn_fused_ops::{accelerate_matmul, accelerated_products};
 
 const USAGE: &str = "usage: BURN_SPARSE_DEVICE=cuda bench-encoder COMMAND [accelerated]
 

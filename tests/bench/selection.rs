@@ -15,14 +15,10 @@ use burn_blocksparse::internal::DispatchMode;
 use burn_blocksparse::layout::DeviceLayoutOptions;
 use burn_blocksparse::{AttentionOptions, DeviceLayout, LayoutShape, Pattern};
 use burn_blocksparse_tests::devices::devices;
-use burn_sparse_select::EstimateInputs;
-use burn_sparse_select::Selection;
-use burn_sparse_select::attention_selected;
-use burn_sparse_select::nsa::Nsa;
-use burn_sparse_select::nsa::NsaBranches;
-use burn_sparse_select::nsa::NsaKeysValues;
-use burn_sparse_select::nsa::NsaOptions;
-use burn_sparse_select::selected_blocks_attention;
+use burn_sparse_select::nsa::{Nsa, NsaBranches, NsaKeysValues, NsaOptions};
+use burn_sparse_select::{
+    EstimateInputs, Selection, attention_selected, selected_blocks_attention,
+};
 use program::{median, number};
 use queued::Ahead;
 use serde_json::{Value, json};

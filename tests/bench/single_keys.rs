@@ -3,12 +3,8 @@
 use burn::tensor::{DType, Distribution, Tensor};
 use burn_blocksparse::Pattern;
 use burn_blocksparse::internal::runs_kernels;
-use burn_sparse_select::dsa::Dsa;
-use burn_sparse_select::dsa::DsaIndex;
-use burn_sparse_select::dsa::DsaTarget;
-use burn_sparse_select::internal::counting_argsort_rounds;
-use burn_sparse_select::internal::lsh_hash;
-use burn_sparse_select::internal::topk_rows;
+use burn_sparse_select::dsa::{Dsa, DsaIndex, DsaTarget};
+use burn_sparse_select::internal::{counting_argsort_rounds, lsh_hash, topk_rows};
 use burn_sparse_transformer::content::{LshHeadsConfig, RoutingHeadsConfig};
 
 use super::Bench;

@@ -1,7 +1,6 @@
 //! A bias and an activation.
 
-use burn_fused_ops::Activation;
-use burn_fused_ops::bias_activation;
+use burn_fused_ops::{Activation, bias_activation};
 use rstest::rstest;
 
 use burn_blocksparse_tests::prelude::*;

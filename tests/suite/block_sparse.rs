@@ -1,8 +1,6 @@
 //! Products with block-sparse weights.
 
-use burn_fused_ops::sparse_linear::BlockSparseLinearOptions;
-use burn_fused_ops::sparse_linear::WeightLayout;
-use burn_fused_ops::sparse_linear::block_sparse_linear;
+use burn_fused_ops::sparse_linear::{BlockSparseLinearOptions, WeightLayout, block_sparse_linear};
 use rstest::rstest;
 
 use burn_blocksparse_tests::prelude::*;

@@ -1,13 +1,10 @@
 //! Bad input is a typed error that names the argument, what was expected and what came.
 
-use burn_blocksparse::AccumulatedAttentionOptions;
-use burn_blocksparse::accumulated_attention;
-use burn_blocksparse::layout::DeviceLayoutOptions;
-use burn_blocksparse::layout::TopKOptions;
-use burn_blocksparse::{merge_attention, sparse_attention};
-use burn_sparse_select::top_k_blocks;
-use burn_sparse_select::top_k_blocks_on_device;
-use burn_sparse_select::vertical_slash_layout;
+use burn_blocksparse::layout::{DeviceLayoutOptions, TopKOptions};
+use burn_blocksparse::{
+    AccumulatedAttentionOptions, accumulated_attention, merge_attention, sparse_attention,
+};
+use burn_sparse_select::{top_k_blocks, top_k_blocks_on_device, vertical_slash_layout};
 use proptest::prelude::*;
 use proptest::{collection, option, sample};
 use rstest::rstest;

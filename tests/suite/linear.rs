@@ -1,7 +1,6 @@
 //! Products with weights.
 
-use burn_fused_ops::LinearOptions;
-use burn_fused_ops::fused_linear;
+use burn_fused_ops::{LinearOptions, fused_linear};
 use rstest::rstest;
 
 use burn_blocksparse_tests::prelude::*;

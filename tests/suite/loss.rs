@@ -1,7 +1,6 @@
 //! The cross entropy of a product with targets.
 
-use burn_fused_ops::CrossEntropyOptions;
-use burn_fused_ops::linear_cross_entropy;
+use burn_fused_ops::{CrossEntropyOptions, linear_cross_entropy};
 use rstest::rstest;
 
 use burn_blocksparse_tests::prelude::*;

@@ -1,7 +1,6 @@
 //! Weights summed over columns and diagonals.
 
-use burn_blocksparse::AccumulatedAttentionOptions;
-use burn_blocksparse::accumulated_attention;
+use burn_blocksparse::{AccumulatedAttentionOptions, accumulated_attention};
 use rstest::rstest;
 
 use burn_blocksparse_tests::prelude::*;

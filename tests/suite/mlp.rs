@@ -1,9 +1,6 @@
 //! Feed-forward networks.
 
-use burn_fused_ops::Activation;
-use burn_fused_ops::MlpOptions;
-use burn_fused_ops::MlpParams;
-use burn_fused_ops::mlp;
+use burn_fused_ops::{Activation, MlpOptions, MlpParams, mlp};
 use rstest::rstest;
 
 use burn_blocksparse_tests::prelude::*;

@@ -1,12 +1,9 @@
 //! Residual norms.
 
 use burn::tensor::FloatDType;
-use burn_fused_ops::AddNormOptions;
-use burn_fused_ops::ElementDropout;
-use burn_fused_ops::NormParams;
-use burn_fused_ops::Residual;
-use burn_fused_ops::add_norm;
-use burn_fused_ops::residual_add;
+use burn_fused_ops::{
+    AddNormOptions, ElementDropout, NormParams, Residual, add_norm, residual_add,
+};
 use rstest::rstest;
 
 use burn_blocksparse_tests::prelude::*;

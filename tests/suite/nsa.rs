@@ -1,9 +1,7 @@
 //! Native sparse attention.
 
 use burn_sparse_select::Always;
-use burn_sparse_select::nsa::Nsa;
-use burn_sparse_select::nsa::NsaKeysValues;
-use burn_sparse_select::nsa::NsaOptions;
+use burn_sparse_select::nsa::{Nsa, NsaKeysValues, NsaOptions};
 use rstest::rstest;
 
 use burn_blocksparse_tests::prelude::*;

@@ -3,9 +3,7 @@
 use burn::nn::LinearConfig;
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::Bytes;
-use burn_fused_ops::optim::FusedAdamWConfig;
-use burn_fused_ops::optim::clip_gradients;
-use burn_fused_ops::optim::gradient_norm;
+use burn_fused_ops::optim::{FusedAdamWConfig, clip_gradients, gradient_norm};
 use rstest::rstest;
 
 use burn_blocksparse_tests::prelude::*;

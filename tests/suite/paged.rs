@@ -1,21 +1,12 @@
 //! Attention over pages.
 
 use burn_blocksparse::alibi_slopes;
-use burn_paged_attention::PagedKeysValues;
-use burn_paged_attention::PagedOptions;
-use burn_paged_attention::PagedStore;
-use burn_paged_attention::PagedVisibility;
-use burn_paged_attention::Quantization;
-use burn_paged_attention::QuantizedPages;
-use burn_paged_attention::append_quantized;
-use burn_paged_attention::append_rows;
-use burn_paged_attention::dequantize;
-use burn_paged_attention::paged_attention;
-use burn_sparse_select::PageSummary;
-use burn_sparse_select::Selection;
-use burn_sparse_select::pages::PageSummaries;
-use burn_sparse_select::pages::select_pages;
-use burn_sparse_select::pages::summarize_pages;
+use burn_paged_attention::{
+    PagedKeysValues, PagedOptions, PagedStore, PagedVisibility, Quantization, QuantizedPages,
+    append_quantized, append_rows, dequantize, paged_attention,
+};
+use burn_sparse_select::pages::{PageSummaries, select_pages, summarize_pages};
+use burn_sparse_select::{PageSummary, Selection};
 
 use burn_blocksparse_tests::prelude::*;
 

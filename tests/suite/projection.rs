@@ -1,8 +1,6 @@
 //! Projections to heads and from them.
 
-use burn_fused_ops::LinearOptions;
-use burn_fused_ops::out_proj;
-use burn_fused_ops::qkv_proj;
+use burn_fused_ops::{LinearOptions, out_proj, qkv_proj};
 use rstest::rstest;
 
 use burn_blocksparse_tests::prelude::*;

@@ -1,7 +1,6 @@
 //! Sampling.
 
-use burn_paged_attention::sampling::SampleOptions;
-use burn_paged_attention::sampling::sample_tokens;
+use burn_paged_attention::sampling::{SampleOptions, sample_tokens};
 use rstest::rstest;
 
 use burn_blocksparse_tests::prelude::*;

@@ -1,13 +1,9 @@
 //! Attention over what single queries choose.
 
 use burn_blocksparse::internal::gather_rows;
-use burn_sparse_select::Always;
-use burn_sparse_select::Budget;
-use burn_sparse_select::EstimateInputs;
-use burn_sparse_select::GqaReduction;
-use burn_sparse_select::SelectedOptions;
-use burn_sparse_select::Selection;
-use burn_sparse_select::attention_selected;
+use burn_sparse_select::{
+    Always, Budget, EstimateInputs, GqaReduction, SelectedOptions, Selection, attention_selected,
+};
 use rstest::rstest;
 
 use burn_blocksparse_tests::prelude::*;

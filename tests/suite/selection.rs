@@ -1,9 +1,6 @@
 //! Attention that chooses its keys by content.
 
-use burn_sparse_select::Always;
-use burn_sparse_select::Budget;
-use burn_sparse_select::GqaReduction;
-use burn_sparse_select::Selection;
+use burn_sparse_select::{Always, Budget, GqaReduction, Selection};
 
 use burn_blocksparse_tests::prelude::rows;
 

@@ -1,12 +1,8 @@
 //! Selection on planted structure: how much of full attention each method keeps, against numbers that were computed elsewhere.
 
-use burn_sparse_select::BlockEstimator;
-use burn_sparse_select::Budget;
-use burn_sparse_select::EstimateKind;
-use burn_sparse_select::FlexPrefill;
-use burn_sparse_select::MeanPool;
-use burn_sparse_select::VerticalSlash;
-use burn_sparse_select::XAttention;
+use burn_sparse_select::{
+    BlockEstimator, Budget, EstimateKind, FlexPrefill, MeanPool, VerticalSlash, XAttention,
+};
 
 use burn_blocksparse_tests::judge::planted::{BLOCK, DIM, HEADS, ROWS, mix, structures, uniform};
 use burn_blocksparse_tests::judge::recall::{Attention, Dense, kept, square_grid};

@@ -1,7 +1,6 @@
 //! Dropout of a tensor.
 
-use burn_fused_ops::ElementDropout;
-use burn_fused_ops::dropout;
+use burn_fused_ops::{ElementDropout, dropout};
 
 use burn_blocksparse_tests::prelude::*;
 

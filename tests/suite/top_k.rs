@@ -1,8 +1,7 @@
 //! Layouts chosen by content, against the choice in plain f64 loops.
 
 use burn_blocksparse::layout::TopKOptions;
-use burn_sparse_select::top_k_blocks;
-use burn_sparse_select::top_k_blocks_on_device;
+use burn_sparse_select::{top_k_blocks, top_k_blocks_on_device};
 use rstest::rstest;
 
 use burn_blocksparse_tests::prelude::*;

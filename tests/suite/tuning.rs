@@ -2,38 +2,20 @@
 
 use std::process::Command;
 
-use burn_blocksparse::AccumulatedAttentionOptions;
-use burn_blocksparse::accumulated_attention;
-use burn_blocksparse::internal::gather_rows;
-use burn_blocksparse::internal::l2_normalize;
-use burn_blocksparse::layout::DeviceLayoutOptions;
-use burn_blocksparse::layout::TopKOptions;
-use burn_blocksparse::{check_device, sparse_attention};
-use burn_fused_ops::Activation;
-use burn_fused_ops::AddNormOptions;
-use burn_fused_ops::CrossEntropyOptions;
-use burn_fused_ops::ElementDropout;
-use burn_fused_ops::LinearOptions;
-use burn_fused_ops::MlpOptions;
-use burn_fused_ops::MlpParams;
-use burn_fused_ops::NormParams;
-use burn_fused_ops::bias_activation;
-use burn_fused_ops::dropout;
-use burn_fused_ops::embedding;
+use burn_blocksparse::internal::{gather_rows, l2_normalize};
+use burn_blocksparse::layout::{DeviceLayoutOptions, TopKOptions};
+use burn_blocksparse::{
+    AccumulatedAttentionOptions, accumulated_attention, check_device, sparse_attention,
+};
 use burn_fused_ops::internal::split_head_groups;
-use burn_fused_ops::linear;
-use burn_fused_ops::linear_cross_entropy;
-use burn_fused_ops::mlp;
-use burn_fused_ops::norm;
-use burn_fused_ops::qkv_proj;
-use burn_fused_ops::split_heads;
-use burn_paged_attention::sampling::SampleOptions;
-use burn_paged_attention::sampling::sample_tokens;
-use burn_sparse_select::TokenIndices;
-use burn_sparse_select::internal::counting_argsort;
-use burn_sparse_select::internal::lsh_hash;
-use burn_sparse_select::internal::topk_rows;
-use burn_sparse_select::top_k_blocks_on_device;
+use burn_fused_ops::{
+    Activation, AddNormOptions, CrossEntropyOptions, ElementDropout, LinearOptions, MlpOptions,
+    MlpParams, NormParams, bias_activation, dropout, embedding, linear, linear_cross_entropy, mlp,
+    norm, qkv_proj, split_heads,
+};
+use burn_paged_attention::sampling::{SampleOptions, sample_tokens};
+use burn_sparse_select::internal::{counting_argsort, lsh_hash, topk_rows};
+use burn_sparse_select::{TokenIndices, top_k_blocks_on_device};
 
 use burn_blocksparse_tests::prelude::*;
 

@@ -1,7 +1,6 @@
 //! Vertical-slash layouts of tensors, against those that the host builds.
 
-use burn_sparse_select::vertical_slash_layout;
-use burn_sparse_select::vertical_slash_layout_async;
+use burn_sparse_select::{vertical_slash_layout, vertical_slash_layout_async};
 use rstest::rstest;
 
 use burn_blocksparse_tests::prelude::*;

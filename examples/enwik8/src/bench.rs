@@ -13,12 +13,11 @@ use serde::{Deserialize, Serialize};
 use crate::config::RunConfig;
 use crate::data::{Corpus, Sampler, Split, thousands};
 use crate::memory::peak_resident_bytes;
-use crate::model;
 use crate::overrides::Overrides;
 use crate::presets::{Attention, AttentionKind, Preset};
 use crate::progress::say;
 use crate::step::{Batch, Steps};
-use crate::{arguments, device};
+use crate::{arguments, device, model};
 
 /// Time training iterations with sparse and with dense attention
 #[derive(Args, Debug)]

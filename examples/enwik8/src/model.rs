@@ -7,8 +7,7 @@ use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::store::ModuleRecord;
 use burn::tensor::{Bytes, Device, Int, Tensor};
 use burn_blocksparse::Pattern;
-use burn_fused_ops::optim::FusedAdamW;
-use burn_fused_ops::optim::FusedAdamWConfig;
+use burn_fused_ops::optim::{FusedAdamW, FusedAdamWConfig};
 use burn_sparse_transformer::content::ContentAttention;
 use burn_sparse_transformer::feed_forward::FeedForwardSparsity;
 use burn_sparse_transformer::{

@@ -12,7 +12,6 @@ use burn_sparse_transformer::SparseTransformer;
 use burn_sparse_transformer::generate::{GenerateOptions, Sampling};
 use clap::Args;
 
-use crate::arguments;
 use crate::checkpoint::{Checkpoint, write_atomically};
 use crate::config::RunConfig;
 use crate::data::{Corpus, Split, thousands};
@@ -23,11 +22,11 @@ use crate::log::{self, Row};
 use crate::memory::Resources;
 use crate::model::{self, attention_text};
 use crate::plot::{self, Axis, Frame};
-use crate::plot_recall;
 use crate::presets::Task;
 use crate::progress::{clock, program, say, warn};
 use crate::recall::{self, LayerRecall};
 use crate::run::{self, RunFiles};
+use crate::{arguments, plot_recall};
 
 /// Texts of a report.
 const SAMPLES: usize = 3;

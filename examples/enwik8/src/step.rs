@@ -7,8 +7,7 @@ use anyhow::{Context, Result, anyhow};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::graph::{CapturedGraph, DeviceSeed, StaticInput};
-use burn_fused_ops::optim::AdamWStepState;
-use burn_fused_ops::optim::FusedAdamW;
+use burn_fused_ops::optim::{AdamWStepState, FusedAdamW};
 use burn_sparse_transformer::dsa::DsaStage;
 use burn_sparse_transformer::{Recompute, Seed, SparseTransformer, StepLosses};
 

@@ -20,28 +20,24 @@ use burn_sparse_transformer::content::ContentAttention;
 use clap::Args;
 use indicatif::ProgressBar;
 
-use crate::arguments;
 use crate::checkpoint::{Best, Checkpoint, Header};
 use crate::config::RunConfig;
 use crate::data::{Corpus, Fingerprint, Sampler, Split, thousands};
 use crate::device::NamedDevice;
 use crate::devices::{Group, Reduce, Training};
 use crate::eval::{Evaluation, Evaluator};
-use crate::indexers;
 use crate::log::{self, Log, Row};
 use crate::memory::Resources;
 use crate::model::{self, bits};
 use crate::overrides::Overrides;
 use crate::plot::{self, Axis, Frame};
-use crate::plot_recall;
 use crate::presets::{Preset, Task};
 use crate::progress::{Progress, program, say, warn};
-use crate::recall;
-use crate::report;
 use crate::run::{self, RunFolder};
 use crate::step::{Batch, Measured, Steps};
 use crate::tensorboard::EventFile;
 use crate::windows::Window;
+use crate::{arguments, indexers, plot_recall, recall, report};
 
 /// Train a model on bytes, of text or of pictures
 #[derive(Args, Debug)]

@@ -1,7 +1,6 @@
 //! Weights summed over columns and diagonals, against f64.
 
-use burn_blocksparse::AccumulatedAttentionOptions;
-use burn_blocksparse::accumulated_attention;
+use burn_blocksparse::{AccumulatedAttentionOptions, accumulated_attention};
 
 use crate::attention::cases::{cases, per_batch, table};
 use crate::attention::options::SHARED;

@@ -1,8 +1,7 @@
 //! Rows that means attract, against f64 on the host.
 
 use burn_blocksparse::internal::runs_kernels;
-use burn_sparse_select::internal::TopKPerCentroid;
-use burn_sparse_select::internal::topk_per_centroid;
+use burn_sparse_select::internal::{TopKPerCentroid, topk_per_centroid};
 
 use crate::prelude::*;
 

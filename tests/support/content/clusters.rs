@@ -2,8 +2,7 @@
 
 use burn::module::Param;
 use burn_sparse_select::internal::topk_per_centroid;
-use burn_sparse_select::routed_attention;
-use burn_sparse_select::routed_attention_plan;
+use burn_sparse_select::{routed_attention, routed_attention_plan};
 use burn_sparse_transformer::content::RoutingHeadsConfig;
 
 use crate::prelude::*;

@@ -1,10 +1,7 @@
 //! Sorts by bucket, the highest numbers of rows, and sums at places, against the host's.
 
-use burn_blocksparse::internal::gather_rows;
-use burn_blocksparse::internal::runs_kernels;
-use burn_blocksparse::internal::segment_sum;
-use burn_sparse_select::internal::counting_argsort;
-use burn_sparse_select::internal::topk_rows;
+use burn_blocksparse::internal::{gather_rows, runs_kernels, segment_sum};
+use burn_sparse_select::internal::{counting_argsort, topk_rows};
 
 use crate::prelude::*;
 

@@ -1,14 +1,9 @@
 //! Hashes and sorts of several rounds, and rows that are taken with their keys, against the host's and Burn's operations.
 
-use burn_blocksparse::internal::gather_qkv;
-use burn_blocksparse::internal::gather_rows;
-use burn_blocksparse::internal::runs_kernels;
-use burn_blocksparse::internal::segment_mean;
-use burn_blocksparse::internal::segment_sum;
-use burn_sparse_select::internal::ArgsortRounds;
-use burn_sparse_select::internal::counting_argsort_rounds;
-use burn_sparse_select::internal::lsh_argsort;
-use burn_sparse_select::internal::lsh_hash;
+use burn_blocksparse::internal::{
+    gather_qkv, gather_rows, runs_kernels, segment_mean, segment_sum,
+};
+use burn_sparse_select::internal::{ArgsortRounds, counting_argsort_rounds, lsh_argsort, lsh_hash};
 
 use crate::prelude::*;
 

@@ -1,9 +1,7 @@
 //! Layouts that are made on the device, against f64: every output and every gradient.
 
-use burn_blocksparse::layout::DeviceLayoutOptions;
-use burn_blocksparse::layout::TopKOptions;
-use burn_sparse_select::top_k_blocks;
-use burn_sparse_select::top_k_blocks_on_device;
+use burn_blocksparse::layout::{DeviceLayoutOptions, TopKOptions};
+use burn_sparse_select::{top_k_blocks, top_k_blocks_on_device};
 
 use crate::attention::options::REACHES;
 use crate::device_layout::case::{Case, cases};

@@ -1,10 +1,7 @@
 //! Layouts whose blocks are chosen on the device from those of a layout on the host, against f64: outputs, gradients and counts.
 
 use burn_blocksparse::layout::PaddingMask;
-use burn_sparse_select::Always;
-use burn_sparse_select::Budget;
-use burn_sparse_select::EstimateKind;
-use burn_sparse_select::Rule;
+use burn_sparse_select::{Always, Budget, EstimateKind, Rule};
 
 use crate::device_layout::case::Case;
 use crate::device_layout::chosen::layout_of;

@@ -1,10 +1,8 @@
 //! Random choices by content: methods, rules, forced blocks, shapes, patterns that cut, padding and inputs of many kinds, against f64. A seed is a case.
 
-use burn_sparse_select::Candidates;
-use burn_sparse_select::EstimateInputs;
-use burn_sparse_select::ReferenceInputs;
-use burn_sparse_select::Selection;
-use burn_sparse_select::attention_selected_with_lse;
+use burn_sparse_select::{
+    Candidates, EstimateInputs, ReferenceInputs, Selection, attention_selected_with_lse,
+};
 
 use crate::fuzz::attention::{SEED, assert_none, failing_seeds, number, pick};
 use crate::prelude::*;

@@ -1,7 +1,6 @@
 //! Tokens drawn from logits, against what a sort in f64 says.
 
-use burn_paged_attention::sampling::SampleOptions;
-use burn_paged_attention::sampling::sample_tokens;
+use burn_paged_attention::sampling::{SampleOptions, sample_tokens};
 
 use crate::prelude::*;
 use crate::training::results::assert_plan;

@@ -7,12 +7,8 @@ use burn::module::{Module, Param};
 use burn::optim::GradientsParams;
 use burn_blocksparse::graph::{CapturedGraph, DeviceSeed, StaticInput};
 use burn_blocksparse::{Seed, alibi_slopes};
-use burn_fused_ops::AddNormOptions;
-use burn_fused_ops::ElementDropout;
-use burn_fused_ops::add_norm;
-use burn_fused_ops::dropout;
-use burn_fused_ops::optim::FusedAdamW;
-use burn_fused_ops::optim::FusedAdamWConfig;
+use burn_fused_ops::optim::{FusedAdamW, FusedAdamWConfig};
+use burn_fused_ops::{AddNormOptions, ElementDropout, add_norm, dropout};
 use burn_sparse_transformer::{
     BlockAttentionConfig, Factorization, Precision, Recompute, SparseTransformer,
     SparseTransformerConfig, TransformerError,

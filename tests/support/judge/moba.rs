@@ -1,8 +1,6 @@
 //! Problems of queries that choose for themselves (MoBA), with the choice in plain f64 loops.
 
-use burn_sparse_select::Always;
-use burn_sparse_select::Selection;
-use burn_sparse_select::attention_selected_with_lse;
+use burn_sparse_select::{Always, Selection, attention_selected_with_lse};
 
 use crate::prelude::*;
 

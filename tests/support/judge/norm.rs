@@ -1,14 +1,9 @@
 //! Residual norms in f64 loops, and the calls that are compared with them.
 
 use burn::tensor::FloatDType;
-use burn_fused_ops::AddNormOptions;
-use burn_fused_ops::ElementDropout;
-use burn_fused_ops::NormKind;
-use burn_fused_ops::NormParams;
-use burn_fused_ops::Residual;
-use burn_fused_ops::add_norm;
-use burn_fused_ops::norm;
-use burn_fused_ops::residual_add;
+use burn_fused_ops::{
+    AddNormOptions, ElementDropout, NormKind, NormParams, Residual, add_norm, norm, residual_add,
+};
 
 use crate::prelude::*;
 use crate::training::results::*;

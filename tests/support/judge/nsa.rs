@@ -1,9 +1,7 @@
 //! Native sparse attention in plain f64 loops, from its definition (Yuan et al., 2025, §3).
 
 use burn_sparse_select::Always;
-use burn_sparse_select::nsa::Nsa;
-use burn_sparse_select::nsa::NsaKeysValues;
-use burn_sparse_select::nsa::NsaOptions;
+use burn_sparse_select::nsa::{Nsa, NsaKeysValues, NsaOptions};
 
 use crate::prelude::*;
 

@@ -1,12 +1,9 @@
 //! Random calls of attention over pages, and what they are in f64.
 
-use burn_paged_attention::PagedKeysValues;
-use burn_paged_attention::PagedOptions;
-use burn_paged_attention::PagedStore;
-use burn_paged_attention::PagedVisibility;
-use burn_paged_attention::Quantization;
-use burn_paged_attention::QuantizedPages;
-use burn_paged_attention::paged_attention;
+use burn_paged_attention::{
+    PagedKeysValues, PagedOptions, PagedStore, PagedVisibility, Quantization, QuantizedPages,
+    paged_attention,
+};
 use rand::seq::SliceRandom;
 
 use crate::judge::packed::packed;

@@ -1,12 +1,8 @@
 //! Full attention in f64, and how much of it a choice keeps.
 
-use burn_sparse_select::Always;
-use burn_sparse_select::Budget;
-use burn_sparse_select::EstimateGrid;
-use burn_sparse_select::EstimateKind;
-use burn_sparse_select::ReferenceInputs;
-use burn_sparse_select::Rule;
-use burn_sparse_select::ScoreGrid;
+use burn_sparse_select::{
+    Always, Budget, EstimateGrid, EstimateKind, ReferenceInputs, Rule, ScoreGrid,
+};
 
 /// Queries and keys of one batch entry.
 pub struct Dense {

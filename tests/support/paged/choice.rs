@@ -1,18 +1,11 @@
 //! Choices of pages: what is known of pages, scores and picks, against loops in f64.
 
-use burn_paged_attention::PagedStore;
-use burn_paged_attention::Quantization;
-use burn_paged_attention::QuantizedPages;
-use burn_paged_attention::append_quantized;
-use burn_sparse_select::Always;
-use burn_sparse_select::PageSummary;
-use burn_sparse_select::Selection;
+use burn_paged_attention::{PagedStore, Quantization, QuantizedPages, append_quantized};
 use burn_sparse_select::internal::topk_pages;
-use burn_sparse_select::pages::PageChoice;
-use burn_sparse_select::pages::PageSummaries;
-use burn_sparse_select::pages::page_scores;
-use burn_sparse_select::pages::select_pages;
-use burn_sparse_select::pages::summarize_stored;
+use burn_sparse_select::pages::{
+    PageChoice, PageSummaries, page_scores, select_pages, summarize_stored,
+};
+use burn_sparse_select::{Always, PageSummary, Selection};
 use rand::seq::SliceRandom;
 
 use crate::prelude::*;

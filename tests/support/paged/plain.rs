@@ -1,10 +1,7 @@
 //! Attention over pages and writing into them, against loops in f64.
 
 use burn_blocksparse::merge_attention;
-use burn_paged_attention::PagedKeysValues;
-use burn_paged_attention::PagedOptions;
-use burn_paged_attention::append_rows;
-use burn_paged_attention::paged_attention;
+use burn_paged_attention::{PagedKeysValues, PagedOptions, append_rows, paged_attention};
 use rand::seq::SliceRandom;
 
 use crate::judge::golden::val;

@@ -1,11 +1,8 @@
 //! Pages of numbers of eight bits: what is stored, and attention to it.
 
-use burn_paged_attention::PagedKeysValues;
-use burn_paged_attention::PagedStore;
-use burn_paged_attention::Quantization;
-use burn_paged_attention::QuantizedPages;
-use burn_paged_attention::append_quantized;
-use burn_paged_attention::paged_attention;
+use burn_paged_attention::{
+    PagedKeysValues, PagedStore, Quantization, QuantizedPages, append_quantized, paged_attention,
+};
 
 use crate::judge::golden::val;
 use crate::judge::paged::{Problem, cases};

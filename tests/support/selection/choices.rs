@@ -1,12 +1,8 @@
 //! Selection of blocks on devices, against the same in plain f64 loops.
 
-use burn_sparse_select::Budget;
-use burn_sparse_select::EstimateInputs;
-use burn_sparse_select::EstimateKind;
-use burn_sparse_select::GqaReduction;
-use burn_sparse_select::ReferenceInputs;
-use burn_sparse_select::ScoreGrid;
-use burn_sparse_select::Selection;
+use burn_sparse_select::{
+    Budget, EstimateInputs, EstimateKind, GqaReduction, ReferenceInputs, ScoreGrid, Selection,
+};
 
 use crate::prelude::*;
 

@@ -3,9 +3,7 @@
 use std::slice::from_ref;
 
 use burn_sparse_select::TokenIndices;
-use burn_sparse_select::dsa::Dsa;
-use burn_sparse_select::dsa::DsaIndex;
-use burn_sparse_select::dsa::DsaTarget;
+use burn_sparse_select::dsa::{Dsa, DsaIndex, DsaTarget};
 
 use crate::judge::dsa::Problem;
 use crate::judge::golden::{val, vals};

@@ -1,9 +1,6 @@
 //! An indexer's queries and keys in fp8: rows that are rotated and rounded, and choices by them.
 
-use burn_sparse_select::dsa::Dsa;
-use burn_sparse_select::dsa::DsaIndex;
-use burn_sparse_select::dsa::DsaTarget;
-use burn_sparse_select::dsa::HadamardFp8;
+use burn_sparse_select::dsa::{Dsa, DsaIndex, DsaTarget, HadamardFp8};
 
 use crate::judge::dsa::Problem;
 use crate::prelude::*;

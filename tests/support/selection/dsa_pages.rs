@@ -1,11 +1,7 @@
 //! Choices of an indexer among keys in pages, against those of keys side by side.
 
-use burn_paged_attention::PagedKeysValues;
-use burn_paged_attention::PagedOptions;
-use burn_paged_attention::PagedStore;
-use burn_paged_attention::paged_attention;
-use burn_sparse_select::dsa::Dsa;
-use burn_sparse_select::dsa::DsaPages;
+use burn_paged_attention::{PagedKeysValues, PagedOptions, PagedStore, paged_attention};
+use burn_sparse_select::dsa::{Dsa, DsaPages};
 use rand::seq::SliceRandom;
 
 use crate::judge::dsa::Problem;

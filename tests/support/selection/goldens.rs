@@ -1,18 +1,9 @@
 //! Selection on the golden input, against numbers that were computed elsewhere.
 
-use burn_sparse_select::Always;
-use burn_sparse_select::BlockEstimator;
-use burn_sparse_select::Budget;
-use burn_sparse_select::EstimateInputs;
-use burn_sparse_select::EstimateKind;
-use burn_sparse_select::FlexPrefill;
-use burn_sparse_select::MeanPool;
-use burn_sparse_select::Quest;
-use burn_sparse_select::Rule;
-use burn_sparse_select::ScoreGrid;
-use burn_sparse_select::SpargeAttn;
-use burn_sparse_select::VerticalSlash;
-use burn_sparse_select::XAttention;
+use burn_sparse_select::{
+    Always, BlockEstimator, Budget, EstimateInputs, EstimateKind, FlexPrefill, MeanPool, Quest,
+    Rule, ScoreGrid, SpargeAttn, VerticalSlash, XAttention,
+};
 
 use crate::judge::golden::vals;
 use crate::judge::recall::{Attention, Dense, kept, places, square_grid};

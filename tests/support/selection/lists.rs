@@ -2,12 +2,10 @@
 
 use std::collections::BTreeSet;
 
-use burn_blocksparse::internal::DispatchMode;
-use burn_blocksparse::internal::runs_kernels;
-use burn_sparse_select::SelectedBlocks;
-use burn_sparse_select::TokenIndices;
-use burn_sparse_select::selected_blocks_attention;
-use burn_sparse_select::token_sparse_attention;
+use burn_blocksparse::internal::{DispatchMode, runs_kernels};
+use burn_sparse_select::{
+    SelectedBlocks, TokenIndices, selected_blocks_attention, token_sparse_attention,
+};
 use rand::seq::SliceRandom;
 
 use crate::prelude::*;

@@ -1,9 +1,6 @@
 //! Calls so long that kernels make their scores in several parts, on a device, against loops over some heads.
 
-use burn_sparse_select::EstimateInputs;
-use burn_sparse_select::EstimateKind;
-use burn_sparse_select::ReferenceInputs;
-use burn_sparse_select::Selection;
+use burn_sparse_select::{EstimateInputs, EstimateKind, ReferenceInputs, Selection};
 
 use crate::prelude::*;
 

@@ -1,13 +1,9 @@
 //! Attention over what single queries choose (MoBA), against the same in plain f64 loops.
 
-use burn_sparse_select::Always;
-use burn_sparse_select::EstimateInputs;
-use burn_sparse_select::GqaReduction;
-use burn_sparse_select::ReferenceInputs;
-use burn_sparse_select::SelectedOptions;
-use burn_sparse_select::Selection;
-use burn_sparse_select::attention_selected;
-use burn_sparse_select::attention_selected_with_lse;
+use burn_sparse_select::{
+    Always, EstimateInputs, GqaReduction, ReferenceInputs, SelectedOptions, Selection,
+    attention_selected, attention_selected_with_lse,
+};
 
 use crate::judge::moba::{CASE, Case, cases, selected};
 use crate::prelude::*;

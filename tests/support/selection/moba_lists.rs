@@ -3,19 +3,10 @@
 use std::ops::Range;
 
 use burn_blocksparse::internal::gather_rows;
-use burn_sparse_select::Always;
-use burn_sparse_select::BlockEstimator;
-use burn_sparse_select::Budget;
-use burn_sparse_select::EstimateGrid;
-use burn_sparse_select::EstimateInputs;
-use burn_sparse_select::EstimatorTraits;
-use burn_sparse_select::GqaReduction;
-use burn_sparse_select::Moba;
-use burn_sparse_select::ReferenceInputs;
-use burn_sparse_select::Rule;
-use burn_sparse_select::Selection;
-use burn_sparse_select::attention_selected;
-use burn_sparse_select::attention_selected_with_lse;
+use burn_sparse_select::{
+    Always, BlockEstimator, Budget, EstimateGrid, EstimateInputs, EstimatorTraits, GqaReduction,
+    Moba, ReferenceInputs, Rule, Selection, attention_selected, attention_selected_with_lse,
+};
 
 use crate::judge::golden::val;
 use crate::judge::moba::{Case, OWN, choices};

@@ -1,7 +1,6 @@
 //! Native sparse attention, against the same in plain f64 loops.
 
-use burn_sparse_select::nsa::Nsa;
-use burn_sparse_select::nsa::NsaKeysValues;
+use burn_sparse_select::nsa::{Nsa, NsaKeysValues};
 
 use crate::judge::golden::vals;
 use crate::judge::nsa::{CASE, Case, Inputs, Results, TABLE, Tensors, cases};

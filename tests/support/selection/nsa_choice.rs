@@ -2,9 +2,7 @@
 //!
 //! Nothing is rounded but the inputs, before both sides get them, so masses are held to what f32 sums leave where a kernel makes them at once.
 
-use burn_sparse_select::nsa::Nsa;
-use burn_sparse_select::nsa::NsaKeysValues;
-use burn_sparse_select::nsa::NsaOptions;
+use burn_sparse_select::nsa::{Nsa, NsaKeysValues, NsaOptions};
 
 use crate::judge::nsa::{CASE, Case, Inputs, cases};
 use crate::prelude::*;

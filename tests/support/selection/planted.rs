@@ -1,8 +1,7 @@
 //! How much of the attention queries that choose for themselves keep, where it has a structure that was planted in it, against numbers that were computed
 //! elsewhere.
 
-use burn_sparse_select::Selection;
-use burn_sparse_select::attention_selected_with_lse;
+use burn_sparse_select::{Selection, attention_selected_with_lse};
 
 use crate::judge::planted::{BLOCK, DIM, HEADS, ROWS, structures};
 use crate::prelude::*;

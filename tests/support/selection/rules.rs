@@ -1,10 +1,6 @@
 //! The rules of content-based selection on devices, against those on the host: attention over what a rule chose shows which blocks it kept.
 
-use burn_sparse_select::Always;
-use burn_sparse_select::Budget;
-use burn_sparse_select::EstimateKind;
-use burn_sparse_select::Rule;
-use burn_sparse_select::ScoreGrid;
+use burn_sparse_select::{Always, Budget, EstimateKind, Rule, ScoreGrid};
 
 use crate::device_layout::case::{Case, cases};
 use crate::prelude::*;

@@ -1,15 +1,10 @@
 //! What holds of choices by content whatever the method: the same bits in every run, recordings, the bound of outputs by recall, and rules that are nested.
 
 use burn_blocksparse::graph::{CapturedGraph, StaticInput};
-use burn_sparse_select::Always;
-use burn_sparse_select::Budget;
-use burn_sparse_select::Candidates;
-use burn_sparse_select::EstimateInputs;
-use burn_sparse_select::EstimateKind;
-use burn_sparse_select::Rule;
-use burn_sparse_select::Selection;
-use burn_sparse_select::attention_selected_with_lse;
-use burn_sparse_select::recall;
+use burn_sparse_select::{
+    Always, Budget, Candidates, EstimateInputs, EstimateKind, Rule, Selection,
+    attention_selected_with_lse, recall,
+};
 
 use crate::device_layout::case::Case;
 use crate::prelude::*;

@@ -2,8 +2,7 @@
 
 use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
-use burn_fused_ops::Activation;
-use burn_fused_ops::bias_activation;
+use burn_fused_ops::{Activation, bias_activation};
 
 use crate::prelude::*;
 use crate::training::results::*;

@@ -1,11 +1,8 @@
 //! Products with block-sparse weights and their gradients, against f64.
 
 use burn::tensor::FloatDType;
-use burn_fused_ops::LinearOptions;
-use burn_fused_ops::linear;
-use burn_fused_ops::sparse_linear::BlockSparseLinearOptions;
-use burn_fused_ops::sparse_linear::WeightLayout;
-use burn_fused_ops::sparse_linear::block_sparse_linear;
+use burn_fused_ops::sparse_linear::{BlockSparseLinearOptions, WeightLayout, block_sparse_linear};
+use burn_fused_ops::{LinearOptions, linear};
 
 use crate::prelude::*;
 use crate::training::results::*;

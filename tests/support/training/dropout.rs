@@ -1,7 +1,6 @@
 //! Dropout of a tensor, against what the host says is kept.
 
-use burn_fused_ops::ElementDropout;
-use burn_fused_ops::dropout;
+use burn_fused_ops::{ElementDropout, dropout};
 
 use crate::prelude::*;
 

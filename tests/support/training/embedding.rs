@@ -1,7 +1,6 @@
 //! Rows of a table and the gradient by it, against loops in f64.
 
-use burn_fused_ops::embedding;
-use burn_fused_ops::embedding_backward;
+use burn_fused_ops::{embedding, embedding_backward};
 
 use crate::prelude::*;
 use crate::training::results::assert_plan;

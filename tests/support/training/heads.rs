@@ -1,9 +1,7 @@
 //! Rows split into heads and joined, against loops over all indices.
 
-use burn_fused_ops::internal::cat_head_groups;
-use burn_fused_ops::internal::split_head_groups;
-use burn_fused_ops::join_heads;
-use burn_fused_ops::split_heads;
+use burn_fused_ops::internal::{cat_head_groups, split_head_groups};
+use burn_fused_ops::{join_heads, split_heads};
 
 use crate::prelude::*;
 use crate::training::results::*;

@@ -1,9 +1,7 @@
 //! Products with weights and their gradients, against f64.
 
 use burn::tensor::FloatDType;
-use burn_fused_ops::LinearOptions;
-use burn_fused_ops::fused_linear;
-use burn_fused_ops::linear;
+use burn_fused_ops::{LinearOptions, fused_linear, linear};
 
 use crate::prelude::*;
 

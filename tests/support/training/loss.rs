@@ -1,8 +1,6 @@
 //! The cross entropy of a product with targets and its gradients, against f64.
 
-use burn_fused_ops::CrossEntropyOptions;
-use burn_fused_ops::Reduction;
-use burn_fused_ops::linear_cross_entropy;
+use burn_fused_ops::{CrossEntropyOptions, Reduction, linear_cross_entropy};
 
 use crate::prelude::*;
 

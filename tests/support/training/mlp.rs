@@ -1,13 +1,9 @@
 //! Feed-forward networks against the three operations that they are made of, each of which is compared with f64 by itself.
 
 use burn::tensor::FloatDType;
-use burn_fused_ops::Activation;
-use burn_fused_ops::LinearOptions;
-use burn_fused_ops::MlpOptions;
-use burn_fused_ops::MlpParams;
-use burn_fused_ops::bias_activation;
-use burn_fused_ops::linear;
-use burn_fused_ops::mlp;
+use burn_fused_ops::{
+    Activation, LinearOptions, MlpOptions, MlpParams, bias_activation, linear, mlp,
+};
 
 use crate::prelude::*;
 use crate::training::results::*;

@@ -1,9 +1,6 @@
 //! Residual norms against f64 loops.
 
-use burn_fused_ops::AddNormOptions;
-use burn_fused_ops::ElementDropout;
-use burn_fused_ops::NormParams;
-use burn_fused_ops::Residual;
+use burn_fused_ops::{AddNormOptions, ElementDropout, NormParams, Residual};
 
 use crate::judge::norm::{Inputs, NAMES, Problem, Types};
 use crate::prelude::*;

@@ -4,10 +4,7 @@ use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
 use burn_blocksparse::OpPlan;
-use burn_fused_ops::optim::FusedAdamW;
-use burn_fused_ops::optim::FusedAdamWConfig;
-use burn_fused_ops::optim::clip_gradients;
-use burn_fused_ops::optim::gradient_norm;
+use burn_fused_ops::optim::{FusedAdamW, FusedAdamWConfig, clip_gradients, gradient_norm};
 
 use crate::prelude::*;
 

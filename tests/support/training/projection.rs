@@ -1,13 +1,9 @@
 //! Projections to heads and from them, against the two operations that each is made of, which are compared with f64 by themselves.
 
 use burn::tensor::FloatDType;
-use burn_fused_ops::LinearOptions;
-use burn_fused_ops::fused_linear;
-use burn_fused_ops::join_heads;
-use burn_fused_ops::linear;
-use burn_fused_ops::out_proj;
-use burn_fused_ops::qkv_proj;
-use burn_fused_ops::split_heads;
+use burn_fused_ops::{
+    LinearOptions, fused_linear, join_heads, linear, out_proj, qkv_proj, split_heads,
+};
 
 use crate::prelude::*;
 use crate::training::results::*;

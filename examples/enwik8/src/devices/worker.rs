@@ -15,9 +15,8 @@ use super::error::DevicesError;
 use super::reduce::{Strategy, lengths, nccl_sums};
 use crate::checkpoint::Checkpoint;
 use crate::device::NamedDevice;
-use crate::exit;
-use crate::model;
 use crate::step::{Measured, Steps, numbers};
+use crate::{exit, model};
 
 /// How long a device that failed waits for the run to end. Another one may wait in the driver for its part of a sum, and not come back.
 const GRACE: Duration = Duration::from_secs(30);
