@@ -19,9 +19,10 @@ pub mod internal;
 #[doc(hidden)]
 pub mod kernels;
 mod paged;
+pub mod pages;
 pub mod sampling;
 
 pub use paged::{
     PagedKeysValues, PagedOptions, PagedOutput, PagedStore, PagedVisibility, Quantization,
-    QuantizedPages, append_quantized, append_rows, dequantize, paged_attention, pages,
+    QuantizedPages, append_quantized, append_rows, dequantize, paged_attention,
 };

@@ -26,7 +26,6 @@ mod error;
 #[doc(hidden)]
 pub mod internal;
 mod layout;
-pub mod pages;
 mod pattern;
 #[doc(hidden)]
 pub mod plan;

@@ -11,7 +11,7 @@ pub mod slots_reference;
 pub mod store;
 pub mod values;
 
-pub use blocksparse::{Quantization, pages};
+pub use blocksparse::Quantization;
 
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Device, Int, Tensor};

@@ -19,7 +19,7 @@ mod zones;
 pub(crate) use attends::{document, document_start};
 pub(crate) use cells::{BlockRow, Cell, Cells};
 pub use reach::LastUse;
-pub(crate) use row_keys::Repeat;
+pub use row_keys::Repeat;
 
 type Predicate = dyn Fn(usize, i64, i64) -> bool + Send + Sync;
 

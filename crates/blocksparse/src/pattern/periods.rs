@@ -40,7 +40,8 @@ impl Pattern {
     }
 
     /// A `p` such that heads `h` and `h + p` have the same pairs; `None` if only a comparison can tell.
-    pub(crate) fn head_period(&self) -> Option<usize> {
+    #[doc(hidden)]
+    pub fn head_period(&self) -> Option<usize> {
         match self {
             Self::Fixed { num_verts, .. }
             | Self::Columns { num_verts, .. }

@@ -62,7 +62,8 @@ impl Pattern {
     }
 
     /// Whether each key has a query that always comes later, in any head.
-    pub(crate) fn keeps_all(&self) -> bool {
+    #[doc(hidden)]
+    pub fn keeps_all(&self) -> bool {
         match self {
             Self::Dense
             | Self::Causal
@@ -77,7 +78,8 @@ impl Pattern {
     }
 
     /// Whether keys that have a last query, and are not seen for ever, get it in the order in which they come. May say no where it is so.
-    pub(crate) fn dies_in_order(&self) -> bool {
+    #[doc(hidden)]
+    pub fn dies_in_order(&self) -> bool {
         match self {
             Self::Fixed { .. }
             | Self::Streaming { .. }
@@ -116,7 +118,8 @@ impl Pattern {
 
     /// The keys before `end` that the query at position `i` attends to, each once. Made from the zones of the row, in O(zones) and the period where keys
     /// repeat; a callback is asked about every key. The pattern must be valid.
-    pub(crate) fn row_keys(&self, head: usize, i: usize, end: usize) -> Vec<Repeat> {
+    #[doc(hidden)]
+    pub fn row_keys(&self, head: usize, i: usize, end: usize) -> Vec<Repeat> {
         let i = i as i64;
         let row = BlockRow {
             first: i,
@@ -178,7 +181,7 @@ impl Pattern {
 
 /// A range of positions, and others of the same length behind it at equal distances.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Repeat {
+pub struct Repeat {
     /// The first one.
     pub keys: Range<usize>,
     /// From the start of one to that of the next.

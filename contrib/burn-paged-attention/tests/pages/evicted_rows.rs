@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 
 use blocksparse::Pattern;
-use blocksparse::pages::{CacheError, KvRetention, PagePool, PoolConfig, SequenceId};
+use burn_paged_attention::pages::{CacheError, KvRetention, PagePool, PoolConfig, SequenceId};
 use proptest::prelude::*;
 
-use crate::pages::{pages_of, small, stored};
+use crate::tables::{pages_of, small, stored};
 
 /// Sequences, and what the slots hold.
 struct Machine {

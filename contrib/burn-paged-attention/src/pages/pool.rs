@@ -10,7 +10,7 @@ use super::known::KnownPages;
 use super::lifetimes::Lifetimes;
 use super::sequence::Sequence;
 use super::{CacheError, KvRetention};
-use crate::LastUse;
+use blocksparse::LastUse;
 
 /// A sequence of a [`PagePool`]. Ids are assigned in order and never again, so pools of which the same is asked give the same ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]

@@ -67,7 +67,7 @@ pub enum EvictionBudget {
 /// KV head. They are evicted when there are more than `capacity + slack`, down to `capacity`.
 ///
 /// ```
-/// use blocksparse::pages::EvictionConfig;
+/// use burn_paged_attention::pages::EvictionConfig;
 ///
 /// // Two thousand keys for each head, by the votes of the last 64 queries.
 /// let config = EvictionConfig::snapkv(2048);
@@ -75,7 +75,7 @@ pub enum EvictionBudget {
 /// config.validate()?;
 /// // The five that the newest query looks at most, and never more than five.
 /// EvictionConfig::tova(5).with_slack(0).validate()?;
-/// # Ok::<(), blocksparse::pages::CacheError>(())
+/// # Ok::<(), burn_paged_attention::pages::CacheError>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -3,7 +3,7 @@
 //! A [`PagePool`] holds no tensors. It says where the keys of new tokens are written ([`Writes`]), which pages have to be copied before that, and
 //! what the kernels are told ([`Tables`], [`RowPlan`]). A *page* is a number of slots, each of which holds one key and value of one *table row*: of
 //! one KV head, or of all KV heads of a layer where these keep the same keys. Sequences join and leave, share pages when one is forked
-//! from another, and forget the keys that no later query attends to, by the [`Pattern`](crate::Pattern) of the pool.
+//! from another, and forget the keys that no later query attends to, by the [`Pattern`](blocksparse::Pattern) of the pool.
 //!
 //! # Regions
 //! When a key is written its last query is known. A key that always has a later query goes into the *permanent* region of its table row, any
@@ -14,7 +14,7 @@
 //!
 //! ```
 //! use blocksparse::Pattern;
-//! use blocksparse::pages::{PagePool, PoolConfig, KvRetention};
+//! use burn_paged_attention::pages::{PagePool, PoolConfig, KvRetention};
 //!
 //! let config = PoolConfig::new(8).with_page_size(16).with_pattern(Pattern::local(20), 4, 2);
 //! let mut pool = PagePool::new(config)?;
@@ -26,7 +26,7 @@
 //! // The next query sees 19 earlier keys.
 //! assert_eq!(pool.usage(sequence)?.live, 19);
 //! assert!(pool.usage(sequence)?.pages <= 3);
-//! # Ok::<(), blocksparse::pages::CacheError>(())
+//! # Ok::<(), burn_paged_attention::pages::CacheError>(())
 //! ```
 
 mod append;

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use crate::pattern::Repeat;
+use blocksparse::internal::Repeat;
 
 /// Keys in a list of pages, oldest first: slots `start..start + slots` of the pages are in use. Pages die whole: the first one is given back when
 /// its last slot is let go, and all of them when no key is left, so that a page never waits for a key that is not there.

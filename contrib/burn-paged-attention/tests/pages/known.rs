@@ -1,10 +1,12 @@
 //! Pages that are known by their tokens, and sequences that are saved.
 
 use blocksparse::Pattern;
-use blocksparse::pages::{CacheError, KvRetention, PagePool, PoolConfig, SequenceId, Step};
+use burn_paged_attention::pages::{
+    CacheError, KvRetention, PagePool, PoolConfig, SequenceId, Step,
+};
 use rstest::rstest;
 
-use crate::pages::{pages_of, small, stored};
+use crate::tables::{pages_of, small, stored};
 
 /// A pool that knows pages by their tokens.
 fn knowing(pages: usize, mask: u64) -> PagePool {

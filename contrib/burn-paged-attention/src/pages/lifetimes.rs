@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use super::config::PoolConfig;
 use super::{ALWAYS, KvRetention, NEVER};
-use crate::{LastUse, Pattern};
+use blocksparse::{LastUse, Pattern};
 
 /// Which queries see a key last, for the heads that share a table row.
 #[derive(Clone, Debug)]

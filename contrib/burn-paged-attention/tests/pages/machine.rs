@@ -3,10 +3,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use blocksparse::pages::{
+use blocksparse::{LastUse, Pattern};
+use burn_paged_attention::pages::{
     ALWAYS, CacheError, KvRetention, PagePool, PoolConfig, SequenceId, SlotKey, Step, Writes,
 };
-use blocksparse::{LastUse, Pattern};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::TestRunner;

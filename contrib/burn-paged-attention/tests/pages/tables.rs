@@ -1,9 +1,9 @@
 //! The books of a pool of pages: published tables, word for word.
 
-use blocksparse::pages::{
+use blocksparse::{LastUse, Pattern};
+use burn_paged_attention::pages::{
     ALWAYS, CacheError, KvRetention, PageCopy, PagePool, PoolConfig, SequenceId, Slot, Step,
 };
-use blocksparse::{LastUse, Pattern};
 use rstest::rstest;
 
 /// A pool of small pages.

@@ -1,17 +1,17 @@
 //! The slots of single queries, against the pairs of the pattern.
 
-use blocksparse::pages::{KvRetention, PagePool, PoolConfig, Step};
 use blocksparse::{LastUse, Pattern};
+use burn_paged_attention::pages::{KvRetention, PagePool, PoolConfig, Step};
 use proptest::prelude::*;
 use rstest::rstest;
 
-use crate::pages::small;
-use crate::patterns::pattern;
+use crate::random_patterns::pattern;
+use crate::tables::small;
 
 /// The positions that a plan's slots hold, by way of the table.
 fn positions(
     pool: &PagePool,
-    id: blocksparse::pages::SequenceId,
+    id: burn_paged_attention::pages::SequenceId,
     head: usize,
     query: usize,
 ) -> Vec<usize> {
@@ -34,8 +34,9 @@ fn positions(
     let mut found: Vec<usize> = slots
         .map(|at| {
             let (page, slot) = (entries[at / page_size] as usize, at % page_size);
-            let is_here =
-                |key: &&blocksparse::pages::SlotKey| (key.slot.page, key.slot.slot) == (page, slot);
+            let is_here = |key: &&burn_paged_attention::pages::SlotKey| {
+                (key.slot.page, key.slot.slot) == (page, slot)
+            };
             keys.iter().find(is_here).expect("a slot in use").position
         })
         .collect();

@@ -1,11 +1,11 @@
 //! What a pool of pages refuses.
 
 use blocksparse::Pattern;
-use blocksparse::pages::{CacheError, KvRetention, PagePool, PoolConfig, Step, Writes};
+use burn_paged_attention::pages::{CacheError, KvRetention, PagePool, PoolConfig, Step, Writes};
 use proptest::prelude::*;
 use rstest::rstest;
 
-use crate::pages::small;
+use crate::tables::small;
 
 #[rstest]
 #[case("causal", &(1..=16).collect::<Vec<_>>())]

@@ -2,7 +2,7 @@
 
 use super::pool::{PagePool, SequenceId};
 use super::{CacheError, KvRetention};
-use crate::pattern::Repeat;
+use blocksparse::internal::Repeat;
 
 /// The slots that hold the keys of one query, each once.
 ///

@@ -1,6 +1,6 @@
 //! Which keys eviction keeps: worked examples whose attention is computed here in f64.
 
-use blocksparse::pages::{
+use burn_paged_attention::pages::{
     EvictionBudget, EvictionConfig, EvictionScore, ScoreSmoothing, adaptive, best, pooled_votes,
     pyramid_budgets,
 };

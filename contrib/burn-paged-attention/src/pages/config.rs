@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::CacheError;
-use crate::Pattern;
+use blocksparse::Pattern;
 
 /// The page sizes that pools have; smaller ones are for tests, [`PoolConfig::with_small_pages`].
 pub const PAGE_SIZES: [usize; 4] = [16, 32, 64, 128];
