@@ -12,8 +12,16 @@ use super::seeds;
 use super::shared::biases::{BiasStridesLaunch, DistancesLaunch};
 #[cfg(feature = "cuda-asm")]
 use super::shared::distances::{TableArgs, TableArgsLaunch};
+#[cfg(feature = "cuda-asm")]
+use super::shared::dropout::DropoutArgsLaunch;
 use super::shared::dropout::MaskLaunch;
-use super::shared::walk::{ListingLaunch, PlanPartsLaunch, StridesLaunch};
+#[cfg(feature = "cuda-asm")]
+use super::shared::score::ScoreNumbersLaunch;
+use super::shared::walk::{
+    InputStridesLaunch, ListingLaunch, OperandStridesLaunch, PlanPartsLaunch, ScheduleLaunch,
+    StridesLaunch,
+};
+use super::slices::Slice;
 use super::uploaded::{self, DevicePlan};
 use blocksparse::plan::Sections;
 use blocksparse::{BlockLayout, Dropout, Residue, Seed};
@@ -121,6 +129,24 @@ impl ScoreOptions {
         let [head, reach] = self.table_steps();
         let numbers = buffer(&table.handle, self.table_len());
         ComptimeOptionArgs::Some(TableArgsLaunch::new(numbers, head as u32, reach as u32))
+    }
+
+    /// Dropout of weights.
+    #[cfg(feature = "cuda-asm")]
+    pub fn dropout_args(&self) -> DropoutArgsLaunch {
+        DropoutArgsLaunch::new(self.mask(), self.kept_factor() as f32)
+    }
+
+    /// With the factors of products that `log2_scale` and `cap_scale` are.
+    #[cfg(feature = "cuda-asm")]
+    pub fn numbers(&self, (log2_scale, cap_scale): (f64, f64)) -> ScoreNumbersLaunch {
+        let softcap = self.softcap.unwrap_or(1.0);
+        ScoreNumbersLaunch::new(
+            self.scale as f32,
+            log2_scale as f32,
+            softcap as f32,
+            cap_scale as f32,
+        )
     }
 
     pub fn mask(&self) -> MaskLaunch {
@@ -298,6 +324,22 @@ pub fn strides_of(tensor: &TensorView, width: usize) -> StridesLaunch {
     StridesLaunch::new(batch / width, head / width, row / width, tensor.shape[2])
 }
 
+/// Strides of queries, keys and values in vectors of `width`.
+pub fn input_strides([q, k, v]: [&TensorView; 3], width: usize) -> InputStridesLaunch {
+    let of = |tensor| strides_of(tensor, width);
+    InputStridesLaunch::new(of(q), of(k), of(v))
+}
+
+/// Strides of a backward pass's operands in vectors of `width`.
+pub fn operand_strides(
+    [a1, a2]: [&TensorView; 2],
+    [b1, b2]: [&TensorView; 2],
+    width: usize,
+) -> OperandStridesLaunch {
+    let of = |tensor| strides_of(tensor, width);
+    OperandStridesLaunch::new(of(a1), of(a2), of(b1), of(b2))
+}
+
 /// The listing of a part's positions.
 pub fn listing(residue: Option<Residue>) -> ListingLaunch {
     let residue = residue.unwrap_or(Residue {
@@ -313,6 +355,17 @@ pub fn batch_words(layout: &BlockLayout) -> usize {
         Some(_) => layout.heads(),
         None => 0,
     }
+}
+
+/// What a launch computes of a layout, of which the device has the plan.
+pub fn schedule(
+    plan: &DevicePlan,
+    layout: &BlockLayout,
+    residue: Option<Residue>,
+    slice: Slice,
+) -> ScheduleLaunch {
+    let parts = plan_parts(&plan.sections, batch_words(layout));
+    ScheduleLaunch::new(parts, listing(residue), slice.args())
 }
 
 pub fn plan_parts(parts: &Sections, batch_words: usize) -> PlanPartsLaunch {

@@ -430,10 +430,10 @@ fn tile(
             && tile.units() <= hardware.max_units_per_cube as usize
             && tile.units() <= hardware.max_cube_dim.0 as usize
     };
-    let tiles = SIDES.map(|(side, l2_normalize)| Tile {
+    let tiles = SIDES.map(|(side, unit_rows)| Tile {
         rows: side,
         units_x: side / 4,
-        l2_normalize,
+        unit_rows,
         head_dim: request.head_dim,
         value_dim: request.value_dim,
         group: side,

@@ -48,6 +48,7 @@ use super::rows::pack_all;
 use super::shares::store_gradient;
 use super::tiles::BackwardTile;
 use crate::arch::sm90::*;
+use crate::shared::score::ScoreNumbers;
 use crate::shared::walk::{Four, Listing, PlanParts};
 use blocksparse::plan::MASKED_STEP;
 
@@ -73,10 +74,7 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
     parts: PlanParts,
     listing: Listing,
     lengths: Lengths,
-    scale: f32,
-    log2_scale: f32,
-    softcap: f32,
-    cap_scale: f32,
+    numbers: ScoreNumbers,
     #[comptime] t: BackwardTile,
 ) {
     let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 1024usize);
@@ -156,12 +154,6 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
         open_visits: RuntimeCell::<u32>::new(0u32),
         started: RuntimeCell::<u32>::new(0u32),
     };
-    let numbers = Numbers {
-        scale,
-        log2_scale,
-        softcap,
-        cap_scale,
-    };
     if comptime!(t.persistent) {
         let mut turn = 0u32;
         let mut s = Vector::<f32, S>::zeroed();
@@ -201,7 +193,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
     loads: &Loads,
     cursor: &Cursor,
     chain: &Chain,
-    numbers: &Numbers,
+    numbers: &ScoreNumbers,
     tickets: u64,
     own: &OwnTile,
     turn: u32,
@@ -545,7 +537,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
 #[cube]
 fn softcapped<S: Size>(
     s_in: Vector<f32, S>,
-    numbers: &Numbers,
+    numbers: &ScoreNumbers,
     #[comptime] t: BackwardTile,
 ) -> Vector<f32, S> {
     let mut s = s_in;
@@ -556,15 +548,6 @@ fn softcapped<S: Size>(
         t.options.score.softcap,
     );
     s
-}
-
-/// The numbers that scores are made with.
-#[derive(CubeType, Clone, Copy)]
-struct Numbers {
-    scale: f32,
-    log2_scale: f32,
-    softcap: f32,
-    cap_scale: f32,
 }
 
 /// Starts the product of a warpgroup's own 64 rows and a step's.

@@ -5,7 +5,7 @@
 
 use cubecl::prelude::*;
 
-use super::options::{UnitRows, l2_normalize};
+use super::options::{UnitRows, unit_rows};
 use super::rows::{own_place, own_rows};
 use super::tiles::BackwardTile;
 use crate::arch::sm90::*;
@@ -287,7 +287,7 @@ pub fn rows_of_unit(
         upper = place_of(plan, rows, row, t);
         lower = place_of(plan, rows, row + 8, t);
     }
-    l2_normalize(upper, lower, listing, comptime!(t.pairs()))
+    unit_rows(upper, lower, listing, comptime!(t.pairs()))
 }
 
 /// Loads box `index` of those of the tile's keys and values.

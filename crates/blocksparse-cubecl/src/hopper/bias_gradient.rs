@@ -31,7 +31,8 @@ use super::options::*;
 use super::pair_tile::PairTile;
 use super::rows::{own_place, own_places, own_rows};
 use crate::arch::sm90::*;
-use crate::shared::walk::{Listing, PlanParts, Slice, batch_of, head_of};
+use crate::shared::score::ScoreNumbers;
+use crate::shared::walk::{PlanParts, Schedule, batch_of, head_of};
 
 /// No pattern, or no tile.
 pub const NONE: u32 = u32::MAX;
@@ -153,15 +154,17 @@ pub fn bias_gradient<S: Size, P: Size>(
     gradient: &mut [f32],
     plan: &[u32],
     args: ComptimeOption<PairArgs>,
-    parts: PlanParts,
-    listing: Listing,
-    slice: Slice,
+    schedule: Schedule,
     sharing: Sharing,
-    log2_scale: f32,
-    softcap: f32,
-    cap_scale: f32,
+    numbers: ScoreNumbers,
     #[comptime] t: PairTile,
 ) {
+    let parts = schedule.parts;
+    let listing = schedule.listing;
+    let slice = schedule.slice;
+    let log2_scale = numbers.log2_scale;
+    let softcap = numbers.softcap;
+    let cap_scale = numbers.cap_scale;
     let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 1024usize);
     let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
@@ -235,7 +238,7 @@ pub fn bias_gradient<S: Size, P: Size>(
             comptime!(t.group),
             comptime!(t.clustered),
         );
-        let rows = l2_normalize(places.upper, places.lower, &listing, comptime!(t.pairs()));
+        let rows = unit_rows(places.upper, places.lower, &listing, comptime!(t.pairs()));
 
         let own = box_of(
             plan,

@@ -8,7 +8,7 @@ use super::launch::{CallOptions, check, launch_walk, tensor_map};
 use super::long_tiles::{LongTiles, WalkPlan};
 use super::pair_tile::PairTile;
 use super::tiles::WalkTile;
-use crate::args::{batch_words, buffer, listing, plan_parts, plan_words, spread};
+use crate::args::{buffer, plan_words, schedule, spread};
 use crate::call::BiasView;
 use crate::device::plan;
 use crate::error::KernelError;
@@ -61,7 +61,7 @@ pub fn launch_bias_pairs(
     };
     let stats = stats::make(pass, part, wanted)?;
     let device_plan = plan(client, layout, tile.tiling())?;
-    let (log2_scale, cap_scale) = call.scales();
+    let scales = call.scales();
     let patterns = patterns(bias.shape, layout, request.batch);
     for (index, pattern) in patterns.into_iter().enumerate() {
         let steps = match pattern {
@@ -94,9 +94,7 @@ pub fn launch_bias_pairs(
                     buffer(out, bias.elements()),
                     plan_words(&device_plan),
                     call.args(tile.options, heads, [q.shape[2], k.shape[2]]),
-                    plan_parts(&device_plan.sections, batch_words(layout)),
-                    listing(residue),
-                    slice.args(),
+                    schedule(&device_plan, layout, residue, slice),
                     SharingLaunch::new(
                         (request.batch / own_batches) as u32,
                         (heads / own_heads) as u32,
@@ -106,9 +104,7 @@ pub fn launch_bias_pairs(
                         device_plan.tiles as u32,
                         pattern.map_or(NONE, |pattern| (pattern * device_plan.tiles) as u32),
                     ),
-                    log2_scale as f32,
-                    call.options.softcap.unwrap_or(1.0) as f32,
-                    cap_scale as f32,
+                    call.options.numbers(scales),
                     tile,
                 );
             }

@@ -30,8 +30,8 @@ use super::rows::*;
 use super::softmax::*;
 use super::tiles::Tile;
 use crate::arch::sm90::*;
-use crate::shared::score::LOWEST_MAX;
-use crate::shared::walk::{Four, Listing, PlanParts, Slice, batch_of, head_of};
+use crate::shared::score::{LOWEST_MAX, ScoreNumbers};
+use crate::shared::walk::{Four, Schedule, batch_of, head_of};
 
 /// `q`, `k`, `v` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`; `out`
 /// `[batch, heads, seq_q, value_dim]` in eights of elements and `lse` `[batch, heads, seq_q]` contiguous.
@@ -49,17 +49,16 @@ pub fn forward<S: Size, P: Size, O: Size>(
     max_scores: ComptimeOption<Box<[f32]>>,
     plan: &[u32],
     args: ComptimeOption<PairArgs>,
-    parts: PlanParts,
-    listing: Listing,
-    slice: Slice,
+    schedule: Schedule,
     seq_q: u32,
     heads_per_kv: u32,
-    log2_scale: f32,
     lse_scale: f32,
-    softcap: f32,
-    cap_scale: f32,
+    numbers: ScoreNumbers,
     #[comptime] t: Tile,
 ) {
+    let parts = schedule.parts;
+    let listing = schedule.listing;
+    let slice = schedule.slice;
     let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 1024usize);
     let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
@@ -156,11 +155,6 @@ pub fn forward<S: Size, P: Size, O: Size>(
     );
     let q_span = comptime!(t.rows() * ROW);
     let k_span = comptime!(t.cols * ROW);
-    let numbers = ScoreNumbers {
-        softcap,
-        cap_scale,
-        log2_scale,
-    };
     let mut m0 = f32::new(LOWEST_MAX);
     let mut m1 = f32::new(LOWEST_MAX);
     let mut l0 = f32::new(0.0);
@@ -373,13 +367,27 @@ pub fn forward<S: Size, P: Size, O: Size>(
     let lower = row_of_unit(plan, rows, ROW_PAIR, &listing, seq_q, t);
     let factor = factor_of(&args, comptime!(t.options));
     let shape = comptime!(OutShape::of(&t));
-    let (top0, top1) = (m0 * log2_scale, m1 * log2_scale);
+    let (top0, top1) = (m0 * numbers.log2_scale, m1 * numbers.log2_scale);
     store_row::<O>(out, lse, &o, 0usize, top0, l0, factor, first, &upper, shape);
     store_row::<O>(out, lse, &o, 2usize, top1, l1, factor, first, &lower, shape);
     if comptime!(t.max_scores) {
         let mut max_scores = max_scores.unwrap();
-        tops.store(&mut max_scores[..], 0usize, first, &upper, log2_scale, t);
-        tops.store(&mut max_scores[..], 1usize, first, &lower, log2_scale, t);
+        tops.store(
+            &mut max_scores[..],
+            0usize,
+            first,
+            &upper,
+            numbers.log2_scale,
+            t,
+        );
+        tops.store(
+            &mut max_scores[..],
+            1usize,
+            first,
+            &lower,
+            numbers.log2_scale,
+            t,
+        );
     }
 }
 

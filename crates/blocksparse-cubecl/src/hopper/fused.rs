@@ -288,7 +288,6 @@ impl Launch<'_> {
             true => cubes.min(multiprocessors),
             false => cubes,
         };
-        let (log2_scale, cap_scale) = call.scales();
         let map = |tensor, rows| tensor_map(tensor, rows, residue, request.dtype);
         let stats_rows = request.batch * heads;
         let heads_per_kv = heads / request.kv_heads;
@@ -339,10 +338,7 @@ impl Launch<'_> {
                 plan_parts(&device_plan.sections, batch_words(part.layout)),
                 listing(residue),
                 lengths,
-                call.options.scale as f32,
-                log2_scale as f32,
-                call.options.softcap.unwrap_or(1.0) as f32,
-                cap_scale as f32,
+                call.options.numbers(call.scales()),
                 tile,
             );
         }

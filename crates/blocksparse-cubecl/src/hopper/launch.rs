@@ -7,9 +7,12 @@ use cubecl::server::Handle;
 use super::long_tiles::{self, FoldLengthsLaunch, TileSharesLaunch, WalkPlan};
 use super::options::{Options, PairArgs, PairArgsLaunch, PairNumbersLaunch};
 use super::tiles::{Tile, WalkTile};
+use super::walk_loads::WalkLengthsLaunch;
 use super::{forward, walks, wide};
 use crate::arch::sm90::ROW_ELEMENTS;
-use crate::args::{ScoreOptions, batch_words, buffer, listing, optional, plan_parts, plan_words};
+use crate::args::{
+    ScoreOptions, batch_words, buffer, listing, optional, plan_parts, plan_words, schedule,
+};
 use crate::call::TensorView;
 use crate::device::plan;
 use crate::error::KernelError;
@@ -167,7 +170,7 @@ pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), 
     let rows = request.batch * heads * seq_q;
     check_eights("the elements of the output", rows * tile.value_dim)?;
     let device_plan = plan(client, part.layout, tile.tiling())?;
-    let (log2_scale, cap_scale) = call.scales();
+    let scales = call.scales();
     for slice in Slice::whole(request.batch, heads).cut(client) {
         // SAFETY: a cube walks the entries that the plan has for its tile; TMA reads nothing beyond its maps, rows beyond the queries are not
         // written, and the buffers have the lengths they say (see `buffer`).
@@ -187,15 +190,11 @@ pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), 
                 pass.max_scores(),
                 plan_words(&device_plan),
                 call.args(tile.options, heads, [seq_q, k.shape[2]]),
-                plan_parts(&device_plan.sections, batch_words(part.layout)),
-                listing(residue),
-                slice.args(),
+                schedule(&device_plan, part.layout, residue, slice),
                 seq_q as u32,
                 (heads / request.kv_heads) as u32,
-                log2_scale as f32,
-                (std::f64::consts::LOG2_E / log2_scale) as f32,
-                call.options.softcap.unwrap_or(1.0) as f32,
-                cap_scale as f32,
+                (std::f64::consts::LOG2_E / scales.0) as f32,
+                call.options.numbers(scales),
                 tile,
             );
         }
@@ -251,7 +250,7 @@ pub(super) fn launch_walk(
     let device_plan = plan(client, part.layout, tile.tiling(walk))?;
     let heads = part.layout.heads();
     let (outer_heads, len) = (operands.heads, a1.shape[2]);
-    let lengths = match walk {
+    let sequences = match walk {
         Walk::Rows => [len, b1.shape[2]],
         Walk::Columns => [b1.shape[2], len],
     };
@@ -265,7 +264,7 @@ pub(super) fn launch_walk(
         },
     };
     check_eights("the elements of a gradient", elements)?;
-    let (log2_scale, cap_scale) = call.scales();
+    let scales = call.scales();
     let stat_rows = request.batch * heads;
     let numbers = long.numbers(&tile, walk, request.batch * outer_heads);
     KernelError::check_u32("the sums of long tiles, in fours", numbers / 4)?;
@@ -277,6 +276,14 @@ pub(super) fn launch_walk(
             long.cubes as u32,
         )),
         None => ComptimeOptionArgs::None,
+    };
+    let lengths = || {
+        WalkLengthsLaunch::new(
+            len as u32,
+            pitch as u32,
+            (heads / request.kv_heads) as u32,
+            (operands.second / 8) as u32,
+        )
     };
     let cubes = long.cubes_of(device_plan.tiles);
     for slice in Slice::whole(request.batch, outer_heads).cut(client) {
@@ -297,18 +304,11 @@ pub(super) fn launch_walk(
                     stats_map(stats, tile.group, stat_rows, pitch),
                     buffer(operands.out, elements / 8),
                     plan_words(&device_plan),
-                    call.args(tile.options, heads, lengths),
+                    call.args(tile.options, heads, sequences),
                     shares(),
-                    plan_parts(&device_plan.sections, batch_words(part.layout)),
-                    listing(residue),
-                    slice.args(),
-                    len as u32,
-                    (heads / request.kv_heads) as u32,
-                    (operands.second / 8) as u32,
-                    call.options.scale as f32,
-                    log2_scale as f32,
-                    call.options.softcap.unwrap_or(1.0) as f32,
-                    cap_scale as f32,
+                    schedule(&device_plan, part.layout, residue, slice),
+                    lengths(),
+                    call.options.numbers(scales),
                     tile,
                 );
             } else {
@@ -327,19 +327,11 @@ pub(super) fn launch_walk(
                     buffer(stats, stat_rows * pitch * 2),
                     buffer(operands.out, elements / 8),
                     plan_words(&device_plan),
-                    call.args(tile.options, heads, lengths),
+                    call.args(tile.options, heads, sequences),
                     shares(),
-                    plan_parts(&device_plan.sections, batch_words(part.layout)),
-                    listing(residue),
-                    slice.args(),
-                    len as u32,
-                    pitch as u32,
-                    (heads / request.kv_heads) as u32,
-                    (operands.second / 8) as u32,
-                    call.options.scale as f32,
-                    log2_scale as f32,
-                    call.options.softcap.unwrap_or(1.0) as f32,
-                    cap_scale as f32,
+                    schedule(&device_plan, part.layout, residue, slice),
+                    lengths(),
+                    call.options.numbers(scales),
                     walk,
                     tile,
                 );

@@ -173,12 +173,7 @@ pub fn position_at(place: u32, listing: &Listing, #[comptime] residue: bool) -> 
 
 /// The positions of the unit's rows, from their places.
 #[cube]
-pub fn l2_normalize(
-    upper: u32,
-    lower: u32,
-    listing: &Listing,
-    #[comptime] t: PairShape,
-) -> UnitRows {
+pub fn unit_rows(upper: u32, lower: u32, listing: &Listing, #[comptime] t: PairShape) -> UnitRows {
     UnitRows {
         upper: position_at(upper, listing, comptime!(t.residue)),
         lower: position_at(lower, listing, comptime!(t.residue)),

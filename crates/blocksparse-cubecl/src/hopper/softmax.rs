@@ -11,7 +11,7 @@ use super::options::*;
 use super::rows::{ROW_PAIR, own_places};
 use super::tiles::Tile;
 use crate::arch::sm90::*;
-use crate::shared::score::SLACK;
+use crate::shared::score::{SLACK, ScoreNumbers};
 use crate::shared::walk::Listing;
 
 /// What is made of the pairs of a unit besides their products.
@@ -33,7 +33,7 @@ pub fn rows_of_unit(plan: &[u32], rows: u32, listing: &Listing, #[comptime] t: T
         upper = places.upper;
         lower = places.lower;
     }
-    l2_normalize(upper, lower, listing, comptime!(t.pairs()))
+    unit_rows(upper, lower, listing, comptime!(t.pairs()))
 }
 
 /// What a cube walks: the steps of its tile.
@@ -46,16 +46,6 @@ pub struct Walker {
     pub steps: u32,
     /// Steps whose masks matter.
     pub masked: u32,
-}
-
-/// The numbers that scores and weights are made with.
-#[derive(CubeType, Clone, Copy)]
-pub struct ScoreNumbers {
-    pub softcap: f32,
-    /// From products to the argument of the softcap, or, where scores have biases only, their scale.
-    pub cap_scale: f32,
-    /// From scores to powers of two.
-    pub log2_scale: f32,
 }
 
 /// What is known of a step's pairs before their scores are there.

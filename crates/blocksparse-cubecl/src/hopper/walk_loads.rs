@@ -10,6 +10,19 @@ use super::tiles::WalkTile;
 use crate::arch::sm90::*;
 use crate::shared::walk::PlanParts;
 
+/// Lengths of a launch of a walk.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct WalkLengths {
+    /// Positions of the rows that it makes.
+    pub len: u32,
+    /// Places of a head in the stats.
+    pub pitch: u32,
+    /// Query heads to a head of keys.
+    pub heads_per_kv: u32,
+    /// The vector where dV begins.
+    pub second: u32,
+}
+
 /// A tile's own rows.
 #[derive(CubeType, Clone, Copy)]
 pub struct OwnRows {

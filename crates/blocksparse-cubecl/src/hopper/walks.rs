@@ -32,7 +32,8 @@ use super::rows::{own_places, own_rows, pack_all};
 use super::tiles::WalkTile;
 use super::walk_loads::*;
 use crate::arch::sm90::*;
-use crate::shared::walk::{Four, Listing, PlanParts, Slice, batch_of, head_of};
+use crate::shared::score::ScoreNumbers;
+use crate::shared::walk::{Four, Listing, Schedule, batch_of, head_of};
 use blocksparse::plan::Walk;
 
 /// `a1`, `a2`, `b1`, `b2` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`;
@@ -52,21 +53,22 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
     plan: &[u32],
     args: ComptimeOption<PairArgs>,
     shares: ComptimeOption<TileShares>,
-    parts: PlanParts,
-    listing: Listing,
-    slice: Slice,
-    len: u32,
-    pitch: u32,
-    heads_per_kv: u32,
-    second: u32,
-    scale: f32,
-    log2_scale: f32,
-    softcap: f32,
-    cap_scale: f32,
+    schedule: Schedule,
+    lengths: WalkLengths,
+    numbers: ScoreNumbers,
     #[comptime] walk: Walk,
     #[comptime] t: WalkTile,
 ) {
     let columns = comptime!(matches!(walk, Walk::Columns));
+    let parts = schedule.parts;
+    let listing = schedule.listing;
+    let slice = schedule.slice;
+    let heads_per_kv = lengths.heads_per_kv;
+    let pitch = lengths.pitch;
+    let len = lengths.len;
+    let log2_scale = numbers.log2_scale;
+    let softcap = numbers.softcap;
+    let cap_scale = numbers.cap_scale;
     let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 1024usize);
     let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
@@ -193,7 +195,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
         }
     }
 
-    let rows = l2_normalize(
+    let rows = unit_rows(
         places.upper,
         places.lower,
         &listing,
@@ -283,25 +285,19 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
             let mut p = Vector::<f32, S>::zeroed();
             #[unroll]
             for eight in 0..comptime!(t.cols / 8) {
-                let mut l0 = -lse0;
-                let mut l1 = -lse0;
-                let mut l2 = -lse1;
-                let mut l3 = -lse1;
+                let mut four = Vector::<f32, Four>::zeroed();
                 if comptime!(columns) {
-                    let four = shared_load_four(stats_at + comptime!(eight as u32 * 64));
-                    l0 = -four.extract(0usize);
-                    l1 = -four.extract(2usize);
-                    l2 = l0;
-                    l3 = l1;
+                    four = shared_load_four(stats_at + comptime!(eight as u32 * 64));
                 }
-                let at = comptime!(4 * eight);
-                p.insert(at, exp2(multiply_add(s.extract(at), log2_scale, l0)));
-                let at = comptime!(4 * eight + 1);
-                p.insert(at, exp2(multiply_add(s.extract(at), log2_scale, l1)));
-                let at = comptime!(4 * eight + 2);
-                p.insert(at, exp2(multiply_add(s.extract(at), log2_scale, l2)));
-                let at = comptime!(4 * eight + 3);
-                p.insert(at, exp2(multiply_add(s.extract(at), log2_scale, l3)));
+                #[unroll]
+                for i in 0..4usize {
+                    let at = comptime!(4 * eight + i);
+                    let mut lse = if comptime!(i < 2) { lse0 } else { lse1 };
+                    if comptime!(columns) {
+                        lse = four.extract(comptime!(i % 2 * 2));
+                    }
+                    p.insert(at, exp2(multiply_add(s.extract(at), log2_scale, -lse)));
+                }
             }
             let mut out2_started = out2;
             if comptime!(columns && !t.bias_sums) {
@@ -324,29 +320,20 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
             let turned = kept_again(&kept, comptime!(t.pairs(walk)));
             #[unroll]
             for eight in 0..comptime!(t.cols / 8) {
-                let mut d0 = delta0;
-                let mut d1 = delta0;
-                let mut d2 = delta1;
-                let mut d3 = delta1;
+                let mut four = Vector::<f32, Four>::zeroed();
                 if comptime!(columns) {
-                    let four = shared_load_four(stats_at + comptime!(eight as u32 * 64));
-                    d0 = four.extract(1usize);
-                    d1 = four.extract(3usize);
-                    d2 = d0;
-                    d3 = d1;
+                    four = shared_load_four(stats_at + comptime!(eight as u32 * 64));
                 }
-                let at = comptime!(4 * eight);
-                let inner = drop_gradient(dp.extract(at), d0, &turned, &args, at, t.options);
-                dp.insert(at, p.extract(at) * inner);
-                let at = comptime!(4 * eight + 1);
-                let inner = drop_gradient(dp.extract(at), d1, &turned, &args, at, t.options);
-                dp.insert(at, p.extract(at) * inner);
-                let at = comptime!(4 * eight + 2);
-                let inner = drop_gradient(dp.extract(at), d2, &turned, &args, at, t.options);
-                dp.insert(at, p.extract(at) * inner);
-                let at = comptime!(4 * eight + 3);
-                let inner = drop_gradient(dp.extract(at), d3, &turned, &args, at, t.options);
-                dp.insert(at, p.extract(at) * inner);
+                #[unroll]
+                for i in 0..4usize {
+                    let at = comptime!(4 * eight + i);
+                    let mut delta = if comptime!(i < 2) { delta0 } else { delta1 };
+                    if comptime!(columns) {
+                        delta = four.extract(comptime!(i % 2 * 2 + 1));
+                    }
+                    let inner = drop_gradient(dp.extract(at), delta, &turned, &args, at, t.options);
+                    dp.insert(at, p.extract(at) * inner);
+                }
             }
             if comptime!(t.bias_sums) {
                 #[unroll]
@@ -409,7 +396,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
             0u32,
             0u32,
             &own,
-            scale,
+            numbers.scale,
             &shares,
             walk,
             comptime!(t.store()),
@@ -420,7 +407,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
             store_walk::<O>(
                 out,
                 &out2,
-                second,
+                lengths.second,
                 1u32,
                 &own,
                 factor,

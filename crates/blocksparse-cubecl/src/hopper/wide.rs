@@ -27,7 +27,8 @@ use super::rows::{own_places, own_rows, pack_all};
 use super::tiles::WalkTile;
 use super::walk_loads::*;
 use crate::arch::sm90::*;
-use crate::shared::walk::{Four, Listing, PlanParts, Slice, batch_of, head_of};
+use crate::shared::score::ScoreNumbers;
+use crate::shared::walk::{Four, Schedule, batch_of, head_of};
 use blocksparse::plan::Walk;
 
 /// Numbers of the named barriers: weights of two steps are there, and have been read.
@@ -46,18 +47,18 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
     plan: &[u32],
     args: ComptimeOption<PairArgs>,
     shares: ComptimeOption<TileShares>,
-    parts: PlanParts,
-    listing: Listing,
-    slice: Slice,
-    len: u32,
-    heads_per_kv: u32,
-    second: u32,
-    scale: f32,
-    log2_scale: f32,
-    softcap: f32,
-    cap_scale: f32,
+    schedule: Schedule,
+    lengths: WalkLengths,
+    numbers: ScoreNumbers,
     #[comptime] t: WalkTile,
 ) {
+    let parts = schedule.parts;
+    let listing = schedule.listing;
+    let slice = schedule.slice;
+    let heads_per_kv = lengths.heads_per_kv;
+    let log2_scale = numbers.log2_scale;
+    let softcap = numbers.softcap;
+    let cap_scale = numbers.cap_scale;
     let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 1024usize);
     let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
@@ -151,7 +152,7 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
         comptime!(t.group),
         comptime!(t.clustered),
     );
-    let rows = l2_normalize(
+    let rows = unit_rows(
         places.upper,
         places.lower,
         &listing,
@@ -325,15 +326,15 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
             place: places.upper,
             place8: places.lower,
             listing,
-            len,
+            len: lengths.len,
             lane,
         },
     };
-    let mut factor = scale;
+    let mut factor = numbers.scale;
     let mut start = 0u32;
     if group == 0 {
         factor = factor_of(&args, comptime!(t.options));
-        start = second;
+        start = lengths.second;
     }
     let which = 1 - group;
     let walk = Walk::Columns;

@@ -25,10 +25,23 @@ use super::product::*;
 use super::score::*;
 use super::tile::*;
 use crate::arch::sm80::*;
-use crate::shared::distances::TableArgs;
-use crate::shared::dropout::Mask;
-use crate::shared::walk::{Four, Listing, PlanParts, Slice, batch_of, head_of};
+use crate::shared::dropout::DropoutArgs;
+use crate::shared::score::ScoreNumbers;
+use crate::shared::walk::{Four, Schedule, batch_of, head_of};
 use blocksparse::plan::Walk;
+
+/// Lengths of a launch.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct WalkLengths {
+    /// Places of a head in the stats.
+    pub pitch: u32,
+    /// Query heads to a head of keys.
+    pub heads_per_kv: u32,
+    /// The word where dV begins.
+    pub second: u32,
+    /// Cubes that share the steps of a tile.
+    pub chunks: u32,
+}
 
 /// `a1`, `a2`, `b1`, `b2` with any strides of 16 bytes in their outer dimensions, in words; `stats`
 /// `[batch · heads, pitch, 2]`: `lse · log2 e` and delta of the query at each place, and behind them the ALiBi slopes; `out` `[batch, heads, len, dim]` in words,
@@ -44,31 +57,25 @@ pub fn backward(
     b1: &[u32],
     b2: &[u32],
     stats: &[f32],
-    bias: ComptimeOption<Box<[u32]>>,
-    table: ComptimeOption<TableArgs>,
+    biases: BiasArgs,
     out: &mut [u32],
     plan: &[u32],
-    a1_strides: Strides,
-    a2_strides: Strides,
-    b1_strides: Strides,
-    b2_strides: Strides,
-    bias_strides: BiasStrides,
-    parts: PlanParts,
-    listing: Listing,
-    slice: Slice,
-    pitch_stats: u32,
-    heads_per_kv: u32,
-    second: u32,
-    chunks: u32,
-    scale: f32,
-    log2_scale: f32,
-    softcap: f32,
-    product_scale: f32,
-    dropout: Mask,
-    dropout_factor: f32,
+    strides: OperandStrides,
+    schedule: Schedule,
+    lengths: WalkLengths,
+    numbers: ScoreNumbers,
+    dropout: DropoutArgs,
     #[comptime] walk: Walk,
     #[comptime] t: Tile,
 ) {
+    let parts = schedule.parts;
+    let listing = schedule.listing;
+    let slice = schedule.slice;
+    let a1_strides = strides.a1;
+    let a2_strides = strides.a2;
+    let b1_strides = strides.b1;
+    let b2_strides = strides.b2;
+    let heads_per_kv = lengths.heads_per_kv;
     let columns = comptime!(matches!(walk, Walk::Columns));
     let tiles = comptime!(t.warp_tiles);
     let eights = comptime!(t.eights());
@@ -101,7 +108,7 @@ pub fn backward(
     let pieces = comptime!(t.bias_gradient && !columns);
     let mut rank = CUBE_POS_X;
     if comptime!(pieces) {
-        rank = CUBE_POS_X / chunks;
+        rank = CUBE_POS_X / lengths.chunks;
     }
     let ranked = parts.order + (record0 + rank as usize) * 4;
     let tile = plan[ranked];
@@ -118,6 +125,7 @@ pub fn backward(
     let mut first_step = 0u32;
     if comptime!(pieces) {
         let steps = cursor.steps.read();
+        let chunks = lengths.chunks;
         let chunk = CUBE_POS_X % chunks;
         first_step = uniform(steps * chunk / chunks);
         cursor.j.store(first_step);
@@ -132,7 +140,7 @@ pub fn backward(
         batch,
         heads,
         divisor,
-        pitch: pitch_stats,
+        pitch: lengths.pitch,
     };
     let rows = own_rows(&parts, record0, tile, t);
     own_positions(base, plan, rows, &listing, a1_strides.len, t);
@@ -183,15 +191,15 @@ pub fn backward(
         row_delta[i] = f32::new(0.0);
         if comptime!(!columns) {
             let place = own_place(plan, rows, first_row + comptime!(i as u32 * ROW_PAIR), t);
-            if place < pitch_stats {
-                let at = ((batch * heads + outer) * pitch_stats + place) as usize * 2;
+            if place < lengths.pitch {
+                let at = ((batch * heads + outer) * lengths.pitch + place) as usize * 2;
                 row_lse[i] = stats[at];
                 row_delta[i] = stats[at + 1];
             }
         }
     }
 
-    let gradient = gradient_rows(&out[..], &bias_strides, batch, outer, t);
+    let gradient = gradient_rows(&out[..], &biases.strides, batch, outer, t);
     let key_pairs = comptime!(if t.bias_gradient { 2 * tiles } else { 0 });
     let mut key_sums = Array::<f32>::new(comptime!(key_pairs.max(1)));
     #[unroll]
@@ -226,14 +234,14 @@ pub fn backward(
         let head = first_head + turn;
         let mut slope = f32::new(0.0);
         if comptime!(t.score.alibi) {
-            slope = stats[(slice.batches as u32 * heads * pitch_stats * 2 + head) as usize];
+            slope = stats[(slice.batches as u32 * heads * lengths.pitch * 2 + head) as usize];
         }
-        let biases = Biases {
+        let of_head = Biases {
             slope,
             shift: b1_strides.len - a1_strides.len,
-            address: bias_address(&bias, &bias_strides, batch, head, t),
-            row: bias_strides.row,
-            table: table_of_head(&table, head, t),
+            address: bias_address(&biases.bias, &biases.strides, batch, head, t),
+            row: biases.strides.row,
+            table: table_of_head(&biases.table, head, t),
         };
         let record = parts.tiles
             + (plan[heads_at + (first_head + turn) as usize] as usize + tile as usize) * 3;
@@ -267,7 +275,7 @@ pub fn backward(
                 cols: positions,
                 lane,
             };
-            let kept_bits = kept_pairs(&dropout, &pairs, columns, t);
+            let kept_bits = kept_pairs(&dropout.mask, &pairs, columns, t);
 
             let b1_stage = stage * comptime!(t.b1_bytes() as u32);
             let b2_stage = stage * comptime!(t.b2_bytes() as u32);
@@ -281,7 +289,7 @@ pub fn backward(
                 t,
             );
             if comptime!(t.score.softcap) {
-                cap(&mut s, softcap, product_scale, t);
+                cap(&mut s, numbers.softcap, numbers.cap_scale, t);
             }
             let mut cap_slope = Array::<Vector<f32, Four>>::new(comptime!(if t.score.softcap {
                 tiles * eights
@@ -289,7 +297,7 @@ pub fn backward(
                 1
             }));
             if comptime!(t.score.softcap) {
-                let inverse = Vector::new(reciprocal(softcap));
+                let inverse = Vector::new(reciprocal(numbers.softcap));
                 #[unroll]
                 for n in 0..comptime!(tiles * eights) {
                     let ratio = s[n] * inverse;
@@ -298,8 +306,8 @@ pub fn backward(
             }
             if comptime!(t.score.biased()) {
                 let cols = positions + quad * 4;
-                add_biases(&mut s, &biases, product_scale, own, cols, columns, t);
-                add_distances(&mut s, &table, &biases, own, cols, columns, t);
+                add_biases(&mut s, &of_head, numbers.cap_scale, own, cols, columns, t);
+                add_distances(&mut s, &biases.table, &of_head, own, cols, columns, t);
             }
             if j < masked {
                 let entry = entry0 + (j * comptime!(t.entries() as u32 * 2)) as usize;
@@ -321,7 +329,10 @@ pub fn backward(
                         if comptime!(columns) {
                             log = stats.extract(comptime!(i % 2 * 2));
                         }
-                        four.insert(i, exp2(multiply_add(four.extract(i), log2_scale, -log)));
+                        four.insert(
+                            i,
+                            exp2(multiply_add(four.extract(i), numbers.log2_scale, -log)),
+                        );
                     }
                     s[at] = four;
                 }
@@ -365,7 +376,7 @@ pub fn backward(
                             let mut by_weight = four.extract(i);
                             if comptime!(t.score.dropout) {
                                 by_weight =
-                                    if_kept(by_weight * dropout_factor, &kept_bits, m, n, i, t);
+                                    if_kept(by_weight * dropout.factor, &kept_bits, m, n, i, t);
                             }
                             four.insert(i, p.extract(i) * (by_weight - delta));
                         }
@@ -409,21 +420,21 @@ pub fn backward(
             base,
             first_row,
             quad,
-            scale,
+            numbers.scale,
             comptime!(t.head_dim),
             t,
         );
     }
     if comptime!(columns && t.outputs.second()) {
         let factor = if comptime!(t.score.dropout) {
-            dropout_factor
+            dropout.factor
         } else {
             f32::new(1.0)
         };
         store_rows(
             out,
             &out2,
-            second,
+            lengths.second,
             first,
             base,
             first_row,

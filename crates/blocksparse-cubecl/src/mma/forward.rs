@@ -25,16 +25,15 @@ use super::product::*;
 use super::score::*;
 use super::tile::*;
 use crate::arch::sm80::*;
-use crate::shared::distances::TableArgs;
-use crate::shared::dropout::Mask;
-use crate::shared::score::{LOWEST_MAX, SLACK};
-use crate::shared::walk::{Four, Listing, PlanParts, Slice, batch_of, head_of};
+use crate::shared::dropout::DropoutArgs;
+use crate::shared::score::{LOWEST_MAX, SLACK, ScoreNumbers};
+use crate::shared::walk::{Four, Listing, Schedule, batch_of, head_of};
 
 /// `q`, `k`, `v` with any strides of 16 bytes in their outer dimensions, in words; `out` `[batch, heads, seq_q, value_dim]`, also in
 /// words, and `lse` and `max_scores` `[batch, heads, seq_q]` contiguous.
 ///
-/// `p = exp2(s · log2_scale − …)`; with a softcap first `s = softcap · tanh(s)`, its argument being `s · product_scale / 2 log2 e`;
-/// without one biases are added to `s · product_scale`.
+/// `p = exp2(s · log2_scale − …)`; with a softcap first `s = softcap · tanh(s)`, its argument being `s · cap_scale / 2 log2 e`;
+/// without one biases are added to `s · cap_scale`.
 /// `lse_scale` is `log2 e / log2_scale`: from the natural logarithm back to scores. The largest score of a row is kept apart from the softmax's
 /// maximum, which follows it late.
 #[cube(launch_unchecked)]
@@ -46,25 +45,24 @@ pub fn forward(
     lse: &mut [f32],
     max_scores: ComptimeOption<Box<[f32]>>,
     slopes: ComptimeOption<Box<[f32]>>,
-    bias: ComptimeOption<Box<[u32]>>,
-    table: ComptimeOption<TableArgs>,
+    biases: BiasArgs,
     plan: &[u32],
-    q_strides: Strides,
-    k_strides: Strides,
-    v_strides: Strides,
-    bias_strides: BiasStrides,
-    parts: PlanParts,
-    listing: Listing,
-    slice: Slice,
+    strides: InputStrides,
+    schedule: Schedule,
     heads_per_kv: u32,
-    log2_scale: f32,
     lse_scale: f32,
-    softcap: f32,
-    product_scale: f32,
-    dropout: Mask,
-    dropout_factor: f32,
+    numbers: ScoreNumbers,
+    dropout: DropoutArgs,
     #[comptime] t: Tile,
 ) {
+    let parts = schedule.parts;
+    let listing = schedule.listing;
+    let slice = schedule.slice;
+    let log2_scale = numbers.log2_scale;
+    let product_scale = numbers.cap_scale;
+    let q_strides = strides.q;
+    let k_strides = strides.k;
+    let v_strides = strides.v;
     let tiles = comptime!(t.warp_tiles);
     let double = comptime!(t.stages == 2);
     let smem: Shared<[u32]> =
@@ -165,7 +163,7 @@ pub fn forward(
                     m[i] = log * lse_scale;
                     l[i] = select(lane % 4 == 0, f32::new(1.0), f32::new(0.0));
                 }
-                load_row(&out[..], &mut o, at, quad, dropout_factor, i, t);
+                load_row(&out[..], &mut o, at, quad, dropout.factor, i, t);
             }
         }
     }
@@ -194,12 +192,12 @@ pub fn forward(
         let slopes = slopes.unwrap();
         slope = slopes[head as usize];
     }
-    let biases = Biases {
+    let of_head = Biases {
         slope,
         shift: k_strides.len - q_strides.len,
-        address: bias_address(&bias, &bias_strides, batch, head, t),
-        row: bias_strides.row,
-        table: table_of_head(&table, head, t),
+        address: bias_address(&biases.bias, &biases.strides, batch, head, t),
+        row: biases.strides.row,
+        table: table_of_head(&biases.table, head, t),
     };
     let own = base + first_row * 4;
 
@@ -226,7 +224,7 @@ pub fn forward(
             cols: positions,
             lane,
         };
-        let kept_bits = kept_pairs(&dropout, &pairs, false, t);
+        let kept_bits = kept_pairs(&dropout.mask, &pairs, false, t);
 
         let mut s = product(
             q_rows,
@@ -244,12 +242,12 @@ pub fn forward(
             }
         }
         if comptime!(t.score.softcap) {
-            cap(&mut s, softcap, product_scale, t);
+            cap(&mut s, numbers.softcap, product_scale, t);
         }
         if comptime!(t.score.biased()) {
             let cols = positions + quad * 4;
-            add_biases(&mut s, &biases, product_scale, own, cols, false, t);
-            add_distances(&mut s, &table, &biases, own, cols, false, t);
+            add_biases(&mut s, &of_head, product_scale, own, cols, false, t);
+            add_distances(&mut s, &biases.table, &of_head, own, cols, false, t);
         }
         if j < masked {
             let entry = entry0 + (j * comptime!(t.entries() as u32 * 2)) as usize;
@@ -276,7 +274,7 @@ pub fn forward(
         if sum > 0.0f32 {
             inverse = reciprocal(sum);
             if comptime!(t.score.dropout) {
-                inverse *= dropout_factor;
+                inverse *= dropout.factor;
             }
             log = (m[i] * log2_scale + log2(sum)) * comptime!(std::f32::consts::LN_2);
         }

@@ -3,12 +3,13 @@
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::gather::StridesLaunch;
-use super::score::BiasStridesLaunch;
+use super::backward::WalkLengthsLaunch;
+use super::gather::{InputStridesLaunch, OperandStridesLaunch, StridesLaunch};
+use super::score::{BiasArgsLaunch, BiasStridesLaunch};
 use super::tile::{Outputs, Tile};
 use super::{PIECE, backward, forward};
 use crate::arch::sm80::Element;
-use crate::args::{ScoreOptions, batch_words, buffer, listing, optional, plan_parts, plan_words};
+use crate::args::{ScoreOptions, buffer, optional, plan_words, schedule};
 use crate::call::{BiasView, TensorView};
 use crate::device::plan;
 use crate::error::KernelError;
@@ -62,17 +63,14 @@ fn factors(tile: Tile, options: &ScoreOptions) -> (f64, f64) {
     }
 }
 
-fn bias_strides(options: &ScoreOptions, element: Element) -> BiasStridesLaunch {
+fn biases(options: &ScoreOptions, element: Element) -> BiasArgsLaunch {
     let [batch, head, row] = options.bias_bytes(element.bytes());
-    BiasStridesLaunch::new(batch, head, row as u32)
-}
-
-fn bias<T: LaunchArg<RuntimeArg = BufferArg>>(
-    options: &ScoreOptions,
-    element: Element,
-) -> ComptimeOptionArgs<T> {
     let handle = options.bias.as_ref().map(|bias| &bias.handle);
-    optional(handle, words(options.bias_len(), element))
+    BiasArgsLaunch::new(
+        optional(handle, words(options.bias_len(), element)),
+        BiasStridesLaunch::new(batch, head, row as u32),
+        options.table_args(),
+    )
 }
 
 fn strides(tensor: &TensorView, element: Element) -> StridesLaunch {
@@ -121,7 +119,7 @@ pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), 
     let rows = request.batch * heads * q.shape[2];
     check_words("the elements of the output", rows * tile.value_dim, element)?;
     let device_plan = plan(client, part.layout, tile.tiling(Walk::Rows))?;
-    let (log2_scale, product_scale) = factors(tile, options);
+    let scales = factors(tile, options);
     for slice in Slice::whole(request.batch, heads).cut(client) {
         // SAFETY: a cube walks the entries that the plan has for its tile, reads positions below the lengths in the strides, writes rows below
         // those of the queries, and the buffers have the lengths they say (see `buffer`).
@@ -137,23 +135,18 @@ pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), 
                 buffer(outputs.lse, rows),
                 pass.max_scores(),
                 optional(pass.slopes.as_ref(), heads),
-                bias(options, element),
-                options.table_args(),
+                biases(options, element),
                 plan_words(&device_plan),
-                strides(q, element),
-                strides(k, element),
-                strides(v, element),
-                bias_strides(options, element),
-                plan_parts(&device_plan.sections, batch_words(part.layout)),
-                listing(part.residue),
-                slice.args(),
+                InputStridesLaunch::new(
+                    strides(q, element),
+                    strides(k, element),
+                    strides(v, element),
+                ),
+                schedule(&device_plan, part.layout, part.residue, slice),
                 (heads / request.kv_heads) as u32,
-                log2_scale as f32,
-                (std::f64::consts::LOG2_E / log2_scale) as f32,
-                options.softcap.unwrap_or(1.0) as f32,
-                product_scale as f32,
-                options.mask(),
-                options.kept_factor() as f32,
+                (std::f64::consts::LOG2_E / scales.0) as f32,
+                options.numbers(scales),
+                options.dropout_args(),
                 tile,
             );
         }
@@ -291,7 +284,6 @@ fn launch_walk(
     let heads = part.layout.heads();
     let pitch = wanted(part).pitch;
     let device_plan = plan(client, part.layout, tile.tiling(walk))?;
-    let (log2_scale, product_scale) = factors(tile, options);
     let slopes = if tile.score.alibi { heads } else { 0 };
     let stats_len = request.batch * heads * pitch * 2 + slopes;
     for slice in target.slice.cut(client) {
@@ -306,28 +298,24 @@ fn launch_walk(
                 input(b1, element),
                 input(b2, element),
                 buffer(stats, stats_len),
-                bias(options, element),
-                options.table_args(),
+                biases(options, element),
                 buffer(target.out, target.words),
                 plan_words(&device_plan),
-                strides(a1, element),
-                strides(a2, element),
-                strides(b1, element),
-                strides(b2, element),
-                bias_strides(options, element),
-                plan_parts(&device_plan.sections, batch_words(part.layout)),
-                listing(part.residue),
-                slice.args(),
-                pitch as u32,
-                (heads / request.kv_heads) as u32,
-                target.second as u32,
-                target.chunks as u32,
-                options.scale as f32,
-                log2_scale as f32,
-                options.softcap.unwrap_or(1.0) as f32,
-                product_scale as f32,
-                options.mask(),
-                options.kept_factor() as f32,
+                OperandStridesLaunch::new(
+                    strides(a1, element),
+                    strides(a2, element),
+                    strides(b1, element),
+                    strides(b2, element),
+                ),
+                schedule(&device_plan, part.layout, part.residue, slice),
+                WalkLengthsLaunch::new(
+                    pitch as u32,
+                    (heads / request.kv_heads) as u32,
+                    target.second as u32,
+                    target.chunks as u32,
+                ),
+                options.numbers(factors(tile, options)),
+                options.dropout_args(),
                 walk,
                 tile,
             );

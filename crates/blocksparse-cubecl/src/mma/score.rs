@@ -19,6 +19,17 @@ pub struct BiasStrides {
     pub row: u32,
 }
 
+/// What is added to scores.
+#[derive(CubeType, CubeLaunch)]
+pub struct BiasArgs {
+    /// The bias `[batch or 1, heads or 1, seq_q or 1, seq_kv]`, contiguous, in words.
+    pub bias: ComptimeOption<Box<[u32]>>,
+    /// Its strides.
+    pub strides: BiasStrides,
+    /// The biases of distances.
+    pub table: ComptimeOption<TableArgs>,
+}
+
 /// What a head's biases are made of.
 #[derive(CubeType, Clone, Copy)]
 pub struct Biases {

@@ -28,6 +28,16 @@ pub struct Mask {
     pub last3: u32,
 }
 
+/// Dropout of weights, as kernels of the tensor-core tiers get it.
+#[cfg(feature = "cuda-asm")]
+#[derive(CubeType, CubeLaunch)]
+pub struct DropoutArgs {
+    /// The generator's key.
+    pub mask: Mask,
+    /// What weights that are kept are multiplied by.
+    pub factor: f32,
+}
+
 /// What a kernel gets of a seed, by its halves or its place in a table, and of a threshold.
 pub fn mask_launch(
     [low, high]: [u32; 2],

@@ -1,4 +1,21 @@
-//! Numbers of the online softmax.
+//! Numbers that scores are made with, and those of the online softmax.
+
+#[cfg(feature = "cuda-asm")]
+use cubecl::prelude::*;
+
+/// What products are multiplied by on their way to scores, of the tensor-core tiers.
+#[cfg(feature = "cuda-asm")]
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct ScoreNumbers {
+    /// Factor of dQ and dK.
+    pub scale: f32,
+    /// From scores to exponents of two.
+    pub log2_scale: f32,
+    /// Bound of the scores.
+    pub softcap: f32,
+    /// From products to the argument of the softcap's tanh, times 2 log2 e; without a softcap the factor of products that biases are added to.
+    pub cap_scale: f32,
+}
 
 /// Scores of masked pairs. `exp(LOW − m)` is 0 for every `m ≥ LOWEST_MAX`, without infinities, which
 /// WGSL does not promise.

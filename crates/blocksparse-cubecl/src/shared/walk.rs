@@ -17,6 +17,23 @@ pub struct Strides {
     pub len: usize,
 }
 
+/// Strides of the queries, keys and values of a forward pass.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct InputStrides {
+    pub q: Strides,
+    pub k: Strides,
+    pub v: Strides,
+}
+
+/// Strides of the operands of a backward pass: those of a tile's own rows, and those of the gathered ones.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct OperandStrides {
+    pub a1: Strides,
+    pub a2: Strides,
+    pub b1: Strides,
+    pub b2: Strides,
+}
+
 /// How a plan lists positions: place `v` is position `v mod class_len · stride + ⌊v / class_len⌋`.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Listing {
@@ -72,6 +89,17 @@ pub struct Slice {
     pub batches: usize,
     /// Heads of the call, of what tiles are of.
     pub heads: usize,
+}
+
+/// What a launch computes of a layout.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct Schedule {
+    /// Where the parts of the plan begin.
+    pub parts: PlanParts,
+    /// How the plan lists positions.
+    pub listing: Listing,
+    /// Batch entries and heads.
+    pub slice: Slice,
 }
 
 /// The cube's batch entry.

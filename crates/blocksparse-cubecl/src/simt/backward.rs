@@ -14,6 +14,23 @@ use crate::shared::dropout::Mask;
 use crate::shared::walk::*;
 use blocksparse::plan::Walk;
 
+/// Lengths of a launch.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct WalkLengths {
+    /// Query heads.
+    pub heads: usize,
+    /// Query heads to a head of keys.
+    pub heads_per_kv: usize,
+    /// Stored blocks of a batch entry.
+    pub weight_blocks: usize,
+    /// The vector where dV begins.
+    pub second: usize,
+    /// The number of the stats where ALiBi's slopes begin.
+    pub slopes: usize,
+    /// Tiles of a head.
+    pub tiles: usize,
+}
+
 /// One kernel for both walks. `a` are the tile's own rows, `b` the gathered ones:
 ///
 /// ```text
@@ -50,21 +67,11 @@ pub fn backward<E: Float, A: Float, N: Size>(
     sums: ComptimeOption<Box<[Vector<A, Four>]>>,
     out: &mut [Vector<E, N>],
     plan: &[u32],
-    a1_strides: Strides,
-    a2_strides: Strides,
-    b1_strides: Strides,
-    b2_strides: Strides,
+    strides: OperandStrides,
     bias_strides: BiasStrides,
     distances: Distances,
-    listing: Listing,
-    parts: PlanParts,
-    slice: Slice,
-    heads: usize,
-    heads_per_kv: usize,
-    weight_blocks: usize,
-    second: usize,
-    slopes: usize,
-    tiles: usize,
+    schedule: Schedule,
+    lengths: WalkLengths,
     scale: InputScalar,
     softcap: InputScalar,
     dropout: Mask,
@@ -74,11 +81,21 @@ pub fn backward<E: Float, A: Float, N: Size>(
     #[define(E)] _element: ElemType,
     #[define(A)] _accumulator: ElemType,
 ) {
+    let parts = schedule.parts;
+    let listing = schedule.listing;
+    let slice = schedule.slice;
+    let a1_strides = strides.a1;
+    let a2_strides = strides.a2;
+    let b1_strides = strides.b1;
+    let b2_strides = strides.b2;
+    let heads = lengths.heads;
+    let heads_per_kv = lengths.heads_per_kv;
+    let second = lengths.second;
     let columns = comptime!(matches!(walk, Walk::Columns));
     let mut bias_grad = bias_grad;
     let mut dq_sums = sums;
     let width = N::value();
-    let rows = comptime!(t.l2_normalize);
+    let rows = comptime!(t.unit_rows);
     let fours1 = comptime!(t.unit_fours(t.head_dim));
     let fours2 = comptime!(t.unit_fours(t.value_dim));
     let unit_x = UNIT_POS_X as usize % comptime!(t.units_x);
@@ -130,7 +147,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
         clear(&mut dq_sums, first, loops * b1_strides.len, t);
     }
     let rounds = if comptime!(t.fused) {
-        rounds_of(CUBE_POS_X as usize, tiles)
+        rounds_of(CUBE_POS_X as usize, lengths.tiles)
     } else {
         1usize.runtime()
     };
@@ -197,13 +214,13 @@ pub fn backward<E: Float, A: Float, N: Size>(
             queries = b1_strides.len;
             keys = a1_strides.len;
         }
-        let lengths = SeqLengths { queries, keys };
+        let seq_lengths = SeqLengths { queries, keys };
 
         for turn in 0..loops {
             let head = first_own + turn;
             let mut alibi_slope = A::new(0.0);
             if comptime!(t.score.alibi) {
-                alibi_slope = stats[slopes + head];
+                alibi_slope = stats[lengths.slopes + head];
             }
             let bias_start = batch * bias_strides.batch + head * bias_strides.head;
             let mut first_entry = own.entry;
@@ -222,8 +239,8 @@ pub fn backward<E: Float, A: Float, N: Size>(
             }
             let b1_rows = rows_of(&b1_strides, batch, inner);
             let b2_rows = rows_of(&b2_strides, batch, inner);
-            let place0 =
-                batch * weight_blocks + plan[parts.places + batch * parts.batch + head] as usize;
+            let place0 = batch * lengths.weight_blocks
+                + plan[parts.places + batch * parts.batch + head] as usize;
 
             for step in 0..steps {
                 let entry = first_entry + step * comptime!(t.entries() * t.entry_words());
@@ -273,7 +290,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
                         bias_start,
                         bias_strides.row,
                         &positions,
-                        &lengths,
+                        &seq_lengths,
                         walk,
                         t,
                     );
@@ -284,7 +301,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
                         start,
                         distances.reach,
                         &positions,
-                        &lengths,
+                        &seq_lengths,
                         walk,
                         t,
                     );

@@ -111,8 +111,8 @@ pub fn clear_rows<A: Float>(
     #[comptime] t: Tile,
 ) {
     #[unroll]
-    for i in 0..comptime!(t.l2_normalize) {
-        let row = unit_y * comptime!(t.l2_normalize) + i;
+    for i in 0..comptime!(t.unit_rows) {
+        let row = unit_y * comptime!(t.unit_rows) + i;
         ds[row * comptime!(t.weight_pitch()) + unit_x] = Vector::<A, Four>::zeroed();
     }
 }

@@ -7,7 +7,7 @@ use super::tile::*;
 use crate::shared::dropout::{Mask, kept_eight};
 use blocksparse::plan::Walk;
 
-/// The factors of the unit's pairs, `[l2_normalize · 4]`: `factor` or 0.
+/// The factors of the unit's pairs, `[unit_rows · 4]`: `factor` or 0.
 #[cube]
 pub fn factors<A: Float>(
     mask: &Mask,
@@ -18,7 +18,7 @@ pub fn factors<A: Float>(
     #[comptime] walk: Walk,
     #[comptime] t: Tile,
 ) -> Array<A> {
-    let rows = comptime!(t.l2_normalize);
+    let rows = comptime!(t.unit_rows);
     let mut factors = Array::<A>::new(comptime!(rows * 4));
     let zero = A::new(0.0);
     let (batch, head) = (batch as u32, head as u32);
@@ -35,12 +35,8 @@ pub fn factors<A: Float>(
                 factors[comptime!(4 * i + j)] = select(bit, factor, zero);
             }
         }
-    } else if comptime!(!t.residue && t.l2_normalize.is_multiple_of(4)) {
-        let side_by_side = comptime!(if t.l2_normalize.is_multiple_of(8) {
-            8
-        } else {
-            4
-        });
+    } else if comptime!(!t.residue && t.unit_rows.is_multiple_of(4)) {
+        let side_by_side = comptime!(if t.unit_rows.is_multiple_of(8) { 8 } else { 4 });
         #[unroll]
         for first in 0..comptime!(rows / side_by_side) {
             #[unroll]

@@ -40,14 +40,10 @@ pub fn forward<E: Float, A: Float, N: Size>(
     bias: ComptimeOption<Box<[E]>>,
     table: ComptimeOption<Box<[A]>>,
     plan: &[u32],
-    q_strides: Strides,
-    k_strides: Strides,
-    v_strides: Strides,
+    strides: InputStrides,
     bias_strides: BiasStrides,
     distances: Distances,
-    listing: Listing,
-    parts: PlanParts,
-    slice: Slice,
+    schedule: Schedule,
     heads_per_kv: usize,
     weight_blocks: usize,
     scale: InputScalar,
@@ -59,8 +55,14 @@ pub fn forward<E: Float, A: Float, N: Size>(
     #[define(E)] _element: ElemType,
     #[define(A)] _accumulator: ElemType,
 ) {
+    let parts = schedule.parts;
+    let listing = schedule.listing;
+    let slice = schedule.slice;
+    let q_strides = strides.q;
+    let k_strides = strides.k;
+    let v_strides = strides.v;
     let width = N::value();
-    let rows = comptime!(t.l2_normalize);
+    let rows = comptime!(t.unit_rows);
     let unit_fours = comptime!(t.unit_fours(t.value_dim));
     let unit_x = UNIT_POS_X as usize % comptime!(t.units_x);
     let unit_y = UNIT_POS_X as usize / comptime!(t.units_x);
@@ -442,7 +444,7 @@ pub fn scratch_len(t: Tile) -> usize {
 #[cube]
 fn mask<A: Float>(s: &mut Array<A>, bits: u32, #[comptime] t: Tile) {
     #[unroll]
-    for i in 0..comptime!(t.l2_normalize * 4) {
+    for i in 0..comptime!(t.unit_rows * 4) {
         let allowed = (bits >> comptime!(i as u32)) & 1u32 == 1u32;
         s[i] = select(allowed, s[i], A::new(LOW));
     }

@@ -3,10 +3,11 @@
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use super::backward::WalkLengthsLaunch;
 use super::fused::Fused;
 use super::{Tile, backward, dq, forward, tiling};
 use crate::args::{
-    batch_words, buffer, listing, optional, plan_parts, plan_words, spread, strides_of, vectors_of,
+    buffer, input_strides, operand_strides, optional, plan_words, schedule, spread, vectors_of,
 };
 use crate::call::BiasView;
 use crate::device::plan;
@@ -55,14 +56,10 @@ pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), 
                 options.bias(),
                 options.table(),
                 plan_words(&device_plan),
-                strides_of(q, width),
-                strides_of(k, width),
-                strides_of(v, width),
+                input_strides([q, k, v], width),
                 options.bias_strides(),
                 options.distances(0),
-                listing(part.residue),
-                plan_parts(&device_plan.sections, batch_words(layout)),
-                slice.args(),
+                schedule(&device_plan, layout, part.residue, slice),
                 heads / request.kv_heads,
                 indexing.weight_blocks,
                 InputScalar::new(options.scale, accumulator),
@@ -246,21 +243,18 @@ fn launch_walk(
                 ),
                 buffer(out, elements / width),
                 plan_words(&device_plan),
-                strides_of(a1, width),
-                strides_of(a2, width),
-                strides_of(b1, width),
-                strides_of(b2, width),
+                operand_strides(operands.a, operands.b, width),
                 options.bias_strides(),
                 options.distances(table_start),
-                listing(part.residue),
-                plan_parts(&device_plan.sections, batch_words(layout)),
-                slice.args(),
-                heads,
-                heads / request.kv_heads,
-                indexing.weight_blocks,
-                gradients.v_offset / width,
-                rows * 2,
-                device_plan.tiles,
+                schedule(&device_plan, layout, part.residue, slice),
+                WalkLengthsLaunch::new(
+                    heads,
+                    heads / request.kv_heads,
+                    indexing.weight_blocks,
+                    gradients.v_offset / width,
+                    rows * 2,
+                    device_plan.tiles,
+                ),
                 InputScalar::new(options.scale, accumulator),
                 InputScalar::new(options.softcap.unwrap_or(1.0), accumulator),
                 options.mask(),

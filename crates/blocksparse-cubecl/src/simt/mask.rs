@@ -18,7 +18,7 @@ pub fn mask_bits(
     #[comptime] t: Tile,
 ) -> u32 {
     let group = comptime!(t.group);
-    let rows = comptime!(t.l2_normalize);
+    let rows = comptime!(t.unit_rows);
     let mut bits = 0xffff_ffffu32;
     if masked {
         let col = unit_x * 4;

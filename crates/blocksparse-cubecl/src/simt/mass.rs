@@ -93,7 +93,7 @@ pub fn masses<E: Float, A: Float, N: Size>(
     #[define(A)] _accumulator: ElemType,
 ) {
     let side = comptime!(t.rows);
-    let rows = comptime!(t.l2_normalize);
+    let rows = comptime!(t.unit_rows);
     let unit_x = UNIT_POS_X as usize % comptime!(t.units_x);
     let unit_y = UNIT_POS_X as usize / comptime!(t.units_x);
     let head = head_of(&slice);

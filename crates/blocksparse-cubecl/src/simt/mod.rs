@@ -1,7 +1,7 @@
 //! The `simt` tier: exact kernels on scalar multiply-adds, for any CubeCL runtime.
 //!
 //! A cube of `units_x × units_y` units computes a tile. Operands lie in shared memory in the accumulator's
-//! precision, in fours; a unit holds `l2_normalize × 4` scores and `l2_normalize × unit_fours` fours of the output in registers.
+//! precision, in fours; a unit holds `unit_rows × 4` scores and `unit_rows × unit_fours` fours of the output in registers.
 //! What the units of a row exchange goes through shared memory, which on devices with plane
 //! operations needs no barrier of the whole cube.
 
@@ -33,7 +33,7 @@ use tile::pitch;
 struct Candidate {
     rows: usize,
     cols: usize,
-    l2_normalize: usize,
+    unit_rows: usize,
     /// Of the forward pass, at widths up to 64 and at larger ones.
     forward: [f64; 2],
     /// Of the walks of the backward pass.
@@ -45,7 +45,7 @@ struct Candidate {
 const fn candidate(
     rows: usize,
     cols: usize,
-    l2_normalize: usize,
+    unit_rows: usize,
     forward: [f64; 2],
     backward: [f64; 2],
     fused: [f64; 2],
@@ -53,7 +53,7 @@ const fn candidate(
     Candidate {
         rows,
         cols,
-        l2_normalize,
+        unit_rows,
         forward,
         backward,
         fused,
@@ -145,7 +145,7 @@ fn shaped(candidate: &Candidate, part: &PartRequest, kernel: Kernel) -> Tile {
     Tile {
         rows: candidate.rows,
         units_x,
-        l2_normalize: candidate.l2_normalize,
+        unit_rows: candidate.unit_rows,
         head_dim: request.head_dim,
         value_dim: request.value_dim,
         group,
@@ -194,7 +194,7 @@ fn cheapest(part: &PartRequest, kernel: Kernel, fused: bool) -> Option<(f64, Til
     let mut best: Option<(f64, Tile)> = None;
     let forced = forced();
     for candidate in &CANDIDATES {
-        let shape = [candidate.rows, candidate.cols, candidate.l2_normalize];
+        let shape = [candidate.rows, candidate.cols, candidate.unit_rows];
         if forced.is_some_and(|forced| forced != shape) {
             continue;
         }

@@ -13,7 +13,7 @@ pub fn bounded(at: usize, #[comptime] end: usize) -> usize {
     at % comptime!(end.next_power_of_two())
 }
 
-/// `a · bᵀ`: the unit's rows of `a` with its four gathered rows of `b`, into `[l2_normalize · 4]`.
+/// `a · bᵀ`: the unit's rows of `a` with its four gathered rows of `b`, into `[unit_rows · 4]`.
 #[cube]
 pub fn product_rows<A: Float>(
     a: &Shared<[Vector<A, Four>]>,
@@ -23,7 +23,7 @@ pub fn product_rows<A: Float>(
     #[comptime] dim: usize,
     #[comptime] t: Tile,
 ) -> Array<A> {
-    let rows = comptime!(t.l2_normalize);
+    let rows = comptime!(t.unit_rows);
     let pitch = comptime!(pitch(dim));
     let mut product = Array::<A>::new(comptime!(rows * 4));
     #[unroll]
@@ -58,7 +58,7 @@ pub fn product_rows<A: Float>(
 }
 
 /// `acc += w · b`: weights `[rows, cols]` in shared memory with the gathered rows of `b`, into the unit's
-/// rows and every `units_x`-th four of the output, `[l2_normalize · unit_fours]`. Only of those `halves` of the columns that
+/// rows and every `units_x`-th four of the output, `[unit_rows · unit_fours]`. Only of those `halves` of the columns that
 /// [`needed`](super::mask::needed) names.
 #[cube]
 pub fn accumulate_product<A: Float>(
@@ -101,7 +101,7 @@ fn accumulate_fours<A: Float>(
     #[comptime] dim: usize,
     #[comptime] t: Tile,
 ) {
-    let rows = comptime!(t.l2_normalize);
+    let rows = comptime!(t.unit_rows);
     let pitch = comptime!(pitch(dim));
     let fours = comptime!(fours(dim));
     let unit_fours = comptime!(t.unit_fours(dim));
@@ -146,7 +146,7 @@ pub fn reduce_rows<A: Float>(
     #[comptime] max: bool,
     #[comptime] t: Tile,
 ) {
-    let rows = comptime!(t.l2_normalize);
+    let rows = comptime!(t.unit_rows);
     if comptime!(t.planes) {
         #[unroll]
         for i in 0..rows {

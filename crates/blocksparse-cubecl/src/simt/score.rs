@@ -12,7 +12,7 @@ use blocksparse::plan::Walk;
 pub fn score<A: Float>(s: &mut Array<A>, scale: A, softcap: A, #[comptime] t: Tile) {
     let inverse = A::new(1.0) / softcap;
     #[unroll]
-    for i in 0..comptime!(t.l2_normalize * 4) {
+    for i in 0..comptime!(t.unit_rows * 4) {
         s[i] *= scale;
         if comptime!(t.score.softcap) {
             s[i] = softcap * (s[i] * inverse).tanh();
@@ -38,11 +38,7 @@ pub fn row_positions(
     listing: &Listing,
     #[comptime] t: Tile,
 ) -> Positions {
-    let length = comptime!(if t.score.positions() {
-        t.l2_normalize
-    } else {
-        1
-    });
+    let length = comptime!(if t.score.positions() { t.unit_rows } else { 1 });
     let mut positions = Positions {
         rows: Array::<usize>::new(length),
         cols: Array::<usize>::new(4usize),
@@ -125,7 +121,7 @@ pub fn add_distances<A: Float>(
 ) {
     if comptime!(t.score.relative) {
         #[unroll]
-        for i in 0..comptime!(t.l2_normalize) {
+        for i in 0..comptime!(t.unit_rows) {
             #[unroll]
             for j in 0..4usize {
                 let pair = pair_at(positions, i, j, walk);
@@ -140,7 +136,7 @@ pub fn add_distances<A: Float>(
     }
 }
 
-/// What is added to the unit's scores, `[l2_normalize · 4]`: `−slope · |distance|`, the last query sitting at the last key, and the
+/// What is added to the unit's scores, `[unit_rows · 4]`: `−slope · |distance|`, the last query sitting at the last key, and the
 /// given bias, which begins at element `start`. [`add_distances`] adds the rest.
 #[cube]
 pub fn biases<E: Float, A: Float>(
@@ -154,13 +150,13 @@ pub fn biases<E: Float, A: Float>(
     #[comptime] t: Tile,
 ) -> Array<A> {
     let mut biases = Array::<A>::new(comptime!(if t.score.biased() {
-        t.l2_normalize * 4
+        t.unit_rows * 4
     } else {
         1
     }));
     if comptime!(t.score.biased()) {
         #[unroll]
-        for i in 0..comptime!(t.l2_normalize) {
+        for i in 0..comptime!(t.unit_rows) {
             #[unroll]
             for j in 0..4usize {
                 let pair = pair_at(positions, i, j, walk);
@@ -188,7 +184,7 @@ pub fn biases<E: Float, A: Float>(
 pub fn add_biases<A: Float>(s: &mut Array<A>, biases: &Array<A>, #[comptime] t: Tile) {
     if comptime!(t.score.biased()) {
         #[unroll]
-        for i in 0..comptime!(t.l2_normalize * 4) {
+        for i in 0..comptime!(t.unit_rows * 4) {
             s[i] += biases[i];
         }
     }

@@ -15,7 +15,7 @@ pub struct Tile {
     /// Units side by side in a row; each has four columns of a step.
     pub units_x: usize,
     /// Rows of a unit.
-    pub l2_normalize: usize,
+    pub unit_rows: usize,
     /// Width of queries and keys.
     pub head_dim: usize,
     /// Width of values.
@@ -52,7 +52,7 @@ impl Tile {
 
     /// Rows of units, a power of two.
     pub fn units_y(&self) -> usize {
-        self.rows / self.l2_normalize
+        self.rows / self.unit_rows
     }
 
     /// Units of a cube.
