@@ -1,7 +1,6 @@
 //! Backend traits, and the values that cross them: for crates that serve another backend, not for users of the ops.
 
 pub use crate::paged::ops::PagedOps;
-pub use crate::paged::slot_ops::PageSlotOps;
 pub use crate::paged::values::{
     AppendInputs, AppendPacked, OptInt, PackedPages, PagedCall, PagedInputs, PagedRows, Pages,
     StoredPages,

@@ -2,4 +2,4 @@
 
 #[cfg(feature = "cube")]
 pub use crate::kernels::paged as kernels;
-pub use crate::paged::{backend, check_heads, check_shared, ops, reference, slot_ops, values};
+pub use crate::paged::{backend, check_heads, check_shared, ops, reference, values};

@@ -2,4 +2,4 @@
 
 pub use crate::dropout::explain as dropout;
 pub use crate::embedding::explain as embedding;
-pub use crate::heads::explain as split_heads;
+pub use crate::linear::heads::explain as split_heads;

@@ -12,12 +12,10 @@
 )]
 #![allow(deprecated)] // Burn deprecates its NdArray backend; we serve it while it exists.
 
-mod activation;
 pub mod backend;
 mod dropout;
 mod embedding;
 pub mod explain;
-mod heads;
 #[doc(hidden)]
 pub mod internal;
 #[cfg(feature = "cube")]
@@ -25,24 +23,22 @@ pub mod internal;
 pub mod kernels;
 mod linear;
 mod loss;
-mod mlp;
 mod norm;
 pub mod optim;
-mod projection;
 pub mod sparse_linear;
 
-pub use crate::activation::{Activation, bias_activation};
 pub use crate::dropout::dropout;
 pub use crate::embedding::{embedding, embedding_backward};
-pub use crate::heads::{join_heads, split_heads};
+pub use crate::linear::activation::{Activation, bias_activation};
+pub use crate::linear::heads::{join_heads, split_heads};
 #[cfg(all(feature = "cube", feature = "fusion"))]
 pub use crate::linear::matmul::{accelerate_matmul, accelerated_products};
+pub use crate::linear::mlp::{MlpOptions, MlpParams, mlp};
+pub use crate::linear::projection::{out_proj, qkv_proj};
 pub use crate::linear::{LinearOptions, fused_linear, linear};
 pub use crate::loss::{CrossEntropyOptions, Reduction, linear_cross_entropy};
-pub use crate::mlp::{MlpOptions, MlpParams, mlp};
 pub use crate::norm::{
     AddNormOptions, NormKind, NormParams, Residual, add_norm, norm, residual_add,
 };
-pub use crate::projection::{out_proj, qkv_proj};
 pub use blocksparse::ElementDropout;
 pub use burn_blocksparse::internal::op_plan::OpPlan;

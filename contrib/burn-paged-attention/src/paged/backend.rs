@@ -1,21 +1,12 @@
 //! Attention over pages on each backend. Autodiff has none: public functions hand over tensors that it does not follow.
 
-#[cfg(any(feature = "flex", feature = "ndarray", feature = "cube"))]
-use crate::paged::ops::PagedOps;
-
-#[cfg(feature = "flex")]
-impl PagedOps for burn::backend::Flex {}
-
-#[cfg(feature = "ndarray")]
-impl PagedOps for burn::backend::NdArray {}
-
 #[cfg(feature = "cube")]
 pub use kernels::{in_place, text};
 
 #[cfg(feature = "cube")]
 mod kernels {
     use crate::kernels::paged;
-    use crate::kernels::paged::{AppendShape, PagedBuffers, PagedPlan, PagedShape};
+    use crate::kernels::paged::{AppendShape, PagedBuffers, PagedPlan, PagedShape, SlotShape};
     use blocksparse_cubecl::recording::Failure;
     use blocksparse_cubecl::{KernelError, recording};
     use burn::backend::cubecl::dtype_to_elem_type;
@@ -24,14 +15,16 @@ mod kernels {
     use burn_cubecl::tensor::CubeTensor;
     use burn_cubecl::{CubeBackend, CubeDevice};
 
-    use super::PagedOps;
+    use crate::paged::ops::PagedOps;
     use crate::paged::options::{PagedKeysValues, PagedOptions};
-    use crate::paged::reference;
     use crate::paged::values::{
         AppendInputs, AppendPacked, OptInt, PackedPages, PagedCall, PagedInputs, PagedRows, Pages,
         StoredPages,
     };
-    use burn_blocksparse::internal::cube::{contiguous, empty, integers, uses_reference, writable};
+    use crate::paged::{reference, slots_reference};
+    use burn_blocksparse::internal::cube::{
+        checked, contiguous, empty, integers, uses_reference, writable,
+    };
     use burn_blocksparse::internal::dtype::accumulate_in;
 
     /// How a call is launched.
@@ -234,6 +227,47 @@ mod kernels {
                 key_scales,
                 value_scales,
             }
+        }
+
+        fn walk_slots(table: CubeTensor, spans: CubeTensor, page: usize) -> CubeTensor {
+            let [walks, entries] = table.meta.shape().dims();
+            if uses_reference() || walks * entries == 0 {
+                return slots_reference::walk_slots::<Self>(table, spans, page);
+            }
+            let [table, spans] = [table, spans].map(integers);
+            let shape = SlotShape::new(walks, entries, page);
+            let slots = empty(&table, [walks, shape.slots()], DType::I32);
+            checked(paged::walk_slots(
+                &table.client,
+                &shape,
+                [&table.handle, &spans.handle],
+                &slots.handle,
+            ));
+            slots
+        }
+
+        fn picked_slots(
+            places: CubeTensor,
+            table: CubeTensor,
+            heads: usize,
+            page: usize,
+        ) -> CubeTensor {
+            let [walks, most] = places.meta.shape().dims();
+            let [_, entries] = table.meta.shape().dims();
+            if uses_reference() || walks * entries * most == 0 {
+                return slots_reference::picked_slots::<Self>(places, table, heads, page);
+            }
+            let [places, table] = [places, table].map(integers);
+            let shape = SlotShape::new(walks, entries, page);
+            let slots = empty(&table, [walks, heads, most], DType::I32);
+            checked(paged::picked_slots(
+                &table.client,
+                &shape,
+                [heads, most],
+                [&places.handle, &table.handle],
+                &slots.handle,
+            ));
+            slots
         }
     }
 }

@@ -1,8 +1,6 @@
 //! Attention over a paged KV cache, for decoding: append, attend, int8 and fp8 pages, page selection.
 pub mod backend;
 pub mod ops;
-pub mod slot_backend;
-pub mod slot_ops;
 
 pub mod options;
 pub mod reference;

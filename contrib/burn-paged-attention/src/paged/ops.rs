@@ -1,13 +1,17 @@
 //! The backend trait of attention over pages.
 
+use burn::backend::tensor::IntTensor;
 use burn::backend::{Backend, backend_extension};
+#[cfg(feature = "fusion")]
+use burn::tensor::DType;
 
-use crate::paged::reference;
 use crate::paged::values::{
     AppendInputs, AppendPacked, PackedPages, PagedCall, PagedInputs, PagedRows, Pages,
 };
+use crate::paged::{reference, slots_reference};
+use burn_blocksparse::reference_backends;
 
-/// Attention over pages and writing into them as backend operations, on tensors that are not on an autodiff device. Arguments are checked by the public
+/// Attention over pages, writing into them and their slots one by one as backend operations, on tensors that are not on an autodiff device. Arguments are checked by the public
 /// functions.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
@@ -32,11 +36,32 @@ pub trait PagedOps: Backend {
     }
 
     /// The same into quantised pages.
-    #[fusion(meta = meta::append_quantized)]
+    #[fusion(meta = |inputs| inputs.pages.clone())]
     fn append_quantized(#[extension_type] inputs: AppendPacked<Self>) -> PackedPages<Self> {
         reference::append_quantized::<Self>(inputs)
     }
+
+    /// The slots of region one of walks over a table `[walks, entries]` with spans `[walks, 4]`, i32 `[walks, entries · page]`: `x · page + slot` of entry `x`,
+    /// and below 0 behind the last.
+    #[fusion(dtype = DType::I32, shape = [table[0], table[1] * page].into())]
+    fn walk_slots(table: IntTensor<Self>, spans: IntTensor<Self>, page: usize) -> IntTensor<Self> {
+        slots_reference::walk_slots::<Self>(table, spans, page)
+    }
+
+    /// The slots of each of so many heads of keys at places `[walks, most]` of walks, i32 `[walks, heads, most]`: below 0 where a place is. Of an entry `x` the
+    /// heads have pages `x · heads` and those behind it.
+    #[fusion(dtype = DType::I32, shape = [places[0], *heads, places[1]].into())]
+    fn picked_slots(
+        places: IntTensor<Self>,
+        table: IntTensor<Self>,
+        heads: usize,
+        page: usize,
+    ) -> IntTensor<Self> {
+        slots_reference::picked_slots::<Self>(places, table, heads, page)
+    }
 }
+
+reference_backends!(PagedOps);
 
 /// Output shapes and dtypes for fusion.
 #[cfg(feature = "fusion")]
@@ -45,10 +70,10 @@ mod meta {
 
     use super::*;
     use crate::paged::values::{
-        AppendInputsMetadata, AppendPackedMetadata, PackedPagesMetadata, PagedInputsMetadata,
-        PagedRowsMetadata, PagesMetadata, StoredPagesMetadata,
+        AppendInputsMetadata, PagedInputsMetadata, PagedRowsMetadata, PagesMetadata,
+        StoredPagesMetadata,
     };
-    use burn_blocksparse::internal::dtype::accumulate_in;
+    use burn_blocksparse::internal::dtype::sums_of;
 
     pub fn attention(inputs: &PagedInputsMetadata, _call: &PagedCall) -> PagedRowsMetadata {
         let [batch, heads, rows, _] = inputs.q.shape.dims::<4>();
@@ -56,7 +81,7 @@ mod meta {
             StoredPagesMetadata::Plain(pages) => pages.values.shape[2],
             StoredPagesMetadata::Quantized(pages) => 4 * pages.values.shape[2],
         };
-        let sums = accumulate_in(inputs.q.dtype.into()).into();
+        let sums = sums_of(inputs.q.dtype);
         PagedRowsMetadata {
             out: TensorSpec::new([batch, heads, rows, width].into(), inputs.q.dtype),
             lse: TensorSpec::new([batch, heads, rows].into(), sums),
@@ -68,9 +93,5 @@ mod meta {
             keys: inputs.keys.clone(),
             values: inputs.values.clone(),
         }
-    }
-
-    pub fn append_quantized(inputs: &AppendPackedMetadata) -> PackedPagesMetadata {
-        inputs.pages.clone()
     }
 }

@@ -4,7 +4,7 @@ use burn::backend::tensor::IntTensor;
 use burn::backend::{Backend, TensorMetadata, get_device_settings};
 use burn::tensor::{IntDType, Shape, Slice};
 
-/// See [`PageSlotOps::walk_slots`](crate::paged::slot_ops::PageSlotOps::walk_slots).
+/// See [`PagedOps::walk_slots`](crate::paged::ops::PagedOps::walk_slots).
 pub(crate) fn walk_slots<B: Backend>(
     table: IntTensor<B>,
     spans: IntTensor<B>,
@@ -34,7 +34,7 @@ pub(crate) fn walk_slots<B: Backend>(
     B::int_cast(slots, IntDType::I32)
 }
 
-/// See [`PageSlotOps::picked_slots`](crate::paged::slot_ops::PageSlotOps::picked_slots).
+/// See [`PagedOps::picked_slots`](crate::paged::ops::PagedOps::picked_slots).
 pub(crate) fn picked_slots<B: Backend>(
     places: IntTensor<B>,
     table: IntTensor<B>,

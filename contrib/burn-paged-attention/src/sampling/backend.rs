@@ -1,14 +1,5 @@
 //! Sampling on each backend. Autodiff has none: the public function hands over tensors that it does not follow.
 
-#[cfg(any(feature = "flex", feature = "ndarray", feature = "cube"))]
-use crate::sampling::ops::SamplingOps;
-
-#[cfg(feature = "flex")]
-impl SamplingOps for burn::backend::Flex {}
-
-#[cfg(feature = "ndarray")]
-impl SamplingOps for burn::backend::NdArray {}
-
 #[cfg(feature = "cube")]
 pub(crate) use kernels::text;
 
@@ -21,8 +12,8 @@ mod kernels {
     use burn_cubecl::tensor::CubeTensor;
     use burn_cubecl::{CubeBackend, CubeDevice};
 
-    use super::SamplingOps;
     use crate::paged::values::OptInt;
+    use crate::sampling::ops::SamplingOps;
     use crate::sampling::options::SampleOptions;
     use crate::sampling::reference;
     use burn_blocksparse::internal::cube::{empty, uses_reference};

@@ -2,10 +2,13 @@
 
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, backend_extension};
+#[cfg(feature = "fusion")]
+use burn::tensor::DType;
 
 use crate::paged::values::OptInt;
 use crate::sampling::options::SampleOptions;
 use crate::sampling::reference;
+use burn_blocksparse::reference_backends;
 
 /// Tokens drawn from logits as a backend operation, on tensors that are not on an autodiff device. Arguments are checked by the public function.
 #[backend_extension(
@@ -16,7 +19,7 @@ use crate::sampling::reference;
 )]
 pub trait SamplingOps: Backend {
     /// A token, i32, from each row of `[rows, vocab]`, f32.
-    #[fusion(meta = meta::tokens)]
+    #[fusion(dtype = DType::I32, shape = [logits[0]].into())]
     fn sample_tokens(
         logits: FloatTensor<Self>,
         draws: FloatTensor<Self>,
@@ -27,21 +30,4 @@ pub trait SamplingOps: Backend {
     }
 }
 
-/// Output shapes and dtypes for fusion.
-#[cfg(feature = "fusion")]
-mod meta {
-    use burn::backend::fusion::custom::TensorSpec;
-    use burn::tensor::DType;
-
-    use super::*;
-    use crate::paged::values::OptIntMetadata;
-
-    pub fn tokens(
-        logits: &TensorSpec,
-        _draws: &TensorSpec,
-        _seen: &OptIntMetadata,
-        _options: &SampleOptions,
-    ) -> TensorSpec {
-        TensorSpec::new([logits.shape[0]].into(), DType::I32)
-    }
-}
+reference_backends!(SamplingOps);

@@ -7,7 +7,7 @@ use burn::backend::{Backend, backend_extension};
 #[backend_extension(Cube, Fusion: cfg(feature = "fusion"))]
 pub trait ClusterOps: Backend {
     /// Attention of rows `[batch, heads, length, head_dim]` to the earlier ones of the clusters that means `[heads, clusters, head_dim]` attract.
-    #[fusion(meta = meta::output)]
+    #[fusion(dtype = value, shape = value)]
     fn routed_attention(
         x: FloatTensor<Self>,
         value: FloatTensor<Self>,
@@ -15,20 +15,4 @@ pub trait ClusterOps: Backend {
         window: usize,
         scale: f64,
     ) -> FloatTensor<Self>;
-}
-
-/// Output shapes and dtypes for fusion.
-#[cfg(feature = "fusion")]
-mod meta {
-    use burn::backend::fusion::custom::TensorSpec;
-
-    pub fn output(
-        _x: &TensorSpec,
-        value: &TensorSpec,
-        _means: &TensorSpec,
-        _window: &usize,
-        _scale: &f64,
-    ) -> TensorSpec {
-        value.clone()
-    }
 }

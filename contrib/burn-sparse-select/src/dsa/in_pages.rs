@@ -6,7 +6,7 @@ use burn::tensor::{DType, Int, Tensor};
 use crate::dsa::Dsa;
 use crate::dsa::pages::DsaPages;
 use burn_blocksparse::OpError;
-use burn_paged_attention::internal::slot_ops::PageSlotOps;
+use burn_paged_attention::internal::ops::PagedOps;
 
 impl Dsa {
     /// The keys that queries over pages attend to, as [`choose`](Self::choose) has them of keys side by side: i32 `[walks, kv_heads, most]`, the
@@ -58,14 +58,12 @@ impl Dsa {
         let places = self.places(&index, &slots)?;
         let [walks, _, entries] = index.table.dims();
         let table = index.table.clone().reshape([walks, entries]);
-        Ok(Tensor::from_dispatch(
-            <Dispatch as PageSlotOps>::picked_slots(
-                places.into_dispatch(),
-                table.into_dispatch(),
-                kv_heads,
-                index.page(),
-            ),
-        ))
+        Ok(Tensor::from_dispatch(<Dispatch as PagedOps>::picked_slots(
+            places.into_dispatch(),
+            table.into_dispatch(),
+            kv_heads,
+            index.page(),
+        )))
     }
 
     /// Places in the lists of slots of walks, `[walks, most]`, ascending, below 0 behind the last.

@@ -2,6 +2,8 @@
 
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType, backend_extension};
+#[cfg(feature = "fusion")]
+use burn::tensor::DType;
 
 use blocksparse::HadamardFp8;
 
@@ -148,14 +150,20 @@ pub struct IndexerGrads<B: Backend> {
 #[backend_extension(Cube, Fusion: cfg(feature = "fusion"))]
 pub trait IndexerOps: Backend {
     /// Scores, f32 `[batch, rows, seq_kv]`.
-    #[fusion(meta = meta::scores)]
+    #[fusion(
+        dtype = DType::F32,
+        shape = [index.k.shape[0], call.rows[1], index.k.shape[2]].into()
+    )]
     fn indexer_scores(
         #[extension_type] index: IndexInputs<Self>,
         call: IndexerScores,
     ) -> FloatTensor<Self>;
 
     /// The keys of the highest scores of all queries, i32 `[batch, seq_q, most]`, ascending, −1 behind the last: of equal ones the earlier, and NaN is the lowest.
-    #[fusion(meta = meta::choice)]
+    #[fusion(
+        dtype = DType::I32,
+        shape = [index.q.shape[0], index.q.shape[2], call.most].into()
+    )]
     fn indexer_choice(
         #[extension_type] index: IndexInputs<Self>,
         #[extension_type] seen: SeenKeys<Self>,
@@ -164,7 +172,7 @@ pub trait IndexerOps: Backend {
 
     /// The same among keys that each query of one batch entry lists, `[seq_q, listed]`, below 0 behind the last, of which it sees so many as `seen`, `[seq_q]`,
     /// says: their places in its list, i32 `[seq_q, most]`. Lists may be in any order.
-    #[fusion(meta = meta::list_choice)]
+    #[fusion(dtype = DType::I32, shape = [lists[0], call.most].into())]
     fn indexer_list_choice(
         #[extension_type] index: IndexInputs<Self>,
         lists: IntTensor<Self>,
@@ -173,7 +181,7 @@ pub trait IndexerOps: Backend {
     ) -> IntTensor<Self>;
 
     /// Rows of an index, rotated and rounded to fp8 as [`HadamardFp8::round`] says, in their own dtype: f32, f16 or bf16.
-    #[fusion(meta = meta::rows)]
+    #[fusion(dtype = x, shape = x)]
     fn indexer_rows(x: FloatTensor<Self>, of: HadamardFp8) -> FloatTensor<Self>;
 
     /// The losses of all queries, with the gradients of their mean.
@@ -189,37 +197,8 @@ pub trait IndexerOps: Backend {
 #[cfg(feature = "fusion")]
 mod meta {
     use burn::backend::fusion::custom::TensorSpec;
-    use burn::tensor::DType;
 
     use super::*;
-
-    pub fn scores(index: &IndexInputsMetadata, call: &IndexerScores) -> TensorSpec {
-        let [batch, _, seq_kv, _] = index.k.shape.dims::<4>();
-        TensorSpec::new([batch, call.rows[1], seq_kv].into(), DType::F32)
-    }
-
-    pub fn choice(
-        index: &IndexInputsMetadata,
-        _seen: &SeenKeysMetadata,
-        call: &IndexerChoice,
-    ) -> TensorSpec {
-        let [batch, _, seq_q, _] = index.q.shape.dims::<4>();
-        TensorSpec::new([batch, seq_q, call.most].into(), DType::I32)
-    }
-
-    pub fn list_choice(
-        _index: &IndexInputsMetadata,
-        lists: &TensorSpec,
-        _seen: &TensorSpec,
-        call: &IndexerChoice,
-    ) -> TensorSpec {
-        let [rows, _] = lists.shape.dims::<2>();
-        TensorSpec::new([rows, call.most].into(), DType::I32)
-    }
-
-    pub fn rows(x: &TensorSpec, _of: &HadamardFp8) -> TensorSpec {
-        x.clone()
-    }
 
     pub fn loss(
         index: &IndexInputsMetadata,

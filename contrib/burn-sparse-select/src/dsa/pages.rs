@@ -7,7 +7,7 @@ use crate::dsa::scores::DsaIndex;
 use burn_blocksparse::OpError;
 use burn_blocksparse::internal::check::same_device;
 use burn_blocksparse::internal::device::served;
-use burn_paged_attention::internal::slot_ops::PageSlotOps;
+use burn_paged_attention::internal::ops::PagedOps;
 
 /// Queries of an indexer, one for each list of pages of its keys.
 #[derive(Clone, Debug)]
@@ -83,7 +83,7 @@ impl DsaPages {
         let [walks, _, entries] = self.table.dims();
         let table = self.table.clone().reshape([walks, entries]);
         let spans = self.spans.clone().reshape([walks, 4]);
-        Tensor::from_dispatch(<Dispatch as PageSlotOps>::walk_slots(
+        Tensor::from_dispatch(<Dispatch as PagedOps>::walk_slots(
             table.into_dispatch(),
             spans.into_dispatch(),
             self.page(),

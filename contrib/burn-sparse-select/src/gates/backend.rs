@@ -1,19 +1,5 @@
 //! Gated sums on each backend, and their step in Burn's autodiff graph.
 
-#[cfg(any(
-    feature = "flex",
-    feature = "ndarray",
-    feature = "cube",
-    feature = "autodiff"
-))]
-use crate::gates::ops::GateOps;
-
-#[cfg(feature = "flex")]
-impl GateOps for burn::backend::Flex {}
-
-#[cfg(feature = "ndarray")]
-impl GateOps for burn::backend::NdArray {}
-
 #[cfg(feature = "cube")]
 pub(crate) use kernels::text;
 
@@ -28,7 +14,7 @@ mod kernels {
     use burn_cubecl::tensor::CubeTensor;
     use burn_cubecl::{CubeBackend, CubeDevice};
 
-    use super::GateOps;
+    use crate::gates::ops::GateOps;
     use crate::gates::reference;
     use crate::gates::values::{GatedGrads, GatedInputs, GatedSaved, GatedTask, MOST_BRANCHES};
     use burn_blocksparse::internal::cube::{empty, filled, matrix, shaped, typed, uses_reference};
@@ -158,107 +144,31 @@ mod kernels {
 
 #[cfg(feature = "autodiff")]
 mod steps {
-    use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
-    use burn::backend::autodiff::grads::Gradients;
-    use burn::backend::autodiff::ops::{Backward, NodeGuard, Ops, OpsKind};
-    use burn::backend::autodiff::{Autodiff, NodeId};
+    use burn::backend::autodiff::Autodiff;
+    use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
     use burn::backend::tensor::FloatTensor;
 
-    use super::GateOps;
-    use crate::gates::values::{GatedGrads, GatedInputs, GatedSaved, GatedTask, MOST_BRANCHES};
-    use burn_blocksparse::internal::values::ThreeFloats;
-
-    /// The step of a sum.
-    #[derive(Debug)]
-    struct GatedSum;
-
-    #[derive(Clone, Debug)]
-    struct State {
-        branches: [Option<NodeId>; MOST_BRANCHES],
-        gates: NodeId,
-    }
-
-    /// Of the branches that there are, and of the gates behind them.
-    impl<B: GateOps, const N: usize> Backward<B, N> for GatedSum {
-        type State = State;
-
-        fn backward(
-            self,
-            ops: Ops<Self::State, N>,
-            grads: &mut Gradients,
-            checkpointer: &mut Checkpointer,
-        ) {
-            let grad = grads.consume::<B>(&ops.node);
-            let State { branches, gates } = ops.state;
-            let mut parents = ops.parents.into_iter();
-            let by_branches = branches.map(|id| id.and_then(|_| parents.next().flatten()));
-            let by_gates = parents.next().flatten();
-            let kept = branches.map(|id| id.map(|id| checkpointer.retrieve_node_output(id)));
-            let inputs = GatedInputs {
-                branches: ThreeFloats::of_list(kept),
-                gates: checkpointer.retrieve_node_output(gates),
-            };
-            let task = GatedTask {
-                branches: by_branches.each_ref().map(Option::is_some),
-                gates: by_gates.is_some(),
-            };
-            let made = B::gated_sum_backward(GatedSaved { inputs, grad }, task);
-            let made_of = made.branches.into_list().into_iter();
-            let made_of = made_of.chain([made.gates.into_option()]);
-            for (parent, grad) in by_branches.into_iter().chain([by_gates]).zip(made_of) {
-                if let (Some(parent), Some(grad)) = (parent, grad) {
-                    grads.register::<B>(parent.id, grad);
-                }
-            }
-        }
-    }
-
-    /// [`GatedSum`] behind the nodes of the branches that there are and of the gates. There must be `N`.
-    fn step<B: GateOps, C: CheckpointStrategy, const N: usize>(
-        nodes: Vec<NodeGuard>,
-        branches: [Option<FloatTensor<Autodiff<B, C>>>; MOST_BRANCHES],
-        gates: FloatTensor<Autodiff<B, C>>,
-    ) -> FloatTensor<Autodiff<B, C>> {
-        let nodes: [NodeGuard; N] = nodes.try_into().expect("as many nodes as the step has");
-        let prepared = GatedSum.prepare::<C>(nodes).compute_bound();
-        let run = |branches: [Option<FloatTensor<Autodiff<B, C>>>; MOST_BRANCHES],
-                   gates: FloatTensor<Autodiff<B, C>>| {
-            let branches = branches.map(|branch| branch.map(|branch| branch.into_primitive()));
-            B::gated_sum(GatedInputs {
-                branches: ThreeFloats::of_list(branches),
-                gates: gates.into_primitive(),
-            })
-        };
-        match prepared.stateful() {
-            OpsKind::Tracked(mut prep) => {
-                let state = State {
-                    branches: (branches.each_ref())
-                        .map(|branch| branch.as_ref().map(|branch| prep.checkpoint(branch))),
-                    gates: prep.checkpoint(&gates),
-                };
-                prep.finish(state, run(branches, gates))
-            }
-            OpsKind::UnTracked(prep) => prep.finish(run(branches, gates)),
-        }
-    }
+    use crate::gates::ops::GateOps;
+    use crate::gates::values::{GatedInputs, GatedSaved, GatedTask};
+    use burn_blocksparse::internal::custom_gradient::{custom_gradient, everything};
 
     impl<B: GateOps, C: CheckpointStrategy> GateOps for Autodiff<B, C> {
         fn gated_sum(inputs: GatedInputs<Self>) -> FloatTensor<Self> {
-            let (branches, gates) = (inputs.branches.into_list(), inputs.gates);
-            let there = branches.iter().flatten().chain([&gates]);
-            let nodes: Vec<NodeGuard> = there.map(|input| input.node()).collect();
-            // The number of a step's inputs is part of its type.
-            match nodes.len() {
-                2 => step::<B, C, 2>(nodes, branches, gates),
-                3 => step::<B, C, 3>(nodes, branches, gates),
-                4 => step::<B, C, 4>(nodes, branches, gates),
-                more => unreachable!("{more} inputs of 1 to {MOST_BRANCHES} branches"),
-            }
-        }
-
-        /// Overridden so that the reference's backward does not itself run through autodiff.
-        fn gated_sum_backward(_saved: GatedSaved<Self>, _task: GatedTask) -> GatedGrads<Self> {
-            unimplemented!("gated_sum is differentiable once")
+            let inputs = inputs.into_list();
+            custom_gradient::<B, C, _, _>(inputs, everything, |inputs, wanted| {
+                let [a, b, c, gates] = wanted;
+                let task = GatedTask {
+                    branches: [a, b, c],
+                    gates,
+                };
+                let out = B::gated_sum(GatedInputs::of_list(inputs));
+                (out, move |inputs, grad| {
+                    let inputs = GatedInputs::of_list(inputs);
+                    let made = B::gated_sum_backward(GatedSaved { inputs, grad }, task);
+                    let [a, b, c] = made.branches.into_list();
+                    [a, b, c, made.gates.into_option()]
+                })
+            })
         }
     }
 }

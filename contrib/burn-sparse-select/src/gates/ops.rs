@@ -5,6 +5,7 @@ use burn::backend::{Backend, backend_extension};
 
 use crate::gates::reference;
 use crate::gates::values::{GatedGrads, GatedInputs, GatedSaved, GatedTask};
+use burn_blocksparse::reference_backends;
 
 /// Sums of branches that are gated by rows, as a backend operation. Arguments are checked by the functions that use it.
 #[backend_extension(
@@ -31,6 +32,8 @@ pub trait GateOps: Backend {
     }
 }
 
+reference_backends!(GateOps);
+
 /// Output shapes and dtypes for fusion.
 #[cfg(feature = "fusion")]
 mod meta {
@@ -38,45 +41,20 @@ mod meta {
 
     use super::*;
     use crate::gates::values::{GatedGradsMetadata, GatedInputsMetadata, GatedSavedMetadata};
-    use burn_blocksparse::internal::values::{OptFloatMetadata, ThreeFloatsMetadata};
+    use burn_blocksparse::internal::values::ThreeFloatsMetadata;
 
     pub fn forward(inputs: &GatedInputsMetadata) -> TensorSpec {
-        let ThreeFloatsMetadata {
-            first,
-            second,
-            third,
-        } = &inputs.branches;
-        let there = [first, second, third].into_iter().find_map(|x| match x {
-            OptFloatMetadata::Some(spec) => Some(spec.clone()),
-            OptFloatMetadata::None => None,
-        });
-        there.expect("one branch")
+        let there = inputs.branches.list().into_iter().flatten().next();
+        there.expect("one branch").clone()
     }
 
     pub fn backward(saved: &GatedSavedMetadata, task: &GatedTask) -> GatedGradsMetadata {
-        let branches = &saved.inputs.branches;
-        let branches = [&branches.first, &branches.second, &branches.third];
-        let mut wanted =
-            branches
-                .into_iter()
-                .zip(task.branches)
-                .map(|(branch, wanted)| match branch {
-                    OptFloatMetadata::Some(_) if wanted => {
-                        OptFloatMetadata::Some(saved.grad.clone())
-                    }
-                    _ => OptFloatMetadata::None,
-                });
-        let [first, second, third] = [(); 3].map(|_| wanted.next().expect("three"));
+        let branches = saved.inputs.branches.list();
+        let wanted = |at: usize| branches[at].is_some() && task.branches[at];
+        let branches = std::array::from_fn(|at| wanted(at).then(|| saved.grad.clone()));
         GatedGradsMetadata {
-            branches: ThreeFloatsMetadata {
-                first,
-                second,
-                third,
-            },
-            gates: match task.gates {
-                true => OptFloatMetadata::Some(saved.inputs.gates.clone()),
-                false => OptFloatMetadata::None,
-            },
+            branches: ThreeFloatsMetadata::of_list(branches),
+            gates: task.gates.then(|| saved.inputs.gates.clone()).into(),
         }
     }
 }

@@ -20,6 +20,24 @@ pub struct GatedInputs<B: Backend> {
     pub gates: FloatTensor<B>,
 }
 
+#[cfg(feature = "autodiff")]
+impl<B: Backend> GatedInputs<B> {
+    /// The branches and the gates.
+    pub fn into_list(self) -> [Option<FloatTensor<B>>; MOST_BRANCHES + 1] {
+        let [first, second, third] = self.branches.into_list();
+        [first, second, third, Some(self.gates)]
+    }
+
+    /// The inverse of [`Self::into_list`].
+    pub fn of_list(list: [Option<FloatTensor<B>>; MOST_BRANCHES + 1]) -> Self {
+        let [first, second, third, gates] = list;
+        Self {
+            branches: ThreeFloats::of_list([first, second, third]),
+            gates: gates.expect("gates"),
+        }
+    }
+}
+
 /// What the backward pass gets.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]

@@ -2,6 +2,8 @@
 
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType, backend_extension};
+#[cfg(feature = "fusion")]
+use burn::tensor::DType;
 
 /// Lists that were sorted by the buckets of rounds, i32.
 #[derive(ExtensionType, Clone, Debug)]
@@ -53,7 +55,7 @@ pub trait OrderOps: Backend {
 
     /// The first of the largest of `[x R; −x R]` of rows `[batch, heads, length, dim]` and each rotation of `[rounds, dim, half]`:
     /// `[batch, heads, rounds, length]`.
-    #[fusion(meta = meta::hashed)]
+    #[fusion(dtype = DType::I32, shape = [x[0], x[1], rotations[0], x[2]].into())]
     fn lsh_hash(x: FloatTensor<Self>, rotations: FloatTensor<Self>) -> IntTensor<Self>;
 
     /// The order of such rows by their buckets in each round, in rounds of `room` places, of `batch · heads` lists.
@@ -77,7 +79,7 @@ pub trait OrderOps: Backend {
     ) -> TopKPerCentroidLists<Self>;
 
     /// Of each column of `[batch, heads, rows, columns]` the row of its highest number, counted through the rows of all heads: `[batch, heads, columns]`.
-    #[fusion(meta = meta::argmax_rows)]
+    #[fusion(dtype = DType::I32, shape = [numbers[0], numbers[1], numbers[3]].into())]
     fn argmax_rows(numbers: FloatTensor<Self>) -> IntTensor<Self>;
 }
 
@@ -85,9 +87,8 @@ pub trait OrderOps: Backend {
 #[cfg(feature = "fusion")]
 mod meta {
     use burn::backend::fusion::custom::TensorSpec;
-    use burn::tensor::DType;
 
-    use super::{SortedRoundsMetadata, TopKListsMetadata, TopKPerCentroidListsMetadata};
+    use super::*;
 
     pub fn sorted(buckets: &TensorSpec, _count: &usize, room: &usize) -> SortedRoundsMetadata {
         let [lists, rounds, length] = buckets.shape.dims::<3>();
@@ -97,14 +98,6 @@ mod meta {
             places: TensorSpec::new([lists, length, rounds].into(), DType::I32),
             choices: by_place,
         }
-    }
-
-    pub fn hashed(x: &TensorSpec, rotations: &TensorSpec) -> TensorSpec {
-        let [batch, heads, length, _] = x.shape.dims::<4>();
-        TensorSpec::new(
-            [batch, heads, rotations.shape[0], length].into(),
-            DType::I32,
-        )
     }
 
     pub fn sorted_hashes(
@@ -141,10 +134,5 @@ mod meta {
             places: of_mean(length),
             nearest: TensorSpec::new([batch, heads, length].into(), DType::I32),
         }
-    }
-
-    pub fn argmax_rows(numbers: &TensorSpec) -> TensorSpec {
-        let [batch, heads, _, columns] = numbers.shape.dims::<4>();
-        TensorSpec::new([batch, heads, columns].into(), DType::I32)
     }
 }

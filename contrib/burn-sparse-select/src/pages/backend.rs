@@ -1,14 +1,5 @@
 //! Choices of pages on each backend. Autodiff has none: public functions hand over tensors that it does not follow.
 
-#[cfg(any(feature = "flex", feature = "ndarray", feature = "cube"))]
-use crate::pages::ops::PageChoiceOps;
-
-#[cfg(feature = "flex")]
-impl PageChoiceOps for burn::backend::Flex {}
-
-#[cfg(feature = "ndarray")]
-impl PageChoiceOps for burn::backend::NdArray {}
-
 #[cfg(feature = "cube")]
 mod kernels {
     use blocksparse_cubecl::recording;
@@ -23,7 +14,7 @@ mod kernels {
         AppendShape, HighestShape, PageScoreBuffers, PageScoreShape, Summary,
     };
 
-    use super::PageChoiceOps;
+    use crate::pages::ops::PageChoiceOps;
     use crate::pages::reference;
     use crate::pages::values::{PageChoiceCall, PageScoreInputs, SummarizeInputs, SummarizePacked};
     use crate::selection::PageSummary;

@@ -2,10 +2,13 @@
 
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, backend_extension};
+#[cfg(feature = "fusion")]
+use burn::tensor::DType;
 
 use crate::pages::reference;
 use crate::pages::values::{PageChoiceCall, PageScoreInputs, SummarizeInputs, SummarizePacked};
 use crate::selection::PageSummary;
+use burn_blocksparse::reference_backends;
 
 /// Choices of pages as backend operations, on tensors that are not on an autodiff device. Arguments are checked by the public functions.
 #[backend_extension(
@@ -16,7 +19,7 @@ use crate::selection::PageSummary;
 )]
 pub trait PageChoiceOps: Backend {
     /// Summaries of the pages that rows were written to: in place where the call alone holds them, otherwise in a copy.
-    #[fusion(meta = meta::summaries)]
+    #[fusion(dtype = inputs.summaries.dtype, shape = inputs.summaries.shape.clone())]
     fn summarize_pages(
         #[extension_type] inputs: SummarizeInputs<Self>,
         kv_heads: usize,
@@ -26,7 +29,7 @@ pub trait PageChoiceOps: Backend {
     }
 
     /// The same of keys in eight bits a number.
-    #[fusion(meta = meta::packed_summaries)]
+    #[fusion(dtype = inputs.summaries.dtype, shape = inputs.summaries.shape.clone())]
     fn summarize_quantized(
         #[extension_type] inputs: SummarizePacked<Self>,
         kv_heads: usize,
@@ -36,7 +39,10 @@ pub trait PageChoiceOps: Backend {
     }
 
     /// Scores of pages, f32 `[batch, kv_heads, entries]`.
-    #[fusion(meta = meta::scores)]
+    #[fusion(
+        dtype = DType::F32,
+        shape = [inputs.table.shape[0], call.kv_heads, inputs.table.shape[2]].into()
+    )]
     fn page_scores(
         #[extension_type] inputs: PageScoreInputs<Self>,
         call: PageChoiceCall,
@@ -45,7 +51,7 @@ pub trait PageChoiceOps: Backend {
     }
 
     /// The pages of the highest scores, i32 `[batch, kv_heads, keep · block]`.
-    #[fusion(meta = meta::highest)]
+    #[fusion(dtype = DType::I32, shape = [scores[0], scores[1], call.choice.selected_pages()].into())]
     fn topk_pages(
         scores: FloatTensor<Self>,
         spans: IntTensor<Self>,
@@ -55,41 +61,4 @@ pub trait PageChoiceOps: Backend {
     }
 }
 
-/// Output shapes and dtypes for fusion.
-#[cfg(feature = "fusion")]
-mod meta {
-    use burn::backend::fusion::custom::TensorSpec;
-    use burn::tensor::DType;
-
-    use super::*;
-    use crate::pages::values::{
-        PageScoreInputsMetadata, SummarizeInputsMetadata, SummarizePackedMetadata,
-    };
-
-    pub fn summaries(
-        inputs: &SummarizeInputsMetadata,
-        _kv_heads: &usize,
-        _summary: &PageSummary,
-    ) -> TensorSpec {
-        inputs.summaries.clone()
-    }
-
-    pub fn packed_summaries(
-        inputs: &SummarizePackedMetadata,
-        _kv_heads: &usize,
-        _summary: &PageSummary,
-    ) -> TensorSpec {
-        inputs.summaries.clone()
-    }
-
-    pub fn scores(inputs: &PageScoreInputsMetadata, call: &PageChoiceCall) -> TensorSpec {
-        let [batch, _, entries] = inputs.table.shape.dims::<3>();
-        TensorSpec::new([batch, call.kv_heads, entries].into(), DType::F32)
-    }
-
-    pub fn highest(scores: &TensorSpec, _spans: &TensorSpec, call: &PageChoiceCall) -> TensorSpec {
-        let [batch, kv_heads, _] = scores.shape.dims::<3>();
-        let listed = call.choice.selected_pages();
-        TensorSpec::new([batch, kv_heads, listed].into(), DType::I32)
-    }
-}
+reference_backends!(PageChoiceOps);

@@ -1,14 +1,5 @@
 //! Steps of choices by content on each backend. Autodiff has none: selections hand over tensors that it does not follow.
 
-#[cfg(any(feature = "flex", feature = "ndarray", feature = "cube"))]
-use crate::selection::ops::SelectionOps;
-
-#[cfg(feature = "flex")]
-impl SelectionOps for burn::backend::Flex {}
-
-#[cfg(feature = "ndarray")]
-impl SelectionOps for burn::backend::NdArray {}
-
 #[cfg(feature = "cube")]
 mod kernels {
     use crate::kernels::rows;
@@ -21,7 +12,7 @@ mod kernels {
     use burn_cubecl::kernel::{cast, into_contiguous};
     use burn_cubecl::tensor::CubeTensor;
 
-    use super::SelectionOps;
+    use crate::selection::ops::SelectionOps;
     use crate::selection::ops::{QueriesOfBlocks, QueryTiles, TopKBlocks, UniqueKeys};
     use crate::selection::{key_reference, reference};
     use burn_blocksparse::internal::cube::{empty, uses_reference};

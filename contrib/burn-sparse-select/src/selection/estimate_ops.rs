@@ -8,6 +8,8 @@ use crate::kernels::selection::{
 use blocksparse::Always;
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, backend_extension};
+#[cfg(feature = "fusion")]
+use burn::tensor::{DType, Shape};
 
 /// Which products of means are wanted.
 #[derive(Clone, Debug, PartialEq)]
@@ -84,13 +86,33 @@ impl CompressedCall {
     }
 }
 
+#[cfg(feature = "fusion")]
+impl CompressedCall {
+    fn masses_shape(&self) -> Shape {
+        let shape = &self.shape;
+        let [_, kv_heads] = shape.heads;
+        [shape.batch, kv_heads, self.rows.len(), shape.chosen_from()].into()
+    }
+
+    fn choice_shape(&self) -> Shape {
+        let ([_, kv_heads], [seq_q, _]) = (self.shape.heads, self.shape.seq);
+        [self.shape.batch, kv_heads, seq_q, self.most].into()
+    }
+}
+
+/// The shape of scores of some rows of blocks.
+#[cfg(feature = "fusion")]
+fn of_scores(q: &Shape, k: &Shape, rows: &Range<usize>, block: usize) -> Shape {
+    [q[0], q[1], rows.len(), k[2].div_ceil(block)].into()
+}
+
 /// Scores of blocks as backend operations, on devices that have kernels alone, of tensors that are not on an autodiff device: queries
 /// `[batch, heads, seq_q, width]` and keys `[batch, kv_heads, seq_kv, width]` give `[batch, heads, rows, blocks]` in f32. Elsewhere estimators use Burn's
 /// operations.
 #[backend_extension(Cube, Fusion: cfg(feature = "fusion"))]
 pub trait EstimateOps: Backend {
     /// Sums of attention along antidiagonals.
-    #[fusion(meta = meta::antidiagonals)]
+    #[fusion(dtype = DType::F32, shape = of_scores(q, k, &call.rows, call.block))]
     fn antidiagonal_masses(
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,
@@ -98,7 +120,7 @@ pub trait EstimateOps: Backend {
     ) -> FloatTensor<Self>;
 
     /// 1 for blocks with a key or a distance that is kept by what the last queries give.
-    #[fusion(meta = meta::lines)]
+    #[fusion(dtype = DType::F32, shape = of_scores(q, k, &call.rows, call.block))]
     fn blocks_of_lines(
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,
@@ -107,7 +129,7 @@ pub trait EstimateOps: Backend {
     ) -> FloatTensor<Self>;
 
     /// The same, or by products of means, as each head's last queries say.
-    #[fusion(meta = meta::flex)]
+    #[fusion(dtype = DType::F32, shape = of_scores(q, k, &call.rows, call.block))]
     fn flex_blocks(
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,
@@ -117,7 +139,7 @@ pub trait EstimateOps: Backend {
     ) -> FloatTensor<Self>;
 
     /// Products of means.
-    #[fusion(meta = meta::means)]
+    #[fusion(dtype = DType::F32, shape = of_scores(q, k, &call.rows, call.block))]
     fn mean_scores(
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,
@@ -125,7 +147,7 @@ pub trait EstimateOps: Backend {
     ) -> FloatTensor<Self>;
 
     /// Their softmax over blocks that are alike in themselves; +∞ of others, and in rows of queries that are not.
-    #[fusion(meta = meta::alike)]
+    #[fusion(dtype = DType::F32, shape = of_scores(q, k, &call.rows, call.block))]
     fn alike_scores(
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,
@@ -135,12 +157,12 @@ pub trait EstimateOps: Backend {
 
     /// The blocks before each query's own whose means have the highest products with it, by falling product; of equal ones the earlier:
     /// `[batch, heads, seq_q, most]`, i32, −1 where there are fewer.
-    #[fusion(meta = meta::picks)]
+    #[fusion(dtype = DType::I32, shape = [q[0], q[1], q[2], call.most].into())]
     fn query_picks(q: FloatTensor<Self>, k: FloatTensor<Self>, call: GateSizes) -> IntTensor<Self>;
 
     /// The attention that blocks get by way of compressed blocks, whose keys are `k` `[batch, kv_heads, entries, width]`, summed over the heads that share keys:
     /// `[batch, kv_heads, rows, blocks]`. `lse` `[batch, heads, seq_q]` is that of the attention to compressed blocks. Only with a plan that has the kernel.
-    #[fusion(meta = meta::compressed)]
+    #[fusion(dtype = DType::F32, shape = call.masses_shape())]
     fn compressed_masses(
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,
@@ -150,84 +172,11 @@ pub trait EstimateOps: Backend {
 
     /// The blocks of the highest ones beside those that are forced, by falling mass; of equal ones the earlier: `[batch, kv_heads, seq_q, most]`, i32, −1 where there
     /// are fewer. Only with a plan that chooses so many.
-    #[fusion(meta = meta::compressed_choice)]
+    #[fusion(dtype = DType::I32, shape = call.choice_shape())]
     fn compressed_choice(
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,
         lse: FloatTensor<Self>,
         call: CompressedCall,
     ) -> IntTensor<Self>;
-}
-
-/// Output shapes and dtypes for fusion.
-#[cfg(feature = "fusion")]
-mod meta {
-    use burn::backend::fusion::custom::TensorSpec;
-    use burn::tensor::DType;
-
-    use super::*;
-
-    fn scores(q: &TensorSpec, k: &TensorSpec, rows: usize, block: usize) -> TensorSpec {
-        let [batch, heads, ..] = q.shape.dims::<4>();
-        let blocks = k.shape.dims::<4>()[2].div_ceil(block);
-        TensorSpec::new([batch, heads, rows, blocks].into(), DType::F32)
-    }
-
-    pub fn antidiagonals(q: &TensorSpec, k: &TensorSpec, call: &Antidiagonals) -> TensorSpec {
-        scores(q, k, call.rows.len(), call.block)
-    }
-
-    pub fn lines(q: &TensorSpec, k: &TensorSpec, _sizes: &LineSizes, call: &Touched) -> TensorSpec {
-        scores(q, k, call.rows.len(), call.block)
-    }
-
-    pub fn flex(
-        q: &TensorSpec,
-        k: &TensorSpec,
-        _sizes: &LineSizes,
-        call: &Touched,
-        _limits: &FlexLimits,
-    ) -> TensorSpec {
-        scores(q, k, call.rows.len(), call.block)
-    }
-
-    pub fn picks(q: &TensorSpec, _k: &TensorSpec, call: &GateSizes) -> TensorSpec {
-        let [batch, heads, seq_q, _] = q.shape.dims::<4>();
-        TensorSpec::new([batch, heads, seq_q, call.most].into(), DType::I32)
-    }
-
-    pub fn compressed(
-        _q: &TensorSpec,
-        _k: &TensorSpec,
-        _lse: &TensorSpec,
-        call: &CompressedCall,
-    ) -> TensorSpec {
-        let CompressedCall { shape, rows, .. } = call;
-        let dims = [shape.batch, shape.heads[1], rows.len(), shape.chosen_from()];
-        TensorSpec::new(dims.into(), DType::F32)
-    }
-
-    pub fn compressed_choice(
-        _q: &TensorSpec,
-        _k: &TensorSpec,
-        _lse: &TensorSpec,
-        call: &CompressedCall,
-    ) -> TensorSpec {
-        let CompressedCall { shape, most, .. } = call;
-        let dims = [shape.batch, shape.heads[1], shape.seq[0], *most];
-        TensorSpec::new(dims.into(), DType::I32)
-    }
-
-    pub fn means(q: &TensorSpec, k: &TensorSpec, call: &MeanScores) -> TensorSpec {
-        scores(q, k, call.rows.len(), call.block)
-    }
-
-    pub fn alike(
-        q: &TensorSpec,
-        k: &TensorSpec,
-        call: &MeanScores,
-        _like: &LikeBlocks,
-    ) -> TensorSpec {
-        means(q, k, call)
-    }
 }

@@ -2,9 +2,12 @@
 
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType, backend_extension};
+#[cfg(feature = "fusion")]
+use burn::tensor::DType;
 
 use crate::selection::{key_reference, reference};
 use burn_blocksparse::internal::values::OptFloat;
+use burn_blocksparse::reference_backends;
 
 /// Which blocks queries take, of the scores of some of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -112,13 +115,13 @@ impl<B: Backend> QueriesOfBlocks<B> {
 )]
 pub trait SelectionOps: Backend {
     /// The means of blocks of neighbouring rows of `[batch, heads, rows, width]`, with at least one row: `[batch, heads, blocks, width]`, f32.
-    #[fusion(meta = meta::means)]
+    #[fusion(dtype = DType::F32, shape = [x[0], x[1], x[2].div_ceil(*block), x[3]].into())]
     fn block_means(x: FloatTensor<Self>, block: usize) -> FloatTensor<Self> {
         reference::block_means::<Self>(x, block)
     }
 
     /// The means of the cosines of all pairs of rows of such blocks, of rows less `less` `[batch, heads, 1, width]`: `[batch, heads, blocks, 1]`, f32.
-    #[fusion(meta = meta::likeness)]
+    #[fusion(dtype = DType::F32, shape = [x[0], x[1], x[2].div_ceil(*block), 1].into())]
     fn block_likeness(
         x: FloatTensor<Self>,
         #[extension_type] less: OptFloat<Self>,
@@ -129,7 +132,7 @@ pub trait SelectionOps: Backend {
 
     /// The blocks of the highest of `scores` `[batch, lists, rows, blocks]`, f32, before the block that a row's own position lies in, by falling score;
     /// of equal ones the earlier, and NaN is the lowest: `[batch, lists, rows, most]`, i32, −1 where there are fewer.
-    #[fusion(meta = meta::highest)]
+    #[fusion(dtype = DType::I32, shape = [scores[0], scores[1], scores[2], call.most].into())]
     fn highest_blocks(scores: FloatTensor<Self>, call: TopKBlocks) -> IntTensor<Self> {
         reference::highest_blocks::<Self>(scores, &call)
     }
@@ -141,42 +144,20 @@ pub trait SelectionOps: Backend {
     }
 
     /// Lists of keys `[batch, lists, queries, most]`, in any order: those that a query sees, ascending, each once, and −1 behind the last. i32.
-    #[fusion(meta = meta::unique)]
+    #[fusion(dtype = DType::I32, shape = keys)]
     fn unique_keys(keys: IntTensor<Self>, call: UniqueKeys) -> IntTensor<Self> {
         key_reference::unique_keys::<Self>(keys, &call)
     }
 }
 
+reference_backends!(SelectionOps);
+
 /// Output shapes and dtypes for fusion.
 #[cfg(feature = "fusion")]
 mod meta {
     use burn::backend::fusion::custom::TensorSpec;
-    use burn::tensor::DType;
 
     use super::*;
-    use burn_blocksparse::internal::values::OptFloatMetadata;
-
-    pub fn means(x: &TensorSpec, block: &usize) -> TensorSpec {
-        let [batch, heads, rows, width] = x.shape.dims::<4>();
-        TensorSpec::new(
-            [batch, heads, rows.div_ceil(*block), width].into(),
-            DType::F32,
-        )
-    }
-
-    pub fn likeness(x: &TensorSpec, _less: &OptFloatMetadata, block: &usize) -> TensorSpec {
-        let [batch, heads, rows, _] = x.shape.dims::<4>();
-        TensorSpec::new([batch, heads, rows.div_ceil(*block), 1].into(), DType::F32)
-    }
-
-    pub fn highest(scores: &TensorSpec, call: &TopKBlocks) -> TensorSpec {
-        let [batch, lists, rows, _] = scores.shape.dims::<4>();
-        TensorSpec::new([batch, lists, rows, call.most].into(), DType::I32)
-    }
-
-    pub fn unique(keys: &TensorSpec, _call: &UniqueKeys) -> TensorSpec {
-        TensorSpec::new(keys.shape.clone(), DType::I32)
-    }
 
     pub fn lists(picks: &TensorSpec, call: &QueryTiles) -> QueriesOfBlocksMetadata {
         let [batch, lists, ..] = picks.shape.dims::<4>();

@@ -3,15 +3,16 @@
 use crate::attention::ops::BlockSparseOps;
 use crate::attention::reference;
 use crate::base::values::{
-    AttentionGrads, AttentionInputs, AttentionOutput, LayoutTensors, NeedsGrad, OutputGrads,
-    SCORE_TENSORS, SavedTensors, ScoreTensors,
+    AccumulatedInputs, AccumulatedOutput, AttentionGrads, AttentionInputs, AttentionOutput,
+    LayoutTensors, NeedsGrad, OutputGrads, SCORE_TENSORS, SavedTensors, ScoreTensors,
 };
 use crate::options::{AttentionOptions, ProductPrecision, WeightsMode};
 use crate::weights;
 use blocksparse::{BlockLayout, Dropout, Seed};
 use blocksparse_cubecl as kernels;
 use blocksparse_cubecl::{
-    AttentionPlan, Gradients, KernelError, Outputs, Request, ScoreKind, ScoreOptions, TensorView,
+    AttentionPlan, Gradients, KernelError, MassOutputs, Outputs, Request, ScoreKind, ScoreOptions,
+    TensorView,
 };
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::tensor::{DType, Shape};
@@ -19,6 +20,7 @@ use burn_cubecl::kernel::{cast, into_contiguous};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 use cubecl::client::Client;
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::base::cube::*;
@@ -205,6 +207,51 @@ impl BlockSparseOps for CubeBackend {
                 relative_bias: table.into(),
             },
         }
+    }
+
+    fn accumulated_attention(
+        inputs: AccumulatedInputs<Self>,
+        layout: LayoutTensors<Self>,
+        options: AttentionOptions,
+        queries: Range<usize>,
+    ) -> AccumulatedOutput<Self> {
+        if uses_reference() {
+            return reference::masses::<Self>(inputs, &layout, &options, queries);
+        }
+        let layout = layout.host;
+        let AccumulatedInputs { q, k, lse, scores } = inputs;
+        let kinds = scores.kinds();
+        let [bias, relative] = scores.into_list().map(contiguous);
+        let [q, k] = [q, k].map(|input| readable(input, 1));
+        let lse = into_contiguous(lse);
+        let [batch, kv_heads, seq_kv, head_dim] = k.meta.shape().dims();
+        let dims = [batch, kv_heads, head_dim, head_dim];
+        let request = checked(request(dims, q.dtype, &options, kinds));
+        let (heads, seq_q) = (layout.heads(), layout.seq_q());
+        let columns = empty(&q, [batch, heads, seq_kv], lse.dtype);
+        let diagonals = empty(&q, [batch, heads, seq_q + seq_kv - 1], lse.dtype);
+        let outputs = MassOutputs {
+            queries,
+            columns: columns.handle.clone(),
+            diagonals: diagonals.handle.clone(),
+        };
+        let mut scores = ScoreOptions::new(options.scale_for(head_dim));
+        scores.softcap = options.softcap;
+        scores.slopes = options.alibi.clone();
+        scores.bias = bias.as_ref().map(bias_view);
+        scores.relative = relative.as_ref().map(table_view);
+        let views = [&q, &k].map(view);
+        let result = kernels::masses(
+            &q.client,
+            &layout,
+            &request,
+            [&views[0], &views[1]],
+            &lse.handle,
+            &scores,
+            &outputs,
+        );
+        launched(result);
+        AccumulatedOutput { columns, diagonals }
     }
 }
 

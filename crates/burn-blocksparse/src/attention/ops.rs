@@ -1,11 +1,14 @@
 //! The backend trait of attention. The default bodies are the reference implementation in Burn primitives.
 
+use std::ops::Range;
+
 use crate::attention::reference;
 use crate::base::values::{
-    AttentionGrads, AttentionInputs, AttentionOutput, KnownOutput, LayoutTensors, NeedsGrad,
-    OutputGrads, SavedTensors,
+    AccumulatedInputs, AccumulatedOutput, AttentionGrads, AttentionInputs, AttentionOutput,
+    KnownOutput, LayoutTensors, NeedsGrad, OutputGrads, SavedTensors,
 };
 use crate::options::AttentionOptions;
+use crate::reference_backends;
 use burn::backend::{Backend, backend_extension};
 
 /// Block-sparse attention as a backend operation. Arguments are checked by the public functions.
@@ -63,7 +66,20 @@ pub trait BlockSparseOps: Backend {
     ) -> AttentionGrads<Self> {
         reference::backward::<Self>(saved, grads, &layout, &options, wanted)
     }
+
+    /// Sums over the columns and diagonals of the weights of `queries`.
+    #[fusion(meta = meta::accumulated)]
+    fn accumulated_attention(
+        #[extension_type] inputs: AccumulatedInputs<Self>,
+        #[extension_type] layout: LayoutTensors<Self>,
+        options: AttentionOptions,
+        queries: Range<usize>,
+    ) -> AccumulatedOutput<Self> {
+        reference::masses::<Self>(inputs, &layout, &options, queries)
+    }
 }
+
+reference_backends!(BlockSparseOps);
 
 /// Output shapes and dtypes for fusion, which never compares them with what the backend returns.
 #[cfg(feature = "fusion")]
@@ -71,11 +87,12 @@ mod meta {
     use burn::backend::fusion::custom::TensorSpec;
 
     use super::*;
-    use crate::base::dtype::accumulate_in;
+    use crate::base::dtype::sums_of;
     use crate::base::values::{
-        AttentionGradsMetadata, AttentionInputsMetadata, AttentionOutputMetadata,
-        KnownOutputMetadata, LayoutTensorsMetadata, OptFloatMetadata, OutputGradsMetadata,
-        SavedTensorsMetadata, ScoreTensorsMetadata,
+        AccumulatedInputsMetadata, AccumulatedOutputMetadata, AttentionGradsMetadata,
+        AttentionInputsMetadata, AttentionOutputMetadata, KnownOutputMetadata,
+        LayoutTensorsMetadata, OptFloatMetadata, OutputGradsMetadata, SavedTensorsMetadata,
+        ScoreTensorsMetadata,
     };
     use crate::options::WeightsMode;
     use crate::weights;
@@ -87,22 +104,15 @@ mod meta {
     ) -> AttentionOutputMetadata {
         let [batch, heads, seq_q, _] = inputs.q.shape.dims::<4>();
         let value_dim = inputs.v.shape[3];
-        let dtype = accumulate_in(inputs.q.dtype.into()).into();
+        let dtype = sums_of(inputs.q.dtype);
         let rows = TensorSpec::new([batch, heads, seq_q].into(), dtype);
+        let is_stored = options.weights == WeightsMode::Store;
+        let weights = || TensorSpec::new(weights::shape(&layout.host, batch).into(), dtype);
         AttentionOutputMetadata {
             out: TensorSpec::new([batch, heads, seq_q, value_dim].into(), inputs.q.dtype),
             lse: rows.clone(),
-            weights: match options.weights {
-                WeightsMode::Recompute => OptFloatMetadata::None,
-                WeightsMode::Store => OptFloatMetadata::Some(TensorSpec::new(
-                    weights::shape(&layout.host, batch).into(),
-                    dtype,
-                )),
-            },
-            max_scores: match options.max_scores {
-                true => OptFloatMetadata::Some(rows),
-                false => OptFloatMetadata::None,
-            },
+            weights: is_stored.then(weights).into(),
+            max_scores: options.max_scores.then_some(rows).into(),
         }
     }
 
@@ -127,24 +137,29 @@ mod meta {
         _options: &AttentionOptions,
         wanted: &NeedsGrad,
     ) -> AttentionGradsMetadata {
-        let only = |input: &OptFloatMetadata, wanted: bool| match input {
-            OptFloatMetadata::Some(input) if wanted => OptFloatMetadata::Some(input.clone()),
-            _ => OptFloatMetadata::None,
-        };
         AttentionGradsMetadata {
             q: saved.inputs.q.clone(),
             k: saved.inputs.k.clone(),
             v: saved.inputs.v.clone(),
             scores: ScoreTensorsMetadata {
-                bias: only(&saved.inputs.scores.bias, wanted.bias),
-                relative_bias: only(&saved.inputs.scores.relative_bias, wanted.relative_bias),
+                bias: saved.inputs.scores.bias.wanted(wanted.bias),
+                relative_bias: (saved.inputs.scores.relative_bias).wanted(wanted.relative_bias),
             },
         }
     }
+
+    pub fn accumulated(
+        inputs: &AccumulatedInputsMetadata,
+        _layout: &LayoutTensorsMetadata,
+        _options: &AttentionOptions,
+        _queries: &Range<usize>,
+    ) -> AccumulatedOutputMetadata {
+        let [batch, heads, seq_q] = inputs.lse.shape.dims::<3>();
+        let seq_kv = inputs.k.shape[2];
+        let spec = |length: usize| TensorSpec::new([batch, heads, length].into(), inputs.lse.dtype);
+        AccumulatedOutputMetadata {
+            columns: spec(seq_kv),
+            diagonals: spec(seq_q + seq_kv - 1),
+        }
+    }
 }
-
-#[cfg(feature = "flex")]
-impl BlockSparseOps for burn::backend::Flex {}
-
-#[cfg(feature = "ndarray")]
-impl BlockSparseOps for burn::backend::NdArray {}

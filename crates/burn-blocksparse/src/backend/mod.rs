@@ -9,7 +9,6 @@ pub use crate::blocks::BlockSparseTensorOps;
 
 pub use crate::attention::ops::BlockSparseOps;
 pub use crate::graph::ops::StaticInputOps;
-pub use crate::masses::ops::AccumulatedAttentionOps;
 pub use crate::rows::ops::{
     KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput, MergedParts, RowOps,
 };

@@ -1,6 +1,6 @@
 //! Which dtype a call computes in.
 
-use burn::tensor::FloatDType;
+use burn::tensor::{DType, FloatDType};
 
 /// The dtype of sums: f32, or f64 for f64 inputs.
 pub fn accumulate_in(dtype: FloatDType) -> FloatDType {
@@ -8,4 +8,9 @@ pub fn accumulate_in(dtype: FloatDType) -> FloatDType {
         FloatDType::F64 => FloatDType::F64,
         _ => FloatDType::F32,
     }
+}
+
+/// As [`accumulate_in`], of a tensor's dtype.
+pub fn sums_of(dtype: DType) -> DType {
+    accumulate_in(dtype.into()).into()
 }

@@ -2,9 +2,12 @@
 
 #[cfg(feature = "cube")]
 pub mod cube;
+#[cfg(feature = "autodiff")]
+pub mod custom_gradient;
 pub mod device;
 pub mod dtype;
 pub mod kernels_run;
+mod macros;
 pub mod op_plan;
 #[cfg(feature = "autodiff")]
 pub mod outputs;

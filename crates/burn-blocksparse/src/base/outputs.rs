@@ -51,7 +51,6 @@ impl<B: Backend, const N: usize> OutputGradients<B, N> {
                 let state = OutputState {
                     index,
                     grads: self.clone(),
-                    token: step.primitive().clone(),
                 };
                 prep.finish(state, value)
             }
@@ -77,8 +76,6 @@ struct OutputStep<const N: usize>;
 struct OutputState<B: Backend, const N: usize> {
     index: usize,
     grads: OutputGradients<B, N>,
-    /// A tensor that is there anyway, in place of a gradient of the hidden node: nothing is computed with it.
-    token: FloatTensor<B>,
 }
 
 impl<B: Backend, const N: usize> Backward<B, 1> for OutputStep<N> {
@@ -91,9 +88,10 @@ impl<B: Backend, const N: usize> Backward<B, 1> for OutputStep<N> {
         _checkpointer: &mut Checkpointer,
     ) {
         let grad = grads.consume::<B>(&ops.node);
-        let first = ops.state.grads.put(ops.state.index, grad);
+        let first = ops.state.grads.put(ops.state.index, grad.clone());
+        // In place of a gradient of the hidden node: nothing is computed with it.
         if let ([Some(parent)], true) = (ops.parents, first) {
-            grads.register::<B>(parent.id, ops.state.token);
+            grads.register::<B>(parent.id, grad);
         }
     }
 }

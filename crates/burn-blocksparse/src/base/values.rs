@@ -7,6 +7,10 @@ use std::sync::Arc;
 use blocksparse::BlockLayout;
 use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType};
+#[cfg(feature = "fusion")]
+use burn::{backend::fusion::custom::TensorSpec, tensor::DType};
+
+use crate::float_list;
 
 /// Up to three float tensors: parts of a row, branches, weights, or gradients by them.
 #[derive(ExtensionType, Clone, Debug)]
@@ -24,20 +28,17 @@ pub struct ThreeFloats<B: Backend> {
     pub third: OptFloat<B>,
 }
 
+float_list!(ThreeFloats, 3: ; first second third);
+
 impl<B: Backend> ThreeFloats<B> {
-    /// In the order of the fields.
-    pub fn into_list(self) -> [Option<FloatTensor<B>>; 3] {
-        [self.first, self.second, self.third].map(OptFloat::into_option)
+    /// One tensor.
+    pub fn one(tensor: FloatTensor<B>) -> Self {
+        Self::of_list([Some(tensor), None, None])
     }
 
-    /// The inverse of [`Self::into_list`].
-    pub fn of_list(list: [Option<FloatTensor<B>>; 3]) -> Self {
-        let [first, second, third] = list.map(OptFloat::from);
-        Self {
-            first,
-            second,
-            third,
-        }
+    /// The first tensor, of those that have one.
+    pub fn into_one(self) -> FloatTensor<B> {
+        self.first.into_option().expect("a first tensor")
     }
 }
 
@@ -74,6 +75,53 @@ impl<B: Backend> From<Option<FloatTensor<B>>> for OptFloat<B> {
         match tensor {
             Some(tensor) => Self::Some(tensor),
             None => Self::None,
+        }
+    }
+}
+
+#[cfg(feature = "fusion")]
+impl From<Option<TensorSpec>> for OptFloatMetadata {
+    fn from(spec: Option<TensorSpec>) -> Self {
+        spec.map_or(Self::None, Self::Some)
+    }
+}
+
+#[cfg(feature = "fusion")]
+impl OptFloatMetadata {
+    /// The tensor's, if there is one.
+    pub fn as_ref(&self) -> Option<&TensorSpec> {
+        match self {
+            Self::Some(spec) => Some(spec),
+            Self::None => None,
+        }
+    }
+
+    /// Of another dtype.
+    pub fn cast(&self, dtype: DType) -> Self {
+        let cast = |spec: &TensorSpec| TensorSpec::new(spec.shape.clone(), dtype);
+        self.as_ref().map(cast).into()
+    }
+
+    /// That tensor, if it is wanted.
+    pub fn wanted(&self, is_wanted: bool) -> Self {
+        self.as_ref().filter(|_| is_wanted).cloned().into()
+    }
+}
+
+#[cfg(feature = "fusion")]
+impl ThreeFloatsMetadata {
+    /// In the order of the fields.
+    pub fn list(&self) -> [Option<&TensorSpec>; 3] {
+        [&self.first, &self.second, &self.third].map(OptFloatMetadata::as_ref)
+    }
+
+    /// The inverse of [`Self::list`].
+    pub fn of_list(list: [Option<TensorSpec>; 3]) -> Self {
+        let [first, second, third] = list.map(OptFloatMetadata::from);
+        Self {
+            first,
+            second,
+            third,
         }
     }
 }
@@ -118,15 +166,6 @@ impl<B: Backend> ScoreTensors<B> {
         [self.bias.as_ref(), self.relative_bias.as_ref()]
     }
 
-    /// The inverse of [`Self::into_list`].
-    #[cfg(feature = "autodiff")]
-    pub fn of_list([bias, relative_bias]: [OptFloat<B>; SCORE_TENSORS]) -> Self {
-        Self {
-            bias,
-            relative_bias,
-        }
-    }
-
     /// Which of them there are.
     #[cfg(feature = "cube")]
     pub fn kinds(&self) -> [bool; SCORE_TENSORS] {
@@ -147,6 +186,32 @@ pub struct AttentionInputs<B: Backend> {
     /// What is added to the scores.
     #[extension_type]
     pub scores: ScoreTensors<B>,
+}
+
+#[cfg(feature = "autodiff")]
+impl<B: Backend> AttentionInputs<B> {
+    /// The tensors: q, k, v, and those that are added to scores.
+    pub fn into_list(self) -> [Option<FloatTensor<B>>; 3 + SCORE_TENSORS] {
+        let [bias, relative_bias] = self.scores.into_list().map(OptFloat::into_option);
+        [
+            Some(self.q),
+            Some(self.k),
+            Some(self.v),
+            bias,
+            relative_bias,
+        ]
+    }
+
+    /// The inverse of [`Self::into_list`].
+    pub fn of_list(list: [Option<FloatTensor<B>>; 3 + SCORE_TENSORS]) -> Self {
+        let [q, k, v, bias, relative_bias] = list;
+        let [q, k, v] = [q, k, v].map(|tensor| tensor.expect("q, k and v"));
+        let scores = ScoreTensors {
+            bias: bias.into(),
+            relative_bias: relative_bias.into(),
+        };
+        Self { q, k, v, scores }
+    }
 }
 
 /// The tensor that chooses the blocks of a layout, contiguous or not.
@@ -276,6 +341,15 @@ pub struct AttentionGrads<B: Backend> {
     pub scores: ScoreTensors<B>,
 }
 
+#[cfg(feature = "autodiff")]
+impl<B: Backend> AttentionGrads<B> {
+    /// In the order of [`AttentionInputs::into_list`].
+    pub fn into_list(self) -> [Option<FloatTensor<B>>; 3 + SCORE_TENSORS] {
+        let Self { q, k, v, scores } = self;
+        AttentionInputs { q, k, v, scores }.into_list()
+    }
+}
+
 /// Which gradients are wanted besides those of q, k and v.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -284,17 +358,6 @@ pub struct NeedsGrad {
     pub bias: bool,
     /// That of the biases of distances.
     pub relative_bias: bool,
-}
-
-impl NeedsGrad {
-    /// In the order of [`ScoreTensors::into_list`].
-    #[cfg(feature = "autodiff")]
-    pub fn of_list([bias, relative_bias]: [bool; SCORE_TENSORS]) -> Self {
-        Self {
-            bias,
-            relative_bias,
-        }
-    }
 }
 
 /// The tensors of [`accumulated_attention`](crate::masses::accumulated_attention).

@@ -1,34 +1,19 @@
 //! Block-sparse tensors on each backend, and their steps in Burn's autodiff graph.
 
-#[cfg(any(
-    feature = "flex",
-    feature = "ndarray",
-    feature = "cube",
-    feature = "autodiff"
-))]
-use crate::blocks::BlockSparseTensorOps;
-
-#[cfg(feature = "flex")]
-impl BlockSparseTensorOps for burn::backend::Flex {}
-
-#[cfg(feature = "ndarray")]
-impl BlockSparseTensorOps for burn::backend::NdArray {}
-
 #[cfg(feature = "cube")]
-impl BlockSparseTensorOps for burn_cubecl::CubeBackend {}
+impl crate::blocks::BlockSparseTensorOps for burn_cubecl::CubeBackend {}
 
 #[cfg(feature = "autodiff")]
 mod steps {
     use burn::backend::TensorMetadata;
-    use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
-    use burn::backend::autodiff::grads::Gradients;
-    use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
-    use burn::backend::autodiff::{Autodiff, NodeId};
+    use burn::backend::autodiff::Autodiff;
+    use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
     use burn::backend::tensor::FloatTensor;
 
-    use super::BlockSparseTensorOps;
     use crate::attention::autodiff::inner_layout;
+    use crate::base::custom_gradient::{custom_gradient, everything, nothing, there};
     use crate::base::values::LayoutTensors;
+    use crate::blocks::BlockSparseTensorOps;
 
     /// A product of two factors. The three products are each other's gradients:
     ///
@@ -42,13 +27,6 @@ mod steps {
         Nt,
         Nn,
         Tn { kv_heads: usize },
-    }
-
-    #[derive(Clone, Debug)]
-    struct Factors<B: BlockSparseTensorOps> {
-        lhs: NodeId,
-        rhs: NodeId,
-        layout: LayoutTensors<B>,
     }
 
     impl Product {
@@ -72,127 +50,58 @@ mod steps {
             layout: LayoutTensors<Autodiff<B, C>>,
         ) -> FloatTensor<Autodiff<B, C>> {
             let layout = inner_layout(layout);
-            let run = |lhs: FloatTensor<Autodiff<B, C>>, rhs: FloatTensor<Autodiff<B, C>>| {
-                let (lhs, rhs) = (lhs.into_primitive(), rhs.into_primitive());
-                self.forward::<B>(lhs, rhs, layout.clone())
-            };
-            let prepared = self.prepare::<C>([lhs.node(), rhs.node()]).compute_bound();
-            match prepared.stateful() {
-                OpsKind::Tracked(mut prep) => {
-                    let state = Factors::<B> {
-                        lhs: prep.checkpoint(&lhs),
-                        rhs: prep.checkpoint(&rhs),
-                        layout: layout.clone(),
-                    };
-                    prep.finish(state, run(lhs, rhs))
-                }
-                OpsKind::UnTracked(prep) => prep.finish(run(lhs, rhs)),
-            }
+            let factors = [lhs, rhs].map(Some);
+            custom_gradient::<B, C, _, _>(factors, everything, |factors, wanted| {
+                let [lhs, rhs] = factors.map(there);
+                let out = self.forward::<B>(lhs, rhs, layout.clone());
+                (out, move |factors, grad| {
+                    let [lhs, rhs] = factors.map(there);
+                    self.backward::<B>([lhs, rhs], grad, layout, wanted)
+                })
+            })
         }
-    }
 
-    impl<B: BlockSparseTensorOps> Backward<B, 2> for Product {
-        type State = Factors<B>;
-
-        fn backward(
+        fn backward<B: BlockSparseTensorOps>(
             self,
-            ops: Ops<Self::State, 2>,
-            grads: &mut Gradients,
-            checkpointer: &mut Checkpointer,
-        ) {
-            let mut grad = grads.consume::<B>(&ops.node);
-            let Factors { lhs, rhs, layout } = ops.state;
+            [lhs, rhs]: [FloatTensor<B>; 2],
+            mut grad: FloatTensor<B>,
+            layout: LayoutTensors<B>,
+            [by_lhs, by_rhs]: [bool; 2],
+        ) -> [Option<FloatTensor<B>>; 2] {
             if let Self::Nt = self {
                 grad = B::block_sparse_mask(grad, layout.clone());
             }
-            let lhs: FloatTensor<B> = checkpointer.retrieve_node_output(lhs);
-            let rhs: FloatTensor<B> = checkpointer.retrieve_node_output(rhs);
             let kv_heads = rhs.shape()[1];
-            let [lhs_parent, rhs_parent] = ops.parents;
-            if let Some(parent) = lhs_parent {
-                let (grad, rhs, layout) = (grad.clone(), rhs.clone(), layout.clone());
-                let by_lhs = match self {
+            let by_lhs = by_lhs.then(|| {
+                let (grad, layout) = (grad.clone(), layout.clone());
+                match self {
                     Self::Nt => B::block_sparse_nn(grad, rhs, layout),
                     Self::Nn => B::block_sparse_nt(grad, rhs, layout),
                     Self::Tn { .. } => B::block_sparse_nt(rhs, grad, layout),
-                };
-                grads.register::<B>(parent.id, by_lhs);
-            }
-            if let Some(parent) = rhs_parent {
-                let by_rhs = match self {
-                    Self::Nt => B::block_sparse_tn(grad, lhs, layout, kv_heads),
-                    Self::Nn => B::block_sparse_tn(lhs, grad, layout, kv_heads),
-                    Self::Tn { .. } => B::block_sparse_nn(lhs, grad, layout),
-                };
-                grads.register::<B>(parent.id, by_rhs);
-            }
-        }
-    }
-
-    /// Setting masked pairs to 0, which does the same to the gradient.
-    #[derive(Debug)]
-    struct Mask;
-
-    impl<B: BlockSparseTensorOps> Backward<B, 1> for Mask {
-        type State = LayoutTensors<B>;
-
-        fn backward(
-            self,
-            ops: Ops<Self::State, 1>,
-            grads: &mut Gradients,
-            _checkpointer: &mut Checkpointer,
-        ) {
-            let grad = grads.consume::<B>(&ops.node);
-            if let [Some(parent)] = ops.parents {
-                grads.register::<B>(parent.id, B::block_sparse_mask(grad, ops.state));
-            }
-        }
-    }
-
-    #[derive(Debug)]
-    struct Softmax;
-
-    #[derive(Clone, Debug)]
-    struct SoftmaxState<B: BlockSparseTensorOps> {
-        p: FloatTensor<B>,
-        layout: LayoutTensors<B>,
-        scale: f64,
-    }
-
-    impl<B: BlockSparseTensorOps> Backward<B, 1> for Softmax {
-        type State = SoftmaxState<B>;
-
-        fn backward(
-            self,
-            ops: Ops<Self::State, 1>,
-            grads: &mut Gradients,
-            _checkpointer: &mut Checkpointer,
-        ) {
-            let grad = grads.consume::<B>(&ops.node);
-            let SoftmaxState { p, layout, scale } = ops.state;
-            if let [Some(parent)] = ops.parents {
-                let by_w = B::block_sparse_softmax_backward(p, grad, layout, scale);
-                grads.register::<B>(parent.id, by_w);
-            }
+                }
+            });
+            let by_rhs = by_rhs.then(|| match self {
+                Self::Nt => B::block_sparse_tn(grad, lhs, layout, kv_heads),
+                Self::Nn => B::block_sparse_tn(lhs, grad, layout, kv_heads),
+                Self::Tn { .. } => B::block_sparse_nn(lhs, grad, layout),
+            });
+            [by_lhs, by_rhs]
         }
     }
 
     impl<B: BlockSparseTensorOps, C: CheckpointStrategy> BlockSparseTensorOps for Autodiff<B, C> {
+        /// It does the same to the gradient.
         fn block_sparse_mask(
             values: FloatTensor<Self>,
             layout: LayoutTensors<Self>,
         ) -> FloatTensor<Self> {
             let layout = inner_layout(layout);
-            let prepared = Mask.prepare::<C>([values.node()]).compute_bound();
-            match prepared.stateful() {
-                OpsKind::Tracked(prep) => {
-                    let masked = B::block_sparse_mask(values.into_primitive(), layout.clone());
-                    prep.finish(layout, masked)
-                }
-                OpsKind::UnTracked(prep) => {
-                    prep.finish(B::block_sparse_mask(values.into_primitive(), layout))
-                }
-            }
+            custom_gradient::<B, C, _, _>([Some(values)], nothing, |[values], _| {
+                let masked = B::block_sparse_mask(there(values), layout.clone());
+                (masked, move |_, grad| {
+                    [Some(B::block_sparse_mask(grad, layout))]
+                })
+            })
         }
 
         fn block_sparse_nt(
@@ -226,30 +135,14 @@ mod steps {
             scale: f64,
         ) -> FloatTensor<Self> {
             let layout = inner_layout(layout);
-            let prepared = Softmax.prepare::<C>([w.node()]).compute_bound();
-            match prepared.stateful() {
-                OpsKind::Tracked(prep) => {
-                    let p = B::block_sparse_softmax(w.into_primitive(), layout.clone(), scale);
-                    let state = SoftmaxState::<B> {
-                        p: p.clone(),
-                        layout,
-                        scale,
-                    };
-                    prep.finish(state, p)
-                }
-                OpsKind::UnTracked(prep) => {
-                    prep.finish(B::block_sparse_softmax(w.into_primitive(), layout, scale))
-                }
-            }
-        }
-
-        fn block_sparse_softmax_backward(
-            _p: FloatTensor<Self>,
-            _grad: FloatTensor<Self>,
-            _layout: LayoutTensors<Self>,
-            _scale: f64,
-        ) -> FloatTensor<Self> {
-            unimplemented!("the softmax of a block-sparse tensor is differentiable once")
+            custom_gradient::<B, C, _, _>([Some(w)], nothing, |[w], _| {
+                let p = B::block_sparse_softmax(there(w), layout.clone(), scale);
+                (p.clone(), move |_, grad| {
+                    [Some(B::block_sparse_softmax_backward(
+                        p, grad, layout, scale,
+                    ))]
+                })
+            })
         }
     }
 }

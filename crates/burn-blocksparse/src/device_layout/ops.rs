@@ -2,8 +2,11 @@
 
 use burn::backend::tensor::IntTensor;
 use burn::backend::{Backend, backend_extension};
+#[cfg(any(feature = "cube", feature = "fusion"))]
+use burn::tensor::DType;
 
 use crate::base::values::LayoutTensors;
+use crate::reference_backends;
 
 /// What is read of layouts that are made on the device.
 #[backend_extension(
@@ -14,51 +17,34 @@ use crate::base::values::LayoutTensors;
 )]
 pub trait DeviceLayoutOps: Backend {
     /// How many blocks each row of a layout that is made on the device has: i32 `[batch or 1, patterns, q_blocks]`. Asked for only where kernels run.
-    #[fusion(meta = meta::counts)]
+    #[fusion(dtype = DType::I32, shape = counts_shape(&layout.host).into())]
     fn count_blocks(#[extension_type] layout: LayoutTensors<Self>) -> IntTensor<Self> {
         let _ = layout;
         unimplemented!("where no kernels run the host knows the blocks")
     }
 }
 
-/// Output shapes and dtypes for fusion.
-#[cfg(feature = "fusion")]
-mod meta {
-    use burn::backend::fusion::custom::TensorSpec;
-    use burn::tensor::DType;
+reference_backends!(DeviceLayoutOps);
 
-    use crate::base::values::LayoutTensorsMetadata;
-
-    pub fn counts(layout: &LayoutTensorsMetadata) -> TensorSpec {
-        let choice = layout.host.device_choice();
-        let [batch, patterns] = choice.map_or([1, 1], |choice| choice.patterns);
-        TensorSpec::new([batch, patterns, layout.host.q_blocks()].into(), DType::I32)
-    }
+#[cfg(any(feature = "cube", feature = "fusion"))]
+fn counts_shape(layout: &blocksparse::BlockLayout) -> [usize; 3] {
+    let [batch, patterns] = (layout.device_choice()).map_or([1, 1], |choice| choice.patterns);
+    [batch, patterns, layout.q_blocks()]
 }
-
-#[cfg(feature = "flex")]
-impl DeviceLayoutOps for burn::backend::Flex {}
-
-#[cfg(feature = "ndarray")]
-impl DeviceLayoutOps for burn::backend::NdArray {}
 
 #[cfg(feature = "cube")]
 mod kernels {
-    use burn::tensor::DType;
     use burn_cubecl::CubeBackend;
     use burn_cubecl::tensor::CubeTensor;
 
-    use super::DeviceLayoutOps;
+    use super::{DType, DeviceLayoutOps, counts_shape};
     use crate::base::cube::{choose_blocks, empty};
     use crate::base::values::LayoutTensors;
 
     impl DeviceLayoutOps for CubeBackend {
         fn count_blocks(layout: LayoutTensors<Self>) -> CubeTensor {
-            let choice = layout.host.device_choice();
-            let [batch, patterns] = choice.map_or([1, 1], |choice| choice.patterns);
             let client = layout.blocked.client.clone();
-            let dims = [batch, patterns, layout.host.q_blocks()];
-            let counts = empty(&layout.blocked, dims, DType::I32);
+            let counts = empty(&layout.blocked, counts_shape(&layout.host), DType::I32);
             choose_blocks(&client, &layout.host, layout.choice);
             blocksparse_cubecl::count_blocks(&client, &layout.host, &counts.handle);
             counts

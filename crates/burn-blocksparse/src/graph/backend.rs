@@ -1,26 +1,12 @@
 //! Writes of the host into tensors on each backend.
 
-#[cfg(any(
-    feature = "flex",
-    feature = "ndarray",
-    feature = "cube",
-    feature = "autodiff"
-))]
-use crate::graph::ops::StaticInputOps;
-
-#[cfg(feature = "flex")]
-impl StaticInputOps for burn::backend::Flex {}
-
-#[cfg(feature = "ndarray")]
-impl StaticInputOps for burn::backend::NdArray {}
-
 #[cfg(feature = "cube")]
 mod kernels {
     use burn::tensor::TensorData;
     use burn_cubecl::CubeBackend;
     use burn_cubecl::tensor::CubeTensor;
 
-    use super::StaticInputOps;
+    use crate::graph::ops::StaticInputOps;
 
     impl StaticInputOps for CubeBackend {
         fn overwrite_float(x: CubeTensor, data: TensorData) -> CubeTensor {
@@ -64,7 +50,7 @@ mod constants {
     use burn::backend::tensor::{FloatTensor, IntTensor};
     use burn::tensor::TensorData;
 
-    use super::StaticInputOps;
+    use crate::graph::ops::StaticInputOps;
 
     /// What the host writes has no history.
     impl<B: StaticInputOps, C: CheckpointStrategy> StaticInputOps for Autodiff<B, C> {

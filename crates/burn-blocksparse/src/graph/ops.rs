@@ -4,6 +4,8 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata, backend_extension};
 use burn::tensor::TensorData;
 
+use crate::reference_backends;
+
 /// Numbers of the host written where a tensor lies, as backend operations. Arguments are checked by [`StaticInput`](crate::graph::StaticInput): data of the tensor's length and
 /// dtype, and a tensor of one dimension.
 #[backend_extension(
@@ -32,3 +34,5 @@ pub trait StaticInputOps: Backend {
         Self::int_from_data(data, &x.device())
     }
 }
+
+reference_backends!(StaticInputOps);

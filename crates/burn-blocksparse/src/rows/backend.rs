@@ -1,14 +1,5 @@
 //! Rows by an index on each backend.
 
-#[cfg(any(feature = "flex", feature = "ndarray", feature = "cube"))]
-use crate::rows::ops::RowOps;
-
-#[cfg(feature = "flex")]
-impl RowOps for burn::backend::Flex {}
-
-#[cfg(feature = "ndarray")]
-impl RowOps for burn::backend::NdArray {}
-
 #[cfg(feature = "cube")]
 mod kernels {
     use blocksparse_cubecl::rows;
@@ -21,10 +12,10 @@ mod kernels {
     use burn_cubecl::kernel::{cast, into_contiguous};
     use burn_cubecl::tensor::CubeTensor;
 
-    use super::RowOps;
     use crate::base::cube::{contiguous, empty, matrix, typed, uses_reference};
     use crate::base::dtype::accumulate_in;
     use crate::base::values::OutputGrads;
+    use crate::rows::ops::RowOps;
     use crate::rows::ops::{
         KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput, MergedParts,
     };

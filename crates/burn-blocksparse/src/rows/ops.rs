@@ -2,9 +2,14 @@
 
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType, backend_extension};
+#[cfg(feature = "fusion")]
+use burn::tensor::Shape;
 
+#[cfg(feature = "fusion")]
+use crate::base::dtype::sums_of;
 use crate::base::values::OutputGrads;
 use crate::rows::reference;
+use crate::{float_list, reference_backends};
 
 /// A part of each query and others at places, to be merged by their lse, as [`RowOps::merged_parts`] takes them.
 #[derive(ExtensionType, Clone, Debug)]
@@ -86,6 +91,11 @@ pub struct MeanRows<B: Backend> {
     pub shares: FloatTensor<B>,
 }
 
+float_list!(MergedOutput, 2: out lse;);
+float_list!(MergedGrads, 4: own own_lse rows lses;);
+float_list!(KeyedRows, 3: query key value;);
+float_list!(KeyedGrads, 2: x value;);
+
 /// Rows by an index and the gradient by them as backend operations. Arguments are checked by the public function.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
@@ -97,7 +107,7 @@ pub struct MeanRows<B: Backend> {
 pub trait RowOps: Backend {
     /// The rows of `[batch, heads, rows, dim]` at `[batch, heads, places]`, 0 where that is negative: `[batch, heads, places, dim]`. `users` is for the
     /// gradient.
-    #[fusion(meta = meta::rows)]
+    #[fusion(dtype = x, shape = at_places(index, x))]
     fn gather_rows(
         x: FloatTensor<Self>,
         index: IntTensor<Self>,
@@ -108,13 +118,13 @@ pub trait RowOps: Backend {
     }
 
     /// The gradient by the rows: the sum of `grad` over the places `[batch, heads, rows, most]` that use a row.
-    #[fusion(meta = meta::gradient)]
+    #[fusion(dtype = grad, shape = at_users(users, grad))]
     fn rows_at_backward(grad: FloatTensor<Self>, users: IntTensor<Self>) -> FloatTensor<Self> {
         reference::rows_at_backward::<Self>(grad, users)
     }
 
     /// The sums of the rows of `[batch, heads, places, dim]` at the places `[batch, heads, rows, most]`. `index` is for the gradient.
-    #[fusion(meta = meta::sums)]
+    #[fusion(dtype = x, shape = at_users(users, x))]
     fn segment_sum(
         x: FloatTensor<Self>,
         index: IntTensor<Self>,
@@ -125,13 +135,13 @@ pub trait RowOps: Backend {
     }
 
     /// The rows of `[batch, heads, rows, dim]` made as long as 1, in the dtype of sums.
-    #[fusion(meta = meta::unit)]
+    #[fusion(dtype = sums_of(x), shape = x)]
     fn l2_normalize(x: FloatTensor<Self>) -> FloatTensor<Self> {
         reference::l2_normalize::<Self>(x)
     }
 
     /// The gradient by the rows.
-    #[fusion(meta = meta::unit_gradient)]
+    #[fusion(dtype = x, shape = x)]
     fn unit_rows_backward(grad: FloatTensor<Self>, x: FloatTensor<Self>) -> FloatTensor<Self> {
         reference::unit_rows_backward::<Self>(grad, x)
     }
@@ -148,7 +158,7 @@ pub trait RowOps: Backend {
     }
 
     /// The gradient by the rows: `grad` of the row at each place of `[batch, heads, places]`, times its share.
-    #[fusion(meta = meta::means_gradient)]
+    #[fusion(dtype = grad, shape = at_places(index, grad))]
     fn means_at_backward(
         grad: FloatTensor<Self>,
         shares: FloatTensor<Self>,
@@ -195,33 +205,29 @@ pub trait RowOps: Backend {
     }
 }
 
+reference_backends!(RowOps);
+
+/// The shape of rows at places `[batch, heads, places]`.
+#[cfg(feature = "fusion")]
+fn at_places(index: &Shape, rows: &Shape) -> Shape {
+    let [batch, heads, places] = index.dims::<3>();
+    [batch, heads, places, rows[3]].into()
+}
+
+/// The shape of a row for each list of `[batch, heads, rows, most]`.
+#[cfg(feature = "fusion")]
+fn at_users(users: &Shape, rows: &Shape) -> Shape {
+    let [batch, heads, count, _] = users.dims::<4>();
+    [batch, heads, count, rows[3]].into()
+}
+
 /// Output shapes and dtypes for fusion.
 #[cfg(feature = "fusion")]
 mod meta {
     use burn::backend::fusion::custom::TensorSpec;
 
-    use burn::tensor::DType;
-
-    use super::{
-        KeyedGradsMetadata, KeyedRowsMetadata, MeanRowsMetadata, MergedGradsMetadata,
-        MergedOutputMetadata, MergedPartsMetadata,
-    };
-    use crate::base::dtype::accumulate_in;
+    use super::*;
     use crate::base::values::OutputGradsMetadata;
-
-    pub fn rows(x: &TensorSpec, index: &TensorSpec, _users: &TensorSpec) -> TensorSpec {
-        let [batch, heads, places] = index.shape.dims::<3>();
-        TensorSpec::new([batch, heads, places, x.shape[3]].into(), x.dtype)
-    }
-
-    pub fn unit(x: &TensorSpec) -> TensorSpec {
-        let sums: DType = accumulate_in(x.dtype.into()).into();
-        TensorSpec::new(x.shape.clone(), sums)
-    }
-
-    pub fn unit_gradient(_grad: &TensorSpec, x: &TensorSpec) -> TensorSpec {
-        x.clone()
-    }
 
     pub fn merged(inputs: &MergedPartsMetadata) -> MergedOutputMetadata {
         MergedOutputMetadata {
@@ -246,13 +252,13 @@ mod meta {
         x: &TensorSpec,
         value: &TensorSpec,
         index: &TensorSpec,
-        users: &TensorSpec,
+        _users: &TensorSpec,
     ) -> KeyedRowsMetadata {
-        let query = rows(x, index, users);
+        let rows = |x: &TensorSpec| TensorSpec::new(at_places(&index.shape, &x.shape), x.dtype);
         KeyedRowsMetadata {
-            key: query.clone(),
-            query,
-            value: rows(value, index, users),
+            key: rows(x),
+            query: rows(x),
+            value: rows(value),
         }
     }
 
@@ -261,35 +267,18 @@ mod meta {
         x: &TensorSpec,
         users: &TensorSpec,
     ) -> KeyedGradsMetadata {
+        let value = &grads.value;
         KeyedGradsMetadata {
             x: x.clone(),
-            value: gradient(&grads.value, users),
+            value: TensorSpec::new(at_users(&users.shape, &value.shape), value.dtype),
         }
     }
 
     pub fn means(x: &TensorSpec, _index: &TensorSpec, users: &TensorSpec) -> MeanRowsMetadata {
         let [batch, heads, rows, _] = users.shape.dims::<4>();
-        let sums: DType = accumulate_in(x.dtype.into()).into();
         MeanRowsMetadata {
-            means: gradient(x, users),
-            shares: TensorSpec::new([batch, heads, rows].into(), sums),
+            means: TensorSpec::new(at_users(&users.shape, &x.shape), x.dtype),
+            shares: TensorSpec::new([batch, heads, rows].into(), sums_of(x.dtype)),
         }
-    }
-
-    pub fn means_gradient(
-        grad: &TensorSpec,
-        _shares: &TensorSpec,
-        index: &TensorSpec,
-    ) -> TensorSpec {
-        rows(grad, index, index)
-    }
-
-    pub fn sums(x: &TensorSpec, _index: &TensorSpec, users: &TensorSpec) -> TensorSpec {
-        gradient(x, users)
-    }
-
-    pub fn gradient(grad: &TensorSpec, users: &TensorSpec) -> TensorSpec {
-        let [batch, heads, rows, _] = users.shape.dims::<4>();
-        TensorSpec::new([batch, heads, rows, grad.shape[3]].into(), grad.dtype)
     }
 }

@@ -1,19 +1,5 @@
 //! Embeddings on each backend, and their step in Burn's autodiff graph.
 
-#[cfg(any(
-    feature = "flex",
-    feature = "ndarray",
-    feature = "cube",
-    feature = "autodiff"
-))]
-use crate::embedding::ops::EmbeddingOps;
-
-#[cfg(feature = "flex")]
-impl EmbeddingOps for burn::backend::Flex {}
-
-#[cfg(feature = "ndarray")]
-impl EmbeddingOps for burn::backend::NdArray {}
-
 #[cfg(feature = "cube")]
 pub(crate) use kernels::text;
 
@@ -29,7 +15,7 @@ mod kernels {
     use burn_cubecl::tensor::CubeTensor;
     use burn_cubecl::{CubeBackend, CubeDevice};
 
-    use super::EmbeddingOps;
+    use crate::embedding::ops::EmbeddingOps;
     use crate::embedding::reference;
     use burn_blocksparse::internal::cube::{empty, uses_reference};
 
@@ -78,58 +64,22 @@ mod kernels {
 mod steps {
     use burn::backend::TensorMetadata;
     use burn::backend::autodiff::Autodiff;
-    use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
-    use burn::backend::autodiff::grads::Gradients;
-    use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+    use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
     use burn::backend::tensor::{FloatTensor, IntTensor};
-    use burn::tensor::FloatDType;
 
-    use super::EmbeddingOps;
-
-    /// The step behind the table.
-    #[derive(Debug)]
-    struct TableRows;
-
-    impl<B: EmbeddingOps> Backward<B, 1> for TableRows {
-        /// The ids, the entries of the table and its dtype.
-        type State = (IntTensor<B>, usize, FloatDType);
-
-        fn backward(
-            self,
-            ops: Ops<Self::State, 1>,
-            grads: &mut Gradients,
-            _checkpointer: &mut Checkpointer,
-        ) {
-            let grad = grads.consume::<B>(&ops.node);
-            if let [Some(parent)] = ops.parents {
-                let (ids, vocab, dtype) = ops.state;
-                let table = B::table_gradient(ids, grad, vocab, dtype);
-                grads.register::<B>(parent.id, table);
-            }
-        }
-    }
+    use crate::embedding::ops::EmbeddingOps;
+    use burn_blocksparse::internal::custom_gradient::{custom_gradient, nothing, own_dtype, there};
 
     impl<B: EmbeddingOps, C: CheckpointStrategy> EmbeddingOps for Autodiff<B, C> {
         fn table_rows(table: FloatTensor<Self>, ids: IntTensor<Self>) -> FloatTensor<Self> {
-            let prepared = TableRows.prepare::<C>([table.node()]).compute_bound();
-            let table = table.into_primitive();
-            match prepared.stateful() {
-                OpsKind::Tracked(prep) => {
-                    let state = (ids.clone(), table.shape()[0], table.dtype().into());
-                    prep.finish(state, B::table_rows(table, ids))
-                }
-                OpsKind::UnTracked(prep) => prep.finish(B::table_rows(table, ids)),
-            }
-        }
-
-        /// Overridden so that the reference does not itself run through autodiff.
-        fn table_gradient(
-            _ids: IntTensor<Self>,
-            _grad: FloatTensor<Self>,
-            _vocab: usize,
-            _dtype: FloatDType,
-        ) -> FloatTensor<Self> {
-            unimplemented!("embedding is differentiable once")
+            custom_gradient::<B, C, _, _>([Some(table)], nothing, |[table], _| {
+                let table = there(table);
+                let (vocab, dtype) = (table.shape()[0], own_dtype(&table));
+                let rows = B::table_rows(table, ids.clone());
+                (rows, move |_, grad| {
+                    [Some(B::table_gradient(ids, grad, vocab, dtype))]
+                })
+            })
         }
     }
 }

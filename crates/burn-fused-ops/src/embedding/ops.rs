@@ -5,6 +5,7 @@ use burn::backend::{Backend, backend_extension};
 use burn::tensor::FloatDType;
 
 use crate::embedding::reference;
+use burn_blocksparse::reference_backends;
 
 /// Rows of a table and the gradient by it as backend operations. Arguments are checked by the public functions.
 #[backend_extension(
@@ -16,13 +17,13 @@ use crate::embedding::reference;
 )]
 pub trait EmbeddingOps: Backend {
     /// The rows of `[vocab, width]` that `[positions]` name: `[positions, width]`.
-    #[fusion(meta = meta::rows)]
+    #[fusion(dtype = table, shape = [ids[0], table[1]].into())]
     fn table_rows(table: FloatTensor<Self>, ids: IntTensor<Self>) -> FloatTensor<Self> {
         Self::float_select(table, 0, ids)
     }
 
     /// The gradient by the table, `[vocab, width]` in `dtype`.
-    #[fusion(meta = meta::table)]
+    #[fusion(dtype = (*dtype).into(), shape = [*vocab, grad[1]].into())]
     fn table_gradient(
         ids: IntTensor<Self>,
         grad: FloatTensor<Self>,
@@ -33,23 +34,4 @@ pub trait EmbeddingOps: Backend {
     }
 }
 
-/// Output shapes and dtypes for fusion.
-#[cfg(feature = "fusion")]
-mod meta {
-    use burn::backend::fusion::custom::TensorSpec;
-
-    use super::*;
-
-    pub fn rows(table: &TensorSpec, ids: &TensorSpec) -> TensorSpec {
-        TensorSpec::new([ids.shape[0], table.shape[1]].into(), table.dtype)
-    }
-
-    pub fn table(
-        _ids: &TensorSpec,
-        grad: &TensorSpec,
-        vocab: &usize,
-        dtype: &FloatDType,
-    ) -> TensorSpec {
-        TensorSpec::new([*vocab, grad.shape[1]].into(), (*dtype).into())
-    }
-}
+reference_backends!(EmbeddingOps);

@@ -1,17 +1,33 @@
 //! Products of activations with weights.
-pub(crate) mod backend;
+
+#[doc(hidden)]
+pub mod activation;
+#[cfg(feature = "autodiff")]
+mod autodiff;
+#[cfg(feature = "cube")]
+pub(crate) mod cube;
+pub(crate) mod forms;
+#[cfg(feature = "cuda")]
+mod fused;
+#[doc(hidden)]
+pub mod heads;
 #[cfg(all(feature = "cube", feature = "fusion"))]
 pub(crate) mod matmul;
+#[doc(hidden)]
+pub mod mlp;
 #[cfg(feature = "cube")]
 pub(crate) mod named_product;
 #[doc(hidden)]
 pub mod ops;
-#[cfg(feature = "cuda")]
-pub(crate) mod wgmma;
-
 pub(crate) mod products;
 #[doc(hidden)]
+pub mod projection;
+#[cfg(feature = "cube")]
+mod texts;
+#[doc(hidden)]
 pub mod values;
+#[cfg(feature = "cuda")]
+pub(crate) mod wgmma;
 
 use burn::backend::Dispatch;
 use burn::tensor::{DType, FloatDType, Tensor};
@@ -22,7 +38,7 @@ use burn_blocksparse::internal::check::same_device;
 use burn_blocksparse::internal::device::served;
 use burn_blocksparse::internal::op_plan::OpPlan;
 use burn_blocksparse::internal::values::ThreeFloats;
-use values::{LinearInputs, WEIGHTS};
+use values::{LinearCall, LinearInputs, WEIGHTS};
 
 /// How [`linear`] computes. Build it from [`Default`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -103,12 +119,10 @@ pub fn fused_linear<const D: usize>(
 ) -> Result<Tensor<D>, OpError> {
     let dtype = check(&x, &named(&weights), options)?;
     let mut weights = weights.into_iter().map(Tensor::into_dispatch);
-    let inputs = LinearInputs {
-        x: x.into_dispatch(),
-        weights: ThreeFloats::of_list(std::array::from_fn(|_| weights.next())),
-    };
-    let output = <Dispatch as LinearOps>::linear_forward(inputs, dtype);
-    Ok(Tensor::from_dispatch(output.out))
+    let weights = ThreeFloats::of_list(std::array::from_fn(|_| weights.next()));
+    let inputs = LinearInputs::new(x.into_dispatch(), weights);
+    let made = <Dispatch as LinearOps>::linear_forward(inputs, LinearCall::rows(dtype));
+    Ok(Tensor::from_dispatch(made.out.into_one()))
 }
 
 impl LinearOptions {
@@ -129,7 +143,7 @@ impl LinearOptions {
                 let rows: usize = x.dims().iter().rev().skip(1).product();
                 let out = weights.iter().map(|weight| weight.dims()[1]).sum();
                 let sizes = [rows, weights[0].dims()[0], out];
-                crate::linear::backend::kernels::text(device, dtype, sizes)
+                cube::text(device, dtype, sizes)
             }
             #[cfg(not(feature = "cube"))]
             Err::<String, std::convert::Infallible>(*device)

@@ -1,13 +1,26 @@
-//! The backend trait of products.
+//! The backend trait of linear layers: products, and what is done to their results beside them.
 
-use burn::backend::{Backend, backend_extension};
-use burn::tensor::FloatDType;
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Backend, TensorMetadata, backend_extension};
+use burn::tensor::Slice;
 
-use crate::linear::products;
+use crate::linear::activation::kind::Activation;
+use crate::linear::activation::reference as activations;
+use crate::linear::forms;
+use crate::linear::heads::reference as heads;
+use crate::linear::mlp::steps;
 use crate::linear::products::Primitives;
-use crate::linear::values::{LinearGrads, LinearInputs, LinearOutput, LinearSaved, LinearTask};
+#[cfg(feature = "fusion")]
+use crate::linear::products::with_width;
+use crate::linear::values::{
+    ActivationGrads, ActivationSaved, ActivationTask, BiasedRows, HeadGroups, HeadParts, JoinCall,
+    Joined, LinearCall, LinearGrads, LinearInputs, LinearOutput, LinearSaved, LinearTask, MlpCall,
+    MlpInputs, MlpOuterSaved, MlpOuterTask,
+};
+use burn_blocksparse::internal::values::ThreeFloats;
+use burn_blocksparse::reference_backends;
 
-/// Products as a backend operation. Arguments are checked by the public functions.
+/// Linear layers as backend operations. Arguments are checked by the public functions.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),
@@ -16,85 +29,218 @@ use crate::linear::values::{LinearGrads, LinearInputs, LinearOutput, LinearSaved
     Fusion: cfg(feature = "fusion"),
 )]
 pub trait LinearOps: Backend {
-    /// `x · [W₁ W₂ W₃]` of factors that are rounded to `dtype`, in it.
+    /// `x · [W₁ W₂ W₃]` of factors that are rounded to the call's dtype, in it, and what its form makes of that.
     #[fusion(meta = meta::forward)]
     fn linear_forward(
         #[extension_type] inputs: LinearInputs<Self>,
-        dtype: FloatDType,
+        call: LinearCall,
     ) -> LinearOutput<Self> {
-        products::forward::<Self, Primitives>(inputs, dtype)
+        forms::forward::<Self, Primitives>(inputs, call)
     }
 
-    /// The backward pass: those gradients that `task` wants.
+    /// The backward pass of the product: those gradients that `task` wants.
     #[fusion(meta = meta::backward)]
     fn linear_backward(
         #[extension_type] saved: LinearSaved<Self>,
         task: LinearTask,
     ) -> LinearGrads<Self> {
-        products::backward::<Self, Primitives>(saved, task)
+        forms::backward::<Self, Primitives>(saved, task)
+    }
+
+    /// `f(x + bias)` in x's dtype.
+    #[fusion(dtype = inputs.x.dtype, shape = inputs.x.shape.clone())]
+    fn bias_activation(
+        #[extension_type] inputs: BiasedRows<Self>,
+        activation: Activation,
+    ) -> FloatTensor<Self> {
+        activations::forward::<Self>(inputs, activation)
+    }
+
+    /// The backward pass: those gradients that `task` wants.
+    #[fusion(meta = meta::activation)]
+    fn bias_activation_backward(
+        #[extension_type] saved: ActivationSaved<Self>,
+        activation: Activation,
+        task: ActivationTask,
+    ) -> ActivationGrads<Self> {
+        activations::backward::<Self>(saved, activation, task)
+    }
+
+    /// Rows `[batch, seq, Σ heads · width]` plus a bias, as tensors by heads.
+    #[fusion(meta = meta::split)]
+    fn split_heads(
+        #[extension_type] inputs: BiasedRows<Self>,
+        parts: HeadParts,
+    ) -> ThreeFloats<Self> {
+        heads::split::<Self>(inputs, parts)
+    }
+
+    /// Tensors by heads as rows, and the sums over all rows. At least one of the tensors has to be there.
+    #[fusion(meta = meta::join)]
+    fn join_heads(#[extension_type] tensors: ThreeFloats<Self>, call: JoinCall) -> Joined<Self> {
+        heads::join::<Self>(tensors, &call)
+    }
+
+    /// The first heads of `[batch, heads, seq, width]`, and the others.
+    #[fusion(meta = meta::groups)]
+    fn split_head_groups(x: FloatTensor<Self>, first: usize) -> HeadGroups<Self> {
+        let [_, heads, ..] = x.shape().dims::<4>();
+        let all = Slice::full();
+        let part = |heads| Self::float_slice(x.clone(), &[all, Slice::from(heads), all, all]);
+        HeadGroups {
+            first: part(0..first),
+            others: part(first..heads),
+        }
+    }
+
+    /// Both parts as one tensor.
+    #[fusion(meta = meta::together)]
+    fn cat_head_groups(#[extension_type] parts: HeadGroups<Self>) -> FloatTensor<Self> {
+        Self::float_cat(vec![parts.first, parts.others], 1)
+    }
+
+    /// `f(x · W₁ + b) · W₂`.
+    #[fusion(
+        dtype = call.dtype.into(),
+        shape = with_width(&inputs.x.shape, inputs.outer.shape[1])
+    )]
+    fn mlp(#[extension_type] inputs: MlpInputs<Self>, call: MlpCall) -> FloatTensor<Self> {
+        steps::forward::<Self>(inputs, call, false).out
+    }
+
+    /// Gradients by what comes into the activation of a feed-forward network and by the bias, and the activation again.
+    #[fusion(meta = meta::mlp_outer)]
+    fn mlp_outer_backward(
+        #[extension_type] saved: MlpOuterSaved<Self>,
+        task: MlpOuterTask,
+    ) -> ActivationGrads<Self> {
+        steps::outer_backward::<Self>(saved, task)
     }
 }
+
+reference_backends!(LinearOps);
 
 /// Output shapes and dtypes for fusion, which never compares them with what the backend returns.
 #[cfg(feature = "fusion")]
 mod meta {
     use burn::backend::fusion::custom::TensorSpec;
+    use burn::tensor::{DType, FloatDType};
 
     use super::*;
-    use crate::linear::products::with_width;
     use crate::linear::values::{
-        LinearGradsMetadata, LinearInputsMetadata, LinearOutputMetadata, LinearSavedMetadata,
+        ActivationGradsMetadata, ActivationSavedMetadata, BiasedRowsMetadata, HeadGroupsMetadata,
+        JoinedMetadata, LinearForm, LinearGradsMetadata, LinearInputsMetadata,
+        LinearOutputMetadata, LinearSavedMetadata, MlpOuterSavedMetadata,
     };
-    use burn_blocksparse::internal::values::{OptFloatMetadata, ThreeFloatsMetadata};
+    use burn_blocksparse::internal::values::ThreeFloatsMetadata;
 
-    fn maybe(spec: Option<TensorSpec>) -> OptFloatMetadata {
-        match spec {
-            Some(spec) => OptFloatMetadata::Some(spec),
-            None => OptFloatMetadata::None,
-        }
+    fn by_heads([batch, seq]: [usize; 2], parts: HeadParts, dtype: DType) -> ThreeFloatsMetadata {
+        let of = |(heads, dim)| TensorSpec::new([batch, heads, seq, dim].into(), dtype);
+        ThreeFloatsMetadata::of_list(parts.map(|part| part.map(of)))
     }
 
-    pub fn forward(inputs: &LinearInputsMetadata, dtype: &FloatDType) -> LinearOutputMetadata {
-        let ThreeFloatsMetadata {
-            first,
-            second,
-            third,
-        } = &inputs.weights;
-        let weights: Vec<&TensorSpec> = [first, second, third]
-            .into_iter()
-            .filter_map(|weight| match weight {
-                OptFloatMetadata::Some(weight) => Some(weight),
-                OptFloatMetadata::None => None,
-            })
-            .collect();
-        let dtype = (*dtype).into();
+    pub fn forward(inputs: &LinearInputsMetadata, call: &LinearCall) -> LinearOutputMetadata {
+        let (shape, dtype) = (&inputs.x.shape, call.dtype.into());
+        let weights: Vec<_> = inputs.weights.list().into_iter().flatten().collect();
         let width = weights.iter().map(|weight| weight.shape[1]).sum();
+        let rows = || TensorSpec::new(with_width(shape, width), dtype);
+        let out = match call.form {
+            LinearForm::Rows => [Some(rows()), None, None],
+            LinearForm::Activated { keep, .. } => [Some(rows()), keep.then(rows), None],
+            LinearForm::FromHeads => {
+                let out = [shape[0], shape[2], width];
+                [Some(TensorSpec::new(out.into(), dtype)), None, None]
+            }
+            LinearForm::ToHeads(_) => [const { None }; 3],
+        };
         let is_joined = weights.len() > 1 || weights.iter().any(|weight| weight.dtype != dtype);
+        let is_rounded = call.form != LinearForm::FromHeads && inputs.x.dtype != dtype;
         let joined = || TensorSpec::new([weights[0].shape[0], width].into(), dtype);
-        let rounded = || TensorSpec::new(inputs.x.shape.clone(), dtype);
+        let rounded = || TensorSpec::new(shape.clone(), dtype);
         LinearOutputMetadata {
-            out: TensorSpec::new(with_width(&inputs.x.shape, width), dtype),
-            rounded: maybe((inputs.x.dtype != dtype).then(rounded)),
-            joined: maybe(is_joined.then(joined)),
+            out: match call.form {
+                LinearForm::ToHeads(parts) => by_heads([shape[0], shape[1]], parts, dtype),
+                _ => ThreeFloatsMetadata::of_list(out),
+            },
+            rounded: is_rounded.then(rounded).into(),
+            joined: is_joined.then(joined).into(),
         }
     }
 
     pub fn backward(saved: &LinearSavedMetadata, task: &LinearTask) -> LinearGradsMetadata {
-        let shape = with_width(&saved.grad.shape, task.inputs);
-        let [first, second, third] = task.weights.map(|weight| {
-            let wanted = weight.and_then(|(width, dtype)| Some((width, dtype?)));
-            let spec = |(width, dtype): (usize, FloatDType)| {
-                TensorSpec::new([task.inputs, width].into(), dtype.into())
-            };
-            maybe(wanted.map(spec))
+        let grad = &saved.grad.shape;
+        let x = match task.heads {
+            Some((heads, dim)) => [grad[0], heads, grad[1], dim].into(),
+            None => with_width(grad, task.inputs),
+        };
+        let weights = task.weights.map(|weight| {
+            let (width, dtype) = weight?;
+            Some(TensorSpec::new([task.inputs, width].into(), dtype?.into()))
         });
         LinearGradsMetadata {
-            x: maybe(task.x.map(|dtype| TensorSpec::new(shape, dtype.into()))),
-            weights: ThreeFloatsMetadata {
-                first,
-                second,
-                third,
-            },
+            x: (task.x)
+                .map(|dtype| TensorSpec::new(x, dtype.into()))
+                .into(),
+            weights: ThreeFloatsMetadata::of_list(weights),
         }
+    }
+
+    fn activation_grads(
+        like: &TensorSpec,
+        bias: Option<FloatDType>,
+        [x, y]: [bool; 2],
+    ) -> ActivationGradsMetadata {
+        let width = like.shape[like.shape.num_dims() - 1];
+        let bias = bias.map(|dtype| TensorSpec::new([width].into(), dtype.into()));
+        ActivationGradsMetadata {
+            x: x.then(|| like.clone()).into(),
+            bias: bias.into(),
+            y: y.then(|| like.clone()).into(),
+        }
+    }
+
+    pub fn activation(
+        saved: &ActivationSavedMetadata,
+        _activation: &Activation,
+        task: &ActivationTask,
+    ) -> ActivationGradsMetadata {
+        activation_grads(&saved.grad, task.bias, [task.x, task.y])
+    }
+
+    pub fn mlp_outer(
+        saved: &MlpOuterSavedMetadata,
+        task: &MlpOuterTask,
+    ) -> ActivationGradsMetadata {
+        activation_grads(&saved.hidden, task.bias, [true, task.active])
+    }
+
+    pub fn split(inputs: &BiasedRowsMetadata, parts: &HeadParts) -> ThreeFloatsMetadata {
+        let shape = &inputs.x.shape;
+        by_heads([shape[0], shape[1]], *parts, inputs.x.dtype)
+    }
+
+    pub fn join(_tensors: &ThreeFloatsMetadata, call: &JoinCall) -> JoinedMetadata {
+        let ([batch, seq], width) = (call.rows, call.width());
+        let bias = (call.bias).map(|dtype| TensorSpec::new([width].into(), dtype.into()));
+        JoinedMetadata {
+            x: TensorSpec::new([batch, seq, width].into(), call.dtype.into()),
+            bias: bias.into(),
+        }
+    }
+
+    pub fn groups(x: &TensorSpec, first: &usize) -> HeadGroupsMetadata {
+        let [batch, heads, seq, width] = x.shape.dims::<4>();
+        let part = |heads: usize| TensorSpec::new([batch, heads, seq, width].into(), x.dtype);
+        HeadGroupsMetadata {
+            first: part(*first),
+            others: part(heads - first),
+        }
+    }
+
+    pub fn together(parts: &HeadGroupsMetadata) -> TensorSpec {
+        let [batch, first, seq, width] = parts.first.shape.dims::<4>();
+        let others = parts.others.shape[1];
+        let shape = [batch, first + others, seq, width];
+        TensorSpec::new(shape.into(), parts.first.dtype)
     }
 }

@@ -4,7 +4,7 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, Shape, Slice};
 
-use crate::linear::values::{LinearGrads, LinearInputs, LinearOutput, LinearSaved, LinearTask};
+use crate::linear::values::{LinearGrads, LinearOutput, LinearSaved, LinearTask};
 use burn_blocksparse::internal::dtype::accumulate_in;
 use burn_blocksparse::internal::values::ThreeFloats;
 
@@ -241,10 +241,10 @@ fn columns<B: Backend>(matrix: FloatTensor<B>, start: usize, width: usize) -> Fl
 
 /// `x · [W₁ W₂ W₃]`, rounded to `dtype` before.
 pub(crate) fn forward<B: Backend, P: Products<B>>(
-    inputs: LinearInputs<B>,
+    x: FloatTensor<B>,
+    weights: ThreeFloats<B>,
     dtype: FloatDType,
 ) -> LinearOutput<B> {
-    let LinearInputs { x, weights } = inputs;
     let weights: Vec<FloatTensor<B>> = weights.into_list().into_iter().flatten().collect();
     let changed = |tensor: &FloatTensor<B>| FloatDType::from(tensor.dtype()) != dtype;
     let is_joined = weights.len() > 1 || weights.iter().any(changed);
@@ -259,7 +259,7 @@ pub(crate) fn forward<B: Backend, P: Products<B>>(
     let rows = as_rows::<B>(x.clone(), width);
     let out = outputs::<B, P>(rows, weight.clone(), dtype);
     LinearOutput {
-        out: B::float_reshape(out, out_shape),
+        out: ThreeFloats::one(B::float_reshape(out, out_shape)),
         rounded: is_rounded.then_some(x).into(),
         joined: is_joined.then_some(weight).into(),
     }

@@ -1,34 +1,122 @@
-//! The values that cross the backend trait of products.
+//! The values that cross the backend trait of linear layers.
 
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, ExtensionType};
+use burn::backend::{Backend, ExtensionType, TensorMetadata};
 use burn::tensor::FloatDType;
 
+use crate::linear::activation::kind::Activation;
+use burn_blocksparse::float_list;
 use burn_blocksparse::internal::values::{OptFloat, ThreeFloats};
 
 /// How many weights a call may have.
 pub const WEIGHTS: usize = 3;
 
-/// The factors of [`linear`](crate::linear()).
+/// How many tensors a row may be split into.
+pub const MOST_PARTS: usize = 3;
+
+/// The heads of each part, and their width. None: there is no such part.
+pub type HeadParts = [Option<(usize, usize)>; MOST_PARTS];
+
+/// What a product reads, and what is made of its result.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum LinearForm {
+    /// `x · W`: `[.., in]` to `[.., Σ out]`. No bias.
+    Rows,
+    /// `f(x · W + b)`, `[.., out]`, and with `keep` `x · W` as the second result. Of one weight.
+    Activated {
+        /// What is made of each number.
+        activation: Activation,
+        /// Whether the product is returned, too.
+        keep: bool,
+    },
+    /// `x · W + b` by heads: `[batch, seq, in]` to `[batch, heads, seq, width]` each.
+    ToHeads(HeadParts),
+    /// `x · W` of x by heads: `[batch, heads, seq, width]` to `[batch, seq, out]`. Of one weight, no bias.
+    FromHeads,
+}
+
+/// How a product is computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LinearCall {
+    /// Of the factors, which are rounded to it, and of the results.
+    pub dtype: FloatDType,
+    /// What it reads and makes.
+    pub form: LinearForm,
+}
+
+impl LinearCall {
+    /// A product of rows.
+    pub(crate) fn rows(dtype: FloatDType) -> Self {
+        let form = LinearForm::Rows;
+        Self { dtype, form }
+    }
+}
+
+/// What a product is made of.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
 pub struct LinearInputs<B: Backend> {
-    /// `[.., in]`
+    /// As [`LinearForm`] says.
     pub x: FloatTensor<B>,
     /// `[in, out]` each.
     #[extension_type]
     pub weights: ThreeFloats<B>,
+    /// `[Σ out]`, of any float dtype.
+    #[extension_type]
+    pub bias: OptFloat<B>,
 }
 
-/// What the forward pass returns.
+impl<B: Backend> LinearInputs<B> {
+    /// Without a bias.
+    pub(crate) fn new(x: FloatTensor<B>, weights: ThreeFloats<B>) -> Self {
+        let bias = OptFloat::None;
+        Self { x, weights, bias }
+    }
+
+    /// x, the weights and the bias.
+    pub fn into_list(self) -> [Option<FloatTensor<B>>; WEIGHTS + 2] {
+        let [first, second, third] = self.weights.into_list();
+        [Some(self.x), first, second, third, self.bias.into_option()]
+    }
+
+    /// The inverse of [`Self::into_list`].
+    pub fn of_list(list: [Option<FloatTensor<B>>; WEIGHTS + 2]) -> Self {
+        let [x, first, second, third, bias] = list;
+        Self {
+            x: x.expect("x"),
+            weights: ThreeFloats::of_list([first, second, third]),
+            bias: bias.into(),
+        }
+    }
+
+    /// Which of them a backward pass reads as they came, of those whose gradients are wanted: what is multiplied in another dtype, or beside others, it reads as
+    /// it was multiplied.
+    #[cfg(feature = "autodiff")]
+    pub(crate) fn reads(
+        &self,
+        call: LinearCall,
+    ) -> impl FnOnce([bool; WEIGHTS + 2]) -> [bool; WEIGHTS + 2] + use<B> {
+        let is_itself = |tensor: &FloatTensor<B>| FloatDType::from(tensor.dtype()) == call.dtype;
+        let ThreeFloats { first, second, .. } = &self.weights;
+        // Of x by heads no copy is kept.
+        let x = call.form == LinearForm::FromHeads || is_itself(&self.x);
+        let weight = second.as_ref().is_none() && first.as_ref().is_some_and(is_itself);
+        move |[by_x, a, b, c, _]| [(a || b || c) && x, by_x && weight, false, false, false]
+    }
+}
+
+/// What a product returns.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
 pub struct LinearOutput<B: Backend> {
-    /// `[.., Σ out]`, in the product's dtype.
-    pub out: FloatTensor<B>,
-    /// x in the product's dtype, if it had another.
+    /// In the product's dtype, as [`LinearForm`] says.
+    #[extension_type]
+    pub out: ThreeFloats<B>,
+    /// x in the product's dtype, if it had another and is of rows.
     #[extension_type]
     pub rounded: OptFloat<B>,
     /// The weights side by side in the product's dtype, `[in, Σ out]`, if that is not the one weight itself.
@@ -36,18 +124,18 @@ pub struct LinearOutput<B: Backend> {
     pub joined: OptFloat<B>,
 }
 
-/// What the backward pass gets, as far as a gradient that is wanted needs it.
+/// What the backward pass of a product gets, as far as a gradient that is wanted needs it.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
 pub struct LinearSaved<B: Backend> {
-    /// x as it was multiplied, `[.., in]`.
+    /// x as it was multiplied, `[.., in]`; by heads as it came.
     #[extension_type]
     pub x: OptFloat<B>,
     /// The weights as they were multiplied, `[in, Σ out]`.
     #[extension_type]
     pub weight: OptFloat<B>,
-    /// By the output, `[.., Σ out]`.
+    /// By the product, `[.., Σ out]`.
     pub grad: FloatTensor<B>,
 }
 
@@ -56,7 +144,7 @@ pub struct LinearSaved<B: Backend> {
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
 pub struct LinearGrads<B: Backend> {
-    /// `[.., in]`
+    /// As x.
     #[extension_type]
     pub x: OptFloat<B>,
     /// `[in, out]` each.
@@ -64,14 +152,263 @@ pub struct LinearGrads<B: Backend> {
     pub weights: ThreeFloats<B>,
 }
 
-/// What the backward pass has to compute.
+impl<B: Backend> LinearGrads<B> {
+    /// By x and the weights.
+    pub fn into_list(self) -> [Option<FloatTensor<B>>; WEIGHTS + 1] {
+        let [first, second, third] = self.weights.into_list();
+        [self.x.into_option(), first, second, third]
+    }
+}
+
+/// What the backward pass of a product has to compute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LinearTask {
-    /// Columns of x.
+    /// Of the product.
+    pub dtype: FloatDType,
+    /// Rows of the weights.
     pub inputs: usize,
+    /// The heads of an x by heads, and their width.
+    pub heads: Option<(usize, usize)>,
     /// x's dtype, if its gradient is wanted.
     pub x: Option<FloatDType>,
     /// Of each weight its columns and, if its gradient is wanted, its dtype. None: there is no such weight.
     pub weights: [Option<(usize, Option<FloatDType>)>; WEIGHTS],
+}
+
+impl LinearTask {
+    /// The gradients of `dtypes`, of which the last, the bias's, is another's task.
+    #[cfg(feature = "autodiff")]
+    pub(crate) fn new<B: Backend>(
+        inputs: &LinearInputs<B>,
+        call: LinearCall,
+        dtypes: [Option<FloatDType>; WEIGHTS + 2],
+    ) -> Self {
+        let ThreeFloats {
+            first,
+            second,
+            third,
+            ..
+        } = &inputs.weights;
+        let [by_x, by_first, by_second, by_third, _] = dtypes;
+        let of = |weight: &OptFloat<B>, dtype| Some((weight.as_ref()?.shape()[1], dtype));
+        let weight = first.as_ref().expect("a weight");
+        let heads = (call.form == LinearForm::FromHeads).then(|| {
+            let [_, heads, _, dim] = inputs.x.shape().dims();
+            (heads, dim)
+        });
+        Self {
+            dtype: call.dtype,
+            inputs: weight.shape()[0],
+            heads,
+            x: by_x,
+            weights: [
+                of(first, by_first),
+                of(second, by_second),
+                of(third, by_third),
+            ],
+        }
+    }
+
+    /// The gradients of a product of rows and one weight, `[inputs, outputs]`.
+    pub(crate) fn one(
+        dtype: FloatDType,
+        [inputs, outputs]: [usize; 2],
+        x: Option<FloatDType>,
+        weight: Option<FloatDType>,
+    ) -> Self {
+        Self {
+            dtype,
+            inputs,
+            heads: None,
+            x,
+            weights: [Some((outputs, weight)), None, None],
+        }
+    }
+
+    /// Whether a weight's gradient is wanted.
+    #[cfg(any(feature = "autodiff", feature = "cuda"))]
+    pub(crate) fn by_weights(&self) -> bool {
+        let mut weights = self.weights.iter().flatten();
+        weights.any(|(_, dtype)| dtype.is_some())
+    }
+
+    /// Of x and the weights as they were multiplied, those that the gradients are computed of.
+    #[cfg(feature = "autodiff")]
+    pub(crate) fn of_rounded<B: Backend>(
+        &self,
+        [x, weight]: [OptFloat<B>; 2],
+    ) -> [Option<FloatTensor<B>>; 2] {
+        let (x, weight) = (x.into_option(), weight.into_option());
+        [
+            x.filter(|_| self.by_weights()),
+            weight.filter(|_| self.x.is_some()),
+        ]
+    }
+}
+
+/// Rows, and what is added to each.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct BiasedRows<B: Backend> {
+    /// `[.., width]`
+    pub x: FloatTensor<B>,
+    /// `[width]`, of any float dtype.
+    #[extension_type]
+    pub bias: OptFloat<B>,
+}
+
+float_list!(BiasedRows, 2: x; bias);
+
+/// What the backward pass of an activation gets.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct ActivationSaved<B: Backend> {
+    /// `[.., width]`; none without an activation, whose gradient does not depend on it.
+    #[extension_type]
+    pub x: OptFloat<B>,
+    /// `[width]`
+    #[extension_type]
+    pub bias: OptFloat<B>,
+    /// By the result.
+    pub grad: FloatTensor<B>,
+}
+
+/// Gradients, each of its input's shape and dtype, if it is wanted, and the activation.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct ActivationGrads<B: Backend> {
+    /// `[.., width]`
+    #[extension_type]
+    pub x: OptFloat<B>,
+    /// `[width]`
+    #[extension_type]
+    pub bias: OptFloat<B>,
+    /// The activation again, `[.., width]`.
+    #[extension_type]
+    pub y: OptFloat<B>,
+}
+
+/// What the backward pass of an activation has to compute.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ActivationTask {
+    /// Whether x's gradient is wanted.
+    pub x: bool,
+    /// The bias's dtype, if its gradient is wanted.
+    pub bias: Option<FloatDType>,
+    /// Whether the activation is wanted again. Then x's gradient is wanted, too, and there is an activation.
+    pub y: bool,
+}
+
+/// What is joined, as far as the tensors do not say it: any of them may be missing, and is 0 then.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct JoinCall {
+    /// Batch and sequence.
+    pub rows: [usize; 2],
+    /// The heads.
+    pub parts: HeadParts,
+    /// Of the tensors and the result.
+    pub dtype: FloatDType,
+    /// The dtype of the sums over all rows, the bias's gradient, if they are wanted.
+    pub bias: Option<FloatDType>,
+}
+
+impl JoinCall {
+    /// Numbers of a row.
+    pub fn width(&self) -> usize {
+        let widths = self.parts.iter().flatten().map(|(heads, dim)| heads * dim);
+        widths.sum()
+    }
+}
+
+/// Joined tensors, `[batch, seq, Σ heads · width]`, and their sums over batch and sequence, if they are wanted.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct Joined<B: Backend> {
+    /// `[batch, seq, Σ heads · width]`
+    pub x: FloatTensor<B>,
+    /// `[Σ heads · width]`
+    #[extension_type]
+    pub bias: OptFloat<B>,
+}
+
+float_list!(Joined, 2: x; bias);
+
+/// The heads of a tensor in two parts, or gradients by them.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct HeadGroups<B: Backend> {
+    /// `[batch, first, seq, width]`.
+    pub first: FloatTensor<B>,
+    /// `[batch, heads − first, seq, width]`.
+    pub others: FloatTensor<B>,
+}
+
+float_list!(HeadGroups, 2: first others;);
+
+/// What a feed-forward network is made of.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct MlpInputs<B: Backend> {
+    /// `[.., in]`
+    pub x: FloatTensor<B>,
+    /// `[in, hidden]`
+    pub inner: FloatTensor<B>,
+    /// `[hidden]`
+    #[extension_type]
+    pub bias: OptFloat<B>,
+    /// `[hidden, out]`
+    pub outer: FloatTensor<B>,
+}
+
+float_list!(MlpInputs, 4: x inner outer; bias);
+
+/// How a feed-forward network computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MlpCall {
+    /// Between the products.
+    pub activation: Activation,
+    /// Of the products.
+    pub dtype: FloatDType,
+    /// Whether the backward pass computes the first product again.
+    pub recompute: bool,
+}
+
+/// What the half of a backward pass before the activation gets.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct MlpOuterSaved<B: Backend> {
+    /// `x · W₁`, `[.., hidden]`.
+    pub hidden: FloatTensor<B>,
+    /// `[hidden]`
+    #[extension_type]
+    pub bias: OptFloat<B>,
+    /// W₂ as it was multiplied, `[hidden, out]`.
+    pub outer: FloatTensor<B>,
+    /// By the result, `[.., out]`.
+    pub grad: FloatTensor<B>,
+}
+
+/// What that half computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MlpOuterTask {
+    /// Between the products; not [`Activation::None`].
+    pub activation: Activation,
+    /// Of the products.
+    pub dtype: FloatDType,
+    /// The bias's dtype, if its gradient is wanted.
+    pub bias: Option<FloatDType>,
+    /// Whether the activation is wanted again.
+    pub active: bool,
 }

@@ -11,7 +11,7 @@ use burn::tensor::{FloatDType, Shape};
 use burn_cubecl::CubeDevice;
 use burn_cubecl::tensor::CubeTensor;
 
-use crate::heads::values::{HeadParts, MOST_PARTS};
+use crate::linear::values::{HeadParts, MOST_PARTS};
 use burn_blocksparse::internal::cube::empty;
 
 /// Whether a dtype of factors is bf16, and not f16.

@@ -1,19 +1,5 @@
 //! Losses on each backend, and their step in Burn's autodiff graph.
 
-#[cfg(any(
-    feature = "flex",
-    feature = "ndarray",
-    feature = "cube",
-    feature = "autodiff"
-))]
-use crate::loss::ops::LossOps;
-
-#[cfg(feature = "flex")]
-impl LossOps for burn::backend::Flex {}
-
-#[cfg(feature = "ndarray")]
-impl LossOps for burn::backend::NdArray {}
-
 #[cfg(feature = "cube")]
 pub(crate) mod kernels {
     use std::ops::Range;
@@ -31,10 +17,10 @@ pub(crate) mod kernels {
     use burn_cubecl::tensor::CubeTensor;
     use burn_cubecl::{CubeBackend, CubeDevice};
 
-    use super::LossOps;
-    use crate::linear::backend::kernels::Kernels;
+    use crate::linear::cube::Kernels;
     use crate::loss::compute;
     use crate::loss::compute::{Losses, PrimitiveLosses};
+    use crate::loss::ops::LossOps;
     use crate::loss::values::{
         LossDtypes, LossGrads, LossInputs, LossOutput, LossSaved, LossTask, Reduction,
     };
@@ -213,150 +199,61 @@ pub(crate) mod kernels {
 
 #[cfg(feature = "autodiff")]
 mod steps {
+    use burn::backend::AutodiffBackend;
     use burn::backend::autodiff::Autodiff;
-    use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
-    use burn::backend::autodiff::grads::Gradients;
-    use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
-    use burn::backend::tensor::FloatTensor;
-    use burn::backend::{AutodiffBackend, Backend, TensorMetadata};
+    use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 
-    use super::LossOps;
-    use crate::loss::values::{
-        LossDtypes, LossGrads, LossInputs, LossOutput, LossSaved, LossTask, Reduction,
-    };
+    use crate::loss::ops::LossOps;
+    use crate::loss::values::{LossDtypes, LossInputs, LossOutput, LossSaved, LossTask, Reduction};
+    use burn_blocksparse::internal::custom_gradient::{custom_gradient, nothing, own_dtype, there};
     use burn_blocksparse::internal::values::OptFloat;
-
-    /// The step behind x and the weight.
-    #[derive(Debug)]
-    struct CrossEntropy;
-
-    /// What the backward pass needs.
-    #[derive(Clone, Debug)]
-    enum State<B: Backend> {
-        /// The gradients of the forward pass.
-        Whole {
-            factor: FloatTensor<B>,
-            x: OptFloat<B>,
-            weight: OptFloat<B>,
-            dtypes: LossDtypes,
-        },
-        /// What logits are made of again.
-        Positions {
-            inputs: LossInputs<B>,
-            task: LossTask,
-            dtypes: LossDtypes,
-        },
-    }
-
-    impl<B: LossOps> Backward<B, 2> for CrossEntropy {
-        type State = State<B>;
-
-        fn backward(
-            self,
-            ops: Ops<Self::State, 2>,
-            grads: &mut Gradients,
-            _checkpointer: &mut Checkpointer,
-        ) {
-            let grad = grads.consume::<B>(&ops.node);
-            let made = match ops.state {
-                State::Whole {
-                    factor,
-                    x,
-                    weight,
-                    dtypes,
-                } => {
-                    let saved = LossSaved {
-                        factor,
-                        grad,
-                        x,
-                        weight,
-                    };
-                    B::linear_cross_entropy_backward(saved, dtypes)
-                }
-                State::Positions {
-                    inputs,
-                    task,
-                    dtypes,
-                } => B::position_cross_entropy_backward(inputs, grad, task, dtypes),
-            };
-            let gradients = [made.x, made.weight].map(OptFloat::into_option);
-            for (parent, grad) in ops.parents.into_iter().zip(gradients) {
-                if let (Some(parent), Some(grad)) = (parent, grad) {
-                    grads.register::<B>(parent.id, grad);
-                }
-            }
-        }
-    }
 
     impl<B: LossOps, C: CheckpointStrategy> LossOps for Autodiff<B, C> {
         fn linear_cross_entropy(inputs: LossInputs<Self>, task: LossTask) -> LossOutput<Self> {
             let LossInputs { x, weight, targets } = inputs;
-            let nodes = [x.node(), weight.node()];
-            let task = LossTask {
-                by_x: x.is_tracked(),
-                by_weight: weight.is_tracked(),
-                ..task
-            };
             let dtypes = LossDtypes {
-                x: x.dtype().into(),
-                weight: weight.dtype().into(),
+                x: own_dtype(&x),
+                weight: own_dtype(&weight),
             };
-            let inputs = LossInputs {
-                x: x.into_primitive(),
-                weight: weight.into_primitive(),
-                targets,
-            };
-            let of_positions = task.reduction == Reduction::None;
-            let kept = of_positions.then(|| inputs.clone());
-            let LossOutput {
-                loss,
-                factor,
-                x,
-                weight,
-            } = B::linear_cross_entropy(inputs, task);
-            let constant = <Self as AutodiffBackend>::from_inner;
-            let prepared = CrossEntropy.prepare::<C>(nodes).compute_bound();
-            let loss = match prepared.stateful() {
-                OpsKind::Tracked(prep) => {
-                    let state = match kept {
-                        Some(inputs) => State::Positions {
-                            inputs,
-                            task,
-                            dtypes,
-                        },
-                        None => State::Whole {
-                            factor: factor.clone(),
-                            x,
-                            weight,
-                            dtypes,
-                        },
+            let mut by_count = None;
+            let factors = [x, weight].map(Some);
+            let loss = custom_gradient::<B, C, _, _>(factors, nothing, |factors, wanted| {
+                let ([x, weight], [by_x, by_weight]) = (factors.map(there), wanted);
+                let task = LossTask {
+                    by_x,
+                    by_weight,
+                    ..task
+                };
+                let inputs = LossInputs::<B> { x, weight, targets };
+                // Logits are made of them again.
+                let kept = (task.reduction == Reduction::None).then(|| inputs.clone());
+                let made = B::linear_cross_entropy(inputs, task);
+                by_count = Some(made.factor.clone());
+                (made.loss, move |_, grad| {
+                    let (factor, x, weight) = (made.factor, made.x, made.weight);
+                    let grads = match kept {
+                        Some(inputs) => {
+                            B::position_cross_entropy_backward(inputs, grad, task, dtypes)
+                        }
+                        None => {
+                            let saved = LossSaved {
+                                factor,
+                                grad,
+                                x,
+                                weight,
+                            };
+                            B::linear_cross_entropy_backward(saved, dtypes)
+                        }
                     };
-                    prep.finish(state, loss)
-                }
-                OpsKind::UnTracked(prep) => prep.finish(loss),
-            };
+                    grads.into_list()
+                })
+            });
             LossOutput {
                 loss,
-                factor: constant(factor),
+                factor: <Self as AutodiffBackend>::from_inner(there(by_count)),
                 x: OptFloat::None,
                 weight: OptFloat::None,
             }
-        }
-
-        fn linear_cross_entropy_backward(
-            _saved: LossSaved<Self>,
-            _dtypes: LossDtypes,
-        ) -> LossGrads<Self> {
-            unimplemented!("linear_cross_entropy is differentiable once")
-        }
-
-        fn position_cross_entropy_backward(
-            _inputs: LossInputs<Self>,
-            _grad: FloatTensor<Self>,
-            _task: LossTask,
-            _dtypes: LossDtypes,
-        ) -> LossGrads<Self> {
-            unimplemented!("linear_cross_entropy is differentiable once")
         }
     }
 }

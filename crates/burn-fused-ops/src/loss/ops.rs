@@ -6,6 +6,7 @@ use burn::backend::{Backend, backend_extension};
 use crate::loss::compute;
 use crate::loss::compute::PrimitiveLosses;
 use crate::loss::values::{LossDtypes, LossGrads, LossInputs, LossOutput, LossSaved, LossTask};
+use burn_blocksparse::reference_backends;
 
 /// Losses as a backend operation. Arguments are checked by the public function.
 #[backend_extension(
@@ -46,37 +47,33 @@ pub trait LossOps: Backend {
     }
 }
 
+reference_backends!(LossOps);
+
 /// Output shapes and dtypes for fusion, which never compares them with what the backend returns.
 #[cfg(feature = "fusion")]
 mod meta {
     use burn::backend::fusion::custom::TensorSpec;
+    use burn::tensor::FloatDType;
 
     use super::*;
     use crate::loss::values::{
         LossGradsMetadata, LossInputsMetadata, LossOutputMetadata, LossSavedMetadata, Reduction,
     };
-    use burn_blocksparse::internal::dtype::accumulate_in;
-    use burn_blocksparse::internal::values::OptFloatMetadata;
+    use burn_blocksparse::internal::dtype::sums_of;
 
     pub fn forward(inputs: &LossInputsMetadata, task: &LossTask) -> LossOutputMetadata {
-        let dtype = accumulate_in(inputs.x.dtype.into()).into();
-        let one = TensorSpec::new([1].into(), dtype);
+        let dtype = sums_of(inputs.x.dtype);
         let is_whole = task.reduction != Reduction::None;
-        let [positions, _] = inputs.x.shape.dims::<2>();
+        let losses = match is_whole {
+            true => 1,
+            false => inputs.x.shape[0],
+        };
+        let weight = || TensorSpec::new(inputs.weight.shape.clone(), dtype);
         LossOutputMetadata {
-            loss: match is_whole {
-                true => one.clone(),
-                false => TensorSpec::new([positions].into(), dtype),
-            },
-            factor: one,
-            x: match task.by_x && is_whole {
-                true => OptFloatMetadata::Some(inputs.x.clone()),
-                false => OptFloatMetadata::None,
-            },
-            weight: match task.by_weight && is_whole {
-                true => OptFloatMetadata::Some(TensorSpec::new(inputs.weight.shape.clone(), dtype)),
-                false => OptFloatMetadata::None,
-            },
+            loss: TensorSpec::new([losses].into(), dtype),
+            factor: TensorSpec::new([1].into(), dtype),
+            x: (task.by_x && is_whole).then(|| inputs.x.clone()).into(),
+            weight: (task.by_weight && is_whole).then(weight).into(),
         }
     }
 
@@ -86,26 +83,22 @@ mod meta {
         task: &LossTask,
         dtypes: &LossDtypes,
     ) -> LossGradsMetadata {
-        let of = |is_wanted: bool, tensor: &TensorSpec, dtype| match is_wanted {
-            true => OptFloatMetadata::Some(TensorSpec::new(tensor.shape.clone(), dtype)),
-            false => OptFloatMetadata::None,
+        let of = |tensor: &TensorSpec, dtype: FloatDType| {
+            TensorSpec::new(tensor.shape.clone(), dtype.into())
         };
         LossGradsMetadata {
-            x: of(task.by_x, &inputs.x, dtypes.x.into()),
-            weight: of(task.by_weight, &inputs.weight, dtypes.weight.into()),
+            x: task.by_x.then(|| of(&inputs.x, dtypes.x)).into(),
+            weight: task
+                .by_weight
+                .then(|| of(&inputs.weight, dtypes.weight))
+                .into(),
         }
     }
 
     pub fn backward(saved: &LossSavedMetadata, dtypes: &LossDtypes) -> LossGradsMetadata {
-        let in_dtype = |tensor: &OptFloatMetadata, dtype| match tensor {
-            OptFloatMetadata::Some(tensor) => {
-                OptFloatMetadata::Some(TensorSpec::new(tensor.shape.clone(), dtype))
-            }
-            OptFloatMetadata::None => OptFloatMetadata::None,
-        };
         LossGradsMetadata {
-            x: in_dtype(&saved.x, dtypes.x.into()),
-            weight: in_dtype(&saved.weight, dtypes.weight.into()),
+            x: saved.x.cast(dtypes.x.into()),
+            weight: saved.weight.cast(dtypes.weight.into()),
         }
     }
 }

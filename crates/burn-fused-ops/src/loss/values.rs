@@ -4,6 +4,7 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType};
 use burn::tensor::FloatDType;
 
+use burn_blocksparse::float_list;
 use burn_blocksparse::internal::values::OptFloat;
 
 /// What becomes of the losses of positions.
@@ -78,6 +79,8 @@ pub struct LossGrads<B: Backend> {
     #[extension_type]
     pub weight: OptFloat<B>,
 }
+
+float_list!(LossGrads, 2: ; x weight);
 
 /// What the forward pass has to compute.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -1,58 +1,44 @@
 //! Residual norms on each backend.
 
-#[cfg(any(
-    feature = "flex",
-    feature = "ndarray",
-    feature = "cube",
-    feature = "autodiff"
-))]
-use crate::norm::ops::NormOps;
-
-#[cfg(feature = "flex")]
-impl NormOps for burn::backend::Flex {}
-
-#[cfg(feature = "ndarray")]
-impl NormOps for burn::backend::NdArray {}
-
-#[cfg(feature = "cube")]
-pub(crate) use kernels::shaped;
-
 #[cfg(feature = "cube")]
 mod kernels {
     use crate::kernels::rows;
     use crate::kernels::rows::norm::{NormBranch, NormOf};
     use crate::kernels::rows::norm_backward::{NormBackward, NormGrad, StreamGrad};
+    use blocksparse::ElementDropout;
     use blocksparse_cubecl::KernelError;
-    use blocksparse_cubecl::rows::Typed;
     use burn::backend::cubecl::dtype_to_elem_type;
     use burn::tensor::{DType, FloatDType, Shape};
     use burn_cubecl::CubeBackend;
     use burn_cubecl::kernel::{cast, into_contiguous};
     use burn_cubecl::tensor::CubeTensor;
 
-    use super::NormOps;
-    use crate::norm::reference::matrix;
+    use crate::norm::ops::NormOps;
     use crate::norm::values::{
         NormBackwardCall, NormCall, NormGrads, NormInputs, NormOutput, NormOutputGrads, NormSaved,
     };
     use crate::norm::{NormKind, reference};
-    use burn_blocksparse::internal::cube::{contiguous, empty, filled, uses_reference};
+    use burn_blocksparse::internal::cube::{
+        contiguous, filled, matrix, shaped, typed, uses_reference,
+    };
     use burn_blocksparse::internal::dtype::accumulate_in;
     use burn_blocksparse::internal::values::OptFloat;
 
-    /// A tensor to be written, of a shape, on the device of another.
-    pub(crate) fn shaped(like: &CubeTensor, shape: Shape, dtype: DType) -> CubeTensor {
-        let elements = shape.num_elements().max(1);
-        let CubeTensor { handle, .. } = empty(like, [elements], dtype);
-        let (client, device) = (like.client.clone(), like.device.clone());
-        CubeTensor::new_contiguous(client, device, shape, handle, dtype)
-    }
-
-    fn typed(tensor: &CubeTensor) -> Typed<'_> {
-        (&tensor.handle, dtype_to_elem_type(tensor.dtype))
-    }
-
     impl NormOps for CubeBackend {
+        fn stream_dropout(x: CubeTensor, dropout: ElementDropout) -> CubeTensor {
+            if uses_reference() {
+                return reference::dropout::<Self>(x, dropout);
+            }
+            let x = into_contiguous(x);
+            let shape = x.meta.shape().clone();
+            let sizes = matrix(&shape);
+            let output = shaped(&x, shape, x.dtype);
+            match rows::stream_dropout(&x.client, typed(&x), sizes, &output.handle, &dropout) {
+                Ok(()) => output,
+                Err(_) => reference::dropout::<Self>(x, dropout),
+            }
+        }
+
         fn add_norm(inputs: NormInputs<Self>, call: NormCall) -> NormOutput<Self> {
             if uses_reference() {
                 return reference::forward::<Self>(inputs, &call);
@@ -247,189 +233,66 @@ mod kernels {
 
 #[cfg(feature = "autodiff")]
 mod steps {
+    use blocksparse::ElementDropout;
     use burn::backend::autodiff::Autodiff;
-    use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
-    use burn::backend::autodiff::grads::Gradients;
-    use burn::backend::autodiff::ops::{Backward, NodeGuard, Ops, OpsKind};
-    use burn::backend::{AutodiffBackend, Backend, TensorMetadata};
-    use burn::tensor::FloatDType;
+    use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+    use burn::backend::tensor::FloatTensor;
 
-    use super::NormOps;
+    use crate::norm::ops::NormOps;
     use crate::norm::values::{
-        NormBackwardCall, NormCall, NormGrads, NormInputs, NormOutput, NormOutputGrads, NormSaved,
+        NormBackwardCall, NormCall, NormInputs, NormOutput, NormOutputGrads, NormSaved,
     };
-    use burn_blocksparse::internal::outputs::OutputGradients;
+    use burn_blocksparse::internal::custom_gradient::{
+        custom_gradient, custom_gradients, nothing, own_dtype, there, wanted_dtypes,
+    };
     use burn_blocksparse::internal::values::OptFloat;
 
-    #[derive(Debug)]
-    struct ResidualNorm;
+    impl<B: NormOps, C: CheckpointStrategy> NormOps for Autodiff<B, C> {
+        /// The mask is made again.
+        fn stream_dropout(x: FloatTensor<Self>, dropout: ElementDropout) -> FloatTensor<Self> {
+            custom_gradient::<B, C, _, _>([Some(x)], nothing, |[x], _| {
+                let output = B::stream_dropout(there(x), dropout);
+                (output, move |_, grad| {
+                    [Some(B::stream_dropout(grad, dropout))]
+                })
+            })
+        }
 
-    #[derive(Clone, Debug)]
-    struct State<B: Backend> {
-        saved: NormSaved<B>,
-        /// With the dtypes of all inputs that there are.
-        call: NormBackwardCall,
-        /// By the stream and the normed one. None without a norm: then the step's own output is the stream.
-        grads: Option<OutputGradients<B, 2>>,
-    }
-
-    /// Of the stream, and the branch, its bias, gamma and beta as far as there are.
-    impl<B: NormOps, const N: usize> Backward<B, N> for ResidualNorm {
-        type State = State<B>;
-
-        fn backward(
-            self,
-            ops: Ops<Self::State, N>,
-            grads: &mut Gradients,
-            _checkpointer: &mut Checkpointer,
-        ) {
-            let own = grads.consume::<B>(&ops.node);
-            let State {
-                saved,
-                mut call,
-                grads: cell,
-            } = ops.state;
-            let [stream, normed] = match cell {
-                Some(cell) => cell.take(),
-                None => [Some(own), None],
-            };
-            let by_outputs = NormOutputGrads {
+        fn add_norm(inputs: NormInputs<Self>, mut call: NormCall) -> NormOutput<Self> {
+            let inputs = inputs.into_list();
+            let [stream, normed] =
+                custom_gradients::<B, C, _, _, _>(inputs, nothing, |inputs, wanted| {
+                    let is_tracked = wanted.contains(&true);
+                    call.keep = is_tracked && call.norm.is_some();
+                    let [_, branch, bias, gamma, beta] = wanted_dtypes(&inputs, wanted);
+                    let inputs = NormInputs::<B>::of_list(inputs);
+                    let task = NormBackwardCall {
+                        forward: call,
+                        stream: own_dtype(&inputs.stream),
+                        branch,
+                        bias,
+                        gamma,
+                        beta,
+                    };
+                    let (gamma, came) = (inputs.gamma.clone(), inputs.stream.clone());
+                    let made = B::add_norm(inputs, call);
+                    let (xhat, rstd) = (made.xhat, made.rstd);
+                    let saved = NormSaved { xhat, rstd, gamma };
+                    let stream = made.stream.into_option();
+                    let stream = stream.or(is_tracked.then_some(came));
+                    let outputs = [stream, made.normed.into_option()];
+                    (outputs, move |_, grads| {
+                        let [stream, normed] = grads.map(OptFloat::from);
+                        let by = NormOutputGrads { stream, normed };
+                        B::residual_norm_backward(saved, by, task).into_list()
+                    })
+                });
+            NormOutput {
                 stream: stream.into(),
                 normed: normed.into(),
-            };
-            let mut parents = ops.parents.into_iter();
-            let stream = parents.next().flatten();
-            let mut others = [None, None, None, None];
-            let inputs = [
-                &mut call.branch,
-                &mut call.bias,
-                &mut call.gamma,
-                &mut call.beta,
-            ];
-            for (dtype, other) in inputs.into_iter().zip(&mut others) {
-                if dtype.is_some() {
-                    *other = parents.next().flatten();
-                }
-                if other.is_none() {
-                    *dtype = None;
-                }
+                xhat: OptFloat::None,
+                rstd: OptFloat::None,
             }
-            let made = B::residual_norm_backward(saved, by_outputs, call);
-            if let Some(stream) = stream {
-                grads.register::<B>(stream.id, made.stream);
-            }
-            let made = [made.branch, made.bias, made.gamma, made.beta];
-            for (parent, grad) in others.into_iter().zip(made) {
-                if let (Some(parent), OptFloat::Some(grad)) = (parent, grad) {
-                    grads.register::<B>(parent.id, grad);
-                }
-            }
-        }
-    }
-
-    /// The step behind the nodes of its inputs. There must be `N`.
-    fn step<B: NormOps, C: CheckpointStrategy, const N: usize>(
-        nodes: Vec<NodeGuard>,
-        inputs: NormInputs<Autodiff<B, C>>,
-        mut call: NormCall,
-    ) -> NormOutput<Autodiff<B, C>> {
-        let nodes: [NodeGuard; N] = nodes.try_into().expect("as many nodes as the step has");
-        let inner = |tensor: OptFloat<Autodiff<B, C>>| {
-            let tensor = tensor.into_option();
-            OptFloat::from(tensor.map(|tensor| tensor.into_primitive()))
-        };
-        let inputs = NormInputs {
-            stream: inputs.stream.into_primitive(),
-            branch: inner(inputs.branch),
-            bias: inner(inputs.bias),
-            gamma: inner(inputs.gamma),
-            beta: inner(inputs.beta),
-        };
-        let prepared = ResidualNorm.prepare::<C>(nodes).compute_bound();
-        let none = || OptFloat::None;
-        let (stream, normed) = match prepared.stateful() {
-            OpsKind::Tracked(prep) => {
-                call.keep = call.norm.is_some();
-                let dtype = |tensor: &OptFloat<B>| Some(FloatDType::from(tensor.as_ref()?.dtype()));
-                let backward = NormBackwardCall {
-                    forward: call,
-                    stream: FloatDType::from(TensorMetadata::dtype(&inputs.stream)),
-                    branch: dtype(&inputs.branch),
-                    bias: dtype(&inputs.bias),
-                    gamma: dtype(&inputs.gamma),
-                    beta: dtype(&inputs.beta),
-                };
-                let (gamma, came) = (inputs.gamma.clone(), inputs.stream.clone());
-                let output = B::add_norm(inputs, call);
-                let stream = output.stream.into_option().unwrap_or(came);
-                let mut state = State {
-                    saved: NormSaved {
-                        xhat: output.xhat,
-                        rstd: output.rstd.clone(),
-                        gamma,
-                    },
-                    call: backward,
-                    grads: None,
-                };
-                match (output.normed, output.rstd) {
-                    (OptFloat::Some(normed), OptFloat::Some(rstd)) => {
-                        let grads = OutputGradients::<B, 2>::default();
-                        state.grads = Some(grads.clone());
-                        let step = prep.finish(state, rstd);
-                        let stream = grads.node::<C>(&step, 0, stream);
-                        let normed = grads.node::<C>(&step, 1, normed);
-                        (OptFloat::Some(stream), OptFloat::Some(normed))
-                    }
-                    _ => (OptFloat::Some(prep.finish(state, stream)), none()),
-                }
-            }
-            OpsKind::UnTracked(prep) => {
-                let NormOutput { stream, normed, .. } = B::add_norm(inputs, call);
-                let constant = <Autodiff<B, C> as AutodiffBackend>::from_inner;
-                match (stream, normed) {
-                    (OptFloat::Some(stream), normed) => (
-                        OptFloat::Some(prep.finish(stream)),
-                        normed.into_option().map(constant).into(),
-                    ),
-                    (OptFloat::None, OptFloat::Some(normed)) => {
-                        (none(), OptFloat::Some(prep.finish(normed)))
-                    }
-                    (OptFloat::None, OptFloat::None) => (none(), none()),
-                }
-            }
-        };
-        NormOutput {
-            stream,
-            normed,
-            xhat: none(),
-            rstd: none(),
-        }
-    }
-
-    impl<B: NormOps, C: CheckpointStrategy> NormOps for Autodiff<B, C> {
-        fn add_norm(inputs: NormInputs<Self>, call: NormCall) -> NormOutput<Self> {
-            let others = [&inputs.branch, &inputs.bias, &inputs.gamma, &inputs.beta];
-            let others = others.into_iter().filter_map(OptFloat::as_ref);
-            let nodes: Vec<NodeGuard> = (std::iter::once(&inputs.stream).chain(others))
-                .map(|input| input.node())
-                .collect();
-            // The number of a step's inputs is part of its type.
-            match nodes.len() {
-                1 => step::<B, C, 1>(nodes, inputs, call),
-                2 => step::<B, C, 2>(nodes, inputs, call),
-                3 => step::<B, C, 3>(nodes, inputs, call),
-                4 => step::<B, C, 4>(nodes, inputs, call),
-                _ => step::<B, C, 5>(nodes, inputs, call),
-            }
-        }
-
-        /// Overridden so that the reference's backward does not itself run through autodiff.
-        fn residual_norm_backward(
-            _saved: NormSaved<Self>,
-            _grads: NormOutputGrads<Self>,
-            _call: NormBackwardCall,
-        ) -> NormGrads<Self> {
-            unimplemented!("add_norm is differentiable once")
         }
     }
 }

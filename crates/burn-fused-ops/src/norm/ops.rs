@@ -1,11 +1,14 @@
-//! The backend trait of residual norms.
+//! The backend trait of residual norms and of dropout.
 
+use blocksparse::ElementDropout;
+use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, backend_extension};
 
 use crate::norm::reference;
 use crate::norm::values::{
     NormBackwardCall, NormCall, NormGrads, NormInputs, NormOutput, NormOutputGrads, NormSaved,
 };
+use burn_blocksparse::reference_backends;
 
 /// A residual stream, what is added to it and its norm as a backend operation. Arguments are checked by the public functions.
 #[backend_extension(
@@ -31,7 +34,15 @@ pub trait NormOps: Backend {
     ) -> NormGrads<Self> {
         reference::backward::<Self>(saved, grads, &call)
     }
+
+    /// Dropout alone: `m ∘ x` of a probability above 0. The gradient by `x` is the same of that by the output.
+    #[fusion(dtype = x, shape = x)]
+    fn stream_dropout(x: FloatTensor<Self>, dropout: ElementDropout) -> FloatTensor<Self> {
+        reference::dropout::<Self>(x, dropout)
+    }
 }
+
+reference_backends!(NormOps);
 
 /// Output shapes and dtypes for fusion.
 #[cfg(feature = "fusion")]
@@ -44,25 +55,21 @@ mod meta {
         NormGradsMetadata, NormInputsMetadata, NormOutputGradsMetadata, NormOutputMetadata,
         NormSavedMetadata,
     };
-    use burn_blocksparse::internal::dtype::accumulate_in;
-    use burn_blocksparse::internal::values::OptFloatMetadata;
-
-    fn maybe(spec: Option<TensorSpec>) -> OptFloatMetadata {
-        spec.map_or(OptFloatMetadata::None, OptFloatMetadata::Some)
-    }
+    use burn_blocksparse::internal::dtype::sums_of;
 
     pub fn forward(inputs: &NormInputsMetadata, call: &NormCall) -> NormOutputMetadata {
         let shape = &inputs.stream.shape;
-        let has_branch = matches!(inputs.branch, OptFloatMetadata::Some(_));
         let normed = (call.norm).map(|_| TensorSpec::new(shape.clone(), call.dtype.into()));
         let [rows, _] = reference::matrix(shape);
-        let sums = accumulate_in(inputs.stream.dtype.into()).into();
+        let sums = sums_of(inputs.stream.dtype);
         let rstd = (call.norm).map(|_| TensorSpec::new([rows].into(), sums));
         NormOutputMetadata {
-            stream: maybe(has_branch.then(|| inputs.stream.clone())),
-            normed: maybe(normed.clone()),
-            xhat: maybe(normed.filter(|_| call.keep)),
-            rstd: maybe(rstd.filter(|_| call.keep)),
+            stream: (inputs.branch.as_ref())
+                .map(|_| inputs.stream.clone())
+                .into(),
+            normed: normed.clone().into(),
+            xhat: normed.filter(|_| call.keep).into(),
+            rstd: rstd.filter(|_| call.keep).into(),
         }
     }
 
@@ -71,21 +78,17 @@ mod meta {
         grads: &NormOutputGradsMetadata,
         call: &NormBackwardCall,
     ) -> NormGradsMetadata {
-        let shape = match (&grads.stream, &grads.normed) {
-            (OptFloatMetadata::Some(grad), _) | (_, OptFloatMetadata::Some(grad)) => {
-                grad.shape.clone()
-            }
-            _ => panic!("a gradient by an output"),
-        };
-        let [_, width] = reference::matrix(&shape);
+        let grad = grads.stream.as_ref().or(grads.normed.as_ref());
+        let shape = &grad.expect("a gradient by an output").shape;
+        let [_, width] = reference::matrix(shape);
         let matrix = |dtype: FloatDType| TensorSpec::new(shape.clone(), dtype.into());
         let row = |dtype: FloatDType| TensorSpec::new([width].into(), dtype.into());
         NormGradsMetadata {
             stream: matrix(call.stream),
-            branch: maybe(call.branch.map(matrix)),
-            bias: maybe(call.bias.map(row)),
-            gamma: maybe(call.gamma.map(row)),
-            beta: maybe(call.beta.map(row)),
+            branch: call.branch.map(matrix).into(),
+            bias: call.bias.map(row).into(),
+            gamma: call.gamma.map(row).into(),
+            beta: call.beta.map(row).into(),
         }
     }
 }

@@ -6,6 +6,7 @@ use burn::backend::{Backend, ExtensionType};
 use burn::tensor::FloatDType;
 
 use crate::norm::NormKind;
+use burn_blocksparse::float_list;
 use burn_blocksparse::internal::values::OptFloat;
 
 /// What a residual norm is computed of.
@@ -28,6 +29,8 @@ pub struct NormInputs<B: Backend> {
     #[extension_type]
     pub beta: OptFloat<B>,
 }
+
+float_list!(NormInputs, 5: stream; branch bias gamma beta);
 
 /// What a residual norm returns.
 #[derive(ExtensionType, Clone, Debug)]
@@ -97,6 +100,8 @@ pub struct NormGrads<B: Backend> {
     #[extension_type]
     pub beta: OptFloat<B>,
 }
+
+float_list!(NormGrads, 5: stream; branch bias gamma beta);
 
 /// What is computed.
 #[derive(Clone, Copy, Debug, PartialEq)]

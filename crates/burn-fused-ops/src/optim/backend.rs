@@ -1,14 +1,5 @@
 //! Steps of optimizers on each backend. Autodiff has none: public functions hand over tensors that it does not follow.
 
-#[cfg(any(feature = "flex", feature = "ndarray", feature = "cube"))]
-use crate::optim::ops::OptimOps;
-
-#[cfg(feature = "flex")]
-impl OptimOps for burn::backend::Flex {}
-
-#[cfg(feature = "ndarray")]
-impl OptimOps for burn::backend::NdArray {}
-
 #[cfg(feature = "cube")]
 pub(crate) mod kernels {
     use crate::kernels::optim;
@@ -20,7 +11,7 @@ pub(crate) mod kernels {
     use burn_cubecl::kernel::into_contiguous;
     use burn_cubecl::tensor::CubeTensor;
 
-    use super::OptimOps;
+    use crate::optim::ops::OptimOps;
     use crate::optim::ops::{AdamWHyper, AdamWInputs, AdamWOutput, GradNorm, LIMIT, TensorList};
     use crate::optim::reference;
     use burn_blocksparse::internal::cube::{checked, contiguous, empty, uses_reference, writable};

@@ -5,6 +5,7 @@ use burn::backend::{Backend, ExtensionType, backend_extension};
 
 use crate::optim::reference;
 use burn_blocksparse::internal::values::OptFloat;
+use burn_blocksparse::reference_backends;
 
 /// How many tensors a call has, at most.
 pub const MOST_TENSORS: usize = 32;
@@ -132,7 +133,7 @@ pub struct GradNorm<B: Backend> {
 pub trait OptimOps: Backend {
     /// Writes sums of squares of the tensors into `partials`, from element `first` on: one for each 8,192 elements of a tensor. The dtype of
     /// `partials` is that of the sums. One that overflows is negative, and of numbers that are multiplied by 2⁻⁹⁶ first, or 2⁻⁷⁶⁸ in f64.
-    #[fusion(meta = meta::sum_of_squares)]
+    #[fusion(dtype = partials, shape = partials)]
     fn sum_of_squares(
         #[extension_type] tensors: TensorList<Self>,
         partials: FloatTensor<Self>,
@@ -158,7 +159,7 @@ pub trait OptimOps: Backend {
     }
 
     /// The tensors multiplied by `factor`, `[1]`, in the dtype of their sums.
-    #[fusion(meta = meta::scale)]
+    #[fusion(meta = |tensors, _factor| tensors.clone())]
     fn scale(
         #[extension_type] tensors: TensorList<Self>,
         factor: FloatTensor<Self>,
@@ -167,20 +168,14 @@ pub trait OptimOps: Backend {
     }
 }
 
+reference_backends!(OptimOps);
+
 /// Output shapes and dtypes for fusion.
 #[cfg(feature = "fusion")]
 mod meta {
     use burn::backend::fusion::custom::TensorSpec;
 
     use super::*;
-
-    pub fn sum_of_squares(
-        _tensors: &TensorListMetadata,
-        partials: &TensorSpec,
-        _first: &usize,
-    ) -> TensorSpec {
-        partials.clone()
-    }
 
     pub fn clip_factor(partials: &TensorSpec, _control: &TensorSpec) -> GradNormMetadata {
         let one = TensorSpec::new([1].into(), partials.dtype);
@@ -200,9 +195,5 @@ mod meta {
             first: inputs.first.clone(),
             second: inputs.second.clone(),
         }
-    }
-
-    pub fn scale(tensors: &TensorListMetadata, _factor: &TensorSpec) -> TensorListMetadata {
-        tensors.clone()
     }
 }

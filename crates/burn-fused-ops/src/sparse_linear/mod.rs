@@ -14,7 +14,7 @@ pub use blocksparse::{WEIGHT_BLOCK_SIZES, WeightLayout, WeightPattern};
 use burn::backend::Dispatch;
 use burn::tensor::{FloatDType, Tensor};
 
-use crate::activation::{Activation, bias_activation};
+use crate::linear::activation::{Activation, bias_activation};
 use crate::linear::supported;
 use crate::sparse_linear::ops::BlockSparseLinearOps;
 use burn_blocksparse::OpError;

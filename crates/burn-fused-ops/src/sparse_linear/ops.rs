@@ -4,11 +4,14 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, backend_extension};
 
 use crate::linear::products::Primitives;
+#[cfg(feature = "fusion")]
+use crate::linear::products::with_width;
 use crate::sparse_linear::products;
 use crate::sparse_linear::products::Gathered;
 use crate::sparse_linear::values::{
     SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
 };
+use burn_blocksparse::reference_backends;
 
 /// Products with block-sparse weights as a backend operation. Arguments are checked by the public functions.
 #[backend_extension(
@@ -29,7 +32,7 @@ pub trait BlockSparseLinearOps: Backend {
     }
 
     /// `dy · Wᵀ`, `[.., inputs]`, of the weight as it was multiplied.
-    #[fusion(meta = meta::backward_input)]
+    #[fusion(dtype = call.dtype.into(), shape = with_width(&saved.grad.shape, call.layout.inputs()))]
     fn block_sparse_linear_backward_input(
         #[extension_type] saved: SparseLinearSaved<Self>,
         call: SparseLinearCall,
@@ -38,7 +41,7 @@ pub trait BlockSparseLinearOps: Backend {
     }
 
     /// `xᵀ · dy` of the kept blocks, `[blocks, block, block]`, of x as it was multiplied.
-    #[fusion(meta = meta::backward_weight)]
+    #[fusion(dtype = call.dtype.into(), shape = call.layout.shape().into())]
     fn block_sparse_linear_backward_weight(
         #[extension_type] saved: SparseLinearSaved<Self>,
         call: SparseLinearCall,
@@ -47,26 +50,24 @@ pub trait BlockSparseLinearOps: Backend {
     }
 }
 
+reference_backends!(BlockSparseLinearOps);
+
 /// Output shapes and dtypes for fusion, which never compares them with what the backend returns.
 #[cfg(feature = "fusion")]
 mod meta {
     use burn::backend::fusion::custom::TensorSpec;
 
     use super::*;
-    use crate::linear::products::with_width;
-    use crate::sparse_linear::values::{
-        SparseLinearInputsMetadata, SparseLinearOutputMetadata, SparseLinearSavedMetadata,
-    };
-    use burn_blocksparse::internal::values::OptFloatMetadata;
+    use crate::sparse_linear::values::{SparseLinearInputsMetadata, SparseLinearOutputMetadata};
 
     pub fn forward(
         inputs: &SparseLinearInputsMetadata,
         call: &SparseLinearCall,
     ) -> SparseLinearOutputMetadata {
         let dtype = call.dtype.into();
-        let rounded = |tensor: &TensorSpec| match tensor.dtype == dtype {
-            true => OptFloatMetadata::None,
-            false => OptFloatMetadata::Some(TensorSpec::new(tensor.shape.clone(), dtype)),
+        let rounded = |tensor: &TensorSpec| {
+            let cast = || TensorSpec::new(tensor.shape.clone(), dtype);
+            (tensor.dtype != dtype).then(cast).into()
         };
         let shape = with_width(&inputs.x.shape, call.layout.outputs());
         SparseLinearOutputMetadata {
@@ -74,20 +75,5 @@ mod meta {
             x: rounded(&inputs.x),
             weight: rounded(&inputs.weight),
         }
-    }
-
-    pub fn backward_input(
-        saved: &SparseLinearSavedMetadata,
-        call: &SparseLinearCall,
-    ) -> TensorSpec {
-        let shape = with_width(&saved.grad.shape, call.layout.inputs());
-        TensorSpec::new(shape, call.dtype.into())
-    }
-
-    pub fn backward_weight(
-        _saved: &SparseLinearSavedMetadata,
-        call: &SparseLinearCall,
-    ) -> TensorSpec {
-        TensorSpec::new(call.layout.shape().into(), call.dtype.into())
     }
 }

@@ -1,6 +1,4 @@
 //! Weights summed over columns and diagonals, without the weights.
-pub mod backend;
-pub mod ops;
 
 use std::ops::Range;
 
@@ -8,13 +6,13 @@ use blocksparse::BlockLayout;
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
+use crate::attention::ops::BlockSparseOps;
 use crate::attention::plan;
 use crate::attention::tensors::AttentionTensors;
 use crate::base::dtype::accumulate_in;
 use crate::base::values::AccumulatedInputs;
 use crate::check::same_device;
 use crate::error::OpError;
-use crate::masses::ops::AccumulatedAttentionOps;
 use crate::options::AttentionOptions;
 use crate::{check, upload};
 
@@ -137,9 +135,8 @@ pub fn accumulated_attention(
         lse: lse.into_dispatch(),
         scores,
     };
-    let sums = <Dispatch as AccumulatedAttentionOps>::accumulated_attention(
-        inputs, layout, options, queries,
-    );
+    let sums =
+        <Dispatch as BlockSparseOps>::accumulated_attention(inputs, layout, options, queries);
     Ok(AccumulatedAttention {
         columns: Tensor::from_dispatch(sums.columns),
         diagonals: Tensor::from_dispatch(sums.diagonals),

@@ -3,7 +3,8 @@
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
-use crate::heads::apart_ops::{HeadGroupOps, HeadGroups};
+use crate::linear::ops::LinearOps;
+use crate::linear::values::HeadGroups;
 use burn_blocksparse::OpError;
 use burn_blocksparse::internal::check::same_device;
 use burn_blocksparse::internal::device::served;
@@ -36,7 +37,7 @@ pub fn split_head_groups(x: Tensor<4>, first: usize) -> Result<[Tensor<4>; 2], O
         return Err(OpError::argument("first", expected, first));
     }
     let HeadGroups { first, others } =
-        <Dispatch as HeadGroupOps>::split_head_groups(x.into_dispatch(), first);
+        <Dispatch as LinearOps>::split_head_groups(x.into_dispatch(), first);
     Ok([first, others].map(Tensor::from_dispatch))
 }
 
@@ -73,6 +74,6 @@ pub fn cat_head_groups(parts: [Tensor<4>; 2]) -> Result<Tensor<4>, OpError> {
         others: others.into_dispatch(),
     };
     Ok(Tensor::from_dispatch(
-        <Dispatch as HeadGroupOps>::cat_head_groups(parts),
+        <Dispatch as LinearOps>::cat_head_groups(parts),
     ))
 }

@@ -1,21 +1,19 @@
 //! A bias and an activation in one pass.
-pub(crate) mod backend;
+#[cfg(feature = "cube")]
+pub(crate) mod kernels;
 #[doc(hidden)]
-pub mod ops;
-
+pub mod kind;
 pub(crate) mod reference;
-#[doc(hidden)]
-pub mod values;
 
 use burn::tensor::Tensor;
 
-use crate::activation::ops::ActivationOps;
+use crate::linear::ops::LinearOps;
+use crate::linear::values::BiasedRows;
 use burn_blocksparse::OpError;
 use burn_blocksparse::internal::check::same_device;
 use burn_blocksparse::internal::device::served;
 use burn_blocksparse::internal::op_plan::OpPlan;
-pub use values::Activation;
-use values::ActivationInputs;
+pub use kind::Activation;
 
 /// `f(x + bias)`, computed in f32 (f64 for f64) and rounded once.
 ///
@@ -50,11 +48,11 @@ pub fn bias_activation<const D: usize>(
     if bias.is_none() && activation == Activation::None {
         return Ok(x);
     }
-    let inputs = ActivationInputs {
+    let inputs = BiasedRows {
         x: x.into_dispatch(),
         bias: bias.map(Tensor::into_dispatch).into(),
     };
-    let y = <burn::backend::Dispatch as ActivationOps>::bias_activation(inputs, activation);
+    let y = <burn::backend::Dispatch as LinearOps>::bias_activation(inputs, activation);
     Ok(Tensor::from_dispatch(y))
 }
 
@@ -74,7 +72,7 @@ impl Activation {
         let matrix = [dims[..D - 1].iter().product(), dims[D - 1]];
         Ok(OpPlan::new(&x.device(), |device| {
             #[cfg(feature = "cube")]
-            return crate::activation::backend::text(device, matrix, x.dtype(), self);
+            return crate::linear::activation::kernels::text(device, matrix, x.dtype(), self);
             #[cfg(not(feature = "cube"))]
             Err::<String, std::convert::Infallible>(*device)
         }))

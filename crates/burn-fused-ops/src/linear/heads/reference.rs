@@ -4,12 +4,12 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, Shape, Slice};
 
-use crate::heads::values::{HeadParts, JoinCall, Joined, SplitInputs};
+use crate::linear::values::{BiasedRows, HeadParts, JoinCall, Joined};
 use burn_blocksparse::internal::dtype::accumulate_in;
 use burn_blocksparse::internal::values::ThreeFloats;
 
-pub(crate) fn split<B: Backend>(inputs: SplitInputs<B>, parts: HeadParts) -> ThreeFloats<B> {
-    let SplitInputs { x, bias } = inputs;
+pub(crate) fn split<B: Backend>(inputs: BiasedRows<B>, parts: HeadParts) -> ThreeFloats<B> {
+    let BiasedRows { x, bias } = inputs;
     let dtype = FloatDType::from(x.dtype());
     let [batch, seq, width] = x.shape().dims();
     if batch * seq == 0 {

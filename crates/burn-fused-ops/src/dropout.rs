@@ -1,13 +1,10 @@
 //! Dropout of a tensor.
-pub(crate) mod backend;
-#[doc(hidden)]
-pub mod ops;
 
 use blocksparse::ElementDropout;
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
-use crate::dropout::ops::DropoutOps;
+use crate::norm::ops::NormOps;
 use crate::norm::{check_dropout, reference};
 use burn_blocksparse::OpError;
 use burn_blocksparse::internal::device::served;
@@ -37,7 +34,7 @@ pub fn dropout<const D: usize>(
     if dropout.probability == 0.0 {
         return Ok(x);
     }
-    let kept = <Dispatch as DropoutOps>::stream_dropout(x.into_dispatch(), *dropout);
+    let kept = <Dispatch as NormOps>::stream_dropout(x.into_dispatch(), *dropout);
     Ok(Tensor::from_dispatch(kept))
 }
 

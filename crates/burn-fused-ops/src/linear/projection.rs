@@ -1,24 +1,18 @@
 //! Projections: products whose result lies by heads, and those of what lies by heads.
-pub(crate) mod backend;
-#[doc(hidden)]
-pub mod ops;
-
-pub(crate) mod steps;
-#[doc(hidden)]
-pub mod values;
 
 use burn::backend::Dispatch;
 use burn::tensor::{FloatDType, Tensor};
 
-use crate::heads::values::MOST_PARTS;
 use crate::linear;
 use crate::linear::LinearOptions;
-use crate::projection::ops::ProjectionOps;
+use crate::linear::ops::LinearOps;
+#[cfg(feature = "cube")]
+use crate::linear::texts;
+use crate::linear::values::{LinearCall, LinearForm, LinearInputs, MOST_PARTS};
 use burn_blocksparse::OpError;
 use burn_blocksparse::internal::check::same_device;
 use burn_blocksparse::internal::op_plan::OpPlan;
 use burn_blocksparse::internal::values::ThreeFloats;
-use values::{MergeInputs, MergeTask, ProjectionCall, ProjectionInputs};
 
 /// [`fused_linear`](crate::ops::fused_linear) and [`split_heads`](crate::ops::split_heads) as one step: the products of up to three weights with one x,
 /// and their bias, as tensors by heads, which attention reads. Where the product's kernel writes heads itself, nothing is copied.
@@ -62,17 +56,14 @@ pub fn qkv_proj(
         *place = Some(*part);
     }
     let mut weights = weights.into_iter().map(Tensor::into_dispatch);
-    let inputs = ProjectionInputs {
+    let inputs = LinearInputs {
         x: x.into_dispatch(),
         weights: ThreeFloats::of_list(std::array::from_fn(|_| weights.next())),
         bias: bias.map(Tensor::into_dispatch).into(),
     };
-    let call = ProjectionCall {
-        dtype,
-        parts: listed,
-    };
-    let made = <Dispatch as ProjectionOps>::project_heads(inputs, call);
-    let tensors = made.heads.into_list().into_iter().flatten();
+    let form = LinearForm::ToHeads(listed);
+    let made = <Dispatch as LinearOps>::linear_forward(inputs, LinearCall { dtype, form });
+    let tensors = made.out.into_list().into_iter().flatten();
     Ok(tensors.map(Tensor::from_dispatch).collect())
 }
 
@@ -104,19 +95,11 @@ pub fn out_proj(
     options: &LinearOptions,
 ) -> Result<Tensor<3>, OpError> {
     let dtype = check_merge(&x, &weight, options)?;
-    let [_, heads, _, dim] = x.dims();
-    let task = MergeTask {
-        heads: (heads, dim),
-        dtype,
-        x: None,
-        weight: None,
-    };
-    let inputs = MergeInputs {
-        x: x.into_dispatch(),
-        weight: weight.into_dispatch(),
-    };
-    let made = <Dispatch as ProjectionOps>::merge_heads(inputs, task);
-    Ok(Tensor::from_dispatch(made.out))
+    let form = LinearForm::FromHeads;
+    let weights = ThreeFloats::one(weight.into_dispatch());
+    let inputs = LinearInputs::new(x.into_dispatch(), weights);
+    let made = <Dispatch as LinearOps>::linear_forward(inputs, LinearCall { dtype, form });
+    Ok(Tensor::from_dispatch(made.out.into_one()))
 }
 
 impl LinearOptions {
@@ -139,13 +122,7 @@ impl LinearOptions {
                 let [batch, seq, inputs] = x.dims();
                 let bias = bias.map(Tensor::dtype);
                 let lengths = [batch, seq, inputs];
-                crate::projection::backend::to_heads_text(
-                    device,
-                    dtype.into(),
-                    lengths,
-                    parts,
-                    bias,
-                )
+                texts::to_heads_text(device, dtype.into(), lengths, parts, bias)
             }
             #[cfg(not(feature = "cube"))]
             Err::<String, std::convert::Infallible>(*device)
@@ -166,7 +143,7 @@ impl LinearOptions {
             {
                 let [_, outputs] = weight.dims();
                 let dtypes = [x.dtype(), dtype.into()];
-                crate::projection::backend::from_heads_text(device, dtypes, x.dims(), outputs)
+                texts::from_heads_text(device, dtypes, x.dims(), outputs)
             }
             #[cfg(not(feature = "cube"))]
             Err::<String, std::convert::Infallible>(*device)

@@ -4,43 +4,17 @@ use burn::backend::TensorMetadata;
 use burn::backend::tensor::FloatTensor;
 use burn::tensor::FloatDType;
 
-use crate::activation::ops::ActivationOps;
-use crate::activation::values::{
-    Activation, ActivationGrads, ActivationInputs, ActivationSaved, ActivationTask,
-};
+use crate::linear::activation::kind::Activation;
+use crate::linear::forms::between;
 use crate::linear::ops::LinearOps;
-use crate::linear::values::{LinearInputs, LinearOutput, LinearSaved, LinearTask};
-use crate::mlp::ops::MlpOps;
-use crate::mlp::values::{
-    MlpActive, MlpCall, MlpInnerInputs, MlpInputs, MlpOuterSaved, MlpOuterTask,
+use crate::linear::values::{
+    ActivationGrads, ActivationSaved, ActivationTask, LinearCall, LinearForm, LinearInputs,
+    LinearOutput, LinearSaved, LinearTask, MlpCall, MlpInputs, MlpOuterSaved, MlpOuterTask,
 };
 use burn_blocksparse::internal::values::{OptFloat, ThreeFloats};
 
-/// What a backend has to have for the halves.
-pub(crate) trait Parts: LinearOps + ActivationOps {}
-
-impl<B: LinearOps + ActivationOps> Parts for B {}
-
-/// The first product and the activation.
-pub(crate) fn inner<B: Parts>(
-    inputs: MlpInnerInputs<B>,
-    call: MlpCall,
-    keep: bool,
-) -> MlpActive<B> {
-    let MlpInnerInputs { x, inner, bias } = inputs;
-    let first = product::<B>(x, inner, call.dtype);
-    let hidden = keep.then(|| first.out.clone());
-    MlpActive {
-        // In place, where nobody keeps what comes in.
-        active: between::<B>(first.out, bias, call.activation),
-        hidden: hidden.into(),
-        x: first.rounded,
-        inner: first.joined,
-    }
-}
-
 /// The gradient by the activation, and what it becomes before it.
-pub(crate) fn outer_backward<B: Parts>(
+pub(crate) fn outer_backward<B: LinearOps>(
     saved: MlpOuterSaved<B>,
     task: MlpOuterTask,
 ) -> ActivationGrads<B> {
@@ -50,24 +24,13 @@ pub(crate) fn outer_backward<B: Parts>(
         outer,
         grad,
     } = saved;
-    let [hidden_width, outputs] = outer.shape().dims();
-    let by_active = B::linear_backward(
-        LinearSaved {
-            x: OptFloat::None,
-            weight: OptFloat::Some(outer),
-            grad,
-        },
-        LinearTask {
-            inputs: hidden_width,
-            x: Some(task.dtype),
-            weights: [Some((outputs, None)), None, None],
-        },
-    );
+    let widths = outer.shape().dims();
+    let by_active = by_active::<B>(Some(outer), grad, task.dtype, widths);
     B::bias_activation_backward(
         ActivationSaved {
             x: OptFloat::Some(hidden),
             bias,
-            grad: by_active.x.into_option().expect("it was asked for"),
+            grad: by_active,
         },
         task.activation,
         ActivationTask {
@@ -78,32 +41,33 @@ pub(crate) fn outer_backward<B: Parts>(
     )
 }
 
-fn one<B: Parts>(weight: FloatTensor<B>) -> ThreeFloats<B> {
-    ThreeFloats::of_list([Some(weight), None, None])
+/// `grad · W₂ᵀ`, of W₂ `[hidden, outputs]`.
+fn by_active<B: LinearOps>(
+    outer: Option<FloatTensor<B>>,
+    grad: FloatTensor<B>,
+    dtype: FloatDType,
+    widths: [usize; 2],
+) -> FloatTensor<B> {
+    let saved = LinearSaved {
+        x: OptFloat::None,
+        weight: outer.into(),
+        grad,
+    };
+    let made = B::linear_backward(saved, LinearTask::one(dtype, widths, Some(dtype), None));
+    made.x.into_option().expect("it was asked for")
 }
 
-fn product<B: Parts>(
+fn product<B: LinearOps>(
     x: FloatTensor<B>,
     weight: FloatTensor<B>,
     dtype: FloatDType,
 ) -> LinearOutput<B> {
-    let weights = one(weight);
-    B::linear_forward(LinearInputs { x, weights }, dtype)
-}
-
-fn between<B: Parts>(
-    x: FloatTensor<B>,
-    bias: OptFloat<B>,
-    activation: Activation,
-) -> FloatTensor<B> {
-    match (&bias, activation) {
-        (OptFloat::None, Activation::None) => x,
-        _ => B::bias_activation(ActivationInputs { x, bias }, activation),
-    }
+    let inputs = LinearInputs::new(x, ThreeFloats::one(weight));
+    B::linear_forward(inputs, LinearCall::rows(dtype))
 }
 
 /// The result and what a backward pass may need: the factors as they were multiplied, where they are not the inputs themselves.
-pub(crate) struct Forward<B: MlpOps> {
+pub(crate) struct Forward<B: LinearOps> {
     pub out: FloatTensor<B>,
     /// `x · W₁`, unless it is computed again.
     pub hidden: Option<FloatTensor<B>>,
@@ -113,26 +77,36 @@ pub(crate) struct Forward<B: MlpOps> {
 }
 
 /// `keep`: whether `x · W₁` is wanted behind the call.
-pub(crate) fn forward<B: MlpOps>(inputs: MlpInputs<B>, call: MlpCall, keep: bool) -> Forward<B> {
+pub(crate) fn forward<B: LinearOps>(inputs: MlpInputs<B>, call: MlpCall, keep: bool) -> Forward<B> {
     let MlpInputs {
         x,
         inner,
         bias,
         outer,
     } = inputs;
-    let first = B::mlp_inner(MlpInnerInputs { x, inner, bias }, call, keep);
-    let second = product::<B>(first.active, outer, call.dtype);
+    let weights = ThreeFloats::one(inner);
+    let form = LinearForm::Activated {
+        activation: call.activation,
+        keep,
+    };
+    let dtype = call.dtype;
+    let first = B::linear_forward(
+        LinearInputs { x, weights, bias },
+        LinearCall { dtype, form },
+    );
+    let [active, hidden, _] = first.out.into_list();
+    let second = product::<B>(active.expect("it is made"), outer, dtype);
     Forward {
-        out: second.out,
-        hidden: first.hidden.into_option(),
-        x: first.x.into_option(),
-        inner: first.inner.into_option(),
+        out: second.out.into_one(),
+        hidden,
+        x: first.rounded.into_option(),
+        inner: first.joined.into_option(),
         outer: second.joined.into_option(),
     }
 }
 
 /// What a backward pass gets: factors as they were multiplied, as far as a gradient that is wanted needs them.
-pub(crate) struct SavedTensors<B: MlpOps> {
+pub(crate) struct SavedTensors<B: LinearOps> {
     pub x: Option<FloatTensor<B>>,
     pub inner: Option<FloatTensor<B>>,
     pub bias: Option<FloatTensor<B>>,
@@ -153,6 +127,35 @@ pub(crate) struct Task {
 }
 
 impl Task {
+    /// Of the dtypes of x, the inner weight, the outer one and the bias, and which of their gradients are wanted.
+    pub(crate) fn new(
+        dtypes: [Option<FloatDType>; 4],
+        wanted: [bool; 4],
+        lengths: [usize; 3],
+    ) -> Self {
+        let [x, inner, outer, bias] =
+            std::array::from_fn(|input| dtypes[input].filter(|_| wanted[input]));
+        Self {
+            x,
+            inner,
+            bias,
+            outer,
+            lengths,
+        }
+    }
+
+    /// Whether the backward pass reads x, the inner weight, the outer one and the bias.
+    pub(crate) fn needs(&self, call: MlpCall) -> [bool; 4] {
+        let depends = self.depends(call.activation);
+        let again = depends && call.recompute;
+        [
+            self.inner.is_some() || again,
+            self.x.is_some() || again,
+            self.before(),
+            depends,
+        ]
+    }
+
     /// Whether the backward pass reads what is between the products.
     pub(crate) fn depends(&self, activation: Activation) -> bool {
         self.outer.is_some() || (self.before() && activation != Activation::None)
@@ -164,8 +167,8 @@ impl Task {
     }
 }
 
-/// Gradients by x, the inner weight, the bias and the outer weight.
-pub(crate) fn backward<B: MlpOps>(
+/// Gradients by x, the inner weight, the outer one and the bias.
+pub(crate) fn backward<B: LinearOps>(
     saved: SavedTensors<B>,
     call: MlpCall,
     task: Task,
@@ -182,7 +185,7 @@ pub(crate) fn backward<B: MlpOps>(
     let depends = task.depends(call.activation);
     let hidden = hidden.or_else(|| {
         let factors = depends.then_some(()).and(x.clone()).zip(inner.clone());
-        factors.map(|(x, inner)| product::<B>(x, inner, call.dtype).out)
+        factors.map(|(x, inner)| product::<B>(x, inner, call.dtype).out.into_one())
     });
     let mut by_x = None;
     let mut by_inner = None;
@@ -211,23 +214,13 @@ pub(crate) fn backward<B: MlpOps>(
                 },
             ),
             None => {
-                let by_active = B::linear_backward(
-                    LinearSaved {
-                        x: OptFloat::None,
-                        weight: outer.into(),
-                        grad: grad.clone(),
-                    },
-                    LinearTask {
-                        inputs: hidden_width,
-                        x: Some(call.dtype),
-                        weights: [Some((outputs, None)), None, None],
-                    },
-                );
+                let widths = [hidden_width, outputs];
+                let by_active = by_active::<B>(outer, grad.clone(), call.dtype, widths);
                 B::bias_activation_backward(
                     ActivationSaved {
                         x: OptFloat::None,
                         bias: OptFloat::None,
-                        grad: by_active.x.into_option().expect("it was asked for"),
+                        grad: by_active,
                     },
                     Activation::None,
                     ActivationTask {
@@ -247,11 +240,7 @@ pub(crate) fn backward<B: MlpOps>(
                     weight: inner.filter(|_| task.x.is_some()).into(),
                     grad: made.x.into_option().expect("it was asked for"),
                 },
-                LinearTask {
-                    inputs,
-                    x: task.x,
-                    weights: [Some((hidden_width, task.inner)), None, None],
-                },
+                LinearTask::one(call.dtype, [inputs, hidden_width], task.x, task.inner),
             );
             by_x = made.x.into_option();
             [by_inner, _, _] = made.weights.into_list();
@@ -264,19 +253,10 @@ pub(crate) fn backward<B: MlpOps>(
                 weight: OptFloat::None,
                 grad,
             },
-            LinearTask {
-                inputs: hidden_width,
-                x: None,
-                weights: [Some((outputs, Some(dtype))), None, None],
-            },
+            LinearTask::one(call.dtype, [hidden_width, outputs], None, Some(dtype)),
         );
         let [by_outer, _, _] = made.weights.into_list();
         by_outer
     });
-    [by_x, by_inner, by_bias, by_outer]
-}
-
-/// The dtype of a tensor's gradient.
-pub(crate) fn own<T: TensorMetadata>(tensor: &T) -> FloatDType {
-    tensor.dtype().into()
+    [by_x, by_inner, by_outer, by_bias]
 }

@@ -1,26 +1,19 @@
 //! Heads side by side in rows, and tensors by heads.
-pub(crate) mod apart_backend;
-#[doc(hidden)]
-pub mod apart_ops;
-pub(crate) mod backend;
-#[doc(hidden)]
-pub mod ops;
-
 #[doc(hidden)]
 pub mod apart;
+#[cfg(feature = "cube")]
+pub(crate) mod kernels;
 pub(crate) mod reference;
-#[doc(hidden)]
-pub mod values;
 
 use burn::tensor::Tensor;
 
-use crate::heads::ops::HeadOps;
+use crate::linear::ops::LinearOps;
+use crate::linear::values::{BiasedRows, JoinCall, MOST_PARTS};
 use burn_blocksparse::OpError;
 use burn_blocksparse::internal::check::same_device;
 use burn_blocksparse::internal::device::served;
 use burn_blocksparse::internal::op_plan::OpPlan;
 use burn_blocksparse::internal::values::ThreeFloats;
-use values::{JoinCall, MOST_PARTS, SplitInputs};
 
 /// The rows of a product of queries, keys and values side by side as tensors by heads, which attention reads, with the product's bias added in the
 /// same pass.
@@ -57,11 +50,11 @@ pub fn split_heads(
     for (part, place) in parts.iter().zip(&mut listed) {
         *place = Some(*part);
     }
-    let inputs = SplitInputs {
+    let inputs = BiasedRows {
         x: x.into_dispatch(),
         bias: bias.map(Tensor::into_dispatch).into(),
     };
-    let tensors = <burn::backend::Dispatch as HeadOps>::split_heads(inputs, listed);
+    let tensors = <burn::backend::Dispatch as LinearOps>::split_heads(inputs, listed);
     let tensors = tensors.into_list().into_iter().flatten();
     Ok(tensors.map(Tensor::from_dispatch).collect())
 }
@@ -83,8 +76,8 @@ pub fn join_heads(x: Tensor<4>) -> Result<Tensor<3>, OpError> {
         dtype: x.dtype().into(),
         bias: None,
     };
-    let tensors = ThreeFloats::of_list([Some(x.into_dispatch()), None, None]);
-    let joined = <burn::backend::Dispatch as HeadOps>::join_heads(tensors, call);
+    let tensors = ThreeFloats::one(x.into_dispatch());
+    let joined = <burn::backend::Dispatch as LinearOps>::join_heads(tensors, call);
     Ok(Tensor::from_dispatch(joined.x))
 }
 
@@ -102,7 +95,7 @@ pub fn explain(
     let [batch, seq, _] = x.dims();
     Ok(OpPlan::new(&x.device(), |device| {
         #[cfg(feature = "cube")]
-        return crate::heads::backend::text(device, [batch * seq, seq], parts, x.dtype());
+        return crate::linear::heads::kernels::text(device, [batch * seq, seq], parts, x.dtype());
         #[cfg(not(feature = "cube"))]
         Err::<String, std::convert::Infallible>(*device)
     }))

@@ -4,9 +4,8 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, Scalar, TensorMetadata};
 use burn::tensor::{DType, FloatDType, Shape};
 
-use crate::activation::values::{
-    Activation, ActivationGrads, ActivationInputs, ActivationSaved, ActivationTask,
-};
+use crate::linear::activation::kind::Activation;
+use crate::linear::values::{ActivationGrads, ActivationSaved, ActivationTask, BiasedRows};
 use burn_blocksparse::internal::dtype::accumulate_in;
 
 /// Slope of the sigmoid of [`Activation::GeluSigmoid`].
@@ -127,10 +126,7 @@ fn biased<B: Backend>(x: FloatTensor<B>, bias: Option<FloatTensor<B>>) -> FloatT
     }
 }
 
-pub(crate) fn forward<B: Backend>(
-    inputs: ActivationInputs<B>,
-    activation: Activation,
-) -> FloatTensor<B> {
+pub(crate) fn forward<B: Backend>(inputs: BiasedRows<B>, activation: Activation) -> FloatTensor<B> {
     let dtype = FloatDType::from(inputs.x.dtype());
     let x = biased::<B>(inputs.x, inputs.bias.into_option());
     B::float_cast(value::<B>(x, activation), dtype)

@@ -1,26 +1,19 @@
 //! Two products with an activation between them.
 
-// Only autodiff has a backward pass.
-pub(crate) mod backend;
-#[doc(hidden)]
-pub mod ops;
-
 #[cfg_attr(not(feature = "autodiff"), allow(dead_code))]
 pub(crate) mod steps;
-#[doc(hidden)]
-pub mod values;
 
 use burn::backend::Dispatch;
 use burn::tensor::{FloatDType, Tensor};
 
-use crate::activation::values::Activation;
 use crate::linear;
 use crate::linear::LinearOptions;
-use crate::mlp::ops::MlpOps;
+use crate::linear::activation::kind::Activation;
+use crate::linear::ops::LinearOps;
+use crate::linear::values::{MlpCall, MlpInputs};
 use burn_blocksparse::OpError;
 use burn_blocksparse::internal::check::same_device;
 use burn_blocksparse::internal::op_plan::OpPlan;
-use values::{MlpCall, MlpInputs};
 
 /// The weights of [`mlp`], and the bias between them. The second bias belongs to what the result is added to, or to
 /// [`bias_activation`](crate::ops::bias_activation).
@@ -126,7 +119,7 @@ pub fn mlp<const D: usize>(
         dtype,
         recompute: options.recompute,
     };
-    Ok(Tensor::from_dispatch(<Dispatch as MlpOps>::mlp(
+    Ok(Tensor::from_dispatch(<Dispatch as LinearOps>::mlp(
         inputs, call,
     )))
 }
@@ -149,8 +142,8 @@ impl MlpOptions {
         Ok(OpPlan::new(&x.device(), |device| {
             #[cfg(feature = "cube")]
             {
-                use crate::linear::backend::kernels::text;
-                use crate::mlp::backend::inner_text;
+                use crate::linear::cube::text;
+                use crate::linear::texts::inner_text;
 
                 let bias = params.bias.as_ref().map(Tensor::dtype);
                 let dtype = dtype.into();

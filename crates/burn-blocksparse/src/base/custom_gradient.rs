@@ -1,0 +1,193 @@
+//! The one step of Burn's autodiff that every op is made of: a forward pass on tensors without history, which returns its backward pass.
+//!
+//! An op is its list of float inputs, some of which may be missing, and its list of outputs, likewise. A step of Burn's has one output; behind several
+//! stands a hidden node ([`OutputGradients`]).
+
+use std::fmt;
+
+use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+use burn::backend::autodiff::{Autodiff, NodeId};
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{AutodiffBackend, Backend, TensorMetadata};
+use burn::tensor::FloatDType;
+
+use crate::base::outputs::OutputGradients;
+use crate::base::values::OptFloat;
+
+/// A float tensor with its history.
+pub type Tracked<B, C> = FloatTensor<Autodiff<B, C>>;
+
+/// Float tensors of a call, or gradients by them, as far as there are.
+pub type Floats<B, const N: usize> = [Option<FloatTensor<B>>; N];
+
+/// For `reads` of an op whose backward pass reads no input.
+pub fn nothing<const N: usize>(_wanted: [bool; N]) -> [bool; N] {
+    [false; N]
+}
+
+/// For `reads` of an op whose backward pass reads every input.
+pub fn everything<const N: usize>(_wanted: [bool; N]) -> [bool; N] {
+    [true; N]
+}
+
+/// An op of one output with a gradient of its own.
+///
+/// - `forward` gets the inputs and which of their gradients are wanted, and returns the output and the backward pass.
+/// - The backward pass gets the inputs that it `reads` and the gradient by the output, and returns those by the inputs. Gradients that are not wanted are
+///   dropped.
+/// - What it `reads` stays with the checkpointer, which may compute it again; what else it needs it captures.
+pub fn custom_gradient<B, C, const IN: usize, F>(
+    inputs: [Option<Tracked<B, C>>; IN],
+    reads: impl FnOnce([bool; IN]) -> [bool; IN],
+    forward: impl FnOnce(Floats<B, IN>, [bool; IN]) -> (FloatTensor<B>, F),
+) -> Tracked<B, C>
+where
+    B: Backend,
+    C: CheckpointStrategy,
+    F: FnOnce(Floats<B, IN>, FloatTensor<B>) -> Floats<B, IN> + Send + 'static,
+{
+    let [output] = custom_gradients::<B, C, _, _, _>(inputs, reads, |inputs, wanted| {
+        let (output, backward) = forward(inputs, wanted);
+        let backward = |read: Floats<B, IN>, [grad]: Floats<B, 1>| backward(read, there(grad));
+        ([Some(output)], backward)
+    });
+    there(output)
+}
+
+/// As [`custom_gradient`], of several outputs: the backward pass gets the gradients by those that were differentiated by, one of them at least.
+pub fn custom_gradients<B, C, const IN: usize, const OUT: usize, F>(
+    inputs: [Option<Tracked<B, C>>; IN],
+    reads: impl FnOnce([bool; IN]) -> [bool; IN],
+    forward: impl FnOnce(Floats<B, IN>, [bool; IN]) -> (Floats<B, OUT>, F),
+) -> [Option<Tracked<B, C>>; OUT]
+where
+    B: Backend,
+    C: CheckpointStrategy,
+    F: FnOnce(Floats<B, IN>, Floats<B, OUT>) -> Floats<B, IN> + Send + 'static,
+{
+    let constant = <Autodiff<B, C> as AutodiffBackend>::from_inner;
+    let any = there(inputs.iter().flatten().next()).primitive().clone();
+    // An input that is not there is a constant, so that the number of a step's inputs is that of the op's.
+    let nodes = (inputs.each_ref()).map(|input| match input {
+        Some(input) => input.node(),
+        None => constant(any.clone()).node(),
+    });
+    drop(any);
+    let wanted = (inputs.each_ref()).map(|input| input.as_ref().is_some_and(|x| x.is_tracked()));
+    let is_read = match wanted.contains(&true) {
+        true => reads(wanted),
+        false => [false; IN],
+    };
+    let read: [_; IN] = std::array::from_fn(|at| inputs[at].clone().filter(|_| is_read[at]));
+    let inputs = inputs.map(|input| input.map(|input| input.into_primitive()));
+    let (outputs, backward) = forward(inputs, wanted);
+
+    let mut there_are = (0..OUT).filter(|at| outputs[*at].is_some());
+    let (first, is_only) = (there(there_are.next()), there_are.next().is_none());
+    let by_outputs = OutputGradients::<B, OUT>::default();
+    let step = Step {
+        backward,
+        read: read.each_ref().map(|input| input.as_ref().map(|x| x.id())),
+        only: is_only.then_some(first),
+        by_outputs: by_outputs.clone(),
+    };
+    let node = match step.prepare::<C>(nodes).compute_bound().stateful() {
+        OpsKind::Tracked(mut prep) => {
+            for input in read.iter().flatten() {
+                prep.checkpoint(input);
+            }
+            let node = prep.finish((), there(outputs[first].clone()));
+            if !is_only {
+                let mut at = 0..OUT;
+                return outputs.map(|output| {
+                    let at = there(at.next());
+                    output.map(|output| by_outputs.node::<C>(&node, at, output))
+                });
+            }
+            node
+        }
+        OpsKind::UnTracked(prep) => prep.finish(there(outputs[first].clone())),
+    };
+    let mut outputs = outputs.map(|output| output.map(constant));
+    outputs[first] = Some(node);
+    outputs
+}
+
+/// What there always is.
+pub fn there<T>(tensor: Option<T>) -> T {
+    tensor.expect("a tensor that every call has")
+}
+
+/// The dtype of a tensor's gradient.
+pub fn own_dtype<T: TensorMetadata>(tensor: &T) -> FloatDType {
+    tensor.dtype().into()
+}
+
+/// The dtypes of the gradients that are wanted.
+pub fn wanted_dtypes<T: TensorMetadata, const N: usize>(
+    inputs: &[Option<T>; N],
+    wanted: [bool; N],
+) -> [Option<FloatDType>; N] {
+    std::array::from_fn(|at| inputs[at].as_ref().filter(|_| wanted[at]).map(own_dtype))
+}
+
+/// A tensor without its history.
+pub fn inner<B: Backend, C: CheckpointStrategy>(tensor: OptFloat<Autodiff<B, C>>) -> OptFloat<B> {
+    let tensor = tensor.into_option();
+    tensor.map(|tensor| tensor.into_primitive()).into()
+}
+
+/// A tensor that leaves the graph.
+pub fn constant<B: Backend, C: CheckpointStrategy>(
+    tensor: OptFloat<B>,
+) -> OptFloat<Autodiff<B, C>> {
+    let tensor = tensor.into_option();
+    tensor
+        .map(<Autodiff<B, C> as AutodiffBackend>::from_inner)
+        .into()
+}
+
+struct Step<B: Backend, F, const IN: usize, const OUT: usize> {
+    backward: F,
+    read: [Option<NodeId>; IN],
+    /// The output whose node is the step's own, if there is no other.
+    only: Option<usize>,
+    by_outputs: OutputGradients<B, OUT>,
+}
+
+impl<B: Backend, F, const IN: usize, const OUT: usize> fmt::Debug for Step<B, F, IN, OUT> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(std::any::type_name::<F>())
+    }
+}
+
+impl<B, F, const IN: usize, const OUT: usize> Backward<B, IN> for Step<B, F, IN, OUT>
+where
+    B: Backend,
+    F: FnOnce(Floats<B, IN>, Floats<B, OUT>) -> Floats<B, IN> + Send + 'static,
+{
+    type State = ();
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, IN>,
+        grads: &mut Gradients,
+        checkpointer: &mut Checkpointer,
+    ) {
+        let own = grads.consume::<B>(&ops.node);
+        let mut by_outputs = self.by_outputs.take();
+        match self.only {
+            Some(only) => by_outputs[only] = Some(own),
+            None => drop(own),
+        }
+        let read = (self.read).map(|id| id.map(|id| checkpointer.retrieve_node_output(id)));
+        let made = (self.backward)(read, by_outputs);
+        for (parent, grad) in ops.parents.into_iter().zip(made) {
+            if let (Some(parent), Some(grad)) = (parent, grad) {
+                grads.register::<B>(parent.id, grad);
+            }
+        }
+    }
+}

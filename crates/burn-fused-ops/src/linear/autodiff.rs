@@ -1,0 +1,198 @@
+//! The steps of linear layers in Burn's autodiff graph.
+
+use burn::backend::TensorMetadata;
+use burn::backend::autodiff::Autodiff;
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::tensor::FloatTensor;
+
+use crate::linear::activation::kind::Activation;
+use crate::linear::forms;
+use crate::linear::mlp::steps::{SavedTensors, Task, backward, forward};
+use crate::linear::ops::LinearOps;
+use crate::linear::products::Primitives;
+use crate::linear::values::{
+    ActivationSaved, ActivationTask, BiasedRows, HeadGroups, HeadParts, JoinCall, Joined,
+    LinearCall, LinearForm, LinearInputs, LinearOutput, LinearSaved, LinearTask, MlpCall,
+    MlpInputs,
+};
+use burn_blocksparse::internal::custom_gradient::{
+    custom_gradient, custom_gradients, nothing, own_dtype, there, wanted_dtypes,
+};
+use burn_blocksparse::internal::outputs::or_zeros;
+use burn_blocksparse::internal::values::{OptFloat, ThreeFloats};
+
+impl<B: LinearOps, C: CheckpointStrategy> LinearOps for Autodiff<B, C> {
+    fn linear_forward(inputs: LinearInputs<Self>, call: LinearCall) -> LinearOutput<Self> {
+        if let LinearForm::Activated { .. } = call.form {
+            return forms::forward::<Self, Primitives>(inputs, call);
+        }
+        let (shape, reads) = (inputs.x.shape(), inputs.reads(call));
+        let inputs = inputs.into_list();
+        let out = custom_gradients::<B, C, _, _, _>(inputs, reads, |inputs, wanted| {
+            let dtypes = wanted_dtypes(&inputs, wanted);
+            let inputs = LinearInputs::<B>::of_list(inputs);
+            let task = LinearTask::new(&inputs, call, dtypes);
+            let made = B::linear_forward(inputs, call);
+            let [x, weight] = task.of_rounded([made.rounded, made.joined]);
+            (
+                made.out.into_list(),
+                move |[own_x, own_weight, ..], grads| {
+                    let grads = ThreeFloats::of_list(grads);
+                    let (grad, by_bias) = match call.form {
+                        LinearForm::ToHeads(parts) => {
+                            let join = JoinCall {
+                                rows: [shape[0], shape[1]],
+                                parts,
+                                dtype: call.dtype,
+                                bias: dtypes[4],
+                            };
+                            let joined = B::join_heads(grads, join);
+                            (joined.x, joined.bias.into_option())
+                        }
+                        _ => (grads.into_one(), None),
+                    };
+                    let mut made = [const { None }; 4];
+                    if task.x.is_some() || task.by_weights() {
+                        let saved = LinearSaved {
+                            x: own_x.or(x).into(),
+                            weight: own_weight.or(weight).into(),
+                            grad,
+                        };
+                        made = B::linear_backward(saved, task).into_list();
+                    }
+                    let [x, first, second, third] = made;
+                    [x, first, second, third, by_bias]
+                },
+            )
+        });
+        LinearOutput {
+            out: ThreeFloats::of_list(out),
+            rounded: OptFloat::None,
+            joined: OptFloat::None,
+        }
+    }
+
+    fn bias_activation(inputs: BiasedRows<Self>, activation: Activation) -> FloatTensor<Self> {
+        let depends = activation != Activation::None;
+        let reads = |_| [depends; 2];
+        custom_gradient::<B, C, _, _>(inputs.into_list(), reads, |inputs, wanted| {
+            let [_, bias] = wanted_dtypes(&inputs, wanted);
+            let task = ActivationTask {
+                x: wanted[0],
+                bias,
+                y: false,
+            };
+            let active = B::bias_activation(BiasedRows::of_list(inputs), activation);
+            (active, move |[x, bias], grad| {
+                let (x, bias) = (x.into(), bias.into());
+                let saved = ActivationSaved { x, bias, grad };
+                let made = B::bias_activation_backward(saved, activation, task);
+                [made.x, made.bias].map(OptFloat::into_option)
+            })
+        })
+    }
+
+    fn split_heads(inputs: BiasedRows<Self>, parts: HeadParts) -> ThreeFloats<Self> {
+        let [batch, seq, _] = inputs.x.shape().dims();
+        let dtype = own_dtype(&inputs.x);
+        let inputs = inputs.into_list();
+        let heads = custom_gradients::<B, C, _, _, _>(inputs, nothing, |inputs, wanted| {
+            let [_, bias] = wanted_dtypes(&inputs, wanted);
+            let call = JoinCall {
+                rows: [batch, seq],
+                parts,
+                dtype,
+                bias,
+            };
+            let heads = B::split_heads(BiasedRows::of_list(inputs), parts);
+            (heads.into_list(), move |_, grads| {
+                B::join_heads(ThreeFloats::of_list(grads), call).into_list()
+            })
+        });
+        ThreeFloats::of_list(heads)
+    }
+
+    /// Of one part and without sums, as the public function asks for it.
+    fn join_heads(tensors: ThreeFloats<Self>, call: JoinCall) -> Joined<Self> {
+        let first = [Some(tensors.into_one())];
+        let x = custom_gradient::<B, C, _, _>(first, nothing, |[first], _| {
+            let tensors = ThreeFloats::of_list([first, None, None]);
+            (B::join_heads(tensors, call).x, move |_, x| {
+                let bias = OptFloat::None;
+                [Some(
+                    B::split_heads(BiasedRows { x, bias }, call.parts).into_one(),
+                )]
+            })
+        });
+        let bias = OptFloat::None;
+        Joined { x, bias }
+    }
+
+    fn split_head_groups(x: FloatTensor<Self>, first: usize) -> HeadGroups<Self> {
+        let x = [Some(x)];
+        HeadGroups::of_list(custom_gradients::<B, C, _, _, _>(x, nothing, |[x], _| {
+            let parts = B::split_head_groups(there(x), first);
+            (parts.clone().into_list(), move |_, [first, others]| {
+                let by = HeadGroups {
+                    first: or_zeros::<B>(first, &parts.first),
+                    others: or_zeros::<B>(others, &parts.others),
+                };
+                [Some(B::cat_head_groups(by))]
+            })
+        }))
+    }
+
+    fn cat_head_groups(parts: HeadGroups<Self>) -> FloatTensor<Self> {
+        custom_gradient::<B, C, _, _>(parts.into_list(), nothing, |parts, _| {
+            let parts = HeadGroups::<B>::of_list(parts);
+            let [_, first, ..] = parts.first.shape().dims::<4>();
+            (B::cat_head_groups(parts), move |_, grad| {
+                B::split_head_groups(grad, first).into_list()
+            })
+        })
+    }
+
+    fn mlp(inputs: MlpInputs<Self>, call: MlpCall) -> FloatTensor<Self> {
+        let lengths = [
+            inputs.inner.shape()[0],
+            inputs.inner.shape()[1],
+            inputs.outer.shape()[1],
+        ];
+        let inputs = inputs.into_list();
+        let dtypes = wanted_dtypes(&inputs, [true; 4]);
+        let is_itself = dtypes.map(|dtype| dtype == Some(call.dtype));
+        // The checkpointer keeps what the products read as it is.
+        let reads = |wanted| {
+            let [x, inner, outer, bias] = Task::new(dtypes, wanted, lengths).needs(call);
+            [
+                x && is_itself[0],
+                inner && is_itself[1],
+                outer && is_itself[2],
+                bias,
+            ]
+        };
+        custom_gradient::<B, C, _, _>(inputs, reads, |inputs, wanted| {
+            let task = Task::new(dtypes, wanted, lengths);
+            let keep = task.depends(call.activation) && !call.recompute;
+            let made = forward::<B>(MlpInputs::of_list(inputs), call, keep);
+            let needs = task.needs(call);
+            let x = made.x.filter(|_| needs[0]);
+            let inner = made.inner.filter(|_| needs[1]);
+            let outer = made.outer.filter(|_| needs[2]);
+            (
+                made.out,
+                move |[own_x, own_inner, own_outer, bias], grad| {
+                    let saved = SavedTensors {
+                        x: own_x.or(x),
+                        inner: own_inner.or(inner),
+                        bias,
+                        outer: own_outer.or(outer),
+                        hidden: made.hidden,
+                        grad,
+                    };
+                    backward::<B>(saved, call, task)
+                },
+            )
+        })
+    }
+}

@@ -1,0 +1,200 @@
+//! Products in one kernel with what is done before or behind them, on tensor cores.
+
+use blocksparse_cubecl::rows::column_sums;
+use burn::backend::ops::FloatTensorOps;
+use burn::tensor::{FloatDType, Shape};
+use burn_cubecl::CubeBackend;
+use burn_cubecl::kernel::into_contiguous;
+use burn_cubecl::tensor::CubeTensor;
+
+use crate::linear::activation::kernels::kind;
+use crate::linear::cube::Kernels;
+use crate::linear::mlp::steps;
+use crate::linear::products::{Products, rounded, with_width};
+use crate::linear::values::{
+    ActivationGrads, LinearCall, LinearForm, LinearGrads, LinearInputs, LinearOutput, LinearSaved,
+    LinearTask, MlpOuterSaved, MlpOuterTask,
+};
+use crate::linear::{forms, wgmma};
+use burn_blocksparse::internal::cube::{as_matrix, contiguous, empty, typed};
+use burn_blocksparse::internal::values::{OptFloat, ThreeFloats};
+
+/// As `[.., width]`.
+fn shaped(matrix: CubeTensor, like: &Shape) -> CubeTensor {
+    let width = matrix.meta.shape()[1];
+    CubeTensor::new_contiguous(
+        matrix.client,
+        matrix.device,
+        with_width(like, width),
+        matrix.handle,
+        matrix.dtype,
+    )
+}
+
+/// A product of a form of half-precision numbers that is not of rows; of x by heads in the product's dtype.
+pub(crate) fn forward(
+    inputs: LinearInputs<CubeBackend>,
+    call: LinearCall,
+) -> LinearOutput<CubeBackend> {
+    let LinearInputs { x, weights, bias } = inputs;
+    let changed = |tensor: &CubeTensor| FloatDType::from(tensor.dtype) != call.dtype;
+    let list: Vec<CubeTensor> = weights.into_list().into_iter().flatten().collect();
+    let is_joined = list.len() > 1 || list.iter().any(changed);
+    let is_rounded = changed(&x);
+    let weight = match is_joined {
+        true => Kernels::joined(list, call.dtype),
+        false => list.into_iter().next().expect("there is a weight"),
+    };
+    let x = into_contiguous(rounded::<CubeBackend>(x, call.dtype));
+    let bias = contiguous(bias);
+    let shape = x.meta.shape().clone();
+    let made = match call.form {
+        LinearForm::Rows => None,
+        LinearForm::Activated { activation, keep } => {
+            let lhs = as_matrix(x.clone());
+            let made = wgmma::activated([&lhs, &weight], bias.as_ref(), kind(activation), keep);
+            made.map(|[active, hidden]| {
+                let [active, hidden] = [active, hidden].map(|made| Some(shaped(made?, &shape)));
+                [active, hidden, None]
+            })
+        }
+        LinearForm::ToHeads(parts) => {
+            let lhs = as_matrix(x.clone());
+            wgmma::by_heads([&lhs, &weight], bias.as_ref(), [shape[0], shape[1]], parts)
+        }
+        LinearForm::FromHeads => wgmma::of_heads(&x, &weight).map(|out| {
+            let width = out.meta.shape()[1];
+            let rows = Shape::new([shape[0], shape[2], width]);
+            [Some(CubeBackend::float_reshape(out, rows)), None, None]
+        }),
+    };
+    let out = match made {
+        Some(made) => ThreeFloats::of_list(made),
+        None => {
+            let inputs = LinearInputs {
+                x: x.clone(),
+                weights: ThreeFloats::one(weight.clone()),
+                bias: bias.into(),
+            };
+            forms::forward::<CubeBackend, Kernels>(inputs, call).out
+        }
+    };
+    LinearOutput {
+        out,
+        rounded: is_rounded.then_some(x).into(),
+        joined: is_joined.then_some(weight).into(),
+    }
+}
+
+/// The gradients by the factors of a product of half-precision numbers and x by heads.
+pub(crate) fn backward_of_heads(
+    saved: LinearSaved<CubeBackend>,
+    heads: (usize, usize),
+    task: LinearTask,
+) -> LinearGrads<CubeBackend> {
+    let LinearSaved { x, weight, grad } = saved;
+    let grad = into_contiguous(grad);
+    let [batch, seq, outputs] = grad.meta.shape().dims();
+    let rows = as_matrix(grad.clone());
+    let weight = weight.into_option();
+    let mut by_x = None;
+    if let (Some(dtype), Some(weight)) = (task.x, &weight)
+        && dtype == task.dtype
+    {
+        let weight = CubeBackend::float_swap_dims(weight.clone(), 0, 1);
+        let parts = forms::one_part(heads);
+        let made = wgmma::by_heads([&rows, &weight], None, [batch, seq], parts);
+        by_x = made.and_then(|[first, _, _]| first);
+    }
+    let x = x.into_option();
+    let [of_weight, _, _] = task.weights;
+    let of_weight = of_weight.and_then(|(_, dtype)| dtype);
+    let mut by_weight = None;
+    if let (Some(dtype), Some(x)) = (of_weight, &x)
+        && FloatDType::from(x.dtype) == task.dtype
+    {
+        let x = into_contiguous(x.clone());
+        by_weight = wgmma::parts_of_heads(&x, &rows).map(|parts| {
+            let sum = Kernels::sum_matrices(parts, &[outputs]).remove(0);
+            rounded::<CubeBackend>(sum, dtype)
+        });
+    }
+    drop(rows);
+    // What the kernel did not take.
+    let rest = LinearTask {
+        x: task.x.filter(|_| by_x.is_none()),
+        weights: [
+            Some((outputs, of_weight.filter(|_| by_weight.is_none()))),
+            None,
+            None,
+        ],
+        ..task
+    };
+    if rest.x.is_some() || rest.by_weights() {
+        let saved = LinearSaved {
+            x: x.filter(|_| rest.by_weights()).into(),
+            weight: weight.filter(|_| rest.x.is_some()).into(),
+            grad,
+        };
+        let made = forms::backward::<CubeBackend, Kernels>(saved, rest);
+        by_x = by_x.or(made.x.into_option());
+        by_weight = by_weight.or(made.weights.first.into_option());
+    }
+    LinearGrads {
+        x: by_x.into(),
+        weights: ThreeFloats::of_list([by_weight, None, None]),
+    }
+}
+
+/// Before the activation of a feed-forward network of half-precision numbers.
+pub(crate) fn outer_backward(
+    saved: MlpOuterSaved<CubeBackend>,
+    task: MlpOuterTask,
+) -> ActivationGrads<CubeBackend> {
+    let MlpOuterSaved {
+        hidden,
+        bias,
+        outer,
+        grad,
+    } = saved;
+    let hidden = into_contiguous(hidden);
+    let bias = contiguous(bias);
+    let grad = into_contiguous(grad);
+    // Where nobody else has what came in, the activation takes its place.
+    let in_place = hidden.can_mut();
+    let shape = hidden.meta.shape().clone();
+    let rows = as_matrix(grad.clone());
+    let made = wgmma::through(
+        [&rows, &outer],
+        &hidden,
+        bias.as_ref(),
+        kind(task.activation),
+        [task.bias.is_some(), task.active, in_place],
+    );
+    drop(rows);
+    let Some(made) = made else {
+        let saved = MlpOuterSaved {
+            hidden,
+            bias: bias.into(),
+            outer,
+            grad,
+        };
+        return steps::outer_backward::<CubeBackend>(saved, task);
+    };
+    let by_bias = match (task.bias, made.totals) {
+        (Some(dtype), Some(totals)) => {
+            let [rows, width] = totals.meta.shape().dims();
+            let sums = empty(&totals, [width], dtype.into());
+            let result = column_sums(&totals.client, typed(&totals), [rows, width], typed(&sums));
+            // f32 and half precision are summed everywhere.
+            result.unwrap_or_else(|error| panic!("mlp: sums over rows: {error}"));
+            OptFloat::Some(sums)
+        }
+        _ => OptFloat::None,
+    };
+    ActivationGrads {
+        x: OptFloat::Some(shaped(made.grad, &shape)),
+        bias: by_bias,
+        y: made.active.map(|active| shaped(active, &shape)).into(),
+    }
+}

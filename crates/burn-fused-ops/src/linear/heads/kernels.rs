@@ -1,0 +1,138 @@
+//! Heads on CubeCL devices.
+
+use crate::kernels::rows;
+use crate::kernels::rows::beside::side_by_side;
+use crate::kernels::rows::heads::HeadsPart;
+use blocksparse_cubecl::KernelError;
+use burn::backend::cubecl::dtype_to_elem_type;
+use burn::backend::ops::FloatTensorOps;
+use burn::tensor::{DType, Slice};
+use burn_cubecl::kernel::into_contiguous;
+use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeDevice};
+
+use crate::linear::heads::reference;
+use crate::linear::values::{BiasedRows, HeadGroups, HeadParts, JoinCall, Joined, MOST_PARTS};
+use burn_blocksparse::internal::cube::{contiguous, empty, launched, typed, uses_reference};
+use burn_blocksparse::internal::values::{OptFloat, ThreeFloats};
+
+fn part((heads, dim): (usize, usize)) -> HeadsPart {
+    HeadsPart { heads, dim }
+}
+
+/// How a call is launched.
+pub(crate) fn text(
+    device: &CubeDevice,
+    rows: [usize; 2],
+    parts: &[(usize, usize)],
+    dtype: DType,
+) -> Result<String, KernelError> {
+    let parts: Vec<HeadsPart> = parts.iter().copied().map(part).collect();
+    rows::heads_text(&device.client(), rows, &parts, dtype_to_elem_type(dtype))
+}
+
+pub(crate) fn split_heads(
+    inputs: BiasedRows<CubeBackend>,
+    parts: HeadParts,
+) -> ThreeFloats<CubeBackend> {
+    if uses_reference() {
+        return reference::split::<CubeBackend>(inputs, parts);
+    }
+    let x = into_contiguous(inputs.x);
+    let bias = contiguous(inputs.bias);
+    match split(&x, bias.as_ref(), parts) {
+        Ok(tensors) => tensors,
+        Err(_) => {
+            let bias = bias.into();
+            reference::split::<CubeBackend>(BiasedRows { x, bias }, parts)
+        }
+    }
+}
+
+pub(crate) fn join_heads(tensors: ThreeFloats<CubeBackend>, call: JoinCall) -> Joined<CubeBackend> {
+    if uses_reference() {
+        return reference::join::<CubeBackend>(tensors, &call);
+    }
+    let tensors = tensors
+        .into_list()
+        .map(|tensor| tensor.map(into_contiguous));
+    match join(&tensors, &call) {
+        Ok(joined) => joined,
+        Err(_) => reference::join::<CubeBackend>(ThreeFloats::of_list(tensors), &call),
+    }
+}
+
+/// What is behind the first is contiguous: what chooses by content reads it several times. The first heads are read as they lie.
+pub(crate) fn split_head_groups(x: CubeTensor, first: usize) -> HeadGroups<CubeBackend> {
+    let [_, heads, ..] = x.meta.shape().dims::<4>();
+    let all = Slice::full();
+    let part = |heads| CubeBackend::float_slice(x.clone(), &[all, Slice::from(heads), all, all]);
+    HeadGroups {
+        first: part(0..first),
+        others: into_contiguous(part(first..heads)),
+    }
+}
+
+pub(crate) fn cat_head_groups(parts: HeadGroups<CubeBackend>) -> CubeTensor {
+    let (a, b) = (into_contiguous(parts.first), into_contiguous(parts.others));
+    let [batch, first, seq, width] = a.meta.shape().dims();
+    let [_, others, ..] = b.meta.shape().dims::<4>();
+    let out = empty(&a, [batch, first + others, seq, width], a.dtype);
+    let of = [first, others].map(|heads| heads * seq * width);
+    let (handles, element) = ([&a.handle, &b.handle], typed(&a).1);
+    launched(side_by_side(
+        &a.client,
+        handles,
+        batch,
+        of,
+        (&out.handle, element),
+    ));
+    out
+}
+
+fn split(
+    x: &CubeTensor,
+    bias: Option<&CubeTensor>,
+    parts: HeadParts,
+) -> Result<ThreeFloats<CubeBackend>, KernelError> {
+    let [batch, seq, _] = x.meta.shape().dims();
+    let tensors =
+        parts.map(|part| part.map(|(heads, dim)| empty(x, [batch, heads, seq, dim], x.dtype)));
+    let written: Vec<_> = (parts.iter().flatten().copied().map(part))
+        .zip(tensors.iter().flatten().map(|tensor| &tensor.handle))
+        .collect();
+    rows::split_heads(
+        &x.client,
+        typed(x),
+        bias.map(typed),
+        [batch * seq, seq],
+        &written,
+    )?;
+    Ok(ThreeFloats::of_list(tensors))
+}
+
+fn join(
+    tensors: &[Option<CubeTensor>; MOST_PARTS],
+    call: &JoinCall,
+) -> Result<Joined<CubeBackend>, KernelError> {
+    let like = (tensors.iter().flatten().next()).expect("at least one tensor");
+    let [batch, seq] = call.rows;
+    let x = empty(like, [batch, seq, call.width()], call.dtype.into());
+    let sums = (call.bias).map(|dtype| empty(like, [call.width()], dtype.into()));
+    let read: Vec<_> = (call.parts.iter().zip(tensors))
+        .filter_map(|(of, tensor)| {
+            Some((part((*of)?), tensor.as_ref().map(|tensor| &tensor.handle)))
+        })
+        .collect();
+    rows::join_heads(
+        &like.client,
+        &read,
+        [batch * seq, seq],
+        typed(&x),
+        sums.as_ref().map(typed),
+    )?;
+    Ok(Joined {
+        x,
+        bias: OptFloat::from(sums),
+    })
+}

@@ -1,0 +1,88 @@
+//! How the forms of a product are launched, in words.
+
+use burn::tensor::DType;
+use burn_cubecl::CubeDevice;
+
+use crate::linear::activation::kernels as between;
+use crate::linear::activation::kind::Activation;
+use crate::linear::cube;
+use crate::linear::heads::kernels as heads;
+#[cfg(feature = "cuda")]
+use crate::linear::wgmma;
+
+/// How the first product and the activation are launched: in one kernel, or in two.
+pub(crate) fn inner_text(
+    device: &CubeDevice,
+    dtype: DType,
+    [rows, inputs, hidden]: [usize; 3],
+    bias: Option<DType>,
+    activation: Activation,
+) -> Result<String, String> {
+    let lengths = [rows, inputs, hidden];
+    #[cfg(feature = "cuda")]
+    let fused = {
+        let kind = between::kind(activation);
+        wgmma::activated_text(device, dtype, lengths, bias, kind)
+    };
+    #[cfg(not(feature = "cuda"))]
+    let fused = {
+        let _ = bias;
+        Err::<String, _>("built without the feature cuda".to_owned())
+    };
+    fused.or_else(|why| {
+        let product = cube::text(device, dtype, lengths)?;
+        let text = between::text(device, [rows, hidden], dtype, activation)
+            .map_err(|error| error.to_string())?;
+        Ok(format!("{product}; {text}; not as one: {why}"))
+    })
+}
+
+/// How a projection to heads is launched: in one kernel, or in two.
+pub(crate) fn to_heads_text(
+    device: &CubeDevice,
+    dtype: DType,
+    [batch, seq, inputs]: [usize; 3],
+    parts: &[(usize, usize)],
+    bias: Option<DType>,
+) -> Result<String, String> {
+    #[cfg(feature = "cuda")]
+    let fused = {
+        let listed = std::array::from_fn(|part| parts.get(part).copied());
+        let lengths = [batch, seq, inputs];
+        wgmma::by_heads_text(device, dtype, lengths, bias, listed)
+    };
+    #[cfg(not(feature = "cuda"))]
+    let fused = {
+        let _ = bias;
+        Err::<String, _>("built without the feature cuda".to_owned())
+    };
+    fused.or_else(|why| {
+        let outputs = parts.iter().map(|(heads, dim)| heads * dim).sum();
+        let product = cube::text(device, dtype, [batch * seq, inputs, outputs])?;
+        let split = heads::text(device, [batch * seq, seq], parts, dtype)
+            .map_err(|error| error.to_string())?;
+        Ok(format!("{product}; {split}; not as one: {why}"))
+    })
+}
+
+/// How a projection of heads of a dtype in another one is launched.
+pub(crate) fn from_heads_text(
+    device: &CubeDevice,
+    [own, dtype]: [DType; 2],
+    [batch, heads, seq, dim]: [usize; 4],
+    outputs: usize,
+) -> Result<String, String> {
+    #[cfg(feature = "cuda")]
+    let fused = match own == dtype {
+        true => wgmma::of_heads_text(device, dtype, [batch, heads, seq, dim], outputs),
+        false => Err(format!("{own:?} is rounded to {dtype:?}")),
+    };
+    #[cfg(not(feature = "cuda"))]
+    let fused = Err::<String, _>("built without the feature cuda".to_owned());
+    fused.or_else(|why| {
+        let join = heads::text(device, [batch * seq, seq], &[(heads, dim)], own)
+            .map_err(|error| error.to_string())?;
+        let product = cube::text(device, dtype, [batch * seq, heads * dim, outputs])?;
+        Ok(format!("{join}; {product}; not as one: {why}"))
+    })
+}
