@@ -5,7 +5,9 @@ use burn::tensor::Tensor;
 
 use crate::selection::query_lists::{ListsShape, SelectedBlocks};
 #[cfg(feature = "cuda")]
-use burn_blocksparse::internal::{Chosen, DispatchMode};
+use crate::selection::token_sparse::ops::{Sparsity, TokenSparseCall};
+#[cfg(feature = "cuda")]
+use burn_blocksparse::internal::Chosen;
 use burn_blocksparse::{AttentionOptions, OpError};
 #[cfg(feature = "cuda")]
 use burn_blocksparse::{AttentionPlan, WeightsMode};
@@ -42,23 +44,12 @@ pub(crate) fn choose(
     shape: ListsShape,
     options: &AttentionOptions,
 ) -> Result<Result<ListedWalk, String>, OpError> {
-    use crate::selection::list_backend::kernels::{plan, request};
-    use crate::selection::list_ops::BlockIndicesCall;
+    use crate::selection::token_sparse::backend::kernels::{device, plan};
     let why = |text: &str| Ok(Err(text.to_string()));
-    let device = q.device();
-    let Some(inner) = &burn_blocksparse::internal::device::cube::of(&device) else {
-        return why("the device has no kernels");
+    let device = match device(q, options) {
+        Ok(device) => device,
+        Err(text) => return why(text),
     };
-    if burn_blocksparse::internal::cube::uses_reference() {
-        return why("BLOCKSPARSE_REFERENCE is set");
-    }
-    if options.dispatch_mode == DispatchMode::GroupByBlock {
-        return why("options.dispatch_mode says so");
-    }
-    let scale = options.scale_for(q.dims()[3]);
-    if scale <= 0.0 || !(scale as f32).is_normal() {
-        return why("the scale is not positive");
-    }
     let plain = options.softcap.is_none()
         && options.alibi.is_none()
         && options.active_dropout().is_none()
@@ -76,10 +67,8 @@ pub(crate) fn choose(
             "a list of so few heads reads long blocks for itself, and packed queries share them",
         );
     }
-    let call = BlockIndicesCall::new(shape.block, shape.tile, shape.overlap);
-    let dims = [q.dims(), k.dims(), v.dims()];
-    let request = request(dims, q.dtype(), shape.most, shape.tiles, call);
-    let plan = match plan(inner, request) {
+    let call = call(shape, options.scale_for(q.dims()[3]));
+    let plan = match plan(&device, [q, k, v], [shape.most, shape.tiles], &call) {
         Ok(plan) => plan,
         Err(text) => return why(text),
     };
@@ -91,6 +80,13 @@ pub(crate) fn choose(
     }
     let text = plan.to_string();
     Ok(Ok(ListedWalk { near, text }))
+}
+
+/// A call of lists of these sizes.
+#[cfg(feature = "cuda")]
+fn call(shape: ListsShape, scale: f64) -> TokenSparseCall {
+    let ListsShape { block, tile, .. } = shape;
+    TokenSparseCall::new(Sparsity::Blocks { block, tile }, scale, shape.overlap, true)
 }
 
 /// Whether queries that are packed by block are estimated to be faster than walks of lists that `rows` heads share.
@@ -144,21 +140,25 @@ impl ListedWalk {
     ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
         use burn::backend::Dispatch;
 
-        use crate::selection::list_ops::{BlockIndicesCall, BlockIndicesInputs, BlockIndicesOps};
+        use crate::selection::token_sparse::ops::{
+            BlockLists, QueryLists, TokenSparseInputs, TokenSparseOps,
+        };
         let mut layout =
             burn_blocksparse::internal::upload::layout_tensors(near, &q.device(), true)?;
         layout.plan = self.near.kernels();
-        let call = BlockIndicesCall::new(lists.block, lists.tile, lists.shape().overlap);
-        let inputs = BlockIndicesInputs {
+        let call = call(lists.shape(), options.scale_for(q.dims()[3]));
+        let inputs = TokenSparseInputs {
             q: q.into_dispatch(),
             k: k.into_dispatch(),
             v: v.into_dispatch(),
-            blocks: lists.blocks.into_dispatch(),
-            queries: lists.queries.into_dispatch(),
-            tile_blocks: lists.tile_blocks.into_dispatch(),
+            lists: QueryLists::Blocks(BlockLists {
+                blocks: lists.blocks.into_dispatch(),
+                queries: lists.queries.into_dispatch(),
+                tile_blocks: lists.tile_blocks.into_dispatch(),
+                near: layout,
+            }),
         };
-        let output =
-            <Dispatch as BlockIndicesOps>::listed_attention(inputs, layout, options.clone(), call);
+        let output = <Dispatch as TokenSparseOps>::token_sparse_attention(inputs, call);
         let (out, lse) = (output.out, output.lse);
         Ok((Tensor::from_dispatch(out), Tensor::from_dispatch(lse)))
     }

@@ -3,7 +3,8 @@
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType, backend_extension};
 
-use crate::selection::{key_reference, reference};
+use crate::selection::reference;
+use crate::selection::token_sparse::reference::unique_keys;
 use burn_blocksparse::internal::values::OptFloat;
 
 /// Which blocks queries take, of the scores of some of them.
@@ -143,7 +144,7 @@ pub trait SelectionOps: Backend {
     /// Lists of keys `[batch, lists, queries, most]`, in any order: those that a query sees, ascending, each once, and −1 behind the last. i32.
     #[fusion(meta = meta::unique)]
     fn unique_keys(keys: IntTensor<Self>, call: UniqueKeys) -> IntTensor<Self> {
-        key_reference::unique_keys::<Self>(keys, &call)
+        unique_keys::<Self>(keys, &call)
     }
 }
 

@@ -1,4 +1,4 @@
-//! Which way the passes of a call over lists of single keys go.
+//! Which way the passes of a call over lists go.
 
 use std::fmt;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ pub enum Way {
     Tiles,
 }
 
-/// What a call over lists of single keys runs. It prints.
+/// What a call over lists runs: those of blocks are walked. It prints.
 #[derive(Clone, Debug)]
 pub struct KeyListPlan {
     walk: Result<ListedPlan, &'static str>,
@@ -60,6 +60,15 @@ impl KeyListPlan {
     /// Why its kernels do not take the call.
     pub fn new(client: &Client, request: ListedRequest, scale: f64) -> Result<Self, &'static str> {
         let walk = ListedPlan::new(client.properties(), request);
+        if !request.is_of_keys() {
+            return walk.map(|walk| Self {
+                walk: Ok(walk),
+                neighbours: None,
+                tiles: None,
+                forward: Way::Walk,
+                backward: Way::Walk,
+            });
+        }
         let forced = match said() {
             Some(ListedWay::Tiles) => Some(Way::Tiles),
             Some(ListedWay::Neighbours) => Some(Way::Neighbours),
