@@ -7,6 +7,7 @@ use crate::selection::ops::{SelectionOps, UniqueKeys};
 use crate::selection::overlap;
 use crate::selection::overlap::checked_overlap;
 use crate::selection::query_lists::SelectedBlocks;
+use crate::selection::token_sparse::backend::{gathers, plan};
 use crate::selection::token_sparse::ops::{
     QueryLists, Sparsity, TokenSparseCall, TokenSparseInputs, TokenSparseOps,
 };
@@ -253,25 +254,12 @@ fn check(
 }
 
 /// What kernels run, or why they do not.
-#[cfg(not(feature = "cuda"))]
-fn walk(
-    _x: [&Tensor<4>; 3],
-    _lists: &TokenIndices,
-    _options: &AttentionOptions,
-) -> Result<String, String> {
-    Err("the crate's feature cuda is off".to_string())
-}
-
-/// What kernels run, or why they do not.
-#[cfg(feature = "cuda")]
 fn walk(
     [q, k, v]: [&Tensor<4>; 3],
     lists: &TokenIndices,
     options: &AttentionOptions,
 ) -> Result<String, String> {
-    use crate::selection::token_sparse::backend::kernels::{device, plan};
-    let device = device(q, options)?;
+    gathers(q, options)?;
     let call = lists.call(q, options, true);
-    let plan = plan(&device, [q, k, v], [lists.keys.dims()[3], 1], &call)?;
-    Ok(plan.to_string())
+    Ok(plan([q, k, v], [lists.keys.dims()[3], 1], &call)?)
 }

@@ -18,12 +18,39 @@ impl TokenSparseOps for burn::backend::NdArray {}
 impl TokenSparseOps for burn_cubecl::CubeBackend {}
 
 #[cfg(feature = "cuda")]
-pub(crate) mod kernels {
+pub(crate) use kernels::{gathers, plan};
+#[cfg(not(feature = "cuda"))]
+pub(crate) use without_kernels::{gathers, plan};
+
+#[cfg(not(feature = "cuda"))]
+mod without_kernels {
+    use burn::tensor::Tensor;
+
+    use crate::selection::token_sparse::ops::TokenSparseCall;
+    use burn_blocksparse::AttentionOptions;
+
+    const OFF: &str = "the crate's feature cuda is off";
+
+    pub(crate) fn gathers(_: &Tensor<4>, _: &AttentionOptions) -> Result<(), &'static str> {
+        Err(OFF)
+    }
+
+    pub(crate) fn plan(
+        _: [&Tensor<4>; 3],
+        _: [usize; 2],
+        _: &TokenSparseCall,
+    ) -> Result<String, &'static str> {
+        Err(OFF)
+    }
+}
+
+#[cfg(feature = "cuda")]
+mod kernels {
     use std::sync::Arc;
 
     use crate::kernels::listed;
     use crate::kernels::listed::{
-        KeyListPlan, ListedGradients, ListedLists, ListedRequest, Way, neighbours,
+        ListedGradients, ListedLists, ListedPass, ListedPlan, ListedRequest,
     };
     use blocksparse_cubecl::OutputGrads as KernelGrads;
     use blocksparse_cubecl::Outputs;
@@ -54,12 +81,9 @@ pub(crate) mod kernels {
     /// Elements of 16 bytes, which rows begin at multiples of.
     const ALIGNMENT: usize = 8;
 
-    /// The device of queries, or why kernels do not gather by their lists.
-    pub(crate) fn device(
-        q: &Tensor<4>,
-        options: &AttentionOptions,
-    ) -> Result<CubeDevice, &'static str> {
-        let device = cube::of(&q.device()).ok_or("the device has no kernels")?;
+    /// Why kernels do not gather by the lists of a call's queries, if it is for what is in none of its sizes.
+    pub(crate) fn gathers(q: &Tensor<4>, options: &AttentionOptions) -> Result<(), &'static str> {
+        device(q)?;
         if uses_reference() {
             return Err("BLOCKSPARSE_REFERENCE is set");
         }
@@ -68,21 +92,25 @@ pub(crate) mod kernels {
         }
         let scale = options.scale_for(q.dims()[3]);
         match scale > 0.0 && (scale as f32).is_normal() {
-            true => Ok(device),
+            true => Ok(()),
             false => Err("the scale is not positive"),
         }
     }
 
-    /// What a device runs for lists of `most` numbers, and of so many tiles of queries by blocks, or why it does not.
+    fn device(q: &Tensor<4>) -> Result<CubeDevice, &'static str> {
+        cube::of(&q.device()).ok_or("the device has no kernels")
+    }
+
+    /// What runs for lists of `most` numbers, and of so many tiles of queries by blocks, or why kernels do not take the call.
     pub(crate) fn plan(
-        device: &CubeDevice,
         [q, k, v]: [&Tensor<4>; 3],
         lists: [usize; 2],
         call: &TokenSparseCall,
-    ) -> Result<Arc<KeyListPlan>, &'static str> {
+    ) -> Result<String, &'static str> {
         let dims = [q.dims(), k.dims(), v.dims()];
         let request = request(dims, q.dtype(), lists, call);
-        KeyListPlan::of(&device.client(), request, call.scale)
+        let plan = ListedPlan::of(&device(q)?.client(), request, call.scale)?;
+        Ok(plan.to_string())
     }
 
     /// The sizes of a call by its shapes, and the dtype of its queries.
@@ -108,10 +136,7 @@ pub(crate) mod kernels {
     }
 
     /// What runs of a call that was planned before.
-    fn planned(
-        inputs: &TokenSparseInputs<CubeBackend>,
-        call: &TokenSparseCall,
-    ) -> Arc<KeyListPlan> {
+    fn planned(inputs: &TokenSparseInputs<CubeBackend>, call: &TokenSparseCall) -> Arc<ListedPlan> {
         let TokenSparseInputs { q, k, v, lists } = inputs;
         let shapes = [q, k, v].map(|x| x.meta.shape().dims());
         let lists = match lists {
@@ -122,7 +147,7 @@ pub(crate) mod kernels {
             ],
         };
         let request = request(shapes, q.dtype, lists, call);
-        let plan = KeyListPlan::of(&q.client, request, call.scale);
+        let plan = ListedPlan::of(&q.client, request, call.scale);
         plan.unwrap_or_else(|why| panic!("attention over lists: {why}"))
     }
 
@@ -134,13 +159,12 @@ pub(crate) mod kernels {
     /// The layout that kernels of layouts attend to: what is near, or all lists as pairs of tiles.
     fn layout(
         lists: &QueryLists<CubeBackend>,
-        plan: &KeyListPlan,
-        way: Way,
+        pass: ListedPass,
     ) -> Option<LayoutTensors<CubeBackend>> {
-        match (lists, way) {
+        match (lists, pass) {
             (QueryLists::Blocks(lists), _) => Some(lists.near.clone()),
-            (QueryLists::Tokens(keys), Way::Tiles) => {
-                let (tiles, keys) = (plan.tiles(), numbers(keys.clone()));
+            (QueryLists::Tokens(keys), ListedPass::Tiles(tiles)) => {
+                let keys = numbers(keys.clone());
                 let host = checked(tiles.layout(&keys.client, &keys.handle));
                 Some(LayoutTensors {
                     // Kernels read none.
@@ -153,7 +177,7 @@ pub(crate) mod kernels {
                     },
                 })
             }
-            (QueryLists::Tokens(_), _) => None,
+            (QueryLists::Tokens(_), ListedPass::Walks(_)) => None,
         }
     }
 
@@ -177,7 +201,7 @@ pub(crate) mod kernels {
                 return reference::forward::<Self>(inputs, &call);
             }
             let (plan, scale) = (planned(&inputs, &call), call.scale);
-            let near = layout(&inputs.lists, &plan, plan.forward()).map(|layout| {
+            let near = layout(&inputs.lists, plan.forward()).map(|layout| {
                 let options = AttentionOptions::default().scale(scale);
                 Self::block_sparse_attention(over_layout(&inputs), layout, options)
             });
@@ -194,24 +218,23 @@ pub(crate) mod kernels {
                     )
                 }
             };
-            if plan.forward() == Way::Tiles {
-                return TokenSparseOutput { out, lse };
+            if let ListedPass::Walks(walks) = plan.forward() {
+                let TokenSparseInputs { q, k, v, lists } = inputs;
+                let [q, k, v] = [q, k, v].map(|x| view(&readable(x, ALIGNMENT)));
+                let lists = match lists {
+                    QueryLists::Tokens(keys) => numbers(keys),
+                    QueryLists::Blocks(lists) => numbers(lists.blocks),
+                };
+                launched(listed::forward(
+                    &out.client,
+                    walks,
+                    [&q, &k, &v],
+                    &lists.handle,
+                    Outputs::new(&out.handle, &lse.handle),
+                    scale,
+                    carry,
+                ));
             }
-            let TokenSparseInputs { q, k, v, lists } = inputs;
-            let [q, k, v] = [q, k, v].map(|x| view(&readable(x, ALIGNMENT)));
-            let lists = match lists {
-                QueryLists::Tokens(keys) => numbers(keys),
-                QueryLists::Blocks(lists) => numbers(lists.blocks),
-            };
-            let (client, inputs, lists) = (&out.client, [&q, &k, &v], &lists.handle);
-            let outputs = Outputs::new(&out.handle, &lse.handle);
-            launched(match plan.forward() {
-                Way::Neighbours => {
-                    let plan = plan.neighbours();
-                    neighbours::forward(client, plan, inputs, lists, outputs, scale, carry)
-                }
-                _ => listed::forward(client, plan.walk(), inputs, lists, outputs, scale, carry),
-            });
             TokenSparseOutput { out, lse }
         }
 
@@ -226,15 +249,15 @@ pub(crate) mod kernels {
             }
             let TokenSparseSaved { inputs, output } = saved;
             let (plan, scale) = (planned(&inputs, &call), call.scale);
-            let (way, grad_lse) = (plan.backward(), contiguous(grads.lse));
+            let (pass, grad_lse) = (plan.backward(), contiguous(grads.lse));
             // Kernels that walk lists read queries, and gradients by what they see, as rows of one matrix.
             let [q, out, lse, grad_out] = [inputs.q.clone(), output.out, output.lse, grads.out]
-                .map(|x| match way {
-                    Way::Tiles => x,
-                    _ => into_contiguous(x),
+                .map(|x| match pass {
+                    ListedPass::Tiles(_) => x,
+                    ListedPass::Walks(_) => into_contiguous(x),
                 });
             let inputs = TokenSparseInputs { q, ..inputs };
-            let near = layout(&inputs.lists, &plan, way).map(|layout| {
+            let near = layout(&inputs.lists, pass).map(|layout| {
                 let output = AttentionOutput {
                     out: out.clone(),
                     lse: lse.clone(),
@@ -259,30 +282,28 @@ pub(crate) mod kernels {
                 None => [&inputs.q, &inputs.k, &inputs.v]
                     .map(|x| filled::<4>(x, x.meta.shape().dims(), 0.0, x.dtype)),
             };
-            if way != Way::Tiles {
+            if let ListedPass::Walks(walks) = pass {
                 let TokenSparseInputs { q, k, v, lists } = inputs;
                 let [q, k, v, grad_out] =
                     [q, k, v, grad_out].map(|x| view(&readable(x, ALIGNMENT)));
-                let inputs = [&q, &k, &v];
-                let outputs = Outputs::new(&out.handle, &lse.handle);
-                let by = KernelGrads {
-                    out: &grad_out,
-                    lse: grad_lse.as_ref().map(|grad| &grad.handle),
-                };
-                let [q, k, v] = made.each_ref().map(|x| &x.handle);
-                let made = ListedGradients { q, k, v };
-                let lists = Numbers::new(lists);
-                let client = &out.client;
-                launched(match way {
-                    Way::Neighbours => {
-                        let (plan, keys) = (plan.neighbours(), &lists.lists.handle);
-                        neighbours::backward(client, plan, inputs, keys, outputs, by, made, scale)
-                    }
-                    _ => {
-                        let (plan, lists) = (plan.walk(), lists.handles());
-                        listed::backward(client, plan, inputs, lists, outputs, by, made, scale)
-                    }
-                });
+                let [to_q, to_k, to_v] = made.each_ref().map(|x| &x.handle);
+                launched(listed::backward(
+                    &out.client,
+                    walks,
+                    [&q, &k, &v],
+                    Numbers::new(lists).handles(),
+                    Outputs::new(&out.handle, &lse.handle),
+                    KernelGrads {
+                        out: &grad_out,
+                        lse: grad_lse.as_ref().map(|grad| &grad.handle),
+                    },
+                    ListedGradients {
+                        q: to_q,
+                        k: to_k,
+                        v: to_v,
+                    },
+                    scale,
+                ));
             }
             let [q, k, v] = made;
             TokenSparseGrads { q, k, v }
