@@ -8,8 +8,7 @@ use blocksparse_bench::numbers::{BF16, F32, uniform};
 use blocksparse_bench::runner::{Shard, Timing};
 use blocksparse_cubecl::{Gradients, OutputGrads, Outputs, ScoreOptions, TensorView};
 use burn_sparse_select::kernels::listed::{
-    KeyListPlan, ListedGradients, ListedLists, ListedPlan, ListedRequest, ListedTiles,
-    NeighbourPlan, backward, forward, neighbours,
+    ListedGradients, ListedLists, ListedPlan, ListedRequest, ListedTiles, Walks, backward, forward,
 };
 use clap::{Parser, ValueEnum};
 use cubecl::client::Client;
@@ -61,7 +60,7 @@ struct Args {
     /// Of what is to be compared, leave out the first kinds of heads and widths: 30 are full matrices of the widths that models have.
     #[arg(long, default_value_t = 0)]
     skip: usize,
-    /// How lists of single keys are attended to. Unless it is said, walks are compared, and all ways are timed.
+    /// How lists are attended to. Unless it is said, walks are compared, and all ways are timed.
     #[arg(long, value_enum)]
     way: Option<Way>,
 }
@@ -76,8 +75,8 @@ enum Way {
 
 /// How a call is attended to.
 enum Plan {
-    Walk(Box<ListedPlan>),
-    Neighbours(NeighbourPlan),
+    Walk(Walks),
+    Neighbours(Walks),
     Tiles(ListedTiles),
 }
 
@@ -171,17 +170,15 @@ impl Call {
         let request = request.with_overlap(args.overlap);
         let ListedRequest { tile, tiles, .. } = request;
         let scale = 1.0 / (head_dim as f64).sqrt();
-        let walk = ListedPlan::new(client.properties(), request);
-        // Plans of blocks have them where they are expected to be faster.
-        let neighbours = NeighbourPlan::new(client.properties(), request);
-        let neighbours = neighbours.filter(|_| block == 1);
+        let walk = Walks::alone(client.properties(), request);
+        let neighbours = Walks::together(client.properties(), request);
         let tiles_of_lists = ListedTiles::new(client, &request, scale);
         if let (Err(walk), Err(in_tiles)) = (&walk, &tiles_of_lists) {
             anyhow::bail!("no kernels: {walk}; {in_tiles}");
         }
         let plans = [
-            walk.ok().map(|plan| Plan::Walk(plan.into())),
-            neighbours.map(Plan::Neighbours),
+            walk.ok().map(Plan::Walk),
+            neighbours.ok().map(Plan::Neighbours),
             tiles_of_lists.ok().map(Plan::Tiles),
         ];
         let shapes = [
@@ -275,22 +272,14 @@ impl Call {
         self.plans.iter().find(|plan| plan.way() == way)
     }
 
-    fn walk(&self) -> Result<&ListedPlan> {
-        match self.plan(Way::Walk) {
-            Some(Plan::Walk(plan)) => Ok(plan),
-            _ => Err(anyhow!("there is no walk of these lists")),
-        }
-    }
-
     fn forward(&self, plan: &Plan) -> Result<()> {
         let [q, k, v, _] = &self.views;
         let [out, lse, ..] = &self.results;
         let (x, saved) = ([q, k, v], Outputs::new(out, lse));
         let (client, blocks, scale) = (&self.client, &self.blocks, self.scale());
         match plan {
-            Plan::Walk(plan) => forward(client, plan, x, blocks, saved, scale, false)?,
-            Plan::Neighbours(plan) => {
-                neighbours::forward(client, plan, x, blocks, saved, scale, false)?
+            Plan::Walk(walks) | Plan::Neighbours(walks) => {
+                forward(client, walks, x, blocks, saved, scale, false)?;
             }
             Plan::Tiles(tiles) => {
                 let layout = tiles.layout(client, blocks)?;
@@ -302,13 +291,13 @@ impl Call {
     }
 
     /// Over one part of the lists, which the other one carries on.
-    fn forward_in_parts(&self) -> Result<()> {
+    fn forward_in_parts(&self, walks: &Walks) -> Result<()> {
         let [q, k, v, _] = &self.views;
         let [out, lse, ..] = &self.results;
         for (part, carry) in self.parts.iter().zip([false, true]) {
-            let (plan, saved) = (self.walk()?, Outputs::new(out, lse));
+            let saved = Outputs::new(out, lse);
             let (client, scale) = (&self.client, self.scale());
-            forward(client, plan, [q, k, v], part, saved, scale, carry)?;
+            forward(client, walks, [q, k, v], part, saved, scale, carry)?;
         }
         Ok(())
     }
@@ -328,7 +317,7 @@ impl Call {
             v: dv,
         };
         match plan {
-            Plan::Walk(plan) => {
+            Plan::Walk(walks) | Plan::Neighbours(walks) => {
                 let lists = match self.request.block {
                     1 => ListedLists::Keys(blocks),
                     _ => ListedLists::Blocks {
@@ -337,10 +326,7 @@ impl Call {
                         tile_blocks: &self.tile_blocks,
                     },
                 };
-                backward(client, plan, x, lists, saved, by, made, scale)?;
-            }
-            Plan::Neighbours(plan) => {
-                neighbours::backward(client, plan, x, blocks, saved, by, made, scale)?;
+                backward(client, walks, x, lists, saved, by, made, scale)?;
             }
             Plan::Tiles(tiles) => {
                 let (plan, layout) = (tiles.plan(), tiles.layout(client, blocks)?);
@@ -371,13 +357,8 @@ fn main() -> Result<()> {
         return verify(&client, &args);
     }
     let call = Call::new(&client, 1, &args, 1)?;
-    match args.block {
-        1 => {
-            let chosen = KeyListPlan::new(&client, call.request, call.scale());
-            println!("{}", chosen.map_err(|why| anyhow!(why))?);
-        }
-        _ => println!("{}", call.walk()?),
-    }
+    let chosen = ListedPlan::new(&client, call.request, call.scale());
+    println!("{}", chosen.map_err(|why| anyhow!(why))?);
     let flops = 2.0 * (args.head_dim + args.value_dim) as f64 * call.pairs as f64;
     // A row of heads reads its keys and values once.
     let bytes = flops / (args.heads / args.kv_heads) as f64;

@@ -5,7 +5,7 @@ use blocksparse_bench::compare::{dot, same_twice, softmax};
 use blocksparse_bench::runner::Tally;
 use cubecl::client::Client;
 
-use super::{Args, Call, Way};
+use super::{Args, Call, Plan, Way};
 
 /// Heads of queries and of keys, and widths of keys and values.
 type Kind = ([usize; 2], [usize; 2]);
@@ -125,8 +125,8 @@ fn check(client: &Client, name: &str, batch: usize, args: &Args, seed: u64) -> R
     let names = ["out", "lse", "dq", "dk", "dv"];
     let mut pairs: Vec<_> = names.into_iter().zip(found.iter().zip(&expected)).collect();
     let in_parts;
-    if args.block > 1 {
-        call.forward_in_parts()?;
+    if let (2.., Some(Plan::Walk(walks) | Plan::Neighbours(walks))) = (args.block, call.plan(way)) {
+        call.forward_in_parts(walks)?;
         in_parts = call.read()?;
         let names = ["out in parts", "lse in parts"].into_iter();
         pairs.extend(names.zip(in_parts.iter().zip(&expected)));

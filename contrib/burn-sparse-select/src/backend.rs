@@ -15,15 +15,10 @@ pub use crate::pages::ops::PageChoiceOps;
 pub use crate::pages::values::{PageChoiceCall, PageScoreInputs, SummarizeInputs};
 #[cfg(feature = "cube")]
 pub use crate::selection::estimate_ops::{CompressedCall, EstimateOps, LikeBlocks, MeanScores};
-pub use crate::selection::key_list_ops::{
-    TokenSparseCall, TokenSparseGrads, TokenSparseInputs, TokenSparseOps, TokenSparseOutput,
-    TokenSparseSaved,
-};
-#[cfg(feature = "cuda")]
-pub use crate::selection::list_ops::{
-    BlockIndicesCall, BlockIndicesGrads, BlockIndicesInputs, BlockIndicesOps, BlockIndicesOutput,
-    BlockIndicesSaved,
-};
 pub use crate::selection::ops::{
     QueriesOfBlocks, QueryTiles, SelectionOps, TopKBlocks, UniqueKeys,
+};
+pub use crate::selection::token_sparse::ops::{
+    BlockLists, QueryLists, Sparsity, TokenSparseCall, TokenSparseGrads, TokenSparseInputs,
+    TokenSparseOps, TokenSparseOutput, TokenSparseSaved,
 };

@@ -97,7 +97,7 @@ pub use error::KernelError;
 pub use forward::forward;
 pub use masses::{MassOutputs, check_masses, masses};
 pub use on_device::{
-    ChoiceTensor, KEYS_OF_WORD, KeyListSizes, ListBuffers, ListSizes, ListsByKeys, ScoredRows,
-    choose_blocks, count_blocks, highest_blocks, list_queries, lists_by_keys, unique_keys,
+    ChoiceTensor, KeyListSizes, ListBuffers, ListSizes, ScoredRows, choose_blocks, count_blocks,
+    highest_blocks, list_queries, unique_keys,
 };
 pub use tuning::{KeyPicking, ListedWay, TierLimit, Tuning, TuningError};

@@ -106,10 +106,6 @@ pub enum KeyPicking {
 pub enum ListedWay {
     /// Queries walk their lists.
     Walk,
-    /// Likewise, and gradients by keys are made of words of keys,
-    Words,
-    /// or of records of pairs.
-    Records,
     /// Neighbouring queries walk the union of theirs.
     Neighbours,
     /// Tiles compute all pairs.
@@ -180,12 +176,10 @@ const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "BLOCKSPARSE_LISTED",
-        expected: "walk, words, records, neighbours or tiles",
+        expected: "walk, neighbours or tiles",
         set: |tuning, text| {
             tuning.listed = Some(match text {
                 "walk" => ListedWay::Walk,
-                "words" => ListedWay::Words,
-                "records" => ListedWay::Records,
                 "neighbours" => ListedWay::Neighbours,
                 "tiles" => ListedWay::Tiles,
                 _ => return None,
@@ -454,11 +448,7 @@ mod tests {
         ("COARSE", "2", "0 or 1"),
         ("KEY_PICKS", "Whole", "0, 1 or whole"),
         ("LINE_SUMS", "off", "0 or 1"),
-        (
-            "LISTED",
-            "walks",
-            "walk, words, records, neighbours or tiles",
-        ),
+        ("LISTED", "walks", "walk, neighbours or tiles"),
         ("LISTED_TILE", "32", "KEYSxSTAGES"),
         ("LISTED_TILE", "64x2", "KEYSxSTAGES"),
         ("LISTED_TILE", "16x1", "KEYSxSTAGES"),
@@ -523,7 +513,7 @@ mod tests {
     #[test]
     fn values_go_where_they_belong() {
         let default = Tuning::default;
-        let all: [(&str, &str, Tuning); 25] = [
+        let all: [(&str, &str, Tuning); 23] = [
             (
                 "UNFENCED",
                 "1",
@@ -578,22 +568,6 @@ mod tests {
                 "walk",
                 Tuning {
                     listed: Some(ListedWay::Walk),
-                    ..default()
-                },
-            ),
-            (
-                "LISTED",
-                "words",
-                Tuning {
-                    listed: Some(ListedWay::Words),
-                    ..default()
-                },
-            ),
-            (
-                "LISTED",
-                "records",
-                Tuning {
-                    listed: Some(ListedWay::Records),
                     ..default()
                 },
             ),

@@ -14,7 +14,8 @@ mod kernels {
 
     use crate::selection::ops::SelectionOps;
     use crate::selection::ops::{QueriesOfBlocks, QueryTiles, TopKBlocks, UniqueKeys};
-    use crate::selection::{key_reference, reference};
+    use crate::selection::reference;
+    use crate::selection::token_sparse::reference::unique_keys;
     use burn_blocksparse::internal::cube::{empty, uses_reference};
 
     impl SelectionOps for CubeBackend {
@@ -63,7 +64,7 @@ mod kernels {
         fn unique_keys(keys: CubeTensor, call: UniqueKeys) -> CubeTensor {
             let dims @ [batch, lists, queries, most] = keys.meta.shape().dims();
             if uses_reference() {
-                return key_reference::unique_keys::<Self>(keys, &call);
+                return unique_keys::<Self>(keys, &call);
             }
             let keys = into_contiguous(cast(keys, IntDType::I32.into()));
             let unique = empty(&keys, dims, DType::I32);
@@ -77,7 +78,7 @@ mod kernels {
             );
             match result {
                 Ok(()) => unique,
-                Err(_) => key_reference::unique_keys::<Self>(keys, &call),
+                Err(_) => unique_keys::<Self>(keys, &call),
             }
         }
 

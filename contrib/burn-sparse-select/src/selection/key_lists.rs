@@ -3,13 +3,14 @@
 use burn::backend::Dispatch;
 use burn::tensor::{Int, Tensor};
 
-use crate::selection::key_list_ops::{TokenSparseCall, TokenSparseInputs, TokenSparseOps};
 use crate::selection::ops::{SelectionOps, UniqueKeys};
 use crate::selection::overlap;
 use crate::selection::overlap::checked_overlap;
 use crate::selection::query_lists::SelectedBlocks;
-#[cfg(feature = "cuda")]
-use burn_blocksparse::internal::DispatchMode;
+use crate::selection::token_sparse::backend::{gathers, plan};
+use crate::selection::token_sparse::ops::{
+    QueryLists, Sparsity, TokenSparseCall, TokenSparseInputs, TokenSparseOps,
+};
 use burn_blocksparse::internal::check;
 use burn_blocksparse::internal::device::served;
 use burn_blocksparse::internal::op_plan::OpPlan;
@@ -131,6 +132,15 @@ impl TokenIndices {
         self.causal
     }
 
+    /// A call of queries with these lists.
+    fn call(&self, q: &Tensor<4>, options: &AttentionOptions, dispatch: bool) -> TokenSparseCall {
+        let sparsity = Sparsity::Tokens {
+            causal: self.causal,
+        };
+        let scale = options.scale_for(q.dims()[3]);
+        TokenSparseCall::new(sparsity, scale, self.overlap, dispatch)
+    }
+
     /// For so many heads of keys.
     fn for_heads(self, kv_heads: usize) -> Tensor<4, Int> {
         let [batch, lists, queries, most] = self.keys.dims();
@@ -180,16 +190,15 @@ pub fn token_sparse_attention(
 ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
     check([&q, &k, &v], &lists, &options)?;
     let walk = walk([&q, &k, &v], &lists, &options).is_ok();
-    let scale = options.scale_for(q.dims()[3]);
-    let call = TokenSparseCall::new(scale, lists.causal, lists.overlap, walk);
+    let call = lists.call(&q, &options, walk);
     let kv_heads = k.dims()[1];
     let inputs = TokenSparseInputs {
         q: q.into_dispatch(),
         k: k.into_dispatch(),
         v: v.into_dispatch(),
-        keys: lists.for_heads(kv_heads).into_dispatch(),
+        lists: QueryLists::Tokens(lists.for_heads(kv_heads).into_dispatch()),
     };
-    let output = <Dispatch as TokenSparseOps>::key_list_attention(inputs, call);
+    let output = <Dispatch as TokenSparseOps>::token_sparse_attention(inputs, call);
     let (out, lse) = (output.out, output.lse);
     Ok((Tensor::from_dispatch(out), Tensor::from_dispatch(lse)))
 }
@@ -245,40 +254,12 @@ fn check(
 }
 
 /// What kernels run, or why they do not.
-#[cfg(not(feature = "cuda"))]
-fn walk(
-    _x: [&Tensor<4>; 3],
-    _lists: &TokenIndices,
-    _options: &AttentionOptions,
-) -> Result<String, String> {
-    Err("the crate's feature cuda is off".to_string())
-}
-
-/// What kernels run, or why they do not.
-#[cfg(feature = "cuda")]
 fn walk(
     [q, k, v]: [&Tensor<4>; 3],
     lists: &TokenIndices,
     options: &AttentionOptions,
 ) -> Result<String, String> {
-    use crate::kernels::listed::KeyListPlan;
-    use crate::selection::key_list_backend::kernels::request;
-    let Some(inner) = &burn_blocksparse::internal::device::cube::of(&q.device()) else {
-        return Err("the device has no kernels".to_string());
-    };
-    if burn_blocksparse::internal::cube::uses_reference() {
-        return Err("BLOCKSPARSE_REFERENCE is set".to_string());
-    }
-    if options.dispatch_mode == DispatchMode::GroupByBlock {
-        return Err("options.dispatch_mode says so".to_string());
-    }
-    let scale = options.scale_for(q.dims()[3]);
-    if scale <= 0.0 || !(scale as f32).is_normal() {
-        return Err("the scale is not positive".to_string());
-    }
-    let dims = [q.dims(), k.dims(), v.dims()];
-    let most = lists.keys.dims()[3];
-    let request = request(dims, q.dtype(), most, lists.causal, lists.overlap);
-    let plan = KeyListPlan::of(&inner.client(), request, scale).map_err(str::to_string)?;
-    Ok(plan.to_string())
+    gathers(q, options)?;
+    let call = lists.call(q, options, true);
+    Ok(plan([q, k, v], [lists.keys.dims()[3], 1], &call)?)
 }

@@ -1,17 +1,20 @@
 //! Queries that walk the blocks they chose, by kernels that take single queries: where a device has them and they take the call.
 
 use blocksparse::BlockLayout;
+use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
 use crate::selection::query_lists::{ListsShape, SelectedBlocks};
-#[cfg(feature = "cuda")]
-use burn_blocksparse::internal::{Chosen, DispatchMode};
-use burn_blocksparse::{AttentionOptions, OpError};
-#[cfg(feature = "cuda")]
-use burn_blocksparse::{AttentionPlan, WeightsMode};
+use crate::selection::token_sparse::backend::{gathers, plan};
+use crate::selection::token_sparse::ops::{
+    BlockLists, QueryLists, Sparsity, TokenSparseCall, TokenSparseInputs, TokenSparseOps,
+};
+use burn_blocksparse::internal::Chosen;
+use burn_blocksparse::internal::upload::layout_tensors;
+use burn_blocksparse::internal::values::ScoreTensors;
+use burn_blocksparse::{AttentionOptions, AttentionPlan, OpError, WeightsMode};
 
 /// What a call that kernels take runs.
-#[cfg(feature = "cuda")]
 pub(crate) struct ListedWalk {
     /// For what queries see beside their lists.
     near: AttentionPlan,
@@ -19,45 +22,16 @@ pub(crate) struct ListedWalk {
     text: String,
 }
 
-/// No call is taken without kernels.
-#[cfg(not(feature = "cuda"))]
-pub(crate) enum ListedWalk {}
-
 /// What runs, or why queries are packed by block instead.
-#[cfg(not(feature = "cuda"))]
-pub(crate) fn choose(
-    _x: [&Tensor<4>; 3],
-    _near: &BlockLayout,
-    _shape: ListsShape,
-    _options: &AttentionOptions,
-) -> Result<Result<ListedWalk, String>, OpError> {
-    Ok(Err("the crate's feature cuda is off".to_string()))
-}
-
-/// What runs, or why queries are packed by block instead.
-#[cfg(feature = "cuda")]
 pub(crate) fn choose(
     [q, k, v]: [&Tensor<4>; 3],
     near: &BlockLayout,
     shape: ListsShape,
     options: &AttentionOptions,
 ) -> Result<Result<ListedWalk, String>, OpError> {
-    use crate::selection::list_backend::kernels::{plan, request};
-    use crate::selection::list_ops::BlockIndicesCall;
     let why = |text: &str| Ok(Err(text.to_string()));
-    let device = q.device();
-    let Some(inner) = &burn_blocksparse::internal::device::cube::of(&device) else {
-        return why("the device has no kernels");
-    };
-    if burn_blocksparse::internal::cube::uses_reference() {
-        return why("BLOCKSPARSE_REFERENCE is set");
-    }
-    if options.dispatch_mode == DispatchMode::GroupByBlock {
-        return why("options.dispatch_mode says so");
-    }
-    let scale = options.scale_for(q.dims()[3]);
-    if scale <= 0.0 || !(scale as f32).is_normal() {
-        return why("the scale is not positive");
+    if let Err(text) = gathers(q, options) {
+        return why(text);
     }
     let plain = options.softcap.is_none()
         && options.alibi.is_none()
@@ -76,21 +50,24 @@ pub(crate) fn choose(
             "a list of so few heads reads long blocks for itself, and packed queries share them",
         );
     }
-    let call = BlockIndicesCall::new(shape.block, shape.tile, shape.overlap);
-    let dims = [q.dims(), k.dims(), v.dims()];
-    let request = request(dims, q.dtype(), shape.most, shape.tiles, call);
-    let plan = match plan(inner, request) {
-        Ok(plan) => plan,
+    let call = call(shape, options.scale_for(q.dims()[3]));
+    let text = match plan([q, k, v], [shape.most, shape.tiles], &call) {
+        Ok(text) => text,
         Err(text) => return why(text),
     };
-    let scores = burn_blocksparse::internal::values::ScoreTensors::default();
+    let scores = ScoreTensors::default();
     let Chosen { plan: near, packed } =
         AttentionPlan::choose(q, k, v, &scores, near.into(), options)?;
     if packed.is_some() {
         return why("heads of so few queries are packed");
     }
-    let text = plan.to_string();
     Ok(Ok(ListedWalk { near, text }))
+}
+
+/// A call of lists of these sizes.
+fn call(shape: ListsShape, scale: f64) -> TokenSparseCall {
+    let ListsShape { block, tile, .. } = shape;
+    TokenSparseCall::new(Sparsity::Blocks { block, tile }, scale, shape.overlap, true)
 }
 
 /// Whether queries that are packed by block are estimated to be faster than walks of lists that `rows` heads share.
@@ -99,7 +76,6 @@ pub(crate) fn choose(
 /// listed block some passes over `rows` queries and as many outputs, which are copied, written in parts and merged. All rates are of one H100, of
 /// the calls in docs/benchmarks.md: those of 64 · 16 are 21 ms walked and 38 packed. Backward walks are further ahead, 59 ms for both passes where packed
 /// ones take 146, so packing has to be well ahead.
-#[cfg(feature = "cuda")]
 fn is_faster_packed(block: usize, rows: usize) -> bool {
     const BYTES_OF_CACHE: f64 = 5.2e12;
     const OPERATIONS: f64 = 450e12;
@@ -115,26 +91,10 @@ fn is_faster_packed(block: usize, rows: usize) -> bool {
 impl ListedWalk {
     /// As plans print it.
     pub(crate) fn text(&self) -> &str {
-        #[cfg(feature = "cuda")]
-        return &self.text;
-        #[cfg(not(feature = "cuda"))]
-        match *self {}
+        &self.text
     }
 
     /// Attention over a layout and over lists beside it: out and lse. The arguments were checked.
-    #[cfg(not(feature = "cuda"))]
-    pub(crate) fn attend(
-        self,
-        _x: [Tensor<4>; 3],
-        _near: &BlockLayout,
-        _lists: SelectedBlocks,
-        _options: &AttentionOptions,
-    ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
-        match self {}
-    }
-
-    /// Attention over a layout and over lists beside it: out and lse. The arguments were checked.
-    #[cfg(feature = "cuda")]
     pub(crate) fn attend(
         self,
         [q, k, v]: [Tensor<4>; 3],
@@ -142,23 +102,21 @@ impl ListedWalk {
         lists: SelectedBlocks,
         options: &AttentionOptions,
     ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
-        use burn::backend::Dispatch;
-
-        use crate::selection::list_ops::{BlockIndicesCall, BlockIndicesInputs, BlockIndicesOps};
-        let mut layout =
-            burn_blocksparse::internal::upload::layout_tensors(near, &q.device(), true)?;
+        let mut layout = layout_tensors(near, &q.device(), true)?;
         layout.plan = self.near.kernels();
-        let call = BlockIndicesCall::new(lists.block, lists.tile, lists.shape().overlap);
-        let inputs = BlockIndicesInputs {
+        let call = call(lists.shape(), options.scale_for(q.dims()[3]));
+        let inputs = TokenSparseInputs {
             q: q.into_dispatch(),
             k: k.into_dispatch(),
             v: v.into_dispatch(),
-            blocks: lists.blocks.into_dispatch(),
-            queries: lists.queries.into_dispatch(),
-            tile_blocks: lists.tile_blocks.into_dispatch(),
+            lists: QueryLists::Blocks(BlockLists {
+                blocks: lists.blocks.into_dispatch(),
+                queries: lists.queries.into_dispatch(),
+                tile_blocks: lists.tile_blocks.into_dispatch(),
+                near: layout,
+            }),
         };
-        let output =
-            <Dispatch as BlockIndicesOps>::listed_attention(inputs, layout, options.clone(), call);
+        let output = <Dispatch as TokenSparseOps>::token_sparse_attention(inputs, call);
         let (out, lse) = (output.out, output.lse);
         Ok((Tensor::from_dispatch(out), Tensor::from_dispatch(lse)))
     }

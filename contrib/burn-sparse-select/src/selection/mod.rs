@@ -12,8 +12,7 @@
 // query_lists  the queries that chose each block, where every query chooses for itself
 // lists        attention over such lists, in parts of heads
 // key_lists    attention over lists of single keys
-// key_reference
-//              the same in Burn's primitives
+// token_sparse the backend operation of both kinds of lists
 // overlap      what the lists of neighbouring queries have in common
 // listed       blocks' lists by kernels that take single queries
 // layouts      layouts of what is forced, which are kept
@@ -32,13 +31,8 @@ pub mod estimate_backend;
 #[cfg(feature = "cube")]
 pub mod estimate_ops;
 mod key_layout;
-pub mod key_list_backend;
-pub mod key_list_ops;
-#[cfg(feature = "cuda")]
-pub mod list_backend;
-#[cfg(feature = "cuda")]
-pub mod list_ops;
 pub mod ops;
+pub mod token_sparse;
 pub mod top_k;
 
 mod antidiagonal;
@@ -48,7 +42,6 @@ mod estimates;
 pub mod estimator;
 mod flex;
 pub mod key_lists;
-pub mod key_reference;
 pub mod layouts;
 mod lines;
 mod listed;

@@ -5,7 +5,8 @@ use burn::backend::{Backend, ExtensionType, backend_extension};
 #[cfg(feature = "fusion")]
 use burn::tensor::DType;
 
-use crate::selection::{key_reference, reference};
+use crate::selection::reference;
+use crate::selection::token_sparse::reference::unique_keys;
 use burn_blocksparse::internal::values::OptFloat;
 use burn_blocksparse::reference_backends;
 
@@ -146,7 +147,7 @@ pub trait SelectionOps: Backend {
     /// Lists of keys `[batch, lists, queries, most]`, in any order: those that a query sees, ascending, each once, and −1 behind the last. i32.
     #[fusion(dtype = DType::I32, shape = keys)]
     fn unique_keys(keys: IntTensor<Self>, call: UniqueKeys) -> IntTensor<Self> {
-        key_reference::unique_keys::<Self>(keys, &call)
+        unique_keys::<Self>(keys, &call)
     }
 }
 

@@ -127,7 +127,6 @@ impl ListSizes {
 
 /// Sizes of lists.
 #[derive(Clone, Copy, Debug)]
-#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub(crate) struct ListsShape {
     /// Heads that have lists of their own.
     pub lists: usize,

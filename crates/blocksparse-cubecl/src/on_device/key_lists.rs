@@ -1,11 +1,8 @@
-//! Lists of single keys that queries have: each key once, and the same by keys: the queries that listed any of 32 neighbouring keys, with a bit for each.
+//! Lists of single keys that queries have: each key once, and the same as bits.
 //!
 //! ```text
 //! unique     lists as they are given  -> the keys that a query may see, each once, ascending, and −1 behind the last
 //! bits       such lists               -> a bit for each query and key
-//! count      bits                     -> how many queries of a part listed a key of each 32
-//! starts_of  the parts' counts        -> where the queries of each 32 begin, in tiles; the 32 of each tile
-//! fill       both                     -> the query at each place, and its bits
 //! ```
 //!
 //! Every number has one writer, so the same lists give the same places.
@@ -14,7 +11,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::cubes;
-use super::query_lists::{LIST_UNITS, Parts, PartsLaunch, check_units, starts_of, within};
+use super::query_lists::{LIST_UNITS, check_units, within};
 use crate::args::buffer;
 use crate::error::KernelError;
 
@@ -24,10 +21,6 @@ pub const KEYS_OF_WORD: usize = 32;
 /// Words of a unit where lists are sorted, and entries that are in shared memory at a time.
 const OWN_WORDS: usize = 8;
 const ENTRIES: usize = 512;
-
-/// Parts of all queries, and words that a cube counts: neighbouring words are read together.
-const PARTS: usize = 32;
-const CUBE_WORDS: usize = 8;
 
 /// Sizes of the lists of single keys of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,10 +55,9 @@ impl KeyListSizes {
         self.seq_kv.div_ceil(KEYS_OF_WORD)
     }
 
-    /// Numbers of the largest buffer, with so many places of each list.
-    pub fn largest(&self, places: usize) -> usize {
-        let rows = self.lists * self.seq_q;
-        (rows * self.most.max(self.words())).max(self.lists * places)
+    /// Numbers of the lists, or words of their bits if those are more.
+    pub fn largest(&self) -> usize {
+        self.lists * self.seq_q * self.most.max(self.words())
     }
 }
 
@@ -98,18 +90,6 @@ pub fn unique_keys(
         );
     }
     Ok(())
-}
-
-/// Lists by keys, i32 and u32.
-#[derive(Clone, Debug)]
-pub struct ListsByKeys {
-    /// The query at each place, `[lists, tiles · tile]`, −1 for none: those that listed any of 32 keys are neighbours, ascending, from the first place of a
-    /// tile on.
-    pub queries: Handle,
-    /// Which of the 32 it listed, `[lists, tiles · tile]`.
-    pub masks: Handle,
-    /// The 32 of each tile, `[lists, tiles]`, rising; −1 for none, and those last.
-    pub tile_blocks: Handle,
 }
 
 /// Some neighbouring queries of every list.
@@ -165,79 +145,6 @@ pub(super) fn row_bits(
         );
     }
     Ok(made)
-}
-
-/// The lists of [`unique_keys`] by keys, in `tiles` tiles of `tile` places, which have room for them.
-///
-/// # Errors
-/// As [`unique_keys`].
-pub fn lists_by_keys(
-    client: &Client,
-    sizes: &KeyListSizes,
-    unique: &Handle,
-    [tiles, tile]: [usize; 2],
-) -> Result<ListsByKeys, KernelError> {
-    check_units(client)?;
-    within("the bits and places of lists", sizes.largest(tiles * tile))?;
-    let (lists, words, rows) = (sizes.lists, sizes.words(), sizes.lists * sizes.seq_q);
-    let made = |len: usize| client.empty(len.max(1) * size_of::<u32>());
-    let places = lists * tiles * tile;
-    let (counts, starts) = (made(lists * PARTS * words), made(lists * words));
-    let bits = pair_bits(client, sizes, unique)?;
-    let by_keys = ListsByKeys {
-        queries: made(places),
-        masks: made(places),
-        tile_blocks: made(lists * tiles),
-    };
-    let dim = CubeDim::new_1d(LIST_UNITS as u32);
-    let address = AddressType::U32;
-    let shape = || {
-        PartsLaunch::new(
-            lists,
-            sizes.seq_q,
-            words,
-            tile,
-            tiles,
-            sizes.seq_q.div_ceil(PARTS),
-            PARTS,
-        )
-    };
-    let by_words = || cubes(client, lists * words.div_ceil(CUBE_WORDS));
-    // SAFETY: a unit writes what belongs to its part of queries and its word; places are below `tiles · tile` or are left out.
-    unsafe {
-        count::launch_unchecked(
-            client,
-            by_words(),
-            dim,
-            address,
-            buffer(&bits, rows * words),
-            buffer(&counts, lists * PARTS * words),
-            shape(),
-        );
-        starts_of::launch_unchecked(
-            client,
-            cubes(client, lists),
-            dim,
-            address,
-            buffer(&counts, lists * PARTS * words),
-            buffer(&starts, lists * words),
-            buffer(&by_keys.tile_blocks, lists * tiles),
-            shape(),
-        );
-        fill::launch_unchecked(
-            client,
-            by_words(),
-            dim,
-            address,
-            buffer(&bits, rows * words),
-            buffer(&counts, lists * PARTS * words),
-            buffer(&starts, lists * words),
-            buffer(&by_keys.queries, places),
-            buffer(&by_keys.masks, places),
-            shape(),
-        );
-    }
-    Ok(by_keys)
 }
 
 /// Rows of lists.
@@ -374,88 +281,5 @@ fn bits(unique: &[i32], bits: &mut [u32], of: RowsOfKeys, words: usize, first: u
             bits[own_bits + word as usize] = its;
         }
         entry += comptime!(LIST_UNITS);
-    }
-}
-
-/// What a unit of [`count`] and [`fill`] has: a part of the queries and a word.
-#[derive(CubeType, Clone, Copy)]
-struct Own {
-    list: usize,
-    part: usize,
-    word: usize,
-    /// Its queries.
-    first: usize,
-    end: usize,
-}
-
-#[cube]
-fn own_part(of: &Parts) -> Own {
-    let groups = of.blocks.div_ceil(comptime!(CUBE_WORDS));
-    let is_list = CUBE_POS < of.lists * groups;
-    let at = CUBE_POS.min(of.lists * groups - 1);
-    let unit = UNIT_POS as usize;
-    let part = unit / comptime!(CUBE_WORDS);
-    let word = at % groups * comptime!(CUBE_WORDS) + unit % comptime!(CUBE_WORDS);
-    // A cube beyond the last list has a word that there is not.
-    let word = select(is_list, word, of.blocks);
-    let queries = select(word < of.blocks, of.choices, 0usize);
-    Own {
-        list: at / groups,
-        part,
-        word,
-        first: (part * of.part).min(queries),
-        end: (part * of.part + of.part).min(queries),
-    }
-}
-
-/// `counts` `[lists, parts, words]`.
-#[cube(launch_unchecked, address_type = "dynamic")]
-fn count(bits: &[u32], counts: &mut [u32], of: Parts) {
-    let own = own_part(&of);
-    let row = own.list * of.choices;
-    let mut count = 0u32.runtime();
-    for query in own.first..own.end {
-        let its = bits[(row + query) * of.blocks + own.word];
-        count += select(its != 0u32, 1u32, 0u32);
-    }
-    if own.word < of.blocks {
-        counts[(own.list * of.parts + own.part) * of.blocks + own.word] = count;
-    }
-}
-
-/// Queries and their bits at the places of a part's queries; behind the last part's, −1 up to the end of a tile.
-#[cube(launch_unchecked, address_type = "dynamic")]
-fn fill(
-    bits: &[u32],
-    counts: &[u32],
-    starts: &[u32],
-    queries: &mut [i32],
-    masks: &mut [u32],
-    of: Parts,
-) {
-    let own = own_part(&of);
-    if own.word < of.blocks {
-        let row = own.list * of.choices;
-        let room = of.tiles * of.tile;
-        let before = counts[(own.list * of.parts + own.part) * of.blocks + own.word];
-        let mut place = (starts[own.list * of.blocks + own.word] + before) as usize;
-        for query in own.first..own.end {
-            let its = bits[(row + query) * of.blocks + own.word];
-            if its != 0u32 {
-                if place < room {
-                    queries[own.list * room + place] = query as i32;
-                    masks[own.list * room + place] = its;
-                }
-                place += 1usize;
-            }
-        }
-        if own.part == of.parts - 1 {
-            let end = (place.div_ceil(of.tile) * of.tile).min(room);
-            while place < end {
-                queries[own.list * room + place] = -1i32;
-                masks[own.list * room + place] = 0u32;
-                place += 1usize;
-            }
-        }
     }
 }

@@ -35,7 +35,7 @@ pub use chosen::{ChoiceTensor, choose_blocks, count_blocks};
 use chosen::{offset, patterns};
 #[cfg(feature = "cuda-asm")]
 pub use key_lists::Queries;
-pub use key_lists::{KEYS_OF_WORD, KeyListSizes, ListsByKeys, lists_by_keys, unique_keys};
+pub use key_lists::{KeyListSizes, unique_keys};
 #[cfg(feature = "cuda-asm")]
 pub use neighbours::{NeighbourLists, Uniting, most_of_neighbours, neighbour_lists};
 #[cfg(feature = "cuda-asm")]

@@ -37,11 +37,8 @@ pub fn check(
     if !(matches!(request.block, 1 | 16 | 32) || request.block.is_multiple_of(64)) {
         return Err("blocks are not of 1, 16, 32, 64 or a multiple of 64 keys");
     }
-    if request.is_of_keys() {
-        let places = request.tiles * request.tile;
-        if i32::try_from(request.list_sizes().largest(places)).is_err() {
-            return Err(TOO_LARGE);
-        }
+    if request.is_of_keys() && i32::try_from(request.listed()).is_err() {
+        return Err(TOO_LARGE);
     }
     let widest = request.head_dim.max(request.value_dim);
     let numbers = [

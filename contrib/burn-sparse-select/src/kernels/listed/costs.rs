@@ -1,36 +1,26 @@
-//! What the ways of a call over lists of single keys should take.
+//! What the ways of a call should take, in seconds, by what one H100 did of lists of random keys and widths of 128.
 
 use crate::kernels::listed::request::ListedRequest;
 use crate::kernels::listed::warpgroups;
-use blocksparse_cubecl::on_device::{KEYS_OF_WORD, most_of_neighbours};
-use blocksparse_cubecl::tuning::{ListedWay, Tuning};
+use blocksparse_cubecl::on_device::most_of_neighbours;
 
-/// How the gradients by keys and values are made of lists.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ByKeys {
-    /// Neighbouring keys walk the queries that listed one of them.
-    Words,
-    /// Queries walk their lists, write records of pairs, and those are added up.
-    Records,
-}
+/// Bytes of listed keys and values that walks read from the L2 cache, and bytes of memory.
+const CACHE: f64 = 4.8e12;
+const MEMORY: f64 = 2.0e12;
 
-impl ByKeys {
-    /// What should be faster, or what `BLOCKSPARSE_LISTED` says.
-    pub fn of(request: &ListedRequest) -> Self {
-        let costs = Costs::new(request);
-        match said() {
-            Some(ListedWay::Words) => Self::Words,
-            Some(ListedWay::Records) => Self::Records,
-            _ if costs.records < costs.words => Self::Records,
-            _ => Self::Words,
-        }
-    }
-}
+/// Operations of a walk on mma.sync, on wgmma, and of neighbours on wgmma, pairs that are not listed among them.
+const WALK: f64 = 295e12;
+const WARPGROUPS: f64 = 460e12;
+const NEIGHBOURS: f64 = 420e12;
 
-/// What `BLOCKSPARSE_LISTED` says.
-pub fn said() -> Option<ListedWay> {
-    Tuning::or_default().listed
-}
+/// Those of records on mma.sync.
+const RECORDS: f64 = 170e12;
+
+/// Those in tiles, forward and backward, on wgmma and on mma.sync.
+const TILES: [[f64; 2]; 2] = [[450e12, 350e12], [300e12, 200e12]];
+
+/// What else is launched around tiles, records and unions.
+const AROUND: [f64; 3] = [1.5e-4, 4e-4, 1e-4];
 
 /// Rows of neighbours that walk a list together.
 const NEIGHBOUR_ROWS: f64 = 128.0;
@@ -38,65 +28,24 @@ const NEIGHBOUR_ROWS: f64 = 128.0;
 /// Queries that stand for all, or some more.
 const SAMPLE: usize = 128;
 
-/// Estimates, in seconds.
+/// Forward and backward.
+#[derive(Clone, Copy, Debug)]
 pub struct Costs {
-    /// Walks of lists, forward,
-    pub forward: f64,
-    /// for dQ,
-    pub queries: f64,
-    /// and for dK and dV, either way.
-    pub words: f64,
-    pub records: f64,
-    /// Of neighbours that walk lists together, where they can, forward and backward.
-    pub neighbours: [f64; 2],
-    /// In tiles, forward and backward.
+    /// Of queries that walk their lists each,
+    pub alone: [f64; 2],
+    /// of neighbours that walk them together, where they can,
+    pub together: [f64; 2],
+    /// and in tiles.
     pub tiles: [f64; 2],
 }
 
-/// What an H100 did, of lists of random keys and widths of 128.
-mod speeds {
-    /// Bytes of listed keys and values that walks read from the L2 cache.
-    pub const BYTES: f64 = 4.8e12;
-    /// Bytes of memory.
-    pub const MEMORY: f64 = 2.0e12;
-    /// Products of walks, forward and for dQ.
-    pub const WALK: f64 = 295e12;
-    /// And on wgmma, those of records, too.
-    pub const WARPGROUPS: f64 = 460e12;
-    /// Of neighbours, pairs that are not listed among them.
-    pub const NEIGHBOURS: f64 = 420e12;
-    /// Products of the gradients by keys, of which whole words of keys are made,
-    pub const WORDS: f64 = 150e12;
-    /// and of those of records.
-    pub const RECORDS: f64 = 170e12;
-    /// Products in tiles, forward and backward.
-    pub const TILES: [f64; 2] = [450e12, 350e12];
-    /// Bytes of bits and masks, which are made for every call.
-    pub const MASKS: f64 = 1.5e12;
-    /// What else is launched around tiles, words, records and unions, in seconds.
-    pub const AROUND: [f64; 4] = [1.5e-4, 3e-4, 4e-4, 1e-4];
-    /// Bytes of lists that are united.
-    pub const UNIONS: f64 = 2e12;
-}
-
-/// Keys that so many neighbours list, of `keys` that there are: each keeps a share of those of the one before, a random list's at least, and others are random.
-fn united_things(request: &ListedRequest, own: f64, keys: f64, together: usize) -> f64 {
-    let of_list = own / keys.max(1.0);
-    let new = 1.0 - f64::from(request.overlap) / 100.0;
-    // How often a key that one of them does not list is on the next one's.
-    let begins = of_list * (new / (1.0 - of_list).max(1e-9)).min(1.0);
-    keys * (1.0 - (1.0 - of_list) * (1.0 - begins).powi(together as i32 - 1))
-}
-
-/// Numbers of all lists: keys, or blocks.
+/// Keys of all lists.
 struct Counts {
-    /// What queries see,
+    /// That queries see,
     seen: f64,
-    /// what they list,
+    /// list,
     listed: f64,
-    /// words that have something of it,
-    of_words: f64,
-    /// and what neighbours list that walk a list together.
+    /// and those of the unions of neighbours.
     united: f64,
 }
 
@@ -105,100 +54,86 @@ impl Counts {
     fn new(request: &ListedRequest, together: usize) -> Self {
         // Of some queries, as far apart as each other.
         let step = (request.seq_q / SAMPLE).max(1);
-        let (mut seen, mut listed, mut of_words, mut united) = (0.0, 0.0, 0.0, 0.0);
+        let (mut seen, mut listed, mut united) = (0.0, 0.0, 0.0);
         for query in (step / 2..request.seq_q).step_by(step) {
             let things = (request.seen(query) / request.block) as f64;
             let own = things.min(request.most as f64);
-            let words = (things / KEYS_OF_WORD as f64).ceil();
             united += united_things(request, own, things, together) / together as f64;
             seen += things;
             listed += own;
-            // A word has no key of random ones, of which it has its share.
-            let none = (1.0 - own / things.max(1.0)).powi(KEYS_OF_WORD as i32);
-            of_words += words * (1.0 - none);
         }
-        let lists = (request.batch * request.kv_heads * step) as f64;
+        let keys = (request.batch * request.kv_heads * step * request.block) as f64;
         Self {
-            seen: seen * lists,
-            listed: listed * lists,
-            of_words: of_words * lists,
-            united: united * lists,
+            seen: seen * keys,
+            listed: listed * keys,
+            united: united * keys,
         }
     }
 }
 
-/// Both products, forward, of neighbours that list so many keys together.
-fn walk_of_unions(united: f64, width: f64) -> f64 {
-    united * NEIGHBOUR_ROWS * 2.0 * width / speeds::NEIGHBOURS
-}
-
-/// Whether neighbours should walk the union of their lists of blocks, forward.
-pub fn are_faster_together(request: &ListedRequest) -> bool {
-    let Some(together) = warpgroups::neighbours(request) else {
-        return false;
-    };
-    let Counts { listed, united, .. } = Counts::new(request, together);
-    let [listed, united] = [listed, united].map(|blocks| blocks * request.block as f64);
-    let width = (request.head_dim + request.value_dim) as f64;
-    let filled = 2.0 * request.rows().max(16) as f64 * width;
-    let alone = (listed * 2.0 * width / speeds::BYTES).max(listed * filled / speeds::WALK);
-    let [.., unions] = speeds::AROUND;
-    walk_of_unions(united, width) + unions < alone
+/// Keys or blocks that so many neighbours list, of `things` that there are: each keeps a share of those of the one before, a random list's at least, and others
+/// are random.
+fn united_things(request: &ListedRequest, own: f64, things: f64, together: usize) -> f64 {
+    let of_list = own / things.max(1.0);
+    let new = 1.0 - f64::from(request.overlap) / 100.0;
+    // How often a key that one of them does not list is on the next one's.
+    let begins = of_list * (new / (1.0 - of_list).max(1e-9)).min(1.0);
+    things * (1.0 - (1.0 - of_list) * (1.0 - begins).powi(together as i32 - 1))
 }
 
 impl Costs {
-    /// Of a call over lists of single keys.
-    pub fn new(request: &ListedRequest) -> Self {
-        let together = warpgroups::neighbours(request).unwrap_or(1);
+    /// On a device with wgmma or without.
+    pub fn new(request: &ListedRequest, wgmma: bool) -> Self {
+        let group = warpgroups::neighbours(request).unwrap_or(1);
         let Counts {
             seen,
             listed,
-            of_words,
             united,
-        } = Counts::new(request, together);
+        } = Counts::new(request, group);
         let rows = request.rows() as f64;
         let width = (request.head_dim + request.value_dim) as f64;
-        // Both products of a pair's rows, forward.
-        let pair = 2.0 * rows * width;
-        let filled = 2.0 * rows.max(16.0) * width;
-        let bytes = listed * 2.0 * width;
-        let read = bytes / speeds::BYTES;
-        let walk = |products: f64, speed: f64| read.max(listed * filled * products / speed);
-        let written = bytes / speeds::MEMORY;
+        let [around_tiles, around_records, around_unions] = AROUND;
+        // Both products of a key's rows, forward; bytes of its key and value.
+        let (bytes, filled) = (2.0 * width, 2.0 * rows.max(16.0) * width);
+        let [walks, of_records] = match wgmma && warpgroups::filled(request).is_some() {
+            true => [WARPGROUPS; 2],
+            false => [WALK, RECORDS],
+        };
+        let walk = |products: f64, rate: f64| {
+            let read = listed * bytes / CACHE;
+            read.max(listed * filled * products / rate)
+        };
         // Sums are read and written for the records of some lists at a time.
-        let summed = |lists: usize, at_a_time: Option<usize>| {
-            let times = lists.div_ceil(at_a_time.unwrap_or(1)) as f64;
-            times * request.all_keys() as f64 * width * 8.0 / speeds::MEMORY
+        let summed = |lists: usize, most: usize| {
+            let at_a_time = request.lists_of_records(lists, most).unwrap_or(1);
+            let times = lists.div_ceil(at_a_time) as f64;
+            times * request.all_keys() as f64 * width * 8.0 / MEMORY
         };
-        let summed_queries = summed(request.seq_q, request.queries_of_records());
-        let masks = seen / 8.0 * 4.0 / speeds::MASKS;
-        let [around, words, records, unions] = speeds::AROUND;
-        let tiles = |products: f64, speed: f64| seen * pair * products / speed + masks + around;
-        let [walks, of_records] = match warpgroups::filled(request) {
-            Some(_) => [speeds::WARPGROUPS; 2],
-            None => [speeds::WALK, speeds::RECORDS],
-        };
-        // Every query's list is read, and their union written.
-        let unions = (listed + 2.0 * united) * 4.0 / speeds::UNIONS + unions;
-        let of_union = walk_of_unions(united, width);
-        let of_groups = united * 2.0 * width / speeds::MEMORY;
-        let of_groups = (2.0 * of_union).max(of_groups) + of_groups;
-        let groups = request.seq_q.div_ceil(together);
-        let most = most_of_neighbours(&request.list_sizes(), together);
-        let summed_groups = summed(groups, request.lists_of_records(groups, most));
-        let by_neighbours = 1.5 * of_union + of_groups + summed_groups + around + unions;
+        let written = listed * bytes / MEMORY;
+        let summed_alone = summed(request.seq_q, request.most);
+        let records = walk(2.0, of_records).max(written) + written + summed_alone;
+        // Every list is read, and unions are written.
+        let numbers = (listed + 2.0 * united) / request.block as f64;
+        let unions = numbers * 4.0 / MEMORY + around_unions;
+        let of_unions = united * NEIGHBOUR_ROWS * bytes / NEIGHBOURS;
+        let most = most_of_neighbours(&request.list_sizes(), group);
+        let written = united * bytes / MEMORY;
+        let summed_together = summed(request.seq_q.div_ceil(group), most);
+        let by_unions = (2.0 * of_unions).max(written) + written + summed_together;
+        // Bits and masks, which are made for every call.
+        let masks = seen / 8.0 * 5.3 / MEMORY + around_tiles;
+        let pairs = seen * 2.0 * rows * width;
+        let [forward, backward] = TILES[usize::from(!wgmma)];
         Self {
-            neighbours: [of_union + unions, by_neighbours],
-            forward: walk(1.0, walks),
-            queries: walk(1.5, walks),
-            words: of_words * KEYS_OF_WORD as f64 * pair * 2.0 / speeds::WORDS + words,
-            records: walk(2.0, of_records).max(written) + written + summed_queries + records,
-            tiles: [tiles(1.0, speeds::TILES[0]), tiles(2.5, speeds::TILES[1])],
+            alone: [
+                walk(1.0, walks),
+                walk(1.5, walks) + records + around_records,
+            ],
+            together: [
+                of_unions + unions,
+                1.5 * of_unions + by_unions + around_tiles + unions,
+            ],
+            tiles: [pairs / forward + masks, 2.5 * pairs / backward + masks],
         }
-    }
-
-    /// Walks of the backward pass.
-    pub fn backward(&self) -> f64 {
-        self.queries + self.words.min(self.records)
     }
 }

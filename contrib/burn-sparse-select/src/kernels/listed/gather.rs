@@ -125,7 +125,8 @@ pub fn copy_query(
     #[comptime] t: WalkTile,
 ) {
     let first = rows_of_query(tensor, strides, walk);
-    copy_own(target, first, strides.head, dim, t);
+    let (rows, tile) = comptime!((t.cube_rows(), t.inner));
+    copy_own(target, first, strides.head, dim, rows, tile);
 }
 
 /// The address of the query's row of the first head that shares the list.
@@ -197,7 +198,10 @@ pub fn copy_listed(
             sources.keys,
             sources.key_stride,
             position,
+            UNIT_POS_X,
             comptime!(t.inner.head_dim),
+            comptime!(t.inner.cols),
+            comptime!(t.inner.units()),
             comptime!(t.inner),
         );
         copy_of_lanes(
@@ -205,31 +209,36 @@ pub fn copy_listed(
             sources.values,
             sources.value_stride,
             position,
+            UNIT_POS_X,
             comptime!(t.inner.value_dim),
+            comptime!(t.inner.cols),
+            comptime!(t.inner.units()),
             comptime!(t.inner),
         );
     }
     commit_copies();
 }
 
-/// Starts to copy a step's rows, of which row `r` is at the position of lane `r`.
+/// Starts to copy so many rows of a head, by so many units, of which row `r` is at the position of lane `r`.
 #[cube]
-fn copy_of_lanes(
+pub fn copy_of_lanes(
     target: u32,
     head: u64,
     stride: u64,
     position: u32,
+    unit: u32,
     #[comptime] dim: usize,
+    #[comptime] rows: usize,
+    #[comptime] units: usize,
     #[comptime] t: Tile,
 ) {
-    let units = comptime!(t.units());
     let pieces = comptime!(t.words(dim) / 4);
-    let total = comptime!(t.cols * pieces);
+    let total = comptime!(rows * pieces);
     // After so many copies of all units the same pieces come again, in later rows.
     let period = comptime!(period_of(pieces, units));
     #[unroll]
     for i in 0..comptime!(total.div_ceil(units)) {
-        let index = UNIT_POS_X + comptime!((i % period * units) as u32);
+        let index = unit + comptime!((i % period * units) as u32);
         let row = index / comptime!(pieces as u32)
             + comptime!((i / period * (period * units / pieces)) as u32);
         let piece = index % comptime!(pieces as u32) * 16;
@@ -239,7 +248,7 @@ fn copy_of_lanes(
         if comptime!(total % units == 0) {
             copy_of_row(place, source, at, stride, t);
         } else {
-            if row < comptime!(t.cols as u32) {
+            if row < comptime!(rows as u32) {
                 copy_of_row(place, source, at, stride, t);
             }
         }
@@ -257,19 +266,26 @@ fn period_of(pieces: usize, units: usize) -> usize {
 
 /// Starts to copy the rows of a query, which are `stride` pieces of 16 bytes apart.
 #[cube]
-fn copy_own(target: u32, first: u64, stride: u64, #[comptime] dim: usize, #[comptime] t: WalkTile) {
-    let pieces = comptime!(t.inner.words(dim) as u32 / 4);
+pub fn copy_own(
+    target: u32,
+    first: u64,
+    stride: u64,
+    #[comptime] dim: usize,
+    #[comptime] rows: CubeRows,
+    #[comptime] t: Tile,
+) {
+    let pieces = comptime!(t.words(dim) as u32 / 4);
     let mut index = UNIT_POS_X;
-    while index < comptime!(t.inner.rows() as u32) * pieces {
+    while index < comptime!(rows.rows as u32) * pieces {
         let row = index / pieces;
         let piece = index % pieces * 16;
         copy_far_piece(
-            target + row * comptime!(t.inner.pitch(dim) as u32) + piece,
+            target + row * comptime!(t.pitch(dim) as u32) + piece,
             first + u64::cast_from(piece),
-            head_of_row(row, comptime!(t.cube_rows())),
+            head_of_row(row, rows),
             stride * 16,
         );
-        index += comptime!(t.inner.units() as u32);
+        index += comptime!(t.units() as u32);
     }
 }
 

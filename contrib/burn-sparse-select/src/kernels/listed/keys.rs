@@ -8,9 +8,6 @@
 //! block's list, each with its heads. Where a block's queries are in the list is found by a search of the tiles' blocks, which rise. A row that is none is
 //! zeros, with lse and delta 0, and adds nothing.
 //!
-//! With lists of single keys a cube has 32 neighbouring keys, and beside each query which of them it listed, a bit each: other pairs have no weight. A query
-//! that listed one of them is a row for all 32, which is never more than attention to all keys takes.
-//!
 //! A block that very many queries chose has several cubes, each with a part of its list. What they leave is summed up in order by [`fold`](crate::kernels::listed::fold), so
 //! the bits do not depend on which of them ends first.
 
@@ -40,31 +37,13 @@ pub struct ListShape {
     pub parts: usize,
     /// Steps of a part, at least, unless it is the last.
     pub least: usize,
-    /// Whether a place says which keys of its block the query listed.
-    pub masked: bool,
 }
 
 impl ListShape {
-    /// Where the masks of a step's columns are in shared memory, twice.
-    fn mask_offset(&self, t: &Tile) -> usize {
-        t.shared_bytes(true)
-    }
-
     /// Bytes of shared memory of a cube.
     pub fn shared_bytes(&self, t: &Tile) -> usize {
-        let masks = match self.masked {
-            true => 2 * t.cols * size_of::<u32>(),
-            false => 0,
-        };
-        self.mask_offset(t) + masks
+        t.shared_bytes(true)
     }
-}
-
-/// A row of a step, and which keys of the block it is for.
-#[derive(CubeType, Clone, Copy)]
-struct StepRow {
-    row: u32,
-    mask: u32,
 }
 
 /// The queries of a block.
@@ -114,10 +93,8 @@ pub fn queries_of(
 }
 
 /// `q` `[batch, heads, seq_q, head_dim]` and `grad_out` in words, contiguous; `k`, `v` with any strides of 16 bytes in their outer dimensions; `stats` as
-/// [`queries`](crate::kernels::listed::queries::queries) has them. `places` `[batch, kv_heads, tiles · tile]`: the query at each place, and `tile_blocks`
-/// `[batch, kv_heads, tiles]`: the block of each tile, rising; i32, negative for none, and tiles of none last. `masks` are those of places, where there are
-/// any. To `grad_k` and `grad_v`, contiguous, the
-/// gradients are added with `carry`, where a block's list has one part; where it has more these go to `partial`
+/// [`walk`](crate::kernels::listed::walk::walk) has them. `places` `[batch, kv_heads, tiles · tile]`: the query at each place, and `tile_blocks`
+/// `[batch, kv_heads, tiles]`: the block of each tile, rising; i32, negative for none, and tiles of none last. To `grad_k` and `grad_v`, contiguous, the gradients are added with `carry`, where a block's list has one part; where it has more these go to `partial`
 /// `[parts, batch · kv_heads, seq_kv, head_dim + value_dim]`, f32, without the scale.
 #[cube(launch_unchecked)]
 pub fn keys(
@@ -127,7 +104,6 @@ pub fn keys(
     grad_out: &[u32],
     stats: &[f32],
     places: &[i32],
-    masks: &[u32],
     tile_blocks: &[i32],
     grad_k: &mut [u32],
     grad_v: &mut [u32],
@@ -176,10 +152,10 @@ pub fn keys(
             shared_store(base + UNIT_POS_X * 4, position);
         }
         let slots = base + comptime!(t.slot_offset() as u32);
-        let mut loaded = query_row(places, masks, &queries, first_step, seq_q, shape, t);
-        store_row(slots, 0u32, loaded.row, t);
-        let second = query_row(places, masks, &queries, first_step + 1, seq_q, shape, t);
-        store_row(slots, 1u32, second.row, t);
+        let mut loaded = query_row(places, &queries, first_step, seq_q, shape, t);
+        store_row(slots, 0u32, loaded, t);
+        let second = query_row(places, &queries, first_step + 1, seq_q, shape, t);
+        store_row(slots, 1u32, second, t);
         sync_cube();
 
         let k_at = base + comptime!(t.a1_offset() as u32);
@@ -202,9 +178,8 @@ pub fn keys(
             comptime!(t.value_dim),
             t,
         );
-        copy_step(&loads, base, 0u32, &loaded, shape, t);
-        loaded.row = second.row;
-        loaded.mask = second.mask;
+        copy_step(&loads, base, 0u32, loaded, t);
+        loaded = second;
 
         let warp_rows = warp * 16;
         let first_row = warp_rows + lane / 4;
@@ -223,15 +198,13 @@ pub fn keys(
             dv[i] = Vector::<f32, Four>::zeroed();
         }
         let none = Array::<Vector<u32, Four>>::new(1usize);
-        let mask_places = base + comptime!(shape.mask_offset(&t) as u32);
         for j in 0..steps {
             let stage = j & 1;
             wait_copies();
             sync_cube();
-            copy_step(&loads, base, j + 1, &loaded, shape, t);
-            let found = query_row(places, masks, &queries, first_step + j + 2, seq_q, shape, t);
-            loaded.row = found.row;
-            loaded.mask = found.mask;
+            copy_step(&loads, base, j + 1, loaded, t);
+            let found = query_row(places, &queries, first_step + j + 2, seq_q, shape, t);
+            loaded = found;
 
             let q_stage = stage * comptime!(t.b1_bytes() as u32);
             let out_stage = stage * comptime!(t.b2_bytes() as u32);
@@ -252,19 +225,6 @@ pub fn keys(
                 for i in 0..4usize {
                     let log = stats.extract(comptime!(i % 2 * 2));
                     four.insert(i, exp2(multiply_add(four.extract(i), log2_scale, -log)));
-                }
-                if comptime!(shape.masked) {
-                    let of_columns = shared_load_pair(
-                        mask_places
-                            + stage * comptime!(t.cols as u32 * 4)
-                            + (quad + comptime!(8 * n as u32)) * 4,
-                    );
-                    #[unroll]
-                    for i in 0..4usize {
-                        let mask = of_columns.extract(comptime!(i % 2));
-                        let bit = (mask >> (first_row + comptime!(i as u32 / 2 * ROW_PAIR))) & 1u32;
-                        four.insert(i, select(bit != 0u32, four.extract(i), 0.0f32));
-                    }
                 }
                 s[n] = four;
             }
@@ -304,7 +264,7 @@ pub fn keys(
                 comptime!(t.head_dim),
                 t,
             );
-            store_row(slots, j + 2, found.row, t);
+            store_row(slots, j + 2, found, t);
         }
 
         let first = list * k_strides.len;
@@ -436,15 +396,13 @@ fn first_tile(tile_blocks: &[i32], of_list: usize, tiles: u32, block: i32) -> u3
 #[cube]
 fn query_row(
     places: &[i32],
-    masks: &[u32],
     queries: &Queries,
     j: u32,
     seq_q: u32,
     #[comptime] shape: ListShape,
     #[comptime] t: Tile,
-) -> StepRow {
+) -> u32 {
     let mut row = comptime!(NOWHERE).runtime();
-    let mut mask = 0u32.runtime();
     if UNIT_POS_X < comptime!(t.cols as u32) {
         let flat = j * comptime!(t.cols as u32) + UNIT_POS_X;
         let entry = flat / comptime!(shape.rows as u32);
@@ -452,13 +410,10 @@ fn query_row(
             let query = places[queries.first + entry as usize];
             if query >= 0i32 {
                 row = flat % comptime!(shape.rows as u32) * seq_q + query as u32;
-                if comptime!(shape.masked) {
-                    mask = masks[queries.first + entry as usize];
-                }
             }
         }
     }
-    StepRow { row, mask }
+    row
 }
 
 /// Writes the row of the unit's column of step `j` to its slot.
@@ -469,18 +424,10 @@ fn store_row(slots: u32, j: u32, row: u32, #[comptime] t: Tile) {
     }
 }
 
-/// Starts to copy the rows of step `j`, and their lse and delta; `of_unit` is that of the unit's column.
+/// Starts to copy the rows of step `j`, and their lse and delta; `row` is that of the unit's column.
 #[cube]
-fn copy_step(
-    loads: &Loads,
-    base: u32,
-    j: u32,
-    of_unit: &StepRow,
-    #[comptime] shape: ListShape,
-    #[comptime] t: Tile,
-) {
+fn copy_step(loads: &Loads, base: u32, j: u32, row: u32, #[comptime] t: Tile) {
     let stage = j & 1;
-    let row = of_unit.row;
     let slot = base + comptime!(t.slot_offset() as u32) + slot_of(j, t);
     let q_pieces = comptime!(t.words(t.head_dim) as u64 / 4);
     let out_pieces = comptime!(t.words(t.value_dim) as u64 / 4);
@@ -511,10 +458,5 @@ fn copy_step(
             loads.stats + u64::cast_from(select(exists, row, 0u32)) * 8,
             select(exists, 8u32, 0u32),
         );
-        if comptime!(shape.masked) {
-            let masks = base + comptime!(shape.mask_offset(&t) as u32);
-            let at = masks + stage * comptime!(t.cols as u32 * 4) + UNIT_POS_X * 4;
-            shared_store(at, of_unit.mask);
-        }
     }
 }

@@ -6,20 +6,19 @@
 //!
 //! ```text
 //! request    what a call asks for                         check    which calls are taken
-//! plan       what a call runs, or why it does not         costs    what the ways should take
-//! tile       the shape of a query's walk                  gather   rows and listed keys on their way to shared memory
+//! plan       which way each pass goes                     costs    what the ways should take
+//! walks      what walks run                               tile     the shape of a query's walk
+//! lists      of queries, or unions of neighbours' lists   launch   launches
 //! rows       which query and head a row of a cube is      views    tensors as launches get them
-//! forward    a cube a query: its list                     queries  the same for dQ
-//! keys       a cube 64 keys: the queries that chose their block, for dK and dV
+//! gather     rows and listed keys on their way to shared memory
+//! walk       a cube a query: its list, forward and for dQ
+//! keys       a cube 64 keys of a block: the queries that chose it, for dK and dV
 //! fold       sums of the parts of a block's list
 //! spread     a cube a query of single keys: a record of dK and dV for each pair
 //! records    sums of records by keys                      row_stats  what backward passes know of each row
-//! launch     launches                                     spread_launch  those of records
-//! warpgroups walks of many heads, on wgmma
-//! neighbours launches of those of neighbouring queries that walk a list together
-//! neighbour_plan  what these run
+//! spread_launch  launches of these
+//! warpgroups walks of many heads, or of neighbouring queries together, on wgmma
 //! tiles      lists of single keys as bits of all pairs, which the kernels of layouts take
-//! ways       which way a pass over single keys goes
 //! ```
 //!
 //! Every query sees all keys of its list that there are: lists are of blocks before its own, and what is causal is no matter here.
@@ -27,16 +26,13 @@
 mod check;
 mod costs;
 mod fold;
-mod forward;
 mod gather;
 mod keys;
 mod launch;
-mod neighbour_plan;
-pub mod neighbours;
+mod lists;
 mod plan;
 #[cfg(test)]
 mod plan_tests;
-mod queries;
 mod records;
 mod request;
 mod row_stats;
@@ -46,13 +42,14 @@ mod spread_launch;
 mod tile;
 mod tiles;
 mod views;
+mod walk;
+mod walks;
 mod warpgroups;
-mod ways;
 
-pub use launch::{ListedLists, backward, forward};
-pub use neighbour_plan::NeighbourPlan;
-pub use plan::ListedPlan;
+pub use launch::{backward, forward};
+pub use lists::ListedLists;
+pub use plan::{ListedPass, ListedPlan};
 pub use request::ListedRequest;
 pub use tiles::ListedTiles;
 pub use views::ListedGradients;
-pub use ways::{KeyListPlan, Way};
+pub use walks::Walks;

@@ -3,12 +3,9 @@
 use cubecl::ir::{DeviceProperties, ElemType, FloatKind};
 
 use crate::kernels::listed::costs::Costs;
-use crate::kernels::listed::neighbour_plan::NeighbourPlan;
-use crate::kernels::listed::plan::*;
 use crate::kernels::listed::request::ListedRequest;
+use crate::kernels::listed::walks::{ByKeys, Walk, Walks};
 use crate::kernels::listed::warpgroups;
-use crate::kernels::listed::warpgroups::Warpgroups;
-use blocksparse_cubecl::arch::ptx::Half;
 use blocksparse_cubecl::described::Fake;
 
 const BF16: ElemType = ElemType::Float(FloatKind::BF16);
@@ -37,8 +34,12 @@ fn nsa(heads: [usize; 2], dims: [usize; 2]) -> ListedRequest {
     )
 }
 
+fn ampere() -> DeviceProperties {
+    device("ptx_sm80", 166_912)
+}
+
 fn printed(request: ListedRequest) -> String {
-    ListedPlan::new(&hopper(), request).unwrap().to_string()
+    Walks::alone(&hopper(), request).unwrap().to_string()
 }
 
 #[test]
@@ -62,58 +63,23 @@ fn plans_fill_a_multiprocessor_with_steps() {
     assert!(of_64.contains("64 rows of a query"), "{of_64}");
 }
 
-/// The words that queries are listed by are those of a loop over queries.
-#[rstest::rstest]
-fn words_are_counted_without_a_loop(
-    #[values(1, 31, 33, 100, 700)] seq_q: usize,
-    #[values(1, 32, 65, 640)] seq_kv: usize,
-    #[values(1, 2, 5, 40)] most: usize,
-    #[values(false, true)] causal: bool,
-) {
-    let lengths = [seq_q, seq_kv];
-    let request = ListedRequest::of_keys([1, 16, 1], lengths, [64; 2], BF16, most, causal);
-    let words = |query| most.min(request.seen(query).div_ceil(32));
-    let entries: usize = (0..seq_q).map(words).sum();
-    let tiles = (entries + 31 * seq_kv.div_ceil(32)) / 32;
-    assert_eq!(request.tiles, tiles.max(1));
-}
-
 /// Lists of single keys, as DeepSeek sparse attention has them.
 fn keys(heads: usize, n: usize, most: usize) -> ListedRequest {
     ListedRequest::of_keys([1, heads, 1], [n, n], [128, 128], BF16, most, true)
 }
 
 #[test]
-fn lists_of_single_keys_have_words_of_bits() {
-    let request = keys(16, 65_536, 8192);
+fn lists_of_single_keys_have_records() {
     assert_eq!(
-        printed(request),
-        "listed  16 rows of a query walk its list of 8192 keys\n  \
-         forward  32 keys a step, 32 units, 3 stages in 52 KiB shared\n  \
-         dQ       32 keys a step, 32 units, 3 stages in 52 KiB shared\n  \
-         dK, dV   32 keys × 64 rows a step, a bit for each pair, 64 units, 4 parts, 88 KiB shared"
-    );
-    let request = keys(16, 65_536, 2048);
-    // A query has as many words as keys before it, or as there are: those of 32 · 2,048 keys have all words of 32.
-    let entries: usize = (1..=65_536usize)
-        .map(|seen| seen.div_ceil(32).min(2048))
-        .sum();
-    assert_eq!(request.tiles, (entries + 31 * 2048) / 32);
-    assert_eq!(
-        printed(request),
+        printed(keys(16, 65_536, 2048)),
         "listed  16 rows of a query walk its list of 2048 keys\n  \
          forward  32 keys a step, 32 units, 3 stages in 52 KiB shared\n  \
          dQ       32 keys a step, 32 units, 3 stages in 52 KiB shared\n  \
          dK, dV   16 keys a step of a warp, a record of each pair, 64 units, 2 stages in 43 KiB shared"
     );
     let short = ListedRequest::of_keys([2, 32, 2], [3, 70], [64, 64], BF16, 500, false);
-    // Three words of each of three queries, and the last tile of each word.
-    assert_eq!(
-        (short.block, short.tile, short.tiles),
-        (1, 32, (9 + 31 * 3) / 32)
-    );
-    assert!(ListedPlan::new(&hopper(), short).is_ok());
-    let refused = ListedPlan::new(&hopper(), keys(16, 1 << 19, 4096)).unwrap_err();
+    assert!(Walks::alone(&hopper(), short).is_ok());
+    let refused = Walks::alone(&hopper(), keys(16, 1 << 19, 4096)).unwrap_err();
     assert!(refused.contains("32 bits"));
 }
 
@@ -133,21 +99,25 @@ fn many_heads_walk_on_wgmma(
     #[case] line: Option<&str>,
 ) {
     let request = ListedRequest::of_keys([1, heads, 1], [4096; 2], dims, BF16, 512, true);
-    let plan = ListedPlan::new(&hopper(), request).unwrap();
+    let plan = Walks::alone(&hopper(), request).unwrap();
     let printed = plan.forward_line();
     match line {
         Some(line) => assert_eq!(printed, format!("  forward  {line}")),
         None => assert!(!printed.contains("wgmma"), "{printed}"),
     }
-    let of = plan.warpgroups;
-    for tile in [of.forward, of.queries].into_iter().flatten() {
-        assert!(tile.shared_bytes() <= 232_448);
-        assert!(matches!(tile.warp_keys(), 8 | 16 | 32));
+    for walk in [plan.forward, plan.queries] {
+        match walk {
+            Walk::Warpgroups(tile) => {
+                assert!(tile.shared_bytes() <= 232_448);
+                assert!(matches!(tile.warp_keys(), 8 | 16 | 32));
+            }
+            Walk::Warps(_) => assert_eq!(line, None),
+        }
     }
-    let all = [of.queries.is_some(), of.spread.is_some()];
-    assert_eq!(all, [line.is_some(); 2]);
-    let ampere = ListedPlan::new(&device("ptx_sm80", 166_912), request).unwrap();
-    assert_eq!(ampere.warpgroups, Warpgroups::default());
+    let on_wgmma = matches!(plan.by_keys, ByKeys::WarpgroupRecords(_));
+    assert_eq!(on_wgmma, line.is_some());
+    let printed = Walks::alone(&ampere(), request).unwrap().to_string();
+    assert!(!printed.contains("wgmma"), "{printed}");
 }
 
 /// Neighbours fill two warpgroups where one query fills none.
@@ -170,29 +140,32 @@ fn few_heads_walk_with_their_neighbours(
 ) {
     let request = ListedRequest::of_keys([1, heads, 1], [4096; 2], dims, BF16, 512, true);
     assert_eq!(warpgroups::neighbours(&request), together);
-    let plan = NeighbourPlan::new(&hopper(), request);
-    assert_eq!(plan.is_some(), together.is_some());
-    let ampere = device("ptx_sm80", 166_912);
-    assert_eq!(NeighbourPlan::new(&ampere, request), None);
-    if let Some(together) = together {
-        let tiles = Warpgroups::of_queries(&hopper(), &request, Half::Bf16, together);
-        let spread = tiles.spread.unwrap();
-        let walks = [tiles.forward, tiles.queries].map(Option::unwrap);
-        for shared in walks.map(|tile| tile.shared_bytes()) {
-            assert!(shared <= 232_448);
+    let plan = Walks::together(&hopper(), request);
+    assert_eq!(plan.ok().map(|plan| plan.together), together);
+    assert!(Walks::together(&ampere(), request).is_err());
+    if let Ok(plan) = plan {
+        let (
+            Walk::Warpgroups(forward),
+            Walk::Warpgroups(queries),
+            ByKeys::WarpgroupRecords(spread),
+        ) = (plan.forward, plan.queries, plan.by_keys)
+        else {
+            panic!("neighbours walk on wgmma: {plan}");
+        };
+        for tile in [forward, queries] {
+            assert!(tile.shared_bytes() <= 232_448);
+            assert_eq!(Some(tile.queries), together);
         }
         assert!(spread.shared_bytes() <= 232_448);
-        assert_eq!([spread.queries, walks[0].queries], [together; 2]);
+        assert_eq!(Some(spread.inner.queries), together);
     }
 }
 
 #[test]
 fn neighbours_print_what_they_run() {
-    let plan = NeighbourPlan::new(&hopper(), keys(16, 65_536, 2048)).unwrap();
-    let [queries, spread] = plan.backward_lines();
-    let lines = [plan.title(), plan.forward_line(), queries, spread];
+    let plan = Walks::together(&hopper(), keys(16, 65_536, 2048)).unwrap();
     assert_eq!(
-        lines.join("\n"),
+        plan.to_string(),
         "listed  8 neighbouring queries of 16 rows walk the union of their lists of 2048 keys\n  \
          forward  128 keys a step on wgmma, 256 units, 3 stages in 225 KiB shared\n  \
          dQ       64 keys a step on wgmma, 256 units, 3 stages in 161 KiB shared\n  \
@@ -202,45 +175,41 @@ fn neighbours_print_what_they_run() {
         seq_q: 7,
         ..keys(16, 65_536, 2048)
     };
-    assert_eq!(NeighbourPlan::new(&hopper(), few), None);
+    assert!(Walks::together(&hopper(), few).is_err());
 }
 
 /// Lists of blocks that have something in common.
 #[test]
 fn neighbours_walk_blocks_that_are_alike() {
-    let alike = |overlap| nsa([64, 4], [128, 128]).with_overlap(overlap);
+    let request = nsa([64, 4], [128, 128]);
     assert_eq!(
-        printed(alike(0.85)),
+        Walks::together(&hopper(), request).unwrap().to_string(),
         "listed  8 neighbouring queries of 16 rows walk the union of their lists of 13 blocks of 64 keys\n  \
          forward  128 keys a step on wgmma, 256 units, 3 stages in 225 KiB shared\n  \
          dQ       64 keys a step on wgmma, 256 units, 3 stages in 161 KiB shared\n  \
          dK, dV   64 keys × 64 rows a step, 128 units, 4 parts, 104 KiB shared"
     );
-    for overlap in [0.0, 0.2] {
-        assert!(printed(alike(overlap)).starts_with("listed  16 rows of a query walk"));
+    for (overlap, together) in [(0.0, false), (0.2, false), (0.85, true)] {
+        let costs = Costs::new(&request.with_overlap(overlap), true);
+        assert_eq!(costs.together[0] < costs.alone[0], together, "{overlap}");
     }
 }
 
 /// The ways of passes over lists of random keys that were measured on an H100: each is that of the least time, or within a tenth of it.
 #[rstest::rstest]
-#[case([16, 65_536, 2048], [false, false], true)]
-#[case([16, 65_536, 8192], [true, true], false)]
-#[case([128, 65_536, 2048], [false, false], true)]
-#[case([16, 16_384, 128], [false, false], true)]
-#[case([16, 16_384, 512], [false, false], true)]
-#[case([8, 16_384, 512], [false, true], true)]
-#[case([4, 16_384, 512], [true, true], false)]
-#[case([16, 8192, 2048], [true, true], false)]
-fn ways_are_those_that_were_measured(
-    #[case] sizes: [usize; 3],
-    #[case] in_tiles: [bool; 2],
-    #[case] records: bool,
-) {
+#[case([16, 65_536, 2048], [false, false])]
+#[case([16, 65_536, 8192], [true, true])]
+#[case([128, 65_536, 2048], [false, false])]
+#[case([16, 16_384, 128], [false, false])]
+#[case([16, 16_384, 512], [false, false])]
+#[case([8, 16_384, 512], [false, true])]
+#[case([4, 16_384, 512], [true, true])]
+#[case([16, 8192, 2048], [true, true])]
+fn ways_are_those_that_were_measured(#[case] sizes: [usize; 3], #[case] in_tiles: [bool; 2]) {
     let [heads, n, most] = sizes;
-    let costs = Costs::new(&keys(heads, n, most));
-    let walks = [costs.forward, costs.backward()];
-    let found = [0, 1].map(|pass| costs.tiles[pass] < walks[pass]);
-    assert_eq!((found, costs.records < costs.words), (in_tiles, records));
+    let costs = Costs::new(&keys(heads, n, most), true);
+    let found = [0, 1].map(|pass| costs.tiles[pass] < costs.alone[pass]);
+    assert_eq!(found, in_tiles, "{costs:?}");
 }
 
 /// The same with neighbours, of lists that have a share in common.
@@ -262,39 +231,34 @@ fn neighbours_walk_where_that_was_faster(
     #[case] together: [bool; 2],
 ) {
     let [heads, n, most] = sizes;
-    let costs = Costs::new(&ListedRequest {
+    let request = ListedRequest {
         overlap,
         ..keys(heads, n, most)
-    });
-    let walks = [costs.forward, costs.backward()];
-    let found = [0, 1].map(|pass| costs.neighbours[pass] < walks[pass].min(costs.tiles[pass]));
-    assert_eq!(
-        found,
-        together,
-        "{:?}",
-        (walks, costs.neighbours, costs.tiles)
-    );
+    };
+    let costs = Costs::new(&request, true);
+    let found = [0, 1].map(|pass| costs.together[pass] < costs.alone[pass].min(costs.tiles[pass]));
+    assert_eq!(found, together, "{costs:?}");
 }
 
 /// Records of some queries at a time, a multiple of 32 or all of them.
 #[test]
 fn records_have_a_bound() {
-    let queries = |heads, n, most| keys(heads, n, most).queries_of_records();
+    let queries = |heads, n, most| keys(heads, n, most).lists_of_records(n, most);
     assert_eq!(queries(16, 65_536, 2048), Some(512));
     assert_eq!(queries(16, 65_536, 8192), Some(128));
     assert_eq!(queries(16, 300, 40), Some(300));
     let many = ListedRequest {
-        batch: 64,
-        ..keys(16, 65_536, 4096)
+        batch: 256,
+        ..keys(16, 1024, 4096)
     };
-    assert_eq!(many.queries_of_records(), None);
+    assert_eq!(many.lists_of_records(1024, 4096), None);
 }
 
 #[test]
 fn what_kernels_do_not_take_says_why() {
     let good = nsa([64, 4], [128, 128]);
     let refused = |properties: &DeviceProperties, request: ListedRequest| {
-        ListedPlan::new(properties, request).unwrap_err()
+        Walks::alone(properties, request).unwrap_err()
     };
     let on_hopper = |request| refused(&hopper(), request);
     assert!(refused(&device("ptx_sm75", 65_536), good).contains("8.0"));
@@ -327,10 +291,13 @@ fn every_served_shape_has_room() {
                         seq_kv: 4096,
                         ..request
                     };
-                    let plan = ListedPlan::new(&device("ptx_sm80", shared), request);
+                    let plan = Walks::alone(&device("ptx_sm80", shared), request);
                     if shared > 101_376 || group < 64 {
                         let plan = plan.unwrap_or_else(|why| panic!("{request:?}: {why}"));
-                        for tile in [plan.forward, plan.queries] {
+                        for walk in [plan.forward, plan.queries] {
+                            let Walk::Warps(tile) = walk else {
+                                panic!("{plan}");
+                            };
                             assert!(tile.shared_bytes() <= shared);
                             assert_eq!(
                                 (tile.heads, tile.inner.rows()),

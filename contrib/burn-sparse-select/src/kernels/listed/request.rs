@@ -4,15 +4,12 @@ use cubecl::ir::ElemType;
 
 use crate::kernels::listed::keys::ListShape;
 use blocksparse_cubecl::mma::tile::Tile;
-use blocksparse_cubecl::on_device::{KEYS_OF_WORD, KeyListSizes};
+use blocksparse_cubecl::on_device::KeyListSizes;
 use blocksparse_cubecl::tuning::Tuning;
 
 /// Parts of a block's list, and steps of a part: so that the list of a block that all queries chose takes no longer than everything else.
 const MOST_PARTS: usize = 4;
 const LEAST_STEPS: usize = 512;
-
-/// Places of a tile of the queries that listed keys of a word.
-const KEY_TILE: usize = 32;
 
 /// What a call asks for, apart from the numbers in its tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -78,28 +75,16 @@ impl ListedRequest {
 
     /// The same of lists of single keys. With `causal` a query sees none behind its own position, and the last query sits at the last key.
     pub fn of_keys(
-        [batch, heads, kv_heads]: [usize; 3],
-        [seq_q, seq_kv]: [usize; 2],
-        dims: [usize; 2],
+        heads: [usize; 3],
+        lengths: [usize; 2],
+        widths: [usize; 2],
         dtype: ElemType,
         most: usize,
         causal: bool,
     ) -> Self {
-        let mut request = Self::new(
-            [batch, heads, kv_heads],
-            [seq_q, seq_kv],
-            dims,
-            dtype,
-            [1, most],
-            [KEY_TILE, 1],
-        );
-        request.causal = causal;
-        let words = seq_kv.div_ceil(KEYS_OF_WORD);
-        let entries = request.words_of_lists();
-        let tiles = (entries + (KEY_TILE - 1) * words) / KEY_TILE;
         Self {
-            tiles: tiles.max(1),
-            ..request
+            causal,
+            ..Self::new(heads, lengths, widths, dtype, [1, most], [1; 2])
         }
     }
 
@@ -109,22 +94,6 @@ impl ListedRequest {
             overlap: (share.clamp(0.0, 1.0) * 100.0).round() as u8,
             ..self
         }
-    }
-
-    /// Words of keys that the queries of a list are listed by, at most: each by as many as it has keys, or as it sees.
-    fn words_of_lists(&self) -> usize {
-        let most = self.most;
-        if !self.causal {
-            return self.seq_q * most.min(self.seq_kv.div_ceil(KEYS_OF_WORD));
-        }
-        // Of the queries that see 1, 2, … `seen` keys.
-        let up_to = |seen: usize| {
-            let rising = seen.min(most * KEYS_OF_WORD);
-            let (words, rest) = (rising / KEYS_OF_WORD, rising % KEYS_OF_WORD);
-            let of_rising = words * (words + 1) / 2 * KEYS_OF_WORD + rest * (words + 1);
-            of_rising + (seen - rising) * most
-        };
-        up_to(self.seq_kv) - up_to(self.seq_kv.saturating_sub(self.seq_q))
     }
 
     /// Keys that a query sees, listed or not.
@@ -156,14 +125,6 @@ impl ListedRequest {
         }
     }
 
-    /// Neighbouring keys that have a list of queries.
-    pub(crate) fn keys_of_list(&self) -> usize {
-        match self.is_of_keys() {
-            true => KEYS_OF_WORD,
-            false => self.block,
-        }
-    }
-
     /// Heads that share a list.
     pub fn rows(&self) -> usize {
         self.heads / self.kv_heads
@@ -189,9 +150,8 @@ impl ListedRequest {
         let steps = self.seq_q * self.rows() / keys.cols;
         ListShape {
             rows: self.rows(),
-            block: self.keys_of_list(),
+            block: self.block,
             tile: self.tile,
-            masked: self.is_of_keys(),
             parts: (steps / LEAST_STEPS).clamp(1, MOST_PARTS),
             least: LEAST_STEPS,
         }
@@ -205,21 +165,12 @@ impl ListedRequest {
         }
     }
 
-    /// Numbers of a record: what a query's heads give a key, and its value.
-    fn record(&self) -> usize {
-        self.head_dim + self.value_dim
-    }
-
-    /// Queries whose records are there at a time, a multiple of 32 or all; `None` if those of 32 are too many.
-    pub(crate) fn queries_of_records(&self) -> Option<usize> {
-        self.lists_of_records(self.seq_q, self.most)
-    }
-
-    /// The same of as many lists of a head of keys, of so many numbers.
+    /// Lists of a head of keys, of so many numbers, whose records are there at a time: a multiple of 32 or all; `None` if those of 32 are too many.
     pub(crate) fn lists_of_records(&self, lists: usize, most: usize) -> Option<usize> {
         /// Bytes of records of 32 lists, which are there at least.
-        const MOST: usize = 1 << 31;
-        let of_list = self.batch * self.kv_heads * most * self.record() * 2;
+        const MOST: usize = 1 << 33;
+        let of_record = (self.head_dim + self.value_dim) * 2;
+        let of_list = self.batch * self.kv_heads * most * of_record;
         if of_list * 32 > MOST {
             return None;
         }

@@ -1,5 +1,5 @@
 //! The gradients by keys and values of lists of single keys, query by query: what a query's heads give a key that it lists is a record, written where the
-//! records of that key lie, and [`gather`](crate::kernels::listed::gather_records) adds them up in the order of queries.
+//! records of that key lie, and [`gather`](crate::kernels::listed::records::gather) adds them up in the order of queries.
 //!
 //! ```text
 //! sᵀ = K · qᵀ    p = exp2(s − lse)    dv = pᵀ · dO    dpᵀ = V · dOᵀ    ds = p ∘ (dp − delta)    dk = dsᵀ · q
@@ -16,7 +16,9 @@
 
 use cubecl::prelude::*;
 
-use crate::kernels::listed::gather::{QueryList, Sources, position_of_key, sources_of};
+use crate::kernels::listed::gather::{
+    QueryList, Sources, copy_of_lanes, copy_own, position_of_key, sources_of,
+};
 use crate::kernels::listed::rows::{CubeRows, place_of_row, queries_from};
 use blocksparse_cubecl::arch::sm80::*;
 use blocksparse_cubecl::mma::gather::*;
@@ -190,7 +192,7 @@ pub fn record_of(key: u32, of: &SpreadQuery, chunk: &Chunk, bits: &[i32], firsts
 }
 
 /// `q` `[batch, heads, seq_q, head_dim]` and `grad_out` in words, contiguous; `k` and `v` with any strides of 16 bytes in their outer dimensions; `stats` and
-/// `lists` as [`queries`](crate::kernels::listed::queries::queries) has them. `bits` and `firsts` are those of [`pair_places`](blocksparse_cubecl::on_device::pair_places) for the
+/// `lists` as [`walk`](crate::kernels::listed::walk::walk) has them. `bits` and `firsts` are those of [`pair_places`](blocksparse_cubecl::on_device::pair_places) for the
 /// launch's queries, a cube each: `parts` is 1. `records` `[lists, room, pieces]`.
 #[cube(launch_unchecked)]
 pub fn spread(
@@ -226,9 +228,16 @@ pub fn spread(
     let q_at = base + comptime!(t.q_offset() as u32);
     let out_at = base + comptime!(t.out_offset() as u32);
     let (q, grad_out) = (address::<u32>(q), address::<u32>(grad_out));
-    let (first_row, seq_q) = (of.first_row, chunk.seq_q);
-    copy_heads(q_at, q, first_row, seq_q, tile.head_dim, t);
-    copy_heads(out_at, grad_out, first_row, seq_q, tile.value_dim, t);
+    copy_heads(q_at, q, &of, chunk.seq_q, tile.head_dim, rows, tile);
+    copy_heads(
+        out_at,
+        grad_out,
+        &of,
+        chunk.seq_q,
+        tile.value_dim,
+        rows,
+        tile,
+    );
     commit_copies();
     share_stats(base, stats, &of, &chunk, rows);
 
@@ -350,81 +359,46 @@ fn copy_step(target: u32, position: u32, lane: u32, sources: &Sources, #[comptim
         shared_store(target + lane * 4, position);
     }
     if ballot(position != comptime!(NOWHERE)) != 0u32 {
-        copy_keys(
+        copy_of_lanes(
             target + comptime!(KEYS as u32 * 4),
             sources.keys,
             sources.key_stride,
             position,
             lane,
             comptime!(t.inner.head_dim),
-            t,
+            KEYS,
+            32usize,
+            comptime!(t.inner),
         );
-        copy_keys(
+        copy_of_lanes(
             target + comptime!(KEYS as u32 * 4 + t.key_bytes() as u32),
             sources.values,
             sources.value_stride,
             position,
             lane,
             comptime!(t.inner.value_dim),
-            t,
+            KEYS,
+            32usize,
+            comptime!(t.inner),
         );
     }
     commit_copies();
 }
 
-/// Starts to copy rows of a head, of which row `r` is at the position of lane `r`.
-#[cube]
-fn copy_keys(
-    target: u32,
-    head: u64,
-    stride: u64,
-    position: u32,
-    lane: u32,
-    #[comptime] dim: usize,
-    #[comptime] t: SpreadTile,
-) {
-    // A warp's copies are half as many as pieces of a row, of which widths are whole pairs.
-    let pieces = comptime!(t.inner.words(dim) / 4);
-    #[unroll]
-    for i in 0..comptime!(pieces / 2) {
-        let index = lane + comptime!(i as u32 * 32);
-        let row = index / comptime!(pieces as u32);
-        let piece = index % comptime!(pieces as u32) * 16;
-        let at = word_of_lane(position, row);
-        copy_of_row(
-            target + row * comptime!(t.inner.pitch(dim) as u32) + piece,
-            head + u64::cast_from(piece),
-            at,
-            stride,
-            comptime!(t.inner),
-        );
-    }
-}
-
-/// Starts to copy the query's row of every head, of a contiguous tensor; what fills up a matrix repeats the last one.
+/// Starts to copy the query's row of every head, of a contiguous tensor.
 #[cube]
 fn copy_heads(
     target: u32,
     tensor: u64,
-    first_row: u32,
+    of: &SpreadQuery,
     seq_q: u32,
     #[comptime] dim: usize,
-    #[comptime] t: SpreadTile,
+    #[comptime] rows: CubeRows,
+    #[comptime] t: Tile,
 ) {
-    let pieces = comptime!(t.inner.words(dim) as u32 / 4);
-    let first = tensor + u64::cast_from(first_row) * comptime!(dim as u64 * 2);
-    let mut index = UNIT_POS_X;
-    while index < comptime!(t.inner.cols as u32) * pieces {
-        let row = index / pieces;
-        let piece = index % pieces * 16;
-        copy_far_piece(
-            target + row * comptime!(t.inner.pitch(dim) as u32) + piece,
-            first + u64::cast_from(piece),
-            min(row, comptime!(t.heads as u32 - 1)),
-            u64::cast_from(seq_q) * comptime!(dim as u64 * 2),
-        );
-        index += comptime!(t.inner.units() as u32);
-    }
+    let pieces = comptime!(dim as u64 / 8);
+    let first = tensor + u64::cast_from(of.first_row) * pieces * 16;
+    copy_own(target, first, u64::cast_from(seq_q) * pieces, dim, rows, t);
 }
 
 /// Writes a warp's rows of dK, or of dV behind them, to their records; `place` is that of the lane's key, or [`NOWHERE`].

@@ -3,70 +3,30 @@
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use crate::kernels::listed::lists::WalkedLists;
 use crate::kernels::listed::records::GatheredLaunch;
-use crate::kernels::listed::request::ListedRequest;
 use crate::kernels::listed::spread::{ChunkLaunch, SpreadTile, spread};
 use crate::kernels::listed::views::{ListedGradients, far_rows, input, strides};
-use crate::kernels::listed::warpgroups::{SpreadGroups, WalkedLists, WarpgroupTile};
+use crate::kernels::listed::walks::{ByKeys, Walks};
+use crate::kernels::listed::warpgroups::{SpreadGroups, WarpgroupTile};
 use crate::kernels::listed::{records, warpgroups};
-use blocksparse_cubecl::arch::ptx::Half;
 use blocksparse_cubecl::args::buffer;
 use blocksparse_cubecl::call::TensorView;
 use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::mma::tile::Tile;
 use blocksparse_cubecl::on_device::{KeyListSizes, PairPlaces, Queries, pair_places, places_of};
 use blocksparse_cubecl::slices::Slice;
-use blocksparse_cubecl::tensor::scales;
-
-/// What writes records.
-#[derive(Clone, Copy)]
-pub enum SpreadKernel {
-    Warps(SpreadTile),
-    /// On wgmma.
-    Warpgroups(SpreadGroups),
-}
-
-impl SpreadKernel {
-    /// Neighbouring queries of a list.
-    fn queries(&self) -> usize {
-        match self {
-            Self::Warps(_) => 1,
-            Self::Warpgroups(tile) => tile.queries,
-        }
-    }
-
-    fn half(&self) -> Half {
-        match self {
-            Self::Warps(tile) => tile.inner.element.half(),
-            Self::Warpgroups(tile) => tile.half,
-        }
-    }
-
-    /// The same of keys and values that are so far apart.
-    fn of_tensors(self, far_rows: bool) -> Self {
-        match self {
-            Self::Warps(tile) => Self::Warps(SpreadTile {
-                inner: Tile {
-                    far_rows,
-                    ..tile.inner
-                },
-                ..tile
-            }),
-            Self::Warpgroups(tile) => Self::Warpgroups(SpreadGroups { far_rows, ..tile }),
-        }
-    }
-}
+use blocksparse_cubecl::tensor::{half_of, scales};
 
 /// What is launched.
 pub struct Spread<'a> {
     pub client: &'a Client,
-    pub request: &'a ListedRequest,
+    pub walks: &'a Walks,
     /// q, k, v and the output's gradient.
     pub inputs: [&'a TensorView; 4],
     pub stats: &'a Handle,
     pub gradients: ListedGradients<'a>,
     pub scale: f64,
-    pub kernel: SpreadKernel,
 }
 
 /// Where records are written, those of some lists at a time, and sums of all lists so far.
@@ -88,23 +48,18 @@ pub struct RecordRoom {
 impl Spread<'_> {
     /// Pieces of 16 bytes of a record.
     fn pieces(&self) -> usize {
-        (self.request.head_dim + self.request.value_dim) / 8
+        (self.walks.request.head_dim + self.walks.request.value_dim) / 8
     }
 
-    /// Room for the records of lists of `most` numbers: of which a head of keys has so many, and so many are launched at once.
+    /// Room for the records of the lists that are launched at once, or of some of them.
     ///
     /// # Errors
     /// [`KernelError`] if the numbers are more than 32 bits count.
-    pub fn room(
-        &self,
-        [lists, at_once]: [usize; 2],
-        most: usize,
-    ) -> Result<RecordRoom, KernelError> {
-        let &Self {
-            client, request, ..
-        } = self;
+    pub fn room(&self) -> Result<RecordRoom, KernelError> {
+        let &Self { client, walks, .. } = self;
+        let (request, lists, most) = (&walks.request, walks.lists(), walks.most());
         let at_a_time = request.lists_of_records(lists, most);
-        let at_a_time = at_a_time.expect("planned so").min(at_once);
+        let at_a_time = at_a_time.expect("planned so").min(walks.at_a_time());
         let (pieces, rows) = (self.pieces(), request.all_keys());
         let room = at_a_time * most;
         let in_records = self.heads() * room * pieces;
@@ -128,10 +83,8 @@ impl Spread<'_> {
     /// # Errors
     /// [`KernelError`] if the numbers are more than 32 bits count.
     pub fn launch(&self, room: &RecordRoom, lists: &WalkedLists) -> Result<(), KernelError> {
-        let &Self {
-            client, request, ..
-        } = self;
-        let heads = self.heads();
+        let &Self { client, walks, .. } = self;
+        let (request, heads) = (&walks.request, self.heads());
         let sizes = KeyListSizes::new(heads, [lists.count, request.seq_kv], lists.most);
         for first in (0..lists.count).step_by(room.at_a_time) {
             let some = Queries {
@@ -152,18 +105,16 @@ impl Spread<'_> {
     fn write(&self, room: &RecordRoom, lists: &WalkedLists, some: Queries, places: &PairPlaces) {
         let &Self {
             client,
-            request,
+            walks,
             inputs: [q, k, v, grad_out],
             stats,
             scale,
             ..
         } = self;
+        let request = &walks.request;
         let (words, rows) = (places.words, request.all_keys());
-        let kernel = self.kernel.of_tensors(far_rows([k, v]));
-        let parts = match kernel {
-            SpreadKernel::Warps(_) => 1,
-            SpreadKernel::Warpgroups(tile) => parts(client, &tile, self.heads() * some.count),
-        };
+        let far_rows = far_rows([k, v]);
+        let parts = parts(client, walks.together, self.heads() * some.count);
         let (log2_scale, _) = scales(scale, None);
         for slice in Slice::whole(request.batch, request.kv_heads).cut(client) {
             // SAFETY: a cube reads its list, positions below the lengths in the strides, and writes the records of its pairs, which are as many as the numbers of
@@ -173,7 +124,7 @@ impl Spread<'_> {
                 let chunk = ChunkLaunch::new(
                     some.first as u32,
                     lists.count as u32,
-                    ((lists.first + some.first) * kernel.queries()) as u32,
+                    ((lists.first + some.first) * walks.together) as u32,
                     parts as u32,
                     words as u32,
                     places.first_word as u32,
@@ -213,22 +164,34 @@ impl Spread<'_> {
                         )
                     };
                 }
-                match kernel {
-                    SpreadKernel::Warpgroups(tile) => launch!(
+                match walks.by_keys {
+                    ByKeys::WarpgroupRecords(tile) => launch!(
                         warpgroups::spread::spread::launch_unchecked,
                         tile.units(),
                         [
-                            tile.cols / 2,
-                            tile.cols / 4,
-                            WarpgroupTile::sums(tile.value_dim),
-                            WarpgroupTile::sums(tile.head_dim)
+                            tile.cols() / 2,
+                            tile.cols() / 4,
+                            WarpgroupTile::sums(request.value_dim),
+                            WarpgroupTile::sums(request.head_dim)
                         ],
                         [lists.masks, lists.counts],
-                        tile
+                        SpreadGroups {
+                            inner: WarpgroupTile {
+                                far_rows,
+                                ..tile.inner
+                            },
+                            ..tile
+                        }
                     ),
-                    SpreadKernel::Warps(tile) => {
-                        launch!(spread::launch_unchecked, tile.inner.units(), [], [], tile)
+                    ByKeys::Records(tile) => {
+                        let inner = Tile {
+                            far_rows,
+                            ..tile.inner
+                        };
+                        let tile = SpreadTile { inner, ..tile };
+                        launch!(spread::launch_unchecked, inner.units(), [], [], tile)
                     }
+                    ByKeys::Blocks(_) => unreachable!("records are of single keys"),
                 }
             }
         }
@@ -238,13 +201,15 @@ impl Spread<'_> {
     fn gather(&self, room: &RecordRoom, first: usize, count: usize, places: &PairPlaces) {
         let &Self {
             client,
-            request,
+            walks,
             gradients,
             ..
         } = self;
+        let request = &walks.request;
         let (pieces, rows, words) = (self.pieces(), request.all_keys(), places.words);
         let [k_pieces, v_pieces] =
             [request.head_dim, request.value_dim].map(|width| rows * width / 8);
+        let half = half_of(request.dtype).expect("planned so");
         // SAFETY: a unit reads the records of a key that there is and writes its own numbers of that key.
         unsafe {
             records::gather::launch_unchecked(
@@ -265,23 +230,23 @@ impl Spread<'_> {
                     u32::from(first + count == room.lists),
                 ),
                 [request.head_dim, request.value_dim],
-                self.kernel.half(),
+                half,
             );
         }
     }
 
     /// Heads of keys.
     fn heads(&self) -> usize {
-        self.request.batch * self.request.kv_heads
+        self.walks.request.batch * self.walks.request.kv_heads
     }
 }
 
 /// Cubes that share a list: of a few lists of many queries, so that all multiprocessors have some.
-fn parts(client: &Client, tile: &SpreadGroups, lists: usize) -> usize {
+fn parts(client: &Client, together: usize, lists: usize) -> usize {
     /// Cubes of each multiprocessor, at least, and of a list, at most.
     const CUBES: usize = 4;
     const MOST: usize = 16;
-    if tile.queries == 1 {
+    if together == 1 {
         return 1;
     }
     let known = client.properties().hardware.num_streaming_multiprocessors;

@@ -52,9 +52,25 @@ impl WalkTile {
         CubeRows::of_query(self.heads, self.inner.rows())
     }
 
+    /// The width of what is written.
+    pub fn out_dim(&self) -> usize {
+        match self.backward {
+            true => self.inner.head_dim,
+            false => self.inner.value_dim,
+        }
+    }
+
     /// Whether the query's rows stay in registers.
     pub fn kept(&self) -> bool {
         self.inner.warp_tiles == 1
+    }
+
+    /// Operands of rows of a width that stay there, or one in their place.
+    pub fn kept_depth(&self, dim: usize) -> usize {
+        match self.kept() {
+            true => self.inner.depth(dim),
+            false => 1,
+        }
     }
 
     /// Whether they get there by way of the last step's place, which nothing is copied to before.

@@ -16,7 +16,7 @@ use blocksparse_cubecl::choice::AttentionPlan;
 use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::known::Recent;
 use blocksparse_cubecl::on_device::{ChoiceTensor, choose_blocks};
-use blocksparse_cubecl::tier::ForwardTile;
+use blocksparse_cubecl::tensor::TOO_LARGE;
 
 /// Positions of a block of what is seen: those of the widest tile.
 const BLOCK: usize = 128;
@@ -39,6 +39,9 @@ impl ListedTiles {
         if !request.is_of_keys() {
             return Err("lists are of blocks".to_string());
         }
+        if i32::try_from(request.list_sizes().largest()).is_err() {
+            return Err(TOO_LARGE.to_string());
+        }
         let shape = LayoutShape {
             heads: request.heads,
             seq_q: request.seq_q,
@@ -56,15 +59,15 @@ impl ListedTiles {
         let plan = plan.map_err(|error| error.to_string())?;
         plan.check_backward().map_err(|error| error.to_string())?;
         let tile = &plan.parts()[0].forward;
-        match tile.tile {
-            ForwardTile::Hopper(_) => Ok(Self {
+        match tile.tile.is_tensor() {
+            true => Ok(Self {
                 request: *request,
                 seen,
                 plan,
             }),
-            _ => Err(match tile.refused.first() {
+            false => Err(match tile.refused.first() {
                 Some((_, reason)) => reason.to_string(),
-                None => "there is no tile on wgmma".to_string(),
+                None => "there is no tile on tensor cores".to_string(),
             }),
         }
     }

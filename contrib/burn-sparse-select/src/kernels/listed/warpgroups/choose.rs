@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 
 use crate::kernels::listed::request::ListedRequest;
 use crate::kernels::listed::tile::RESERVED;
-use crate::kernels::listed::warpgroups::spread::SpreadGroups;
+use crate::kernels::listed::warpgroups::spread::{KEYS, SpreadGroups};
 use crate::kernels::listed::warpgroups::tile::{GROUP_ROWS, STAGES, WarpgroupTile};
 use blocksparse_cubecl::arch::ptx::Half;
 use blocksparse_cubecl::arch::tma::ROW_ELEMENTS;
@@ -53,13 +53,8 @@ fn of_together(request: &ListedRequest, queries: usize) -> ListedRequest {
 }
 
 impl Warpgroups {
-    /// Of a call. `BLOCKSPARSE_TIER=mma` leaves them out.
-    pub fn new(properties: &DeviceProperties, request: &ListedRequest, half: Half) -> Self {
-        Self::of_queries(properties, request, half, 1)
-    }
-
-    /// Of a call in which so many neighbouring queries walk a list together.
-    pub fn of_queries(
+    /// Of a call in which so many neighbouring queries walk a list together. `BLOCKSPARSE_TIER=mma` leaves them out.
+    pub fn new(
         properties: &DeviceProperties,
         request: &ListedRequest,
         half: Half,
@@ -95,14 +90,8 @@ impl Warpgroups {
         };
         // Each warpgroup has steps of its own; sums of more columns leave registers for two.
         let spread = (1..=4 - warpgroups).rev().map(|count| SpreadGroups {
-            half,
-            head_dim: request.head_dim,
-            value_dim: request.value_dim,
-            cols: GROUP_ROWS * warpgroups,
-            heads: request.rows(),
-            queries,
+            inner: walk(true, KEYS),
             warpgroups: count,
-            far_rows: false,
         });
         let mut spread = spread.filter(|tile| request.is_of_keys() && tile.shared_bytes() <= room);
         Self {
@@ -114,9 +103,9 @@ impl Warpgroups {
 }
 
 /// What a walk is, as plans print it.
-pub fn walk_line(name: &str, tile: &WarpgroupTile) -> String {
+pub fn walk_line(tile: &WarpgroupTile) -> String {
     format!(
-        "  {name:8} {} keys a step on wgmma, {} units, {STAGES} stages in {} KiB shared",
+        "{} keys a step on wgmma, {} units, {STAGES} stages in {} KiB shared",
         tile.cols,
         tile.units(),
         tile.shared_bytes().div_ceil(1024),
@@ -126,8 +115,7 @@ pub fn walk_line(name: &str, tile: &WarpgroupTile) -> String {
 /// The same of records.
 pub fn spread_line(tile: &SpreadGroups) -> String {
     format!(
-        "  {:8} {GROUP_ROWS} keys a step of a warpgroup on wgmma, a record of each pair, {} units in {} KiB shared",
-        "dK, dV",
+        "{GROUP_ROWS} keys a step of a warpgroup on wgmma, a record of each pair, {} units in {} KiB shared",
         tile.units(),
         tile.shared_bytes().div_ceil(1024),
     )

@@ -3,21 +3,18 @@
 //! TMA gathers no single rows on these devices, so warps copy them by cp.async, to where TMA's 128-byte swizzle would have put them.
 //!
 //! ```text
-//! choose    which of them a call has               launch    launches
+//! choose    which of them a call has
 //! tile      the shape of a query's walk            steps     what it copies ahead
-//! forward   a cube a query: its list               queries   the same for dQ
+//! walk      a cube a query, or a group of neighbours: their list
 //! spread    a cube a query: a record of dK and dV for each pair
 //! ```
 
 mod choose;
-mod forward;
-mod launch;
-mod queries;
 pub mod spread;
 mod steps;
 mod tile;
+pub mod walk;
 
 pub use choose::{Warpgroups, filled, neighbours, spread_line, walk_line};
-pub use launch::{WalkedLists, forward, queries};
 pub use spread::SpreadGroups;
 pub use tile::WarpgroupTile;

@@ -10,22 +10,21 @@
 use cubecl::prelude::*;
 
 use crate::kernels::listed::gather::{QueryList, Sources};
-use crate::kernels::listed::rows::CubeRows;
 use crate::kernels::listed::spread::{Chunk, record_of, share_stats, spread_query};
 use crate::kernels::listed::warpgroups::steps::{
     Listed, RowStrides, copy_heads, copy_keys, listed_at, steps_of,
 };
-use crate::kernels::listed::warpgroups::tile::GROUP_ROWS;
+use crate::kernels::listed::warpgroups::tile::{GROUP_ROWS, WarpgroupTile};
 use blocksparse_cubecl::arch::sm80::{address, word_of_lane};
 use blocksparse_cubecl::arch::sm90::*;
-use blocksparse_cubecl::arch::swizzled::{Spans, own_copies};
+use blocksparse_cubecl::arch::swizzled::own_copies;
 use blocksparse_cubecl::hopper::rows::{ROW_PAIR, pack_all};
 use blocksparse_cubecl::mma::gather::Strides;
 use blocksparse_cubecl::mma::tile::NOWHERE;
 use blocksparse_cubecl::shared::walk::{Four, Slice};
 
 /// Keys of a warpgroup's step, and of one of its warps.
-const KEYS: usize = GROUP_ROWS;
+pub const KEYS: usize = GROUP_ROWS;
 const WARP_KEYS: usize = KEYS / 4;
 
 /// Steps of a warpgroup that there is room for.
@@ -34,89 +33,35 @@ const STAGES: usize = 2;
 /// The comptime shape of the walk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SpreadGroups {
-    /// The type of the tensors.
-    pub half: Half,
-    /// Width of queries and keys, a multiple of 64.
-    pub head_dim: usize,
-    /// Width of values, a multiple of 64.
-    pub value_dim: usize,
-    /// Columns: heads of queries, filled up.
-    pub cols: usize,
-    /// Heads that share a list.
-    pub heads: usize,
-    /// Neighbouring queries that walk a list together: the columns of each follow those of the one before.
-    pub queries: usize,
+    /// Columns, the heads of queries, are its rows; a step is of [`KEYS`] keys, and rows of dO lie behind those of queries.
+    pub inner: WarpgroupTile,
+    /// Warpgroups of a cube, each with steps of its own.
     pub warpgroups: usize,
-    /// Whether rows of keys or values are more than 4 GB apart.
-    pub far_rows: bool,
 }
 
 impl SpreadGroups {
+    /// Columns.
+    pub fn cols(&self) -> usize {
+        self.inner.rows()
+    }
+
     /// Units of a cube.
     pub fn units(&self) -> usize {
         128 * self.warpgroups
     }
 
-    fn cube_rows(&self) -> CubeRows {
-        CubeRows {
-            heads: self.heads,
-            queries: self.queries,
-            rows: self.cols,
-        }
-    }
-
-    /// The queries' rows of width head_dim, at the beginning,
-    fn own(&self) -> Spans {
-        Spans::far(self.cols, self.head_dim)
-    }
-
-    /// and behind them those of width value_dim.
-    fn second(&self) -> Spans {
-        Spans::far(self.cols, self.value_dim)
-    }
-
-    /// The keys of a step,
-    fn keys(&self) -> Spans {
-        Spans {
-            rows: KEYS,
-            dim: self.head_dim,
-            far: self.far_rows,
-        }
-    }
-
-    /// and its values behind them.
-    fn values(&self) -> Spans {
-        Spans {
-            dim: self.value_dim,
-            ..self.keys()
-        }
-    }
-
-    fn step_bytes(&self) -> usize {
-        self.keys().bytes() + self.values().bytes()
-    }
-
-    fn rings_offset(&self) -> usize {
-        self.own().bytes() + self.second().bytes()
-    }
-
     /// lse and delta of each head.
     fn stats_offset(&self) -> usize {
-        self.rings_offset() + self.warpgroups * STAGES * self.step_bytes()
+        self.inner.ring_offset() + self.warpgroups * STAGES * self.inner.step_bytes()
     }
 
     /// Bytes of shared memory of a cube.
     pub fn shared_bytes(&self) -> usize {
-        self.stats_offset() + self.cols * 8
-    }
-
-    /// Pieces of 16 bytes of a record.
-    fn pieces(&self) -> usize {
-        (self.head_dim + self.value_dim) / 8
+        self.stats_offset() + self.cols() * 8
     }
 }
 
-/// As [`spread`](crate::kernels::listed::spread::spread), of lists as [`forward`](crate::kernels::listed::warpgroups::forward::forward) has them; `parts` cubes share a list.
+/// As [`spread`](crate::kernels::listed::spread::spread), of lists as [`walk`](crate::kernels::listed::warpgroups::walk::walk) has them; `parts` cubes share a list.
 #[cube(launch_unchecked)]
 pub fn spread<S: Size, P: Size, A: Size, B: Size>(
     q: &[u32],
@@ -138,8 +83,9 @@ pub fn spread<S: Size, P: Size, A: Size, B: Size>(
     log2_scale: f32,
     #[comptime] t: SpreadGroups,
 ) {
-    let (rows, of_q, of_out) = comptime!((t.cube_rows(), t.own(), t.second()));
-    let (of_keys, of_values) = comptime!((t.keys(), t.values()));
+    let tile = comptime!(t.inner);
+    let (rows, of_q, of_out) = comptime!((tile.cube_rows(), tile.own(), tile.second()));
+    let (of_keys, of_values) = comptime!((tile.keys(), tile.values()));
     let groups = comptime!(t.warpgroups as u32);
     let warps = comptime!(4 * t.warpgroups);
     let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 1024usize);
@@ -151,10 +97,10 @@ pub fn spread<S: Size, P: Size, A: Size, B: Size>(
 
     let out_at = base + comptime!(of_q.bytes() as u32);
     let rows_of = u64::cast_from(of.first_row);
-    let q_strides = contiguous(chunk.seq_q, t.head_dim);
+    let q_strides = contiguous(chunk.seq_q, tile.head_dim);
     copy_heads(
         base,
-        address::<u32>(q) + rows_of * comptime!(t.head_dim as u64 * 2),
+        address::<u32>(q) + rows_of * comptime!(tile.head_dim as u64 * 2),
         &q_strides,
         of.queries,
         warp,
@@ -163,10 +109,10 @@ pub fn spread<S: Size, P: Size, A: Size, B: Size>(
         rows,
         of_q,
     );
-    let out_strides = contiguous(chunk.seq_q, t.value_dim);
+    let out_strides = contiguous(chunk.seq_q, tile.value_dim);
     copy_heads(
         out_at,
-        address::<u32>(grad_out) + rows_of * comptime!(t.value_dim as u64 * 2),
+        address::<u32>(grad_out) + rows_of * comptime!(tile.value_dim as u64 * 2),
         &out_strides,
         of.queries,
         warp,
@@ -184,12 +130,12 @@ pub fn spread<S: Size, P: Size, A: Size, B: Size>(
         lane,
         comptime!(KEYS as u32),
         1u32,
-        t.queries,
+        tile.queries,
     );
     let group = warp / 4;
-    let step_bytes = comptime!(t.step_bytes() as u32);
+    let step_bytes = comptime!(tile.step_bytes() as u32);
     let ring =
-        base + comptime!(t.rings_offset() as u32) + group * comptime!(STAGES as u32) * step_bytes;
+        base + comptime!(tile.ring_offset() as u32) + group * comptime!(STAGES as u32) * step_bytes;
     let between = chunk.parts * groups;
     let mut j = CUBE_POS_X % chunk.parts * groups + group;
     let mut now = listed_of(keys, masks, &of.list, j, warp, lane, t);
@@ -214,8 +160,8 @@ pub fn spread<S: Size, P: Size, A: Size, B: Size>(
         let started = product::<S>(
             k_desc + within,
             q_desc,
-            t.half,
-            t.head_dim,
+            tile.half,
+            tile.head_dim,
             comptime!(of_keys.span_bytes()),
             comptime!(of_q.span_bytes()),
         );
@@ -230,45 +176,54 @@ pub fn spread<S: Size, P: Size, A: Size, B: Size>(
         let behind = listed_of(keys, masks, &of.list, j + 2 * between, warp, lane, t);
         next.position = behind.position;
         next.mask = behind.mask;
-        let s = wait::<S>(started, 0usize, comptime!(t.cols / 2));
+        let s = wait::<S>(started, 0usize, comptime!(t.cols() / 2));
         let mut p = Vector::<f32, S>::zeroed();
         let upper = word_of_lane(mask, lane / 4);
         let lower = word_of_lane(mask, lane / 4 + comptime!(ROW_PAIR));
         #[unroll]
-        for n in 0..comptime!(t.cols / 8) {
+        for n in 0..comptime!(t.cols() / 8) {
             let stats = shared_load_four(own_stats + comptime!(n as u32 * 64));
             // Eight columns from a multiple of eight on are of one query.
-            let bit = comptime!(1u32 << (8 * n / t.heads));
+            let bit = comptime!(1u32 << (8 * n / tile.heads));
             #[unroll]
             for i in 0..4usize {
                 let at = comptime!(4 * n + i);
                 let log = stats.extract(comptime!(i % 2 * 2));
                 let mut weight = exp2(multiply_add(s.extract(at), log2_scale, -log));
-                if comptime!(t.queries > 1) {
+                if comptime!(tile.queries > 1) {
                     let own = if comptime!(i < 2) { upper } else { lower };
                     weight = select(own & bit != 0u32, weight, 0f32);
                 }
                 p.insert(at, weight);
             }
         }
-        let left = pack_all::<S, P>(p, t.half);
-        let started = weigh::<P, A>(left, out_depth, t.half, t.value_dim);
-        let dv = wait::<A>(started, 0usize, comptime!(t.value_dim / 2));
+        let left = pack_all::<S, P>(p, tile.half);
+        let started = weigh::<P, A>(left, out_depth, tile.half, tile.value_dim);
+        let dv = wait::<A>(started, 0usize, comptime!(tile.value_dim / 2));
         let started = product::<S>(
             v_desc + within,
             out_desc,
-            t.half,
-            t.value_dim,
+            tile.half,
+            tile.value_dim,
             comptime!(of_values.span_bytes()),
             comptime!(of_out.span_bytes()),
         );
-        let behind_keys = comptime!(t.head_dim / 8);
+        let behind_keys = comptime!(tile.head_dim / 8);
         let one = f32::new(1.0);
-        store::<A>(records, &dv, place, lane, one, behind_keys, t.value_dim, t);
-        let dp = wait::<S>(started, 0usize, comptime!(t.cols / 2));
+        store::<A>(
+            records,
+            &dv,
+            place,
+            lane,
+            one,
+            behind_keys,
+            tile.value_dim,
+            t,
+        );
+        let dp = wait::<S>(started, 0usize, comptime!(t.cols() / 2));
         let mut ds = Vector::<f32, S>::zeroed();
         #[unroll]
-        for n in 0..comptime!(t.cols / 8) {
+        for n in 0..comptime!(t.cols() / 8) {
             let stats = shared_load_four(own_stats + comptime!(n as u32 * 64));
             #[unroll]
             for i in 0..4usize {
@@ -277,10 +232,10 @@ pub fn spread<S: Size, P: Size, A: Size, B: Size>(
                 ds.insert(at, p.extract(at) * (dp.extract(at) - delta));
             }
         }
-        let left = pack_all::<S, P>(ds, t.half);
-        let started = weigh::<P, B>(left, q_depth, t.half, t.head_dim);
-        let dk = wait::<B>(started, 0usize, comptime!(t.head_dim / 2));
-        store::<B>(records, &dk, place, lane, scale, 0usize, t.head_dim, t);
+        let left = pack_all::<S, P>(ds, tile.half);
+        let started = weigh::<P, B>(left, q_depth, tile.half, tile.head_dim);
+        let dk = wait::<B>(started, 0usize, comptime!(tile.head_dim / 2));
+        store::<B>(records, &dk, place, lane, scale, 0usize, tile.head_dim, t);
         j += between;
     }
 }
@@ -308,7 +263,7 @@ fn listed_of(
 ) -> Listed {
     let of_warp = comptime!(WARP_KEYS as u32);
     let flat = j * comptime!(KEYS as u32) + warp % 4 * of_warp + lane % of_warp;
-    listed_at(keys, masks, list, flat, 1u32, t.queries)
+    listed_at(keys, masks, list, flat, 1u32, t.inner.queries)
 }
 
 /// Starts to copy the warp's keys and values of a step.
@@ -322,7 +277,7 @@ fn copy_step(
     #[comptime] t: SpreadGroups,
 ) {
     let row = warp % 4 * comptime!(WARP_KEYS as u32);
-    let (of_keys, of_values) = comptime!((t.keys(), t.values()));
+    let (of_keys, of_values) = comptime!((t.inner.keys(), t.inner.values()));
     copy_keys(
         step, row, position, sources, lane, WARP_KEYS, of_keys, of_values,
     );
@@ -343,7 +298,9 @@ fn store<O: Size>(
     #[unroll]
     for i in 0..2usize {
         let own = word_of_lane(place, lane / 4 + comptime!(i as u32 * ROW_PAIR));
-        let record = own as usize * comptime!(t.pieces()) + before + (lane % 4) as usize;
+        let record = own as usize * comptime!((t.inner.head_dim + t.inner.value_dim) / 8)
+            + before
+            + (lane % 4) as usize;
         #[unroll]
         for m in 0..comptime!(dim / 32) {
             // A unit has two of every eight numbers; four neighbours trade, and each has an eight.
@@ -353,7 +310,7 @@ fn store<O: Size>(
                 let n = comptime!(16 * m + 4 * w + 2 * i);
                 let low = acc.extract(n) * factor;
                 let high = acc.extract(comptime!(n + 1)) * factor;
-                words.insert(w, pack(low, high, t.half));
+                words.insert(w, pack(low, high, t.inner.half));
             }
             let words = trade_four(words, lane);
             if own != comptime!(NOWHERE) {

@@ -56,6 +56,14 @@ impl WarpgroupTile {
         GROUP_ROWS * self.warpgroups
     }
 
+    /// The width of what is written.
+    pub fn out_dim(&self) -> usize {
+        match self.backward {
+            true => self.head_dim,
+            false => self.value_dim,
+        }
+    }
+
     /// Registers of sums of so many columns: a vector has a power of two of them.
     pub fn sums(dim: usize) -> usize {
         (dim / 2).next_power_of_two()

@@ -12,10 +12,11 @@ use burn::tensor::{
     FloatDType, IndexingUpdateOp, IntDType, Shape, Slice, TensorData, try_read_sync,
 };
 
-use crate::selection::key_list_ops::{
-    TokenSparseCall, TokenSparseGrads, TokenSparseInputs, TokenSparseOutput, TokenSparseSaved,
-};
 use crate::selection::ops::UniqueKeys;
+use crate::selection::token_sparse::ops::{
+    QueryLists, TokenSparseCall, TokenSparseGrads, TokenSparseInputs, TokenSparseOutput,
+    TokenSparseSaved,
+};
 use burn_blocksparse::internal::dtype::accumulate_in;
 use burn_blocksparse::internal::values::OutputGrads;
 
@@ -50,12 +51,15 @@ impl<B: Backend> Problem<B> {
         let [batch, heads, seq_q, head_dim] = inputs.q.shape().dims();
         let [_, kv_heads, seq_kv, _] = inputs.k.shape().dims();
         let value_dim = inputs.v.shape()[3];
+        let QueryLists::Tokens(keys) = inputs.lists else {
+            unreachable!("blocks are walked only where a plan of kernels says so")
+        };
         let [q, k, v] = [inputs.q, inputs.k, inputs.v].map(|x| B::float_cast(x, dtype));
         let problem = Self {
             device: q.device(),
             k,
             v,
-            keys: inputs.keys,
+            keys,
             dtype,
             batch,
             kv_heads,

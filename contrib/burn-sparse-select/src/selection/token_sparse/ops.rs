@@ -1,4 +1,4 @@
-//! The backend trait of queries that list single keys.
+//! The backend trait of queries that list what they see.
 
 // Without autodiff and without a backend nobody goes backward.
 #![cfg_attr(not(feature = "autodiff"), allow(dead_code))]
@@ -6,17 +6,35 @@
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType, backend_extension};
 
-use crate::selection::key_reference as reference;
-use burn_blocksparse::internal::values::OutputGrads;
+use crate::selection::token_sparse::reference;
+use burn_blocksparse::internal::values::{LayoutTensors, OutputGrads};
 
-/// How a call over lists of single keys is computed, besides its tensors.
+/// What the numbers of lists name, with the sizes that are in none of their shapes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Sparsity {
+    /// Single keys.
+    Tokens {
+        /// Whether no query lists a key behind its own position.
+        causal: bool,
+    },
+    /// Blocks of keys.
+    Blocks {
+        /// Keys of a block.
+        block: usize,
+        /// Places of a tile of queries.
+        tile: usize,
+    },
+}
+
+/// How a call over lists is computed, besides its tensors.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct TokenSparseCall {
+    /// What lists name.
+    pub sparsity: Sparsity,
     /// Factor of the scores.
     pub scale: f64,
-    /// Whether no query lists a key behind its own position.
-    pub causal: bool,
     /// The share that the lists of adjacent queries are expected to have in common, from 0 to 1.
     pub overlap: f64,
     /// Whether kernels gather by the lists.
@@ -24,17 +42,45 @@ pub struct TokenSparseCall {
 }
 
 impl TokenSparseCall {
-    pub(crate) fn new(scale: f64, causal: bool, overlap: f64, dispatch: bool) -> Self {
+    pub(crate) fn new(sparsity: Sparsity, scale: f64, overlap: f64, dispatch: bool) -> Self {
         Self {
+            sparsity,
             scale,
-            causal,
             overlap,
             dispatch,
         }
     }
 }
 
-/// What attention over lists of single keys takes.
+/// What queries list: i32, for each head of keys, on the device.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub enum QueryLists<B: Backend> {
+    /// The keys that each query sees: `[batch, kv_heads, seq_q, most]`, ascending, each once, −1 behind the last.
+    Tokens(IntTensor<B>),
+    /// The blocks that each query sees whole beside a layout. They are walked only where a plan of kernels says so: elsewhere the same is composed of other
+    /// operations.
+    Blocks(#[extension_type] BlockLists<B>),
+}
+
+/// Lists of blocks, by queries and by blocks, as [`SelectedBlocks`](crate::selection::SelectedBlocks) has them.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct BlockLists<B: Backend> {
+    /// The blocks of each query: `[batch, kv_heads, seq_q, most]`, negative for none.
+    pub blocks: IntTensor<B>,
+    /// The query at each place: `[batch, kv_heads, places]`,
+    pub queries: IntTensor<B>,
+    /// and the block of each tile of places: `[batch, kv_heads, tiles]`.
+    pub tile_blocks: IntTensor<B>,
+    /// What queries see beside them.
+    #[extension_type]
+    pub near: LayoutTensors<B>,
+}
+
+/// What attention over lists takes.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -45,11 +91,12 @@ pub struct TokenSparseInputs<B: Backend> {
     pub k: FloatTensor<B>,
     /// `[batch, kv_heads, seq_kv, value_dim]`
     pub v: FloatTensor<B>,
-    /// The keys that each query sees: i32 `[batch, kv_heads, seq_q, most]`, ascending, each once, −1 behind the last.
-    pub keys: IntTensor<B>,
+    /// What queries list.
+    #[extension_type]
+    pub lists: QueryLists<B>,
 }
 
-/// Out and lse.
+/// Out and lse, over all keys that queries see.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -86,7 +133,7 @@ pub struct TokenSparseGrads<B: Backend> {
     pub v: FloatTensor<B>,
 }
 
-/// Attention over lists of single keys as a backend operation. Arguments are checked by the public functions.
+/// Attention over lists as a backend operation. Arguments are checked by the public functions.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),
@@ -97,7 +144,7 @@ pub struct TokenSparseGrads<B: Backend> {
 pub trait TokenSparseOps: Backend {
     /// The forward pass.
     #[fusion(meta = meta::forward)]
-    fn key_list_attention(
+    fn token_sparse_attention(
         #[extension_type] inputs: TokenSparseInputs<Self>,
         call: TokenSparseCall,
     ) -> TokenSparseOutput<Self> {
@@ -106,7 +153,7 @@ pub trait TokenSparseOps: Backend {
 
     /// The backward pass: gradients of a loss whose gradients with respect to the outputs are `grads`.
     #[fusion(meta = meta::backward)]
-    fn key_list_attention_backward(
+    fn token_sparse_attention_backward(
         #[extension_type] saved: TokenSparseSaved<Self>,
         #[extension_type] grads: OutputGrads<Self>,
         call: TokenSparseCall,

@@ -1,0 +1,337 @@
+//! Walks of lists, each query alone or neighbouring queries together, and the tiles that they run.
+
+use std::fmt;
+
+use cubecl::prelude::*;
+
+use crate::kernels::listed::check::check;
+use crate::kernels::listed::request::ListedRequest;
+use crate::kernels::listed::spread::{KEYS, SpreadTile};
+use crate::kernels::listed::tile::{RESERVED, WalkTile};
+use crate::kernels::listed::warpgroups;
+use crate::kernels::listed::warpgroups::{SpreadGroups, WarpgroupTile, Warpgroups};
+use blocksparse_cubecl::arch::sm80::Element;
+use blocksparse_cubecl::call::ScoreKind;
+use blocksparse_cubecl::mma::tile::{Outputs, Tile};
+use blocksparse_cubecl::on_device::most_of_neighbours;
+use blocksparse_cubecl::tensor::{TOO_LARGE, is_u32};
+use blocksparse_cubecl::tuning::Tuning;
+
+/// Rows of a matrix of mma.sync.
+const ROWS: usize = 16;
+
+/// MiB of lists of neighbours that are there at a time.
+const MIB: usize = 512;
+
+/// What runs a pass over the queries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Walk {
+    /// mma.sync: a query of a few heads.
+    Warps(WalkTile),
+    /// wgmma: many heads, or those of neighbouring queries.
+    Warpgroups(WarpgroupTile),
+}
+
+/// What makes dK and dV.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ByKeys {
+    /// Keys of a block walk the queries that chose it.
+    Blocks(Tile),
+    /// A record of each query, or of neighbours, and each single key that they listed, on mma.sync
+    Records(SpreadTile),
+    /// or on wgmma.
+    WarpgroupRecords(SpreadGroups),
+}
+
+/// What a call runs that walks lists. It prints.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Walks {
+    pub(crate) request: ListedRequest,
+    /// Neighbouring queries that walk a list together, or 1.
+    pub(crate) together: usize,
+    pub(crate) forward: Walk,
+    pub(crate) queries: Walk,
+    pub(crate) by_keys: ByKeys,
+}
+
+/// Why a device has no tile.
+const NO_ROOM: &str = "no tile fits the shared memory of the device";
+
+impl Walks {
+    /// Of queries that walk each their own list.
+    ///
+    /// # Errors
+    /// Why the device's kernels do not take the call.
+    pub fn alone(
+        properties: &DeviceProperties,
+        request: ListedRequest,
+    ) -> Result<Self, &'static str> {
+        Self::new(properties, request, 1)
+    }
+
+    /// Of neighbouring queries that walk the union of their lists.
+    ///
+    /// # Errors
+    /// Why the device's kernels do not take the call so.
+    pub fn together(
+        properties: &DeviceProperties,
+        request: ListedRequest,
+    ) -> Result<Self, &'static str> {
+        let together = warpgroups::neighbours(&request);
+        let together = together.ok_or("the heads of no neighbours fill two warpgroups")?;
+        Self::new(properties, request, together)
+    }
+
+    fn new(
+        properties: &DeviceProperties,
+        request: ListedRequest,
+        together: usize,
+    ) -> Result<Self, &'static str> {
+        let element = check(properties, &request)?;
+        let hardware = &properties.hardware;
+        let room = hardware.max_shared_memory_size;
+        let on_wgmma = Warpgroups::new(properties, &request, element.half(), together);
+        let walk = |tile: Option<WarpgroupTile>, backward: bool| match tile {
+            Some(tile) => Ok(Walk::Warpgroups(tile)),
+            None if together > 1 => Err("neighbours walk together on wgmma alone"),
+            None => walk_tile(&request, element, backward, hardware).map(Walk::Warps),
+        };
+        let (forward, queries) = (
+            walk(on_wgmma.forward, false)?,
+            walk(on_wgmma.queries, true)?,
+        );
+        let by_keys = match (request.is_of_keys(), on_wgmma.spread) {
+            (false, _) => ByKeys::Blocks(keys_tile(&request, element, room)),
+            (true, Some(tile)) => ByKeys::WarpgroupRecords(tile),
+            (true, None) => {
+                let tile = spread_tile(&request, element, room);
+                ByKeys::Records(tile.filter(|_| together == 1).ok_or(NO_ROOM)?)
+            }
+        };
+        let walks = Self {
+            request,
+            together,
+            forward,
+            queries,
+            by_keys,
+        };
+        if let ByKeys::Blocks(keys) = &by_keys {
+            if request.list_shape(keys).shared_bytes(keys) > room {
+                return Err(NO_ROOM);
+            }
+            if !is_u32(request.partial(keys)) {
+                return Err(TOO_LARGE);
+            }
+        } else if (request.lists_of_records(walks.lists(), walks.most())).is_none() {
+            return Err("records of 32 queries and the keys that they list are too many");
+        }
+        let numbers = request.batch * request.kv_heads * walks.at_a_time() * walks.most();
+        is_u32(numbers).then_some(walks).ok_or(TOO_LARGE)
+    }
+
+    /// Lists of a head of keys.
+    pub(crate) fn lists(&self) -> usize {
+        self.request.seq_q.div_ceil(self.together)
+    }
+
+    /// Numbers of a list, at most.
+    pub(crate) fn most(&self) -> usize {
+        match self.together {
+            1 => self.request.most,
+            together => most_of_neighbours(&self.request.list_sizes(), together),
+        }
+    }
+
+    /// Lists of a head of keys that are there at a time.
+    pub(crate) fn at_a_time(&self) -> usize {
+        if self.together == 1 {
+            return self.lists();
+        }
+        let &ListedRequest {
+            batch, kv_heads, ..
+        } = &self.request;
+        let bytes = batch * kv_heads * self.most() * size_of::<[u32; 2]>();
+        let fit = (MIB << 20) / bytes.max(1);
+        // Bits of groups are words.
+        (fit.max(32) / 32 * 32).min(self.lists())
+    }
+}
+
+/// A tile of which only sizes matter.
+fn plain(
+    request: &ListedRequest,
+    element: Element,
+    [warps, warp_tiles]: [usize; 2],
+    [cols, stages]: [usize; 2],
+) -> Tile {
+    Tile {
+        element,
+        head_dim: request.head_dim,
+        value_dim: request.value_dim,
+        warps,
+        warp_tiles,
+        cols,
+        group: cols.min(request.block),
+        stages,
+        score: ScoreKind::default(),
+        max_scores: false,
+        residue: false,
+        carry: false,
+        clustered: false,
+        far_rows: false,
+        bias_gradient: false,
+        outputs: Outputs::Both,
+    }
+}
+
+/// `BLOCKSPARSE_LISTED_TILE=COLSxSTAGES`, two of them with a comma between, are the steps of forward and dQ: for measuring them.
+fn forced(backward: bool) -> Option<[usize; 2]> {
+    Tuning::or_default().listed_tile[usize::from(backward)]
+}
+
+/// The walk of a query: bytes on their way to a multiprocessor are what counts. With four warps a multiprocessor, forward up to 16, or cubes of more warps,
+/// its shared memory is full of steps, of 32 keys where three of them fit a cube and otherwise of 16.
+fn walk_tile(
+    request: &ListedRequest,
+    element: Element,
+    backward: bool,
+    hardware: &cubecl::ir::HardwareProperties,
+) -> Result<WalkTile, &'static str> {
+    let rows = request.rows().next_multiple_of(ROWS);
+    // Two matrices of rows to a warp read what is shared once for both, where their sums have room in registers.
+    let wide = rows >= 128 && rows.is_multiple_of(32) && !backward && request.head_dim <= 128;
+    let warp_tiles = if wide { 2 } else { 1 };
+    let warps = rows / (ROWS * warp_tiles);
+    let shape = |[cols, stages]: [usize; 2]| WalkTile {
+        inner: plain(request, element, [warps, warp_tiles], [cols, stages]),
+        heads: request.rows(),
+        block: request.block,
+        backward,
+    };
+    let most = hardware.max_shared_memory_size;
+    if let Some(forced) = forced(backward) {
+        let tile = shape(forced);
+        return (tile.shared_bytes() <= most).then_some(tile).ok_or(NO_ROOM);
+    }
+    // Forward 16 warps, as far as cubes of them fit: some multiply while others wait. Wide ones take the registers of two.
+    let cubes = match backward || wide {
+        true => (4 / warps).max(2),
+        false => (16 / warps).clamp(2, 4),
+    };
+    let share = (most + RESERVED) / cubes - RESERVED;
+    let fits = |of: [usize; 2]| shape(of).shared_bytes() <= share;
+    let deepest = |cols: usize, most: usize| {
+        let stages = (2..=most).rev().map(|stages| [cols, stages]);
+        stages.into_iter().find(|&of| fits(of))
+    };
+    let found = match deepest(32, 6) {
+        Some(of) if of[1] >= 3 => Some(of),
+        few => deepest(16, 8).or(few),
+    };
+    match found {
+        Some(of) => Ok(shape(of)),
+        None => {
+            let smallest = shape([16, 2]);
+            (smallest.shared_bytes() <= most)
+                .then_some(smallest)
+                .ok_or(NO_ROOM)
+        }
+    }
+}
+
+/// The walk of the queries that chose a block.
+fn keys_tile(request: &ListedRequest, element: Element, room: usize) -> Tile {
+    let warps = request.block.min(64) / ROWS;
+    let of_cols = |cols: usize| plain(request, element, [warps, 1], [cols.min(32 * warps), 2]);
+    let wide = of_cols(64);
+    match request.head_dim <= 128 && wide.shared_bytes(true) <= room {
+        true => wide,
+        // Sums of wider heads leave no registers for more.
+        false => of_cols(32),
+    }
+}
+
+/// The walk of queries that writes records of pairs: as many warps to a multiprocessor as its shared memory has room for.
+fn spread_tile(request: &ListedRequest, element: Element, room: usize) -> Option<SpreadTile> {
+    let cols = request.rows().next_multiple_of(ROWS);
+    let shapes = [1, 2, 4, 8].map(|warps| SpreadTile {
+        inner: Tile {
+            // Columns are heads.
+            cols,
+            ..plain(request, element, [warps, 1], [cols, 2])
+        },
+        heads: request.rows(),
+    });
+    let warps = |tile: &SpreadTile| {
+        let cubes = (room + RESERVED) / (tile.shared_bytes() + RESERVED);
+        cubes * tile.inner.warps
+    };
+    let most = shapes.iter().map(warps).max().filter(|&most| most > 0)?;
+    shapes.into_iter().find(|tile| warps(tile) == most)
+}
+
+impl Walks {
+    /// What it is.
+    pub(crate) fn title(&self) -> String {
+        let (rows, what) = (self.request.rows(), self.request.listed_things());
+        match self.together {
+            1 => format!("listed  {rows} rows of a query walk its list of {what}"),
+            together => format!(
+                "listed  {together} neighbouring queries of {rows} rows walk the union of their lists of {what}"
+            ),
+        }
+    }
+
+    /// The kernel of the forward pass.
+    pub(crate) fn forward_line(&self) -> String {
+        walk_line("forward", &self.forward)
+    }
+
+    /// Those of the backward pass.
+    pub(crate) fn backward_lines(&self) -> [String; 2] {
+        let keys = match &self.by_keys {
+            ByKeys::WarpgroupRecords(tile) => warpgroups::spread_line(tile),
+            ByKeys::Records(tile) => format!(
+                "{KEYS} keys a step of a warp, a record of each pair, {} units, {} stages in {} KiB shared",
+                tile.inner.units(),
+                tile.inner.stages,
+                tile.shared_bytes().div_ceil(1024),
+            ),
+            ByKeys::Blocks(tile) => {
+                let shape = self.request.list_shape(tile);
+                format!(
+                    "{} keys × {} rows a step, {} units, {} parts, {} KiB shared",
+                    tile.rows(),
+                    tile.cols,
+                    tile.units(),
+                    shape.parts,
+                    shape.shared_bytes(tile).div_ceil(1024),
+                )
+            }
+        };
+        let keys = format!("  {:8} {keys}", "dK, dV");
+        [walk_line("dQ", &self.queries), keys]
+    }
+}
+
+fn walk_line(name: &str, walk: &Walk) -> String {
+    let tile = match walk {
+        Walk::Warpgroups(tile) => warpgroups::walk_line(tile),
+        Walk::Warps(tile) => format!(
+            "{} keys a step, {} units, {} stages in {} KiB shared",
+            tile.inner.cols,
+            tile.inner.units(),
+            tile.inner.stages,
+            tile.shared_bytes().div_ceil(1024),
+        ),
+    };
+    format!("  {name:8} {tile}")
+}
+
+impl fmt::Display for Walks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [queries, keys] = self.backward_lines();
+        let (title, forward) = (self.title(), self.forward_line());
+        write!(f, "{title}\n{forward}\n{queries}\n{keys}")
+    }
+}

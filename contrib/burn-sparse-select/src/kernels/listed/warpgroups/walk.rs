@@ -1,0 +1,356 @@
+//! The walk of many heads along a list: a cube has one query, or neighbouring ones, with 64 of the heads that share the list to a warpgroup. The gradient by
+//! queries is the same walk, with rows of dO beside those of q.
+//!
+//! ```text
+//! every warpgroup, per step j of the list:
+//!     wait until all warps' copies of K(j), V(j) are there    mbarrier
+//!     start s = q · K(j)ᵀ                                     wgmma
+//!     start this warp's rows of K(j + 1), V(j + 1)            cp.async
+//!     p = exp2(s − m')                                        registers
+//!     start x = p · V(j)                                      wgmma, p in registers
+//!     say that this warp's copies of step j + 1 are there
+//!     o = a · o + x
+//! dQ:
+//!     s = q · K(j)ᵀ    dp = dO · V(j)ᵀ    ds = exp2(s − lse) ∘ (dp − delta)    dq += ds · K(j)
+//! ```
+//!
+//! A warp says that its copies are there behind the softmax, so that they have that long to come, and a warpgroup may be as far ahead of the other as the rest
+//! of a step: while one makes weights, the other has the tensor cores. What a step is copied over was read two steps before, by everybody: who waits for step j
+//! knows that all warps are behind the softmax of step j − 1.
+
+// Kernels have no `is_multiple_of`.
+#![allow(clippy::manual_is_multiple_of)]
+
+use cubecl::prelude::*;
+
+use crate::kernels::listed::gather::{first_of_heads, rows_of_query};
+use crate::kernels::listed::rows::{Lists, is_written, place_of_row};
+use crate::kernels::listed::warpgroups::steps::*;
+use crate::kernels::listed::warpgroups::tile::WarpgroupTile;
+use blocksparse_cubecl::arch::sm80::address;
+use blocksparse_cubecl::arch::sm90::*;
+use blocksparse_cubecl::arch::swizzled::copies_are_there;
+use blocksparse_cubecl::hopper::output::{OutRow, OutShape, quad_sum, store_row};
+use blocksparse_cubecl::hopper::rows::{ROW_PAIR, pack_all};
+use blocksparse_cubecl::hopper::softmax::{add_scaled, softmax};
+use blocksparse_cubecl::mma::gather::Strides;
+use blocksparse_cubecl::shared::score::LOWEST_MAX;
+use blocksparse_cubecl::shared::walk::{Four, Slice};
+
+/// As [`walk`](crate::kernels::listed::walk::walk) has them, of `out` in eights of elements; a gradient is added to what is there.
+#[cube(launch_unchecked)]
+pub fn walk<S: Size, P: Size, O: Size>(
+    q: &[u32],
+    k: &[u32],
+    v: &[u32],
+    grad_out: &[u32],
+    keys: &[i32],
+    masks: &[u32],
+    counts: &[u32],
+    out: &mut [Vector<u32, Four>],
+    of_rows: &mut [f32],
+    q_strides: Strides,
+    k_strides: Strides,
+    v_strides: Strides,
+    out_strides: Strides,
+    slice: Slice,
+    lists: Lists,
+    scale: f32,
+    log2_scale: f32,
+    lse_scale: f32,
+    #[comptime] t: WarpgroupTile,
+) {
+    let (rows, own, second) = comptime!((t.cube_rows(), t.own(), t.second()));
+    let (of_keys, of_values) = comptime!((t.keys(), t.values()));
+    let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 1024usize);
+    let base = shared_address(&smem);
+    let warp = uniform(UNIT_POS_X / 32);
+    let lane = UNIT_POS_X % 32;
+    let full = base + comptime!(t.full());
+    let (k, v) = (address::<u32>(k), address::<u32>(v));
+    let begun = begin(
+        base,
+        k,
+        v,
+        keys,
+        masks,
+        counts,
+        q_strides.len,
+        &k_strides,
+        &v_strides,
+        &slice,
+        &lists,
+        warp,
+        lane,
+        t,
+    );
+    let (walk, steps, queries) = (begun.walk, begun.steps, begun.queries);
+    let mut key = begun.key;
+    let warps = comptime!(t.warps());
+    let of_q = rows_of_query(address::<u32>(q), &q_strides, &walk);
+    let q_rows = RowStrides {
+        head: q_strides.head,
+        query: q_strides.row,
+    };
+    copy_heads(base, of_q, &q_rows, queries, warp, lane, warps, rows, own);
+    let out_at = base + comptime!(own.bytes() as u32);
+    if comptime!(t.backward) {
+        let of_out = rows_of_query(address::<u32>(grad_out), &out_strides, &walk);
+        let out_rows = RowStrides {
+            head: out_strides.head,
+            query: out_strides.row,
+        };
+        copy_heads(
+            out_at, of_out, &out_rows, queries, warp, lane, warps, rows, second,
+        );
+    }
+    copy_step(base, 0u32, &key, &walk.sources, warp, lane, t);
+    let next = listed(keys, masks, &walk.list, 1u32, warp, lane, t);
+    key.position = next.position;
+    key.mask = next.mask;
+    let before = first_of_heads(&walk, slice.heads as u32, q_strides.len, t.heads);
+    let row = warp * 16 + lane / 4;
+    let upper = out_row(row, q_strides.len, queries, t);
+    let lower = out_row(row + ROW_PAIR, q_strides.len, queries, t);
+    let upper_at = (before + upper.position) as usize;
+    let lower_at = (before + lower.position) as usize;
+    // Of each row: the largest score and the sum so far, or lse and delta.
+    let mut m0 = f32::new(LOWEST_MAX);
+    let mut m1 = f32::new(LOWEST_MAX);
+    let mut l0 = f32::new(0.0);
+    let mut l1 = f32::new(0.0);
+    if comptime!(t.backward) {
+        m0 = of_rows[upper_at * 2];
+        l0 = of_rows[upper_at * 2 + 1];
+        m1 = of_rows[lower_at * 2];
+        l1 = of_rows[lower_at * 2 + 1];
+    }
+    sync_cube();
+    copies_are_there(full, lane);
+
+    let group = warp / 4 * comptime!((64 * ROW) as u32);
+    let q_desc = descriptor(base + group, 16usize);
+    let out_desc = descriptor(out_at + group, 16usize);
+    let ring = base + comptime!(t.ring_offset() as u32);
+    let values = ring + comptime!(of_keys.bytes() as u32);
+    let k_desc = descriptor(ring, 16usize);
+    let k_depth = descriptor(ring, comptime!(of_keys.span_bytes()));
+    let v_desc = descriptor(values, 16usize);
+    let v_depth = descriptor(values, comptime!(of_values.span_bytes()));
+    let mut o = Vector::<f32, O>::zeroed();
+    if comptime!(t.carry) {
+        // What is there is a row of the softmax with maximum lse and sum 1, which one lane of four holds.
+        let first = select(lane % 4 == 0, f32::new(1.0), f32::new(0.0));
+        let log0 = of_rows[upper_at];
+        if log0 > f32::new(LOWEST_MAX) {
+            m0 = log0 * lse_scale;
+            l0 = first;
+        }
+        let log1 = of_rows[lower_at];
+        if log1 > f32::new(LOWEST_MAX) {
+            m1 = log1 * lse_scale;
+            l1 = first;
+        }
+        o = carried::<O>(&out[..], o, upper_at, 0usize, lane, t);
+        o = carried::<O>(&out[..], o, lower_at, 2usize, lane, t);
+    }
+    let mut stage = 0u32;
+    let mut phase = 0u32;
+    for j in 0..steps {
+        let ahead = next_stage(stage);
+        barrier_wait(full + stage * 8, phase);
+        let within = u64::cast_from(stage * comptime!((t.step_bytes() >> 4) as u32));
+        let s_started = product::<S>(
+            q_desc,
+            k_desc + within,
+            t.half,
+            t.head_dim,
+            comptime!(own.span_bytes()),
+            comptime!(of_keys.span_bytes()),
+        );
+        // Registers of a product under way must not be copied, so nothing is assigned here.
+        let dp_started = if comptime!(t.backward) {
+            product::<S>(
+                out_desc,
+                v_desc + within,
+                t.half,
+                t.value_dim,
+                comptime!(second.span_bytes()),
+                comptime!(of_values.span_bytes()),
+            )
+        } else {
+            Vector::<f32, S>::zeroed()
+        };
+        if j + 1 < steps {
+            copy_step(base, ahead, &key, &walk.sources, warp, lane, t);
+            let next = listed(keys, masks, &walk.list, j + 2, warp, lane, t);
+            key.position = next.position;
+            key.mask = next.mask;
+        }
+        let under_way = comptime!(if t.backward { 1usize } else { 0usize });
+        let s = wait::<S>(s_started, under_way, comptime!(t.cols / 2));
+        let s = hide_missing::<S>(s, base, stage, warp, queries, lane, t);
+        if comptime!(t.backward) {
+            let p = weights::<S>(s, m0, m1, log2_scale, t.cols);
+            let dp = wait::<S>(dp_started, 0usize, comptime!(t.cols / 2));
+            let ds = by_scores::<S>(p, dp, l0, l1, t.cols);
+            let left = pack_all::<S, P>(ds, t.half);
+            let started = accumulate::<P, O>(o, left, k_depth + within, t.half, t.head_dim);
+            if j + 1 < steps {
+                copies_are_there(full + ahead * 8, lane);
+            }
+            o = wait::<O>(started, 0usize, comptime!(t.head_dim / 2));
+        } else {
+            let soft = softmax::<S>(s, m0, m1, l0, l1, log2_scale);
+            m0 = soft.m0;
+            m1 = soft.m1;
+            l0 = soft.l0;
+            l1 = soft.l1;
+            let p = pack_all::<S, P>(soft.p, t.half);
+            let started = weigh::<P, O>(p, v_depth + within, t.half, t.value_dim);
+            if j + 1 < steps {
+                copies_are_there(full + ahead * 8, lane);
+            }
+            let x = wait::<O>(started, 0usize, comptime!(t.value_dim / 2));
+            o = add_scaled::<O>(o, x, soft.a0, soft.a1, t.value_dim);
+        }
+        stage = ahead;
+        if stage == 0 {
+            phase = 1 - phase;
+        }
+    }
+
+    if comptime!(t.backward) {
+        add_row::<O>(out, &o, 0usize, scale, upper_at, upper.exists, lane, t);
+        add_row::<O>(out, &o, 2usize, scale, lower_at, lower.exists, lane, t);
+    } else {
+        let shape = comptime!(OutShape {
+            value_dim: t.value_dim,
+            half: t.half,
+            dropout: false,
+        });
+        let (top0, top1) = (m0 * log2_scale, m1 * log2_scale);
+        let (sum0, sum1) = (quad_sum(l0), quad_sum(l1));
+        let one = f32::new(1.0);
+        store_row::<O>(
+            out, of_rows, &o, 0usize, top0, sum0, one, before, &upper, shape,
+        );
+        store_row::<O>(
+            out, of_rows, &o, 2usize, top1, sum1, one, before, &lower, shape,
+        );
+    }
+}
+
+/// Weights of the unit's scores, of two rows.
+#[cube]
+fn weights<S: Size>(
+    s: Vector<f32, S>,
+    lse0: f32,
+    lse1: f32,
+    log2_scale: f32,
+    #[comptime] cols: usize,
+) -> Vector<f32, S> {
+    let mut p = Vector::<f32, S>::zeroed();
+    #[unroll]
+    for at in 0..comptime!(cols / 2) {
+        let log = if comptime!(at % 4 < 2) { lse0 } else { lse1 };
+        p.insert(at, exp2(multiply_add(s.extract(at), log2_scale, -log)));
+    }
+    p
+}
+
+/// Gradients by scores of those by weights.
+#[cube]
+fn by_scores<S: Size>(
+    p: Vector<f32, S>,
+    dp: Vector<f32, S>,
+    delta0: f32,
+    delta1: f32,
+    #[comptime] cols: usize,
+) -> Vector<f32, S> {
+    let mut ds = Vector::<f32, S>::zeroed();
+    #[unroll]
+    for at in 0..comptime!(cols / 2) {
+        let delta = if comptime!(at % 4 < 2) {
+            delta0
+        } else {
+            delta1
+        };
+        ds.insert(at, p.extract(at) * (dp.extract(at) - delta));
+    }
+    ds
+}
+
+/// Sums with one of the unit's two rows that is there, whose numbers begin at `offset` of every four.
+#[cube]
+fn carried<O: Size>(
+    out: &[Vector<u32, Four>],
+    o: Vector<f32, O>,
+    at: usize,
+    #[comptime] offset: usize,
+    lane: u32,
+    #[comptime] t: WarpgroupTile,
+) -> Vector<f32, O> {
+    let mut made = o;
+    let source = at * comptime!(t.value_dim / 8) + (lane % 4) as usize;
+    #[unroll]
+    for i in 0..comptime!(t.value_dim / 32) {
+        // Four neighbours trade words of eight numbers for their own of four eights.
+        let words = trade_four(out[source + comptime!(4 * i)], lane);
+        #[unroll]
+        for j in 0..4usize {
+            let n = comptime!(16 * i + 4 * j + offset);
+            let word = words.extract(j);
+            made.insert(n, unpack(word, false, t.half));
+            made.insert(comptime!(n + 1), unpack(word, true, t.half));
+        }
+    }
+    made
+}
+
+/// Where a row is in the output, from that of the first query and head on.
+#[cube]
+fn out_row(row: u32, seq_q: u32, queries: u32, #[comptime] t: WarpgroupTile) -> OutRow {
+    let rows = comptime!(t.cube_rows());
+    OutRow {
+        position: place_of_row(row, seq_q, queries, rows),
+        exists: is_written(row, queries, rows),
+    }
+}
+
+/// Adds one of the unit's two rows, whose numbers begin at `offset` of every four, to what is there.
+#[cube]
+fn add_row<O: Size>(
+    grad: &mut [Vector<u32, Four>],
+    dq: &Vector<f32, O>,
+    #[comptime] offset: usize,
+    scale: f32,
+    at: usize,
+    exists: bool,
+    lane: u32,
+    #[comptime] t: WarpgroupTile,
+) {
+    let target = at * comptime!(t.head_dim / 8) + (lane % 4) as usize;
+    #[unroll]
+    for i in 0..comptime!(t.head_dim / 32) {
+        let mut there = Vector::<u32, Four>::zeroed();
+        if exists {
+            there = grad[target + comptime!(4 * i)];
+        }
+        let before = trade_four(there, lane);
+        let mut own = Vector::<u32, Four>::zeroed();
+        #[unroll]
+        for j in 0..4usize {
+            let n = comptime!(16 * i + 4 * j + offset);
+            let word = before.extract(j);
+            let low = multiply_add(dq.extract(n), scale, unpack(word, false, t.half));
+            let next = dq.extract(comptime!(n + 1));
+            let high = multiply_add(next, scale, unpack(word, true, t.half));
+            own.insert(j, pack(low, high, t.half));
+        }
+        let four = trade_four(own, lane);
+        if exists {
+            grad[target + comptime!(4 * i)] = four;
+        }
+    }
+}

@@ -1,0 +1,491 @@
+//! Queries that list what they see on each backend, and their step in Burn's autodiff graph.
+
+#[cfg(any(
+    feature = "flex",
+    feature = "ndarray",
+    feature = "cube",
+    feature = "autodiff"
+))]
+use crate::selection::token_sparse::ops::TokenSparseOps;
+
+#[cfg(feature = "flex")]
+impl TokenSparseOps for burn::backend::Flex {}
+
+#[cfg(feature = "ndarray")]
+impl TokenSparseOps for burn::backend::NdArray {}
+
+#[cfg(all(feature = "cube", not(feature = "cuda")))]
+impl TokenSparseOps for burn_cubecl::CubeBackend {}
+
+#[cfg(feature = "cuda")]
+pub(crate) use kernels::{gathers, plan};
+#[cfg(not(feature = "cuda"))]
+pub(crate) use without_kernels::{gathers, plan};
+
+#[cfg(not(feature = "cuda"))]
+mod without_kernels {
+    use burn::tensor::Tensor;
+
+    use crate::selection::token_sparse::ops::TokenSparseCall;
+    use burn_blocksparse::AttentionOptions;
+
+    const OFF: &str = "the crate's feature cuda is off";
+
+    pub(crate) fn gathers(_: &Tensor<4>, _: &AttentionOptions) -> Result<(), &'static str> {
+        Err(OFF)
+    }
+
+    pub(crate) fn plan(
+        _: [&Tensor<4>; 3],
+        _: [usize; 2],
+        _: &TokenSparseCall,
+    ) -> Result<String, &'static str> {
+        Err(OFF)
+    }
+}
+
+#[cfg(feature = "cuda")]
+mod kernels {
+    use std::sync::Arc;
+
+    use crate::kernels::listed;
+    use crate::kernels::listed::{
+        ListedGradients, ListedLists, ListedPass, ListedPlan, ListedRequest,
+    };
+    use blocksparse_cubecl::OutputGrads as KernelGrads;
+    use blocksparse_cubecl::Outputs;
+    use burn::backend::cubecl::dtype_to_elem_type;
+    use burn::tensor::{DType, IntDType, Tensor};
+    use burn_cubecl::kernel::{cast, into_contiguous};
+    use burn_cubecl::tensor::CubeTensor;
+    use burn_cubecl::{CubeBackend, CubeDevice};
+
+    use super::TokenSparseOps;
+    use crate::selection::token_sparse::ops::{
+        BlockLists, QueryLists, Sparsity, TokenSparseCall, TokenSparseGrads, TokenSparseInputs,
+        TokenSparseOutput, TokenSparseSaved,
+    };
+    use crate::selection::token_sparse::reference;
+    use burn_blocksparse::AttentionOptions;
+    use burn_blocksparse::backend::BlockSparseOps;
+    use burn_blocksparse::internal::DispatchMode;
+    use burn_blocksparse::internal::cube::{
+        checked, contiguous, empty, filled, launched, readable, uses_reference, view,
+    };
+    use burn_blocksparse::internal::device::cube;
+    use burn_blocksparse::internal::values::{
+        AttentionInputs, AttentionOutput, DynamicBlocks, KernelPlan, LayoutTensors, NeedsGrad,
+        OptFloat, OutputGrads, SavedTensors, ScoreTensors,
+    };
+
+    /// Elements of 16 bytes, which rows begin at multiples of.
+    const ALIGNMENT: usize = 8;
+
+    /// Why kernels do not gather by the lists of a call's queries, if it is for what is in none of its sizes.
+    pub(crate) fn gathers(q: &Tensor<4>, options: &AttentionOptions) -> Result<(), &'static str> {
+        device(q)?;
+        if uses_reference() {
+            return Err("BLOCKSPARSE_REFERENCE is set");
+        }
+        if options.dispatch_mode == DispatchMode::GroupByBlock {
+            return Err("options.dispatch_mode says so");
+        }
+        let scale = options.scale_for(q.dims()[3]);
+        match scale > 0.0 && (scale as f32).is_normal() {
+            true => Ok(()),
+            false => Err("the scale is not positive"),
+        }
+    }
+
+    fn device(q: &Tensor<4>) -> Result<CubeDevice, &'static str> {
+        cube::of(&q.device()).ok_or("the device has no kernels")
+    }
+
+    /// What runs for lists of `most` numbers, and of so many tiles of queries by blocks, or why kernels do not take the call.
+    pub(crate) fn plan(
+        [q, k, v]: [&Tensor<4>; 3],
+        lists: [usize; 2],
+        call: &TokenSparseCall,
+    ) -> Result<String, &'static str> {
+        let dims = [q.dims(), k.dims(), v.dims()];
+        let request = request(dims, q.dtype(), lists, call);
+        let plan = ListedPlan::of(&device(q)?.client(), request, call.scale)?;
+        Ok(plan.to_string())
+    }
+
+    /// The sizes of a call by its shapes, and the dtype of its queries.
+    fn request(
+        [q, k, v]: [[usize; 4]; 3],
+        dtype: DType,
+        [most, tiles]: [usize; 2],
+        call: &TokenSparseCall,
+    ) -> ListedRequest {
+        let [batch, heads, seq_q, head_dim] = q;
+        let [_, kv_heads, seq_kv, _] = k;
+        let (sizes, lengths) = ([batch, heads, kv_heads], [seq_q, seq_kv]);
+        let (widths, dtype) = ([head_dim, v[3]], dtype_to_elem_type(dtype));
+        let request = match call.sparsity {
+            Sparsity::Tokens { causal } => {
+                ListedRequest::of_keys(sizes, lengths, widths, dtype, most, causal)
+            }
+            Sparsity::Blocks { block, tile } => {
+                ListedRequest::new(sizes, lengths, widths, dtype, [block, most], [tile, tiles])
+            }
+        };
+        request.with_overlap(call.overlap)
+    }
+
+    /// What runs of a call that was planned before.
+    fn planned(inputs: &TokenSparseInputs<CubeBackend>, call: &TokenSparseCall) -> Arc<ListedPlan> {
+        let TokenSparseInputs { q, k, v, lists } = inputs;
+        let shapes = [q, k, v].map(|x| x.meta.shape().dims());
+        let lists = match lists {
+            QueryLists::Tokens(keys) => [keys.meta.shape()[3], 1],
+            QueryLists::Blocks(lists) => [
+                lists.blocks.meta.shape()[3],
+                lists.tile_blocks.meta.shape()[2],
+            ],
+        };
+        let request = request(shapes, q.dtype, lists, call);
+        let plan = ListedPlan::of(&q.client, request, call.scale);
+        plan.unwrap_or_else(|why| panic!("attention over lists: {why}"))
+    }
+
+    /// Lists as kernels read them.
+    fn numbers(x: CubeTensor) -> CubeTensor {
+        into_contiguous(cast(x, IntDType::I32.into()))
+    }
+
+    /// The layout that kernels of layouts attend to: what is near, or all lists as pairs of tiles.
+    fn layout(
+        lists: &QueryLists<CubeBackend>,
+        pass: ListedPass,
+    ) -> Option<LayoutTensors<CubeBackend>> {
+        match (lists, pass) {
+            (QueryLists::Blocks(lists), _) => Some(lists.near.clone()),
+            (QueryLists::Tokens(keys), ListedPass::Tiles(tiles)) => {
+                let keys = numbers(keys.clone());
+                let host = checked(tiles.layout(&keys.client, &keys.handle));
+                Some(LayoutTensors {
+                    // Kernels read none.
+                    blocked: keys,
+                    // The layout has its pairs.
+                    choice: DynamicBlocks::Host,
+                    host,
+                    plan: KernelPlan {
+                        plan: Some(tiles.plan().clone()),
+                    },
+                })
+            }
+            (QueryLists::Tokens(_), ListedPass::Walks(_)) => None,
+        }
+    }
+
+    /// The inputs of attention over a layout.
+    fn over_layout(inputs: &TokenSparseInputs<CubeBackend>) -> AttentionInputs<CubeBackend> {
+        AttentionInputs {
+            q: inputs.q.clone(),
+            k: inputs.k.clone(),
+            v: inputs.v.clone(),
+            scores: ScoreTensors::default(),
+        }
+    }
+
+    impl TokenSparseOps for CubeBackend {
+        /// Attention over a layout, where there is one, which walks of lists carry on.
+        fn token_sparse_attention(
+            inputs: TokenSparseInputs<Self>,
+            call: TokenSparseCall,
+        ) -> TokenSparseOutput<Self> {
+            if !call.dispatch {
+                return reference::forward::<Self>(inputs, &call);
+            }
+            let (plan, scale) = (planned(&inputs, &call), call.scale);
+            let near = layout(&inputs.lists, plan.forward()).map(|layout| {
+                let options = AttentionOptions::default().scale(scale);
+                Self::block_sparse_attention(over_layout(&inputs), layout, options)
+            });
+            let carry = near.is_some();
+            let (out, lse) = match near {
+                Some(AttentionOutput { out, lse, .. }) => (out, lse),
+                None => {
+                    let [batch, heads, seq_q, _] = inputs.q.meta.shape().dims();
+                    let value_dim = inputs.v.meta.shape()[3];
+                    let q = &inputs.q;
+                    (
+                        empty(q, [batch, heads, seq_q, value_dim], q.dtype),
+                        empty(q, [batch, heads, seq_q], DType::F32),
+                    )
+                }
+            };
+            if let ListedPass::Walks(walks) = plan.forward() {
+                let TokenSparseInputs { q, k, v, lists } = inputs;
+                let [q, k, v] = [q, k, v].map(|x| view(&readable(x, ALIGNMENT)));
+                let lists = match lists {
+                    QueryLists::Tokens(keys) => numbers(keys),
+                    QueryLists::Blocks(lists) => numbers(lists.blocks),
+                };
+                launched(listed::forward(
+                    &out.client,
+                    walks,
+                    [&q, &k, &v],
+                    &lists.handle,
+                    Outputs::new(&out.handle, &lse.handle),
+                    scale,
+                    carry,
+                ));
+            }
+            TokenSparseOutput { out, lse }
+        }
+
+        /// With lse and delta over all keys, the gradients by layout and lists are sums.
+        fn token_sparse_attention_backward(
+            saved: TokenSparseSaved<Self>,
+            grads: OutputGrads<Self>,
+            call: TokenSparseCall,
+        ) -> TokenSparseGrads<Self> {
+            if !call.dispatch {
+                return reference::backward::<Self>(saved, grads, &call);
+            }
+            let TokenSparseSaved { inputs, output } = saved;
+            let (plan, scale) = (planned(&inputs, &call), call.scale);
+            let (pass, grad_lse) = (plan.backward(), contiguous(grads.lse));
+            // Kernels that walk lists read queries, and gradients by what they see, as rows of one matrix.
+            let [q, out, lse, grad_out] = [inputs.q.clone(), output.out, output.lse, grads.out]
+                .map(|x| match pass {
+                    ListedPass::Tiles(_) => x,
+                    ListedPass::Walks(_) => into_contiguous(x),
+                });
+            let inputs = TokenSparseInputs { q, ..inputs };
+            let near = layout(&inputs.lists, pass).map(|layout| {
+                let output = AttentionOutput {
+                    out: out.clone(),
+                    lse: lse.clone(),
+                    weights: OptFloat::None,
+                    max_scores: OptFloat::None,
+                };
+                let saved = SavedTensors {
+                    inputs: over_layout(&inputs),
+                    output,
+                };
+                let grads = OutputGrads {
+                    out: grad_out.clone(),
+                    lse: grad_lse.clone().into(),
+                };
+                let options = AttentionOptions::default().scale(scale);
+                let wanted = NeedsGrad::default();
+                Self::block_sparse_attention_backward(saved, grads, layout, options, wanted)
+            });
+            // Kernels add to what is there.
+            let made = match near {
+                Some(near) => [near.q, near.k, near.v],
+                None => [&inputs.q, &inputs.k, &inputs.v]
+                    .map(|x| filled::<4>(x, x.meta.shape().dims(), 0.0, x.dtype)),
+            };
+            if let ListedPass::Walks(walks) = pass {
+                let TokenSparseInputs { q, k, v, lists } = inputs;
+                let [q, k, v, grad_out] =
+                    [q, k, v, grad_out].map(|x| view(&readable(x, ALIGNMENT)));
+                let [to_q, to_k, to_v] = made.each_ref().map(|x| &x.handle);
+                launched(listed::backward(
+                    &out.client,
+                    walks,
+                    [&q, &k, &v],
+                    Numbers::new(lists).handles(),
+                    Outputs::new(&out.handle, &lse.handle),
+                    KernelGrads {
+                        out: &grad_out,
+                        lse: grad_lse.as_ref().map(|grad| &grad.handle),
+                    },
+                    ListedGradients {
+                        q: to_q,
+                        k: to_k,
+                        v: to_v,
+                    },
+                    scale,
+                ));
+            }
+            let [q, k, v] = made;
+            TokenSparseGrads { q, k, v }
+        }
+    }
+
+    /// Lists as kernels read them.
+    struct Numbers {
+        lists: CubeTensor,
+        /// Of blocks: queries, and the blocks of their tiles.
+        by_blocks: Option<[CubeTensor; 2]>,
+    }
+
+    impl Numbers {
+        fn new(lists: QueryLists<CubeBackend>) -> Self {
+            match lists {
+                QueryLists::Tokens(keys) => Self {
+                    lists: numbers(keys),
+                    by_blocks: None,
+                },
+                QueryLists::Blocks(BlockLists {
+                    blocks,
+                    queries,
+                    tile_blocks,
+                    ..
+                }) => Self {
+                    lists: numbers(blocks),
+                    by_blocks: Some([queries, tile_blocks].map(numbers)),
+                },
+            }
+        }
+
+        fn handles(&self) -> ListedLists<'_> {
+            match &self.by_blocks {
+                None => ListedLists::Keys(&self.lists.handle),
+                Some([queries, tile_blocks]) => ListedLists::Blocks {
+                    blocks: &self.lists.handle,
+                    queries: &queries.handle,
+                    tile_blocks: &tile_blocks.handle,
+                },
+            }
+        }
+    }
+}
+
+#[cfg(feature = "autodiff")]
+mod step {
+    use burn::backend::Backend;
+    use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
+    use burn::backend::autodiff::grads::Gradients;
+    use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+    use burn::backend::autodiff::{Autodiff, NodeId};
+
+    use super::TokenSparseOps;
+    use crate::selection::token_sparse::ops::{
+        BlockLists, QueryLists, TokenSparseCall, TokenSparseGrads, TokenSparseInputs,
+        TokenSparseOutput, TokenSparseSaved,
+    };
+    use burn_blocksparse::internal::inner_layout;
+    use burn_blocksparse::internal::outputs::{OutputGradients, or_zeros};
+    use burn_blocksparse::internal::values::OutputGrads;
+
+    /// The step whose outputs are out and lse.
+    #[derive(Debug)]
+    struct TokenSparse;
+
+    /// q, k and v stay with the checkpointer: under gradient checkpointing it may compute them again.
+    #[derive(Clone, Debug)]
+    struct State<B: Backend> {
+        inputs: [NodeId; 3],
+        lists: QueryLists<B>,
+        output: TokenSparseOutput<B>,
+        call: TokenSparseCall,
+        /// By out and lse.
+        grads: OutputGradients<B, 2>,
+    }
+
+    impl<B: TokenSparseOps> Backward<B, 3> for TokenSparse {
+        type State = State<B>;
+
+        fn backward(
+            self,
+            ops: Ops<Self::State, 3>,
+            grads: &mut Gradients,
+            checkpointer: &mut Checkpointer,
+        ) {
+            grads.consume::<B>(&ops.node);
+            let State {
+                inputs,
+                lists,
+                output,
+                call,
+                grads: cell,
+            } = ops.state;
+            let [grad_out, grad_lse] = cell.take();
+            let output_grads = OutputGrads {
+                out: or_zeros::<B>(grad_out, &output.out),
+                lse: grad_lse.into(),
+            };
+            let [q, k, v] = inputs.map(|id| checkpointer.retrieve_node_output(id));
+            let inputs = TokenSparseInputs { q, k, v, lists };
+            let saved = TokenSparseSaved { inputs, output };
+            let TokenSparseGrads { q, k, v } =
+                B::token_sparse_attention_backward(saved, output_grads, call);
+            for (parent, grad) in ops.parents.into_iter().zip([q, k, v]) {
+                if let Some(parent) = parent {
+                    grads.register::<B>(parent.id, grad);
+                }
+            }
+        }
+    }
+
+    /// Lists on the backend that autodiff decorates.
+    fn inner_lists<B: Backend, C: CheckpointStrategy>(
+        lists: QueryLists<Autodiff<B, C>>,
+    ) -> QueryLists<B> {
+        match lists {
+            QueryLists::Tokens(keys) => QueryLists::Tokens(keys),
+            QueryLists::Blocks(lists) => QueryLists::Blocks(BlockLists {
+                blocks: lists.blocks,
+                queries: lists.queries,
+                tile_blocks: lists.tile_blocks,
+                near: inner_layout(lists.near),
+            }),
+        }
+    }
+
+    impl<B: TokenSparseOps, C: CheckpointStrategy> TokenSparseOps for Autodiff<B, C> {
+        fn token_sparse_attention(
+            inputs: TokenSparseInputs<Self>,
+            call: TokenSparseCall,
+        ) -> TokenSparseOutput<Self> {
+            let nodes = [inputs.q.node(), inputs.k.node(), inputs.v.node()];
+            let prepared = TokenSparse.prepare::<C>(nodes).compute_bound();
+            let lists = inner_lists(inputs.lists.clone());
+            let run = |inputs: TokenSparseInputs<Self>| {
+                let inputs = TokenSparseInputs {
+                    q: inputs.q.into_primitive(),
+                    k: inputs.k.into_primitive(),
+                    v: inputs.v.into_primitive(),
+                    lists: lists.clone(),
+                };
+                B::token_sparse_attention(inputs, call)
+            };
+            match prepared.stateful() {
+                OpsKind::Tracked(mut prep) => {
+                    let nodes =
+                        [&inputs.q, &inputs.k, &inputs.v].map(|input| prep.checkpoint(input));
+                    let output = run(inputs);
+                    let TokenSparseOutput { out, lse } = output.clone();
+                    let grads = OutputGradients::<B, 2>::default();
+                    let state = State {
+                        inputs: nodes,
+                        lists: lists.clone(),
+                        output,
+                        call,
+                        grads: grads.clone(),
+                    };
+                    let step = prep.finish(state, lse.clone());
+                    TokenSparseOutput {
+                        out: grads.node::<C>(&step, 0, out),
+                        lse: grads.node::<C>(&step, 1, lse),
+                    }
+                }
+                OpsKind::UnTracked(prep) => {
+                    let TokenSparseOutput { out, lse } = run(inputs);
+                    let lse = <Self as burn::backend::AutodiffBackend>::from_inner(lse);
+                    TokenSparseOutput {
+                        out: prep.finish(out),
+                        lse,
+                    }
+                }
+            }
+        }
+
+        /// Overridden so that nothing of it runs through autodiff.
+        fn token_sparse_attention_backward(
+            _saved: TokenSparseSaved<Self>,
+            _grads: OutputGrads<Self>,
+            _call: TokenSparseCall,
+        ) -> TokenSparseGrads<Self> {
+            unimplemented!("attention over lists is differentiable once")
+        }
+    }
+}
