@@ -1,18 +1,15 @@
 //! `bench-content`: kernels by which keys are chosen by their content, each alone: times, and whether what they give is right by f64 on the host.
 
 use anyhow::{Result, ensure};
-use blocksparse_bench::compare::{dot, ensure_within, softmax};
-use blocksparse_bench::device::{
-    self, empty, poisoned, read_ints, read_numbers, upload, upload_ints,
-};
+use blocksparse_bench::compare::{dot, ensure_within};
+use blocksparse_bench::device::{self, empty, read_ints, read_numbers, upload};
 use blocksparse_bench::device_time::median;
 use blocksparse_bench::numbers::{BF16, F32, rounded};
 use blocksparse_bench::runner::Timing;
 use blocksparse_cubecl::rows;
 use blocksparse_cubecl::rows::IndexedRows;
-use burn_sparse_select::kernels::clusters::{ClusterPlan, ClusterSizes};
 use burn_sparse_select::kernels::rows as select_rows;
-use burn_sparse_select::kernels::rows::{HashedRows, RowsOfMeans};
+use burn_sparse_select::kernels::rows::{HashedRows, Rounds, RowsOfMeans};
 use clap::Parser;
 use cubecl::client::Client;
 use cubecl::server::Handle;
@@ -41,9 +38,6 @@ struct Args {
     bucket: usize,
     #[command(flatten)]
     timing: Timing<25>,
-    /// Attention within clusters alone.
-    #[arg(long)]
-    attention: bool,
     /// Run every kernel once and check what it gives, without a time.
     #[arg(long)]
     verify: bool,
@@ -58,11 +52,7 @@ fn main() -> Result<()> {
         client: device::client()?,
         random: ChaCha8Rng::seed_from_u64(1),
     };
-    bench.attention()?;
-    if bench.args.attention {
-        return Ok(());
-    }
-    bench.highest()?;
+    bench.top_k()?;
     bench.similarities()?;
     for rounds in [1, 4] {
         bench.hashes(rounds)?;
@@ -122,27 +112,18 @@ impl Bench {
         self.args.length.div_ceil(self.args.window)
     }
 
-    fn highest(&mut self) -> Result<()> {
+    fn top_k(&mut self) -> Result<()> {
         let (means, length, most) = (self.means(), self.args.length, self.args.window);
         let (heads, width) = (self.args.heads, self.args.width);
         let of = [heads, means, length];
         let count = heads * means;
         let numbers = self.normal(count * length, 0.125);
         let given = self.upload(&numbers);
-        let words = select_rows::words_of_flags(length);
-        let [lists, places, flags] = self.empty([count * most, count * length, count * words * 2]);
+        let [lists, places] = self.empty([count * most, count * length]);
         let client = self.client.clone();
-        self.time("highest of rows, as flags", || {
-            let made = [&lists, &flags];
-            Ok(select_rows::highest_flags_of_rows(
-                &client, of, most, &given, made,
-            )?)
-        })?;
-        let is_there = self.time("highest of rows", || {
+        let is_there = self.time("top-k of rows", || {
             let made = [&lists, &places];
-            Ok(select_rows::highest_of_rows(
-                &client, of, most, &given, made,
-            )?)
+            Ok(select_rows::topk_rows(&client, of, most, &given, made)?)
         })?;
         let x: Vec<f32> = (self.normal(count * most * width, 1.0).into_iter())
             .map(|x| rounded(x, BF16))
@@ -158,17 +139,6 @@ impl Bench {
             return Ok(());
         }
         let (lists, places) = (read_ints(&client, &lists)?, read_ints(&client, &places)?);
-        let flags = read_ints(&client, &flags)?;
-        for (at, &place) in places.iter().enumerate() {
-            let (row, column) = (at / length, at % length);
-            let word = &flags[(row * words + column / 32) * 2..][..2];
-            let bit = 1u32 << (column % 32);
-            let below = (word[0] as u32 & (bit - 1)).count_ones() as i32;
-            let own = (row % means * most) as i32 + word[1] + below;
-            let is_in = word[0] as u32 & bit != 0;
-            let expected = if is_in { own } else { -1 };
-            ensure!(place == expected, "flags of row {row}, column {column}");
-        }
         let mean: Vec<f64> = read_numbers(&client, &mean, BF16)?;
         for row in 0..heads * length {
             let (head, token) = (row / length, row % length);
@@ -199,116 +169,6 @@ impl Bench {
             }
         }
         println!("    right");
-        Ok(())
-    }
-
-    /// Attention within clusters of tokens that were drawn.
-    fn attention(&mut self) -> Result<()> {
-        let (clusters, most) = (self.means(), self.args.window);
-        let (length, heads, width) = (self.args.length, self.args.heads, self.args.width);
-        let (x, value) = (self.rows(), self.rows());
-        let mut tokens = Vec::with_capacity(heads * clusters * most);
-        for _ in 0..heads * clusters {
-            let mut drawn = rand::seq::index::sample(&mut self.random, length, most).into_vec();
-            drawn.sort_unstable();
-            tokens.extend(drawn);
-        }
-        let client = self.client.clone();
-        let named: Vec<i32> = tokens.iter().map(|&token| token as i32).collect();
-        let named = upload_ints(&client, &named);
-        let (given, values) = (self.upload_halves(&x), self.upload_halves(&value));
-        let places = tokens.len();
-        let out = poisoned(&client, places * width, BF16);
-        let lse = poisoned(&client, places, F32);
-        let sizes = ClusterSizes::new([heads, length], [clusters, most], [width, width]);
-        let Some(plan) = ClusterPlan::new(&client, sizes, BF16) else {
-            println!("attention within clusters: no kernel");
-            return Ok(());
-        };
-        println!("{plan}");
-        let scale = (width as f64).powf(-0.5);
-        let is_there = self.time("attention within clusters", || {
-            let (inputs, made) = ([&given, &values, &named], [&out, &lse]);
-            Ok(plan.attend(&client, inputs, made, scale)?)
-        })?;
-        if !is_there {
-            return Ok(());
-        }
-        let out: Vec<f32> = read_numbers(&client, &out, BF16)?;
-        let lse: Vec<f64> = read_numbers(&client, &lse, F32)?;
-        let (mut off, mut lse_off) = (0.0f64, 0.0f64);
-        for (cluster, tokens) in tokens.chunks(most).enumerate() {
-            let list = cluster / clusters * length;
-            let row = |of, at: usize| -> &[f32] {
-                let of: &Vec<f32> = of;
-                &of[(list + tokens[at]) * width..][..width]
-            };
-            for at in 0..most {
-                let score = |key: usize| {
-                    let key = row(&x, key);
-                    scale * dot(row(&x, at), key) / dot(key, key).max(1e-24).sqrt()
-                };
-                let scores: Vec<f64> = (0..at.max(1)).map(score).collect();
-                let (weights, expected) = softmax(&scores);
-                let place = cluster * most + at;
-                let got = lse[place];
-                lse_off = lse_off.max((got - expected).abs());
-                ensure!(got.is_finite(), "lse of place {place}: {got}");
-                for n in 0..width {
-                    let values = (0..at.max(1)).map(|key| f64::from(row(&value, key)[n]));
-                    let terms = weights.iter().zip(values);
-                    let expected: f64 = terms.map(|(weight, value)| weight * value).sum();
-                    let got = f64::from(out[place * width + n]);
-                    ensure!(got.is_finite(), "place {place}: {got}");
-                    off = off.max((got - expected).abs() / (expected.abs() + 1.0));
-                }
-            }
-        }
-        println!("    off by {off:.1e}, lse by {lse_off:.1e} at most");
-        ensure!(off < 8e-3 && lse_off < 1e-4);
-        self.mean_over_clusters(&plan, &tokens, &out)
-    }
-
-    /// The mean of what `out` has of a token, of tokens by cluster.
-    fn mean_over_clusters(&self, plan: &ClusterPlan, tokens: &[usize], out: &[f32]) -> Result<()> {
-        let (clusters, most) = (self.means(), self.args.window);
-        let (length, heads, width) = (self.args.length, self.args.heads, self.args.width);
-        let words = select_rows::words_of_flags(length);
-        let mut flags = vec![[0i32; 2]; heads * clusters * words];
-        for (own, tokens) in flags.chunks_mut(words).zip(tokens.chunks(most)) {
-            for token in tokens {
-                own[token / 32][0] |= 1 << (token % 32);
-            }
-            let mut before = 0;
-            for [bits, first] in own {
-                *first = before;
-                before += bits.count_ones() as i32;
-            }
-        }
-        let flags = upload_ints(&self.client, flags.as_flattened());
-        let given = self.upload_halves(out);
-        let made = poisoned(&self.client, heads * length * width, BF16);
-        self.time("means over clusters, by flags", || {
-            Ok(plan.mean(&self.client, [&given, &flags], &made)?)
-        })?;
-        let made: Vec<f64> = read_numbers(&self.client, &made, BF16)?;
-        let mut sums = vec![0.0f64; heads * length * width];
-        let mut counts = vec![0.0f64; heads * length];
-        for (place, token) in tokens.iter().enumerate() {
-            let row = place / most / clusters * length + token;
-            counts[row] += 1.0;
-            let sums = &mut sums[row * width..][..width];
-            let own = sums.iter_mut().zip(&out[place * width..]);
-            own.for_each(|(sum, &x)| *sum += f64::from(x));
-        }
-        let mut off = 0.0f64;
-        for (at, (sum, got)) in sums.iter().zip(made).enumerate() {
-            let expected = sum / counts[at / width].max(1.0);
-            ensure!(got.is_finite(), "number {at} of means: {got}");
-            off = off.max((got - expected).abs() / (expected.abs() + 0.1));
-        }
-        println!("    means off by {off:.1e} at most");
-        ensure!(off < 4e-3);
         Ok(())
     }
 
@@ -375,10 +235,12 @@ impl Bench {
                 &made,
             )?)
         })?;
-        self.time(&format!("hashes of {rounds}, sorted"), || {
-            let (x, made) = ((&given, BF16), [&tokens, &places, &choices]);
-            Ok(select_rows::lsh_argsort(
-                &client, &of, length, x, &turned, made,
+        self.time(&format!("sort by {rounds} rounds of buckets"), || {
+            let of = Rounds::new([heads, rounds, length], length);
+            let sorted = [&tokens, &places, &choices];
+            let count = 2 * half;
+            Ok(select_rows::counting_argsort_rounds(
+                &client, of, count, &made, sorted,
             )?)
         })?;
         if !is_there {

@@ -7,7 +7,7 @@ use burn_paged_attention::internal::kernels::{
     PagedPlan, PagedShape, SlotShape, picked_slots, walk_slots,
 };
 use burn_sparse_select::kernels::indexer::{
-    KeyPicks, PairInputs, PairSizes, PairSum, pair_sums, pick_keys,
+    PairInputs, PairSizes, PairSum, TopKKeys, pair_sums, top_k_keys,
 };
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -29,7 +29,7 @@ const KEPT: [(&str, [usize; 7]); 5] = [
 struct Chosen {
     client: Client,
     sizes: PairSizes,
-    picks: KeyPicks,
+    top_k: TopKKeys,
     walks: SlotShape,
     heads: usize,
     dense: Call,
@@ -76,17 +76,17 @@ impl Chosen {
     fn pick(&self) -> Result<()> {
         let numbers = [&self.scores, &self.places];
         let seen = Some(&self.seen);
-        Ok(pick_keys(
+        Ok(top_k_keys(
             &self.client,
             &self.sizes,
-            &self.picks,
+            &self.top_k,
             numbers,
             seen,
         )?)
     }
 
     fn find(&self) -> Result<()> {
-        let to = [self.heads, self.picks.most];
+        let to = [self.heads, self.top_k.most];
         let from = [&self.places, &self.dense.table];
         Ok(picked_slots(
             &self.client,
@@ -144,7 +144,7 @@ impl Bench {
         Ok(Chosen {
             client: self.client.clone(),
             sizes,
-            picks: KeyPicks {
+            top_k: TopKKeys {
                 most: keep,
                 near: 0,
                 seen: Some(1),

@@ -6,7 +6,7 @@ use blocksparse_bench::device::{empty, read_ints, read_numbers, upload_ints};
 use blocksparse_bench::numbers::{BF16, F32};
 use blocksparse_cubecl::KernelError;
 use burn_paged_attention::internal::kernels::{
-    AppendShape, HighestShape, PageScoreBuffers, PageScoreShape, PagedPlan, Summary, page_scores,
+    AppendShape, PageScoreBuffers, PageScoreShape, PagedPlan, Summary, TopKPagesShape, page_scores,
     summarize_pages, summarize_quantized, topk_pages,
 };
 use cubecl::prelude::*;
@@ -34,7 +34,7 @@ const BUDGETS: [Budget; 4] = [
 struct Chosen {
     client: Client,
     scored: PageScoreShape,
-    highest: HighestShape,
+    highest: TopKPagesShape,
     rows: AppendShape,
     dense: Call,
     sparse: Call,
@@ -165,7 +165,7 @@ impl Bench {
                 BF16,
                 (Summary::Bounds, of_bounds),
             ),
-            highest: HighestShape::new([batch, kv_heads], [1, of.entries], page, [1, keep]),
+            highest: TopKPagesShape::new([batch, kv_heads], [1, of.entries], page, [1, keep]),
             rows: AppendShape::new([batch, kv_heads, 1, 1], [of.pages, page], of.widths, BF16),
             summaries,
             scores: empty(&self.client, batch * kv_heads * of.entries, F32),

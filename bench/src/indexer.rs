@@ -9,8 +9,8 @@ use blocksparse_bench::device::{self, empty, poisoned, read, upload, upload_ints
 use blocksparse_bench::numbers::{Dtype, F32, encoded, uniform};
 use blocksparse_bench::runner::{Shard, Timing};
 use burn_sparse_select::kernels::indexer::{
-    IndexerGradients, KeyBytes, KeyPicks, PairInputs, PairSizes, PairSum, by_keys, by_queries,
-    key_bytes, key_parts, pair_sums, pick_keys, round_rows,
+    IndexerGradients, KeyBytes, PairInputs, PairSizes, PairSum, TopKKeys, by_keys, by_queries,
+    key_bytes, key_parts, pair_sums, round_rows, top_k_keys,
 };
 use clap::{Parser, ValueEnum};
 use cubecl::client::Client;
@@ -171,7 +171,7 @@ struct Call {
     raw: Option<[Handle; 2]>,
     /// Sums, or what gradients or picks are made of.
     of_pairs: Handle,
-    picks: KeyPicks,
+    top_k: TopKKeys,
     lists: Handle,
     /// Gradients, and how many parts the one by keys has.
     gradients: [Handle; 2],
@@ -216,14 +216,14 @@ impl Call {
         let lists = listed.map(|most| args.lists(most));
         let rows = (args.numbers / (batch * listed.unwrap_or(n))).clamp(1, queries);
         let shapes = ([batch, heads, queries, width], [batch, kv_heads, n, width]);
-        let picks = KeyPicks {
+        let top_k = TopKKeys {
             most: args.most.min(n),
             near: args.near,
             seen: None,
         };
         let sizes_of = |rows| PairSizes::new(shapes.0, shapes.1, rows, listed);
         let sizes: Vec<PairSizes> = match is_choice {
-            true => picks.slabs(&sizes_of([0, queries]), args.numbers),
+            true => top_k.slabs(&sizes_of([0, queries]), args.numbers),
             false => (0..queries)
                 .step_by(rows)
                 .map(|start| sizes_of([start, rows.min(queries - start)]))
@@ -270,7 +270,7 @@ impl Call {
             _ => [1, 1],
         };
         let picked = match is_choice {
-            true => batch * queries * picks.most,
+            true => batch * queries * top_k.most,
             false => 1,
         };
         Ok(Self {
@@ -280,7 +280,7 @@ impl Call {
             sum,
             parts,
             of_pairs,
-            picks,
+            top_k,
             lists: output(picked),
             gradients: gradients.map(output),
             sizes,
@@ -358,7 +358,7 @@ impl Call {
             What::Scores | What::Weights => {}
             What::Choice | What::Picks => {
                 let numbers = [&self.of_pairs, &self.lists];
-                pick_keys(client, sizes, &self.picks, numbers, None)?;
+                top_k_keys(client, sizes, &self.top_k, numbers, None)?;
             }
             What::ByQueries => by_queries(client, sizes, &of_pairs, [first, second])?,
             What::ByKeys => {

@@ -138,7 +138,7 @@ pub fn verify(client: &Client, args: &Args) -> Result<()> {
             ..args.clone()
         };
         let name = format!("picks of {most} by {queries} of {n}, {near} near");
-        let found = Call::new(client, &args)?.verify_picks(client);
+        let found = Call::new(client, &args)?.verify_top_k(client);
         if found.is_ok() {
             println!("right {name}");
         }
@@ -199,8 +199,8 @@ impl Call {
     }
 
     /// That the keys that are picked are those of a sort.
-    fn verify_picks(&self, client: &Client) -> Result<()> {
-        let most = self.picks.most;
+    fn verify_top_k(&self, client: &Client) -> Result<()> {
+        let most = self.top_k.most;
         for sizes in &self.sizes {
             self.run_slab(sizes, None)?;
             let lists = read_ints(client, &self.lists)?;
@@ -209,7 +209,7 @@ impl Call {
                 let query = at / rows * sizes.seq[0] + start + at % rows;
                 let seen = start + at % rows + sizes.seq[1] - sizes.seq[0] + 1;
                 let numbers = &self.numbers().of_pairs[at * sizes.columns()..][..seen];
-                let number = |key: usize| match key + self.picks.near >= seen {
+                let number = |key: usize| match key + self.top_k.near >= seen {
                     true => f32::INFINITY,
                     false => numbers[key],
                 };

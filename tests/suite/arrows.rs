@@ -12,6 +12,11 @@ const FORBIDDEN: &[(&str, &[&str], &[&str])] = &[
     (
         "crates/blocksparse-cubecl",
         &["arch", "shared"],
+        &["hopper", "mma", "on_device", "primitives", "rows", "simt"],
+    ),
+    (
+        "crates/blocksparse-cubecl",
+        &["primitives"],
         &["hopper", "mma", "on_device", "rows", "simt"],
     ),
     // The tiers of attention know no other kind of kernel.

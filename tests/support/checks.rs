@@ -128,7 +128,6 @@ registry! {
         content::attracted: attracted_rows_equal_f64, attracted_rows_of_equal_similarities, attracted_rows_errors;
         content::rounds: rounds_are_sorted_each_by_itself, rows_hash_to_their_largest_product, rows_hash_by_the_last_bits,
             sorted_hashes_are_hashes_sorted, keyed_rows_equal_burns_operations;
-        content::clusters: routed_attention_equals_f64, clusters_without_autodiff_equal_those_with_it, routed_attention_errors;
         content::dense: hashes_equal_dense_attention, causal_clusters_equal_dense_attention;
     }
     norm {

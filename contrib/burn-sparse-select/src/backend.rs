@@ -1,7 +1,5 @@
 //! Backend traits, and the values that cross them: for crates that serve another backend, not for users of the ops.
 
-#[cfg(feature = "cuda")]
-pub use crate::clusters::ops::ClusterOps;
 #[cfg(feature = "cube")]
 pub use crate::dsa::ops::{
     ComparedKeys, IndexInputs, IndexerChoice, IndexerGrads, IndexerLoss, IndexerOps, IndexerScores,

@@ -15,7 +15,6 @@
 #![allow(deprecated)] // Burn deprecates its NdArray backend; we serve it while it exists.
 
 pub mod backend;
-mod clusters;
 pub mod dsa;
 mod gates;
 #[doc(hidden)]
@@ -35,7 +34,7 @@ pub use selection::{
     FlexPrefill, GqaReduction, MeanPool, Moba, PageSummary, Quest, ReferenceInputs, Rule,
     ScoreGrid, SelectedBlocks, SelectedLayout, SelectedOptions, Selection, SelectionQuality,
     SpargeAttn, TokenIndices, TopKOptions, VerticalSlash, XAttention, accumulated_attention,
-    attention_selected, attention_selected_with_lse, recall, routed_attention,
-    routed_attention_plan, selected_blocks_attention, token_sparse_attention, top_k_blocks,
-    top_k_blocks_on_device, vertical_slash_layout, vertical_slash_layout_async,
+    attention_selected, attention_selected_with_lse, recall, selected_blocks_attention,
+    token_sparse_attention, top_k_blocks, top_k_blocks_on_device, vertical_slash_layout,
+    vertical_slash_layout_async,
 };

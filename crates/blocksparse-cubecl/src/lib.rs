@@ -23,7 +23,7 @@
 //! choice     AttentionPlan                                    on_device  launch plans made there
 //! tuning     what environment variables say                   known      what is made once for a key
 //! forward, backward, masses                                   shared     what kernels of several tiers share
-//!                                                            simt, mma, hopper: the tiers
+//! primitives radix select                                    simt, mma, hopper: the tiers
 //! ```
 //!
 //! [`rows`] are rows by an index and merges by lse. Kernels of training ops, of pages and of choices by content stand in the crates of those, on the
@@ -65,6 +65,8 @@ pub mod mma;
 pub mod on_device;
 #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
 mod pass;
+#[doc(hidden)]
+pub mod primitives;
 pub mod recording;
 pub mod rows;
 pub mod seeds;

@@ -35,9 +35,7 @@ pub struct Tuning {
     pub pairs: bool,
     /// `BLOCKSPARSE_KEY_PICKS`: how an indexer's keys are picked.
     pub key_picks: KeyPicking,
-    /// `BLOCKSPARSE_ROW_DIGITS`: whether the highest of rows are found digit by digit.
-    pub row_digits: bool,
-    /// `BLOCKSPARSE_ROW_PRODUCTS`: whether rows of clusters and hashes are multiplied and counted as tensor cores can.
+    /// `BLOCKSPARSE_ROW_PRODUCTS`: whether rows of clusters and hashes are multiplied on tensor cores.
     pub row_products: bool,
     /// `BLOCKSPARSE_COARSE`: coarse steps, nowhere or wherever they can be. `None`: where they should be faster.
     pub coarse: Option<bool>,
@@ -71,7 +69,6 @@ impl Default for Tuning {
             picks: true,
             pairs: true,
             key_picks: KeyPicking::Parts,
-            row_digits: true,
             row_products: true,
             coarse: None,
             simt_tile: None,
@@ -232,11 +229,6 @@ const VARIABLES: &[Variable] = &[
         name: "BLOCKSPARSE_REFERENCE",
         expected: SWITCH,
         set: |tuning, text| put(&mut tuning.reference, switch(text)),
-    },
-    Variable {
-        name: "BLOCKSPARSE_ROW_DIGITS",
-        expected: SWITCH,
-        set: |tuning, text| put(&mut tuning.row_digits, switch(text)),
     },
     Variable {
         name: "BLOCKSPARSE_ROW_PRODUCTS",
@@ -443,7 +435,7 @@ mod tests {
     }
 
     /// A wrong value of each variable, and what is said of it.
-    const WRONG: [(&str, &str, &str); 26] = [
+    const WRONG: [(&str, &str, &str); 25] = [
         ("UNFENCED", "yes", "0 or 1"),
         ("COARSE", "2", "0 or 1"),
         ("KEY_PICKS", "Whole", "0, 1 or whole"),
@@ -463,7 +455,6 @@ mod tests {
         ("POISON", "yes", "0 or 1"),
         ("RECORDS", "512MiB", "a whole number of MiB"),
         ("REFERENCE", "true", "0 or 1"),
-        ("ROW_DIGITS", " 0", "0 or 1"),
         ("ROW_PRODUCTS", "-1", "0 or 1"),
         ("SIMT_SUMS", "-1", "a whole number of MiB"),
         ("SIMT_TILE", "64x32", "ROWSxCOLSxUNIT_ROWS"),
@@ -513,7 +504,7 @@ mod tests {
     #[test]
     fn values_go_where_they_belong() {
         let default = Tuning::default;
-        let all: [(&str, &str, Tuning); 23] = [
+        let all: [(&str, &str, Tuning); 22] = [
             (
                 "UNFENCED",
                 "1",
@@ -648,14 +639,6 @@ mod tests {
                 "1",
                 Tuning {
                     reference: true,
-                    ..default()
-                },
-            ),
-            (
-                "ROW_DIGITS",
-                "0",
-                Tuning {
-                    row_digits: false,
                     ..default()
                 },
             ),

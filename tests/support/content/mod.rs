@@ -1,7 +1,6 @@
 //! Sorts, hashes and clusters, by which layers choose keys.
 
 pub mod attracted;
-pub mod clusters;
 pub mod dense;
 pub mod order;
 pub mod rounds;

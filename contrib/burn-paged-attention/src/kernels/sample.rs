@@ -15,6 +15,7 @@ use cubecl::server::Handle;
 
 use blocksparse_cubecl::args::{address_of, buffer, optional};
 use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::shared::order_key::{INFINITE, number};
 use blocksparse_cubecl::shared::row_tile::{
     Combine, Pair, RowTile, across_lanes, pair_across_lanes, pair_shared,
 };
@@ -28,9 +29,6 @@ const LONG: usize = 16_384;
 
 /// Below every logit.
 const LOWEST: f32 = f32::MIN;
-
-/// The key of an infinite logit: all finite ones are below.
-const INFINITE: u32 = 0xff80_0000;
 
 /// A penalty that is larger, or whose reciprocal is, is two factors: 2¹²⁴. Of the largest logit both leave a number.
 const MOST_PENALTY: f64 = (1u128 << 124) as f64;
@@ -164,12 +162,6 @@ fn ordered(bits: u32) -> u32 {
     let key = select(bits >> 31 == 1, !bits, bits | 0x8000_0000);
     let none = bits & 0x7fff_ffff > 0x7f80_0000 || bits == 0xff80_0000;
     select(none, 0u32, key)
-}
-
-/// The number that [`ordered`] made this of.
-#[cube]
-fn number(key: u32) -> f32 {
-    f32::reinterpret(select(key >> 31 == 1, key & 0x7fff_ffff, !key))
 }
 
 /// A number times the penalty.
@@ -413,7 +405,7 @@ fn sample(
     // The bound of the token, and which of those that are equal to it.
     let mut bound = largest;
     let mut place = 0.0f32.runtime();
-    // With an infinite logit, that.
+    // With an infinite logit, whose key is above all others, that.
     let is_drawn = largest < comptime!(INFINITE);
     if comptime!(!s.greedy) {
         let mut kept = Kept {

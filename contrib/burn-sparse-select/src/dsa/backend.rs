@@ -1,11 +1,12 @@
 //! An indexer's scores and losses on CubeCL devices.
 
 use crate::kernels::indexer::{
-    Compared, IndexerGradients, KeyBytes, KeyPicks, PairInputs, PairSizes, PairSum, by_keys,
-    by_queries, check, check_picks, check_rounding, compare, key_bytes, key_parts, pair_sums,
-    pick_keys, round_rows, spread_listed,
+    Compared, IndexerGradients, KeyBytes, PairInputs, PairSizes, PairSum, TopKKeys, by_keys,
+    by_queries, check, check_rounding, compare, key_bytes, key_parts, pair_sums, round_rows,
+    spread_listed, top_k_keys,
 };
 use blocksparse::HadamardFp8;
+use blocksparse_cubecl::primitives::radix_select::RadixTile;
 use blocksparse_cubecl::rows::column_sums;
 use blocksparse_cubecl::{KeyPicking, Tuning};
 use burn::backend::cubecl::dtype_to_elem_type;
@@ -27,11 +28,11 @@ pub(crate) fn available(device: &CubeDevice, dtype: DType, sizes: &PairSizes) ->
     is_float && !uses_reference() && check(&device.client(), element(), sizes).is_ok()
 }
 
-/// Whether a kernel of their own picks the keys of scores.
-pub(crate) fn has_picks(device: &CubeDevice) -> bool {
+/// Whether a kernel of their own selects the keys of scores.
+pub(crate) fn has_top_k(device: &CubeDevice) -> bool {
     // For comparing with how keys are picked elsewhere.
     let is_left_out = Tuning::or_default().key_picks == KeyPicking::Pages;
-    !is_left_out && check_picks(&device.client()).is_ok()
+    !is_left_out && RadixTile::new(&device.client(), usize::MAX >> 1).is_ok()
 }
 
 /// Whether a kernel rounds rows of such a width.
@@ -139,12 +140,12 @@ impl IndexerOps for CubeBackend {
             SeenKeys::Counted(seen) => Some(into_contiguous(cast(seen, DType::I32))),
         };
         let [batch, _, seq_q, _] = pairs.q.meta.shape().dims();
-        let picks = KeyPicks {
+        let top_k = TopKKeys {
             most: call.most,
             near: call.near,
             seen: seen.as_ref().map(|seen| seen.meta.shape()[0]),
         };
-        // What is near is known where keys are picked.
+        // What is near is known where keys are selected.
         let sum = PairSum::Scores {
             factor: pairs.factor(),
             near: 0,
@@ -152,7 +153,7 @@ impl IndexerOps for CubeBackend {
         };
         let all = pairs.sizes([0, seq_q], None);
         let bytes = pairs.bytes(&all, &sum, call.in_fp8);
-        let slabs = picks.slabs(&all, call.chunk_elements);
+        let slabs = top_k.slabs(&all, call.chunk_elements);
         let numbers = slabs.iter().map(PairSizes::numbers).max().unwrap_or(0);
         // All slabs in turn have the same scores in memory.
         let scores = empty(&pairs.q, [numbers], DType::F32);
@@ -168,7 +169,7 @@ impl IndexerOps for CubeBackend {
                 &scores.handle,
             ));
             let numbers = [&scores.handle, &lists.handle];
-            launched(pick_keys(client, sizes, &picks, numbers, seen));
+            launched(top_k_keys(client, sizes, &top_k, numbers, seen));
         }
         lists
     }
@@ -182,7 +183,7 @@ impl IndexerOps for CubeBackend {
         let pairs = index_pairs(index);
         let [lists, seen] = [lists, seen].map(integers);
         let [rows, listed] = lists.meta.shape().dims();
-        let picks = KeyPicks {
+        let top_k = TopKKeys {
             most: call.most,
             near: call.near,
             seen: Some(1),
@@ -201,10 +202,10 @@ impl IndexerOps for CubeBackend {
             let inputs = pairs.inputs(Some(&lists), None);
             launched(pair_sums(client, &sizes, &inputs, &sum, &scores.handle));
             let numbers = [&scores.handle, &places.handle];
-            launched(pick_keys(
+            launched(top_k_keys(
                 client,
                 &sizes,
-                &picks,
+                &top_k,
                 numbers,
                 Some(&seen.handle),
             ));

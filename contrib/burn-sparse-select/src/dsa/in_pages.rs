@@ -78,9 +78,9 @@ impl Dsa {
         let seen = index.seen();
         #[cfg(feature = "cube")]
         {
-            let picks = [self.keep, self.near];
+            let wanted = [self.keep, self.near];
             let places =
-                crate::dsa::kernels::picks_in_pages(index, slots, &seen, picks, self.numbers);
+                crate::dsa::kernels::top_k_in_pages(index, slots, &seen, wanted, self.numbers);
             if let Some(places) = places {
                 return Ok(places);
             }

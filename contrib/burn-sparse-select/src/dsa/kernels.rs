@@ -8,7 +8,7 @@ use blocksparse::{HadamardFp8, LayoutShape, Pattern};
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, Tensor};
 
-use crate::dsa::backend::{available, has_picks, rounds};
+use crate::dsa::backend::{available, has_top_k, rounds};
 use crate::dsa::found::{DsaTarget, Found};
 use crate::dsa::ops::{
     ComparedKeys, IndexInputs, IndexerChoice, IndexerLoss, IndexerOps, IndexerScores, SeenKeys,
@@ -97,14 +97,14 @@ pub(crate) fn scores(index: &DsaIndex, rows: [usize; 2], near: usize, all: bool)
 
 /// The keys of the `most` highest scores of all queries, `[batch, seq_q, most]`, ascending, −1 behind the last, `near` keys up to the last that a query sees
 /// among them. Queries see so many keys as `seen`, `[batch or 1, seq_q]`, says: up to their own positions, if it says nothing. `None` also where there is no
-/// kernel that picks them.
-pub(crate) fn picks(
+/// kernel that selects them.
+pub(crate) fn top_k(
     index: &DsaIndex,
     seen: Option<&Tensor<2, Int>>,
     [most, near]: [usize; 2],
     numbers: usize,
 ) -> Option<Tensor<3, Int>> {
-    let is_served = cube::of(&index.q.device()).is_some_and(|device| has_picks(&device));
+    let is_served = cube::of(&index.q.device()).is_some_and(|device| has_top_k(&device));
     if !is_served || !has_scores(index, numbers) {
         return None;
     }
@@ -120,7 +120,7 @@ pub(crate) fn picks(
 
 /// The places of the `most` highest scores of queries of walks, `[walks, most]`, ascending, −1 behind the last, `near` of the last among them: of the keys in
 /// the slots that they list, `[walks, listed]`, so many as `seen` says. `None` also where queries and keys are of different dtypes.
-pub(crate) fn picks_in_pages(
+pub(crate) fn top_k_in_pages(
     pages: &DsaPages,
     slots: &Tensor<2, Int>,
     seen: &Tensor<1, Int>,
@@ -133,7 +133,7 @@ pub(crate) fn picks_in_pages(
     let [walks, listed] = slots.dims();
     let together = (numbers / listed.max(1)).clamp(1, walks);
     let is_served = q.dtype() == k.dtype()
-        && cube::of(&q.device()).is_some_and(|device| has_picks(&device))
+        && cube::of(&q.device()).is_some_and(|device| has_top_k(&device))
         && is_served([&q, &k], [0, together], Some(listed));
     if !is_served {
         return None;

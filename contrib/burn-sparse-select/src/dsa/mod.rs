@@ -157,7 +157,7 @@ impl Dsa {
         let most = self.keep.min(seq_kv);
         #[cfg(feature = "cube")]
         if seq_kv > self.keep {
-            let lists = kernels::picks(&index, seen.as_ref(), [most, self.near], self.numbers);
+            let lists = kernels::top_k(&index, seen.as_ref(), [most, self.near], self.numbers);
             if let Some(lists) = lists {
                 return lists;
             }

@@ -1,8 +1,5 @@
 //! Kernels of choices by content, and of attention over them.
 
-#[cfg(feature = "cuda")]
-#[doc(hidden)]
-pub mod clusters;
 #[doc(hidden)]
 pub mod indexer;
 #[cfg(feature = "cuda")]

@@ -9,7 +9,6 @@ use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::{cast, into_contiguous};
 use burn_cubecl::tensor::CubeTensor;
-use burn_paged_attention::internal::kernels as paged;
 
 use crate::order::ops::{OrderOps, SortedRounds, TopKLists, TopKPerCentroidLists};
 use burn_blocksparse::internal::cube::{empty, integers, launched, typed};
@@ -51,43 +50,25 @@ impl OrderOps for CubeBackend {
     }
 
     fn lsh_argsort(x: CubeTensor, rotations: CubeTensor, room: usize) -> SortedRounds<Self> {
-        let [batch, heads, length, dim] = x.meta.shape().dims();
+        let [batch, heads, length, _] = x.meta.shape().dims();
         let [rounds, _, half] = rotations.meta.shape().dims();
-        let of = HashedRows::new([batch * heads, length, dim], [rounds, half]);
-        let (x, rotations) = (into_contiguous(x), into_contiguous(rotations));
-        if !rows::sorts_hashes(&x.client, &of, typed(&x).1) {
-            let buckets = Self::lsh_hash(x, rotations);
-            let shape = Shape::new([batch * heads, rounds, length]);
-            return Self::counting_argsort_rounds(
-                Self::int_reshape(buckets, shape),
-                2 * half,
-                room,
-            );
-        }
-        let by_place = || empty(&x, [batch * heads, rounds, room], DType::I32);
-        let (tokens, choices) = (by_place(), by_place());
-        let places = empty(&x, [batch * heads, length, rounds], DType::I32);
-        launched(rows::lsh_argsort(
-            &x.client,
-            &of,
-            room,
-            typed(&x),
-            &rotations.handle,
-            [&tokens.handle, &places.handle, &choices.handle],
-        ));
-        SortedRounds {
-            tokens,
-            places,
-            choices,
-        }
+        let buckets = Self::lsh_hash(x, rotations);
+        let shape = Shape::new([batch * heads, rounds, length]);
+        Self::counting_argsort_rounds(Self::int_reshape(buckets, shape), 2 * half, room)
     }
 
     fn topk_rows(numbers: CubeTensor, most: usize) -> TopKLists<Self> {
-        let [groups, rows, columns] = numbers.meta.shape().dims();
+        let [groups, of_group, columns] = numbers.meta.shape().dims();
         let numbers = into_contiguous(cast(numbers, DType::F32));
-        let lists = empty(&numbers, [groups, rows, most], DType::I32);
-        let places = empty(&numbers, [groups, rows, columns], DType::I32);
-        highest(&numbers, [groups, rows, columns], most, [&lists, &places]);
+        let lists = empty(&numbers, [groups, of_group, most], DType::I32);
+        let places = empty(&numbers, [groups, of_group, columns], DType::I32);
+        launched(rows::topk_rows(
+            &numbers.client,
+            [groups, of_group, columns],
+            most,
+            &numbers.handle,
+            [&lists.handle, &places.handle],
+        ));
         TopKLists {
             columns: lists,
             places,
@@ -107,8 +88,13 @@ impl OrderOps for CubeBackend {
         let [batch, heads, count, length] = similarities.meta.shape().dims();
         let lists = empty(&x, [batch, heads, count, most], DType::I32);
         let places = empty(&x, [batch, heads, count, length], DType::I32);
-        let of = [batch * heads, count, length];
-        highest(&similarities, of, most, [&lists, &places]);
+        launched(rows::topk_rows(
+            &similarities.client,
+            [batch * heads, count, length],
+            most,
+            &similarities.handle,
+            [&lists.handle, &places.handle],
+        ));
         TopKPerCentroidLists {
             rows: lists,
             places,
@@ -128,15 +114,15 @@ impl OrderOps for CubeBackend {
 }
 
 /// What [`compared`] gives.
-pub(crate) struct Compared {
+struct Compared {
     /// Of each mean and row, f32: `[batch, heads, means, length]`.
-    pub similarities: CubeTensor,
+    similarities: CubeTensor,
     /// The nearest mean of each row: `[batch, heads, length]`.
-    pub nearest: CubeTensor,
+    nearest: CubeTensor,
 }
 
 /// How similar contiguous rows `[batch, heads, length, width]` are to the means of their heads.
-pub(crate) fn compared(x: &CubeTensor, means: CubeTensor) -> Compared {
+fn compared(x: &CubeTensor, means: CubeTensor) -> Compared {
     let [batch, heads, length, width] = x.meta.shape().dims();
     let [_, count, _] = means.meta.shape().dims();
     let means = into_contiguous(cast(means, DType::F32));
@@ -153,15 +139,4 @@ pub(crate) fn compared(x: &CubeTensor, means: CubeTensor) -> Compared {
         similarities,
         nearest,
     }
-}
-
-/// The `most` highest of each row of `[groups, rows, columns]`, in f32: by cubes that hold rows, or by those that read longer ones again.
-fn highest(numbers: &CubeTensor, of: [usize; 3], most: usize, made: [&CubeTensor; 2]) {
-    let (client, given) = (&numbers.client, &numbers.handle);
-    let made = made.map(|made| &made.handle);
-    let [.., columns] = of;
-    launched(match rows::holds_rows(client, columns) {
-        true => rows::highest_of_rows(client, of, most, given, made),
-        false => paged::topk_rows(client, of, most, given, made),
-    });
 }

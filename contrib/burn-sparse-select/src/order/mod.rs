@@ -137,7 +137,7 @@ pub fn lsh_hash(x: Tensor<4>, rotations: Tensor<3>) -> Result<Option<Tensor<4, I
     unreachable!("kernels need the feature cube, for {:?}", rotations.dims())
 }
 
-/// [`counting_argsort_rounds`] by [`lsh_hash`], in one operation: two launches, or three where there are very many buckets. Lists are those of all batch entries and
+/// [`counting_argsort_rounds`] by [`lsh_hash`], in one operation. Lists are those of all batch entries and
 /// heads, `[batch · heads]`. `None` where [no kernels run](runs_kernels). No gradient flows through it.
 ///
 /// # Shapes

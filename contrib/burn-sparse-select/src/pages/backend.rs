@@ -11,7 +11,7 @@ mod kernels {
     use burn_cubecl::tensor::CubeTensor;
     use burn_paged_attention::internal::kernels as paged;
     use burn_paged_attention::internal::kernels::{
-        AppendShape, HighestShape, PageScoreBuffers, PageScoreShape, Summary,
+        AppendShape, PageScoreBuffers, PageScoreShape, Summary, TopKPagesShape,
     };
 
     use crate::pages::ops::PageChoiceOps;
@@ -134,7 +134,7 @@ mod kernels {
         fn topk_pages(scores: CubeTensor, spans: CubeTensor, call: PageChoiceCall) -> CubeTensor {
             let [batch, kv_heads, entries] = scores.meta.shape().dims();
             let choice = &call.choice;
-            let shape = HighestShape::new(
+            let shape = TopKPagesShape::new(
                 [batch, kv_heads],
                 [spans.meta.shape()[1], entries],
                 choice.page,
@@ -144,7 +144,7 @@ mod kernels {
             let is_empty = batch * kv_heads * entries == 0;
             if is_empty
                 || uses_reference()
-                || paged::check_highest_pages(&scores.client, &shape).is_err()
+                || paged::check_topk_pages(&scores.client, &shape).is_err()
             {
                 return reference::highest::<Self>(scores, spans, &call);
             }

@@ -63,7 +63,6 @@ mod text;
 mod vertical_slash;
 mod within;
 
-pub use crate::clusters::{routed_attention, routed_attention_plan};
 pub use crate::selection::top_k::{top_k_blocks, top_k_blocks_on_device};
 pub use crate::vertical_slash::{vertical_slash_layout, vertical_slash_layout_async};
 pub use blocksparse::{Always, Budget, EstimateKind, Rule, ScoreGrid};

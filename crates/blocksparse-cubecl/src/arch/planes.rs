@@ -5,9 +5,7 @@
 use cubecl::prelude::*;
 
 #[cfg(feature = "cuda-asm")]
-use crate::arch::ptx::{
-    ballot, highest_across, lowest_across, matching, shuffle_xor, total_across,
-};
+use crate::arch::ptx::{ballot, highest_across, lowest_across, shuffle_xor, total_across};
 #[cfg(feature = "cuda-asm")]
 use crate::call::check_ampere;
 
@@ -47,11 +45,6 @@ mod no_ptx {
     }
 
     #[cube]
-    pub fn matching(x: u32) -> u32 {
-        x
-    }
-
-    #[cube]
     pub fn total_across(x: u32) -> u32 {
         total(x, false)
     }
@@ -72,7 +65,7 @@ mod no_ptx {
     }
 }
 #[cfg(not(feature = "cuda-asm"))]
-use no_ptx::{ballot, highest_across, lowest_across, matching, shuffle_xor, total_across};
+use no_ptx::{ballot, highest_across, lowest_across, shuffle_xor, total_across};
 
 /// The units for which it is so, as bits.
 #[cube]
@@ -135,10 +128,4 @@ pub fn traded(x: f32, #[comptime] mask: u32, #[comptime] ptx: bool) -> f32 {
         true => shuffle_xor(x, mask),
         false => plane_shuffle_xor(x, mask),
     }
-}
-
-/// The units that have the same number, as bits. By PTX only.
-#[cube]
-pub fn alike(x: u32) -> u32 {
-    matching(x)
 }

@@ -80,13 +80,6 @@ pub fn shared_count(address: u32) {
     gpu_asm!("red.shared.add.u32 [{a}], 1;", a = in(_) val::<u32>(address));
 }
 
-/// The same if `x` is at most `end`.
-#[cube]
-pub fn shared_count_up_to(address: u32, x: u32, end: u32) {
-    gpu_asm!("{{ .reg .pred p; setp.le.u32 p, {x}, {e}; @p red.shared.add.u32 [{a}], 1; }}",
-        a = in(_) val::<u32>(address), x = in(_) val::<u32>(x), e = in(_) val::<u32>(end));
-}
-
 #[cube]
 pub fn shared_load(address: u32) -> u32 {
     let o: u32;
@@ -112,20 +105,6 @@ pub fn shared_load_words(address: u32) -> Vector<u32, Const<4>> {
 #[cube]
 pub fn shared_store_words(address: u32, x: Vector<u32, Const<4>>) {
     gpu_asm!("st.shared.v4.u32 [{a}], {x};", a = in(_) val::<u32>(address), x = in(_) val::<Vector<u32, Const<4>>>(x));
-}
-
-/// Adds to a number in shared memory that other units add to, too.
-#[cube]
-pub fn shared_add(address: u32, x: u32) {
-    gpu_asm!("red.shared.add.u32 [{a}], {x};", a = in(_) val::<u32>(address), x = in(_) val::<u32>(x));
-}
-
-/// The units of the warp that have the same number, as bits.
-#[cube]
-pub fn matching(x: u32) -> u32 {
-    let o: u32;
-    gpu_asm!("match.any.sync.b32 {o}, {x}, 0xffffffff;", o = out(_) o, x = in(_) val::<u32>(x), options(nomem));
-    o
 }
 
 /// Whether `x` differs from `y` in any unit of the warp.

@@ -6,9 +6,7 @@
 use cubecl::prelude::*;
 
 #[cfg(feature = "cuda-asm")]
-use crate::arch::ptx::{
-    shared_add, shared_address, shared_count, shared_count_up_to, shared_load, shared_store,
-};
+use crate::arch::ptx::{shared_address, shared_count, shared_load, shared_store};
 
 /// Without PTX there is one way.
 #[cfg(not(feature = "cuda-asm"))]
@@ -27,20 +25,12 @@ mod no_ptx {
     pub fn shared_count(_address: u32) {}
 
     #[cube]
-    pub fn shared_add(_address: u32, _x: u32) {}
-
-    #[cube]
-    pub fn shared_count_up_to(_address: u32, _x: u32, _end: u32) {}
-
-    #[cube]
     pub fn shared_load(address: u32) -> u32 {
         address
     }
 }
 #[cfg(not(feature = "cuda-asm"))]
-use no_ptx::{
-    shared_add, shared_address, shared_count, shared_count_up_to, shared_load, shared_store,
-};
+use no_ptx::{shared_address, shared_count, shared_load, shared_store};
 
 /// A cube's counts: in one of two kinds of shared memory.
 #[derive(CubeType)]
@@ -76,23 +66,6 @@ impl Bins {
         if comptime!(ptx) {
             shared_count(self.base + bin as u32 * 4u32);
         } else {
-            self.counts[bin].fetch_add(1u32);
-        }
-    }
-
-    pub fn add(&self, bin: usize, x: u32, #[comptime] ptx: bool) {
-        if comptime!(ptx) {
-            shared_add(self.base + bin as u32 * 4u32, x);
-        } else {
-            self.counts[bin].fetch_add(x);
-        }
-    }
-
-    /// Adds one if `x` is at most `end`. The bin is only looked for then.
-    pub fn count_up_to(&self, bin: usize, x: u32, end: u32, #[comptime] ptx: bool) {
-        if comptime!(ptx) {
-            shared_count_up_to(self.base + bin as u32 * 4u32, x, end);
-        } else if x <= end {
             self.counts[bin].fetch_add(1u32);
         }
     }

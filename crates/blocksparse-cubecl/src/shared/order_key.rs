@@ -2,6 +2,9 @@
 
 use cubecl::prelude::*;
 
+/// The key of +∞.
+pub const INFINITE: u32 = 0xff80_0000;
+
 /// A number that orders f32 numbers, given as bits: NaN is the lowest, −0 equals 0.
 #[cube]
 pub fn key(number: u32) -> u32 {

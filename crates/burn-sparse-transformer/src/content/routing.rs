@@ -11,7 +11,6 @@ use burn_blocksparse::{
     SparseAttentionCall,
 };
 use burn_sparse_select::internal::LayoutCache;
-use burn_sparse_select::routed_attention;
 
 use super::clusters::Clusters;
 use super::means::{commitment, followed, nearest, settled, similarities};
@@ -192,12 +191,6 @@ impl RoutingHeads {
         value: Tensor<4>,
     ) -> Result<RoutingOutput, TransformerError> {
         self.check(&query, &value)?;
-        if let Some(context) = self.forward_by_kernels(&query, &value)? {
-            return Ok(RoutingOutput {
-                context,
-                commitment: None,
-            });
-        }
         let x = tracked_unit(&query);
         let choice = self.choose(&query, x.as_ref())?;
         let query = in_dtype(query, value.dtype());
@@ -208,23 +201,6 @@ impl RoutingHeads {
             .run()?
             .out;
         self.finish(choice.clusters.mean(out)?, x, choice.nearest)
-    }
-
-    /// Without autodiff, where kernels do all of it.
-    fn forward_by_kernels(
-        &self,
-        query: &Tensor<4>,
-        value: &Tensor<4>,
-    ) -> Result<Option<Tensor<4>>, TransformerError> {
-        let [_, _, seq, head_dim] = query.dims();
-        if query.is_autodiff() || value.is_autodiff() || query.dtype() != value.dtype() {
-            return Ok(None);
-        }
-        let means = self.means.val().without_autodiff();
-        let scale = (head_dim as f64).powf(-0.5);
-        let (query, value) = (query.clone(), value.clone());
-        let window = self.window.min(seq);
-        Ok(routed_attention(query, value, means, window, scale)?)
     }
 
     /// Attention of queries to keys, in which every query of a cluster sees each of its keys.

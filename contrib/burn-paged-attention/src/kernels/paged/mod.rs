@@ -16,13 +16,12 @@
 //! quantize   rows written into pages of eight bits        shape    what a call is
 //! plan       how it is launched
 //! summary    what is known of each page besides its keys  page_scores  scores of pages by it
-//! highest    the pages of the highest scores          slots    slots of walks one by one, and of keys that were picked
+//! top_k      the pages of the highest scores          slots    slots of walks one by one, and of keys that were picked
 //! ```
 
 mod append;
 mod attend;
 mod exchange;
-mod highest;
 mod join;
 mod lanes;
 #[cfg(feature = "cuda")]
@@ -45,10 +44,10 @@ mod shape;
 mod slots;
 mod summary;
 mod tile;
+mod top_k;
 mod walk;
 
 pub use append::{AppendShape, append_rows, check_append};
-pub use highest::{HighestShape, check_highest_pages, topk_pages, topk_rows};
 pub use page_scores::{PageScoreBuffers, PageScoreShape, check_page_scores, page_scores};
 pub use plan::{PagedBuffers, PagedPlan, paged_attention};
 pub use quantize::{append_quantized, check_append_quantized};
@@ -57,3 +56,4 @@ pub use slots::{SlotShape, picked_slots, walk_slots};
 pub use summary::{
     Summary, check_summarize, check_summarize_quantized, summarize_pages, summarize_quantized,
 };
+pub use top_k::{TopKPagesShape, check_topk_pages, topk_pages};

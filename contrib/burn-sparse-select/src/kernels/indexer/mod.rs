@@ -6,9 +6,8 @@
 //! pairs      what a call is of: queries of several heads with keys, all that are seen or those that are listed
 //! rows       rows of numbers in shared memory, and their products
 //! sums       of each pair the sum over heads: an indexer's scores, or what attention gives a key
-//! picks      of each query the keys of the highest scores
-//! picks_parts of few long rows, whose parts are cubes' own
-//! digits     of numbers, by which both find and list the highest
+//! top_k      of each query the keys of the highest scores; in top_k_parts of few long rows, whose parts are cubes' own;
+//!            top_k_rows is what both have of a row
 //! compare    of each query how far the softmax of its scores is from the attention, and the gradient by the scores
 //! gradients  that gradient through the scores: by queries and weights, or by keys
 //! mma        sums and gradients of half precision on tensor cores
@@ -28,7 +27,6 @@
 //! and sums have a fixed order, so the same input gives the same bits on a device.
 
 mod compare;
-mod digits;
 #[cfg(feature = "cuda")]
 mod ending;
 mod gradients;
@@ -37,11 +35,12 @@ mod mma;
 #[cfg(feature = "cuda")]
 mod pack;
 mod pairs;
-mod picks;
-mod picks_parts;
 mod rounding;
 mod rows;
 mod sums;
+mod top_k;
+mod top_k_parts;
+mod top_k_rows;
 mod wanted;
 #[cfg(feature = "cuda")]
 mod warpgroups;
@@ -49,7 +48,8 @@ mod warpgroups;
 pub use compare::{Compared, compare, spread_listed};
 pub use gradients::{IndexerGradients, by_keys, by_queries, key_parts};
 pub use pairs::{KeyBytes, MOST_WIDTH, PairInputs, PairSizes, check};
-pub use picks::{KeyPicks, check_picks, pick_keys};
 pub use rounding::{check_rounding, round_rows};
 pub use sums::{key_bytes, pair_sums};
+pub use top_k::top_k_keys;
+pub use top_k_rows::TopKKeys;
 pub use wanted::PairSum;

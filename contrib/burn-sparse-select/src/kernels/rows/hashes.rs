@@ -3,30 +3,26 @@
 //! ```text
 //! bucket   the first of the largest of [x R; −x R]: a cube has 128 rows of a list and a rotation, 64 columns at a time
 //!          products are in registers, or of rows in bf16 on tensor cores (split)
-//! order    the same, and of each row how many before it in its cube are in its bucket; how many a cube has of each bucket (order_tiles)
 //! ```
 
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::kernels::rows::bucket_counts::{count_by_planes, count_by_units};
-use crate::kernels::rows::order_places::NONE;
-use crate::kernels::rows::order_tiles::{MOST_BUCKETS, TILE, TiledSort};
 use crate::kernels::rows::products::{
     ACROSS, OWN, ProductTile, RowsOf, SIDE, is_before, multiply_shared, own_column, own_row,
     share_rows,
 };
 use crate::kernels::rows::split;
-use crate::kernels::rows::split::{
-    EIGHT, SplitTile, load_rows, may_split, own_eight, products, share_eight,
-};
+use crate::kernels::rows::split::{EIGHT, SplitTile, load_rows, own_eight, products, share_eight};
 use blocksparse_cubecl::args::{address_of, buffer, spread};
 use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::rows::columns::accumulator_of;
 use blocksparse_cubecl::rows::norm_shape::check_buffers;
 use blocksparse_cubecl::rows::typed::Typed;
 
+/// Rows and units of a cube.
+const TILE: usize = 128;
 /// Rows of a cube, in parts of 64.
 const GROUPS: usize = TILE / SIDE;
 
@@ -118,14 +114,12 @@ fn share_columns<A: Float, N: Size>(
     }
 }
 
-/// How a cube multiplies, and counts.
+/// How a cube multiplies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct HashTile {
     shared: ProductTile,
     /// On tensor cores, if they do.
     split: Option<SplitTile>,
-    /// Units of planes find those of the same bucket.
-    by_planes: bool,
 }
 
 /// The bucket of the row of a unit, of which a cube has as many as rows.
@@ -327,34 +321,6 @@ fn hash<E: Float, A: Float, N: Size>(
     }
 }
 
-/// `codes` `[lists, rounds, length]` are `bucket · TILE` and how many rows before it in its cube are in the bucket; `counts` `[lists, rounds, tiles, buckets]`.
-#[cube(launch_unchecked, address_type = "dynamic")]
-fn hash_and_count<E: Float, A: Float, N: Size>(
-    x: &[Vector<E, N>],
-    rotations: &[A],
-    codes: &mut [u32],
-    counts: &mut [u32],
-    sizes: Sizes,
-    #[comptime] t: HashTile,
-    #[define(E)] _element: ElemType,
-    #[define(A)] _accumulator: ElemType,
-) {
-    let own = own(&sizes);
-    let bucket = bucket_of_row::<E, A, N>(x, rotations, &own, &sizes, t);
-    let row = own.tile * TILE + UNIT_POS as usize;
-    let exists = row < sizes.length;
-    let buckets = 2 * sizes.half;
-    let first = (own.group * sizes.tiles + own.tile) * buckets;
-    let bucket_of = select(exists, bucket, NONE);
-    let before = match comptime!(t.by_planes) {
-        true => count_by_planes(bucket_of, counts, first, buckets),
-        false => count_by_units(bucket_of, counts, first, buckets),
-    };
-    if exists {
-        codes[own.group * sizes.length + row] = bucket * comptime!(TILE as u32) + before;
-    }
-}
-
 /// How hashes are launched.
 struct Launch {
     tile: HashTile,
@@ -369,35 +335,23 @@ impl Launch {
         client: &Client,
         of: &HashedRows,
         element: ElemType,
-        // Rows and rotations, where they are known.
-        given: Option<[&Handle; 2]>,
-        counts: usize,
+        [x, rotations]: [&Handle; 2],
     ) -> Result<Self, KernelError> {
         let accumulator = accumulator_of(element);
-        let of_order = match counts {
-            0 => 0,
-            _ => TILE + MOST_BUCKETS,
-        };
-        let others = TILE * ACROSS * (accumulator.size() + 4) + of_order * 4;
+        let others = TILE * ACROSS * (accumulator.size() + 4);
         let shared = ProductTile::new(client, of.width, accumulator, GROUPS, others)?;
-        let split = given.and_then(|[x, rotations]| {
-            SplitTile::new(client, of.width, (x, element), rotations, of_order * 4)
-        });
-        let tile = HashTile {
-            shared,
-            split,
-            by_planes: may_split(client.properties()),
-        };
+        let split = SplitTile::new(client, of.width, (x, element), rotations);
+        let tile = HashTile { shared, split };
         check_buffers(client, 4)?;
         let rows = of.lists * of.length;
-        let rotations = of.rounds * of.width * of.half;
-        let most = (rows * of.width).max(rows * of.rounds).max(rotations);
+        let numbers = of.rounds * of.width * of.half;
+        let most = (rows * of.width).max(rows * of.rounds).max(numbers);
         let tiles = of.length.div_ceil(TILE);
-        KernelError::check_u32("buckets and places", 2 * of.half * TILE)?;
+        KernelError::check_u32("buckets", 2 * of.half)?;
         Ok(Self {
             tile,
             accumulator,
-            address: address_of(client, most.max(counts))?,
+            address: address_of(client, most)?,
             cubes: spread(client, (of.lists * of.rounds * tiles) as u64)?,
             tiles,
         })
@@ -423,7 +377,7 @@ pub fn lsh_hash(
     rotations: &Handle,
     buckets: &Handle,
 ) -> Result<(), KernelError> {
-    let launch = Launch::new(client, of, element, Some([x, rotations]), 0)?;
+    let launch = Launch::new(client, of, element, [x, rotations])?;
     let rows = of.lists * of.length;
     if rows * of.rounds * of.half * of.width == 0 {
         return Ok(());
@@ -448,65 +402,4 @@ pub fn lsh_hash(
         );
     }
     Ok(())
-}
-
-/// Whether [`lsh_argsort`] takes them: not so many buckets and rows that cubes would read counts for longer than a sort takes.
-pub fn sorts_hashes(client: &Client, of: &HashedRows, element: ElemType) -> bool {
-    let sort = TiledSort::new(of.length, 2 * of.half);
-    let counts = sort.map(|sort| sort.counts(of.lists * of.rounds));
-    counts.is_some_and(|counts| Launch::new(client, of, element, None, counts).is_ok())
-}
-
-/// [`lsh_hash`], and the order of each list by its buckets in each round, as [`counting_argsort_rounds`](crate::kernels::rows::order::counting_argsort_rounds) gives it with `room` places a round, in two
-/// launches.
-///
-/// # Errors
-/// As [`lsh_hash`], and if it does not [take](sorts_hashes) them.
-pub fn lsh_argsort(
-    client: &Client,
-    of: &HashedRows,
-    room: usize,
-    (x, element): Typed,
-    rotations: &Handle,
-    made: [&Handle; 3],
-) -> Result<(), KernelError> {
-    let Some(sort) = TiledSort::new(of.length, 2 * of.half) else {
-        let limit = MOST_BUCKETS as u32;
-        return Err(KernelError::limit("buckets of a sort", limit, 2 * of.half));
-    };
-    let groups = of.lists * of.rounds;
-    let counts = sort.counts(groups);
-    let launch = Launch::new(client, of, element, Some([x, rotations]), counts)?;
-    let rows = of.lists * of.length;
-    if rows * of.rounds * of.half * of.width == 0 {
-        return Ok(());
-    }
-    let codes = client.empty(groups * of.length * size_of::<u32>());
-    let of_buckets = client.empty(counts * size_of::<u32>());
-    let sizes = launch.sizes(of);
-    // SAFETY: as those of `lsh_hash`; buckets are below `2 · half`, which is what a cube has room for.
-    unsafe {
-        hash_and_count::launch_unchecked(
-            client,
-            launch.cubes,
-            CubeDim::new_1d(TILE as u32),
-            launch.address,
-            launch.tile.shared.vector,
-            buffer(x, rows * of.width / launch.tile.shared.vector),
-            buffer(rotations, of.rounds * of.width * of.half),
-            buffer(&codes, groups * of.length),
-            buffer(&of_buckets, counts),
-            sizes,
-            launch.tile,
-            element,
-            launch.accumulator,
-        );
-    }
-    sort.put(
-        client,
-        [of.lists, of.rounds],
-        room,
-        [&codes, &of_buckets],
-        made,
-    )
 }

@@ -307,7 +307,7 @@ pub fn compare_with_means(
     if rows * all_means * of.width == 0 {
         return Ok(());
     }
-    if let Some(tile) = SplitTile::new(client, of.width, (x, element), means, 0) {
+    if let Some(tile) = SplitTile::new(client, of.width, (x, element), means) {
         let tiles = of.length.div_ceil(split::ROWS);
         let cubes = spread(client, (lists * tiles) as u64)?;
         // SAFETY: as below; two numbers of a row are a word.

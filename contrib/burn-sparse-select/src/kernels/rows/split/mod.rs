@@ -39,8 +39,8 @@ const PART_BYTES: usize = 512;
 /// Numbers of a row, at most: of which a unit has a quarter of four rows in registers.
 const MOST_WIDTH: usize = 256;
 
-/// Whether products, and counts beside them, may be other than on all devices. `BLOCKSPARSE_ROW_PRODUCTS=0` says no, for comparing.
-pub(crate) fn may_split(properties: &DeviceProperties) -> bool {
+/// Whether products may be other than on all devices. `BLOCKSPARSE_ROW_PRODUCTS=0` says no, for comparing.
+fn may_split(properties: &DeviceProperties) -> bool {
     planes::are_there(properties)
         && planes::have_ptx(properties)
         && Tuning::or_default().row_products
@@ -54,14 +54,12 @@ pub(crate) struct SplitTile {
 }
 
 impl SplitTile {
-    /// `None` if tensor cores do not multiply rows of so many numbers: of other types than bf16, that begin elsewhere than at 16 bytes, or that do not fit beside
-    /// `others` bytes that a cube shares.
+    /// `None` if tensor cores do not multiply rows of so many numbers: of other types than bf16, or that begin elsewhere than at 16 bytes.
     pub fn new(
         client: &Client,
         width: usize,
         (x, element): (&Handle, ElemType),
         columns: &Handle,
-        others: usize,
     ) -> Option<Self> {
         let properties = client.properties();
         let tile = Self { width };
@@ -73,7 +71,7 @@ impl SplitTile {
             && (EIGHT..=MOST_WIDTH).contains(&width)
             && begin(x)
             && begin(columns)
-            && tile.bytes() + others <= properties.hardware.max_shared_memory_size;
+            && tile.bytes() <= properties.hardware.max_shared_memory_size;
         fits.then_some(tile)
     }
 

@@ -1,0 +1,213 @@
+//! The keys of the highest scores of each query.
+//!
+//! Long rows have a cube each ([`radix_select`](blocksparse_cubecl::primitives::radix_select)), few long ones several
+//! ([`top_k_parts`](crate::kernels::indexer::top_k_parts)).
+
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::kernels::indexer::pairs::{PairSizes, Sizes};
+use crate::kernels::indexer::top_k_parts;
+use crate::kernels::indexer::top_k_parts::Parts;
+use crate::kernels::indexer::top_k_rows::{
+    Launch, RowArgs, ScoreKeys, TopKKeys, fill_list, row_of,
+};
+use blocksparse_cubecl::args::{buffer, spread};
+use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::primitives::radix_select::{
+    FOUND, ListPlace, RadixTile, list_selected, select_row, vector_of,
+};
+
+/// Rows of numbers are as long as multiples of so many where keys are left out, so that they begin where loads do.
+const ALIGNED: usize = 32;
+
+impl TopKKeys {
+    /// Queries whose numbers are in memory at a time, `numbers` of them at most unless one query has more. Of keys behind all positions of such queries there are
+    /// no numbers, so that many of the first queries fit.
+    pub fn slabs(&self, all: &PairSizes, numbers: usize) -> Vec<PairSizes> {
+        let [seq_q, seq_kv] = all.seq;
+        let keys = |end: usize| match self.seen {
+            Some(_) => seq_kv,
+            None => (seq_kv - seq_q + end).next_multiple_of(ALIGNED).min(seq_kv),
+        };
+        let mut slabs = Vec::new();
+        let mut start = 0;
+        while start < seq_q {
+            // The most that fit.
+            let (mut rows, mut limit) = (1, seq_q - start);
+            while rows < limit {
+                let middle = (rows + limit).div_ceil(2);
+                match all.batch * middle * keys(start + middle) <= numbers {
+                    true => rows = middle,
+                    false => limit = middle - 1,
+                }
+            }
+            slabs.push(PairSizes {
+                rows: [start, rows],
+                listed: None,
+                keys: keys(start + rows),
+                ..*all
+            });
+            start += rows;
+        }
+        slabs
+    }
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn top_k<N: Size>(
+    scores: &[Vector<u32, N>],
+    seen: ComptimeOption<Box<[i32]>>,
+    lists: &mut [i32],
+    s: Sizes,
+    of: RowArgs,
+    #[comptime] t: RadixTile,
+) {
+    let mut partial = Shared::<[u32]>::new_slice(comptime!(t.sums.partial()));
+    let mut found = Shared::<[u32]>::new_slice(comptime!(FOUND));
+    let row = row_of(&seen, &s, &of, N::value());
+    let wanted = row.keys.min(of.most) as u32;
+    let threshold = select_row::<N, ScoreKeys>(
+        scores,
+        &row.scores,
+        &row.span,
+        wanted,
+        &mut partial,
+        &mut found,
+        t,
+    );
+    let mut looked = row.keys;
+    if comptime!(!t.sums.by_planes()) {
+        looked = s.columns;
+    }
+    let place = ListPlace::new(row.into, looked);
+    let mut places = ComptimeOption::new_None();
+    list_selected::<N, ScoreKeys>(
+        scores,
+        &row.scores,
+        &row.span,
+        &threshold,
+        lists,
+        &mut places,
+        &place,
+        &mut partial,
+        1usize,
+        t,
+    );
+    fill_list(lists, &row, &of, t);
+}
+
+/// Of the queries that are computed the keys of the `most` highest scores among those that each sees, ascending, −1 behind the last: of equal ones the earlier,
+/// and NaN is the lowest. `scores` are f32 `[batch, rows, columns]`, `lists` i32 `[batch, seq_q, most]`, of which those of the rows are written; `seen`, if queries
+/// see others than those up to their positions, is i32 `[batch or 1, seq_q]`: so many keys, from the first on. Contiguous.
+///
+/// # Errors
+/// As [`RadixTile::new`], or if there are more rows than a launch has cubes or more numbers than the device counts.
+pub fn top_k_keys(
+    client: &Client,
+    sizes: &PairSizes,
+    of: &TopKKeys,
+    [scores, lists]: [&Handle; 2],
+    seen: Option<&Handle>,
+) -> Result<(), KernelError> {
+    let columns = sizes.columns();
+    let t = RadixTile::new(client, columns)?;
+    if sizes.numbers() * of.most == 0 {
+        return Ok(());
+    }
+    let rows = sizes.batch * sizes.rows[1];
+    let launch = Launch {
+        client,
+        sizes,
+        of,
+        scores,
+        lists,
+        seen,
+        vector: vector_of(client, columns, scores.offset_start),
+    };
+    if let Some(parts) = Parts::new(client, rows, columns) {
+        return top_k_parts::launch(&launch, rows, parts);
+    }
+    // SAFETY: a cube reads numbers of its row, and how many it sees, and writes its own list: no more than `most` keys of it. The buffers have the lengths they
+    // say (see `buffer`).
+    unsafe {
+        top_k::launch_unchecked(
+            client,
+            spread(client, rows as u64)?,
+            CubeDim::new_1d(t.units as u32),
+            launch.address(0)?,
+            launch.vector,
+            launch.scores(),
+            launch.seen(),
+            buffer(lists, launch.out()),
+            sizes.launch(),
+            launch.top_k(1, columns),
+            t,
+        );
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sizes(batch: usize, seq: [usize; 2]) -> PairSizes {
+        PairSizes::new(
+            [batch, 2, seq[0], 8],
+            [batch, 1, seq[1], 8],
+            [0, seq[0]],
+            None,
+        )
+    }
+
+    /// Every query is in one slab, which has numbers for all keys that it sees, and no more of them than there may be.
+    #[test]
+    fn slabs_have_all_queries() {
+        for seen in [None, Some(1)] {
+            let of = TopKKeys {
+                most: 4,
+                near: 0,
+                seen,
+            };
+            for (batch, seq) in [(1, [1, 1]), (3, [70, 70]), (2, [5, 901]), (1, [1000, 1003])] {
+                for numbers in [1, 900, 5000, 1 << 24] {
+                    let slabs = of.slabs(&sizes(batch, seq), numbers);
+                    let mut next = 0;
+                    for slab in &slabs {
+                        let [start, rows] = slab.rows;
+                        assert_eq!(start, next);
+                        next += rows;
+                        assert!(slab.columns() <= seq[1]);
+                        let seen = seq[1] - seq[0] + next;
+                        assert!(
+                            slab.columns() >= seen && slab.columns() < seen + ALIGNED
+                                || seen_all(&of, slab)
+                        );
+                        assert!(slab.numbers() <= numbers || rows == 1, "{slab:?}");
+                    }
+                    assert_eq!(next, seq[0]);
+                }
+            }
+        }
+    }
+
+    fn seen_all(of: &TopKKeys, slab: &PairSizes) -> bool {
+        of.seen.is_some() && slab.columns() == slab.seq[1]
+    }
+
+    /// Half as many slabs as where all have numbers for all keys.
+    #[test]
+    fn slabs_leave_out_what_none_sees() {
+        let mut of = TopKKeys {
+            most: 2048,
+            near: 0,
+            seen: None,
+        };
+        let all = sizes(1, [65_536, 65_536]);
+        let own = of.slabs(&all, 1 << 24).len();
+        of.seen = Some(1);
+        assert_eq!(of.slabs(&all, 1 << 24).len(), 256);
+        assert!(own <= 132, "{own}");
+    }
+}

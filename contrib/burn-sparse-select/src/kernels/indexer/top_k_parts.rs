@@ -1,0 +1,317 @@
+//! Top-k of few long rows, whose parts are cubes' own.
+//!
+//! One cube to a row reads 131,072 numbers three times in 106 µs, while all other multiprocessors are idle. So a launch for each digit counts those of each
+//! part, and one more lists each part's numbers:
+//!
+//! ```text
+//! level 0, 1, 2   the digit of the level before, of what all parts counted; then the counts of this level's digits in the cube's own part
+//! list            the last digit; how many are selected in the parts before; the numbers of the cube's own part
+//! ```
+//!
+//! Every cube of a row finds the same digits from the same counts, and the first writes them for the launches after the next.
+
+// A kernel's numbers have no such methods.
+#![allow(clippy::needless_range_loop)]
+
+use cubecl::prelude::*;
+
+use crate::kernels::indexer::pairs::Sizes;
+use crate::kernels::indexer::top_k_rows::{Launch, Row, RowArgs, ScoreKeys, fill_list, row_of};
+use blocksparse_cubecl::args::{buffer, spread};
+use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::primitives::radix_select::{
+    BINS, DIGITS, FOUND, ListPlace, RadixTile, Threshold, count_digits, find_digit, list_selected,
+    mask_of, shift_of,
+};
+use blocksparse_cubecl::shared::bins::Bins;
+use blocksparse_cubecl::shared::unit_sums::before_and_all;
+use blocksparse_cubecl::tuning::{KeyPicking, Tuning};
+
+/// Numbers of a part, at least.
+const PART: usize = 8192;
+/// Parts of the shortest row that is cut: of 32,768 numbers four launches take 19 µs for 27 where they are replayed; below that they save nothing.
+const FEWEST_PARTS: usize = 4;
+/// Parts of a row, at most: a cube adds up what all of them counted.
+const MOST_PARTS: usize = 32;
+/// So many times as many rows as are cut, at most, are multiprocessors.
+const FEW: usize = 2;
+/// Multiprocessors of a device that does not say.
+const MULTIPROCESSORS: usize = 16;
+
+/// How rows are cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Parts {
+    /// Numbers of a part, a multiple of what units of a cube look at together.
+    len: usize,
+    /// Parts of a row.
+    count: usize,
+}
+
+impl Parts {
+    /// How so many rows of so many numbers are cut, if they are few and long.
+    pub fn new(client: &Client, rows: usize, columns: usize) -> Option<Self> {
+        let known = client.properties().hardware.num_streaming_multiprocessors;
+        Self::of(
+            known.map_or(MULTIPROCESSORS, |known| known as usize),
+            rows,
+            columns,
+        )
+    }
+
+    fn of(multiprocessors: usize, rows: usize, columns: usize) -> Option<Self> {
+        // For comparing.
+        let is_left_out = Tuning::or_default().key_picks == KeyPicking::Whole;
+        if is_left_out || FEW * rows > multiprocessors || columns <= (FEWEST_PARTS - 1) * PART {
+            return None;
+        }
+        let len = columns.div_ceil(MOST_PARTS).next_multiple_of(PART);
+        Some(Self {
+            len,
+            count: columns.div_ceil(len),
+        })
+    }
+}
+
+/// What the levels before `level` found, of which the last is found here. Every unit of the cube gets here.
+#[cube]
+fn known_before(
+    counts: &mut [u32],
+    kept: &mut [u32],
+    row: &Row,
+    rows: usize,
+    of: &RowArgs,
+    partial: &mut [u32],
+    found: &mut [u32],
+    #[comptime] level: u32,
+    #[comptime] t: RadixTile,
+) -> Threshold {
+    let mut threshold = Threshold::new(row.keys.min(of.most) as u32, row.keys);
+    #[unroll]
+    for before in 0..level {
+        let place =
+            (row.at * comptime!(DIGITS as usize) + comptime!(before as usize)) * comptime!(FOUND);
+        if comptime!(before + 1 < level) {
+            threshold.take(kept[place], kept[place + 1], kept[place + 2], before);
+        } else {
+            let top = comptime!(BINS - 1) - UNIT_POS as usize * comptime!(t.own_bins());
+            let mut own = Array::<u32>::new(comptime!(t.own_bins()));
+            #[unroll]
+            for i in 0..comptime!(t.own_bins()) {
+                own[i] = 0u32.runtime();
+            }
+            let first = (comptime!(before as usize) * rows + row.at) * of.parts * comptime!(BINS);
+            for part in 0..of.parts {
+                #[unroll]
+                for i in 0..comptime!(t.own_bins()) {
+                    own[i] += counts[first + part * comptime!(BINS) + top - i];
+                }
+            }
+            let step = comptime!(before as usize).runtime();
+            find_digit(&own, &threshold, found, partial, step, t);
+            if row.part == 0 && UNIT_POS == 0 {
+                #[unroll]
+                for i in 0..comptime!(FOUND) {
+                    kept[place + i] = found[i];
+                }
+            }
+            threshold.take(found[0], found[1], found[2], before);
+        }
+    }
+    threshold
+}
+
+/// Counts the digits of a level in the numbers of each part, `[level][row][part][digit]`.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn count_parts<N: Size>(
+    scores: &[Vector<u32, N>],
+    seen: ComptimeOption<Box<[i32]>>,
+    counts: &mut [u32],
+    kept: &mut [u32],
+    s: Sizes,
+    of: RowArgs,
+    #[comptime] level: u32,
+    #[comptime] t: RadixTile,
+) {
+    let bins = Bins::new(BINS, t.ptx);
+    let mut partial = Shared::<[u32]>::new_slice(comptime!(t.sums.partial()));
+    let mut found = Shared::<[u32]>::new_slice(comptime!(FOUND));
+    let rows = s.batch * s.rows;
+    let row = row_of(&seen, &s, &of, N::value());
+    let threshold = known_before(
+        counts,
+        kept,
+        &row,
+        rows,
+        &of,
+        &mut partial,
+        &mut found,
+        level,
+        t,
+    );
+    count_digits::<N, ScoreKeys>(scores, &row.scores, &row.span, &threshold, &bins, level, t);
+    let place = (comptime!(level as usize) * rows + row.at) * of.parts + row.part;
+    #[unroll]
+    for i in 0..comptime!(t.own_bins()) {
+        let bin = UNIT_POS as usize + comptime!(i * t.units);
+        counts[place * comptime!(BINS) + bin] = bins.get(bin, t.ptx);
+    }
+}
+
+/// Lists the numbers of each part behind those of the parts before.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn list_parts<N: Size>(
+    scores: &[Vector<u32, N>],
+    seen: ComptimeOption<Box<[i32]>>,
+    counts: &mut [u32],
+    kept: &mut [u32],
+    lists: &mut [i32],
+    s: Sizes,
+    of: RowArgs,
+    len: usize,
+    #[comptime] t: RadixTile,
+) {
+    let mut partial = Shared::<[u32]>::new_slice(comptime!(t.sums.partial()));
+    let mut found = Shared::<[u32]>::new_slice(comptime!(FOUND));
+    let rows = s.batch * s.rows;
+    let row = row_of(&seen, &s, &of, N::value());
+    let threshold = known_before(
+        counts,
+        kept,
+        &row,
+        rows,
+        &of,
+        &mut partial,
+        &mut found,
+        DIGITS,
+        t,
+    );
+    // What the parts before have: of each level that was needed the numbers of higher digits, and of the last those of the digit itself.
+    let mut above = 0u32.runtime();
+    let mut equal = 0u32.runtime();
+    #[unroll]
+    for level in 0..DIGITS {
+        let (shift, mask) = comptime!((shift_of(level), mask_of(level)));
+        let is_level = threshold.known & comptime!(mask << shift) != 0u32;
+        let after = comptime!(if level + 1 < DIGITS {
+            mask_of(level + 1) << shift_of(level + 1)
+        } else {
+            0
+        });
+        let is_last = threshold.known & after == 0u32;
+        let digit = ((threshold.digits >> shift) & mask) as usize;
+        let first = (comptime!(level as usize) * rows + row.at) * of.parts * comptime!(BINS);
+        let end = select(is_level, row.part, 0usize);
+        for part in 0..end {
+            #[unroll]
+            for i in 0..comptime!(t.own_bins()) {
+                let bin = UNIT_POS as usize + comptime!(i * t.units);
+                let count = counts[first + part * comptime!(BINS) + bin];
+                above += select(bin > digit, count, 0u32);
+                equal += select(bin == digit && is_last, count, 0u32);
+            }
+        }
+    }
+    let (_, above) = before_and_all(above, &mut partial, 0usize, t.sums);
+    let (_, mut equal) = before_and_all(equal, &mut partial, 1usize, t.sums);
+    // Where all are selected nothing was counted.
+    if threshold.known == 0u32 {
+        equal = row.span.begin.min(row.keys) as u32;
+    }
+    let mut place = ListPlace::new(row.into, len);
+    place.above = above;
+    place.equal = equal;
+    let mut places = ComptimeOption::new_None();
+    list_selected::<N, ScoreKeys>(
+        scores,
+        &row.scores,
+        &row.span,
+        &threshold,
+        lists,
+        &mut places,
+        &place,
+        &mut partial,
+        1usize,
+        t,
+    );
+    if row.part == 0 {
+        fill_list(lists, &row, &of, t);
+    }
+}
+
+/// [`top_k_keys`](crate::kernels::indexer::top_k_keys) of rows that are cut.
+pub(crate) fn launch(
+    of: &Launch,
+    rows: usize,
+    Parts { len, count: parts }: Parts,
+) -> Result<(), KernelError> {
+    let client = of.client;
+    let t = RadixTile::new(client, len)?;
+    let numbers = DIGITS as usize * rows * parts * BINS;
+    let found = rows * DIGITS as usize * FOUND;
+    let [counts, kept] = [numbers, found].map(|words| client.empty(words * size_of::<u32>()));
+    let address = of.address(numbers)?;
+    let dim = CubeDim::new_1d(t.units as u32);
+    for level in 0..DIGITS {
+        // SAFETY: a cube reads numbers of its row, how many it sees and what launches before have counted and found, and writes its own part's counts, and
+        // what it found as all cubes of its row do; the buffers have the lengths they say (see `buffer`).
+        unsafe {
+            count_parts::launch_unchecked(
+                client,
+                spread(client, (rows * parts) as u64)?,
+                dim,
+                address,
+                of.vector,
+                of.scores(),
+                of.seen(),
+                buffer(&counts, numbers),
+                buffer(&kept, found),
+                of.sizes.launch(),
+                of.top_k(parts, len),
+                level,
+                t,
+            );
+        }
+    }
+    // SAFETY: as above, and it writes places of its row's list: of all parts together no more than `most`.
+    unsafe {
+        list_parts::launch_unchecked(
+            client,
+            spread(client, (rows * parts) as u64)?,
+            dim,
+            address,
+            of.vector,
+            of.scores(),
+            of.seen(),
+            buffer(&counts, numbers),
+            buffer(&kept, found),
+            buffer(of.lists, of.out()),
+            of.sizes.launch(),
+            of.top_k(parts, len),
+            len,
+            t,
+        );
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Few long rows are cut into parts that have all of their numbers, none of them none, and no row of many is.
+    #[test]
+    fn few_long_rows_are_cut() {
+        for columns in (1..400_000).step_by(977).chain([1 << 20, 1 << 24]) {
+            match Parts::of(132, 8, columns) {
+                None => assert!(columns <= (FEWEST_PARTS - 1) * PART, "{columns}"),
+                Some(Parts { len, count }) => {
+                    assert!(
+                        len.is_multiple_of(PART) && (FEWEST_PARTS..=MOST_PARTS).contains(&count)
+                    );
+                    assert!(count * len >= columns && (count - 1) * len < columns);
+                }
+            }
+        }
+        assert_eq!(Parts::of(132, 67, 1 << 20), None);
+    }
+}

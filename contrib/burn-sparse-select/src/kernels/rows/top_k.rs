@@ -1,0 +1,122 @@
+//! The highest numbers of rows, by [`radix_select`](blocksparse_cubecl::primitives::radix_select), a cube a row.
+
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use blocksparse_cubecl::args::{address_of, buffer, spread};
+use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::primitives::radix_select::{
+    FOUND, ListPlace, RadixTile, RowKeys, RowKeysExpand, Span, list_selected, select_row, vector_of,
+};
+use blocksparse_cubecl::shared::order_key::key;
+
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct Sizes {
+    rows: usize,
+    of_group: usize,
+    columns: usize,
+    most: usize,
+}
+
+/// Numbers of a row, of which this is the first vector.
+#[derive(CubeType, Clone, Copy)]
+struct Numbers {
+    start: usize,
+}
+
+#[cube]
+impl RowKeys for Numbers {
+    fn load<N: Size>(&self, numbers: &[Vector<u32, N>], vector: usize) -> Vector<u32, N> {
+        numbers[self.start + vector]
+    }
+
+    fn key(&self, number: u32, _at: usize) -> u32 {
+        key(number)
+    }
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn top_k<N: Size>(
+    numbers: &[Vector<u32, N>],
+    lists: &mut [i32],
+    places: ComptimeOption<Box<[i32]>>,
+    sizes: Sizes,
+    #[comptime] t: RadixTile,
+) {
+    let mut places = places;
+    let mut partial = Shared::<[u32]>::new_slice(comptime!(t.sums.partial()));
+    let mut found = Shared::<[u32]>::new_slice(comptime!(FOUND));
+    // Cubes beyond the last row make it again.
+    let row = CUBE_POS.min(sizes.rows - 1);
+    let keys = Numbers {
+        start: row * sizes.columns / N::value(),
+    };
+    let span = Span {
+        begin: 0usize.runtime(),
+        end: sizes.columns,
+    };
+    let threshold = select_row::<N, Numbers>(
+        numbers,
+        &keys,
+        &span,
+        sizes.most as u32,
+        &mut partial,
+        &mut found,
+        t,
+    );
+    let mut place = ListPlace::new(row * sizes.most, sizes.columns);
+    place.row_places = row * sizes.columns;
+    place.first_place = row % sizes.of_group * sizes.most;
+    list_selected::<N, Numbers>(
+        numbers,
+        &keys,
+        &span,
+        &threshold,
+        lists,
+        &mut places,
+        &place,
+        &mut partial,
+        1usize,
+        t,
+    );
+}
+
+/// The columns of the `most` highest numbers of each row, of equal ones the earlier, NaN the lowest: `lists` are i32 `[groups, rows, most]`, ascending, of f32
+/// `numbers` `[groups, rows, columns]`, contiguous, `most` at most as many as there are columns. `places`, i32 as `numbers`, say of each number where it stands
+/// in the lists of its group, `row · most` and its place in the row's, or −1.
+///
+/// # Errors
+/// As [`RadixTile::new`], or if the device does not index as many numbers.
+pub fn topk_rows(
+    client: &Client,
+    [groups, of_group, columns]: [usize; 3],
+    most: usize,
+    numbers: &Handle,
+    [lists, places]: [&Handle; 2],
+) -> Result<(), KernelError> {
+    let rows = groups * of_group;
+    KernelError::check_u32("the places of a group", of_group * most)?;
+    let tile = RadixTile::new(client, columns)?;
+    let address = address_of(client, rows * columns.max(most))?;
+    let cubes = spread(client, rows as u64)?;
+    if rows * columns * most == 0 {
+        return Ok(());
+    }
+    let vector = vector_of(client, columns, numbers.offset_start);
+    // SAFETY: a cube reads the numbers of its row and writes its list and places; the buffers have the lengths they say.
+    unsafe {
+        top_k::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(tile.units as u32),
+            address,
+            vector,
+            buffer(numbers, rows * columns / vector),
+            buffer(lists, rows * most),
+            ComptimeOptionArgs::Some(buffer(places, rows * columns)),
+            SizesLaunch::new(rows, of_group, columns, most),
+            tile,
+        );
+    }
+    Ok(())
+}
