@@ -9,7 +9,6 @@ use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::{cast, into_contiguous};
 use burn_cubecl::tensor::CubeTensor;
-use burn_paged_attention::internal::kernels as paged;
 
 use crate::order::ops::{OrderOps, SortedRounds, TopKLists, TopKPerCentroidLists};
 use burn_blocksparse::internal::cube::{empty, integers, launched, typed};
@@ -162,6 +161,6 @@ fn highest(numbers: &CubeTensor, of: [usize; 3], most: usize, made: [&CubeTensor
     let [.., columns] = of;
     launched(match rows::holds_rows(client, columns) {
         true => rows::highest_of_rows(client, of, most, given, made),
-        false => paged::topk_rows(client, of, most, given, made),
+        false => rows::topk_rows(client, of, most, given, made),
     });
 }

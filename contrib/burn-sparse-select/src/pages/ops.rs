@@ -1,11 +1,10 @@
-//! The backend trait of choosing pages by content.
+//! The backend trait of choosing pages by scores.
 
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, backend_extension};
 
+use crate::pages::page_choice::PageChoiceCall;
 use crate::pages::reference;
-use crate::pages::values::{PageChoiceCall, PageScoreInputs, SummarizeInputs, SummarizePacked};
-use crate::selection::PageSummary;
 
 /// Choices of pages as backend operations, on tensors that are not on an autodiff device. Arguments are checked by the public functions.
 #[backend_extension(
@@ -15,35 +14,6 @@ use crate::selection::PageSummary;
     Fusion: cfg(feature = "fusion"),
 )]
 pub trait PageChoiceOps: Backend {
-    /// Summaries of the pages that rows were written to: in place where the call alone holds them, otherwise in a copy.
-    #[fusion(meta = meta::summaries)]
-    fn summarize_pages(
-        #[extension_type] inputs: SummarizeInputs<Self>,
-        kv_heads: usize,
-        summary: PageSummary,
-    ) -> FloatTensor<Self> {
-        reference::summarize::<Self>(inputs, kv_heads, summary)
-    }
-
-    /// The same of keys in eight bits a number.
-    #[fusion(meta = meta::packed_summaries)]
-    fn summarize_quantized(
-        #[extension_type] inputs: SummarizePacked<Self>,
-        kv_heads: usize,
-        summary: PageSummary,
-    ) -> FloatTensor<Self> {
-        reference::summarize_packed::<Self>(inputs, kv_heads, summary)
-    }
-
-    /// Scores of pages, f32 `[batch, kv_heads, entries]`.
-    #[fusion(meta = meta::scores)]
-    fn page_scores(
-        #[extension_type] inputs: PageScoreInputs<Self>,
-        call: PageChoiceCall,
-    ) -> FloatTensor<Self> {
-        reference::scores::<Self>(inputs, &call)
-    }
-
     /// The pages of the highest scores, i32 `[batch, kv_heads, keep · block]`.
     #[fusion(meta = meta::highest)]
     fn topk_pages(
@@ -62,30 +32,6 @@ mod meta {
     use burn::tensor::DType;
 
     use super::*;
-    use crate::pages::values::{
-        PageScoreInputsMetadata, SummarizeInputsMetadata, SummarizePackedMetadata,
-    };
-
-    pub fn summaries(
-        inputs: &SummarizeInputsMetadata,
-        _kv_heads: &usize,
-        _summary: &PageSummary,
-    ) -> TensorSpec {
-        inputs.summaries.clone()
-    }
-
-    pub fn packed_summaries(
-        inputs: &SummarizePackedMetadata,
-        _kv_heads: &usize,
-        _summary: &PageSummary,
-    ) -> TensorSpec {
-        inputs.summaries.clone()
-    }
-
-    pub fn scores(inputs: &PageScoreInputsMetadata, call: &PageChoiceCall) -> TensorSpec {
-        let [batch, _, entries] = inputs.table.shape.dims::<3>();
-        TensorSpec::new([batch, call.kv_heads, entries].into(), DType::F32)
-    }
 
     pub fn highest(scores: &TensorSpec, _spans: &TensorSpec, call: &PageChoiceCall) -> TensorSpec {
         let [batch, kv_heads, _] = scores.shape.dims::<3>();

@@ -16,13 +16,12 @@
 //! quantize   rows written into pages of eight bits        shape    what a call is
 //! plan       how it is launched
 //! summary    what is known of each page besides its keys  page_scores  scores of pages by it
-//! highest    the pages of the highest scores          slots    slots of walks one by one, and of keys that were picked
+//! slots      slots of walks one by one, and of keys that were picked
 //! ```
 
 mod append;
 mod attend;
 mod exchange;
-mod highest;
 mod join;
 mod lanes;
 #[cfg(feature = "cuda")]
@@ -48,7 +47,6 @@ mod tile;
 mod walk;
 
 pub use append::{AppendShape, append_rows, check_append};
-pub use highest::{HighestShape, check_highest_pages, topk_pages, topk_rows};
 pub use page_scores::{PageScoreBuffers, PageScoreShape, check_page_scores, page_scores};
 pub use plan::{PagedBuffers, PagedPlan, paged_attention};
 pub use quantize::{append_quantized, check_append_quantized};

@@ -10,7 +10,7 @@
 //! A cube has a row, whose units hold every so many numbers of it: neighbours load, count and write neighbours. A count is a sum of planes, and one barrier;
 //! places in the list are bits that are counted. Nothing is sorted. Rows that are longer than a cube holds are [`topk_rows`]'s of pages.
 //!
-//! [`topk_rows`]: burn_paged_attention::internal::kernels::topk_rows
+//! [`topk_rows`]: crate::kernels::rows::topk_rows
 
 // What is known at compile time stays apart from what is not.
 #![allow(clippy::collapsible_if)]
@@ -387,7 +387,7 @@ pub fn holds_rows(client: &Client, columns: usize) -> bool {
     Held::new(client.properties(), columns, Index::Places).is_some()
 }
 
-/// The columns of the `most` highest numbers of each row, as [`topk_rows`](burn_paged_attention::internal::kernels::topk_rows) gives them: `lists` are i32
+/// The columns of the `most` highest numbers of each row, as [`topk_rows`](crate::kernels::rows::topk_rows) gives them: `lists` are i32
 /// `[groups, rows, most]`, ascending, of f32 `numbers` `[groups, rows, columns]`; `places`, i32 as `numbers`, are `row · most` and a number's place in the list of
 /// its row, or −1. Of equal numbers the earlier, NaN is the lowest. Contiguous, `most` at most as many as there are columns.
 ///

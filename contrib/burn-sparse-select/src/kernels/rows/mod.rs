@@ -14,6 +14,7 @@ pub(crate) mod order_planes;
 pub(crate) mod order_tiles;
 pub(crate) mod products;
 pub(crate) mod split;
+pub(crate) mod topk_pages;
 pub(crate) mod whole;
 
 pub use blocks::{Blocked, RowBlocks, block_means, block_means_of_two};
@@ -22,3 +23,4 @@ pub use hashes::{HashedRows, lsh_argsort, lsh_hash, sorts_hashes};
 pub use highest::{highest_flags_of_rows, highest_of_rows, holds_rows, words_of_flags};
 pub use nearest::{RowsOfMeans, compare_with_means};
 pub use order::{Rounds, argmax_rows, counting_argsort_rounds};
+pub use topk_pages::{HighestShape, check_highest_pages, topk_pages, topk_rows};
