@@ -6,9 +6,10 @@ use blocksparse_bench::device::{empty, read_ints, read_numbers, upload_ints};
 use blocksparse_bench::numbers::{BF16, F32};
 use blocksparse_cubecl::KernelError;
 use burn_paged_attention::internal::kernels::{
-    AppendShape, PageScoreBuffers, PageScoreShape, PagedPlan, Summary, TopKPagesShape, page_scores,
-    summarize_pages, summarize_quantized, topk_pages,
+    AppendShape, PageScoreBuffers, PageScoreShape, PagedPlan, Summary, page_scores,
+    summarize_pages, summarize_quantized,
 };
+use burn_sparse_select::kernels::rows::{TopKPagesShape, topk_pages};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 

@@ -33,9 +33,9 @@ const CRATES: &[&str] = &[
     "crates/blocksparse-cubecl",
     "crates/burn-blocksparse",
     "crates/burn-fused-ops",
-    "contrib/burn-paged-attention",
     "contrib/burn-sparse-select",
     "crates/burn-sparse-transformer",
+    "contrib/burn-paged-attention",
 ];
 
 /// Modules at the root of a crate, with those that each of them imports.

@@ -1,14 +1,13 @@
 //! Models whose layers choose keys by an indexer, on each device against themselves: CPU tests have the rest.
 
 use burn::module::Module;
+use burn_blocksparse_tests::prelude::*;
 use burn_fused_ops::optim::FusedAdamWConfig;
+use burn_paged_attention::pool::{KvPoolConfig, KvStep, PagedDecoder};
 use burn_sparse_transformer::dsa::DsaStage;
-use burn_sparse_transformer::pool::{KvPoolConfig, KvStep};
 use burn_sparse_transformer::{
     Factorization, Pattern, Recompute, SparseTransformer, SparseTransformerConfig,
 };
-
-use burn_blocksparse_tests::prelude::*;
 
 burn_blocksparse_tests::tests!(model_layers);
 

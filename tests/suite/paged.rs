@@ -1,14 +1,13 @@
 //! Attention over pages.
 
 use burn_blocksparse::alibi_slopes;
+use burn_blocksparse_tests::prelude::*;
+use burn_paged_attention::summaries::{PageSummaries, select_pages, summarize_pages};
 use burn_paged_attention::{
     PagedKeysValues, PagedOptions, PagedStore, PagedVisibility, Quantization, QuantizedPages,
     append_quantized, append_rows, dequantize, paged_attention,
 };
-use burn_sparse_select::pages::{PageSummaries, select_pages, summarize_pages};
 use burn_sparse_select::{PageSummary, Selection};
-
-use burn_blocksparse_tests::prelude::*;
 
 burn_blocksparse_tests::tests!(paged);
 

@@ -16,13 +16,14 @@ const CRATES: [(&str, usize); 6] = [
 ];
 
 /// Modules that are listed without their names: they are no user's, and change with each kernel.
-const UNSTABLE: [&str; 6] = [
+const UNSTABLE: [&str; 7] = [
     "blocksparse::internal",
     "blocksparse::plan",
     "burn_blocksparse::internal",
     "burn_fused_ops::kernels",
     "burn_paged_attention::kernels",
     "burn_sparse_select::kernels",
+    "burn_sparse_transformer::internal",
 ];
 
 const LIST: &str = "docs/dev/public-names.txt";

@@ -6,3 +6,5 @@ pub use crate::paged::values::{
     StoredPages,
 };
 pub use crate::sampling::ops::SamplingOps;
+pub use crate::summaries::ops::PageSummaryOps;
+pub use crate::summaries::values::{PageScoreInputs, SummarizeInputs, SummarizePacked};

@@ -13,6 +13,9 @@
 #![allow(deprecated)] // Burn deprecates its NdArray backend; we serve it while it exists.
 
 pub mod backend;
+pub mod dsa;
+mod error;
+pub mod generate;
 #[doc(hidden)]
 pub mod internal;
 #[cfg(feature = "cube")]
@@ -20,8 +23,11 @@ pub mod internal;
 pub mod kernels;
 mod paged;
 pub mod pages;
+pub mod pool;
 pub mod sampling;
+pub mod summaries;
 
+pub use error::PoolError;
 pub use paged::{
     PagedKeysValues, PagedOptions, PagedOutput, PagedStore, PagedVisibility, Quantization,
     QuantizedPages, append_quantized, append_rows, dequantize, paged_attention,

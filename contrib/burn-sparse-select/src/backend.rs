@@ -10,7 +10,7 @@ pub use crate::gates::values::{GatedGrads, GatedInputs, GatedSaved, GatedTask};
 #[cfg(feature = "cube")]
 pub use crate::order::ops::{OrderOps, SortedRounds, TopKLists, TopKPerCentroidLists};
 pub use crate::pages::ops::PageChoiceOps;
-pub use crate::pages::values::{PageChoiceCall, PageScoreInputs, SummarizeInputs};
+pub use crate::pages::page_choice::PageChoiceCall;
 #[cfg(feature = "cube")]
 pub use crate::selection::estimate_ops::{CompressedCall, EstimateOps, LikeBlocks, MeanScores};
 pub use crate::selection::ops::{

@@ -4,5 +4,4 @@ pub use crate::order::{
     ArgsortRounds, TopKPerCentroid, TopKRows, argmax_rows, counting_argsort,
     counting_argsort_rounds, lsh_argsort, lsh_hash, topk_per_centroid, topk_rows,
 };
-pub use crate::pages::choice::topk_pages;
 pub use crate::selection::layouts::LayoutCache;

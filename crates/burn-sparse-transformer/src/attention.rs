@@ -131,7 +131,7 @@ impl SparseMultiHeadAttention {
     }
 
     /// What the heads see.
-    fn context(&self, input: SparseMhaInput) -> Result<(Seen, Call), TransformerError> {
+    pub(crate) fn context(&self, input: SparseMhaInput) -> Result<(Seen, Call), TransformerError> {
         if let Some(content) = &self.content {
             return self.mixed_context(input, content);
         }
@@ -426,28 +426,10 @@ impl SparseMultiHeadAttention {
         Ok((call.results).attention(heads, tensors, layout, options)?)
     }
 
-    /// The same with the log of each row's sum of exponentials, `[batch, heads, seq]`.
-    pub(crate) fn attend_with_lse(
-        &self,
-        (query, key, value): (Tensor<4>, Tensor<4>, Tensor<4>),
-        layout: &BlockLayout,
-        call: &Call,
-    ) -> Result<(Tensor<4>, Tensor<3>), TransformerError> {
-        let tensors = self.tensors_of(&query, call);
-        let options = self.options_of(&query, call);
-        Ok(SparseAttentionCall::new(query, key, value, layout)
-            .tensors(tensors)
-            .options(options)
-            .run_with_lse()?)
-    }
-
     /// Sinks and biases of a call.
     pub(crate) fn tensors_of(&self, query: &Tensor<4>, call: &Call) -> AttentionTensors {
         let mut tensors = AttentionTensors::default();
-        tensors.sinks = match &self.sinks {
-            None if self.quiet_softmax => Some(Tensor::zeros([self.n_heads], &query.device())),
-            sinks => sinks.as_ref().map(Param::val),
-        };
+        tensors.sinks = self.sink_logits();
         tensors.relative_bias = self.relative_bias.as_ref().map(Param::val);
         tensors.bias = (call.bias.clone()).map(|bias| bias.cast(query.dtype()));
         tensors

@@ -99,7 +99,7 @@ impl SparseMultiHeadAttention {
         })
     }
 
-    fn cached_context(
+    pub(crate) fn cached_context(
         &self,
         input: SparseMhaInput,
         cache: &mut SparseMhaCache,

@@ -14,7 +14,6 @@ use crate::feed_forward::{
 };
 use crate::layouts::Layouts;
 use crate::nsa::NsaHeads;
-use crate::pool::{KvPool, Step};
 use crate::results::Results;
 use crate::stream::{Projected, Stream};
 use crate::{
@@ -350,19 +349,6 @@ impl SparseTransformerBlock {
             self.mha.forward_cache_projected(input, cache, last)
         };
         self.residual(Stream::new(x), attend, pass)?.finish()
-    }
-
-    /// Applies the block, layer `layer` of a pool, to the rows of a step.
-    pub(crate) fn pooled(
-        &self,
-        stream: Stream,
-        pool: &mut KvPool,
-        step: &Step,
-        layer: usize,
-    ) -> Result<Stream, TransformerError> {
-        let attend =
-            |input: SparseMhaInput| self.mha.forward_pool_projected(input, pool, step, layer);
-        self.residual(stream, attend, Pass::default())
     }
 
     /// Applies the block to several sequences that lie one after the other in one.

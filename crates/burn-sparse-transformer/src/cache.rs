@@ -200,7 +200,7 @@ fn write(buffer: Option<Tensor<4>>, chunk: Tensor<4>, start: usize, capacity: us
 /// What [`crate::SparseTransformer::forward_cache`] remembers: keys and values of every block, and the
 /// position reached.
 ///
-/// For a batch whose sequences all have the same length. It keeps every key; a [`KvPool`](crate::pool::KvPool) is for sequences of unequal lengths that come and
+/// For a batch whose sequences all have the same length. It keeps every key; a `KvPool` of `burn-paged-attention` is for sequences of unequal lengths that come and
 /// go, and keeps the keys that the patterns reach.
 ///
 /// Made by [`crate::SparseTransformer::new_cache`].

@@ -25,6 +25,20 @@ pub(crate) struct Call {
 }
 
 impl Call {
+    /// One of projected heads of a dtype.
+    pub(crate) fn of_heads(dtype: DType) -> Self {
+        Self {
+            query: Positions::From(0),
+            key: Positions::From(0),
+            padding: None,
+            dtype,
+            bias: None,
+            dropout_seed: None,
+            dropout: None,
+            results: Results::default(),
+        }
+    }
+
     /// One whose queries and keys are the same rows, at these positions.
     pub(crate) fn at(
         input: &SparseMhaInput,

@@ -70,11 +70,14 @@ impl PositionEmbedding {
             .narrow(1, start - first * width, len)
     }
 
-    /// Embeddings of the rows and columns of positions that need not follow each other, `[positions]` each.
+    /// Embeddings of positions that need not follow each other, `[positions]`.
     ///
     /// # Shapes
     /// - output: `[positions, d_model]`
-    pub(crate) fn at(&self, rows: Tensor<1, Int>, columns: Tensor<1, Int>) -> Tensor<2> {
+    pub(crate) fn at(&self, positions: &Tensor<1, Int>) -> Tensor<2> {
+        let width = self.width() as i32;
+        let rows = positions.clone().div_scalar(width);
+        let columns = positions.clone() - rows.clone().mul_scalar(width);
         self.row.val().select(0, rows) + self.columns().select(0, columns)
     }
 
@@ -140,7 +143,7 @@ mod tests {
         }
         // As a cache asks for them.
         let ints = |value: i32| Tensor::<1, Int>::from_ints([value], &device);
-        let at = embedding.at(ints(2), ints(7));
+        let at = embedding.at(&ints(2 * width as i32 + 7));
         let whole = embedding.forward(2 * width + 7, 1);
         at.unsqueeze::<3>()
             .into_data()

@@ -1,5 +1,6 @@
+use std::fmt;
+
 use burn_blocksparse::{LayoutError, OpError};
-use burn_paged_attention::pages::CacheError;
 
 use crate::Precision;
 
@@ -55,33 +56,14 @@ pub enum TransformerError {
     /// The pattern does not give a layout for the sequence lengths at hand.
     #[error(transparent)]
     Layout(#[from] LayoutError),
-    /// A pool of pages refused a call.
-    #[error(transparent)]
-    Cache(CacheError),
     /// The attention function refused its inputs.
     #[error(transparent)]
     Attention(#[from] OpError),
 }
 
-impl From<CacheError> for TransformerError {
-    fn from(error: CacheError) -> Self {
-        match error {
-            CacheError::Boundary {
-                position,
-                last,
-                next,
-            } => Self::Boundary {
-                position,
-                last,
-                next,
-            },
-            other => Self::Cache(other),
-        }
-    }
-}
-
 impl TransformerError {
-    pub(crate) fn argument(
+    /// [`Self::Argument`]: what must be `expected`, and what came.
+    pub fn argument(
         argument: &'static str,
         expected: impl Into<String>,
         got: impl ToString,
@@ -95,7 +77,7 @@ impl TransformerError {
 }
 
 /// `Ok` if `valid`, otherwise the error that says what `argument` had to be.
-pub(crate) fn ensure(
+pub fn ensure(
     valid: bool,
     argument: &'static str,
     expected: impl FnOnce() -> String,
@@ -108,7 +90,7 @@ pub(crate) fn ensure(
 }
 
 /// What must not be given: `expected` says so.
-pub(crate) fn ensure_none(
+pub fn ensure_none(
     argument: &'static str,
     given: bool,
     expected: &str,
@@ -148,7 +130,7 @@ pub(crate) fn ensure_scores(
 
 /// What `try_…` gives, or a panic with its error's text: the modules of burn-nn panic, too.
 #[track_caller]
-pub(crate) fn or_panic<T>(result: Result<T, TransformerError>) -> T {
+pub fn or_panic<T, E: fmt::Display>(result: Result<T, E>) -> T {
     match result {
         Ok(value) => value,
         Err(error) => panic!("{error}"),
@@ -159,10 +141,7 @@ pub(crate) fn or_panic<T>(result: Result<T, TransformerError>) -> T {
 const MAX_SIZE: usize = 1 << 30;
 
 /// A size that must be at least 1.
-pub(crate) fn ensure_positive(
-    argument: &'static str,
-    value: usize,
-) -> Result<(), TransformerError> {
+pub fn ensure_positive(argument: &'static str, value: usize) -> Result<(), TransformerError> {
     ensure(value > 0, argument, || "at least 1".into(), value)?;
     ensure(
         value <= MAX_SIZE,
@@ -189,7 +168,7 @@ pub(crate) fn ensure_multiple(
 }
 
 /// A tensor's dimensions, printed as `[2, 16, 64]`.
-pub(crate) fn ensure_shape<const D: usize>(
+pub fn ensure_shape<const D: usize>(
     argument: &'static str,
     dims: [usize; D],
     expected: [Option<usize>; D],

@@ -72,7 +72,8 @@ impl HeadNorm {
 
 /// Where the rows of a tensor sit in their sequence.
 #[derive(Clone, Debug)]
-pub(crate) enum Positions {
+#[non_exhaustive]
+pub enum Positions {
     /// One after the other, from this one on.
     From(usize),
     /// Documents of these lengths, each from 0 on.
@@ -123,7 +124,7 @@ pub(crate) fn rotate(
 }
 
 /// The other way round: what was rotated at a position as if that were so much less.
-pub(crate) fn rotate_back(
+pub fn rotate_back(
     rope: &RotaryEncoding,
     x: Tensor<4>,
     by: &Positions,

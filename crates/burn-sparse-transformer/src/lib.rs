@@ -36,8 +36,8 @@
 //! | burn-nn's `MultiHeadAttention`, sparse | [`SparseMultiHeadAttention`] |
 //! | a decoder-only model, a residual block, an encoder | [`SparseTransformer`], [`SparseTransformerBlock`], [`SparseTransformerEncoder`] |
 //! | Longformer | [`longformer`] |
-//! | text generation, speculative drafts | [`generate`] |
-//! | a paged KV cache, eviction, int8 and fp8 | [`pool`] |
+//! | decoding with your own cache or model | [`decoder`] |
+//! | a paged KV cache, eviction, int8 and fp8, text generation | the crate `burn-paged-attention` |
 //! | linear layers in mixed precision or with block-sparse weights | [`linear`], [`feed_forward`] |
 //! | experimental: NSA, DSA, routing, LSH | [`nsa`], [`dsa`], [`content`] |
 //!
@@ -64,7 +64,7 @@ mod cache;
 mod call;
 pub mod content;
 mod convert;
-mod drafts;
+pub mod decoder;
 mod dropout;
 pub mod dsa;
 mod embedding;
@@ -73,22 +73,22 @@ mod encoder_layer;
 mod error;
 mod factorization;
 pub mod feed_forward;
-pub mod generate;
 mod head_selections;
 mod heads;
 mod init;
 mod input;
+#[doc(hidden)]
+pub mod internal;
 mod layouts;
 pub mod linear;
 pub mod longformer;
 pub mod nsa;
-pub mod pool;
+mod parts;
 mod precision;
 #[cfg(feature = "autodiff")]
 mod recompute;
 mod recompute_mode;
 mod results;
-mod sampling;
 mod selected;
 mod sparse_attention;
 mod stream;

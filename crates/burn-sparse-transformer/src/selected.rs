@@ -229,7 +229,10 @@ impl SparseMultiHeadAttention {
     }
 
     /// That tokens that come later change no choice.
-    pub(crate) fn ensure_decodable(&self) -> Result<(), TransformerError> {
+    ///
+    /// # Errors
+    /// [`TransformerError::Argument`] that says what of the module is in the way.
+    pub fn ensure_decodable(&self) -> Result<(), TransformerError> {
         self.ensure_no_content()?;
         self.ensure_alike()?;
         let leaks = |selection: &&Selection| !selection.estimator().traits().prefix_stable;

@@ -80,7 +80,7 @@ impl SparseAttentionConfig {
 ///
 /// Layouts are built once for each (heads, seq_q, seq_kv); clones share them, and the 8 that were used last are kept
 /// ([`keep_layouts`](Self::keep_layouts)). A cache that grows by a token asks for a new one, whose time follows the one row's kept blocks, and on a GPU
-/// for its launch plan. Decoding from pages needs none ([`KvPool`](crate::pool::KvPool), [`paged_attention`](burn_paged_attention::paged_attention)).
+/// for its launch plan. Decoding from pages needs none (`KvPool` and `paged_attention` of `burn-paged-attention`).
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};

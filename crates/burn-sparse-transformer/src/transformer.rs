@@ -10,6 +10,7 @@ use crate::content::ContentAttention;
 use crate::dsa::DsaStage;
 use crate::error::{ensure, ensure_multiple, ensure_positive, ensure_shape, or_panic};
 use crate::feed_forward::{FeedForwardActivation, FeedForwardSparsity};
+use crate::heads::Positions;
 use crate::layouts::LayoutPool;
 use crate::linear::linear_flops;
 use crate::selected::of_layer;
@@ -327,7 +328,7 @@ impl SparseTransformer {
     /// If `tokens` is empty or longer than the context, or a pattern has no layout for `seq`.
     pub fn try_forward(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>, TransformerError> {
         let stream = self.stream(tokens, |block, training| block.pass(training))?;
-        self.logits(stream)
+        self.head_logits(stream)
     }
 
     /// The residual stream behind all blocks, each of which drops what `drops` says.
@@ -421,7 +422,7 @@ impl SparseTransformer {
         match self.decode(x, &mut cache.blocks, last) {
             Ok(x) => {
                 cache.position += new;
-                self.logits(Stream::new(x))
+                self.head_logits(Stream::new(x))
             }
             Err(error) => {
                 cache.truncate(position);
@@ -537,11 +538,36 @@ impl SparseTransformer {
         })
     }
 
-    /// Of tokens alone, without their positions.
-    pub(crate) fn embed_tokens(
+    /// The same at any positions.
+    pub(crate) fn embed_at(
         &self,
         tokens: Tensor<2, Int>,
+        positions: &Positions,
     ) -> Result<Tensor<3>, TransformerError> {
+        let places = match positions {
+            Positions::From(start) => return self.embed(tokens, *start),
+            Positions::Listed(places) => places,
+            Positions::Documents(_) => {
+                let expected = "from one on, or listed";
+                return Err(TransformerError::argument(
+                    "positions",
+                    expected,
+                    "documents",
+                ));
+            }
+        };
+        let embedded = self.embed_tokens(tokens)?;
+        Ok(match &self.position_embedding {
+            Some(positions) => {
+                let dims = embedded.dims();
+                embedded + positions.at(places).reshape(dims)
+            }
+            None => embedded,
+        })
+    }
+
+    /// Of tokens alone, without their positions.
+    fn embed_tokens(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>, TransformerError> {
         // Ids have no gradient. Without their autodiff context they can come from any device setting.
         let table = self.token_embedding.weight.val();
         Ok(embedding(table, tokens.without_autodiff())?)
@@ -555,7 +581,7 @@ impl SparseTransformer {
     }
 
     /// `norm(H_N) · W_output`.
-    pub(crate) fn logits(&self, stream: Stream) -> Result<Tensor<3>, TransformerError> {
+    pub(crate) fn head_logits(&self, stream: Stream) -> Result<Tensor<3>, TransformerError> {
         let x = self.head_input(stream)?;
         Ok(linear(
             x,

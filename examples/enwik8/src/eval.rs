@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use anyhow::{Result, anyhow, ensure};
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{Device, Int, Tensor};
-use burn_sparse_transformer::pool::{
-    KvDtype, KvPoolConfig, KvPositions, KvRetention, KvStep, KvUsage,
+use burn_paged_attention::pool::{
+    KvDtype, KvPoolConfig, KvPositions, KvRetention, KvStep, KvUsage, PagedDecoder,
 };
 use burn_sparse_transformer::{Precision, SparseTransformer};
 use clap::Args;

@@ -3,6 +3,7 @@
 use std::error::Error;
 
 use burn_blocksparse::{LayoutError, OpError};
+use burn_paged_attention::PoolError;
 use burn_paged_attention::pages::CacheError;
 use burn_sparse_transformer::TransformerError;
 use clap::Command;
@@ -95,8 +96,14 @@ fn parts<'a>(cause: &'a (dyn Error + 'static)) -> Option<(&'static str, &'a str,
                 got,
             } => Some((*argument, expected.as_str(), got.as_str())),
             TransformerError::Layout(error) => parts(error),
-            TransformerError::Cache(error) => parts(error),
             TransformerError::Attention(error) => parts(error),
+            _ => None,
+        };
+    }
+    if let Some(error) = cause.downcast_ref::<PoolError>() {
+        return match error {
+            PoolError::Cache(error) => parts(error),
+            PoolError::Layers(error) => parts(error),
             _ => None,
         };
     }

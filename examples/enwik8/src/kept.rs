@@ -2,8 +2,9 @@
 
 use anyhow::{Error, Result, anyhow, bail, ensure};
 use burn::tensor::FloatDType;
+use burn_paged_attention::PoolError;
 use burn_paged_attention::pages::CacheError;
-use burn_sparse_transformer::pool::{
+use burn_paged_attention::pool::{
     EvictionBudget, EvictionConfig, EvictionScore, KvDtype, KvPoolConfig, KvPositions, KvRetention,
     ScoreSmoothing,
 };
@@ -128,20 +129,30 @@ impl KeptArgs {
 
     /// An error of the model or of its pool. Where a flag needs a pattern that the model has not, the flag and what to do instead.
     pub fn explained(&self, error: Error, config: &ModelConfig) -> Error {
-        let (flag, instead) = match error.downcast_ref::<TransformerError>() {
-            Some(TransformerError::Cache(CacheError::Argument {
+        let of_pool = error.downcast_ref::<PoolError>();
+        let of_layers = match of_pool {
+            Some(PoolError::Layers(error)) => Some(error),
+            _ => error.downcast_ref::<TransformerError>(),
+        };
+        let of_books = matches!(
+            of_pool,
+            Some(PoolError::Cache(CacheError::Argument {
                 argument: "pattern",
                 ..
-            })) => match &self.cache {
-                Some(Cache { text, .. }) => {
-                    (format!("--cache {text}"), ", or take --cache reachable")
-                }
-                None => return error,
-            },
+            }))
+        );
+        let of_layers = matches!(
+            of_layers,
             Some(TransformerError::Argument {
                 argument: "pattern",
                 ..
-            }) if !self.selection.is_empty() => {
+            })
+        );
+        let (flag, instead) = match &self.cache {
+            Some(Cache { text, .. }) if of_books => {
+                (format!("--cache {text}"), ", or take --cache reachable")
+            }
+            _ if of_layers && !self.selection.is_empty() => {
                 let texts: Vec<String> = self.selection.iter().map(ToString::to_string).collect();
                 (format!("--selection {}", texts.join(" --selection ")), "")
             }

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use burn::module::Module;
+use burn_paged_attention::generate::{GenerateOptions, Sampling, generate};
 use burn_sparse_transformer::SparseTransformer;
-use burn_sparse_transformer::generate::{GenerateOptions, Sampling};
 use clap::Args;
 
 use crate::checkpoint::{Checkpoint, write_atomically};
@@ -380,7 +380,7 @@ impl Report<'_> {
             .iter()
             .map(|prompt| prompt.iter().map(|&byte| u32::from(byte)).collect())
             .collect();
-        let written = model.generate(&tokens, &options, &mut |_| ControlFlow::Continue(()))?;
+        let written = generate(model, &tokens, &options, &mut |_| ControlFlow::Continue(()))?;
         let from = match self.corpus {
             Some(_) => "from the validation split",
             None => "of ours, as the data are gone",

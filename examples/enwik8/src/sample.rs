@@ -10,9 +10,9 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
+use burn_paged_attention::generate::{PromptLookup, PromptLookupIndex, Sampling};
+use burn_paged_attention::pool::KvRetention;
 use burn_sparse_transformer::Precision;
-use burn_sparse_transformer::generate::{PromptLookup, PromptLookupIndex, Sampling};
-use burn_sparse_transformer::pool::KvRetention;
 use clap::Args;
 use output::Output;
 use statistics::Times;

@@ -3,9 +3,9 @@
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::nn::RotaryEncodingConfig;
+use burn_paged_attention::pool::{KvPool, KvPoolConfig, KvRetention, KvStep, SequenceId};
 use burn_sparse_transformer::content::ContentAttention;
 use burn_sparse_transformer::nsa::{Compression, NsaHeadsConfig};
-use burn_sparse_transformer::pool::{KvPool, KvPoolConfig, KvRetention, KvStep, SequenceId};
 use burn_sparse_transformer::{
     Pattern, QkNorm, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
     SparseMultiHeadAttentionConfig,
@@ -229,7 +229,7 @@ fn by_pool(
         let steps: Vec<KvStep> = (taken.iter())
             .map(|&entry| KvStep::new(ids[entry], counts[entry]))
             .collect();
-        let rows = mha.try_forward_pool(input, &steps, pool).unwrap().context;
+        let rows = pool.try_forward_attention(mha, input, &steps).unwrap();
         pool.verify().unwrap();
         for (place, &entry) in taken.iter().enumerate() {
             let rows = rows.clone().narrow(0, place, 1);
@@ -240,7 +240,7 @@ fn by_pool(
         let len = pool.len(ids[entry]).unwrap();
         let read_on = |pool: &mut KvPool, id: SequenceId, count: usize| {
             let rows = other.clone().narrow(1, len, count);
-            mha.try_forward_pool(rows, &[KvStep::new(id, count)], pool)
+            pool.try_forward_attention(mha, rows, &[KvStep::new(id, count)])
                 .unwrap();
         };
         if rollback == ROLLBACK && len + ROLLBACK <= seq && chance(rng, 2) {

@@ -1,6 +1,8 @@
 //! Recordings of decoding: steps of a model on a pool.
 
-use burn_sparse_transformer::pool::{GraphDecoder, KvDtype, KvPoolConfig, KvStep};
+use burn_paged_attention::pool::{
+    GraphDecoder, KvDtype, KvPool, KvPoolConfig, KvStep, PagedDecoder,
+};
 use burn_sparse_transformer::{
     BlockAttentionConfig, Factorization, Pattern, SparseTransformer, SparseTransformerConfig,
 };
@@ -120,8 +122,8 @@ fn replayed_equals_plain(
     let pool = model.new_pool(&config).unwrap();
     let mut decoder = GraphDecoder::new(model.clone(), pool).unwrap();
     let mut recorded = 0;
-    let mut step = |decoder: &mut GraphDecoder,
-                    plain: &mut burn_sparse_transformer::pool::KvPool,
+    let mut step = |decoder: &mut GraphDecoder<SparseTransformer>,
+                    plain: &mut KvPool,
                     steps: &[KvStep],
                     seed: usize| {
         let count: usize = steps[0].tokens;
@@ -138,7 +140,7 @@ fn replayed_equals_plain(
         assert!(!decoder.is_recorded() || decoder.fallback_reason().is_none());
     };
     // Both pools name sequences alike.
-    let join = |decoder: &mut GraphDecoder, plain: &mut burn_sparse_transformer::pool::KvPool| {
+    let join = |decoder: &mut GraphDecoder<SparseTransformer>, plain: &mut KvPool| {
         let id = plain.join().unwrap();
         assert_eq!(decoder.pool_mut().join().unwrap(), id);
         id

@@ -1,10 +1,9 @@
 //! Choices of pages: what is known of pages, scores and picks, against loops in f64.
 
-use burn_paged_attention::{PagedStore, Quantization, QuantizedPages, append_quantized};
-use burn_sparse_select::internal::topk_pages;
-use burn_sparse_select::pages::{
-    PageChoice, PageSummaries, page_scores, select_pages, summarize_stored,
+use burn_paged_attention::summaries::{
+    PageChoice, PageSummaries, page_scores, select_pages, summarize_stored, topk_pages,
 };
+use burn_paged_attention::{PagedStore, Quantization, QuantizedPages, append_quantized};
 use burn_sparse_select::{Always, PageSummary, Selection};
 use rand::seq::SliceRandom;
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use burn::module::Param;
 use burn::nn::Linear;
 use burn::tensor::Tolerance;
-use burn_sparse_transformer::pool::{
+use burn_paged_attention::pool::{
     EvictionBudget, EvictionConfig, EvictionScore, KvPool, KvPoolConfig, KvStep, ScoreSmoothing,
     SequenceId,
 };
@@ -92,11 +92,7 @@ pub fn queries_see_the_keys_that_stay(devices: &[Device]) {
                 }
                 let input = x.clone().narrow(1, first, count);
                 let steps = [KvStep::new(id, count)];
-                rows.push(
-                    mha.try_forward_pool(input, &steps, &mut pool)
-                        .unwrap()
-                        .context,
-                );
+                rows.push(pool.try_forward_attention(&mha, input, &steps).unwrap());
                 pool.verify().unwrap();
                 first += count;
             }
@@ -136,7 +132,7 @@ pub fn sums_of_attention_are_the_same_by_both_roads(devices: &[Device]) {
             let id = pool.join().unwrap();
             for &count in calls {
                 let input = x.clone().narrow(1, pool.len(id).unwrap(), count);
-                mha.try_forward_pool(input, &[KvStep::new(id, count)], &mut pool)
+                pool.try_forward_attention(&mha, input, &[KvStep::new(id, count)])
                     .unwrap();
             }
             pool.attention_sums(id, 0).unwrap().narrow(1, 0, 20)
@@ -238,7 +234,7 @@ fn come_and_go(mha: &SparseMultiHeadAttention, config: EvictionConfig, seed: u64
         let steps = chosen.iter().zip(&counts);
         let steps = steps.map(|(&at, &count)| KvStep::new(pairs[at].id, count));
         let steps: Vec<KvStep> = steps.collect();
-        let rows = mha.forward_pool(x.clone(), &steps, &mut pool);
+        let rows = pool.forward_attention(mha, x.clone(), &steps);
         pool.verify().unwrap();
         for (entry, (&at, &count)) in chosen.iter().zip(&counts).enumerate() {
             let Pair {
@@ -248,8 +244,8 @@ fn come_and_go(mha: &SparseMultiHeadAttention, config: EvictionConfig, seed: u64
             } = &mut pairs[at];
             let own = |x: &Tensor<3>| x.clone().slice([entry..entry + 1, 0..count]);
             let step = [KvStep::new(*alone_id, count)];
-            let expected = mha.forward_pool(own(&x), &step, alone);
-            assert_close(own(&rows.context), expected.context, 1e-4);
+            let expected = alone.forward_attention(mha, own(&x), &step);
+            assert_close(own(&rows), expected, 1e-4);
             let kept = pool.retained_positions(*id, 0).unwrap();
             let len = pool.len(*id).unwrap();
             evicted += usize::from(kept[0].len() < len);

@@ -1,7 +1,8 @@
 //! Choices of an indexer among keys in pages, against those of keys side by side.
 
+use burn_paged_attention::dsa::{DsaPages, choose_in_pages};
 use burn_paged_attention::{PagedKeysValues, PagedOptions, PagedStore, paged_attention};
-use burn_sparse_select::dsa::{Dsa, DsaPages};
+use burn_sparse_select::dsa::Dsa;
 use rand::seq::SliceRandom;
 
 use crate::judge::dsa::Problem;
@@ -118,7 +119,7 @@ pub fn dsa_chooses_in_pages(devices: &[Device]) {
                 }
                 let dsa = Dsa::new(keep).unwrap().with_near(near).unwrap();
                 let dsa = dsa.with_chunk_elements(numbers).unwrap();
-                let slots = dsa.choose_in_pages(&walks.index(device, dtype), kv_heads);
+                let slots = choose_in_pages(&dsa, &walks.index(device, dtype), kv_heads);
                 let slots = slots.unwrap();
                 let most = keep.min(walks.entries * page);
                 assert_eq!(slots.dims(), [lengths.len(), kv_heads, most], "{what}");
@@ -158,7 +159,7 @@ pub fn dsa_attends_in_pages(devices: &[Device]) {
         let q = random(count * heads * width);
         let stored = [(); 2].map(|()| random(walks.pages * kv_heads * page * width));
         let index = walks.index(device, DType::F32);
-        let slots = Dsa::new(keep).unwrap().choose_in_pages(&index, kv_heads);
+        let slots = choose_in_pages(&Dsa::new(keep).unwrap(), &index, kv_heads);
         let slots = slots.unwrap();
         let listed: Vec<i32> = slots.clone().into_data().iter().collect();
         let shape = [walks.pages * kv_heads, page, width];
@@ -197,7 +198,7 @@ pub fn dsa_in_pages_errors(devices: &[Device]) {
         let index = walks.index(device, DType::F32);
         let dsa = Dsa::new(4).unwrap();
         let says = |index: &DsaPages, kv_heads: usize, words: &str| {
-            let error = dsa.choose_in_pages(index, kv_heads).unwrap_err();
+            let error = choose_in_pages(&dsa, index, kv_heads).unwrap_err();
             assert!(error.to_string().contains(words), "{error}");
         };
         says(&index, 0, "kv_heads");

@@ -10,11 +10,11 @@ use burn::tensor::{DType, Int, Tensor};
 
 use crate::dsa::backend::{available, has_top_k, rounds};
 use crate::dsa::found::{DsaTarget, Found};
+use crate::dsa::in_lists::DsaLists;
 use crate::dsa::ops::{
     ComparedKeys, IndexInputs, IndexerChoice, IndexerLoss, IndexerOps, IndexerScores, SeenKeys,
     TargetInputs,
 };
-use crate::dsa::pages::DsaPages;
 use crate::dsa::scores::{DsaIndex, together};
 use crate::selection::layouts::LayoutCache;
 use burn_blocksparse::internal::device::cube;
@@ -120,16 +120,14 @@ pub(crate) fn top_k(
 
 /// The places of the `most` highest scores of queries of walks, `[walks, most]`, ascending, −1 behind the last, `near` of the last among them: of the keys in
 /// the slots that they list, `[walks, listed]`, so many as `seen` says. `None` also where queries and keys are of different dtypes.
-pub(crate) fn top_k_in_pages(
-    pages: &DsaPages,
-    slots: &Tensor<2, Int>,
-    seen: &Tensor<1, Int>,
+pub(crate) fn top_k_in_lists(
+    index: &DsaLists,
     [most, near]: [usize; 2],
     numbers: usize,
 ) -> Option<Tensor<2, Int>> {
-    let q = pages.q.clone().swap_dims(0, 1).unsqueeze::<4>();
-    let [count, page, width] = pages.keys.dims();
-    let k = pages.keys.clone().reshape([1, 1, count * page, width]);
+    let DsaLists { slots, seen, .. } = index;
+    let q = index.q.clone().swap_dims(0, 1).unsqueeze::<4>();
+    let k = index.keys.clone().unsqueeze::<4>();
     let [walks, listed] = slots.dims();
     let together = (numbers / listed.max(1)).clamp(1, walks);
     let is_served = q.dtype() == k.dtype()
@@ -141,7 +139,7 @@ pub(crate) fn top_k_in_pages(
     let inputs = IndexInputs {
         q: q.into_dispatch(),
         k: k.into_dispatch(),
-        weights: (pages.weights.clone())
+        weights: (index.weights.clone())
             .swap_dims(0, 1)
             .unsqueeze::<3>()
             .into_dispatch(),

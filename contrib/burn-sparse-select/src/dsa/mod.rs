@@ -7,8 +7,7 @@
 // fp8      queries and keys in 8 bits
 // found    what it is compared over, and a loss with its gradients
 // kernels  both where a device has kernels for them
-// pages    an indexer's keys in pages
-// in_pages choices among them, for decoding
+// in_lists choices among listed keys, for decoding
 #[cfg(feature = "cube")]
 pub mod backend;
 #[cfg(feature = "cube")]
@@ -16,11 +15,10 @@ pub mod ops;
 
 mod found;
 mod fp8;
-mod in_pages;
+mod in_lists;
 #[cfg(feature = "cube")]
 mod kernels;
 mod loss;
-mod pages;
 mod scores;
 mod slabs;
 
@@ -28,11 +26,11 @@ pub use blocksparse::{HADAMARD_WIDTHS, HadamardFp8};
 
 use burn::tensor::{Bool, DType, IndexingUpdateOp, Int, Tensor};
 
-use crate::pages::choice::topk_keys;
+use crate::pages::topk_keys;
 use crate::selection::key_lists::{TokenIndices, token_sparse_attention};
 use burn_blocksparse::{AttentionOptions, OpError};
 pub use found::DsaTarget;
-pub use pages::DsaPages;
+pub use in_lists::DsaLists;
 pub use scores::DsaIndex;
 use slabs::Slabs;
 

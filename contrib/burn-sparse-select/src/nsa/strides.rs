@@ -12,8 +12,7 @@ use blocksparse::Always;
 use burn::tensor::{Bool, DType, Int, Tensor};
 
 use crate::nsa::Nsa;
-use crate::pages::choice::topk_pages;
-use crate::pages::page_choice::PageChoice;
+use crate::pages::{PageChoice, topk_pages};
 use crate::selection::parts::{NOTHING, padded};
 use crate::selection::products;
 use burn_blocksparse::OpError;
@@ -105,11 +104,10 @@ impl Nsa {
     /// # Shapes
     /// - `importance`: `[batch, kv_heads, rows, blocks]`, f32, as [`Self::of_strides`] gives them
     /// - `positions`: `[batch, rows]`, i32
-    /// - result: `[batch · rows, kv_heads, choice.selected_pages()]`, i32, a walk for each query, as [`PagedKeysValues::selected`](burn_paged_attention::PagedKeysValues::selected) has
-    ///   them
+    /// - result: `[batch · rows, kv_heads, choice.selected_pages()]`, i32, a walk for each query
     ///
     /// # Errors
-    /// As [`topk_pages`](crate::pages::choice::topk_pages).
+    /// As [`topk_pages`](crate::pages::topk_pages).
     pub fn choose_pages(
         &self,
         importance: Tensor<4>,

@@ -3,11 +3,11 @@
 use std::ops::Range;
 
 use blocksparse::Always;
-
-use crate::selection::PageSummary;
 use burn_blocksparse::OpError;
 
-/// How pages are chosen: what [`select_pages`](crate::pages::choice::select_pages) does of a [`Selection`](crate::selection::Selection).
+use crate::selection::{GqaReduction, PageSummary, Selection};
+
+/// How pages are chosen: what a cache in pages does of a [`Selection`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PageChoice {
@@ -78,7 +78,11 @@ impl PageChoice {
         }
     }
 
-    pub(crate) fn check(&self) -> Result<(), OpError> {
+    /// Checks the numbers.
+    ///
+    /// # Errors
+    /// [`OpError`] if one is out of its range.
+    pub fn check(&self) -> Result<(), OpError> {
         if !self.page.is_power_of_two() {
             return Err(OpError::argument(
                 "choice.page",
@@ -105,6 +109,94 @@ impl PageChoice {
                     self.selected_pages(),
                 ))
             }
+        }
+    }
+}
+
+impl Selection {
+    /// How the selection chooses among pages of so many slots, of keys that `group` heads of queries share.
+    ///
+    /// # Errors
+    /// [`OpError`] if its method scores no pages, pages are not whole parts of its blocks, or heads that share keys choose each for itself: a page is
+    /// read for all of them.
+    pub fn on_pages(&self, page: usize, group: usize) -> Result<PageChoice, OpError> {
+        self.check()?;
+        let name = self.estimator().name();
+        let summary = self.estimator().page_summary().ok_or_else(|| {
+            let expected = "one that a pool of pages can choose by (moba, quest)";
+            OpError::argument("selection", expected, self)
+        })?;
+        let rule = self.rule();
+        let blocksparse::Budget::TopK(keep) = rule.keep else {
+            let expected = "a number of blocks over a pool of pages";
+            return Err(OpError::argument(
+                "keep",
+                expected,
+                format!("{:?}", rule.keep),
+            ));
+        };
+        if rule.forced.local == 0 {
+            let expected = "at least 1, the query's own block, over a pool of pages";
+            return Err(OpError::argument("forced.local", expected, 0));
+        }
+        let block = self.estimator().grid().block;
+        let fits = match summary {
+            // A bound of several pages is no sum of theirs.
+            PageSummary::Bounds => page == block,
+            PageSummary::Mean => page > 0 && block.is_multiple_of(page),
+        };
+        if !fits {
+            let expected = match summary {
+                PageSummary::Bounds => format!("{block}, the page of {name}"),
+                PageSummary::Mean => format!("a divisor of {block}, the block of {name}"),
+            };
+            return Err(OpError::argument("page_size", expected, page));
+        }
+        let mean = match self.gqa_reduction() {
+            GqaReduction::Mean => true,
+            GqaReduction::Sum => false,
+            _ if group == 1 => false,
+            other => {
+                let expected =
+                    "mean or sum over a pool of pages, which heads that share keys read together";
+                return Err(OpError::argument("share", expected, other));
+            }
+        };
+        Ok(PageChoice {
+            summary,
+            page,
+            block: block / page,
+            keep,
+            forced: rule.forced,
+            mean,
+        })
+    }
+}
+
+/// Parameters of a choice of pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PageChoiceCall {
+    /// Heads of keys.
+    pub kv_heads: usize,
+    /// How pages are chosen.
+    pub choice: PageChoice,
+}
+
+impl PageChoiceCall {
+    /// Of so many heads of keys.
+    pub fn new(kv_heads: usize, choice: &PageChoice) -> Self {
+        Self {
+            kv_heads,
+            choice: *choice,
+        }
+    }
+
+    /// What sums over so many heads that share keys are multiplied by.
+    pub fn factor(&self, group: usize) -> f64 {
+        match self.choice.mean {
+            true => 1.0 / group as f64,
+            false => 1.0,
         }
     }
 }

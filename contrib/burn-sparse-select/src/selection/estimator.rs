@@ -33,7 +33,6 @@ pub struct EstimatorTraits {
 
 /// What a pool of pages has to know of each page for an estimator's scores, besides its keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
 pub enum PageSummary {
     /// The largest and the smallest number of each channel: scores are `Σ_c max(q_c · max_c, q_c · min_c)`.
     Bounds,
@@ -43,7 +42,7 @@ pub enum PageSummary {
 
 impl PageSummary {
     /// Rows of a page's summary.
-    pub(crate) fn rows(self) -> usize {
+    pub fn rows(self) -> usize {
         match self {
             Self::Bounds => 2,
             Self::Mean => 1,
@@ -206,7 +205,7 @@ pub trait BlockEstimator: fmt::Debug + Send + Sync {
         None
     }
 
-    /// What of each page of keys its scores follow from, if a [pool of pages](crate::pages::choice::select_pages) can choose by it.
+    /// What of each page of keys its scores follow from, if a [pool of pages](crate::pages) can choose by it.
     fn page_summary(&self) -> Option<PageSummary> {
         None
     }

@@ -271,7 +271,8 @@ impl SparseMultiHeadAttention {
     }
 
     /// That a call that knows patterns alone, or a cache, is not one of a module with heads that choose by content.
-    pub(crate) fn ensure_no_content(&self) -> Result<(), TransformerError> {
+    #[doc(hidden)]
+    pub fn ensure_no_content(&self) -> Result<(), TransformerError> {
         match &self.content {
             None => Ok(()),
             Some(content) => Err(TransformerError::argument(

@@ -27,9 +27,11 @@ pub struct DsaHeads {
 }
 
 /// Queries, keys and values by heads, and what the indexer makes of their tokens.
-pub(crate) struct DsaParts {
-    pub(crate) heads: [Tensor<4>; 3],
-    pub(crate) index: DsaIndex,
+pub struct DsaParts {
+    /// Queries, keys and values.
+    pub heads: [Tensor<4>; 3],
+    /// What keys are chosen by.
+    pub index: DsaIndex,
 }
 
 impl DsaHeads {
@@ -67,21 +69,20 @@ impl DsaHeads {
         self.stage
     }
 
-    pub(crate) fn op(&self) -> &Dsa {
+    #[doc(hidden)]
+    pub fn op(&self) -> &Dsa {
         &self.op
     }
 
     /// What the indexer makes of tokens `[batch, seq, d_model]`.
-    pub(crate) fn index(
-        &self,
-        x: Tensor<3>,
-        positions: &Positions,
-    ) -> Result<DsaIndex, TransformerError> {
+    #[doc(hidden)]
+    pub fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<DsaIndex, TransformerError> {
         self.indexer.index(x, positions)
     }
 
     /// What keys are chosen by, and what later queries choose from: the index, or the same in fp8.
-    pub(crate) fn chosen_by(&self, index: DsaIndex) -> Result<DsaIndex, TransformerError> {
+    #[doc(hidden)]
+    pub fn chosen_by(&self, index: DsaIndex) -> Result<DsaIndex, TransformerError> {
         match self.config.index_fp8 {
             true => Ok(index.in_fp8()?),
             false => Ok(index),
@@ -145,6 +146,16 @@ impl DsaHeads {
             heads: self.op.attention(q, k, v, lists, options)?,
             aux_loss: loss,
         })
+    }
+
+    /// What heads see of the keys that the indexer chooses.
+    #[doc(hidden)]
+    pub fn attend_parts(
+        &self,
+        parts: DsaParts,
+        options: &AttentionOptions,
+    ) -> Result<Tensor<4>, TransformerError> {
+        Ok(self.attend(parts, options, false)?.heads)
     }
 
     /// What the indexer learns by in its warm-up: the loss over all keys, against dense attention.

@@ -53,12 +53,12 @@ impl SparseMultiHeadAttentionConfig {
 
 impl SparseMultiHeadAttention {
     /// Heads of DeepSeek sparse attention, if that is what they are.
-    pub(crate) fn dsa(&self) -> Option<&DsaHeads> {
+    pub fn dsa(&self) -> Option<&DsaHeads> {
         self.content.as_ref()?.dsa.as_ref()
     }
 
     /// The same, if they choose: in other stages of training they see what their pattern keeps.
-    pub(crate) fn choosing_dsa(&self) -> Option<&DsaHeads> {
+    pub fn choosing_dsa(&self) -> Option<&DsaHeads> {
         self.dsa().filter(|dsa| dsa.stage() == DsaStage::Sparse)
     }
 

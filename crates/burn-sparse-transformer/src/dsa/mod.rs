@@ -9,7 +9,7 @@
 
 mod attention;
 mod config;
-mod heads;
+pub(crate) mod heads;
 mod indexer;
 mod mixed;
 mod stage;

@@ -61,7 +61,7 @@ impl NsaHeadsConfig {
             .window(self.window)
     }
 
-    /// Slots of a page of a [`KvPool`](crate::pool::KvPool), if it does not say how many: the largest that blocks are multiples of, and that hold whole strides.
+    /// Slots of a page of a `KvPool` of `burn-paged-attention`, if it does not say how many: the largest that blocks are multiples of, and that hold whole strides.
     /// None if there are none: blocks of fewer than 16 tokens, or an odd stride.
     pub fn pool_page_size(&self) -> Option<usize> {
         let fits = |page: &usize| {
@@ -71,7 +71,8 @@ impl NsaHeadsConfig {
     }
 
     /// Compressed blocks of so many tokens.
-    pub(crate) fn entries(&self, tokens: usize) -> usize {
+    #[doc(hidden)]
+    pub fn entries(&self, tokens: usize) -> usize {
         match tokens.checked_sub(self.block) {
             Some(behind) => behind / self.stride + 1,
             None => 0,

@@ -55,7 +55,7 @@ pub(crate) struct NsaSizes {
 }
 
 /// What happens to queries and keys behind their projections.
-pub(crate) struct Placing<'a> {
+pub struct Placing<'a> {
     pub(crate) norm: Option<&'a HeadNorm>,
     pub(crate) eps: f64,
     pub(crate) rope: Option<&'a RotaryEncoding>,
@@ -84,18 +84,23 @@ impl Placing<'_> {
 }
 
 /// Projected heads: queries normalised and rotated; keys and values of the chosen blocks as they were projected.
-pub(crate) struct Projections {
-    pub(crate) query: Tensor<4>,
-    pub(crate) key: Tensor<4>,
-    pub(crate) value: Tensor<4>,
+pub struct Projections {
+    /// Of all branches.
+    pub query: Tensor<4>,
+    /// Of blocks that are chosen.
+    pub key: Tensor<4>,
+    /// Of the same.
+    pub value: Tensor<4>,
 }
 
 /// Keys and values of branches, normalised, and rotated but for tokens that a network compresses.
-pub(crate) struct Branches {
+pub struct Branches {
     /// What is compressed.
-    pub(crate) tokens: [Tensor<4>; 2],
-    pub(crate) selected: [Tensor<4>; 2],
-    pub(crate) window: [Tensor<4>; 2],
+    pub tokens: [Tensor<4>; 2],
+    /// What blocks are chosen of.
+    pub selected: [Tensor<4>; 2],
+    /// What the window has.
+    pub window: [Tensor<4>; 2],
 }
 
 impl NsaHeads {
@@ -134,7 +139,8 @@ impl NsaHeads {
         })
     }
 
-    pub(crate) fn op(&self) -> &Nsa {
+    #[doc(hidden)]
+    pub fn op(&self) -> &Nsa {
         &self.op
     }
 
@@ -172,7 +178,8 @@ impl NsaHeads {
     }
 
     /// What heads see of whole sequences.
-    pub(crate) fn attend(
+    #[doc(hidden)]
+    pub fn attend(
         &self,
         query: Tensor<4>,
         branches: Branches,
@@ -233,7 +240,8 @@ impl NsaHeads {
     }
 
     /// Keys and values of the branches.
-    pub(crate) fn branches(
+    #[doc(hidden)]
+    pub fn branches(
         &self,
         x: Tensor<3>,
         heads: Projections,
@@ -273,7 +281,8 @@ impl NsaHeads {
     }
 
     /// One key and one value of each block of tokens, of which the first is at position `first`.
-    pub(crate) fn compressed(
+    #[doc(hidden)]
+    pub fn compressed(
         &self,
         tokens: [Tensor<4>; 2],
         first: usize,
@@ -292,7 +301,8 @@ impl NsaHeads {
     }
 
     /// The same; `last_of` gives the positions of the last tokens of blocks, `[batch · entries]`.
-    pub(crate) fn compressed_at(
+    #[doc(hidden)]
+    pub fn compressed_at(
         &self,
         [keys, values]: [Tensor<4>; 2],
         last_of: impl FnOnce([usize; 2]) -> Tensor<1, Int>,
@@ -321,7 +331,8 @@ impl NsaHeads {
     }
 
     /// `[batch, heads, seq, 3]`.
-    pub(crate) fn gates(
+    #[doc(hidden)]
+    pub fn gates(
         &self,
         x: Tensor<3>,
         query: &Tensor<4>,

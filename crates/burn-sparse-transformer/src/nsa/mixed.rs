@@ -7,6 +7,7 @@ use super::heads::{NsaSizes, Placing, Projections};
 use super::{NsaHeads, NsaHeadsConfig};
 use crate::call::Call;
 use crate::error::{ensure, ensure_none};
+use crate::heads::Positions;
 use crate::precision::project_heads;
 use crate::{
     SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
@@ -52,7 +53,7 @@ impl SparseMultiHeadAttentionConfig {
 
 impl SparseMultiHeadAttention {
     /// Heads of native sparse attention, if that is what they are.
-    pub(crate) fn nsa(&self) -> Option<&NsaHeads> {
+    pub fn nsa(&self) -> Option<&NsaHeads> {
         self.content.as_ref()?.nsa.as_ref()
     }
 
@@ -71,7 +72,7 @@ impl SparseMultiHeadAttention {
         let before = cache.as_ref().map_or(0, |cache| cache.len());
         let (call, _) = self.prepare(&input, before)?;
         let x = input.query;
-        let (heads, placing) = self.nsa_projections(x.clone(), &call)?;
+        let (heads, placing) = self.nsa_projections(x.clone(), &call.query)?;
         let context = match cache {
             None => nsa.forward(x, heads, &placing, self.precision)?,
             Some(cache) => nsa.forward_cache(x, heads, cache, &placing, self.precision)?,
@@ -80,16 +81,17 @@ impl SparseMultiHeadAttention {
     }
 
     /// Heads as they are projected, and what happens to keys behind that.
-    pub(crate) fn nsa_projections(
+    #[doc(hidden)]
+    pub fn nsa_projections(
         &self,
         x: Tensor<3>,
-        call: &Call,
+        positions: &Positions,
     ) -> Result<(Projections, Placing<'_>), TransformerError> {
         let layers = [&self.query, &self.key, &self.value];
         let heads = [self.n_heads, self.n_kv_heads, self.n_kv_heads];
         let [query, key, value] = project_heads(self.precision, layers, x, heads)?;
         let heads = Projections {
-            query: self.place(query, &self.query_norm, &call.query)?,
+            query: self.place(query, &self.query_norm, positions)?,
             key,
             value,
         };

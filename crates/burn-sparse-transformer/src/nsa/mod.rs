@@ -11,7 +11,7 @@ mod attention;
 mod cache;
 mod compression;
 mod config;
-mod heads;
+pub(crate) mod heads;
 mod mixed;
 
 pub use attention::{NsaAttention, NsaAttentionConfig};

@@ -17,6 +17,47 @@ pub fn seed(device: &Device, seed: u64) -> MutexGuard<'static, ()> {
     guard
 }
 
+/// Every kind of pattern, those that see later positions made causal; and what combines them.
+pub const PATTERNS: &[&str] = &[
+    "causal",
+    "dense & causal",
+    "local:5",
+    "strided:4",
+    "merged-strided:4",
+    "fixed:8,2",
+    "fixed:8,2,2",
+    "prefix:5 & causal",
+    "streaming:4,3",
+    "window:6 & causal",
+    "window:3,2 & causal",
+    "chunked:6,1,0 & causal",
+    "global:2,9 & causal",
+    "global-keys:2,9 & causal",
+    "longformer:3,1,2 & causal",
+    "bigbird:8,3,1,7 & causal",
+    "random-blocks:8,3,1,7 & causal",
+    "deepspeed-fixed:8,2,2 & causal",
+    "deepspeed-variable:24,8,4 & causal",
+    "vertical:1,6",
+    "slash:0,3,8",
+    "documents:0,9 & causal",
+    "packed:0,9(fixed:4,1)",
+    "tree:2 & causal",
+    "local:3 + strided:5",
+    "local:3 / strided:5",
+];
+
+/// The CPU backends that are compiled in.
+pub fn devices() -> Vec<Device> {
+    vec![
+        Device::flex(),
+        // It has other orders of sums.
+        #[cfg(feature = "ndarray")]
+        #[allow(deprecated)]
+        Device::ndarray(),
+    ]
+}
+
 pub fn random<const D: usize>(shape: [usize; D], device: &Device) -> Tensor<D> {
     Tensor::random(shape, Distribution::Normal(0.0, 1.0), device)
 }

@@ -7,7 +7,6 @@ use burn_blocksparse::sparse_attention;
 use burn_fused_ops::join_heads;
 use burn_sparse_transformer::content::{ContentAttention, LshHeadsConfig, RoutingHeadsConfig};
 use burn_sparse_transformer::longformer::LongformerAttentionConfig;
-use burn_sparse_transformer::pool::KvPoolConfig;
 use burn_sparse_transformer::{
     Factorization, Pattern, QkNorm, Recompute, SparseMhaCache, SparseMhaInput,
     SparseMultiHeadAttention, SparseMultiHeadAttentionConfig, SparseTransformer,
@@ -331,11 +330,6 @@ fn what_heads_by_content_cannot_do_is_refused() {
         let tokens = tokens(1, 8, 11, &device);
         let error = model
             .try_forward_cache(tokens, &mut cache)
-            .unwrap_err()
-            .to_string();
-        assert!(error.starts_with("content must be none with"), "{error}");
-        let error = model
-            .new_pool(&KvPoolConfig::new(1, 32))
             .unwrap_err()
             .to_string();
         assert!(error.starts_with("content must be none with"), "{error}");

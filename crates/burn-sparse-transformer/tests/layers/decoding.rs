@@ -8,40 +8,10 @@ use burn_sparse_transformer::{
 };
 use rstest::rstest;
 
-use crate::common::{assert_close, random, randomise};
+use crate::common::{PATTERNS, assert_close, random, randomise};
 
 /// Not a multiple of the block size.
 const SEQ: usize = 21;
-
-/// Every kind of pattern, those that see later positions made causal; and what combines them.
-pub(crate) const PATTERNS: &[&str] = &[
-    "causal",
-    "dense & causal",
-    "local:5",
-    "strided:4",
-    "merged-strided:4",
-    "fixed:8,2",
-    "fixed:8,2,2",
-    "prefix:5 & causal",
-    "streaming:4,3",
-    "window:6 & causal",
-    "window:3,2 & causal",
-    "chunked:6,1,0 & causal",
-    "global:2,9 & causal",
-    "global-keys:2,9 & causal",
-    "longformer:3,1,2 & causal",
-    "bigbird:8,3,1,7 & causal",
-    "random-blocks:8,3,1,7 & causal",
-    "deepspeed-fixed:8,2,2 & causal",
-    "deepspeed-variable:24,8,4 & causal",
-    "vertical:1,6",
-    "slash:0,3,8",
-    "documents:0,9 & causal",
-    "packed:0,9(fixed:4,1)",
-    "tree:2 & causal",
-    "local:3 + strided:5",
-    "local:3 / strided:5",
-];
 
 #[test]
 fn rows_from_a_cache_are_those_of_the_whole_for_every_pattern() {

@@ -27,7 +27,7 @@ pub fn scattered(count: usize, seed: usize) -> Vec<f64> {
 }
 
 // The CPU backends, which have other integers.
-pub(crate) use crate::pool::devices;
+pub(crate) use crate::common::devices;
 
 pub fn tensor<const D: usize>(
     numbers: &[f64],

@@ -5,8 +5,8 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Device;
-use burn_sparse_transformer::generate::Sampling;
-use burn_sparse_transformer::pool::{KvPoolConfig, KvRetention, KvStep};
+use burn_paged_attention::generate::Sampling;
+use burn_paged_attention::pool::{KvPoolConfig, KvRetention, KvStep, PagedDecoder};
 use burn_sparse_transformer::{Precision, SparseTransformer};
 use clap::Args;
 

@@ -2,13 +2,13 @@
 
 use anyhow::{Result, anyhow, bail};
 use burn::tensor::{Device, Tensor, TensorData};
+use burn_paged_attention::pool::{GraphDecoder, KvPool, KvStep, PagedDecoder};
 use burn_sparse_transformer::SparseTransformer;
-use burn_sparse_transformer::pool::{GraphDecoder, KvPool, KvStep};
 
 /// A model and its pool.
 pub enum Decoder {
     Plain(Box<(SparseTransformer, KvPool)>),
-    CapturedGraph(Box<GraphDecoder>),
+    CapturedGraph(Box<GraphDecoder<SparseTransformer>>),
 }
 
 impl Decoder {

@@ -2,10 +2,10 @@
 
 use anyhow::{Context, Result, anyhow};
 use burn::tensor::Device;
-use burn_sparse_transformer::SparseTransformer;
-use burn_sparse_transformer::pool::{
-    KvDtype, KvPool, KvPoolConfig, KvPositions, KvStep, KvUsage, SequenceId,
+use burn_paged_attention::pool::{
+    KvDtype, KvPool, KvPoolConfig, KvPositions, KvStep, KvUsage, PagedDecoder, SequenceId,
 };
+use burn_sparse_transformer::SparseTransformer;
 
 use super::decoder::Decoder;
 use super::statistics::CacheStatistics;

@@ -16,7 +16,7 @@
 //! quantize   rows written into pages of eight bits        shape    what a call is
 //! plan       how it is launched
 //! summary    what is known of each page besides its keys  page_scores  scores of pages by it
-//! top_k      the pages of the highest scores          slots    slots of walks one by one, and of keys that were picked
+//! slots      slots of walks one by one, and of keys that were picked
 //! ```
 
 mod append;
@@ -44,7 +44,6 @@ mod shape;
 mod slots;
 mod summary;
 mod tile;
-mod top_k;
 mod walk;
 
 pub use append::{AppendShape, append_rows, check_append};
@@ -56,4 +55,3 @@ pub use slots::{SlotShape, picked_slots, walk_slots};
 pub use summary::{
     Summary, check_summarize, check_summarize_quantized, summarize_pages, summarize_quantized,
 };
-pub use top_k::{TopKPagesShape, check_topk_pages, topk_pages};

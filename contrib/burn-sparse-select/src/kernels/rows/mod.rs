@@ -11,6 +11,7 @@ pub(crate) mod order_planes;
 pub(crate) mod products;
 pub(crate) mod split;
 pub(crate) mod top_k;
+pub(crate) mod top_k_pages;
 pub(crate) mod whole;
 
 pub use blocks::{Blocked, RowBlocks, block_means, block_means_of_two};
@@ -19,3 +20,4 @@ pub use hashes::{HashedRows, lsh_hash};
 pub use nearest::{RowsOfMeans, compare_with_means};
 pub use order::{Rounds, argmax_rows, counting_argsort_rounds};
 pub use top_k::topk_rows;
+pub use top_k_pages::{TopKPagesShape, check_topk_pages, topk_pages};

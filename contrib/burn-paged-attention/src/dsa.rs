@@ -1,0 +1,166 @@
+//! DeepSeek sparse attention over pages: an indexer's keys in pages, and choices among them.
+
+use burn::backend::Dispatch;
+use burn::tensor::{DType, Int, Tensor};
+use burn_blocksparse::OpError;
+use burn_blocksparse::internal::check::same_device;
+use burn_blocksparse::internal::device::served;
+use burn_sparse_select::dsa::{Dsa, DsaLists};
+
+use crate::paged::ops::PagedOps;
+
+/// Queries of an indexer, one for each list of pages of its keys.
+#[derive(Clone, Debug)]
+pub struct DsaPages {
+    /// `[walks, index_heads, index_dim]`
+    pub q: Tensor<3>,
+    /// `[walks, index_heads]`
+    pub weights: Tensor<2>,
+    /// `[pages, P, index_dim]`, a key a slot; `P` is a power of two.
+    pub keys: Tensor<3>,
+    /// i32 `[walks, 1, entries]`: the pages of each list, in the order of their keys' positions.
+    pub table: Tensor<3, Int>,
+    /// i32 `[walks, 1, 4]`, as [`PagedKeysValues::spans`](crate::PagedKeysValues::spans): so many keys the query sees as region one has slots. Region two is
+    /// empty.
+    pub spans: Tensor<3, Int>,
+}
+
+impl DsaPages {
+    fn check(&self) -> Result<(), OpError> {
+        let device = self.q.device();
+        served(&device)?;
+        let [walks, heads, width] = self.q.dims();
+        let [_, page, key_width] = self.keys.dims();
+        let [_, _, entries] = self.table.dims();
+        for (argument, size) in [
+            ("index q's walks", walks),
+            ("index q's heads", heads),
+            ("index q's index_dim", width),
+            ("table's entries", entries),
+        ] {
+            if size == 0 {
+                return Err(OpError::argument(argument, "at least 1", 0));
+            }
+        }
+        if !page.is_power_of_two() {
+            return Err(OpError::argument("keys' page size", "a power of two", page));
+        }
+        let whose = "index q's";
+        OpError::expect_same("keys' index_dim", width, whose, key_width)?;
+        let got = self.weights.dims();
+        OpError::expect_same("index weights' shape", [walks, heads], whose, got)?;
+        let expected = [walks, 1, entries];
+        OpError::expect_same("table's shape", expected, whose, self.table.dims())?;
+        let got = self.spans.dims();
+        OpError::expect_same("spans' shape", [walks, 1, 4], whose, got)?;
+        for (argument, other) in [
+            ("index weights' device", self.weights.device()),
+            ("keys' device", self.keys.device()),
+            ("table's device", self.table.device()),
+            ("spans' device", self.spans.device()),
+        ] {
+            same_device(argument, &device, whose, &other)?;
+        }
+        Ok(())
+    }
+
+    fn without_autodiff(self) -> Self {
+        Self {
+            q: self.q.without_autodiff(),
+            weights: self.weights.without_autodiff(),
+            keys: self.keys.without_autodiff(),
+            ..self
+        }
+    }
+
+    /// Slots of a page.
+    fn page(&self) -> usize {
+        self.keys.dims()[1]
+    }
+
+    /// The keys of a walk, `[walks, listed]`, as slots of all pages.
+    fn slots(&self) -> Tensor<2, Int> {
+        let [walks, _, entries] = self.table.dims();
+        let table = self.table.clone().reshape([walks, entries]);
+        let spans = self.spans.clone().reshape([walks, 4]);
+        Tensor::from_dispatch(<Dispatch as PagedOps>::walk_slots(
+            table.into_dispatch(),
+            spans.into_dispatch(),
+            self.page(),
+        ))
+    }
+
+    /// So many keys each query sees.
+    fn seen(&self) -> Tensor<1, Int> {
+        let [walks, ..] = self.spans.dims();
+        let seen = self.spans.clone().narrow(2, 0, 1);
+        seen.reshape([walks]).cast(DType::I32)
+    }
+}
+
+/// The keys that queries over pages attend to, as [`Dsa::choose`] has them of keys side by side: i32 `[walks, kv_heads, most]`, the
+/// slots of each head of keys in ascending order of their positions, below 0 behind the last, for [`PagedKeysValues::of_slots`]. Of an entry `x` of the
+/// table the heads of the attention have the pages `x · kv_heads` and those behind it, as with tables that heads share. Nothing is read back where kernels
+/// run, and launches depend on shapes alone.
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Int, Tensor};
+/// use burn_paged_attention::dsa::{DsaPages, choose_in_pages};
+/// use burn_paged_attention::{PagedKeysValues, PagedOptions, PagedStore, paged_attention};
+/// use burn_sparse_select::dsa::Dsa;
+///
+/// let device = Device::flex();
+/// let random = |shape| Tensor::<3>::random(shape, Distribution::Default, &device);
+/// // A sequence of 75 keys in five of eight pages, for two heads of keys; and an indexer's keys.
+/// let table = Tensor::<3, Int>::from_data([[[7, 2, 5, 0, 3]]], &device);
+/// let spans = Tensor::<3, Int>::from_data([[[75, 0, 0, 0]]], &device);
+/// let (keys, values) = (random([16, 16, 32]), random([16, 16, 32]));
+/// let index = DsaPages {
+///     q: random([1, 4, 8]),
+///     weights: Tensor::ones([1, 4], &device),
+///     keys: random([8, 16, 8]),
+///     table,
+///     spans: spans.clone(),
+/// };
+/// let slots = choose_in_pages(&Dsa::new(12)?, &index, 2)?;
+/// assert_eq!(slots.dims(), [1, 2, 12]);
+/// let chosen = PagedKeysValues::of_slots(PagedStore::Plain { keys, values }, slots, &spans);
+/// let q = Tensor::<4>::random([1, 4, 1, 32], Distribution::Default, &device);
+/// assert_eq!(paged_attention(q, &chosen, &PagedOptions::default())?.out.dims(), [1, 4, 1, 32]);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+///
+/// # Errors
+/// [`OpError`] if shapes or devices do not fit each other, `kv_heads` is 0, or no feature of this crate serves the device.
+///
+/// [`PagedKeysValues::of_slots`]: crate::PagedKeysValues::of_slots
+pub fn choose_in_pages(
+    dsa: &Dsa,
+    index: &DsaPages,
+    kv_heads: usize,
+) -> Result<Tensor<3, Int>, OpError> {
+    index.check()?;
+    if kv_heads == 0 {
+        return Err(OpError::argument("kv_heads", "at least 1", kv_heads));
+    }
+    let index = index.clone().without_autodiff();
+    let slots = index.slots();
+    let [count, page, width] = index.keys.dims();
+    let places = dsa.choose_in_lists(&DsaLists {
+        q: index.q.clone(),
+        weights: index.weights.clone(),
+        keys: index.keys.clone().reshape([count * page, width]),
+        slots,
+        seen: index.seen(),
+    })?;
+    let [walks, _, entries] = index.table.dims();
+    let table = index.table.clone().reshape([walks, entries]);
+    Ok(Tensor::from_dispatch(
+        <Dispatch as PagedOps>::picked_slots(
+            places.into_dispatch(),
+            table.into_dispatch(),
+            kv_heads,
+            index.page(),
+        ),
+    ))
+}

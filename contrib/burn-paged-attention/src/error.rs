@@ -1,0 +1,48 @@
+use blocksparse::pages::CacheError;
+use burn_blocksparse::OpError;
+use burn_sparse_transformer::TransformerError;
+
+/// What can be wrong with a pool of pages, with what is asked of it, or with the model that asks.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum PoolError {
+    /// The books refused a call.
+    #[error(transparent)]
+    Cache(CacheError),
+    /// The layers did, or an argument is outside its range.
+    #[error(transparent)]
+    Layers(#[from] TransformerError),
+}
+
+impl From<CacheError> for PoolError {
+    fn from(error: CacheError) -> Self {
+        match error {
+            CacheError::Boundary {
+                position,
+                last,
+                next,
+            } => Self::Layers(TransformerError::Boundary {
+                position,
+                last,
+                next,
+            }),
+            other => Self::Cache(other),
+        }
+    }
+}
+
+impl From<OpError> for PoolError {
+    fn from(error: OpError) -> Self {
+        Self::Layers(error.into())
+    }
+}
+
+impl PoolError {
+    pub(crate) fn argument(
+        argument: &'static str,
+        expected: impl Into<String>,
+        got: impl ToString,
+    ) -> Self {
+        Self::Layers(TransformerError::argument(argument, expected, got))
+    }
+}

@@ -1,0 +1,171 @@
+//! Drafts of what may come next, for a model to check several tokens at once.
+
+use std::collections::HashMap;
+
+use burn_sparse_transformer::TransformerError;
+use burn_sparse_transformer::internal::ensure;
+
+/// How far a search for the longest match looks back: that many places where the same few tokens were.
+const MOST_PLACES: usize = 64;
+
+/// Speculative decoding with drafts from the text itself: where its last few tokens were before, what followed them then is checked
+/// (Saxena, "Prompt Lookup Decoding", 2023). No second model is needed, and texts that repeat themselves, as code, tables and dialogues do, gain most.
+///
+/// The model reads the drafted tokens in one call behind the last one. A draft is accepted if it is what would have been drawn
+/// there anyway; the first that is not, and those behind it, are taken back. So texts are those that are written without drafts, whatever the temperature, as
+/// far as calls of several tokens and of one give the same logits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+#[non_exhaustive]
+pub struct PromptLookup {
+    /// Tokens of a draft, at most.
+    pub tokens: usize,
+    /// The fewest tokens that have to be as before. Default: 3.
+    pub shortest: usize,
+    /// As many tokens are compared; the draft is from the place where most of them are as before, of several the last. Default: 16.
+    pub longest: usize,
+}
+
+impl PromptLookup {
+    /// Drafts of so many tokens.
+    pub fn new(tokens: usize) -> Self {
+        Self {
+            tokens,
+            shortest: 3,
+            longest: 16,
+        }
+    }
+
+    /// Sets the fewest and the most tokens that are compared.
+    pub fn with_match(mut self, shortest: usize, longest: usize) -> Self {
+        self.shortest = shortest;
+        self.longest = longest;
+        self
+    }
+
+    /// That every number is in its range.
+    ///
+    /// # Errors
+    /// [`TransformerError::Argument`] that names the first that is not.
+    pub fn check(&self) -> Result<(), TransformerError> {
+        ensure(
+            self.tokens > 0,
+            "drafts.tokens",
+            || "at least 1".into(),
+            self.tokens,
+        )?;
+        ensure(
+            self.shortest > 0,
+            "drafts.shortest",
+            || "at least 1".into(),
+            self.shortest,
+        )?;
+        ensure(
+            self.longest >= self.shortest,
+            "drafts.longest",
+            || format!("at least {}, the fewest", self.shortest),
+            self.longest,
+        )
+    }
+}
+
+/// A text, and where each few tokens of it are.
+///
+/// ```
+/// use burn_paged_attention::generate::{PromptLookup, PromptLookupIndex};
+///
+/// let mut text = PromptLookupIndex::new(PromptLookup::new(4).with_match(2, 8));
+/// text.extend([5, 6, 7, 8, 9, 1, 6, 7]);
+/// // 6 7 was there before.
+/// assert_eq!(text.draft(), [8, 9, 1, 6]);
+/// ```
+#[derive(Clone, Debug)]
+pub struct PromptLookupIndex {
+    drafts: PromptLookup,
+    tokens: Vec<u32>,
+    /// Of each [`PromptLookup::shortest`] tokens the places behind them.
+    places: HashMap<Box<[u32]>, Vec<usize>>,
+}
+
+impl PromptLookupIndex {
+    /// Of an empty text.
+    pub fn new(drafts: PromptLookup) -> Self {
+        Self {
+            drafts,
+            tokens: Vec::new(),
+            places: HashMap::new(),
+        }
+    }
+
+    /// Adds tokens to the text.
+    pub fn extend(&mut self, tokens: impl IntoIterator<Item = u32>) {
+        for token in tokens {
+            self.tokens.push(token);
+            let end = self.tokens.len();
+            if let Some(begin) = end.checked_sub(self.drafts.shortest) {
+                let ngram = self.tokens[begin..end].into();
+                self.places.entry(ngram).or_default().push(end);
+            }
+        }
+    }
+
+    /// What may come next, [`PromptLookup::tokens`] tokens: none if the last few were not there before. Where the text ends before the draft does, the draft
+    /// repeats itself, as a copy that overlaps does.
+    pub fn draft(&self) -> Vec<u32> {
+        let end = self.tokens.len();
+        let Some(begin) = end.checked_sub(self.drafts.shortest) else {
+            return Vec::new();
+        };
+        let places = self.places.get(&self.tokens[begin..end]);
+        let earlier = places.into_iter().flatten().rev().skip(1).take(MOST_PLACES);
+        let alike = |place: usize| {
+            let back = 1..=self.drafts.longest.min(place);
+            let is_alike = |&back: &usize| self.tokens[place - back] == self.tokens[end - back];
+            back.take_while(is_alike).count()
+        };
+        // The last of the longest: an earlier one has to be longer.
+        let best = earlier.fold(None, |best: Option<(usize, usize)>, &place| {
+            let length = alike(place);
+            match best {
+                Some((_, longest)) if longest >= length => best,
+                _ => Some((place, length)),
+            }
+        });
+        let Some((place, _)) = best else {
+            return Vec::new();
+        };
+        let following = self.tokens[place..].iter().copied().cycle();
+        following.take(self.drafts.tokens).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rstest::rstest;
+
+    #[rstest]
+    // Too short, and nothing alike.
+    #[case(&[1], &[])]
+    #[case(&[1, 2, 3], &[])]
+    // The last of two places that are as long.
+    #[case(&[1, 2, 3, 1, 2, 4, 1, 2], &[4, 1, 2])]
+    // An earlier one that is longer.
+    #[case(&[9, 1, 2, 3, 5, 1, 2, 4, 9, 1, 2], &[3, 5, 1])]
+    // Texts that repeat themselves: the draft goes on with it.
+    #[case(&[7, 7, 7], &[7, 7, 7])]
+    #[case(&[4, 1, 2, 1, 2, 1], &[2, 1, 2])]
+    fn drafts_follow_the_longest_match(#[case] text: &[u32], #[case] expected: &[u32]) {
+        let mut index = PromptLookupIndex::new(PromptLookup::new(3).with_match(2, 4));
+        index.extend(text.iter().copied());
+        assert_eq!(index.draft(), expected);
+    }
+
+    #[rstest]
+    #[case(PromptLookup::new(0), "drafts.tokens must be at least 1, got 0")]
+    #[case(PromptLookup::new(4).with_match(0, 3), "drafts.shortest must be at least 1, got 0")]
+    #[case(PromptLookup::new(4).with_match(5, 3), "drafts.longest must be at least 5, the fewest, got 3")]
+    fn numbers_out_of_range(#[case] drafts: PromptLookup, #[case] message: &str) {
+        assert_eq!(drafts.check().unwrap_err().to_string(), message);
+    }
+}

@@ -1,0 +1,599 @@
+//! Text generation from any [`Decoder`]: sampling, stop conditions, speculative drafts.
+
+mod drafts;
+mod sampling;
+
+pub use drafts::{PromptLookup, PromptLookupIndex};
+pub use sampling::Sampling;
+
+use std::cmp::Reverse;
+use std::ops::ControlFlow;
+
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn_sparse_transformer::decoder::Decoder;
+use burn_sparse_transformer::internal::ensure;
+
+use crate::PoolError;
+use crate::pool::{
+    self, EvictionConfig, KvDtype, KvPool, KvPoolConfig, KvRetention, KvStep, PagedDecoder,
+    SequenceId,
+};
+use crate::sampling::sample_tokens;
+
+/// What [`generate`] writes, and where it ends. Build it from [`Default`].
+#[derive(Clone, Debug, PartialEq)]
+#[must_use]
+#[non_exhaustive]
+pub struct GenerateOptions {
+    /// How tokens are chosen.
+    pub sampling: Sampling,
+    /// The most tokens that a prompt is followed by. Default: 256.
+    pub max_new: usize,
+    /// Tokens that end a text and do not belong to it.
+    pub stop_tokens: Vec<u32>,
+    /// Sequences of tokens that end a text and do not belong to it.
+    pub stop: Vec<Vec<u32>>,
+    /// Which keys are retained. Default: those that later tokens reach.
+    pub residency: KvRetention,
+    /// Which keys are evicted, in place of [`Self::residency`]. Default: none.
+    pub eviction: Option<EvictionConfig>,
+    /// How the keys and values that are retained are stored. Default: in the dtype of the model's products.
+    pub kv_dtype: Option<KvDtype>,
+    /// Slots of a page of keys and values: 16, 32, 64 or 128. Default: 32, or what the layers' selections choose.
+    pub page_size: Option<usize>,
+    /// Drafts that are checked several tokens at once. Default: none.
+    pub drafts: Option<PromptLookup>,
+}
+
+impl Default for GenerateOptions {
+    fn default() -> Self {
+        Self {
+            sampling: Sampling::default(),
+            max_new: 256,
+            stop_tokens: Vec::new(),
+            stop: Vec::new(),
+            residency: KvRetention::default(),
+            eviction: None,
+            kv_dtype: None,
+            page_size: None,
+            drafts: None,
+        }
+    }
+}
+
+impl GenerateOptions {
+    /// Sets how tokens are chosen.
+    pub fn sampling(mut self, sampling: Sampling) -> Self {
+        self.sampling = sampling;
+        self
+    }
+
+    /// Sets the most tokens that a prompt is followed by.
+    pub fn max_new(mut self, max_new: usize) -> Self {
+        self.max_new = max_new;
+        self
+    }
+
+    /// Sets tokens that end a text.
+    pub fn stop_tokens(mut self, tokens: impl IntoIterator<Item = u32>) -> Self {
+        self.stop_tokens = tokens.into_iter().collect();
+        self
+    }
+
+    /// Sets sequences of tokens that end a text.
+    pub fn stop(mut self, sequences: impl IntoIterator<Item = Vec<u32>>) -> Self {
+        self.stop = sequences.into_iter().collect();
+        self
+    }
+
+    /// Sets which keys are retained.
+    pub fn residency(mut self, residency: KvRetention) -> Self {
+        self.residency = residency;
+        self
+    }
+
+    /// Keeps so many keys of each layer and head by what attention says of them ([`KvPoolConfig::with_eviction`]): **other texts**.
+    pub fn eviction(mut self, eviction: EvictionConfig) -> Self {
+        self.eviction = Some(eviction);
+        self
+    }
+
+    /// Sets how the keys and values that are retained are stored.
+    pub fn kv_dtype(mut self, dtype: impl Into<KvDtype>) -> Self {
+        self.kv_dtype = Some(dtype.into());
+        self
+    }
+
+    /// Sets the slots of a page.
+    pub fn page_size(mut self, page_size: usize) -> Self {
+        self.page_size = Some(page_size);
+        self
+    }
+
+    /// Sets drafts that are checked several tokens at once.
+    pub fn drafts(mut self, drafts: PromptLookup) -> Self {
+        self.drafts = Some(drafts);
+        self
+    }
+
+    /// Room for prompts and what follows them.
+    fn pool(&self, prompts: &[Vec<u32>], context: usize) -> KvPoolConfig {
+        let lengths = prompts.iter().map(|prompt| {
+            let length = prompt.len().saturating_add(self.max_new);
+            length.min(context)
+        });
+        // A window hides keys from a prompt's queries, too, and keys are evicted behind a prompt: they are all stored until then.
+        let chunk = match self.residency {
+            _ if self.eviction.is_some() => prompts.iter().map(Vec::len).max().unwrap_or(1),
+            KvRetention::Window { .. } | KvRetention::Evict => {
+                prompts.iter().map(Vec::len).max().unwrap_or(1)
+            }
+            KvRetention::All | KvRetention::Reachable => 1,
+        };
+        let drafted = self.drafts.map_or(0, |drafts| drafts.tokens);
+        let config = KvPoolConfig::for_lengths(lengths)
+            .with_chunk(chunk.max(1 + drafted))
+            .with_rollback(drafted)
+            .with_residency(self.residency);
+        let config = match self.page_size {
+            Some(page_size) => config.with_page_size(page_size),
+            None => config,
+        };
+        let config = match self.eviction {
+            Some(eviction) => config.with_eviction(eviction),
+            None => config,
+        };
+        match self.kv_dtype {
+            Some(dtype) => config.with_dtype(dtype),
+            None => config,
+        }
+    }
+}
+
+/// A token as it is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct GenerateStep {
+    /// Which prompt it follows.
+    pub prompt: usize,
+    /// Tokens that were written before it.
+    pub index: usize,
+    /// The token.
+    pub token: u32,
+}
+
+/// Why a text ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum FinishReason {
+    /// A stop token or sequence was drawn.
+    Stop,
+    /// [`GenerateOptions::max_new`] tokens were written.
+    Length,
+    /// The caller broke off.
+    Caller,
+    /// The model's context is full.
+    Context,
+    /// No logit was finite.
+    NotFinite,
+}
+
+/// What follows a prompt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct GenerateOutput {
+    /// The tokens, without the prompt and without what stopped them.
+    pub tokens: Vec<u32>,
+    /// Why there are no more.
+    pub reason: FinishReason,
+    /// Tokens of drafts that were read, 0 without [`GenerateOptions::drafts`].
+    pub drafted: usize,
+    /// Of those, the ones that were accepted.
+    pub accepted: usize,
+}
+
+/// A text that is being written.
+struct Text {
+    prompt: usize,
+    /// Its place in the pool, until it ends.
+    sequence: Option<SequenceId>,
+    /// Whether a token was read or written.
+    seen: Vec<bool>,
+    /// The prompt and what was written, where there are drafts.
+    index: Option<PromptLookupIndex>,
+    tokens: Vec<u32>,
+    /// Tokens that the caller was given: not those that may begin a stop sequence.
+    given: usize,
+    drafted: usize,
+    accepted: usize,
+    reason: Option<FinishReason>,
+}
+
+impl Text {
+    fn end(&mut self, reason: FinishReason) {
+        self.reason.get_or_insert(reason);
+    }
+
+    /// Takes the next token, as far as the text goes on.
+    fn push(&mut self, token: Option<u32>, options: &GenerateOptions) {
+        let Some(token) = token else {
+            return self.end(FinishReason::NotFinite);
+        };
+        if options.stop_tokens.contains(&token) {
+            return self.end(FinishReason::Stop);
+        }
+        self.tokens.push(token);
+        self.seen[token as usize] = true;
+        if let Some(index) = &mut self.index {
+            index.extend([token]);
+        }
+        let stop = options
+            .stop
+            .iter()
+            .filter(|stop| self.tokens.ends_with(stop));
+        if let Some(longest) = stop.map(Vec::len).max() {
+            self.tokens.truncate(self.tokens.len() - longest);
+            self.end(FinishReason::Stop);
+        } else if self.tokens.len() == options.max_new {
+            self.end(FinishReason::Length);
+        }
+    }
+
+    /// Takes the next token; a text that ends leaves the pool.
+    fn next(
+        &mut self,
+        token: Option<u32>,
+        options: &GenerateOptions,
+        on_token: &mut dyn FnMut(GenerateStep) -> ControlFlow<()>,
+        pool: &mut KvPool,
+    ) -> Result<(), PoolError> {
+        self.push(token, options);
+        self.give(options, on_token);
+        if self.reason.is_some()
+            && let Some(id) = self.sequence.take()
+        {
+            pool.leave(id)?;
+        }
+        Ok(())
+    }
+
+    /// What the model may read behind the last token and check at once.
+    fn draft(&self, options: &GenerateOptions, len: usize, context: usize) -> Vec<u32> {
+        let mut draft = self
+            .index
+            .as_ref()
+            .map(PromptLookupIndex::draft)
+            .unwrap_or_default();
+        // The last token is read, too, and one is drawn behind what is read.
+        let room = (context - len - 1).min(options.max_new - self.tokens.len() - 1);
+        draft.truncate(room);
+        draft
+    }
+
+    /// Takes the drawn tokens as long as they are the drafted ones, and one behind; what was read in vain is taken back.
+    fn check(
+        &mut self,
+        draft: &[u32],
+        drawn: &[Option<u32>],
+        options: &GenerateOptions,
+        on_token: &mut dyn FnMut(GenerateStep) -> ControlFlow<()>,
+        pool: &mut KvPool,
+    ) -> Result<(), PoolError> {
+        let mut accepted = 0;
+        for &token in drawn {
+            self.next(token, options, on_token, pool)?;
+            if self.reason.is_some() || self.tokens.last() != draft.get(accepted) {
+                break;
+            }
+            accepted += 1;
+        }
+        self.drafted += draft.len();
+        self.accepted += accepted;
+        match self.sequence {
+            Some(id) if accepted < draft.len() => {
+                pool.truncate(id, pool.len(id)? - (draft.len() - accepted))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Gives the caller what is certain to belong to the text.
+    fn give(
+        &mut self,
+        options: &GenerateOptions,
+        on_token: &mut dyn FnMut(GenerateStep) -> ControlFlow<()>,
+    ) {
+        let held = match self.reason {
+            None => held_back(&self.tokens, &options.stop),
+            Some(_) => 0,
+        };
+        while self.given < self.tokens.len() - held {
+            let step = GenerateStep {
+                prompt: self.prompt,
+                index: self.given,
+                token: self.tokens[self.given],
+            };
+            self.given += 1;
+            if on_token(step).is_break() {
+                self.tokens.truncate(self.given);
+                self.reason = Some(FinishReason::Caller);
+                return;
+            }
+        }
+    }
+}
+
+/// A text, and the tokens that are drafted behind its last one before a row.
+type Row<'a> = (&'a Text, &'a [u32]);
+
+/// How many of the last tokens may be the beginning of a stop sequence.
+fn held_back(tokens: &[u32], stop: &[Vec<u32>]) -> usize {
+    let of = |stop: &Vec<u32>| {
+        (1..stop.len())
+            .rev()
+            .find(|&len| tokens.ends_with(&stop[..len]))
+    };
+    stop.iter().filter_map(of).max().unwrap_or(0)
+}
+
+/// Continues prompts, which may be of different lengths, and calls `on_token` for each token as soon as it is certain to belong to the text.
+/// A break ends that prompt's text.
+///
+/// Prompts are read, and texts continued, as one batch from one [`KvPool`]; a text that has ended leaves it. What is drawn depends on the seed, the
+/// prompt's number in `prompts` and the step, not on what else is in the batch. Tokens are drawn on the device ([`sample_tokens`]) and read back for every step. With
+/// [`GenerateOptions::drafts`] a step may write several tokens, the same ones.
+///
+/// ```
+/// use std::ops::ControlFlow;
+///
+/// use burn::tensor::Device;
+/// use burn_paged_attention::generate::{GenerateOptions, Sampling, generate};
+/// use burn_sparse_transformer::{Factorization, Pattern, SparseTransformerConfig};
+///
+/// let model = SparseTransformerConfig::new(16, 2, Factorization::from(Pattern::fixed(8, 2)))
+///     .with_vocab_size(256)
+///     .with_context(64)
+///     .with_n_layers(1)
+///     .init(&Device::flex());
+/// let prompts = ["The ".as_bytes(), b"A"].map(|text| text.iter().map(|&byte| byte.into()).collect());
+/// let options = GenerateOptions::default().max_new(5).sampling(Sampling::default().top_p(0.9));
+/// let texts = generate(&model, &prompts, &options, &mut |step| {
+///     println!("{}: {}", step.prompt, step.token);
+///     ControlFlow::Continue(())
+/// })?;
+/// assert_eq!((texts.len(), texts[1].tokens.len()), (2, 5));
+/// # Ok::<(), burn_paged_attention::PoolError>(())
+/// ```
+///
+/// # Errors
+/// If a prompt is empty, longer than the context or has a token that is none, a stop sequence is empty, or a number of `options.sampling` is out
+/// of its range; and as [`PagedDecoder::forward_pool`].
+pub fn generate<M: Decoder>(
+    model: &M,
+    prompts: &[Vec<u32>],
+    options: &GenerateOptions,
+    on_token: &mut dyn FnMut(GenerateStep) -> ControlFlow<()>,
+) -> Result<Vec<GenerateOutput>, PoolError> {
+    let device = device_of(model);
+    #[cfg(feature = "autodiff")]
+    if device.is_autodiff() {
+        // Caches would keep the graph of every step.
+        return generate(&model.valid(), prompts, options, on_token);
+    }
+    let vocab = model.vocab_size();
+    let context = context_of(model);
+    check_prompts(prompts, options, vocab, context)?;
+    let texts = (0..prompts.len()).map(|prompt| {
+        let mut seen = vec![false; vocab];
+        (prompts[prompt].iter()).for_each(|&token| seen[token as usize] = true);
+        let index = options.drafts.map(|drafts| {
+            let mut index = PromptLookupIndex::new(drafts);
+            index.extend(prompts[prompt].iter().copied());
+            index
+        });
+        Text {
+            prompt,
+            sequence: None,
+            seen,
+            index,
+            tokens: Vec::new(),
+            given: 0,
+            drafted: 0,
+            accepted: 0,
+            reason: (options.max_new == 0).then_some(FinishReason::Length),
+        }
+    });
+    let mut texts: Vec<Text> = texts.collect();
+    if options.max_new > 0 && !texts.is_empty() {
+        let mut pool = model.new_pool(&options.pool(prompts, context))?;
+        read_prompts(model, prompts, &mut texts, options, on_token, &mut pool)?;
+        continue_texts(model, &mut texts, options, on_token, &mut pool)?;
+    }
+    let ended = texts.into_iter().map(|text| GenerateOutput {
+        tokens: text.tokens,
+        reason: text.reason.unwrap_or(FinishReason::Length),
+        drafted: text.drafted,
+        accepted: text.accepted,
+    });
+    Ok(ended.collect())
+}
+
+/// Reads the prompts, those together that are at least half as long as the longest of them, and writes a token after each.
+fn read_prompts<M: Decoder>(
+    model: &M,
+    prompts: &[Vec<u32>],
+    texts: &mut [Text],
+    options: &GenerateOptions,
+    on_token: &mut dyn FnMut(GenerateStep) -> ControlFlow<()>,
+    pool: &mut KvPool,
+) -> Result<(), PoolError> {
+    let mut order: Vec<usize> = (0..texts.len()).collect();
+    order.sort_by_key(|&text| Reverse(prompts[text].len()));
+    let mut rest = order.as_slice();
+    while let Some(&longest) = rest.first() {
+        let most = prompts[longest].len();
+        let count = rest.partition_point(|&text| 2 * prompts[text].len() >= most);
+        let (group, shorter) = rest.split_at(count);
+        rest = shorter;
+        let mut steps = Vec::with_capacity(count);
+        let mut tokens = Vec::with_capacity(count * most);
+        for &text in group {
+            let id = pool.join()?;
+            texts[text].sequence = Some(id);
+            let prompt = &prompts[text];
+            steps.push(KvStep::new(id, prompt.len()));
+            tokens.extend(prompt);
+            tokens.extend(std::iter::repeat_n(0, most - prompt.len()));
+        }
+        let ids = ids(model, &tokens, steps.len());
+        let logits = model.next_logits(ids, &steps, pool)?;
+        let rows: Vec<Row> = group.iter().map(|&text| (&texts[text], &[][..])).collect();
+        let drawn = draw(logits, &rows, &options.sampling)?;
+        for (&text, token) in group.iter().zip(drawn) {
+            texts[text].next(token, options, on_token, pool)?;
+        }
+    }
+    Ok(())
+}
+
+/// Continues texts behind their first tokens, until all have ended.
+fn continue_texts<M: Decoder>(
+    model: &M,
+    texts: &mut [Text],
+    options: &GenerateOptions,
+    on_token: &mut dyn FnMut(GenerateStep) -> ControlFlow<()>,
+    pool: &mut KvPool,
+) -> Result<(), PoolError> {
+    loop {
+        let (mut steps, mut read, mut going_on) = (Vec::new(), Vec::new(), Vec::new());
+        for text in texts.iter_mut().filter(|text| text.reason.is_none()) {
+            let Some((id, &token)) = text.sequence.zip(text.tokens.last()) else {
+                continue;
+            };
+            let (len, context) = (pool.len(id)?, context_of(model));
+            if len == context {
+                text.end(FinishReason::Context);
+                text.give(options, on_token);
+                continue;
+            }
+            let draft = text.draft(options, len, context);
+            steps.push(KvStep::new(id, 1 + draft.len()));
+            read.push([vec![token], draft].concat());
+            going_on.push(text);
+        }
+        if steps.is_empty() {
+            return Ok(());
+        }
+        let seq = read.iter().map(Vec::len).max().unwrap_or(1);
+        let mut tokens = Vec::with_capacity(read.len() * seq);
+        for read in &read {
+            tokens.extend(read);
+            tokens.extend(std::iter::repeat_n(0, seq - read.len()));
+        }
+        let ids = ids(model, &tokens, steps.len());
+        let logits = match seq {
+            1 => model.next_logits(ids, &steps, pool)?,
+            _ => {
+                let logits = model.try_forward_pool(ids, &steps, pool)?;
+                let [batch, seq, vocab] = logits.dims();
+                logits.reshape([batch * seq, vocab])
+            }
+        };
+        let texts = going_on.iter().zip(&read);
+        // Behind a token everything up to it is known; rows behind a text's own draw what nobody looks at.
+        let rows = texts.flat_map(|(text, read)| {
+            let text: &Text = text;
+            (0..seq).map(move |row| (text, &read[1..read.len().min(row + 1)]))
+        });
+        let drawn = draw(logits, &rows.collect::<Vec<Row>>(), &options.sampling)?;
+        let drawn = drawn.chunks(seq).zip(&read);
+        for (text, (drawn, read)) in going_on.into_iter().zip(drawn) {
+            text.check(&read[1..], &drawn[..read.len()], options, on_token, pool)?;
+        }
+    }
+}
+
+/// A token from each row of logits; none where no logit is finite. Tokens are drawn on the device and read back.
+fn draw(
+    logits: Tensor<2>,
+    rows: &[Row],
+    sampling: &Sampling,
+) -> Result<Vec<Option<u32>>, PoolError> {
+    let device = logits.device();
+    let [count, vocab] = logits.dims();
+    let numbers = rows.iter().map(|(text, draft)| {
+        let step = text.tokens.len() + draft.len();
+        sampling.number(text.prompt, step) as f32
+    });
+    // What is just below 1 must not become it.
+    let numbers = numbers.map(|number| number.min(1.0 - f32::EPSILON / 2.0));
+    let numbers = TensorData::new(numbers.collect::<Vec<f32>>(), [count]);
+    let numbers = Tensor::from_data(numbers, (&device, DType::F32));
+    let seen = (sampling.repetition != 1.0).then(|| {
+        let mut seen = Vec::with_capacity(count * vocab);
+        for (row, (text, draft)) in rows.iter().enumerate() {
+            seen.extend(text.seen.iter().map(|&seen| i32::from(seen)));
+            for &token in *draft {
+                seen[row * vocab + token as usize] = 1;
+            }
+        }
+        let seen = TensorData::new(seen, [count, vocab]);
+        Tensor::<2, Int>::from_data(seen, (&device, DType::I32))
+    });
+    let tokens = sample_tokens(logits, numbers, seen, &sampling.options())?;
+    let tokens = tokens.into_data();
+    Ok(tokens
+        .iter::<i64>()
+        .map(|token| u32::try_from(token).ok())
+        .collect())
+}
+
+fn ids<M: Decoder>(model: &M, tokens: &[u32], batch: usize) -> Tensor<2, Int> {
+    let ids: Vec<i64> = tokens.iter().map(|&token| token.into()).collect();
+    let data = TensorData::new(ids, [batch, tokens.len() / batch]);
+    Tensor::from_data(data, &device_of(model))
+}
+
+fn device_of<M: Decoder>(model: &M) -> Device {
+    model.attentions()[0].key.weight.device()
+}
+
+/// Positions that a model has.
+fn context_of<M: Decoder>(model: &M) -> usize {
+    let most = pool::context_of(&model.attentions(), model.max_positions());
+    most.unwrap_or(usize::MAX)
+}
+
+fn check_prompts(
+    prompts: &[Vec<u32>],
+    options: &GenerateOptions,
+    vocab: usize,
+    context: usize,
+) -> Result<(), PoolError> {
+    options.sampling.check()?;
+    if let Some(drafts) = &options.drafts {
+        drafts.check()?;
+    }
+    ensure(
+        options.stop.iter().all(|stop| !stop.is_empty()),
+        "stop",
+        || "sequences of at least one token".into(),
+        "an empty one",
+    )?;
+    for (index, prompt) in prompts.iter().enumerate() {
+        let expected = || format!("of 1 to {context} tokens, the context");
+        let fits = (1..=context).contains(&prompt.len());
+        ensure(
+            fits,
+            "prompts",
+            expected,
+            format!("{} in prompt {index}", prompt.len()),
+        )?;
+        if let Some(token) = prompt.iter().find(|&&token| token as usize >= vocab) {
+            let expected = format!("of tokens below {vocab}, the model's vocabulary");
+            let got = format!("{token} in prompt {index}");
+            return Err(PoolError::argument("prompts", expected, got));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,255 @@
+//! How the next token is chosen from logits.
+
+use burn_blocksparse::internal::philox;
+use burn_sparse_transformer::TransformerError;
+
+use crate::sampling::SampleOptions;
+
+/// The last word of the generator's counter, which dropout does not use.
+const STREAM: u32 = u32::MAX - 1;
+
+/// How the next token is chosen. Build it from [`Default`], which samples from the model as it is.
+///
+/// In this order: logits of tokens that were seen are lowered (`repetition`), all are divided by `temperature`, and of their softmax
+/// the `top_k` likeliest are kept, of these those that make up `top_p`, and of these those that are at least `min_p` times as likely as the
+/// likeliest. One of what is left is drawn. Tokens that are as likely count in the order of their numbers; a logit that is no number counts as −∞.
+///
+/// ```
+/// use burn_paged_attention::generate::Sampling;
+///
+/// let sampling = Sampling::default().temperature(0.8).top_k(Some(4)).top_p(0.9);
+/// let kept = sampling.candidates(&[2.0, 1.5, 1.0, 0.2, -0.5, -1.0], |_| false);
+/// let ids: Vec<u32> = kept.iter().map(|kept| kept.0).collect();
+/// assert_eq!(ids, [0, 1, 2]);
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+#[must_use]
+#[non_exhaustive]
+pub struct Sampling {
+    /// What logits are divided by; 0 takes the likeliest. Default: 1.
+    pub temperature: f64,
+    /// How many of the likeliest tokens are retained. Default: all.
+    pub top_k: Option<usize>,
+    /// A token is retained if those that are likelier make up less than this (Holtzman et al., 2020). Default: 1.
+    pub top_p: f64,
+    /// A token is retained if it is at least so many times as likely as the likeliest (Nguyen et al., 2024). Default: 0.
+    pub min_p: f64,
+    /// Logits of tokens that were seen are divided by this if they are positive, and else multiplied by it (Keskar et al., 2019). Default: 1.
+    pub repetition: f64,
+    /// The same seed, prompt number and step draw the same, whatever else is in the batch. Default: 1.
+    pub seed: u64,
+}
+
+impl Default for Sampling {
+    fn default() -> Self {
+        Self {
+            temperature: 1.0,
+            top_k: None,
+            top_p: 1.0,
+            min_p: 0.0,
+            repetition: 1.0,
+            seed: 1,
+        }
+    }
+}
+
+impl Sampling {
+    /// Sets what logits are divided by.
+    pub fn temperature(mut self, temperature: f64) -> Self {
+        self.temperature = temperature;
+        self
+    }
+
+    /// Sets how many of the likeliest tokens are retained.
+    pub fn top_k(mut self, top_k: Option<usize>) -> Self {
+        self.top_k = top_k;
+        self
+    }
+
+    /// Sets what the candidates make up.
+    pub fn top_p(mut self, top_p: f64) -> Self {
+        self.top_p = top_p;
+        self
+    }
+
+    /// Sets how likely a token has to be beside the likeliest.
+    pub fn min_p(mut self, min_p: f64) -> Self {
+        self.min_p = min_p;
+        self
+    }
+
+    /// Sets how much less likely tokens are that were seen.
+    pub fn repetition(mut self, repetition: f64) -> Self {
+        self.repetition = repetition;
+        self
+    }
+
+    /// Sets the seed.
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.seed = seed;
+        self
+    }
+
+    /// Which tokens may be drawn, without the seed.
+    pub fn options(&self) -> SampleOptions {
+        SampleOptions::default()
+            .temperature(self.temperature)
+            .top_k(self.top_k)
+            .top_p(self.top_p)
+            .min_p(self.min_p)
+            .repetition(self.repetition)
+    }
+
+    /// That every number is in its range.
+    ///
+    /// # Errors
+    /// [`TransformerError::Attention`] that names the first that is not.
+    pub fn check(&self) -> Result<(), TransformerError> {
+        Ok(self.options().check()?)
+    }
+
+    /// The tokens that may be drawn, the likeliest first, with their probabilities, which add up to 1. None if no logit is finite. `seen` says
+    /// whether a token was in the prompt or was written since.
+    pub fn candidates(&self, logits: &[f32], seen: impl Fn(u32) -> bool) -> Vec<(u32, f64)> {
+        self.options().candidates(logits, seen)
+    }
+
+    /// The token of a step of a prompt; none if no logit is finite.
+    pub fn choose(
+        &self,
+        logits: &[f32],
+        seen: impl Fn(u32) -> bool,
+        [prompt, step]: [usize; 2],
+    ) -> Option<u32> {
+        let number = self.number(prompt, step);
+        self.options().choose(logits, seen, number)
+    }
+
+    /// The number in [0, 1), with 53 bits, that draws the token of a step of a prompt.
+    pub fn number(&self, prompt: usize, step: usize) -> f64 {
+        let counter = [
+            step as u32,
+            prompt as u32,
+            (step as u64 >> 32) as u32,
+            STREAM,
+        ];
+        let key = [self.seed as u32, (self.seed >> 32) as u32];
+        let [high, low, ..] = philox(counter, key);
+        let bits = (u64::from(high) << 32 | u64::from(low)) >> 11;
+        bits as f64 * 2f64.powi(-53)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rstest::rstest;
+
+    const LOGITS: [f32; 6] = [2.0, 1.5, 1.0, 0.2, -0.5, -1.0];
+
+    fn probabilities(sampling: &Sampling) -> Vec<f64> {
+        let kept = sampling.candidates(&LOGITS, |_| false);
+        let ids: Vec<u32> = kept.iter().map(|kept| kept.0).collect();
+        assert!(ids.iter().copied().eq(0..ids.len() as u32));
+        assert!((kept.iter().map(|kept| kept.1).sum::<f64>() - 1.0).abs() < 1e-12);
+        kept.into_iter().map(|kept| kept.1).collect()
+    }
+
+    /// Numbers that were worked out by hand in f64, to four digits.
+    #[rstest]
+    #[case(Sampling::default().temperature(0.8), &[0.5013, 0.2684, 0.1436, 0.0528, 0.0220, 0.0118])]
+    #[case(Sampling::default().temperature(0.8).top_k(Some(4)), &[0.5189, 0.2777, 0.1487, 0.0547])]
+    #[case(Sampling::default().temperature(0.8).top_k(Some(4)).top_p(0.9), &[0.5489, 0.2938, 0.1573])]
+    #[case(Sampling::default().temperature(0.8).top_k(Some(4)).top_p(0.9).min_p(0.1), &[0.5489, 0.2938, 0.1573])]
+    #[case(Sampling::default().temperature(0.8).top_k(Some(4)).top_p(0.9).min_p(0.3), &[0.6514, 0.3486])]
+    #[case(Sampling::default().temperature(0.0), &[1.0])]
+    fn distributions(#[case] sampling: Sampling, #[case] expected: &[f64]) {
+        let got = probabilities(&sampling);
+        assert_eq!(got.len(), expected.len());
+        for (got, expected) in got.iter().zip(expected) {
+            assert!((got - expected).abs() < 5e-5, "{got} {expected}");
+        }
+    }
+
+    #[test]
+    fn draws_are_the_first_whose_sum_exceeds_u() {
+        let sampling = Sampling::default()
+            .temperature(0.8)
+            .top_k(Some(4))
+            .top_p(0.9);
+        let draw = |logits: &[f32], u| sampling.options().choose(logits, |_| false, u);
+        for (u, expected) in [(0.0, 0), (0.3, 0), (0.5, 0), (0.75, 1), (0.95, 2), (1.0, 2)] {
+            assert_eq!(draw(&LOGITS, u), Some(expected), "{u}");
+        }
+        assert_eq!(draw(&[], 0.5), None);
+    }
+
+    #[test]
+    fn what_was_seen_is_less_likely() {
+        let greedy = Sampling::default().temperature(0.0).repetition(1.2);
+        // 2 / 1.2 = 1.667 stays above 1.5; a third of it does not.
+        assert_eq!(greedy.choose(&LOGITS, |token| token == 0, [0, 0]), Some(0));
+        let more = greedy.clone().repetition(3.0);
+        assert_eq!(more.choose(&LOGITS, |token| token == 0, [0, 0]), Some(1));
+        let ratio = |sampling: &Sampling, a: usize, b: usize| {
+            let kept = sampling.candidates(&LOGITS, |token| token == 0 || token == 4);
+            let of = |id: usize| kept.iter().find(|kept| kept.0 as usize == id).unwrap().1;
+            (of(a) / of(b)).ln()
+        };
+        let sampling = Sampling::default().repetition(1.2);
+        assert!((ratio(&sampling, 0, 1) - (2.0 / 1.2 - 1.5)).abs() < 1e-7);
+        assert!((ratio(&sampling, 4, 5) - (-0.6 + 1.0)).abs() < 1e-7);
+    }
+
+    #[test]
+    fn logits_that_are_no_numbers_count_as_none() {
+        let sampling = Sampling::default();
+        let nan = [f32::NAN, 0.0, f32::NEG_INFINITY];
+        assert_eq!(sampling.candidates(&nan, |_| false), [(1, 1.0)]);
+        assert_eq!(sampling.choose(&[f32::NAN; 3], |_| false, [0, 0]), None);
+        let infinite = [0.0, f32::INFINITY, f32::INFINITY];
+        assert_eq!(sampling.choose(&infinite, |_| false, [0, 0]), Some(1));
+    }
+
+    /// 10⁵ draws within four standard deviations, and the same numbers for the same seed, prompt and step alone.
+    #[test]
+    fn draws_follow_the_probabilities() {
+        let sampling = Sampling::default().temperature(0.8).seed(3);
+        let expected = probabilities(&sampling);
+        let mut counts = [0usize; 6];
+        let draws = 100_000;
+        for step in 0..draws {
+            counts[sampling.choose(&LOGITS, |_| false, [5, step]).unwrap() as usize] += 1;
+        }
+        for (count, p) in counts.into_iter().zip(expected) {
+            let deviation = (p * (1.0 - p) * draws as f64).sqrt();
+            assert!((count as f64 - p * draws as f64).abs() < 4.0 * deviation);
+        }
+        let draws = |seed, prompt| -> Vec<u64> {
+            (0..50)
+                .map(|step| {
+                    Sampling::default()
+                        .seed(seed)
+                        .number(prompt, step)
+                        .to_bits()
+                })
+                .collect()
+        };
+        assert_eq!(draws(1, 0), draws(1, 0));
+        assert_ne!(draws(1, 0), draws(1, 1));
+        assert_ne!(draws(1, 0), draws(2, 0));
+        assert_ne!(draws(1, 0), draws(1 + (1 << 40), 0));
+    }
+
+    #[rstest]
+    #[case(Sampling::default().temperature(-0.5), "temperature must be a number, at least 0, got -0.5")]
+    #[case(Sampling::default().temperature(f64::NAN), "temperature must be a number, at least 0, got NaN")]
+    #[case(Sampling::default().top_k(Some(0)), "top_k must be at least 1, got 0")]
+    #[case(Sampling::default().top_p(0.0), "top_p must be above 0 and at most 1, got 0")]
+    #[case(Sampling::default().top_p(1.5), "top_p must be above 0 and at most 1, got 1.5")]
+    #[case(Sampling::default().min_p(-0.1), "min_p must be from 0 to 1, got -0.1")]
+    #[case(Sampling::default().repetition(0.0), "repetition must be a number above 0, got 0")]
+    fn numbers_out_of_range(#[case] sampling: Sampling, #[case] message: &str) {
+        assert_eq!(sampling.check().unwrap_err().to_string(), message);
+    }
+}

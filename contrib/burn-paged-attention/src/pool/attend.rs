@@ -1,0 +1,186 @@
+//! Attention of new rows to what a pool holds.
+
+use burn::tensor::{DType, FloatDType, Tensor};
+use burn_blocksparse::merge_attention;
+use burn_sparse_transformer::TransformerError;
+use burn_sparse_transformer::decoder::Positions;
+use burn_sparse_transformer::internal::rotate_back;
+
+use super::layer::Layer;
+use super::step::{Gathered, Road, Walk};
+use super::store::Store;
+use super::{KvPool, Step, watch};
+use crate::{PagedOptions, PagedOutput, PagedStore, paged_attention};
+
+/// Where the scores of rows without keys are, and above those of pairs that do not count.
+const LOWEST: f64 = -1e29;
+
+/// Queries in the dtype of keys that are floats.
+pub(super) fn as_stored(query: Tensor<4>, store: &PagedStore) -> Tensor<4> {
+    match store {
+        PagedStore::Plain { keys, .. } => query.cast(FloatDType::from(keys.dtype())),
+        PagedStore::Quantized(_) => query,
+    }
+}
+
+impl Layer<'_> {
+    /// What the heads see of a step's rows, `x`, in layer `layer` of a pool.
+    pub(super) fn attend_step(
+        &self,
+        x: Tensor<3>,
+        pool: &mut KvPool,
+        step: &Step,
+        layer: usize,
+    ) -> Result<Tensor<4>, TransformerError> {
+        if let Some(nsa) = self.nsa() {
+            return self.nsa_step(x, nsa, pool, step, layer);
+        }
+        if let Some(dsa) = self.choosing_dsa() {
+            return self.dsa_step(x, dsa, pool, step, layer);
+        }
+        let [query, key, value] = self.project_heads(x, &step.positions)?;
+        let (store, group, evictor) = pool.layer(step, layer);
+        if cfg!(debug_assertions) {
+            store.poison(&group.freed, self.n_kv_heads() / group.slots.dims()[1]);
+        }
+        let pair = [key.clone(), value.clone()];
+        store.write(group.copies.as_ref(), pair, group.slots.clone())?;
+        let mut rows = watch::Rows::of(&query);
+        let watched = group.watch.as_ref().zip(evictor);
+        let heads = match &group.road {
+            // No score that a choice goes with is of attention.
+            Road::Dense(_) if watched.is_some() && !self.chooses() => {
+                let heads = [query.clone(), key.clone(), value];
+                let (heads, lse) = self.attend_sequences_with_lse(heads)?;
+                (rows.lse, rows.key) = (Some(lse), Some(key));
+                heads
+            }
+            Road::Dense(lengths) => {
+                self.attend_sequences([query.clone(), key, value], lengths.as_deref())?
+            }
+            Road::Paged(walk) if walk.choice.is_some() => {
+                self.attend_chosen_pages(query.clone(), store, walk)?
+            }
+            Road::Paged(walk) => {
+                let attended = self.attend_pages(query.clone(), store.pages()?, walk)?;
+                rows.lse = Some(attended.lse);
+                attended.out
+            }
+            Road::Gathered(gathered) => {
+                return self.attend_gathered(query.clone(), store, gathered);
+            }
+        };
+        if let Some((watch, evictor)) = watched {
+            self.watch(rows, store, watch, evictor, layer)?;
+        }
+        Ok(heads.cast(FloatDType::from(query.dtype())))
+    }
+
+    pub(super) fn paged_options(&self) -> PagedOptions {
+        let mut options = PagedOptions::default();
+        options.scale = self.attention_options().scale;
+        options.softcap = self.attention_options().softcap;
+        options.sinks = self.sink_logits();
+        options
+    }
+
+    pub(super) fn attend_pages(
+        &self,
+        query: Tensor<4>,
+        store: PagedStore,
+        walk: &Walk,
+    ) -> Result<PagedOutput, TransformerError> {
+        let mut options = self.paged_options();
+        let query = as_stored(query, &store);
+        let pages = walk.pages(store.clone(), self.n_kv_heads());
+        let mut attended = paged_attention(query.clone(), &pages, &options)?;
+        // Sinks that are no keys count once.
+        options.sinks = None;
+        if let Some(sinks) = &walk.sinks {
+            let dtype = FloatDType::from(query.dtype());
+            let far = match &self.rope {
+                Some(rope) => {
+                    let by = Positions::Listed(Box::new(sinks.left_out.clone()));
+                    rotate_back(rope, query, &by)?.cast(dtype)
+                }
+                None => query,
+            };
+            let pages = sinks.pages(walk, store, self.n_kv_heads());
+            let PagedOutput { out, lse, .. } = paged_attention(far, &pages, &options)?;
+            (attended.out, attended.lse) = merge_attention(attended.out, attended.lse, out, lse)?;
+            return Ok(attended);
+        }
+        let Some(prefix) = &walk.prefix else {
+            return Ok(attended);
+        };
+        // All queries of the batch are rows of one sequence.
+        let [batch, heads, seq, width] = query.dims();
+        let rows = query
+            .swap_dims(0, 1)
+            .reshape([1, heads, batch * seq, width]);
+        let pages = prefix.pages(store, self.n_kv_heads());
+        let shared = paged_attention(rows, &pages, &options)?;
+        let [.., width] = shared.out.dims();
+        let out = shared.out.reshape([heads, batch, seq, width]);
+        let lse = shared.lse.reshape([heads, batch, seq]);
+        (attended.out, attended.lse) = merge_attention(
+            attended.out,
+            attended.lse,
+            out.swap_dims(0, 1),
+            lse.swap_dims(0, 1),
+        )?;
+        Ok(attended)
+    }
+
+    /// Attention in Burn's primitives, in the dtype of sums.
+    pub(super) fn attend_gathered(
+        &self,
+        query: Tensor<4>,
+        store: &Store,
+        gathered: &Gathered,
+    ) -> Result<Tensor<4>, TransformerError> {
+        let dtype = FloatDType::from(query.dtype());
+        let sums = match query.dtype() {
+            DType::F64 => FloatDType::F64,
+            _ => FloatDType::F32,
+        };
+        let [batch, heads, seq, width] = query.dims();
+        let (kv_heads, count) = (self.n_kv_heads(), gathered.count);
+        let [_, value_width] = store.widths().unwrap_or_default();
+        if count == 0 {
+            let shape = [batch, heads, seq, value_width];
+            return Ok(Tensor::zeros(shape, (&query.device(), DType::from(dtype))));
+        }
+        let [keys, values] = (store.gather(&gathered.ids, sums)?).map(|rows| {
+            let [_, width] = rows.dims();
+            rows.reshape([batch, kv_heads, count, width])
+        });
+        let scale = (self.attention_options().scale).unwrap_or_else(|| 1.0 / (width as f64).sqrt());
+        let group = [batch, kv_heads, heads / kv_heads * seq, width];
+        let q = (query.clone().cast(sums) * scale).reshape(group);
+        let scores = q.matmul(keys.swap_dims(2, 3));
+        let mut scores = scores.reshape([batch, heads, seq, count]);
+        if let Some(softcap) = self.attention_options().softcap {
+            scores = (scores / softcap).tanh() * softcap;
+        }
+        scores = scores + gathered.bias.clone().cast(sums);
+        if let (Some(table), Some(places)) = (&self.relative_bias, &gathered.distances) {
+            let table = table.val().cast(sums);
+            let numbers = table.shape().num_elements();
+            let biases = table.reshape([numbers]).select(0, places.clone());
+            scores = scores + biases.reshape([batch, heads, seq, count]);
+        }
+        if let Some(sinks) = self.sink_logits() {
+            let sinks = sinks.cast(sums).reshape([1, heads, 1, 1]);
+            scores = Tensor::cat(vec![scores, sinks.expand([batch, heads, seq, 1])], 3);
+        }
+        let top = scores.clone().max_dim(3).clamp_min(LOWEST);
+        let weights = (scores - top).exp();
+        let total = weights.clone().sum_dim(3).clamp_min(f32::MIN_POSITIVE);
+        let weights = weights.narrow(3, 0, count);
+        let group = [batch, kv_heads, heads / kv_heads * seq, count];
+        let out = weights.reshape(group).matmul(values);
+        let out = out.reshape([batch, heads, seq, value_width]) / total;
+        Ok(out.cast(dtype))
+    }
+}

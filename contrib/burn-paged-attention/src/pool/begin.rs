@@ -1,0 +1,323 @@
+//! The beginning of a call: room in the books, and what the layers are told.
+
+use burn::tensor::Device;
+use burn_sparse_transformer::TransformerError;
+use burn_sparse_transformer::decoder::Positions;
+use burn_sparse_transformer::internal::ensure;
+
+use super::nsa_step::NsaStep;
+use super::sight::Sight;
+use super::step::{self, GroupStep, Road, Sinks};
+use super::store::{self, Copies};
+use super::watch::Watch;
+use super::watched::Evictor;
+use super::{Group, KvPool, KvPositions, KvStep};
+use crate::PoolError;
+use crate::pages::{CacheError, KvRetention, PagePool, SequenceId, Step as BooksStep, Writes};
+
+/// A call that has begun.
+#[derive(Debug)]
+pub(super) struct Step {
+    pub positions: Positions,
+    pub(super) groups: Vec<GroupStep>,
+    /// None in a recording: whoever replays it takes steps back.
+    pub(super) undo: Option<Undo>,
+}
+
+/// The books before a call.
+#[derive(Debug)]
+pub(super) struct Undo {
+    books: UndoBooks,
+    evictor: Option<Evictor>,
+}
+
+#[derive(Debug)]
+enum UndoBooks {
+    /// Lengths to go back to.
+    Lengths(Vec<(SequenceId, usize)>),
+    Books(Vec<PagePool>),
+}
+
+impl Undo {
+    /// All books as they are.
+    pub(super) fn of_books(pool: &KvPool) -> Self {
+        let books = pool.groups.iter().map(|group| group.books.clone());
+        Self {
+            books: UndoBooks::Books(books.collect()),
+            evictor: pool.evictor.clone(),
+        }
+    }
+}
+
+/// What the books say of a call.
+#[derive(Debug)]
+pub(super) struct Advance {
+    /// The first new position of each sequence.
+    pub starts: Vec<usize>,
+    /// Of each group, of each sequence.
+    pub writes: Vec<Vec<Writes>>,
+    /// Whether nothing is in the cache, so that attention is over the layers' own layout.
+    pub is_dense: bool,
+    pub undo: Undo,
+}
+
+impl KvPool {
+    /// Makes room for new rows of a batch `[batch, seq]` in the books. Nothing has changed after an error; what follows this and fails ends in
+    /// [`Self::undo`].
+    pub(super) fn advance(
+        &mut self,
+        steps: &[KvStep],
+        seq: usize,
+        last: bool,
+    ) -> Result<Advance, PoolError> {
+        let mut starts = Vec::with_capacity(steps.len());
+        for step in steps {
+            let start = self.len(step.id)?;
+            let expected = || format!("from 1 to {seq} of each sequence, the input's");
+            let fits = (1..=seq).contains(&step.tokens);
+            ensure(fits, "tokens", expected, step.tokens)?;
+            let end = start + step.tokens;
+            if let Some(context) = self.context.filter(|&context| end > context) {
+                return Err(PoolError::Layers(TransformerError::ContextExceeded {
+                    context,
+                    limit: "the model's context",
+                    start,
+                    end,
+                }));
+            }
+            starts.push(start);
+        }
+        let is_causal = self
+            .groups
+            .iter()
+            .all(|group| group.key.pattern.is_causal());
+        let is_even = steps.iter().all(|step| step.tokens == seq);
+        // What a window hides from later queries it has to hide from the first ones, too.
+        let is_dense = seq > 1
+            && starts.iter().all(|&start| start == 0)
+            && (is_even || is_causal)
+            && !matches!(self.residency, KvRetention::Window { .. });
+        let is_prompt = |(step, &start): (&KvStep, &usize)| start == 0 && step.tokens > 1;
+        if self.prompts_choose && !is_dense && steps.iter().zip(&starts).any(is_prompt) {
+            return Err(PoolError::argument(
+                "steps",
+                "prompts alone, or none of more than one token, where prompts choose their keys",
+                "both",
+            ));
+        }
+        let of_books: Vec<_> = steps
+            .iter()
+            .map(|step| {
+                let of_books = match is_dense {
+                    true => BooksStep::prefill(step.id, step.tokens),
+                    false => BooksStep::decode(step.id, step.tokens),
+                };
+                if last { of_books.last() } else { of_books }
+            })
+            .collect();
+        for group in &self.groups {
+            let (asked, free) = group.books.pages_needed(&of_books)?;
+            if asked > free {
+                return Err(CacheError::OutOfPages { asked, free }.into());
+            }
+        }
+        let undo = match is_dense {
+            true => UndoBooks::Books(
+                self.groups
+                    .iter()
+                    .map(|group| group.books.clone())
+                    .collect(),
+            ),
+            false => {
+                let ids = steps.iter().map(|step| step.id);
+                UndoBooks::Lengths(ids.zip(starts.iter().copied()).collect())
+            }
+        };
+        let undo = Undo {
+            books: undo,
+            evictor: self.evictor.clone(),
+        };
+        let mut writes = Vec::with_capacity(self.groups.len());
+        for group in &mut self.groups {
+            writes.push(group.books.steps(&of_books)?);
+        }
+        Ok(Advance {
+            starts,
+            writes,
+            is_dense,
+            undo,
+        })
+    }
+
+    /// [`Self::advance`], and what the layers are told of it.
+    pub(super) fn begin(
+        &mut self,
+        steps: &[KvStep],
+        seq: usize,
+        last: bool,
+    ) -> Result<Step, PoolError> {
+        let Advance {
+            starts,
+            writes,
+            is_dense,
+            undo,
+        } = self.advance(steps, seq, last)?;
+        let due = match self.due(steps) {
+            Ok(due) => self.evictor.is_some().then_some(due),
+            Err(error) => {
+                self.undo(undo);
+                return Err(error);
+            }
+        };
+        let mut groups = Vec::with_capacity(self.groups.len());
+        for (group, writes) in self.groups.iter_mut().zip(&writes) {
+            let kept = Kept {
+                residency: self.residency,
+                cascade: self.cascade,
+                positions: self.positions,
+                due: due.as_deref(),
+            };
+            match group.step(steps, writes, seq, is_dense, kept, &self.device) {
+                Ok(of_group) => groups.push(of_group),
+                Err(error) => {
+                    self.undo(undo);
+                    return Err(error);
+                }
+            }
+        }
+        for (at, group) in groups.iter_mut().enumerate() {
+            let call = (steps, &writes[..]);
+            match NsaStep::new(&self.groups, at, call, seq, is_dense, &self.device) {
+                Ok(nsa) => group.nsa = nsa,
+                Err(error) => {
+                    self.undo(undo);
+                    return Err(error);
+                }
+            }
+        }
+        Ok(Step {
+            positions: step::positions_of(&starts, seq, self.context, &self.device),
+            groups,
+            undo: Some(undo),
+        })
+    }
+
+    /// Takes a call back that failed after [`Self::begin`].
+    pub(super) fn take_back(&mut self, step: Step) {
+        if let Some(undo) = step.undo {
+            self.undo(undo);
+        }
+    }
+
+    /// Takes back what [`Self::advance`] did.
+    pub(super) fn undo(&mut self, undo: Undo) {
+        self.evictor = undo.evictor;
+        match undo.books {
+            UndoBooks::Books(books) => {
+                for (group, books) in self.groups.iter_mut().zip(books) {
+                    group.books = books;
+                    group.uploaded = None;
+                    group.sight = None;
+                }
+            }
+            UndoBooks::Lengths(lengths) => {
+                for (id, len) in lengths {
+                    let undone = self.each(|books| books.truncate(id, len));
+                    debug_assert!(undone.is_ok(), "a step can be taken back: {undone:?}");
+                }
+            }
+        }
+    }
+}
+
+/// What of a pool's configuration a group is told.
+#[derive(Clone, Copy)]
+struct Kept<'a> {
+    residency: KvRetention,
+    cascade: usize,
+    positions: KvPositions,
+    /// Which sequences evict keys behind the step, if any may.
+    due: Option<&'a [bool]>,
+}
+
+impl Group {
+    fn step(
+        &mut self,
+        steps: &[KvStep],
+        writes: &[Writes],
+        seq: usize,
+        is_dense: bool,
+        kept: Kept,
+        device: &Device,
+    ) -> Result<GroupStep, PoolError> {
+        let Self {
+            key,
+            choice,
+            books,
+            uploaded,
+            sight,
+            nsa: _,
+        } = self;
+        let known = sight.take();
+        let rows = books.table_rows();
+        let copies = || writes.iter().flat_map(|writes| &writes.copies);
+        let page_size = books.config().page_size();
+        let road = if is_dense {
+            let is_even = steps.iter().all(|step| step.tokens == seq);
+            let lengths = || steps.iter().map(|step| step.tokens).collect();
+            Road::Dense((!is_even).then(lengths))
+        } else if key.is_plain() && books.row_is_live() {
+            let seen = match (kept.positions, kept.residency) {
+                (KvPositions::InCache, KvRetention::Window { window, sinks }) => {
+                    Some([window, sinks])
+                }
+                _ => None,
+            };
+            // What is read once for all sequences is chosen by none.
+            let is_apart = seen.is_some() || choice.is_some() || key.dsa.is_some();
+            let cascade = if is_apart { usize::MAX } else { kept.cascade };
+            let mut walk = step::walk(books, uploaded, steps, writes, cascade, device)?;
+            if let Some(seen) = seen {
+                let sinks = Sinks::of(&mut walk, books, steps, writes, seq, seen, device)?;
+                walk.sinks = sinks;
+            }
+            let is_single = steps.iter().all(|step| step.tokens == 1);
+            if choice.is_some() || key.dsa.is_some() {
+                let batch: Vec<_> = steps.iter().map(|step| step.id).collect();
+                walk.by_row(&books.spans(&batch)?, writes, rows, seq);
+                walk.choice = *choice;
+            } else if !(is_single && books.single_sees_all(kept.residency)) {
+                let first = writes.iter().map(|writes| writes.first as i32).collect();
+                let first = store::ints(first, [steps.len()], device);
+                let now = match known {
+                    Some(known) => known.apply(writes, device),
+                    None => Sight::new(books, device),
+                };
+                walk.visibility = Some(now.of_queries(first));
+                *sight = Some(now);
+            }
+            Road::Paged(Box::new(walk))
+        } else {
+            let gathered = step::gather(books, key, steps, writes, seq, device)?;
+            Road::Gathered(Box::new(gathered))
+        };
+        let watch = match kept.due {
+            Some(due) => Some(Watch::new(books, steps, due, key.kv_heads, seq, device)?),
+            None => None,
+        };
+        Ok(GroupStep {
+            watch,
+            copies: Copies::new(copies(), [rows, key.kv_heads, page_size], device),
+            index_copies: match key.dsa {
+                Some(_) => Copies::new(copies(), [rows, rows, page_size], device),
+                None => None,
+            },
+            slots: step::slots_of(writes, rows, seq, device),
+            road,
+            freed: (writes.iter())
+                .flat_map(|writes| writes.freed.clone())
+                .collect(),
+            nsa: None,
+        })
+    }
+}

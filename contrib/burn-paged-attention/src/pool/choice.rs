@@ -1,0 +1,225 @@
+//! Layers of a pool whose queries choose pages by content.
+
+use burn::tensor::{Int, Tensor};
+use burn_sparse_select::PageSummary;
+use burn_sparse_select::pages::PageChoice;
+use burn_sparse_transformer::internal::{ensure, ensure_none};
+use burn_sparse_transformer::{SparseMultiHeadAttention, TransformerError};
+
+use super::attend::as_stored;
+use super::layer::Layer;
+use super::step::Walk;
+use super::store::{Store, ints};
+use super::{KvPoolConfig, dsa, nsa};
+use crate::pages::{EvictionScore, KvRetention, Writes};
+use crate::summaries::select_pages;
+use crate::{PagedKeysValues, PagedOptions, PagedStore, paged_attention};
+
+/// Slots of a page, if neither the configuration nor a selection says.
+const PAGE_SIZE: usize = 32;
+/// Scores of pages that are in memory at a time.
+pub(super) const SCORES: usize = 1 << 24;
+/// Queries of a call, at most: every part of a call looks at all of its walks.
+pub(super) const WALKS: usize = 512;
+
+/// Slots of a page, if the configuration does not say: as many as the layers' selections have, where pages are all that they choose.
+pub(super) fn page_size(layers: &[&SparseMultiHeadAttention], config: &KvPoolConfig) -> usize {
+    let choosing = layers.iter().filter(|_| !config.prompts_choose);
+    let sizes = choosing.filter_map(|mha| {
+        if let Some(nsa) = mha.nsa() {
+            return Some(nsa.config().pool_page_size().unwrap_or(16));
+        }
+        let estimator = mha.selection()?.estimator();
+        let block = estimator.grid().block;
+        match estimator.page_summary()? {
+            PageSummary::Bounds => Some(block),
+            _ => Some(block.min(PAGE_SIZE)),
+        }
+    });
+    sizes.min().unwrap_or(PAGE_SIZE)
+}
+
+/// How a layer chooses pages of a pool, if it does.
+pub(super) fn of_layer(
+    mha: &SparseMultiHeadAttention,
+    config: &KvPoolConfig,
+    page_size: usize,
+) -> Result<Option<PageChoice>, TransformerError> {
+    if let Some(nsa) = mha.nsa() {
+        return nsa::choice(nsa, config, page_size).map(Some);
+    }
+    if mha.dsa().is_some() {
+        dsa::check(config)?;
+        return Ok(None);
+    }
+    if config.prompts_choose {
+        check_prompts(mha, config)?;
+        return Ok(None);
+    }
+    mha.ensure_decodable()?;
+    let Some(selection) = mha.selection() else {
+        return Ok(None);
+    };
+    let choice = selection.on_pages(page_size, mha.n_heads() / mha.n_kv_heads())?;
+    let expected = || format!("All, Reachable or by eviction with the selection {selection}");
+    let got = config.residency;
+    let is_window = matches!(got, KvRetention::Window { .. });
+    ensure(!is_window, "residency", expected, format!("{got:?}"))?;
+    check_eviction(config)?;
+    for (argument, given) in [
+        ("sinks", mha.sink_logits().is_some()),
+        ("alibi", mha.attention_options().alibi.is_some()),
+        ("relative_bias", mha.relative_bias.is_some()),
+    ] {
+        let expected = "none with a selection by which every query chooses for itself";
+        ensure_none(argument, given, expected)?;
+    }
+    let is_causal = mha.pattern().is_causal();
+    let expected = || format!("causal with the selection {selection}");
+    ensure(is_causal, "pattern", expected, mha.pattern())?;
+    Ok(Some(choice))
+}
+
+/// That prompts of a layer can be read by its choice, if it has one.
+fn check_prompts(
+    mha: &SparseMultiHeadAttention,
+    config: &KvPoolConfig,
+) -> Result<(), TransformerError> {
+    mha.ensure_no_content()?;
+    if mha.selection().is_none() && mha.head_selections().is_none() {
+        return Ok(());
+    }
+    let expected = || "All, Reachable or by eviction where prompts choose".into();
+    let is_window = matches!(config.residency, KvRetention::Window { .. });
+    let got = format!("{:?}", config.residency);
+    ensure(!is_window, "residency", expected, got)?;
+    check_eviction(config)
+}
+
+/// That keys are not evicted by attention that is not computed.
+fn check_eviction(config: &KvPoolConfig) -> Result<(), TransformerError> {
+    let by_attention = config.eviction.is_some_and(|eviction| {
+        !matches!(
+            eviction.score,
+            EvictionScore::Custom | EvictionScore::KeyNorm
+        )
+    });
+    let expected = "none that goes by attention to all keys, with a selection";
+    ensure_none("eviction", by_attention, expected)
+}
+
+impl Walk {
+    /// Makes every row of a call a walk of its own, which ends at the row's own key.
+    pub(super) fn by_row(
+        &mut self,
+        spans: &[i32],
+        writes: &[Writes],
+        table_rows: usize,
+        seq: usize,
+    ) {
+        if seq == 1 {
+            return;
+        }
+        let [batch, rows, entries] = self.table.dims();
+        let table = self.table.clone().reshape([batch, 1, rows, entries]);
+        let table = table.expand([batch, seq, rows, entries]);
+        self.table = table.reshape([batch * seq, rows, entries]);
+        let mut of_rows = Vec::with_capacity(seq * spans.len());
+        for (writes, spans) in writes.iter().zip(spans.chunks(4 * table_rows)) {
+            for row in 0..seq {
+                // Rows behind a sequence's own are none, and see what its last one does.
+                let behind = writes.tokens.saturating_sub(row + 1) as i32;
+                for span in spans.chunks(4) {
+                    of_rows.extend([span[0] - behind, span[1], span[2], span[3]]);
+                }
+            }
+        }
+        self.spans = ints(of_rows, [batch * seq, rows, 4], &self.table.device());
+    }
+}
+
+impl Layer<'_> {
+    /// Attention of queries `[batch, heads, s, d_k]` to the pages that each of them chooses.
+    pub(super) fn attend_chosen_pages(
+        &self,
+        query: Tensor<4>,
+        store: &Store,
+        walk: &Walk,
+    ) -> Result<Tensor<4>, TransformerError> {
+        let (pages, options) = (store.pages()?, self.paged_options());
+        let query = as_stored(query, &pages);
+        let [batch, _, seq, _] = query.dims();
+        let [_, _, entries] = walk.table.dims();
+        let walks = batch * seq;
+        let rows = by_rows(query);
+        // More than one row at a time, whatever a context is.
+        let together = (SCORES / (self.n_kv_heads() * entries).max(1)).clamp(1, WALKS);
+        let mut outs = Vec::with_capacity(walks.div_ceil(together));
+        for first in (0..walks).step_by(together) {
+            let count = together.min(walks - first);
+            let part = match count == walks {
+                true => (rows.clone(), walk.table.clone(), walk.spans.clone()),
+                false => (
+                    rows.clone().narrow(0, first, count),
+                    walk.table.clone().narrow(0, first, count),
+                    walk.spans.clone().narrow(0, first, count),
+                ),
+            };
+            let (rows, table, spans) = &part;
+            // Where there is no more than what is chosen, there is no choice.
+            let selected = match &walk.choice {
+                Some(choice) if entries > choice.selected_pages() => {
+                    let (rows, summaries) = (rows.clone(), store.summaries()?);
+                    let kv_heads = self.n_kv_heads();
+                    let chosen = select_pages(rows, summaries, kv_heads, table, spans, choice)?;
+                    Some(chosen)
+                }
+                _ => None,
+            };
+            outs.push(self.attend_walks(part, selected, &pages, walk, &options)?);
+        }
+        Ok(by_heads(outs, [batch, seq]))
+    }
+
+    /// The same of one query for each walk: `[walks, heads, 1, d_v]`.
+    pub(super) fn attend_walks(
+        &self,
+        (rows, table, spans): (Tensor<3>, Tensor<3, Int>, Tensor<3, Int>),
+        selected: Option<Tensor<3, Int>>,
+        pages: &PagedStore,
+        walk: &Walk,
+        options: &PagedOptions,
+    ) -> Result<Tensor<4>, TransformerError> {
+        let [walks, heads, width] = rows.dims();
+        let mut of_walks =
+            PagedKeysValues::of_store(pages.clone(), self.n_kv_heads(), table, spans);
+        of_walks.selected = selected;
+        let counted = |counters: &&Tensor<1, Int>| counters.dims()[0] >= walks * heads;
+        of_walks.counters = walk.counters.as_ref().filter(counted).cloned();
+        let query = rows.reshape([walks, heads, 1, width]);
+        Ok(paged_attention(query, &of_walks, options)?.out)
+    }
+}
+
+/// Queries `[batch, heads, s, width]`, one for each row of a call: `[batch · s, heads, width]`.
+pub(super) fn by_rows(query: Tensor<4>) -> Tensor<3> {
+    let [batch, heads, seq, width] = query.dims();
+    // Of one row each the heads are in their places.
+    match seq {
+        1 => query.reshape([batch, heads, width]),
+        _ => query.swap_dims(1, 2).reshape([batch * seq, heads, width]),
+    }
+}
+
+/// What rows see, some of them after the other, `[rows, heads, 1, width]` each: `[batch, heads, s, width]`.
+pub(super) fn by_heads(mut outs: Vec<Tensor<4>>, [batch, seq]: [usize; 2]) -> Tensor<4> {
+    let out = match outs.len() {
+        1 => outs.remove(0),
+        _ => Tensor::cat(outs, 0),
+    };
+    let [_, heads, _, width] = out.dims();
+    match seq {
+        1 => out,
+        _ => out.reshape([batch, seq, heads, width]).swap_dims(1, 2),
+    }
+}

@@ -1,0 +1,308 @@
+//! How much room a pool has, and what it keeps.
+
+use burn::tensor::FloatDType;
+use burn_blocksparse::Pattern;
+use burn_sparse_transformer::internal::{ensure, ensure_none, ensure_positive};
+
+use super::store::Stored;
+use crate::pages::{CacheError, EvictionBudget, EvictionConfig, KvRetention, PagePool, PoolConfig};
+use crate::{PoolError, Quantization};
+
+/// How a pool stores keys and values.
+///
+/// ```
+/// use burn_paged_attention::pool::{KvDtype, KvPoolConfig};
+///
+/// // Eight bits a number, with a scale for each key and each value of a head.
+/// let config = KvPoolConfig::new(8, 4096).with_dtype(KvDtype::Int8);
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum KvDtype {
+    /// The dtype of the layers' products.
+    #[default]
+    Model,
+    /// A dtype of floats.
+    Float(FloatDType),
+    /// [`Quantization::Int8`]: a byte a number and two scales in f32. Heads are a multiple of 4 wide.
+    Int8,
+    /// [`Quantization::Fp8E4m3`], likewise.
+    Fp8E4m3,
+}
+
+impl From<FloatDType> for KvDtype {
+    fn from(dtype: FloatDType) -> Self {
+        Self::Float(dtype)
+    }
+}
+
+impl KvDtype {
+    /// Of layers whose products have a dtype.
+    pub(super) fn stored(self, model: FloatDType) -> Stored {
+        match self {
+            Self::Model => Stored::Float(model),
+            Self::Float(dtype) => Stored::Float(dtype),
+            Self::Int8 => Stored::Quantized(Quantization::Int8),
+            Self::Fp8E4m3 => Stored::Quantized(Quantization::Fp8E4m3),
+        }
+    }
+}
+
+/// Which positions rotations are of, where [`KvRetention::Window`] leaves out keys between the first ones and the last.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum KvPositions {
+    /// Those of the tokens.
+    #[default]
+    Original,
+    /// Those of what is kept: to a query the window is as if it came right behind the sinks (Xiao et al., 2024, "StreamingLLM"), so distances stay those that
+    /// the model was trained with, however long the sequence is. Keys keep their rotation; queries are rotated twice.
+    InCache,
+}
+
+/// What a [`KvPool`](super::KvPool) is made from.
+///
+/// ```
+/// use burn_paged_attention::pool::{KvPoolConfig, KvRetention};
+///
+/// // Up to 8 sequences of up to 4,096 tokens, of which each call adds at most 256 to one that has some already.
+/// let config = KvPoolConfig::new(8, 4096).with_chunk(256).with_page_size(64).with_residency(KvRetention::All);
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+#[must_use]
+pub struct KvPoolConfig {
+    /// Tokens of each sequence.
+    pub(super) lengths: Vec<usize>,
+    pub(super) chunk: usize,
+    /// Slots of a page, if the configuration says.
+    pub(super) page_size: Option<usize>,
+    pub(super) residency: KvRetention,
+    pub(super) rollback: usize,
+    pub(super) dtype: KvDtype,
+    pub(super) pages: Option<usize>,
+    pub(super) cascade: usize,
+    pub(super) prefix_reuse: bool,
+    pub(super) positions: KvPositions,
+    pub(super) eviction: Option<EvictionConfig>,
+    pub(super) prompts_choose: bool,
+}
+
+impl KvPoolConfig {
+    /// Room for so many sequences of so many tokens each, which grow by one token a call. The keys that later queries
+    /// reach are kept.
+    pub fn new(sequences: usize, tokens: usize) -> Self {
+        Self::for_lengths(std::iter::repeat_n(tokens, sequences))
+    }
+
+    /// [`Self::new`] for sequences of so many tokens, each of its own length.
+    pub fn for_lengths(lengths: impl IntoIterator<Item = usize>) -> Self {
+        let mut lengths: Vec<usize> = lengths.into_iter().collect();
+        lengths.sort_unstable();
+        Self {
+            lengths,
+            chunk: 1,
+            page_size: None,
+            residency: KvRetention::default(),
+            rollback: 0,
+            dtype: KvDtype::Model,
+            pages: None,
+            cascade: 1024,
+            prefix_reuse: false,
+            positions: KvPositions::Original,
+            eviction: None,
+            prompts_choose: false,
+        }
+    }
+
+    /// Tokens of a call for a sequence that has some already, at most: their keys take room before those of earlier tokens are let go. More than that
+    /// may still find room.
+    pub fn with_chunk(mut self, tokens: usize) -> Self {
+        self.chunk = tokens;
+        self
+    }
+
+    /// Slots of a page: 16, 32, 64 or 128. Without this 32, or what the layers' selections choose: `quest:16,256` has pages of 16.
+    pub fn with_page_size(mut self, page_size: usize) -> Self {
+        self.page_size = Some(page_size);
+        self
+    }
+
+    /// Which keys are retained.
+    pub fn with_residency(mut self, residency: KvRetention) -> Self {
+        self.residency = residency;
+        self.eviction = None;
+        self
+    }
+
+    /// Keeps of each layer and KV head so many keys and lets the others go, by what attention says of them: **other results** than with all keys. For layers
+    /// whose heads are causal and nothing else, without ALiBi and biases of distances.
+    ///
+    /// A sequence's keys are evicted at the end of the call after which there are more than the capacity and the slack, on average over layers and heads. All keys
+    /// of a call are stored until then, so room is needed for the capacity, the slack and the tokens of a call, [`Self::with_chunk`]: say there how long a
+    /// prompt is that is read at once.
+    pub fn with_eviction(mut self, eviction: EvictionConfig) -> Self {
+        self.residency = KvRetention::Evict;
+        self.eviction = Some(eviction);
+        self
+    }
+
+    /// Tokens that can be taken back ([`KvPool::truncate`](super::KvPool::truncate)), 0 without this. With [`KvRetention::All`] any number can.
+    pub fn with_rollback(mut self, tokens: usize) -> Self {
+        self.rollback = tokens;
+        self
+    }
+
+    /// How keys and values are stored: a [`FloatDType`], or a [`KvDtype`]. Default: [`KvDtype::Model`].
+    pub fn with_dtype(mut self, dtype: impl Into<KvDtype>) -> Self {
+        self.dtype = dtype.into();
+        self
+    }
+
+    /// The pages of each pattern of the layers, in place of what the sequences need at most: fewer, where not all get as long or where they share
+    /// their beginnings.
+    pub fn with_pages(mut self, pages: usize) -> Self {
+        self.pages = Some(pages);
+        self
+    }
+
+    /// Which positions rotations are of, in a pool with [`KvRetention::Window`].
+    pub fn with_positions(mut self, positions: KvPositions) -> Self {
+        self.positions = positions;
+        self
+    }
+
+    /// Keeps the contents of full pages known by their tokens, also when no sequence names them any more, until they are needed:
+    /// [`KvPool::join_with_prefix`](super::KvPool::join_with_prefix).
+    pub fn with_prefix_reuse(mut self) -> Self {
+        self.prefix_reuse = true;
+        self
+    }
+
+    /// From so many keys on that all sequences of a batch share, because they are forks of one, these are read once for all of them: their queries are rows of one
+    /// call, whose results are merged with those over what each has of its own (FlashInfer's cascade, Ye et al., 2024). 1,024 without this.
+    pub fn with_cascade(mut self, keys: usize) -> Self {
+        self.cascade = keys;
+        self
+    }
+
+    /// Lets the layers' choices of keys by content read prompts alone, whatever they are, those of single heads among them: a prompt is what a sequence
+    /// without tokens gets in one call, and all that follows sees all keys that the layers' patterns allow. Prompts are calls of their own then. Without
+    /// this, later tokens choose pages as prompts do, and choices that later tokens take part in are refused.
+    ///
+    /// Where later tokens take part in the choice, a prompt's keys are those of the whole prompt: after [`KvPool::truncate`](super::KvPool::truncate) they
+    /// are not those of a shorter one.
+    pub fn with_choosing_prompts(mut self) -> Self {
+        self.prompts_choose = true;
+        self
+    }
+
+    /// Slots of a page.
+    pub(super) fn page_size(&self) -> usize {
+        self.page_size.unwrap_or(32)
+    }
+
+    pub(super) fn validate(&self) -> Result<(), PoolError> {
+        ensure_positive("sequences", self.lengths.len())?;
+        for &tokens in &self.lengths {
+            ensure_positive("tokens", tokens)?;
+        }
+        ensure_positive("chunk", self.chunk)?;
+        let is_window = matches!(self.residency, KvRetention::Window { .. });
+        let is_window = is_window && self.eviction.is_none();
+        ensure(
+            self.positions == KvPositions::Original || is_window,
+            "positions",
+            || "Original, because the residency is no Window".into(),
+            "InCache",
+        )?;
+        let known = self.prefix_reuse && self.prompts_choose;
+        let expected = "none where prompts choose: what is known of a beginning may depend on what followed it";
+        ensure_none("prefix_reuse", known, expected)?;
+        let expected = || "another; `with_eviction` says which keys stay".into();
+        let is_said = self.residency != KvRetention::Evict || self.eviction.is_some();
+        ensure(is_said, "residency", expected, "Evict")?;
+        let expected = "none: pages of a sequence whose keys were evicted are not known again";
+        let known = self.prefix_reuse && self.eviction.is_some();
+        Ok(ensure_none("eviction", known, expected)?)
+    }
+
+    /// The books of layers with this pattern.
+    pub(super) fn page_pools(
+        &self,
+        pattern: &Pattern,
+        [heads, kv_heads]: [usize; 2],
+    ) -> Result<PagePool, PoolError> {
+        let of_pages = |pages: usize| {
+            let config = PoolConfig::new(pages)
+                .with_page_size(self.page_size())
+                .with_pattern(pattern.clone(), heads, kv_heads)
+                .with_rollback(self.rollback);
+            let config = match self.prefix_reuse {
+                // All sequences of a pool are one model's.
+                true => config.with_prefix_reuse(0),
+                false => config,
+            };
+            match self.eviction.map(|eviction| eviction.is_even_in_layers()) {
+                Some(true) => config.with_table_rows(1),
+                Some(false) => config.with_table_rows(kv_heads),
+                None => config,
+            }
+        };
+        let pages = match self.pages {
+            Some(pages) => pages,
+            None => {
+                // One page says how many rows there are, and whether the configuration is right.
+                let rows = PagePool::new(of_pages(1))?.table_rows();
+                // Both regions of a row end within a page.
+                let whole = |tokens: usize| rows * (tokens.div_ceil(self.page_size()) + 2);
+                if let Some(eviction) = &self.eviction {
+                    let most = self.most_keys(eviction);
+                    let each = self.lengths.iter().map(|&tokens| whole(tokens.min(most)));
+                    let pages = each.fold(0, usize::saturating_add);
+                    return Ok(PagePool::new(of_pages(pages))?);
+                }
+                let longest = self.lengths.last().copied().unwrap_or(0);
+                let one = PagePool::new(of_pages(whole(longest)))?;
+                let most = self.most_pages(one).ok();
+                let each = self.lengths.iter().enumerate().map(|(at, &tokens)| {
+                    let most = most.as_ref().map_or(usize::MAX, |most| most[at]);
+                    most.min(whole(tokens))
+                });
+                each.fold(0, usize::saturating_add)
+            }
+        };
+        Ok(PagePool::new(of_pages(pages))?)
+    }
+
+    /// The most keys that a table row has at a time.
+    fn most_keys(&self, eviction: &EvictionConfig) -> usize {
+        // The first layers of a pyramid have up to twice the mean; what heads have in an adaptive budget is as much for all of them together.
+        let of_layer = match eviction.budget {
+            EvictionBudget::Pyramid { .. } => eviction.capacity().saturating_mul(2),
+            _ => eviction.capacity(),
+        };
+        of_layer
+            .saturating_add(eviction.slack)
+            .saturating_add(self.chunk)
+    }
+
+    /// The most pages that a sequence has while it grows to each of the lengths, which ascend.
+    fn most_pages(&self, mut pool: PagePool) -> Result<Vec<usize>, CacheError> {
+        let id = pool.join(self.residency)?;
+        let rows = pool.table_rows();
+        let step = self.chunk.max(self.page_size());
+        let (mut len, mut most) = (0, 0);
+        let mut of_lengths = Vec::with_capacity(self.lengths.len());
+        for &tokens in &self.lengths {
+            while len < tokens {
+                let tokens = step.min(tokens - len);
+                pool.append(id, tokens)?;
+                len += tokens;
+                most = most.max(pool.config().pages() - pool.free_pages());
+            }
+            // Other steps may begin and end elsewhere in a page.
+            of_lengths.push(most + 2 * rows);
+        }
+        Ok(of_lengths)
+    }
+}

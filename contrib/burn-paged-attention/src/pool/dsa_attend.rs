@@ -1,0 +1,104 @@
+//! Attention of new rows to what an indexer chooses of a pool.
+
+use burn::tensor::{FloatDType, Int, Tensor};
+use burn_sparse_select::dsa::DsaIndex;
+use burn_sparse_transformer::TransformerError;
+use burn_sparse_transformer::dsa::DsaHeads;
+use burn_sparse_transformer::internal::DsaParts;
+
+use super::attend::as_stored;
+use super::choice::{SCORES, WALKS, by_heads, by_rows};
+use super::dsa::NO_VALUES;
+use super::layer::Layer;
+use super::step::{Road, Walk};
+use super::store::{Store, lost};
+use super::{KvPool, Step};
+use crate::dsa::{DsaPages, choose_in_pages};
+use crate::{PagedKeysValues, PagedStore, paged_attention};
+
+impl Layer<'_> {
+    /// What heads of DeepSeek sparse attention see in a step of a pool, `[batch, heads, seq, d_v]`.
+    pub(super) fn dsa_step(
+        &self,
+        x: Tensor<3>,
+        dsa: &DsaHeads,
+        pool: &mut KvPool,
+        step: &Step,
+        layer: usize,
+    ) -> Result<Tensor<4>, TransformerError> {
+        let index = dsa.chosen_by(dsa.index(x.clone(), &step.positions)?)?;
+        let [query, key, value] = self.project_heads(x, &step.positions)?;
+        let (at, store) = &mut pool.layers[layer];
+        let group = &step.groups[*at];
+        let keys = pool.indexes[layer].as_mut().ok_or_else(lost)?;
+        if cfg!(debug_assertions) {
+            store.poison(&group.freed, self.n_kv_heads() / group.slots.dims()[1]);
+            keys.poison(&group.freed, 1);
+        }
+        let pair = [key.clone(), value.clone()];
+        store.write(group.copies.as_ref(), pair, group.slots.clone())?;
+        let [batch, _, seq, _] = index.k.dims();
+        let none = Tensor::zeros([batch, 1, seq, NO_VALUES], &index.k.device());
+        let pair = [index.k.clone(), none];
+        keys.write(group.index_copies.as_ref(), pair, group.slots.clone())?;
+        match &group.road {
+            // Rows behind a prompt are chosen by none.
+            Road::Dense(_) => {
+                let heads = [query, key, value];
+                let parts = DsaParts { heads, index };
+                dsa.attend_parts(parts, self.attention_options())
+            }
+            Road::Paged(walk) => self.attend_chosen_keys(query, [store, keys], (dsa, index), walk),
+            Road::Gathered(_) => Err(lost()),
+        }
+    }
+
+    /// Attention of queries `[batch, heads, s, d_k]` to the keys that an indexer chooses for each of them, where they lie.
+    fn attend_chosen_keys(
+        &self,
+        query: Tensor<4>,
+        [store, keys]: [&Store; 2],
+        (dsa, index): (&DsaHeads, DsaIndex),
+        walk: &Walk,
+    ) -> Result<Tensor<4>, TransformerError> {
+        let dtype = FloatDType::from(query.dtype());
+        let (pages, options) = (store.pages()?, self.paged_options());
+        let PagedStore::Plain { keys, .. } = keys.pages()? else {
+            return Err(lost());
+        };
+        let query = as_stored(query, &pages);
+        let [batch, heads, seq, _] = query.dims();
+        let walks = batch * seq;
+        let [_, index_heads, ..] = index.q.dims();
+        let (rows, queries) = (by_rows(query), by_rows(index.q));
+        let weights = index.weights.swap_dims(1, 2);
+        let weights = weights.reshape([walks, index_heads]);
+        let listed = walk.table.dims()[2] * keys.dims()[1];
+        let together = (SCORES / listed.max(1)).clamp(1, WALKS);
+        let mut outs = Vec::with_capacity(walks.div_ceil(together));
+        for first in (0..walks).step_by(together) {
+            let count = together.min(walks - first);
+            let spans = walk.spans.clone().narrow(0, first, count);
+            let pages_of = DsaPages {
+                q: queries.clone().narrow(0, first, count),
+                weights: weights.clone().narrow(0, first, count),
+                keys: keys.clone(),
+                table: walk.table.clone().narrow(0, first, count),
+                spans,
+            };
+            let rows = rows.clone().narrow(0, first, count).unsqueeze_dim(2);
+            let mut chosen = if listed <= dsa.config().keep {
+                // Where there is no more than what is chosen, there is no choice.
+                let DsaPages { table, spans, .. } = pages_of;
+                PagedKeysValues::of_store(pages.clone(), self.n_kv_heads(), table, spans)
+            } else {
+                let slots = choose_in_pages(dsa.op(), &pages_of, self.n_kv_heads())?;
+                PagedKeysValues::of_slots(pages.clone(), slots, &pages_of.spans)
+            };
+            let counted = |counters: &&Tensor<1, Int>| counters.dims()[0] >= count * heads;
+            chosen.counters = walk.counters.as_ref().filter(counted).cloned();
+            outs.push(paged_attention(rows, &chosen, &options)?.out);
+        }
+        Ok(by_heads(outs, [batch, seq]).cast(dtype))
+    }
+}

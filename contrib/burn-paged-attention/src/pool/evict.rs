@@ -1,0 +1,408 @@
+//! Keys that are let go by their scores.
+
+use burn::tensor::{FloatDType, Tensor};
+use burn_sparse_transformer::internal::ensure;
+
+use super::step::GroupKey;
+use super::store::ints;
+use super::watched::Watched;
+use super::{Group, KvPool, KvStep};
+use crate::PoolError;
+use crate::pages::{CacheError, EvictionScore, KvRetention, PagePool, Retained, SequenceId};
+
+/// That keys of such layers can be evicted.
+pub(super) fn check(key: &GroupKey, books: &PagePool) -> Result<(), PoolError> {
+    let expected = || "none with ALiBi or biases of distances".into();
+    ensure(key.is_plain(), "eviction", expected, "some")?;
+    books.clone().join(KvRetention::Evict)?;
+    Ok(())
+}
+
+/// Keys of a layer that stay.
+struct Kept {
+    layer: usize,
+    /// Of each KV head, as places among the slots of its row.
+    places: Vec<Vec<usize>>,
+    /// Where they are, `[kv_heads · most]`, of all pages.
+    ids: Vec<i32>,
+}
+
+/// Keys of a sequence that stay, and where.
+struct Moves {
+    id: SequenceId,
+    kept: Vec<Kept>,
+    /// Of each group of layers.
+    retained: Vec<Retained>,
+}
+
+impl KvPool {
+    /// Whether keys of a step's sequences are evicted after it.
+    pub(super) fn due(&self, steps: &[KvStep]) -> Result<Vec<bool>, PoolError> {
+        let Some(config) = self.evictor.as_ref().map(|evictor| evictor.config) else {
+            return Ok(vec![false; steps.len()]);
+        };
+        let mut due = Vec::with_capacity(steps.len());
+        for step in steps {
+            let (mut stored, mut heads) = (0, 0);
+            for (at, _) in &self.layers {
+                let Group { key, books, .. } = &self.groups[*at];
+                let of_row = key.kv_heads / books.table_rows();
+                stored += books.stored(step.id)? * of_row;
+                heads += key.kv_heads;
+            }
+            let most = (config.capacity() + config.slack).saturating_mul(heads);
+            due.push(stored > most && config.score != EvictionScore::Custom);
+        }
+        Ok(due)
+    }
+
+    /// Evicts keys of the sequences for which that is due after a call. Nothing has changed after an error.
+    pub(crate) fn settle(&mut self, steps: &[KvStep]) -> Result<(), PoolError> {
+        let Some(evictor) = &self.evictor else {
+            return Ok(());
+        };
+        let is_due = |id: &SequenceId| {
+            let watched = evictor.layers.first().and_then(|layer| layer.get(id));
+            watched.is_some_and(|watched| watched.scores.is_some())
+        };
+        let due: Vec<SequenceId> = steps.iter().map(|step| step.id).filter(is_due).collect();
+        if due.is_empty() {
+            return Ok(());
+        }
+        let mut scores = self.scores_of(&due)?.into_iter();
+        let mut chosen = Vec::with_capacity(due.len());
+        for id in due {
+            let of_layers: Vec<Vec<Vec<f32>>> = scores.by_ref().take(self.layers.len()).collect();
+            chosen.push((id, self.choose(id, &of_layers)?));
+        }
+        self.evict_chosen(chosen)
+    }
+
+    /// The scores of sequences, of each in each layer: one copy to the host for all of them.
+    fn scores_of(&self, ids: &[SequenceId]) -> Result<Vec<Vec<Vec<f32>>>, PoolError> {
+        let lost = || PoolError::argument("pool", "one whose last call succeeded", "another");
+        let evictor = self.evictor.as_ref().ok_or_else(lost)?;
+        let mut shapes = Vec::new();
+        let mut all = Vec::new();
+        for id in ids {
+            for layer in &evictor.layers {
+                let scores = layer.get(id).and_then(|watched| watched.scores.clone());
+                let scores = scores.ok_or_else(lost)?;
+                let [heads, slots] = scores.dims();
+                shapes.push([heads, slots]);
+                all.push(scores.reshape([heads * slots]));
+            }
+        }
+        let all = Tensor::cat(all, 0).cast(FloatDType::F32).into_data();
+        let all: Vec<f32> = all
+            .try_into_vec()
+            .map_err(|error| PoolError::argument("scores", "numbers", format!("{error:?}")))?;
+        let mut rest = all.as_slice();
+        let split = shapes.into_iter().map(|[heads, slots]| {
+            let (own, after) = rest.split_at(heads * slots);
+            rest = after;
+            (0..heads)
+                .map(|head| own[head * slots..][..slots].to_vec())
+                .collect()
+        });
+        Ok(split.collect())
+    }
+
+    /// Which slots of each layer and KV head of a sequence stay.
+    fn choose(
+        &self,
+        id: SequenceId,
+        scores: &[Vec<Vec<f32>>],
+    ) -> Result<Vec<Vec<Vec<usize>>>, PoolError> {
+        let Some(evictor) = &self.evictor else {
+            return Ok(Vec::new());
+        };
+        let config = &evictor.config;
+        let len = self.len(id)?;
+        let capacities = config.layer_capacities(self.layers.len(), len)?;
+        let mut chosen = Vec::with_capacity(self.layers.len());
+        for (layer, ((at, _), scores)) in self.layers.iter().zip(scores).enumerate() {
+            let Group { key, books, .. } = &self.groups[*at];
+            let stored = stored_of_heads(books, id, key.kv_heads)?;
+            let group = (key.heads / key.kv_heads) as f32;
+            let mut scores: Vec<Vec<f32>> = (scores.iter().zip(&stored))
+                .map(|(scores, &stored)| scores[..stored].to_vec())
+                .collect();
+            if config.score == EvictionScore::Mean
+                && let Some(watched) = evictor.layers[layer].get(&id)
+            {
+                for (head, scores) in scores.iter_mut().enumerate() {
+                    for (slot, score) in scores.iter_mut().enumerate() {
+                        *score /= group * (len - watched.position(head, slot)) as f32;
+                    }
+                }
+            }
+            let scores: Vec<&[f32]> = scores.iter().map(Vec::as_slice).collect();
+            chosen.push(config.choose(&scores, capacities[layer])?);
+        }
+        Ok(chosen)
+    }
+
+    /// Lets all keys of sequences go but those at chosen slots, of each layer and KV head.
+    fn evict_chosen(
+        &mut self,
+        chosen: Vec<(SequenceId, Vec<Vec<Vec<usize>>>)>,
+    ) -> Result<(), PoolError> {
+        let before: Vec<PagePool> = self
+            .groups
+            .iter()
+            .map(|group| group.books.clone())
+            .collect();
+        let mut moves = Vec::with_capacity(chosen.len());
+        for (id, chosen) in chosen {
+            match self.retain(id, chosen) {
+                Ok(of_sequence) => moves.push(of_sequence),
+                Err(error) => {
+                    for (group, books) in self.groups.iter_mut().zip(before) {
+                        group.books = books;
+                    }
+                    return Err(error.into());
+                }
+            }
+        }
+        // One after the other: what one sequence frees another may take.
+        for of_sequence in moves {
+            self.rewrite(of_sequence)?;
+        }
+        Ok(())
+    }
+
+    /// Lets keys of a sequence go in the books.
+    fn retain(
+        &mut self,
+        id: SequenceId,
+        chosen: Vec<Vec<Vec<usize>>>,
+    ) -> Result<Moves, CacheError> {
+        let mut kept = Vec::with_capacity(chosen.len());
+        for (layer, places) in chosen.into_iter().enumerate() {
+            let Group { key, books, .. } = &self.groups[self.layers[layer].0];
+            let ids = ids_of(books, id, key.kv_heads, &places)?;
+            kept.push(Kept { layer, places, ids });
+        }
+        let mut retained = Vec::with_capacity(self.groups.len());
+        for (at, group) in self.groups.iter_mut().enumerate() {
+            let layer = self.layers.iter().position(|(of, _)| *of == at);
+            let heads_of_row = group.key.kv_heads / group.books.table_rows();
+            let places = kept[layer.unwrap_or(0)].places.iter();
+            let counts: Vec<usize> = places.step_by(heads_of_row).map(Vec::len).collect();
+            group.uploaded = None;
+            group.sight = None;
+            retained.push(group.books.retain(id, &counts)?);
+        }
+        Ok(Moves { id, kept, retained })
+    }
+
+    /// Writes the keys and values that stay to where they stay.
+    fn rewrite(&mut self, moves: Moves) -> Result<(), PoolError> {
+        let Moves { id, kept, retained } = moves;
+        let device = self.device.clone();
+        let len = self.len(id)?;
+        for Kept { layer, places, ids } in kept {
+            let (at, store) = &mut self.layers[layer];
+            let kv_heads = self.groups[*at].key.kv_heads;
+            let retained = &retained[*at];
+            let rows = retained.slots.len();
+            let most = retained.slots.iter().map(Vec::len).max().unwrap_or(0);
+            if most > 0 {
+                let from = ints(ids, [kv_heads * most], &device);
+                // What was rounded to eight bits is rounded to the same ones again.
+                let moved = store.gather(&from, store.dtype())?.map(|rows| {
+                    let [_, width] = rows.dims();
+                    rows.reshape([1, kv_heads, most, width])
+                });
+                let slots = retained.slots.iter().flat_map(|slots| {
+                    let none = std::iter::repeat_n(-1, most - slots.len());
+                    slots.iter().copied().chain(none)
+                });
+                let slots = ints(slots.collect(), [1, rows, most], &device);
+                if cfg!(debug_assertions) {
+                    store.poison(&retained.freed, kv_heads / rows);
+                }
+                store.write(None, moved, slots)?;
+            }
+            if let Some(evictor) = &mut self.evictor {
+                evictor.watched(layer, id).keep(&places, len, &device);
+            }
+        }
+        Ok(())
+    }
+
+    /// What each key of a layer and sequence got of the attention so far, `[kv_heads, slots]`, if that is what keys are chosen by.
+    #[doc(hidden)]
+    pub fn attention_sums(&self, id: SequenceId, layer: usize) -> Option<Tensor<2>> {
+        self.evictor.as_ref()?.layers.get(layer)?.get(&id)?.total()
+    }
+
+    /// Evicts keys of sequences down to the capacity, by the caller's scores of their tokens: in a pool with
+    /// [`EvictionConfig::importance`], or any other configuration of [`EvictionScore::Custom`]. Nothing has changed after an error.
+    ///
+    /// # Shapes
+    /// - `importance`: of each layer `[sequences, kv_heads, tokens]`; of tokens those count whose keys are there
+    ///
+    /// # Errors
+    /// [`TransformerError::Argument`](burn_sparse_transformer::TransformerError::Argument) if the pool evicts by other scores, or shapes do not fit; [`PoolError::Cache`] if a sequence is none of the pool's,
+    /// or pages that others name would have to be copied and there are too few.
+    pub fn evict(&mut self, ids: &[SequenceId], importance: &[Tensor<3>]) -> Result<(), PoolError> {
+        let evictor = (self.evictor.as_ref())
+            .filter(|evictor| evictor.config.score == EvictionScore::Custom)
+            .ok_or_else(|| {
+                let expected = "one whose keys are evicted by the caller's scores";
+                PoolError::argument("pool", expected, "another")
+            })?;
+        let mut sorted = ids.to_vec();
+        sorted.sort_unstable();
+        if let Some(pair) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(CacheError::Twice { id: pair[0] }.into());
+        }
+        let layers = self.layers.len();
+        let expected = || format!("one for each of the {layers} layers");
+        ensure(
+            importance.len() == layers,
+            "importance",
+            expected,
+            importance.len(),
+        )?;
+        let lengths = ids.iter().map(|&id| self.len(id));
+        let lengths = lengths.collect::<Result<Vec<_>, _>>()?;
+        let longest = lengths.into_iter().max().unwrap_or(0);
+        let mut chosen: Vec<(SequenceId, Vec<Vec<Vec<f32>>>)> =
+            ids.iter().map(|&id| (id, Vec::new())).collect();
+        let nothing = Watched::default();
+        for (layer, importance) in importance.iter().enumerate() {
+            let Group { key, books, .. } = &self.groups[self.layers[layer].0];
+            let [batch, heads, tokens] = importance.dims();
+            ensure(
+                [batch, heads] == [ids.len(), key.kv_heads] && tokens >= longest,
+                "importance",
+                || format!("[{}, {}, at least {longest}]", ids.len(), key.kv_heads),
+                format!("{:?}", importance.dims()),
+            )?;
+            let numbers = importance.clone().cast(FloatDType::F32).into_data();
+            let numbers: Vec<f32> = numbers.try_into_vec().map_err(|error| {
+                PoolError::argument("importance", "numbers", format!("{error:?}"))
+            })?;
+            for (at, (id, scores)) in chosen.iter_mut().enumerate() {
+                let stored = stored_of_heads(books, *id, heads)?;
+                let watched = evictor.layers[layer].get(id).unwrap_or(&nothing);
+                let of_head = |(head, stored): (usize, usize)| {
+                    let own = &numbers[(at * heads + head) * tokens..][..tokens];
+                    let slots = 0..stored;
+                    slots
+                        .map(|slot| own[watched.position(head, slot)])
+                        .collect()
+                };
+                scores.push(stored.into_iter().enumerate().map(of_head).collect());
+            }
+        }
+        let chosen = chosen.into_iter().map(|(id, scores)| {
+            let chosen = self.choose(id, &scores)?;
+            Ok((id, chosen))
+        });
+        let chosen = chosen.collect::<Result<Vec<_>, PoolError>>()?;
+        self.evict_chosen(chosen)
+    }
+
+    /// The positions of the keys that each KV head of a layer has of a sequence, ascending.
+    ///
+    /// # Errors
+    /// [`PoolError::Cache`] if there is no such sequence; [`TransformerError::Argument`](burn_sparse_transformer::TransformerError::Argument) if there is no such layer, or the pool evicts no keys.
+    pub fn retained_positions(
+        &self,
+        id: SequenceId,
+        layer: usize,
+    ) -> Result<Vec<Vec<usize>>, PoolError> {
+        let layers = self.layers.len();
+        ensure(layer < layers, "layer", || format!("below {layers}"), layer)?;
+        let Some(evictor) = &self.evictor else {
+            let expected = "one that evicts keys";
+            return Err(PoolError::argument("pool", expected, "another"));
+        };
+        let Group { key, books, .. } = &self.groups[self.layers[layer].0];
+        let stored = stored_of_heads(books, id, key.kv_heads)?;
+        let nothing = Watched::default();
+        let watched = evictor.layers[layer].get(&id).unwrap_or(&nothing);
+        let heads = stored.into_iter().enumerate().map(|(head, stored)| {
+            (0..stored)
+                .map(|slot| watched.position(head, slot))
+                .collect()
+        });
+        Ok(heads.collect())
+    }
+}
+
+impl KvPool {
+    /// That what is known of keys is of those that are stored, and of sequences that there are.
+    pub(super) fn verify_kept(&self) -> Result<(), PoolError> {
+        let Some(evictor) = &self.evictor else {
+            return Ok(());
+        };
+        for ((at, _), layer) in self.layers.iter().zip(&evictor.layers) {
+            let Group { key, books, .. } = &self.groups[*at];
+            for (&id, watched) in layer {
+                let len = books.len(id)?;
+                let stored = stored_of_heads(books, id, key.kv_heads)?;
+                for (head, (kept, stored)) in watched.kept.iter().zip(stored).enumerate() {
+                    let is_whole = watched.since <= len
+                        && kept.len() + len - watched.since == stored
+                        && kept.is_sorted_by(|a, b| a < b)
+                        && kept
+                            .last()
+                            .is_none_or(|&last| (last as usize) < watched.since);
+                    if !is_whole {
+                        let what = format!(
+                            "{id} has {stored} keys of head {head}, {} of them from before token {} of {len}",
+                            kept.len(),
+                            watched.since
+                        );
+                        return Err(CacheError::Corrupt { what }.into());
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Keys of each KV head of a sequence.
+fn stored_of_heads(
+    books: &PagePool,
+    id: SequenceId,
+    kv_heads: usize,
+) -> Result<Vec<usize>, CacheError> {
+    let spans = books.spans(&[id])?;
+    let of_row = kv_heads / books.table_rows();
+    Ok((0..kv_heads)
+        .map(|head| spans[head / of_row * 4] as usize)
+        .collect())
+}
+
+/// The rows of all pages that the slots of each KV head of a sequence are; heads with fewer repeat one.
+fn ids_of(
+    books: &PagePool,
+    id: SequenceId,
+    kv_heads: usize,
+    places: &[Vec<usize>],
+) -> Result<Vec<i32>, CacheError> {
+    let rows = books.table_rows();
+    let of_row = kv_heads / rows;
+    let page_size = books.config().page_size();
+    let slots = (0..rows).map(|row| books.slot_keys(id, row));
+    let slots = slots.collect::<Result<Vec<_>, _>>()?;
+    let most = places.iter().map(Vec::len).max().unwrap_or(0);
+    let mut ids = Vec::with_capacity(kv_heads * most);
+    for (head, places) in places.iter().enumerate() {
+        let of = |place: usize| {
+            let slot = slots[head / of_row][place].slot;
+            ((slot.page * of_row + head % of_row) * page_size + slot.slot) as i32
+        };
+        ids.extend(places.iter().map(|&place| of(place)));
+        let any = places.first().map_or(0, |&place| of(place));
+        ids.extend(std::iter::repeat_n(any, most - places.len()));
+    }
+    Ok(ids)
+}

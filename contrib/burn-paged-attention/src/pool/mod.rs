@@ -1,0 +1,583 @@
+//! A paged KV cache for many sequences: continuous batching, forks, prefix reuse, eviction, int8 and fp8.
+
+mod attend;
+mod begin;
+mod choice;
+mod config;
+mod dsa;
+mod dsa_attend;
+mod evict;
+mod layer;
+mod model;
+mod nsa;
+mod nsa_attend;
+mod nsa_step;
+mod prefix;
+mod replayed;
+mod saved;
+mod sight;
+mod step;
+mod store;
+mod watch;
+mod watched;
+
+pub use crate::pages::{
+    CacheError, EvictionBudget, EvictionConfig, EvictionScore, KvRetention, ScoreSmoothing,
+    SequenceId,
+};
+
+use burn::tensor::{DType, Device, Tensor};
+use burn_blocksparse::layout::LastUse;
+use burn_sparse_select::pages::PageChoice;
+use burn_sparse_transformer::decoder::{Attend, Positions};
+use burn_sparse_transformer::internal::{ensure, ensure_none, ensure_shape, or_panic};
+use burn_sparse_transformer::{SparseMultiHeadAttention, TransformerError};
+
+use begin::Step;
+pub use config::{KvDtype, KvPoolConfig, KvPositions};
+use layer::Layer;
+pub use model::PagedDecoder;
+use nsa::Branches;
+use nsa_step::BranchGroups;
+pub use replayed::GraphDecoder;
+pub use saved::KvSnapshot;
+use sight::Sight;
+use step::{GroupKey, GroupStep, Uploaded};
+use store::{Store, Stored};
+use watched::Evictor;
+
+use crate::PoolError;
+use crate::pages::PagePool;
+
+/// The next rows of a sequence of a [`KvPool`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub struct KvStep {
+    /// The sequence.
+    pub id: SequenceId,
+    /// Its new tokens, at least 1.
+    pub tokens: usize,
+}
+
+impl KvStep {
+    /// So many new tokens of a sequence.
+    pub fn new(id: SequenceId, tokens: usize) -> Self {
+        Self { id, tokens }
+    }
+}
+
+/// What a sequence takes, over all layers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct KvUsage {
+    /// Tokens of the sequence.
+    pub tokens: usize,
+    /// Slots of its pages: each is a key and value of one KV head of one layer, or of a branch of it.
+    pub slots: usize,
+    /// Bytes of those slots. Pages that sequences share count for each of them.
+    pub bytes: usize,
+    /// Bytes of the keys and values that a later query reads.
+    pub live_bytes: usize,
+    /// Bytes that all tokens' keys and values would take.
+    pub all_bytes: usize,
+    /// Bytes of what evicted keys are chosen by.
+    pub score_bytes: usize,
+    /// Bytes of what queries choose pages by: of `nsa` room for compressed keys and their values, of `dsa` for an indexer's keys.
+    pub summary_bytes: usize,
+    /// Bytes of the keys and values that a query at the end attends to: in layers whose queries choose pages those of the chosen, in others all that are live. Of `nsa` all branches count, and of `dsa` the
+    /// indexer's keys that choose, so that it may be more than is live where an indexer is as wide as a head.
+    pub read_bytes: usize,
+}
+
+/// Keys and values of many sequences in pages on the device, for all layers of a model.
+///
+/// Sequences of unequal lengths [`join`](Self::join) and [`leave`](Self::leave) at any time, share pages when one is [`fork`](Self::fork)ed from another, and
+/// can be [`truncate`](Self::truncate)d. Keys that no later query attends to are let go, by each layer's pattern: with local attention a sequence takes
+/// as many slots as its window, however long it is. Layers with equal patterns share one page table. The pool's size is fixed when it is made, and a step
+/// for which it has no room is refused before anything is written.
+///
+/// [`PagedDecoder::new_pool`] makes one for a model, and [`forward_pool`](PagedDecoder::forward_pool) continues sequences; [`Self::for_attention`] and
+/// [`Self::forward_attention`] are the same for one layer. [`SparseTransformerCache`](burn_sparse_transformer::SparseTransformerCache) is the simpler cache
+/// for a batch whose sequences all have one length and keep all their keys.
+#[derive(Debug)]
+pub struct KvPool {
+    groups: Vec<Group>,
+    /// Of each layer its group and its tensors.
+    layers: Vec<(usize, Store)>,
+    /// Of each layer what native sparse attention keeps beside them.
+    branches: Vec<Option<Branches>>,
+    /// Of each layer the keys of its indexer, of DeepSeek sparse attention.
+    indexes: Vec<Option<Store>>,
+    /// Positions that there are.
+    context: Option<usize>,
+    residency: KvRetention,
+    /// Keys that a batch shares from which on they are read once.
+    cascade: usize,
+    positions: KvPositions,
+    evictor: Option<Evictor>,
+    /// Whether choices by content are of prompts alone.
+    prompts_choose: bool,
+    device: Device,
+}
+
+/// Layers that keep the same keys.
+#[derive(Debug)]
+struct Group {
+    key: GroupKey,
+    /// How queries choose pages, if they do.
+    choice: Option<PageChoice>,
+    books: PagePool,
+    uploaded: Option<Uploaded>,
+    /// None unless the last step needed it.
+    sight: Option<Sight>,
+    /// Of native sparse attention, whose keys that are chosen these are.
+    nsa: Option<BranchGroups>,
+}
+
+impl Group {
+    fn new(
+        key: GroupKey,
+        choice: Option<PageChoice>,
+        config: &KvPoolConfig,
+    ) -> Result<Self, PoolError> {
+        let books = config.page_pools(&key.pattern, [key.heads, key.kv_heads])?;
+        Ok(Self {
+            key,
+            choice,
+            books,
+            uploaded: None,
+            sight: None,
+            nsa: None,
+        })
+    }
+
+    /// Pages of a layer's tensors, and slots of a page.
+    fn pages(&self) -> [usize; 2] {
+        let heads = self.key.kv_heads / self.books.table_rows();
+        let config = self.books.config();
+        [config.pages() * heads, config.page_size()]
+    }
+}
+
+impl KvPool {
+    /// An empty pool for one layer.
+    ///
+    /// # Errors
+    /// [`TransformerError::Argument`](burn_sparse_transformer::TransformerError::Argument) or [`PoolError::Cache`] naming what of the configuration is out of range.
+    pub fn for_attention(
+        attention: &SparseMultiHeadAttention,
+        config: &KvPoolConfig,
+    ) -> Result<Self, PoolError> {
+        Self::for_layers(&[attention], None, config)
+    }
+
+    fn for_layers(
+        layers: &[&SparseMultiHeadAttention],
+        context: Option<usize>,
+        config: &KvPoolConfig,
+    ) -> Result<Self, PoolError> {
+        config.validate()?;
+        let config = &config.clone().with_page_size(
+            config
+                .page_size
+                .unwrap_or_else(|| choice::page_size(layers, config)),
+        );
+        let device = layers[0].key.weight.device().without_autodiff();
+        let mut groups: Vec<Group> = Vec::new();
+        let mut stores = Vec::with_capacity(layers.len());
+        let mut branches = Vec::with_capacity(layers.len());
+        let mut indexes = Vec::with_capacity(layers.len());
+        let evictor = match config.eviction {
+            Some(eviction) => Some(Evictor::new(eviction, config.rollback, layers.len())?),
+            None => None,
+        };
+        for mha in layers {
+            let model = mha.product_dtype();
+            let stored = config.dtype.stored(model);
+            let page_size = config.page_size();
+            let choice = choice::of_layer(mha, config, page_size)?;
+            let key = GroupKey::of(mha);
+            let found = groups.iter().position(|group| group.key == key);
+            // Layers that keep unequally many keys have books of their own.
+            let found = found.filter(|_| config.eviction.is_none_or(|config| config.is_even()));
+            let at = match found {
+                Some(at) => at,
+                None => {
+                    let mut group = Group::new(key, choice, config)?;
+                    let Group { key, books, .. } = &group;
+                    if evictor.is_some() {
+                        evict::check(key, books)?;
+                    }
+                    if config.positions == KvPositions::InCache {
+                        let is_causal = books.clone().join(KvRetention::Evict).is_ok();
+                        let expected = || "Original: heads are not causal and nothing else".into();
+                        ensure(
+                            is_causal && key.is_plain(),
+                            "positions",
+                            expected,
+                            "InCache",
+                        )?;
+                    }
+                    if let Some(nsa) = mha.nsa() {
+                        group.nsa = Some(nsa::groups(&mut groups, mha, nsa.config(), config)?);
+                    }
+                    groups.push(group);
+                    groups.len() - 1
+                }
+            };
+            let widths = mha.head_widths();
+            if let Stored::Float(dtype) = stored
+                && !device.supports_dtype(DType::from(dtype))
+            {
+                let expected = "one that the device stores";
+                return Err(PoolError::argument("dtype", expected, format!("{dtype:?}")));
+            }
+            let pages = groups[at].pages();
+            let store = Store::new(pages, mha.n_kv_heads(), widths, &device, stored)?;
+            let (store, of_layer) = match (mha.nsa(), choice) {
+                (Some(nsa), _) => {
+                    let stored = (stored, model);
+                    let nsa = nsa.config();
+                    let of_layer = Branches::new(&groups, at, mha, nsa, stored, &device)?;
+                    (store, Some(of_layer))
+                }
+                (None, Some(choice)) => (store.with_summaries(choice.summary), None),
+                (None, None) => (store, None),
+            };
+            indexes.push(match mha.choosing_dsa() {
+                Some(dsa) => Some(dsa::store(&groups[at], dsa, &device)?),
+                None => None,
+            });
+            stores.push((at, store));
+            branches.push(of_layer);
+        }
+        Ok(Self {
+            groups,
+            layers: stores,
+            branches,
+            indexes,
+            context: context_of(layers, context),
+            residency: config.residency,
+            cascade: config.cascade,
+            positions: config.positions,
+            evictor,
+            prompts_choose: config.prompts_choose,
+            device,
+        })
+    }
+
+    /// A new sequence without tokens.
+    ///
+    /// # Errors
+    /// [`PoolError::Cache`] if the residency's window is out of range.
+    pub fn join(&mut self) -> Result<SequenceId, PoolError> {
+        let residency = self.residency;
+        self.each(|books| books.join(residency))
+    }
+
+    /// Ends a sequence, whose pages others can take.
+    ///
+    /// # Errors
+    /// [`PoolError::Cache`] if there is no such sequence.
+    pub fn leave(&mut self, id: SequenceId) -> Result<(), PoolError> {
+        self.each(|books| books.leave(id))?;
+        if let Some(evictor) = &mut self.evictor {
+            evictor.leave(id);
+        }
+        Ok(())
+    }
+
+    /// A new sequence with the tokens of another one, whose pages it shares until either writes to them.
+    ///
+    /// # Errors
+    /// [`PoolError::Cache`] if there is no such sequence.
+    pub fn fork(&mut self, id: SequenceId) -> Result<SequenceId, PoolError> {
+        let fork = self.each(|books| books.fork(id))?;
+        if let Some(evictor) = &mut self.evictor {
+            evictor.fork(id, fork);
+        }
+        Ok(fork)
+    }
+
+    /// Takes a sequence's last tokens back, so that it has `len`: as if they had never been.
+    ///
+    /// # Errors
+    /// [`PoolError::Cache`] if there is no such sequence, it has fewer tokens, or keys that would live again are gone in some layer;
+    /// [`TransformerError::Boundary`](burn_sparse_transformer::TransformerError::Boundary) if a pattern has no boundary there.
+    pub fn truncate(&mut self, id: SequenceId, len: usize) -> Result<(), PoolError> {
+        // All layers can, or none does.
+        for Group { key, books, .. } in &self.groups {
+            let oldest = books.oldest(id)?;
+            if len < oldest {
+                return Err(CacheError::Gone { asked: len, oldest }.into());
+            }
+            if len < books.len(id)? {
+                check_boundary(key, len)?;
+            }
+        }
+        let before = self.len(id)?;
+        if let Some(evictor) = (self.evictor.as_ref()).filter(|_| 0 < len && len < before) {
+            let oldest = evictor.oldest(id, before);
+            if len < oldest {
+                return Err(CacheError::Gone { asked: len, oldest }.into());
+            }
+        }
+        self.each(|books| books.truncate(id, len))?;
+        if let Some(evictor) = (self.evictor.as_mut()).filter(|_| len < before) {
+            evictor.truncate(id, len, before - len);
+        }
+        Ok(())
+    }
+
+    /// Tokens of a sequence: the position of its next one.
+    ///
+    /// # Errors
+    /// [`PoolError::Cache`] if there is no such sequence.
+    pub fn len(&self, id: SequenceId) -> Result<usize, PoolError> {
+        Ok(self.groups[0].books.len(id)?)
+    }
+
+    /// The sequences, in the order in which they came.
+    pub fn sequences(&self) -> impl Iterator<Item = SequenceId> + '_ {
+        self.groups[0].books.sequences()
+    }
+
+    /// What a sequence takes.
+    ///
+    /// # Errors
+    /// [`PoolError::Cache`] if there is no such sequence.
+    pub fn usage(&self, id: SequenceId) -> Result<KvUsage, PoolError> {
+        let mut usage = KvUsage {
+            tokens: self.len(id)?,
+            ..KvUsage::default()
+        };
+        let beside = self.branches.iter().zip(&self.indexes);
+        for ((at, store), (branches, index)) in self.layers.iter().zip(beside) {
+            let Group {
+                key, books, choice, ..
+            } = &self.groups[*at];
+            let of_books = books.usage(id)?;
+            let bytes = store.slot_bytes();
+            let heads = key.kv_heads / books.table_rows();
+            usage.slots += of_books.slots * heads;
+            let pages = of_books.slots * heads / books.config().page_size();
+            usage.summary_bytes += pages * store.summary_bytes();
+            usage.bytes += of_books.bytes(bytes * heads);
+            let live = of_books.live_bytes(bytes * heads);
+            usage.live_bytes += live;
+            usage.read_bytes += match choice {
+                Some(choice) => {
+                    let spans = books.spans(&[id])?;
+                    let keys = spans
+                        .chunks(4)
+                        .map(|span| choice.attended(span[0] as usize));
+                    keys.sum::<usize>() * bytes * heads
+                }
+                None => live,
+            };
+            usage.all_bytes += usage.tokens * key.kv_heads * bytes;
+            if let Some(branches) = branches {
+                branches.add_usage(&self.groups, *at, id, &mut usage)?;
+            }
+            if let Some(index) = index {
+                dsa::add_usage(&self.groups[*at], [store, index], id, &mut usage)?;
+            }
+        }
+        usage.score_bytes = (self.evictor.as_ref()).map_or(0, |evictor| evictor.bytes(id));
+        Ok(usage)
+    }
+
+    /// Bytes of all pages of all layers, whether in use or not.
+    pub fn bytes(&self) -> usize {
+        let stores = self.layers.iter().map(|(_, store)| store.bytes());
+        let branches = self.branches.iter().flatten().map(Branches::bytes);
+        let indexes = self.indexes.iter().flatten().map(Store::bytes);
+        stores.chain(branches).chain(indexes).sum()
+    }
+
+    /// The books of each pattern of the layers: which page and slot each key lives in.
+    pub fn page_pools(&self) -> impl Iterator<Item = &PagePool> {
+        self.groups.iter().map(|group| &group.books)
+    }
+
+    /// Checks everything that holds between two calls. Looks at every token of every sequence: for tests.
+    ///
+    /// # Errors
+    /// [`PoolError::Cache`] with the first contradiction.
+    pub fn verify(&self) -> Result<(), PoolError> {
+        let ids: Vec<SequenceId> = self.sequences().collect();
+        for group in &self.groups {
+            group.books.verify()?;
+            for &id in &ids {
+                let (len, expected) = (group.books.len(id)?, self.len(id)?);
+                ensure(len == expected, "len", || expected.to_string(), len)?;
+            }
+        }
+        self.verify_kept()
+    }
+
+    /// The same of the books of every pattern. They are asked the same, so what one allows all do, unless it was checked before.
+    fn each<T>(
+        &mut self,
+        mut f: impl FnMut(&mut PagePool) -> Result<T, CacheError>,
+    ) -> Result<T, PoolError> {
+        let mut first = None;
+        for group in &mut self.groups {
+            group.uploaded = None;
+            let result = f(&mut group.books)?;
+            first.get_or_insert(result);
+        }
+        Ok(first.expect("a pool has at least one layer"))
+    }
+
+    fn layer<'a>(
+        &'a mut self,
+        step: &'a Step,
+        layer: usize,
+    ) -> (&'a mut Store, &'a GroupStep, Option<&'a mut Evictor>) {
+        let (group, store) = &mut self.layers[layer];
+        (store, &step.groups[*group], self.evictor.as_mut())
+    }
+}
+
+fn check_boundary(key: &GroupKey, position: usize) -> Result<(), PoolError> {
+    let last = match key.pattern.furthest_key(key.heads, position) {
+        LastUse::Never => return Ok(()),
+        LastUse::At(last) => usize::try_from(last).ok(),
+        LastUse::Always => None,
+    };
+    let next = key.pattern.next_boundary(key.heads, position);
+    Err(CacheError::Boundary {
+        position,
+        last,
+        next,
+    }
+    .into())
+}
+
+impl KvPool {
+    /// Attention of new rows of sequences to themselves and to what the pool, made by [`Self::for_attention`], holds of them.
+    ///
+    /// Feeding sequences in pieces gives what [`SparseMultiHeadAttention::forward`] gives for the whole, as with
+    /// [`SparseMultiHeadAttention::forward_cache`]: pieces have to end where the pattern allows a boundary. After an error the pool is as it was.
+    ///
+    /// # Shapes
+    /// - `x`: `[batch, seq, d_model]`; of entry `b` the first `steps[b].tokens` rows count
+    /// - result: `[batch, seq, d_model]`, with numbers of no meaning in the other rows
+    ///
+    /// # Panics
+    /// With the text of [`Self::try_forward_attention`]'s error.
+    #[track_caller]
+    pub fn forward_attention(
+        &mut self,
+        attention: &SparseMultiHeadAttention,
+        x: Tensor<3>,
+        steps: &[KvStep],
+    ) -> Tensor<3> {
+        or_panic(self.try_forward_attention(attention, x, steps))
+    }
+
+    /// [`Self::forward_attention`] that returns its error.
+    ///
+    /// # Errors
+    /// As [`SparseMultiHeadAttention::try_forward`]; if `x` is on a device with autodiff, `steps` are not as many as its entries, or the pool is not this
+    /// layer's; [`PoolError::Cache`] if a sequence is none of the pool's or is named twice, or there are too few pages;
+    /// [`TransformerError::ContextExceeded`](burn_sparse_transformer::TransformerError::ContextExceeded), [`TransformerError::Boundary`](burn_sparse_transformer::TransformerError::Boundary).
+    pub fn try_forward_attention(
+        &mut self,
+        attention: &SparseMultiHeadAttention,
+        x: Tensor<3>,
+        steps: &[KvStep],
+    ) -> Result<Tensor<3>, PoolError> {
+        let [d_model, _] = attention.query.weight.dims();
+        let expected = [None, None, Some(d_model)];
+        ensure_shape("x", x.dims(), expected, ["batch", "seq", "d_model"])?;
+        let ([batch, seq, _], dtype) = (x.dims(), x.dtype());
+        self.check_layers(&[attention], &x.device())?;
+        self.run(steps, [batch, seq], false, |_, attend| {
+            let heads = attend(0, attention, x)?;
+            Ok(attention.output_projection(heads)?.cast(dtype))
+        })
+    }
+
+    /// A step of all layers: what `forward` computes of rows at positions by the attention that it is given. After an error the pool is as it was.
+    fn run<T>(
+        &mut self,
+        steps: &[KvStep],
+        [batch, seq]: [usize; 2],
+        last: bool,
+        forward: impl FnOnce(&Positions, &mut Attend) -> Result<T, TransformerError>,
+    ) -> Result<T, PoolError> {
+        check_steps(steps, batch)?;
+        let step = self.begin(steps, seq, last)?;
+        let found = forward(&step.positions, &mut self.attend(&step));
+        let found =
+            (found.map_err(PoolError::from)).and_then(|found| self.settle(steps).map(|()| found));
+        if found.is_err() {
+            self.take_back(step);
+        }
+        found
+    }
+
+    /// The attention of a step's rows.
+    fn attend<'a>(
+        &'a mut self,
+        step: &'a Step,
+    ) -> impl FnMut(usize, &SparseMultiHeadAttention, Tensor<3>) -> Result<Tensor<4>, TransformerError>
+    {
+        move |layer, mha, x| Layer(mha).attend_step(x, self, step, layer)
+    }
+}
+
+/// Positions that there are: as many as a model says, and as the rotations of its layers know.
+pub(crate) fn context_of(
+    layers: &[&SparseMultiHeadAttention],
+    most: Option<usize>,
+) -> Option<usize> {
+    let tables = layers.iter().filter_map(|mha| {
+        let [table, ..] = mha.rope.as_ref()?.freq_complex.dims();
+        Some(table)
+    });
+    tables.chain(most).min()
+}
+
+fn check_steps(steps: &[KvStep], batch: usize) -> Result<(), PoolError> {
+    let expected = || format!("as many as the batch's {batch} entries");
+    Ok(ensure(
+        steps.len() == batch,
+        "steps",
+        expected,
+        steps.len(),
+    )?)
+}
+
+impl KvPool {
+    /// That the pool was made for these layers, on the device of an input.
+    fn check_layers(
+        &self,
+        layers: &[&SparseMultiHeadAttention],
+        device: &Device,
+    ) -> Result<(), PoolError> {
+        let expected = "none: use `Module::valid`";
+        ensure_none("autodiff", device.is_autodiff(), expected)?;
+        ensure(
+            self.layers.len() == layers.len(),
+            "pool",
+            || format!("of {} layers, the model's", layers.len()),
+            format!("{} layers", self.layers.len()),
+        )?;
+        for (mha, (group, store)) in layers.iter().zip(&self.layers) {
+            let is_same = self.groups[*group].key.is_of(mha);
+            let widths = mha.head_widths();
+            ensure(
+                is_same && store.widths() == Some(widths),
+                "pool",
+                || "one that was made for these layers".into(),
+                "another",
+            )?;
+        }
+        let expected = || format!("on {device:?}, the input's");
+        let got = format!("{:?}", self.device);
+        Ok(ensure(self.device == *device, "pool", expected, got)?)
+    }
+}

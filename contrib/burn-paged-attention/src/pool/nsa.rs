@@ -1,0 +1,166 @@
+//! Layers of native sparse attention: what a pool holds of their branches, and decoding from it.
+//!
+//! ```text
+//! selected     all keys, in pages by the layer's pattern, which is causal
+//! compressed   one pair every stride, in pages of the same table: a page of P tokens has P / stride, each by the last token of its block
+//! window       the last keys of the window, in pages of a local pattern
+//! tokens       the last ones of a block, from which the next pair is made, in pages of another
+//! ```
+//!
+//! So what the books say of pages holds for all branches: copies behind a fork, steps back, what is known of a beginning.
+
+use burn::tensor::{Device, FloatDType};
+use burn_blocksparse::Pattern;
+use burn_sparse_select::pages::PageChoice;
+use burn_sparse_transformer::internal::{ensure, ensure_none};
+use burn_sparse_transformer::nsa::{NsaHeads, NsaHeadsConfig};
+use burn_sparse_transformer::{SparseMultiHeadAttention, TransformerError};
+
+use super::nsa_step::BranchGroups;
+use super::step::GroupKey;
+use super::store::{Store, Stored, lost};
+use super::{Group, KvPoolConfig, KvUsage};
+use crate::PoolError;
+use crate::pages::{KvRetention, SequenceId};
+
+/// What a layer keeps beside the keys and values that are chosen.
+#[derive(Debug)]
+pub(super) struct Branches {
+    /// Compressed pairs.
+    pub entries: Store,
+    /// What is compressed.
+    pub tokens: Store,
+    pub window: Option<Store>,
+    /// Whether keys and values of the branches are others than those that are chosen.
+    own: bool,
+}
+
+/// How a layer chooses pages.
+pub(super) fn choice(
+    nsa: &NsaHeads,
+    config: &KvPoolConfig,
+    page_size: usize,
+) -> Result<PageChoice, TransformerError> {
+    let expected = "none with nsa, whose tokens all choose their keys";
+    ensure_none("choosing_prompts", config.prompts_choose, expected)?;
+    let expected = "none with nsa, whose masses are those of all tokens";
+    ensure_none("eviction", config.eviction.is_some(), expected)?;
+    let is_window = matches!(config.residency, KvRetention::Window { .. });
+    let got = format!("{:?}", config.residency);
+    let expected = || "All or Reachable with nsa, which has a window of its own".into();
+    ensure(!is_window, "residency", expected, got)?;
+    Ok(nsa.op().on_pages(page_size)?)
+}
+
+/// Of a layer's group, those of the other branches, which are made if there are none.
+pub(super) fn groups(
+    groups: &mut Vec<Group>,
+    mha: &SparseMultiHeadAttention,
+    nsa: &NsaHeadsConfig,
+    config: &KvPoolConfig,
+) -> Result<BranchGroups, PoolError> {
+    let mut near = |keys: usize| {
+        let key = GroupKey {
+            pattern: Pattern::local(keys),
+            heads: mha.n_heads(),
+            kv_heads: mha.n_kv_heads(),
+            alibi: None,
+            relative: None,
+            selection: None,
+            nsa: None,
+            dsa: None,
+        };
+        match groups.iter().position(|group| group.key == key) {
+            Some(at) => Ok(at),
+            None => {
+                groups.push(Group::new(key, None, config)?);
+                Ok::<usize, PoolError>(groups.len() - 1)
+            }
+        }
+    };
+    Ok(BranchGroups {
+        tokens: near(nsa.block)?,
+        window: match nsa.window {
+            0 => None,
+            window => Some(near(window)?),
+        },
+    })
+}
+
+impl Branches {
+    /// Of a layer in the group `at`, empty.
+    pub(super) fn new(
+        groups: &[Group],
+        at: usize,
+        mha: &SparseMultiHeadAttention,
+        nsa: &NsaHeadsConfig,
+        (stored, model): (Stored, FloatDType),
+        device: &Device,
+    ) -> Result<Self, TransformerError> {
+        let of = groups[at].nsa.ok_or_else(lost)?;
+        let store = |at: usize, of_slot: usize, stored: Stored| {
+            let [pages, page_size] = groups[at].pages();
+            let widths = mha.head_widths();
+            let pages = [pages, page_size / of_slot];
+            Store::new(pages, mha.n_kv_heads(), widths, device, stored)
+        };
+        Ok(Self {
+            entries: store(at, nsa.stride, stored)?,
+            // They are few, and what is made of them is as exact as they are.
+            tokens: store(of.tokens, 1, Stored::Float(model))?,
+            window: match of.window {
+                Some(at) => Some(store(at, 1, stored)?),
+                None => None,
+            },
+            own: !nsa.shared_kv,
+        })
+    }
+
+    /// Whether steps can be recorded: numbers of eight bits are unpacked with constants of the host.
+    pub(super) fn is_recordable(&self) -> bool {
+        !self.entries.is_quantized()
+    }
+
+    /// Bytes of all pages.
+    pub(super) fn bytes(&self) -> usize {
+        let window = self.window.as_ref().map_or(0, Store::bytes);
+        self.entries.bytes() + self.tokens.bytes() + window
+    }
+
+    /// Adds what a sequence takes in a layer of the group `at`.
+    pub(super) fn add_usage(
+        &self,
+        groups: &[Group],
+        at: usize,
+        id: SequenceId,
+        usage: &mut KvUsage,
+    ) -> Result<(), PoolError> {
+        let Group { key, books, .. } = &groups[at];
+        let of = groups[at].nsa.ok_or_else(lost)?;
+        let nsa = key.nsa.as_ref().ok_or_else(lost)?;
+        let pairs = books.usage(id)?.slots / nsa.stride;
+        usage.summary_bytes += pairs * key.kv_heads * self.entries.slot_bytes();
+        let pairs = nsa.entries(books.len(id)?);
+        usage.read_bytes += pairs * key.kv_heads * self.entries.slot_bytes();
+        let window = of.window.zip(self.window.as_ref());
+        for (at, store, is_read) in [(of.tokens, &self.tokens, false)]
+            .into_iter()
+            .chain(window.map(|(at, store)| (at, store, true)))
+        {
+            let Group { key, books, .. } = &groups[at];
+            let of_books = books.usage(id)?;
+            let bytes = store.slot_bytes() * key.kv_heads;
+            usage.slots += of_books.slots * key.kv_heads;
+            usage.bytes += of_books.bytes(bytes);
+            let live = of_books.live_bytes(bytes);
+            usage.live_bytes += live;
+            if is_read {
+                usage.read_bytes += live;
+            }
+            if self.own {
+                usage.all_bytes += usage.tokens * bytes;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,160 @@
+//! Native sparse attention of new rows to what a pool holds of its branches.
+
+use burn::tensor::{FloatDType, Int, Tensor};
+use burn_sparse_select::nsa::NsaBranches;
+use burn_sparse_transformer::TransformerError;
+use burn_sparse_transformer::nsa::NsaHeads;
+
+use super::attend::as_stored;
+use super::choice::{SCORES, WALKS};
+use super::layer::Layer;
+use super::nsa_step::Ended;
+use super::step::{GroupStep, Road, Walk};
+use super::store::{Store, lost};
+use super::{KvPool, Step};
+
+impl Layer<'_> {
+    /// What heads of native sparse attention see in a step of a pool, `[batch, heads, seq, d_v]`.
+    pub(super) fn nsa_step(
+        &self,
+        x: Tensor<3>,
+        nsa: &NsaHeads,
+        pool: &mut KvPool,
+        step: &Step,
+        layer: usize,
+    ) -> Result<Tensor<4>, TransformerError> {
+        let (heads, placing) = self.nsa_projections(x.clone(), &step.positions)?;
+        let query = heads.query.clone();
+        let gates = nsa.gates(x.clone(), &query, self.precision())?;
+        let new = nsa.branches(x, heads, &step.positions, &placing, self.precision())?;
+
+        let (at, store) = &mut pool.layers[layer];
+        let group = &step.groups[*at];
+        let branches = pool.branches[layer].as_mut().ok_or_else(lost)?;
+        let of_step = group.nsa.as_ref().ok_or_else(lost)?;
+        let of_group = |at: usize| &step.groups[at];
+        write(store, group, new.selected.clone(), self.n_kv_heads())?;
+        let tokens = of_group(of_step.groups.tokens);
+        write(
+            &mut branches.tokens,
+            tokens,
+            new.tokens.clone(),
+            self.n_kv_heads(),
+        )?;
+        let window = of_step.groups.window.map(of_group);
+        if let (Some(store), Some(group)) = (&mut branches.window, window) {
+            write(store, group, new.window.clone(), self.n_kv_heads())?;
+        }
+        branches.entries.copy(of_step.copies.as_ref())?;
+
+        if let Road::Dense(_) = group.road {
+            let compressed = nsa.compressed(new.tokens.clone(), 0, &placing, self.precision())?;
+            if let (Some(pair), Some(ended)) = (compressed.clone(), &of_step.ended) {
+                branches.entries.write(None, pair, ended.slots.clone())?;
+            }
+            return nsa.attend(query, new, compressed, gates);
+        }
+        if let Some(Ended {
+            of_pages: Some([ids, last]),
+            slots,
+        }) = &of_step.ended
+        {
+            let rows = branches.tokens.gather(ids, query.dtype().into())?;
+            let [count] = last.dims();
+            let blocks = rows.map(|rows| {
+                let [_, width] = rows.dims();
+                rows.reshape([count, self.n_kv_heads(), nsa.config().block, width])
+            });
+            let last_of = |_: [usize; 2]| last.clone();
+            let pair = nsa.compressed_at(blocks, last_of, &placing, self.precision())?;
+            let pair = pair.ok_or_else(lost)?;
+            branches.entries.write(None, pair, slots.clone())?;
+        }
+        let Road::Paged(walk) = &group.road else {
+            return Err(lost());
+        };
+        let [compressed, selected] =
+            self.attend_compressed_and_chosen(nsa, &query, [&*store, &branches.entries], walk)?;
+        let dtype = FloatDType::from(query.dtype());
+        let window = match (&branches.window, window.map(|group| &group.road)) {
+            (Some(store), Some(Road::Paged(walk))) => {
+                let seen = self.attend_pages(query, store.pages()?, walk)?;
+                Some(seen.out.cast(dtype))
+            }
+            (None, None) => None,
+            _ => return Err(lost()),
+        };
+        let seen = NsaBranches::new(Some(compressed), selected.cast(dtype), window);
+        Ok(seen.gated(gates)?)
+    }
+
+    /// The first two branches of queries `[batch, heads, s, d_k]`, each of which is a walk of its own.
+    fn attend_compressed_and_chosen(
+        &self,
+        nsa: &NsaHeads,
+        query: &Tensor<4>,
+        [store, entries]: [&Store; 2],
+        walk: &Walk,
+    ) -> Result<[Tensor<4>; 2], TransformerError> {
+        let (pages, options) = (store.pages()?, self.paged_options());
+        let choice = walk.choice.as_ref().ok_or_else(lost)?;
+        let [batch, heads, seq, width] = query.dims();
+        let [_, _, places] = walk.table.dims();
+        let of_rows = |x: &Tensor<3, Int>, first: usize, count: usize| {
+            let [_, _, numbers] = x.dims();
+            let x = x.clone().reshape([batch, seq, numbers]);
+            x.narrow(1, first, count)
+                .reshape([batch * count, 1, numbers])
+        };
+        let table = of_rows(&walk.table, 0, 1).reshape([batch, places]);
+        let compressed = entries.of_tables(table, query.dtype().into())?;
+        let [_, _, strides, _] = compressed[0].dims();
+        // More than one row at a time, whatever a context is.
+        let numbers = (batch * heads * strides).max(1);
+        let together = (SCORES / numbers).min(WALKS / batch).clamp(1, seq);
+        let (mut by_pairs, mut by_pages) = (Vec::new(), Vec::new());
+        for first in (0..seq).step_by(together) {
+            let count = together.min(seq - first);
+            let (table, spans) = (
+                of_rows(&walk.table, first, count),
+                of_rows(&walk.spans, first, count),
+            );
+            let rows = query.clone().narrow(2, first, count);
+            // A row's walk ends with its own key.
+            let positions = spans.clone().narrow(2, 0, 1).sub_scalar(1);
+            let positions = positions.reshape([batch, count]);
+            let seen = (nsa.op()).of_strides(rows.clone(), compressed.clone(), &positions)?;
+            by_pairs.push(seen.out);
+            // Where there is no more than what is chosen, there is no choice.
+            let selected = match places > choice.selected_pages() {
+                true => Some(nsa.op().choose_pages(seen.importance, &positions, choice)?),
+                false => None,
+            };
+            let rows = as_stored(rows, &pages).swap_dims(1, 2);
+            let rows = rows.reshape([batch * count, heads, width]);
+            let part = (rows, table, spans);
+            let out = self.attend_walks(part, selected, &pages, walk, &options)?;
+            let [.., width] = out.dims();
+            let out = out.reshape([batch, count, heads, width]);
+            by_pages.push(out.swap_dims(1, 2));
+        }
+        let joined = |mut parts: Vec<Tensor<4>>| match parts.len() {
+            1 => parts.remove(0),
+            _ => Tensor::cat(parts, 2),
+        };
+        Ok([joined(by_pairs), joined(by_pages)])
+    }
+}
+
+/// Writes a step's keys and values of a branch.
+fn write(
+    store: &mut Store,
+    step: &GroupStep,
+    pair: [Tensor<4>; 2],
+    kv_heads: usize,
+) -> Result<(), TransformerError> {
+    if cfg!(debug_assertions) {
+        store.poison(&step.freed, kv_heads);
+    }
+    store.write(step.copies.as_ref(), pair, step.slots.clone())
+}

@@ -1,0 +1,283 @@
+//! A sequence on its way to a file, or to another pool.
+
+use burn::tensor::{Int, Tensor, TensorData};
+use burn_sparse_transformer::TransformerError;
+use burn_sparse_transformer::internal::ensure_none;
+use serde::{Deserialize, Serialize};
+
+use super::begin::Undo;
+use super::nsa::Branches;
+use super::store::{Store, ints, lost};
+use super::{Group, KvPool, nsa_step};
+use crate::PoolError;
+use crate::pages::{CacheError, SavedSequence, SequenceId};
+
+const VERSION: u32 = 1;
+
+/// The keys and values of a sequence of a [`KvPool`], those that are retained, in the order of their positions. It is serialized with serde, in whatever
+/// format holds bytes.
+///
+/// It belongs to the model that made it: layers, patterns, heads, widths and dtypes are compared when it is loaded, weights and rotations are not.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct KvSnapshot {
+    version: u32,
+    /// Of each pattern of the layers.
+    books: Vec<SavedSequence>,
+    layers: Vec<SavedLayer>,
+}
+
+/// Rows of one layer, head after head.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+struct SavedLayer {
+    /// Which of the books.
+    books: usize,
+    kind: String,
+    rows: Vec<TensorData>,
+}
+
+/// What of a layer is stored in pages.
+#[derive(Clone, Copy, Debug)]
+struct Part {
+    layer: usize,
+    kind: PartKind,
+    /// Whose books say where.
+    group: usize,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum PartKind {
+    Keys,
+    /// Of native sparse attention: compressed pairs, what is compressed, and the window.
+    Entries,
+    Tokens,
+    Window,
+    /// Of DeepSeek sparse attention: an indexer's keys.
+    Index,
+}
+
+impl KvSnapshot {
+    /// Tokens of the sequence.
+    pub fn tokens(&self) -> usize {
+        self.books.first().map_or(0, SavedSequence::tokens)
+    }
+}
+
+impl KvPool {
+    /// What a pool keeps of a sequence, which stays in it.
+    ///
+    /// # Errors
+    /// [`PoolError::Cache`] if there is no such sequence; [`TransformerError::Argument`] if the pool evicts keys: what they are chosen by is not
+    /// saved.
+    pub fn save(&self, id: SequenceId) -> Result<KvSnapshot, PoolError> {
+        self.check_saved()?;
+        let books = self.groups.iter().map(|group| group.books.save(id));
+        let mut layers = Vec::with_capacity(self.layers.len());
+        for part in self.parts() {
+            let (at, store) = (part.group, self.part(part)?);
+            let ids = self.rows_of(part, &self.slots_of(part, id)?);
+            let rows = match ids.dims() {
+                [0] => Vec::new(),
+                _ => store.raw(&ids)?,
+            };
+            layers.push(SavedLayer {
+                books: at,
+                kind: store.kind(),
+                rows,
+            });
+        }
+        Ok(KvSnapshot {
+            version: VERSION,
+            books: books.collect::<Result<_, _>>()?,
+            layers,
+        })
+    }
+
+    /// A sequence as it was saved, from this pool or another one of the same layers, whose pages may have another size. Nothing that was read is trusted,
+    /// and nothing has changed after an error.
+    ///
+    /// # Errors
+    /// [`PoolError::Cache`] if it is of other layers or patterns, is stored otherwise, contradicts itself, or there are too few pages.
+    pub fn load(&mut self, saved: &KvSnapshot) -> Result<SequenceId, PoolError> {
+        self.check_saved()?;
+        let number =
+            |what, expected: usize, got: usize| same(what, expected.to_string(), got.to_string());
+        number("version", VERSION as usize, saved.version as usize)?;
+        let parts = self.parts();
+        number("layers", parts.len(), saved.layers.len())?;
+        number("patterns", self.groups.len(), saved.books.len())?;
+        // Before anything is made of their numbers.
+        let mut keys = Vec::with_capacity(saved.books.len());
+        for (group, books) in self.groups.iter().zip(&saved.books) {
+            number("tokens", saved.tokens(), books.tokens())?;
+            keys.push(group.books.saved_keys(books)?);
+        }
+        for (&part, layer) in parts.iter().zip(&saved.layers) {
+            let (at, store) = (part.group, self.part(part)?);
+            number("pattern of a layer", at, layer.books)?;
+            same("dtype", store.kind(), layer.kind.clone())?;
+            let group = &self.groups[at];
+            let heads = match part.kind {
+                PartKind::Index => 1,
+                _ => group.key.kv_heads / group.books.table_rows(),
+            };
+            let keys = match (part.kind, &group.key.nsa) {
+                (PartKind::Entries, Some(nsa)) => nsa.entries(saved.books[at].tokens()),
+                _ => keys[at].iter().sum(),
+            };
+            let expected = match keys {
+                0 => Vec::new(),
+                keys => store.raw_shapes(keys * heads)?,
+            };
+            let shapes = layer.rows.iter();
+            let got: Vec<_> = shapes
+                .map(|rows| (rows.shape().to_vec(), rows.dtype()))
+                .collect();
+            same("rows", format!("{expected:?}"), format!("{got:?}"))?;
+        }
+        let undo = Undo::of_books(self);
+        match self.load_checked(saved) {
+            Ok(id) => Ok(id),
+            Err(error) => {
+                self.undo(undo);
+                Err(error)
+            }
+        }
+    }
+
+    fn load_checked(&mut self, saved: &KvSnapshot) -> Result<SequenceId, PoolError> {
+        let mut loaded = Vec::with_capacity(self.groups.len());
+        for (group, books) in self.groups.iter_mut().zip(&saved.books) {
+            group.uploaded = None;
+            group.sight = None;
+            loaded.push(group.books.load(books)?);
+        }
+        for (part, saved) in self.parts().into_iter().zip(&saved.layers) {
+            if !saved.rows.is_empty() {
+                let (id, slots) = &loaded[part.group];
+                let slots = match part.kind {
+                    PartKind::Keys | PartKind::Index => slots,
+                    // Of the same books, other slots; as many as were saved, unless keys are missing.
+                    _ => &self.slots_of(part, *id)?,
+                };
+                let ids = self.rows_of(part, slots);
+                let rows = saved.rows[0].shape()[0];
+                same("rows", ids.dims()[0].to_string(), rows.to_string())?;
+                let device = self.device.clone();
+                let store = self.part_mut(part)?;
+                store.write_raw(&ids, &saved.rows)?;
+                // A sequence's keys are in one region, in the order of their slots.
+                let most = slots.iter().map(Vec::len).max().unwrap_or(0);
+                let places = slots.iter().flat_map(|slots| {
+                    let none = std::iter::repeat_n(-1, most - slots.len());
+                    slots.iter().copied().chain(none)
+                });
+                let places = ints(places.collect(), [1, slots.len(), most], &device);
+                store.summarize(places)?;
+            }
+        }
+        let first = loaded.first().map(|(id, _)| *id);
+        first.ok_or_else(|| PoolError::argument("pool", "one of some layers", "none"))
+    }
+
+    /// All that is stored.
+    fn parts(&self) -> Vec<Part> {
+        let parts = self.layers.iter().zip(&self.branches).enumerate();
+        let of_layer =
+            |(layer, ((group, _), branches)): (usize, (&(usize, _), &Option<Branches>))| {
+                let index = self.indexes[layer].is_some();
+                let of = |kind, group| Part { layer, kind, group };
+                let mut parts = vec![of(PartKind::Keys, *group)];
+                if let (Some(branches), Some(nsa)) = (branches, self.groups[*group].nsa) {
+                    parts.push(of(PartKind::Entries, *group));
+                    parts.push(of(PartKind::Tokens, nsa.tokens));
+                    let window = nsa.window.filter(|_| branches.window.is_some());
+                    parts.extend(window.map(|group| of(PartKind::Window, group)));
+                }
+                parts.extend(index.then(|| of(PartKind::Index, *group)));
+                parts
+            };
+        parts.flat_map(of_layer).collect()
+    }
+
+    fn part(&self, part: Part) -> Result<&Store, TransformerError> {
+        let branches = self.branches[part.layer].as_ref();
+        match part.kind {
+            PartKind::Keys => Some(&self.layers[part.layer].1),
+            PartKind::Entries => branches.map(|branches| &branches.entries),
+            PartKind::Tokens => branches.map(|branches| &branches.tokens),
+            PartKind::Window => branches.and_then(|branches| branches.window.as_ref()),
+            PartKind::Index => self.indexes[part.layer].as_ref(),
+        }
+        .ok_or_else(lost)
+    }
+
+    fn part_mut(&mut self, part: Part) -> Result<&mut Store, TransformerError> {
+        let branches = self.branches[part.layer].as_mut();
+        match part.kind {
+            PartKind::Keys => Some(&mut self.layers[part.layer].1),
+            PartKind::Entries => branches.map(|branches| &mut branches.entries),
+            PartKind::Tokens => branches.map(|branches| &mut branches.tokens),
+            PartKind::Window => branches.and_then(|branches| branches.window.as_mut()),
+            PartKind::Index => self.indexes[part.layer].as_mut(),
+        }
+        .ok_or_else(lost)
+    }
+
+    /// The slots of a sequence in each table row, in the order of its keys.
+    fn slots_of(&self, part: Part, id: SequenceId) -> Result<Vec<Vec<i32>>, PoolError> {
+        let Group { key, books, .. } = &self.groups[part.group];
+        let page_size = books.config().page_size();
+        let of_row = |row: usize| {
+            let keys = books.slot_keys(id, row)?;
+            Ok(match (part.kind, &key.nsa) {
+                (PartKind::Entries, Some(nsa)) => nsa_step::entry_slots(nsa, page_size, &keys),
+                _ => (keys.iter())
+                    .map(|key| (key.slot.page * page_size + key.slot.slot) as i32)
+                    .collect(),
+            })
+        };
+        (0..books.table_rows()).map(of_row).collect()
+    }
+
+    /// Rows of all pages of slots of table rows, head after head.
+    fn rows_of(&self, part: Part, slots: &[Vec<i32>]) -> Tensor<1, Int> {
+        let Group { key, books, .. } = &self.groups[part.group];
+        let kv_heads = key.kv_heads;
+        let page_size = match (part.kind, &key.nsa) {
+            (PartKind::Entries, Some(nsa)) => books.config().page_size() / nsa.stride,
+            _ => books.config().page_size(),
+        } as i32;
+        let heads = match part.kind {
+            PartKind::Index => 1,
+            _ => (kv_heads / books.table_rows()) as i32,
+        };
+        let mut ids = Vec::new();
+        for slots in slots {
+            for head in 0..heads {
+                ids.extend(slots.iter().map(|slot| {
+                    let (page, slot) = (slot / page_size, slot % page_size);
+                    (page * heads + head) * page_size + slot
+                }));
+            }
+        }
+        let count = ids.len();
+        ints(ids, [count], &self.device)
+    }
+
+    fn check_saved(&self) -> Result<(), PoolError> {
+        let expected = "none: what keys are chosen by is not saved";
+        Ok(ensure_none("eviction", self.evictor.is_some(), expected)?)
+    }
+}
+
+fn same(what: &'static str, expected: String, got: String) -> Result<(), PoolError> {
+    match expected == got {
+        true => Ok(()),
+        false => Err(CacheError::Mismatch {
+            what,
+            expected,
+            got,
+        }
+        .into()),
+    }
+}

@@ -1,0 +1,539 @@
+//! What one call tells the layers, made once for all layers of a pattern.
+
+use std::collections::BTreeMap;
+
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn_blocksparse::Pattern;
+use burn_sparse_select::Selection;
+use burn_sparse_select::pages::PageChoice;
+use burn_sparse_transformer::SparseMultiHeadAttention;
+use burn_sparse_transformer::decoder::Positions;
+use burn_sparse_transformer::dsa::DsaHeadsConfig;
+use burn_sparse_transformer::nsa::NsaHeadsConfig;
+
+use super::KvStep;
+use super::nsa_step::NsaStep;
+use super::store::{Copies, ints};
+use super::watch::Watch;
+use crate::pages::{PagePool, SequenceId, SlotKey, Writes};
+use crate::{PagedKeysValues, PagedStore, PagedVisibility, PoolError};
+
+/// Added to the scores of pairs that do not count.
+pub(super) const HIDDEN: f32 = -1e30;
+
+/// Where the rows of a call are: of each sequence from its start on, none past the context, so that rows behind a sequence's own have any.
+pub(super) fn positions_of(
+    starts: &[usize],
+    seq: usize,
+    context: Option<usize>,
+    device: &Device,
+) -> Positions {
+    let most = context.map_or(usize::MAX, |context| context - 1);
+    let start = starts[0];
+    if starts.iter().all(|&other| other == start) && start + seq - 1 <= most {
+        return Positions::From(start);
+    }
+    let listed: Vec<i32> = (starts.iter())
+        .flat_map(|&start| (start..start + seq).map(|position| position.min(most) as i32))
+        .collect();
+    let count = listed.len();
+    Positions::Listed(Box::new(ints(listed, [count], device)))
+}
+
+/// What the layers of a pattern are told.
+#[derive(Debug)]
+pub(super) struct GroupStep {
+    pub copies: Option<Copies>,
+    /// The same of an indexer's keys, if there is one.
+    pub index_copies: Option<Copies>,
+    /// `[batch, T, s]`
+    pub slots: Tensor<3, Int>,
+    pub road: Road,
+    /// What eviction has to know, if keys are evicted.
+    pub watch: Option<Watch>,
+    /// Pages whose keys were let go.
+    pub freed: Vec<usize>,
+    /// Of native sparse attention.
+    pub nsa: Option<NsaStep>,
+}
+
+/// How attention is computed.
+#[derive(Debug)]
+pub(super) enum Road {
+    /// Nothing is in the cache: over the layers' own layout. Of sequences of different lengths, how long each is.
+    Dense(Option<Vec<usize>>),
+    /// From the pages where they are.
+    Paged(Box<Walk>),
+    /// From the slots in use, gathered.
+    Gathered(Box<Gathered>),
+}
+
+/// The walks of a batch.
+#[derive(Clone, Debug)]
+pub(super) struct Walk {
+    pub table: Tensor<3, Int>,
+    pub spans: Tensor<3, Int>,
+    pub visibility: Option<PagedVisibility>,
+    /// Zeros, at least one for each query of the batch.
+    pub counters: Option<Tensor<1, Int>>,
+    /// What all sequences of the batch share, and the table and spans do not name.
+    pub prefix: Option<Prefix>,
+    /// Keys of the table that queries see from elsewhere, and the spans do not name.
+    pub sinks: Option<Sinks>,
+    /// How queries choose pages, if they do: then every row of the call has a list of its own.
+    pub choice: Option<PageChoice>,
+}
+
+/// First keys of sequences, to which queries are as if what is left out in between had never been.
+#[derive(Clone, Debug)]
+pub(super) struct Sinks {
+    /// `[batch, T, 4]`
+    spans: Tensor<3, Int>,
+    /// Positions that are left out before each query, `[batch · s]`.
+    pub left_out: Tensor<1, Int>,
+}
+
+impl Sinks {
+    /// Of queries from positions on, with a window and so many sinks: takes the sinks from a walk. None if nothing is left out.
+    pub(super) fn of(
+        walk: &mut Walk,
+        books: &PagePool,
+        steps: &[KvStep],
+        writes: &[Writes],
+        seq: usize,
+        [window, sinks]: [usize; 2],
+        device: &Device,
+    ) -> Result<Option<Self>, PoolError> {
+        let last = sinks + window - 1;
+        let queries = writes.iter().flat_map(|writes| {
+            // Rows behind a sequence's own are none.
+            let own = writes.tokens;
+            (0..seq).map(move |row| writes.first + row.min(own.saturating_sub(1)))
+        });
+        let left_out: Vec<i32> = queries.map(|at| at.saturating_sub(last) as i32).collect();
+        if left_out.iter().all(|&count| count == 0) {
+            return Ok(None);
+        }
+        let batch: Vec<SequenceId> = steps.iter().map(|step| step.id).collect();
+        let spans = books.spans(&batch)?;
+        let shape = [batch.len(), books.table_rows(), 4];
+        let without = |of: &[usize]| {
+            let mut part = spans.clone();
+            for span in part.chunks_mut(4) {
+                for &number in of {
+                    span[number] = 0;
+                }
+            }
+            ints(part, shape, device)
+        };
+        walk.spans = without(&[0]);
+        let count = left_out.len();
+        Ok(Some(Self {
+            spans: without(&[2, 3]),
+            left_out: ints(left_out, [count], device),
+        }))
+    }
+
+    pub(super) fn pages(&self, walk: &Walk, store: PagedStore, kv_heads: usize) -> PagedKeysValues {
+        let (table, spans) = (walk.table.clone(), self.spans.clone());
+        let mut pages = PagedKeysValues::of_store(store, kv_heads, table, spans);
+        pages.visibility = walk.visibility.clone();
+        pages
+    }
+}
+
+impl Walk {
+    pub(super) fn pages(&self, store: PagedStore, kv_heads: usize) -> PagedKeysValues {
+        let (table, spans) = (self.table.clone(), self.spans.clone());
+        let mut pages = PagedKeysValues::of_store(store, kv_heads, table, spans);
+        pages.visibility = self.visibility.clone();
+        pages.counters = self.counters.clone();
+        pages
+    }
+}
+
+/// The slots of a batch, and what its queries see of them.
+#[derive(Debug)]
+pub(super) struct Gathered {
+    /// Slots of each sequence and head of keys: as many as of the longest.
+    pub count: usize,
+    /// `[batch · kv_heads · count]`, rows of all pages.
+    pub ids: Tensor<1, Int>,
+    /// `[batch, heads or 1, s, count]`: what is added to the scores.
+    pub bias: Tensor<4>,
+    /// `[batch · heads · s · count]`: places in a table of biases of distances, all heads' one after the other.
+    pub distances: Option<Tensor<1, Int>>,
+}
+
+/// What the layers of a group have in common.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct GroupKey {
+    pub pattern: Pattern,
+    pub heads: usize,
+    pub kv_heads: usize,
+    /// Slopes of each head.
+    pub alibi: Option<Vec<f64>>,
+    /// `[heads or 1, 2 · reach + 1]`
+    pub relative: Option<[usize; 2]>,
+    /// How keys are chosen by content.
+    pub selection: Option<Selection>,
+    /// In three branches.
+    pub nsa: Option<NsaHeadsConfig>,
+    /// By an indexer.
+    pub dsa: Option<DsaHeadsConfig>,
+}
+
+impl GroupKey {
+    pub(super) fn of(mha: &SparseMultiHeadAttention) -> Self {
+        Self {
+            pattern: mha.pattern().clone(),
+            heads: mha.n_heads(),
+            kv_heads: mha.n_kv_heads(),
+            alibi: (mha.attention_options().alibi.as_ref()).map(|slopes| slopes.to_vec()),
+            relative: (mha.relative_bias.as_ref()).map(|table| table.dims()),
+            selection: mha.selection().cloned(),
+            nsa: mha.nsa().map(|nsa| nsa.config().clone()),
+            dsa: mha.choosing_dsa().map(|dsa| dsa.config().clone()),
+        }
+    }
+
+    /// Whether it is an attention's, which [`Self::of`] would make anew.
+    pub(super) fn is_of(&self, mha: &SparseMultiHeadAttention) -> bool {
+        let relative = mha.relative_bias.as_ref().map(|table| table.dims());
+        self.pattern == *mha.pattern()
+            && [self.heads, self.kv_heads] == [mha.n_heads(), mha.n_kv_heads()]
+            && self.alibi.as_deref() == mha.attention_options().alibi.as_deref()
+            && self.relative == relative
+            && self.selection.as_ref() == mha.selection()
+            && self.nsa.as_ref() == mha.nsa().map(|nsa| nsa.config())
+            && self.dsa.as_ref() == mha.choosing_dsa().map(|dsa| dsa.config())
+    }
+
+    /// Whether attention over pages knows all that the layers add to scores.
+    pub(super) fn is_plain(&self) -> bool {
+        self.alibi.is_none() && self.relative.is_none()
+    }
+}
+
+/// The table of a batch as it is on the device.
+#[derive(Clone, Debug)]
+pub(super) struct Uploaded {
+    batch: Vec<SequenceId>,
+    /// Entries of the books' table.
+    max_pages: usize,
+    /// Without the pages that all sequences share and that are read once for all of them.
+    table: Tensor<3, Int>,
+    /// How many those are.
+    shared: usize,
+    prefix: Option<Prefix>,
+}
+
+/// Pages that all sequences of a batch share.
+#[derive(Clone, Debug)]
+pub(super) struct Prefix {
+    /// `[1, T, shared]`
+    table: Tensor<3, Int>,
+    /// `[1, T, 4]`
+    spans: Tensor<3, Int>,
+}
+
+impl Prefix {
+    pub(super) fn pages(&self, store: PagedStore, kv_heads: usize) -> PagedKeysValues {
+        let (table, spans) = (self.table.clone(), self.spans.clone());
+        PagedKeysValues::of_store(store, kv_heads, table, spans)
+    }
+}
+
+impl Uploaded {
+    /// The table of a batch; pages that it shares are apart if they hold so many keys.
+    fn new(
+        books: &PagePool,
+        batch: Vec<SequenceId>,
+        cascade: usize,
+        device: &Device,
+    ) -> Result<Self, PoolError> {
+        let rows = books.table_rows();
+        let page_size = books.config().page_size();
+        let tables = books.tables(&batch)?;
+        let shared = match batch.len() {
+            1 => 0,
+            _ => books.shared_pages(&batch)?,
+        };
+        let shared = match shared * page_size >= cascade.max(1) {
+            true => shared,
+            false => 0,
+        };
+        let own = tables.max_pages - shared;
+        let entries = tables.table.chunks(tables.max_pages);
+        let rest = entries.clone().flat_map(|row| &row[shared..]);
+        let prefix = (shared > 0).then(|| {
+            let first = entries.take(rows).flat_map(|row| &row[..shared]);
+            let slots = (shared * page_size) as i32;
+            let spans = (0..rows).flat_map(|_| [slots, shared as i32, 0, 0]);
+            Prefix {
+                table: ints(first.copied().collect(), [1, rows, shared], device),
+                spans: ints(spans.collect(), [1, rows, 4], device),
+            }
+        });
+        Ok(Self {
+            table: ints(rest.copied().collect(), [batch.len(), rows, own], device),
+            max_pages: tables.max_pages,
+            batch,
+            shared,
+            prefix,
+        })
+    }
+}
+
+/// Where the rows of a step are written.
+pub(super) fn slots_of(
+    writes: &[Writes],
+    table_rows: usize,
+    seq: usize,
+    device: &Device,
+) -> Tensor<3, Int> {
+    let mut slots = vec![-1; writes.len() * table_rows * seq];
+    for (writes, entry) in writes.iter().zip(slots.chunks_mut(table_rows * seq)) {
+        for (row, to) in entry.chunks_mut(seq).enumerate() {
+            let from = &writes.slots[row * writes.tokens..][..writes.tokens];
+            to[..writes.tokens].copy_from_slice(from);
+        }
+    }
+    ints(slots, [writes.len(), table_rows, seq], device)
+}
+
+/// The walks of a batch; the table stays on the device while none of its entries changes.
+pub(super) fn walk(
+    books: &PagePool,
+    uploaded: &mut Option<Uploaded>,
+    steps: &[KvStep],
+    writes: &[Writes],
+    cascade: usize,
+    device: &Device,
+) -> Result<Walk, PoolError> {
+    let batch: Vec<SequenceId> = steps.iter().map(|step| step.id).collect();
+    let rows = books.table_rows();
+    let is_current = |uploaded: &Uploaded| {
+        uploaded.batch == batch
+            && writes
+                .iter()
+                .all(|writes| writes.changes.is_empty() && writes.entries <= uploaded.max_pages)
+    };
+    let Uploaded {
+        table,
+        shared,
+        prefix,
+        ..
+    } = match uploaded.as_ref().filter(|uploaded| is_current(uploaded)) {
+        Some(uploaded) => uploaded.clone(),
+        None => {
+            let made = Uploaded::new(books, batch.clone(), cascade, device)?;
+            uploaded.insert(made).clone()
+        }
+    };
+    let mut spans = books.spans(&batch)?;
+    for span in spans.chunks_mut(4) {
+        span[0] -= (shared * books.config().page_size()) as i32;
+        span[1] -= shared as i32;
+    }
+    Ok(Walk {
+        table,
+        spans: ints(spans, [batch.len(), rows, 4], device),
+        visibility: None,
+        counters: None,
+        prefix,
+        sinks: None,
+        choice: None,
+    })
+}
+
+/// The slots of a batch one after the other, and who sees them.
+pub(super) fn gather(
+    books: &PagePool,
+    key: &GroupKey,
+    steps: &[KvStep],
+    writes: &[Writes],
+    seq: usize,
+    device: &Device,
+) -> Result<Gathered, PoolError> {
+    if seq == 1 && key.is_plain() {
+        return gather_single(books, key, steps, writes, device);
+    }
+    let rows = books.table_rows();
+    let page_size = books.config().page_size();
+    let mut slots: Vec<Vec<SlotKey>> = Vec::with_capacity(steps.len() * rows);
+    for step in steps {
+        for row in 0..rows {
+            slots.push(books.slot_keys(step.id, row)?);
+        }
+    }
+    let count = slots.iter().map(Vec::len).max().unwrap_or(0);
+    // Slots that nobody sees are read all the same, so they have to be some that were written.
+    let any = slots.iter().flatten().next().map(|key| key.slot);
+    let heads_of_row = key.kv_heads / rows;
+    let mut ids = Vec::with_capacity(steps.len() * key.kv_heads * count);
+    for row in &slots {
+        for head in 0..heads_of_row {
+            let id = |slot: crate::pages::Slot| {
+                ((slot.page * heads_of_row + head) * page_size + slot.slot) as i32
+            };
+            ids.extend(row.iter().map(|key| id(key.slot)));
+            let hidden = count - row.len();
+            ids.extend(any.map(id).into_iter().cycle().take(hidden));
+        }
+    }
+    let pairs = Pairs {
+        key,
+        slots: &slots,
+        rows,
+        count,
+        seq,
+    };
+    let mut bias = Vec::with_capacity(steps.len() * key.heads * seq * count);
+    let mut distances = Vec::new();
+    for (entry, writes) in writes.iter().enumerate() {
+        for head in 0..key.heads {
+            pairs.of(entry, head, writes.first, &mut bias, &mut distances);
+        }
+    }
+    Ok(Gathered {
+        count,
+        ids: ints(ids, [steps.len() * key.kv_heads * count], device),
+        bias: biases(bias, [steps.len(), key.heads, seq, count], device),
+        distances: (key.relative.is_some()).then(|| {
+            let all = distances.len();
+            ints(distances, [all], device)
+        }),
+    })
+}
+
+/// The slots that one new query of each sequence reads, by the runs of its pattern's row: however many keys are live, no others are looked at.
+fn gather_single(
+    books: &PagePool,
+    key: &GroupKey,
+    steps: &[KvStep],
+    writes: &[Writes],
+    device: &Device,
+) -> Result<Gathered, PoolError> {
+    let page_size = books.config().page_size();
+    let group = key.heads / key.kv_heads;
+    // Heads of keys that share pages of an entry.
+    let heads_of_row = key.kv_heads / books.table_rows();
+    // Of each sequence and head of keys the rows of all pages, and which of its queries' heads see them.
+    let mut lists: Vec<Vec<(i32, Vec<bool>)>> = Vec::with_capacity(steps.len() * key.kv_heads);
+    for (step, writes) in steps.iter().zip(writes) {
+        let tables = books.tables(&[step.id])?;
+        for kv_head in 0..key.kv_heads {
+            let mut seen: BTreeMap<usize, Vec<bool>> = BTreeMap::new();
+            for place in 0..group {
+                let plan = books.row_plan(step.id, kv_head * group + place, writes.first)?;
+                for (first, slots) in plan.runs() {
+                    for slot in first..first + slots {
+                        seen.entry(slot).or_insert_with(|| vec![false; group])[place] = true;
+                    }
+                }
+            }
+            let row = books.row_of_head(kv_head * group);
+            let table = &tables.table[row * tables.max_pages..][..tables.max_pages];
+            let list = seen.into_iter().map(|(slot, heads)| {
+                let page = table[slot / page_size] as usize;
+                let page = page * heads_of_row + kv_head % heads_of_row;
+                ((page * page_size + slot % page_size) as i32, heads)
+            });
+            lists.push(list.collect());
+        }
+    }
+    let count = lists.iter().map(Vec::len).max().unwrap_or(0);
+    // Slots that nobody sees are read all the same, so they have to be some that were written.
+    let any = lists.iter().flatten().next().map_or(0, |(id, _)| *id);
+    let mut ids = Vec::with_capacity(lists.len() * count);
+    let mut bias = Vec::with_capacity(steps.len() * key.heads * count);
+    for list in &lists {
+        let hidden = count - list.len();
+        ids.extend(list.iter().map(|(id, _)| *id));
+        ids.extend(std::iter::repeat_n(any, hidden));
+        for place in 0..group {
+            let of = |seen: &[bool]| if seen[place] { 0.0 } else { HIDDEN };
+            bias.extend(list.iter().map(|(_, seen)| of(seen)));
+            bias.extend(std::iter::repeat_n(HIDDEN, hidden));
+        }
+    }
+    Ok(Gathered {
+        count,
+        ids: ints(ids, [lists.len() * count], device),
+        bias: biases(bias, [steps.len(), key.heads, 1, count], device),
+        distances: None,
+    })
+}
+
+/// What is added to scores, `[batch, heads, s, count]`, once for all heads if these are alike.
+fn biases(bias: Vec<f32>, [batch, heads, seq, count]: [usize; 4], device: &Device) -> Tensor<4> {
+    let of_head = seq * count;
+    let entry = heads * of_head;
+    let are_alike = entry > 0
+        && (bias.chunks(entry)).all(|entry| {
+            let first = &entry[..of_head];
+            entry.chunks(of_head).all(|head| head == first)
+        });
+    let (bias, heads) = match are_alike {
+        true => {
+            let first = bias.chunks(entry).flat_map(|entry| &entry[..of_head]);
+            (first.copied().collect(), 1)
+        }
+        false => (bias, heads),
+    };
+    Tensor::from_data(TensorData::new(bias, [batch, heads, seq, count]), device)
+}
+
+/// The pairs of queries and slots of a batch.
+struct Pairs<'a> {
+    key: &'a GroupKey,
+    slots: &'a [Vec<SlotKey>],
+    rows: usize,
+    count: usize,
+    seq: usize,
+}
+
+impl Pairs<'_> {
+    /// What is added to the scores of one head of a sequence, `[s, count]`, and the places of distances.
+    fn of(
+        &self,
+        entry: usize,
+        head: usize,
+        first: usize,
+        bias: &mut Vec<f32>,
+        distances: &mut Vec<i32>,
+    ) {
+        let key = self.key;
+        let row = head / (key.heads / self.rows);
+        let slots = &self.slots[entry * self.rows + row];
+        let slope = key.alibi.as_ref().map_or(0.0, |slopes| slopes[head]);
+        for query in first..first + self.seq {
+            let of_slot = |slot: &SlotKey| {
+                let is_seen = query as i64 <= i64::from(slot.last)
+                    && key
+                        .pattern
+                        .attends(head, query as i64, slot.position as i64);
+                let distance = query.abs_diff(slot.position) as f64;
+                if is_seen {
+                    (-slope * distance) as f32
+                } else {
+                    HIDDEN
+                }
+            };
+            bias.extend(slots.iter().map(of_slot));
+            bias.extend(std::iter::repeat_n(HIDDEN, self.count - slots.len()));
+            let Some([heads, places]) = key.relative else {
+                continue;
+            };
+            let reach = (places / 2) as i64;
+            let of_slot = |slot: &SlotKey| {
+                let distance = slot.position as i64 - query as i64;
+                let place = distance.clamp(-reach, reach) + reach;
+                (head % heads * places) as i32 + place as i32
+            };
+            distances.extend(slots.iter().map(of_slot));
+            distances.extend(std::iter::repeat_n(0, self.count - slots.len()));
+        }
+    }
+}

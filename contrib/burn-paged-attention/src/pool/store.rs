@@ -1,0 +1,532 @@
+//! The keys and values of one layer.
+
+use burn::tensor::{DType, Device, FloatDType, IndexingUpdateOp, Int, Tensor, TensorData};
+use burn_blocksparse::graph::StaticInput;
+use burn_sparse_select::PageSummary;
+use burn_sparse_transformer::TransformerError;
+use burn_sparse_transformer::internal::ensure;
+
+use crate::pages::PageCopy;
+use crate::summaries::{PageSummaries, summarize_stored};
+use crate::{PagedStore, Quantization, QuantizedPages, append_quantized, append_rows, dequantize};
+
+/// How a pool stores numbers, once it is known of which model.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Stored {
+    Float(FloatDType),
+    Quantized(Quantization),
+}
+
+/// Pages of keys and values. They are taken out while they are written, so that no second handle keeps the write from
+/// being in place.
+#[derive(Debug)]
+pub(super) struct Store {
+    pages: Option<PagedStore>,
+    kv_heads: usize,
+    /// By what queries choose pages, if they do. They are written in place, too.
+    summaries: Option<PageSummaries>,
+    summary: Option<PageSummary>,
+}
+
+/// Pages that are copied before anything is written.
+#[derive(Clone, Debug)]
+pub(super) struct Copies {
+    /// The pages that are read, `[copies · heads of a table row, padded to whole batch entries]`.
+    from: Tensor<1, Int>,
+    /// `[batch, T, P]`
+    slots: Tensor<3, Int>,
+    /// The first page that each copy is written to, and how many follow each other.
+    to: Vec<usize>,
+    heads: usize,
+}
+
+impl Copies {
+    /// The copies of a step, none if there is nothing to copy.
+    pub(super) fn new<'a>(
+        copies: impl Iterator<Item = &'a PageCopy>,
+        [table_rows, kv_heads, page_size]: [usize; 3],
+        device: &Device,
+    ) -> Option<Self> {
+        let copies: Vec<&PageCopy> = copies.collect();
+        if copies.is_empty() {
+            return None;
+        }
+        let heads = kv_heads / table_rows;
+        let entries = copies.len().div_ceil(table_rows);
+        let mut from = Vec::with_capacity(entries * kv_heads);
+        let mut slots = vec![-1; entries * table_rows * page_size];
+        for (place, slots) in slots.chunks_mut(page_size).enumerate() {
+            let copy = copies.get(place);
+            let page = copy.map_or(0, |copy| copy.from);
+            from.extend((0..heads).map(|head| (page * heads + head) as i32));
+            if let Some(copy) = copy {
+                for slot in copy.slots.clone() {
+                    slots[slot] = (copy.to * page_size + slot) as i32;
+                }
+            }
+        }
+        Some(Self {
+            from: ints(from, [entries * kv_heads], device),
+            slots: ints(slots, [entries, table_rows, page_size], device),
+            to: copies.iter().map(|copy| copy.to * heads).collect(),
+            heads,
+        })
+    }
+}
+
+impl Store {
+    pub(super) fn new(
+        [pages, page_size]: [usize; 2],
+        kv_heads: usize,
+        [key, value]: [usize; 2],
+        device: &Device,
+        stored: Stored,
+    ) -> Result<Self, TransformerError> {
+        let store = match stored {
+            Stored::Float(dtype) => {
+                let zeros =
+                    |width| Tensor::zeros([pages, page_size, width], (device, DType::from(dtype)));
+                PagedStore::Plain {
+                    keys: zeros(key),
+                    values: zeros(value),
+                }
+            }
+            Stored::Quantized(quantization) => PagedStore::Quantized(QuantizedPages::zeros(
+                quantization,
+                [pages, page_size],
+                [key, value],
+                device,
+            )?),
+        };
+        Ok(Self {
+            pages: Some(store),
+            kv_heads,
+            summaries: None,
+            summary: None,
+        })
+    }
+
+    /// With what queries choose pages by.
+    pub(super) fn with_summaries(mut self, summary: PageSummary) -> Self {
+        if let Some(store) = &self.pages {
+            let ([pages, _], [width, _]) = (store.pages(), store.widths());
+            let (dtype, device) = match store {
+                PagedStore::Plain { keys, .. } => (dtype_of(summary, keys.dtype()), keys.device()),
+                // No eight bits hold a bound that no key is above.
+                PagedStore::Quantized(pages) => (DType::F32, pages.keys.device()),
+            };
+            let zeros = PageSummaries::zeros(summary, pages, width, dtype, &device);
+            self.summaries = Some(zeros);
+            self.summary = Some(summary);
+        }
+        self
+    }
+
+    /// What queries choose pages by.
+    pub(super) fn summaries(&self) -> Result<&PageSummaries, TransformerError> {
+        self.summaries.as_ref().ok_or_else(lost)
+    }
+
+    /// Looks again at the pages that keys were written to, in the order of their slots, `[batch, T, s]`.
+    pub(super) fn summarize(&mut self, slots: Tensor<3, Int>) -> Result<(), TransformerError> {
+        if self.summary.is_none() {
+            return Ok(());
+        }
+        let summaries = self.summaries.take().ok_or_else(lost)?;
+        let store = self.pages.as_ref().ok_or_else(lost)?;
+        self.summaries = Some(summarize_stored(summaries, store, self.kv_heads, slots)?);
+        Ok(())
+    }
+
+    /// Bytes of what queries choose pages by, of a page.
+    pub(super) fn summary_bytes(&self) -> usize {
+        self.summaries.as_ref().map_or(0, |summaries| {
+            let [_, rows, width] = summaries.values.dims();
+            rows * width * summaries.values.dtype().size()
+        })
+    }
+
+    /// Whether numbers have eight bits.
+    pub(super) fn is_quantized(&self) -> bool {
+        matches!(self.pages, Some(PagedStore::Quantized(_)))
+    }
+
+    /// Widths of keys and values.
+    pub(super) fn widths(&self) -> Option<[usize; 2]> {
+        self.pages.as_ref().map(PagedStore::widths)
+    }
+
+    /// Bytes of a slot: of a key, its value, and their scales if they have some.
+    pub(super) fn slot_bytes(&self) -> usize {
+        self.pages.as_ref().map_or(0, |store| {
+            let numbers: usize = store.widths().iter().sum();
+            match store {
+                PagedStore::Plain { keys, .. } => numbers * keys.dtype().size(),
+                PagedStore::Quantized(_) => numbers + 2 * size_of::<f32>(),
+            }
+        })
+    }
+
+    /// Bytes of all pages, and of what they are chosen by.
+    pub(super) fn bytes(&self) -> usize {
+        let slots = |store: &PagedStore| store.pages().iter().product::<usize>();
+        let pages = self.pages.as_ref().map_or(0, |store| store.pages()[0]);
+        self.pages.as_ref().map_or(0, slots) * self.slot_bytes() + pages * self.summary_bytes()
+    }
+
+    pub(super) fn pages(&self) -> Result<PagedStore, TransformerError> {
+        self.pages.clone().ok_or_else(lost)
+    }
+
+    /// Copies pages.
+    pub(super) fn copy(&mut self, copies: Option<&Copies>) -> Result<(), TransformerError> {
+        let Some(copies) = copies else {
+            return Ok(());
+        };
+        let store = match self.pages.take().ok_or_else(lost)? {
+            PagedStore::Plain { keys, values } => {
+                let Copies { from, slots, .. } = copies;
+                let [entries, _, page_size] = slots.dims();
+                let rows = |pages: &Tensor<3>| {
+                    let [_, _, width] = pages.dims();
+                    let shape = [entries, self.kv_heads, page_size, width];
+                    pages.clone().select(0, from.clone()).reshape(shape)
+                };
+                let (k, v) = (rows(&keys), rows(&values));
+                let (keys, values) = append_rows(keys, values, k, v, slots.clone())?;
+                PagedStore::Plain { keys, values }
+            }
+            PagedStore::Quantized(pages) => PagedStore::Quantized(copies.of_quantized(pages)),
+        };
+        self.pages = Some(store);
+        Ok(())
+    }
+
+    /// Copies pages, and then writes new keys and values `[batch, kv_heads, s, width]` into `slots`, `[batch, T, s]`.
+    pub(super) fn write(
+        &mut self,
+        copies: Option<&Copies>,
+        [key, value]: [Tensor<4>; 2],
+        slots: Tensor<3, Int>,
+    ) -> Result<(), TransformerError> {
+        // What could make the write fail while the pages are out of here.
+        let widths = self.widths().ok_or_else(lost)?;
+        let got = [key.dims()[3], value.dims()[3]];
+        ensure(
+            got == widths && key.dims()[1] == self.kv_heads,
+            "pool",
+            || format!("of {} heads {got:?} wide, the layer's", key.dims()[1]),
+            format!("{} heads {widths:?} wide", self.kv_heads),
+        )?;
+        self.copy(copies)?;
+        let written = slots.clone();
+        let store = match self.pages.take().ok_or_else(lost)? {
+            PagedStore::Plain { keys, values } => {
+                let dtype = FloatDType::from(keys.dtype());
+                let (key, value) = (key.cast(dtype), value.cast(dtype));
+                let (keys, values) = append_rows(keys, values, key, value, slots)?;
+                PagedStore::Plain { keys, values }
+            }
+            PagedStore::Quantized(pages) => {
+                PagedStore::Quantized(append_quantized(pages, key, value, slots)?)
+            }
+        };
+        self.pages = Some(store);
+        self.summarize(written)
+    }
+
+    /// Rows of all pages, `[rows, width]` of keys and of values.
+    pub(super) fn gather(
+        &self,
+        ids: &Tensor<1, Int>,
+        dtype: FloatDType,
+    ) -> Result<[Tensor<2>; 2], TransformerError> {
+        let store = self.pages.as_ref().ok_or_else(lost)?;
+        let [pages, page_size] = store.pages();
+        let all = pages * page_size;
+        let rows = match store {
+            PagedStore::Plain { keys, values } => [keys, values].map(|rows| {
+                let [_, _, width] = rows.dims();
+                rows.clone().reshape([all, width]).select(0, ids.clone())
+            }),
+            PagedStore::Quantized(pages) => {
+                let rows = |words: &Tensor<3, Int>, scales: &Tensor<2>| {
+                    let [_, _, width] = words.dims();
+                    let words = words.clone().reshape([all, width]).select(0, ids.clone());
+                    let scales = scales.clone().reshape([all]).select(0, ids.clone());
+                    dequantize(pages.quantization, words, scales)
+                };
+                [
+                    rows(&pages.keys, &pages.key_scales)?,
+                    rows(&pages.values, &pages.value_scales)?,
+                ]
+            }
+        };
+        Ok(rows.map(|rows| rows.cast(dtype)))
+    }
+
+    /// Rows of all slots of the pages of tables `[batch, entries]` that all heads share, `[batch, kv_heads, entries · P, width]` of keys and of values. Where a
+    /// table has no entry they are any.
+    pub(super) fn of_tables(
+        &self,
+        table: Tensor<2, Int>,
+        dtype: FloatDType,
+    ) -> Result<[Tensor<4>; 2], TransformerError> {
+        let store = self.pages.as_ref().ok_or_else(lost)?;
+        let ([_, page_size], heads) = (store.pages(), self.kv_heads);
+        let ([batch, entries], device) = (table.dims(), table.device());
+        let dims = [batch, heads, entries, page_size];
+        let counted =
+            |count: usize| Tensor::<1, Int>::arange(0..count as i64, (&device, table.dtype()));
+        let pages = table.clone().clamp_min(0).mul_scalar(heads as i32);
+        let pages = pages.reshape([batch, 1, entries, 1]).expand(dims);
+        let pages = pages + counted(heads).reshape([1, heads, 1, 1]).expand(dims);
+        let slots = counted(page_size).reshape([1, 1, 1, page_size]);
+        let ids = pages.mul_scalar(page_size as i32) + slots.expand(dims);
+        let ids = ids.reshape([dims.iter().product::<usize>()]);
+        let rows = self.gather(&ids, dtype)?;
+        Ok(rows.map(|rows| {
+            let [_, width] = rows.dims();
+            rows.reshape([batch, heads, entries * page_size, width])
+        }))
+    }
+
+    /// The dtype in which numbers of the pages come back.
+    pub(super) fn dtype(&self) -> FloatDType {
+        match &self.pages {
+            Some(PagedStore::Plain { keys, .. }) => keys.dtype().into(),
+            _ => FloatDType::F32,
+        }
+    }
+
+    /// The keys of some pages, `[n, P, d_k]`.
+    pub(super) fn keys_of(&self, pages: &Tensor<1, Int>) -> Result<Tensor<3>, TransformerError> {
+        let store = self.pages.as_ref().ok_or_else(lost)?;
+        let [_, page_size] = store.pages();
+        let [width, _] = store.widths();
+        Ok(match store {
+            PagedStore::Plain { keys, .. } => keys.clone().select(0, pages.clone()),
+            PagedStore::Quantized(all) => {
+                let [count] = pages.dims();
+                let rows = count * page_size;
+                let [_, _, words] = all.keys.dims();
+                let words = all
+                    .keys
+                    .clone()
+                    .select(0, pages.clone())
+                    .reshape([rows, words]);
+                let scales = all
+                    .key_scales
+                    .clone()
+                    .select(0, pages.clone())
+                    .reshape([rows]);
+                dequantize(all.quantization, words, scales)?.reshape([count, page_size, width])
+            }
+        })
+    }
+
+    /// Rows of all pages as they are stored, `[n, ..]` each: of keys, of values, and their scales if they have some.
+    pub(super) fn raw(&self, ids: &Tensor<1, Int>) -> Result<Vec<TensorData>, TransformerError> {
+        let store = self.pages.as_ref().ok_or_else(lost)?;
+        let all = store.pages().iter().product::<usize>();
+        Ok(match store {
+            PagedStore::Plain { keys, values } => [keys, values]
+                .map(|pages| {
+                    let [_, _, width] = pages.dims();
+                    let rows = pages.clone().reshape([all, width]);
+                    rows.select(0, ids.clone()).into_data()
+                })
+                .to_vec(),
+            PagedStore::Quantized(pages) => {
+                let words = [&pages.keys, &pages.values].map(|pages| {
+                    let [_, _, width] = pages.dims();
+                    let rows = pages.clone().reshape([all, width]);
+                    rows.select(0, ids.clone()).into_data()
+                });
+                let scales = [&pages.key_scales, &pages.value_scales].map(|scales| {
+                    let scales = scales.clone().reshape([all]);
+                    scales.select(0, ids.clone()).into_data()
+                });
+                [words, scales].concat()
+            }
+        })
+    }
+
+    /// Shapes and dtypes of so many [`Self::raw`] rows.
+    pub(super) fn raw_shapes(
+        &self,
+        rows: usize,
+    ) -> Result<Vec<(Vec<usize>, DType)>, TransformerError> {
+        let store = self.pages.as_ref().ok_or_else(lost)?;
+        let widths = store.widths();
+        Ok(match store {
+            PagedStore::Plain { keys, .. } => widths
+                .map(|width| (vec![rows, width], keys.dtype()))
+                .to_vec(),
+            PagedStore::Quantized(_) => {
+                let words = widths.map(|width| (vec![rows, width / 4], DType::I32));
+                let scale = (vec![rows], DType::F32);
+                [words.to_vec(), vec![scale.clone(), scale]].concat()
+            }
+        })
+    }
+
+    /// What the numbers are, as text: a dtype, or eight bits of some kind.
+    pub(super) fn kind(&self) -> String {
+        match &self.pages {
+            Some(PagedStore::Quantized(pages)) => format!("{:?}", pages.quantization),
+            _ => format!("{:?}", self.dtype()),
+        }
+    }
+
+    /// Writes rows that [`Self::raw`] gave, of the shapes of [`Self::raw_shapes`].
+    pub(super) fn write_raw(
+        &mut self,
+        ids: &Tensor<1, Int>,
+        rows: &[TensorData],
+    ) -> Result<(), TransformerError> {
+        let device = ids.device();
+        let store = self.pages.take().ok_or_else(lost)?;
+        let all = store.pages().iter().product::<usize>();
+        let floats = |pages: Tensor<3>, rows: &TensorData| {
+            let [count, page_size, width] = pages.dims();
+            let rows = Tensor::from_data(rows.clone(), (&device, pages.dtype()));
+            let pages = pages.reshape([all, width]);
+            let pages = pages.select_assign(0, ids.clone(), rows, IndexingUpdateOp::Assign);
+            pages.reshape([count, page_size, width])
+        };
+        let words = |pages: Tensor<3, Int>, rows: &TensorData| {
+            let [count, page_size, width] = pages.dims();
+            let rows = Tensor::from_data(rows.clone(), (&device, pages.dtype()));
+            let pages = pages.reshape([all, width]);
+            let pages = pages.select_assign(0, ids.clone(), rows, IndexingUpdateOp::Assign);
+            pages.reshape([count, page_size, width])
+        };
+        let scales = |scales: Tensor<2>, rows: &TensorData| {
+            let shape = scales.dims();
+            let rows = Tensor::from_data(rows.clone(), (&device, scales.dtype()));
+            let scales = scales.reshape([all]);
+            let scales = scales.select_assign(0, ids.clone(), rows, IndexingUpdateOp::Assign);
+            scales.reshape(shape)
+        };
+        self.pages = Some(match store {
+            PagedStore::Plain { keys, values } => PagedStore::Plain {
+                keys: floats(keys, &rows[0]),
+                values: floats(values, &rows[1]),
+            },
+            PagedStore::Quantized(pages) => PagedStore::Quantized(QuantizedPages {
+                quantization: pages.quantization,
+                keys: words(pages.keys, &rows[0]),
+                values: words(pages.values, &rows[1]),
+                key_scales: scales(pages.key_scales, &rows[2]),
+                value_scales: scales(pages.value_scales, &rows[3]),
+            }),
+        });
+        Ok(())
+    }
+
+    /// Fills pages with what no result may depend on.
+    pub(super) fn poison(&mut self, freed: &[usize], heads: usize) {
+        let Some(store) = self.pages.take() else {
+            return;
+        };
+        let ranges = || (freed.iter()).map(|page| page * heads..(page + 1) * heads);
+        let fill = |mut tensor: Tensor<3>| {
+            let [_, page_size, width] = tensor.dims();
+            for pages in ranges() {
+                let nan = Tensor::full(
+                    [heads, page_size, width],
+                    f32::NAN,
+                    (&tensor.device(), tensor.dtype()),
+                );
+                tensor = tensor.slice_assign([pages, 0..page_size, 0..width], nan);
+            }
+            tensor
+        };
+        let fill_scales = |scales: Tensor<2>| {
+            let [pages, page_size] = scales.dims();
+            fill(scales.reshape([pages, page_size, 1])).reshape([pages, page_size])
+        };
+        self.pages = Some(match store {
+            PagedStore::Plain { keys, values } => PagedStore::Plain {
+                keys: fill(keys),
+                values: fill(values),
+            },
+            PagedStore::Quantized(mut pages) => {
+                pages.key_scales = fill_scales(pages.key_scales);
+                pages.value_scales = fill_scales(pages.value_scales);
+                PagedStore::Quantized(pages)
+            }
+        });
+    }
+}
+
+impl Copies {
+    /// The copies of quantised pages, as they are.
+    fn of_quantized(&self, pages: QuantizedPages) -> QuantizedPages {
+        let words = |mut into: Tensor<3, Int>| {
+            let [_, page_size, width] = into.dims();
+            let rows = into.clone().select(0, self.from.clone());
+            for (copy, to) in self.to.iter().enumerate() {
+                let rows = rows.clone().narrow(0, copy * self.heads, self.heads);
+                let range = [*to..to + self.heads, 0..page_size, 0..width];
+                into = into.slice_assign(range, rows);
+            }
+            into
+        };
+        let scales = |mut into: Tensor<2>| {
+            let [_, page_size] = into.dims();
+            let rows = into.clone().select(0, self.from.clone());
+            for (copy, to) in self.to.iter().enumerate() {
+                let rows = rows.clone().narrow(0, copy * self.heads, self.heads);
+                into = into.slice_assign([*to..to + self.heads, 0..page_size], rows);
+            }
+            into
+        };
+        QuantizedPages {
+            quantization: pages.quantization,
+            keys: words(pages.keys),
+            values: words(pages.values),
+            key_scales: scales(pages.key_scales),
+            value_scales: scales(pages.value_scales),
+        }
+    }
+}
+
+pub(super) fn lost() -> TransformerError {
+    TransformerError::argument("pool", "one whose last write succeeded", "another")
+}
+
+/// Integers as kernels read them.
+pub(super) fn ints<const D: usize>(
+    values: Vec<i32>,
+    shape: [usize; D],
+    device: &Device,
+) -> Tensor<D, Int> {
+    Tensor::from_data(TensorData::new(values, shape), (device, DType::I32))
+}
+
+/// The dtype of summaries of keys: bounds are some of the keys' own numbers.
+fn dtype_of(summary: PageSummary, keys: DType) -> DType {
+    match (summary, keys) {
+        (PageSummary::Bounds, keys) => keys,
+        (_, DType::F64) => DType::F64,
+        _ => DType::F32,
+    }
+}
+
+/// Numbers to write into a tensor that recorded steps read.
+pub(super) fn data<const D: usize>(values: Vec<i32>, shape: [usize; D]) -> TensorData {
+    TensorData::new(values, shape)
+}
+
+/// Such a tensor, of zeros.
+pub(super) fn zeros<const D: usize>(
+    shape: [usize; D],
+    device: &Device,
+) -> Result<StaticInput<D, Int>, TransformerError> {
+    Ok(StaticInput::new(
+        data(vec![0; shape.iter().product()], shape),
+        device,
+    )?)
+}

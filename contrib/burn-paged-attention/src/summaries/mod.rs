@@ -1,0 +1,317 @@
+//! Pages that queries choose by summaries of their keys, before attention reads them.
+
+pub(crate) mod backend;
+pub(crate) mod ops;
+pub(crate) mod reference;
+pub(crate) mod values;
+
+use burn::backend::Dispatch;
+use burn::tensor::{DType, Device, Int, Tensor};
+use burn_blocksparse::OpError;
+use burn_blocksparse::internal::check::same_device;
+use burn_blocksparse::internal::device::served;
+use burn_sparse_select::PageSummary;
+use burn_sparse_select::backend::PageChoiceCall;
+
+use crate::PagedStore;
+use crate::paged::{check_heads, check_shared};
+use crate::summaries::ops::PageSummaryOps;
+use crate::summaries::values::{PageScoreInputs, SummarizeInputs, SummarizePacked};
+
+pub use burn_sparse_select::pages::{PageChoice, topk_pages};
+
+/// What is known of each page of keys besides the keys: `[pages, 2, d_k]`, the largest number of each channel and behind it the smallest, or
+/// `[pages, 1, d_k]`, the means.
+#[derive(Clone, Debug)]
+pub struct PageSummaries {
+    /// What it is.
+    pub summary: PageSummary,
+    /// The elements. Bounds are exact in the keys' dtype.
+    pub values: Tensor<3>,
+}
+
+impl PageSummaries {
+    /// Of pages without keys: zeros.
+    pub fn zeros(
+        summary: PageSummary,
+        pages: usize,
+        width: usize,
+        dtype: DType,
+        device: &Device,
+    ) -> Self {
+        let shape = [pages, summary.rows(), width];
+        Self {
+            summary,
+            values: Tensor::zeros(shape, (device, dtype)),
+        }
+    }
+
+    fn check(&self) -> Result<(), OpError> {
+        let [_, rows, width] = self.values.dims();
+        let expected = self.summary.rows();
+        OpError::expect_same("summaries' rows", expected, "of a summary", rows)?;
+        match width {
+            0 => Err(OpError::argument("summaries' width", "at least 1", 0)),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Summaries of the pages that new keys were written to, in their own buffer where the call alone holds it (hand it over, and keep no clone): of what such a
+/// page has up to the last of its new keys. Call it behind [`append_rows`](crate::append_rows), with the same slots; those of a page stand one behind the other,
+/// ascending. So summaries are right whatever a page held before: what was taken back, a copy, another sequence.
+///
+/// ```
+/// use burn::tensor::{Device, Int, Tensor};
+/// use burn_paged_attention::append_rows;
+/// use burn_paged_attention::summaries::{PageSummaries, summarize_pages};
+/// use burn_sparse_select::PageSummary;
+///
+/// let device = Device::flex();
+/// let [keys, values] = [(); 2].map(|_| Tensor::<3>::zeros([4, 16, 8], &device));
+/// let k = Tensor::<4>::ones([1, 2, 1, 8], &device);
+/// // A key of one sequence with two heads: slot 0 of table entry 1, so of pages 2 and 3.
+/// let slots = Tensor::<3, Int>::from_data([[[16]]], &device);
+/// let (keys, _) = append_rows(keys, values, k.clone(), k, slots.clone())?;
+/// let summaries = PageSummaries::zeros(PageSummary::Bounds, 4, 8, keys.dtype(), &device);
+/// let summaries = summarize_pages(summaries, &keys, 2, slots)?;
+/// assert_eq!(summaries.values.slice([2..4]).sum().into_scalar::<f32>(), 32.0);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+///
+/// # Shapes
+/// - `keys`: `[pages, P, d_k]`
+/// - `slots`: `[batch, 1 or kv_heads, s]`, i32, as [`append_rows`](crate::append_rows) has them
+///
+/// # Errors
+/// [`OpError`] if shapes or devices do not fit each other, or no feature of this crate serves the device.
+pub fn summarize_pages(
+    summaries: PageSummaries,
+    keys: &Tensor<3>,
+    kv_heads: usize,
+    slots: Tensor<3, Int>,
+) -> Result<PageSummaries, OpError> {
+    check_summarize(&summaries, keys.dims(), &keys.device(), kv_heads, &slots)?;
+    let summary = summaries.summary;
+    let inputs = SummarizeInputs {
+        summaries: summaries.values.without_autodiff().into_dispatch(),
+        keys: keys.clone().without_autodiff().into_dispatch(),
+        slots: slots.without_autodiff().into_dispatch(),
+    };
+    let values = <Dispatch as PageSummaryOps>::summarize_pages(inputs, kv_heads, summary);
+    Ok(PageSummaries {
+        summary,
+        values: Tensor::from_dispatch(values),
+    })
+}
+
+/// [`summarize_pages`] of keys as they are stored: of those in eight bits what they stand for, so that bounds are those of the keys that
+/// attention sees. Their summaries are f32.
+///
+/// ```
+/// use burn::tensor::{DType, Device, Int, Tensor};
+/// use burn_paged_attention::summaries::{PageSummaries, summarize_stored};
+/// use burn_paged_attention::{PagedStore, Quantization, QuantizedPages, append_quantized};
+/// use burn_sparse_select::PageSummary;
+///
+/// let device = Device::flex();
+/// let pages = QuantizedPages::zeros(Quantization::Int8, [4, 16], [8, 8], &device)?;
+/// let k = Tensor::<4>::ones([1, 2, 1, 8], &device) * 3.0;
+/// let slots = Tensor::<3, Int>::from_data([[[16]]], &device);
+/// let pages = append_quantized(pages, k.clone(), k, slots.clone())?;
+/// let summaries = PageSummaries::zeros(PageSummary::Bounds, 4, 8, DType::F32, &device);
+/// let summaries = summarize_stored(summaries, &PagedStore::Quantized(pages), 2, slots)?;
+/// assert_eq!(summaries.values.slice([2..4]).sum().into_scalar::<f32>(), 96.0);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+///
+/// # Errors
+/// As [`summarize_pages`]; if summaries of numbers of eight bits are not f32.
+pub fn summarize_stored(
+    summaries: PageSummaries,
+    store: &PagedStore,
+    kv_heads: usize,
+    slots: Tensor<3, Int>,
+) -> Result<PageSummaries, OpError> {
+    let pages = match store {
+        PagedStore::Plain { keys, .. } => return summarize_pages(summaries, keys, kv_heads, slots),
+        PagedStore::Quantized(pages) => pages,
+    };
+    let [count, page, _] = pages.keys.dims();
+    let [width, _] = pages.widths();
+    let device = pages.keys.device();
+    check_summarize(&summaries, [count, page, width], &device, kv_heads, &slots)?;
+    pages.check()?;
+    let dtype = summaries.values.dtype();
+    OpError::expect_same("summaries' dtype", DType::F32, "of quantised keys", dtype)?;
+    let summary = summaries.summary;
+    let inputs = SummarizePacked {
+        quantization: pages.quantization,
+        summaries: summaries.values.without_autodiff().into_dispatch(),
+        words: pages.keys.clone().without_autodiff().into_dispatch(),
+        scales: pages.key_scales.clone().without_autodiff().into_dispatch(),
+        slots: slots.without_autodiff().into_dispatch(),
+    };
+    let values = <Dispatch as PageSummaryOps>::summarize_quantized(inputs, kv_heads, summary);
+    Ok(PageSummaries {
+        summary,
+        values: Tensor::from_dispatch(values),
+    })
+}
+
+/// That keys of a shape, summaries and slots fit each other.
+fn check_summarize(
+    summaries: &PageSummaries,
+    [pages, page, width]: [usize; 3],
+    device: &Device,
+    kv_heads: usize,
+    slots: &Tensor<3, Int>,
+) -> Result<(), OpError> {
+    served(device)?;
+    summaries.check()?;
+    if !page.is_power_of_two() {
+        return Err(OpError::argument("keys' page size", "a power of two", page));
+    }
+    let expected = [pages, summaries.summary.rows(), width];
+    let got = summaries.values.dims();
+    OpError::expect_same("summaries' shape", expected, "of the keys", got)?;
+    let tables = slots.dims()[1];
+    check_heads("slots' heads", tables, kv_heads)?;
+    check_shared(pages, kv_heads, tables)?;
+    for (argument, other) in [
+        ("summaries' device", summaries.values.device()),
+        ("slots' device", slots.device()),
+    ] {
+        same_device(argument, device, "the keys'", &other)?;
+    }
+    Ok(())
+}
+
+/// Scores of the pages of region one of each query, f32 `[batch, kv_heads, max_pages]`: `Σ_c max(q_c · max_c, q_c · min_c)`, which no product of the query and a key
+/// of the page exceeds, or `q · mean`, as the mean or sum over the heads that share keys. What is behind a walk's pages has no meaning.
+///
+/// # Shapes
+/// - `q`: `[batch, heads, d_k]`, a query of each head for each walk
+/// - `table`, `spans`: as [`PagedKeysValues`](crate::PagedKeysValues) has them
+///
+/// # Errors
+/// [`OpError`] if shapes, dtypes or devices do not fit each other, or no feature of this crate serves the device.
+pub fn page_scores(
+    q: Tensor<3>,
+    summaries: &PageSummaries,
+    kv_heads: usize,
+    table: &Tensor<3, Int>,
+    spans: &Tensor<3, Int>,
+    choice: &PageChoice,
+) -> Result<Tensor<3>, OpError> {
+    check(&q, summaries, kv_heads, table, spans, choice)?;
+    let inputs = PageScoreInputs {
+        q: q.without_autodiff().into_dispatch(),
+        summaries: summaries.values.clone().without_autodiff().into_dispatch(),
+        table: table.clone().without_autodiff().into_dispatch(),
+        spans: spans.clone().without_autodiff().into_dispatch(),
+    };
+    let call = PageChoiceCall::new(kv_heads, choice);
+    Ok(Tensor::from_dispatch(
+        <Dispatch as PageSummaryOps>::page_scores(inputs, call),
+    ))
+}
+
+/// The pages that queries choose by their scores, as [`PagedKeysValues::selected`](crate::PagedKeysValues::selected) has them: of each query and head of keys the
+/// blocks of pages that are [forced](PageChoice::forced), that in which region one ends among them, and of the others so many with the highest [`page_scores`]
+/// that `keep` are kept (of equal ones the earlier; NaN is the lowest), ascending, and −1 where there are fewer. Lengths and tables stay on the device, nothing
+/// is read back, and launches depend on shapes alone.
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Int, Tensor};
+/// use burn_paged_attention::summaries::{PageSummaries, select_pages, summarize_pages};
+/// use burn_paged_attention::{PagedKeysValues, PagedOptions, paged_attention};
+/// use burn_sparse_select::{PageSummary, Selection};
+///
+/// let device = Device::flex();
+/// let random = |shape| Tensor::<3>::random(shape, Distribution::Default, &device);
+/// // A sequence of 75 keys in five of eight pages.
+/// let (keys, values) = (random([8, 16, 32]), random([8, 16, 32]));
+/// let table = Tensor::<3, Int>::from_data([[[7, 2, 5, 0, 3]]], &device);
+/// let spans = Tensor::<3, Int>::from_data([[[75, 0, 0, 0]]], &device);
+/// let slots: Vec<i32> = (0..75).map(|i| [7, 2, 5, 0, 3][i / 16] * 16 + i as i32 % 16).collect();
+/// let slots = Tensor::<1, Int>::from_data(slots.as_slice(), &device).reshape([1, 1, 75]);
+/// let summaries = PageSummaries::zeros(PageSummary::Bounds, 8, 32, keys.dtype(), &device);
+/// let summaries = summarize_pages(summaries, &keys, 1, slots)?;
+/// // The page of the query and two of the others.
+/// let choice = "quest:16,48".parse::<Selection>()?.on_pages(16, 4)?;
+/// let q = random([1, 4, 32]);
+/// let selected = select_pages(q.clone(), &summaries, 1, &table, &spans, &choice)?;
+/// assert_eq!(selected.dims(), [1, 1, 3]);
+/// let pages = PagedKeysValues::new(keys, values, 1, table, spans).selected(selected);
+/// let q = q.reshape([1, 4, 1, 32]);
+/// assert_eq!(paged_attention(q, &pages, &PagedOptions::default())?.out.dims(), [1, 4, 1, 32]);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+///
+/// # Shapes
+/// - `q`: `[batch, heads, d_k]`, a query of each head for each walk
+/// - output: i32 `[batch, kv_heads, choice.selected_pages()]`
+///
+/// # Errors
+/// As [`page_scores`].
+pub fn select_pages(
+    q: Tensor<3>,
+    summaries: &PageSummaries,
+    kv_heads: usize,
+    table: &Tensor<3, Int>,
+    spans: &Tensor<3, Int>,
+    choice: &PageChoice,
+) -> Result<Tensor<3, Int>, OpError> {
+    let scores = page_scores(q, summaries, kv_heads, table, spans, choice)?;
+    topk_pages(scores, spans, choice)
+}
+
+fn check(
+    q: &Tensor<3>,
+    summaries: &PageSummaries,
+    kv_heads: usize,
+    table: &Tensor<3, Int>,
+    spans: &Tensor<3, Int>,
+    choice: &PageChoice,
+) -> Result<(), OpError> {
+    served(&q.device())?;
+    summaries.check()?;
+    choice.check()?;
+    let [batch, heads, width] = q.dims();
+    let [table_batch, tables, _] = table.dims();
+    let [pages, _, summary_width] = summaries.values.dims();
+    check_heads("table's heads", tables, kv_heads)?;
+    check_shared(pages, kv_heads, tables)?;
+    if !heads.is_multiple_of(kv_heads) {
+        let expected = format!("a divisor of the {heads} heads of q");
+        return Err(OpError::argument("kv_heads", expected, kv_heads));
+    }
+    OpError::expect_same("summaries' width", width, "q's", summary_width)?;
+    OpError::expect_same("table's batch", batch, "q's", table_batch)?;
+    let got = spans.dims();
+    OpError::expect_same("spans' shape", [batch, tables, 4], "the table's rows", got)?;
+    let (expected, got) = (choice.summary, summaries.summary);
+    if expected != got {
+        let expected = format!("{expected:?}, the choice's");
+        let got = format!("{got:?}");
+        return Err(OpError::argument("summaries", expected, got));
+    }
+    for (argument, dtype) in [
+        ("table's dtype", table.dtype()),
+        ("spans' dtype", spans.dtype()),
+    ] {
+        if !matches!(dtype, DType::I32 | DType::I64) {
+            let got = format!("{dtype:?}");
+            return Err(OpError::argument(argument, "I32 or I64", got));
+        }
+    }
+    for (argument, device) in [
+        ("summaries' device", summaries.values.device()),
+        ("table's device", table.device()),
+        ("spans' device", spans.device()),
+    ] {
+        same_device(argument, &q.device(), "q's", &device)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,244 @@
+//! A model that is none of the layers' crate, a small Llama, on pools.
+
+use std::ops::ControlFlow;
+
+use burn::module::Module;
+use burn::nn::{
+    Embedding, EmbeddingConfig, Linear, LinearConfig, RmsNorm, RmsNormConfig, RotaryEncodingConfig,
+    SwiGlu, SwiGluConfig,
+};
+use burn::tensor::{Device, Int, Tensor};
+use burn_paged_attention::generate::{GenerateOptions, PromptLookup, Sampling, generate};
+use burn_paged_attention::pool::{
+    EvictionConfig, GraphDecoder, KvDtype, KvPool, KvPoolConfig, KvStep, PagedDecoder,
+};
+use burn_sparse_transformer::decoder::{Attend, Decoder, Positions};
+use burn_sparse_transformer::{
+    Pattern, SparseMhaCache, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
+    TransformerError,
+};
+
+use crate::common::{assert_close, devices, randomise, seed, tokens};
+
+const WIDTH: usize = 32;
+const LAYERS: usize = 3;
+const VOCAB: usize = 23;
+const SEQ: usize = 40;
+
+#[derive(Module, Debug)]
+struct Layer {
+    attn_norm: RmsNorm,
+    attn: SparseMultiHeadAttention,
+    ffn_norm: RmsNorm,
+    gate_up: SwiGlu,
+    down: Linear,
+}
+
+#[derive(Module, Debug)]
+struct Llama {
+    embed: Embedding,
+    layers: Vec<Layer>,
+    norm: RmsNorm,
+    /// The layer that refuses to compute.
+    broken: Option<usize>,
+}
+
+impl Llama {
+    fn new(pattern: &str, selection: Option<&str>, device: &Device) -> Self {
+        let norm = || RmsNormConfig::new(WIDTH).init(device);
+        let attention = SparseMultiHeadAttentionConfig::new(WIDTH, 4, pattern.parse().unwrap())
+            .with_block_size(8)
+            .with_n_kv_heads(Some(2))
+            .with_rope(Some(RotaryEncodingConfig::new(2 * SEQ, WIDTH / 4)))
+            .with_selection(selection.map(|text| text.parse().unwrap()));
+        let layer = || Layer {
+            attn_norm: norm(),
+            attn: attention.init(device),
+            ffn_norm: norm(),
+            gate_up: SwiGluConfig::new(WIDTH, 2 * WIDTH).init(device),
+            down: LinearConfig::new(2 * WIDTH, WIDTH).init(device),
+        };
+        randomise(Self {
+            embed: EmbeddingConfig::new(VOCAB, WIDTH).init(device),
+            layers: (0..LAYERS).map(|_| layer()).collect(),
+            norm: norm(),
+            broken: None,
+        })
+    }
+
+    fn dense(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
+        let attend = &mut |_, attn: &SparseMultiHeadAttention, x| attn.forward_heads(x);
+        let hidden = self.hidden(tokens, &Positions::From(0), attend).unwrap();
+        self.logits(hidden).unwrap()
+    }
+}
+
+impl Decoder for Llama {
+    fn attentions(&self) -> Vec<&SparseMultiHeadAttention> {
+        self.layers.iter().map(|layer| &layer.attn).collect()
+    }
+
+    fn hidden(
+        &self,
+        tokens: Tensor<2, Int>,
+        _: &Positions,
+        attend: &mut Attend,
+    ) -> Result<Tensor<3>, TransformerError> {
+        let mut x = self.embed.forward(tokens);
+        for (at, layer) in self.layers.iter().enumerate() {
+            if self.broken == Some(at) {
+                return Err(TransformerError::argument("layer", "whole", "a broken one"));
+            }
+            let heads = attend(at, &layer.attn, layer.attn_norm.forward(x.clone()))?;
+            x = x + layer.attn.output_projection(heads)?;
+            let inner = layer.gate_up.forward(layer.ffn_norm.forward(x.clone()));
+            x = x + layer.down.forward(inner);
+        }
+        Ok(self.norm.forward(x))
+    }
+
+    fn logits(&self, hidden: Tensor<3>) -> Result<Tensor<3>, TransformerError> {
+        Ok(hidden.matmul(self.embed.weight.val().transpose().unsqueeze()))
+    }
+
+    fn vocab_size(&self) -> usize {
+        VOCAB
+    }
+}
+
+#[test]
+fn rows_from_caches_and_pools_are_those_of_the_whole() {
+    for device in devices() {
+        let _guard = seed(&device, 5);
+        for (pattern, selection) in [
+            ("causal", None),
+            ("local:9", None),
+            ("causal", Some("quest:16,32,share=mean")),
+        ] {
+            let model = Llama::new(pattern, selection, &device);
+            let tokens = tokens(1, SEQ, VOCAB, &device);
+            let whole = model.dense(tokens.clone());
+            let mut caches = vec![SparseMhaCache::new(); LAYERS];
+            let mut pool = (model.new_pool(&KvPoolConfig::new(1, SEQ).with_page_size(16))).unwrap();
+            let id = pool.join().unwrap();
+            for (first, count) in [(0, 19), (19, 1), (20, 3), (23, 1), (24, 16)] {
+                let part = tokens.clone().narrow(1, first, count);
+                let expected = whole.clone().narrow(1, first, count);
+                let attend = &mut |layer: usize, attn: &SparseMultiHeadAttention, x| {
+                    attn.forward_heads_cache(x, &mut caches[layer])
+                };
+                let hidden = model.hidden(part.clone(), &Positions::From(first), attend);
+                let cached = model.logits(hidden.unwrap()).unwrap();
+                assert_close(cached, expected.clone(), 2e-4);
+                let steps = [KvStep::new(id, count)];
+                let pooled = model.try_forward_pool(part, &steps, &mut pool).unwrap();
+                assert_close(pooled, expected, 2e-4);
+            }
+            pool.verify().unwrap();
+        }
+    }
+}
+
+#[test]
+fn recorded_steps_are_those_of_the_pool() {
+    let device = Device::flex();
+    let _guard = seed(&device, 6);
+    let model = Llama::new("causal", None, &device);
+    let config = KvPoolConfig::new(1, SEQ).with_page_size(16);
+    let [mut plain, pool] = [(); 2].map(|()| model.new_pool(&config).unwrap());
+    let id = plain.join().unwrap();
+    let mut decoder = GraphDecoder::new(model.clone(), pool).unwrap();
+    let same = decoder.pool_mut().join().unwrap();
+    for token in [[1, 2, 3].as_slice(), &[4], &[5], &[6], &[7], &[8]] {
+        let ids: Vec<i32> = token.iter().map(|&token| token as i32).collect();
+        let ids = Tensor::<1, Int>::from_data(ids.as_slice(), &device).unsqueeze::<2>();
+        let steps = |id| [KvStep::new(id, token.len())];
+        let expected = model.next_logits(ids, &steps(id), &mut plain).unwrap();
+        let got = decoder.next_logits(token, &steps(same)).unwrap();
+        got.into_data().assert_eq(&expected.into_data(), true);
+    }
+}
+
+#[test]
+fn texts_are_what_the_whole_would_write() {
+    let device = Device::flex();
+    let _guard = seed(&device, 7);
+    let model = Llama::new("causal", None, &device);
+    let prompts = [vec![3, 1, 4, 1, 5], vec![9, 2]];
+    let greedy = GenerateOptions::default()
+        .max_new(12)
+        .sampling(Sampling::default().temperature(0.0));
+    let write = |options| {
+        let go_on = &mut |_| ControlFlow::Continue(());
+        generate(&model, &prompts, &options, go_on).unwrap()
+    };
+    for (prompt, text) in prompts.iter().zip(write(greedy.clone())) {
+        let mut all = prompt.clone();
+        for &token in &text.tokens {
+            let ids: Vec<i32> = all.iter().map(|&token| token as i32).collect();
+            let ids = Tensor::<1, Int>::from_data(ids.as_slice(), &device).unsqueeze::<2>();
+            let last = model.dense(ids).narrow(1, all.len() - 1, 1);
+            let best = last.argmax(2).into_data().iter::<i64>().next();
+            assert_eq!(best, Some(i64::from(token)));
+            all.push(token);
+        }
+    }
+    let texts = write(greedy.clone());
+    let tokens = |options| -> Vec<Vec<u32>> {
+        (write(options).into_iter().map(|text| text.tokens)).collect()
+    };
+    let drafted = tokens(greedy.clone().drafts(PromptLookup::new(4)));
+    let expected: Vec<Vec<u32>> = texts.into_iter().map(|text| text.tokens).collect();
+    assert_eq!(drafted, expected);
+    for options in [
+        greedy.clone().kv_dtype(KvDtype::Int8),
+        greedy.eviction(EvictionConfig::h2o(4, 4)),
+    ] {
+        assert!(tokens(options).iter().all(|text| text.len() == 12));
+    }
+}
+
+/// What layers before have done is taken back.
+#[test]
+fn a_step_is_of_all_layers_or_of_none() {
+    let device = Device::flex();
+    let _guard = seed(&device, 8);
+    let model = Llama::new("causal", None, &device);
+    let tokens = tokens(1, 8, VOCAB, &device);
+    let whole = model.dense(tokens.clone());
+    let mut pool = (model.new_pool(&KvPoolConfig::new(1, SEQ).with_page_size(16))).unwrap();
+    let id = pool.join().unwrap();
+    let part = |first| tokens.clone().narrow(1, first, 4);
+    let steps = [KvStep::new(id, 4)];
+    let broken = Llama {
+        broken: Some(2),
+        ..model.clone()
+    };
+    for first in [0, 4] {
+        let error = broken.try_forward_pool(part(first), &steps, &mut pool);
+        let error = error.unwrap_err().to_string();
+        assert_eq!(error, "layer must be whole, got a broken one");
+        assert_eq!(pool.len(id).unwrap(), first);
+        pool.verify().unwrap();
+        let rows = model.try_forward_pool(part(first), &steps, &mut pool);
+        assert_close(rows.unwrap(), whole.clone().narrow(1, first, 4), 2e-4);
+    }
+}
+
+#[test]
+fn choices_that_later_tokens_take_part_in_are_refused() {
+    let device = Device::flex();
+    let message = |config: SparseMultiHeadAttentionConfig| {
+        let mha = config.with_block_size(8).init(&device);
+        let pool = KvPool::for_attention(&mha, &KvPoolConfig::new(1, 32));
+        pool.unwrap_err().to_string()
+    };
+    let config = |pattern| SparseMultiHeadAttentionConfig::new(32, 4, pattern);
+    let selected = config(Pattern::causal()).with_selection(Some("topk:8,2".parse().unwrap()));
+    let error = message(selected);
+    let stable = "selection must be prefix stable with a cache";
+    assert!(error.starts_with(stable), "{error}");
+    let routing = config(Pattern::local(5)).with_content(Some("routing:8,6".parse().unwrap()));
+    let error = message(routing.with_local_heads(Some(1)));
+    assert!(error.starts_with("content must be none with"), "{error}");
+}

@@ -1,0 +1,15 @@
+//! Models and layers on a pool: in pieces what they are at once.
+
+#[path = "../../../../crates/burn-sparse-transformer/tests/common/mod.rs"]
+mod common;
+
+mod any_model;
+mod eviction;
+mod eviction_going_on;
+mod generate;
+mod pool;
+mod pool_choice;
+mod pool_kept;
+mod pool_nsa;
+mod pool_prompts;
+mod pool_quantised;

@@ -1,0 +1,603 @@
+//! Sequences of a pool, of unequal lengths and in pieces, are what the whole calls of each are.
+
+use burn::nn::RotaryEncodingConfig;
+use burn::tensor::{Device, FloatDType, Int, Tensor};
+use burn_paged_attention::PoolError;
+use burn_paged_attention::pool::{
+    CacheError, KvPool, KvPoolConfig, KvRetention, KvStep, PagedDecoder, SequenceId,
+};
+use burn_sparse_transformer::{
+    BlockAttentionConfig, Factorization, Pattern, QkNorm, SparseMhaInput, SparseMultiHeadAttention,
+    SparseMultiHeadAttentionConfig, SparseTransformer, SparseTransformerConfig, TransformerError,
+};
+use proptest::prelude::*;
+use rstest::rstest;
+
+use crate::common::{PATTERNS, assert_close, devices, random, randomise, tokens};
+
+/// More than two pages, and not a multiple of the block size.
+pub(crate) const SEQ: usize = 37;
+
+pub(crate) fn config(sequences: usize) -> KvPoolConfig {
+    KvPoolConfig::new(sequences, SEQ).with_page_size(16)
+}
+
+/// The rows `first..first + seq` of each entry of `x`, as far as there are any.
+fn piece(x: &Tensor<3>, first: &[usize], seq: usize) -> Tensor<3> {
+    let [_, len, width] = x.dims();
+    let rows = first.iter().enumerate().map(|(entry, &first)| {
+        let own = seq.min(len - first);
+        let rows = x.clone().slice([entry..entry + 1, first..first + own]);
+        match own == seq {
+            true => rows,
+            false => {
+                let rest = Tensor::full([1, seq - own, width], 7.0, &x.device());
+                Tensor::cat(vec![rows, rest], 1)
+            }
+        }
+    });
+    Tensor::cat(rows.collect(), 0)
+}
+
+/// Feeds an attention calls of so many tokens of each sequence; rows as [`SparseMultiHeadAttention::forward`] has them.
+pub(crate) fn in_pieces(
+    mha: &SparseMultiHeadAttention,
+    x: &Tensor<3>,
+    config: &KvPoolConfig,
+    calls: &[Vec<usize>],
+) -> Vec<Tensor<3>> {
+    let [batch, ..] = x.dims();
+    let mut pool = KvPool::for_attention(mha, config).unwrap();
+    let ids: Vec<SequenceId> = (0..batch).map(|_| pool.join().unwrap()).collect();
+    let mut rows: Vec<Vec<Tensor<3>>> = vec![Vec::new(); batch];
+    for counts in calls {
+        // Sequences without a new token are not in the call.
+        let taken: Vec<usize> = (0..batch).filter(|&entry| counts[entry] > 0).collect();
+        let seq = *counts.iter().max().unwrap();
+        let first: Vec<usize> = ids.iter().map(|&id| pool.len(id).unwrap()).collect();
+        let input = piece(x, &first, seq);
+        let input = taken.iter().map(|&entry| input.clone().narrow(0, entry, 1));
+        let steps: Vec<KvStep> = (taken.iter())
+            .map(|&entry| KvStep::new(ids[entry], counts[entry]))
+            .collect();
+        let input = Tensor::cat(input.collect(), 0);
+        let out = pool.try_forward_attention(mha, input, &steps).unwrap();
+        pool.verify().unwrap();
+        for (place, &entry) in taken.iter().enumerate() {
+            let out = out.clone().narrow(0, place, 1);
+            rows[entry].push(out.narrow(1, 0, counts[entry]));
+        }
+    }
+    rows.into_iter().map(|rows| Tensor::cat(rows, 1)).collect()
+}
+
+/// Token by token; a prompt and then tokens; and unequal lengths in unequal pieces.
+pub(crate) fn chunkings() -> [Vec<Vec<usize>>; 3] {
+    let each = |count: usize| vec![count; 2];
+    let single: Vec<_> = (0..SEQ).map(|_| each(1)).collect();
+    let mut prompt = vec![vec![19, 5]];
+    prompt.extend((0..SEQ - 19).map(|_| each(1)));
+    let ragged = vec![
+        vec![3, 1],
+        vec![0, 17],
+        vec![9, 2],
+        vec![1, 1],
+        vec![20, 4],
+        vec![1, 0],
+        vec![3, 1],
+    ];
+    [single, prompt, ragged]
+}
+
+fn check(mha: &SparseMultiHeadAttention, x: &Tensor<3>, config: &KvPoolConfig, what: &str) {
+    let whole = mha
+        .try_forward(SparseMhaInput::self_attn(x.clone()))
+        .unwrap();
+    for (index, calls) in chunkings().iter().enumerate() {
+        let rows = in_pieces(mha, x, config, calls);
+        println!("{what}, chunking {index}");
+        for (entry, rows) in rows.into_iter().enumerate() {
+            let [_, len, _] = rows.dims();
+            let expected = whole.context.clone().narrow(0, entry, 1).narrow(1, 0, len);
+            assert_close(rows, expected, 1e-5);
+        }
+    }
+}
+
+#[test]
+fn rows_are_those_of_the_whole_for_every_pattern() {
+    for device in devices() {
+        let x = random([2, SEQ, 16], &device);
+        for text in PATTERNS {
+            for kv_heads in [1, 2] {
+                let pattern: Pattern = text.parse().unwrap();
+                let mha = SparseMultiHeadAttentionConfig::new(16, 2, pattern)
+                    .with_block_size(8)
+                    .with_n_kv_heads(Some(kv_heads))
+                    .with_rope(Some(RotaryEncodingConfig::new(SEQ, 8)));
+                let mha = randomise(mha.try_init(&device).unwrap());
+                let config = config(2).with_chunk(20);
+                check(&mha, &x, &config, &format!("{text}, {kv_heads} KV heads"));
+            }
+        }
+    }
+}
+
+#[rstest]
+#[case::all(config(2).with_residency(KvRetention::All))]
+#[case::rollback(config(2).with_rollback(5).with_chunk(20))]
+#[case::large_pages(config(2).with_page_size(64).with_chunk(20))]
+fn what_is_kept_changes_nothing(#[case] config: KvPoolConfig) {
+    let device = Device::flex();
+    let x = random([2, SEQ, 16], &device);
+    for text in [
+        "causal",
+        "local:5",
+        "fixed:8,2,2",
+        "streaming:4,3",
+        "strided:4",
+    ] {
+        let mha = SparseMultiHeadAttentionConfig::new(16, 4, text.parse().unwrap());
+        let mha = mha.with_block_size(8).with_n_kv_heads(Some(2));
+        let mha = randomise(mha.try_init(&device).unwrap());
+        check(&mha, &x, &config, text);
+    }
+}
+
+type Config = SparseMultiHeadAttentionConfig;
+type Build = fn(Config) -> Config;
+
+#[rstest]
+#[case::alibi(|config: Config| config.with_alibi(true))]
+#[case::relative(|config: Config| config.with_relative_reach(Some(6)))]
+#[case::alibi_and_relative(|config: Config| config.with_alibi(true).with_relative_reach(Some(3)).with_softcap(Some(2.0)))]
+#[case::sinks(|config: Config| config.with_sinks(true))]
+#[case::quiet(|config: Config| config.with_quiet_softmax(true))]
+#[case::softcap(|config: Config| config.with_softcap(Some(3.0)).with_scale(Some(0.7)))]
+#[case::qk_norm(|config: Config| config.with_qk_norm(Some(QkNorm::Rms)).with_rope(Some(RotaryEncodingConfig::new(SEQ, 4))))]
+#[case::layer_norm(|config: Config| config.with_qk_norm(Some(QkNorm::Layer)).with_sinks(true).with_softcap(Some(3.0)))]
+#[case::narrow_keys(|config: Config| config.with_d_key(Some(8)))]
+#[case::stored_weights(|config: Config| config.with_store_weights(true))]
+fn options(#[case] build: Build) {
+    for device in devices() {
+        let x = random([2, SEQ, 16], &device);
+        for text in ["local:7", "fixed:8,2,2", "strided:4"] {
+            let mha = SparseMultiHeadAttentionConfig::new(16, 4, text.parse().unwrap());
+            let mha = build(mha.with_block_size(8).with_n_kv_heads(Some(2)));
+            let mha = randomise(mha.try_init(&device).unwrap());
+            check(&mha, &x, &config(2).with_chunk(20), text);
+        }
+    }
+}
+
+/// Pieces that end where the pattern allows it; the end may be anywhere.
+#[test]
+fn patterns_that_are_not_causal() {
+    let device = Device::flex();
+    let x = random([1, SEQ, 16], &device);
+    let pattern: Pattern = "chunked:4,1,0".parse().unwrap();
+    let mha = SparseMultiHeadAttentionConfig::new(16, 2, pattern).with_block_size(8);
+    let mha = randomise(mha.try_init(&device).unwrap());
+    let whole = mha
+        .try_forward(SparseMhaInput::self_attn(x.clone()))
+        .unwrap();
+    let calls = [vec![8], vec![4], vec![12], vec![12]];
+    let rows = in_pieces(&mha, &x, &config(1).with_chunk(12), &calls).remove(0);
+    assert_close(rows, whole.context.narrow(1, 0, 36), 1e-5);
+    let mut pool = KvPool::for_attention(&mha, &config(1)).unwrap();
+    let id = pool.join().unwrap();
+    let steps = [KvStep::new(id, 5)];
+    let error = pool.try_forward_attention(&mha, x.narrow(1, 0, 5), &steps);
+    assert!(matches!(
+        error.unwrap_err(),
+        PoolError::Layers(TransformerError::Boundary {
+            position: 5,
+            next: Some(8),
+            ..
+        })
+    ));
+    assert_eq!(pool.len(id).unwrap(), 0);
+}
+
+pub(crate) const VOCAB: usize = 13;
+
+/// Layers of three patterns, one of them twice.
+pub(crate) fn model(device: &Device, attention: Option<BlockAttentionConfig>) -> SparseTransformer {
+    let patterns = ["local:6", "fixed:8,2", "local:6", "merged-strided:4"];
+    let patterns = patterns.map(|text| text.parse().unwrap()).to_vec();
+    let config = SparseTransformerConfig::new(16, 2, Factorization::Interleaved(patterns))
+        .with_vocab_size(VOCAB)
+        .with_context(SEQ)
+        .with_n_layers(4)
+        .with_embedding_width(Some(8))
+        .with_n_kv_heads(Some(1))
+        .with_attention(attention)
+        .with_block_size(8);
+    randomise(config.try_init(device).unwrap())
+}
+
+pub(crate) fn part(
+    tokens: &Tensor<2, Int>,
+    entry: usize,
+    first: usize,
+    count: usize,
+) -> Tensor<2, Int> {
+    tokens
+        .clone()
+        .slice([entry..entry + 1, first..first + count])
+}
+
+/// Sequences that join when others are long already, are forked, and go back.
+#[rstest]
+#[case::learned_positions(None)]
+#[case::rotations(Some(BlockAttentionConfig::new().with_rope_theta(Some(100.0)).with_sinks(true)))]
+fn a_model(#[case] attention: Option<BlockAttentionConfig>) {
+    for device in devices() {
+        let model = model(&device, attention.clone());
+        let tokens = tokens(3, SEQ, VOCAB, &device);
+        let whole = model.try_forward(tokens.clone()).unwrap();
+        let mut pool = model
+            .new_pool(&config(4).with_rollback(6).with_chunk(8))
+            .unwrap();
+        assert_eq!(pool.page_pools().count(), 3);
+        let expect = |logits: Tensor<3>, entry: usize, first: usize| {
+            let [_, count, _] = logits.dims();
+            let expected = whole.clone().narrow(0, entry, 1).narrow(1, first, count);
+            assert_close(logits, expected, 1e-4);
+        };
+        let a = pool.join().unwrap();
+        let steps = [KvStep::new(a, 20)];
+        expect(
+            model
+                .try_forward_pool(part(&tokens, 0, 0, 20), &steps, &mut pool)
+                .unwrap(),
+            0,
+            0,
+        );
+        let b = pool.join().unwrap();
+        for position in 0..8 {
+            let pair = vec![
+                part(&tokens, 1, position, 1),
+                part(&tokens, 0, 20 + position, 1),
+            ];
+            let steps = [KvStep::new(b, 1), KvStep::new(a, 1)];
+            let logits = model.try_forward_pool(Tensor::cat(pair, 0), &steps, &mut pool);
+            let logits = logits.unwrap();
+            pool.verify().unwrap();
+            expect(logits.clone().narrow(0, 0, 1), 1, position);
+            expect(logits.narrow(0, 1, 1), 0, 20 + position);
+        }
+        // Another text, and back; the fork goes on from where the sequence was.
+        let c = pool.fork(a).unwrap();
+        let steps = [KvStep::new(a, 6)];
+        model
+            .try_forward_pool(part(&tokens, 2, 0, 6), &steps, &mut pool)
+            .unwrap();
+        pool.verify().unwrap();
+        pool.truncate(a, 28).unwrap();
+        pool.verify().unwrap();
+        for (id, count) in [(a, 9), (c, 4)] {
+            let steps = [KvStep::new(id, count)];
+            let logits = model.try_forward_pool(part(&tokens, 0, 28, count), &steps, &mut pool);
+            expect(logits.unwrap(), 0, 28);
+            pool.verify().unwrap();
+        }
+        pool.leave(a).unwrap();
+        pool.verify().unwrap();
+        let steps = [KvStep::new(c, 5)];
+        let next = model.next_logits(part(&tokens, 0, 32, 5), &steps, &mut pool);
+        expect(next.unwrap().reshape([1, 1, VOCAB]), 0, 36);
+        assert!(matches!(
+            pool.truncate(c, 3).unwrap_err(),
+            PoolError::Cache(CacheError::Gone { asked: 3, .. })
+        ));
+        assert_eq!(pool.len(c).unwrap(), 37);
+        for id in [b, c] {
+            pool.leave(id).unwrap();
+        }
+        pool.verify().unwrap();
+        assert!(
+            pool.page_pools()
+                .all(|books| books.free_pages() == books.config().pages())
+        );
+    }
+}
+
+/// Slots are at most live keys, two pages, the tokens of a call and of the rollback, in each layer.
+#[test]
+fn slots_are_within_the_bound() {
+    let device = Device::flex();
+    let pattern = Factorization::from(Pattern::local(20));
+    let config = SparseTransformerConfig::new(16, 2, pattern)
+        .with_vocab_size(VOCAB)
+        .with_context(200)
+        .with_n_layers(2);
+    let model = config.try_init(&device).unwrap();
+    let config = KvPoolConfig::new(1, 200)
+        .with_page_size(16)
+        .with_rollback(2);
+    let mut pool = model.new_pool(&config).unwrap();
+    let id = pool.join().unwrap();
+    let tokens = tokens(1, 200, VOCAB, &device);
+    let steps = [KvStep::new(id, 60)];
+    model
+        .try_forward_pool(part(&tokens, 0, 0, 60), &steps, &mut pool)
+        .unwrap();
+    for position in 60..200 {
+        let steps = [KvStep::new(id, 1)];
+        model
+            .try_forward_pool(part(&tokens, 0, position, 1), &steps, &mut pool)
+            .unwrap();
+        let usage = pool.usage(id).unwrap();
+        // Two layers of two heads.
+        assert!(
+            usage.slots <= 4 * (19 + 2 * 16 + 2 + 1),
+            "{position}: {usage:?}"
+        );
+        assert_eq!(usage.live_bytes, 4 * 19 * 16 * 4);
+        assert_eq!(usage.all_bytes, 4 * (position + 1) * 16 * 4);
+    }
+    assert!(pool.bytes() < pool.usage(id).unwrap().all_bytes);
+}
+
+/// What a window hides is hidden in prompts, too.
+#[test]
+fn a_window_is_the_streaming_pattern() {
+    let device = Device::flex();
+    let x = random([2, SEQ, 16], &device);
+    let attention = |text: &str| {
+        let pattern: Pattern = text.parse().unwrap();
+        let config = SparseMultiHeadAttentionConfig::new(16, 2, pattern).with_block_size(8);
+        config.try_init(&device).unwrap()
+    };
+    let causal = attention("causal");
+    let record = burn::module::Module::into_record(causal.clone());
+    let streaming = burn::module::Module::load_record(attention("streaming:6,3"), record);
+    let whole = streaming
+        .try_forward(SparseMhaInput::self_attn(x.clone()))
+        .unwrap();
+    let window = KvRetention::Window {
+        window: 6,
+        sinks: 3,
+    };
+    let config = config(2).with_residency(window).with_chunk(20);
+    for calls in chunkings() {
+        for (entry, rows) in in_pieces(&causal, &x, &config, &calls)
+            .into_iter()
+            .enumerate()
+        {
+            let [_, len, _] = rows.dims();
+            let expected = whole.context.clone().narrow(0, entry, 1).narrow(1, 0, len);
+            assert_close(rows, expected, 1e-5);
+        }
+    }
+}
+
+#[test]
+fn half_precision_stores() {
+    let device = Device::flex();
+    let x = random([2, SEQ, 16], &device);
+    for dtype in [FloatDType::F16, FloatDType::BF16] {
+        let mha = SparseMultiHeadAttentionConfig::new(16, 2, Pattern::local(7));
+        let mha = randomise(mha.with_block_size(8).try_init(&device).unwrap());
+        let whole = mha
+            .try_forward(SparseMhaInput::self_attn(x.clone()))
+            .unwrap();
+        let rows = in_pieces(&mha, &x, &config(2).with_dtype(dtype), &chunkings()[0]);
+        for (entry, rows) in rows.into_iter().enumerate() {
+            assert_close(rows, whole.context.clone().narrow(0, entry, 1), 3e-2);
+        }
+    }
+}
+
+/// Nothing has changed after an error.
+#[test]
+fn errors() {
+    let device = Device::flex();
+    let model = model(&device, None);
+    let mut pool = model.new_pool(&config(1).with_pages(2)).unwrap();
+    let (a, b) = (pool.join().unwrap(), pool.join().unwrap());
+    let ids = |batch: usize, count: usize| tokens(batch, count, VOCAB, &device);
+    let mut fails = |tokens: Tensor<2, Int>, steps: &[KvStep], message: &str| {
+        let error = model
+            .try_forward_pool(tokens, steps, &mut pool)
+            .unwrap_err();
+        assert_eq!(error.to_string(), message);
+        pool.verify().unwrap();
+        assert_eq!([pool.len(a).unwrap(), pool.len(b).unwrap()], [0, 0]);
+    };
+    let both = [KvStep::new(a, 20), KvStep::new(b, 20)];
+    fails(ids(2, 20), &both, "the call needs 4 pages, 2 are free");
+    let twice = [KvStep::new(a, 2), KvStep::new(a, 2)];
+    fails(
+        ids(2, 2),
+        &twice,
+        "sequences must be different ones, got sequence 0 twice",
+    );
+    let one = [KvStep::new(a, 1)];
+    fails(
+        ids(2, 1),
+        &one,
+        "steps must be as many as the batch's 2 entries, got 1",
+    );
+    let more = [KvStep::new(a, 3)];
+    fails(
+        ids(1, 2),
+        &more,
+        "tokens must be from 1 to 2 of each sequence, the input's, got 3",
+    );
+    let long = [KvStep::new(a, SEQ + 1)];
+    let message = "positions must stay below 37, the model's context, got positions 0..38";
+    fails(ids(1, SEQ + 1), &long, message);
+    let empty = pool.join().unwrap();
+    pool.leave(empty).unwrap();
+    let gone = [KvStep::new(empty, 1)];
+    let error = model
+        .try_forward_pool(ids(1, 1), &gone, &mut pool)
+        .unwrap_err();
+    let message = "sequence must be one that joined this pool and has not left it, got sequence 2";
+    assert_eq!(error.to_string(), message);
+    let other = SparseMultiHeadAttentionConfig::new(16, 2, Pattern::causal());
+    let other = other.try_init(&device).unwrap();
+    let error = pool.try_forward_attention(&other, random([1, 1, 16], &device), &one);
+    let message = "pool must be of 1 layers, the model's, got 4 layers";
+    assert_eq!(error.unwrap_err().to_string(), message);
+    let error = model.new_pool(&config(1).with_page_size(17)).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "page_size must be 16, 32, 64 or 128, got 17"
+    );
+    let error = model.new_pool(&KvPoolConfig::new(0, 5)).unwrap_err();
+    assert_eq!(error.to_string(), "sequences must be at least 1, got 0");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 128, ..ProptestConfig::default() })]
+
+    /// Any patterns in any pieces, with texts that are taken back and forks that go on.
+    #[test]
+    fn any_calls(
+        parts in prop::collection::vec(prop::sample::select(PATTERNS.to_vec()), 1..3),
+        is_per_head in any::<bool>(),
+        kv_heads in prop::sample::select(vec![1usize, 2, 4]),
+        bits in any::<[bool; 6]>(),
+        page_size in prop::sample::select(vec![16usize, 32]),
+        calls in prop::collection::vec((any::<[u8; 3]>(), 0..6u8), 1..14),
+    ) {
+        let device = Device::flex();
+        let parts = parts.iter().map(|text| format!("({text})"));
+        let text = parts.collect::<Vec<_>>().join(if is_per_head { " / " } else { " + " });
+        let pattern: Pattern = text.parse().unwrap();
+        let [alibi, relative, sinks, softcap, keeps_all, goes_back] = bits;
+        let mha = SparseMultiHeadAttentionConfig::new(16, 4, pattern)
+            .with_block_size(8)
+            .with_n_kv_heads(Some(kv_heads))
+            .with_alibi(alibi && relative)
+            .with_relative_reach((relative && softcap).then_some(4))
+            .with_sinks(sinks)
+            .with_softcap(softcap.then_some(3.0))
+            .with_rope(Some(RotaryEncodingConfig::new(SEQ, 4)));
+        let mha = randomise(mha.try_init(&device).unwrap());
+        let x = random([3, SEQ, 16], &device);
+        let other = random([1, SEQ, 16], &device);
+        let whole = mha.try_forward(SparseMhaInput::self_attn(x.clone())).unwrap().context;
+        let rollback = if goes_back { 4 } else { 0 };
+        let mut config = config(7).with_page_size(page_size).with_rollback(rollback).with_chunk(SEQ);
+        if keeps_all {
+            config = config.with_residency(KvRetention::All);
+        }
+        let mut pool = KvPool::for_attention(&mha, &config).unwrap();
+        let mut ids: Vec<SequenceId> = (0..3).map(|_| pool.join().unwrap()).collect();
+        for (counts, act) in calls {
+            let first: Vec<usize> = ids.iter().map(|&id| pool.len(id).unwrap()).collect();
+            let most = if act % 2 == 0 { 2 } else { 12 };
+            let counts: Vec<usize> = (counts.iter().zip(&first))
+                .map(|(&count, first)| (usize::from(count) % most + act as usize / 5).min(SEQ - first))
+                .collect();
+            let taken: Vec<usize> = (0..3).filter(|&entry| counts[entry] > 0).collect();
+            if taken.is_empty() {
+                continue;
+            }
+            let seq = *counts.iter().max().unwrap();
+            let input = piece(&x, &first, seq);
+            let input = taken.iter().map(|&entry| input.clone().narrow(0, entry, 1));
+            let input = Tensor::cat(input.collect(), 0);
+            let steps: Vec<KvStep> = (taken.iter())
+                .map(|&entry| KvStep::new(ids[entry], counts[entry]))
+                .collect();
+            let out = pool.try_forward_attention(&mha, input, &steps).unwrap();
+            pool.verify().unwrap();
+            for (place, &entry) in taken.iter().enumerate() {
+                let rows = out.clone().narrow(0, place, 1).narrow(1, 0, counts[entry]);
+                let expected = whole.clone().narrow(0, entry, 1).narrow(1, first[entry], counts[entry]);
+                assert_close(rows, expected, 1e-5);
+            }
+            // One of them reads something else, and goes back; or a fork goes on, and the other one leaves.
+            let entry = usize::from(act) % 3;
+            let len = pool.len(ids[entry]).unwrap();
+            if goes_back && len + 3 <= SEQ {
+                let steps = [KvStep::new(ids[entry], 3)];
+                pool.try_forward_attention(&mha, other.clone().narrow(1, len, 3), &steps).unwrap();
+                pool.truncate(ids[entry], len).unwrap();
+            } else if pool.sequences().count() < 5 {
+                let fork = pool.fork(ids[entry]).unwrap();
+                if len < SEQ {
+                    let steps = [KvStep::new(ids[entry], 1)];
+                    pool.try_forward_attention(&mha, other.clone().narrow(1, len, 1), &steps).unwrap();
+                }
+                if act % 2 == 0 {
+                    pool.leave(ids[entry]).unwrap();
+                }
+                ids[entry] = fork;
+            }
+            pool.verify().unwrap();
+        }
+    }
+}
+
+/// Keys that forks share are read once for all of them: the same rows, whatever the pattern, with sinks, a bounded score and several tokens at once, and
+/// when a fork leaves or its pages are copied.
+#[rstest]
+#[case(Pattern::causal())]
+#[case(Pattern::fixed(8, 4))]
+#[case(Pattern::streaming(9, 20))]
+fn what_forks_share_is_read_once(#[case] pattern: Pattern) {
+    let device = Device::flex();
+    let config = SparseTransformerConfig::new(16, 4, Factorization::from(pattern))
+        .with_vocab_size(11)
+        .with_context(128)
+        .with_n_layers(2)
+        .with_block_size(8)
+        .with_n_kv_heads(Some(2))
+        .with_attention(Some(BlockAttentionConfig::new().with_sinks(true)));
+    let model: SparseTransformer = randomise(config.try_init(&device).unwrap());
+    let of = |cascade| {
+        let config = KvPoolConfig::new(4, 128)
+            .with_page_size(16)
+            .with_rollback(3)
+            .with_cascade(cascade);
+        model.new_pool(&config).unwrap()
+    };
+    let mut pools = [of(16), of(usize::MAX)];
+    let step = |pools: &mut [KvPool; 2], steps: &[KvStep], seed: i64| {
+        let seq = steps.iter().map(|step| step.tokens).max().unwrap();
+        let ids: Vec<i64> = (0..(steps.len() * seq) as i64)
+            .map(|i| (i * 5 + seed * 3) % 11)
+            .collect();
+        let ids = burn::tensor::TensorData::new(ids, [steps.len(), seq]);
+        let [got, expected] = pools.each_mut().map(|pool| {
+            let ids = Tensor::<2, Int>::from_data(ids.clone(), &device);
+            let logits = model.try_forward_pool(ids, steps, pool).unwrap();
+            pool.verify().unwrap();
+            logits
+        });
+        for (entry, step) in steps.iter().enumerate() {
+            let rows =
+                |logits: &Tensor<3>| logits.clone().slice([entry..entry + 1, 0..step.tokens]);
+            assert_close(rows(&got), rows(&expected), 1e-4);
+        }
+    };
+    let a = pools.each_mut().map(|pool| pool.join().unwrap())[0];
+    step(&mut pools, &[KvStep::new(a, 70)], 1);
+    let fork = |pools: &mut [KvPool; 2]| pools.each_mut().map(|pool| pool.fork(a).unwrap())[0];
+    let (b, c) = (fork(&mut pools), fork(&mut pools));
+    for seed in 0..20 {
+        let each = [c, a, b].map(|id| KvStep::new(id, 1));
+        step(&mut pools, &each, seed);
+    }
+    step(
+        &mut pools,
+        &[KvStep::new(b, 3), KvStep::new(a, 1), KvStep::new(c, 2)],
+        4,
+    );
+    for pool in &mut pools {
+        let len = pool.len(b).unwrap();
+        pool.truncate(b, len - 2).unwrap();
+        pool.leave(a).unwrap();
+    }
+    for seed in 0..3 {
+        step(&mut pools, &[b, c].map(|id| KvStep::new(id, 1)), seed);
+    }
+    let d = pools.each_mut().map(|pool| pool.fork(b).unwrap())[0];
+    step(&mut pools, &[d, b, c].map(|id| KvStep::new(id, 1)), 9);
+}

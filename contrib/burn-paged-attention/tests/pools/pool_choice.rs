@@ -1,0 +1,402 @@
+//! Sequences of a pool whose queries choose pages: rows are those of the whole, whatever happened to the pages in between.
+
+use burn::tensor::{Device, Int, Tensor};
+use burn_paged_attention::generate::{GenerateOptions, Sampling, generate};
+use burn_paged_attention::pool::{
+    EvictionConfig, KvDtype, KvPool, KvPoolConfig, KvRetention, KvStep, PagedDecoder, SequenceId,
+};
+use burn_sparse_transformer::{
+    BlockAttentionConfig, Factorization, Pattern, SparseMultiHeadAttentionConfig,
+    SparseTransformer, SparseTransformerConfig,
+};
+use rstest::rstest;
+
+use crate::common::{assert_close, devices, randomise, seed, tokens};
+
+const VOCAB: usize = 11;
+/// Seven pages of 16.
+const SEQ: usize = 103;
+
+fn config(selections: &[&str], kv_heads: usize) -> SparseTransformerConfig {
+    let selections = selections.iter().map(|text| text.parse().unwrap());
+    let attention = BlockAttentionConfig::new().with_rope_theta(Some(1000.0));
+    SparseTransformerConfig::new(32, 4, Factorization::from(Pattern::causal()))
+        .with_vocab_size(VOCAB)
+        .with_context(128)
+        .with_n_layers(3)
+        .with_block_size(16)
+        .with_n_kv_heads(Some(kv_heads))
+        .with_attention(Some(attention))
+        .with_selections(Some(selections.collect()))
+}
+
+fn model(selections: &[&str], kv_heads: usize, device: &Device) -> SparseTransformer {
+    randomise(config(selections, kv_heads).try_init(device).unwrap())
+}
+
+/// Tokens `from..to` of sequence `entry`.
+fn part(tokens: &Tensor<2, Int>, entry: usize, from: usize, to: usize) -> Tensor<2, Int> {
+    tokens.clone().slice([entry..entry + 1, from..to])
+}
+
+struct Reader {
+    model: SparseTransformer,
+    pool: KvPool,
+}
+
+impl Reader {
+    fn new(model: SparseTransformer, config: &KvPoolConfig) -> Self {
+        let pool = model.new_pool(config).unwrap();
+        Self { model, pool }
+    }
+
+    /// Reads tokens up to `to`, `count` at a time, and compares their logits with those of the whole.
+    fn read(
+        &mut self,
+        id: SequenceId,
+        tokens: &Tensor<2, Int>,
+        whole: &Tensor<3>,
+        to: usize,
+        count: usize,
+    ) {
+        let mut at = self.pool.len(id).unwrap();
+        while at < to {
+            let end = (at + count).min(to);
+            let steps = [KvStep::new(id, end - at)];
+            let tokens = part(tokens, 0, at, end);
+            let logits = self.model.try_forward_pool(tokens, &steps, &mut self.pool);
+            let expected = whole.clone().narrow(1, at, end - at);
+            assert_close(logits.unwrap(), expected, 2e-4);
+            self.pool.verify().unwrap();
+            at = end;
+        }
+    }
+}
+
+#[rstest]
+#[case::quest(&["quest:16,48"], 2)]
+#[case::quest_of_own_keys(&["quest:16,64,1,share=sum"], 4)]
+#[case::moba(&["moba:16,3"], 4)]
+#[case::moba_of_several_pages(&["moba:32,2,share=mean"], 1)]
+#[case::quest_with_forced_pages(&["quest:16,80,first=1,local=2"], 2)]
+#[case::moba_with_forced_blocks(&["moba:16,4,first=1,local=2,share=mean"], 1)]
+#[case::forced_blocks_alone(&["moba:16,1,first=1,local=2"], 4)]
+fn tokens_one_by_one_choose_as_the_whole(#[case] selections: &[&str], #[case] kv_heads: usize) {
+    for device in devices() {
+        let _guard = seed(&device, 11);
+        let model = model(selections, kv_heads, &device);
+        let tokens = tokens(2, SEQ, VOCAB, &device);
+        let whole = model.try_forward(tokens.clone()).unwrap();
+        let everything = model.clone().with_selections(&[], 0).unwrap();
+        let everything = everything.try_forward(tokens.clone()).unwrap();
+        let difference = (everything - whole.clone()).abs().max();
+        assert!(difference.into_scalar::<f32>() > 1e-3);
+
+        // A batch: prompts of unequal lengths, several tokens at once, then single ones.
+        let page = KvPoolConfig::new(2, 128).with_page_size(16);
+        let mut pool = model.new_pool(&page).unwrap();
+        let ids = [(); 2].map(|_| pool.join().unwrap());
+        let mut at = [0, 0];
+        let calls = [[40, 13], [5, 30], [1, 2]].into_iter();
+        for counts in calls.chain(std::iter::repeat_n([1, 1], SEQ - 46)) {
+            let seq = *counts.iter().max().unwrap();
+            let rows = (0..2).map(|entry| {
+                let own = part(&tokens, entry, at[entry], at[entry] + counts[entry]);
+                let rest = Tensor::zeros([1, seq - counts[entry]], &device);
+                if seq == counts[entry] {
+                    own
+                } else {
+                    Tensor::cat(vec![own, rest], 1)
+                }
+            });
+            let rows = Tensor::cat(rows.collect(), 0);
+            let steps = [0, 1].map(|entry| KvStep::new(ids[entry], counts[entry]));
+            let logits = model.try_forward_pool(rows, &steps, &mut pool).unwrap();
+            for (entry, count) in counts.into_iter().enumerate() {
+                let got = logits.clone().narrow(0, entry, 1).narrow(1, 0, count);
+                let expected = whole.clone().narrow(0, entry, 1);
+                assert_close(got, expected.narrow(1, at[entry], count), 2e-4);
+                at[entry] += count;
+            }
+        }
+        assert_eq!(at, [SEQ, SEQ - 1]);
+    }
+}
+
+/// What was taken back, copied, saved and loaded, or had another sequence's keys leaves nothing behind.
+#[test]
+fn pages_are_looked_at_again() {
+    let device = Device::flex();
+    let _guard = seed(&device, 12);
+    let model = model(&["quest:16,48"], 2, &device);
+    let first = tokens(1, SEQ, VOCAB, &device);
+    let other = (first.clone() * 3 + 4).remainder_scalar(VOCAB as i32);
+    // Another text behind token 57, in the middle of a page.
+    let mixed = Tensor::cat(vec![part(&first, 0, 0, 57), part(&other, 0, 57, SEQ)], 1);
+    let [whole, of_other, of_mixed] =
+        [&first, &other, &mixed].map(|tokens| model.try_forward(tokens.clone()).unwrap());
+    let config = KvPoolConfig::new(3, 128).with_residency(KvRetention::All);
+    let mut reader = Reader::new(model, &config);
+    let a = reader.pool.join().unwrap();
+    reader.read(a, &first, &whole, 70, 23);
+    let b = reader.pool.fork(a).unwrap();
+    // Both go on in a page that they shared, one of them behind a step back.
+    reader.pool.truncate(b, 57).unwrap();
+    reader.read(a, &first, &whole, 90, 1);
+    reader.read(b, &mixed, &of_mixed, SEQ, 1);
+    let c = reader.pool.fork(a).unwrap();
+    reader.read(c, &first, &whole, SEQ, 3);
+    reader.read(a, &first, &whole, SEQ, 1);
+    let saved = reader.pool.save(b).unwrap();
+    reader.pool.leave(b).unwrap();
+    reader.pool.leave(c).unwrap();
+    // Pages that others had.
+    let d = reader.pool.join().unwrap();
+    reader.read(d, &other, &of_other, SEQ, 1);
+    reader.pool.truncate(a, 32).unwrap();
+    let e = reader.pool.load(&saved).unwrap();
+    reader.pool.truncate(e, 80).unwrap();
+    reader.read(e, &mixed, &of_mixed, SEQ, 1);
+    reader.read(a, &first, &whole, SEQ, 4);
+    let usage = reader.pool.usage(e).unwrap();
+    // Largest and smallest numbers of each page of seven, two heads eight wide, three layers.
+    assert_eq!(usage.summary_bytes, 7 * 2 * 2 * 8 * 4 * 3);
+    // Another pool, which never saw the keys before.
+    reader.pool = reader.model.new_pool(&config).unwrap();
+    let f = reader.pool.load(&saved).unwrap();
+    reader.pool.truncate(f, 90).unwrap();
+    reader.read(f, &mixed, &of_mixed, SEQ, 1);
+}
+
+/// Beginnings that are known have what queries choose by, too.
+#[test]
+fn known_beginnings_are_chosen_from() {
+    let device = Device::flex();
+    let _guard = seed(&device, 13);
+    let model = model(&["quest:16,48"], 4, &device);
+    let tokens = tokens(1, SEQ, VOCAB, &device);
+    let whole = model.try_forward(tokens.clone()).unwrap();
+    let config = KvPoolConfig::new(2, 128).with_prefix_reuse();
+    let mut reader = Reader::new(model, &config);
+    let read: Vec<u32> = tokens.to_data().iter::<u32>().collect();
+    let a = reader.pool.join().unwrap();
+    reader.read(a, &tokens, &whole, 90, 90);
+    reader.pool.remember(a, &read[..90]).unwrap();
+    reader.pool.leave(a).unwrap();
+    let (b, known) = reader.pool.join_with_prefix(&read).unwrap();
+    assert_eq!(known, 80);
+    reader.read(b, &tokens, &whole, SEQ, 1);
+}
+
+#[test]
+fn a_budget_of_everything_is_full_attention() {
+    let device = Device::flex();
+    let _guard = seed(&device, 14);
+    let model = model(&["quest:32,128"], 2, &device);
+    let tokens = tokens(1, SEQ, VOCAB, &device);
+    let everything = model.clone().with_selections(&[], 0).unwrap();
+    let whole = everything.try_forward(tokens.clone()).unwrap();
+    let mut reader = Reader::new(model, &KvPoolConfig::new(1, 128));
+    let id = reader.pool.join().unwrap();
+    reader.read(id, &tokens, &whole, 50, 50);
+    reader.read(id, &tokens, &whole, SEQ, 1);
+}
+
+/// Keys that are moved take what is known of them along.
+#[test]
+fn evicted_keys_are_not_chosen() {
+    let device = Device::flex();
+    let _guard = seed(&device, 15);
+    let model = model(&["quest:16,48"], 2, &device);
+    let tokens = tokens(1, SEQ, VOCAB, &device);
+    let config = |keys: usize| {
+        let eviction = EvictionConfig::key_norm(keys).with_slack(8);
+        KvPoolConfig::new(1, 128)
+            .with_page_size(16)
+            .with_chunk(60)
+            .with_eviction(eviction)
+    };
+    let everything = model.clone().with_selections(&[], 0).unwrap();
+    // Up to 40 keys are three pages, which are all chosen; of 72 they are not.
+    for (keys, is_equal) in [(32, true), (64, false)] {
+        let config = config(keys);
+        let mut pools = [&model, &everything].map(|model| model.new_pool(&config).unwrap());
+        let ids = pools.each_mut().map(|pool| pool.join().unwrap());
+        let mut at = 0;
+        for count in std::iter::once(20).chain(std::iter::repeat_n(1, SEQ - 20)) {
+            let tokens = part(&tokens, 0, at, at + count);
+            let step = |model: &SparseTransformer, pool: &mut KvPool, id| {
+                let logits = model.next_logits(tokens.clone(), &[KvStep::new(id, count)], pool);
+                pool.verify().unwrap();
+                logits.unwrap()
+            };
+            let got = step(&model, &mut pools[0], ids[0]);
+            let expected = step(&everything, &mut pools[1], ids[1]);
+            if is_equal {
+                assert_close(got, expected, 2e-4);
+            } else {
+                assert!(got.abs().max().into_scalar::<f32>().is_finite());
+            }
+            at += count;
+        }
+    }
+}
+
+/// That texts of a batch are those that prompts have alone: two prompts, and the tokens that follow each.
+pub(crate) fn generates_as_alone(model: &SparseTransformer) -> [(Vec<u32>, Vec<u32>); 2] {
+    let prompts = [70usize, 33].map(|len| {
+        let prompt: Vec<u32> = (0..len).map(|i| (i * i % VOCAB) as u32).collect();
+        prompt
+    });
+    let likeliest = Sampling::default().temperature(0.0);
+    let options = GenerateOptions::default().max_new(12).sampling(likeliest);
+    let go_on = &mut |_| std::ops::ControlFlow::Continue(());
+    let both = generate(model, &prompts, &options, go_on).unwrap();
+    assert_eq!(both.len(), prompts.len());
+    let mut both = both.into_iter();
+    prompts.map(|prompt| {
+        let alone = generate(model, std::slice::from_ref(&prompt), &options, go_on).unwrap();
+        let tokens = both.next().unwrap().tokens;
+        assert_eq!(alone[0].tokens, tokens);
+        (prompt, tokens)
+    })
+}
+
+#[test]
+fn generated_text_does_not_depend_on_the_batch() {
+    let device = Device::flex();
+    let _guard = seed(&device, 16);
+    let model = model(&["quest:16,48,1"], 2, &device);
+    generates_as_alone(&model);
+}
+
+#[test]
+fn what_cannot_be_chosen_from_is_refused() {
+    let device = Device::flex();
+    let _guard = seed(&device, 17);
+    let room = || KvPoolConfig::new(1, 64);
+    let eviction = EvictionConfig::h2o(4, 4);
+    let window = KvRetention::Window {
+        window: 9,
+        sinks: 1,
+    };
+    let cases = [
+        (
+            "topk:16,3",
+            room(),
+            "selection must be prefix stable with a cache: later tokens take part in this one's choices; take it out by \
+             `with_selection(None)`, got topk:16,3",
+        ),
+        (
+            "quest:16,48",
+            room().with_page_size(32),
+            "page_size must be 16, the page of quest, got 32",
+        ),
+        (
+            "moba:16,3,share=mean",
+            room().with_page_size(64),
+            "page_size must be a divisor of 16, the block of moba, got 64",
+        ),
+        (
+            "quest:16,48,share=max",
+            room(),
+            "share must be mean or sum over a pool of pages, which heads that share keys read together, got max",
+        ),
+        (
+            "moba:16,3",
+            room(),
+            "share must be mean or sum over a pool of pages, which heads that share keys read together, got no",
+        ),
+        (
+            "quest:8,24",
+            room(),
+            "page_size must be 16, 32, 64 or 128, got 8",
+        ),
+        (
+            "quest:16,48",
+            room().with_residency(window),
+            "residency must be All, Reachable or by eviction with the selection quest:16,48, got Window { window: 9, sinks: 1 }",
+        ),
+        (
+            "quest:16,48",
+            room().with_eviction(eviction),
+            "eviction must be none that goes by attention to all keys, with a selection, got some",
+        ),
+    ];
+    for (selection, pool, message) in cases {
+        let error = model(&[selection], 2, &device).new_pool(&pool).unwrap_err();
+        assert_eq!(error.to_string(), message, "{selection}");
+    }
+    let sinks = SparseMultiHeadAttentionConfig::new(16, 2, Pattern::causal())
+        .with_sinks(true)
+        .with_selection(Some("quest:16,48".parse().unwrap()));
+    let sinks = sinks.try_init(&device).unwrap();
+    let error = KvPool::for_attention(&sinks, &room()).unwrap_err();
+    let message =
+        "sinks must be none with a selection by which every query chooses for itself, got some";
+    assert_eq!(error.to_string(), message);
+    // A pool is of one choice.
+    let chosen = model(&["quest:16,48"], 2, &device);
+    let mut pool = chosen.new_pool(&room()).unwrap();
+    let id = pool.join().unwrap();
+    let other = chosen.with_selections(&[], 0).unwrap();
+    let tokens = tokens(1, 4, VOCAB, &device);
+    let error = other.next_logits(tokens, &[KvStep::new(id, 4)], &mut pool);
+    let message = "pool must be one that was made for these layers, got another";
+    assert_eq!(error.unwrap_err().to_string(), message);
+}
+
+/// Pages in eight bits are chosen by what they stand for: with all of them as without a choice, and with some nearly as with keys in floats.
+#[rstest]
+#[case("quest:16,48", "quest:16,112", 2)]
+#[case("moba:16,3", "moba:16,7", 4)]
+fn pages_in_eight_bits_are_chosen(
+    #[case] some: &str,
+    #[case] every: &str,
+    #[case] kv_heads: usize,
+    #[values(KvDtype::Int8, KvDtype::Fp8E4m3)] dtype: KvDtype,
+) {
+    let device = Device::flex();
+    let _guard = seed(&device, 19);
+    let plain = model(&[], kv_heads, &device);
+    let tokens = tokens(1, SEQ, VOCAB, &device);
+    let read = |selection: Option<&str>, dtype: KvDtype| {
+        let selections: Vec<_> = selection
+            .map(|text| text.parse().unwrap())
+            .into_iter()
+            .collect();
+        let model = plain.clone().with_selections(&selections, 0).unwrap();
+        let config = KvPoolConfig::new(1, 128)
+            .with_page_size(16)
+            .with_dtype(dtype);
+        let mut pool = model.new_pool(&config).unwrap();
+        let id = pool.join().unwrap();
+        let rows = (0..SEQ).map(|at| {
+            let steps = [KvStep::new(id, 1)];
+            let logits = model.try_forward_pool(part(&tokens, 0, at, at + 1), &steps, &mut pool);
+            pool.verify().unwrap();
+            logits.unwrap()
+        });
+        let rows = Tensor::cat(rows.collect(), 1);
+        (rows, pool.usage(id).unwrap())
+    };
+    let (all, usage) = read(None, dtype);
+    assert_eq!(usage.summary_bytes, 0);
+    let (chosen_all, usage) = read(Some(every), dtype);
+    assert_close(chosen_all, all.clone(), 1e-4);
+    // Seven pages in each of three layers, two rows of f32 or one, eight numbers of each head.
+    let rows = if some.starts_with("quest") { 2 } else { 1 };
+    assert_eq!(
+        usage.summary_bytes,
+        3 * 7 * kv_heads * rows * 8 * size_of::<f32>()
+    );
+    let (chosen, usage) = read(Some(some), dtype);
+    assert!(usage.read_bytes < usage.live_bytes / 2, "{usage:?}");
+    let (expected, _) = read(Some(some), KvDtype::Model);
+    let square =
+        |a: &Tensor<3>, b: &Tensor<3>| (a.clone() - b.clone()).square().mean().into_scalar::<f32>();
+    let (apart, by_choice) = (square(&chosen, &expected), square(&all, &expected));
+    // fp8 has three bits of a number behind its first.
+    let most = if dtype == KvDtype::Int8 { 0.1 } else { 0.3 };
+    assert!(apart < most * by_choice, "{apart}, {by_choice}");
+}

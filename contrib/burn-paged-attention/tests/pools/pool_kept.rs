@@ -1,0 +1,334 @@
+//! What outlives a sequence of a pool: pages that are known by their tokens, and snapshots.
+
+use burn::nn::RotaryEncodingConfig;
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn_paged_attention::PoolError;
+use burn_paged_attention::pool::{
+    CacheError, EvictionConfig, KvDtype, KvPool, KvPoolConfig, KvPositions, KvRetention,
+    KvSnapshot, KvStep, PagedDecoder, SequenceId,
+};
+use burn_sparse_transformer::{
+    Factorization, Pattern, SparseMhaInput, SparseMultiHeadAttentionConfig, SparseTransformer,
+    SparseTransformerConfig,
+};
+use rstest::rstest;
+use serde_json::json;
+
+use crate::common::{assert_close, random, randomise};
+
+const VOCAB: usize = 11;
+const CONTEXT: usize = 128;
+
+fn model(patterns: Vec<Pattern>, device: &Device) -> SparseTransformer {
+    let config = SparseTransformerConfig::new(16, 4, Factorization::Interleaved(patterns))
+        .with_vocab_size(VOCAB)
+        .with_context(CONTEXT)
+        .with_n_layers(3)
+        .with_block_size(8)
+        .with_n_kv_heads(Some(2));
+    randomise(config.try_init(device).unwrap())
+}
+
+fn patterns() -> Vec<Vec<Pattern>> {
+    vec![
+        vec![Pattern::causal()],
+        vec![Pattern::fixed(8, 4), Pattern::causal()],
+        vec![
+            Pattern::local(40),
+            Pattern::streaming(9, 20),
+            Pattern::fixed(8, 2),
+        ],
+    ]
+}
+
+fn text(count: usize, seed: usize) -> Vec<u32> {
+    (0..count)
+        .map(|i| ((i * 5 + i / 7 * seed + seed) % VOCAB) as u32)
+        .collect()
+}
+
+fn ids(tokens: &[u32], device: &Device) -> Tensor<2, Int> {
+    let tokens: Vec<i64> = tokens.iter().map(|&token| token.into()).collect();
+    let count = tokens.len();
+    Tensor::from_data(TensorData::new(tokens, [1, count]), device)
+}
+
+/// Feeds tokens, and compares the last logits with those of the whole text.
+fn feed(model: &SparseTransformer, pool: &mut KvPool, id: SequenceId, all: &[u32], tolerance: f32) {
+    let device = Device::flex();
+    let known = pool.len(id).unwrap();
+    let rest = ids(&all[known..], &device);
+    let steps = [KvStep::new(id, all.len() - known)];
+    let got = model.next_logits(rest, &steps, pool).unwrap();
+    pool.verify().unwrap();
+    let whole = model.try_forward(ids(all, &device)).unwrap();
+    let expected = whole.narrow(1, all.len() - 1, 1).reshape([1, VOCAB]);
+    assert_close(got, expected, tolerance);
+}
+
+/// What is known of all layers is not read again, whoever read it and whether it is still there.
+#[test]
+fn known_beginnings_are_not_read_again() {
+    for patterns in patterns() {
+        let model = model(patterns.clone(), &Device::flex());
+        let config = KvPoolConfig::new(3, CONTEXT)
+            .with_page_size(16)
+            .with_prefix_reuse();
+        let mut pool = model.new_pool(&config).unwrap();
+        let beginning = text(37, 3);
+        let prompt = |tail: usize| [&beginning[..], &text(6, tail)].concat();
+        let mut known = Vec::new();
+        for (tail, leaves) in [(1, false), (2, true), (3, true)] {
+            let (id, count) = pool.join_with_prefix(&prompt(tail)).unwrap();
+            known.push(count);
+            feed(&model, &mut pool, id, &prompt(tail), 1e-4);
+            pool.remember(id, &prompt(tail)).unwrap();
+            if leaves {
+                pool.leave(id).unwrap();
+            }
+        }
+        pool.verify().unwrap();
+        // Pages that let keys go are not known; where everything stays, two of 16 are.
+        let expected = if patterns.len() == 1 { 32 } else { known[1] };
+        assert_eq!(known, [0, expected, expected], "{patterns:?}");
+        // The whole prompt: its last token is read all the same.
+        let (id, count) = pool.join_with_prefix(&beginning[..32]).unwrap();
+        assert!(count <= 16);
+        feed(&model, &mut pool, id, &beginning[..32], 1e-4);
+    }
+    let model = model(vec![Pattern::causal()], &Device::flex());
+    let mut pool = model.new_pool(&KvPoolConfig::new(1, CONTEXT)).unwrap();
+    let error = pool.join_with_prefix(&[1, 2]).unwrap_err();
+    let message = "config must be one with prefix reuse, got one without it";
+    assert_eq!(error.to_string(), message);
+    let eviction = EvictionConfig::tova(9);
+    let config = KvPoolConfig::new(1, CONTEXT)
+        .with_eviction(eviction)
+        .with_prefix_reuse();
+    let error = model.new_pool(&config).unwrap_err().to_string();
+    assert!(error.starts_with("eviction must be none"), "{error}");
+}
+
+/// A sequence goes on in another pool, of pages of another size, as if it had been there.
+#[rstest]
+#[case(KvDtype::Model, 1e-4)]
+#[case(KvDtype::Int8, 0.2)]
+fn snapshots_go_on_elsewhere(#[case] dtype: KvDtype, #[case] tolerance: f32) {
+    for patterns in patterns() {
+        let model = model(patterns, &Device::flex());
+        let config = |page_size| {
+            KvPoolConfig::new(2, CONTEXT)
+                .with_page_size(page_size)
+                .with_chunk(3)
+                .with_rollback(2)
+                .with_dtype(dtype)
+        };
+        let mut pool = model.new_pool(&config(16)).unwrap();
+        let all = text(60, 4);
+        let id = pool.join().unwrap();
+        feed(&model, &mut pool, id, &all[..50], tolerance);
+        feed(&model, &mut pool, id, &all[..51], tolerance);
+        let saved = pool.save(id).unwrap();
+        assert_eq!(saved.tokens(), 51);
+        let text = serde_json::to_string(&saved).unwrap();
+        let saved: KvSnapshot = serde_json::from_str(&text).unwrap();
+        let mut other = model.new_pool(&config(32)).unwrap();
+        let joined = other.join().unwrap();
+        feed(&model, &mut other, joined, &all[..7], tolerance);
+        let loaded = other.load(&saved).unwrap();
+        other.verify().unwrap();
+        other.truncate(loaded, 50).unwrap();
+        pool.truncate(id, 50).unwrap();
+        for end in [51, 54, 55] {
+            let steps = |id| [KvStep::new(id, end - pool.len(id).unwrap())];
+            let (a, b) = (
+                steps(id),
+                [KvStep::new(loaded, end - other.len(loaded).unwrap())],
+            );
+            let rest = || ids(&all[end - a[0].tokens..end], &Device::flex());
+            let got = model.next_logits(rest(), &b, &mut other).unwrap();
+            let expected = model.next_logits(rest(), &a, &mut pool).unwrap();
+            assert_close(got, expected, 1e-5);
+        }
+        feed(&model, &mut other, joined, &all[..9], tolerance);
+    }
+}
+
+#[test]
+fn snapshots_of_others_are_refused() {
+    let device = Device::flex();
+    let model = self::model(vec![Pattern::causal()], &device);
+    let config = KvPoolConfig::new(2, CONTEXT).with_page_size(16);
+    let mut pool = model.new_pool(&config).unwrap();
+    let id = pool.join().unwrap();
+    feed(&model, &mut pool, id, &text(40, 2), 1e-4);
+    let saved = pool.save(id).unwrap();
+    let empty = pool.join().unwrap();
+    let nothing = pool.save(empty).unwrap();
+    let loaded = pool.load(&nothing).unwrap();
+    assert_eq!(pool.len(loaded).unwrap(), 0);
+    let refused = |model: &SparseTransformer, config: &KvPoolConfig, what: &str| {
+        let mut pool = model.new_pool(config).unwrap();
+        let error = pool.load(&saved).unwrap_err();
+        assert!(error.to_string().starts_with(what), "{error}");
+        pool.verify().unwrap();
+        assert_eq!(pool.sequences().count(), 0);
+        // As if nothing had been asked: the next sequence is that of a new pool.
+        let next = pool.join().unwrap();
+        assert_eq!(next, model.new_pool(config).unwrap().join().unwrap());
+    };
+    let local = self::model(vec![Pattern::local(9)], &device);
+    refused(&local, &config, "pattern of the saved sequence must be");
+    let dtype = config.clone().with_dtype(KvDtype::Int8);
+    refused(
+        &model,
+        &dtype,
+        "dtype of the saved sequence must be Int8, got F32",
+    );
+    let two = vec![Pattern::causal(), Pattern::local(9)];
+    refused(
+        &self::model(two, &device),
+        &config,
+        "patterns of the saved sequence must be 2, got 1",
+    );
+    let few = config.clone().with_pages(2);
+    let mut pool = model.new_pool(&few).unwrap();
+    let error = pool.load(&saved).unwrap_err();
+    let is_full = matches!(
+        error,
+        PoolError::Cache(CacheError::OutOfPages { asked: 3, free: 2 })
+    );
+    assert!(is_full, "{error}");
+    // Altered on the way.
+    let written = serde_json::to_string(&saved).unwrap();
+    for (from, to, what) in [
+        (
+            "\"version\":1",
+            "\"version\":9",
+            "version of the saved sequence must be 1, got 9",
+        ),
+        ("\"next\":40", "\"next\":39", "corrupt pages"),
+        ("\"shape\":[80,", "\"shape\":[40,", ""),
+    ] {
+        assert!(written.contains(from), "{from}");
+        let altered = serde_json::from_str::<KvSnapshot>(&written.replacen(from, to, 1));
+        let Ok(altered) = altered else { continue };
+        let mut pool = model.new_pool(&config).unwrap();
+        let error = pool.load(&altered).unwrap_err().to_string();
+        assert!(error.starts_with(what), "{error}");
+        assert_eq!(pool.sequences().count(), 0);
+    }
+    // No number that was read is counted with before it is compared.
+    let json = serde_json::to_value(&saved).unwrap();
+    let (half, large) = (1u64 << 63, u64::MAX);
+    for (path, value) in [
+        ("/books/0/rows/0/permanent", json!([[0, half]])),
+        ("/books/0/rows/0/permanent", json!([[0, large]])),
+        ("/books/0/rows/0/permanent", json!([[0, half], [0, half]])),
+        (
+            "/books/0/rows/0/permanent",
+            json!([[1, large], [large, 41]]),
+        ),
+        ("/books/0/rows/0/timed", json!([[0, large - 39]])),
+        ("/books/0/rows/0/timed", json!([[large, large]])),
+        ("/books/0/next", json!(half)),
+        ("/books/0/next", json!(large)),
+        ("/books/0/oldest", json!(large)),
+    ] {
+        let mut altered = json.clone();
+        *altered.pointer_mut(path).unwrap() = value.clone();
+        let mut pool = model.new_pool(&config).unwrap();
+        let altered: KvSnapshot = serde_json::from_value(altered).unwrap();
+        let error = pool.load(&altered).unwrap_err();
+        let is_corrupt = matches!(error, PoolError::Cache(CacheError::Corrupt { .. }));
+        assert!(is_corrupt, "{path} {value}: {error}");
+        assert_eq!(pool.sequences().count(), 0);
+    }
+    // Of two patterns one is shorter than the other.
+    let two = self::model(vec![Pattern::causal(), Pattern::local(60)], &device);
+    let mut pool = two.new_pool(&config).unwrap();
+    let id = pool.join().unwrap();
+    feed(&two, &mut pool, id, &text(40, 2), 1e-4);
+    let mut altered = serde_json::to_value(pool.save(id).unwrap()).unwrap();
+    *altered.pointer_mut("/books/1/next").unwrap() = json!(41);
+    let altered: KvSnapshot = serde_json::from_value(altered).unwrap();
+    let error = pool.load(&altered).unwrap_err().to_string();
+    assert_eq!(error, "tokens of the saved sequence must be 40, got 41");
+    pool.verify().unwrap();
+    let evicting = config.with_residency(KvRetention::Evict);
+    let evicting = evicting.with_eviction(EvictionConfig::tova(9));
+    let mut pool = model.new_pool(&evicting).unwrap();
+    let error = pool.load(&saved).unwrap_err().to_string();
+    assert!(error.starts_with("eviction must be none"), "{error}");
+}
+
+/// With positions counted in the cache each row is the last one of a call over the keys that it sees alone, wherever these were.
+#[rstest]
+#[case(4, 2, &[1; 37])]
+#[case(7, 3, &[5, 1, 1, 4, 9, 1, 16])]
+#[case(1, 4, &[12, 1, 1, 23])]
+#[case(5, 0, &[20, 1, 1, 15])]
+fn rotations_are_of_places_in_the_cache(
+    #[case] window: usize,
+    #[case] sinks: usize,
+    #[case] calls: &[usize],
+) {
+    let device = Device::flex();
+    let seq: usize = calls.iter().sum();
+    let mha = SparseMultiHeadAttentionConfig::new(16, 4, Pattern::causal())
+        .with_block_size(8)
+        .with_n_kv_heads(Some(2))
+        .with_rope(Some(RotaryEncodingConfig::new(64, 4)))
+        .with_sinks(true)
+        .try_init(&device)
+        .unwrap();
+    let mha = randomise(mha);
+    let x = random([2, seq, 16], &device);
+    let config = KvPoolConfig::new(2, seq)
+        .with_page_size(16)
+        .with_chunk(seq)
+        .with_residency(KvRetention::Window { window, sinks })
+        .with_positions(KvPositions::InCache);
+    let mut pool = KvPool::for_attention(&mha, &config).unwrap();
+    let ids = [(); 2].map(|()| pool.join().unwrap());
+    let mut first = 0;
+    for &count in calls {
+        let part = x.clone().narrow(1, first, count);
+        let steps = ids.map(|id| KvStep::new(id, count));
+        let got = pool.try_forward_attention(&mha, part, &steps).unwrap();
+        for row in 0..count {
+            let query = first + row;
+            let kept = (0..=query).filter(|&key| key < sinks || key + window > query);
+            let kept: Vec<i32> = kept.map(|key| key as i32).collect();
+            let places = kept.len();
+            let kept = Tensor::<1, Int>::from_ints(kept.as_slice(), &device);
+            let alone = SparseMhaInput::self_attn(x.clone().select(1, kept));
+            let expected = mha.try_forward(alone).unwrap().context;
+            let expected = expected.narrow(1, places - 1, 1);
+            assert_close(got.clone().narrow(1, row, 1), expected, 1e-4);
+        }
+        first += count;
+    }
+}
+
+#[test]
+fn positions_are_counted_in_windows_alone() {
+    let device = Device::flex();
+    let model = self::model(vec![Pattern::causal()], &device);
+    let config = KvPoolConfig::new(1, CONTEXT).with_positions(KvPositions::InCache);
+    let error = model.new_pool(&config).unwrap_err().to_string();
+    let message = "positions must be Original, because the residency is no Window, got InCache";
+    assert_eq!(error, message);
+    let window = KvRetention::Window {
+        window: 8,
+        sinks: 2,
+    };
+    let config = config.with_residency(window);
+    model.new_pool(&config).unwrap();
+    let local = self::model(vec![Pattern::local(20)], &device);
+    let error = local.new_pool(&config).unwrap_err().to_string();
+    assert!(
+        error.starts_with("positions must be Original: heads are not causal"),
+        "{error}"
+    );
+}

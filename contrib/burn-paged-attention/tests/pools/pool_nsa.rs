@@ -1,0 +1,434 @@
+//! Sequences of a pool whose layers have three branches, or an indexer: rows are those of the whole, whatever happened to the pages in between.
+
+use burn::tensor::{Device, Int, Tensor};
+use burn_paged_attention::pool::{
+    EvictionConfig, GraphDecoder, KvDtype, KvPool, KvPoolConfig, KvRetention, KvSnapshot, KvStep,
+    PagedDecoder, SequenceId,
+};
+use burn_sparse_transformer::{
+    BlockAttentionConfig, Factorization, Pattern, Precision, QkNorm, SparseTransformer,
+    SparseTransformerConfig,
+};
+use rstest::rstest;
+
+use crate::common::{assert_close, devices, randomise, seed, tokens};
+use crate::pool_choice::generates_as_alone;
+
+const VOCAB: usize = 11;
+const CONTEXT: usize = 128;
+/// Seven blocks of 16.
+const SEQ: usize = 103;
+
+/// One block of seven beside the forced ones, with all kinds of compression and of sharing; a window that pages do not fit; compressed blocks that do not
+/// overlap, and that overlap fourfold; none that are chosen, and no window. The last two have an indexer.
+const TEXTS: [&str; 6] = [
+    "nsa:8,4,16,4,10",
+    "nsa:16,4,16,5,40,mlp,shared",
+    "nsa:8,8,16,4,24,shared",
+    "nsa:32,16,32,3,0,mlp",
+    "dsa:20,3,3,8",
+    "dsa:20,3,3,8,fp8",
+];
+
+fn model(text: &str, kv_heads: usize, device: &Device) -> SparseTransformer {
+    model_of(text, kv_heads, Precision::F32, device)
+}
+
+fn model_of(
+    text: &str,
+    kv_heads: usize,
+    precision: Precision,
+    device: &Device,
+) -> SparseTransformer {
+    let attention = BlockAttentionConfig::new()
+        .with_rope_theta(Some(1000.0))
+        .with_qk_norm(Some(QkNorm::Rms));
+    let config = SparseTransformerConfig::new(32, 4, Factorization::from(Pattern::causal()))
+        .with_vocab_size(VOCAB)
+        .with_context(CONTEXT)
+        .with_n_layers(2)
+        .with_block_size(16)
+        .with_n_kv_heads(Some(kv_heads))
+        .with_attention(Some(attention))
+        .with_content(Some(text.parse().unwrap()))
+        .with_precision(precision);
+    randomise(config.try_init(device).unwrap())
+}
+
+/// Tokens `from..to` of sequence `entry`.
+fn part(tokens: &Tensor<2, Int>, entry: usize, from: usize, to: usize) -> Tensor<2, Int> {
+    tokens.clone().slice([entry..entry + 1, from..to])
+}
+
+/// Gives each sequence its next tokens, and compares the logits with those of the whole.
+fn feed(
+    model: &SparseTransformer,
+    pool: &mut KvPool,
+    ids: &[SequenceId],
+    (tokens, whole): (&Tensor<2, Int>, &Tensor<3>),
+    counts: &[usize],
+) {
+    let seq = counts.iter().copied().max().unwrap();
+    let first: Vec<usize> = ids.iter().map(|&id| pool.len(id).unwrap()).collect();
+    let rows = counts.iter().enumerate().map(|(entry, &count)| {
+        let own = part(tokens, entry, first[entry], first[entry] + count);
+        match seq - count {
+            0 => own,
+            rest => Tensor::cat(vec![own, Tensor::zeros([1, rest], &tokens.device())], 1),
+        }
+    });
+    let rows = Tensor::cat(rows.collect(), 0);
+    let steps: Vec<KvStep> = (ids.iter().zip(counts))
+        .map(|(&id, &count)| KvStep::new(id, count))
+        .collect();
+    let logits = model.try_forward_pool(rows, &steps, pool).unwrap();
+    pool.verify().unwrap();
+    for (entry, &count) in counts.iter().enumerate() {
+        let got = logits.clone().narrow(0, entry, 1).narrow(1, 0, count);
+        let expected = whole.clone().narrow(0, entry, 1);
+        assert_close(got, expected.narrow(1, first[entry], count), 2e-4);
+    }
+}
+
+/// The same of one sequence up to `to`, `count` tokens at a time.
+fn read(
+    model: &SparseTransformer,
+    pool: &mut KvPool,
+    id: SequenceId,
+    text: (&Tensor<2, Int>, &Tensor<3>),
+    to: usize,
+    count: usize,
+) {
+    while pool.len(id).unwrap() < to {
+        let count = count.min(to - pool.len(id).unwrap());
+        feed(model, pool, &[id], text, &[count]);
+    }
+}
+
+/// Prompts of unequal lengths, several tokens at once, then single ones.
+#[rstest]
+fn tokens_one_by_one_are_those_of_the_whole(
+    #[values(0, 1, 2, 3, 4, 5)] text: usize,
+    #[values(1, 4)] kv_heads: usize,
+) {
+    for device in devices() {
+        let _guard = seed(&device, 21);
+        let model = model(TEXTS[text], kv_heads, &device);
+        let tokens = tokens(2, SEQ, VOCAB, &device);
+        let whole = model.try_forward(tokens.clone()).unwrap();
+        let mut pool = model.new_pool(&KvPoolConfig::new(2, CONTEXT)).unwrap();
+        let ids = [(); 2].map(|_| pool.join().unwrap());
+        let calls = [[40, 13], [5, 30], [1, 2]].into_iter();
+        for counts in calls.chain(std::iter::repeat_n([1, 1], SEQ - 46)) {
+            feed(&model, &mut pool, &ids, (&tokens, &whole), &counts);
+        }
+        assert_eq!(pool.len(ids[0]).unwrap(), SEQ);
+    }
+}
+
+/// Products in bf16: rows are those of the whole where nothing is chosen, and finite where roundings may choose other blocks.
+#[rstest]
+fn layers_in_bf16_read_token_by_token(#[values(0, 1, 2, 3)] text: usize) {
+    let device = Device::flex();
+    let _guard = seed(&device, 26);
+    let model = model_of(TEXTS[text], 2, Precision::Bf16, &device);
+    let tokens = tokens(1, 70, VOCAB, &device);
+    let whole = model.try_forward(tokens.clone()).unwrap();
+    let mut pool = model.new_pool(&KvPoolConfig::new(1, CONTEXT)).unwrap();
+    let id = pool.join().unwrap();
+    for (from, to) in [(0, 33), (33, 36)]
+        .into_iter()
+        .chain((36..70).map(|at| (at, at + 1)))
+    {
+        let step = [KvStep::new(id, to - from)];
+        let logits = model.try_forward_pool(part(&tokens, 0, from, to), &step, &mut pool);
+        let (got, expected) = (logits.unwrap(), whole.clone().narrow(1, from, to - from));
+        match text {
+            3 => assert_close(got, expected, 0.05),
+            _ => assert!(got.is_finite().all().into_scalar::<bool>()),
+        }
+    }
+}
+
+/// Prompts that end around strides, blocks and pages, in one call; some sequences begin without one.
+#[rstest]
+fn prompts_end_anywhere(#[values(0, 1, 2, 3, 4, 5)] text: usize) {
+    let device = Device::flex();
+    let _guard = seed(&device, 22);
+    let model = model(TEXTS[text], 2, &device);
+    let lengths = [1, 3, 4, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 63];
+    let tokens = tokens(lengths.len(), 70, VOCAB, &device);
+    let whole = model.try_forward(tokens.clone()).unwrap();
+    let mut pool = (model.new_pool(&KvPoolConfig::new(lengths.len(), 70).with_chunk(3))).unwrap();
+    let ids = lengths.map(|_| pool.join().unwrap());
+    let both = (&tokens, &whole);
+    feed(&model, &mut pool, &ids, both, &lengths);
+    feed(&model, &mut pool, &ids, both, &[1; 14]);
+    feed(&model, &mut pool, &ids, both, &[3; 14]);
+    let many: Vec<usize> = (0..ids.len()).map(|at| 1 + at % 3).collect();
+    feed(&model, &mut pool, &ids, both, &many);
+    // What is refused leaves everything as it was.
+    let more = Tensor::<2, Int>::zeros([1, 70], &device);
+    assert!(
+        model
+            .try_forward_pool(more, &[KvStep::new(ids[13], 70)], &mut pool)
+            .is_err()
+    );
+    pool.verify().unwrap();
+    // One token at a time from the first on, beside others.
+    let new = pool.leave(ids[0]).and_then(|()| pool.join()).unwrap();
+    for _ in 0..10 {
+        feed(&model, &mut pool, &[new], both, &[1]);
+    }
+    let (tokens, whole) = (tokens.narrow(0, 9, 1), whole.narrow(0, 9, 1));
+    feed(&model, &mut pool, &ids[9..10], (&tokens, &whole), &[2]);
+}
+
+/// What was taken back, copied, saved and loaded, or had another sequence's keys leaves nothing behind.
+#[rstest]
+fn pages_are_as_if_nothing_had_happened(
+    #[values(0, 1, 2, 3, 4)] text: usize,
+    #[values(KvRetention::All, KvRetention::Reachable)] residency: KvRetention,
+) {
+    let device = Device::flex();
+    let _guard = seed(&device, 23);
+    let model = &model(TEXTS[text], 2, &device);
+    let first = tokens(1, SEQ, VOCAB, &device);
+    let other = (first.clone() * 3 + 4).remainder_scalar(VOCAB as i32);
+    // Another text behind token 57, in the middle of a page and of a stride.
+    let mixed = Tensor::cat(vec![part(&first, 0, 0, 57), part(&other, 0, 57, SEQ)], 1);
+    let [of_first, of_other, of_mixed] =
+        [&first, &other, &mixed].map(|tokens| model.try_forward(tokens.clone()).unwrap());
+    let (first, other, mixed) = (
+        (&first, &of_first),
+        (&other, &of_other),
+        (&mixed, &of_mixed),
+    );
+    let config = KvPoolConfig::new(3, CONTEXT)
+        .with_chunk(23)
+        .with_residency(residency)
+        .with_rollback(40);
+    let pool = &mut model.new_pool(&config).unwrap();
+    let a = pool.join().unwrap();
+    read(model, pool, a, first, 70, 23);
+    let b = pool.fork(a).unwrap();
+    // Both go on in a page that they shared, one of them behind a step back.
+    pool.truncate(b, 57).unwrap();
+    read(model, pool, a, first, 90, 1);
+    read(model, pool, b, mixed, SEQ, 1);
+    let c = pool.fork(a).unwrap();
+    read(model, pool, c, first, SEQ, 3);
+    read(model, pool, a, first, SEQ, 1);
+    let saved = pool.save(b).unwrap();
+    let text = serde_json::to_string(&saved).unwrap();
+    let saved: KvSnapshot = serde_json::from_str(&text).unwrap();
+    pool.leave(b).unwrap();
+    pool.leave(c).unwrap();
+    // Pages that others had.
+    let d = pool.join().unwrap();
+    read(model, pool, d, other, SEQ, 1);
+    pool.truncate(a, 66).unwrap();
+    let e = pool.load(&saved).unwrap();
+    pool.truncate(e, 80).unwrap();
+    read(model, pool, e, mixed, SEQ, 1);
+    read(model, pool, a, first, SEQ, 4);
+    // Another pool, which never saw the keys before, and pages of another size.
+    let mut pools = [model.new_pool(&config).unwrap(), {
+        let config = config.clone().with_page_size(16);
+        model.new_pool(&config).unwrap()
+    }];
+    for pool in &mut pools {
+        let f = pool.load(&saved).unwrap();
+        pool.truncate(f, 90).unwrap();
+        read(model, pool, f, mixed, SEQ, 1);
+    }
+    let dense = SparseTransformerConfig::new(32, 4, Factorization::from(Pattern::causal()));
+    let dense = dense.with_vocab_size(VOCAB).with_context(CONTEXT);
+    let dense = dense.with_n_layers(2).with_n_kv_heads(Some(2));
+    let dense = dense.try_init(&device).unwrap();
+    let error = dense.new_pool(&config).unwrap().load(&saved).unwrap_err();
+    assert!(error.to_string().contains("layers"), "{error}");
+}
+
+/// Beginnings that are known have what queries choose by, too, where all that is near is kept.
+#[rstest]
+#[case(0, 80)]
+#[case(4, 64)]
+fn known_beginnings_are_not_read_again(#[case] text: usize, #[case] expected: usize) {
+    let device = Device::flex();
+    let _guard = seed(&device, 24);
+    let model = &model(TEXTS[text], 2, &device);
+    let tokens = tokens(1, SEQ, VOCAB, &device);
+    let whole = model.try_forward(tokens.clone()).unwrap();
+    let config = KvPoolConfig::new(2, CONTEXT)
+        .with_prefix_reuse()
+        .with_residency(KvRetention::All);
+    let pool = &mut model.new_pool(&config).unwrap();
+    let text: Vec<u32> = tokens.to_data().iter::<u32>().collect();
+    let a = pool.join().unwrap();
+    read(model, pool, a, (&tokens, &whole), 90, 90);
+    pool.remember(a, &text[..90]).unwrap();
+    pool.leave(a).unwrap();
+    let (b, known) = pool.join_with_prefix(&text).unwrap();
+    assert_eq!(known, expected);
+    read(model, pool, b, (&tokens, &whole), SEQ, 1);
+}
+
+/// What is counted: keys of all tokens, those of the window and of the last block, and pairs.
+#[test]
+fn bytes_of_all_branches_are_counted() {
+    let device = Device::flex();
+    let _guard = seed(&device, 25);
+    let model = &model(TEXTS[0], 2, &device);
+    let tokens = tokens(1, 100, VOCAB, &device);
+    let whole = model.try_forward(tokens.clone()).unwrap();
+    let pool = &mut model.new_pool(&KvPoolConfig::new(1, CONTEXT)).unwrap();
+    let id = pool.join().unwrap();
+    read(model, pool, id, (&tokens, &whole), 100, 99);
+    let usage = pool.usage(id).unwrap();
+    // Two layers, two heads, keys and values eight wide, f32.
+    let slot = 2 * 2 * (8 + 8) * 4;
+    // Seven pages of 16 have four pairs each; 24 blocks of eight tokens have ended.
+    assert_eq!(usage.summary_bytes, 7 * 4 * slot);
+    // The last block has four tokens; with three others 52 are chosen. The window has 10, with the next query 9.
+    assert_eq!(usage.read_bytes, (52 + 9 + 24) * slot);
+    assert_eq!(usage.live_bytes, (100 + 9 + 7) * slot);
+    assert_eq!(usage.all_bytes, 3 * 100 * slot);
+    assert!(usage.bytes >= usage.live_bytes);
+    assert!(pool.bytes() >= usage.bytes + usage.summary_bytes);
+}
+
+#[rstest]
+fn generated_text_does_not_depend_on_the_batch(#[values(0, 4)] text: usize) {
+    let device = Device::flex();
+    let _guard = seed(&device, 26);
+    let model = model(TEXTS[text], 2, &device);
+    let [(prompt, text), _] = generates_as_alone(&model);
+    // Steps are not recorded, and the same.
+    let pool = model.new_pool(&KvPoolConfig::new(1, CONTEXT)).unwrap();
+    let mut decoder = GraphDecoder::new(model, pool).unwrap();
+    let id = decoder.pool_mut().join().unwrap();
+    let mut next = prompt;
+    for token in text {
+        let steps = [KvStep::new(id, next.len())];
+        let logits = decoder.next_logits(&next, &steps).unwrap();
+        let likeliest = logits.argmax(1).into_scalar::<i64>();
+        assert_eq!(likeliest, i64::from(token));
+        next = vec![token];
+    }
+    assert!(!decoder.is_recorded());
+}
+
+/// In eight bits a number nearly as in floats, where all blocks or keys are seen, so that no rounding chooses.
+#[rstest]
+#[case("nsa:8,4,16,9,10", KvDtype::Int8, 0.02)]
+#[case("nsa:8,4,16,9,10", KvDtype::Fp8E4m3, 0.1)]
+#[case("dsa:128,0,3,8", KvDtype::Int8, 0.02)]
+fn pages_in_eight_bits(#[case] text: &str, #[case] dtype: KvDtype, #[case] most: f32) {
+    let device = Device::flex();
+    let _guard = seed(&device, 27);
+    let model = &model(text, 2, &device);
+    let tokens = tokens(1, SEQ, VOCAB, &device);
+    let whole = model.try_forward(tokens.clone()).unwrap();
+    let config = KvPoolConfig::new(1, CONTEXT).with_dtype(dtype);
+    let pool = &mut model.new_pool(&config).unwrap();
+    let id = pool.join().unwrap();
+    let rows = (0..SEQ).map(|at| {
+        let tokens = part(&tokens, 0, at, at + 1);
+        let logits = model.try_forward_pool(tokens, &[KvStep::new(id, 1)], pool);
+        logits.unwrap()
+    });
+    let rows = Tensor::cat(rows.collect(), 1);
+    let apart = (rows - whole.clone()).square().mean().into_scalar::<f32>();
+    let size = whole.square().mean();
+    let apart = (apart / size.into_scalar::<f32>()).sqrt();
+    assert!(apart < most, "{apart}");
+    assert!(apart > 1e-6, "they are stored in eight bits");
+}
+
+/// Of an indexer all tokens' keys, of which there is one head; of the others so many as are chosen are read.
+#[test]
+fn bytes_of_indexers_are_counted() {
+    let device = Device::flex();
+    let _guard = seed(&device, 29);
+    let model = &model(TEXTS[4], 2, &device);
+    let tokens = tokens(1, 100, VOCAB, &device);
+    let whole = model.try_forward(tokens.clone()).unwrap();
+    let pool = &mut model.new_pool(&KvPoolConfig::new(1, CONTEXT)).unwrap();
+    let id = pool.join().unwrap();
+    read(model, pool, id, (&tokens, &whole), 100, 50);
+    let usage = pool.usage(id).unwrap();
+    let [slot, index] = [2 * 2 * (8 + 8) * 4, 2 * (8 + 4) * 4];
+    // Pages of 32.
+    assert_eq!(usage.summary_bytes, 128 * index);
+    assert_eq!(usage.live_bytes, 100 * slot);
+    assert_eq!(usage.read_bytes, 20 * slot + 100 * index);
+    assert!(pool.bytes() >= usage.bytes + usage.summary_bytes);
+}
+
+#[test]
+fn what_a_pool_does_not_do_is_refused() {
+    let device = Device::flex();
+    let _guard = seed(&device, 28);
+    let room = || KvPoolConfig::new(1, 64);
+    let window = KvRetention::Window {
+        window: 9,
+        sinks: 1,
+    };
+    let cases = [
+        (
+            TEXTS[0],
+            room().with_choosing_prompts(),
+            "choosing_prompts must be none with nsa, whose tokens all choose their keys, got some",
+        ),
+        (
+            TEXTS[0],
+            room().with_eviction(EvictionConfig::key_norm(9)),
+            "eviction must be none with nsa, whose masses are those of all tokens, got some",
+        ),
+        (
+            TEXTS[0],
+            room().with_residency(window),
+            "residency must be All or Reachable with nsa, which has a window of its own, got Window { window: 9, sinks: 1 }",
+        ),
+        (
+            TEXTS[0],
+            room().with_page_size(32),
+            "page_size must be a power of two that 4, the stride of nsa, divides, and a divisor of 16, its selected block, got 32",
+        ),
+        (
+            "nsa:8,4,8,4,10",
+            room(),
+            "page_size must be a power of two that 4, the stride of nsa, divides, and a divisor of 8, its selected block, got 16",
+        ),
+    ];
+    let of_indexer = [
+        (
+            TEXTS[4],
+            room().with_choosing_prompts(),
+            "choosing_prompts must be none with dsa, whose tokens all choose their keys, got some",
+        ),
+        (
+            TEXTS[4],
+            room().with_eviction(EvictionConfig::key_norm(9)),
+            "eviction must be none with dsa, whose indexer chooses among all keys, got some",
+        ),
+        (
+            TEXTS[4],
+            room().with_residency(window),
+            "residency must be All or Reachable with dsa, whose indexer chooses among all keys, got Window { window: 9, sinks: 1 }",
+        ),
+    ];
+    for (text, pool, message) in cases.into_iter().chain(of_indexer) {
+        let error = model(text, 2, &device).new_pool(&pool).unwrap_err();
+        assert_eq!(error.to_string(), message, "{text}");
+    }
+    // A pool is of one model's numbers.
+    let mut pool = model(TEXTS[0], 2, &device).new_pool(&room()).unwrap();
+    let id = pool.join().unwrap();
+    let other = model("nsa:8,4,16,5,10", 2, &device);
+    let tokens = tokens(1, 4, VOCAB, &device);
+    let error = other.next_logits(tokens, &[KvStep::new(id, 4)], &mut pool);
+    let message = "pool must be one that was made for these layers, got another";
+    assert_eq!(error.unwrap_err().to_string(), message);
+}

@@ -1,0 +1,67 @@
+//! Choices among keys that lists name, as a cache in pages needs them.
+
+use burn::tensor::{DType, Int, Tensor};
+use burn_blocksparse::OpError;
+
+use crate::dsa::Dsa;
+use crate::dsa::scores::DsaIndex;
+
+/// Queries of an indexer, and lists of the keys that each of them chooses among. On no autodiff device.
+#[derive(Clone, Debug)]
+pub struct DsaLists {
+    /// `[walks, index_heads, index_dim]`
+    pub q: Tensor<3>,
+    /// `[walks, index_heads]`
+    pub weights: Tensor<2>,
+    /// `[rows, index_dim]`
+    pub keys: Tensor<2>,
+    /// i32 `[walks, listed]`: rows of keys, below 0 behind the last.
+    pub slots: Tensor<2, Int>,
+    /// i32 `[walks]`: so many of them each query sees.
+    pub seen: Tensor<1, Int>,
+}
+
+impl DsaLists {
+    /// The listed keys side by side, where no kernel reads them where they are.
+    fn gathered(&self) -> Result<DsaIndex, OpError> {
+        let [_, width] = self.keys.dims();
+        let [walks, listed] = self.slots.dims();
+        // Those behind the last are not seen, whatever they are.
+        let ids = self.slots.clone().clamp_min(0).reshape([walks * listed]);
+        let keys = self.keys.clone().select(0, ids);
+        DsaIndex::new(
+            self.q.clone().unsqueeze_dim(2),
+            keys.reshape([walks, 1, listed, width]).cast(self.q.dtype()),
+            self.weights.clone().unsqueeze_dim(2),
+        )
+    }
+}
+
+impl Dsa {
+    /// The places of the keys that queries attend to in their lists, as [`choose`](Self::choose) has them of keys side by side: i32 `[walks, most]`, ascending,
+    /// below 0 behind the last. Nothing is read back where kernels run, and launches depend on shapes alone. Shapes are the caller's to check.
+    ///
+    /// # Errors
+    /// [`OpError`] if queries and keys make no index.
+    pub fn choose_in_lists(&self, index: &DsaLists) -> Result<Tensor<2, Int>, OpError> {
+        let slots = &index.slots;
+        let [walks, listed] = slots.dims();
+        if listed <= self.keep {
+            // There is nothing to choose.
+            let places = Tensor::<1, Int>::arange(0..listed as i64, (&slots.device(), DType::I32));
+            let places = places.unsqueeze::<2>().expand([walks, listed]);
+            return Ok(places.mask_fill(slots.clone().lower_elem(0), -1));
+        }
+        #[cfg(feature = "cube")]
+        {
+            let picks = [self.keep, self.near];
+            let places = crate::dsa::kernels::top_k_in_lists(index, picks, self.numbers);
+            if let Some(places) = places {
+                return Ok(places);
+            }
+        }
+        let seen = index.seen.clone().unsqueeze_dim(1);
+        let places = self.listed(&index.gathered()?, Some(seen));
+        Ok(places.reshape([walks, self.keep]))
+    }
+}

@@ -1,0 +1,147 @@
+//! The parts of a layer, for models and caches that put them together themselves.
+
+use burn::module::Param;
+use burn::tensor::{FloatDType, Tensor};
+use burn_blocksparse::layout::PaddingMask;
+use burn_blocksparse::{AttentionOptions, SparseAttentionCall};
+use burn_fused_ops::{Activation, bias_activation};
+use burn_sparse_select::Selection;
+
+use crate::call::Call;
+use crate::heads::Positions;
+use crate::layouts::Request;
+use crate::stream::Projected;
+use crate::{
+    Precision, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, TransformerError,
+};
+
+impl SparseMultiHeadAttention {
+    /// What the heads see of `x`, `[batch, seq, d_model]`, which [`Self::output_projection`] joins: `[batch, n_heads, seq, d_v]`.
+    ///
+    /// # Errors
+    /// As [`Self::try_forward`].
+    pub fn forward_heads(&self, x: Tensor<3>) -> Result<Tensor<4>, TransformerError> {
+        let (seen, _) = self.context(SparseMhaInput::self_attn(x))?;
+        Ok(seen.heads)
+    }
+
+    /// [`Self::forward_heads`] of new positions, to those in `cache` as well.
+    ///
+    /// # Errors
+    /// As [`Self::try_forward_cache`].
+    pub fn forward_heads_cache(
+        &self,
+        x: Tensor<3>,
+        cache: &mut SparseMhaCache,
+    ) -> Result<Tensor<4>, TransformerError> {
+        let (heads, _) = self.cached_context(SparseMhaInput::self_attn(x), cache, false)?;
+        Ok(heads)
+    }
+
+    /// Queries, keys and values of `x`, `[batch, seq, d_model]`, by heads, normalised and rotated.
+    ///
+    /// # Errors
+    /// If the parameters do not fit `x`.
+    pub fn project_heads(
+        &self,
+        x: Tensor<3>,
+        positions: &Positions,
+    ) -> Result<[Tensor<4>; 3], TransformerError> {
+        let input = SparseMhaInput::self_attn(x);
+        let call = Call::at(&input, positions.clone())?;
+        let (query, key, value) = self.project(input, &call)?;
+        Ok([query, key, value])
+    }
+
+    /// The output projection of what heads see, `[batch, n_heads, seq, d_v]`.
+    ///
+    /// # Errors
+    /// If `heads` are not the module's.
+    pub fn output_projection(&self, heads: Tensor<4>) -> Result<Tensor<3>, TransformerError> {
+        let Projected { x, bias, .. } = self.output_product(heads)?;
+        Ok(bias_activation(x, bias, Activation::None)?)
+    }
+
+    /// Widths of a key and of a value.
+    pub fn head_widths(&self) -> [usize; 2] {
+        [self.d_k(), self.d_model / self.n_heads]
+    }
+
+    /// What its attention does with scores. Dropout is a call's.
+    pub fn attention_options(&self) -> &AttentionOptions {
+        &self.options
+    }
+
+    /// The logits of sinks, `[n_heads]`, if heads have some; those of the quiet softmax are 0.
+    pub fn sink_logits(&self) -> Option<Tensor<1>> {
+        match &self.sinks {
+            None if self.quiet_softmax => {
+                Some(Tensor::zeros([self.n_heads], &self.query.weight.device()))
+            }
+            sinks => sinks.as_ref().map(Param::val),
+        }
+    }
+
+    /// In what its products are computed.
+    pub fn precision(&self) -> Precision {
+        self.precision
+    }
+
+    /// The dtype of its products.
+    pub fn product_dtype(&self) -> FloatDType {
+        self.precision.dtype(self.key.weight.val().dtype())
+    }
+
+    /// Attention of the projected heads of whole sequences, all of a length or of these. What rows behind a sequence's own see has no meaning.
+    #[doc(hidden)]
+    pub fn attend_sequences(
+        &self,
+        [query, key, value]: [Tensor<4>; 3],
+        lengths: Option<&[usize]>,
+    ) -> Result<Tensor<4>, TransformerError> {
+        let [_, _, seq, _] = query.dims();
+        let mut request = Request::new(seq, seq);
+        let call = Call::of_heads(query.dtype());
+        let heads = (query, key, value);
+        // Rows behind a sequence are none, and take no part in its choice; where later ones have no part anyway, nothing has to be cut.
+        let is_stable = |selection: &Selection| selection.estimator().traits().prefix_stable;
+        if let Some(lengths) = lengths.filter(|_| !self.selection().is_some_and(is_stable)) {
+            let entry = |&length: &usize| {
+                let real: Vec<bool> = (0..seq).map(|row| row < length).collect();
+                PaddingMask::default().queries(real.clone()).keys(real)
+            };
+            request.restrictions = lengths.iter().map(entry).collect();
+        }
+        match (self.head_selections(), self.selection()) {
+            (Some(by_head), _) => self.attend_by_heads(heads, by_head, &request, &call),
+            (None, Some(selection)) => {
+                let cut = self.cut(selection, &request)?;
+                self.attend_chosen(heads, selection, &cut, &call)
+            }
+            (None, None) => self.attend(heads, &self.layouts.get(&request)?, &call),
+        }
+    }
+
+    /// Whether keys are chosen by content with parameters of no head.
+    #[doc(hidden)]
+    pub fn chooses(&self) -> bool {
+        self.selection().is_some() || self.head_selections().is_some()
+    }
+
+    /// The same by the pattern alone, and the log of each row's sum of exponentials, `[batch, n_heads, seq]`.
+    #[doc(hidden)]
+    pub fn attend_sequences_with_lse(
+        &self,
+        [query, key, value]: [Tensor<4>; 3],
+    ) -> Result<(Tensor<4>, Tensor<3>), TransformerError> {
+        let [_, _, seq, _] = query.dims();
+        let call = Call::of_heads(query.dtype());
+        let tensors = self.tensors_of(&query, &call);
+        let options = self.options_of(&query, &call);
+        let layout = self.layout(seq, seq)?;
+        Ok(SparseAttentionCall::new(query, key, value, &layout)
+            .tensors(tensors)
+            .options(options)
+            .run_with_lse()?)
+    }
+}
