@@ -68,13 +68,12 @@ where
     F: FnOnce(Floats<B, IN>, Floats<B, OUT>) -> Floats<B, IN> + Send + 'static,
 {
     let constant = <Autodiff<B, C> as AutodiffBackend>::from_inner;
-    let any = there(inputs.iter().flatten().next()).primitive().clone();
     // An input that is not there is a constant, so that the number of a step's inputs is that of the op's.
+    let missing = || constant(there(inputs.iter().flatten().next()).primitive().clone());
     let nodes = (inputs.each_ref()).map(|input| match input {
         Some(input) => input.node(),
-        None => constant(any.clone()).node(),
+        None => missing().node(),
     });
-    drop(any);
     let wanted = (inputs.each_ref()).map(|input| input.as_ref().is_some_and(|x| x.is_tracked()));
     let is_read = match wanted.contains(&true) {
         true => reads(wanted),
