@@ -9,10 +9,11 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::bits::{self, GridLaunch};
-use super::keep_planes::{self, ByPlanes};
+use super::budget;
+use super::budget_tile::{self, BudgetTile};
 use super::key_lists::{KeyListSizes, pair_bits};
 use super::within::AllowedBits;
-use super::{UNITS, cubes, keep, units};
+use super::{UNITS, cubes, units};
 use crate::args::buffer;
 use crate::device_key::{DeviceKey, device_key};
 use crate::error::KernelError;
@@ -160,29 +161,16 @@ fn row_bits(
         },
         BlockSource::Scores(rule) => {
             let most = layout.kv_blocks();
-            let numbers = keep::numbers(&rule, most);
-            let planes = match hidden {
-                Some(_) => None,
-                None => ByPlanes::new(client.properties(), &rule, most, causal),
-            };
-            match planes {
-                // SAFETY: likewise a plane, of the row's scores.
-                Some(planes) => unsafe {
-                    let cubes = cubes(client, rows.div_ceil(planes.rows()));
-                    let dim = CubeDim::new_1d(planes.units());
-                    keep_planes::from_scores_by_planes::launch_unchecked(
-                        client, cubes, dim, address, input, output, grid, numbers, rows, planes,
-                    );
-                },
-                // SAFETY: likewise a cube.
-                None => unsafe {
-                    let chosen = keep::Chosen::new(client.properties(), &rule, most, causal)?;
-                    let chosen = chosen.hides(hidden.is_some());
-                    let (cubes, dim) = (cubes(client, rows), CubeDim::new_1d(chosen.units()));
-                    keep::from_scores::launch_unchecked(
-                        client, cubes, dim, address, input, output, grid, numbers, rows, chosen,
-                    );
-                },
+            let numbers = budget_tile::numbers(&rule, most);
+            let hides = hidden.is_some();
+            let tile = BudgetTile::new(client.properties(), &rule, most, causal, hides)?;
+            // SAFETY: likewise a cube, or a plane of it.
+            unsafe {
+                let cubes = cubes(client, rows.div_ceil(tile.rows()));
+                let dim = CubeDim::new_1d(tile.units());
+                budget::from_scores::launch_unchecked(
+                    client, cubes, dim, address, input, output, grid, numbers, rows, tile,
+                );
             }
         }
     }

@@ -6,9 +6,10 @@
 
 mod at_once;
 pub mod bits;
+mod budget;
+mod budget_search;
+mod budget_tile;
 mod chosen;
-pub mod keep;
-mod keep_planes;
 mod key_lists;
 #[cfg(feature = "cuda-asm")]
 mod neighbours;

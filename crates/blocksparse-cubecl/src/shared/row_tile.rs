@@ -172,8 +172,9 @@ pub enum Combine {
     Max,
 }
 
+/// Two of them.
 #[cube]
-fn combine<A: Float>(a: A, b: A, #[comptime] by: Combine) -> A {
+pub fn combine<A: Float>(a: A, b: A, #[comptime] by: Combine) -> A {
     match comptime!(by) {
         Combine::Sum => a + b,
         Combine::Max => max(a, b),
