@@ -1,7 +1,7 @@
 //! Attention of new rows to what a pool holds.
 
 use burn::tensor::{DType, FloatDType, Tensor};
-use burn_blocksparse::merge_attention;
+use burn_blocksparse::{AttentionOptions, merge_attention};
 use burn_sparse_transformer::TransformerError;
 use burn_sparse_transformer::decoder::Positions;
 use burn_sparse_transformer::internal::rotate_back;
@@ -77,11 +77,13 @@ impl Layer<'_> {
     }
 
     pub(super) fn paged_options(&self) -> PagedOptions {
-        let mut options = PagedOptions::default();
-        options.scale = self.attention_options().scale;
-        options.softcap = self.attention_options().softcap;
-        options.sinks = self.sink_logits();
-        options
+        let AttentionOptions { scale, softcap, .. } = *self.attention_options();
+        PagedOptions {
+            scale,
+            softcap,
+            sinks: self.sink_logits(),
+            ..PagedOptions::default()
+        }
     }
 
     pub(super) fn attend_pages(

@@ -138,7 +138,7 @@ pub trait PagedDecoder: Decoder {
 impl<M: Decoder> PagedDecoder for M {}
 
 /// What stands behind the last layer in a step's rows.
-fn pooled<M: Decoder + ?Sized>(
+fn pooled<M: Decoder>(
     model: &M,
     tokens: Tensor<2, Int>,
     steps: &[KvStep],
