@@ -155,12 +155,10 @@ pub fn choose_in_pages(
     })?;
     let [walks, _, entries] = index.table.dims();
     let table = index.table.clone().reshape([walks, entries]);
-    Ok(Tensor::from_dispatch(
-        <Dispatch as PagedOps>::picked_slots(
-            places.into_dispatch(),
-            table.into_dispatch(),
-            kv_heads,
-            index.page(),
-        ),
-    ))
+    Ok(Tensor::from_dispatch(<Dispatch as PagedOps>::picked_slots(
+        places.into_dispatch(),
+        table.into_dispatch(),
+        kv_heads,
+        index.page(),
+    )))
 }

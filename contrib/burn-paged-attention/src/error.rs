@@ -1,4 +1,4 @@
-use blocksparse::pages::CacheError;
+use crate::pages::CacheError;
 use burn_blocksparse::OpError;
 use burn_sparse_transformer::TransformerError;
 

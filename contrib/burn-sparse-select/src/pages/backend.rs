@@ -7,9 +7,9 @@ mod kernels {
     use burn_cubecl::kernel::{cast, into_contiguous};
     use burn_cubecl::tensor::CubeTensor;
 
-    use super::PageChoiceOps;
     use crate::kernels::rows;
     use crate::kernels::rows::TopKPagesShape;
+    use crate::pages::ops::PageChoiceOps;
     use crate::pages::page_choice::PageChoiceCall;
     use crate::pages::reference;
     use burn_blocksparse::internal::cube::{checked, empty, integers, uses_reference};
