@@ -11,7 +11,7 @@
 //! Every cube of a row finds the same digits from the same counts, and the first writes them for the launches after the next.
 
 // A kernel's numbers have no such methods.
-#![allow(clippy::needless_range_loop)]
+#![allow(clippy::manual_memcpy, clippy::needless_range_loop)]
 
 use cubecl::prelude::*;
 

@@ -19,7 +19,7 @@
 //! binds is the L2 cache: 16 rows do 16 operations for each byte of keys and values.
 
 // Kernels have no `is_multiple_of`.
-#![allow(clippy::manual_is_multiple_of)]
+#![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
 
 use cubecl::prelude::*;
 
