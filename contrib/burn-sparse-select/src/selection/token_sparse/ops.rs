@@ -2,6 +2,8 @@
 
 // Without autodiff and without a backend nobody goes backward.
 #![cfg_attr(not(feature = "autodiff"), allow(dead_code))]
+// What crosses backends holds its tensors itself, also where the macro makes it.
+#![allow(clippy::large_enum_variant)]
 
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType, backend_extension};
@@ -55,8 +57,6 @@ impl TokenSparseCall {
 /// What queries list: i32, for each head of keys, on the device.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
-// What crosses backends holds its tensors itself.
-#[allow(clippy::large_enum_variant)]
 #[non_exhaustive]
 pub enum QueryLists<B: Backend> {
     /// The keys that each query sees: `[batch, kv_heads, seq_q, most]`, ascending, each once, −1 behind the last.
