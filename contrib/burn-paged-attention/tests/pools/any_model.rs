@@ -113,7 +113,7 @@ fn rows_from_caches_and_pools_are_those_of_the_whole() {
         for (pattern, selection) in [
             ("causal", None),
             ("local:9", None),
-            ("causal", Some("quest:16,32,share=mean")),
+            ("causal", Some("quest:16,48,share=mean")),
         ] {
             let model = Llama::new(pattern, selection, &device);
             let tokens = tokens(1, SEQ, VOCAB, &device);
