@@ -1,7 +1,9 @@
 //! The values that cross the backend trait of linear layers.
 
+#[cfg(feature = "autodiff")]
+use burn::backend::TensorMetadata;
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, ExtensionType, TensorMetadata};
+use burn::backend::{Backend, ExtensionType};
 use burn::tensor::FloatDType;
 
 use crate::linear::activation::kind::Activation;
