@@ -19,7 +19,7 @@ use super::shared::dropout::MaskLaunch;
 use super::shared::score::ScoreNumbersLaunch;
 use super::shared::walk::{
     InputStridesLaunch, ListingLaunch, OperandStridesLaunch, PlanPartsLaunch, ScheduleLaunch,
-    StridesLaunch,
+    Strides, StridesLaunch,
 };
 use super::slices::Slice;
 use super::uploaded::{self, DevicePlan};
@@ -325,7 +325,7 @@ pub fn strides_of(tensor: &TensorView, width: usize) -> StridesLaunch {
 }
 
 /// Strides of queries, keys and values in vectors of `width`.
-pub fn input_strides([q, k, v]: [&TensorView; 3], width: usize) -> InputStridesLaunch {
+pub fn input_strides([q, k, v]: [&TensorView; 3], width: usize) -> InputStridesLaunch<Strides> {
     let of = |tensor| strides_of(tensor, width);
     InputStridesLaunch::new(of(q), of(k), of(v))
 }
@@ -335,7 +335,7 @@ pub fn operand_strides(
     [a1, a2]: [&TensorView; 2],
     [b1, b2]: [&TensorView; 2],
     width: usize,
-) -> OperandStridesLaunch {
+) -> OperandStridesLaunch<Strides> {
     let of = |tensor| strides_of(tensor, width);
     OperandStridesLaunch::new(of(a1), of(a2), of(b1), of(b2))
 }

@@ -3,7 +3,7 @@
 #[cfg(feature = "cube")]
 pub use crate::base::cube;
 #[cfg(feature = "autodiff")]
-pub use crate::base::{custom_gradient, outputs};
+pub use crate::base::custom_gradient;
 pub use crate::base::{device, dtype, kernels_run, op_plan, sums, values};
 
 #[cfg(feature = "autodiff")]

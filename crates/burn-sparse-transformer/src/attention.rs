@@ -5,7 +5,6 @@ use burn_blocksparse::{
     AttentionOptions, AttentionTensors, BlockLayout, BlockSparseTensor, Dropout as WeightDropout,
     Layout, Pattern, Seed, SparseAttentionCall,
 };
-use burn_fused_ops::{Activation, bias_activation};
 use burn_sparse_select::Selection;
 
 use crate::call::{Call, Seen};
@@ -487,8 +486,7 @@ impl SparseMultiHeadAttention {
         context: Tensor<4>,
         call: &Call,
     ) -> Result<SparseMhaOutput, TransformerError> {
-        let Projected { x, bias, .. } = self.output_product(context)?;
-        self.padded(bias_activation(x, bias, Activation::None)?, call)
+        self.padded(self.output_projection(context)?, call)
     }
 
     pub(crate) fn project_output(

@@ -1,14 +1,5 @@
 //! Summaries of pages, and scores by them, on each backend. Autodiff has none: public functions hand over tensors that it does not follow.
 
-#[cfg(any(feature = "flex", feature = "ndarray", feature = "cube"))]
-use crate::summaries::ops::PageSummaryOps;
-
-#[cfg(feature = "flex")]
-impl PageSummaryOps for burn::backend::Flex {}
-
-#[cfg(feature = "ndarray")]
-impl PageSummaryOps for burn::backend::NdArray {}
-
 #[cfg(feature = "cube")]
 mod kernels {
     use blocksparse_cubecl::recording;
@@ -19,10 +10,10 @@ mod kernels {
     use burn_cubecl::kernel::into_contiguous;
     use burn_cubecl::tensor::CubeTensor;
 
-    use super::PageSummaryOps;
     use crate::kernels::paged;
     use crate::kernels::paged::{AppendShape, PageScoreBuffers, PageScoreShape, Summary};
     use crate::paged::backend::in_place;
+    use crate::summaries::ops::PageSummaryOps;
     use crate::summaries::reference;
     use crate::summaries::values::{PageScoreInputs, SummarizeInputs, SummarizePacked};
     use burn_blocksparse::internal::cube::{checked, empty, integers, uses_reference};

@@ -2,6 +2,9 @@
 
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, backend_extension};
+#[cfg(feature = "fusion")]
+use burn::tensor::DType;
+use burn_blocksparse::reference_backends;
 use burn_sparse_select::PageSummary;
 use burn_sparse_select::backend::PageChoiceCall;
 
@@ -17,7 +20,7 @@ use crate::summaries::values::{PageScoreInputs, SummarizeInputs, SummarizePacked
 )]
 pub trait PageSummaryOps: Backend {
     /// Summaries of the pages that rows were written to: in place where the call alone holds them, otherwise in a copy.
-    #[fusion(meta = meta::summaries)]
+    #[fusion(dtype = inputs.summaries.dtype, shape = inputs.summaries.shape.clone())]
     fn summarize_pages(
         #[extension_type] inputs: SummarizeInputs<Self>,
         kv_heads: usize,
@@ -27,7 +30,7 @@ pub trait PageSummaryOps: Backend {
     }
 
     /// The same of keys in eight bits a number.
-    #[fusion(meta = meta::packed_summaries)]
+    #[fusion(dtype = inputs.summaries.dtype, shape = inputs.summaries.shape.clone())]
     fn summarize_quantized(
         #[extension_type] inputs: SummarizePacked<Self>,
         kv_heads: usize,
@@ -37,7 +40,10 @@ pub trait PageSummaryOps: Backend {
     }
 
     /// Scores of pages, f32 `[batch, kv_heads, entries]`.
-    #[fusion(meta = meta::scores)]
+    #[fusion(
+        dtype = DType::F32,
+        shape = [inputs.table.shape[0], call.kv_heads, inputs.table.shape[2]].into()
+    )]
     fn page_scores(
         #[extension_type] inputs: PageScoreInputs<Self>,
         call: PageChoiceCall,
@@ -46,35 +52,4 @@ pub trait PageSummaryOps: Backend {
     }
 }
 
-/// Output shapes and dtypes for fusion.
-#[cfg(feature = "fusion")]
-mod meta {
-    use burn::backend::fusion::custom::TensorSpec;
-    use burn::tensor::DType;
-
-    use super::*;
-    use crate::summaries::values::{
-        PageScoreInputsMetadata, SummarizeInputsMetadata, SummarizePackedMetadata,
-    };
-
-    pub fn summaries(
-        inputs: &SummarizeInputsMetadata,
-        _kv_heads: &usize,
-        _summary: &PageSummary,
-    ) -> TensorSpec {
-        inputs.summaries.clone()
-    }
-
-    pub fn packed_summaries(
-        inputs: &SummarizePackedMetadata,
-        _kv_heads: &usize,
-        _summary: &PageSummary,
-    ) -> TensorSpec {
-        inputs.summaries.clone()
-    }
-
-    pub fn scores(inputs: &PageScoreInputsMetadata, call: &PageChoiceCall) -> TensorSpec {
-        let [batch, _, entries] = inputs.table.shape.dims::<3>();
-        TensorSpec::new([batch, call.kv_heads, entries].into(), DType::F32)
-    }
-}
+reference_backends!(PageSummaryOps);

@@ -10,12 +10,11 @@ use burn::tensor::{DType, Int, Tensor};
 
 use crate::dsa::backend::{available, has_top_k, rounds};
 use crate::dsa::found::{DsaTarget, Found};
-use crate::dsa::in_lists::DsaLists;
 use crate::dsa::ops::{
     ComparedKeys, IndexInputs, IndexerChoice, IndexerLoss, IndexerOps, IndexerScores, SeenKeys,
     TargetInputs,
 };
-use crate::dsa::scores::{DsaIndex, together};
+use crate::dsa::scores::{DsaIndex, DsaLists, together};
 use crate::selection::layouts::LayoutCache;
 use burn_blocksparse::internal::device::cube;
 use burn_blocksparse::{AttentionOptions, SparseAttentionCall};

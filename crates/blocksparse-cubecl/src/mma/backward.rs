@@ -27,7 +27,7 @@ use super::tile::*;
 use crate::arch::sm80::*;
 use crate::shared::dropout::DropoutArgs;
 use crate::shared::score::ScoreNumbers;
-use crate::shared::walk::{Four, Schedule, batch_of, head_of};
+use crate::shared::walk::{Four, OperandStrides, Schedule, batch_of, head_of};
 use blocksparse::plan::Walk;
 
 /// Lengths of a launch.
@@ -60,7 +60,7 @@ pub fn backward(
     biases: BiasArgs,
     out: &mut [u32],
     plan: &[u32],
-    strides: OperandStrides,
+    strides: OperandStrides<Strides>,
     schedule: Schedule,
     lengths: WalkLengths,
     numbers: ScoreNumbers,

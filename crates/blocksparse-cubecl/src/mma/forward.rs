@@ -27,7 +27,7 @@ use super::tile::*;
 use crate::arch::sm80::*;
 use crate::shared::dropout::DropoutArgs;
 use crate::shared::score::{LOWEST_MAX, SLACK, ScoreNumbers};
-use crate::shared::walk::{Four, Listing, Schedule, batch_of, head_of};
+use crate::shared::walk::{Four, InputStrides, Listing, Schedule, batch_of, head_of};
 
 /// `q`, `k`, `v` with any strides of 16 bytes in their outer dimensions, in words; `out` `[batch, heads, seq_q, value_dim]`, also in
 /// words, and `lse` and `max_scores` `[batch, heads, seq_q]` contiguous.
@@ -47,7 +47,7 @@ pub fn forward(
     slopes: ComptimeOption<Box<[f32]>>,
     biases: BiasArgs,
     plan: &[u32],
-    strides: InputStrides,
+    strides: InputStrides<Strides>,
     schedule: Schedule,
     heads_per_kv: u32,
     lse_scale: f32,

@@ -19,23 +19,6 @@ pub struct Strides {
     pub len: u32,
 }
 
-/// Strides of the queries, keys and values of a forward pass.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
-pub struct InputStrides {
-    pub q: Strides,
-    pub k: Strides,
-    pub v: Strides,
-}
-
-/// Strides of the operands of a backward pass: those of a tile's own rows, and those of the gathered ones.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
-pub struct OperandStrides {
-    pub a1: Strides,
-    pub a2: Strides,
-    pub b1: Strides,
-    pub b2: Strides,
-}
-
 /// The address of a head's first row.
 #[cube]
 pub fn head_address(buffer: u64, strides: &Strides, batch: u32, head: u32) -> u64 {

@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::backward::WalkLengthsLaunch;
-use super::gather::{InputStridesLaunch, OperandStridesLaunch, StridesLaunch};
+use super::gather::StridesLaunch;
 use super::score::{BiasArgsLaunch, BiasStridesLaunch};
 use super::tile::{Outputs, Tile};
 use super::{PIECE, backward, forward};
@@ -14,6 +14,7 @@ use crate::call::{BiasView, TensorView};
 use crate::device::plan;
 use crate::error::KernelError;
 use crate::pass::{BackwardPass, ForwardPass, Operands, Part};
+use crate::shared::walk::{InputStridesLaunch, OperandStridesLaunch};
 use crate::slices::Slice;
 use crate::stats::{self, Wanted};
 use crate::tensor::{check_rows, check_scale, check_table, is_u32, scales};

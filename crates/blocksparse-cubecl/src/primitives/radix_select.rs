@@ -8,7 +8,7 @@
 //! selected: keys that are above in the digits that were found, and the first of those that are equal in them
 //! ```
 //!
-//! Nothing is sorted. A cube has a row ([`select_row`]), whose numbers its units read next to each other: most long rows twice for digits and once for the
+//! Nothing is sorted. A cube has a row ([`list_top_k`]), whose numbers its units read next to each other: most long rows twice for digits and once for the
 //! list. Or a cube has a part of a row, and a launch finds a digit, by [`count_digits`] and [`find_digit`]. Counts are whole numbers that units add to in any
 //! order, so they are the same every time.
 
@@ -256,10 +256,40 @@ pub fn find_digit(
     sync_cube();
 }
 
+/// Lists the columns of the `wanted` highest keys of the span of a row that a cube has, as [`list_selected`] does.
+#[cube]
+pub fn list_top_k<N: Size, K: RowKeys>(
+    numbers: &[Vector<u32, N>],
+    keys: &K,
+    span: &Span,
+    wanted: u32,
+    lists: &mut [i32],
+    places: &mut ComptimeOption<Box<[i32]>>,
+    place: &ListPlace,
+    #[comptime] block: usize,
+    #[comptime] t: RadixTile,
+) {
+    let mut partial = Shared::<[u32]>::new_slice(comptime!(t.sums.partial()));
+    let mut found = Shared::<[u32]>::new_slice(comptime!(FOUND));
+    let threshold = select_row::<N, K>(numbers, keys, span, wanted, &mut partial, &mut found, t);
+    list_selected::<N, K>(
+        numbers,
+        keys,
+        span,
+        &threshold,
+        lists,
+        places,
+        place,
+        &mut partial,
+        block,
+        t,
+    );
+}
+
 /// The threshold of a row that a cube has, above which and among whose equals are the `wanted` highest keys of the span. `partial` has
 /// [`UnitSums::partial`] words, `found` [`FOUND`].
 #[cube]
-pub fn select_row<N: Size, K: RowKeys>(
+fn select_row<N: Size, K: RowKeys>(
     numbers: &[Vector<u32, N>],
     keys: &K,
     span: &Span,

@@ -17,21 +17,21 @@ pub struct Strides {
     pub len: usize,
 }
 
-/// Strides of the queries, keys and values of a forward pass.
+/// Strides of the queries, keys and values of a forward pass, as a tier counts them.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
-pub struct InputStrides {
-    pub q: Strides,
-    pub k: Strides,
-    pub v: Strides,
+pub struct InputStrides<S: CubeType + LaunchArg> {
+    pub q: S,
+    pub k: S,
+    pub v: S,
 }
 
 /// Strides of the operands of a backward pass: those of a tile's own rows, and those of the gathered ones.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
-pub struct OperandStrides {
-    pub a1: Strides,
-    pub a2: Strides,
-    pub b1: Strides,
-    pub b2: Strides,
+pub struct OperandStrides<S: CubeType + LaunchArg> {
+    pub a1: S,
+    pub a2: S,
+    pub b1: S,
+    pub b2: S,
 }
 
 /// How a plan lists positions: place `v` is position `v mod class_len · stride + ⌊v / class_len⌋`.

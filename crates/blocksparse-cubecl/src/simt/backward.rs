@@ -67,7 +67,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
     sums: ComptimeOption<Box<[Vector<A, Four>]>>,
     out: &mut [Vector<E, N>],
     plan: &[u32],
-    strides: OperandStrides,
+    strides: OperandStrides<Strides>,
     bias_strides: BiasStrides,
     distances: Distances,
     schedule: Schedule,

@@ -40,7 +40,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
     bias: ComptimeOption<Box<[E]>>,
     table: ComptimeOption<Box<[A]>>,
     plan: &[u32],
-    strides: InputStrides,
+    strides: InputStrides<Strides>,
     bias_strides: BiasStrides,
     distances: Distances,
     schedule: Schedule,

@@ -7,8 +7,9 @@ use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::{AutodiffBackend, Backend};
 
 use crate::attention::ops::BlockSparseOps;
-use crate::base::custom_gradient::{constant, custom_gradients, everything, inner, there};
-use crate::base::outputs::or_zeros;
+use crate::base::custom_gradient::{
+    constant, custom_gradients, everything, inner, or_zeros, there,
+};
 use crate::base::values::{
     AccumulatedInputs, AccumulatedOutput, AttentionInputs, AttentionOutput, DynamicBlocks,
     KnownOutput, LayoutTensors, NeedsGrad, OptFloat, OutputGrads, SavedTensors, ScoreTensors,

@@ -119,6 +119,15 @@ pub fn there<T>(tensor: Option<T>) -> T {
     tensor.expect("a tensor that every call has")
 }
 
+/// `gradient`, or zeros like the output that nobody differentiated.
+pub fn or_zeros<B: Backend>(
+    gradient: Option<FloatTensor<B>>,
+    output: &FloatTensor<B>,
+) -> FloatTensor<B> {
+    gradient
+        .unwrap_or_else(|| B::float_zeros(output.shape(), &output.device(), output.dtype().into()))
+}
+
 /// The dtype of a tensor's gradient.
 pub fn own_dtype<T: TensorMetadata>(tensor: &T) -> FloatDType {
     tensor.dtype().into()

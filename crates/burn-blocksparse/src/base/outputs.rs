@@ -6,12 +6,12 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use burn::backend::Backend;
 use burn::backend::autodiff::Autodiff;
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, TensorMetadata};
 
 /// The gradients by `N` outputs, as far as their steps have run.
 #[derive(Clone, Debug)]
@@ -57,15 +57,6 @@ impl<B: Backend, const N: usize> OutputGradients<B, N> {
             OpsKind::UnTracked(prep) => prep.finish(value),
         }
     }
-}
-
-/// `gradient`, or zeros like the output that nobody differentiated.
-pub fn or_zeros<B: Backend>(
-    gradient: Option<FloatTensor<B>>,
-    output: &FloatTensor<B>,
-) -> FloatTensor<B> {
-    gradient
-        .unwrap_or_else(|| B::float_zeros(output.shape(), &output.device(), output.dtype().into()))
 }
 
 /// An output of a step with `N` of them.

@@ -5,8 +5,7 @@ use burn::backend::autodiff::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::tensor::{FloatTensor, IntTensor};
 
-use crate::base::custom_gradient::{custom_gradient, custom_gradients, nothing, there};
-use crate::base::outputs::or_zeros;
+use crate::base::custom_gradient::{custom_gradient, custom_gradients, nothing, or_zeros, there};
 use crate::base::values::OutputGrads;
 use crate::rows::ops::{KeyedRows, MeanRows, MergedOutput, MergedParts, RowOps};
 

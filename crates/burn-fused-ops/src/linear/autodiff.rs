@@ -16,9 +16,8 @@ use crate::linear::values::{
     MlpInputs,
 };
 use burn_blocksparse::internal::custom_gradient::{
-    custom_gradient, custom_gradients, nothing, own_dtype, there, wanted_dtypes,
+    custom_gradient, custom_gradients, nothing, or_zeros, own_dtype, there, wanted_dtypes,
 };
-use burn_blocksparse::internal::outputs::or_zeros;
 use burn_blocksparse::internal::values::{OptFloat, ThreeFloats};
 
 impl<B: LinearOps, C: CheckpointStrategy> LinearOps for Autodiff<B, C> {

@@ -8,7 +8,7 @@ use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 
 use crate::linear::activation::kernels::kind;
-use crate::linear::cube::Kernels;
+use crate::linear::cube_products::Kernels;
 use crate::linear::mlp::steps;
 use crate::linear::products::{Products, rounded, with_width};
 use crate::linear::values::{

@@ -6,6 +6,8 @@ pub mod activation;
 mod autodiff;
 #[cfg(feature = "cube")]
 pub(crate) mod cube;
+#[cfg(feature = "cube")]
+pub(crate) mod cube_products;
 pub(crate) mod forms;
 #[cfg(feature = "cuda")]
 mod fused;

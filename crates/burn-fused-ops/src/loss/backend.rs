@@ -17,7 +17,7 @@ pub(crate) mod kernels {
     use burn_cubecl::tensor::CubeTensor;
     use burn_cubecl::{CubeBackend, CubeDevice};
 
-    use crate::linear::cube::Kernels;
+    use crate::linear::cube_products::Kernels;
     use crate::loss::compute;
     use crate::loss::compute::{Losses, PrimitiveLosses};
     use crate::loss::ops::LossOps;

@@ -7,7 +7,7 @@ pub(crate) mod kernels {
     use burn_cubecl::tensor::CubeTensor;
     use burn_cubecl::{CubeBackend, CubeDevice};
 
-    use crate::linear::cube::Kernels;
+    use crate::linear::cube_products::Kernels;
     use crate::linear::products::Primitives;
     use crate::sparse_linear::ops::BlockSparseLinearOps;
     use crate::sparse_linear::products::{

@@ -14,9 +14,7 @@ use crate::kernels::indexer::top_k_rows::{
 };
 use blocksparse_cubecl::args::{buffer, spread};
 use blocksparse_cubecl::error::KernelError;
-use blocksparse_cubecl::primitives::radix_select::{
-    FOUND, ListPlace, RadixTile, list_selected, select_row, vector_of,
-};
+use blocksparse_cubecl::primitives::radix_select::{ListPlace, RadixTile, list_top_k, vector_of};
 
 /// Rows of numbers are as long as multiples of so many where keys are left out, so that they begin where loads do.
 const ALIGNED: usize = 32;
@@ -63,34 +61,22 @@ fn top_k<N: Size>(
     of: RowArgs,
     #[comptime] t: RadixTile,
 ) {
-    let mut partial = Shared::<[u32]>::new_slice(comptime!(t.sums.partial()));
-    let mut found = Shared::<[u32]>::new_slice(comptime!(FOUND));
     let row = row_of(&seen, &s, &of, N::value());
     let wanted = row.keys.min(of.most) as u32;
-    let threshold = select_row::<N, ScoreKeys>(
-        scores,
-        &row.scores,
-        &row.span,
-        wanted,
-        &mut partial,
-        &mut found,
-        t,
-    );
     let mut looked = row.keys;
     if comptime!(!t.sums.by_planes()) {
         looked = s.columns;
     }
     let place = ListPlace::new(row.into, looked);
     let mut places = ComptimeOption::new_None();
-    list_selected::<N, ScoreKeys>(
+    list_top_k::<N, ScoreKeys>(
         scores,
         &row.scores,
         &row.span,
-        &threshold,
+        wanted,
         lists,
         &mut places,
         &place,
-        &mut partial,
         1usize,
         t,
     );

@@ -6,7 +6,7 @@ use cubecl::server::Handle;
 use blocksparse_cubecl::args::{address_of, buffer, spread};
 use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::primitives::radix_select::{
-    FOUND, ListPlace, RadixTile, RowKeys, RowKeysExpand, Span, list_selected, select_row, vector_of,
+    ListPlace, RadixTile, RowKeys, RowKeysExpand, Span, list_top_k, vector_of,
 };
 use blocksparse_cubecl::shared::order_key::key;
 
@@ -44,8 +44,6 @@ fn top_k<N: Size>(
     #[comptime] t: RadixTile,
 ) {
     let mut places = places;
-    let mut partial = Shared::<[u32]>::new_slice(comptime!(t.sums.partial()));
-    let mut found = Shared::<[u32]>::new_slice(comptime!(FOUND));
     // Cubes beyond the last row make it again.
     let row = CUBE_POS.min(sizes.rows - 1);
     let keys = Numbers {
@@ -55,27 +53,17 @@ fn top_k<N: Size>(
         begin: 0usize.runtime(),
         end: sizes.columns,
     };
-    let threshold = select_row::<N, Numbers>(
+    let mut place = ListPlace::new(row * sizes.most, sizes.columns);
+    place.row_places = row * sizes.columns;
+    place.first_place = row % sizes.of_group * sizes.most;
+    list_top_k::<N, Numbers>(
         numbers,
         &keys,
         &span,
         sizes.most as u32,
-        &mut partial,
-        &mut found,
-        t,
-    );
-    let mut place = ListPlace::new(row * sizes.most, sizes.columns);
-    place.row_places = row * sizes.columns;
-    place.first_place = row % sizes.of_group * sizes.most;
-    list_selected::<N, Numbers>(
-        numbers,
-        &keys,
-        &span,
-        &threshold,
         lists,
         &mut places,
         &place,
-        &mut partial,
         1usize,
         t,
     );

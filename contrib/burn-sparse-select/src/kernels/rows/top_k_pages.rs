@@ -7,7 +7,7 @@ use blocksparse::Always;
 use blocksparse_cubecl::args::{address_of, buffer, spread};
 use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::primitives::radix_select::{
-    FOUND, ListPlace, RadixTile, RowKeys, RowKeysExpand, Span, list_selected, select_row,
+    ListPlace, RadixTile, RowKeys, RowKeysExpand, Span, list_top_k,
 };
 use blocksparse_cubecl::shared::order_key::key;
 
@@ -137,8 +137,6 @@ fn top_k<N: Size>(
     #[comptime] block: usize,
     #[comptime] t: RadixTile,
 ) {
-    let mut partial = Shared::<[u32]>::new_slice(comptime!(t.sums.partial()));
-    let mut found = Shared::<[u32]>::new_slice(comptime!(FOUND));
     // Cubes beyond the last row make it again.
     let at_row = CUBE_POS.min(sizes.rows - 1);
     let head = at_row % sizes.kv_heads;
@@ -160,30 +158,20 @@ fn top_k<N: Size>(
         begin: low,
         end: high,
     };
-    let threshold = select_row::<N, BlockScores>(
-        scores,
-        &keys,
-        &span,
-        wanted as u32,
-        &mut partial,
-        &mut found,
-        t,
-    );
     let mut looked = high - low;
     if comptime!(!t.sums.by_planes()) {
         looked = sizes.entries;
     }
     let place = ListPlace::new(at_row * sizes.kept + low, looked);
     let mut places = ComptimeOption::new_None();
-    list_selected::<N, BlockScores>(
+    list_top_k::<N, BlockScores>(
         scores,
         &keys,
         &span,
-        &threshold,
+        wanted as u32,
         pages_of,
         &mut places,
         &place,
-        &mut partial,
         block,
         t,
     );

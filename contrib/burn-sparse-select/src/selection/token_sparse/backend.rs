@@ -352,69 +352,19 @@ mod kernels {
 #[cfg(feature = "autodiff")]
 mod step {
     use burn::backend::Backend;
-    use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
-    use burn::backend::autodiff::grads::Gradients;
-    use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
-    use burn::backend::autodiff::{Autodiff, NodeId};
+    use burn::backend::autodiff::Autodiff;
+    use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 
     use super::TokenSparseOps;
     use crate::selection::token_sparse::ops::{
         BlockLists, QueryLists, TokenSparseCall, TokenSparseGrads, TokenSparseInputs,
         TokenSparseOutput, TokenSparseSaved,
     };
+    use burn_blocksparse::internal::custom_gradient::{
+        Floats, custom_gradients, everything, or_zeros, there,
+    };
     use burn_blocksparse::internal::inner_layout;
-    use burn_blocksparse::internal::outputs::{OutputGradients, or_zeros};
     use burn_blocksparse::internal::values::OutputGrads;
-
-    /// The step whose outputs are out and lse.
-    #[derive(Debug)]
-    struct TokenSparse;
-
-    /// q, k and v stay with the checkpointer: under gradient checkpointing it may compute them again.
-    #[derive(Clone, Debug)]
-    struct State<B: Backend> {
-        inputs: [NodeId; 3],
-        lists: QueryLists<B>,
-        output: TokenSparseOutput<B>,
-        call: TokenSparseCall,
-        /// By out and lse.
-        grads: OutputGradients<B, 2>,
-    }
-
-    impl<B: TokenSparseOps> Backward<B, 3> for TokenSparse {
-        type State = State<B>;
-
-        fn backward(
-            self,
-            ops: Ops<Self::State, 3>,
-            grads: &mut Gradients,
-            checkpointer: &mut Checkpointer,
-        ) {
-            grads.consume::<B>(&ops.node);
-            let State {
-                inputs,
-                lists,
-                output,
-                call,
-                grads: cell,
-            } = ops.state;
-            let [grad_out, grad_lse] = cell.take();
-            let output_grads = OutputGrads {
-                out: or_zeros::<B>(grad_out, &output.out),
-                lse: grad_lse.into(),
-            };
-            let [q, k, v] = inputs.map(|id| checkpointer.retrieve_node_output(id));
-            let inputs = TokenSparseInputs { q, k, v, lists };
-            let saved = TokenSparseSaved { inputs, output };
-            let TokenSparseGrads { q, k, v } =
-                B::token_sparse_attention_backward(saved, output_grads, call);
-            for (parent, grad) in ops.parents.into_iter().zip([q, k, v]) {
-                if let Some(parent) = parent {
-                    grads.register::<B>(parent.id, grad);
-                }
-            }
-        }
-    }
 
     /// Lists on the backend that autodiff decorates.
     fn inner_lists<B: Backend, C: CheckpointStrategy>(
@@ -431,61 +381,46 @@ mod step {
         }
     }
 
+    fn inputs_of<B: Backend>(
+        [q, k, v]: Floats<B, 3>,
+        lists: QueryLists<B>,
+    ) -> TokenSparseInputs<B> {
+        TokenSparseInputs {
+            q: there(q),
+            k: there(k),
+            v: there(v),
+            lists,
+        }
+    }
+
     impl<B: TokenSparseOps, C: CheckpointStrategy> TokenSparseOps for Autodiff<B, C> {
         fn token_sparse_attention(
             inputs: TokenSparseInputs<Self>,
             call: TokenSparseCall,
         ) -> TokenSparseOutput<Self> {
-            let nodes = [inputs.q.node(), inputs.k.node(), inputs.v.node()];
-            let prepared = TokenSparse.prepare::<C>(nodes).compute_bound();
-            let lists = inner_lists(inputs.lists.clone());
-            let run = |inputs: TokenSparseInputs<Self>| {
-                let inputs = TokenSparseInputs {
-                    q: inputs.q.into_primitive(),
-                    k: inputs.k.into_primitive(),
-                    v: inputs.v.into_primitive(),
-                    lists: lists.clone(),
-                };
-                B::token_sparse_attention(inputs, call)
-            };
-            match prepared.stateful() {
-                OpsKind::Tracked(mut prep) => {
-                    let nodes =
-                        [&inputs.q, &inputs.k, &inputs.v].map(|input| prep.checkpoint(input));
-                    let output = run(inputs);
-                    let TokenSparseOutput { out, lse } = output.clone();
-                    let grads = OutputGradients::<B, 2>::default();
-                    let state = State {
-                        inputs: nodes,
-                        lists: lists.clone(),
-                        output,
-                        call,
-                        grads: grads.clone(),
+            let TokenSparseInputs { q, k, v, lists } = inputs;
+            let lists = inner_lists(lists);
+            let floats = [q, k, v].map(Some);
+            let [out, lse] = custom_gradients::<B, C, _, _, _>(floats, everything, |floats, _| {
+                let inputs = inputs_of(floats, lists.clone());
+                let output = B::token_sparse_attention(inputs, call);
+                let outputs = [&output.out, &output.lse].map(|output| Some(output.clone()));
+                (outputs, move |floats, [out, lse]| {
+                    let grads = OutputGrads {
+                        out: or_zeros::<B>(out, &output.out),
+                        lse: lse.into(),
                     };
-                    let step = prep.finish(state, lse.clone());
-                    TokenSparseOutput {
-                        out: grads.node::<C>(&step, 0, out),
-                        lse: grads.node::<C>(&step, 1, lse),
-                    }
-                }
-                OpsKind::UnTracked(prep) => {
-                    let TokenSparseOutput { out, lse } = run(inputs);
-                    let lse = <Self as burn::backend::AutodiffBackend>::from_inner(lse);
-                    TokenSparseOutput {
-                        out: prep.finish(out),
-                        lse,
-                    }
-                }
+                    let inputs = inputs_of(floats, lists);
+                    let saved = TokenSparseSaved { inputs, output };
+                    let TokenSparseGrads { q, k, v } =
+                        B::token_sparse_attention_backward(saved, grads, call);
+                    [q, k, v].map(Some)
+                })
+            });
+            TokenSparseOutput {
+                out: there(out),
+                lse: there(lse),
             }
-        }
-
-        /// Overridden so that nothing of it runs through autodiff.
-        fn token_sparse_attention_backward(
-            _saved: TokenSparseSaved<Self>,
-            _grads: OutputGrads<Self>,
-            _call: TokenSparseCall,
-        ) -> TokenSparseGrads<Self> {
-            unimplemented!("attention over lists is differentiable once")
         }
     }
 }

@@ -1,0 +1,126 @@
+//! The products of linear layers on CubeCL devices.
+
+use blocksparse_cubecl::rows::{Window, column_sums, window_sums};
+use burn::backend::TensorMetadata;
+use burn::backend::cubecl::dtype_to_elem_type;
+use burn::tensor::FloatDType;
+use burn_cubecl::CubeBackend;
+use burn_cubecl::kernel::into_contiguous;
+use burn_cubecl::kernel::matmul::{MatmulStrategy, matmul};
+use burn_cubecl::tensor::CubeTensor;
+
+use crate::kernels::rows::beside::rounded_beside;
+use crate::linear::named_product as named;
+use crate::linear::products::{Primitives, Products};
+#[cfg(feature = "cuda")]
+use crate::linear::wgmma;
+use burn_blocksparse::internal::cube::{empty, typed};
+
+/// Burn's matmul, called directly, and our sums over rows.
+pub(crate) struct Kernels;
+
+impl Products<CubeBackend> for Kernels {
+    /// Sums are f32 in any case, so products of half-precision numbers may be written as f32, too: by the same kernels, without a copy of the
+    /// factors.
+    fn product(lhs: CubeTensor, rhs: CubeTensor, dtype: FloatDType) -> CubeTensor {
+        let rows = lhs.meta.shape()[lhs.rank() - 2];
+        let columns = rhs.meta.shape()[rhs.rank() - 1];
+        // Burn's own outputs may have gaps between their rows.
+        let out = match lhs.rank() {
+            2 => empty(&lhs, [rows, columns], dtype.into()),
+            _ => empty(&lhs, [lhs.meta.shape()[0], rows, columns], dtype.into()),
+        };
+        #[cfg(feature = "cuda")]
+        if wgmma::multiply(&lhs, &rhs, &out) {
+            return out;
+        }
+        if named::multiply(&lhs, &rhs, &out) {
+            return out;
+        }
+        let result = matmul(lhs, rhs, Some(out), MatmulStrategy::default(), dtype.into());
+        result.unwrap_or_else(|error| panic!("linear: Burn's matmul: {error:?}"))
+    }
+
+    fn sum_matrices(matrices: CubeTensor, widths: &[usize]) -> Vec<CubeTensor> {
+        let matrices = into_contiguous(matrices);
+        let [count, inner, pitch] = matrices.meta.shape().dims();
+        let mut start = 0;
+        let mut parts = Vec::new();
+        for &width in widths {
+            let sum = empty(&matrices, [inner, width], matrices.dtype);
+            let window = Window {
+                start,
+                width,
+                pitch,
+            };
+            let result = window_sums(
+                &matrices.client,
+                typed(&matrices),
+                [count, inner],
+                window,
+                typed(&sum),
+            );
+            if result.is_err() {
+                return <Primitives as Products<CubeBackend>>::sum_matrices(matrices, widths);
+            }
+            parts.push(sum);
+            start += width;
+        }
+        parts
+    }
+
+    fn joined(weights: Vec<CubeTensor>, dtype: FloatDType) -> CubeTensor {
+        let weights: Vec<CubeTensor> = weights.into_iter().map(into_contiguous).collect();
+        let [rows, _] = weights[0].meta.shape().dims();
+        let element = weights[0].dtype;
+        let matrices: Vec<_> = weights
+            .iter()
+            .map(|weight| (&weight.handle, weight.meta.shape()[1]))
+            .collect();
+        let width = matrices.iter().map(|(_, width)| width).sum();
+        if weights.iter().all(|weight| weight.dtype == element) {
+            let out = empty(&weights[0], [rows, width], dtype.into());
+            let result = rounded_beside(
+                &out.client,
+                &matrices,
+                dtype_to_elem_type(element),
+                rows,
+                typed(&out),
+            );
+            if result.is_ok() {
+                return out;
+            }
+        }
+        <Primitives as Products<CubeBackend>>::joined(weights, dtype)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn parts(lhs: &CubeTensor, rhs: &CubeTensor) -> Option<CubeTensor> {
+        wgmma::parts(lhs, rhs)
+    }
+
+    fn weight_rows(x: &CubeTensor) -> usize {
+        match named::kernel(&x.client, x.dtype) {
+            // A partial product is written and read in f32, and these kernels are as fast with few.
+            Some(_) => 4096,
+            None => <Primitives as Products<CubeBackend>>::weight_rows(x),
+        }
+    }
+
+    fn sum_rows(matrix: CubeTensor) -> CubeTensor {
+        let matrix = into_contiguous(matrix);
+        let [rows, width] = matrix.meta.shape().dims();
+        let sums = empty(&matrix, [width], matrix.dtype);
+        let element = dtype_to_elem_type(matrix.dtype);
+        let result = column_sums(
+            &matrix.client,
+            (&matrix.handle, element),
+            [rows, width],
+            (&sums.handle, element),
+        );
+        match result {
+            Ok(()) => sums,
+            Err(_) => <Primitives as Products<CubeBackend>>::sum_rows(matrix),
+        }
+    }
+}
