@@ -131,24 +131,7 @@ impl SparseMultiHeadAttention {
 
     /// What the heads see.
     pub(crate) fn context(&self, input: SparseMhaInput) -> Result<(Seen, Call), TransformerError> {
-        if let Some(content) = &self.content {
-            return self.mixed_context(input, content);
-        }
-        let (call, request) = self.prepare(&input, 0)?;
-        if let Some(selection) = &self.selection {
-            let cut = self.cut(selection, &request)?;
-            let heads = self.project(input, &call)?;
-            let context = self.attend_chosen(heads, selection, &cut, &call)?;
-            return Ok((context.into(), call));
-        }
-        if let Some(selections) = &self.head_selections {
-            let heads = self.project(input, &call)?;
-            let context = self.attend_by_heads(heads, selections, &request, &call)?;
-            return Ok((context.into(), call));
-        }
-        let layout = self.layouts.get(&request)?;
-        let heads = self.project(input, &call)?;
-        Ok((self.attend(heads, &layout, &call)?.into(), call))
+        self.kind().context(self, input, None)
     }
 
     /// [`Self::forward`], which also returns the attention weights of the kept blocks: after biases, before dropout, and with sinks or
@@ -172,7 +155,7 @@ impl SparseMultiHeadAttention {
         &self,
         input: SparseMhaInput,
     ) -> Result<(SparseMhaOutput, BlockSparseTensor), TransformerError> {
-        self.ensure_unselected()?;
+        self.kind().ensure_pattern()?;
         let (call, request) = self.prepare(&input, 0)?;
         let layout = self.layouts.get(&request)?;
         let (query, key, value) = self.project(input, &call)?;
@@ -241,7 +224,7 @@ impl SparseMultiHeadAttention {
         input: SparseMhaInput,
         cu_seqlens: &[usize],
     ) -> Result<(Tensor<4>, Call), TransformerError> {
-        self.ensure_unselected()?;
+        self.kind().ensure_pattern()?;
         let (call, request) = self.prepare_packed(&input, cu_seqlens)?;
         let layout = self.layouts.get(&request)?;
         let heads = self.project(input, &call)?;
@@ -524,19 +507,7 @@ impl ModuleDisplay for SparseMultiHeadAttention {
             .add("n_kv_heads", &self.n_kv_heads)
             .add("pattern", &self.pattern().to_string())
             .add("block_size", &self.block_size());
-        let content = match &self.content {
-            Some(heads) => (content.add("content", &heads.config().to_string()))
-                .add("local_heads", &heads.local_heads()),
-            None => content,
-        };
-        let content = match &self.selection {
-            Some(selection) => content.add("selection", &selection.to_string()),
-            None => content,
-        };
-        let content = match &self.head_selections {
-            Some(heads) => content.add("head_selections", &heads.to_string()),
-            None => content,
-        };
+        let content = self.kind().display(content);
         content.optional()
     }
 }

@@ -113,41 +113,12 @@ impl SparseMultiHeadAttention {
         if !last {
             self.check_boundary(after)?;
         }
-        if let Some(nsa) = self.nsa() {
-            let context = self.nsa_context(input, nsa, Some(cache));
-            if context.is_err() {
-                cache.truncate(before);
-            }
-            return context;
+        let kind = self.kind();
+        kind.ensure_decodable()?;
+        let context = kind.context(self, input, Some(cache));
+        if context.is_err() {
+            cache.truncate(before);
         }
-        if let Some(dsa) = self.dsa() {
-            let context = self.dsa_context(input, dsa, Some(cache));
-            if context.is_err() {
-                cache.truncate(before);
-            }
-            return context.map(|(seen, call)| (seen.heads, call));
-        }
-        self.ensure_decodable()?;
-        let (call, request) = self.prepare(&input, before)?;
-        let cut = match &self.selection {
-            Some(selection) => Some((selection, self.cut(selection, &request)?)),
-            None => None,
-        };
-        let (query, key, value) = self.project(input, &call)?;
-        let (key, value) = cache.append(key, value);
-        let heads = (query, key, value);
-        let context = match cut {
-            Some((selection, cut)) => self.attend_chosen(heads, selection, &cut, &call),
-            None => {
-                (self.layouts.get(&request)).and_then(|layout| self.attend(heads, &layout, &call))
-            }
-        };
-        match context {
-            Ok(context) => Ok((context, call)),
-            Err(error) => {
-                cache.truncate(before);
-                Err(error)
-            }
-        }
+        context.map(|(seen, call)| (seen.heads, call))
     }
 }

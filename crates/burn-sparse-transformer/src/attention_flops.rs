@@ -1,10 +1,6 @@
 //! Operations of attention layers.
 
 use crate::linear::linear_flops;
-
-use crate::content::ContentHeads;
-use crate::dsa::DsaHeads;
-use crate::nsa::NsaHeads;
 use crate::{SparseMultiHeadAttention, TransformerError};
 
 impl SparseMultiHeadAttention {
@@ -12,9 +8,7 @@ impl SparseMultiHeadAttention {
     pub fn matmul_flops_per_token(&self) -> u64 {
         let layers = [&self.query, &self.key, &self.value, &self.output];
         let layers: u64 = layers.map(linear_flops).iter().sum();
-        layers
-            + self.nsa().map_or(0, NsaHeads::matmul_flops_per_token)
-            + (self.choosing_dsa()).map_or(0, DsaHeads::matmul_flops_per_token)
+        layers + self.kind().matmul_flops_per_token()
     }
 
     /// Operations of the attention itself for one sequence, forward: four per allowed pair and
@@ -24,15 +18,7 @@ impl SparseMultiHeadAttention {
     /// If there is no layout for this length.
     pub fn attention_flops(&self, seq: usize) -> Result<u64, TransformerError> {
         let d_v = self.d_model / self.n_heads;
-        let is_whole = (self.content.as_ref()).is_some_and(ContentHeads::is_whole_layer);
-        let pairs = match is_whole {
-            true => 0,
-            false => self.layout(seq, seq)?.allowed_pairs(),
-        };
-        let chosen = self.content.as_ref().map_or(0, |content| {
-            (self.n_heads - content.local_heads()) as u64 * content.pairs(seq)
-        });
-        let scores = (self.choosing_dsa()).map_or(0, |dsa| dsa.score_flops(seq));
-        Ok(2 * (pairs + chosen) * (self.d_k() + d_v) as u64 + scores)
+        let pairs = self.kind().pairs(self, seq)?;
+        Ok(2 * pairs * (self.d_k() + d_v) as u64 + self.kind().score_flops(seq))
     }
 }

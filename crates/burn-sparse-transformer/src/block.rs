@@ -6,14 +6,13 @@ use burn_blocksparse::{Dropout as WeightDropout, Pattern, Seed};
 use burn_fused_ops::ElementDropout;
 use burn_sparse_select::Selection;
 
-use crate::content::ContentAttention;
+use crate::content::{ContentAttention, ContentHeads};
 use crate::dropout::Seeds;
 use crate::error::{ensure_above_zero, ensure_dropout, ensure_positive, or_panic};
 use crate::feed_forward::{
     FeedForward, FeedForwardActivation, FeedForwardLinear, FeedForwardSparsity,
 };
 use crate::layouts::Layouts;
-use crate::nsa::NsaHeads;
 use crate::results::Results;
 use crate::stream::{Projected, Stream};
 use crate::{
@@ -162,18 +161,11 @@ impl SparseTransformerBlockConfig {
             let [d_input, d_output] = projection.weight.lazy_shape().dims();
             *projection = init::linear(d_input, d_output, self.init_scale, device);
         }
-        let content = mha.content.as_mut();
-        let (nsa, dsa) = content.map_or((None, None), |content| {
-            (content.nsa.as_mut(), content.dsa.as_mut())
-        });
-        for layer in nsa.into_iter().flat_map(NsaHeads::layers_mut) {
+        for layer in mha.content.iter_mut().flat_map(ContentHeads::layers_mut) {
             let [d_input, d_output] = layer.weight.lazy_shape().dims();
-            *layer = init::linear(d_input, d_output, self.init_scale, device);
-        }
-        for layer in dsa.into_iter().flat_map(|dsa| dsa.indexer.layers_mut()) {
-            let [d_input, d_output] = layer.weight.lazy_shape().dims();
-            // They have no bias.
-            layer.weight = init::linear(d_input, d_output, self.init_scale, device).weight;
+            let drawn = init::linear(d_input, d_output, self.init_scale, device);
+            layer.weight = drawn.weight;
+            layer.bias = layer.bias.take().and(drawn.bias);
         }
         mha.output = init::linear(self.d_model, self.d_model, residual_scale, device);
         Ok(mha)

@@ -4,10 +4,8 @@ use burn::nn::Linear;
 use burn::nn::attention::MultiHeadAttention;
 use burn_blocksparse::Pattern;
 
-use crate::dsa::check_pattern;
 use crate::error::ensure_shape;
 use crate::layouts::Layouts;
-use crate::selected::check_selection;
 use crate::{SparseMultiHeadAttention, SparseMultiHeadAttentionConfig, TransformerError};
 
 impl SparseMultiHeadAttention {
@@ -75,15 +73,7 @@ impl SparseMultiHeadAttention {
         pattern: Pattern,
         block_size: usize,
     ) -> Result<Self, TransformerError> {
-        check_selection(&pattern, self.selection())?;
-        self.ensure_alike()?;
-        if self.content.is_some() && !pattern.is_causal() {
-            let expected = "causal beside heads that choose by content";
-            return Err(TransformerError::argument("pattern", expected, &pattern));
-        }
-        if self.dsa().is_some() {
-            check_pattern(&pattern)?;
-        }
+        self.kind().check_pattern(&pattern)?;
         let layouts = Layouts::new(pattern, self.pattern_heads(), block_size)?;
         Ok(self.with_layouts(layouts))
     }

@@ -3,12 +3,15 @@
 use std::fmt;
 use std::str::FromStr;
 
+use burn::module::Content;
 use burn::tensor::{Int, Tensor};
+use burn_blocksparse::Pattern;
 use burn_sparse_select::{Selection, SelectionQuality};
 use serde::{Deserialize, Serialize};
 
 use crate::call::Call;
 use crate::error::{ensure, ensure_none};
+use crate::kind::{AttentionKind, Heads};
 use crate::layouts::Request;
 use crate::selected::check_selection;
 use crate::{SparseMhaInput, SparseMultiHeadAttention, SparseTransformer, TransformerError};
@@ -114,6 +117,66 @@ impl TryFrom<String> for HeadSelections {
     }
 }
 
+impl AttentionKind for HeadSelections {
+    /// Heads that choose alike attend together.
+    fn attend(
+        &self,
+        mha: &SparseMultiHeadAttention,
+        (query, key, value): Heads,
+        request: &Request,
+        call: &Call,
+    ) -> Result<Tensor<4>, TransformerError> {
+        let expected = "none where heads choose in different ways";
+        ensure_none("bias", call.bias.is_some(), expected)?;
+        let dropout = mha.options_of(&query, call).dropout.is_some();
+        ensure_none("dropout", dropout, expected)?;
+        let group = mha.n_heads / mha.n_kv_heads;
+        let mut found: Vec<Option<Tensor<4>>> = vec![None; mha.n_heads];
+        for (selection, members) in self.parts(mha.n_heads) {
+            let of = |x: &Tensor<4>, group: usize| of_heads(x, &members, group);
+            let part = (of(&query, 1), of(&key, group), of(&value, group));
+            let context = match selection {
+                Some(selection) => {
+                    let cut = mha.cut_of(selection, request, members.len())?;
+                    mha.attend_chosen(part, selection, &cut, call)?
+                }
+                None => {
+                    let layouts = mha.layouts.of_shape(members.len(), mha.block_size())?;
+                    mha.attend(part, &layouts.get(request)?, call)?
+                }
+            };
+            for (at, &head) in members.iter().enumerate() {
+                found[head] = Some(context.clone().slice_dim(1, at..at + 1));
+            }
+        }
+        let found = found
+            .into_iter()
+            .map(|head| head.expect("each head has a choice"));
+        Ok(Tensor::cat(found.collect(), 1))
+    }
+
+    fn chooses(&self) -> bool {
+        true
+    }
+
+    fn check_pattern(&self, _: &Pattern) -> Result<(), TransformerError> {
+        self.ensure_replaceable()
+    }
+
+    fn ensure_replaceable(&self) -> Result<(), TransformerError> {
+        let expected = "none here: take it out by `with_head_selections(None)`";
+        ensure_none("head_selections", true, expected)
+    }
+
+    fn ensure_decodable(&self) -> Result<(), TransformerError> {
+        self.ensure_replaceable()
+    }
+
+    fn display(&self, content: Content) -> Content {
+        content.add("head_selections", &self.to_string())
+    }
+}
+
 impl SparseMultiHeadAttention {
     /// Sets how each head chooses its keys by content, anew in each call, in place of one choice for all ([`Self::with_selection`]). Heads that choose alike
     /// are one call of attention, each with a copy of its keys and values.
@@ -195,43 +258,6 @@ impl SparseMultiHeadAttention {
             }
         }
         Ok(found)
-    }
-
-    /// Attention of projected queries, keys and values, heads that choose alike together.
-    pub(crate) fn attend_by_heads(
-        &self,
-        (query, key, value): (Tensor<4>, Tensor<4>, Tensor<4>),
-        heads: &HeadSelections,
-        request: &Request,
-        call: &Call,
-    ) -> Result<Tensor<4>, TransformerError> {
-        let expected = "none where heads choose in different ways";
-        ensure_none("bias", call.bias.is_some(), expected)?;
-        let dropout = self.options_of(&query, call).dropout.is_some();
-        ensure_none("dropout", dropout, expected)?;
-        let group = self.n_heads / self.n_kv_heads;
-        let mut found: Vec<Option<Tensor<4>>> = vec![None; self.n_heads];
-        for (selection, members) in heads.parts(self.n_heads) {
-            let of = |x: &Tensor<4>, group: usize| of_heads(x, &members, group);
-            let part = (of(&query, 1), of(&key, group), of(&value, group));
-            let context = match selection {
-                Some(selection) => {
-                    let cut = self.cut_of(selection, request, members.len())?;
-                    self.attend_chosen(part, selection, &cut, call)?
-                }
-                None => {
-                    let layouts = (self.layouts).of_shape(members.len(), self.block_size())?;
-                    self.attend(part, &layouts.get(request)?, call)?
-                }
-            };
-            for (at, &head) in members.iter().enumerate() {
-                found[head] = Some(context.clone().slice_dim(1, at..at + 1));
-            }
-        }
-        let found = found
-            .into_iter()
-            .map(|head| head.expect("each head has a choice"));
-        Ok(Tensor::cat(found.collect(), 1))
     }
 }
 

@@ -79,6 +79,7 @@ mod init;
 mod input;
 #[doc(hidden)]
 pub mod internal;
+mod kind;
 mod layouts;
 pub mod linear;
 pub mod longformer;

@@ -5,7 +5,6 @@ use burn::tensor::{FloatDType, Tensor};
 use burn_blocksparse::layout::PaddingMask;
 use burn_blocksparse::{AttentionOptions, SparseAttentionCall};
 use burn_fused_ops::{Activation, bias_activation};
-use burn_sparse_select::Selection;
 
 use crate::call::Call;
 use crate::heads::Positions;
@@ -101,31 +100,22 @@ impl SparseMultiHeadAttention {
     ) -> Result<Tensor<4>, TransformerError> {
         let [_, _, seq, _] = query.dims();
         let mut request = Request::new(seq, seq);
-        let call = Call::of_heads(query.dtype());
-        let heads = (query, key, value);
+        let (call, kind) = (Call::of_heads(query.dtype()), self.kind());
         // Rows behind a sequence are none, and take no part in its choice; where later ones have no part anyway, nothing has to be cut.
-        let is_stable = |selection: &Selection| selection.estimator().traits().prefix_stable;
-        if let Some(lengths) = lengths.filter(|_| !self.selection().is_some_and(is_stable)) {
+        if let Some(lengths) = lengths.filter(|_| !kind.ignores_later_rows()) {
             let entry = |&length: &usize| {
                 let real: Vec<bool> = (0..seq).map(|row| row < length).collect();
                 PaddingMask::default().queries(real.clone()).keys(real)
             };
             request.restrictions = lengths.iter().map(entry).collect();
         }
-        match (self.head_selections(), self.selection()) {
-            (Some(by_head), _) => self.attend_by_heads(heads, by_head, &request, &call),
-            (None, Some(selection)) => {
-                let cut = self.cut(selection, &request)?;
-                self.attend_chosen(heads, selection, &cut, &call)
-            }
-            (None, None) => self.attend(heads, &self.layouts.get(&request)?, &call),
-        }
+        kind.attend(self, (query, key, value), &request, &call)
     }
 
     /// Whether keys are chosen by content with parameters of no head.
     #[doc(hidden)]
     pub fn chooses(&self) -> bool {
-        self.selection().is_some() || self.head_selections().is_some()
+        self.kind().chooses()
     }
 
     /// The same by the pattern alone, and the log of each row's sum of exponentials, `[batch, n_heads, seq]`.

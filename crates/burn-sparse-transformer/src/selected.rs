@@ -1,5 +1,6 @@
 //! Attention that chooses its keys by content.
 
+use burn::module::Content;
 use burn::tensor::{Int, Tensor};
 use burn_blocksparse::layout::PaddingMask;
 use burn_blocksparse::{BlockLayout, DeviceLayout, Layout, OpError, Pattern};
@@ -9,6 +10,7 @@ use burn_sparse_select::{
 
 use crate::call::Call;
 use crate::error::{ensure, ensure_none, or_panic};
+use crate::kind::{AttentionKind, Heads};
 use crate::layouts::Request;
 use crate::stream::Stream;
 use crate::{
@@ -30,6 +32,48 @@ impl Cut {
         within.layout = self.layout.as_ref();
         within.lengths = self.lengths.as_deref();
         within
+    }
+}
+
+impl AttentionKind for Selection {
+    fn attend(
+        &self,
+        mha: &SparseMultiHeadAttention,
+        heads: Heads,
+        request: &Request,
+        call: &Call,
+    ) -> Result<Tensor<4>, TransformerError> {
+        mha.attend_chosen(heads, self, &mha.cut(self, request)?, call)
+    }
+
+    fn chooses(&self) -> bool {
+        true
+    }
+
+    fn ignores_later_rows(&self) -> bool {
+        self.estimator().traits().prefix_stable
+    }
+
+    fn check_pattern(&self, pattern: &Pattern) -> Result<(), TransformerError> {
+        check_selection(pattern, Some(self))
+    }
+
+    fn ensure_pattern(&self) -> Result<(), TransformerError> {
+        let expected = "none where layouts are the pattern's (packed sequences, weights): \
+                        take it out by `with_selection(None)`";
+        ensure_none("selection", true, expected)
+    }
+
+    fn ensure_decodable(&self) -> Result<(), TransformerError> {
+        let expected = || {
+            "prefix stable with a cache: later tokens take part in this one's choices; take it out by `with_selection(None)`"
+                .into()
+        };
+        ensure(self.ignores_later_rows(), "selection", expected, self)
+    }
+
+    fn display(&self, content: Content) -> Content {
+        content.add("selection", &self.to_string())
     }
 }
 
@@ -64,8 +108,7 @@ impl SparseMultiHeadAttention {
     ) -> Result<Self, TransformerError> {
         check_selection(self.pattern(), selection.as_ref())?;
         if selection.is_some() {
-            self.ensure_no_content()?;
-            self.ensure_alike()?;
+            self.kind().ensure_replaceable()?;
         }
         self.selection = selection;
         Ok(self)
@@ -117,8 +160,7 @@ impl SparseMultiHeadAttention {
     {
         let expected = "none: a chosen layout says what takes part";
         ensure_none("padding", input.padding.is_some(), expected)?;
-        self.ensure_no_content()?;
-        self.ensure_alike()?;
+        self.kind().ensure_replaceable()?;
         let (call, _) = self.prepare(&input, 0)?;
         let heads = self.project(input, &call)?;
         let layout = choose(heads.0.clone(), heads.1.clone())?;
@@ -189,7 +231,7 @@ impl SparseMultiHeadAttention {
     /// Attention of projected queries, keys and values over what a selection chooses.
     pub(crate) fn attend_chosen(
         &self,
-        heads: (Tensor<4>, Tensor<4>, Tensor<4>),
+        heads: Heads,
         selection: &Selection,
         cut: &Cut,
         call: &Call,
@@ -222,28 +264,12 @@ impl SparseMultiHeadAttention {
         })
     }
 
-    /// That heads do not choose in different ways.
-    pub(crate) fn ensure_alike(&self) -> Result<(), TransformerError> {
-        let expected = "none here: take it out by `with_head_selections(None)`";
-        ensure_none("head_selections", self.head_selections.is_some(), expected)
-    }
-
     /// That tokens that come later change no choice.
     ///
     /// # Errors
     /// [`TransformerError::Argument`] that says what of the module is in the way.
     pub fn ensure_decodable(&self) -> Result<(), TransformerError> {
-        self.ensure_no_content()?;
-        self.ensure_alike()?;
-        let leaks = |selection: &&Selection| !selection.estimator().traits().prefix_stable;
-        match self.selection.as_ref().filter(leaks) {
-            None => Ok(()),
-            Some(selection) => Err(TransformerError::argument(
-                "selection",
-                "prefix stable with a cache: later tokens take part in this one's choices; take it out by `with_selection(None)`",
-                selection,
-            )),
-        }
+        self.kind().ensure_decodable()
     }
 
     pub(crate) fn score_call(&self, query: Tensor<4>, key: Tensor<4>) -> EstimateInputs {
@@ -271,15 +297,6 @@ impl SparseMultiHeadAttention {
         let (query, key, _) = self.project(input, &call)?;
         let call = self.score_call(query, key);
         Ok(selection.quality_within(&call, cut.layout.as_ref())?)
-    }
-
-    /// That a call that knows patterns alone is not one of a module that chooses.
-    pub(crate) fn ensure_unselected(&self) -> Result<(), TransformerError> {
-        self.ensure_no_content()?;
-        self.ensure_alike()?;
-        let expected = "none where layouts are the pattern's (packed sequences, weights): \
-                        take it out by `with_selection(None)`";
-        ensure_none("selection", self.selection.is_some(), expected)
     }
 }
 

@@ -6,7 +6,7 @@ use burn_fused_ops::{CrossEntropyOptions, LinearOptions, embedding, linear, line
 use burn_sparse_select::Selection;
 
 use crate::block::Pass;
-use crate::content::ContentAttention;
+use crate::content::{ContentAttention, ContentHeads};
 use crate::dsa::DsaStage;
 use crate::error::{ensure, ensure_multiple, ensure_positive, ensure_shape, or_panic};
 use crate::feed_forward::{FeedForwardActivation, FeedForwardSparsity};
@@ -195,9 +195,8 @@ impl SparseTransformerConfig {
                 let mut block = config.init_with(layouts, device)?;
                 block.mha.rope = rope.get_or_insert(block.mha.rope).clone();
                 let content = block.mha.content.as_mut();
-                if let Some(dsa) = content.and_then(|content| content.dsa.as_mut()) {
-                    let own = dsa.indexer.rope.take();
-                    dsa.indexer.rope = index_rope.get_or_insert(own).clone();
+                if let Some(own) = content.and_then(ContentHeads::index_rope_mut) {
+                    *own = index_rope.get_or_insert(own.take()).clone();
                 }
                 Ok(block)
             })

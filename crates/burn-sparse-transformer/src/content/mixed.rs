@@ -1,8 +1,9 @@
 //! Attention of which some heads are a pattern's, and the others choose by content.
 
-use burn::module::Module;
+use burn::module::{Content, Module};
+use burn::nn::{Linear, RotaryEncoding};
 use burn::tensor::{Device, Int, Tensor};
-use burn_blocksparse::Seed;
+use burn_blocksparse::{Pattern, Seed};
 use burn_fused_ops::internal::{cat_head_groups, split_head_groups};
 
 use super::kind::ContentAttention;
@@ -11,11 +12,12 @@ use super::routing::RoutingHeads;
 use crate::call::{Call, Seen};
 use crate::dsa::DsaHeads;
 use crate::error::{ensure, ensure_none};
+use crate::kind::AttentionKind;
 use crate::nsa::NsaHeads;
 use crate::stream::Stream;
 use crate::{
-    Precision, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
-    SparseTransformer, TransformerError,
+    Precision, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
+    SparseMultiHeadAttentionConfig, SparseTransformer, TransformerError,
 };
 
 /// Of a call's dropout seed, for the rotations of hashes.
@@ -49,9 +51,25 @@ impl ContentHeads {
         self.local_heads
     }
 
-    /// Whether they are all heads of a layer.
-    pub(crate) fn is_whole_layer(&self) -> bool {
-        self.config.is_whole_layer()
+    /// How they find their keys.
+    pub(crate) fn kind(&self) -> &dyn AttentionKind {
+        match (&self.nsa, &self.dsa) {
+            (Some(nsa), _) => nsa,
+            (None, Some(dsa)) => dsa,
+            (None, None) => self,
+        }
+    }
+
+    /// Linear layers of their own.
+    pub(crate) fn layers_mut(&mut self) -> Vec<&mut Linear> {
+        let nsa = self.nsa.iter_mut().flat_map(NsaHeads::layers_mut);
+        let dsa = self.dsa.iter_mut().flat_map(|dsa| dsa.indexer.layers_mut());
+        nsa.chain(dsa).collect()
+    }
+
+    /// The rotations of an indexer.
+    pub(crate) fn index_rope_mut(&mut self) -> Option<&mut Option<RotaryEncoding>> {
+        self.dsa.as_mut().map(|dsa| &mut dsa.indexer.rope)
     }
 
     fn new(
@@ -99,16 +117,82 @@ impl ContentHeads {
             (None, None) => unreachable!("made with one of them, or called as a whole layer"),
         }
     }
+}
 
-    /// Pairs that are computed for a sequence, of one head.
-    pub(crate) fn pairs(&self, seq: usize) -> u64 {
+/// The pattern's heads, and behind them those that choose by content.
+impl AttentionKind for ContentHeads {
+    fn context(
+        &self,
+        mha: &SparseMultiHeadAttention,
+        input: SparseMhaInput,
+        _: Option<&mut SparseMhaCache>,
+    ) -> Result<(Seen, Call), TransformerError> {
+        let beside = "none with heads that choose by content";
+        ensure_none("padding", input.padding.is_some(), beside)?;
+        ensure_none("bias", input.bias.is_some(), beside)?;
+        let own = input.is_self_attention();
+        let expected = || "self-attention with heads that choose by content".into();
+        ensure(own, "input", expected, "another key or value")?;
+        let (call, request) = mha.prepare(&input, 0)?;
+        let layout = mha.layouts.get(&request)?;
+        let (query, key, value) = mha.project(input, &call)?;
+        let local = self.local_heads;
+        let trains = query.is_autodiff();
+        // What chooses reads heads one behind the other, several times: they are laid out so once.
+        let [query, far_query] = split_head_groups(query, local)?;
+        let [value, far_value] = split_head_groups(value, local)?;
+        let near = mha.attend((query, key, value), &layout, &call)?;
+        let seed = match call.dropout_seed {
+            Some(seed) => Some(seed.derive(ROTATIONS)),
+            None => trains.then(|| mha.seeds.next()),
+        };
+        let far = self.forward(far_query, far_value, seed)?;
+        let seen = Seen {
+            heads: cat_head_groups([near, far.heads])?,
+            aux_loss: far.aux_loss,
+        };
+        Ok((seen, call))
+    }
+
+    fn check_pattern(&self, pattern: &Pattern) -> Result<(), TransformerError> {
+        check_causal(pattern)
+    }
+
+    fn ensure_replaceable(&self) -> Result<(), TransformerError> {
+        let expected = "none with padding, packed sequences, weights, caches and pools: later tokens take part in what its heads see";
+        Err(TransformerError::argument(
+            "content",
+            expected,
+            &self.config,
+        ))
+    }
+
+    fn ensure_decodable(&self) -> Result<(), TransformerError> {
+        self.ensure_replaceable()
+    }
+
+    fn pairs(&self, mha: &SparseMultiHeadAttention, seq: usize) -> Result<u64, TransformerError> {
         let of_clusters = self.routing.as_ref().map(|routing| routing.pairs(seq));
         let of_hashes = self.lsh.as_ref().map(|lsh| lsh.pairs(seq));
-        let of_branches = self.nsa.as_ref().map(|nsa| nsa.pairs(seq));
-        let of_indexer = self.dsa.as_ref().map(|dsa| dsa.pairs(seq));
-        let pairs = of_clusters.or(of_hashes).or(of_branches).or(of_indexer);
-        pairs.unwrap_or_default()
+        let pairs = of_clusters.or(of_hashes).unwrap_or_default();
+        let chosen = (mha.n_heads - self.local_heads) as u64 * pairs;
+        Ok(mha.layout(seq, seq)?.allowed_pairs() + chosen)
     }
+
+    fn display(&self, content: Content) -> Content {
+        display(content, &self.config, self.local_heads)
+    }
+}
+
+/// That a pattern can stand in a layer with heads that choose by content.
+pub(crate) fn check_causal(pattern: &Pattern) -> Result<(), TransformerError> {
+    let expected = || "causal beside heads that choose by content".into();
+    ensure(pattern.is_causal(), "pattern", expected, pattern)
+}
+
+/// Adds heads that choose by content to how a layer is printed.
+pub(crate) fn display(content: Content, config: &impl ToString, local_heads: usize) -> Content {
+    (content.add("content", &config.to_string())).add("local_heads", &local_heads)
 }
 
 impl SparseMultiHeadAttentionConfig {
@@ -220,7 +304,9 @@ impl SparseMultiHeadAttention {
     /// Heads of keys and of values.
     pub(crate) fn kv_heads(&self) -> [usize; 2] {
         match &self.content {
-            Some(content) if !content.is_whole_layer() => [content.local_heads, self.n_heads],
+            Some(content) if !content.config.is_whole_layer() => {
+                [content.local_heads, self.n_heads]
+            }
             None | Some(_) => [self.n_kv_heads; 2],
         }
     }
@@ -230,66 +316,12 @@ impl SparseMultiHeadAttention {
         (self.content.as_ref()).map_or(self.n_heads, ContentHeads::local_heads)
     }
 
-    /// The pattern's heads, and behind them those that choose by content.
-    pub(crate) fn mixed_context(
-        &self,
-        input: SparseMhaInput,
-        content: &ContentHeads,
-    ) -> Result<(Seen, Call), TransformerError> {
-        if let Some(nsa) = &content.nsa {
-            let (heads, call) = self.nsa_context(input, nsa, None)?;
-            return Ok((heads.into(), call));
-        }
-        if let Some(dsa) = &content.dsa {
-            return self.dsa_context(input, dsa, None);
-        }
-        let beside = "none with heads that choose by content";
-        ensure_none("padding", input.padding.is_some(), beside)?;
-        ensure_none("bias", input.bias.is_some(), beside)?;
-        let own = input.is_self_attention();
-        let expected = || "self-attention with heads that choose by content".into();
-        ensure(own, "input", expected, "another key or value")?;
-        let (call, request) = self.prepare(&input, 0)?;
-        let layout = self.layouts.get(&request)?;
-        let (query, key, value) = self.project(input, &call)?;
-        let local = content.local_heads;
-        let trains = query.is_autodiff();
-        // What chooses reads heads one behind the other, several times: they are laid out so once.
-        let [query, far_query] = split_head_groups(query, local)?;
-        let [value, far_value] = split_head_groups(value, local)?;
-        let near = self.attend((query, key, value), &layout, &call)?;
-        let seed = match call.dropout_seed {
-            Some(seed) => Some(seed.derive(ROTATIONS)),
-            None => trains.then(|| self.seeds.next()),
-        };
-        let far = content.forward(far_query, far_value, seed)?;
-        let seen = Seen {
-            heads: cat_head_groups([near, far.heads])?,
-            aux_loss: far.aux_loss,
-        };
-        Ok((seen, call))
-    }
-
     /// That a call that knows patterns alone, or a cache, is not one of a module with heads that choose by content.
     #[doc(hidden)]
     pub fn ensure_no_content(&self) -> Result<(), TransformerError> {
         match &self.content {
             None => Ok(()),
-            Some(content) => Err(TransformerError::argument(
-                "content",
-                match &content.config {
-                    ContentAttention::Nsa(_) => {
-                        "none with padding, packed sequences and weights, which know nothing of its branches"
-                    }
-                    ContentAttention::Dsa(_) => {
-                        "none with padding, packed sequences and weights, which know nothing of its indexer"
-                    }
-                    ContentAttention::Routing(_) | ContentAttention::Lsh(_) => {
-                        "none with padding, packed sequences, weights, caches and pools: later tokens take part in what its heads see"
-                    }
-                },
-                &content.config,
-            )),
+            Some(content) => content.kind().ensure_replaceable(),
         }
     }
 

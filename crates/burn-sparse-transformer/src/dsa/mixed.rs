@@ -1,5 +1,6 @@
 //! DeepSeek sparse attention in the place of a layer's pattern.
 
+use burn::module::Content;
 use burn::nn::LinearConfig;
 use burn::tensor::Device;
 use burn_blocksparse::Pattern;
@@ -7,14 +8,16 @@ use burn_blocksparse::Pattern;
 use super::heads::DsaParts;
 use super::{DsaHeads, DsaHeadsConfig, DsaStage};
 use crate::call::{Call, Seen};
+use crate::content::{ContentAttention, display};
 use crate::error::{ensure, ensure_none};
+use crate::kind::AttentionKind;
 use crate::{
     SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
     TransformerError,
 };
 
 /// That tokens see all earlier ones, from which DeepSeek sparse attention chooses.
-pub(crate) fn check_pattern(pattern: &Pattern) -> Result<(), TransformerError> {
+fn check_pattern(pattern: &Pattern) -> Result<(), TransformerError> {
     let expected = || "causal with dsa, whose tokens choose from all earlier ones".into();
     ensure(*pattern == Pattern::causal(), "pattern", expected, pattern)
 }
@@ -51,6 +54,95 @@ impl SparseMultiHeadAttentionConfig {
     }
 }
 
+impl AttentionKind for DsaHeads {
+    fn context(
+        &self,
+        mha: &SparseMultiHeadAttention,
+        input: SparseMhaInput,
+        cache: Option<&mut SparseMhaCache>,
+    ) -> Result<(Seen, Call), TransformerError> {
+        ensure_none("padding", input.padding.is_some(), "none with dsa")?;
+        ensure_none("bias", input.bias.is_some(), "none with dsa")?;
+        let own = input.is_self_attention();
+        let expected = || "self-attention with dsa".into();
+        ensure(own, "input", expected, "another key or value")?;
+        let before = cache.as_ref().map_or(0, |cache| cache.len());
+        let (call, request) = mha.prepare(&input, before)?;
+        // Nothing is learned from a cache.
+        let learns = input.query.is_autodiff() && cache.is_none();
+        let x = input.query.clone();
+        let heads = mha.project(input, &call)?;
+        if self.stage() == DsaStage::Sparse {
+            let (q, k, v) = heads;
+            let parts = DsaParts {
+                heads: [q, k, v],
+                index: self.index(x, &call.key)?,
+            };
+            let parts = match cache {
+                Some(cache) => self.behind(parts, cache)?,
+                None => parts,
+            };
+            return Ok((self.attend(parts, &mha.options, learns)?, call));
+        }
+        let aux_loss = match learns && self.stage() == DsaStage::WarmUp {
+            true => {
+                let index = self.index(x, &call.key)?;
+                let pair = [&heads.0, &heads.1];
+                Some(self.warm_up_loss(&index, pair, mha.options.scale)?)
+            }
+            false => None,
+        };
+        let (q, k, v) = heads;
+        let (k, v) = match cache {
+            Some(cache) => cache.append(k, v),
+            None => (k, v),
+        };
+        let heads = mha.attend((q, k, v), &mha.layouts.get(&request)?, &call)?;
+        Ok((Seen { heads, aux_loss }, call))
+    }
+
+    fn check_pattern(&self, pattern: &Pattern) -> Result<(), TransformerError> {
+        check_pattern(pattern)
+    }
+
+    fn ensure_replaceable(&self) -> Result<(), TransformerError> {
+        let expected =
+            "none with padding, packed sequences and weights, which know nothing of its indexer";
+        Err(TransformerError::argument(
+            "content",
+            expected,
+            content(self),
+        ))
+    }
+
+    fn pairs(&self, mha: &SparseMultiHeadAttention, seq: usize) -> Result<u64, TransformerError> {
+        Ok(mha.n_heads as u64 * DsaHeads::pairs(self, seq))
+    }
+
+    fn matmul_flops_per_token(&self) -> u64 {
+        match self.stage() {
+            DsaStage::Sparse => DsaHeads::matmul_flops_per_token(self),
+            DsaStage::Dense | DsaStage::WarmUp => 0,
+        }
+    }
+
+    fn score_flops(&self, seq: usize) -> u64 {
+        match self.stage() {
+            DsaStage::Sparse => DsaHeads::score_flops(self, seq),
+            DsaStage::Dense | DsaStage::WarmUp => 0,
+        }
+    }
+
+    fn display(&self, shown: Content) -> Content {
+        display(shown, &content(self), 0)
+    }
+}
+
+/// As it is written.
+fn content(dsa: &DsaHeads) -> ContentAttention {
+    ContentAttention::Dsa(dsa.config().clone())
+}
+
 impl SparseMultiHeadAttention {
     /// Heads of DeepSeek sparse attention, if that is what they are.
     pub fn dsa(&self) -> Option<&DsaHeads> {
@@ -60,52 +152,5 @@ impl SparseMultiHeadAttention {
     /// The same, if they choose: in other stages of training they see what their pattern keeps.
     pub fn choosing_dsa(&self) -> Option<&DsaHeads> {
         self.dsa().filter(|dsa| dsa.stage() == DsaStage::Sparse)
-    }
-
-    /// What heads of DeepSeek sparse attention see, with a cache also of the positions in it. After an error the cache may hold some of the input's.
-    pub(crate) fn dsa_context(
-        &self,
-        input: SparseMhaInput,
-        dsa: &DsaHeads,
-        cache: Option<&mut SparseMhaCache>,
-    ) -> Result<(Seen, Call), TransformerError> {
-        ensure_none("padding", input.padding.is_some(), "none with dsa")?;
-        ensure_none("bias", input.bias.is_some(), "none with dsa")?;
-        let own = input.is_self_attention();
-        let expected = || "self-attention with dsa".into();
-        ensure(own, "input", expected, "another key or value")?;
-        let before = cache.as_ref().map_or(0, |cache| cache.len());
-        let (call, request) = self.prepare(&input, before)?;
-        // Nothing is learned from a cache.
-        let learns = input.query.is_autodiff() && cache.is_none();
-        let x = input.query.clone();
-        let heads = self.project(input, &call)?;
-        if dsa.stage() == DsaStage::Sparse {
-            let (q, k, v) = heads;
-            let parts = DsaParts {
-                heads: [q, k, v],
-                index: dsa.index(x, &call.key)?,
-            };
-            let parts = match cache {
-                Some(cache) => dsa.behind(parts, cache)?,
-                None => parts,
-            };
-            return Ok((dsa.attend(parts, &self.options, learns)?, call));
-        }
-        let aux_loss = match learns && dsa.stage() == DsaStage::WarmUp {
-            true => {
-                let index = dsa.index(x, &call.key)?;
-                let pair = [&heads.0, &heads.1];
-                Some(dsa.warm_up_loss(&index, pair, self.options.scale)?)
-            }
-            false => None,
-        };
-        let (q, k, v) = heads;
-        let (k, v) = match cache {
-            Some(cache) => cache.append(k, v),
-            None => (k, v),
-        };
-        let heads = self.attend((q, k, v), &self.layouts.get(&request)?, &call)?;
-        Ok((Seen { heads, aux_loss }, call))
     }
 }

@@ -19,5 +19,4 @@ pub use config::DsaHeadsConfig;
 pub use heads::DsaHeads;
 pub(crate) use heads::DsaParts;
 pub use indexer::DsaIndexer;
-pub(crate) use mixed::check_pattern;
 pub use stage::DsaStage;

@@ -167,11 +167,12 @@ impl LongformerAttention {
     /// Adds the projections of global tokens to a trained attention, as copies of its own.
     ///
     /// # Errors
-    /// If the attention has a `selection`, `rope`, `qk_norm`, `dropout`, `alibi`, biases of distances, sinks or `quiet_softmax`.
+    /// If the attention has a `selection`, `head_selections`, `content`, `rope`, `qk_norm`, `dropout`, `alibi`, biases of distances, sinks or `quiet_softmax`.
     pub fn from_attention(mha: SparseMultiHeadAttention) -> Result<Self, TransformerError> {
         // Global tokens are queries out of their places, which these depend on.
         for (argument, given) in [
             ("selection", mha.selection().is_some()),
+            ("head_selections", mha.head_selections().is_some()),
             ("content", mha.content.is_some()),
             ("rope", mha.rope.is_some()),
             ("qk_norm", mha.query_norm.is_some()),

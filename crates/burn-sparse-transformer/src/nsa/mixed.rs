@@ -1,13 +1,17 @@
 //! Native sparse attention in the place of a layer's pattern.
 
+use burn::module::Content;
 use burn::nn::LinearConfig;
 use burn::tensor::{Device, Tensor};
+use burn_blocksparse::Pattern;
 
 use super::heads::{NsaSizes, Placing, Projections};
 use super::{NsaHeads, NsaHeadsConfig};
-use crate::call::Call;
+use crate::call::{Call, Seen};
+use crate::content::{ContentAttention, check_causal, display};
 use crate::error::{ensure, ensure_none};
 use crate::heads::Positions;
+use crate::kind::AttentionKind;
 use crate::precision::project_heads;
 use crate::{
     SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
@@ -51,33 +55,65 @@ impl SparseMultiHeadAttentionConfig {
     }
 }
 
-impl SparseMultiHeadAttention {
-    /// Heads of native sparse attention, if that is what they are.
-    pub fn nsa(&self) -> Option<&NsaHeads> {
-        self.content.as_ref()?.nsa.as_ref()
-    }
-
-    /// What heads of native sparse attention see, with a cache also of the positions in it. After an error the cache may hold some of the input's.
-    pub(crate) fn nsa_context(
+impl AttentionKind for NsaHeads {
+    fn context(
         &self,
+        mha: &SparseMultiHeadAttention,
         input: SparseMhaInput,
-        nsa: &NsaHeads,
         cache: Option<&mut SparseMhaCache>,
-    ) -> Result<(Tensor<4>, Call), TransformerError> {
+    ) -> Result<(Seen, Call), TransformerError> {
         ensure_none("padding", input.padding.is_some(), "none with nsa")?;
         ensure_none("bias", input.bias.is_some(), "none with nsa")?;
         let own = input.is_self_attention();
         let expected = || "self-attention with nsa".into();
         ensure(own, "input", expected, "another key or value")?;
         let before = cache.as_ref().map_or(0, |cache| cache.len());
-        let (call, _) = self.prepare(&input, before)?;
+        let (call, _) = mha.prepare(&input, before)?;
         let x = input.query;
-        let (heads, placing) = self.nsa_projections(x.clone(), &call.query)?;
+        let (heads, placing) = mha.nsa_projections(x.clone(), &call.query)?;
         let context = match cache {
-            None => nsa.forward(x, heads, &placing, self.precision)?,
-            Some(cache) => nsa.forward_cache(x, heads, cache, &placing, self.precision)?,
+            None => self.forward(x, heads, &placing, mha.precision)?,
+            Some(cache) => self.forward_cache(x, heads, cache, &placing, mha.precision)?,
         };
-        Ok((context, call))
+        Ok((context.into(), call))
+    }
+
+    fn check_pattern(&self, pattern: &Pattern) -> Result<(), TransformerError> {
+        check_causal(pattern)
+    }
+
+    fn ensure_replaceable(&self) -> Result<(), TransformerError> {
+        let expected =
+            "none with padding, packed sequences and weights, which know nothing of its branches";
+        Err(TransformerError::argument(
+            "content",
+            expected,
+            content(self),
+        ))
+    }
+
+    fn pairs(&self, mha: &SparseMultiHeadAttention, seq: usize) -> Result<u64, TransformerError> {
+        Ok(mha.n_heads as u64 * NsaHeads::pairs(self, seq))
+    }
+
+    fn matmul_flops_per_token(&self) -> u64 {
+        NsaHeads::matmul_flops_per_token(self)
+    }
+
+    fn display(&self, shown: Content) -> Content {
+        display(shown, &content(self), 0)
+    }
+}
+
+/// As it is written.
+fn content(nsa: &NsaHeads) -> ContentAttention {
+    ContentAttention::Nsa(nsa.config().clone())
+}
+
+impl SparseMultiHeadAttention {
+    /// Heads of native sparse attention, if that is what they are.
+    pub fn nsa(&self) -> Option<&NsaHeads> {
+        self.content.as_ref()?.nsa.as_ref()
     }
 
     /// Heads as they are projected, and what happens to keys behind that.

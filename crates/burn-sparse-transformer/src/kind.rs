@@ -1,0 +1,114 @@
+//! How the heads of a layer find their keys.
+
+use burn::module::Content;
+use burn::tensor::Tensor;
+use burn_blocksparse::Pattern;
+
+use crate::call::{Call, Seen};
+use crate::layouts::Request;
+use crate::{SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, TransformerError};
+
+/// Projected queries, keys and values, by heads.
+pub(crate) type Heads = (Tensor<4>, Tensor<4>, Tensor<4>);
+
+/// What differs between a pattern and the choices by content. What is not said is the pattern's. A new kind implements it in a file of its own and has a row in
+/// [`SparseMultiHeadAttention::kind`].
+pub(crate) trait AttentionKind {
+    /// What the heads see of an input, with a cache also of the positions in it. After an error the cache may hold some of the input's.
+    fn context(
+        &self,
+        mha: &SparseMultiHeadAttention,
+        input: SparseMhaInput,
+        cache: Option<&mut SparseMhaCache>,
+    ) -> Result<(Seen, Call), TransformerError> {
+        let before = cache.as_ref().map_or(0, |cache| cache.len());
+        let (call, request) = mha.prepare(&input, before)?;
+        let (query, key, value) = mha.project(input, &call)?;
+        let (key, value) = match cache {
+            Some(cache) => cache.append(key, value),
+            None => (key, value),
+        };
+        let heads = self.attend(mha, (query, key, value), &request, &call)?;
+        Ok((heads.into(), call))
+    }
+
+    /// Attention of projected heads.
+    fn attend(
+        &self,
+        mha: &SparseMultiHeadAttention,
+        heads: Heads,
+        request: &Request,
+        call: &Call,
+    ) -> Result<Tensor<4>, TransformerError> {
+        mha.attend(heads, &mha.layouts.get(request)?, call)
+    }
+
+    /// Whether keys are chosen by content from projected heads alone.
+    fn chooses(&self) -> bool {
+        false
+    }
+
+    /// Whether rows behind a sequence's end change nothing of what the others see, without a layout that leaves them out.
+    fn ignores_later_rows(&self) -> bool {
+        false
+    }
+
+    /// That another pattern can take the place of the layer's.
+    fn check_pattern(&self, _: &Pattern) -> Result<(), TransformerError> {
+        Ok(())
+    }
+
+    /// That a call may choose in its own way.
+    fn ensure_replaceable(&self) -> Result<(), TransformerError> {
+        Ok(())
+    }
+
+    /// That layouts are the pattern's, for calls that know nothing else.
+    fn ensure_pattern(&self) -> Result<(), TransformerError> {
+        self.ensure_replaceable()
+    }
+
+    /// That tokens that come later change no choice.
+    fn ensure_decodable(&self) -> Result<(), TransformerError> {
+        Ok(())
+    }
+
+    /// Pairs that are computed for a sequence, of all heads.
+    fn pairs(&self, mha: &SparseMultiHeadAttention, seq: usize) -> Result<u64, TransformerError> {
+        Ok(mha.layout(seq, seq)?.allowed_pairs())
+    }
+
+    /// Operations of its own projections for one position, forward.
+    fn matmul_flops_per_token(&self) -> u64 {
+        0
+    }
+
+    /// Operations of its own scores for one sequence, forward.
+    fn score_flops(&self, _seq: usize) -> u64 {
+        0
+    }
+
+    /// Adds itself to how a layer is printed.
+    fn display(&self, content: Content) -> Content {
+        content
+    }
+}
+
+/// Which keys are seen is the pattern's alone.
+struct ByPattern;
+
+impl AttentionKind for ByPattern {}
+
+impl SparseMultiHeadAttention {
+    /// How the heads find their keys.
+    pub(crate) fn kind(&self) -> &dyn AttentionKind {
+        if let Some(content) = &self.content {
+            return content.kind();
+        }
+        match (&self.selection, &self.head_selections) {
+            (Some(selection), _) => selection,
+            (None, Some(selections)) => selections,
+            (None, None) => &ByPattern,
+        }
+    }
+}
