@@ -14,11 +14,13 @@ const TEXTS: &str = "
     xattention:128,16,p=0.9,share=no                    | xattention:128,16,0.9
     xattention:128,16,0.9,min=3                         | xattention:128,16,0.9,min=3
     xattention:64,8,k=12,share=sum                      | xattention:64,8,k=12,share=sum
-    xattention:64,8,above=0.01,local=1,first=2          | xattention:64,8,above=0.01,first=2
+    xattention:64,8,above=0.01,local=2,first=2          | xattention:64,8,above=0.01,first=2
+    xattention:64,8,above=0.01,local=1                  | xattention:64,8,above=0.01,local=1
     xattention:64,8,0.8,local=0,first=0                 | xattention:64,8,0.8,first=0,local=0
     sparge:64,0.98,0.6                                  | sparge:64,0.98,0.6
     sparge:64,ratio=0.5,-0.1,smooth=0                   | sparge:64,ratio=0.5,-0.1,smooth=0
-    sparge:64,0.98,0.6,smooth=1,first=1                 | sparge:64,0.98,0.6,first=1
+    sparge:64,0.98,0.6,smooth=1,first=1,local=2         | sparge:64,0.98,0.6
+    sparge:64,0.98,0.6,first=0,local=1                  | sparge:64,0.98,0.6,first=0,local=1
     flexprefill:128,0.9                                 | flexprefill:128,0.9
     flexprefill:128,0.95,0.1                            | flexprefill:128,0.95
     flexprefill:128,0.95,0.1,0                          | flexprefill:128,0.95

@@ -57,6 +57,7 @@ mod arange;
 mod attention;
 mod attention_cache;
 mod attention_config;
+mod attention_density;
 mod attention_flops;
 mod block;
 mod block_attention;

@@ -23,7 +23,7 @@ pub(crate) struct Cut {
     /// The pattern's layout, in the selection's blocks and without padding.
     pub(crate) layout: Option<BlockLayout>,
     /// The real positions of each batch entry.
-    lengths: Option<Vec<usize>>,
+    pub(crate) lengths: Option<Vec<usize>>,
 }
 
 impl Cut {
@@ -334,7 +334,7 @@ fn is_whole(pattern: &Pattern) -> bool {
     [Pattern::causal(), Pattern::dense()].contains(pattern)
 }
 
-fn is_by_query(selection: &Selection) -> bool {
+pub(crate) fn is_by_query(selection: &Selection) -> bool {
     selection.estimator().grid().query_rows == 1
 }
 

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use blocksparse::{Always, Budget, EstimateKind, Rule, ScoreGrid};
+use blocksparse::{Budget, EstimateKind, Rule, ScoreGrid};
 use burn::tensor::Tensor;
 
 #[cfg(feature = "cube")]
@@ -14,7 +14,7 @@ use crate::selection::parts::{
     NUMBERS, by_heads, hidden, joined, padded, rows_of, softmax_of_seen, softmax_reference,
 };
 use crate::selection::sharing::GqaReduction;
-use crate::selection::text::{Arguments, Method, Written};
+use crate::selection::text::{Arguments, Method, SINKS_AND_NEAR, Written};
 use crate::selection::{Selection, check_block};
 use burn_blocksparse::OpError;
 
@@ -30,7 +30,7 @@ use burn_blocksparse::OpError;
 ///
 /// let selection: Selection = "xattention:128,16,0.9".parse()?;
 /// let estimator = XAttention { block: 128, stride: 16 };
-/// let same = Selection::new(estimator, Budget::top_p(0.9)).with_always(Always { first: 1, local: 1 });
+/// let same = Selection::new(estimator, Budget::top_p(0.9)).with_always(Always { first: 1, local: 2 });
 /// assert_eq!(selection, same);
 /// # Ok::<(), burn_blocksparse::OpError>(())
 /// ```
@@ -42,9 +42,6 @@ pub struct XAttention {
     pub stride: usize,
 }
 
-/// Forced by default: the first block and the queries' own.
-const FORCED: Always = Always { first: 1, local: 1 };
-
 pub(crate) const METHOD: Method = Method {
     name: "xattention",
     notation: "xattention:BLOCK,STRIDE,KEEP",
@@ -53,7 +50,7 @@ pub(crate) const METHOD: Method = Method {
         let stride = arguments.whole("STRIDE")?;
         let keep = arguments.keep("KEEP", Budget::top_p)?;
         let selection = Selection::new(XAttention { block, stride }, keep);
-        Ok(selection.with_always(arguments.forced(FORCED)?))
+        Ok(selection.with_always(arguments.forced(SINKS_AND_NEAR)?))
     },
 };
 
@@ -99,7 +96,7 @@ impl BlockEstimator for XAttention {
             .whole(self.block)
             .whole(self.stride);
         let written = written.keep(rule.keep, |keep| matches!(keep, Budget::TopP { .. }));
-        let written = written.forced(rule.forced, FORCED);
+        let written = written.forced(rule.forced, SINKS_AND_NEAR);
         written
             .gqa_reduction(sharing, GqaReduction::PerHead)
             .finish()

@@ -13,7 +13,7 @@ use crate::selection::estimator::{
 };
 use crate::selection::ops::SelectionOps;
 use crate::selection::sharing::GqaReduction;
-use crate::selection::text::{Arguments, Method, Written};
+use crate::selection::text::{Arguments, Method, SINKS_AND_NEAR, Written};
 use crate::selection::{Selection, check_block, reference};
 use burn_blocksparse::OpError;
 use burn_blocksparse::internal::device::served;
@@ -25,17 +25,14 @@ pub struct MeanPool {
     pub block: usize,
 }
 
-/// Forced by default: the first block, the queries' own and the one before it.
-const FORCED: Always = Always { first: 1, local: 2 };
-
 pub(crate) const METHOD: Method = Method {
     name: "topk",
     notation: "topk:BLOCK,KEEP[,LOCAL,FIRST]",
     read: |arguments: &mut Arguments| {
         let block = arguments.whole("BLOCK")?;
         let keep = arguments.keep("KEEP", |k| Budget::TopK(k as usize))?;
-        let local = arguments.optional_whole("LOCAL", FORCED.local)?;
-        let first = arguments.optional_whole("FIRST", FORCED.first)?;
+        let local = arguments.optional_whole("LOCAL", SINKS_AND_NEAR.local)?;
+        let first = arguments.optional_whole("FIRST", SINKS_AND_NEAR.first)?;
         let forced = arguments.forced(Always { first, local })?;
         Ok(Selection::new(MeanPool { block }, keep).with_always(forced))
     },
@@ -50,7 +47,7 @@ impl BlockEstimator for MeanPool {
         let Always { first, local } = rule.forced;
         let written = Written::new(METHOD.name).whole(self.block);
         let written = written.keep(rule.keep, |keep| matches!(keep, Budget::TopK(_)));
-        let written = match rule.forced == FORCED {
+        let written = match rule.forced == SINKS_AND_NEAR {
             true => written,
             false => written.whole(local).whole(first),
         };

@@ -25,7 +25,7 @@ use burn_blocksparse::OpError;
 /// and counts as one of them, so with `k` blocks it chooses `k − 1` before its own, and with 1 none. Defined for causal attention.
 ///
 /// The paper forces no other block. A selection may ([`Always`](blocksparse::Always)): the first ones, and some before the own one. They count as the own one
-/// does, so `moba:64,8,first=1,local=2` chooses five by score.
+/// does, so `moba:64,8,first=1,local=2` chooses five by score. Write it so on a model that was trained without the choice.
 ///
 /// Nothing is trained for it, and the choice has no gradient. The paper has blocks of 512 and k = 3 at 8K tokens, 2,048 and 3 at 32K, 4,096 and 12 at
 /// 1M with the last 3 layers in full attention, and trains nine tenths of the tokens with it and the rest with full attention.

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use blocksparse::{Always, Budget, EstimateKind, Rule};
+use blocksparse::{Budget, EstimateKind, Rule};
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
@@ -17,7 +17,7 @@ use crate::selection::mean::{mean_of_all, means, means_reference, products};
 use crate::selection::ops::SelectionOps;
 use crate::selection::parts::{hidden, softmax_of_seen, softmax_reference};
 use crate::selection::sharing::GqaReduction;
-use crate::selection::text::{Arguments, Method, Written};
+use crate::selection::text::{Arguments, Method, SINKS_AND_NEAR, Written};
 use crate::selection::{Selection, check_block};
 use burn_blocksparse::OpError;
 use burn_blocksparse::internal::values::OptFloat;
@@ -31,7 +31,7 @@ use burn_blocksparse::internal::values::OptFloat;
 ///
 /// let selection: Selection = "sparge:64,0.98,0.6".parse()?;
 /// let estimator = SpargeAttn { block: 64, similarity: 0.6, smooth: true };
-/// let same = Selection::new(estimator, Budget::top_p(0.98)).with_always(Always { first: 0, local: 1 });
+/// let same = Selection::new(estimator, Budget::top_p(0.98)).with_always(Always { first: 1, local: 2 });
 /// assert_eq!(selection, same);
 /// # Ok::<(), burn_blocksparse::OpError>(())
 /// ```
@@ -45,9 +45,6 @@ pub struct SpargeAttn {
     pub smooth: bool,
 }
 
-/// Forced by default: the queries' own block.
-const FORCED: Always = Always { first: 0, local: 1 };
-
 pub(crate) const METHOD: Method = Method {
     name: "sparge",
     notation: "sparge:BLOCK,KEEP,SIMILARITY[,smooth=0]",
@@ -60,7 +57,7 @@ pub(crate) const METHOD: Method = Method {
             smooth: arguments.flag("smooth", true)?,
         };
         let selection = Selection::new(estimator, keep);
-        Ok(selection.with_always(arguments.forced(FORCED)?))
+        Ok(selection.with_always(arguments.forced(SINKS_AND_NEAR)?))
     },
 };
 
@@ -103,7 +100,7 @@ impl BlockEstimator for SpargeAttn {
         let written = written.keep(rule.keep, |keep| matches!(keep, Budget::TopP { .. }));
         let written = written.real(self.similarity);
         let written = written.named_whole("smooth", self.smooth.into(), 1);
-        let written = written.forced(rule.forced, FORCED);
+        let written = written.forced(rule.forced, SINKS_AND_NEAR);
         written
             .gqa_reduction(sharing, GqaReduction::PerHead)
             .finish()

@@ -27,6 +27,10 @@ pub(crate) struct Arguments<'a> {
     count: usize,
 }
 
+/// Forced by default where a method is used on models that were trained without it: attention sinks lie in the first block, and the first queries of a block
+/// have their nearest keys in the one before it.
+pub(crate) const SINKS_AND_NEAR: Always = Always { first: 1, local: 2 };
+
 /// The rules that have a name, each with its argument's.
 const RULES: [&str; 4] = ["k", "ratio", "p", "above"];
 

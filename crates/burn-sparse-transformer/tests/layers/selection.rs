@@ -4,7 +4,7 @@ use std::str::FromStr;
 
 use burn::tensor::{Device, Int, Tensor};
 use burn_blocksparse::layout::TopKOptions;
-use burn_sparse_select::top_k_blocks_on_device;
+use burn_sparse_select::{ReferenceInputs, top_k_blocks_on_device};
 use burn_sparse_transformer::longformer::LongformerAttentionConfig;
 use burn_sparse_transformer::{
     Factorization, HeadSelections, Pattern, Recompute, Selection, SelectionQuality, SparseMhaCache,
@@ -498,4 +498,86 @@ fn a_layer_alone_counts_no_full_layers() {
             .unwrap();
         model.try_init(&device).unwrap();
     }
+}
+
+/// The density counts the pairs of patterns and of all methods, of unequal lengths as if each were alone; forced blocks are some of a budget.
+#[test]
+fn density_counts_pairs() {
+    let device = Device::flex();
+    let _guard = seed(&device, 23);
+    let x = random([4, 45, D_MODEL], &device);
+    let lengths = [45, 21, 0, 16];
+    let mut moba = Vec::new();
+    for (pattern, selection) in [
+        (Pattern::causal(), None),
+        (Pattern::local(20), None),
+        (Pattern::dense(), None),
+        (Pattern::causal(), Some("topk:8,3")),
+        (Pattern::local(20), Some("sparge:8,0.8,0.1")),
+        (Pattern::dense(), Some("xattention:8,4,ratio=0.3")),
+        (Pattern::causal(), Some("moba:8,4")),
+        (Pattern::causal(), Some("moba:8,4,first=1,local=2")),
+        (Pattern::causal(), Some("moba:8,1,first=2,local=2")),
+        (Pattern::causal(), Some("quest:8,24")),
+    ] {
+        let what = format!("{pattern}, {selection:?}");
+        let causal = pattern.is_causal();
+        let mha = randomise(config(pattern.clone()).try_init(&device).unwrap());
+        let mha = mha.with_selection(selection.map(text)).unwrap();
+        let all = |n: usize| if causal { n * (n + 1) / 2 } else { n * n };
+        let density = |input| mha.attention_density(input).unwrap();
+        let mut kept = 0.0;
+        for (entry, length) in lengths.into_iter().enumerate() {
+            if length == 0 {
+                continue;
+            }
+            let part = x.clone().slice_dim(0, entry..entry + 1);
+            let alone = || SparseMhaInput::self_attn(part.clone().slice_dim(1, 0..length));
+            let got = density(alone());
+            let layout = match selection.map(text) {
+                None => pattern.layout(4, length, 8).unwrap(),
+                Some(selection) if selection.estimator().grid().query_rows > 1 => {
+                    mha.chosen(alone()).unwrap().unwrap().to_host().unwrap()
+                }
+                // How many blocks a query keeps is no matter of their scores.
+                Some(selection) => {
+                    let call = ReferenceInputs {
+                        q: &vec![1.0; 4 * length],
+                        k: &vec![1.0; 4 * length],
+                        heads: 4,
+                        kv_heads: 4,
+                        seq_q: length,
+                        seq_kv: length,
+                        head_dim: 1,
+                        causal,
+                        scale: 1.0,
+                    };
+                    selection.choose_reference(&call).unwrap()
+                }
+            };
+            let dense = (0..4).flat_map(|head| layout.to_dense(head));
+            let pairs = dense.flatten().filter(|kept| *kept).count() as f64 / 4.0;
+            assert!(
+                (got - pairs / all(length) as f64).abs() < 1e-12,
+                "{what}: {got}"
+            );
+            kept += pairs;
+            if selection.is_some_and(|text| text.starts_with("moba:8,4")) && length == 45 {
+                moba.push(got);
+            }
+        }
+        let expected = kept / lengths.map(all).iter().sum::<usize>() as f64;
+        let got = density(SparseMhaInput::self_attn(x.clone()).lengths(lengths));
+        assert!(
+            (got - expected).abs() < 1e-12,
+            "{what}: {got}, not {expected}"
+        );
+    }
+    assert_eq!(moba[0], moba[1]);
+    assert!(moba[0] < 1.0);
+    let dense = randomise(config(Pattern::dense()).try_init(&device).unwrap());
+    let by_query = dense.with_selection(Some(text("moba:8,2"))).unwrap();
+    let error = by_query.attention_density(SparseMhaInput::self_attn(x));
+    let expected = "pattern must be causal where every query chooses for itself, got dense";
+    assert_eq!(error.unwrap_err().to_string(), expected);
 }
