@@ -158,8 +158,8 @@ struct Bench {
 
 fn main() -> Result<()> {
     let mut bench = Bench {
-        client: device::client()?,
         args: Args::parse(),
+        client: device::client()?,
         results: Vec::new(),
     };
     match bench.args.verify {

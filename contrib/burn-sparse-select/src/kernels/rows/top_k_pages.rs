@@ -198,8 +198,10 @@ fn launch_of(
 ) -> Result<(RadixTile, AddressType, CubeCount), KernelError> {
     let rows = shape.batch * shape.kv_heads;
     let largest = rows.saturating_mul(shape.entries.max(shape.listed()));
+    // A step has few rows, each of which a cube's units wait for: four times as many as a long row's have fewer counts each.
+    let columns = shape.entries.div_ceil(shape.block).saturating_mul(4);
     Ok((
-        RadixTile::new(client, shape.entries.div_ceil(shape.block))?,
+        RadixTile::new(client, columns)?,
         address_of(client, largest)?,
         spread(client, rows as u64)?,
     ))
