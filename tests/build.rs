@@ -16,6 +16,7 @@ const PAGES: [&str; 18] = [
     "docs/decoding.md",
     "docs/gallery.md",
     "docs/install-gpu.md",
+    "docs/llama.md",
     "docs/padding.md",
     "docs/replayed-steps.md",
     "docs/selection.md",

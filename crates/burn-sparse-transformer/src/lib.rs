@@ -35,6 +35,7 @@
 //! |---|---|
 //! | burn-nn's `MultiHeadAttention`, sparse | [`SparseMultiHeadAttention`] |
 //! | a decoder-only model, a residual block, an encoder | [`SparseTransformer`], [`SparseTransformerBlock`], [`SparseTransformerEncoder`] |
+//! | Llama, Mistral, Qwen2, Qwen3, SmolLM2 | [`llama`] |
 //! | Longformer | [`longformer`] |
 //! | decoding with your own cache or model | [`decoder`] |
 //! | a paged KV cache, eviction, int8 and fp8, text generation | the crate `burn-paged-attention` |
@@ -83,6 +84,7 @@ pub mod internal;
 mod kind;
 mod layouts;
 pub mod linear;
+pub mod llama;
 pub mod longformer;
 pub mod nsa;
 mod parts;

@@ -76,14 +76,23 @@ impl Stream {
         epsilon: f64,
         dtype: FloatDType,
     ) -> Result<(Self, Tensor<3>), TransformerError> {
-        let mut options = AddNormOptions::default().epsilon(epsilon).dtype(dtype);
+        let options = AddNormOptions::default().epsilon(epsilon).dtype(dtype);
+        self.normed(options, layer_norm_params(norm))
+    }
+
+    /// The stream, and a norm of it.
+    pub(crate) fn normed(
+        self,
+        mut options: AddNormOptions,
+        params: NormParams,
+    ) -> Result<(Self, Tensor<3>), TransformerError> {
         let branch = self.pending.map(|(branch, dropout)| {
             if let Some(dropout) = dropout {
                 options = options.clone().dropout(dropout);
             }
             branch.branch()
         });
-        let (x, normed) = add_norm(self.x, branch, layer_norm_params(norm), &options)?;
+        let (x, normed) = add_norm(self.x, branch, params, &options)?;
         let stream = Self {
             aux_loss: self.aux_loss,
             ..Self::new(x)

@@ -15,6 +15,7 @@ mod dsa;
 mod encoder;
 mod heads;
 mod linear;
+mod llama;
 mod longformer;
 mod lsh;
 mod nsa;

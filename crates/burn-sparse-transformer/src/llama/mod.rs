@@ -1,0 +1,11 @@
+//! Llama-style models: RMS norm, SwiGLU, grouped query heads, rotary embedding. Llama, Mistral, Qwen2, Qwen3 and SmolLM2 are of this kind.
+
+// config         sizes and options; hugging_face reads them from a checkpoint's `config.json`
+// model          the layers, and what they compute
+
+mod config;
+mod hugging_face;
+mod model;
+
+pub use config::LlamaConfig;
+pub use model::{Llama, LlamaBlock, LlamaMlp};

@@ -1,0 +1,276 @@
+use burn::module::Module;
+use burn::nn::{Embedding, Linear, RmsNorm};
+use burn::tensor::activation::silu;
+use burn::tensor::{Int, Tensor};
+use burn_fused_ops::{
+    AddNormOptions, CrossEntropyOptions, LinearOptions, NormKind, NormParams, embedding, linear,
+    linear_cross_entropy,
+};
+
+use crate::decoder::{Attend, Decoder};
+use crate::error::{ensure, ensure_shape, or_panic};
+use crate::heads::Positions;
+use crate::stream::{Projected, Stream};
+use crate::{
+    Precision, SparseMhaInput, SparseMultiHeadAttention, SparseTransformerCache, TransformerError,
+};
+
+/// A Llama-style decoder-only model.
+///
+/// ```text
+/// h = x + attention(rms_norm(x))
+/// x' = h + down(silu(gate(rms_norm(h))) · up(rms_norm(h)))
+/// logits = rms_norm(x_N) · W_head
+/// ```
+///
+/// It decodes from a paged KV cache, with eviction and by `generate`, by the crate `burn-paged-attention`: it is a [`Decoder`].
+///
+/// ```
+/// use burn::tensor::{Device, Int, Tensor};
+/// use burn_sparse_transformer::llama::LlamaConfig;
+///
+/// let device = Device::flex();
+/// let config = LlamaConfig::new(64, 4).with_n_kv_heads(Some(2)).with_n_layers(2);
+/// let model = config.with_context(128).init(&device);
+/// let tokens = Tensor::<2, Int>::from_data([[84, 104, 101, 32]], &device);
+/// assert_eq!(model.forward(tokens).dims(), [1, 4, 256]);
+/// ```
+///
+/// Should be created with [`LlamaConfig`](super::LlamaConfig).
+#[derive(Module, Debug)]
+pub struct Llama {
+    /// Of tokens, `[vocab_size, d_model]`.
+    pub embed: Embedding,
+    /// The blocks, first to last.
+    pub layers: Vec<LlamaBlock>,
+    /// Before the logits.
+    pub norm: RmsNorm,
+    /// `d_model` to `vocab_size`, unless logits are products with the embedding.
+    pub head: Option<Linear>,
+    pub(super) context: usize,
+    #[module(skip)]
+    pub(super) precision: Precision,
+}
+
+/// A block of a [`Llama`].
+#[derive(Module, Debug)]
+pub struct LlamaBlock {
+    /// Before the attention.
+    pub attention_norm: RmsNorm,
+    /// Self-attention.
+    pub attention: SparseMultiHeadAttention,
+    /// Before the feed-forward network.
+    pub mlp_norm: RmsNorm,
+    /// Feed-forward network.
+    pub mlp: LlamaMlp,
+}
+
+/// `down(silu(gate(x)) · up(x))`: SwiGLU (Shazeer, 2020).
+#[derive(Module, Debug)]
+pub struct LlamaMlp {
+    /// `d_model` to `d_ff`.
+    pub gate: Linear,
+    /// `d_model` to `d_ff`.
+    pub up: Linear,
+    /// `d_ff` to `d_model`.
+    pub down: Linear,
+}
+
+impl LlamaMlp {
+    fn forward(&self, x: Tensor<3>, precision: Precision) -> Result<Projected, TransformerError> {
+        let gate = precision.product(&self.gate, x.clone())?;
+        let up = precision.product(&self.up, x)?;
+        Ok(Projected {
+            x: precision.product(&self.down, silu(gate) * up)?,
+            bias: None,
+            aux_loss: None,
+        })
+    }
+}
+
+impl Llama {
+    /// Logits of every position.
+    ///
+    /// # Shapes
+    /// - `tokens`: `[batch, seq]`
+    /// - result: `[batch, seq, vocab_size]`
+    ///
+    /// # Panics
+    /// With the text of [`Self::try_forward`]'s error.
+    #[track_caller]
+    pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
+        or_panic(self.try_forward(tokens))
+    }
+
+    /// [`Self::forward`] that returns its error.
+    ///
+    /// # Errors
+    /// If there are no tokens, or more than the context, and as [`SparseMultiHeadAttention::try_forward`].
+    pub fn try_forward(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>, TransformerError> {
+        self.logits(self.whole(tokens)?)
+    }
+
+    /// Mean cross-entropy of the next tokens, `[1]`, which stores no logits.
+    ///
+    /// # Shapes
+    /// - `tokens`, `targets`: `[batch, seq]`; the target of a token is the one behind it
+    ///
+    /// # Panics
+    /// With the text of [`Self::try_loss`]'s error.
+    #[track_caller]
+    pub fn loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> {
+        or_panic(self.try_loss(tokens, targets))
+    }
+
+    /// [`Self::loss`] that returns its error.
+    ///
+    /// # Errors
+    /// As [`Self::try_forward`], and if the shapes differ.
+    pub fn try_loss(
+        &self,
+        tokens: Tensor<2, Int>,
+        targets: Tensor<2, Int>,
+    ) -> Result<Tensor<1>, TransformerError> {
+        let expected = tokens.dims().map(Some);
+        ensure_shape("targets", targets.dims(), expected, ["batch", "seq"])?;
+        let hidden = self.whole(tokens)?;
+        let [batch, seq, width] = hidden.dims();
+        let rows = hidden.reshape([batch * seq, width]);
+        let targets = targets.without_autodiff().reshape([batch * seq]);
+        // Reading them would wait for the device.
+        let options = CrossEntropyOptions::default().check_targets(false);
+        Ok(linear_cross_entropy(rows, self.head_weight(), targets, &options)?)
+    }
+
+    /// An empty cache for [`Self::forward_cache`].
+    pub fn new_cache(&self) -> SparseTransformerCache {
+        SparseTransformerCache::new(self.layers.len(), self.context)
+    }
+
+    /// Logits of new tokens, which also attend to those in `cache`, and are in it afterwards.
+    ///
+    /// # Shapes
+    /// - `tokens`: `[batch, new]`
+    /// - result: `[batch, new, vocab_size]`
+    ///
+    /// # Panics
+    /// With the text of [`Self::try_forward_cache`]'s error.
+    #[track_caller]
+    pub fn forward_cache(
+        &self,
+        tokens: Tensor<2, Int>,
+        cache: &mut SparseTransformerCache,
+    ) -> Tensor<3> {
+        or_panic(self.try_forward_cache(tokens, cache))
+    }
+
+    /// [`Self::forward_cache`] that returns its error, after which the cache is as it was.
+    ///
+    /// # Errors
+    /// As [`Self::try_forward`]; also if the cache is another model's, the batch differs from its, or it is full.
+    pub fn try_forward_cache(
+        &self,
+        tokens: Tensor<2, Int>,
+        cache: &mut SparseTransformerCache,
+    ) -> Result<Tensor<3>, TransformerError> {
+        let (layers, start) = (self.layers.len(), cache.position());
+        let expected = || format!("one of {layers} layers, the model's");
+        ensure(cache.blocks.len() == layers, "cache", expected, cache.blocks.len())?;
+        let [_, new] = tokens.dims();
+        let blocks = &mut cache.blocks;
+        let hidden = self.run(tokens, |layer, attention, x| {
+            let input = SparseMhaInput::self_attn(x);
+            attention.forward_cache_projected(input, &mut blocks[layer], false)
+        });
+        match hidden {
+            Ok(_) => cache.position = start + new,
+            Err(_) => cache.truncate(start),
+        }
+        self.logits(hidden?)
+    }
+
+    /// Longest sequence, in positions.
+    pub fn context(&self) -> usize {
+        self.context
+    }
+
+    fn whole(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>, TransformerError> {
+        self.run(tokens, |_, attention, x| {
+            attention.forward_projected(SparseMhaInput::self_attn(x))
+        })
+    }
+
+    /// What stands behind the last norm, `[batch, seq, d_model]`; `attend` gives what each attention adds to the stream.
+    fn run(
+        &self,
+        tokens: Tensor<2, Int>,
+        mut attend: impl FnMut(
+            usize,
+            &SparseMultiHeadAttention,
+            Tensor<3>,
+        ) -> Result<Projected, TransformerError>,
+    ) -> Result<Tensor<3>, TransformerError> {
+        ensure_shape("tokens", tokens.dims(), [None, None], ["batch", "seq"])?;
+        // Ids have no gradient.
+        let x = embedding(self.embed.weight.val(), tokens.without_autodiff())?;
+        let dtype = x.dtype();
+        let mut stream = Stream::new(x);
+        let products = self.precision.dtype(dtype);
+        for (layer, block) in self.layers.iter().enumerate() {
+            let (x, normed) = stream.normed(rms(&block.attention_norm).dtype(products), gain(&block.attention_norm))?;
+            let x = x.push(attend(layer, &block.attention, normed)?, None)?;
+            let (x, normed) = x.normed(rms(&block.mlp_norm).dtype(products), gain(&block.mlp_norm))?;
+            stream = x.push(block.mlp.forward(normed, self.precision)?, None)?;
+        }
+        let (_, normed) = stream.normed(rms(&self.norm).dtype(dtype.into()), gain(&self.norm))?;
+        Ok(normed)
+    }
+
+    /// `[d_model, vocab_size]`.
+    fn head_weight(&self) -> Tensor<2> {
+        match &self.head {
+            Some(head) => head.weight.val(),
+            None => self.embed.weight.val().transpose(),
+        }
+    }
+}
+
+fn rms(norm: &RmsNorm) -> AddNormOptions {
+    AddNormOptions::default()
+        .norm(NormKind::Rms)
+        .epsilon(norm.epsilon)
+}
+
+fn gain(norm: &RmsNorm) -> NormParams {
+    NormParams::new(norm.gamma.val())
+}
+
+impl Decoder for Llama {
+    fn attentions(&self) -> Vec<&SparseMultiHeadAttention> {
+        self.layers.iter().map(|block| &block.attention).collect()
+    }
+
+    fn hidden(
+        &self,
+        tokens: Tensor<2, Int>,
+        _: &Positions,
+        attend: &mut Attend,
+    ) -> Result<Tensor<3>, TransformerError> {
+        self.run(tokens, |layer, attention, x| {
+            attention.output_product(attend(layer, attention, x)?)
+        })
+    }
+
+    fn logits(&self, hidden: Tensor<3>) -> Result<Tensor<3>, TransformerError> {
+        Ok(linear(hidden, self.head_weight(), &LinearOptions::default())?)
+    }
+
+    fn vocab_size(&self) -> usize {
+        let [vocab, _] = self.embed.weight.dims();
+        vocab
+    }
+
+    fn max_positions(&self) -> Option<usize> {
+        Some(self.context)
+    }
+}
