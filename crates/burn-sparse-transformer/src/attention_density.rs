@@ -32,8 +32,7 @@ impl SparseMultiHeadAttention {
     /// # Errors
     /// As [`Self::forward`], if heads choose in different ways or by [`content`](crate::content), and if the device gives nothing back.
     pub fn attention_density(&self, input: SparseMhaInput) -> Result<f64, TransformerError> {
-        self.ensure_no_content()?;
-        self.ensure_alike()?;
+        self.kind().ensure_replaceable()?;
         let (_, request) = self.prepare(&input, 0)?;
         let causal = self.pattern().is_causal();
         let sizes = [request.seq_q, request.seq_kv];
