@@ -2,6 +2,7 @@
 //! `tests/data/weights/make.py` made the files.
 
 mod errors;
+mod llama;
 mod models;
 mod own;
 mod support;
