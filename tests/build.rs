@@ -5,7 +5,7 @@ use std::fmt::Write;
 use std::path::Path;
 use std::{env, fs};
 
-const PAGES: [&str; 18] = [
+const PAGES: [&str; 19] = [
     "README.md",
     "crates/blocksparse/README.md",
     "crates/burn-blocksparse/README.md",

@@ -39,9 +39,9 @@ pub struct SparseMultiHeadAttention {
     pub query: Linear,
     /// `d_model` to `n_kv_heads · d_k`.
     pub key: Linear,
-    /// `d_model` to `n_kv_heads · d_v`, where `d_v = d_model / n_heads`.
+    /// `d_model` to `n_kv_heads · d_v`, where `d_v` is `d_model / n_heads` unless there is a `head_dim`.
     pub value: Linear,
-    /// `d_model` to `d_model`.
+    /// `n_heads · d_v` to `d_model`.
     pub output: Linear,
     /// Of each query head.
     pub query_norm: Option<HeadNorm>,
@@ -62,6 +62,8 @@ pub struct SparseMultiHeadAttention {
     pub(crate) qk_norm_eps: f64,
     pub(crate) quiet_softmax: bool,
     pub(crate) d_model: usize,
+    /// Width of a value.
+    pub(crate) d_v: usize,
     pub(crate) n_heads: usize,
     pub(crate) n_kv_heads: usize,
     #[module(skip)]

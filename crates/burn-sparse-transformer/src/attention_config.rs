@@ -14,7 +14,7 @@ use crate::error::{
 use crate::heads::validate_rope;
 use crate::layouts::Layouts;
 use crate::selected::check_selection;
-use crate::{HeadNorm, Precision, QkNorm, SparseMultiHeadAttention, TransformerError};
+use crate::{HeadNorm, Precision, QkNorm, RopeScaling, SparseMultiHeadAttention, TransformerError};
 
 /// Configuration of [`SparseMultiHeadAttention`].
 ///
@@ -47,6 +47,9 @@ pub struct SparseMultiHeadAttentionConfig {
     /// Width of the query projection, over all heads; the key projection has as much per head.
     /// Default: `d_model`. The paper's half-size models use `d_model / 2`.
     pub d_key: Option<usize>,
+    /// Width of a query, key and value head, where that is not the width of the input divided by the number of heads, as in Qwen3; the output projection is
+    /// `n_heads · head_dim` to `d_model`. Default: `d_key / n_heads`, and `d_model / n_heads` for values.
+    pub head_dim: Option<usize>,
     /// Bounds the scores to ±`softcap` with a tanh before the softmax. Default: no bound.
     pub softcap: Option<f64>,
     /// Factor of the scores. Default: `1 / √d_k`.
@@ -54,6 +57,8 @@ pub struct SparseMultiHeadAttentionConfig {
     /// Rotary position embeddings of queries and keys (Su et al., 2021); its `d_model` is the width of a query head. Rotations are
     /// computed in f32. Default: none.
     pub rope: Option<RotaryEncodingConfig>,
+    /// How `rope` reaches further than a model was trained for. Default: not.
+    pub rope_scaling: Option<RopeScaling>,
     /// Normalisation of every query and key head, before the rotation. Default: none.
     pub qk_norm: Option<QkNorm>,
     /// Added to the variance, or to the mean square, in `qk_norm`.
@@ -113,7 +118,7 @@ impl SparseMultiHeadAttentionConfig {
     /// [`Self::init`] that returns its error.
     ///
     /// # Errors
-    /// If `n_heads` does not divide `d_model` or `d_key`, `n_kv_heads` does not divide `n_heads`,
+    /// If `n_heads` does not divide `d_model` or `d_key`, there are `d_key` and `head_dim`, `rope_scaling` is out of its range, `n_kv_heads` does not divide `n_heads`,
     /// `softcap` or `qk_norm_eps` is not positive, `scale` is not finite, `dropout` is outside `[0, 1)`, `relative_reach` needs more
     /// than 2³⁰ numbers, there is something beside `content` that its heads do not have, `local_heads` leaves no heads of one kind, there are `sinks` and the `quiet_softmax`, `rope` does not fit the heads, the pattern does not fit the heads, the block size or the `selection`, or the device does not
     /// compute in `precision`.
@@ -136,8 +141,7 @@ impl SparseMultiHeadAttentionConfig {
             Some(content) if !content.is_whole_layer() => self.pattern_heads(),
             None | Some(_) => n_kv_heads,
         };
-        let d_k = self.d_key.unwrap_or(self.d_model) / self.n_heads;
-        let d_v = self.d_model / self.n_heads;
+        let [d_k, d_v] = self.head_widths();
         let linear = |d_input, d_output, bias| {
             LinearConfig::new(d_input, d_output)
                 .with_bias(bias)
@@ -151,7 +155,10 @@ impl SparseMultiHeadAttentionConfig {
         Ok(SparseMultiHeadAttention {
             query_norm: norm(),
             key_norm: norm(),
-            rope: self.rope.as_ref().map(|config| config.init(device)),
+            rope: self.rope.as_ref().map(|config| match &self.rope_scaling {
+                Some(scaling) => scaling.init(config, device),
+                None => config.init(device),
+            }),
             relative_bias: self.relative_reach.map(|reach| {
                 let shape = [self.n_heads, 2 * reach + 1];
                 Initializer::Zeros.init(shape, device)
@@ -164,8 +171,9 @@ impl SparseMultiHeadAttentionConfig {
             query: linear(self.d_model, self.n_heads * d_k, self.query_bias),
             key: linear(self.d_model, key_heads * d_k, self.key_bias),
             value: linear(self.d_model, n_kv_heads * d_v, self.value_bias),
-            output: linear(self.d_model, self.d_model, self.output_bias),
+            output: linear(self.n_heads * d_v, self.d_model, self.output_bias),
             d_model: self.d_model,
+            d_v,
             n_heads: self.n_heads,
             n_kv_heads,
             layouts,
@@ -175,6 +183,53 @@ impl SparseMultiHeadAttentionConfig {
             options: self.options(),
             precision: self.precision,
         })
+    }
+
+    /// Layers of a model that is not this crate's: each with parameters of its own, all with one table of rotations and one set of layouts.
+    ///
+    /// ```
+    /// use burn::tensor::Device;
+    /// use burn_sparse_transformer::{Pattern, SparseMultiHeadAttentionConfig};
+    ///
+    /// let config = SparseMultiHeadAttentionConfig::new(64, 4, Pattern::streaming(128, 4));
+    /// assert_eq!(config.init_many(12, &Device::flex()).len(), 12);
+    /// ```
+    ///
+    /// # Panics
+    /// With the text of [`Self::try_init_many`]'s error.
+    #[track_caller]
+    pub fn init_many(&self, layers: usize, device: &Device) -> Vec<SparseMultiHeadAttention> {
+        or_panic(self.try_init_many(layers, device))
+    }
+
+    /// [`Self::init_many`] that returns its error.
+    ///
+    /// # Errors
+    /// As [`Self::try_init`].
+    pub fn try_init_many(
+        &self,
+        layers: usize,
+        device: &Device,
+    ) -> Result<Vec<SparseMultiHeadAttention>, TransformerError> {
+        self.validate()?;
+        let layouts = Layouts::new(self.pattern.clone(), self.pattern_heads(), self.block_size)?;
+        let mut rope = None;
+        let layer = |_| {
+            let mut layer = self.init_with(layouts.clone(), device)?;
+            layer.rope = rope.get_or_insert(layer.rope).clone();
+            Ok(layer)
+        };
+        (0..layers).map(layer).collect()
+    }
+
+    /// Widths of a key and of a value.
+    pub(crate) fn head_widths(&self) -> [usize; 2] {
+        match self.head_dim {
+            Some(head_dim) => [head_dim; 2],
+            None => {
+                [self.d_key.unwrap_or(self.d_model), self.d_model].map(|all| all / self.n_heads)
+            }
+        }
     }
 
     fn options(&self) -> AttentionOptions {
@@ -190,9 +245,14 @@ impl SparseMultiHeadAttentionConfig {
             Some(softcap) => options.softcap(softcap),
             None => options,
         };
-        let options = match self.scale {
-            Some(scale) => options.scale(scale),
-            None => options,
+        let [d_k, _] = self.head_widths();
+        let plain = || 1.0 / (d_k as f64).sqrt();
+        let options = match (self.scale, &self.rope_scaling) {
+            (scale, Some(scaling)) => {
+                options.scale(scale.unwrap_or_else(plain) * scaling.score_factor())
+            }
+            (Some(scale), None) => options.scale(scale),
+            (None, None) => options,
         };
         match self.alibi {
             true => options.alibi(alibi_slopes(self.n_heads)),
@@ -204,7 +264,14 @@ impl SparseMultiHeadAttentionConfig {
         ensure_positive("n_heads", self.n_heads)?;
         check_selection(&self.pattern, self.selection.as_ref())?;
         self.validate_content()?;
-        ensure_multiple("d_model", self.d_model, "n_heads", self.n_heads)?;
+        match self.head_dim {
+            None => ensure_multiple("d_model", self.d_model, "n_heads", self.n_heads)?,
+            Some(head_dim) => {
+                ensure_positive("d_model", self.d_model)?;
+                ensure_positive("head_dim", head_dim)?;
+                ensure_none("d_key", self.d_key.is_some(), "none with head_dim")?;
+            }
+        }
         if let Some(d_key) = self.d_key {
             ensure_multiple("d_key", d_key, "n_heads", self.n_heads)?;
         }
@@ -212,7 +279,11 @@ impl SparseMultiHeadAttentionConfig {
             ensure_multiple("n_heads", self.n_heads, "n_kv_heads", n_kv_heads)?;
         }
         if let Some(rope) = &self.rope {
-            validate_rope(rope, self.d_key.unwrap_or(self.d_model) / self.n_heads)?;
+            validate_rope(rope, self.head_widths()[0])?;
+        }
+        if let Some(scaling) = &self.rope_scaling {
+            ensure_none("rope_scaling", self.rope.is_none(), "none without rope")?;
+            scaling.check()?;
         }
         ensure_dropout(self.dropout)?;
         let twice = self.sinks && self.quiet_softmax;

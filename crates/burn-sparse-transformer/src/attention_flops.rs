@@ -17,8 +17,7 @@ impl SparseMultiHeadAttention {
     /// # Errors
     /// If there is no layout for this length.
     pub fn attention_flops(&self, seq: usize) -> Result<u64, TransformerError> {
-        let d_v = self.d_model / self.n_heads;
         let pairs = self.kind().pairs(self, seq)?;
-        Ok(2 * pairs * (self.d_k() + d_v) as u64 + self.kind().score_flops(seq))
+        Ok(2 * pairs * (self.d_k() + self.d_v) as u64 + self.kind().score_flops(seq))
     }
 }

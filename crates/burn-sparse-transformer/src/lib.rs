@@ -93,6 +93,7 @@ mod precision;
 mod recompute;
 mod recompute_mode;
 mod results;
+mod rope_scaling;
 mod selected;
 mod sparse_attention;
 mod stream;
@@ -125,5 +126,6 @@ pub use precision::Precision;
 #[cfg(feature = "autodiff")]
 pub use recompute::StepLosses;
 pub use recompute_mode::Recompute;
+pub use rope_scaling::RopeScaling;
 pub use sparse_attention::{SparseAttention, SparseAttentionConfig};
 pub use transformer::{SparseTransformer, SparseTransformerConfig};

@@ -63,7 +63,7 @@ impl SparseMultiHeadAttention {
 
     /// Widths of a key and of a value.
     pub fn head_widths(&self) -> [usize; 2] {
-        [self.d_k(), self.d_model / self.n_heads]
+        [self.d_k(), self.d_v]
     }
 
     /// What its attention does with scores. Dropout is a call's.

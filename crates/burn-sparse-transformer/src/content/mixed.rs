@@ -264,6 +264,8 @@ impl SparseMultiHeadAttentionConfig {
     pub(crate) fn ensure_no_options(&self, expected: &'static str) -> Result<(), TransformerError> {
         for (argument, given) in [
             ("selection", self.selection.is_some()),
+            ("head_dim", self.head_dim.is_some()),
+            ("rope_scaling", self.rope_scaling.is_some()),
             ("softcap", self.softcap.is_some()),
             ("dropout", self.dropout > 0.0),
             ("alibi", self.alibi),

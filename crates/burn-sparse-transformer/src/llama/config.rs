@@ -8,7 +8,8 @@ use super::model::{Llama, LlamaBlock, LlamaMlp};
 use crate::error::{ensure_above_zero, ensure_positive, or_panic};
 use crate::selected::{check_selection, of_layer};
 use crate::{
-    Precision, QkNorm, RopeScaling, SparseMultiHeadAttentionConfig, TransformerError,
+    Precision, QkNorm, RopeScaling, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
+    TransformerError,
 };
 
 /// Configuration of [`Llama`].
@@ -114,7 +115,7 @@ impl LlamaConfig {
             config.init(device)
         };
         let attentions = self.attention().try_init_many(self.n_layers, device)?;
-        let block = |(layer, attention)| {
+        let block = |(layer, attention): (usize, SparseMultiHeadAttention)| {
             let selection = of_layer(selections, layer, self.n_layers, 0);
             check_selection(&self.pattern, selection.as_ref())?;
             Ok(LlamaBlock {

@@ -45,30 +45,36 @@ impl LlamaConfig {
         let rope = of.get("rope_scaling").or_else(|| of.get("rope_parameters"));
         let theta = match of.number("rope_theta")? {
             Some(theta) => theta,
-            None => rope.map_or(Ok(None), |rope| Keys(rope).number("rope_theta"))?.unwrap_or(10_000.0),
+            None => rope
+                .map_or(Ok(None), |rope| Keys(rope).number("rope_theta"))?
+                .unwrap_or(10_000.0),
         };
-        Ok(Self::new(of.count("hidden_size")?, of.count("num_attention_heads")?)
-            .with_n_kv_heads(of.maybe_count("num_key_value_heads")?)
-            .with_head_dim(of.maybe_count("head_dim")?)
-            .with_vocab_size(of.count("vocab_size")?)
-            .with_n_layers(of.count("num_hidden_layers")?)
-            .with_d_ff(Some(of.count("intermediate_size")?))
-            .with_context(context)
-            .with_rope_theta(theta)
-            .with_rope_scaling(rope.map_or(Ok(None), |rope| scaling(rope, context))?)
-            .with_qk_norm(kind == "qwen3")
-            .with_qkv_bias(attention_bias || kind == "qwen2")
-            .with_output_bias(attention_bias)
-            .with_tied_embedding(of.flag("tie_word_embeddings").unwrap_or(false))
-            .with_rms_norm_eps(of.number("rms_norm_eps")?.unwrap_or(1e-6))
-            .with_pattern(pattern(&of, context)?))
+        Ok(
+            Self::new(of.count("hidden_size")?, of.count("num_attention_heads")?)
+                .with_n_kv_heads(of.maybe_count("num_key_value_heads")?)
+                .with_head_dim(of.maybe_count("head_dim")?)
+                .with_vocab_size(of.count("vocab_size")?)
+                .with_n_layers(of.count("num_hidden_layers")?)
+                .with_d_ff(Some(of.count("intermediate_size")?))
+                .with_context(context)
+                .with_rope_theta(theta)
+                .with_rope_scaling(rope.map_or(Ok(None), |rope| scaling(rope, context))?)
+                .with_qk_norm(kind == "qwen3")
+                .with_qkv_bias(attention_bias || kind == "qwen2")
+                .with_output_bias(attention_bias)
+                .with_tied_embedding(of.flag("tie_word_embeddings").unwrap_or(false))
+                .with_rms_norm_eps(of.number("rms_norm_eps")?.unwrap_or(1e-6))
+                .with_pattern(pattern(&of, context)?),
+        )
     }
 }
 
 /// Which keys a sliding window leaves.
 fn pattern(of: &Keys, context: usize) -> Result<Pattern, TransformerError> {
     let is_off = of.flag("use_sliding_window") == Some(false);
-    let window = of.maybe_count("sliding_window")?.filter(|&window| !is_off && window < context);
+    let window = of
+        .maybe_count("sliding_window")?
+        .filter(|&window| !is_off && window < context);
     let Some(window) = window else {
         return Ok(Pattern::causal());
     };
@@ -86,7 +92,10 @@ fn pattern(of: &Keys, context: usize) -> Result<Pattern, TransformerError> {
 /// How rotations are scaled.
 fn scaling(rope: &Value, context: usize) -> Result<Option<RopeScaling>, TransformerError> {
     let of = Keys(rope);
-    let kind = of.text("rope_type").or_else(|| of.text("type")).unwrap_or("default");
+    let kind = of
+        .text("rope_type")
+        .or_else(|| of.text("type"))
+        .unwrap_or("default");
     let original = || {
         let given = of.maybe_count("original_max_position_embeddings")?;
         Ok::<_, TransformerError>(given.unwrap_or(context))
@@ -144,7 +153,8 @@ impl<'a> Keys<'a> {
     }
 
     fn required(&self, key: &'static str) -> Result<f64, TransformerError> {
-        self.number(key)?.ok_or_else(|| self.refused(key, "a number"))
+        self.number(key)?
+            .ok_or_else(|| self.refused(key, "a number"))
     }
 
     fn maybe_count(&self, key: &'static str) -> Result<Option<usize>, TransformerError> {
@@ -156,6 +166,7 @@ impl<'a> Keys<'a> {
     }
 
     fn count(&self, key: &'static str) -> Result<usize, TransformerError> {
-        self.maybe_count(key)?.ok_or_else(|| self.refused(key, "a whole number"))
+        self.maybe_count(key)?
+            .ok_or_else(|| self.refused(key, "a whole number"))
     }
 }

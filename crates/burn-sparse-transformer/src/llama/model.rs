@@ -107,7 +107,20 @@ impl Llama {
     /// # Errors
     /// If there are no tokens, or more than the context, and as [`SparseMultiHeadAttention::try_forward`].
     pub fn try_forward(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>, TransformerError> {
-        self.logits(self.whole(tokens)?)
+        self.logits(self.try_forward_hidden(tokens)?)
+    }
+
+    /// What stands behind the last norm, `[batch, seq, d_model]`; [`Decoder::logits`] takes any rows of it.
+    ///
+    /// # Errors
+    /// As [`Self::try_forward`].
+    pub fn try_forward_hidden(
+        &self,
+        tokens: Tensor<2, Int>,
+    ) -> Result<Tensor<3>, TransformerError> {
+        self.run(tokens, |_, attention, x| {
+            attention.forward_projected(SparseMhaInput::self_attn(x))
+        })
     }
 
     /// Mean cross-entropy of the next tokens, `[1]`, which stores no logits.
@@ -133,13 +146,18 @@ impl Llama {
     ) -> Result<Tensor<1>, TransformerError> {
         let expected = tokens.dims().map(Some);
         ensure_shape("targets", targets.dims(), expected, ["batch", "seq"])?;
-        let hidden = self.whole(tokens)?;
+        let hidden = self.try_forward_hidden(tokens)?;
         let [batch, seq, width] = hidden.dims();
         let rows = hidden.reshape([batch * seq, width]);
         let targets = targets.without_autodiff().reshape([batch * seq]);
         // Reading them would wait for the device.
         let options = CrossEntropyOptions::default().check_targets(false);
-        Ok(linear_cross_entropy(rows, self.head_weight(), targets, &options)?)
+        Ok(linear_cross_entropy(
+            rows,
+            self.head_weight(),
+            targets,
+            &options,
+        )?)
     }
 
     /// An empty cache for [`Self::forward_cache`].
@@ -175,7 +193,12 @@ impl Llama {
     ) -> Result<Tensor<3>, TransformerError> {
         let (layers, start) = (self.layers.len(), cache.position());
         let expected = || format!("one of {layers} layers, the model's");
-        ensure(cache.blocks.len() == layers, "cache", expected, cache.blocks.len())?;
+        ensure(
+            cache.blocks.len() == layers,
+            "cache",
+            expected,
+            cache.blocks.len(),
+        )?;
         let [_, new] = tokens.dims();
         let blocks = &mut cache.blocks;
         let hidden = self.run(tokens, |layer, attention, x| {
@@ -194,13 +217,7 @@ impl Llama {
         self.context
     }
 
-    fn whole(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>, TransformerError> {
-        self.run(tokens, |_, attention, x| {
-            attention.forward_projected(SparseMhaInput::self_attn(x))
-        })
-    }
-
-    /// What stands behind the last norm, `[batch, seq, d_model]`; `attend` gives what each attention adds to the stream.
+    /// [`Self::try_forward_hidden`], where `attend` gives what each attention adds to the stream.
     fn run(
         &self,
         tokens: Tensor<2, Int>,
@@ -217,9 +234,13 @@ impl Llama {
         let mut stream = Stream::new(x);
         let products = self.precision.dtype(dtype);
         for (layer, block) in self.layers.iter().enumerate() {
-            let (x, normed) = stream.normed(rms(&block.attention_norm).dtype(products), gain(&block.attention_norm))?;
+            let (x, normed) = stream.normed(
+                rms(&block.attention_norm).dtype(products),
+                gain(&block.attention_norm),
+            )?;
             let x = x.push(attend(layer, &block.attention, normed)?, None)?;
-            let (x, normed) = x.normed(rms(&block.mlp_norm).dtype(products), gain(&block.mlp_norm))?;
+            let (x, normed) =
+                x.normed(rms(&block.mlp_norm).dtype(products), gain(&block.mlp_norm))?;
             stream = x.push(block.mlp.forward(normed, self.precision)?, None)?;
         }
         let (_, normed) = stream.normed(rms(&self.norm).dtype(dtype.into()), gain(&self.norm))?;
@@ -262,7 +283,11 @@ impl Decoder for Llama {
     }
 
     fn logits(&self, hidden: Tensor<3>) -> Result<Tensor<3>, TransformerError> {
-        Ok(linear(hidden, self.head_weight(), &LinearOptions::default())?)
+        Ok(linear(
+            hidden,
+            self.head_weight(),
+            &LinearOptions::default(),
+        )?)
     }
 
     fn vocab_size(&self) -> usize {

@@ -14,6 +14,10 @@ use super::{Form, KeyMap};
 
 const ENDINGS: &str = ".safetensors, .pt, .pth, .bin (PyTorch) or .bpk, .burnpack (Burn)";
 
+/// What a folder of Hugging Face has: a list of shards, or all in one file.
+const INDEX: &str = "model.safetensors.index.json";
+const WHOLE: &str = "model.safetensors";
+
 /// The tensors of a file, whose elements are read when they are asked for.
 #[derive(Debug)]
 pub struct WeightsFile {
@@ -23,7 +27,8 @@ pub struct WeightsFile {
 
 impl WeightsFile {
     /// Opens a file of the format that its name ends in: `.safetensors`, `.pt`, `.pth` or `.bin` for a state dict that PyTorch saved, `.bpk` or
-    /// `.burnpack` for a record of Burn's.
+    /// `.burnpack` for a record of Burn's. A `.safetensors.index.json` is read with all shards that it lists, and a folder by its `model.safetensors.index.json` or
+    /// `model.safetensors`.
     ///
     /// PyTorch's files are read without running what is pickled in them.
     ///
@@ -31,6 +36,16 @@ impl WeightsFile {
     /// [`WeightsError::Format`] for another ending, [`WeightsError::Read`] if the file cannot be read or is damaged.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, WeightsError> {
         let path = path.as_ref();
+        if path.is_dir() {
+            let index = path.join(INDEX);
+            return match index.exists() {
+                true => Self::shards(&index),
+                false => Self::open(path.join(WHOLE)),
+            };
+        }
+        if path.to_string_lossy().ends_with(".safetensors.index.json") {
+            return Self::shards(path);
+        }
         let ending = path.extension().and_then(|ending| ending.to_str());
         match ending.unwrap_or_default() {
             "safetensors" => Self::read(path, SafetensorsStore::from_file(path)),
@@ -53,6 +68,27 @@ impl WeightsFile {
     pub fn open_pytorch(path: impl AsRef<Path>, key: &str) -> Result<Self, WeightsError> {
         let path = path.as_ref();
         Self::read(path, pytorch(path).with_top_level_key(key))
+    }
+
+    /// The tensors of all shards that an index lists.
+    fn shards(index: &Path) -> Result<Self, WeightsError> {
+        let path = index.display().to_string();
+        let failed = |reason: &dyn Display| read_error(&path, reason);
+        let text = std::fs::read_to_string(index).map_err(|reason| failed(&reason))?;
+        let listed: Index = serde_json::from_str(&text).map_err(|reason| failed(&reason))?;
+        let mut tensors = BTreeMap::new();
+        let files: BTreeSet<&String> = listed.weight_map.values().collect();
+        for file in files {
+            tensors.extend(Self::open(index.with_file_name(file))?.tensors);
+        }
+        match listed
+            .weight_map
+            .iter()
+            .find(|(name, _)| !tensors.contains_key(*name))
+        {
+            Some((name, file)) => Err(failed(&format!("{file} has no tensor {name}"))),
+            None => Ok(Self { path, tensors }),
+        }
     }
 
     fn read<S: ModuleStore>(path: &Path, mut store: S) -> Result<Self, WeightsError> {
@@ -181,6 +217,12 @@ impl WeightsFile {
     fn data(&self, tensor: &Stored) -> Result<TensorData, WeightsError> {
         bridge::to_data(tensor).map_err(|reason| read_error(&self.path, reason))
     }
+}
+
+/// Which shard has which tensor.
+#[derive(serde::Deserialize)]
+struct Index {
+    weight_map: BTreeMap<String, String>,
 }
 
 /// A parameter and where it comes from.

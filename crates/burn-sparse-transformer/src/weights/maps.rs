@@ -22,6 +22,13 @@ fn norm(map: KeyMap, parameter: &str, tensor: &str) -> KeyMap {
     .rule(format!("{parameter}.beta"), format!("{tensor}.bias"), Same)
 }
 
+/// Names of a layer's.
+fn in_layer(parameter: &str, tensor: &str) -> (String, String) {
+    [parameter, tensor]
+        .map(|name| format!("layers.{{}}.{name}"))
+        .into()
+}
+
 impl KeyMap {
     /// The conventions of PyTorch under this crate's own names: weights of linear layers are `[outputs, inputs]`, the parameters of layer norms are
     /// `weight` and `bias`. For [`SparseTransformer`](crate::SparseTransformer) and [`SparseTransformerEncoder`](crate::SparseTransformerEncoder).
@@ -89,6 +96,52 @@ impl KeyMap {
             // A mask and a number, in files of older versions.
             .ignore("h.{}.attn.bias")
             .ignore("h.{}.attn.masked_bias")
+    }
+
+    /// The names of Llama, Mistral, Qwen2 and Qwen3 in `transformers`, for a [`Llama`](crate::llama::Llama) with so many heads of queries and of keys, and with a
+    /// head that is the embedding if it is `tied`. Weights of queries and keys become those of neighbouring channels: [`Form::RotaryHalves`].
+    pub fn llama(n_heads: usize, n_kv_heads: usize, tied: bool) -> Self {
+        let mut map = Self::default()
+            .prefix("model.")
+            .rule("embed.weight", "embed_tokens.weight", Same)
+            .rule("norm.gamma", "norm.weight", Same)
+            // Frequencies, in files of older versions.
+            .ignore("layers.{}.self_attn.rotary_emb.inv_freq");
+        for (parameter, tensor) in [
+            ("attention_norm.gamma", "input_layernorm"),
+            ("mlp_norm.gamma", "post_attention_layernorm"),
+        ] {
+            let (parameter, tensor) = in_layer(parameter, &format!("{tensor}.weight"));
+            map = map.rule(parameter, tensor, Same);
+        }
+        for (name, tensor, heads) in [("query", "q", n_heads), ("key", "k", n_kv_heads)] {
+            for part in ["weight", "bias"] {
+                let (parameter, tensor) = in_layer(
+                    &format!("attention.{name}.{part}"),
+                    &format!("self_attn.{tensor}_proj.{part}"),
+                );
+                map = map.rule(parameter, tensor, Form::RotaryHalves { heads });
+            }
+            let (parameter, tensor) = in_layer(
+                &format!("attention.{name}_norm.Rms.gamma"),
+                &format!("self_attn.{tensor}_norm.weight"),
+            );
+            map = map.rule(parameter, tensor, Form::RotaryHalves { heads: 1 });
+        }
+        for (parameter, tensor) in [
+            ("attention.value", "self_attn.v_proj"),
+            ("attention.output", "self_attn.o_proj"),
+            ("mlp.gate", "mlp.gate_proj"),
+            ("mlp.up", "mlp.up_proj"),
+            ("mlp.down", "mlp.down_proj"),
+        ] {
+            let (parameter, tensor) = in_layer(parameter, tensor);
+            map = linear(map, &parameter, &tensor);
+        }
+        match tied {
+            true => map.ignore("lm_head.weight"),
+            false => map.rule("head.weight", "lm_head.weight", Transposed),
+        }
     }
 
     /// Longformer's names (Beltagy et al., 2020) in `transformers`, for a [`LongformerEncoder`](crate::longformer::LongformerEncoder) of

@@ -22,7 +22,7 @@ pub fn save_safetensors<M: Module>(
     let path = path.as_ref();
     for parameter in module.collect(None, None, false) {
         let form = form_of(map, &parameter.name);
-        if !matches!(form, Form::Same | Form::Transposed) {
+        if !form.is_reversible() {
             return Err(WeightsError::OneWay {
                 parameter: parameter.name,
                 form: form.to_string(),
@@ -78,11 +78,10 @@ impl ModuleAdapter for Forward {
         let name = self.0.name_of(&tensor.name);
         let shape: Vec<usize> = tensor.shape.iter().copied().collect();
         match form.in_file(&shape) {
-            // A transposition is its own inverse.
-            Some(shape) if form == Form::Transposed => {
+            Some(shape) if form != Form::Same => {
                 let dtype = tensor.dtype;
                 bridge::map_data(tensor, name, dtype, Shape::from(shape), move |data| {
-                    form.take(data)
+                    form.put(data)
                 })
             }
             _ => {

@@ -22,19 +22,30 @@ fn load(map: &KeyMap) -> Llama {
     let json = fs::read_to_string(folder().join("config.json")).unwrap();
     let config = LlamaConfig::from_hugging_face(&json).unwrap();
     let model = config.with_block_size(8).init(&Device::flex());
-    WeightsFile::open(folder()).unwrap().load(&model, map).unwrap()
+    WeightsFile::open(folder())
+        .unwrap()
+        .load(&model, map)
+        .unwrap()
 }
 
 fn largest_difference(model: &Llama) -> f32 {
     let [batch, seq, _] = SHAPE;
-    let ids: Vec<i32> = golden("tokens.i32").into_iter().map(i32::from_le_bytes).collect();
+    let ids: Vec<i32> = golden("tokens.i32")
+        .into_iter()
+        .map(i32::from_le_bytes)
+        .collect();
     let ids = TensorData::new(ids, [batch, seq]);
-    let logits: Vec<f32> = golden("logits.f32").into_iter().map(f32::from_le_bytes).collect();
+    let logits: Vec<f32> = golden("logits.f32")
+        .into_iter()
+        .map(f32::from_le_bytes)
+        .collect();
     let got = model.forward(Tensor::<2, Int>::from_data(ids, &Device::flex()));
     assert_eq!(got.dims(), SHAPE);
     let got = got.into_data();
     let pairs = got.iter::<f32>().zip(logits);
-    pairs.map(|(got, expected)| (got - expected).abs()).fold(0.0, f32::max)
+    pairs
+        .map(|(got, expected)| (got - expected).abs())
+        .fold(0.0, f32::max)
 }
 
 #[test]

@@ -1,0 +1,240 @@
+//! Rotary embeddings that reach further than a model was trained for.
+
+use std::f64::consts::PI;
+
+use burn::nn::{RotaryEncoding, RotaryEncodingConfig};
+use burn::tensor::{Device, Tensor};
+use serde::{Deserialize, Serialize};
+
+use crate::TransformerError;
+use crate::error::ensure;
+
+/// How the frequencies of rotary embeddings are scaled, as `transformers` does by its `rope_scaling`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum RopeScaling {
+    /// All frequencies divided by `factor`: position interpolation (Chen et al., 2023).
+    Linear {
+        /// How many times as far positions reach.
+        factor: f64,
+    },
+    /// Low frequencies divided by `factor`, high ones as they are, a ramp between them: Llama 3.1.
+    Llama3 {
+        /// How many times as far positions reach.
+        factor: f64,
+        /// Wavelengths above the original context divided by this are divided by `factor`.
+        low_freq_factor: f64,
+        /// Wavelengths below the original context divided by this stay.
+        high_freq_factor: f64,
+        /// The original context.
+        original_max_position_embeddings: usize,
+    },
+    /// YaRN (Peng et al., 2023): a ramp between dimensions, and scores that are larger.
+    Yarn {
+        /// How many times as far positions reach.
+        factor: f64,
+        /// The original context.
+        original_max_position_embeddings: usize,
+        /// Frequencies that turn so often in the original context stay. The paper's: 32.
+        beta_fast: f64,
+        /// Frequencies that turn no oftener in the original context are divided by `factor`. The paper's: 1.
+        beta_slow: f64,
+        /// Factor of rotated queries and of rotated keys. Default: `0.1 · ln(factor) + 1`.
+        attention_factor: Option<f64>,
+    },
+}
+
+impl RopeScaling {
+    pub(crate) fn check(&self) -> Result<(), TransformerError> {
+        let (Self::Linear { factor } | Self::Llama3 { factor, .. } | Self::Yarn { factor, .. }) =
+            *self;
+        let expected = || "finite and at least 1".into();
+        ensure(
+            factor.is_finite() && factor >= 1.0,
+            "rope_scaling.factor",
+            expected,
+            factor,
+        )?;
+        let (original, [low, high]) = match *self {
+            Self::Linear { .. } => return Ok(()),
+            Self::Llama3 {
+                low_freq_factor,
+                high_freq_factor,
+                original_max_position_embeddings,
+                ..
+            } => (
+                original_max_position_embeddings,
+                [low_freq_factor, high_freq_factor],
+            ),
+            Self::Yarn {
+                beta_slow,
+                beta_fast,
+                original_max_position_embeddings,
+                ..
+            } => (original_max_position_embeddings, [beta_slow, beta_fast]),
+        };
+        let expected = || "at least 1".into();
+        ensure(
+            original > 0,
+            "rope_scaling.original_max_position_embeddings",
+            expected,
+            original,
+        )?;
+        let expected = || "bounds above 0, the lower one first".into();
+        ensure(
+            0.0 < low && low < high && high.is_finite(),
+            "rope_scaling",
+            expected,
+            format!("{low} and {high}"),
+        )
+    }
+
+    /// Of `width / 2` frequencies with base `theta`.
+    fn frequencies(&self, width: usize, theta: f64) -> Vec<f64> {
+        let plain = (0..width / 2).map(|pair| theta.powf(-2.0 * pair as f64 / width as f64));
+        match *self {
+            Self::Linear { factor } => plain.map(|frequency| frequency / factor).collect(),
+            Self::Llama3 {
+                factor,
+                low_freq_factor,
+                high_freq_factor,
+                original_max_position_embeddings,
+            } => {
+                let turn = |frequency: f64| {
+                    let turns = original_max_position_embeddings as f64 * frequency / (2.0 * PI);
+                    let smooth = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor);
+                    mixed(frequency, factor, smooth.clamp(0.0, 1.0))
+                };
+                plain.map(turn).collect()
+            }
+            Self::Yarn {
+                factor,
+                original_max_position_embeddings,
+                beta_fast,
+                beta_slow,
+                ..
+            } => {
+                // The dimension that turns so often in the original context.
+                let dimension = |turns: f64| {
+                    let original = original_max_position_embeddings as f64;
+                    width as f64 * (original / (turns * 2.0 * PI)).ln() / (2.0 * theta.ln())
+                };
+                let low = dimension(beta_fast).floor().max(0.0);
+                let high = dimension(beta_slow).ceil().min(width as f64 - 1.0);
+                let length = if low == high { 0.001 } else { high - low };
+                let turn = |(pair, frequency)| {
+                    let ramp = ((pair as f64 - low) / length).clamp(0.0, 1.0);
+                    mixed(frequency, factor, 1.0 - ramp)
+                };
+                plain.enumerate().map(turn).collect()
+            }
+        }
+    }
+
+    /// What scores are multiplied by. It is not in the table: rotations back would have it again.
+    pub(crate) fn score_factor(&self) -> f64 {
+        match *self {
+            Self::Yarn {
+                factor,
+                attention_factor,
+                ..
+            } => {
+                let factor = attention_factor.unwrap_or(0.1 * factor.ln() + 1.0);
+                factor * factor
+            }
+            Self::Linear { .. } | Self::Llama3 { .. } => 1.0,
+        }
+    }
+
+    /// The table of rotations.
+    pub(crate) fn init(&self, rope: &RotaryEncodingConfig, device: &Device) -> RotaryEncoding {
+        let scaled = self.frequencies(rope.d_model, f64::from(rope.theta));
+        let scaled: Vec<f32> = scaled
+            .into_iter()
+            .map(|frequency| frequency as f32)
+            .collect();
+        rope.init_with_frequency_scaling(|_| Tensor::from_floats(scaled.as_slice(), device), device)
+    }
+}
+
+/// A frequency of which the part `kept` stays and the rest is divided by `factor`.
+fn mixed(frequency: f64, factor: f64, kept: f64) -> f64 {
+    frequency * kept + frequency / factor * (1.0 - kept)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn llama_3_2() -> RopeScaling {
+        RopeScaling::Llama3 {
+            factor: 32.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original_max_position_embeddings: 8192,
+        }
+    }
+
+    fn yarn() -> RopeScaling {
+        RopeScaling::Yarn {
+            factor: 4.0,
+            original_max_position_embeddings: 32_768,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            attention_factor: None,
+        }
+    }
+
+    /// Some frequencies of Llama-3.2-1B and of Qwen2.5 with a factor of 4, by the formulas of `transformers`.
+    #[test]
+    fn frequencies_are_those_of_transformers() {
+        let llama: [(usize, f64); 6] = [
+            (0, 1.000000000000000e+00),
+            (5, 1.286873734326505e-01),
+            (13, 4.839421345719893e-03),
+            (15, 1.290547928209264e-03),
+            (17, 9.708287802627670e-05),
+            (31, 9.418306725434909e-08),
+        ];
+        let qwen: [(usize, f64); 6] = [
+            (0, 1.000000000000000e+00),
+            (20, 1.333521432163324e-02),
+            (25, 4.131738022518394e-03),
+            (32, 6.029411764705882e-04),
+            (39, 6.490394320837028e-05),
+            (63, 3.102344401879299e-07),
+        ];
+        let llama_table = llama_3_2().frequencies(64, 5e5);
+        let qwen_table = yarn().frequencies(128, 1e6);
+        for (table, golden) in [(llama_table, llama), (qwen_table, qwen)] {
+            for (pair, expected) in golden {
+                let error = (table[pair] / expected - 1.0).abs();
+                assert!(error < 1e-12, "{pair}: {} for {expected}", table[pair]);
+            }
+        }
+        let linear = RopeScaling::Linear { factor: 8.0 };
+        assert_eq!(linear.frequencies(4, 1e4), [0.125, 0.01 / 8.0]);
+        assert!((yarn().score_factor() - 1.296476992780706).abs() < 1e-14);
+    }
+
+    #[test]
+    fn numbers_out_of_their_range_are_refused() {
+        let message = |scaling: RopeScaling| scaling.check().unwrap_err().to_string();
+        assert_eq!(
+            message(RopeScaling::Linear { factor: 0.5 }),
+            "rope_scaling.factor must be finite and at least 1, got 0.5"
+        );
+        let turned = RopeScaling::Llama3 {
+            factor: 8.0,
+            low_freq_factor: 4.0,
+            high_freq_factor: 1.0,
+            original_max_position_embeddings: 8192,
+        };
+        assert_eq!(
+            message(turned),
+            "rope_scaling must be bounds above 0, the lower one first, got 4 and 1"
+        );
+        yarn().check().unwrap();
+    }
+}
