@@ -8,6 +8,7 @@ mod call;
 mod compare;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 mod compiled;
+mod dense;
 mod embedding;
 mod errors;
 mod fuzz;

@@ -22,6 +22,7 @@
 //! | job | item |
 //! |---|---|
 //! | attention over a pattern, a mask or blocks of your own | [`sparse_attention`], [`Pattern`], [`BlockLayout`], [`DeviceLayout`] |
+//! | Burn's `attention`, with a fused backward pass | [`attention()`], [`mask_layout`] |
 //! | biases, sinks, ALiBi, softcap, dropout | [`AttentionOptions`], [`AttentionTensors`] |
 //! | what a call runs, and why | [`AttentionPlan`] |
 //! | padding, masks of blocks | [`layout`] |
@@ -68,6 +69,7 @@ mod blocks;
 mod call_layout;
 mod check;
 mod choice;
+mod dense;
 mod device_layout;
 mod error;
 pub mod gradients;
@@ -91,6 +93,7 @@ pub use base::device::{check_collectives, check_device};
 pub use base::op_plan::OpPlan;
 pub use blocksparse::{BlockLayout, Dropout, LayoutError, LayoutShape, Pattern, Seed};
 pub use call_layout::Layout;
+pub use dense::{attention, mask_layout, try_attention};
 pub use device_layout::DeviceLayout;
 pub use error::OpError;
 pub use masses::{AccumulatedAttention, AccumulatedAttentionOptions, accumulated_attention};
