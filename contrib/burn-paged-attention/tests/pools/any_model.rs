@@ -13,6 +13,7 @@ use burn_paged_attention::pool::{
     EvictionConfig, GraphDecoder, KvDtype, KvPool, KvPoolConfig, KvStep, PagedDecoder,
 };
 use burn_sparse_transformer::decoder::{Attend, Decoder, Positions};
+use burn_sparse_transformer::llama::LlamaConfig;
 use burn_sparse_transformer::{
     Pattern, SparseMhaCache, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
     TransformerError,
@@ -136,6 +137,32 @@ fn rows_from_caches_and_pools_are_those_of_the_whole() {
             }
             pool.verify().unwrap();
         }
+    }
+}
+
+/// The layers' own Llama, whose heads are wider than their share of the stream.
+#[test]
+fn the_llama_of_the_layers_decodes_from_pages() {
+    let device = Device::flex();
+    let _guard = seed(&device, 9);
+    let config = LlamaConfig::new(WIDTH, 4)
+        .with_n_kv_heads(Some(2))
+        .with_head_dim(Some(12))
+        .with_qk_norm(true)
+        .with_vocab_size(VOCAB)
+        .with_n_layers(2)
+        .with_context(SEQ)
+        .with_block_size(8);
+    let model = randomise(config.init(&device));
+    let tokens = tokens(1, SEQ, VOCAB, &device);
+    let whole = model.forward(tokens.clone());
+    let mut pool = (model.new_pool(&KvPoolConfig::new(1, SEQ).with_page_size(16))).unwrap();
+    let id = pool.join().unwrap();
+    for (first, count) in [(0, 19), (19, 1), (20, 3), (23, 17)] {
+        let part = tokens.clone().narrow(1, first, count);
+        let steps = [KvStep::new(id, count)];
+        let pooled = model.try_forward_pool(part, &steps, &mut pool).unwrap();
+        assert_close(pooled, whole.clone().narrow(1, first, count), 2e-4);
     }
 }
 

@@ -1,4 +1,4 @@
-"""A tiny random Llama in Hugging Face's files, two shards, and its logits by `transformers`' own model in float64.
+"""A tiny random Llama (the model in Flax knows no other base of rotations than 10,000) in Hugging Face's files, two shards, and its logits by `transformers`' own model in float64.
 
 pip install "transformers==4.46.3" "jax[cpu]<0.5" "flax<0.10.3" "numpy<2.2" safetensors
 """
@@ -15,7 +15,7 @@ from transformers import FlaxLlamaForCausalLM, LlamaConfig
 here = os.path.dirname(os.path.abspath(__file__))
 config = LlamaConfig(
     hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=56, num_hidden_layers=2,
-    vocab_size=48, max_position_embeddings=64, rms_norm_eps=1e-5, rope_theta=1000.0, tie_word_embeddings=False,
+    vocab_size=48, max_position_embeddings=64, rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=False,
 )
 model = FlaxLlamaForCausalLM(config, seed=0, dtype=jax.numpy.float64)
 rng = np.random.default_rng(7)
