@@ -4,7 +4,6 @@ mod activation;
 mod arrows;
 mod block_sparse;
 mod blocks;
-mod burn_attention;
 mod call;
 mod compare;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]

@@ -22,7 +22,6 @@
 //! | job | item |
 //! |---|---|
 //! | attention over a pattern, a mask or blocks of your own | [`sparse_attention`], [`Pattern`], [`BlockLayout`], [`DeviceLayout`] |
-//! | Burn's `attention`, with a fused backward pass | [`attention()`], [`mask_layout`] |
 //! | biases, sinks, ALiBi, softcap, dropout | [`AttentionOptions`], [`AttentionTensors`] |
 //! | what a call runs, and why | [`AttentionPlan`] |
 //! | padding, masks of blocks | [`layout`] |
@@ -66,7 +65,6 @@ mod attention;
 pub mod backend;
 mod base;
 mod blocks;
-mod burn_attention;
 mod call_layout;
 mod check;
 mod choice;
@@ -92,7 +90,6 @@ pub use attention::{SparseAttentionCall, SparseAttentionOutput, sparse_attention
 pub use base::device::{check_collectives, check_device};
 pub use base::op_plan::OpPlan;
 pub use blocksparse::{BlockLayout, Dropout, LayoutError, LayoutShape, Pattern, Seed};
-pub use burn_attention::{attention, mask_layout, try_attention};
 pub use call_layout::Layout;
 pub use device_layout::DeviceLayout;
 pub use error::OpError;

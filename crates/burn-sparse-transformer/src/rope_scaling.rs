@@ -56,6 +56,15 @@ impl RopeScaling {
             expected,
             factor,
         )?;
+        if let Self::Yarn {
+            attention_factor: Some(factor),
+            ..
+        } = *self
+        {
+            let expected = || "finite and above 0".into();
+            let valid = factor.is_finite() && factor > 0.0;
+            ensure(valid, "rope_scaling.attention_factor", expected, factor)?;
+        }
         let (original, [low, high]) = match *self {
             Self::Linear { .. } => return Ok(()),
             Self::Llama3 {
@@ -190,18 +199,18 @@ mod tests {
     #[test]
     fn frequencies_are_those_of_transformers() {
         let llama: [(usize, f64); 6] = [
-            (0, 1.000000000000000e+00),
-            (5, 1.286873734326505e-01),
-            (13, 4.839421345719893e-03),
-            (15, 1.290547928209264e-03),
-            (17, 9.708287802627670e-05),
+            (0, 1.0),
+            (5, 0.1286873734326505),
+            (13, 0.004839421345719893),
+            (15, 0.001290547928209264),
+            (17, 9.70828780262767e-05),
             (31, 9.418306725434909e-08),
         ];
         let qwen: [(usize, f64); 6] = [
-            (0, 1.000000000000000e+00),
-            (20, 1.333521432163324e-02),
-            (25, 4.131738022518394e-03),
-            (32, 6.029411764705882e-04),
+            (0, 1.0),
+            (20, 0.01333521432163324),
+            (25, 0.004131738022518394),
+            (32, 0.0006029411764705882),
             (39, 6.490394320837028e-05),
             (63, 3.102344401879299e-07),
         ];

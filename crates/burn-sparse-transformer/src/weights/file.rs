@@ -79,6 +79,12 @@ impl WeightsFile {
         let mut tensors = BTreeMap::new();
         let files: BTreeSet<&String> = listed.weight_map.values().collect();
         for file in files {
+            // A list that named itself would be read without end.
+            if file.contains(['/', '\\']) || !file.ends_with(".safetensors") {
+                return Err(failed(&format!(
+                    "{file:?} is no name of a safetensors file"
+                )));
+            }
             tensors.extend(Self::open(index.with_file_name(file))?.tensors);
         }
         match listed
