@@ -233,18 +233,6 @@ fn the_loss_is_that_of_the_logits_and_every_parameter_learns() {
     assert!(model.num_params() > 0);
 }
 
-#[test]
-fn layers_share_one_table_of_rotations() {
-    let model = config().init(&Device::flex());
-    let tables: Vec<_> = (model.layers.iter())
-        .map(|block| block.attention.rope.as_ref().unwrap().freq_complex.clone())
-        .collect();
-    tables[0]
-        .clone()
-        .into_data()
-        .assert_eq(&tables[1].clone().into_data(), true);
-}
-
 const SMOL_LM2: &str = r#"{"architectures": ["LlamaForCausalLM"], "attention_bias": false, "hidden_act": "silu", "hidden_size": 576,
     "intermediate_size": 1536, "max_position_embeddings": 8192, "model_type": "llama", "num_attention_heads": 9,
     "num_hidden_layers": 30, "num_key_value_heads": 3, "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 100000,
