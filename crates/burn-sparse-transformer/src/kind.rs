@@ -5,6 +5,7 @@ use burn::tensor::Tensor;
 use burn_blocksparse::Pattern;
 
 use crate::call::{Call, Seen};
+use crate::error::ensure;
 use crate::layouts::Request;
 use crate::{SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, TransformerError};
 
@@ -92,6 +93,17 @@ pub(crate) trait AttentionKind {
     fn display(&self, content: Content) -> Content {
         content
     }
+}
+
+/// That a pattern can stand in a layer with heads that choose by content.
+pub(crate) fn check_causal(pattern: &Pattern) -> Result<(), TransformerError> {
+    let expected = || "causal beside heads that choose by content".into();
+    ensure(pattern.is_causal(), "pattern", expected, pattern)
+}
+
+/// Adds heads that choose by content to how a layer is printed.
+pub(crate) fn display(content: Content, config: &impl ToString, local_heads: usize) -> Content {
+    (content.add("content", &config.to_string())).add("local_heads", &local_heads)
 }
 
 /// Which keys are seen is the pattern's alone.

@@ -12,7 +12,7 @@ use super::routing::RoutingHeads;
 use crate::call::{Call, Seen};
 use crate::dsa::DsaHeads;
 use crate::error::{ensure, ensure_none};
-use crate::kind::AttentionKind;
+use crate::kind::{AttentionKind, check_causal, display};
 use crate::nsa::NsaHeads;
 use crate::stream::Stream;
 use crate::{
@@ -182,17 +182,6 @@ impl AttentionKind for ContentHeads {
     fn display(&self, content: Content) -> Content {
         display(content, &self.config, self.local_heads)
     }
-}
-
-/// That a pattern can stand in a layer with heads that choose by content.
-pub(crate) fn check_causal(pattern: &Pattern) -> Result<(), TransformerError> {
-    let expected = || "causal beside heads that choose by content".into();
-    ensure(pattern.is_causal(), "pattern", expected, pattern)
-}
-
-/// Adds heads that choose by content to how a layer is printed.
-pub(crate) fn display(content: Content, config: &impl ToString, local_heads: usize) -> Content {
-    (content.add("content", &config.to_string())).add("local_heads", &local_heads)
 }
 
 impl SparseMultiHeadAttentionConfig {

@@ -26,7 +26,6 @@ pub use kind::ContentAttention;
 pub use lsh::{LshHeads, LshHeadsConfig, LshOptions, lsh_attention};
 pub use lsh_attention::{LshAttention, LshAttentionConfig};
 pub use mixed::ContentHeads;
-pub(crate) use mixed::{check_causal, display};
 pub use routing::{RoutingHeads, RoutingHeadsConfig, RoutingOutput};
 pub use routing_attention::{
     RoutingAttention, RoutingAttentionConfig, RoutingAttentionInput, RoutingAttentionOutput,

@@ -1,5 +1,7 @@
 //! DeepSeek sparse attention in the place of a layer's pattern.
 
+use std::fmt;
+
 use burn::module::Content;
 use burn::nn::LinearConfig;
 use burn::tensor::Device;
@@ -8,9 +10,8 @@ use burn_blocksparse::Pattern;
 use super::heads::DsaParts;
 use super::{DsaHeads, DsaHeadsConfig, DsaStage};
 use crate::call::{Call, Seen};
-use crate::content::{ContentAttention, display};
 use crate::error::{ensure, ensure_none};
-use crate::kind::AttentionKind;
+use crate::kind::{AttentionKind, display};
 use crate::{
     SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
     TransformerError,
@@ -139,8 +140,8 @@ impl AttentionKind for DsaHeads {
 }
 
 /// As it is written.
-fn content(dsa: &DsaHeads) -> ContentAttention {
-    ContentAttention::Dsa(dsa.config().clone())
+fn content(dsa: &DsaHeads) -> String {
+    fmt::from_fn(|f| dsa.config().write(f)).to_string()
 }
 
 impl SparseMultiHeadAttention {

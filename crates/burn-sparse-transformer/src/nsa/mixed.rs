@@ -1,5 +1,7 @@
 //! Native sparse attention in the place of a layer's pattern.
 
+use std::fmt;
+
 use burn::module::Content;
 use burn::nn::LinearConfig;
 use burn::tensor::{Device, Tensor};
@@ -8,10 +10,9 @@ use burn_blocksparse::Pattern;
 use super::heads::{NsaSizes, Placing, Projections};
 use super::{NsaHeads, NsaHeadsConfig};
 use crate::call::{Call, Seen};
-use crate::content::{ContentAttention, check_causal, display};
 use crate::error::{ensure, ensure_none};
 use crate::heads::Positions;
-use crate::kind::AttentionKind;
+use crate::kind::{AttentionKind, check_causal, display};
 use crate::precision::project_heads;
 use crate::{
     SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
@@ -106,8 +107,8 @@ impl AttentionKind for NsaHeads {
 }
 
 /// As it is written.
-fn content(nsa: &NsaHeads) -> ContentAttention {
-    ContentAttention::Nsa(nsa.config().clone())
+fn content(nsa: &NsaHeads) -> String {
+    fmt::from_fn(|f| nsa.config().write(f)).to_string()
 }
 
 impl SparseMultiHeadAttention {
