@@ -37,12 +37,22 @@ pub enum RopeScaling {
         /// The original context.
         original_max_position_embeddings: usize,
         /// Frequencies that turn so often in the original context stay. The paper's: 32.
+        #[serde(default = "beta_fast")]
         beta_fast: f64,
         /// Frequencies that turn no oftener in the original context are divided by `factor`. The paper's: 1.
+        #[serde(default = "beta_slow")]
         beta_slow: f64,
         /// Factor of rotated queries and of rotated keys. Default: `0.1 · ln(factor) + 1`.
         attention_factor: Option<f64>,
     },
+}
+
+fn beta_fast() -> f64 {
+    32.0
+}
+
+fn beta_slow() -> f64 {
+    1.0
 }
 
 impl RopeScaling {

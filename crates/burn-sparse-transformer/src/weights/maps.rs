@@ -22,11 +22,12 @@ fn norm(map: KeyMap, parameter: &str, tensor: &str) -> KeyMap {
     .rule(format!("{parameter}.beta"), format!("{tensor}.bias"), Same)
 }
 
-/// Names of a layer's.
+/// Names in a layer of a Llama's.
 fn in_layer(parameter: &str, tensor: &str) -> (String, String) {
-    [parameter, tensor]
-        .map(|name| format!("layers.{{}}.{name}"))
-        .into()
+    (
+        format!("layers.{{}}.{parameter}"),
+        format!("model.layers.{{}}.{tensor}"),
+    )
 }
 
 impl KeyMap {
@@ -99,12 +100,12 @@ impl KeyMap {
     }
 
     /// The names of Llama, Mistral, Qwen2 and Qwen3 in `transformers`, for a [`Llama`](crate::llama::Llama) with so many heads of queries and of keys, and with a
-    /// head that is the embedding if it is `tied`. Weights of queries and keys become those of neighbouring channels: [`Form::RotaryHalves`].
+    /// head that is the embedding if it is `tied`; with or without `model.` before them. Weights of queries and keys become those of neighbouring channels: [`Form::RotaryHalves`].
     pub fn llama(n_heads: usize, n_kv_heads: usize, tied: bool) -> Self {
         let mut map = Self::default()
             .prefix("model.")
-            .rule("embed.weight", "embed_tokens.weight", Same)
-            .rule("norm.gamma", "norm.weight", Same)
+            .rule("embed.weight", "model.embed_tokens.weight", Same)
+            .rule("norm.gamma", "model.norm.weight", Same)
             // Frequencies, in files of older versions.
             .ignore("layers.{}.self_attn.rotary_emb.inv_freq");
         for (parameter, tensor) in [

@@ -31,6 +31,7 @@ mod form;
 mod key_map;
 mod maps;
 mod models;
+mod parameters;
 mod save;
 
 pub use error::{WeightsError, WrongTensor};
