@@ -55,7 +55,7 @@ impl Attention {
         Ok(match self {
             Self::Dense => model,
             Self::Pattern(pattern) => model.with_pattern(pattern.clone(), block_size)?,
-            Self::Selection(selection) => model.with_selections(&[selection.clone()])?,
+            Self::Selection(selection) => model.with_selections(std::slice::from_ref(selection))?,
         })
     }
 

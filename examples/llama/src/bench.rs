@@ -104,7 +104,7 @@ fn tokens(vocab: usize, [batch, seq]: [usize; 2], device: &Device) -> Tensor<2, 
 /// Milliseconds until the logits behind a prompt are there.
 fn prompt_ms(model: &Llama, length: usize, repeats: usize, device: &Device) -> Result<f64> {
     let prompt = tokens(model.vocab_size(), [1, length], device);
-    let mut once = || -> Result<f64> {
+    let once = || -> Result<f64> {
         device.sync()?;
         let begun = Instant::now();
         let hidden = model.try_forward_hidden(prompt.clone())?;

@@ -4,6 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, bail};
+use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, ErrorKind, context};
 use serde_json::Value;
 use tokenizers::Tokenizer;
@@ -100,8 +101,11 @@ impl Text {
                 Err(minijinja::Error::new(ErrorKind::InvalidOperation, reason))
             },
         );
-        environment.set_trim_blocks(true);
-        environment.set_lstrip_blocks(true);
+        let syntax = SyntaxConfig::builder()
+            .trim_blocks(true)
+            .lstrip_blocks(true)
+            .build()?;
+        environment.set_syntax(syntax);
         let rendered = environment.render_str(
             template,
             context! {
