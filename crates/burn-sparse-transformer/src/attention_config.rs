@@ -289,7 +289,7 @@ impl SparseMultiHeadAttentionConfig {
         }
         if let Some(scaling) = &self.rope_scaling {
             ensure_none("rope_scaling", self.rope.is_none(), "none without rope")?;
-            scaling.check()?;
+            scaling.check(self.head_widths()[0])?;
         }
         ensure_dropout(self.dropout)?;
         let twice = self.sinks && self.quiet_softmax;

@@ -8,7 +8,7 @@ use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{Device, FloatDType, Tensor};
 use burn_sparse_transformer::Precision;
 use burn_sparse_transformer::llama::{Llama, LlamaConfig};
-use burn_sparse_transformer::weights::{KeyMap, WeightsFile};
+use burn_sparse_transformer::weights::{Gguf, KeyMap, WeightsFile};
 use clap::{Args, ValueEnum};
 
 use crate::device;
@@ -55,19 +55,25 @@ impl ModelArgs {
     /// # Errors
     /// If there is no model of a kind that is known.
     pub fn config(&self) -> Result<LlamaConfig> {
-        let path = self.path.join("config.json");
-        let text = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
-        let config = LlamaConfig::from_hugging_face(&text);
-        self.adapted(config.with_context(|| path.display().to_string())?)
-    }
-
-    fn adapted(&self, mut config: LlamaConfig) -> Result<LlamaConfig> {
-        config.block_size = self.block_size;
-        config.context = self.context.unwrap_or(config.context);
-        if self.dtype == Dtype::Bf16 {
-            config.precision = Precision::Bf16;
-        }
-        Ok(config)
+        let config = match self.gguf()? {
+            Some(gguf) => {
+                LlamaConfig::from_gguf(&gguf).with_context(|| self.path.display().to_string())?
+            }
+            None => {
+                let path = self.path.join("config.json");
+                let text = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+                let config = LlamaConfig::from_hugging_face(&text);
+                config.with_context(|| path.display().to_string())?
+            }
+        };
+        let context = self.context.unwrap_or(config.context);
+        Ok(config
+            .with_block_size(self.block_size)
+            .with_context(context)
+            .with_precision(match self.dtype {
+                Dtype::F32 => Precision::F32,
+                Dtype::Bf16 => Precision::Bf16,
+            }))
     }
 
     /// The model with its weights.
@@ -76,9 +82,31 @@ impl ModelArgs {
     /// If a file is missing, damaged or does not fit.
     pub fn load(&self, config: &LlamaConfig, device: &Device) -> Result<Llama> {
         let model = config.try_init(device)?;
-        let kv_heads = config.n_kv_heads.unwrap_or(config.n_heads);
-        let map = KeyMap::llama(config.n_heads, kv_heads, config.tied_embedding);
+        let map = match self.gguf()? {
+            Some(gguf) => KeyMap::llama_gguf(&gguf)?,
+            None => {
+                let kv_heads = config.n_kv_heads.unwrap_or(config.n_heads);
+                KeyMap::llama(config.n_heads, kv_heads, config.tied_embedding)
+            }
+        };
         Ok(self.cast(WeightsFile::open(&self.path)?.load(&model, &map)?))
+    }
+
+    /// The tokenizer.
+    ///
+    /// # Errors
+    /// As [`Text::open`] and [`Text::of_gguf`].
+    pub fn text(&self) -> Result<Text> {
+        match self.gguf()? {
+            Some(gguf) => Text::of_gguf(&gguf).with_context(|| self.path.display().to_string()),
+            None => Text::open(&self.path),
+        }
+    }
+
+    /// What stands in front of the weights, if the model is a GGUF file.
+    fn gguf(&self) -> Result<Option<Gguf>> {
+        let is_gguf = self.path.extension().is_some_and(|ending| ending == "gguf");
+        Ok(is_gguf.then(|| Gguf::open(&self.path)).transpose()?)
     }
 
     /// The model with weights that are drawn: for times, where a checkpoint has only its `config.json`.
@@ -87,14 +115,6 @@ impl ModelArgs {
     /// If the configuration does not fit.
     pub fn random(&self, config: &LlamaConfig, device: &Device) -> Result<Llama> {
         Ok(self.cast(config.try_init(device)?))
-    }
-
-    /// The tokenizer.
-    ///
-    /// # Errors
-    /// As [`Text::open`].
-    pub fn text(&self) -> Result<Text> {
-        Text::open(&self.path)
     }
 
     fn cast(&self, model: Llama) -> Llama {

@@ -5,6 +5,7 @@ mod bench;
 mod checkpoint;
 mod device;
 mod generate;
+mod gguf_tokenizer;
 mod needle;
 mod perplexity;
 mod progress;

@@ -4,10 +4,13 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, bail};
+use burn_sparse_transformer::weights::{Gguf, GgufValue};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, ErrorKind, context};
 use serde_json::Value;
 use tokenizers::Tokenizer;
+
+use crate::gguf_tokenizer;
 
 /// A checkpoint's tokenizer and how it is asked.
 pub struct Text {
@@ -67,6 +70,34 @@ impl Text {
                 .and_then(|eos| text.tokenizer.token_to_id(eos)),
         );
         Ok(text)
+    }
+
+    /// Of a GGUF file whose vocabulary is of byte pairs, as Llama 3's, Qwen's and SmolLM2's.
+    ///
+    /// # Errors
+    /// If there is none, or one of another kind.
+    pub fn of_gguf(gguf: &Gguf) -> Result<Self> {
+        let tokenizer = gguf_tokenizer::read(gguf)?;
+        let token = |key: &str| {
+            let id = gguf.get(key).and_then(GgufValue::as_u64)?;
+            tokenizer.id_to_token(u32::try_from(id).ok()?)
+        };
+        let [bos, eos, end] = ["bos_token_id", "eos_token_id", "eot_token_id"]
+            .map(|key| token(&format!("tokenizer.ggml.{key}")));
+        let ends = eos.iter().chain(&end);
+        let stop = ends
+            .filter_map(|token| tokenizer.token_to_id(token))
+            .collect();
+        let template = gguf
+            .get("tokenizer.chat_template")
+            .and_then(GgufValue::as_str);
+        Ok(Self {
+            template: template.map(str::to_owned),
+            bos,
+            eos,
+            stop,
+            tokenizer,
+        })
     }
 
     /// A prompt as the model reads it: text that goes on, with a beginning if the tokenizer has one.

@@ -11,9 +11,10 @@ use burn::tensor::{DType, TensorData};
 
 use super::error::{WeightsError, WrongTensor};
 use super::parameters::{Wanted, wanted};
-use super::{Form, KeyMap};
+use super::{Form, Gguf, KeyMap};
 
-const ENDINGS: &str = ".safetensors, .pt, .pth, .bin (PyTorch) or .bpk, .burnpack (Burn)";
+const ENDINGS: &str =
+    ".safetensors, .pt, .pth, .bin (PyTorch), .gguf (llama.cpp) or .bpk, .burnpack (Burn)";
 
 /// What a folder of Hugging Face has: a list of shards, or all in one file.
 const INDEX: &str = "model.safetensors.index.json";
@@ -27,11 +28,11 @@ pub struct WeightsFile {
 }
 
 impl WeightsFile {
-    /// Opens a file of the format that its name ends in: `.safetensors`, `.pt`, `.pth` or `.bin` for a state dict that PyTorch saved, `.bpk` or
-    /// `.burnpack` for a record of Burn's. A `.safetensors.index.json` is read with all shards that it lists, and a folder by its `model.safetensors.index.json` or
+    /// Opens a file of the format that its name ends in: `.safetensors`, `.pt`, `.pth` or `.bin` for a state dict that PyTorch saved, `.gguf` for
+    /// llama.cpp's, `.bpk` or `.burnpack` for a record of Burn's. A `.safetensors.index.json` is read with all shards that it lists, and a folder by its `model.safetensors.index.json` or
     /// `model.safetensors`.
     ///
-    /// PyTorch's files are read without running what is pickled in them.
+    /// PyTorch's files are read without running what is pickled in them. Blocks of few bits become numbers when they are read: [`Gguf`].
     ///
     /// # Errors
     /// [`WeightsError::Format`] for another ending, [`WeightsError::Read`] if the file cannot be read or is damaged.
@@ -51,6 +52,10 @@ impl WeightsFile {
         match ending.unwrap_or_default() {
             "safetensors" => Self::read(path, SafetensorsStore::from_file(path)),
             "pt" | "pth" | "bin" => Self::read(path, pytorch(path)),
+            "gguf" => Ok(Self {
+                tensors: Gguf::open(path)?.tensors()?,
+                path: path.display().to_string(),
+            }),
             "bpk" | "burnpack" => {
                 let store = BurnpackStore::from_file(path).auto_extension(false);
                 Self::read(path, store)

@@ -26,13 +26,14 @@ fn load(map: &KeyMap) -> Llama {
     let json = fs::read_to_string(folder().join("config.json")).unwrap();
     let config = LlamaConfig::from_hugging_face(&json).unwrap();
     let model = config.with_block_size(8).init(&Device::flex());
-    WeightsFile::open(folder())
-        .unwrap()
-        .load(&model, map)
-        .unwrap()
+    tiny_llama().load(&model, map).unwrap()
 }
 
-fn largest_difference(model: &Llama) -> f32 {
+pub fn tiny_llama() -> WeightsFile {
+    WeightsFile::open(folder()).unwrap()
+}
+
+pub fn largest_difference(model: &Llama) -> f32 {
     let [batch, seq, _] = SHAPE;
     let ids: Vec<i32> = golden("tokens.i32")
         .into_iter()
