@@ -6,14 +6,14 @@ use anyhow::{Result, anyhow, ensure};
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{Device, Int, Tensor};
 use burn_paged_attention::pool::{
-    KvDtype, KvPoolConfig, KvPositions, KvRetention, KvStep, KvUsage, PagedDecoder,
+    CachePolicy, KvDtype, KvPoolConfig, KvPositions, KvStep, KvUsage, PagedDecoder,
 };
 use burn_sparse_transformer::{Precision, SparseTransformer};
 use clap::Args;
 use indicatif::ProgressBar;
 
 use crate::data::{Corpus, Split, thousands};
-use crate::kept::{Kept, KeptArgs};
+use crate::kept::KeptArgs;
 use crate::model::{self, bits};
 use crate::presets::Task;
 use crate::progress::{plain_bar, say, warn};
@@ -71,8 +71,7 @@ pub struct EvalArgs {
 /// Runs `enwik8 eval`.
 pub fn run(args: &EvalArgs) -> Result<()> {
     let dtype = args.kept.kv_dtype;
-    let reachable =
-        || (dtype != KvDtype::Model).then_some(Kept::KvRetention(KvRetention::Reachable));
+    let reachable = || (dtype != KvDtype::Model).then_some(CachePolicy::default());
     let kept = args.kept.kept()?.or_else(reachable);
     ensure!(
         kept.is_some() || args.kept.selection.is_empty(),
@@ -259,7 +258,7 @@ impl Evaluator<'_> {
         &self,
         bytes: &[u8],
         part: &[Window],
-        (kept, dtype, positions): (Kept, KvDtype, KvPositions),
+        (kept, dtype, positions): (CachePolicy, KvDtype, KvPositions),
         chunk: usize,
         usage: &mut KvUsage,
     ) -> Result<Vec<f32>> {
@@ -271,7 +270,7 @@ impl Evaluator<'_> {
             .with_chunk(chunk)
             .with_dtype(dtype)
             .with_positions(positions);
-        let mut pool = self.model.new_pool(&kept.pool(config, chunk))?;
+        let mut pool = self.model.new_pool(&config.with_policy(kept, chunk))?;
         let ids = (part.iter().map(|_| pool.join())).collect::<Result<Vec<_>, _>>()?;
         let mut losses = Vec::new();
         for first in (0..context).step_by(chunk) {

@@ -4,45 +4,14 @@ use anyhow::{Error, Result, anyhow, bail, ensure};
 use burn::tensor::FloatDType;
 use burn_paged_attention::PoolError;
 use burn_paged_attention::pages::CacheError;
-use burn_paged_attention::pool::{
-    EvictionBudget, EvictionConfig, EvictionScore, KvDtype, KvPoolConfig, KvPositions, KvRetention,
-    ScoreSmoothing,
-};
+use burn_paged_attention::pool::{CachePolicy, EvictionBudget, KvDtype, KvPositions};
 use burn_sparse_transformer::{Selection, SparseTransformer, TransformerError};
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 
-use crate::arguments::MOST;
 use crate::presets::ModelConfig;
 use crate::search::{self, HeadChoices};
 use crate::{arguments, model};
-
-/// The forms of `--cache`.
-const FORMS: &str = "must be all, reachable, window:W,S with W at least 1, h2o:H,R, h2o-mean:H,R, tova:C, \
-                     snapkv:C,M,F, key-norm:C or combined:S,R,H, with whole numbers up to 1073741824";
-
-/// Which keys are kept.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Kept {
-    /// By their positions.
-    KvRetention(KvRetention),
-    /// By what attention says of them.
-    Evict(EvictionConfig),
-}
-
-impl Kept {
-    /// A pool that keeps these, of sequences that read so many bytes at once at most.
-    pub fn pool(self, config: KvPoolConfig, read: usize) -> KvPoolConfig {
-        match self {
-            // All keys that are read at once are stored until then.
-            Self::KvRetention(residency @ KvRetention::Window { .. }) => {
-                config.with_residency(residency).with_chunk(read)
-            }
-            Self::KvRetention(residency) => config.with_residency(residency),
-            Self::Evict(eviction) => config.with_eviction(eviction).with_chunk(read),
-        }
-    }
-}
 
 /// Flags of what is kept.
 #[derive(Args, Debug)]
@@ -166,9 +135,9 @@ impl KeptArgs {
     }
 
     /// What the flags say, if any.
-    pub fn kept(&self) -> Result<Option<Kept>> {
+    pub fn kept(&self) -> Result<Option<CachePolicy>> {
         let kept = self.cache.as_ref().map(|cache| cache.kept);
-        let Some(Kept::Evict(mut config)) = kept else {
+        let Some(CachePolicy::Evict(mut config)) = kept else {
             let given = [
                 ("--budget", self.budget.is_some()),
                 ("--slack", self.slack.is_some()),
@@ -192,7 +161,7 @@ impl KeptArgs {
             }
             error => anyhow!("--budget: {error}"),
         })?;
-        Ok(Some(Kept::Evict(config)))
+        Ok(Some(CachePolicy::Evict(config)))
     }
 }
 
@@ -200,58 +169,25 @@ impl KeptArgs {
 #[derive(Clone, Debug)]
 struct Cache {
     text: String,
-    kept: Kept,
+    kept: CachePolicy,
 }
 
 /// Reads `--cache`.
 fn kept(text: &str) -> Result<Cache, String> {
-    let kept = parse(text).ok_or_else(|| FORMS.to_owned())?;
-    if let Kept::Evict(config) = kept {
-        config.validate().map_err(|error| match error {
-            // What came is what clap shows; a policy may have made another number of it.
-            CacheError::Argument {
-                argument, expected, ..
-            } => format!("its {argument} must be {expected}"),
-            error => error.to_string(),
-        })?;
-    }
+    let kept = text.parse().map_err(|error| match error {
+        // What came is what clap shows; a policy may have made another number of it.
+        CacheError::Argument {
+            argument: "cache",
+            expected,
+            ..
+        } => format!("must be {expected}"),
+        CacheError::Argument {
+            argument, expected, ..
+        } => format!("its {argument} must be {expected}"),
+        error => error.to_string(),
+    })?;
     let text = text.to_owned();
     Ok(Cache { text, kept })
-}
-
-fn parse(text: &str) -> Option<Kept> {
-    let (name, numbers) = text.split_once(':').unwrap_or((text, ""));
-    let numbers: Vec<usize> = match numbers {
-        "" => Vec::new(),
-        numbers => (numbers.split(','))
-            .map(|number| number.parse().ok().filter(|number| *number <= MOST))
-            .collect::<Option<_>>()?,
-    };
-    let snapkv = |capacity, window, pool| {
-        EvictionConfig::snapkv_with(capacity, window, pool, ScoreSmoothing::Average)
-    };
-    let evict = match (name, numbers.as_slice()) {
-        ("all", []) if text == "all" => return Some(Kept::KvRetention(KvRetention::All)),
-        ("reachable", []) if text == "reachable" => {
-            return Some(Kept::KvRetention(KvRetention::Reachable));
-        }
-        ("window", &[window, ref sinks @ ..]) if window > 0 && sinks.len() < 2 => {
-            let sinks = sinks.first().copied().unwrap_or(0);
-            return Some(Kept::KvRetention(KvRetention::Window { window, sinks }));
-        }
-        ("h2o", &[heavy, recent]) => EvictionConfig::h2o(heavy, recent),
-        ("h2o-mean", &[heavy, recent]) => EvictionConfig::h2o_mean(heavy, recent),
-        ("tova", &[capacity]) => EvictionConfig::tova(capacity),
-        ("snapkv", &[capacity]) => EvictionConfig::snapkv(capacity),
-        ("snapkv", &[capacity, window]) => snapkv(capacity, window, 5),
-        ("snapkv", &[capacity, window, pool]) => snapkv(capacity, window, pool),
-        ("key-norm", &[capacity]) => EvictionConfig::key_norm(capacity),
-        ("combined", &[sinks, recent, heavy]) => {
-            EvictionConfig::combined(EvictionScore::Sum, sinks, recent, heavy)
-        }
-        _ => return None,
-    };
-    Some(Kept::Evict(evict))
 }
 
 /// `--budget`.

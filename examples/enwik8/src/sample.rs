@@ -11,7 +11,6 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use burn_paged_attention::generate::{PromptLookup, PromptLookupIndex, Sampling};
-use burn_paged_attention::pool::KvRetention;
 use burn_sparse_transformer::Precision;
 use clap::Args;
 use output::Output;
@@ -20,7 +19,7 @@ use writer::{Cache, Writer};
 
 use crate::arguments::{MOST, MOST_AT_ONCE};
 use crate::data::thousands;
-use crate::kept::{Kept, KeptArgs};
+use crate::kept::KeptArgs;
 use crate::progress::warn;
 use crate::{arguments, device, model, run};
 
@@ -287,7 +286,7 @@ impl SampleArgs {
     fn cache(&self) -> Result<Cache> {
         let kept = self.kept.kept()?;
         Ok(Cache {
-            kept: kept.unwrap_or(Kept::KvRetention(KvRetention::Reachable)),
+            kept: kept.unwrap_or_default(),
             dtype: self.kept.kv_dtype,
             positions: self.kept.positions,
             page_size: self.page_size,

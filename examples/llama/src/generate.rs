@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use anyhow::Result;
 use burn_paged_attention::generate::{GenerateOptions, Sampling, generate};
-use burn_paged_attention::pool::{EvictionConfig, KvDtype};
+use burn_paged_attention::pool::{CachePolicy, KvDtype};
 use clap::{Args, ValueEnum};
 
 use crate::attention::Attention;
@@ -45,9 +45,9 @@ pub struct GenerateArgs {
     /// How keys and values are stored
     #[arg(long, value_enum, default_value = "model")]
     kv_dtype: Store,
-    /// Keep so many keys of each layer and head, by SnapKV's votes, and evict the others: other texts
-    #[arg(long, value_name = "KEYS")]
-    evict: Option<usize>,
+    /// Keys that are kept: reachable, window:W,S, snapkv:C, h2o:H,R or tova:C, where the last three evict keys by their attention
+    #[arg(long, default_value = "reachable")]
+    cache: CachePolicy,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -78,15 +78,12 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
         .max_new(args.max_new)
         .sampling(sampling)
         .stop_tokens(text.stop.iter().copied())
+        .policy(args.cache)
         .kv_dtype(match args.kv_dtype {
             Store::Model => KvDtype::Model,
             Store::Int8 => KvDtype::Int8,
             Store::Fp8 => KvDtype::Fp8E4m3,
         });
-    let options = match args.evict {
-        Some(keys) => options.eviction(EvictionConfig::snapkv(keys)),
-        None => options,
-    };
     let begun = Instant::now();
     let (mut stream, mut first, mut failed) = (Stream::default(), None, None);
     if args.raw {

@@ -48,7 +48,8 @@ pub fn read(gguf: &Gguf) -> Result<Tokenizer> {
     });
     let merges = merges.collect::<Result<Vec<_>>>()?;
     let failed = |error: tokenizers::Error| anyhow!("the vocabulary: {error}");
-    let model = BPE::builder().vocab_and_merges(vocab.collect::<tokenizers::models::bpe::Vocab>(), merges);
+    let model =
+        BPE::builder().vocab_and_merges(vocab.collect::<tokenizers::models::bpe::Vocab>(), merges);
     let mut tokenizer = Tokenizer::new(model.build().map_err(failed)?);
     let name = value("pre")
         .ok()

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_paged_attention::pool::{KvPoolConfig, KvStep, PagedDecoder};
@@ -105,9 +105,9 @@ fn ask(
     };
     let (prompt, answer) = (&needle.prompt, &needle.answer);
     let config = KvPoolConfig::new(1, prompt.len() + answer.len()).with_chunk(answer.len());
-    let mut pool = model.new_pool(&match attention.reads_prompts_alone() {
-        true => config.with_choosing_prompts(),
-        false => config,
+    let mut pool = model.new_pool(&match attention {
+        Attention::Selection(_) => config.with_choosing_prompts(),
+        Attention::Dense | Attention::Pattern(_) => config,
     })?;
     let id = pool.join()?;
     let [vocab] = [model.embed.weight.dims()[0]];
@@ -170,7 +170,6 @@ fn needle(
             Some(_) => text.rendered(&question)?,
             None => format!("{question}\n"),
         };
-        // The space is a token of its own before digits for some tokenizers, and a part of them for others.
         Ok(asked + "The pass key is")
     };
     let mut used = text
@@ -193,13 +192,13 @@ fn needle(
     let prompt = prompt(&body.join(" "))?;
     let special = text.template.is_none();
     let whole = text.encode(&format!("{prompt} {number}"), special)?;
-    let prompt = text.encode(&prompt, special)?;
-    ensure!(
-        whole.starts_with(&prompt),
-        "the tokenizer joins the prompt's end with the number"
-    );
-    Ok(Needle {
-        answer: whole[prompt.len()..].to_vec(),
-        prompt,
-    })
+    // The space is a token of its own before digits for some tokenizers, and a part of them for others.
+    for prompt in [format!("{prompt} "), prompt] {
+        let prompt = text.encode(&prompt, special)?;
+        if whole.starts_with(&prompt) {
+            let answer = whole[prompt.len()..].to_vec();
+            return Ok(Needle { prompt, answer });
+        }
+    }
+    bail!("the tokenizer joins the prompt's end with the number")
 }

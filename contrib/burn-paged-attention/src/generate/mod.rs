@@ -15,8 +15,8 @@ use burn_sparse_transformer::internal::ensure;
 
 use crate::PoolError;
 use crate::pool::{
-    self, EvictionConfig, KvDtype, KvPool, KvPoolConfig, KvRetention, KvStep, PagedDecoder,
-    SequenceId,
+    self, CachePolicy, EvictionConfig, KvDtype, KvPool, KvPoolConfig, KvRetention, KvStep,
+    PagedDecoder, SequenceId,
 };
 use crate::sampling::sample_tokens;
 
@@ -96,6 +96,14 @@ impl GenerateOptions {
     pub fn eviction(mut self, eviction: EvictionConfig) -> Self {
         self.eviction = Some(eviction);
         self
+    }
+
+    /// [`Self::residency`] or [`Self::eviction`], whichever the policy is.
+    pub fn policy(self, policy: CachePolicy) -> Self {
+        match policy {
+            CachePolicy::Retain(residency) => self.residency(residency),
+            CachePolicy::Evict(eviction) => self.eviction(eviction),
+        }
     }
 
     /// Sets how the keys and values that are retained are stored.

@@ -88,7 +88,7 @@ fn boundary(position: usize, last: Option<usize>, next: Option<usize>) -> String
 }
 
 impl CacheError {
-    pub(super) fn argument(
+    pub(crate) fn argument(
         argument: &'static str,
         expected: impl Into<String>,
         got: impl ToString,

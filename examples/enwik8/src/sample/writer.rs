@@ -3,19 +3,19 @@
 use anyhow::{Context, Result, anyhow};
 use burn::tensor::Device;
 use burn_paged_attention::pool::{
-    KvDtype, KvPool, KvPoolConfig, KvPositions, KvStep, KvUsage, PagedDecoder, SequenceId,
+    CachePolicy, KvDtype, KvPool, KvPoolConfig, KvPositions, KvStep, KvUsage, PagedDecoder,
+    SequenceId,
 };
 use burn_sparse_transformer::SparseTransformer;
 
 use super::decoder::Decoder;
 use super::statistics::CacheStatistics;
-use crate::kept::Kept;
 
 /// What is kept of the bytes that were read.
 #[derive(Clone, Debug)]
 pub struct Cache {
     /// Which keys.
-    pub kept: Kept,
+    pub kept: CachePolicy,
     /// How they are stored.
     pub dtype: KvDtype,
     /// Which positions rotations are of.
@@ -66,7 +66,7 @@ impl Writer {
             .with_chunk(1 + cache.drafted)
             .with_rollback(cache.drafted);
         let read = read.clamp(1, context).max(1 + cache.drafted);
-        let config = cache.kept.pool(config, read);
+        let config = config.with_policy(cache.kept, read);
         let config = match cache.page_size {
             Some(page_size) => config.with_page_size(page_size),
             None => config,
