@@ -1,11 +1,11 @@
 use burn::config::Config;
 use burn::module::Initializer;
-use burn::nn::{DropoutConfig, LinearConfig, RotaryEncodingConfig};
+use burn::nn::{DropoutConfig, LinearConfig, RotaryEncoding, RotaryEncodingConfig};
 use burn::tensor::Device;
 use burn_blocksparse::{AttentionOptions, AttentionTensors, Pattern, WeightsMode, alibi_slopes};
 use burn_sparse_select::Selection;
 
-use crate::content::ContentAttention;
+use crate::content::{ContentAttention, ContentHeads};
 use crate::dropout::Seeds;
 use crate::error::{
     ensure, ensure_above_zero, ensure_dropout, ensure_multiple, ensure_none, ensure_positive,
@@ -213,10 +213,16 @@ impl SparseMultiHeadAttentionConfig {
     ) -> Result<Vec<SparseMultiHeadAttention>, TransformerError> {
         self.validate()?;
         let layouts = Layouts::new(self.pattern.clone(), self.pattern_heads(), self.block_size)?;
-        let mut rope = None;
-        let layer = |_| {
-            let mut layer = self.init_with(layouts.clone(), device)?;
-            layer.rope = rope.get_or_insert(layer.rope).clone();
+        // Tables that the first layer's take the place of are one row long.
+        let mut later = self.clone();
+        if let Some(rope) = &mut later.rope {
+            rope.max_sequence_length = 1;
+        }
+        let mut tables = RopeTables::default();
+        let layer = |index| {
+            let config = if index == 0 { self } else { &later };
+            let mut layer = config.init_with(layouts.clone(), device)?;
+            tables.share_with(&mut layer);
             Ok(layer)
         };
         (0..layers).map(layer).collect()
@@ -283,7 +289,7 @@ impl SparseMultiHeadAttentionConfig {
         }
         if let Some(scaling) = &self.rope_scaling {
             ensure_none("rope_scaling", self.rope.is_none(), "none without rope")?;
-            scaling.check()?;
+            scaling.check(self.head_widths()[0])?;
         }
         ensure_dropout(self.dropout)?;
         let twice = self.sinks && self.quiet_softmax;
@@ -298,5 +304,28 @@ impl SparseMultiHeadAttentionConfig {
         )?;
         ensure_scores(self.scale, self.softcap)?;
         ensure_above_zero("qk_norm_eps", self.qk_norm_eps)
+    }
+}
+
+/// The tables of rotations of a model's first layer, which the others share.
+#[derive(Default)]
+pub(crate) struct RopeTables {
+    heads: Option<RotaryEncoding>,
+    index: Option<RotaryEncoding>,
+}
+
+impl RopeTables {
+    /// Keeps the tables of a first layer, and gives them to any other.
+    pub(crate) fn share_with(&mut self, layer: &mut SparseMultiHeadAttention) {
+        let share = |kept: &mut Option<RotaryEncoding>, own: &mut Option<RotaryEncoding>| {
+            if let Some(table) = own.take() {
+                *own = Some(kept.get_or_insert(table).clone());
+            }
+        };
+        share(&mut self.heads, &mut layer.rope);
+        let content = layer.content.as_mut();
+        if let Some(own) = content.and_then(ContentHeads::index_rope_mut) {
+            share(&mut self.index, own);
+        }
     }
 }

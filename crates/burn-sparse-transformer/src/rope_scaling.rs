@@ -37,18 +37,38 @@ pub enum RopeScaling {
         /// The original context.
         original_max_position_embeddings: usize,
         /// Frequencies that turn so often in the original context stay. The paper's: 32.
+        #[serde(default = "beta_fast")]
         beta_fast: f64,
         /// Frequencies that turn no oftener in the original context are divided by `factor`. The paper's: 1.
+        #[serde(default = "beta_slow")]
         beta_slow: f64,
         /// Factor of rotated queries and of rotated keys. Default: `0.1 · ln(factor) + 1`.
         attention_factor: Option<f64>,
     },
+    /// Each frequency divided by a factor of its own, as a GGUF file of Llama 3.1 has them in `rope_freqs.weight`.
+    Factors {
+        /// As many as there are frequencies: half the width of a head, highest frequency first.
+        factors: Vec<f64>,
+    },
+}
+
+fn beta_fast() -> f64 {
+    32.0
+}
+
+fn beta_slow() -> f64 {
+    1.0
 }
 
 impl RopeScaling {
-    pub(crate) fn check(&self) -> Result<(), TransformerError> {
-        let (Self::Linear { factor } | Self::Llama3 { factor, .. } | Self::Yarn { factor, .. }) =
-            *self;
+    /// Whether its numbers are in their ranges, for heads of `width`.
+    pub(crate) fn check(&self, width: usize) -> Result<(), TransformerError> {
+        let factor = match self {
+            Self::Linear { factor } | Self::Llama3 { factor, .. } | Self::Yarn { factor, .. } => {
+                *factor
+            }
+            Self::Factors { factors } => return check_factors(factors, width),
+        };
         let expected = || "finite and at least 1".into();
         ensure(
             factor.is_finite() && factor >= 1.0,
@@ -66,7 +86,7 @@ impl RopeScaling {
             ensure(valid, "rope_scaling.attention_factor", expected, factor)?;
         }
         let (original, [low, high]) = match *self {
-            Self::Linear { .. } => return Ok(()),
+            Self::Linear { .. } | Self::Factors { .. } => return Ok(()),
             Self::Llama3 {
                 low_freq_factor,
                 high_freq_factor,
@@ -138,6 +158,12 @@ impl RopeScaling {
                 };
                 plain.enumerate().map(turn).collect()
             }
+            Self::Factors { ref factors } => {
+                let pairs = plain.zip(factors);
+                pairs
+                    .map(|(frequency, factor)| frequency / factor)
+                    .collect()
+            }
         }
     }
 
@@ -152,7 +178,7 @@ impl RopeScaling {
                 let factor = attention_factor.unwrap_or(0.1 * factor.ln() + 1.0);
                 factor * factor
             }
-            Self::Linear { .. } | Self::Llama3 { .. } => 1.0,
+            Self::Linear { .. } | Self::Llama3 { .. } | Self::Factors { .. } => 1.0,
         }
     }
 
@@ -165,6 +191,26 @@ impl RopeScaling {
             .collect();
         rope.init_with_frequency_scaling(|_| Tensor::from_floats(scaled.as_slice(), device), device)
     }
+}
+
+fn check_factors(factors: &[f64], width: usize) -> Result<(), TransformerError> {
+    let expected = || format!("{}, half the width of a head", width / 2);
+    let count = factors.len();
+    ensure(
+        count == width / 2,
+        "the number of rope_scaling.factors",
+        expected,
+        count,
+    )?;
+    let wrong = (factors.iter()).find(|factor| !(factor.is_finite() && **factor > 0.0));
+    wrong.map_or(Ok(()), |factor| {
+        let expected = "finite and above 0";
+        Err(TransformerError::argument(
+            "rope_scaling.factors",
+            expected,
+            factor,
+        ))
+    })
 }
 
 /// A frequency of which the part `kept` stays and the rest is divided by `factor`.
@@ -224,12 +270,16 @@ mod tests {
         }
         let linear = RopeScaling::Linear { factor: 8.0 };
         assert_eq!(linear.frequencies(4, 1e4), [0.125, 0.01 / 8.0]);
+        let factors = RopeScaling::Factors {
+            factors: vec![1.0, 4.0],
+        };
+        assert_eq!(factors.frequencies(4, 1e4), [1.0, 0.01 / 4.0]);
         assert!((yarn().score_factor() - 1.296476992780706).abs() < 1e-14);
     }
 
     #[test]
     fn numbers_out_of_their_range_are_refused() {
-        let message = |scaling: RopeScaling| scaling.check().unwrap_err().to_string();
+        let message = |scaling: RopeScaling| scaling.check(64).unwrap_err().to_string();
         assert_eq!(
             message(RopeScaling::Linear { factor: 0.5 }),
             "rope_scaling.factor must be finite and at least 1, got 0.5"
@@ -244,6 +294,20 @@ mod tests {
             message(turned),
             "rope_scaling must be bounds above 0, the lower one first, got 4 and 1"
         );
-        yarn().check().unwrap();
+        yarn().check(64).unwrap();
+        let factors = |factors: &[f64]| RopeScaling::Factors {
+            factors: factors.to_vec(),
+        };
+        assert_eq!(
+            message(factors(&[1.0; 31])),
+            "the number of rope_scaling.factors must be 32, half the width of a head, got 31"
+        );
+        let mut numbers = [1.0; 32];
+        factors(&numbers).check(64).unwrap();
+        numbers[7] = 0.0;
+        assert_eq!(
+            message(factors(&numbers)),
+            "rope_scaling.factors must be finite and above 0, got 0"
+        );
     }
 }

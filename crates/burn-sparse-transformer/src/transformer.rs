@@ -5,8 +5,9 @@ use burn::tensor::{Device, Int, Tensor};
 use burn_fused_ops::{CrossEntropyOptions, LinearOptions, embedding, linear, linear_cross_entropy};
 use burn_sparse_select::Selection;
 
+use crate::attention_config::RopeTables;
 use crate::block::Pass;
-use crate::content::{ContentAttention, ContentHeads};
+use crate::content::ContentAttention;
 use crate::dsa::DsaStage;
 use crate::error::{ensure, ensure_multiple, ensure_positive, ensure_shape, or_panic};
 use crate::feed_forward::{FeedForwardActivation, FeedForwardSparsity};
@@ -185,7 +186,7 @@ impl SparseTransformerConfig {
         device: &Device,
     ) -> Result<Vec<SparseTransformerBlock>, TransformerError> {
         let mut pool = LayoutPool::default();
-        let (mut rope, mut index_rope) = (None, None);
+        let mut tables = RopeTables::default();
         (0..self.n_layers)
             .map(|layer| {
                 let config = self.block(layer)?;
@@ -193,11 +194,7 @@ impl SparseTransformerConfig {
                 let heads = config.pattern_heads()?;
                 let layouts = pool.get(&config.pattern, heads, self.block_size)?;
                 let mut block = config.init_with(layouts, device)?;
-                block.mha.rope = rope.get_or_insert(block.mha.rope).clone();
-                let content = block.mha.content.as_mut();
-                if let Some(own) = content.and_then(ContentHeads::index_rope_mut) {
-                    *own = index_rope.get_or_insert(own.take()).clone();
-                }
+                tables.share_with(&mut block.mha);
                 Ok(block)
             })
             .collect()

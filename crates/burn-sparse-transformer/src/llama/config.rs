@@ -6,11 +6,7 @@ use burn_sparse_select::Selection;
 
 use super::model::{Llama, LlamaBlock, LlamaMlp};
 use crate::error::{ensure_above_zero, ensure_positive, or_panic};
-use crate::selected::{check_selection, of_layer};
-use crate::{
-    Precision, QkNorm, RopeScaling, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
-    TransformerError,
-};
+use crate::{Precision, QkNorm, RopeScaling, SparseMultiHeadAttentionConfig, TransformerError};
 
 /// Configuration of [`Llama`].
 ///
@@ -105,7 +101,6 @@ impl LlamaConfig {
         ensure_positive("context", self.context)?;
         ensure_positive("d_ff", self.d_ff())?;
         ensure_above_zero("rms_norm_eps", self.rms_norm_eps)?;
-        let selections = self.selections.as_deref().unwrap_or_default();
         let norm = || {
             let config = RmsNormConfig::new(self.d_model).with_epsilon(self.rms_norm_eps);
             config.init(device)
@@ -115,29 +110,25 @@ impl LlamaConfig {
             config.init(device)
         };
         let attentions = self.attention().try_init_many(self.n_layers, device)?;
-        let block = |(layer, attention): (usize, SparseMultiHeadAttention)| {
-            let selection = of_layer(selections, layer, self.n_layers, 0);
-            check_selection(&self.pattern, selection.as_ref())?;
-            Ok(LlamaBlock {
-                attention_norm: norm(),
-                attention: attention.with_selection(selection)?,
-                mlp_norm: norm(),
-                mlp: LlamaMlp {
-                    gate: linear(self.d_model, self.d_ff()),
-                    up: linear(self.d_model, self.d_ff()),
-                    down: linear(self.d_ff(), self.d_model),
-                },
-            })
+        let block = |attention| LlamaBlock {
+            attention_norm: norm(),
+            attention,
+            mlp_norm: norm(),
+            mlp: LlamaMlp {
+                gate: linear(self.d_model, self.d_ff()),
+                up: linear(self.d_model, self.d_ff()),
+                down: linear(self.d_ff(), self.d_model),
+            },
         };
-        let layers = attentions.into_iter().enumerate().map(block);
-        Ok(Llama {
+        let model = Llama {
             embed: EmbeddingConfig::new(self.vocab_size, self.d_model).init(device),
-            layers: layers.collect::<Result<_, TransformerError>>()?,
+            layers: attentions.into_iter().map(block).collect(),
             norm: norm(),
             head: (!self.tied_embedding).then(|| linear(self.d_model, self.vocab_size)),
             context: self.context,
             precision: self.precision,
-        })
+        };
+        model.with_selections(self.selections.as_deref().unwrap_or_default())
     }
 
     fn d_ff(&self) -> usize {

@@ -29,76 +29,117 @@ impl LlamaConfig {
         let value: Value = serde_json::from_str(json)
             .map_err(|error| TransformerError::argument("config.json", "a JSON object", error))?;
         let of = Keys(&value);
-        let kind = of.text("model_type").unwrap_or("none");
+        let kind = of.text("model_type")?.unwrap_or("none");
         if !MODEL_TYPES.contains(&kind) {
             let expected = "llama, mistral, qwen2 or qwen3";
             return Err(TransformerError::argument("model_type", expected, kind));
         }
-        if of.text("hidden_act").is_some_and(|act| act != "silu") {
+        if of.text("hidden_act")?.is_some_and(|act| act != "silu") {
             return Err(of.refused("hidden_act", "silu"));
         }
-        if of.flag("mlp_bias") == Some(true) {
+        if of.flag("mlp_bias")? {
             return Err(of.refused("mlp_bias", "false"));
         }
-        let context = of.count("max_position_embeddings")?;
-        let attention_bias = of.flag("attention_bias").unwrap_or(false);
+        // Versions of transformers have one or the other, and the base in either.
         let rope = of.get("rope_scaling").or_else(|| of.get("rope_parameters"));
-        let theta = match of.number("rope_theta")? {
-            Some(theta) => theta,
-            None => rope
-                .map_or(Ok(None), |rope| Keys(rope).number("rope_theta"))?
-                .unwrap_or(10_000.0),
+        let rope = rope.map(Keys);
+        let in_rope = |key| match &rope {
+            Some(rope) => rope.number(key),
+            None => Ok(None),
         };
+        let theta = of.number("rope_theta")?.or(in_rope("rope_theta")?);
+        let rotated = of.number("partial_rotary_factor")?;
+        if let Some(part) = rotated.or(in_rope("partial_rotary_factor")?)
+            && part != 1.0
+        {
+            let expected = "1: rotations of whole heads";
+            return Err(TransformerError::argument(
+                "partial_rotary_factor",
+                expected,
+                part,
+            ));
+        }
+        let trained = of.count("max_position_embeddings")?;
+        let scaling = match &rope {
+            Some(rope) => scaling(rope, trained)?,
+            None => None,
+        };
+        let context = match &scaling {
+            // Qwen's files have the original context as the largest position.
+            Some(RopeScaling::Yarn {
+                factor,
+                original_max_position_embeddings,
+                ..
+            }) => trained.max((*original_max_position_embeddings as f64 * factor) as usize),
+            _ => trained,
+        };
+        let attention_bias = of.flag("attention_bias")?;
+        let usual_head_dim = (kind == "qwen3").then_some(128);
         Ok(
             Self::new(of.count("hidden_size")?, of.count("num_attention_heads")?)
                 .with_n_kv_heads(of.maybe_count("num_key_value_heads")?)
-                .with_head_dim(of.maybe_count("head_dim")?)
+                .with_head_dim(of.maybe_count("head_dim")?.or(usual_head_dim))
                 .with_vocab_size(of.count("vocab_size")?)
                 .with_n_layers(of.count("num_hidden_layers")?)
                 .with_d_ff(Some(of.count("intermediate_size")?))
                 .with_context(context)
-                .with_rope_theta(theta)
-                .with_rope_scaling(rope.map_or(Ok(None), |rope| scaling(rope, context))?)
+                .with_rope_theta(theta.unwrap_or(10_000.0))
+                .with_rope_scaling(scaling)
                 .with_qk_norm(kind == "qwen3")
                 .with_qkv_bias(attention_bias || kind == "qwen2")
                 .with_output_bias(attention_bias)
-                .with_tied_embedding(of.flag("tie_word_embeddings").unwrap_or(false))
+                .with_tied_embedding(of.flag("tie_word_embeddings")?)
                 .with_rms_norm_eps(of.number("rms_norm_eps")?.unwrap_or(1e-6))
-                .with_pattern(pattern(&of, context)?),
+                .with_pattern(pattern(&of, kind, context)?),
         )
     }
 }
 
-/// Which keys a sliding window leaves.
-fn pattern(of: &Keys, context: usize) -> Result<Pattern, TransformerError> {
-    let is_off = of.flag("use_sliding_window") == Some(false);
+/// Which keys a sliding window leaves: as `transformers` reads it, a Llama has none, and Qwen one if it is switched on, behind some layers without it.
+fn pattern(of: &Keys, kind: &str, context: usize) -> Result<Pattern, TransformerError> {
+    let is_on = match kind {
+        "mistral" => true,
+        "qwen2" | "qwen3" => of.flag("use_sliding_window")?,
+        _ => false,
+    };
+    // What a Mistral has whose file does not say it; null is none.
+    let usual = (kind == "mistral" && of.0.get("sliding_window").is_none()).then_some(4096);
     let window = of
         .maybe_count("sliding_window")?
-        .filter(|&window| !is_off && window < context);
+        .or(usual)
+        .filter(|&window| is_on && window < context);
     let Some(window) = window else {
         return Ok(Pattern::causal());
     };
-    let layers = of.get("layer_types").and_then(Value::as_array);
-    let is_sliding = |layer: &Value| layer.as_str() == Some("sliding_attention");
-    match layers {
-        Some(layers) if layers.iter().all(|layer| !is_sliding(layer)) => Ok(Pattern::causal()),
-        Some(layers) if !layers.iter().all(is_sliding) => {
-            Err(of.refused("layer_types", "of one kind in all layers"))
+    let n_layers = of.count("num_hidden_layers")?;
+    let sliding = match (of.get("layer_types").and_then(Value::as_array), kind) {
+        (Some(layers), _) => {
+            let is_sliding = |layer: &&Value| layer.as_str() == Some("sliding_attention");
+            layers.iter().filter(is_sliding).count()
         }
-        _ => Ok(Pattern::local(window)),
+        (None, "mistral") => n_layers,
+        (None, _) => n_layers.saturating_sub(of.maybe_count("max_window_layers")?.unwrap_or(28)),
+    };
+    match sliding {
+        0 => Ok(Pattern::causal()),
+        all if all == n_layers => Ok(Pattern::local(window)),
+        some => Err(TransformerError::argument(
+            "sliding_window",
+            format!("in all {n_layers} layers or in none"),
+            format!("a window in {some}"),
+        )),
     }
 }
 
-/// How rotations are scaled.
-fn scaling(rope: &Value, context: usize) -> Result<Option<RopeScaling>, TransformerError> {
-    let of = Keys(rope);
-    let kind = of
-        .text("rope_type")
-        .or_else(|| of.text("type"))
-        .unwrap_or("default");
+/// How rotations are scaled, of a model that was trained with so many positions.
+fn scaling(of: &Keys, trained: usize) -> Result<Option<RopeScaling>, TransformerError> {
+    let kind = match of.text("rope_type")? {
+        Some(kind) => kind,
+        None => of.text("type")?.unwrap_or("default"),
+    };
     let original = || {
         let given = of.maybe_count("original_max_position_embeddings")?;
-        Ok::<_, TransformerError>(given.unwrap_or(context))
+        Ok::<_, TransformerError>(given.unwrap_or(trained))
     };
     Ok(Some(match kind {
         "default" => return Ok(None),
@@ -111,13 +152,23 @@ fn scaling(rope: &Value, context: usize) -> Result<Option<RopeScaling>, Transfor
             high_freq_factor: of.required("high_freq_factor")?,
             original_max_position_embeddings: original()?,
         },
-        "yarn" => RopeScaling::Yarn {
-            factor: of.required("factor")?,
-            original_max_position_embeddings: original()?,
-            beta_fast: of.number("beta_fast")?.unwrap_or(32.0),
-            beta_slow: of.number("beta_slow")?.unwrap_or(1.0),
-            attention_factor: of.number("attention_factor")?,
-        },
+        "yarn" => {
+            for key in ["mscale", "mscale_all_dim"] {
+                if of.get(key).is_some() {
+                    return Err(of.refused(key, "nothing: attention_factor says it"));
+                }
+            }
+            if of.get("truncate").is_some() && !of.flag("truncate")? {
+                return Err(of.refused("truncate", "true"));
+            }
+            RopeScaling::Yarn {
+                factor: of.required("factor")?,
+                original_max_position_embeddings: original()?,
+                beta_fast: of.number("beta_fast")?.unwrap_or(32.0),
+                beta_slow: of.number("beta_slow")?.unwrap_or(1.0),
+                attention_factor: of.number("attention_factor")?,
+            }
+        }
         _ => {
             let expected = "default, linear, llama3 or yarn";
             return Err(TransformerError::argument("rope_type", expected, kind));
@@ -139,12 +190,18 @@ impl<'a> Keys<'a> {
         TransformerError::argument(key, expected, got)
     }
 
-    fn text(&self, key: &str) -> Option<&'a str> {
-        self.get(key).and_then(Value::as_str)
+    fn text(&self, key: &'static str) -> Result<Option<&'a str>, TransformerError> {
+        let read = |value: &'a Value| value.as_str().ok_or_else(|| self.refused(key, "a text"));
+        self.get(key).map(read).transpose()
     }
 
-    fn flag(&self, key: &str) -> Option<bool> {
-        self.get(key).and_then(Value::as_bool)
+    /// False if it is not there.
+    fn flag(&self, key: &'static str) -> Result<bool, TransformerError> {
+        let read = |value: &Value| {
+            let flag = value.as_bool();
+            flag.ok_or_else(|| self.refused(key, "true or false"))
+        };
+        self.get(key).map_or(Ok(false), read)
     }
 
     fn number(&self, key: &'static str) -> Result<Option<f64>, TransformerError> {

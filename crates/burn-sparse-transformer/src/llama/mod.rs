@@ -1,6 +1,6 @@
 //! Llama-style models: RMS norm, SwiGLU, grouped query heads, rotary embedding. Llama, Mistral, Qwen2, Qwen3 and SmolLM2 are of this kind.
 
-// config         sizes and options; hugging_face reads them from a checkpoint's `config.json`
+// config         sizes and options; hugging_face reads them from a checkpoint's `config.json`, `weights::gguf` from a GGUF file
 // model          the layers, and what they compute
 
 mod config;

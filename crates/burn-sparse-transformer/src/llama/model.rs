@@ -2,14 +2,18 @@ use burn::module::Module;
 use burn::nn::{Embedding, Linear, RmsNorm};
 use burn::tensor::activation::silu;
 use burn::tensor::{Int, Tensor};
+use burn_blocksparse::Pattern;
 use burn_fused_ops::{
     AddNormOptions, CrossEntropyOptions, LinearOptions, NormKind, NormParams, embedding, linear,
     linear_cross_entropy,
 };
+use burn_sparse_select::Selection;
 
 use crate::decoder::{Attend, Decoder};
 use crate::error::{ensure, ensure_shape, or_panic};
 use crate::heads::Positions;
+use crate::layouts::LayoutPool;
+use crate::selected::of_layer;
 use crate::stream::{Projected, Stream};
 use crate::{
     Precision, SparseMhaInput, SparseMultiHeadAttention, SparseTransformerCache, TransformerError,
@@ -210,6 +214,49 @@ impl Llama {
             Err(_) => cache.truncate(start),
         }
         self.logits(hidden?)
+    }
+
+    /// The same weights under another pattern, which all layers share.
+    ///
+    /// ```
+    /// use burn::tensor::Device;
+    /// use burn_sparse_transformer::{Pattern, llama::LlamaConfig};
+    ///
+    /// let trained = LlamaConfig::new(64, 4).with_n_layers(2).init(&Device::flex());
+    /// let window = trained.clone().with_pattern(Pattern::streaming(1024, 4), 64)?;
+    /// let by_content = trained.with_selections(&["moba:64,8,first=1,local=2".parse()?])?;
+    /// # Ok::<(), burn_sparse_transformer::TransformerError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// If the pattern does not fit the heads, the block size or the layers' selections.
+    pub fn with_pattern(
+        mut self,
+        pattern: Pattern,
+        block_size: usize,
+    ) -> Result<Self, TransformerError> {
+        let mut pool = LayoutPool::default();
+        for LlamaBlock { attention, .. } in &mut self.layers {
+            attention.kind().check_pattern(&pattern)?;
+            attention.layouts = pool.get(&pattern, attention.pattern_heads(), block_size)?;
+        }
+        Ok(self)
+    }
+
+    /// The same weights, where layers choose their keys by content, in turn by `selections`; none takes the choices out.
+    ///
+    /// # Errors
+    /// If a selection does not fit the pattern.
+    pub fn with_selections(mut self, selections: &[Selection]) -> Result<Self, TransformerError> {
+        let n_layers = self.layers.len();
+        let layers = self.layers.into_iter().enumerate();
+        let layers = layers.map(|(layer, mut block)| {
+            let selection = of_layer(selections, layer, n_layers, 0);
+            block.attention = block.attention.with_selection(selection)?;
+            Ok(block)
+        });
+        self.layers = layers.collect::<Result<_, TransformerError>>()?;
+        Ok(self)
     }
 
     /// Longest sequence, in positions.

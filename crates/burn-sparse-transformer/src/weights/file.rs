@@ -10,9 +10,11 @@ use burn::store::{
 use burn::tensor::{DType, TensorData};
 
 use super::error::{WeightsError, WrongTensor};
-use super::{Form, KeyMap};
+use super::parameters::{Wanted, wanted};
+use super::{Form, Gguf, KeyMap};
 
-const ENDINGS: &str = ".safetensors, .pt, .pth, .bin (PyTorch) or .bpk, .burnpack (Burn)";
+const ENDINGS: &str =
+    ".safetensors, .pt, .pth, .bin (PyTorch), .gguf (llama.cpp) or .bpk, .burnpack (Burn)";
 
 /// What a folder of Hugging Face has: a list of shards, or all in one file.
 const INDEX: &str = "model.safetensors.index.json";
@@ -26,11 +28,11 @@ pub struct WeightsFile {
 }
 
 impl WeightsFile {
-    /// Opens a file of the format that its name ends in: `.safetensors`, `.pt`, `.pth` or `.bin` for a state dict that PyTorch saved, `.bpk` or
-    /// `.burnpack` for a record of Burn's. A `.safetensors.index.json` is read with all shards that it lists, and a folder by its `model.safetensors.index.json` or
+    /// Opens a file of the format that its name ends in: `.safetensors`, `.pt`, `.pth` or `.bin` for a state dict that PyTorch saved, `.gguf` for
+    /// llama.cpp's, `.bpk` or `.burnpack` for a record of Burn's. A `.safetensors.index.json` is read with all shards that it lists, and a folder by its `model.safetensors.index.json` or
     /// `model.safetensors`.
     ///
-    /// PyTorch's files are read without running what is pickled in them.
+    /// PyTorch's files are read without running what is pickled in them. Blocks of few bits become numbers when they are read: [`Gguf`].
     ///
     /// # Errors
     /// [`WeightsError::Format`] for another ending, [`WeightsError::Read`] if the file cannot be read or is damaged.
@@ -50,6 +52,10 @@ impl WeightsFile {
         match ending.unwrap_or_default() {
             "safetensors" => Self::read(path, SafetensorsStore::from_file(path)),
             "pt" | "pth" | "bin" => Self::read(path, pytorch(path)),
+            "gguf" => Ok(Self {
+                tensors: Gguf::open(path)?.tensors()?,
+                path: path.display().to_string(),
+            }),
             "bpk" | "burnpack" => {
                 let store = BurnpackStore::from_file(path).auto_extension(false);
                 Self::read(path, store)
@@ -85,7 +91,16 @@ impl WeightsFile {
                     "{file:?} is no name of a safetensors file"
                 )));
             }
-            tensors.extend(Self::open(index.with_file_name(file))?.tensors);
+            for (name, tensor) in Self::open(index.with_file_name(file))?.tensors {
+                if let Some(listed) = listed.weight_map.get(&name)
+                    && listed != file
+                {
+                    return Err(failed(&format!(
+                        "{name} is in {file}, but listed in {listed}"
+                    )));
+                }
+                tensors.insert(name, tensor);
+            }
         }
         match listed
             .weight_map
@@ -145,7 +160,7 @@ impl WeightsFile {
             let dtype = parameter.dtype;
             let data = match source {
                 Some(source) => form.take(self.data(source)?),
-                None => TensorData::full_dtype(parameter.shape.clone(), 0, dtype),
+                None => TensorData::full_dtype(parameter.shape, 0, dtype),
             };
             // The mask of kept blocks is known by its id.
             let id = dtype.is_bool().then(|| id_of(&data));
@@ -175,12 +190,12 @@ impl WeightsFile {
         }
         let (mut missing, mut wrong) = (BTreeSet::new(), Vec::new());
         let mut plan = Vec::new();
-        for parameter in module.collect(None, None, false) {
+        for parameter in wanted(module) {
             let candidates = map.candidates(&parameter.name);
             let found = candidates.iter().find_map(|(name, form)| match form {
                 Form::Zeros => Some(("", *form, None)),
                 _ => {
-                    let &(name, tensor) = named.get(name.as_str())?;
+                    let &(name, tensor) = named.get(map.without_prefix(name))?;
                     Some((name, *form, Some(tensor)))
                 }
             });
@@ -194,7 +209,7 @@ impl WeightsFile {
             };
             // All that a parameter may be are its, as a head that is tied to an embedding and stored, too.
             for (name, _) in &candidates {
-                if let Some((name, _)) = named.get(name.as_str()) {
+                if let Some((name, _)) = named.get(map.without_prefix(name)) {
                     unexpected.remove(name);
                 }
             }
@@ -233,7 +248,7 @@ struct Index {
 
 /// A parameter and where it comes from.
 struct Planned<'a> {
-    parameter: Stored,
+    parameter: Wanted,
     form: Form,
     source: Option<&'a Stored>,
 }
@@ -244,7 +259,7 @@ fn pytorch(path: &Path) -> PytorchStore {
 }
 
 /// What of a tensor is not as its parameter needs it.
-fn differing(name: &str, form: Form, parameter: &Stored, source: &Stored) -> Option<WrongTensor> {
+fn differing(name: &str, form: Form, parameter: &Wanted, source: &Stored) -> Option<WrongTensor> {
     let wrong = |expected: String, got: String| {
         Some(WrongTensor {
             name: name.to_owned(),
@@ -252,9 +267,9 @@ fn differing(name: &str, form: Form, parameter: &Stored, source: &Stored) -> Opt
             got,
         })
     };
-    let shape: Vec<usize> = parameter.shape.iter().copied().collect();
+    let shape = &parameter.shape;
     let got: Vec<usize> = source.shape.iter().copied().collect();
-    match form.in_file(&shape) {
+    match form.in_file(shape) {
         Some(expected) if expected == got => {}
         Some(expected) => return wrong(format!("{expected:?}"), format!("{got:?}")),
         None => return wrong(format!("one for a parameter {shape:?}"), format!("{form}")),

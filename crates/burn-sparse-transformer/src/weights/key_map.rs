@@ -73,7 +73,7 @@ impl KeyMap {
         })
     }
 
-    /// Adds a beginning of names that files may have or not: it is left out of those that have it.
+    /// Adds a beginning of names that files may have or not: it is left out of those that have it. Names in rules may have it, too; files are saved with it then.
     pub fn prefix(mut self, prefix: impl Into<String>) -> Self {
         self.prefixes.push(prefix.into());
         self

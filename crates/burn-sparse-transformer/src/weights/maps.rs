@@ -1,6 +1,8 @@
 //! The maps of models that are known.
 
-use super::{Form, KeyMap};
+use super::{Form, Gguf, KeyMap};
+use crate::TransformerError;
+use crate::llama::LlamaConfig;
 
 use Form::{Same, Transposed};
 
@@ -22,11 +24,12 @@ fn norm(map: KeyMap, parameter: &str, tensor: &str) -> KeyMap {
     .rule(format!("{parameter}.beta"), format!("{tensor}.bias"), Same)
 }
 
-/// Names of a layer's.
+/// Names in a layer of a Llama's.
 fn in_layer(parameter: &str, tensor: &str) -> (String, String) {
-    [parameter, tensor]
-        .map(|name| format!("layers.{{}}.{name}"))
-        .into()
+    (
+        format!("layers.{{}}.{parameter}"),
+        format!("model.layers.{{}}.{tensor}"),
+    )
 }
 
 impl KeyMap {
@@ -99,12 +102,12 @@ impl KeyMap {
     }
 
     /// The names of Llama, Mistral, Qwen2 and Qwen3 in `transformers`, for a [`Llama`](crate::llama::Llama) with so many heads of queries and of keys, and with a
-    /// head that is the embedding if it is `tied`. Weights of queries and keys become those of neighbouring channels: [`Form::RotaryHalves`].
+    /// head that is the embedding if it is `tied`; with or without `model.` before them. Weights of queries and keys become those of neighbouring channels: [`Form::RotaryHalves`].
     pub fn llama(n_heads: usize, n_kv_heads: usize, tied: bool) -> Self {
         let mut map = Self::default()
             .prefix("model.")
-            .rule("embed.weight", "embed_tokens.weight", Same)
-            .rule("norm.gamma", "norm.weight", Same)
+            .rule("embed.weight", "model.embed_tokens.weight", Same)
+            .rule("norm.gamma", "model.norm.weight", Same)
             // Frequencies, in files of older versions.
             .ignore("layers.{}.self_attn.rotary_emb.inv_freq");
         for (parameter, tensor) in [
@@ -206,5 +209,81 @@ impl KeyMap {
             map = map.ignore(ignored);
         }
         map
+    }
+}
+
+impl KeyMap {
+    /// The names of Llama, Mistral, Qwen2 and Qwen3 in a GGUF file, for a [`Llama`](crate::llama::Llama) of [`LlamaConfig::from_gguf`]. In files of the architecture
+    /// llama, of Mistral's models, too, rotary embedding turns neighbouring channels, as this library's; in Qwen's it turns halves, which become
+    /// neighbours: [`Form::RotaryHalves`].
+    ///
+    /// # Errors
+    /// As [`LlamaConfig::from_gguf`].
+    pub fn llama_gguf(gguf: &Gguf) -> Result<Self, TransformerError> {
+        let config = LlamaConfig::from_gguf(gguf)?;
+        let is_in_halves = gguf.architecture() != Some("llama");
+        let rotated = |form, heads| match is_in_halves {
+            true => Form::RotaryHalves { heads },
+            false => form,
+        };
+        let mut map = Self::default()
+            .rule("embed.weight", "token_embd.weight", Same)
+            .rule("norm.gamma", "output_norm.weight", Same)
+            .rule("head.weight", "output.weight", Transposed)
+            // The configuration has it.
+            .ignore("rope_freqs.weight");
+        let n_kv_heads = config.n_kv_heads.unwrap_or(config.n_heads);
+        for (name, tensor, heads) in [
+            ("query", "attn_q", config.n_heads),
+            ("key", "attn_k", n_kv_heads),
+        ] {
+            for (parameter, tensor, form) in [
+                (
+                    format!("attention.{name}.weight"),
+                    format!("{tensor}.weight"),
+                    rotated(Transposed, heads),
+                ),
+                (
+                    format!("attention.{name}.bias"),
+                    format!("{tensor}.bias"),
+                    rotated(Same, heads),
+                ),
+                (
+                    format!("attention.{name}_norm.Rms.gamma"),
+                    format!("{tensor}_norm.weight"),
+                    rotated(Same, 1),
+                ),
+            ] {
+                map = map.rule(
+                    format!("layers.{{}}.{parameter}"),
+                    format!("blk.{{}}.{tensor}"),
+                    form,
+                );
+            }
+        }
+        for (parameter, tensor) in [
+            ("attention_norm.gamma", "attn_norm.weight"),
+            ("mlp_norm.gamma", "ffn_norm.weight"),
+        ] {
+            map = map.rule(
+                format!("layers.{{}}.{parameter}"),
+                format!("blk.{{}}.{tensor}"),
+                Same,
+            );
+        }
+        for (parameter, tensor) in [
+            ("attention.value", "attn_v"),
+            ("attention.output", "attn_output"),
+            ("mlp.gate", "ffn_gate"),
+            ("mlp.up", "ffn_up"),
+            ("mlp.down", "ffn_down"),
+        ] {
+            let (parameter, tensor) = (
+                format!("layers.{{}}.{parameter}"),
+                format!("blk.{{}}.{tensor}"),
+            );
+            map = linear(map, &parameter, &tensor);
+        }
+        Ok(map)
     }
 }

@@ -1,4 +1,4 @@
-//! Weights that other programs write and read: safetensors, PyTorch's state dicts and burnpack files, through Burn's store.
+//! Weights that other programs write and read: safetensors, PyTorch's state dicts and burnpack files, through Burn's store, and GGUF files.
 //!
 //! A [`KeyMap`] says which tensor of a file a parameter is, and how it lies there: PyTorch's linear layers have their weights transposed, and GPT-2
 //! has queries, keys and values in one. A file either fits the module, every tensor of it, or nothing is loaded and the error names what is missing,
@@ -28,14 +28,17 @@
 mod error;
 mod file;
 mod form;
+mod gguf;
 mod key_map;
 mod maps;
 mod models;
+mod parameters;
 mod save;
 
 pub use error::{WeightsError, WrongTensor};
 pub use file::WeightsFile;
 pub use form::Form;
+pub use gguf::{Gguf, GgufValue};
 pub use key_map::KeyMap;
 pub use models::{gpt2_config, longformer_config};
 pub use save::save_safetensors;

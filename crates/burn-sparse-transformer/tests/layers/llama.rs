@@ -1,11 +1,13 @@
 //! Llama-style models: equality to loops in f64, decoding, and configurations of checkpoints.
 
+use std::f64::consts::PI;
+
 use crate::common::{assert_close, randomise, tokens};
 use burn::module::{Module, Param};
 use burn::nn::{Linear, RmsNorm};
 use burn::tensor::{Device, Tensor};
 use burn_sparse_transformer::llama::{Llama, LlamaConfig};
-use burn_sparse_transformer::{HeadNorm, Pattern, RopeScaling};
+use burn_sparse_transformer::{HeadNorm, Pattern, RopeScaling, SparseMultiHeadAttentionConfig};
 use rstest::rstest;
 
 const VOCAB: usize = 13;
@@ -28,6 +30,30 @@ fn wide() -> LlamaConfig {
         .with_qk_norm(true)
         .with_tied_embedding(false)
         .with_rope_theta(1e6)
+}
+
+/// Three channels' frequencies stay, are between, and are divided.
+fn stretched() -> LlamaConfig {
+    wide()
+        .with_rope_theta(100.0)
+        .with_rope_scaling(Some(RopeScaling::Yarn {
+            factor: 4.0,
+            original_max_position_embeddings: 16,
+            beta_fast: 2.0,
+            beta_slow: 0.5,
+            attention_factor: None,
+        }))
+}
+
+fn as_llama_3() -> LlamaConfig {
+    config()
+        .with_rope_theta(10.0)
+        .with_rope_scaling(Some(RopeScaling::Llama3 {
+            factor: 8.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 2.0,
+            original_max_position_embeddings: 8,
+        }))
 }
 
 fn biased() -> LlamaConfig {
@@ -74,8 +100,49 @@ fn norm(norm: &RmsNorm, x: &[f64]) -> Vec<f64> {
     rms(&norm.gamma, norm.epsilon, x)
 }
 
+/// The frequency of a pair of channels, by the formulas of the papers.
+fn frequency(config: &LlamaConfig, pair: usize, width: usize) -> f64 {
+    let plain = config.rope_theta.powf(-2.0 * pair as f64 / width as f64);
+    let part = |kept: f64, factor: f64| kept * plain + (1.0 - kept) * plain / factor;
+    match config.rope_scaling {
+        None => plain,
+        Some(RopeScaling::Llama3 {
+            factor,
+            low_freq_factor: low,
+            high_freq_factor: high,
+            original_max_position_embeddings: original,
+        }) => {
+            let wavelength = 2.0 * PI / plain;
+            let ratio = original as f64 / wavelength;
+            if ratio < low {
+                plain / factor
+            } else if ratio > high {
+                plain
+            } else {
+                part((ratio - low) / (high - low), factor)
+            }
+        }
+        Some(RopeScaling::Yarn {
+            factor,
+            original_max_position_embeddings: original,
+            beta_fast,
+            beta_slow,
+            ..
+        }) => {
+            let at = |turns: f64| {
+                let ratio = original as f64 / (2.0 * PI * turns);
+                width as f64 * ratio.ln() / (2.0 * config.rope_theta.ln())
+            };
+            let (low, high) = (at(beta_fast).floor().max(0.0), at(beta_slow).ceil());
+            let ramp = (pair as f64 - low) / (high.min(width as f64 - 1.0) - low);
+            part(1.0 - ramp.clamp(0.0, 1.0), factor)
+        }
+        _ => panic!("not in these cases"),
+    }
+}
+
 /// A head of a row, normalised and rotated.
-fn placed(head: &[f64], own: &Option<HeadNorm>, at: usize, theta: f64) -> Vec<f64> {
+fn placed(head: &[f64], own: &Option<HeadNorm>, at: usize, config: &LlamaConfig) -> Vec<f64> {
     let mut head = match own {
         Some(HeadNorm::Rms(own)) => norm(own, head),
         Some(_) => panic!("an RMS norm"),
@@ -83,7 +150,7 @@ fn placed(head: &[f64], own: &Option<HeadNorm>, at: usize, theta: f64) -> Vec<f6
     };
     let width = head.len();
     for pair in 0..width / 2 {
-        let angle = at as f64 * theta.powf(-2.0 * pair as f64 / width as f64);
+        let angle = at as f64 * frequency(config, pair, width);
         let (a, b) = (head[2 * pair], head[2 * pair + 1]);
         head[2 * pair] = a * angle.cos() - b * angle.sin();
         head[2 * pair + 1] = a * angle.sin() + b * angle.cos();
@@ -100,6 +167,10 @@ fn logits_in_f64(model: &Llama, config: &LlamaConfig, ids: &[usize]) -> Vec<f64>
     let embed = rows_of(model.embed.weight.val());
     let mut x: Rows = ids.iter().map(|&id| embed[id].clone()).collect();
     let width = config.head_dim.unwrap_or(config.d_model / config.n_heads);
+    let scale = match config.rope_scaling {
+        Some(RopeScaling::Yarn { factor, .. }) => (0.1 * factor.ln() + 1.0).powi(2),
+        _ => 1.0,
+    } / (width as f64).sqrt();
     let group = config.n_heads / config.n_kv_heads.unwrap_or(config.n_heads);
     let allowed = config.pattern.layout(1, ids.len(), 8).unwrap().to_dense(0);
     for block in &model.layers {
@@ -111,15 +182,15 @@ fn logits_in_f64(model: &Llama, config: &LlamaConfig, ids: &[usize]) -> Vec<f64>
         for i in 0..ids.len() {
             let mut seen = Vec::new();
             for h in 0..config.n_heads {
-                let query = placed(&head(&q[i], h), &mha.query_norm, i, config.rope_theta);
+                let query = placed(&head(&q[i], h), &mha.query_norm, i, config);
                 let keys: Vec<usize> = (0..=i).filter(|&j| allowed[i][j]).collect();
                 let weights: Vec<f64> = keys
                     .iter()
                     .map(|&j| {
                         let key = head(&k[j], h / group);
-                        let key = placed(&key, &mha.key_norm, j, config.rope_theta);
+                        let key = placed(&key, &mha.key_norm, j, config);
                         let score: f64 = query.iter().zip(&key).map(|(q, k)| q * k).sum();
-                        (score / (width as f64).sqrt()).exp()
+                        (score * scale).exp()
                     })
                     .collect();
                 let total: f64 = weights.iter().sum();
@@ -164,6 +235,8 @@ fn logits_in_f64(model: &Llama, config: &LlamaConfig, ids: &[usize]) -> Vec<f64>
 #[case(config())]
 #[case(wide())]
 #[case(biased())]
+#[case(stretched())]
+#[case(as_llama_3())]
 fn logits_equal_f64(#[case] config: LlamaConfig) {
     let device = Device::flex();
     let model = randomise(config.init(&device));
@@ -189,6 +262,7 @@ fn logits_equal_f64(#[case] config: LlamaConfig) {
 #[case(config())]
 #[case(wide())]
 #[case(biased())]
+#[case(stretched())]
 #[case(config().with_selections(Some(vec!["quest:8,24".parse().unwrap()])))]
 fn pieces_give_what_the_whole_gives(#[case] config: LlamaConfig) {
     let device = Device::flex();
@@ -282,8 +356,69 @@ fn configurations_of_checkpoints_are_read() {
         (Some(128), true, Pattern::causal())
     );
     let edit = |from: &str, to: &str| LlamaConfig::from_hugging_face(&SMOL_LM2.replace(from, to));
-    let sliding = edit(r#""rope_scaling": null"#, r#""sliding_window": 1024"#).unwrap();
-    assert_eq!(sliding.pattern, Pattern::local(1024));
+    let of = |kind: &str, more: &str| {
+        let json = SMOL_LM2.replace("\"llama\"", &format!("\"{kind}\""));
+        LlamaConfig::from_hugging_face(&json.replace(r#""rope_scaling": null"#, more))
+    };
+    let window = r#""sliding_window": 1024"#;
+    let on = format!(r#"{window}, "use_sliding_window": true"#);
+    let from = |layers| format!(r#"{on}, "max_window_layers": {layers}"#);
+    let types = format!(r#"{window}, "layer_types": ["full_attention", "full_attention"]"#);
+    for (kind, more, expected) in [
+        ("llama", window, Pattern::causal()),
+        ("mistral", window, Pattern::local(1024)),
+        ("mistral", r#""sliding_window": null"#, Pattern::causal()),
+        ("mistral", r#""other": null"#, Pattern::local(4096)),
+        ("mistral", &types, Pattern::causal()),
+        ("qwen2", window, Pattern::causal()),
+        ("qwen3", &from(30), Pattern::causal()),
+        ("qwen3", &from(0), Pattern::local(1024)),
+    ] {
+        assert_eq!(of(kind, more).unwrap().pattern, expected, "{kind} {more}");
+    }
+    let message = of("qwen2", &on).unwrap_err().to_string();
+    assert!(
+        message.ends_with("in all 30 layers or in none, got a window in 2"),
+        "{message}"
+    );
+    assert_eq!(of("qwen3", window).unwrap().head_dim, Some(128));
+    let yarn = r#""rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}"#;
+    let yarn = of("qwen2", yarn).unwrap();
+    assert_eq!(yarn.context, 32_768);
+    // What is saved without the paper's numbers has them.
+    let text = r#"{"yarn": {"factor": 4.0, "original_max_position_embeddings": 8192, "attention_factor": null}}"#;
+    assert_eq!(yarn.rope_scaling, Some(serde_json::from_str(text).unwrap()));
+    for (more, message) in [
+        (
+            r#""partial_rotary_factor": 0.5"#,
+            "partial_rotary_factor must be 1: rotations of whole heads, got 0.5",
+        ),
+        (
+            r#""attention_bias": "no""#,
+            "attention_bias must be true or false, got \"no\"",
+        ),
+        (
+            r#""rope_scaling": {"type": "yarn", "factor": 4, "mscale": 0.7}"#,
+            "mscale must be nothing: attention_factor says it, got 0.7",
+        ),
+        (
+            r#""rope_scaling": {"type": "yarn", "factor": 4, "truncate": false}"#,
+            "truncate must be true, got false",
+        ),
+        (
+            r#""rope_scaling": {"type": 3}"#,
+            "type must be a text, got 3",
+        ),
+    ] {
+        let json = SMOL_LM2.replace(r#""attention_bias": false, "#, "");
+        let json = json.replace(r#""rope_scaling": null"#, more);
+        assert_eq!(
+            LlamaConfig::from_hugging_face(&json)
+                .unwrap_err()
+                .to_string(),
+            message
+        );
+    }
     let qwen2 = edit(r#""model_type": "llama""#, r#""model_type": "qwen2""#).unwrap();
     assert!(qwen2.qkv_bias && !qwen2.output_bias);
     for (from, to, message) in [
@@ -316,4 +451,21 @@ fn configurations_of_checkpoints_are_read() {
         assert_eq!(edit(from, to).unwrap_err().to_string(), message, "{to}");
     }
     assert!(LlamaConfig::from_hugging_face("{").is_err());
+}
+
+#[test]
+fn layers_of_an_own_model_have_the_whole_table() {
+    let device = Device::flex();
+    let config = |context| {
+        SparseMultiHeadAttentionConfig::new(16, 2, Pattern::causal())
+            .with_rope(Some(burn::nn::RotaryEncodingConfig::new(context, 8)))
+    };
+    let layers = config(24).init_many(3, &device);
+    let alone = config(24).init(&device).rope.unwrap().freq_complex;
+    for layer in layers {
+        assert_close(layer.rope.unwrap().freq_complex, alone.clone(), 0.0);
+    }
+    let wrong = config(24).with_head_dim(Some(8)).with_d_key(Some(16));
+    let message = wrong.try_init_many(2, &device).unwrap_err().to_string();
+    assert_eq!(message, "d_key must be none with head_dim, got some");
 }

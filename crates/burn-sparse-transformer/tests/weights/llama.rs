@@ -3,9 +3,13 @@
 use std::fs;
 use std::path::PathBuf;
 
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::module::{Initializer, Module, Param, ParamId};
+use burn::tensor::{Device, Int, Shape, Tensor, TensorData};
 use burn_sparse_transformer::llama::{Llama, LlamaConfig};
-use burn_sparse_transformer::weights::{KeyMap, WeightsFile};
+use burn_sparse_transformer::weights::{KeyMap, WeightsFile, save_safetensors};
+use rstest::rstest;
+
+use crate::support::Folder;
 
 const SHAPE: [usize; 3] = [2, 40, 48];
 
@@ -22,13 +26,14 @@ fn load(map: &KeyMap) -> Llama {
     let json = fs::read_to_string(folder().join("config.json")).unwrap();
     let config = LlamaConfig::from_hugging_face(&json).unwrap();
     let model = config.with_block_size(8).init(&Device::flex());
-    WeightsFile::open(folder())
-        .unwrap()
-        .load(&model, map)
-        .unwrap()
+    tiny_llama().load(&model, map).unwrap()
 }
 
-fn largest_difference(model: &Llama) -> f32 {
+pub fn tiny_llama() -> WeightsFile {
+    WeightsFile::open(folder()).unwrap()
+}
+
+pub fn largest_difference(model: &Llama) -> f32 {
     let [batch, seq, _] = SHAPE;
     let ids: Vec<i32> = golden("tokens.i32")
         .into_iter()
@@ -59,4 +64,147 @@ fn a_sharded_checkpoint_gives_the_logits_of_transformers() {
 fn channels_of_a_head_have_to_be_known() {
     let difference = largest_difference(&load(&KeyMap::llama(2, 1, false)));
     assert!(difference > 0.1, "{difference}");
+}
+
+#[test]
+fn a_saved_model_has_the_names_of_the_checkpoint() {
+    let map = KeyMap::llama(4, 2, false);
+    let scratch = Folder::new("llama-names");
+    let path = scratch.path().join("model.safetensors");
+    save_safetensors(&load(&map), &path, &map, false).unwrap();
+    let [saved, given] = [path.as_path(), &folder()].map(|path| WeightsFile::open(path).unwrap());
+    assert!(saved.names().eq(given.names()));
+    for name in saved.names() {
+        let [saved, given] = [&saved, &given].map(|file| file.tensor(name).unwrap().unwrap());
+        saved.assert_eq(&given, true);
+    }
+}
+
+/// As Qwen2, Qwen3 and models with tied heads have them.
+#[rstest]
+#[case(LlamaConfig::new(16, 4).with_qkv_bias(true), "self_attn.k_proj.bias")]
+#[case(LlamaConfig::new(16, 4).with_qk_norm(true).with_head_dim(Some(6)), "self_attn.q_norm.weight")]
+#[case(LlamaConfig::new(16, 4).with_output_bias(true), "self_attn.o_proj.bias")]
+fn checkpoints_of_other_kinds_come_back(#[case] config: LlamaConfig, #[case] part: &str) {
+    let config = config
+        .with_n_kv_heads(Some(2))
+        .with_vocab_size(11)
+        .with_n_layers(2);
+    let config = config.with_context(32).with_block_size(8);
+    let device = Device::flex();
+    let mut model = config.init(&device);
+    // Biases and gains that differ, where they would be 0 and 1.
+    for block in &mut model.layers {
+        let attention = &mut block.attention;
+        for layer in [
+            &mut attention.query,
+            &mut attention.key,
+            &mut attention.output,
+        ] {
+            layer.bias = layer.bias.take().map(|bias| drawn(&bias.dims(), &device));
+        }
+        for norm in [&mut attention.query_norm, &mut attention.key_norm]
+            .into_iter()
+            .flatten()
+        {
+            if let burn_sparse_transformer::HeadNorm::Rms(norm) = norm {
+                norm.gamma = drawn(&norm.gamma.dims(), &device);
+            }
+        }
+    }
+    let map = KeyMap::llama(4, 2, true);
+    let scratch = Folder::new(&format!("llama-{}", part.replace('.', "-")));
+    let path = scratch.path().join("model.safetensors");
+    save_safetensors(&model, &path, &map, false).unwrap();
+    let file = WeightsFile::open(&path).unwrap();
+    let name = format!("model.layers.1.{part}");
+    assert!(
+        file.names().any(|found| found == name)
+            && !file.names().any(|name| name == "lm_head.weight")
+    );
+    let loaded = file.load(&config.init(&device), &map).unwrap();
+    let tokens = Tensor::<2, Int>::from_data([[3, 1, 4, 1, 5, 9, 2, 6]], &device);
+    let [expected, got] = [&model, &loaded].map(|model| model.forward(tokens.clone()).into_data());
+    got.assert_eq(&expected, true);
+}
+
+fn drawn(dims: &[usize; 1], device: &Device) -> Param<Tensor<1>> {
+    Initializer::Uniform { min: 0.5, max: 1.5 }.init(*dims, device)
+}
+
+#[derive(Module, Debug)]
+struct Lazy {
+    weight: Param<Tensor<2>>,
+}
+
+#[test]
+fn values_that_are_loaded_over_are_not_drawn() {
+    let device = Device::flex();
+    let scratch = Folder::new("lazy");
+    let path = scratch.path().join("lazy.safetensors");
+    let weight = Tensor::from_data([[1.0, 2.0, 3.0]], &device);
+    let saved = Lazy {
+        weight: Param::from_tensor(weight),
+    };
+    save_safetensors(&saved, &path, &KeyMap::default(), false).unwrap();
+    let lazy = Param::uninitialized(
+        ParamId::new(),
+        |_, _| panic!("the value is drawn"),
+        device,
+        true,
+        Shape::new([1, 3]),
+    );
+    let loaded = WeightsFile::open(&path)
+        .unwrap()
+        .load(&Lazy { weight: lazy }, &KeyMap::default());
+    loaded
+        .unwrap()
+        .weight
+        .val()
+        .into_data()
+        .assert_eq(&saved.weight.val().into_data(), true);
+}
+
+#[test]
+fn shards_that_do_not_fit_are_named() {
+    let index = "model.safetensors.index.json";
+    let list = fs::read_to_string(folder().join(index)).unwrap();
+    let shards: Vec<String> = ["1", "2"]
+        .map(|n| format!("model-0000{n}-of-00002.safetensors"))
+        .into();
+    let message = |list: &str, files: &[String]| {
+        let scratch = Folder::new("shards");
+        fs::write(scratch.path().join(index), list).unwrap();
+        for file in files {
+            fs::copy(folder().join(file), scratch.path().join(file)).unwrap();
+        }
+        WeightsFile::open(scratch.path())
+            .map(|_| ())
+            .unwrap_err()
+            .to_string()
+    };
+    let has = |message: String, parts: &[&str]| {
+        assert!(parts.iter().all(|part| message.contains(part)), "{message}");
+    };
+    has(message(&list, &shards[..1]), &[&shards[1]]);
+    let norm = "model.norm.weight";
+    has(
+        message(&list.replace(norm, "model.other.weight"), &shards),
+        &["has no tensor model.other.weight"],
+    );
+    has(
+        message(&list.replace(&shards[0], "../a.safetensors"), &shards),
+        &["is no name of a safetensors file"],
+    );
+    has(message("{", &shards), &["EOF"]);
+    let swapped = list
+        .replace(&shards[0], "x")
+        .replace(&shards[1], &shards[0])
+        .replace('x', &shards[1]);
+    has(message(&swapped, &shards), &["but listed in"]);
+    let empty = Folder::new("shards-empty");
+    has(
+        WeightsFile::open(empty.path()).unwrap_err().to_string(),
+        &["model.safetensors"],
+    );
 }

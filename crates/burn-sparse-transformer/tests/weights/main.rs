@@ -1,7 +1,9 @@
-//! Weights of other programs, and what those compute with them: PyTorch's files, GPT-2 and Longformer of `transformers`.
+//! Weights of other programs, and what those compute with them: PyTorch's files, GPT-2 and Longformer of `transformers`, and llama.cpp's files.
 //! `tests/data/weights/make.py` made the files.
 
 mod errors;
+mod gguf;
+mod gguf_writer;
 mod llama;
 mod models;
 mod own;

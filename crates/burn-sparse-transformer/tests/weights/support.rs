@@ -1,6 +1,6 @@
 //! Files of weights, and numbers to compare.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_sparse_transformer::weights::WeightsFile;
@@ -29,6 +29,27 @@ impl Drop for Scratch {
     fn drop(&mut self) {
         // A test that failed before there was a file says so itself.
         std::fs::remove_file(&self.0).ok();
+    }
+}
+
+/// A folder of this process that is removed at the end.
+pub struct Folder(PathBuf);
+
+impl Folder {
+    pub fn new(name: &str) -> Self {
+        let folder = Scratch::new(name).0.clone();
+        std::fs::create_dir_all(&folder).unwrap();
+        Self(folder)
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        std::fs::remove_dir_all(&self.0).ok();
     }
 }
 

@@ -1,0 +1,150 @@
+//! GGUF, llama.cpp's format: metadata, and tensors in blocks of few bits.
+
+// header        what stands before the tensors, read once
+// value         the values of the metadata
+// blocks        the types of tensors, and numbers out of their bytes
+// llama         configurations by the metadata
+
+mod blocks;
+mod header;
+mod llama;
+mod value;
+
+use std::collections::BTreeMap;
+use std::fmt::Display;
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use burn::store::bridge;
+use burn::store::burn_pack::{Error, Tensor as Stored};
+use burn::tensor::{Shape, TensorData};
+
+use super::error::WeightsError;
+use blocks::TensorType;
+use header::{Header, TensorInfo};
+
+pub use value::GgufValue;
+
+/// A GGUF file of version 2 or 3, little endian: its metadata in memory, its tensors where they are.
+///
+/// [`WeightsFile::open`](super::WeightsFile::open) gives the tensors, [`LlamaConfig::from_gguf`](crate::llama::LlamaConfig::from_gguf) the configuration and
+/// [`KeyMap::llama_gguf`](super::KeyMap::llama_gguf) the map of a model. A tokenizer can be made of the metadata.
+///
+/// ```no_run
+/// use burn_sparse_transformer::weights::Gguf;
+///
+/// let gguf = Gguf::open("SmolLM2-135M-Instruct-Q8_0.gguf")?;
+/// let tokens = gguf.get("tokenizer.ggml.tokens").and_then(|tokens| tokens.as_strings());
+/// println!("{} tokens", tokens.map_or(0, <[_]>::len));
+/// # Ok::<(), burn_sparse_transformer::weights::WeightsError>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct Gguf {
+    path: String,
+    file: Arc<Mutex<File>>,
+    header: Header,
+}
+
+impl Gguf {
+    /// Opens a file and reads what stands before its tensors.
+    ///
+    /// # Errors
+    /// [`WeightsError::Read`] if the file cannot be read, is damaged, of another version, big endian or one of several parts.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self, WeightsError> {
+        let path = path.as_ref();
+        let opened = || {
+            let file = File::open(path).map_err(|error| error.to_string())?;
+            let length = file.metadata().map_err(|error| error.to_string())?.len();
+            let header = header::read(&file, length)?;
+            Ok((Arc::new(Mutex::new(file)), header))
+        };
+        let path = path.display().to_string();
+        match opened() {
+            Ok((file, header)) => Ok(Self { path, file, header }),
+            Err(reason) => Err(WeightsError::Read { path, reason }),
+        }
+    }
+
+    /// All keys and their values.
+    pub fn metadata(&self) -> &BTreeMap<String, GgufValue> {
+        &self.header.metadata
+    }
+
+    /// The value of a key, as of `general.architecture`.
+    pub fn get(&self, key: &str) -> Option<&GgufValue> {
+        self.header.metadata.get(key)
+    }
+
+    /// What `general.architecture` says.
+    pub(super) fn architecture(&self) -> Option<&str> {
+        self.get("general.architecture")?.as_str()
+    }
+
+    /// The shape of a tensor as PyTorch has it.
+    fn shape(&self, name: &str) -> Option<&[usize]> {
+        Some(&self.header.tensors.get(name)?.shape)
+    }
+
+    /// The elements of a tensor.
+    fn tensor(&self, name: &str) -> Result<Option<TensorData>, WeightsError> {
+        let Some(info) = self.header.tensors.get(name) else {
+            return Ok(None);
+        };
+        let kind = self.known(name, info)?;
+        match read(&self.file, name, info, kind) {
+            Ok(data) => Ok(Some(data)),
+            Err(error) => Err(self.failed(error)),
+        }
+    }
+
+    /// The tensors, each read from the file when it is asked for.
+    pub(super) fn tensors(&self) -> Result<BTreeMap<String, Stored>, WeightsError> {
+        let stored = |(name, info): (&String, &TensorInfo)| {
+            let kind = self.known(name, info)?;
+            let (file, shape) = (self.file.clone(), Shape::from(info.shape.clone()));
+            let (own_name, info) = (name.clone(), info.clone());
+            let read = move || read(&file, &own_name, &info, kind);
+            let tensor = bridge::deferred(name.clone(), kind.dtype(), shape, None, read);
+            Ok((name.clone(), tensor))
+        };
+        self.header.tensors.iter().map(stored).collect()
+    }
+
+    /// The type of a tensor, if it is one that is read.
+    fn known(&self, name: &str, info: &TensorInfo) -> Result<&'static TensorType, WeightsError> {
+        blocks::of_id(info.kind).ok_or_else(|| {
+            let (got, read) = (blocks::name_of(info.kind), blocks::names());
+            self.failed(format!(
+                "tensor {name} is of type {got}, and those that are read are {read}"
+            ))
+        })
+    }
+
+    fn failed(&self, reason: impl Display) -> WeightsError {
+        WeightsError::Read {
+            path: self.path.clone(),
+            reason: reason.to_string(),
+        }
+    }
+}
+
+fn read(
+    file: &Mutex<File>,
+    name: &str,
+    info: &TensorInfo,
+    kind: &TensorType,
+) -> Result<TensorData, Error> {
+    // The header's reader has compared it with the file's length.
+    let mut bytes = vec![0; kind.length(info.shape.iter().product())];
+    {
+        // A reader that panicked left nothing but a place, which is sought anew.
+        let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
+        let place = file.seek(SeekFrom::Start(info.start));
+        place
+            .and_then(|_| file.read_exact(&mut bytes))
+            .map_err(|error| Error::IoError(format!("tensor {name}: {error}")))?;
+    }
+    Ok(kind.data(bytes, info.shape.clone()))
+}

@@ -1,0 +1,148 @@
+//! A checkpoint: its configuration, weights and tokenizer.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use burn::module::{Module, ModuleMapper, Param};
+use burn::tensor::{Device, FloatDType, Tensor};
+use burn_sparse_transformer::Precision;
+use burn_sparse_transformer::llama::{Llama, LlamaConfig};
+use burn_sparse_transformer::weights::{Gguf, KeyMap, WeightsFile};
+use clap::{Args, ValueEnum};
+
+use crate::device;
+use crate::text::Text;
+
+/// Dtype of weights and products.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Dtype {
+    F32,
+    Bf16,
+}
+
+/// Which model, and where.
+#[derive(Args, Debug)]
+pub struct ModelArgs {
+    /// A folder of Hugging Face: config.json, tokenizer.json, and model.safetensors or its shards; or a .gguf file
+    #[arg(value_name = "MODEL")]
+    pub path: PathBuf,
+    /// flex (CPU), wgpu, cuda or cuda:INDEX [default: the best that was compiled in]
+    #[arg(long)]
+    pub device: Option<String>,
+    /// Of weights and products
+    #[arg(long, value_enum, default_value = "f32")]
+    pub dtype: Dtype,
+    /// Positions that the model can read [default: the checkpoint's]
+    #[arg(long)]
+    pub context: Option<usize>,
+    /// Side of the blocks that patterns are cut into
+    #[arg(long, default_value_t = 64)]
+    pub block_size: usize,
+}
+
+impl ModelArgs {
+    /// The device.
+    ///
+    /// # Errors
+    /// As [`device::open`].
+    pub fn device(&self) -> Result<Device> {
+        device::open(self.device.as_deref())
+    }
+
+    /// The configuration.
+    ///
+    /// # Errors
+    /// If there is no model of a kind that is known.
+    pub fn config(&self) -> Result<LlamaConfig> {
+        let config = match self.gguf()? {
+            Some(gguf) => {
+                LlamaConfig::from_gguf(&gguf).with_context(|| self.path.display().to_string())?
+            }
+            None => {
+                let path = self.path.join("config.json");
+                let text = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+                let config = LlamaConfig::from_hugging_face(&text);
+                config.with_context(|| path.display().to_string())?
+            }
+        };
+        let context = self.context.unwrap_or(config.context);
+        Ok(config
+            .with_block_size(self.block_size)
+            .with_context(context)
+            .with_precision(match self.dtype {
+                Dtype::F32 => Precision::F32,
+                Dtype::Bf16 => Precision::Bf16,
+            }))
+    }
+
+    /// The model with its weights.
+    ///
+    /// # Errors
+    /// If a file is missing, damaged or does not fit.
+    pub fn load(&self, config: &LlamaConfig, device: &Device) -> Result<Llama> {
+        let model = config.try_init(device)?;
+        let map = match self.gguf()? {
+            Some(gguf) => KeyMap::llama_gguf(&gguf)?,
+            None => {
+                let kv_heads = config.n_kv_heads.unwrap_or(config.n_heads);
+                KeyMap::llama(config.n_heads, kv_heads, config.tied_embedding)
+            }
+        };
+        Ok(self.cast(WeightsFile::open(&self.path)?.load(&model, &map)?))
+    }
+
+    /// The tokenizer.
+    ///
+    /// # Errors
+    /// As [`Text::open`] and [`Text::of_gguf`].
+    pub fn text(&self) -> Result<Text> {
+        match self.gguf()? {
+            Some(gguf) => Text::of_gguf(&gguf).with_context(|| self.path.display().to_string()),
+            None => Text::open(&self.path),
+        }
+    }
+
+    /// What stands in front of the weights, if the model is a GGUF file.
+    fn gguf(&self) -> Result<Option<Gguf>> {
+        let is_gguf = self.path.extension().is_some_and(|ending| ending == "gguf");
+        Ok(is_gguf.then(|| Gguf::open(&self.path)).transpose()?)
+    }
+
+    /// The model with weights that are drawn: for times, where a checkpoint has only its `config.json`.
+    ///
+    /// # Errors
+    /// If the configuration does not fit.
+    pub fn random(&self, config: &LlamaConfig, device: &Device) -> Result<Llama> {
+        Ok(self.cast(config.try_init(device)?))
+    }
+
+    fn cast(&self, model: Llama) -> Llama {
+        match self.dtype {
+            Dtype::F32 => model,
+            Dtype::Bf16 => model.map(&mut Cast(FloatDType::BF16)),
+        }
+    }
+}
+
+/// Parameters in another dtype.
+struct Cast(FloatDType);
+
+impl ModuleMapper for Cast {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|tensor| tensor.cast(self.0))
+    }
+}
+
+/// The text of `--text`.
+///
+/// # Errors
+/// If it cannot be read.
+pub fn read_text(path: &Path) -> Result<String> {
+    let bytes = fs::read(path).with_context(|| format!("--text {}", path.display()))?;
+    let text = String::from_utf8_lossy(&bytes).into_owned();
+    if text.is_empty() {
+        bail!("--text {} is empty", path.display());
+    }
+    Ok(text)
+}

@@ -1,0 +1,123 @@
+//! `llama generate`: the model answers, or goes on with a text.
+
+use std::io::{Write, stdout};
+use std::ops::ControlFlow;
+use std::time::Instant;
+
+use anyhow::Result;
+use burn_paged_attention::generate::{GenerateOptions, Sampling, generate};
+use burn_paged_attention::pool::{EvictionConfig, KvDtype};
+use clap::{Args, ValueEnum};
+
+use crate::attention::Attention;
+use crate::checkpoint::ModelArgs;
+use crate::text::Stream;
+
+/// Answers a question, or goes on with a text
+#[derive(Args, Debug)]
+pub struct GenerateArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// The question
+    #[arg(long, default_value = "What is the capital of France?")]
+    prompt: String,
+    /// Go on with the prompt as it is, without the chat template
+    #[arg(long)]
+    raw: bool,
+    /// dense, a pattern as streaming:1024,4, or a selection that later tokens leave alone, as quest:16,1024,first=1,local=2
+    #[arg(long, default_value = "dense")]
+    attention: Attention,
+    /// The most tokens that are written
+    #[arg(long, default_value_t = 256)]
+    max_new: usize,
+    /// 0 takes the likeliest token
+    #[arg(long, default_value_t = 0.0)]
+    temperature: f64,
+    /// Of the likeliest tokens, those that make up this share
+    #[arg(long, default_value_t = 1.0)]
+    top_p: f64,
+    /// Of the likeliest tokens, so many
+    #[arg(long)]
+    top_k: Option<usize>,
+    /// The same seed writes the same text
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// How keys and values are stored
+    #[arg(long, value_enum, default_value = "model")]
+    kv_dtype: Store,
+    /// Keep so many keys of each layer and head, by SnapKV's votes, and evict the others: other texts
+    #[arg(long, value_name = "KEYS")]
+    evict: Option<usize>,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Store {
+    /// As the products
+    Model,
+    Int8,
+    Fp8,
+}
+
+/// # Errors
+/// If the model cannot be loaded, or does not take the attention.
+pub fn run(args: &GenerateArgs) -> Result<()> {
+    let device = args.model.device()?;
+    let text = args.model.text()?;
+    let model = args.model.load(&args.model.config()?, &device)?;
+    let model = args.attention.of(&model, args.model.block_size)?;
+    let prompt = match args.raw {
+        true => text.tokens(&args.prompt)?,
+        false => text.chat(&args.prompt)?,
+    };
+    let sampling = Sampling::default()
+        .temperature(args.temperature)
+        .top_p(args.top_p)
+        .top_k(args.top_k)
+        .seed(args.seed);
+    let options = GenerateOptions::default()
+        .max_new(args.max_new)
+        .sampling(sampling)
+        .stop_tokens(text.stop.iter().copied())
+        .kv_dtype(match args.kv_dtype {
+            Store::Model => KvDtype::Model,
+            Store::Int8 => KvDtype::Int8,
+            Store::Fp8 => KvDtype::Fp8E4m3,
+        });
+    let options = match args.evict {
+        Some(keys) => options.eviction(EvictionConfig::snapkv(keys)),
+        None => options,
+    };
+    let begun = Instant::now();
+    let (mut stream, mut first, mut failed) = (Stream::default(), None, None);
+    if args.raw {
+        print!("{}", args.prompt);
+    }
+    let read = prompt.len();
+    let texts = generate(&model, &[prompt], &options, &mut |step| {
+        first.get_or_insert(begun.elapsed());
+        let printed = stream.push(step.token, &text).and_then(|new| {
+            print!("{new}");
+            Ok(stdout().flush()?)
+        });
+        match printed {
+            Ok(()) => ControlFlow::Continue(()),
+            Err(error) => {
+                failed = Some(error);
+                ControlFlow::Break(())
+            }
+        }
+    })?;
+    println!();
+    if let Some(error) = failed {
+        return Err(error);
+    }
+    let written = texts[0].tokens.len();
+    let first = first.unwrap_or_else(|| begun.elapsed()).as_secs_f64();
+    let rest = begun.elapsed().as_secs_f64() - first;
+    eprintln!(
+        "{read} tokens read in {first:.2} s, {written} written, {:.1} tokens a second; ended by {:?}",
+        (written.saturating_sub(1)) as f64 / rest.max(1e-9),
+        texts[0].reason
+    );
+    Ok(())
+}

@@ -1,0 +1,205 @@
+//! `llama needle`: a number hidden in a long text.
+
+use std::path::PathBuf;
+
+use anyhow::{Result, ensure};
+use burn::tensor::activation::log_softmax;
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn_paged_attention::pool::{KvPoolConfig, KvStep, PagedDecoder};
+use burn_sparse_transformer::llama::Llama;
+use clap::Args;
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use crate::attention::Attention;
+use crate::checkpoint::{ModelArgs, read_text};
+use crate::progress;
+use crate::text::Text;
+
+/// Hides five digits in a text and asks for them, under each attention
+#[derive(Args, Debug)]
+pub struct NeedleArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// A text in UTF-8 to hide them in
+    #[arg(long)]
+    text: PathBuf,
+    /// dense, a pattern or a selection: prompts are read by it, answers see all keys that it leaves; once for each that is measured
+    #[arg(long, default_values = ["dense"])]
+    attention: Vec<Attention>,
+    /// Tokens of a prompt, at most
+    #[arg(long, default_value_t = 2000)]
+    tokens: usize,
+    /// Depths, evenly from the beginning to the end
+    #[arg(long, default_value_t = 10)]
+    depths: usize,
+    /// Of the numbers that are hidden
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+}
+
+/// A prompt and the tokens that answer it.
+struct Needle {
+    prompt: Vec<u32>,
+    answer: Vec<u32>,
+}
+
+/// # Errors
+/// If the model cannot be loaded, does not take an attention, or the text is too short.
+pub fn run(args: &NeedleArgs) -> Result<()> {
+    let device = args.model.device()?;
+    let text = args.model.text()?;
+    let model = args.model.load(&args.model.config()?, &device)?;
+    let sentences = sentences(&read_text(&args.text)?);
+    let mut random = ChaCha8Rng::seed_from_u64(args.seed);
+    let needles: Vec<Needle> = (0..args.depths)
+        .map(|at| {
+            let depth = (at as f64 + 0.5) / args.depths as f64;
+            needle(
+                &text,
+                &sentences,
+                args.tokens,
+                depth,
+                random.random_range(10_000..100_000),
+            )
+        })
+        .collect::<Result<_>>()?;
+    println!(
+        "{:<44} {:>8} {:>12}  bits of the answer by depth, * found",
+        "attention", "found", "mean bits"
+    );
+    let progress = progress::bar(args.attention.len() * needles.len(), "needles");
+    for attention in &args.attention {
+        let model = attention.of(&model, args.model.block_size)?;
+        let (mut found, mut sum, mut cells) = (0, 0.0, String::new());
+        for needle in &needles {
+            let (is_found, bits) = ask(&model, attention, needle, &device)?;
+            found += usize::from(is_found);
+            sum += bits;
+            cells += &format!(" {bits:.1}{}", if is_found { "*" } else { "" });
+            progress.inc(1);
+        }
+        progress.suspend(|| {
+            let of = format!("{found} of {}", needles.len());
+            println!(
+                "{:<44} {of:>8} {:>12.2} {cells}",
+                attention.to_string(),
+                sum / needles.len() as f64
+            );
+        });
+    }
+    progress.finish_and_clear();
+    Ok(())
+}
+
+/// Whether every token of the answer is the likeliest one, and its bits.
+fn ask(
+    model: &Llama,
+    attention: &Attention,
+    needle: &Needle,
+    device: &Device,
+) -> Result<(bool, f64)> {
+    let tokens = |ids: &[u32]| {
+        let data: Vec<i32> = ids.iter().map(|&id| id as i32).collect();
+        Tensor::<2, Int>::from_data(TensorData::new(data, [1, ids.len()]), device)
+    };
+    let (prompt, answer) = (&needle.prompt, &needle.answer);
+    let config = KvPoolConfig::new(1, prompt.len() + answer.len()).with_chunk(answer.len());
+    let mut pool = model.new_pool(&match attention.reads_prompts_alone() {
+        true => config.with_choosing_prompts(),
+        false => config,
+    })?;
+    let id = pool.join()?;
+    let [vocab] = [model.embed.weight.dims()[0]];
+    let first = model.next_logits(tokens(prompt), &[KvStep::new(id, prompt.len())], &mut pool)?;
+    // The last token of the answer is predicted, not read.
+    let read = answer.len() - 1;
+    let logits = match read {
+        0 => first,
+        _ => {
+            let steps = [KvStep::new(id, read)];
+            let rest = model.try_forward_pool_end(tokens(&answer[..read]), &steps, &mut pool)?;
+            Tensor::cat(vec![first, rest.reshape([read, vocab])], 0)
+        }
+    };
+    let logs = log_softmax(logits, 1);
+    let expected = tokens(answer).reshape([answer.len(), 1]);
+    let likeliest = logs.clone().argmax(1);
+    let hits = likeliest
+        .equal(expected.clone())
+        .int()
+        .sum()
+        .into_scalar::<i64>();
+    let bits =
+        -f64::from(logs.gather(1, expected).sum().into_scalar::<f32>()) / std::f64::consts::LN_2;
+    Ok((hits as usize == answer.len(), bits))
+}
+
+/// Plain sentences, without numbers that could be taken for the one that is hidden.
+fn sentences(text: &str) -> Vec<String> {
+    let plain: String = text
+        .chars()
+        .map(|c| {
+            if "[]{}|=<>&;'*#".contains(c) || c.is_ascii_digit() || c.is_whitespace() {
+                ' '
+            } else {
+                c
+            }
+        })
+        .collect();
+    let words: Vec<&str> = plain.split_whitespace().collect();
+    let sentences = words.join(" ");
+    let sentences = sentences
+        .split(". ")
+        .filter(|sentence| (40..300).contains(&sentence.len()));
+    sentences.map(|sentence| format!("{sentence}.")).collect()
+}
+
+fn needle(
+    text: &Text,
+    sentences: &[String],
+    tokens: usize,
+    depth: f64,
+    number: u32,
+) -> Result<Needle> {
+    let hidden = format!("The pass key is {number}. Remember it. {number} is the pass key.");
+    let task = "There is an important pass key hidden inside a lot of irrelevant text. Find it and memorize it. I will ask you about it.";
+    let prompt = |body: &str| -> Result<String> {
+        let question = format!("{task}\n{body}\nWhat is the pass key?");
+        let asked = match text.template {
+            Some(_) => text.rendered(&question)?,
+            None => format!("{question}\n"),
+        };
+        // The space is a token of its own before digits for some tokenizers, and a part of them for others.
+        Ok(asked + "The pass key is")
+    };
+    let mut used = text
+        .encode(&prompt(&hidden)?, text.template.is_none())?
+        .len()
+        + 8;
+    let mut body = Vec::new();
+    for sentence in sentences {
+        used += text.encode(&format!(" {sentence}"), false)?.len();
+        if used > tokens {
+            break;
+        }
+        body.push(sentence.as_str());
+    }
+    ensure!(
+        used > tokens,
+        "--text has sentences of {used} tokens only, and --tokens is {tokens}"
+    );
+    body.insert((depth * body.len() as f64) as usize, &hidden);
+    let prompt = prompt(&body.join(" "))?;
+    let special = text.template.is_none();
+    let whole = text.encode(&format!("{prompt} {number}"), special)?;
+    let prompt = text.encode(&prompt, special)?;
+    ensure!(
+        whole.starts_with(&prompt),
+        "the tokenizer joins the prompt's end with the number"
+    );
+    Ok(Needle {
+        answer: whole[prompt.len()..].to_vec(),
+        prompt,
+    })
+}

@@ -1,0 +1,206 @@
+//! Tokens and text: a checkpoint's tokenizer, its chat template and what ends an answer.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, anyhow, bail};
+use burn_sparse_transformer::weights::{Gguf, GgufValue};
+use minijinja::syntax::SyntaxConfig;
+use minijinja::{Environment, ErrorKind, context};
+use serde_json::Value;
+use tokenizers::Tokenizer;
+
+use crate::gguf_tokenizer;
+
+/// A checkpoint's tokenizer and how it is asked.
+pub struct Text {
+    pub tokenizer: Tokenizer,
+    /// Jinja.
+    pub template: Option<String>,
+    /// Tokens that templates name.
+    pub bos: Option<String>,
+    pub eos: Option<String>,
+    /// Tokens that end an answer.
+    pub stop: Vec<u32>,
+}
+
+impl Text {
+    /// Of a folder of Hugging Face.
+    ///
+    /// # Errors
+    /// If there is no `tokenizer.json`, or a file is damaged.
+    pub fn open(folder: &Path) -> Result<Self> {
+        let path = folder.join("tokenizer.json");
+        let tokenizer =
+            Tokenizer::from_file(&path).map_err(|error| anyhow!("{}: {error}", path.display()))?;
+        let json = |name: &str| -> Result<Value> {
+            let path = folder.join(name);
+            if !path.exists() {
+                return Ok(Value::Null);
+            }
+            let read = || anyhow::Ok(serde_json::from_slice(&fs::read(&path)?)?);
+            read().with_context(|| path.display().to_string())
+        };
+        let config = json("tokenizer_config.json")?;
+        // A token is a text, or an object with its text.
+        let token = |key: &str| {
+            let value = &config[key];
+            let text = value.as_str().or_else(|| value["content"].as_str());
+            text.map(str::to_owned)
+        };
+        let template = fs::read_to_string(folder.join("chat_template.jinja")).ok();
+        let template = template.or_else(|| template_of(&config["chat_template"]));
+        let mut text = Self {
+            tokenizer,
+            template,
+            bos: token("bos_token"),
+            eos: token("eos_token"),
+            stop: Vec::new(),
+        };
+        // One number, or several.
+        for file in ["generation_config.json", "config.json"] {
+            let ends = json(file)?["eos_token_id"].take();
+            let several = ends.as_array().cloned().unwrap_or_else(|| vec![ends]);
+            text.stop
+                .extend(several.iter().filter_map(Value::as_u64).map(|id| id as u32));
+        }
+        text.stop.extend(
+            text.eos
+                .as_ref()
+                .and_then(|eos| text.tokenizer.token_to_id(eos)),
+        );
+        Ok(text)
+    }
+
+    /// Of a GGUF file whose vocabulary is of byte pairs, as Llama 3's, Qwen's and SmolLM2's.
+    ///
+    /// # Errors
+    /// If there is none, or one of another kind.
+    pub fn of_gguf(gguf: &Gguf) -> Result<Self> {
+        let tokenizer = gguf_tokenizer::read(gguf)?;
+        let token = |key: &str| {
+            let id = gguf.get(key).and_then(GgufValue::as_u64)?;
+            tokenizer.id_to_token(u32::try_from(id).ok()?)
+        };
+        let [bos, eos, end] = ["bos_token_id", "eos_token_id", "eot_token_id"]
+            .map(|key| token(&format!("tokenizer.ggml.{key}")));
+        let ends = eos.iter().chain(&end);
+        let stop = ends
+            .filter_map(|token| tokenizer.token_to_id(token))
+            .collect();
+        let template = gguf
+            .get("tokenizer.chat_template")
+            .and_then(GgufValue::as_str);
+        Ok(Self {
+            template: template.map(str::to_owned),
+            bos,
+            eos,
+            stop,
+            tokenizer,
+        })
+    }
+
+    /// A prompt as the model reads it: text that goes on, with a beginning if the tokenizer has one.
+    ///
+    /// # Errors
+    /// If the tokenizer does not know a part of it.
+    pub fn tokens(&self, prompt: &str) -> Result<Vec<u32>> {
+        self.encode(prompt, true)
+    }
+
+    /// A question in the template of the model's chats, up to where the answer begins.
+    ///
+    /// # Errors
+    /// If there is no template, or it fails.
+    pub fn chat(&self, question: &str) -> Result<Vec<u32>> {
+        self.encode(&self.rendered(question)?, false)
+    }
+
+    /// Text of a chat up to where the answer begins.
+    pub fn rendered(&self, question: &str) -> Result<String> {
+        let Some(template) = &self.template else {
+            bail!(
+                "the checkpoint has no chat template: say --raw to let the model go on with the text"
+            );
+        };
+        let mut environment = Environment::new();
+        environment
+            .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.add_function(
+            "raise_exception",
+            |reason: String| -> Result<String, minijinja::Error> {
+                Err(minijinja::Error::new(ErrorKind::InvalidOperation, reason))
+            },
+        );
+        let syntax = SyntaxConfig::builder()
+            .trim_blocks(true)
+            .lstrip_blocks(true)
+            .build()?;
+        environment.set_syntax(syntax);
+        let rendered = environment.render_str(
+            template,
+            context! {
+                messages => [context! { role => "user", content => question }],
+                add_generation_prompt => true,
+                bos_token => self.bos.as_deref().unwrap_or_default(),
+                eos_token => self.eos.as_deref().unwrap_or_default(),
+            },
+        );
+        rendered.context("the checkpoint's chat template")
+    }
+
+    pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
+        let encoding = self.tokenizer.encode_fast(text, special);
+        Ok(encoding
+            .map_err(|error| anyhow!("tokens of the text: {error}"))?
+            .get_ids()
+            .to_vec())
+    }
+
+    /// Tokens of a text and where each ends in it, in bytes.
+    pub fn encode_with_ends(&self, text: &str) -> Result<(Vec<u32>, Vec<usize>)> {
+        let encoding = self.tokenizer.encode(text, false);
+        let encoding = encoding.map_err(|error| anyhow!("tokens of the text: {error}"))?;
+        let ends = encoding.get_offsets().iter().map(|&(_, end)| end);
+        Ok((encoding.get_ids().to_vec(), ends.collect()))
+    }
+
+    /// The text of tokens.
+    ///
+    /// # Errors
+    /// As the tokenizer.
+    pub fn decode(&self, tokens: &[u32]) -> Result<String> {
+        let text = self.tokenizer.decode(tokens, true);
+        text.map_err(|error| anyhow!("text of tokens: {error}"))
+    }
+}
+
+/// One template, or several with names, of which the first is the chat's.
+fn template_of(value: &Value) -> Option<String> {
+    let text = value.as_str().or_else(|| value[0]["template"].as_str());
+    text.map(str::to_owned)
+}
+
+/// Text that grows token by token; a letter whose bytes are in several tokens waits for the last of them.
+#[derive(Default)]
+pub struct Stream {
+    tokens: Vec<u32>,
+    given: usize,
+}
+
+impl Stream {
+    /// What a token adds.
+    ///
+    /// # Errors
+    /// As [`Text::decode`].
+    pub fn push(&mut self, token: u32, text: &Text) -> Result<String> {
+        self.tokens.push(token);
+        let all = text.decode(&self.tokens)?;
+        if all.ends_with('\u{fffd}') || all.len() < self.given {
+            return Ok(String::new());
+        }
+        let new = all[self.given..].to_owned();
+        self.given = all.len();
+        Ok(new)
+    }
+}
