@@ -1,4 +1,4 @@
-//! Which modules import which, read from the sources: no circles, and the arrows of `docs/design.md`.
+//! Which modules import which, read from the sources: no circles, and the arrows of `docs/dev/design.md`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;

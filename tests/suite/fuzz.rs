@@ -14,7 +14,7 @@ fn random_cases_of_the_day_equal_f64() {
 }
 
 #[test]
-#[ignore = "takes as long as it is asked to: see docs/reliability.md"]
+#[ignore = "takes as long as it is asked to: see docs/dev/reliability.md"]
 fn random_cases_equal_f64() {
     fuzz(&devices());
 }
@@ -37,7 +37,7 @@ fn some_random_choices_equal_f64() {
 
 /// `BURN_SPARSE_FUZZ_SELECTIONS=1000 cargo test -p burn-blocksparse-tests --test suite -- random_choices --ignored --nocapture`
 #[test]
-#[ignore = "takes as long as it is asked to: see docs/reliability.md"]
+#[ignore = "takes as long as it is asked to: see docs/dev/reliability.md"]
 fn random_choices_equal_f64() {
     random_choices(&devices());
 }

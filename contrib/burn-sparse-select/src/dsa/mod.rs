@@ -73,7 +73,7 @@ pub struct Dsa {
     numbers: usize,
 }
 
-/// What neighbouring queries choose in common, of indexers that have learned something: .80 to .95 in the four layers of a small model (docs/selection.md).
+/// What neighbouring queries choose in common, of indexers that have learned something: .80 to .95 in the four layers of a small model (docs/dev/selection-measurements.md).
 const OVERLAP: f64 = 0.85;
 
 /// Scores in memory at a time.

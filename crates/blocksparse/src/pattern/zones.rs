@@ -240,7 +240,7 @@ fn merge_all(
 mod tests {
     use super::*;
 
-    /// The example of a pattern of its own in `docs/write-your-own-pattern.md`.
+    /// The example of a pattern of its own in `docs/dev/add-a-pattern.md`.
     fn dilated_zones(row: &BlockRow, window: usize, dilation: usize) -> Vec<Zone> {
         let causal = |p: i64| p;
         let (reach, dilation) = ((window * dilation) as i64, dilation as i64);

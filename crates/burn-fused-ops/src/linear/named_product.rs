@@ -2,7 +2,7 @@
 //!
 //! Burn takes CubeK's first kernel for every product, or with its feature `autotune` tries all of them. The first is slow on large products; trying takes
 //! minutes for each new shape, and on Hopper a kernel that failed to launch counts as the fastest. Here one is named that was the fastest at the shapes
-//! of layers (docs/benchmarks.md, "Burn's products"): on an H200 2.2 to 2.8 times as fast as the first.
+//! of layers (docs/dev/benchmark-details.md, "Burn's products"): on an H200 2.2 to 2.8 times as fast as the first.
 
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::backend::{DType, TensorMetadata};
