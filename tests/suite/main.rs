@@ -10,6 +10,7 @@ mod compare;
 mod compiled;
 mod embedding;
 mod errors;
+mod features;
 mod fuzz;
 mod gates;
 mod graph;

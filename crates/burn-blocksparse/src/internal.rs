@@ -12,6 +12,7 @@ pub use crate::attention::kept::values::AttentionResiduals;
 pub use crate::attention::kept::{attention_from_residuals, attention_with_residuals};
 pub use crate::attention::plan::Chosen;
 pub use crate::base::kernels_run::runs_kernels;
+pub use crate::base::op_plan::NO_KERNELS;
 pub use crate::base::sums::sum_all;
 pub use crate::choice::{allowed_blocks, checked, choose_rows, mask};
 pub use crate::graph::seeds::prepare_seed;
