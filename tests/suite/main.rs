@@ -4,6 +4,7 @@ mod activation;
 mod arrows;
 mod block_sparse;
 mod blocks;
+mod burn_attention;
 mod call;
 mod compare;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
