@@ -18,7 +18,7 @@ type Function = fn(
 ) -> Tensor<4>;
 
 /// Within a block, over ragged ones, and unequal either way; as many heads of keys as of queries, and fewer.
-const SIZES: [Sizes; 4] = [
+pub(super) const SIZES: [Sizes; 4] = [
     Sizes::new([2, 3, 3], [70, 70], [12, 12]),
     Sizes::new([2, 3, 3], [40, 90], [20, 20]),
     Sizes::new([2, 4, 2], [90, 40], [12, 12]),
@@ -26,9 +26,9 @@ const SIZES: [Sizes; 4] = [
 ];
 
 /// Which sizes of a mask or a bias are shared.
-type Shared = [bool; 4];
+pub(super) type Shared = [bool; 4];
 
-const MASKS: [Option<Shared>; 6] = [
+pub(super) const MASKS: [Option<Shared>; 6] = [
     None,
     Some([false, false, false, false]),
     Some([false, true, true, false]),
@@ -37,7 +37,7 @@ const MASKS: [Option<Shared>; 6] = [
     Some([false, true, false, true]),
 ];
 
-const BIASES: [Option<[bool; 3]>; 4] = [
+pub(super) const BIASES: [Option<[bool; 3]>; 4] = [
     None,
     Some([false, false, false]),
     Some([true, false, false]),
@@ -45,7 +45,7 @@ const BIASES: [Option<[bool; 3]>; 4] = [
 ];
 
 /// Burn's gradient of a division takes 1 / softcap in f32, which is exact for a power of 2.
-const OPTIONS: [AttentionModuleOptions; 4] = [
+pub(super) const OPTIONS: [AttentionModuleOptions; 4] = [
     options(None, None, false),
     options(None, None, true),
     options(Some(0.3), Some(2.0), false),
@@ -66,14 +66,14 @@ const fn options(
 
 /// A mask as Burn's functions take it: what is true is masked out.
 #[derive(Clone)]
-struct Mask {
+pub(super) struct Mask {
     dims: [usize; 4],
     masked: Vec<bool>,
 }
 
 impl Mask {
     /// Masks a third, and with a row for each query all of every fifth one.
-    fn random(seed: u64, sizes: Sizes, shared: Shared) -> Self {
+    pub(super) fn random(seed: u64, sizes: Sizes, shared: Shared) -> Self {
         let mut dims = [sizes.batch, sizes.heads, sizes.seq_q, sizes.seq_kv];
         for (length, shared) in dims.iter_mut().zip(shared) {
             *length = if shared { 1 } else { *length };
@@ -93,13 +93,13 @@ impl Mask {
         self.masked[place.fold(0, |at, (&i, length)| at * length + i.min(length - 1))]
     }
 
-    fn tensor(&self, device: &Device) -> Tensor<4, Bool> {
+    pub(super) fn tensor(&self, device: &Device) -> Tensor<4, Bool> {
         Tensor::from_data(TensorData::new(self.masked.clone(), self.dims), device)
     }
 }
 
 /// What loops make of the arguments.
-fn problem(
+pub(super) fn problem(
     seed: u64,
     sizes: Sizes,
     mask: Option<&Mask>,
@@ -157,26 +157,22 @@ fn bounds(dtype: DType, tolerance: f64) -> [Near; 2] {
 
 #[test]
 fn every_mask_and_bias_equals_f64() {
-    let mut seed = 7000;
-    for (index, sizes) in SIZES.into_iter().enumerate() {
-        for shared in MASKS {
-            for bias in BIASES {
-                for options in OPTIONS {
-                    seed += 1;
-                    let mask = shared.map(|shared| Mask::random(seed, sizes, shared));
-                    let problem = problem(seed, sizes, mask.as_ref(), bias, options);
-                    let answer = problem.solve();
-                    for device in devices() {
-                        for (dtype, tolerance) in exact_dtypes(&device) {
-                            let what = format!(
-                                "sizes {index}, mask {shared:?}, bias {bias:?}, {options:?}, {device:?}, {dtype:?}"
-                            );
-                            let mask = mask.as_ref();
-                            let got = run(attention, &problem, mask, options, &device, dtype);
-                            answer.assert(&what, got, &bounds(dtype, tolerance));
-                        }
-                    }
-                }
+    let rows = SIZES.into_iter().flat_map(|sizes| {
+        let masked = MASKS.into_iter().map(move |mask| (sizes, mask));
+        masked.flat_map(|(sizes, mask)| BIASES.map(|bias| (sizes, mask, bias)))
+    });
+    let rows = (7000..).zip(rows.flat_map(|row| OPTIONS.map(|options| (row, options))));
+    for (seed, ((sizes, shared, bias), options)) in some_of(rows, 11) {
+        let mask = shared.map(|shared| Mask::random(seed, sizes, shared));
+        let problem = problem(seed, sizes, mask.as_ref(), bias, options);
+        let answer = problem.solve();
+        for device in devices() {
+            for (dtype, tolerance) in exact_dtypes(&device) {
+                let what = format!(
+                    "{sizes:?}, mask {shared:?}, bias {bias:?}, {options:?}, {device:?}, {dtype:?}"
+                );
+                let got = run(attention, &problem, mask.as_ref(), options, &device, dtype);
+                answer.assert(&what, got, &bounds(dtype, tolerance));
             }
         }
     }

@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 
 use blocksparse::{BlockLayout, BlockMask, LayoutError, LayoutShape, Pattern};
 use burn::tensor::ops::AttentionModuleOptions;
-use burn::tensor::{Bool, DType, Tensor};
+use burn::tensor::{Bool, DType, Device, Tensor};
 
 use crate::attention::SparseAttentionCall;
 use crate::check;
@@ -13,10 +13,10 @@ use crate::error::OpError;
 use crate::options::AttentionOptions;
 
 /// The block size of layouts made here.
-const BLOCK: usize = 64;
+pub(crate) const BLOCK: usize = 64;
 
 /// Layouts without masks: a program has few lengths.
-static LAYOUTS: Kept<(LayoutShape, bool)> = Kept::new(16);
+static LAYOUTS: Kept<(LayoutShape, Pattern)> = Kept::new(16);
 
 /// Layouts of masks, which are kept with them: a model has few, that many layers share.
 static MASKS: Kept<MaskKey> = Kept::new(4);
@@ -90,23 +90,21 @@ pub fn try_attention(
     let seq_kv = key.dims()[2];
     let pairs = [batch, heads, seq_q, seq_kv];
     let (device, dtype) = (query.device(), query.dtype());
-    let same_device = |argument, got| OpError::expect_same(argument, &device, "query's", got);
+    let same_device =
+        |argument, got: Device| OpError::expect_same(argument, device.clone(), "query's", got);
     if let Some(mask) = &mask {
         fits(MASK, mask.dims(), pairs)?;
-        same_device("mask's device", &mask.device())?;
+        same_device("mask's device", mask.device())?;
     }
     if let Some(bias) = &attn_bias {
         fits(BIAS, bias.dims(), pairs)?;
         OpError::expect_same("attn_bias's dtype", dtype, "query's", bias.dtype())?;
-        same_device("attn_bias's device", &bias.device())?;
+        same_device("attn_bias's device", bias.device())?;
     }
     let shape = LayoutShape::new(heads, [seq_q, seq_kv], BLOCK);
     shape.validate()?;
 
-    let masked = match dtype {
-        DType::F16 => -6e4,
-        _ => -1e8,
-    };
+    let masked = masked_score(dtype);
     // One number for all keys of a row: kernels want one for each.
     let widened = |[batch, heads, rows, _]: [usize; 4]| [batch, heads, rows, seq_kv];
     let mut bias = attn_bias.map(|bias| {
@@ -128,13 +126,8 @@ pub fn try_attention(
     let causal = options.is_causal;
     let layout = match mask {
         Some(mask) => mask_layout(mask, heads, [seq_q, seq_kv], causal)?,
-        None => LAYOUTS.get_or_make((shape, causal), |_| {
-            let pattern = match causal {
-                true => Pattern::causal(),
-                false => Pattern::dense(),
-            };
-            Ok(BlockLayout::new(&pattern, shape)?)
-        })?,
+        None if causal => pattern_layout(Pattern::causal(), shape)?,
+        None => pattern_layout(Pattern::dense(), shape)?,
     };
     let call = SparseAttentionCall::new(query, key, value, &layout).options(AttentionOptions {
         scale: options.scale,
@@ -192,6 +185,20 @@ pub fn mask_layout(
         masked: masked.iter::<bool>().collect(),
     };
     MASKS.get_or_make(key, MaskKey::layout)
+}
+
+/// What a bias has where a pair is masked: kernels take finite ones only.
+pub(crate) fn masked_score(dtype: DType) -> f64 {
+    match dtype {
+        DType::F16 => -6e4,
+        _ => -1e8,
+    }
+}
+
+pub(crate) fn pattern_layout(pattern: Pattern, shape: LayoutShape) -> Result<BlockLayout, OpError> {
+    LAYOUTS.get_or_make((shape, pattern), |(shape, pattern)| {
+        Ok(BlockLayout::new(pattern, *shape)?)
+    })
 }
 
 /// Names of a mask's and a bias's sizes.

@@ -70,6 +70,8 @@ mod burn_attention;
 mod call_layout;
 mod check;
 mod choice;
+#[cfg(feature = "cube")]
+mod cube_attention;
 mod device_layout;
 mod error;
 pub mod gradients;
