@@ -73,16 +73,16 @@ fn burns_attention_runs_on_kernels() {
         }
     }
 
-    // Keys that entries of the batch share are for Burn to broadcast.
-    let problem = problem(8900, SIZES[0], None, None, OPTIONS[1]);
+    // Keys that entries of the batch share are for Burn to broadcast, which it does where there is a scale.
+    let options = OPTIONS[3];
+    let problem = problem(8900, SIZES[0], None, None, options);
     for device in &devices {
         let [q, k, v, _] = inputs(&problem, device, DType::F32);
         let [k, v] = [k, v].map(|x| x.narrow(0, 0, 1));
-        let own = [k.clone(), v.clone()].map(|x| x.repeat_dim(0, SIZES[0].batch));
-        let burns = attention(q.clone(), k, v, None, None, OPTIONS[1]).into_data();
-        let [k, v] = own;
-        let ours = attention(q, k, v, None, None, OPTIONS[1]).into_data();
-        assert_close("keys of all", burns, &to_f64(ours), 5e-3);
+        let [own_k, own_v] = [&k, &v].map(|x| x.clone().repeat_dim(0, SIZES[0].batch));
+        let burns = attention(q.clone(), k, v, None, None, options).into_data();
+        let ours = attention(q, own_k, own_v, None, None, options).into_data();
+        assert_close("shared keys", burns, &to_f64(ours), 5e-3);
     }
     let shared = devices.len() as u64;
     assert_eq!(counts(), (calls + shared, shared));
@@ -97,7 +97,7 @@ fn burns_attention_runs_on_kernels() {
     for device in &devices {
         let [q, k, v, _] = inputs(&problem, &device.clone().autodiff(), DType::F32);
         let q = q.require_grad();
-        let out = attention(q.clone(), k, v, None, None, OPTIONS[1]);
+        let out = attention(q.clone(), k, v, None, None, options);
         let grads = out.sum().backward();
         q.grad(&grads).unwrap().into_data();
     }
