@@ -48,8 +48,8 @@ static MASKS: Kept<MaskKey> = Kept::new(4);
 /// - returns `[batch, heads, seq_q, value_dim]`
 ///
 /// # Memory
-/// The backward pass keeps query, key, value, the output and two numbers a row; Burn's keeps several tensors `[batch, heads, seq_q, seq_kv]`. A bias is kept
-/// as large as it is given, not as what it is broadcast to.
+/// The backward pass keeps query, key, value, the output and two numbers a row; Burn's keeps several tensors `[batch, heads, seq_q, seq_kv]`. A bias costs its
+/// own size again, not that of what it is broadcast to.
 ///
 /// # Masks
 /// A mask that all queries share, `[.., 1, seq_kv]` as that of padding, stays on its device. Any other one is read by every call, which waits for the device,
