@@ -1,9 +1,12 @@
 //! One program for all of it: every test program links all of Burn, some 80 MB, and 215 MB with wgpu.
 
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+mod accelerated;
 mod activation;
 mod arrows;
 mod block_sparse;
 mod blocks;
+mod burn_attention;
 mod call;
 mod compare;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
