@@ -1,6 +1,6 @@
 //! `SparseMultiHeadAttention` against burn-nn's `MultiHeadAttention`, and against itself in pieces.
 
-use crate::common::{assert_close, random, randomise};
+use crate::common::{assert_close, attend, random, randomise};
 use burn::module::Module;
 use burn::nn::attention::{MhaInput, MultiHeadAttentionConfig, generate_autoregressive_mask};
 use burn::nn::{Linear, LinearConfig};
@@ -43,10 +43,7 @@ fn a_burn_nn_record_loads_and_gives_equal_outputs(
         input = input.mask_attn(generate_autoregressive_mask(2, seq, &device));
     }
     let expected = dense.forward(input).context;
-    let got = sparse
-        .try_forward(SparseMhaInput::self_attn(x))
-        .unwrap()
-        .context;
+    let got = attend(&sparse, x).unwrap();
     assert_close(got, expected, 1e-5);
 }
 
@@ -133,6 +130,12 @@ fn half_size_queries_and_keys_leave_values_alone() {
     assert_eq!(mha.value.weight.dims(), [32, 32]);
     let output = mha.try_forward(SparseMhaInput::self_attn(random([1, 9, 32], &device)));
     assert_eq!(output.unwrap().context.dims(), [1, 9, 32]);
+    let wide = (config.clone().with_d_value(Some(48))).try_init(&device);
+    let wide = wide.unwrap();
+    assert_eq!(wide.value.weight.dims(), [32, 48]);
+    assert_eq!(wide.output.weight.dims(), [48, 32]);
+    let output = attend(&wide, random([1, 9, 32], &device)).unwrap();
+    assert_eq!(output.dims(), [1, 9, 32]);
     // 2 per weight; 2 · (d_k + d_v) per pair and head.
     assert_eq!(
         mha.matmul_flops_per_token(),
@@ -154,10 +157,7 @@ fn heads_use_their_own_pattern() {
     (mha.query, mha.key) = (identity.clone(), identity.clone());
     (mha.value, mha.output) = (identity.clone(), identity);
     let x: Tensor<3> = random([1, 6, 4], &device);
-    let context = mha
-        .try_forward(SparseMhaInput::self_attn(x.clone()))
-        .unwrap()
-        .context;
+    let context = attend(&mha, x.clone()).unwrap();
     // Head 0 sees only its own position; head 1 mixes.
     let head = |t: &Tensor<3>, h: usize| t.clone().narrow(2, 2 * h, 2).narrow(1, 1, 5);
     assert_close(head(&context, 0), head(&x, 0), 1e-6);
@@ -258,6 +258,10 @@ fn configurations_that_do_not_fit_are_refused() {
     assert_eq!(
         init(config(32, 4).with_d_key(Some(10))),
         "d_key must be a positive multiple of n_heads = 4, got 10"
+    );
+    assert_eq!(
+        init(config(32, 4).with_d_value(Some(10))),
+        "d_value must be a positive multiple of n_heads = 4, got 10"
     );
     assert_eq!(
         init(config(32, 4).with_n_kv_heads(Some(3))),

@@ -13,7 +13,7 @@ use burn_sparse_transformer::{
     SparseTransformerBlockConfig, SparseTransformerConfig,
 };
 
-use crate::common::{assert_close, random, randomise, seed, tokens};
+use crate::common::{assert_close, attend, random, randomise, seed, tokens};
 use crate::golden::numbers;
 
 fn text(text: &str) -> ContentAttention {
@@ -28,8 +28,7 @@ fn config(content: &str) -> SparseMultiHeadAttentionConfig {
 }
 
 fn forward(mha: &SparseMultiHeadAttention, x: &Tensor<3>) -> Tensor<3> {
-    let input = SparseMhaInput::self_attn(x.clone());
-    mha.try_forward(input).unwrap().context
+    attend(mha, x.clone()).unwrap()
 }
 
 /// The first head is the pattern's, with keys of its own; the others are what such heads are alone.

@@ -4,13 +4,15 @@ use burn::module::Module;
 use burn::nn::RotaryEncodingConfig;
 use burn::tensor::activation::softmax;
 use burn::tensor::{Device, Int, Tensor};
-use burn_sparse_transformer::dsa::{DsaAttention, DsaAttentionConfig, DsaHeadsConfig, DsaStage};
+use burn_sparse_transformer::content::ContentAttention;
+use burn_sparse_transformer::dsa::{DsaHeadsConfig, DsaStage};
 use burn_sparse_transformer::{
     BlockAttentionConfig, Factorization, Pattern, SparseMhaCache, SparseMhaInput,
-    SparseMultiHeadAttentionConfig, SparseTransformer, SparseTransformerConfig,
+    SparseMultiHeadAttention, SparseMultiHeadAttentionConfig, SparseTransformer,
+    SparseTransformerConfig,
 };
 
-use crate::common::{assert_close, random, randomise, seed, tokens};
+use crate::common::{assert_close, attend, attend_cache, random, randomise, seed, tokens};
 use crate::decoding::assert_decodes_and_sees_no_future;
 
 /// Four heads of queries on two of keys; three index heads of width 6, of which four channels are rotated.
@@ -23,14 +25,14 @@ fn heads(keep: usize, near: usize) -> DsaHeadsConfig {
         .with_rope_dim(Some(4))
 }
 
-fn config(heads: DsaHeadsConfig) -> DsaAttentionConfig {
-    DsaAttentionConfig::new(16, 4)
+fn config(heads: DsaHeadsConfig) -> SparseMultiHeadAttentionConfig {
+    SparseMultiHeadAttentionConfig::new(16, 4, Pattern::causal())
         .with_n_kv_heads(Some(2))
-        .with_heads(heads)
+        .with_content(Some(ContentAttention::Dsa(heads)))
         .with_rope(Some(RotaryEncodingConfig::new(64, 4)))
 }
 
-fn layer(keep: usize, near: usize, device: &Device) -> DsaAttention {
+fn layer(keep: usize, near: usize, device: &Device) -> SparseMultiHeadAttention {
     randomise(config(heads(keep, near)).try_init(device).unwrap())
 }
 
@@ -40,7 +42,7 @@ fn with_all_keys_it_is_dense() {
     let device = Device::flex();
     let layer = layer(50, 0, &device);
     let x = random([2, 21, 16], &device);
-    let got = layer.try_forward(x.clone()).unwrap();
+    let got = attend(&layer, x.clone()).unwrap();
     let heads = |part: Tensor<3>, heads: usize| part.reshape([2, 21, heads, 4]).swap_dims(1, 2);
     let rope = layer.rope.as_ref().unwrap();
     let q = rope.forward(heads(layer.query.forward(x.clone()), 4));
@@ -67,22 +69,22 @@ fn decoding_gives_what_the_whole_gives() {
     for near in [0, 3] {
         let layer = layer(5, near, &device);
         let x = random([2, 24, 16], &device);
-        let whole = layer.try_forward(x.clone()).unwrap();
+        let whole = attend(&layer, x.clone()).unwrap();
         for pieces in [vec![1; 24], vec![10, 1, 1, 5, 7]] {
             let mut cache = SparseMhaCache::new();
             assert!(cache.is_empty());
             let mut rows = Vec::new();
             for count in pieces {
                 let piece = x.clone().narrow(1, cache.len(), count);
-                rows.push(layer.try_forward_cache(piece, &mut cache).unwrap());
+                rows.push(attend_cache(&layer, piece, &mut cache).unwrap());
             }
             assert_close(Tensor::cat(rows, 1), whole.clone(), 1e-5);
             // What is taken back is forgotten.
             cache.truncate(11);
-            let again = layer.try_forward_cache(x.clone().narrow(1, 11, 4), &mut cache);
+            let again = attend_cache(&layer, x.clone().narrow(1, 11, 4), &mut cache);
             assert_close(again.unwrap(), whole.clone().narrow(1, 11, 4), 1e-5);
             let other = random([1, 1, 16], &device);
-            let error = layer.try_forward_cache(other, &mut cache).unwrap_err();
+            let error = attend_cache(&layer, other, &mut cache).unwrap_err();
             assert!(error.to_string().contains("batch"), "{error}");
             assert_eq!(cache.len(), 15);
         }
@@ -95,18 +97,18 @@ fn it_is_prefix_stable() {
     let device = Device::flex();
     let layer = layer(5, 0, &device);
     let x = random([1, 30, 16], &device);
-    let before = layer.try_forward(x.clone()).unwrap();
+    let before = attend(&layer, x.clone()).unwrap();
     let other = Tensor::cat(
         vec![x.clone().narrow(1, 0, 20), random([1, 10, 16], &device)],
         1,
     );
-    let after = layer.try_forward(other).unwrap();
+    let after = attend(&layer, other).unwrap();
     assert_close(
         after.narrow(1, 0, 20),
         before.clone().narrow(1, 0, 20),
         1e-5,
     );
-    let dense = self::layer(30, 0, &device).try_forward(x).unwrap();
+    let dense = attend(&self::layer(30, 0, &device), x).unwrap();
     let difference = (dense - before).abs().max().into_scalar::<f32>();
     assert!(difference > 1e-3, "{difference}");
 }
@@ -124,31 +126,24 @@ fn each_loss_reaches_its_own_parameters() {
 }
 
 #[cfg(feature = "autodiff")]
-fn assert_own_losses(layer: &DsaAttention, device: &Device) {
+fn assert_own_losses(layer: &SparseMultiHeadAttention, device: &Device) {
     let x = random([2, 24, 16], device).require_grad();
-    let (out, loss) = layer.try_forward_with_loss(x.clone()).unwrap();
-    let of_model = out.powi_scalar(2).sum().backward();
+    let indexer = &layer.dsa().unwrap().indexer;
+    let run = |layer: &SparseMultiHeadAttention| {
+        let output = layer.try_forward(SparseMhaInput::self_attn(x.clone()));
+        output.unwrap()
+    };
+    let output = run(layer);
+    let of_model = output.context.powi_scalar(2).sum().backward();
     assert!(layer.key.weight.val().grad(&of_model).is_some());
     assert!(x.grad(&of_model).is_some());
-    assert!(
-        layer
-            .heads
-            .indexer
-            .key
-            .weight
-            .val()
-            .grad(&of_model)
-            .is_none()
-    );
-    let all = layer.warm_up_loss(x.clone()).unwrap();
-    for loss in [loss, all] {
+    assert!(indexer.key.weight.val().grad(&of_model).is_none());
+    let warming = layer.clone().with_dsa_stage(DsaStage::WarmUp).unwrap();
+    for loss in [output.aux_loss, run(&warming).aux_loss] {
+        let loss = loss.unwrap();
         assert!(loss.clone().into_scalar::<f32>() > 0.0);
         let of_indexer = loss.backward();
-        for part in [
-            &layer.heads.indexer.query,
-            &layer.heads.indexer.key,
-            &layer.heads.indexer.weights,
-        ] {
+        for part in [&indexer.query, &indexer.key, &indexer.weights] {
             let grad = part.weight.val().grad(&of_indexer).unwrap();
             assert!(grad.abs().max().into_scalar::<f32>() > 1e-5);
         }
@@ -176,8 +171,12 @@ fn configurations_of_none_say_why() {
         .try_init(&device);
     assert!(uneven.unwrap_err().to_string().contains("n_heads"));
     let x = random([1, 65, 16], &device);
-    let error = layer(4, 0, &device).try_forward(x).unwrap_err().to_string();
+    let error = attend(&layer(4, 0, &device), x).unwrap_err().to_string();
     assert!(error.contains("rope.max_sequence_length"), "{error}");
+    let pattern = SparseMultiHeadAttentionConfig::new(16, 4, Pattern::causal());
+    let error = pattern.init(&device).with_dsa_stage(DsaStage::Dense);
+    let message = "dsa_stage must be of a layer of dsa, got Dense of one without";
+    assert_eq!(error.unwrap_err().to_string(), message);
 }
 
 /// Two layers that choose six of up to 40 tokens.

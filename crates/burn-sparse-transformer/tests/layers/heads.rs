@@ -1,7 +1,7 @@
 //! What `SparseMultiHeadAttention` does to heads (normalisation, rotation, scale), and padding: against the same in dense Burn
 //! operations, and against itself in pieces.
 
-use crate::common::{assert_close, random, randomise, tokens};
+use crate::common::{assert_close, attend, random, randomise, tokens};
 use burn::module::Module;
 use burn::nn::attention::{MhaInput, MultiHeadAttentionConfig};
 use burn::nn::{LayerNormConfig, RmsNormConfig, RotaryEncodingConfig};
@@ -100,10 +100,7 @@ fn options_equal_dense_operations(
     let mha = init(config.clone());
     let x = random([2, 21, D_MODEL], &Device::flex());
     let expected = dense_causal(&mha, &config, x.clone());
-    let got = mha
-        .try_forward(SparseMhaInput::self_attn(x))
-        .unwrap()
-        .context;
+    let got = attend(&mha, x).unwrap();
     assert_close(got, expected, 2e-5);
 }
 
@@ -142,10 +139,7 @@ fn every_parameter_of_the_norms_gets_a_gradient() {
         .try_init(&device)
         .unwrap();
     let x = random([1, 12, D_MODEL], &device);
-    let y = mha
-        .try_forward(SparseMhaInput::self_attn(x))
-        .unwrap()
-        .context;
+    let y = attend(&mha, x).unwrap();
     let grads = y.powi_scalar(2).sum().backward();
     for norm in [&mha.query_norm, &mha.key_norm] {
         let Some(HeadNorm::Rms(norm)) = norm else {
@@ -237,10 +231,7 @@ fn lengths_are_a_mask_and_each_sequence_is_as_if_alone() {
             let of_entry = got.clone().narrow(0, entry, 1);
             if length > 0 {
                 let alone = x.clone().narrow(0, entry, 1).narrow(1, 0, length);
-                let expected = mha
-                    .try_forward(SparseMhaInput::self_attn(alone))
-                    .unwrap()
-                    .context;
+                let expected = attend(&mha, alone).unwrap();
                 assert_close(of_entry.clone().narrow(1, 0, length), expected, 1e-5);
             }
             if length < 11 {

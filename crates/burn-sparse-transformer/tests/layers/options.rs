@@ -1,6 +1,6 @@
 //! What `SparseMultiHeadAttention` adds to scores and drops of weights: against the same in dense Burn operations, and against itself.
 
-use crate::common::{assert_close, random, randomise};
+use crate::common::{assert_close, attend, random, randomise};
 use burn::module::{Module, Param};
 use burn::nn::attention::MultiHeadAttentionConfig;
 use burn::nn::transformer::TransformerEncoderConfig;
@@ -38,8 +38,7 @@ fn init(config: SparseMultiHeadAttentionConfig) -> SparseMultiHeadAttention {
 }
 
 fn forward(mha: &SparseMultiHeadAttention, x: &Tensor<3>) -> Tensor<3> {
-    let input = SparseMhaInput::self_attn(x.clone());
-    mha.try_forward(input).unwrap().context
+    attend(mha, x.clone()).unwrap()
 }
 
 /// `[seq, seq]` of a number for each query and key.

@@ -12,7 +12,7 @@ use burn_sparse_transformer::{
     SparseTransformerBlockConfig, SparseTransformerConfig,
 };
 
-use crate::common::{assert_close, random, randomise, seed, tokens};
+use crate::common::{assert_close, attend, random, randomise, seed, tokens};
 
 const D_MODEL: usize = 16;
 
@@ -31,8 +31,7 @@ fn init(device: &Device) -> SparseMultiHeadAttention {
 }
 
 fn forward(mha: &SparseMultiHeadAttention, x: &Tensor<3>) -> Tensor<3> {
-    let input = SparseMhaInput::self_attn(x.clone());
-    mha.try_forward(input).unwrap().context
+    attend(mha, x.clone()).unwrap()
 }
 
 #[test]

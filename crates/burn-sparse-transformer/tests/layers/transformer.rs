@@ -1,10 +1,10 @@
 //! The model's forward pass: residual form, causality, decoding, and what it refuses.
 
-use crate::common::{assert_close, random, randomise, tokens};
+use crate::common::{assert_close, attend, random, randomise, tokens};
 use burn::module::Module;
 use burn::tensor::{Device, Int, Tensor};
 use burn_sparse_transformer::{
-    Factorization, Pattern, SparseMhaInput, SparseTransformer, SparseTransformerBlockConfig,
+    Factorization, Pattern, SparseTransformer, SparseTransformerBlockConfig,
     SparseTransformerConfig, TransformerError,
 };
 use rstest::rstest;
@@ -44,11 +44,7 @@ fn a_block_adds_a_and_b_to_the_residual_stream() {
     let config = SparseTransformerBlockConfig::new(16, 2, Pattern::causal()).with_block_size(8);
     let block = randomise(config.try_init(&device).unwrap());
     let h = random([2, 13, 16], &device);
-    let a = block
-        .mha
-        .try_forward(SparseMhaInput::self_attn(block.norm_1.forward(h.clone())))
-        .unwrap()
-        .context;
+    let a = attend(&block.mha, block.norm_1.forward(h.clone())).unwrap();
     let b = block
         .pwff
         .try_forward(block.norm_2.forward(h.clone() + a.clone()))
