@@ -623,39 +623,6 @@ pub fn attention_with_keys_of_many_heads(devices: &[Device]) {
     in_one_half(devices, LARGE, 10_300);
 }
 
-pub fn attention_with_keys_equals_finite_differences(devices: &[Device]) {
-    let case = Case {
-        batch: 1,
-        heads: [4, 2],
-        seq: [19, 23],
-        dims: [5, 3],
-        most: 9,
-        ..OF_KEYS
-    };
-    for device in with(devices, DType::F64) {
-        let mut drawn = case.draw(10_500, DType::F32);
-        let results = drawn.run(device, DType::F64, DispatchMode::Auto);
-        for (which, (name, grad)) in results.into_iter().skip(2).enumerate() {
-            let grad = to_f64(grad);
-            for index in (0..grad.len()).step_by(17) {
-                let mut loss = |step: f64| {
-                    drawn.problem.qkv()[which][index] += step;
-                    let [q, k, v, grad_out] = inputs(&drawn.problem, device, DType::F64);
-                    let (out, lse) = drawn.attend([q, k, v], &AttentionOptions::default());
-                    let grad_lse = &drawn.problem.grad_lse;
-                    let grad_lse = tensor(grad_lse, lse.dims(), device, DType::F64);
-                    // A query without keys has the lse −∞, of which the loss has nothing.
-                    let there = lse.clone().is_finite();
-                    let lse = (lse * grad_lse).mask_fill(there.bool_not(), 0.0);
-                    ((out * grad_out).sum() + lse.sum()).into_scalar::<f64>()
-                };
-                let what = format!("{device:?}, {name} at {index}");
-                assert_slope(&what, &mut loss, grad[index]);
-            }
-        }
-    }
-}
-
 fn places_of(pattern: &Pattern, heads: usize, seq: [usize; 2]) -> BlockLayout {
     BlockLayout::new(pattern, LayoutShape::new(heads, seq, 32)).unwrap()
 }
