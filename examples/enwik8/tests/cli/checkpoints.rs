@@ -24,15 +24,9 @@ fn a_checkpoint_is_evaluated_and_sampled() {
         ("validation", "0", "199 bytes"),
         ("test", "24", "199 bytes"),
     ] {
-        let text = succeed(&[
-            "eval",
-            "--checkpoint",
-            &run,
-            "--split",
-            split,
-            "--min-context",
-            min_context,
-        ]);
+        let text = succeed(&words(&format!(
+            "eval --checkpoint {run} --split {split} --min-context {min_context}"
+        )));
         assert!(
             text.contains("bits per byte") && text.contains(bytes),
             "{text}"
@@ -138,25 +132,12 @@ fn several_samples_and_their_cache() {
         let flags = [&["--prompt", "abc def ghi jkl mno"], &flags[..]].concat();
         assert_eq!(with(&flags), long, "{flags:?}");
     }
-    let text = with(&[
-        "--prompt",
-        "abc",
-        "--cache",
-        "window:4,1",
-        "--kv-dtype",
-        "f16",
-    ]);
+    let text = with(&words("--prompt abc --cache window:4,1 --kv-dtype f16"));
     assert!(text.starts_with("abc"));
     // With room for all keys nothing is evicted.
     let prompt = ["--prompt", "abc def ghi jkl mno"];
-    let evicting = [
-        "h2o:20,44",
-        "h2o-mean:20,44",
-        "tova:64",
-        "snapkv:64,8,3",
-        "key-norm:64",
-        "combined:4,20,40",
-    ];
+    let evicting =
+        words("h2o:20,44 h2o-mean:20,44 tova:64 snapkv:64,8,3 key-norm:64 combined:4,20,40");
     // Whose patterns are not causal in every head cannot evict.
     let got = fail(&[&greedy[..], &["--cache", "tova:9"]].concat(), 1);
     assert!(

@@ -15,7 +15,7 @@ fn choices_within_a_pattern_train_and_resume_bit_for_bit() {
     let flags = ["--steps", "12", "--checkpoint-every", "6"];
     let more = ["--recall-every", "4", "--lr", "0.01"];
     let flags = [&pattern[..], &flags, &more].concat();
-    let without_pattern: Vec<&str> = (NANO.iter().copied())
+    let without_pattern: Vec<&str> = (nano().into_iter())
         .filter(|word| !["--pattern", "fixed:8,2"].contains(word))
         .collect();
     let train = |name: &str, flags: &[&str]| {
@@ -115,16 +115,7 @@ fn choices_within_a_pattern_train_and_resume_bit_for_bit() {
 #[test]
 fn the_presets_pattern_is_chosen_within_on_demand() {
     let folder = Folder::new();
-    let small = [
-        "--layers",
-        "1",
-        "--d-model",
-        "16",
-        "--heads",
-        "2",
-        "--context",
-        "64",
-    ];
+    let small = words("--layers 1 --d-model 16 --heads 2 --context 64");
     let (data, more) = (folder.data(), ["--steps", "1", "--eval-windows", "1"]);
     for (run, flags, patterns) in [
         ("free", &[][..], "causal"),

@@ -4,37 +4,21 @@ use std::fs;
 
 use serde_json::Value;
 
-use crate::support::{Folder, assert_same_model, fail, model_of, succeed};
+use crate::support::*;
 
 /// A model that trains some ten steps a second.
-const MICRO: &[&str] = &[
-    "--layers",
-    "2",
-    "--heads",
-    "2",
-    "--d-model",
-    "32",
-    "--context",
-    "64",
-    "--block",
-    "8",
-    "--position-width",
-    "8",
-    "--batch",
-    "2",
-    "--warmup",
-    "5",
-    "--lr",
-    "0.01",
-    "--eval-windows",
-    "2",
-];
+fn micro() -> Vec<&'static str> {
+    words(
+        "--layers 2 --heads 2 --d-model 32 --context 64 --block 8 --position-width 8 --batch 2 \
+         --warmup 5 --lr 0.01 --eval-windows 2",
+    )
+}
 
 fn train(folder: &Folder, run: &str, more: &[&str]) -> String {
     let text = "the quick brown fox jumps over the lazy dog; ".repeat(90);
     let (path, data) = (folder.path(run), folder.file("text", text.as_bytes()));
     let run = ["train", "--run", &path, "--data", &data];
-    succeed(&[&run[..], MICRO, more].concat())
+    succeed(&[&run[..], &micro(), more].concat())
 }
 
 /// A run in one go and one in two parts give the same bytes, means and what follows from seeds included, and bytes are learned.
@@ -185,7 +169,7 @@ fn indexers_are_added_to_a_dense_model() {
     ];
     let flags = "--attention dsa:12,4,2,8 --indexer-warmup 3 --indexer-lr 0.002 --steps 6";
     let flags: Vec<&str> = flags.split(' ').collect();
-    succeed(&[&import[..], MICRO, &flags].concat());
+    succeed(&[&import[..], &micro(), &flags].concat());
     let measured = |run: &str| {
         let text = succeed(&["eval", "--checkpoint", run, "--windows", "4"]);
         let last = text.lines().last().unwrap();
@@ -209,7 +193,7 @@ fn indexers_are_added_to_a_dense_model() {
         &data,
     ];
     let message = fail(
-        &[&import[..], MICRO, &["--attention", "nsa:8,4,16,3,16"]].concat(),
+        &[&import[..], &micro(), &["--attention", "nsa:8,4,16,3,16"]].concat(),
         1,
     );
     assert!(message.contains("content.nsa"), "{message}");

@@ -6,33 +6,17 @@ use std::path::Path;
 use crate::support::*;
 
 /// A model that trains on small pictures in seconds.
-const NANO_IMAGES: &[&str] = &[
-    "--picture-size",
-    "6",
-    "--layers",
-    "1",
-    "--heads",
-    "2",
-    "--d-model",
-    "32",
-    "--d-key",
-    "16",
-    "--block",
-    "16",
-    "--batch",
-    "4",
-    "--lr",
-    "0.005",
-    "--warmup",
-    "5",
-    "--eval-windows",
-    "8",
-];
+fn nano_images() -> Vec<&'static str> {
+    words(
+        "--picture-size 6 --layers 1 --heads 2 --d-model 32 --d-key 16 --block 16 --batch 4 \
+         --lr 0.005 --warmup 5 --eval-windows 8",
+    )
+}
 
 fn train(folder: &Folder, run: &str, more: &[&str]) -> String {
     let path = folder.path(run);
     let first = ["train", "--task", "images", "--run", &path];
-    succeed(&[&first[..], NANO_IMAGES, more].concat())
+    succeed(&[&first[..], &nano_images(), more].concat())
 }
 
 fn assert_png(path: &str) {
@@ -42,14 +26,7 @@ fn assert_png(path: &str) {
 #[test]
 fn shapes_are_learned_drawn_and_resumed_bit_for_bit() {
     let folder = Folder::new();
-    let flags = [
-        "--steps",
-        "60",
-        "--checkpoint-every",
-        "30",
-        "--eval-every",
-        "30",
-    ];
+    let flags = words("--steps 60 --checkpoint-every 30 --eval-every 30");
     let text = train(&folder, "whole", &flags);
     for shown in [
         "a synthetic set",
@@ -157,7 +134,7 @@ fn files_of_pictures_are_read_and_others_refused() {
         "train", "--task", "images", "--run", &half, "--data", &file, "--halve", "--steps", "1",
     ];
     let size = ["--picture-size", "3", "--classes", "3"];
-    let text = succeed(&[&flags[..], &size, &NANO_IMAGES[2..]].concat());
+    let text = succeed(&[&flags[..], &size, &nano_images()[2..]].concat());
     assert!(text.contains("3 × 3 pixels, halved"), "{text}");
 
     let cut = folder.file("cut.bin", &pictures[1..]);

@@ -11,14 +11,7 @@ use crate::support::*;
 #[test]
 fn a_resumed_run_equals_an_uninterrupted_one() {
     let folder = Folder::new();
-    let flags = [
-        "--steps",
-        "20",
-        "--checkpoint-every",
-        "10",
-        "--eval-every",
-        "5",
-    ];
+    let flags = words("--steps 20 --checkpoint-every 10 --eval-every 5");
     folder.train("whole", &flags);
     folder.train("parts", &flags);
     // What a run leaves that was stopped after step 10, and killed while it was writing something.
@@ -66,16 +59,7 @@ fn block_sparse_weights_are_shown_and_resume_bit_for_bit() {
 
 #[test]
 fn pruned_weights_resume_bit_for_bit() {
-    let pruning = [
-        "--ff-prune",
-        "0.25",
-        "--ff-prune-from",
-        "3",
-        "--ff-prune-until",
-        "15",
-        "--ff-prune-every",
-        "4",
-    ];
+    let pruning = words("--ff-prune 0.25 --ff-prune-from 3 --ff-prune-until 15 --ff-prune-every 4");
     let shown = "step 15/20  feed-forward weights keep 25.0 % of their blocks: ";
     weights_resume_bit_for_bit(&pruning, shown);
 }
@@ -83,21 +67,13 @@ fn pruned_weights_resume_bit_for_bit() {
 #[test]
 fn a_choice_of_keys_is_measured_and_resumes_bit_for_bit() {
     let folder = Folder::new();
-    let without_pattern: Vec<&str> = (NANO.iter().copied())
+    let without_pattern: Vec<&str> = (nano().into_iter())
         .filter(|word| !["--pattern", "fixed:8,2"].contains(word))
         .collect();
-    let flags = [
-        "--steps",
-        "12",
-        "--checkpoint-every",
-        "6",
-        "--selection",
-        "topk:8,2,1,0",
-        "--selection-until",
-        "8",
-        "--recall-every",
-        "4",
-    ];
+    let flags = words(
+        "--steps 12 --checkpoint-every 6 --selection topk:8,2,1,0 --selection-until 8 \
+         --recall-every 4",
+    );
     let train = |name: &str| {
         let (path, data) = (folder.path(name), folder.data());
         let run = ["train", "--run", &path, "--data", &data];
@@ -138,18 +114,10 @@ fn a_choice_of_keys_is_measured_and_resumes_bit_for_bit() {
     assert_eq!(folder.losses("parts"), folder.losses("whole"));
 
     let path = folder.path("whole");
-    let table = succeed(&[
-        "recall",
-        "--checkpoint",
-        &path,
-        "--windows",
-        "2",
-        "--json",
-        "--selection",
-        "topk:8,ratio=1",
-        "--selection",
-        "topk:8,1",
-    ]);
+    let table = succeed(&words(&format!(
+        "recall --checkpoint {path} --windows 2 --json --selection topk:8,ratio=1 --selection \
+         topk:8,1"
+    )));
     let rows: Vec<Value> = table
         .lines()
         .map(|line| serde_json::from_str(line).unwrap())
@@ -175,14 +143,7 @@ fn a_choice_of_keys_is_measured_and_resumes_bit_for_bit() {
 fn weights_resume_bit_for_bit(pruning: &[&str], shown: &str) {
     let folder = Folder::new();
     let length = ["--steps", "20", "--checkpoint-every", "10"];
-    let sparse = [
-        "--ff-density",
-        "0.5",
-        "--ff-block",
-        "16",
-        "--ff-layout",
-        "random",
-    ];
+    let sparse = words("--ff-density 0.5 --ff-block 16 --ff-layout random");
     let flags = [&length[..], &sparse, pruning].concat();
     let text = folder.train("whole", &flags);
     assert!(text.contains(shown), "{text}");
@@ -244,15 +205,9 @@ fn mixed_precision_follows_f32_and_resumes_bit_for_bit() {
     for precision in ["f32", "tf32", "bf16"] {
         assert!(eval(precision).contains("bits per byte"));
     }
-    succeed(&[
-        "sample",
-        "--checkpoint",
-        &path,
-        "--length",
-        "5",
-        "--precision",
-        "f32",
-    ]);
+    succeed(&words(&format!(
+        "sample --checkpoint {path} --length 5 --precision f32"
+    )));
 }
 
 #[test]
@@ -304,14 +259,7 @@ fn recomputed_blocks_train_the_same_model() {
 #[test]
 fn a_killed_run_resumes_to_the_same_model() {
     let folder = Folder::new();
-    let flags = [
-        "--steps",
-        "300",
-        "--checkpoint-every",
-        "20",
-        "--eval-every",
-        "1000",
-    ];
+    let flags = words("--steps 300 --checkpoint-every 20 --eval-every 1000");
     folder.train("whole", &flags);
     let mut child = enwik8()
         .args(folder.nano("killed", &flags))
@@ -344,14 +292,7 @@ fn signals_write_a_checkpoint() {
 #[cfg(unix)]
 fn stopped_by(run: &str, signals: &[&str]) {
     let folder = Folder::new();
-    let flags = [
-        "--steps",
-        "100000",
-        "--checkpoint-every",
-        "30",
-        "--eval-every",
-        "1000",
-    ];
+    let flags = words("--steps 100000 --checkpoint-every 30 --eval-every 1000");
     let mut child = enwik8()
         .args(folder.nano(run, &flags))
         .stdout(Stdio::null())
@@ -375,14 +316,7 @@ fn damaged_checkpoints_are_noticed_and_the_previous_one_is_used() {
     let folder = Folder::new();
     folder.train(
         "run",
-        &[
-            "--steps",
-            "20",
-            "--checkpoint-every",
-            "10",
-            "--eval-every",
-            "100",
-        ],
+        &words("--steps 20 --checkpoint-every 10 --eval-every 100"),
     );
     let newest = folder.checkpoint("run", 20);
     let good = fs::read(&newest).unwrap();
@@ -538,14 +472,7 @@ fn a_run_may_end_where_it_was_stopped() {
 #[test]
 fn a_run_killed_at_any_moment_loses_nothing() {
     let folder = Folder::new();
-    let flags = [
-        "--steps",
-        "60",
-        "--checkpoint-every",
-        "2",
-        "--eval-every",
-        "3",
-    ];
+    let flags = words("--steps 60 --checkpoint-every 2 --eval-every 3");
     folder.train("whole", &flags);
     let mut arguments = folder.nano("killed", &flags);
     let mut kills = 0;

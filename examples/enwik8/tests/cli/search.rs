@@ -9,12 +9,7 @@ use crate::support::*;
 /// Each head gets the candidate with the largest recall, of those that are sparse enough, and the file is read again.
 pub fn heads_are_searched(folder: &Folder, checkpoint: &str) {
     let (heads, found) = (folder.path("heads.json"), folder.path("found.jsonl"));
-    let candidates = [
-        "--selection",
-        "topk:8,ratio=1",
-        "--selection",
-        "topk:8,2,1,0",
-    ];
+    let candidates = words("--selection topk:8,ratio=1 --selection topk:8,2,1,0");
     let more = ["--selection", "topk:8,1,1,0"];
     let search = ["search-selection", "--checkpoint", checkpoint];
     let rest = ["--density", "0.71", "--out", &heads];
@@ -71,7 +66,7 @@ fn a_file_of_heads_trains_evaluates_and_reads_prompts() {
         "all.json",
         r#"{"layers": [["topk:8,ratio=1", "topk:16,ratio=1"]]}"#,
     );
-    let without_pattern: Vec<&str> = (NANO.iter().copied())
+    let without_pattern: Vec<&str> = (nano().into_iter())
         .filter(|word| !["--pattern", "fixed:8,2"].contains(word))
         .collect();
     let train = |name: &str, more: &[&str]| {

@@ -9,28 +9,17 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 /// A model that trains hundreds of steps a second.
-pub const NANO: &[&str] = &[
-    "--layers",
-    "1",
-    "--heads",
-    "2",
-    "--d-model",
-    "16",
-    "--context",
-    "32",
-    "--block",
-    "8",
-    "--pattern",
-    "fixed:8,2",
-    "--batch",
-    "2",
-    "--warmup",
-    "5",
-    "--eval-windows",
-    "2",
-    "--dropout",
-    "0.1",
-];
+pub fn nano() -> Vec<&'static str> {
+    words(
+        "--layers 1 --heads 2 --d-model 16 --context 32 --block 8 --pattern fixed:8,2 --batch 2 \
+         --warmup 5 --eval-windows 2 --dropout 0.1",
+    )
+}
+
+/// The words of a command line.
+pub fn words(line: &str) -> Vec<&str> {
+    line.split_whitespace().collect()
+}
 
 pub fn enwik8() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_enwik8"));
@@ -90,7 +79,12 @@ impl Folder {
     pub fn nano(&self, run: &str, more: &[&str]) -> Vec<String> {
         let mut arguments = vec!["train".to_owned(), "--run".to_owned(), self.path(run)];
         arguments.extend(["--data".to_owned(), self.data()]);
-        arguments.extend(NANO.iter().chain(more).map(|&argument| argument.to_owned()));
+        arguments.extend(
+            nano()
+                .iter()
+                .chain(more)
+                .map(|&argument| argument.to_owned()),
+        );
         arguments
     }
 

@@ -66,15 +66,9 @@ fn weights_that_do_not_fit_are_refused() {
     let folder = Folder::new();
     folder.train("run", &["--steps", "2"]);
     let (run, out) = (folder.path("run"), folder.path("exported"));
-    succeed(&[
-        "export",
-        "--run",
-        &run,
-        "--out",
-        &out,
-        "--format",
-        "safetensors",
-    ]);
+    succeed(&words(&format!(
+        "export --run {run} --out {out} --format safetensors"
+    )));
     let (weights, imported) = (
         folder.path("exported/model.safetensors"),
         folder.path("new"),
