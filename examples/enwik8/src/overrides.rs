@@ -359,6 +359,16 @@ impl Overrides {
     }
 }
 
+#[cfg(test)]
+impl Overrides {
+    /// Those of a command line.
+    pub fn read(line: &str) -> Self {
+        let command = clap::Command::new("flags").no_binary_name(true);
+        let matches = Self::augment_args(command).try_get_matches_from(line.split_whitespace());
+        clap::FromArgMatches::from_arg_matches(&matches.unwrap()).unwrap()
+    }
+}
+
 fn set<T>(value: &mut T, new: Option<T>) {
     if let Some(new) = new {
         *value = new;
