@@ -24,15 +24,8 @@ fn train(folder: &Folder, run: &str, more: &[&str]) -> String {
 /// A run in one go and one in two parts give the same bytes, means and what follows from seeds included, and bytes are learned.
 fn learns_and_resumes(attention: &str, shown: &str, more: &[&str]) {
     let folder = Folder::new();
-    let flags = [
-        "--attention",
-        attention,
-        "--steps",
-        "60",
-        "--checkpoint-every",
-        "30",
-        "--recompute",
-    ];
+    let flags = format!("--attention {attention} --steps 60 --checkpoint-every 30 --recompute");
+    let flags = words(&flags);
     let flags = [&flags[..], more].concat();
     let text = train(&folder, "whole", &flags);
     assert!(text.contains(shown), "{text}");
@@ -87,14 +80,8 @@ fn learns_and_resumes(attention: &str, shown: &str, more: &[&str]) {
             }
         }
     }
-    let other = [
-        "train",
-        "--resume",
-        "--run",
-        &path,
-        "--attention",
-        "lsh:4,1",
-    ];
+    let other = format!("train --resume --run {path} --attention lsh:4,1");
+    let other = words(&other);
     let message = fail(&other, 1);
     assert!(message.contains("--resume continues the run"), "{message}");
 }
@@ -158,15 +145,8 @@ fn indexers_are_added_to_a_dense_model() {
     train(&folder, "dense", &["--attention", "dense", "--steps", "20"]);
     succeed(&["export", "--checkpoint", &dense, "--out", &out]);
     let (weights, data) = (folder.path("exported/model.bpk"), folder.path("text"));
-    let import = [
-        "import",
-        "--weights",
-        &weights,
-        "--run",
-        &run,
-        "--data",
-        &data,
-    ];
+    let import = format!("import --weights {weights} --run {run} --data {data}");
+    let import = words(&import);
     let flags = "--attention dsa:12,4,2,8 --indexer-warmup 3 --indexer-lr 0.002 --steps 6";
     let flags: Vec<&str> = flags.split(' ').collect();
     succeed(&[&import[..], &micro(), &flags].concat());
@@ -177,21 +157,11 @@ fn indexers_are_added_to_a_dense_model() {
     };
     assert!((measured(&run) - measured(&dense)).abs() < 1e-3);
     let text = folder.resume("run", &[]);
-    assert!(
-        text.contains("step 3/6  from here on layers attend to the keys"),
-        "{text}"
-    );
+    says(&text, "step 3/6  from here on layers attend to the keys");
     // Of another kind of attention nothing may be missing.
     let other = folder.path("other");
-    let import = [
-        "import",
-        "--weights",
-        &weights,
-        "--run",
-        &other,
-        "--data",
-        &data,
-    ];
+    let import = format!("import --weights {weights} --run {other} --data {data}");
+    let import = words(&import);
     let message = fail(
         &[&import[..], &micro(), &["--attention", "nsa:8,4,16,3,16"]].concat(),
         1,

@@ -55,18 +55,12 @@ fn every_file_has_the_mode_of_the_umask() {
     run(&["draw", "--out", &path("pattern.png")]);
     run(&["draw", "--out", &path("pattern.svg")]);
     let [sample, json] = ["sample.bin", "sample.json"].map(path);
-    let flags = [
-        "sample", "--length", "5", "--output", &sample, "--json", &json,
-    ];
+    let flags = format!("sample --length 5 --output {sample} --json {json}");
+    let flags = words(&flags);
     run(&[&flags[..], &of_run].concat());
     let heads = path("heads.json");
-    let flags = [
-        "search-selection",
-        "--selection",
-        "topk:8,2",
-        "--out",
-        &heads,
-    ];
+    let flags = format!("search-selection --selection topk:8,2 --out {heads}");
+    let flags = words(&flags);
     run(&[&flags[..], &of_run].concat());
     let recall = path("recall.jsonl");
     let flags = ["recall", "--selection", "topk:8,2", "--json", &recall];

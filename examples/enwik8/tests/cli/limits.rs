@@ -206,9 +206,9 @@ fn sizes_of_other_commands_have_limits() {
         &[&["sample", "--prompt-file", &empty][..], &of_run].concat(),
         1,
     );
-    assert!(
-        message.contains(&format!("--prompt-file {empty} must not be empty")),
-        "{message}"
+    says(
+        &message,
+        &format!("--prompt-file {empty} must not be empty"),
     );
     let message = fail(&[&["sample", "--prompt", ""][..], &of_run].concat(), 1);
     assert!(message.contains("--prompt must not be empty"), "{message}");

@@ -25,10 +25,7 @@ fn a_resumed_run_equals_an_uninterrupted_one() {
     .unwrap();
     let text = folder.resume("parts", &[]);
     assert!(text.contains("step-00000010.ckpt"), "{text}");
-    assert_same_model(
-        &folder.checkpoint("parts", 20),
-        &folder.checkpoint("whole", 20),
-    );
+    folder.assert_same_model(["parts", "whole"], 20);
     assert!(
         !folder
             .checkpoint("parts", 20)
@@ -107,10 +104,7 @@ fn a_choice_of_keys_is_measured_and_resumes_bit_for_bit() {
     train("parts");
     fs::remove_file(folder.checkpoint("parts", 12)).unwrap();
     folder.resume("parts", &[]);
-    assert_same_model(
-        &folder.checkpoint("parts", 12),
-        &folder.checkpoint("whole", 12),
-    );
+    folder.assert_same_model(["parts", "whole"], 12);
     assert_eq!(folder.losses("parts"), folder.losses("whole"));
 
     let path = folder.path("whole");
@@ -154,10 +148,7 @@ fn weights_resume_bit_for_bit(pruning: &[&str], shown: &str) {
     let message = fail(&arguments, 1);
     assert!(message.contains("but --ff-density makes that"), "{message}");
     folder.resume("parts", &[]);
-    assert_same_model(
-        &folder.checkpoint("parts", 20),
-        &folder.checkpoint("whole", 20),
-    );
+    folder.assert_same_model(["parts", "whole"], 20);
     assert_eq!(folder.losses("parts"), folder.losses("whole"));
 }
 
@@ -176,17 +167,11 @@ fn mixed_precision_follows_f32_and_resumes_bit_for_bit() {
         &["train", "--resume", "--run", &path, "--precision", "f32"],
         1,
     );
-    assert!(
-        message.contains("with --precision bf16, but --precision f32"),
-        "{message}"
-    );
+    says(&message, "with --precision bf16, but --precision f32");
     folder.resume("parts", &[]);
 
     // The second half used the first half's moments.
-    assert_same_model(
-        &folder.checkpoint("parts", 20),
-        &folder.checkpoint("whole", 20),
-    );
+    folder.assert_same_model(["parts", "whole"], 20);
     assert_eq!(folder.losses("parts"), folder.losses("whole"));
     let lengths = |run| state_of(&folder.checkpoint(run, 20)).map(|bytes| bytes.len());
     // Ids of parameters are random, and so is what they take: a little.
@@ -274,10 +259,7 @@ fn a_killed_run_resumes_to_the_same_model() {
         "the run was killed too late to show anything"
     );
     folder.resume("killed", &[]);
-    assert_same_model(
-        &folder.checkpoint("killed", 300),
-        &folder.checkpoint("whole", 300),
-    );
+    folder.assert_same_model(["killed", "whole"], 300);
 }
 
 #[test]
@@ -332,18 +314,14 @@ fn damaged_checkpoints_are_noticed_and_the_previous_one_is_used() {
         fs::write(&newest, bad).unwrap();
         for command in ["eval", "sample"] {
             let message = fail(&[command, "--checkpoint", path], 1);
-            assert!(
-                message.contains(word) && message.contains(path),
-                "{message}"
-            );
+            says(&message, word);
+            says(&message, path);
         }
         let output = run(&["train", "--resume", "--run", &folder.path("run")]);
         let warning = String::from_utf8(output.stderr).unwrap();
         assert!(output.status.success(), "{warning}");
-        assert!(
-            warning.contains(word) && warning.contains("falling back"),
-            "{warning}"
-        );
+        says(&warning, word);
+        says(&warning, "falling back");
         assert_same_model(&newest, Path::new(&reference));
     }
 
@@ -368,10 +346,8 @@ fn runs_are_never_overwritten_unasked() {
     let arguments = folder.nano("run", &["--steps", "3"]);
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let message = fail(&arguments, 1);
-    assert!(
-        message.contains("--resume") && message.contains("--overwrite"),
-        "{message}"
-    );
+    says(&message, "--resume");
+    says(&message, "--overwrite");
     assert!(model_of(&folder.checkpoint("run", 2)) == before);
     succeed(&[&arguments[..], &["--overwrite"]].concat());
     assert!(!folder.checkpoint("run", 2).exists() && folder.checkpoint("run", 3).exists());
@@ -386,16 +362,11 @@ fn resume_says_what_is_wrong() {
     folder.train("run", &["--steps", "2"]);
     let run = folder.path("run");
     let message = fail(&["train", "--resume", "--run", &run, "--layers", "3"], 1);
-    assert!(
-        message.contains("layers 1") && message.contains("layers 3"),
-        "{message}"
-    );
+    says(&message, "layers 1");
+    says(&message, "layers 3");
     let other = folder.file("other", &[b'z'; 4_000]);
     let message = fail(&["train", "--resume", "--run", &run, "--data", &other], 1);
-    assert!(
-        message.contains("data are not those of the run"),
-        "{message}"
-    );
+    says(&message, "data are not those of the run");
 
     for entry in fs::read_dir(&run).unwrap() {
         let path = entry.unwrap().path();
@@ -498,10 +469,7 @@ fn a_run_killed_at_any_moment_loses_nothing() {
     }
     assert!(kills > 0, "the run was never killed");
     folder.resume("killed", &[]);
-    assert_same_model(
-        &folder.checkpoint("killed", 60),
-        &folder.checkpoint("whole", 60),
-    );
+    folder.assert_same_model(["killed", "whole"], 60);
     assert_eq!(timeless(&folder, "killed"), timeless(&folder, "whole"));
     for entry in fs::read_dir(folder.path("killed")).unwrap() {
         let name = entry.unwrap().file_name().into_string().unwrap();
@@ -516,8 +484,5 @@ fn a_validation_that_is_not_finite_is_an_error() {
     let arguments = folder.nano("run", &["--steps", "1", "--lr", "1e300"]);
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let message = fail(&arguments, 1);
-    assert!(
-        message.contains("validation loss is no longer finite"),
-        "{message}"
-    );
+    says(&message, "validation loss is no longer finite");
 }

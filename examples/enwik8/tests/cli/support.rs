@@ -51,6 +51,12 @@ pub fn fail(arguments: &[&str], code: i32) -> String {
     message
 }
 
+/// That a text has some words.
+#[track_caller]
+pub fn says(text: &str, words: &str) {
+    assert!(text.contains(words), "{text}");
+}
+
 pub struct Folder(TempDir);
 
 impl Folder {
@@ -120,6 +126,13 @@ impl Folder {
 
     pub fn checkpoint(&self, run: &str, step: usize) -> PathBuf {
         Path::new(&self.path(run)).join(format!("step-{step:08}.ckpt"))
+    }
+
+    /// That two runs have the same model after so many steps.
+    #[track_caller]
+    pub fn assert_same_model(&self, runs: [&str; 2], step: usize) {
+        let [a, b] = runs.map(|run| self.checkpoint(run, step));
+        assert_same_model(&a, &b);
     }
 }
 

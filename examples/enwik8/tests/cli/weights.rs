@@ -84,10 +84,7 @@ fn weights_that_do_not_fit_are_refused() {
         assert!(message.contains(part), "{part}: {message}");
     }
     let message = fail(&[&import[..], &["--key", "model"]].concat(), 1);
-    assert!(
-        message.contains("--key is for files of PyTorch"),
-        "{message}"
-    );
+    says(&message, "--key is for files of PyTorch");
     let other = folder.file("weights.npz", b"");
     let message = fail(&["import", "--weights", &other, "--run", &imported], 1);
     assert!(message.contains(".safetensors, .pt, .pth"), "{message}");
