@@ -69,8 +69,7 @@ const TEXTS_OF_NO_PAGES: &str = "
 #[test]
 fn texts_of_no_pages() {
     for [text, message] in rows(TEXTS_OF_NO_PAGES) {
-        let error = text.parse::<Selection>().unwrap_err();
-        assert_eq!(error.to_string(), message);
+        refused! { text.parse::<Selection>() => message; }
     }
 }
 
@@ -91,14 +90,12 @@ fn rules_of_no_pages() {
             "forced.local must be at least 1, the query's own, for quest, got 0",
         ),
     ] {
-        assert_eq!(selection.check().unwrap_err().to_string(), message);
-        assert_eq!(selection.on_pages(16, 1).unwrap_err().to_string(), message);
+        refused! {
+            selection.check() => message;
+            selection.on_pages(16, 1) => message;
+        }
     }
-    let error = "topk:16,3".parse::<Selection>().unwrap().on_pages(16, 1);
-    assert_eq!(
-        error.unwrap_err().to_string(),
-        "selection must be one that a pool of pages can choose by (moba, quest), got topk:16,3"
-    );
+    refused! { "topk:16,3".parse::<Selection>().unwrap().on_pages(16, 1) => "selection must be one that a pool of pages can choose by (moba, quest), got topk:16,3"; }
     let choice = quest.on_pages(16, 4).unwrap();
     assert_eq!((choice.selected_pages(), choice.mean), (4, true));
     // The query's own page is as long as it is.
@@ -135,8 +132,7 @@ const TEXTS_OF_NONE: &str = "
 #[test]
 fn texts_of_none() {
     for [text, message] in rows(TEXTS_OF_NONE) {
-        let error = text.parse::<Selection>().unwrap_err();
-        assert_eq!(error.to_string(), message);
+        refused! { text.parse::<Selection>() => message; }
     }
 }
 
@@ -168,8 +164,7 @@ fn texts_of_none() {
 fn options_of_none(#[case] options: SelectedOptions, #[case] message: &str) {
     for device in devices() {
         let x = zeros([1, 2, 40, 8], &device);
-        let error = attention_selected(x.clone(), x.clone(), x, &moba(), options.clone());
-        assert_eq!(error.unwrap_err().to_string(), message);
+        refused! { attention_selected(x.clone(), x.clone(), x, &moba(), options.clone()) => message; }
     }
 }
 
@@ -190,14 +185,12 @@ fn shapes(
 ) {
     for device in devices() {
         let [q, k, v] = [q, k, v].map(|shape| zeros(shape, &device));
-        let error = attention_selected(q, k, v, &moba(), AttentionOptions::default());
-        assert_eq!(error.unwrap_err().to_string(), message);
+        refused! { attention_selected(q, k, v, &moba(), AttentionOptions::default()) => message; }
     }
 }
 
 #[test]
 fn selections_of_none() {
-    let message = |result: Result<(), OpError>| result.unwrap_err().to_string();
     for device in devices() {
         let x = zeros([1, 2, 40, 8], &device);
         let call = EstimateInputs::new(x.clone(), x.clone());
@@ -205,27 +198,14 @@ fn selections_of_none() {
             let options = AttentionOptions::default();
             attention_selected(x.clone(), x.clone(), x.clone(), selection, options).map(|_| ())
         };
-        assert_eq!(
-            message(run(&moba().with_budget(Budget::TopK(0)))),
-            "k must be at least 1, got 0"
-        );
-        assert_eq!(
-            message(run(&moba().with_budget(Budget::MinP(0.5)))),
-            "keep must be a number of blocks for moba, got MinP(0.5)"
-        );
-        assert_eq!(
-            message(run(&moba().with_always(Always { first: 1, local: 0 }))),
-            "forced.local must be at least 1, the query's own, for moba, got 0"
-        );
-        assert_eq!(
-            message(moba().choose(&call).map(|_| ())),
-            "query_rows must be as many queries as keys of a block (attention_selected takes 1, too), got 1"
-        );
+        refused! {
+            run(&moba().with_budget(Budget::TopK(0))) => "k must be at least 1, got 0";
+            run(&moba().with_budget(Budget::MinP(0.5))) => "keep must be a number of blocks for moba, got MinP(0.5)";
+            run(&moba().with_always(Always { first: 1, local: 0 })) => "forced.local must be at least 1, the query's own, for moba, got 0";
+            moba().choose(&call) => "query_rows must be as many queries as keys of a block (attention_selected takes 1, too), got 1";
+        }
         let squares: Selection = "topk:16,3".parse().unwrap();
-        assert_eq!(
-            message(squares.query_lists(&call).map(|_| ())),
-            "query_rows must be 1, got 16"
-        );
+        refused! { squares.query_lists(&call) => "query_rows must be 1, got 16"; }
         // Sharing is no error, also where heads have nothing to share.
         run(&moba().with_gqa_reduction(GqaReduction::Sum)).unwrap();
     }

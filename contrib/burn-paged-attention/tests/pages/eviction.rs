@@ -304,11 +304,7 @@ fn heads() {
         few.choose(&scores, 6).unwrap(),
         [[0, 1, 2, 3], [0, 1, 2, 3]]
     );
-    let error = config.choose(&[&[0.1, 0.2], &[0.1]], 3).unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "scores must be of 2 keys, as those of the first head, got 1"
-    );
+    refused! { config.choose(&[&[0.1, 0.2], &[0.1]], 3) => "scores must be of 2 keys, as those of the first head, got 1"; }
 }
 
 #[rstest]
@@ -343,7 +339,7 @@ fn heads() {
 #[case(EvictionConfig::tova(8).with_budget(EvictionBudget::Adaptive { alpha: 0.5 }), "budget must be uniform or pyramid: all heads keep the same keys, got adaptive")]
 #[case(EvictionConfig::key_norm(8).with_slack(usize::MAX), "capacity must be at most 2147483646 with the slack, got 18446744073709551615")]
 fn bad_configurations(#[case] config: EvictionConfig, #[case] message: &str) {
-    assert_eq!(config.validate().unwrap_err().to_string(), message);
+    refused! { config.validate() => message; }
 }
 
 #[test]
@@ -357,14 +353,9 @@ fn shares_of_a_prompt() {
         (0.1, 1.5, "recent must be above 0, at most 1, got 1.5"),
         (f64::NAN, 0.1, "heavy must be above 0, at most 1, got NaN"),
     ] {
-        let error = EvictionConfig::h2o_shares(200, heavy, recent).unwrap_err();
-        assert_eq!(error.to_string(), message);
+        refused! { EvictionConfig::h2o_shares(200, heavy, recent) => message; }
     }
-    let error = pyramid_budgets(4, 32, 32, 20.0, 100).unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "capacity must be above the window of 32 keys, got 32"
-    );
+    refused! { pyramid_budgets(4, 32, 32, 20.0, 100) => "capacity must be above the window of 32 keys, got 32"; }
     assert!(pyramid_budgets(4, 64, 32, 0.5, 100).is_err());
     assert!(adaptive(&[], 4, -0.1).is_err());
 }

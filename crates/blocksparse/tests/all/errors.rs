@@ -144,13 +144,7 @@ fn bad_arguments(
     #[case] block_size: usize,
     #[case] message: &str,
 ) {
-    assert_eq!(
-        pattern
-            .layout(heads, seq, block_size)
-            .unwrap_err()
-            .to_string(),
-        message
-    );
+    refused! { pattern.layout(heads, seq, block_size) => message; }
 }
 
 #[test]
@@ -160,12 +154,7 @@ fn masks_of_another_block_size() {
     for other in [0, 1, 8, 15, 17, 32] {
         let mask = BlockMask::from_fn(other, |_, _| true);
         let layout = BlockLayout::from_block_fn("bad", shape, |_, _, _| Some(mask.clone()));
-        assert_eq!(
-            layout.unwrap_err().to_string(),
-            format!(
-                "the block size of the mask returned by the callback must be 16, the layout's, got {other}"
-            )
-        );
+        refused! { layout => format!("the block size of the mask returned by the callback must be 16, the layout's, got {other}"); }
     }
 }
 

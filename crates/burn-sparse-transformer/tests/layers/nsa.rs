@@ -256,59 +256,27 @@ fn what_does_not_go_with_it_is_said() {
             .with_content(Some("nsa:8,4,8,4,10".parse().unwrap()))
     };
     let beside = "none with nsa, which is all heads of a layer, got some";
-    for (config, message) in [
-        (
-            SparseMultiHeadAttentionConfig {
-                pattern: Pattern::dense(),
-                ..config()
-            },
-            "pattern must be causal with nsa, whose tokens see earlier ones alone, got dense"
-                .to_owned(),
-        ),
-        (
-            config().with_local_heads(Some(1)),
-            format!("local_heads must be {beside}"),
-        ),
-        (
-            config().with_selection(Some("topk:8,2".parse().unwrap())),
-            format!("selection must be {beside}"),
-        ),
-        (config().with_sinks(true), format!("sinks must be {beside}")),
-        (
-            config().with_softcap(Some(5.0)),
-            format!("softcap must be {beside}"),
-        ),
-        (
-            config().with_dropout(0.1),
-            format!("dropout must be {beside}"),
-        ),
-    ] {
-        assert_eq!(config.try_init(&device).unwrap_err().to_string(), message);
+    refused! {
+        SparseMultiHeadAttentionConfig { pattern: Pattern::dense(), ..config() }.try_init(&device) => "pattern must be causal with nsa, whose tokens see earlier ones alone, got dense";
+        config().with_local_heads(Some(1)).try_init(&device) => format!("local_heads must be {beside}");
+        config().with_selection(Some("topk:8,2".parse().unwrap())).try_init(&device) => format!("selection must be {beside}");
+        config().with_sinks(true).try_init(&device) => format!("sinks must be {beside}");
+        config().with_softcap(Some(5.0)).try_init(&device) => format!("softcap must be {beside}");
+        config().with_dropout(0.1).try_init(&device) => format!("dropout must be {beside}");
     }
     let keep = NsaHeadsConfig::new().with_keep(2);
     let error = config().with_content(Some(ContentAttention::Nsa(keep)));
-    assert_eq!(
-        error.try_init(&device).unwrap_err().to_string(),
-        "keep must be at least 3, the forced blocks, got 2"
-    );
+    refused! { error.try_init(&device) => "keep must be at least 3, the forced blocks, got 2"; }
 
     let mha = config().try_init(&device).unwrap();
     let x = Tensor::<3>::zeros([2, 20, 16], &device);
-    let message = |input: SparseMhaInput| mha.try_forward(input).unwrap_err().to_string();
     let input = SparseMhaInput::self_attn(x.clone()).lengths([20, 10]);
-    assert_eq!(message(input), "padding must be none with nsa, got some");
+    refused! { mha.try_forward(input) => "padding must be none with nsa, got some"; }
     let input = SparseMhaInput::new(x.clone(), x.clone(), x.clone());
-    assert_eq!(
-        message(input),
-        "input must be self-attention with nsa, got another key or value"
-    );
-    let packed = mha
-        .try_forward_packed(x.narrow(0, 0, 1), &[0, 5, 20])
-        .unwrap_err();
-    assert_eq!(
-        packed.to_string(),
-        "content must be none with padding, packed sequences and weights, which know nothing of its branches, got nsa:8,4,8,4,10"
-    );
+    refused! {
+        mha.try_forward(input) => "input must be self-attention with nsa, got another key or value";
+        mha.try_forward_packed(x.narrow(0, 0, 1), &[0, 5, 20]) => "content must be none with padding, packed sequences and weights, which know nothing of its branches, got nsa:8,4,8,4,10";
+    }
     let short = Tensor::<3>::ones([1, 3, 16], &device);
     // Shorter than a block: nothing is compressed, and nothing is chosen.
     assert_eq!(attend(&mha, short).unwrap().dims(), [1, 3, 16]);

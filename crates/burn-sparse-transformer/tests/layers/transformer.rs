@@ -189,13 +189,7 @@ fn positions_past_the_context_are_refused_and_the_cache_kept() {
     let most = tokens(1, CONTEXT - 1, VOCAB, &device);
     model.try_forward_cache(most, &mut cache).unwrap();
     let two = tokens(1, 2, VOCAB, &device);
-    assert_eq!(
-        model
-            .try_forward_cache(two, &mut cache)
-            .unwrap_err()
-            .to_string(),
-        "positions must stay below 40, the model's context, got positions 39..41"
-    );
+    refused! { model.try_forward_cache(two, &mut cache) => "positions must stay below 40, the model's context, got positions 39..41"; }
     assert_eq!(cache.position(), CONTEXT - 1);
     let one = tokens(1, 1, VOCAB, &device);
     model.try_forward_cache(one, &mut cache).unwrap();
@@ -206,28 +200,17 @@ fn inputs_that_do_not_fit_are_refused() {
     let device = Device::flex();
     let model = model(Pattern::causal());
     let ids = |batch, seq| Tensor::<2, Int>::zeros([batch, seq], &device);
-    let message = |result: Result<_, TransformerError>| result.map(drop).unwrap_err().to_string();
-    assert_eq!(
-        message(model.try_forward(ids(1, 0)).map(drop)),
-        "tokens must be [batch ≥ 1, seq ≥ 1], got [1, 0]"
-    );
-    assert_eq!(
-        message(model.try_loss(ids(1, 4), ids(1, 3)).map(drop)),
-        "targets must be [batch = 1, seq = 4], got [1, 3]"
-    );
+    refused! {
+        model.try_forward(ids(1, 0)) => "tokens must be [batch ≥ 1, seq ≥ 1], got [1, 0]";
+        model.try_loss(ids(1, 4), ids(1, 3)) => "targets must be [batch = 1, seq = 4], got [1, 3]";
+    }
     let mut cache = model.new_cache();
     model.try_forward_cache(ids(1, 4), &mut cache).unwrap();
-    assert_eq!(
-        message(model.try_forward_cache(ids(2, 1), &mut cache).map(drop)),
-        "batch must be 1, the cache's, got 2"
-    );
+    refused! { model.try_forward_cache(ids(2, 1), &mut cache) => "batch must be 1, the cache's, got 2"; }
     assert_eq!(cache.position(), 4);
     let mut shorter = model.clone();
     shorter.blocks.pop();
-    assert_eq!(
-        message(shorter.try_forward_cache(ids(1, 1), &mut cache).map(drop)),
-        "cache must be of 2 blocks, the model's, got 3 blocks"
-    );
+    refused! { shorter.try_forward_cache(ids(1, 1), &mut cache) => "cache must be of 2 blocks, the model's, got 3 blocks"; }
 }
 
 #[test]
