@@ -195,10 +195,7 @@ fn a_block_by_itself_rotates_as_far_as_its_context() {
 #[case(BlockAttentionConfig::new().with_scale(Some(f64::NAN)), "scale must be finite, as f32, got NaN")]
 #[case(BlockAttentionConfig::new().with_qk_norm_eps(0.0), "qk_norm_eps must be positive and finite, got 0")]
 #[case(BlockAttentionConfig::new().with_rope_theta(Some(-1.0)), "rope.theta must be positive and finite, got -1")]
-#[case(
-    BlockAttentionConfig::new().with_relative_reach(Some(1 << 28)),
-    "relative_reach must be at most 134217727 with 4 heads, got 268435456"
-)]
+#[case(BlockAttentionConfig::new().with_relative_reach(Some(1 << 28)), "relative_reach must be at most 134217727 with 4 heads, got 268435456")]
 fn what_does_not_fit_is_refused(#[case] attention: BlockAttentionConfig, #[case] message: &str) {
     refused! { config(Some(attention)).try_init(&Device::flex()) => message; }
 }
