@@ -195,15 +195,10 @@ mod tests {
     /// Every field of a configuration that a user can change has a flag of `train`, and nothing is renamed that is no field or argument.
     #[test]
     fn every_field_has_a_flag() {
-        let full = Overrides {
-            ff_density: Some(0.5),
-            ff_prune: Some(0.25),
-            ff_prune_until: Some(1_000),
-            indexer_lr: Some(0.1),
-            attention: Some("dsa:32,4,2,8".parse().unwrap()),
-            indexer_warmup: Some(5),
-            ..Overrides::default()
-        };
+        let full = Overrides::read(
+            "--ff-density 0.5 --ff-prune 0.25 --ff-prune-until 1000 --indexer-lr 0.1 \
+             --attention dsa:32,4,2,8 --indexer-warmup 5",
+        );
         let mut names = BTreeSet::new();
         for (preset, overrides) in [
             (Preset::Tiny, &full),
