@@ -8,6 +8,8 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use attention::run;
+use burn::tensor::module::attention as attention_of_burn;
+use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{DType, Device, Tensor};
 use burn_blocksparse::layout::TopKOptions;
 use burn_blocksparse::{
@@ -22,7 +24,9 @@ const USAGE: &str = "usage: BURN_SPARSE_DEVICE=cuda bench-calls [DTYPE] [N] [REP
 
 DTYPE    f32 (default), bf16 or f16
 N        positions (default 4096)
-REPEATS  how often each call is made; medians are printed (default 50)";
+REPEATS  how often each call is made; medians are printed (default 50)
+
+With BURN_SPARSE_ACCELERATE=1 Burn's own attention runs on the kernels: the last rows.";
 
 const HEADS: usize = 8;
 const HEAD_DIM: usize = 64;
@@ -47,6 +51,10 @@ fn main() -> ExitCode {
         eprintln!("{USAGE}");
         return ExitCode::FAILURE;
     };
+    #[cfg(feature = "fusion")]
+    if std::env::var_os("BURN_SPARSE_ACCELERATE").is_some() {
+        burn_fused_ops::attention::accelerate_attention().expect("nothing ran before");
+    }
     for device in devices() {
         let bench = Bench {
             device,
@@ -63,6 +71,7 @@ fn main() -> ExitCode {
         bench.device_layouts();
         bench.others();
         bench.lengths();
+        bench.of_burn();
     }
     ExitCode::SUCCESS
 }
@@ -170,6 +179,24 @@ impl Bench {
         });
         self.time("nn", || scores.clone().nn(v.clone()).expect("shapes fit"));
         self.time("tn", || scores.clone().tn(v.clone()).expect("shapes fit"));
+    }
+
+    /// Burn's own `attention`, causal.
+    fn of_burn(&self) {
+        for n in [self.n, 4 * self.n] {
+            let [q, k, v] = self.inputs(n, &self.device);
+            let options = AttentionModuleOptions {
+                scale: None,
+                softcap: None,
+                is_causal: true,
+            };
+            self.time(&format!("Burn's attention, causal, {n}"), || {
+                let [q, k, v] = [&q, &k, &v].map(Tensor::clone);
+                attention_of_burn(q, k, v, None, None, options.clone()).sum()
+            });
+        }
+        #[cfg(feature = "fusion")]
+        println!("{}", burn_fused_ops::attention::accelerated_attention());
     }
 
     /// A sequence of another length in each step, forward and backward, twice: kernels that a length has to compile show in the first round.

@@ -53,12 +53,18 @@ fn read(folder: &str) -> (String, Package) {
 }
 
 /// What a feature of a package turns on, `package/feature`.
-fn turned_on(all: &BTreeMap<String, Package>, of: (String, String), on: &mut BTreeSet<(String, String)>) {
+fn turned_on(
+    all: &BTreeMap<String, Package>,
+    of: (String, String),
+    on: &mut BTreeSet<(String, String)>,
+) {
     if !on.insert(of.clone()) {
         return;
     }
     let (package, feature) = of;
-    let parts = all.get(&package).and_then(|package| package.features.get(&feature));
+    let parts = all
+        .get(&package)
+        .and_then(|package| package.features.get(&feature));
     for part in parts.into_iter().flatten() {
         let next = match part.replace('?', "").split_once('/') {
             Some((package, feature)) => (package.to_owned(), feature.to_owned()),
@@ -74,16 +80,23 @@ fn a_backend_is_on_in_all_crates_or_in_none() {
     assert_eq!(all.len(), FOLDERS.len());
     let mut checked = 0;
     for (name, package) in &all {
-        for backend in BACKENDS.into_iter().filter(|backend| package.features.contains_key(*backend)) {
+        for backend in BACKENDS
+            .into_iter()
+            .filter(|backend| package.features.contains_key(*backend))
+        {
             let mut on = BTreeSet::new();
             turned_on(&all, (name.clone(), backend.to_owned()), &mut on);
             let below = package.dependencies.iter().filter(|below| {
-                all.get(*below).is_some_and(|below| below.features.contains_key(backend))
+                all.get(*below)
+                    .is_some_and(|below| below.features.contains_key(backend))
             });
             for below in below {
                 checked += 1;
                 let wanted = (below.clone(), backend.to_owned());
-                assert!(on.contains(&wanted), "{name}'s feature {backend} leaves out {below}/{backend}");
+                assert!(
+                    on.contains(&wanted),
+                    "{name}'s feature {backend} leaves out {below}/{backend}"
+                );
             }
         }
     }

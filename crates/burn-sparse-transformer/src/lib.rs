@@ -28,7 +28,7 @@
 #![doc = include_str!("../from-burn-nn.md")]
 //!
 //! With the feature `store`, `weights` loads what other programs trained, and writes what they read: safetensors, PyTorch's state dicts, GPT-2's and
-//! Longformer's names.
+//! Longformer's names. It reads llama.cpp's GGUF files.
 //!
 //! # Which item for which job
 //! | job | item |

@@ -2,9 +2,11 @@
 
 use std::time::Instant;
 
-use anyhow::{Result, ensure};
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use anyhow::{Result, bail, ensure};
+use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
+use burn_blocksparse::graph::CapturedGraph;
 use burn_paged_attention::pool::{GraphDecoder, KvPoolConfig, KvStep, PagedDecoder};
+use burn_sparse_transformer::TransformerError;
 use burn_sparse_transformer::decoder::Decoder;
 use burn_sparse_transformer::llama::Llama;
 use clap::Args;
@@ -33,6 +35,9 @@ pub struct BenchArgs {
     /// Tokens that each writes, behind a prompt; 0 times prompts alone
     #[arg(long, default_value_t = 16)]
     steps: usize,
+    /// Record the prompt's pass as a CUDA graph and time its replays
+    #[arg(long)]
+    graph: bool,
     /// Times that a prompt is read, of which the median counts
     #[arg(long, default_value_t = 3)]
     repeats: usize,
@@ -44,7 +49,7 @@ pub fn run(args: &BenchArgs) -> Result<()> {
     let device = args.model.device()?;
     let mut config = args.model.config()?;
     let longest = args.prompts.iter().max().copied().unwrap_or(1);
-    config.context = config.context.max(longest + args.steps + 1);
+    config.context = config.context.max(longest + written(args.steps));
     ensure!(
         args.repeats > 0 && args.batch > 0,
         "--repeats and --batch must be above 0"
@@ -61,7 +66,7 @@ pub fn run(args: &BenchArgs) -> Result<()> {
         let mut base = None;
         for attention in &args.attention {
             let model = attention.of(&model, args.model.block_size)?;
-            let prompt = prompt_ms(&model, length, args.repeats, &device)?;
+            let prompt = prompt_ms(&model, length, args, &device)?;
             let peak = memory(&device);
             let times = *base.get_or_insert(prompt) / prompt;
             let (step, rate) = match args.steps {
@@ -102,18 +107,48 @@ fn tokens(vocab: usize, [batch, seq]: [usize; 2], device: &Device) -> Tensor<2, 
 }
 
 /// Milliseconds until the logits behind a prompt are there.
-fn prompt_ms(model: &Llama, length: usize, repeats: usize, device: &Device) -> Result<f64> {
+fn prompt_ms(model: &Llama, length: usize, args: &BenchArgs, device: &Device) -> Result<f64> {
     let prompt = tokens(model.vocab_size(), [1, length], device);
-    let once = || -> Result<f64> {
+    let last = || last_logits(model, prompt.clone());
+    if !args.graph {
+        return Ok(median(times(args.repeats, 1, device, last)?));
+    }
+    let mut graph = CapturedGraph::new(device, last)?;
+    let times = times(args.repeats, WARM_UPS, device, || graph.run().cloned())?;
+    match graph.fallback_reason() {
+        Some(reason) => bail!("--graph: {reason}"),
+        None => Ok(median(times)),
+    }
+}
+
+/// Logits behind the last token, `[batch, vocab_size]`.
+fn last_logits(model: &Llama, tokens: Tensor<2, Int>) -> Result<Tensor<2>, TransformerError> {
+    let hidden = model.try_forward_hidden(tokens)?;
+    let [batch, seq, _] = hidden.dims();
+    let logits = model.logits(hidden.narrow(1, seq - 1, 1))?;
+    Ok(logits.reshape([batch, model.vocab_size()]))
+}
+
+/// Milliseconds until a call's result is read, behind some calls that compile and record.
+fn times<E>(
+    repeats: usize,
+    first: usize,
+    device: &Device,
+    mut call: impl FnMut() -> Result<Tensor<2>, E>,
+) -> Result<Vec<f64>>
+where
+    anyhow::Error: From<E>,
+{
+    let mut once = || -> Result<f64> {
         device.sync()?;
         let begun = Instant::now();
-        let hidden = model.try_forward_hidden(prompt.clone())?;
-        let last = model.logits(hidden.narrow(1, length - 1, 1))?;
-        drop(last.into_data());
+        drop(call()?.argmax(1).into_data());
         Ok(begun.elapsed().as_secs_f64() * 1e3)
     };
-    once()?;
-    median((0..repeats).map(|_| once()).collect::<Result<_>>()?)
+    for _ in 0..first {
+        once()?;
+    }
+    (0..repeats).map(|_| once()).collect()
 }
 
 /// Milliseconds of a step of decoding, and how it ran.
@@ -124,7 +159,7 @@ fn step_ms(
     args: &BenchArgs,
     device: &Device,
 ) -> Result<(f64, &'static str)> {
-    let config = KvPoolConfig::new(args.batch, length + args.steps + 4);
+    let config = KvPoolConfig::new(args.batch, length + written(args.steps));
     let pool = model.new_pool(&match attention.reads_prompts_alone() {
         true => config.with_choosing_prompts(),
         false => config,
@@ -138,23 +173,53 @@ fn step_ms(
         drop(decoder.next_logits(&prompt, &[KvStep::new(id, length)])?);
         steps.push(KvStep::new(id, 1));
     }
-    let next = vec![1; args.batch];
-    let mut once = || -> Result<f64> {
-        device.sync()?;
-        let begun = Instant::now();
-        drop(decoder.next_logits(&next, &steps)?.argmax(1).into_data());
-        Ok(begun.elapsed().as_secs_f64() * 1e3)
-    };
-    // The first steps compile, and record.
-    for _ in 0..3 {
-        once()?;
+    let next = vec![NEXT; args.batch];
+    let times = times(args.steps, WARM_UPS, device, || {
+        decoder.next_logits(&next, &steps)
+    })?;
+    if matches!(attention, Attention::Dense) {
+        check(&mut decoder, length, &steps, written(args.steps))?;
     }
-    let times = (0..args.steps).map(|_| once()).collect::<Result<_>>()?;
     let how = if decoder.is_recorded() { "r" } else { "" };
-    Ok((median(times)?, how))
+    Ok((median(times), how))
 }
 
-fn median(mut times: Vec<f64>) -> Result<f64> {
+/// The token that is written, and steps before those that are timed: they compile and record.
+const NEXT: u32 = 1;
+const WARM_UPS: usize = 5;
+
+/// Tokens that a sequence gets behind its prompt.
+fn written(steps: usize) -> usize {
+    WARM_UPS + steps + 1
+}
+
+/// That one more step gives what the whole sequence gives.
+fn check(
+    decoder: &mut GraphDecoder<Llama>,
+    length: usize,
+    steps: &[KvStep],
+    read: usize,
+) -> Result<()> {
+    let step = decoder
+        .next_logits(&vec![NEXT; steps.len()], steps)?
+        .clone();
+    let device = step.device();
+    let model = decoder.model();
+    let prompt = tokens(model.vocab_size(), [1, length], &device);
+    let rest = Tensor::full([1, read], NEXT, &device);
+    let whole = last_logits(model, Tensor::cat(vec![prompt, rest], 1))?;
+    let largest = |x: Tensor<2>| x.abs().max().cast(FloatDType::F32).into_scalar::<f32>();
+    let of = largest(whole.clone());
+    let error = largest(step.narrow(0, 0, 1) - whole) / of;
+    // Of bf16; a step that reads other keys is off by its size.
+    ensure!(
+        error < 0.05,
+        "a step differs by {error} of the largest logit from the whole sequence"
+    );
+    Ok(())
+}
+
+fn median(mut times: Vec<f64>) -> f64 {
     times.sort_by(f64::total_cmp);
-    Ok(times[times.len() / 2])
+    times[times.len() / 2]
 }

@@ -382,9 +382,8 @@ pub fn generate<M: Decoder>(
     options: &GenerateOptions,
     on_token: &mut dyn FnMut(GenerateStep) -> ControlFlow<()>,
 ) -> Result<Vec<GenerateOutput>, PoolError> {
-    let device = device_of(model);
     #[cfg(feature = "autodiff")]
-    if device.is_autodiff() {
+    if device_of(model).is_autodiff() {
         // Caches would keep the graph of every step.
         return generate(&model.valid(), prompts, options, on_token);
     }

@@ -139,9 +139,9 @@ pub fn interleaved(numbers: &[f32], heads: usize, outputs: usize) -> Vec<f32> {
     rows
 }
 
-/// Blocks of 32 signed bytes, each with a scale of half precision that is a power of two.
-pub fn q8_0(numbers: &[f32]) -> Vec<u8> {
-    let mut bytes = Vec::new();
+/// Blocks of 32 signed bytes, each with a scale of half precision that is a power of two; and the numbers that they stand for.
+pub fn q8_0(numbers: &[f32]) -> (Vec<u8>, Vec<f32>) {
+    let (mut bytes, mut rounded) = (Vec::new(), Vec::new());
     for block in numbers.chunks_exact(32) {
         let largest = block
             .iter()
@@ -149,10 +149,11 @@ pub fn q8_0(numbers: &[f32]) -> Vec<u8> {
         let exponent = ((largest / 127.0).log2().ceil() as i32).clamp(-14, 15);
         // A half's exponent begins at bit 10 and is larger by 15.
         bytes.extend((((exponent + 15) as u16) << 10).to_le_bytes());
-        let quantised = block
-            .iter()
-            .map(|x| (x / 2_f32.powi(exponent)).round() as i8);
-        bytes.extend(quantised.map(|q| q.cast_unsigned()));
+        for number in block {
+            let quantised = (number / 2_f32.powi(exponent)).round() as i8;
+            bytes.push(quantised.cast_unsigned());
+            rounded.push(f32::from(quantised) * 2_f32.powi(exponent));
+        }
     }
-    bytes
+    (bytes, rounded)
 }
