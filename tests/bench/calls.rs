@@ -192,7 +192,7 @@ impl Bench {
             };
             self.time(&format!("Burn's attention, causal, {n}"), || {
                 let [q, k, v] = [&q, &k, &v].map(Tensor::clone);
-                attention_of_burn(q, k, v, None, None, options.clone()).sum()
+                attention_of_burn(q, k, v, None, None, options).sum()
             });
         }
         #[cfg(feature = "fusion")]
