@@ -112,12 +112,7 @@ fn operators_name_the_feature() {
 
 #[test]
 fn layouts_of_tensors_name_the_feature() {
-    let shape = LayoutShape {
-        heads: 1,
-        seq_q: 16,
-        seq_kv: 16,
-        block_size: 8,
-    };
+    let shape = LayoutShape::square(1, 16, 8);
     // No autodiff here: a layout is made of tensors without it.
     let device = &Device::flex();
     let options = DeviceLayoutOptions::new(shape);
