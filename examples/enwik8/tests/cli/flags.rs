@@ -68,52 +68,24 @@ fn bad_data_is_named() {
 
 #[test]
 fn bad_flags_list_the_choices() {
-    for (arguments, words) in [
-        (
-            vec!["train", "--preset", "huge"],
-            vec!["tiny", "small", "paper"],
-        ),
-        (
-            vec!["train", "--pattern", "spiral:3"],
-            vec!["got 'spiral'", "local:WINDOW", "all patterns:"],
-        ),
-        (
-            vec!["draw", "--pattern", "lokal:8"],
-            vec!["expected local:WINDOW, got 'lokal'"],
-        ),
-        (
-            vec!["train", "--pattern", "local:64+"],
-            vec!["'local:64+' as a pattern: expected a pattern after '+', got nothing"],
-        ),
-        (
-            vec!["draw", "--pattern", "fixed:a,b"],
-            vec!["whole numbers, got 'a'", "fixed:STRIDE"],
-        ),
-        (vec!["train", "--steps", "0"], vec!["at least 1"]),
-        (vec!["train", "--dropout", "1.5"], vec!["from 0"]),
-        (
-            vec!["train", "--ff-density", "0.5", "--ff-layout", "ring"],
-            vec!["'ring'", "small-world", "barabasi-albert"],
-        ),
-        (vec!["train", "--ff-block", "32"], vec!["--ff-density"]),
-        (
-            vec!["train", "--attention", "lsh:16"],
-            vec![
-                "'lsh:16' for '--attention",
-                "must be sparse, dense, routing:WINDOW[,CLUSTERS], lsh:BUCKET,ROUNDS[,dedup], nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW[,mlp][,shared] or dsa:KEEP,NEAR[,HEADS,WIDTH[,PRECISION][,fp8]]",
-            ],
-        ),
-        (
-            vec!["train", "--attention", "some"],
-            vec!["must be sparse, dense, routing:WINDOW, lsh:BUCKET,ROUNDS, nsa or dsa"],
-        ),
-        (
-            vec!["train", "--selection", "topk:16"],
-            vec!["'topk:16' as a selection: expected topk:BLOCK,KEEP[,LOCAL,FIRST], got 1 number"],
-        ),
-    ] {
-        let message = fail(&arguments, 2);
-        assert!(words.iter().all(|word| message.contains(word)), "{message}");
+    for row in rows(
+        "
+        train --preset huge | tiny | small | paper
+        train --pattern spiral:3 | got 'spiral' | local:WINDOW | all patterns:
+        draw --pattern lokal:8 | expected local:WINDOW, got 'lokal'
+        train --pattern local:64+ | 'local:64+' as a pattern: expected a pattern after '+', got nothing
+        draw --pattern fixed:a,b | whole numbers, got 'a' | fixed:STRIDE
+        train --steps 0 | at least 1
+        train --dropout 1.5 | from 0
+        train --ff-density 0.5 --ff-layout ring | 'ring' | small-world | barabasi-albert
+        train --ff-block 32 | --ff-density
+        train --attention lsh:16 | 'lsh:16' for '--attention | must be sparse, dense, routing:WINDOW[,CLUSTERS], lsh:BUCKET,ROUNDS[,dedup], nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW[,mlp][,shared] or dsa:KEEP,NEAR[,HEADS,WIDTH[,PRECISION][,fp8]]
+        train --attention some | must be sparse, dense, routing:WINDOW, lsh:BUCKET,ROUNDS, nsa or dsa
+        train --selection topk:16 | 'topk:16' as a selection: expected topk:BLOCK,KEEP[,LOCAL,FIRST], got 1 number
+        ",
+    ) {
+        let message = fail(&words(row[0]), 2);
+        assert!(row[1..].iter().all(|part| message.contains(part)), "{message}");
     }
 }
 
