@@ -164,18 +164,17 @@ fn sizes_of_other_commands_have_limits() {
         }
     }
     // The numbers of a policy are the user's.
-    for (cache, words) in [
-        ("tova:0", "'tova:0' for '--cache"),
-        ("tova:0", "its capacity must be at least 2"),
-        (
-            "snapkv:8,9",
-            "its window must be below the capacity of 9 keys",
-        ),
-        ("snapkv:8,4,2", "its pool must be an odd number"),
-        ("h2o:0,8", "'h2o:0,8' for '--cache"),
-    ] {
-        let message = fail(&[&["sample", "--cache", cache][..], &of_run].concat(), 2);
-        assert!(message.contains(words), "{cache}: {message}");
+    for row in rows(
+        "
+        tova:0 | 'tova:0' for '--cache
+        tova:0 | its capacity must be at least 2
+        snapkv:8,9 | its window must be below the capacity of 9 keys
+        snapkv:8,4,2 | its pool must be an odd number
+        h2o:0,8 | 'h2o:0,8' for '--cache
+        ",
+    ) {
+        let message = fail(&[&["sample", "--cache", row[0]][..], &of_run].concat(), 2);
+        assert!(message.contains(row[1]), "{row:?}: {message}");
     }
     for budget in ["pyramid:1", "adaptive:2", "adaptive:-1"] {
         let flags = ["sample", "--cache", "tova:8", "--budget", budget];
