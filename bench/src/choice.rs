@@ -190,12 +190,7 @@ fn times(client: &Client, args: &Args) -> Result<()> {
     };
     let chosen = Chosen::new(client, last(64.min(n)), [64, n], kept, None);
     time("minference: estimate", &|| chosen.run(client, [q, k]))?;
-    let shape = LayoutShape {
-        heads,
-        seq_q: n,
-        seq_kv: n,
-        block_size: block,
-    };
+    let shape = LayoutShape::square(heads, n, block);
     for keep in [Budget::TopK(16), Budget::top_p(0.2)] {
         let ruled = Ruled::new(client, shape, keep, 16, rng);
         let name = |what: &str| format!("{keep:?}: {what}");

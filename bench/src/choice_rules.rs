@@ -170,12 +170,7 @@ pub fn verify(client: &Client, rng: &mut ChaCha8Rng, tally: &mut Tally) -> Resul
         (16_384, 16_384, 128, 64),
     ] {
         for keep in budgets {
-            let shape = LayoutShape {
-                heads: 3,
-                seq_q,
-                seq_kv,
-                block_size,
-            };
+            let shape = LayoutShape::new(3, [seq_q, seq_kv], block_size);
             if tally.takes_next() {
                 Ruled::new(client, shape, keep, width, rng).verify(client)?;
             }

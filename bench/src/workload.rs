@@ -83,12 +83,7 @@ impl Workload {
     fn entry_layout(&self, seed: u64) -> Result<BlockLayout> {
         let b = self.block;
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let shape = LayoutShape {
-            heads: self.heads,
-            seq_q: self.n,
-            seq_kv: self.n,
-            block_size: b,
-        };
+        let shape = LayoutShape::new(self.heads, [self.n, self.n], b);
         Ok(match &self.pattern {
             PatternArg::Pattern(pattern) => pattern.layout(self.heads, self.n, self.block)?,
             PatternArg::Gaps(density) => BlockLayout::from_block_fn("gaps", shape, |_, _, _| {
@@ -221,12 +216,7 @@ mod tests {
         fs::write(&path, serde_json::to_vec(&layout).unwrap()).unwrap();
         assert_eq!(read_layout(&path).unwrap(), layout);
 
-        let shape = LayoutShape {
-            heads: 2,
-            seq_q: 8,
-            seq_kv: 100,
-            block_size: 8,
-        };
+        let shape = LayoutShape::new(2, [8, 100], 8);
         let tail = BlockLayout::new(&Pattern::fixed(16, 4), shape).unwrap();
         fs::write(&path, serde_json::to_vec(&tail).unwrap()).unwrap();
         let error = format!("{:#}", read_layout(&path).unwrap_err());

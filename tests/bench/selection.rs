@@ -211,12 +211,7 @@ impl Bench<'_> {
         let blocks = n / block;
         let uniform = Distribution::Default;
         let scores = Tensor::<4>::random([1, heads, blocks, blocks], uniform, &self.device);
-        let shape = LayoutShape {
-            heads,
-            seq_q: n,
-            seq_kv: n,
-            block_size: block,
-        };
+        let shape = LayoutShape::square(heads, n, block);
         let options = DeviceLayoutOptions::new(shape).causal(true);
         for text in ["topk:128,16", "topk:128,p=0.2"] {
             let rule = text.parse::<Selection>().expect("a selection").rule();

@@ -37,102 +37,39 @@ fn plain(pages: &mut PagedKeysValues) -> (&mut Tensor<3>, &mut Tensor<3>) {
     }
 }
 
-type Change = fn(&mut PagedKeysValues, &mut PagedOptions, &Device);
-
 #[test]
 fn arguments_are_checked() {
-    let cases: [(Change, &str); 17] = [
-        (
-            |kv, _, device| *plain(kv).0 = float([6, 12, 8], device),
-            "keys' page size must be a power of two, got 12",
-        ),
-        (
-            |kv, _, device| *plain(kv).0 = float([6, 16, 4], device),
-            "keys' width must be 8, q's, got 4",
-        ),
-        (
-            |kv, _, device| *plain(kv).1 = float([5, 16, 8], device),
-            "values' pages must be 6, the keys', got 5",
-        ),
-        (
-            |kv, _, device| *plain(kv).1 = float([6, 8, 8], device),
-            "values' page size must be 16, the keys', got 8",
-        ),
-        (
-            |kv, _, _| kv.kv_heads = 0,
-            "kv_heads must be at least 1, got 0",
-        ),
-        (
-            |kv, _, _| kv.kv_heads = 3,
-            "kv_heads must be a divisor of the 4 heads of q, got 3",
-        ),
-        (
-            |kv, _, device| kv.table = int([2, 3, 4], device),
-            "table's heads must be 1 or 2, kv_heads, got 3",
-        ),
-        (
-            |kv, _, device| kv.table = int([3, 1, 4], device),
-            "table's batch must be 2, q's, got 3",
-        ),
-        (
-            |kv, _, device| kv.spans = int([2, 2, 4], device),
-            "spans' shape must be [2, 1, 4], the table's rows, got [2, 2, 4]",
-        ),
-        (
-            |kv, _, device| {
-                let (keys, values) = plain(kv);
-                (*keys, *values) = (float([5, 16, 8], device), float([5, 16, 8], device))
-            },
-            "keys' pages must be a multiple of 2, kv_heads, because they share the table, got 5",
-        ),
-        (
-            |kv, _, device| kv.selected = Some(int([2, 1, 3], device)),
-            "selected's shape must be [2, 2, 3], a list a head, got [2, 1, 3]",
-        ),
-        (
-            |kv, _, device| {
-                kv.visibility = Some(PagedVisibility {
-                    positions: int([6, 16], device),
-                    last: int([3, 16], device),
-                    query_positions: int([2], device),
-                })
-            },
-            "positions' shape must be [3, 16], the table's pages, got [6, 16]",
-        ),
-        (
-            |kv, _, device| {
-                kv.visibility = Some(PagedVisibility {
-                    positions: int([3, 16], device),
-                    last: int([3, 16], device),
-                    query_positions: int([1], device),
-                })
-            },
-            "query_positions' shape must be [2], q's batch, got [1]",
-        ),
-        (
-            |_, options, device| options.sinks = Some(float([2], device)),
-            "sinks' heads must be 4, q's, got 2",
-        ),
-        (
-            |_, options, _| options.scale = Some(f64::NAN),
-            "options.scale must be finite in f32, got NaN",
-        ),
-        (
-            |_, options, _| options.softcap = Some(0.0),
-            "options.softcap must be positive and finite in f32, got 0",
-        ),
-        (
-            |_, options, _| options.fixed_split = Some(0),
-            "options.fixed_split must be at least 1, got 0",
-        ),
-    ];
-    for device in devices() {
-        for (change, message) in cases {
-            let (mut kv, mut options) = (pages(&device), PagedOptions::default());
-            let q = float([2, 4, 1, 8], &device);
+    for device in &devices() {
+        let visible = |positions: [usize; 2], rows: [usize; 1]| PagedVisibility {
+            positions: int(positions, device),
+            last: int([3, 16], device),
+            query_positions: int(rows, device),
+        };
+        let with = |change: &dyn Fn(&mut PagedKeysValues, &mut PagedOptions)| {
+            let (mut kv, mut options) = (pages(device), PagedOptions::default());
+            let q = float([2, 4, 1, 8], device);
             paged_attention(q.clone(), &kv, &options).unwrap();
-            change(&mut kv, &mut options, &device);
-            refused! { paged_attention(q, &kv, &options) => message; }
+            change(&mut kv, &mut options);
+            paged_attention(q, &kv, &options)
+        };
+        refused! {
+            with(&|kv, _| *plain(kv).0 = float([6, 12, 8], device)) => "keys' page size must be a power of two, got 12";
+            with(&|kv, _| *plain(kv).0 = float([6, 16, 4], device)) => "keys' width must be 8, q's, got 4";
+            with(&|kv, _| *plain(kv).1 = float([5, 16, 8], device)) => "values' pages must be 6, the keys', got 5";
+            with(&|kv, _| *plain(kv).1 = float([6, 8, 8], device)) => "values' page size must be 16, the keys', got 8";
+            with(&|kv, _| kv.kv_heads = 0) => "kv_heads must be at least 1, got 0";
+            with(&|kv, _| kv.kv_heads = 3) => "kv_heads must be a divisor of the 4 heads of q, got 3";
+            with(&|kv, _| kv.table = int([2, 3, 4], device)) => "table's heads must be 1 or 2, kv_heads, got 3";
+            with(&|kv, _| kv.table = int([3, 1, 4], device)) => "table's batch must be 2, q's, got 3";
+            with(&|kv, _| kv.spans = int([2, 2, 4], device)) => "spans' shape must be [2, 1, 4], the table's rows, got [2, 2, 4]";
+            with(&|kv, _| { *plain(kv).0 = float([5, 16, 8], device); *plain(kv).1 = float([5, 16, 8], device) }) => "keys' pages must be a multiple of 2, kv_heads, because they share the table, got 5";
+            with(&|kv, _| kv.selected = Some(int([2, 1, 3], device))) => "selected's shape must be [2, 2, 3], a list a head, got [2, 1, 3]";
+            with(&|kv, _| kv.visibility = Some(visible([6, 16], [2]))) => "positions' shape must be [3, 16], the table's pages, got [6, 16]";
+            with(&|kv, _| kv.visibility = Some(visible([3, 16], [1]))) => "query_positions' shape must be [2], q's batch, got [1]";
+            with(&|_, options| options.sinks = Some(float([2], device))) => "sinks' heads must be 4, q's, got 2";
+            with(&|_, options| options.scale = Some(f64::NAN)) => "options.scale must be finite in f32, got NaN";
+            with(&|_, options| options.softcap = Some(0.0)) => "options.softcap must be positive and finite in f32, got 0";
+            with(&|_, options| options.fixed_split = Some(0)) => "options.fixed_split must be at least 1, got 0";
         }
     }
 }

@@ -22,6 +22,12 @@ use burn_blocksparse_tests::prelude::*;
 /// What the process of the calls is to be told.
 const SAID: &str = "BURN_SPARSE_WRONG_VARIABLE";
 
+macro_rules! calls {
+    ($($name:literal => $call:expr;)+) => {
+        vec![$(($name, $call.map(drop))),+]
+    };
+}
+
 /// A call of each kind, by name.
 fn calls(device: &Device) -> Vec<(&'static str, Result<(), OpError>)> {
     let x4 = || Tensor::<4>::zeros([1, 2, 32, 8], (device, DType::F32));
@@ -35,101 +41,30 @@ fn calls(device: &Device) -> Vec<(&'static str, Result<(), OpError>)> {
     let keys = TokenIndices::new(Tensor::zeros([1, 2, 32, 4], device), 32, true);
     let params = MlpParams::new(x2([16, 32]), x2([32, 16]));
     let no_linear = LinearOptions::default();
-    vec![
-        ("check_device", check_device(device)),
-        (
-            "attention",
-            sparse_attention(x4(), x4(), x4(), &layout).map(drop),
-        ),
-        (
-            "accumulated_attention",
-            accumulated_attention(
-                x4(),
-                x4(),
-                Tensor::zeros([1, 2, 32], (device, DType::F32)),
-                &layout,
-                AccumulatedAttentionOptions::default(),
-            )
-            .map(drop),
-        ),
-        (
-            "DeviceLayout::from_block_mask",
-            DeviceLayout::from_block_mask(kept, DeviceLayoutOptions::new(shape)).map(drop),
-        ),
-        ("KeyLists::new", keys.map(drop)),
-        (
-            "top_k_blocks_on_device",
-            top_k_blocks_on_device(x4(), x4(), TopKOptions::new(8, 2)).map(drop),
-        ),
-        (
-            "bias_activation",
-            bias_activation(x2([4, 8]), Some(x1(8)), Activation::default()).map(drop),
-        ),
-        (
-            "dropout",
-            dropout(x2([4, 8]), &ElementDropout::new(0.1, 0, 0)).map(drop),
-        ),
-        (
-            "norm",
-            norm(
-                x2([4, 8]),
-                NormParams::new(x1(8)),
-                &AddNormOptions::default(),
-            )
-            .map(drop),
-        ),
-        (
-            "linear",
-            linear(x2([4, 8]), x2([8, 8]), &no_linear).map(drop),
-        ),
-        (
-            "mlp",
-            mlp(
-                x2([4, 16]),
-                params,
-                Activation::default(),
-                &MlpOptions::default(),
-            )
-            .map(drop),
-        ),
-        (
-            "linear_to_heads",
-            qkv_proj(x3(), vec![x2([16, 16])], None, &[(2, 8)], &no_linear).map(drop),
-        ),
-        ("split_heads", split_heads(x3(), None, &[(2, 8)]).map(drop)),
-        ("heads_apart", split_head_groups(x4(), 1).map(drop)),
-        ("embedding", embedding(x2([8, 8]), ids([1, 4])).map(drop)),
-        (
-            "linear_cross_entropy",
-            linear_cross_entropy(
-                x2([4, 8]),
-                x2([8, 16]),
-                Tensor::<1, Int>::zeros([4], device),
-                &CrossEntropyOptions::default(),
-            )
-            .map(drop),
-        ),
-        (
-            "sample_tokens",
-            sample_tokens(x2([2, 16]), x1(2), None, &SampleOptions::default()).map(drop),
-        ),
-        ("sort_buckets", counting_argsort(ids([2, 8]), 2).map(drop)),
-        ("highest_in_rows", topk_rows(x3(), 2).map(drop)),
-        (
-            "hash_rows",
-            lsh_hash(x4(), Tensor::zeros([1, 8, 2], (device, DType::F32))).map(drop),
-        ),
-        ("unit_rows", l2_normalize(x4()).map(drop)),
-        (
-            "rows_at",
-            gather_rows(
-                x4(),
-                Tensor::zeros([1, 2, 4], device),
-                Tensor::zeros([1, 2, 32, 1], device),
-            )
-            .map(drop),
-        ),
-    ]
+    calls! {
+        "check_device" => check_device(device);
+        "attention" => sparse_attention(x4(), x4(), x4(), &layout);
+        "accumulated_attention" => accumulated_attention(x4(), x4(), Tensor::zeros([1, 2, 32], (device, DType::F32)), &layout, AccumulatedAttentionOptions::default());
+        "DeviceLayout::from_block_mask" => DeviceLayout::from_block_mask(kept, DeviceLayoutOptions::new(shape));
+        "KeyLists::new" => keys;
+        "top_k_blocks_on_device" => top_k_blocks_on_device(x4(), x4(), TopKOptions::new(8, 2));
+        "bias_activation" => bias_activation(x2([4, 8]), Some(x1(8)), Activation::default());
+        "dropout" => dropout(x2([4, 8]), &ElementDropout::new(0.1, 0, 0));
+        "norm" => norm(x2([4, 8]), NormParams::new(x1(8)), &AddNormOptions::default());
+        "linear" => linear(x2([4, 8]), x2([8, 8]), &no_linear);
+        "mlp" => mlp(x2([4, 16]), params, Activation::default(), &MlpOptions::default());
+        "linear_to_heads" => qkv_proj(x3(), vec![x2([16, 16])], None, &[(2, 8)], &no_linear);
+        "split_heads" => split_heads(x3(), None, &[(2, 8)]);
+        "heads_apart" => split_head_groups(x4(), 1);
+        "embedding" => embedding(x2([8, 8]), ids([1, 4]));
+        "linear_cross_entropy" => linear_cross_entropy(x2([4, 8]), x2([8, 16]), Tensor::<1, Int>::zeros([4], device), &CrossEntropyOptions::default());
+        "sample_tokens" => sample_tokens(x2([2, 16]), x1(2), None, &SampleOptions::default());
+        "sort_buckets" => counting_argsort(ids([2, 8]), 2);
+        "highest_in_rows" => topk_rows(x3(), 2);
+        "hash_rows" => lsh_hash(x4(), Tensor::zeros([1, 8, 2], (device, DType::F32)));
+        "unit_rows" => l2_normalize(x4());
+        "rows_at" => gather_rows(x4(), Tensor::zeros([1, 2, 4], device), Tensor::zeros([1, 2, 32, 1], device));
+    }
 }
 
 #[test]

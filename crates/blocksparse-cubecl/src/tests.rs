@@ -386,12 +386,7 @@ mod tensor_cores {
 
     /// A layout of one block row and column in all, so that large ones cost nothing to make.
     fn local(heads: usize, seq: usize) -> BlockLayout {
-        let shape = LayoutShape {
-            heads,
-            seq_q: seq,
-            seq_kv: seq,
-            block_size: 128,
-        };
+        let shape = LayoutShape::square(heads, seq, 128);
         BlockLayout::new(&Pattern::local(128), shape).unwrap()
     }
 

@@ -3,23 +3,20 @@
 //! nothing to test.
 #![cfg(not(feature = "flex"))]
 
+#[macro_use]
+#[path = "../../blocksparse/tests/all/refused.rs"]
+mod refused;
+
 use burn::tensor::{Bool, Device, Distribution, Int, Tensor};
-use burn_blocksparse::layout::DeviceLayoutOptions;
+use burn_blocksparse::layout::{DeviceLayoutOptions, TopKOptions};
 use burn_blocksparse::{
-    AccumulatedAttentionOptions, AttentionOptions, AttentionPlan, AttentionTensors, BlockLayout,
-    BlockSparseTensor, DeviceLayout, LayoutShape, OpError, Pattern, SparseAttentionCall,
+    AccumulatedAttentionOptions, AttentionOptions, AttentionTensors, BlockLayout,
+    BlockSparseTensor, DeviceLayout, LayoutShape, Pattern, SparseAttentionCall,
     accumulated_attention, check_device, merge_attention,
 };
 
 const MESSAGE: &str = "the device's backend must be one that a feature of burn-blocksparse turns on, got Flex(Cpu): turn on its feature `flex`, \
                        besides `burn`'s";
-
-fn refused<T>(call: &str, result: Result<T, OpError>) {
-    match result {
-        Ok(_) => panic!("{call} accepted the device"),
-        Err(error) => assert_eq!(error.to_string(), MESSAGE, "{call}"),
-    }
-}
 
 fn layout() -> BlockLayout {
     Pattern::local(8).layout(1, 16, 8).unwrap()
@@ -31,68 +28,24 @@ fn random(device: &Device) -> Tensor<4> {
 
 #[test]
 fn attention_names_the_feature() {
-    let (layout, options) = (layout(), AttentionOptions::default());
+    let layout = layout();
     for device in devices() {
         let q = random(&device);
-        let [a, b, c] = [(); 3].map(|_| q.clone());
-        let tensors = AttentionTensors::default();
-        refused(
-            "attention",
-            SparseAttentionCall::new(a, b, c, &layout)
-                .options(options.clone())
-                .run(),
-        );
-        let [a, b, c] = [(); 3].map(|_| q.clone());
-        refused(
-            "attention_with_lse",
-            SparseAttentionCall::new(a, b, c, &layout)
-                .options(options.clone())
-                .run_with_lse(),
-        );
-        let [a, b, c] = [(); 3].map(|_| q.clone());
-        refused(
-            "attention_with_weights",
-            SparseAttentionCall::new(a, b, c, &layout)
-                .options(options.clone())
-                .weights()
-                .run(),
-        );
-        let [a, b, c] = [(); 3].map(|_| q.clone());
-        refused(
-            "attention_with_tensors",
-            SparseAttentionCall::new(a, b, c, &layout)
-                .tensors(tensors.clone())
-                .options(options.clone())
-                .run_with_lse(),
-        );
-        let [a, b, c] = [(); 3].map(|_| q.clone());
-        refused(
-            "attention_with_tensors_and_weights",
-            SparseAttentionCall::new(a, b, c, &layout)
-                .tensors(tensors)
-                .options(options.clone())
-                .lse()
-                .weights()
-                .run(),
-        );
-        refused(
-            "AttentionPlan::new",
-            SparseAttentionCall::new(q.clone(), q.clone(), q.clone(), &layout)
-                .options(options.clone())
-                .explain(),
-        );
-        refused("check_device", check_device(&device));
+        let call = || SparseAttentionCall::new(q.clone(), q.clone(), q.clone(), &layout);
+        let plain = || call().options(AttentionOptions::default());
+        let tensors = || plain().tensors(AttentionTensors::default());
         let lse = Tensor::zeros([1, 1, 16], &device);
-        refused(
-            "accumulated_attention",
-            accumulated_attention(
-                q.clone(),
-                q,
-                lse,
-                &layout,
-                AccumulatedAttentionOptions::default(),
-            ),
-        );
+        let options = AccumulatedAttentionOptions::default();
+        refused! {
+            plain().run() => MESSAGE;
+            plain().run_with_lse() => MESSAGE;
+            plain().weights().run() => MESSAGE;
+            tensors().run_with_lse() => MESSAGE;
+            tensors().lse().weights().run() => MESSAGE;
+            plain().explain() => MESSAGE;
+            check_device(&device) => MESSAGE;
+            accumulated_attention(q.clone(), q.clone(), lse, &layout, options) => MESSAGE;
+        }
     }
 }
 
@@ -101,42 +54,29 @@ fn operators_name_the_feature() {
     let layout = layout();
     for device in devices() {
         let a = random(&device);
-        refused("nt", BlockSparseTensor::nt(a.clone(), a, &layout));
         let values = Tensor::zeros([1, 2, 8, 8], &device);
-        refused(
-            "from_values",
-            BlockSparseTensor::from_values(values, &layout),
-        );
+        refused! {
+            BlockSparseTensor::nt(a.clone(), a, &layout) => MESSAGE;
+            BlockSparseTensor::from_values(values, &layout) => MESSAGE;
+        }
     }
 }
 
 #[test]
 fn layouts_of_tensors_name_the_feature() {
-    let shape = LayoutShape {
-        heads: 1,
-        seq_q: 16,
-        seq_kv: 16,
-        block_size: 8,
-    };
+    let shape = LayoutShape::square(1, 16, 8);
     // No autodiff here: a layout is made of tensors without it.
     let device = &Device::flex();
     let options = DeviceLayoutOptions::new(shape);
     let mask = Tensor::<4, Bool>::from_data([[[[true, false], [true, true]]]], device);
-    refused(
-        "from_block_mask",
-        DeviceLayout::from_block_mask(mask, options.clone()),
-    );
     let indices = Tensor::<4, Int>::from_data([[[[0, 0], [0, 1]]]], device);
     let counts = Tensor::<3, Int>::from_data([[[1, 2]]], device);
-    refused(
-        "from_block_indices",
-        DeviceLayout::from_block_indices(indices, counts, options),
-    );
     let scores = Tensor::<4>::zeros([1, 1, 2, 2], device);
-    refused(
-        "from_block_scores",
-        DeviceLayout::from_block_scores(scores, shape, TopKOptions::new(8, 1)),
-    );
+    refused! {
+        DeviceLayout::from_block_mask(mask, options.clone()) => MESSAGE;
+        DeviceLayout::from_block_indices(indices, counts, options) => MESSAGE;
+        DeviceLayout::from_block_scores(scores, shape, TopKOptions::new(8, 1)) => MESSAGE;
+    }
 }
 
 /// What is made of Burn's operations alone runs on every backend of Burn.

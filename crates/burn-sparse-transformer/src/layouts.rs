@@ -222,12 +222,11 @@ impl Layouts {
     }
 
     fn build(&self, request: &Request) -> Result<BlockLayout, TransformerError> {
-        let shape = LayoutShape {
-            heads: request.heads.unwrap_or(self.heads),
-            seq_q: request.seq_q,
-            seq_kv: request.seq_kv,
-            block_size: self.block_size,
-        };
+        let shape = LayoutShape::new(
+            request.heads.unwrap_or(self.heads),
+            [request.seq_q, request.seq_kv],
+            self.block_size,
+        );
         let pattern = match &request.documents[..] {
             [] => self.pattern.clone(),
             documents => Pattern::packed(documents.iter().copied(), self.pattern.clone()),

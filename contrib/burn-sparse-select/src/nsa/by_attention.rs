@@ -57,12 +57,7 @@ impl Masses<'_> {
             let values = overlaps.clone().slice_dim(2, at..at + to - from);
             let values = values.slice_dim(3, 0..blocks);
             let values = values.expand([batch, self.kv_heads, to - from, blocks]);
-            let shape = LayoutShape {
-                heads,
-                seq_q: count,
-                seq_kv: to - from,
-                block_size: block_for(to - from),
-            };
+            let shape = LayoutShape::new(heads, [count, to - from], block_for(to - from));
             let layout = self.layout(shape, rows.start, from)?;
             let k = k.clone().slice_dim(2, from..to);
             let options = self.nsa.attention_options();

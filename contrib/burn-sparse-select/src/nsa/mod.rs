@@ -399,12 +399,11 @@ impl Nsa {
     }
 
     fn forced_of(&self, grid: &ScoreGrid, heads: usize) -> Result<BlockLayout, OpError> {
-        let shape = LayoutShape {
+        let shape = LayoutShape::new(
             heads,
-            seq_q: grid.seq_q,
-            seq_kv: grid.seq_kv,
-            block_size: grid.block.min(BLOCK_SIZES[BLOCK_SIZES.len() - 1]),
-        };
+            [grid.seq_q, grid.seq_kv],
+            grid.block.min(BLOCK_SIZES[BLOCK_SIZES.len() - 1]),
+        );
         self.layouts.of_forced(grid, self.options.forced, shape)
     }
 
@@ -419,12 +418,11 @@ impl Nsa {
     }
 
     fn entries_layout(&self, call: &Call) -> Result<BlockLayout, OpError> {
-        let shape = LayoutShape {
-            heads: call.heads,
-            seq_q: call.grid.seq_q,
-            seq_kv: self.entries(call.grid.seq_kv),
-            block_size: block_for(self.entries(call.grid.seq_kv)),
-        };
+        let shape = LayoutShape::new(
+            call.heads,
+            [call.grid.seq_q, self.entries(call.grid.seq_kv)],
+            block_for(self.entries(call.grid.seq_kv)),
+        );
         let [first, _] = call.grid.positions(0);
         let NsaOptions { block, stride, .. } = self.options;
         let seen = format!("blocks of {block} every {stride} from position {first}");

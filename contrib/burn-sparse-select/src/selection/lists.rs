@@ -252,12 +252,7 @@ fn layout_of(lists: &SelectedBlocks, seq_kv: usize) -> Result<DeviceLayout, OpEr
     let blocks = lists.tile_blocks.clone().unsqueeze_dim::<4>(3);
     let indices = blocks.mul_scalar(parts as i32).expand(dims) + part;
     let counts = Tensor::<3, Int>::full([batch, heads, tiles], parts as i32, (&device, DType::I32));
-    let shape = LayoutShape {
-        heads,
-        seq_q: tiles * lists.tile,
-        seq_kv,
-        block_size: lists.tile,
-    };
+    let shape = LayoutShape::new(heads, [tiles * lists.tile, seq_kv], lists.tile);
     DeviceLayout::from_block_indices(indices, counts, DeviceLayoutOptions::new(shape))
 }
 

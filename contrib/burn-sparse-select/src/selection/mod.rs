@@ -335,12 +335,7 @@ impl TryFrom<String> for Selection {
 /// Sizes that a layout can have.
 fn sizes(q: [usize; 4], seq_kv: usize, block_size: usize) -> Result<LayoutShape, OpError> {
     let [_, heads, seq_q, _] = q;
-    checked(&LayoutShape {
-        heads,
-        seq_q,
-        seq_kv,
-        block_size,
-    })
+    checked(&LayoutShape::new(heads, [seq_q, seq_kv], block_size))
 }
 
 /// A width that blocks can have.

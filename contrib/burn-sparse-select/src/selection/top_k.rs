@@ -122,12 +122,7 @@ fn checked_shape(
     options: &TopKOptions,
 ) -> Result<LayoutShape, OpError> {
     let [_, heads, seq_q, _] = q.dims();
-    let shape = LayoutShape {
-        heads,
-        seq_q,
-        seq_kv: k.dims()[2],
-        block_size: options.block_size,
-    };
+    let shape = LayoutShape::new(heads, [seq_q, k.dims()[2]], options.block_size);
     checked(&shape)
 }
 

@@ -5,12 +5,7 @@ use blocksparse::{BlockMask, LayoutShape};
 
 /// Queries over one key of every 16 tokens, each of the 32 that end there: query `t` sees key `i` if `16 · i + 31 ≤ t`.
 fn staircase(heads: usize, seq_q: usize) -> BlockLayout {
-    let shape = LayoutShape {
-        heads: 1,
-        seq_q,
-        seq_kv: seq_q / 16 - 1,
-        block_size: 128,
-    };
+    let shape = LayoutShape::new(1, [seq_q, seq_q / 16 - 1], 128);
     let sees = |query: usize, key: usize| key * 16 + 31 <= query;
     let layout = BlockLayout::from_block_fn("staircase", shape, |_, row, column| {
         let (first, key) = (row * 128, column * 128);

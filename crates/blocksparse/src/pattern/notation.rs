@@ -424,86 +424,43 @@ mod tests {
     #[test]
     fn mistakes_name_the_part_what_was_expected_and_what_came() {
         let deep = format!("{}causal{}", "(".repeat(33), ")".repeat(33));
-        for (text, part, expected, got) in [
+        let rows = "
+            lokal:8+causal | lokal:8 | local:WINDOW | 'lokal'
+            Local:8 | Local:8 | local:WINDOW | 'Local'
+            stride:8 | stride:8 | strided:STRIDE | 'stride'
+            global_keys:8 | global_keys:8 | global:TOKEN,… or global-keys:TOKEN,… | 'global_keys'
+            spiral:3 | spiral:3 | a name of Pattern::NOTATION, as in causal, local:WINDOW or fixed:STRIDE | 'spiral'
+            local | local | local:WINDOW | no number
+            local:x | local:x | local:WINDOW with whole numbers | 'x'
+            local:-1 | local:-1 | whole numbers | '-1'
+            local:8, | local:8, | whole numbers | ''
+            fixed:1 | fixed:1 | fixed:STRIDE,COLUMNS[,VERTS] | 1 number
+            causal:3 | causal:3 | causal | 1 number
+            causal & fixed:1,2,3,4 | fixed:1,2,3,4 | fixed:STRIDE | 4 numbers
+            local:8+ | local:8+ | a pattern after '+' | nothing
+            /local:8 | /local:8 | a pattern before '/' | nothing
+            causal/local:8 & /dense | local:8 & | a pattern after '&' | nothing
+            causal&(local:8+) | local:8+ | a pattern after '+' | nothing
+            longformer:4,2 | longformer:4,2 | TOKEN | 2 numbers
+            local:8,horizontal | local:8,horizontal | whole | 'horizontal'
+            tree:0 | tree:0 | CHILDREN between 1 and 1048576 | 0
+            packed:0 | packed:0 | (PATTERN) | no pattern in brackets
+            packed:(causal) | packed:(causal) | START | no number
+            packed:0(lokal) | lokal | local:WINDOW | 'lokal'
+            (causal | (causal | ')' after '(' | none
+            causal) | causal) | '(' before ')' | none
+            (causal)(dense) | causal)(dense | '(' before ')' | none
+            deepspeed-variable:99999999999,1 | deepspeed-variable:99999999999,1 | at most 1048576 | 99999999999 of 1
+        ";
+        let rows = rows.trim().lines().map(|row| {
+            let parts: Vec<&str> = row.trim().split(" | ").collect();
+            (parts[0], parts[1], parts[2], parts[3])
+        });
+        let others = [
             ("", "", "a pattern such as causal, local:WINDOW", "nothing"),
-            ("lokal:8+causal", "lokal:8", "local:WINDOW", "'lokal'"),
-            ("Local:8", "Local:8", "local:WINDOW", "'Local'"),
-            ("stride:8", "stride:8", "strided:STRIDE", "'stride'"),
-            (
-                "global_keys:8",
-                "global_keys:8",
-                "global:TOKEN,… or global-keys:TOKEN,…",
-                "'global_keys'",
-            ),
-            (
-                "spiral:3",
-                "spiral:3",
-                "a name of Pattern::NOTATION, as in causal, local:WINDOW or fixed:STRIDE",
-                "'spiral'",
-            ),
-            ("local", "local", "local:WINDOW", "no number"),
-            (
-                "local:x",
-                "local:x",
-                "local:WINDOW with whole numbers",
-                "'x'",
-            ),
-            ("local:-1", "local:-1", "whole numbers", "'-1'"),
-            ("local:8,", "local:8,", "whole numbers", "''"),
-            (
-                "fixed:1",
-                "fixed:1",
-                "fixed:STRIDE,COLUMNS[,VERTS]",
-                "1 number",
-            ),
-            ("causal:3", "causal:3", "causal", "1 number"),
-            (
-                "causal & fixed:1,2,3,4",
-                "fixed:1,2,3,4",
-                "fixed:STRIDE",
-                "4 numbers",
-            ),
-            ("local:8+", "local:8+", "a pattern after '+'", "nothing"),
-            ("/local:8", "/local:8", "a pattern before '/'", "nothing"),
-            (
-                "causal/local:8 & /dense",
-                "local:8 &",
-                "a pattern after '&'",
-                "nothing",
-            ),
-            (
-                "causal&(local:8+)",
-                "local:8+",
-                "a pattern after '+'",
-                "nothing",
-            ),
-            ("longformer:4,2", "longformer:4,2", "TOKEN", "2 numbers"),
-            (
-                "local:8,horizontal",
-                "local:8,horizontal",
-                "whole",
-                "'horizontal'",
-            ),
-            ("tree:0", "tree:0", "CHILDREN between 1 and 1048576", "0"),
-            (
-                "packed:0",
-                "packed:0",
-                "(PATTERN)",
-                "no pattern in brackets",
-            ),
-            ("packed:(causal)", "packed:(causal)", "START", "no number"),
-            ("packed:0(lokal)", "lokal", "local:WINDOW", "'lokal'"),
-            ("(causal", "(causal", "')' after '('", "none"),
-            ("causal)", "causal)", "'(' before ')'", "none"),
-            ("(causal)(dense)", "causal)(dense", "'(' before ')'", "none"),
-            (
-                "deepspeed-variable:99999999999,1",
-                "deepspeed-variable:99999999999,1",
-                "at most 1048576",
-                "99999999999 of 1",
-            ),
             (&deep, &deep, "at most 32 brackets", "more"),
-        ] {
+        ];
+        for (text, part, expected, got) in rows.chain(others) {
             let LayoutError::Notation {
                 part: a,
                 expected: b,

@@ -152,21 +152,12 @@ mod tests {
 
     #[test]
     fn texts_are_read_as_they_are_written() {
-        for text in [
-            "routing:128",
-            "routing:64,8",
-            "lsh:64,4",
-            "lsh:32,1,dedup",
-            "nsa:32,16,64,16,512",
-            "nsa:8,4,16,4,0,mlp",
-            "nsa:8,4,16,4,32,shared",
-            "nsa:8,4,16,4,32,mlp,shared",
-            "dsa:64,8,4,32",
-            "dsa:64,8,4,32,f32",
-            "dsa:64,8,4,32,bf16",
-            "dsa:64,8,4,32,fp8",
-            "dsa:64,8,4,32,bf16,fp8",
-        ] {
+        let texts = "
+            routing:128 routing:64,8 lsh:64,4 lsh:32,1,dedup nsa:32,16,64,16,512 nsa:8,4,16,4,0,mlp
+            nsa:8,4,16,4,32,shared nsa:8,4,16,4,32,mlp,shared dsa:64,8,4,32 dsa:64,8,4,32,f32 dsa:64,8,4,32,bf16
+            dsa:64,8,4,32,fp8 dsa:64,8,4,32,bf16,fp8
+        ";
+        for text in texts.split_whitespace() {
             let content: ContentAttention = text.parse().unwrap();
             assert_eq!(content.to_string(), text);
             let json = serde_json::to_string(&content).unwrap();
@@ -184,33 +175,13 @@ mod tests {
             let content: ContentAttention = text.parse().unwrap();
             assert_eq!(content.to_string(), written);
         }
-        for text in [
-            "",
-            "routing",
-            "routing:",
-            "routing:x",
-            "routing:8,",
-            "routing:8,2,1",
-            "lsh:64",
-            "lsh:64,4,twice",
-            "lsh:64,4,dedup,",
-            "moba:8,2",
-            "nsa:",
-            "nsa:32",
-            "nsa:32,16,64,16,x",
-            "nsa:32,16,64,16,-1",
-            "nsa:32,16,64,16,512,shared,mlp",
-            "nsa:32,16,64,16,512,7",
-            "dsa:",
-            "dsa:64",
-            "dsa:64,8,4",
-            "dsa:f32",
-            "dsa:64,8,f32",
-            "dsa:64,8,fp8",
-            "dsa:64,8,4,32,fp8,bf16",
-            "dsa:64,8,4,32,f16",
-            "dsa:64,x",
-        ] {
+        let texts = "
+            routing routing: routing:x routing:8, routing:8,2,1 lsh:64 lsh:64,4,twice lsh:64,4,dedup, moba:8,2
+            nsa: nsa:32 nsa:32,16,64,16,x nsa:32,16,64,16,-1 nsa:32,16,64,16,512,shared,mlp
+            nsa:32,16,64,16,512,7 dsa: dsa:64 dsa:64,8,4 dsa:f32 dsa:64,8,f32 dsa:64,8,fp8
+            dsa:64,8,4,32,fp8,bf16 dsa:64,8,4,32,f16 dsa:64,x
+        ";
+        for text in texts.split_whitespace().chain([""]) {
             let error = text.parse::<ContentAttention>().unwrap_err().to_string();
             assert_eq!(
                 error,

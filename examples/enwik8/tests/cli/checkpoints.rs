@@ -170,36 +170,24 @@ fn several_samples_and_their_cache() {
     let window = ["--cache", "window:6,2", "--positions", "in-cache"];
     let text = succeed(&[&causal[..], &prompt, &window].concat());
     assert!(text.starts_with(prompt[1]), "{text}");
-    for (flags, code, message) in [
-        (&["--cache", "tova:x"][..], 2, "snapkv:C,M,F"),
-        (
-            &["--positions", "in-cache"],
-            1,
-            "positions must be Original, because the residency is no Window",
-        ),
-        (&["--cache", "tova:1"], 2, "capacity must be at least 2"),
-        (
-            &["--selection", "topk:16,2"],
-            1,
-            "--selection topk:16,2: what a byte chooses depends on later ones",
-        ),
-        (
-            &["--cache", "tova:9", "--budget", "pyramid:1"],
-            2,
-            "BETA above 1",
-        ),
-        (
-            &["--cache", "tova:9", "--budget", "some"],
-            2,
-            "pyramid:BETA",
-        ),
-        (
-            &["--slack", "3"],
-            1,
-            "--slack needs a --cache that evicts keys",
-        ),
-    ] {
-        let got = fail(&[&causal[..], flags].concat(), code);
+    for row in rows(
+        "
+        2 | --cache tova:x | snapkv:C,M,F
+        1 | --positions in-cache | positions must be Original, because the residency is no Window
+        2 | --cache tova:1 | capacity must be at least 2
+        1 | --selection topk:16,2 | --selection topk:16,2: what a byte chooses depends on later ones
+        2 | --cache tova:9 --budget pyramid:1 | BETA above 1
+        2 | --cache tova:9 --budget some | pyramid:BETA
+        1 | --slack 3 | --slack needs a --cache that evicts keys
+        ",
+    ) {
+        let [code, flags, message] = row[..] else {
+            panic!("{row:?}");
+        };
+        let got = fail(
+            &[&causal[..], &words(flags)].concat(),
+            code.parse().unwrap(),
+        );
         assert!(got.contains(message), "{got}");
     }
     let eval = |flags: &[&str]| {

@@ -195,54 +195,27 @@ fn a_device_that_fails_ends_the_run_and_leaves_its_checkpoints() {
 #[test]
 fn what_several_devices_cannot_do_is_said_before_anything_is_written() {
     let folder = Folder::new();
-    let cases: [(&[&str], i32, &str); 10] = [
-        (
-            &["--devices", ""],
-            1,
-            "--devices must name one device at least",
-        ),
-        (
-            &["--devices", "cpu,"],
-            1,
-            "--devices must name one device at least",
-        ),
-        (
-            &["--devices", "cpu,ndarray"],
-            1,
-            "of one kind, got flex and ndarray",
-        ),
-        (
-            &["--devices", "cpu,tpu"],
-            1,
-            "of one kind, got flex and tpu",
-        ),
-        (
-            &["--devices", "cpu,cpu,cpu"],
-            1,
-            "--batch must be a multiple of the 3 devices of --devices, got 2",
-        ),
-        (
-            &["--devices", "cpu,cpu", "--graph"],
-            1,
-            "--graph replays the steps of one device",
-        ),
-        (
-            &["--devices", "cpu,cpu", "--reduce", "nccl"],
-            1,
-            "--reduce nccl is of CUDA devices, got flex",
-        ),
-        (
-            &["--devices", "cpu,cpu", "--attention", "routing:16"],
-            1,
-            "means that follow all bytes of a batch",
-        ),
-        (&["--reduce", "copies"], 2, "--devices"),
-        (&["--devices", "cpu", "--device", "flex"], 2, "--device"),
-    ];
-    for (more, code, reason) in cases {
-        let arguments = arguments(&folder, "run", more);
+    for row in rows(
+        "
+        1 | --devices= | --devices must name one device at least
+        1 | --devices cpu, | --devices must name one device at least
+        1 | --devices cpu,ndarray | of one kind, got flex and ndarray
+        1 | --devices cpu,tpu | of one kind, got flex and tpu
+        1 | --devices cpu,cpu,cpu | --batch must be a multiple of the 3 devices of --devices, got 2
+        1 | --devices cpu,cpu --graph | --graph replays the steps of one device
+        1 | --devices cpu,cpu --reduce nccl | --reduce nccl is of CUDA devices, got flex
+        1 | --devices cpu,cpu --attention routing:16 | means that follow all bytes of a batch
+        2 | --reduce copies | --devices
+        2 | --devices cpu --device flex | --device
+        ",
+    ) {
+        let [code, more, reason] = row[..] else {
+            panic!("{row:?}");
+        };
+        let more = words(more);
+        let arguments = arguments(&folder, "run", &more);
         let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-        let message = fail(&arguments, code);
+        let message = fail(&arguments, code.parse().unwrap());
         assert!(message.contains(reason), "{more:?}: {message}");
         assert!(!Path::new(&folder.path("run")).exists(), "{more:?}");
     }

@@ -68,52 +68,24 @@ fn bad_data_is_named() {
 
 #[test]
 fn bad_flags_list_the_choices() {
-    for (arguments, words) in [
-        (
-            vec!["train", "--preset", "huge"],
-            vec!["tiny", "small", "paper"],
-        ),
-        (
-            vec!["train", "--pattern", "spiral:3"],
-            vec!["got 'spiral'", "local:WINDOW", "all patterns:"],
-        ),
-        (
-            vec!["draw", "--pattern", "lokal:8"],
-            vec!["expected local:WINDOW, got 'lokal'"],
-        ),
-        (
-            vec!["train", "--pattern", "local:64+"],
-            vec!["'local:64+' as a pattern: expected a pattern after '+', got nothing"],
-        ),
-        (
-            vec!["draw", "--pattern", "fixed:a,b"],
-            vec!["whole numbers, got 'a'", "fixed:STRIDE"],
-        ),
-        (vec!["train", "--steps", "0"], vec!["at least 1"]),
-        (vec!["train", "--dropout", "1.5"], vec!["from 0"]),
-        (
-            vec!["train", "--ff-density", "0.5", "--ff-layout", "ring"],
-            vec!["'ring'", "small-world", "barabasi-albert"],
-        ),
-        (vec!["train", "--ff-block", "32"], vec!["--ff-density"]),
-        (
-            vec!["train", "--attention", "lsh:16"],
-            vec![
-                "'lsh:16' for '--attention",
-                "must be sparse, dense, routing:WINDOW[,CLUSTERS], lsh:BUCKET,ROUNDS[,dedup], nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW[,mlp][,shared] or dsa:KEEP,NEAR[,HEADS,WIDTH[,PRECISION][,fp8]]",
-            ],
-        ),
-        (
-            vec!["train", "--attention", "some"],
-            vec!["must be sparse, dense, routing:WINDOW, lsh:BUCKET,ROUNDS, nsa or dsa"],
-        ),
-        (
-            vec!["train", "--selection", "topk:16"],
-            vec!["'topk:16' as a selection: expected topk:BLOCK,KEEP[,LOCAL,FIRST], got 1 number"],
-        ),
-    ] {
-        let message = fail(&arguments, 2);
-        assert!(words.iter().all(|word| message.contains(word)), "{message}");
+    for row in rows(
+        "
+        train --preset huge | tiny | small | paper
+        train --pattern spiral:3 | got 'spiral' | local:WINDOW | all patterns:
+        draw --pattern lokal:8 | expected local:WINDOW, got 'lokal'
+        train --pattern local:64+ | 'local:64+' as a pattern: expected a pattern after '+', got nothing
+        draw --pattern fixed:a,b | whole numbers, got 'a' | fixed:STRIDE
+        train --steps 0 | at least 1
+        train --dropout 1.5 | from 0
+        train --ff-density 0.5 --ff-layout ring | 'ring' | small-world | barabasi-albert
+        train --ff-block 32 | --ff-density
+        train --attention lsh:16 | 'lsh:16' for '--attention | must be sparse, dense, routing:WINDOW[,CLUSTERS], lsh:BUCKET,ROUNDS[,dedup], nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW[,mlp][,shared] or dsa:KEEP,NEAR[,HEADS,WIDTH[,PRECISION][,fp8]]
+        train --attention some | must be sparse, dense, routing:WINDOW, lsh:BUCKET,ROUNDS, nsa or dsa
+        train --selection topk:16 | 'topk:16' as a selection: expected topk:BLOCK,KEEP[,LOCAL,FIRST], got 1 number
+        ",
+    ) {
+        let message = fail(&words(row[0]), 2);
+        assert!(row[1..].iter().all(|part| message.contains(part)), "{message}");
     }
 }
 
@@ -121,119 +93,46 @@ fn bad_flags_list_the_choices() {
 fn impossible_models_are_explained() {
     let folder = Folder::new();
     let run = folder.path("run");
-    let width = "--position-width must be at most --context = 64, got 128";
-    let heads = "--heads must be a multiple of the 3 patterns";
-    for (flags, words) in [
-        ("--d-model 130", "multiple of --heads"),
-        ("--block 12", "--block must be 8, 16, 32, 64 or 128, got 12"),
-        (
-            "--pattern dense",
-            "'dense': it lets a position see later ones",
-        ),
-        ("--pattern tree:2", "not known to be causal"),
-        ("--pattern tree:2", "'tree:2&causal'"),
-        ("--pattern tree:2+local:8", "'(tree:2+local:8)&causal'"),
-        ("--pattern fixed:32,5", "'fixed:32,5': fixed(32, 5): stride"),
-        ("--pattern fixed:32,8,3", "heads must be a multiple of"),
-        ("--context 64 --pattern fixed:128,32", width),
-        ("--context 64 --position-width 128", width),
-        (
-            "--pattern causal --pattern local:8 --pattern strided:8 --factorization multi-head",
-            heads,
-        ),
-        (
-            "--ff-density 0.5 --ff-block 8",
-            "--ff-block must be 16, 32, 64 or 128, got 8",
-        ),
-        (
-            "--ff-density 0.5 --d-model 96",
-            "--ff-block must be a divisor of --d-model = 96, got 64",
-        ),
-        (
-            "--ff-density 0.5 --ff-prune 0.75 --ff-prune-until 100",
-            "--ff-prune must be at most --ff-density = 0.5, got 0.75",
-        ),
-        (
-            "--ff-density 0.5 --ff-prune 0.25 --ff-prune-until 10 --ff-prune-from 20",
-            "--ff-prune-until must be at least the 20 steps of --ff-prune-from, got 10",
-        ),
-        (
-            "--ff-density 0.5 --d-ff 500",
-            "--ff-block must be a divisor of --d-ff = 500, got 64",
-        ),
-        (
-            "--selection moba:16,2 --pattern local:8",
-            "--selection moba:16,2: every byte chooses for itself, from every earlier one, and not within the pattern local:8",
-        ),
-        (
-            "--selection topk:16,2 --selection quest:16,48 --attention sparse",
-            "--selection quest:16,48: every byte chooses for itself, from every earlier one, and not within the pattern fixed:32,8",
-        ),
-        (
-            "--recall-every 5",
-            "are of a choice by content; add --selection or --selection-file",
-        ),
-        (
-            "--local-heads 2",
-            "--local-heads are those beside heads that choose by content; add --attention",
-        ),
-        (
-            "--attention lsh:16,2 --commitment 0.1",
-            "--commitment and --means-decay are of clusters; add --attention routing:WINDOW",
-        ),
-        (
-            "--attention routing:16 --local-heads 1,2,3",
-            "--local-heads must be one number, or 2, one for each of --layers, got 3",
-        ),
-        (
-            "--attention nsa:8,4,8,4,16 --local-heads 1",
-            "--attention nsa:8,4,8,4,16 is all heads of a layer; leave out --local-heads",
-        ),
-        (
-            "--attention nsa:8,4,8,4,16 --indexer-warmup 5",
-            "--indexer-warmup, --indexer-lr and --indexer-from are of an indexer; add --attention dsa:KEEP,NEAR",
-        ),
-        (
-            "--indexer-lr 0.01",
-            "--indexer-warmup, --indexer-lr and --indexer-from are of an indexer; add --attention dsa:KEEP,NEAR",
-        ),
-        (
-            "--attention dsa:32,4,2,8 --indexer-lr 0.01",
-            "--indexer-lr is the rate of the warm-up of indexers; add --indexer-warmup STEPS",
-        ),
-        (
-            "--attention dsa:32,4,2,8 --indexer-from 5",
-            "--indexer-from is where the warm-up of indexers begins; add --indexer-warmup STEPS",
-        ),
-        (
-            "--attention dsa:32,4,2,8 --pattern local:16",
-            "--attention dsa:32,4,2,8 chooses from all earlier bytes; leave out --pattern",
-        ),
-        (
-            "--kv-heads 3",
-            "--kv-heads must be a divisor of --heads = 4, got 3",
-        ),
-        (
-            "--attention routing:16 --kv-heads 2",
-            "--kv-heads are of heads whose keys are not their queries; leave it out with --attention routing:16",
-        ),
-        (
-            "--attention routing:16 --local-heads 5",
-            "--local-heads must be from 1 to --heads = 4",
-        ),
-        (
-            "--attention lsh:16,2 --selection topk:16,2",
-            "--selection and --attention lsh:16,2 are two ways to choose",
-        ),
-        (
-            "--attention lsh:16,2 --graph",
-            "leave it out with --attention lsh:16,2",
-        ),
-        ("--device tpu", "choices"),
-    ] {
-        let flags: Vec<&str> = flags.split(' ').collect();
-        let message = fail(&[&["train", "--run", &run], &flags[..]].concat(), 1);
-        assert!(message.contains(words), "{message}");
+    for row in rows(
+        "
+        --d-model 130 | multiple of --heads
+        --block 12 | --block must be 8, 16, 32, 64 or 128, got 12
+        --pattern dense | 'dense': it lets a position see later ones
+        --pattern tree:2 | not known to be causal
+        --pattern tree:2 | 'tree:2&causal'
+        --pattern tree:2+local:8 | '(tree:2+local:8)&causal'
+        --pattern fixed:32,5 | 'fixed:32,5': fixed(32, 5): stride
+        --pattern fixed:32,8,3 | heads must be a multiple of
+        --context 64 --pattern fixed:128,32 | --position-width must be at most --context = 64, got 128
+        --context 64 --position-width 128 | --position-width must be at most --context = 64, got 128
+        --pattern causal --pattern local:8 --pattern strided:8 --factorization multi-head | --heads must be a multiple of the 3 patterns
+        --ff-density 0.5 --ff-block 8 | --ff-block must be 16, 32, 64 or 128, got 8
+        --ff-density 0.5 --d-model 96 | --ff-block must be a divisor of --d-model = 96, got 64
+        --ff-density 0.5 --ff-prune 0.75 --ff-prune-until 100 | --ff-prune must be at most --ff-density = 0.5, got 0.75
+        --ff-density 0.5 --ff-prune 0.25 --ff-prune-until 10 --ff-prune-from 20 | --ff-prune-until must be at least the 20 steps of --ff-prune-from, got 10
+        --ff-density 0.5 --d-ff 500 | --ff-block must be a divisor of --d-ff = 500, got 64
+        --selection moba:16,2 --pattern local:8 | --selection moba:16,2: every byte chooses for itself, from every earlier one, and not within the pattern local:8
+        --selection topk:16,2 --selection quest:16,48 --attention sparse | --selection quest:16,48: every byte chooses for itself, from every earlier one, and not within the pattern fixed:32,8
+        --recall-every 5 | are of a choice by content; add --selection or --selection-file
+        --local-heads 2 | --local-heads are those beside heads that choose by content; add --attention
+        --attention lsh:16,2 --commitment 0.1 | --commitment and --means-decay are of clusters; add --attention routing:WINDOW
+        --attention routing:16 --local-heads 1,2,3 | --local-heads must be one number, or 2, one for each of --layers, got 3
+        --attention nsa:8,4,8,4,16 --local-heads 1 | --attention nsa:8,4,8,4,16 is all heads of a layer; leave out --local-heads
+        --attention nsa:8,4,8,4,16 --indexer-warmup 5 | --indexer-warmup, --indexer-lr and --indexer-from are of an indexer; add --attention dsa:KEEP,NEAR
+        --indexer-lr 0.01 | --indexer-warmup, --indexer-lr and --indexer-from are of an indexer; add --attention dsa:KEEP,NEAR
+        --attention dsa:32,4,2,8 --indexer-lr 0.01 | --indexer-lr is the rate of the warm-up of indexers; add --indexer-warmup STEPS
+        --attention dsa:32,4,2,8 --indexer-from 5 | --indexer-from is where the warm-up of indexers begins; add --indexer-warmup STEPS
+        --attention dsa:32,4,2,8 --pattern local:16 | --attention dsa:32,4,2,8 chooses from all earlier bytes; leave out --pattern
+        --kv-heads 3 | --kv-heads must be a divisor of --heads = 4, got 3
+        --attention routing:16 --kv-heads 2 | --kv-heads are of heads whose keys are not their queries; leave it out with --attention routing:16
+        --attention routing:16 --local-heads 5 | --local-heads must be from 1 to --heads = 4
+        --attention lsh:16,2 --selection topk:16,2 | --selection and --attention lsh:16,2 are two ways to choose
+        --attention lsh:16,2 --graph | leave it out with --attention lsh:16,2
+        --device tpu | choices
+        ",
+    ) {
+        let message = fail(&[&["train", "--run", &run], &words(row[0])[..]].concat(), 1);
+        assert!(message.contains(row[1]), "{message}");
         assert!(!Path::new(&run).exists());
     }
 }
@@ -241,41 +140,33 @@ fn impossible_models_are_explained() {
 /// A negative number is the value of the flag before it, not a flag.
 #[test]
 fn negative_numbers_are_refused_by_name_and_range() {
-    let positive = "must be a whole number, at least 1";
-    let whole = "must be a whole number, at least 0";
-    let fraction = "must be a number from 0 up to, not including, 1";
-    let train = |flags, range| ("train", flags, range);
-    for (command, flags, range) in [
-        train(
-            "context layers heads d-model d-ff block position-width ff-block",
-            positive,
-        ),
-        train(
-            "batch steps eval-every eval-windows checkpoint-every log-every",
-            positive,
-        ),
-        train("warmup seed", whole),
-        train("dropout beta1 beta2", fraction),
-        train(
-            "init-scale epochs lr epsilon clip",
-            "must be a number above 0",
-        ),
-        train("weight-decay", "must be a number, at least 0"),
-        ("eval", "min-context", whole),
-        ("eval", "batch windows chunk", positive),
-        ("sample", "slack", whole),
-        ("sample", "length seed", whole),
-        ("sample", "batch speculate", positive),
-        ("sample", "temperature", "must be a number, at least 0"),
-        ("sample", "top-k", "-1 is not in 1..=256"),
-        train("ff-density", "must be a number above 0, at most 1"),
-        ("sample", "top-p", "must be a number above 0, at most 1"),
-        ("sample", "min-p", "must be a number from 0 to 1"),
-        ("sample", "repetition", "must be a number above 0"),
-        ("bench", "iterations", "-1 is not in 1.."),
-        ("bench", "peak-tflops", "must be a number above 0"),
-        ("draw", "seq block heads", positive),
-    ] {
+    for row in rows(
+        "
+        train | context layers heads d-model d-ff block position-width ff-block | must be a whole number, at least 1
+        train | batch steps eval-every eval-windows checkpoint-every log-every | must be a whole number, at least 1
+        train | warmup seed | must be a whole number, at least 0
+        train | dropout beta1 beta2 | must be a number from 0 up to, not including, 1
+        train | init-scale epochs lr epsilon clip | must be a number above 0
+        train | weight-decay | must be a number, at least 0
+        eval | min-context | must be a whole number, at least 0
+        eval | batch windows chunk | must be a whole number, at least 1
+        sample | slack | must be a whole number, at least 0
+        sample | length seed | must be a whole number, at least 0
+        sample | batch speculate | must be a whole number, at least 1
+        sample | temperature | must be a number, at least 0
+        sample | top-k | -1 is not in 1..=256
+        train | ff-density | must be a number above 0, at most 1
+        sample | top-p | must be a number above 0, at most 1
+        sample | min-p | must be a number from 0 to 1
+        sample | repetition | must be a number above 0
+        bench | iterations | -1 is not in 1..
+        bench | peak-tflops | must be a number above 0
+        draw | seq block heads | must be a whole number, at least 1
+        ",
+    ) {
+        let [command, flags, range] = row[..] else {
+            panic!("{row:?}");
+        };
         for flag in flags.split(' ') {
             let message = fail(&[command, &format!("--{flag}"), "-1"], 2);
             let named = message.contains("invalid value '-1' for '--") && message.contains(flag);

@@ -81,40 +81,25 @@ fn every_size_has_a_limit() {
             assert!(!Path::new(&run).exists(), "{arguments:?}");
         }
     }
-    for (flags, words) in [
-        (
-            &["--batch", "1000000000000"][..],
-            &["'1000000000000' for '--batch", "at most 1073741824"][..],
-        ),
-        (
-            &["--batch", "1_000_000_000"],
-            &["--batch 1000000000, --context 256", "GiB"],
-        ),
-        (
-            &["--steps", "1000000000000"],
-            &["'1000000000000' for '--steps", "at most 1073741824"],
-        ),
-        (
-            &["--epochs", "1e300"],
-            &["--epochs must be at most", "1e300"],
-        ),
-        (
-            &["--layers", "1000000000"],
-            &["--layers 1000000000, --d-model 128", "GiB"],
-        ),
-        (
-            &["--d-ff", "1000000000"],
-            &["--d-model 128, --d-ff 1000000000", "GiB"],
-        ),
-        (
-            &["--task", "images", "--picture-size", "1000000"],
-            &["--batch 4, --picture-size 1000000", "GiB"],
-        ),
-    ] {
-        let output = crate::support::run(&[&["train", "--run", &run][..], flags].concat());
+    for row in rows(
+        "
+        --batch 1000000000000 | '1000000000000' for '--batch | at most 1073741824
+        --batch 1_000_000_000 | --batch 1000000000, --context 256 | GiB
+        --steps 1000000000000 | '1000000000000' for '--steps | at most 1073741824
+        --epochs 1e300 | --epochs must be at most | 1e300
+        --layers 1000000000 | --layers 1000000000, --d-model 128 | GiB
+        --d-ff 1000000000 | --d-model 128, --d-ff 1000000000 | GiB
+        --task images --picture-size 1000000 | --batch 4, --picture-size 1000000 | GiB
+        ",
+    ) {
+        let arguments = [&["train", "--run", &run][..], &words(row[0])].concat();
+        let output = crate::support::run(&arguments);
         let message = String::from_utf8(output.stderr).unwrap();
-        assert!(words.iter().all(|word| message.contains(word)), "{message}");
-        assert!(!Path::new(&run).exists(), "{flags:?}");
+        assert!(
+            row[1..].iter().all(|part| message.contains(part)),
+            "{message}"
+        );
+        assert!(!Path::new(&run).exists(), "{row:?}");
     }
 }
 
@@ -179,18 +164,17 @@ fn sizes_of_other_commands_have_limits() {
         }
     }
     // The numbers of a policy are the user's.
-    for (cache, words) in [
-        ("tova:0", "'tova:0' for '--cache"),
-        ("tova:0", "its capacity must be at least 2"),
-        (
-            "snapkv:8,9",
-            "its window must be below the capacity of 9 keys",
-        ),
-        ("snapkv:8,4,2", "its pool must be an odd number"),
-        ("h2o:0,8", "'h2o:0,8' for '--cache"),
-    ] {
-        let message = fail(&[&["sample", "--cache", cache][..], &of_run].concat(), 2);
-        assert!(message.contains(words), "{cache}: {message}");
+    for row in rows(
+        "
+        tova:0 | 'tova:0' for '--cache
+        tova:0 | its capacity must be at least 2
+        snapkv:8,9 | its window must be below the capacity of 9 keys
+        snapkv:8,4,2 | its pool must be an odd number
+        h2o:0,8 | 'h2o:0,8' for '--cache
+        ",
+    ) {
+        let message = fail(&[&["sample", "--cache", row[0]][..], &of_run].concat(), 2);
+        assert!(message.contains(row[1]), "{row:?}: {message}");
     }
     for budget in ["pyramid:1", "adaptive:2", "adaptive:-1"] {
         let flags = ["sample", "--cache", "tova:8", "--budget", budget];

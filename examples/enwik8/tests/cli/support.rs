@@ -21,6 +21,12 @@ pub fn words(line: &str) -> Vec<&str> {
     line.split_whitespace().collect()
 }
 
+/// Lines of parts that a ` | ` is between.
+pub fn rows(text: &str) -> impl Iterator<Item = Vec<&str>> {
+    let lines = text.trim().lines();
+    lines.map(|line| line.split(" | ").map(str::trim).collect())
+}
+
 pub fn enwik8() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_enwik8"));
     command.stdin(Stdio::null()).env("RUST_BACKTRACE", "1");

@@ -42,12 +42,7 @@ impl ListedTiles {
         if i32::try_from(request.list_sizes().largest()).is_err() {
             return Err(TOO_LARGE.to_string());
         }
-        let shape = LayoutShape {
-            heads: request.heads,
-            seq_q: request.seq_q,
-            seq_kv: request.seq_kv,
-            block_size: BLOCK,
-        };
+        let shape = LayoutShape::new(request.heads, [request.seq_q, request.seq_kv], BLOCK);
         let seen = seen(shape, request.causal)?;
         let layout = layout(request, &seen)?;
         let call = Request::new(
