@@ -424,9 +424,42 @@ fn asked_by(field: &str, overrides: &Overrides) -> Option<&'static str> {
 #[cfg(test)]
 mod tests {
     use burn_sparse_transformer::Recompute;
-    use clap::{Args, Command, FromArgMatches};
+    use clap::{Args, Command, FromArgMatches, ValueEnum};
 
     use super::*;
+
+    /// The recipe of docs/sparse-or-dense.md, as its flags say it.
+    #[test]
+    fn long_is_the_recipe_of_eighteen_minutes() {
+        let flags = Overrides {
+            batch: Some(4),
+            dropout: Some(0.3),
+            init_scale: Some(1.0),
+            warmup: Some(200),
+            lr: Some(7e-4),
+            recompute: Some("none".parse().unwrap()),
+            eval_every: Some(250),
+            eval_windows: Some(8),
+            steps: Some(8_400),
+            ..Overrides::default()
+        };
+        let paper = RunConfig::new(Preset::Paper, &flags).unwrap();
+        let long = RunConfig::new(Preset::Long, &Overrides::default()).unwrap();
+        assert_eq!((long.model, long.recipe), (paper.model, paper.recipe));
+    }
+
+    #[test]
+    fn presets_keep_their_earlier_names() {
+        let of_flag = Preset::from_str("hour", false).unwrap();
+        let stored: Preset = serde_json::from_str("\"hour\"").unwrap();
+        assert_eq!([of_flag, stored], [Preset::FourMb; 2]);
+        for preset in Preset::value_variants() {
+            let written = serde_json::to_value(preset).unwrap();
+            assert_eq!(written, preset.name());
+            let value = preset.to_possible_value().unwrap();
+            assert_eq!(value.get_name(), preset.name());
+        }
+    }
 
     #[test]
     fn the_paper_preset_is_the_paper() {

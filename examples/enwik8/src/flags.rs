@@ -45,6 +45,17 @@ pub fn of(name: &str) -> String {
     renamed.map_or_else(|| name.replace('_', "-"), |(_, flag)| (*flag).to_owned())
 }
 
+/// The one of a flag's names that stands on the command line, or else the first.
+pub fn typed(names: [&'static str; 2]) -> &'static str {
+    let is_typed = |name: &&str| {
+        std::env::args().any(|word| {
+            let flag = word.strip_prefix("--");
+            flag.and_then(|flag| flag.split('=').next()) == Some(*name)
+        })
+    };
+    names.into_iter().find(is_typed).unwrap_or(names[0])
+}
+
 /// An error with all that led to it, in which arguments that are flags of the command have their flags' names.
 pub fn text(error: &anyhow::Error, command: Option<&Command>) -> String {
     let causes: Vec<String> = error

@@ -12,21 +12,22 @@ use burn_paged_attention::generate::{GenerateOptions, Sampling, generate};
 use burn_sparse_transformer::SparseTransformer;
 use clap::Args;
 
+use crate::arguments::{self, ModelArgs};
 use crate::checkpoint::{Checkpoint, write_atomically};
 use crate::config::RunConfig;
 use crate::data::{Corpus, Split, thousands};
-use crate::device::{self, NamedDevice};
+use crate::device::NamedDevice;
 use crate::images::format::Pictures;
 use crate::images::{grid, sample as images};
 use crate::log::{self, Row};
 use crate::memory::Resources;
 use crate::model::{self, attention_text};
 use crate::plot::{self, Axis, Frame};
+use crate::plot_recall;
 use crate::presets::Task;
 use crate::progress::{clock, program, say, warn};
 use crate::recall::{self, LayerRecall};
-use crate::run::{self, RunFiles};
-use crate::{arguments, plot_recall};
+use crate::run::RunFiles;
 
 /// Texts of a report.
 const SAMPLES: usize = 3;
@@ -48,29 +49,19 @@ const VALIDATIONS: usize = 10;
 
 Training writes the same page at its end. It is DIR/report.md, with the pictures beside it; what is there is replaced.")]
 pub struct ReportArgs {
-    /// The folder of a run, or a checkpoint in it
-    #[arg(
-        long,
-        value_name = "PATH",
-        default_value = "runs/tiny",
-        visible_alias = "checkpoint"
-    )]
-    run: PathBuf,
+    #[command(flatten)]
+    model: ModelArgs,
     /// Where the run's data are now
     #[arg(long, value_name = "FILE")]
     data: Option<PathBuf>,
     /// Peak rate of the run's device in its precision, in 10¹² operations per second, for the model-flops utilisation
     #[arg(long, value_name = "TFLOPS", value_parser = arguments::above_zero)]
     peak_tflops: Option<f64>,
-    /// flex, ndarray, wgpu, cuda or cuda:INDEX [default: the best that is compiled in]
-    #[arg(long)]
-    device: Option<String>,
 }
 
 /// Runs `enwik8 report`.
 pub fn run(args: &ReportArgs) -> Result<()> {
-    let device = device::open(args.device.as_deref())?;
-    let (path, checkpoint) = run::open_checkpoint(&args.run, warn)?;
+    let (device, path, checkpoint) = args.model.open()?;
     let folder = path.parent().unwrap_or(&path);
     let pictures = checkpoint.header.config.model.pictures;
     let corpus = Corpus::reopen(&checkpoint.header.data, args.data.as_deref(), pictures);

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail, ensure};
 
 use crate::checkpoint::{Checkpoint, TEMPORARY, write_atomically};
 use crate::config::RunConfig;
-use crate::progress::program;
+use crate::progress::{program, warn};
 use crate::tensorboard::is_event_file;
 
 const CONFIG: &str = "config.json";
@@ -197,14 +197,11 @@ impl RunFiles<'_> {
     }
 }
 
-/// The newest checkpoint of a run that is whole; `warn` hears of those that are not.
+/// The newest checkpoint of a run that is whole, with a warning of each that is not.
 ///
 /// # Errors
 /// If none is usable, with the reason for each.
-pub fn latest_checkpoint(
-    folder: &Path,
-    mut warn: impl FnMut(String),
-) -> Result<(PathBuf, Checkpoint)> {
+pub fn latest_checkpoint(folder: &Path) -> Result<(PathBuf, Checkpoint)> {
     let mut candidates = step_checkpoints(folder)?;
     candidates.push(folder.join(BEST));
     let mut reasons = Vec::new();
@@ -232,29 +229,30 @@ pub fn latest_checkpoint(
     }
 }
 
-/// A checkpoint to evaluate or sample: a file, or a run's folder, whose best one is taken.
+/// The checkpoint that a flag names: a file, or a run's folder, whose best one is taken.
 ///
 /// # Errors
 /// If there is none, or it is damaged.
-pub fn open_checkpoint(path: &Path, warn: impl FnMut(String)) -> Result<(PathBuf, Checkpoint)> {
+pub fn open_checkpoint(flag: &str, path: &Path) -> Result<(PathBuf, Checkpoint)> {
     if path.is_dir() {
         let best = path.join(BEST);
         return match best.exists() {
             true => Ok((best.clone(), Checkpoint::read(&best)?)),
-            false if holds_run(path) => latest_checkpoint(path, warn),
+            false if holds_run(path) => latest_checkpoint(path),
             false => bail!(
-                "{} holds no run; train one first, or give --checkpoint FILE",
+                "--{flag} {}: the folder holds no run; train one first, or give a file",
                 path.display()
             ),
         };
     }
     ensure!(
         path.exists(),
-        "there is no checkpoint at {}; train a model first ({} train) or give --checkpoint PATH",
+        "--{flag} {}: there is no checkpoint; train a model first ({} train), or give another path",
         path.display(),
         program()
     );
-    Ok((path.to_owned(), Checkpoint::read(path)?))
+    let checkpoint = Checkpoint::read(path).with_context(|| format!("--{flag}"))?;
+    Ok((path.to_owned(), checkpoint))
 }
 
 /// Whether there is anything of a run, all of which a new one would remove.

@@ -66,7 +66,7 @@ impl Session {
 
     /// The run on one page; where that is.
     fn report(&self, peak_tflops: Option<f64>) -> Result<PathBuf> {
-        let (_, checkpoint) = run::open_checkpoint(self.folder.path(), warn)?;
+        let (_, checkpoint) = run::open_checkpoint("run", self.folder.path())?;
         Report {
             files: self.folder.files(),
             checkpoint: &checkpoint,

@@ -331,7 +331,7 @@ fn several_samples_and_their_cache() {
     assert!(both.contains("cannot be used with"), "{both}");
 
     for (flags, code, message) in [
-        (["--cache", "some"], 2, "must be all, reachable, window:W,S"),
+        (["--cache", "some"], 2, "there is no policy 'some'"),
         (["--cache", "window:0,1"], 2, "with W at least 1"),
         (["--page-size", "20"], 2, "must be 16, 32, 64 or 128"),
         (
