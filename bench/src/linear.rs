@@ -46,9 +46,6 @@ struct Args {
     /// Only products of block-sparse weights.
     #[arg(long)]
     blocks: bool,
-    /// Cycles by which the second warpgroup begins later.
-    #[arg(long)]
-    stagger: Option<u32>,
     /// Also write the numbers to this file.
     #[arg(long)]
     json: Option<std::path::PathBuf>,
@@ -230,13 +227,6 @@ impl Bench {
             let Some(product) = Product::new(&self.client, [a, b], gradient, gradient, index)?
             else {
                 break;
-            };
-            let product = match self.args.stagger {
-                Some(cycles) => Product {
-                    plan: product.plan.with_stagger(cycles),
-                    ..product
-                },
-                None => product,
             };
             let request = product.request;
             let Some(ms) = self.milliseconds(|| product.run())? else {

@@ -37,8 +37,7 @@ fn shapes(
 ) {
     for device in devices() {
         let [q, k, v] = [q, k, v].map(|shape| zeros(shape, &device));
-        let error = sparse_attention(q, k, v, &layout()).unwrap_err();
-        assert_eq!(error.to_string(), message);
+        refused! { sparse_attention(q, k, v, &layout()) => message; }
     }
 }
 
@@ -54,11 +53,7 @@ fn shapes(
 fn option_values(#[case] options: AttentionOptions, #[case] message: &str) {
     for device in devices() {
         let x = zeros([1, 4, 32, 8], &device);
-        let error = SparseAttentionCall::new(x.clone(), x.clone(), x, &layout())
-            .options(options.clone())
-            .run()
-            .unwrap_err();
-        assert_eq!(error.to_string(), message);
+        refused! { SparseAttentionCall::new(x.clone(), x.clone(), x, &layout()).options(options.clone()).run() => message; }
     }
 }
 
@@ -85,14 +80,7 @@ fn batches() {
     for device in devices() {
         let x = zeros([3, 4, 32, 8], &device);
         let options = AttentionOptions::default();
-        let error = SparseAttentionCall::new(x.clone(), x.clone(), x, &layout)
-            .options(options)
-            .run()
-            .unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "q's batch must be 2, the layout's, got 3"
-        );
+        refused! { SparseAttentionCall::new(x.clone(), x.clone(), x, &layout).options(options).run() => "q's batch must be 2, the layout's, got 3"; }
     }
 }
 
@@ -103,11 +91,7 @@ fn different_devices() {
     };
     let x = zeros([1, 4, 32, 8], &device);
     let k = zeros([1, 4, 32, 8], &other);
-    let error = sparse_attention(x.clone(), k, x, &layout()).unwrap_err();
-    assert!(
-        error.to_string().starts_with("k's device must be"),
-        "{error}"
-    );
+    refused! { sparse_attention(x.clone(), k, x, &layout()) => "k's device must be…"; }
 }
 
 /// What a call with these tensors is refused with.
@@ -159,17 +143,9 @@ fn merged_parts() {
             Tensor::<3>::zeros([1, 4, 32], &device),
         );
         let fewer = zeros([1, 4, 31, 8], &device);
-        let error = merge_attention(out.clone(), lse.clone(), fewer, lse.clone()).unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "out_b's shape must be [1, 4, 32, 8], out_a's, got [1, 4, 31, 8]"
-        );
+        refused! { merge_attention(out.clone(), lse.clone(), fewer, lse.clone()) => "out_b's shape must be [1, 4, 32, 8], out_a's, got [1, 4, 31, 8]"; }
         let short = Tensor::<3>::zeros([1, 4, 31], &device);
-        let error = merge_attention(out.clone(), lse, out, short).unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "lse_b's shape must be [1, 4, 32], out_a's rows, got [1, 4, 31]"
-        );
+        refused! { merge_attention(out.clone(), lse, out, short) => "lse_b's shape must be [1, 4, 32], out_a's rows, got [1, 4, 31]"; }
     }
     // Sums of f64 are not silently f32, and the other way round.
     let device = devices().remove(0);
@@ -189,8 +165,7 @@ fn merged_parts() {
             .iter()
             .all(|dtype| supports(&device, *dtype))
         {
-            let error = dtypes(of_out, of_lse_a, of_lse_b).unwrap_err();
-            assert_eq!(error.to_string(), message);
+            refused! { dtypes(of_out, of_lse_a, of_lse_b) => message; }
         }
     }
     for (dtype, sums) in [(BF16, F32), (F32, F32), (F64, F64)] {
@@ -211,9 +186,7 @@ fn merged_parts_of_other_devices() {
     let lse = |device: &Device| Tensor::<3>::zeros([1, 4, 32], device);
     for (name, place) in [("lse_a", 0), ("out_b", 1), ("lse_b", 2)] {
         let of = |at: usize| if at == place { other } else { device };
-        let error = merge_attention(out(device), lse(of(0)), out(of(1)), lse(of(2)));
-        let message = error.unwrap_err().to_string();
-        assert_eq!(message, format!("{name}'s device {expected}"));
+        refused! { merge_attention(out(device), lse(of(0)), out(of(1)), lse(of(2))) => format!("{name}'s device {expected}"); }
     }
 }
 
@@ -239,7 +212,7 @@ fn masses_of_keys_that_do_not_fit() {
                 &layout(),
                 AccumulatedAttentionOptions::default(),
             );
-            assert_eq!(masses.unwrap_err().to_string(), message);
+            refused! { masses => message; }
         }
     }
 }
@@ -291,14 +264,7 @@ fn limits_of_a_device() {
         }
         if wgpu && device.supports_dtype(DType::F64) {
             let x = zeros([1, 4, 32, 8], &device).cast(DType::F64);
-            let error = SparseAttentionCall::new(x.clone(), x.clone(), x, &layout())
-                .options(options)
-                .run()
-                .unwrap_err();
-            assert_eq!(
-                error.to_string(),
-                "dtype must be a float type of the device, got f64"
-            );
+            refused! { SparseAttentionCall::new(x.clone(), x.clone(), x, &layout()).options(options).run() => "dtype must be a float type of the device, got f64"; }
         }
     }
 }

@@ -16,10 +16,10 @@ fn errors(#[case] window: [usize; 4], #[case] gates: [usize; 4], #[case] message
         let zeros = |shape: [usize; 4]| Tensor::<4>::zeros(shape, (&device, DType::F32));
         let branches = NsaBranches::new(None, zeros([1, 2, 5, 8]), Some(zeros(window)));
         let gates = zeros(gates);
-        let error = branches.explain_gated(&gates).unwrap_err();
-        assert_eq!(error.to_string(), message);
-        let error = branches.gated(gates).unwrap_err();
-        assert_eq!(error.to_string(), message);
+        refused! {
+            branches.explain_gated(&gates) => message;
+            branches.gated(gates) => message;
+        }
     }
 }
 
@@ -32,10 +32,7 @@ fn branches_of_another_dtype() {
         let zeros = |dtype: DType| Tensor::<4>::zeros([1, 1, 2, 4], (&device, dtype));
         let branches = NsaBranches::new(Some(zeros(DType::F64)), zeros(DType::F32), None);
         let gates = Tensor::<4>::zeros([1, 1, 2, 3], (&device, DType::F32));
-        assert_eq!(
-            branches.gated(gates).unwrap_err().to_string(),
-            "a branch's dtype must be F32, the selected one's, got F64"
-        );
+        refused! { branches.gated(gates) => "a branch's dtype must be F32, the selected one's, got F64"; }
     }
 }
 

@@ -1,15 +1,19 @@
 //! One program for all of it: every test program links all of Burn, some 80 MB, and 215 MB with wgpu.
 
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+mod accelerated;
 mod activation;
 mod arrows;
 mod block_sparse;
 mod blocks;
+mod burn_attention;
 mod call;
 mod compare;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 mod compiled;
 mod embedding;
 mod errors;
+mod features;
 mod fuzz;
 mod gates;
 mod graph;

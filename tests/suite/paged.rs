@@ -132,8 +132,7 @@ fn arguments_are_checked() {
             let q = float([2, 4, 1, 8], &device);
             paged_attention(q.clone(), &kv, &options).unwrap();
             change(&mut kv, &mut options, &device);
-            let error = paged_attention(q, &kv, &options).unwrap_err();
-            assert_eq!(error.to_string(), message);
+            refused! { paged_attention(q, &kv, &options) => message; }
         }
     }
 }
@@ -144,16 +143,11 @@ fn rows_to_append_are_checked() {
         let pages = || float([6, 16, 8], &device);
         let row = |heads: usize| float([1, heads, 1, 8], &device);
         let append = |k, v, slots| append_rows(pages(), pages(), k, v, int(slots, &device));
-        let error = append(row(2), row(1), [1, 1, 1]).unwrap_err();
-        let message = "v's shape must be [1, 2, 1, 8], k's, of the values' width, got [1, 1, 1, 8]";
-        assert_eq!(error.to_string(), message);
-        let error = append(row(2), row(2), [1, 1, 3]).unwrap_err();
-        let message = "slots' shape must be [1, 1, 1], k's rows, got [1, 1, 3]";
-        assert_eq!(error.to_string(), message);
-        let error = append(row(4), row(4), [1, 1, 1]).unwrap_err();
-        let message =
-            "keys' pages must be a multiple of 4, kv_heads, because they share the table, got 6";
-        assert_eq!(error.to_string(), message);
+        refused! {
+            append(row(2), row(1), [1, 1, 1]) => "v's shape must be [1, 2, 1, 8], k's, of the values' width, got [1, 1, 1, 8]";
+            append(row(2), row(2), [1, 1, 3]) => "slots' shape must be [1, 1, 1], k's rows, got [1, 1, 3]";
+            append(row(4), row(4), [1, 1, 1]) => "keys' pages must be a multiple of 4, kv_heads, because they share the table, got 6";
+        }
     }
 }
 
@@ -167,62 +161,25 @@ fn choices_of_pages_are_checked() {
         };
         let keys = float([6, 16, 8], &device);
         let slots = |heads| int([1, heads, 1], &device);
-        let error = summarize_pages(bounds(6, 4), &keys, 2, slots(1)).unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "summaries' shape must be [6, 2, 8], of the keys, got [6, 2, 4]"
-        );
-        let error = summarize_pages(bounds(6, 8), &keys, 2, slots(3)).unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "slots' heads must be 1 or 2, kv_heads, got 3"
-        );
+        refused! {
+            summarize_pages(bounds(6, 4), &keys, 2, slots(1)) => "summaries' shape must be [6, 2, 8], of the keys, got [6, 2, 4]";
+            summarize_pages(bounds(6, 8), &keys, 2, slots(3)) => "slots' heads must be 1 or 2, kv_heads, got 3";
+        }
         let select = |q: [usize; 3], summaries: PageSummaries, table, spans| {
             let (table, spans) = (int(table, &device), int(spans, &device));
-            let q = float(q, &device);
-            let picks = select_pages(q, &summaries, 2, &table, &spans, &choice);
-            picks
-                .map(|picks| picks.dims())
-                .map_err(|error| error.to_string())
+            select_pages(float(q, &device), &summaries, 2, &table, &spans, &choice)
         };
         let table = [2, 1, 4];
-        assert_eq!(
-            select([2, 4, 8], bounds(6, 8), table, [2, 1, 4]),
-            Ok([2, 2, 3])
-        );
-        let refused = [
-            (
-                select([2, 4, 4], bounds(6, 8), table, [2, 1, 4]),
-                "summaries' width must be 4, q's, got 8",
-            ),
-            (
-                select([2, 3, 8], bounds(6, 8), table, [2, 1, 4]),
-                "kv_heads must be a divisor of the 3 heads of q, got 2",
-            ),
-            (
-                select([3, 4, 8], bounds(6, 8), table, [2, 1, 4]),
-                "table's batch must be 3, q's, got 2",
-            ),
-            (
-                select([2, 4, 8], bounds(6, 8), table, [2, 2, 4]),
-                "spans' shape must be [2, 1, 4], the table's rows, got [2, 2, 4]",
-            ),
-            (
-                select([2, 4, 8], bounds(5, 8), table, [2, 1, 4]),
-                "keys' pages must be a multiple of 2, kv_heads, because they share the table, got 5",
-            ),
-            (
-                select(
-                    [2, 4, 8],
-                    PageSummaries::zeros(PageSummary::Mean, 6, 8, DType::F32, &device),
-                    table,
-                    [2, 1, 4],
-                ),
-                "summaries must be Bounds, the choice's, got Mean",
-            ),
-        ];
-        for (result, message) in refused {
-            assert_eq!(result.unwrap_err(), message);
+        let picks = select([2, 4, 8], bounds(6, 8), table, [2, 1, 4]).unwrap();
+        assert_eq!(picks.dims(), [2, 2, 3]);
+        let means = PageSummaries::zeros(PageSummary::Mean, 6, 8, DType::F32, &device);
+        refused! {
+            select([2, 4, 4], bounds(6, 8), table, [2, 1, 4]) => "summaries' width must be 4, q's, got 8";
+            select([2, 3, 8], bounds(6, 8), table, [2, 1, 4]) => "kv_heads must be a divisor of the 3 heads of q, got 2";
+            select([3, 4, 8], bounds(6, 8), table, [2, 1, 4]) => "table's batch must be 3, q's, got 2";
+            select([2, 4, 8], bounds(6, 8), table, [2, 2, 4]) => "spans' shape must be [2, 1, 4], the table's rows, got [2, 2, 4]";
+            select([2, 4, 8], bounds(5, 8), table, [2, 1, 4]) => "keys' pages must be a multiple of 2, kv_heads, because they share the table, got 5";
+            select([2, 4, 8], means, table, [2, 1, 4]) => "summaries must be Bounds, the choice's, got Mean";
         }
     }
 }
@@ -233,9 +190,7 @@ fn options_that_pages_do_not_have() {
     let options = AttentionOptions::default().softcap(30.0).scale(0.5);
     let paged = PagedOptions::for_attention(&options, &tensors).unwrap();
     assert_eq!((paged.softcap, paged.scale), (Some(30.0), Some(0.5)));
-    let error = PagedOptions::for_attention(&options.alibi(alibi_slopes(4)), &tensors).unwrap_err();
-    let message = "options.alibi must be unset, because attention over pages does not support it, got a value";
-    assert_eq!(error.to_string(), message);
+    refused! { PagedOptions::for_attention(&options.alibi(alibi_slopes(4)), &tensors) => "options.alibi must be unset, because attention over pages does not support it, got a value"; }
 }
 
 #[test]
@@ -243,33 +198,21 @@ fn quantised_pages_are_checked() {
     for device in devices() {
         let zeros =
             |sizes, widths| QuantizedPages::zeros(Quantization::Int8, sizes, widths, &device);
-        let error = zeros([6, 16], [8, 6]).unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "values' width must be a multiple of 4, got 6"
-        );
-        let error = zeros([6, 12], [8, 8]).unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "keys' page size must be a power of two, got 12"
-        );
+        refused! {
+            zeros([6, 16], [8, 6]) => "values' width must be a multiple of 4, got 6";
+            zeros([6, 12], [8, 8]) => "keys' page size must be a power of two, got 12";
+        }
         let pages = zeros([6, 16], [8, 8]).unwrap();
         assert_eq!(pages.widths(), [8, 8]);
         let row = |heads: usize| float([1, heads, 1, 8], &device);
         let slots = || int([1, 1, 1], &device);
-        let error = append_quantized(pages.clone(), row(2), row(1), slots()).unwrap_err();
-        let message = "v's shape must be [1, 2, 1, 8], k's, of the values' width, got [1, 1, 1, 8]";
-        assert_eq!(error.to_string(), message);
+        refused! { append_quantized(pages.clone(), row(2), row(1), slots()) => "v's shape must be [1, 2, 1, 8], k's, of the values' width, got [1, 1, 1, 8]"; }
         let mut other = pages.clone();
         other.key_scales = float([6, 8], &device);
-        let error = append_quantized(other, row(2), row(2), slots()).unwrap_err();
-        let message = "key_scales' shape must be [6, 16], the pages', got [6, 8]";
-        assert_eq!(error.to_string(), message);
+        refused! { append_quantized(other, row(2), row(2), slots()) => "key_scales' shape must be [6, 16], the pages', got [6, 8]"; }
         let mut other = pages.clone();
         other.keys = Tensor::zeros([6, 16, 2], (&device, DType::I64));
-        let error = append_quantized(other, row(2), row(2), slots()).unwrap_err();
-        let message = "keys' dtype must be I32, for quantised pages, got I64";
-        assert_eq!(error.to_string(), message);
+        refused! { append_quantized(other, row(2), row(2), slots()) => "keys' dtype must be I32, for quantised pages, got I64"; }
         let kv = PagedKeysValues::of_store(
             PagedStore::Quantized(pages),
             2,
@@ -278,13 +221,13 @@ fn quantised_pages_are_checked() {
         );
         let error = paged_attention(float([2, 4, 1, 4], &device), &kv, &PagedOptions::default());
         let message = "keys' width must be 4, q's, got 8";
-        assert_eq!(error.unwrap_err().to_string(), message);
+        refused! { error => message; }
         let error = dequantize(
             Quantization::Fp8E4m3,
             int([3, 2], &device),
             float([2], &device),
         );
         let message = "scales' shape must be [3], a row each, got [2]";
-        assert_eq!(error.unwrap_err().to_string(), message);
+        refused! { error => message; }
     }
 }

@@ -69,8 +69,7 @@ const TEXTS_OF_NO_PAGES: &str = "
 #[test]
 fn texts_of_no_pages() {
     for [text, message] in rows(TEXTS_OF_NO_PAGES) {
-        let error = text.parse::<Selection>().unwrap_err();
-        assert_eq!(error.to_string(), message);
+        refused! { text.parse::<Selection>() => message; }
     }
 }
 
@@ -91,14 +90,12 @@ fn rules_of_no_pages() {
             "forced.local must be at least 1, the query's own, for quest, got 0",
         ),
     ] {
-        assert_eq!(selection.check().unwrap_err().to_string(), message);
-        assert_eq!(selection.on_pages(16, 1).unwrap_err().to_string(), message);
+        refused! {
+            selection.check() => message;
+            selection.on_pages(16, 1) => message;
+        }
     }
-    let error = "topk:16,3".parse::<Selection>().unwrap().on_pages(16, 1);
-    assert_eq!(
-        error.unwrap_err().to_string(),
-        "selection must be one that a pool of pages can choose by (moba, quest), got topk:16,3"
-    );
+    refused! { "topk:16,3".parse::<Selection>().unwrap().on_pages(16, 1) => "selection must be one that a pool of pages can choose by (moba, quest), got topk:16,3"; }
     let choice = quest.on_pages(16, 4).unwrap();
     assert_eq!((choice.selected_pages(), choice.mean), (4, true));
     // The query's own page is as long as it is.
@@ -135,41 +132,21 @@ const TEXTS_OF_NONE: &str = "
 #[test]
 fn texts_of_none() {
     for [text, message] in rows(TEXTS_OF_NONE) {
-        let error = text.parse::<Selection>().unwrap_err();
-        assert_eq!(error.to_string(), message);
+        refused! { text.parse::<Selection>() => message; }
     }
 }
 
 #[rstest]
-#[case(
-    AttentionOptions::default().alibi([0.5, 0.5]).into(),
-    "options.alibi must be none where every query chooses for itself, got slopes"
-)]
-#[case(
-    AttentionOptions::default().dropout(Dropout::new(0.5, 1)).into(),
-    "options.dropout must be none where every query chooses for itself, got 0.5"
-)]
-#[case(
-    AttentionOptions::default().weights(WeightsMode::Store).into(),
-    "options.weights must be Recompute where every query chooses for itself, got Store"
-)]
-#[case(
-    AttentionOptions::default().softcap(0.0).into(),
-    "options.softcap must be positive and finite in f32, got 0"
-)]
-#[case(
-    AttentionOptions::default().scale(f64::NAN).into(),
-    "call.scale must be finite, got NaN"
-)]
-#[case(
-    SelectedOptions::default().causal(false),
-    "call.causal must be true for moba, got false"
-)]
+#[case(AttentionOptions::default().alibi([0.5, 0.5]).into(), "options.alibi must be none where every query chooses for itself, got slopes")]
+#[case(AttentionOptions::default().dropout(Dropout::new(0.5, 1)).into(), "options.dropout must be none where every query chooses for itself, got 0.5")]
+#[case(AttentionOptions::default().weights(WeightsMode::Store).into(), "options.weights must be Recompute where every query chooses for itself, got Store")]
+#[case(AttentionOptions::default().softcap(0.0).into(), "options.softcap must be positive and finite in f32, got 0")]
+#[case(AttentionOptions::default().scale(f64::NAN).into(), "call.scale must be finite, got NaN")]
+#[case(SelectedOptions::default().causal(false), "call.causal must be true for moba, got false")]
 fn options_of_none(#[case] options: SelectedOptions, #[case] message: &str) {
     for device in devices() {
         let x = zeros([1, 2, 40, 8], &device);
-        let error = attention_selected(x.clone(), x.clone(), x, &moba(), options.clone());
-        assert_eq!(error.unwrap_err().to_string(), message);
+        refused! { attention_selected(x.clone(), x.clone(), x, &moba(), options.clone()) => message; }
     }
 }
 
@@ -190,14 +167,12 @@ fn shapes(
 ) {
     for device in devices() {
         let [q, k, v] = [q, k, v].map(|shape| zeros(shape, &device));
-        let error = attention_selected(q, k, v, &moba(), AttentionOptions::default());
-        assert_eq!(error.unwrap_err().to_string(), message);
+        refused! { attention_selected(q, k, v, &moba(), AttentionOptions::default()) => message; }
     }
 }
 
 #[test]
 fn selections_of_none() {
-    let message = |result: Result<(), OpError>| result.unwrap_err().to_string();
     for device in devices() {
         let x = zeros([1, 2, 40, 8], &device);
         let call = EstimateInputs::new(x.clone(), x.clone());
@@ -205,27 +180,14 @@ fn selections_of_none() {
             let options = AttentionOptions::default();
             attention_selected(x.clone(), x.clone(), x.clone(), selection, options).map(|_| ())
         };
-        assert_eq!(
-            message(run(&moba().with_budget(Budget::TopK(0)))),
-            "k must be at least 1, got 0"
-        );
-        assert_eq!(
-            message(run(&moba().with_budget(Budget::MinP(0.5)))),
-            "keep must be a number of blocks for moba, got MinP(0.5)"
-        );
-        assert_eq!(
-            message(run(&moba().with_always(Always { first: 1, local: 0 }))),
-            "forced.local must be at least 1, the query's own, for moba, got 0"
-        );
-        assert_eq!(
-            message(moba().choose(&call).map(|_| ())),
-            "query_rows must be as many queries as keys of a block (attention_selected takes 1, too), got 1"
-        );
+        refused! {
+            run(&moba().with_budget(Budget::TopK(0))) => "k must be at least 1, got 0";
+            run(&moba().with_budget(Budget::MinP(0.5))) => "keep must be a number of blocks for moba, got MinP(0.5)";
+            run(&moba().with_always(Always { first: 1, local: 0 })) => "forced.local must be at least 1, the query's own, for moba, got 0";
+            moba().choose(&call) => "query_rows must be as many queries as keys of a block (attention_selected takes 1, too), got 1";
+        }
         let squares: Selection = "topk:16,3".parse().unwrap();
-        assert_eq!(
-            message(squares.query_lists(&call).map(|_| ())),
-            "query_rows must be 1, got 16"
-        );
+        refused! { squares.query_lists(&call) => "query_rows must be 1, got 16"; }
         // Sharing is no error, also where heads have nothing to share.
         run(&moba().with_gqa_reduction(GqaReduction::Sum)).unwrap();
     }
@@ -234,35 +196,16 @@ fn selections_of_none() {
 #[test]
 fn rows_of_none() {
     for device in devices() {
-        let error = |index: [usize; 3], users: [usize; 4]| {
+        let gather = |index: [usize; 3], users: [usize; 4]| {
             let index = Tensor::<3, Int>::zeros(index, &device);
             let users = Tensor::<4, Int>::zeros(users, &device);
-            let rows = gather_rows(zeros([1, 2, 5, 3], &device), index, users);
-            rows.unwrap_err().to_string()
+            gather_rows(zeros([1, 2, 5, 3], &device), index, users)
         };
-        for (index, users, message) in [
-            (
-                [1, 1, 4],
-                [1, 2, 5, 1],
-                "index's heads must be [1, 2], x's, got [1, 1]",
-            ),
-            (
-                [1, 2, 4],
-                [1, 2, 4, 1],
-                "users' rows must be [1, 2, 5], x's, got [1, 2, 4]",
-            ),
-            (
-                [1, 2, 0],
-                [1, 2, 5, 1],
-                "index's places must be at least 1, got 0",
-            ),
-            (
-                [1, 2, 4],
-                [1, 2, 5, 0],
-                "users' width must be at least 1, got 0",
-            ),
-        ] {
-            assert_eq!(error(index, users), message);
+        refused! {
+            gather([1, 1, 4], [1, 2, 5, 1]) => "index's heads must be [1, 2], x's, got [1, 1]";
+            gather([1, 2, 4], [1, 2, 4, 1]) => "users' rows must be [1, 2, 5], x's, got [1, 2, 4]";
+            gather([1, 2, 0], [1, 2, 5, 1]) => "index's places must be at least 1, got 0";
+            gather([1, 2, 4], [1, 2, 5, 0]) => "users' width must be at least 1, got 0";
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use burn_sparse_select::{Always, Budget, GqaReduction, Selection};
 
-use burn_blocksparse_tests::prelude::rows;
+use burn_blocksparse_tests::prelude::{refused, rows};
 
 burn_blocksparse_tests::tests!(selection);
 
@@ -104,8 +104,7 @@ const ERRORS: &str = "
 #[test]
 fn errors() {
     for [text, message] in rows(ERRORS) {
-        let error = text.parse::<Selection>().unwrap_err();
-        assert_eq!(error.to_string(), message);
+        refused! { text.parse::<Selection>() => message; }
     }
 }
 

@@ -167,14 +167,14 @@ registry! {
     }
     selected {
         selection::moba: selected_attention_equals_f64, selected_attention_in_half_precision, selected_attention_equals_its_layout,
-            selected_attention_of_query_blocks, selected_gradients_equal_finite_differences, selected_attention_is_prefix_stable,
+            selected_attention_of_query_blocks, selected_attention_is_prefix_stable,
             selected_attention_of_a_permuted_batch;
         selection::moba_lists: chosen_blocks_of_any_scores, chosen_blocks_in_several_slabs, moba_golden, rows_at_equals_f64;
         selection::lists: attention_with_lists_equals_f64, attention_with_lists_in_half_precision,
             attention_with_lists_gives_the_same_bits, attention_with_lists_plans, attention_with_lists_errors;
         selection::lists: key_lists_are_unique, key_lists_overlap, attention_with_keys_equals_f64,
             attention_with_keys_in_half_precision, attention_with_keys_of_other_widths, attention_with_keys_of_many_heads,
-            attention_with_keys_gives_the_same_bits, attention_with_keys_equals_finite_differences, attention_with_keys_plans,
+            attention_with_keys_gives_the_same_bits, attention_with_keys_plans,
             attention_with_keys_errors, layouts_of_keys_equal_f64;
         selection::dsa: dsa_golden, dsa_choices_equal_f64, dsa_choices_of_equal_scores, dsa_is_prefix_stable, dsa_losses_equal_f64,
             dsa_gradients_equal_finite_differences, dsa_gradients_equal_f64, dsa_in_half_precision, dsa_errors;

@@ -12,6 +12,8 @@ pub mod graph;
 pub mod judge;
 pub mod paged;
 pub mod prelude;
+#[path = "../../crates/blocksparse/tests/all/refused.rs"]
+pub mod refused;
 pub mod rows;
 pub mod selection;
 pub mod shard;

@@ -13,5 +13,6 @@ pub use crate::devices::*;
 pub use crate::judge::attention::{Answer, Expected, Near, Problem, Sizes};
 pub use crate::judge::compare::*;
 pub use crate::judge::numbers::*;
+pub use crate::refused;
 pub use crate::rows::{all, one, rows, settings};
 pub use crate::shard::{shard, some_of};

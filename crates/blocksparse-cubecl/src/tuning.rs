@@ -146,116 +146,44 @@ const MIB: &str = "a whole number of MiB";
 /// Steps of a walk of lists that there are bits for.
 pub const MOST_LISTED_STAGES: usize = 32;
 
-/// By name.
-const VARIABLES: &[Variable] = &[
-    Variable {
-        name: "BLOCKSPARSE_COARSE",
-        expected: SWITCH,
-        set: |tuning, text| put(&mut tuning.coarse, switch(text).map(Some)),
-    },
-    Variable {
-        name: "BLOCKSPARSE_KEY_PICKS",
-        expected: "0, 1 or whole",
-        set: |tuning, text| {
-            tuning.key_picks = match text {
-                "0" => KeyPicking::Pages,
-                "1" => KeyPicking::Parts,
-                "whole" => KeyPicking::Whole,
-                _ => return None,
-            };
-            Some(())
-        },
-    },
-    Variable {
-        name: "BLOCKSPARSE_LINE_SUMS",
-        expected: SWITCH,
-        set: |tuning, text| put(&mut tuning.line_sums, switch(text)),
-    },
-    Variable {
-        name: "BLOCKSPARSE_LISTED",
-        expected: "walk, neighbours or tiles",
-        set: |tuning, text| {
-            tuning.listed = Some(match text {
-                "walk" => ListedWay::Walk,
-                "neighbours" => ListedWay::Neighbours,
-                "tiles" => ListedWay::Tiles,
-                _ => return None,
-            });
-            Some(())
-        },
-    },
-    Variable {
-        name: "BLOCKSPARSE_LISTED_TILE",
-        expected: "KEYSxSTAGES of forward, or two of them with a comma between, forward and dQ: 16 or 32 keys, 2 to 32 stages",
-        set: |tuning, text| {
-            tuning.listed_tile = shapes(text)?;
-            let fits = |&[keys, stages]: &[usize; 2]| {
-                matches!(keys, 16 | 32) && (2..=MOST_LISTED_STAGES).contains(&stages)
-            };
-            (tuning.listed_tile.iter().flatten().all(fits)).then_some(())
-        },
-    },
-    Variable {
-        name: "BLOCKSPARSE_LOG_SUMS",
-        expected: SWITCH,
-        set: |tuning, text| put(&mut tuning.log_sums, switch(text)),
-    },
-    Variable {
-        name: "BLOCKSPARSE_MMA_TILE",
-        expected: "WARPSxWARP_TILESxCOLSxSTAGES of forward, or up to three of them with commas between, forward, dQ and dK, dV",
-        set: |tuning, text| put(&mut tuning.mma_tile, shapes(text)),
-    },
-    Variable {
-        name: "BLOCKSPARSE_PAIRS",
-        expected: SWITCH,
-        set: |tuning, text| put(&mut tuning.pairs, switch(text)),
-    },
-    Variable {
-        name: "BLOCKSPARSE_PICKS",
-        expected: SWITCH,
-        set: |tuning, text| put(&mut tuning.picks, switch(text)),
-    },
-    Variable {
-        name: "BLOCKSPARSE_POISON",
-        expected: SWITCH,
-        set: |tuning, text| put(&mut tuning.poison, switch(text)),
-    },
-    Variable {
-        name: "BLOCKSPARSE_RECORDS",
-        expected: MIB,
-        set: |tuning, text| put(&mut tuning.records, number(text)),
-    },
-    Variable {
-        name: "BLOCKSPARSE_REFERENCE",
-        expected: SWITCH,
-        set: |tuning, text| put(&mut tuning.reference, switch(text)),
-    },
-    Variable {
-        name: "BLOCKSPARSE_ROW_PRODUCTS",
-        expected: SWITCH,
-        set: |tuning, text| put(&mut tuning.row_products, switch(text)),
-    },
-    Variable {
-        name: "BLOCKSPARSE_SIMT_SUMS",
-        expected: MIB,
-        set: |tuning, text| put(&mut tuning.simt_sums, number(text)),
-    },
-    Variable {
-        name: "BLOCKSPARSE_SIMT_TILE",
-        expected: "ROWSxCOLSxUNIT_ROWS, each at least 1",
-        set: |tuning, text| put(&mut tuning.simt_tile, shape(text).map(Some)),
-    },
-    Variable {
-        name: TIER,
-        expected: TIERS,
-        set: |tuning, text| put(&mut tuning.tier, text.parse().ok()),
-    },
-    Variable {
-        name: "BLOCKSPARSE_UNFENCED",
-        expected: SWITCH,
-        set: |tuning, text| put(&mut tuning.unfenced, switch(text)),
-    },
-];
+macro_rules! variables {
+    ($($name:expr, $expected:expr => $field:ident: $read:expr;)+) => {
+        /// By name.
+        const VARIABLES: &[Variable] = &[$(Variable {
+            name: $name,
+            expected: $expected,
+            set: |tuning, text| {
+                let read: fn(&str) -> Option<_> = $read;
+                tuning.$field = read(text)?;
+                Some(())
+            },
+        }),+];
+    };
+}
+
+variables! {
+    "BLOCKSPARSE_COARSE", SWITCH => coarse: |text| switch(text).map(Some);
+    "BLOCKSPARSE_KEY_PICKS", "0, 1 or whole" => key_picks: key_picking;
+    "BLOCKSPARSE_LINE_SUMS", SWITCH => line_sums: switch;
+    "BLOCKSPARSE_LISTED", "walk, neighbours or tiles" => listed: |text| listed_way(text).map(Some);
+    "BLOCKSPARSE_LISTED_TILE",
+        "KEYSxSTAGES of forward, or two of them with a comma between, forward and dQ: 16 or 32 keys, 2 to 32 stages"
+        => listed_tile: listed_tiles;
+    "BLOCKSPARSE_LOG_SUMS", SWITCH => log_sums: switch;
+    "BLOCKSPARSE_MMA_TILE",
+        "WARPSxWARP_TILESxCOLSxSTAGES of forward, or up to three of them with commas between, forward, dQ and dK, dV"
+        => mma_tile: shapes;
+    "BLOCKSPARSE_PAIRS", SWITCH => pairs: switch;
+    "BLOCKSPARSE_PICKS", SWITCH => picks: switch;
+    "BLOCKSPARSE_POISON", SWITCH => poison: switch;
+    "BLOCKSPARSE_RECORDS", MIB => records: number;
+    "BLOCKSPARSE_REFERENCE", SWITCH => reference: switch;
+    "BLOCKSPARSE_ROW_PRODUCTS", SWITCH => row_products: switch;
+    "BLOCKSPARSE_SIMT_SUMS", MIB => simt_sums: number;
+    "BLOCKSPARSE_SIMT_TILE", "ROWSxCOLSxUNIT_ROWS, each at least 1" => simt_tile: |text| shape(text).map(Some);
+    TIER, TIERS => tier: |text| text.parse().ok();
+    "BLOCKSPARSE_UNFENCED", SWITCH => unfenced: switch;
+}
 
 const TIER: &str = "BLOCKSPARSE_TIER";
 const TIERS: &str =
@@ -263,11 +191,6 @@ const TIERS: &str =
 
 fn names() -> Vec<&'static str> {
     VARIABLES.iter().map(|variable| variable.name).collect()
-}
-
-fn put<T>(place: &mut T, value: Option<T>) -> Option<()> {
-    *place = value?;
-    Some(())
 }
 
 fn switch(text: &str) -> Option<bool> {
@@ -280,6 +203,31 @@ fn switch(text: &str) -> Option<bool> {
 
 fn number(text: &str) -> Option<usize> {
     text.parse().ok()
+}
+
+fn key_picking(text: &str) -> Option<KeyPicking> {
+    match text {
+        "0" => Some(KeyPicking::Pages),
+        "1" => Some(KeyPicking::Parts),
+        "whole" => Some(KeyPicking::Whole),
+        _ => None,
+    }
+}
+
+fn listed_way(text: &str) -> Option<ListedWay> {
+    match text {
+        "walk" => Some(ListedWay::Walk),
+        "neighbours" => Some(ListedWay::Neighbours),
+        "tiles" => Some(ListedWay::Tiles),
+        _ => None,
+    }
+}
+
+fn listed_tiles(text: &str) -> Option<[Option<[usize; 2]>; 2]> {
+    let fits = |&[keys, stages]: &[usize; 2]| {
+        matches!(keys, 16 | 32) && (2..=MOST_LISTED_STAGES).contains(&stages)
+    };
+    shapes(text).filter(|tiles| tiles.iter().flatten().all(fits))
 }
 
 /// As many numbers with an x between, each at least 1.
@@ -503,181 +451,35 @@ mod tests {
 
     #[test]
     fn values_go_where_they_belong() {
-        let default = Tuning::default;
-        let all: [(&str, &str, Tuning); 22] = [
-            (
-                "UNFENCED",
-                "1",
-                Tuning {
-                    unfenced: true,
-                    ..default()
-                },
-            ),
-            (
-                "COARSE",
-                "0",
-                Tuning {
-                    coarse: Some(false),
-                    ..default()
-                },
-            ),
-            (
-                "COARSE",
-                "1",
-                Tuning {
-                    coarse: Some(true),
-                    ..default()
-                },
-            ),
-            (
-                "KEY_PICKS",
-                "0",
-                Tuning {
-                    key_picks: KeyPicking::Pages,
-                    ..default()
-                },
-            ),
-            (
-                "KEY_PICKS",
-                "whole",
-                Tuning {
-                    key_picks: KeyPicking::Whole,
-                    ..default()
-                },
-            ),
-            (
-                "LINE_SUMS",
-                "0",
-                Tuning {
-                    line_sums: false,
-                    ..default()
-                },
-            ),
-            ("LINE_SUMS", "1", default()),
-            (
-                "LISTED",
-                "walk",
-                Tuning {
-                    listed: Some(ListedWay::Walk),
-                    ..default()
-                },
-            ),
-            (
-                "LISTED",
-                "neighbours",
-                Tuning {
-                    listed: Some(ListedWay::Neighbours),
-                    ..default()
-                },
-            ),
-            (
-                "LISTED",
-                "tiles",
-                Tuning {
-                    listed: Some(ListedWay::Tiles),
-                    ..default()
-                },
-            ),
-            (
-                "LISTED_TILE",
-                "32x3,16x4",
-                Tuning {
-                    listed_tile: [Some([32, 3]), Some([16, 4])],
-                    ..default()
-                },
-            ),
-            (
-                "LOG_SUMS",
-                "0",
-                Tuning {
-                    log_sums: false,
-                    ..default()
-                },
-            ),
-            (
-                "MMA_TILE",
-                "4x2x64x2",
-                Tuning {
-                    mma_tile: [Some([4, 2, 64, 2]), None, None],
-                    ..default()
-                },
-            ),
-            (
-                "PAIRS",
-                "0",
-                Tuning {
-                    pairs: false,
-                    ..default()
-                },
-            ),
-            (
-                "PICKS",
-                "0",
-                Tuning {
-                    picks: false,
-                    ..default()
-                },
-            ),
-            (
-                "POISON",
-                "1",
-                Tuning {
-                    poison: true,
-                    ..default()
-                },
-            ),
-            (
-                "RECORDS",
-                "64",
-                Tuning {
-                    records: 64,
-                    ..default()
-                },
-            ),
-            (
-                "REFERENCE",
-                "1",
-                Tuning {
-                    reference: true,
-                    ..default()
-                },
-            ),
-            (
-                "ROW_PRODUCTS",
-                "0",
-                Tuning {
-                    row_products: false,
-                    ..default()
-                },
-            ),
-            (
-                "SIMT_SUMS",
-                "0",
-                Tuning {
-                    simt_sums: 0,
-                    ..default()
-                },
-            ),
-            (
-                "SIMT_TILE",
-                "64x32x4",
-                Tuning {
-                    simt_tile: Some([64, 32, 4]),
-                    ..default()
-                },
-            ),
-            (
-                "TIER",
-                "hopper-walks",
-                Tuning {
-                    tier: TierLimit::HopperWalks,
-                    ..default()
-                },
-            ),
-        ];
-        for (name, value, expected) in all {
-            let name = format!("{PREFIX}{name}");
-            assert_eq!(of(&name, value), Ok(expected), "{name}={value}");
+        macro_rules! check {
+            ($($name:literal, $value:literal => $field:ident: $set:expr;)+) => {$(
+                let expected = Tuning { $field: $set, ..Tuning::default() };
+                assert_eq!(of(&format!("{PREFIX}{}", $name), $value), Ok(expected), "{}={}", $name, $value);
+            )+};
+        }
+        check! {
+            "UNFENCED", "1" => unfenced: true;
+            "COARSE", "0" => coarse: Some(false);
+            "COARSE", "1" => coarse: Some(true);
+            "KEY_PICKS", "0" => key_picks: KeyPicking::Pages;
+            "KEY_PICKS", "whole" => key_picks: KeyPicking::Whole;
+            "LINE_SUMS", "0" => line_sums: false;
+            "LINE_SUMS", "1" => line_sums: true;
+            "LISTED", "walk" => listed: Some(ListedWay::Walk);
+            "LISTED", "neighbours" => listed: Some(ListedWay::Neighbours);
+            "LISTED", "tiles" => listed: Some(ListedWay::Tiles);
+            "LISTED_TILE", "32x3,16x4" => listed_tile: [Some([32, 3]), Some([16, 4])];
+            "LOG_SUMS", "0" => log_sums: false;
+            "MMA_TILE", "4x2x64x2" => mma_tile: [Some([4, 2, 64, 2]), None, None];
+            "PAIRS", "0" => pairs: false;
+            "PICKS", "0" => picks: false;
+            "POISON", "1" => poison: true;
+            "RECORDS", "64" => records: 64;
+            "REFERENCE", "1" => reference: true;
+            "ROW_PRODUCTS", "0" => row_products: false;
+            "SIMT_SUMS", "0" => simt_sums: 0;
+            "SIMT_TILE", "64x32x4" => simt_tile: Some([64, 32, 4]);
+            "TIER", "hopper-walks" => tier: TierLimit::HopperWalks;
         }
     }
 

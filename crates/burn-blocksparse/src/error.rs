@@ -73,7 +73,9 @@ pub enum OpError {
     },
     /// What has to come before the first tensor of a program came later, or twice.
     #[cfg(all(feature = "cube", feature = "fusion"))]
-    #[error("accelerate_matmul must be called once, before the first tensor: {0}")]
+    #[error(
+        "accelerate_matmul and accelerate_attention must each be called once, before the first tensor: {0}"
+    )]
     Registry(String),
     /// The device cannot run the call.
     #[cfg(feature = "cube")]

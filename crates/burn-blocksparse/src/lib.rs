@@ -22,6 +22,7 @@
 //! | job | item |
 //! |---|---|
 //! | attention over a pattern, a mask or blocks of your own | [`sparse_attention`], [`Pattern`], [`BlockLayout`], [`DeviceLayout`] |
+//! | Burn's `attention`, with a fused backward pass | [`module`] |
 //! | biases, sinks, ALiBi, softcap, dropout | [`AttentionOptions`], [`AttentionTensors`] |
 //! | what a call runs, and why | [`AttentionPlan`] |
 //! | padding, masks of blocks | [`layout`] |
@@ -65,9 +66,12 @@ mod attention;
 pub mod backend;
 mod base;
 mod blocks;
+mod burn_attention;
 mod call_layout;
 mod check;
 mod choice;
+#[cfg(feature = "cube")]
+mod cube_attention;
 mod device_layout;
 mod error;
 pub mod gradients;
@@ -77,6 +81,7 @@ pub mod internal;
 pub mod layout;
 mod masses;
 mod merge;
+pub mod module;
 mod options;
 #[cfg(feature = "cube")]
 mod pack;

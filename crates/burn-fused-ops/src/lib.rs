@@ -1,4 +1,5 @@
-//! Fused training ops for Burn: norms, linear layers, MLP, embedding, loss and AdamW, in few launches, with their gradients. They know no attention.
+//! Fused training ops for Burn: norms, linear layers, MLP, embedding, loss and AdamW, in few launches, with their gradients. They know no
+//! attention, but can put its kernels beneath Burn's own (`attention`).
 //!
 //! On GPUs they run kernels (products on tensor cores with what follows them, rows in one pass), elsewhere Burn's own operations; `explain` on the
 //! options of each op says which.
@@ -12,6 +13,8 @@
 )]
 #![allow(deprecated)] // Burn deprecates its NdArray backend; we serve it while it exists.
 
+#[cfg(all(feature = "cube", feature = "fusion"))]
+pub mod attention;
 pub mod backend;
 mod dropout;
 mod embedding;

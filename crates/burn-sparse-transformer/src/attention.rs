@@ -39,7 +39,7 @@ pub struct SparseMultiHeadAttention {
     pub query: Linear,
     /// `d_model` to `n_kv_heads · d_k`.
     pub key: Linear,
-    /// `d_model` to `n_kv_heads · d_v`, where `d_v` is `d_model / n_heads` unless there is a `head_dim`.
+    /// `d_model` to `n_kv_heads · d_v`, where `d_v` is `d_model / n_heads` unless there is a `d_value` or a `head_dim`.
     pub value: Linear,
     /// `n_heads · d_v` to `d_model`.
     pub output: Linear,

@@ -47,6 +47,8 @@ pub struct SparseMultiHeadAttentionConfig {
     /// Width of the query projection, over all heads; the key projection has as much per head.
     /// Default: `d_model`. The paper's half-size models use `d_model / 2`.
     pub d_key: Option<usize>,
+    /// Width of all heads' values, where that is not `d_model`.
+    pub d_value: Option<usize>,
     /// Width of a query, key and value head, where that is not the width of the input divided by the number of heads, as in Qwen3; the output projection is
     /// `n_heads · head_dim` to `d_model`. Default: `d_key / n_heads`, and `d_model / n_heads` for values.
     pub head_dim: Option<usize>,
@@ -118,7 +120,7 @@ impl SparseMultiHeadAttentionConfig {
     /// [`Self::init`] that returns its error.
     ///
     /// # Errors
-    /// If `n_heads` does not divide `d_model` or `d_key`, there are `d_key` and `head_dim`, `rope_scaling` is out of its range, `n_kv_heads` does not divide `n_heads`,
+    /// If `n_heads` does not divide `d_model`, `d_key` or `d_value`, there are these and `head_dim`, `rope_scaling` is out of its range, `n_kv_heads` does not divide `n_heads`,
     /// `softcap` or `qk_norm_eps` is not positive, `scale` is not finite, `dropout` is outside `[0, 1)`, `relative_reach` needs more
     /// than 2³⁰ numbers, there is something beside `content` that its heads do not have, `local_heads` leaves no heads of one kind, there are `sinks` and the `quiet_softmax`, `rope` does not fit the heads, the pattern does not fit the heads, the block size or the `selection`, or the device does not
     /// compute in `precision`.
@@ -233,7 +235,7 @@ impl SparseMultiHeadAttentionConfig {
         match self.head_dim {
             Some(head_dim) => [head_dim; 2],
             None => {
-                [self.d_key.unwrap_or(self.d_model), self.d_model].map(|all| all / self.n_heads)
+                [self.d_key, self.d_value].map(|all| all.unwrap_or(self.d_model) / self.n_heads)
             }
         }
     }
@@ -275,11 +277,14 @@ impl SparseMultiHeadAttentionConfig {
             Some(head_dim) => {
                 ensure_positive("d_model", self.d_model)?;
                 ensure_positive("head_dim", head_dim)?;
-                ensure_none("d_key", self.d_key.is_some(), "none with head_dim")?;
             }
         }
-        if let Some(d_key) = self.d_key {
-            ensure_multiple("d_key", d_key, "n_heads", self.n_heads)?;
+        for (argument, width) in [("d_key", self.d_key), ("d_value", self.d_value)] {
+            let twice = width.is_some() && self.head_dim.is_some();
+            ensure_none(argument, twice, "none with head_dim")?;
+            if let Some(width) = width {
+                ensure_multiple(argument, width, "n_heads", self.n_heads)?;
+            }
         }
         if let Some(n_kv_heads) = self.n_kv_heads {
             ensure_multiple("n_heads", self.n_heads, "n_kv_heads", n_kv_heads)?;

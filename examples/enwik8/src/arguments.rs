@@ -23,6 +23,9 @@ pub struct ModelArgs {
         visible_alias = "run"
     )]
     checkpoint: PathBuf,
+    /// f32, tf32 or bf16 [default: the run's]
+    #[arg(long, value_parser = precision, value_name = "f32|tf32|bf16")]
+    precision: Option<Precision>,
     /// flex, ndarray, wgpu, cuda or cuda:INDEX [default: the best that is compiled in]
     #[arg(long)]
     device: Option<String>,
@@ -36,7 +39,10 @@ impl ModelArgs {
     pub fn open(&self) -> Result<(NamedDevice, PathBuf, Checkpoint)> {
         let device = device::open(self.device.as_deref())?;
         let flag = flags::typed(["checkpoint", "run"]);
-        let (path, checkpoint) = run::open_checkpoint(flag, &self.checkpoint)?;
+        let (path, mut checkpoint) = run::open_checkpoint(flag, &self.checkpoint)?;
+        if let Some(precision) = self.precision {
+            checkpoint.header.config.model.precision = precision;
+        }
         Ok((device, path, checkpoint))
     }
 }

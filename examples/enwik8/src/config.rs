@@ -423,26 +423,16 @@ fn asked_by(field: &str, overrides: &Overrides) -> Option<&'static str> {
 
 #[cfg(test)]
 mod tests {
-    use burn_sparse_transformer::Recompute;
-    use clap::{Args, Command, FromArgMatches, ValueEnum};
+    use clap::{Args, Command, ValueEnum};
 
     use super::*;
 
     /// The recipe of docs/sparse-or-dense.md, as its flags say it.
     #[test]
     fn long_is_the_recipe_of_eighteen_minutes() {
-        let flags = Overrides {
-            batch: Some(4),
-            dropout: Some(0.3),
-            init_scale: Some(1.0),
-            warmup: Some(200),
-            lr: Some(7e-4),
-            recompute: Some("none".parse().unwrap()),
-            eval_every: Some(250),
-            eval_windows: Some(8),
-            steps: Some(8_400),
-            ..Overrides::default()
-        };
+        let flags = Overrides::read(
+            "--batch 4 --dropout 0.3 --init-scale 1 --warmup 200 --lr 7e-4 --recompute none --eval-every 250 --eval-windows 8 --steps 8400",
+        );
         let paper = RunConfig::new(Preset::Paper, &flags).unwrap();
         let long = RunConfig::new(Preset::Long, &Overrides::default()).unwrap();
         assert_eq!((long.model, long.recipe), (paper.model, paper.recipe));
@@ -505,11 +495,7 @@ mod tests {
 
     #[test]
     fn pictures_decide_context_and_pattern() {
-        let overrides = Overrides {
-            picture_size: Some(8),
-            halve: true,
-            ..Overrides::default()
-        };
+        let overrides = Overrides::read("--picture-size 8 --halve");
         let config = RunConfig::new(Preset::Shapes, &overrides).unwrap();
         let model = &config.model;
         let pictures = model.pictures.unwrap();
@@ -519,11 +505,7 @@ mod tests {
         );
         assert_eq!((model.context, model.position_width), (192, 24));
         assert_eq!(model.patterns, ["local:24+strided:24"]);
-        let pattern = Overrides {
-            classes: Some(3),
-            pattern: vec!["fixed:48,12".to_owned()],
-            ..Overrides::default()
-        };
+        let pattern = Overrides::read("--classes 3 --pattern fixed:48,12");
         let config = RunConfig::new(Preset::Shapes, &pattern).unwrap();
         assert_eq!(
             (config.model.context, config.model.position_width),
@@ -535,14 +517,8 @@ mod tests {
         let message = config.resumed(None, &overrides).unwrap_err().to_string();
         assert!(message.contains("--resume continues the run"), "{message}");
         for wrong in [
-            Overrides {
-                context: Some(768),
-                ..Overrides::default()
-            },
-            Overrides {
-                position_width: Some(48),
-                ..Overrides::default()
-            },
+            Overrides::read("--context 768"),
+            Overrides::read("--position-width 48"),
         ] {
             assert!(RunConfig::new(Preset::Shapes, &wrong).is_err());
         }
@@ -570,20 +546,14 @@ mod tests {
                 (config.recipe.batch, config.recipe.learning_rate),
                 (4, 1e-4)
             );
-            let flags = Overrides {
-                attention: Some(content.parse().unwrap()),
-                ..Overrides::default()
-            };
+            let flags = Overrides::read(&format!("--attention {content}"));
             // Half of the heads are local where nothing else is said, in other presets, too.
             for preset in [preset, Preset::Small] {
                 let config = RunConfig::new(preset, &flags).unwrap();
                 assert_eq!(config.model.content, model.content);
                 assert!(config.model.local_heads.is_empty());
             }
-            let dense = Overrides {
-                attention: Some(AttentionKind::Dense),
-                ..Overrides::default()
-            };
+            let dense = Overrides::read("--attention dense");
             let dense = RunConfig::new(preset, &dense).unwrap().model;
             assert_eq!(
                 (dense.content, dense.patterns),
@@ -600,21 +570,13 @@ mod tests {
 
     #[test]
     fn flags_override_and_stay() {
-        let overrides = Overrides {
-            layers: Some(2),
-            steps: Some(7),
-            pattern: vec!["local:16+strided:32".to_owned()],
-            ..Overrides::default()
-        };
+        let overrides = Overrides::read("--layers 2 --steps 7 --pattern local:16+strided:32");
         let config = RunConfig::new(Preset::Tiny, &overrides).unwrap();
         assert_eq!((config.model.layers, config.model.position_width), (2, 32));
         assert_eq!(config.steps(1_000), 7);
         let text = serde_json::to_string(&config).unwrap();
         assert_eq!(serde_json::from_str::<RunConfig>(&text).unwrap(), config);
-        let overrides = Overrides {
-            recompute: Some(Recompute::BLOCK),
-            ..Overrides::default()
-        };
+        let overrides = Overrides::read("--recompute block");
         let config = RunConfig::new(Preset::Paper, &overrides).unwrap();
         let text = serde_json::to_string(&config).unwrap();
         let older = text.replace(",\"init_scale\":0.125,\"precision\":\"f32\"", "");
@@ -628,10 +590,7 @@ mod tests {
     #[test]
     fn dense_attention_changes_nothing_else() {
         let sparse = RunConfig::new(Preset::Tiny, &Overrides::default()).unwrap();
-        let overrides = Overrides {
-            attention: Some(AttentionKind::Dense),
-            ..Overrides::default()
-        };
+        let overrides = Overrides::read("--attention dense");
         let mut dense = RunConfig::new(Preset::Tiny, &overrides).unwrap();
         assert_eq!(dense.model.patterns, ["causal"]);
         dense.model.patterns = sparse.model.patterns.clone();
@@ -640,10 +599,7 @@ mod tests {
 
     #[test]
     fn patterns_that_look_ahead_are_refused() {
-        let overrides = Overrides {
-            pattern: vec!["local:8+prefix:4".to_owned()],
-            ..Overrides::default()
-        };
+        let overrides = Overrides::read("--pattern local:8+prefix:4");
         let error = RunConfig::new(Preset::Tiny, &overrides).unwrap_err();
         let message = format!("{error:#}");
         assert!(message.contains("later"), "{message}");
@@ -718,16 +674,10 @@ mod tests {
             (4, "indexer-lr", "0.5"),
             (4, "indexer-from", "9"),
         ];
-        let read = |text: &str| {
-            let command = Overrides::augment_args(Command::new("flags").no_binary_name(true));
-            let words = text.split_whitespace();
-            let matches = command.try_get_matches_from(words).unwrap();
-            Overrides::from_arg_matches(&matches).unwrap()
-        };
         for (run, flag, value) in flags {
             let (preset, begun) = runs[run];
-            let config = RunConfig::new(preset, &read(begun)).unwrap();
-            let asked = read(&format!("--{flag} {value}"));
+            let config = RunConfig::new(preset, &Overrides::read(begun)).unwrap();
+            let asked = Overrides::read(&format!("--{flag} {value}"));
             let error = config.resumed(None, &asked).unwrap_err().to_string();
             let is_named = error.contains(&format!("but --{flag} "));
             assert!(is_named, "--{flag} {value}: {error}");
@@ -756,15 +706,9 @@ mod tests {
     #[test]
     fn resume_keeps_the_model_and_may_lengthen_the_run() {
         let config = RunConfig::new(Preset::Tiny, &Overrides::default()).unwrap();
-        let longer = Overrides {
-            steps: Some(5_000),
-            ..Overrides::default()
-        };
+        let longer = Overrides::read("--steps 5000");
         assert_eq!(config.resumed(None, &longer).unwrap().steps(1), 5_000);
-        let wider = Overrides {
-            d_model: Some(256),
-            ..Overrides::default()
-        };
+        let wider = Overrides::read("--d-model 256");
         let message = config.resumed(None, &wider).unwrap_err().to_string();
         assert!(
             message.contains("with --d-model 128, but --d-model 256 was asked for"),

@@ -8,7 +8,7 @@ use burn::tensor::{Device, Int, Tensor};
 use burn_paged_attention::pool::{
     CachePolicy, KvDtype, KvPoolConfig, KvPositions, KvStep, KvUsage, PagedDecoder,
 };
-use burn_sparse_transformer::{Precision, SparseTransformer};
+use burn_sparse_transformer::SparseTransformer;
 use clap::Args;
 use indicatif::ProgressBar;
 
@@ -55,9 +55,6 @@ pub struct EvalArgs {
     /// Other raw bytes than the run's
     #[arg(long, value_name = "FILE")]
     data: Option<PathBuf>,
-    /// f32, tf32 or bf16 [default: the run's]
-    #[arg(long, value_parser = arguments::precision, value_name = "f32|tf32|bf16")]
-    precision: Option<Precision>,
 }
 
 /// Runs `enwik8 eval`.
@@ -73,10 +70,7 @@ pub fn run(args: &EvalArgs) -> Result<()> {
         kept.is_none() || args.kept.selection_file.is_none(),
         "--selection-file is of windows that are read at once; leave out --cache and --kv-dtype"
     );
-    let (device, path, mut checkpoint) = args.model.open()?;
-    if let Some(precision) = args.precision {
-        checkpoint.header.config.model.precision = precision;
-    }
+    let (device, path, checkpoint) = args.model.open()?;
     let config = &checkpoint.header.config;
     let context = config.model.context;
     ensure!(

@@ -2,9 +2,6 @@
 
 use std::error::Error;
 
-use burn_blocksparse::{LayoutError, OpError};
-use burn_paged_attention::PoolError;
-use burn_paged_attention::pages::CacheError;
 use burn_sparse_transformer::TransformerError;
 use clap::Command;
 
@@ -79,7 +76,8 @@ fn by_flag(cause: &(dyn Error + 'static), command: &Command) -> Option<String> {
     if let Some(TransformerError::Precision { .. }) = cause.downcast_ref::<TransformerError>() {
         return Some(format!("--{cause}")).filter(|_| flag("precision").is_some());
     }
-    let (argument, expected, got) = parts(cause)?;
+    let text = cause.to_string();
+    let (argument, expected, got) = parts(&text)?;
     let argument = flag(argument)?;
     // As in "a positive multiple of n_heads = 8".
     let words: Vec<&str> = expected.split(' ').collect();
@@ -97,54 +95,11 @@ fn by_flag(cause: &(dyn Error + 'static), command: &Command) -> Option<String> {
     ))
 }
 
-/// The argument of an error about one, what it has to be, and what came.
-fn parts<'a>(cause: &'a (dyn Error + 'static)) -> Option<(&'static str, &'a str, &'a str)> {
-    if let Some(error) = cause.downcast_ref::<TransformerError>() {
-        return match error {
-            TransformerError::Argument {
-                argument,
-                expected,
-                got,
-            } => Some((*argument, expected.as_str(), got.as_str())),
-            TransformerError::Layout(error) => parts(error),
-            TransformerError::Attention(error) => parts(error),
-            _ => None,
-        };
-    }
-    if let Some(error) = cause.downcast_ref::<PoolError>() {
-        return match error {
-            PoolError::Cache(error) => parts(error),
-            PoolError::Layers(error) => parts(error),
-            _ => None,
-        };
-    }
-    if let Some(error) = cause.downcast_ref::<OpError>() {
-        return match error {
-            OpError::Argument {
-                argument,
-                expected,
-                got,
-            } => Some((*argument, expected.as_str(), got.as_str())),
-            OpError::Layout(error) => parts(error),
-            _ => None,
-        };
-    }
-    if let Some(LayoutError::Argument {
-        argument,
-        expected,
-        got,
-    }) = cause.downcast_ref::<LayoutError>()
-    {
-        return Some((*argument, expected.as_str(), got.as_str()));
-    }
-    match cause.downcast_ref::<CacheError>() {
-        Some(CacheError::Argument {
-            argument,
-            expected,
-            got,
-        }) => Some((*argument, expected.as_str(), got.as_str())),
-        _ => None,
-    }
+/// The argument of an error about one, what it has to be, and what came: all such errors of the libraries read the same.
+fn parts(text: &str) -> Option<(&str, &str, &str)> {
+    let (argument, rest) = text.split_once(" must be ")?;
+    let (expected, got) = rest.rsplit_once(", got ")?;
+    Some((argument, expected, got))
 }
 
 #[cfg(test)]
@@ -206,15 +161,10 @@ mod tests {
     /// Every field of a configuration that a user can change has a flag of `train`, and nothing is renamed that is no field or argument.
     #[test]
     fn every_field_has_a_flag() {
-        let full = Overrides {
-            ff_density: Some(0.5),
-            ff_prune: Some(0.25),
-            ff_prune_until: Some(1_000),
-            indexer_lr: Some(0.1),
-            attention: Some("dsa:32,4,2,8".parse().unwrap()),
-            indexer_warmup: Some(5),
-            ..Overrides::default()
-        };
+        let full = Overrides::read(
+            "--ff-density 0.5 --ff-prune 0.25 --ff-prune-until 1000 --indexer-lr 0.1 \
+             --attention dsa:32,4,2,8 --indexer-warmup 5",
+        );
         let mut names = BTreeSet::new();
         for (preset, overrides) in [
             (Preset::Tiny, &full),

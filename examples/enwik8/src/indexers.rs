@@ -156,14 +156,9 @@ mod tests {
 
     #[test]
     fn stages_and_rates_follow_the_step() {
-        let overrides = Overrides {
-            attention: Some("dsa:32,4,2,8".parse().unwrap()),
-            indexer_from: Some(10),
-            indexer_warmup: Some(5),
-            warmup: Some(4),
-            lr: Some(1.0),
-            ..Overrides::default()
-        };
+        let overrides = Overrides::read(
+            "--attention dsa:32,4,2,8 --indexer-from 10 --indexer-warmup 5 --warmup 4 --lr 1.0",
+        );
         let config = RunConfig::new(Preset::Tiny, &overrides).unwrap();
         let stages = [0, 9, 10, 14, 15, 99].map(|step| config.dsa_stage(step).unwrap());
         let [dense, warm_up, sparse] = [DsaStage::Dense, DsaStage::WarmUp, DsaStage::Sparse];
@@ -177,10 +172,7 @@ mod tests {
         assert_eq!(notes, [true, true, false]);
         let described = config.describe_indexers().unwrap();
         assert!(described.ends_with("choose from step 15 on"), "{described}");
-        let all = Overrides {
-            attention: Some("dsa".parse().unwrap()),
-            ..Overrides::default()
-        };
+        let all = Overrides::read("--attention dsa");
         let all = RunConfig::new(Preset::Tiny, &all).unwrap();
         let described = all.describe_indexers().unwrap();
         assert!(described.contains("they choose all bytes"), "{described}");

@@ -179,12 +179,7 @@ mod tests {
             );
         }
         // docs/benchmarks.md: 590 MiB a layer, with the attention in bf16.
-        let flags = Overrides {
-            batch: Some(4),
-            precision: Some(Precision::Bf16),
-            recompute: Some(Recompute::None),
-            ..Overrides::default()
-        };
+        let flags = Overrides::read("--batch 4 --precision bf16 --recompute none");
         let paper = RunConfig::new(Preset::Paper, &flags).unwrap();
         let layer = paper.least_kept() / 30.0 / f64::from(1 << 20);
         assert!(layer < 590.0 && layer > 200.0, "{layer}");
@@ -192,65 +187,32 @@ mod tests {
 
     #[test]
     fn what_no_device_holds_is_refused() {
-        let most = Some(MOST);
-        for (flags, names) in [
+        assert_eq!(MOST, 1_073_741_824);
+        for (flag, more, other) in [
+            ("--batch 1073741824", "", "--context 256"),
+            ("--layers 1073741824", "", "--d-model 128"),
+            ("--d-model 1073741824", "", ""),
+            ("--d-ff 1073741824", "--layers 1024", ""),
             (
-                Overrides {
-                    batch: most,
-                    ..Overrides::default()
-                },
-                &["--batch 1073741824", "--context 256"][..],
-            ),
-            (
-                Overrides {
-                    layers: most,
-                    ..Overrides::default()
-                },
-                &["--layers 1073741824", "--d-model 128"],
-            ),
-            (
-                Overrides {
-                    d_model: most,
-                    ..Overrides::default()
-                },
-                &["--d-model 1073741824"],
-            ),
-            (
-                Overrides {
-                    d_ff: most,
-                    layers: Some(1 << 10),
-                    ..Overrides::default()
-                },
-                &["--d-ff 1073741824"],
-            ),
-            (
-                Overrides {
-                    context: most,
-                    batch: Some(1 << 10),
-                    ..Overrides::default()
-                },
-                &["--context 1073741824", "16384.0 GiB that any device has"],
+                "--context 1073741824",
+                "--batch 1024",
+                "16384.0 GiB that any device has",
             ),
         ] {
+            let flags = Overrides::read(&format!("{flag} {more}"));
             let error = RunConfig::new(Preset::Tiny, &flags)
                 .unwrap_err()
                 .to_string();
-            assert!(names.iter().all(|name| error.contains(name)), "{error}");
+            assert!(error.contains(flag) && error.contains(other), "{error}");
         }
-        let pictures = Overrides {
-            picture_size: most,
-            ..Overrides::default()
-        };
+        let pictures = Overrides::read(&format!("--picture-size {MOST}"));
         let error = RunConfig::new(Preset::Shapes, &pictures).unwrap_err();
         assert!(error.to_string().contains("--picture-size 1073741824"));
     }
 
     #[test]
     fn epochs_are_bounded_by_their_steps() {
-        let flags = Overrides {
-            epochs: Some(1e300),
-            ..Overrides::default()
-        };
+        let flags = Overrides::read("--epochs 1e300");
         let config = RunConfig::new(Preset::Tiny, &flags).unwrap();
         let error = config.check_length(900_000).unwrap_err().to_string();
         assert!(

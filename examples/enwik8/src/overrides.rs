@@ -186,172 +186,116 @@ const RECIPE: &str = "Recipe (defaults from the preset)";
 impl Overrides {
     /// Makes the user's changes; nothing is checked.
     pub fn apply(&self, model: &mut ModelConfig, recipe: &mut Recipe) {
-        let Overrides {
-            context,
-            layers,
-            heads,
-            kv_heads,
-            d_model,
-            attention,
-            local_heads,
-            commitment,
-            means_decay,
-            pattern,
-            selection,
-            selection_file,
-            selection_full_last,
-            factorization,
-            block,
-            position_width,
-            dropout,
-            init_scale,
-            precision,
-            d_ff,
-            d_key,
-            picture_size,
-            classes,
-            halve,
-            ff_density,
-            ff_block,
-            ff_layout,
-            ff_prune,
-            ff_prune_from,
-            ff_prune_until,
-            ff_prune_every,
-            batch,
-            steps,
-            epochs,
-            lr,
-            warmup,
-            weight_decay,
-            beta1,
-            beta2,
-            epsilon,
-            clip,
-            seed,
-            recompute,
-            selection_until,
-            indexer_warmup,
-            indexer_lr,
-            indexer_from,
-            recall_every,
-            eval_every,
-            eval_windows,
-            checkpoint_every,
-            log_every,
-        } = self.clone();
-
-        set(&mut model.context, context);
-        set(&mut model.layers, layers);
-        set(&mut model.heads, heads);
-        set(&mut model.d_model, d_model);
-        set(&mut model.factorization, factorization);
-        set(&mut model.block_size, block);
-        set(&mut model.dropout, dropout);
-        set(&mut model.init_scale, init_scale);
-        set(&mut model.precision, precision);
-        if d_ff.is_some() {
-            model.d_ff = d_ff;
-        }
-        if kv_heads.is_some() {
-            model.kv_heads = kv_heads;
-        }
-        if d_key.is_some() {
-            model.d_key = d_key;
-        }
-        let changed = picture_size.is_some() || classes.is_some() || halve;
+        set(&mut model.context, self.context);
+        set(&mut model.layers, self.layers);
+        set(&mut model.heads, self.heads);
+        set(&mut model.d_model, self.d_model);
+        set(&mut model.factorization, self.factorization);
+        set(&mut model.block_size, self.block);
+        set(&mut model.dropout, self.dropout);
+        set(&mut model.init_scale, self.init_scale);
+        set(&mut model.precision, self.precision);
+        model.d_ff = self.d_ff.or(model.d_ff);
+        model.kv_heads = self.kv_heads.or(model.kv_heads);
+        model.d_key = self.d_key.or(model.d_key);
+        let changed = self.picture_size.is_some() || self.classes.is_some() || self.halve;
         if let Some(mut pictures) = model.pictures.filter(|_| changed) {
-            set(&mut pictures.side, picture_size);
-            set(&mut pictures.classes, classes.map(usize::from));
-            pictures.halved |= halve;
+            set(&mut pictures.side, self.picture_size);
+            set(&mut pictures.classes, self.classes.map(usize::from));
+            pictures.halved |= self.halve;
             let patterns = std::mem::take(&mut model.patterns);
             *model = model.clone().with_pictures(pictures);
-            if picture_size.is_none() {
+            if self.picture_size.is_none() {
                 model.patterns = patterns;
             }
         }
-        if let Some(density) = ff_density {
+        if let Some(density) = self.ff_density {
             let mut weights = FeedForwardWeights::new(density);
-            set(&mut weights.block, ff_block);
-            set(&mut weights.layout, ff_layout);
+            set(&mut weights.block, self.ff_block);
+            set(&mut weights.layout, self.ff_layout);
             model.ff_weights = Some(weights);
         }
-        if let Some(AttentionKind::Content(content)) = &attention {
+        if let Some(AttentionKind::Content(content)) = &self.attention {
             model.choose_by_content(content.clone());
             model.local_heads = Vec::new();
         }
         if matches!(
-            attention,
+            self.attention,
             Some(AttentionKind::Sparse | AttentionKind::Dense)
         ) {
             model.content = None;
             model.local_heads = Vec::new();
         }
-        if !local_heads.is_empty() {
-            model.local_heads = local_heads;
+        if !self.local_heads.is_empty() {
+            model.local_heads = self.local_heads.clone();
         }
         if let Some(ContentAttention::Routing(routing)) = &mut model.content {
-            set(&mut routing.commitment, commitment);
-            set(&mut routing.means_decay, means_decay);
+            set(&mut routing.commitment, self.commitment);
+            set(&mut routing.means_decay, self.means_decay);
         }
-        if !pattern.is_empty() {
+        if !self.pattern.is_empty() {
             // A picture's row stays one.
             if model.pictures.is_none() {
-                model.position_width = position_width_for(&pattern, model.context);
+                model.position_width = position_width_for(&self.pattern, model.context);
             }
-            model.patterns = pattern;
+            model.patterns = self.pattern.clone();
         }
-        let chooses = !selection.is_empty() || selection_file.is_some();
+        let chooses = !self.selection.is_empty() || self.selection_file.is_some();
         // With either flag the choice is made within the pattern, that of the preset or the one given.
         let keeps_pattern =
             !self.pattern.is_empty() || self.attention == Some(AttentionKind::Sparse);
         if chooses {
-            model.selections = selection;
-            model.head_selections = selection_file.map_or(Vec::new(), |file| file.layers);
+            model.selections = self.selection.clone();
+            let file = self.selection_file.clone();
+            model.head_selections = file.map_or(Vec::new(), |file| file.layers);
         }
-        set(&mut model.full_last_layers, selection_full_last);
+        set(&mut model.full_last_layers, self.selection_full_last);
         // The position embedding stays that of the sparse model, so that the two have the same parameters.
-        if attention == Some(AttentionKind::Dense) || chooses && !keeps_pattern {
+        if self.attention == Some(AttentionKind::Dense) || chooses && !keeps_pattern {
             model.patterns = vec![CAUSAL.to_owned()];
             model.factorization = FactorizationKind::Merged;
         }
-        set(&mut model.position_width, position_width);
+        set(&mut model.position_width, self.position_width);
 
-        set(&mut recipe.batch, batch);
-        set(&mut recipe.length, steps.map(Length::Steps));
-        set(&mut recipe.length, epochs.map(Length::Epochs));
-        set(&mut recipe.learning_rate, lr);
-        set(&mut recipe.warmup, warmup);
-        set(&mut recipe.weight_decay, weight_decay);
-        set(&mut recipe.beta_1, beta1);
-        set(&mut recipe.beta_2, beta2);
-        set(&mut recipe.epsilon, epsilon);
-        set(&mut recipe.clip, clip);
-        set(&mut recipe.seed, seed);
-        set(&mut recipe.recompute, recompute);
-        if let Some((density, until)) = ff_prune.zip(ff_prune_until) {
+        set(&mut recipe.batch, self.batch);
+        set(&mut recipe.length, self.steps.map(Length::Steps));
+        set(&mut recipe.length, self.epochs.map(Length::Epochs));
+        set(&mut recipe.learning_rate, self.lr);
+        set(&mut recipe.warmup, self.warmup);
+        set(&mut recipe.weight_decay, self.weight_decay);
+        set(&mut recipe.beta_1, self.beta1);
+        set(&mut recipe.beta_2, self.beta2);
+        set(&mut recipe.epsilon, self.epsilon);
+        set(&mut recipe.clip, self.clip);
+        set(&mut recipe.seed, self.seed);
+        set(&mut recipe.recompute, self.recompute);
+        if let Some((density, until)) = self.ff_prune.zip(self.ff_prune_until) {
             recipe.ff_prune = Some(Pruning {
                 density,
-                from: ff_prune_from.unwrap_or(recipe.warmup),
+                from: self.ff_prune_from.unwrap_or(recipe.warmup),
                 until,
-                every: ff_prune_every.unwrap_or(100),
+                every: self.ff_prune_every.unwrap_or(100),
             });
         }
-        if selection_until.is_some() {
-            recipe.selection_until = selection_until;
-        }
-        set(&mut recipe.indexer_warmup, indexer_warmup);
-        set(&mut recipe.indexer_from, indexer_from);
-        if indexer_lr.is_some() {
-            recipe.indexer_rate = indexer_lr;
-        }
-        if recall_every.is_some() {
-            recipe.recall_every = recall_every;
-        }
-        set(&mut recipe.eval_every, eval_every);
-        set(&mut recipe.eval_windows, eval_windows);
-        set(&mut recipe.checkpoint_every, checkpoint_every);
-        set(&mut recipe.log_every, log_every);
+        recipe.selection_until = self.selection_until.or(recipe.selection_until);
+        set(&mut recipe.indexer_warmup, self.indexer_warmup);
+        set(&mut recipe.indexer_from, self.indexer_from);
+        recipe.indexer_rate = self.indexer_lr.or(recipe.indexer_rate);
+        recipe.recall_every = self.recall_every.or(recipe.recall_every);
+        set(&mut recipe.eval_every, self.eval_every);
+        set(&mut recipe.eval_windows, self.eval_windows);
+        set(&mut recipe.checkpoint_every, self.checkpoint_every);
+        set(&mut recipe.log_every, self.log_every);
+    }
+}
+
+#[cfg(test)]
+impl Overrides {
+    /// Those of a command line.
+    pub fn read(line: &str) -> Self {
+        let command = clap::Command::new("flags").no_binary_name(true);
+        let matches = Self::augment_args(command).try_get_matches_from(line.split_whitespace());
+        clap::FromArgMatches::from_arg_matches(&matches.unwrap()).unwrap()
     }
 }
 

@@ -62,17 +62,13 @@ impl Preset {
     /// What its training takes and reaches, where that was measured: docs/training.md and docs/sparse-or-dense.md.
     pub fn measured(self) -> Option<&'static str> {
         Some(match self {
-            Preset::Tiny => {
-                "4 min 36 s and 64 MiB on two CPU cores; 2.64 bits per byte of the built-in sample"
-            }
-            Preset::Small => "14.4 ms a step and 2.8 GiB on an H200 with --precision bf16",
-            Preset::FourMb => {
-                "5 min on an H100 with --precision bf16 --graph; 1.766 bits per byte of the first 4 MB of enwik8"
-            }
+            Preset::Tiny => "4 min 36 s, 64 MiB on two CPU cores; 2.640 bits per byte",
+            Preset::Small => "14.4 ms a step, 2.8 GiB on an H200 in bf16",
+            Preset::FourMb => "5 min on an H100 with --precision bf16 --graph; 1.766 bits per byte",
             Preset::Long => {
-                "18.5 min and 18.8 GiB on an H100 with --precision bf16 --graph; 1.824 bits per byte of the first 4 MB of enwik8"
+                "18.5 min, 18.8 GiB on an H100 with --precision bf16 --graph; 1.824 bits per byte"
             }
-            Preset::Shapes => "4 min on two CPU cores for 1,200 steps; 0.083 bits per dimension",
+            Preset::Shapes => "4 min on two CPU cores (1,200 steps); 0.083 bits per dimension",
             Preset::Routing | Preset::Reformer | Preset::Paper | Preset::Cifar => return None,
         })
     }

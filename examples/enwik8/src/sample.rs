@@ -11,7 +11,6 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use burn_paged_attention::generate::{PromptLookup, PromptLookupIndex, Sampling};
-use burn_sparse_transformer::Precision;
 use clap::Args;
 use output::Output;
 use statistics::Times;
@@ -99,9 +98,6 @@ pub struct SampleArgs {
     /// Write the raw bytes, prompt included, to a file instead of text to the terminal
     #[arg(long, value_name = "FILE", help_heading = OUTPUT)]
     output: Option<PathBuf>,
-    /// f32, tf32 or bf16 [default: the run's]
-    #[arg(long, value_parser = arguments::precision, value_name = "f32|tf32|bf16", help_heading = SPEED)]
-    precision: Option<Precision>,
 }
 
 const SAMPLING: &str = "Sampling";
@@ -117,10 +113,7 @@ pub fn run(args: &SampleArgs) -> Result<()> {
         prompts.len()
     );
     let cache = args.cache()?;
-    let (device, path, mut checkpoint) = args.model.open()?;
-    if let Some(precision) = args.precision {
-        checkpoint.header.config.model.precision = precision;
-    }
+    let (device, path, checkpoint) = args.model.open()?;
     ensure!(
         checkpoint.header.config.model.pictures.is_none(),
         "{} was trained on pictures: enwik8 sample-images lets it draw",

@@ -40,8 +40,7 @@ pub fn rounds_are_sorted_each_by_itself(devices: &[Device]) {
                 let behind = &choices[group * room + length..(group + 1) * room];
                 assert!(behind.iter().all(|&choice| choice < 0));
             }
-            let error = counting_argsort_rounds(given, count as usize, length - 1).unwrap_err();
-            assert!(error.to_string().contains("room"), "{error}");
+            refused! { counting_argsort_rounds(given, count as usize, length - 1) => "…room…"; }
         }
     }
 }
@@ -156,8 +155,7 @@ pub fn sorted_hashes_are_hashes_sorted(devices: &[Device]) {
                 .unwrap();
             let all = |x: ArgsortRounds| [x.tokens, x.places, x.choices].map(read_ints);
             assert_eq!(all(sorted), all(expected), "{length}, {half}, {dtype:?}");
-            let error = lsh_argsort(rows, turned, length - 1).unwrap_err();
-            assert!(error.to_string().contains("room"), "{error}");
+            refused! { lsh_argsort(rows, turned, length - 1) => "…room…"; }
         }
     }
 }
@@ -264,7 +262,6 @@ fn check_keyed_rows(
         }
         let wrong = Tensor::zeros([batch, heads, rows + 1, dim], &device);
         let x = Tensor::zeros([batch, heads, rows, dim], &device);
-        let error = gather_qkv(x, wrong, index, users).unwrap_err();
-        assert!(error.to_string().contains("value's rows"), "{error}");
+        refused! { gather_qkv(x, wrong, index, users) => "…value's rows…"; }
     }
 }

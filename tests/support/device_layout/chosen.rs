@@ -350,53 +350,18 @@ pub fn device_layout_errors(devices: &[Device]) {
         let scores = |dims: [usize; 4], options: TopKOptions| {
             DeviceLayout::from_block_scores(Tensor::zeros(dims, device), case.shape(), options)
         };
-        for (result, message) in [
-            (
-                of_mask([0, 4, 4, 4], case.options()),
-                "mask's batch must be at least 1, got 0",
-            ),
-            (
-                of_mask([2, 3, 4, 4], case.options()),
-                "mask's heads must be a divisor of the 4 heads of the shape, got 3",
-            ),
-            (
-                of_mask([2, 4, 5, 4], case.options()),
-                "mask's q_blocks must be 4, the shape's, got 5",
-            ),
-            (
-                of_mask([2, 1, 4, 3], case.options()),
-                "mask's kv_blocks must be 4, the shape's, got 3",
-            ),
-            (
-                of_mask([2, 4, 4, 4], odd),
-                "block_size must be 8, 16, 32, 64 or 128, got 7",
-            ),
-            (
-                indices([1, 4, 4, 0], [1, 4, 4]),
-                "indices' width must be at least 1, got 0",
-            ),
-            (
-                indices([1, 3, 4, 2], [1, 3, 4]),
-                "indices' heads must be a divisor of the 4 heads of the shape, got 3",
-            ),
-            (
-                indices([1, 4, 4, 2], [2, 4, 4]),
-                "counts' shape must be [1, 4, 4], the indices', got [2, 4, 4]",
-            ),
-            (
-                scores([1, 1, 4, 4], TopKOptions::new(16, 0)),
-                "options.k must be at least 1, got 0",
-            ),
-            (
-                scores([1, 1, 4, 4], TopKOptions::new(32, 2)),
-                "options.block_size must be 16, the shape's, got 32",
-            ),
-            (
-                scores([1, 1, 4, 5], TopKOptions::new(16, 2)),
-                "scores' kv_blocks must be 4, the shape's, got 5",
-            ),
-        ] {
-            assert_eq!(result.unwrap_err().to_string(), message);
+        refused! {
+            of_mask([0, 4, 4, 4], case.options()) => "mask's batch must be at least 1, got 0";
+            of_mask([2, 3, 4, 4], case.options()) => "mask's heads must be a divisor of the 4 heads of the shape, got 3";
+            of_mask([2, 4, 5, 4], case.options()) => "mask's q_blocks must be 4, the shape's, got 5";
+            of_mask([2, 1, 4, 3], case.options()) => "mask's kv_blocks must be 4, the shape's, got 3";
+            of_mask([2, 4, 4, 4], odd) => "block_size must be 8, 16, 32, 64 or 128, got 7";
+            indices([1, 4, 4, 0], [1, 4, 4]) => "indices' width must be at least 1, got 0";
+            indices([1, 3, 4, 2], [1, 3, 4]) => "indices' heads must be a divisor of the 4 heads of the shape, got 3";
+            indices([1, 4, 4, 2], [2, 4, 4]) => "counts' shape must be [1, 4, 4], the indices', got [2, 4, 4]";
+            scores([1, 1, 4, 4], TopKOptions::new(16, 0)) => "options.k must be at least 1, got 0";
+            scores([1, 1, 4, 4], TopKOptions::new(32, 2)) => "options.block_size must be 16, the shape's, got 32";
+            scores([1, 1, 4, 5], TopKOptions::new(16, 2)) => "scores' kv_blocks must be 4, the shape's, got 5";
         }
         let layout = of_mask([3, 1, 4, 4], case.options()).unwrap();
         let x = Tensor::<4>::zeros([2, 4, 64, 8], device);
@@ -419,7 +384,7 @@ pub fn device_layout_errors(devices: &[Device]) {
             .options(options)
             .run_with_lse();
         let expected = "relative_bias must be without autodiff for a layout that is made on the device, got with";
-        assert_eq!(called.unwrap_err().to_string(), expected);
+        refused! { called => expected; }
         let message = call(
             &layout,
             AttentionOptions::default().weights(WeightsMode::Store),

@@ -190,9 +190,7 @@ pub fn positions_are_checked(devices: &[Device]) {
             let error = make(queries, keys).unwrap_err().to_string();
             assert!(error.contains(argument), "{error}");
         }
-        let error = DeviceLayout::from_own_positions(layout, of([2, 2, 95]), PositionMask::Others);
-        let error = error.unwrap_err().to_string();
-        assert!(error.contains("positions' length"), "{error}");
+        refused! { DeviceLayout::from_own_positions(layout, of([2, 2, 95]), PositionMask::Others) => "…positions' length…"; }
         let error = DeviceLayout::from_positions(
             &layout
                 .mask_padding(
@@ -208,6 +206,6 @@ pub fn positions_are_checked(devices: &[Device]) {
             of([2, 2, 96]),
             PositionMask::Before,
         );
-        assert!(error.unwrap_err().to_string().contains("batch"));
+        refused! { error => "…batch…"; }
     }
 }

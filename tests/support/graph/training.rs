@@ -97,9 +97,7 @@ pub fn device_seeds_give_the_masks_of_their_numbers(devices: &[Device]) {
             }
         });
         assert_eq!(of_place.unwrap(), dropped(x.clone(), 11.into()).unwrap());
-        let error = dropped(x, place).unwrap_err().to_string();
-        let message = "dropout's seed must be of a DeviceSeed that this thread has, got another";
-        assert_eq!(error, message);
+        refused! { dropped(x, place) => "dropout's seed must be of a DeviceSeed that this thread has, got another"; }
     }
 }
 

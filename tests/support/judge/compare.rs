@@ -165,15 +165,3 @@ pub fn assert_near(what: &str, got: &[f64], expected: &[f64], tolerance: f64) {
 pub fn assert_printed(what: &str, got: &[f64], printed: &[f64]) {
     assert_near(what, got, printed, 5.1e-5);
 }
-
-/// That a gradient is the slope of a loss, by differences. `loss` moves a number by so much, and gives what it is then; the number ends where it was.
-pub fn assert_slope(what: &str, loss: &mut impl FnMut(f64) -> f64, grad: f64) {
-    let step = 1e-6;
-    let (above, below) = (loss(step), loss(-2.0 * step));
-    loss(step);
-    let slope = (above - below) / (2.0 * step);
-    assert!(
-        (slope - grad).abs() < 1e-7 || !gate::kernels_run(),
-        "{what}: {grad} but differences say {slope}"
-    );
-}

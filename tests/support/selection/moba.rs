@@ -188,38 +188,6 @@ pub fn selected_attention_of_query_blocks(devices: &[Device]) {
     }
 }
 
-/// f64 gradients against differences of the function itself, at a choice that no step changes.
-pub fn selected_gradients_equal_finite_differences(devices: &[Device]) {
-    let case = Case {
-        seq: [29, 29],
-        block: 8,
-        batch: 1,
-        ..CASE
-    };
-    let selection = case.selection();
-    for device in with(devices, DType::F64) {
-        let (mut problem, _) = case.problem(8300, DType::F32);
-        let autodiff = device.clone().autodiff();
-        let results = selected(&problem, &selection, &autodiff, DType::F64);
-        for (which, (name, grad)) in results.into_iter().skip(2).enumerate() {
-            let grad = to_f64(grad);
-            for index in (0..grad.len()).step_by(37) {
-                let mut loss = |step: f64| {
-                    problem.qkv()[which][index] += step;
-                    let [q, k, v, grad_out] = inputs(&problem, device, DType::F64);
-                    let options = AttentionOptions::default();
-                    let result = attention_selected_with_lse(q, k, v, &selection, options);
-                    let (out, lse) = result.unwrap();
-                    let loss = loss_of(&problem, (&out, Some(grad_out)), &lse);
-                    loss.into_scalar::<f64>()
-                };
-                let what = format!("{device:?}, {name} at {index}");
-                assert_slope(&what, &mut loss, grad[index]);
-            }
-        }
-    }
-}
-
 /// Later tokens change nothing of what comes before them. Packed queries may lie at other places, and so be summed in another order.
 pub fn selected_attention_is_prefix_stable(devices: &[Device]) {
     let case = Case {

@@ -203,19 +203,11 @@ fn errors() {
     let id = pool.join(KvRetention::Evict).unwrap();
     pool.append(id, 9).unwrap();
     let before = pool.clone();
-    let text = |error: CacheError| error.to_string();
-    assert_eq!(
-        text(pool.retain(all, &[0]).unwrap_err()),
-        "residency must be that of a sequence whose keys are evicted, got All of sequence 0"
-    );
-    assert_eq!(
-        text(pool.retain(id, &[1, 1]).unwrap_err()),
-        "counts must be one for each of the 1 table rows, got 2"
-    );
-    assert_eq!(
-        text(pool.retain(id, &[10]).unwrap_err()),
-        "counts must be from 0 to the 9 keys of the row, got 10"
-    );
+    refused! {
+        pool.retain(all, &[0]) => "residency must be that of a sequence whose keys are evicted, got All of sequence 0";
+        pool.retain(id, &[1, 1]) => "counts must be one for each of the 1 table rows, got 2";
+        pool.retain(id, &[10]) => "counts must be from 0 to the 9 keys of the row, got 10";
+    }
     pool.leave(all).unwrap();
     assert!(matches!(
         pool.retain(all, &[0]),

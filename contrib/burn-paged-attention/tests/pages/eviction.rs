@@ -304,46 +304,25 @@ fn heads() {
         few.choose(&scores, 6).unwrap(),
         [[0, 1, 2, 3], [0, 1, 2, 3]]
     );
-    let error = config.choose(&[&[0.1, 0.2], &[0.1]], 3).unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "scores must be of 2 keys, as those of the first head, got 1"
-    );
+    refused! { config.choose(&[&[0.1, 0.2], &[0.1]], 3) => "scores must be of 2 keys, as those of the first head, got 1"; }
 }
 
-#[rstest]
-#[case(
-    EvictionConfig::h2o(0, 5),
-    "capacity must be at least 6: 0 sinks, 5 recent keys and one for its score, got 5"
-)]
-#[case(
-    EvictionConfig::tova(1),
-    "capacity must be at least 2: 0 sinks, 1 recent keys and one for its score, got 1"
-)]
-#[case(
-    EvictionConfig::snapkv(64),
-    "window must be below the capacity of 64 keys, got 64"
-)]
-#[case(
-    EvictionConfig::snapkv_with(64, 0, 5, ScoreSmoothing::Max),
-    "window must be at least 1, got 0"
-)]
-#[case(
-    EvictionConfig::snapkv_with(64, 8, 4, ScoreSmoothing::Max),
-    "pool must be an odd number, got 4"
-)]
-#[case(
-    EvictionConfig::snapkv_with(64, 8, 0, ScoreSmoothing::Average),
-    "pool must be an odd number, got 0"
-)]
-#[case(EvictionConfig::combined(EvictionScore::Votes { window: 8, pool: 1, kind: ScoreSmoothing::Max }, 0, 4, 20), "recent must be at least the 8 queries that vote, got 4")]
-#[case(EvictionConfig::key_norm(8).with_budget(EvictionBudget::Pyramid { beta: 1.0 }), "beta must be a number above 1, got 1")]
-#[case(EvictionConfig::key_norm(8).with_budget(EvictionBudget::Pyramid { beta: f64::NAN }), "beta must be a number above 1, got NaN")]
-#[case(EvictionConfig::key_norm(8).with_budget(EvictionBudget::Adaptive { alpha: 1.5 }), "alpha must be from 0 to 1, got 1.5")]
-#[case(EvictionConfig::tova(8).with_budget(EvictionBudget::Adaptive { alpha: 0.5 }), "budget must be uniform or pyramid: all heads keep the same keys, got adaptive")]
-#[case(EvictionConfig::key_norm(8).with_slack(usize::MAX), "capacity must be at most 2147483646 with the slack, got 18446744073709551615")]
-fn bad_configurations(#[case] config: EvictionConfig, #[case] message: &str) {
-    assert_eq!(config.validate().unwrap_err().to_string(), message);
+#[test]
+fn bad_configurations() {
+    refused! {
+        EvictionConfig::h2o(0, 5).validate() => "capacity must be at least 6: 0 sinks, 5 recent keys and one for its score, got 5";
+        EvictionConfig::tova(1).validate() => "capacity must be at least 2: 0 sinks, 1 recent keys and one for its score, got 1";
+        EvictionConfig::snapkv(64).validate() => "window must be below the capacity of 64 keys, got 64";
+        EvictionConfig::snapkv_with(64, 0, 5, ScoreSmoothing::Max).validate() => "window must be at least 1, got 0";
+        EvictionConfig::snapkv_with(64, 8, 4, ScoreSmoothing::Max).validate() => "pool must be an odd number, got 4";
+        EvictionConfig::snapkv_with(64, 8, 0, ScoreSmoothing::Average).validate() => "pool must be an odd number, got 0";
+        EvictionConfig::combined(EvictionScore::Votes { window: 8, pool: 1, kind: ScoreSmoothing::Max }, 0, 4, 20).validate() => "recent must be at least the 8 queries that vote, got 4";
+        EvictionConfig::key_norm(8).with_budget(EvictionBudget::Pyramid { beta: 1.0 }).validate() => "beta must be a number above 1, got 1";
+        EvictionConfig::key_norm(8).with_budget(EvictionBudget::Pyramid { beta: f64::NAN }).validate() => "beta must be a number above 1, got NaN";
+        EvictionConfig::key_norm(8).with_budget(EvictionBudget::Adaptive { alpha: 1.5 }).validate() => "alpha must be from 0 to 1, got 1.5";
+        EvictionConfig::tova(8).with_budget(EvictionBudget::Adaptive { alpha: 0.5 }).validate() => "budget must be uniform or pyramid: all heads keep the same keys, got adaptive";
+        EvictionConfig::key_norm(8).with_slack(usize::MAX).validate() => "capacity must be at most 2147483646 with the slack, got 18446744073709551615";
+    }
 }
 
 #[test]
@@ -357,14 +336,9 @@ fn shares_of_a_prompt() {
         (0.1, 1.5, "recent must be above 0, at most 1, got 1.5"),
         (f64::NAN, 0.1, "heavy must be above 0, at most 1, got NaN"),
     ] {
-        let error = EvictionConfig::h2o_shares(200, heavy, recent).unwrap_err();
-        assert_eq!(error.to_string(), message);
+        refused! { EvictionConfig::h2o_shares(200, heavy, recent) => message; }
     }
-    let error = pyramid_budgets(4, 32, 32, 20.0, 100).unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "capacity must be above the window of 32 keys, got 32"
-    );
+    refused! { pyramid_budgets(4, 32, 32, 20.0, 100) => "capacity must be above the window of 32 keys, got 32"; }
     assert!(pyramid_budgets(4, 64, 32, 0.5, 100).is_err());
     assert!(adaptive(&[], 4, -0.1).is_err());
 }

@@ -128,18 +128,10 @@ fn known_pages_that_are_written() {
         8
     );
     pool.verify().unwrap();
-    let error = pool.remember(a, &[0; 10]).unwrap_err().to_string();
-    assert_eq!(
-        error,
-        "tokens must be at most the 9 tokens of sequence 0, got 10"
-    );
+    refused! { pool.remember(a, &[0; 10]) => "tokens must be at most the 9 tokens of sequence 0, got 10"; }
     let mut plain = PagePool::new(small(2, 4, Pattern::causal())).unwrap();
     let id = plain.join(KvRetention::All).unwrap();
-    let error = plain.remember(id, &[]).unwrap_err().to_string();
-    assert_eq!(
-        error,
-        "config must be one with prefix reuse, got one without it"
-    );
+    refused! { plain.remember(id, &[]) => "config must be one with prefix reuse, got one without it"; }
 }
 
 /// Pages of a window are known as long as none of their keys is dead; those of heads with different lifetimes are not.

@@ -1,5 +1,9 @@
 //! The tests of the books of pages in one program.
 
+#[macro_use]
+#[path = "../../../../crates/blocksparse/tests/all/refused.rs"]
+mod refused;
+
 mod errors;
 mod evicted_rows;
 mod eviction;

@@ -249,11 +249,7 @@ fn rollback() {
             oldest: 8
         })
     );
-    let error = pool.rollback(id, 11).unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "tokens must be at most the 10 tokens of sequence 0, got 11"
-    );
+    refused! { pool.rollback(id, 11) => "tokens must be at most the 10 tokens of sequence 0, got 11"; }
     pool.verify().unwrap();
 }
 

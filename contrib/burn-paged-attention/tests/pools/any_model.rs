@@ -242,9 +242,7 @@ fn a_step_is_of_all_layers_or_of_none() {
         ..model.clone()
     };
     for first in [0, 4] {
-        let error = broken.try_forward_pool(part(first), &steps, &mut pool);
-        let error = error.unwrap_err().to_string();
-        assert_eq!(error, "layer must be whole, got a broken one");
+        refused! { broken.try_forward_pool(part(first), &steps, &mut pool) => "layer must be whole, got a broken one"; }
         assert_eq!(pool.len(id).unwrap(), first);
         pool.verify().unwrap();
         let rows = model.try_forward_pool(part(first), &steps, &mut pool);
@@ -263,8 +261,10 @@ fn choices_that_later_tokens_take_part_in_are_refused() {
     let config = |pattern| SparseMultiHeadAttentionConfig::new(32, 4, pattern);
     let selected = config(Pattern::causal()).with_selection(Some("topk:8,2".parse().unwrap()));
     let error = message(selected);
-    let stable = "selection must be prefix stable with a cache";
-    assert!(error.starts_with(stable), "{error}");
+    assert!(
+        error.starts_with("selection must be prefix stable with a cache"),
+        "{error}"
+    );
     let routing = config(Pattern::local(5)).with_content(Some("routing:8,6".parse().unwrap()));
     let error = message(routing.with_local_heads(Some(1)));
     assert!(error.starts_with("content must be none with"), "{error}");

@@ -289,35 +289,14 @@ fn importance() {
         pool.retained_positions(ids[1], 0).unwrap(),
         [[3, 4, 6], [0, 1, 6]]
     );
-    let text = |error: PoolError| error.to_string();
-    assert_eq!(
-        text(
-            pool.evict(&[ids[0]; 2], std::slice::from_ref(&scores))
-                .unwrap_err()
-        ),
-        "sequences must be different ones, got sequence 0 twice"
-    );
-    assert_eq!(
-        text(pool.evict(&ids, &[]).unwrap_err()),
-        "importance must be one for each of the 1 layers, got 0"
-    );
-    assert_eq!(
-        text(
-            pool.evict(&ids, std::slice::from_ref(&scores_of_one))
-                .unwrap_err()
-        ),
-        "importance must be [2, 2, at least 7], got [1, 2, 7]"
-    );
+    refused! {
+        pool.evict(&[ids[0]; 2], std::slice::from_ref(&scores)) => "sequences must be different ones, got sequence 0 twice";
+        pool.evict(&ids, &[]) => "importance must be one for each of the 1 layers, got 0";
+        pool.evict(&ids, std::slice::from_ref(&scores_of_one)) => "importance must be [2, 2, at least 7], got [1, 2, 7]";
+    }
     let mut other = KvPool::for_attention(&mha, &pool_config(1, EvictionConfig::tova(4))).unwrap();
     let id = other.join().unwrap();
-    assert_eq!(
-        text(
-            other
-                .evict(&[id], std::slice::from_ref(&scores_of_one))
-                .unwrap_err()
-        ),
-        "pool must be one whose keys are evicted by the caller's scores, got another"
-    );
+    refused! { other.evict(&[id], std::slice::from_ref(&scores_of_one)) => "pool must be one whose keys are evicted by the caller's scores, got another"; }
 }
 
 #[test]
@@ -347,39 +326,20 @@ fn what_a_sequence_takes() {
 fn errors() {
     let device = Device::flex();
     let tova = EvictionConfig::tova(9).with_slack(2);
-    let fails = |mha: SparseMultiHeadAttentionConfig, config: KvPoolConfig, message: &str| {
-        let mha = mha.try_init(&device).unwrap();
-        let error = KvPool::for_attention(&mha, &config).unwrap_err();
-        assert_eq!(error.to_string(), message);
+    let pool = |mha: SparseMultiHeadAttentionConfig, config: KvPoolConfig| {
+        KvPool::for_attention(&mha.try_init(&device).unwrap(), &config)
     };
     let causal = || attention(Pattern::causal(), 2);
-    fails(
-        attention(Pattern::local(5), 2),
-        pool_config(1, tova),
-        "pattern must be the dense causal pattern in every head, for keys to be evicted, got local(5)",
-    );
-    let message = "eviction must be none with ALiBi or biases of distances, got some";
-    fails(causal().with_alibi(true), pool_config(1, tova), message);
-    fails(
-        causal().with_relative_reach(Some(3)),
-        pool_config(1, tova),
-        message,
-    );
-    fails(
-        causal(),
-        pool_config(1, EvictionConfig::tova(1)),
-        "capacity must be at least 2: 0 sinks, 1 recent keys and one for its score, got 1",
-    );
-    fails(
-        causal(),
-        pool_config(1, tova).with_rollback(2),
-        "recent must be at least 2, what can be taken back, got 1",
-    );
-    fails(
-        causal(),
-        pool_config(1, tova).with_residency(KvRetention::Evict),
-        "residency must be another; `with_eviction` says which keys stay, got Evict",
-    );
+    let config = || pool_config(1, tova);
+    let biased = "eviction must be none with ALiBi or biases of distances, got some";
+    refused! {
+        pool(attention(Pattern::local(5), 2), config()) => "pattern must be the dense causal pattern in every head, for keys to be evicted, got local(5)";
+        pool(causal().with_alibi(true), config()) => biased;
+        pool(causal().with_relative_reach(Some(3)), config()) => biased;
+        pool(causal(), pool_config(1, EvictionConfig::tova(1))) => "capacity must be at least 2: 0 sinks, 1 recent keys and one for its score, got 1";
+        pool(causal(), config().with_rollback(2)) => "recent must be at least 2, what can be taken back, got 1";
+        pool(causal(), config().with_residency(KvRetention::Evict)) => "residency must be another; `with_eviction` says which keys stay, got Evict";
+    }
 
     // Both sequences have the same three pages: one that goes on copies one of them, and its eviction two more.
     let model = model(&device);

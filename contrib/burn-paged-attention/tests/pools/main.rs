@@ -2,6 +2,9 @@
 
 #[path = "../../../../crates/burn-sparse-transformer/tests/common/mod.rs"]
 mod common;
+#[macro_use]
+#[path = "../../../../crates/blocksparse/tests/all/refused.rs"]
+mod refused;
 
 mod any_model;
 mod eviction;

@@ -398,57 +398,33 @@ fn errors() {
     let mut pool = model.new_pool(&config(1).with_pages(2)).unwrap();
     let (a, b) = (pool.join().unwrap(), pool.join().unwrap());
     let ids = |batch: usize, count: usize| tokens(batch, count, VOCAB, &device);
-    let mut fails = |tokens: Tensor<2, Int>, steps: &[KvStep], message: &str| {
-        let error = model
-            .try_forward_pool(tokens, steps, &mut pool)
-            .unwrap_err();
-        assert_eq!(error.to_string(), message);
+    let mut call = |batch, count, steps: &[(SequenceId, usize)]| {
+        let steps: Vec<KvStep> = steps.iter().map(|&(id, n)| KvStep::new(id, n)).collect();
+        let result = model.try_forward_pool(ids(batch, count), &steps, &mut pool);
         pool.verify().unwrap();
         assert_eq!([pool.len(a).unwrap(), pool.len(b).unwrap()], [0, 0]);
+        result
     };
-    let both = [KvStep::new(a, 20), KvStep::new(b, 20)];
-    fails(ids(2, 20), &both, "the call needs 4 pages, 2 are free");
-    let twice = [KvStep::new(a, 2), KvStep::new(a, 2)];
-    fails(
-        ids(2, 2),
-        &twice,
-        "sequences must be different ones, got sequence 0 twice",
-    );
+    refused! {
+        call(2, 20, &[(a, 20), (b, 20)]) => "the call needs 4 pages, 2 are free";
+        call(2, 2, &[(a, 2), (a, 2)]) => "sequences must be different ones, got sequence 0 twice";
+        call(2, 1, &[(a, 1)]) => "steps must be as many as the batch's 2 entries, got 1";
+        call(1, 2, &[(a, 3)]) => "tokens must be from 1 to 2 of each sequence, the input's, got 3";
+        call(1, SEQ + 1, &[(a, SEQ + 1)]) => "positions must stay below 37, the model's context, got positions 0..38";
+    }
     let one = [KvStep::new(a, 1)];
-    fails(
-        ids(2, 1),
-        &one,
-        "steps must be as many as the batch's 2 entries, got 1",
-    );
-    let more = [KvStep::new(a, 3)];
-    fails(
-        ids(1, 2),
-        &more,
-        "tokens must be from 1 to 2 of each sequence, the input's, got 3",
-    );
-    let long = [KvStep::new(a, SEQ + 1)];
-    let message = "positions must stay below 37, the model's context, got positions 0..38";
-    fails(ids(1, SEQ + 1), &long, message);
     let empty = pool.join().unwrap();
     pool.leave(empty).unwrap();
     let gone = [KvStep::new(empty, 1)];
-    let error = model
-        .try_forward_pool(ids(1, 1), &gone, &mut pool)
-        .unwrap_err();
-    let message = "sequence must be one that joined this pool and has not left it, got sequence 2";
-    assert_eq!(error.to_string(), message);
+    refused! { model.try_forward_pool(ids(1, 1), &gone, &mut pool) => "sequence must be one that joined this pool and has not left it, got sequence 2"; }
     let other = SparseMultiHeadAttentionConfig::new(16, 2, Pattern::causal());
     let other = other.try_init(&device).unwrap();
     let error = pool.try_forward_attention(&other, random([1, 1, 16], &device), &one);
-    let message = "pool must be of 1 layers, the model's, got 4 layers";
-    assert_eq!(error.unwrap_err().to_string(), message);
-    let error = model.new_pool(&config(1).with_page_size(17)).unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "page_size must be 16, 32, 64 or 128, got 17"
-    );
-    let error = model.new_pool(&KvPoolConfig::new(0, 5)).unwrap_err();
-    assert_eq!(error.to_string(), "sequences must be at least 1, got 0");
+    refused! {
+        error => "pool must be of 1 layers, the model's, got 4 layers";
+        model.new_pool(&config(1).with_page_size(17)) => "page_size must be 16, 32, 64 or 128, got 17";
+        model.new_pool(&KvPoolConfig::new(0, 5)) => "sequences must be at least 1, got 0";
+    }
 }
 
 proptest! {

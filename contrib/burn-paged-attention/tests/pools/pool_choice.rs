@@ -324,26 +324,20 @@ fn what_cannot_be_chosen_from_is_refused() {
         ),
     ];
     for (selection, pool, message) in cases {
-        let error = model(&[selection], 2, &device).new_pool(&pool).unwrap_err();
-        assert_eq!(error.to_string(), message, "{selection}");
+        refused! { model(&[selection], 2, &device).new_pool(&pool) => message; }
     }
     let sinks = SparseMultiHeadAttentionConfig::new(16, 2, Pattern::causal())
         .with_sinks(true)
         .with_selection(Some("quest:16,48".parse().unwrap()));
     let sinks = sinks.try_init(&device).unwrap();
-    let error = KvPool::for_attention(&sinks, &room()).unwrap_err();
-    let message =
-        "sinks must be none with a selection by which every query chooses for itself, got some";
-    assert_eq!(error.to_string(), message);
+    refused! { KvPool::for_attention(&sinks, &room()) => "sinks must be none with a selection by which every query chooses for itself, got some"; }
     // A pool is of one choice.
     let chosen = model(&["quest:16,48"], 2, &device);
     let mut pool = chosen.new_pool(&room()).unwrap();
     let id = pool.join().unwrap();
     let other = chosen.with_selections(&[], 0).unwrap();
     let tokens = tokens(1, 4, VOCAB, &device);
-    let error = other.next_logits(tokens, &[KvStep::new(id, 4)], &mut pool);
-    let message = "pool must be one that was made for these layers, got another";
-    assert_eq!(error.unwrap_err().to_string(), message);
+    refused! { other.next_logits(tokens, &[KvStep::new(id, 4)], &mut pool) => "pool must be one that was made for these layers, got another"; }
 }
 
 /// Pages in eight bits are chosen by what they stand for: with all of them as without a choice, and with some nearly as with keys in floats.

@@ -98,15 +98,12 @@ fn known_beginnings_are_not_read_again() {
     }
     let model = model(vec![Pattern::causal()], &Device::flex());
     let mut pool = model.new_pool(&KvPoolConfig::new(1, CONTEXT)).unwrap();
-    let error = pool.join_with_prefix(&[1, 2]).unwrap_err();
-    let message = "config must be one with prefix reuse, got one without it";
-    assert_eq!(error.to_string(), message);
+    refused! { pool.join_with_prefix(&[1, 2]) => "config must be one with prefix reuse, got one without it"; }
     let eviction = EvictionConfig::tova(9);
     let config = KvPoolConfig::new(1, CONTEXT)
         .with_eviction(eviction)
         .with_prefix_reuse();
-    let error = model.new_pool(&config).unwrap_err().to_string();
-    assert!(error.starts_with("eviction must be none"), "{error}");
+    refused! { model.new_pool(&config) => "eviction must be none…"; }
 }
 
 /// A sequence goes on in another pool, of pages of another size, as if it had been there.
@@ -252,14 +249,12 @@ fn snapshots_of_others_are_refused() {
     let mut altered = serde_json::to_value(pool.save(id).unwrap()).unwrap();
     *altered.pointer_mut("/books/1/next").unwrap() = json!(41);
     let altered: KvSnapshot = serde_json::from_value(altered).unwrap();
-    let error = pool.load(&altered).unwrap_err().to_string();
-    assert_eq!(error, "tokens of the saved sequence must be 40, got 41");
+    refused! { pool.load(&altered) => "tokens of the saved sequence must be 40, got 41"; }
     pool.verify().unwrap();
     let evicting = config.with_residency(KvRetention::Evict);
     let evicting = evicting.with_eviction(EvictionConfig::tova(9));
     let mut pool = model.new_pool(&evicting).unwrap();
-    let error = pool.load(&saved).unwrap_err().to_string();
-    assert!(error.starts_with("eviction must be none"), "{error}");
+    refused! { pool.load(&saved) => "eviction must be none…"; }
 }
 
 /// With positions counted in the cache each row is the last one of a call over the keys that it sees alone, wherever these were.
@@ -316,9 +311,7 @@ fn positions_are_counted_in_windows_alone() {
     let device = Device::flex();
     let model = self::model(vec![Pattern::causal()], &device);
     let config = KvPoolConfig::new(1, CONTEXT).with_positions(KvPositions::InCache);
-    let error = model.new_pool(&config).unwrap_err().to_string();
-    let message = "positions must be Original, because the residency is no Window, got InCache";
-    assert_eq!(error, message);
+    refused! { model.new_pool(&config) => "positions must be Original, because the residency is no Window, got InCache"; }
     let window = KvRetention::Window {
         window: 8,
         sinks: 2,
@@ -326,9 +319,5 @@ fn positions_are_counted_in_windows_alone() {
     let config = config.with_residency(window);
     model.new_pool(&config).unwrap();
     let local = self::model(vec![Pattern::local(20)], &device);
-    let error = local.new_pool(&config).unwrap_err().to_string();
-    assert!(
-        error.starts_with("positions must be Original: heads are not causal"),
-        "{error}"
-    );
+    refused! { local.new_pool(&config) => "positions must be Original: heads are not causal…"; }
 }

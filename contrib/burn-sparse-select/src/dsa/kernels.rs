@@ -89,7 +89,12 @@ pub(crate) fn rounded(x: &Tensor<4>, of: HadamardFp8) -> Option<Tensor<4>> {
 
 /// Scores of some queries, `[batch, rows, seq_kv]`, the highest for `near` keys up to a query's own; those of keys behind it only if `all` are wanted.
 pub(crate) fn scores(index: &DsaIndex, rows: [usize; 2], near: usize, all: bool) -> Tensor<3> {
-    let call = IndexerScores::new(rows, near, all, index.is_in_fp8());
+    let call = IndexerScores {
+        rows,
+        near,
+        all,
+        in_fp8: index.is_in_fp8(),
+    };
     let inputs = Index::new(index).inputs();
     Tensor::from_dispatch(<Dispatch as IndexerOps>::indexer_scores(inputs, call))
 }
@@ -112,7 +117,12 @@ pub(crate) fn top_k(
         None => SeenKeys::UpToOwn,
     };
     let inputs = Index::new(index).inputs();
-    let call = IndexerChoice::new(most, near, numbers, index.is_in_fp8());
+    let call = IndexerChoice {
+        most,
+        near,
+        chunk_elements: numbers,
+        in_fp8: index.is_in_fp8(),
+    };
     let lists = <Dispatch as IndexerOps>::indexer_choice(inputs, seen, call);
     Some(Tensor::from_dispatch(lists))
 }
@@ -143,7 +153,12 @@ pub(crate) fn top_k_in_lists(
             .unsqueeze::<3>()
             .into_dispatch(),
     };
-    let call = IndexerChoice::new(most, near, numbers, false);
+    let call = IndexerChoice {
+        most,
+        near,
+        chunk_elements: numbers,
+        in_fp8: false,
+    };
     let (slots, seen) = (slots.clone().into_dispatch(), seen.clone().into_dispatch());
     let places = <Dispatch as IndexerOps>::indexer_list_choice(inputs, slots, seen, call);
     Some(Tensor::from_dispatch(places))
@@ -203,7 +218,11 @@ pub(crate) fn loss(
         DsaTarget::All => true,
         DsaTarget::Chosen(lists) => lists.is_causal(),
     };
-    let call = IndexerLoss::new(scale, together, causal);
+    let call = IndexerLoss {
+        scale,
+        rows: together,
+        causal,
+    };
     let found = <Dispatch as IndexerOps>::indexer_loss(index.inputs(), target, call);
     Some(Found {
         loss: mean(Tensor::from_dispatch(found.losses)),

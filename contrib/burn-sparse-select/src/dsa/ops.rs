@@ -47,38 +47,6 @@ pub struct IndexerLoss {
     pub causal: bool,
 }
 
-impl IndexerLoss {
-    pub(crate) fn new(scale: f64, rows: usize, causal: bool) -> Self {
-        Self {
-            scale,
-            rows,
-            causal,
-        }
-    }
-}
-
-impl IndexerChoice {
-    pub(crate) fn new(most: usize, near: usize, chunk_elements: usize, in_fp8: bool) -> Self {
-        Self {
-            most,
-            near,
-            chunk_elements,
-            in_fp8,
-        }
-    }
-}
-
-impl IndexerScores {
-    pub(crate) fn new(rows: [usize; 2], near: usize, all: bool, in_fp8: bool) -> Self {
-        Self {
-            rows,
-            near,
-            all,
-            in_fp8,
-        }
-    }
-}
-
 /// An index: q and k of one type.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]

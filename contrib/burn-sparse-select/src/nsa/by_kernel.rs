@@ -49,7 +49,13 @@ impl Masses<'_> {
 
     fn call(&self, rows: Range<usize>, most: usize) -> CompressedCall {
         let forced = self.nsa.options().forced;
-        CompressedCall::new(self.shape(), self.scale, rows, forced, most)
+        CompressedCall {
+            shape: self.shape(),
+            scale: self.scale,
+            rows,
+            forced,
+            most,
+        }
     }
 
     /// Of some rows, if the kernel runs: `[batch, kv_heads, rows, blocks]`, f32.

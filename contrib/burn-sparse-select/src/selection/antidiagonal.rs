@@ -97,9 +97,7 @@ impl BlockEstimator for XAttention {
             .whole(self.stride);
         let written = written.keep(rule.keep, |keep| matches!(keep, Budget::TopP { .. }));
         let written = written.forced(rule.forced, SINKS_AND_NEAR);
-        written
-            .gqa_reduction(sharing, GqaReduction::PerHead)
-            .finish()
+        written.finish(sharing, GqaReduction::PerHead)
     }
 
     fn grid(&self) -> EstimateGrid {

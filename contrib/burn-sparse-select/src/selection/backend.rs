@@ -106,7 +106,11 @@ mod kernels {
                 },
             );
             match result {
-                Ok(()) => QueriesOfBlocks::new(places, choices, tile_blocks),
+                Ok(()) => QueriesOfBlocks {
+                    places,
+                    choices,
+                    tile_blocks,
+                },
                 Err(_) => reference::list_queries::<Self>(picks, &call),
             }
         }

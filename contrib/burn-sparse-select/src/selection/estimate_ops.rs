@@ -25,17 +25,6 @@ pub struct MeanScores {
     pub causal: bool,
 }
 
-impl MeanScores {
-    pub(crate) fn new(block: usize, rows: Range<usize>, factor: f64, causal: bool) -> Self {
-        Self {
-            block,
-            rows,
-            factor,
-            causal,
-        }
-    }
-}
-
 /// Which blocks are alike in themselves, and so stood for by their means.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
@@ -44,12 +33,6 @@ pub struct LikeBlocks {
     pub similarity: f64,
     /// Whether keys are taken less their mean over the sequence.
     pub smooth: bool,
-}
-
-impl LikeBlocks {
-    pub(crate) fn new(similarity: f64, smooth: bool) -> Self {
-        Self { similarity, smooth }
-    }
 }
 
 /// Which importance scores of compressed blocks are wanted, or which blocks chosen by them.
@@ -66,24 +49,6 @@ pub struct CompressedCall {
     pub forced: Always,
     /// Blocks that a query chooses, at most.
     pub most: usize,
-}
-
-impl CompressedCall {
-    pub(crate) fn new(
-        shape: CompressedShape,
-        scale: f64,
-        rows: Range<usize>,
-        forced: Always,
-        most: usize,
-    ) -> Self {
-        Self {
-            shape,
-            scale,
-            rows,
-            forced,
-            most,
-        }
-    }
 }
 
 #[cfg(feature = "fusion")]

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use crate::kernels::selection::{Antidiagonals, FlexLimits, GateSizes, Kept, LineSizes, Touched};
-use burn::backend::Dispatch;
+use burn::backend::{Dispatch, DispatchTensor};
 use burn::tensor::{DType, Int, Tensor};
 
 use crate::selection::estimate_backend::available;
@@ -38,6 +38,11 @@ fn seq(call: &EstimateInputs) -> [usize; 2] {
     [&call.q, &call.k].map(|x| x.dims()[2])
 }
 
+/// Queries and keys.
+fn primitives(call: &EstimateInputs) -> [DispatchTensor; 2] {
+    [&call.q, &call.k].map(|x| x.clone().into_dispatch())
+}
+
 /// Scores of all rows of all heads.
 fn scores(call: &EstimateInputs, block: usize) -> usize {
     let [seq_q, seq_kv] = seq(call);
@@ -64,11 +69,8 @@ pub(crate) fn antidiagonals(
             factor: call.scale / stride as f64,
             rows: rows.clone(),
         };
-        Tensor::from_dispatch(<Dispatch as EstimateOps>::antidiagonal_masses(
-            call.q.clone().into_dispatch(),
-            call.k.clone().into_dispatch(),
-            wanted,
-        ))
+        let [q, k] = primitives(call);
+        Tensor::from_dispatch(<Dispatch as EstimateOps>::antidiagonal_masses(q, k, wanted))
     })
 }
 
@@ -110,10 +112,7 @@ pub(crate) fn lines(
 ) -> Option<Tensor<4>> {
     let sizes = last_queries(call, queries, block)?;
     let wanted = touched(call, block, rows, kept);
-    let (q, k) = (
-        call.q.clone().into_dispatch(),
-        call.k.clone().into_dispatch(),
-    );
+    let [q, k] = primitives(call);
     let scores = <Dispatch as EstimateOps>::blocks_of_lines(q, k, sizes, wanted);
     Some(Tensor::from_dispatch(scores))
 }
@@ -128,22 +127,25 @@ pub(crate) fn flex(
 ) -> Option<Tensor<4>> {
     let sizes = last_queries(call, block, block)?;
     let wanted = touched(call, block, rows, Kept::Share(gamma));
-    let (q, k) = (
-        call.q.clone().into_dispatch(),
-        call.k.clone().into_dispatch(),
-    );
+    let [q, k] = primitives(call);
     let scores = <Dispatch as EstimateOps>::flex_blocks(q, k, sizes, wanted, limits);
     Some(Tensor::from_dispatch(scores))
+}
+
+fn mean_scores(call: &EstimateInputs, block: usize, rows: &Range<usize>) -> MeanScores {
+    MeanScores {
+        block,
+        rows: rows.clone(),
+        factor: call.scale,
+        causal: call.causal,
+    }
 }
 
 /// Those of [`MeanPool`](crate::selection::MeanPool).
 pub(crate) fn means(call: &EstimateInputs, block: usize, rows: &Range<usize>) -> Option<Tensor<4>> {
     is_served(call, &[scores(call, block)]).then(|| {
-        let wanted = MeanScores::new(block, rows.clone(), call.scale, call.causal);
-        let (q, k) = (
-            call.q.clone().into_dispatch(),
-            call.k.clone().into_dispatch(),
-        );
+        let wanted = mean_scores(call, block, rows);
+        let [q, k] = primitives(call);
         Tensor::from_dispatch(<Dispatch as EstimateOps>::mean_scores(q, k, wanted))
     })
 }
@@ -156,11 +158,8 @@ pub(crate) fn alike(
     rows: &Range<usize>,
 ) -> Option<Tensor<4>> {
     is_served(call, &[scores(call, block)]).then(|| {
-        let wanted = MeanScores::new(block, rows.clone(), call.scale, call.causal);
-        let (q, k) = (
-            call.q.clone().into_dispatch(),
-            call.k.clone().into_dispatch(),
-        );
+        let wanted = mean_scores(call, block, rows);
+        let [q, k] = primitives(call);
         Tensor::from_dispatch(<Dispatch as EstimateOps>::alike_scores(q, k, wanted, like))
     })
 }
@@ -180,10 +179,7 @@ pub(crate) fn picks(call: &EstimateInputs, block: usize, most: usize) -> Option<
             block,
             most,
         };
-        let (q, k) = (
-            call.q.clone().into_dispatch(),
-            call.k.clone().into_dispatch(),
-        );
+        let [q, k] = primitives(call);
         Tensor::from_dispatch(<Dispatch as EstimateOps>::query_picks(q, k, wanted))
     })
 }

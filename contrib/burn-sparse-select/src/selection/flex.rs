@@ -182,9 +182,7 @@ impl BlockEstimator for FlexPrefill {
             written = written.keep(rule.keep, |_| false);
         }
         let written = written.forced(rule.forced, FORCED);
-        written
-            .gqa_reduction(sharing, GqaReduction::PerHead)
-            .finish()
+        written.finish(sharing, GqaReduction::PerHead)
     }
 
     fn grid(&self) -> EstimateGrid {

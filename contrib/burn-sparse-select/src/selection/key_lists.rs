@@ -61,7 +61,7 @@ impl TokenIndices {
         }
         served(&keys.device())?;
         let keys = keys.without_autodiff().into_dispatch();
-        let call = UniqueKeys::new(seq_kv, causal);
+        let call = UniqueKeys { seq_kv, causal };
         let keys = <Dispatch as SelectionOps>::unique_keys(keys, call);
         Ok(Self::of_unique(Tensor::from_dispatch(keys), seq_kv, causal))
     }
@@ -138,7 +138,12 @@ impl TokenIndices {
             causal: self.causal,
         };
         let scale = options.scale_for(q.dims()[3]);
-        TokenSparseCall::new(sparsity, scale, self.overlap, dispatch)
+        TokenSparseCall {
+            sparsity,
+            scale,
+            overlap: self.overlap,
+            dispatch,
+        }
     }
 
     /// For so many heads of keys.

@@ -67,7 +67,12 @@ pub(crate) fn choose(
 /// A call of lists of these sizes.
 fn call(shape: ListsShape, scale: f64) -> TokenSparseCall {
     let ListsShape { block, tile, .. } = shape;
-    TokenSparseCall::new(Sparsity::Blocks { block, tile }, scale, shape.overlap, true)
+    TokenSparseCall {
+        sparsity: Sparsity::Blocks { block, tile },
+        scale,
+        overlap: shape.overlap,
+        dispatch: true,
+    }
 }
 
 /// Whether queries that are packed by block are estimated to be faster than walks of lists that `rows` heads share.

@@ -51,9 +51,7 @@ impl BlockEstimator for MeanPool {
             true => written,
             false => written.whole(local).whole(first),
         };
-        written
-            .gqa_reduction(sharing, GqaReduction::PerHead)
-            .finish()
+        written.finish(sharing, GqaReduction::PerHead)
     }
 
     fn grid(&self) -> EstimateGrid {

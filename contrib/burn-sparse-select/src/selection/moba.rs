@@ -75,9 +75,7 @@ impl BlockEstimator for Moba {
             layers => written.whole(layers),
         };
         let written = written.forced(rule.forced, FORCED);
-        written
-            .gqa_reduction(sharing, GqaReduction::PerHead)
-            .finish()
+        written.finish(sharing, GqaReduction::PerHead)
     }
 
     fn grid(&self) -> EstimateGrid {

@@ -22,16 +22,6 @@ pub struct TopKBlocks {
     pub most: usize,
 }
 
-impl TopKBlocks {
-    pub(crate) fn new(position: i64, block: usize, most: usize) -> Self {
-        Self {
-            position,
-            block,
-            most,
-        }
-    }
-}
-
 /// Which of the keys that queries list they see.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -43,10 +33,6 @@ pub struct UniqueKeys {
 }
 
 impl UniqueKeys {
-    pub(crate) fn new(seq_kv: usize, causal: bool) -> Self {
-        Self { seq_kv, causal }
-    }
-
     /// So many keys a query of `seq_q` sees, from the first on.
     pub fn seen(&self, query: usize, seq_q: usize) -> usize {
         match self.causal {
@@ -70,16 +56,6 @@ pub struct QueryTiles {
     pub tile: usize,
 }
 
-impl QueryTiles {
-    pub(crate) fn new(blocks: usize, tiles: usize, tile: usize) -> Self {
-        Self {
-            blocks,
-            tiles,
-            tile,
-        }
-    }
-}
-
 /// Queries by the blocks that they chose: i32, −1 for none.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
@@ -91,20 +67,6 @@ pub struct QueriesOfBlocks<B: Backend> {
     pub choices: IntTensor<B>,
     /// The block of each tile: `[batch, lists, tiles]`.
     pub tile_blocks: IntTensor<B>,
-}
-
-impl<B: Backend> QueriesOfBlocks<B> {
-    pub(crate) fn new(
-        places: IntTensor<B>,
-        choices: IntTensor<B>,
-        tile_blocks: IntTensor<B>,
-    ) -> Self {
-        Self {
-            places,
-            choices,
-            tile_blocks,
-        }
-    }
 }
 
 /// Steps of choices by content as backend operations, on tensors that are not on an autodiff device. Arguments are checked by the public functions.

@@ -252,7 +252,11 @@ impl SelectedBlocks {
             };
             let [position, _] = grid.positions(start);
             let aside = (forced.first + forced.local - 1) * grid.block;
-            let wanted = TopKBlocks::new(position - aside as i64, grid.block, *most);
+            let wanted = TopKBlocks {
+                position: position - aside as i64,
+                block: grid.block,
+                most: *most,
+            };
             let picks = <Dispatch as SelectionOps>::highest_blocks(scores.into_dispatch(), wanted);
             chosen.push(Tensor::<4, Int>::from_dispatch(picks));
         }
@@ -266,7 +270,11 @@ impl SelectedBlocks {
     /// The lists of chosen blocks.
     pub(crate) fn of_choices(blocks: Tensor<4, Int>, sizes: &ListSizes) -> Self {
         let [.., most] = blocks.dims();
-        let wanted = QueryTiles::new(sizes.grid.blocks(), sizes.tiles, sizes.tile);
+        let wanted = QueryTiles {
+            blocks: sizes.grid.blocks(),
+            tiles: sizes.tiles,
+            tile: sizes.tile,
+        };
         let listed =
             <Dispatch as SelectionOps>::list_queries(blocks.clone().into_dispatch(), wanted);
         let places = Tensor::<4, Int>::from_dispatch(listed.places);

@@ -83,7 +83,7 @@ impl BlockEstimator for Quest {
             layers => written.whole(layers),
         };
         let written = written.forced(rule.forced, FORCED);
-        written.gqa_reduction(sharing, GqaReduction::Mean).finish()
+        written.finish(sharing, GqaReduction::Mean)
     }
 
     fn grid(&self) -> EstimateGrid {

@@ -141,11 +141,11 @@ pub(crate) fn list_queries<B: Backend>(
             }
         }
     }
-    QueriesOfBlocks::new(
-        tensor::<B>(places, dims, &device),
-        tensor::<B>(choices, [batch, lists, tiles * tile], &device),
-        tensor::<B>(tile_blocks, [batch, lists, tiles], &device),
-    )
+    QueriesOfBlocks {
+        places: tensor::<B>(places, dims, &device),
+        choices: tensor::<B>(choices, [batch, lists, tiles * tile], &device),
+        tile_blocks: tensor::<B>(tile_blocks, [batch, lists, tiles], &device),
+    }
 }
 
 fn tensor<B: Backend>(

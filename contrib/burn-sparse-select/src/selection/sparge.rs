@@ -101,9 +101,7 @@ impl BlockEstimator for SpargeAttn {
         let written = written.real(self.similarity);
         let written = written.named_whole("smooth", self.smooth.into(), 1);
         let written = written.forced(rule.forced, SINKS_AND_NEAR);
-        written
-            .gqa_reduction(sharing, GqaReduction::PerHead)
-            .finish()
+        written.finish(sharing, GqaReduction::PerHead)
     }
 
     fn grid(&self) -> EstimateGrid {
@@ -136,7 +134,10 @@ impl BlockEstimator for SpargeAttn {
     fn scores(&self, call: &EstimateInputs, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
         #[cfg(feature = "cube")]
         {
-            let like = LikeBlocks::new(self.similarity, self.smooth);
+            let like = LikeBlocks {
+                similarity: self.similarity,
+                smooth: self.smooth,
+            };
             if let Some(scores) = estimates::alike(call, self.block, like, &rows) {
                 return Ok(scores);
             }

@@ -269,16 +269,11 @@ impl Written {
         written.named_whole("local", forced.local, default.local)
     }
 
-    /// Whether heads share, where the method's default is another.
-    pub fn gqa_reduction(self, sharing: GqaReduction, default: GqaReduction) -> Self {
+    /// The text, with whether heads share, where the method's default is another.
+    pub fn finish(self, sharing: GqaReduction, default: GqaReduction) -> String {
         match sharing == default {
-            true => self,
-            false => self.argument(&format!("share={sharing}")),
+            true => self.text,
+            false => self.argument(&format!("share={sharing}")).text,
         }
-    }
-
-    /// The text.
-    pub fn finish(self) -> String {
-        self.text
     }
 }

@@ -71,19 +71,6 @@ pub fn copy_row(
     }
 }
 
-/// A piece of 16 bytes of a row.
-#[cube]
-pub fn load_piece(
-    matrix: u32,
-    row: u32,
-    #[comptime] piece: usize,
-    #[comptime] of: Spans,
-) -> Vector<u32, Const<4>> {
-    let span = comptime!((piece / PIECES as usize * of.span_bytes()) as u32);
-    let within = comptime!(piece as u32 % PIECES).runtime();
-    shared_load_words(matrix + span + row * comptime!(ROW as u32) + ((within ^ (row % 8)) * 16))
-}
-
 /// Waits for this unit's copies, and makes them known to wgmma.
 #[cube]
 pub fn own_copies() {

@@ -1,5 +1,8 @@
 //! The tests of the crate in one program.
 
+#[macro_use]
+mod refused;
+
 mod attachments;
 mod callbacks;
 mod errors;

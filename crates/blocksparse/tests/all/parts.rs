@@ -162,13 +162,11 @@ fn parts_of_other_pairs() {
     });
     for (mut data, parts) in [(narrow.clone(), &wide), (wide.clone(), &narrow)] {
         data["parts"] = parts["parts"].clone();
-        let error = serde_json::from_value::<BlockLayout>(data).unwrap_err();
-        assert!(error.to_string().contains("each once"), "{error}");
+        refused! { serde_json::from_value::<BlockLayout>(data) => "…each once…"; }
     }
     // Each of the parts twice.
     let mut data = narrow;
     let twice: Vec<Value> = [0, 1, 0].map(|part| data["parts"][part].clone()).into();
     data["parts"] = twice.into();
-    let error = serde_json::from_value::<BlockLayout>(data).unwrap_err();
-    assert!(error.to_string().contains("each once"), "{error}");
+    refused! { serde_json::from_value::<BlockLayout>(data) => "…each once…"; }
 }

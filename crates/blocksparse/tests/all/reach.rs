@@ -211,11 +211,7 @@ fn a_callback_in_a_causal_pattern_has_boundaries() {
 #[case("streaming:3,2", 0, [&[0, 1, 4, 5][..], &[0, 1, 6, 7], &[0, 1, 8, 9], &[0, 1, 10, 11]])]
 #[case("documents:0,5,9&causal", 0, [&[5][..], &[5, 6, 7], &[9], &[9, 10, 11]])]
 #[case("documents:0,5,9&local:4", 0, [&[5][..], &[5, 6, 7], &[9], &[9, 10, 11]])]
-#[case(
-    "vertical:0,3+slash:0,1,4",
-    0,
-    [&[0, 2, 3, 4, 5][..], &[0, 3, 4, 5, 6, 7], &[0, 3, 6, 7, 8, 9], &[0, 3, 8, 9, 10, 11]]
-)]
+#[case("vertical:0,3+slash:0,1,4", 0, [&[0, 2, 3, 4, 5][..], &[0, 3, 4, 5, 6, 7], &[0, 3, 6, 7, 8, 9], &[0, 3, 8, 9, 10, 11]])]
 #[case("chunked:4,1,0&causal", 0, [&[0, 1, 2, 3, 4, 5][..], &[4, 5, 6, 7], &[4, 5, 6, 7, 8, 9], &[8, 9, 10, 11]])]
 fn live_keys(#[case] pattern: &str, #[case] head: usize, #[case] expected: [&[i64]; 4]) {
     let pattern: Pattern = pattern.parse().unwrap();

@@ -59,6 +59,9 @@ pub type OpDevice = burn_cubecl::CubeDevice;
 #[cfg(not(feature = "cube"))]
 pub type OpDevice = std::convert::Infallible;
 
+/// Why a crate that is built without its feature `cube` runs no kernels, whatever this one has.
+pub const NO_KERNELS: &str = "this crate was built without the feature of the device's backend";
+
 impl fmt::Display for OpPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

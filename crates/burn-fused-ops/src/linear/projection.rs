@@ -125,7 +125,7 @@ impl LinearOptions {
                 texts::to_heads_text(device, dtype.into(), lengths, parts, bias)
             }
             #[cfg(not(feature = "cube"))]
-            Err::<String, std::convert::Infallible>(*device)
+            Err::<String, _>(burn_blocksparse::internal::NO_KERNELS)
         }))
     }
 }
@@ -146,7 +146,7 @@ impl LinearOptions {
                 texts::from_heads_text(device, dtypes, x.dims(), outputs)
             }
             #[cfg(not(feature = "cube"))]
-            Err::<String, std::convert::Infallible>(*device)
+            Err::<String, _>(burn_blocksparse::internal::NO_KERNELS)
         }))
     }
 }

@@ -136,7 +136,7 @@ impl BlockSparseLinearOptions {
                 crate::sparse_linear::backend::kernels::text(device, dtype.into(), rows, layout)
             }
             #[cfg(not(feature = "cube"))]
-            Err::<String, std::convert::Infallible>(*device)
+            Err::<String, _>(burn_blocksparse::internal::NO_KERNELS)
         }))
     }
 }

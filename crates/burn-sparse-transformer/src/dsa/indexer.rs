@@ -132,20 +132,23 @@ mod tests {
     use burn_sparse_select::dsa::Dsa;
 
     use super::*;
-    use crate::dsa::{DsaAttention, DsaAttentionConfig};
+    use crate::content::ContentAttention;
+    use crate::{Pattern, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig};
+    #[cfg(feature = "autodiff")]
+    use crate::{SparseMhaInput, dsa::DsaStage};
 
     const SEQ: usize = 400;
 
     /// One layer in each precision of the attention and of the index, with the same parameters.
-    fn layers(device: &Device) -> [DsaAttention; 3] {
+    fn layers(device: &Device) -> [SparseMultiHeadAttention; 3] {
         let layer = |precision, index| {
             let heads = DsaHeadsConfig::new()
                 .with_keep(48)
                 .with_index_heads(8)
                 .with_index_dim(32)
                 .with_index_precision(index);
-            DsaAttentionConfig::new(64, 4)
-                .with_heads(heads)
+            SparseMultiHeadAttentionConfig::new(64, 4, Pattern::causal())
+                .with_content(Some(ContentAttention::Dsa(heads)))
                 .with_rope(Some(RotaryEncodingConfig::new(SEQ, 16)))
                 .with_precision(precision)
                 .try_init(device)
@@ -160,8 +163,12 @@ mod tests {
         ]
     }
 
-    fn index(layer: &DsaAttention, x: &Tensor<3>) -> DsaIndex {
-        layer.heads.index(x.clone(), &Positions::From(0)).unwrap()
+    fn indexer(layer: &SparseMultiHeadAttention) -> &DsaIndexer {
+        &layer.dsa().unwrap().indexer
+    }
+
+    fn index(layer: &SparseMultiHeadAttention, x: &Tensor<3>) -> DsaIndex {
+        (indexer(layer).index(x.clone(), &Positions::From(0))).unwrap()
     }
 
     #[test]
@@ -174,10 +181,10 @@ mod tests {
             let index = index(layer, &x);
             assert_eq!([index.q.dtype(), index.k.dtype()], [dtype; 2]);
             assert_eq!(index.weights.dtype(), DType::F32);
-            assert_eq!(DType::from(layer.heads.indexer.dtype()), dtype);
+            assert_eq!(DType::from(indexer(layer).dtype()), dtype);
         }
         // Bit for bit what its layers make, whatever the attention's precision is.
-        let indexer = &full.heads.indexer;
+        let indexer = indexer(&full);
         let turned = |x: Tensor<4>| {
             let rope = indexer.rope.as_ref().unwrap();
             let first = rope.forward(x.clone().narrow(3, 0, 16));
@@ -233,10 +240,12 @@ mod tests {
         let device = Device::flex().autodiff();
         let x = Tensor::random([1, 120, 64], Distribution::Normal(0.0, 1.0), &device);
         let [_, half, kept] = layers(&device);
-        let run = |layer: &DsaAttention| {
-            let loss = layer.warm_up_loss(x.clone()).unwrap();
+        let run = |layer: &SparseMultiHeadAttention| {
+            let warming = layer.clone().with_dsa_stage(DsaStage::WarmUp).unwrap();
+            let output = warming.try_forward(SparseMhaInput::self_attn(x.clone()));
+            let loss = output.unwrap().aux_loss.unwrap();
             let grads = loss.backward();
-            let indexer = &layer.heads.indexer;
+            let indexer = indexer(layer);
             let parts = [&indexer.query, &indexer.key, &indexer.weights];
             let grads = parts.map(|part| part.weight.val().grad(&grads).unwrap());
             assert!(grads.iter().all(|grad| grad.dtype() == DType::F32));

@@ -4,19 +4,15 @@
 // stage       how far the training is: dense attention, the indexer's warm-up, or the choice
 // indexer     what the indexer makes of tokens
 // heads       the choice, attention over it, and the indexer's loss
-// attention   a layer of its own
 // mixed       in the place of a layer's pattern
 
-mod attention;
 mod config;
 pub(crate) mod heads;
 mod indexer;
 mod mixed;
 mod stage;
 
-pub use attention::{DsaAttention, DsaAttentionConfig};
 pub use config::DsaHeadsConfig;
 pub use heads::DsaHeads;
-pub(crate) use heads::DsaParts;
 pub use indexer::DsaIndexer;
 pub use stage::DsaStage;

@@ -1,6 +1,6 @@
 //! How far the training of models with indexers is.
 
-use crate::{SparseTransformer, TransformerError};
+use crate::{SparseMultiHeadAttention, SparseTransformer, TransformerError};
 
 /// What layers of DeepSeek sparse attention attend to, and what learns. The paper trains a model with dense attention, then its indexers alone for 1,000
 /// steps, and then both (DeepSeek-V3.2-Exp, 2025, §2). No parameter belongs to a stage, and records do not hold it: models begin in [`Self::Sparse`].
@@ -16,28 +16,46 @@ pub enum DsaStage {
     Sparse,
 }
 
+/// That there is something to put in a stage.
+fn check(stage: DsaStage, found: bool, of: &str) -> Result<(), TransformerError> {
+    match found {
+        true => Ok(()),
+        false => Err(TransformerError::argument(
+            "dsa_stage",
+            format!("of a {of} of dsa"),
+            format!("{stage:?} of one without"),
+        )),
+    }
+}
+
+impl SparseMultiHeadAttention {
+    /// The layer in another stage.
+    ///
+    /// # Errors
+    /// [`TransformerError::Argument`] if it is not one of DeepSeek sparse attention.
+    pub fn with_dsa_stage(mut self, stage: DsaStage) -> Result<Self, TransformerError> {
+        check(stage, self.set_dsa_stage(stage), "layer")?;
+        Ok(self)
+    }
+
+    /// Whether there is an indexer.
+    fn set_dsa_stage(&mut self, stage: DsaStage) -> bool {
+        let content = self.content.as_mut();
+        let dsa = content.and_then(|content| content.dsa.as_mut());
+        dsa.map(|dsa| dsa.stage = stage).is_some()
+    }
+}
+
 impl SparseTransformer {
     /// The model in another stage.
     ///
     /// # Errors
     /// [`TransformerError::Argument`] if it has no layers of DeepSeek sparse attention.
     pub fn with_dsa_stage(mut self, stage: DsaStage) -> Result<Self, TransformerError> {
-        let mut found = false;
-        for block in &mut self.blocks {
-            let content = block.mha.content.as_mut();
-            if let Some(dsa) = content.and_then(|content| content.dsa.as_mut()) {
-                dsa.stage = stage;
-                found = true;
-            }
-        }
-        match found {
-            true => Ok(self),
-            false => Err(TransformerError::argument(
-                "dsa_stage",
-                "of a model with layers of dsa",
-                format!("{stage:?} of one without"),
-            )),
-        }
+        let blocks = self.blocks.iter_mut();
+        let found = blocks.filter_map(|block| block.mha.set_dsa_stage(stage).then_some(()));
+        check(stage, found.count() > 0, "model with layers")?;
+        Ok(self)
     }
 
     /// The stage, of a model with layers of DeepSeek sparse attention.

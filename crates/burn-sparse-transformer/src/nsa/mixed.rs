@@ -39,12 +39,13 @@ impl SparseMultiHeadAttentionConfig {
         config: &NsaHeadsConfig,
         device: &Device,
     ) -> Result<NsaHeads, TransformerError> {
+        let [d_k, d_v] = self.head_widths();
         let sizes = NsaSizes {
             d_model: self.d_model,
             n_heads: self.n_heads,
             n_kv_heads: self.n_kv_heads.unwrap_or(self.n_heads),
-            d_k: self.d_key.unwrap_or(self.d_model) / self.n_heads,
-            d_v: self.d_model / self.n_heads,
+            d_k,
+            d_v,
         };
         let linear = |d_input: usize, d_output: usize| {
             LinearConfig::new(d_input, d_output)

@@ -4,17 +4,14 @@
 // compression   what makes one key or value of a block of them
 // heads         projections of the branches, gates, and attention
 // cache         what they keep of earlier tokens
-// attention     a layer of its own
 // mixed         in the place of a layer's pattern
 
-mod attention;
 mod cache;
 mod compression;
 mod config;
 pub(crate) mod heads;
 mod mixed;
 
-pub use attention::{NsaAttention, NsaAttentionConfig};
 pub(crate) use cache::BranchCaches;
 pub use compression::{Compression, NsaCompressor};
 pub use config::NsaHeadsConfig;

@@ -5,6 +5,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{Device, Distribution, Int, Tensor, TensorData, Tolerance};
+use burn_sparse_transformer::{
+    SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, TransformerError,
+};
 
 /// A backend has one random number generator for the whole process: tests that depend on what is drawn
 /// hold this, and so do all others of their binary.
@@ -92,4 +95,20 @@ pub fn assert_close<const D: usize>(a: Tensor<D>, b: Tensor<D>, tolerance: f32) 
     let tolerance = Tolerance::absolute(tolerance).set_relative(tolerance);
     a.into_data()
         .assert_approx_eq::<f32>(&b.into_data(), tolerance);
+}
+
+/// Self-attention of a sequence.
+pub fn attend(mha: &SparseMultiHeadAttention, x: Tensor<3>) -> Result<Tensor<3>, TransformerError> {
+    let output = mha.try_forward(SparseMhaInput::self_attn(x))?;
+    Ok(output.context)
+}
+
+/// The same of new positions behind those of a cache.
+pub fn attend_cache(
+    mha: &SparseMultiHeadAttention,
+    x: Tensor<3>,
+    cache: &mut SparseMhaCache,
+) -> Result<Tensor<3>, TransformerError> {
+    let output = mha.try_forward_cache(SparseMhaInput::self_attn(x), cache)?;
+    Ok(output.context)
 }

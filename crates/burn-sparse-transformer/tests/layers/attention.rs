@@ -1,6 +1,6 @@
 //! `SparseMultiHeadAttention` against burn-nn's `MultiHeadAttention`, and against itself in pieces.
 
-use crate::common::{assert_close, random, randomise};
+use crate::common::{assert_close, attend, random, randomise};
 use burn::module::Module;
 use burn::nn::attention::{MhaInput, MultiHeadAttentionConfig, generate_autoregressive_mask};
 use burn::nn::{Linear, LinearConfig};
@@ -43,10 +43,7 @@ fn a_burn_nn_record_loads_and_gives_equal_outputs(
         input = input.mask_attn(generate_autoregressive_mask(2, seq, &device));
     }
     let expected = dense.forward(input).context;
-    let got = sparse
-        .try_forward(SparseMhaInput::self_attn(x))
-        .unwrap()
-        .context;
+    let got = attend(&sparse, x).unwrap();
     assert_close(got, expected, 1e-5);
 }
 
@@ -133,6 +130,12 @@ fn half_size_queries_and_keys_leave_values_alone() {
     assert_eq!(mha.value.weight.dims(), [32, 32]);
     let output = mha.try_forward(SparseMhaInput::self_attn(random([1, 9, 32], &device)));
     assert_eq!(output.unwrap().context.dims(), [1, 9, 32]);
+    let wide = (config.clone().with_d_value(Some(48))).try_init(&device);
+    let wide = wide.unwrap();
+    assert_eq!(wide.value.weight.dims(), [32, 48]);
+    assert_eq!(wide.output.weight.dims(), [48, 32]);
+    let output = attend(&wide, random([1, 9, 32], &device)).unwrap();
+    assert_eq!(output.dims(), [1, 9, 32]);
     // 2 per weight; 2 · (d_k + d_v) per pair and head.
     assert_eq!(
         mha.matmul_flops_per_token(),
@@ -154,10 +157,7 @@ fn heads_use_their_own_pattern() {
     (mha.query, mha.key) = (identity.clone(), identity.clone());
     (mha.value, mha.output) = (identity.clone(), identity);
     let x: Tensor<3> = random([1, 6, 4], &device);
-    let context = mha
-        .try_forward(SparseMhaInput::self_attn(x.clone()))
-        .unwrap()
-        .context;
+    let context = attend(&mha, x.clone()).unwrap();
     // Head 0 sees only its own position; head 1 mixes.
     let head = |t: &Tensor<3>, h: usize| t.clone().narrow(2, 2 * h, 2).narrow(1, 1, 5);
     assert_close(head(&context, 0), head(&x, 0), 1e-6);
@@ -241,32 +241,19 @@ fn pieces_through_the_cache_equal_the_whole(#[case] pieces: &[usize]) {
     }
 }
 
-fn message<T: std::fmt::Debug>(result: Result<T, TransformerError>) -> String {
-    result.unwrap_err().to_string()
-}
-
 #[test]
 fn configurations_that_do_not_fit_are_refused() {
     let device = Device::flex();
-    let init = |config: SparseMultiHeadAttentionConfig| message(config.try_init(&device));
+    let init = |config: SparseMultiHeadAttentionConfig| config.try_init(&device);
     let config = |d_model, n_heads| sparse(d_model, n_heads, Pattern::causal());
-    assert_eq!(
-        init(config(30, 4)),
-        "d_model must be a positive multiple of n_heads = 4, got 30"
-    );
-    assert_eq!(init(config(32, 0)), "n_heads must be at least 1, got 0");
-    assert_eq!(
-        init(config(32, 4).with_d_key(Some(10))),
-        "d_key must be a positive multiple of n_heads = 4, got 10"
-    );
-    assert_eq!(
-        init(config(32, 4).with_n_kv_heads(Some(3))),
-        "n_heads must be a positive multiple of n_kv_heads = 3, got 4"
-    );
-    assert_eq!(
-        init(config(32, 4).with_softcap(Some(-1.0))),
-        "softcap must be positive and finite, got -1"
-    );
+    refused! {
+        init(config(30, 4)) => "d_model must be a positive multiple of n_heads = 4, got 30";
+        init(config(32, 0)) => "n_heads must be at least 1, got 0";
+        init(config(32, 4).with_d_key(Some(10))) => "d_key must be a positive multiple of n_heads = 4, got 10";
+        init(config(32, 4).with_d_value(Some(10))) => "d_value must be a positive multiple of n_heads = 4, got 10";
+        init(config(32, 4).with_n_kv_heads(Some(3))) => "n_heads must be a positive multiple of n_kv_heads = 3, got 4";
+        init(config(32, 4).with_softcap(Some(-1.0))) => "softcap must be positive and finite, got -1";
+    }
     for block_size in [0, 7, 256] {
         let error = config(32, 4).with_block_size(block_size).try_init(&device);
         assert!(matches!(error, Err(TransformerError::Layout(_))));
@@ -282,24 +269,14 @@ fn inputs_that_do_not_fit_are_refused() {
     let zeros = |shape: [usize; 3]| Tensor::<3>::zeros(shape, &device);
     let forward = |q, k, v| {
         let input = SparseMhaInput::new(zeros(q), zeros(k), zeros(v));
-        message(mha.try_forward(input))
+        mha.try_forward(input)
     };
-    assert_eq!(
-        forward([2, 3, 8], [2, 3, 16], [2, 3, 16]),
-        "query must be [batch ≥ 1, seq ≥ 1, d_model = 16], got [2, 3, 8]"
-    );
-    assert_eq!(
-        forward([2, 0, 16], [2, 3, 16], [2, 3, 16]),
-        "query must be [batch ≥ 1, seq ≥ 1, d_model = 16], got [2, 0, 16]"
-    );
-    assert_eq!(
-        forward([2, 3, 16], [1, 3, 16], [2, 3, 16]),
-        "key must be [batch = 2, seq ≥ 1, d_model = 16], got [1, 3, 16]"
-    );
-    assert_eq!(
-        forward([2, 3, 16], [2, 3, 16], [2, 4, 16]),
-        "value must be [batch = 2, seq = 3, d_model = 16], got [2, 4, 16]"
-    );
+    refused! {
+        forward([2, 3, 8], [2, 3, 16], [2, 3, 16]) => "query must be [batch ≥ 1, seq ≥ 1, d_model = 16], got [2, 3, 8]";
+        forward([2, 0, 16], [2, 3, 16], [2, 3, 16]) => "query must be [batch ≥ 1, seq ≥ 1, d_model = 16], got [2, 0, 16]";
+        forward([2, 3, 16], [1, 3, 16], [2, 3, 16]) => "key must be [batch = 2, seq ≥ 1, d_model = 16], got [1, 3, 16]";
+        forward([2, 3, 16], [2, 3, 16], [2, 4, 16]) => "value must be [batch = 2, seq = 3, d_model = 16], got [2, 4, 16]";
+    }
 }
 
 #[test]
@@ -314,13 +291,10 @@ fn a_full_cache_or_another_batch_is_refused_and_the_cache_kept() {
     };
     assert!(feed([1, 3, 16]).0.is_ok());
     let (result, len) = feed([1, 2, 16]);
-    assert_eq!(
-        message(result),
-        "positions must stay below 4, the cache's context, got positions 3..5"
-    );
+    refused! { result => "positions must stay below 4, the cache's context, got positions 3..5"; }
     assert_eq!(len, 3);
     let (result, len) = feed([2, 1, 16]);
-    assert_eq!(message(result), "batch must be 1, the cache's, got 2");
+    refused! { result => "batch must be 1, the cache's, got 2"; }
     assert_eq!(len, 3);
     assert!(feed([1, 1, 16]).0.is_ok());
 }

@@ -1,7 +1,7 @@
 //! What `SparseMultiHeadAttention` does to heads (normalisation, rotation, scale), and padding: against the same in dense Burn
 //! operations, and against itself in pieces.
 
-use crate::common::{assert_close, random, randomise, tokens};
+use crate::common::{assert_close, attend, random, randomise, tokens};
 use burn::module::Module;
 use burn::nn::attention::{MhaInput, MultiHeadAttentionConfig};
 use burn::nn::{LayerNormConfig, RmsNormConfig, RotaryEncodingConfig};
@@ -11,7 +11,6 @@ use burn::tensor::{Bool, Bytes, Device, Tensor, TensorData};
 use burn_sparse_transformer::{
     Factorization, HeadNorm, Pattern, Precision, QkNorm, SparseMhaCache, SparseMhaInput,
     SparseMultiHeadAttention, SparseMultiHeadAttentionConfig, SparseTransformerConfig,
-    TransformerError,
 };
 use rstest::rstest;
 
@@ -100,10 +99,7 @@ fn options_equal_dense_operations(
     let mha = init(config.clone());
     let x = random([2, 21, D_MODEL], &Device::flex());
     let expected = dense_causal(&mha, &config, x.clone());
-    let got = mha
-        .try_forward(SparseMhaInput::self_attn(x))
-        .unwrap()
-        .context;
+    let got = attend(&mha, x).unwrap();
     assert_close(got, expected, 2e-5);
 }
 
@@ -142,10 +138,7 @@ fn every_parameter_of_the_norms_gets_a_gradient() {
         .try_init(&device)
         .unwrap();
     let x = random([1, 12, D_MODEL], &device);
-    let y = mha
-        .try_forward(SparseMhaInput::self_attn(x))
-        .unwrap()
-        .context;
+    let y = attend(&mha, x).unwrap();
     let grads = y.powi_scalar(2).sum().backward();
     for norm in [&mha.query_norm, &mha.key_norm] {
         let Some(HeadNorm::Rms(norm)) = norm else {
@@ -237,10 +230,7 @@ fn lengths_are_a_mask_and_each_sequence_is_as_if_alone() {
             let of_entry = got.clone().narrow(0, entry, 1);
             if length > 0 {
                 let alone = x.clone().narrow(0, entry, 1).narrow(1, 0, length);
-                let expected = mha
-                    .try_forward(SparseMhaInput::self_attn(alone))
-                    .unwrap()
-                    .context;
+                let expected = attend(&mha, alone).unwrap();
                 assert_close(of_entry.clone().narrow(1, 0, length), expected, 1e-5);
             }
             if length < 11 {
@@ -339,40 +329,22 @@ fn records_with_norms_load() {
     assert_close(loaded.try_forward(input).unwrap().context, expected, 0.0);
 }
 
-fn message<T: std::fmt::Debug>(result: Result<T, TransformerError>) -> String {
-    result.unwrap_err().to_string()
-}
-
 #[test]
 fn configurations_that_do_not_fit_are_refused() {
-    let init = |config: SparseMultiHeadAttentionConfig| message(config.try_init(&Device::flex()));
+    let init = |config: SparseMultiHeadAttentionConfig| config.try_init(&Device::flex());
     let config = || config(Pattern::causal());
-    assert_eq!(
-        init(config().with_scale(Some(f64::NAN))),
-        "scale must be finite, as f32, got NaN"
-    );
-    assert_eq!(
-        init(config().with_qk_norm_eps(0.0)),
-        "qk_norm_eps must be positive and finite, got 0"
-    );
+    refused! {
+        init(config().with_scale(Some(f64::NAN))) => "scale must be finite, as f32, got NaN";
+        init(config().with_qk_norm_eps(0.0)) => "qk_norm_eps must be positive and finite, got 0";
+    }
     let rope = |seq, width| Some(RotaryEncodingConfig::new(seq, width));
-    assert_eq!(
-        init(config().with_rope(rope(16, 6))),
-        "rope.d_model must be 8, the width of a query head, got 6"
-    );
-    assert_eq!(
-        init(config().with_rope(rope(0, D_K))),
-        "rope.max_sequence_length must be between 1 and 16777216, got 0"
-    );
-    assert_eq!(
-        init(config().with_d_key(Some(12)).with_rope(rope(16, 3))),
-        "rope.d_model must be a positive multiple of the rotated pairs = 2, got 3"
-    );
+    refused! {
+        init(config().with_rope(rope(16, 6))) => "rope.d_model must be 8, the width of a query head, got 6";
+        init(config().with_rope(rope(0, D_K))) => "rope.max_sequence_length must be between 1 and 16777216, got 0";
+        init(config().with_d_key(Some(12)).with_rope(rope(16, 3))) => "rope.d_model must be a positive multiple of the rotated pairs = 2, got 3";
+    }
     let cold = RotaryEncodingConfig::new(16, D_K).with_theta(0.0);
-    assert_eq!(
-        init(config().with_rope(Some(cold))),
-        "rope.theta must be positive and finite, got 0"
-    );
+    refused! { init(config().with_rope(Some(cold))) => "rope.theta must be positive and finite, got 0"; }
 }
 
 #[test]
@@ -381,34 +353,17 @@ fn inputs_that_do_not_fit_are_refused() {
     let mha = init(config(Pattern::causal()).with_rope(rope()));
     let zeros = |seq| Tensor::<3>::zeros([2, seq, D_MODEL], &device);
     let input = || SparseMhaInput::self_attn(zeros(11));
-    let forward = |input| message(mha.try_forward(input));
-    assert_eq!(
-        forward(input().mask_pad(mask(&[[false; 11]; 3]))),
-        "mask_pad must be [batch = 2, seq_kv = 11], got [3, 11]"
-    );
-    assert_eq!(
-        forward(input().lengths([3])),
-        "lengths must be of 2 batch entries, got 1"
-    );
-    assert_eq!(
-        forward(input().lengths([3, 12])),
-        "lengths must be at most 11, the number of keys, got 12"
-    );
-    assert_eq!(
-        forward(SparseMhaInput::self_attn(zeros(65))),
-        "positions must stay below 64, rope.max_sequence_length, got positions 0..65"
-    );
-    assert_eq!(
-        forward(SparseMhaInput::new(zeros(5), zeros(4), zeros(4))),
-        "query must be at most 4 positions, as many as keys, with rope, got 5"
-    );
+    let forward = |input| mha.try_forward(input);
+    refused! {
+        forward(input().mask_pad(mask(&[[false; 11]; 3]))) => "mask_pad must be [batch = 2, seq_kv = 11], got [3, 11]";
+        forward(input().lengths([3])) => "lengths must be of 2 batch entries, got 1";
+        forward(input().lengths([3, 12])) => "lengths must be at most 11, the number of keys, got 12";
+        forward(SparseMhaInput::self_attn(zeros(65))) => "positions must stay below 64, rope.max_sequence_length, got positions 0..65";
+        forward(SparseMhaInput::new(zeros(5), zeros(4), zeros(4))) => "query must be at most 4 positions, as many as keys, with rope, got 5";
+    }
     let mut cache = SparseMhaCache::new();
     mha.try_forward_cache(SparseMhaInput::self_attn(zeros(60)), &mut cache)
         .unwrap();
-    let result = mha.try_forward_cache(SparseMhaInput::self_attn(zeros(5)), &mut cache);
-    assert_eq!(
-        message(result),
-        "positions must stay below 64, rope.max_sequence_length, got positions 60..65"
-    );
+    refused! { mha.try_forward_cache(SparseMhaInput::self_attn(zeros(5)), &mut cache) => "positions must stay below 64, rope.max_sequence_length, got positions 60..65"; }
     assert_eq!(cache.len(), 60);
 }

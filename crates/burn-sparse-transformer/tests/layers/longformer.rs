@@ -182,34 +182,20 @@ fn what_does_not_fit_is_refused() {
     let device = Device::flex();
     let init = |attention| {
         let config = LongformerAttentionConfig::new(attention);
-        config.try_init(&device).unwrap_err().to_string()
+        config.try_init(&device)
     };
     let rope = Some(RotaryEncodingConfig::new(64, 8));
-    assert_eq!(
-        init(config(Pattern::window(4)).with_rope(rope)),
-        "rope must be none in LongformerAttention, got some"
-    );
-    assert_eq!(
-        init(config(Pattern::window(4)).with_qk_norm(Some(QkNorm::Rms))),
-        "qk_norm must be none in LongformerAttention, got some"
-    );
+    refused! {
+        init(config(Pattern::window(4)).with_rope(rope)) => "rope must be none in LongformerAttention, got some";
+        init(config(Pattern::window(4)).with_qk_norm(Some(QkNorm::Rms))) => "qk_norm must be none in LongformerAttention, got some";
+    }
     let longformer = longformer(Pattern::window(4), &device);
     let input = || LongformerInput::new(Tensor::zeros([2, SEQ, D_MODEL], &device));
-    let forward = |input| longformer.try_forward(input).unwrap_err().to_string();
-    assert_eq!(
-        forward(input().global([3, 37])),
-        "global must be below 37, the number of positions, got 37"
-    );
-    assert_eq!(
-        forward(input().global_per_entry([vec![0]])),
-        "global must be of 2 batch entries, got 1"
-    );
-    assert_eq!(
-        forward(input().lengths([38, 2])),
-        "lengths must be at most 37, the number of keys, got 38"
-    );
-    assert_eq!(
-        forward(LongformerInput::new(Tensor::zeros([2, SEQ, 3], &device))),
-        "tensor must be [batch ≥ 1, seq ≥ 1, d_model = 16], got [2, 37, 3]"
-    );
+    let forward = |input| longformer.try_forward(input);
+    refused! {
+        forward(input().global([3, 37])) => "global must be below 37, the number of positions, got 37";
+        forward(input().global_per_entry([vec![0]])) => "global must be of 2 batch entries, got 1";
+        forward(input().lengths([38, 2])) => "lengths must be at most 37, the number of keys, got 38";
+        forward(LongformerInput::new(Tensor::zeros([2, SEQ, 3], &device))) => "tensor must be [batch ≥ 1, seq ≥ 1, d_model = 16], got [2, 37, 3]";
+    }
 }

@@ -2,6 +2,9 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+#[macro_use]
+#[path = "../../../blocksparse/tests/all/refused.rs"]
+mod refused;
 mod golden;
 
 mod attention;

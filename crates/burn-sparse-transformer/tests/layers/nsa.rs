@@ -5,15 +5,14 @@ use burn::nn::{Linear, RotaryEncodingConfig};
 use burn::tensor::activation::{gelu, sigmoid};
 use burn::tensor::{Device, Tensor};
 use burn_sparse_select::nsa::{Nsa, NsaKeysValues, NsaOptions};
-use burn_sparse_transformer::nsa::{
-    Compression, NsaAttention, NsaAttentionConfig, NsaCompressor, NsaHeadsConfig,
-};
+use burn_sparse_transformer::content::ContentAttention;
+use burn_sparse_transformer::nsa::{Compression, NsaCompressor, NsaHeadsConfig};
 use burn_sparse_transformer::{
-    Factorization, Pattern, Recompute, SparseMhaCache, SparseMhaInput,
+    Factorization, Pattern, Recompute, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
     SparseMultiHeadAttentionConfig, SparseTransformer, SparseTransformerConfig,
 };
 
-use crate::common::{assert_close, random, randomise, seed, tokens};
+use crate::common::{assert_close, attend, attend_cache, random, randomise, seed, tokens};
 use crate::decoding::assert_decodes_and_sees_no_future;
 
 const BLOCK: usize = 8;
@@ -31,12 +30,12 @@ fn heads(compression: Compression, shared: bool) -> NsaHeadsConfig {
 }
 
 /// Four heads of queries on two of keys, values wider than keys, rotated.
-fn layer(heads: NsaHeadsConfig, device: &Device) -> NsaAttention {
-    let config = NsaAttentionConfig::new(24, 4)
+fn layer(heads: NsaHeadsConfig, device: &Device) -> SparseMultiHeadAttention {
+    let config = SparseMultiHeadAttentionConfig::new(24, 4, Pattern::causal())
         .with_n_kv_heads(Some(2))
         .with_d_key(Some(16))
         .with_d_value(Some(32))
-        .with_heads(heads)
+        .with_content(Some(ContentAttention::Nsa(heads)))
         .with_rope(Some(RotaryEncodingConfig::new(64, 4)));
     randomise(config.try_init(device).unwrap())
 }
@@ -87,7 +86,7 @@ fn a_layer_equals_its_parts() {
     for (compression, shared) in all_kinds() {
         let layer = layer(heads(compression, shared), &device);
         let rope = layer.rope.as_ref().unwrap();
-        let parts = &layer.heads;
+        let parts = layer.nsa().unwrap();
         assert_eq!(parts.compressed.is_none(), shared);
         let own = [&layer.key, &layer.value];
         let project = |[key, value]: [&Linear; 2]| [by_heads(key, &x, 2), by_heads(value, &x, 2)];
@@ -129,7 +128,7 @@ fn a_layer_equals_its_parts() {
             .unwrap();
         let joined = out.swap_dims(1, 2).reshape([2, 45, 32]);
         let expected = layer.output.forward(joined);
-        assert_close(layer.try_forward(x.clone()).unwrap(), expected, 1e-5);
+        assert_close(attend(&layer, x.clone()).unwrap(), expected, 1e-5);
     }
 }
 
@@ -142,7 +141,7 @@ fn decoding_gives_the_rows_of_the_whole() {
     let other = random([2, 45, 24], &device);
     for (compression, shared) in all_kinds() {
         let layer = layer(heads(compression, shared), &device);
-        let whole = layer.try_forward(x.clone()).unwrap();
+        let whole = attend(&layer, x.clone()).unwrap();
         for pieces in [vec![1; 45], vec![7, 1, 1, 20, 16], vec![45]] {
             let mut cache = SparseMhaCache::new();
             let mut rows = Vec::new();
@@ -150,12 +149,11 @@ fn decoding_gives_the_rows_of_the_whole() {
                 // Others first, which are taken back.
                 let start = cache.len();
                 let more = (45 - start).min(9);
-                layer
-                    .try_forward_cache(other.clone().narrow(1, start, more), &mut cache)
-                    .unwrap();
+                let piece_of_other = other.clone().narrow(1, start, more);
+                attend_cache(&layer, piece_of_other, &mut cache).unwrap();
                 cache.truncate(start);
                 let new = x.clone().narrow(1, start, piece);
-                rows.push(layer.try_forward_cache(new, &mut cache).unwrap());
+                rows.push(attend_cache(&layer, new, &mut cache).unwrap());
             }
             assert_eq!(cache.len(), 45);
             assert_close(Tensor::cat(rows, 1), whole.clone(), 1e-5);
@@ -258,77 +256,30 @@ fn what_does_not_go_with_it_is_said() {
             .with_content(Some("nsa:8,4,8,4,10".parse().unwrap()))
     };
     let beside = "none with nsa, which is all heads of a layer, got some";
-    for (config, message) in [
-        (
-            SparseMultiHeadAttentionConfig {
-                pattern: Pattern::dense(),
-                ..config()
-            },
-            "pattern must be causal with nsa, whose tokens see earlier ones alone, got dense"
-                .to_owned(),
-        ),
-        (
-            config().with_local_heads(Some(1)),
-            format!("local_heads must be {beside}"),
-        ),
-        (
-            config().with_selection(Some("topk:8,2".parse().unwrap())),
-            format!("selection must be {beside}"),
-        ),
-        (config().with_sinks(true), format!("sinks must be {beside}")),
-        (
-            config().with_softcap(Some(5.0)),
-            format!("softcap must be {beside}"),
-        ),
-        (
-            config().with_dropout(0.1),
-            format!("dropout must be {beside}"),
-        ),
-    ] {
-        assert_eq!(config.try_init(&device).unwrap_err().to_string(), message);
+    refused! {
+        SparseMultiHeadAttentionConfig { pattern: Pattern::dense(), ..config() }.try_init(&device) => "pattern must be causal with nsa, whose tokens see earlier ones alone, got dense";
+        config().with_local_heads(Some(1)).try_init(&device) => format!("local_heads must be {beside}");
+        config().with_selection(Some("topk:8,2".parse().unwrap())).try_init(&device) => format!("selection must be {beside}");
+        config().with_sinks(true).try_init(&device) => format!("sinks must be {beside}");
+        config().with_softcap(Some(5.0)).try_init(&device) => format!("softcap must be {beside}");
+        config().with_dropout(0.1).try_init(&device) => format!("dropout must be {beside}");
     }
-    let error = NsaAttentionConfig::new(16, 2)
-        .with_causal(false)
-        .try_init(&device);
-    assert_eq!(
-        error.unwrap_err().to_string(),
-        "causal must be true for nsa, whose tokens see earlier ones alone, got false"
-    );
     let keep = NsaHeadsConfig::new().with_keep(2);
-    let error = NsaAttentionConfig::new(16, 2)
-        .with_heads(keep)
-        .try_init(&device);
-    assert_eq!(
-        error.unwrap_err().to_string(),
-        "keep must be at least 3, the forced blocks, got 2"
-    );
+    let error = config().with_content(Some(ContentAttention::Nsa(keep)));
+    refused! { error.try_init(&device) => "keep must be at least 3, the forced blocks, got 2"; }
 
     let mha = config().try_init(&device).unwrap();
     let x = Tensor::<3>::zeros([2, 20, 16], &device);
-    let message = |input: SparseMhaInput| mha.try_forward(input).unwrap_err().to_string();
     let input = SparseMhaInput::self_attn(x.clone()).lengths([20, 10]);
-    assert_eq!(message(input), "padding must be none with nsa, got some");
+    refused! { mha.try_forward(input) => "padding must be none with nsa, got some"; }
     let input = SparseMhaInput::new(x.clone(), x.clone(), x.clone());
-    assert_eq!(
-        message(input),
-        "input must be self-attention with nsa, got another key or value"
-    );
-    let packed = mha
-        .try_forward_packed(x.narrow(0, 0, 1), &[0, 5, 20])
-        .unwrap_err();
-    assert_eq!(
-        packed.to_string(),
-        "content must be none with padding, packed sequences and weights, which know nothing of its branches, got nsa:8,4,8,4,10"
-    );
+    refused! {
+        mha.try_forward(input) => "input must be self-attention with nsa, got another key or value";
+        mha.try_forward_packed(x.narrow(0, 0, 1), &[0, 5, 20]) => "content must be none with padding, packed sequences and weights, which know nothing of its branches, got nsa:8,4,8,4,10";
+    }
     let short = Tensor::<3>::ones([1, 3, 16], &device);
     // Shorter than a block: nothing is compressed, and nothing is chosen.
-    assert_eq!(
-        mha.try_forward(SparseMhaInput::self_attn(short))
-            .unwrap()
-            .context
-            .dims(),
-        [1, 3, 16]
-    );
+    assert_eq!(attend(&mha, short).unwrap().dims(), [1, 3, 16]);
     let printed = format!("{mha}");
     assert!(printed.contains("content: nsa:8,4,8,4,10"), "{printed}");
     assert!(mha.attention_flops(20).unwrap() > 0);

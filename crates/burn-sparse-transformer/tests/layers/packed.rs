@@ -1,10 +1,10 @@
 //! Packed sequences against each sequence alone.
 
-use crate::common::{assert_close, random, randomise};
+use crate::common::{assert_close, attend, random, randomise};
 use burn::nn::RotaryEncodingConfig;
 use burn::tensor::{Device, Tensor};
 use burn_sparse_transformer::{
-    Pattern, QkNorm, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
+    Pattern, QkNorm, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
     SparseTransformerBlockConfig,
 };
 use rstest::rstest;
@@ -47,11 +47,7 @@ fn each_sequence_is_as_if_alone(#[case] cu_seqlens: &[usize]) {
     ] {
         let mha = attention(pattern.clone());
         let x = random([1, total, 32], &Device::flex());
-        let expected = one_by_one(&x, cu_seqlens, |x| {
-            mha.try_forward(SparseMhaInput::self_attn(x))
-                .unwrap()
-                .context
-        });
+        let expected = one_by_one(&x, cu_seqlens, |x| attend(&mha, x).unwrap());
         let got = mha.try_forward_packed(x, cu_seqlens).unwrap().context;
         assert_close(got, expected, 2e-5);
     }
@@ -104,6 +100,5 @@ fn what_does_not_fit_is_refused(
 ) {
     let mha = attention(Pattern::causal());
     let x = Tensor::<3>::zeros([batch, seq, 32], &Device::flex());
-    let error = mha.try_forward_packed(x, cu_seqlens).unwrap_err();
-    assert_eq!(error.to_string(), message);
+    refused! { mha.try_forward_packed(x, cu_seqlens) => message; }
 }

@@ -12,7 +12,7 @@ use burn_sparse_transformer::{
     SparseTransformerBlockConfig, SparseTransformerConfig,
 };
 
-use crate::common::{assert_close, random, randomise, seed, tokens};
+use crate::common::{assert_close, attend, random, randomise, seed, tokens};
 
 const D_MODEL: usize = 16;
 
@@ -31,8 +31,7 @@ fn init(device: &Device) -> SparseMultiHeadAttention {
 }
 
 fn forward(mha: &SparseMultiHeadAttention, x: &Tensor<3>) -> Tensor<3> {
-    let input = SparseMhaInput::self_attn(x.clone());
-    mha.try_forward(input).unwrap().context
+    attend(mha, x.clone()).unwrap()
 }
 
 #[test]
@@ -187,61 +186,34 @@ fn what_knows_patterns_alone_is_refused() {
     let device = Device::flex();
     let _guard = seed(&device, 4);
     let selection = || Some(text("topk:8,4"));
-    let whole =
-        "pattern must be the dense causal pattern, or dense, with a selection by which every query";
-    let local = config(Pattern::local(9)).with_selection(Some(text("moba:8,2")));
-    let error = local.try_init(&device).unwrap_err().to_string();
-    assert!(error.starts_with(whole), "{error}");
-    let mha = init(&device)
-        .with_selection(Some(text("moba:8,2")))
-        .unwrap();
-    let error = mha.with_pattern(Pattern::local(9), 8).unwrap_err();
-    assert!(error.to_string().starts_with(whole), "{error}");
+    let whole = "pattern must be the dense causal pattern, or dense, with a selection by which every query…";
+    let moba = || Some(text("moba:8,2"));
+    let mha = init(&device).with_selection(moba()).unwrap();
+    refused! {
+        config(Pattern::local(9)).with_selection(moba()).try_init(&device) => whole;
+        mha.with_pattern(Pattern::local(9), 8) => whole;
+    }
 
     let mha = init(&device).with_selection(selection()).unwrap();
     let x = random([2, 16, D_MODEL], &device);
     let input = || SparseMhaInput::self_attn(x.clone());
-    let message = |input: SparseMhaInput| mha.try_forward(input).unwrap_err().to_string();
-    assert_eq!(
-        message(input().lengths([9, 17])),
-        "lengths must be at most 16, the number of keys, got 17"
-    );
     let left = Tensor::<2, Int>::from_data([[0, 0, 0, 0], [1, 0, 0, 0]], &device).bool();
     let left = left.repeat_dim(1, 4);
-    let end = "padding must be at the end of self-attention's sequences with a selection";
-    assert!(message(input().mask_pad(left)).starts_with(end));
+    let end = "padding must be at the end of self-attention's sequences with a selection…";
     let other = SparseMhaInput::new(x.clone(), x.clone(), x.clone());
-    assert!(message(other.lengths([9, 4])).starts_with(end));
     let one = x.clone().slice_dim(0, 0..1);
-    let refused = [
-        mha.try_forward_packed(one, &[0, 9, 16]).map(drop),
-        mha.try_forward_with_weights(input()).map(drop),
-    ];
-    for result in refused {
-        let error = result.unwrap_err().to_string();
-        assert!(
-            error.starts_with("selection must be none where layouts"),
-            "{error}"
-        );
-    }
     let mut cache = SparseMhaCache::new();
-    let error = mha
-        .try_forward_cache(input(), &mut cache)
-        .unwrap_err()
-        .to_string();
-    assert!(
-        error.starts_with("selection must be prefix stable with a cache"),
-        "{error}"
-    );
+    refused! {
+        mha.try_forward(input().lengths([9, 17])) => "lengths must be at most 16, the number of keys, got 17";
+        mha.try_forward(input().mask_pad(left)) => end;
+        mha.try_forward(other.lengths([9, 4])) => end;
+        mha.try_forward_packed(one, &[0, 9, 16]) => "selection must be none where layouts…";
+        mha.try_forward_with_weights(input()) => "selection must be none where layouts…";
+        mha.try_forward_cache(input(), &mut cache) => "selection must be prefix stable with a cache…";
+    }
     assert!(cache.is_empty());
     let longformer = config(Pattern::causal()).with_selection(selection());
-    let error = LongformerAttentionConfig::new(longformer)
-        .try_init(&device)
-        .unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "selection must be none in LongformerAttention, got some"
-    );
+    refused! { LongformerAttentionConfig::new(longformer).try_init(&device) => "selection must be none in LongformerAttention, got some"; }
     let dense = config(Pattern::dense()).with_selection(selection());
     let mha = randomise(dense.try_init(&device).unwrap());
     assert_eq!(forward(&mha, &x).dims(), [2, 16, D_MODEL]);
@@ -392,18 +364,14 @@ fn heads_choose_for_themselves() {
         mha.try_forward(input).unwrap().context
     };
     assert_close(padded(&heads("topk:8,3")), padded(&alike("topk:8,3")), 1e-6);
-    let expected = "selection must be none where heads choose in different ways, got some";
     let error = alike("topk:8,3").with_head_selections(Some("pattern".parse().unwrap()));
-    assert_eq!(error.unwrap_err().to_string(), expected);
-    let error = "topk:8,3 / ".parse::<HeadSelections>().unwrap_err();
-    assert!(error.to_string().contains("cannot read ''"), "{error}");
     let mut cache = SparseMhaCache::new();
     let input = SparseMhaInput::self_attn(x.clone());
-    let error = heads("moba:8,2")
-        .try_forward_cache(input, &mut cache)
-        .unwrap_err();
-    let expected = "head_selections must be none here";
-    assert!(error.to_string().starts_with(expected), "{error}");
+    refused! {
+        error => "selection must be none where heads choose in different ways, got some";
+        "topk:8,3 / ".parse::<HeadSelections>() => "…cannot read ''…";
+        heads("moba:8,2").try_forward_cache(input, &mut cache) => "head_selections must be none here…";
+    }
 }
 
 /// What is measured of heads is of the choice that each makes, within a pattern, too, and with keys that heads share.
@@ -444,15 +412,8 @@ fn heads_are_measured_each_by_its_own_choice() {
     // The first layer's queries and keys are the same, whatever it attends to.
     assert_eq!(own[0], measured[0]);
     assert_ne!(own[1], measured[1]);
-    let error = model
-        .head_selection_quality(tokens, &layers[1..])
-        .unwrap_err();
-    let expected = format!(
-        "layers must be {}, the model's, got {}",
-        layers.len(),
-        layers.len() - 1
-    );
-    assert_eq!(error.to_string(), expected);
+    let [all, less] = [layers.len(), layers.len() - 1];
+    refused! { model.head_selection_quality(tokens, &layers[1..]) => format!("layers must be {all}, the model's, got {less}"); }
 }
 
 /// Full layers are a model's to count: the model's layers have a selection without them, and a layer alone refuses one with them.
@@ -466,21 +427,15 @@ fn a_layer_alone_counts_no_full_layers() {
         let block = SparseTransformerBlockConfig::new(D_MODEL, 4, Pattern::causal())
             .with_block_size(8)
             .with_selection(Some(text(selection)));
-        let chosen = text(selection);
-        let errors = [
-            of_layer()
-                .with_selection(Some(chosen.clone()))
-                .try_init(&device)
-                .unwrap_err(),
-            mha.clone().with_selection(Some(chosen)).unwrap_err(),
-            mha.with_head_selections(Some(heads)).unwrap_err(),
-            block.try_init(&device).unwrap_err(),
-        ];
-        for error in errors {
-            let expected = format!(
-                "selection must be one without full layers for a layer alone: a model's `selections` have them, got {selection}"
-            );
-            assert_eq!(error.to_string(), expected);
+        let chosen = || Some(text(selection));
+        let expected = format!(
+            "selection must be one without full layers for a layer alone: a model's `selections` have them, got {selection}"
+        );
+        refused! {
+            of_layer().with_selection(chosen()).try_init(&device) => &expected;
+            mha.clone().with_selection(chosen()) => &expected;
+            mha.with_head_selections(Some(heads)) => &expected;
+            block.try_init(&device) => &expected;
         }
         let model = SparseTransformerConfig::new(16, 2, Factorization::from(Pattern::causal()))
             .with_vocab_size(11)
@@ -579,5 +534,5 @@ fn density_counts_pairs() {
     let by_query = dense.with_selection(Some(text("moba:8,2"))).unwrap();
     let error = by_query.attention_density(SparseMhaInput::self_attn(x));
     let expected = "pattern must be causal where every query chooses for itself, got dense";
-    assert_eq!(error.unwrap_err().to_string(), expected);
+    refused! { error => expected; }
 }

@@ -1,10 +1,10 @@
 //! The model's forward pass: residual form, causality, decoding, and what it refuses.
 
-use crate::common::{assert_close, random, randomise, tokens};
+use crate::common::{assert_close, attend, random, randomise, tokens};
 use burn::module::Module;
 use burn::tensor::{Device, Int, Tensor};
 use burn_sparse_transformer::{
-    Factorization, Pattern, SparseMhaInput, SparseTransformer, SparseTransformerBlockConfig,
+    Factorization, Pattern, SparseTransformer, SparseTransformerBlockConfig,
     SparseTransformerConfig, TransformerError,
 };
 use rstest::rstest;
@@ -44,11 +44,7 @@ fn a_block_adds_a_and_b_to_the_residual_stream() {
     let config = SparseTransformerBlockConfig::new(16, 2, Pattern::causal()).with_block_size(8);
     let block = randomise(config.try_init(&device).unwrap());
     let h = random([2, 13, 16], &device);
-    let a = block
-        .mha
-        .try_forward(SparseMhaInput::self_attn(block.norm_1.forward(h.clone())))
-        .unwrap()
-        .context;
+    let a = attend(&block.mha, block.norm_1.forward(h.clone())).unwrap();
     let b = block
         .pwff
         .try_forward(block.norm_2.forward(h.clone() + a.clone()))
@@ -193,13 +189,7 @@ fn positions_past_the_context_are_refused_and_the_cache_kept() {
     let most = tokens(1, CONTEXT - 1, VOCAB, &device);
     model.try_forward_cache(most, &mut cache).unwrap();
     let two = tokens(1, 2, VOCAB, &device);
-    assert_eq!(
-        model
-            .try_forward_cache(two, &mut cache)
-            .unwrap_err()
-            .to_string(),
-        "positions must stay below 40, the model's context, got positions 39..41"
-    );
+    refused! { model.try_forward_cache(two, &mut cache) => "positions must stay below 40, the model's context, got positions 39..41"; }
     assert_eq!(cache.position(), CONTEXT - 1);
     let one = tokens(1, 1, VOCAB, &device);
     model.try_forward_cache(one, &mut cache).unwrap();
@@ -210,34 +200,22 @@ fn inputs_that_do_not_fit_are_refused() {
     let device = Device::flex();
     let model = model(Pattern::causal());
     let ids = |batch, seq| Tensor::<2, Int>::zeros([batch, seq], &device);
-    let message = |result: Result<_, TransformerError>| result.map(drop).unwrap_err().to_string();
-    assert_eq!(
-        message(model.try_forward(ids(1, 0)).map(drop)),
-        "tokens must be [batch ≥ 1, seq ≥ 1], got [1, 0]"
-    );
-    assert_eq!(
-        message(model.try_loss(ids(1, 4), ids(1, 3)).map(drop)),
-        "targets must be [batch = 1, seq = 4], got [1, 3]"
-    );
+    refused! {
+        model.try_forward(ids(1, 0)) => "tokens must be [batch ≥ 1, seq ≥ 1], got [1, 0]";
+        model.try_loss(ids(1, 4), ids(1, 3)) => "targets must be [batch = 1, seq = 4], got [1, 3]";
+    }
     let mut cache = model.new_cache();
     model.try_forward_cache(ids(1, 4), &mut cache).unwrap();
-    assert_eq!(
-        message(model.try_forward_cache(ids(2, 1), &mut cache).map(drop)),
-        "batch must be 1, the cache's, got 2"
-    );
+    refused! { model.try_forward_cache(ids(2, 1), &mut cache) => "batch must be 1, the cache's, got 2"; }
     assert_eq!(cache.position(), 4);
     let mut shorter = model.clone();
     shorter.blocks.pop();
-    assert_eq!(
-        message(shorter.try_forward_cache(ids(1, 1), &mut cache).map(drop)),
-        "cache must be of 2 blocks, the model's, got 3 blocks"
-    );
+    refused! { shorter.try_forward_cache(ids(1, 1), &mut cache) => "cache must be of 2 blocks, the model's, got 3 blocks"; }
 }
 
 #[test]
 fn configurations_that_do_not_fit_are_refused() {
-    let init =
-        |config: SparseTransformerConfig| config.try_init(&Device::flex()).unwrap_err().to_string();
+    let init = |config: SparseTransformerConfig| config.try_init(&Device::flex());
     let new = |vocab, context, d_model, layers, heads, width| {
         let causal = Pattern::causal().into();
         SparseTransformerConfig::new(d_model, heads, causal)
@@ -246,49 +224,21 @@ fn configurations_that_do_not_fit_are_refused() {
             .with_n_layers(layers)
             .with_embedding_width(Some(width))
     };
-    assert_eq!(
-        init(new(0, 8, 8, 1, 1, 4)),
-        "vocab_size must be at least 1, got 0"
-    );
-    assert_eq!(
-        init(new(5, 0, 8, 1, 1, 4)),
-        "context must be at least 1, got 0"
-    );
-    assert_eq!(
-        init(new(5, 8, 8, 0, 1, 4)),
-        "n_layers must be at least 1, got 0"
-    );
-    assert_eq!(
-        init(new(5, 8, 9, 1, 2, 4)),
-        "d_model must be a positive multiple of n_heads = 2, got 9"
-    );
+    refused! {
+        init(new(0, 8, 8, 1, 1, 4)) => "vocab_size must be at least 1, got 0";
+        init(new(5, 0, 8, 1, 1, 4)) => "context must be at least 1, got 0";
+        init(new(5, 8, 8, 0, 1, 4)) => "n_layers must be at least 1, got 0";
+        init(new(5, 8, 9, 1, 2, 4)) => "d_model must be a positive multiple of n_heads = 2, got 9";
+    }
     for width in [0, 9] {
-        assert_eq!(
-            init(new(5, 8, 8, 1, 1, width)),
-            format!("embedding_width must be between 1 and 8, the context, got {width}")
-        );
+        refused! { init(new(5, 8, 8, 1, 1, width)) => format!("embedding_width must be between 1 and 8, the context, got {width}"); }
     }
     for dropout in [-0.1, 1.0, f64::NAN] {
-        assert_eq!(
-            init(new(5, 8, 8, 1, 1, 4).with_dropout(dropout)),
-            format!("dropout must be at least 0 and below 1, got {dropout}")
-        );
+        refused! { init(new(5, 8, 8, 1, 1, 4).with_dropout(dropout)) => format!("dropout must be at least 0 and below 1, got {dropout}"); }
     }
-    assert_eq!(
-        init(new(5, 8, 8, 1, 1, 4).with_d_ff(Some(0))),
-        "d_ff must be at least 1, got 0"
-    );
+    refused! { init(new(5, 8, 8, 1, 1, 4).with_d_ff(Some(0))) => "d_ff must be at least 1, got 0"; }
     let none = Factorization::Interleaved(vec![]);
-    assert_eq!(
-        init(
-            SparseTransformerConfig::new(8, 1, none)
-                .with_vocab_size(5)
-                .with_context(8)
-                .with_n_layers(1)
-                .with_embedding_width(Some(4))
-        ),
-        "factorization must be at least one pattern, got none"
-    );
+    refused! { init(SparseTransformerConfig::new(8, 1, none).with_vocab_size(5).with_context(8).with_n_layers(1).with_embedding_width(Some(4))) => "factorization must be at least one pattern, got none"; }
 }
 
 #[test]

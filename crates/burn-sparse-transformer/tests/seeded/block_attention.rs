@@ -175,10 +175,7 @@ fn a_block_by_itself_rotates_as_far_as_its_context() {
     let config = SparseTransformerBlockConfig::new(16, HEADS, Pattern::causal())
         .with_block_size(8)
         .with_attention(Some(With::All.attention()));
-    assert_eq!(
-        config.try_init(&device).unwrap_err().to_string(),
-        "context must be given with rope_theta, got none"
-    );
+    refused! { config.try_init(&device) => "context must be given with rope_theta, got none"; }
     let config = config.with_context(Some(CONTEXT));
     let block = randomise(config.try_init(&device).unwrap());
     let x = random([2, CONTEXT + 1, 16], &device);
@@ -198,15 +195,9 @@ fn a_block_by_itself_rotates_as_far_as_its_context() {
 #[case(BlockAttentionConfig::new().with_scale(Some(f64::NAN)), "scale must be finite, as f32, got NaN")]
 #[case(BlockAttentionConfig::new().with_qk_norm_eps(0.0), "qk_norm_eps must be positive and finite, got 0")]
 #[case(BlockAttentionConfig::new().with_rope_theta(Some(-1.0)), "rope.theta must be positive and finite, got -1")]
-#[case(
-    BlockAttentionConfig::new().with_relative_reach(Some(1 << 28)),
-    "relative_reach must be at most 134217727 with 4 heads, got 268435456"
-)]
+#[case(BlockAttentionConfig::new().with_relative_reach(Some(1 << 28)), "relative_reach must be at most 134217727 with 4 heads, got 268435456")]
 fn what_does_not_fit_is_refused(#[case] attention: BlockAttentionConfig, #[case] message: &str) {
-    let error = config(Some(attention))
-        .try_init(&Device::flex())
-        .unwrap_err();
-    assert_eq!(error.to_string(), message);
+    refused! { config(Some(attention)).try_init(&Device::flex()) => message; }
 }
 
 #[test]
@@ -217,18 +208,12 @@ fn heads_that_do_not_fit_are_refused_with_rotations() {
             .with_attention(Some(With::Rope.attention()))
             .with_context(Some(CONTEXT))
             .try_init(&Device::flex())
-            .unwrap_err()
-            .to_string()
     };
-    assert_eq!(init(0, None), "n_heads must be at least 1, got 0");
-    assert_eq!(
-        init(4, None),
-        "rope.d_model must be a positive multiple of the rotated pairs = 2, got 3"
-    );
-    assert_eq!(
-        init(4, Some(7)),
-        "d_key must be a positive multiple of n_heads = 4, got 7"
-    );
+    refused! {
+        init(0, None) => "n_heads must be at least 1, got 0";
+        init(4, None) => "rope.d_model must be a positive multiple of the rotated pairs = 2, got 3";
+        init(4, Some(7)) => "d_key must be a positive multiple of n_heads = 4, got 7";
+    }
 }
 
 #[cfg(feature = "autodiff")]

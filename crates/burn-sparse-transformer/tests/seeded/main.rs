@@ -3,6 +3,9 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+#[macro_use]
+#[path = "../../../blocksparse/tests/all/refused.rs"]
+mod refused;
 
 mod block_attention;
 mod gradients;

@@ -170,10 +170,7 @@ mod tests {
             line.contains("2 windows of a step each") && line.contains("copies"),
             "{line}"
         );
-        let routing = Overrides {
-            attention: Some("routing:64".parse().unwrap()),
-            ..Overrides::default()
-        };
+        let routing = Overrides::read("--attention routing:64");
         assert!(matches!(
             two.check(&config(&routing), false),
             Err(DevicesError::Means(_))

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Device;
 use burn_paged_attention::generate::Sampling;
 use burn_paged_attention::pool::{KvPoolConfig, KvRetention, KvStep, PagedDecoder};
-use burn_sparse_transformer::{Precision, SparseTransformer};
+use burn_sparse_transformer::SparseTransformer;
 use clap::Args;
 
 use super::format::Pictures;
@@ -51,9 +51,6 @@ pub struct SampleImagesArgs {
     /// Record a step once and replay it where the device can (CUDA): the same pictures with less work of the host
     #[arg(long)]
     graph: bool,
-    /// f32, tf32 or bf16 [default: the run's]
-    #[arg(long, value_parser = arguments::precision, value_name = "f32|tf32|bf16")]
-    precision: Option<Precision>,
 }
 
 /// A little below the model's own distribution.
@@ -66,17 +63,14 @@ pub fn run(args: &SampleImagesArgs) -> Result<()> {
         .extension()
         .is_some_and(|extension| extension == "png");
     ensure!(is_png, "--out must end in .png, got {}", args.out.display());
-    let (device, path, mut checkpoint) = args.model.open()?;
-    let config = &mut checkpoint.header.config.model;
+    let (device, path, checkpoint) = args.model.open()?;
+    let config = &checkpoint.header.config.model;
     let Some(pictures) = config.pictures else {
         bail!(
             "{} was trained on text: enwik8 sample lets it write",
             path.display()
         );
     };
-    if let Some(precision) = args.precision {
-        config.precision = precision;
-    }
     for &class in &args.class {
         ensure!(
             usize::from(class) < pictures.classes,

@@ -7,7 +7,7 @@ use crate::data::thousands;
 use crate::model::attention_text;
 use crate::table::table;
 
-/// List the presets: models, recipes, and what their training takes
+/// List the presets: models, recipes, and what training takes where it was measured
 #[derive(Args, Debug)]
 #[command(after_help = "Examples:
   enwik8 presets
@@ -15,13 +15,33 @@ use crate::table::table;
 Each value has a flag of train, bench and import.")]
 pub struct PresetsArgs {}
 
-/// What is printed: shapes, recipes, and what each is for.
+const MODEL: [&str; 8] = [
+    "model",
+    "layers",
+    "heads",
+    "width",
+    "context",
+    "attention",
+    "block",
+    "dropout",
+];
+const RECIPE: [&str; 7] = [
+    "recipe",
+    "batch",
+    "length",
+    "rate",
+    "warm-up",
+    "decay",
+    "recompute",
+];
+
+/// What is printed.
 pub fn list() -> String {
-    let presets = Preset::value_variants();
-    let models = presets.iter().map(|preset| {
-        let model = preset.model();
-        [
-            preset.name().to_owned(),
+    let (mut models, mut recipes, mut uses) = (Vec::new(), Vec::new(), Vec::new());
+    for preset in Preset::value_variants() {
+        let (name, model, recipe) = (preset.to_string(), preset.model(), preset.recipe());
+        models.push([
+            name.clone(),
             model.layers.to_string(),
             model.heads.to_string(),
             model.d_model.to_string(),
@@ -29,13 +49,9 @@ pub fn list() -> String {
             attention_text(&model),
             model.block_size.to_string(),
             model.dropout.to_string(),
-        ]
-    });
-    let models: Vec<_> = models.collect();
-    let recipes = presets.iter().map(|preset| {
-        let recipe = preset.recipe();
-        [
-            preset.name().to_owned(),
+        ]);
+        recipes.push([
+            name.clone(),
             recipe.batch.to_string(),
             match recipe.length {
                 Length::Steps(steps) => format!("{} steps", thousands(steps)),
@@ -45,49 +61,12 @@ pub fn list() -> String {
             thousands(recipe.warmup),
             recipe.weight_decay.to_string(),
             recipe.recompute.to_string(),
-        ]
-    });
-    let recipes: Vec<_> = recipes.collect();
-    let uses = presets.iter().map(|preset| {
+        ]);
         let value = preset.to_possible_value();
         let help = value.and_then(|value| value.get_help().map(ToString::to_string));
-        let measured = preset.measured();
-        let measured = measured.map(|text| format!("\n{:10}{text}", ""));
-        format!(
-            "{:<10}{}{}",
-            preset.name(),
-            help.unwrap_or_default(),
-            measured.unwrap_or_default()
-        )
-    });
-    let uses: Vec<String> = uses.collect();
-    [
-        table(
-            [
-                "model",
-                "layers",
-                "heads",
-                "width",
-                "context",
-                "attention",
-                "block",
-                "dropout",
-            ],
-            &models,
-        ),
-        table(
-            [
-                "recipe",
-                "batch",
-                "length",
-                "rate",
-                "warm-up",
-                "decay",
-                "recompute",
-            ],
-            &recipes,
-        ),
-        uses.join("\n"),
-    ]
-    .join("\n\n")
+        uses.push(format!("{name:<10}{}", help.unwrap_or_default()));
+        uses.extend((preset.measured()).map(|measured| format!("{:10}{measured}", "")));
+    }
+    let (models, recipes) = (table(MODEL, &models), table(RECIPE, &recipes));
+    format!("{models}\n\n{recipes}\n\n{}", uses.join("\n"))
 }

@@ -24,40 +24,20 @@ fn a_checkpoint_is_evaluated_and_sampled() {
         ("validation", "0", "199 bytes"),
         ("test", "24", "199 bytes"),
     ] {
-        let text = succeed(&[
-            "eval",
-            "--checkpoint",
-            &run,
-            "--split",
-            split,
-            "--min-context",
-            min_context,
-        ]);
-        assert!(
-            text.contains("bits per byte") && text.contains(bytes),
-            "{text}"
-        );
+        let text = succeed(&words(&format!(
+            "eval --checkpoint {run} --split {split} --min-context {min_context}"
+        )));
+        says(&text, "bits per byte");
+        says(&text, bytes);
     }
     let message = fail(&["eval", "--checkpoint", &run, "--min-context", "32"], 1);
-    assert!(
-        message.contains("below the model's context of 32"),
-        "{message}"
-    );
+    says(&message, "below the model's context of 32");
     let message = fail(&["eval", "--checkpoint", &folder.path("none.ckpt")], 1);
     assert!(message.contains("none.ckpt"), "{message}");
 
     // Longer than the context, so that the window slides.
-    let sample = [
-        "sample",
-        "--checkpoint",
-        &run,
-        "--prompt",
-        "abc",
-        "--length",
-        "100",
-        "--seed",
-        "4",
-    ];
+    let sample = format!("sample --checkpoint {run} --prompt abc --length 100 --seed 4");
+    let sample = words(&sample);
     let text = succeed(&sample);
     assert!(text.starts_with("abc"), "{text}");
     assert_eq!(
@@ -66,15 +46,8 @@ fn a_checkpoint_is_evaluated_and_sampled() {
         "the same seed writes the same bytes"
     );
     // Every way of choosing, to the end and up to a text that the model writes.
-    let greedy = [
-        "sample",
-        "--checkpoint",
-        &run,
-        "--length",
-        "60",
-        "--temperature",
-        "0",
-    ];
+    let greedy = format!("sample --checkpoint {run} --length 60 --temperature 0");
+    let greedy = words(&greedy);
     let whole = succeed(&greedy);
     for flags in [["--top-p", "0.01"], ["--min-p", "1"], ["--top-k", "1"]] {
         let mut sample = greedy[..5].to_vec();
@@ -107,15 +80,8 @@ fn several_samples_and_their_cache() {
     let folder = Folder::new();
     folder.train("run", &["--steps", "5", "--lr", "0.01"]);
     let path = folder.path("run");
-    let greedy = [
-        "sample",
-        "--checkpoint",
-        &path,
-        "--length",
-        "45",
-        "--temperature",
-        "0",
-    ];
+    let greedy = format!("sample --checkpoint {path} --length 45 --temperature 0");
+    let greedy = words(&greedy);
     let with = |flags: &[&str]| succeed(&[&greedy[..], flags].concat());
     let short = with(&["--prompt", "a"]);
     let long = with(&["--prompt", "abc def ghi jkl mno"]);
@@ -138,32 +104,17 @@ fn several_samples_and_their_cache() {
         let flags = [&["--prompt", "abc def ghi jkl mno"], &flags[..]].concat();
         assert_eq!(with(&flags), long, "{flags:?}");
     }
-    let text = with(&[
-        "--prompt",
-        "abc",
-        "--cache",
-        "window:4,1",
-        "--kv-dtype",
-        "f16",
-    ]);
+    let text = with(&words("--prompt abc --cache window:4,1 --kv-dtype f16"));
     assert!(text.starts_with("abc"));
     // With room for all keys nothing is evicted.
     let prompt = ["--prompt", "abc def ghi jkl mno"];
-    let evicting = [
-        "h2o:20,44",
-        "h2o-mean:20,44",
-        "tova:64",
-        "snapkv:64,8,3",
-        "key-norm:64",
-        "combined:4,20,40",
-    ];
+    let evicting =
+        words("h2o:20,44 h2o-mean:20,44 tova:64 snapkv:64,8,3 key-norm:64 combined:4,20,40");
     // Whose patterns are not causal in every head cannot evict.
     let got = fail(&[&greedy[..], &["--cache", "tova:9"]].concat(), 1);
-    assert!(
-        got.contains(
-            "--cache tova:9 needs the dense causal pattern in every head; this model uses fixed(8, 2)"
-        ),
-        "{got}"
+    says(
+        &got,
+        "--cache tova:9 needs the dense causal pattern in every head; this model uses fixed(8, 2)",
     );
     folder.train("causal", &["--steps", "5", "--pattern", "causal"]);
     let causal = folder.path("causal");
@@ -285,14 +236,10 @@ fn several_samples_and_their_cache() {
     let output = run(&[&greedy[..], &["--prompt", "a", "--batch", "2", "--stats"]].concat());
     let stats = String::from_utf8(output.stderr).unwrap();
     assert!(stats.contains("prompt: 2 bytes in"), "{stats}");
-    assert!(
-        stats.contains("90 bytes in") && stats.contains("bytes/s"),
-        "{stats}"
-    );
-    assert!(
-        stats.contains(" slots, ") && stats.contains("all keys would take"),
-        "{stats}"
-    );
+    says(&stats, "90 bytes in");
+    says(&stats, "bytes/s");
+    says(&stats, " slots, ");
+    says(&stats, "all keys would take");
 
     // On CPUs steps run one by one, over the end of the context, too.
     let output = run(&[&greedy[..], &["--graph", "--stats"]].concat());
@@ -302,24 +249,13 @@ fn several_samples_and_their_cache() {
 
     // Drafts over the end of the context, of two texts.
     let json = folder.path("stats.json");
-    let drafts = [
-        "--prompt",
-        "a",
-        "--batch",
-        "2",
-        "--speculate",
-        "6",
-        "--stats",
-        "--json",
-        &json,
-    ];
+    let drafts = format!("--prompt a --batch 2 --speculate 6 --stats --json {json}");
+    let drafts = words(&drafts);
     let output = run(&[&greedy[..], &drafts].concat());
     assert_eq!(String::from_utf8(output.stdout).unwrap(), twice);
     let stats = String::from_utf8(output.stderr).unwrap();
-    assert!(
-        stats.contains("drafts: ") && stats.contains("bytes a step"),
-        "{stats}"
-    );
+    says(&stats, "drafts: ");
+    says(&stats, "bytes a step");
     let json: serde_json::Value = serde_json::from_slice(&fs::read(&json).unwrap()).unwrap();
     assert_eq!(
         (&json["prompt_bytes"], &json["bytes"]),
@@ -431,10 +367,8 @@ fn exports_destroy_nothing_and_say_what_they_cannot_hold() {
     let export = ["export", "--checkpoint", &run, "--out", &run];
     succeed(&export);
     let message = fail(&export, 1);
-    assert!(
-        message.contains("model.bpk exists") && message.contains("--overwrite"),
-        "{message}"
-    );
+    says(&message, "model.bpk exists");
+    says(&message, "--overwrite");
     succeed(&[&export[..], &["--overwrite"]].concat());
     // The folder is still that of a run.
     folder.resume("run", &["--steps", "3"]);
@@ -442,10 +376,8 @@ fn exports_destroy_nothing_and_say_what_they_cannot_hold() {
     folder.train("tree", &["--steps", "2", "--pattern", "tree:2&causal"]);
     let (run, out) = (folder.path("tree"), folder.path("out"));
     let message = fail(&["export", "--checkpoint", &run, "--out", &out], 1);
-    assert!(
-        message.contains("tree(2)") && message.contains("callback"),
-        "{message}"
-    );
+    says(&message, "tree(2)");
+    says(&message, "callback");
     assert!(!Path::new(&out).exists());
 }
 

@@ -15,7 +15,7 @@ fn choices_within_a_pattern_train_and_resume_bit_for_bit() {
     let flags = ["--steps", "12", "--checkpoint-every", "6"];
     let more = ["--recall-every", "4", "--lr", "0.01"];
     let flags = [&pattern[..], &flags, &more].concat();
-    let without_pattern: Vec<&str> = (NANO.iter().copied())
+    let without_pattern: Vec<&str> = (nano().into_iter())
         .filter(|word| !["--pattern", "fixed:8,2"].contains(word))
         .collect();
     let train = |name: &str, flags: &[&str]| {
@@ -24,10 +24,8 @@ fn choices_within_a_pattern_train_and_resume_bit_for_bit() {
         succeed(&[&run[..], &without_pattern, flags].concat())
     };
     let text = train("whole", &flags);
-    assert!(
-        text.contains("attention local(16),") && text.contains("keys chosen by topk:8,2,1,0"),
-        "{text}"
-    );
+    says(&text, "attention local(16),");
+    says(&text, "keys chosen by topk:8,2,1,0");
     train("parts", &flags);
     fs::remove_file(folder.checkpoint("parts", 12)).unwrap();
     folder.resume("parts", &[]);
@@ -97,10 +95,7 @@ fn choices_within_a_pattern_train_and_resume_bit_for_bit() {
     assert_eq!(row("local:16")[1], row("topk:8,ratio=1")[1], "{table}");
     assert_eq!(row("topk:8,ratio=1")[2..], ["1.0000"; 3], "{table}");
     let message = fail(&[&recall[..], &["--selection", "moba:8,2"]].concat(), 1);
-    assert!(
-        message.contains("must be the dense causal pattern, or dense"),
-        "{message}"
-    );
+    says(&message, "must be the dense causal pattern, or dense");
     let sample = ["sample", "--checkpoint", &path, "--length", "4"];
     assert!(succeed(&sample).contains("The "));
 
@@ -115,31 +110,15 @@ fn choices_within_a_pattern_train_and_resume_bit_for_bit() {
 #[test]
 fn the_presets_pattern_is_chosen_within_on_demand() {
     let folder = Folder::new();
-    let small = [
-        "--layers",
-        "1",
-        "--d-model",
-        "16",
-        "--heads",
-        "2",
-        "--context",
-        "64",
-    ];
+    let small = words("--layers 1 --d-model 16 --heads 2 --context 64");
     let (data, more) = (folder.data(), ["--steps", "1", "--eval-windows", "1"]);
     for (run, flags, patterns) in [
         ("free", &[][..], "causal"),
         ("within", &["--attention", "sparse"], "fixed:32,8"),
     ] {
         let path = folder.path(run);
-        let begin = [
-            "train",
-            "--run",
-            &path,
-            "--data",
-            &data,
-            "--selection",
-            "topk:8,3",
-        ];
+        let begin = format!("train --run {path} --data {data} --selection topk:8,3");
+        let begin = words(&begin);
         succeed(&[&begin[..], &small, &more, flags].concat());
         let config = fs::read_to_string(format!("{path}/config.json")).unwrap();
         let config: Value = serde_json::from_str(&config).unwrap();

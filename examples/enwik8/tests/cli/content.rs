@@ -4,51 +4,28 @@ use std::fs;
 
 use serde_json::Value;
 
-use crate::support::{Folder, assert_same_model, fail, model_of, succeed};
+use crate::support::*;
 
 /// A model that trains some ten steps a second.
-const MICRO: &[&str] = &[
-    "--layers",
-    "2",
-    "--heads",
-    "2",
-    "--d-model",
-    "32",
-    "--context",
-    "64",
-    "--block",
-    "8",
-    "--position-width",
-    "8",
-    "--batch",
-    "2",
-    "--warmup",
-    "5",
-    "--lr",
-    "0.01",
-    "--eval-windows",
-    "2",
-];
+fn micro() -> Vec<&'static str> {
+    words(
+        "--layers 2 --heads 2 --d-model 32 --context 64 --block 8 --position-width 8 --batch 2 \
+         --warmup 5 --lr 0.01 --eval-windows 2",
+    )
+}
 
 fn train(folder: &Folder, run: &str, more: &[&str]) -> String {
     let text = "the quick brown fox jumps over the lazy dog; ".repeat(90);
     let (path, data) = (folder.path(run), folder.file("text", text.as_bytes()));
     let run = ["train", "--run", &path, "--data", &data];
-    succeed(&[&run[..], MICRO, more].concat())
+    succeed(&[&run[..], &micro(), more].concat())
 }
 
 /// A run in one go and one in two parts give the same bytes, means and what follows from seeds included, and bytes are learned.
 fn learns_and_resumes(attention: &str, shown: &str, more: &[&str]) {
     let folder = Folder::new();
-    let flags = [
-        "--attention",
-        attention,
-        "--steps",
-        "60",
-        "--checkpoint-every",
-        "30",
-        "--recompute",
-    ];
+    let flags = format!("--attention {attention} --steps 60 --checkpoint-every 30 --recompute");
+    let flags = words(&flags);
     let flags = [&flags[..], more].concat();
     let text = train(&folder, "whole", &flags);
     assert!(text.contains(shown), "{text}");
@@ -103,14 +80,8 @@ fn learns_and_resumes(attention: &str, shown: &str, more: &[&str]) {
             }
         }
     }
-    let other = [
-        "train",
-        "--resume",
-        "--run",
-        &path,
-        "--attention",
-        "lsh:4,1",
-    ];
+    let other = format!("train --resume --run {path} --attention lsh:4,1");
+    let other = words(&other);
     let message = fail(&other, 1);
     assert!(message.contains("--resume continues the run"), "{message}");
 }
@@ -174,18 +145,11 @@ fn indexers_are_added_to_a_dense_model() {
     train(&folder, "dense", &["--attention", "dense", "--steps", "20"]);
     succeed(&["export", "--checkpoint", &dense, "--out", &out]);
     let (weights, data) = (folder.path("exported/model.bpk"), folder.path("text"));
-    let import = [
-        "import",
-        "--weights",
-        &weights,
-        "--run",
-        &run,
-        "--data",
-        &data,
-    ];
+    let import = format!("import --weights {weights} --run {run} --data {data}");
+    let import = words(&import);
     let flags = "--attention dsa:12,4,2,8 --indexer-warmup 3 --indexer-lr 0.002 --steps 6";
     let flags: Vec<&str> = flags.split(' ').collect();
-    succeed(&[&import[..], MICRO, &flags].concat());
+    succeed(&[&import[..], &micro(), &flags].concat());
     let measured = |run: &str| {
         let text = succeed(&["eval", "--checkpoint", run, "--windows", "4"]);
         let last = text.lines().last().unwrap();
@@ -193,23 +157,13 @@ fn indexers_are_added_to_a_dense_model() {
     };
     assert!((measured(&run) - measured(&dense)).abs() < 1e-3);
     let text = folder.resume("run", &[]);
-    assert!(
-        text.contains("step 3/6  from here on layers attend to the keys"),
-        "{text}"
-    );
+    says(&text, "step 3/6  from here on layers attend to the keys");
     // Of another kind of attention nothing may be missing.
     let other = folder.path("other");
-    let import = [
-        "import",
-        "--weights",
-        &weights,
-        "--run",
-        &other,
-        "--data",
-        &data,
-    ];
+    let import = format!("import --weights {weights} --run {other} --data {data}");
+    let import = words(&import);
     let message = fail(
-        &[&import[..], MICRO, &["--attention", "nsa:8,4,16,3,16"]].concat(),
+        &[&import[..], &micro(), &["--attention", "nsa:8,4,16,3,16"]].concat(),
         1,
     );
     assert!(message.contains("content.nsa"), "{message}");

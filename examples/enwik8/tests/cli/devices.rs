@@ -14,8 +14,9 @@ fn arguments(folder: &Folder, run: &str, more: &[&str]) -> Vec<String> {
     let is_other = |flag: &str| more.contains(&flag) || (chooses && flag == "--pattern");
     let mut arguments = vec!["train".to_owned(), "--run".to_owned(), folder.path(run)];
     arguments.extend(["--data".to_owned(), folder.data()]);
-    let nano = NANO.chunks(2).filter(|pair| !is_other(pair[0])).flatten();
-    arguments.extend(nano.chain(more).map(|&argument| argument.to_owned()));
+    let nano = nano();
+    let kept = nano.chunks(2).filter(|pair| !is_other(pair[0])).flatten();
+    arguments.extend(kept.chain(more).map(|&argument| argument.to_owned()));
     arguments
 }
 
@@ -121,26 +122,10 @@ fn a_run_goes_on_with_another_number_of_devices() {
 #[test]
 fn what_changes_a_model_changes_all_of_them() {
     let folder = Folder::new();
-    let flags = [
-        "--batch",
-        "4",
-        "--steps",
-        "12",
-        "--ff-density",
-        "0.5",
-        "--ff-block",
-        "16",
-        "--ff-layout",
-        "random",
-        "--ff-prune",
-        "0.25",
-        "--ff-prune-from",
-        "3",
-        "--ff-prune-until",
-        "9",
-        "--ff-prune-every",
-        "3",
-    ];
+    let flags = words(
+        "--batch 4 --steps 12 --ff-density 0.5 --ff-block 16 --ff-layout random --ff-prune \
+         0.25 --ff-prune-from 3 --ff-prune-until 9 --ff-prune-every 3",
+    );
     let text = train(&folder, "one", &flags);
     assert!(text.contains("keep 25.0 % of their blocks"), "{text}");
     train(
@@ -151,14 +136,7 @@ fn what_changes_a_model_changes_all_of_them() {
     let pruned = apart(&numbers(&folder, "one"), &numbers(&folder, "two"));
     assert!(pruned < 1e-4, "{pruned:.1e}");
 
-    let flags = [
-        "--steps",
-        "8",
-        "--selection",
-        "topk:8,2,1,0",
-        "--selection-until",
-        "4",
-    ];
+    let flags = words("--steps 8 --selection topk:8,2,1,0 --selection-until 4");
     for (run, devices) in [("chosen-one", "cpu"), ("chosen-two", "cpu,cpu")] {
         train(
             &folder,
@@ -178,14 +156,7 @@ fn a_device_that_fails_ends_the_run_and_leaves_its_checkpoints() {
     let folder = Folder::new();
     let flags = [
         &SIX[..],
-        &[
-            "--steps",
-            "20",
-            "--checkpoint-every",
-            "5",
-            "--eval-every",
-            "50",
-        ],
+        &words("--steps 20 --checkpoint-every 5 --eval-every 50"),
         &["--devices", "cpu,cpu,cpu"],
     ]
     .concat();

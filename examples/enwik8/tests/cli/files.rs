@@ -42,7 +42,7 @@ fn every_file_has_the_mode_of_the_umask() {
     let (data, run_folder) = (folder.data(), path("run"));
     let train = ["train", "--run", &run_folder, "--data", &data];
     let short = ["--steps", "2", "--tensorboard", "--attention", "dense"];
-    let model: Vec<&str> = (NANO.iter().copied())
+    let model: Vec<&str> = (nano().into_iter())
         .filter(|word| !["--pattern", "fixed:8,2"].contains(word))
         .collect();
     run(&[&train[..], &short, &model].concat());
@@ -55,33 +55,21 @@ fn every_file_has_the_mode_of_the_umask() {
     run(&["draw", "--out", &path("pattern.png")]);
     run(&["draw", "--out", &path("pattern.svg")]);
     let [sample, json] = ["sample.bin", "sample.json"].map(path);
-    let flags = [
-        "sample", "--length", "5", "--output", &sample, "--json", &json,
-    ];
+    let flags = format!("sample --length 5 --output {sample} --json {json}");
+    let flags = words(&flags);
     run(&[&flags[..], &of_run].concat());
     let heads = path("heads.json");
-    let flags = [
-        "search-selection",
-        "--selection",
-        "topk:8,2",
-        "--out",
-        &heads,
-    ];
+    let flags = format!("search-selection --selection topk:8,2 --out {heads}");
+    let flags = words(&flags);
     run(&[&flags[..], &of_run].concat());
     let recall = path("recall.jsonl");
     let flags = ["recall", "--selection", "topk:8,2", "--json", &recall];
     run(&[&flags[..], &["--windows", "2"], &of_run].concat());
     let imported = path("imported");
     let weights = path("safetensors/model.safetensors");
-    run(&[
-        "import",
-        "--weights",
-        &weights,
-        "--like",
-        &run_folder,
-        "--run",
-        &imported,
-    ]);
+    run(&words(&format!(
+        "import --weights {weights} --like {run_folder} --run {imported}"
+    )));
     let written = files(Path::new(&out));
     assert!(written.len() > 15, "{written:?}");
     for file in written {
@@ -124,7 +112,11 @@ fn a_file_that_cannot_be_written_is_named() {
         (vec!["draw", "--out", &png], &png),
         (vec!["draw", "--out", &svg], &svg),
         (
-            [&["bench", "--iterations", "1", "--json", &json][..], NANO].concat(),
+            [
+                &["bench", "--iterations", "1", "--json", &json][..],
+                &nano(),
+            ]
+            .concat(),
             &json,
         ),
     ] {
@@ -141,7 +133,7 @@ fn weights_that_are_no_numbers_are_refused() {
     let folder = Folder::new();
     let dense = ["--steps", "2", "--attention", "dense"];
     let (data, run) = (folder.data(), folder.path("run"));
-    let model: Vec<&str> = (NANO.iter().copied())
+    let model: Vec<&str> = (nano().into_iter())
         .filter(|word| !["--pattern", "fixed:8,2"].contains(word))
         .collect();
     succeed(
@@ -163,15 +155,9 @@ fn weights_that_are_no_numbers_are_refused() {
     }
     fs::write(&weights, bytes).unwrap();
     let damaged = folder.path("damaged");
-    succeed(&[
-        "import",
-        "--weights",
-        &weights,
-        "--like",
-        &run,
-        "--run",
-        &damaged,
-    ]);
+    succeed(&words(&format!(
+        "import --weights {weights} --like {run} --run {damaged}"
+    )));
     let of_run = ["--checkpoint", &damaged];
     for arguments in [
         &["eval"][..],

@@ -110,10 +110,8 @@ fn bad_data_is_named() {
         (&short, "too short"),
     ] {
         let message = fail(&["train", "--run", &run, "--data", file], 1);
-        assert!(
-            message.contains(file.as_str()) && message.contains(reason),
-            "{message}"
-        );
+        says(&message, file.as_str());
+        says(&message, reason);
         assert!(
             !Path::new(&run).exists(),
             "nothing is written before the input is known to be good"

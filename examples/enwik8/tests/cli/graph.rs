@@ -7,14 +7,7 @@ use crate::support::*;
 #[test]
 fn a_run_with_a_graph_is_the_same_run() {
     let folder = Folder::new();
-    let flags = [
-        "--steps",
-        "12",
-        "--checkpoint-every",
-        "6",
-        "--eval-every",
-        "5",
-    ];
+    let flags = words("--steps 12 --checkpoint-every 6 --eval-every 5");
     let graph = [&flags[..], &["--graph"]].concat();
     let plain = folder.train("plain", &flags);
     assert!(!plain.contains("steps one by one"), "{plain}");
@@ -38,14 +31,7 @@ fn a_run_with_a_graph_is_the_same_run() {
 
 #[test]
 fn an_iteration_with_a_graph_is_timed() {
-    let arguments = [
-        "bench",
-        "--graph",
-        "--iterations",
-        "1",
-        "--attention",
-        "sparse",
-    ];
-    let text = succeed(&[&arguments, NANO].concat());
+    let arguments = words("bench --graph --iterations 1 --attention sparse");
+    let text = succeed(&[&arguments[..], &nano()].concat());
     assert!(text.contains("runs steps one by one: "), "{text}");
 }

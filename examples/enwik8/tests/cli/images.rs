@@ -6,33 +6,17 @@ use std::path::Path;
 use crate::support::*;
 
 /// A model that trains on small pictures in seconds.
-const NANO_IMAGES: &[&str] = &[
-    "--picture-size",
-    "6",
-    "--layers",
-    "1",
-    "--heads",
-    "2",
-    "--d-model",
-    "32",
-    "--d-key",
-    "16",
-    "--block",
-    "16",
-    "--batch",
-    "4",
-    "--lr",
-    "0.005",
-    "--warmup",
-    "5",
-    "--eval-windows",
-    "8",
-];
+fn nano_images() -> Vec<&'static str> {
+    words(
+        "--picture-size 6 --layers 1 --heads 2 --d-model 32 --d-key 16 --block 16 --batch 4 \
+         --lr 0.005 --warmup 5 --eval-windows 8",
+    )
+}
 
 fn train(folder: &Folder, run: &str, more: &[&str]) -> String {
     let path = folder.path(run);
     let first = ["train", "--task", "images", "--run", &path];
-    succeed(&[&first[..], NANO_IMAGES, more].concat())
+    succeed(&[&first[..], &nano_images(), more].concat())
 }
 
 fn assert_png(path: &str) {
@@ -42,14 +26,7 @@ fn assert_png(path: &str) {
 #[test]
 fn shapes_are_learned_drawn_and_resumed_bit_for_bit() {
     let folder = Folder::new();
-    let flags = [
-        "--steps",
-        "60",
-        "--checkpoint-every",
-        "30",
-        "--eval-every",
-        "30",
-    ];
+    let flags = words("--steps 60 --checkpoint-every 30 --eval-every 30");
     let text = train(&folder, "whole", &flags);
     for shown in [
         "a synthetic set",
@@ -73,10 +50,7 @@ fn shapes_are_learned_drawn_and_resumed_bit_for_bit() {
     train(&folder, "parts", &flags);
     fs::remove_file(folder.checkpoint("parts", 60)).unwrap();
     folder.resume("parts", &[]);
-    assert_same_model(
-        &folder.checkpoint("parts", 60),
-        &folder.checkpoint("whole", 60),
-    );
+    folder.assert_same_model(["parts", "whole"], 60);
     assert_eq!(folder.losses("parts"), folder.losses("whole"));
 
     let run = folder.path("whole");
@@ -104,21 +78,12 @@ fn shapes_are_learned_drawn_and_resumed_bit_for_bit() {
     assert!(message.contains("sample-images"), "{message}");
 
     let text = succeed(&["eval", "--checkpoint", &run, "--split", "test"]);
-    assert!(
-        text.contains("bits per dimension over 10,800 bytes of the test split: 100 pictures"),
-        "{text}"
+    says(
+        &text,
+        "bits per dimension over 10,800 bytes of the test split: 100 pictures",
     );
-    let cached = [
-        "eval",
-        "--checkpoint",
-        &run,
-        "--windows",
-        "4",
-        "--cache",
-        "all",
-        "--chunk",
-        "27",
-    ];
+    let cached = format!("eval --checkpoint {run} --windows 4 --cache all --chunk 27");
+    let cached = words(&cached);
     let plain = succeed(&cached[..5]);
     let bits = |text: &str| -> f64 {
         let line = text
@@ -129,10 +94,7 @@ fn shapes_are_learned_drawn_and_resumed_bit_for_bit() {
     };
     assert!((bits(&plain) - bits(&succeed(&cached))).abs() < 2e-4);
     let message = fail(&["eval", "--checkpoint", &run, "--min-context", "5"], 1);
-    assert!(
-        message.contains("each picture is a sequence of its own"),
-        "{message}"
-    );
+    says(&message, "each picture is a sequence of its own");
 }
 
 #[test]
@@ -153,11 +115,10 @@ fn files_of_pictures_are_read_and_others_refused() {
     assert!(text.contains("pictures.bin"), "{text}");
     // A quarter of the bytes.
     let half = folder.path("half");
-    let flags = [
-        "train", "--task", "images", "--run", &half, "--data", &file, "--halve", "--steps", "1",
-    ];
+    let flags = format!("train --task images --run {half} --data {file} --halve --steps 1");
+    let flags = words(&flags);
     let size = ["--picture-size", "3", "--classes", "3"];
-    let text = succeed(&[&flags[..], &size, &NANO_IMAGES[2..]].concat());
+    let text = succeed(&[&flags[..], &size, &nano_images()[2..]].concat());
     assert!(text.contains("3 × 3 pixels, halved"), "{text}");
 
     let cut = folder.file("cut.bin", &pictures[1..]);

@@ -57,24 +57,10 @@ fn every_size_has_a_limit() {
     let data = folder.file("data", &bytes);
     for flag in flags("train") {
         // Of which large ones are harmless, or which are no sizes.
-        let harmless = [
-            "seed",
-            "steps",
-            "warmup",
-            "selection-until",
-            "eval-every",
-            "checkpoint-every",
-            "log-every",
-            "eval-windows",
-            "lr",
-            "weight-decay",
-            "epsilon",
-            "clip",
-            "init-scale",
-            "commitment",
-            "peak-tflops",
-            "run",
-        ];
+        let harmless = words(
+            "seed steps warmup selection-until eval-every checkpoint-every log-every eval-windows \
+         lr weight-decay epsilon clip init-scale commitment peak-tflops run",
+        );
         if harmless.contains(&flag.as_str()) {
             continue;
         }
@@ -138,7 +124,7 @@ fn sizes_of_other_commands_have_limits() {
     let folder = Folder::new();
     let dense = ["--steps", "2", "--attention", "dense"];
     let (data, run) = (folder.data(), folder.path("run"));
-    let model: Vec<&str> = (NANO.iter().copied())
+    let model: Vec<&str> = (nano().into_iter())
         .filter(|word| !["--pattern", "fixed:8,2"].contains(word))
         .collect();
     succeed(
@@ -211,13 +197,7 @@ fn sizes_of_other_commands_have_limits() {
         let message = fail(&[&flags[..], &of_run].concat(), 2);
         assert!(message.contains("for '--budget"), "{message}");
     }
-    let slack = [
-        "sample",
-        "--cache",
-        "tova:1073741824",
-        "--slack",
-        "1073741824",
-    ];
+    let slack = words("sample --cache tova:1073741824 --slack 1073741824");
     let message = fail(&[&slack[..], &of_run].concat(), 1);
     assert!(message.contains("--cache and --slack"), "{message}");
     // An empty file of a prompt is the file's.
@@ -226,9 +206,9 @@ fn sizes_of_other_commands_have_limits() {
         &[&["sample", "--prompt-file", &empty][..], &of_run].concat(),
         1,
     );
-    assert!(
-        message.contains(&format!("--prompt-file {empty} must not be empty")),
-        "{message}"
+    says(
+        &message,
+        &format!("--prompt-file {empty} must not be empty"),
     );
     let message = fail(&[&["sample", "--prompt", ""][..], &of_run].concat(), 1);
     assert!(message.contains("--prompt must not be empty"), "{message}");

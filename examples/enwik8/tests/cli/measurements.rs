@@ -20,21 +20,11 @@ fn patterns_are_drawn() {
     let folder = Folder::new();
     for (name, magic) in [("pattern.png", &b"\x89PNG"[..]), ("pattern.svg", b"<svg")] {
         let out = folder.path(name);
-        let text = succeed(&[
-            "draw",
-            "--pattern",
-            "fixed:32,8",
-            "--seq",
-            "128",
-            "--block",
-            "8",
-            "--out",
-            &out,
-        ]);
-        assert!(
-            text.contains("22.27% of the pairs") && text.contains(&out),
-            "{text}"
-        );
+        let text = succeed(&words(&format!(
+            "draw --pattern fixed:32,8 --seq 128 --block 8 --out {out}"
+        )));
+        says(&text, "22.27% of the pairs");
+        says(&text, &out);
         let picture = fs::read(&out).unwrap();
         assert!(
             picture
@@ -49,11 +39,9 @@ fn patterns_are_drawn() {
 
 #[test]
 fn bench_compares_sparse_and_dense() {
-    let text = succeed(&[&["bench", "--iterations", "1"], NANO].concat());
-    assert!(
-        text.contains("fixed(8, 2)") && text.contains("dense causal"),
-        "{text}"
-    );
+    let text = succeed(&[&["bench", "--iterations", "1"][..], &nano()].concat());
+    says(&text, "fixed(8, 2)");
+    says(&text, "dense causal");
     // A CPU has no memory of its own, and no peak was given.
     for column in ["device memory", "of peak", "queued"] {
         assert!(!text.contains(column), "{text}");
@@ -64,17 +52,9 @@ fn bench_compares_sparse_and_dense() {
 fn bench_writes_what_it_measured() {
     let folder = Folder::new();
     let file = folder.path("bench.json");
-    let flags = [
-        "bench",
-        "--iterations",
-        "1",
-        "--attention",
-        "sparse",
-        "--precision",
-        "bf16",
-    ];
+    let flags = words("bench --iterations 1 --attention sparse --precision bf16");
     let output = ["--peak-tflops", "0.5", "--json", &file];
-    let text = succeed(&[&flags[..], NANO, &output].concat());
+    let text = succeed(&[&flags[..], &nano(), &output].concat());
     assert!(!text.contains("dense causal"), "{text}");
     let rows: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
     let [row] = rows.as_array().unwrap().as_slice() else {
@@ -105,8 +85,6 @@ fn bench_writes_what_it_measured() {
         memory.is_null() || memory["parameters"].as_u64().unwrap() > 0,
         "{row}"
     );
-    assert!(
-        text.contains("parameters") && text.contains("transient"),
-        "{text}"
-    );
+    says(&text, "parameters");
+    says(&text, "transient");
 }

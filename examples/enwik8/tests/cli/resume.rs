@@ -11,14 +11,7 @@ use crate::support::*;
 #[test]
 fn a_resumed_run_equals_an_uninterrupted_one() {
     let folder = Folder::new();
-    let flags = [
-        "--steps",
-        "20",
-        "--checkpoint-every",
-        "10",
-        "--eval-every",
-        "5",
-    ];
+    let flags = words("--steps 20 --checkpoint-every 10 --eval-every 5");
     folder.train("whole", &flags);
     folder.train("parts", &flags);
     // What a run leaves that was stopped after step 10, and killed while it was writing something.
@@ -32,10 +25,7 @@ fn a_resumed_run_equals_an_uninterrupted_one() {
     .unwrap();
     let text = folder.resume("parts", &[]);
     assert!(text.contains("step-00000010.ckpt"), "{text}");
-    assert_same_model(
-        &folder.checkpoint("parts", 20),
-        &folder.checkpoint("whole", 20),
-    );
+    folder.assert_same_model(["parts", "whole"], 20);
     assert!(
         !folder
             .checkpoint("parts", 20)
@@ -66,16 +56,7 @@ fn block_sparse_weights_are_shown_and_resume_bit_for_bit() {
 
 #[test]
 fn pruned_weights_resume_bit_for_bit() {
-    let pruning = [
-        "--ff-prune",
-        "0.25",
-        "--ff-prune-from",
-        "3",
-        "--ff-prune-until",
-        "15",
-        "--ff-prune-every",
-        "4",
-    ];
+    let pruning = words("--ff-prune 0.25 --ff-prune-from 3 --ff-prune-until 15 --ff-prune-every 4");
     let shown = "step 15/20  feed-forward weights keep 25.0 % of their blocks: ";
     weights_resume_bit_for_bit(&pruning, shown);
 }
@@ -83,21 +64,13 @@ fn pruned_weights_resume_bit_for_bit() {
 #[test]
 fn a_choice_of_keys_is_measured_and_resumes_bit_for_bit() {
     let folder = Folder::new();
-    let without_pattern: Vec<&str> = (NANO.iter().copied())
+    let without_pattern: Vec<&str> = (nano().into_iter())
         .filter(|word| !["--pattern", "fixed:8,2"].contains(word))
         .collect();
-    let flags = [
-        "--steps",
-        "12",
-        "--checkpoint-every",
-        "6",
-        "--selection",
-        "topk:8,2,1,0",
-        "--selection-until",
-        "8",
-        "--recall-every",
-        "4",
-    ];
+    let flags = words(
+        "--steps 12 --checkpoint-every 6 --selection topk:8,2,1,0 --selection-until 8 \
+         --recall-every 4",
+    );
     let train = |name: &str| {
         let (path, data) = (folder.path(name), folder.data());
         let run = ["train", "--run", &path, "--data", &data];
@@ -131,25 +104,14 @@ fn a_choice_of_keys_is_measured_and_resumes_bit_for_bit() {
     train("parts");
     fs::remove_file(folder.checkpoint("parts", 12)).unwrap();
     folder.resume("parts", &[]);
-    assert_same_model(
-        &folder.checkpoint("parts", 12),
-        &folder.checkpoint("whole", 12),
-    );
+    folder.assert_same_model(["parts", "whole"], 12);
     assert_eq!(folder.losses("parts"), folder.losses("whole"));
 
     let path = folder.path("whole");
-    let table = succeed(&[
-        "recall",
-        "--checkpoint",
-        &path,
-        "--windows",
-        "2",
-        "--json",
-        "--selection",
-        "topk:8,ratio=1",
-        "--selection",
-        "topk:8,1",
-    ]);
+    let table = succeed(&words(&format!(
+        "recall --checkpoint {path} --windows 2 --json --selection topk:8,ratio=1 --selection \
+         topk:8,1"
+    )));
     let rows: Vec<Value> = table
         .lines()
         .map(|line| serde_json::from_str(line).unwrap())
@@ -175,14 +137,7 @@ fn a_choice_of_keys_is_measured_and_resumes_bit_for_bit() {
 fn weights_resume_bit_for_bit(pruning: &[&str], shown: &str) {
     let folder = Folder::new();
     let length = ["--steps", "20", "--checkpoint-every", "10"];
-    let sparse = [
-        "--ff-density",
-        "0.5",
-        "--ff-block",
-        "16",
-        "--ff-layout",
-        "random",
-    ];
+    let sparse = words("--ff-density 0.5 --ff-block 16 --ff-layout random");
     let flags = [&length[..], &sparse, pruning].concat();
     let text = folder.train("whole", &flags);
     assert!(text.contains(shown), "{text}");
@@ -193,10 +148,7 @@ fn weights_resume_bit_for_bit(pruning: &[&str], shown: &str) {
     let message = fail(&arguments, 1);
     assert!(message.contains("but --ff-density makes that"), "{message}");
     folder.resume("parts", &[]);
-    assert_same_model(
-        &folder.checkpoint("parts", 20),
-        &folder.checkpoint("whole", 20),
-    );
+    folder.assert_same_model(["parts", "whole"], 20);
     assert_eq!(folder.losses("parts"), folder.losses("whole"));
 }
 
@@ -215,17 +167,11 @@ fn mixed_precision_follows_f32_and_resumes_bit_for_bit() {
         &["train", "--resume", "--run", &path, "--precision", "f32"],
         1,
     );
-    assert!(
-        message.contains("with --precision bf16, but --precision f32"),
-        "{message}"
-    );
+    says(&message, "with --precision bf16, but --precision f32");
     folder.resume("parts", &[]);
 
     // The second half used the first half's moments.
-    assert_same_model(
-        &folder.checkpoint("parts", 20),
-        &folder.checkpoint("whole", 20),
-    );
+    folder.assert_same_model(["parts", "whole"], 20);
     assert_eq!(folder.losses("parts"), folder.losses("whole"));
     let lengths = |run| state_of(&folder.checkpoint(run, 20)).map(|bytes| bytes.len());
     // Ids of parameters are random, and so is what they take: a little.
@@ -244,15 +190,9 @@ fn mixed_precision_follows_f32_and_resumes_bit_for_bit() {
     for precision in ["f32", "tf32", "bf16"] {
         assert!(eval(precision).contains("bits per byte"));
     }
-    succeed(&[
-        "sample",
-        "--checkpoint",
-        &path,
-        "--length",
-        "5",
-        "--precision",
-        "f32",
-    ]);
+    succeed(&words(&format!(
+        "sample --checkpoint {path} --length 5 --precision f32"
+    )));
 }
 
 #[test]
@@ -304,14 +244,7 @@ fn recomputed_blocks_train_the_same_model() {
 #[test]
 fn a_killed_run_resumes_to_the_same_model() {
     let folder = Folder::new();
-    let flags = [
-        "--steps",
-        "300",
-        "--checkpoint-every",
-        "20",
-        "--eval-every",
-        "1000",
-    ];
+    let flags = words("--steps 300 --checkpoint-every 20 --eval-every 1000");
     folder.train("whole", &flags);
     let mut child = enwik8()
         .args(folder.nano("killed", &flags))
@@ -326,10 +259,7 @@ fn a_killed_run_resumes_to_the_same_model() {
         "the run was killed too late to show anything"
     );
     folder.resume("killed", &[]);
-    assert_same_model(
-        &folder.checkpoint("killed", 300),
-        &folder.checkpoint("whole", 300),
-    );
+    folder.assert_same_model(["killed", "whole"], 300);
 }
 
 #[test]
@@ -344,14 +274,7 @@ fn signals_write_a_checkpoint() {
 #[cfg(unix)]
 fn stopped_by(run: &str, signals: &[&str]) {
     let folder = Folder::new();
-    let flags = [
-        "--steps",
-        "100000",
-        "--checkpoint-every",
-        "30",
-        "--eval-every",
-        "1000",
-    ];
+    let flags = words("--steps 100000 --checkpoint-every 30 --eval-every 1000");
     let mut child = enwik8()
         .args(folder.nano(run, &flags))
         .stdout(Stdio::null())
@@ -375,14 +298,7 @@ fn damaged_checkpoints_are_noticed_and_the_previous_one_is_used() {
     let folder = Folder::new();
     folder.train(
         "run",
-        &[
-            "--steps",
-            "20",
-            "--checkpoint-every",
-            "10",
-            "--eval-every",
-            "100",
-        ],
+        &words("--steps 20 --checkpoint-every 10 --eval-every 100"),
     );
     let newest = folder.checkpoint("run", 20);
     let good = fs::read(&newest).unwrap();
@@ -398,18 +314,14 @@ fn damaged_checkpoints_are_noticed_and_the_previous_one_is_used() {
         fs::write(&newest, bad).unwrap();
         for command in ["eval", "sample"] {
             let message = fail(&[command, "--checkpoint", path], 1);
-            assert!(
-                message.contains(word) && message.contains(path),
-                "{message}"
-            );
+            says(&message, word);
+            says(&message, path);
         }
         let output = run(&["train", "--resume", "--run", &folder.path("run")]);
         let warning = String::from_utf8(output.stderr).unwrap();
         assert!(output.status.success(), "{warning}");
-        assert!(
-            warning.contains(word) && warning.contains("falling back"),
-            "{warning}"
-        );
+        says(&warning, word);
+        says(&warning, "falling back");
         assert_same_model(&newest, Path::new(&reference));
     }
 
@@ -434,10 +346,8 @@ fn runs_are_never_overwritten_unasked() {
     let arguments = folder.nano("run", &["--steps", "3"]);
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let message = fail(&arguments, 1);
-    assert!(
-        message.contains("--resume") && message.contains("--overwrite"),
-        "{message}"
-    );
+    says(&message, "--resume");
+    says(&message, "--overwrite");
     assert!(model_of(&folder.checkpoint("run", 2)) == before);
     succeed(&[&arguments[..], &["--overwrite"]].concat());
     assert!(!folder.checkpoint("run", 2).exists() && folder.checkpoint("run", 3).exists());
@@ -452,16 +362,11 @@ fn resume_says_what_is_wrong() {
     folder.train("run", &["--steps", "2"]);
     let run = folder.path("run");
     let message = fail(&["train", "--resume", "--run", &run, "--layers", "3"], 1);
-    assert!(
-        message.contains("layers 1") && message.contains("layers 3"),
-        "{message}"
-    );
+    says(&message, "layers 1");
+    says(&message, "layers 3");
     let other = folder.file("other", &[b'z'; 4_000]);
     let message = fail(&["train", "--resume", "--run", &run, "--data", &other], 1);
-    assert!(
-        message.contains("data are not those of the run"),
-        "{message}"
-    );
+    says(&message, "data are not those of the run");
 
     for entry in fs::read_dir(&run).unwrap() {
         let path = entry.unwrap().path();
@@ -538,14 +443,7 @@ fn a_run_may_end_where_it_was_stopped() {
 #[test]
 fn a_run_killed_at_any_moment_loses_nothing() {
     let folder = Folder::new();
-    let flags = [
-        "--steps",
-        "60",
-        "--checkpoint-every",
-        "2",
-        "--eval-every",
-        "3",
-    ];
+    let flags = words("--steps 60 --checkpoint-every 2 --eval-every 3");
     folder.train("whole", &flags);
     let mut arguments = folder.nano("killed", &flags);
     let mut kills = 0;
@@ -571,10 +469,7 @@ fn a_run_killed_at_any_moment_loses_nothing() {
     }
     assert!(kills > 0, "the run was never killed");
     folder.resume("killed", &[]);
-    assert_same_model(
-        &folder.checkpoint("killed", 60),
-        &folder.checkpoint("whole", 60),
-    );
+    folder.assert_same_model(["killed", "whole"], 60);
     assert_eq!(timeless(&folder, "killed"), timeless(&folder, "whole"));
     for entry in fs::read_dir(folder.path("killed")).unwrap() {
         let name = entry.unwrap().file_name().into_string().unwrap();
@@ -589,8 +484,5 @@ fn a_validation_that_is_not_finite_is_an_error() {
     let arguments = folder.nano("run", &["--steps", "1", "--lr", "1e300"]);
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let message = fail(&arguments, 1);
-    assert!(
-        message.contains("validation loss is no longer finite"),
-        "{message}"
-    );
+    says(&message, "validation loss is no longer finite");
 }

@@ -9,12 +9,7 @@ use crate::support::*;
 /// Each head gets the candidate with the largest recall, of those that are sparse enough, and the file is read again.
 pub fn heads_are_searched(folder: &Folder, checkpoint: &str) {
     let (heads, found) = (folder.path("heads.json"), folder.path("found.jsonl"));
-    let candidates = [
-        "--selection",
-        "topk:8,ratio=1",
-        "--selection",
-        "topk:8,2,1,0",
-    ];
+    let candidates = words("--selection topk:8,ratio=1 --selection topk:8,2,1,0");
     let more = ["--selection", "topk:8,1,1,0"];
     let search = ["search-selection", "--checkpoint", checkpoint];
     let rest = ["--density", "0.71", "--out", &heads];
@@ -71,7 +66,7 @@ fn a_file_of_heads_trains_evaluates_and_reads_prompts() {
         "all.json",
         r#"{"layers": [["topk:8,ratio=1", "topk:16,ratio=1"]]}"#,
     );
-    let without_pattern: Vec<&str> = (NANO.iter().copied())
+    let without_pattern: Vec<&str> = (nano().into_iter())
         .filter(|word| !["--pattern", "fixed:8,2"].contains(word))
         .collect();
     let train = |name: &str, more: &[&str]| {
@@ -91,10 +86,7 @@ fn a_file_of_heads_trains_evaluates_and_reads_prompts() {
         assert!(text.contains(shown), "{shown}: {text}");
     }
     let report = fs::read_to_string(format!("{}/report.md", folder.path("whole"))).unwrap();
-    assert!(
-        report.contains("heads by topk:8,2,1,0 in 1, the pattern in 1"),
-        "{report}"
-    );
+    says(&report, "heads by topk:8,2,1,0 in 1, the pattern in 1");
     let rows = folder.log("whole");
     let measured = rows.iter().find(|row| row["kind"] == "selection").unwrap();
     // Of the four blocks of each row's past two at most, in one of two heads.
@@ -105,10 +97,7 @@ fn a_file_of_heads_trains_evaluates_and_reads_prompts() {
     fs::remove_file(&heads).unwrap();
     fs::remove_file(folder.checkpoint("parts", 12)).unwrap();
     folder.resume("parts", &[]);
-    assert_same_model(
-        &folder.checkpoint("parts", 12),
-        &folder.checkpoint("whole", 12),
-    );
+    folder.assert_same_model(["parts", "whole"], 12);
     assert_eq!(folder.losses("parts"), folder.losses("whole"));
 
     train("dense", &["--attention", "dense"]);
@@ -167,53 +156,30 @@ fn a_file_of_heads_trains_evaluates_and_reads_prompts() {
             assert!(got.contains(message), "{got}");
         }
         let got = fail(&[command, &["--selection-file", &unknown]].concat(), 2);
-        assert!(
-            got.contains("layer 0: cannot read 'some' as a selection"),
-            "{got}"
-        );
+        says(&got, "layer 0: cannot read 'some' as a selection");
         let got = fail(
             &[command, &["--selection-file", &folder.data()]].concat(),
             2,
         );
         assert!(got.contains("is not what search-selection writes"), "{got}");
         let got = fail(&[command, &["--selection-file", &heads]].concat(), 2);
-        assert!(
-            got.contains("cannot read ") && got.contains("heads.json"),
-            "{got}"
-        );
+        says(&got, "cannot read ");
+        says(&got, "heads.json");
     }
     for command in [&run[..], &["sample", "--checkpoint", &path]] {
         let both = ["--selection-file", &all, "--selection", "moba:8,2"];
         let got = fail(&[command, &both].concat(), 2);
         assert!(got.contains("cannot be used with"), "{got}");
     }
-    let cache = [
-        "eval",
-        "--checkpoint",
-        &path,
-        "--selection-file",
-        &all,
-        "--cache",
-        "all",
-    ];
+    let cache = format!("eval --checkpoint {path} --selection-file {all} --cache all");
+    let cache = words(&cache);
     let got = fail(&cache, 1);
-    assert!(
-        got.contains("--selection-file is of windows that are read at once"),
-        "{got}"
-    );
+    says(&got, "--selection-file is of windows that are read at once");
     let whole = folder.path("whole");
-    let resume = [
-        "train",
-        "--resume",
-        "--run",
-        &whole,
-        "--selection-file",
-        &sparse,
-    ];
+    let resume = format!("train --resume --run {whole} --selection-file {sparse}");
+    let resume = words(&resume);
     let got = fail(&resume, 1);
-    assert!(
-        got.contains("--resume continues the run") && got.contains("but --selection-file "),
-        "{got}"
-    );
+    says(&got, "--resume continues the run");
+    says(&got, "but --selection-file ");
     assert!(!fs::exists(&new).unwrap());
 }

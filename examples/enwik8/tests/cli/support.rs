@@ -9,28 +9,17 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 /// A model that trains hundreds of steps a second.
-pub const NANO: &[&str] = &[
-    "--layers",
-    "1",
-    "--heads",
-    "2",
-    "--d-model",
-    "16",
-    "--context",
-    "32",
-    "--block",
-    "8",
-    "--pattern",
-    "fixed:8,2",
-    "--batch",
-    "2",
-    "--warmup",
-    "5",
-    "--eval-windows",
-    "2",
-    "--dropout",
-    "0.1",
-];
+pub fn nano() -> Vec<&'static str> {
+    words(
+        "--layers 1 --heads 2 --d-model 16 --context 32 --block 8 --pattern fixed:8,2 --batch 2 \
+         --warmup 5 --eval-windows 2 --dropout 0.1",
+    )
+}
+
+/// The words of a command line.
+pub fn words(line: &str) -> Vec<&str> {
+    line.split_whitespace().collect()
+}
 
 pub fn enwik8() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_enwik8"));
@@ -62,6 +51,12 @@ pub fn fail(arguments: &[&str], code: i32) -> String {
     message
 }
 
+/// That a text has some words.
+#[track_caller]
+pub fn says(text: &str, words: &str) {
+    assert!(text.contains(words), "{text}");
+}
+
 pub struct Folder(TempDir);
 
 impl Folder {
@@ -90,7 +85,12 @@ impl Folder {
     pub fn nano(&self, run: &str, more: &[&str]) -> Vec<String> {
         let mut arguments = vec!["train".to_owned(), "--run".to_owned(), self.path(run)];
         arguments.extend(["--data".to_owned(), self.data()]);
-        arguments.extend(NANO.iter().chain(more).map(|&argument| argument.to_owned()));
+        arguments.extend(
+            nano()
+                .iter()
+                .chain(more)
+                .map(|&argument| argument.to_owned()),
+        );
         arguments
     }
 
@@ -126,6 +126,13 @@ impl Folder {
 
     pub fn checkpoint(&self, run: &str, step: usize) -> PathBuf {
         Path::new(&self.path(run)).join(format!("step-{step:08}.ckpt"))
+    }
+
+    /// That two runs have the same model after so many steps.
+    #[track_caller]
+    pub fn assert_same_model(&self, runs: [&str; 2], step: usize) {
+        let [a, b] = runs.map(|run| self.checkpoint(run, step));
+        assert_same_model(&a, &b);
     }
 }
 

@@ -66,15 +66,9 @@ fn weights_that_do_not_fit_are_refused() {
     let folder = Folder::new();
     folder.train("run", &["--steps", "2"]);
     let (run, out) = (folder.path("run"), folder.path("exported"));
-    succeed(&[
-        "export",
-        "--run",
-        &run,
-        "--out",
-        &out,
-        "--format",
-        "safetensors",
-    ]);
+    succeed(&words(&format!(
+        "export --run {run} --out {out} --format safetensors"
+    )));
     let (weights, imported) = (
         folder.path("exported/model.safetensors"),
         folder.path("new"),
@@ -90,10 +84,7 @@ fn weights_that_do_not_fit_are_refused() {
         assert!(message.contains(part), "{part}: {message}");
     }
     let message = fail(&[&import[..], &["--key", "model"]].concat(), 1);
-    assert!(
-        message.contains("--key is for files of PyTorch"),
-        "{message}"
-    );
+    says(&message, "--key is for files of PyTorch");
     let other = folder.file("weights.npz", b"");
     let message = fail(&["import", "--weights", &other, "--run", &imported], 1);
     assert!(message.contains(".safetensors, .pt, .pth"), "{message}");

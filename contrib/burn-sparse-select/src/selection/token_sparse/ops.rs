@@ -43,17 +43,6 @@ pub struct TokenSparseCall {
     pub dispatch: bool,
 }
 
-impl TokenSparseCall {
-    pub(crate) fn new(sparsity: Sparsity, scale: f64, overlap: f64, dispatch: bool) -> Self {
-        Self {
-            sparsity,
-            scale,
-            overlap,
-            dispatch,
-        }
-    }
-}
-
 /// What queries list: i32, for each head of keys, on the device.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]

@@ -386,15 +386,6 @@ impl ProductPlan {
         }
     }
 
-    /// The same with the second warpgroup so many cycles later: for measurements.
-    #[must_use]
-    pub fn with_stagger(mut self, cycles: u32) -> Self {
-        if let TierTile::Wgmma(tile) = &mut self.tile {
-            tile.stagger = cycles;
-        }
-        self
-    }
-
     /// Parts of the depth: the result is `[batch, parts, rows, columns]`, to be added up.
     pub fn parts(&self) -> usize {
         self.parts

@@ -19,7 +19,7 @@ use crate::kernels::linear::line_sums::{is_wanted, store_line_sums};
 use crate::kernels::linear::log_sums::{Seen, seen_place, store_log_sums};
 use crate::kernels::linear::places::Tiles;
 use crate::kernels::linear::tile::{
-    MULTIPLIERS, Order, ProductTile, ROWS, SLAB, SPAN_BYTES, WARPS,
+    MULTIPLIERS, Order, ProductTile, ROWS, SLAB, SPAN_BYTES, STAGGER, WARPS,
 };
 use crate::kernels::linear::view::HEAD;
 use blocksparse_cubecl::arch::ptx::{shared_address, uniform};
@@ -195,10 +195,10 @@ pub fn product<S: Size, W: Size>(
             lane,
         };
         // A cube without a tile, of those that are left, would wait for a slab that never comes.
-        if comptime!(t.stagger > 0 && !t.is_lines()) {
+        if comptime!(!t.is_lines()) {
             if group == 1 && CUBE_POS_X < tiles.count {
                 barrier_wait(base, 0u32);
-                pause(t.stagger);
+                pause(STAGGER);
             }
         }
         let mut number = 0u32;
@@ -210,11 +210,9 @@ pub fn product<S: Size, W: Size>(
             if comptime!(t.is_lines()) {
                 wanted = uniform(select(is_wanted::<W>(&bias, &place, &shape), 1u32, 0u32));
                 // The first tile that is wanted.
-                if comptime!(t.stagger > 0) {
-                    if wanted != 0u32 && group == 1 && number == 0 {
-                        barrier_wait(base, 0u32);
-                        pause(t.stagger);
-                    }
+                if wanted != 0u32 && group == 1 && number == 0 {
+                    barrier_wait(base, 0u32);
+                    pause(STAGGER);
                 }
             }
             if wanted != 0u32 {

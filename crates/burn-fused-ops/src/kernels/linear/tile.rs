@@ -129,16 +129,15 @@ pub struct ProductTile {
     pub b: Order,
     /// Whether results are f32.
     pub wide: bool,
-    /// Cycles by which the second warpgroup begins later, so that one multiplies while the other writes.
-    pub stagger: u32,
     /// What becomes of the sums.
     pub epilogue: Epilogue,
     /// Whether the left factor lies by heads.
     pub by_heads: bool,
 }
 
-/// About two slabs of a warpgroup of its own at 256 columns: as long as it takes to write its results.
-const STAGGER: u32 = 1024;
+/// Cycles by which the second warpgroup begins later, so that one multiplies while the other writes: about two slabs of a warpgroup of its own at 256
+/// columns, as long as it takes to write its results.
+pub const STAGGER: u32 = 1024;
 
 impl ProductTile {
     /// The tile of so many columns.
@@ -150,7 +149,6 @@ impl ProductTile {
             a,
             b,
             wide,
-            stagger: STAGGER,
             epilogue: Epilogue::Plain,
             by_heads: false,
         }

@@ -1,0 +1,334 @@
+//! Burn's own attention function: its arguments as a layout and a bias.
+
+use std::collections::VecDeque;
+use std::sync::{Mutex, PoisonError};
+
+use blocksparse::{BlockLayout, BlockMask, LayoutError, LayoutShape, Pattern};
+use burn::tensor::ops::AttentionModuleOptions;
+use burn::tensor::{Bool, DType, Device, Tensor};
+
+use crate::attention::SparseAttentionCall;
+use crate::check;
+use crate::error::OpError;
+use crate::options::AttentionOptions;
+
+/// The block size of layouts made here.
+pub(crate) const BLOCK: usize = 64;
+
+/// Layouts without masks: a program has few lengths.
+static LAYOUTS: Kept<(LayoutShape, Pattern)> = Kept::new(16);
+
+/// Layouts of masks, which are kept with them: a model has few, that many layers share.
+static MASKS: Kept<MaskKey> = Kept::new(4);
+
+/// [`burn::tensor::module::attention`] with a fused backward pass, on every backend. Changing the `use` line is enough.
+///
+/// `softmax(softcap(scale · q · kᵀ), masked, + attn_bias) · v`, as Burn computes it: scale, softcap, mask (`true` is masked out), causality (aligned
+/// bottom-right, so the last query sees all keys), bias. Rows in which everything is masked, by `mask`, by −∞ in `attn_bias` or because causality leaves no key
+/// (`seq_q > seq_kv`), give zeros, and zero gradients.
+///
+/// ```
+/// use burn::tensor::ops::AttentionModuleOptions;
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_blocksparse::module::attention; // was burn::tensor::module::attention
+///
+/// let device = Device::flex().autodiff();
+/// let q = Tensor::<4>::random([1, 2, 100, 16], Distribution::Default, &device).require_grad();
+/// let options = AttentionModuleOptions { scale: None, softcap: None, is_causal: true };
+/// let out = attention(q.clone(), q.clone(), q.clone(), None, None, options);
+/// assert_eq!(q.grad(&out.sum().backward()).unwrap().dims(), [1, 2, 100, 16]);
+/// ```
+///
+/// # Shapes
+/// - `query`: `[batch, heads, seq_q, head_dim]`
+/// - `key`: `[batch, kv_heads, seq_kv, head_dim]`; unlike Burn's, `kv_heads` may be any divisor of `heads`
+/// - `value`: `[batch, kv_heads, seq_kv, value_dim]`
+/// - `mask`: `[batch or 1, heads or 1, seq_q or 1, seq_kv or 1]`
+/// - `attn_bias`: the same, in the dtype of `query`
+/// - returns `[batch, heads, seq_q, value_dim]`
+///
+/// # Memory
+/// The backward pass keeps query, key, value, the output and two numbers a row; Burn's keeps several tensors `[batch, heads, seq_q, seq_kv]`. A bias costs its
+/// own size again, not that of what it is broadcast to.
+///
+/// # Masks
+/// A mask that all queries share, `[.., 1, seq_kv]` as that of padding, stays on its device. Any other one is read by every call, which waits for the device,
+/// and becomes a layout that leaves out blocks without a pair; masks that equal one of the last 4 have its layout. [`mask_layout`] reads a mask once, for many
+/// calls of [`SparseAttentionCall`]. For masks that are made of positions a [`Pattern`] costs least.
+///
+/// # Biases
+/// Numbers below −1e8 (−6e4 in f16) count as that, and a row whose scores all are below half of it as masked.
+///
+/// # Panics
+/// With the text of [`try_attention`]'s error.
+pub fn attention(
+    query: Tensor<4>,
+    key: Tensor<4>,
+    value: Tensor<4>,
+    mask: Option<Tensor<4, Bool>>,
+    attn_bias: Option<Tensor<4>>,
+    options: AttentionModuleOptions,
+) -> Tensor<4> {
+    try_attention(query, key, value, mask, attn_bias, options)
+        .unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// [`attention`], with errors in place of panics.
+///
+/// # Errors
+/// As [`sparse_attention`](crate::sparse_attention), if a length is 0, if the mask or the bias does not fit, and if the mask cannot be read.
+pub fn try_attention(
+    query: Tensor<4>,
+    key: Tensor<4>,
+    value: Tensor<4>,
+    mut mask: Option<Tensor<4, Bool>>,
+    attn_bias: Option<Tensor<4>>,
+    options: AttentionModuleOptions,
+) -> Result<Tensor<4>, OpError> {
+    check::tensors(&query, &key, &value)?;
+    let [batch, heads, seq_q, _] = query.dims();
+    let seq_kv = key.dims()[2];
+    let pairs = [batch, heads, seq_q, seq_kv];
+    let (device, dtype) = (query.device(), query.dtype());
+    let same_device =
+        |argument, got: Device| OpError::expect_same(argument, device.clone(), "query's", got);
+    if let Some(mask) = &mask {
+        fits(MASK, mask.dims(), pairs)?;
+        same_device("mask's device", mask.device())?;
+    }
+    if let Some(bias) = &attn_bias {
+        fits(BIAS, bias.dims(), pairs)?;
+        OpError::expect_same("attn_bias's dtype", dtype, "query's", bias.dtype())?;
+        same_device("attn_bias's device", bias.device())?;
+    }
+    let shape = LayoutShape::new(heads, [seq_q, seq_kv], BLOCK);
+    shape.validate()?;
+
+    let masked = masked_score(dtype);
+    // One number for all keys of a row: kernels want one for each.
+    let widened = |[batch, heads, rows, _]: [usize; 4]| [batch, heads, rows, seq_kv];
+    let mut bias = attn_bias.map(|bias| {
+        let dims = widened(bias.dims());
+        bias.clamp_min(masked).expand(dims)
+    });
+    // A mask of keys becomes a bias, unless that makes one of all pairs of one that is not.
+    let given = bias.as_ref().map_or([1; 4], Tensor::dims);
+    if let Some(of_keys) = mask.take_if(|mask| {
+        let larger = (0..2).any(|dim| mask.dims()[dim] > given[dim]);
+        mask.dims()[2] == 1 && (given[2] == 1 || !larger)
+    }) {
+        let dims = widened([0, 1, 2, 3].map(|dim| given[dim].max(of_keys.dims()[dim])));
+        let unmasked = bias.unwrap_or_else(|| Tensor::zeros(dims, (&device, dtype)));
+        let of_keys = of_keys.expand(dims);
+        bias = Some(unmasked.expand(dims).mask_fill(of_keys, masked));
+    }
+
+    let causal = options.is_causal;
+    let layout = match mask {
+        Some(mask) => mask_layout(mask, heads, [seq_q, seq_kv], causal)?,
+        None if causal => pattern_layout(Pattern::causal(), shape)?,
+        None => pattern_layout(Pattern::dense(), shape)?,
+    };
+    let call = SparseAttentionCall::new(query, key, value, &layout).options(AttentionOptions {
+        scale: options.scale,
+        softcap: options.softcap,
+        ..AttentionOptions::default()
+    });
+    let Some(bias) = bias else {
+        return Ok(call.run()?.out);
+    };
+    let (out, lse) = call.bias(bias).run_with_lse()?;
+    let empty = lse.lower_elem(masked / 2.0).unsqueeze_dim::<4>(3);
+    let empty = empty.expand(out.dims());
+    Ok(out.mask_fill(empty, 0.0))
+}
+
+/// The layout of the pairs that a mask of Burn's [`attention`] leaves, exactly, with those of causality if `causal`. Reads the mask from its device, which
+/// waits for all that was asked of it before; the layout serves any number of calls of [`SparseAttentionCall`].
+///
+/// ```
+/// use burn::tensor::{Bool, Device, Tensor};
+/// use burn_blocksparse::module::mask_layout;
+///
+/// // The first key is masked out for all.
+/// let mask = Tensor::<4, Bool>::from_data([[[[true, false, false]]]], &Device::flex());
+/// let layout = mask_layout(mask, 2, [3, 3], true)?;
+/// assert_eq!(layout.to_dense(0)[1], [false, true, false]);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+///
+/// # Shapes
+/// `mask`: `[batch or 1, heads or 1, seq_q or 1, seq_kv or 1]`, `true` is masked out; `lengths`: `[seq_q, seq_kv]`. With more than one batch entry the layout
+/// is per batch.
+///
+/// # Errors
+/// [`OpError`] if the mask does not fit `heads` and `lengths`, if a size is out of range, or if the mask cannot be read.
+pub fn mask_layout(
+    mask: Tensor<4, Bool>,
+    heads: usize,
+    lengths: [usize; 2],
+    causal: bool,
+) -> Result<BlockLayout, OpError> {
+    let dims = mask.dims();
+    let [entries, _, _, _] = dims;
+    if entries == 0 {
+        return Err(OpError::argument("mask's batch", "at least 1", entries));
+    }
+    fits(MASK, dims, [entries, heads, lengths[0], lengths[1]])?;
+    let shape = LayoutShape::new(heads, lengths, BLOCK);
+    shape.validate()?;
+    let masked = mask.try_into_data().map_err(OpError::read)?;
+    let key = MaskKey {
+        shape,
+        causal,
+        dims,
+        masked: masked.iter::<bool>().collect(),
+    };
+    MASKS.get_or_make(key, MaskKey::layout)
+}
+
+/// What a bias has where a pair is masked: kernels take finite ones only.
+pub(crate) fn masked_score(dtype: DType) -> f64 {
+    match dtype {
+        DType::F16 => -6e4,
+        _ => -1e8,
+    }
+}
+
+pub(crate) fn pattern_layout(pattern: Pattern, shape: LayoutShape) -> Result<BlockLayout, OpError> {
+    LAYOUTS.get_or_make((shape, pattern), |(shape, pattern)| {
+        Ok(BlockLayout::new(pattern, *shape)?)
+    })
+}
+
+/// Names of a mask's and a bias's sizes.
+const MASK: [&str; 4] = [
+    "mask's batch",
+    "mask's heads",
+    "mask's seq_q",
+    "mask's seq_kv",
+];
+const BIAS: [&str; 4] = [
+    "attn_bias's batch",
+    "attn_bias's heads",
+    "attn_bias's seq_q",
+    "attn_bias's seq_kv",
+];
+
+/// That sizes can be broadcast to those of all pairs.
+fn fits(names: [&'static str; 4], dims: [usize; 4], pairs: [usize; 4]) -> Result<(), OpError> {
+    for ((argument, got), expected) in names.into_iter().zip(dims).zip(pairs) {
+        if got != 1 && got != expected {
+            return Err(OpError::argument(argument, format!("{expected} or 1"), got));
+        }
+    }
+    Ok(())
+}
+
+/// What a layout of a mask is made of.
+#[derive(PartialEq)]
+struct MaskKey {
+    shape: LayoutShape,
+    causal: bool,
+    dims: [usize; 4],
+    masked: Vec<bool>,
+}
+
+impl MaskKey {
+    fn layout(&self) -> Result<BlockLayout, OpError> {
+        let [entries, mask_heads, rows, columns] = self.dims;
+        let LayoutShape {
+            heads,
+            seq_q,
+            seq_kv,
+            ..
+        } = self.shape;
+        let allows = |entry: usize, head: usize, row: usize, column: usize| {
+            let line = (entry * mask_heads + head) * rows + row.min(rows - 1);
+            let seen = !self.causal || column + seq_q <= row + seq_kv;
+            seen && !self.masked[line * columns + column.min(columns - 1)]
+        };
+        // Heads that share a mask are walked once.
+        let walked = LayoutShape {
+            heads: mask_heads,
+            ..self.shape
+        };
+        let layouts = (0..entries).map(|entry| {
+            let layout = BlockLayout::from_block_fn("mask", walked, |head, q_block, kv_block| {
+                Some(BlockMask::from_fn(BLOCK, |r, c| {
+                    let (row, column) = (q_block * BLOCK + r, kv_block * BLOCK + c);
+                    row < seq_q && column < seq_kv && allows(entry, head, row, column)
+                }))
+            })?;
+            match mask_heads == heads {
+                true => Ok(layout),
+                false => layout.of_first_head(heads),
+            }
+        });
+        let layouts = layouts.collect::<Result<Vec<_>, LayoutError>>()?;
+        Ok(match &layouts[..] {
+            [one] => one.clone(),
+            several => BlockLayout::stack_batch(several)?,
+        })
+    }
+}
+
+/// Layouts by what they were made of, those that were used last.
+struct Kept<K> {
+    most: usize,
+    layouts: Mutex<VecDeque<(K, BlockLayout)>>,
+}
+
+impl<K: PartialEq> Kept<K> {
+    const fn new(most: usize) -> Self {
+        Self {
+            most,
+            layouts: Mutex::new(VecDeque::new()),
+        }
+    }
+
+    fn get_or_make(
+        &self,
+        key: K,
+        make: impl FnOnce(&K) -> Result<BlockLayout, OpError>,
+    ) -> Result<BlockLayout, OpError> {
+        if let Some(layout) = self.find(&key) {
+            return Ok(layout);
+        }
+        // Made without the lock: other threads have layouts to find.
+        let layout = make(&key)?;
+        let mut layouts = self.layouts.lock().unwrap_or_else(PoisonError::into_inner);
+        layouts.truncate(self.most - 1);
+        layouts.push_front((key, layout.clone()));
+        Ok(layout)
+    }
+
+    /// Moves what it finds to the front.
+    fn find(&self, key: &K) -> Option<BlockLayout> {
+        let mut layouts = self.layouts.lock().unwrap_or_else(PoisonError::into_inner);
+        let place = layouts.iter().position(|(of, _)| of == key)?;
+        let found = layouts.remove(place)?;
+        let layout = found.1.clone();
+        layouts.push_front(found);
+        Some(layout)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layouts_are_made_once_and_the_oldest_goes() {
+        let kept = Kept::new(2);
+        let mut made = Vec::new();
+        for key in [1, 2, 1, 3, 1, 2] {
+            let layout = kept.get_or_make(key, |&key| {
+                made.push(key);
+                Ok(Pattern::dense().layout(1, 8 * key, 8)?)
+            });
+            assert_eq!(layout.unwrap().seq_q(), 8 * key);
+        }
+        assert_eq!(made, [1, 2, 3, 2]);
+    }
+}

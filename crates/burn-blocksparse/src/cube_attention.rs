@@ -1,0 +1,164 @@
+//! Burn's attention on a CubeCL device's own tensors, for what runs beneath Burn's function.
+
+use blocksparse::{BlockLayout, LayoutShape, Pattern};
+use burn::backend::get_or_init_device_settings;
+use burn::backend::ops::{BoolTensorOps, FloatTensorOps};
+use burn::tensor::Shape;
+use burn::tensor::ops::AttentionModuleOptions;
+use burn_cubecl::CubeBackend;
+use burn_cubecl::tensor::CubeTensor;
+
+use crate::attention::backend;
+use crate::attention::ops::BlockSparseOps;
+use crate::base::cube::uses_reference;
+use crate::base::values::{
+    AttentionInputs, DynamicBlocks, KernelPlan, LayoutTensors, OptFloat, ScoreTensors,
+};
+use crate::burn_attention::{BLOCK, masked_score, pattern_layout};
+use crate::options::AttentionOptions;
+
+/// The arguments of Burn's `attention`.
+pub struct CubeAttention {
+    /// `[batch, heads, seq_q, head_dim]`
+    pub query: CubeTensor,
+    /// `[batch, heads, seq_kv, head_dim]`
+    pub key: CubeTensor,
+    /// `[batch, heads, seq_kv, value_dim]`
+    pub value: CubeTensor,
+    /// `[batch or 1, heads or 1, seq_q or 1, seq_kv or 1]`, true where masked out.
+    pub mask: Option<CubeTensor>,
+    /// The same, of numbers.
+    pub bias: Option<CubeTensor>,
+    /// Scale, softcap and causality.
+    pub options: AttentionModuleOptions,
+}
+
+impl CubeAttention {
+    /// Batch, heads, and the lengths of queries and keys, if the tensors fit each other.
+    pub fn pairs(&self) -> Option<[usize; 4]> {
+        let [q, k, v] = [&self.query, &self.key, &self.value].map(dims);
+        let [batch, heads, seq_q, width] = q;
+        let seq_kv = k[2];
+        let pairs = [batch, heads, seq_q, seq_kv];
+        let same_dtype = |of: &CubeTensor| of.dtype == self.query.dtype;
+        let fits = [batch, heads, seq_kv, width] == k
+            && [batch, heads, seq_kv] == v[..3]
+            && same_dtype(&self.key)
+            && same_dtype(&self.value)
+            && self.bias.iter().all(same_dtype)
+            && (self.bias.iter().chain(&self.mask)).all(|of| {
+                dims(of)
+                    .iter()
+                    .zip(pairs)
+                    .all(|(&n, all)| n == 1 || n == all)
+            });
+        (fits && batch * width * v[3] > 0).then_some(pairs)
+    }
+
+    /// Burn's result, over the pairs of `pattern` alone if there is one. None if no kernel takes the call.
+    ///
+    /// The mask becomes numbers of its own size, so that nothing is read from the device.
+    pub fn run(self, pattern: Option<Pattern>) -> Option<CubeTensor> {
+        let [_, heads, seq_q, seq_kv] = self.pairs()?;
+        if uses_reference() {
+            return None;
+        }
+        let causal = self.options.is_causal;
+        let pattern = match (pattern, causal) {
+            (Some(pattern), true) => pattern.and_causal(),
+            (Some(pattern), false) => pattern,
+            (None, true) => Pattern::causal(),
+            (None, false) => Pattern::dense(),
+        };
+        let layout =
+            pattern_layout(pattern, LayoutShape::new(heads, [seq_q, seq_kv], BLOCK)).ok()?;
+        let masked = masked_score(self.query.dtype);
+        let bias = self.masked_bias(seq_kv, masked);
+        let Self {
+            query, key, value, ..
+        } = self;
+        let mut options = AttentionOptions::default();
+        options.scale = self.options.scale;
+        options.softcap = self.options.softcap;
+        options.validate(heads, query.dtype).ok()?;
+        let layout = planned(layout, [&query, &key, &value], bias.is_some(), &options)?;
+        let is_biased = bias.is_some();
+        let inputs = AttentionInputs {
+            q: query,
+            k: key,
+            v: value,
+            scores: ScoreTensors {
+                bias: bias.into(),
+                relative_bias: OptFloat::None,
+            },
+        };
+        let output = CubeBackend::block_sparse_attention(inputs, layout, options);
+        Some(match is_biased {
+            true => without_masked_rows(output.out, output.lse, masked),
+            false => output.out,
+        })
+    }
+
+    /// The bias with `masked` in place of what the mask hides and of what is below.
+    fn masked_bias(&self, seq_kv: usize, masked: f64) -> Option<CubeTensor> {
+        let of = |tensor: &Option<CubeTensor>| tensor.as_ref().map_or([1; 4], dims);
+        let (bias, mask) = (of(&self.bias), of(&self.mask));
+        let mut all = [0, 1, 2, 3].map(|dim| bias[dim].max(mask[dim]));
+        // One number for all keys of a row: kernels want one for each.
+        all[3] = seq_kv;
+        let shape = Shape::new(all);
+        let bias = match (&self.bias, &self.mask) {
+            (None, None) => return None,
+            (Some(bias), _) => {
+                let bias = CubeBackend::float_clamp_min(bias.clone(), masked.into());
+                CubeBackend::float_expand(bias, shape.clone())
+            }
+            (None, Some(_)) => {
+                let (device, dtype) = (&self.query.device, self.query.dtype.into());
+                CubeBackend::float_zeros(shape.clone(), device, dtype)
+            }
+        };
+        Some(match &self.mask {
+            Some(mask) => {
+                let mask = CubeBackend::bool_expand(mask.clone(), shape);
+                CubeBackend::float_mask_fill(bias, mask, masked.into())
+            }
+            None => bias,
+        })
+    }
+}
+
+fn dims(tensor: &CubeTensor) -> [usize; 4] {
+    tensor.meta.shape().dims()
+}
+
+/// The layout with the kernels' plan, if they take the call.
+fn planned(
+    layout: BlockLayout,
+    [query, key, value]: [&CubeTensor; 3],
+    is_biased: bool,
+    options: &AttentionOptions,
+) -> Option<LayoutTensors<CubeBackend>> {
+    let ([batch, heads, _, width], [.., value_dim]) = (dims(key), dims(value));
+    let sizes = [batch, heads, width, value_dim];
+    let request = backend::request(sizes, query.dtype, options, [is_biased, false]).ok()?;
+    let plan = backend::plan(&query.device, &layout, request).ok()?;
+    let dtype = get_or_init_device_settings::<CubeBackend>(&query.device).bool_dtype;
+    Some(LayoutTensors {
+        // Kernels read no mask table.
+        blocked: CubeBackend::bool_empty(Shape::new([1, 1]), &query.device, dtype),
+        choice: DynamicBlocks::Host,
+        host: layout,
+        plan: KernelPlan { plan: Some(plan) },
+    })
+}
+
+/// Zeros in rows whose scores are all masked.
+fn without_masked_rows(out: CubeTensor, lse: CubeTensor, masked: f64) -> CubeTensor {
+    let shape = out.meta.shape().clone();
+    let [batch, heads, rows, _] = shape.dims();
+    let dtype = get_or_init_device_settings::<CubeBackend>(&out.device).bool_dtype;
+    let empty = CubeBackend::float_lower_elem(lse, (masked / 2.0).into(), dtype);
+    let empty = CubeBackend::bool_reshape(empty, Shape::new([batch, heads, rows, 1]));
+    CubeBackend::float_mask_fill(out, CubeBackend::bool_expand(empty, shape), 0.0.into())
+}

@@ -1,0 +1,358 @@
+//! Burn's signature of attention: every way to mask and to bias against loops in f64, with gradients of q, k, v and bias.
+
+use burn::tensor::module::attention_fallback;
+use burn::tensor::ops::AttentionModuleOptions;
+use burn_blocksparse::module::{attention, mask_layout, try_attention};
+use burn_blocksparse_tests::judge::attention::Bias;
+use rstest::rstest;
+
+use burn_blocksparse_tests::prelude::*;
+
+type Function = fn(
+    Tensor<4>,
+    Tensor<4>,
+    Tensor<4>,
+    Option<Tensor<4, Bool>>,
+    Option<Tensor<4>>,
+    AttentionModuleOptions,
+) -> Tensor<4>;
+
+/// Within a block, over ragged ones, and unequal either way; as many heads of keys as of queries, and fewer.
+pub(super) const SIZES: [Sizes; 4] = [
+    Sizes::new([2, 3, 3], [70, 70], [12, 12]),
+    Sizes::new([2, 3, 3], [40, 90], [20, 20]),
+    Sizes::new([2, 4, 2], [90, 40], [12, 12]),
+    Sizes::new([2, 2, 2], [5, 7], [6, 10]),
+];
+
+/// Which sizes of a mask or a bias are shared.
+pub(super) type Shared = [bool; 4];
+
+pub(super) const MASKS: [Option<Shared>; 6] = [
+    None,
+    Some([false, false, false, false]),
+    Some([false, true, true, false]),
+    Some([true, true, false, false]),
+    Some([true, false, true, false]),
+    Some([false, true, false, true]),
+];
+
+pub(super) const BIASES: [Option<[bool; 3]>; 4] = [
+    None,
+    Some([false, false, false]),
+    Some([true, false, false]),
+    Some([false, true, true]),
+];
+
+/// Burn's gradient of a division takes 1 / softcap in f32, which is exact for a power of 2.
+pub(super) const OPTIONS: [AttentionModuleOptions; 4] = [
+    options(None, None, false),
+    options(None, None, true),
+    options(Some(0.3), Some(2.0), false),
+    options(Some(0.3), Some(2.0), true),
+];
+
+const fn options(
+    scale: Option<f64>,
+    softcap: Option<f64>,
+    is_causal: bool,
+) -> AttentionModuleOptions {
+    AttentionModuleOptions {
+        scale,
+        softcap,
+        is_causal,
+    }
+}
+
+/// A mask as Burn's functions take it: what is true is masked out.
+#[derive(Clone)]
+pub(super) struct Mask {
+    dims: [usize; 4],
+    masked: Vec<bool>,
+}
+
+impl Mask {
+    /// Masks a third, and with a row for each query all of every fifth one.
+    pub(super) fn random(seed: u64, sizes: Sizes, shared: Shared) -> Self {
+        let mut dims = [sizes.batch, sizes.heads, sizes.seq_q, sizes.seq_kv];
+        for (length, shared) in dims.iter_mut().zip(shared) {
+            *length = if shared { 1 } else { *length };
+        }
+        let mut rng = seeded(seed);
+        let masked = (0..dims.iter().product())
+            .map(|at| {
+                let whole = dims[2] > 1 && at / dims[3] % 5 == 3;
+                whole || rng.random_range(0..3) == 0
+            })
+            .collect();
+        Self { dims, masked }
+    }
+
+    fn at(&self, place: [usize; 4]) -> bool {
+        let place = place.iter().zip(self.dims);
+        self.masked[place.fold(0, |at, (&i, length)| at * length + i.min(length - 1))]
+    }
+
+    pub(super) fn tensor(&self, device: &Device) -> Tensor<4, Bool> {
+        Tensor::from_data(TensorData::new(self.masked.clone(), self.dims), device)
+    }
+}
+
+/// What loops make of the arguments.
+pub(super) fn problem(
+    seed: u64,
+    sizes: Sizes,
+    mask: Option<&Mask>,
+    bias: Option<[bool; 3]>,
+    options: AttentionModuleOptions,
+) -> Problem {
+    let mask = mask.cloned();
+    let allowed = move |batch: usize, head: usize, i: usize, j: usize| {
+        let masked = (mask.as_ref()).is_some_and(|mask| mask.at([batch, head, i, j]));
+        !masked && (!options.is_causal || j + sizes.seq_q <= i + sizes.seq_kv)
+    };
+    let problem = Problem::random(sizes, seed, allowed).options(options.scale, options.softcap);
+    match bias {
+        Some(shared) => problem.with_bias(seed, shared),
+        None => problem,
+    }
+}
+
+/// Output, and gradients of `sum(out · grad_out)` by q, k, v and bias.
+fn run(
+    function: Function,
+    problem: &Problem,
+    mask: Option<&Mask>,
+    options: AttentionModuleOptions,
+    device: &Device,
+    dtype: DType,
+) -> Results {
+    let device = device.clone().autodiff();
+    let [q, k, v, grad_out] = inputs(problem, &device, dtype);
+    let [q, k, v] = [q, k, v].map(Tensor::require_grad);
+    let bias = tensors(problem, &device, dtype).bias;
+    let bias = bias.map(Tensor::require_grad);
+    let mask = mask.map(|mask| mask.tensor(&device));
+    let (of_q, of_k, of_v) = (q.clone(), k.clone(), v.clone());
+    let out = function(of_q, of_k, of_v, mask, bias.clone(), options);
+    let grads = (out.clone() * grad_out).sum().backward();
+    let leaves = [
+        ("dq", Some(q)),
+        ("dk", Some(k)),
+        ("dv", Some(v)),
+        ("dbias", bias),
+    ];
+    let grads = leaves
+        .into_iter()
+        .filter_map(|(name, x)| Some((name, x?.grad(&grads).expect(name).into_data())));
+    [("out", out.into_data())]
+        .into_iter()
+        .chain(grads)
+        .collect()
+}
+
+fn bounds(dtype: DType, tolerance: f64) -> [Near; 2] {
+    [Near::Terms(tolerance), Near::Rows(dtype)]
+}
+
+#[test]
+fn every_mask_and_bias_equals_f64() {
+    let rows = SIZES.into_iter().flat_map(|sizes| {
+        let masked = MASKS.into_iter().map(move |mask| (sizes, mask));
+        masked.flat_map(|(sizes, mask)| BIASES.map(|bias| (sizes, mask, bias)))
+    });
+    let rows = (7000..).zip(rows.flat_map(|row| OPTIONS.map(|options| (row, options))));
+    for (seed, ((sizes, shared, bias), options)) in some_of(rows, 11) {
+        let mask = shared.map(|shared| Mask::random(seed, sizes, shared));
+        let problem = problem(seed, sizes, mask.as_ref(), bias, options);
+        let answer = problem.solve();
+        for device in devices() {
+            for (dtype, tolerance) in exact_dtypes(&device) {
+                let what = format!(
+                    "{sizes:?}, mask {shared:?}, bias {bias:?}, {options:?}, {device:?}, {dtype:?}"
+                );
+                let got = run(attention, &problem, mask.as_ref(), options, &device, dtype);
+                answer.assert(&what, got, &bounds(dtype, tolerance));
+            }
+        }
+    }
+}
+
+#[test]
+fn masks_and_biases_in_half_precision() {
+    let sizes = SIZES[1];
+    for (seed, shared) in (7500..).zip(MASKS) {
+        let options = OPTIONS[seed as usize % 4];
+        let mask = shared.map(|shared| Mask::random(seed, sizes, shared));
+        for device in devices() {
+            for dtype in half_dtypes(&device) {
+                let bias = BIASES[seed as usize % 3];
+                let mut problem = problem(seed, sizes, mask.as_ref(), bias, options);
+                problem.round_to(dtype);
+                let what =
+                    format!("mask {shared:?}, bias {bias:?}, {options:?}, {device:?}, {dtype:?}");
+                let got = run(attention, &problem, mask.as_ref(), options, &device, dtype);
+                let bounds = bounds(dtype, half_tolerance(dtype));
+                problem.solve().assert(&what, got, &bounds);
+            }
+        }
+    }
+}
+
+/// The meaning is Burn's: the order of scale, softcap, masks and bias, where causality begins, and what rows without a pair give.
+#[test]
+fn equals_burns_fallback() {
+    let exact = Device::flex();
+    for (seed, sizes) in (7600..).zip([SIZES[0], SIZES[1], SIZES[3]]) {
+        for shared in MASKS {
+            for options in OPTIONS {
+                let mask = shared.map(|shared| Mask::random(seed, sizes, shared));
+                let mask = mask.as_ref();
+                let mut problem = problem(seed, sizes, mask, BIASES[2], options);
+                // Burn divides gradients of rows without a pair by the least normal number: they must not overflow.
+                problem.grad_out.iter_mut().for_each(|grad| *grad /= 64.0);
+                let run = |function| run(function, &problem, mask, options, &exact, DType::F64);
+                let what = format!("{sizes:?}, mask {shared:?}, {options:?}");
+                assert_alike(&what, run(attention), run(attention_fallback), 1e-12);
+            }
+        }
+    }
+}
+
+/// Rows in which everything is masked, by each way to mask them all: zeros, and gradients as if they were not there.
+#[rstest]
+#[case::by_the_mask(false, false)]
+#[case::by_a_mask_of_keys(true, false)]
+#[case::by_the_bias(false, true)]
+fn rows_without_a_pair_are_zeros(#[case] of_keys: bool, #[case] by_bias: bool) {
+    let sizes = SIZES[1];
+    let shared = [false, true, of_keys, false];
+    let mut mask = Mask::random(7700, sizes, shared);
+    // All of the second entry.
+    let half = mask.masked.len() / 2;
+    mask.masked[half..].fill(true);
+    for options in OPTIONS {
+        for device in devices() {
+            for (dtype, tolerance) in exact_dtypes(&device) {
+                let what = format!("{options:?}, {device:?}, {dtype:?}");
+                let mut problem = problem(7700, sizes, Some(&mask), None, options);
+                let given = if by_bias {
+                    // Burn's users write −∞ for what is masked.
+                    let value = |masked: bool| if masked { f64::NEG_INFINITY } else { 0.5 };
+                    let values = mask.masked.iter().copied().map(value).collect();
+                    let shape = mask.dims;
+                    problem.bias = Some(Bias { shape, values });
+                    None
+                } else {
+                    Some(&mask)
+                };
+                let got = run(attention, &problem, given, options, &device, dtype);
+                let out = to_f64(got[0].1.clone());
+                assert!(out[out.len() / 2..].iter().all(|&x| x == 0.0), "{what}");
+                problem
+                    .solve()
+                    .assert(&what, got, &bounds(dtype, tolerance));
+            }
+        }
+    }
+}
+
+/// A number for all keys of a row moves nothing, and has no gradient but of rounding.
+#[test]
+fn a_bias_of_rows_changes_nothing() {
+    let (sizes, options) = (SIZES[0], OPTIONS[1]);
+    let problem = problem(7800, sizes, None, None, options);
+    for device in devices() {
+        let autodiff = device.clone().autodiff();
+        let [q, k, v, grad_out] = inputs(&problem, &autodiff, DType::F32);
+        let shape = [sizes.batch, 1, sizes.seq_q, 1];
+        let values = numbers(7801, shape.iter().product());
+        let bias = tensor(&values, shape, &autodiff, DType::F32).require_grad();
+        let out = attention(q, k, v, None, Some(bias.clone()), options);
+        let grads = (out.clone() * grad_out).sum().backward();
+        let answer = problem.solve();
+        assert_close("out", out.into_data(), &answer.out, 1e-5);
+        let none = vec![0.0; values.len()];
+        assert_close("dbias", bias.grad(&grads).unwrap().into_data(), &none, 1e-4);
+    }
+}
+
+#[test]
+fn a_mask_read_once_gives_the_same() {
+    let sizes = SIZES[0];
+    let mask = Mask::random(7900, sizes, [false, true, false, false]);
+    let problem = problem(7900, sizes, None, None, OPTIONS[1]);
+    for device in devices() {
+        let [q, k, v, _] = inputs(&problem, &device, DType::F32);
+        let mask = mask.tensor(&device);
+        let lengths = [sizes.seq_q, sizes.seq_kv];
+        let layout = mask_layout(mask.clone(), sizes.heads, lengths, true).unwrap();
+        let kept = attend([&q, &k, &v], &layout, &AttentionOptions::default());
+        let read = attention(q, k, v, Some(mask), None, OPTIONS[1]);
+        assert_same_bits(
+            "a kept layout",
+            [("out", kept.into_data())],
+            [("out", read.into_data())],
+        );
+    }
+}
+
+/// What a call with a mask and a bias of those sizes says.
+fn refused(qkv: [[usize; 4]; 3], mask: Option<[usize; 4]>, bias: Option<[usize; 4]>) -> String {
+    let device = &devices()[0];
+    let [q, k, v] = qkv.map(|dims| Tensor::<4>::zeros(dims, (device, DType::F32)));
+    let masked = |dims: [usize; 4]| vec![false; dims.iter().product()];
+    let mask = mask.map(|dims| Tensor::from_data(TensorData::new(masked(dims), dims), device));
+    let bias = bias.map(|dims| Tensor::zeros(dims, (device, DType::F32)));
+    let result = try_attention(q, k, v, mask, bias, OPTIONS[0]);
+    result.expect_err("an error").to_string()
+}
+
+#[rstest]
+#[case([3, 1, 8, 9], "mask's batch must be 2 or 1, got 3")]
+#[case([1, 2, 8, 9], "mask's heads must be 4 or 1, got 2")]
+#[case([1, 1, 7, 9], "mask's seq_q must be 8 or 1, got 7")]
+#[case([1, 1, 8, 8], "mask's seq_kv must be 9 or 1, got 8")]
+fn masks_and_biases_that_do_not_fit_are_named(#[case] dims: [usize; 4], #[case] text: &str) {
+    let qkv = [[2, 4, 8, 16], [2, 4, 9, 16], [2, 4, 9, 16]];
+    assert_eq!(refused(qkv, Some(dims), None), text);
+    let text = text.replace("mask", "attn_bias");
+    assert_eq!(refused(qkv, None, Some(dims)), text);
+}
+
+#[rstest]
+#[case([2, 4, 0, 8], [2, 4, 9, 8], [2, 4, 9, 8], "seq_q must be between 1 and 1073741824, got 0")]
+#[case([2, 4, 8, 8], [2, 4, 0, 8], [2, 4, 0, 8], "seq_kv must be between 1 and 1073741824, got 0")]
+#[case([2, 4, 8, 8], [2, 4, 9, 6], [2, 4, 9, 8], "k's head_dim must be 8, q's, got 6")]
+#[case([2, 4, 8, 8], [2, 3, 9, 8], [2, 3, 9, 8], "k's kv_heads must be a divisor of the 4 heads of q, got 3")]
+#[case([2, 4, 8, 8], [2, 4, 9, 8], [2, 4, 8, 8], "v's seq_kv must be 9, k's, got 8")]
+fn tensors_that_do_not_fit_are_named(
+    #[case] q: [usize; 4],
+    #[case] k: [usize; 4],
+    #[case] v: [usize; 4],
+    #[case] text: &str,
+) {
+    assert_eq!(refused([q, k, v], None, None), text);
+}
+
+#[test]
+fn other_arguments_are_named() {
+    let device = &devices()[0];
+    let x = Tensor::<4>::zeros([1, 2, 8, 16], (device, DType::F32));
+    let call = |bias, options| {
+        let (q, k, v) = (x.clone(), x.clone(), x.clone());
+        let result = try_attention(q, k, v, None, bias, options);
+        result.expect_err("an error").to_string()
+    };
+    let negative = call(None, options(None, Some(-1.0), false));
+    assert!(negative.contains("softcap must be positive"), "{negative}");
+    let bias = |device: &Device, dtype| Some(Tensor::zeros([1, 1, 8, 8], (device, dtype)));
+    if let Some((dtype, _)) = exact_dtypes(device).get(1) {
+        let other = call(bias(device, *dtype), OPTIONS[0]);
+        assert!(other.contains("attn_bias's dtype must be F32"), "{other}");
+    }
+    if let Some([_, other]) = two_devices() {
+        let text = call(bias(&other, DType::F32), OPTIONS[0]);
+        assert!(text.contains("attn_bias's device"), "{text}");
+    }
+}
