@@ -4,6 +4,7 @@ use std::fmt::Display;
 use std::str::FromStr;
 
 use burn_blocksparse::Pattern;
+use burn_paged_attention::pool::CachePolicy;
 use burn_sparse_transformer::Selection;
 use burn_sparse_transformer::content::ContentAttention;
 use clap::Args;
@@ -41,16 +42,17 @@ pub fn list() -> String {
     let section = |title: &str, forms: &[&str]| format!("{title}\n  {}", forms.join("\n  "));
     [
         section("--pattern TEXT: the earlier bytes that a byte sees", Pattern::NOTATION),
-        "  They combine with & (pairs that all parts allow), + (pairs that any part allows) and / (heads use the parts in turn); & binds tighter \
-         than +, and + tighter than /. Brackets group."
+        "  They combine with & (pairs that all parts allow), + (pairs that any part allows) and / (heads use\n  \
+         the parts in turn); & binds tighter than +, and + tighter than /. Brackets group."
             .to_owned(),
         section("--attention TEXT: the pattern, or single keys by content", &attention_forms()),
         section(
             "--selection TEXT: blocks of keys by content, of those that the pattern keeps",
             Selection::NOTATION,
         ),
-        "  KEEP is a number or a rule: k=12, ratio=0.25, p=0.9 (with min=, max=) or above=0.01. share=sum, mean or max: heads that share keys \
-         choose together. first=1, local=2: the first block, and two up to a byte's own, are kept whatever their scores."
+        "  KEEP is a number or a rule: k=12, ratio=0.25, p=0.9 (with min=, max=) or above=0.01. share=sum,\n  \
+         mean or max: heads that share keys choose together. first=1, local=2: the first block, and two up\n  \
+         to a byte's own, are kept whatever their scores."
             .to_owned(),
         section(
             "--cache TEXT: keys that a cache keeps; from h2o on, of each layer and head, and the others are evicted",
@@ -86,9 +88,11 @@ pub fn attention(text: &str) -> Result<AttentionKind, String> {
 
 /// What is wrong with a text of `--cache`.
 pub fn policy_expected(text: &str) -> String {
-    let form = form_of(text, &POLICIES).unwrap_or_default();
-    unknown("policy", &POLICIES, text)
-        .unwrap_or_else(|| format!("must be {form}, with whole numbers up to {MOST}"))
+    let unknown = unknown("policy", &POLICIES, text);
+    unknown.unwrap_or_else(|| match form_of(text, &POLICIES) {
+        Some(form) => format!("must be {form}, with whole numbers up to {MOST}"),
+        None => format!("must be {}", CachePolicy::NOTATION),
+    })
 }
 
 /// A value of one of the forms.
