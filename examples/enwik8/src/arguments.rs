@@ -24,7 +24,7 @@ pub struct ModelArgs {
     )]
     checkpoint: PathBuf,
     /// f32, tf32 or bf16 [default: the run's]
-    #[arg(long, value_parser = precision, value_name = "f32|tf32|bf16")]
+    #[arg(long, value_parser = precision, value_name = "DTYPE")]
     precision: Option<Precision>,
     /// flex, ndarray, wgpu, cuda or cuda:INDEX [default: the best that is compiled in]
     #[arg(long)]

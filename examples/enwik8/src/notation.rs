@@ -28,7 +28,7 @@ const BY_PATTERN: [&str; 2] = [
 const POLICIES: [&str; 9] = [
     "all",
     "reachable  those that later bytes reach",
-    "window:W,S  the last W and the first S",
+    "window:W,S with W at least 1  the last W and the first S",
     "h2o:H,R  H that got the most attention so far, and R newest",
     "h2o-mean:H,R  the same by the mean attention",
     "tova:C  C by the newest byte's attention",

@@ -65,7 +65,7 @@ pub struct Overrides {
     #[arg(long, value_parser = arguments::positive, help_heading = ATTENTION)]
     pub block: Option<usize>,
     /// Width of the position matrix [default: the pattern's stride]
-    #[arg(long, value_parser = arguments::positive)]
+    #[arg(long, value_parser = arguments::positive, value_name = "N")]
     pub position_width: Option<usize>,
     /// Dropout at the end of each residual addition
     #[arg(long, value_parser = arguments::fraction)]
@@ -75,7 +75,7 @@ pub struct Overrides {
     pub init_scale: Option<f64>,
     /// f32, or bf16 for mixed precision: activations, matrix products and attention in bf16, weights and
     /// optimizer in f32; or tf32: f32 with the attention's products on tensor cores
-    #[arg(long, value_parser = arguments::precision, value_name = "f32|tf32|bf16")]
+    #[arg(long, value_parser = arguments::precision, value_name = "DTYPE")]
     pub precision: Option<Precision>,
     /// Inner width of the feed-forward networks [default: 4 · d-model]
     #[arg(long, value_parser = arguments::positive)]

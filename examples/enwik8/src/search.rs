@@ -12,7 +12,7 @@ use crate::data::{Corpus, Split};
 use crate::progress::say;
 use crate::{model, notation, recall};
 
-/// Find for each head of a checkpoint the choice of keys by content that keeps most of its attention
+/// Find for each head the choice of keys that keeps most of its attention
 #[derive(Args, Debug)]
 #[command(after_help = "Examples:
   enwik8 search-selection --checkpoint runs/dense --density 0.3 --out heads.json \\

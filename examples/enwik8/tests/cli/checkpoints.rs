@@ -171,11 +171,11 @@ fn several_samples_and_their_cache() {
     let text = succeed(&[&causal[..], &prompt, &window].concat());
     assert!(text.starts_with(prompt[1]), "{text}");
     for (flags, code, message) in [
-        (&["--cache", "tova:x"][..], 2, "snapkv:C,M,F"),
+        (&["--cache", "tova:x"][..], 2, "must be tova:C, with whole"),
         (
             &["--positions", "in-cache"],
             1,
-            "positions must be Original, because the residency is no Window",
+            "--positions must be Original, because the residency is no Window",
         ),
         (&["--cache", "tova:1"], 2, "capacity must be at least 2"),
         (

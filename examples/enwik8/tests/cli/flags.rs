@@ -63,11 +63,11 @@ fn help_is_wrapped_and_grouped() {
 fn presets_are_listed_with_their_values() {
     let text = succeed(&["presets"]);
     for words in [
-        "tiny            2",
+        "tiny           2",
         "8,400 steps",
         "local:96 / strided:96",
         "segment:2",
-        "18.5 min and 18.8 GiB",
+        "18.5 min, 18.8 GiB",
     ] {
         assert!(text.contains(words), "{words}: {text}");
     }

@@ -85,6 +85,7 @@ fn bench_writes_what_it_measured() {
         memory.is_null() || memory["parameters"].as_u64().unwrap() > 0,
         "{row}"
     );
-    says(&text, "parameters");
-    says(&text, "transient");
+    for part in ["parameters", "transient"] {
+        assert_eq!(text.contains(part), !memory.is_null(), "{text}");
+    }
 }
