@@ -117,42 +117,37 @@ fn number(text: &str, least: usize, most: usize) -> Result<usize, String> {
 
 /// A number above 0.
 pub fn above_zero(text: &str) -> Result<f64, String> {
-    match text.parse() {
-        Ok(number) if number > 0.0 && f64::is_finite(number) => Ok(number),
-        _ => Err("must be a number above 0".to_owned()),
-    }
+    float(text, " above 0", |number| number > 0.0)
 }
 
 /// A number that is not negative.
 pub fn at_least_zero(text: &str) -> Result<f64, String> {
-    match text.parse() {
-        Ok(number) if number >= 0.0 && f64::is_finite(number) => Ok(number),
-        _ => Err("must be a number, at least 0".to_owned()),
-    }
+    float(text, ", at least 0", |number| number >= 0.0)
 }
 
 /// A probability or a decay.
 pub fn fraction(text: &str) -> Result<f64, String> {
-    match text.parse() {
-        Ok(number) if (0.0..1.0).contains(&number) => Ok(number),
-        _ => Err("must be a number from 0 up to, not including, 1".to_owned()),
-    }
+    let expected = " from 0 up to, not including, 1";
+    float(text, expected, |number| (0.0..1.0).contains(&number))
 }
 
 /// A part of everything.
 pub fn share(text: &str) -> Result<f64, String> {
-    match text.parse() {
-        Ok(number) if number > 0.0 && number <= 1.0 => Ok(number),
-        _ => Err("must be a number above 0, at most 1".to_owned()),
-    }
+    float(text, " above 0, at most 1", |number| {
+        number > 0.0 && number <= 1.0
+    })
 }
 
 /// A part of something, or nothing of it.
 pub fn ratio(text: &str) -> Result<f64, String> {
-    match text.parse() {
-        Ok(number) if (0.0..=1.0).contains(&number) => Ok(number),
-        _ => Err("must be a number from 0 to 1".to_owned()),
-    }
+    float(text, " from 0 to 1", |number| (0.0..=1.0).contains(&number))
+}
+
+/// A finite number that is allowed.
+fn float(text: &str, expected: &str, allows: fn(f64) -> bool) -> Result<f64, String> {
+    let number = text.parse().ok();
+    let number = number.filter(|&number: &f64| number.is_finite() && allows(number));
+    number.ok_or_else(|| format!("must be a number{expected}"))
 }
 
 /// A text of at least one character.

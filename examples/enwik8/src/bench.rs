@@ -481,17 +481,7 @@ fn median(mut times: Vec<f64>) -> f64 {
 
 /// What an iteration takes.
 fn speed_table(rows: &[Measurement]) -> String {
-    let names = [
-        "attention",
-        "share of causal",
-        "ms/iteration",
-        "tokens/s",
-        "TFLOP/s",
-        "of peak",
-        "loss",
-        "peak memory",
-        "device memory",
-    ];
+    let names = "attention  share of causal  ms/iteration  tokens/s  TFLOP/s  of peak  loss  peak memory  device memory";
     let percent = |share: f64| format!("{:.1} %", share * 100.0);
     let cells = rows.iter().map(|row| {
         [
@@ -511,17 +501,7 @@ fn speed_table(rows: &[Measurement]) -> String {
 
 /// The device's memory by part, and whether it stays as it is from the first to the last iteration that is timed.
 fn memory_table(rows: &[Measurement]) -> String {
-    let names = [
-        "device memory",
-        "parameters",
-        "optimizer",
-        "kept",
-        "transient",
-        "in use, first",
-        "last",
-        "reserved, first",
-        "last",
-    ];
+    let names = "device memory  parameters  optimizer  kept  transient  in use, first  last  reserved, first  last";
     let cells = rows.iter().map(|row| {
         let part = |of: fn(&Memory) -> Option<u64>| mebibytes(row.memory.as_ref().and_then(of));
         [

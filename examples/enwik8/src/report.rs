@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::ops::ControlFlow;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -27,7 +27,7 @@ use crate::plot_recall;
 use crate::presets::Task;
 use crate::progress::{clock, program, say, warn};
 use crate::recall::{self, LayerRecall};
-use crate::run::RunFiles;
+use crate::run;
 
 /// Texts of a report.
 const SAMPLES: usize = 3;
@@ -71,7 +71,7 @@ pub fn run(args: &ReportArgs) -> Result<()> {
         ));
     });
     let path = Report {
-        files: RunFiles(folder),
+        folder,
         checkpoint: &checkpoint,
         device: &device,
         corpus: corpus.as_ref().ok(),
@@ -85,7 +85,7 @@ pub fn run(args: &ReportArgs) -> Result<()> {
 /// What a report is made of.
 pub struct Report<'a> {
     /// Of the run.
-    pub files: RunFiles<'a>,
+    pub folder: &'a Path,
     /// That writes the samples.
     pub checkpoint: &'a Checkpoint,
     /// On which it does.
@@ -102,7 +102,7 @@ impl Report<'_> {
     /// # Errors
     /// If the folder cannot be written to, or the model not be made.
     pub fn write(&self) -> Result<PathBuf> {
-        let rows = log::read(&self.files.log())?;
+        let rows = log::read(&self.folder.join(run::LOG))?;
         self.draw(&rows)?;
         let model = model::restore(self.checkpoint, &self.device.device)?;
         let text = [
@@ -113,7 +113,7 @@ impl Report<'_> {
             self.commands(),
         ]
         .concat();
-        let path = self.files.report();
+        let path = self.folder.join(run::REPORT);
         write_atomically(&path, |file| file.write_all(text.as_bytes()))
             .with_context(|| format!("cannot write {}", path.display()))?;
         Ok(path)
@@ -123,8 +123,8 @@ impl Report<'_> {
         let config = &self.checkpoint.header.config;
         let title = title(config);
         let files = [
-            (self.files.plot(), Axis::Steps),
-            (self.files.time_plot(), Axis::Time),
+            (self.folder.join(run::PLOT), Axis::Steps),
+            (self.folder.join(run::TIME_PLOT), Axis::Time),
         ];
         for (path, axis) in files {
             let frame = Frame {
@@ -135,7 +135,7 @@ impl Report<'_> {
             };
             plot::draw(&path, &frame, rows)?;
         }
-        plot_recall::draw(&self.files.recall_plot(), &title, rows)
+        plot_recall::draw(&self.folder.join(run::RECALL), &title, rows)
     }
 
     fn entropy(&self) -> Option<f64> {
@@ -226,7 +226,7 @@ impl Report<'_> {
     /// Time, speed and memory.
     fn add_cost(&self, table: &mut Table, speed: &Speed, model: &SparseTransformer) -> Result<()> {
         let config = &self.checkpoint.header.config;
-        let resources = Resources::read(&self.files.resources());
+        let resources = Resources::read(&self.folder.join(run::RESOURCES));
         if let Some(resources) = &resources {
             table.row("device", resources.device.clone());
         }
@@ -285,7 +285,7 @@ impl Report<'_> {
         let mut text = format!(
             "\n## Choice of keys\n\nOf the full attention to what layers see, on one window of the validation split; the best choice has as many \
              blocks.\n\n![recall by layer over steps]({})\n\n| after step {} | recall | ratio to the best choice | density |\n|---|---|---|---|\n",
-            name(self.files.recall_plot()),
+            run::RECALL,
             thousands(step)
         );
         let mut line = |what: String, of: &LayerRecall| {
@@ -310,11 +310,8 @@ impl Report<'_> {
         if rows.is_empty() {
             return text + "The log has no steps.\n";
         }
-        for (path, over) in [
-            (self.files.plot(), "steps"),
-            (self.files.time_plot(), "time"),
-        ] {
-            let _ = write!(text, "![{unit} over {over}]({})\n\n", name(path));
+        for (name, over) in [(run::PLOT, "steps"), (run::TIME_PLOT, "time")] {
+            let _ = write!(text, "![{unit} over {over}]({name})\n\n");
         }
         let validations: Vec<(usize, f64)> = rows.iter().filter_map(validation).collect();
         if !validations.is_empty() {
@@ -347,7 +344,7 @@ impl Report<'_> {
         let sampling = Sampling::default().temperature(images::TEMPERATURE).seed(1);
         let device = &self.device.device;
         let drawn = images::draw(model, device, pictures, &classes, &sampling, false)?;
-        let path = self.files.samples();
+        let path = self.folder.join(run::SAMPLES);
         let (columns, zoom) = (images::columns(drawn.len()), images::zoom(pictures));
         grid::save(&path, pictures, &drawn, columns, zoom)?;
         let listed: Vec<String> = classes.iter().map(u8::to_string).collect();
@@ -356,7 +353,7 @@ impl Report<'_> {
             thousands(self.checkpoint.header.step),
             images::TEMPERATURE,
             listed.join(", "),
-            path.file_name().unwrap_or_default().display()
+            run::SAMPLES
         ))
     }
 
@@ -408,7 +405,7 @@ impl Report<'_> {
     }
 
     fn commands(&self) -> String {
-        let (program, folder) = (program(), self.files.0.display());
+        let (program, folder) = (program(), self.folder.display());
         let sample = match self.checkpoint.header.config.model.task() {
             Task::Text => "sample",
             Task::Images => "sample-images",
@@ -418,11 +415,6 @@ impl Report<'_> {
              {program} eval --checkpoint {folder} --split test\n{program} report --run {folder}\n```\n"
         )
     }
-}
-
-/// Of a file beside the page.
-fn name(path: PathBuf) -> String {
-    path.file_name().unwrap_or_default().display().to_string()
 }
 
 /// What stands above the page and its pictures.

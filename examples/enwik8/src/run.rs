@@ -12,15 +12,22 @@ use crate::progress::{program, warn};
 use crate::tensorboard::is_event_file;
 
 const CONFIG: &str = "config.json";
-const LOG: &str = "log.jsonl";
-const PLOT: &str = "loss.png";
+/// A line for each step, validation and measurement.
+pub const LOG: &str = "log.jsonl";
+/// The loss over steps.
+pub const PLOT: &str = "loss.png";
 /// What [`PLOT`] is called until it is complete.
 pub const UNFINISHED_PLOT: &str = "loss.partial.png";
-const RESOURCES: &str = "resources.json";
-const REPORT: &str = "report.md";
-const TIME_PLOT: &str = "loss-by-time.png";
-const SAMPLES: &str = "samples.png";
-const RECALL: &str = "recall.png";
+/// What the run takes of the machine.
+pub const RESOURCES: &str = "resources.json";
+/// The run on one page.
+pub const REPORT: &str = "report.md";
+/// The loss over time.
+pub const TIME_PLOT: &str = "loss-by-time.png";
+/// Pictures that the model draws.
+pub const SAMPLES: &str = "samples.png";
+/// What choices of keys keep, over steps.
+pub const RECALL: &str = "recall.png";
 const BEST: &str = "best.ckpt";
 const LOCK: &str = "lock";
 
@@ -117,9 +124,9 @@ impl RunFolder {
         &self.path
     }
 
-    /// The other files.
-    pub fn files(&self) -> RunFiles<'_> {
-        RunFiles(&self.path)
+    /// Where one of its files is, as [`LOG`].
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.path.join(name)
     }
 
     /// Stores the configuration for people to read; checkpoints have their own copy.
@@ -153,47 +160,6 @@ impl RunFolder {
     /// If the folder cannot be written to.
     pub fn save_best(&self, checkpoint: &Checkpoint) -> Result<()> {
         Ok(checkpoint.write(&self.path.join(BEST))?)
-    }
-}
-
-/// Where files of a run's folder are, for those that only read runs, too.
-#[derive(Clone, Copy)]
-pub struct RunFiles<'a>(pub &'a Path);
-
-impl RunFiles<'_> {
-    /// `log.jsonl`.
-    pub fn log(self) -> PathBuf {
-        self.0.join(LOG)
-    }
-
-    /// `loss.png`.
-    pub fn plot(self) -> PathBuf {
-        self.0.join(PLOT)
-    }
-
-    /// `loss-by-time.png`.
-    pub fn time_plot(self) -> PathBuf {
-        self.0.join(TIME_PLOT)
-    }
-
-    /// `recall.png`.
-    pub fn recall_plot(self) -> PathBuf {
-        self.0.join(RECALL)
-    }
-
-    /// `samples.png`.
-    pub fn samples(self) -> PathBuf {
-        self.0.join(SAMPLES)
-    }
-
-    /// `report.md`.
-    pub fn report(self) -> PathBuf {
-        self.0.join(REPORT)
-    }
-
-    /// `resources.json`.
-    pub fn resources(self) -> PathBuf {
-        self.0.join(RESOURCES)
     }
 }
 

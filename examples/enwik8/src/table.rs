@@ -2,29 +2,24 @@
 
 use std::iter;
 
-/// Rows under the names of their columns, the first of which is aligned to the left. A column without any value is left out.
-pub fn table<const N: usize>(names: [&str; N], rows: &[[String; N]]) -> String {
-    let length = |text: &String| text.chars().count();
-    let names = names.map(str::to_owned);
-    let widths: Vec<Option<usize>> = (0..N)
-        .map(|column| {
-            let widest = rows.iter().map(|row| length(&row[column])).max();
-            let widest = widest.filter(|widest| *widest > 0)?;
-            Some(widest.max(length(&names[column])))
-        })
-        .collect();
-    let line = |cells: &[String; N]| {
-        let cells = cells.iter().zip(&widths).enumerate();
-        let shown = cells.filter_map(|(column, (cell, width))| {
-            let width = (*width)?;
-            Some(match column {
+/// Rows under the names of their columns, with two spaces between; the first column is aligned to the left. A column without any value is left out.
+pub fn table<const N: usize>(names: &str, rows: &[[String; N]]) -> String {
+    let mut lines = vec![String::new(); rows.len() + 1];
+    for (column, name) in names.split("  ").enumerate() {
+        let cells = || rows.iter().map(|row| row[column].as_str());
+        if cells().all(str::is_empty) {
+            continue;
+        }
+        let cells = || iter::once(name).chain(cells());
+        let widest = cells().map(|cell| cell.chars().count()).max();
+        let width = widest.unwrap_or_default();
+        for (line, cell) in lines.iter_mut().zip(cells()) {
+            *line += &match column {
                 0 => format!("{cell:<width$}"),
-                _ => format!("{cell:>width$}"),
-            })
-        });
-        shown.collect::<Vec<_>>().join("  ")
-    };
-    let lines: Vec<String> = iter::once(&names).chain(rows).map(line).collect();
+                _ => format!("  {cell:>width$}"),
+            };
+        }
+    }
     lines.join("\n")
 }
 
@@ -36,7 +31,7 @@ mod tests {
     fn columns_without_values_are_left_out() {
         let row = |cells: [&str; 3]| cells.map(str::to_owned);
         let rows = [row(["local:8", "", "1.5 ×"]), row(["all", "", ""])];
-        let text = table(["pattern", "of peak", "ms"], &rows);
+        let text = table("pattern  of peak  ms", &rows);
         assert_eq!(text, "pattern     ms\nlocal:8  1.5 ×\nall           ");
     }
 }

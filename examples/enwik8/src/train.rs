@@ -284,12 +284,12 @@ impl Session {
     /// Whether the evaluation that follows the last step is in the log, too.
     fn is_finished(&self) -> Result<bool> {
         let is_last = |row: &Row| matches!(row, Row::Final { step, .. } if *step == self.step);
-        let rows = log::read(&self.folder.files().log())?;
+        let rows = log::read(&self.folder.file(run::LOG))?;
         Ok(self.step > self.steps || (self.step == self.steps && rows.iter().any(is_last)))
     }
 
     fn open_log(&self, tensorboard: bool) -> Result<Log> {
-        let path = self.folder.files().log();
+        let path = self.folder.file(run::LOG);
         let mut log = Log::open(&path, self.step)?;
         if tensorboard {
             let rows = log::read(&path)?;
@@ -340,7 +340,7 @@ impl Session {
     fn validate_last_step(&mut self, log: &mut Log, progress: &Progress) -> Result<()> {
         let is_its_own =
             |row: &Row| matches!(row, Row::Validation { step, .. } if *step == self.step);
-        if !log::read(&self.folder.files().log())?
+        if !log::read(&self.folder.file(run::LOG))?
             .iter()
             .any(is_its_own)
         {
@@ -558,21 +558,20 @@ impl Session {
         if let Some(events) = log.events() {
             events.write_memory(self.step, &resources)?;
         }
-        resources.merge_into(&self.folder.files().resources())
+        resources.merge_into(&self.folder.file(run::RESOURCES))
     }
 
     /// A picture that cannot be drawn is no reason to lose a run.
     fn plot(&self) {
-        let files = self.folder.files();
         let frame = Frame {
             title: &report::title(&self.config),
             unit: self.config.model.unit(),
             entropy: Some(self.corpus.order_0_entropy()),
             axis: Axis::Steps,
         };
-        let drawn = log::read(&files.log()).and_then(|rows| {
-            plot_recall::draw(&files.recall_plot(), frame.title, &rows)?;
-            plot::draw(&files.plot(), &frame, &rows)
+        let drawn = log::read(&self.folder.file(run::LOG)).and_then(|rows| {
+            plot_recall::draw(&self.folder.file(run::RECALL), frame.title, &rows)?;
+            plot::draw(&self.folder.file(run::PLOT), &frame, &rows)
         });
         if let Err(error) = drawn {
             warn(format!("{error:#}"));

@@ -15,25 +15,8 @@ use crate::table::table;
 Each value has a flag of train, bench and import.")]
 pub struct PresetsArgs {}
 
-const MODEL: [&str; 8] = [
-    "model",
-    "layers",
-    "heads",
-    "width",
-    "context",
-    "attention",
-    "block",
-    "dropout",
-];
-const RECIPE: [&str; 7] = [
-    "recipe",
-    "batch",
-    "length",
-    "rate",
-    "warm-up",
-    "decay",
-    "recompute",
-];
+const MODEL: &str = "model  layers  heads  width  context  attention  block  dropout";
+const RECIPE: &str = "recipe  batch  length  rate  warm-up  decay  recompute";
 
 /// What is printed.
 pub fn list() -> String {

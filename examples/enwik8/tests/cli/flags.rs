@@ -39,9 +39,7 @@ fn help_shows_what_to_type() {
 /// At the width of a terminal, or of 100 columns where there is none.
 #[test]
 fn help_is_wrapped_and_grouped() {
-    for command in [
-        "train", "bench", "import", "sample", "eval", "recall", "export",
-    ] {
+    for command in words("train bench import sample eval recall export") {
         for help in [["help", command], [command, "-h"]] {
             let text = succeed(&help);
             for line in text.lines() {
