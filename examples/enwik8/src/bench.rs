@@ -14,7 +14,7 @@ use crate::config::RunConfig;
 use crate::data::{Corpus, Sampler, Split, thousands};
 use crate::memory::peak_resident_bytes;
 use crate::overrides::Overrides;
-use crate::presets::{Attention, AttentionKind, Preset};
+use crate::presets::{AttentionKind, Preset};
 use crate::progress::say;
 use crate::step::{Batch, Steps};
 use crate::table::table;
@@ -62,11 +62,15 @@ pub struct BenchArgs {
     #[arg(long)]
     graph: bool,
     /// Measure in this process and print the result as JSON
-    #[arg(long, value_enum, hide = true)]
-    measure: Option<Attention>,
+    #[arg(long, hide = true)]
+    measure: Option<String>,
     #[command(flatten)]
     overrides: Overrides,
 }
+
+/// What `--measure` takes.
+const SPARSE: &str = "sparse";
+const DENSE: &str = "dense";
 
 /// What one process measures. Times are medians over the iterations, in milliseconds.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
@@ -148,17 +152,17 @@ impl Usage {
 
 /// Runs `enwik8 bench`.
 pub fn run(args: &BenchArgs) -> Result<()> {
-    if let Some(attention) = args.measure {
-        let measurement = measure(args, attention)?;
+    if let Some(attention) = &args.measure {
+        let measurement = measure(args, attention == DENSE)?;
         say(serde_json::to_string(&measurement)?);
         return Ok(());
     }
     let config = RunConfig::new(args.preset, &args.overrides)?;
     config.check_graph(args.graph)?;
     let kinds = match args.overrides.attention {
-        Some(AttentionKind::Sparse | AttentionKind::Content(_)) => vec![Attention::Sparse],
-        Some(AttentionKind::Dense) => vec![Attention::Dense],
-        None => vec![Attention::Sparse, Attention::Dense],
+        Some(AttentionKind::Sparse | AttentionKind::Content(_)) => vec![SPARSE],
+        Some(AttentionKind::Dense) => vec![DENSE],
+        None => vec![SPARSE, DENSE],
     };
     let named = device::open(args.device.as_deref())?;
     config.check_memory(Some(&named))?;
@@ -219,11 +223,7 @@ pub fn run(args: &BenchArgs) -> Result<()> {
     Ok(())
 }
 
-fn in_child_process(kind: Attention) -> Result<Measurement> {
-    let kind = match kind {
-        Attention::Sparse => "sparse",
-        Attention::Dense => "dense",
-    };
+fn in_child_process(kind: &str) -> Result<Measurement> {
     let program = std::env::current_exe().context("cannot find this program")?;
     let output = Command::new(program)
         .args(std::env::args_os().skip(1))
@@ -241,9 +241,9 @@ fn in_child_process(kind: Attention) -> Result<Measurement> {
         .with_context(|| format!("cannot read the result of {kind} attention"))
 }
 
-fn measure(args: &BenchArgs, attention: Attention) -> Result<Measurement> {
+fn measure(args: &BenchArgs, is_dense: bool) -> Result<Measurement> {
     let mut overrides = args.overrides.clone();
-    if attention == Attention::Dense {
+    if is_dense {
         overrides.pattern.clear();
         overrides.selection.clear();
         overrides.selection_file = None;
@@ -315,13 +315,11 @@ fn measure(args: &BenchArgs, attention: Attention) -> Result<Measurement> {
         },
     );
     Ok(Measurement {
-        attention: match attention {
-            Attention::Sparse => match &config.model.content {
-                Some(content) if content.is_whole_layer() => content.to_string(),
-                Some(content) => format!("{factorization} and {content}"),
-                None => factorization.to_string(),
-            },
-            Attention::Dense => "dense causal".to_owned(),
+        attention: match &config.model.content {
+            _ if is_dense => "dense causal".to_owned(),
+            Some(content) if content.is_whole_layer() => content.to_string(),
+            Some(content) => format!("{factorization} and {content}"),
+            None => factorization.to_string(),
         },
         share_of_causal,
         precision: config.model.precision,

@@ -340,7 +340,7 @@ fn first_difference(
 /// All fields of a configuration by name, and those of what has flags of its own by `name.inner`.
 fn fields(config: &RunConfig) -> BTreeMap<String, Value> {
     let mut fields = BTreeMap::new();
-    fields.insert("preset".to_owned(), Value::from(config.preset.name()));
+    fields.insert("preset".to_owned(), Value::from(config.preset.to_string()));
     let parts = [
         serde_json::to_value(&config.model),
         serde_json::to_value(&config.recipe),
@@ -445,9 +445,7 @@ mod tests {
         assert_eq!([of_flag, stored], [Preset::FourMb; 2]);
         for preset in Preset::value_variants() {
             let written = serde_json::to_value(preset).unwrap();
-            assert_eq!(written, preset.name());
-            let value = preset.to_possible_value().unwrap();
-            assert_eq!(value.get_name(), preset.name());
+            assert_eq!(written, preset.to_string());
         }
     }
 

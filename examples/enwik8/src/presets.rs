@@ -44,21 +44,6 @@ pub enum Preset {
 }
 
 impl Preset {
-    /// Its name on the command line.
-    pub fn name(self) -> &'static str {
-        match self {
-            Preset::Tiny => "tiny",
-            Preset::Small => "small",
-            Preset::FourMb => "4mb",
-            Preset::Long => "long",
-            Preset::Paper => "paper",
-            Preset::Routing => "routing",
-            Preset::Reformer => "reformer",
-            Preset::Shapes => "shapes",
-            Preset::Cifar => "cifar",
-        }
-    }
-
     /// What its training takes and reaches, where that was measured: docs/training.md and docs/sparse-or-dense.md.
     pub fn measured(self) -> Option<&'static str> {
         Some(match self {
@@ -302,7 +287,8 @@ impl Preset {
 
 impl fmt::Display for Preset {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
+        let value = self.to_possible_value();
+        f.write_str(value.as_ref().map_or("", |value| value.get_name()))
     }
 }
 
@@ -316,16 +302,6 @@ pub enum FactorizationKind {
     Interleaved,
     /// Head h uses pattern h mod p
     MultiHead,
-}
-
-/// Sparse or dense attention.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Attention {
-    /// The preset's pattern, or --pattern
-    Sparse,
-    /// Every earlier position, through the same operation
-    Dense,
 }
 
 /// `--attention`: what layers attend to.

@@ -100,7 +100,7 @@ impl TrainArgs {
     fn folder(&self) -> PathBuf {
         self.run
             .clone()
-            .unwrap_or_else(|| PathBuf::from("runs").join(self.preset().name()))
+            .unwrap_or_else(|| PathBuf::from("runs").join(self.preset().to_string()))
     }
 
     fn preset(&self) -> Preset {
