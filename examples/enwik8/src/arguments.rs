@@ -1,18 +1,76 @@
 //! Values of flags: what is outside the range that a flag allows is an error that names both.
 
-use burn_sparse_transformer::content::ContentAttention;
-use burn_sparse_transformer::linear::WeightPattern;
-use burn_sparse_transformer::{Precision, Selection};
-use clap::Command;
-use clap::builder::{PossibleValuesParser, TypedValueParser};
+use std::path::PathBuf;
 
-/// Reads `-1` as the value of the flag before it, for every flag of every command: otherwise clap takes it for a flag
-/// of its own, and the error names neither the argument nor its range.
-pub fn with_negative_numbers(command: Command) -> Command {
-    command.mut_subcommands(|command| {
-        command.mut_args(|argument| match argument.get_action().takes_values() {
-            true => argument.allow_negative_numbers(true),
-            false => argument,
+use anyhow::Result;
+use burn_sparse_transformer::linear::WeightPattern;
+use burn_sparse_transformer::{Precision, Recompute, TransformerError};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::{Args, Command};
+
+use crate::checkpoint::Checkpoint;
+use crate::device::{self, NamedDevice};
+use crate::{flags, run};
+
+/// The model that a command reads, and where it computes.
+#[derive(Args, Debug)]
+pub struct ModelArgs {
+    /// A checkpoint file, or a run folder, whose best checkpoint is taken
+    #[arg(
+        long,
+        value_name = "PATH",
+        default_value = "runs/tiny",
+        visible_alias = "run"
+    )]
+    checkpoint: PathBuf,
+    /// f32, tf32 or bf16 [default: the run's]
+    #[arg(long, value_parser = precision, value_name = "DTYPE")]
+    precision: Option<Precision>,
+    /// flex, ndarray, wgpu, cuda or cuda:INDEX [default: the best that is compiled in]
+    #[arg(long)]
+    device: Option<String>,
+}
+
+impl ModelArgs {
+    /// The device; the checkpoint's path and what it holds.
+    ///
+    /// # Errors
+    /// If one of them cannot be used.
+    pub fn open(&self) -> Result<(NamedDevice, PathBuf, Checkpoint)> {
+        let device = device::open(self.device.as_deref())?;
+        let flag = flags::typed(["checkpoint", "run"]);
+        let (path, mut checkpoint) = run::open_checkpoint(flag, &self.checkpoint)?;
+        if let Some(precision) = self.precision {
+            checkpoint.header.config.model.precision = precision;
+        }
+        Ok((device, path, checkpoint))
+    }
+}
+
+/// Headings of flags that `-h` leaves out and `--help` has.
+const RARE: [&str; 4] = [CONTENT, IMAGES, SPARSE_MLP, LOG];
+/// Of how layers choose keys.
+pub const CONTENT: &str = "Attention by content";
+/// Of pictures.
+pub const IMAGES: &str = "Images";
+/// Of the feed-forward networks.
+pub const SPARSE_MLP: &str = "Block-sparse feed-forward networks";
+/// Of what is measured and stored meanwhile.
+pub const LOG: &str = "Validation, checkpoints and log (defaults from the preset)";
+
+/// What all commands have in common.
+pub fn finished(command: Command) -> Command {
+    command.max_term_width(100).mut_subcommands(|command| {
+        command.mut_args(|argument| {
+            let heading = argument.get_help_heading();
+            let is_rare = heading.is_some_and(|heading| RARE.contains(&heading));
+            let takes_values = argument.get_action().takes_values();
+            let argument = argument.hide_short_help(is_rare);
+            match takes_values {
+                // Otherwise -1 is a flag of its own, and the error names neither the argument nor its range.
+                true => argument.allow_negative_numbers(true),
+                false => argument,
+            }
         })
     })
 }
@@ -59,42 +117,37 @@ fn number(text: &str, least: usize, most: usize) -> Result<usize, String> {
 
 /// A number above 0.
 pub fn above_zero(text: &str) -> Result<f64, String> {
-    match text.parse() {
-        Ok(number) if number > 0.0 && f64::is_finite(number) => Ok(number),
-        _ => Err("must be a number above 0".to_owned()),
-    }
+    float(text, " above 0", |number| number > 0.0)
 }
 
 /// A number that is not negative.
 pub fn at_least_zero(text: &str) -> Result<f64, String> {
-    match text.parse() {
-        Ok(number) if number >= 0.0 && f64::is_finite(number) => Ok(number),
-        _ => Err("must be a number, at least 0".to_owned()),
-    }
+    float(text, ", at least 0", |number| number >= 0.0)
 }
 
 /// A probability or a decay.
 pub fn fraction(text: &str) -> Result<f64, String> {
-    match text.parse() {
-        Ok(number) if (0.0..1.0).contains(&number) => Ok(number),
-        _ => Err("must be a number from 0 up to, not including, 1".to_owned()),
-    }
+    let expected = " from 0 up to, not including, 1";
+    float(text, expected, |number| (0.0..1.0).contains(&number))
 }
 
 /// A part of everything.
 pub fn share(text: &str) -> Result<f64, String> {
-    match text.parse() {
-        Ok(number) if number > 0.0 && number <= 1.0 => Ok(number),
-        _ => Err("must be a number above 0, at most 1".to_owned()),
-    }
+    float(text, " above 0, at most 1", |number| {
+        number > 0.0 && number <= 1.0
+    })
 }
 
 /// A part of something, or nothing of it.
 pub fn ratio(text: &str) -> Result<f64, String> {
-    match text.parse() {
-        Ok(number) if (0.0..=1.0).contains(&number) => Ok(number),
-        _ => Err("must be a number from 0 to 1".to_owned()),
-    }
+    float(text, " from 0 to 1", |number| (0.0..=1.0).contains(&number))
+}
+
+/// A finite number that is allowed.
+fn float(text: &str, expected: &str, allows: fn(f64) -> bool) -> Result<f64, String> {
+    let number = text.parse().ok();
+    let number = number.filter(|&number: &f64| number.is_finite() && allows(number));
+    number.ok_or_else(|| format!("must be a number{expected}"))
 }
 
 /// A text of at least one character.
@@ -119,19 +172,10 @@ pub fn weight_pattern() -> impl TypedValueParser<Value = WeightPattern> {
     names.try_map(|name| name.parse::<WeightPattern>())
 }
 
-/// `--selection` with all that can stand there.
-pub fn selection_help(usage: &str) -> String {
-    format!(
-        "{usage}\n\nTexts:\n  {}\n\nKEEP is a number or a rule: k=12, ratio=0.25, p=0.9 (with min=, max=) or above=0.01. share=sum, mean or max: heads that\n\
-         share keys choose together. first=1, local=2: the first block, and two up to a byte's own, are kept whatever their scores.",
-        Selection::NOTATION.join("\n  ")
-    )
-}
-
-/// `--attention` with all that can stand there.
-pub fn attention_help(usage: &str) -> String {
-    format!(
-        "{usage}\n\nTexts:\n  sparse  the preset's pattern, or --pattern\n  dense   every earlier byte\n  {}",
-        ContentAttention::NOTATION.join("\n  ")
-    )
+/// `--recompute`.
+pub fn recompute(text: &str) -> Result<Recompute, String> {
+    text.parse().map_err(|error| match error {
+        TransformerError::Argument { expected, .. } => format!("must be {expected}"),
+        error => error.to_string(),
+    })
 }

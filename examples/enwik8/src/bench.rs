@@ -14,9 +14,10 @@ use crate::config::RunConfig;
 use crate::data::{Corpus, Sampler, Split, thousands};
 use crate::memory::peak_resident_bytes;
 use crate::overrides::Overrides;
-use crate::presets::{Attention, AttentionKind, Preset};
+use crate::presets::{AttentionKind, Preset};
 use crate::progress::say;
 use crate::step::{Batch, Steps};
+use crate::table::table;
 use crate::{arguments, device, model};
 
 /// Time training iterations with sparse and with dense attention
@@ -26,10 +27,11 @@ use crate::{arguments, device, model};
   enwik8 bench --context 2048 --batch 2
   enwik8 bench --preset small --precision bf16 --device cuda --peak-tflops 989 --json small.json
   enwik8 bench --preset paper --attention sparse --batch 4 --recompute none --device cuda
-  enwik8 bench --preset paper --attention sparse --batch 1 --context 1_048_576 --data FILE --iterations 1 --untimed 1 --parts 0 --device cuda
+  enwik8 bench --preset paper --attention sparse --batch 1 --context 1_048_576 --data FILE \\
+    --iterations 1 --untimed 1 --parts 0 --device cuda
 
-An iteration is what training does: forward, backward, clipping and the optimizer's step. Each kind of attention runs
-in a process of its own, so that the peaks of memory do not mix. Memory after the first and the last iteration shows
+An iteration is what training does: forward, backward, clipping and the optimizer's step. Each kind of attention runs \
+in a process of its own, so that the peaks of memory do not mix. Memory after the first and the last iteration shows \
 whether training stays within what it has: --iterations 10000.")]
 pub struct BenchArgs {
     /// Model and recipe
@@ -60,11 +62,15 @@ pub struct BenchArgs {
     #[arg(long)]
     graph: bool,
     /// Measure in this process and print the result as JSON
-    #[arg(long, value_enum, hide = true)]
-    measure: Option<Attention>,
+    #[arg(long, hide = true)]
+    measure: Option<String>,
     #[command(flatten)]
     overrides: Overrides,
 }
+
+/// What `--measure` takes.
+const SPARSE: &str = "sparse";
+const DENSE: &str = "dense";
 
 /// What one process measures. Times are medians over the iterations, in milliseconds.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
@@ -146,17 +152,17 @@ impl Usage {
 
 /// Runs `enwik8 bench`.
 pub fn run(args: &BenchArgs) -> Result<()> {
-    if let Some(attention) = args.measure {
-        let measurement = measure(args, attention)?;
+    if let Some(attention) = &args.measure {
+        let measurement = measure(args, attention == DENSE)?;
         say(serde_json::to_string(&measurement)?);
         return Ok(());
     }
     let config = RunConfig::new(args.preset, &args.overrides)?;
     config.check_graph(args.graph)?;
     let kinds = match args.overrides.attention {
-        Some(AttentionKind::Sparse | AttentionKind::Content(_)) => vec![Attention::Sparse],
-        Some(AttentionKind::Dense) => vec![Attention::Dense],
-        None => vec![Attention::Sparse, Attention::Dense],
+        Some(AttentionKind::Sparse | AttentionKind::Content(_)) => vec![SPARSE],
+        Some(AttentionKind::Dense) => vec![DENSE],
+        None => vec![SPARSE, DENSE],
     };
     let named = device::open(args.device.as_deref())?;
     config.check_memory(Some(&named))?;
@@ -182,57 +188,34 @@ pub fn run(args: &BenchArgs) -> Result<()> {
     if config.model.chooses() {
         say("with --selection, shares and TFLOP/s count all that it chooses from");
     }
-    say(format!(
-        "{:<28} {:>15} {:>13} {:>11} {:>9} {:>7} {:>8} {:>12} {:>14}",
-        "attention",
-        "share of causal",
-        "ms/iteration",
-        "tokens/s",
-        "TFLOP/s",
-        "of peak",
-        "loss",
-        "peak memory",
-        "device memory"
-    ));
     let mut rows = Vec::new();
     for kind in kinds {
         let row = in_child_process(kind)?;
-        say(format!(
-            "{:<28} {:>13.1} % {:>13.1} {:>11} {:>9.3} {:>7} {:>8.4} {:>12} {:>14}",
-            row.attention,
-            row.share_of_causal * 100.0,
-            row.ms,
-            thousands(row.tokens_per_s as usize),
-            row.model_tflop / (row.ms / 1_000.0),
-            match row.utilisation {
-                Some(share) => format!("{:.1} %", share * 100.0),
-                None => "n/a".to_owned(),
-            },
-            row.loss,
-            mebibytes(row.host_bytes),
-            mebibytes(row.device_bytes),
-        ));
-        rows.push(row);
-    }
-    for row in &rows {
-        let parts = match &row.parts {
-            Some(Parts {
+        let parts = row.parts.as_ref().map(|parts| {
+            let Parts {
                 gradients,
                 optimizer,
-            }) => {
-                format!("gradients {gradients:.1} ms, clipping and optimizer {optimizer:.1} ms; ")
-            }
-            None => String::new(),
-        };
+            } = parts;
+            format!("gradients {gradients:.1} ms, clipping and optimizer {optimizer:.1} ms; ")
+        });
+        // A CPU has no queue.
+        let queued = (!named.is_cpu()).then(|| format!("queued after {:.1} ms; ", row.host_ms));
         say(format!(
-            "{}: {parts}queued after {:.1} ms; start-up {:.1} s",
-            row.attention, row.host_ms, row.start_up_s
+            "{}: {}{}start-up {:.1} s",
+            row.attention,
+            parts.unwrap_or_default(),
+            queued.unwrap_or_default(),
+            row.start_up_s
         ));
         if let Some(how) = &row.graph {
             say(format!("{}: {how}", row.attention));
         }
+        rows.push(row);
     }
-    say(memory_table(&rows));
+    say(format!("\n{}", speed_table(&rows)));
+    if rows.iter().any(|row| row.memory.is_some()) {
+        say(format!("\n{}", memory_table(&rows)));
+    }
     if let Some(path) = &args.json {
         let text = serde_json::to_string_pretty(&rows)? + "\n";
         std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;
@@ -240,11 +223,7 @@ pub fn run(args: &BenchArgs) -> Result<()> {
     Ok(())
 }
 
-fn in_child_process(kind: Attention) -> Result<Measurement> {
-    let kind = match kind {
-        Attention::Sparse => "sparse",
-        Attention::Dense => "dense",
-    };
+fn in_child_process(kind: &str) -> Result<Measurement> {
     let program = std::env::current_exe().context("cannot find this program")?;
     let output = Command::new(program)
         .args(std::env::args_os().skip(1))
@@ -262,9 +241,9 @@ fn in_child_process(kind: Attention) -> Result<Measurement> {
         .with_context(|| format!("cannot read the result of {kind} attention"))
 }
 
-fn measure(args: &BenchArgs, attention: Attention) -> Result<Measurement> {
+fn measure(args: &BenchArgs, is_dense: bool) -> Result<Measurement> {
     let mut overrides = args.overrides.clone();
-    if attention == Attention::Dense {
+    if is_dense {
         overrides.pattern.clear();
         overrides.selection.clear();
         overrides.selection_file = None;
@@ -336,13 +315,11 @@ fn measure(args: &BenchArgs, attention: Attention) -> Result<Measurement> {
         },
     );
     Ok(Measurement {
-        attention: match attention {
-            Attention::Sparse => match &config.model.content {
-                Some(content) if content.is_whole_layer() => content.to_string(),
-                Some(content) => format!("{factorization} and {content}"),
-                None => factorization.to_string(),
-            },
-            Attention::Dense => "dense causal".to_owned(),
+        attention: match &config.model.content {
+            _ if is_dense => "dense causal".to_owned(),
+            Some(content) if content.is_whole_layer() => content.to_string(),
+            Some(content) => format!("{factorization} and {content}"),
+            None => factorization.to_string(),
         },
         share_of_causal,
         precision: config.model.precision,
@@ -500,45 +477,49 @@ fn median(mut times: Vec<f64>) -> f64 {
     times[times.len() / 2]
 }
 
+/// What an iteration takes.
+fn speed_table(rows: &[Measurement]) -> String {
+    let names = "attention  share of causal  ms/iteration  tokens/s  TFLOP/s  of peak  loss  peak memory  device memory";
+    let percent = |share: f64| format!("{:.1} %", share * 100.0);
+    let cells = rows.iter().map(|row| {
+        [
+            row.attention.clone(),
+            percent(row.share_of_causal),
+            format!("{:.1}", row.ms),
+            thousands(row.tokens_per_s as usize),
+            format!("{:.3}", row.model_tflop / (row.ms / 1_000.0)),
+            row.utilisation.map_or(String::new(), percent),
+            format!("{:.4}", row.loss),
+            mebibytes(row.host_bytes),
+            mebibytes(row.device_bytes),
+        ]
+    });
+    table(names, &cells.collect::<Vec<_>>())
+}
+
 /// The device's memory by part, and whether it stays as it is from the first to the last iteration that is timed.
 fn memory_table(rows: &[Measurement]) -> String {
-    let mut text = format!(
-        "{:<28} {:>12} {:>12} {:>12} {:>12} {:>24} {:>24}",
-        "device memory",
-        "parameters",
-        "optimizer",
-        "kept",
-        "transient",
-        "in use, first and last",
-        "reserved, first and last"
-    );
-    for row in rows {
+    let names = "device memory  parameters  optimizer  kept  transient  in use, first  last  reserved, first  last";
+    let cells = rows.iter().map(|row| {
         let part = |of: fn(&Memory) -> Option<u64>| mebibytes(row.memory.as_ref().and_then(of));
-        let both = |of: fn(&Usage) -> u64| match &row.memory {
-            Some(memory) => {
-                let [first, last] =
-                    [&memory.first, &memory.last].map(|usage| mebibytes(Some(of(usage))));
-                format!("{first}, {last}")
-            }
-            None => "n/a".to_owned(),
-        };
-        text += &format!(
-            "\n{:<28} {:>12} {:>12} {:>12} {:>12} {:>24} {:>24}",
-            row.attention,
+        [
+            row.attention.clone(),
             part(|memory| Some(memory.parameters)),
             part(|memory| Some(memory.optimizer)),
             part(|memory| memory.kept),
             part(|memory| Some(memory.transient)),
-            both(|usage| usage.in_use),
-            both(|usage| usage.reserved)
-        );
-    }
-    text
+            part(|memory| Some(memory.first.in_use)),
+            part(|memory| Some(memory.last.in_use)),
+            part(|memory| Some(memory.first.reserved)),
+            part(|memory| Some(memory.last.reserved)),
+        ]
+    });
+    table(names, &cells.collect::<Vec<_>>())
 }
 
+/// Nothing on a device that does not say.
 fn mebibytes(bytes: Option<u64>) -> String {
-    match bytes {
-        Some(bytes) => format!("{} MiB", thousands(bytes.div_ceil(1 << 20) as usize)),
-        None => "n/a".to_owned(),
-    }
+    bytes.map_or(String::new(), |bytes| {
+        format!("{} MiB", thousands(bytes.div_ceil(1 << 20) as usize))
+    })
 }

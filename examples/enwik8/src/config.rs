@@ -340,7 +340,7 @@ fn first_difference(
 /// All fields of a configuration by name, and those of what has flags of its own by `name.inner`.
 fn fields(config: &RunConfig) -> BTreeMap<String, Value> {
     let mut fields = BTreeMap::new();
-    fields.insert("preset".to_owned(), Value::from(config.preset.name()));
+    fields.insert("preset".to_owned(), Value::from(config.preset.to_string()));
     let parts = [
         serde_json::to_value(&config.model),
         serde_json::to_value(&config.recipe),
@@ -423,9 +423,31 @@ fn asked_by(field: &str, overrides: &Overrides) -> Option<&'static str> {
 
 #[cfg(test)]
 mod tests {
-    use clap::{Args, Command};
+    use clap::{Args, Command, ValueEnum};
 
     use super::*;
+
+    /// The recipe of docs/sparse-or-dense.md, as its flags say it.
+    #[test]
+    fn long_is_the_recipe_of_eighteen_minutes() {
+        let flags = Overrides::read(
+            "--batch 4 --dropout 0.3 --init-scale 1 --warmup 200 --lr 7e-4 --recompute none --eval-every 250 --eval-windows 8 --steps 8400",
+        );
+        let paper = RunConfig::new(Preset::Paper, &flags).unwrap();
+        let long = RunConfig::new(Preset::Long, &Overrides::default()).unwrap();
+        assert_eq!((long.model, long.recipe), (paper.model, paper.recipe));
+    }
+
+    #[test]
+    fn presets_keep_their_earlier_names() {
+        let of_flag = Preset::from_str("hour", false).unwrap();
+        let stored: Preset = serde_json::from_str("\"hour\"").unwrap();
+        assert_eq!([of_flag, stored], [Preset::FourMb; 2]);
+        for preset in Preset::value_variants() {
+            let written = serde_json::to_value(preset).unwrap();
+            assert_eq!(written, preset.to_string());
+        }
+    }
 
     #[test]
     fn the_paper_preset_is_the_paper() {

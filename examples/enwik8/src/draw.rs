@@ -8,7 +8,7 @@ use clap::Args;
 
 use crate::data::thousands;
 use crate::progress::say;
-use crate::{arguments, pattern};
+use crate::{arguments, notation};
 
 /// Longest sequence whose layout is printed as text, in blocks.
 const PRINTED_BLOCKS: usize = 96;
@@ -19,10 +19,8 @@ const PRINTED_BLOCKS: usize = 96;
   enwik8 draw --pattern fixed:128,32
   enwik8 draw --pattern local:64+strided:64 --seq 512 --block 16 --out strided.svg")]
 pub struct DrawArgs {
-    /// E.g. fixed:128,32 or local:64+strided:64
-    #[arg(long, value_name = "PATTERN", default_value = "fixed:128,32", value_parser = pattern::read, long_help = pattern::help(
-        "E.g. fixed:128,32 or local:64+strided:64",
-    ))]
+    /// E.g. fixed:128,32 or local:64+strided:64 (`enwik8 patterns` lists all)
+    #[arg(long, value_name = "PATTERN", default_value = "fixed:128,32", value_parser = notation::pattern)]
     pattern: Pattern,
     /// Length of the sequence
     #[arg(long, default_value_t = 512, value_parser = arguments::positive)]
@@ -42,19 +40,19 @@ pub struct DrawArgs {
 pub fn run(args: &DrawArgs) -> Result<()> {
     let pattern = &args.pattern;
     let layout = pattern.layout(args.heads, args.seq, args.block)?;
-    // The drawing of a long sequence is wider than any terminal.
-    if layout.q_blocks().max(layout.kv_blocks()) <= PRINTED_BLOCKS {
-        say(&layout);
+    match layout.q_blocks().max(layout.kv_blocks()) <= PRINTED_BLOCKS {
+        true => say(&layout),
+        // The drawing of a long sequence is wider than any terminal.
+        false => say(format!(
+            "{pattern}: {} of {} pairs allowed ({:.2}%), {} blocks of {} kept ({:.2}%)",
+            thousands(usize::try_from(layout.allowed_pairs()).unwrap_or(usize::MAX)),
+            thousands(args.heads.saturating_mul(args.seq).saturating_mul(args.seq)),
+            layout.density() * 100.0,
+            thousands(layout.blocks()),
+            layout.block_size(),
+            layout.block_density() * 100.0,
+        )),
     }
-    say(format!(
-        "{pattern}: {} of {} pairs allowed ({:.2}%), {} blocks of {} kept ({:.2}%)",
-        thousands(usize::try_from(layout.allowed_pairs()).unwrap_or(usize::MAX)),
-        thousands(args.heads.saturating_mul(args.seq).saturating_mul(args.seq)),
-        layout.density() * 100.0,
-        thousands(layout.blocks()),
-        layout.block_size(),
-        layout.block_density() * 100.0,
-    ));
     if let Some(path) = &args.out {
         match path.extension().and_then(|extension| extension.to_str()) {
             Some("png") => layout.save_png(path),

@@ -8,37 +8,32 @@ use burn::tensor::{Device, Int, Tensor};
 use burn_paged_attention::pool::{
     CachePolicy, KvDtype, KvPoolConfig, KvPositions, KvStep, KvUsage, PagedDecoder,
 };
-use burn_sparse_transformer::{Precision, SparseTransformer};
+use burn_sparse_transformer::SparseTransformer;
 use clap::Args;
 use indicatif::ProgressBar;
 
+use crate::arguments::{self, ModelArgs};
 use crate::data::{Corpus, Split, thousands};
-use crate::kept::KeptArgs;
+use crate::kept::{CACHE, KeptArgs};
 use crate::model::{self, bits};
 use crate::presets::Task;
 use crate::progress::{plain_bar, say, warn};
 use crate::windows::{Cut, Window};
-use crate::{arguments, device, run};
 
 /// Measure bits per byte of a checkpoint
 #[derive(Args, Debug)]
 #[command(after_help = "Examples:
   enwik8 eval
-  enwik8 eval --checkpoint runs/tiny --split test --min-context 128
+  enwik8 eval --run runs/tiny --split test --min-context 128
   enwik8 eval --checkpoint runs/paper/best.ckpt --min-context 12160 --device cuda
-  enwik8 eval --checkpoint runs/dense --cache tova:64 --slack 32 --windows 100
-  enwik8 eval --checkpoint runs/dense --selection-file heads.json
+  enwik8 eval --run runs/dense --cache tova:64 --slack 32 --windows 100
+  enwik8 eval --run runs/dense --selection-file heads.json
 
-With --cache or --kv-dtype, windows are read through a cache of keys and values, --chunk bytes a call: between calls keys are evicted.")]
+With --cache or --kv-dtype, windows are read through a cache of keys and values, --chunk bytes a call: between \
+calls keys are evicted.")]
 pub struct EvalArgs {
-    /// A checkpoint file, or a run folder, whose best checkpoint is taken
-    #[arg(
-        long,
-        value_name = "PATH",
-        default_value = "runs/tiny",
-        visible_alias = "run"
-    )]
-    checkpoint: PathBuf,
+    #[command(flatten)]
+    model: ModelArgs,
     /// Part of the data
     #[arg(long, value_enum, default_value = "validation")]
     split: Split,
@@ -55,17 +50,11 @@ pub struct EvalArgs {
     #[command(flatten)]
     kept: KeptArgs,
     /// Bytes of a call, with --cache or --kv-dtype
-    #[arg(long, value_name = "N", default_value_t = 32, value_parser = arguments::positive)]
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = arguments::positive, help_heading = CACHE)]
     chunk: usize,
     /// Other raw bytes than the run's
     #[arg(long, value_name = "FILE")]
     data: Option<PathBuf>,
-    /// f32, tf32 or bf16 [default: the run's]
-    #[arg(long, value_parser = arguments::precision, value_name = "f32|tf32|bf16")]
-    precision: Option<Precision>,
-    /// flex, ndarray, wgpu, cuda or cuda:INDEX [default: the best that is compiled in]
-    #[arg(long)]
-    device: Option<String>,
 }
 
 /// Runs `enwik8 eval`.
@@ -81,11 +70,7 @@ pub fn run(args: &EvalArgs) -> Result<()> {
         kept.is_none() || args.kept.selection_file.is_none(),
         "--selection-file is of windows that are read at once; leave out --cache and --kv-dtype"
     );
-    let device = device::open(args.device.as_deref())?;
-    let (path, mut checkpoint) = run::open_checkpoint(&args.checkpoint, warn)?;
-    if let Some(precision) = args.precision {
-        checkpoint.header.config.model.precision = precision;
-    }
+    let (device, path, checkpoint) = args.model.open()?;
     let config = &checkpoint.header.config;
     let context = config.model.context;
     ensure!(

@@ -8,10 +8,11 @@ use anyhow::{Context, Result, ensure};
 use burn_sparse_transformer::weights::{KeyMap, save_safetensors};
 use clap::{Args, ValueEnum};
 
+use crate::arguments::ModelArgs;
 use crate::checkpoint::write_atomically;
 use crate::data::thousands;
 use crate::progress::{say, warn};
-use crate::{device, model, pattern, run};
+use crate::{model, pattern};
 
 /// The `SparseTransformerConfig`. Not `config.json`, which a run's folder has already.
 const CONFIG: &str = "model.json";
@@ -41,18 +42,12 @@ impl Format {
   enwik8 export --checkpoint runs/paper/best.ckpt --out exported
   enwik8 export --out exported --format safetensors
 
-DIR/model.bpk is a Burn record of the parameters, all f32, DIR/model.json the SparseTransformerConfig; docs/training.md
-shows the program that loads them. DIR/model.safetensors has PyTorch's conventions: docs/weights.md has the names, and
+DIR/model.bpk is a Burn record of the parameters, all f32, DIR/model.json the SparseTransformerConfig; docs/training.md \
+shows the program that loads them. DIR/model.safetensors has PyTorch's conventions: docs/weights.md has the names, and \
 examples/enwik8/pytorch/sparse_transformer.py the model.")]
 pub struct ExportArgs {
-    /// A checkpoint file, or a run folder, whose best checkpoint is taken
-    #[arg(
-        long,
-        value_name = "PATH",
-        default_value = "runs/tiny",
-        visible_alias = "run"
-    )]
-    checkpoint: PathBuf,
+    #[command(flatten)]
+    model: ModelArgs,
     /// Folder for the two files
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
@@ -66,7 +61,7 @@ pub struct ExportArgs {
 
 /// Runs `enwik8 export`.
 pub fn run(args: &ExportArgs) -> Result<()> {
-    let (path, checkpoint) = run::open_checkpoint(&args.checkpoint, warn)?;
+    let (device, path, checkpoint) = args.model.open()?;
     let config = model::transformer(&checkpoint.header.config.model)?;
     for found in config.factorization.patterns() {
         ensure!(
@@ -93,7 +88,7 @@ pub fn run(args: &ExportArgs) -> Result<()> {
         // A checkpoint holds the record as Burn writes it.
         Format::Burnpack => write(&weights, &checkpoint.model)?,
         Format::Safetensors => {
-            let model = model::restore(&checkpoint, &device::open(None)?.device)?;
+            let model = model::restore(&checkpoint, &device.device)?;
             save_safetensors(&model, &weights, &KeyMap::pytorch(), args.overwrite)?;
         }
     }

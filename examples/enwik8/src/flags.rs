@@ -2,9 +2,6 @@
 
 use std::error::Error;
 
-use burn_blocksparse::{LayoutError, OpError};
-use burn_paged_attention::PoolError;
-use burn_paged_attention::pages::CacheError;
 use burn_sparse_transformer::TransformerError;
 use clap::Command;
 
@@ -45,6 +42,17 @@ pub fn of(name: &str) -> String {
     renamed.map_or_else(|| name.replace('_', "-"), |(_, flag)| (*flag).to_owned())
 }
 
+/// The one of a flag's names that stands on the command line, or else the first.
+pub fn typed(names: [&'static str; 2]) -> &'static str {
+    let is_typed = |name: &&str| {
+        std::env::args().any(|word| {
+            let flag = word.strip_prefix("--");
+            flag.and_then(|flag| flag.split('=').next()) == Some(*name)
+        })
+    };
+    names.into_iter().find(is_typed).unwrap_or(names[0])
+}
+
 /// An error with all that led to it, in which arguments that are flags of the command have their flags' names.
 pub fn text(error: &anyhow::Error, command: Option<&Command>) -> String {
     let causes: Vec<String> = error
@@ -68,7 +76,8 @@ fn by_flag(cause: &(dyn Error + 'static), command: &Command) -> Option<String> {
     if let Some(TransformerError::Precision { .. }) = cause.downcast_ref::<TransformerError>() {
         return Some(format!("--{cause}")).filter(|_| flag("precision").is_some());
     }
-    let (argument, expected, got) = parts(cause)?;
+    let text = cause.to_string();
+    let (argument, expected, got) = parts(&text)?;
     let argument = flag(argument)?;
     // As in "a positive multiple of n_heads = 8".
     let words: Vec<&str> = expected.split(' ').collect();
@@ -86,54 +95,11 @@ fn by_flag(cause: &(dyn Error + 'static), command: &Command) -> Option<String> {
     ))
 }
 
-/// The argument of an error about one, what it has to be, and what came.
-fn parts<'a>(cause: &'a (dyn Error + 'static)) -> Option<(&'static str, &'a str, &'a str)> {
-    if let Some(error) = cause.downcast_ref::<TransformerError>() {
-        return match error {
-            TransformerError::Argument {
-                argument,
-                expected,
-                got,
-            } => Some((*argument, expected.as_str(), got.as_str())),
-            TransformerError::Layout(error) => parts(error),
-            TransformerError::Attention(error) => parts(error),
-            _ => None,
-        };
-    }
-    if let Some(error) = cause.downcast_ref::<PoolError>() {
-        return match error {
-            PoolError::Cache(error) => parts(error),
-            PoolError::Layers(error) => parts(error),
-            _ => None,
-        };
-    }
-    if let Some(error) = cause.downcast_ref::<OpError>() {
-        return match error {
-            OpError::Argument {
-                argument,
-                expected,
-                got,
-            } => Some((*argument, expected.as_str(), got.as_str())),
-            OpError::Layout(error) => parts(error),
-            _ => None,
-        };
-    }
-    if let Some(LayoutError::Argument {
-        argument,
-        expected,
-        got,
-    }) = cause.downcast_ref::<LayoutError>()
-    {
-        return Some((*argument, expected.as_str(), got.as_str()));
-    }
-    match cause.downcast_ref::<CacheError>() {
-        Some(CacheError::Argument {
-            argument,
-            expected,
-            got,
-        }) => Some((*argument, expected.as_str(), got.as_str())),
-        _ => None,
-    }
+/// The argument of an error about one, what it has to be, and what came: all such errors of the libraries read the same.
+fn parts(text: &str) -> Option<(&str, &str, &str)> {
+    let (argument, rest) = text.split_once(" must be ")?;
+    let (expected, got) = rest.rsplit_once(", got ")?;
+    Some((argument, expected, got))
 }
 
 #[cfg(test)]

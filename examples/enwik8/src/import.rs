@@ -12,7 +12,7 @@ use crate::config::RunConfig;
 use crate::data::{Corpus, Sampler, Split, thousands};
 use crate::overrides::Overrides;
 use crate::presets::Preset;
-use crate::progress::{program, say, warn};
+use crate::progress::{program, say};
 use crate::run::{self, RunFolder};
 use crate::{device, model};
 
@@ -21,12 +21,13 @@ use crate::{device, model};
 #[command(after_help = "Examples:
   enwik8 import --weights model.pt --preset tiny --run runs/imported
   enwik8 import --weights exported/model.safetensors --like runs/tiny --run runs/imported
-  enwik8 import --weights dense/model.bpk --attention dsa:32,8,4,16 --indexer-warmup 200 --run runs/dsa
+  enwik8 import --weights dense/model.bpk --attention dsa:32,8,4,16 --indexer-warmup 200 \\
+    --run runs/dsa
   enwik8 eval --checkpoint runs/imported
   enwik8 train --resume --run runs/imported
 
-FILE.safetensors, .pt, .pth or .bin (a state dict of PyTorch) has the names that export --format safetensors writes and
-docs/weights.md lists; FILE.bpk those of Burn. A file that does not fit is refused, and the message names each tensor. With
+FILE.safetensors, .pt, .pth or .bin (a state dict of PyTorch) has the names that export --format safetensors writes and \
+docs/weights.md lists; FILE.bpk those of Burn. A file that does not fit is refused, and the message names each tensor. With \
 --attention dsa the file of a dense model fits, too: its indexers begin anew.")]
 pub struct ImportArgs {
     /// The file
@@ -58,7 +59,7 @@ pub struct ImportArgs {
 pub fn run(args: &ImportArgs) -> Result<()> {
     let (config, corpus) = match &args.like {
         Some(path) => {
-            let (_, like) = run::open_checkpoint(path, warn)?;
+            let (_, like) = run::open_checkpoint("like", path)?;
             let config = like.header.config.resumed(None, &args.overrides)?;
             let pictures = config.model.pictures;
             (config, Corpus::reopen(&like.header.data, None, pictures)?)

@@ -11,36 +11,34 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 
 use crate::presets::ModelConfig;
 use crate::search::{self, HeadChoices};
-use crate::{arguments, model};
+use crate::{arguments, model, notation};
+
+/// The heading of their flags.
+pub const CACHE: &str = "Cache of keys and values";
 
 /// Flags of what is kept.
 #[derive(Args, Debug)]
+#[command(next_help_heading = CACHE)]
 pub struct KeptArgs {
-    /// Keys that are kept: all; those that later bytes reach; the first S and those of the last W bytes; or, of each
-    /// layer and head, at most C or H + R or S + R + H, and others are evicted: those that got the least attention so
-    /// far (h2o, also as a mean), the newest byte's least (tova), that of the last M bytes, pooled over F neighbours
-    /// (snapkv, 64 and 5 where they are left out), or the longest (key-norm); R newest and S first ones always stay
-    #[arg(
-        long,
-        value_name = "all|reachable|window:W,S|h2o:H,R|h2o-mean:H,R|tova:C|snapkv:C,M,F|key-norm:C|combined:S,R,H",
-        value_parser = kept
-    )]
+    /// Keys that the cache keeps: all, those that later bytes reach (reachable), a window:W,S, or of each layer and head those that a policy as snapkv:512
+    /// leaves (`enwik8 patterns` lists them)
+    #[arg(long, value_name = "POLICY", value_parser = kept)]
     cache: Option<Cache>,
-    /// How evicted keys are shared out: evenly, the fewer the later the layer, or by the heads' scores
-    #[arg(long, value_name = "uniform|pyramid:BETA|adaptive:ALPHA", value_parser = budget)]
+    /// How the keys that stay are shared out: uniform, pyramid:BETA (the fewer the later the layer), or adaptive:ALPHA (by the heads' scores)
+    #[arg(long, value_name = "BUDGET", value_parser = budget)]
     budget: Option<EvictionBudget>,
     /// Evict when there are N keys more than are kept [default: 256]
     #[arg(long, value_name = "N", value_parser = arguments::whole)]
     slack: Option<usize>,
     /// Positions that rotations are of, with window:W,S: those of the bytes, or of what is kept of them
-    #[arg(long, value_name = "original|in-cache", default_value = "original", value_parser = positions())]
+    #[arg(long, value_name = "KIND", default_value = "original", value_parser = positions())]
     pub positions: KvPositions,
     /// How the keys and values that are kept are stored: int8 and fp8 take half the room of bf16
-    #[arg(long, value_name = "model|f32|f16|bf16|int8|fp8", default_value = "model", value_parser = kv_dtype())]
+    #[arg(long, value_name = "DTYPE", default_value = "model", value_parser = kv_dtype())]
     pub kv_dtype: KvDtype,
     /// Attend to pages of keys that each byte chooses, by layer in turn; the cache keeps all of them. Only what no later
     /// byte takes part in, as quest:PAGE,BUDGET[,FULL_FIRST_LAYERS] and moba:BLOCK,K
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", value_parser = notation::selection)]
     pub selection: Vec<Selection>,
     /// A choice of keys for each head, as search-selection writes it. To write, prompts alone are read by it, and each byte that follows attends to all
     /// keys that the cache keeps; to evaluate, whole windows are, without a cache
@@ -177,10 +175,8 @@ fn kept(text: &str) -> Result<Cache, String> {
     let kept = text.parse().map_err(|error| match error {
         // What came is what clap shows; a policy may have made another number of it.
         CacheError::Argument {
-            argument: "cache",
-            expected,
-            ..
-        } => format!("must be {expected}"),
+            argument: "cache", ..
+        } => notation::policy_expected(text),
         CacheError::Argument {
             argument, expected, ..
         } => format!("its {argument} must be {expected}"),

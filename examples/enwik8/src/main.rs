@@ -22,6 +22,7 @@ mod limits;
 mod log;
 mod memory;
 mod model;
+mod notation;
 mod overrides;
 mod pattern;
 mod plot;
@@ -36,6 +37,7 @@ mod sample;
 mod schedule;
 mod search;
 mod step;
+mod table;
 mod tensorboard;
 mod train;
 mod windows;
@@ -56,7 +58,8 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
   enwik8 eval          bits per byte on held-out text
   enwik8 report        the run on one page
   enwik8 bench         sparse against dense attention on this machine
-  enwik8 patterns      what --pattern, --attention and --selection take
+  enwik8 presets       models and recipes, with what they take
+  enwik8 patterns      what --pattern, --attention, --selection and --cache take
   enwik8 draw --pattern fixed:128,32 --out pattern.png
   enwik8 export --out exported   files for a program of your own
   enwik8 import --weights model.pt --run runs/imported   what another program trained
@@ -79,13 +82,14 @@ enum Task {
     SampleImages(images::sample::SampleImagesArgs),
     Bench(bench::BenchArgs),
     Draw(draw::DrawArgs),
-    Patterns(pattern::PatternsArgs),
+    Patterns(notation::PatternsArgs),
+    Presets(presets::list::PresetsArgs),
     Export(export::ExportArgs),
     Import(import::ImportArgs),
 }
 
 fn main() -> ExitCode {
-    let mut cli = arguments::with_negative_numbers(Cli::command());
+    let mut cli = arguments::finished(Cli::command());
     let matches = cli.get_matches_mut();
     // A mistake ends the program with exit code 2.
     let arguments = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
@@ -117,8 +121,12 @@ fn dispatch(task: &Task) -> Result<ExitCode> {
         Task::SampleImages(args) => images::sample::run(args).map(done),
         Task::Bench(args) => bench::run(args).map(done),
         Task::Draw(args) => draw::run(args).map(done),
-        Task::Patterns(args) => {
-            pattern::list(args);
+        Task::Patterns(_) => {
+            progress::say(notation::list());
+            Ok(ExitCode::SUCCESS)
+        }
+        Task::Presets(_) => {
+            progress::say(presets::list::list());
             Ok(ExitCode::SUCCESS)
         }
         Task::Export(args) => export::run(args).map(done),

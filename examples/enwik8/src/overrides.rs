@@ -5,16 +5,17 @@ use burn_sparse_transformer::linear::WeightPattern;
 use burn_sparse_transformer::{Precision, Recompute, Selection};
 use clap::Args;
 
+use crate::arguments::{CONTENT, IMAGES, LOG, SPARSE_MLP};
 use crate::presets::{
     AttentionKind, CAUSAL, FactorizationKind, FeedForwardWeights, Length, ModelConfig, Recipe,
 };
 use crate::prune::Pruning;
 use crate::search::{self, HeadChoices};
-use crate::{arguments, pattern};
+use crate::{arguments, notation, pattern};
 
 /// One flag for each number of a preset.
 #[derive(Args, Clone, Debug, Default)]
-#[command(next_help_heading = "Model (defaults from the preset)")]
+#[command(next_help_heading = "Model (defaults from the preset: `enwik8 presets`)")]
 pub struct Overrides {
     /// Bytes of context
     #[arg(long, value_parser = arguments::positive)]
@@ -31,46 +32,40 @@ pub struct Overrides {
     /// Width of the model
     #[arg(long, value_parser = arguments::positive)]
     pub d_model: Option<usize>,
-    /// Sparse attention, dense causal attention with the same parameters, or heads that choose by content
-    #[arg(long, value_name = "sparse|dense|routing:WINDOW|lsh:BUCKET,ROUNDS|nsa|dsa", long_help = arguments::attention_help(
-        "Sparse attention, dense causal attention with the same parameters, or heads that choose by content: beside local ones, or all with nsa and dsa",
-    ))]
+    /// sparse, dense (causal, with the same parameters), or heads that choose single keys by content: routing, lsh, nsa or dsa (`enwik8 patterns` has
+    /// their forms)
+    #[arg(long, value_name = "TEXT", value_parser = notation::attention, help_heading = ATTENTION)]
     pub attention: Option<AttentionKind>,
     /// With --attention routing or lsh: heads of each layer that are local, or one number for all [default: half]
-    #[arg(long, value_delimiter = ',', value_parser = arguments::positive, value_name = "N,N,..")]
+    #[arg(long, value_delimiter = ',', value_parser = arguments::positive, value_name = "N,N,..", help_heading = CONTENT)]
     pub local_heads: Vec<usize>,
     /// With --attention routing: factor of the commitment loss [default: 0.0001]
-    #[arg(long, value_parser = arguments::at_least_zero, value_name = "FACTOR")]
+    #[arg(long, value_parser = arguments::at_least_zero, value_name = "FACTOR", help_heading = CONTENT)]
     pub commitment: Option<f64>,
     /// With --attention routing: how much of a mean stays in each step [default: 0.999]
-    #[arg(long, value_parser = arguments::ratio, value_name = "DECAY")]
+    #[arg(long, value_parser = arguments::ratio, value_name = "DECAY", help_heading = CONTENT)]
     pub means_decay: Option<f64>,
-    /// Attention pattern, e.g. fixed:128,32 or local:64+strided:64; repeat for --factorization
-    #[arg(long, value_parser = pattern::checked, value_name = "PATTERN", long_help = pattern::help(
-        "Attention pattern, e.g. fixed:128,32 or local:64+strided:64; repeat for --factorization",
-    ))]
+    /// Attention pattern, e.g. fixed:128,32 or local:64+strided:64 (`enwik8 patterns` lists all); repeat for --factorization
+    #[arg(long, value_parser = notation::pattern_text, value_name = "PATTERN", help_heading = ATTENTION)]
     pub pattern: Vec<String>,
-    /// Choose keys by content, e.g. topk:32,8: all layers, or in turn if repeated; from every earlier byte, or from what --pattern keeps, or with
-    /// --attention sparse the preset's
-    #[arg(long, value_name = "TEXT", long_help = arguments::selection_help(
-        "Choose keys by content, e.g. topk:32,8: all layers, or in turn if repeated; from every earlier byte, or from what --pattern keeps, or with \
-         --attention sparse the preset's. moba and quest, by which every byte chooses for itself, choose from every earlier byte alone",
-    ))]
+    /// Choose blocks of keys by content, e.g. topk:32,8 (`enwik8 patterns` lists all), in all layers, or in turn if repeated; from every earlier byte, or
+    /// from what --pattern keeps, or with --attention sparse the preset's. moba and quest choose from every earlier byte alone
+    #[arg(long, value_name = "TEXT", value_parser = notation::selection, help_heading = CONTENT)]
     pub selection: Vec<Selection>,
     /// The same for each head of each layer, as search-selection writes it
-    #[arg(long, value_name = "FILE", value_parser = search::head_choices, conflicts_with = "selection")]
+    #[arg(long, value_name = "FILE", value_parser = search::head_choices, conflicts_with = "selection", help_heading = CONTENT)]
     pub selection_file: Option<HeadChoices>,
     /// Layers at the end that see all that their pattern keeps
-    #[arg(long, value_parser = arguments::whole, value_name = "N", requires = "selection")]
+    #[arg(long, value_parser = arguments::whole, value_name = "N", requires = "selection", help_heading = CONTENT)]
     pub selection_full_last: Option<usize>,
     /// How several patterns are combined
-    #[arg(long, value_enum)]
+    #[arg(long, value_enum, help_heading = ATTENTION)]
     pub factorization: Option<FactorizationKind>,
     /// Block size of the attention layout: 8, 16, 32, 64 or 128
-    #[arg(long, value_parser = arguments::positive)]
+    #[arg(long, value_parser = arguments::positive, help_heading = ATTENTION)]
     pub block: Option<usize>,
     /// Width of the position matrix [default: the pattern's stride]
-    #[arg(long, value_parser = arguments::positive)]
+    #[arg(long, value_parser = arguments::positive, value_name = "N")]
     pub position_width: Option<usize>,
     /// Dropout at the end of each residual addition
     #[arg(long, value_parser = arguments::fraction)]
@@ -80,7 +75,7 @@ pub struct Overrides {
     pub init_scale: Option<f64>,
     /// f32, or bf16 for mixed precision: activations, matrix products and attention in bf16, weights and
     /// optimizer in f32; or tf32: f32 with the attention's products on tensor cores
-    #[arg(long, value_parser = arguments::precision, value_name = "f32|tf32|bf16")]
+    #[arg(long, value_parser = arguments::precision, value_name = "DTYPE")]
     pub precision: Option<Precision>,
     /// Inner width of the feed-forward networks [default: 4 · d-model]
     #[arg(long, value_parser = arguments::positive)]
@@ -89,34 +84,34 @@ pub struct Overrides {
     #[arg(long, value_parser = arguments::positive)]
     pub d_key: Option<usize>,
     /// Of pictures: pixels of a row, and rows
-    #[arg(long, value_parser = arguments::positive, value_name = "N")]
+    #[arg(long, value_parser = arguments::positive, value_name = "N", help_heading = IMAGES)]
     pub picture_size: Option<usize>,
     /// Of pictures: how many classes there are, from 0 on
-    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=256))]
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=256), help_heading = IMAGES)]
     pub classes: Option<u16>,
     /// Of pictures: those of the data are twice as wide and high, and reduced to the means of four pixels
-    #[arg(long)]
+    #[arg(long, help_heading = IMAGES)]
     pub halve: bool,
     /// Share of the blocks that the feed-forward networks' weights keep [default: dense weights]
-    #[arg(long, value_parser = arguments::share, value_name = "SHARE")]
+    #[arg(long, value_parser = arguments::share, value_name = "SHARE", help_heading = SPARSE_MLP)]
     pub ff_density: Option<f64>,
     /// Side of those blocks: 16, 32, 64 or 128 [default: 64]
-    #[arg(long, value_parser = arguments::positive, requires = "ff_density")]
+    #[arg(long, value_parser = arguments::positive, requires = "ff_density", help_heading = SPARSE_MLP)]
     pub ff_block: Option<usize>,
     /// How those blocks are chosen [default: small-world]
-    #[arg(long, value_parser = arguments::weight_pattern(), requires = "ff_density", value_name = "LAYOUT")]
+    #[arg(long, value_parser = arguments::weight_pattern(), requires = "ff_density", value_name = "LAYOUT", help_heading = SPARSE_MLP)]
     pub ff_layout: Option<WeightPattern>,
     /// Prune those blocks by magnitude, down to this share of all blocks
-    #[arg(long, value_parser = arguments::share, requires_all = ["ff_density", "ff_prune_until"], value_name = "SHARE")]
+    #[arg(long, value_parser = arguments::share, requires_all = ["ff_density", "ff_prune_until"], value_name = "SHARE", help_heading = SPARSE_MLP)]
     pub ff_prune: Option<f64>,
     /// Steps before the first blocks are pruned [default: --warmup]
-    #[arg(long, value_parser = arguments::whole, requires = "ff_prune", value_name = "STEP")]
+    #[arg(long, value_parser = arguments::whole, requires = "ff_prune", value_name = "STEP", help_heading = SPARSE_MLP)]
     pub ff_prune_from: Option<usize>,
     /// Steps after which the last blocks are pruned
-    #[arg(long, value_parser = arguments::positive, requires = "ff_prune", value_name = "STEP")]
+    #[arg(long, value_parser = arguments::positive, requires = "ff_prune", value_name = "STEP", help_heading = SPARSE_MLP)]
     pub ff_prune_until: Option<usize>,
     /// Steps between two prunings [default: 100]
-    #[arg(long, value_parser = arguments::positive, requires = "ff_prune", value_name = "STEPS")]
+    #[arg(long, value_parser = arguments::positive, requires = "ff_prune", value_name = "STEPS", help_heading = SPARSE_MLP)]
     pub ff_prune_every: Option<usize>,
 
     /// Windows per step
@@ -152,39 +147,40 @@ pub struct Overrides {
     /// Seed of weights, data order and dropout
     #[arg(long, value_parser = arguments::seed, help_heading = RECIPE)]
     pub seed: Option<u64>,
-    /// What to compute again in the backward pass to save memory: every N blocks, every block, either of them but for its attention, or the
-    /// feed-forward networks' first products
-    #[arg(long, num_args = 0..=1, default_missing_value = "block", value_name = "none|block|segment:N|block+attention|segment:N+attention|mlp", help_heading = RECIPE)]
+    /// What to compute again in the backward pass to save memory: none, block (which --recompute alone is), segment:N (segments of N blocks),
+    /// block+attention or segment:N+attention (all but the attention), or mlp (the feed-forward networks' first products)
+    #[arg(long, num_args = 0..=1, default_missing_value = "block", value_name = "MODE", value_parser = arguments::recompute, help_heading = RECIPE)]
     pub recompute: Option<Recompute>,
     /// Steps after which the layers see all that their pattern keeps, in place of --selection
-    #[arg(long, value_parser = arguments::positive, help_heading = RECIPE, value_name = "STEP")]
+    #[arg(long, value_parser = arguments::positive, value_name = "STEP", help_heading = CONTENT)]
     pub selection_until: Option<usize>,
     /// With --attention dsa: steps of dense attention after --indexer-from that indexers alone learn by; the model stays as it is [default: 0]
-    #[arg(long, value_parser = arguments::whole, help_heading = RECIPE, value_name = "STEPS")]
+    #[arg(long, value_parser = arguments::whole, value_name = "STEPS", help_heading = CONTENT)]
     pub indexer_warmup: Option<usize>,
     /// With --attention dsa: learning rate of the indexers while they alone learn [default: --lr]
-    #[arg(long, value_parser = arguments::above_zero, help_heading = RECIPE, value_name = "RATE")]
+    #[arg(long, value_parser = arguments::above_zero, value_name = "RATE", help_heading = CONTENT)]
     pub indexer_lr: Option<f64>,
     /// With --attention dsa: steps of dense attention before that, by which the model alone learns [default: 0]
-    #[arg(long, value_parser = arguments::whole, help_heading = RECIPE, value_name = "STEP")]
+    #[arg(long, value_parser = arguments::whole, value_name = "STEP", help_heading = CONTENT)]
     pub indexer_from: Option<usize>,
     /// Steps between measurements of how much of the attention --selection keeps
-    #[arg(long, value_parser = arguments::positive, help_heading = RECIPE, value_name = "STEPS")]
+    #[arg(long, value_parser = arguments::positive, value_name = "STEPS", help_heading = CONTENT)]
     pub recall_every: Option<usize>,
     /// Steps between validations
-    #[arg(long, value_parser = arguments::positive, help_heading = RECIPE)]
+    #[arg(long, value_parser = arguments::positive, help_heading = LOG)]
     pub eval_every: Option<usize>,
     /// Windows per validation during training
-    #[arg(long, value_parser = arguments::positive, help_heading = RECIPE)]
+    #[arg(long, value_parser = arguments::positive, help_heading = LOG)]
     pub eval_windows: Option<usize>,
     /// Steps between checkpoints
-    #[arg(long, value_parser = arguments::positive, help_heading = RECIPE)]
+    #[arg(long, value_parser = arguments::positive, help_heading = LOG)]
     pub checkpoint_every: Option<usize>,
     /// Steps between printed lines
-    #[arg(long, value_parser = arguments::positive, help_heading = RECIPE)]
+    #[arg(long, value_parser = arguments::positive, help_heading = LOG)]
     pub log_every: Option<usize>,
 }
 
+const ATTENTION: &str = "Attention (defaults from the preset)";
 const RECIPE: &str = "Recipe (defaults from the preset)";
 
 impl Overrides {

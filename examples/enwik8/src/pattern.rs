@@ -1,57 +1,6 @@
 //! What the trainer asks of patterns beyond their notation, which is [`Pattern::NOTATION`].
 
 use burn_blocksparse::Pattern;
-use burn_sparse_transformer::Selection;
-use burn_sparse_transformer::content::ContentAttention;
-use clap::Args;
-
-use crate::progress::{program, say};
-
-/// List what --pattern, --attention and --selection take
-#[derive(Args, Debug)]
-pub struct PatternsArgs {}
-
-/// Runs `enwik8 patterns`.
-pub fn list(_: &PatternsArgs) {
-    say(help("--pattern PATTERN: which earlier bytes a byte sees"));
-    let attention = "--attention TEXT: heads that choose single keys by content";
-    say(format!(
-        "\n{attention}\n\n  {}",
-        ContentAttention::NOTATION.join("\n  ")
-    ));
-    let selection = "--selection TEXT: blocks of keys that are chosen by content";
-    say(format!(
-        "\n{selection}\n\n  {}",
-        Selection::NOTATION.join("\n  ")
-    ));
-}
-
-/// Reads a pattern.
-///
-/// # Errors
-/// If it cannot be read, with where all forms are.
-pub fn read(text: &str) -> Result<Pattern, String> {
-    let program = program();
-    text.parse::<Pattern>()
-        .map_err(|error| format!("{error}; all patterns: {program} patterns"))
-}
-
-/// Checks a pattern and hands its text back: run configurations store what the user wrote.
-///
-/// # Errors
-/// As [`read`].
-pub fn checked(text: &str) -> Result<String, String> {
-    read(text).map(|_| text.to_owned())
-}
-
-/// The long help of `--pattern`.
-pub fn help(usage: &str) -> String {
-    format!(
-        "{usage}\n\nPatterns:\n  {}\n\nThey combine with & (pairs that all parts allow), + (pairs that any part allows) and / (heads use the\n\
-         parts in turn); & binds tighter than +, and + tighter than /. Brackets group.",
-        Pattern::NOTATION.join("\n  ")
-    )
-}
 
 /// The stride of the first strided or fixed part: the natural width of the position matrix (§5.3).
 pub fn stride(pattern: &Pattern) -> Option<usize> {

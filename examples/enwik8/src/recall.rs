@@ -10,11 +10,12 @@ use burn_sparse_transformer::{Selection, SelectionQuality, SparseTransformer};
 use clap::Args;
 use serde::{Deserialize, Serialize};
 
+use crate::arguments::{self, ModelArgs};
 use crate::data::{Corpus, Split, thousands};
 use crate::eval::Evaluator;
-use crate::progress::{plain_bar, say, warn};
+use crate::progress::{plain_bar, say};
 use crate::search::{self, HeadChoices};
-use crate::{arguments, device, model, run};
+use crate::{model, notation};
 
 /// Compare choices of keys by content on a checkpoint
 #[derive(Args, Debug)]
@@ -22,21 +23,13 @@ use crate::{arguments, device, model, run};
   enwik8 recall --checkpoint runs/dense --selection topk:32,8 --selection topk:32,p=0.9
   enwik8 recall --checkpoint runs/dense --selection topk:32,8 --heads
 
-Choices are made from what the model's pattern lets bytes see: every earlier byte, as --attention dense and --selection train it, or less. Bits per
+Choices are made from what the model's pattern lets bytes see: every earlier byte, as --attention dense and --selection train it, or less. Bits per \
 byte are those with the choice switched on in all layers; recall, density and the ratio to the best choice are of one window.")]
 pub struct RecallArgs {
-    /// A checkpoint file, or a run folder, whose best checkpoint is taken
-    #[arg(
-        long,
-        value_name = "PATH",
-        default_value = "runs/tiny",
-        visible_alias = "run"
-    )]
-    checkpoint: PathBuf,
-    /// A choice, e.g. topk:32,8; repeat to compare
-    #[arg(long, value_name = "TEXT", required_unless_present = "selection_file", long_help = arguments::selection_help(
-        "A choice, e.g. topk:32,8; repeat to compare",
-    ))]
+    #[command(flatten)]
+    model: ModelArgs,
+    /// A choice, e.g. topk:32,8 (`enwik8 patterns` lists all); repeat to compare
+    #[arg(long, value_name = "TEXT", required_unless_present = "selection_file", value_parser = notation::selection)]
     selection: Vec<Selection>,
     /// A choice for each head, as search-selection writes it; repeat to compare
     #[arg(long, value_name = "FILE", value_parser = search::head_choices)]
@@ -50,9 +43,6 @@ pub struct RecallArgs {
     /// One JSON object a line, in place of a table, or into FILE beside it (`plot-recall` draws it)
     #[arg(long, value_name = "FILE", num_args = 0..=1)]
     json: Option<Option<PathBuf>>,
-    /// flex, ndarray, wgpu, cuda or cuda:INDEX [default: the best that is compiled in]
-    #[arg(long)]
-    device: Option<String>,
 }
 
 /// What is found of a choice; none for all that the pattern lets bytes see.
@@ -79,8 +69,7 @@ struct SelectionNumbers {
 /// # Errors
 /// If the checkpoint cannot be read, or a choice does not serve its patterns.
 pub fn run(args: &RecallArgs) -> Result<()> {
-    let device = device::open(args.device.as_deref())?;
-    let (path, checkpoint) = run::open_checkpoint(&args.checkpoint, warn)?;
+    let (device, path, checkpoint) = args.model.open()?;
     let config = &checkpoint.header.config;
     let context = config.model.context;
     ensure!(

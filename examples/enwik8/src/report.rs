@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::ops::ControlFlow;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -12,21 +12,22 @@ use burn_paged_attention::generate::{GenerateOptions, Sampling, generate};
 use burn_sparse_transformer::SparseTransformer;
 use clap::Args;
 
+use crate::arguments::{self, ModelArgs};
 use crate::checkpoint::{Checkpoint, write_atomically};
 use crate::config::RunConfig;
 use crate::data::{Corpus, Split, thousands};
-use crate::device::{self, NamedDevice};
+use crate::device::NamedDevice;
 use crate::images::format::Pictures;
 use crate::images::{grid, sample as images};
 use crate::log::{self, Row};
 use crate::memory::Resources;
 use crate::model::{self, attention_text};
 use crate::plot::{self, Axis, Frame};
+use crate::plot_recall;
 use crate::presets::Task;
 use crate::progress::{clock, program, say, warn};
 use crate::recall::{self, LayerRecall};
-use crate::run::{self, RunFiles};
-use crate::{arguments, plot_recall};
+use crate::run;
 
 /// Texts of a report.
 const SAMPLES: usize = 3;
@@ -48,29 +49,19 @@ const VALIDATIONS: usize = 10;
 
 Training writes the same page at its end. It is DIR/report.md, with the pictures beside it; what is there is replaced.")]
 pub struct ReportArgs {
-    /// The folder of a run, or a checkpoint in it
-    #[arg(
-        long,
-        value_name = "PATH",
-        default_value = "runs/tiny",
-        visible_alias = "checkpoint"
-    )]
-    run: PathBuf,
+    #[command(flatten)]
+    model: ModelArgs,
     /// Where the run's data are now
     #[arg(long, value_name = "FILE")]
     data: Option<PathBuf>,
     /// Peak rate of the run's device in its precision, in 10¹² operations per second, for the model-flops utilisation
     #[arg(long, value_name = "TFLOPS", value_parser = arguments::above_zero)]
     peak_tflops: Option<f64>,
-    /// flex, ndarray, wgpu, cuda or cuda:INDEX [default: the best that is compiled in]
-    #[arg(long)]
-    device: Option<String>,
 }
 
 /// Runs `enwik8 report`.
 pub fn run(args: &ReportArgs) -> Result<()> {
-    let device = device::open(args.device.as_deref())?;
-    let (path, checkpoint) = run::open_checkpoint(&args.run, warn)?;
+    let (device, path, checkpoint) = args.model.open()?;
     let folder = path.parent().unwrap_or(&path);
     let pictures = checkpoint.header.config.model.pictures;
     let corpus = Corpus::reopen(&checkpoint.header.data, args.data.as_deref(), pictures);
@@ -80,7 +71,7 @@ pub fn run(args: &ReportArgs) -> Result<()> {
         ));
     });
     let path = Report {
-        files: RunFiles(folder),
+        folder,
         checkpoint: &checkpoint,
         device: &device,
         corpus: corpus.as_ref().ok(),
@@ -94,7 +85,7 @@ pub fn run(args: &ReportArgs) -> Result<()> {
 /// What a report is made of.
 pub struct Report<'a> {
     /// Of the run.
-    pub files: RunFiles<'a>,
+    pub folder: &'a Path,
     /// That writes the samples.
     pub checkpoint: &'a Checkpoint,
     /// On which it does.
@@ -111,7 +102,7 @@ impl Report<'_> {
     /// # Errors
     /// If the folder cannot be written to, or the model not be made.
     pub fn write(&self) -> Result<PathBuf> {
-        let rows = log::read(&self.files.log())?;
+        let rows = log::read(&self.folder.join(run::LOG))?;
         self.draw(&rows)?;
         let model = model::restore(self.checkpoint, &self.device.device)?;
         let text = [
@@ -122,7 +113,7 @@ impl Report<'_> {
             self.commands(),
         ]
         .concat();
-        let path = self.files.report();
+        let path = self.folder.join(run::REPORT);
         write_atomically(&path, |file| file.write_all(text.as_bytes()))
             .with_context(|| format!("cannot write {}", path.display()))?;
         Ok(path)
@@ -132,8 +123,8 @@ impl Report<'_> {
         let config = &self.checkpoint.header.config;
         let title = title(config);
         let files = [
-            (self.files.plot(), Axis::Steps),
-            (self.files.time_plot(), Axis::Time),
+            (self.folder.join(run::PLOT), Axis::Steps),
+            (self.folder.join(run::TIME_PLOT), Axis::Time),
         ];
         for (path, axis) in files {
             let frame = Frame {
@@ -144,7 +135,7 @@ impl Report<'_> {
             };
             plot::draw(&path, &frame, rows)?;
         }
-        plot_recall::draw(&self.files.recall_plot(), &title, rows)
+        plot_recall::draw(&self.folder.join(run::RECALL), &title, rows)
     }
 
     fn entropy(&self) -> Option<f64> {
@@ -235,7 +226,7 @@ impl Report<'_> {
     /// Time, speed and memory.
     fn add_cost(&self, table: &mut Table, speed: &Speed, model: &SparseTransformer) -> Result<()> {
         let config = &self.checkpoint.header.config;
-        let resources = Resources::read(&self.files.resources());
+        let resources = Resources::read(&self.folder.join(run::RESOURCES));
         if let Some(resources) = &resources {
             table.row("device", resources.device.clone());
         }
@@ -294,7 +285,7 @@ impl Report<'_> {
         let mut text = format!(
             "\n## Choice of keys\n\nOf the full attention to what layers see, on one window of the validation split; the best choice has as many \
              blocks.\n\n![recall by layer over steps]({})\n\n| after step {} | recall | ratio to the best choice | density |\n|---|---|---|---|\n",
-            name(self.files.recall_plot()),
+            run::RECALL,
             thousands(step)
         );
         let mut line = |what: String, of: &LayerRecall| {
@@ -319,11 +310,8 @@ impl Report<'_> {
         if rows.is_empty() {
             return text + "The log has no steps.\n";
         }
-        for (path, over) in [
-            (self.files.plot(), "steps"),
-            (self.files.time_plot(), "time"),
-        ] {
-            let _ = write!(text, "![{unit} over {over}]({})\n\n", name(path));
+        for (name, over) in [(run::PLOT, "steps"), (run::TIME_PLOT, "time")] {
+            let _ = write!(text, "![{unit} over {over}]({name})\n\n");
         }
         let validations: Vec<(usize, f64)> = rows.iter().filter_map(validation).collect();
         if !validations.is_empty() {
@@ -356,7 +344,7 @@ impl Report<'_> {
         let sampling = Sampling::default().temperature(images::TEMPERATURE).seed(1);
         let device = &self.device.device;
         let drawn = images::draw(model, device, pictures, &classes, &sampling, false)?;
-        let path = self.files.samples();
+        let path = self.folder.join(run::SAMPLES);
         let (columns, zoom) = (images::columns(drawn.len()), images::zoom(pictures));
         grid::save(&path, pictures, &drawn, columns, zoom)?;
         let listed: Vec<String> = classes.iter().map(u8::to_string).collect();
@@ -365,7 +353,7 @@ impl Report<'_> {
             thousands(self.checkpoint.header.step),
             images::TEMPERATURE,
             listed.join(", "),
-            path.file_name().unwrap_or_default().display()
+            run::SAMPLES
         ))
     }
 
@@ -417,7 +405,7 @@ impl Report<'_> {
     }
 
     fn commands(&self) -> String {
-        let (program, folder) = (program(), self.files.0.display());
+        let (program, folder) = (program(), self.folder.display());
         let sample = match self.checkpoint.header.config.model.task() {
             Task::Text => "sample",
             Task::Images => "sample-images",
@@ -427,11 +415,6 @@ impl Report<'_> {
              {program} eval --checkpoint {folder} --split test\n{program} report --run {folder}\n```\n"
         )
     }
-}
-
-/// Of a file beside the page.
-fn name(path: PathBuf) -> String {
-    path.file_name().unwrap_or_default().display().to_string()
 }
 
 /// What stands above the page and its pictures.

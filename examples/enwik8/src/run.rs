@@ -8,19 +8,26 @@ use anyhow::{Context, Result, bail, ensure};
 
 use crate::checkpoint::{Checkpoint, TEMPORARY, write_atomically};
 use crate::config::RunConfig;
-use crate::progress::program;
+use crate::progress::{program, warn};
 use crate::tensorboard::is_event_file;
 
 const CONFIG: &str = "config.json";
-const LOG: &str = "log.jsonl";
-const PLOT: &str = "loss.png";
+/// A line for each step, validation and measurement.
+pub const LOG: &str = "log.jsonl";
+/// The loss over steps.
+pub const PLOT: &str = "loss.png";
 /// What [`PLOT`] is called until it is complete.
 pub const UNFINISHED_PLOT: &str = "loss.partial.png";
-const RESOURCES: &str = "resources.json";
-const REPORT: &str = "report.md";
-const TIME_PLOT: &str = "loss-by-time.png";
-const SAMPLES: &str = "samples.png";
-const RECALL: &str = "recall.png";
+/// What the run takes of the machine.
+pub const RESOURCES: &str = "resources.json";
+/// The run on one page.
+pub const REPORT: &str = "report.md";
+/// The loss over time.
+pub const TIME_PLOT: &str = "loss-by-time.png";
+/// Pictures that the model draws.
+pub const SAMPLES: &str = "samples.png";
+/// What choices of keys keep, over steps.
+pub const RECALL: &str = "recall.png";
 const BEST: &str = "best.ckpt";
 const LOCK: &str = "lock";
 
@@ -117,9 +124,9 @@ impl RunFolder {
         &self.path
     }
 
-    /// The other files.
-    pub fn files(&self) -> RunFiles<'_> {
-        RunFiles(&self.path)
+    /// Where one of its files is, as [`LOG`].
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.path.join(name)
     }
 
     /// Stores the configuration for people to read; checkpoints have their own copy.
@@ -156,55 +163,11 @@ impl RunFolder {
     }
 }
 
-/// Where files of a run's folder are, for those that only read runs, too.
-#[derive(Clone, Copy)]
-pub struct RunFiles<'a>(pub &'a Path);
-
-impl RunFiles<'_> {
-    /// `log.jsonl`.
-    pub fn log(self) -> PathBuf {
-        self.0.join(LOG)
-    }
-
-    /// `loss.png`.
-    pub fn plot(self) -> PathBuf {
-        self.0.join(PLOT)
-    }
-
-    /// `loss-by-time.png`.
-    pub fn time_plot(self) -> PathBuf {
-        self.0.join(TIME_PLOT)
-    }
-
-    /// `recall.png`.
-    pub fn recall_plot(self) -> PathBuf {
-        self.0.join(RECALL)
-    }
-
-    /// `samples.png`.
-    pub fn samples(self) -> PathBuf {
-        self.0.join(SAMPLES)
-    }
-
-    /// `report.md`.
-    pub fn report(self) -> PathBuf {
-        self.0.join(REPORT)
-    }
-
-    /// `resources.json`.
-    pub fn resources(self) -> PathBuf {
-        self.0.join(RESOURCES)
-    }
-}
-
-/// The newest checkpoint of a run that is whole; `warn` hears of those that are not.
+/// The newest checkpoint of a run that is whole, with a warning of each that is not.
 ///
 /// # Errors
 /// If none is usable, with the reason for each.
-pub fn latest_checkpoint(
-    folder: &Path,
-    mut warn: impl FnMut(String),
-) -> Result<(PathBuf, Checkpoint)> {
+pub fn latest_checkpoint(folder: &Path) -> Result<(PathBuf, Checkpoint)> {
     let mut candidates = step_checkpoints(folder)?;
     candidates.push(folder.join(BEST));
     let mut reasons = Vec::new();
@@ -232,29 +195,30 @@ pub fn latest_checkpoint(
     }
 }
 
-/// A checkpoint to evaluate or sample: a file, or a run's folder, whose best one is taken.
+/// The checkpoint that a flag names: a file, or a run's folder, whose best one is taken.
 ///
 /// # Errors
 /// If there is none, or it is damaged.
-pub fn open_checkpoint(path: &Path, warn: impl FnMut(String)) -> Result<(PathBuf, Checkpoint)> {
+pub fn open_checkpoint(flag: &str, path: &Path) -> Result<(PathBuf, Checkpoint)> {
     if path.is_dir() {
         let best = path.join(BEST);
         return match best.exists() {
             true => Ok((best.clone(), Checkpoint::read(&best)?)),
-            false if holds_run(path) => latest_checkpoint(path, warn),
+            false if holds_run(path) => latest_checkpoint(path),
             false => bail!(
-                "{} holds no run; train one first, or give --checkpoint FILE",
+                "--{flag} {}: the folder holds no run; train one first, or give a file",
                 path.display()
             ),
         };
     }
     ensure!(
         path.exists(),
-        "there is no checkpoint at {}; train a model first ({} train) or give --checkpoint PATH",
+        "--{flag} {}: there is no checkpoint; train a model first ({} train), or give another path",
         path.display(),
         program()
     );
-    Ok((path.to_owned(), Checkpoint::read(path)?))
+    let checkpoint = Checkpoint::read(path).with_context(|| format!("--{flag}"))?;
+    Ok((path.to_owned(), checkpoint))
 }
 
 /// Whether there is anything of a run, all of which a new one would remove.

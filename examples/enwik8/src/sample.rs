@@ -11,17 +11,16 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use burn_paged_attention::generate::{PromptLookup, PromptLookupIndex, Sampling};
-use burn_sparse_transformer::Precision;
 use clap::Args;
 use output::Output;
 use statistics::Times;
 use writer::{Cache, Writer};
 
-use crate::arguments::{MOST, MOST_AT_ONCE};
+use crate::arguments::{self, MOST, MOST_AT_ONCE, ModelArgs};
 use crate::data::thousands;
-use crate::kept::KeptArgs;
+use crate::kept::{CACHE, KeptArgs};
+use crate::model;
 use crate::progress::warn;
-use crate::{arguments, device, model, run};
 
 /// Let a checkpoint write bytes
 #[derive(Args, Debug)]
@@ -32,22 +31,16 @@ use crate::{arguments, device, model, run};
   enwik8 sample --prompt 'The ' --prompt '== See also ==' --batch 4 --length 200 --stats
   enwik8 sample --cache window:512,4 --kv-dtype f16 --stats
   enwik8 sample --temperature 0 --speculate 8 --stats
-  enwik8 sample --checkpoint runs/dense --selection quest:16,256 --cache all --stats
-  enwik8 sample --checkpoint runs/dense --prompt-file article.txt --selection-file heads.json
-  enwik8 sample --checkpoint runs/dense --cache snapkv:256,32,5 --budget pyramid:20 --slack 64 --stats
-  enwik8 sample --checkpoint runs/small/best.ckpt --length 100000 --output sample.bin --stats
+  enwik8 sample --run runs/dense --selection quest:16,256 --cache all --stats
+  enwik8 sample --run runs/dense --prompt-file article.txt --selection-file heads.json
+  enwik8 sample --run runs/dense --cache snapkv:256,32,5 --budget pyramid:20 --slack 64
+  enwik8 sample --checkpoint runs/small/best.ckpt --length 100000 --output sample.bin
 
-A sample longer than the model's context goes on: when the context is full, its newest half is kept and the model
+A sample longer than the model's context goes on: when the context is full, its newest half is kept and the model \
 reads it again as the beginning of a new window.")]
 pub struct SampleArgs {
-    /// A checkpoint file, or a run folder, whose best checkpoint is taken
-    #[arg(
-        long,
-        value_name = "PATH",
-        default_value = "runs/tiny",
-        visible_alias = "run"
-    )]
-    checkpoint: PathBuf,
+    #[command(flatten)]
+    model: ModelArgs,
     /// What the bytes follow; of a prompt longer than the context the newest half context is read. Several, of whatever
     /// lengths, are continued at once
     #[arg(long, value_name = "TEXT", default_value = "The ")]
@@ -62,19 +55,19 @@ pub struct SampleArgs {
     #[arg(long, default_value_t = 500, value_parser = arguments::whole)]
     length: usize,
     /// 0 takes the likeliest byte, 1 samples from the model, above 1 is wilder
-    #[arg(long, default_value_t = 1.0, value_parser = arguments::at_least_zero)]
+    #[arg(long, default_value_t = 1.0, value_parser = arguments::at_least_zero, help_heading = SAMPLING)]
     temperature: f64,
     /// Consider only the K likeliest bytes
-    #[arg(long, value_name = "K", value_parser = clap::value_parser!(u16).range(1..=256))]
+    #[arg(long, value_name = "K", value_parser = clap::value_parser!(u16).range(1..=256), help_heading = SAMPLING)]
     top_k: Option<u16>,
     /// Consider the likeliest bytes that make up P
-    #[arg(long, value_name = "P", default_value_t = 1.0, value_parser = arguments::share)]
+    #[arg(long, value_name = "P", default_value_t = 1.0, value_parser = arguments::share, help_heading = SAMPLING)]
     top_p: f64,
     /// Consider bytes at least P times as likely as the likeliest
-    #[arg(long, value_name = "P", default_value_t = 0.0, value_parser = arguments::ratio)]
+    #[arg(long, value_name = "P", default_value_t = 0.0, value_parser = arguments::ratio, help_heading = SAMPLING)]
     min_p: f64,
     /// Above 1 bytes of the prompt, and those written, are less likely
-    #[arg(long, value_name = "FACTOR", default_value_t = 1.0, value_parser = arguments::above_zero)]
+    #[arg(long, value_name = "FACTOR", default_value_t = 1.0, value_parser = arguments::above_zero, help_heading = SAMPLING)]
     repetition: f64,
     /// End before this text; may be given several times
     #[arg(long, value_name = "TEXT", value_parser = arguments::text)]
@@ -85,33 +78,31 @@ pub struct SampleArgs {
     #[command(flatten)]
     kept: KeptArgs,
     /// Keys of a page of the cache: 16, 32, 64 or 128 [default: 32, or the page of --selection]
-    #[arg(long, value_name = "P", value_parser = page_size)]
+    #[arg(long, value_name = "P", value_parser = page_size, help_heading = CACHE)]
     page_size: Option<usize>,
     /// Record a step once and replay it where the device can (CUDA): the same bytes with less work of the host
-    #[arg(long)]
+    #[arg(long, help_heading = SPEED)]
     graph: bool,
     /// Draft up to K bytes from where the last few were before, and check them at once: the same text in fewer steps
-    #[arg(long, value_name = "K", value_parser = arguments::positive, conflicts_with = "graph")]
+    #[arg(long, value_name = "K", value_parser = arguments::positive, conflicts_with = "graph", help_heading = SPEED)]
     speculate: Option<usize>,
     /// Print the speed and the size of the cache to the standard error output
-    #[arg(long)]
+    #[arg(long, help_heading = OUTPUT)]
     stats: bool,
     /// Write the same to a file
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = OUTPUT)]
     json: Option<PathBuf>,
     /// Seed of the choice
-    #[arg(long, default_value_t = 1, value_parser = arguments::seed)]
+    #[arg(long, default_value_t = 1, value_parser = arguments::seed, help_heading = SAMPLING)]
     seed: u64,
     /// Write the raw bytes, prompt included, to a file instead of text to the terminal
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = OUTPUT)]
     output: Option<PathBuf>,
-    /// f32, tf32 or bf16 [default: the run's]
-    #[arg(long, value_parser = arguments::precision, value_name = "f32|tf32|bf16")]
-    precision: Option<Precision>,
-    /// flex, ndarray, wgpu, cuda or cuda:INDEX [default: the best that is compiled in]
-    #[arg(long)]
-    device: Option<String>,
 }
+
+const SAMPLING: &str = "Sampling";
+const SPEED: &str = "Speed";
+const OUTPUT: &str = "Output";
 
 /// Runs `enwik8 sample`.
 pub fn run(args: &SampleArgs) -> Result<()> {
@@ -122,11 +113,7 @@ pub fn run(args: &SampleArgs) -> Result<()> {
         prompts.len()
     );
     let cache = args.cache()?;
-    let device = device::open(args.device.as_deref())?;
-    let (path, mut checkpoint) = run::open_checkpoint(&args.checkpoint, warn)?;
-    if let Some(precision) = args.precision {
-        checkpoint.header.config.model.precision = precision;
-    }
+    let (device, path, checkpoint) = args.model.open()?;
     ensure!(
         checkpoint.header.config.model.pictures.is_none(),
         "{} was trained on pictures: enwik8 sample-images lets it draw",

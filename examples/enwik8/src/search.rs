@@ -2,47 +2,37 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use burn_sparse_transformer::{HeadSelections, Selection, SelectionQuality, SparseTransformer};
 use clap::Args;
 use serde::{Deserialize, Serialize};
 
+use crate::arguments::{self, ModelArgs};
 use crate::data::{Corpus, Split};
-use crate::progress::{say, warn};
-use crate::{arguments, device, model, recall, run};
+use crate::progress::say;
+use crate::{model, notation, recall};
 
-/// Find for each head of a checkpoint the choice of keys by content that keeps most of its attention
+/// Find for each head the choice of keys that keeps most of its attention
 #[derive(Args, Debug)]
 #[command(after_help = "Examples:
   enwik8 search-selection --checkpoint runs/dense --density 0.3 --out heads.json \\
     --selection topk:64,8 --selection topk:64,1,7,1 --selection minference:64,100,100
   enwik8 recall --checkpoint runs/dense --selection-file heads.json
 
-One window of the training split is looked at. Of the candidates that keep no more than --density of the blocks a head gets the one with the largest
+One window of the training split is looked at. Of the candidates that keep no more than --density of the blocks a head gets the one with the largest \
 recall, or the sparsest if none does; candidates should cost about the same. topk:BLOCK,1,LOCAL,FIRST is a window with sinks, whatever the content.")]
 pub struct SearchArgs {
-    /// A checkpoint file, or a run folder, whose best checkpoint is taken
-    #[arg(
-        long,
-        value_name = "PATH",
-        default_value = "runs/tiny",
-        visible_alias = "run"
-    )]
-    checkpoint: PathBuf,
-    /// A candidate, e.g. topk:64,8; repeat for more
-    #[arg(long, value_name = "TEXT", required = true, long_help = arguments::selection_help(
-        "A candidate, e.g. topk:64,8; repeat for more",
-    ))]
+    #[command(flatten)]
+    model: ModelArgs,
+    /// A candidate, e.g. topk:64,8 (`enwik8 patterns` lists all); repeat for more
+    #[arg(long, value_name = "TEXT", required = true, value_parser = notation::selection)]
     selection: Vec<Selection>,
     /// The largest share of the blocks that a head may keep
-    #[arg(long, value_name = "SHARE", default_value_t = 1.0)]
+    #[arg(long, value_name = "SHARE", default_value_t = 1.0, value_parser = arguments::share)]
     density: f64,
     /// The file: by layer and head
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
-    /// flex, ndarray, wgpu, cuda or cuda:INDEX [default: the best that is compiled in]
-    #[arg(long)]
-    device: Option<String>,
 }
 
 /// What `--selection-file` reads: for each layer, for each head, how it chooses; `pattern` is all that the layer's pattern lets it see.
@@ -170,13 +160,7 @@ pub fn check_heads(
 /// # Errors
 /// If the checkpoint cannot be read, a candidate does not serve its patterns, or the file cannot be written.
 pub fn run(args: &SearchArgs) -> Result<()> {
-    ensure!(
-        args.density > 0.0 && args.density <= 1.0,
-        "--density must be above 0 and at most 1, got {}",
-        args.density
-    );
-    let device = device::open(args.device.as_deref())?;
-    let (_, checkpoint) = run::open_checkpoint(&args.checkpoint, warn)?;
+    let (device, _, checkpoint) = args.model.open()?;
     let config = &checkpoint.header.config;
     let context = config.model.context;
     let corpus = Corpus::reopen(&checkpoint.header.data, None, None)?;

@@ -20,6 +20,7 @@ use burn_sparse_transformer::content::ContentAttention;
 use clap::Args;
 use indicatif::ProgressBar;
 
+use crate::arguments::{self, LOG};
 use crate::checkpoint::{Best, Checkpoint, Header};
 use crate::config::RunConfig;
 use crate::data::{Corpus, Fingerprint, Sampler, Split, thousands};
@@ -37,18 +38,18 @@ use crate::run::{self, RunFolder};
 use crate::step::{Batch, Measured, Steps};
 use crate::tensorboard::EventFile;
 use crate::windows::Window;
-use crate::{arguments, indexers, plot_recall, recall, report};
+use crate::{indexers, plot_recall, recall, report};
 
 /// Train a model on bytes, of text or of pictures
 #[derive(Args, Debug)]
 #[command(after_help = "Examples:
-  enwik8 train                                  minutes on a CPU, on an embedded sample
-  enwik8 train --resume                         continue after Ctrl-C or a crash
+  enwik8 train                 minutes on a CPU, on an embedded sample
+  enwik8 train --resume        continue after Ctrl-C or a crash
   enwik8 train --attention dense --run runs/dense
   enwik8 train --data enwik8 --preset small --device cuda --precision bf16
-  enwik8 train --data enwik8 --preset paper --device cuda --precision bf16
+  enwik8 train --data enwik8-4mb --preset long --device cuda --precision bf16 --graph
   enwik8 train --data enwik8 --preset paper --devices 0,1,2,3 --precision bf16
-  enwik8 train --task images                    pictures of shapes: minutes on a CPU
+  enwik8 train --task images   pictures of shapes: minutes on a CPU
   enwik8 train --preset cifar --data cifar-10-batches-bin --device cuda --precision bf16
 
 Ctrl-C finishes the step, writes a checkpoint and stops.")]
@@ -74,22 +75,22 @@ pub struct TrainArgs {
     #[arg(long, conflicts_with = "resume")]
     overwrite: bool,
     /// flex, ndarray, wgpu, cuda or cuda:INDEX [default: the best that is compiled in]
-    #[arg(long)]
+    #[arg(long, help_heading = DEVICE)]
     device: Option<String>,
     /// Several devices, each with an equal part of every batch: numbers of CUDA devices, or names of one kind
-    #[arg(long, value_name = "0,1,..", conflicts_with = "device")]
+    #[arg(long, value_name = "0,1,..", conflicts_with = "device", help_heading = DEVICE)]
     devices: Option<String>,
     /// How several devices add their gradients [default: nccl where it can be used]
-    #[arg(long, value_enum, requires = "devices")]
+    #[arg(long, value_enum, requires = "devices", help_heading = DEVICE)]
     reduce: Option<Reduce>,
     /// Record a step once and replay it where the device can (CUDA): the same numbers with less work of the host
-    #[arg(long)]
+    #[arg(long, help_heading = DEVICE)]
     graph: bool,
     /// Peak rate of the device, or of all devices together, in the run's precision, in 10¹² operations per second, for the report's utilisation
-    #[arg(long, value_name = "TFLOPS", value_parser = arguments::above_zero)]
+    #[arg(long, value_name = "TFLOPS", value_parser = arguments::above_zero, help_heading = LOG)]
     peak_tflops: Option<f64>,
     /// Write event files for TensorBoard into the folder
-    #[arg(long)]
+    #[arg(long, help_heading = LOG)]
     tensorboard: bool,
     #[command(flatten)]
     overrides: Overrides,
@@ -99,7 +100,7 @@ impl TrainArgs {
     fn folder(&self) -> PathBuf {
         self.run
             .clone()
-            .unwrap_or_else(|| PathBuf::from("runs").join(self.preset().name()))
+            .unwrap_or_else(|| PathBuf::from("runs").join(self.preset().to_string()))
     }
 
     fn preset(&self) -> Preset {
@@ -124,6 +125,8 @@ impl TrainArgs {
         Ok(())
     }
 }
+
+const DEVICE: &str = "Device";
 
 /// Runs `enwik8 train`. The exit code is 130 if Ctrl-C ended it.
 pub fn run(args: &TrainArgs) -> Result<ExitCode> {
@@ -217,7 +220,7 @@ impl Session {
 
     fn resume(args: &TrainArgs, group: Group) -> Result<Self> {
         let folder = RunFolder::open(&args.folder())?;
-        let (path, checkpoint) = run::latest_checkpoint(folder.path(), warn)?;
+        let (path, checkpoint) = run::latest_checkpoint(folder.path())?;
         let header = &checkpoint.header;
         let config = header.config.resumed(args.preset, &args.overrides)?;
         args.check_task(&config)?;
@@ -281,12 +284,12 @@ impl Session {
     /// Whether the evaluation that follows the last step is in the log, too.
     fn is_finished(&self) -> Result<bool> {
         let is_last = |row: &Row| matches!(row, Row::Final { step, .. } if *step == self.step);
-        let rows = log::read(&self.folder.files().log())?;
+        let rows = log::read(&self.folder.file(run::LOG))?;
         Ok(self.step > self.steps || (self.step == self.steps && rows.iter().any(is_last)))
     }
 
     fn open_log(&self, tensorboard: bool) -> Result<Log> {
-        let path = self.folder.files().log();
+        let path = self.folder.file(run::LOG);
         let mut log = Log::open(&path, self.step)?;
         if tensorboard {
             let rows = log::read(&path)?;
@@ -337,7 +340,7 @@ impl Session {
     fn validate_last_step(&mut self, log: &mut Log, progress: &Progress) -> Result<()> {
         let is_its_own =
             |row: &Row| matches!(row, Row::Validation { step, .. } if *step == self.step);
-        if !log::read(&self.folder.files().log())?
+        if !log::read(&self.folder.file(run::LOG))?
             .iter()
             .any(is_its_own)
         {
@@ -555,21 +558,20 @@ impl Session {
         if let Some(events) = log.events() {
             events.write_memory(self.step, &resources)?;
         }
-        resources.merge_into(&self.folder.files().resources())
+        resources.merge_into(&self.folder.file(run::RESOURCES))
     }
 
     /// A picture that cannot be drawn is no reason to lose a run.
     fn plot(&self) {
-        let files = self.folder.files();
         let frame = Frame {
             title: &report::title(&self.config),
             unit: self.config.model.unit(),
             entropy: Some(self.corpus.order_0_entropy()),
             axis: Axis::Steps,
         };
-        let drawn = log::read(&files.log()).and_then(|rows| {
-            plot_recall::draw(&files.recall_plot(), frame.title, &rows)?;
-            plot::draw(&files.plot(), &frame, &rows)
+        let drawn = log::read(&self.folder.file(run::LOG)).and_then(|rows| {
+            plot_recall::draw(&self.folder.file(run::RECALL), frame.title, &rows)?;
+            plot::draw(&self.folder.file(run::PLOT), &frame, &rows)
         });
         if let Err(error) = drawn {
             warn(format!("{error:#}"));

@@ -95,6 +95,7 @@ fn joined(
     join: fn(Vec<Pattern>) -> Pattern,
     parse: impl Fn(&str) -> Result<Pattern, LayoutError>,
 ) -> Result<Pattern, LayoutError> {
+    let text = text.trim();
     let mut depth = 0;
     let parts = text.split(|c| {
         depth += match c {
@@ -109,7 +110,9 @@ fn joined(
         && parts.len() > 1
     {
         let side = if empty == 0 { "before" } else { "after" };
-        let expected = format!("a pattern {side} '{separator}'");
+        let before = parts[..empty.max(1)].iter();
+        let at: usize = before.map(|part| part.chars().count() + 1).sum();
+        let expected = format!("a pattern {side} '{separator}' at character {at}");
         return Err(error(text, expected, "nothing"));
     }
     let mut parts = (parts.into_iter().map(parse)).collect::<Result<Vec<_>, _>>()?;
@@ -120,22 +123,27 @@ fn joined(
 }
 
 fn check_brackets(text: &str) -> Result<(), LayoutError> {
-    let mut depth = 0_usize;
-    for c in text.chars() {
+    let mut open = Vec::new();
+    for (at, c) in (1..).zip(text.trim().chars()) {
         match c {
-            '(' if depth == MAX_DEPTH => {
+            '(' if open.len() == MAX_DEPTH => {
                 let expected = format!("at most {MAX_DEPTH} brackets inside of one another");
                 return Err(error(text, expected, "more"));
             }
-            '(' => depth += 1,
-            ')' if depth == 0 => return Err(error(text, "'(' before ')'", "none")),
-            ')' => depth -= 1,
+            '(' => open.push(at),
+            ')' if open.pop().is_none() => {
+                let expected = format!("'(' before ')' at character {at}");
+                return Err(error(text, expected, "none"));
+            }
             _ => {}
         }
     }
-    match depth {
-        0 => Ok(()),
-        _ => Err(error(text, "')' after '('", "none")),
+    match open.pop() {
+        None => Ok(()),
+        Some(at) => {
+            let expected = format!("')' after '(' at character {at}");
+            Err(error(text, expected, "none"))
+        }
     }
 }
 
@@ -437,9 +445,9 @@ mod tests {
             fixed:1 | fixed:1 | fixed:STRIDE,COLUMNS[,VERTS] | 1 number
             causal:3 | causal:3 | causal | 1 number
             causal & fixed:1,2,3,4 | fixed:1,2,3,4 | fixed:STRIDE | 4 numbers
-            local:8+ | local:8+ | a pattern after '+' | nothing
-            /local:8 | /local:8 | a pattern before '/' | nothing
-            causal/local:8 & /dense | local:8 & | a pattern after '&' | nothing
+            local:8+ | local:8+ | after '+' at character 8 | nothing
+            /local:8 | /local:8 | before '/' at character 1 | nothing
+            causal/local:8 & /dense | local:8 & | a pattern after '&' at character 9 | nothing
             causal&(local:8+) | local:8+ | a pattern after '+' | nothing
             longformer:4,2 | longformer:4,2 | TOKEN | 2 numbers
             local:8,horizontal | local:8,horizontal | whole | 'horizontal'
@@ -447,8 +455,7 @@ mod tests {
             packed:0 | packed:0 | (PATTERN) | no pattern in brackets
             packed:(causal) | packed:(causal) | START | no number
             packed:0(lokal) | lokal | local:WINDOW | 'lokal'
-            (causal | (causal | ')' after '(' | none
-            causal) | causal) | '(' before ')' | none
+            causal) | causal) | before ')' at character 7 | none
             (causal)(dense) | causal)(dense | '(' before ')' | none
             deepspeed-variable:99999999999,1 | deepspeed-variable:99999999999,1 | at most 1048576 | 99999999999 of 1
         ";
@@ -458,6 +465,18 @@ mod tests {
         });
         let others = [
             ("", "", "a pattern such as causal, local:WINDOW", "nothing"),
+            (
+                " local:8 ++ dense",
+                "local:8 ++ dense",
+                "a pattern after '+' at character 9",
+                "nothing",
+            ),
+            (
+                " (causal&(dense)",
+                "(causal&(dense)",
+                "')' after '(' at character 1",
+                "none",
+            ),
             (&deep, &deep, "at most 32 brackets", "more"),
         ];
         for (text, part, expected, got) in rows.chain(others) {

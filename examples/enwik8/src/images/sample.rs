@@ -7,31 +7,26 @@ use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Device;
 use burn_paged_attention::generate::Sampling;
 use burn_paged_attention::pool::{KvPoolConfig, KvRetention, KvStep, PagedDecoder};
-use burn_sparse_transformer::{Precision, SparseTransformer};
+use burn_sparse_transformer::SparseTransformer;
 use clap::Args;
 
 use super::format::Pictures;
 use super::grid;
+use crate::arguments::{self, ModelArgs};
 use crate::data::thousands;
-use crate::progress::{clock, plain_bar, say, warn};
+use crate::model;
+use crate::progress::{clock, plain_bar, say};
 use crate::sample::decoder::Decoder;
-use crate::{arguments, device, model, run};
 
 /// Let a checkpoint of pictures draw some
 #[derive(Args, Debug)]
-#[command(after_help = "Examples:
+#[command(mut_arg("checkpoint", |path| path.default_value("runs/shapes")), after_help = "Examples:
   enwik8 sample-images
   enwik8 sample-images --class 3 --count 16 --out crosses.png
   enwik8 sample-images --checkpoint runs/cifar --temperature 1 --device cuda --graph")]
 pub struct SampleImagesArgs {
-    /// A checkpoint file, or a run folder, whose best checkpoint is taken
-    #[arg(
-        long,
-        value_name = "PATH",
-        default_value = "runs/shapes",
-        visible_alias = "run"
-    )]
-    checkpoint: PathBuf,
+    #[command(flatten)]
+    model: ModelArgs,
     /// The picture to write: FILE.png
     #[arg(long, value_name = "FILE", default_value = "samples.png")]
     out: PathBuf,
@@ -56,12 +51,6 @@ pub struct SampleImagesArgs {
     /// Record a step once and replay it where the device can (CUDA): the same pictures with less work of the host
     #[arg(long)]
     graph: bool,
-    /// f32, tf32 or bf16 [default: the run's]
-    #[arg(long, value_parser = arguments::precision, value_name = "f32|tf32|bf16")]
-    precision: Option<Precision>,
-    /// flex, ndarray, wgpu, cuda or cuda:INDEX [default: the best that is compiled in]
-    #[arg(long)]
-    device: Option<String>,
 }
 
 /// A little below the model's own distribution.
@@ -74,18 +63,14 @@ pub fn run(args: &SampleImagesArgs) -> Result<()> {
         .extension()
         .is_some_and(|extension| extension == "png");
     ensure!(is_png, "--out must end in .png, got {}", args.out.display());
-    let device = device::open(args.device.as_deref())?;
-    let (path, mut checkpoint) = run::open_checkpoint(&args.checkpoint, warn)?;
-    let config = &mut checkpoint.header.config.model;
+    let (device, path, checkpoint) = args.model.open()?;
+    let config = &checkpoint.header.config.model;
     let Some(pictures) = config.pictures else {
         bail!(
             "{} was trained on text: enwik8 sample lets it write",
             path.display()
         );
     };
-    if let Some(precision) = args.precision {
-        config.precision = precision;
-    }
     for &class in &args.class {
         ensure!(
             usize::from(class) < pictures.classes,

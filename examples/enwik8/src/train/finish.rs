@@ -30,7 +30,7 @@ impl Session {
             bytes: evaluation.bytes,
         })?;
         log.sync()?;
-        Resources::now(&self.device).merge_into(&self.folder.files().resources())?;
+        Resources::now(&self.device).merge_into(&self.folder.file(run::RESOURCES))?;
         self.plot();
         let folder = self.folder.path().display();
         say(format!(
@@ -66,9 +66,9 @@ impl Session {
 
     /// The run on one page; where that is.
     fn report(&self, peak_tflops: Option<f64>) -> Result<PathBuf> {
-        let (_, checkpoint) = run::open_checkpoint(self.folder.path(), warn)?;
+        let (_, checkpoint) = run::open_checkpoint("run", self.folder.path())?;
         Report {
-            files: self.folder.files(),
+            folder: self.folder.path(),
             checkpoint: &checkpoint,
             device: &self.device,
             corpus: Some(&self.corpus),

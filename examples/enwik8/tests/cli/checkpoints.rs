@@ -172,8 +172,8 @@ fn several_samples_and_their_cache() {
     assert!(text.starts_with(prompt[1]), "{text}");
     for row in rows(
         "
-        2 | --cache tova:x | snapkv:C,M,F
-        1 | --positions in-cache | positions must be Original, because the residency is no Window
+        2 | --cache tova:x | must be tova:C, with whole
+        1 | --positions in-cache | --positions must be Original, because the residency is no Window
         2 | --cache tova:1 | capacity must be at least 2
         1 | --selection topk:16,2 | --selection topk:16,2: what a byte chooses depends on later ones
         2 | --cache tova:9 --budget pyramid:1 | BETA above 1
@@ -255,7 +255,7 @@ fn several_samples_and_their_cache() {
     assert!(both.contains("cannot be used with"), "{both}");
 
     for (flags, code, message) in [
-        (["--cache", "some"], 2, "must be all, reachable, window:W,S"),
+        (["--cache", "some"], 2, "there is no policy 'some'"),
         (["--cache", "window:0,1"], 2, "with W at least 1"),
         (["--page-size", "20"], 2, "must be 16, 32, 64 or 128"),
         (

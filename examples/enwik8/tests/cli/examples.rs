@@ -23,6 +23,7 @@ const INSTEAD: &[(&str, &str)] = &[
     ("12160", "128"),
     ("100000", "300"),
     ("FILE", "enwik8"),
+    ("enwik8-4mb", "enwik8"),
     ("model.pt", "exported/model.safetensors"),
     ("0,1,2,3", "cpu,cpu"),
 ];
@@ -175,6 +176,7 @@ fn every_example_of_the_help_runs() {
         "bench",
         "draw",
         "patterns",
+        "presets",
         "export",
         "import",
         "",
@@ -202,7 +204,7 @@ fn every_example_of_the_help_runs() {
         let Some(command) = line.split_whitespace().next() else {
             break;
         };
-        let known = "train search-selection recall eval sample sample-images report bench draw patterns export import help";
+        let known = "train search-selection recall eval sample sample-images report bench draw patterns presets export import help";
         assert!(known.split(' ').any(|known| known == command), "{command}");
     }
 }

@@ -29,10 +29,61 @@ fn help_shows_what_to_type() {
             "{command}"
         );
     }
-    for command in ["train", "bench", "draw"] {
-        let help = succeed(&["help", command]);
-        for form in Pattern::NOTATION {
-            assert!(help.contains(form), "{command}: {form}");
+    for text in [succeed(&["patterns"]), succeed(&["help", "patterns"])] {
+        for form in Pattern::NOTATION.iter().chain(&["topk:BLOCK", "tova:C"]) {
+            assert!(text.contains(form), "{form}");
+        }
+    }
+}
+
+/// At the width of a terminal, or of 100 columns where there is none.
+#[test]
+fn help_is_wrapped_and_grouped() {
+    for command in words("train bench import sample eval recall export") {
+        for help in [["help", command], [command, "-h"]] {
+            let text = succeed(&help);
+            for line in text.lines() {
+                assert!(line.chars().count() <= 100, "{help:?}: {line}");
+            }
+            assert!(!text.contains("deepspeed"), "{help:?}");
+        }
+    }
+    let [short, long] = [["train", "-h"], ["train", "--help"]].map(|words| succeed(&words));
+    for heading in ["Device:", "Model (", "Attention (", "Recipe ("] {
+        assert!(short.contains(heading) && long.contains(heading));
+    }
+    for heading in ["Attention by content:", "Images:", "Block-sparse feed"] {
+        assert!(!short.contains(heading) && long.contains(heading));
+    }
+}
+
+#[test]
+fn presets_are_listed_with_their_values() {
+    let text = succeed(&["presets"]);
+    for words in [
+        "tiny           2",
+        "8,400 steps",
+        "local:96 / strided:96",
+        "segment:2",
+        "18.5 min, 18.8 GiB",
+    ] {
+        assert!(text.contains(words), "{words}: {text}");
+    }
+    assert!(!text.contains("n/a"), "{text}");
+}
+
+#[test]
+fn models_are_named_by_either_flag() {
+    let folder = Folder::new();
+    let none = folder.path("none");
+    let file = folder.file("file", b"no checkpoint");
+    for command in ["eval", "sample", "report", "sample-images"] {
+        for flag in ["--run", "--checkpoint"] {
+            for (path, reason) in [(&none, "there is no checkpoint"), (&file, "is not")] {
+                let message = fail(&[command, flag, path], 1);
+                let named = message.contains(&format!("error: {flag}")) && message.contains(path);
+                assert!(named && message.contains(reason), "{command}: {message}");
+            }
         }
     }
 }
@@ -71,16 +122,20 @@ fn bad_flags_list_the_choices() {
     for row in rows(
         "
         train --preset huge | tiny | small | paper
-        train --pattern spiral:3 | got 'spiral' | local:WINDOW | all patterns:
-        draw --pattern lokal:8 | expected local:WINDOW, got 'lokal'
-        train --pattern local:64+ | 'local:64+' as a pattern: expected a pattern after '+', got nothing
+        train --preset tinny | similar value exists: 'tiny'
+        train --pattern spiral:3 | for '--pattern <PATTERN>': there is no pattern 'spiral' | patterns' lists them all
+        draw --pattern lokal:8 | no pattern 'lokal', did you mean local:WINDOW?
+        train --pattern local:64+ | 'local:64+' as a pattern: expected a pattern after '+' at character 9, got nothing
         draw --pattern fixed:a,b | whole numbers, got 'a' | fixed:STRIDE
         train --steps 0 | at least 1
         train --dropout 1.5 | from 0
         train --ff-density 0.5 --ff-layout ring | 'ring' | small-world | barabasi-albert
         train --ff-block 32 | --ff-density
-        train --attention lsh:16 | 'lsh:16' for '--attention | must be sparse, dense, routing:WINDOW[,CLUSTERS], lsh:BUCKET,ROUNDS[,dedup], nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW[,mlp][,shared] or dsa:KEEP,NEAR[,HEADS,WIDTH[,PRECISION][,fp8]]
-        train --attention some | must be sparse, dense, routing:WINDOW, lsh:BUCKET,ROUNDS, nsa or dsa
+        train --attention lsh:16 | 'lsh:16' for '--attention | must be lsh:BUCKET,ROUNDS[,dedup]
+        train --attention spars | no attention 'spars', did you mean sparse?
+        recall --selection qest:16,64 | no selection 'qest', did you mean quest:PAGE,BUDGET
+        sample --cache snapvk:64 | no policy 'snapvk', did you mean snapkv:C[,M,F]?
+        train --recompute some | for '--recompute [<MODE>]': must be none, mlp, block
         train --selection topk:16 | 'topk:16' as a selection: expected topk:BLOCK,KEEP[,LOCAL,FIRST], got 1 number
         ",
     ) {

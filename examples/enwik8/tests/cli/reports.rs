@@ -131,5 +131,8 @@ fn a_run_ends_with_a_report_and_old_runs_get_one() {
     assert!(!report.contains("peak memory") && file("loss-by-time.png").exists());
 
     let message = fail(&["report", "--run", &folder.path("none")], 1);
-    assert!(message.contains("there is no checkpoint at"), "{message}");
+    assert!(
+        message.contains("/none: there is no checkpoint"),
+        "{message}"
+    );
 }
