@@ -16,7 +16,7 @@ use burn_sparse_transformer::{Factorization, Pattern, SparseTransformerConfig};
 const TEXT: &[u8] = include_bytes!("../src/lib.rs");
 const CONTEXT: usize = 128;
 const BATCH: usize = 8;
-const STEPS: usize = 100;
+const STEPS: usize = 150;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let device = Device::flex().autodiff();
@@ -26,9 +26,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut model = SparseTransformerConfig::new(64, 4, fixed) // width, heads
         .with_vocab_size(256)
         .with_context(CONTEXT)
-        .with_n_layers(2)
+        .with_n_layers(1)
         .with_block_size(16)
-        .with_init_scale(1.0) // the paper's is 0.125, for models and runs of another size
+        .with_init_scale(1.0) // weights of standard deviation 1 / √width; the default is the paper's 0.125
         .init(&device);
     println!("{} parameters, {} bytes", model.num_params(), TEXT.len());
 
@@ -48,7 +48,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 
         let loss = model.loss(tokens, targets);
         let gradients = GradientsParams::from_grads(loss.backward(), &model);
-        let learning_rate = 3e-3 * ((step + 1) as f64 / 10.0).min(1.0); // warm-up
+        let learning_rate = 5e-3 * ((step + 1) as f64 / 10.0).min(1.0); // warm-up
         model = optimizer.step(learning_rate, model, gradients);
 
         let bits = loss.into_scalar::<f32>() / LN_2;
@@ -58,7 +58,8 @@ fn main() -> Result<(), Box<dyn Error>> {
             println!("step {:>3}: {mean:.3} bits per byte", step + 1);
         }
     }
-    assert!(mean < 4.5, "{mean} bits per byte");
+    // The frequencies of the bytes alone give 5.1 bits.
+    assert!(mean < 4.0, "{mean} bits per byte");
     Ok(())
 }
 
