@@ -1,5 +1,8 @@
 //! The commands, as they are typed, on the tiny checkpoint whose logits `transformers` computed.
 
+#[path = "../../enwik8/tests/cli/shell.rs"]
+mod shell;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -203,4 +206,10 @@ fn mistakes_are_explained() {
     fs::remove_file(folder.path().join("config.json")).unwrap();
     let message = refused(&folder, "generate", &["--raw"]);
     assert!(message.contains("config.json"), "{message}");
+}
+
+#[test]
+fn commands_on_pages_have_flags_that_exist() {
+    let commands = shell::check("llama", env!("CARGO_BIN_EXE_llama"));
+    assert!(commands > 5, "{commands} commands");
 }

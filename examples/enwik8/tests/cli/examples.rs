@@ -1,8 +1,9 @@
-//! The examples of the help, run as they stand: with paths where they are, on models that are small.
+//! The examples of the help, run as they stand: with paths where they are, on models that are small. And the commands on the pages.
 
 use std::fs;
 use std::path::Path;
 
+use crate::shell::{check, words};
 use crate::support::*;
 
 /// What makes a model small, where an example does not say it itself.
@@ -48,21 +49,6 @@ fn examples(help: &str) -> Vec<Vec<String>> {
         goes_on = command.ends_with('\\');
     }
     found.iter().map(|command| words(command)).collect()
-}
-
-/// As a shell splits a line with single quotes.
-fn words(command: &str) -> Vec<String> {
-    let mut words = vec![String::new()];
-    let mut quoted = false;
-    for c in command.chars() {
-        match c {
-            '\'' => quoted = !quoted,
-            ' ' if !quoted => words.push(String::new()),
-            c => words.last_mut().unwrap().push(c),
-        }
-    }
-    assert!(!quoted, "{command}");
-    words
 }
 
 /// An example's arguments as they can run here.
@@ -207,4 +193,10 @@ fn every_example_of_the_help_runs() {
         let known = "train search-selection recall eval sample sample-images report bench draw patterns presets export import help";
         assert!(known.split(' ').any(|known| known == command), "{command}");
     }
+}
+
+#[test]
+fn commands_on_pages_have_flags_that_exist() {
+    let commands = check("enwik8", env!("CARGO_BIN_EXE_enwik8"));
+    assert!(commands > 80, "{commands} commands");
 }

@@ -14,5 +14,6 @@ mod measurements;
 mod reports;
 mod resume;
 mod search;
+mod shell;
 mod support;
 mod weights;

@@ -1,0 +1,124 @@
+//! The commands that the README and the pages print.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// A command as a page prints it.
+struct Printed {
+    /// The page, and the command itself.
+    text: String,
+    /// Without variables of the shell.
+    arguments: Vec<String>,
+    /// Whether it stands in a block, to be copied: in a sentence, values may be placeholders.
+    in_block: bool,
+}
+
+/// Asserts that flags of the commands exist, and that their values can be read; how many commands there are. Nothing runs: `--help` at the
+/// end is read after all that is before it.
+pub fn check(program: &str, executable: &str) -> usize {
+    let commands = printed(program);
+    for command in &commands {
+        let output = Command::new(executable)
+            .args(&command.arguments)
+            .arg("--help")
+            .output()
+            .unwrap();
+        let error = String::from_utf8_lossy(&output.stderr);
+        let is_value = error.contains("invalid value") || error.contains("a value is required");
+        // Files of a page are not there.
+        let is_placeholder = is_value && (!command.in_block || error.contains("No such file"));
+        assert!(
+            output.status.success() || is_placeholder,
+            "{}: {error}",
+            command.text
+        );
+    }
+    commands.len()
+}
+
+/// The README, the pages, and those of the examples.
+fn pages() -> Vec<PathBuf> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let docs = fs::read_dir(root.join("docs")).unwrap();
+    let mut pages: Vec<PathBuf> = docs
+        .map(|file| file.unwrap().path())
+        .filter(|path| path.extension().is_some_and(|extension| extension == "md"))
+        .collect();
+    for page in [
+        "README.md",
+        "examples/enwik8/data/README.md",
+        "examples/llama/README.md",
+    ] {
+        pages.push(root.join(page));
+    }
+    pages
+}
+
+/// The commands of a program, as `PROGRAM …` or as `cargo run … -p PROGRAM … -- …`.
+fn printed(program: &str) -> Vec<Printed> {
+    let mut found = Vec::new();
+    for page in pages() {
+        let text = fs::read_to_string(&page).unwrap();
+        let mut add = |line: &str, in_block| {
+            if let Some(arguments) = arguments(program, line) {
+                let text = format!("{}: {line}", page.display());
+                found.push(Printed {
+                    text,
+                    arguments,
+                    in_block,
+                });
+            }
+        };
+        let mut sentences = String::new();
+        for (index, part) in text.split("```").enumerate() {
+            let block = part.split_once('\n').filter(|_| index % 2 == 1);
+            match block {
+                None => sentences += part,
+                Some(("sh" | "bash", lines)) => {
+                    let lines = lines.replace("\\\n", " ");
+                    lines.lines().for_each(|line| add(line, true));
+                }
+                Some(_) => {}
+            }
+        }
+        let codes = sentences.split('`').skip(1).step_by(2);
+        codes.for_each(|code| add(code, false));
+    }
+    found
+}
+
+/// The arguments, if a line is a command of the program.
+fn arguments(program: &str, line: &str) -> Option<Vec<String>> {
+    let line = line.split_whitespace().collect::<Vec<_>>().join(" ");
+    let command = match line.strip_prefix("cargo run ") {
+        Some(run) => {
+            let (cargo, command) = run.split_once(" -- ")?;
+            let package = format!("-p {program} ");
+            format!("{cargo} ").contains(&package).then_some(command)?
+        }
+        None => line.strip_prefix(program)?.strip_prefix(' ')?,
+    };
+    let command = command.split(" # ").next().unwrap_or_default();
+    let arguments = words(command)
+        .into_iter()
+        .filter(|word| !word.starts_with('$'));
+    let arguments: Vec<String> = arguments.collect();
+    (arguments.first()? != "help").then_some(arguments)
+}
+
+/// As a shell splits a line with quotes.
+pub fn words(command: &str) -> Vec<String> {
+    let mut words = vec![String::new()];
+    let mut quote = None;
+    for c in command.trim().chars() {
+        match c {
+            c if quote == Some(c) => quote = None,
+            '\'' | '"' if quote.is_none() => quote = Some(c),
+            ' ' if quote.is_none() => words.push(String::new()),
+            c => words.last_mut().unwrap().push(c),
+        }
+    }
+    assert!(quote.is_none(), "{command}");
+    words
+}
