@@ -53,7 +53,7 @@ fn main() -> ExitCode {
     };
     #[cfg(feature = "fusion")]
     if std::env::var_os("BURN_SPARSE_ACCELERATE").is_some() {
-        burn_fused_ops::attention::accelerate_attention().expect("nothing ran before");
+        burn_blocksparse::module::accelerate_attention().expect("nothing ran before");
     }
     for device in devices() {
         let bench = Bench {
@@ -196,7 +196,7 @@ impl Bench {
             });
         }
         #[cfg(feature = "fusion")]
-        println!("{}", burn_fused_ops::attention::accelerated_attention());
+        println!("{}", burn_blocksparse::module::accelerated_attention());
     }
 
     /// A sequence of another length in each step, forward and backward, twice: kernels that a length has to compile show in the first round.

@@ -3,7 +3,7 @@
 use std::process::Command;
 
 use burn::tensor::module::attention;
-use burn_fused_ops::attention::{
+use burn_blocksparse::module::{
     accelerate_attention, accelerate_attention_with, accelerated_attention,
 };
 

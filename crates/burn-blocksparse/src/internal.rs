@@ -15,8 +15,6 @@ pub use crate::base::kernels_run::runs_kernels;
 pub use crate::base::op_plan::NO_KERNELS;
 pub use crate::base::sums::sum_all;
 pub use crate::choice::{allowed_blocks, checked, choose_rows, mask};
-#[cfg(feature = "cube")]
-pub use crate::cube_attention::CubeAttention;
 pub use crate::graph::seeds::prepare_seed;
 pub use crate::merge::{merge_gathered_attention, merge_parts};
 pub use crate::options::DispatchMode;

@@ -62,6 +62,8 @@
 )]
 #![allow(deprecated)] // Burn deprecates its NdArray backend; we serve it while it exists.
 
+#[cfg(all(feature = "cube", feature = "fusion"))]
+mod accelerate;
 mod attention;
 pub mod backend;
 mod base;

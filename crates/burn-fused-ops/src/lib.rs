@@ -1,5 +1,4 @@
-//! Fused training ops for Burn: norms, linear layers, MLP, embedding, loss and AdamW, in few launches, with their gradients. They know no
-//! attention, but can put its kernels beneath Burn's own (`attention`).
+//! Fused training ops for Burn: norms, linear layers, MLP, embedding, loss and AdamW, in few launches, with their gradients. They know no attention.
 //!
 //! On GPUs they run kernels (products on tensor cores with what follows them, rows in one pass), elsewhere Burn's own operations; `explain` on the
 //! options of each op says which.
@@ -13,8 +12,6 @@
 )]
 #![allow(deprecated)] // Burn deprecates its NdArray backend; we serve it while it exists.
 
-#[cfg(all(feature = "cube", feature = "fusion"))]
-pub mod attention;
 pub mod backend;
 mod dropout;
 mod embedding;

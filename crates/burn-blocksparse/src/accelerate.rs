@@ -6,8 +6,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use blocksparse::Pattern;
 use blocksparse_cubecl::Tuning;
-use burn_blocksparse::OpError;
-use burn_blocksparse::internal::CubeAttention;
 use burn_cubecl::CubeBackend;
 use burn_cubecl::CubeDevice;
 use burn_cubecl::fusion::{
@@ -18,6 +16,9 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_fusion::stream::Context;
 use burn_fusion::{FuserProperties, FuserStatus, OperationFuser};
 use burn_ir::{AttentionOpIr, BackendIr, ModuleOperationIr, OperationIr, TensorHandle, TensorIr};
+
+use crate::cube_attention::CubeAttention;
+use crate::error::OpError;
 
 /// Calls that ran on our kernels, and those that ran as before.
 static TAKEN: AtomicU64 = AtomicU64::new(0);
@@ -33,7 +34,7 @@ static CHOOSE: OnceLock<Box<Choose>> = OnceLock::new();
 /// first tensor of the program:
 ///
 /// ```no_run
-/// use burn_fused_ops::attention::{accelerate_attention, accelerated_attention};
+/// use burn_blocksparse::module::{accelerate_attention, accelerated_attention};
 ///
 /// accelerate_attention()?;
 /// // Anything that Burn does.
@@ -44,7 +45,7 @@ static CHOOSE: OnceLock<Box<Choose>> = OnceLock::new();
 /// It works through Burn's fusion, which an application has by default, and only for devices with it (`Device::wgpu`, `Device::cuda`).
 ///
 /// **Training does not reach it**: on a device with autodiff Burn computes attention by operations of its own, so that each has a gradient.
-/// [`burn_blocksparse::module::attention`] is a fused forward and backward pass for both. Nor do burn-nn's layers reach it, which call no `attention`.
+/// [`attention`](crate::module::attention) is a fused forward and backward pass for both. Nor do burn-nn's layers reach it, which call no `attention`.
 ///
 /// # Memory
 /// A mask becomes numbers of the mask's own size, and a bias is read as large as it is given; nothing else is `seq_q × seq_kv`.
@@ -60,7 +61,7 @@ pub fn accelerate_attention() -> Result<(), OpError> {
 ///
 /// ```no_run
 /// use burn_blocksparse::Pattern;
-/// use burn_fused_ops::attention::accelerate_attention_with;
+/// use burn_blocksparse::module::accelerate_attention_with;
 ///
 /// // Beyond 8,192 keys: the first 64, and the last 4,096.
 /// accelerate_attention_with(|call| (call.seq_kv > 8192).then(|| Pattern::streaming(4096, 64)))?;
