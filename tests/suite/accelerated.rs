@@ -16,7 +16,7 @@ fn alone(name: &str) -> bool {
     if std::env::var_os(ALONE).is_some() {
         return true;
     }
-    if !devices().iter().any(is_cube) {
+    if uses_reference() || !devices().iter().any(is_cube) {
         return false;
     }
     let run = Command::new(std::env::current_exe().unwrap())

@@ -63,7 +63,7 @@
 #![allow(deprecated)] // Burn deprecates its NdArray backend; we serve it while it exists.
 
 #[cfg(all(feature = "cube", feature = "fusion"))]
-mod accelerate;
+mod accelerated;
 mod attention;
 pub mod backend;
 mod base;
@@ -72,8 +72,6 @@ mod burn_attention;
 mod call_layout;
 mod check;
 mod choice;
-#[cfg(feature = "cube")]
-mod cube_attention;
 mod device_layout;
 mod error;
 pub mod gradients;

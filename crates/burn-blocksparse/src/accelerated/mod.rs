@@ -1,23 +1,26 @@
 //! Our attention kernels beneath Burn's own `attention`: an optimization of Burn's fusion, which is asked before Burn's kernels are.
 
+mod call;
+
 use std::fmt;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use blocksparse::Pattern;
 use blocksparse_cubecl::Tuning;
-use burn_cubecl::CubeBackend;
-use burn_cubecl::CubeDevice;
+use burn::backend::fusion::stream::Context;
+use burn::backend::fusion::{FuserProperties, FuserStatus, OperationFuser};
+use burn::backend::ir::{
+    AttentionOpIr, BackendIr, ModuleOperationIr, OperationIr, TensorHandle, TensorIr,
+};
 use burn_cubecl::fusion::{
     CubeFuser, CubeFusionHandle, CubeOptimization, FallbackOperation, FusedOperation,
     OptimizationProvider, register,
 };
 use burn_cubecl::tensor::CubeTensor;
-use burn_fusion::stream::Context;
-use burn_fusion::{FuserProperties, FuserStatus, OperationFuser};
-use burn_ir::{AttentionOpIr, BackendIr, ModuleOperationIr, OperationIr, TensorHandle, TensorIr};
+use burn_cubecl::{CubeBackend, CubeDevice};
 
-use crate::cube_attention::CubeAttention;
+use crate::accelerated::call::CubeAttention;
 use crate::error::OpError;
 
 /// Calls that ran on our kernels, and those that ran as before.
@@ -48,7 +51,7 @@ static CHOOSE: OnceLock<Box<Choose>> = OnceLock::new();
 /// [`attention`](crate::module::attention) is a fused forward and backward pass for both. Nor do burn-nn's layers reach it, which call no `attention`.
 ///
 /// # Memory
-/// A mask becomes numbers of the mask's own size, and a bias is read as large as it is given; nothing else is `seq_q × seq_kv`.
+/// A mask becomes numbers of the mask's own size, a mask and a bias together of what both are broadcast to; nothing else is `seq_q × seq_kv`.
 ///
 /// # Errors
 /// [`OpError::Registry`] after the first tensor operation, or the second time; [`OpError::Kernel`] if an environment variable of the kernels has a wrong value.
