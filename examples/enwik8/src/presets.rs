@@ -51,9 +51,11 @@ impl Preset {
             Preset::Small => "14.4 ms a step, 2.8 GiB on an H200 in bf16",
             Preset::FourMb => "5 min on an H100 with --precision bf16 --graph; 1.766 bits per byte",
             Preset::Long => {
-                "18.5 min, 18.8 GiB on an H100 with --precision bf16 --graph; 1.824 bits per byte"
+                "18.5 min on an H100 with --precision bf16 --graph, 18.8 GiB without --graph; 1.824 bits per byte"
             }
-            Preset::Shapes => "4 min on two CPU cores (1,200 steps); 0.083 bits per dimension",
+            Preset::Shapes => {
+                "4 min on two CPU cores for 1,200 of its 1,500 steps; 0.083 bits per dimension"
+            }
             Preset::Routing | Preset::Reformer | Preset::Paper | Preset::Cifar => return None,
         })
     }
