@@ -11,7 +11,7 @@ use burn_sparse_transformer::decoder::Decoder;
 use burn_sparse_transformer::llama::Llama;
 use clap::Args;
 
-use crate::attention::Attention;
+use crate::attention::{Attention, Kind};
 use crate::checkpoint::ModelArgs;
 use crate::device::memory;
 
@@ -181,7 +181,7 @@ fn step_ms(
     let times = times(args.steps, WARM_UPS, device, || {
         decoder.next_logits(&next, &steps)
     })?;
-    if matches!(attention, Attention::Dense) {
+    if matches!(attention.kind, Kind::Dense) {
         check(&mut decoder, length, &steps, written(args.steps))?;
     }
     let how = if decoder.is_recorded() { "r" } else { "" };

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{Device, FloatDType, Tensor};
 use burn_sparse_transformer::Precision;
@@ -106,6 +106,11 @@ impl ModelArgs {
     /// What stands in front of the weights, if the model is a GGUF file.
     fn gguf(&self) -> Result<Option<Gguf>> {
         let is_gguf = self.path.extension().is_some_and(|ending| ending == "gguf");
+        ensure!(
+            is_gguf || self.path.is_dir(),
+            "MODEL must be a folder of Hugging Face on this machine or a .gguf file, got {}",
+            self.path.display()
+        );
         Ok(is_gguf.then(|| Gguf::open(&self.path)).transpose()?)
     }
 

@@ -24,7 +24,7 @@ pub struct GenerateArgs {
     /// Go on with the prompt as it is, without the chat template
     #[arg(long)]
     raw: bool,
-    /// dense, a pattern as streaming:1024,4, or a selection that later tokens leave alone, as quest:16,1024,first=1,local=2
+    /// dense, a pattern as streaming:1024,4, or a selection as quest:16,1024,first=1,local=2; those that later tokens would change read prompts alone
     #[arg(long, default_value = "dense")]
     attention: Attention,
     /// The most tokens that are written
@@ -45,8 +45,12 @@ pub struct GenerateArgs {
     /// How keys and values are stored
     #[arg(long, value_enum, default_value = "model")]
     kv_dtype: Store,
-    /// Keys that are kept: reachable, window:W,S, snapkv:C, h2o:H,R or tova:C, where the last three evict keys by their attention
-    #[arg(long, default_value = "reachable")]
+    /// Keys that are kept: all, those that later tokens reach, the first S and the last W, or C (H + R, S + R + H) of each layer and head, by their attention
+    #[arg(
+        long,
+        default_value = "reachable",
+        value_name = "all|reachable|window:W,S|h2o:H,R|h2o-mean:H,R|tova:C|snapkv:C,M,F|key-norm:C|combined:S,R,H"
+    )]
     cache: CachePolicy,
 }
 
@@ -84,6 +88,10 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
             Store::Int8 => KvDtype::Int8,
             Store::Fp8 => KvDtype::Fp8E4m3,
         });
+    let options = match args.attention.reads_prompts_alone() {
+        true => options.choosing_prompts(),
+        false => options,
+    };
     let begun = Instant::now();
     let (mut stream, mut first, mut failed) = (Stream::default(), None, None);
     if args.raw {

@@ -11,7 +11,7 @@ use clap::Args;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use crate::attention::Attention;
+use crate::attention::{Attention, Kind};
 use crate::checkpoint::{ModelArgs, read_text};
 use crate::progress;
 use crate::text::Text;
@@ -105,9 +105,9 @@ fn ask(
     };
     let (prompt, answer) = (&needle.prompt, &needle.answer);
     let config = KvPoolConfig::new(1, prompt.len() + answer.len()).with_chunk(answer.len());
-    let mut pool = model.new_pool(&match attention {
-        Attention::Selection(_) => config.with_choosing_prompts(),
-        Attention::Dense | Attention::Pattern(_) => config,
+    let mut pool = model.new_pool(&match attention.kind {
+        Kind::Selection(_) => config.with_choosing_prompts(),
+        Kind::Dense | Kind::Pattern(_) => config,
     })?;
     let id = pool.join()?;
     let [vocab] = [model.embed.weight.dims()[0]];

@@ -124,7 +124,7 @@ fn bits_are_those_of_the_golden_logits() {
     );
     // A letter is a byte; a window is another attention.
     assert_eq!(rows[1][2], rows[1][3]);
-    assert_eq!(rows[2][0], "local(8)");
+    assert_eq!(rows[2][0], "local:8");
     assert!(rows[2][2] != rows[1][2], "{table}");
 }
 
@@ -150,6 +150,9 @@ fn texts_are_written_from_prompts() {
         ]
         .concat(),
     );
+    // Prompts alone are read by what later tokens would change.
+    let chosen = [&more[..], &["--attention", "topk:8,2"]].concat();
+    assert!(printed(&folder, "generate", &chosen).starts_with("Hello"));
     let message = refused(&folder, "generate", &["--prompt", "Hello"]);
     assert!(message.contains("no chat template: say --raw"), "{message}");
 }

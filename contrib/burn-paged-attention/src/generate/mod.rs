@@ -43,6 +43,8 @@ pub struct GenerateOptions {
     pub page_size: Option<usize>,
     /// Drafts that are checked several tokens at once. Default: none.
     pub drafts: Option<PromptLookup>,
+    /// Whether the layers' selections read prompts alone ([`KvPoolConfig::with_choosing_prompts`]). Default: no.
+    pub choosing_prompts: bool,
 }
 
 impl Default for GenerateOptions {
@@ -57,6 +59,7 @@ impl Default for GenerateOptions {
             kv_dtype: None,
             page_size: None,
             drafts: None,
+            choosing_prompts: false,
         }
     }
 }
@@ -124,6 +127,12 @@ impl GenerateOptions {
         self
     }
 
+    /// Lets the layers' selections read prompts alone; tokens that follow see all keys that are retained ([`KvPoolConfig::with_choosing_prompts`]).
+    pub fn choosing_prompts(mut self) -> Self {
+        self.choosing_prompts = true;
+        self
+    }
+
     /// Room for prompts and what follows them.
     fn pool(&self, prompts: &[Vec<u32>], context: usize) -> KvPoolConfig {
         let lengths = prompts.iter().map(|prompt| {
@@ -150,6 +159,10 @@ impl GenerateOptions {
         let config = match self.eviction {
             Some(eviction) => config.with_eviction(eviction),
             None => config,
+        };
+        let config = match self.choosing_prompts {
+            true => config.with_choosing_prompts(),
+            false => config,
         };
         match self.kv_dtype {
             Some(dtype) => config.with_dtype(dtype),

@@ -199,7 +199,7 @@ impl PagePool {
         match residency == KvRetention::Evict && !self.lifetimes.is_causal() {
             true => Err(CacheError::argument(
                 "pattern",
-                "the dense causal pattern in every head, for keys to be evicted",
+                "the dense causal pattern in every head where a cache evicts keys by attention",
                 &self.config.pattern,
             )),
             false => Ok(()),

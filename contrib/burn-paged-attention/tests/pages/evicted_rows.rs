@@ -225,7 +225,7 @@ fn errors() {
         let mut pool = PagePool::new(small(4, 4, pattern.clone())).unwrap();
         let error = pool.join(KvRetention::Evict).unwrap_err();
         let expected = format!(
-            "pattern must be the dense causal pattern in every head, for keys to be evicted, got {pattern}"
+            "pattern must be the dense causal pattern in every head where a cache evicts keys by attention, got {pattern}"
         );
         assert_eq!(error.to_string(), expected);
     }

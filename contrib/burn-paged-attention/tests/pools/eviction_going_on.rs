@@ -333,7 +333,7 @@ fn errors() {
     let config = || pool_config(1, tova);
     let biased = "eviction must be none with ALiBi or biases of distances, got some";
     refused! {
-        pool(attention(Pattern::local(5), 2), config()) => "pattern must be the dense causal pattern in every head, for keys to be evicted, got local(5)";
+        pool(attention(Pattern::local(5), 2), config()) => "pattern must be the dense causal pattern in every head where a cache evicts keys by attention, got local(5)";
         pool(causal().with_alibi(true), config()) => biased;
         pool(causal().with_relative_reach(Some(3)), config()) => biased;
         pool(causal(), pool_config(1, EvictionConfig::tova(1))) => "capacity must be at least 2: 0 sinks, 1 recent keys and one for its score, got 1";

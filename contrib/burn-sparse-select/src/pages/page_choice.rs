@@ -157,8 +157,7 @@ impl Selection {
             GqaReduction::Sum => false,
             _ if group == 1 => false,
             other => {
-                let expected =
-                    "mean or sum over a pool of pages, which heads that share keys read together";
+                let expected = "mean or sum over a pool of pages, which heads that share keys read together: add share=mean";
                 return Err(OpError::argument("share", expected, other));
             }
         };
