@@ -139,7 +139,7 @@ fn turn(
     back: bool,
 ) -> Result<Tensor<4>, TransformerError> {
     let table = rope.freq_complex.clone();
-    let x = x.cast(table.dtype());
+    let dtype = table.dtype();
     let [batch, heads, seq, width] = x.dims();
     // `[batch or 1, seq, width, 2]`: cosine and sine, for both numbers of a pair.
     let table = match positions {
@@ -159,16 +159,14 @@ fn turn(
     let [entries, ..] = table.dims();
     let table = table.reshape([entries, 1, seq, width / 2, 4]);
     let (cosine, sine) = (table.clone().narrow(4, 0, 1), table.narrow(4, 1, 1));
-    let sine = if back { -sine } else { sine };
+    let signs = match back {
+        false => [-sine.clone(), sine],
+        true => [sine.clone(), -sine],
+    };
+    // Two kernels, where halves apart would be copied out and back.
     let pairs = x.reshape([batch, heads, seq, width / 2, 2]);
-    let (first, second) = (pairs.clone().narrow(4, 0, 1), pairs.narrow(4, 1, 1));
-    let rotated = Tensor::cat(
-        vec![
-            first.clone() * cosine.clone() - second.clone() * sine.clone(),
-            second * cosine + first * sine,
-        ],
-        4,
-    );
+    let swapped = pairs.clone().flip([4]).cast(dtype);
+    let rotated = pairs.cast(dtype) * cosine + swapped * Tensor::cat(signs.into(), 4);
     Ok(rotated.reshape([batch, heads, seq, width]))
 }
 

@@ -1,11 +1,10 @@
 use burn::module::Module;
 use burn::nn::{Embedding, Linear, RmsNorm};
-use burn::tensor::activation::silu;
 use burn::tensor::{Int, Tensor};
 use burn_blocksparse::Pattern;
 use burn_fused_ops::{
-    AddNormOptions, CrossEntropyOptions, LinearOptions, NormKind, NormParams, embedding, linear,
-    linear_cross_entropy,
+    Activation, AddNormOptions, CrossEntropyOptions, LinearOptions, NormKind, NormParams,
+    bias_activation, embedding, linear, linear_cross_entropy,
 };
 use burn_sparse_select::Selection;
 
@@ -84,8 +83,9 @@ impl LlamaMlp {
     fn forward(&self, x: Tensor<3>, precision: Precision) -> Result<Projected, TransformerError> {
         let gate = precision.product(&self.gate, x.clone())?;
         let up = precision.product(&self.up, x)?;
+        let gate = bias_activation(gate, None, Activation::Silu)?;
         Ok(Projected {
-            x: precision.product(&self.down, silu(gate) * up)?,
+            x: precision.product(&self.down, gate * up)?,
             bias: None,
             aux_loss: None,
         })
