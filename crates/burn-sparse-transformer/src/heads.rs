@@ -120,7 +120,26 @@ pub(crate) fn rotate(
     x: Tensor<4>,
     positions: &Positions,
 ) -> Result<Tensor<4>, TransformerError> {
-    turn(rope, x, positions, false)
+    turned(rope, x, positions, false)
+}
+
+/// [`rotate`], number by number, which takes five times as many kernels. Steps of autodiff run by their depth: behind so many, the branches of native sparse
+/// attention add up their gradients in one order, whatever is computed again.
+pub(crate) fn rotate_apart(
+    rope: &RotaryEncoding,
+    x: Tensor<4>,
+    positions: &Positions,
+) -> Result<Tensor<4>, TransformerError> {
+    let [batch, heads, seq, width] = x.dims();
+    let [cosine, sine] = table(rope, &x, positions)?;
+    let pairs = x.cast(rope.freq_complex.dtype());
+    let pairs = pairs.reshape([batch, heads, seq, width / 2, 2]);
+    let (first, second) = (pairs.clone().narrow(4, 0, 1), pairs.narrow(4, 1, 1));
+    let rotated = [
+        first.clone() * cosine.clone() - second.clone() * sine.clone(),
+        second * cosine + first * sine,
+    ];
+    Ok(Tensor::cat(rotated.into(), 4).reshape([batch, heads, seq, width]))
 }
 
 /// The other way round: what was rotated at a position as if that were so much less.
@@ -129,18 +148,37 @@ pub fn rotate_back(
     x: Tensor<4>,
     by: &Positions,
 ) -> Result<Tensor<4>, TransformerError> {
-    turn(rope, x, by, true)
+    turned(rope, x, by, true)
 }
 
-fn turn(
+/// Two kernels: numbers beside their pairs', and one product of each.
+fn turned(
     rope: &RotaryEncoding,
     x: Tensor<4>,
     positions: &Positions,
     back: bool,
 ) -> Result<Tensor<4>, TransformerError> {
-    let table = rope.freq_complex.clone();
-    let dtype = table.dtype();
     let [batch, heads, seq, width] = x.dims();
+    let [cosine, sine] = table(rope, &x, positions)?;
+    let dtype = rope.freq_complex.dtype();
+    let signs = match back {
+        false => [-sine.clone(), sine],
+        true => [sine.clone(), -sine],
+    };
+    let pairs = x.reshape([batch, heads, seq, width / 2, 2]);
+    let swapped = pairs.clone().flip([4]).cast(dtype);
+    let rotated = pairs.cast(dtype) * cosine + swapped * Tensor::cat(signs.into(), 4);
+    Ok(rotated.reshape([batch, heads, seq, width]))
+}
+
+/// Cosines and sines of `x` at its positions, `[batch or 1, 1, seq, width / 2, 1]`.
+fn table(
+    rope: &RotaryEncoding,
+    x: &Tensor<4>,
+    positions: &Positions,
+) -> Result<[Tensor<5>; 2], TransformerError> {
+    let table = rope.freq_complex.clone();
+    let [batch, _, seq, width] = x.dims();
     // `[batch or 1, seq, width, 2]`: cosine and sine, for both numbers of a pair.
     let table = match positions {
         Positions::From(start) => table.narrow(0, *start, seq).unsqueeze_dim::<4>(0),
@@ -158,16 +196,7 @@ fn turn(
     };
     let [entries, ..] = table.dims();
     let table = table.reshape([entries, 1, seq, width / 2, 4]);
-    let (cosine, sine) = (table.clone().narrow(4, 0, 1), table.narrow(4, 1, 1));
-    let signs = match back {
-        false => [-sine.clone(), sine],
-        true => [sine.clone(), -sine],
-    };
-    // Two kernels, where halves apart would be copied out and back.
-    let pairs = x.reshape([batch, heads, seq, width / 2, 2]);
-    let swapped = pairs.clone().flip([4]).cast(dtype);
-    let rotated = pairs.cast(dtype) * cosine + swapped * Tensor::cat(signs.into(), 4);
-    Ok(rotated.reshape([batch, heads, seq, width]))
+    Ok([table.clone().narrow(4, 0, 1), table.narrow(4, 1, 1)])
 }
 
 /// Beyond 2²⁴ a position is no f32 any more, and angles are made of positions.

@@ -9,7 +9,7 @@ use burn_sparse_select::nsa::{Nsa, NsaBranches, NsaKeysValues};
 
 use super::{Compression, NsaCompressor, NsaHeadsConfig};
 use crate::arange::arange;
-use crate::heads::{HeadNorm, Positions, rotate};
+use crate::heads::{HeadNorm, Positions, rotate_apart};
 use crate::linear::linear_flops;
 use crate::precision::project_heads;
 use crate::{Precision, SparseMhaCache, TransformerError};
@@ -77,7 +77,7 @@ impl Placing<'_> {
     ) -> Result<Tensor<4>, TransformerError> {
         let dtype = x.dtype();
         Ok(match self.rope {
-            Some(rope) => rotate(rope, x, positions)?.cast(dtype),
+            Some(rope) => rotate_apart(rope, x, positions)?.cast(dtype),
             None => x,
         })
     }

@@ -65,7 +65,7 @@ fn presets_are_listed_with_their_values() {
         "8,400 steps",
         "local:96 / strided:96",
         "segment:2",
-        "18.5 min, 18.8 GiB",
+        "18.5 min on an H100",
     ] {
         assert!(text.contains(words), "{words}: {text}");
     }
