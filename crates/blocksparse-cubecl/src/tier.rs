@@ -1,6 +1,6 @@
 //! The tiers as values: which there are, in what order they are asked, and what each launches.
 //!
-//! A tier is a folder, a variant of [`ForwardTile`] and [`BackwardTile`], and a row of [`ORDER`]. The first that takes a part of a layout
+//! A tier is a folder, a variant of [`ForwardTile`] and [`BackwardTile`], and a row of `ORDER`. The first that takes a part of a layout
 //! gets it; the others say why not. `simt` takes everything, so it comes last.
 
 use cubecl::server::Handle;

@@ -28,9 +28,9 @@
 //! | padding, masks of blocks | [`layout`] |
 //! | keys selected by content: top-k, MoBA, Quest, NSA, DSA, your own scores | the crate `burn-sparse-select` |
 //! | decoding from a paged KV cache, sampling | the crate `burn-paged-attention` |
-//! | linear layers, norms, MLP, embedding, loss | [`ops`] |
-//! | block-sparse linear layers | [`sparse_linear`] |
-//! | AdamW, gradient clipping | [`optim`] |
+//! | linear layers, norms, MLP, embedding, loss | `ops` |
+//! | block-sparse linear layers | `sparse_linear` |
+//! | AdamW, gradient clipping | `optim` |
 //! | CUDA graphs | [`graph`] |
 //! | gradients that are differentiated again | [`gradients`] |
 //! | backend traits | [`backend`] |

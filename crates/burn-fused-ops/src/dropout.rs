@@ -12,7 +12,7 @@ use burn_blocksparse::internal::op_plan::{OpDevice, OpPlan};
 
 /// Dropout of `x`, `[.., width]`: elements are retained with probability `1 − probability`, and then divided by that; the others become 0
 /// (Srivastava et al., 2014, with the division at training). Which are kept follows of the seed, the site and the place alone ([`ElementDropout`]), so
-/// the backward pass makes the mask again, and nothing is kept for it. [`add_norm`](crate::ops::add_norm()) drops a branch itself.
+/// the backward pass makes the mask again, and nothing is kept for it. `add_norm` drops a branch itself.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};

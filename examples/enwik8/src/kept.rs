@@ -37,7 +37,7 @@ pub struct KeptArgs {
     #[arg(long, value_name = "DTYPE", default_value = "model", value_parser = kv_dtype())]
     pub kv_dtype: KvDtype,
     /// Attend to pages of keys that each byte chooses, by layer in turn; the cache keeps all of them. Only what no later
-    /// byte takes part in, as quest:PAGE,BUDGET[,FULL_FIRST_LAYERS] and moba:BLOCK,K
+    /// byte takes part in, as quest:PAGE,BUDGET and moba:BLOCK,K
     #[arg(long, value_name = "TEXT", value_parser = notation::selection)]
     pub selection: Vec<Selection>,
     /// A choice of keys for each head, as search-selection writes it. To write, prompts alone are read by it, and each byte that follows attends to all

@@ -4,7 +4,7 @@
 //! they make up) is asked of a bound instead, which 32 halvings find. A cube has a row.
 //!
 //! No factor is infinite, nor a difference: a temperature is two factors, and differences are of halves. In a row whose largest number is not finite behind the
-//! penalty, all numbers are multiplied by what makes none larger than its logit ([`shrunk`]), so that they keep their order.
+//! penalty, all numbers are multiplied by what makes none larger than its logit (`shrunk`), so that they keep their order.
 
 // What is known at compile time stays apart from what is not.
 #![allow(clippy::collapsible_if)]

@@ -239,7 +239,7 @@ impl KvPool {
     }
 
     /// Evicts keys of sequences down to the capacity, by the caller's scores of their tokens: in a pool with
-    /// [`EvictionConfig::importance`], or any other configuration of [`EvictionScore::Custom`]. Nothing has changed after an error.
+    /// `EvictionConfig::importance`, or any other configuration of [`EvictionScore::Custom`]. Nothing has changed after an error.
     ///
     /// # Shapes
     /// - `importance`: of each layer `[sequences, kv_heads, tokens]`; of tokens those count whose keys are there

@@ -165,7 +165,7 @@ impl KvPool {
     /// An empty pool for one layer.
     ///
     /// # Errors
-    /// [`TransformerError::Argument`](burn_sparse_transformer::TransformerError::Argument) or [`PoolError::Cache`] naming what of the configuration is out of range.
+    /// [`TransformerError::Argument`] or [`PoolError::Cache`] naming what of the configuration is out of range.
     pub fn for_attention(
         attention: &SparseMultiHeadAttention,
         config: &KvPoolConfig,
@@ -305,7 +305,7 @@ impl KvPool {
     ///
     /// # Errors
     /// [`PoolError::Cache`] if there is no such sequence, it has fewer tokens, or keys that would live again are gone in some layer;
-    /// [`TransformerError::Boundary`](burn_sparse_transformer::TransformerError::Boundary) if a pattern has no boundary there.
+    /// [`TransformerError::Boundary`] if a pattern has no boundary there.
     pub fn truncate(&mut self, id: SequenceId, len: usize) -> Result<(), PoolError> {
         // All layers can, or none does.
         for Group { key, books, .. } in &self.groups {
@@ -484,7 +484,7 @@ impl KvPool {
     /// # Errors
     /// As [`SparseMultiHeadAttention::try_forward`]; if `x` is on a device with autodiff, `steps` are not as many as its entries, or the pool is not this
     /// layer's; [`PoolError::Cache`] if a sequence is none of the pool's or is named twice, or there are too few pages;
-    /// [`TransformerError::ContextExceeded`](burn_sparse_transformer::TransformerError::ContextExceeded), [`TransformerError::Boundary`](burn_sparse_transformer::TransformerError::Boundary).
+    /// [`TransformerError::ContextExceeded`], [`TransformerError::Boundary`].
     pub fn try_forward_attention(
         &mut self,
         attention: &SparseMultiHeadAttention,

@@ -107,7 +107,7 @@ impl Nsa {
     /// - result: `[batch · rows, kv_heads, choice.selected_pages()]`, i32, a walk for each query
     ///
     /// # Errors
-    /// As [`topk_pages`](crate::pages::topk_pages).
+    /// As [`topk_pages`].
     pub fn choose_pages(
         &self,
         importance: Tensor<4>,

@@ -159,7 +159,7 @@ pub fn dot(a: &[f64], b: &[f64]) -> f64 {
 
 /// Scores of blocks of keys, by queries and keys: what tells one method of content-based selection from another.
 ///
-/// To add a method, write a file with a struct that implements this, and give [`METHODS`](crate::selection::methods) a row that reads it from text.
+/// To add a method, write a file with a struct that implements this, and give `METHODS` a row that reads it from text.
 pub trait BlockEstimator: fmt::Debug + Send + Sync {
     /// How its text begins.
     fn name(&self) -> &'static str;

@@ -348,7 +348,7 @@ pub fn global_address<T: CubePrimitive>(buffer: &[T]) -> u64 {
     o
 }
 
-/// [`read_four_words`] of memory that the unit itself will write.
+/// `read_four_words` of memory that the unit itself will write.
 #[cube]
 pub fn read_four_words_once(address: u64, index: u32, end: u32) -> Vector<u32, Const<4>> {
     let o: Vector<u32, Const<4>>;

@@ -124,7 +124,7 @@ pub fn load_matrices(address: u32, #[comptime] offset: usize) -> Vector<u32, Fou
     o
 }
 
-/// As [`load_matrices`], each transposed.
+/// As `load_matrices`, each transposed.
 #[cube]
 pub fn load_transposes(address: u32, #[comptime] offset: usize) -> Vector<u32, Four> {
     let o: Vector<u32, Four>;
@@ -152,7 +152,7 @@ pub fn copy_piece(target: u32, base: u64, position: u32, stride: u32) {
         t = in(_) val::<u32>(target), b = in(_) val::<u64>(base), x = in(_) val::<u32>(position), s = in(_) val::<u32>(stride));
 }
 
-/// As [`copy_piece`], where rows are more than 4 GB apart.
+/// As `copy_piece`, where rows are more than 4 GB apart.
 #[cube]
 pub fn copy_far_piece(target: u32, base: u64, position: u32, stride: u64) {
     gpu_asm!("{{ .reg .pred p; .reg .b32 r, n; .reg .b64 a; setp.eq.u32 p, {x}, 0xffffffff; selp.b32 r, 0, {x}, p; \

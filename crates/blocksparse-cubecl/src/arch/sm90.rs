@@ -165,7 +165,7 @@ fn bulk_instruction(add: bool) -> &'static str {
     }
 }
 
-/// Starts `a · bᵀ` `[64, cols]`. The result is there after a [`wait`].
+/// Starts `a · bᵀ` `[64, cols]`. The result is there after a `wait`.
 #[cube]
 pub fn product<S: Size>(
     a: u64,
@@ -184,7 +184,7 @@ pub fn product<S: Size>(
     out
 }
 
-/// Starts `c + p · b` `[64, dim]`. The result is there after a [`wait`].
+/// Starts `c + p · b` `[64, dim]`. The result is there after a `wait`.
 #[cube]
 pub fn accumulate<P: Size, O: Size>(
     c: Vector<f32, O>,
@@ -204,7 +204,7 @@ pub fn accumulate<P: Size, O: Size>(
     out
 }
 
-/// Starts `p · b` `[64, dim]`. The result is there after a [`wait`].
+/// Starts `p · b` `[64, dim]`. The result is there after a `wait`.
 #[cube]
 pub fn weigh<P: Size, O: Size>(
     p: Vector<u32, P>,
@@ -222,7 +222,7 @@ pub fn weigh<P: Size, O: Size>(
     out
 }
 
-/// Starts `aᵀ · b` `[64, 2 · O]` of operands whose rows are the `depth`. The result is there after a [`wait`].
+/// Starts `aᵀ · b` `[64, 2 · O]` of operands whose rows are the `depth`. The result is there after a `wait`.
 #[cube]
 pub fn wide_product<O: Size>(
     a: u64,
@@ -239,7 +239,7 @@ pub fn wide_product<O: Size>(
     out
 }
 
-/// Starts `c + a · b` `[64, dim]` of a depth-major `a` and a `b` whose rows are the `depth`. The result is there after a [`wait`].
+/// Starts `c + a · b` `[64, dim]` of a depth-major `a` and a `b` whose rows are the `depth`. The result is there after a `wait`.
 #[cube]
 pub fn accumulate_shared<O: Size>(
     c: Vector<f32, O>,
@@ -275,7 +275,7 @@ pub fn store_own<P: Size>(p: Vector<u32, P>, address: u32) {
         p = in(_) val::<Vector<u32, P>>(p), a = in(_) val::<u32>(address));
 }
 
-/// Loads what [`store_own`] stored.
+/// Loads what `store_own` stored.
 #[cube]
 pub fn load_own<P: Size>(address: u32) -> Vector<u32, P> {
     let out: Vector<u32, P>;
@@ -299,7 +299,7 @@ pub fn store_sixteen<O: Size>(x: Vector<f32, O>, address: u32, #[comptime] eight
         x = in(_) val::<Vector<f32, O>>(x), a = in(_) val::<u32>(address));
 }
 
-/// Starts a copy of shared memory to global memory, or its addition as f32. [`bulk_wait`] waits for it.
+/// Starts a copy of shared memory to global memory, or its addition as f32. `bulk_wait` waits for it.
 #[cube]
 pub fn bulk_store(target: u64, source: u32, #[comptime] bytes: usize, #[comptime] add: bool) {
     gpu_asm!("{i} [{t}], [{s}], {b};", i = const bulk_instruction(add),

@@ -30,7 +30,7 @@ pub struct BiasTiles {
 /// Adds a part's gradient of a bias that has a number for each pair: one launch, or one for each pattern where heads of several share numbers.
 ///
 /// # Errors
-/// As [`check`].
+/// As `check`.
 pub fn launch_bias_pairs(
     pass: &BackwardPass,
     part: Part,
@@ -132,7 +132,7 @@ fn patterns(
 /// those over batch entries and heads that share the bias.
 ///
 /// # Errors
-/// As [`check`].
+/// As `check`.
 pub fn launch_bias_keys(
     pass: &BackwardPass,
     part: Part,

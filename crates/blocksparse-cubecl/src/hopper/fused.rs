@@ -111,7 +111,7 @@ impl Sizes {
 /// The backward pass over a part, with the stats if a part before has made them.
 ///
 /// # Errors
-/// As [`check`], and if a tensor is too large. Then nothing was launched.
+/// As `check`, and if a tensor is too large. Then nothing was launched.
 pub fn launch_fused(
     pass: &BackwardPass,
     part: Part,

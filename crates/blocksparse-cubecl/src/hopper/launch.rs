@@ -147,7 +147,7 @@ fn check_eights(what: &'static str, elements: usize) -> Result<(), KernelError> 
 /// Runs the forward pass over a part into `out` and `lse`. With [`Tile::carry`] they hold the parts before.
 ///
 /// # Errors
-/// As [`check`], and if the output is too large. Then nothing was launched.
+/// As `check`, and if the output is too large. Then nothing was launched.
 pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), KernelError> {
     let &ForwardPass {
         client,
@@ -205,7 +205,7 @@ pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), 
 /// Runs the backward pass over a part in two walks.
 ///
 /// # Errors
-/// As [`check`], and if a gradient is too large.
+/// As `check`, and if a gradient is too large.
 pub fn launch_walks(
     pass: &BackwardPass,
     part: Part,

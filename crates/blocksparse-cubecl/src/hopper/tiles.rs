@@ -356,10 +356,10 @@ pub struct BackwardTile {
     pub persistent: bool,
     /// Whether tiles that are much longer than the others add dQ to sums of their own.
     pub apart: bool,
-    /// Whether who visits queries last writes their dQ, see [`backward_chain`](super::backward_chain): not where walks are
+    /// Whether who visits queries last writes their dQ, see `backward_chain`: not where walks are
     /// long and heads narrow, where it gains nothing.
     pub finishes: bool,
-    /// Cubes that share the query heads of a head of keys: see [`shares`](super::shares).
+    /// Cubes that share the query heads of a head of keys: see `shares`.
     pub shares: usize,
     /// The size of blocks, where a step is one coarse entry with bits of them.
     pub coarse: Option<usize>,

@@ -206,7 +206,7 @@ pub fn load_pair(
     pair
 }
 
-/// Writes what [`load_pair`] reads.
+/// Writes what `load_pair` reads.
 #[cube]
 pub fn store_pair(
     words: &mut [u32],

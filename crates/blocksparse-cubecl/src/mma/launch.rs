@@ -103,7 +103,7 @@ fn check_words(what: &'static str, elements: usize, element: Element) -> Result<
 /// Runs the forward pass over a part into `out` and `lse`. With [`Tile::carry`] they hold the parts before.
 ///
 /// # Errors
-/// As [`check`], and if the output is too large. Then nothing was launched.
+/// As `check`, and if the output is too large. Then nothing was launched.
 pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), KernelError> {
     let &ForwardPass {
         client,
@@ -158,7 +158,7 @@ pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), 
 /// Runs the backward pass over a part: a walk over rows, and one over columns.
 ///
 /// # Errors
-/// As [`check`], and if a gradient is too large.
+/// As `check`, and if a gradient is too large.
 pub fn launch_backward(
     pass: &BackwardPass,
     part: Part,
@@ -199,7 +199,7 @@ pub fn launch_backward(
 /// a row.
 ///
 /// # Errors
-/// As [`check`].
+/// As `check`.
 pub fn launch_bias_gradient(
     pass: &BackwardPass,
     part: Part,

@@ -18,7 +18,7 @@ pub fn lane_cols(lane: u32, #[comptime] dim: usize, #[comptime] t: Tile) -> u32 
     (lane % 8 + lane / 16 * 8) * comptime!(t.pitch(dim) as u32) + lane / 8 % 2 * 16
 }
 
-/// Where a lane begins to read the right operand of [`accumulate`]: rows of matrices to be transposed, or numbers.
+/// Where a lane begins to read the right operand of `accumulate`: rows of matrices to be transposed, or numbers.
 #[cube]
 pub fn lane_depth(lane: u32, #[comptime] dim: usize, #[comptime] t: Tile) -> u32 {
     let mut start = lane_rows(lane, dim, t);

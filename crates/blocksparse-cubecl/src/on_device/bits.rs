@@ -1,4 +1,4 @@
-//! From the tensor that chooses blocks to bits: one for each pair of blocks, by rows and by columns. Of scores, see [`budget`](super::budget).
+//! From the tensor that chooses blocks to bits: one for each pair of blocks, by rows and by columns. Of scores, see `budget`.
 
 use cubecl::prelude::*;
 use cubecl::server::Handle;

@@ -1,8 +1,8 @@
 //! Launch plans of layouts whose blocks a tensor chooses: made on its device, in buffers whose sizes follow from the layout's sizes.
 //!
-//! The tensor becomes bits ([`bits`]), the bits become the words of a plan ([`words`]), and kernels walk it as they walk any other. Where every query
-//! chooses for itself, [`query_lists`] packs those that chose the same block. Blocks that are chosen from those of a layout on the host have its plan's
-//! entries ([`within`]), and so do those whose masks follow from positions, or from bits of pairs ([`pairs`]).
+//! The tensor becomes bits ([`bits`]), the bits become the words of a plan (`words`), and kernels walk it as they walk any other. Where every query
+//! chooses for itself, `query_lists` packs those that chose the same block. Blocks that are chosen from those of a layout on the host have its plan's
+//! entries (`within`), and so do those whose masks follow from positions, or from bits of pairs (`pairs`).
 
 mod at_once;
 pub mod bits;

@@ -8,8 +8,8 @@
 //! selected: keys that are above in the digits that were found, and the first of those that are equal in them
 //! ```
 //!
-//! Nothing is sorted. A cube has a row ([`list_top_k`]), whose numbers its units read next to each other: most long rows twice for digits and once for the
-//! list. Or a cube has a part of a row, and a launch finds a digit, by [`count_digits`] and [`find_digit`]. Counts are whole numbers that units add to in any
+//! Nothing is sorted. A cube has a row (`list_top_k`), whose numbers its units read next to each other: most long rows twice for digits and once for the
+//! list. Or a cube has a part of a row, and a launch finds a digit, by `count_digits` and `find_digit`. Counts are whole numbers that units add to in any
 //! order, so they are the same every time.
 
 // A kernel's numbers have no such methods.
@@ -256,7 +256,7 @@ pub fn find_digit(
     sync_cube();
 }
 
-/// Lists the columns of the `wanted` highest keys of the span of a row that a cube has, as [`list_selected`] does.
+/// Lists the columns of the `wanted` highest keys of the span of a row that a cube has, as `list_selected` does.
 #[cube]
 pub fn list_top_k<N: Size, K: RowKeys>(
     numbers: &[Vector<u32, N>],

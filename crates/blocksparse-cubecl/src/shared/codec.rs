@@ -73,7 +73,7 @@ pub fn encode(x: f32, #[comptime] quantization: Quantization) -> u32 {
     }
 }
 
-/// The number whose code [`encode`] gives one that was divided by its scale, of at most 448 in E4M3.
+/// The number whose code `encode` gives one that was divided by its scale, of at most 448 in E4M3.
 #[cube]
 pub fn nearest_e4m3(x: f32) -> f32 {
     let bits = u32::reinterpret(x);

@@ -215,7 +215,7 @@ pub fn two_compared(a: &Compared, b: &Compared) -> Compared {
     }
 }
 
-/// Which numbers of twice [two counters](two_compared) keep their pairs, a byte for each.
+/// Which numbers of twice two counters keep their pairs, a byte for each.
 #[cfg(feature = "cuda-asm")]
 #[cube]
 pub fn kept_eights(ab: &Compared, cd: &Compared) -> u32 {

@@ -19,7 +19,7 @@ pub fn key(number: u32) -> u32 {
     select(bits >> 31u32 == 1u32, !bits, bits | 0x8000_0000u32)
 }
 
-/// The number that [`key`] made this of.
+/// The number that `key` made this of.
 #[cube]
 pub fn number(key: u32) -> f32 {
     f32::reinterpret(select(key >> 31u32 == 1u32, key & 0x7fff_ffffu32, !key))

@@ -110,7 +110,7 @@ pub struct Pair<A: Float> {
     pub b: A,
 }
 
-/// Numbers of shared memory that [`pair_across_lanes`] needs.
+/// Numbers of shared memory that `pair_across_lanes` needs.
 pub fn pair_shared(tile: &RowTile) -> usize {
     match tile.plane > 1 && tile.lanes > tile.plane {
         true => 4 * tile.units() / tile.plane,

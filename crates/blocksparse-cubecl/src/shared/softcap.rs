@@ -2,7 +2,7 @@
 //!
 //! A hyperbolic tangent by the card's exponential and reciprocal takes two of its slow instructions, of which a
 //! multiprocessor starts 16 a cycle; the weight's own exponential is a third. PTX's `tanh` is one, but has eleven bits
-//! only. So where all products of a warp are [`NEAR`], as they mostly are, it is a polynomial of its argument.
+//! only. So where all products of a warp are `NEAR`, as they mostly are, it is a polynomial of its argument.
 
 use cubecl::prelude::*;
 
@@ -48,7 +48,7 @@ pub fn with_products<S: Size>(largest: &mut Array<f32>, s: Vector<f32, S>) {
     }
 }
 
-/// Whether any unit of the warp has a product whose argument is beyond [`NEAR`].
+/// Whether any unit of the warp has a product whose argument is beyond `NEAR`.
 #[cube]
 pub fn any_far(largest: &Array<f32>, cap_scale: f32) -> bool {
     let first = larger(largest[0], largest[1]);

@@ -29,7 +29,7 @@ pub fn load_four<E: Float, A: Float, N: Size>(
     value
 }
 
-/// Writes four elements, narrowed to `E`; `row` is where the row begins, in vectors. The reverse of [`load_four`].
+/// Writes four elements, narrowed to `E`; `row` is where the row begins, in vectors. The reverse of `load_four`.
 #[cube]
 pub fn store_four<E: Float, A: Float, N: Size>(
     target: &mut [Vector<E, N>],
@@ -78,7 +78,7 @@ pub fn rows_of(strides: &Strides, batch: usize, head: usize) -> HeadRows {
 /// Which rows are loaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Side {
-    /// Those of the cube's tile: see [`row_place`].
+    /// Those of the cube's tile: see `row_place`.
     Own,
     /// Those of a step, from its first entry on.
     Gathered,
@@ -125,7 +125,7 @@ impl Deal {
     }
 }
 
-/// Loads rows from word `first` on into shared memory, see [`slot`].
+/// Loads rows from word `first` on into shared memory, see `slot`.
 #[cube]
 pub fn load<E: Float, A: Float, N: Size>(
     source: &[Vector<E, N>],
@@ -165,7 +165,7 @@ pub fn load<E: Float, A: Float, N: Size>(
     }
 }
 
-/// [`load`] of two tensors, whose positions are looked up once if they are equally wide.
+/// `load` of two tensors, whose positions are looked up once if they are equally wide.
 #[cube]
 pub fn load_both<E: Float, A: Float, N: Size>(
     source1: &[Vector<E, N>],

@@ -14,7 +14,7 @@ use burn_blocksparse::internal::check::same_device;
 use burn_blocksparse::internal::op_plan::OpPlan;
 use burn_blocksparse::internal::values::ThreeFloats;
 
-/// [`fused_linear`](crate::ops::fused_linear) and [`split_heads`](crate::ops::split_heads) as one step: the products of up to three weights with one x,
+/// [`fused_linear`](crate::fused_linear) and [`split_heads`](crate::split_heads) as one step: the products of up to three weights with one x,
 /// and their bias, as tensors by heads, which attention reads. Where the product's kernel writes heads itself, nothing is copied.
 ///
 /// The autodiff graph keeps what `fused_linear` does; gradients are those of the two steps. Deterministic.
@@ -67,7 +67,7 @@ pub fn qkv_proj(
     Ok(tensors.map(Tensor::from_dispatch).collect())
 }
 
-/// [`join_heads`](crate::ops::join_heads) and [`linear`](crate::linear()) as one step: the projection of what heads see. Where the product's kernel reads
+/// `join_heads` and [`linear`](crate::linear()) as one step: the projection of what heads see. Where the product's kernel reads
 /// heads itself, nothing is copied, and no copy is kept for the backward pass.
 ///
 /// ```

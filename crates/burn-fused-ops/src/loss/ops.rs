@@ -35,7 +35,7 @@ pub trait LossOps: Backend {
         compute::backward::<Self>(saved, dtypes)
     }
 
-    /// The gradients of losses of positions ([`Reduction::None`](crate::ops::Reduction::None)) by a gradient for each, `[positions]`: logits are made again.
+    /// The gradients of losses of positions (`Reduction::None`) by a gradient for each, `[positions]`: logits are made again.
     #[fusion(meta = meta::backward_of_positions)]
     fn position_cross_entropy_backward(
         #[extension_type] inputs: LossInputs<Self>,

@@ -19,7 +19,7 @@ pub enum Reduction {
     None,
 }
 
-/// The tensors of [`linear_cross_entropy`](crate::ops::linear_cross_entropy).
+/// The tensors of `linear_cross_entropy`.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]

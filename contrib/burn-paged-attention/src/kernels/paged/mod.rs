@@ -1,7 +1,7 @@
 //! Attention of few queries to keys and values in pages, as decoding needs it.
 //!
 //! The queries of the heads that share a head of keys are rows of one matrix, so that keys are read once for all of them. A sequence's walk over its pages
-//! is cut into shares; lengths are on the device, so cubes find out there which share is theirs ([`walk`]), and a launch depends on shapes alone. Each
+//! is cut into shares; lengths are on the device, so cubes find out there which share is theirs (`walk`), and a launch depends on shapes alone. Each
 //! share is a softmax of its own, and a second launch joins them.
 //!
 //! ```text

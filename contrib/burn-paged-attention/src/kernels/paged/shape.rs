@@ -40,7 +40,7 @@ pub struct PagedShape {
     pub sinks: bool,
     /// Pages of a share, if that does not follow from the lengths.
     pub fixed_split: Option<usize>,
-    /// Whether there are [`PagedBuffers::counters`].
+    /// Whether there are `PagedBuffers::counters`.
     pub counters: bool,
 }
 

@@ -1,6 +1,6 @@
 //! Which activation.
 
-/// What [`bias_activation`](crate::ops::bias_activation) makes of each number.
+/// What `bias_activation` makes of each number.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Activation {

@@ -16,7 +16,7 @@ use burn_blocksparse::internal::check::same_device;
 use burn_blocksparse::internal::op_plan::OpPlan;
 
 /// The weights of [`mlp`], and the bias between them. The second bias belongs to what the result is added to, or to
-/// [`bias_activation`](crate::ops::bias_activation).
+/// `bias_activation`.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct MlpParams {
@@ -72,7 +72,7 @@ impl MlpOptions {
 }
 
 /// `f(x · W₁ + b) · W₂`, a transformer's feed-forward network but for its last bias, as [`linear`](crate::linear()),
-/// [`bias_activation`](crate::ops::bias_activation) and `linear` compute it.
+/// `bias_activation` and `linear` compute it.
 ///
 /// It is one step of the autodiff graph. Of the two tensors of the hidden width it keeps the one before the activation, or none, and its backward pass
 /// makes the other again in the pass that differentiates the activation. Everything else is as in those three: gradients by weights are summed in f32,
