@@ -11,7 +11,7 @@ use crate::call::{Call, Seen};
 use crate::content::ContentHeads;
 use crate::dropout::{Seeds, training_dropout};
 use crate::error::{ensure, ensure_shape, or_panic};
-use crate::heads::{Positions, rotate, rotate_apart};
+use crate::heads::{Positions, rotate};
 use crate::layouts::{Layouts, Request};
 use crate::precision::project_heads;
 use crate::stream::Projected;
@@ -439,20 +439,33 @@ impl SparseMultiHeadAttention {
     }
 
     /// Queries or keys `[batch, heads, seq, d_k]`, normalised and rotated.
-    pub(crate) fn place(
+    fn place(
         &self,
         x: Tensor<4>,
         norm: &Option<HeadNorm>,
         positions: &Positions,
     ) -> Result<Tensor<4>, TransformerError> {
-        let is_nsa = (self.content.as_ref()).is_some_and(|content| content.nsa.is_some());
+        self.place_by(rotate, x, norm, positions)
+    }
+
+    /// [`Self::place`] with a way of rotating: [`rotate`] or [`rotate_apart`](crate::heads::rotate_apart).
+    pub(crate) fn place_by(
+        &self,
+        rotate: impl FnOnce(
+            &RotaryEncoding,
+            Tensor<4>,
+            &Positions,
+        ) -> Result<Tensor<4>, TransformerError>,
+        x: Tensor<4>,
+        norm: &Option<HeadNorm>,
+        positions: &Positions,
+    ) -> Result<Tensor<4>, TransformerError> {
         let dtype = x.dtype();
         let x = match norm {
             Some(norm) => norm.forward(x, self.qk_norm_eps)?,
             None => x,
         };
         let x = match &self.rope {
-            Some(rope) if is_nsa => rotate_apart(rope, x, positions)?,
             Some(rope) => rotate(rope, x, positions)?,
             None => x,
         };

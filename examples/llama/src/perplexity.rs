@@ -53,6 +53,11 @@ pub fn run(args: &PerplexityArgs) -> Result<()> {
         args.skip
     );
     let model = args.model.load(&config, &device)?;
+    let of = |from: usize| {
+        let ids = tokens[from..from + args.window].iter().map(|&id| id as i32);
+        let data = TensorData::new(ids.collect::<Vec<_>>(), [1, args.window]);
+        Tensor::<2, Int>::from_data(data, &device)
+    };
     println!(
         "{:<44} {:>8} {:>10} {:>10} {:>9}",
         "attention", "of pairs", "bits/token", "bits/byte", "s/window"
@@ -64,11 +69,6 @@ pub fn run(args: &PerplexityArgs) -> Result<()> {
         let begun = Instant::now();
         for window in 0..args.windows {
             let first = args.skip + window * args.window;
-            let of = |from: usize| {
-                let ids = tokens[from..from + args.window].iter().map(|&id| id as i32);
-                let data = TensorData::new(ids.collect::<Vec<_>>(), [1, args.window]);
-                Tensor::<2, Int>::from_data(data, &device)
-            };
             let loss = model
                 .try_loss(of(first), of(first + 1))?
                 .into_scalar::<f32>();
@@ -78,12 +78,7 @@ pub fn run(args: &PerplexityArgs) -> Result<()> {
         }
         let seconds = begun.elapsed().as_secs_f64() / args.windows as f64;
         if args.windows > 0 {
-            let ids: Vec<i32> = tokens[args.skip..args.skip + args.window]
-                .iter()
-                .map(|&id| id as i32)
-                .collect();
-            let ids = Tensor::<2, Int>::from_data(TensorData::new(ids, [1, args.window]), &device);
-            share = density(&model, ids)?;
+            share = density(&model, of(args.skip))?;
         }
         let share = share.map_or("-".into(), |share| format!("{:.1}%", 100.0 * share));
         let counted = (args.windows * args.window) as f64;

@@ -11,7 +11,7 @@ use super::heads::{NsaSizes, Placing, Projections};
 use super::{NsaHeads, NsaHeadsConfig};
 use crate::call::{Call, Seen};
 use crate::error::{ensure, ensure_none};
-use crate::heads::Positions;
+use crate::heads::{Positions, rotate_apart};
 use crate::kind::{AttentionKind, check_causal, display};
 use crate::precision::project_heads;
 use crate::{
@@ -129,7 +129,7 @@ impl SparseMultiHeadAttention {
         let heads = [self.n_heads, self.n_kv_heads, self.n_kv_heads];
         let [query, key, value] = project_heads(self.precision, layers, x, heads)?;
         let heads = Projections {
-            query: self.place(query, &self.query_norm, positions)?,
+            query: self.place_by(rotate_apart, query, &self.query_norm, positions)?,
             key,
             value,
         };

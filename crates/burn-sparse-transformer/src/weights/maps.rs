@@ -24,12 +24,72 @@ fn norm(map: KeyMap, parameter: &str, tensor: &str) -> KeyMap {
     .rule(format!("{parameter}.beta"), format!("{tensor}.bias"), Same)
 }
 
-/// Names in a layer of a Llama's.
-fn in_layer(parameter: &str, tensor: &str) -> (String, String) {
-    (
-        format!("layers.{{}}.{parameter}"),
-        format!("model.layers.{{}}.{tensor}"),
-    )
+/// How files name the tensors of a Llama's layer.
+struct LlamaLayer<'a> {
+    /// Before the name of each.
+    layer: &'a str,
+    /// Before the attention and before the feed-forward network.
+    norms: [&'a str; 2],
+    /// Query, key, value and output.
+    attention: [&'a str; 4],
+    head_norms: [&'a str; 2],
+    /// Gate, up and down.
+    mlp: [&'a str; 3],
+}
+
+impl LlamaLayer<'_> {
+    /// The rules of a layer with so many heads of queries and of keys, whose channels lie in halves or as pairs.
+    fn rules(&self, mut map: KeyMap, heads: [usize; 2], in_halves: bool) -> KeyMap {
+        let in_layer = |parameter: &str, tensor: &str| {
+            let tensor = format!("{}.{{}}.{tensor}", self.layer);
+            (format!("layers.{{}}.{parameter}"), tensor)
+        };
+        let rotated = |form, heads| match in_halves {
+            true => Form::RotaryHalves { heads },
+            false => form,
+        };
+        for (parameter, tensor) in ["attention_norm", "mlp_norm"].iter().zip(self.norms) {
+            let (parameter, tensor) =
+                in_layer(&format!("{parameter}.gamma"), &format!("{tensor}.weight"));
+            map = map.rule(parameter, tensor, Same);
+        }
+        let [query, key, value, output] = self.attention;
+        let [query_norm, key_norm] = self.head_norms;
+        let [gate, up, down] = self.mlp;
+        for (name, tensor, norm, heads) in [
+            ("query", query, query_norm, heads[0]),
+            ("key", key, key_norm, heads[1]),
+        ] {
+            let name = format!("attention.{name}");
+            for (parameter, tensor, form) in [
+                (
+                    ".weight",
+                    format!("{tensor}.weight"),
+                    rotated(Transposed, heads),
+                ),
+                (".bias", format!("{tensor}.bias"), rotated(Same, heads)),
+                (
+                    "_norm.Rms.gamma",
+                    format!("{norm}.weight"),
+                    rotated(Same, 1),
+                ),
+            ] {
+                let (parameter, tensor) = in_layer(&format!("{name}{parameter}"), &tensor);
+                map = map.rule(parameter, tensor, form);
+            }
+        }
+        for (parameter, tensor) in [
+            ("attention.value", value),
+            ("attention.output", output),
+            ("mlp.gate", gate),
+            ("mlp.up", up),
+            ("mlp.down", down),
+        ] {
+            let (parameter, tensor) = in_layer(parameter, tensor);
+            map = linear(map, &parameter, &tensor);
+        }
+        map
+    }
 }
 
 impl KeyMap {
@@ -104,43 +164,25 @@ impl KeyMap {
     /// The names of Llama, Mistral, Qwen2 and Qwen3 in `transformers`, for a [`Llama`](crate::llama::Llama) with so many heads of queries and of keys, and with a
     /// head that is the embedding if it is `tied`; with or without `model.` before them. Weights of queries and keys become those of neighbouring channels: [`Form::RotaryHalves`].
     pub fn llama(n_heads: usize, n_kv_heads: usize, tied: bool) -> Self {
-        let mut map = Self::default()
+        let map = Self::default()
             .prefix("model.")
             .rule("embed.weight", "model.embed_tokens.weight", Same)
             .rule("norm.gamma", "model.norm.weight", Same)
             // Frequencies, in files of older versions.
             .ignore("layers.{}.self_attn.rotary_emb.inv_freq");
-        for (parameter, tensor) in [
-            ("attention_norm.gamma", "input_layernorm"),
-            ("mlp_norm.gamma", "post_attention_layernorm"),
-        ] {
-            let (parameter, tensor) = in_layer(parameter, &format!("{tensor}.weight"));
-            map = map.rule(parameter, tensor, Same);
-        }
-        for (name, tensor, heads) in [("query", "q", n_heads), ("key", "k", n_kv_heads)] {
-            for part in ["weight", "bias"] {
-                let (parameter, tensor) = in_layer(
-                    &format!("attention.{name}.{part}"),
-                    &format!("self_attn.{tensor}_proj.{part}"),
-                );
-                map = map.rule(parameter, tensor, Form::RotaryHalves { heads });
-            }
-            let (parameter, tensor) = in_layer(
-                &format!("attention.{name}_norm.Rms.gamma"),
-                &format!("self_attn.{tensor}_norm.weight"),
-            );
-            map = map.rule(parameter, tensor, Form::RotaryHalves { heads: 1 });
-        }
-        for (parameter, tensor) in [
-            ("attention.value", "self_attn.v_proj"),
-            ("attention.output", "self_attn.o_proj"),
-            ("mlp.gate", "mlp.gate_proj"),
-            ("mlp.up", "mlp.up_proj"),
-            ("mlp.down", "mlp.down_proj"),
-        ] {
-            let (parameter, tensor) = in_layer(parameter, tensor);
-            map = linear(map, &parameter, &tensor);
-        }
+        let layer = LlamaLayer {
+            layer: "model.layers",
+            norms: ["input_layernorm", "post_attention_layernorm"],
+            attention: [
+                "self_attn.q_proj",
+                "self_attn.k_proj",
+                "self_attn.v_proj",
+                "self_attn.o_proj",
+            ],
+            head_norms: ["self_attn.q_norm", "self_attn.k_norm"],
+            mlp: ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"],
+        };
+        let map = layer.rules(map, [n_heads, n_kv_heads], true);
         match tied {
             true => map.ignore("lm_head.weight"),
             false => map.rule("head.weight", "lm_head.weight", Transposed),
@@ -221,69 +263,20 @@ impl KeyMap {
     /// As [`LlamaConfig::from_gguf`].
     pub fn llama_gguf(gguf: &Gguf) -> Result<Self, TransformerError> {
         let config = LlamaConfig::from_gguf(gguf)?;
-        let is_in_halves = gguf.architecture() != Some("llama");
-        let rotated = |form, heads| match is_in_halves {
-            true => Form::RotaryHalves { heads },
-            false => form,
-        };
-        let mut map = Self::default()
+        let map = Self::default()
             .rule("embed.weight", "token_embd.weight", Same)
             .rule("norm.gamma", "output_norm.weight", Same)
             .rule("head.weight", "output.weight", Transposed)
             // The configuration has it.
             .ignore("rope_freqs.weight");
-        let n_kv_heads = config.n_kv_heads.unwrap_or(config.n_heads);
-        for (name, tensor, heads) in [
-            ("query", "attn_q", config.n_heads),
-            ("key", "attn_k", n_kv_heads),
-        ] {
-            for (parameter, tensor, form) in [
-                (
-                    format!("attention.{name}.weight"),
-                    format!("{tensor}.weight"),
-                    rotated(Transposed, heads),
-                ),
-                (
-                    format!("attention.{name}.bias"),
-                    format!("{tensor}.bias"),
-                    rotated(Same, heads),
-                ),
-                (
-                    format!("attention.{name}_norm.Rms.gamma"),
-                    format!("{tensor}_norm.weight"),
-                    rotated(Same, 1),
-                ),
-            ] {
-                map = map.rule(
-                    format!("layers.{{}}.{parameter}"),
-                    format!("blk.{{}}.{tensor}"),
-                    form,
-                );
-            }
-        }
-        for (parameter, tensor) in [
-            ("attention_norm.gamma", "attn_norm.weight"),
-            ("mlp_norm.gamma", "ffn_norm.weight"),
-        ] {
-            map = map.rule(
-                format!("layers.{{}}.{parameter}"),
-                format!("blk.{{}}.{tensor}"),
-                Same,
-            );
-        }
-        for (parameter, tensor) in [
-            ("attention.value", "attn_v"),
-            ("attention.output", "attn_output"),
-            ("mlp.gate", "ffn_gate"),
-            ("mlp.up", "ffn_up"),
-            ("mlp.down", "ffn_down"),
-        ] {
-            let (parameter, tensor) = (
-                format!("layers.{{}}.{parameter}"),
-                format!("blk.{{}}.{tensor}"),
-            );
-            map = linear(map, &parameter, &tensor);
-        }
-        Ok(map)
+        let layer = LlamaLayer {
+            layer: "blk",
+            norms: ["attn_norm", "ffn_norm"],
+            attention: ["attn_q", "attn_k", "attn_v", "attn_output"],
+            head_norms: ["attn_q_norm", "attn_k_norm"],
+            mlp: ["ffn_gate", "ffn_up", "ffn_down"],
+        };
+        let heads = [config.n_heads, config.n_kv_heads.unwrap_or(config.n_heads)];
+        Ok(layer.rules(map, heads, gguf.architecture() != Some("llama")))
     }
 }
