@@ -5,7 +5,7 @@ use std::fmt::Write;
 use std::path::Path;
 use std::{env, fs};
 
-const PAGES: [&str; 19] = [
+const PAGES: [&str; 26] = [
     "README.md",
     "crates/blocksparse/README.md",
     "crates/burn-blocksparse/README.md",
@@ -13,10 +13,17 @@ const PAGES: [&str; 19] = [
     "crates/burn-sparse-transformer/README.md",
     "docs/block-sparse-weights.md",
     "docs/choose-a-pattern.md",
+    "docs/clusters-and-hashes.md",
     "docs/decoding.md",
+    "docs/deepseek-sparse-attention.md",
     "docs/gallery.md",
     "docs/install-gpu.md",
+    "docs/kv-cache-eviction.md",
+    "docs/kv-cache-memory.md",
+    "docs/kv-cache-selection.md",
     "docs/llama.md",
+    "docs/native-sparse-attention.md",
+    "docs/own-selection.md",
     "docs/padding.md",
     "docs/replayed-steps.md",
     "docs/selection.md",
