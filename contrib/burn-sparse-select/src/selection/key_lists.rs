@@ -3,14 +3,16 @@
 use burn::backend::Dispatch;
 use burn::tensor::{Int, Tensor};
 
-use crate::selection::ops::{SelectionOps, UniqueKeys};
+use crate::selection::ops::SelectionOps;
 use crate::selection::overlap;
 use crate::selection::overlap::checked_overlap;
 use crate::selection::query_lists::SelectedBlocks;
 use crate::selection::token_sparse::backend::{gathers, plan};
-use crate::selection::token_sparse::ops::{
-    QueryLists, Sparsity, TokenSparseCall, TokenSparseInputs, TokenSparseOps,
+use crate::selection::token_sparse::ops::TokenSparseOps;
+use crate::selection::token_sparse::values::{
+    QueryLists, Sparsity, TokenSparseCall, TokenSparseInputs,
 };
+use crate::selection::values::UniqueKeys;
 use burn_blocksparse::internal::check;
 use burn_blocksparse::internal::device::served;
 use burn_blocksparse::internal::op_plan::OpPlan;

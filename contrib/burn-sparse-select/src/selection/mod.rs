@@ -60,6 +60,7 @@ pub mod selected;
 pub mod sharing;
 mod sparge;
 mod text;
+pub mod values;
 mod vertical_slash;
 mod within;
 

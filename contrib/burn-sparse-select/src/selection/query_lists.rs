@@ -6,9 +6,10 @@ use blocksparse::{Always, ScoreGrid};
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, Tensor};
 
-use crate::selection::ops::{QueryTiles, SelectionOps, TopKBlocks};
+use crate::selection::ops::SelectionOps;
 use crate::selection::overlap;
 use crate::selection::overlap::checked_overlap;
+use crate::selection::values::{QueryTiles, TopKBlocks};
 use burn_blocksparse::OpError;
 
 /// Scores in memory at a time, at most ([`FEWEST_ROWS`] queries of every head may have more).

@@ -8,7 +8,6 @@ mod autodiff;
 pub(crate) mod cube;
 #[cfg(feature = "cube")]
 pub(crate) mod cube_products;
-pub(crate) mod forms;
 #[cfg(feature = "cuda")]
 mod fused;
 #[doc(hidden)]

@@ -8,6 +8,7 @@ mod config;
 mod control;
 mod record;
 pub(crate) mod reference;
+pub(crate) mod values;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,9 +19,8 @@ use burn::module::{Module, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::{Bytes, DType, Device, Tensor, TensorData};
 
-use crate::optim::ops::{
-    AdamWHyper, AdamWInputs, CONTROL, GradNorm, MOST_TENSORS, OptimOps, TensorList,
-};
+use crate::optim::ops::OptimOps;
+use crate::optim::values::{AdamWHyper, AdamWInputs, CONTROL, GradNorm, MOST_TENSORS, TensorList};
 use burn_blocksparse::OpError;
 use burn_blocksparse::graph::recording;
 use burn_blocksparse::internal::op_plan::{OpDevice, OpPlan};
