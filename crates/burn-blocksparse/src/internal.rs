@@ -4,6 +4,8 @@
 pub use crate::base::cube;
 #[cfg(feature = "autodiff")]
 pub use crate::base::custom_gradient;
+#[cfg(all(feature = "cube", feature = "fusion"))]
+pub use crate::base::taken;
 pub use crate::base::{device, dtype, kernels_run, op_plan, sums, values};
 
 #[cfg(feature = "autodiff")]
