@@ -181,22 +181,13 @@ impl Selection {
         }
     }
 
-    /// Sets which blocks are selected by their scores.
-    pub fn with_budget(mut self, keep: Budget) -> Self {
-        self.keep = keep;
-        self
-    }
-
-    /// Sets which blocks are always selected.
-    pub fn with_always(mut self, forced: Always) -> Self {
-        self.forced = forced;
-        self
-    }
-
-    /// Sets whether heads that share keys share one choice.
-    pub fn with_gqa_reduction(mut self, sharing: GqaReduction) -> Self {
-        self.sharing = sharing;
-        self
+    blocksparse::setters! {
+        /// Sets which blocks are selected by their scores.
+        with_budget => keep: Budget,
+        /// Sets which blocks are always selected.
+        with_always => forced: Always,
+        /// Sets whether heads that share keys share one choice.
+        with_gqa_reduction => sharing: GqaReduction,
     }
 
     /// What scores the blocks.

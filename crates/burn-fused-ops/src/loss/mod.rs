@@ -54,28 +54,15 @@ impl Default for CrossEntropyOptions {
 }
 
 impl CrossEntropyOptions {
-    /// Sets what becomes of the losses of positions.
-    pub fn reduction(mut self, reduction: Reduction) -> Self {
-        self.reduction = reduction;
-        self
-    }
-
-    /// Sets the target that does not count.
-    pub fn ignore_index(mut self, target: i64) -> Self {
-        self.ignore_index = Some(target);
-        self
-    }
-
-    /// Sets how much of the target's probability is spread over the whole vocabulary: at least 0 and less than 1.
-    pub fn label_smoothing(mut self, share: f64) -> Self {
-        self.label_smoothing = share;
-        self
-    }
-
-    /// Sets whether targets are read from the device before.
-    pub fn check_targets(mut self, check: bool) -> Self {
-        self.check_targets = check;
-        self
+    blocksparse::setters! {
+        /// Sets what becomes of the losses of positions.
+        reduction: Reduction,
+        /// Sets the target that does not count.
+        ignore_index: Some(i64),
+        /// Sets how much of the target's probability is spread over the whole vocabulary: at least 0 and less than 1.
+        label_smoothing: f64,
+        /// Sets whether targets are read from the device before.
+        check_targets: bool,
     }
 
     #[doc(hidden)]

@@ -64,29 +64,16 @@ impl Default for AddNormOptions {
 }
 
 impl AddNormOptions {
-    /// Sets which norm.
-    pub fn norm(mut self, norm: NormKind) -> Self {
-        self.norm = norm;
-        self
-    }
-
-    /// Sets what is added to the variance.
-    pub fn epsilon(mut self, epsilon: f64) -> Self {
-        self.epsilon = epsilon;
-        self
-    }
-
-    /// Drops elements of what is added to the stream, the branch with its bias. Give every training step a seed of its own, and every place in a
-    /// model a site.
-    pub fn dropout(mut self, dropout: ElementDropout) -> Self {
-        self.dropout = Some(dropout);
-        self
-    }
-
-    /// Sets the dtype of the normed stream. What is stored for the backward pass is of it, too.
-    pub fn dtype(mut self, dtype: FloatDType) -> Self {
-        self.dtype = Some(dtype);
-        self
+    blocksparse::setters! {
+        /// Sets which norm.
+        norm: NormKind,
+        /// Sets what is added to the variance.
+        epsilon: f64,
+        /// Drops elements of what is added to the stream, the branch with its bias. Give every training step a seed of its own, and every place in a
+        /// model a site.
+        dropout: Some(ElementDropout),
+        /// Sets the dtype of the normed stream. What is stored for the backward pass is of it, too.
+        dtype: Some(FloatDType),
     }
 }
 

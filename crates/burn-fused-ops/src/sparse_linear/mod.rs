@@ -37,22 +37,13 @@ pub struct BlockSparseLinearOptions {
 }
 
 impl BlockSparseLinearOptions {
-    /// Sets what is added to the product: `[outputs]`.
-    pub fn bias(mut self, bias: Tensor<1>) -> Self {
-        self.bias = Some(bias);
-        self
-    }
-
-    /// Sets what each kept block is multiplied by: `[blocks]`.
-    pub fn gates(mut self, gates: Tensor<1>) -> Self {
-        self.gates = Some(gates);
-        self
-    }
-
-    /// Sets the dtype of the factors and of the product.
-    pub fn dtype(mut self, dtype: FloatDType) -> Self {
-        self.dtype = Some(dtype);
-        self
+    blocksparse::setters! {
+        /// Sets what is added to the product: `[outputs]`.
+        bias: Some(Tensor<1>),
+        /// Sets what each kept block is multiplied by: `[blocks]`.
+        gates: Some(Tensor<1>),
+        /// Sets the dtype of the factors and of the product.
+        dtype: Some(FloatDType),
     }
 }
 

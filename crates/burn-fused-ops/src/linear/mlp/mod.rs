@@ -57,17 +57,12 @@ pub struct MlpOptions {
 }
 
 impl MlpOptions {
-    /// Sets the dtype of the factors and of the products.
-    pub fn dtype(mut self, dtype: FloatDType) -> Self {
-        self.dtype = Some(dtype);
-        self
-    }
-
-    /// Sets whether the backward pass computes the first product again: `hidden` elements of each position less are stored, for a third more time in
-    /// the forward products.
-    pub fn recompute(mut self, recompute: bool) -> Self {
-        self.recompute = recompute;
-        self
+    blocksparse::setters! {
+        /// Sets the dtype of the factors and of the products.
+        dtype: Some(FloatDType),
+        /// Sets whether the backward pass computes the first product again: `hidden` elements of each position less are stored, for a third more time in
+        /// the forward products.
+        recompute: bool,
     }
 }
 
