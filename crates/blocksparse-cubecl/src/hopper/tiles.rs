@@ -174,14 +174,9 @@ impl Tile {
     /// How the layout is cut.
     pub fn tiling(&self) -> Tiling {
         Tiling {
-            walk: Walk::Rows,
-            rows: self.rows(),
-            cols: self.cols,
-            places: false,
             clustered: self.clustered,
-            visits: false,
-            apart: false,
             coarse: self.coarse.is_some(),
+            ..Tiling::new(Walk::Rows, self.rows(), self.cols)
         }
     }
 
@@ -383,14 +378,11 @@ impl BackwardTile {
     /// How the layout is cut.
     pub fn tiling(&self) -> Tiling {
         Tiling {
-            walk: Walk::Columns,
-            rows: self.rows(),
-            cols: self.cols,
-            places: false,
             clustered: self.clustered,
             visits: true,
             apart: self.apart,
             coarse: self.coarse.is_some(),
+            ..Tiling::new(Walk::Columns, self.rows(), self.cols)
         }
     }
 
