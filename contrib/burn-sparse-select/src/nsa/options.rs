@@ -74,9 +74,7 @@ impl NsaOptions {
     /// [`OpError`] if one is out of its range.
     pub fn check(&self) -> Result<(), OpError> {
         let stride = self.stride;
-        if stride == 0 {
-            return Err(OpError::argument("stride", "at least 1", 0));
-        }
+        OpError::ensure_positive("stride", stride)?;
         for (argument, block) in [
             ("block", self.block),
             ("selected_block", self.selected_block),

@@ -57,9 +57,7 @@ impl TokenIndices {
             ("keys' width", most),
             ("seq_kv", seq_kv),
         ] {
-            if size == 0 {
-                return Err(OpError::argument(argument, "at least 1", 0));
-            }
+            OpError::ensure_positive(argument, size)?;
         }
         served(&keys.device())?;
         let keys = keys.without_autodiff().into_dispatch();
@@ -236,9 +234,7 @@ fn check(
     check::tensors(q, k, v)?;
     let [batch, heads, seq_q, _] = q.dims();
     let [_, kv_heads, seq_kv, _] = k.dims();
-    if seq_q == 0 {
-        return Err(OpError::argument("q's seq_q", "at least 1", 0));
-    }
+    OpError::ensure_positive("q's seq_q", seq_q)?;
     options.validate(heads, q.dtype())?;
     crate::selection::lists::check_options(options)?;
     let expected = "none with lists of single keys";

@@ -354,9 +354,7 @@ pub fn check_shapes(q: &Tensor<4>, k: &Tensor<4>) -> Result<(), OpError> {
     let [batch, heads, _, head_dim] = q.dims();
     let [k_batch, kv_heads, _, k_dim] = k.dims();
     for (argument, got) in [("q's batch", batch), ("q's head_dim", head_dim)] {
-        if got == 0 {
-            return Err(OpError::argument(argument, "at least 1", got));
-        }
+        OpError::ensure_positive(argument, got)?;
     }
     OpError::expect_same("k's batch", batch, "q's", k_batch)?;
     OpError::expect_same("k's head_dim", head_dim, "q's", k_dim)?;

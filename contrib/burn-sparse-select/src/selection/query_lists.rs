@@ -208,9 +208,7 @@ impl SelectedBlocks {
             ("seq_kv", seq_kv),
             ("block", block),
         ] {
-            if size == 0 {
-                return Err(OpError::argument(argument, "at least 1", 0));
-            }
+            OpError::ensure_positive(argument, size)?;
         }
         let grid = ScoreGrid {
             query_rows: 1,

@@ -156,9 +156,7 @@ impl BlockEstimator for VerticalSlash {
         check_block(self.block)?;
         // Every row has a block of distance 0 then, and so a score of 1.
         for (argument, number) in [("queries", self.queries), ("window", self.window)] {
-            if number == 0 {
-                return Err(OpError::argument(argument, "at least 1", number));
-            }
+            OpError::ensure_positive(argument, number)?;
         }
         Ok(())
     }

@@ -234,9 +234,7 @@ fn checked(
         ("index's places", places),
         ("users' width", most),
     ] {
-        if number == 0 {
-            return Err(OpError::argument(argument, "at least 1", 0));
-        }
+        OpError::ensure_positive(argument, number)?;
     }
     Ok((index.without_autodiff(), users.without_autodiff()))
 }

@@ -218,9 +218,7 @@ fn check<const D: usize, const T: usize>(
         let got = format!("{shape:?}");
         return Err(OpError::argument("targets' shape", expected, got));
     }
-    if vocab == 0 {
-        return Err(OpError::argument("weight's vocab", "at least 1", vocab));
-    }
+    OpError::ensure_positive("weight's vocab", vocab)?;
     supported("x's dtype", &device, x.dtype())?;
     if ![DType::F32, x.dtype()].contains(&weight.dtype()) {
         let expected = format!("F32 or {:?}, x's", x.dtype());

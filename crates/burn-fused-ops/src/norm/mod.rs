@@ -315,9 +315,7 @@ fn check<const D: usize>(
     served(&device)?;
     let dims = stream.dims();
     let width = dims[D - 1];
-    if width == 0 {
-        return Err(OpError::argument("stream's width", "at least 1", 0));
-    }
+    OpError::ensure_positive("stream's width", width)?;
     if let Some(branch) = branch {
         OpError::expect_same("branch's shape", dims, "the stream's", branch.x.dims())?;
         same_device(
