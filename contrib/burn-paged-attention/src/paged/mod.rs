@@ -126,11 +126,8 @@ impl PagedOptions {
     #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn explain(&self, q: &Tensor<4>, pages: &PagedKeysValues) -> Result<OpPlan, OpError> {
         check(q, pages, self)?;
-        Ok(OpPlan::new(&q.device(), |device| {
-            #[cfg(feature = "cube")]
-            return crate::paged::backend::text(device, q, pages, self);
-            #[cfg(not(feature = "cube"))]
-            Err::<String, _>(burn_blocksparse::internal::NO_KERNELS)
+        Ok(burn_blocksparse::op_plan!(&q.device(), |device| {
+            crate::paged::backend::text(device, q, pages, self)
         }))
     }
 }

@@ -133,6 +133,7 @@ impl CrossEntropyOptions {
     ///
     /// # Errors
     /// As that call, but for targets out of range.
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn explain<const D: usize, const T: usize>(
         &self,
         x: &Tensor<D>,
@@ -146,8 +147,9 @@ impl CrossEntropyOptions {
         task.by_x = x.device().is_autodiff();
         task.by_weight = weight.device().is_autodiff();
         let rows = compute::chunk_rows(positions, vocab, task.chunk_elements);
-        Ok(OpPlan::new(&x.device(), |device| {
-            plan(device, [x.dtype(), targets.dtype()], vocab, &task).map(|kernel| {
+        Ok(burn_blocksparse::op_plan!(&x.device(), |device| {
+            let dtypes = [x.dtype(), targets.dtype()];
+            crate::loss::backend::kernels::plan(device, dtypes, vocab, &task).map(|kernel| {
                 let again = match task.reduction == Reduction::None && (task.by_x || task.by_weight)
                 {
                     true => ", again in the backward pass",
@@ -160,28 +162,6 @@ impl CrossEntropyOptions {
             })
         }))
     }
-}
-
-#[cfg(feature = "cube")]
-fn plan(
-    device: &burn_cubecl::CubeDevice,
-    [dtype, targets]: [DType; 2],
-    vocab: usize,
-    task: &LossTask,
-) -> Result<String, OpError> {
-    Ok(crate::loss::backend::kernels::plan(
-        device, dtype, targets, vocab, task,
-    )?)
-}
-
-#[cfg(not(feature = "cube"))]
-fn plan(
-    device: &burn_blocksparse::internal::op_plan::OpDevice,
-    _dtypes: [DType; 2],
-    _vocab: usize,
-    _task: &LossTask,
-) -> Result<String, OpError> {
-    match *device {}
 }
 
 fn task(options: &CrossEntropyOptions) -> LossTask {

@@ -16,7 +16,7 @@ use burn_blocksparse::OpError;
 use burn_blocksparse::graph::seeds;
 use burn_blocksparse::internal::check::same_device;
 use burn_blocksparse::internal::device::served;
-use burn_blocksparse::internal::op_plan::{OpDevice, OpPlan};
+use burn_blocksparse::internal::op_plan::OpPlan;
 use burn_blocksparse::internal::values::OptFloat;
 use values::{NormCall, NormInputs, NormOutput};
 
@@ -225,6 +225,7 @@ impl AddNormOptions {
     ///
     /// # Errors
     /// As [`add_norm`].
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn explain<const D: usize>(
         &self,
         stream: &Tensor<D>,
@@ -235,32 +236,14 @@ impl AddNormOptions {
         let mut dtypes = vec![stream.dtype(), params.gamma.dtype(), call.dtype.into()];
         dtypes.extend(branch.map(|branch| branch.x.dtype()));
         let [rows, width] = reference::matrix(&stream.shape());
-        Ok(OpPlan::new(&stream.device(), |device| {
-            text(device, [rows, width], &dtypes)
+        Ok(burn_blocksparse::op_plan!(&stream.device(), |device| {
+            use crate::kernels::rows::norm_backward::residual_norm_text;
+            use burn::backend::cubecl::dtype_to_elem_type;
+
+            let elements: Vec<_> = dtypes.into_iter().map(dtype_to_elem_type).collect();
+            residual_norm_text(&device.client(), [rows, width], &elements)
         }))
     }
-}
-
-#[cfg(feature = "cube")]
-fn text(
-    device: &OpDevice,
-    sizes: [usize; 2],
-    dtypes: &[burn::tensor::DType],
-) -> Result<String, blocksparse_cubecl::KernelError> {
-    use burn::backend::cubecl::dtype_to_elem_type;
-    let elements: Vec<_> = (dtypes.iter())
-        .map(|dtype| dtype_to_elem_type(*dtype))
-        .collect();
-    crate::kernels::rows::norm_backward::residual_norm_text(&device.client(), sizes, &elements)
-}
-
-#[cfg(not(feature = "cube"))]
-fn text(
-    _device: &OpDevice,
-    _sizes: [usize; 2],
-    _dtypes: &[burn::tensor::DType],
-) -> Result<String, &'static str> {
-    Err(burn_blocksparse::internal::NO_KERNELS)
 }
 
 fn run<const D: usize>(

@@ -120,14 +120,9 @@ impl BlockSparseLinearOptions {
         layout: &WeightLayout,
     ) -> Result<OpPlan, OpError> {
         let dtype = check(x, weight, layout, self)?;
-        Ok(OpPlan::new(&x.device(), |device| {
-            #[cfg(feature = "cube")]
-            {
-                let rows = x.dims().iter().rev().skip(1).product();
-                crate::sparse_linear::backend::kernels::text(device, dtype.into(), rows, layout)
-            }
-            #[cfg(not(feature = "cube"))]
-            Err::<String, _>(burn_blocksparse::internal::NO_KERNELS)
+        Ok(burn_blocksparse::op_plan!(&x.device(), |device| {
+            let rows = x.dims().iter().rev().skip(1).product();
+            crate::sparse_linear::backend::kernels::text(device, dtype.into(), rows, layout)
         }))
     }
 }

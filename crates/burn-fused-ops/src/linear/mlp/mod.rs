@@ -134,24 +134,19 @@ impl MlpOptions {
         let dtype = check(x, params, self)?;
         let rows: usize = x.dims().iter().rev().skip(1).product();
         let ([inputs, hidden], [_, outputs]) = (params.inner.dims(), params.outer.dims());
-        Ok(OpPlan::new(&x.device(), |device| {
-            #[cfg(feature = "cube")]
-            {
-                use crate::linear::cube::text;
-                use crate::linear::texts::inner_text;
+        Ok(burn_blocksparse::op_plan!(&x.device(), |device| {
+            use crate::linear::cube::text;
+            use crate::linear::texts::inner_text;
 
-                let bias = params.bias.as_ref().map(Tensor::dtype);
-                let dtype = dtype.into();
-                let parts = [
-                    inner_text(device, dtype, [rows, inputs, hidden], bias, activation),
-                    text(device, dtype, [rows, hidden, outputs]),
-                ];
-                let is_ok = parts.iter().all(Result::is_ok);
-                let text = parts.map(|part| part.unwrap_or_else(|why| why)).join("; ");
-                if is_ok { Ok(text) } else { Err(text) }
-            }
-            #[cfg(not(feature = "cube"))]
-            Err::<String, _>(burn_blocksparse::internal::NO_KERNELS)
+            let bias = params.bias.as_ref().map(Tensor::dtype);
+            let dtype = dtype.into();
+            let parts = [
+                inner_text(device, dtype, [rows, inputs, hidden], bias, activation),
+                text(device, dtype, [rows, hidden, outputs]),
+            ];
+            let is_ok = parts.iter().all(Result::is_ok);
+            let text = parts.map(|part| part.unwrap_or_else(|why| why)).join("; ");
+            if is_ok { Ok(text) } else { Err(text) }
         }))
     }
 }
