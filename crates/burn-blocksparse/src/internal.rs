@@ -35,3 +35,18 @@ pub mod check {
 pub mod upload {
     pub use crate::upload::layout_tensors;
 }
+
+/// The plan of a call on a device, by the text of kernels where the crate that asks is built with them.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! op_plan {
+    ($device:expr, |$inner:ident| $text:expr) => {
+        $crate::internal::op_plan::OpPlan::new($device, |$inner| {
+            #[cfg(feature = "cube")]
+            let text = $text;
+            #[cfg(not(feature = "cube"))]
+            let text = Err::<String, _>($crate::internal::NO_KERNELS);
+            text
+        })
+    };
+}
