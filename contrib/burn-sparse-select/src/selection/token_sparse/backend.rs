@@ -1,18 +1,7 @@
 //! Queries that list what they see on each backend, and their step in Burn's autodiff graph.
 
-#[cfg(any(
-    feature = "flex",
-    feature = "ndarray",
-    feature = "cube",
-    feature = "autodiff"
-))]
+#[cfg(any(feature = "cube", feature = "autodiff"))]
 use crate::selection::token_sparse::ops::TokenSparseOps;
-
-#[cfg(feature = "flex")]
-impl TokenSparseOps for burn::backend::Flex {}
-
-#[cfg(feature = "ndarray")]
-impl TokenSparseOps for burn::backend::NdArray {}
 
 #[cfg(all(feature = "cube", not(feature = "cuda")))]
 impl TokenSparseOps for burn_cubecl::CubeBackend {}

@@ -10,6 +10,7 @@ use crate::selection::token_sparse::values::{
     TokenSparseCall, TokenSparseGrads, TokenSparseInputs, TokenSparseOutput, TokenSparseSaved,
 };
 use burn_blocksparse::internal::values::OutputGrads;
+use burn_blocksparse::reference_backends;
 
 /// Attention over lists as a backend operation. Arguments are checked by the public functions.
 #[backend_extension(
@@ -39,6 +40,8 @@ pub trait TokenSparseOps: Backend {
         reference::backward::<Self>(saved, grads, &call)
     }
 }
+
+reference_backends!(TokenSparseOps);
 
 /// Output shapes and dtypes for fusion.
 #[cfg(feature = "fusion")]
