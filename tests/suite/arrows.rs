@@ -38,49 +38,105 @@ const CRATES: &[&str] = &[
     "contrib/burn-paged-attention",
 ];
 
-/// Modules at the root of a crate, with those that each of them imports.
+/// Modules, with those that each of them imports.
 type Imports = BTreeMap<String, BTreeSet<String>>;
 
-fn imports(name: &str) -> Imports {
+/// The files of a crate by their modules, with what each imports, from the root of the crate on.
+fn files(name: &str) -> BTreeMap<Vec<String>, Vec<Vec<String>>> {
     let root = root().join(name).join("src");
-    let files: Vec<_> = (sources(&root).iter())
+    (sources(&root).iter())
         .map(|path| {
             let code = fs::read_to_string(path).expect("a source");
             let code: Vec<_> = (code.lines().take_while(|line| *line != "#[cfg(test)]"))
                 .map(|line| line.split("//").next().unwrap_or_default())
                 .collect();
-            (
-                module(path.strip_prefix(&root).expect("below it")),
-                code.join("\n"),
-            )
+            let module = module(path.strip_prefix(&root).expect("below it"));
+            let paths = paths(&code.join("\n"), &module);
+            (module, paths)
         })
-        .collect();
-    let mut found: Imports = (files.iter())
-        .filter_map(|(module, _)| Some((module.first()?.clone(), BTreeSet::new())))
-        .collect();
-    let known: BTreeSet<_> = found.keys().cloned().collect();
-    let of_name = |c: char| c.is_alphanumeric() || c == '_';
-    for (module, code) in &files {
-        let Some(own) = module.first() else { continue };
-        // `crate::`, and as many `super::` as lead to the root.
-        for prefix in ["crate::", &"super::".repeat(module.len())] {
-            for (at, _) in code.match_indices(prefix) {
-                let rest = &code[at + prefix.len()..];
-                if code[..at].ends_with("super::") || rest.starts_with("super::") {
-                    continue;
-                }
-                let list = match rest.starts_with('{') {
-                    true => rest.split(';').next().unwrap_or_default(),
-                    false => rest.split(|c| !of_name(c)).next().unwrap_or_default(),
-                };
-                let words = list.split(|c| !of_name(c));
-                let others = words.filter(|word| word != own && known.contains(*word));
-                let of_own = found.get_mut(own).expect("known");
-                of_own.extend(others.map(str::to_owned));
-            }
+        .collect()
+}
+
+/// The paths in a file's code that begin with `crate::`, or with `super::` of a module above it.
+fn paths(code: &str, module: &[String]) -> Vec<Vec<String>> {
+    let mut found = Vec::new();
+    let first = |word| code.match_indices(word);
+    for (at, word) in first("crate::").chain(first("super::")) {
+        if code[..at].ends_with("::") {
+            continue;
         }
+        let mut rest = &code[at..];
+        let mut above = module;
+        while let Some(further) = rest.strip_prefix("super::") {
+            (rest, above) = (further, &above[..above.len().saturating_sub(1)]);
+        }
+        let prefix = if word == "crate::" { &[] } else { above };
+        ends(rest.trim_start_matches("crate::"), prefix, &mut found);
     }
     found
+}
+
+/// Adds the paths of one tree of names, as `a::{b, c::{d, e}}` is one, and returns what stands behind it.
+fn ends<'a>(tree: &'a str, prefix: &[String], found: &mut Vec<Vec<String>>) -> &'a str {
+    let name = tree.split(|c: char| !(c.is_alphanumeric() || c == '_'));
+    let name = name.into_iter().next().unwrap_or_default();
+    let path = [prefix, &[name.to_owned()]].concat();
+    let mut rest = &tree[name.len()..];
+    if let Some(further) = rest.strip_prefix("::").filter(|_| !name.is_empty()) {
+        return ends(further, &path, found);
+    }
+    let Some(list) = rest.strip_prefix('{').filter(|_| name.is_empty()) else {
+        found.push(path);
+        return rest;
+    };
+    rest = list;
+    while !rest.is_empty() && !rest.starts_with('}') {
+        let behind = ends(rest.trim_start(), prefix, found);
+        rest = behind.trim_start_matches(|c| c != ',' && c != '}');
+        rest = rest.trim_start_matches(',').trim_start();
+    }
+    rest.strip_prefix('}').unwrap_or_default()
+}
+
+/// The modules at the root of a crate, with those that each of them imports.
+fn imports(name: &str) -> Imports {
+    let files = files(name);
+    let known: Imports = (files.keys())
+        .filter_map(|module| Some((module.first()?.clone(), BTreeSet::new())))
+        .collect();
+    let mut found = known.clone();
+    for (module, paths) in &files {
+        let Some(own) = module.first() else { continue };
+        let others = (paths.iter().filter_map(|path| path.first()))
+            .filter(|other| *other != own && known.contains_key(*other));
+        found.get_mut(own).expect("known").extend(others.cloned());
+    }
+    found
+}
+
+/// The files of a crate but for its folders' `mod.rs`, which hand on what stands below them, with those that each imports.
+fn imports_of_files(name: &str) -> Imports {
+    let files = files(name);
+    let is_folder = |module: &[String]| {
+        let mut others = files.keys();
+        others.any(|other| other.len() > module.len() && other.starts_with(module))
+    };
+    let known: BTreeSet<_> = (files.keys())
+        .filter(|module| !is_folder(module))
+        .cloned()
+        .collect();
+    let of_file = |module: &Vec<String>| {
+        let paths = files[module].iter();
+        let others = paths.filter_map(|path| {
+            let mut parts = (1..=path.len()).map(|count| &path[..count]);
+            parts.find(|part| known.contains(*part))
+        });
+        let others = others.filter(|other| other != module);
+        others.map(|other| other.join("::")).collect()
+    };
+    (known.iter())
+        .map(|module| (module.join("::"), of_file(module)))
+        .collect()
 }
 
 /// The sources in a folder but for what only tests read.
@@ -135,16 +191,17 @@ fn reached(imports: &Imports, module: &str) -> BTreeSet<String> {
 #[test]
 fn modules_import_one_way() {
     for name in CRATES.iter().copied().chain(["crates/cuda-interpreter"]) {
-        let imports = imports(name);
-        assert!(
-            imports.values().any(|to| !to.is_empty()),
-            "no imports read in {name}"
-        );
-        let circles: BTreeSet<_> = (imports.iter())
-            .flat_map(|(from, to)| to.iter().map(move |to| (from, to)))
-            .filter(|(from, to)| reached(&imports, to).contains(*from))
-            .collect();
-        assert!(circles.is_empty(), "circles in {name}: {circles:?}");
+        for imports in [imports(name), imports_of_files(name)] {
+            assert!(
+                imports.values().any(|to| !to.is_empty()),
+                "no imports read in {name}"
+            );
+            let circles: BTreeSet<_> = (imports.iter())
+                .flat_map(|(from, to)| to.iter().map(move |to| (from, to)))
+                .filter(|(from, to)| reached(&imports, to).contains(*from))
+                .collect();
+            assert!(circles.is_empty(), "circles in {name}: {circles:?}");
+        }
     }
 }
 

@@ -38,9 +38,7 @@ impl DsaPages {
             ("index q's index_dim", width),
             ("table's entries", entries),
         ] {
-            if size == 0 {
-                return Err(OpError::argument(argument, "at least 1", 0));
-            }
+            OpError::ensure_positive(argument, size)?;
         }
         if !page.is_power_of_two() {
             return Err(OpError::argument("keys' page size", "a power of two", page));
@@ -140,9 +138,7 @@ pub fn choose_in_pages(
     kv_heads: usize,
 ) -> Result<Tensor<3, Int>, OpError> {
     index.check()?;
-    if kv_heads == 0 {
-        return Err(OpError::argument("kv_heads", "at least 1", kv_heads));
-    }
+    OpError::ensure_positive("kv_heads", kv_heads)?;
     let index = index.clone().without_autodiff();
     let slots = index.slots();
     let [count, page, width] = index.keys.dims();

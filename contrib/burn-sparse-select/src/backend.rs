@@ -13,10 +13,10 @@ pub use crate::pages::ops::PageChoiceOps;
 pub use crate::pages::page_choice::PageChoiceCall;
 #[cfg(feature = "cube")]
 pub use crate::selection::estimate_ops::{CompressedCall, EstimateOps, LikeBlocks, MeanScores};
-pub use crate::selection::ops::{
-    QueriesOfBlocks, QueryTiles, SelectionOps, TopKBlocks, UniqueKeys,
-};
-pub use crate::selection::token_sparse::ops::{
+pub use crate::selection::ops::SelectionOps;
+pub use crate::selection::token_sparse::ops::TokenSparseOps;
+pub use crate::selection::token_sparse::values::{
     BlockLists, QueryLists, Sparsity, TokenSparseCall, TokenSparseGrads, TokenSparseInputs,
-    TokenSparseOps, TokenSparseOutput, TokenSparseSaved,
+    TokenSparseOutput, TokenSparseSaved,
 };
+pub use crate::selection::values::{QueriesOfBlocks, QueryTiles, TopKBlocks, UniqueKeys};

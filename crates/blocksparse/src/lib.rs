@@ -33,6 +33,7 @@ mod quantization;
 mod rotated;
 mod rule;
 mod seed;
+mod setters;
 mod stream_dropout;
 mod weights;
 

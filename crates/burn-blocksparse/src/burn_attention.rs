@@ -171,9 +171,7 @@ pub fn mask_layout(
 ) -> Result<BlockLayout, OpError> {
     let dims = mask.dims();
     let [entries, _, _, _] = dims;
-    if entries == 0 {
-        return Err(OpError::argument("mask's batch", "at least 1", entries));
-    }
+    OpError::ensure_positive("mask's batch", entries)?;
     fits(MASK, dims, [entries, heads, lengths[0], lengths[1]])?;
     let shape = LayoutShape::new(heads, lengths, BLOCK);
     shape.validate()?;

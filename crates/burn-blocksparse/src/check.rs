@@ -72,9 +72,7 @@ fn something(q: &Tensor<4>, v: &Tensor<4>) -> Result<(), OpError> {
         ("q's head_dim", head_dim),
         ("v's value_dim", value_dim),
     ] {
-        if size == 0 {
-            return Err(OpError::argument(argument, "at least 1", size));
-        }
+        OpError::ensure_positive(argument, size)?;
     }
     Ok(())
 }

@@ -36,22 +36,13 @@ impl TopKOptions {
         }
     }
 
-    /// Sets whether queries see no later keys.
-    pub fn causal(mut self, causal: bool) -> Self {
-        self.causal = causal;
-        self
-    }
-
-    /// Forces `blocks` key blocks up to the queries' own; 0 forces none.
-    pub fn local(mut self, blocks: usize) -> Self {
-        self.local = blocks;
-        self
-    }
-
-    /// Forces the first `blocks` key blocks (attention sinks); 0 forces none.
-    pub fn first(mut self, blocks: usize) -> Self {
-        self.first = blocks;
-        self
+    blocksparse::setters! {
+        /// Sets whether queries see no later keys.
+        causal: bool,
+        /// Forces `blocks` key blocks up to the queries' own; 0 forces none.
+        local: usize,
+        /// Forces the first `blocks` key blocks (attention sinks); 0 forces none.
+        first: usize,
     }
 
     #[doc(hidden)]

@@ -111,6 +111,15 @@ impl OpError {
         }
     }
 
+    /// That a size is not 0.
+    #[doc(hidden)]
+    pub fn ensure_positive(argument: &'static str, size: usize) -> Result<(), Self> {
+        match size {
+            0 => Err(Self::argument(argument, "at least 1", 0)),
+            _ => Ok(()),
+        }
+    }
+
     #[doc(hidden)]
     pub fn read(error: impl std::fmt::Display) -> Self {
         Self::Read(error.to_string())

@@ -4,6 +4,8 @@
 pub use crate::base::cube;
 #[cfg(feature = "autodiff")]
 pub use crate::base::custom_gradient;
+#[cfg(all(feature = "cube", feature = "fusion"))]
+pub use crate::base::taken;
 pub use crate::base::{device, dtype, kernels_run, op_plan, sums, values};
 
 #[cfg(feature = "autodiff")]
@@ -32,4 +34,19 @@ pub mod check {
 /// Layouts on devices.
 pub mod upload {
     pub use crate::upload::layout_tensors;
+}
+
+/// The plan of a call on a device, by the text of kernels where the crate that asks is built with them.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! op_plan {
+    ($device:expr, |$inner:ident| $text:expr) => {
+        $crate::internal::op_plan::OpPlan::new($device, |$inner| {
+            #[cfg(feature = "cube")]
+            let text = $text;
+            #[cfg(not(feature = "cube"))]
+            let text = Err::<String, _>($crate::internal::NO_KERNELS);
+            text
+        })
+    };
 }

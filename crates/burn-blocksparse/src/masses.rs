@@ -30,23 +30,14 @@ pub struct AccumulatedAttentionOptions {
 }
 
 impl AccumulatedAttentionOptions {
-    /// Sets what the attention was computed with: scale, softcap and ALiBi matter. Weights are those before dropout, and no product is
-    /// rounded to tf32.
-    pub fn attention(mut self, options: AttentionOptions) -> Self {
-        self.attention = options;
-        self
-    }
-
-    /// Sets the attention's further tensors: biases matter. Sinks are in its lse.
-    pub fn tensors(mut self, tensors: AttentionTensors) -> Self {
-        self.tensors = tensors;
-        self
-    }
-
-    /// Sets the queries that count. Blocks without one of them cost nothing.
-    pub fn queries(mut self, queries: Range<usize>) -> Self {
-        self.queries = Some(queries);
-        self
+    blocksparse::setters! {
+        /// Sets what the attention was computed with: scale, softcap and ALiBi matter. Weights are those before dropout, and no product is
+        /// rounded to tf32.
+        attention: AttentionOptions,
+        /// Sets the attention's further tensors: biases matter. Sinks are in its lse.
+        tensors: AttentionTensors,
+        /// Sets the queries that count. Blocks without one of them cost nothing.
+        queries: Some(Range<usize>),
     }
 }
 

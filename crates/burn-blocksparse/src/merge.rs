@@ -5,7 +5,8 @@ use burn::tensor::{DType, Int, Tensor};
 
 use crate::base::dtype::accumulate_in;
 use crate::error::OpError;
-use crate::rows::ops::{MergedOutput, MergedParts, RowOps};
+use crate::rows::ops::RowOps;
+use crate::rows::values::{MergedOutput, MergedParts};
 
 /// lse where a row has no keys, in sums: far below any score, but finite, so that no ∞ − ∞ can arise.
 const LOWEST: f64 = -1e30;

@@ -70,16 +70,11 @@ pub enum WeightsMode {
 }
 
 impl AttentionOptions {
-    /// Sets the factor of the scores.
-    pub fn scale(mut self, scale: f64) -> Self {
-        self.scale = Some(scale);
-        self
-    }
-
-    /// Sets the softcap.
-    pub fn softcap(mut self, softcap: f64) -> Self {
-        self.softcap = Some(softcap);
-        self
+    blocksparse::setters! {
+        /// Sets the factor of the scores.
+        scale: Some(f64),
+        /// Sets the softcap.
+        softcap: Some(f64),
     }
 
     /// Adds linear biases by distance to the scores, ALiBi (Press et al., 2022): query `i` and key `j` of head `h` get
@@ -112,28 +107,15 @@ impl AttentionOptions {
         self.dropout.filter(|dropout| dropout.probability > 0.0)
     }
 
-    /// Sets what is stored for the backward pass.
-    pub fn weights(mut self, weights: WeightsMode) -> Self {
-        self.weights = weights;
-        self
-    }
-
-    /// Sets how precise the products of f32 tensors are.
-    pub fn precision(mut self, precision: ProductPrecision) -> Self {
-        self.precision = precision;
-        self
-    }
-
-    /// Sets whether each row's largest score is returned, too.
-    pub fn max_scores(mut self, max_scores: bool) -> Self {
-        self.max_scores = max_scores;
-        self
-    }
-
-    /// Sets how queries that choose each for itself attend to what they chose.
-    pub fn dispatch_mode(mut self, dispatch_mode: DispatchMode) -> Self {
-        self.dispatch_mode = dispatch_mode;
-        self
+    blocksparse::setters! {
+        /// Sets what is stored for the backward pass.
+        weights: WeightsMode,
+        /// Sets how precise the products of f32 tensors are.
+        precision: ProductPrecision,
+        /// Sets whether each row's largest score is returned, too.
+        max_scores: bool,
+        /// Sets how queries that choose each for itself attend to what they chose.
+        dispatch_mode: DispatchMode,
     }
 
     /// The factor of the scores for a head dimension.

@@ -13,7 +13,8 @@ pub use crate::norm::ops::NormOps;
 pub use crate::norm::values::{
     NormBackwardCall, NormCall, NormGrads, NormInputs, NormOutput, NormOutputGrads, NormSaved,
 };
-pub use crate::optim::ops::{AdamWHyper, AdamWInputs, AdamWOutput, GradNorm, OptimOps, TensorList};
+pub use crate::optim::ops::OptimOps;
+pub use crate::optim::values::{AdamWHyper, AdamWInputs, AdamWOutput, GradNorm, TensorList};
 pub use crate::sparse_linear::ops::BlockSparseLinearOps;
 pub use crate::sparse_linear::values::{
     SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,

@@ -8,7 +8,7 @@ use crate::norm::ops::NormOps;
 use crate::norm::{check_dropout, reference};
 use burn_blocksparse::OpError;
 use burn_blocksparse::internal::device::served;
-use burn_blocksparse::internal::op_plan::{OpDevice, OpPlan};
+use burn_blocksparse::internal::op_plan::OpPlan;
 
 /// Dropout of `x`, `[.., width]`: elements are retained with probability `1 − probability`, and then divided by that; the others become 0
 /// (Srivastava et al., 2014, with the division at training). Which are kept follows of the seed, the site and the place alone ([`ElementDropout`]), so
@@ -42,31 +42,14 @@ pub fn dropout<const D: usize>(
 ///
 /// # Errors
 /// As [`dropout`](dropout()).
+#[cfg_attr(not(feature = "cube"), allow(unused_variables))]
 pub fn explain<const D: usize>(x: &Tensor<D>, dropout: &ElementDropout) -> Result<OpPlan, OpError> {
     check(x, dropout)?;
     let sizes = reference::matrix(&x.shape());
-    Ok(OpPlan::new(&x.device(), |device| {
-        text(device, sizes, x.dtype())
+    Ok(burn_blocksparse::op_plan!(&x.device(), |device| {
+        let element = burn::backend::cubecl::dtype_to_elem_type(x.dtype());
+        crate::kernels::rows::dropout::stream_dropout_text(&device.client(), sizes, element)
     }))
-}
-
-#[cfg(feature = "cube")]
-fn text(
-    device: &OpDevice,
-    sizes: [usize; 2],
-    dtype: burn::tensor::DType,
-) -> Result<String, blocksparse_cubecl::KernelError> {
-    let element = burn::backend::cubecl::dtype_to_elem_type(dtype);
-    crate::kernels::rows::dropout::stream_dropout_text(&device.client(), sizes, element)
-}
-
-#[cfg(not(feature = "cube"))]
-fn text(
-    _device: &OpDevice,
-    _sizes: [usize; 2],
-    _dtype: burn::tensor::DType,
-) -> Result<String, &'static str> {
-    Err(burn_blocksparse::internal::NO_KERNELS)
 }
 
 fn check<const D: usize>(x: &Tensor<D>, dropout: &ElementDropout) -> Result<(), OpError> {

@@ -65,16 +65,11 @@ impl Default for GenerateOptions {
 }
 
 impl GenerateOptions {
-    /// Sets how tokens are chosen.
-    pub fn sampling(mut self, sampling: Sampling) -> Self {
-        self.sampling = sampling;
-        self
-    }
-
-    /// Sets the most tokens that a prompt is followed by.
-    pub fn max_new(mut self, max_new: usize) -> Self {
-        self.max_new = max_new;
-        self
+    blocksparse::setters! {
+        /// Sets how tokens are chosen.
+        sampling: Sampling,
+        /// Sets the most tokens that a prompt is followed by.
+        max_new: usize,
     }
 
     /// Sets tokens that end a text.
@@ -89,16 +84,11 @@ impl GenerateOptions {
         self
     }
 
-    /// Sets which keys are retained.
-    pub fn residency(mut self, residency: KvRetention) -> Self {
-        self.residency = residency;
-        self
-    }
-
-    /// Keeps so many keys of each layer and head by what attention says of them ([`KvPoolConfig::with_eviction`]): **other texts**.
-    pub fn eviction(mut self, eviction: EvictionConfig) -> Self {
-        self.eviction = Some(eviction);
-        self
+    blocksparse::setters! {
+        /// Sets which keys are retained.
+        residency: KvRetention,
+        /// Keeps so many keys of each layer and head by what attention says of them ([`KvPoolConfig::with_eviction`]): **other texts**.
+        eviction: Some(EvictionConfig),
     }
 
     /// [`Self::residency`] or [`Self::eviction`], whichever the policy is.
@@ -115,16 +105,11 @@ impl GenerateOptions {
         self
     }
 
-    /// Sets the slots of a page.
-    pub fn page_size(mut self, page_size: usize) -> Self {
-        self.page_size = Some(page_size);
-        self
-    }
-
-    /// Sets drafts that are checked several tokens at once.
-    pub fn drafts(mut self, drafts: PromptLookup) -> Self {
-        self.drafts = Some(drafts);
-        self
+    blocksparse::setters! {
+        /// Sets the slots of a page.
+        page_size: Some(usize),
+        /// Sets drafts that are checked several tokens at once.
+        drafts: Some(PromptLookup),
     }
 
     /// Lets the layers' selections read prompts alone; tokens that follow see all keys that are retained ([`KvPoolConfig::with_choosing_prompts`]).

@@ -54,40 +54,19 @@ impl Default for Sampling {
 }
 
 impl Sampling {
-    /// Sets what logits are divided by.
-    pub fn temperature(mut self, temperature: f64) -> Self {
-        self.temperature = temperature;
-        self
-    }
-
-    /// Sets how many of the likeliest tokens are retained.
-    pub fn top_k(mut self, top_k: Option<usize>) -> Self {
-        self.top_k = top_k;
-        self
-    }
-
-    /// Sets what the candidates make up.
-    pub fn top_p(mut self, top_p: f64) -> Self {
-        self.top_p = top_p;
-        self
-    }
-
-    /// Sets how likely a token has to be beside the likeliest.
-    pub fn min_p(mut self, min_p: f64) -> Self {
-        self.min_p = min_p;
-        self
-    }
-
-    /// Sets how much less likely tokens are that were seen.
-    pub fn repetition(mut self, repetition: f64) -> Self {
-        self.repetition = repetition;
-        self
-    }
-
-    /// Sets the seed.
-    pub fn seed(mut self, seed: u64) -> Self {
-        self.seed = seed;
-        self
+    blocksparse::setters! {
+        /// Sets what logits are divided by.
+        temperature: f64,
+        /// Sets how many of the likeliest tokens are retained.
+        top_k: Option<usize>,
+        /// Sets what the candidates make up.
+        top_p: f64,
+        /// Sets how likely a token has to be beside the likeliest.
+        min_p: f64,
+        /// Sets how much less likely tokens are that were seen.
+        repetition: f64,
+        /// Sets the seed.
+        seed: u64,
     }
 
     /// Which tokens may be drawn, without the seed.

@@ -126,11 +126,8 @@ impl PagedOptions {
     #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn explain(&self, q: &Tensor<4>, pages: &PagedKeysValues) -> Result<OpPlan, OpError> {
         check(q, pages, self)?;
-        Ok(OpPlan::new(&q.device(), |device| {
-            #[cfg(feature = "cube")]
-            return crate::paged::backend::text(device, q, pages, self);
-            #[cfg(not(feature = "cube"))]
-            Err::<String, _>(burn_blocksparse::internal::NO_KERNELS)
+        Ok(burn_blocksparse::op_plan!(&q.device(), |device| {
+            crate::paged::backend::text(device, q, pages, self)
         }))
     }
 }
@@ -234,9 +231,7 @@ fn check_pages(keys: &Tensor<3>, values: &Tensor<3>) -> Result<(), OpError> {
     let [value_pages, value_page, value_width] = values.dims();
     check_page_sizes([pages, page], [value_pages, value_page])?;
     for (argument, width) in [("keys' width", width), ("values' width", value_width)] {
-        if width == 0 {
-            return Err(OpError::argument(argument, "at least 1", width));
-        }
+        OpError::ensure_positive(argument, width)?;
     }
     OpError::expect_same("values' dtype", keys.dtype(), "the keys'", values.dtype())?;
     same_device(
@@ -261,9 +256,7 @@ fn check_page_sizes(
 
 /// That tables are one for all heads or one for each.
 pub fn check_heads(argument: &'static str, tables: usize, kv_heads: usize) -> Result<(), OpError> {
-    if kv_heads == 0 {
-        return Err(OpError::argument("kv_heads", "at least 1", kv_heads));
-    }
+    OpError::ensure_positive("kv_heads", kv_heads)?;
     match tables == 1 || tables == kv_heads {
         true => Ok(()),
         false => Err(OpError::argument(

@@ -128,28 +128,15 @@ pub struct PagedOptions {
 }
 
 impl PagedOptions {
-    /// Sets the factor of the scores.
-    pub fn scale(mut self, scale: f64) -> Self {
-        self.scale = Some(scale);
-        self
-    }
-
-    /// Sets the softcap.
-    pub fn softcap(mut self, softcap: f64) -> Self {
-        self.softcap = Some(softcap);
-        self
-    }
-
-    /// Sets the sink logits.
-    pub fn sinks(mut self, sinks: Tensor<1>) -> Self {
-        self.sinks = Some(sinks);
-        self
-    }
-
-    /// Splits lists of pages into parts of so many, whatever else is in the batch: a sequence gives the same bits alone and in any batch.
-    pub fn fixed_split(mut self, pages: usize) -> Self {
-        self.fixed_split = Some(pages);
-        self
+    blocksparse::setters! {
+        /// Sets the factor of the scores.
+        scale: Some(f64),
+        /// Sets the softcap.
+        softcap: Some(f64),
+        /// Sets the sink logits.
+        sinks: Some(Tensor<1>),
+        /// Splits lists of pages into parts of so many, whatever else is in the batch: a sequence gives the same bits alone and in any batch.
+        fixed_split: Some(usize),
     }
 
     /// The options that attention over a layout has: scale, softcap and sinks.

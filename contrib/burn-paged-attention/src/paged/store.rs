@@ -132,9 +132,7 @@ impl QuantizedPages {
         let [value_pages, value_page, value_words] = self.values.dims();
         check_page_sizes([pages, page], [value_pages, value_page])?;
         for (argument, words) in [("keys' words", key_words), ("values' words", value_words)] {
-            if words == 0 {
-                return Err(OpError::argument(argument, "at least 1", words));
-            }
+            OpError::ensure_positive(argument, words)?;
         }
         for (argument, scales) in [
             ("key_scales' shape", &self.key_scales),

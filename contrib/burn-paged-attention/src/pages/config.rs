@@ -106,25 +106,16 @@ impl PoolConfig {
         self
     }
 
-    /// Rows of a sequence in the page table: 1, where all KV heads keep the keys that any of them reaches, or one for each KV head. Without this
-    /// it is 1 where the KV heads reach the same keys, and one for each otherwise.
-    pub fn with_table_rows(mut self, rows: usize) -> Self {
-        self.table_rows = Some(rows);
-        self
-    }
-
-    /// Tokens that can be taken back, as a draft's that were not accepted (0 without this): what they may have
-    /// let go is kept for so long. Sequences that keep all keys can go back to any length.
-    pub fn with_rollback(mut self, tokens: usize) -> Self {
-        self.rollback = tokens;
-        self
-    }
-
-    /// Keeps the contents of full pages known by their tokens, so that a sequence that begins with the same tokens finds them:
-    /// [`PagePool::join_with_prefix`](super::PagePool::join_with_prefix). The fingerprint stands for the model and whatever else keys depend on.
-    pub fn with_prefix_reuse(mut self, fingerprint: u64) -> Self {
-        self.reuse = Some(fingerprint);
-        self
+    blocksparse::setters! {
+        /// Rows of a sequence in the page table: 1, where all KV heads keep the keys that any of them reaches, or one for each KV head. Without this
+        /// it is 1 where the KV heads reach the same keys, and one for each otherwise.
+        with_table_rows => table_rows: Some(usize),
+        /// Tokens that can be taken back, as a draft's that were not accepted (0 without this): what they may have
+        /// let go is kept for so long. Sequences that keep all keys can go back to any length.
+        with_rollback => rollback: usize,
+        /// Keeps the contents of full pages known by their tokens, so that a sequence that begins with the same tokens finds them:
+        /// [`PagePool::join_with_prefix`](super::PagePool::join_with_prefix). The fingerprint stands for the model and whatever else keys depend on.
+        with_prefix_reuse => reuse: Some(u64),
     }
 
     /// Makes hashes of known pages equal that should not be.

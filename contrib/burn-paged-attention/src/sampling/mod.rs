@@ -86,11 +86,8 @@ impl SampleOptions {
     pub fn explain(&self, logits: &Tensor<2>) -> Result<OpPlan, OpError> {
         check(logits, self)?;
         let [_, vocab] = logits.dims();
-        Ok(OpPlan::new(&logits.device(), |device| {
-            #[cfg(feature = "cube")]
-            return crate::sampling::backend::text(device, vocab, self);
-            #[cfg(not(feature = "cube"))]
-            Err::<String, _>(burn_blocksparse::internal::NO_KERNELS)
+        Ok(burn_blocksparse::op_plan!(&logits.device(), |device| {
+            crate::sampling::backend::text(device, vocab, self)
         }))
     }
 }

@@ -50,10 +50,7 @@ impl PageSummaries {
         let [_, rows, width] = self.values.dims();
         let expected = self.summary.rows();
         OpError::expect_same("summaries' rows", expected, "of a summary", rows)?;
-        match width {
-            0 => Err(OpError::argument("summaries' width", "at least 1", 0)),
-            _ => Ok(()),
-        }
+        OpError::ensure_positive("summaries' width", width)
     }
 }
 

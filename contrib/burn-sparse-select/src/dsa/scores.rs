@@ -40,9 +40,7 @@ impl DsaIndex {
             ("index q's heads", heads),
             ("index q's index_dim", width),
         ] {
-            if size == 0 {
-                return Err(OpError::argument(argument, "at least 1", 0));
-            }
+            OpError::ensure_positive(argument, size)?;
         }
         let whose = "index q's";
         OpError::expect_same("index k's batch", batch, whose, k_batch)?;

@@ -37,14 +37,9 @@ pub(crate) fn gated_sum(
 /// What [`gated_sum`] and its backward pass run, of branches like one.
 #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
 pub(crate) fn gated_plan(branch: &Tensor<4>, gates: &Tensor<4>) -> OpPlan {
-    OpPlan::new(&branch.device(), |device| {
-        #[cfg(feature = "cube")]
-        {
-            let [.., width] = branch.dims();
-            let dtypes = [branch.dtype(), gates.dtype()];
-            crate::gates::backend::text(device, width, dtypes)
-        }
-        #[cfg(not(feature = "cube"))]
-        Err::<String, _>(burn_blocksparse::internal::NO_KERNELS)
+    burn_blocksparse::op_plan!(&branch.device(), |device| {
+        let [.., width] = branch.dims();
+        let dtypes = [branch.dtype(), gates.dtype()];
+        crate::gates::backend::text(device, width, dtypes)
     })
 }

@@ -10,7 +10,7 @@ use crate::selection::parts::{NUMBERS, joined, padded};
 use crate::selection::products;
 use crate::selection::query_lists::{ListSizes, SelectedBlocks};
 use burn_blocksparse::OpError;
-use burn_blocksparse::internal::op_plan::{OpDevice, OpPlan};
+use burn_blocksparse::internal::op_plan::OpPlan;
 
 /// What neighbouring queries choose in common, of models that have learned something: .85 to .91 in the four layers of a small one (docs/dev/selection-measurements.md).
 const OVERLAP: f64 = 0.85;
@@ -90,12 +90,11 @@ impl<'a> Masses<'a> {
     }
 
     /// How they are made.
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn op_plan(&self) -> OpPlan {
-        #[cfg(feature = "cube")]
-        let kernels = |device: &OpDevice| self.plan_on(device).map(|plan| plan.to_string());
-        #[cfg(not(feature = "cube"))]
-        let kernels = |_: &OpDevice| Err("there are no kernels");
-        OpPlan::new(&self.q.device(), kernels)
+        burn_blocksparse::op_plan!(&self.q.device(), |device| {
+            self.plan_on(device).map(|plan| plan.to_string())
+        })
     }
 
     /// The blocks that queries choose by them beside the forced ones, and the queries of each block.

@@ -47,58 +47,25 @@ impl Default for NsaOptions {
 }
 
 impl NsaOptions {
-    /// Sets the tokens of a compressed block.
-    pub fn block(mut self, block: usize) -> Self {
-        self.block = block;
-        self
-    }
-
-    /// Sets the distance of compressed blocks.
-    pub fn stride(mut self, stride: usize) -> Self {
-        self.stride = stride;
-        self
-    }
-
-    /// Sets the keys of a block that is chosen.
-    pub fn selected_block(mut self, block: usize) -> Self {
-        self.selected_block = block;
-        self
-    }
-
-    /// Sets how many blocks a query sees.
-    pub fn keep(mut self, keep: usize) -> Self {
-        self.keep = keep;
-        self
-    }
-
-    /// Sets which blocks are seen whatever their importance scores.
-    pub fn forced(mut self, forced: Always) -> Self {
-        self.forced = forced;
-        self
-    }
-
-    /// Sets the keys of the window.
-    pub fn window(mut self, window: usize) -> Self {
-        self.window = window;
-        self
-    }
-
-    /// Sets the factor of the scores.
-    pub fn scale(mut self, scale: f64) -> Self {
-        self.scale = Some(scale);
-        self
-    }
-
-    /// Sets the precision of products of f32 tensors.
-    pub fn precision(mut self, precision: ProductPrecision) -> Self {
-        self.precision = precision;
-        self
-    }
-
-    /// Sets how queries attend to the blocks that they chose.
-    pub fn dispatch_mode(mut self, dispatch_mode: DispatchMode) -> Self {
-        self.dispatch_mode = dispatch_mode;
-        self
+    blocksparse::setters! {
+        /// Sets the tokens of a compressed block.
+        block: usize,
+        /// Sets the distance of compressed blocks.
+        stride: usize,
+        /// Sets the keys of a block that is chosen.
+        selected_block: usize,
+        /// Sets how many blocks a query sees.
+        keep: usize,
+        /// Sets which blocks are seen whatever their importance scores.
+        forced: Always,
+        /// Sets the keys of the window.
+        window: usize,
+        /// Sets the factor of the scores.
+        scale: Some(f64),
+        /// Sets the precision of products of f32 tensors.
+        precision: ProductPrecision,
+        /// Sets how queries attend to the blocks that they chose.
+        dispatch_mode: DispatchMode,
     }
 
     /// Checks the parameters.
@@ -107,9 +74,7 @@ impl NsaOptions {
     /// [`OpError`] if one is out of its range.
     pub fn check(&self) -> Result<(), OpError> {
         let stride = self.stride;
-        if stride == 0 {
-            return Err(OpError::argument("stride", "at least 1", 0));
-        }
+        OpError::ensure_positive("stride", stride)?;
         for (argument, block) in [
             ("block", self.block),
             ("selected_block", self.selected_block),

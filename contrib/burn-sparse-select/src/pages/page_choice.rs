@@ -95,9 +95,7 @@ impl PageChoice {
             ("choice.keep", self.keep),
             ("choice.forced.local", self.forced.local),
         ] {
-            if number == 0 {
-                return Err(OpError::argument(argument, "at least 1", number));
-            }
+            OpError::ensure_positive(argument, number)?;
         }
         match i32::try_from(self.selected_pages()) {
             Ok(_) => Ok(()),

@@ -13,9 +13,9 @@ mod kernels {
     use burn_cubecl::tensor::CubeTensor;
 
     use crate::selection::ops::SelectionOps;
-    use crate::selection::ops::{QueriesOfBlocks, QueryTiles, TopKBlocks, UniqueKeys};
     use crate::selection::reference;
     use crate::selection::token_sparse::reference::unique_keys;
+    use crate::selection::values::{QueriesOfBlocks, QueryTiles, TopKBlocks, UniqueKeys};
     use burn_blocksparse::internal::cube::{empty, uses_reference};
 
     impl SelectionOps for CubeBackend {

@@ -76,16 +76,11 @@ impl EstimateInputs {
         }
     }
 
-    /// Sets what products are multiplied by before a softmax.
-    pub fn scale(mut self, scale: f64) -> Self {
-        self.scale = scale;
-        self
-    }
-
-    /// Sets whether queries see no later keys.
-    pub fn causal(mut self, causal: bool) -> Self {
-        self.causal = causal;
-        self
+    blocksparse::setters! {
+        /// Sets what products are multiplied by before a softmax.
+        scale: f64,
+        /// Sets whether queries see no later keys.
+        causal: bool,
     }
 
     /// Query heads of a key head.

@@ -3,14 +3,16 @@
 use burn::backend::Dispatch;
 use burn::tensor::{Int, Tensor};
 
-use crate::selection::ops::{SelectionOps, UniqueKeys};
+use crate::selection::ops::SelectionOps;
 use crate::selection::overlap;
 use crate::selection::overlap::checked_overlap;
 use crate::selection::query_lists::SelectedBlocks;
 use crate::selection::token_sparse::backend::{gathers, plan};
-use crate::selection::token_sparse::ops::{
-    QueryLists, Sparsity, TokenSparseCall, TokenSparseInputs, TokenSparseOps,
+use crate::selection::token_sparse::ops::TokenSparseOps;
+use crate::selection::token_sparse::values::{
+    QueryLists, Sparsity, TokenSparseCall, TokenSparseInputs,
 };
+use crate::selection::values::UniqueKeys;
 use burn_blocksparse::internal::check;
 use burn_blocksparse::internal::device::served;
 use burn_blocksparse::internal::op_plan::OpPlan;
@@ -55,9 +57,7 @@ impl TokenIndices {
             ("keys' width", most),
             ("seq_kv", seq_kv),
         ] {
-            if size == 0 {
-                return Err(OpError::argument(argument, "at least 1", 0));
-            }
+            OpError::ensure_positive(argument, size)?;
         }
         served(&keys.device())?;
         let keys = keys.without_autodiff().into_dispatch();
@@ -234,9 +234,7 @@ fn check(
     check::tensors(q, k, v)?;
     let [batch, heads, seq_q, _] = q.dims();
     let [_, kv_heads, seq_kv, _] = k.dims();
-    if seq_q == 0 {
-        return Err(OpError::argument("q's seq_q", "at least 1", 0));
-    }
+    OpError::ensure_positive("q's seq_q", seq_q)?;
     options.validate(heads, q.dtype())?;
     crate::selection::lists::check_options(options)?;
     let expected = "none with lists of single keys";

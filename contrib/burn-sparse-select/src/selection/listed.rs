@@ -6,8 +6,9 @@ use burn::tensor::Tensor;
 
 use crate::selection::query_lists::{ListsShape, SelectedBlocks};
 use crate::selection::token_sparse::backend::{gathers, plan};
-use crate::selection::token_sparse::ops::{
-    BlockLists, QueryLists, Sparsity, TokenSparseCall, TokenSparseInputs, TokenSparseOps,
+use crate::selection::token_sparse::ops::TokenSparseOps;
+use crate::selection::token_sparse::values::{
+    BlockLists, QueryLists, Sparsity, TokenSparseCall, TokenSparseInputs,
 };
 use burn_blocksparse::internal::Chosen;
 use burn_blocksparse::internal::upload::layout_tensors;

@@ -60,6 +60,7 @@ pub mod selected;
 pub mod sharing;
 mod sparge;
 mod text;
+pub mod values;
 mod vertical_slash;
 mod within;
 
@@ -180,22 +181,13 @@ impl Selection {
         }
     }
 
-    /// Sets which blocks are selected by their scores.
-    pub fn with_budget(mut self, keep: Budget) -> Self {
-        self.keep = keep;
-        self
-    }
-
-    /// Sets which blocks are always selected.
-    pub fn with_always(mut self, forced: Always) -> Self {
-        self.forced = forced;
-        self
-    }
-
-    /// Sets whether heads that share keys share one choice.
-    pub fn with_gqa_reduction(mut self, sharing: GqaReduction) -> Self {
-        self.sharing = sharing;
-        self
+    blocksparse::setters! {
+        /// Sets which blocks are selected by their scores.
+        with_budget => keep: Budget,
+        /// Sets which blocks are always selected.
+        with_always => forced: Always,
+        /// Sets whether heads that share keys share one choice.
+        with_gqa_reduction => sharing: GqaReduction,
     }
 
     /// What scores the blocks.
@@ -362,9 +354,7 @@ pub fn check_shapes(q: &Tensor<4>, k: &Tensor<4>) -> Result<(), OpError> {
     let [batch, heads, _, head_dim] = q.dims();
     let [k_batch, kv_heads, _, k_dim] = k.dims();
     for (argument, got) in [("q's batch", batch), ("q's head_dim", head_dim)] {
-        if got == 0 {
-            return Err(OpError::argument(argument, "at least 1", got));
-        }
+        OpError::ensure_positive(argument, got)?;
     }
     OpError::expect_same("k's batch", batch, "q's", k_batch)?;
     OpError::expect_same("k's head_dim", head_dim, "q's", k_dim)?;

@@ -1,73 +1,15 @@
-//! The backend trait of choices by content, and what crosses it.
+//! The backend trait of choices by content.
 
 use burn::backend::tensor::{FloatTensor, IntTensor};
-use burn::backend::{Backend, ExtensionType, backend_extension};
+use burn::backend::{Backend, backend_extension};
 #[cfg(feature = "fusion")]
 use burn::tensor::DType;
 
 use crate::selection::reference;
 use crate::selection::token_sparse::reference::unique_keys;
+use crate::selection::values::{QueriesOfBlocks, QueryTiles, TopKBlocks, UniqueKeys};
 use burn_blocksparse::internal::values::OptFloat;
 use burn_blocksparse::reference_backends;
-
-/// Which blocks queries take, of the scores of some of them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct TopKBlocks {
-    /// The position of the first query of the scores; the first key's is 0.
-    pub position: i64,
-    /// Keys of a block.
-    pub block: usize,
-    /// Blocks that a query takes, at most.
-    pub most: usize,
-}
-
-/// Which of the keys that queries list they see.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct UniqueKeys {
-    /// Keys that there are.
-    pub seq_kv: usize,
-    /// Whether a query sees none behind its own position; the last query sits at the last key.
-    pub causal: bool,
-}
-
-impl UniqueKeys {
-    /// So many keys a query of `seq_q` sees, from the first on.
-    pub fn seen(&self, query: usize, seq_q: usize) -> usize {
-        match self.causal {
-            true => (query + 1 + self.seq_kv)
-                .saturating_sub(seq_q)
-                .min(self.seq_kv),
-            false => self.seq_kv,
-        }
-    }
-}
-
-/// The sizes of lists of queries.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct QueryTiles {
-    /// Blocks of keys.
-    pub blocks: usize,
-    /// Tiles of a list, as many as all choices need.
-    pub tiles: usize,
-    /// Places of a tile.
-    pub tile: usize,
-}
-
-/// Queries by the blocks that they chose: i32, −1 for none.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct QueriesOfBlocks<B: Backend> {
-    /// The place of each choice: `[batch, lists, queries, most]`.
-    pub places: IntTensor<B>,
-    /// The choice at each place: `[batch, lists, tiles · tile]`.
-    pub choices: IntTensor<B>,
-    /// The block of each tile: `[batch, lists, tiles]`.
-    pub tile_blocks: IntTensor<B>,
-}
 
 /// Steps of choices by content as backend operations, on tensors that are not on an autodiff device. Arguments are checked by the public functions.
 #[backend_extension(
@@ -121,6 +63,7 @@ mod meta {
     use burn::backend::fusion::custom::TensorSpec;
 
     use super::*;
+    use crate::selection::values::QueriesOfBlocksMetadata;
 
     pub fn lists(picks: &TensorSpec, call: &QueryTiles) -> QueriesOfBlocksMetadata {
         let [batch, lists, ..] = picks.shape.dims::<4>();

@@ -6,9 +6,10 @@ use blocksparse::{Always, ScoreGrid};
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, Tensor};
 
-use crate::selection::ops::{QueryTiles, SelectionOps, TopKBlocks};
+use crate::selection::ops::SelectionOps;
 use crate::selection::overlap;
 use crate::selection::overlap::checked_overlap;
+use crate::selection::values::{QueryTiles, TopKBlocks};
 use burn_blocksparse::OpError;
 
 /// Scores in memory at a time, at most ([`FEWEST_ROWS`] queries of every head may have more).
@@ -207,9 +208,7 @@ impl SelectedBlocks {
             ("seq_kv", seq_kv),
             ("block", block),
         ] {
-            if size == 0 {
-                return Err(OpError::argument(argument, "at least 1", 0));
-            }
+            OpError::ensure_positive(argument, size)?;
         }
         let grid = ScoreGrid {
             query_rows: 1,

@@ -7,7 +7,7 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, Shape, Slice, TensorData, try_read_sync};
 
-use crate::selection::ops::{QueriesOfBlocks, QueryTiles, TopKBlocks};
+use crate::selection::values::{QueriesOfBlocks, QueryTiles, TopKBlocks};
 
 /// Shorter rows have no direction.
 const SHORTEST: f64 = 1e-18;

@@ -38,16 +38,11 @@ impl From<AttentionOptions> for SelectedOptions {
 }
 
 impl SelectedOptions {
-    /// Sets whether queries see no later keys.
-    pub fn causal(mut self, causal: bool) -> Self {
-        self.causal = causal;
-        self
-    }
-
-    /// Sets how attention is computed.
-    pub fn attention(mut self, attention: AttentionOptions) -> Self {
-        self.attention = attention;
-        self
+    blocksparse::setters! {
+        /// Sets whether queries see no later keys.
+        causal: bool,
+        /// Sets how attention is computed.
+        attention: AttentionOptions,
     }
 }
 

@@ -128,10 +128,7 @@ fn checked_shape(
 
 fn check(q: &Tensor<4>, k: &Tensor<4>, options: &TopKOptions) -> Result<(), OpError> {
     check_shapes(q, k)?;
-    match options.k {
-        0 => Err(OpError::argument("options.k", "at least 1", 0)),
-        _ => Ok(()),
-    }
+    OpError::ensure_positive("options.k", options.k)
 }
 
 /// `[batch, heads, q_blocks, kv_blocks]`, f32. The scale changes no order.

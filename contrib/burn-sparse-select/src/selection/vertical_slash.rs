@@ -96,22 +96,13 @@ impl VerticalSlash {
         }
     }
 
-    /// Sets how many of the last queries choose.
-    pub fn queries(mut self, queries: usize) -> Self {
-        self.queries = queries;
-        self
-    }
-
-    /// Sets how many of the first keys are always retained.
-    pub fn sinks(mut self, sinks: usize) -> Self {
-        self.sinks = sinks;
-        self
-    }
-
-    /// Sets how many of the shortest distances are always retained.
-    pub fn window(mut self, window: usize) -> Self {
-        self.window = window;
-        self
+    blocksparse::setters! {
+        /// Sets how many of the last queries choose.
+        queries: usize,
+        /// Sets how many of the first keys are always retained.
+        sinks: usize,
+        /// Sets how many of the shortest distances are always retained.
+        window: usize,
     }
 
     /// Which keys, and which distances, a head keeps, in plain f64 loops.
@@ -165,9 +156,7 @@ impl BlockEstimator for VerticalSlash {
         check_block(self.block)?;
         // Every row has a block of distance 0 then, and so a score of 1.
         for (argument, number) in [("queries", self.queries), ("window", self.window)] {
-            if number == 0 {
-                return Err(OpError::argument(argument, "at least 1", number));
-            }
+            OpError::ensure_positive(argument, number)?;
         }
         Ok(())
     }

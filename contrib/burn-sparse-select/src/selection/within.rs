@@ -24,18 +24,13 @@ pub struct Candidates<'a> {
 }
 
 impl<'a> Candidates<'a> {
-    /// Sets the layout from whose blocks are chosen, forced ones included; a chosen block has the pairs that it has there. So it says which keys queries see;
-    /// [`EstimateInputs::causal`] only says how blocks are scored.
-    pub fn layout(mut self, layout: &'a BlockLayout) -> Self {
-        self.layout = Some(layout);
-        self
-    }
-
-    /// Sets how many positions of each batch entry are real. Each entry chooses what it would choose alone, without its padding, which has no part in any score;
-    /// queries that are padding see nothing.
-    pub fn lengths(mut self, lengths: &'a [usize]) -> Self {
-        self.lengths = Some(lengths);
-        self
+    blocksparse::setters! {
+        /// Sets the layout from whose blocks are chosen, forced ones included; a chosen block has the pairs that it has there. So it says which keys queries see;
+        /// [`EstimateInputs::causal`] only says how blocks are scored.
+        layout: Some(&'a BlockLayout),
+        /// Sets how many positions of each batch entry are real. Each entry chooses what it would choose alone, without its padding, which has no part in any score;
+        /// queries that are padding see nothing.
+        lengths: Some(&'a [usize]),
     }
 
     /// Checks that lengths are those of a call.

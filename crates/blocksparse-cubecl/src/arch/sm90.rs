@@ -165,21 +165,23 @@ fn bulk_instruction(add: bool) -> &'static str {
     }
 }
 
+/// What `a · bᵀ` is made of: its type, numbers of a row, and bytes between spans of 64 of them.
+#[derive(Clone, Copy)]
+pub struct ProductShape {
+    pub half: Half,
+    pub depth: usize,
+    pub a_span: usize,
+    pub b_span: usize,
+}
+
 /// Starts `a · bᵀ` `[64, cols]`. The result is there after a `wait`.
 #[cube]
-pub fn product<S: Size>(
-    a: u64,
-    b: u64,
-    #[comptime] half: Half,
-    #[comptime] dim: usize,
-    #[comptime] a_span: usize,
-    #[comptime] b_span: usize,
-) -> Vector<f32, S> {
+pub fn product<S: Size>(a: u64, b: u64, #[comptime] of: ProductShape) -> Vector<f32, S> {
     let out: Vector<f32, S>;
     let width = S::value();
     let cols = comptime!(width * 2);
     gpu_asm!("{body} /* {d} {a} {b} */",
-        body = const product_text(half, cols, dim, a_span, b_span),
+        body = const product_text(of.half, cols, of.depth, of.a_span, of.b_span),
         d = out(_) out, a = in(_) val::<u64>(a), b = in(_) val::<u64>(b));
     out
 }

@@ -34,6 +34,16 @@ impl Spans {
         self.rows * ROW
     }
 
+    /// Of products of these rows with others, over `depth` numbers of each.
+    pub fn product(&self, others: Spans, half: Half, depth: usize) -> ProductShape {
+        ProductShape {
+            half,
+            depth,
+            a_span: self.span_bytes(),
+            b_span: others.span_bytes(),
+        }
+    }
+
     pub fn bytes(&self) -> usize {
         self.span_bytes() * (self.dim / ROW_ELEMENTS)
     }

@@ -557,10 +557,7 @@ fn start<S: Size>(own: u32, step: u32, #[comptime] t: BackwardTile) -> Vector<f3
     product::<S>(
         descriptor(own + group * comptime!((64 * ROW) as u32), 16usize),
         descriptor(step, 16usize),
-        t.half,
-        t.dim,
-        comptime!(t.rows() * ROW),
-        comptime!(t.cols * ROW),
+        comptime!(t.scores(t.dim)),
     )
 }
 

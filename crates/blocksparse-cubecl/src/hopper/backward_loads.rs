@@ -116,14 +116,7 @@ pub fn tile_of_launch(
         kv_head,
         share,
         batch,
-        rows: own_rows(
-            parts,
-            record0,
-            plan[ranked],
-            comptime!(t.rows()),
-            comptime!(t.group),
-            comptime!(t.clustered),
-        ),
+        rows: own_rows(parts, record0, plan[ranked], comptime!(t.own_shape())),
         entry: parts.entries as u32 + plan[ranked + 1] * comptime!(t.entry_words() as u32),
         steps: plan[ranked + 2],
     }
@@ -269,7 +262,7 @@ pub fn load_tile(
 /// The place of a row of a tile.
 #[cube]
 pub fn place_of(plan: &[u32], rows: u32, row: u32, #[comptime] t: BackwardTile) -> u32 {
-    own_place(plan, rows, row, comptime!(t.group), comptime!(t.clustered))
+    own_place(plan, rows, row, comptime!(t.own_shape()))
 }
 
 /// The positions of the unit's keys, where something depends on them.

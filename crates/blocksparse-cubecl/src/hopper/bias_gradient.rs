@@ -222,22 +222,9 @@ pub fn bias_gradient<S: Size, P: Size>(
         let masked = j < uniform(plan[tile_record + 2]);
         let its_entry = parts.entries + step_entry as usize * 2;
         let tile_entry = parts.entries + plan[tile_record] as usize * 2;
-        let rows_at = own_rows(
-            &parts,
-            record as usize,
-            tile,
-            comptime!(t.rows()),
-            comptime!(t.group),
-            comptime!(t.clustered),
-        );
+        let rows_at = own_rows(&parts, record as usize, tile, comptime!(t.own_shape()));
         let row = warp * 16 + lane / 4;
-        let places = own_places(
-            plan,
-            rows_at,
-            row,
-            comptime!(t.group),
-            comptime!(t.clustered),
-        );
+        let places = own_places(plan, rows_at, row, comptime!(t.own_shape()));
         let rows = unit_rows(places.upper, places.lower, &listing, comptime!(t.pairs()));
 
         let own = box_of(
@@ -419,14 +406,7 @@ fn start<S: Size>(
     let parity = (done / comptime!(t.stages as u32)) & 1;
     let offset = u64::cast_from(stage * comptime!((t.stage_bytes() >> 4) as u32));
     barrier_wait(base + comptime!(t.full()) + stage * 8, parity);
-    product::<S>(
-        a_desc + offset,
-        b_desc + offset,
-        t.half,
-        t.dim,
-        comptime!(t.rows() * ROW),
-        comptime!(t.cols * ROW),
-    )
+    product::<S>(a_desc + offset, b_desc + offset, comptime!(t.scores(t.dim)))
 }
 
 /// What loads are made of.
@@ -467,13 +447,7 @@ fn box_of(
     if index < a_boxes {
         let row = index / spans * comptime!(t.a_group() as u32);
         offset = span * comptime!((t.rows() * ROW) as u32) + row * comptime!(ROW as u32);
-        place = own_place(
-            plan,
-            rows_at,
-            row,
-            comptime!(t.group),
-            comptime!(t.clustered),
-        );
+        place = own_place(plan, rows_at, row, comptime!(t.own_shape()));
     } else if index < comptime!(t.boxes() as u32) {
         // Each side has whole spans.
         let which = (index - a_boxes) / spans;

@@ -86,14 +86,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
     let tile = plan[ranked];
     let record = ranked + 1;
     let steps = uniform(plan[record + 1]);
-    let rows = own_rows(
-        &parts,
-        first_record,
-        tile,
-        comptime!(t.rows()),
-        comptime!(t.group),
-        comptime!(t.clustered),
-    );
+    let rows = own_rows(&parts, first_record, tile, comptime!(t.own_shape()));
     let loads = Loads {
         k: tensor_map_address(k),
         v: tensor_map_address(v),
@@ -121,7 +114,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
                 + row * comptime!(ROW as u32),
             base,
             span,
-            own_place(plan, rows, row, comptime!(t.group), comptime!(t.clustered)),
+            own_place(plan, rows, row, comptime!(t.own_shape())),
             loads.class_len,
             head,
             batch,
@@ -153,8 +146,6 @@ pub fn forward<S: Size, P: Size, O: Size>(
         base + comptime!(t.v_offset() as u32),
         comptime!(t.cols * ROW),
     );
-    let q_span = comptime!(t.rows() * ROW);
-    let k_span = comptime!(t.cols * ROW);
     let mut m0 = f32::new(LOWEST_MAX);
     let mut m1 = f32::new(LOWEST_MAX);
     let mut l0 = f32::new(0.0);
@@ -219,7 +210,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
         if comptime!(t.overlap) {
             let step = step_pairs(plan, &args, &pairs, &walk, 0u32, &listing, t);
             barrier_wait(base + comptime!(t.k_full()), 0u32);
-            let s_started = product::<S>(q_desc, k_desc, t.half, t.dim, q_span, k_span);
+            let s_started = product::<S>(q_desc, k_desc, comptime!(t.scores(t.dim)));
             let soft = step_weights::<S>(
                 s_started, 0usize, &step, 0u32, plan, &args, &pairs, &listing, &walk, 0u32, base,
                 lane, m0, m1, l0, l1, &numbers, t,
@@ -246,14 +237,8 @@ pub fn forward<S: Size, P: Size, O: Size>(
                 if comptime!(t.turns()) {
                     named_sync(1 + group, 256u32);
                 }
-                let s_started = product::<S>(
-                    q_desc,
-                    buffer(k_desc, now, t),
-                    t.half,
-                    t.dim,
-                    q_span,
-                    k_span,
-                );
+                let s_started =
+                    product::<S>(q_desc, buffer(k_desc, now, t), comptime!(t.scores(t.dim)));
                 barrier_wait(base + comptime!(t.v_full()) + before * 8, parity(j - 1, t));
                 let v_desc = values(v_desc, before, t);
                 let o_started = accumulate::<P, O>(o, p, v_desc, t.half, t.value_dim);
@@ -317,14 +302,8 @@ pub fn forward<S: Size, P: Size, O: Size>(
             for j in 0..steps {
                 let now = stage(j, t);
                 barrier_wait(base + comptime!(t.k_full()) + now * 8, parity(j, t));
-                let s_started = product::<S>(
-                    q_desc,
-                    buffer(k_desc, now, t),
-                    t.half,
-                    t.dim,
-                    q_span,
-                    k_span,
-                );
+                let s_started =
+                    product::<S>(q_desc, buffer(k_desc, now, t), comptime!(t.scores(t.dim)));
                 if warp < comptime!(t.loading_warps()) && j >= comptime!(t.lag as u32) {
                     let next = j + comptime!((t.stages - t.lag) as u32);
                     if next < steps {

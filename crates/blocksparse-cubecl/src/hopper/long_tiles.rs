@@ -335,21 +335,8 @@ pub fn fold_tiles(
         let record0 = plan[heads_at + first_head as usize] as usize;
         let rank = (of_tile % lengths.tiles) as usize;
         let tile = plan[parts.order + (record0 + rank) * 4];
-        let rows_at = own_rows(
-            &parts,
-            record0,
-            tile,
-            comptime!(t.rows()),
-            comptime!(t.group),
-            comptime!(t.clustered),
-        );
-        let place = own_place(
-            plan,
-            rows_at,
-            row,
-            comptime!(t.group),
-            comptime!(t.clustered),
-        );
+        let rows_at = own_rows(&parts, record0, tile, comptime!(t.own_shape()));
+        let place = own_place(plan, rows_at, row, comptime!(t.own_shape()));
         let found = row_position(place, &listing, lengths.len, comptime!(t.residue));
         let mut width = eights.runtime();
         let mut start = 0u32;

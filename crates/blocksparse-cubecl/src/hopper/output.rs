@@ -49,7 +49,7 @@ pub fn row_of_unit(
 ) -> OutRow {
     let unit = unit();
     let row = unit / 32 * 16 + unit % 32 / 4 + offset;
-    let place = own_place(plan, rows, row, comptime!(t.group), comptime!(t.clustered));
+    let place = own_place(plan, rows, row, comptime!(t.own_shape()));
     let mut position = place;
     let mut exists = place < seq_q;
     if comptime!(t.residue) {

@@ -46,14 +46,8 @@ impl PairTile {
     /// How the layout is cut.
     pub fn tiling(&self) -> Tiling {
         Tiling {
-            walk: Walk::Rows,
-            rows: self.rows(),
-            cols: self.cols,
-            places: false,
             clustered: self.clustered,
-            visits: false,
-            apart: false,
-            coarse: false,
+            ..Tiling::new(Walk::Rows, self.rows(), self.cols)
         }
     }
 

@@ -8,35 +8,36 @@ use crate::shared::walk::PlanParts;
 /// A unit holds parts of rows `r` and `r + 8`.
 pub const ROW_PAIR: u32 = 8;
 
+/// How a tile's own rows lie: one behind the other, or if they are clustered in blocks of `group`.
+#[derive(Clone, Copy)]
+pub struct OwnShape {
+    pub rows: usize,
+    pub group: usize,
+    pub clustered: bool,
+}
+
 /// Where a tile's own rows are: its first place, or the word of its first block.
 #[cube]
 pub fn own_rows(
     parts: &PlanParts,
     first_record: usize,
     tile: u32,
-    #[comptime] rows: usize,
-    #[comptime] group: usize,
-    #[comptime] clustered: bool,
+    #[comptime] own: OwnShape,
 ) -> u32 {
-    let mut first = tile * comptime!(rows as u32);
-    if comptime!(clustered) {
-        first = (parts.rows + (first_record + tile as usize) * comptime!(rows / group)) as u32;
+    let mut first = tile * comptime!(own.rows as u32);
+    if comptime!(own.clustered) {
+        let blocks = comptime!(own.rows / own.group);
+        first = (parts.rows + (first_record + tile as usize) * blocks) as u32;
     }
     first
 }
 
 /// The place of a tile's own row. Rows of a clustered tile lie in blocks of `group`.
 #[cube]
-pub fn own_place(
-    plan: &[u32],
-    rows: u32,
-    row: u32,
-    #[comptime] group: usize,
-    #[comptime] clustered: bool,
-) -> u32 {
+pub fn own_place(plan: &[u32], rows: u32, row: u32, #[comptime] own: OwnShape) -> u32 {
     let mut place = rows + row;
-    if comptime!(clustered) {
-        let block = comptime!(group as u32);
+    if comptime!(own.clustered) {
+        let block = comptime!(own.group as u32);
         place = plan[(rows + row / block) as usize] * block + row % block;
     }
     place
@@ -51,15 +52,9 @@ pub struct RowPlaces {
 
 /// The places of the unit's own rows: `row`, and [`ROW_PAIR`] behind it.
 #[cube]
-pub fn own_places(
-    plan: &[u32],
-    rows: u32,
-    row: u32,
-    #[comptime] group: usize,
-    #[comptime] clustered: bool,
-) -> RowPlaces {
-    let upper = own_place(plan, rows, row, group, clustered);
-    let lower = own_place(plan, rows, row + ROW_PAIR, group, clustered);
+pub fn own_places(plan: &[u32], rows: u32, row: u32, #[comptime] own: OwnShape) -> RowPlaces {
+    let upper = own_place(plan, rows, row, own);
+    let lower = own_place(plan, rows, row + ROW_PAIR, own);
     RowPlaces { upper, lower }
 }
 

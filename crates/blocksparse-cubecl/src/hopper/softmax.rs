@@ -28,8 +28,7 @@ pub fn rows_of_unit(plan: &[u32], rows: u32, listing: &Listing, #[comptime] t: T
     let mut lower = 0u32;
     if comptime!(t.options.any()) {
         let row = unit() / 32 * 16 + unit() % 32 / 4;
-        let (group, clustered) = comptime!((t.group, t.clustered));
-        let places = own_places(plan, rows, row, group, clustered);
+        let places = own_places(plan, rows, row, comptime!(t.own_shape()));
         upper = places.upper;
         lower = places.lower;
     }

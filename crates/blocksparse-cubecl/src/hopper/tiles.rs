@@ -6,8 +6,9 @@ use super::bits::BitShape;
 use super::gradient::{MaskShape, StoreShape};
 use super::options::{Options, PairShape};
 use super::pair_tile::PairTile;
+use super::rows::OwnShape;
 pub use super::walk_tile::WalkTile;
-use crate::arch::sm90::{Half, ROW, ROW_ELEMENTS};
+use crate::arch::sm90::{Half, ProductShape, ROW, ROW_ELEMENTS};
 use blocksparse::plan::{Tiling, Walk};
 
 /// Rows of a warpgroup.
@@ -39,6 +40,24 @@ macro_rules! sizes {
             /// Entries of a step.
             pub(super) fn entries(&self) -> usize {
                 self.cols / self.group
+            }
+
+            /// Of products of own rows with a step's columns.
+            pub(super) fn scores(&self, depth: usize) -> ProductShape {
+                ProductShape {
+                    half: self.half,
+                    depth,
+                    a_span: self.rows() * ROW,
+                    b_span: self.cols * ROW,
+                }
+            }
+
+            pub(super) fn own_shape(&self) -> OwnShape {
+                OwnShape {
+                    rows: self.rows(),
+                    group: self.group,
+                    clustered: self.clustered,
+                }
             }
         }
     )*};
@@ -174,14 +193,9 @@ impl Tile {
     /// How the layout is cut.
     pub fn tiling(&self) -> Tiling {
         Tiling {
-            walk: Walk::Rows,
-            rows: self.rows(),
-            cols: self.cols,
-            places: false,
             clustered: self.clustered,
-            visits: false,
-            apart: false,
             coarse: self.coarse.is_some(),
+            ..Tiling::new(Walk::Rows, self.rows(), self.cols)
         }
     }
 
@@ -383,14 +397,11 @@ impl BackwardTile {
     /// How the layout is cut.
     pub fn tiling(&self) -> Tiling {
         Tiling {
-            walk: Walk::Columns,
-            rows: self.rows(),
-            cols: self.cols,
-            places: false,
             clustered: self.clustered,
             visits: true,
             apart: self.apart,
             coarse: self.coarse.is_some(),
+            ..Tiling::new(Walk::Columns, self.rows(), self.cols)
         }
     }
 

@@ -64,14 +64,8 @@ impl WalkTile {
     /// How the layout is cut.
     pub fn tiling(&self, walk: Walk) -> Tiling {
         Tiling {
-            walk,
-            rows: self.rows(),
-            cols: self.cols,
-            places: false,
             clustered: self.clustered,
-            visits: false,
-            apart: false,
-            coarse: false,
+            ..Tiling::new(walk, self.rows(), self.cols)
         }
     }
 

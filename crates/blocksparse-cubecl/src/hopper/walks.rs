@@ -108,14 +108,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
     let share = share_of_cube(&shares, t);
     let ranked = parts.order + (record0 + share.rank as usize) * 4;
     let tile = plan[ranked];
-    let rows_at = own_rows(
-        &parts,
-        record0,
-        tile,
-        comptime!(t.rows()),
-        comptime!(t.group),
-        comptime!(t.clustered),
-    );
+    let rows_at = own_rows(&parts, record0, tile, comptime!(t.own_shape()));
     let class_len = listing.class_len as u32;
 
     let own = OwnRows {
@@ -174,13 +167,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
     let mut delta0 = f32::new(0.0);
     let mut delta1 = f32::new(0.0);
     // Of the unit's rows `row` and `row + 8`.
-    let places = own_places(
-        plan,
-        rows_at,
-        row,
-        comptime!(t.group),
-        comptime!(t.clustered),
-    );
+    let places = own_places(plan, rows_at, row, comptime!(t.own_shape()));
     if comptime!(!columns) {
         let first = (batch * heads + outer) * pitch;
         if places.upper < pitch {
@@ -224,22 +211,9 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
             let parity = (done / comptime!(t.stages as u32)) & 1;
             let offset = u64::cast_from(stage * comptime!((t.b_bytes() >> 4) as u32));
             barrier_wait(base + comptime!(t.full()) + stage * 8, parity);
-            let s_started = product::<S>(
-                a1_desc,
-                b1_desc + offset,
-                t.half,
-                t.dim,
-                comptime!(t.rows() * ROW),
-                comptime!(t.cols * ROW),
-            );
-            let dp_started = product::<S>(
-                a2_desc,
-                b2_desc + offset,
-                t.half,
-                t.value_dim,
-                comptime!(t.rows() * ROW),
-                comptime!(t.cols * ROW),
-            );
+            let s_started = product::<S>(a1_desc, b1_desc + offset, comptime!(t.scores(t.dim)));
+            let dp_started =
+                product::<S>(a2_desc, b2_desc + offset, comptime!(t.scores(t.value_dim)));
             load_next(plan, &parts, &loads, heads_at, tile, &cursor, columns, t);
             let its_entry = entry + (j * comptime!(t.entries() as u32 * 2)) as usize;
             let kept = kept_pairs(

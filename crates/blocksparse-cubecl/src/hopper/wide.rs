@@ -83,14 +83,7 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
     let share = share_of_cube(&shares, t);
     let ranked = parts.order + (record0 + share.rank as usize) * 4;
     let tile = plan[ranked];
-    let rows_at = own_rows(
-        &parts,
-        record0,
-        tile,
-        comptime!(t.rows()),
-        comptime!(t.group),
-        comptime!(t.clustered),
-    );
+    let rows_at = own_rows(&parts, record0, tile, comptime!(t.own_shape()));
     let class_len = listing.class_len as u32;
     let own = OwnRows {
         a1: tensor_map_address(a1),
@@ -145,13 +138,7 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
     }
 
     let row = warp % 4 * 16 + lane / 4;
-    let places = own_places(
-        plan,
-        rows_at,
-        row,
-        comptime!(t.group),
-        comptime!(t.clustered),
-    );
+    let places = own_places(plan, rows_at, row, comptime!(t.own_shape()));
     let rows = unit_rows(
         places.upper,
         places.lower,
@@ -179,14 +166,7 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
     if cursor.loaded.read() > 0 {
         barrier_wait(base + comptime!(t.full()), 0u32);
     }
-    let started = product::<S>(
-        own_desc,
-        deep,
-        t.half,
-        t.dim,
-        comptime!(t.rows() * ROW),
-        comptime!(t.cols * ROW),
-    );
+    let started = product::<S>(own_desc, deep, comptime!(t.scores(t.dim)));
     let mut x = wait::<S>(started, 0usize, width);
     for turn in 0..heads_per_kv {
         let head = first_head + turn;
@@ -305,10 +285,7 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
             let started = product::<S>(
                 own_desc,
                 deep + u64::cast_from(next * comptime!((t.b_bytes() >> 4) as u32)),
-                t.half,
-                t.dim,
-                comptime!(t.rows() * ROW),
-                comptime!(t.cols * ROW),
+                comptime!(t.scores(t.dim)),
             );
             sums = wait::<O>(sums_started, 1usize, comptime!(t.dim / 2));
             if lane == 0 {

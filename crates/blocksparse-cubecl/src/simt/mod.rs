@@ -106,14 +106,9 @@ fn forced() -> Option<[usize; 3]> {
 /// How a plan is cut for a tile.
 pub fn tiling(tile: &Tile, walk: Walk) -> Tiling {
     Tiling {
-        walk,
-        rows: tile.rows,
-        cols: tile.cols(),
         places: tile.store.is_some(),
         clustered: tile.clustered,
-        visits: false,
-        apart: false,
-        coarse: false,
+        ..Tiling::new(walk, tile.rows, tile.cols())
     }
 }
 

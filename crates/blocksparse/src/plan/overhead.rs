@@ -227,14 +227,8 @@ impl Grouping {
         /// What clusters have to save: their rows are gathered.
         const WORTHWHILE: f64 = 1.1;
         let [neighbours, like] = [false, true].map(|clustered| Tiling {
-            walk,
-            rows,
-            cols,
-            places: false,
             clustered,
-            visits: false,
-            apart: false,
-            coarse: false,
+            ..Tiling::new(walk, rows, cols)
         });
         let overhead = tiling_overhead(layout, neighbours);
         let b = layout.block_size();
@@ -320,14 +314,8 @@ mod tests {
 
     fn tiling(rows: usize, cols: usize, clustered: bool) -> Tiling {
         Tiling {
-            walk: Walk::Columns,
-            rows,
-            cols,
-            places: false,
             clustered,
-            visits: false,
-            apart: false,
-            coarse: false,
+            ..Tiling::new(Walk::Columns, rows, cols)
         }
     }
 

@@ -27,14 +27,9 @@ fn plans_allow_what_the_layout_allows(
     }
     let layout = pattern.layout(4, 187, block).unwrap();
     let tiling = Tiling {
-        walk,
-        rows,
-        cols,
         places,
         clustered,
-        visits: false,
-        apart: false,
-        coarse: false,
+        ..Tiling::new(walk, rows, cols)
     };
     let plan = TilePlan::new(&layout, tiling);
     let Sections {
@@ -148,14 +143,8 @@ fn steps_of_a_pattern_follow_each_other(
 
 fn tiling(rows: usize, cols: usize, clustered: bool) -> Tiling {
     Tiling {
-        walk: Walk::Columns,
-        rows,
-        cols,
-        places: false,
         clustered,
-        visits: false,
-        apart: false,
-        coarse: false,
+        ..Tiling::new(Walk::Columns, rows, cols)
     }
 }
 
@@ -177,14 +166,9 @@ fn visits_count_in_launch_order(
     }
     let layout = pattern.layout(4, 700, block).unwrap();
     let tiling = Tiling {
-        walk: Walk::Columns,
-        rows: 128,
-        cols,
-        places: false,
         visits: true,
-        apart: false,
-        coarse: false,
         clustered,
+        ..Tiling::new(Walk::Columns, 128, cols)
     };
     let plan = TilePlan::new(&layout, tiling);
     let sections = plan.sections;

@@ -34,6 +34,20 @@ pub struct Tiling {
 }
 
 impl Tiling {
+    /// Of entries that are blocks, or parts of one, and say nothing else.
+    pub const fn new(walk: Walk, rows: usize, cols: usize) -> Self {
+        Self {
+            walk,
+            rows,
+            cols,
+            places: false,
+            clustered: false,
+            visits: false,
+            apart: false,
+            coarse: false,
+        }
+    }
+
     /// Words of an entry.
     pub fn entry_words(&self) -> usize {
         self.bits_at() + if self.coarse { BIT_WORDS } else { 0 }

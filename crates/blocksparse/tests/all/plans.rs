@@ -13,14 +13,11 @@ const SIDES: [usize; 6] = [8, 16, 32, 64, 128, 256];
 fn tiling() -> impl Strategy<Value = Tiling> {
     let side = || prop::sample::select(SIDES.to_vec());
     (side(), side(), any::<bool>(), 0..6).prop_map(|(rows, cols, columns, kind)| Tiling {
-        walk: if columns { Walk::Columns } else { Walk::Rows },
-        rows,
-        cols,
         places: kind == 1,
         clustered: kind < 4 && (kind == 2 || rows == 256),
         visits: kind == 3 || kind == 4,
-        apart: false,
         coarse: kind >= 4,
+        ..Tiling::new(if columns { Walk::Columns } else { Walk::Rows }, rows, cols)
     })
 }
 

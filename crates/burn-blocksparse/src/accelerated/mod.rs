@@ -8,19 +8,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use blocksparse::Pattern;
 use blocksparse_cubecl::Tuning;
-use burn::backend::fusion::stream::Context;
-use burn::backend::fusion::{FuserProperties, FuserStatus, OperationFuser};
-use burn::backend::ir::{
-    AttentionOpIr, BackendIr, ModuleOperationIr, OperationIr, TensorHandle, TensorIr,
-};
-use burn_cubecl::fusion::{
-    CubeFuser, CubeFusionHandle, CubeOptimization, FallbackOperation, FusedOperation,
-    OptimizationProvider, register,
-};
+use burn::backend::ir::{AttentionOpIr, ModuleOperationIr, OperationIr, TensorIr};
+use burn_cubecl::CubeDevice;
 use burn_cubecl::tensor::CubeTensor;
-use burn_cubecl::{CubeBackend, CubeDevice};
 
 use crate::accelerated::call::CubeAttention;
+use crate::base::taken::{Taken, TakenContext, take, tensor};
 use crate::error::OpError;
 
 /// Calls that ran on our kernels, and those that ran as before.
@@ -57,7 +50,7 @@ static CHOOSE: OnceLock<Box<Choose>> = OnceLock::new();
 /// [`OpError::Registry`] after the first tensor operation, or the second time; [`OpError::Kernel`] if an environment variable of the kernels has a wrong value.
 pub fn accelerate_attention() -> Result<(), OpError> {
     Tuning::of_process()?;
-    register(Provider).map_err(|error| OpError::Registry(error.to_string()))
+    take::<Attention>()
 }
 
 /// As [`accelerate_attention`], and calls for which `choose` returns a pattern see the pairs of that alone; those of causality and the mask, too.
@@ -132,143 +125,51 @@ pub fn accelerated_attention() -> AcceleratedAttention {
     }
 }
 
-struct Provider;
+#[derive(Clone)]
+struct Attention;
 
-impl OptimizationProvider for Provider {
-    type Operation = Attention;
-
-    fn fuser(&self, _device: &CubeDevice) -> CubeFuser {
-        CubeFuser::new(AttentionFuser::default())
-    }
-}
-
-/// Takes one call and nothing else.
-#[derive(Clone, Default)]
-struct AttentionFuser {
-    found: Option<AttentionOpIr>,
-    closed: bool,
-}
-
-/// More than anything that Burn fuses.
-const SCORE: u64 = 1 << 40;
-
-impl OperationFuser<CubeOptimization> for AttentionFuser {
-    fn fuse(&mut self, operation: &OperationIr) {
-        if self.closed {
-            return;
-        }
-        self.closed = true;
-        if let OperationIr::Module(ModuleOperationIr::Attention(op)) = operation {
-            self.found = Some(op.clone());
-        }
-    }
-
-    fn finish(&mut self) -> CubeOptimization {
-        let op = self.found.clone();
-        CubeOptimization::new(Attention {
-            op: op.expect("a fuser without an operation is not ready"),
-        })
-    }
-
-    fn reset(&mut self) {
-        *self = Self::default();
-    }
-
-    fn status(&self) -> FuserStatus {
-        match self.closed {
-            true => FuserStatus::Closed,
-            false => FuserStatus::Open,
-        }
-    }
-
-    fn properties(&self) -> FuserProperties {
-        let ready = self.found.is_some();
-        FuserProperties {
-            score: if ready { SCORE } else { 0 },
-            ready,
-        }
-    }
-
-    fn len(&self) -> usize {
-        usize::from(self.found.is_some())
-    }
-
-    fn clone_dyn(&self) -> Box<dyn OperationFuser<CubeOptimization>> {
-        Box::new(self.clone())
-    }
-}
-
-/// A call, whose tensors are named as in Burn's graph.
-struct Attention {
-    op: AttentionOpIr,
-}
-
-impl FusedOperation for Attention {
+impl Taken for Attention {
     const NAME: &'static str = "burn-blocksparse attention";
 
-    type State = AttentionOpIr;
+    type Call = AttentionOpIr;
 
-    fn num_ops_fused(&self) -> usize {
-        1
-    }
-
-    fn run(
-        &mut self,
-        context: &mut Context<CubeFusionHandle>,
-        fallback: &dyn Fn(usize) -> Box<dyn FallbackOperation>,
-    ) {
-        match self.attend(context) {
-            Some((out, tensor)) => {
-                TAKEN.fetch_add(1, Ordering::Relaxed);
-                context.handles.register_handle(out.id, tensor.into());
-            }
-            None => {
-                FALLEN_BACK.fetch_add(1, Ordering::Relaxed);
-                fallback(0).run(context);
-            }
+    fn call(operation: &OperationIr, _device: &CubeDevice) -> Option<AttentionOpIr> {
+        match operation {
+            OperationIr::Module(ModuleOperationIr::Attention(op)) => Some(op.clone()),
+            _ => None,
         }
     }
 
-    fn to_state(&self) -> AttentionOpIr {
-        self.op.clone()
-    }
-
-    fn from_state(_device: &CubeDevice, op: AttentionOpIr) -> Self {
-        Self { op }
+    fn run(op: &AttentionOpIr, context: &TakenContext) -> Option<(TensorIr, CubeTensor)> {
+        let made = attend(op, context);
+        let count = if made.is_some() { &TAKEN } else { &FALLEN_BACK };
+        count.fetch_add(1, Ordering::Relaxed);
+        made
     }
 }
 
-impl Attention {
-    /// The result, if kernels take the call. Nothing is consumed: Burn frees what is not used any more behind the operation.
-    fn attend(&self, context: &Context<CubeFusionHandle>) -> Option<(TensorIr, CubeTensor)> {
-        let tensor = |of: &TensorIr| {
-            let of = context.tensors.get(&of.id)?;
-            let handle = context.handles.get_handle_ref(&of.id)?.clone();
-            let shape = of.shape.clone();
-            Some(CubeBackend::float_tensor(TensorHandle { handle, shape }))
-        };
-        let given = |of: &Option<TensorIr>| of.as_ref().map(|of| tensor(of).ok_or(())).transpose();
-        let op = &self.op;
-        let arguments = CubeAttention {
-            query: tensor(&op.query)?,
-            key: tensor(&op.key)?,
-            value: tensor(&op.value)?,
-            mask: given(&op.mask).ok()?,
-            bias: given(&op.attn_bias).ok()?,
-            options: op.options.clone().into(),
-        };
-        let out = context.tensors.get(&op.out.id)?.clone();
-        let [batch, heads, seq_q, seq_kv] = arguments.pairs()?;
-        let call = AttentionCall {
-            batch,
-            heads,
-            seq_q,
-            seq_kv,
-            is_causal: arguments.options.is_causal,
-            has_mask: arguments.mask.is_some(),
-            has_bias: arguments.bias.is_some(),
-        };
-        let pattern = CHOOSE.get().and_then(|choose| choose(&call));
-        Some((out, arguments.run(pattern)?))
-    }
+fn attend(op: &AttentionOpIr, context: &TakenContext) -> Option<(TensorIr, CubeTensor)> {
+    let tensor = |of: &TensorIr| tensor(of, context);
+    let given = |of: &Option<TensorIr>| of.as_ref().map(|of| tensor(of).ok_or(())).transpose();
+    let arguments = CubeAttention {
+        query: tensor(&op.query)?,
+        key: tensor(&op.key)?,
+        value: tensor(&op.value)?,
+        mask: given(&op.mask).ok()?,
+        bias: given(&op.attn_bias).ok()?,
+        options: op.options.clone().into(),
+    };
+    let out = context.tensors.get(&op.out.id)?.clone();
+    let [batch, heads, seq_q, seq_kv] = arguments.pairs()?;
+    let call = AttentionCall {
+        batch,
+        heads,
+        seq_q,
+        seq_kv,
+        is_causal: arguments.options.is_causal,
+        has_mask: arguments.mask.is_some(),
+        has_bias: arguments.bias.is_some(),
+    };
+    let pattern = CHOOSE.get().and_then(|choose| choose(&call));
+    Some((out, arguments.run(pattern)?))
 }

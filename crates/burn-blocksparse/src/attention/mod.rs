@@ -134,16 +134,11 @@ impl<'a> SparseAttentionCall<'a> {
         }
     }
 
-    /// Sets all options at once, in place of those set so far.
-    pub fn options(mut self, options: AttentionOptions) -> Self {
-        self.options = options;
-        self
-    }
-
-    /// Sets bias, sinks and relative bias at once, in place of those set so far.
-    pub fn tensors(mut self, tensors: AttentionTensors) -> Self {
-        self.tensors = tensors;
-        self
+    blocksparse::setters! {
+        /// Sets all options at once, in place of those set so far.
+        options: AttentionOptions,
+        /// Sets bias, sinks and relative bias at once, in place of those set so far.
+        tensors: AttentionTensors,
     }
 
     /// Sets the factor of the scores `q · kᵀ`; default `1 / √head_dim`.

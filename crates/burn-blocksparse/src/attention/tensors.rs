@@ -27,57 +27,48 @@ impl AttentionTensors {
     /// sign.
     pub const MAX_DISTANCES: usize = 1 << 30;
 
-    /// Sets the sink logits, `[heads]`: queries of head `h` attend to a further key of score `sinks[h]` and value 0, so that the
-    /// weights of the keys need not sum to 1 (Miller, "Attention is off by one", 2023; gpt-oss learns the logits).
-    pub fn sinks(mut self, sinks: Tensor<1>) -> Self {
-        self.sinks = Some(sinks);
-        self
-    }
-
-    /// Sets a bias of the scores, `[batch or 1, heads or 1, seq_q or 1, seq_kv]`, added after scale and softcap. Its gradient has
-    /// its shape: sums over what shares it, in a fixed order. Values must be finite and at most about 1e8 in size; pairs are masked by the layout. For
-    /// biases linear in distance [`AttentionOptions::alibi`](crate::AttentionOptions::alibi) needs no tensor.
-    pub fn bias(mut self, bias: Tensor<4>) -> Self {
-        self.bias = Some(bias);
-        self
-    }
-
-    /// Sets biases of distances, `[heads or 1, 2 · reach + 1]`: query `i` and key `j` of head `h` get
-    /// `table[h, clamp(j − i, −reach, reach) + reach]`, after scale and softcap (Shaw et al., 2018, with a number for each distance). `i` and `j` are
-    /// positions: with `seq_q ≠ seq_kv` query row `r` sits at `r + seq_kv − seq_q`. No `seq_q × seq_kv` tensor exists, and the table has a
-    /// gradient, summed in a fixed order. Computed in the dtype of sums. Values are as a bias's.
-    ///
-    /// Buckets of distances, as T5's (Raffel et al., 2020), are a smaller table and an index of each distance:
-    ///
-    /// ```
-    /// use burn::tensor::{Device, Distribution, Int, Tensor, TensorData};
-    /// use burn_blocksparse::{Pattern, SparseAttentionCall};
-    ///
-    /// /// The bucket of a key at `distance` from its query, of 32 for both directions: 8 of one distance each, 8 up to 128, on each side.
-    /// fn bucket(distance: i32) -> i32 {
-    ///     let behind = distance.abs() as f32;
-    ///     let far = 8.0 + (behind / 8.0).ln() / 16f32.ln() * 8.0;
-    ///     let of_side = if behind < 8.0 { behind } else { far.min(15.0) };
-    ///     of_side as i32 + if distance > 0 { 16 } else { 0 }
-    /// }
-    ///
-    /// let device = Device::flex().autodiff();
-    /// let x = Tensor::<4>::random([1, 2, 64, 16], Distribution::Default, &device);
-    /// let buckets = Tensor::<2>::random([2, 32], Distribution::Default, &device).require_grad();
-    /// let distances: Vec<i32> = (-128..=128).map(bucket).collect();
-    /// let distances = Tensor::<1, Int>::from_data(TensorData::new(distances, [257]), &device);
-    /// // The gradient flows through the selection.
-    /// let table = buckets.clone().select(1, distances);
-    /// let layout = Pattern::window(20).layout(2, 64, 16)?;
-    /// let call = SparseAttentionCall::new(x.clone(), x.clone(), x, &layout);
-    /// let out = call.relative_bias(table).scale(1.0).run()?.out;
-    /// let grads = out.powi_scalar(2).sum().backward();
-    /// assert_eq!(buckets.grad(&grads).unwrap().dims(), [2, 32]);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    pub fn relative_bias(mut self, table: Tensor<2>) -> Self {
-        self.relative_bias = Some(table);
-        self
+    blocksparse::setters! {
+        /// Sets the sink logits, `[heads]`: queries of head `h` attend to a further key of score `sinks[h]` and value 0, so that the
+        /// weights of the keys need not sum to 1 (Miller, "Attention is off by one", 2023; gpt-oss learns the logits).
+        sinks: Some(Tensor<1>),
+        /// Sets a bias of the scores, `[batch or 1, heads or 1, seq_q or 1, seq_kv]`, added after scale and softcap. Its gradient has
+        /// its shape: sums over what shares it, in a fixed order. Values must be finite and at most about 1e8 in size; pairs are masked by the layout. For
+        /// biases linear in distance [`AttentionOptions::alibi`](crate::AttentionOptions::alibi) needs no tensor.
+        bias: Some(Tensor<4>),
+        /// Sets biases of distances, `[heads or 1, 2 · reach + 1]`: query `i` and key `j` of head `h` get
+        /// `table[h, clamp(j − i, −reach, reach) + reach]`, after scale and softcap (Shaw et al., 2018, with a number for each distance). `i` and `j` are
+        /// positions: with `seq_q ≠ seq_kv` query row `r` sits at `r + seq_kv − seq_q`. No `seq_q × seq_kv` tensor exists, and the table has a
+        /// gradient, summed in a fixed order. Computed in the dtype of sums. Values are as a bias's.
+        ///
+        /// Buckets of distances, as T5's (Raffel et al., 2020), are a smaller table and an index of each distance:
+        ///
+        /// ```
+        /// use burn::tensor::{Device, Distribution, Int, Tensor, TensorData};
+        /// use burn_blocksparse::{Pattern, SparseAttentionCall};
+        ///
+        /// /// The bucket of a key at `distance` from its query, of 32 for both directions: 8 of one distance each, 8 up to 128, on each side.
+        /// fn bucket(distance: i32) -> i32 {
+        ///     let behind = distance.abs() as f32;
+        ///     let far = 8.0 + (behind / 8.0).ln() / 16f32.ln() * 8.0;
+        ///     let of_side = if behind < 8.0 { behind } else { far.min(15.0) };
+        ///     of_side as i32 + if distance > 0 { 16 } else { 0 }
+        /// }
+        ///
+        /// let device = Device::flex().autodiff();
+        /// let x = Tensor::<4>::random([1, 2, 64, 16], Distribution::Default, &device);
+        /// let buckets = Tensor::<2>::random([2, 32], Distribution::Default, &device).require_grad();
+        /// let distances: Vec<i32> = (-128..=128).map(bucket).collect();
+        /// let distances = Tensor::<1, Int>::from_data(TensorData::new(distances, [257]), &device);
+        /// // The gradient flows through the selection.
+        /// let table = buckets.clone().select(1, distances);
+        /// let layout = Pattern::window(20).layout(2, 64, 16)?;
+        /// let call = SparseAttentionCall::new(x.clone(), x.clone(), x, &layout);
+        /// let out = call.relative_bias(table).scale(1.0).run()?.out;
+        /// let grads = out.powi_scalar(2).sum().backward();
+        /// assert_eq!(buckets.grad(&grads).unwrap().dims(), [2, 32]);
+        /// # Ok::<(), Box<dyn std::error::Error>>(())
+        /// ```
+        relative_bias: Some(Tensor<2>),
     }
 
     /// What is added to scores, as backends take it.

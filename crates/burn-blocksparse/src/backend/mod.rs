@@ -9,6 +9,7 @@ pub use crate::blocks::BlockSparseTensorOps;
 
 pub use crate::attention::ops::BlockSparseOps;
 pub use crate::graph::ops::StaticInputOps;
-pub use crate::rows::ops::{
-    KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput, MergedParts, RowOps,
+pub use crate::rows::ops::RowOps;
+pub use crate::rows::values::{
+    KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput, MergedParts,
 };

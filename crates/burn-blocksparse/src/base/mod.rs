@@ -12,4 +12,6 @@ pub mod op_plan;
 #[cfg(feature = "autodiff")]
 pub mod outputs;
 pub mod sums;
+#[cfg(all(feature = "cube", feature = "fusion"))]
+pub mod taken;
 pub mod values;

@@ -65,7 +65,7 @@ impl BlockSparseTensor {
         served(&a.device())?;
         let [batch, _, _, dim] = a.dims();
         check_batch("a's batch", batch, layout)?;
-        expect_dim("a's dim", dim)?;
+        OpError::ensure_positive("a's dim", dim)?;
         let host = "the layout's";
         expect("a's heads", layout.heads(), host, a.dims()[1])?;
         expect("a's seq_q", layout.seq_q(), host, a.dims()[2])?;
@@ -180,7 +180,7 @@ impl BlockSparseTensor {
     ) -> Result<(), OpError> {
         let values = self.values();
         expect(batch, values.dims()[0], "the values'", factor.dims()[0])?;
-        expect_dim(dim, factor.dims()[3])?;
+        OpError::ensure_positive(dim, factor.dims()[3])?;
         let accumulator = accumulate_in(FloatDType::from(factor.dtype()));
         if accumulator != FloatDType::from(values.dtype()) {
             let expected = format!("one that is summed in {:?}, the values'", values.dtype());
@@ -238,17 +238,10 @@ fn expect<T: PartialEq + std::fmt::Debug>(
     OpError::expect_same(argument, expected, whose, got)
 }
 
-fn expect_dim(argument: &'static str, dim: usize) -> Result<(), OpError> {
-    match dim {
-        0 => Err(OpError::argument(argument, "at least 1", dim)),
-        _ => Ok(()),
-    }
-}
-
 fn check_batch(argument: &'static str, batch: usize, layout: &BlockLayout) -> Result<(), OpError> {
     match layout.batch() {
         Some(expected) => expect(argument, expected, "the layout's", batch),
-        None => expect_dim(argument, batch),
+        None => OpError::ensure_positive(argument, batch),
     }
 }
 

@@ -192,9 +192,7 @@ impl DeviceLayout {
         let dims = indices.dims();
         let patterns = rows("indices", dims, &shape)?;
         let [batch, heads, q_blocks, most] = dims;
-        if most == 0 {
-            return Err(OpError::argument("indices' width", "at least 1", most));
-        }
+        OpError::ensure_positive("indices' width", most)?;
         let own = [batch, heads, q_blocks];
         OpError::expect_same("counts' shape", own, "the indices'", counts.dims())?;
         let (indices, counts) = (indices.without_autodiff(), counts.without_autodiff());
@@ -234,9 +232,7 @@ impl DeviceLayout {
         served(&scores.device().without_autodiff())?;
         let shape = checked(&shape)?;
         expect("options.block_size", shape.block_size, options.block_size)?;
-        if options.k == 0 {
-            return Err(OpError::argument("options.k", "at least 1", 0));
-        }
+        OpError::ensure_positive("options.k", options.k)?;
         let (rule, k) = (options.rule(), options.k);
         let options = DeviceLayoutOptions::new(shape).causal(options.causal);
         let name = format!("the top {}", k);
@@ -449,9 +445,7 @@ fn rows(
         "indices" => ["indices' batch", "indices' heads", "indices' q_blocks"],
         _ => ["scores' batch", "scores' heads", "scores' q_blocks"],
     };
-    if batch == 0 {
-        return Err(OpError::argument(batches, "at least 1", batch));
-    }
+    OpError::ensure_positive(batches, batch)?;
     if heads == 0 || !shape.heads.is_multiple_of(heads) {
         let expected = format!("a divisor of the {} heads of the shape", shape.heads);
         return Err(OpError::argument(of_heads, expected, heads));

@@ -53,9 +53,7 @@ impl DeviceLayout {
         let (device, other) = (of_queries.device(), of_keys.device());
         OpError::expect_same("of_keys' device", device, "of_queries'", other)?;
         let [batch, heads, seq_q] = of_queries.dims();
-        if batch == 0 {
-            return Err(OpError::argument("of_queries' batch", "at least 1", batch));
-        }
+        OpError::ensure_positive("of_queries' batch", batch)?;
         expect("of_queries' heads", places.heads(), heads)?;
         expect("of_queries' length", places.seq_q(), seq_q)?;
         let expected = [batch, heads, places.seq_kv()];
@@ -79,9 +77,7 @@ impl DeviceLayout {
         served(&positions.device().without_autodiff())?;
         let positions = positions.without_autodiff();
         let [batch, heads, seq] = positions.dims();
-        if batch == 0 {
-            return Err(OpError::argument("positions' batch", "at least 1", batch));
-        }
+        OpError::ensure_positive("positions' batch", batch)?;
         expect("positions' heads", places.heads(), heads)?;
         expect("positions' length", places.seq_q(), seq)?;
         expect("positions' length, of keys", places.seq_kv(), seq)?;

@@ -16,10 +16,10 @@ mod kernels {
     use crate::base::dtype::accumulate_in;
     use crate::base::values::OutputGrads;
     use crate::rows::ops::RowOps;
-    use crate::rows::ops::{
+    use crate::rows::reference;
+    use crate::rows::values::{
         KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput, MergedParts,
     };
-    use crate::rows::reference;
 
     fn numbers(index: CubeTensor) -> CubeTensor {
         into_contiguous(cast(index, IntDType::I32.into()))

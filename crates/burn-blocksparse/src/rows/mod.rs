@@ -5,6 +5,7 @@ pub mod ops;
 pub mod steps;
 
 pub mod reference;
+pub mod values;
 
 use burn::backend::Dispatch;
 use burn::tensor::{Int, Tensor};
@@ -12,7 +13,8 @@ use burn::tensor::{Int, Tensor};
 use crate::base::device::served;
 use crate::check::same_device;
 use crate::error::OpError;
-use crate::rows::ops::{KeyedRows, MeanRows, RowOps};
+use crate::rows::ops::RowOps;
+use crate::rows::values::{KeyedRows, MeanRows};
 
 /// The rows of each head that `index` names, 0 where it is negative, with a gradient that is taken and not scattered: `users` says for each row of `x`
 /// at which places of `index` it stands, and its gradient is the sum of theirs. So both passes read by an index and have the same bits every time.
@@ -232,9 +234,7 @@ fn checked(
         ("index's places", places),
         ("users' width", most),
     ] {
-        if number == 0 {
-            return Err(OpError::argument(argument, "at least 1", 0));
-        }
+        OpError::ensure_positive(argument, number)?;
     }
     Ok((index.without_autodiff(), users.without_autodiff()))
 }

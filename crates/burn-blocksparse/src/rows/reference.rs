@@ -6,7 +6,9 @@ use burn::tensor::{IntDType, Shape, Slice};
 
 use crate::base::dtype::accumulate_in;
 use crate::base::values::OutputGrads;
-use crate::rows::ops::{KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput, MergedParts};
+use crate::rows::values::{
+    KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput, MergedParts,
+};
 
 pub fn gather_rows<B: Backend>(x: FloatTensor<B>, index: IntTensor<B>) -> FloatTensor<B> {
     let [batch, heads, rows, dim] = x.shape().dims();

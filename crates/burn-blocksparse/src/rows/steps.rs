@@ -7,7 +7,8 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 
 use crate::base::custom_gradient::{custom_gradient, custom_gradients, nothing, or_zeros, there};
 use crate::base::values::OutputGrads;
-use crate::rows::ops::{KeyedRows, MeanRows, MergedOutput, MergedParts, RowOps};
+use crate::rows::ops::RowOps;
+use crate::rows::values::{KeyedRows, MeanRows, MergedOutput, MergedParts};
 
 impl<B: RowOps, C: CheckpointStrategy> RowOps for Autodiff<B, C> {
     fn segment_sum(

@@ -86,16 +86,13 @@ pub fn explain(table: &Tensor<2>, ids: &Tensor<2, Int>) -> Result<OpPlan, OpErro
     same_device("ids' device", &table.device(), "table's", &ids.device())?;
     let [batch, seq] = ids.dims();
     let positions = batch * seq;
-    Ok(OpPlan::new(&table.device(), |device| {
-        #[cfg(feature = "cube")]
-        return crate::embedding::backend::text(
+    Ok(burn_blocksparse::op_plan!(&table.device(), |device| {
+        crate::embedding::backend::text(
             device,
             table.dims(),
             [table.dtype(), table.dtype(), ids.dtype()],
             positions,
-        );
-        #[cfg(not(feature = "cube"))]
-        Err::<String, _>(burn_blocksparse::internal::NO_KERNELS)
+        )
     }))
 }
 

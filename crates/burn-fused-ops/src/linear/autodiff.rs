@@ -6,9 +6,8 @@ use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::tensor::FloatTensor;
 
 use crate::linear::activation::kind::Activation;
-use crate::linear::forms;
-use crate::linear::mlp::steps::{SavedTensors, Task, backward, forward};
-use crate::linear::ops::LinearOps;
+use crate::linear::mlp::steps::{SavedTensors, Task, backward};
+use crate::linear::ops::{LinearOps, composed_forward, composed_mlp};
 use crate::linear::products::Primitives;
 use crate::linear::values::{
     ActivationSaved, ActivationTask, BiasedRows, HeadGroups, HeadParts, JoinCall, Joined,
@@ -23,7 +22,7 @@ use burn_blocksparse::internal::values::{OptFloat, ThreeFloats};
 impl<B: LinearOps, C: CheckpointStrategy> LinearOps for Autodiff<B, C> {
     fn linear_forward(inputs: LinearInputs<Self>, call: LinearCall) -> LinearOutput<Self> {
         if let LinearForm::Activated { .. } = call.form {
-            return forms::forward::<Self, Primitives>(inputs, call);
+            return composed_forward::<Self, Primitives>(inputs, call);
         }
         let (shape, reads) = (inputs.x.shape(), inputs.reads(call));
         let inputs = inputs.into_list();
@@ -173,7 +172,7 @@ impl<B: LinearOps, C: CheckpointStrategy> LinearOps for Autodiff<B, C> {
         custom_gradient::<B, C, _, _>(inputs, reads, |inputs, wanted| {
             let task = Task::new(dtypes, wanted, lengths);
             let keep = task.depends(call.activation) && !call.recompute;
-            let made = forward::<B>(MlpInputs::of_list(inputs), call, keep);
+            let made = composed_mlp::<B>(MlpInputs::of_list(inputs), call, keep);
             let needs = task.needs(call);
             let x = made.x.filter(|_| needs[0]);
             let inner = made.inner.filter(|_| needs[1]);

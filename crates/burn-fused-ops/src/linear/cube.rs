@@ -7,14 +7,13 @@ use burn_cubecl::{CubeBackend, CubeDevice};
 use crate::linear::activation::kernels as activations;
 use crate::linear::activation::kind::Activation;
 use crate::linear::cube_products::Kernels;
-use crate::linear::forms;
 #[cfg(feature = "cuda")]
 use crate::linear::fused;
 use crate::linear::heads::kernels as heads;
-#[cfg(feature = "cuda")]
-use crate::linear::mlp::steps;
 use crate::linear::named_product as named;
-use crate::linear::ops::LinearOps;
+#[cfg(feature = "cuda")]
+use crate::linear::ops::composed_outer_backward;
+use crate::linear::ops::{LinearOps, composed_backward, composed_forward};
 use crate::linear::products::Primitives;
 use crate::linear::values::{
     ActivationGrads, ActivationSaved, ActivationTask, BiasedRows, HeadGroups, HeadParts, JoinCall,
@@ -46,7 +45,7 @@ pub(crate) fn text(
 impl LinearOps for CubeBackend {
     fn linear_forward(inputs: LinearInputs<Self>, call: LinearCall) -> LinearOutput<Self> {
         if uses_reference() {
-            return forms::forward::<Self, Primitives>(inputs, call);
+            return composed_forward::<Self, Primitives>(inputs, call);
         }
         #[cfg(feature = "cuda")]
         {
@@ -59,18 +58,18 @@ impl LinearOps for CubeBackend {
                 return fused::forward(inputs, call);
             }
         }
-        forms::forward::<Self, Kernels>(inputs, call)
+        composed_forward::<Self, Kernels>(inputs, call)
     }
 
     fn linear_backward(saved: LinearSaved<Self>, task: LinearTask) -> LinearGrads<Self> {
         if uses_reference() {
-            return forms::backward::<Self, Primitives>(saved, task);
+            return composed_backward::<Self, Primitives>(saved, task);
         }
         #[cfg(feature = "cuda")]
         if let Some(heads) = task.heads.filter(|_| wgmma::is_half(task.dtype)) {
             return fused::backward_of_heads(saved, heads, task);
         }
-        forms::backward::<Self, Kernels>(saved, task)
+        composed_backward::<Self, Kernels>(saved, task)
     }
 
     fn bias_activation(inputs: BiasedRows<Self>, activation: Activation) -> CubeTensor {
@@ -104,7 +103,7 @@ impl LinearOps for CubeBackend {
     #[cfg(feature = "cuda")]
     fn mlp_outer_backward(saved: MlpOuterSaved<Self>, task: MlpOuterTask) -> ActivationGrads<Self> {
         match uses_reference() || !wgmma::is_half(task.dtype) {
-            true => steps::outer_backward::<Self>(saved, task),
+            true => composed_outer_backward::<Self>(saved, task),
             false => fused::outer_backward(saved, task),
         }
     }

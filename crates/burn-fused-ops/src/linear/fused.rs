@@ -9,13 +9,13 @@ use burn_cubecl::tensor::CubeTensor;
 
 use crate::linear::activation::kernels::kind;
 use crate::linear::cube_products::Kernels;
-use crate::linear::mlp::steps;
+use crate::linear::ops::{composed_backward, composed_forward, composed_outer_backward, one_part};
 use crate::linear::products::{Products, rounded, with_width};
 use crate::linear::values::{
     ActivationGrads, LinearCall, LinearForm, LinearGrads, LinearInputs, LinearOutput, LinearSaved,
     LinearTask, MlpOuterSaved, MlpOuterTask,
 };
-use crate::linear::{forms, wgmma};
+use crate::linear::wgmma;
 use burn_blocksparse::internal::cube::{as_matrix, contiguous, empty, typed};
 use burn_blocksparse::internal::values::{OptFloat, ThreeFloats};
 
@@ -76,7 +76,7 @@ pub(crate) fn forward(
                 weights: ThreeFloats::one(weight.clone()),
                 bias: bias.into(),
             };
-            forms::forward::<CubeBackend, Kernels>(inputs, call).out
+            composed_forward::<CubeBackend, Kernels>(inputs, call).out
         }
     };
     LinearOutput {
@@ -102,7 +102,7 @@ pub(crate) fn backward_of_heads(
         && dtype == task.dtype
     {
         let weight = CubeBackend::float_swap_dims(weight.clone(), 0, 1);
-        let parts = forms::one_part(heads);
+        let parts = one_part(heads);
         let made = wgmma::by_heads([&rows, &weight], None, [batch, seq], parts);
         by_x = made.and_then(|[first, _, _]| first);
     }
@@ -136,7 +136,7 @@ pub(crate) fn backward_of_heads(
             weight: weight.filter(|_| rest.x.is_some()).into(),
             grad,
         };
-        let made = forms::backward::<CubeBackend, Kernels>(saved, rest);
+        let made = composed_backward::<CubeBackend, Kernels>(saved, rest);
         by_x = by_x.or(made.x.into_option());
         by_weight = by_weight.or(made.weights.first.into_option());
     }
@@ -179,7 +179,7 @@ pub(crate) fn outer_backward(
             outer,
             grad,
         };
-        return steps::outer_backward::<CubeBackend>(saved, task);
+        return composed_outer_backward::<CubeBackend>(saved, task);
     };
     let by_bias = match (task.bias, made.totals) {
         (Some(dtype), Some(totals)) => {

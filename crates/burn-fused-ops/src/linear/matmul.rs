@@ -3,18 +3,13 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use blocksparse_cubecl::Tuning;
+use burn::backend::ir::{FloatOperationIr, MatmulOpIr, OperationIr, TensorIr};
 use burn::tensor::DType;
 use burn_cubecl::CubeDevice;
-use burn_cubecl::fusion::{
-    CubeFuser, CubeFusionHandle, CubeOptimization, FallbackOperation, FusedOperation,
-    OptimizationProvider, register,
-};
 use burn_cubecl::tensor::CubeTensor;
-use burn_fusion::stream::Context;
-use burn_fusion::{FuserProperties, FuserStatus, OperationFuser};
-use burn_ir::{BackendIr, FloatOperationIr, MatmulOpIr, OperationIr, TensorHandle, TensorIr};
 
 use burn_blocksparse::OpError;
+use burn_blocksparse::internal::taken::{Taken, TakenContext, take, tensor};
 
 /// Products that ran on our kernel.
 static TAKEN: AtomicU64 = AtomicU64::new(0);
@@ -36,7 +31,7 @@ static TAKEN: AtomicU64 = AtomicU64::new(0);
 /// [`OpError::Registry`] after the first tensor operation, or the second time; [`OpError::Kernel`] if an environment variable of the kernels has a wrong value.
 pub fn accelerate_matmul() -> Result<(), OpError> {
     Tuning::of_process()?;
-    register(Provider).map_err(|error| OpError::Registry(error.to_string()))
+    take::<Product>()
 }
 
 /// How many products of this program have run in our kernel because of [`accelerate_matmul`]: launches are lazy, so those that something has been read from.
@@ -44,82 +39,40 @@ pub fn accelerated_products() -> u64 {
     TAKEN.load(Ordering::Relaxed)
 }
 
-struct Provider;
-
-impl OptimizationProvider for Provider {
-    type Operation = Product;
-
-    fn fuser(&self, device: &CubeDevice) -> CubeFuser {
-        CubeFuser::new(ProductFuser {
-            device: device.clone(),
-            found: None,
-            closed: false,
-        })
-    }
-}
-
-/// Takes one product and nothing else.
 #[derive(Clone)]
-struct ProductFuser {
-    device: CubeDevice,
-    found: Option<MatmulOpIr>,
-    closed: bool,
-}
-
-/// More than anything that Burn fuses: it is the only other one that begins with a product, and its kernels are slower.
-const SCORE: u64 = 1 << 40;
+struct Product;
 
 fn is_half(tensor: &TensorIr) -> bool {
     matches!(tensor.dtype, DType::BF16 | DType::F16)
 }
 
-impl OperationFuser<CubeOptimization> for ProductFuser {
-    fn fuse(&mut self, operation: &OperationIr) {
-        if self.closed {
-            return;
+impl Taken for Product {
+    const NAME: &'static str = "burn-blocksparse matmul";
+
+    type Call = MatmulOpIr;
+
+    fn call(operation: &OperationIr, device: &CubeDevice) -> Option<MatmulOpIr> {
+        let OperationIr::Float(_, FloatOperationIr::Matmul(op)) = operation else {
+            return None;
+        };
+        let same = op.lhs.dtype == op.rhs.dtype && op.lhs.dtype == op.out.dtype;
+        (same && is_half(&op.out) && takes(device)).then(|| op.clone())
+    }
+
+    fn run(op: &MatmulOpIr, context: &TakenContext) -> Option<(TensorIr, CubeTensor)> {
+        let (lhs, rhs) = (tensor(&op.lhs, context)?, tensor(&op.rhs, context)?);
+        let out = context.tensors.get(&op.out.id)?.clone();
+        #[cfg(feature = "cuda")]
+        {
+            let made = crate::linear::wgmma::matmul(&lhs, &rhs, &out.shape)?;
+            TAKEN.fetch_add(1, Ordering::Relaxed);
+            Some((out, made))
         }
-        self.closed = true;
-        if let OperationIr::Float(_, FloatOperationIr::Matmul(op)) = operation {
-            let same = op.lhs.dtype == op.rhs.dtype && op.lhs.dtype == op.out.dtype;
-            if same && is_half(&op.out) && takes(&self.device) {
-                self.found = Some(op.clone());
-            }
+        #[cfg(not(feature = "cuda"))]
+        {
+            let _ = (lhs, rhs, out);
+            None
         }
-    }
-
-    fn finish(&mut self) -> CubeOptimization {
-        let op = self.found.clone();
-        CubeOptimization::new(Product {
-            op: op.expect("a fuser without an operation is not ready"),
-        })
-    }
-
-    fn reset(&mut self) {
-        self.found = None;
-        self.closed = false;
-    }
-
-    fn status(&self) -> FuserStatus {
-        match self.closed {
-            true => FuserStatus::Closed,
-            false => FuserStatus::Open,
-        }
-    }
-
-    fn properties(&self) -> FuserProperties {
-        let ready = self.found.is_some();
-        FuserProperties {
-            score: if ready { SCORE } else { 0 },
-            ready,
-        }
-    }
-
-    fn len(&self) -> usize {
-        usize::from(self.found.is_some())
-    }
-
-    fn clone_dyn(&self) -> Box<dyn OperationFuser<CubeOptimization>> {
-        Box::new(self.clone())
     }
 }
 
@@ -131,66 +84,5 @@ fn takes(device: &CubeDevice) -> bool {
     {
         let _ = device;
         false
-    }
-}
-
-/// A product, whose tensors are named as in Burn's graph.
-struct Product {
-    op: MatmulOpIr,
-}
-
-impl FusedOperation for Product {
-    const NAME: &'static str = "burn-blocksparse matmul";
-
-    type State = MatmulOpIr;
-
-    fn num_ops_fused(&self) -> usize {
-        1
-    }
-
-    fn run(
-        &mut self,
-        context: &mut Context<CubeFusionHandle>,
-        fallback: &dyn Fn(usize) -> Box<dyn FallbackOperation>,
-    ) {
-        match self.multiply(context) {
-            Some((out, tensor)) => {
-                TAKEN.fetch_add(1, Ordering::Relaxed);
-                context.handles.register_handle(out.id, tensor.into());
-            }
-            None => fallback(0).run(context),
-        }
-    }
-
-    fn to_state(&self) -> MatmulOpIr {
-        self.op.clone()
-    }
-
-    fn from_state(_device: &CubeDevice, op: MatmulOpIr) -> Self {
-        Self { op }
-    }
-}
-
-impl Product {
-    /// The result, if the kernel takes the factors. Nothing is consumed: Burn frees what is not used any more behind the operation.
-    fn multiply(&self, context: &Context<CubeFusionHandle>) -> Option<(TensorIr, CubeTensor)> {
-        let factor = |of: &TensorIr| {
-            let of = context.tensors.get(&of.id)?;
-            let handle = context.handles.get_handle_ref(&of.id)?.clone();
-            let shape = of.shape.clone();
-            Some(burn_cubecl::CubeBackend::float_tensor(TensorHandle {
-                handle,
-                shape,
-            }))
-        };
-        let (lhs, rhs) = (factor(&self.op.lhs)?, factor(&self.op.rhs)?);
-        let out = context.tensors.get(&self.op.out.id)?.clone();
-        #[cfg(feature = "cuda")]
-        return crate::linear::wgmma::matmul(&lhs, &rhs, &out.shape).map(|made| (out, made));
-        #[cfg(not(feature = "cuda"))]
-        {
-            let _ = (lhs, rhs, out);
-            None
-        }
     }
 }

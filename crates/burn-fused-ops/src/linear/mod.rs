@@ -8,7 +8,6 @@ mod autodiff;
 pub(crate) mod cube;
 #[cfg(feature = "cube")]
 pub(crate) mod cube_products;
-pub(crate) mod forms;
 #[cfg(feature = "cuda")]
 mod fused;
 #[doc(hidden)]
@@ -138,17 +137,12 @@ impl LinearOptions {
         weights: &[Tensor<2>],
     ) -> Result<OpPlan, OpError> {
         check(x, &named(weights), self)?;
-        Ok(OpPlan::new(&x.device(), |device| {
-            #[cfg(feature = "cube")]
-            {
-                let dtype = (self.dtype).map_or(x.dtype(), |dtype| dtype.into());
-                let rows: usize = x.dims().iter().rev().skip(1).product();
-                let out = weights.iter().map(|weight| weight.dims()[1]).sum();
-                let sizes = [rows, weights[0].dims()[0], out];
-                cube::text(device, dtype, sizes)
-            }
-            #[cfg(not(feature = "cube"))]
-            Err::<String, _>(burn_blocksparse::internal::NO_KERNELS)
+        Ok(burn_blocksparse::op_plan!(&x.device(), |device| {
+            let dtype = (self.dtype).map_or(x.dtype(), |dtype| dtype.into());
+            let rows: usize = x.dims().iter().rev().skip(1).product();
+            let out = weights.iter().map(|weight| weight.dims()[1]).sum();
+            let sizes = [rows, weights[0].dims()[0], out];
+            cube::text(device, dtype, sizes)
         }))
     }
 }

@@ -1,23 +1,22 @@
-//! The backend trait of linear layers: products, and what is done to their results beside them.
+//! The backend trait of linear layers: products, and what is done to their results beside them; operations that are composed of the others.
 
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata, backend_extension};
-use burn::tensor::Slice;
+use burn::tensor::{FloatDType, Slice};
 
 use crate::linear::activation::kind::Activation;
 use crate::linear::activation::reference as activations;
-use crate::linear::forms;
 use crate::linear::heads::reference as heads;
-use crate::linear::mlp::steps;
-use crate::linear::products::Primitives;
+use crate::linear::products;
 #[cfg(feature = "fusion")]
 use crate::linear::products::with_width;
+use crate::linear::products::{Primitives, Products, rounded};
 use crate::linear::values::{
     ActivationGrads, ActivationSaved, ActivationTask, BiasedRows, HeadGroups, HeadParts, JoinCall,
-    Joined, LinearCall, LinearGrads, LinearInputs, LinearOutput, LinearSaved, LinearTask, MlpCall,
-    MlpInputs, MlpOuterSaved, MlpOuterTask,
+    Joined, LinearCall, LinearForm, LinearGrads, LinearInputs, LinearOutput, LinearSaved,
+    LinearTask, MlpCall, MlpInputs, MlpOuterSaved, MlpOuterTask,
 };
-use burn_blocksparse::internal::values::ThreeFloats;
+use burn_blocksparse::internal::values::{OptFloat, ThreeFloats};
 use burn_blocksparse::reference_backends;
 
 /// Linear layers as backend operations. Arguments are checked by the public functions.
@@ -35,7 +34,7 @@ pub trait LinearOps: Backend {
         #[extension_type] inputs: LinearInputs<Self>,
         call: LinearCall,
     ) -> LinearOutput<Self> {
-        forms::forward::<Self, Primitives>(inputs, call)
+        composed_forward::<Self, Primitives>(inputs, call)
     }
 
     /// The backward pass of the product: those gradients that `task` wants.
@@ -44,7 +43,7 @@ pub trait LinearOps: Backend {
         #[extension_type] saved: LinearSaved<Self>,
         task: LinearTask,
     ) -> LinearGrads<Self> {
-        forms::backward::<Self, Primitives>(saved, task)
+        composed_backward::<Self, Primitives>(saved, task)
     }
 
     /// `f(x + bias)` in x's dtype.
@@ -105,7 +104,7 @@ pub trait LinearOps: Backend {
         shape = with_width(&inputs.x.shape, inputs.outer.shape[1])
     )]
     fn mlp(#[extension_type] inputs: MlpInputs<Self>, call: MlpCall) -> FloatTensor<Self> {
-        steps::forward::<Self>(inputs, call, false).out
+        composed_mlp::<Self>(inputs, call, false).out
     }
 
     /// Gradients by what comes into the activation of a feed-forward network and by the bias, and the activation again.
@@ -114,23 +113,215 @@ pub trait LinearOps: Backend {
         #[extension_type] saved: MlpOuterSaved<Self>,
         task: MlpOuterTask,
     ) -> ActivationGrads<Self> {
-        steps::outer_backward::<Self>(saved, task)
+        composed_outer_backward::<Self>(saved, task)
     }
 }
 
 reference_backends!(LinearOps);
 
+/// One tensor by heads.
+pub(crate) fn one_part((heads, dim): (usize, usize)) -> HeadParts {
+    [Some((heads, dim)), None, None]
+}
+
+/// A tensor by heads as rows.
+fn rows<B: LinearOps>(x: FloatTensor<B>) -> FloatTensor<B> {
+    let [batch, heads, seq, dim] = x.shape().dims();
+    let call = JoinCall {
+        rows: [batch, seq],
+        parts: one_part((heads, dim)),
+        dtype: x.dtype().into(),
+        bias: None,
+    };
+    B::join_heads(ThreeFloats::one(x), call).x
+}
+
+/// A bias and an activation, if there is either.
+pub(crate) fn between<B: LinearOps>(
+    x: FloatTensor<B>,
+    bias: OptFloat<B>,
+    activation: Activation,
+) -> FloatTensor<B> {
+    match (&bias, activation) {
+        (OptFloat::None, Activation::None) => x,
+        _ => B::bias_activation(BiasedRows { x, bias }, activation),
+    }
+}
+
+/// In these operations, of products as `P` makes them where the form is of rows.
+pub(crate) fn composed_forward<B: LinearOps, P: Products<B>>(
+    inputs: LinearInputs<B>,
+    call: LinearCall,
+) -> LinearOutput<B> {
+    let LinearInputs { x, weights, bias } = inputs;
+    if call.form == LinearForm::Rows {
+        return products::forward::<B, P>(x, weights, call.dtype);
+    }
+    let product = |x| {
+        let inputs = LinearInputs::new(x, weights);
+        B::linear_forward(inputs, LinearCall::rows(call.dtype))
+    };
+    match call.form {
+        LinearForm::Rows => product(x),
+        LinearForm::Activated { activation, keep } => {
+            let made = product(x);
+            let first = made.out.into_one();
+            let hidden = keep.then(|| first.clone());
+            // In place, where nobody keeps what comes in.
+            let active = between::<B>(first, bias, activation);
+            LinearOutput {
+                out: ThreeFloats::of_list([Some(active), hidden, None]),
+                ..made
+            }
+        }
+        LinearForm::ToHeads(parts) => {
+            let made = product(x);
+            let x = made.out.into_one();
+            LinearOutput {
+                out: B::split_heads(BiasedRows { x, bias }, parts),
+                ..made
+            }
+        }
+        LinearForm::FromHeads => LinearOutput {
+            rounded: OptFloat::None,
+            ..product(rows::<B>(x))
+        },
+    }
+}
+
+/// The gradients by the factors of a product.
+pub(crate) fn composed_backward<B: LinearOps, P: Products<B>>(
+    saved: LinearSaved<B>,
+    task: LinearTask,
+) -> LinearGrads<B> {
+    let Some(heads) = task.heads else {
+        return products::backward::<B, P>(saved, task);
+    };
+    let x = saved.x.into_option();
+    let x = x.map(|x| rounded::<B>(rows::<B>(x), task.dtype)).into();
+    let of_rows = LinearTask {
+        heads: None,
+        ..task
+    };
+    let LinearGrads { x, weights } = B::linear_backward(LinearSaved { x, ..saved }, of_rows);
+    let by_x = x.into_option().map(|x| {
+        let bias = OptFloat::None;
+        B::split_heads(BiasedRows { x, bias }, one_part(heads)).into_one()
+    });
+    LinearGrads {
+        x: by_x.into(),
+        weights,
+    }
+}
+
+/// The gradient by the activation, and what it becomes before it.
+pub(crate) fn composed_outer_backward<B: LinearOps>(
+    saved: MlpOuterSaved<B>,
+    task: MlpOuterTask,
+) -> ActivationGrads<B> {
+    let MlpOuterSaved {
+        hidden,
+        bias,
+        outer,
+        grad,
+    } = saved;
+    let widths = outer.shape().dims();
+    let by_active = by_active::<B>(Some(outer), grad, task.dtype, widths);
+    B::bias_activation_backward(
+        ActivationSaved {
+            x: OptFloat::Some(hidden),
+            bias,
+            grad: by_active,
+        },
+        task.activation,
+        ActivationTask {
+            x: true,
+            bias: task.bias,
+            y: task.active,
+        },
+    )
+}
+
+/// `grad · W₂ᵀ`, of W₂ `[hidden, outputs]`.
+pub(crate) fn by_active<B: LinearOps>(
+    outer: Option<FloatTensor<B>>,
+    grad: FloatTensor<B>,
+    dtype: FloatDType,
+    widths: [usize; 2],
+) -> FloatTensor<B> {
+    let saved = LinearSaved {
+        x: OptFloat::None,
+        weight: outer.into(),
+        grad,
+    };
+    let made = B::linear_backward(saved, LinearTask::one(dtype, widths, Some(dtype), None));
+    made.x.into_option().expect("it was asked for")
+}
+
+/// One product of rows.
+pub(crate) fn product<B: LinearOps>(
+    x: FloatTensor<B>,
+    weight: FloatTensor<B>,
+    dtype: FloatDType,
+) -> LinearOutput<B> {
+    let inputs = LinearInputs::new(x, ThreeFloats::one(weight));
+    B::linear_forward(inputs, LinearCall::rows(dtype))
+}
+
+/// The result and what a backward pass may need: the factors as they were multiplied, where they are not the inputs themselves.
+pub(crate) struct MlpForward<B: LinearOps> {
+    pub out: FloatTensor<B>,
+    /// `x · W₁`, unless it is computed again.
+    pub hidden: Option<FloatTensor<B>>,
+    pub x: Option<FloatTensor<B>>,
+    pub inner: Option<FloatTensor<B>>,
+    pub outer: Option<FloatTensor<B>>,
+}
+
+/// `keep`: whether `x · W₁` is wanted behind the call.
+pub(crate) fn composed_mlp<B: LinearOps>(
+    inputs: MlpInputs<B>,
+    call: MlpCall,
+    keep: bool,
+) -> MlpForward<B> {
+    let MlpInputs {
+        x,
+        inner,
+        bias,
+        outer,
+    } = inputs;
+    let weights = ThreeFloats::one(inner);
+    let form = LinearForm::Activated {
+        activation: call.activation,
+        keep,
+    };
+    let dtype = call.dtype;
+    let first = B::linear_forward(
+        LinearInputs { x, weights, bias },
+        LinearCall { dtype, form },
+    );
+    let [active, hidden, _] = first.out.into_list();
+    let second = product::<B>(active.expect("it is made"), outer, dtype);
+    MlpForward {
+        out: second.out.into_one(),
+        hidden,
+        x: first.rounded.into_option(),
+        inner: first.joined.into_option(),
+        outer: second.joined.into_option(),
+    }
+}
+
 /// Output shapes and dtypes for fusion, which never compares them with what the backend returns.
 #[cfg(feature = "fusion")]
 mod meta {
     use burn::backend::fusion::custom::TensorSpec;
-    use burn::tensor::{DType, FloatDType};
+    use burn::tensor::DType;
 
     use super::*;
     use crate::linear::values::{
         ActivationGradsMetadata, ActivationSavedMetadata, BiasedRowsMetadata, HeadGroupsMetadata,
-        JoinedMetadata, LinearForm, LinearGradsMetadata, LinearInputsMetadata,
-        LinearOutputMetadata, LinearSavedMetadata, MlpOuterSavedMetadata,
+        JoinedMetadata, LinearGradsMetadata, LinearInputsMetadata, LinearOutputMetadata,
+        LinearSavedMetadata, MlpOuterSavedMetadata,
     };
     use burn_blocksparse::internal::values::ThreeFloatsMetadata;
 

@@ -116,16 +116,11 @@ impl LinearOptions {
         parts: &[(usize, usize)],
     ) -> Result<OpPlan, OpError> {
         let dtype = check(x, weights, bias, parts, self)?;
-        Ok(OpPlan::new(&x.device(), |device| {
-            #[cfg(feature = "cube")]
-            {
-                let [batch, seq, inputs] = x.dims();
-                let bias = bias.map(Tensor::dtype);
-                let lengths = [batch, seq, inputs];
-                texts::to_heads_text(device, dtype.into(), lengths, parts, bias)
-            }
-            #[cfg(not(feature = "cube"))]
-            Err::<String, _>(burn_blocksparse::internal::NO_KERNELS)
+        Ok(burn_blocksparse::op_plan!(&x.device(), |device| {
+            let [batch, seq, inputs] = x.dims();
+            let bias = bias.map(Tensor::dtype);
+            let lengths = [batch, seq, inputs];
+            texts::to_heads_text(device, dtype.into(), lengths, parts, bias)
         }))
     }
 }
@@ -138,15 +133,10 @@ impl LinearOptions {
     #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn explain_from_heads(&self, x: &Tensor<4>, weight: &Tensor<2>) -> Result<OpPlan, OpError> {
         let dtype = check_merge(x, weight, self)?;
-        Ok(OpPlan::new(&x.device(), |device| {
-            #[cfg(feature = "cube")]
-            {
-                let [_, outputs] = weight.dims();
-                let dtypes = [x.dtype(), dtype.into()];
-                texts::from_heads_text(device, dtypes, x.dims(), outputs)
-            }
-            #[cfg(not(feature = "cube"))]
-            Err::<String, _>(burn_blocksparse::internal::NO_KERNELS)
+        Ok(burn_blocksparse::op_plan!(&x.device(), |device| {
+            let [_, outputs] = weight.dims();
+            let dtypes = [x.dtype(), dtype.into()];
+            texts::from_heads_text(device, dtypes, x.dims(), outputs)
         }))
     }
 }

@@ -49,8 +49,7 @@ pub(crate) mod kernels {
     /// How `device` computes losses.
     pub(crate) fn plan(
         device: &CubeDevice,
-        dtype: DType,
-        targets: DType,
+        [dtype, targets]: [DType; 2],
         vocab: usize,
         task: &LossTask,
     ) -> Result<String, KernelError> {
@@ -140,7 +139,7 @@ pub(crate) mod kernels {
     fn runs_kernels(inputs: &LossInputs<CubeBackend>, task: &LossTask) -> bool {
         let LossInputs { x, weight, targets } = inputs;
         let vocab = weight.meta.shape()[1];
-        let plan = plan(&x.device, x.dtype, targets.dtype, vocab, task);
+        let plan = plan(&x.device, [x.dtype, targets.dtype], vocab, task);
         !uses_reference() && plan.is_ok()
     }
 

@@ -54,28 +54,15 @@ impl Default for CrossEntropyOptions {
 }
 
 impl CrossEntropyOptions {
-    /// Sets what becomes of the losses of positions.
-    pub fn reduction(mut self, reduction: Reduction) -> Self {
-        self.reduction = reduction;
-        self
-    }
-
-    /// Sets the target that does not count.
-    pub fn ignore_index(mut self, target: i64) -> Self {
-        self.ignore_index = Some(target);
-        self
-    }
-
-    /// Sets how much of the target's probability is spread over the whole vocabulary: at least 0 and less than 1.
-    pub fn label_smoothing(mut self, share: f64) -> Self {
-        self.label_smoothing = share;
-        self
-    }
-
-    /// Sets whether targets are read from the device before.
-    pub fn check_targets(mut self, check: bool) -> Self {
-        self.check_targets = check;
-        self
+    blocksparse::setters! {
+        /// Sets what becomes of the losses of positions.
+        reduction: Reduction,
+        /// Sets the target that does not count.
+        ignore_index: Some(i64),
+        /// Sets how much of the target's probability is spread over the whole vocabulary: at least 0 and less than 1.
+        label_smoothing: f64,
+        /// Sets whether targets are read from the device before.
+        check_targets: bool,
     }
 
     #[doc(hidden)]
@@ -146,6 +133,7 @@ impl CrossEntropyOptions {
     ///
     /// # Errors
     /// As that call, but for targets out of range.
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn explain<const D: usize, const T: usize>(
         &self,
         x: &Tensor<D>,
@@ -159,8 +147,9 @@ impl CrossEntropyOptions {
         task.by_x = x.device().is_autodiff();
         task.by_weight = weight.device().is_autodiff();
         let rows = compute::chunk_rows(positions, vocab, task.chunk_elements);
-        Ok(OpPlan::new(&x.device(), |device| {
-            plan(device, [x.dtype(), targets.dtype()], vocab, &task).map(|kernel| {
+        Ok(burn_blocksparse::op_plan!(&x.device(), |device| {
+            let dtypes = [x.dtype(), targets.dtype()];
+            crate::loss::backend::kernels::plan(device, dtypes, vocab, &task).map(|kernel| {
                 let again = match task.reduction == Reduction::None && (task.by_x || task.by_weight)
                 {
                     true => ", again in the backward pass",
@@ -173,28 +162,6 @@ impl CrossEntropyOptions {
             })
         }))
     }
-}
-
-#[cfg(feature = "cube")]
-fn plan(
-    device: &burn_cubecl::CubeDevice,
-    [dtype, targets]: [DType; 2],
-    vocab: usize,
-    task: &LossTask,
-) -> Result<String, OpError> {
-    Ok(crate::loss::backend::kernels::plan(
-        device, dtype, targets, vocab, task,
-    )?)
-}
-
-#[cfg(not(feature = "cube"))]
-fn plan(
-    device: &burn_blocksparse::internal::op_plan::OpDevice,
-    _dtypes: [DType; 2],
-    _vocab: usize,
-    _task: &LossTask,
-) -> Result<String, OpError> {
-    match *device {}
 }
 
 fn task(options: &CrossEntropyOptions) -> LossTask {
@@ -231,9 +198,7 @@ fn check<const D: usize, const T: usize>(
         let got = format!("{shape:?}");
         return Err(OpError::argument("targets' shape", expected, got));
     }
-    if vocab == 0 {
-        return Err(OpError::argument("weight's vocab", "at least 1", vocab));
-    }
+    OpError::ensure_positive("weight's vocab", vocab)?;
     supported("x's dtype", &device, x.dtype())?;
     if ![DType::F32, x.dtype()].contains(&weight.dtype()) {
         let expected = format!("F32 or {:?}, x's", x.dtype());

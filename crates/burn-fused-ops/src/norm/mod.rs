@@ -16,7 +16,7 @@ use burn_blocksparse::OpError;
 use burn_blocksparse::graph::seeds;
 use burn_blocksparse::internal::check::same_device;
 use burn_blocksparse::internal::device::served;
-use burn_blocksparse::internal::op_plan::{OpDevice, OpPlan};
+use burn_blocksparse::internal::op_plan::OpPlan;
 use burn_blocksparse::internal::values::OptFloat;
 use values::{NormCall, NormInputs, NormOutput};
 
@@ -64,29 +64,16 @@ impl Default for AddNormOptions {
 }
 
 impl AddNormOptions {
-    /// Sets which norm.
-    pub fn norm(mut self, norm: NormKind) -> Self {
-        self.norm = norm;
-        self
-    }
-
-    /// Sets what is added to the variance.
-    pub fn epsilon(mut self, epsilon: f64) -> Self {
-        self.epsilon = epsilon;
-        self
-    }
-
-    /// Drops elements of what is added to the stream, the branch with its bias. Give every training step a seed of its own, and every place in a
-    /// model a site.
-    pub fn dropout(mut self, dropout: ElementDropout) -> Self {
-        self.dropout = Some(dropout);
-        self
-    }
-
-    /// Sets the dtype of the normed stream. What is stored for the backward pass is of it, too.
-    pub fn dtype(mut self, dtype: FloatDType) -> Self {
-        self.dtype = Some(dtype);
-        self
+    blocksparse::setters! {
+        /// Sets which norm.
+        norm: NormKind,
+        /// Sets what is added to the variance.
+        epsilon: f64,
+        /// Drops elements of what is added to the stream, the branch with its bias. Give every training step a seed of its own, and every place in a
+        /// model a site.
+        dropout: Some(ElementDropout),
+        /// Sets the dtype of the normed stream. What is stored for the backward pass is of it, too.
+        dtype: Some(FloatDType),
     }
 }
 
@@ -238,6 +225,7 @@ impl AddNormOptions {
     ///
     /// # Errors
     /// As [`add_norm`].
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn explain<const D: usize>(
         &self,
         stream: &Tensor<D>,
@@ -248,32 +236,14 @@ impl AddNormOptions {
         let mut dtypes = vec![stream.dtype(), params.gamma.dtype(), call.dtype.into()];
         dtypes.extend(branch.map(|branch| branch.x.dtype()));
         let [rows, width] = reference::matrix(&stream.shape());
-        Ok(OpPlan::new(&stream.device(), |device| {
-            text(device, [rows, width], &dtypes)
+        Ok(burn_blocksparse::op_plan!(&stream.device(), |device| {
+            use crate::kernels::rows::norm_backward::residual_norm_text;
+            use burn::backend::cubecl::dtype_to_elem_type;
+
+            let elements: Vec<_> = dtypes.into_iter().map(dtype_to_elem_type).collect();
+            residual_norm_text(&device.client(), [rows, width], &elements)
         }))
     }
-}
-
-#[cfg(feature = "cube")]
-fn text(
-    device: &OpDevice,
-    sizes: [usize; 2],
-    dtypes: &[burn::tensor::DType],
-) -> Result<String, blocksparse_cubecl::KernelError> {
-    use burn::backend::cubecl::dtype_to_elem_type;
-    let elements: Vec<_> = (dtypes.iter())
-        .map(|dtype| dtype_to_elem_type(*dtype))
-        .collect();
-    crate::kernels::rows::norm_backward::residual_norm_text(&device.client(), sizes, &elements)
-}
-
-#[cfg(not(feature = "cube"))]
-fn text(
-    _device: &OpDevice,
-    _sizes: [usize; 2],
-    _dtypes: &[burn::tensor::DType],
-) -> Result<String, &'static str> {
-    Err(burn_blocksparse::internal::NO_KERNELS)
 }
 
 fn run<const D: usize>(
@@ -328,9 +298,7 @@ fn check<const D: usize>(
     served(&device)?;
     let dims = stream.dims();
     let width = dims[D - 1];
-    if width == 0 {
-        return Err(OpError::argument("stream's width", "at least 1", 0));
-    }
+    OpError::ensure_positive("stream's width", width)?;
     if let Some(branch) = branch {
         OpError::expect_same("branch's shape", dims, "the stream's", branch.x.dims())?;
         same_device(

@@ -12,8 +12,8 @@ pub(crate) mod kernels {
     use burn_cubecl::tensor::CubeTensor;
 
     use crate::optim::ops::OptimOps;
-    use crate::optim::ops::{AdamWHyper, AdamWInputs, AdamWOutput, GradNorm, LIMIT, TensorList};
     use crate::optim::reference;
+    use crate::optim::values::{AdamWHyper, AdamWInputs, AdamWOutput, GradNorm, LIMIT, TensorList};
     use burn_blocksparse::internal::cube::{checked, contiguous, empty, uses_reference, writable};
 
     // Both count partial sums: the public functions without the kernels, too.

@@ -38,34 +38,17 @@ impl FusedAdamWConfig {
         Self::default()
     }
 
-    /// Sets β₁.
-    pub fn with_beta_1(mut self, beta_1: f64) -> Self {
-        self.beta_1 = beta_1;
-        self
-    }
-
-    /// Sets β₂.
-    pub fn with_beta_2(mut self, beta_2: f64) -> Self {
-        self.beta_2 = beta_2;
-        self
-    }
-
-    /// Sets ε.
-    pub fn with_epsilon(mut self, epsilon: f64) -> Self {
-        self.epsilon = epsilon;
-        self
-    }
-
-    /// Sets λ.
-    pub fn with_weight_decay(mut self, weight_decay: f64) -> Self {
-        self.weight_decay = weight_decay;
-        self
-    }
-
-    /// Sets the bound of the norm over all gradients.
-    pub fn with_max_grad_norm(mut self, max_grad_norm: Option<f64>) -> Self {
-        self.max_grad_norm = max_grad_norm;
-        self
+    blocksparse::setters! {
+        /// Sets β₁.
+        with_beta_1 => beta_1: f64,
+        /// Sets β₂.
+        with_beta_2 => beta_2: f64,
+        /// Sets ε.
+        with_epsilon => epsilon: f64,
+        /// Sets λ.
+        with_weight_decay => weight_decay: f64,
+        /// Sets the bound of the norm over all gradients.
+        with_max_grad_norm => max_grad_norm: Option<f64>,
     }
 
     /// An optimizer without any steps behind it. Its first step says if a number is out of range.

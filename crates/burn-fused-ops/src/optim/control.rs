@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
 
-use crate::optim::ops::LIMIT;
+use crate::optim::values::LIMIT;
 use crate::optim::{CONTROL, FusedAdamWConfig};
 use burn_blocksparse::OpError;
 use burn_blocksparse::graph::{StaticInput, recording};

@@ -8,6 +8,7 @@ mod config;
 mod control;
 mod record;
 pub(crate) mod reference;
+pub(crate) mod values;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,12 +19,11 @@ use burn::module::{Module, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::{Bytes, DType, Device, Tensor, TensorData};
 
-use crate::optim::ops::{
-    AdamWHyper, AdamWInputs, CONTROL, GradNorm, MOST_TENSORS, OptimOps, TensorList,
-};
+use crate::optim::ops::OptimOps;
+use crate::optim::values::{AdamWHyper, AdamWInputs, CONTROL, GradNorm, MOST_TENSORS, TensorList};
 use burn_blocksparse::OpError;
 use burn_blocksparse::graph::recording;
-use burn_blocksparse::internal::op_plan::{OpDevice, OpPlan};
+use burn_blocksparse::internal::op_plan::OpPlan;
 use burn_blocksparse::internal::values::OptFloat;
 use collect::{GiveBack, Held, Replace, Survey, Take};
 pub use config::FusedAdamWConfig;
@@ -304,12 +304,13 @@ impl FusedAdamW {
     ///
     /// # Errors
     /// As [`step`](Self::step), but for what gradients bring.
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn explain<M: Module>(&self, model: &M) -> Result<OpPlan, OpError> {
         self.config.validate()?;
         let survey = Survey::of(model, None, &self.states)?;
         let largest = survey.largest();
-        Ok(OpPlan::new(&survey.device(), |device| {
-            describe(device, largest)
+        Ok(burn_blocksparse::op_plan!(&survey.device(), |device| {
+            crate::kernels::optim::describe(&device.client(), largest)
         }))
     }
 
@@ -342,17 +343,6 @@ impl FusedAdamW {
         self.counted = None;
         Ok(self)
     }
-}
-
-#[cfg(feature = "cube")]
-fn describe(device: &OpDevice, largest: usize) -> Result<String, OpError> {
-    let text = crate::kernels::optim::describe(&device.client(), largest)?;
-    Ok(text)
-}
-
-#[cfg(not(feature = "cube"))]
-fn describe(device: &OpDevice, _largest: usize) -> Result<String, OpError> {
-    match *device {}
 }
 
 /// The norm of the gradients over all of `model`'s parameters: `[1]`, f32 (f64 if a gradient is), on the device. It is infinite only if a gradient is, or if it

@@ -4,8 +4,8 @@ use burn::backend::tensor::{BoolTensor, FloatTensor};
 use burn::backend::{Backend, TensorMetadata, get_device_settings};
 use burn::tensor::{FloatDType, Shape, Slice, try_read_sync};
 
-use crate::optim::ops::{AdamWHyper, AdamWInputs, AdamWOutput, GradNorm, LIMIT, TensorList};
 use crate::optim::partial_sums;
+use crate::optim::values::{AdamWHyper, AdamWInputs, AdamWOutput, GradNorm, LIMIT, TensorList};
 
 /// Numbers that are added by themselves before their sums are: a sum over a long vector loses digits.
 const RUN: usize = 512;

@@ -37,22 +37,13 @@ pub struct BlockSparseLinearOptions {
 }
 
 impl BlockSparseLinearOptions {
-    /// Sets what is added to the product: `[outputs]`.
-    pub fn bias(mut self, bias: Tensor<1>) -> Self {
-        self.bias = Some(bias);
-        self
-    }
-
-    /// Sets what each kept block is multiplied by: `[blocks]`.
-    pub fn gates(mut self, gates: Tensor<1>) -> Self {
-        self.gates = Some(gates);
-        self
-    }
-
-    /// Sets the dtype of the factors and of the product.
-    pub fn dtype(mut self, dtype: FloatDType) -> Self {
-        self.dtype = Some(dtype);
-        self
+    blocksparse::setters! {
+        /// Sets what is added to the product: `[outputs]`.
+        bias: Some(Tensor<1>),
+        /// Sets what each kept block is multiplied by: `[blocks]`.
+        gates: Some(Tensor<1>),
+        /// Sets the dtype of the factors and of the product.
+        dtype: Some(FloatDType),
     }
 }
 
@@ -129,14 +120,9 @@ impl BlockSparseLinearOptions {
         layout: &WeightLayout,
     ) -> Result<OpPlan, OpError> {
         let dtype = check(x, weight, layout, self)?;
-        Ok(OpPlan::new(&x.device(), |device| {
-            #[cfg(feature = "cube")]
-            {
-                let rows = x.dims().iter().rev().skip(1).product();
-                crate::sparse_linear::backend::kernels::text(device, dtype.into(), rows, layout)
-            }
-            #[cfg(not(feature = "cube"))]
-            Err::<String, _>(burn_blocksparse::internal::NO_KERNELS)
+        Ok(burn_blocksparse::op_plan!(&x.device(), |device| {
+            let rows = x.dims().iter().rev().skip(1).product();
+            crate::sparse_linear::backend::kernels::text(device, dtype.into(), rows, layout)
         }))
     }
 }

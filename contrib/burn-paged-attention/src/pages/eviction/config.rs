@@ -164,16 +164,11 @@ impl EvictionConfig {
         self
     }
 
-    /// Sets the keys above the capacity until which nothing is evicted.
-    pub fn with_slack(mut self, slack: usize) -> Self {
-        self.slack = slack;
-        self
-    }
-
-    /// Sets how keys are shared out.
-    pub fn with_budget(mut self, budget: EvictionBudget) -> Self {
-        self.budget = budget;
-        self
+    blocksparse::setters! {
+        /// Sets the keys above the capacity until which nothing is evicted.
+        with_slack => slack: usize,
+        /// Sets how keys are shared out.
+        with_budget => budget: EvictionBudget,
     }
 
     /// Keys that are retained of each layer and KV head, or on average.

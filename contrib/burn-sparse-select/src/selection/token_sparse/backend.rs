@@ -1,18 +1,7 @@
 //! Queries that list what they see on each backend, and their step in Burn's autodiff graph.
 
-#[cfg(any(
-    feature = "flex",
-    feature = "ndarray",
-    feature = "cube",
-    feature = "autodiff"
-))]
+#[cfg(any(feature = "cube", feature = "autodiff"))]
 use crate::selection::token_sparse::ops::TokenSparseOps;
-
-#[cfg(feature = "flex")]
-impl TokenSparseOps for burn::backend::Flex {}
-
-#[cfg(feature = "ndarray")]
-impl TokenSparseOps for burn::backend::NdArray {}
 
 #[cfg(all(feature = "cube", not(feature = "cuda")))]
 impl TokenSparseOps for burn_cubecl::CubeBackend {}
@@ -26,7 +15,7 @@ pub(crate) use without_kernels::{gathers, plan};
 mod without_kernels {
     use burn::tensor::Tensor;
 
-    use crate::selection::token_sparse::ops::TokenSparseCall;
+    use crate::selection::token_sparse::values::TokenSparseCall;
     use burn_blocksparse::AttentionOptions;
 
     const OFF: &str = "the crate's feature cuda is off";
@@ -61,11 +50,11 @@ mod kernels {
     use burn_cubecl::{CubeBackend, CubeDevice};
 
     use super::TokenSparseOps;
-    use crate::selection::token_sparse::ops::{
+    use crate::selection::token_sparse::reference;
+    use crate::selection::token_sparse::values::{
         BlockLists, QueryLists, Sparsity, TokenSparseCall, TokenSparseGrads, TokenSparseInputs,
         TokenSparseOutput, TokenSparseSaved,
     };
-    use crate::selection::token_sparse::reference;
     use burn_blocksparse::AttentionOptions;
     use burn_blocksparse::backend::BlockSparseOps;
     use burn_blocksparse::internal::DispatchMode;
@@ -356,7 +345,7 @@ mod step {
     use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 
     use super::TokenSparseOps;
-    use crate::selection::token_sparse::ops::{
+    use crate::selection::token_sparse::values::{
         BlockLists, QueryLists, TokenSparseCall, TokenSparseGrads, TokenSparseInputs,
         TokenSparseOutput, TokenSparseSaved,
     };

@@ -3,3 +3,4 @@
 pub mod backend;
 pub mod ops;
 pub mod reference;
+pub mod values;

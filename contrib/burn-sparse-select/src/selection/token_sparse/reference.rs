@@ -12,11 +12,11 @@ use burn::tensor::{
     FloatDType, IndexingUpdateOp, IntDType, Shape, Slice, TensorData, try_read_sync,
 };
 
-use crate::selection::ops::UniqueKeys;
-use crate::selection::token_sparse::ops::{
+use crate::selection::token_sparse::values::{
     QueryLists, TokenSparseCall, TokenSparseGrads, TokenSparseInputs, TokenSparseOutput,
     TokenSparseSaved,
 };
+use crate::selection::values::UniqueKeys;
 use burn_blocksparse::internal::dtype::accumulate_in;
 use burn_blocksparse::internal::values::OutputGrads;
 

@@ -70,11 +70,8 @@ impl Activation {
         check(x, bias)?;
         let dims = x.dims();
         let matrix = [dims[..D - 1].iter().product(), dims[D - 1]];
-        Ok(OpPlan::new(&x.device(), |device| {
-            #[cfg(feature = "cube")]
-            return crate::linear::activation::kernels::text(device, matrix, x.dtype(), self);
-            #[cfg(not(feature = "cube"))]
-            Err::<String, _>(burn_blocksparse::internal::NO_KERNELS)
+        Ok(burn_blocksparse::op_plan!(&x.device(), |device| {
+            crate::linear::activation::kernels::text(device, matrix, x.dtype(), self)
         }))
     }
 }

@@ -93,11 +93,8 @@ pub fn explain(
 ) -> Result<OpPlan, OpError> {
     check_split(x, bias, parts)?;
     let [batch, seq, _] = x.dims();
-    Ok(OpPlan::new(&x.device(), |device| {
-        #[cfg(feature = "cube")]
-        return crate::linear::heads::kernels::text(device, [batch * seq, seq], parts, x.dtype());
-        #[cfg(not(feature = "cube"))]
-        Err::<String, _>(burn_blocksparse::internal::NO_KERNELS)
+    Ok(burn_blocksparse::op_plan!(&x.device(), |device| {
+        crate::linear::heads::kernels::text(device, [batch * seq, seq], parts, x.dtype())
     }))
 }
 

@@ -57,17 +57,12 @@ pub struct MlpOptions {
 }
 
 impl MlpOptions {
-    /// Sets the dtype of the factors and of the products.
-    pub fn dtype(mut self, dtype: FloatDType) -> Self {
-        self.dtype = Some(dtype);
-        self
-    }
-
-    /// Sets whether the backward pass computes the first product again: `hidden` elements of each position less are stored, for a third more time in
-    /// the forward products.
-    pub fn recompute(mut self, recompute: bool) -> Self {
-        self.recompute = recompute;
-        self
+    blocksparse::setters! {
+        /// Sets the dtype of the factors and of the products.
+        dtype: Some(FloatDType),
+        /// Sets whether the backward pass computes the first product again: `hidden` elements of each position less are stored, for a third more time in
+        /// the forward products.
+        recompute: bool,
     }
 }
 
@@ -139,24 +134,19 @@ impl MlpOptions {
         let dtype = check(x, params, self)?;
         let rows: usize = x.dims().iter().rev().skip(1).product();
         let ([inputs, hidden], [_, outputs]) = (params.inner.dims(), params.outer.dims());
-        Ok(OpPlan::new(&x.device(), |device| {
-            #[cfg(feature = "cube")]
-            {
-                use crate::linear::cube::text;
-                use crate::linear::texts::inner_text;
+        Ok(burn_blocksparse::op_plan!(&x.device(), |device| {
+            use crate::linear::cube::text;
+            use crate::linear::texts::inner_text;
 
-                let bias = params.bias.as_ref().map(Tensor::dtype);
-                let dtype = dtype.into();
-                let parts = [
-                    inner_text(device, dtype, [rows, inputs, hidden], bias, activation),
-                    text(device, dtype, [rows, hidden, outputs]),
-                ];
-                let is_ok = parts.iter().all(Result::is_ok);
-                let text = parts.map(|part| part.unwrap_or_else(|why| why)).join("; ");
-                if is_ok { Ok(text) } else { Err(text) }
-            }
-            #[cfg(not(feature = "cube"))]
-            Err::<String, _>(burn_blocksparse::internal::NO_KERNELS)
+            let bias = params.bias.as_ref().map(Tensor::dtype);
+            let dtype = dtype.into();
+            let parts = [
+                inner_text(device, dtype, [rows, inputs, hidden], bias, activation),
+                text(device, dtype, [rows, hidden, outputs]),
+            ];
+            let is_ok = parts.iter().all(Result::is_ok);
+            let text = parts.map(|part| part.unwrap_or_else(|why| why)).join("; ");
+            if is_ok { Ok(text) } else { Err(text) }
         }))
     }
 }

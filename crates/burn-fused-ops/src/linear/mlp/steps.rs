@@ -1,109 +1,14 @@
-//! The parts of a feed-forward network and of its backward pass, in the operations of products and activations.
+//! The backward pass of a feed-forward network, in the operations of products and activations.
 
-use burn::backend::TensorMetadata;
 use burn::backend::tensor::FloatTensor;
 use burn::tensor::FloatDType;
 
 use crate::linear::activation::kind::Activation;
-use crate::linear::forms::between;
-use crate::linear::ops::LinearOps;
+use crate::linear::ops::{LinearOps, between, by_active, product};
 use crate::linear::values::{
-    ActivationGrads, ActivationSaved, ActivationTask, LinearCall, LinearForm, LinearInputs,
-    LinearOutput, LinearSaved, LinearTask, MlpCall, MlpInputs, MlpOuterSaved, MlpOuterTask,
+    ActivationSaved, ActivationTask, LinearSaved, LinearTask, MlpCall, MlpOuterSaved, MlpOuterTask,
 };
-use burn_blocksparse::internal::values::{OptFloat, ThreeFloats};
-
-/// The gradient by the activation, and what it becomes before it.
-pub(crate) fn outer_backward<B: LinearOps>(
-    saved: MlpOuterSaved<B>,
-    task: MlpOuterTask,
-) -> ActivationGrads<B> {
-    let MlpOuterSaved {
-        hidden,
-        bias,
-        outer,
-        grad,
-    } = saved;
-    let widths = outer.shape().dims();
-    let by_active = by_active::<B>(Some(outer), grad, task.dtype, widths);
-    B::bias_activation_backward(
-        ActivationSaved {
-            x: OptFloat::Some(hidden),
-            bias,
-            grad: by_active,
-        },
-        task.activation,
-        ActivationTask {
-            x: true,
-            bias: task.bias,
-            y: task.active,
-        },
-    )
-}
-
-/// `grad · W₂ᵀ`, of W₂ `[hidden, outputs]`.
-fn by_active<B: LinearOps>(
-    outer: Option<FloatTensor<B>>,
-    grad: FloatTensor<B>,
-    dtype: FloatDType,
-    widths: [usize; 2],
-) -> FloatTensor<B> {
-    let saved = LinearSaved {
-        x: OptFloat::None,
-        weight: outer.into(),
-        grad,
-    };
-    let made = B::linear_backward(saved, LinearTask::one(dtype, widths, Some(dtype), None));
-    made.x.into_option().expect("it was asked for")
-}
-
-fn product<B: LinearOps>(
-    x: FloatTensor<B>,
-    weight: FloatTensor<B>,
-    dtype: FloatDType,
-) -> LinearOutput<B> {
-    let inputs = LinearInputs::new(x, ThreeFloats::one(weight));
-    B::linear_forward(inputs, LinearCall::rows(dtype))
-}
-
-/// The result and what a backward pass may need: the factors as they were multiplied, where they are not the inputs themselves.
-pub(crate) struct Forward<B: LinearOps> {
-    pub out: FloatTensor<B>,
-    /// `x · W₁`, unless it is computed again.
-    pub hidden: Option<FloatTensor<B>>,
-    pub x: Option<FloatTensor<B>>,
-    pub inner: Option<FloatTensor<B>>,
-    pub outer: Option<FloatTensor<B>>,
-}
-
-/// `keep`: whether `x · W₁` is wanted behind the call.
-pub(crate) fn forward<B: LinearOps>(inputs: MlpInputs<B>, call: MlpCall, keep: bool) -> Forward<B> {
-    let MlpInputs {
-        x,
-        inner,
-        bias,
-        outer,
-    } = inputs;
-    let weights = ThreeFloats::one(inner);
-    let form = LinearForm::Activated {
-        activation: call.activation,
-        keep,
-    };
-    let dtype = call.dtype;
-    let first = B::linear_forward(
-        LinearInputs { x, weights, bias },
-        LinearCall { dtype, form },
-    );
-    let [active, hidden, _] = first.out.into_list();
-    let second = product::<B>(active.expect("it is made"), outer, dtype);
-    Forward {
-        out: second.out.into_one(),
-        hidden,
-        x: first.rounded.into_option(),
-        inner: first.joined.into_option(),
-        outer: second.joined.into_option(),
-    }
-}
+use burn_blocksparse::internal::values::OptFloat;
 
 /// What a backward pass gets: factors as they were multiplied, as far as a gradient that is wanted needs them.
 pub(crate) struct SavedTensors<B: LinearOps> {

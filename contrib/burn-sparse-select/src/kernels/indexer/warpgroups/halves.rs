@@ -196,10 +196,7 @@ fn walk<N: Size>(
             let started = product::<N>(
                 k_desc,
                 q_desc + within,
-                t.half,
-                WIDTH,
-                comptime!(own_span.span_bytes()),
-                comptime!(of_columns.span_bytes()),
+                comptime!(own_span.product(of_columns, t.half, WIDTH)),
             );
             let products = wait::<N>(started, 0usize, comptime!(COLUMNS / 2));
             let own_pair = pair + stage * comptime!((COLUMNS * 4) as u32);

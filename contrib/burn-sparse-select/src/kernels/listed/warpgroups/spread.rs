@@ -160,10 +160,7 @@ pub fn spread<S: Size, P: Size, A: Size, B: Size>(
         let started = product::<S>(
             k_desc + within,
             q_desc,
-            tile.half,
-            tile.head_dim,
-            comptime!(of_keys.span_bytes()),
-            comptime!(of_q.span_bytes()),
+            comptime!(of_keys.product(of_q, tile.half, tile.head_dim)),
         );
         stage = 1 - stage;
         let mask = now.mask;
@@ -203,10 +200,7 @@ pub fn spread<S: Size, P: Size, A: Size, B: Size>(
         let started = product::<S>(
             v_desc + within,
             out_desc,
-            tile.half,
-            tile.value_dim,
-            comptime!(of_values.span_bytes()),
-            comptime!(of_out.span_bytes()),
+            comptime!(of_values.product(of_out, tile.half, tile.value_dim)),
         );
         let behind_keys = comptime!(tile.head_dim / 8);
         let one = f32::new(1.0);

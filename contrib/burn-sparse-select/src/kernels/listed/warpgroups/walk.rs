@@ -163,20 +163,14 @@ pub fn walk<S: Size, P: Size, O: Size>(
         let s_started = product::<S>(
             q_desc,
             k_desc + within,
-            t.half,
-            t.head_dim,
-            comptime!(own.span_bytes()),
-            comptime!(of_keys.span_bytes()),
+            comptime!(own.product(of_keys, t.half, t.head_dim)),
         );
         // Registers of a product under way must not be copied, so nothing is assigned here.
         let dp_started = if comptime!(t.backward) {
             product::<S>(
                 out_desc,
                 v_desc + within,
-                t.half,
-                t.value_dim,
-                comptime!(second.span_bytes()),
-                comptime!(of_values.span_bytes()),
+                comptime!(second.product(of_values, t.half, t.value_dim)),
             )
         } else {
             Vector::<f32, S>::zeroed()

@@ -1,0 +1,122 @@
+//! What crosses backends of queries that list what they see.
+
+// What crosses backends holds its tensors itself, also where the macro makes it.
+#![allow(clippy::large_enum_variant)]
+
+use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::backend::{Backend, ExtensionType};
+
+use burn_blocksparse::internal::values::LayoutTensors;
+
+/// What the numbers of lists name, with the sizes that are in none of their shapes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Sparsity {
+    /// Single keys.
+    Tokens {
+        /// Whether no query lists a key behind its own position.
+        causal: bool,
+    },
+    /// Blocks of keys.
+    Blocks {
+        /// Keys of a block.
+        block: usize,
+        /// Places of a tile of queries.
+        tile: usize,
+    },
+}
+
+/// How a call over lists is computed, besides its tensors.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct TokenSparseCall {
+    /// What lists name.
+    pub sparsity: Sparsity,
+    /// Factor of the scores.
+    pub scale: f64,
+    /// The share that the lists of adjacent queries are expected to have in common, from 0 to 1.
+    pub overlap: f64,
+    /// Whether kernels gather by the lists.
+    pub dispatch: bool,
+}
+
+/// What queries list: i32, for each head of keys, on the device.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub enum QueryLists<B: Backend> {
+    /// The keys that each query sees: `[batch, kv_heads, seq_q, most]`, ascending, each once, −1 behind the last.
+    Tokens(IntTensor<B>),
+    /// The blocks that each query sees whole beside a layout. They are walked only where a plan of kernels says so: elsewhere the same is composed of other
+    /// operations.
+    Blocks(#[extension_type] BlockLists<B>),
+}
+
+/// Lists of blocks, by queries and by blocks, as [`SelectedBlocks`](crate::selection::SelectedBlocks) has them.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct BlockLists<B: Backend> {
+    /// The blocks of each query: `[batch, kv_heads, seq_q, most]`, negative for none.
+    pub blocks: IntTensor<B>,
+    /// The query at each place: `[batch, kv_heads, places]`,
+    pub queries: IntTensor<B>,
+    /// and the block of each tile of places: `[batch, kv_heads, tiles]`.
+    pub tile_blocks: IntTensor<B>,
+    /// What queries see beside them.
+    #[extension_type]
+    pub near: LayoutTensors<B>,
+}
+
+/// What attention over lists takes.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct TokenSparseInputs<B: Backend> {
+    /// `[batch, heads, seq_q, head_dim]`
+    pub q: FloatTensor<B>,
+    /// `[batch, kv_heads, seq_kv, head_dim]`
+    pub k: FloatTensor<B>,
+    /// `[batch, kv_heads, seq_kv, value_dim]`
+    pub v: FloatTensor<B>,
+    /// What queries list.
+    #[extension_type]
+    pub lists: QueryLists<B>,
+}
+
+/// Out and lse, over all keys that queries see.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct TokenSparseOutput<B: Backend> {
+    /// `[batch, heads, seq_q, value_dim]`, in the inputs' dtype.
+    pub out: FloatTensor<B>,
+    /// `[batch, heads, seq_q]`, in the dtype of sums.
+    pub lse: FloatTensor<B>,
+}
+
+/// What the backward pass gets from the forward pass.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct TokenSparseSaved<B: Backend> {
+    /// Its inputs.
+    #[extension_type]
+    pub inputs: TokenSparseInputs<B>,
+    /// Its output.
+    #[extension_type]
+    pub output: TokenSparseOutput<B>,
+}
+
+/// Gradients, each of its input's shape and dtype.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct TokenSparseGrads<B: Backend> {
+    /// `[batch, heads, seq_q, head_dim]`
+    pub q: FloatTensor<B>,
+    /// `[batch, kv_heads, seq_kv, head_dim]`
+    pub k: FloatTensor<B>,
+    /// `[batch, kv_heads, seq_kv, value_dim]`
+    pub v: FloatTensor<B>,
+}
