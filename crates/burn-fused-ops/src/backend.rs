@@ -14,6 +14,7 @@ pub use crate::norm::values::{
     NormBackwardCall, NormCall, NormGrads, NormInputs, NormOutput, NormOutputGrads, NormSaved,
 };
 pub use crate::optim::ops::{AdamWHyper, AdamWInputs, AdamWOutput, GradNorm, OptimOps, TensorList};
+pub use crate::rope::ops::{RopeCall, RopeInputs, RopeOps};
 pub use crate::sparse_linear::ops::BlockSparseLinearOps;
 pub use crate::sparse_linear::values::{
     SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,

@@ -25,6 +25,7 @@ mod linear;
 mod loss;
 mod norm;
 pub mod optim;
+mod rope;
 pub mod sparse_linear;
 
 pub use crate::dropout::dropout;
@@ -40,5 +41,6 @@ pub use crate::loss::{CrossEntropyOptions, Reduction, linear_cross_entropy};
 pub use crate::norm::{
     AddNormOptions, NormKind, NormParams, Residual, add_norm, norm, residual_add,
 };
+pub use crate::rope::{RopePositions, rope};
 pub use blocksparse::ElementDropout;
 pub use burn_blocksparse::internal::op_plan::OpPlan;
