@@ -49,11 +49,12 @@ pub(crate) fn forward<B: LinearOps, P: Products<B>>(
 ) -> LinearOutput<B> {
     let LinearInputs { x, weights, bias } = inputs;
     if call.form == LinearForm::Rows {
-        return products::forward::<B, P>(x, weights, call.dtype);
+        return products::forward::<B, P>(x, weights, call.dtype).of(call);
     }
     let product = |x| {
         let inputs = LinearInputs::new(x, weights);
-        B::linear_forward(inputs, LinearCall::rows(call.dtype))
+        let form = LinearForm::Rows;
+        B::linear_forward(inputs, LinearCall { form, ..call })
     };
     match call.form {
         LinearForm::Rows => product(x),

@@ -84,6 +84,7 @@ pub(crate) fn forward(
         rounded: is_rounded.then_some(x).into(),
         joined: is_joined.then_some(weight).into(),
     }
+    .of(call)
 }
 
 /// The gradients by the factors of a product of half-precision numbers and x by heads.

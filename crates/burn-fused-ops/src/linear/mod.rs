@@ -8,6 +8,8 @@ mod autodiff;
 pub(crate) mod cube;
 #[cfg(feature = "cube")]
 pub(crate) mod cube_products;
+#[cfg(feature = "cube")]
+pub(crate) mod few_rows;
 pub(crate) mod forms;
 #[cfg(feature = "cuda")]
 mod fused;

@@ -105,7 +105,7 @@ pub trait LinearOps: Backend {
         shape = with_width(&inputs.x.shape, inputs.outer.shape[1])
     )]
     fn mlp(#[extension_type] inputs: MlpInputs<Self>, call: MlpCall) -> FloatTensor<Self> {
-        steps::forward::<Self>(inputs, call, false).out
+        steps::forward::<Self>(inputs, call, false, false).out
     }
 
     /// Gradients by what comes into the activation of a feed-forward network and by the bias, and the activation again.
@@ -154,7 +154,9 @@ mod meta {
             LinearForm::ToHeads(_) => [const { None }; 3],
         };
         let is_joined = weights.len() > 1 || weights.iter().any(|weight| weight.dtype != dtype);
-        let is_rounded = call.form != LinearForm::FromHeads && inputs.x.dtype != dtype;
+        let is_joined = is_joined && call.for_backward;
+        let is_rounded =
+            call.form != LinearForm::FromHeads && inputs.x.dtype != dtype && call.for_backward;
         let joined = || TensorSpec::new([weights[0].shape[0], width].into(), dtype);
         let rounded = || TensorSpec::new(shape.clone(), dtype);
         LinearOutputMetadata {

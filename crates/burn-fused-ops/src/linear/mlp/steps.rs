@@ -60,10 +60,9 @@ fn by_active<B: LinearOps>(
 fn product<B: LinearOps>(
     x: FloatTensor<B>,
     weight: FloatTensor<B>,
-    dtype: FloatDType,
+    call: LinearCall,
 ) -> LinearOutput<B> {
-    let inputs = LinearInputs::new(x, ThreeFloats::one(weight));
-    B::linear_forward(inputs, LinearCall::rows(dtype))
+    B::linear_forward(LinearInputs::new(x, ThreeFloats::one(weight)), call)
 }
 
 /// The result and what a backward pass may need: the factors as they were multiplied, where they are not the inputs themselves.
@@ -76,8 +75,13 @@ pub(crate) struct Forward<B: LinearOps> {
     pub outer: Option<FloatTensor<B>>,
 }
 
-/// `keep`: whether `x · W₁` is wanted behind the call.
-pub(crate) fn forward<B: LinearOps>(inputs: MlpInputs<B>, call: MlpCall, keep: bool) -> Forward<B> {
+/// `for_backward`: whether a backward pass follows; `keep`: whether it wants `x · W₁`.
+pub(crate) fn forward<B: LinearOps>(
+    inputs: MlpInputs<B>,
+    call: MlpCall,
+    for_backward: bool,
+    keep: bool,
+) -> Forward<B> {
     let MlpInputs {
         x,
         inner,
@@ -89,13 +93,13 @@ pub(crate) fn forward<B: LinearOps>(inputs: MlpInputs<B>, call: MlpCall, keep: b
         activation: call.activation,
         keep,
     };
-    let dtype = call.dtype;
-    let first = B::linear_forward(
-        LinearInputs { x, weights, bias },
-        LinearCall { dtype, form },
-    );
+    let of = |form| LinearCall {
+        for_backward,
+        ..LinearCall::new(call.dtype, form)
+    };
+    let first = B::linear_forward(LinearInputs { x, weights, bias }, of(form));
     let [active, hidden, _] = first.out.into_list();
-    let second = product::<B>(active.expect("it is made"), outer, dtype);
+    let second = product::<B>(active.expect("it is made"), outer, of(LinearForm::Rows));
     Forward {
         out: second.out.into_one(),
         hidden,
@@ -185,7 +189,11 @@ pub(crate) fn backward<B: LinearOps>(
     let depends = task.depends(call.activation);
     let hidden = hidden.or_else(|| {
         let factors = depends.then_some(()).and(x.clone()).zip(inner.clone());
-        factors.map(|(x, inner)| product::<B>(x, inner, call.dtype).out.into_one())
+        factors.map(|(x, inner)| {
+            product::<B>(x, inner, LinearCall::rows(call.dtype))
+                .out
+                .into_one()
+        })
     });
     let mut by_x = None;
     let mut by_inner = None;

@@ -1,0 +1,149 @@
+//! Linear layers of few rows on CubeCL devices.
+
+use burn::backend::cubecl::dtype_to_elem_type;
+use burn::backend::ops::FloatTensorOps;
+use burn::tensor::{FloatDType, Shape};
+use burn_cubecl::CubeBackend;
+use burn_cubecl::kernel::into_contiguous;
+use burn_cubecl::tensor::CubeTensor;
+
+use crate::kernels::linear::{FEW_ROWS, FewRows, few_rows, is_few};
+
+use crate::linear::values::{LinearCall, LinearForm, LinearInputs, LinearOutput};
+use burn_blocksparse::internal::cube::{contiguous, empty, typed};
+use burn_blocksparse::internal::values::{OptFloat, ThreeFloats};
+
+/// How a product of so few rows runs.
+pub(crate) const TEXT: &str = "without a backward pass: one pass over the weights, no tensor cores";
+
+/// Whether a layer of `[rows, inputs, outputs]` has few rows.
+pub(crate) fn takes(dtype: FloatDType, [rows, inputs, outputs]: [usize; 3]) -> bool {
+    let element = dtype_to_elem_type(dtype.into());
+    is_few(element, [rows, inputs], &[outputs])
+}
+
+/// The product, if no backward pass follows and the kernel takes it.
+pub(crate) fn forward(
+    inputs: &LinearInputs<CubeBackend>,
+    call: LinearCall,
+) -> Option<LinearOutput<CubeBackend>> {
+    let shape = inputs.x.meta.shape();
+    let rank = shape.num_dims();
+    // Rows, what precedes a result's width, and where heads are.
+    let (leading, parts) = match call.form {
+        LinearForm::Rows => (shape.iter().take(rank - 1).copied().collect(), None),
+        LinearForm::FromHeads if shape[2] == 1 => (vec![shape[0], 1], None),
+        LinearForm::ToHeads(parts) if shape[1] == 1 => (vec![shape[0]], Some(parts)),
+        _ => return None,
+    };
+    let rows = leading.iter().product::<usize>();
+    if call.for_backward || rows > FEW_ROWS {
+        return None;
+    }
+    let weights = inputs.weights.clone().into_list();
+    let weights: Vec<&CubeTensor> = weights.iter().flatten().collect();
+    let [depth, _] = weights.first()?.meta.shape().dims();
+    let widths: Vec<usize> = weights
+        .iter()
+        .map(|weight| weight.meta.shape()[1])
+        .collect();
+    let same = |weight: &&CubeTensor| FloatDType::from(weight.dtype) == call.dtype;
+    let transposed = weights.len() == 1 && inputs.bias.as_ref().is_none() && lies(weights[0], true);
+    if !weights.iter().all(same)
+        || !(transposed || weights.iter().all(|weight| lies(weight, false)))
+        || !is_few(
+            dtype_to_elem_type(call.dtype.into()),
+            [rows, depth],
+            &widths,
+        )
+    {
+        return None;
+    }
+    let x = inputs.x.clone();
+    let x = match FloatDType::from(x.dtype) == call.dtype {
+        true => x,
+        false => CubeBackend::float_cast(x, call.dtype),
+    };
+    let x = into_contiguous(x);
+    let bias = contiguous(inputs.bias.clone());
+    let handles: Vec<_> = (weights.iter().zip(&widths))
+        .map(|(weight, width)| (&weight.handle, *width))
+        .collect();
+    let (bytes, total) = (x.dtype.size(), widths.iter().sum::<usize>());
+    let mut starts = [0; 3];
+    let mut numbers = rows * total;
+    if let Some(parts) = parts {
+        let parts: Vec<usize> = parts
+            .iter()
+            .flatten()
+            .map(|(heads, dim)| heads * dim)
+            .collect();
+        if parts != widths {
+            return None;
+        }
+        // Where slices of the buffer may begin.
+        let alignment = (x.client.properties().memory.alignment as usize / bytes).max(1);
+        numbers = 0;
+        for (start, width) in starts.iter_mut().zip(&widths) {
+            *start = numbers;
+            numbers = (numbers + rows * width).next_multiple_of(alignment);
+        }
+    }
+    let all = empty(&x, [numbers], x.dtype);
+    let result = few_rows(
+        &x.client,
+        &FewRows {
+            x: typed(&x),
+            lengths: [rows, depth],
+            weights: &handles,
+            transposed,
+            bias: bias.as_ref().map(typed),
+            output: &all.handle,
+            numbers,
+            starts: parts.map(|_| starts),
+        },
+    );
+    result.ok()?;
+    let of = |start: usize, shape: Shape| {
+        let rest = numbers - start - shape.num_elements();
+        let mut handle = all.handle.clone();
+        if start + rest > 0 {
+            handle = handle
+                .offset_start((start * bytes) as u64)
+                .offset_end((rest * bytes) as u64);
+        }
+        CubeTensor::new_contiguous(x.client.clone(), x.device.clone(), shape, handle, x.dtype)
+    };
+    let out = match parts {
+        Some(parts) => {
+            let mut starts = starts.into_iter();
+            parts.map(|part| {
+                let (start, (heads, dim)) = (starts.next()?, part?);
+                Some(of(start, Shape::new([rows, heads, 1, dim])))
+            })
+        }
+        None => {
+            let shape = leading.into_iter().chain([total]).collect::<Vec<_>>();
+            [Some(of(0, Shape::from(shape))), None, None]
+        }
+    };
+    Some(LinearOutput {
+        out: ThreeFloats::of_list(out),
+        rounded: OptFloat::None,
+        joined: OptFloat::None,
+    })
+}
+
+/// Whether rows, or columns, are contiguous and lie side by side, from a multiple of 16 bytes on.
+fn lies(weight: &CubeTensor, transposed: bool) -> bool {
+    let ([depth, width], strides) = (weight.meta.shape().dims(), weight.meta.strides());
+    let expected = match transposed {
+        true => [1, depth],
+        false => [width, 1],
+    };
+    let start = weight.handle.offset_start.unwrap_or(0);
+    [strides[0], strides[1]] == expected
+        && start.is_multiple_of(16)
+        && weight.qparams.is_none()
+        && !weight.meta.is_tiled()
+}
