@@ -7,7 +7,7 @@ use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 
-use crate::kernels::linear::{FEW_ROWS, FewRows, few_rows, is_few};
+use crate::kernels::linear::{FEW_ROWS, FewRows, FewRowsWeight, few_rows, is_few};
 
 use crate::linear::values::{LinearCall, LinearForm, LinearInputs, LinearOutput};
 use burn_blocksparse::internal::cube::{contiguous, empty, typed};
@@ -47,18 +47,19 @@ pub(crate) fn forward(
         .iter()
         .map(|weight| weight.meta.shape()[1])
         .collect();
+    let element = dtype_to_elem_type(call.dtype.into());
     let same = |weight: &&CubeTensor| FloatDType::from(weight.dtype) == call.dtype;
-    let transposed = weights.len() == 1 && inputs.bias.as_ref().is_none() && lies(weights[0], true);
-    if !weights.iter().all(same)
-        || !(transposed || weights.iter().all(|weight| lies(weight, false)))
-        || !is_few(
-            dtype_to_elem_type(call.dtype.into()),
-            [rows, depth],
-            &widths,
-        )
-    {
+    if !weights.iter().all(same) || !is_few(element, [rows, depth], &widths) {
         return None;
     }
+    let all = |transposed| -> Option<Vec<FewRowsWeight>> {
+        (weights.iter().map(|weight| lying(weight, transposed))).collect()
+    };
+    let (weights, transposed) = match all(false) {
+        Some(weights) => (weights, false),
+        None if widths.len() == 1 && inputs.bias.as_ref().is_none() => (all(true)?, true),
+        None => return None,
+    };
     let x = inputs.x.clone();
     let x = match FloatDType::from(x.dtype) == call.dtype {
         true => x,
@@ -66,9 +67,6 @@ pub(crate) fn forward(
     };
     let x = into_contiguous(x);
     let bias = contiguous(inputs.bias.clone());
-    let handles: Vec<_> = (weights.iter().zip(&widths))
-        .map(|(weight, width)| (&weight.handle, *width))
-        .collect();
     let (bytes, total) = (x.dtype.size(), widths.iter().sum::<usize>());
     let mut starts = [0; 3];
     let mut numbers = rows * total;
@@ -95,7 +93,7 @@ pub(crate) fn forward(
         &FewRows {
             x: typed(&x),
             lengths: [rows, depth],
-            weights: &handles,
+            weights: &weights,
             transposed,
             bias: bias.as_ref().map(typed),
             output: &all.handle,
@@ -134,16 +132,21 @@ pub(crate) fn forward(
     })
 }
 
-/// Whether rows, or columns, are contiguous and lie side by side, from a multiple of 16 bytes on.
-fn lies(weight: &CubeTensor, transposed: bool) -> bool {
-    let ([depth, width], strides) = (weight.meta.shape().dims(), weight.meta.strides());
-    let expected = match transposed {
-        true => [1, depth],
-        false => [width, 1],
-    };
-    let start = weight.handle.offset_start.unwrap_or(0);
-    [strides[0], strides[1]] == expected
-        && start.is_multiple_of(16)
+/// A weight whose rows, or columns, are contiguous and begin at multiples of 16 bytes.
+fn lying(weight: &CubeTensor, transposed: bool) -> Option<FewRowsWeight<'_>> {
+    let (shape, strides) = (weight.meta.shape(), weight.meta.strides());
+    let (along, across) = if transposed { (0, 1) } else { (1, 0) };
+    let pitch = strides[across];
+    let is_aligned = |bytes: usize| bytes.is_multiple_of(16);
+    let lies = strides[along] == 1
+        && pitch >= shape[along]
+        && is_aligned(pitch * weight.dtype.size())
+        && is_aligned(weight.handle.offset_start.unwrap_or(0) as usize)
         && weight.qparams.is_none()
-        && !weight.meta.is_tiled()
+        && !weight.meta.is_tiled();
+    lies.then_some(FewRowsWeight {
+        handle: &weight.handle,
+        width: shape[1],
+        pitch,
+    })
 }

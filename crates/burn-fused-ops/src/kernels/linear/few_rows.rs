@@ -36,8 +36,9 @@ struct Kind {
     depth: usize,
     /// Numbers of a vector.
     vector: usize,
-    /// Vectors of a row of each weight.
+    /// Vectors of a row of each weight, and from one row to the next.
     widths: [usize; MOST_WEIGHTS],
+    pitches: [usize; MOST_WEIGHTS],
     count: usize,
     units: usize,
     /// Vectors of a strip; columns of a unit where columns are contiguous.
@@ -128,8 +129,8 @@ fn by_rows<E: Float, A: Float, P: Float, N: Size>(
             begin = comptime!(k.starts.map_or(0, |starts| starts[index])).runtime();
             let at = own + unit % comptime!(k.columns);
             if at < comptime!(k.widths[index]) {
-                let width = comptime!(k.widths[index]);
-                accumulate::<E, A, N>(x, &weights[index], &mut sums, at, rows, width, k);
+                let pitch = comptime!(k.pitches[index]);
+                accumulate::<E, A, N>(x, &weights[index], &mut sums, at, rows, pitch, k);
             }
         }
     }
@@ -187,7 +188,7 @@ fn accumulate<E: Float, A: Float, N: Size>(
     sums: &mut Array<Vector<A, N>>,
     column: usize,
     rows: usize,
-    #[comptime] width: usize,
+    #[comptime] pitch: usize,
     #[comptime] k: Kind,
 ) {
     let lane = UNIT_POS as usize / comptime!(k.columns);
@@ -200,7 +201,7 @@ fn accumulate<E: Float, A: Float, N: Size>(
         for i in 0..comptime!(k.loads()) {
             let depth = first + comptime!(i * k.lanes());
             // Units behind the end read it once more, and multiply it by 0.
-            loaded[i] = weight[min(depth, comptime!(k.depth - 1)) * width + column];
+            loaded[i] = weight[min(depth, comptime!(k.depth - 1)) * pitch + column];
         }
         #[unroll]
         for i in 0..comptime!(k.loads()) {
@@ -246,7 +247,7 @@ fn by_columns<E: Float, A: Float, N: Size>(
             #[unroll]
             for i in 0..comptime!(k.columns) {
                 // Units behind the last column read it once more.
-                loaded[i] = weight[min(first + i, width - 1) * vectors + at];
+                loaded[i] = weight[min(first + i, width - 1) * comptime!(k.pitches[0]) + at];
             }
             #[unroll]
             for row in 0..comptime!(k.rows) {
@@ -283,15 +284,26 @@ fn by_columns<E: Float, A: Float, N: Size>(
     }
 }
 
-/// A product of few rows. Everything is contiguous, of one type but for the bias.
+/// A weight of such a product.
+#[derive(Clone, Copy, Debug)]
+pub struct FewRowsWeight<'a> {
+    /// From its first number on.
+    pub handle: &'a Handle,
+    /// Its columns.
+    pub width: usize,
+    /// From one row of the memory to the next.
+    pub pitch: usize,
+}
+
+/// A product of few rows. Everything but weights is contiguous, of one type but for the bias.
 #[derive(Clone, Copy, Debug)]
 pub struct FewRows<'a> {
     /// `[rows, depth]`
     pub x: Typed<'a>,
     /// Rows and depth.
     pub lengths: [usize; 2],
-    /// Weights `[depth, width]` with their widths, one to three; a single one if it is `transposed`.
-    pub weights: &'a [(&'a Handle, usize)],
+    /// One to three, `[depth, width]`; a single one if it is `transposed`.
+    pub weights: &'a [FewRowsWeight<'a>],
     /// Whether the weight is in memory as `[width, depth]`.
     pub transposed: bool,
     /// `[Σ width]`; not of a weight that is transposed.
@@ -323,8 +335,10 @@ pub fn is_few(element: ElemType, [rows, depth]: [usize; 2], widths: &[usize]) ->
 /// [`KernelError`] if [`is_few`] is false, or the device lacks a type, units, shared memory or vectors of 16 bytes.
 pub fn few_rows(client: &Client, call: &FewRows) -> Result<(), KernelError> {
     let (element, [rows, depth]) = (call.x.1, call.lengths);
-    let widths: Vec<usize> = call.weights.iter().map(|(_, width)| *width).collect();
-    if !is_few(element, call.lengths, &widths) {
+    let widths: Vec<usize> = call.weights.iter().map(|weight| weight.width).collect();
+    let vector = BYTES / element.size();
+    let mut pitches = call.weights.iter().map(|weight| weight.pitch);
+    if !is_few(element, call.lengths, &widths) || pitches.any(|n| !n.is_multiple_of(vector)) {
         return Err(KernelError::limit("few rows", FEW_ROWS as u64, rows));
     }
     let accumulator = accumulator_of(element);
@@ -336,7 +350,7 @@ pub fn few_rows(client: &Client, call: &FewRows) -> Result<(), KernelError> {
             return Err(KernelError::Dtype { dtype });
         }
     }
-    let (vector, hardware) = (BYTES / element.size(), &properties.hardware);
+    let hardware = &properties.hardware;
     let most = hardware.max_units_per_cube.min(hardware.max_cube_dim.0) as usize;
     let units = [UNITS, UNITS / 2, UNITS / 4]
         .into_iter()
@@ -353,16 +367,23 @@ pub fn few_rows(client: &Client, call: &FewRows) -> Result<(), KernelError> {
         depth,
         vector,
         widths: [0; MOST_WEIGHTS],
+        pitches: [0; MOST_WEIGHTS],
         count: widths.len(),
         units,
         columns: 1,
         starts: call.starts,
     };
-    for (of, width) in kind.widths.iter_mut().zip(&widths) {
-        *of = width / vector;
+    for (index, weight) in call.weights.iter().enumerate() {
+        kind.widths[index] = weight.width / vector;
+        kind.pitches[index] = weight.pitch / vector;
     }
-    let numbers = depth * widths.iter().sum::<usize>();
-    let address = address_of(client, numbers.max(rows * depth))?;
+    // Numbers of a weight, from its first to its last.
+    let reach = |weight: &FewRowsWeight| match call.transposed {
+        true => (weight.width - 1) * weight.pitch + depth,
+        false => (depth - 1) * weight.pitch + weight.width,
+    };
+    let largest = call.weights.iter().map(reach).max().unwrap_or(0);
+    let address = address_of(client, largest.max(rows * depth))?;
     let dim = CubeDim::new_1d(units as u32);
     if call.transposed {
         kind.columns = if kind.rows <= 2 { 4 } else { 1 };
@@ -379,7 +400,7 @@ pub fn few_rows(client: &Client, call: &FewRows) -> Result<(), KernelError> {
                 address,
                 vector,
                 buffer(call.x.0, rows * depth / vector),
-                buffer(call.weights[0].0, numbers / vector),
+                buffer(call.weights[0].handle, largest / vector),
                 buffer(call.output, rows * width),
                 rows,
                 width,
@@ -393,8 +414,8 @@ pub fn few_rows(client: &Client, call: &FewRows) -> Result<(), KernelError> {
     let busy = hardware.num_streaming_multiprocessors.unwrap_or(64) as usize * 3 / 4;
     kind = kind.cut(busy);
     let mut weights = SequenceArg::new();
-    for (handle, width) in call.weights {
-        weights.push(buffer(handle, depth * width / vector));
+    for weight in call.weights {
+        weights.push(buffer(weight.handle, reach(weight) / vector));
     }
     let cubes = spread(client, kind.strips(kind.count) as u64)?;
     // SAFETY: a unit reads x below `rows`, weights below their lengths and the bias, and writes columns of rows below `rows`; the buffers have the lengths they

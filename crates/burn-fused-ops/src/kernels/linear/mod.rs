@@ -37,7 +37,7 @@ mod product;
 mod tile;
 mod view;
 
-pub use few_rows::{FEW_ROWS, FewRows, MOST_WEIGHTS, few_rows, is_few};
+pub use few_rows::{FEW_ROWS, FewRows, FewRowsWeight, MOST_WEIGHTS, few_rows, is_few};
 pub use launch::{EpilogueTensors, multiply};
 pub use line_sums::{LINE_GROUPS, LINE_ROWS, UNWANTED, line_numbers};
 pub use log_sums::SeenColumns;

@@ -41,6 +41,7 @@ fn turn<E: Float, A: Float, O: Float, I: Int, N: Size, T: Size>(
     seq: usize,
     first: usize,
     context: usize,
+    pitch: usize,
     #[comptime] k: Kind,
     #[define(E)] _element: ElemType,
     #[define(A)] _accumulator: ElemType,
@@ -59,7 +60,7 @@ fn turn<E: Float, A: Float, O: Float, I: Int, N: Size, T: Size>(
             ComptimeOption::None => {}
         }
         let pairs = comptime!(k.lanes / 2);
-        let turns = (min(place, context - 1) * comptime!(k.vectors) + vector) * pairs;
+        let turns = min(place, context - 1) * pitch + vector * pairs;
         let mut cosines = Array::<A>::new(pairs);
         let mut sines = Array::<A>::new(pairs);
         #[unroll]
@@ -100,7 +101,7 @@ fn turn<E: Float, A: Float, O: Float, I: Int, N: Size, T: Size>(
 }
 
 /// Pairs of channels of `x`, `[batch, heads, seq, width]`, turned by their row of `table`, `[context, width, 2]`: row `places[batch · seq]`, or those from
-/// `first` on. Contiguous; computed in the table's type.
+/// `first` on. Contiguous, but that rows of the table may be `pitch` numbers apart, a multiple of 4; computed in the table's type.
 ///
 /// # Errors
 /// [`KernelError`] if the device lacks a type or cannot index the numbers, or the width is odd.
@@ -108,7 +109,7 @@ pub fn rope(
     client: &Client,
     (x, table, output): (Typed, Typed, Typed),
     [batch, heads, seq, width]: [usize; 4],
-    context: usize,
+    [context, pitch]: [usize; 2],
     (places, first): (Option<Typed>, usize),
     back: bool,
 ) -> Result<(), KernelError> {
@@ -122,7 +123,7 @@ pub fn rope(
     if numbers == 0 {
         return Ok(());
     }
-    if !width.is_multiple_of(2) || context == 0 {
+    if !width.is_multiple_of(2) || !pitch.is_multiple_of(TABLE_VECTOR) || context == 0 {
         return Err(KernelError::limit("pairs of a row", 0u32, width));
     }
     let hardware = &client.properties().hardware;
@@ -145,8 +146,8 @@ pub fn rope(
     };
     let units = rows * vectors * heads.div_ceil(own_heads);
     let dim = UNITS.min(hardware.max_units_per_cube);
-    let pairs = context * width / 2;
-    let address = address_of(client, numbers.max(TABLE_VECTOR * pairs))?;
+    let reach = (context - 1) * pitch + 2 * width;
+    let address = address_of(client, numbers.max(reach))?;
     let cubes = spread(client, units.div_ceil(dim as usize) as u64)?;
     // SAFETY: a unit reads and writes one vector of a row below `rows` in heads below `heads`, and reads a row of the table below `context`; the buffers have
     // the lengths they say (see `buffer`).
@@ -159,13 +160,14 @@ pub fn rope(
             lanes,
             TABLE_VECTOR,
             buffer(x.0, numbers / lanes),
-            buffer(table.0, pairs),
+            buffer(table.0, reach / TABLE_VECTOR),
             optional(places.map(|places| places.0), rows),
             buffer(output.0, numbers / lanes),
             rows,
             seq,
             first,
             context,
+            pitch / TABLE_VECTOR,
             kind,
             x.1,
             table.1,
