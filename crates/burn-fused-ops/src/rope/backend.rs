@@ -7,6 +7,7 @@ mod kernels {
     use burn_cubecl::tensor::CubeTensor;
 
     use crate::kernels::rows;
+    use crate::kernels::rows::RopeTable;
     use crate::rope::ops::{RopeCall, RopeInputs, RopeOps};
     use crate::rope::reference;
     use burn_blocksparse::internal::cube::{shaped, typed, uses_reference};
@@ -18,20 +19,17 @@ mod kernels {
             }
             let RopeInputs { x, table, places } = inputs;
             let x = into_contiguous(x);
-            // The table is long, and read as it lies where its rows are whole.
-            let strides = table.meta.strides();
-            let is_whole = strides[1] == 2 && strides[2] == 1 && strides[0].is_multiple_of(4);
-            let table = match is_whole && table.handle.offset_start.unwrap_or(0) % 16 == 0 {
-                true => table,
-                false => into_contiguous(table),
-            };
             let places = places.into_option().map(into_contiguous);
             let out = shaped(&x, x.meta.shape().clone(), call.dtype.into());
             let result = rows::rope(
                 &x.client,
-                (typed(&x), typed(&table), typed(&out)),
+                (typed(&x), typed(&out)),
                 x.meta.shape().dims(),
-                [table.meta.shape()[0], table.meta.strides()[0]],
+                &RopeTable {
+                    numbers: typed(&table),
+                    context: table.meta.shape()[0],
+                    strides: std::array::from_fn(|dim| table.meta.strides()[dim]),
+                },
                 (places.as_ref().map(typed), call.first),
                 call.back,
             );

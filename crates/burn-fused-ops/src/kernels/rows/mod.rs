@@ -26,5 +26,5 @@ pub use norm::{NormBranch, NormOf, add_norm};
 pub use norm_backward::{
     NormBackward, NormGrad, RowSums, StreamGrad, residual_norm_backward, residual_norm_text,
 };
-pub use rope::rope;
+pub use rope::{RopeTable, rope};
 pub use scaled::scaled;

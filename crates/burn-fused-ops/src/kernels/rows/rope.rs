@@ -14,8 +14,6 @@ const MOST_BYTES: usize = 16;
 /// Heads that a unit turns by one load of the table, and the units from which on that leaves enough of them.
 const HEADS: usize = 4;
 const MANY: usize = 1 << 16;
-/// Numbers of a pair in the table: cosine and sine, once for each of its channels.
-const TABLE_VECTOR: usize = 4;
 
 /// `[batch, heads, seq, width]`, with what the compiler knows of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -32,16 +30,18 @@ struct Kind {
 
 /// A unit turns one vector of a position, in some heads.
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn turn<E: Float, A: Float, O: Float, I: Int, N: Size, T: Size>(
+fn turn<E: Float, A: Float, O: Float, I: Int, N: Size>(
     x: &[Vector<E, N>],
-    table: &[Vector<A, T>],
+    table: &[A],
     places: ComptimeOption<Box<[I]>>,
     output: &mut [Vector<O, N>],
     rows: usize,
     seq: usize,
     first: usize,
     context: usize,
-    pitch: usize,
+    place_step: usize,
+    channel_step: usize,
+    sine_step: usize,
     #[comptime] k: Kind,
     #[define(E)] _element: ElemType,
     #[define(A)] _accumulator: ElemType,
@@ -60,16 +60,17 @@ fn turn<E: Float, A: Float, O: Float, I: Int, N: Size, T: Size>(
             ComptimeOption::None => {}
         }
         let pairs = comptime!(k.lanes / 2);
-        let turns = min(place, context - 1) * pitch + vector * pairs;
+        let turns =
+            min(place, context - 1) * place_step + vector * comptime!(k.lanes) * channel_step;
         let mut cosines = Array::<A>::new(pairs);
         let mut sines = Array::<A>::new(pairs);
         #[unroll]
         for pair in 0..pairs {
-            let turn = table[turns + pair];
-            cosines[pair] = turn.extract(0usize);
+            let turn = turns + comptime!(2 * pair) * channel_step;
+            cosines[pair] = table[turn];
             sines[pair] = match comptime!(k.back) {
-                true => -turn.extract(1usize),
-                false => turn.extract(1usize),
+                true => -table[turn + sine_step],
+                false => table[turn + sine_step],
             };
         }
         let head = row / seq * comptime!(k.heads) + group * comptime!(k.own_heads);
@@ -100,20 +101,31 @@ fn turn<E: Float, A: Float, O: Float, I: Int, N: Size, T: Size>(
     }
 }
 
-/// Pairs of channels of `x`, `[batch, heads, seq, width]`, turned by their row of `table`, `[context, width, 2]`: row `places[batch · seq]`, or those from
-/// `first` on. Contiguous, but that rows of the table may be `pitch` numbers apart, a multiple of 4; computed in the table's type.
+/// The table `[context, width, 2]`: cosines and sines, once for each channel of a pair.
+#[derive(Clone, Copy, Debug)]
+pub struct RopeTable<'a> {
+    /// From its first number on.
+    pub numbers: Typed<'a>,
+    /// Its rows.
+    pub context: usize,
+    /// Numbers from one to the next, in each dimension.
+    pub strides: [usize; 3],
+}
+
+/// Pairs of channels of `x`, `[batch, heads, seq, width]`, turned by their row of the table: row `places[batch · seq]`, or those from `first` on. Contiguous but
+/// for the table, in whose type it is computed.
 ///
 /// # Errors
 /// [`KernelError`] if the device lacks a type or cannot index the numbers, or the width is odd.
 pub fn rope(
     client: &Client,
-    (x, table, output): (Typed, Typed, Typed),
+    (x, output): (Typed, Typed),
     [batch, heads, seq, width]: [usize; 4],
-    [context, pitch]: [usize; 2],
+    table: &RopeTable,
     (places, first): (Option<Typed>, usize),
     back: bool,
 ) -> Result<(), KernelError> {
-    for element in [x.1, table.1, output.1] {
+    for element in [x.1, table.numbers.1, output.1] {
         if !client.properties().supports_type(element) {
             let dtype = format!("{element:?}");
             return Err(KernelError::Dtype { dtype });
@@ -123,7 +135,7 @@ pub fn rope(
     if numbers == 0 {
         return Ok(());
     }
-    if !width.is_multiple_of(2) || !pitch.is_multiple_of(TABLE_VECTOR) || context == 0 {
+    if !width.is_multiple_of(2) || table.context == 0 {
         return Err(KernelError::limit("pairs of a row", 0u32, width));
     }
     let hardware = &client.properties().hardware;
@@ -146,7 +158,8 @@ pub fn rope(
     };
     let units = rows * vectors * heads.div_ceil(own_heads);
     let dim = UNITS.min(hardware.max_units_per_cube);
-    let reach = (context - 1) * pitch + 2 * width;
+    let [place_step, channel_step, sine_step] = table.strides;
+    let reach = (table.context - 1) * place_step + (width - 1) * channel_step + sine_step + 1;
     let address = address_of(client, numbers.max(reach))?;
     let cubes = spread(client, units.div_ceil(dim as usize) as u64)?;
     // SAFETY: a unit reads and writes one vector of a row below `rows` in heads below `heads`, and reads a row of the table below `context`; the buffers have
@@ -158,19 +171,20 @@ pub fn rope(
             CubeDim::new_1d(dim),
             address,
             lanes,
-            TABLE_VECTOR,
             buffer(x.0, numbers / lanes),
-            buffer(table.0, reach / TABLE_VECTOR),
+            buffer(table.numbers.0, reach),
             optional(places.map(|places| places.0), rows),
             buffer(output.0, numbers / lanes),
             rows,
             seq,
             first,
-            context,
-            pitch / TABLE_VECTOR,
+            table.context,
+            place_step,
+            channel_step,
+            sine_step,
             kind,
             x.1,
-            table.1,
+            table.numbers.1,
             output.1,
             places.map_or(ElemType::Int(IntKind::I32), |places| places.1),
         );
