@@ -36,7 +36,7 @@ pub use crate::linear::heads::{join_heads, split_heads};
 pub use crate::linear::matmul::{accelerate_matmul, accelerated_products};
 pub use crate::linear::mlp::{MlpOptions, MlpParams, mlp};
 pub use crate::linear::projection::{out_proj, qkv_proj};
-pub use crate::linear::{LinearOptions, fused_linear, linear};
+pub use crate::linear::{LinearOptions, fused_linear, gated_linear, linear};
 pub use crate::loss::{CrossEntropyOptions, Reduction, linear_cross_entropy};
 pub use crate::norm::{
     AddNormOptions, NormKind, NormParams, Residual, add_norm, norm, residual_add,

@@ -22,7 +22,7 @@ use burn_blocksparse::internal::values::{OptFloat, ThreeFloats};
 
 impl<B: LinearOps, C: CheckpointStrategy> LinearOps for Autodiff<B, C> {
     fn linear_forward(inputs: LinearInputs<Self>, call: LinearCall) -> LinearOutput<Self> {
-        if let LinearForm::Activated { .. } = call.form {
+        if let LinearForm::Activated { .. } | LinearForm::Gated(_) = call.form {
             return forms::forward::<Self, Primitives>(inputs, call);
         }
         let (shape, reads) = (inputs.x.shape(), inputs.reads(call));

@@ -59,7 +59,7 @@ impl LinearOps for CubeBackend {
         #[cfg(feature = "cuda")]
         {
             let is_fused = match call.form {
-                LinearForm::Rows => false,
+                LinearForm::Rows | LinearForm::Gated(_) => false,
                 LinearForm::FromHeads => FloatDType::from(inputs.x.dtype) == call.dtype,
                 _ => true,
             };

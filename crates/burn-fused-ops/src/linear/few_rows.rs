@@ -8,6 +8,7 @@ use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 
 use crate::kernels::linear::{FEW_ROWS, FewRows, FewRowsWeight, few_rows, is_few};
+use crate::linear::activation::kernels::kind;
 
 use crate::linear::values::{LinearCall, LinearForm, LinearInputs, LinearOutput};
 use burn_blocksparse::internal::cube::{contiguous, empty, typed};
@@ -31,7 +32,9 @@ pub(crate) fn forward(
     let rank = shape.num_dims();
     // Rows, what precedes a result's width, and where heads are.
     let (leading, parts) = match call.form {
-        LinearForm::Rows => (shape.iter().take(rank - 1).copied().collect(), None),
+        LinearForm::Rows | LinearForm::Gated(_) => {
+            (shape.iter().take(rank - 1).copied().collect(), None)
+        }
         LinearForm::FromHeads if shape[2] == 1 => (vec![shape[0], 1], None),
         LinearForm::ToHeads(parts) if shape[1] == 1 => (vec![shape[0]], Some(parts)),
         _ => return None,
@@ -68,6 +71,11 @@ pub(crate) fn forward(
     let x = into_contiguous(x);
     let bias = contiguous(inputs.bias.clone());
     let (bytes, total) = (x.dtype.size(), widths.iter().sum::<usize>());
+    let gate = match call.form {
+        LinearForm::Gated(activation) => Some(kind(activation)),
+        _ => None,
+    };
+    let total = if gate.is_some() { widths[0] } else { total };
     let mut starts = [0; 3];
     let mut numbers = rows * total;
     if let Some(parts) = parts {
@@ -99,6 +107,7 @@ pub(crate) fn forward(
             output: &all.handle,
             numbers,
             starts: parts.map(|_| starts),
+            gate,
         },
     );
     result.ok()?;

@@ -51,15 +51,15 @@ pub(crate) fn forward<B: LinearOps, P: Products<B>>(
     if call.form == LinearForm::Rows {
         return products::forward::<B, P>(x, weights, call.dtype).of(call);
     }
-    let product = |x| {
+    let product = |x, weights| {
         let inputs = LinearInputs::new(x, weights);
         let form = LinearForm::Rows;
         B::linear_forward(inputs, LinearCall { form, ..call })
     };
     match call.form {
-        LinearForm::Rows => product(x),
+        LinearForm::Rows => product(x, weights),
         LinearForm::Activated { activation, keep } => {
-            let made = product(x);
+            let made = product(x, weights);
             let first = made.out.into_one();
             let hidden = keep.then(|| first.clone());
             // In place, where nobody keeps what comes in.
@@ -69,8 +69,20 @@ pub(crate) fn forward<B: LinearOps, P: Products<B>>(
                 ..made
             }
         }
+        LinearForm::Gated(activation) => {
+            let ThreeFloats { first, second, .. } = weights;
+            let half = |weight: OptFloat<B>| {
+                let weight = ThreeFloats::one(weight.into_option().expect("two weights"));
+                let inputs = LinearInputs::new(x.clone(), weight);
+                B::linear_forward(inputs, LinearCall::rows(call.dtype))
+                    .out
+                    .into_one()
+            };
+            let gate = between::<B>(half(first), OptFloat::None, activation);
+            LinearOutput::one(B::float_mul(gate, half(second)))
+        }
         LinearForm::ToHeads(parts) => {
-            let made = product(x);
+            let made = product(x, weights);
             let x = made.out.into_one();
             LinearOutput {
                 out: B::split_heads(BiasedRows { x, bias }, parts),
@@ -79,7 +91,7 @@ pub(crate) fn forward<B: LinearOps, P: Products<B>>(
         }
         LinearForm::FromHeads => LinearOutput {
             rounded: OptFloat::None,
-            ..product(rows::<B>(x))
+            ..product(rows::<B>(x), weights)
         },
     }
 }

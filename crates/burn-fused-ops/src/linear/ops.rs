@@ -147,6 +147,10 @@ mod meta {
         let out = match call.form {
             LinearForm::Rows => [Some(rows()), None, None],
             LinearForm::Activated { keep, .. } => [Some(rows()), keep.then(rows), None],
+            LinearForm::Gated(_) => {
+                let half = with_width(shape, weights[0].shape[1]);
+                [Some(TensorSpec::new(half, dtype)), None, None]
+            }
             LinearForm::FromHeads => {
                 let out = [shape[0], shape[2], width];
                 [Some(TensorSpec::new(out.into(), dtype)), None, None]

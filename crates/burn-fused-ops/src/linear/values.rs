@@ -32,6 +32,8 @@ pub enum LinearForm {
         /// Whether the product is returned, too.
         keep: bool,
     },
+    /// `f(x · W₁) ∘ (x · W₂)`, `[.., out]`: a gated unit. No bias.
+    Gated(Activation),
     /// `x · W + b` by heads: `[batch, seq, in]` to `[batch, heads, seq, width]` each.
     ToHeads(HeadParts),
     /// `x · W` of x by heads: `[batch, heads, seq, width]` to `[batch, seq, out]`. Of one weight, no bias.
@@ -137,6 +139,15 @@ pub struct LinearOutput<B: Backend> {
 }
 
 impl<B: Backend> LinearOutput<B> {
+    /// A result alone.
+    pub(crate) fn one(out: FloatTensor<B>) -> Self {
+        Self {
+            out: ThreeFloats::one(out),
+            rounded: OptFloat::None,
+            joined: OptFloat::None,
+        }
+    }
+
     /// Without what nobody reads.
     pub(crate) fn of(self, call: LinearCall) -> Self {
         match call.for_backward {

@@ -12,6 +12,7 @@ use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::rows::columns::accumulator_of;
 use blocksparse_cubecl::rows::norm_shape::sum_of;
 use blocksparse_cubecl::rows::typed::Typed;
+use blocksparse_cubecl::shared::curve::{ActivationKind, Curve, value};
 
 /// Rows that a product has at most: with more, tensor cores are as fast.
 pub const FEW_ROWS: usize = 8;
@@ -39,17 +40,21 @@ struct Kind {
     /// Vectors of a row of each weight, and from one row to the next.
     widths: [usize; MOST_WEIGHTS],
     pitches: [usize; MOST_WEIGHTS],
+    /// Weights that have strips of their own.
     count: usize,
     units: usize,
     /// Vectors of a strip; columns of a unit where columns are contiguous.
     columns: usize,
     /// Where each weight's rows begin in the result. None: those of all weights lie side by side.
     starts: Option<[usize; MOST_WEIGHTS]>,
+    /// What becomes of the first of two weights' sums, before the second's are multiplied by it.
+    gate: Option<Curve>,
 }
 
 impl Kind {
+    /// Numbers of a row of the result.
     fn all(&self) -> usize {
-        self.vector * self.widths.iter().sum::<usize>()
+        self.start(self.count)
     }
 
     fn start(&self, weight: usize) -> usize {
@@ -109,9 +114,12 @@ fn by_rows<E: Float, A: Float, P: Float, N: Size>(
     let unit = UNIT_POS as usize;
     let strip = CUBE_POS;
     let mut sums = Array::<Vector<A, N>>::new(comptime!(k.rows));
+    // Of the second weight, where the first is a gate.
+    let mut others = Array::<Vector<A, N>>::new(comptime!(k.rows));
     #[unroll]
     for row in 0..comptime!(k.rows) {
         sums[row] = Vector::<A, N>::zeroed();
+        others[row] = Vector::<A, N>::zeroed();
     }
     // Of the strip: its first column in its weight, and what is before it in a row of the result.
     let mut column = 0usize;
@@ -131,53 +139,80 @@ fn by_rows<E: Float, A: Float, P: Float, N: Size>(
             if at < comptime!(k.widths[index]) {
                 let pitch = comptime!(k.pitches[index]);
                 accumulate::<E, A, N>(x, &weights[index], &mut sums, at, rows, pitch, k);
+                if comptime!(k.gate.is_some()) {
+                    let pitch = comptime!(k.pitches[1]);
+                    accumulate::<E, A, N>(x, &weights[1], &mut others, at, rows, pitch, k);
+                }
             }
         }
     }
+    let mut shared = Shared::<[A]>::new_slice(comptime!(k.vector * (k.units + PAD)));
+    let mut partial = Shared::<[A]>::new_slice(comptime!(k.units));
+    let place = place_of(k);
+    #[unroll]
+    for row in 0..comptime!(k.rows) {
+        let mut sum = strip_sum::<A, N>(sums[row], &mut shared, &mut partial, k);
+        if comptime!(k.gate.is_some()) {
+            let other = strip_sum::<A, N>(others[row], &mut shared, &mut partial, k);
+            let gate = Vector::<A, N>::empty().fill(sum);
+            sum = value::<A, N>(gate, comptime!(k.gate.unwrap())).extract(0usize) * other;
+        }
+        let own = column + place;
+        if unit < comptime!(k.outputs()) && row < rows && own < width {
+            #[comptime]
+            match bias.as_ref() {
+                ComptimeOption::Some(bias) => sum += A::cast_from(bias[start + own]),
+                ComptimeOption::None => {}
+            }
+            let at = match comptime!(k.starts.is_some()) {
+                true => begin + row * width + own,
+                false => row * comptime!(k.all()) + start + own,
+            };
+            output[at] = E::cast_from(sum);
+        }
+    }
+}
+
+/// The column of a strip that a unit writes, if there are so many.
+#[cube]
+fn place_of(#[comptime] k: Kind) -> usize {
+    let own = UNIT_POS as usize % comptime!(k.outputs());
+    own % comptime!(k.columns) * comptime!(k.vector) + own / comptime!(k.columns)
+}
+
+/// The sum over a cube's lanes, of the column that a unit writes.
+#[cube]
+fn strip_sum<A: Float, N: Size>(
+    sums: Vector<A, N>,
+    shared: &mut [A],
+    partial: &mut [A],
+    #[comptime] k: Kind,
+) -> A {
+    let unit = UNIT_POS as usize;
     let lanes = comptime!(k.units + PAD);
     let outputs = comptime!(k.outputs());
     let parts = comptime!(k.units / k.outputs());
     let of_part = comptime!(k.lanes() / (k.units / k.outputs()));
-    let mut all = Shared::<[A]>::new_slice(comptime!(k.vector * (k.units + PAD)));
-    let mut partial = Shared::<[A]>::new_slice(comptime!(k.units));
-    // Of a number of the strip, the vector and the place in it.
+    #[unroll]
+    for i in 0..comptime!(k.vector) {
+        shared[comptime!(i * lanes) + unit] = sums.extract(i);
+    }
+    sync_cube();
     let (own, part) = (unit % outputs, unit / outputs);
     let (vector, place) = (own % comptime!(k.columns), own / comptime!(k.columns));
+    let mut sum = A::new(0.0);
     #[unroll]
-    for row in 0..comptime!(k.rows) {
-        #[unroll]
-        for i in 0..comptime!(k.vector) {
-            all[comptime!(i * lanes) + unit] = sums[row].extract(i);
-        }
-        sync_cube();
-        let mut sum = A::new(0.0);
-        #[unroll]
-        for i in 0..of_part {
-            sum += all[place * lanes + (part * of_part + i) * comptime!(k.columns) + vector];
-        }
-        partial[unit] = sum;
-        sync_cube();
-        if unit < outputs {
-            let mut sum = A::new(0.0);
-            #[unroll]
-            for i in 0..parts {
-                sum += partial[i * outputs + unit];
-            }
-            let own = column + vector * comptime!(k.vector) + place;
-            if row < rows && own < width {
-                #[comptime]
-                match bias.as_ref() {
-                    ComptimeOption::Some(bias) => sum += A::cast_from(bias[start + own]),
-                    ComptimeOption::None => {}
-                }
-                let at = match comptime!(k.starts.is_some()) {
-                    true => begin + row * width + own,
-                    false => row * comptime!(k.all()) + start + own,
-                };
-                output[at] = E::cast_from(sum);
-            }
-        }
+    for i in 0..of_part {
+        sum += shared[place * lanes + (part * of_part + i) * comptime!(k.columns) + vector];
     }
+    partial[unit] = sum;
+    sync_cube();
+    let mut sum = A::new(0.0);
+    #[unroll]
+    for i in 0..parts {
+        sum += partial[i * outputs + own];
+    }
+    sum
 }
 
 /// Adds up what a unit has of a column of vectors.
@@ -313,6 +348,8 @@ pub struct FewRows<'a> {
     /// Numbers of the output; and where `[rows, width]` of each weight begins in it, if they do not lie side by side.
     pub numbers: usize,
     pub starts: Option<[usize; MOST_WEIGHTS]>,
+    /// What becomes of the first of two weights' rows before the second's are multiplied by them: then the output is `[rows, width]`.
+    pub gate: Option<ActivationKind>,
 }
 
 /// Whether a product has lengths that [`few_rows`] is for.
@@ -368,10 +405,14 @@ pub fn few_rows(client: &Client, call: &FewRows) -> Result<(), KernelError> {
         vector,
         widths: [0; MOST_WEIGHTS],
         pitches: [0; MOST_WEIGHTS],
-        count: widths.len(),
+        count: if call.gate.is_some() { 1 } else { widths.len() },
         units,
         columns: 1,
         starts: call.starts,
+        gate: call.gate.map(|activation| Curve {
+            activation,
+            fast: cfg!(feature = "cuda") && element.size() == 2 && client.name() == "cuda",
+        }),
     };
     for (index, weight) in call.weights.iter().enumerate() {
         kind.widths[index] = weight.width / vector;
