@@ -31,6 +31,7 @@ mod optim;
 mod paged;
 mod projection;
 mod public_names;
+mod rope;
 mod sampling;
 mod selected;
 mod selection;

@@ -107,6 +107,7 @@ registry! {
     }
     linear {
         training::linear: products_equal_f64, products_in_half_precision, products_of_any_strides, products_differentiate_what_is_tracked;
+        training::few_rows: few_rows_equal_f64, few_rows_by_heads_equal_f64, few_rows_are_differentiated;
     }
     loss {
         training::loss: cross_entropy_equals_f64, cross_entropy_of_large_logits, cross_entropy_in_half_precision,
@@ -161,6 +162,9 @@ registry! {
     }
     projection {
         training::projection: projections_to_heads, projections_from_heads, projections_constants, projections_plans;
+    }
+    rope {
+        training::rope: rope_equals_f64, rope_in_half_precision;
     }
     sampling {
         graph::sampling: sampled_tokens_are_those_of_a_sort, sampled_tokens_follow_the_probabilities;

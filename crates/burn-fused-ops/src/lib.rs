@@ -25,6 +25,7 @@ mod linear;
 mod loss;
 mod norm;
 pub mod optim;
+mod rope;
 pub mod sparse_linear;
 
 pub use crate::dropout::dropout;
@@ -35,10 +36,11 @@ pub use crate::linear::heads::{join_heads, split_heads};
 pub use crate::linear::matmul::{accelerate_matmul, accelerated_products};
 pub use crate::linear::mlp::{MlpOptions, MlpParams, mlp};
 pub use crate::linear::projection::{out_proj, qkv_proj};
-pub use crate::linear::{LinearOptions, fused_linear, linear};
+pub use crate::linear::{LinearOptions, fused_linear, gated_linear, linear};
 pub use crate::loss::{CrossEntropyOptions, Reduction, linear_cross_entropy};
 pub use crate::norm::{
     AddNormOptions, NormKind, NormParams, Residual, add_norm, norm, residual_add,
 };
+pub use crate::rope::{RopePositions, rope};
 pub use blocksparse::ElementDropout;
 pub use burn_blocksparse::internal::op_plan::OpPlan;

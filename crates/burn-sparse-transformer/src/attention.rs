@@ -1,6 +1,6 @@
 use burn::module::{Content, DisplaySettings, Module, ModuleDisplay, Param};
 use burn::nn::{Dropout, Linear, RotaryEncoding};
-use burn::tensor::Tensor;
+use burn::tensor::{DType, Tensor};
 use burn_blocksparse::{
     AttentionOptions, AttentionTensors, BlockLayout, BlockSparseTensor, Dropout as WeightDropout,
     Layout, Pattern, Seed, SparseAttentionCall,
@@ -455,6 +455,7 @@ impl SparseMultiHeadAttention {
             &RotaryEncoding,
             Tensor<4>,
             &Positions,
+            DType,
         ) -> Result<Tensor<4>, TransformerError>,
         x: Tensor<4>,
         norm: &Option<HeadNorm>,
@@ -465,11 +466,10 @@ impl SparseMultiHeadAttention {
             Some(norm) => norm.forward(x, self.qk_norm_eps)?,
             None => x,
         };
-        let x = match &self.rope {
-            Some(rope) => rotate(rope, x, positions)?,
-            None => x,
-        };
-        Ok(x.cast(dtype))
+        match &self.rope {
+            Some(rope) => rotate(rope, x, positions, dtype),
+            None => Ok(x.cast(dtype)),
+        }
     }
 
     /// The output projection of what the heads see, without its bias.

@@ -4,10 +4,10 @@ use burn::module::Module;
 use burn::nn::{
     LayerNorm, LayerNormConfig, RmsNorm, RmsNormConfig, RotaryEncoding, RotaryEncodingConfig,
 };
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::OpError;
 use burn_blocksparse::graph::ensure_not_capturing;
-use burn_fused_ops::{AddNormOptions, NormKind, NormParams, norm};
+use burn_fused_ops::{AddNormOptions, NormKind, NormParams, RopePositions, norm, rope as rope_op};
 use serde::{Deserialize, Serialize};
 
 use crate::TransformerError;
@@ -113,33 +113,14 @@ impl Positions {
     }
 }
 
-/// Rotates the heads `[batch, heads, seq, width]`, in the dtype of the table, as burn-nn's `RotaryEncoding::apply`. That one copies a constant from the host
-/// with every call, which a recording would not survive, and multiplies by it, which rounds to tf32 on CUDA.
+/// Rotates the heads `[batch, heads, seq, width]`, in the dtype of the table, as burn-nn's `RotaryEncoding::apply`, and rounds to `dtype`.
 pub(crate) fn rotate(
     rope: &RotaryEncoding,
     x: Tensor<4>,
     positions: &Positions,
+    dtype: DType,
 ) -> Result<Tensor<4>, TransformerError> {
-    turned(rope, x, positions, false)
-}
-
-/// [`rotate`], number by number, which takes five times as many kernels. Steps of autodiff run by their depth: behind so many, the branches of native sparse
-/// attention add up their gradients in one order, whatever is computed again.
-pub(crate) fn rotate_apart(
-    rope: &RotaryEncoding,
-    x: Tensor<4>,
-    positions: &Positions,
-) -> Result<Tensor<4>, TransformerError> {
-    let [batch, heads, seq, width] = x.dims();
-    let [cosine, sine] = table(rope, &x, positions)?;
-    let pairs = x.cast(rope.freq_complex.dtype());
-    let pairs = pairs.reshape([batch, heads, seq, width / 2, 2]);
-    let (first, second) = (pairs.clone().narrow(4, 0, 1), pairs.narrow(4, 1, 1));
-    let rotated = [
-        first.clone() * cosine.clone() - second.clone() * sine.clone(),
-        second * cosine + first * sine,
-    ];
-    Ok(Tensor::cat(rotated.into(), 4).reshape([batch, heads, seq, width]))
+    turned(rope, x, positions, dtype, false)
 }
 
 /// The other way round: what was rotated at a position as if that were so much less.
@@ -148,46 +129,51 @@ pub fn rotate_back(
     x: Tensor<4>,
     by: &Positions,
 ) -> Result<Tensor<4>, TransformerError> {
-    turned(rope, x, by, true)
+    let dtype = x.dtype();
+    turned(rope, x, by, dtype, true)
 }
 
-/// Two kernels: numbers beside their pairs', and one product of each.
 fn turned(
     rope: &RotaryEncoding,
     x: Tensor<4>,
     positions: &Positions,
+    dtype: DType,
     back: bool,
 ) -> Result<Tensor<4>, TransformerError> {
-    let [batch, heads, seq, width] = x.dims();
-    let [cosine, sine] = table(rope, &x, positions)?;
-    let dtype = rope.freq_complex.dtype();
-    let signs = match back {
-        false => [-sine.clone(), sine],
-        true => [sine.clone(), -sine],
+    let table = rope.freq_complex.clone();
+    let positions = match positions {
+        Positions::From(start) => RopePositions::From(*start),
+        Positions::Documents(lengths) => {
+            RopePositions::Of(Box::new(of_documents(lengths, &table)?))
+        }
+        Positions::Listed(places) => RopePositions::Of(places.clone()),
     };
-    let pairs = x.reshape([batch, heads, seq, width / 2, 2]);
-    let swapped = pairs.clone().flip([4]).cast(dtype);
-    let rotated = pairs.cast(dtype) * cosine + swapped * Tensor::cat(signs.into(), 4);
-    Ok(rotated.reshape([batch, heads, seq, width]))
+    Ok(rope_op(x, table, positions, dtype.into(), back)?)
 }
 
-/// Cosines and sines of `x` at its positions, `[batch or 1, 1, seq, width / 2, 1]`.
-fn table(
+fn of_documents(lengths: &[usize], table: &Tensor<3>) -> Result<Tensor<1, Int>, TransformerError> {
+    ensure_not_capturing("positions in documents")?;
+    let places: Vec<i64> = (lengths.iter()).flat_map(|&n| 0..n as i64).collect();
+    let count = places.len();
+    let device = table.device().without_autodiff();
+    Ok(Tensor::from_data(TensorData::new(places, [count]), &device))
+}
+
+/// [`rotate`] in some twenty steps. Steps of autodiff run by their depth: behind so many, the branches of native sparse attention add up their gradients in
+/// one order, whatever is recomputed.
+pub(crate) fn rotate_apart(
     rope: &RotaryEncoding,
-    x: &Tensor<4>,
+    x: Tensor<4>,
     positions: &Positions,
-) -> Result<[Tensor<5>; 2], TransformerError> {
+    dtype: DType,
+) -> Result<Tensor<4>, TransformerError> {
+    let [batch, heads, seq, width] = x.dims();
     let table = rope.freq_complex.clone();
-    let [batch, _, seq, width] = x.dims();
-    // `[batch or 1, seq, width, 2]`: cosine and sine, for both numbers of a pair.
+    // `[batch or 1, seq, width, 2]`: cosine and sine, for both channels of a pair.
     let table = match positions {
         Positions::From(start) => table.narrow(0, *start, seq).unsqueeze_dim::<4>(0),
         Positions::Documents(lengths) => {
-            ensure_not_capturing("positions in documents")?;
-            let places: Vec<i64> = (lengths.iter()).flat_map(|&n| 0..n as i64).collect();
-            let count = places.len();
-            let device = table.device().without_autodiff();
-            let places = Tensor::<1, Int>::from_data(TensorData::new(places, [count]), &device);
+            let places = of_documents(lengths, &table)?;
             table.select(0, places).unsqueeze_dim::<4>(0)
         }
         Positions::Listed(places) => {
@@ -196,7 +182,16 @@ fn table(
     };
     let [entries, ..] = table.dims();
     let table = table.reshape([entries, 1, seq, width / 2, 4]);
-    Ok([table.clone().narrow(4, 0, 1), table.narrow(4, 1, 1)])
+    let (cosine, sine) = (table.clone().narrow(4, 0, 1), table.narrow(4, 1, 1));
+    let pairs = x.cast(rope.freq_complex.dtype());
+    let pairs = pairs.reshape([batch, heads, seq, width / 2, 2]);
+    let (first, second) = (pairs.clone().narrow(4, 0, 1), pairs.narrow(4, 1, 1));
+    let rotated = [
+        first.clone() * cosine.clone() - second.clone() * sine.clone(),
+        second * cosine + first * sine,
+    ];
+    let rotated = Tensor::cat(rotated.into(), 4).reshape([batch, heads, seq, width]);
+    Ok(rotated.cast(dtype))
 }
 
 /// Beyond 2²⁴ a position is no f32 any more, and angles are made of positions.

@@ -6,7 +6,9 @@ use burn::module::Param;
 use burn::nn::Linear;
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 use burn_blocksparse::{OpError, ProductPrecision};
-use burn_fused_ops::{Activation, LinearOptions, bias_activation, linear, out_proj, qkv_proj};
+use burn_fused_ops::{
+    Activation, LinearOptions, bias_activation, gated_linear, linear, out_proj, qkv_proj,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::TransformerError;
@@ -110,6 +112,18 @@ impl Precision {
     pub(crate) fn product(self, layer: &Linear, x: Tensor<3>) -> Result<Tensor<3>, OpError> {
         let options = self.options(&x);
         linear(x, layer.weight.val(), &options)
+    }
+
+    /// `f(x · gate) ∘ (x · up)` in the dtype of the products.
+    pub(crate) fn gated(
+        self,
+        gate: &Linear,
+        up: &Linear,
+        x: Tensor<3>,
+        activation: Activation,
+    ) -> Result<Tensor<3>, OpError> {
+        let options = self.options(&x);
+        gated_linear(x, gate.weight.val(), up.weight.val(), activation, &options)
     }
 
     /// The products of several layers, and their bias, by heads.

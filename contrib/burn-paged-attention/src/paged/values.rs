@@ -5,35 +5,7 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType, TensorMetadata};
 
 use burn_blocksparse::internal::values::OptFloat;
-
-/// An optional tensor of integers.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-pub enum OptInt<B: Backend> {
-    /// The tensor.
-    Some(IntTensor<B>),
-    /// No tensor.
-    None,
-}
-
-impl<B: Backend> OptInt<B> {
-    #[doc(hidden)]
-    pub fn into_option(self) -> Option<IntTensor<B>> {
-        match self {
-            Self::Some(tensor) => Some(tensor),
-            Self::None => None,
-        }
-    }
-}
-
-impl<B: Backend> From<Option<IntTensor<B>>> for OptInt<B> {
-    fn from(tensor: Option<IntTensor<B>>) -> Self {
-        match tensor {
-            Some(tensor) => Self::Some(tensor),
-            None => Self::None,
-        }
-    }
-}
+pub use burn_blocksparse::internal::values::OptInt;
 
 /// The tensors of [`paged_attention`](crate::paged::paged_attention), contiguous or not.
 #[derive(ExtensionType, Clone, Debug)]

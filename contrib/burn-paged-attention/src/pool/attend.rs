@@ -99,11 +99,10 @@ impl Layer<'_> {
         // Sinks that are no keys count once.
         options.sinks = None;
         if let Some(sinks) = &walk.sinks {
-            let dtype = FloatDType::from(query.dtype());
             let far = match &self.rope {
                 Some(rope) => {
                     let by = Positions::Listed(Box::new(sinks.left_out.clone()));
-                    rotate_back(rope, query, &by)?.cast(dtype)
+                    rotate_back(rope, query, &by)?
                 }
                 None => query,
             };

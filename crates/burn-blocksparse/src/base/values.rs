@@ -79,6 +79,35 @@ impl<B: Backend> From<Option<FloatTensor<B>>> for OptFloat<B> {
     }
 }
 
+/// An optional tensor of integers.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+pub enum OptInt<B: Backend> {
+    /// The tensor.
+    Some(IntTensor<B>),
+    /// No tensor.
+    None,
+}
+
+impl<B: Backend> OptInt<B> {
+    /// The tensor, if there is one.
+    pub fn into_option(self) -> Option<IntTensor<B>> {
+        match self {
+            Self::Some(tensor) => Some(tensor),
+            Self::None => None,
+        }
+    }
+}
+
+impl<B: Backend> From<Option<IntTensor<B>>> for OptInt<B> {
+    fn from(tensor: Option<IntTensor<B>>) -> Self {
+        match tensor {
+            Some(tensor) => Self::Some(tensor),
+            None => Self::None,
+        }
+    }
+}
+
 #[cfg(feature = "fusion")]
 impl From<Option<TensorSpec>> for OptFloatMetadata {
     fn from(spec: Option<TensorSpec>) -> Self {

@@ -21,7 +21,7 @@ use burn_blocksparse::internal::values::{OptFloat, ThreeFloats};
 
 impl<B: LinearOps, C: CheckpointStrategy> LinearOps for Autodiff<B, C> {
     fn linear_forward(inputs: LinearInputs<Self>, call: LinearCall) -> LinearOutput<Self> {
-        if let LinearForm::Activated { .. } = call.form {
+        if let LinearForm::Activated { .. } | LinearForm::Gated(_) = call.form {
             return composed_forward::<Self, Primitives>(inputs, call);
         }
         let (shape, reads) = (inputs.x.shape(), inputs.reads(call));
@@ -30,7 +30,14 @@ impl<B: LinearOps, C: CheckpointStrategy> LinearOps for Autodiff<B, C> {
             let dtypes = wanted_dtypes(&inputs, wanted);
             let inputs = LinearInputs::<B>::of_list(inputs);
             let task = LinearTask::new(&inputs, call, dtypes);
-            let made = B::linear_forward(inputs, call);
+            let for_backward = wanted.contains(&true);
+            let made = B::linear_forward(
+                inputs,
+                LinearCall {
+                    for_backward,
+                    ..call
+                },
+            );
             let [x, weight] = task.of_rounded([made.rounded, made.joined]);
             (
                 made.out.into_list(),
@@ -172,7 +179,7 @@ impl<B: LinearOps, C: CheckpointStrategy> LinearOps for Autodiff<B, C> {
         custom_gradient::<B, C, _, _>(inputs, reads, |inputs, wanted| {
             let task = Task::new(dtypes, wanted, lengths);
             let keep = task.depends(call.activation) && !call.recompute;
-            let made = composed_mlp::<B>(MlpInputs::of_list(inputs), call, keep);
+            let made = composed_mlp::<B>(MlpInputs::of_list(inputs), call, true, keep);
             let needs = task.needs(call);
             let x = made.x.filter(|_| needs[0]);
             let inner = made.inner.filter(|_| needs[1]);

@@ -7,6 +7,7 @@ use burn_cubecl::{CubeBackend, CubeDevice};
 use crate::linear::activation::kernels as activations;
 use crate::linear::activation::kind::Activation;
 use crate::linear::cube_products::Kernels;
+use crate::linear::few_rows;
 #[cfg(feature = "cuda")]
 use crate::linear::fused;
 use crate::linear::heads::kernels as heads;
@@ -36,10 +37,14 @@ pub(crate) fn text(
     let own = wgmma::text(device, dtype, lengths);
     #[cfg(not(feature = "cuda"))]
     let own = Err::<String, _>("built without the feature cuda".to_owned());
-    own.or_else(|why| match named::text(device, dtype, lengths) {
+    let text = own.or_else(|why| match named::text(device, dtype, lengths) {
         Ok(text) => Ok(format!("{text}; not on wgmma or mma.sync: {why}")),
         Err(other) => Err(format!("{other}; not on wgmma or mma.sync: {why}")),
-    })
+    });
+    match few_rows::takes(dtype.into(), lengths) {
+        true => Ok(text.unwrap_or_else(|why| why) + "; " + few_rows::TEXT),
+        false => text,
+    }
 }
 
 impl LinearOps for CubeBackend {
@@ -47,10 +52,13 @@ impl LinearOps for CubeBackend {
         if uses_reference() {
             return composed_forward::<Self, Primitives>(inputs, call);
         }
+        if let Some(made) = few_rows::forward(&inputs, call) {
+            return made;
+        }
         #[cfg(feature = "cuda")]
         {
             let is_fused = match call.form {
-                LinearForm::Rows => false,
+                LinearForm::Rows | LinearForm::Gated(_) => false,
                 LinearForm::FromHeads => FloatDType::from(inputs.x.dtype) == call.dtype,
                 _ => true,
             };

@@ -49,7 +49,7 @@ pub(crate) fn forward(
     let bias = contiguous(bias);
     let shape = x.meta.shape().clone();
     let made = match call.form {
-        LinearForm::Rows => None,
+        LinearForm::Rows | LinearForm::Gated(_) => None,
         LinearForm::Activated { activation, keep } => {
             let lhs = as_matrix(x.clone());
             let made = wgmma::activated([&lhs, &weight], bias.as_ref(), kind(activation), keep);
@@ -84,6 +84,7 @@ pub(crate) fn forward(
         rounded: is_rounded.then_some(x).into(),
         joined: is_joined.then_some(weight).into(),
     }
+    .of(call)
 }
 
 /// The gradients by the factors of a product of half-precision numbers and x by heads.

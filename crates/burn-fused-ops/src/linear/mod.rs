@@ -8,6 +8,8 @@ mod autodiff;
 pub(crate) mod cube;
 #[cfg(feature = "cube")]
 pub(crate) mod cube_products;
+#[cfg(feature = "cube")]
+pub(crate) mod few_rows;
 #[cfg(feature = "cuda")]
 mod fused;
 #[doc(hidden)]
@@ -33,13 +35,14 @@ pub(crate) mod wgmma;
 use burn::backend::Dispatch;
 use burn::tensor::{DType, FloatDType, Tensor};
 
+use crate::linear::activation::Activation;
 use crate::linear::ops::LinearOps;
 use burn_blocksparse::OpError;
 use burn_blocksparse::internal::check::same_device;
 use burn_blocksparse::internal::device::served;
 use burn_blocksparse::internal::op_plan::OpPlan;
 use burn_blocksparse::internal::values::ThreeFloats;
-use values::{LinearCall, LinearInputs, WEIGHTS};
+use values::{LinearCall, LinearForm, LinearInputs, WEIGHTS};
 
 /// How [`linear`] computes. Build it from [`Default`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -123,6 +126,52 @@ pub fn fused_linear<const D: usize>(
     let weights = ThreeFloats::of_list(std::array::from_fn(|_| weights.next()));
     let inputs = LinearInputs::new(x.into_dispatch(), weights);
     let made = <Dispatch as LinearOps>::linear_forward(inputs, LinearCall::rows(dtype));
+    Ok(Tensor::from_dispatch(made.out.into_one()))
+}
+
+/// `f(x · gate) ∘ (x · up)`: the inner half of a gated feed-forward network (Shazeer, 2020), SwiGLU with [`Activation::Silu`]. For few rows it is one pass over
+/// both weights, as long as no backward pass follows. Deterministic.
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_fused_ops::{Activation, LinearOptions, gated_linear};
+///
+/// let device = Device::flex();
+/// let x = Tensor::<2>::random([5, 4], Distribution::Default, &device);
+/// let [gate, up] = [(); 2].map(|()| Tensor::<2>::random([4, 6], Distribution::Default, &device));
+/// let y = gated_linear(x, gate, up, Activation::Silu, &LinearOptions::default())?;
+/// assert_eq!(y.dims(), [5, 6]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Shapes
+/// - `x`: `[.., in]`
+/// - `gate`, `up`: `[in, out]`
+/// - result: `[.., out]`, in `options.dtype`
+///
+/// # Errors
+/// As [`linear`]; and if the weights' shapes differ.
+pub fn gated_linear<const D: usize>(
+    x: Tensor<D>,
+    gate: Tensor<2>,
+    up: Tensor<2>,
+    activation: Activation,
+    options: &LinearOptions,
+) -> Result<Tensor<D>, OpError> {
+    let weights = [
+        (&gate, ["gate's in", "gate's device"]),
+        (&up, ["up's in", "up's device"]),
+    ];
+    let dtype = check(&x, &weights, options)?;
+    let ([_, width], [_, got]) = (gate.dims(), up.dims());
+    if got != width {
+        let expected = format!("{width}, the gate's");
+        return Err(OpError::argument("up's out", expected, got));
+    }
+    let weights = [Some(gate), Some(up), None].map(|weight| weight.map(Tensor::into_dispatch));
+    let inputs = LinearInputs::new(x.into_dispatch(), ThreeFloats::of_list(weights));
+    let call = LinearCall::new(dtype, LinearForm::Gated(activation));
+    let made = <Dispatch as LinearOps>::linear_forward(inputs, call);
     Ok(Tensor::from_dispatch(made.out.into_one()))
 }
 

@@ -104,7 +104,7 @@ pub trait LinearOps: Backend {
         shape = with_width(&inputs.x.shape, inputs.outer.shape[1])
     )]
     fn mlp(#[extension_type] inputs: MlpInputs<Self>, call: MlpCall) -> FloatTensor<Self> {
-        composed_mlp::<Self>(inputs, call, false).out
+        composed_mlp::<Self>(inputs, call, false, false).out
     }
 
     /// Gradients by what comes into the activation of a feed-forward network and by the bias, and the activation again.
@@ -155,16 +155,17 @@ pub(crate) fn composed_forward<B: LinearOps, P: Products<B>>(
 ) -> LinearOutput<B> {
     let LinearInputs { x, weights, bias } = inputs;
     if call.form == LinearForm::Rows {
-        return products::forward::<B, P>(x, weights, call.dtype);
+        return products::forward::<B, P>(x, weights, call.dtype).of(call);
     }
-    let product = |x| {
+    let joined = |x, weights| {
         let inputs = LinearInputs::new(x, weights);
-        B::linear_forward(inputs, LinearCall::rows(call.dtype))
+        let form = LinearForm::Rows;
+        B::linear_forward(inputs, LinearCall { form, ..call })
     };
     match call.form {
-        LinearForm::Rows => product(x),
+        LinearForm::Rows => joined(x, weights),
         LinearForm::Activated { activation, keep } => {
-            let made = product(x);
+            let made = joined(x, weights);
             let first = made.out.into_one();
             let hidden = keep.then(|| first.clone());
             // In place, where nobody keeps what comes in.
@@ -174,8 +175,18 @@ pub(crate) fn composed_forward<B: LinearOps, P: Products<B>>(
                 ..made
             }
         }
+        LinearForm::Gated(activation) => {
+            let ThreeFloats { first, second, .. } = weights;
+            let half = |weight: OptFloat<B>| {
+                let weight = weight.into_option().expect("two weights");
+                let call = LinearCall::rows(call.dtype);
+                product::<B>(x.clone(), weight, call).out.into_one()
+            };
+            let gate = between::<B>(half(first), OptFloat::None, activation);
+            LinearOutput::one(B::float_mul(gate, half(second)))
+        }
         LinearForm::ToHeads(parts) => {
-            let made = product(x);
+            let made = joined(x, weights);
             let x = made.out.into_one();
             LinearOutput {
                 out: B::split_heads(BiasedRows { x, bias }, parts),
@@ -184,7 +195,7 @@ pub(crate) fn composed_forward<B: LinearOps, P: Products<B>>(
         }
         LinearForm::FromHeads => LinearOutput {
             rounded: OptFloat::None,
-            ..product(rows::<B>(x))
+            ..joined(rows::<B>(x), weights)
         },
     }
 }
@@ -262,10 +273,9 @@ pub(crate) fn by_active<B: LinearOps>(
 pub(crate) fn product<B: LinearOps>(
     x: FloatTensor<B>,
     weight: FloatTensor<B>,
-    dtype: FloatDType,
+    call: LinearCall,
 ) -> LinearOutput<B> {
-    let inputs = LinearInputs::new(x, ThreeFloats::one(weight));
-    B::linear_forward(inputs, LinearCall::rows(dtype))
+    B::linear_forward(LinearInputs::new(x, ThreeFloats::one(weight)), call)
 }
 
 /// The result and what a backward pass may need: the factors as they were multiplied, where they are not the inputs themselves.
@@ -278,10 +288,11 @@ pub(crate) struct MlpForward<B: LinearOps> {
     pub outer: Option<FloatTensor<B>>,
 }
 
-/// `keep`: whether `x · W₁` is wanted behind the call.
+/// `for_backward`: whether a backward pass follows; `keep`: whether it wants `x · W₁`.
 pub(crate) fn composed_mlp<B: LinearOps>(
     inputs: MlpInputs<B>,
     call: MlpCall,
+    for_backward: bool,
     keep: bool,
 ) -> MlpForward<B> {
     let MlpInputs {
@@ -295,13 +306,13 @@ pub(crate) fn composed_mlp<B: LinearOps>(
         activation: call.activation,
         keep,
     };
-    let dtype = call.dtype;
-    let first = B::linear_forward(
-        LinearInputs { x, weights, bias },
-        LinearCall { dtype, form },
-    );
+    let of = |form| LinearCall {
+        for_backward,
+        ..LinearCall::new(call.dtype, form)
+    };
+    let first = B::linear_forward(LinearInputs { x, weights, bias }, of(form));
     let [active, hidden, _] = first.out.into_list();
-    let second = product::<B>(active.expect("it is made"), outer, dtype);
+    let second = product::<B>(active.expect("it is made"), outer, of(LinearForm::Rows));
     MlpForward {
         out: second.out.into_one(),
         hidden,
@@ -338,6 +349,10 @@ mod meta {
         let out = match call.form {
             LinearForm::Rows => [Some(rows()), None, None],
             LinearForm::Activated { keep, .. } => [Some(rows()), keep.then(rows), None],
+            LinearForm::Gated(_) => {
+                let half = with_width(shape, weights[0].shape[1]);
+                [Some(TensorSpec::new(half, dtype)), None, None]
+            }
             LinearForm::FromHeads => {
                 let out = [shape[0], shape[2], width];
                 [Some(TensorSpec::new(out.into(), dtype)), None, None]
@@ -345,7 +360,9 @@ mod meta {
             LinearForm::ToHeads(_) => [const { None }; 3],
         };
         let is_joined = weights.len() > 1 || weights.iter().any(|weight| weight.dtype != dtype);
-        let is_rounded = call.form != LinearForm::FromHeads && inputs.x.dtype != dtype;
+        let is_joined = is_joined && call.for_backward;
+        let is_rounded =
+            call.form != LinearForm::FromHeads && inputs.x.dtype != dtype && call.for_backward;
         let joined = || TensorSpec::new([weights[0].shape[0], width].into(), dtype);
         let rounded = || TensorSpec::new(shape.clone(), dtype);
         LinearOutputMetadata {

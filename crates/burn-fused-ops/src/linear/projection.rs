@@ -62,7 +62,7 @@ pub fn qkv_proj(
         bias: bias.map(Tensor::into_dispatch).into(),
     };
     let form = LinearForm::ToHeads(listed);
-    let made = <Dispatch as LinearOps>::linear_forward(inputs, LinearCall { dtype, form });
+    let made = <Dispatch as LinearOps>::linear_forward(inputs, LinearCall::new(dtype, form));
     let tensors = made.out.into_list().into_iter().flatten();
     Ok(tensors.map(Tensor::from_dispatch).collect())
 }
@@ -98,7 +98,7 @@ pub fn out_proj(
     let form = LinearForm::FromHeads;
     let weights = ThreeFloats::one(weight.into_dispatch());
     let inputs = LinearInputs::new(x.into_dispatch(), weights);
-    let made = <Dispatch as LinearOps>::linear_forward(inputs, LinearCall { dtype, form });
+    let made = <Dispatch as LinearOps>::linear_forward(inputs, LinearCall::new(dtype, form));
     Ok(Tensor::from_dispatch(made.out.into_one()))
 }
 

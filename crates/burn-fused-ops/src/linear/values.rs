@@ -32,6 +32,8 @@ pub enum LinearForm {
         /// Whether the product is returned, too.
         keep: bool,
     },
+    /// `f(x · W₁) ∘ (x · W₂)`, `[.., out]`: a gated unit. No bias.
+    Gated(Activation),
     /// `x · W + b` by heads: `[batch, seq, in]` to `[batch, heads, seq, width]` each.
     ToHeads(HeadParts),
     /// `x · W` of x by heads: `[batch, heads, seq, width]` to `[batch, seq, out]`. Of one weight, no bias.
@@ -46,13 +48,23 @@ pub struct LinearCall {
     pub dtype: FloatDType,
     /// What it reads and makes.
     pub form: LinearForm,
+    /// Whether a backward pass follows, which reads the factors as they were multiplied.
+    pub for_backward: bool,
 }
 
 impl LinearCall {
+    /// Of a form, without a backward pass.
+    pub(crate) fn new(dtype: FloatDType, form: LinearForm) -> Self {
+        Self {
+            dtype,
+            form,
+            for_backward: false,
+        }
+    }
+
     /// A product of rows.
     pub(crate) fn rows(dtype: FloatDType) -> Self {
-        let form = LinearForm::Rows;
-        Self { dtype, form }
+        Self::new(dtype, LinearForm::Rows)
     }
 }
 
@@ -118,12 +130,35 @@ pub struct LinearOutput<B: Backend> {
     /// In the product's dtype, as [`LinearForm`] says.
     #[extension_type]
     pub out: ThreeFloats<B>,
-    /// x in the product's dtype, if it had another and is of rows.
+    /// x in the product's dtype, if it had another, is of rows and a backward pass follows.
     #[extension_type]
     pub rounded: OptFloat<B>,
-    /// The weights side by side in the product's dtype, `[in, Σ out]`, if that is not the one weight itself.
+    /// The weights side by side in the product's dtype, `[in, Σ out]`, if that is not the one weight itself and a backward pass follows.
     #[extension_type]
     pub joined: OptFloat<B>,
+}
+
+impl<B: Backend> LinearOutput<B> {
+    /// A result alone.
+    pub(crate) fn one(out: FloatTensor<B>) -> Self {
+        Self {
+            out: ThreeFloats::one(out),
+            rounded: OptFloat::None,
+            joined: OptFloat::None,
+        }
+    }
+
+    /// Without what nobody reads.
+    pub(crate) fn of(self, call: LinearCall) -> Self {
+        match call.for_backward {
+            true => self,
+            false => Self {
+                rounded: OptFloat::None,
+                joined: OptFloat::None,
+                ..self
+            },
+        }
+    }
 }
 
 /// What the backward pass of a product gets, as far as a gradient that is wanted needs it.

@@ -92,8 +92,8 @@ impl DsaIndexer {
             Some(rope) => {
                 let [.., width] = x.dims();
                 let [_, turned, _] = rope.freq_complex.dims();
-                let first = rotate(rope, x.clone().narrow(3, 0, turned), positions)?;
-                let first = first.cast(x.dtype());
+                let first = x.clone().narrow(3, 0, turned);
+                let first = rotate(rope, first, positions, x.dtype())?;
                 Ok::<_, TransformerError>(match turned == width {
                     true => first,
                     false => Tensor::cat(vec![first, x.narrow(3, turned, width - turned)], 3),

@@ -4,7 +4,7 @@ use burn::tensor::{Int, Tensor};
 use burn_blocksparse::Pattern;
 use burn_fused_ops::{
     Activation, AddNormOptions, CrossEntropyOptions, LinearOptions, NormKind, NormParams,
-    bias_activation, embedding, linear, linear_cross_entropy,
+    embedding, linear, linear_cross_entropy,
 };
 use burn_sparse_select::Selection;
 
@@ -81,11 +81,9 @@ pub struct LlamaMlp {
 
 impl LlamaMlp {
     fn forward(&self, x: Tensor<3>, precision: Precision) -> Result<Projected, TransformerError> {
-        let gate = precision.product(&self.gate, x.clone())?;
-        let up = precision.product(&self.up, x)?;
-        let gate = bias_activation(gate, None, Activation::Silu)?;
+        let hidden = precision.gated(&self.gate, &self.up, x, Activation::Silu)?;
         Ok(Projected {
-            x: precision.product(&self.down, gate * up)?,
+            x: precision.product(&self.down, hidden)?,
             bias: None,
             aux_loss: None,
         })

@@ -77,7 +77,7 @@ impl Placing<'_> {
     ) -> Result<Tensor<4>, TransformerError> {
         let dtype = x.dtype();
         Ok(match self.rope {
-            Some(rope) => rotate_apart(rope, x, positions)?.cast(dtype),
+            Some(rope) => rotate_apart(rope, x, positions, dtype)?,
             None => x,
         })
     }

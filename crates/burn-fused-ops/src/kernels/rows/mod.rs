@@ -8,6 +8,7 @@ pub(crate) mod embedding;
 pub(crate) mod heads;
 pub(crate) mod norm;
 pub(crate) mod norm_backward;
+pub(crate) mod rope;
 #[doc(hidden)]
 pub(crate) mod scaled;
 
@@ -25,4 +26,5 @@ pub use norm::{NormBranch, NormOf, add_norm};
 pub use norm_backward::{
     NormBackward, NormGrad, RowSums, StreamGrad, residual_norm_backward, residual_norm_text,
 };
+pub use rope::{RopeTable, rope};
 pub use scaled::scaled;

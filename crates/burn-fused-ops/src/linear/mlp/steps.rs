@@ -6,7 +6,8 @@ use burn::tensor::FloatDType;
 use crate::linear::activation::kind::Activation;
 use crate::linear::ops::{LinearOps, between, by_active, product};
 use crate::linear::values::{
-    ActivationSaved, ActivationTask, LinearSaved, LinearTask, MlpCall, MlpOuterSaved, MlpOuterTask,
+    ActivationSaved, ActivationTask, LinearCall, LinearSaved, LinearTask, MlpCall, MlpOuterSaved,
+    MlpOuterTask,
 };
 use burn_blocksparse::internal::values::OptFloat;
 
@@ -90,7 +91,11 @@ pub(crate) fn backward<B: LinearOps>(
     let depends = task.depends(call.activation);
     let hidden = hidden.or_else(|| {
         let factors = depends.then_some(()).and(x.clone()).zip(inner.clone());
-        factors.map(|(x, inner)| product::<B>(x, inner, call.dtype).out.into_one())
+        factors.map(|(x, inner)| {
+            product::<B>(x, inner, LinearCall::rows(call.dtype))
+                .out
+                .into_one()
+        })
     });
     let mut by_x = None;
     let mut by_inner = None;

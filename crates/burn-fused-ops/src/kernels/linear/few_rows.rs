@@ -1,0 +1,483 @@
+//! Products of few rows, as decoding has them: what binds them is how fast the weights are read.
+//!
+//! No factor goes through tensor cores, whose tiles would be empty but for a row: a unit multiplies a vector of each weight row that it reads by a number of
+//! x. A cube has a strip of columns and the whole depth, so sums are added up in one order. Up to three weights share a launch.
+
+use cubecl::ir::ElemType;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
+use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::rows::columns::accumulator_of;
+use blocksparse_cubecl::rows::norm_shape::sum_of;
+use blocksparse_cubecl::rows::typed::Typed;
+use blocksparse_cubecl::shared::curve::{ActivationKind, Curve, value};
+
+/// Rows that a product has at most: with more, tensor cores are as fast.
+pub const FEW_ROWS: usize = 8;
+/// Weights that share a launch, at most.
+pub const MOST_WEIGHTS: usize = 3;
+/// Units of a cube, at most.
+const UNITS: usize = 512;
+/// Bytes of a load, which weights are multiples of.
+const BYTES: usize = 16;
+/// Loads of a unit that are on their way together.
+const LOADS: usize = 8;
+/// Units that share a column of a weight whose columns are contiguous.
+const LANES: usize = 32;
+/// Between the sums of two lanes, so that they lie in different banks.
+const PAD: usize = 4;
+
+/// How a cube shares its work, known to the compiler.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Kind {
+    /// Rows that are computed: those behind the last are the last once more.
+    rows: usize,
+    depth: usize,
+    /// Numbers of a vector.
+    vector: usize,
+    /// Vectors of a row of each weight, and from one row to the next.
+    widths: [usize; MOST_WEIGHTS],
+    pitches: [usize; MOST_WEIGHTS],
+    /// Weights that have strips of their own.
+    count: usize,
+    units: usize,
+    /// Vectors of a strip; columns of a unit where columns are contiguous.
+    columns: usize,
+    /// Where each weight's rows begin in the result. None: those of all weights lie side by side.
+    starts: Option<[usize; MOST_WEIGHTS]>,
+    /// What becomes of the first of two weights' sums, before the second's are multiplied by it.
+    gate: Option<Curve>,
+}
+
+impl Kind {
+    /// Numbers of a row of the result.
+    fn all(&self) -> usize {
+        self.start(self.count)
+    }
+
+    fn start(&self, weight: usize) -> usize {
+        self.vector * self.widths[..weight].iter().sum::<usize>()
+    }
+
+    fn strips(&self, weights: usize) -> usize {
+        let strips = |width: &usize| width.div_ceil(self.columns);
+        self.widths[..weights].iter().map(strips).sum()
+    }
+
+    /// With strips that are wide, to read whole lines, but leave so many cubes where any do.
+    fn cut(mut self, busy: usize) -> Self {
+        for columns in [8, 4, 2] {
+            self.columns = columns;
+            if self.strips(self.count) >= busy {
+                break;
+            }
+        }
+        self
+    }
+
+    /// Units that share a column.
+    fn lanes(&self) -> usize {
+        self.units / self.columns
+    }
+
+    /// Numbers of a strip's row.
+    fn outputs(&self) -> usize {
+        self.columns * self.vector
+    }
+
+    /// Cubes' groups of units where columns are contiguous.
+    fn groups(&self) -> usize {
+        self.units / LANES
+    }
+
+    /// Loads of a unit that are on their way together.
+    fn loads(&self) -> usize {
+        self.depth.div_ceil(self.lanes()).min(LOADS)
+    }
+}
+
+/// Weights `[depth, width]`, whose rows are contiguous.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn by_rows<E: Float, A: Float, P: Float, N: Size>(
+    x: &[E],
+    weights: Sequence<Box<[Vector<E, N>]>>,
+    bias: ComptimeOption<Box<[P]>>,
+    output: &mut [E],
+    rows: usize,
+    #[comptime] k: Kind,
+    #[define(E)] _element: ElemType,
+    #[define(A)] _accumulator: ElemType,
+    #[define(P)] _added: ElemType,
+) {
+    let unit = UNIT_POS as usize;
+    let strip = CUBE_POS;
+    let mut sums = Array::<Vector<A, N>>::new(comptime!(k.rows));
+    // Of the second weight, where the first is a gate.
+    let mut others = Array::<Vector<A, N>>::new(comptime!(k.rows));
+    #[unroll]
+    for row in 0..comptime!(k.rows) {
+        sums[row] = Vector::<A, N>::zeroed();
+        others[row] = Vector::<A, N>::zeroed();
+    }
+    // Of the strip: its first column in its weight, and what is before it in a row of the result.
+    let mut column = 0usize;
+    let mut width = 0usize;
+    let mut start = 0usize;
+    let mut begin = 0usize;
+    #[unroll]
+    for index in 0..comptime!(k.count) {
+        let first = comptime!(k.strips(index));
+        if strip >= first && strip < comptime!(k.strips(index + 1)) {
+            let own = (strip - first) * comptime!(k.columns);
+            column = own * comptime!(k.vector);
+            width = comptime!(k.widths[index] * k.vector).runtime();
+            start = comptime!(k.start(index)).runtime();
+            begin = comptime!(k.starts.map_or(0, |starts| starts[index])).runtime();
+            let at = own + unit % comptime!(k.columns);
+            if at < comptime!(k.widths[index]) {
+                let pitch = comptime!(k.pitches[index]);
+                accumulate::<E, A, N>(x, &weights[index], &mut sums, at, rows, pitch, k);
+                if comptime!(k.gate.is_some()) {
+                    let pitch = comptime!(k.pitches[1]);
+                    accumulate::<E, A, N>(x, &weights[1], &mut others, at, rows, pitch, k);
+                }
+            }
+        }
+    }
+    let mut shared = Shared::<[A]>::new_slice(comptime!(k.vector * (k.units + PAD)));
+    let mut partial = Shared::<[A]>::new_slice(comptime!(k.units));
+    let place = place_of(k);
+    #[unroll]
+    for row in 0..comptime!(k.rows) {
+        let mut sum = strip_sum::<A, N>(sums[row], &mut shared, &mut partial, k);
+        if comptime!(k.gate.is_some()) {
+            let other = strip_sum::<A, N>(others[row], &mut shared, &mut partial, k);
+            let gate = Vector::<A, N>::empty().fill(sum);
+            sum = value::<A, N>(gate, comptime!(k.gate.unwrap())).extract(0usize) * other;
+        }
+        let own = column + place;
+        if unit < comptime!(k.outputs()) && row < rows && own < width {
+            #[comptime]
+            match bias.as_ref() {
+                ComptimeOption::Some(bias) => sum += A::cast_from(bias[start + own]),
+                ComptimeOption::None => {}
+            }
+            let at = match comptime!(k.starts.is_some()) {
+                true => begin + row * width + own,
+                false => row * comptime!(k.all()) + start + own,
+            };
+            output[at] = E::cast_from(sum);
+        }
+    }
+}
+
+/// The column of a strip that a unit writes, if there are so many.
+#[cube]
+fn place_of(#[comptime] k: Kind) -> usize {
+    let own = UNIT_POS as usize % comptime!(k.outputs());
+    own % comptime!(k.columns) * comptime!(k.vector) + own / comptime!(k.columns)
+}
+
+/// The sum over a cube's lanes, of the column that a unit writes.
+#[cube]
+fn strip_sum<A: Float, N: Size>(
+    sums: Vector<A, N>,
+    shared: &mut [A],
+    partial: &mut [A],
+    #[comptime] k: Kind,
+) -> A {
+    let unit = UNIT_POS as usize;
+    let lanes = comptime!(k.units + PAD);
+    let outputs = comptime!(k.outputs());
+    let parts = comptime!(k.units / k.outputs());
+    let of_part = comptime!(k.lanes() / (k.units / k.outputs()));
+    #[unroll]
+    for i in 0..comptime!(k.vector) {
+        shared[comptime!(i * lanes) + unit] = sums.extract(i);
+    }
+    sync_cube();
+    let (own, part) = (unit % outputs, unit / outputs);
+    let (vector, place) = (own % comptime!(k.columns), own / comptime!(k.columns));
+    let mut sum = A::new(0.0);
+    #[unroll]
+    for i in 0..of_part {
+        sum += shared[place * lanes + (part * of_part + i) * comptime!(k.columns) + vector];
+    }
+    partial[unit] = sum;
+    sync_cube();
+    let mut sum = A::new(0.0);
+    #[unroll]
+    for i in 0..parts {
+        sum += partial[i * outputs + own];
+    }
+    sum
+}
+
+/// Adds up what a unit has of a column of vectors.
+#[cube]
+fn accumulate<E: Float, A: Float, N: Size>(
+    x: &[E],
+    weight: &[Vector<E, N>],
+    sums: &mut Array<Vector<A, N>>,
+    column: usize,
+    rows: usize,
+    #[comptime] pitch: usize,
+    #[comptime] k: Kind,
+) {
+    let lane = UNIT_POS as usize / comptime!(k.columns);
+    let step = comptime!(k.lanes() * k.loads());
+    let steps = comptime!(k.depth.div_ceil(k.lanes() * k.loads()));
+    for next in 0..steps {
+        let first = next * step + lane;
+        let mut loaded = Array::<Vector<E, N>>::new(comptime!(k.loads()));
+        #[unroll]
+        for i in 0..comptime!(k.loads()) {
+            let depth = first + comptime!(i * k.lanes());
+            // Units behind the end read it once more, and multiply it by 0.
+            loaded[i] = weight[min(depth, comptime!(k.depth - 1)) * pitch + column];
+        }
+        #[unroll]
+        for i in 0..comptime!(k.loads()) {
+            let depth = first + comptime!(i * k.lanes());
+            let value = Vector::<A, N>::cast_from(loaded[i]);
+            #[unroll]
+            for row in 0..comptime!(k.rows) {
+                let at = min(row.runtime(), rows - 1) * comptime!(k.depth);
+                let factor = A::cast_from(x[at + min(depth, comptime!(k.depth - 1))]);
+                let factor = select(depth < comptime!(k.depth), factor, A::new(0.0));
+                sums[row] += Vector::<A, N>::empty().fill(factor) * value;
+            }
+        }
+    }
+}
+
+/// A weight `[depth, width]`, whose columns are contiguous: an embedding, of which logits are products.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn by_columns<E: Float, A: Float, N: Size>(
+    x: &[Vector<E, N>],
+    weight: &[Vector<E, N>],
+    output: &mut [E],
+    rows: usize,
+    width: usize,
+    #[comptime] k: Kind,
+    #[define(E)] _element: ElemType,
+    #[define(A)] _accumulator: ElemType,
+) {
+    let unit = UNIT_POS as usize;
+    let (lane, group) = (unit % comptime!(LANES), unit / comptime!(LANES));
+    let vectors = comptime!(k.depth / k.vector);
+    let sums_of = comptime!(k.rows * k.columns);
+    let first = (CUBE_POS * comptime!(k.groups()) + group) * comptime!(k.columns);
+    let mut sums = Array::<Vector<A, N>>::new(sums_of);
+    #[unroll]
+    for i in 0..sums_of {
+        sums[i] = Vector::<A, N>::zeroed();
+    }
+    for step in 0..comptime!(vectors.div_ceil(LANES)) {
+        let at = step * comptime!(LANES) + lane;
+        if at < vectors {
+            let mut loaded = Array::<Vector<E, N>>::new(comptime!(k.columns));
+            #[unroll]
+            for i in 0..comptime!(k.columns) {
+                // Units behind the last column read it once more.
+                loaded[i] = weight[min(first + i, width - 1) * comptime!(k.pitches[0]) + at];
+            }
+            #[unroll]
+            for row in 0..comptime!(k.rows) {
+                let factor = x[min(row.runtime(), rows - 1) * vectors + at];
+                let factor = Vector::<A, N>::cast_from(factor);
+                #[unroll]
+                for i in 0..comptime!(k.columns) {
+                    sums[comptime!(row * k.columns + i)] +=
+                        factor * Vector::<A, N>::cast_from(loaded[i]);
+                }
+            }
+        }
+    }
+    let pitch = comptime!(LANES + 1);
+    let mut shared = Shared::<[A]>::new_slice(comptime!(sums_of * k.groups() * (LANES + 1)));
+    #[unroll]
+    for i in 0..sums_of {
+        let place = comptime!(i * k.groups()) + group;
+        shared[place * pitch + lane] = sum_of::<A, N>(sums[i]);
+    }
+    sync_cube();
+    if unit < comptime!(sums_of * k.groups()) {
+        let mut sum = A::new(0.0);
+        #[unroll]
+        for i in 0..comptime!(LANES) {
+            sum += shared[unit * pitch + i];
+        }
+        let (group, own) = (unit % comptime!(k.groups()), unit / comptime!(k.groups()));
+        let (row, i) = (own / comptime!(k.columns), own % comptime!(k.columns));
+        let column = (CUBE_POS * comptime!(k.groups()) + group) * comptime!(k.columns) + i;
+        if row < rows && column < width {
+            output[row * width + column] = E::cast_from(sum);
+        }
+    }
+}
+
+/// A weight of such a product.
+#[derive(Clone, Copy, Debug)]
+pub struct FewRowsWeight<'a> {
+    /// From its first number on.
+    pub handle: &'a Handle,
+    /// Its columns.
+    pub width: usize,
+    /// From one row of the memory to the next.
+    pub pitch: usize,
+}
+
+/// A product of few rows. Everything but weights is contiguous, of one type but for the bias.
+#[derive(Clone, Copy, Debug)]
+pub struct FewRows<'a> {
+    /// `[rows, depth]`
+    pub x: Typed<'a>,
+    /// Rows and depth.
+    pub lengths: [usize; 2],
+    /// One to three, `[depth, width]`; a single one if it is `transposed`.
+    pub weights: &'a [FewRowsWeight<'a>],
+    /// Whether the weight is in memory as `[width, depth]`.
+    pub transposed: bool,
+    /// `[Σ width]`; not of a weight that is transposed.
+    pub bias: Option<Typed<'a>>,
+    /// To be written: `[rows, Σ width]`.
+    pub output: &'a Handle,
+    /// Numbers of the output; and where `[rows, width]` of each weight begins in it, if they do not lie side by side.
+    pub numbers: usize,
+    pub starts: Option<[usize; MOST_WEIGHTS]>,
+    /// What becomes of the first of two weights' rows before the second's are multiplied by them: then the output is `[rows, width]`.
+    pub gate: Option<ActivationKind>,
+}
+
+/// Whether a product has lengths that [`few_rows`] is for.
+pub fn is_few(element: ElemType, [rows, depth]: [usize; 2], widths: &[usize]) -> bool {
+    let vector = BYTES / element.size();
+    (1..=FEW_ROWS).contains(&rows)
+        && depth > 0
+        && (1..=MOST_WEIGHTS).contains(&widths.len())
+        && widths.iter().all(|width| *width > 0)
+        && vector.is_power_of_two()
+        && [depth]
+            .iter()
+            .chain(widths)
+            .all(|n| n.is_multiple_of(vector))
+}
+
+/// `output = x · [w₁ w₂ w₃] + bias`, with sums in f32 (f64 of f64), rounded once.
+///
+/// # Errors
+/// [`KernelError`] if [`is_few`] is false, or the device lacks a type, units, shared memory or vectors of 16 bytes.
+pub fn few_rows(client: &Client, call: &FewRows) -> Result<(), KernelError> {
+    let (element, [rows, depth]) = (call.x.1, call.lengths);
+    let widths: Vec<usize> = call.weights.iter().map(|weight| weight.width).collect();
+    let vector = BYTES / element.size();
+    let mut pitches = call.weights.iter().map(|weight| weight.pitch);
+    if !is_few(element, call.lengths, &widths) || pitches.any(|n| !n.is_multiple_of(vector)) {
+        return Err(KernelError::limit("few rows", FEW_ROWS as u64, rows));
+    }
+    let accumulator = accumulator_of(element);
+    let added = call.bias.map_or(accumulator, |bias| bias.1);
+    let properties = client.properties();
+    for element in [element, accumulator, added] {
+        if !properties.supports_type(element) {
+            let dtype = format!("{element:?}");
+            return Err(KernelError::Dtype { dtype });
+        }
+    }
+    let hardware = &properties.hardware;
+    let most = hardware.max_units_per_cube.min(hardware.max_cube_dim.0) as usize;
+    let units = [UNITS, UNITS / 2, UNITS / 4]
+        .into_iter()
+        .find(|u| *u <= most);
+    let Some(units) = units.filter(|_| vector <= hardware.max_vector_size) else {
+        return Err(KernelError::limit(
+            "units of a cube",
+            most as u64,
+            UNITS / 4,
+        ));
+    };
+    let mut kind = Kind {
+        rows: rows.next_power_of_two(),
+        depth,
+        vector,
+        widths: [0; MOST_WEIGHTS],
+        pitches: [0; MOST_WEIGHTS],
+        count: if call.gate.is_some() { 1 } else { widths.len() },
+        units,
+        columns: 1,
+        starts: call.starts,
+        gate: call.gate.map(|activation| Curve {
+            activation,
+            fast: cfg!(feature = "cuda") && element.size() == 2 && client.name() == "cuda",
+        }),
+    };
+    for (index, weight) in call.weights.iter().enumerate() {
+        kind.widths[index] = weight.width / vector;
+        kind.pitches[index] = weight.pitch / vector;
+    }
+    // Numbers of a weight, from its first to its last.
+    let reach = |weight: &FewRowsWeight| match call.transposed {
+        true => (weight.width - 1) * weight.pitch + depth,
+        false => (depth - 1) * weight.pitch + weight.width,
+    };
+    let largest = call.weights.iter().map(reach).max().unwrap_or(0);
+    let address = address_of(client, largest.max(rows * depth))?;
+    let dim = CubeDim::new_1d(units as u32);
+    if call.transposed {
+        kind.columns = if kind.rows <= 2 { 4 } else { 1 };
+        let width = widths[0];
+        let cubes = width.div_ceil(kind.groups() * kind.columns);
+        let cubes = spread(client, cubes as u64)?;
+        // SAFETY: a unit reads vectors of rows below `rows` and of columns below `width`, and writes those alone; the buffers have the lengths they say (see
+        // `buffer`).
+        unsafe {
+            by_columns::launch_unchecked(
+                client,
+                cubes,
+                dim,
+                address,
+                vector,
+                buffer(call.x.0, rows * depth / vector),
+                buffer(call.weights[0].handle, largest / vector),
+                buffer(call.output, rows * width),
+                rows,
+                width,
+                kind,
+                element,
+                accumulator,
+            );
+        }
+        return Ok(());
+    }
+    let busy = hardware.num_streaming_multiprocessors.unwrap_or(64) as usize * 3 / 4;
+    kind = kind.cut(busy);
+    let mut weights = SequenceArg::new();
+    for weight in call.weights {
+        weights.push(buffer(weight.handle, reach(weight) / vector));
+    }
+    let cubes = spread(client, kind.strips(kind.count) as u64)?;
+    // SAFETY: a unit reads x below `rows`, weights below their lengths and the bias, and writes columns of rows below `rows`; the buffers have the lengths they
+    // say (see `buffer`).
+    unsafe {
+        by_rows::launch_unchecked(
+            client,
+            cubes,
+            dim,
+            address,
+            vector,
+            buffer(call.x.0, rows * depth),
+            weights,
+            optional(call.bias.map(|bias| bias.0), kind.all()),
+            buffer(call.output, call.numbers),
+            rows,
+            kind,
+            element,
+            accumulator,
+            added,
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,161 @@
+//! Linear layers of few rows on CubeCL devices.
+
+use burn::backend::cubecl::dtype_to_elem_type;
+use burn::backend::ops::FloatTensorOps;
+use burn::tensor::{FloatDType, Shape};
+use burn_cubecl::CubeBackend;
+use burn_cubecl::kernel::into_contiguous;
+use burn_cubecl::tensor::CubeTensor;
+
+use crate::kernels::linear::{FEW_ROWS, FewRows, FewRowsWeight, few_rows, is_few};
+use crate::linear::activation::kernels::kind;
+
+use crate::linear::values::{LinearCall, LinearForm, LinearInputs, LinearOutput};
+use burn_blocksparse::internal::cube::{contiguous, empty, typed};
+use burn_blocksparse::internal::values::{OptFloat, ThreeFloats};
+
+/// How a product of so few rows runs.
+pub(crate) const TEXT: &str = "without a backward pass: one pass over the weights, no tensor cores";
+
+/// Whether a layer of `[rows, inputs, outputs]` has few rows.
+pub(crate) fn takes(dtype: FloatDType, [rows, inputs, outputs]: [usize; 3]) -> bool {
+    let element = dtype_to_elem_type(dtype.into());
+    is_few(element, [rows, inputs], &[outputs])
+}
+
+/// The product, if no backward pass follows and the kernel takes it.
+pub(crate) fn forward(
+    inputs: &LinearInputs<CubeBackend>,
+    call: LinearCall,
+) -> Option<LinearOutput<CubeBackend>> {
+    let shape = inputs.x.meta.shape();
+    let rank = shape.num_dims();
+    // Rows, what precedes a result's width, and where heads are.
+    let (leading, parts) = match call.form {
+        LinearForm::Rows | LinearForm::Gated(_) => {
+            (shape.iter().take(rank - 1).copied().collect(), None)
+        }
+        LinearForm::FromHeads if shape[2] == 1 => (vec![shape[0], 1], None),
+        LinearForm::ToHeads(parts) if shape[1] == 1 => (vec![shape[0]], Some(parts)),
+        _ => return None,
+    };
+    let rows = leading.iter().product::<usize>();
+    if call.for_backward || rows > FEW_ROWS {
+        return None;
+    }
+    let weights = inputs.weights.clone().into_list();
+    let weights: Vec<&CubeTensor> = weights.iter().flatten().collect();
+    let [depth, _] = weights.first()?.meta.shape().dims();
+    let widths: Vec<usize> = weights
+        .iter()
+        .map(|weight| weight.meta.shape()[1])
+        .collect();
+    let element = dtype_to_elem_type(call.dtype.into());
+    let same = |weight: &&CubeTensor| FloatDType::from(weight.dtype) == call.dtype;
+    if !weights.iter().all(same) || !is_few(element, [rows, depth], &widths) {
+        return None;
+    }
+    let all = |transposed| -> Option<Vec<FewRowsWeight>> {
+        (weights.iter().map(|weight| lying(weight, transposed))).collect()
+    };
+    let (weights, transposed) = match all(false) {
+        Some(weights) => (weights, false),
+        None if widths.len() == 1 && inputs.bias.as_ref().is_none() => (all(true)?, true),
+        None => return None,
+    };
+    let x = inputs.x.clone();
+    let x = match FloatDType::from(x.dtype) == call.dtype {
+        true => x,
+        false => CubeBackend::float_cast(x, call.dtype),
+    };
+    let x = into_contiguous(x);
+    let bias = contiguous(inputs.bias.clone());
+    let (bytes, total) = (x.dtype.size(), widths.iter().sum::<usize>());
+    let gate = match call.form {
+        LinearForm::Gated(activation) => Some(kind(activation)),
+        _ => None,
+    };
+    let total = if gate.is_some() { widths[0] } else { total };
+    let mut starts = [0; 3];
+    let mut numbers = rows * total;
+    if let Some(parts) = parts {
+        let parts: Vec<usize> = parts
+            .iter()
+            .flatten()
+            .map(|(heads, dim)| heads * dim)
+            .collect();
+        if parts != widths {
+            return None;
+        }
+        // Where slices of the buffer may begin.
+        let alignment = (x.client.properties().memory.alignment as usize / bytes).max(1);
+        numbers = 0;
+        for (start, width) in starts.iter_mut().zip(&widths) {
+            *start = numbers;
+            numbers = (numbers + rows * width).next_multiple_of(alignment);
+        }
+    }
+    let all = empty(&x, [numbers], x.dtype);
+    let result = few_rows(
+        &x.client,
+        &FewRows {
+            x: typed(&x),
+            lengths: [rows, depth],
+            weights: &weights,
+            transposed,
+            bias: bias.as_ref().map(typed),
+            output: &all.handle,
+            numbers,
+            starts: parts.map(|_| starts),
+            gate,
+        },
+    );
+    result.ok()?;
+    let of = |start: usize, shape: Shape| {
+        let rest = numbers - start - shape.num_elements();
+        let mut handle = all.handle.clone();
+        if start + rest > 0 {
+            handle = handle
+                .offset_start((start * bytes) as u64)
+                .offset_end((rest * bytes) as u64);
+        }
+        CubeTensor::new_contiguous(x.client.clone(), x.device.clone(), shape, handle, x.dtype)
+    };
+    let out = match parts {
+        Some(parts) => {
+            let mut starts = starts.into_iter();
+            parts.map(|part| {
+                let (start, (heads, dim)) = (starts.next()?, part?);
+                Some(of(start, Shape::new([rows, heads, 1, dim])))
+            })
+        }
+        None => {
+            let shape = leading.into_iter().chain([total]).collect::<Vec<_>>();
+            [Some(of(0, Shape::from(shape))), None, None]
+        }
+    };
+    Some(LinearOutput {
+        out: ThreeFloats::of_list(out),
+        rounded: OptFloat::None,
+        joined: OptFloat::None,
+    })
+}
+
+/// A weight whose rows, or columns, are contiguous and begin at multiples of 16 bytes.
+fn lying(weight: &CubeTensor, transposed: bool) -> Option<FewRowsWeight<'_>> {
+    let (shape, strides) = (weight.meta.shape(), weight.meta.strides());
+    let (along, across) = if transposed { (0, 1) } else { (1, 0) };
+    let pitch = strides[across];
+    let is_aligned = |bytes: usize| bytes.is_multiple_of(16);
+    let lies = strides[along] == 1
+        && pitch >= shape[along]
+        && is_aligned(pitch * weight.dtype.size())
+        && is_aligned(weight.handle.offset_start.unwrap_or(0) as usize)
+        && weight.qparams.is_none()
+        && !weight.meta.is_tiled();
+    lies.then_some(FewRowsWeight {
+        handle: &weight.handle,
+        width: shape[1],
+        pitch,
+    })
+}

@@ -1,0 +1,94 @@
+//! Rotary position embedding (Su et al., 2021).
+pub(crate) mod backend;
+#[doc(hidden)]
+pub mod ops;
+pub(crate) mod reference;
+#[doc(hidden)]
+pub mod values;
+
+use burn::backend::Dispatch;
+use burn::tensor::{FloatDType, Int, Tensor};
+
+use crate::rope::ops::RopeOps;
+use crate::rope::values::{RopeCall, RopeInputs};
+use burn_blocksparse::OpError;
+use burn_blocksparse::internal::check::same_device;
+use burn_blocksparse::internal::device::served;
+
+/// Where the rows of a tensor sit in their sequences.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum RopePositions {
+    /// One after the other, from this one on.
+    From(usize),
+    /// Of every row of every batch entry, `[batch · seq]`. They are not read back from the device, so they are not checked.
+    Of(Box<Tensor<1, Int>>),
+}
+
+/// Rotates pairs of channels of queries or keys by their positions, in one launch: `(a, b) → (a cos φ − b sin φ, b cos φ + a sin φ)` for channels 2i and
+/// 2i + 1, computed in the table's dtype and rounded once to `dtype`. It is one step of the autodiff graph, which keeps the table.
+///
+/// `table` is burn-nn's `RotaryEncoding::freq_complex`; `back` rotates the other way round.
+///
+/// ```
+/// use burn::nn::RotaryEncodingConfig;
+/// use burn::tensor::{Device, Distribution, FloatDType, Tensor};
+/// use burn_fused_ops::{RopePositions, rope};
+///
+/// let device = Device::flex();
+/// let table = RotaryEncodingConfig::new(128, 16).init(&device).freq_complex;
+/// let q = Tensor::<4>::random([2, 4, 100, 16], Distribution::Default, &device);
+/// let turned = rope(q, table, RopePositions::From(28), FloatDType::F32, false)?;
+/// assert_eq!(turned.dims(), [2, 4, 100, 16]);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+///
+/// # Shapes
+/// - `x` and result: `[batch, heads, seq, width]`
+/// - `table`: `[context, width, 2]`
+///
+/// # Errors
+/// [`OpError`] if the shapes or devices do not fit each other, or a position is not below `context`.
+pub fn rope(
+    x: Tensor<4>,
+    table: Tensor<3>,
+    positions: RopePositions,
+    dtype: FloatDType,
+    back: bool,
+) -> Result<Tensor<4>, OpError> {
+    served(&x.device())?;
+    same_device("table's device", &x.device(), "x's", &table.device())?;
+    let ([batch, _, seq, width], [context, columns, numbers]) = (x.dims(), table.dims());
+    if [columns, numbers] != [width, 2] || !width.is_multiple_of(2) {
+        let expected = format!("[context, {width}, 2], of x's even width");
+        let got = format!("{:?}", table.dims());
+        return Err(OpError::argument("table's shape", expected, got));
+    }
+    let (first, places) = match positions {
+        RopePositions::From(first) => (first, None),
+        RopePositions::Of(places) => (0, Some(places)),
+    };
+    match &places {
+        Some(places) if places.dims() != [batch * seq] => {
+            let expected = format!("one for each of {batch} · {seq} rows");
+            let [got] = places.dims();
+            return Err(OpError::argument("positions", expected, got));
+        }
+        None if first.saturating_add(seq) > context => {
+            let expected = format!("below {context}, the table's rows");
+            let got = first.saturating_add(seq).saturating_sub(1);
+            return Err(OpError::argument("positions", expected, got));
+        }
+        _ => {}
+    }
+    let places = places.map(|places| places.without_autodiff().into_dispatch());
+    let inputs = RopeInputs {
+        x: x.into_dispatch(),
+        table: table.into_dispatch(),
+        places: places.into(),
+    };
+    let call = RopeCall { first, back, dtype };
+    Ok(Tensor::from_dispatch(<Dispatch as RopeOps>::rope(
+        inputs, call,
+    )))
+}

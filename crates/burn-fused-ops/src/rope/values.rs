@@ -1,0 +1,33 @@
+//! What crosses the backend trait of rotary position embedding.
+
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Backend, ExtensionType};
+use burn::tensor::FloatDType;
+
+use burn_blocksparse::internal::values::OptInt;
+
+/// What is turned by what.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct RopeInputs<B: Backend> {
+    /// `[batch, heads, seq, width]`
+    pub x: FloatTensor<B>,
+    /// `[context, width, 2]`: cosine and sine, for both channels of a pair.
+    pub table: FloatTensor<B>,
+    /// `[batch · seq]`: rows of the table. None: those from the call's first on.
+    #[extension_type]
+    pub places: OptInt<B>,
+}
+
+/// How it is turned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RopeCall {
+    /// Position of the first row, where there are no places.
+    pub first: usize,
+    /// Whether the other way round.
+    pub back: bool,
+    /// Of the result.
+    pub dtype: FloatDType,
+}

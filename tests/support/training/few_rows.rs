@@ -1,0 +1,159 @@
+//! Products of few rows without a backward pass, against f64: one to three weights that lie in any way, to heads and from them.
+
+use burn::tensor::FloatDType;
+use burn_fused_ops::{LinearOptions, fused_linear, linear, out_proj, qkv_proj};
+
+use crate::prelude::*;
+
+/// Rows, depth, and the columns of each weight.
+type Lengths = (usize, usize, &'static [usize]);
+
+const LENGTHS: [Lengths; 7] = [
+    (1, 8, &[8]),
+    (1, 576, &[576, 192, 192]),
+    (2, 136, &[72, 8]),
+    (3, 4104, &[40]),
+    (5, 64, &[1032]),
+    (8, 1000, &[264, 128, 8]),
+    // Too many.
+    (9, 64, &[64]),
+];
+
+/// How weights lie in memory.
+const WAYS: [&str; 3] = ["contiguous", "with gaps", "transposed"];
+
+fn weight(
+    values: &[f64],
+    [rows, columns]: [usize; 2],
+    on: (&Device, DType),
+    way: &str,
+) -> Tensor<2> {
+    let weight = tensor(values, [rows, columns], on.0, on.1);
+    match way {
+        "contiguous" => weight,
+        "with gaps" => {
+            let beside = Tensor::zeros([rows, 24], (on.0, on.1));
+            Tensor::cat(vec![weight, beside], 1).narrow(1, 0, columns)
+        }
+        _ => stored_swapped(&weight, 0, 1),
+    }
+}
+
+/// `[rows, Σ columns]`.
+fn expected(x: &[f64], weights: &[Vec<f64>], (rows, depth, outs): Lengths) -> Vec<f64> {
+    let parts = weights.iter().zip(outs).map(|(weight, &out)| {
+        product(
+            [rows, depth, out],
+            |r, k| x[r * depth + k],
+            |k, c| weight[k * out + c],
+        )
+    });
+    let parts: Vec<_> = parts.collect();
+    let row = |r: usize| {
+        let columns = parts.iter().zip(outs);
+        columns.flat_map(move |(part, out)| part[r * out..][..*out].to_vec())
+    };
+    (0..rows).flat_map(row).collect()
+}
+
+/// In every dtype of a device.
+fn each(devices: &[Device], check: impl Fn(&Device, DType, f64)) {
+    for (device, dtype, tolerance) in exact(devices) {
+        check(device, dtype, product_tolerance(device, dtype, tolerance));
+    }
+    for (device, half) in halves(devices) {
+        check(device, half, unit(half));
+    }
+}
+
+/// Rows of values that a dtype has.
+fn values(seed: u64, count: usize, dtype: DType) -> Vec<f64> {
+    let mut values = numbers(seed, count);
+    round_to(&mut values, dtype);
+    values
+}
+
+pub fn few_rows_equal_f64(devices: &[Device]) {
+    for (index, lengths) in LENGTHS.into_iter().enumerate() {
+        let (rows, depth, outs) = lengths;
+        for way in WAYS {
+            each(devices, |device, dtype, tolerance| {
+                let seed = 700 + 10 * index as u64;
+                let x = values(seed, rows * depth, dtype);
+                let all: Vec<Vec<f64>> = (outs.iter().enumerate())
+                    .map(|(at, out)| values(seed + 1 + at as u64, depth * out, dtype))
+                    .collect();
+                let weights = (all.iter().zip(outs))
+                    .map(|(values, out)| weight(values, [depth, *out], (device, dtype), way))
+                    .collect();
+                let rows = tensor(&x, [1, rows, depth], device, dtype);
+                let run = |weights| fused_linear(rows.clone(), weights, &LinearOptions::default());
+                let got = read(run(weights).unwrap());
+                let what = format!("{device:?}, {dtype:?}, {lengths:?}, {way}");
+                assert_close(&what, got, &expected(&x, &all, lengths), tolerance);
+            });
+        }
+    }
+}
+
+/// Of one token of each text, as decoding has them: with a bias, and of widths that no slice of a buffer begins at.
+pub fn few_rows_by_heads_equal_f64(devices: &[Device]) {
+    let (batch, depth, parts) = (3, 72, [(3, 24), (1, 24), (1, 24)]);
+    let outs = [72, 24, 24];
+    each(devices, |device, dtype, tolerance| {
+        let x = values(760, batch * depth, dtype);
+        let all: Vec<Vec<f64>> = (0..3)
+            .map(|at| values(761 + at as u64, depth * outs[at], dtype))
+            .collect();
+        let bias = values(765, 120, dtype);
+        let weights: Vec<Tensor<2>> = (all.iter().zip(outs))
+            .map(|(values, out)| tensor(values, [depth, out], device, dtype))
+            .collect();
+        let rows = tensor(&x, [batch, 1, depth], device, dtype);
+        let options = LinearOptions::default().dtype(FloatDType::from(dtype));
+        for added in [false, true] {
+            let b = added.then(|| tensor::<1>(&bias, [120], device, dtype));
+            let got = qkv_proj(rows.clone(), weights.clone(), b, &parts, &options).unwrap();
+            let mut start = 0;
+            for (at, got) in got.into_iter().enumerate() {
+                let mut expected = expected(
+                    &x,
+                    &all[at..at + 1],
+                    (batch, depth, &[[72], [24], [24]][at]),
+                );
+                for (i, value) in expected.iter_mut().enumerate().filter(|_| added) {
+                    *value += bias[start + i % outs[at]];
+                }
+                start += outs[at];
+                let (heads, width) = parts[at];
+                assert_eq!(got.dims(), [batch, heads, 1, width]);
+                let what = format!("{device:?}, {dtype:?}, part {at}, bias {added}");
+                assert_close(&what, read(got), &expected, 2.0 * tolerance);
+            }
+        }
+        let heads = rows.reshape([batch, 3, 1, 24]);
+        let got = read(out_proj(heads, weights[0].clone(), &options).unwrap());
+        let expected = expected(&x, &all[..1], (batch, depth, &[72]));
+        let what = format!("{device:?}, {dtype:?}, from heads");
+        assert_close(&what, got, &expected, tolerance);
+    });
+}
+
+/// What a backward pass reads is there, whatever runs without one.
+pub fn few_rows_are_differentiated(devices: &[Device]) {
+    for plain in devices {
+        let device = &plain.clone().autodiff();
+        let (x, values) = (numbers(770, 8), numbers(771, 64));
+        let row = tensor(&x, [1, 8], device, DType::F32).require_grad();
+        let weight = tensor(&values, [8, 8], device, DType::F32).require_grad();
+        let options = LinearOptions::default();
+        let y = linear(row.clone(), weight.clone(), &options).unwrap();
+        let grads = y.sum().backward();
+        let by_row: Vec<f64> = values.chunks(8).map(|row| row.iter().sum()).collect();
+        let by_weight: Vec<f64> = x.iter().flat_map(|x| [*x; 8]).collect();
+        let tolerance = product_tolerance(plain, DType::F32, 1e-5);
+        assert_close("by x", read(row.grad(&grads).unwrap()), &by_row, tolerance);
+        let got = read(weight.grad(&grads).unwrap());
+        assert_close("by the weight", got, &by_weight, tolerance);
+    }
+}
