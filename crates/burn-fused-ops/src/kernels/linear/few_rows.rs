@@ -77,6 +77,11 @@ impl Kind {
         self
     }
 
+    /// Numbers of shared memory where rows are contiguous.
+    fn shared(&self) -> usize {
+        self.vector * (self.units + PAD) + self.units
+    }
+
     /// Units that share a column.
     fn lanes(&self) -> usize {
         self.units / self.columns
@@ -452,8 +457,17 @@ pub fn few_rows(client: &Client, call: &FewRows) -> Result<(), KernelError> {
         }
         return Ok(());
     }
-    let busy = hardware.num_streaming_multiprocessors.unwrap_or(64) as usize * 3 / 4;
-    kind = kind.cut(busy);
+    let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(64) as usize;
+    kind = kind.cut(multiprocessors * 3 / 4);
+    // A cube that has a multiprocessor alone has all of its loads to hide behind each other.
+    let mut twice = kind;
+    twice.units = 2 * UNITS;
+    let alone = kind.strips(kind.count) <= multiprocessors && kind.rows <= 2;
+    let fits = twice.units <= most
+        && twice.shared() * accumulator.size() <= hardware.max_shared_memory_size;
+    if alone && fits && kind.gate.is_none() {
+        kind = twice;
+    }
     let mut weights = SequenceArg::new();
     for weight in call.weights {
         weights.push(buffer(weight.handle, reach(weight) / vector));
@@ -465,7 +479,7 @@ pub fn few_rows(client: &Client, call: &FewRows) -> Result<(), KernelError> {
         by_rows::launch_unchecked(
             client,
             cubes,
-            dim,
+            CubeDim::new_1d(kind.units as u32),
             address,
             vector,
             buffer(call.x.0, rows * depth),
