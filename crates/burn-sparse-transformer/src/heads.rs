@@ -123,6 +123,23 @@ pub(crate) fn rotate(
     turned(rope, x, positions, false)
 }
 
+/// [`rotate`] of the first channels, as many as the table has, in the dtype of `x`.
+pub(crate) fn rotate_first(
+    rope: &Option<RotaryEncoding>,
+    x: Tensor<4>,
+    positions: &Positions,
+) -> Result<Tensor<4>, TransformerError> {
+    let Some(rope) = rope else { return Ok(x) };
+    let [.., width] = x.dims();
+    let [_, turned, _] = rope.freq_complex.dims();
+    let first = rotate(rope, x.clone().narrow(3, 0, turned), positions)?;
+    let first = first.cast(x.dtype());
+    Ok(match turned == width {
+        true => first,
+        false => Tensor::cat(vec![first, x.narrow(3, turned, width - turned)], 3),
+    })
+}
+
 /// [`rotate`], number by number, which takes five times as many kernels. Steps of autodiff run by their depth: behind so many, the branches of native sparse
 /// attention add up their gradients in one order, whatever is computed again.
 pub(crate) fn rotate_apart(
