@@ -10,13 +10,15 @@ use super::attend::as_stored;
 use super::layer::Layer;
 use super::step::Walk;
 use super::store::{Store, ints};
-use super::{KvPoolConfig, dsa, nsa};
+use super::{KvPoolConfig, dsa, msa, nsa};
 use crate::pages::{EvictionScore, KvRetention, Writes};
 use crate::summaries::select_pages;
 use crate::{PagedKeysValues, PagedOptions, PagedStore, paged_attention};
 
 /// Slots of a page, if neither the configuration nor a selection says.
 const PAGE_SIZE: usize = 32;
+/// The same of `msa`, at most: its blocks are read whole.
+const WIDEST_PAGE: usize = 128;
 /// Scores of pages that are in memory at a time.
 pub(super) const SCORES: usize = 1 << 24;
 /// Queries of a call, at most: every part of a call looks at all of its walks.
@@ -28,6 +30,10 @@ pub(super) fn page_size(layers: &[&SparseMultiHeadAttention], config: &KvPoolCon
     let sizes = choosing.filter_map(|mha| {
         if let Some(nsa) = mha.nsa() {
             return Some(nsa.config().pool_page_size().unwrap_or(16));
+        }
+        if let Some(msa) = mha.msa() {
+            // Wider blocks are several pages.
+            return Some(msa.config().block.min(WIDEST_PAGE));
         }
         let estimator = mha.selection()?.estimator();
         let block = estimator.grid().block;
@@ -48,8 +54,11 @@ pub(super) fn of_layer(
     if let Some(nsa) = mha.nsa() {
         return nsa::choice(nsa, config, page_size).map(Some);
     }
+    if let Some(msa) = mha.msa() {
+        return msa::choice(msa, mha.choosing_msa().is_some(), config, page_size);
+    }
     if mha.dsa().is_some() {
-        dsa::check(config)?;
+        dsa::check("dsa", config)?;
         return Ok(None);
     }
     if config.prompts_choose {
