@@ -18,7 +18,7 @@ use crate::dsa::{DsaIndex, Slabs, together};
 use crate::pages::page_choice::OWN;
 use crate::selection::layouts::LayoutCache;
 use crate::selection::lists::{check_options, selected_blocks_attention};
-use crate::selection::parts::joined;
+use crate::selection::parts::{joined, padded};
 use crate::selection::query_lists::{ListSizes, SelectedBlocks};
 use burn_blocksparse::{AttentionOptions, OpError, SparseAttentionCall};
 pub use index::MsaIndex;
@@ -69,8 +69,8 @@ pub struct Msa {
 /// What neighbouring queries choose in common: that of [`Nsa`](crate::nsa::Nsa), whose choice is of the same kind. Kernels are chosen by it.
 const OVERLAP: f64 = 0.85;
 
-/// Scores in memory at a time.
-const NUMBERS: usize = 1 << 24;
+/// Scores of single keys in memory at a time: 256 MiB, so that launches are few.
+const NUMBERS: usize = 1 << 26;
 
 impl Msa {
     /// Of so many blocks of so many keys.
@@ -94,7 +94,7 @@ impl Msa {
         })
     }
 
-    /// The same with so many scores of single keys in memory at a time, of whole queries, one at least: 2²⁴ unless it is set. Fewer take longer.
+    /// The same with so many scores of single keys in memory at a time, of whole queries, one at least: 2²⁶ unless it is set. Fewer take longer.
     ///
     /// # Errors
     /// [`OpError`] if it is 0.
@@ -127,7 +127,7 @@ impl Msa {
     }
 
     /// The blocks that each query chooses beside its own, in lists of the heads of keys. None if there is nothing to choose: no more blocks than are kept, or
-    /// the own one alone. Scores of single keys are in memory for some queries at a time, 2²⁴ numbers of them. Nothing is read back where kernels run.
+    /// the own one alone. Scores of single keys are in memory for some queries at a time, 2²⁶ numbers of them. Nothing is read back where kernels run.
     ///
     /// # Errors
     /// [`OpError`] if the index does not fit the device's kernels.
@@ -157,7 +157,7 @@ impl Msa {
         Ok(self.maxima(&of_groups, [batch, groups], 0..seq_q, true))
     }
 
-    /// The highest score of each block, of some queries: `[batch, groups, rows, blocks]`. Unless `all` are wanted, those behind a query's own block say nothing.
+    /// The highest score of each block, of some queries: `[batch, groups, rows, blocks]`. Unless `all` are wanted, those from a query's own block on say nothing.
     fn maxima(
         &self,
         index: &DsaIndex,
@@ -165,26 +165,36 @@ impl Msa {
         rows: Range<usize>,
         all: bool,
     ) -> Tensor<4> {
-        let seq_kv = index.k.dims()[2];
+        let ([_, _, seq_q, _], seq_kv) = (index.q.dims(), index.k.dims()[2]);
         let blocks = seq_kv.div_ceil(self.block);
-        let behind = blocks * self.block - seq_kv;
-        let scores = Slabs::new(index, self.numbers);
         let step = together(index.q.dims(), seq_kv, self.numbers);
         let parts = rows.clone().step_by(step).map(|start| {
             let rows = start..(start + step).min(rows.end);
             let count = rows.len();
-            let x = scores.scores(rows, 0, all);
-            let x = match behind {
+            // Blocks before that of the last query are whole.
+            let own = (rows.end - 1 + seq_kv - seq_q) / self.block;
+            let is_part = !all && own * self.block >= count;
+            let keys = if is_part { own * self.block } else { seq_kv };
+            let part = DsaIndex {
+                q: index.q.clone().slice_dim(2, rows.clone()),
+                k: index.k.clone().slice_dim(2, 0..keys),
+                weights: index.weights.clone().slice_dim(2, rows),
+                ..*index
+            };
+            let x = Slabs::new(&part, self.numbers).scores(0..count, 0, true);
+            let known = keys.div_ceil(self.block);
+            let x = match known * self.block - keys {
                 0 => x,
                 // The last block is filled up with its last key.
-                _ => {
-                    let last = x.clone().slice_dim(2, seq_kv - 1..seq_kv);
+                behind => {
+                    let last = x.clone().slice_dim(2, keys - 1..keys);
                     let dims = [batch * groups, count, behind];
                     Tensor::cat(vec![x, last.expand(dims)], 2)
                 }
             };
-            let x = x.reshape([batch * groups * count, blocks, self.block]);
-            x.max_dim(2).reshape([batch, groups, count, blocks])
+            let x = x.reshape([batch * groups * count, known, self.block]);
+            let x = x.max_dim(2).reshape([batch, groups, count, known]);
+            padded(x, 3, [0, blocks - known])
         });
         joined(parts.collect(), 2)
     }
