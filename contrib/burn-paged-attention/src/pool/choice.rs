@@ -17,8 +17,6 @@ use crate::{PagedKeysValues, PagedOptions, PagedStore, paged_attention};
 
 /// Slots of a page, if neither the configuration nor a selection says.
 const PAGE_SIZE: usize = 32;
-/// The same of `msa`, at most: its blocks are read whole.
-const WIDEST_PAGE: usize = 128;
 /// Scores of pages that are in memory at a time.
 pub(super) const SCORES: usize = 1 << 24;
 /// Queries of a call, at most: every part of a call looks at all of its walks.
@@ -32,8 +30,8 @@ pub(super) fn page_size(layers: &[&SparseMultiHeadAttention], config: &KvPoolCon
             return Some(nsa.config().pool_page_size().unwrap_or(16));
         }
         if let Some(msa) = mha.msa() {
-            // Wider blocks are several pages.
-            return Some(msa.config().block.min(WIDEST_PAGE));
+            // A page is a block, if pages can be as wide.
+            return Some(msa.config().block.clamp(16, 128));
         }
         let estimator = mha.selection()?.estimator();
         let block = estimator.grid().block;

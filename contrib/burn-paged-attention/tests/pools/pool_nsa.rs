@@ -386,6 +386,7 @@ fn what_a_pool_does_not_do_is_refused() {
         pool("nsa:8,4,8,4,10", room()) => "page_size must be a power of two that 4, the stride of nsa, divides, and a divisor of 8, its selected block, got 16";
         pool(TEXTS[6], room().with_choosing_prompts()) => "choosing_prompts must be none with msa, whose tokens all choose their keys, got some";
         pool(TEXTS[6], room().with_eviction(EvictionConfig::key_norm(9))) => "eviction must be none with msa, whose indexer chooses among all keys, got some";
+        pool("msa:8,3,8", room()) => "page_size must be a power of two that divides 8, the block of msa, got 16";
         pool(TEXTS[6], room().with_page_size(32)) => "page_size must be a power of two that divides 16, the block of msa, got 32";
         pool(TEXTS[4], room().with_choosing_prompts()) => "choosing_prompts must be none with dsa, whose tokens all choose their keys, got some";
         pool(TEXTS[4], room().with_eviction(EvictionConfig::key_norm(9))) => "eviction must be none with dsa, whose indexer chooses among all keys, got some";
