@@ -5,7 +5,7 @@ use std::fmt::Write;
 use std::path::Path;
 use std::{env, fs};
 
-const PAGES: [&str; 26] = [
+const PAGES: [&str; 27] = [
     "README.md",
     "crates/blocksparse/README.md",
     "crates/burn-blocksparse/README.md",
@@ -22,6 +22,7 @@ const PAGES: [&str; 26] = [
     "docs/kv-cache-memory.md",
     "docs/kv-cache-selection.md",
     "docs/llama.md",
+    "docs/minimax-sparse-attention.md",
     "docs/native-sparse-attention.md",
     "docs/own-selection.md",
     "docs/padding.md",

@@ -2,6 +2,7 @@
 //! `BURN_SPARSE_DEVICE` names.
 
 mod attention;
+mod msa;
 mod program;
 mod queued;
 mod single_keys;
@@ -30,7 +31,7 @@ const USAGE: &str =
 N        positions (default 4096,16384,65536)
 REPEATS  timed runs of each row; medians are printed (default 20)
 JSON     also write the numbers to this file
-ONLY     only rows whose names contain this, or one of its parts between |
+ONLY     only rows whose names contain this, or one of its parts between |; nothing else runs where all begin with msa
 
 BURN_SPARSE_BENCH_GB     memory of the device (default 80): what would need more is skipped, and said to be
 BURN_SPARSE_BENCH_DRIFT  how much of a query of nsa is that of the one before, from 0 to below 1 (default 0)";
@@ -72,6 +73,11 @@ fn main() -> ExitCode {
             shape: Value::Null,
             results: &mut results,
         };
+        // Others take long at lengths that it is for.
+        if bench.only.split('|').all(|part| part.starts_with("msa")) {
+            lengths.iter().for_each(|&n| bench.msa(n));
+            continue;
+        }
         bench.small();
         for sizes in DSA {
             bench.dsa(sizes);
@@ -83,6 +89,7 @@ fn main() -> ExitCode {
             for dims in NSA_DIMS {
                 bench.nsa(n, dims);
             }
+            bench.msa(n);
         }
     }
     if let Some(path) = args.get(2) {

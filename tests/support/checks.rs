@@ -184,6 +184,8 @@ registry! {
             dsa_gradients_equal_finite_differences, dsa_gradients_equal_f64, dsa_in_half_precision, dsa_errors;
         selection::dsa_fp8: dsa_in_fp8, dsa_in_fp8_of_any_rows, dsa_in_fp8_errors;
         selection::dsa_pages: dsa_chooses_in_pages, dsa_attends_in_pages, dsa_in_pages_errors;
+        selection::msa: msa_choices_equal_f64, msa_equals_f64, msa_in_half_precision, msa_losses_equal_f64,
+            msa_gradients_equal_finite_differences, msa_is_prefix_stable, msa_chooses_in_pages, msa_errors;
         selection::planted: moba_on_planted_structure, quest_on_planted_structure;
     }
     selection {

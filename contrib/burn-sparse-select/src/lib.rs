@@ -1,7 +1,7 @@
 //! Sparse attention by content for Burn: queries choose their keys while the model runs.
 //!
-//! A [`Selection`] is a method with its rule, also as text (`topk:16`, `moba:…`, `quest:…`); [`attention_selected`] runs it. [`nsa`] and [`dsa`] learn
-//! what to choose, [`pages`] chooses pages of a KV cache by scores, and [`SelectedBlocks`] and [`TokenIndices`] take choices of your own.
+//! A [`Selection`] is a method with its rule, also as text (`topk:16`, `moba:…`, `quest:…`); [`attention_selected`] runs it. [`nsa`], [`dsa`] and [`msa`]
+//! learn what to choose, [`pages`] chooses pages of a KV cache by scores, and [`SelectedBlocks`] and [`TokenIndices`] take choices of your own.
 //!
 //! Everything computes on the tensors of [`burn_blocksparse`], and by its kernels where they run.
 #![recursion_limit = "256"]
@@ -22,6 +22,7 @@ pub mod internal;
 #[cfg(feature = "cube")]
 #[doc(hidden)]
 pub mod kernels;
+pub mod msa;
 pub mod nsa;
 mod order;
 pub mod pages;

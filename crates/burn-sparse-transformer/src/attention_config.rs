@@ -33,7 +33,7 @@ pub struct SparseMultiHeadAttentionConfig {
     pub pattern: Pattern,
     /// How keys are chosen by content, from those of a pattern that is causal or dense. Default: they are the pattern's.
     pub selection: Option<Selection>,
-    /// How heads that are not the pattern's choose keys by content: single ones, where their keys are their queries, or as `nsa` and `dsa` do, which are all heads. Default:
+    /// How heads that are not the pattern's choose keys by content: single ones, where their keys are their queries, or as `nsa`, `dsa` and `msa` do, which are all heads. Default:
     /// all heads are the pattern's.
     pub content: Option<ContentAttention>,
     /// With `content`: how many heads are the pattern's, the first ones. Default: half of them.

@@ -12,7 +12,7 @@ impl SparseMultiHeadAttention {
     }
 
     /// Operations of the attention itself for one sequence, forward: four per allowed pair and
-    /// channel when keys and values are equally wide (q·k and p·v). With a selection these are the pairs that it chooses from; of `dsa` the scores of the indexer are in it.
+    /// channel when keys and values are equally wide (q·k and p·v). With a selection these are the pairs that it chooses from; of `dsa` and `msa` the scores of the indexer are in it.
     ///
     /// # Errors
     /// If there is no layout for this length.

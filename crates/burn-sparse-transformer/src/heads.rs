@@ -123,6 +123,23 @@ pub(crate) fn rotate(
     turned(rope, x, positions, dtype, false)
 }
 
+/// [`rotate`] of the first channels, as many as the table has, in the dtype of `x`.
+pub(crate) fn rotate_first(
+    rope: &Option<RotaryEncoding>,
+    x: Tensor<4>,
+    positions: &Positions,
+) -> Result<Tensor<4>, TransformerError> {
+    let Some(rope) = rope else { return Ok(x) };
+    let [.., width] = x.dims();
+    let [_, turned, _] = rope.freq_complex.dims();
+    let first = x.clone().narrow(3, 0, turned);
+    let first = rotate(rope, first, positions, x.dtype())?;
+    Ok(match turned == width {
+        true => first,
+        false => Tensor::cat(vec![first, x.narrow(3, turned, width - turned)], 3),
+    })
+}
+
 /// The other way round: what was rotated at a position as if that were so much less.
 pub fn rotate_back(
     rope: &RotaryEncoding,

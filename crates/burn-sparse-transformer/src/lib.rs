@@ -40,7 +40,7 @@
 //! | decoding with your own cache or model | [`decoder`] |
 //! | a paged KV cache, eviction, int8 and fp8, text generation | the crate `burn-paged-attention` |
 //! | linear layers in mixed precision or with block-sparse weights | [`linear`], [`feed_forward`] |
-//! | experimental: NSA, DSA, routing, LSH | [`nsa`], [`dsa`], [`content`] |
+//! | experimental: NSA, DSA, MSA, routing, LSH | [`nsa`], [`dsa`], [`msa`], [`content`] |
 //!
 //! # The model and backends
 //!
@@ -86,6 +86,7 @@ mod layouts;
 pub mod linear;
 pub mod llama;
 pub mod longformer;
+pub mod msa;
 pub mod nsa;
 mod parts;
 mod precision;

@@ -5,6 +5,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Int, Tensor};
 
 use crate::block::Pass;
+use crate::dsa::indexed::Indexed;
 use crate::recompute::{StepLosses, collect};
 use crate::stream::Stream;
 use crate::{SparseMhaInput, SparseMultiHeadAttention, SparseTransformer, TransformerError};
@@ -48,14 +49,18 @@ impl SparseTransformer {
         plain: &SparseMultiHeadAttention,
         input: &SparseMhaInput,
     ) -> Result<Option<Tensor<1>>, TransformerError> {
-        let Some(dsa) = trained.dsa() else {
+        if trained.dsa().is_none() && trained.msa().is_none() {
             return Ok(None);
-        };
+        }
         let (call, _) = plain.prepare(input, 0)?;
-        let index = dsa.index(self.in_graph(input.query.clone()), &call.key)?;
+        let tokens = (self.in_graph(input.query.clone()), &call.key);
         let (q, k, _) = plain.project(input.clone(), &call)?;
         let [q, k] = [q, k].map(|x| self.in_graph(x));
-        dsa.warm_up_loss(&index, [&q, &k], plain.options.scale)
-            .map(Some)
+        let (pair, scale) = ([&q, &k], plain.options.scale);
+        match (trained.dsa(), trained.msa()) {
+            (Some(dsa), _) => dsa.loss_of(tokens, pair, scale).map(Some),
+            (None, Some(msa)) => msa.loss_of(tokens, pair, scale).map(Some),
+            (None, None) => Ok(None),
+        }
     }
 }

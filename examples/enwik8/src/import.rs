@@ -28,7 +28,7 @@ use crate::{device, model};
 
 FILE.safetensors, .pt, .pth or .bin (a state dict of PyTorch) has the names that export --format safetensors writes and \
 docs/weights.md lists; FILE.bpk those of Burn. A file that does not fit is refused, and the message names each tensor. With \
---attention dsa the file of a dense model fits, too: its indexers begin anew.")]
+--attention dsa or msa the file of a dense model fits, too: its indexers begin anew.")]
 pub struct ImportArgs {
     /// The file
     #[arg(long, value_name = "FILE")]

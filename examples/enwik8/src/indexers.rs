@@ -1,4 +1,4 @@
-//! How far the training of indexers is, of DeepSeek sparse attention: a function of the step, so that a resumed run needs no state of it.
+//! How far the training of indexers is, of `dsa` and `msa`: a function of the step, so that a resumed run needs no state of it.
 //!
 //! ```text
 //! --indexer-from steps     dense attention; the model alone learns
@@ -35,7 +35,7 @@ pub fn staged(
 impl RunConfig {
     /// How far the training of indexers is after so many steps, if layers have some.
     pub fn dsa_stage(&self, step: usize) -> Option<DsaStage> {
-        let Some(ContentAttention::Dsa(_)) = self.model.content else {
+        let Some(ContentAttention::Dsa(_) | ContentAttention::Msa(_)) = self.model.content else {
             return None;
         };
         let from = self.recipe.indexer_from;
@@ -93,12 +93,14 @@ impl RunConfig {
 
     /// That flags of indexers have some, which choose from all earlier bytes.
     pub fn check_indexers(&self, overrides: &Overrides) -> Result<()> {
-        let Some(content @ ContentAttention::Dsa(_)) = &self.model.content else {
+        let Some(content @ (ContentAttention::Dsa(_) | ContentAttention::Msa(_))) =
+            &self.model.content
+        else {
             ensure!(
                 overrides.indexer_warmup.is_none()
                     && overrides.indexer_from.is_none()
                     && overrides.indexer_lr.is_none(),
-                "--indexer-warmup, --indexer-lr and --indexer-from are of an indexer; add --attention dsa:KEEP,NEAR"
+                "--indexer-warmup, --indexer-lr and --indexer-from are of an indexer; add --attention dsa:KEEP,NEAR or msa:BLOCK,KEEP"
             );
             return Ok(());
         };
@@ -119,8 +121,12 @@ impl RunConfig {
 
     /// How indexers are trained, if there are some.
     pub fn describe_indexers(&self) -> Option<String> {
-        let Some(ContentAttention::Dsa(dsa)) = &self.model.content else {
-            return None;
+        let (kept, what) = match &self.model.content {
+            Some(ContentAttention::Dsa(dsa)) => (dsa.keep, "KEEP is"),
+            Some(ContentAttention::Msa(msa)) => {
+                (msa.block.saturating_mul(msa.keep), "BLOCK · KEEP is")
+            }
+            _ => return None,
         };
         let Recipe {
             indexer_from: from,
@@ -134,9 +140,9 @@ impl RunConfig {
             0 => String::new(),
             _ => format!("dense attention for {} steps, ", thousands(from)),
         };
-        let all = match dsa.keep >= self.model.context {
-            true => "; they choose all bytes, because KEEP is not below --context",
-            false => "",
+        let all = match kept >= self.model.context {
+            true => format!("; they choose all bytes, because {what} not below --context"),
+            false => String::new(),
         };
         Some(match warmup {
             0 => format!("indexers learn beside the model from the first step on{all}"),

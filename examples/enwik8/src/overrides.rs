@@ -32,7 +32,7 @@ pub struct Overrides {
     /// Width of the model
     #[arg(long, value_parser = arguments::positive)]
     pub d_model: Option<usize>,
-    /// sparse, dense (causal, with the same parameters), or heads that choose single keys by content: routing, lsh, nsa or dsa (`enwik8 patterns` has
+    /// sparse, dense (causal, with the same parameters), or heads that choose single keys by content: routing, lsh, nsa, dsa or msa (`enwik8 patterns` has
     /// their forms)
     #[arg(long, value_name = "TEXT", value_parser = notation::attention, help_heading = ATTENTION)]
     pub attention: Option<AttentionKind>,
@@ -154,13 +154,13 @@ pub struct Overrides {
     /// Steps after which the layers see all that their pattern keeps, in place of --selection
     #[arg(long, value_parser = arguments::positive, value_name = "STEP", help_heading = CONTENT)]
     pub selection_until: Option<usize>,
-    /// With --attention dsa: steps of dense attention after --indexer-from that indexers alone learn by; the model stays as it is [default: 0]
+    /// With --attention dsa or msa: steps of dense attention after --indexer-from that indexers alone learn by; the model stays as it is [default: 0]
     #[arg(long, value_parser = arguments::whole, value_name = "STEPS", help_heading = CONTENT)]
     pub indexer_warmup: Option<usize>,
-    /// With --attention dsa: learning rate of the indexers while they alone learn [default: --lr]
+    /// With --attention dsa or msa: learning rate of the indexers while they alone learn [default: --lr]
     #[arg(long, value_parser = arguments::above_zero, value_name = "RATE", help_heading = CONTENT)]
     pub indexer_lr: Option<f64>,
-    /// With --attention dsa: steps of dense attention before that, by which the model alone learns [default: 0]
+    /// With --attention dsa or msa: steps of dense attention before that, by which the model alone learns [default: 0]
     #[arg(long, value_parser = arguments::whole, value_name = "STEP", help_heading = CONTENT)]
     pub indexer_from: Option<usize>,
     /// Steps between measurements of how much of the attention --selection keeps

@@ -70,17 +70,20 @@ pub fn replayed_decoding_chooses_pages(devices: &[Device]) {
     }
 }
 
-/// The same where an indexer chooses single keys, 12 of them.
+/// The same where an indexer chooses single keys, 12 of them, or three blocks of 16.
 pub fn replayed_decoding_chooses_keys(devices: &[Device]) {
-    for device in devices {
+    for (text, device) in ["dsa:12,3,2,8", "msa:16,3,8"]
+        .into_iter()
+        .flat_map(|text| devices.iter().map(move |device| (text, device)))
+    {
         let attention = BlockAttentionConfig::new().with_rope_theta(Some(1000.0));
         let model = config(Pattern::causal(), &[], device)
             .with_attention(Some(attention))
-            .with_content(Some("dsa:12,3,2,8".parse().unwrap()))
+            .with_content(Some(text.parse().unwrap()))
             .try_init(device)
             .unwrap();
         for (dtype, tolerance) in some_of([(KvDtype::Model, 2e-5), (KvDtype::Int8, 1e-2)], 2) {
-            let what = format!("dsa, {dtype:?} on {device:?}");
+            let what = format!("{text}, {dtype:?} on {device:?}");
             replayed_equals_plain(&what, model.clone(), dtype, tolerance, device);
         }
     }

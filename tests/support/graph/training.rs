@@ -523,10 +523,10 @@ pub fn replayed_training_equals_plain_training(devices: &[Device]) {
 
 /// The same with blocks and keys that each step chooses anew.
 pub fn replayed_training_chooses_as_plain_training(devices: &[Device]) {
-    let texts = ["nsa:8,4,16,3,20", "dsa:12,2,2,16"];
+    let texts = ["nsa:8,4,16,3,20", "dsa:12,2,2,16", "msa:8,3,16"];
     let mut ran = 0;
     for device in devices {
-        for text in some_of(texts, 2) {
+        for text in some_of(texts, 3) {
             let config =
                 SparseTransformerConfig::new(32, 2, Factorization::from(Pattern::causal()))
                     .with_vocab_size(13)

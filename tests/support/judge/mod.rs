@@ -5,6 +5,7 @@ pub mod compare;
 pub mod dsa;
 pub mod golden;
 pub mod moba;
+pub mod msa;
 pub mod norm;
 pub mod nsa;
 pub mod numbers;

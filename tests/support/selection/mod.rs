@@ -9,6 +9,7 @@ pub mod lists;
 pub mod long;
 pub mod moba;
 pub mod moba_lists;
+pub mod msa;
 pub mod nsa;
 pub mod nsa_choice;
 pub mod planted;

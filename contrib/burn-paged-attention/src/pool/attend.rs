@@ -38,6 +38,9 @@ impl Layer<'_> {
         if let Some(dsa) = self.choosing_dsa() {
             return self.dsa_step(x, dsa, pool, step, layer);
         }
+        if let Some(msa) = self.choosing_msa() {
+            return self.msa_step(x, msa, pool, step, layer);
+        }
         let [query, key, value] = self.project_heads(x, &step.positions)?;
         let (store, group, evictor) = pool.layer(step, layer);
         if cfg!(debug_assertions) {

@@ -308,9 +308,9 @@ impl Group {
         Ok(GroupStep {
             watch,
             copies: Copies::new(copies(), [rows, key.kv_heads, page_size], device),
-            index_copies: match key.dsa {
-                Some(_) => Copies::new(copies(), [rows, rows, page_size], device),
-                None => None,
+            index_copies: match key.dsa.is_some() || key.msa.is_some() {
+                true => Copies::new(copies(), [rows, rows, page_size], device),
+                false => None,
             },
             slots: step::slots_of(writes, rows, seq, device),
             road,

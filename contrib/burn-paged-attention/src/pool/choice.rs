@@ -10,7 +10,7 @@ use super::attend::as_stored;
 use super::layer::Layer;
 use super::step::Walk;
 use super::store::{Store, ints};
-use super::{KvPoolConfig, dsa, nsa};
+use super::{KvPoolConfig, dsa, msa, nsa};
 use crate::pages::{EvictionScore, KvRetention, Writes};
 use crate::summaries::select_pages;
 use crate::{PagedKeysValues, PagedOptions, PagedStore, paged_attention};
@@ -28,6 +28,10 @@ pub(super) fn page_size(layers: &[&SparseMultiHeadAttention], config: &KvPoolCon
     let sizes = choosing.filter_map(|mha| {
         if let Some(nsa) = mha.nsa() {
             return Some(nsa.config().pool_page_size().unwrap_or(16));
+        }
+        if let Some(msa) = mha.msa() {
+            // A page is a block, if pages can be as wide.
+            return Some(msa.config().block.clamp(16, 128));
         }
         let estimator = mha.selection()?.estimator();
         let block = estimator.grid().block;
@@ -48,8 +52,11 @@ pub(super) fn of_layer(
     if let Some(nsa) = mha.nsa() {
         return nsa::choice(nsa, config, page_size).map(Some);
     }
+    if let Some(msa) = mha.msa() {
+        return msa::choice(msa, mha.choosing_msa().is_some(), config, page_size);
+    }
     if mha.dsa().is_some() {
-        dsa::check(config)?;
+        dsa::check("dsa", config)?;
         return Ok(None);
     }
     if config.prompts_choose {

@@ -1,41 +1,44 @@
-//! Layers of DeepSeek sparse attention: what a pool holds of their indexers.
+//! Layers of DeepSeek sparse attention, and of MiniMax sparse attention: what a pool holds of their indexers.
 //!
 //! An indexer's keys lie in pages of the same table as the keys and values, so what the books say holds for them, too: copies behind a fork, steps back, what is
 //! known of a beginning. Behind a prompt a step reads all of an indexer's keys, and of the others those that are chosen.
 
 use burn::tensor::Device;
-use burn_sparse_transformer::TransformerError;
-use burn_sparse_transformer::dsa::DsaHeads;
 use burn_sparse_transformer::internal::{ensure, ensure_none};
+use burn_sparse_transformer::{SparseMultiHeadAttention, TransformerError};
 
 use super::store::{Store, Stored, lost};
 use super::{Group, KvPoolConfig, KvUsage};
 use crate::PoolError;
 use crate::pages::{KvRetention, SequenceId};
 
-/// That a pool of a configuration can keep a layer's keys.
-pub(super) fn check(config: &KvPoolConfig) -> Result<(), TransformerError> {
-    let expected = "none with dsa, whose tokens all choose their keys";
-    ensure_none("choosing_prompts", config.prompts_choose, expected)?;
-    let expected = "none with dsa, whose indexer chooses among all keys";
-    ensure_none("eviction", config.eviction.is_some(), expected)?;
+/// That a pool of a configuration can keep the keys of a layer, which errors call `name`.
+pub(super) fn check(name: &str, config: &KvPoolConfig) -> Result<(), TransformerError> {
+    let expected = format!("none with {name}, whose tokens all choose their keys");
+    ensure_none("choosing_prompts", config.prompts_choose, &expected)?;
+    let expected = format!("none with {name}, whose indexer chooses among all keys");
+    ensure_none("eviction", config.eviction.is_some(), &expected)?;
     let is_window = matches!(config.residency, KvRetention::Window { .. });
     let got = format!("{:?}", config.residency);
-    let expected = || "All or Reachable with dsa, whose indexer chooses among all keys".into();
+    let expected = || format!("All or Reachable with {name}, whose indexer chooses among all keys");
     ensure(!is_window, "residency", expected, got)
 }
 
-/// An indexer's keys of a layer in a group, empty. They stay as exact as they are: what is chosen depends on them.
+/// An indexer's keys of a layer in a group, if it has one that chooses, empty. They stay as exact as they are: what is chosen depends on them.
 pub(super) fn store(
     group: &Group,
-    dsa: &DsaHeads,
+    mha: &SparseMultiHeadAttention,
     device: &Device,
-) -> Result<Store, TransformerError> {
+) -> Result<Option<Store>, TransformerError> {
+    let (width, dtype) = match (mha.choosing_dsa(), mha.choosing_msa()) {
+        (Some(dsa), _) => (dsa.config().index_dim, dsa.indexer.dtype()),
+        (None, Some(msa)) => (msa.config().index_dim, msa.dtype()),
+        (None, None) => return Ok(None),
+    };
     let heads = group.key.kv_heads / group.books.table_rows();
     let [pages, page_size] = group.pages();
-    let widths = [dsa.config().index_dim, NO_VALUES];
-    let stored = Stored::Float(dsa.indexer.dtype());
-    Store::new([pages / heads, page_size], 1, widths, device, stored)
+    let (pages, stored) = ([pages / heads, page_size], Stored::Float(dtype));
+    Store::new(pages, 1, [width, NO_VALUES], device, stored).map(Some)
 }
 
 /// Width of the values that an indexer does not have, but a store does.
@@ -49,14 +52,22 @@ pub(super) fn add_usage(
     usage: &mut KvUsage,
 ) -> Result<(), PoolError> {
     let Group { key, books, .. } = group;
-    let dsa = key.dsa.as_ref().ok_or_else(lost)?;
     let tokens = books.len(id)?;
     usage.summary_bytes += books.usage(id)?.slots * index.slot_bytes();
-    usage.read_bytes += match tokens > dsa.keep {
-        true => tokens * index.slot_bytes(),
-        false => 0,
+    let kept = match (&key.dsa, &key.msa) {
+        (Some(dsa), _) => dsa.keep,
+        // What is not read of the others is known by the choice of pages.
+        (None, msa) => {
+            let msa = msa.as_ref().ok_or_else(lost)?;
+            msa.block.saturating_mul(msa.keep)
+        }
     };
-    let unread = tokens.saturating_sub(dsa.keep) * key.kv_heads * keys.slot_bytes();
-    usage.read_bytes = usage.read_bytes.saturating_sub(unread);
+    if tokens > kept {
+        usage.read_bytes += tokens * index.slot_bytes();
+    }
+    if key.dsa.is_some() {
+        let unread = tokens.saturating_sub(kept) * key.kv_heads * keys.slot_bytes();
+        usage.read_bytes = usage.read_bytes.saturating_sub(unread);
+    }
     Ok(())
 }

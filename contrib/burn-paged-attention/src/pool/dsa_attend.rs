@@ -28,6 +28,28 @@ impl Layer<'_> {
     ) -> Result<Tensor<4>, TransformerError> {
         let index = dsa.chosen_by(dsa.index(x.clone(), &step.positions)?)?;
         let [query, key, value] = self.project_heads(x, &step.positions)?;
+        let pair = [key.clone(), value.clone()];
+        let (road, stores) = self.write_indexed(pool, step, layer, (pair, index.k.clone()))?;
+        match road {
+            // Rows behind a prompt are chosen by none.
+            Road::Dense(_) => {
+                let heads = [query, key, value];
+                let parts = DsaParts { heads, index };
+                dsa.attend_parts(parts, self.attention_options())
+            }
+            Road::Paged(walk) => self.attend_chosen_keys(query, stores, (dsa, index), walk),
+            Road::Gathered(_) => Err(lost()),
+        }
+    }
+
+    /// Writes a step's keys and values, and an indexer's keys: how queries see them, and where they are.
+    pub(super) fn write_indexed<'a>(
+        &self,
+        pool: &'a mut KvPool,
+        step: &'a Step,
+        layer: usize,
+        (pair, index): ([Tensor<4>; 2], Tensor<4>),
+    ) -> Result<(&'a Road, [&'a Store; 2]), TransformerError> {
         let (at, store) = &mut pool.layers[layer];
         let group = &step.groups[*at];
         let keys = pool.indexes[layer].as_mut().ok_or_else(lost)?;
@@ -35,22 +57,12 @@ impl Layer<'_> {
             store.poison(&group.freed, self.n_kv_heads() / group.slots.dims()[1]);
             keys.poison(&group.freed, 1);
         }
-        let pair = [key.clone(), value.clone()];
         store.write(group.copies.as_ref(), pair, group.slots.clone())?;
-        let [batch, _, seq, _] = index.k.dims();
-        let none = Tensor::zeros([batch, 1, seq, NO_VALUES], &index.k.device());
-        let pair = [index.k.clone(), none];
-        keys.write(group.index_copies.as_ref(), pair, group.slots.clone())?;
-        match &group.road {
-            // Rows behind a prompt are chosen by none.
-            Road::Dense(_) => {
-                let heads = [query, key, value];
-                let parts = DsaParts { heads, index };
-                dsa.attend_parts(parts, self.attention_options())
-            }
-            Road::Paged(walk) => self.attend_chosen_keys(query, [store, keys], (dsa, index), walk),
-            Road::Gathered(_) => Err(lost()),
-        }
+        let [batch, _, seq, _] = index.dims();
+        let none = Tensor::zeros([batch, 1, seq, NO_VALUES], &index.device());
+        let slots = group.slots.clone();
+        keys.write(group.index_copies.as_ref(), [index, none], slots)?;
+        Ok((&group.road, [store, keys]))
     }
 
     /// Attention of queries `[batch, heads, s, d_k]` to the keys that an indexer chooses for each of them, where they lie.

@@ -9,6 +9,7 @@ mod dsa_attend;
 mod evict;
 mod layer;
 mod model;
+mod msa;
 mod nsa;
 mod nsa_attend;
 mod nsa_step;
@@ -84,9 +85,9 @@ pub struct KvUsage {
     pub all_bytes: usize,
     /// Bytes of what evicted keys are chosen by.
     pub score_bytes: usize,
-    /// Bytes of what queries choose pages by: of `nsa` room for compressed keys and their values, of `dsa` for an indexer's keys.
+    /// Bytes of what queries choose pages by: of `nsa` room for compressed keys and their values, of `dsa` and `msa` for an indexer's keys.
     pub summary_bytes: usize,
-    /// Bytes of the keys and values that a query at the end attends to: in layers whose queries choose pages those of the chosen, in others all that are live. Of `nsa` all branches count, and of `dsa` the
+    /// Bytes of the keys and values that a query at the end attends to: in layers whose queries choose pages those of the chosen, in others all that are live. Of `nsa` all branches count, and of `dsa` and `msa` the
     /// indexer's keys that choose, so that it may be more than is live where an indexer is as wide as a head.
     pub read_bytes: usize,
 }
@@ -243,13 +244,12 @@ impl KvPool {
                     let of_layer = Branches::new(&groups, at, mha, nsa, stored, &device)?;
                     (store, Some(of_layer))
                 }
+                // Its index branch has keys of its own.
+                (None, Some(_)) if mha.msa().is_some() => (store, None),
                 (None, Some(choice)) => (store.with_summaries(choice.summary), None),
                 (None, None) => (store, None),
             };
-            indexes.push(match mha.choosing_dsa() {
-                Some(dsa) => Some(dsa::store(&groups[at], dsa, &device)?),
-                None => None,
-            });
+            indexes.push(dsa::store(&groups[at], mha, &device)?);
             stores.push((at, store));
             branches.push(of_layer);
         }

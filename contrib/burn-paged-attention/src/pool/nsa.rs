@@ -69,6 +69,7 @@ pub(super) fn groups(
             selection: None,
             nsa: None,
             dsa: None,
+            msa: None,
         };
         match groups.iter().position(|group| group.key == key) {
             Some(at) => Ok(at),

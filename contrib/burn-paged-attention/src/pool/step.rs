@@ -9,6 +9,7 @@ use burn_sparse_select::pages::PageChoice;
 use burn_sparse_transformer::SparseMultiHeadAttention;
 use burn_sparse_transformer::decoder::Positions;
 use burn_sparse_transformer::dsa::DsaHeadsConfig;
+use burn_sparse_transformer::msa::MsaHeadsConfig;
 use burn_sparse_transformer::nsa::NsaHeadsConfig;
 
 use super::KvStep;
@@ -181,6 +182,8 @@ pub(super) struct GroupKey {
     pub nsa: Option<NsaHeadsConfig>,
     /// By an indexer.
     pub dsa: Option<DsaHeadsConfig>,
+    /// Blocks by one.
+    pub msa: Option<MsaHeadsConfig>,
 }
 
 impl GroupKey {
@@ -194,6 +197,7 @@ impl GroupKey {
             selection: mha.selection().cloned(),
             nsa: mha.nsa().map(|nsa| nsa.config().clone()),
             dsa: mha.choosing_dsa().map(|dsa| dsa.config().clone()),
+            msa: mha.choosing_msa().map(|msa| msa.config().clone()),
         }
     }
 
@@ -207,6 +211,7 @@ impl GroupKey {
             && self.selection.as_ref() == mha.selection()
             && self.nsa.as_ref() == mha.nsa().map(|nsa| nsa.config())
             && self.dsa.as_ref() == mha.choosing_dsa().map(|dsa| dsa.config())
+            && self.msa.as_ref() == mha.choosing_msa().map(|msa| msa.config())
     }
 
     /// Whether attention over pages knows all that the layers add to scores.

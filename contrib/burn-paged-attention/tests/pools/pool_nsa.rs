@@ -20,14 +20,16 @@ const CONTEXT: usize = 128;
 const SEQ: usize = 103;
 
 /// One block of seven beside the forced ones, with all kinds of compression and of sharing; a window that pages do not fit; compressed blocks that do not
-/// overlap, and that overlap fourfold; none that are chosen, and no window. The last two have an indexer.
-const TEXTS: [&str; 6] = [
+/// overlap, and that overlap fourfold; none that are chosen, and no window. The last ones have an indexer, of single keys or of blocks.
+const TEXTS: [&str; 8] = [
     "nsa:8,4,16,4,10",
     "nsa:16,4,16,5,40,mlp,shared",
     "nsa:8,8,16,4,24,shared",
     "nsa:32,16,32,3,0,mlp",
     "dsa:20,3,3,8",
     "dsa:20,3,3,8,fp8",
+    "msa:16,3,8",
+    "msa:32,2,8",
 ];
 
 fn model(text: &str, kv_heads: usize, device: &Device) -> SparseTransformer {
@@ -108,7 +110,7 @@ fn read(
 /// Prompts of unequal lengths, several tokens at once, then single ones.
 #[rstest]
 fn tokens_one_by_one_are_those_of_the_whole(
-    #[values(0, 1, 2, 3, 4, 5)] text: usize,
+    #[values(0, 1, 2, 3, 4, 5, 6, 7)] text: usize,
     #[values(1, 4)] kv_heads: usize,
 ) {
     for device in devices() {
@@ -152,7 +154,7 @@ fn layers_in_bf16_read_token_by_token(#[values(0, 1, 2, 3)] text: usize) {
 
 /// Prompts that end around strides, blocks and pages, in one call; some sequences begin without one.
 #[rstest]
-fn prompts_end_anywhere(#[values(0, 1, 2, 3, 4, 5)] text: usize) {
+fn prompts_end_anywhere(#[values(0, 1, 2, 3, 4, 5, 6, 7)] text: usize) {
     let device = Device::flex();
     let _guard = seed(&device, 22);
     let model = model(TEXTS[text], 2, &device);
@@ -187,7 +189,7 @@ fn prompts_end_anywhere(#[values(0, 1, 2, 3, 4, 5)] text: usize) {
 /// What was taken back, copied, saved and loaded, or had another sequence's keys leaves nothing behind.
 #[rstest]
 fn pages_are_as_if_nothing_had_happened(
-    #[values(0, 1, 2, 3, 4)] text: usize,
+    #[values(0, 1, 2, 3, 4, 6)] text: usize,
     #[values(KvRetention::All, KvRetention::Reachable)] residency: KvRetention,
 ) {
     let device = Device::flex();
@@ -298,7 +300,7 @@ fn bytes_of_all_branches_are_counted() {
 }
 
 #[rstest]
-fn generated_text_does_not_depend_on_the_batch(#[values(0, 4)] text: usize) {
+fn generated_text_does_not_depend_on_the_batch(#[values(0, 4, 6)] text: usize) {
     let device = Device::flex();
     let _guard = seed(&device, 26);
     let model = model(TEXTS[text], 2, &device);
@@ -323,6 +325,7 @@ fn generated_text_does_not_depend_on_the_batch(#[values(0, 4)] text: usize) {
 #[case("nsa:8,4,16,9,10", KvDtype::Int8, 0.02)]
 #[case("nsa:8,4,16,9,10", KvDtype::Fp8E4m3, 0.1)]
 #[case("dsa:128,0,3,8", KvDtype::Int8, 0.02)]
+#[case("msa:16,7,8", KvDtype::Int8, 0.02)]
 fn pages_in_eight_bits(#[case] text: &str, #[case] dtype: KvDtype, #[case] most: f32) {
     let device = Device::flex();
     let _guard = seed(&device, 27);
@@ -381,6 +384,10 @@ fn what_a_pool_does_not_do_is_refused() {
         pool(TEXTS[0], room().with_residency(window)) => "residency must be All or Reachable with nsa, which has a window of its own, got Window { window: 9, sinks: 1 }";
         pool(TEXTS[0], room().with_page_size(32)) => "page_size must be a power of two that 4, the stride of nsa, divides, and a divisor of 16, its selected block, got 32";
         pool("nsa:8,4,8,4,10", room()) => "page_size must be a power of two that 4, the stride of nsa, divides, and a divisor of 8, its selected block, got 16";
+        pool(TEXTS[6], room().with_choosing_prompts()) => "choosing_prompts must be none with msa, whose tokens all choose their keys, got some";
+        pool(TEXTS[6], room().with_eviction(EvictionConfig::key_norm(9))) => "eviction must be none with msa, whose indexer chooses among all keys, got some";
+        pool("msa:8,3,8", room()) => "page_size must be a power of two that divides 8, the block of msa, got 16";
+        pool(TEXTS[6], room().with_page_size(32)) => "page_size must be a power of two that divides 16, the block of msa, got 32";
         pool(TEXTS[4], room().with_choosing_prompts()) => "choosing_prompts must be none with dsa, whose tokens all choose their keys, got some";
         pool(TEXTS[4], room().with_eviction(EvictionConfig::key_norm(9))) => "eviction must be none with dsa, whose indexer chooses among all keys, got some";
         pool(TEXTS[4], room().with_residency(window)) => "residency must be All or Reachable with dsa, whose indexer chooses among all keys, got Window { window: 9, sinks: 1 }";

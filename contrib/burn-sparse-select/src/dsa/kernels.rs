@@ -175,12 +175,13 @@ fn mean(x: Tensor<2>) -> Tensor<1> {
     sums.reshape([1, count / width]).mean_dim(1).reshape([1])
 }
 
-/// The mean of the losses of queries, and its gradients. `numbers` of scores are in memory at a time.
+/// The mean of the losses of queries, and its gradients; of attention with this lse, or of the dense one. `numbers` of scores are in memory at a time.
 pub(crate) fn loss(
     index: &DsaIndex,
     [q, k]: [&Tensor<4>; 2],
     scale: f64,
     over: DsaTarget,
+    lse: Option<Tensor<3>>,
     numbers: usize,
 ) -> Option<Found> {
     let index = Index::new(index);
@@ -198,13 +199,19 @@ pub(crate) fn loss(
             return None;
         }
     }
-    let shape = LayoutShape::new(heads, [seq_q, seq_kv], BLOCK);
-    let layout = DENSE.of_pattern(&Pattern::causal(), shape).ok()?;
-    let options = AttentionOptions::default().scale(scale);
-    let (_, lse) = SparseAttentionCall::new(q.clone(), k.clone(), k.clone(), &layout)
-        .options(options)
-        .run_with_lse()
-        .ok()?;
+    let lse = match lse {
+        Some(lse) => lse,
+        None => {
+            let shape = LayoutShape::new(heads, [seq_q, seq_kv], BLOCK);
+            let layout = DENSE.of_pattern(&Pattern::causal(), shape).ok()?;
+            let options = AttentionOptions::default().scale(scale);
+            let (_, lse) = SparseAttentionCall::new(q.clone(), k.clone(), k.clone(), &layout)
+                .options(options)
+                .run_with_lse()
+                .ok()?;
+            lse
+        }
+    };
     let target = TargetInputs {
         q: q.into_dispatch(),
         k: k.into_dispatch(),

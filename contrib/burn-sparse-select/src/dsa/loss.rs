@@ -55,12 +55,28 @@ impl Dsa {
             )?;
         }
         let scale = scale.unwrap_or(1.0 / (head_dim.max(1) as f64).sqrt());
+        Ok(self.compared(index, [q, k], scale, over, None))
+    }
+
+    /// The same of arguments that were checked; with the lse of other attention than the dense one, if it is that which is compared.
+    pub(crate) fn compared(
+        &self,
+        index: &DsaIndex,
+        [q, k]: [&Tensor<4>; 2],
+        scale: f64,
+        over: DsaTarget,
+        lse: Option<Tensor<3>>,
+    ) -> Tensor<1> {
         #[cfg(feature = "cube")]
-        if let Some(found) = crate::dsa::kernels::loss(index, [q, k], scale, over, self.numbers) {
-            return Ok(found.in_graph_of(index));
+        {
+            let (lse, numbers) = (lse.clone(), self.numbers);
+            if let Some(found) = crate::dsa::kernels::loss(index, [q, k], scale, over, lse, numbers)
+            {
+                return found.in_graph_of(index);
+            }
         }
-        let found = self.reference(index, [q, k], scale, over);
-        Ok(found.in_graph_of(index))
+        let found = self.reference(index, [q, k], scale, over, lse);
+        found.in_graph_of(index)
     }
 
     /// The same in Burn's operations.
@@ -70,6 +86,7 @@ impl Dsa {
         [q, k]: [&Tensor<4>; 2],
         scale: f64,
         over: DsaTarget,
+        lse: Option<Tensor<3>>,
     ) -> Found {
         let [batch, _, seq_q, _] = q.dims();
         let scores = Scores::new(&index.clone().without_autodiff(), self.numbers);
@@ -79,6 +96,7 @@ impl Dsa {
             k: k.clone().without_autodiff().cast(dtype),
             scale,
             over,
+            lse: lse.map(|lse| lse.cast(dtype)),
         };
         let widest = scores.heads().max(target.q.dims()[1]);
         let mut sum = None;
@@ -102,6 +120,8 @@ struct Target<'a> {
     k: Tensor<4>,
     scale: f64,
     over: DsaTarget<'a>,
+    /// That of attention over the keys that count, if it is not that of the dense one.
+    lse: Option<Tensor<3>>,
 }
 
 impl Target<'_> {
@@ -132,7 +152,7 @@ impl Target<'_> {
         }
     }
 
-    /// The mean over the heads of the weights of dense attention: `[batch, rows, seq_kv]`.
+    /// The mean over the heads of the weights of attention, which are anything for keys that do not count: `[batch, rows, seq_kv]`.
     fn weights(
         &self,
         rows: &Range<usize>,
@@ -152,13 +172,23 @@ impl Target<'_> {
             for start in (0..group).step_by(heads_at_a_time) {
                 let end = (start + heads_at_a_time).min(group);
                 let own = kv_head * group + start..kv_head * group + end;
-                let q = self.q.clone().slice_dim(1, own).slice_dim(2, rows.clone());
+                let q = self.q.clone().slice_dim(1, own.clone());
+                let q = q.slice_dim(2, rows.clone());
                 let q = q.mul_scalar(self.scale);
                 let q = q.reshape([batch, 1, (end - start) * rows.len(), width]);
                 let scores = q.matmul(k.clone());
                 let dims = [batch, end - start, rows.len(), seq_kv];
-                let later = later.clone().unsqueeze_dim::<4>(1).expand(dims);
-                let weights = softmax_over(scores.reshape(dims), later).0;
+                let scores = scores.reshape(dims);
+                let weights = match &self.lse {
+                    None => {
+                        let later = later.clone().unsqueeze_dim::<4>(1).expand(dims);
+                        softmax_over(scores, later).0
+                    }
+                    Some(lse) => {
+                        let lse = lse.clone().slice_dim(1, own).slice_dim(2, rows.clone());
+                        (scores - lse.unsqueeze_dim(3)).exp()
+                    }
+                };
                 let weights = weights.sum_dim(1).squeeze_dim(1);
                 sum = Some(match sum {
                     None => weights,

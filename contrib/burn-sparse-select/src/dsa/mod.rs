@@ -31,7 +31,8 @@ use crate::selection::key_lists::{TokenIndices, token_sparse_attention};
 use burn_blocksparse::{AttentionOptions, OpError};
 pub use found::DsaTarget;
 pub use scores::{DsaIndex, DsaLists};
-use slabs::Slabs;
+pub(crate) use scores::{check_index, together};
+pub(crate) use slabs::Slabs;
 
 /// DeepSeek sparse attention (DeepSeek-V3.2-Exp, 2025, §2): every query attends to the `keep` keys up to its own position that a lightning indexer scores
 /// highest,

@@ -32,32 +32,12 @@ impl DsaIndex {
     /// # Errors
     /// [`OpError`] if shapes, dtypes or devices do not fit each other, if a size is 0, or if there are more queries than keys.
     pub fn new(q: Tensor<4>, k: Tensor<4>, weights: Tensor<3>) -> Result<Self, OpError> {
-        served(&q.device())?;
-        let [batch, heads, seq_q, width] = q.dims();
-        let [k_batch, k_heads, seq_kv, k_width] = k.dims();
-        for (argument, size) in [
-            ("index q's batch", batch),
-            ("index q's heads", heads),
-            ("index q's index_dim", width),
-        ] {
-            OpError::ensure_positive(argument, size)?;
-        }
-        let whose = "index q's";
-        OpError::expect_same("index k's batch", batch, whose, k_batch)?;
-        OpError::expect_same("index k's heads", 1, "one key a token", k_heads)?;
-        OpError::expect_same("index k's index_dim", width, whose, k_width)?;
-        let expected = [batch, heads, seq_q];
+        check_index(&q, &k)?;
+        let [batch, heads, seq_q, _] = q.dims();
+        let (whose, expected) = ("index q's", [batch, heads, seq_q]);
         OpError::expect_same("index weights' shape", expected, whose, weights.dims())?;
-        if seq_q == 0 || seq_kv < seq_q {
-            let expected = format!("between 1 and seq_kv, which is {seq_kv}");
-            return Err(OpError::argument("index q's seq_q", expected, seq_q));
-        }
-        for (argument, got) in [
-            ("index k's device", k.device()),
-            ("index weights' device", weights.device()),
-        ] {
-            OpError::expect_same(argument, q.device(), whose, got)?;
-        }
+        let got = weights.device();
+        OpError::expect_same("index weights' device", q.device(), whose, got)?;
         Ok(Self {
             q,
             k,
@@ -78,6 +58,29 @@ impl DsaIndex {
             ..self
         }
     }
+}
+
+/// That queries and keys make an index.
+pub(crate) fn check_index(q: &Tensor<4>, k: &Tensor<4>) -> Result<(), OpError> {
+    served(&q.device())?;
+    let [batch, heads, seq_q, width] = q.dims();
+    let [k_batch, k_heads, seq_kv, k_width] = k.dims();
+    for (argument, size) in [
+        ("index q's batch", batch),
+        ("index q's heads", heads),
+        ("index q's index_dim", width),
+    ] {
+        OpError::ensure_positive(argument, size)?;
+    }
+    let whose = "index q's";
+    OpError::expect_same("index k's batch", batch, whose, k_batch)?;
+    OpError::expect_same("index k's heads", 1, "one key a token", k_heads)?;
+    OpError::expect_same("index k's index_dim", width, whose, k_width)?;
+    if seq_q == 0 || seq_kv < seq_q {
+        let expected = format!("between 1 and seq_kv, which is {seq_kv}");
+        return Err(OpError::argument("index q's seq_q", expected, seq_q));
+    }
+    OpError::expect_same("index k's device", q.device(), whose, k.device())
 }
 
 /// Queries of an indexer, and lists of the keys that each of them chooses among. On no autodiff device.

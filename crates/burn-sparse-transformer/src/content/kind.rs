@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::{LshHeadsConfig, RoutingHeadsConfig};
 use crate::TransformerError;
 use crate::dsa::DsaHeadsConfig;
+use crate::msa::MsaHeadsConfig;
 use crate::nsa::NsaHeadsConfig;
 
 /// How the heads of an attention that are not its pattern's choose their keys: each token for itself, by content.
@@ -34,6 +35,8 @@ pub enum ContentAttention {
     Nsa(NsaHeadsConfig),
     /// By an indexer that learns (DeepSeek-V3.2-Exp, 2025), in all heads of a layer: [`DsaHeads`](crate::dsa::DsaHeads).
     Dsa(DsaHeadsConfig),
+    /// By an index branch that learns, which chooses blocks for each head of keys (MiniMax, 2026), in all heads of a layer: [`MsaHeads`](crate::msa::MsaHeads).
+    Msa(MsaHeadsConfig),
 }
 
 impl ContentAttention {
@@ -43,29 +46,31 @@ impl ContentAttention {
         "lsh:BUCKET,ROUNDS[,dedup]  chunks of BUCKET tokens that hash alike (Kitaev et al., 2020)",
         "nsa[:BLOCK,STRIDE,SELECTED,KEEP,WINDOW][,mlp][,shared]  compressed blocks, KEEP blocks of SELECTED tokens and a window, in all heads (Yuan et al., 2025)",
         "dsa[:KEEP,NEAR[,HEADS,WIDTH[,PRECISION][,fp8]]]  KEEP single keys, the NEAR last ones among them, by an indexer of HEADS heads in a precision (f32, bf16; default: the attention's), or rounded to fp8 for choosing, in all heads (DeepSeek-V3.2-Exp, 2025)",
+        "msa[:BLOCK,KEEP[,WIDTH]]  KEEP blocks of BLOCK tokens, the own one among them, by an index branch of a width, in all heads (MiniMax, 2026)",
     ];
 
-    /// Whether tokens that come later change nothing of what a token sees, as with `nsa` and `dsa` alone: the others decode from no cache, and language models that are
+    /// Whether tokens that come later change nothing of what a token sees, as with `nsa`, `dsa` and `msa` alone: the others decode from no cache, and language models that are
     /// trained with them are scored a little too well.
     pub fn is_prefix_stable(&self) -> bool {
         match self {
             Self::Routing(_) | Self::Lsh(_) => false,
-            Self::Nsa(_) | Self::Dsa(_) => true,
+            Self::Nsa(_) | Self::Dsa(_) | Self::Msa(_) => true,
         }
     }
 
     /// Whether it is all heads of a layer, and not some beside those of a pattern.
     pub fn is_whole_layer(&self) -> bool {
-        matches!(self, Self::Nsa(_) | Self::Dsa(_))
+        matches!(self, Self::Nsa(_) | Self::Dsa(_) | Self::Msa(_))
     }
 
-    /// Tokens of a cluster, of a chunk or of a window; of `dsa` those that are always seen.
+    /// Tokens of a cluster, of a chunk or of a window; of `dsa` those that are always seen, of `msa` a block.
     pub fn window(&self) -> usize {
         match self {
             Self::Routing(config) => config.window,
             Self::Lsh(config) => config.bucket,
             Self::Nsa(config) => config.window,
             Self::Dsa(config) => config.near,
+            Self::Msa(config) => config.block,
         }
     }
 
@@ -75,6 +80,7 @@ impl ContentAttention {
             Self::Lsh(config) => config.validate(),
             Self::Nsa(config) => config.validate(),
             Self::Dsa(config) => config.validate(),
+            Self::Msa(config) => config.validate(),
         }
     }
 
@@ -103,6 +109,7 @@ impl fmt::Display for ContentAttention {
             }
             Self::Nsa(config) => config.write(f),
             Self::Dsa(config) => config.write(f),
+            Self::Msa(config) => config.write(f),
         }
     }
 }
@@ -115,6 +122,7 @@ impl FromStr for ContentAttention {
             match text {
                 NsaHeadsConfig::NAME => return Some(Self::Nsa(NsaHeadsConfig::new())),
                 DsaHeadsConfig::NAME => return Some(Self::Dsa(DsaHeadsConfig::new())),
+                MsaHeadsConfig::NAME => return Some(Self::Msa(MsaHeadsConfig::new())),
                 _ => {}
             }
             let (name, arguments) = text.split_once(':')?;
@@ -134,11 +142,12 @@ impl FromStr for ContentAttention {
                 ),
                 (NsaHeadsConfig::NAME, arguments) => Self::Nsa(NsaHeadsConfig::read(arguments)?),
                 (DsaHeadsConfig::NAME, arguments) => Self::Dsa(DsaHeadsConfig::read(arguments)?),
+                (MsaHeadsConfig::NAME, arguments) => Self::Msa(MsaHeadsConfig::read(arguments)?),
                 _ => return None,
             })
         };
         let found = read(text).ok_or_else(|| {
-            let expected = "routing:WINDOW[,CLUSTERS], lsh:BUCKET,ROUNDS[,dedup], nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW[,mlp][,shared] or dsa:KEEP,NEAR[,HEADS,WIDTH[,PRECISION][,fp8]]";
+            let expected = "routing:WINDOW[,CLUSTERS], lsh:BUCKET,ROUNDS[,dedup], nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW[,mlp][,shared], dsa:KEEP,NEAR[,HEADS,WIDTH[,PRECISION][,fp8]] or msa:BLOCK,KEEP[,WIDTH]";
             TransformerError::argument("content", expected, format!("{text:?}"))
         })?;
         found.validate()?;
@@ -155,7 +164,7 @@ mod tests {
         let texts = "
             routing:128 routing:64,8 lsh:64,4 lsh:32,1,dedup nsa:32,16,64,16,512 nsa:8,4,16,4,0,mlp
             nsa:8,4,16,4,32,shared nsa:8,4,16,4,32,mlp,shared dsa:64,8,4,32 dsa:64,8,4,32,f32 dsa:64,8,4,32,bf16
-            dsa:64,8,4,32,fp8 dsa:64,8,4,32,bf16,fp8
+            dsa:64,8,4,32,fp8 dsa:64,8,4,32,bf16,fp8 msa:64,8,32
         ";
         for text in texts.split_whitespace() {
             let content: ContentAttention = text.parse().unwrap();
@@ -163,7 +172,7 @@ mod tests {
             let json = serde_json::to_string(&content).unwrap();
             let read: ContentAttention = serde_json::from_str(&json).unwrap();
             assert_eq!(read, content);
-            let stable = ["nsa", "dsa"].contains(&&text[..3]);
+            let stable = ["nsa", "dsa", "msa"].contains(&&text[..3]);
             assert_eq!(content.is_prefix_stable(), stable);
         }
         for (text, written) in [
@@ -171,6 +180,8 @@ mod tests {
             ("nsa:mlp", "nsa:32,16,64,16,512,mlp"),
             ("dsa", "dsa:2048,0,64,128"),
             ("dsa:64,8", "dsa:64,8,64,128"),
+            ("msa", "msa:128,16,128"),
+            ("msa:64,8", "msa:64,8,128"),
         ] {
             let content: ContentAttention = text.parse().unwrap();
             assert_eq!(content.to_string(), written);
@@ -179,14 +190,14 @@ mod tests {
             routing routing: routing:x routing:8, routing:8,2,1 lsh:64 lsh:64,4,twice lsh:64,4,dedup, moba:8,2
             nsa: nsa:32 nsa:32,16,64,16,x nsa:32,16,64,16,-1 nsa:32,16,64,16,512,shared,mlp
             nsa:32,16,64,16,512,7 dsa: dsa:64 dsa:64,8,4 dsa:f32 dsa:64,8,f32 dsa:64,8,fp8
-            dsa:64,8,4,32,fp8,bf16 dsa:64,8,4,32,f16 dsa:64,x
+            dsa:64,8,4,32,fp8,bf16 dsa:64,8,4,32,f16 dsa:64,x msa: msa:64 msa:64,8,x msa:64,8,32,2
         ";
         for text in texts.split_whitespace().chain([""]) {
             let error = text.parse::<ContentAttention>().unwrap_err().to_string();
             assert_eq!(
                 error,
                 format!(
-                    "content must be routing:WINDOW[,CLUSTERS], lsh:BUCKET,ROUNDS[,dedup], nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW[,mlp][,shared] or dsa:KEEP,NEAR[,HEADS,WIDTH[,PRECISION][,fp8]], got {text:?}"
+                    "content must be routing:WINDOW[,CLUSTERS], lsh:BUCKET,ROUNDS[,dedup], nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW[,mlp][,shared], dsa:KEEP,NEAR[,HEADS,WIDTH[,PRECISION][,fp8]] or msa:BLOCK,KEEP[,WIDTH], got {text:?}"
                 )
             );
         }
@@ -205,6 +216,12 @@ mod tests {
             ),
             ("dsa:4,5", "near must be at most keep, which is 4, got 5"),
             ("dsa:4,0,0,8", "index_heads must be at least 1, got 0"),
+            ("msa:64,0", "keep must be at least 1, the own block, got 0"),
+            (
+                "msa:48,4",
+                "block must be 8, 16, 32, 64, 128 or a larger multiple of 128, got 48",
+            ),
+            ("msa:64,4,0", "index_dim must be at least 1, got 0"),
         ] {
             let error = text.parse::<ContentAttention>().unwrap_err();
             assert_eq!(error.to_string(), message);

@@ -10,9 +10,10 @@ use super::kind::ContentAttention;
 use super::lsh::LshHeads;
 use super::routing::RoutingHeads;
 use crate::call::{Call, Seen};
-use crate::dsa::DsaHeads;
+use crate::dsa::{DsaHeads, DsaStage};
 use crate::error::{ensure, ensure_none};
 use crate::kind::{AttentionKind, check_causal, display};
+use crate::msa::MsaHeads;
 use crate::nsa::NsaHeads;
 use crate::stream::Stream;
 use crate::{
@@ -35,6 +36,8 @@ pub struct ContentHeads {
     pub nsa: Option<NsaHeads>,
     /// Those of DeepSeek sparse attention, which are all of a layer; queries, keys and values are the layer's own.
     pub dsa: Option<DsaHeads>,
+    /// Those of MiniMax sparse attention, which are all of a layer; queries, keys and values are the layer's own.
+    pub msa: Option<MsaHeads>,
     local_heads: usize,
     #[module(skip)]
     config: ContentAttention,
@@ -53,10 +56,11 @@ impl ContentHeads {
 
     /// How they find their keys.
     pub(crate) fn kind(&self) -> &dyn AttentionKind {
-        match (&self.nsa, &self.dsa) {
-            (Some(nsa), _) => nsa,
-            (None, Some(dsa)) => dsa,
-            (None, None) => self,
+        match (&self.nsa, &self.dsa, &self.msa) {
+            (Some(nsa), ..) => nsa,
+            (_, Some(dsa), _) => dsa,
+            (.., Some(msa)) => msa,
+            (None, None, None) => self,
         }
     }
 
@@ -64,12 +68,24 @@ impl ContentHeads {
     pub(crate) fn layers_mut(&mut self) -> Vec<&mut Linear> {
         let nsa = self.nsa.iter_mut().flat_map(NsaHeads::layers_mut);
         let dsa = self.dsa.iter_mut().flat_map(|dsa| dsa.indexer.layers_mut());
-        nsa.chain(dsa).collect()
+        let msa = self.msa.iter_mut().flat_map(MsaHeads::layers_mut);
+        nsa.chain(dsa).chain(msa).collect()
     }
 
     /// The rotations of an indexer.
     pub(crate) fn index_rope_mut(&mut self) -> Option<&mut Option<RotaryEncoding>> {
-        self.dsa.as_mut().map(|dsa| &mut dsa.indexer.rope)
+        match (&mut self.dsa, &mut self.msa) {
+            (Some(dsa), _) => Some(&mut dsa.indexer.rope),
+            (None, msa) => msa.as_mut().map(|msa| &mut msa.rope),
+        }
+    }
+
+    /// How far the training of an indexer is.
+    pub(crate) fn stage_mut(&mut self) -> Option<&mut DsaStage> {
+        match (&mut self.dsa, &mut self.msa) {
+            (Some(dsa), _) => Some(&mut dsa.stage),
+            (None, msa) => msa.as_mut().map(|msa| &mut msa.stage),
+        }
     }
 
     fn new(
@@ -87,13 +103,14 @@ impl ContentHeads {
                 routing = Some(means);
             }
             ContentAttention::Lsh(config) => lsh = Some(config.try_init()?),
-            ContentAttention::Nsa(_) | ContentAttention::Dsa(_) => {}
+            ContentAttention::Nsa(_) | ContentAttention::Dsa(_) | ContentAttention::Msa(_) => {}
         }
         Ok(Self {
             routing,
             lsh,
             nsa: None,
             dsa: None,
+            msa: None,
             local_heads,
             config: config.clone(),
         })
@@ -205,6 +222,7 @@ impl SparseMultiHeadAttentionConfig {
         match content {
             ContentAttention::Nsa(config) => return self.validate_nsa(config),
             ContentAttention::Dsa(config) => return self.validate_dsa(config),
+            ContentAttention::Msa(config) => return self.validate_msa(config),
             ContentAttention::Routing(_) | ContentAttention::Lsh(_) => {}
         }
         let local = self.pattern_heads();
@@ -250,7 +268,7 @@ impl SparseMultiHeadAttentionConfig {
     }
 
     /// That there is none of the options that no heads by content have.
-    pub(crate) fn ensure_no_options(&self, expected: &'static str) -> Result<(), TransformerError> {
+    pub(crate) fn ensure_no_options(&self, expected: &str) -> Result<(), TransformerError> {
         for (argument, given) in [
             ("selection", self.selection.is_some()),
             ("head_dim", self.head_dim.is_some()),
@@ -285,6 +303,7 @@ impl SparseMultiHeadAttentionConfig {
         match content {
             ContentAttention::Nsa(config) => heads.nsa = Some(self.init_nsa(config, device)?),
             ContentAttention::Dsa(config) => heads.dsa = Some(self.init_dsa(config, device)?),
+            ContentAttention::Msa(config) => heads.msa = Some(self.init_msa(config, device)?),
             ContentAttention::Routing(_) | ContentAttention::Lsh(_) => {}
         }
         Ok(Some(heads))

@@ -3,12 +3,10 @@
 use std::fmt;
 
 use burn::config::Config;
-use burn::nn::RotaryEncodingConfig;
 use burn_blocksparse::internal::DispatchMode;
 use burn_sparse_select::dsa::{Dsa, HADAMARD_WIDTHS, HadamardFp8};
 
 use crate::error::{ensure, ensure_positive};
-use crate::heads::validate_rope;
 use crate::{Precision, TransformerError};
 
 /// Configuration of [`DsaHeads`](super::DsaHeads). The defaults are the paper's (DeepSeek-V3.2-Exp, 2025, §2).
@@ -79,23 +77,8 @@ impl DsaHeadsConfig {
         self.index_precision.unwrap_or(of_attention)
     }
 
-    fn rotated(&self) -> usize {
+    pub(super) fn rotated(&self) -> usize {
         self.rope_dim.unwrap_or(self.index_dim / 4 * 2)
-    }
-
-    /// The rotations of the indexer beside those of the attention.
-    pub(super) fn rope(
-        &self,
-        of_attention: &RotaryEncodingConfig,
-    ) -> Result<Option<RotaryEncodingConfig>, TransformerError> {
-        let rotated = self.rotated();
-        if rotated == 0 {
-            return Ok(None);
-        }
-        let mut config = of_attention.clone();
-        config.d_model = rotated;
-        validate_rope(&config, rotated)?;
-        Ok(Some(config))
     }
 
     pub(super) fn dispatch_mode(&self) -> DispatchMode {

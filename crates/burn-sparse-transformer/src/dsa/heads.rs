@@ -6,9 +6,9 @@ use burn::tensor::{Device, Tensor};
 use burn_blocksparse::AttentionOptions;
 use burn_sparse_select::dsa::{Dsa, DsaIndex, DsaTarget};
 
+use super::indexed::{Indexed, cached_keys, index_rope};
 use super::{DsaHeadsConfig, DsaIndexer, DsaStage};
 use crate::call::Seen;
-use crate::error::ensure;
 use crate::heads::Positions;
 use crate::linear::linear_flops;
 use crate::{Precision, SparseMhaCache, TransformerError};
@@ -23,7 +23,7 @@ pub struct DsaHeads {
     #[module(skip)]
     config: DsaHeadsConfig,
     #[module(skip)]
-    pub(super) stage: DsaStage,
+    pub(crate) stage: DsaStage,
 }
 
 /// Queries, keys and values by heads, and what the indexer makes of their tokens.
@@ -46,10 +46,7 @@ impl DsaHeads {
     ) -> Result<Self, TransformerError> {
         config.validate()?;
         config.precision(precision).check(device)?;
-        let rope = match rope {
-            Some(rope) => config.rope(rope)?,
-            None => None,
-        };
+        let rope = index_rope(rope, config.rotated())?;
         let rope = rope.map(|config| config.init(device));
         Ok(Self {
             indexer: DsaIndexer::new(config, d_model, precision, rope, linear, device),
@@ -89,65 +86,6 @@ impl DsaHeads {
         }
     }
 
-    /// What new tokens are behind those of a cache, which must have room for them: with all keys.
-    pub(crate) fn behind(
-        &self,
-        parts: DsaParts,
-        cache: &mut SparseMhaCache,
-    ) -> Result<DsaParts, TransformerError> {
-        let DsaParts {
-            heads: [q, k, v],
-            index,
-        } = parts;
-        let (before, known) = (cache.len(), cache.index().len());
-        let expected = || format!("one whose {before} tokens an indexer has seen");
-        ensure(
-            before == known,
-            "cache",
-            expected,
-            format!("one of {known}"),
-        )?;
-        let index = self.chosen_by(index)?;
-        let [batch, _, new, width] = index.k.dims();
-        cache.index().check([batch, 1, width], new)?;
-        // Of the indexer there are no values.
-        let no_values = index.k.clone().narrow(3, 0, 1);
-        let (keys, _) = cache.index().append(index.k.clone(), no_values);
-        let (k, v) = cache.append(k, v);
-        Ok(DsaParts {
-            heads: [q, k, v],
-            index: index.with_keys(keys)?,
-        })
-    }
-
-    /// What heads see of the keys that the indexer chooses; if it `learns`, also what it learns by: the loss over the chosen keys.
-    pub(crate) fn attend(
-        &self,
-        DsaParts { heads, index }: DsaParts,
-        options: &AttentionOptions,
-        learns: bool,
-    ) -> Result<Seen, TransformerError> {
-        let [.., seq_kv, _] = index.k.dims();
-        let lists = match seq_kv > self.config.keep {
-            true => self.op.choose(&self.chosen_by(index.clone())?)?,
-            // There is nothing to choose.
-            false => self.op.choose(&index)?,
-        };
-        let [q, k, v] = heads;
-        let loss = match learns {
-            true => {
-                let over = DsaTarget::Chosen(&lists);
-                Some(self.op.loss(&index, [&q, &k], options.scale, over)?)
-            }
-            false => None,
-        };
-        let options = options.clone().dispatch_mode(self.config.dispatch_mode());
-        Ok(Seen {
-            heads: self.op.attention(q, k, v, lists, options)?,
-            aux_loss: loss,
-        })
-    }
-
     /// What heads see of the keys that the indexer chooses.
     #[doc(hidden)]
     pub fn attend_parts(
@@ -155,17 +93,8 @@ impl DsaHeads {
         parts: DsaParts,
         options: &AttentionOptions,
     ) -> Result<Tensor<4>, TransformerError> {
-        Ok(self.attend(parts, options, false)?.heads)
-    }
-
-    /// What the indexer learns by in its warm-up: the loss over all keys, against dense attention.
-    pub(crate) fn warm_up_loss(
-        &self,
-        index: &DsaIndex,
-        [q, k]: [&Tensor<4>; 2],
-        scale: Option<f64>,
-    ) -> Result<Tensor<1>, TransformerError> {
-        Ok((self.op).loss(index, [q, k], scale, DsaTarget::All)?)
+        let DsaParts { heads, index } = parts;
+        Ok(self.attend(heads, index, options, false)?.heads)
     }
 
     /// Operations of the indexer's layers for one position, forward.
@@ -196,7 +125,66 @@ impl DsaHeads {
     }
 }
 
+impl Indexed for DsaHeads {
+    type Index = DsaIndex;
+    const NAME: &'static str = DsaHeadsConfig::NAME;
+
+    fn stage(&self) -> DsaStage {
+        self.stage
+    }
+
+    fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<DsaIndex, TransformerError> {
+        self.index(x, positions)
+    }
+
+    fn behind(
+        &self,
+        index: DsaIndex,
+        cache: &mut SparseMhaCache,
+    ) -> Result<DsaIndex, TransformerError> {
+        let index = self.chosen_by(index)?;
+        let keys = cached_keys(cache, &index.k)?;
+        Ok(index.with_keys(keys)?)
+    }
+
+    fn attend(
+        &self,
+        [q, k, v]: [Tensor<4>; 3],
+        index: DsaIndex,
+        options: &AttentionOptions,
+        learns: bool,
+    ) -> Result<Seen, TransformerError> {
+        let [.., seq_kv, _] = index.k.dims();
+        let lists = match seq_kv > self.config.keep {
+            true => self.op.choose(&self.chosen_by(index.clone())?)?,
+            // There is nothing to choose.
+            false => self.op.choose(&index)?,
+        };
+        let aux_loss = match learns {
+            true => {
+                let over = DsaTarget::Chosen(&lists);
+                Some(self.op.loss(&index, [&q, &k], options.scale, over)?)
+            }
+            false => None,
+        };
+        let options = options.clone().dispatch_mode(self.config.dispatch_mode());
+        Ok(Seen {
+            heads: self.op.attention(q, k, v, lists, options)?,
+            aux_loss,
+        })
+    }
+
+    fn warm_up_loss(
+        &self,
+        index: &DsaIndex,
+        pair: [&Tensor<4>; 2],
+        scale: Option<f64>,
+    ) -> Result<Tensor<1>, TransformerError> {
+        Ok(self.op.loss(index, pair, scale, DsaTarget::All)?)
+    }
+}
+
 /// Pairs of a sequence whose tokens see so many of the tokens up to their own, at most.
-fn seen(seq: usize, most: usize) -> u64 {
+pub(crate) fn seen(seq: usize, most: usize) -> u64 {
     (1..=seq).map(|keys| keys.min(most) as u64).sum()
 }

@@ -7,7 +7,7 @@ use burn_fused_ops::{AddNormOptions, norm};
 use burn_sparse_select::dsa::DsaIndex;
 
 use super::DsaHeadsConfig;
-use crate::heads::{Positions, rotate};
+use crate::heads::{Positions, rotate_first};
 use crate::stream::layer_norm_params;
 use crate::{Precision, TransformerError};
 
@@ -87,19 +87,7 @@ impl DsaIndexer {
         let tokens = x.detach();
         let x = tokens.clone().cast(own);
         let [batch, seq, _] = x.dims();
-        let rotated = |x: Tensor<4>| match &self.rope {
-            None => Ok(x),
-            Some(rope) => {
-                let [.., width] = x.dims();
-                let [_, turned, _] = rope.freq_complex.dims();
-                let first = x.clone().narrow(3, 0, turned);
-                let first = rotate(rope, first, positions, x.dtype())?;
-                Ok::<_, TransformerError>(match turned == width {
-                    true => first,
-                    false => Tensor::cat(vec![first, x.narrow(3, turned, width - turned)], 3),
-                })
-            }
-        };
+        let rotated = |x: Tensor<4>| rotate_first(&self.rope, x, positions);
         let [_, outputs] = self.query.weight.val().dims();
         let width = outputs / self.heads;
         let (q, k) = match dtype == own {

@@ -2,7 +2,7 @@
 
 use crate::{SparseMultiHeadAttention, SparseTransformer, TransformerError};
 
-/// What layers of DeepSeek sparse attention attend to, and what learns. The paper trains a model with dense attention, then its indexers alone for 1,000
+/// What layers with indexers (`dsa`, `msa`) attend to, and what learns. The paper trains a model with dense attention, then its indexers alone for 1,000
 /// steps, and then both (DeepSeek-V3.2-Exp, 2025, §2). No parameter belongs to a stage, and records do not hold it: models begin in [`Self::Sparse`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -22,7 +22,7 @@ fn check(stage: DsaStage, found: bool, of: &str) -> Result<(), TransformerError>
         true => Ok(()),
         false => Err(TransformerError::argument(
             "dsa_stage",
-            format!("of a {of} of dsa"),
+            format!("of a {of} of dsa or msa"),
             format!("{stage:?} of one without"),
         )),
     }
@@ -32,7 +32,7 @@ impl SparseMultiHeadAttention {
     /// The layer in another stage.
     ///
     /// # Errors
-    /// [`TransformerError::Argument`] if it is not one of DeepSeek sparse attention.
+    /// [`TransformerError::Argument`] if it is not one of `dsa` or `msa`.
     pub fn with_dsa_stage(mut self, stage: DsaStage) -> Result<Self, TransformerError> {
         check(stage, self.set_dsa_stage(stage), "layer")?;
         Ok(self)
@@ -40,9 +40,11 @@ impl SparseMultiHeadAttention {
 
     /// Whether there is an indexer.
     fn set_dsa_stage(&mut self, stage: DsaStage) -> bool {
-        let content = self.content.as_mut();
-        let dsa = content.and_then(|content| content.dsa.as_mut());
-        dsa.map(|dsa| dsa.stage = stage).is_some()
+        let stages = self
+            .content
+            .as_mut()
+            .and_then(|content| content.stage_mut());
+        stages.map(|own| *own = stage).is_some()
     }
 }
 
@@ -50,7 +52,7 @@ impl SparseTransformer {
     /// The model in another stage.
     ///
     /// # Errors
-    /// [`TransformerError::Argument`] if it has no layers of DeepSeek sparse attention.
+    /// [`TransformerError::Argument`] if it has no layers of `dsa` or `msa`.
     pub fn with_dsa_stage(mut self, stage: DsaStage) -> Result<Self, TransformerError> {
         let blocks = self.blocks.iter_mut();
         let found = blocks.filter_map(|block| block.mha.set_dsa_stage(stage).then_some(()));
@@ -58,9 +60,12 @@ impl SparseTransformer {
         Ok(self)
     }
 
-    /// The stage, of a model with layers of DeepSeek sparse attention.
+    /// The stage, of a model with layers of `dsa` or `msa`.
     pub fn dsa_stage(&self) -> Option<DsaStage> {
-        let mut layers = self.blocks.iter();
-        layers.find_map(|block| Some(block.mha.dsa()?.stage))
+        let mut layers = self.blocks.iter().map(|block| &block.mha);
+        layers.find_map(|mha| match (mha.dsa(), mha.msa()) {
+            (Some(dsa), _) => Some(dsa.stage),
+            (None, msa) => Some(msa?.stage),
+        })
     }
 }

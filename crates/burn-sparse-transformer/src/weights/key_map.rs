@@ -59,7 +59,7 @@ impl KeyMap {
         self
     }
 
-    /// [`Self::keep`] of the indexers of a model with `dsa`, for files of models with dense attention, which have none.
+    /// [`Self::keep`] of the indexers of a model with `dsa` or `msa`, for files of models with dense attention, which have none.
     pub fn without_indexers(self) -> Self {
         let names = [
             "query.weight",
@@ -68,8 +68,17 @@ impl KeyMap {
             "norm.beta",
             "weights.weight",
         ];
-        names.into_iter().fold(self, |map, name| {
+        let map = names.into_iter().fold(self, |map, name| {
             map.keep(format!("blocks.{{}}.mha.content.dsa.indexer.{name}"))
+        });
+        let names = [
+            "query.weight",
+            "key.weight",
+            "query_norm.gamma",
+            "key_norm.gamma",
+        ];
+        names.into_iter().fold(map, |map, name| {
+            map.keep(format!("blocks.{{}}.mha.content.msa.{name}"))
         })
     }
 

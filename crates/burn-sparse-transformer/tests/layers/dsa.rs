@@ -171,7 +171,7 @@ fn configurations_of_none_say_why() {
     refused! { attend(&layer(4, 0, &device), x) => "…rope.max_sequence_length…"; }
     let pattern = SparseMultiHeadAttentionConfig::new(16, 4, Pattern::causal());
     let error = pattern.init(&device).with_dsa_stage(DsaStage::Dense);
-    let message = "dsa_stage must be of a layer of dsa, got Dense of one without";
+    let message = "dsa_stage must be of a layer of dsa or msa, got Dense of one without";
     refused! { error => message; }
 }
 
@@ -255,7 +255,7 @@ fn stages_before_the_choice_are_dense() {
         .try_init(&device)
         .unwrap();
     assert_eq!(plain.dsa_stage(), None);
-    refused! { plain.with_dsa_stage(DsaStage::Dense) => "dsa_stage must be of a model with layers of dsa, got Dense of one without"; }
+    refused! { plain.with_dsa_stage(DsaStage::Dense) => "dsa_stage must be of a model with layers of dsa or msa, got Dense of one without"; }
 }
 
 #[test]

@@ -21,6 +21,7 @@ mod linear;
 mod llama;
 mod longformer;
 mod lsh;
+mod msa;
 mod nsa;
 mod options;
 mod packed;

@@ -30,7 +30,7 @@ fn learns_and_resumes(attention: &str, shown: &str, more: &[&str]) {
     let text = train(&folder, "whole", &flags);
     assert!(text.contains(shown), "{text}");
     let leaks = text.contains("later bytes take part in the choice");
-    let is_stable = ["nsa", "dsa"].contains(&&attention[..3]);
+    let is_stable = ["nsa", "dsa", "msa"].contains(&&attention[..3]);
     assert_eq!(leaks, !is_stable, "{text}");
     let losses: Vec<f64> = (folder.log("whole").iter())
         .filter(|row| row["kind"] == "train")
@@ -42,7 +42,7 @@ fn learns_and_resumes(attention: &str, shown: &str, more: &[&str]) {
     assert!(first > 4.5 && last < 1.5, "{first}, {last}");
 
     train(&folder, "parts", &flags);
-    let has_indexers = attention.starts_with("dsa");
+    let has_indexers = ["dsa", "msa"].contains(&&attention[..3]);
     check_indexers(&folder.log("whole"), has_indexers);
     fs::remove_file(folder.checkpoint("parts", 60)).unwrap();
     folder.resume("parts", &[]);
@@ -135,6 +135,7 @@ fn indexers_learn_and_resume_bit_for_bit() {
         "dense attention for 26 steps, indexers alone learn for 10, and choose from step 36 on";
     let stages = ["block", "--indexer-from", "26", "--indexer-warmup", "10"];
     learns_and_resumes("dsa:16,4,2,16", shown, &stages);
+    learns_and_resumes("msa:16,2,16", shown, &stages);
 }
 
 /// A run begins with the weights of a dense model, whose loss it has while the indexers learn.

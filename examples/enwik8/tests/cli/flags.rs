@@ -173,10 +173,11 @@ fn impossible_models_are_explained() {
         --attention lsh:16,2 --commitment 0.1 | --commitment and --means-decay are of clusters; add --attention routing:WINDOW
         --attention routing:16 --local-heads 1,2,3 | --local-heads must be one number, or 2, one for each of --layers, got 3
         --attention nsa:8,4,8,4,16 --local-heads 1 | --attention nsa:8,4,8,4,16 is all heads of a layer; leave out --local-heads
-        --attention nsa:8,4,8,4,16 --indexer-warmup 5 | --indexer-warmup, --indexer-lr and --indexer-from are of an indexer; add --attention dsa:KEEP,NEAR
-        --indexer-lr 0.01 | --indexer-warmup, --indexer-lr and --indexer-from are of an indexer; add --attention dsa:KEEP,NEAR
+        --attention nsa:8,4,8,4,16 --indexer-warmup 5 | --indexer-warmup, --indexer-lr and --indexer-from are of an indexer; add --attention dsa:KEEP,NEAR or msa:BLOCK,KEEP
+        --indexer-lr 0.01 | --indexer-warmup, --indexer-lr and --indexer-from are of an indexer; add --attention dsa:KEEP,NEAR or msa:BLOCK,KEEP
         --attention dsa:32,4,2,8 --indexer-lr 0.01 | --indexer-lr is the rate of the warm-up of indexers; add --indexer-warmup STEPS
         --attention dsa:32,4,2,8 --indexer-from 5 | --indexer-from is where the warm-up of indexers begins; add --indexer-warmup STEPS
+        --attention msa:32,4,8 --pattern local:16 | --attention msa:32,4,8 chooses from all earlier bytes; leave out --pattern
         --attention dsa:32,4,2,8 --pattern local:16 | --attention dsa:32,4,2,8 chooses from all earlier bytes; leave out --pattern
         --kv-heads 3 | --kv-heads must be a divisor of --heads = 4, got 3
         --attention routing:16 --kv-heads 2 | --kv-heads are of heads whose keys are not their queries; leave it out with --attention routing:16

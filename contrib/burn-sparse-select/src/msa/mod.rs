@@ -1,0 +1,267 @@
+//! MiniMax sparse attention (MSA: MiniMax, 2026, arXiv 2606.13392): an index branch chooses blocks of keys for each query and head of keys.
+
+// mod    the choice, and attention over it
+// index  what blocks are chosen by
+// loss   what the index branch learns by
+// pages  the choice over pages, for decoding
+
+mod index;
+mod loss;
+mod pages;
+
+use std::ops::Range;
+
+use blocksparse::{BLOCK_SIZES, BlockLayout, LayoutShape, Pattern, ScoreGrid};
+use burn::tensor::Tensor;
+
+use crate::dsa::{DsaIndex, Slabs, together};
+use crate::pages::page_choice::OWN;
+use crate::selection::layouts::LayoutCache;
+use crate::selection::lists::{check_options, selected_blocks_attention};
+use crate::selection::parts::{joined, padded};
+use crate::selection::query_lists::{ListSizes, SelectedBlocks};
+use burn_blocksparse::{AttentionOptions, OpError, SparseAttentionCall};
+pub use index::MsaIndex;
+pub use loss::MsaTarget;
+
+/// MiniMax sparse attention (MiniMax, 2026): every query attends to `keep` blocks of `block` keys, its own among them. Each head of keys chooses for itself, for
+/// all heads of queries that share it, by an index branch with one narrow head of queries for each of them and one key a token:
+///
+/// ```text
+/// x[g, i, J] = max over keys j of block J of q[g, i] · k[j] / √index_dim
+/// ```
+///
+/// Of equal scores the earlier block is chosen, and NaN is the lowest. A choice follows from earlier tokens alone: blocks before a query's own are whole. The
+/// paper has blocks of 128, 16 of them, and `index_dim` 128.
+///
+/// The choice has no gradient. The index branch learns by [`loss`](Self::loss), against the attention of the heads that share its choice.
+///
+/// ```
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_blocksparse::AttentionOptions;
+/// use burn_sparse_select::msa::{Msa, MsaIndex, MsaTarget};
+///
+/// let device = Device::flex().autodiff();
+/// let random = |heads, width| Tensor::<4>::random([1, heads, 64, width], Distribution::Default, &device);
+/// let (q, k, v) = (random(4, 16), random(2, 16), random(2, 16));
+/// // An index of width 8, whose tokens the model does not learn by.
+/// let queries = random(2, 8).require_grad();
+/// let index = MsaIndex::new(queries.clone(), random(1, 8))?;
+/// // Three of eight blocks.
+/// let msa = Msa::new(8, 3)?;
+/// let lists = msa.choose(&index)?;
+/// let options = AttentionOptions::default();
+/// let (out, lse) = msa.attention(q.clone(), k.clone(), v, lists.clone(), options)?;
+/// assert_eq!(out.dims(), [1, 4, 64, 16]);
+/// let over = MsaTarget::Chosen { lists: lists.as_ref(), lse: &lse };
+/// let loss = msa.loss(&index, [&q, &k], None, over)?;
+/// assert_eq!(queries.grad(&loss.backward()).unwrap().dims(), [1, 2, 64, 8]);
+/// # Ok::<(), burn_blocksparse::OpError>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Msa {
+    block: usize,
+    keep: usize,
+    numbers: usize,
+    layouts: LayoutCache,
+}
+
+/// What neighbouring queries choose in common: that of [`Nsa`](crate::nsa::Nsa), whose choice is of the same kind. Kernels are chosen by it.
+const OVERLAP: f64 = 0.85;
+
+/// Scores of single keys in memory at a time: 256 MiB, so that launches are few.
+const NUMBERS: usize = 1 << 26;
+
+impl Msa {
+    /// Of so many blocks of so many keys.
+    ///
+    /// # Errors
+    /// [`OpError`] if `block` is not 8, 16, 32, 64, 128 or a larger multiple of 128, or `keep` is 0.
+    pub fn new(block: usize, keep: usize) -> Result<Self, OpError> {
+        let is_wide = block > 128 && block.is_multiple_of(128);
+        if !BLOCK_SIZES.contains(&block) && !is_wide {
+            let expected = "8, 16, 32, 64, 128 or a larger multiple of 128";
+            return Err(OpError::argument("block", expected, block));
+        }
+        if keep == 0 {
+            return Err(OpError::argument("keep", "at least 1, the own block", 0));
+        }
+        Ok(Self {
+            block,
+            keep,
+            numbers: NUMBERS,
+            layouts: LayoutCache::default(),
+        })
+    }
+
+    /// The same with so many scores of single keys in memory at a time, of whole queries, one at least: 2²⁶ unless it is set. Fewer take longer.
+    ///
+    /// # Errors
+    /// [`OpError`] if it is 0.
+    pub fn with_chunk_elements(self, numbers: usize) -> Result<Self, OpError> {
+        match numbers {
+            0 => Err(OpError::argument("numbers", "at least 1", 0)),
+            _ => Ok(Self { numbers, ..self }),
+        }
+    }
+
+    /// Keys of a block.
+    pub fn block(&self) -> usize {
+        self.block
+    }
+
+    /// Blocks that a query attends to, at most.
+    pub fn keep(&self) -> usize {
+        self.keep
+    }
+
+    /// Keys that a query attends to that sees so many.
+    pub fn attended(&self, keys: usize) -> usize {
+        let before = keys.saturating_sub(1) / self.block;
+        before.min(self.keep - 1) * self.block + (keys - before * self.block)
+    }
+
+    /// Whether queries of so many keys see all of them.
+    fn sees_all(&self, seq_kv: usize) -> bool {
+        seq_kv.div_ceil(self.block) <= self.keep
+    }
+
+    /// The blocks that each query chooses beside its own, in lists of the heads of keys. None if there is nothing to choose: no more blocks than are kept, or
+    /// the own one alone. Scores of single keys are in memory for some queries at a time, 2²⁶ numbers of them. Nothing is read back where kernels run.
+    ///
+    /// # Errors
+    /// [`OpError`] if the index does not fit the device's kernels.
+    pub fn choose(&self, index: &MsaIndex) -> Result<Option<SelectedBlocks>, OpError> {
+        let ([batch, groups, seq_q, _], seq_kv) = (index.q.dims(), index.seq_kv());
+        let grid = self.grid(seq_q, seq_kv);
+        if self.sees_all(seq_kv) {
+            return Ok(None);
+        }
+        let Some(sizes) = ListSizes::new(grid, self.keep, OWN) else {
+            return Ok(None);
+        };
+        let of_groups = index.clone().without_autodiff().of_groups()?;
+        let scores = |rows| Ok(self.maxima(&of_groups, [batch, groups], rows, false));
+        let lists = SelectedBlocks::new(scores, batch * groups, &sizes)?;
+        lists.with_group_reuse(OVERLAP).map(Some)
+    }
+
+    /// The scores of all blocks, f32 `[batch, kv_heads, seq_q, blocks]`, without autodiff; those that a query does not see, or not whole, among them: for
+    /// looking at.
+    ///
+    /// # Errors
+    /// As [`Self::choose`].
+    pub fn block_scores(&self, index: &MsaIndex) -> Result<Tensor<4>, OpError> {
+        let [batch, groups, seq_q, _] = index.q.dims();
+        let of_groups = index.clone().without_autodiff().of_groups()?;
+        Ok(self.maxima(&of_groups, [batch, groups], 0..seq_q, true))
+    }
+
+    /// The highest score of each block, of some queries: `[batch, groups, rows, blocks]`. Unless `all` are wanted, those from a query's own block on say nothing.
+    fn maxima(
+        &self,
+        index: &DsaIndex,
+        [batch, groups]: [usize; 2],
+        rows: Range<usize>,
+        all: bool,
+    ) -> Tensor<4> {
+        let ([_, _, seq_q, _], seq_kv) = (index.q.dims(), index.k.dims()[2]);
+        let blocks = seq_kv.div_ceil(self.block);
+        let step = together(index.q.dims(), seq_kv, self.numbers);
+        let parts = rows.clone().step_by(step).map(|start| {
+            let rows = start..(start + step).min(rows.end);
+            let count = rows.len();
+            // Blocks before that of the last query are whole.
+            let own = (rows.end - 1 + seq_kv - seq_q) / self.block;
+            let is_part = !all && own * self.block >= count;
+            let keys = if is_part { own * self.block } else { seq_kv };
+            let part = DsaIndex {
+                q: index.q.clone().slice_dim(2, rows.clone()),
+                k: index.k.clone().slice_dim(2, 0..keys),
+                weights: index.weights.clone().slice_dim(2, rows),
+                ..*index
+            };
+            let x = Slabs::new(&part, self.numbers).scores(0..count, 0, true);
+            let known = keys.div_ceil(self.block);
+            let x = match known * self.block - keys {
+                0 => x,
+                // The last block is filled up with its last key.
+                behind => {
+                    let last = x.clone().slice_dim(2, keys - 1..keys);
+                    let dims = [batch * groups, count, behind];
+                    Tensor::cat(vec![x, last.expand(dims)], 2)
+                }
+            };
+            let x = x.reshape([batch * groups * count, known, self.block]);
+            let x = x.max_dim(2).reshape([batch, groups, count, known]);
+            padded(x, 3, [0, blocks - known])
+        });
+        joined(parts.collect(), 2)
+    }
+
+    /// Attention to the blocks of [`choose`](Self::choose) and to each query's own, or to all keys up to a query's position where there are no more blocks than
+    /// are kept: out and lse. Differentiable in q, k and v; backward is deterministic.
+    ///
+    /// # Shapes
+    /// - `q`: `[batch, heads, seq_q, head_dim]`; `k`, `v`: `[batch, kv_heads, seq_kv, width]`; the last query sits at the last key
+    /// - result: `[batch, heads, seq_q, value_dim]` and `[batch, heads, seq_q]`
+    ///
+    /// # Errors
+    /// As [`selected_blocks_attention`], and if lists are of other blocks.
+    pub fn attention(
+        &self,
+        q: Tensor<4>,
+        k: Tensor<4>,
+        v: Tensor<4>,
+        lists: Option<SelectedBlocks>,
+        options: AttentionOptions,
+    ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
+        check_options(&options)?;
+        let near = self.near_layout(q.dims(), k.dims()[2])?;
+        match lists {
+            None => SparseAttentionCall::new(q, k, v, &near)
+                .options(options)
+                .run_with_lse(),
+            Some(lists) => {
+                OpError::expect_same("lists' block", self.block, "that of msa", lists.block)?;
+                if self.sees_all(k.dims()[2]) {
+                    let expected = "none where no more blocks than are kept are to choose from";
+                    return Err(OpError::argument("lists", expected, "some"));
+                }
+                selected_blocks_attention(q, k, v, &near, lists, options)
+            }
+        }
+    }
+
+    /// What queries `[batch, heads, seq_q, head_dim]` see of so many keys beside their [lists](Self::choose): their own blocks, or all keys up to their positions
+    /// where there is nothing to choose from.
+    ///
+    /// # Errors
+    /// [`OpError`] if there is no query, or more of them than keys.
+    pub fn near_layout(
+        &self,
+        [_, heads, seq_q, _]: [usize; 4],
+        seq_kv: usize,
+    ) -> Result<BlockLayout, OpError> {
+        if seq_q == 0 || seq_kv < seq_q {
+            let expected = format!("between 1 and seq_kv, which is {seq_kv}");
+            return Err(OpError::argument("seq_q", expected, seq_q));
+        }
+        let block = self.block.min(BLOCK_SIZES[BLOCK_SIZES.len() - 1]);
+        let shape = LayoutShape::new(heads, [seq_q, seq_kv], block);
+        match self.sees_all(seq_kv) {
+            true => self.layouts.of_pattern(&Pattern::causal(), shape),
+            false => (self.layouts).of_forced(&self.grid(seq_q, seq_kv), OWN, shape),
+        }
+    }
+
+    fn grid(&self, seq_q: usize, seq_kv: usize) -> ScoreGrid {
+        ScoreGrid {
+            query_rows: 1,
+            block: self.block,
+            seq_q,
+            seq_kv,
+            causal: true,
+        }
+    }
+}

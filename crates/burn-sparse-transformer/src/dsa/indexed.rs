@@ -1,0 +1,165 @@
+//! What layers have in common whose keys an indexer chooses: the stages of its training, and its keys in caches.
+
+use burn::nn::{Linear, LinearConfig, RotaryEncodingConfig};
+use burn::tensor::{Device, Tensor};
+use burn_blocksparse::{AttentionOptions, Pattern};
+
+use super::DsaStage;
+use crate::call::{Call, Seen};
+use crate::error::{ensure, ensure_none};
+use crate::heads::{Positions, validate_rope};
+use crate::{
+    SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
+    TransformerError,
+};
+
+/// Heads whose keys an indexer chooses.
+pub(crate) trait Indexed {
+    /// What it makes of tokens.
+    type Index;
+    /// As errors call it.
+    const NAME: &'static str;
+
+    fn stage(&self) -> DsaStage;
+
+    /// Of tokens `[batch, seq, d_model]`, which are detached.
+    fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<Self::Index, TransformerError>;
+
+    /// With the keys of a cache before its own, which go there.
+    fn behind(
+        &self,
+        index: Self::Index,
+        cache: &mut SparseMhaCache,
+    ) -> Result<Self::Index, TransformerError>;
+
+    /// What heads see of the keys that are chosen; if the indexer `learns`, also what it learns by: the loss over them.
+    fn attend(
+        &self,
+        heads: [Tensor<4>; 3],
+        index: Self::Index,
+        options: &AttentionOptions,
+        learns: bool,
+    ) -> Result<Seen, TransformerError>;
+
+    /// What the indexer learns by in its warm-up: the loss over all keys, against dense attention of these queries and keys.
+    fn warm_up_loss(
+        &self,
+        index: &Self::Index,
+        pair: [&Tensor<4>; 2],
+        scale: Option<f64>,
+    ) -> Result<Tensor<1>, TransformerError>;
+
+    /// The same of tokens.
+    fn loss_of(
+        &self,
+        (x, positions): (Tensor<3>, &Positions),
+        pair: [&Tensor<4>; 2],
+        scale: Option<f64>,
+    ) -> Result<Tensor<1>, TransformerError> {
+        self.warm_up_loss(&self.index(x, positions)?, pair, scale)
+    }
+}
+
+/// What the heads of a layer see of an input.
+pub(crate) fn context<H: Indexed>(
+    own: &H,
+    mha: &SparseMultiHeadAttention,
+    input: SparseMhaInput,
+    cache: Option<&mut SparseMhaCache>,
+) -> Result<(Seen, Call), TransformerError> {
+    let none = format!("none with {}", H::NAME);
+    ensure_none("padding", input.padding.is_some(), &none)?;
+    ensure_none("bias", input.bias.is_some(), &none)?;
+    let expected = || format!("self-attention with {}", H::NAME);
+    let is_own = input.is_self_attention();
+    ensure(is_own, "input", expected, "another key or value")?;
+    let before = cache.as_ref().map_or(0, |cache| cache.len());
+    let (call, request) = mha.prepare(&input, before)?;
+    // Nothing is learned from a cache.
+    let learns = input.query.is_autodiff() && cache.is_none();
+    let x = input.query.clone();
+    let (q, k, v) = mha.project(input, &call)?;
+    if own.stage() == DsaStage::Sparse {
+        let index = own.index(x, &call.key)?;
+        let (index, k, v) = match cache {
+            Some(cache) => {
+                let index = own.behind(index, cache)?;
+                let (k, v) = cache.append(k, v);
+                (index, k, v)
+            }
+            None => (index, k, v),
+        };
+        return Ok((own.attend([q, k, v], index, &mha.options, learns)?, call));
+    }
+    let aux_loss = match learns && own.stage() == DsaStage::WarmUp {
+        true => Some(own.loss_of((x, &call.key), [&q, &k], mha.options.scale)?),
+        false => None,
+    };
+    let (k, v) = match cache {
+        Some(cache) => cache.append(k, v),
+        None => (k, v),
+    };
+    let heads = mha.attend((q, k, v), &mha.layouts.get(&request)?, &call)?;
+    Ok((Seen { heads, aux_loss }, call))
+}
+
+/// The keys of an indexer behind those of a cache, which must have room for them.
+pub(crate) fn cached_keys(
+    cache: &mut SparseMhaCache,
+    k: &Tensor<4>,
+) -> Result<Tensor<4>, TransformerError> {
+    let (before, known) = (cache.len(), cache.index().len());
+    let expected = || format!("one whose {before} tokens an indexer has seen");
+    let got = format!("one of {known}");
+    ensure(before == known, "cache", expected, got)?;
+    let [batch, _, new, width] = k.dims();
+    cache.index().check([batch, 1, width], new)?;
+    // Of an indexer there are no values.
+    let no_values = k.clone().narrow(3, 0, 1);
+    Ok(cache.index().append(k.clone(), no_values).0)
+}
+
+/// The rotations of the first channels of an indexer beside those of the attention.
+pub(crate) fn index_rope(
+    of_attention: Option<&RotaryEncodingConfig>,
+    rotated: usize,
+) -> Result<Option<RotaryEncodingConfig>, TransformerError> {
+    let Some(config) = of_attention.filter(|_| rotated > 0) else {
+        return Ok(None);
+    };
+    let mut config = config.clone();
+    config.d_model = rotated;
+    validate_rope(&config, rotated)?;
+    Ok(Some(config))
+}
+
+/// That tokens see all earlier ones, from which an indexer chooses.
+pub(crate) fn check_pattern(name: &str, pattern: &Pattern) -> Result<(), TransformerError> {
+    let expected = || format!("causal with {name}, whose tokens choose from all earlier ones");
+    ensure(*pattern == Pattern::causal(), "pattern", expected, pattern)
+}
+
+/// What calls say that know nothing of an indexer.
+pub(crate) fn not_replaceable(content: String) -> Result<(), TransformerError> {
+    let expected =
+        "none with padding, packed sequences and weights, which know nothing of its indexer";
+    Err(TransformerError::argument("content", expected, content))
+}
+
+impl SparseMultiHeadAttentionConfig {
+    /// That nothing stands beside an indexer that its heads do not have.
+    pub(crate) fn validate_indexed(&self, name: &'static str) -> Result<(), TransformerError> {
+        check_pattern(name, &self.pattern)?;
+        let expected = format!("none with {name}, which is all heads of a layer");
+        ensure_none("local_heads", self.local_heads.is_some(), &expected)?;
+        self.ensure_no_options(&expected)
+    }
+
+    /// A layer of an indexer.
+    pub(crate) fn index_linear(&self, d_input: usize, d_output: usize, device: &Device) -> Linear {
+        LinearConfig::new(d_input, d_output)
+            .with_bias(false)
+            .with_initializer(self.initializer.clone())
+            .init(device)
+    }
+}

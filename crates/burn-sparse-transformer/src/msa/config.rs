@@ -1,0 +1,73 @@
+//! The numbers of MiniMax sparse attention, also as text.
+
+use std::fmt;
+
+use burn::config::Config;
+use burn_sparse_select::msa::Msa;
+
+use crate::TransformerError;
+use crate::error::{ensure, ensure_positive};
+
+/// Configuration of [`MsaHeads`](super::MsaHeads). The defaults are the paper's (MiniMax, 2026).
+///
+/// As text, in [`ContentAttention`](crate::content::ContentAttention): `msa`, `msa:BLOCK,KEEP` or `msa:BLOCK,KEEP,WIDTH`, the latter of the index branch.
+#[derive(Config, Debug, PartialEq)]
+#[must_use = "a configuration does nothing until heads are made with it"]
+pub struct MsaHeadsConfig {
+    /// Keys of a block: 8, 16, 32, 64, 128 or a larger multiple of 128.
+    #[config(default = 128)]
+    pub block: usize,
+    /// Blocks that a token attends to, its own among them, at most.
+    #[config(default = 16)]
+    pub keep: usize,
+    /// Width of the index branch's queries and keys.
+    #[config(default = 128)]
+    pub index_dim: usize,
+    /// First channels of them that are rotated where those of the attention are, an even number; 0 is none. Default: half of them.
+    pub rope_dim: Option<usize>,
+}
+
+impl MsaHeadsConfig {
+    /// What their text begins with.
+    pub(crate) const NAME: &str = "msa";
+
+    pub(crate) fn op(&self) -> Result<Msa, TransformerError> {
+        Ok(Msa::new(self.block, self.keep)?)
+    }
+
+    pub(crate) fn validate(&self) -> Result<(), TransformerError> {
+        self.op()?;
+        ensure_positive("index_dim", self.index_dim)?;
+        let (rotated, width) = (self.rotated(), self.index_dim);
+        let expected = || format!("an even number, at most {width}, the width of an index head");
+        let fits = rotated <= width && rotated.is_multiple_of(2);
+        ensure(fits, "rope_dim", expected, rotated)
+    }
+
+    pub(super) fn rotated(&self) -> usize {
+        self.rope_dim.unwrap_or(self.index_dim / 4 * 2)
+    }
+
+    /// Reads what stands behind the name, if it is a configuration.
+    pub(crate) fn read(arguments: &[&str]) -> Option<Self> {
+        let numbers = arguments.iter().map(|text| text.parse());
+        let numbers: Result<Vec<usize>, _> = numbers.collect();
+        let of = |block, keep| Self::new().with_block(block).with_keep(keep);
+        Some(match numbers.ok()?[..] {
+            [block, keep] => of(block, keep),
+            [block, keep, width] => of(block, keep).with_index_dim(width),
+            _ => return None,
+        })
+    }
+
+    /// Its text.
+    pub(crate) fn write(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            block,
+            keep,
+            index_dim,
+            ..
+        } = self;
+        write!(f, "{}:{block},{keep},{index_dim}", Self::NAME)
+    }
+}

@@ -1,0 +1,202 @@
+//! An index branch, its choice, attention over it, and what the branch learns by.
+
+use burn::module::Module;
+use burn::nn::{Linear, RmsNorm, RmsNormConfig, RotaryEncoding, RotaryEncodingConfig};
+use burn::tensor::{DType, Device, FloatDType, Tensor};
+use burn_blocksparse::AttentionOptions;
+use burn_fused_ops::{AddNormOptions, NormKind, NormParams, norm};
+use burn_sparse_select::msa::{Msa, MsaIndex, MsaTarget};
+
+use super::MsaHeadsConfig;
+use crate::call::Seen;
+use crate::dsa::indexed::{Indexed, cached_keys, index_rope};
+use crate::dsa::{DsaStage, seen};
+use crate::heads::{Positions, rotate_first};
+use crate::linear::linear_flops;
+use crate::{Precision, SparseMhaCache, TransformerError};
+
+/// Heads of MiniMax sparse attention: an index branch, and how many blocks it chooses for a token. Queries, keys and values are those of the layer. The branch
+/// gets tokens detached, so that it learns nothing by the model's loss, and the model nothing by its.
+#[derive(Module, Debug)]
+pub struct MsaHeads {
+    /// `d_model` to `n_kv_heads · index_dim`, without bias.
+    pub query: Linear,
+    /// `d_model` to `index_dim`, without bias.
+    pub key: Linear,
+    /// Of each head of queries.
+    pub query_norm: RmsNorm,
+    /// Of keys.
+    pub key_norm: RmsNorm,
+    /// Of the first channels of queries and keys; no parameters.
+    pub rope: Option<RotaryEncoding>,
+    #[module(skip)]
+    op: Msa,
+    #[module(skip)]
+    config: MsaHeadsConfig,
+    #[module(skip)]
+    precision: Precision,
+    #[module(skip)]
+    pub(crate) stage: DsaStage,
+}
+
+impl MsaHeads {
+    /// `linear` makes layers without bias of a number of inputs and outputs; `rope` are the attention's rotations, and `precision` is its precision.
+    pub(super) fn new(
+        config: &MsaHeadsConfig,
+        [d_model, n_kv_heads]: [usize; 2],
+        precision: Precision,
+        rope: Option<&RotaryEncodingConfig>,
+        linear: &dyn Fn(usize, usize) -> Linear,
+        device: &Device,
+    ) -> Result<Self, TransformerError> {
+        config.validate()?;
+        let width = config.index_dim;
+        let norm = || RmsNormConfig::new(width).init(device);
+        let rope = index_rope(rope, config.rotated())?;
+        Ok(Self {
+            query: linear(d_model, n_kv_heads * width),
+            key: linear(d_model, width),
+            query_norm: norm(),
+            key_norm: norm(),
+            rope: rope.map(|config| config.init(device)),
+            op: config.op()?,
+            config: config.clone(),
+            precision,
+            stage: DsaStage::default(),
+        })
+    }
+
+    /// Its configuration.
+    pub fn config(&self) -> &MsaHeadsConfig {
+        &self.config
+    }
+
+    /// How far its training is.
+    pub fn stage(&self) -> DsaStage {
+        self.stage
+    }
+
+    /// The dtype of the queries and keys that the index branch makes.
+    pub fn dtype(&self) -> FloatDType {
+        self.precision.dtype(self.query.weight.val().dtype())
+    }
+
+    #[doc(hidden)]
+    pub fn op(&self) -> &Msa {
+        &self.op
+    }
+
+    pub(crate) fn layers_mut(&mut self) -> [&mut Linear; 2] {
+        [&mut self.query, &mut self.key]
+    }
+
+    /// What the index branch makes of tokens `[batch, seq, d_model]`.
+    #[doc(hidden)]
+    pub fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<MsaIndex, TransformerError> {
+        let [_, width] = self.key.weight.val().dims();
+        let [_, queries] = self.query.weight.val().dims();
+        let parts = [(queries / width, width), (1, width)];
+        let layers = [&self.query, &self.key];
+        let heads = (self.precision).by_heads(&layers, None, &parts, x.detach())?;
+        let norms = [&self.query_norm, &self.key_norm];
+        let mut placed = heads.into_iter().zip(norms).map(|(x, own)| {
+            let gamma = own.gamma.val();
+            let options = AddNormOptions::default()
+                .norm(NormKind::Rms)
+                .epsilon(own.epsilon)
+                .dtype(gamma.dtype().into());
+            let x = norm(x, NormParams::new(gamma), &options)?;
+            let x = rotate_first(&self.rope, x, positions)?;
+            Ok::<_, TransformerError>(x.cast(DType::from(self.dtype())))
+        });
+        let mut next = || placed.next().expect("there are queries and keys");
+        Ok(MsaIndex::new(next()?, next()?)?)
+    }
+
+    /// What heads see of the blocks that the index branch chooses.
+    #[doc(hidden)]
+    pub fn attend_parts(
+        &self,
+        heads: [Tensor<4>; 3],
+        index: MsaIndex,
+        options: &AttentionOptions,
+    ) -> Result<Tensor<4>, TransformerError> {
+        Ok(self.attend(heads, index, options, false)?.heads)
+    }
+
+    /// Operations of the index branch's layers for one position, forward.
+    pub(super) fn matmul_flops_per_token(&self) -> u64 {
+        [&self.query, &self.key].map(linear_flops).iter().sum()
+    }
+
+    /// Operations of the index branch's scores for one sequence, forward: none where there is nothing to choose.
+    pub(super) fn score_flops(&self, seq: usize) -> u64 {
+        let [_, queries] = self.query.weight.val().dims();
+        match seq.div_ceil(self.config.block) > self.config.keep {
+            true => 2 * queries as u64 * seen(seq, seq),
+            false => 0,
+        }
+    }
+
+    /// Pairs that one head attends to in a sequence.
+    pub(super) fn pairs(&self, seq: usize) -> u64 {
+        match self.stage {
+            DsaStage::Sparse => (1..=seq).map(|keys| self.op.attended(keys) as u64).sum(),
+            DsaStage::Dense | DsaStage::WarmUp => seen(seq, seq),
+        }
+    }
+}
+
+impl Indexed for MsaHeads {
+    type Index = MsaIndex;
+    const NAME: &'static str = MsaHeadsConfig::NAME;
+
+    fn stage(&self) -> DsaStage {
+        self.stage
+    }
+
+    fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<MsaIndex, TransformerError> {
+        self.index(x, positions)
+    }
+
+    fn behind(
+        &self,
+        index: MsaIndex,
+        cache: &mut SparseMhaCache,
+    ) -> Result<MsaIndex, TransformerError> {
+        let keys = cached_keys(cache, &index.k)?;
+        Ok(index.with_keys(keys)?)
+    }
+
+    fn attend(
+        &self,
+        [q, k, v]: [Tensor<4>; 3],
+        index: MsaIndex,
+        options: &AttentionOptions,
+        learns: bool,
+    ) -> Result<Seen, TransformerError> {
+        let lists = self.op.choose(&index)?;
+        let (of_q, of_k) = (q.clone(), k.clone());
+        let (heads, lse) = (self.op).attention(q, k, v, lists.clone(), options.clone())?;
+        let aux_loss = match learns {
+            true => {
+                let over = MsaTarget::Chosen {
+                    lists: lists.as_ref(),
+                    lse: &lse,
+                };
+                Some((self.op).loss(&index, [&of_q, &of_k], options.scale, over)?)
+            }
+            false => None,
+        };
+        Ok(Seen { heads, aux_loss })
+    }
+
+    fn warm_up_loss(
+        &self,
+        index: &MsaIndex,
+        pair: [&Tensor<4>; 2],
+        scale: Option<f64>,
+    ) -> Result<Tensor<1>, TransformerError> {
+        Ok(self.op.loss(index, pair, scale, MsaTarget::All)?)
+    }
+}

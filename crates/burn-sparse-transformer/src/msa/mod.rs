@@ -1,0 +1,12 @@
+//! Experimental: MiniMax sparse attention (MSA: MiniMax, 2026, arXiv 2606.13392), an index branch that learns which blocks of keys to choose.
+
+// config      its numbers, also as text
+// heads       the index branch, the choice, attention over it, and what the branch learns by
+// mixed       in the place of a layer's pattern
+
+mod config;
+pub(crate) mod heads;
+mod mixed;
+
+pub use config::MsaHeadsConfig;
+pub use heads::MsaHeads;

@@ -1,0 +1,339 @@
+//! MiniMax sparse attention, its choices and what its index branch learns by, against plain f64 loops.
+
+use burn_sparse_select::msa::{Msa, MsaIndex, MsaTarget};
+use burn_sparse_select::{SelectedBlocks, pages::PageChoice};
+
+use crate::judge::msa::{Case, Index, cases};
+use crate::prelude::*;
+
+/// The blocks of each list beside the own one, ascending; none without lists.
+fn blocks(lists: &Option<SelectedBlocks>) -> Option<Vec<Vec<usize>>> {
+    let lists = lists.as_ref()?;
+    let [.., most] = lists.blocks.dims();
+    let ints = read_ints(lists.blocks.clone());
+    let row = |row: &[i32]| {
+        let mut blocks = named(row);
+        blocks.sort_unstable();
+        blocks
+    };
+    Some(ints.chunks(most).map(row).collect())
+}
+
+/// What a device gives of a case: the choice, attention over it with its gradients, and the loss over it or over all keys with its gradients.
+fn attended(msa: &Msa, index: &Index, problem: &Problem, device: &Device, dtype: DType) -> Results {
+    let device = device.clone().autodiff();
+    let lists = msa.choose(&index.tensors(&device, dtype)).unwrap();
+    differentiated(problem, &device, dtype, |q, k, v| {
+        let options = AttentionOptions::default();
+        msa.attention(q, k, v, lists.clone(), options).unwrap()
+    })
+}
+
+/// The loss, and its gradients by the index.
+fn learned(
+    msa: &Msa,
+    index: &Index,
+    problem: &Problem,
+    (device, dtype): (&Device, DType),
+    all: bool,
+) -> [TensorData; 3] {
+    let device = device.clone().autodiff();
+    let MsaIndex { q, k, .. } = index.tensors(&device, dtype);
+    let own = MsaIndex::new(q.require_grad(), k.require_grad()).unwrap();
+    let [q, k, v, _] = inputs(problem, &device, dtype);
+    let [q, k] = [q, k].map(Tensor::require_grad);
+    let lists = msa.choose(&own).unwrap();
+    let options = AttentionOptions::default();
+    let (_, lse) = msa
+        .attention(q.clone(), k.clone(), v, lists.clone(), options)
+        .unwrap();
+    let over = match all {
+        true => MsaTarget::All,
+        false => MsaTarget::Chosen {
+            lists: lists.as_ref(),
+            lse: &lse,
+        },
+    };
+    let loss = msa.loss(&own, [&q, &k], None, over).unwrap();
+    let grads = loss.backward();
+    assert!(q.grad(&grads).is_none() && k.grad(&grads).is_none());
+    let [by_q, by_k] = [&own.q, &own.k].map(|x| x.grad(&grads).unwrap().into_data());
+    [loss.into_data(), by_q, by_k]
+}
+
+/// Choices by slabs of any size, of groups of 1, 2 and 4, ragged, of fewer queries than keys.
+pub fn msa_choices_equal_f64(devices: &[Device]) {
+    for (seed, case) in (0..).zip(cases()) {
+        let index = Index::clear(case, 41_000 + 10 * seed, DType::F32, 2e-5);
+        let kept: Vec<_> = index.rows().map(|row| index.choice(row).0).collect();
+        for (device, dtype, tolerance) in exact(devices) {
+            let tensors = index.tensors(device, dtype);
+            let what = format!("{}, {device:?}, {dtype:?}", case.name);
+            let scores = to_f64(case.msa().block_scores(&tensors).unwrap().into_data());
+            let of = |row| (0..case.seq[1].div_ceil(case.block)).map(move |block| (row, block));
+            let expected =
+                (index.rows().flat_map(of)).map(|(row, block)| index.block_score(row, block));
+            assert_near(
+                &what,
+                &scores,
+                &expected.collect::<Vec<_>>(),
+                10.0 * tolerance,
+            );
+            for numbers in [1 << 24, 1000] {
+                let msa = case.msa().with_chunk_elements(numbers).unwrap();
+                let lists = msa.choose(&tensors).unwrap();
+                let is_choice = case.keep > 1 && case.seq[1].div_ceil(case.block) > case.keep;
+                assert_eq!(lists.is_some(), is_choice, "{what}");
+                for (at, (chosen, kept)) in
+                    blocks(&lists).into_iter().flatten().zip(&kept).enumerate()
+                {
+                    let own = *kept.last().unwrap();
+                    assert!(!chosen.contains(&own));
+                    assert_eq!(chosen, kept[..kept.len() - 1], "{what}, list {at}");
+                }
+            }
+        }
+    }
+}
+
+/// Out, lse and the gradients by q, k and v, twice with the same bits.
+pub fn msa_equals_f64(devices: &[Device]) {
+    for (seed, case) in (0..).zip(cases()) {
+        let index = Index::clear(case, 42_000 + 10 * seed, DType::F32, 2e-5);
+        let problem = index.problem(42_500 + seed, DType::F32);
+        let answer = problem.solve();
+        for (device, dtype, tolerance) in exact(devices) {
+            let what = format!("{}, {device:?}, {dtype:?}", case.name);
+            let run = || attended(&case.msa(), &index, &problem, device, dtype);
+            let got = run();
+            for ((name, got), (_, again)) in got.iter().zip(run()) {
+                assert_eq!(got.as_bytes(), again.as_bytes(), "{what}, {name}");
+            }
+            answer.assert(&what, got, &[Near::Tensor(tolerance)]);
+        }
+    }
+}
+
+/// The same of queries, keys and an index in half precision.
+pub fn msa_in_half_precision(devices: &[Device]) {
+    for case in cases().into_iter().take(4) {
+        let case = Case {
+            dims: [64, 64],
+            index_dim: 16,
+            ..case
+        };
+        for (device, dtype) in halves(devices) {
+            let index = Index::clear(case, 43_000, dtype, 2e-5);
+            let problem = index.problem(43_500, dtype);
+            let what = format!("{}, {device:?}, {dtype:?}", case.name);
+            let got = attended(&case.msa(), &index, &problem, device, dtype);
+            let near = Near::Tensor(half_tolerance(dtype));
+            problem.solve().assert(&what, got, &[near]);
+            let (loss, grads) = index.loss(&problem, 0.125, false);
+            let [got, by_q, by_k] = learned(&case.msa(), &index, &problem, (device, dtype), false);
+            assert_near(&what, &to_f64(got), &[loss], 2e-3);
+            for (got, expected) in [by_q, by_k].into_iter().zip(&grads) {
+                assert_near(&what, &to_f64(got), expected, 2e-2 * largest(expected));
+            }
+        }
+    }
+}
+
+/// Losses over chosen keys and over all, and their gradients, twice with the same bits.
+pub fn msa_losses_equal_f64(devices: &[Device]) {
+    for (seed, case) in (0..).zip(cases()) {
+        let index = Index::clear(case, 44_000 + 10 * seed, DType::F32, 2e-5);
+        let problem = index.problem(44_500 + seed, DType::F32);
+        let scale = 1.0 / (case.dims[0] as f64).sqrt();
+        for (device, dtype, tolerance) in exact(devices) {
+            for all in [false, true] {
+                let what = format!("{}, {device:?}, {dtype:?}, all: {all}", case.name);
+                let (loss, grads) = index.loss(&problem, scale, all);
+                let msa = case.msa().with_chunk_elements(1 << 12).unwrap();
+                let run = || learned(&msa, &index, &problem, (device, dtype), all);
+                let got = run();
+                for (got, again) in got.iter().zip(run()) {
+                    assert_eq!(got.as_bytes(), again.as_bytes(), "{what}");
+                }
+                let [got, by_q, by_k] = got;
+                assert_near(&what, &to_f64(got), &[loss], 10.0 * tolerance);
+                for (got, expected) in [by_q, by_k].into_iter().zip(&grads) {
+                    let tolerance = 10.0 * tolerance * largest(expected).max(1e-3);
+                    assert_near(&what, &to_f64(got), expected, tolerance);
+                }
+            }
+        }
+    }
+}
+
+/// The gradients of the judge, and with them those of devices, are slopes of its loss.
+pub fn msa_gradients_equal_finite_differences(_: &[Device]) {
+    let case = cases()[0];
+    let index = Index::clear(case, 45_000, DType::F64, 1e-4);
+    let problem = index.problem(45_500, DType::F64);
+    for all in [false, true] {
+        let (_, grads) = index.loss(&problem, 0.25, all);
+        for (part, at) in
+            (0..2).flat_map(|part| (0..grads[part].len()).step_by(97).map(move |at| (part, at)))
+        {
+            let loss = |step: f64| {
+                let mut moved = index.clone();
+                let numbers = if part == 0 {
+                    &mut moved.q
+                } else {
+                    &mut moved.k
+                };
+                numbers[at] += step;
+                moved.loss(&problem, 0.25, all).0
+            };
+            let slope = (loss(1e-6) - loss(-1e-6)) / 2e-6;
+            assert_near("slope", &[grads[part][at]], &[slope], 1e-8);
+        }
+    }
+}
+
+/// Later tokens change no choice and no output, and queries of new tokens choose and see as they do among all.
+pub fn msa_is_prefix_stable(devices: &[Device]) {
+    let case = cases()[0];
+    let at = 61;
+    let index = Index::clear(case, 46_000, DType::F32, 2e-5);
+    let problem = index.problem(46_500, DType::F32);
+    for device in devices {
+        let dtype = DType::F32;
+        let run = |index: &MsaIndex, [q, k, v]: [Tensor<4>; 3]| {
+            let lists = case.msa().choose(index).unwrap();
+            let options = AttentionOptions::default();
+            let (out, _) = case
+                .msa()
+                .attention(q, k, v, lists.clone(), options)
+                .unwrap();
+            (lists.unwrap().blocks, out)
+        };
+        let whole = index.tensors(device, dtype);
+        let [q, k, v, _] = inputs(&problem, device, dtype);
+        let (lists, out) = run(&whole, [q.clone(), k.clone(), v.clone()]);
+        let changed = |x: &Tensor<4>| {
+            let rows = x.dims()[2];
+            let later = x.clone().narrow(2, at, rows - at);
+            Tensor::cat(vec![x.clone().narrow(2, 0, at), later * -1.5 + 0.25], 2)
+        };
+        let other = MsaIndex::new(changed(&whole.q), changed(&whole.k)).unwrap();
+        let (other_lists, other_out) = run(&other, [changed(&q), changed(&k), changed(&v)]);
+        let before =
+            |x: &Tensor<4>, count: usize| to_f64(x.clone().narrow(2, 0, count).into_data());
+        assert_near("before", &before(&other_out, at), &before(&out, at), 1e-5);
+        let last = |x: &Tensor<4>| to_f64(x.clone().narrow(2, at, 1).into_data());
+        assert!(last(&other_out) != last(&out));
+        let first = |x: &Tensor<4, Int>| read_ints(x.clone().narrow(2, 0, at));
+        assert_eq!(first(&other_lists), first(&lists), "{device:?}");
+        let all = |x: &Tensor<4, Int>| read_ints(x.clone());
+        assert!(all(&other_lists) != all(&lists), "{device:?}");
+        // Token by token, over the keys so far.
+        let tolerance = 10.0 * product_tolerance(device, dtype, 1e-6);
+        for query in 0..case.seq[0] {
+            let row = |x: &Tensor<4>| x.clone().narrow(2, query, 1);
+            let known = |x: &Tensor<4>| x.clone().narrow(2, 0, query + 1);
+            let index = MsaIndex::new(row(&whole.q), known(&whole.k)).unwrap();
+            let chosen = case.msa().choose(&index).unwrap();
+            let options = AttentionOptions::default();
+            let (got, _) = (case.msa())
+                .attention(row(&q), known(&k), known(&v), chosen, options)
+                .unwrap();
+            let what = format!("{device:?}, query {query}");
+            let got = to_f64(got.into_data());
+            assert_near(&what, &got, &to_f64(row(&out).into_data()), tolerance);
+        }
+    }
+}
+
+/// Pages of the choice, of queries at any positions, with anything behind them.
+pub fn msa_chooses_in_pages(devices: &[Device]) {
+    for (case, page) in cases().into_iter().zip([8, 4, 1, 16, 8, 8, 2, 8]) {
+        let index = Index::clear(case, 47_000, DType::F32, 2e-5);
+        let [seq_q, seq_kv] = case.seq;
+        let msa = case.msa();
+        let choice = msa.on_pages(page).unwrap();
+        for device in devices {
+            let MsaIndex { q, k, .. } = index.tensors(device, DType::F32);
+            let slots = seq_kv.next_multiple_of(page) + page;
+            let dims = [case.batch, 1, slots - seq_kv, case.index_dim];
+            let behind = Tensor::full(dims, f32::NAN, (device, DType::F32));
+            let paged = MsaIndex::new(q, Tensor::cat(vec![k, behind], 2)).unwrap();
+            let spans = (0..case.batch * seq_q)
+                .flat_map(|row| [case.position(row % seq_q) as i32 + 1, 0, 0, 0]);
+            let spans = ints(
+                &spans.collect::<Vec<_>>(),
+                [case.batch * seq_q, 1, 4],
+                device,
+            );
+            let pages = msa.choose_pages(&paged, &spans, &choice).unwrap();
+            check_pages(&index, &pages, &choice, page);
+        }
+    }
+}
+
+fn check_pages(index: &Index, pages: &Tensor<3, Int>, choice: &PageChoice, page: usize) {
+    let case = index.case;
+    let ([_, groups], [seq_q, _]) = (case.heads, case.seq);
+    let [_, _, most] = pages.dims();
+    assert_eq!(most, choice.selected_pages());
+    let pages = read_ints(pages.clone());
+    for row in index.rows() {
+        let [batch, group, query] = row;
+        let at = (batch * seq_q + query) * groups + group;
+        let (kept, _) = index.choice(row);
+        let of_block =
+            |block: usize| block * (case.block / page)..(block + 1) * (case.block / page);
+        let last = case.position(query) / page;
+        let expected = kept
+            .into_iter()
+            .flat_map(of_block)
+            .filter(|&page| page <= last);
+        let got = named(&pages[at * most..][..most]);
+        let got: Vec<usize> = got.into_iter().filter(|&page| page <= last).collect();
+        assert_eq!(got, expected.collect::<Vec<_>>(), "{}, {row:?}", case.name);
+    }
+}
+
+/// Wrong sizes and numbers.
+pub fn msa_errors(devices: &[Device]) {
+    refused! {
+        Msa::new(12, 4) => "block must be 8, 16, 32, 64, 128 or a larger multiple of 128, got 12";
+        Msa::new(192, 4) => "…larger multiple of 128, got 192";
+        Msa::new(8, 0) => "keep must be at least 1, the own block, got 0";
+        Msa::new(8, 2).unwrap().with_chunk_elements(0) => "numbers must be at least 1, got 0";
+        Msa::new(16, 2).unwrap().on_pages(12) => "page_size must be a power of two that divides 16, the block of msa, got 12";
+        Msa::new(16, 2).unwrap().on_pages(32) => "…a power of two that divides 16…";
+    }
+    let msa = Msa::new(8, 2).unwrap();
+    for device in devices {
+        let zeros = |shape: [usize; 4]| Tensor::<4>::zeros(shape, (device, DType::F32));
+        let (q, k) = (|| zeros([1, 2, 32, 4]), || zeros([1, 1, 32, 4]));
+        refused! {
+            MsaIndex::new(q(), zeros([1, 2, 32, 4])) => "…index k's heads…";
+            MsaIndex::new(q(), zeros([1, 1, 32, 5])) => "…index_dim…";
+            MsaIndex::new(q(), zeros([2, 1, 32, 4])) => "…batch…";
+            MsaIndex::new(q(), zeros([1, 1, 31, 4])) => "…seq_q…";
+        }
+        let index = MsaIndex::new(q(), k()).unwrap();
+        let lists = msa.choose(&index).unwrap();
+        let x = || zeros([1, 4, 32, 8]);
+        let kv = || zeros([1, 2, 32, 8]);
+        let options = AttentionOptions::default();
+        let other = Msa::new(16, 1).unwrap();
+        let all = Msa::new(8, 4).unwrap();
+        let lse = Tensor::<3>::zeros([1, 4, 32], (device, DType::F32));
+        let chosen = |lists, lse| MsaTarget::Chosen { lists, lse };
+        let short = Tensor::<3>::zeros([1, 4, 31], (device, DType::F32));
+        refused! {
+            other.attention(x(), kv(), kv(), lists.clone(), options.clone()) => "…lists' block…";
+            all.attention(x(), kv(), kv(), lists.clone(), options.clone()) => "lists must be none where no more blocks than are kept are to choose from, got some";
+            msa.attention(x(), zeros([1, 4, 32, 8]), zeros([1, 4, 32, 8]), lists.clone(), options.clone().alibi(vec![0.5; 4])) => "…alibi…";
+            msa.attention(zeros([1, 4, 40, 8]), kv(), kv(), None, options.clone()) => "seq_q must be between 1 and seq_kv, which is 32, got 40";
+            msa.loss(&index, [&zeros([1, 4, 31, 8]), &kv()], None, MsaTarget::All) => "…q's seq_q…";
+            msa.loss(&index, [&x(), &zeros([1, 4, 32, 8])], None, MsaTarget::All) => "…k's heads…";
+            msa.loss(&index, [&x(), &kv()], None, chosen(lists.as_ref(), &short)) => "…lse's shape…";
+            other.loss(&index, [&x(), &kv()], None, chosen(lists.as_ref(), &lse)) => "…lists' block…";
+        }
+    }
+}
