@@ -5,7 +5,7 @@ use std::fmt::Write;
 use std::path::Path;
 use std::{env, fs};
 
-const PAGES: [&str; 19] = [
+const PAGES: [&str; 20] = [
     "README.md",
     "crates/blocksparse/README.md",
     "crates/burn-blocksparse/README.md",
@@ -18,6 +18,7 @@ const PAGES: [&str; 19] = [
     "docs/install-gpu.md",
     "docs/llama.md",
     "docs/padding.md",
+    "docs/playground.md",
     "docs/replayed-steps.md",
     "docs/selection.md",
     "docs/swap-burn-nn.md",

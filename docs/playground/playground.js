@@ -150,7 +150,7 @@ function colour(name) {
 }
 
 function paint(canvas, rows, cell) {
-  const [pair, masked, empty, line] = ["--pair", "--masked", "--empty", "--line"].map(colour);
+  const [pair, masked, empty, line] = ["--pair", "--masked", "--empty", "--soft"].map(colour);
   const side = rows.length;
   const width = Math.max(view.block / cell, 1);
   const kept = new Set();
@@ -172,7 +172,7 @@ function paint(canvas, rows, cell) {
   context.drawImage(small, 0, 0, size, size);
   const block = (width * size) / side;
   if (block < 6) return;
-  context.fillStyle = `rgb(${line})`;
+  context.fillStyle = `rgb(${line} / 0.2)`.replaceAll(",", " ");
   for (let at = block; at < size; at += block) {
     context.fillRect(Math.round(at), 0, 1, size);
     context.fillRect(0, Math.round(at), size, 1);
@@ -195,7 +195,7 @@ function showHeads() {
   const figures = view.pictures.map(({ users, blocks, rows }) => {
     const [figure, caption, canvas] = ["figure", "figcaption", "canvas"].map((name) => document.createElement(name));
     const all = view.all_blocks / view.heads;
-    const text = Object.assign(document.createElement("span"), { textContent: ` · ${grouped(blocks)} of ${grouped(all)} blocks each` });
+    const text = Object.assign(document.createElement("span"), { textContent: ` · ${grouped(blocks)} of ${grouped(all)} blocks` });
     caption.append(users, text);
     canvas.addEventListener("pointermove", (event) => (element("hover").value = pointed(event, rows, view.cell)));
     canvas.addEventListener("pointerleave", () => (element("hover").value = ""));

@@ -66,7 +66,7 @@ fn every_form_has_an_example() {
             let mut names = text.split(['/', '+', '&', '(', ')']).map(named);
             names.any(|name| name == form)
         };
-        assert!(EXAMPLES.iter().any(|text| shows(&text)), "{form}");
+        assert!(EXAMPLES.iter().any(shows), "{form}");
     }
 }
 
