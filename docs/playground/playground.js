@@ -69,9 +69,17 @@ function ask(request) {
 
 // The state, in the address.
 
-function address() {
-  const pattern = encodeURIComponent(state.pattern).replace(/%(3A|2C|2F|20)/g, (code) => (code === "%20" ? "" : decodeURIComponent(code)));
-  return `#pattern=${pattern}&length=${state.length}&heads=${state.heads}&block=${state.block}`;
+function address({ pattern: text, length, heads, block }) {
+  const pattern = encodeURIComponent(text).replace(/%(3A|2C|2F|20)/g, (code) => (code === "%20" ? "" : decodeURIComponent(code)));
+  return `#pattern=${pattern}&length=${length}&heads=${heads}&block=${block}`;
+}
+
+// When it has been the same for a moment: browsers refuse an address that changes with every move of a slider.
+let addressing = 0;
+
+function writeAddress() {
+  clearTimeout(addressing);
+  addressing = setTimeout(() => history.replaceState(null, "", address(state)), 300);
 }
 
 function readAddress() {
@@ -229,7 +237,7 @@ function showNumbers() {
     over: `over dense ${view.causal ? "causal " : ""}attention, forward`,
     rust: view.rust,
     command: view.command,
-    link: location.href,
+    link: location.href.split("#")[0] + address(view),
   };
   for (const [id, text] of Object.entries(texts)) element(id).textContent = text;
 }
@@ -241,7 +249,7 @@ let changed = false;
 
 async function update(changes) {
   Object.assign(state, changes);
-  history.replaceState(null, "", address());
+  writeAddress();
   if (element("pattern").value !== state.pattern) element("pattern").value = state.pattern;
   showSliders();
   changed = true;
