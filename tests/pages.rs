@@ -50,6 +50,6 @@ fn the_book_has_each_page_once() {
     let pages: BTreeSet<String> = files
         .filter(|name| name.ends_with(".md") && !lists.contains(&name.as_str()))
         .collect();
-    let listed: BTreeSet<String> = book.iter().map(|[_, _, page]| page.clone()).collect();
-    assert_eq!((listed, book.len()), (pages.clone(), pages.len()));
+    let in_book: BTreeSet<String> = book.iter().map(|[_, _, page]| page.clone()).collect();
+    assert_eq!((in_book, book.len()), (pages.clone(), pages.len()));
 }
