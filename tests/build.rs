@@ -5,7 +5,7 @@ use std::fmt::Write;
 use std::path::Path;
 use std::{env, fs};
 
-const PAGES: [&str; 27] = [
+const PAGES: [&str; 28] = [
     "README.md",
     "crates/blocksparse/README.md",
     "crates/burn-blocksparse/README.md",
@@ -26,6 +26,7 @@ const PAGES: [&str; 27] = [
     "docs/native-sparse-attention.md",
     "docs/own-selection.md",
     "docs/padding.md",
+    "docs/playground.md",
     "docs/replayed-steps.md",
     "docs/selection.md",
     "docs/swap-burn-nn.md",

@@ -190,9 +190,10 @@ impl BlockLayout {
 
     /// With parts that have the same pairs, if they compute fewer in vain.
     pub(crate) fn with_parts(mut self, parts: Option<Vec<Part>>) -> Self {
-        let pairs = |layout: &BlockLayout| layout.blocks() * layout.block_size().pow(2);
+        let pairs =
+            |layout: &BlockLayout| layout.blocks() as u64 * layout.block_size().pow(2) as u64;
         let cheaper = |parts: &Vec<Part>| {
-            let computed: usize = parts.iter().map(|part| pairs(&part.layout)).sum();
+            let computed: u64 = parts.iter().map(|part| pairs(&part.layout)).sum();
             computed < pairs(&self)
         };
         let parts = parts.filter(cheaper);
@@ -353,8 +354,9 @@ impl BlockLayout {
 
     /// Kept blocks over all blocks, in 0..=1.
     pub fn block_density(&self) -> f64 {
-        let all = self.inner.head_patterns.len() * self.q_blocks() * self.kv_blocks();
-        self.blocks() as f64 / all as f64
+        let all = self.inner.head_patterns.len() as f64
+            * (self.q_blocks() as f64 * self.kv_blocks() as f64);
+        self.blocks() as f64 / all
     }
 
     /// Allowed (query, key) pairs, summed over heads (and over the batch of a per-batch layout).

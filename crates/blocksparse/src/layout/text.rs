@@ -62,7 +62,8 @@ impl BlockLayout {
     }
 
     /// Which heads use a pattern: "heads 0, 2, 4", for a stacked layout "entry 0: head 1; entry 1: head 1".
-    pub(crate) fn users(&self, pattern: usize) -> String {
+    #[doc(hidden)]
+    pub fn users(&self, pattern: usize) -> String {
         let in_entry = |entry: usize| {
             let heads: Vec<String> = (0..self.heads())
                 .filter(|&head| self.pattern_of(entry, head) == pattern)
@@ -85,7 +86,8 @@ impl BlockLayout {
 
     /// The computed fraction of the pairs of each cell of `cell × cell` positions (a multiple of the
     /// block size, or a divisor of it).
-    pub(crate) fn shades(&self, pattern: usize, cell: usize) -> Vec<Vec<f64>> {
+    #[doc(hidden)]
+    pub fn shades(&self, pattern: usize, cell: usize) -> Vec<Vec<f64>> {
         let b = self.block_size();
         let (rows, columns) = (self.seq_q().div_ceil(cell), self.seq_kv().div_ceil(cell));
         let mut counts = vec![vec![0u64; columns]; rows];

@@ -4,8 +4,12 @@ use super::Pattern;
 use super::attends::MAX_DRAWN;
 use crate::LayoutError;
 
-/// Windows, strides and the like stay below this, so that positions can be computed in i64.
-const MAX_PARAMETER: usize = 1 << 40;
+/// Windows, strides and the like stay below this, so that positions can be computed in i64, and sums of a few in usize.
+const MAX_PARAMETER: usize = match 1usize.checked_shl(40) {
+    Some(most) => most,
+    // WebAssembly has 32 bits.
+    None => usize::MAX >> 2,
+};
 
 impl Pattern {
     /// Checks every parameter, for a layout of `heads` heads.
