@@ -62,7 +62,7 @@ pub fn run(args: &PerplexityArgs) -> Result<()> {
     let needed = args.skip + args.windows * args.window + 1;
     let (tokens, ends) = checkpoint
         .text()?
-        .encode_with_ends(&read_text(&args.text)?)?;
+        .encode_with_ends(&read_text(&args.text)?, needed)?;
     ensure!(
         tokens.len() >= needed,
         "--text has {} tokens, and {} windows of {} behind {} need {needed}",
