@@ -125,6 +125,7 @@ fn main() -> Result<()> {
         .x_desc("keys that are seen, of all")
         .y_desc("bits per byte more")
         .x_label_formatter(&|x| format!("{:.0}%", x * 100.0))
+        .y_label_formatter(&|y| ((y * 1e4).round() / 1e4).to_string())
         .label_style(("sans-serif", 15))
         .light_line_style(WHITE)
         .draw()?;
