@@ -47,16 +47,17 @@ pub struct BenchArgs {
 /// If the model cannot be loaded, or does not take an attention.
 pub fn run(args: &BenchArgs) -> Result<()> {
     let device = args.model.device()?;
-    let mut config = args.model.config()?;
+    let mut checkpoint = args.model.open()?;
     let longest = args.prompts.iter().max().copied().unwrap_or(1);
-    config.context = config.context.max(longest + written(args.steps));
+    let context = &mut checkpoint.config.context;
+    *context = (*context).max(longest + written(args.steps));
     ensure!(
         args.repeats > 0 && args.batch > 0,
         "--repeats and --batch must be above 0"
     );
     let model = match args.random {
-        true => args.model.random(&config, &device)?,
-        false => args.model.load(&config, &device)?,
+        true => checkpoint.random(&device)?,
+        false => checkpoint.load(&device)?,
     };
     println!(
         "{:<40} {:>8} {:>11} {:>10} {:>8} {:>9} {:>10} {:>8}",

@@ -50,14 +50,21 @@ impl ModelArgs {
         device::open(self.device.as_deref())
     }
 
-    /// The configuration.
+    /// The checkpoint: reads its configuration, of a GGUF file all that stands before the tensors.
     ///
     /// # Errors
     /// If there is no model of a kind that is known.
-    pub fn config(&self) -> Result<LlamaConfig> {
-        let config = match self.gguf()? {
+    pub fn open(&self) -> Result<Checkpoint<'_>> {
+        let is_gguf = self.path.extension().is_some_and(|ending| ending == "gguf");
+        ensure!(
+            is_gguf || self.path.is_dir(),
+            "MODEL must be a folder of Hugging Face on this machine or a .gguf file, got {}",
+            self.path.display()
+        );
+        let gguf = is_gguf.then(|| Gguf::open(&self.path)).transpose()?;
+        let config = match &gguf {
             Some(gguf) => {
-                LlamaConfig::from_gguf(&gguf).with_context(|| self.path.display().to_string())?
+                LlamaConfig::from_gguf(gguf).with_context(|| self.path.display().to_string())?
             }
             None => {
                 let path = self.path.join("config.json");
@@ -67,29 +74,54 @@ impl ModelArgs {
             }
         };
         let context = self.context.unwrap_or(config.context);
-        Ok(config
+        let config = config
             .with_block_size(self.block_size)
             .with_context(context)
             .with_precision(match self.dtype {
                 Dtype::F32 => Precision::F32,
                 Dtype::Bf16 => Precision::Bf16,
-            }))
+            });
+        Ok(Checkpoint {
+            args: self,
+            gguf,
+            config,
+        })
     }
+}
 
+/// A checkpoint whose weights are read when they are asked for.
+pub struct Checkpoint<'a> {
+    args: &'a ModelArgs,
+    /// What stands before the weights, if the model is a GGUF file.
+    gguf: Option<Gguf>,
+    pub config: LlamaConfig,
+}
+
+impl Checkpoint<'_> {
     /// The model with its weights.
     ///
     /// # Errors
     /// If a file is missing, damaged or does not fit.
-    pub fn load(&self, config: &LlamaConfig, device: &Device) -> Result<Llama> {
+    pub fn load(&self, device: &Device) -> Result<Llama> {
+        let config = &self.config;
         let model = config.try_init(device)?;
-        let map = match self.gguf()? {
-            Some(gguf) => KeyMap::llama_gguf(&gguf)?,
+        let (weights, map) = match &self.gguf {
+            Some(gguf) => (WeightsFile::of_gguf(gguf)?, KeyMap::llama_gguf(gguf)?),
             None => {
                 let kv_heads = config.n_kv_heads.unwrap_or(config.n_heads);
-                KeyMap::llama(config.n_heads, kv_heads, config.tied_embedding)
+                let map = KeyMap::llama(config.n_heads, kv_heads, config.tied_embedding);
+                (WeightsFile::open(&self.args.path)?, map)
             }
         };
-        Ok(self.cast(WeightsFile::open(&self.path)?.load(&model, &map)?))
+        Ok(self.cast(weights.load(&model, &map)?))
+    }
+
+    /// The model with weights that are drawn: for times, where a checkpoint has only its `config.json`.
+    ///
+    /// # Errors
+    /// If the configuration does not fit.
+    pub fn random(&self, device: &Device) -> Result<Llama> {
+        Ok(self.cast(self.config.try_init(device)?))
     }
 
     /// The tokenizer.
@@ -97,33 +129,15 @@ impl ModelArgs {
     /// # Errors
     /// As [`Text::open`] and [`Text::of_gguf`].
     pub fn text(&self) -> Result<Text> {
-        match self.gguf()? {
-            Some(gguf) => Text::of_gguf(&gguf).with_context(|| self.path.display().to_string()),
-            None => Text::open(&self.path),
+        let path = &self.args.path;
+        match &self.gguf {
+            Some(gguf) => Text::of_gguf(gguf).with_context(|| path.display().to_string()),
+            None => Text::open(path),
         }
     }
 
-    /// What stands in front of the weights, if the model is a GGUF file.
-    fn gguf(&self) -> Result<Option<Gguf>> {
-        let is_gguf = self.path.extension().is_some_and(|ending| ending == "gguf");
-        ensure!(
-            is_gguf || self.path.is_dir(),
-            "MODEL must be a folder of Hugging Face on this machine or a .gguf file, got {}",
-            self.path.display()
-        );
-        Ok(is_gguf.then(|| Gguf::open(&self.path)).transpose()?)
-    }
-
-    /// The model with weights that are drawn: for times, where a checkpoint has only its `config.json`.
-    ///
-    /// # Errors
-    /// If the configuration does not fit.
-    pub fn random(&self, config: &LlamaConfig, device: &Device) -> Result<Llama> {
-        Ok(self.cast(config.try_init(device)?))
-    }
-
     fn cast(&self, model: Llama) -> Llama {
-        match self.dtype {
+        match self.args.dtype {
             Dtype::F32 => model,
             Dtype::Bf16 => model.map(&mut Cast(FloatDType::BF16)),
         }

@@ -6,10 +6,11 @@ use std::time::Instant;
 
 use anyhow::Result;
 use burn_paged_attention::generate::{GenerateOptions, Sampling, generate};
-use burn_paged_attention::pool::{CachePolicy, KvDtype};
-use clap::{Args, ValueEnum};
+use burn_paged_attention::pool::CachePolicy;
+use clap::Args;
 
 use crate::attention::Attention;
+use crate::cache::{POLICIES, Store};
 use crate::checkpoint::ModelArgs;
 use crate::text::Stream;
 
@@ -46,28 +47,16 @@ pub struct GenerateArgs {
     #[arg(long, value_enum, default_value = "model")]
     kv_dtype: Store,
     /// Keys that are kept: all, those that later tokens reach, the first S and the last W, or C (H + R, S + R + H) of each layer and head, by their attention
-    #[arg(
-        long,
-        default_value = "reachable",
-        value_name = "all|reachable|window:W,S|h2o:H,R|h2o-mean:H,R|tova:C|snapkv:C,M,F|key-norm:C|combined:S,R,H"
-    )]
+    #[arg(long, default_value = "reachable", value_name = POLICIES)]
     cache: CachePolicy,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum Store {
-    /// As the products
-    Model,
-    Int8,
-    Fp8,
 }
 
 /// # Errors
 /// If the model cannot be loaded, or does not take the attention.
 pub fn run(args: &GenerateArgs) -> Result<()> {
     let device = args.model.device()?;
-    let text = args.model.text()?;
-    let model = args.model.load(&args.model.config()?, &device)?;
+    let checkpoint = args.model.open()?;
+    let (text, model) = (checkpoint.text()?, checkpoint.load(&device)?);
     let model = args.attention.of(&model, args.model.block_size)?;
     let prompt = match args.raw {
         true => text.tokens(&args.prompt)?,
@@ -83,11 +72,7 @@ pub fn run(args: &GenerateArgs) -> Result<()> {
         .sampling(sampling)
         .stop_tokens(text.stop.iter().copied())
         .policy(args.cache)
-        .kv_dtype(match args.kv_dtype {
-            Store::Model => KvDtype::Model,
-            Store::Int8 => KvDtype::Int8,
-            Store::Fp8 => KvDtype::Fp8E4m3,
-        });
+        .kv_dtype(args.kv_dtype);
     let options = match args.attention.reads_prompts_alone() {
         true => options.choosing_prompts(),
         false => options,

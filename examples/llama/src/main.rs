@@ -2,14 +2,18 @@
 
 mod attention;
 mod bench;
+mod cache;
 mod checkpoint;
 mod device;
 mod generate;
 mod gguf_tokenizer;
 mod needle;
 mod perplexity;
+mod pooled;
 mod progress;
+mod rows;
 mod text;
+mod windows;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
@@ -21,6 +25,7 @@ use clap::{Parser, Subcommand};
     after_help = "Start here:
   llama generate MODEL --prompt 'What is the capital of France?'
   llama perplexity MODEL --text book.txt --attention dense --attention streaming:512,4 --attention topk:32,ratio=0.25
+  llama perplexity MODEL --text book.txt --cache all --cache snapkv:205 --cache window:200,4 --slack 31
   llama needle MODEL --text book.txt --tokens 4000 --attention dense --attention moba:32,16,first=1,local=2
   llama bench MODEL --prompts 2048,8192 --attention dense --attention streaming:1024,4
 

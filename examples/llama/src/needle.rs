@@ -6,14 +6,18 @@ use anyhow::{Result, bail, ensure};
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_paged_attention::pool::{KvPoolConfig, KvStep, PagedDecoder};
+use burn_sparse_transformer::decoder::Decoder;
 use burn_sparse_transformer::llama::Llama;
 use clap::Args;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use serde_json::json;
 
 use crate::attention::{Attention, Kind};
+use crate::cache::CacheArgs;
 use crate::checkpoint::{ModelArgs, read_text};
 use crate::progress;
+use crate::rows::{JsonArgs, Setting, settings};
 use crate::text::Text;
 
 /// Hides five digits in a text and asks for them, under each attention
@@ -36,6 +40,10 @@ pub struct NeedleArgs {
     /// Of the numbers that are hidden
     #[arg(long, default_value_t = 1)]
     seed: u64,
+    #[command(flatten)]
+    cache: CacheArgs,
+    #[command(flatten)]
+    json: JsonArgs,
 }
 
 /// A prompt and the tokens that answer it.
@@ -48,8 +56,10 @@ struct Needle {
 /// If the model cannot be loaded, does not take an attention, or the text is too short.
 pub fn run(args: &NeedleArgs) -> Result<()> {
     let device = args.model.device()?;
-    let text = args.model.text()?;
-    let model = args.model.load(&args.model.config()?, &device)?;
+    let caches = args.cache.caches()?;
+    let mut lines = args.json.lines()?;
+    let checkpoint = args.model.open()?;
+    let (text, model) = (checkpoint.text()?, checkpoint.load(&device)?);
     let sentences = sentences(&read_text(&args.text)?);
     let mut random = ChaCha8Rng::seed_from_u64(args.seed);
     let needles: Vec<Needle> = (0..args.depths)
@@ -68,24 +78,24 @@ pub fn run(args: &NeedleArgs) -> Result<()> {
         "{:<44} {:>8} {:>12}  bits of the answer by depth, * found",
         "attention", "found", "mean bits"
     );
-    let progress = progress::bar(args.attention.len() * needles.len(), "needles");
-    for attention in &args.attention {
-        let model = attention.of(&model, args.model.block_size)?;
+    let settings = settings(&args.attention, &caches);
+    let progress = progress::bar(settings.len() * needles.len(), "needles");
+    for setting in settings {
+        let model = setting.attention.of(&model, args.model.block_size)?;
         let (mut found, mut sum, mut cells) = (0, 0.0, String::new());
         for needle in &needles {
-            let (is_found, bits) = ask(&model, attention, needle, &device)?;
+            let (is_found, bits) = ask(&model, setting, needle, &device)?;
             found += usize::from(is_found);
             sum += bits;
             cells += &format!(" {bits:.1}{}", if is_found { "*" } else { "" });
             progress.inc(1);
         }
+        let mean = sum / needles.len() as f64;
+        let measured = json!({ "found": found, "needles": needles.len(), "mean_bits": mean });
+        lines.push(setting, measured)?;
         progress.suspend(|| {
             let of = format!("{found} of {}", needles.len());
-            println!(
-                "{:<44} {of:>8} {:>12.2} {cells}",
-                attention.to_string(),
-                sum / needles.len() as f64
-            );
+            println!("{:<44} {of:>8} {mean:>12.2} {cells}", setting.label());
         });
     }
     progress.finish_and_clear();
@@ -93,35 +103,37 @@ pub fn run(args: &NeedleArgs) -> Result<()> {
 }
 
 /// Whether every token of the answer is the likeliest one, and its bits.
-fn ask(
-    model: &Llama,
-    attention: &Attention,
-    needle: &Needle,
-    device: &Device,
-) -> Result<(bool, f64)> {
+fn ask(model: &Llama, setting: Setting, needle: &Needle, device: &Device) -> Result<(bool, f64)> {
     let tokens = |ids: &[u32]| {
         let data: Vec<i32> = ids.iter().map(|&id| id as i32).collect();
         Tensor::<2, Int>::from_data(TensorData::new(data, [1, ids.len()]), device)
     };
     let (prompt, answer) = (&needle.prompt, &needle.answer);
+    // What a cache leaves is seen from the prompt's last token on; the answer's last is predicted, not read.
+    let (first, behind) = prompt.split_at(prompt.len() - usize::from(setting.cache.is_some()));
+    let behind = [behind, &answer[..answer.len() - 1]].concat();
     let config = KvPoolConfig::new(1, prompt.len() + answer.len()).with_chunk(answer.len());
-    let mut pool = model.new_pool(&match attention.kind {
-        Kind::Selection(_) => config.with_choosing_prompts(),
-        Kind::Dense | Kind::Pattern(_) => config,
+    let (config, prompts_alone) = match setting.cache {
+        Some(cache) => {
+            let config = cache.of(config, prompt.len());
+            (config, setting.attention.reads_prompts_alone())
+        }
+        None => (config, matches!(setting.attention.kind, Kind::Selection(_))),
+    };
+    let mut pool = model.new_pool(&match prompts_alone {
+        true => config.with_choosing_prompts(),
+        false => config,
     })?;
     let id = pool.join()?;
-    let [vocab] = [model.embed.weight.dims()[0]];
-    let first = model.next_logits(tokens(prompt), &[KvStep::new(id, prompt.len())], &mut pool)?;
-    // The last token of the answer is predicted, not read.
-    let read = answer.len() - 1;
-    let logits = match read {
-        0 => first,
-        _ => {
-            let steps = [KvStep::new(id, read)];
-            let rest = model.try_forward_pool_end(tokens(&answer[..read]), &steps, &mut pool)?;
-            Tensor::cat(vec![first, rest.reshape([read, vocab])], 0)
-        }
-    };
+    let last = model.next_logits(tokens(first), &[KvStep::new(id, first.len())], &mut pool)?;
+    let last = setting.cache.is_none().then_some(last);
+    let mut rows: Vec<_> = last.into_iter().collect();
+    if !behind.is_empty() {
+        let steps = [KvStep::new(id, behind.len())];
+        let rest = model.try_forward_pool_end(tokens(&behind), &steps, &mut pool)?;
+        rows.push(rest.reshape([behind.len(), model.vocab_size()]));
+    }
+    let logits = Tensor::cat(rows, 0);
     let logs = log_softmax(logits, 1);
     let expected = tokens(answer).reshape([answer.len(), 1]);
     let likeliest = logs.clone().argmax(1);

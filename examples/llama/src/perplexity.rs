@@ -4,15 +4,20 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
-use burn::tensor::{Int, Tensor, TensorData};
+use burn::tensor::{Int, Tensor};
 use burn_sparse_transformer::SparseMhaInput;
 use burn_sparse_transformer::decoder::{Decoder, Positions};
 use burn_sparse_transformer::llama::Llama;
 use clap::Args;
+use serde_json::json;
 
 use crate::attention::Attention;
+use crate::cache::CacheArgs;
 use crate::checkpoint::{ModelArgs, read_text};
+use crate::pooled::Ends;
 use crate::progress;
+use crate::rows::{JsonArgs, settings};
+use crate::windows::{Bits, Windows};
 
 /// Measures bits a byte of a text under each attention
 #[derive(Args, Debug)]
@@ -34,16 +39,30 @@ pub struct PerplexityArgs {
     /// Tokens at the beginning of the text that are left out
     #[arg(long, default_value_t = 0)]
     skip: usize,
+    #[command(flatten)]
+    cache: CacheArgs,
+    /// With a cache: tokens of a window that are read at once and do not count [default: half of it]
+    #[arg(long)]
+    prompt: Option<usize>,
+    /// With a cache: tokens of a call behind the prompt
+    #[arg(long, default_value_t = 16)]
+    chunk: usize,
+    /// With a cache: windows that are read at once
+    #[arg(long, default_value_t = 8)]
+    batch: usize,
+    #[command(flatten)]
+    json: JsonArgs,
 }
 
 /// # Errors
-/// If the model cannot be loaded, does not take an attention, or the text is too short.
+/// If the model cannot be loaded, does not take an attention or a cache, or the text is too short.
 pub fn run(args: &PerplexityArgs) -> Result<()> {
     let device = args.model.device()?;
-    let text = args.model.text()?;
-    let config = args.model.config()?;
+    let checkpoint = args.model.open()?;
     let needed = args.skip + args.windows * args.window + 1;
-    let (tokens, ends) = text.encode_with_ends(&read_text(&args.text)?)?;
+    let (tokens, ends) = checkpoint
+        .text()?
+        .encode_with_ends(&read_text(&args.text)?, needed)?;
     ensure!(
         tokens.len() >= needed,
         "--text has {} tokens, and {} windows of {} behind {} need {needed}",
@@ -52,47 +71,89 @@ pub fn run(args: &PerplexityArgs) -> Result<()> {
         args.window,
         args.skip
     );
-    let model = args.model.load(&config, &device)?;
-    let of = |from: usize| {
-        let ids = tokens[from..from + args.window].iter().map(|&id| id as i32);
-        let data = TensorData::new(ids.collect::<Vec<_>>(), [1, args.window]);
-        Tensor::<2, Int>::from_data(data, &device)
+    let caches = args.cache.caches()?;
+    let parts = Ends {
+        prompt: args.prompt.unwrap_or(args.window / 2),
+        chunk: args.chunk,
+        batch: args.batch,
+    };
+    if !caches.is_empty() {
+        parts.check(args.window)?;
+    }
+    let mut lines = args.json.lines()?;
+    let model = checkpoint.load(&device)?;
+    let windows = Windows {
+        ids: &tokens,
+        ends: &ends,
+        starts: (0..args.windows)
+            .map(|window| args.skip + window * args.window)
+            .collect(),
+        length: args.window,
+        device: &device,
     };
     println!(
         "{:<44} {:>8} {:>10} {:>10} {:>9}",
-        "attention", "of pairs", "bits/token", "bits/byte", "s/window"
+        "attention",
+        if caches.is_empty() {
+            "of pairs"
+        } else {
+            "of keys"
+        },
+        "bits/token",
+        "bits/byte",
+        "s/window"
     );
-    let progress = progress::bar(args.attention.len() * args.windows, "windows");
-    for attention in &args.attention {
-        let model = attention.of(&model, args.model.block_size)?;
-        let (mut bits, mut bytes, mut share) = (0.0, 0, None);
+    let settings = settings(&args.attention, &caches);
+    let progress = progress::bar(settings.len() * args.windows, "windows");
+    for setting in settings {
+        let model = setting.attention.of(&model, args.model.block_size)?;
         let begun = Instant::now();
-        for window in 0..args.windows {
-            let first = args.skip + window * args.window;
-            let loss = model
-                .try_loss(of(first), of(first + 1))?
-                .into_scalar::<f32>();
-            bits += f64::from(loss) / std::f64::consts::LN_2 * args.window as f64;
-            bytes += ends[first + args.window] - ends[first];
-            progress.inc(1);
-        }
+        let mut found = match setting.cache {
+            None => whole(&model, &windows, || progress.inc(1))?,
+            Some(cache) => {
+                let alone = setting.attention.reads_prompts_alone();
+                let done = |windows| progress.inc(windows as u64);
+                parts.bits(&model, (cache, alone), &windows, done)?
+            }
+        };
         let seconds = begun.elapsed().as_secs_f64() / args.windows as f64;
-        if args.windows > 0 {
-            share = density(&model, of(args.skip))?;
+        if let (None, Some(&first)) = (setting.cache, windows.starts.first()) {
+            found.share = density(&model, windows.tokens(&[first], 0))?;
         }
-        let share = share.map_or("-".into(), |share| format!("{:.1}%", 100.0 * share));
-        let counted = (args.windows * args.window) as f64;
+        let of_tokens = found.bits / found.tokens as f64;
+        let of_bytes = found.bits / found.bytes as f64;
+        let measured = json!({
+            "share": found.share,
+            "bits_per_token": of_tokens,
+            "bits_per_byte": of_bytes,
+            "tokens": found.tokens,
+            "seconds_per_window": seconds,
+        });
+        lines.push(setting, measured)?;
+        let share = (found.share).map_or("-".into(), |share| format!("{:.1}%", 100.0 * share));
         progress.suspend(|| {
             println!(
-                "{:<44} {share:>8} {:>10.4} {:>10.4} {seconds:>9.2}",
-                attention.to_string(),
-                bits / counted,
-                bits / bytes as f64
+                "{:<44} {share:>8} {of_tokens:>10.4} {of_bytes:>10.4} {seconds:>9.2}",
+                setting.label()
             );
         });
     }
     progress.finish_and_clear();
     Ok(())
+}
+
+/// All tokens of windows, each window in one call.
+fn whole(model: &Llama, windows: &Windows, mut done: impl FnMut()) -> Result<Bits> {
+    let mut found = Bits::default();
+    for &start in &windows.starts {
+        let [tokens, targets] = [0, 1].map(|shift| windows.tokens(&[start], shift));
+        let loss = model.try_loss(tokens, targets)?.into_scalar::<f32>();
+        found.bits += f64::from(loss) / std::f64::consts::LN_2 * windows.length as f64;
+        found.tokens += windows.length;
+        found.bytes += windows.bytes(start, 0);
+        done();
+    }
+    Ok(found)
 }
 
 /// The share of causal pairs that all layers attend to, where it can be counted.

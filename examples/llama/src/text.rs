@@ -12,6 +12,9 @@ use tokenizers::Tokenizer;
 
 use crate::gguf_tokenizer;
 
+/// Tokens at the end of a part of a text that do not count.
+const AT_A_CUT: usize = 64;
+
 /// A checkpoint's tokenizer and how it is asked.
 pub struct Text {
     pub tokenizer: Tokenizer,
@@ -157,12 +160,20 @@ impl Text {
             .to_vec())
     }
 
-    /// Tokens of a text and where each ends in it, in bytes.
-    pub fn encode_with_ends(&self, text: &str) -> Result<(Vec<u32>, Vec<usize>)> {
-        let encoding = self.tokenizer.encode(text, false);
-        let encoding = encoding.map_err(|error| anyhow!("tokens of the text: {error}"))?;
-        let ends = encoding.get_offsets().iter().map(|&(_, end)| end);
-        Ok((encoding.get_ids().to_vec(), ends.collect()))
+    /// Tokens of a text and where each ends in it, in bytes: of its beginning, if that has as many as are needed.
+    pub fn encode_with_ends(&self, text: &str, needed: usize) -> Result<(Vec<u32>, Vec<usize>)> {
+        let mut bytes = 8 * needed;
+        loop {
+            let part = &text[..text.floor_char_boundary(bytes)];
+            let encoding = self.tokenizer.encode(part, false);
+            let encoding = encoding.map_err(|error| anyhow!("tokens of the text: {error}"))?;
+            // Those at the cut may be others than the text's.
+            if part.len() == text.len() || encoding.len() >= needed + AT_A_CUT {
+                let ends = encoding.get_offsets().iter().map(|&(_, end)| end);
+                return Ok((encoding.get_ids().to_vec(), ends.collect()));
+            }
+            bytes *= 2;
+        }
     }
 
     /// The text of tokens.

@@ -7,6 +7,7 @@ mod common;
 mod refused;
 
 mod any_model;
+mod choice_loops;
 mod eviction;
 mod eviction_going_on;
 mod generate;

@@ -52,10 +52,7 @@ impl WeightsFile {
         match ending.unwrap_or_default() {
             "safetensors" => Self::read(path, SafetensorsStore::from_file(path)),
             "pt" | "pth" | "bin" => Self::read(path, pytorch(path)),
-            "gguf" => Ok(Self {
-                tensors: Gguf::open(path)?.tensors()?,
-                path: path.display().to_string(),
-            }),
+            "gguf" => Self::of_gguf(&Gguf::open(path)?),
             "bpk" | "burnpack" => {
                 let store = BurnpackStore::from_file(path).auto_extension(false);
                 Self::read(path, store)
@@ -65,6 +62,17 @@ impl WeightsFile {
                 expected: ENDINGS,
             }),
         }
+    }
+
+    /// The tensors of a GGUF file that is open already: its header is not read again.
+    ///
+    /// # Errors
+    /// [`WeightsError::Read`] if a tensor is of a type that is not read.
+    pub fn of_gguf(gguf: &Gguf) -> Result<Self, WeightsError> {
+        Ok(Self {
+            tensors: gguf.tensors()?,
+            path: gguf.path().to_owned(),
+        })
     }
 
     /// Opens a file of PyTorch's that has its state dict under a key, as `model` in `torch.save({"model": model.state_dict(), ..}, path)`.

@@ -10,7 +10,8 @@ use super::{EvictionBudget, EvictionConfig, EvictionScore, ScoreSmoothing};
 pub fn best(scores: &[f32], count: usize) -> Vec<usize> {
     let mut places: Vec<usize> = (0..scores.len()).collect();
     if count < places.len() {
-        places.sort_unstable_by(|&a, &b| worth(scores[b], scores[a]).then(b.cmp(&a)));
+        let better = |a: &usize, b: &usize| worth(scores[*b], scores[*a]).then(b.cmp(a));
+        places.select_nth_unstable_by(count, better);
         places.truncate(count);
         places.sort_unstable();
     }

@@ -67,6 +67,11 @@ impl Gguf {
         }
     }
 
+    /// The file, as it was named.
+    pub(super) fn path(&self) -> &str {
+        &self.path
+    }
+
     /// All keys and their values.
     pub fn metadata(&self) -> &BTreeMap<String, GgufValue> {
         &self.header.metadata

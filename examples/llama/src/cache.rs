@@ -1,0 +1,132 @@
+//! What `--cache`, `--kv-dtype` and `--slack` take.
+
+use std::fmt;
+use std::str::FromStr;
+
+use anyhow::{Context, Result, ensure};
+use burn_paged_attention::pages::CacheError;
+use burn_paged_attention::pool::{CachePolicy, KvDtype, KvPoolConfig};
+use clap::{Args, ValueEnum};
+
+/// The texts of a policy.
+pub const POLICIES: &str =
+    "all|reachable|window:W,S|h2o:H,R|h2o-mean:H,R|tova:C|snapkv:C,M,F|key-norm:C|combined:S,R,H";
+
+/// How keys and values are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Store {
+    /// As the products
+    Model,
+    Int8,
+    Fp8,
+}
+
+impl From<Store> for KvDtype {
+    fn from(store: Store) -> Self {
+        match store {
+            Store::Model => Self::Model,
+            Store::Int8 => Self::Int8,
+            Store::Fp8 => Self::Fp8E4m3,
+        }
+    }
+}
+
+/// Caches that are measured.
+#[derive(Args, Debug)]
+pub struct CacheArgs {
+    /// Keys that a cache keeps, behind a prompt that is read at once: all, those that later tokens reach, the first S and the last W, or C (H + R, S + R + H) of each layer and head, by their attention; once for each that is measured
+    #[arg(long, value_name = POLICIES)]
+    cache: Vec<Policy>,
+    /// How a cache stores keys and values; once for each that is measured
+    #[arg(long, value_enum)]
+    kv_dtype: Vec<Store>,
+    /// Evict when there are so many keys more than are kept [default: 256]
+    #[arg(long)]
+    slack: Option<usize>,
+}
+
+/// A policy as it was typed.
+#[derive(Clone, Debug)]
+struct Policy {
+    text: String,
+    policy: CachePolicy,
+}
+
+impl FromStr for Policy {
+    type Err = CacheError;
+
+    fn from_str(text: &str) -> Result<Self, CacheError> {
+        let (text, policy) = (text.to_owned(), text.parse()?);
+        Ok(Self { text, policy })
+    }
+}
+
+/// A cache that is measured.
+#[derive(Clone, Debug)]
+pub struct Cache {
+    kept: Policy,
+    store: Store,
+}
+
+impl fmt::Display for Cache {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(&self.kept.text)?;
+        match self.store {
+            Store::Model => Ok(()),
+            Store::Int8 => f.write_str(", int8"),
+            Store::Fp8 => f.write_str(", fp8"),
+        }
+    }
+}
+
+impl CacheArgs {
+    /// Every policy with every store; none where no flag asks for a cache.
+    ///
+    /// # Errors
+    /// If the slack is of no policy, or too large for one.
+    pub fn caches(&self) -> Result<Vec<Cache>> {
+        if self.cache.is_empty() && self.kv_dtype.is_empty() {
+            ensure!(self.slack.is_none(), "--slack needs a --cache that evicts");
+            return Ok(Vec::new());
+        }
+        let mut policies = match self.cache.is_empty() {
+            true => vec!["all".parse()?],
+            false => self.cache.clone(),
+        };
+        let mut evicts = false;
+        for Policy { text, policy } in &mut policies {
+            let (CachePolicy::Evict(config), Some(slack)) = (policy, self.slack) else {
+                continue;
+            };
+            config.slack = slack;
+            config
+                .validate()
+                .with_context(|| format!("--cache {text} --slack {slack}"))?;
+            evicts = true;
+        }
+        ensure!(
+            evicts || self.slack.is_none(),
+            "--slack needs a --cache that evicts"
+        );
+        let stores = match self.kv_dtype.as_slice() {
+            [] => &[Store::Model],
+            stores => stores,
+        };
+        let each = policies.into_iter().flat_map(|kept| {
+            let of = move |&store| Cache {
+                kept: kept.clone(),
+                store,
+            };
+            stores.iter().map(of)
+        });
+        Ok(each.collect())
+    }
+}
+
+impl Cache {
+    /// A pool with this cache, where a call reads `longest` tokens at most.
+    pub fn of(&self, config: KvPoolConfig, longest: usize) -> KvPoolConfig {
+        let config = config.with_policy(self.kept.policy, longest);
+        config.with_dtype(KvDtype::from(self.store))
+    }
+}
