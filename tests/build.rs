@@ -5,7 +5,7 @@ use std::fmt::Write;
 use std::path::Path;
 use std::{env, fs};
 
-const PAGES: [&str; 19] = [
+const PAGES: [&str; 20] = [
     "README.md",
     "crates/blocksparse/README.md",
     "crates/burn-blocksparse/README.md",
@@ -20,6 +20,7 @@ const PAGES: [&str; 19] = [
     "docs/padding.md",
     "docs/replayed-steps.md",
     "docs/selection.md",
+    "docs/sequence-parallel.md",
     "docs/swap-burn-nn.md",
     "docs/training-ops.md",
     "docs/training.md",

@@ -12,3 +12,5 @@ pub use crate::graph::ops::StaticInputOps;
 pub use crate::rows::ops::{
     KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput, MergedParts, RowOps,
 };
+pub use crate::sharded::ShardEnd;
+pub use crate::sharded::ops::{KeysAndValues, ShardOps};
