@@ -8,7 +8,7 @@ use burn::nn::Linear;
 use burn::optim::GradientsParams;
 use burn_blocksparse::{SequenceShard, ShardPlan, alibi_slopes};
 use burn_sparse_transformer::{
-    BlockAttentionConfig, Factorization, SparseTransformer, SparseTransformerConfig,
+    BlockAttentionConfig, Factorization, Recompute, SparseTransformer, SparseTransformerConfig,
     TransformerShard,
 };
 
@@ -257,8 +257,10 @@ fn config(factorization: Factorization) -> SparseTransformerConfig {
 }
 
 /// A loss, and the gradients by some parameters.
-fn measured(model: &SparseTransformer, loss: Tensor<1>) -> Vec<Vec<f64>> {
-    let grads = GradientsParams::from_grads(loss.backward(), model);
+fn measured(
+    model: &SparseTransformer,
+    (loss, grads): (Tensor<1>, GradientsParams),
+) -> Vec<Vec<f64>> {
     let numbers = |data: TensorData| data.convert::<f64>().try_to_vec::<f64>().unwrap();
     let by = |id| numbers(grads.get::<2>(id).unwrap().into_data());
     let first = &model.blocks[0];
@@ -299,8 +301,17 @@ fn a_model_over_shards_has_the_loss_and_gradients_of_one_device() {
             // A copy with leaves of its own: graphs of several threads must not meet.
             let own = || model.clone().fork(&device);
             let alone = own();
-            let expected = measured(&alone, alone.loss(tokens.clone(), targets.clone()));
-            for devices in [2, 3] {
+            let loss = alone.loss(tokens.clone(), targets.clone());
+            let grads = GradientsParams::from_grads(loss.backward(), &alone);
+            let expected = measured(&alone, (loss, grads));
+            // 12 blocks, over as many devices alike, and over 5 not.
+            for (devices, recompute) in [
+                (2, None),
+                (5, None),
+                (2, Some("none")),
+                (3, Some("segment:1")),
+                (5, Some("segment:2+attention")),
+            ] {
                 let shards = TransformerShard::group(&model, SEQ, devices).unwrap();
                 let parts: Vec<_> = thread::scope(|scope| {
                     let running: Vec<_> = (shards.into_iter())
@@ -309,8 +320,23 @@ fn a_model_over_shards_has_the_loss_and_gradients_of_one_device() {
                             let [tokens, targets] =
                                 [&tokens, &targets].map(|x| shard.tokens(x.clone()));
                             scope.spawn(move || {
-                                let loss = model.try_loss_of_shard(tokens, targets, &shard);
-                                measured(&model, loss.unwrap())
+                                let step = match recompute {
+                                    None => {
+                                        let loss = model.try_loss_of_shard(tokens, targets, &shard);
+                                        let loss = loss.unwrap();
+                                        let grads = loss.backward();
+                                        (loss, GradientsParams::from_grads(grads, &model))
+                                    }
+                                    Some(text) => {
+                                        let recompute: Recompute = text.parse().unwrap();
+                                        let step = model.losses_and_gradients_of_shard(
+                                            tokens, targets, &shard, recompute,
+                                        );
+                                        let (losses, grads) = step.unwrap();
+                                        (losses.loss, grads)
+                                    }
+                                };
+                                measured(&model, step)
                             })
                         })
                         .collect();
@@ -322,10 +348,11 @@ fn a_model_over_shards_has_the_loss_and_gradients_of_one_device() {
                 for (at, expected) in expected.iter().enumerate() {
                     let largest = expected.iter().fold(0.0, |most: f64, x| most.max(x.abs()));
                     for (place, expected) in expected.iter().enumerate() {
-                        let got: f64 = parts.iter().map(|part| part[at][place]).sum();
+                        let sum: f64 = parts.iter().map(|part| part[at][place]).sum();
+                        let got = sum / devices as f64;
                         assert!(
                             (got - expected).abs() <= 2e-5 * largest,
-                            "{devices} devices, number {place} of {at}: {got}, {expected}"
+                            "{devices} devices, {recompute:?}, number {place} of {at}: {got}, {expected}"
                         );
                     }
                 }

@@ -1,5 +1,7 @@
 //! Sequences that several devices share: each has its positions of all layers, and of attention the keys that those need.
 
+use std::sync::Arc;
+
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::{BlockLayout, SequenceShard, ShardPlan};
 
@@ -16,13 +18,52 @@ use crate::{
 /// One device's part of sequences that several devices share, for all layers of a [`SparseTransformer`].
 ///
 /// Each device has a model of its own, a [`fork`](burn::module::Module::fork) of the same one, and a thread of its own, in which all make the same calls in the
-/// same order, forward and backward. Losses and gradients of all devices add up to those of the whole sequences.
+/// same order, forward and backward. The means of all devices' losses and gradients are those of the whole sequences.
 #[derive(Debug)]
 pub struct TransformerShard {
     /// One for each different layout.
-    shards: Vec<SequenceShard>,
+    shards: Vec<Arc<SequenceShard>>,
     /// Which of them each block has.
     of_blocks: Vec<usize>,
+}
+
+/// Graphs may still hold its shards.
+impl Drop for TransformerShard {
+    fn drop(&mut self) {
+        self.shards.iter().for_each(|shard| shard.leave());
+    }
+}
+
+/// What one block needs of a shard.
+#[derive(Clone, Debug)]
+pub(crate) struct ShardOfBlock {
+    shard: Arc<SequenceShard>,
+    positions: Positions,
+}
+
+/// A shard of a batch.
+pub(crate) struct ShardRows<'a> {
+    shard: &'a TransformerShard,
+    pub(crate) positions: Positions,
+    /// Of the loss over this device's rows in the mean over the devices, if rows are not as many on all of them.
+    share: Option<f64>,
+}
+
+impl ShardRows<'_> {
+    pub(crate) fn of_block(&self, layer: usize) -> ShardOfBlock {
+        ShardOfBlock {
+            shard: self.shard.shards[self.shard.of_blocks[layer]].clone(),
+            positions: self.positions.clone(),
+        }
+    }
+
+    /// What a device's mean loss is in the mean over the devices.
+    pub(crate) fn share_of(&self, loss: Tensor<1>) -> Tensor<1> {
+        match self.share {
+            Some(share) => loss * share,
+            None => loss,
+        }
+    }
 }
 
 impl TransformerShard {
@@ -68,7 +109,7 @@ impl TransformerShard {
         for layout in &layouts {
             let plan = ShardPlan::with_pieces(layout, kv_heads, devices, pieces)?;
             for (device, shard) in group.iter_mut().zip(SequenceShard::group(&plan)) {
-                device.shards.push(shard);
+                device.shards.push(Arc::new(shard));
             }
         }
         Ok(group)
@@ -100,8 +141,8 @@ impl TransformerShard {
 }
 
 impl SparseTransformer {
-    /// This device's part of [`Self::try_loss`] of sequences that several devices share: the parts add up to it, and gradients likewise. All devices must
-    /// call it, each with a model of its own.
+    /// This device's part of [`Self::try_loss`] of sequences that several devices share: the mean of all parts is that loss, and gradients likewise. All
+    /// devices must call it, each with a model of its own. `losses_and_gradients_of_shard` recomputes blocks, too.
     ///
     /// # Shapes
     /// - `tokens`, `targets`: `[batch, seq]`, this device's columns: [`TransformerShard::tokens`]
@@ -117,35 +158,36 @@ impl SparseTransformer {
         shard: &TransformerShard,
     ) -> Result<Tensor<1>, TransformerError> {
         self.check_targets(&tokens, &targets)?;
+        let rows = self.rows_of_shard(&tokens, shard)?;
+        let mut stream = Stream::new(self.embed_at(tokens, &rows.positions)?);
+        for (layer, block) in self.blocks.iter().enumerate() {
+            let pass = Pass::default().with_shard(Some(rows.of_block(layer)));
+            stream = block.step(stream, pass)?;
+        }
+        Ok(rows.share_of(self.head_loss(stream, targets)?))
+    }
+
+    /// The rows of a device's tokens, which must be the shard's.
+    pub(crate) fn rows_of_shard<'a>(
+        &self,
+        tokens: &Tensor<2, Int>,
+        shard: &'a TransformerShard,
+    ) -> Result<ShardRows<'a>, TransformerError> {
         let [batch, seq] = tokens.dims();
-        let own = shard.first().layout().seq_q();
-        ensure(
-            seq == own,
-            "tokens",
-            || format!("{own} positions, the shard's"),
-            seq,
-        )?;
-        let blocks = self.blocks.len();
+        let (first, blocks) = (shard.first(), self.blocks.len());
+        let own = first.layout().seq_q();
+        let expected = || format!("{own} positions, the shard's");
+        ensure(seq == own, "tokens", expected, seq)?;
         let known = shard.of_blocks.len();
-        ensure(
-            blocks == known,
-            "shard",
-            || format!("of {blocks} blocks, the model's"),
-            known,
-        )?;
-        let positions = shard.positions(batch, &tokens.device());
-        let stream = Stream::new(self.embed_at(tokens, &positions)?);
-        let mut blocks = self.blocks.iter().zip(&shard.of_blocks);
-        let stream = blocks.try_fold(stream, |stream, (block, &at)| {
-            let attend = |input| {
-                let shard = &shard.shards[at];
-                block.mha.forward_shard(input, shard, positions.clone())
-            };
-            block.residual(stream, attend, Pass::default())
-        })?;
-        let loss = self.head_loss(stream, targets)?;
-        let whole = shard.first().plan().layout().seq_q();
-        Ok(loss * (own as f64 / whole as f64))
+        let expected = || format!("of {blocks} blocks, the model's");
+        ensure(blocks == known, "shard", expected, known)?;
+        let plan = first.plan();
+        let (of_all, whole) = (own * plan.devices(), plan.layout().seq_q());
+        Ok(ShardRows {
+            positions: shard.positions(batch, &tokens.device()),
+            share: (of_all != whole).then(|| of_all as f64 / whole as f64),
+            shard,
+        })
     }
 }
 
@@ -168,13 +210,12 @@ impl SparseTransformerBlock {
 
 impl SparseMultiHeadAttention {
     /// What the rows of a shard see of the whole sequence, without the output's bias.
-    fn forward_shard(
+    pub(crate) fn forward_shard(
         &self,
         input: SparseMhaInput,
-        shard: &SequenceShard,
-        positions: Positions,
+        ShardOfBlock { shard, positions }: &ShardOfBlock,
     ) -> Result<Projected, TransformerError> {
-        let call = Call::at(&input, positions)?;
+        let call = Call::at(&input, positions.clone())?;
         let (query, key, value) = self.project(input, &call)?;
         let [key, value] = shard.gather(key, value)?;
         self.output_product(self.attend((query, key, value), shard.layout(), &call)?)

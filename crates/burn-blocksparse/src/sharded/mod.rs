@@ -94,7 +94,7 @@ impl fmt::Debug for SequenceShard {
 /// Others do not wait for a shard that is gone, though a graph may still hold its end.
 impl Drop for SequenceShard {
     fn drop(&mut self) {
-        self.end.links.leave();
+        self.leave();
     }
 }
 
@@ -125,6 +125,11 @@ impl SequenceShard {
     /// What all devices do.
     pub fn plan(&self) -> &ShardPlan {
         &self.end.plan
+    }
+
+    /// Ends this device's part: others that wait for it get [`OpError::Left`], as when it is dropped.
+    pub fn leave(&self) {
+        self.end.links.leave();
     }
 
     /// The layout of this device's queries over the keys that [`Self::gather`] returns. Positions of rows are not those of the sequence.
