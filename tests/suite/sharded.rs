@@ -224,6 +224,8 @@ fn errors() {
         attend(&q, &k, &k, alibi).map(|output| output.out) => format!("options.alibi {expected}");
         attend(&q, &all, &all, plain()).map(|output| output.out)
             => "k's rows must be [1, 2, 96], the shard's, got [1, 2, 192]";
+        attend(&x(1, 4, 80), &k, &k, plain()).map(|output| output.out)
+            => "q's heads and rows must be [4, 96], the shard's, got [4, 80]";
         shards[0].gather(x(1, 4, 96), k.clone()) => "k's rows must be [1, 2, 96], the shard's, got [1, 4, 96]";
     }
     // Another batch, and another number of calls.

@@ -275,6 +275,14 @@ impl SequenceShard {
         options: AttentionOptions,
     ) -> Result<SparseAttentionOutput, OpError> {
         check::tensors(&q, &k, &v)?;
+        let [_, heads, seq_q, _] = q.dims();
+        let expected = [self.layout.heads(), self.layout.seq_q()];
+        OpError::expect_same(
+            "q's heads and rows",
+            expected,
+            "the shard's",
+            [heads, seq_q],
+        )?;
         options.validate(self.layout.heads(), q.dtype())?;
         for (argument, is_set) in [
             ("options.alibi", options.alibi.is_some()),
