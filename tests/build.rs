@@ -5,7 +5,7 @@ use std::fmt::Write;
 use std::path::Path;
 use std::{env, fs};
 
-const PAGES: [&str; 28] = [
+const PAGES: [&str; 29] = [
     "README.md",
     "crates/blocksparse/README.md",
     "crates/burn-blocksparse/README.md",
@@ -29,6 +29,7 @@ const PAGES: [&str; 28] = [
     "docs/playground.md",
     "docs/replayed-steps.md",
     "docs/selection.md",
+    "docs/sequence-parallel.md",
     "docs/swap-burn-nn.md",
     "docs/training-ops.md",
     "docs/training.md",

@@ -36,6 +36,7 @@ mod sampling;
 mod selected;
 mod selection;
 mod selection_planted;
+mod sharded;
 mod stream_dropout;
 mod table;
 mod top_k;

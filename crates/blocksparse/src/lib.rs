@@ -34,6 +34,7 @@ mod rotated;
 mod rule;
 mod seed;
 mod setters;
+mod shards;
 mod stream_dropout;
 mod weights;
 
@@ -53,6 +54,7 @@ pub use quantization::Quantization;
 pub use rotated::{HADAMARD_WIDTHS, HadamardFp8};
 pub use rule::{Always, Budget, EstimateKind, Rule, ScoreGrid};
 pub use seed::{Seed, SeedPlace, SeedTable};
+pub use shards::ShardPlan;
 pub use stream_dropout::ElementDropout;
 pub use weights::{WEIGHT_BLOCK_SIZES, WeightLayout, WeightPattern};
 

@@ -71,6 +71,14 @@ pub enum OpError {
         /// What.
         what: &'static str,
     },
+    /// A device that shares a sequence with this one has ended.
+    #[error(
+        "device {rank}, which shares the sequence, must go on until all have finished, but it has left"
+    )]
+    Left {
+        /// Which one.
+        rank: usize,
+    },
     /// What has to come before the first tensor of a program came later, or twice.
     #[cfg(all(feature = "cube", feature = "fusion"))]
     #[error(

@@ -31,6 +31,7 @@
 //! | linear layers, norms, MLP, embedding, loss | `ops` |
 //! | block-sparse linear layers | `sparse_linear` |
 //! | AdamW, gradient clipping | `optim` |
+//! | one sequence over several devices | [`ShardPlan`], [`SequenceShard`] |
 //! | CUDA graphs | [`graph`] |
 //! | gradients that are differentiated again | [`gradients`] |
 //! | backend traits | [`backend`] |
@@ -86,6 +87,7 @@ mod options;
 #[cfg(feature = "cube")]
 mod pack;
 mod rows;
+mod sharded;
 mod upload;
 mod weights;
 
@@ -94,11 +96,12 @@ pub use attention::tensors::AttentionTensors;
 pub use attention::{SparseAttentionCall, SparseAttentionOutput, sparse_attention};
 pub use base::device::{check_collectives, check_device};
 pub use base::op_plan::OpPlan;
-pub use blocksparse::{BlockLayout, Dropout, LayoutError, LayoutShape, Pattern, Seed};
+pub use blocksparse::{BlockLayout, Dropout, LayoutError, LayoutShape, Pattern, Seed, ShardPlan};
 pub use call_layout::Layout;
 pub use device_layout::DeviceLayout;
 pub use error::OpError;
 pub use masses::{AccumulatedAttention, AccumulatedAttentionOptions, accumulated_attention};
 pub use merge::merge_attention;
 pub use options::{AttentionOptions, ProductPrecision, WeightsMode, alibi_slopes};
+pub use sharded::SequenceShard;
 pub use weights::BlockSparseTensor;

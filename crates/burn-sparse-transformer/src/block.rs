@@ -14,6 +14,7 @@ use crate::feed_forward::{
 };
 use crate::layouts::Layouts;
 use crate::results::Results;
+use crate::shards::ShardOfBlock;
 use crate::stream::{Projected, Stream};
 use crate::{
     BlockAttentionConfig, Precision, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
@@ -273,12 +274,15 @@ impl SparseTransformerBlock {
     /// [`Self::forward`] on a stream that may have a branch pending, with `pass` in place of the block's own.
     pub(crate) fn step(&self, stream: Stream, mut pass: Pass) -> Result<Stream, TransformerError> {
         let results = std::mem::take(&mut pass.results);
-        let (weights, seed) = (pass.weights, pass.seed);
+        let (weights, seed, shard) = (pass.weights, pass.seed, pass.shard.take());
         let attend = |mut input: SparseMhaInput| {
             input.dropout = weights;
             input.dropout_seed = seed;
             input.results = results;
-            self.mha.forward_projected(input)
+            match &shard {
+                Some(shard) => self.mha.forward_shard(input, shard),
+                None => self.mha.forward_projected(input),
+            }
         };
         self.residual(stream, attend, pass)
     }
@@ -418,6 +422,7 @@ impl SparseTransformerBlock {
             weights: self.mha.training_dropout(|| seed),
             branches: (*prob > 0.0 && training.is_enabled()).then_some((*prob, seed)),
             first_row: 0,
+            shard: None,
         }
     }
 
@@ -442,9 +447,15 @@ pub(crate) struct Pass {
     mlp: bool,
     /// Of the attention.
     results: Results,
+    /// Whose rows these are, of sequences that several devices share.
+    shard: Option<ShardOfBlock>,
 }
 
 impl Pass {
+    pub(crate) fn with_shard(self, shard: Option<ShardOfBlock>) -> Self {
+        Self { shard, ..self }
+    }
+
     #[cfg(feature = "autodiff")]
     pub(crate) fn recompute_mlp(self, mlp: bool) -> Self {
         Self { mlp, ..self }

@@ -25,8 +25,11 @@ use crate::block::Pass;
 use crate::dsa::DsaStage;
 use crate::error::ensure;
 use crate::results::{Results, Slot};
+use crate::shards::ShardRows;
 use crate::stream::Stream;
-use crate::{Recompute, SparseTransformer, SparseTransformerBlock, TransformerError};
+use crate::{
+    Recompute, SparseTransformer, SparseTransformerBlock, TransformerError, TransformerShard,
+};
 
 impl SparseTransformer {
     /// The loss of [`SparseTransformer::loss`] and the gradients of every parameter that requires one.
@@ -89,14 +92,52 @@ impl SparseTransformer {
         dropout_seed: impl Into<Seed>,
         recompute: impl Into<Recompute>,
     ) -> Result<(StepLosses, GradientsParams), TransformerError> {
-        self.check_targets(&tokens, &targets)?;
-        let dropout_seed = dropout_seed.into();
         let [_, seq] = tokens.dims();
         let draws = Draws {
-            seed: dropout_seed,
+            seed: dropout_seed.into(),
             // Rows count modulo 2³².
             first_row: first_entry.wrapping_mul(seq) as u32,
+            shard: None,
         };
+        self.differentiated(tokens, targets, draws, recompute.into())
+    }
+
+    /// [`Self::loss_and_gradients`] of one device of several that share sequences: the means of all devices' losses and gradients are those of the whole
+    /// sequences. All devices must call it, each with a model of its own and with the same `recompute`, under which keys cross once more.
+    ///
+    /// # Shapes
+    /// - `tokens`, `targets`: `[batch, seq]`, this device's columns: [`TransformerShard::tokens`]
+    ///
+    /// # Errors
+    /// As [`Self::loss_and_gradients`] and [`Self::try_loss_of_shard`].
+    ///
+    /// # Panics
+    /// If another device has ended when gradients are to go back to it.
+    pub fn losses_and_gradients_of_shard(
+        &self,
+        tokens: Tensor<2, Int>,
+        targets: Tensor<2, Int>,
+        shard: &TransformerShard,
+        recompute: impl Into<Recompute>,
+    ) -> Result<(StepLosses, GradientsParams), TransformerError> {
+        let rows = self.rows_of_shard(&tokens, shard)?;
+        let draws = Draws {
+            // Nothing is drawn.
+            seed: Seed::Value(0),
+            first_row: 0,
+            shard: Some(&rows),
+        };
+        self.differentiated(tokens, targets, draws, recompute.into())
+    }
+
+    fn differentiated(
+        &self,
+        tokens: Tensor<2, Int>,
+        targets: Tensor<2, Int>,
+        draws: Draws,
+        recompute: Recompute,
+    ) -> Result<(StepLosses, GradientsParams), TransformerError> {
+        self.check_targets(&tokens, &targets)?;
         // Before anything is seeded: a parameter drawn between a seed and a mask would change the mask.
         self.visit(&mut Initialise);
         let device = self.token_embedding.weight.device();
@@ -108,7 +149,7 @@ impl SparseTransformer {
         )?;
         // All of them before any is prepared.
         let layers = 0..self.blocks.len() as u64;
-        let seeds: Vec<Seed> = layers.map(|layer| dropout_seed.derive(layer)).collect();
+        let seeds: Vec<Seed> = layers.map(|layer| draws.seed.derive(layer)).collect();
         if let Some(last) = seeds.last() {
             prepare_seed(*last, &device)?;
         }
@@ -116,7 +157,7 @@ impl SparseTransformer {
         if self.dsa_stage() == Some(DsaStage::WarmUp) {
             return self.warm_up(tokens, targets);
         }
-        match recompute.into() {
+        match recompute {
             Recompute::None => self.stored(tokens, targets, draws, false),
             Recompute::Mlp => self.stored(tokens, targets, draws, true),
             // One segment is one graph.
@@ -142,13 +183,13 @@ impl SparseTransformer {
         draws: Draws,
         mlp: bool,
     ) -> Result<(StepLosses, GradientsParams), TransformerError> {
-        let mut stream = Stream::new(self.embed(tokens, 0)?);
+        let mut stream = Stream::new(draws.embed(self, tokens)?);
         for (layer, block) in self.blocks.iter().enumerate() {
             let pass = draws.pass(block, layer);
             stream = block.step(stream, pass.recompute_mlp(mlp))?;
         }
         let aux_loss = stream.take_aside();
-        let loss = self.head_loss(stream, targets)?;
+        let loss = draws.loss(self, stream, targets)?;
         let losses = StepLosses::new(&loss, aux_loss.as_ref());
         let gradients = GradientsParams::from_grads(with_aside(loss, aux_loss).backward(), self);
         Ok((losses, gradients))
@@ -178,7 +219,7 @@ impl SparseTransformer {
         let x = self.leaf(input);
         let mut stream = self.segment(Stream::new(x.clone()), range.clone(), draws, &mut kept)?;
         let aux_loss = stream.take_aside();
-        let loss = self.head_loss(stream, targets)?;
+        let loss = draws.loss(self, stream, targets)?;
         let mut losses = StepLosses::new(&loss, aux_loss.as_ref());
         let mut grads = with_aside(loss, aux_loss).backward();
         let mut grad_x = input_gradient(x, &mut grads);
@@ -198,7 +239,7 @@ impl SparseTransformer {
             self.collect_blocks(range, &mut grads, &mut gradients);
         }
 
-        let embedded = self.embed(tokens, 0)?;
+        let embedded = draws.embed(self, tokens)?;
         // Not tracked if the embeddings are frozen.
         if embedded.is_tracked() {
             let mut grads = backward_from(embedded, grad_x, None);
@@ -251,7 +292,7 @@ impl SparseTransformer {
         let plain = self.valid();
         let mut inputs = Vec::with_capacity(segments.len());
         let mut kept = vec![None; self.blocks.len()];
-        let mut x = plain.embed(tokens, 0)?;
+        let mut x = draws.embed(&plain, tokens)?;
         for (index, segment) in segments.iter().enumerate() {
             inputs.push(x.clone());
             if index + 1 == segments.len() {
@@ -320,18 +361,45 @@ impl StepLosses {
     }
 }
 
-/// What a step of training draws from.
+/// What a step of training draws from, and which rows it is of.
 #[derive(Clone, Copy)]
-struct Draws {
+struct Draws<'a> {
     seed: Seed,
     /// Rows of the batch, all its entries' positions, before those of the call.
     first_row: u32,
+    /// None: those of whole sequences.
+    shard: Option<&'a ShardRows<'a>>,
 }
 
-impl Draws {
+impl Draws<'_> {
     fn pass(self, block: &SparseTransformerBlock, layer: usize) -> Pass {
         let seed = self.seed.derive(layer as u64);
-        block.pass_of(seed).with_first_row(self.first_row)
+        let pass = block.pass_of(seed).with_first_row(self.first_row);
+        pass.with_shard(self.shard.map(|rows| rows.of_block(layer)))
+    }
+
+    fn embed(
+        self,
+        model: &SparseTransformer,
+        tokens: Tensor<2, Int>,
+    ) -> Result<Tensor<3>, TransformerError> {
+        match self.shard {
+            None => model.embed(tokens, 0),
+            Some(rows) => model.embed_at(tokens, &rows.positions),
+        }
+    }
+
+    fn loss(
+        self,
+        model: &SparseTransformer,
+        stream: Stream,
+        targets: Tensor<2, Int>,
+    ) -> Result<Tensor<1>, TransformerError> {
+        let loss = model.head_loss(stream, targets)?;
+        Ok(match self.shard {
+            None => loss,
+            Some(rows) => rows.share_of(loss),
+        })
     }
 }
 
@@ -413,9 +481,10 @@ mod tests {
             .unwrap()
     }
 
-    const DRAWS: Draws = Draws {
+    const DRAWS: Draws<'static> = Draws {
         seed: Seed::Value(1),
         first_row: 0,
+        shard: None,
     };
 
     /// What is kept, of two segments.

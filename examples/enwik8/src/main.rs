@@ -36,6 +36,7 @@ mod run;
 mod sample;
 mod schedule;
 mod search;
+mod shards;
 mod step;
 mod table;
 mod tensorboard;
@@ -61,6 +62,7 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
   enwik8 presets       models and recipes, with what they take
   enwik8 patterns      what --pattern, --attention, --selection and --cache take
   enwik8 draw --pattern fixed:128,32 --out pattern.png
+  enwik8 shards --pattern fixed:1024,32 --devices 2   what crosses between devices that share a sequence
   enwik8 export --out exported   files for a program of your own
   enwik8 import --weights model.pt --run runs/imported   what another program trained
 
@@ -82,6 +84,7 @@ enum Task {
     SampleImages(images::sample::SampleImagesArgs),
     Bench(bench::BenchArgs),
     Draw(draw::DrawArgs),
+    Shards(shards::ShardsArgs),
     Patterns(notation::PatternsArgs),
     Presets(presets::list::PresetsArgs),
     Export(export::ExportArgs),
@@ -121,6 +124,7 @@ fn dispatch(task: &Task) -> Result<ExitCode> {
         Task::SampleImages(args) => images::sample::run(args).map(done),
         Task::Bench(args) => bench::run(args).map(done),
         Task::Draw(args) => draw::run(args).map(done),
+        Task::Shards(args) => shards::run(args).map(done),
         Task::Patterns(_) => {
             progress::say(notation::list());
             Ok(ExitCode::SUCCESS)

@@ -9,7 +9,7 @@ use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::graph::{CapturedGraph, DeviceSeed, StaticInput};
 use burn_fused_ops::optim::{AdamWStepState, FusedAdamW};
 use burn_sparse_transformer::dsa::DsaStage;
-use burn_sparse_transformer::{Recompute, Seed, SparseTransformer, StepLosses};
+use burn_sparse_transformer::{Recompute, Seed, SparseTransformer, StepLosses, TransformerShard};
 
 use crate::prune::prune;
 
@@ -184,6 +184,18 @@ impl Steps {
         let inputs = data.map(|data| Tensor::from_data(data, &self.device));
         let state = self.state.borrow();
         state.gradients(inputs, first_entry, dropout_seed, self.recompute)
+    }
+
+    /// The first half of a step of one device of several that share windows: of its positions.
+    pub fn gradients_of_shard(
+        &self,
+        data: [TensorData; 2],
+        shard: &TransformerShard,
+    ) -> Result<(StepLosses, GradientsParams)> {
+        let [tokens, targets] =
+            data.map(|data| shard.tokens(Tensor::from_data(data, &self.device)));
+        let model = self.model()?;
+        Ok(model.losses_and_gradients_of_shard(tokens, targets, shard, self.recompute)?)
     }
 
     /// The second half, the optimizer's; the norm of the gradients, `[1]`.

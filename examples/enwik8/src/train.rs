@@ -25,7 +25,7 @@ use crate::checkpoint::{Best, Checkpoint, Header};
 use crate::config::RunConfig;
 use crate::data::{Corpus, Fingerprint, Sampler, Split, thousands};
 use crate::device::NamedDevice;
-use crate::devices::{Group, Reduce, Training};
+use crate::devices::{Group, Reduce, Shard, Training};
 use crate::eval::{Evaluation, Evaluator};
 use crate::log::{self, Log, Row};
 use crate::memory::Resources;
@@ -83,6 +83,9 @@ pub struct TrainArgs {
     /// How several devices add their gradients [default: nccl where it can be used]
     #[arg(long, value_enum, requires = "devices", help_heading = DEVICE)]
     reduce: Option<Reduce>,
+    /// What several devices share
+    #[arg(long, value_enum, default_value_t, requires = "devices", help_heading = DEVICE)]
+    shard: Shard,
     /// Record a step once and replay it where the device can (CUDA): the same numbers with less work of the host
     #[arg(long, help_heading = DEVICE)]
     graph: bool,
@@ -130,7 +133,8 @@ const DEVICE: &str = "Device";
 
 /// Runs `enwik8 train`. The exit code is 130 if Ctrl-C ended it.
 pub fn run(args: &TrainArgs) -> Result<ExitCode> {
-    let group = Group::open(args.device.as_deref(), args.devices.as_deref(), args.reduce)?;
+    let (device, devices) = (args.device.as_deref(), args.devices.as_deref());
+    let group = Group::open(device, devices, args.reduce, args.shard)?;
     let session = match args.resume {
         false => Session::begin(args, group)?,
         true => Session::resume(args, group)?,

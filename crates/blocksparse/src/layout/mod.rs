@@ -1,5 +1,6 @@
 //! [`BlockLayout`]: which blocks are kept, and which pairs of each.
 
+mod at_places;
 pub(crate) mod attachments;
 mod build;
 mod choice;
@@ -31,6 +32,7 @@ use attachments::Attachments;
 use columns::Columns;
 use rows::{RowRuns, entries};
 
+pub(crate) use at_places::NOWHERE;
 pub use choice::{BlockSource, DeviceChoice, PositionMask, TALLEST};
 pub(crate) use mask::MaskInterner;
 pub use mask::{BlockMask, FULL};

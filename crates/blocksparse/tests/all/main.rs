@@ -13,4 +13,5 @@ mod plans;
 mod random_patterns;
 mod reach;
 mod robustness;
+mod shards;
 mod weights;

@@ -13,3 +13,5 @@ pub use crate::rows::ops::RowOps;
 pub use crate::rows::values::{
     KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput, MergedParts,
 };
+pub use crate::sharded::ShardEnd;
+pub use crate::sharded::ops::{KeysAndValues, ShardOps};

@@ -24,6 +24,12 @@ pub enum DevicesError {
         /// Windows of a step.
         batch: usize,
     },
+    /// Dropout of rows, whose masks follow their place in a batch.
+    #[error("--shard sequence is without dropout, got --dropout {0}")]
+    Dropout(f64),
+    /// One device alone, which has nobody to share with.
+    #[error("--shard sequence is of several devices: name them with --devices")]
+    Alone,
     /// Replayed steps.
     #[error("--graph replays the steps of one device alone; leave it out with --devices")]
     Graph,

@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 use burn_sparse_transformer::content::ContentAttention;
 
 use super::error::DevicesError;
-use super::reduce::{Reduce, Strategy};
+use super::reduce::{Reduce, Shard, Strategy};
 use crate::config::RunConfig;
 use crate::device::{self, NamedDevice};
 
@@ -13,10 +13,11 @@ pub struct Group {
     devices: Vec<NamedDevice>,
     /// None of one device, unless it was asked for.
     strategy: Option<Strategy>,
+    shard: Shard,
 }
 
 impl Group {
-    /// Of `--device`, `--devices` and `--reduce`.
+    /// Of `--device`, `--devices`, `--reduce` and `--shard`.
     ///
     /// # Errors
     /// [`DevicesError`], and what [`device::open`] says of one of them.
@@ -24,11 +25,13 @@ impl Group {
         device: Option<&str>,
         devices: Option<&str>,
         reduce: Option<Reduce>,
+        shard: Shard,
     ) -> Result<Self> {
         let Some(devices) = devices else {
             return Ok(Self {
                 devices: vec![device::open(device)?],
                 strategy: None,
+                shard: Shard::Batch,
             });
         };
         let devices = names(devices)?
@@ -39,7 +42,11 @@ impl Group {
             (1, None) => None,
             _ => Some(Strategy::choose(reduce, &devices)?),
         };
-        Ok(Self { devices, strategy })
+        Ok(Self {
+            devices,
+            strategy,
+            shard,
+        })
     }
 
     /// All of them by name, the first by what it is: where evaluation runs, and memory is measured.
@@ -63,6 +70,11 @@ impl Group {
         self.strategy.as_ref()
     }
 
+    /// What the devices share.
+    pub(super) fn shard(&self) -> Shard {
+        self.shard
+    }
+
     /// Whether steps are to be divided.
     pub fn spreads(&self) -> bool {
         self.strategy.is_some()
@@ -74,11 +86,19 @@ impl Group {
     /// [`DevicesError`] names the flag.
     pub fn check(&self, config: &RunConfig, graph: bool) -> Result<(), DevicesError> {
         if self.strategy.is_none() {
-            return Ok(());
+            return match self.shard {
+                Shard::Batch => Ok(()),
+                Shard::Sequence => Err(DevicesError::Alone),
+            };
         }
         let (devices, batch) = (self.devices.len(), config.recipe.batch);
-        if !batch.is_multiple_of(devices) {
-            return Err(DevicesError::Batch { devices, batch });
+        let dropout = config.model.dropout;
+        match self.shard {
+            Shard::Batch if !batch.is_multiple_of(devices) => {
+                return Err(DevicesError::Batch { devices, batch });
+            }
+            Shard::Sequence if dropout > 0.0 => return Err(DevicesError::Dropout(dropout)),
+            _ => {}
         }
         match &config.model.content {
             _ if graph => Err(DevicesError::Graph),
@@ -92,10 +112,13 @@ impl Group {
     /// What to tell the user of steps with so many windows.
     pub fn describe(&self, batch: usize) -> Option<String> {
         let strategy = self.strategy.as_ref()?;
+        let part = match self.shard {
+            Shard::Batch => format!("{} windows of a step each", batch / self.devices.len()),
+            Shard::Sequence => "some positions of every window each".to_owned(),
+        };
         Some(format!(
-            "devices   {}: {} windows of a step each, {}",
+            "devices   {}: {part}, {}",
             self.first().name,
-            batch / self.devices.len(),
             strategy.describe(&self.devices[0].name),
         ))
     }
@@ -156,13 +179,13 @@ mod tests {
     #[cfg(feature = "flex")]
     fn what_cannot_be_shared_out_is_refused() {
         let config = |overrides: &Overrides| RunConfig::new(Preset::Tiny, overrides).unwrap();
-        let three = Group::open(None, Some("cpu,flex,cpu"), None).unwrap();
+        let three = Group::open(None, Some("cpu,flex,cpu"), None, Shard::Batch).unwrap();
         assert_eq!(three.first().name, "flex, flex, flex");
         let tiny = config(&Overrides::default());
         let (devices, batch) = (3, 4);
         let uneven = DevicesError::Batch { devices, batch };
         assert_eq!(three.check(&tiny, false), Err(uneven));
-        let two = Group::open(None, Some("cpu,cpu"), None).unwrap();
+        let two = Group::open(None, Some("cpu,cpu"), None, Shard::Batch).unwrap();
         assert_eq!(two.check(&tiny, false), Ok(()));
         assert_eq!(two.check(&tiny, true), Err(DevicesError::Graph));
         let line = two.describe(4).unwrap();
@@ -176,10 +199,10 @@ mod tests {
             Err(DevicesError::Means(_))
         ));
         // One device is what --device is, unless a way to add is asked for.
-        let one = |reduce| Group::open(None, Some("cpu"), reduce).unwrap();
+        let one = |reduce| Group::open(None, Some("cpu"), reduce, Shard::Batch).unwrap();
         assert!(one(None).describe(4).is_none());
         assert!(one(Some(Reduce::Copies)).describe(4).is_some());
-        let error = Group::open(None, Some("cpu,cpu"), Some(Reduce::Nccl)).err();
+        let error = Group::open(None, Some("cpu,cpu"), Some(Reduce::Nccl), Shard::Batch).err();
         assert!(error.unwrap().to_string().contains("is of CUDA devices"));
     }
 }

@@ -18,6 +18,16 @@ pub enum Reduce {
     Copies,
 }
 
+/// What devices share.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Shard {
+    /// Each has some windows of a batch
+    #[default]
+    Batch,
+    /// Each has some positions of every window, and gets the keys that they attend to
+    Sequence,
+}
+
 /// The way of a run.
 #[derive(Clone, Debug)]
 pub(super) enum Strategy {

@@ -6,11 +6,12 @@ use std::thread::{self, JoinHandle};
 
 use anyhow::{Context, Result, anyhow, bail};
 use burn::tensor::{Tensor, TensorData};
+use burn_sparse_transformer::TransformerShard;
 use burn_sparse_transformer::dsa::DsaStage;
 
 use super::error::DevicesError;
 use super::group::Group;
-use super::reduce::{Strategy, check_lengths, copied, sum_on_first};
+use super::reduce::{Shard, Strategy, check_lengths, copied, sum_on_first};
 use super::worker::{Answer, Order, Part, Replica, Report, Update, guarded, title, work};
 use crate::checkpoint::Checkpoint;
 use crate::device::NamedDevice;
@@ -21,6 +22,7 @@ pub struct Replicas {
     first: Replica,
     devices: Vec<NamedDevice>,
     strategy: Strategy,
+    shard: Shard,
     workers: Vec<Worker>,
     answers: Receiver<Answer>,
     /// After a failure nobody waits for a thread: it may wait in the driver for a device that is gone.
@@ -36,7 +38,7 @@ impl Replicas {
     /// With the first device's model and optimizer, which are those of `checkpoint`.
     ///
     /// # Errors
-    /// [`DevicesError::Failed`] if a device cannot hold a replica.
+    /// [`DevicesError::Failed`] if a device cannot hold a replica; if devices are to share windows and the model's attention cannot be shared.
     pub(super) fn start(
         group: &Group,
         strategy: &Strategy,
@@ -45,6 +47,15 @@ impl Replicas {
     ) -> Result<Self> {
         let devices = group.devices().to_vec();
         let way = (strategy, devices.len());
+        let mut shards: Vec<Option<TransformerShard>> = match group.shard() {
+            Shard::Batch => devices.iter().map(|_| None).collect(),
+            Shard::Sequence => {
+                let model = first.model()?;
+                let shards = TransformerShard::group(&model, model.context(), devices.len());
+                let shards = shards.context("--shard sequence")?;
+                shards.into_iter().map(Some).collect()
+            }
+        };
         let checkpoint = Arc::new(checkpoint);
         let (reports, answers) = mpsc::channel();
         let workers = (devices.iter().enumerate().skip(1))
@@ -52,13 +63,14 @@ impl Replicas {
                 let (orders, received) = mpsc::channel();
                 let (device, strategy) = (device.clone(), strategy.clone());
                 let (checkpoint, reports) = (checkpoint.clone(), reports.clone());
-                let count = devices.len();
+                let (count, shard) = (devices.len(), shards[rank].take());
                 let thread = thread::Builder::new()
                     .name(device.name.clone())
                     .spawn(move || {
                         work(
                             (rank, device),
                             (strategy, count),
+                            shard,
                             checkpoint,
                             received,
                             reports,
@@ -69,8 +81,9 @@ impl Replicas {
             })
             .collect::<Result<Vec<_>>>()?;
         let mut replicas = Self {
-            first: Replica::new(0, &devices[0], way, first),
+            first: Replica::new(0, &devices[0], way, shards[0].take(), first),
             strategy: strategy.clone(),
+            shard: group.shard(),
             devices,
             workers,
             answers,
@@ -88,7 +101,10 @@ impl Replicas {
     /// Takes a step; the losses over the batch and the norm of its gradients.
     pub fn take(&mut self, batch: Batch) -> Result<Measured<f64>> {
         let learning_rate = batch.learning_rate;
-        let parts = parts(batch, self.devices.len())?;
+        let parts = match self.shard {
+            Shard::Batch => parts(batch, self.devices.len())?,
+            Shard::Sequence => (self.devices.iter()).map(|_| whole(&batch)).collect(),
+        };
         let orders = parts.into_iter().map(Order::Gradients).collect();
         let gradients = self.order(orders)?;
         // On the first device, and what it lacks room for is its failure.
@@ -232,6 +248,15 @@ impl Drop for Replicas {
                 let _ = thread.join();
             }
         }
+    }
+}
+
+/// All of a batch, of which a device takes its positions.
+fn whole(batch: &Batch) -> Part {
+    Part {
+        data: [batch.tokens.clone(), batch.targets.clone()],
+        first_entry: 0,
+        dropout_seed: batch.dropout_seed,
     }
 }
 

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use burn::tensor::{Bytes, Tensor, TensorData};
-use burn_sparse_transformer::StepLosses;
 use burn_sparse_transformer::dsa::DsaStage;
+use burn_sparse_transformer::{StepLosses, TransformerShard};
 
 use super::bundle::Bundle;
 use super::error::DevicesError;
@@ -30,7 +30,7 @@ pub(super) enum Order {
     Stage(DsaStage),
 }
 
-/// A device's entries of a batch.
+/// A device's entries of a batch; all of them where devices share windows.
 pub(super) struct Part {
     /// Tokens and targets, `[entries, context]` each.
     pub data: [TensorData; 2],
@@ -70,6 +70,8 @@ pub(super) struct Replica {
     /// How many there are.
     count: usize,
     pub steps: Steps,
+    /// Its positions, where all devices have some of every window.
+    shard: Option<TransformerShard>,
     half: Option<Half>,
     taken: usize,
 }
@@ -87,6 +89,7 @@ impl Replica {
         rank: usize,
         device: &NamedDevice,
         (strategy, count): (&Strategy, usize),
+        shard: Option<TransformerShard>,
         steps: Steps,
     ) -> Self {
         Self {
@@ -95,6 +98,7 @@ impl Replica {
             strategy: strategy.clone(),
             count,
             steps,
+            shard,
             half: None,
             taken: 0,
         }
@@ -105,6 +109,7 @@ impl Replica {
         rank: usize,
         device: &NamedDevice,
         strategy: (&Strategy, usize),
+        shard: Option<TransformerShard>,
         checkpoint: &Checkpoint,
     ) -> Result<Self> {
         let recipe = &checkpoint.header.config.recipe;
@@ -112,7 +117,7 @@ impl Replica {
         let optimizer = Bytes::from_bytes_vec(checkpoint.optimizer.clone());
         let optimizer = model::optimizer(recipe).from_bytes(optimizer)?;
         let steps = Steps::new(model, optimizer, &device.device, recipe.recompute, false);
-        Ok(Self::new(rank, device, strategy, steps))
+        Ok(Self::new(rank, device, strategy, shard, steps))
     }
 
     /// Does what is ordered. A panic is an error, too.
@@ -138,7 +143,10 @@ impl Replica {
             first_entry,
             dropout_seed,
         } = part;
-        let (losses, gradients) = self.steps.gradients(data, first_entry, dropout_seed)?;
+        let (losses, gradients) = match &self.shard {
+            None => self.steps.gradients(data, first_entry, dropout_seed)?,
+            Some(shard) => self.steps.gradients_of_shard(data, shard)?,
+        };
         let (bundle, buckets) = Bundle::pack(&*self.steps.model()?, gradients);
         let (report, buckets) = match self.strategy {
             Strategy::Nccl { .. } => (Report::Lengths(lengths(&buckets)), Some(buckets)),
@@ -218,12 +226,13 @@ pub(super) fn guarded<T>(device: &str, part: impl FnOnce() -> Result<T>) -> Resu
 pub(super) fn work(
     (rank, device): (usize, NamedDevice),
     (strategy, count): (Strategy, usize),
+    shard: Option<TransformerShard>,
     checkpoint: Arc<Checkpoint>,
     orders: Receiver<Order>,
     answers: Sender<Answer>,
 ) {
     let restored = guarded(&title(&device.name, rank, count), || {
-        Replica::restore(rank, &device, (&strategy, count), &checkpoint)
+        Replica::restore(rank, &device, (&strategy, count), shard, &checkpoint)
     });
     drop(checkpoint);
     let mut replica = match restored {

@@ -78,6 +78,35 @@ fn several_devices_train_what_one_does() {
     assert!(report.contains("| device | flex, flex |"), "{report}");
 }
 
+/// Devices that have some positions of every window each.
+#[test]
+fn devices_share_windows() {
+    let folder = Folder::new();
+    let flags = words("--batch 1 --dropout 0 --steps 20 --layers 2 --checkpoint-every 10");
+    let shared = |devices| ["--devices", devices, "--shard", "sequence"];
+    train(&folder, "one", &flags);
+    let text = train(&folder, "two", &[&flags[..], &shared("cpu,cpu")].concat());
+    let shown =
+        "devices   flex, flex: some positions of every window each, gradients added by copies";
+    assert!(text.contains(shown), "{text}");
+    let three = [&shared("cpu,cpu,cpu")[..], &["--recompute", "segment:1"]].concat();
+    train(&folder, "three", &[&flags[..], &three].concat());
+    train(&folder, "again", &[&flags[..], &shared("cpu,cpu")].concat());
+    let one = numbers(&folder, "one");
+    for run in ["two", "three"] {
+        let apart = apart(&one, &numbers(&folder, run));
+        println!("{run}: {apart:.1e} from one device over 20 steps");
+        assert!(apart < 1e-4 && apart > 0.0, "{run}: {apart:.1e}");
+    }
+    assert_eq!(numbers(&folder, "again"), numbers(&folder, "two"));
+    let [a, b] = ["again", "two"].map(|run| state_of(&folder.checkpoint(run, 20)));
+    assert!(a == b, "another model or optimizer");
+    // A run goes on with another number of devices.
+    fs::remove_file(folder.checkpoint("two", 20)).unwrap();
+    folder.resume("two", &[]);
+    assert!(apart(&one, &numbers(&folder, "two")) < 1e-4);
+}
+
 /// Other windows than one's own are another mask: dropout decides here whether positions count through the whole batch.
 #[test]
 fn dropout_is_that_of_the_whole_batch() {
@@ -204,6 +233,9 @@ fn what_several_devices_cannot_do_is_said_before_anything_is_written() {
         1 | --devices cpu,cpu,cpu | --batch must be a multiple of the 3 devices of --devices, got 2
         1 | --devices cpu,cpu --graph | --graph replays the steps of one device
         1 | --devices cpu,cpu --reduce nccl | --reduce nccl is of CUDA devices, got flex
+        1 | --devices cpu,cpu --shard sequence --dropout 0.1 | --shard sequence is without dropout, got --dropout 0.1
+        1 | --devices cpu --shard sequence | --shard sequence is of several devices
+        2 | --shard sequence | --devices
         1 | --devices cpu,cpu --attention routing:16 | means that follow all bytes of a batch
         2 | --reduce copies | --devices
         2 | --devices cpu --device flex | --device

@@ -16,6 +16,25 @@ fn a_run_draws_its_loss() {
 }
 
 #[test]
+fn shards_of_a_sequence_are_listed() {
+    let text = succeed(&words(
+        "shards --pattern fixed:128,32 --length 16384 --devices 2 --heads 2 --head-dim 64",
+    ));
+    says(&text, "2 pieces a device (zigzag)");
+    // The last quarter needs the summaries of the 64 windows in the middle: of 2 heads 32 keys each, and values, of 128 bytes.
+    says(&text, "4096 keys received");
+    says(
+        &text,
+        "1.0 MiB of bf16 keys and values received by one device at most",
+    );
+    let message = fail(&words("shards --length 100"), 1);
+    says(
+        &message,
+        "seq_q must be a multiple of 32, block_size, got 100",
+    );
+}
+
+#[test]
 fn patterns_are_drawn() {
     let folder = Folder::new();
     for (name, magic) in [("pattern.png", &b"\x89PNG"[..]), ("pattern.svg", b"<svg")] {

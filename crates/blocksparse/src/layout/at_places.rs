@@ -1,0 +1,72 @@
+//! Some rows of a layout over keys that lie at other places.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use super::rows::{RowRuns, Run};
+use super::shape::LayoutShape;
+use super::{BlockLayout, HeadPattern, Inner, position_or_push};
+
+/// For a key block that has no place.
+pub(crate) const NOWHERE: u32 = u32::MAX;
+
+impl BlockLayout {
+    /// Block rows `rows`, one after another, whose key block `j` lies at block `places[which(head)][j]` of `kv_blocks`.
+    ///
+    /// Batch entries are alike. Every block that a row attends to has a place.
+    pub(crate) fn at_places(
+        &self,
+        name: String,
+        rows: &[Range<usize>],
+        kv_blocks: usize,
+        places: &[Vec<u32>],
+        which: impl Fn(usize) -> usize,
+    ) -> Self {
+        let b = self.block_size();
+        let mut patterns: Vec<HeadPattern> = Vec::new();
+        let mut known: HashMap<(usize, usize), u32> = HashMap::new();
+        let head_patterns = (0..self.heads()).map(|head| {
+            let key = (self.pattern_of(0, head), which(head));
+            *known.entry(key).or_insert_with(|| {
+                let mut moved = RowRuns::new();
+                for row in rows.iter().cloned().flatten() {
+                    let mut runs: Vec<Run> = (self.row_runs(key.0, row).iter())
+                        .flat_map(|run| moved_runs(run, &places[key.1]))
+                        .collect();
+                    runs.sort_unstable_by_key(|run| run.start);
+                    runs.into_iter().for_each(|run| moved.push(run));
+                    moved.end_row();
+                }
+                position_or_push(&mut patterns, moved)
+            })
+        });
+        let head_patterns = head_patterns.collect();
+        let seq_q = b * rows.iter().map(Range::len).sum::<usize>();
+        let shape = LayoutShape::new(self.heads(), [seq_q, b * kv_blocks], b);
+        let masks = self.masks().to_vec();
+        let inner = Inner::of_patterns(name, shape, None, head_patterns, patterns, masks);
+        Self::from_parts(inner)
+    }
+}
+
+/// A run's blocks at their places, as few runs.
+fn moved_runs(run: &Run, places: &[u32]) -> Vec<Run> {
+    let mut moved: Vec<Run> = Vec::new();
+    for block in run.blocks() {
+        let start = places[block as usize];
+        debug_assert_ne!(start, NOWHERE, "block {block} has no place");
+        match moved.last_mut() {
+            Some(last) if last.count == 1 && start > last.start => {
+                (last.stride, last.count) = (start - last.start, 2);
+            }
+            Some(last) if start == last.last() + last.stride => last.count += 1,
+            _ => moved.push(Run {
+                start,
+                stride: 1,
+                count: 1,
+                mask: run.mask,
+            }),
+        }
+    }
+    moved
+}

@@ -1,0 +1,328 @@
+//! One sequence over several devices: which keys cross, and who computes which pairs.
+
+mod choose;
+mod display;
+mod pieces;
+mod reach;
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use crate::layout::NOWHERE;
+use crate::{BlockLayout, LayoutError};
+use choose::Candidate;
+use pieces::Pieces;
+use reach::{count, ranges, reached};
+
+/// Who has which positions of a sequence that several devices share, and which keys and values each needs of the others.
+///
+/// A device computes the rows of its own queries, so each pair is computed once, by one device. The blocks of keys that its
+/// rows attend to and another device has are all that crosses, known from the layout before anything runs. Gradients of
+/// keys and values go the same way back.
+///
+/// A device's keys lie in one tensor: its own in order, then those it receives, ascending, for each head its own.
+/// [`Self::local_layout`] is the layout over them.
+///
+/// ```
+/// use blocksparse::{Pattern, ShardPlan};
+///
+/// let layout = Pattern::local(64).layout(4, 1024, 16)?;
+/// let plan = ShardPlan::new(&layout, 4, 2)?;
+/// // Half of the sequence each, and the four blocks before it.
+/// assert_eq!(plan.positions(1), [512..1024]);
+/// assert_eq!(plan.crossing(0, 1, 0), [28..32]);
+/// assert_eq!(plan.bytes(1, 64, 2), 4 * 64 * (64 + 64) * 2);
+/// println!("{plan}");
+/// # Ok::<(), blocksparse::LayoutError>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct ShardPlan {
+    layout: BlockLayout,
+    kv_heads: usize,
+    dealt: Pieces,
+    /// Which of `sets` each key head reads.
+    head_sets: Vec<usize>,
+    sets: Vec<Set>,
+    /// Allowed pairs of each device.
+    pairs: Vec<u64>,
+    /// Keys that each device sends.
+    sent: Vec<usize>,
+    /// What other numbers of pieces would cost, if the plan chose.
+    candidates: Vec<Candidate>,
+}
+
+/// The key blocks that heads alike need.
+#[derive(Clone, Debug)]
+struct Set {
+    /// Blocks of others that each device needs, ascending.
+    needs: Vec<Vec<Range<usize>>>,
+}
+
+impl ShardPlan {
+    /// The plan for `devices` devices and `kv_heads` key heads, each of which serves as many query heads of the layout one after
+    /// another (GQA).
+    ///
+    /// Every device has as many blocks but for one, in 1, 2, 4, … 64 pieces: as many as cost the least. The cost is that of the busiest device: its
+    /// pairs, and 512 pairs for each key that crosses, as on GPUs with NVLink.
+    ///
+    /// A layout that reaches everything has a plan, too, which says so: [`Self::reach`].
+    ///
+    /// # Errors
+    /// [`LayoutError`] if the layout has not as many queries as keys, in whole blocks, for any batch; if a device chooses its
+    /// blocks; if `kv_heads` does not divide the heads; if there are no devices, or more than blocks.
+    pub fn new(layout: &BlockLayout, kv_heads: usize, devices: usize) -> Result<Self, LayoutError> {
+        check(layout, kv_heads, devices, 1)?;
+        Ok(choose::cheapest(layout, kv_heads, devices))
+    }
+
+    /// [`Self::new`] with so many pieces of each device: 1 for contiguous shards, 2 for zigzag, more for stripes.
+    ///
+    /// # Errors
+    /// As [`Self::new`], and if there are more pieces than blocks.
+    pub fn with_pieces(
+        layout: &BlockLayout,
+        kv_heads: usize,
+        devices: usize,
+        pieces: usize,
+    ) -> Result<Self, LayoutError> {
+        check(layout, kv_heads, devices, pieces)?;
+        let pairs = choose::pairs_before(layout);
+        Ok(Self::dealt(layout, kv_heads, &pairs, devices, pieces))
+    }
+
+    fn dealt(
+        layout: &BlockLayout,
+        kv_heads: usize,
+        pairs_before: &[u64],
+        devices: usize,
+        pieces: usize,
+    ) -> Self {
+        let dealt = Pieces {
+            blocks: layout.q_blocks(),
+            devices,
+            pieces,
+        };
+        let group = layout.heads() / kv_heads;
+        let mut sets: Vec<Set> = Vec::new();
+        let mut known: HashMap<Vec<usize>, usize> = HashMap::new();
+        let head_sets = (0..kv_heads).map(|head| {
+            let heads = head * group..(head + 1) * group;
+            let mut patterns: Vec<usize> = heads.map(|head| layout.pattern_of(0, head)).collect();
+            patterns.sort_unstable();
+            patterns.dedup();
+            *known.entry(patterns).or_insert_with_key(|patterns| {
+                let needs = (0..devices).map(|device| {
+                    let own = dealt.of(device);
+                    let mut reached = reached(layout, patterns, &own);
+                    own.into_iter().for_each(|own| reached[own].fill(false));
+                    ranges(&reached)
+                });
+                sets.push(Set {
+                    needs: needs.collect(),
+                });
+                sets.len() - 1
+            })
+        });
+        let head_sets: Vec<usize> = head_sets.collect();
+        let mut sent = vec![0; devices];
+        for (index, set) in sets.iter().enumerate() {
+            let heads = head_sets.iter().filter(|&&of| of == index).count();
+            for block in set.needs.iter().flatten().cloned().flatten() {
+                sent[dealt.owner(block)] += heads * layout.block_size();
+            }
+        }
+        let of_rows = |rows: Range<usize>| pairs_before[rows.end] - pairs_before[rows.start];
+        let pairs = (0..devices).map(|device| dealt.of(device).into_iter().map(of_rows).sum());
+        Self {
+            layout: layout.clone(),
+            kv_heads,
+            dealt,
+            head_sets,
+            sets,
+            pairs: pairs.collect(),
+            sent,
+            candidates: Vec::new(),
+        }
+    }
+
+    /// The layout of the whole sequence.
+    pub fn layout(&self) -> &BlockLayout {
+        &self.layout
+    }
+
+    /// How many devices share the sequence.
+    pub fn devices(&self) -> usize {
+        self.dealt.devices
+    }
+
+    /// How many heads keys have.
+    pub fn kv_heads(&self) -> usize {
+        self.kv_heads
+    }
+
+    /// How many pieces of the sequence each device has.
+    pub fn pieces(&self) -> usize {
+        self.dealt.pieces
+    }
+
+    /// The positions of a device, in the order of its rows.
+    ///
+    /// # Panics
+    /// If there is no such device.
+    pub fn positions(&self, device: usize) -> Vec<Range<usize>> {
+        let b = self.layout.block_size();
+        let own = self.own(device).into_iter();
+        own.map(|blocks| blocks.start * b..blocks.end * b).collect()
+    }
+
+    /// The blocks of a key head that go from one device to another, ascending, as numbers of the whole sequence.
+    ///
+    /// # Panics
+    /// If there is no such device or head.
+    pub fn crossing(&self, from: usize, to: usize, kv_head: usize) -> Vec<Range<usize>> {
+        let own = self.own(from);
+        let needs = &self.sets[self.head_sets[kv_head]].needs[to];
+        let mut crossing = Vec::new();
+        for need in needs {
+            let first = own.partition_point(|own| own.end <= need.start);
+            let inside = own[first..]
+                .iter()
+                .take_while(|own| own.start < need.end)
+                .map(|own| need.start.max(own.start)..need.end.min(own.end));
+            crossing.extend(inside);
+        }
+        crossing
+    }
+
+    /// Keys of all heads that a device receives.
+    ///
+    /// # Panics
+    /// If there is no such device.
+    pub fn keys_received(&self, device: usize) -> usize {
+        let blocks = |set: &usize| count(&self.sets[*set].needs[device]);
+        self.layout.block_size() * self.head_sets.iter().map(blocks).sum::<usize>()
+    }
+
+    /// Keys of all heads that a device sends, one that goes to several devices for each of them.
+    ///
+    /// # Panics
+    /// If there is no such device.
+    pub fn keys_sent(&self, device: usize) -> usize {
+        self.sent[device]
+    }
+
+    /// Bytes of keys and values that a device receives before it computes, for one sequence of a batch. As many of gradients go back.
+    ///
+    /// # Panics
+    /// If there is no such device.
+    pub fn bytes(&self, device: usize, head_dim: usize, element_bytes: usize) -> u64 {
+        2 * (self.keys_received(device) * head_dim * element_bytes) as u64
+    }
+
+    /// Allowed pairs that a device computes, over all heads.
+    ///
+    /// # Panics
+    /// If there is no such device.
+    pub fn pairs(&self, device: usize) -> u64 {
+        self.pairs[device]
+    }
+
+    /// The largest share of other devices' keys that one device receives, in 0..=1. At 1 a ring of all keys and values sends no more.
+    pub fn reach(&self) -> f64 {
+        let share = |device| {
+            let others = self.layout.seq_kv() - count(&self.positions(device));
+            let all = (others * self.kv_heads).max(1);
+            self.keys_received(device) as f64 / all as f64
+        };
+        (0..self.devices()).map(share).fold(0.0, f64::max)
+    }
+
+    /// The most blocks of one head that a device receives: the length of the part of its keys that is others'.
+    ///
+    /// # Panics
+    /// If there is no such device.
+    pub fn blocks_received(&self, device: usize) -> usize {
+        let of_set = self.sets.iter().map(|set| count(&set.needs[device]));
+        of_set.max().unwrap_or_default()
+    }
+
+    /// The layout of a device's queries over its keys: its own in order, then of each head those it receives, ascending, filled up to the
+    /// most of a head.
+    ///
+    /// It has no [`parts`](BlockLayout::parts), so strided patterns compute many masked pairs.
+    ///
+    /// # Panics
+    /// If there is no such device.
+    pub fn local_layout(&self, device: usize) -> BlockLayout {
+        let own = self.own(device);
+        let places: Vec<Vec<u32>> = (self.sets.iter())
+            .map(|set| {
+                let mut places = vec![NOWHERE; self.layout.kv_blocks()];
+                let blocks = own.iter().chain(&set.needs[device]).cloned().flatten();
+                for (place, block) in blocks.enumerate() {
+                    places[block] = place as u32;
+                }
+                places
+            })
+            .collect();
+        let group = self.layout.heads() / self.kv_heads;
+        let devices = self.devices();
+        self.layout.at_places(
+            format!("{}, shard {device} of {devices}", self.layout.name()),
+            &own,
+            count(&own) + self.blocks_received(device),
+            &places,
+            |head| self.head_sets[head / group],
+        )
+    }
+
+    /// The blocks of a device, ascending.
+    fn own(&self, device: usize) -> Vec<Range<usize>> {
+        assert!(
+            device < self.devices(),
+            "device {device} of {}",
+            self.devices()
+        );
+        self.dealt.of(device)
+    }
+}
+
+fn check(
+    layout: &BlockLayout,
+    kv_heads: usize,
+    devices: usize,
+    pieces: usize,
+) -> Result<(), LayoutError> {
+    let (b, blocks) = (layout.block_size(), layout.q_blocks());
+    let (seq_q, seq_kv) = (layout.seq_q(), layout.seq_kv());
+    if layout.device_choice().is_some() {
+        let (expected, got) = ("built on the host", layout.name());
+        return Err(LayoutError::argument("layout", expected, got));
+    }
+    if let Some(batch) = layout.batch() {
+        let got = format!("a batch of {batch}");
+        return Err(LayoutError::argument("layout", "one for any batch", got));
+    }
+    if seq_q != seq_kv {
+        let expected = format!("{seq_kv}, seq_kv");
+        return Err(LayoutError::argument("seq_q", expected, seq_q));
+    }
+    if !seq_q.is_multiple_of(b) {
+        let expected = format!("a multiple of {b}, block_size");
+        return Err(LayoutError::argument("seq_q", expected, seq_q));
+    }
+    if kv_heads == 0 || !layout.heads().is_multiple_of(kv_heads) {
+        let expected = format!("a divisor of {}, the layout's heads", layout.heads());
+        return Err(LayoutError::argument("kv_heads", expected, kv_heads));
+    }
+    for (name, number, most) in [
+        ("devices", devices, blocks),
+        ("pieces", pieces, blocks / devices.max(1)),
+    ] {
+        if number == 0 || number > most {
+            let expected = format!("between 1 and {most}, with {blocks} blocks");
+            return Err(LayoutError::argument(name, expected, number));
+        }
+    }
+    Ok(())
+}

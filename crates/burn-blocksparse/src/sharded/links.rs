@@ -1,0 +1,94 @@
+//! Messages between the devices of a group: a queue for each pair, so that messages of one device arrive in order.
+
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use burn::tensor::TensorData;
+
+use crate::error::OpError;
+
+/// Keys and values, or the gradients by them: `[batch, blocks, block_size · dim]`.
+pub type Blocks = [TensorData; 2];
+
+/// What a message belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stage {
+    /// Which call of a device, counted from 0.
+    pub call: u64,
+    /// Whether it is of gradients.
+    pub gradients: bool,
+}
+
+struct Message {
+    stage: Stage,
+    blocks: Blocks,
+}
+
+/// One device's ends of the queues, by the other device.
+pub struct Links {
+    rank: usize,
+    queues: Mutex<Queues>,
+}
+
+struct Queues {
+    to: Vec<Option<Sender<Message>>>,
+    from: Vec<Option<Receiver<Message>>>,
+}
+
+impl Links {
+    /// Those of each of `devices` devices.
+    pub fn group(devices: usize) -> Vec<Self> {
+        let mut ends: Vec<Queues> = (0..devices)
+            .map(|_| Queues {
+                to: (0..devices).map(|_| None).collect(),
+                from: (0..devices).map(|_| None).collect(),
+            })
+            .collect();
+        for from in 0..devices {
+            for to in (0..devices).filter(|&to| to != from) {
+                let (sender, receiver) = channel();
+                ends[from].to[to] = Some(sender);
+                ends[to].from[from] = Some(receiver);
+            }
+        }
+        (ends.into_iter().enumerate())
+            .map(|(rank, queues)| Self {
+                rank,
+                queues: Mutex::new(queues),
+            })
+            .collect()
+    }
+
+    /// Puts blocks into a queue. Nobody waits.
+    pub fn send(&self, to: usize, stage: Stage, blocks: Blocks) -> Result<(), OpError> {
+        let queues = self.queues();
+        let sender = queues.to[to].as_ref().ok_or_else(|| left(self.rank))?;
+        let sent = sender.send(Message { stage, blocks });
+        sent.map_err(|_| left(to))
+    }
+
+    /// Waits for the next blocks of another device, which must be of this stage.
+    pub fn receive(&self, from: usize, stage: Stage) -> Result<Blocks, OpError> {
+        let queues = self.queues();
+        let receiver = queues.from[from].as_ref().ok_or_else(|| left(self.rank))?;
+        let message = receiver.recv().map_err(|_| left(from))?;
+        let whose = "this device's: all must make the same calls in the same order";
+        OpError::expect_same("another device's call", stage, whose, message.stage)?;
+        Ok(message.blocks)
+    }
+
+    /// Ends the queues, so that others do not wait for this device.
+    pub fn leave(&self) {
+        let mut queues = self.queues();
+        queues.to.fill_with(|| None);
+        queues.from.fill_with(|| None);
+    }
+
+    fn queues(&self) -> MutexGuard<'_, Queues> {
+        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn left(rank: usize) -> OpError {
+    OpError::Left { rank }
+}

@@ -1,0 +1,63 @@
+//! Where the blocks of keys lie that cross: among a device's own, and among those that it receives.
+
+use blocksparse::ShardPlan;
+
+/// Numbers of blocks, by the other device. Blocks of all heads are one list, head by head; those that cross are in the order of heads, then of the
+/// sequence.
+pub struct Routes {
+    /// Among own blocks, those that another device gets.
+    pub send: Vec<Vec<i32>>,
+    /// Among the places of received blocks, those of each other device's.
+    pub receive: Vec<Vec<i32>>,
+    /// For each place of a received block, its number among what arrives, device by device; that behind the last if there is none.
+    pub places: Vec<i32>,
+    /// Whether some places have none.
+    pub has_gaps: bool,
+    /// Received blocks of a head, at most.
+    pub most: usize,
+}
+
+impl Routes {
+    pub fn new(plan: &ShardPlan, rank: usize) -> Self {
+        let (devices, b) = (plan.devices(), plan.layout().block_size());
+        let own = plan.positions(rank).into_iter();
+        let own: Vec<usize> = own
+            .flat_map(|range| range.start / b..range.end / b)
+            .collect();
+        let mut place = vec![0; plan.layout().kv_blocks()];
+        for (at, &block) in own.iter().enumerate() {
+            place[block] = at;
+        }
+        let most = plan.blocks_received(rank);
+        let mut send = vec![Vec::new(); devices];
+        let mut receive = vec![Vec::new(); devices];
+        for head in 0..plan.kv_heads() {
+            for (to, send) in send.iter_mut().enumerate() {
+                let blocks = plan.crossing(rank, to, head).into_iter().flatten();
+                send.extend(blocks.map(|block| (head * own.len() + place[block]) as i32));
+            }
+            let mut arriving: Vec<(usize, usize)> = (0..devices)
+                .flat_map(|from| {
+                    let blocks = plan.crossing(from, rank, head).into_iter().flatten();
+                    blocks.map(move |block| (block, from))
+                })
+                .collect();
+            arriving.sort_unstable();
+            for (at, (_, from)) in arriving.into_iter().enumerate() {
+                receive[from].push((head * most + at) as i32);
+            }
+        }
+        let arriving: Vec<i32> = receive.iter().flatten().copied().collect();
+        let mut places = vec![arriving.len() as i32; plan.kv_heads() * most];
+        for (number, &place) in arriving.iter().enumerate() {
+            places[place as usize] = number as i32;
+        }
+        Self {
+            send,
+            receive,
+            has_gaps: arriving.len() < places.len(),
+            places,
+            most,
+        }
+    }
+}

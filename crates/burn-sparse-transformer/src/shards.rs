@@ -1,0 +1,223 @@
+//! Sequences that several devices share: each has its positions of all layers, and of attention the keys that those need.
+
+use std::sync::Arc;
+
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn_blocksparse::{BlockLayout, SequenceShard, ShardPlan};
+
+use crate::block::Pass;
+use crate::call::Call;
+use crate::error::ensure;
+use crate::heads::Positions;
+use crate::stream::{Projected, Stream};
+use crate::{
+    SparseMhaInput, SparseMultiHeadAttention, SparseTransformer, SparseTransformerBlock,
+    TransformerError,
+};
+
+/// One device's part of sequences that several devices share, for all layers of a [`SparseTransformer`].
+///
+/// Each device has a model of its own, a [`fork`](burn::module::Module::fork) of the same one, and a thread of its own, in which all make the same calls in the
+/// same order, forward and backward. The means of all devices' losses and gradients are those of the whole sequences.
+#[derive(Debug)]
+pub struct TransformerShard {
+    /// One for each different layout.
+    shards: Vec<Arc<SequenceShard>>,
+    /// Which of them each block has.
+    of_blocks: Vec<usize>,
+}
+
+/// Graphs may still hold its shards.
+impl Drop for TransformerShard {
+    fn drop(&mut self) {
+        self.shards.iter().for_each(|shard| shard.leave());
+    }
+}
+
+/// What one block needs of a shard.
+#[derive(Clone, Debug)]
+pub(crate) struct ShardOfBlock {
+    shard: Arc<SequenceShard>,
+    positions: Positions,
+}
+
+/// A shard of a batch.
+pub(crate) struct ShardRows<'a> {
+    shard: &'a TransformerShard,
+    pub(crate) positions: Positions,
+    /// Of the loss over this device's rows in the mean over the devices, if rows are not as many on all of them.
+    share: Option<f64>,
+}
+
+impl ShardRows<'_> {
+    pub(crate) fn of_block(&self, layer: usize) -> ShardOfBlock {
+        ShardOfBlock {
+            shard: self.shard.shards[self.shard.of_blocks[layer]].clone(),
+            positions: self.positions.clone(),
+        }
+    }
+
+    /// What a device's mean loss is in the mean over the devices.
+    pub(crate) fn share_of(&self, loss: Tensor<1>) -> Tensor<1> {
+        match self.share {
+            Some(share) => loss * share,
+            None => loss,
+        }
+    }
+}
+
+impl TransformerShard {
+    /// The shards of `devices` devices that share sequences of `seq` positions, in order. Each device has the same positions in every layer: the
+    /// pieces of the plan of the layer with the most pairs.
+    ///
+    /// # Errors
+    /// [`TransformerError`] if `seq` exceeds the context; if a layer chooses keys by content, drops anything, or has biases of positions; if a layer's layout cannot
+    /// be shared ([`ShardPlan::new`]).
+    pub fn group(
+        model: &SparseTransformer,
+        seq: usize,
+        devices: usize,
+    ) -> Result<Vec<Self>, TransformerError> {
+        let context = model.context();
+        ensure(
+            seq <= context,
+            "seq",
+            || format!("at most {context}, the context"),
+            seq,
+        )?;
+        let mut layouts: Vec<BlockLayout> = Vec::new();
+        let mut of_blocks = Vec::new();
+        for block in &model.blocks {
+            block.check_shareable()?;
+            let layout = block.mha.layout(seq, seq)?;
+            let known = layouts.iter().position(|known| *known == layout);
+            of_blocks.push(known.unwrap_or(layouts.len()));
+            if known.is_none() {
+                layouts.push(layout);
+            }
+        }
+        let kv_heads = model.blocks[0].mha.n_kv_heads();
+        let largest = layouts.iter().max_by_key(|layout| layout.allowed_pairs());
+        let largest = largest.expect("a model has blocks");
+        let pieces = ShardPlan::new(largest, kv_heads, devices)?.pieces();
+        let mut group: Vec<Self> = (0..devices)
+            .map(|_| Self {
+                shards: Vec::new(),
+                of_blocks: of_blocks.clone(),
+            })
+            .collect();
+        for layout in &layouts {
+            let plan = ShardPlan::with_pieces(layout, kv_heads, devices, pieces)?;
+            for (device, shard) in group.iter_mut().zip(SequenceShard::group(&plan)) {
+                device.shards.push(Arc::new(shard));
+            }
+        }
+        Ok(group)
+    }
+
+    /// The shard of the first layer, whose positions are those of all.
+    pub fn first(&self) -> &SequenceShard {
+        &self.shards[0]
+    }
+
+    /// This device's columns of `[batch, seq]` tokens.
+    ///
+    /// # Panics
+    /// If there are not as many as the sequence has positions.
+    pub fn tokens(&self, whole: Tensor<2, Int>) -> Tensor<2, Int> {
+        self.first().rows(whole, 1)
+    }
+
+    /// The positions of this device's rows, `[batch · seq]`.
+    fn positions(&self, batch: usize, device: &Device) -> Positions {
+        let shard = self.first();
+        let own = shard.plan().positions(shard.rank()).into_iter();
+        let own: Vec<i32> = own.flatten().map(|position| position as i32).collect();
+        let all = own.repeat(batch);
+        let data = TensorData::new(all, [batch * own.len()]);
+        let device = device.clone().without_autodiff();
+        Positions::Listed(Box::new(Tensor::from_data(data, (&device, DType::I32))))
+    }
+}
+
+impl SparseTransformer {
+    /// This device's part of [`Self::try_loss`] of sequences that several devices share: the mean of all parts is that loss, and gradients likewise. All
+    /// devices must call it, each with a model of its own. `losses_and_gradients_of_shard` recomputes blocks, too.
+    ///
+    /// # Shapes
+    /// - `tokens`, `targets`: `[batch, seq]`, this device's columns: [`TransformerShard::tokens`]
+    /// - output: `[1]`
+    ///
+    /// # Errors
+    /// As [`Self::try_loss`]; also if the tokens are not as many as the shard's positions, or another device has ended
+    /// ([`OpError::Left`](burn_blocksparse::OpError::Left)).
+    pub fn try_loss_of_shard(
+        &self,
+        tokens: Tensor<2, Int>,
+        targets: Tensor<2, Int>,
+        shard: &TransformerShard,
+    ) -> Result<Tensor<1>, TransformerError> {
+        self.check_targets(&tokens, &targets)?;
+        let rows = self.rows_of_shard(&tokens, shard)?;
+        let mut stream = Stream::new(self.embed_at(tokens, &rows.positions)?);
+        for (layer, block) in self.blocks.iter().enumerate() {
+            let pass = Pass::default().with_shard(Some(rows.of_block(layer)));
+            stream = block.step(stream, pass)?;
+        }
+        Ok(rows.share_of(self.head_loss(stream, targets)?))
+    }
+
+    /// The rows of a device's tokens, which must be the shard's.
+    pub(crate) fn rows_of_shard<'a>(
+        &self,
+        tokens: &Tensor<2, Int>,
+        shard: &'a TransformerShard,
+    ) -> Result<ShardRows<'a>, TransformerError> {
+        let [batch, seq] = tokens.dims();
+        let (first, blocks) = (shard.first(), self.blocks.len());
+        let own = first.layout().seq_q();
+        let expected = || format!("{own} positions, the shard's");
+        ensure(seq == own, "tokens", expected, seq)?;
+        let known = shard.of_blocks.len();
+        let expected = || format!("of {blocks} blocks, the model's");
+        ensure(blocks == known, "shard", expected, known)?;
+        let plan = first.plan();
+        let (of_all, whole) = (own * plan.devices(), plan.layout().seq_q());
+        Ok(ShardRows {
+            positions: shard.positions(batch, &tokens.device()),
+            share: (of_all != whole).then(|| of_all as f64 / whole as f64),
+            shard,
+        })
+    }
+}
+
+impl SparseTransformerBlock {
+    /// That a row's result follows from its position, its keys and nothing else.
+    fn check_shareable(&self) -> Result<(), TransformerError> {
+        let mha = &self.mha;
+        mha.kind().ensure_pattern()?;
+        for (argument, is_there) in [
+            ("dropout", self.dropout.prob > 0.0 || mha.dropout.prob > 0.0),
+            ("alibi", mha.options.alibi.is_some()),
+            ("relative_reach", mha.relative_bias.is_some()),
+        ] {
+            let expected = || "none, where devices share a sequence".into();
+            ensure(!is_there, argument, expected, "some")?;
+        }
+        Ok(())
+    }
+}
+
+impl SparseMultiHeadAttention {
+    /// What the rows of a shard see of the whole sequence, without the output's bias.
+    pub(crate) fn forward_shard(
+        &self,
+        input: SparseMhaInput,
+        ShardOfBlock { shard, positions }: &ShardOfBlock,
+    ) -> Result<Projected, TransformerError> {
+        let call = Call::at(&input, positions.clone())?;
+        let (query, key, value) = self.project(input, &call)?;
+        let [key, value] = shard.gather(key, value)?;
+        self.output_product(self.attend((query, key, value), shard.layout(), &call)?)
+    }
+}

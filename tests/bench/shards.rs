@@ -1,0 +1,212 @@
+//! One sequence on one device, and shared by several: the same numbers, and how long each takes.
+
+mod attention;
+mod program;
+
+use std::process::ExitCode;
+use std::sync::Barrier;
+use std::thread;
+use std::time::Instant;
+
+use attention::{inputs, run};
+#[cfg(feature = "wgpu")]
+use burn::tensor::DeviceKind;
+use burn::tensor::{DType, Device, Tensor};
+use burn_blocksparse::{AttentionOptions, Pattern, SequenceShard, ShardPlan};
+use program::{median, number};
+
+const USAGE: &str = "usage: bench-shards DEVICES [PATTERN] [N] [REPEATS] [DTYPE]
+
+DEVICES  cuda:0,cuda:1 or flex,flex or wgpu,wgpu
+PATTERN  as `enwik8 patterns` lists them (default fixed:1024,32)
+N        positions, a multiple of 32 (default 65536)
+REPEATS  how often each is timed; medians are printed (default 10)
+DTYPE    bf16 (default) or f32
+
+Times are of a forward and a backward pass of one layer's attention (8 heads of 64), by the host's clock.";
+
+const HEADS: usize = 8;
+const HEAD_DIM: usize = 64;
+const BLOCK: usize = 32;
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let devices: Option<Vec<Device>> = args
+        .first()
+        .and_then(|names| names.split(',').map(device).collect());
+    let pattern: Option<Pattern> = match args.get(1) {
+        None => Some(Pattern::fixed(1024, 32)),
+        Some(text) => text.parse().ok(),
+    };
+    let dtype = match args.get(4).map(String::as_str) {
+        None | Some("bf16") => Some(DType::BF16),
+        Some("f32") => Some(DType::F32),
+        _ => None,
+    };
+    let (Some(devices), Some(pattern), Some(n), Some(repeats), Some(dtype)) = (
+        devices,
+        pattern,
+        number(&args, 2, 65_536),
+        number(&args, 3, 10),
+        dtype,
+    ) else {
+        eprintln!("{USAGE}");
+        return ExitCode::from(2);
+    };
+    match compare(&devices, &pattern, n, repeats, dtype) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn device(name: &str) -> Option<Device> {
+    match name.split_once(':').unwrap_or((name, "0")) {
+        #[cfg(feature = "flex")]
+        ("flex", _) => Some(Device::flex()),
+        #[cfg(feature = "wgpu")]
+        ("wgpu", _) => Some(Device::wgpu(DeviceKind::DefaultDevice)),
+        #[cfg(feature = "cuda")]
+        ("cuda", index) => Some(Device::cuda(index.parse::<usize>().ok()?)),
+        _ => None,
+    }
+}
+
+/// Gradients' and output's rows on the host, and milliseconds of each pass.
+struct Timed {
+    rows: [Vec<f32>; 4],
+    times: Vec<f64>,
+}
+
+fn timed(
+    [q, k, v, grad]: [Tensor<4>; 4],
+    repeats: usize,
+    before: impl Fn(),
+    attend: impl Fn(Tensor<4>, Tensor<4>, Tensor<4>) -> Tensor<4>,
+) -> Timed {
+    let leaves = [q, k, v].map(|x| x.detach().require_grad());
+    let mut times = Vec::new();
+    let mut rows = None;
+    // The first two compile.
+    for run in 0..repeats + 2 {
+        let [q, k, v] = leaves.clone();
+        q.device().sync().expect("the device works");
+        before();
+        let start = Instant::now();
+        let out = attend(q, k, v);
+        let grads = (out.clone() * grad.clone()).sum().backward();
+        let made = leaves
+            .each_ref()
+            .map(|x| x.grad(&grads).expect("a gradient"));
+        out.device().sync().expect("the device works");
+        if run >= 2 {
+            times.push(start.elapsed().as_secs_f64() * 1e3);
+        }
+        if run + 1 == repeats + 2 {
+            let [q, k, v] = made;
+            rows = Some([out.detach(), q, k, v].map(|x| {
+                let data = x.into_data().convert::<f32>();
+                data.try_to_vec().expect("f32")
+            }));
+        }
+    }
+    let rows = rows.expect("one run at least");
+    Timed { rows, times }
+}
+
+fn compare(
+    devices: &[Device],
+    pattern: &Pattern,
+    n: usize,
+    repeats: usize,
+    dtype: DType,
+) -> Result<(), Box<dyn std::error::Error>> {
+    let layout = pattern.layout(HEADS, n, BLOCK)?;
+    let start = Instant::now();
+    let plan = ShardPlan::new(&layout, HEADS, devices.len())?;
+    let shards = SequenceShard::group(&plan);
+    println!(
+        "{plan}\nplanned in {:.0} ms",
+        start.elapsed().as_secs_f64() * 1e3
+    );
+    let bytes = |device| plan.bytes(device, HEAD_DIM, dtype.size());
+    let most = (0..devices.len()).map(bytes).max().unwrap_or_default();
+    println!("{most} bytes received by one device at most, and as many of gradients back");
+
+    let first = devices[0].clone().autodiff();
+    let [q, k, v] = inputs([HEADS, HEADS, HEAD_DIM], n, (&first, dtype));
+    let [grad, _, _] = inputs([HEADS, HEADS, HEAD_DIM], n, (&first, dtype));
+    let x = [q, k, v, grad];
+    // To each device by way of the host.
+    let own: Vec<[Tensor<4>; 4]> = (shards.iter().zip(devices))
+        .map(|(shard, device)| {
+            let device = device.clone().autodiff();
+            (x.each_ref()).map(|x| {
+                let data = shard.rows(x.clone(), 2).into_data();
+                Tensor::from_data(data, (&device, dtype))
+            })
+        })
+        .collect();
+    let alone = timed(x, repeats, || (), |q, k, v| run(&q, &k, &v, &layout));
+    let barrier = Barrier::new(devices.len());
+    let parts: Vec<Timed> = thread::scope(|scope| {
+        let running: Vec<_> = (shards.iter().zip(own))
+            .map(|(shard, own)| {
+                let barrier = &barrier;
+                scope.spawn(move || {
+                    timed(
+                        own,
+                        repeats,
+                        || {
+                            barrier.wait();
+                        },
+                        |q, k, v| {
+                            let output = shard.attention(q, k, v, AttentionOptions::default());
+                            output.expect("shapes fit").out
+                        },
+                    )
+                })
+            })
+            .collect();
+        let joined = running
+            .into_iter()
+            .map(|part| part.join().expect("a device failed"));
+        joined.collect()
+    });
+    for (at, name) in ["out", "dq", "dk", "dv"].into_iter().enumerate() {
+        let largest = alone.rows[at]
+            .iter()
+            .fold(0f32, |most, x| most.max(x.abs()));
+        let mut worst = 0f32;
+        for (device, part) in parts.iter().enumerate() {
+            let mut got = part.rows[at].chunks(HEAD_DIM);
+            for head in 0..HEADS {
+                for position in plan.positions(device).into_iter().flatten() {
+                    let place = (head * n + position) * HEAD_DIM;
+                    let expected = &alone.rows[at][place..place + HEAD_DIM];
+                    for (x, y) in got.next().ok_or("too few rows")?.iter().zip(expected) {
+                        // A number that is none is the worst.
+                        worst = if (x - y).abs() <= worst {
+                            worst
+                        } else {
+                            (x - y).abs()
+                        };
+                    }
+                }
+            }
+        }
+        println!("{name}: largest difference {worst:.2e}, of {largest:.2e}");
+    }
+    let one = median(alone.times);
+    // All devices begin at once, and the slowest ends it.
+    let each = (0..repeats).map(|run| parts.iter().map(|part| part.times[run]).fold(0.0, f64::max));
+    let shared = median(each.collect());
+    println!(
+        "one device {one:.2} ms, {} devices {shared:.2} ms: {:.2} ×",
+        devices.len(),
+        one / shared
+    );
+    Ok(())
+}
