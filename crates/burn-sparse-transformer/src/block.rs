@@ -6,6 +6,7 @@ use burn_blocksparse::{Dropout as WeightDropout, Pattern, Seed};
 use burn_fused_ops::ElementDropout;
 use burn_sparse_select::Selection;
 
+use crate::block_shard::ShardOfBlock;
 use crate::content::{ContentAttention, ContentHeads};
 use crate::dropout::Seeds;
 use crate::error::{ensure_above_zero, ensure_dropout, ensure_positive, or_panic};
@@ -14,7 +15,6 @@ use crate::feed_forward::{
 };
 use crate::layouts::Layouts;
 use crate::results::Results;
-use crate::shards::ShardOfBlock;
 use crate::stream::{Projected, Stream};
 use crate::{
     BlockAttentionConfig, Precision, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,

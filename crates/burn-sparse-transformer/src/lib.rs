@@ -62,6 +62,7 @@ mod attention_density;
 mod attention_flops;
 mod block;
 mod block_attention;
+mod block_shard;
 mod cache;
 mod call;
 pub mod content;
