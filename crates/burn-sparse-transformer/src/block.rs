@@ -14,7 +14,7 @@ use crate::feed_forward::{
 };
 use crate::layouts::Layouts;
 use crate::results::Results;
-use crate::shards::ShardOfBlock;
+use crate::shard_of_block::ShardOfBlock;
 use crate::stream::{Projected, Stream};
 use crate::{
     BlockAttentionConfig, Precision, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,

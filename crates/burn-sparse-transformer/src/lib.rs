@@ -95,6 +95,7 @@ mod recompute_mode;
 mod results;
 mod rope_scaling;
 mod selected;
+mod shard_of_block;
 mod shards;
 mod sparse_attention;
 mod stream;

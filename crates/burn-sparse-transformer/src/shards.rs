@@ -6,14 +6,11 @@ use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::{BlockLayout, SequenceShard, ShardPlan};
 
 use crate::block::Pass;
-use crate::call::Call;
 use crate::error::ensure;
 use crate::heads::Positions;
-use crate::stream::{Projected, Stream};
-use crate::{
-    SparseMhaInput, SparseMultiHeadAttention, SparseTransformer, SparseTransformerBlock,
-    TransformerError,
-};
+use crate::shard_of_block::ShardOfBlock;
+use crate::stream::Stream;
+use crate::{SparseTransformer, SparseTransformerBlock, TransformerError};
 
 /// One device's part of sequences that several devices share, for all layers of a [`SparseTransformer`].
 ///
@@ -32,13 +29,6 @@ impl Drop for TransformerShard {
     fn drop(&mut self) {
         self.shards.iter().for_each(|shard| shard.leave());
     }
-}
-
-/// What one block needs of a shard.
-#[derive(Clone, Debug)]
-pub(crate) struct ShardOfBlock {
-    shard: Arc<SequenceShard>,
-    positions: Positions,
 }
 
 /// A shard of a batch.
@@ -205,19 +195,5 @@ impl SparseTransformerBlock {
             ensure(!is_there, argument, expected, "some")?;
         }
         Ok(())
-    }
-}
-
-impl SparseMultiHeadAttention {
-    /// What the rows of a shard see of the whole sequence, without the output's bias.
-    pub(crate) fn forward_shard(
-        &self,
-        input: SparseMhaInput,
-        ShardOfBlock { shard, positions }: &ShardOfBlock,
-    ) -> Result<Projected, TransformerError> {
-        let call = Call::at(&input, positions.clone())?;
-        let (query, key, value) = self.project(input, &call)?;
-        let [key, value] = shard.gather(key, value)?;
-        self.output_product(self.attend((query, key, value), shard.layout(), &call)?)
     }
 }

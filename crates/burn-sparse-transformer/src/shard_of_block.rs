@@ -1,0 +1,31 @@
+//! Attention of rows that are a shard's, in one block.
+
+use std::sync::Arc;
+
+use burn_blocksparse::SequenceShard;
+
+use crate::call::Call;
+use crate::heads::Positions;
+use crate::stream::Projected;
+use crate::{SparseMhaInput, SparseMultiHeadAttention, TransformerError};
+
+/// What one block needs of a shard.
+#[derive(Clone, Debug)]
+pub(crate) struct ShardOfBlock {
+    pub(crate) shard: Arc<SequenceShard>,
+    pub(crate) positions: Positions,
+}
+
+impl SparseMultiHeadAttention {
+    /// What the rows of a shard see of the whole sequence, without the output's bias.
+    pub(crate) fn forward_shard(
+        &self,
+        input: SparseMhaInput,
+        ShardOfBlock { shard, positions }: &ShardOfBlock,
+    ) -> Result<Projected, TransformerError> {
+        let call = Call::at(&input, positions.clone())?;
+        let (query, key, value) = self.project(input, &call)?;
+        let [key, value] = shard.gather(key, value)?;
+        self.output_product(self.attend((query, key, value), shard.layout(), &call)?)
+    }
+}
