@@ -127,7 +127,7 @@ fn model(text: &str, device: &Device) -> SparseTransformer {
 fn models_decode_and_do_not_look_ahead() {
     let device = Device::flex();
     let _guard = seed(&device, 31);
-    let tokens = tokens(2, 48, 11, &device);
+    let tokens = tokens(2, 40, 11, &device);
     for stage in [DsaStage::Sparse, DsaStage::WarmUp] {
         let model = model("msa:8,2,8", &device).with_dsa_stage(stage).unwrap();
         assert_eq!(model.dsa_stage(), Some(stage));

@@ -135,7 +135,15 @@ fn indexers_learn_and_resume_bit_for_bit() {
         "dense attention for 26 steps, indexers alone learn for 10, and choose from step 36 on";
     let stages = ["block", "--indexer-from", "26", "--indexer-warmup", "10"];
     learns_and_resumes("dsa:16,4,2,16", shown, &stages);
-    learns_and_resumes("msa:16,2,16", shown, &stages);
+}
+
+/// The same of an index branch, which chooses blocks.
+#[test]
+fn index_branches_learn_and_resume_bit_for_bit() {
+    let shown =
+        "dense attention for 26 steps, indexers alone learn for 10, and choose from step 36 on";
+    let stages = ["block", "--indexer-from", "26", "--indexer-warmup", "10"];
+    learns_and_resumes("msa:16,3,16", shown, &stages);
 }
 
 /// A run begins with the weights of a dense model, whose loss it has while the indexers learn.
