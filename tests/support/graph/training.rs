@@ -527,6 +527,10 @@ pub fn replayed_training_chooses_as_plain_training(devices: &[Device]) {
     let mut ran = 0;
     for device in devices {
         for text in some_of(texts, 3) {
+            // Where no kernels take lists of blocks, their layouts are the host's.
+            if text.starts_with("msa") && !is_cube(device) {
+                continue;
+            }
             let config =
                 SparseTransformerConfig::new(32, 2, Factorization::from(Pattern::causal()))
                     .with_vocab_size(13)

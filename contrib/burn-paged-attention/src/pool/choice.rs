@@ -10,7 +10,7 @@ use super::attend::as_stored;
 use super::layer::Layer;
 use super::step::Walk;
 use super::store::{Store, ints};
-use super::{KvPoolConfig, dsa, msa, nsa};
+use super::{KvPoolConfig, dsa, nsa};
 use crate::pages::{EvictionScore, KvRetention, Writes};
 use crate::summaries::select_pages;
 use crate::{PagedKeysValues, PagedOptions, PagedStore, paged_attention};
@@ -53,7 +53,11 @@ pub(super) fn of_layer(
         return nsa::choice(nsa, config, page_size).map(Some);
     }
     if let Some(msa) = mha.msa() {
-        return msa::choice(msa, mha.choosing_msa().is_some(), config, page_size);
+        dsa::check("msa", config)?;
+        return match mha.choosing_msa() {
+            Some(_) => Ok(Some(msa.op().on_pages(page_size)?)),
+            None => Ok(None),
+        };
     }
     if mha.dsa().is_some() {
         dsa::check("dsa", config)?;

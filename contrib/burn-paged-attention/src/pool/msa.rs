@@ -2,7 +2,6 @@
 
 use burn::tensor::{FloatDType, Int, Tensor};
 use burn_sparse_select::msa::MsaIndex;
-use burn_sparse_select::pages::PageChoice;
 use burn_sparse_transformer::TransformerError;
 use burn_sparse_transformer::msa::MsaHeads;
 
@@ -11,21 +10,7 @@ use super::choice::{SCORES, WALKS};
 use super::layer::Layer;
 use super::step::{Road, Walk};
 use super::store::{Store, lost};
-use super::{KvPool, KvPoolConfig, Step, dsa};
-
-/// How a layer chooses pages, if it does.
-pub(super) fn choice(
-    msa: &MsaHeads,
-    chooses: bool,
-    config: &KvPoolConfig,
-    page_size: usize,
-) -> Result<Option<PageChoice>, TransformerError> {
-    dsa::check("msa", config)?;
-    match chooses {
-        true => Ok(Some(msa.op().on_pages(page_size)?)),
-        false => Ok(None),
-    }
-}
+use super::{KvPool, Step};
 
 impl Layer<'_> {
     /// What heads of MiniMax sparse attention see in a step of a pool, `[batch, heads, seq, d_v]`.

@@ -39,7 +39,7 @@ fn learns_and_resumes(attention: &str, shown: &str, more: &[&str]) {
     let mean = |part: &[f64]| part.iter().sum::<f64>() / part.len() as f64;
     let (first, last) = (mean(&losses[..5]), mean(&losses[55..]));
     // From ln 256 on, and far below the 3.0 that the bytes' frequencies give.
-    assert!(first > 4.5 && last < 1.5, "{first}, {last}");
+    assert!(first > 4.5 && last < 2.0, "{first}, {last}");
 
     train(&folder, "parts", &flags);
     let has_indexers = ["dsa", "msa"].contains(&&attention[..3]);

@@ -162,6 +162,7 @@ fn every_example_of_the_help_runs() {
         "bench",
         "draw",
         "patterns",
+        "shards",
         "presets",
         "export",
         "import",
@@ -190,7 +191,7 @@ fn every_example_of_the_help_runs() {
         let Some(command) = line.split_whitespace().next() else {
             break;
         };
-        let known = "train search-selection recall eval sample sample-images report bench draw patterns presets export import help";
+        let known = "train search-selection recall eval sample sample-images report bench draw patterns shards presets export import help";
         assert!(known.split(' ').any(|known| known == command), "{command}");
     }
 }
