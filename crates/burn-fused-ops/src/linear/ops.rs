@@ -279,6 +279,7 @@ pub(crate) fn product<B: LinearOps>(
 }
 
 /// The result and what a backward pass may need: the factors as they were multiplied, where they are not the inputs themselves.
+#[cfg_attr(not(feature = "autodiff"), allow(dead_code))]
 pub(crate) struct MlpForward<B: LinearOps> {
     pub out: FloatTensor<B>,
     /// `x · W₁`, unless it is computed again.
