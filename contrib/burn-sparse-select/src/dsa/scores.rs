@@ -76,10 +76,7 @@ pub(crate) fn check_index(q: &Tensor<4>, k: &Tensor<4>) -> Result<(), OpError> {
     OpError::expect_same("index k's batch", batch, whose, k_batch)?;
     OpError::expect_same("index k's heads", 1, "one key a token", k_heads)?;
     OpError::expect_same("index k's index_dim", width, whose, k_width)?;
-    if seq_q == 0 || seq_kv < seq_q {
-        let expected = format!("between 1 and seq_kv, which is {seq_kv}");
-        return Err(OpError::argument("index q's seq_q", expected, seq_q));
-    }
+    crate::selection::check_seq_q("index q's seq_q", seq_q, seq_kv)?;
     OpError::expect_same("index k's device", q.device(), whose, k.device())
 }
 

@@ -243,10 +243,7 @@ impl Msa {
         [_, heads, seq_q, _]: [usize; 4],
         seq_kv: usize,
     ) -> Result<BlockLayout, OpError> {
-        if seq_q == 0 || seq_kv < seq_q {
-            let expected = format!("between 1 and seq_kv, which is {seq_kv}");
-            return Err(OpError::argument("seq_q", expected, seq_q));
-        }
+        crate::selection::check_seq_q("seq_q", seq_q, seq_kv)?;
         let block = self.block.min(BLOCK_SIZES[BLOCK_SIZES.len() - 1]);
         let shape = LayoutShape::new(heads, [seq_q, seq_kv], block);
         match self.sees_all(seq_kv) {

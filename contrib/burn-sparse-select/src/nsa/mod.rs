@@ -384,10 +384,7 @@ impl Nsa {
         [_, heads, seq_q, _]: [usize; 4],
         seq_kv: usize,
     ) -> Result<BlockLayout, OpError> {
-        if seq_q == 0 || seq_kv < seq_q {
-            let expected = format!("between 1 and seq_kv, which is {seq_kv}");
-            return Err(OpError::argument("seq_q", expected, seq_q));
-        }
+        crate::selection::check_seq_q("seq_q", seq_q, seq_kv)?;
         let grid = ScoreGrid {
             query_rows: 1,
             block: self.options.selected_block,
@@ -443,10 +440,7 @@ impl Call {
         let [k, v] = &keys_values.selected;
         crate::selection::check_shapes(q, k)?;
         let seq_kv = k.dims()[2];
-        if seq_q == 0 || seq_kv < seq_q {
-            let expected = format!("between 1 and seq_kv, which is {seq_kv}");
-            return Err(OpError::argument("seq_q", expected, seq_q));
-        }
+        crate::selection::check_seq_q("seq_q", seq_q, seq_kv)?;
         let entries = nsa.entries(seq_kv);
         let got = (keys_values.compressed.as_ref()).map_or(0, |[k, _]| k.dims()[2]);
         let of_them = "the blocks of so many keys that are compressed";

@@ -349,6 +349,21 @@ pub fn check_call(call: &EstimateInputs) -> Result<(), OpError> {
     }
 }
 
+/// That there are queries, and no more of them than keys.
+pub(crate) fn check_seq_q(
+    argument: &'static str,
+    seq_q: usize,
+    seq_kv: usize,
+) -> Result<(), OpError> {
+    match seq_q == 0 || seq_kv < seq_q {
+        true => {
+            let expected = format!("between 1 and seq_kv, which is {seq_kv}");
+            Err(OpError::argument(argument, expected, seq_q))
+        }
+        false => Ok(()),
+    }
+}
+
 /// That queries and keys fit each other.
 pub fn check_shapes(q: &Tensor<4>, k: &Tensor<4>) -> Result<(), OpError> {
     let [batch, heads, _, head_dim] = q.dims();
