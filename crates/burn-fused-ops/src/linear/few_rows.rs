@@ -1,7 +1,6 @@
 //! Linear layers of few rows on CubeCL devices.
 
 use burn::backend::cubecl::dtype_to_elem_type;
-use burn::backend::ops::FloatTensorOps;
 use burn::tensor::{FloatDType, Shape};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
@@ -9,7 +8,7 @@ use burn_cubecl::tensor::CubeTensor;
 
 use crate::kernels::linear::{FEW_ROWS, FewRows, FewRowsWeight, few_rows, is_few};
 use crate::linear::activation::kernels::kind;
-
+use crate::linear::products::rounded;
 use crate::linear::values::{LinearCall, LinearForm, LinearInputs, LinearOutput};
 use burn_blocksparse::internal::cube::{contiguous, empty, typed};
 use burn_blocksparse::internal::values::{OptFloat, ThreeFloats};
@@ -63,19 +62,13 @@ pub(crate) fn forward(
         None if widths.len() == 1 && inputs.bias.as_ref().is_none() => (all(true)?, true),
         None => return None,
     };
-    let x = inputs.x.clone();
-    let x = match FloatDType::from(x.dtype) == call.dtype {
-        true => x,
-        false => CubeBackend::float_cast(x, call.dtype),
-    };
-    let x = into_contiguous(x);
+    let x = into_contiguous(rounded::<CubeBackend>(inputs.x.clone(), call.dtype));
     let bias = contiguous(inputs.bias.clone());
-    let (bytes, total) = (x.dtype.size(), widths.iter().sum::<usize>());
-    let gate = match call.form {
-        LinearForm::Gated(activation) => Some(kind(activation)),
-        _ => None,
+    let bytes = x.dtype.size();
+    let (gate, total) = match call.form {
+        LinearForm::Gated(activation) => (Some(kind(activation)), widths[0]),
+        _ => (None, widths.iter().sum()),
     };
-    let total = if gate.is_some() { widths[0] } else { total };
     let mut starts = [0; 3];
     let mut numbers = rows * total;
     if let Some(parts) = parts {
