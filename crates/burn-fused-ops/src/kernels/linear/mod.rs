@@ -7,7 +7,6 @@
 //! plan       which tile, how many cubes, in how many parts the depth is taken: or why not here
 //! asm        the main loop in PTX
 //! places     which of a result's tiles a number names
-//! few_rows   products of few rows, without tensor cores
 //! epilogue   what becomes of a tile's sums
 //! log_sums   logarithms of sums of exponentials in their place, of what rows see
 //! highest    the columns of the highest scores in their place
@@ -25,7 +24,6 @@
 mod asm;
 pub mod blocks;
 mod epilogue;
-mod few_rows;
 mod highest;
 mod launch;
 mod line_sums;
@@ -37,7 +35,6 @@ mod product;
 mod tile;
 mod view;
 
-pub use few_rows::{FEW_ROWS, FewRows, FewRowsWeight, MOST_WEIGHTS, few_rows, is_few};
 pub use launch::{EpilogueTensors, multiply};
 pub use line_sums::{LINE_GROUPS, LINE_ROWS, UNWANTED, line_numbers};
 pub use log_sums::SeenColumns;
