@@ -2,23 +2,22 @@
 
 // mod    the choice, and attention over it
 // index  what blocks are chosen by
+// scores the highest of each block
 // loss   what the index branch learns by
 // pages  the choice over pages, for decoding
 
 mod index;
 mod loss;
 mod pages;
-
-use std::ops::Range;
+mod scores;
 
 use blocksparse::{BLOCK_SIZES, BlockLayout, LayoutShape, Pattern, ScoreGrid};
 use burn::tensor::Tensor;
 
-use crate::dsa::{DsaIndex, Slabs, together};
+use crate::msa::scores::BlockScores;
 use crate::pages::page_choice::OWN;
 use crate::selection::layouts::LayoutCache;
 use crate::selection::lists::{check_options, selected_blocks_attention};
-use crate::selection::parts::{joined, padded};
 use crate::selection::query_lists::{ListSizes, SelectedBlocks};
 use burn_blocksparse::{AttentionOptions, OpError, SparseAttentionCall};
 pub use index::MsaIndex;
@@ -127,7 +126,8 @@ impl Msa {
     }
 
     /// The blocks that each query chooses beside its own, in lists of the heads of keys. None if there is nothing to choose: no more blocks than are kept, or
-    /// the own one alone. Scores of single keys are in memory for some queries at a time, 2²⁶ numbers of them. Nothing is read back where kernels run.
+    /// the own one alone. Scores of blocks are in memory for some queries at a time, and where no kernel makes those alone also of single keys, 2²⁶ numbers of
+    /// them. Nothing is read back where kernels run.
     ///
     /// # Errors
     /// [`OpError`] if the index does not fit the device's kernels.
@@ -140,9 +140,9 @@ impl Msa {
         let Some(sizes) = ListSizes::new(grid, self.keep, OWN) else {
             return Ok(None);
         };
-        let of_groups = index.clone().without_autodiff().of_groups()?;
-        let scores = |rows| Ok(self.maxima(&of_groups, [batch, groups], rows, false));
-        let lists = SelectedBlocks::new(scores, batch * groups, &sizes)?;
+        let scores = self.scores(index);
+        let of_rows = |rows| scores.of_candidates(rows);
+        let lists = SelectedBlocks::new(of_rows, batch * groups, &sizes)?;
         lists.with_group_reuse(OVERLAP).map(Some)
     }
 
@@ -152,51 +152,11 @@ impl Msa {
     /// # Errors
     /// As [`Self::choose`].
     pub fn block_scores(&self, index: &MsaIndex) -> Result<Tensor<4>, OpError> {
-        let [batch, groups, seq_q, _] = index.q.dims();
-        let of_groups = index.clone().without_autodiff().of_groups()?;
-        Ok(self.maxima(&of_groups, [batch, groups], 0..seq_q, true))
+        self.scores(index).all()
     }
 
-    /// The highest score of each block, of some queries: `[batch, groups, rows, blocks]`. Unless `all` are wanted, those from a query's own block on say nothing.
-    fn maxima(
-        &self,
-        index: &DsaIndex,
-        [batch, groups]: [usize; 2],
-        rows: Range<usize>,
-        all: bool,
-    ) -> Tensor<4> {
-        let ([_, _, seq_q, _], seq_kv) = (index.q.dims(), index.k.dims()[2]);
-        let blocks = seq_kv.div_ceil(self.block);
-        let step = together(index.q.dims(), seq_kv, self.numbers);
-        let parts = rows.clone().step_by(step).map(|start| {
-            let rows = start..(start + step).min(rows.end);
-            let count = rows.len();
-            // Blocks before that of the last query are whole.
-            let own = (rows.end - 1 + seq_kv - seq_q) / self.block;
-            let is_part = !all && own * self.block >= count;
-            let keys = if is_part { own * self.block } else { seq_kv };
-            let part = DsaIndex {
-                q: index.q.clone().slice_dim(2, rows.clone()),
-                k: index.k.clone().slice_dim(2, 0..keys),
-                weights: index.weights.clone().slice_dim(2, rows),
-                ..*index
-            };
-            let x = Slabs::new(&part, self.numbers).scores(0..count, 0, true);
-            let known = keys.div_ceil(self.block);
-            let x = match known * self.block - keys {
-                0 => x,
-                // The last block is filled up with its last key.
-                behind => {
-                    let last = x.clone().slice_dim(2, keys - 1..keys);
-                    let dims = [batch * groups, count, behind];
-                    Tensor::cat(vec![x, last.expand(dims)], 2)
-                }
-            };
-            let x = x.reshape([batch * groups * count, known, self.block]);
-            let x = x.max_dim(2).reshape([batch, groups, count, known]);
-            padded(x, 3, [0, blocks - known])
-        });
-        joined(parts.collect(), 2)
+    fn scores(&self, index: &MsaIndex) -> BlockScores {
+        BlockScores::new(index.clone().without_autodiff(), self.block, self.numbers)
     }
 
     /// Attention to the blocks of [`choose`](Self::choose) and to each query's own, or to all keys up to a query's position where there are no more blocks than
