@@ -68,6 +68,9 @@ pub struct Msa {
 /// What neighbouring queries choose in common: that of [`Nsa`](crate::nsa::Nsa), whose choice is of the same kind. Kernels are chosen by it.
 const OVERLAP: f64 = 0.85;
 
+/// Numbers of queries, or of outputs, that are attended to at a time: kernels count to 2³², and parts of outputs take many times as many.
+const TOGETHER: usize = 1 << 30;
+
 /// Scores of single keys in memory at a time: 256 MiB, so that launches are few.
 const NUMBERS: usize = 1 << 26;
 
@@ -132,7 +135,7 @@ impl Msa {
     /// # Errors
     /// [`OpError`] if the index does not fit the device's kernels.
     pub fn choose(&self, index: &MsaIndex) -> Result<Option<SelectedBlocks>, OpError> {
-        let ([batch, groups, seq_q, _], seq_kv) = (index.q.dims(), index.seq_kv());
+        let ([_, _, seq_q, _], seq_kv) = (index.q.dims(), index.seq_kv());
         let grid = self.grid(seq_q, seq_kv);
         if self.sees_all(seq_kv) {
             return Ok(None);
@@ -142,7 +145,7 @@ impl Msa {
         };
         let scores = self.scores(index);
         let of_rows = |rows| scores.of_candidates(rows);
-        let lists = SelectedBlocks::new(of_rows, batch * groups, &sizes)?;
+        let lists = SelectedBlocks::new(of_rows, scores.rows_at_a_time(), &sizes)?;
         lists.with_group_reuse(OVERLAP).map(Some)
     }
 
@@ -188,9 +191,42 @@ impl Msa {
                     let expected = "none where no more blocks than are kept are to choose from";
                     return Err(OpError::argument("lists", expected, "some"));
                 }
-                selected_blocks_attention(q, k, v, &near, lists, options)
+                let [batch, heads, seq_q, head_dim] = q.dims();
+                let widest = head_dim.max(v.dims()[3]);
+                let together = (TOGETHER / (batch * heads * widest)).max(self.block);
+                match together < seq_q {
+                    false => selected_blocks_attention(q, k, v, &near, lists, options),
+                    true => self.attention_in_parts([q, k, v], &lists, &options, together),
+                }
             }
         }
+    }
+
+    /// Attention of so many queries at a time, to the keys up to the last of them.
+    fn attention_in_parts(
+        &self,
+        [q, k, v]: [Tensor<4>; 3],
+        lists: &SelectedBlocks,
+        options: &AttentionOptions,
+        together: usize,
+    ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
+        let ([_, _, seq_q, _], seq_kv) = (q.dims(), k.dims()[2]);
+        let (mut outs, mut logs) = (Vec::new(), Vec::new());
+        for start in (0..seq_q).step_by(together) {
+            let rows = start..(start + together).min(seq_q);
+            let end = rows.end + seq_kv - seq_q;
+            let sizes = match self.sees_all(end) {
+                true => None,
+                false => ListSizes::new(self.grid(rows.len(), end), self.keep, OWN),
+            };
+            let lists = sizes.map(|sizes| lists.of_queries(rows.clone(), &sizes));
+            let [k, v] = [&k, &v].map(|x| x.clone().slice_dim(2, 0..end));
+            let q = q.clone().slice_dim(2, rows);
+            let (out, lse) = self.attention(q, k, v, lists, options.clone())?;
+            outs.push(out);
+            logs.push(lse);
+        }
+        Ok((Tensor::cat(outs, 2), Tensor::cat(logs, 2)))
     }
 
     /// What queries `[batch, heads, seq_q, head_dim]` see of so many keys beside their [lists](Self::choose): their own blocks, or all keys up to their positions
@@ -219,6 +255,44 @@ impl Msa {
             seq_q,
             seq_kv,
             causal: true,
+        }
+    }
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use burn::tensor::{Device, Distribution};
+
+    use super::*;
+
+    /// However many queries at a time, of as many queries as keys and of fewer; the first parts see all blocks.
+    #[test]
+    fn parts_give_what_the_whole_gives() {
+        let device = Device::flex();
+        let random =
+            |heads, rows| Tensor::<4>::random([2, heads, rows, 8], Distribution::Default, &device);
+        let msa = Msa::new(8, 3).unwrap();
+        for [seq_q, seq_kv] in [[90, 90], [37, 75]] {
+            let index = MsaIndex::new(random(2, seq_q), random(1, seq_kv)).unwrap();
+            let lists = msa.choose(&index).unwrap().unwrap();
+            let x = [random(4, seq_q), random(2, seq_kv), random(2, seq_kv)];
+            let options = AttentionOptions::default();
+            let [q, k, v] = x.clone();
+            let whole = msa.attention(q, k, v, Some(lists.clone()), options.clone());
+            let (out, lse) = whole.unwrap();
+            for together in [1, 8, 13, 40, 90] {
+                let found = msa.attention_in_parts(x.clone(), &lists, &options, together);
+                let (found_out, found_lse) = found.unwrap();
+                let far = |a: Tensor<1>, b: Tensor<1>| (a - b).abs().max().into_scalar::<f32>();
+                let far = [
+                    far(found_out.flatten(0, 3), out.clone().flatten(0, 3)),
+                    far(found_lse.flatten(0, 2), lse.clone().flatten(0, 2)),
+                ];
+                assert!(
+                    far.iter().all(|&far| far < 1e-6),
+                    "{together} of {seq_q}: {far:?}"
+                );
+            }
         }
     }
 }

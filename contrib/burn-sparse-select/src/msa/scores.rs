@@ -35,6 +35,15 @@ impl BlockScores {
         }
     }
 
+    /// Queries whose scores of blocks are in memory at a time, 2²⁶ of them: few beside all queries, since a kernel makes them for all blocks that the last of
+    /// these sees.
+    pub fn rows_at_a_time(&self) -> usize {
+        let [batch, groups, seq_q, _] = self.index.q.dims();
+        let of_row = batch * groups * self.index.seq_kv().div_ceil(self.block);
+        let fitting = (1 << 26) / of_row;
+        fitting.min((seq_q / 16).max(1024)).max(64)
+    }
+
     /// In the order of scores the blocks before each query's own, of some queries: `[batch, groups, rows, blocks]`, as many as the last of them has, or more.
     /// Others say nothing.
     pub fn of_candidates(&self, rows: Range<usize>) -> Result<Tensor<4>, OpError> {

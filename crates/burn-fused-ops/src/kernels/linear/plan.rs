@@ -350,11 +350,15 @@ impl ProductPlan {
         if !cols.is_multiple_of(8) {
             return Err("the columns are not a multiple of 8");
         }
+        let written = match request.epilogue {
+            Epilogue::Maxima { run } => cols / run,
+            _ => cols,
+        };
         if [batch, rows, cols, depth]
             .iter()
             .any(|length| i32::try_from(*length).is_err())
             || (batch * rows)
-                .checked_mul(cols)
+                .checked_mul(written)
                 .is_none_or(|all| u32::try_from(all / 2).is_err())
         {
             return Err(
