@@ -47,10 +47,12 @@ impl BlockScores {
     /// In the order of scores the blocks before each query's own, of some queries: `[batch, groups, rows, blocks]`, as many as the last of them has, or more.
     /// Others say nothing.
     pub fn of_candidates(&self, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
-        let [_, _, seq_q, _] = self.index.q.dims();
-        // Blocks before that of the last query are whole, and so is the first.
-        let own = (rows.end - 1 + self.index.seq_kv() - seq_q) / self.block;
-        match self.by_kernel(&rows, own.max(1)) {
+        let ([_, _, seq_q, _], seq_kv) = (self.index.q.dims(), self.index.seq_kv());
+        let own = (rows.end - 1 + seq_kv - seq_q) / self.block;
+        // Of few sizes, so that memory is used again; all of them whole.
+        let whole = seq_kv / self.block;
+        let blocks = own.max(1).next_multiple_of(whole.div_ceil(16));
+        match self.by_kernel(&rows, blocks.min(whole)) {
             Some(products) => Ok(products),
             None => self.maxima(rows, false),
         }
