@@ -108,6 +108,8 @@ pub enum ListedWay {
     Walk,
     /// Neighbouring queries walk the union of theirs.
     Neighbours,
+    /// Blocks meet the queries that list them, forward.
+    Blocks,
     /// Tiles compute all pairs.
     Tiles,
 }
@@ -169,7 +171,7 @@ variables! {
     "BLOCKSPARSE_FEW_ROWS", "two numbers with a comma between" => few_rows: two_numbers;
     "BLOCKSPARSE_KEY_PICKS", "0, 1 or whole" => key_picks: key_picking;
     "BLOCKSPARSE_LINE_SUMS", SWITCH => line_sums: switch;
-    "BLOCKSPARSE_LISTED", "walk, neighbours or tiles" => listed: |text| listed_way(text).map(Some);
+    "BLOCKSPARSE_LISTED", "walk, neighbours, blocks or tiles" => listed: |text| listed_way(text).map(Some);
     "BLOCKSPARSE_LISTED_TILE",
         "KEYSxSTAGES of forward, or two of them with a comma between, forward and dQ: 16 or 32 keys, 2 to 32 stages"
         => listed_tile: listed_tiles;
@@ -227,6 +229,7 @@ fn listed_way(text: &str) -> Option<ListedWay> {
     match text {
         "walk" => Some(ListedWay::Walk),
         "neighbours" => Some(ListedWay::Neighbours),
+        "blocks" => Some(ListedWay::Blocks),
         "tiles" => Some(ListedWay::Tiles),
         _ => None,
     }
@@ -398,7 +401,7 @@ mod tests {
         ("FEW_ROWS", "8", "two numbers with a comma between"),
         ("KEY_PICKS", "Whole", "0, 1 or whole"),
         ("LINE_SUMS", "off", "0 or 1"),
-        ("LISTED", "walks", "walk, neighbours or tiles"),
+        ("LISTED", "walks", "walk, neighbours, blocks or tiles"),
         ("LISTED_TILE", "32", "KEYSxSTAGES"),
         ("LISTED_TILE", "64x2", "KEYSxSTAGES"),
         ("LISTED_TILE", "16x1", "KEYSxSTAGES"),
@@ -478,6 +481,7 @@ mod tests {
             "LINE_SUMS", "1" => line_sums: true;
             "LISTED", "walk" => listed: Some(ListedWay::Walk);
             "LISTED", "neighbours" => listed: Some(ListedWay::Neighbours);
+            "LISTED", "blocks" => listed: Some(ListedWay::Blocks);
             "LISTED", "tiles" => listed: Some(ListedWay::Tiles);
             "LISTED_TILE", "32x3,16x4" => listed_tile: [Some([32, 3]), Some([16, 4])];
             "LOG_SUMS", "0" => log_sums: false;

@@ -9,6 +9,7 @@
 //! places     which of a result's tiles a number names
 //! epilogue   what becomes of a tile's sums
 //! log_sums   logarithms of sums of exponentials in their place, of what rows see
+//! maxima     the highest of runs of columns in their place
 //! highest    the columns of the highest scores in their place
 //! line_sums  sums over columns and diagonals of their softmax in their place
 //! product    the kernel
@@ -28,6 +29,7 @@ mod highest;
 mod launch;
 mod line_sums;
 mod log_sums;
+mod maxima;
 mod mma;
 mod places;
 mod plan;
