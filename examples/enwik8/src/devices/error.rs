@@ -30,6 +30,9 @@ pub enum DevicesError {
     /// One device alone, which has nobody to share with.
     #[error("--shard sequence is of several devices: name them with --devices")]
     Alone,
+    /// A way for keys to cross, where none do.
+    #[error("--exchange is of --shard sequence, whose keys cross between devices")]
+    NoKeys,
     /// Replayed steps.
     #[error("--graph replays the steps of one device alone; leave it out with --devices")]
     Graph,

@@ -1,10 +1,11 @@
 //! The devices of a run.
 
 use anyhow::{Context, Result};
+use burn_blocksparse::Exchange;
 use burn_sparse_transformer::content::ContentAttention;
 
 use super::error::DevicesError;
-use super::reduce::{Reduce, Shard, Strategy};
+use super::reduce::{Crossing, Reduce, Shard, Strategy};
 use crate::config::RunConfig;
 use crate::device::{self, NamedDevice};
 
@@ -14,10 +15,12 @@ pub struct Group {
     /// None of one device, unless it was asked for.
     strategy: Option<Strategy>,
     shard: Shard,
+    /// How keys cross, where devices share sequences.
+    exchange: Exchange,
 }
 
 impl Group {
-    /// Of `--device`, `--devices`, `--reduce` and `--shard`.
+    /// Of `--device`, `--devices`, `--reduce`, `--shard` and `--exchange`.
     ///
     /// # Errors
     /// [`DevicesError`], and what [`device::open`] says of one of them.
@@ -26,12 +29,17 @@ impl Group {
         devices: Option<&str>,
         reduce: Option<Reduce>,
         shard: Shard,
+        crossing: Option<Crossing>,
     ) -> Result<Self> {
+        if shard == Shard::Batch && crossing.is_some() {
+            return Err(DevicesError::NoKeys.into());
+        }
         let Some(devices) = devices else {
             return Ok(Self {
                 devices: vec![device::open(device)?],
                 strategy: None,
                 shard: Shard::Batch,
+                exchange: Exchange::default(),
             });
         };
         let devices = names(devices)?
@@ -42,10 +50,15 @@ impl Group {
             (1, None) => None,
             _ => Some(Strategy::choose(reduce, &devices)?),
         };
+        let exchange = match shard {
+            Shard::Batch => Exchange::default(),
+            Shard::Sequence => Crossing::choose(crossing, &devices).context("--exchange")?,
+        };
         Ok(Self {
             devices,
             strategy,
             shard,
+            exchange,
         })
     }
 
@@ -73,6 +86,11 @@ impl Group {
     /// What the devices share.
     pub(super) fn shard(&self) -> Shard {
         self.shard
+    }
+
+    /// How keys cross.
+    pub(super) fn exchange(&self) -> &Exchange {
+        &self.exchange
     }
 
     /// Whether steps are to be divided.
@@ -114,7 +132,10 @@ impl Group {
         let strategy = self.strategy.as_ref()?;
         let part = match self.shard {
             Shard::Batch => format!("{} windows of a step each", batch / self.devices.len()),
-            Shard::Sequence => "some positions of every window each".to_owned(),
+            Shard::Sequence => format!(
+                "some positions of every window each, keys cross by {}",
+                self.exchange
+            ),
         };
         Some(format!(
             "devices   {}: {part}, {}",
@@ -179,13 +200,13 @@ mod tests {
     #[cfg(feature = "flex")]
     fn what_cannot_be_shared_out_is_refused() {
         let config = |overrides: &Overrides| RunConfig::new(Preset::Tiny, overrides).unwrap();
-        let three = Group::open(None, Some("cpu,flex,cpu"), None, Shard::Batch).unwrap();
+        let three = Group::open(None, Some("cpu,flex,cpu"), None, Shard::Batch, None).unwrap();
         assert_eq!(three.first().name, "flex, flex, flex");
         let tiny = config(&Overrides::default());
         let (devices, batch) = (3, 4);
         let uneven = DevicesError::Batch { devices, batch };
         assert_eq!(three.check(&tiny, false), Err(uneven));
-        let two = Group::open(None, Some("cpu,cpu"), None, Shard::Batch).unwrap();
+        let two = Group::open(None, Some("cpu,cpu"), None, Shard::Batch, None).unwrap();
         assert_eq!(two.check(&tiny, false), Ok(()));
         assert_eq!(two.check(&tiny, true), Err(DevicesError::Graph));
         let line = two.describe(4).unwrap();
@@ -199,10 +220,28 @@ mod tests {
             Err(DevicesError::Means(_))
         ));
         // One device is what --device is, unless a way to add is asked for.
-        let one = |reduce| Group::open(None, Some("cpu"), reduce, Shard::Batch).unwrap();
+        let one = |reduce| Group::open(None, Some("cpu"), reduce, Shard::Batch, None).unwrap();
         assert!(one(None).describe(4).is_none());
         assert!(one(Some(Reduce::Copies)).describe(4).is_some());
-        let error = Group::open(None, Some("cpu,cpu"), Some(Reduce::Nccl), Shard::Batch).err();
-        assert!(error.unwrap().to_string().contains("is of CUDA devices"));
+        let two = |reduce, shard, crossing| {
+            let group = Group::open(None, Some("cpu,cpu"), reduce, shard, crossing);
+            group.map_err(|error| format!("{error:#}"))
+        };
+        let error = two(Some(Reduce::Nccl), Shard::Batch, None).err().unwrap();
+        assert!(error.contains("is of CUDA devices"), "{error}");
+        // What crosses, and how.
+        let nccl = Some(Crossing::Nccl);
+        let error = two(None, Shard::Batch, nccl).err().unwrap();
+        assert_eq!(error, DevicesError::NoKeys.to_string());
+        let error = two(None, Shard::Sequence, nccl).err().unwrap();
+        assert!(
+            error.contains("--exchange: device must be a CUDA device"),
+            "{error}"
+        );
+        for crossing in [None, Some(Crossing::Host)] {
+            let line = two(None, Shard::Sequence, crossing).unwrap().describe(1);
+            let expected = "each, keys cross by the host, gradients added by copies";
+            assert!(line.as_ref().unwrap().contains(expected), "{line:?}");
+        }
     }
 }

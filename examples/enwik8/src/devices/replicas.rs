@@ -51,7 +51,8 @@ impl Replicas {
             Shard::Batch => devices.iter().map(|_| None).collect(),
             Shard::Sequence => {
                 let model = first.model()?;
-                let shards = TransformerShard::group(&model, model.context(), devices.len());
+                let (context, exchange) = (model.context(), group.exchange());
+                let shards = TransformerShard::group_by(&model, context, devices.len(), exchange);
                 let shards = shards.context("--shard sequence")?;
                 shards.into_iter().map(Some).collect()
             }

@@ -86,8 +86,7 @@ fn devices_share_windows() {
     let shared = |devices| ["--devices", devices, "--shard", "sequence"];
     train(&folder, "one", &flags);
     let text = train(&folder, "two", &[&flags[..], &shared("cpu,cpu")].concat());
-    let shown =
-        "devices   flex, flex: some positions of every window each, gradients added by copies";
+    let shown = "devices   flex, flex: some positions of every window each, keys cross by the host, gradients added by copies";
     assert!(text.contains(shown), "{text}");
     let three = [&shared("cpu,cpu,cpu")[..], &["--recompute", "segment:1"]].concat();
     train(&folder, "three", &[&flags[..], &three].concat());
@@ -234,6 +233,8 @@ fn what_several_devices_cannot_do_is_said_before_anything_is_written() {
         1 | --devices cpu,cpu --graph | --graph replays the steps of one device
         1 | --devices cpu,cpu --reduce nccl | --reduce nccl is of CUDA devices, got flex
         1 | --devices cpu,cpu --shard sequence --dropout 0.1 | --shard sequence is without dropout, got --dropout 0.1
+        1 | --devices cpu,cpu --shard sequence --exchange nccl | --exchange: device must be a CUDA device
+        1 | --devices cpu,cpu --exchange host | --exchange is of --shard sequence
         1 | --devices cpu --shard sequence | --shard sequence is of several devices
         2 | --shard sequence | --devices
         1 | --devices cpu,cpu --attention routing:16 | means that follow all bytes of a batch
