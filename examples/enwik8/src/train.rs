@@ -89,6 +89,9 @@ pub struct TrainArgs {
     /// How keys cross between devices that share sequences [default: nccl where it can be used]
     #[arg(long, value_enum, requires = "devices", help_heading = DEVICE)]
     exchange: Option<Crossing>,
+    /// How many devices share each sequence; others have other windows of a batch [default: all]
+    #[arg(long, value_parser = arguments::positive, requires = "devices", help_heading = DEVICE)]
+    share: Option<usize>,
     /// Record a step once and replay it where the device can (CUDA): the same numbers with less work of the host
     #[arg(long, help_heading = DEVICE)]
     graph: bool,
@@ -138,7 +141,7 @@ const DEVICE: &str = "Device";
 pub fn run(args: &TrainArgs) -> Result<ExitCode> {
     let (device, devices) = (args.device.as_deref(), args.devices.as_deref());
     let (reduce, shard, exchange) = (args.reduce, args.shard, args.exchange);
-    let group = Group::open(device, devices, reduce, shard, exchange)?;
+    let group = Group::open(device, devices, reduce, shard, exchange, args.share)?;
     let session = match args.resume {
         false => Session::begin(args, group)?,
         true => Session::resume(args, group)?,
