@@ -30,6 +30,27 @@ pub enum DevicesError {
     /// One device alone, which has nobody to share with.
     #[error("--shard sequence is of several devices: name them with --devices")]
     Alone,
+    /// A way for keys to cross, where none do.
+    #[error("--exchange and --share are of --shard sequence, whose keys cross between devices")]
+    NoKeys,
+    /// Devices that cannot be divided into sets.
+    #[error("--share must divide the {devices} devices of --devices, got {share}")]
+    Share {
+        /// How many there are.
+        devices: usize,
+        /// How many share a sequence.
+        share: usize,
+    },
+    /// Windows that cannot be shared out equally to sets of devices.
+    #[error(
+        "--batch must be a multiple of the {sets} sets of devices that share sequences, got {batch}"
+    )]
+    Sets {
+        /// How many there are.
+        sets: usize,
+        /// Windows of a step.
+        batch: usize,
+    },
     /// Replayed steps.
     #[error("--graph replays the steps of one device alone; leave it out with --devices")]
     Graph,

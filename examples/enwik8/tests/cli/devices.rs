@@ -82,18 +82,21 @@ fn several_devices_train_what_one_does() {
 #[test]
 fn devices_share_windows() {
     let folder = Folder::new();
-    let flags = words("--batch 1 --dropout 0 --steps 20 --layers 2 --checkpoint-every 10");
+    let flags = words("--batch 2 --dropout 0 --steps 20 --layers 2 --checkpoint-every 10");
     let shared = |devices| ["--devices", devices, "--shard", "sequence"];
     train(&folder, "one", &flags);
     let text = train(&folder, "two", &[&flags[..], &shared("cpu,cpu")].concat());
-    let shown =
-        "devices   flex, flex: some positions of every window each, gradients added by copies";
+    let shown = "devices   flex, flex: some positions of every window each, keys cross by the host, gradients added by copies";
     assert!(text.contains(shown), "{text}");
     let three = [&shared("cpu,cpu,cpu")[..], &["--recompute", "segment:1"]].concat();
     train(&folder, "three", &[&flags[..], &three].concat());
+    let four = [&shared("cpu,cpu,cpu,cpu")[..], &["--share", "2"]].concat();
+    let text = train(&folder, "four", &[&flags[..], &four].concat());
+    let shown = ": some positions of 1 windows of a step each, keys cross by the host";
+    assert!(text.contains(shown), "{text}");
     train(&folder, "again", &[&flags[..], &shared("cpu,cpu")].concat());
     let one = numbers(&folder, "one");
-    for run in ["two", "three"] {
+    for run in ["two", "three", "four"] {
         let apart = apart(&one, &numbers(&folder, run));
         println!("{run}: {apart:.1e} from one device over 20 steps");
         assert!(apart < 1e-4 && apart > 0.0, "{run}: {apart:.1e}");
@@ -234,6 +237,9 @@ fn what_several_devices_cannot_do_is_said_before_anything_is_written() {
         1 | --devices cpu,cpu --graph | --graph replays the steps of one device
         1 | --devices cpu,cpu --reduce nccl | --reduce nccl is of CUDA devices, got flex
         1 | --devices cpu,cpu --shard sequence --dropout 0.1 | --shard sequence is without dropout, got --dropout 0.1
+        1 | --devices cpu,cpu --shard sequence --exchange nccl | --exchange: device must be a CUDA device
+        1 | --devices cpu,cpu --exchange host | --exchange and --share are of --shard sequence
+        1 | --devices cpu,cpu,cpu --shard sequence --share 2 | --share must divide the 3 devices
         1 | --devices cpu --shard sequence | --shard sequence is of several devices
         2 | --shard sequence | --devices
         1 | --devices cpu,cpu --attention routing:16 | means that follow all bytes of a batch
