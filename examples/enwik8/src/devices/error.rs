@@ -60,14 +60,33 @@ pub enum DevicesError {
     )]
     Means(String),
     /// NCCL, of devices that it does not know.
-    #[error("--reduce nccl is of CUDA devices, got {0}")]
-    NotCuda(String),
+    #[error("{way} is of CUDA devices, got {got}")]
+    NotCuda {
+        /// The flag.
+        way: &'static str,
+        /// A device's name.
+        got: String,
+    },
     /// NCCL, with a device twice.
-    #[error("--reduce nccl takes each device once, got {0} twice; with --reduce copies it can be")]
-    Twice(String),
+    #[error("{way} takes each device once, got {got} twice; with {other} it can be")]
+    Twice {
+        /// The flag.
+        way: &'static str,
+        /// The flag of the other way.
+        other: &'static str,
+        /// The device's name.
+        got: String,
+    },
     /// NCCL, which is not there.
-    #[error("--reduce nccl cannot be used: {0}; --reduce copies needs nothing")]
-    NoNccl(String),
+    #[error("{way} cannot be used: {reason}; {other} needs nothing")]
+    NoNccl {
+        /// The flag.
+        way: &'static str,
+        /// The flag of the other way.
+        other: &'static str,
+        /// What is missing.
+        reason: String,
+    },
     /// An error or a panic in one device's part of a step.
     #[error(
         "device {device} failed: {reason}; checkpoints are as they were: continue from the last one with --resume"

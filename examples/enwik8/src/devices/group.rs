@@ -64,8 +64,8 @@ impl Group {
         let exchanges = match shard {
             Shard::Batch => Vec::new(),
             Shard::Sequence => (devices.chunks(share))
-                .map(|set| Crossing::choose(crossing, set).context("--exchange"))
-                .collect::<Result<_>>()?,
+                .map(|set| Crossing::choose(crossing, set))
+                .collect::<Result<_, _>>()?,
         };
         Ok(Self {
             devices,
@@ -158,7 +158,7 @@ impl Group {
             Some(exchange) => {
                 let which = match self.sets() {
                     1 => "every window".to_owned(),
-                    _ => format!("{windows} windows of a step"),
+                    _ => format!("{windows} of {batch} windows"),
                 };
                 format!("some positions of {which} each, keys cross by {exchange}")
             }
@@ -262,10 +262,7 @@ mod tests {
         let error = two(None, Shard::Batch, nccl).err().unwrap();
         assert_eq!(error, DevicesError::NoKeys.to_string());
         let error = two(None, Shard::Sequence, nccl).err().unwrap();
-        assert!(
-            error.contains("--exchange: device must be a CUDA device"),
-            "{error}"
-        );
+        assert_eq!(error, "--exchange nccl is of CUDA devices, got flex");
         let of_three = |share| {
             let devices = Some("cpu,cpu,cpu");
             let group = Group::open(None, devices, None, Shard::Sequence, None, Some(share));

@@ -3,7 +3,7 @@
 use anyhow::{Result, anyhow, ensure};
 use burn::tensor::distributed::{ReduceOperation, all_reduce};
 use burn::tensor::{Device, Tensor};
-use burn_blocksparse::{Exchange, OpError, check_collectives};
+use burn_blocksparse::{Exchange, check_collectives};
 use clap::ValueEnum;
 
 use super::error::DevicesError;
@@ -39,14 +39,45 @@ pub enum Crossing {
 
 impl Crossing {
     /// The one that was asked for, or NCCL where it can be used.
-    pub fn choose(asked: Option<Self>, named: &[NamedDevice]) -> Result<Exchange, OpError> {
-        let devices: Vec<Device> = named.iter().map(|named| named.device.clone()).collect();
+    pub fn choose(asked: Option<Self>, named: &[NamedDevice]) -> Result<Exchange, DevicesError> {
+        let devices = devices(named);
         match asked {
             None => Ok(Exchange::best(&devices)),
-            Some(Self::Nccl) => Exchange::nccl(&devices),
             Some(Self::Host) => Ok(Exchange::default()),
+            Some(Self::Nccl) => {
+                let [way, other] = ["--exchange nccl", "--exchange host"];
+                check_nccl([way, other], named)?;
+                Exchange::nccl(&devices).map_err(|error| DevicesError::NoNccl {
+                    way,
+                    other,
+                    reason: error.to_string(),
+                })
+            }
         }
     }
+}
+
+fn devices(named: &[NamedDevice]) -> Vec<Device> {
+    named.iter().map(|named| named.device.clone()).collect()
+}
+
+/// Whether NCCL can be used between devices, for a flag, beside which there is another.
+fn check_nccl([way, other]: [&'static str; 2], named: &[NamedDevice]) -> Result<(), DevicesError> {
+    for (index, NamedDevice { name, device }) in named.iter().enumerate() {
+        let got = name.clone();
+        if !name.starts_with("cuda") {
+            return Err(DevicesError::NotCuda { way, got });
+        }
+        if named[..index].iter().any(|other| other.name == *name) {
+            return Err(DevicesError::Twice { way, other, got });
+        }
+        check_collectives(device).map_err(|error| DevicesError::NoNccl {
+            way,
+            other,
+            reason: error.to_string(),
+        })?;
+    }
+    Ok(())
 }
 
 /// The way of a run.
@@ -67,18 +98,9 @@ pub(super) enum Strategy {
 impl Strategy {
     /// The one that was asked for, or NCCL where it can be used.
     pub fn choose(asked: Option<Reduce>, named: &[NamedDevice]) -> Result<Self, DevicesError> {
-        let nccl = || -> Result<Self, DevicesError> {
-            for (index, NamedDevice { name, device }) in named.iter().enumerate() {
-                if !name.starts_with("cuda") {
-                    return Err(DevicesError::NotCuda(name.clone()));
-                }
-                if named[..index].iter().any(|other| other.name == *name) {
-                    return Err(DevicesError::Twice(name.clone()));
-                }
-                check_collectives(device)
-                    .map_err(|error| DevicesError::NoNccl(error.to_string()))?;
-            }
-            let devices = named.iter().map(|named| named.device.clone()).collect();
+        let nccl = || {
+            check_nccl(["--reduce nccl", "--reduce copies"], named)?;
+            let devices = devices(named);
             Ok(Self::Nccl { devices })
         };
         match asked {
@@ -87,7 +109,7 @@ impl Strategy {
             Some(Reduce::Nccl) => nccl(),
             None => Ok(nccl().unwrap_or_else(|error| Self::Copies {
                 instead: match error {
-                    DevicesError::NoNccl(reason) => Some(reason),
+                    DevicesError::NoNccl { reason, .. } => Some(reason),
                     _ => None,
                 },
             })),

@@ -92,7 +92,7 @@ fn devices_share_windows() {
     train(&folder, "three", &[&flags[..], &three].concat());
     let four = [&shared("cpu,cpu,cpu,cpu")[..], &["--share", "2"]].concat();
     let text = train(&folder, "four", &[&flags[..], &four].concat());
-    let shown = ": some positions of 1 windows of a step each, keys cross by the host";
+    let shown = ": some positions of 1 of 2 windows each, keys cross by the host";
     assert!(text.contains(shown), "{text}");
     train(&folder, "again", &[&flags[..], &shared("cpu,cpu")].concat());
     let one = numbers(&folder, "one");
@@ -237,7 +237,7 @@ fn what_several_devices_cannot_do_is_said_before_anything_is_written() {
         1 | --devices cpu,cpu --graph | --graph replays the steps of one device
         1 | --devices cpu,cpu --reduce nccl | --reduce nccl is of CUDA devices, got flex
         1 | --devices cpu,cpu --shard sequence --dropout 0.1 | --shard sequence is without dropout, got --dropout 0.1
-        1 | --devices cpu,cpu --shard sequence --exchange nccl | --exchange: device must be a CUDA device
+        1 | --devices cpu,cpu --shard sequence --exchange nccl | --exchange nccl is of CUDA devices, got flex
         1 | --devices cpu,cpu --exchange host | --exchange and --share are of --shard sequence
         1 | --devices cpu,cpu,cpu --shard sequence --share 2 | --share must divide the 3 devices
         1 | --devices cpu --shard sequence | --shard sequence is of several devices
