@@ -29,9 +29,7 @@ const PREAMBLE: usize = 8 + 4 + 3 * 8;
 pub struct Header {
     /// Version of the program that wrote it.
     pub program: String,
-    /// Model and recipe.
     pub config: RunConfig,
-    /// The data.
     pub data: Fingerprint,
     /// Optimizer steps done.
     pub step: usize,
@@ -41,16 +39,13 @@ pub struct Header {
     pub best: Option<Best>,
 }
 
-/// A validation result.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Best {
     /// Steps done when it was measured.
     pub step: usize,
-    /// Bits per byte.
     pub bits_per_byte: f64,
 }
 
-/// A checkpoint in memory.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Checkpoint {
     /// Everything but tensors.
@@ -67,23 +62,17 @@ pub enum CheckpointError {
     /// It could not be read or written.
     #[error("{path}: {reason}", path = path.display())]
     Io {
-        /// The file.
         path: PathBuf,
         /// The system's reason. Not the `source`: the message has it already.
         reason: io::Error,
     },
     /// It is another kind of file.
     #[error("{path} is not a checkpoint of this program", path = path.display())]
-    Foreign {
-        /// The file.
-        path: PathBuf,
-    },
+    Foreign { path: PathBuf },
     /// It ends early.
     #[error("{path} is truncated: {found} bytes instead of {expected}", path = path.display())]
     Truncated {
-        /// The file.
         path: PathBuf,
-        /// Its length.
         found: u64,
         /// The length it was written with.
         expected: u64,
@@ -94,7 +83,6 @@ pub enum CheckpointError {
         path = path.display()
     )]
     Corrupted {
-        /// The file.
         path: PathBuf,
         /// Checksum of the bytes found.
         found: u32,
@@ -104,7 +92,6 @@ pub enum CheckpointError {
     /// Its header has other fields than this version's.
     #[error("{path} was written by another version of this program: {reason}", path = path.display())]
     Header {
-        /// The file.
         path: PathBuf,
         /// The first field that does not fit.
         reason: serde_json::Error,
@@ -113,9 +100,6 @@ pub enum CheckpointError {
 
 impl Checkpoint {
     /// Writes the checkpoint so that `path` never holds part of it.
-    ///
-    /// # Errors
-    /// If the folder cannot be written to.
     pub fn write(&self, path: &Path) -> Result<(), CheckpointError> {
         let header =
             serde_json::to_vec(&self.header).map_err(|reason| CheckpointError::Header {
@@ -146,10 +130,6 @@ impl Checkpoint {
         })
     }
 
-    /// Reads and verifies a checkpoint.
-    ///
-    /// # Errors
-    /// Says whether the file is unreadable, foreign, truncated, corrupted or of another version.
     pub fn read(path: &Path) -> Result<Self, CheckpointError> {
         let bytes = fs::read(path).map_err(|reason| CheckpointError::Io {
             path: path.to_owned(),

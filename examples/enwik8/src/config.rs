@@ -20,17 +20,12 @@ use crate::{flags, pattern, search};
 pub struct RunConfig {
     /// Where the numbers come from.
     pub preset: Preset,
-    /// Shape of the model.
     pub model: ModelConfig,
-    /// How it is trained.
     pub recipe: Recipe,
 }
 
 impl RunConfig {
     /// A preset with the user's changes.
-    ///
-    /// # Errors
-    /// If the result is no causal language model, or its numbers do not go together.
     pub fn new(preset: Preset, overrides: &Overrides) -> Result<Self> {
         let mut config = RunConfig {
             preset,
@@ -112,9 +107,6 @@ impl RunConfig {
     }
 
     /// Means of clusters and rotations of hashes are new in every step, where a recording would keep the first ones.
-    ///
-    /// # Errors
-    /// If steps are to be recorded, and heads choose by clusters or hashes.
     pub fn check_graph(&self, graph: bool) -> Result<()> {
         match &self.model.content {
             Some(content) if graph && !content.is_whole_layer() => bail!(

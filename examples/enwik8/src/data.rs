@@ -24,13 +24,10 @@ const ENWIK8_BYTES: usize = 100_000_000;
 pub struct Fingerprint {
     /// The file or folder, or nothing for the embedded sample and for the synthetic set of pictures.
     pub path: Option<PathBuf>,
-    /// Its length.
     pub bytes: usize,
-    /// Its CRC-32.
     pub crc32: u32,
 }
 
-/// Part of a corpus.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Split {
@@ -43,7 +40,6 @@ pub enum Split {
 }
 
 impl Split {
-    /// Its name in messages.
     pub fn name(self) -> &'static str {
         match self {
             Split::Train => "training",
@@ -53,7 +49,6 @@ impl Split {
     }
 }
 
-/// All bytes of a data set.
 pub struct Corpus {
     path: Option<PathBuf>,
     bytes: Vec<u8>,
@@ -65,9 +60,6 @@ pub struct Corpus {
 
 impl Corpus {
     /// Reads `path` of `--data`, or takes the embedded sample, or of pictures the synthetic set.
-    ///
-    /// # Errors
-    /// If the file cannot be read or is empty, or does not hold such pictures.
     pub fn open(path: Option<&Path>, pictures: Option<Pictures>) -> Result<Self> {
         match path {
             Some(_) => Self::read(path, pictures).context("--data"),
@@ -114,9 +106,6 @@ impl Corpus {
     }
 
     /// Reopens what a checkpoint was trained on, or what the user names instead.
-    ///
-    /// # Errors
-    /// As [`Corpus::open`].
     pub fn reopen(
         fingerprint: &Fingerprint,
         instead: Option<&Path>,
@@ -183,7 +172,6 @@ impl Corpus {
         order_0_entropy((self.bytes.chunks(record)).flat_map(|record| &record[skipped..]))
     }
 
-    /// The bytes of one split.
     pub fn split(&self, split: Split) -> &[u8] {
         &self.bytes[self.splits[split as usize].clone()]
     }

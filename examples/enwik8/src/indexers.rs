@@ -18,9 +18,6 @@ use crate::presets::Recipe;
 use crate::schedule::Schedule;
 
 /// The model in the stage of its indexers' training that it is in after so many steps.
-///
-/// # Errors
-/// None that a model of ours has.
 pub fn staged(
     model: SparseTransformer,
     config: &RunConfig,

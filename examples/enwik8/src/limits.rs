@@ -55,9 +55,6 @@ impl Room {
 
 impl RunConfig {
     /// That the device, or any one if none is named, can hold the model and a step of its training.
-    ///
-    /// # Errors
-    /// Names the flags that ask for too much.
     pub fn check_memory(&self, device: Option<&NamedDevice>) -> Result<()> {
         let room = Room::of(device);
         let (model, batch) = (&self.model, self.recipe.batch);
@@ -83,9 +80,6 @@ impl RunConfig {
     }
 
     /// That the device can hold the model's weights.
-    ///
-    /// # Errors
-    /// Names the flags that ask for too much.
     pub fn check_weights(&self, device: &NamedDevice) -> Result<()> {
         let room = Room::of(Some(device));
         let bytes = 4.0 * least_parameters(&self.model);

@@ -39,9 +39,6 @@ pub fn is_measured(rows: &[Row]) -> bool {
 }
 
 /// Draws the measurements of `rows` to `path`; nothing if there are none.
-///
-/// # Errors
-/// If the picture cannot be written.
 pub fn draw(path: &Path, title: &str, rows: &[Row]) -> Result<()> {
     match is_measured(rows) {
         true => written_whole(path, |unfinished| panels(unfinished, title, rows)),

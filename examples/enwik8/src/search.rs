@@ -49,10 +49,6 @@ pub struct SelectionFile {
 }
 
 impl SelectionFile {
-    /// Reads a file.
-    ///
-    /// # Errors
-    /// If it cannot be read, or is no such file.
     pub fn read(path: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(path)
             .with_context(|| format!("cannot read {}", path.display()))?;
@@ -61,9 +57,6 @@ impl SelectionFile {
     }
 
     /// How the heads of each layer choose.
-    ///
-    /// # Errors
-    /// If a text is no choice, or a layer has no heads.
     pub fn heads(&self) -> Result<Vec<HeadSelections>> {
         let layers = self.layers.iter().enumerate();
         let layers = layers.map(|(layer, heads)| {
@@ -77,7 +70,6 @@ impl SelectionFile {
 /// `--selection-file`: how each head of each layer chooses, and where that was read.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HeadChoices {
-    /// The file.
     pub path: PathBuf,
     /// Of each layer.
     pub layers: Vec<HeadSelections>,
@@ -85,9 +77,6 @@ pub struct HeadChoices {
 
 impl HeadChoices {
     /// The model with these choices in its layers.
-    ///
-    /// # Errors
-    /// If they are not of as many layers and heads, or do not serve its patterns.
     pub fn switched_on(&self, model: SparseTransformer) -> Result<SparseTransformer> {
         let mha = &model.blocks[0].mha;
         check_heads(&self.layers, model.blocks.len(), mha.n_heads())?;
@@ -133,9 +122,6 @@ pub enum SelectionFileError {
 }
 
 /// That choices are of so many layers and heads.
-///
-/// # Errors
-/// If they are of others.
 pub fn check_heads(
     choices: &[HeadSelections],
     layers: usize,
@@ -155,10 +141,6 @@ pub fn check_heads(
     }
 }
 
-/// Runs `enwik8 search-selection`.
-///
-/// # Errors
-/// If the checkpoint cannot be read, a candidate does not serve its patterns, or the file cannot be written.
 pub fn run(args: &SearchArgs) -> Result<()> {
     let (device, _, checkpoint) = args.model.open()?;
     let config = &checkpoint.header.config;

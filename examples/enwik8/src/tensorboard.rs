@@ -46,9 +46,6 @@ pub struct EventFile {
 impl EventFile {
     /// Begins a file for a run that has done `step` steps, of which `rows` tell. Events of later steps are cut from the
     /// run's other files; if there are none, the new one begins with `rows`.
-    ///
-    /// # Errors
-    /// If the folder cannot be read or written.
     pub fn create(folder: &Path, step: usize, rows: &[Row]) -> Result<Self> {
         let found = event_files(folder)?;
         found.iter().try_for_each(|path| cut(path, step))?;
@@ -73,17 +70,11 @@ impl EventFile {
     }
 
     /// Appends a row of the log.
-    ///
-    /// # Errors
-    /// If the disk is full, for instance.
     pub fn write(&mut self, row: &Row) -> Result<()> {
         self.append_row(row, now())
     }
 
     /// Appends what is held after so many steps.
-    ///
-    /// # Errors
-    /// As [`Self::write`].
     pub fn write_memory(&mut self, step: usize, resources: &Resources) -> Result<()> {
         let mebibytes = |bytes: u64| bytes as f64 / f64::from(1 << 20);
         let known = [

@@ -11,7 +11,6 @@ pub enum DevicesError {
     /// Devices of several backends.
     #[error("--devices must be of one kind, got {first} and {other}")]
     Kinds {
-        /// The first one.
         first: String,
         /// The first one of another kind.
         other: String,
@@ -19,7 +18,6 @@ pub enum DevicesError {
     /// Windows that cannot be shared out equally.
     #[error("--batch must be a multiple of the {devices} devices of --devices, got {batch}")]
     Batch {
-        /// How many there are.
         devices: usize,
         /// Windows of a step.
         batch: usize,
@@ -52,7 +50,6 @@ pub enum DevicesError {
         "device {device} failed: {reason}; checkpoints are as they were: continue from the last one with --resume"
     )]
     Failed {
-        /// Its name.
         device: String,
         /// The error, or the panic's message.
         reason: String,
@@ -63,9 +60,7 @@ pub enum DevicesError {
          checkpoint with --resume, with --reduce copies or on one device"
     )]
     Parted {
-        /// The first one.
         first: String,
-        /// The other one.
         device: String,
         /// Of the first one.
         expected: f32,

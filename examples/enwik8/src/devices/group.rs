@@ -18,9 +18,6 @@ pub struct Group {
 
 impl Group {
     /// Of `--device`, `--devices`, `--reduce` and `--shard`.
-    ///
-    /// # Errors
-    /// [`DevicesError`], and what [`device::open`] says of one of them.
     pub fn open(
         device: Option<&str>,
         devices: Option<&str>,
@@ -60,7 +57,6 @@ impl Group {
         }
     }
 
-    /// Each of them.
     pub(super) fn devices(&self) -> &[NamedDevice] {
         &self.devices
     }
@@ -81,9 +77,6 @@ impl Group {
     }
 
     /// Whether they can train `config`.
-    ///
-    /// # Errors
-    /// [`DevicesError`] names the flag.
     pub fn check(&self, config: &RunConfig, graph: bool) -> Result<(), DevicesError> {
         if self.strategy.is_none() {
             return match self.shard {

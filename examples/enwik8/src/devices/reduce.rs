@@ -32,10 +32,7 @@ pub enum Shard {
 #[derive(Clone, Debug)]
 pub(super) enum Strategy {
     /// Each device calls NCCL, through Burn's engine.
-    Nccl {
-        /// All of them.
-        devices: Vec<Device>,
-    },
+    Nccl { devices: Vec<Device> },
     /// The first device adds, in the order of the devices: deterministic.
     Copies {
         /// Why not NCCL, where it would have been taken.

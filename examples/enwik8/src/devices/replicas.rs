@@ -36,9 +36,6 @@ struct Worker {
 
 impl Replicas {
     /// With the first device's model and optimizer, which are those of `checkpoint`.
-    ///
-    /// # Errors
-    /// [`DevicesError::Failed`] if a device cannot hold a replica; if devices are to share windows and the model's attention cannot be shared.
     pub(super) fn start(
         group: &Group,
         strategy: &Strategy,

@@ -67,7 +67,6 @@ pub(super) struct Replica {
     /// How errors call it.
     pub title: String,
     strategy: Strategy,
-    /// How many there are.
     count: usize,
     pub steps: Steps,
     /// Its positions, where all devices have some of every window.
@@ -121,9 +120,6 @@ impl Replica {
     }
 
     /// Does what is ordered. A panic is an error, too.
-    ///
-    /// # Errors
-    /// [`DevicesError::Failed`] with the device's name.
     pub fn obey(&mut self, order: Order) -> Result<Report> {
         let title = self.title.clone();
         guarded(&title, || match order {
