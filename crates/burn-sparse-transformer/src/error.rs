@@ -137,6 +137,21 @@ pub fn or_panic<T, E: fmt::Display>(result: Result<T, E>) -> T {
     }
 }
 
+/// The twin of a method that returns an error: `pub fn init(&self, device: &Device) -> Llama = try_init;` panics with its text.
+macro_rules! or_panics {
+    ($(#[$doc:meta])* pub fn $name:ident(&$self:ident $(, $given:ident: $kind:ty)* $(,)?) -> $made:ty = $tried:ident;) => {
+        $(#[$doc])*
+        ///
+        /// # Panics
+        #[doc = concat!("With the text of [`Self::", stringify!($tried), "`]'s error.")]
+        #[track_caller]
+        pub fn $name(&$self $(, $given: $kind)*) -> $made {
+            $crate::error::or_panic($self.$tried($($given),*))
+        }
+    };
+}
+pub(crate) use or_panics;
+
 /// Widths, lengths and counts stay below this, so that what is computed from two of them does not overflow.
 const MAX_SIZE: usize = 1 << 30;
 

@@ -92,8 +92,6 @@ impl Positions {
         }
     }
 
-    /// # Errors
-    /// If the table of `rope` ends before the last of `seq` rows.
     pub(crate) fn check(&self, rope: &RotaryEncoding, seq: usize) -> Result<(), TransformerError> {
         let [context, ..] = rope.freq_complex.dims();
         let end = self.end(seq);

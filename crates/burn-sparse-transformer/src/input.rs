@@ -50,9 +50,6 @@ impl Padding {
     }
 
     /// Which of `[batch, seq_kv]` keys take part.
-    ///
-    /// # Errors
-    /// If the padding is not that of so many.
     fn keys(&self, batch: usize, seq_kv: usize) -> Result<Vec<Vec<bool>>, TransformerError> {
         let check = |dims| {
             let expected = [Some(batch), Some(seq_kv)];
@@ -166,9 +163,6 @@ impl SparseMhaInput {
     }
 
     /// What takes part, if something is padding.
-    ///
-    /// # Errors
-    /// If the padding is not that of `[batch, seq_kv]` keys.
     pub(crate) fn padding(
         &self,
         batch: usize,

@@ -209,8 +209,7 @@ mod tests {
                 .with_embedding_width(Some(8))
                 .with_block_size(8)
                 .with_precision(precision)
-                .try_init(&Device::flex())
-                .unwrap();
+                .init(&Device::flex());
             for block in &model.blocks {
                 let tf32 = block.mha.options.precision == ProductPrecision::Tf32;
                 assert_eq!(tf32, precision == Precision::Tf32);

@@ -477,8 +477,7 @@ mod tests {
             .with_embedding_width(Some(8))
             .with_block_size(8)
             .with_store_weights(store_weights)
-            .try_init(&Device::flex().autodiff())
-            .unwrap()
+            .init(&Device::flex().autodiff())
     }
 
     const DRAWS: Draws<'static> = Draws {

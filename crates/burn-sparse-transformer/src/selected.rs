@@ -188,9 +188,6 @@ impl SparseMultiHeadAttention {
     }
 
     /// What a selection chooses from in a call.
-    ///
-    /// # Errors
-    /// If there is padding that is not at the end of self-attention's sequences, or the pattern has no layout in the selection's blocks.
     pub(crate) fn cut(
         &self,
         selection: &Selection,
@@ -339,9 +336,6 @@ pub(crate) fn is_by_query(selection: &Selection) -> bool {
 }
 
 /// The real positions of each batch entry of a padded request.
-///
-/// # Errors
-/// If padding is not at the end, or the queries are not the keys' positions.
 fn lengths_of(request: &Request) -> Result<Option<Vec<usize>>, TransformerError> {
     if request.restrictions.is_empty() {
         return Ok(None);
