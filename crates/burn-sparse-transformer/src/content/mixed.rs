@@ -10,6 +10,7 @@ use super::kind::ContentAttention;
 use super::lsh::LshHeads;
 use super::routing::RoutingHeads;
 use crate::call::{Call, Seen};
+use crate::dsa::indexed::Indexed;
 use crate::dsa::{DsaHeads, DsaStage};
 use crate::error::{ensure, ensure_none};
 use crate::kind::{AttentionKind, check_causal, display};
@@ -221,8 +222,8 @@ impl SparseMultiHeadAttentionConfig {
         content.validate()?;
         match content {
             ContentAttention::Nsa(config) => return self.validate_nsa(config),
-            ContentAttention::Dsa(config) => return self.validate_dsa(config),
-            ContentAttention::Msa(config) => return self.validate_msa(config),
+            ContentAttention::Dsa(_) => return self.validate_indexed(DsaHeads::NAME),
+            ContentAttention::Msa(_) => return self.validate_indexed(MsaHeads::NAME),
             ContentAttention::Routing(_) | ContentAttention::Lsh(_) => {}
         }
         let local = self.pattern_heads();
@@ -302,8 +303,8 @@ impl SparseMultiHeadAttentionConfig {
         let mut heads = ContentHeads::new(content, heads, self.precision, device)?;
         match content {
             ContentAttention::Nsa(config) => heads.nsa = Some(self.init_nsa(config, device)?),
-            ContentAttention::Dsa(config) => heads.dsa = Some(self.init_dsa(config, device)?),
-            ContentAttention::Msa(config) => heads.msa = Some(self.init_msa(config, device)?),
+            ContentAttention::Dsa(config) => heads.dsa = Some(DsaHeads::new(config, self, device)?),
+            ContentAttention::Msa(config) => heads.msa = Some(MsaHeads::new(config, self, device)?),
             ContentAttention::Routing(_) | ContentAttention::Lsh(_) => {}
         }
         Ok(Some(heads))
@@ -311,6 +312,26 @@ impl SparseMultiHeadAttentionConfig {
 }
 
 impl SparseMultiHeadAttention {
+    /// Heads of DeepSeek sparse attention, if that is what they are.
+    pub fn dsa(&self) -> Option<&DsaHeads> {
+        self.content.as_ref()?.dsa.as_ref()
+    }
+
+    /// Heads of MiniMax sparse attention, if that is what they are.
+    pub fn msa(&self) -> Option<&MsaHeads> {
+        self.content.as_ref()?.msa.as_ref()
+    }
+
+    /// Heads of DeepSeek sparse attention that choose: in other stages of training they see what their pattern keeps.
+    pub fn choosing_dsa(&self) -> Option<&DsaHeads> {
+        self.dsa().filter(|dsa| dsa.stage() == DsaStage::Sparse)
+    }
+
+    /// Heads of MiniMax sparse attention that choose.
+    pub fn choosing_msa(&self) -> Option<&MsaHeads> {
+        self.msa().filter(|msa| msa.stage() == DsaStage::Sparse)
+    }
+
     /// Heads of keys and of values.
     pub(crate) fn kv_heads(&self) -> [usize; 2] {
         match &self.content {

@@ -6,6 +6,7 @@ use burn::config::Config;
 use burn_blocksparse::internal::DispatchMode;
 use burn_sparse_select::dsa::{Dsa, HADAMARD_WIDTHS, HadamardFp8};
 
+use super::indexed::rotated;
 use crate::error::{ensure, ensure_positive};
 use crate::{Precision, TransformerError};
 
@@ -57,13 +58,7 @@ impl DsaHeadsConfig {
         self.op()?;
         ensure_positive("index_heads", self.index_heads)?;
         ensure_positive("index_dim", self.index_dim)?;
-        let rotated = self.rotated();
-        let expected = || {
-            let width = self.index_dim;
-            format!("an even number, at most {width}, the width of an index head")
-        };
-        let fits = rotated <= self.index_dim && rotated.is_multiple_of(2);
-        ensure(fits, "rope_dim", expected, rotated)?;
+        rotated(self.rope_dim, self.index_dim)?;
         let fits = !self.index_fp8 || HadamardFp8::takes(self.index_dim);
         let expected = || {
             let [least, most] = HADAMARD_WIDTHS;
@@ -75,10 +70,6 @@ impl DsaHeadsConfig {
     /// The precision of the index beside attention in a precision.
     pub(super) fn precision(&self, of_attention: Precision) -> Precision {
         self.index_precision.unwrap_or(of_attention)
-    }
-
-    pub(super) fn rotated(&self) -> usize {
-        self.rope_dim.unwrap_or(self.index_dim / 4 * 2)
     }
 
     pub(super) fn dispatch_mode(&self) -> DispatchMode {

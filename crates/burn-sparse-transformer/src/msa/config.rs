@@ -6,7 +6,8 @@ use burn::config::Config;
 use burn_sparse_select::msa::Msa;
 
 use crate::TransformerError;
-use crate::error::{ensure, ensure_positive};
+use crate::dsa::indexed::rotated;
+use crate::error::ensure_positive;
 
 /// Configuration of [`MsaHeads`](super::MsaHeads). The defaults are the paper's (MiniMax, 2026).
 ///
@@ -38,14 +39,8 @@ impl MsaHeadsConfig {
     pub(crate) fn validate(&self) -> Result<(), TransformerError> {
         self.op()?;
         ensure_positive("index_dim", self.index_dim)?;
-        let (rotated, width) = (self.rotated(), self.index_dim);
-        let expected = || format!("an even number, at most {width}, the width of an index head");
-        let fits = rotated <= width && rotated.is_multiple_of(2);
-        ensure(fits, "rope_dim", expected, rotated)
-    }
-
-    pub(super) fn rotated(&self) -> usize {
-        self.rope_dim.unwrap_or(self.index_dim / 4 * 2)
+        rotated(self.rope_dim, self.index_dim)?;
+        Ok(())
     }
 
     /// Reads what stands behind the name, if it is a configuration.
