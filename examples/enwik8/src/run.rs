@@ -143,7 +143,7 @@ impl RunFolder {
 
     /// Stores the checkpoint with the best validation so far.
     pub fn save_best(&self, checkpoint: &Checkpoint) -> Result<()> {
-        Ok(checkpoint.write(&self.path.join(BEST))?)
+        checkpoint.write(&self.path.join(BEST))
     }
 }
 

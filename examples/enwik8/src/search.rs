@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use burn_sparse_transformer::{HeadSelections, Selection, SelectionQuality, SparseTransformer};
 use clap::Args;
 use serde::{Deserialize, Serialize};
@@ -96,49 +96,21 @@ pub fn head_choices(text: &str) -> Result<HeadChoices, String> {
     }
 }
 
-/// Choices of heads that are not those of a model.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum SelectionFileError {
-    /// Of other layers.
-    #[error("--selection-file must have {expected} layers, as the model, got {got}")]
-    Layers {
-        /// The model's.
-        expected: usize,
-        /// The file's.
-        got: usize,
-    },
-    /// Of other heads.
-    #[error(
-        "--selection-file must have {expected} heads in layer {layer}, as the model, got {got}"
-    )]
-    Heads {
-        /// From 0 on.
-        layer: usize,
-        /// The model's.
-        expected: usize,
-        /// The file's.
-        got: usize,
-    },
-}
-
 /// That choices are of so many layers and heads.
-pub fn check_heads(
-    choices: &[HeadSelections],
-    layers: usize,
-    heads: usize,
-) -> Result<(), SelectionFileError> {
-    if choices.len() != layers {
-        let (expected, got) = (layers, choices.len());
-        return Err(SelectionFileError::Layers { expected, got });
+pub fn check_heads(choices: &[HeadSelections], layers: usize, heads: usize) -> Result<()> {
+    let got = choices.len();
+    ensure!(
+        got == layers,
+        "--selection-file must have {layers} layers, as the model, got {got}"
+    );
+    for (layer, of) in choices.iter().enumerate() {
+        let got = of.len();
+        ensure!(
+            got == heads,
+            "--selection-file must have {heads} heads in layer {layer}, as the model, got {got}"
+        );
     }
-    match choices.iter().position(|of| of.len() != heads) {
-        None => Ok(()),
-        Some(layer) => Err(SelectionFileError::Heads {
-            layer,
-            expected: heads,
-            got: choices[layer].len(),
-        }),
-    }
+    Ok(())
 }
 
 pub fn run(args: &SearchArgs) -> Result<()> {

@@ -1,9 +1,8 @@
 //! The devices of a run.
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail, ensure};
 use burn_sparse_transformer::content::ContentAttention;
 
-use super::error::DevicesError;
 use super::reduce::{Reduce, Shard, Strategy};
 use crate::config::RunConfig;
 use crate::device::{self, NamedDevice};
@@ -77,29 +76,36 @@ impl Group {
     }
 
     /// Whether they can train `config`.
-    pub fn check(&self, config: &RunConfig, graph: bool) -> Result<(), DevicesError> {
+    pub fn check(&self, config: &RunConfig, graph: bool) -> Result<()> {
+        let is_shared = self.shard == Shard::Sequence;
         if self.strategy.is_none() {
-            return match self.shard {
-                Shard::Batch => Ok(()),
-                Shard::Sequence => Err(DevicesError::Alone),
-            };
+            ensure!(
+                !is_shared,
+                "--shard sequence is of several devices: name them with --devices"
+            );
+            return Ok(());
         }
         let (devices, batch) = (self.devices.len(), config.recipe.batch);
+        ensure!(
+            is_shared || batch.is_multiple_of(devices),
+            "--batch must be a multiple of the {devices} devices of --devices, got {batch}"
+        );
+        // The masks of rows follow their place in a batch.
         let dropout = config.model.dropout;
-        match self.shard {
-            Shard::Batch if !batch.is_multiple_of(devices) => {
-                return Err(DevicesError::Batch { devices, batch });
-            }
-            Shard::Sequence if dropout > 0.0 => return Err(DevicesError::Dropout(dropout)),
-            _ => {}
+        ensure!(
+            !is_shared || dropout == 0.0,
+            "--shard sequence is without dropout, got --dropout {dropout}"
+        );
+        ensure!(
+            !graph,
+            "--graph replays the steps of one device alone; leave it out with --devices"
+        );
+        if let Some(content @ ContentAttention::Routing(_)) = &config.model.content {
+            bail!(
+                "--attention {content} has means that follow all bytes of a batch, of which each device sees a part; train it with --device"
+            );
         }
-        match &config.model.content {
-            _ if graph => Err(DevicesError::Graph),
-            Some(content @ ContentAttention::Routing(_)) => {
-                Err(DevicesError::Means(content.to_string()))
-            }
-            _ => Ok(()),
-        }
+        Ok(())
     }
 
     /// What to tell the user of steps with so many windows.
@@ -118,20 +124,18 @@ impl Group {
 }
 
 /// Names as `--device` has them, all of one kind. A number is a CUDA device's, and `cpu` the best CPU backend.
-fn names(text: &str) -> Result<Vec<String>, DevicesError> {
+fn names(text: &str) -> Result<Vec<String>> {
     let names: Vec<String> = text.split(',').map(|name| spelt(name.trim())).collect();
-    if names.iter().any(String::is_empty) {
-        return Err(DevicesError::Empty(text.to_owned()));
-    }
+    ensure!(
+        !names.iter().any(String::is_empty),
+        "--devices must name one device at least, as in 0,1 or cuda:0,cuda:1, got '{text}'"
+    );
     let kind = |name: &str| name.split(':').next().map(str::to_owned);
     let first = &names[0];
-    match names.iter().find(|name| kind(name) != kind(first)) {
-        None => Ok(names),
-        Some(other) => Err(DevicesError::Kinds {
-            first: first.clone(),
-            other: other.clone(),
-        }),
+    if let Some(other) = names.iter().find(|name| kind(name) != kind(first)) {
+        bail!("--devices must be of one kind, got {first} and {other}");
     }
+    Ok(names)
 }
 
 fn spelt(name: &str) -> String {
@@ -158,14 +162,16 @@ mod tests {
             ["cuda:0", "cuda:1", "cuda:2"]
         );
         assert_eq!(names("wgpu").unwrap(), ["wgpu"]);
-        for text in ["", "0,", ",", " , 1"] {
-            assert_eq!(names(text), Err(DevicesError::Empty(text.to_owned())));
+        for (text, message) in [
+            ("", "must name one device at least"),
+            ("0,", "must name one device at least"),
+            (",", "must name one device at least"),
+            (" , 1", "must name one device at least"),
+            ("0,wgpu", "must be of one kind, got cuda:0 and wgpu"),
+        ] {
+            let error = names(text).unwrap_err().to_string();
+            assert!(error.contains(message), "{error}");
         }
-        let kinds = DevicesError::Kinds {
-            first: "cuda:0".to_owned(),
-            other: "wgpu".to_owned(),
-        };
-        assert_eq!(names("0,wgpu"), Err(kinds));
     }
 
     #[test]
@@ -175,22 +181,31 @@ mod tests {
         let three = Group::open(None, Some("cpu,flex,cpu"), None, Shard::Batch).unwrap();
         assert_eq!(three.first().name, "flex, flex, flex");
         let tiny = config(&Overrides::default());
-        let (devices, batch) = (3, 4);
-        let uneven = DevicesError::Batch { devices, batch };
-        assert_eq!(three.check(&tiny, false), Err(uneven));
         let two = Group::open(None, Some("cpu,cpu"), None, Shard::Batch).unwrap();
-        assert_eq!(two.check(&tiny, false), Ok(()));
-        assert_eq!(two.check(&tiny, true), Err(DevicesError::Graph));
+        two.check(&tiny, false).unwrap();
         let line = two.describe(4).unwrap();
         assert!(
             line.contains("2 windows of a step each") && line.contains("copies"),
             "{line}"
         );
-        let routing = Overrides::read("--attention routing:64");
-        assert!(matches!(
-            two.check(&config(&routing), false),
-            Err(DevicesError::Means(_))
-        ));
+        let routing = config(&Overrides::read("--attention routing:64"));
+        for (refused, message) in [
+            (
+                three.check(&tiny, false),
+                "a multiple of the 3 devices of --devices, got 4",
+            ),
+            (
+                two.check(&tiny, true),
+                "--graph replays the steps of one device",
+            ),
+            (
+                two.check(&routing, false),
+                "has means that follow all bytes of a batch",
+            ),
+        ] {
+            let error = refused.unwrap_err().to_string();
+            assert!(error.contains(message), "{error}");
+        }
         // One device is what --device is, unless a way to add is asked for.
         let one = |reduce| Group::open(None, Some("cpu"), reduce, Shard::Batch).unwrap();
         assert!(one(None).describe(4).is_none());

@@ -1,12 +1,11 @@
 //! How devices add their gradients.
 
-use anyhow::{Result, anyhow, ensure};
+use anyhow::{Result, anyhow, bail, ensure};
 use burn::tensor::distributed::{ReduceOperation, all_reduce};
 use burn::tensor::{Device, Tensor};
 use burn_blocksparse::check_collectives;
 use clap::ValueEnum;
 
-use super::error::DevicesError;
 use crate::device::NamedDevice;
 
 /// A way to add gradients.
@@ -42,32 +41,36 @@ pub(super) enum Strategy {
 
 impl Strategy {
     /// The one that was asked for, or NCCL where it can be used.
-    pub fn choose(asked: Option<Reduce>, named: &[NamedDevice]) -> Result<Self, DevicesError> {
-        let nccl = || -> Result<Self, DevicesError> {
-            for (index, NamedDevice { name, device }) in named.iter().enumerate() {
-                if !name.starts_with("cuda") {
-                    return Err(DevicesError::NotCuda(name.clone()));
-                }
-                if named[..index].iter().any(|other| other.name == *name) {
-                    return Err(DevicesError::Twice(name.clone()));
-                }
-                check_collectives(device)
-                    .map_err(|error| DevicesError::NoNccl(error.to_string()))?;
-            }
-            let devices = named.iter().map(|named| named.device.clone()).collect();
-            Ok(Self::Nccl { devices })
-        };
-        match asked {
-            // NCCL is not looked for.
-            Some(Reduce::Copies) => Ok(Self::Copies { instead: None }),
-            Some(Reduce::Nccl) => nccl(),
-            None => Ok(nccl().unwrap_or_else(|error| Self::Copies {
-                instead: match error {
-                    DevicesError::NoNccl(reason) => Some(reason),
-                    _ => None,
-                },
-            })),
+    pub fn choose(asked: Option<Reduce>, named: &[NamedDevice]) -> Result<Self> {
+        // NCCL is not looked for.
+        if asked == Some(Reduce::Copies) {
+            return Ok(Self::Copies { instead: None });
         }
+        let is_asked = asked == Some(Reduce::Nccl);
+        for (index, NamedDevice { name, device }) in named.iter().enumerate() {
+            let is_cuda = name.starts_with("cuda");
+            let is_twice = named[..index].iter().any(|other| other.name == *name);
+            if !is_asked && (!is_cuda || is_twice) {
+                return Ok(Self::Copies { instead: None });
+            }
+            ensure!(is_cuda, "--reduce nccl is of CUDA devices, got {name}");
+            ensure!(
+                !is_twice,
+                "--reduce nccl takes each device once, got {name} twice; with --reduce copies it can be"
+            );
+            match check_collectives(device) {
+                Ok(()) => {}
+                Err(error) if is_asked => {
+                    bail!("--reduce nccl cannot be used: {error}; --reduce copies needs nothing")
+                }
+                Err(error) => {
+                    let instead = Some(error.to_string());
+                    return Ok(Self::Copies { instead });
+                }
+            }
+        }
+        let devices = named.iter().map(|named| named.device.clone()).collect();
+        Ok(Self::Nccl { devices })
     }
 
     /// In words, after what each device does.

@@ -11,7 +11,7 @@ use burn_sparse_transformer::dsa::DsaStage;
 use burn_sparse_transformer::{StepLosses, TransformerShard};
 
 use super::bundle::Bundle;
-use super::error::DevicesError;
+use super::error::DeviceFailed;
 use super::reduce::{Strategy, lengths, nccl_sums};
 use crate::checkpoint::Checkpoint;
 use crate::device::NamedDevice;
@@ -211,7 +211,7 @@ pub(super) fn guarded<T>(device: &str, part: impl FnOnce() -> Result<T>) -> Resu
             text.unwrap_or_else(|| "a panic without a message".to_owned())
         }
     };
-    Err(DevicesError::Failed {
+    Err(DeviceFailed {
         device: device.to_owned(),
         reason,
     }
