@@ -62,7 +62,6 @@ pub struct SparseMultiHeadAttention {
     pub(crate) qk_norm_eps: f64,
     pub(crate) quiet_softmax: bool,
     pub(crate) d_model: usize,
-    /// Width of a value.
     pub(crate) d_v: usize,
     pub(crate) n_heads: usize,
     pub(crate) n_kv_heads: usize,
@@ -260,7 +259,6 @@ impl SparseMultiHeadAttention {
         self.layouts.keep(most);
     }
 
-    /// Width of a query or key head.
     pub(crate) fn d_k(&self) -> usize {
         let [_, d_query] = self.query.weight.lazy_shape().dims();
         d_query / self.n_heads
@@ -389,7 +387,6 @@ impl SparseMultiHeadAttention {
         ))
     }
 
-    /// Attention of projected queries, keys and values.
     pub(crate) fn attend<'a>(
         &self,
         (query, key, value): (Tensor<4>, Tensor<4>, Tensor<4>),
@@ -425,7 +422,6 @@ impl SparseMultiHeadAttention {
         }
     }
 
-    /// What a training pass drops of the attention weights.
     pub(crate) fn training_dropout(&self, seed: impl FnOnce() -> Seed) -> Option<WeightDropout> {
         training_dropout(&self.dropout, seed)
     }

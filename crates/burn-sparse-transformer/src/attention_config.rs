@@ -226,7 +226,6 @@ impl SparseMultiHeadAttentionConfig {
         (0..layers).map(layer).collect()
     }
 
-    /// Widths of a key and of a value.
     pub(crate) fn head_widths(&self) -> [usize; 2] {
         match self.head_dim {
             Some(head_dim) => [head_dim; 2],

@@ -195,7 +195,6 @@ impl SparseTransformerBlockConfig {
         }
     }
 
-    /// How many heads are the pattern's.
     pub(crate) fn pattern_heads(&self) -> Result<usize, TransformerError> {
         Ok(self.mha()?.pattern_heads())
     }
@@ -380,7 +379,6 @@ impl SparseTransformerBlock {
         stream.push(branch, pass.branch(1))
     }
 
-    /// The norm in the dtype of the products.
     fn norm(
         &self,
         stream: Stream,
@@ -400,7 +398,6 @@ impl SparseTransformerBlock {
         }
     }
 
-    /// A pass of training under a seed.
     pub(crate) fn pass_of(&self, seed: Seed) -> Pass {
         let Dropout { prob, training } = &self.dropout;
         Pass {
@@ -425,7 +422,6 @@ impl SparseTransformerBlock {
 pub(crate) struct Pass {
     /// Of whatever is drawn.
     seed: Option<Seed>,
-    /// What is dropped of the attention weights.
     weights: Option<WeightDropout>,
     /// Of both branches: a probability and a seed.
     branches: Option<(f64, Seed)>,

@@ -127,7 +127,6 @@ impl FeedForwardLinear {
         }
     }
 
-    /// Operations for one position, forward: two per weight.
     fn flops(&self) -> u64 {
         match self {
             Self::Dense(layer) => linear_flops(layer),

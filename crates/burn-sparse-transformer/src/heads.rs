@@ -83,7 +83,6 @@ pub enum Positions {
 }
 
 impl Positions {
-    /// One past the last position of `seq` rows.
     fn end(&self, seq: usize) -> usize {
         match self {
             Self::From(start) => start + seq,

@@ -26,7 +26,6 @@ pub struct SparseMhaInput {
     self_attention: bool,
 }
 
-/// Which keys are padding.
 #[derive(Clone, Debug)]
 pub(crate) enum Padding {
     /// `[batch, seq_kv]`, `true` = padding.
@@ -157,12 +156,10 @@ impl SparseMhaInput {
         self
     }
 
-    /// Whether query, key and value are one tensor.
     pub(crate) fn is_self_attention(&self) -> bool {
         self.self_attention
     }
 
-    /// What takes part, if something is padding.
     pub(crate) fn padding(
         &self,
         batch: usize,
@@ -188,7 +185,6 @@ impl SparseMhaInput {
     }
 }
 
-/// Which positions take part, per batch entry.
 pub(crate) struct PaddedBatch {
     keys: Vec<Vec<bool>>,
     /// In self-attention.

@@ -17,7 +17,6 @@ const KEPT: usize = 8;
 #[derive(Clone)]
 pub(crate) struct Layouts {
     pattern: Pattern,
-    /// Those of a request that names none.
     heads: usize,
     block_size: usize,
     built: Arc<Mutex<Built>>,
@@ -62,7 +61,6 @@ impl Built {
     }
 }
 
-/// Which layout of a pattern is asked for.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Request {
     /// None: those that the layouts are for.
@@ -165,14 +163,12 @@ impl Layouts {
         Ok(made)
     }
 
-    /// Keeps the `most` recently used layouts, in all clones.
     pub(crate) fn keep(&self, most: usize) {
         let mut built = self.built();
         built.most = most;
         built.forget();
     }
 
-    /// The layout for `request`.
     pub(crate) fn get(&self, request: &Request) -> Result<BlockLayout, TransformerError> {
         let slot = self.built().slot(request);
         let layout = self.fill(&slot, request);
@@ -249,7 +245,6 @@ impl fmt::Debug for Layouts {
     }
 }
 
-/// Hands out one [`Layouts`] per distinct pattern.
 #[derive(Default)]
 pub(crate) struct LayoutPool(Vec<Layouts>);
 

@@ -145,7 +145,6 @@ impl Precision {
         out_proj(x, layer.weight.val(), &options)
     }
 
-    /// `x · W + b` in the dtype of the products.
     pub(crate) fn linear(self, layer: &Linear, x: Tensor<3>) -> Result<Tensor<3>, OpError> {
         let product = self.product(layer, x)?;
         let bias = layer.bias.as_ref().map(Param::val);

@@ -542,7 +542,6 @@ impl SparseTransformer {
         })
     }
 
-    /// Of tokens alone, without their positions.
     fn embed_tokens(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>, TransformerError> {
         // Ids have no gradient. Without their autodiff context they can come from any device setting.
         let table = self.token_embedding.weight.val();
@@ -566,7 +565,6 @@ impl SparseTransformer {
         )?)
     }
 
-    /// Mean cross-entropy of the logits.
     pub(crate) fn head_loss(
         &self,
         stream: Stream,

@@ -23,7 +23,6 @@ impl Sorted {
         })
     }
 
-    /// In Burn's operations.
     fn by_sort(buckets: Tensor<2, Int>) -> Self {
         let tokens = positions_sorted(buckets);
         let places = tokens.clone().argsort(1).cast(DType::I32);

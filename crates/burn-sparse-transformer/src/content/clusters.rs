@@ -66,7 +66,6 @@ impl Clusters {
         }))
     }
 
-    /// In Burn's operations.
     fn by_sort(similarities: Tensor<4>, width: usize) -> Self {
         let [batch, heads, clusters, length] = similarities.dims();
         let device = similarities.device();

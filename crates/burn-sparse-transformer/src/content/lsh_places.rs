@@ -20,9 +20,7 @@ pub(super) struct Placed {
     places: Tensor<4, Int>,
     /// The reverse: `token · rounds + round` at each place, negative for what fills up.
     choices: Tensor<3, Int>,
-    /// Chunks of a round.
     chunks: usize,
-    /// Tokens of a chunk.
     bucket: usize,
 }
 

@@ -55,7 +55,6 @@ impl ContentHeads {
         self.local_heads
     }
 
-    /// How they find their keys.
     pub(crate) fn kind(&self) -> &dyn AttentionKind {
         match (&self.nsa, &self.dsa, &self.msa) {
             (Some(nsa), ..) => nsa,
@@ -65,7 +64,6 @@ impl ContentHeads {
         }
     }
 
-    /// Linear layers of their own.
     pub(crate) fn layers_mut(&mut self) -> Vec<&mut Linear> {
         let nsa = self.nsa.iter_mut().flat_map(NsaHeads::layers_mut);
         let dsa = self.dsa.iter_mut().flat_map(|dsa| dsa.indexer.layers_mut());
@@ -73,7 +71,6 @@ impl ContentHeads {
         nsa.chain(dsa).chain(msa).collect()
     }
 
-    /// The rotations of an indexer.
     pub(crate) fn index_rope_mut(&mut self) -> Option<&mut Option<RotaryEncoding>> {
         match (&mut self.dsa, &mut self.msa) {
             (Some(dsa), _) => Some(&mut dsa.indexer.rope),
@@ -81,7 +78,6 @@ impl ContentHeads {
         }
     }
 
-    /// How far the training of an indexer is.
     pub(crate) fn stage_mut(&mut self) -> Option<&mut DsaStage> {
         match (&mut self.dsa, &mut self.msa) {
             (Some(dsa), _) => Some(&mut dsa.stage),
@@ -203,7 +199,6 @@ impl AttentionKind for ContentHeads {
 }
 
 impl SparseMultiHeadAttentionConfig {
-    /// How many heads are the pattern's.
     pub(crate) fn pattern_heads(&self) -> usize {
         match &self.content {
             Some(content) if !content.is_whole_layer() => {
@@ -332,7 +327,6 @@ impl SparseMultiHeadAttention {
         self.msa().filter(|msa| msa.stage() == DsaStage::Sparse)
     }
 
-    /// Heads of keys and of values.
     pub(crate) fn kv_heads(&self) -> [usize; 2] {
         match &self.content {
             Some(content) if !content.config.is_whole_layer() => {
@@ -342,7 +336,6 @@ impl SparseMultiHeadAttention {
         }
     }
 
-    /// How many heads are the pattern's.
     pub(crate) fn pattern_heads(&self) -> usize {
         (self.content.as_ref()).map_or(self.n_heads, ContentHeads::local_heads)
     }

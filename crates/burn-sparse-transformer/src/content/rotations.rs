@@ -65,7 +65,6 @@ impl KeptRotations {
     }
 }
 
-/// What a recording refuses.
 const WHAT: &str = "rotations of hashes";
 
 fn normal(seed: Seed) -> f64 {

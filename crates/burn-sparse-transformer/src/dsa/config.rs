@@ -45,7 +45,6 @@ pub struct DsaHeadsConfig {
 }
 
 impl DsaHeadsConfig {
-    /// What their text begins with.
     pub(crate) const NAME: &str = "dsa";
     /// What it ends with if it chooses in fp8.
     const FP8: &str = "fp8";
@@ -79,7 +78,6 @@ impl DsaHeadsConfig {
         }
     }
 
-    /// Reads what stands behind the name, if it is a configuration.
     pub(crate) fn read(arguments: &[&str]) -> Option<Self> {
         let index_fp8 = arguments.last() == Some(&Self::FP8);
         let arguments = &arguments[..arguments.len() - usize::from(index_fp8)];
@@ -103,7 +101,6 @@ impl DsaHeadsConfig {
         )
     }
 
-    /// Its text.
     pub(crate) fn write(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
             keep,

@@ -16,16 +16,13 @@ use crate::{
     TransformerError,
 };
 
-/// Heads whose keys an indexer chooses.
 pub(crate) trait Indexed {
     /// What it makes of tokens.
     type Index;
-    /// As errors call it.
     const NAME: &'static str;
 
     fn stage(&self) -> DsaStage;
 
-    /// What they are made by.
     fn content(&self) -> ContentAttention;
 
     /// Of tokens `[batch, seq, d_model]`, which are detached.
@@ -68,7 +65,6 @@ pub(crate) trait Indexed {
     /// Pairs that one head attends to in a sequence.
     fn head_pairs(&self, seq: usize) -> u64;
 
-    /// Operations of the indexer's layers for one position, forward.
     fn layer_flops(&self) -> u64;
 
     /// Operations of the indexer's scores for one sequence, forward: none where there is nothing to choose.
@@ -219,7 +215,6 @@ impl SparseMultiHeadAttentionConfig {
         Ok(Some(config.init(device)))
     }
 
-    /// A layer of an indexer.
     pub(crate) fn index_linear(&self, d_output: usize, device: &Device) -> Linear {
         LinearConfig::new(self.d_model, d_output)
             .with_bias(false)

@@ -12,7 +12,6 @@ use crate::heads::{Positions, rotate_first};
 use crate::stream::layer_norm_params;
 use crate::{Precision, SparseMultiHeadAttentionConfig, TransformerError};
 
-/// Of the norm of keys.
 const EPSILON: f64 = 1e-5;
 
 /// The lightning indexer: what it makes of tokens, queries and keys in a precision ([`DsaHeadsConfig::index_precision`]), weights in the dtype of their layer's
@@ -65,7 +64,6 @@ impl DsaIndexer {
         [&self.query, &self.key, &self.weights]
     }
 
-    /// All layers, for another initialisation.
     pub(crate) fn layers_mut(&mut self) -> [&mut Linear; 3] {
         [&mut self.query, &mut self.key, &mut self.weights]
     }

@@ -290,7 +290,6 @@ impl BlockSparseLinear {
         Ok(product.cast(dtype))
     }
 
-    /// `x · W + bias`, in `dtype`.
     pub(crate) fn product<const D: usize>(
         &self,
         x: Tensor<D>,
@@ -341,7 +340,6 @@ fn indices(indices: Vec<usize>, device: &Device) -> Tensor<1, Int> {
     Tensor::from_data(TensorData::new(indices, [length]), device)
 }
 
-/// Frobenius norms of blocks.
 fn norms(blocks: Tensor<3>) -> Result<Vec<f32>, TransformerError> {
     let squares = blocks.powi_scalar(2).sum_dim(2).sum_dim(1).sqrt();
     let data = squares.try_into_data();

@@ -116,7 +116,6 @@ impl MixedPrecisionLinear {
     }
 }
 
-/// Operations of a linear layer for one position: a multiplication and an addition per weight.
 pub(crate) fn linear_flops(linear: &Linear) -> u64 {
     2 * linear.weight.lazy_shape().num_elements() as u64
 }

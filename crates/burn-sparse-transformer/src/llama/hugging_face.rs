@@ -131,7 +131,6 @@ fn pattern(of: &JsonKeys, kind: &str, context: usize) -> Result<Pattern, Transfo
     }
 }
 
-/// How rotations are scaled, of a model that was trained with so many positions.
 fn scaling(of: &JsonKeys, trained: usize) -> Result<Option<RopeScaling>, TransformerError> {
     let kind = match of.text("rope_type")? {
         Some(kind) => kind,
@@ -176,7 +175,6 @@ fn scaling(of: &JsonKeys, trained: usize) -> Result<Option<RopeScaling>, Transfo
     }))
 }
 
-/// Keys of an object.
 struct JsonKeys<'a>(&'a Value);
 
 impl<'a> JsonKeys<'a> {

@@ -280,7 +280,6 @@ impl Llama {
         Ok(normed)
     }
 
-    /// `[d_model, vocab_size]`.
     fn head_weight(&self) -> Tensor<2> {
         match &self.head {
             Some(head) => head.weight.val(),

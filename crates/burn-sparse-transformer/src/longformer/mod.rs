@@ -127,7 +127,6 @@ impl LongformerInput {
         self
     }
 
-    /// `[batch, seq, d_model]`
     pub(crate) fn tensor(&self) -> &Tensor<3> {
         &self.tensor
     }

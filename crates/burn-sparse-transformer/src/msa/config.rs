@@ -29,7 +29,6 @@ pub struct MsaHeadsConfig {
 }
 
 impl MsaHeadsConfig {
-    /// What their text begins with.
     pub(crate) const NAME: &str = "msa";
 
     pub(crate) fn op(&self) -> Result<Msa, TransformerError> {
@@ -43,7 +42,6 @@ impl MsaHeadsConfig {
         Ok(())
     }
 
-    /// Reads what stands behind the name, if it is a configuration.
     pub(crate) fn read(arguments: &[&str]) -> Option<Self> {
         let numbers = arguments.iter().map(|text| text.parse());
         let numbers: Result<Vec<usize>, _> = numbers.collect();
@@ -55,7 +53,6 @@ impl MsaHeadsConfig {
         })
     }
 
-    /// Its text.
     pub(crate) fn write(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
             block,

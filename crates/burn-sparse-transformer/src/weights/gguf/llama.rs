@@ -81,7 +81,6 @@ impl LlamaConfig {
     }
 }
 
-/// Keys of an architecture.
 struct GgufKeys<'a> {
     gguf: &'a Gguf,
     architecture: &'a str,
