@@ -141,9 +141,6 @@ impl SparseMultiHeadAttention {
     }
 
     /// [`Self::forward_with_weights`] that returns its error.
-    ///
-    /// # Errors
-    /// As [`Self::try_forward`].
     pub fn try_forward_with_weights(
         &self,
         input: SparseMhaInput,

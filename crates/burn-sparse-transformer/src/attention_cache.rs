@@ -53,9 +53,6 @@ impl SparseMultiHeadAttention {
     }
 
     /// [`Self::forward_cache_last`] that returns its error.
-    ///
-    /// # Errors
-    /// As [`Self::try_forward_cache`].
     pub fn try_forward_cache_last(
         &self,
         input: SparseMhaInput,

@@ -201,9 +201,6 @@ impl SparseMultiHeadAttentionConfig {
     }
 
     /// [`Self::init_many`] that returns its error.
-    ///
-    /// # Errors
-    /// As [`Self::try_init`].
     pub fn try_init_many(
         &self,
         layers: usize,

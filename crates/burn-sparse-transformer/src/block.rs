@@ -291,9 +291,6 @@ impl SparseTransformerBlock {
     }
 
     /// [`Self::forward_cache`] that returns its error.
-    ///
-    /// # Errors
-    /// As [`SparseMultiHeadAttention::try_forward_cache`].
     pub fn try_forward_cache(
         &self,
         x: Tensor<3>,
@@ -312,9 +309,6 @@ impl SparseTransformerBlock {
     }
 
     /// [`Self::forward_cache_last`] that returns its error.
-    ///
-    /// # Errors
-    /// As [`SparseMultiHeadAttention::try_forward_cache_last`].
     pub fn try_forward_cache_last(
         &self,
         x: Tensor<3>,
@@ -348,9 +342,6 @@ impl SparseTransformerBlock {
     }
 
     /// [`Self::forward_packed`] that returns its error.
-    ///
-    /// # Errors
-    /// As [`SparseMultiHeadAttention::try_forward_packed`].
     pub fn try_forward_packed(
         &self,
         x: Tensor<3>,

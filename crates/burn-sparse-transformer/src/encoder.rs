@@ -232,9 +232,6 @@ impl SparseTransformerEncoder {
     }
 
     /// [`Self::forward_cache_last`] that returns its error.
-    ///
-    /// # Errors
-    /// As [`Self::try_forward_cache`].
     pub fn try_forward_cache_last(
         &self,
         x: Tensor<3>,

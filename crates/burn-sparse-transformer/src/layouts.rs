@@ -269,8 +269,7 @@ impl LayoutPool {
 #[cfg(test)]
 mod tests {
     use std::collections::HashSet;
-    use std::sync::Condvar;
-    use std::thread::{self, ThreadId};
+    use std::thread;
     use std::time::{Duration, Instant};
 
     use super::*;
@@ -297,58 +296,33 @@ mod tests {
         assert!(kept.iter().any(|(request, _)| request.seq_kv == 99));
     }
 
-    /// A pattern that counts the layouts built from it, by their queries, and in which builders of different layouts wait for each other.
-    fn meeting(builders: usize) -> (Pattern, Arc<Meeting>) {
-        let meeting = Arc::new(Meeting {
-            builders,
-            inside: Mutex::default(),
-            arrived: Condvar::new(),
-        });
-        let seen = Arc::clone(&meeting);
+    #[test]
+    fn layouts_of_different_lengths_are_built_side_by_side() {
+        let (began, limit) = (Instant::now(), Duration::from_secs(5));
+        let builders = Arc::new(Mutex::new(HashSet::new()));
+        let seen = Arc::clone(&builders);
+        // Threads that build wait for each other.
         let pattern = Pattern::from_fn("meeting", move |_, i, j| {
-            // Once for each layout: its last query is the one that no shorter layout has.
-            if i > 0 && i == j {
-                seen.arrive();
+            let arrived = || {
+                let mut builders = seen.lock().unwrap();
+                builders.insert(thread::current().id());
+                builders.len()
+            };
+            while i > 0 && i == j && arrived() < 3 && began.elapsed() < limit {
+                thread::yield_now();
             }
             j <= i
         });
-        (pattern, meeting)
-    }
-
-    struct Meeting {
-        builders: usize,
-        inside: Mutex<HashSet<ThreadId>>,
-        arrived: Condvar,
-    }
-
-    impl Meeting {
-        fn arrive(&self) {
-            let mut inside = self.inside.lock().unwrap();
-            inside.insert(thread::current().id());
-            self.arrived.notify_all();
-            let alone = |inside: &mut HashSet<ThreadId>| inside.len() < self.builders;
-            drop(
-                (self.arrived)
-                    .wait_timeout_while(inside, Duration::from_secs(5), alone)
-                    .unwrap(),
-            );
-        }
-    }
-
-    #[test]
-    fn layouts_of_different_lengths_are_built_side_by_side() {
-        let (pattern, meeting) = meeting(3);
         let layouts = Layouts::new(pattern, 1, 8).unwrap();
-        let began = Instant::now();
         thread::scope(|scope| {
             for seq in [8, 16, 24] {
                 let layouts = &layouts;
                 scope.spawn(move || layouts.get(&Request::new(seq, seq)).unwrap());
             }
         });
-        assert_eq!(meeting.inside.lock().unwrap().len(), 3);
+        assert_eq!(builders.lock().unwrap().len(), 3);
         assert!(
-            began.elapsed() < Duration::from_secs(5),
+            began.elapsed() < limit,
             "a thread waited for another one's layout"
         );
     }
@@ -398,13 +372,8 @@ mod tests {
         let mut request = Request::new(16, 16);
         request.restrictions = vec![PaddingMask::default().keys([true; 9])];
         layouts.get(&request).unwrap_err();
-        assert!(
-            layouts
-                .built()
-                .entries
-                .iter()
-                .all(|(known, _)| *known != request)
-        );
+        let built = layouts.built();
+        assert!(built.entries.iter().all(|(known, _)| *known != request));
     }
 
     #[test]
@@ -437,7 +406,7 @@ mod tests {
     #[test]
     fn a_hundred_lengths_in_a_row() {
         let layouts = Layouts::new(Pattern::fixed(128, 32), 8, 32).unwrap();
-        let start = std::time::Instant::now();
+        let start = Instant::now();
         for step in 0..100 {
             let seq = 8_000 + 41 * step;
             let mut request = Request::new(seq, seq);

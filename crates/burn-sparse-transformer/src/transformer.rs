@@ -373,9 +373,6 @@ impl SparseTransformer {
     }
 
     /// [`Self::forward_cache_last`] that returns its error.
-    ///
-    /// # Errors
-    /// As [`Self::try_forward_cache`].
     pub fn try_forward_cache_last(
         &self,
         tokens: Tensor<2, Int>,

@@ -239,9 +239,6 @@ impl RoutingHeads {
     }
 
     /// [`Self::forward_unshared_causal`] that returns its error.
-    ///
-    /// # Errors
-    /// As [`Self::try_forward_unshared`].
     pub fn try_forward_unshared_causal(
         &self,
         query: Tensor<4>,

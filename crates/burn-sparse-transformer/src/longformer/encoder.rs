@@ -261,9 +261,6 @@ impl LongformerLayer {
     }
 
     /// [`Self::forward`] that returns its error.
-    ///
-    /// # Errors
-    /// As [`LongformerAttention::forward`].
     pub fn try_forward(&self, input: LongformerInput) -> Result<Tensor<3>, TransformerError> {
         let x = input.tensor().clone();
         let attended = self.attention.try_forward(input)?.context;
