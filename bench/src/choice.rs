@@ -3,6 +3,7 @@
 mod choice_lines;
 mod choice_lists;
 mod choice_masses;
+mod choice_maxima;
 mod choice_picks;
 mod choice_rules;
 
@@ -14,8 +15,8 @@ use blocksparse_bench::numbers::{BF16, F32};
 use blocksparse_bench::runner::{Shard, Tally, Timing};
 use burn_sparse_select::kernels::rows::{Blocked, RowBlocks, block_means};
 use burn_sparse_select::kernels::selection::{
-    Antidiagonals, FlexLimits, GateSizes, Kept, LineSizes, MeanProducts, SeenRows, mean_products,
-    query_picks,
+    Antidiagonals, FlexLimits, GateSizes, Kept, LineSizes, MeanProducts, RunMaxima, SeenRows,
+    mean_products, query_picks,
 };
 use clap::Parser;
 use cubecl::client::Client;
@@ -25,7 +26,11 @@ use rand_chacha::ChaCha8Rng;
 use choice_lines::{Chosen, HalfKept, Lines};
 use choice_lists::Lists;
 use choice_masses::Masses;
+use choice_maxima::Maxima;
 use choice_rules::Ruled;
+
+/// Queries of which all products with keys are made.
+const LAST: usize = 2048;
 
 /// Keys of a block that single queries choose.
 const GATE_BLOCK: usize = 512;
@@ -48,7 +53,7 @@ struct Args {
     /// Queries and keys of a block.
     #[arg(long, default_value_t = 128)]
     block: usize,
-    /// Only what has this in its name, of what is timed; with --verify, "lines" compares sums over keys and distances, and "picks" what queries pick, alone.
+    /// Only what has this in its name, of what is timed; with --verify, "lines" compares sums over keys and distances, "picks" what queries pick, and "maxima" highest products by blocks, alone.
     #[arg(long, default_value = "")]
     only: String,
     #[command(flatten)]
@@ -75,14 +80,20 @@ fn main() -> Result<()> {
 fn verify(client: &Client, args: &Args) -> Result<()> {
     let tally = &mut Tally::new(args.shard)?;
     let rng = &mut ChaCha8Rng::seed_from_u64(7);
-    choice_picks::verify(client, rng, tally)?;
-    if args.only != "picks" {
+    let is_asked = |name: &str| [name, ""].contains(&args.only.as_str());
+    if is_asked("picks") || args.only == "lines" {
+        choice_picks::verify(client, rng, tally)?;
+    }
+    if is_asked("lines") {
         choice_lines::verify(client, rng, tally)?;
         choice_lines::verify_least(client, rng, tally)?;
     }
-    if !["lines", "picks"].contains(&args.only.as_str()) {
+    if is_asked("") {
         choice_masses::verify(client, rng, tally)?;
         choice_rules::verify(client, rng, tally)?;
+    }
+    if is_asked("maxima") {
+        choice_maxima::verify(client, rng, tally)?;
     }
     let (compared, Shard { shard, of }) = (tally.compared, args.shard);
     println!("{compared} calls equal loops in f64");
@@ -160,6 +171,24 @@ fn times(client: &Client, args: &Args) -> Result<()> {
     time("two blocks of 512 for each query", &|| {
         Ok(query_picks(client, BF16, [q, k], &gate, &picks)?)
     })?;
+    let of = RunMaxima {
+        rows: [heads, LAST.min(n)],
+        columns: n / block * block,
+        width: head_dim,
+        run: block,
+    };
+    let maxima = Maxima::new(client, lists, [n; 2], of, rng);
+    if maxima.is_served(client) {
+        let seconds = time("highest of blocks, of the last queries", &|| {
+            maxima.run(client)
+        })?;
+        let numbers = heads * of.rows[1] * of.columns * head_dim;
+        println!(
+            "{:<48} {:>9.1} TFLOP/s",
+            "",
+            2.0 * numbers as f64 / seconds / 1e12
+        );
+    }
     let last = |queries: usize| LineSizes {
         lists,
         seq: [queries, n],

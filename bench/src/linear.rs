@@ -2,6 +2,7 @@
 
 mod linear_blocks;
 mod linear_epilogues;
+mod linear_few;
 
 use anyhow::{Result, anyhow, ensure};
 use blocksparse_bench::compare::{ensure_sum, ensure_written, same_twice};
@@ -46,6 +47,9 @@ struct Args {
     /// Only products of block-sparse weights.
     #[arg(long)]
     blocks: bool,
+    /// Only products of few rows, as decoding has them.
+    #[arg(long, conflicts_with = "blocks")]
+    few: bool,
     /// Also write the numbers to this file.
     #[arg(long)]
     json: Option<std::path::PathBuf>,
@@ -181,11 +185,14 @@ fn main() -> Result<()> {
         args: Args::parse(),
         results: Vec::new(),
     };
-    match (bench.args.verify, bench.args.blocks) {
-        (true, true) => linear_blocks::verify(&bench)?,
-        (true, false) => bench.verify()?,
-        (false, true) => linear_blocks::times(&mut bench)?,
-        (false, false) => bench.times()?,
+    let Args { few, blocks, .. } = bench.args;
+    match (bench.args.verify, few, blocks) {
+        (true, true, _) => linear_few::verify(&bench)?,
+        (true, _, true) => linear_blocks::verify(&bench)?,
+        (true, _, _) => bench.verify()?,
+        (false, true, _) => linear_few::times(&mut bench)?,
+        (false, _, true) => linear_blocks::times(&mut bench)?,
+        (false, _, _) => bench.times()?,
     }
     write_json(bench.args.json.as_deref(), &bench.results)
 }

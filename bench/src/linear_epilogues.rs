@@ -182,6 +182,7 @@ impl Case {
             // Sums of exponentials and of weights are no part of a layer.
             Epilogue::Plain
             | Epilogue::LogSums { .. }
+            | Epilogue::Maxima { .. }
             | Epilogue::LineSums
             | Epilogue::Highest(_) => {}
         }

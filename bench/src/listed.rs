@@ -8,7 +8,8 @@ use blocksparse_bench::numbers::{BF16, F32, uniform};
 use blocksparse_bench::runner::{Shard, Timing};
 use blocksparse_cubecl::{Gradients, OutputGrads, Outputs, ScoreOptions, TensorView};
 use burn_sparse_select::kernels::listed::{
-    ListedGradients, ListedLists, ListedPlan, ListedRequest, ListedTiles, Walks, backward, forward,
+    ByBlock, ListedGradients, ListedLists, ListedPlan, ListedRequest, ListedTiles, PlacedLists,
+    Walks, backward, forward, forward_by_block,
 };
 use clap::{Parser, ValueEnum};
 use cubecl::client::Client;
@@ -70,6 +71,7 @@ struct Args {
 enum Way {
     Walk,
     Neighbours,
+    Blocks,
     Tiles,
 }
 
@@ -77,6 +79,8 @@ enum Way {
 enum Plan {
     Walk(Walks),
     Neighbours(Walks),
+    /// The forward pass, and a walk backward.
+    Blocks(ByBlock, Walks),
     Tiles(ListedTiles),
 }
 
@@ -85,6 +89,7 @@ impl Plan {
         match self {
             Plan::Walk(_) => Way::Walk,
             Plan::Neighbours(_) => Way::Neighbours,
+            Plan::Blocks(..) => Way::Blocks,
             Plan::Tiles(_) => Way::Tiles,
         }
     }
@@ -104,6 +109,7 @@ struct Call {
     parts: [Handle; 2],
     queries: Handle,
     tile_blocks: Handle,
+    places: Handle,
     /// Out, lse, and the gradients by q, k and v.
     results: [Handle; 5],
     /// The same gradients, as kernels of layouts write them.
@@ -172,6 +178,7 @@ impl Call {
         let scale = 1.0 / (head_dim as f64).sqrt();
         let walk = Walks::alone(client.properties(), request);
         let neighbours = Walks::together(client.properties(), request);
+        let by_block = ByBlock::new(client.properties(), request);
         let tiles_of_lists = ListedTiles::new(client, &request, scale);
         if let (Err(walk), Err(in_tiles)) = (&walk, &tiles_of_lists) {
             anyhow::bail!("no kernels: {walk}; {in_tiles}");
@@ -179,6 +186,10 @@ impl Call {
         let plans = [
             walk.ok().map(Plan::Walk),
             neighbours.ok().map(Plan::Neighbours),
+            by_block
+                .ok()
+                .zip(walk.ok())
+                .map(|(by_block, walk)| Plan::Blocks(by_block, walk)),
             tiles_of_lists.ok().map(Plan::Tiles),
         ];
         let shapes = [
@@ -202,18 +213,23 @@ impl Call {
             }
         }
         let (mut queries, mut tile_blocks) = (Vec::new(), Vec::new());
+        let mut places = vec![-1; lists.len()];
         // Single keys are listed by queries alone.
         let turned: &[i32] = if block == 1 { &[] } else { &lists };
-        for list in turned.chunks(n * most) {
+        let placed = places.chunks_mut(n * most);
+        for (list, places) in turned.chunks(n * most).zip(placed) {
             let mut of_block = vec![Vec::new(); n.div_ceil(block)];
             for (at, &named) in list.iter().enumerate() {
                 if named >= 0 {
-                    of_block[named as usize].push((at / most) as i32);
+                    of_block[named as usize].push(at);
                 }
             }
             let (first, first_tile) = (queries.len(), tile_blocks.len());
             for (named, of) in of_block.iter().enumerate() {
-                queries.extend(of);
+                for &at in of {
+                    places[at] = (queries.len() - first) as i32;
+                    queries.push((at / most) as i32);
+                }
                 let filled = (queries.len() - first).next_multiple_of(tile);
                 queries.resize(first + filled, -1);
                 tile_blocks.resize(first_tile + filled / tile, named as i32);
@@ -256,6 +272,7 @@ impl Call {
             }),
             queries: upload_ints(client, &queries),
             tile_blocks: upload_ints(client, &tile_blocks),
+            places: upload_ints(client, &places),
             results: [out, lse, dq, dk, dv],
             numbers,
             views,
@@ -281,12 +298,27 @@ impl Call {
             Plan::Walk(walks) | Plan::Neighbours(walks) => {
                 forward(client, walks, x, blocks, saved, scale, false)?;
             }
+            Plan::Blocks(by_block, _) => self.forward_by_block(by_block, false)?,
             Plan::Tiles(tiles) => {
                 let layout = tiles.layout(client, blocks)?;
                 let options = ScoreOptions::new(scale);
                 blocksparse_cubecl::forward(client, tiles.plan(), &layout, x, saved, &options)?
             }
         }
+        Ok(())
+    }
+
+    /// By blocks; with `carry` after what is in the results.
+    fn forward_by_block(&self, plan: &ByBlock, carry: bool) -> Result<()> {
+        let [q, k, v, _] = &self.views;
+        let [out, lse, ..] = &self.results;
+        let lists = PlacedLists {
+            queries: &self.queries,
+            tile_blocks: &self.tile_blocks,
+            places: &self.places,
+        };
+        let (client, saved, scale) = (&self.client, Outputs::new(out, lse), self.scale());
+        forward_by_block(client, plan, [q, k, v], lists, saved, scale, carry)?;
         Ok(())
     }
 
@@ -317,7 +349,7 @@ impl Call {
             v: dv,
         };
         match plan {
-            Plan::Walk(walks) | Plan::Neighbours(walks) => {
+            Plan::Walk(walks) | Plan::Neighbours(walks) | Plan::Blocks(_, walks) => {
                 let lists = match self.request.block {
                     1 => ListedLists::Keys(blocks),
                     _ => ListedLists::Blocks {

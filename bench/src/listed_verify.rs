@@ -131,6 +131,18 @@ fn check(client: &Client, name: &str, batch: usize, args: &Args, seed: u64) -> R
         let names = ["out in parts", "lse in parts"].into_iter();
         pairs.extend(names.zip(in_parts.iter().zip(&expected)));
     }
+    let twice;
+    if let Some(Plan::Blocks(plan, _)) = call.plan(way) {
+        // After itself it is the same, of twice the weights.
+        for carry in [false, true] {
+            call.forward_by_block(plan, carry)?;
+        }
+        let [out, lse, ..] = call.read()?;
+        let lse: Vec<f64> = lse.iter().map(|log| log - std::f64::consts::LN_2).collect();
+        twice = [out, lse];
+        let names = ["out twice", "lse twice"].into_iter();
+        pairs.extend(names.zip(twice.iter().zip(&expected)));
+    }
     for (of, (found, expected)) in pairs {
         let (off, at) = furthest(found, expected);
         let (got, exact) = (found[at], expected[at]);

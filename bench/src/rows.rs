@@ -485,7 +485,11 @@ impl Bench {
         let joined = self.buffer(3 * width * width, BF16);
         let bytes = 3 * width * width * 6;
         self.moves("weights of queries, keys, values, rounded", bytes, || {
-            let matrices = [0, 1, 2].map(|index| (&weights[index], width));
+            let matrices = weights.each_ref().map(|handle| fused_rows::BesideMatrix {
+                handle,
+                width,
+                pitch: width,
+            });
             Ok(fused_rows::rounded_beside(
                 client,
                 &matrices,

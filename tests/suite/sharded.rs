@@ -6,7 +6,7 @@ use std::thread;
 use burn::module::Module;
 use burn::nn::Linear;
 use burn::optim::GradientsParams;
-use burn_blocksparse::{SequenceShard, ShardPlan, alibi_slopes};
+use burn_blocksparse::{Exchange, SequenceShard, ShardPlan, alibi_slopes};
 use burn_sparse_transformer::{
     BlockAttentionConfig, Factorization, Recompute, SparseTransformer, SparseTransformerConfig,
     TransformerShard,
@@ -59,9 +59,14 @@ fn problem(layout: &BlockLayout, kv_heads: usize, seed: u64) -> Problem {
 }
 
 /// Output and gradients of each device's rows.
-fn parts(problem: &Problem, plan: &ShardPlan, devices: &[Device], dtype: DType) -> Vec<Results> {
+fn parts(
+    problem: &Problem,
+    shards: Vec<SequenceShard>,
+    devices: &[Device],
+    dtype: DType,
+) -> Vec<Results> {
     thread::scope(|scope| {
-        let running: Vec<_> = (SequenceShard::group(plan).into_iter().zip(devices))
+        let running: Vec<_> = (shards.into_iter().zip(devices))
             .map(|(shard, device)| {
                 let device = device.clone().autodiff();
                 let own = inputs(problem, &device, dtype).map(|x| shard.rows(x, 2));
@@ -116,7 +121,8 @@ fn attention_over_shards_equals_f64() {
                     ShardPlan::with_pieces(&layout, kv_heads, devices, 2).unwrap(),
                 ] {
                     let devices = vec![device.clone(); devices];
-                    let parts = parts(&problem, &plan, &devices, dtype);
+                    let shards = SequenceShard::group(&plan);
+                    let parts = parts(&problem, shards, &devices, dtype);
                     let what = format!("{}, {device:?}, {dtype:?}, {plan}", layout.name());
                     let bounds = [Near::Tensor(tolerance), Near::Rows(dtype)];
                     answer.assert(&what, whole(&plan, &parts), &bounds);
@@ -133,7 +139,10 @@ fn the_same_shards_give_the_same_bits() {
     for device in devices() {
         let devices = vec![device; 3];
         let plan = ShardPlan::new(&layout, 2, 3).unwrap();
-        let run = || parts(&problem, &plan, &devices, DType::F32);
+        let run = || {
+            let shards = SequenceShard::group(&plan);
+            parts(&problem, shards, &devices, DType::F32)
+        };
         let first = run();
         for _ in 0..3 {
             assert_eq!(run(), first);
@@ -149,9 +158,81 @@ fn devices_of_two_kinds_share_a_sequence() {
     let layout = Pattern::streaming(40, 10).layout(2, SEQ, 16).unwrap();
     let problem = problem(&layout, 2, 78).options(None, Some(5.0));
     let plan = ShardPlan::new(&layout, 2, 2).unwrap();
-    let parts = parts(&problem, &plan, &devices, DType::F32);
+    let shards = SequenceShard::group(&plan);
+    let parts = parts(&problem, shards, &devices, DType::F32);
     let answer = problem.solve();
     answer.assert("two kinds", whole(&plan, &parts), &[Near::Tensor(1e-5)]);
+}
+
+/// What each device gathers of `[2, kv_heads, SEQ, 8]` keys, as bytes.
+fn gathered(shards: Vec<SequenceShard>, devices: &[Device], keys: &TensorData) -> Vec<Vec<u8>> {
+    thread::scope(|scope| {
+        let running: Vec<_> = (shards.into_iter().zip(devices))
+            .map(|(shard, device)| {
+                scope.spawn(move || {
+                    let whole = Tensor::<4>::from_data(keys.clone(), (device, keys.dtype()));
+                    let own = shard.rows(whole, 2);
+                    let [k, v] = shard.gather(own.clone(), own).unwrap();
+                    let bytes = [k, v].map(|x| x.into_data().as_bytes().to_vec());
+                    bytes.concat()
+                })
+            })
+            .collect();
+        let joined = running.into_iter().map(|part| part.join().unwrap());
+        joined.collect()
+    })
+}
+
+/// Needs several CUDA devices (`BURN_SPARSE_DEVICE=cuda`) and NCCL.
+#[test]
+fn keys_cross_by_nccl_as_by_the_host() {
+    let Some(devices) = cuda_devices() else {
+        return;
+    };
+    let exchange = Exchange::nccl(&devices).unwrap();
+    for (index, (layout, kv_heads)) in layouts().into_iter().enumerate() {
+        let plan = ShardPlan::new(&layout, kv_heads, devices.len()).unwrap();
+        let shards = || SequenceShard::group_by(&plan, &exchange).unwrap();
+        let name = layout.name();
+        // All bits, also of −0 and numbers that are none.
+        let bits = (0..2 * kv_heads * SEQ * 8).map(|x| (x as u32).wrapping_mul(0x9E37_79B9));
+        let bytes: Vec<u8> = bits
+            .flat_map(|bits| [bits, 1 << 31].map(u32::to_le_bytes)[(bits % 7 == 0) as usize])
+            .collect();
+        for dtype in [DType::F32, DType::BF16] {
+            let size = bytes.len() * dtype.size() / 4;
+            let shape = [2, kv_heads, SEQ, 8];
+            let keys = TensorData::from_bytes_vec(bytes[..size].to_vec(), shape, dtype);
+            let expected = gathered(SequenceShard::group(&plan), &devices, &keys);
+            assert!(
+                gathered(shards(), &devices, &keys) == expected,
+                "{name}, {dtype:?}: other bits"
+            );
+        }
+        let problem = problem(&layout, kv_heads, index as u64).options(None, Some(5.0));
+        let answer = problem.solve();
+        let run = || parts(&problem, shards(), &devices, DType::F32);
+        let first = run();
+        let bounds = [Near::Tensor(1e-5), Near::Rows(DType::F32)];
+        answer.assert(name, whole(&plan, &first), &bounds);
+        for _ in 0..10 {
+            assert_eq!(run(), first, "{name}");
+        }
+    }
+}
+
+#[test]
+fn an_exchange_of_devices_that_have_none_is_refused() {
+    let device = devices().remove(0);
+    if format!("{device:?}").contains("Cuda") {
+        return;
+    }
+    let found = Exchange::best(&[device.clone(), device.clone()]);
+    assert_eq!(found, Exchange::default());
+    assert_eq!(found.to_string(), "the host");
+    let error = Exchange::nccl(&[device.clone(), device]).unwrap_err();
+    let expected = "device must be a CUDA device";
+    assert!(error.to_string().starts_with(expected), "{error}");
 }
 
 #[test]

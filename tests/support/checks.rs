@@ -107,7 +107,8 @@ registry! {
     }
     linear {
         training::linear: products_equal_f64, products_in_half_precision, products_of_any_strides, products_differentiate_what_is_tracked;
-        training::few_rows: few_rows_equal_f64, few_rows_by_heads_equal_f64, few_rows_are_differentiated;
+        training::few_rows: few_rows_equal_f64, few_rows_by_heads_equal_f64,
+            few_rows_with_a_gate_equal_f64, few_rows_are_differentiated;
     }
     loss {
         training::loss: cross_entropy_equals_f64, cross_entropy_of_large_logits, cross_entropy_in_half_precision,

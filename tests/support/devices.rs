@@ -23,6 +23,21 @@ pub fn two_devices() -> Option<[Device; 2]> {
     Some([found.next()?, found.next()?])
 }
 
+/// As many CUDA devices as there are, four at most, if the tests run on CUDA and there are several.
+pub fn cuda_devices() -> Option<Vec<Device>> {
+    if std::env::var("BURN_SPARSE_DEVICE").as_deref() != Ok("cuda") {
+        return None;
+    }
+    #[cfg(feature = "cuda")]
+    let found: Vec<Device> = (0..4)
+        .map(|index: usize| Device::cuda(index))
+        .take_while(|device| burn_blocksparse::check_device(device).is_ok())
+        .collect();
+    #[cfg(not(feature = "cuda"))]
+    let found: Vec<Device> = Vec::new();
+    (found.len() > 1).then_some(found)
+}
+
 #[allow(deprecated)]
 fn device(name: &str) -> Option<Device> {
     match name {

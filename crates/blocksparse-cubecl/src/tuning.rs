@@ -37,6 +37,8 @@ pub struct Tuning {
     pub key_picks: KeyPicking,
     /// `BLOCKSPARSE_ROW_PRODUCTS`: whether rows of clusters and hashes are multiplied on tensor cores.
     pub row_products: bool,
+    /// `BLOCKSPARSE_FEW_ROWS`: rows that products without a backward pass have at most, without tensor cores where there are some, and on them, 64 at most.
+    pub few_rows: [usize; 2],
     /// `BLOCKSPARSE_COARSE`: coarse steps, nowhere or wherever they can be. `None`: where they should be faster.
     pub coarse: Option<bool>,
     /// `BLOCKSPARSE_SIMT_TILE`: rows, columns and rows of a unit of the `simt` tier's tile.
@@ -70,6 +72,7 @@ impl Default for Tuning {
             pairs: true,
             key_picks: KeyPicking::Parts,
             row_products: true,
+            few_rows: [2, 64],
             coarse: None,
             simt_tile: None,
             simt_sums: 1024,
@@ -105,6 +108,8 @@ pub enum ListedWay {
     Walk,
     /// Neighbouring queries walk the union of theirs.
     Neighbours,
+    /// Blocks meet the queries that list them, forward.
+    Blocks,
     /// Tiles compute all pairs.
     Tiles,
 }
@@ -163,9 +168,10 @@ macro_rules! variables {
 
 variables! {
     "BLOCKSPARSE_COARSE", SWITCH => coarse: |text| switch(text).map(Some);
+    "BLOCKSPARSE_FEW_ROWS", "two numbers with a comma between" => few_rows: two_numbers;
     "BLOCKSPARSE_KEY_PICKS", "0, 1 or whole" => key_picks: key_picking;
     "BLOCKSPARSE_LINE_SUMS", SWITCH => line_sums: switch;
-    "BLOCKSPARSE_LISTED", "walk, neighbours or tiles" => listed: |text| listed_way(text).map(Some);
+    "BLOCKSPARSE_LISTED", "walk, neighbours, blocks or tiles" => listed: |text| listed_way(text).map(Some);
     "BLOCKSPARSE_LISTED_TILE",
         "KEYSxSTAGES of forward, or two of them with a comma between, forward and dQ: 16 or 32 keys, 2 to 32 stages"
         => listed_tile: listed_tiles;
@@ -205,6 +211,11 @@ fn number(text: &str) -> Option<usize> {
     text.parse().ok()
 }
 
+fn two_numbers(text: &str) -> Option<[usize; 2]> {
+    let (first, second) = text.split_once(',')?;
+    Some([number(first)?, number(second)?])
+}
+
 fn key_picking(text: &str) -> Option<KeyPicking> {
     match text {
         "0" => Some(KeyPicking::Pages),
@@ -218,6 +229,7 @@ fn listed_way(text: &str) -> Option<ListedWay> {
     match text {
         "walk" => Some(ListedWay::Walk),
         "neighbours" => Some(ListedWay::Neighbours),
+        "blocks" => Some(ListedWay::Blocks),
         "tiles" => Some(ListedWay::Tiles),
         _ => None,
     }
@@ -383,12 +395,13 @@ mod tests {
     }
 
     /// A wrong value of each variable, and what is said of it.
-    const WRONG: [(&str, &str, &str); 25] = [
+    const WRONG: [(&str, &str, &str); 26] = [
         ("UNFENCED", "yes", "0 or 1"),
         ("COARSE", "2", "0 or 1"),
+        ("FEW_ROWS", "8", "two numbers with a comma between"),
         ("KEY_PICKS", "Whole", "0, 1 or whole"),
         ("LINE_SUMS", "off", "0 or 1"),
-        ("LISTED", "walks", "walk, neighbours or tiles"),
+        ("LISTED", "walks", "walk, neighbours, blocks or tiles"),
         ("LISTED_TILE", "32", "KEYSxSTAGES"),
         ("LISTED_TILE", "64x2", "KEYSxSTAGES"),
         ("LISTED_TILE", "16x1", "KEYSxSTAGES"),
@@ -461,12 +474,14 @@ mod tests {
             "UNFENCED", "1" => unfenced: true;
             "COARSE", "0" => coarse: Some(false);
             "COARSE", "1" => coarse: Some(true);
+            "FEW_ROWS", "0,16" => few_rows: [0, 16];
             "KEY_PICKS", "0" => key_picks: KeyPicking::Pages;
             "KEY_PICKS", "whole" => key_picks: KeyPicking::Whole;
             "LINE_SUMS", "0" => line_sums: false;
             "LINE_SUMS", "1" => line_sums: true;
             "LISTED", "walk" => listed: Some(ListedWay::Walk);
             "LISTED", "neighbours" => listed: Some(ListedWay::Neighbours);
+            "LISTED", "blocks" => listed: Some(ListedWay::Blocks);
             "LISTED", "tiles" => listed: Some(ListedWay::Tiles);
             "LISTED_TILE", "32x3,16x4" => listed_tile: [Some([32, 3]), Some([16, 4])];
             "LOG_SUMS", "0" => log_sums: false;

@@ -103,5 +103,5 @@ pub use error::OpError;
 pub use masses::{AccumulatedAttention, AccumulatedAttentionOptions, accumulated_attention};
 pub use merge::merge_attention;
 pub use options::{AttentionOptions, ProductPrecision, WeightsMode, alibi_slopes};
-pub use sharded::SequenceShard;
+pub use sharded::{Exchange, SequenceShard};
 pub use weights::BlockSparseTensor;

@@ -41,6 +41,6 @@ pub use crate::loss::{CrossEntropyOptions, Reduction, linear_cross_entropy};
 pub use crate::norm::{
     AddNormOptions, NormKind, NormParams, Residual, add_norm, norm, residual_add,
 };
-pub use crate::rope::{RopePositions, rope};
+pub use crate::rope::{RopePositions, rope, rope_pair};
 pub use blocksparse::ElementDropout;
 pub use burn_blocksparse::internal::op_plan::OpPlan;

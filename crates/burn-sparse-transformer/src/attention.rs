@@ -11,7 +11,7 @@ use crate::call::{Call, Seen};
 use crate::content::ContentHeads;
 use crate::dropout::{Seeds, training_dropout};
 use crate::error::{ensure, ensure_shape, or_panics};
-use crate::heads::{Positions, rotate};
+use crate::heads::{Positions, rotate, rotate_both};
 use crate::layouts::{Layouts, Request};
 use crate::precision::project_heads;
 use crate::stream::Projected;
@@ -357,7 +357,8 @@ impl SparseMultiHeadAttention {
         call: &Call,
     ) -> Result<(Tensor<4>, Tensor<4>, Tensor<4>), TransformerError> {
         let [key_heads, value_heads] = self.kv_heads();
-        let (query, key, value) = match input.is_self_attention() {
+        let same_rows = input.is_self_attention();
+        let (query, key, value) = match same_rows {
             // One product, whose result is read once.
             true => {
                 let layers = [&self.query, &self.key, &self.value];
@@ -377,11 +378,18 @@ impl SparseMultiHeadAttention {
                 )
             }
         };
-        Ok((
-            self.place(query, &self.query_norm, &call.query)?,
-            self.place(key, &self.key_norm, &call.key)?,
-            value,
-        ))
+        let Some(rope) = self.rope.as_ref().filter(|_| same_rows) else {
+            return Ok((
+                self.place(query, &self.query_norm, &call.query)?,
+                self.place(key, &self.key_norm, &call.key)?,
+                value,
+            ));
+        };
+        let dtype = query.dtype();
+        let query = self.normed(query, &self.query_norm)?;
+        let key = self.normed(key, &self.key_norm)?;
+        let [query, key] = rotate_both(rope, [query, key], &call.query, dtype)?;
+        Ok((query, key, value))
     }
 
     pub(crate) fn attend<'a>(
@@ -447,14 +455,18 @@ impl SparseMultiHeadAttention {
         positions: &Positions,
     ) -> Result<Tensor<4>, TransformerError> {
         let dtype = x.dtype();
-        let x = match norm {
-            Some(norm) => norm.forward(x, self.qk_norm_eps)?,
-            None => x,
-        };
+        let x = self.normed(x, norm)?;
         match &self.rope {
             Some(rope) => rotate(rope, x, positions, dtype),
             None => Ok(x.cast(dtype)),
         }
+    }
+
+    fn normed(&self, x: Tensor<4>, norm: &Option<HeadNorm>) -> Result<Tensor<4>, TransformerError> {
+        Ok(match norm {
+            Some(norm) => norm.forward(x, self.qk_norm_eps)?,
+            None => x,
+        })
     }
 
     /// The output projection of what the heads see, without its bias.

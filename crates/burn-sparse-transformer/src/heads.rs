@@ -7,7 +7,9 @@ use burn::nn::{
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::OpError;
 use burn_blocksparse::graph::ensure_not_capturing;
-use burn_fused_ops::{AddNormOptions, NormKind, NormParams, RopePositions, norm, rope as rope_op};
+use burn_fused_ops::{
+    AddNormOptions, NormKind, NormParams, RopePositions, norm, rope as rope_op, rope_pair,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::TransformerError;
@@ -155,14 +157,39 @@ fn turned(
     back: bool,
 ) -> Result<Tensor<4>, TransformerError> {
     let table = rope.freq_complex.clone();
-    let positions = match positions {
-        Positions::From(start) => RopePositions::From(*start),
-        Positions::Documents(lengths) => {
-            RopePositions::Of(Box::new(of_documents(lengths, &table)?))
-        }
-        Positions::Listed(places) => RopePositions::Of(places.clone()),
-    };
+    let positions = places_in(&table, positions)?;
     Ok(rope_op(x, table, positions, dtype.into(), back)?)
+}
+
+/// [`rotate`] of queries and keys of the same rows.
+pub(crate) fn rotate_both(
+    rope: &RotaryEncoding,
+    [query, key]: [Tensor<4>; 2],
+    positions: &Positions,
+    dtype: DType,
+) -> Result<[Tensor<4>; 2], TransformerError> {
+    if query.dtype() != key.dtype() {
+        let query = rotate(rope, query, positions, dtype)?;
+        return Ok([query, rotate(rope, key, positions, dtype)?]);
+    }
+    let table = rope.freq_complex.clone();
+    let positions = places_in(&table, positions)?;
+    Ok(rope_pair(
+        query,
+        key,
+        table,
+        positions,
+        dtype.into(),
+        false,
+    )?)
+}
+
+fn places_in(table: &Tensor<3>, positions: &Positions) -> Result<RopePositions, TransformerError> {
+    Ok(match positions {
+        Positions::From(start) => RopePositions::From(*start),
+        Positions::Documents(lengths) => RopePositions::Of(Box::new(of_documents(lengths, table)?)),
+        Positions::Listed(places) => RopePositions::Of(places.clone()),
+    })
 }
 
 fn of_documents(lengths: &[usize], table: &Tensor<3>) -> Result<Tensor<1, Int>, TransformerError> {

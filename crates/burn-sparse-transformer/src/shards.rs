@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use burn_blocksparse::{BlockLayout, SequenceShard, ShardPlan};
+use burn_blocksparse::{BlockLayout, Exchange, SequenceShard, ShardPlan};
 
 use crate::block::Pass;
 use crate::block_shard::ShardOfBlock;
@@ -68,6 +68,19 @@ impl TransformerShard {
         seq: usize,
         devices: usize,
     ) -> Result<Vec<Self>, TransformerError> {
+        Self::group_by(model, seq, devices, &Exchange::default())
+    }
+
+    /// As [`Self::group`], with another way for keys to cross.
+    ///
+    /// # Errors
+    /// As [`Self::group`], and if the exchange is of another number of devices.
+    pub fn group_by(
+        model: &SparseTransformer,
+        seq: usize,
+        devices: usize,
+        exchange: &Exchange,
+    ) -> Result<Vec<Self>, TransformerError> {
         let context = model.context();
         ensure(
             seq <= context,
@@ -98,7 +111,8 @@ impl TransformerShard {
             .collect();
         for layout in &layouts {
             let plan = ShardPlan::with_pieces(layout, kv_heads, devices, pieces)?;
-            for (device, shard) in group.iter_mut().zip(SequenceShard::group(&plan)) {
+            let shards = SequenceShard::group_by(&plan, exchange)?;
+            for (device, shard) in group.iter_mut().zip(shards) {
                 device.shards.push(Arc::new(shard));
             }
         }

@@ -25,7 +25,7 @@ use crate::checkpoint::{Best, Checkpoint, Header};
 use crate::config::RunConfig;
 use crate::data::{Corpus, Fingerprint, Sampler, Split, thousands};
 use crate::device::NamedDevice;
-use crate::devices::{Group, Reduce, Shard, Training};
+use crate::devices::{Crossing, Group, Reduce, Shard, Training};
 use crate::eval::{Evaluation, Evaluator};
 use crate::log::{self, Log, Row};
 use crate::memory::Resources;
@@ -86,6 +86,12 @@ pub struct TrainArgs {
     /// What several devices share
     #[arg(long, value_enum, default_value_t, requires = "devices", help_heading = DEVICE)]
     shard: Shard,
+    /// How keys cross between devices that share sequences [default: nccl where it can be used]
+    #[arg(long, value_enum, requires = "devices", help_heading = DEVICE)]
+    exchange: Option<Crossing>,
+    /// How many devices share each sequence; others have other windows of a batch [default: all]
+    #[arg(long, value_parser = arguments::positive, requires = "devices", help_heading = DEVICE)]
+    share: Option<usize>,
     /// Record a step once and replay it where the device can (CUDA): the same numbers with less work of the host
     #[arg(long, help_heading = DEVICE)]
     graph: bool,
@@ -134,7 +140,8 @@ const DEVICE: &str = "Device";
 /// Runs `enwik8 train`. The exit code is 130 if Ctrl-C ended it.
 pub fn run(args: &TrainArgs) -> Result<ExitCode> {
     let (device, devices) = (args.device.as_deref(), args.devices.as_deref());
-    let group = Group::open(device, devices, args.reduce, args.shard)?;
+    let (reduce, shard, exchange) = (args.reduce, args.shard, args.exchange);
+    let group = Group::open(device, devices, reduce, shard, exchange, args.share)?;
     let session = match args.resume {
         false => Session::begin(args, group)?,
         true => Session::resume(args, group)?,

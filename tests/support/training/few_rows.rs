@@ -1,22 +1,28 @@
 //! Products of few rows without a backward pass, against f64: one to three weights that lie in any way, to heads and from them.
 
 use burn::tensor::FloatDType;
-use burn_fused_ops::{LinearOptions, fused_linear, linear, out_proj, qkv_proj};
+use burn_fused_ops::{
+    Activation, LinearOptions, fused_linear, gated_linear, linear, out_proj, qkv_proj,
+};
 
 use crate::prelude::*;
 
 /// Rows, depth, and the columns of each weight.
 type Lengths = (usize, usize, &'static [usize]);
 
-const LENGTHS: [Lengths; 7] = [
+const LENGTHS: [Lengths; 10] = [
     (1, 8, &[8]),
     (1, 576, &[576, 192, 192]),
     (2, 136, &[72, 8]),
     (3, 4104, &[40]),
     (5, 64, &[1032]),
     (8, 1000, &[264, 128, 8]),
-    // Too many.
+    // With tensor cores, in half precision.
     (9, 64, &[64]),
+    (30, 576, &[136, 64, 8]),
+    (64, 264, &[40]),
+    // Too many.
+    (65, 64, &[64]),
 ];
 
 /// How weights lie in memory.
@@ -40,7 +46,11 @@ fn weight(
 }
 
 /// `[rows, Σ columns]`.
-fn expected(x: &[f64], weights: &[Vec<f64>], (rows, depth, outs): Lengths) -> Vec<f64> {
+fn expected(
+    x: &[f64],
+    weights: &[Vec<f64>],
+    (rows, depth, outs): (usize, usize, &[usize]),
+) -> Vec<f64> {
     let parts = weights.iter().zip(outs).map(|(weight, &out)| {
         product(
             [rows, depth, out],
@@ -137,6 +147,29 @@ pub fn few_rows_by_heads_equal_f64(devices: &[Device]) {
         let what = format!("{device:?}, {dtype:?}, from heads");
         assert_close(&what, got, &expected, tolerance);
     });
+}
+
+/// Both weights of a gated unit in one pass, with rows for either kernel.
+pub fn few_rows_with_a_gate_equal_f64(devices: &[Device]) {
+    for (rows, depth, width) in [(1, 576, 1536), (7, 72, 40), (21, 1000, 264)] {
+        each(devices, |device, dtype, tolerance| {
+            let x = values(780, rows * depth, dtype);
+            let all = [781, 782].map(|seed| values(seed, depth * width, dtype));
+            let [gate, up] = (all.each_ref())
+                .map(|values| weight(values, [depth, width], (device, dtype), WAYS[1]));
+            let x_rows = tensor::<2>(&x, [rows, depth], device, dtype);
+            let options = LinearOptions::default();
+            let got = read(gated_linear(x_rows, gate, up, Activation::Silu, &options).unwrap());
+            let [gates, others] =
+                all.map(|weight| expected(&x, &[weight], (rows, depth, &[width])));
+            let active = gates
+                .into_iter()
+                .zip(others)
+                .map(|(gate, other)| gate / (1.0 + (-gate).exp()) * other);
+            let what = format!("{device:?}, {dtype:?}, {rows} × {depth} × {width}");
+            assert_close(&what, got, &active.collect::<Vec<_>>(), 8.0 * tolerance);
+        });
+    }
 }
 
 /// What a backward pass reads is there, whatever runs without one.

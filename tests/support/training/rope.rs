@@ -1,7 +1,7 @@
 //! Rotary position embedding and its gradient, against loops in f64.
 
 use burn::tensor::FloatDType;
-use burn_fused_ops::{RopePositions, rope};
+use burn_fused_ops::{RopePositions, rope, rope_pair};
 
 use crate::prelude::*;
 
@@ -87,7 +87,15 @@ impl Problem {
                     RopePositions::Of(Box::new(Tensor::from_data(places, &device)))
                 }
             };
-            let y = rope(x.clone(), table, positions, FloatDType::from(out), back).unwrap();
+            let dtype_out = FloatDType::from(out);
+            let y = rope(x.clone(), table.clone(), positions.clone(), dtype_out, back).unwrap();
+            // Beside queries with other heads, to the last bit.
+            let others = Tensor::cat(vec![x.clone(), x.clone()], 1);
+            let both = rope_pair(others, x.clone(), table, positions, dtype_out, back).unwrap();
+            let [others, again] = both.map(read);
+            assert!(again.as_bytes() == read(y.clone()).as_bytes());
+            let twice = Tensor::cat(vec![y.clone(), y.clone()], 1);
+            assert!(others.as_bytes() == read(twice).as_bytes());
             assert_eq!(y.dtype(), out);
             let grad = tensor::<4>(&self.grad, self.shape, &device, out);
             let grads = (y.clone() * grad).sum().backward();

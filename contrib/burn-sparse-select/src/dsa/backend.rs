@@ -5,6 +5,7 @@ use crate::kernels::indexer::{
     by_queries, check, check_rounding, compare, key_bytes, key_parts, pair_sums, round_rows,
     spread_listed, top_k_keys,
 };
+use crate::kernels::selection::{RowsView, RunMaxima};
 use blocksparse::HadamardFp8;
 use blocksparse_cubecl::primitives::radix_select::RadixTile;
 use blocksparse_cubecl::rows::column_sums;
@@ -16,10 +17,12 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 
 use crate::dsa::ops::{
-    ComparedKeys, IndexInputs, IndexerChoice, IndexerGrads, IndexerLoss, IndexerOps, IndexerScores,
-    SeenKeys, TargetInputs,
+    BlockMaxima, ComparedKeys, IndexInputs, IndexerChoice, IndexerGrads, IndexerLoss, IndexerOps,
+    IndexerScores, SeenKeys, TargetInputs,
 };
-use burn_blocksparse::internal::cube::{empty, integers, launched, typed, uses_reference};
+use burn_blocksparse::internal::cube::{
+    empty, integers, launched, readable, typed, uses_reference,
+};
 
 /// Whether kernels take pairs of such sizes and of numbers of a type on a device.
 pub(crate) fn available(device: &CubeDevice, dtype: DType, sizes: &PairSizes) -> bool {
@@ -40,6 +43,28 @@ pub(crate) fn rounds(device: &CubeDevice, dtype: DType, width: usize) -> bool {
     let is_float = matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
     let element = || dtype_to_elem_type(dtype);
     is_float && !uses_reference() && check_rounding(&device.client(), element(), width).is_ok()
+}
+
+/// The highest products of blocks, of queries `[batch, heads, .., width]`.
+fn run_maxima([batch, heads, _, width]: [usize; 4], call: &BlockMaxima) -> RunMaxima {
+    RunMaxima {
+        rows: [batch * heads, call.rows[1]],
+        columns: call.blocks * call.block,
+        width,
+        run: call.block,
+    }
+}
+
+/// Whether a kernel makes the highest products of blocks, of such queries of a type.
+pub(crate) fn has_maxima(
+    device: &CubeDevice,
+    dtype: DType,
+    q: [usize; 4],
+    call: &BlockMaxima,
+) -> bool {
+    let is_half = matches!(dtype, DType::F16 | DType::BF16);
+    let of = run_maxima(q, call);
+    is_half && !uses_reference() && of.is_served(&device.client(), dtype_to_elem_type(dtype))
 }
 
 /// Contiguous tensors of queries, of keys, and of numbers of queries, these in f32.
@@ -211,6 +236,23 @@ impl IndexerOps for CubeBackend {
             ));
         }
         places
+    }
+
+    fn indexer_maxima(q: CubeTensor, k: CubeTensor, call: BlockMaxima) -> CubeTensor {
+        /// Numbers that rows begin at multiples of.
+        const ALIGNMENT: usize = 8;
+        let [q, k] = [q, k].map(|x| readable(into_contiguous(x), ALIGNMENT));
+        let dims @ [batch, heads, seq_q, width] = q.meta.shape().dims();
+        let [_, _, seq_kv, _] = k.meta.shape().dims::<4>();
+        let (of, bytes) = (run_maxima(dims, &call), q.dtype.size());
+        let [first, rows] = call.rows;
+        let queries = RowsView::new(&q.handle, [batch * heads, seq_q, width]);
+        let queries = queries.rows(first, rows, bytes);
+        let keys = RowsView::new(&k.handle, [batch, seq_kv, width]).rows(0, of.columns, bytes);
+        let out = empty(&q, [batch, heads, rows, call.blocks], DType::F32);
+        let element = dtype_to_elem_type(q.dtype);
+        launched(of.launch(&q.client, element, [&queries, &keys], &out.handle));
+        out
     }
 
     fn indexer_rows(x: CubeTensor, of: HadamardFp8) -> CubeTensor {

@@ -8,11 +8,11 @@ use blocksparse::{HadamardFp8, LayoutShape, Pattern};
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, Tensor};
 
-use crate::dsa::backend::{available, has_top_k, rounds};
+use crate::dsa::backend::{available, has_maxima, has_top_k, rounds};
 use crate::dsa::found::{DsaTarget, Found};
 use crate::dsa::ops::{
-    ComparedKeys, IndexInputs, IndexerChoice, IndexerLoss, IndexerOps, IndexerScores, SeenKeys,
-    TargetInputs,
+    BlockMaxima, ComparedKeys, IndexInputs, IndexerChoice, IndexerLoss, IndexerOps, IndexerScores,
+    SeenKeys, TargetInputs,
 };
 use crate::dsa::scores::{DsaIndex, DsaLists, together};
 use crate::selection::layouts::LayoutCache;
@@ -162,6 +162,27 @@ pub(crate) fn top_k_in_lists(
     let (slots, seen) = (slots.clone().into_dispatch(), seen.clone().into_dispatch());
     let places = <Dispatch as IndexerOps>::indexer_list_choice(inputs, slots, seen, call);
     Some(Tensor::from_dispatch(places))
+}
+
+/// The highest products of some queries `[batch, heads, seq_q, width]` with the keys of each of the first blocks, `[batch, heads, rows, blocks]`; keys are
+/// `[batch, 1, seq_kv, width]`. `None` where there is no kernel that makes them alone.
+pub(crate) fn maxima(
+    [q, k]: [&Tensor<4>; 2],
+    rows: [usize; 2],
+    [block, blocks]: [usize; 2],
+) -> Option<Tensor<4>> {
+    let call = BlockMaxima {
+        rows,
+        block,
+        blocks,
+    };
+    let is_served = q.dtype() == k.dtype()
+        && cube::of(&q.device())
+            .is_some_and(|device| has_maxima(&device, q.dtype(), q.dims(), &call));
+    is_served.then(|| {
+        let [q, k] = [q, k].map(|x| x.clone().into_dispatch());
+        Tensor::from_dispatch(<Dispatch as IndexerOps>::indexer_maxima(q, k, call))
+    })
 }
 
 /// The mean of all numbers, in a fixed order: a mean over all dimensions may be a kernel with atomics, and one over a long one is a single cube's.

@@ -17,7 +17,7 @@ mod found;
 mod fp8;
 mod in_lists;
 #[cfg(feature = "cube")]
-mod kernels;
+pub(crate) mod kernels;
 mod loss;
 mod scores;
 mod slabs;

@@ -35,6 +35,18 @@ pub struct IndexerChoice {
     pub in_fp8: bool,
 }
 
+/// Which of the highest products of blocks are wanted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct BlockMaxima {
+    /// The first query, and how many.
+    pub rows: [usize; 2],
+    /// Keys of a block: 8, 16, 32, 64 or 128.
+    pub block: usize,
+    /// So many of the first blocks, all of them whole.
+    pub blocks: usize,
+}
+
 /// How an indexer's loss is computed, besides its tensors.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
@@ -147,6 +159,15 @@ pub trait IndexerOps: Backend {
         seen: IntTensor<Self>,
         call: IndexerChoice,
     ) -> IntTensor<Self>;
+
+    /// The highest of the products of a query with the keys of each block, f32 `[batch, heads, rows, blocks]`: of `q` `[batch, heads, seq_q, width]` and `k`
+    /// `[batch, 1, seq_kv, width]` of one type. NaN counts only where all are. On devices alone that have a kernel for it.
+    #[fusion(dtype = DType::F32, shape = [q[0], q[1], call.rows[1], call.blocks].into())]
+    fn indexer_maxima(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        call: BlockMaxima,
+    ) -> FloatTensor<Self>;
 
     /// Rows of an index, rotated and rounded to fp8 as [`HadamardFp8::round`] says, in their own dtype: f32, f16 or bf16.
     #[fusion(dtype = x, shape = x)]

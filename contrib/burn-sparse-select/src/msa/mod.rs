@@ -2,23 +2,22 @@
 
 // mod    the choice, and attention over it
 // index  what blocks are chosen by
+// scores the highest of each block
 // loss   what the index branch learns by
 // pages  the choice over pages, for decoding
 
 mod index;
 mod loss;
 mod pages;
-
-use std::ops::Range;
+mod scores;
 
 use blocksparse::{BLOCK_SIZES, BlockLayout, LayoutShape, Pattern, ScoreGrid};
 use burn::tensor::Tensor;
 
-use crate::dsa::{DsaIndex, Slabs, together};
+use crate::msa::scores::BlockScores;
 use crate::pages::page_choice::OWN;
 use crate::selection::layouts::LayoutCache;
 use crate::selection::lists::{check_options, selected_blocks_attention};
-use crate::selection::parts::{joined, padded};
 use crate::selection::query_lists::{ListSizes, SelectedBlocks};
 use burn_blocksparse::{AttentionOptions, OpError, SparseAttentionCall};
 pub use index::MsaIndex;
@@ -68,6 +67,9 @@ pub struct Msa {
 
 /// What neighbouring queries choose in common: that of [`Nsa`](crate::nsa::Nsa), whose choice is of the same kind. Kernels are chosen by it.
 const OVERLAP: f64 = 0.85;
+
+/// Numbers of queries, or of outputs, that are attended to at a time: kernels count to 2³², and parts of outputs take many times as many.
+const TOGETHER: usize = 1 << 30;
 
 /// Scores of single keys in memory at a time: 256 MiB, so that launches are few.
 const NUMBERS: usize = 1 << 26;
@@ -127,12 +129,13 @@ impl Msa {
     }
 
     /// The blocks that each query chooses beside its own, in lists of the heads of keys. None if there is nothing to choose: no more blocks than are kept, or
-    /// the own one alone. Scores of single keys are in memory for some queries at a time, 2²⁶ numbers of them. Nothing is read back where kernels run.
+    /// the own one alone. Scores of blocks are in memory for some queries at a time, and where no kernel makes those alone also of single keys, 2²⁶ numbers of
+    /// them. Nothing is read back where kernels run.
     ///
     /// # Errors
     /// [`OpError`] if the index does not fit the device's kernels.
     pub fn choose(&self, index: &MsaIndex) -> Result<Option<SelectedBlocks>, OpError> {
-        let ([batch, groups, seq_q, _], seq_kv) = (index.q.dims(), index.seq_kv());
+        let ([_, _, seq_q, _], seq_kv) = (index.q.dims(), index.seq_kv());
         let grid = self.grid(seq_q, seq_kv);
         if self.sees_all(seq_kv) {
             return Ok(None);
@@ -140,9 +143,9 @@ impl Msa {
         let Some(sizes) = ListSizes::new(grid, self.keep, OWN) else {
             return Ok(None);
         };
-        let of_groups = index.clone().without_autodiff().of_groups()?;
-        let scores = |rows| Ok(self.maxima(&of_groups, [batch, groups], rows, false));
-        let lists = SelectedBlocks::new(scores, batch * groups, &sizes)?;
+        let scores = self.scores(index);
+        let of_rows = |rows| scores.of_candidates(rows);
+        let lists = SelectedBlocks::new(of_rows, scores.rows_at_a_time(), &sizes)?;
         lists.with_group_reuse(OVERLAP).map(Some)
     }
 
@@ -152,51 +155,11 @@ impl Msa {
     /// # Errors
     /// As [`Self::choose`].
     pub fn block_scores(&self, index: &MsaIndex) -> Result<Tensor<4>, OpError> {
-        let [batch, groups, seq_q, _] = index.q.dims();
-        let of_groups = index.clone().without_autodiff().of_groups()?;
-        Ok(self.maxima(&of_groups, [batch, groups], 0..seq_q, true))
+        self.scores(index).all()
     }
 
-    /// The highest score of each block, of some queries: `[batch, groups, rows, blocks]`. Unless `all` are wanted, those from a query's own block on say nothing.
-    fn maxima(
-        &self,
-        index: &DsaIndex,
-        [batch, groups]: [usize; 2],
-        rows: Range<usize>,
-        all: bool,
-    ) -> Tensor<4> {
-        let ([_, _, seq_q, _], seq_kv) = (index.q.dims(), index.k.dims()[2]);
-        let blocks = seq_kv.div_ceil(self.block);
-        let step = together(index.q.dims(), seq_kv, self.numbers);
-        let parts = rows.clone().step_by(step).map(|start| {
-            let rows = start..(start + step).min(rows.end);
-            let count = rows.len();
-            // Blocks before that of the last query are whole.
-            let own = (rows.end - 1 + seq_kv - seq_q) / self.block;
-            let is_part = !all && own * self.block >= count;
-            let keys = if is_part { own * self.block } else { seq_kv };
-            let part = DsaIndex {
-                q: index.q.clone().slice_dim(2, rows.clone()),
-                k: index.k.clone().slice_dim(2, 0..keys),
-                weights: index.weights.clone().slice_dim(2, rows),
-                ..*index
-            };
-            let x = Slabs::new(&part, self.numbers).scores(0..count, 0, true);
-            let known = keys.div_ceil(self.block);
-            let x = match known * self.block - keys {
-                0 => x,
-                // The last block is filled up with its last key.
-                behind => {
-                    let last = x.clone().slice_dim(2, keys - 1..keys);
-                    let dims = [batch * groups, count, behind];
-                    Tensor::cat(vec![x, last.expand(dims)], 2)
-                }
-            };
-            let x = x.reshape([batch * groups * count, known, self.block]);
-            let x = x.max_dim(2).reshape([batch, groups, count, known]);
-            padded(x, 3, [0, blocks - known])
-        });
-        joined(parts.collect(), 2)
+    fn scores(&self, index: &MsaIndex) -> BlockScores {
+        BlockScores::new(index.clone().without_autodiff(), self.block, self.numbers)
     }
 
     /// Attention to the blocks of [`choose`](Self::choose) and to each query's own, or to all keys up to a query's position where there are no more blocks than
@@ -228,9 +191,42 @@ impl Msa {
                     let expected = "none where no more blocks than are kept are to choose from";
                     return Err(OpError::argument("lists", expected, "some"));
                 }
-                selected_blocks_attention(q, k, v, &near, lists, options)
+                let [batch, heads, seq_q, head_dim] = q.dims();
+                let widest = head_dim.max(v.dims()[3]);
+                let together = (TOGETHER / (batch * heads * widest)).max(self.block);
+                match together < seq_q {
+                    false => selected_blocks_attention(q, k, v, &near, lists, options),
+                    true => self.attention_in_parts([q, k, v], &lists, &options, together),
+                }
             }
         }
+    }
+
+    /// Attention of so many queries at a time, to the keys up to the last of them.
+    fn attention_in_parts(
+        &self,
+        [q, k, v]: [Tensor<4>; 3],
+        lists: &SelectedBlocks,
+        options: &AttentionOptions,
+        together: usize,
+    ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
+        let ([_, _, seq_q, _], seq_kv) = (q.dims(), k.dims()[2]);
+        let (mut outs, mut logs) = (Vec::new(), Vec::new());
+        for start in (0..seq_q).step_by(together) {
+            let rows = start..(start + together).min(seq_q);
+            let end = rows.end + seq_kv - seq_q;
+            let sizes = match self.sees_all(end) {
+                true => None,
+                false => ListSizes::new(self.grid(rows.len(), end), self.keep, OWN),
+            };
+            let lists = sizes.map(|sizes| lists.of_queries(rows.clone(), &sizes));
+            let [k, v] = [&k, &v].map(|x| x.clone().slice_dim(2, 0..end));
+            let q = q.clone().slice_dim(2, rows);
+            let (out, lse) = self.attention(q, k, v, lists, options.clone())?;
+            outs.push(out);
+            logs.push(lse);
+        }
+        Ok((Tensor::cat(outs, 2), Tensor::cat(logs, 2)))
     }
 
     /// What queries `[batch, heads, seq_q, head_dim]` see of so many keys beside their [lists](Self::choose): their own blocks, or all keys up to their positions
@@ -259,6 +255,44 @@ impl Msa {
             seq_q,
             seq_kv,
             causal: true,
+        }
+    }
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use burn::tensor::{Device, Distribution};
+
+    use super::*;
+
+    /// However many queries at a time, of as many queries as keys and of fewer; the first parts see all blocks.
+    #[test]
+    fn parts_give_what_the_whole_gives() {
+        let device = Device::flex();
+        let random =
+            |heads, rows| Tensor::<4>::random([2, heads, rows, 8], Distribution::Default, &device);
+        let msa = Msa::new(8, 3).unwrap();
+        for [seq_q, seq_kv] in [[90, 90], [37, 75]] {
+            let index = MsaIndex::new(random(2, seq_q), random(1, seq_kv)).unwrap();
+            let lists = msa.choose(&index).unwrap().unwrap();
+            let x = [random(4, seq_q), random(2, seq_kv), random(2, seq_kv)];
+            let options = AttentionOptions::default();
+            let [q, k, v] = x.clone();
+            let whole = msa.attention(q, k, v, Some(lists.clone()), options.clone());
+            let (out, lse) = whole.unwrap();
+            for together in [1, 8, 13, 40, 90] {
+                let found = msa.attention_in_parts(x.clone(), &lists, &options, together);
+                let (found_out, found_lse) = found.unwrap();
+                let far = |a: Tensor<1>, b: Tensor<1>| (a - b).abs().max().into_scalar::<f32>();
+                let far = [
+                    far(found_out.flatten(0, 3), out.clone().flatten(0, 3)),
+                    far(found_lse.flatten(0, 2), lse.clone().flatten(0, 2)),
+                ];
+                assert!(
+                    far.iter().all(|&far| far < 1e-6),
+                    "{together} of {seq_q}: {far:?}"
+                );
+            }
         }
     }
 }

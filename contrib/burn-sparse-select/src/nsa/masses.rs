@@ -104,8 +104,8 @@ impl<'a> Masses<'a> {
             return SelectedBlocks::of_choices(blocks, sizes).with_group_reuse(OVERLAP);
         }
         let [batch, ..] = self.q.dims();
-        SelectedBlocks::new(|rows| self.of_rows(rows), batch * self.kv_heads, sizes)?
-            .with_group_reuse(OVERLAP)
+        let together = sizes.rows_at_a_time(batch * self.kv_heads);
+        SelectedBlocks::new(|rows| self.of_rows(rows), together, sizes)?.with_group_reuse(OVERLAP)
     }
 
     /// Of queries and blocks that see nothing of each other.

@@ -4,19 +4,37 @@
 mod kernels {
     use crate::kernels::rows;
     use crate::kernels::rows::blocks::{Blocked, RowBlocks};
+    #[cfg(feature = "cuda")]
+    use crate::kernels::selection::highest;
     use blocksparse_cubecl as kernels;
+    use blocksparse_cubecl::error::KernelError;
     use blocksparse_cubecl::{KeyListSizes, ListBuffers, ListSizes, ScoredRows};
     use burn::backend::cubecl::dtype_to_elem_type;
     use burn::tensor::{DType, IntDType};
     use burn_cubecl::CubeBackend;
     use burn_cubecl::kernel::{cast, into_contiguous};
     use burn_cubecl::tensor::CubeTensor;
+    use cubecl::prelude::Client;
+    use cubecl::server::Handle;
 
     use crate::selection::ops::SelectionOps;
     use crate::selection::reference;
     use crate::selection::token_sparse::reference::unique_keys;
     use crate::selection::values::{QueriesOfBlocks, QueryTiles, TopKBlocks, UniqueKeys};
     use burn_blocksparse::internal::cube::{empty, uses_reference};
+
+    /// The blocks of the highest scores, a row to a warp where there are warps.
+    fn chosen(
+        client: &Client,
+        of: &ScoredRows,
+        [scores, picks]: [&Handle; 2],
+    ) -> Result<(), KernelError> {
+        #[cfg(feature = "cuda")]
+        if highest::is_served(client, of) {
+            return highest::highest_of_rows(client, of, scores, picks);
+        }
+        kernels::highest_blocks(client, of, scores, picks)
+    }
 
     impl SelectionOps for CubeBackend {
         fn block_means(x: CubeTensor, block: usize) -> CubeTensor {
@@ -53,9 +71,7 @@ mod kernels {
                 [blocks, call.block],
                 call.most,
             );
-            let result =
-                kernels::highest_blocks(&scores.client, &of, &scores.handle, &picks.handle);
-            match result {
+            match chosen(&scores.client, &of, [&scores.handle, &picks.handle]) {
                 Ok(()) => picks,
                 Err(_) => reference::highest_blocks::<Self>(scores, &call),
             }

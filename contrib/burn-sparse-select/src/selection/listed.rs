@@ -119,6 +119,7 @@ impl ListedWalk {
                 blocks: lists.blocks.into_dispatch(),
                 queries: lists.queries.into_dispatch(),
                 tile_blocks: lists.tile_blocks.into_dispatch(),
+                places: lists.places.into_dispatch(),
                 near: layout,
             }),
         };

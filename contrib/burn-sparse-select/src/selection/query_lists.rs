@@ -101,6 +101,11 @@ fn tile(block: usize) -> usize {
 }
 
 impl ListSizes {
+    /// Queries whose scores are in memory at a time, of so many lists.
+    pub(crate) fn rows_at_a_time(&self, lists: usize) -> usize {
+        (SLAB_SCORES / (lists * self.grid.blocks())).max(FEWEST_ROWS)
+    }
+
     /// Blocks that a query chooses, at most.
     pub(crate) fn most(&self) -> usize {
         self.most
@@ -229,20 +234,19 @@ impl SelectedBlocks {
     }
 
     /// The blocks of highest scores beside the forced ones, and their lists. `scores` gives those of rows of queries, f32 `[batch, lists, rows, blocks]`
-    /// without autodiff; it makes as many of them for each of `all` heads.
+    /// without autodiff, of so many at a time; blocks behind the last that a row chooses from may be missing.
     pub(crate) fn new(
         scores: impl Fn(Range<usize>) -> Result<Tensor<4>, OpError>,
-        all: usize,
+        rows_at_a_time: usize,
         sizes: &ListSizes,
     ) -> Result<Self, OpError> {
         let ListSizes {
             grid, forced, most, ..
         } = sizes;
         let (queries, blocks) = (grid.seq_q, grid.blocks());
-        let slab = (SLAB_SCORES / (all * blocks)).max(FEWEST_ROWS);
         let mut chosen = Vec::new();
-        for start in (0..queries).step_by(slab) {
-            let rows = start..(start + slab).min(queries);
+        for start in (0..queries).step_by(rows_at_a_time) {
+            let rows = start..(start + rows_at_a_time).min(queries);
             let scores = scores(rows)?.cast(DType::F32);
             // A query takes from the blocks before that of its position: as if the first blocks were not there, and it lay so much earlier.
             let scores = match forced.first {
@@ -289,6 +293,15 @@ impl SelectedBlocks {
             queries: at.mask_fill(unused, -1),
             tile_blocks: Tensor::from_dispatch(listed.tile_blocks),
             overlap: 0.0,
+        }
+    }
+
+    /// Those of some queries, of a call with these alone.
+    pub(crate) fn of_queries(&self, rows: Range<usize>, sizes: &ListSizes) -> Self {
+        let blocks = self.blocks.clone().slice_dim(2, rows);
+        Self {
+            overlap: self.overlap,
+            ..Self::of_choices(blocks, sizes)
         }
     }
 

@@ -178,7 +178,7 @@ impl Selection {
             let scores = self.estimator.scores(&call, rows)?;
             Ok(self.sharing.reduce(scores, call.group()))
         };
-        SelectedBlocks::new(scores, batch * heads, sizes)
+        SelectedBlocks::new(scores, sizes.rows_at_a_time(batch * heads), sizes)
     }
 
     /// Checks the call, and says how long its lists are.

@@ -79,6 +79,18 @@ pub fn served(device: &Device) -> Result<(), OpError> {
     }
 }
 
+/// The number that its driver gives a device with kernels.
+pub fn index(device: &Device) -> Option<u16> {
+    #[cfg(feature = "cube")]
+    let inner = cube::of(device).map(|inner| inner.to_id().index_id);
+    #[cfg(not(feature = "cube"))]
+    let inner = {
+        let _ = device;
+        None
+    };
+    inner
+}
+
 fn not_served(device: &DispatchDevice) -> OpError {
     // Its variants cannot be named here, but they print their names.
     let device = format!("{device:?}");

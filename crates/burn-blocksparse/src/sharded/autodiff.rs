@@ -2,15 +2,16 @@
 
 use std::sync::Arc;
 
+use burn::backend::TensorMetadata;
 use burn::backend::autodiff::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, TensorMetadata};
-use burn::tensor::{IndexingUpdateOp, Shape, Slice, TensorData, try_read_sync};
+use burn::tensor::{Shape, Slice};
 
 use crate::base::custom_gradient::{custom_gradients, nothing, own_dtype, there};
 use crate::error::OpError;
 use crate::sharded::ShardEnd;
+use crate::sharded::cross::some;
 use crate::sharded::links::Stage;
 use crate::sharded::ops::{KeysAndValues, ShardOps};
 
@@ -45,66 +46,38 @@ impl<B: ShardOps, C: CheckpointStrategy> ShardOps for Autodiff<B, C> {
 }
 
 /// Gradients by own keys and values, of which there are `seq`: this device's, then the other devices' in their order.
-fn returned<B: Backend>(
+fn returned<B: ShardOps>(
     grads: [FloatTensor<B>; 2],
     seq: usize,
     end: &ShardEnd,
     call: u64,
 ) -> Result<[FloatTensor<B>; 2], OpError> {
-    let (routes, stage) = (
-        &end.routes,
-        Stage {
-            call,
-            gradients: true,
-        },
-    );
+    let routes = &end.routes;
+    if !routes.cross() {
+        return Ok(grads);
+    }
+    let stage = Stage {
+        call,
+        gradients: true,
+    };
     let b = end.plan.layout().block_size();
-    let part = |x: &FloatTensor<B>, positions: std::ops::Range<usize>| {
-        let [batch, heads, _, dim] = x.shape().dims();
-        let blocks = heads * positions.len() / b;
-        let slice = [
-            Slice::full(),
-            Slice::full(),
-            positions.into(),
-            Slice::full(),
-        ];
-        let part = B::float_slice(x.clone(), &slice);
-        B::float_reshape(part, Shape::new([batch, blocks, b * dim]))
-    };
-    let index = |numbers: &[i32], x: &FloatTensor<B>| {
-        let data = TensorData::new(numbers.to_vec(), [numbers.len()]);
-        B::int_from_data(data, &x.device())
-    };
-    if routes.most > 0 {
-        let received = grads.each_ref().map(|x| {
-            let all = x.shape()[2];
-            part(x, seq..all)
-        });
-        for (to, numbers) in end.others(&routes.receive) {
-            let [k, v] = received.each_ref().map(|x| {
-                let blocks = B::float_select(x.clone(), 1, index(numbers, x));
-                let data = try_read_sync(B::float_into_data(blocks));
-                let read =
-                    data.map(|data| data.map_err(|error| OpError::Read(format!("{error:?}"))));
-                read.unwrap_or_else(|| Err(OpError::Read("a device that is read later".into())))
-            });
-            end.links.send(to, stage, [k?, v?])?;
-        }
-    }
-    let mut own = grads.each_ref().map(|x| part(x, 0..seq));
-    for (from, numbers) in end.others(&routes.send) {
-        let arrived = end.links.receive(from, stage)?;
+    let shapes = grads.each_ref().map(|x| x.shape());
+    let mut blocks = grads.map(|x| {
+        let [batch, heads, all, dim] = x.shape().dims();
+        B::float_reshape(x, Shape::new([batch, heads * all / b, b * dim]))
+    });
+    let arrived = end.cross::<B>(&blocks, &routes.receive, &routes.send, stage)?;
+    for ((_, numbers), arrived) in some(&routes.send).zip(arrived) {
         let mut arrived = arrived.into_iter();
-        own = own.map(|x| {
-            let device = x.device();
-            let blocks = B::float_from_data(there(arrived.next()), &device);
-            let index = index(numbers, &x);
-            B::float_select_assign(x, 1, index, blocks, IndexingUpdateOp::Add)
-        });
+        blocks = blocks.map(|x| B::with_added(x, there(arrived.next()), numbers.to_vec()));
     }
-    let mut whole = grads.into_iter();
-    Ok(own.map(|x| {
-        let [batch, heads, _, dim] = there(whole.next()).shape().dims();
-        B::float_reshape(x, Shape::new([batch, heads, seq, dim]))
+    let mut shapes = shapes.into_iter();
+    Ok(blocks.map(|x| {
+        let x = B::float_reshape(x, there(shapes.next()));
+        let own = [Slice::full(), Slice::full(), (0..seq).into(), Slice::full()];
+        match routes.most {
+            0 => x,
+            _ => B::float_slice(x, &own),
+        }
     }))
 }

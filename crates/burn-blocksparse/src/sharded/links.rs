@@ -3,12 +3,7 @@
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use burn::tensor::TensorData;
-
 use crate::error::OpError;
-
-/// Keys and values, or the gradients by them: `[batch, blocks, block_size · dim]`.
-pub type Blocks = [TensorData; 2];
 
 /// What a message belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,26 +14,26 @@ pub struct Stage {
     pub gradients: bool,
 }
 
-struct Message {
+struct Message<T> {
     stage: Stage,
-    blocks: Blocks,
+    content: T,
 }
 
 /// One device's ends of the queues, by the other device.
-pub struct Links {
+pub struct Links<T> {
     rank: usize,
-    queues: Mutex<Queues>,
+    queues: Mutex<Queues<T>>,
 }
 
-struct Queues {
-    to: Vec<Option<Sender<Message>>>,
-    from: Vec<Option<Receiver<Message>>>,
+struct Queues<T> {
+    to: Vec<Option<Sender<Message<T>>>>,
+    from: Vec<Option<Receiver<Message<T>>>>,
 }
 
-impl Links {
+impl<T> Links<T> {
     /// Those of each of `devices` devices.
     pub fn group(devices: usize) -> Vec<Self> {
-        let mut ends: Vec<Queues> = (0..devices)
+        let mut ends: Vec<Queues<T>> = (0..devices)
             .map(|_| Queues {
                 to: (0..devices).map(|_| None).collect(),
                 from: (0..devices).map(|_| None).collect(),
@@ -59,22 +54,22 @@ impl Links {
             .collect()
     }
 
-    /// Puts blocks into a queue. Nobody waits.
-    pub fn send(&self, to: usize, stage: Stage, blocks: Blocks) -> Result<(), OpError> {
+    /// Puts a message into a queue. Nobody waits.
+    pub fn send(&self, to: usize, stage: Stage, content: T) -> Result<(), OpError> {
         let queues = self.queues();
         let sender = queues.to[to].as_ref().ok_or_else(|| left(self.rank))?;
-        let sent = sender.send(Message { stage, blocks });
+        let sent = sender.send(Message { stage, content });
         sent.map_err(|_| left(to))
     }
 
-    /// Waits for the next blocks of another device, which must be of this stage.
-    pub fn receive(&self, from: usize, stage: Stage) -> Result<Blocks, OpError> {
+    /// Waits for the next message of another device, which must be of this stage.
+    pub fn receive(&self, from: usize, stage: Stage) -> Result<T, OpError> {
         let queues = self.queues();
         let receiver = queues.from[from].as_ref().ok_or_else(|| left(self.rank))?;
         let message = receiver.recv().map_err(|_| left(from))?;
         let whose = "this device's: all must make the same calls in the same order";
         OpError::expect_same("another device's call", stage, whose, message.stage)?;
-        Ok(message.blocks)
+        Ok(message.content)
     }
 
     /// Ends the queues, so that others do not wait for this device.
@@ -84,7 +79,7 @@ impl Links {
         queues.from.fill_with(|| None);
     }
 
-    fn queues(&self) -> MutexGuard<'_, Queues> {
+    fn queues(&self) -> MutexGuard<'_, Queues<T>> {
         self.queues.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -2,6 +2,10 @@
 
 #[cfg(feature = "autodiff")]
 mod autodiff;
+#[cfg(feature = "cube")]
+mod backend;
+mod cross;
+mod exchange;
 mod links;
 pub mod ops;
 mod routes;
@@ -13,13 +17,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use blocksparse::{BlockLayout, ShardPlan};
 use burn::backend::Dispatch;
 use burn::tensor::kind::Basic;
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
 use crate::check;
 use crate::error::OpError;
 use crate::options::AttentionOptions;
 use crate::{SparseAttentionCall, SparseAttentionOutput};
-use links::{Links, Stage};
+use cross::{Blocks, Way};
+pub use exchange::Exchange;
+use links::Stage;
 use ops::{KeysAndValues, ShardOps};
 use routes::Routes;
 
@@ -29,8 +35,8 @@ use routes::Routes;
 /// send. [`Self::gather`] brings the keys and values that the device's queries attend to, and [`Self::layout`] is what they attend to among those.
 /// Gradients go back to where keys came from, and are added in the order of the devices: the same bits each time.
 ///
-/// Blocks cross by way of the host, on any devices. A device whose shard is dropped has left: others that wait for it get [`OpError::Left`], and panic
-/// with its text in a backward pass.
+/// Blocks cross by way of the host, on any devices, or by NCCL ([`Self::group_by`]). A device whose shard is dropped has left: others that wait for it get
+/// [`OpError::Left`], and panic with its text in a backward pass.
 ///
 /// ```
 /// use burn_blocksparse::ShardPlan;
@@ -57,6 +63,7 @@ use routes::Routes;
 /// ```
 pub struct SequenceShard {
     end: Arc<ShardEnd>,
+    exchange: Exchange,
     layout: BlockLayout,
     calls: AtomicU64,
 }
@@ -67,16 +74,9 @@ pub struct ShardEnd {
     rank: usize,
     plan: Arc<ShardPlan>,
     routes: Routes,
-    links: Links,
-}
-
-impl ShardEnd {
-    /// The other devices for which there are numbers, in order.
-    fn others<'a>(&self, numbers: &'a [Vec<i32>]) -> impl Iterator<Item = (usize, &'a [i32])> {
-        (numbers.iter().enumerate())
-            .filter(|(_, numbers)| !numbers.is_empty())
-            .map(|(other, numbers)| (other, &numbers[..]))
-    }
+    way: Way,
+    /// Sent so far.
+    bytes: AtomicU64,
 }
 
 impl fmt::Debug for ShardEnd {
@@ -99,19 +99,37 @@ impl Drop for SequenceShard {
 }
 
 impl SequenceShard {
-    /// The shards of all devices of a plan, in order.
+    /// The shards of all devices of a plan, in order, between which blocks cross by way of the host.
     pub fn group(plan: &ShardPlan) -> Vec<Self> {
+        Self::made(plan, &Exchange::default())
+    }
+
+    /// As [`Self::group`], with another way for blocks to cross.
+    ///
+    /// # Errors
+    /// [`OpError::Argument`] if the exchange is of another number of devices than the plan.
+    pub fn group_by(plan: &ShardPlan, exchange: &Exchange) -> Result<Vec<Self>, OpError> {
+        if let Exchange::Nccl { devices } = exchange {
+            let (expected, got) = (plan.devices(), devices.len());
+            OpError::expect_same("exchange's devices", expected, "the plan's", got)?;
+        }
+        Ok(Self::made(plan, exchange))
+    }
+
+    fn made(plan: &ShardPlan, exchange: &Exchange) -> Vec<Self> {
         let plan = Arc::new(plan.clone());
-        let links = Links::group(plan.devices()).into_iter().enumerate();
-        links
-            .map(|(rank, links)| Self {
+        let ways = Way::group(exchange, plan.devices());
+        (ways.into_iter().enumerate())
+            .map(|(rank, way)| Self {
                 layout: plan.local_layout(rank),
+                exchange: exchange.clone(),
                 calls: AtomicU64::new(0),
                 end: Arc::new(ShardEnd {
                     rank,
                     routes: Routes::new(&plan, rank),
                     plan: plan.clone(),
-                    links,
+                    way,
+                    bytes: AtomicU64::new(0),
                 }),
             })
             .collect()
@@ -129,7 +147,18 @@ impl SequenceShard {
 
     /// Ends this device's part: others that wait for it get [`OpError::Left`], as when it is dropped.
     pub fn leave(&self) {
-        self.end.links.leave();
+        self.end.way.leave();
+    }
+
+    /// By which way blocks cross.
+    pub fn exchange(&self) -> &Exchange {
+        &self.exchange
+    }
+
+    /// Bytes that this device has sent so far, forward and backward. By way of the host they are the plan's; by NCCL each of two devices sends as much as the
+    /// one that has more for the other.
+    pub fn bytes_sent(&self) -> u64 {
+        self.end.bytes.load(Ordering::Relaxed)
     }
 
     /// The layout of this device's queries over the keys that [`Self::gather`] returns. Positions of rows are not those of the sequence.
@@ -166,6 +195,10 @@ impl SequenceShard {
         let kv_heads = end.plan.kv_heads();
         check::same_device("v's device", &k.device(), "k's", &v.device())?;
         OpError::expect_same("v's dtype", k.dtype(), "k's", v.dtype())?;
+        if let Exchange::Nccl { devices } = &self.exchange {
+            let expected = &devices[self.rank()];
+            check::same_device("k's device", expected, "the exchange's", &k.device())?;
+        }
         let [batch, _, _, head_dim] = k.dims();
         let [_, _, _, value_dim] = v.dims();
         for (argument, size) in [
@@ -189,8 +222,7 @@ impl SequenceShard {
         };
         let own = [k, v];
         let constants = own.each_ref().map(|x| x.clone().without_autodiff());
-        self.send(&constants, stage)?;
-        let all = self.received(constants, stage)?;
+        let all = self.with_others(constants, stage)?;
         let [own, all] = [own, all].map(|[k, v]| KeysAndValues {
             k: k.into_dispatch(),
             v: v.into_dispatch(),
@@ -200,63 +232,60 @@ impl SequenceShard {
         Ok([k, v].map(Tensor::from_dispatch))
     }
 
-    /// Sends blocks of own keys and values to who needs them.
-    fn send(&self, own: &[Tensor<4>; 2], stage: Stage) -> Result<(), OpError> {
-        let b = self.layout.block_size();
-        for (to, numbers) in self.end.others(&self.end.routes.send) {
-            let [k, v] = own.each_ref().map(|x| {
-                let [batch, heads, seq, dim] = x.dims();
-                let blocks = x.clone().reshape([batch, heads * seq / b, b * dim]);
-                let blocks = blocks.select(1, index(numbers, &x.device()));
-                blocks.try_into_data().map_err(OpError::read)
-            });
-            self.end.links.send(to, stage, [k?, v?])?;
-        }
-        Ok(())
-    }
-
     /// Own keys and values with those of others.
-    fn received(&self, own: [Tensor<4>; 2], stage: Stage) -> Result<[Tensor<4>; 2], OpError> {
-        let ShardEnd { routes, links, .. } = &*self.end;
-        if routes.most == 0 {
+    fn with_others(&self, own: [Tensor<4>; 2], stage: Stage) -> Result<[Tensor<4>; 2], OpError> {
+        let routes = &self.end.routes;
+        if !routes.cross() {
             return Ok(own);
         }
+        let b = self.layout.block_size();
+        let all = own.map(|x| self.with_room(x));
+        let blocks: Blocks<Dispatch> = all.each_ref().map(|x| {
+            let [batch, heads, seq, dim] = x.dims();
+            let blocks = x.clone().reshape([batch, heads * seq / b, b * dim]);
+            blocks.into_dispatch()
+        });
+        let (give, get) = (&routes.send, &routes.receive);
+        let arrived = self.end.cross::<Dispatch>(&blocks, give, get, stage)?;
+        // So that they are written in place.
+        drop(blocks);
         let mut parts = [Vec::new(), Vec::new()];
-        for (from, numbers) in self.end.others(&routes.receive) {
-            let arrived = links.receive(from, stage)?;
-            for ((x, data), parts) in own.iter().zip(arrived).zip(&mut parts) {
-                parts.push(self.blocks(x, data, numbers.len())?);
+        for arrived in arrived {
+            for (part, parts) in arrived.into_iter().zip(&mut parts) {
+                parts.push(Tensor::<3>::from_dispatch(part));
             }
         }
         let mut parts = parts.into_iter();
-        Ok(own.map(|x| {
-            let mut parts: Vec<Tensor<3>> = parts.next().unwrap_or_default();
-            let [batch, heads, _, dim] = x.dims();
-            let width = self.layout.block_size() * dim;
-            if routes.has_gaps {
-                parts.push(Tensor::zeros([batch, 1, width], (&x.device(), x.dtype())));
-            }
-            let placed = Tensor::cat(parts, 1).select(1, index(&routes.places, &x.device()));
-            let placed = placed.reshape([batch, heads, routes.most * width / dim, dim]);
-            Tensor::cat(vec![x, placed], 2)
-        }))
+        Ok(all.map(|x| self.placed(x, parts.next().unwrap_or_default())))
     }
 
-    /// `count` blocks of another device on the device of `x`.
-    fn blocks(&self, x: &Tensor<4>, data: TensorData, count: usize) -> Result<Tensor<3>, OpError> {
-        let [batch, _, _, dim] = x.dims();
-        let shape = [batch, count, self.layout.block_size() * dim];
-        let got: [usize; 3] = data.shape().dims();
-        let whose = "of this device's batch and width";
-        OpError::expect_same("another device's blocks", shape, whose, got)?;
-        let dtype = x.dtype();
-        OpError::expect_same(
-            "another device's dtype",
-            dtype,
-            "this device's",
-            data.dtype(),
-        )?;
-        Ok(Tensor::from_data(data, (&x.device(), dtype)))
+    /// Own rows, and room for those of others, which is not written.
+    fn with_room(&self, own: Tensor<4>) -> Tensor<4> {
+        let [batch, heads, seq, dim] = own.dims();
+        let all = self.layout.seq_kv();
+        if all == seq {
+            return own;
+        }
+        let kind = (&own.device(), own.dtype());
+        let room = Tensor::empty([batch, heads, all, dim], kind);
+        room.slice_assign([0..batch, 0..heads, 0..seq, 0..dim], own)
+    }
+
+    /// Blocks of others where they belong, zeros where a head has fewer.
+    fn placed(&self, all: Tensor<4>, mut parts: Vec<Tensor<3>>) -> Tensor<4> {
+        let routes = &self.end.routes;
+        if routes.most == 0 {
+            return all;
+        }
+        let [batch, heads, seq, dim] = all.dims();
+        let (own, width) = (self.layout.seq_q(), self.layout.block_size() * dim);
+        if routes.has_gaps {
+            let kind = (&all.device(), all.dtype());
+            parts.push(Tensor::zeros([batch, 1, width], kind));
+        }
+        let placed = Tensor::cat(parts, 1).select(1, index(&routes.places, &all.device()));
+        let placed = placed.reshape([batch, heads, seq - own, dim]);
+        all.slice_assign([0..batch, 0..heads, own..seq, 0..dim], placed)
     }
 
     /// Attention of this device's queries over the whole sequence: [`Self::gather`] and [`SparseAttentionCall`]. All devices must call it.
@@ -302,5 +331,5 @@ impl SequenceShard {
 fn index(numbers: &[i32], device: &Device) -> Tensor<1, Int> {
     let data = TensorData::new(numbers.to_vec(), [numbers.len()]);
     let device = device.clone().without_autodiff();
-    Tensor::from_data(data, (&device, burn::tensor::DType::I32))
+    Tensor::from_data(data, (&device, DType::I32))
 }

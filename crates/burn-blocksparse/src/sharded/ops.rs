@@ -1,9 +1,10 @@
-//! The backend trait of keys that cross: a step of autodiff whose gradients go back to where the keys came from.
+//! The backend trait of keys that cross: a step of autodiff whose gradients go back to where the keys came from, and what devices exchange by themselves.
 
 use std::sync::Arc;
 
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, ExtensionType, backend_extension};
+use burn::backend::{Backend, ExtensionType, TensorMetadata, backend_extension};
+use burn::tensor::{IndexingUpdateOp, TensorData};
 
 use crate::sharded::ShardEnd;
 use crate::{float_list, reference_backends};
@@ -41,9 +42,24 @@ pub trait ShardOps: Backend {
         let _ = (own, end, call);
         all
     }
+
+    /// What the device with index `peer` gives, for `own`, `[n]` numbers of whole words: both call this. Of CUDA devices with NCCL alone.
+    #[fusion(dtype = own, shape = own)]
+    fn swapped(own: FloatTensor<Self>, peer: u16) -> FloatTensor<Self> {
+        panic!("{:?} swaps nothing with device {peer}", own.device());
+    }
+
+    /// Adds `blocks` `[batch, numbers.len(), width]` to those of `x` `[batch, n, width]` with these numbers, none of them twice.
+    #[fusion(dtype = x, shape = x)]
+    fn with_added(
+        x: FloatTensor<Self>,
+        blocks: FloatTensor<Self>,
+        numbers: Vec<i32>,
+    ) -> FloatTensor<Self> {
+        let length = numbers.len();
+        let index = Self::int_from_data(TensorData::new(numbers, [length]), &x.device());
+        Self::float_select_assign(x, 1, index, blocks, IndexingUpdateOp::Add)
+    }
 }
 
 reference_backends!(ShardOps);
-
-#[cfg(feature = "cube")]
-impl ShardOps for burn_cubecl::CubeBackend {}

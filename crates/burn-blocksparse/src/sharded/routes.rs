@@ -2,12 +2,12 @@
 
 use blocksparse::ShardPlan;
 
-/// Numbers of blocks, by the other device. Blocks of all heads are one list, head by head; those that cross are in the order of heads, then of the
-/// sequence.
+/// Numbers of blocks, by the other device. Of each head a device has its own blocks, then room for those that it receives; blocks of all heads are one list,
+/// head by head. Those that cross are in the order of heads, then of the sequence.
 pub struct Routes {
-    /// Among own blocks, those that another device gets.
+    /// Those that another device gets.
     pub send: Vec<Vec<i32>>,
-    /// Among the places of received blocks, those of each other device's.
+    /// Those that are another device's.
     pub receive: Vec<Vec<i32>>,
     /// For each place of a received block, its number among what arrives, device by device; that behind the last if there is none.
     pub places: Vec<i32>,
@@ -29,28 +29,32 @@ impl Routes {
             place[block] = at;
         }
         let most = plan.blocks_received(rank);
+        let of_head = own.len() + most;
         let mut send = vec![Vec::new(); devices];
         let mut receive = vec![Vec::new(); devices];
+        // Among the places of received blocks, those of each other device's.
+        let mut arriving = vec![Vec::new(); devices];
         for head in 0..plan.kv_heads() {
             for (to, send) in send.iter_mut().enumerate() {
                 let blocks = plan.crossing(rank, to, head).into_iter().flatten();
-                send.extend(blocks.map(|block| (head * own.len() + place[block]) as i32));
+                send.extend(blocks.map(|block| (head * of_head + place[block]) as i32));
             }
-            let mut arriving: Vec<(usize, usize)> = (0..devices)
+            let mut blocks: Vec<(usize, usize)> = (0..devices)
                 .flat_map(|from| {
                     let blocks = plan.crossing(from, rank, head).into_iter().flatten();
                     blocks.map(move |block| (block, from))
                 })
                 .collect();
-            arriving.sort_unstable();
-            for (at, (_, from)) in arriving.into_iter().enumerate() {
-                receive[from].push((head * most + at) as i32);
+            blocks.sort_unstable();
+            for (at, (_, from)) in blocks.into_iter().enumerate() {
+                receive[from].push((head * of_head + own.len() + at) as i32);
+                arriving[from].push(head * most + at);
             }
         }
-        let arriving: Vec<i32> = receive.iter().flatten().copied().collect();
+        let arriving: Vec<usize> = arriving.into_iter().flatten().collect();
         let mut places = vec![arriving.len() as i32; plan.kv_heads() * most];
         for (number, &place) in arriving.iter().enumerate() {
-            places[place as usize] = number as i32;
+            places[place] = number as i32;
         }
         Self {
             send,
@@ -59,5 +63,11 @@ impl Routes {
             places,
             most,
         }
+    }
+
+    /// Whether anything is sent or received.
+    pub fn cross(&self) -> bool {
+        let lists = || self.send.iter().chain(&self.receive);
+        lists().any(|numbers| !numbers.is_empty())
     }
 }

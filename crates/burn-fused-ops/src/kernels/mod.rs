@@ -1,5 +1,7 @@
 //! Kernels of training ops.
 
+#[doc(hidden)]
+pub mod few_rows;
 #[cfg(feature = "cuda")]
 #[doc(hidden)]
 pub mod linear;

@@ -41,9 +41,10 @@ pub(crate) fn text(
         Ok(text) => Ok(format!("{text}; not on wgmma or mma.sync: {why}")),
         Err(other) => Err(format!("{other}; not on wgmma or mma.sync: {why}")),
     });
-    match few_rows::takes(dtype.into(), lengths) {
-        true => Ok(text.unwrap_or_else(|why| why) + "; " + few_rows::TEXT),
-        false => text,
+    let [rows, inputs, outputs] = lengths;
+    match few_rows::text(device, dtype.into(), [rows, inputs], &[outputs]) {
+        Some(few) => Ok(format!("{}; {few}", text.unwrap_or_else(|why| why))),
+        None => text,
     }
 }
 

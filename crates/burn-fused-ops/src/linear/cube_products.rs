@@ -9,7 +9,7 @@ use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::kernel::matmul::{MatmulStrategy, matmul};
 use burn_cubecl::tensor::CubeTensor;
 
-use crate::kernels::rows::beside::rounded_beside;
+use crate::kernels::rows::beside::{BesideMatrix, rounded_beside};
 use crate::linear::named_product as named;
 use crate::linear::products::{Primitives, Products};
 #[cfg(feature = "cuda")]
@@ -70,14 +70,18 @@ impl Products<CubeBackend> for Kernels {
     }
 
     fn joined(weights: Vec<CubeTensor>, dtype: FloatDType) -> CubeTensor {
-        let weights: Vec<CubeTensor> = weights.into_iter().map(into_contiguous).collect();
+        let weights: Vec<CubeTensor> = weights.into_iter().map(by_rows).collect();
         let [rows, _] = weights[0].meta.shape().dims();
         let element = weights[0].dtype;
         let matrices: Vec<_> = weights
             .iter()
-            .map(|weight| (&weight.handle, weight.meta.shape()[1]))
+            .map(|weight| BesideMatrix {
+                handle: &weight.handle,
+                width: weight.meta.shape()[1],
+                pitch: weight.meta.strides()[0],
+            })
             .collect();
-        let width = matrices.iter().map(|(_, width)| width).sum();
+        let width = matrices.iter().map(|matrix| matrix.width).sum();
         if weights.iter().all(|weight| weight.dtype == element) {
             let out = empty(&weights[0], [rows, width], dtype.into());
             let result = rounded_beside(
@@ -122,5 +126,18 @@ impl Products<CubeBackend> for Kernels {
             Ok(()) => sums,
             Err(_) => <Primitives as Products<CubeBackend>>::sum_rows(matrix),
         }
+    }
+}
+
+/// A matrix whose rows are contiguous, with gaps between them or without.
+fn by_rows(matrix: CubeTensor) -> CubeTensor {
+    let (shape, strides) = (matrix.meta.shape(), matrix.meta.strides());
+    let lies = strides[1] == 1
+        && strides[0] >= shape[1]
+        && matrix.qparams.is_none()
+        && !matrix.meta.is_tiled();
+    match lies {
+        true => matrix,
+        false => into_contiguous(matrix),
     }
 }

@@ -2,24 +2,28 @@
 
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::tensor::{FloatDType, Shape};
-use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeDevice};
 
-use crate::kernels::linear::{FEW_ROWS, FewRows, FewRowsWeight, few_rows, is_few};
+use crate::kernels::few_rows::{FewRows, FewRowsPlan, FewRowsRequest, FewRowsWeight, MOST_ROWS};
 use crate::linear::activation::kernels::kind;
 use crate::linear::products::rounded;
 use crate::linear::values::{LinearCall, LinearForm, LinearInputs, LinearOutput};
 use burn_blocksparse::internal::cube::{contiguous, empty, typed};
 use burn_blocksparse::internal::values::{OptFloat, ThreeFloats};
 
-/// How a product of so few rows runs.
-pub(crate) const TEXT: &str = "without a backward pass: one pass over the weights, no tensor cores";
-
-/// Whether a layer of `[rows, inputs, outputs]` has few rows.
-pub(crate) fn takes(dtype: FloatDType, [rows, inputs, outputs]: [usize; 3]) -> bool {
+/// How a layer of `[rows, inputs]` and weights of these columns runs without a backward pass, if it has few rows.
+pub(crate) fn text(
+    device: &CubeDevice,
+    dtype: FloatDType,
+    lengths: [usize; 2],
+    outputs: &[usize],
+) -> Option<String> {
     let element = dtype_to_elem_type(dtype.into());
-    is_few(element, [rows, inputs], &[outputs])
+    let request = FewRowsRequest::new(element, lengths, outputs, [false, false]).ok()?;
+    let plan = FewRowsPlan::new(&device.client(), &request).ok()?;
+    Some(format!("without a backward pass: {plan}"))
 }
 
 /// The product, if no backward pass follows and the kernel takes it.
@@ -39,7 +43,7 @@ pub(crate) fn forward(
         _ => return None,
     };
     let rows = leading.iter().product::<usize>();
-    if call.for_backward || rows > FEW_ROWS {
+    if call.for_backward || rows > MOST_ROWS {
         return None;
     }
     let weights = inputs.weights.clone().into_list();
@@ -49,9 +53,8 @@ pub(crate) fn forward(
         .iter()
         .map(|weight| weight.meta.shape()[1])
         .collect();
-    let element = dtype_to_elem_type(call.dtype.into());
     let same = |weight: &&CubeTensor| FloatDType::from(weight.dtype) == call.dtype;
-    if !weights.iter().all(same) || !is_few(element, [rows, depth], &widths) {
+    if !weights.iter().all(same) {
         return None;
     }
     let all = |transposed| -> Option<Vec<FewRowsWeight>> {
@@ -62,6 +65,11 @@ pub(crate) fn forward(
         None if widths.len() == 1 && inputs.bias.as_ref().is_none() => (all(true)?, true),
         None => return None,
     };
+    let element = dtype_to_elem_type(call.dtype.into());
+    let gated = matches!(call.form, LinearForm::Gated(_));
+    let ways = [transposed, gated];
+    let request = FewRowsRequest::new(element, [rows, depth], &widths, ways).ok()?;
+    let plan = FewRowsPlan::new(&inputs.x.client, &request).ok()?;
     let x = into_contiguous(rounded::<CubeBackend>(inputs.x.clone(), call.dtype));
     let bias = contiguous(inputs.bias.clone());
     let bytes = x.dtype.size();
@@ -89,7 +97,7 @@ pub(crate) fn forward(
         }
     }
     let all = empty(&x, [numbers], x.dtype);
-    let result = few_rows(
+    let result = plan.launch(
         &x.client,
         &FewRows {
             x: typed(&x),

@@ -6,6 +6,7 @@ use burn_cubecl::CubeDevice;
 use crate::linear::activation::kernels as between;
 use crate::linear::activation::kind::Activation;
 use crate::linear::cube;
+use crate::linear::few_rows;
 use crate::linear::heads::kernels as heads;
 #[cfg(feature = "cuda")]
 use crate::linear::wgmma;
@@ -56,6 +57,8 @@ pub(crate) fn to_heads_text(
         let _ = bias;
         Err::<String, _>("built without the feature cuda".to_owned())
     };
+    let widths: Vec<usize> = parts.iter().map(|(heads, dim)| heads * dim).collect();
+    let fused = fused.map(|text| of_one(text, device, dtype, [batch, seq, inputs], &widths));
     fused.or_else(|why| {
         let outputs = parts.iter().map(|(heads, dim)| heads * dim).sum();
         let product = cube::text(device, dtype, [batch * seq, inputs, outputs])?;
@@ -79,10 +82,29 @@ pub(crate) fn from_heads_text(
     };
     #[cfg(not(feature = "cuda"))]
     let fused = Err::<String, _>("built without the feature cuda".to_owned());
+    let fused = fused.map(|text| {
+        let lengths = [batch, seq, heads * dim];
+        of_one(text, device, dtype, lengths, &[outputs])
+    });
     fused.or_else(|why| {
         let join = heads::text(device, [batch * seq, seq], &[(heads, dim)], own)
             .map_err(|error| error.to_string())?;
         let product = cube::text(device, dtype, [batch * seq, heads * dim, outputs])?;
         Ok(format!("{join}; {product}; not as one: {why}"))
     })
+}
+
+/// With what runs of one row of each batch entry, if that is another kernel.
+fn of_one(
+    text: String,
+    device: &CubeDevice,
+    dtype: DType,
+    [batch, seq, inputs]: [usize; 3],
+    outputs: &[usize],
+) -> String {
+    let few = (seq == 1).then(|| few_rows::text(device, dtype.into(), [batch, inputs], outputs));
+    match few.flatten() {
+        Some(few) => format!("{text}; {few}"),
+        None => text,
+    }
 }

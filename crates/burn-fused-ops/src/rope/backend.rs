@@ -8,10 +8,18 @@ mod kernels {
 
     use crate::kernels::rows;
     use crate::kernels::rows::RopeTable;
-    use crate::rope::ops::RopeOps;
+    use crate::rope::ops::{RopeOps, one_by_one};
     use crate::rope::reference;
-    use crate::rope::values::{RopeCall, RopeInputs};
+    use crate::rope::values::{RopeCall, RopeInputs, RopePair, TurnedPair};
     use burn_blocksparse::internal::cube::{shaped, typed, uses_reference};
+
+    fn table_of(table: &CubeTensor) -> RopeTable<'_> {
+        RopeTable {
+            numbers: typed(table),
+            context: table.meta.shape()[0],
+            strides: std::array::from_fn(|dim| table.meta.strides()[dim]),
+        }
+    }
 
     impl RopeOps for CubeBackend {
         fn rope(inputs: RopeInputs<Self>, call: RopeCall) -> CubeTensor {
@@ -26,11 +34,7 @@ mod kernels {
                 &x.client,
                 (typed(&x), typed(&out)),
                 x.meta.shape().dims(),
-                &RopeTable {
-                    numbers: typed(&table),
-                    context: table.meta.shape()[0],
-                    strides: std::array::from_fn(|dim| table.meta.strides()[dim]),
-                },
+                &table_of(&table),
                 (places.as_ref().map(typed), call.first),
                 call.back,
             );
@@ -39,6 +43,49 @@ mod kernels {
                 Err(_) => {
                     let places = places.into();
                     reference::rope::<Self>(RopeInputs { x, table, places }, call)
+                }
+            }
+        }
+
+        fn rope_pair(pair: RopePair<Self>, call: RopeCall) -> TurnedPair<Self> {
+            if uses_reference() {
+                return one_by_one::<Self>(pair, call);
+            }
+            let RopePair {
+                query,
+                key,
+                table,
+                places,
+            } = pair;
+            let [query, key] = [query, key].map(into_contiguous);
+            let places = places.into_option().map(into_contiguous);
+            let [batch, heads, seq, width] = query.meta.shape().dims();
+            let [_, key_heads, ..] = key.meta.shape().dims::<4>();
+            let made = |x: &CubeTensor| shaped(x, x.meta.shape().clone(), call.dtype.into());
+            let turned = TurnedPair {
+                query: made(&query),
+                key: made(&key),
+            };
+            let result = rows::rope_both(
+                &query.client,
+                [&query, &key].map(typed),
+                [&turned.query, &turned.key].map(typed),
+                ([batch, seq, width], [heads, key_heads]),
+                &table_of(&table),
+                (places.as_ref().map(typed), call.first),
+                call.back,
+            );
+            match result {
+                Ok(()) => turned,
+                Err(_) => {
+                    let places = places.into();
+                    let pair = RopePair {
+                        query,
+                        key,
+                        table,
+                        places,
+                    };
+                    one_by_one::<Self>(pair, call)
                 }
             }
         }

@@ -10,7 +10,7 @@ use burn::backend::Dispatch;
 use burn::tensor::{FloatDType, Int, Tensor};
 
 use crate::rope::ops::RopeOps;
-use crate::rope::values::{RopeCall, RopeInputs};
+use crate::rope::values::{RopeCall, RopeInputs, RopePair, TurnedPair};
 use burn_blocksparse::OpError;
 use burn_blocksparse::internal::check::same_device;
 use burn_blocksparse::internal::device::served;
@@ -56,6 +56,81 @@ pub fn rope(
     dtype: FloatDType,
     back: bool,
 ) -> Result<Tensor<4>, OpError> {
+    let (first, places) = check(&x, &table, positions)?;
+    let places = places.map(|places| places.without_autodiff().into_dispatch());
+    let inputs = RopeInputs {
+        x: x.into_dispatch(),
+        table: table.into_dispatch(),
+        places: places.into(),
+    };
+    let call = RopeCall { first, back, dtype };
+    Ok(Tensor::from_dispatch(<Dispatch as RopeOps>::rope(
+        inputs, call,
+    )))
+}
+
+/// [`rope`] of queries and keys at the same positions, in one launch where no gradient is wanted.
+///
+/// # Shapes
+/// - `query` and its result: `[batch, heads, seq, width]`
+/// - `key` and its result: the same with heads of its own
+///
+/// # Errors
+/// As [`rope`]; and if the other lengths, the dtypes or the devices of queries and keys differ.
+pub fn rope_pair(
+    query: Tensor<4>,
+    key: Tensor<4>,
+    table: Tensor<3>,
+    positions: RopePositions,
+    dtype: FloatDType,
+    back: bool,
+) -> Result<[Tensor<4>; 2], OpError> {
+    let ([batch, _, seq, width], [key_batch, heads, key_seq, key_width]) =
+        (query.dims(), key.dims());
+    if [key_batch, key_seq, key_width] != [batch, seq, width] {
+        let expected = format!("[{batch}, {heads}, {seq}, {width}], as the queries'");
+        return Err(OpError::argument(
+            "key's shape",
+            expected,
+            format!("{:?}", key.dims()),
+        ));
+    }
+    if key.dtype() != query.dtype() {
+        let expected = format!("{:?}, the queries'", query.dtype());
+        return Err(OpError::argument(
+            "key's dtype",
+            expected,
+            format!("{:?}", key.dtype()),
+        ));
+    }
+    same_device(
+        "key's device",
+        &query.device(),
+        "the queries'",
+        &key.device(),
+    )?;
+    let (first, places) = check(&query, &table, positions)?;
+    let places = places.map(|places| places.without_autodiff().into_dispatch());
+    let pair = RopePair {
+        query: query.into_dispatch(),
+        key: key.into_dispatch(),
+        table: table.into_dispatch(),
+        places: places.into(),
+    };
+    let call = RopeCall { first, back, dtype };
+    let TurnedPair { query, key, .. } = <Dispatch as RopeOps>::rope_pair(pair, call);
+    Ok([query, key].map(Tensor::from_dispatch))
+}
+
+/// Of every row.
+type Places = Box<Tensor<1, Int>>;
+
+/// The first position, or all of them.
+fn check(
+    x: &Tensor<4>,
+    table: &Tensor<3>,
+    positions: RopePositions,
+) -> Result<(usize, Option<Places>), OpError> {
     served(&x.device())?;
     same_device("table's device", &x.device(), "x's", &table.device())?;
     let ([batch, _, seq, width], [context, columns, numbers]) = (x.dims(), table.dims());
@@ -81,14 +156,5 @@ pub fn rope(
         }
         _ => {}
     }
-    let places = places.map(|places| places.without_autodiff().into_dispatch());
-    let inputs = RopeInputs {
-        x: x.into_dispatch(),
-        table: table.into_dispatch(),
-        places: places.into(),
-    };
-    let call = RopeCall { first, back, dtype };
-    Ok(Tensor::from_dispatch(<Dispatch as RopeOps>::rope(
-        inputs, call,
-    )))
+    Ok((first, places))
 }

@@ -31,3 +31,30 @@ pub struct RopeCall {
     /// Of the result.
     pub dtype: FloatDType,
 }
+
+/// Queries and keys that are turned alike.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct RopePair<B: Backend> {
+    /// `[batch, heads, seq, width]`
+    pub query: FloatTensor<B>,
+    /// The same with heads of its own.
+    pub key: FloatTensor<B>,
+    /// As [`RopeInputs::table`].
+    pub table: FloatTensor<B>,
+    /// As [`RopeInputs::places`].
+    #[extension_type]
+    pub places: OptInt<B>,
+}
+
+/// Both, turned.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct TurnedPair<B: Backend> {
+    /// As the queries.
+    pub query: FloatTensor<B>,
+    /// As the keys.
+    pub key: FloatTensor<B>,
+}

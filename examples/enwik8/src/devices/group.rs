@@ -1,9 +1,10 @@
 //! The devices of a run.
 
 use anyhow::{Context, Result, bail, ensure};
+use burn_blocksparse::Exchange;
 use burn_sparse_transformer::content::ContentAttention;
 
-use super::reduce::{Reduce, Shard, Strategy};
+use super::reduce::{Crossing, Reduce, Shard, Strategy};
 use crate::config::RunConfig;
 use crate::device::{self, NamedDevice};
 
@@ -13,21 +14,32 @@ pub struct Group {
     /// None of one device, unless it was asked for.
     strategy: Option<Strategy>,
     shard: Shard,
+    /// How many devices have the same windows, and how keys cross between those of each such set.
+    share: usize,
+    exchanges: Vec<Exchange>,
 }
 
 impl Group {
-    /// Of `--device`, `--devices`, `--reduce` and `--shard`.
+    /// Of `--device`, `--devices`, `--reduce`, `--shard`, `--exchange` and `--share`.
     pub fn open(
         device: Option<&str>,
         devices: Option<&str>,
         reduce: Option<Reduce>,
         shard: Shard,
+        crossing: Option<Crossing>,
+        share: Option<usize>,
     ) -> Result<Self> {
+        ensure!(
+            shard == Shard::Sequence || crossing.is_none() && share.is_none(),
+            "--exchange and --share are of --shard sequence, whose keys cross between devices"
+        );
         let Some(devices) = devices else {
             return Ok(Self {
                 devices: vec![device::open(device)?],
                 strategy: None,
                 shard: Shard::Batch,
+                share: 1,
+                exchanges: Vec::new(),
             });
         };
         let devices = names(devices)?
@@ -38,10 +50,27 @@ impl Group {
             (1, None) => None,
             _ => Some(Strategy::choose(reduce, &devices)?),
         };
+        let share = match shard {
+            Shard::Batch => 1,
+            Shard::Sequence => share.unwrap_or(devices.len()),
+        };
+        ensure!(
+            devices.len().is_multiple_of(share),
+            "--share must divide the {} devices of --devices, got {share}",
+            devices.len()
+        );
+        let exchanges = match shard {
+            Shard::Batch => Vec::new(),
+            Shard::Sequence => (devices.chunks(share))
+                .map(|set| Crossing::choose(crossing, set).context("--exchange"))
+                .collect::<Result<_>>()?,
+        };
         Ok(Self {
             devices,
             strategy,
             shard,
+            share,
+            exchanges,
         })
     }
 
@@ -65,9 +94,19 @@ impl Group {
         self.strategy.as_ref()
     }
 
-    /// What the devices share.
-    pub(super) fn shard(&self) -> Shard {
-        self.shard
+    /// How many devices have the same windows.
+    pub(super) fn share(&self) -> usize {
+        self.share
+    }
+
+    /// How keys cross between the devices of each set that shares windows.
+    pub(super) fn exchanges(&self) -> &[Exchange] {
+        &self.exchanges
+    }
+
+    /// Parts of a batch.
+    fn sets(&self) -> usize {
+        self.devices.len() / self.share
     }
 
     /// Whether steps are to be divided.
@@ -85,10 +124,14 @@ impl Group {
             );
             return Ok(());
         }
-        let (devices, batch) = (self.devices.len(), config.recipe.batch);
+        let (devices, sets, batch) = (self.devices.len(), self.sets(), config.recipe.batch);
         ensure!(
             is_shared || batch.is_multiple_of(devices),
             "--batch must be a multiple of the {devices} devices of --devices, got {batch}"
+        );
+        ensure!(
+            batch.is_multiple_of(sets),
+            "--batch must be a multiple of the {sets} sets of devices that share sequences, got {batch}"
         );
         // The masks of rows follow their place in a batch.
         let dropout = config.model.dropout;
@@ -111,9 +154,16 @@ impl Group {
     /// What to tell the user of steps with so many windows.
     pub fn describe(&self, batch: usize) -> Option<String> {
         let strategy = self.strategy.as_ref()?;
-        let part = match self.shard {
-            Shard::Batch => format!("{} windows of a step each", batch / self.devices.len()),
-            Shard::Sequence => "some positions of every window each".to_owned(),
+        let windows = batch / self.sets();
+        let part = match self.exchanges.first() {
+            None => format!("{windows} windows of a step each"),
+            Some(exchange) => {
+                let which = match self.sets() {
+                    1 => "every window".to_owned(),
+                    _ => format!("{windows} windows of a step"),
+                };
+                format!("some positions of {which} each, keys cross by {exchange}")
+            }
         };
         Some(format!(
             "devices   {}: {part}, {}",
@@ -178,10 +228,11 @@ mod tests {
     #[cfg(feature = "flex")]
     fn what_cannot_be_shared_out_is_refused() {
         let config = |overrides: &Overrides| RunConfig::new(Preset::Tiny, overrides).unwrap();
-        let three = Group::open(None, Some("cpu,flex,cpu"), None, Shard::Batch).unwrap();
+        let three =
+            Group::open(None, Some("cpu,flex,cpu"), None, Shard::Batch, None, None).unwrap();
         assert_eq!(three.first().name, "flex, flex, flex");
         let tiny = config(&Overrides::default());
-        let two = Group::open(None, Some("cpu,cpu"), None, Shard::Batch).unwrap();
+        let two = Group::open(None, Some("cpu,cpu"), None, Shard::Batch, None, None).unwrap();
         two.check(&tiny, false).unwrap();
         let line = two.describe(4).unwrap();
         assert!(
@@ -207,10 +258,48 @@ mod tests {
             assert!(error.contains(message), "{error}");
         }
         // One device is what --device is, unless a way to add is asked for.
-        let one = |reduce| Group::open(None, Some("cpu"), reduce, Shard::Batch).unwrap();
+        let one =
+            |reduce| Group::open(None, Some("cpu"), reduce, Shard::Batch, None, None).unwrap();
         assert!(one(None).describe(4).is_none());
         assert!(one(Some(Reduce::Copies)).describe(4).is_some());
-        let error = Group::open(None, Some("cpu,cpu"), Some(Reduce::Nccl), Shard::Batch).err();
-        assert!(error.unwrap().to_string().contains("is of CUDA devices"));
+        let two = |reduce, shard, crossing| {
+            let group = Group::open(None, Some("cpu,cpu"), reduce, shard, crossing, None);
+            group.map_err(|error| format!("{error:#}"))
+        };
+        let error = two(Some(Reduce::Nccl), Shard::Batch, None).err().unwrap();
+        assert!(error.contains("is of CUDA devices"), "{error}");
+        // What crosses, and how.
+        let nccl = Some(Crossing::Nccl);
+        let error = two(None, Shard::Batch, nccl).err().unwrap();
+        assert!(
+            error.starts_with("--exchange and --share are of --shard sequence"),
+            "{error}"
+        );
+        let error = two(None, Shard::Sequence, nccl).err().unwrap();
+        assert!(
+            error.contains("--exchange: device must be a CUDA device"),
+            "{error}"
+        );
+        let of_three = |share| {
+            let devices = Some("cpu,cpu,cpu");
+            let group = Group::open(None, devices, None, Shard::Sequence, None, Some(share));
+            group.map_err(|error| error.to_string())
+        };
+        let error = of_three(2).err().unwrap();
+        assert_eq!(
+            error,
+            "--share must divide the 3 devices of --devices, got 2"
+        );
+        let tiny = config(&Overrides::read("--dropout 0 --batch 4"));
+        let error = of_three(1).unwrap().check(&tiny, false).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "--batch must be a multiple of the 3 sets of devices that share sequences, got 4"
+        );
+        for crossing in [None, Some(Crossing::Host)] {
+            let line = two(None, Shard::Sequence, crossing).unwrap().describe(1);
+            let expected = "each, keys cross by the host, gradients added by copies";
+            assert!(line.as_ref().unwrap().contains(expected), "{line:?}");
+        }
     }
 }

@@ -20,5 +20,5 @@ mod worker;
 
 pub use error::is_lost;
 pub use group::Group;
-pub use reduce::{Reduce, Shard};
+pub use reduce::{Crossing, Reduce, Shard};
 pub use training::Training;

@@ -3,7 +3,7 @@
 use anyhow::{Result, anyhow, bail, ensure};
 use burn::tensor::distributed::{ReduceOperation, all_reduce};
 use burn::tensor::{Device, Tensor};
-use burn_blocksparse::check_collectives;
+use burn_blocksparse::{Exchange, OpError, check_collectives};
 use clap::ValueEnum;
 
 use crate::device::NamedDevice;
@@ -25,6 +25,27 @@ pub enum Shard {
     Batch,
     /// Each has some positions of every window, and gets the keys that they attend to
     Sequence,
+}
+
+/// A way for keys to cross.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Crossing {
+    /// NCCL: CUDA devices among themselves
+    Nccl,
+    /// By way of the host: between any devices
+    Host,
+}
+
+impl Crossing {
+    /// The one that was asked for, or NCCL where it can be used.
+    pub fn choose(asked: Option<Self>, named: &[NamedDevice]) -> Result<Exchange, OpError> {
+        let devices: Vec<Device> = named.iter().map(|named| named.device.clone()).collect();
+        match asked {
+            None => Ok(Exchange::best(&devices)),
+            Some(Self::Nccl) => Exchange::nccl(&devices),
+            Some(Self::Host) => Ok(Exchange::default()),
+        }
+    }
 }
 
 /// The way of a run.

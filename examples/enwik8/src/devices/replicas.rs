@@ -1,5 +1,6 @@
 //! A model on each of several devices, which take every step together.
 
+use std::iter::repeat_n;
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::{self, JoinHandle};
@@ -10,7 +11,7 @@ use burn_sparse_transformer::TransformerShard;
 use burn_sparse_transformer::dsa::DsaStage;
 
 use super::group::Group;
-use super::reduce::{Shard, Strategy, check_lengths, copied, sum_on_first};
+use super::reduce::{Strategy, check_lengths, copied, sum_on_first};
 use super::worker::{Answer, Order, Part, Replica, Report, Update, guarded, title, work};
 use crate::checkpoint::Checkpoint;
 use crate::device::NamedDevice;
@@ -21,7 +22,8 @@ pub struct Replicas {
     first: Replica,
     devices: Vec<NamedDevice>,
     strategy: Strategy,
-    shard: Shard,
+    /// How many devices have the same windows.
+    share: usize,
     workers: Vec<Worker>,
     answers: Receiver<Answer>,
     /// After a failure nobody waits for a thread: it may wait in the driver for a device that is gone.
@@ -43,15 +45,14 @@ impl Replicas {
     ) -> Result<Self> {
         let devices = group.devices().to_vec();
         let way = (strategy, devices.len());
-        let mut shards: Vec<Option<TransformerShard>> = match group.shard() {
-            Shard::Batch => devices.iter().map(|_| None).collect(),
-            Shard::Sequence => {
-                let model = first.model()?;
-                let shards = TransformerShard::group(&model, model.context(), devices.len());
-                let shards = shards.context("--shard sequence")?;
-                shards.into_iter().map(Some).collect()
-            }
-        };
+        let mut shards: Vec<Option<TransformerShard>> = Vec::new();
+        for exchange in group.exchanges() {
+            let model = first.model()?;
+            let context = model.context();
+            let set = TransformerShard::group_by(&model, context, group.share(), exchange);
+            shards.extend(set.context("--shard sequence")?.into_iter().map(Some));
+        }
+        shards.resize_with(devices.len(), || None);
         let checkpoint = Arc::new(checkpoint);
         let (reports, answers) = mpsc::channel();
         let workers = (devices.iter().enumerate().skip(1))
@@ -79,7 +80,7 @@ impl Replicas {
         let mut replicas = Self {
             first: Replica::new(0, &devices[0], way, shards[0].take(), first),
             strategy: strategy.clone(),
-            shard: group.shard(),
+            share: group.share(),
             devices,
             workers,
             answers,
@@ -97,11 +98,9 @@ impl Replicas {
     /// Takes a step; the losses over the batch and the norm of its gradients.
     pub fn take(&mut self, batch: Batch) -> Result<Measured<f64>> {
         let learning_rate = batch.learning_rate;
-        let parts = match self.shard {
-            Shard::Batch => parts(batch, self.devices.len())?,
-            Shard::Sequence => (self.devices.iter()).map(|_| whole(&batch)).collect(),
-        };
-        let orders = parts.into_iter().map(Order::Gradients).collect();
+        let parts = parts(batch, self.devices.len() / self.share)?.into_iter();
+        let parts = parts.flat_map(|part| repeat_n(part, self.share));
+        let orders = parts.map(Order::Gradients).collect();
         let gradients = self.order(orders)?;
         // On the first device, and what it lacks room for is its failure.
         let sums = guarded(&self.first.title, || self.sums(gradients));
@@ -237,15 +236,6 @@ impl Drop for Replicas {
                 let _ = thread.join();
             }
         }
-    }
-}
-
-/// All of a batch, of which a device takes its positions.
-fn whole(batch: &Batch) -> Part {
-    Part {
-        data: [batch.tokens.clone(), batch.targets.clone()],
-        first_entry: 0,
-        dropout_seed: batch.dropout_seed,
     }
 }
 

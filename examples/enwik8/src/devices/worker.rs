@@ -30,7 +30,8 @@ pub(super) enum Order {
     Stage(DsaStage),
 }
 
-/// A device's entries of a batch; all of them where devices share windows.
+/// A device's entries of a batch, of which it has all positions or shares them with others.
+#[derive(Clone)]
 pub(super) struct Part {
     /// Tokens and targets, `[entries, context]` each.
     pub data: [TensorData; 2],

@@ -59,21 +59,24 @@ fn several_devices_train_what_one_does() {
 #[test]
 fn devices_share_windows() {
     let folder = Folder::new();
-    let train = |run: &str, devices: &str| {
-        let flags = "--batch 1 --dropout 0 --steps 20 --layers 2 --checkpoint-every 10";
-        folder.train(run, &format!("{flags} {devices}"))
+    let train = |run: &str, more: &str| {
+        let flags = "--batch 2 --dropout 0 --steps 20 --layers 2 --checkpoint-every 10";
+        folder.train(run, &format!("{flags} {more}"))
     };
     train("one", "");
     let two = "--devices cpu,cpu --shard sequence";
-    let shown =
-        "devices   flex, flex: some positions of every window each, gradients added by copies";
+    let shown = "devices   flex, flex: some positions of every window each, keys cross by the host, gradients added by copies";
     says(train("two", two), shown);
-    train(
-        "three",
-        "--devices cpu,cpu,cpu --shard sequence --recompute segment:1",
+    let three = "--devices cpu,cpu,cpu --shard sequence --recompute segment:1";
+    train("three", three);
+    let four = train(
+        "four",
+        "--devices cpu,cpu,cpu,cpu --shard sequence --share 2",
     );
+    let shown = ": some positions of 1 windows of a step each, keys cross by the host";
+    says(four, shown);
     train("again", two);
-    for run in ["two", "three"] {
+    for run in ["two", "three", "four"] {
         assert!(assert_near(&folder, ["one", run], 1e-4) > 0.0);
     }
     assert_eq!(numbers(&folder, "again"), numbers(&folder, "two"));
@@ -183,6 +186,9 @@ fn what_several_devices_cannot_do_is_said_before_anything_is_written() {
         1 | --devices cpu,cpu --graph | --graph replays the steps of one device
         1 | --devices cpu,cpu --reduce nccl | --reduce nccl is of CUDA devices, got flex
         1 | --devices cpu,cpu --shard sequence --dropout 0.1 | --shard sequence is without dropout, got --dropout 0.1
+        1 | --devices cpu,cpu --shard sequence --exchange nccl | --exchange: device must be a CUDA device
+        1 | --devices cpu,cpu --exchange host | --exchange and --share are of --shard sequence
+        1 | --devices cpu,cpu,cpu --shard sequence --share 2 | --share must divide the 3 devices
         1 | --devices cpu --shard sequence | --shard sequence is of several devices
         2 | --shard sequence | --devices
         1 | --devices cpu,cpu --attention routing:16 | means that follow all bytes of a batch

@@ -19,6 +19,9 @@ const RECORDS: f64 = 170e12;
 /// Those in tiles, forward and backward, on wgmma and on mma.sync.
 const TILES: [[f64; 2]; 2] = [[450e12, 350e12], [300e12, 200e12]];
 
+/// Bytes of memory where rows of queries and of outputs come and go by blocks, and operations there.
+const BY_BLOCK: [f64; 2] = [3.0e12, 400e12];
+
 /// What else is launched around tiles, records and unions.
 const AROUND: [f64; 3] = [1.5e-4, 4e-4, 1e-4];
 
@@ -35,8 +38,10 @@ pub struct Costs {
     pub alone: [f64; 2],
     /// of neighbours that walk them together, where they can,
     pub together: [f64; 2],
-    /// and in tiles.
+    /// and in tiles;
     pub tiles: [f64; 2],
+    /// forward also where blocks meet the queries that list them.
+    pub by_block: f64,
 }
 
 /// Keys of all lists.
@@ -123,6 +128,11 @@ impl Costs {
         // Bits and masks, which are made for every call.
         let masks = seen / 8.0 * 5.3 / MEMORY + around_tiles;
         let pairs = seen * 2.0 * rows * width;
+        // Of each place of a query a row of q is read, and a part of the output written and read.
+        let places = (request.batch * request.kv_heads * request.tiles * request.tile) as f64;
+        let [memory, operations] = BY_BLOCK;
+        let moved = places * rows * 2.0 * (request.head_dim + 2 * request.value_dim) as f64;
+        let multiplied = places * rows * 2.0 * width * request.block as f64;
         let [forward, backward] = TILES[usize::from(!wgmma)];
         Self {
             alone: [
@@ -134,6 +144,7 @@ impl Costs {
                 1.5 * of_unions + by_unions + around_tiles + unions,
             ],
             tiles: [pairs / forward + masks, 2.5 * pairs / backward + masks],
+            by_block: (moved / memory).max(multiplied / operations) + around_unions,
         }
     }
 }

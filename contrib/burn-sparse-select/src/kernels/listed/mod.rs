@@ -17,12 +17,14 @@
 //! spread     a cube a query of single keys: a record of dK and dV for each pair
 //! records    sums of records by keys                      row_stats  what backward passes know of each row
 //! spread_launch  launches of these
+//! by_block   launches over blocks, each with the queries that list it; merge adds up what they give a row
 //! warpgroups walks of many heads, or of neighbouring queries together, on wgmma
 //! tiles      lists of single keys as bits of all pairs, which the kernels of layouts take
 //! ```
 //!
 //! Every query sees all keys of its list that there are: lists are of blocks before its own, and what is causal is no matter here.
 
+mod by_block;
 mod check;
 mod costs;
 mod fold;
@@ -30,6 +32,7 @@ mod gather;
 mod keys;
 mod launch;
 mod lists;
+mod merge;
 mod plan;
 #[cfg(test)]
 mod plan_tests;
@@ -46,6 +49,7 @@ mod walk;
 mod walks;
 mod warpgroups;
 
+pub use by_block::{ByBlock, PlacedLists, forward_by_block};
 pub use launch::{backward, forward};
 pub use lists::ListedLists;
 pub use plan::{ListedPass, ListedPlan};

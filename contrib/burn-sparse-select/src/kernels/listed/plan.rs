@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use cubecl::prelude::*;
 
+use crate::kernels::listed::by_block::ByBlock;
 use crate::kernels::listed::costs::Costs;
 use crate::kernels::listed::request::ListedRequest;
 use crate::kernels::listed::tiles::ListedTiles;
@@ -21,6 +22,8 @@ enum Way {
     Alone,
     /// Neighbouring queries walk the union of theirs.
     Together,
+    /// Blocks meet the queries that list them, forward.
+    ByBlock,
     /// Tiles of queries compute all pairs that are seen, of which those that are not listed have no weight.
     Tiles,
 }
@@ -30,6 +33,8 @@ enum Way {
 pub enum ListedPass<'a> {
     /// Lists are walked.
     Walks(&'a Walks),
+    /// Blocks meet the queries that list them: no backward pass.
+    ByBlock(&'a ByBlock),
     /// They are pairs of a layout.
     Tiles(&'a ListedTiles),
 }
@@ -39,6 +44,7 @@ pub enum ListedPass<'a> {
 pub struct ListedPlan {
     alone: Result<Walks, &'static str>,
     together: Result<Walks, &'static str>,
+    by_block: Result<ByBlock, &'static str>,
     /// Where a pass goes so: their layout is made for nothing else.
     tiles: Option<ListedTiles>,
     /// Forward and backward.
@@ -62,8 +68,8 @@ impl ListedPlan {
         RECENT.get_or_try_make(key, || Self::new(client, request, scale).map(Arc::new))
     }
 
-    /// For a device, by what should be faster. `BLOCKSPARSE_LISTED=walk`, `neighbours` or `tiles` takes one way for both passes, wherever it can be taken: for
-    /// measuring.
+    /// For a device, by what should be faster. `BLOCKSPARSE_LISTED=walk`, `neighbours` or `tiles` takes one way for both passes, and `blocks` one for the forward
+    /// pass, wherever it can be taken: for measuring.
     ///
     /// # Errors
     /// Why its kernels do not take the call.
@@ -71,12 +77,17 @@ impl ListedPlan {
         let properties = client.properties();
         let alone = Walks::alone(properties, request);
         let together = Walks::together(properties, request);
+        let by_block = ByBlock::new(properties, request);
         let mut ways = match (&alone, Tuning::or_default().listed) {
             (Err(_), _) | (_, Some(ListedWay::Tiles)) => [Way::Tiles; 2],
             (_, Some(ListedWay::Walk)) => [Way::Alone; 2],
             (_, Some(ListedWay::Neighbours)) if together.is_ok() => [Way::Together; 2],
+            (_, Some(ListedWay::Blocks)) if by_block.is_ok() => [Way::ByBlock, Way::Alone],
             (_, Some(_)) => [Way::Alone; 2],
-            (_, None) => fastest(properties, &request, together.is_ok()),
+            (_, None) => {
+                let can = [together.is_ok(), by_block.is_ok()];
+                fastest(properties, &request, can)
+            }
         };
         let tiles = match ways.contains(&Way::Tiles) {
             true => ListedTiles::new(client, &request, scale).ok(),
@@ -89,6 +100,7 @@ impl ListedPlan {
         Ok(Self {
             alone,
             together,
+            by_block,
             tiles,
             ways,
         })
@@ -108,13 +120,19 @@ impl ListedPlan {
         match way {
             Way::Alone => ListedPass::Walks(self.alone.as_ref().expect("chosen")),
             Way::Together => ListedPass::Walks(self.together.as_ref().expect("chosen")),
+            Way::ByBlock => ListedPass::ByBlock(self.by_block.as_ref().expect("chosen")),
             Way::Tiles => ListedPass::Tiles(self.tiles.as_ref().expect("chosen")),
         }
     }
 }
 
-/// The ways that should take the least time. Lists of blocks go one way for both passes, and never in tiles: attention to them carries on that to a layout.
-fn fastest(properties: &DeviceProperties, request: &ListedRequest, together: bool) -> [Way; 2] {
+/// The ways that should take the least time. Walks of lists of blocks are one way for both passes, and never in tiles: attention to them carries on that to a
+/// layout.
+fn fastest(
+    properties: &DeviceProperties,
+    request: &ListedRequest,
+    [together, by_block]: [bool; 2],
+) -> [Way; 2] {
     let wgmma = check_hopper(properties).is_ok() && Tuning::or_default().tier != TierLimit::Mma;
     let costs = Costs::new(request, wgmma);
     let ways = [0, 1].map(|pass| {
@@ -128,11 +146,11 @@ fn fastest(properties: &DeviceProperties, request: &ListedRequest, together: boo
         };
         ways.into_iter()
             .fold((Way::Alone, costs.alone[pass]), least)
-            .0
     });
-    match request.is_of_keys() {
-        true => ways,
-        false => [ways[0]; 2],
+    match (request.is_of_keys(), ways[0]) {
+        (true, _) => ways.map(|(way, _)| way),
+        (false, (walk, cost)) if by_block && costs.by_block < cost => [Way::ByBlock, walk],
+        (false, (walk, _)) => [walk; 2],
     }
 }
 
@@ -145,11 +163,13 @@ impl fmt::Display for ListedPlan {
         };
         let title = |pass: ListedPass| match pass {
             ListedPass::Walks(walks) => walks.title(),
+            ListedPass::ByBlock(blocks) => blocks.lines()[0].clone(),
             ListedPass::Tiles(_) => IN_TILES.to_string(),
         };
         let mut lines = vec![title(self.forward())];
         match self.forward() {
             ListedPass::Walks(walks) => lines.push(walks.forward_line()),
+            ListedPass::ByBlock(blocks) => lines.push(blocks.lines()[1].clone()),
             ListedPass::Tiles(tiles) => {
                 let part = &tiles.plan().parts()[0];
                 lines.extend(of_tiles(part.forward.tile.lines(size)));
@@ -160,6 +180,7 @@ impl fmt::Display for ListedPlan {
         }
         match self.backward() {
             ListedPass::Walks(walks) => lines.extend(walks.backward_lines()),
+            ListedPass::ByBlock(_) => {}
             ListedPass::Tiles(tiles) => {
                 let part = &tiles.plan().parts()[0];
                 lines.extend(of_tiles(part.backward.tile.lines(size)));

@@ -2,6 +2,7 @@
 
 use cubecl::ir::{DeviceProperties, ElemType, FloatKind};
 
+use crate::kernels::listed::by_block::ByBlock;
 use crate::kernels::listed::costs::Costs;
 use crate::kernels::listed::request::ListedRequest;
 use crate::kernels::listed::walks::{ByKeys, Walk, Walks};
@@ -238,6 +239,29 @@ fn neighbours_walk_where_that_was_faster(
     let costs = Costs::new(&request, true);
     let found = [0, 1].map(|pass| costs.together[pass] < costs.alone[pass].min(costs.tiles[pass]));
     assert_eq!(found, together, "{costs:?}");
+}
+
+/// Blocks meet the queries that list them where these are long and have little in common.
+#[rstest::rstest]
+#[case([64, 13], 85, false)]
+#[case([64, 13], 0, true)]
+#[case([128, 15], 85, true)]
+#[case([128, 15], 0, true)]
+fn blocks_meet_queries_where_that_should_be_faster(
+    #[case] blocks: [usize; 2],
+    #[case] overlap: u8,
+    #[case] by_block: bool,
+) {
+    let ([block, most], n, sizes) = (blocks, 65_536, [1, 64, 4]);
+    let tiles = (n * most + 63 * n / block) / 64;
+    let request = ListedRequest::new(sizes, [n, n], [128, 128], BF16, [block, most], [64, tiles]);
+    let request = ListedRequest { overlap, ..request };
+    let costs = Costs::new(&request, true);
+    let found = costs.by_block < costs.alone[0].min(costs.together[0]);
+    assert_eq!(found, by_block, "{costs:?}");
+    let plan = ByBlock::new(&hopper(), request).unwrap();
+    assert!(plan.lines()[0].contains("blocks of"));
+    assert!(ByBlock::new(&ampere(), request).is_err());
 }
 
 /// Records of some queries at a time, a multiple of 32 or all of them.

@@ -12,6 +12,8 @@
 //! touched       blocks in which something is kept
 //! flex          those, or the highest by means, as a head's last queries say
 //! gate          the blocks that single queries choose by means
+//! maxima        the highest products of rows with those of blocks, which tensor cores write alone
+//! highest       the blocks of the highest scores of rows, a row to a warp
 //! means         the products of means of blocks, and their softmax
 //! alike         that softmax, where blocks are alike in themselves
 //! compressed    the attention that blocks get in compressed form, and what single queries choose by it
@@ -26,6 +28,8 @@ mod digits;
 mod flex;
 mod gate;
 mod groups;
+#[cfg(feature = "cuda")]
+pub(crate) mod highest;
 mod line_sizes;
 #[cfg(feature = "cuda")]
 mod line_weights;
@@ -33,6 +37,7 @@ mod line_weights;
 #[path = "line_weights_none.rs"]
 mod line_weights;
 mod lines;
+mod maxima;
 mod means;
 mod products;
 mod threshold;
@@ -54,6 +59,7 @@ pub use gate::{GateSizes, query_picks};
 pub use groups::{Antidiagonals, antidiagonal_masses};
 pub use line_sizes::LineSizes;
 pub use lines::{LinesPlan, line_sums};
+pub use maxima::{MOST_RUN, RunMaxima};
 pub use means::{Likeness, MeanProducts, SeenRows, mean_products, softmax_of_seen};
 pub use products::{RowsView, products};
 pub use threshold::{Kept, KeptLines, least_kept};

@@ -39,7 +39,7 @@ mod kernels {
 
     use crate::kernels::listed;
     use crate::kernels::listed::{
-        ListedGradients, ListedLists, ListedPass, ListedPlan, ListedRequest,
+        ListedGradients, ListedLists, ListedPass, ListedPlan, ListedRequest, PlacedLists,
     };
     use blocksparse_cubecl::OutputGrads as KernelGrads;
     use blocksparse_cubecl::Outputs;
@@ -166,7 +166,7 @@ mod kernels {
                     },
                 })
             }
-            (QueryLists::Tokens(_), ListedPass::Walks(_)) => None,
+            (QueryLists::Tokens(_), _) => None,
         }
     }
 
@@ -207,22 +207,40 @@ mod kernels {
                     )
                 }
             };
-            if let ListedPass::Walks(walks) = plan.forward() {
-                let TokenSparseInputs { q, k, v, lists } = inputs;
-                let [q, k, v] = [q, k, v].map(|x| view(&readable(x, ALIGNMENT)));
-                let lists = match lists {
-                    QueryLists::Tokens(keys) => numbers(keys),
-                    QueryLists::Blocks(lists) => numbers(lists.blocks),
-                };
-                launched(listed::forward(
-                    &out.client,
-                    walks,
-                    [&q, &k, &v],
-                    &lists.handle,
-                    Outputs::new(&out.handle, &lse.handle),
-                    scale,
-                    carry,
-                ));
+            let TokenSparseInputs { q, k, v, lists } = inputs;
+            let read = || [q, k, v].map(|x| view(&readable(x, ALIGNMENT)));
+            let outputs = Outputs::new(&out.handle, &lse.handle);
+            match (plan.forward(), lists) {
+                (ListedPass::Walks(walks), lists) => {
+                    let (x, lists) = (read(), Numbers::new(lists).lists);
+                    launched(listed::forward(
+                        &out.client,
+                        walks,
+                        x.each_ref(),
+                        &lists.handle,
+                        outputs,
+                        scale,
+                        carry,
+                    ));
+                }
+                (ListedPass::ByBlock(blocks), QueryLists::Blocks(lists)) => {
+                    let placed = [lists.queries, lists.tile_blocks, lists.places].map(numbers);
+                    let [queries, tile_blocks, places] = placed.each_ref().map(|x| &x.handle);
+                    launched(listed::forward_by_block(
+                        &out.client,
+                        blocks,
+                        read().each_ref(),
+                        PlacedLists {
+                            queries,
+                            tile_blocks,
+                            places,
+                        },
+                        outputs,
+                        scale,
+                        carry,
+                    ));
+                }
+                _ => {}
             }
             TokenSparseOutput { out, lse }
         }
@@ -243,7 +261,7 @@ mod kernels {
             let [q, out, lse, grad_out] = [inputs.q.clone(), output.out, output.lse, grads.out]
                 .map(|x| match pass {
                     ListedPass::Tiles(_) => x,
-                    ListedPass::Walks(_) => into_contiguous(x),
+                    ListedPass::Walks(_) | ListedPass::ByBlock(_) => into_contiguous(x),
                 });
             let inputs = TokenSparseInputs { q, ..inputs };
             let near = layout(&inputs.lists, pass).map(|layout| {
@@ -365,6 +383,7 @@ mod step {
                 blocks: lists.blocks,
                 queries: lists.queries,
                 tile_blocks: lists.tile_blocks,
+                places: lists.places,
                 near: inner_layout(lists.near),
             }),
         }

@@ -63,6 +63,8 @@ pub struct BlockLists<B: Backend> {
     pub queries: IntTensor<B>,
     /// and the block of each tile of places: `[batch, kv_heads, tiles]`.
     pub tile_blocks: IntTensor<B>,
+    /// The place of each choice: `[batch, kv_heads, seq_q, most]`, negative for none.
+    pub places: IntTensor<B>,
     /// What queries see beside them.
     #[extension_type]
     pub near: LayoutTensors<B>,

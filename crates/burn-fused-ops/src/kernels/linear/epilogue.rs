@@ -333,9 +333,10 @@ pub fn finish<S: Size, W: Size>(
             let at = eights(shape, row, &head_row, place, col, t) as usize;
             let inside = row < shape.rows && col < shape.cols;
             match comptime!(t.epilogue) {
-                // Sums of exponentials and choices are stored elsewhere.
+                // Sums of exponentials, the highest and choices are stored elsewhere.
                 Epilogue::Plain
                 | Epilogue::LogSums { .. }
+                | Epilogue::Maxima { .. }
                 | Epilogue::LineSums
                 | Epilogue::Highest(_) => {
                     let four = fours[lower];

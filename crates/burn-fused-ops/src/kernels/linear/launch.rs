@@ -101,7 +101,8 @@ impl EpilogueTensors<'_> {
                 request.epilogue,
                 Epilogue::LogSums { .. } | Epilogue::Highest(_)
             );
-        let is_plain = is_seen || request.epilogue == Epilogue::Plain;
+        let is_plain =
+            is_seen || matches!(request.epilogue, Epilogue::Plain | Epilogue::Maxima { .. });
         let heads = match (request.epilogue, self.heads) {
             (Epilogue::Heads { dim }, Some((seq, heads))) => {
                 let count: usize = heads.iter().sum();

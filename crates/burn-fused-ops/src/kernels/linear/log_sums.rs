@@ -68,7 +68,8 @@ fn tiles_of(seen: &Seen, shape: &ResultShape, row_tile: u32, #[comptime] cols: u
     end.div_ceil(comptime!(cols as u32))
 }
 
-/// The place of a tile: of those that are seen, where others are left out.
+/// The place of a tile: of those that are seen, where others are left out. Of maxima the rows of all matrices come first, which are few, and meet the same
+/// columns: these are read from memory once for all.
 #[cube]
 pub fn seen_place(
     tiles: &Tiles,
@@ -88,6 +89,10 @@ pub fn seen_place(
             own = tiles_of(seen, shape, row_tile, t.cols);
         }
         full = (tile / seen.tiles * tiles.rows + row_tile) * tiles.cols + left;
+    }
+    if comptime!(t.is_maxima()) {
+        let rows = tiles.count / tiles.cols;
+        full = tile % rows * tiles.cols + tile / rows;
     }
     place_of(tiles, full, t.cols)
 }
@@ -145,15 +150,29 @@ pub fn store_log_sums<S: Size, W: Size>(
             let log = (top + log2(sum)) * comptime!(std::f32::consts::LN_2);
             written = select(quarter == comptime!(r as u32 % 4), log, written);
             if comptime!(r % 4 == 3 || r + 1 == runs) {
-                let own_run = first_run + comptime!(r as u32 / 4 * 4) + quarter;
-                let is_there = quarter <= comptime!(r as u32 % 4) && own_run < row_runs;
-                if is_there && row < shape.rows {
-                    let mut word = Vector::<u32, W>::zeroed();
-                    word.insert(0usize, u32::reinterpret(written));
-                    out[start + own_run as usize] = word;
-                }
+                let row_runs = select(row < shape.rows, row_runs, 0u32);
+                store_runs::<W>(out, written, start, first_run, row_runs, quarter, r);
             }
         }
+    }
+}
+
+/// Writes the numbers of up to four runs of a row, of which each of its units has one and `last` is the last, as far as the row has runs.
+#[cube]
+pub(crate) fn store_runs<W: Size>(
+    out: &mut [Vector<u32, W>],
+    number: f32,
+    row: usize,
+    first: u32,
+    row_runs: u32,
+    quarter: u32,
+    #[comptime] last: usize,
+) {
+    let run = first + comptime!(last as u32 / 4 * 4) + quarter;
+    if quarter <= comptime!(last as u32 % 4) && run < row_runs {
+        let mut word = Vector::<u32, W>::zeroed();
+        word.insert(0usize, u32::reinterpret(number));
+        out[row + run as usize] = word;
     }
 }
 

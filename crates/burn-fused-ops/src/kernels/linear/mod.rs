@@ -7,9 +7,9 @@
 //! plan       which tile, how many cubes, in how many parts the depth is taken: or why not here
 //! asm        the main loop in PTX
 //! places     which of a result's tiles a number names
-//! few_rows   products of few rows, without tensor cores
 //! epilogue   what becomes of a tile's sums
 //! log_sums   logarithms of sums of exponentials in their place, of what rows see
+//! maxima     the highest of runs of columns in their place
 //! highest    the columns of the highest scores in their place
 //! line_sums  sums over columns and diagonals of their softmax in their place
 //! product    the kernel
@@ -25,11 +25,11 @@
 mod asm;
 pub mod blocks;
 mod epilogue;
-mod few_rows;
 mod highest;
 mod launch;
 mod line_sums;
 mod log_sums;
+mod maxima;
 mod mma;
 mod places;
 mod plan;
@@ -37,7 +37,6 @@ mod product;
 mod tile;
 mod view;
 
-pub use few_rows::{FEW_ROWS, FewRows, FewRowsWeight, MOST_WEIGHTS, few_rows, is_few};
 pub use launch::{EpilogueTensors, multiply};
 pub use line_sums::{LINE_GROUPS, LINE_ROWS, UNWANTED, line_numbers};
 pub use log_sums::SeenColumns;

@@ -97,6 +97,15 @@ impl ProductRequest {
                     false => Err("the columns are no runs of 8, 16, 32 or 64"),
                 }
             }
+            Epilogue::Maxima { run } => {
+                if !self.wide || self.parts || self.by_heads {
+                    return Err("the highest are of whole sums in f32");
+                }
+                match [8, 16, 32, 64, 128].contains(&run) && self.cols.is_multiple_of(run) {
+                    true => Ok(()),
+                    false => Err("the columns are no runs of 8, 16, 32, 64 or 128"),
+                }
+            }
             Epilogue::LineSums => {
                 if !self.wide || self.parts || self.by_heads {
                     return Err("sums over columns are of whole sums in f32");
@@ -266,8 +275,12 @@ impl ProductPlan {
         // Registers have room for what a gradient reads, and for sums of weights over columns, beside the sums of half a tile.
         let is_half = matches!(epilogue, Epilogue::Gradient { .. } | Epilogue::LineSums);
         let shapes = SLAB_CYCLES.into_iter().filter_map(|(cols, slab)| {
-            // Who chooses sees all columns.
-            let is_whole = !matches!(epilogue, Epilogue::Highest(_)) || request.cols <= cols;
+            // Who chooses sees all columns, and a run is within a tile.
+            let is_whole = match epilogue {
+                Epilogue::Highest(_) => request.cols <= cols,
+                Epilogue::Maxima { run } => run <= cols,
+                _ => true,
+            };
             let tile = (is_whole && (!is_half || cols < MOST_COLUMNS)).then(|| ProductTile {
                 by_heads: request.by_heads,
                 epilogue,
@@ -337,11 +350,15 @@ impl ProductPlan {
         if !cols.is_multiple_of(8) {
             return Err("the columns are not a multiple of 8");
         }
+        let written = match request.epilogue {
+            Epilogue::Maxima { run } => cols / run,
+            _ => cols,
+        };
         if [batch, rows, cols, depth]
             .iter()
             .any(|length| i32::try_from(*length).is_err())
             || (batch * rows)
-                .checked_mul(cols)
+                .checked_mul(written)
                 .is_none_or(|all| u32::try_from(all / 2).is_err())
         {
             return Err(

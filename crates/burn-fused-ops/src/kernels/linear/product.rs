@@ -17,6 +17,7 @@ use crate::kernels::linear::epilogue::{Lane, Place, ResultShape, finish, prepare
 use crate::kernels::linear::highest::store_highest;
 use crate::kernels::linear::line_sums::{is_wanted, store_line_sums};
 use crate::kernels::linear::log_sums::{Seen, seen_place, store_log_sums};
+use crate::kernels::linear::maxima::store_maxima;
 use crate::kernels::linear::places::Tiles;
 use crate::kernels::linear::tile::{
     MULTIPLIERS, Order, ProductTile, ROWS, SLAB, SPAN_BYTES, STAGGER, WARPS,
@@ -232,6 +233,8 @@ pub fn product<S: Size, W: Size>(
                     );
                 } else if comptime!(t.is_highest()) {
                     store_highest::<S, W>(out, &sums, &place, &shape, &seen, &own, t);
+                } else if comptime!(t.is_maxima()) {
+                    store_maxima::<S, W>(out, &sums, &place, &shape, &own, t);
                 } else if comptime!(t.is_seen()) {
                     store_log_sums::<S, W>(out, &sums, &place, &shape, &seen, &own, t);
                 } else if comptime!(t.wide) {

@@ -42,7 +42,7 @@ pub struct Highest {
 pub const MOST_HIGHEST: usize = 8;
 
 /// What becomes of the sums of a tile. Only results in half precision become anything, but for [`LogSums`](Self::LogSums),
-/// [`LineSums`](Self::LineSums) and [`Highest`](Self::Highest).
+/// [`Maxima`](Self::Maxima), [`LineSums`](Self::LineSums) and [`Highest`](Self::Highest).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Epilogue {
     /// They are the result.
@@ -67,6 +67,11 @@ pub enum Epilogue {
         /// Columns of a run: 8, 16, 32 or 64.
         run: usize,
     },
+    /// They are scores, in f32: of each run of so many columns the highest.
+    Maxima {
+        /// Columns of a run: 8, 16, 32, 64 or 128.
+        run: usize,
+    },
     /// They are scores, in f32: of up to 128 rows whose sums of exponentials are known the softmax's sums over rows, of each column and along each diagonal.
     LineSums,
     /// They are scores, in f32: of each row the columns of the highest are the result.
@@ -81,6 +86,7 @@ impl fmt::Display for Epilogue {
             Self::Activation(activation) => write!(f, ", through {activation:?}"),
             Self::Gradient { activation, .. } => write!(f, ", back through {activation:?}"),
             Self::LogSums { run } => write!(f, ", as logarithms of sums over {run} columns"),
+            Self::Maxima { run } => write!(f, ", as the highest of {run} columns"),
             Self::LineSums => write!(f, ", as sums over columns and diagonals of weights"),
             Self::Highest(of) => write!(f, ", as the {} highest of a row", of.most),
         }
@@ -224,7 +230,7 @@ impl ProductTile {
     /// Columns of the sums that a unit writes at a time.
     pub(crate) fn written(&self) -> usize {
         match self.epilogue {
-            Epilogue::LogSums { run } => run,
+            Epilogue::LogSums { run } | Epilogue::Maxima { run } => run,
             _ if self.wide => 2,
             _ => 8,
         }
@@ -233,10 +239,18 @@ impl ProductTile {
     /// Words that it writes them as.
     pub(crate) fn written_words(&self) -> usize {
         match self.epilogue {
-            Epilogue::LogSums { .. } | Epilogue::LineSums | Epilogue::Highest(_) => 1,
+            Epilogue::LogSums { .. }
+            | Epilogue::Maxima { .. }
+            | Epilogue::LineSums
+            | Epilogue::Highest(_) => 1,
             _ if self.wide => 2,
             _ => 4,
         }
+    }
+
+    /// Whether the highest of runs of columns are wanted.
+    pub(crate) fn is_maxima(&self) -> bool {
+        matches!(self.epilogue, Epilogue::Maxima { .. })
     }
 
     /// Whether rows choose columns.

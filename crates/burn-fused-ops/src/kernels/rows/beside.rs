@@ -23,6 +23,7 @@ fn beside<E: Float, O: Float, N: Size>(
     output: &mut [Vector<O, N>],
     vectors: usize,
     #[comptime] widths: [usize; MOST_MATRICES],
+    #[comptime] pitches: [usize; MOST_MATRICES],
     #[comptime] count: usize,
     #[define(E)] _element: ElemType,
     #[define(O)] _output_type: ElemType,
@@ -34,9 +35,8 @@ fn beside<E: Float, O: Float, N: Size>(
         #[unroll]
         for index in 0..count {
             let start = comptime!(widths[..index].iter().sum::<usize>());
-            let width = comptime!(widths[index]);
-            if column >= start && column < comptime!(start + width) {
-                let at = row * width + column - start;
+            if column >= start && column < comptime!(start + widths[index]) {
+                let at = row * comptime!(pitches[index]) + column - start;
                 output[ABSOLUTE_POS] = Vector::<O, N>::cast_from(inputs[index][at]);
             }
         }
@@ -63,18 +63,27 @@ fn vector_of(client: &Client, bytes: usize, widths: impl IntoIterator<Item = usi
     [8, 4, 2, 1].into_iter().find(divides).unwrap_or(1)
 }
 
-/// `output = [m₁ m₂ m₃]`, rounded: `rows` of each matrix, all of one type, with their widths. Three of them at most.
+/// A matrix whose rows are contiguous, from its first number on.
+#[derive(Clone, Copy, Debug)]
+pub struct BesideMatrix<'a> {
+    pub handle: &'a Handle,
+    pub width: usize,
+    /// From one row to the next.
+    pub pitch: usize,
+}
+
+/// `output = [m₁ m₂ m₃]`, rounded: `rows` of each matrix, all of one type. Three of them at most.
 ///
 /// # Errors
 /// [`KernelError`] if there are more matrices, or the device lacks a type or cannot index the numbers.
 pub fn rounded_beside(
     client: &Client,
-    matrices: &[(&Handle, usize)],
+    matrices: &[BesideMatrix],
     element: ElemType,
     rows: usize,
     (output, output_type): (&Handle, ElemType),
 ) -> Result<(), KernelError> {
-    let width: usize = matrices.iter().map(|(_, width)| width).sum();
+    let width: usize = matrices.iter().map(|matrix| matrix.width).sum();
     if rows * width == 0 {
         return Ok(());
     }
@@ -87,18 +96,25 @@ pub fn rounded_beside(
     }
     check_types(client, &[element, output_type])?;
     let widest = element.size().max(output_type.size());
-    let vector = vector_of(client, widest, matrices.iter().map(|(_, width)| *width));
-    let mut widths = [0; MOST_MATRICES];
-    let mut inputs = SequenceArg::new();
     // An empty buffer cannot be bound.
-    let some = || matrices.iter().filter(|(_, width)| *width > 0);
-    for (of, (handle, width)) in widths.iter_mut().zip(some()) {
-        *of = width / vector;
-        inputs.push(buffer(handle, rows * width / vector));
+    let some = || matrices.iter().filter(|matrix| matrix.width > 0);
+    let lengths = some().flat_map(|matrix| [matrix.width, matrix.pitch]);
+    // What begins within a larger buffer need not begin at a multiple of a vector.
+    let starts =
+        some().map(|matrix| matrix.handle.offset_start.unwrap_or(0) as usize / element.size());
+    let vector = vector_of(client, widest, lengths.chain(starts));
+    let (mut widths, mut pitches) = ([0; MOST_MATRICES], [0; MOST_MATRICES]);
+    let mut inputs = SequenceArg::new();
+    let mut largest = rows * width;
+    for (index, matrix) in some().enumerate() {
+        let reach = (rows - 1) * matrix.pitch + matrix.width;
+        (widths[index], pitches[index]) = (matrix.width / vector, matrix.pitch / vector);
+        largest = largest.max(reach);
+        inputs.push(buffer(matrix.handle, reach / vector));
     }
     let vectors = rows * width / vector;
     let units = UNITS.min(client.properties().hardware.max_units_per_cube);
-    let address = address_of(client, rows * width)?;
+    let address = address_of(client, largest)?;
     let cubes = spread(client, vectors.div_ceil(units as usize) as u64)?;
     // SAFETY: a unit writes one vector below `vectors` and reads the one that belongs there; the buffers have the lengths they say (see
     // `buffer`).
@@ -113,6 +129,7 @@ pub fn rounded_beside(
             buffer(output, vectors),
             vectors,
             widths,
+            pitches,
             some().count(),
             element,
             output_type,

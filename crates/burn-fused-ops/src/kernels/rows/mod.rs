@@ -15,7 +15,7 @@ pub(crate) mod scaled;
 pub use activation::{
     ActivationBackward, activation_text, bias_activation, bias_activation_backward,
 };
-pub use beside::{rounded_beside, side_by_side};
+pub use beside::{BesideMatrix, rounded_beside, side_by_side};
 pub use cross_entropy::{
     CrossEntropyKind, CrossEntropyRows, cross_entropy_loss, cross_entropy_plan, cross_entropy_rows,
 };
@@ -26,5 +26,5 @@ pub use norm::{NormBranch, NormOf, add_norm};
 pub use norm_backward::{
     NormBackward, NormGrad, RowSums, StreamGrad, residual_norm_backward, residual_norm_text,
 };
-pub use rope::{RopeTable, rope};
+pub use rope::{RopeTable, rope, rope_both};
 pub use scaled::scaled;

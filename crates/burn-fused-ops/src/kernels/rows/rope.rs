@@ -28,6 +28,48 @@ struct Kind {
     back: bool,
 }
 
+/// Reads the cosines and sines of a vector's pairs.
+#[cube]
+fn angles<A: Float>(
+    table: &[A],
+    cosines: &mut Array<A>,
+    sines: &mut Array<A>,
+    turns: usize,
+    channel_step: usize,
+    sine_step: usize,
+    #[comptime] k: Kind,
+) {
+    #[unroll]
+    for pair in 0..comptime!(k.lanes / 2) {
+        let turn = turns + comptime!(2 * pair) * channel_step;
+        cosines[pair] = table[turn];
+        sines[pair] = match comptime!(k.back) {
+            true => -table[turn + sine_step],
+            false => table[turn + sine_step],
+        };
+    }
+}
+
+/// A vector, turned by them.
+#[cube]
+fn turned<E: Float, A: Float, O: Float, N: Size>(
+    x: Vector<E, N>,
+    cosines: &Array<A>,
+    sines: &Array<A>,
+    #[comptime] k: Kind,
+) -> Vector<O, N> {
+    let value = Vector::<A, N>::cast_from(x);
+    let mut turned = Vector::<A, N>::zeroed();
+    #[unroll]
+    for pair in 0..comptime!(k.lanes / 2) {
+        let (at, next) = (comptime!(2 * pair), comptime!(2 * pair + 1));
+        let (a, b) = (value.extract(at), value.extract(next));
+        turned.insert(at, a * cosines[pair] - b * sines[pair]);
+        turned.insert(next, b * cosines[pair] + a * sines[pair]);
+    }
+    Vector::<O, N>::cast_from(turned)
+}
+
 /// A unit turns one vector of a position, in some heads.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn turn<E: Float, A: Float, O: Float, I: Int, N: Size>(
@@ -59,20 +101,19 @@ fn turn<E: Float, A: Float, O: Float, I: Int, N: Size>(
             ComptimeOption::Some(places) => place = usize::cast_from(places[row]),
             ComptimeOption::None => {}
         }
-        let pairs = comptime!(k.lanes / 2);
         let turns =
             min(place, context - 1) * place_step + vector * comptime!(k.lanes) * channel_step;
-        let mut cosines = Array::<A>::new(pairs);
-        let mut sines = Array::<A>::new(pairs);
-        #[unroll]
-        for pair in 0..pairs {
-            let turn = turns + comptime!(2 * pair) * channel_step;
-            cosines[pair] = table[turn];
-            sines[pair] = match comptime!(k.back) {
-                true => -table[turn + sine_step],
-                false => table[turn + sine_step],
-            };
-        }
+        let mut cosines = Array::<A>::new(comptime!(k.lanes / 2));
+        let mut sines = Array::<A>::new(comptime!(k.lanes / 2));
+        angles::<A>(
+            table,
+            &mut cosines,
+            &mut sines,
+            turns,
+            channel_step,
+            sine_step,
+            k,
+        );
         let head = row / seq * comptime!(k.heads) + group * comptime!(k.own_heads);
         let left = comptime!(k.heads) - group * comptime!(k.own_heads);
         let start = (head * seq + row % seq) * comptime!(k.vectors) + vector;
@@ -85,18 +126,69 @@ fn turn<E: Float, A: Float, O: Float, I: Int, N: Size>(
         }
         #[unroll]
         for i in 0..comptime!(k.own_heads) {
-            let value = Vector::<A, N>::cast_from(values[i]);
-            let mut turned = Vector::<A, N>::zeroed();
-            #[unroll]
-            for pair in 0..pairs {
-                let (at, next) = (comptime!(2 * pair), comptime!(2 * pair + 1));
-                let (a, b) = (value.extract(at), value.extract(next));
-                turned.insert(at, a * cosines[pair] - b * sines[pair]);
-                turned.insert(next, b * cosines[pair] + a * sines[pair]);
-            }
+            let turned = turned::<E, A, O, N>(values[i], &cosines, &sines, k);
             if i < left {
-                output[start + i * step] = Vector::<O, N>::cast_from(turned);
+                output[start + i * step] = turned;
             }
+        }
+    }
+}
+
+/// A unit turns one vector of a position, in a head of queries or in one of keys.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn turn_both<E: Float, A: Float, O: Float, I: Int, N: Size>(
+    queries: &[Vector<E, N>],
+    keys: &[Vector<E, N>],
+    table: &[A],
+    places: ComptimeOption<Box<[I]>>,
+    turned_queries: &mut [Vector<O, N>],
+    turned_keys: &mut [Vector<O, N>],
+    rows: usize,
+    seq: usize,
+    first: usize,
+    context: usize,
+    place_step: usize,
+    channel_step: usize,
+    sine_step: usize,
+    #[comptime] k: Kind,
+    #[comptime] key_heads: usize,
+    #[define(E)] _element: ElemType,
+    #[define(A)] _accumulator: ElemType,
+    #[define(O)] _output_type: ElemType,
+    #[define(I)] _index: ElemType,
+) {
+    let vector = ABSOLUTE_POS % comptime!(k.vectors);
+    let row = ABSOLUTE_POS / comptime!(k.vectors) % rows;
+    let head = ABSOLUTE_POS / comptime!(k.vectors) / rows;
+    if head < comptime!(k.heads + key_heads) {
+        let mut place = first + row % seq;
+        #[comptime]
+        match places {
+            ComptimeOption::Some(places) => place = usize::cast_from(places[row]),
+            ComptimeOption::None => {}
+        }
+        let turns =
+            min(place, context - 1) * place_step + vector * comptime!(k.lanes) * channel_step;
+        let mut cosines = Array::<A>::new(comptime!(k.lanes / 2));
+        let mut sines = Array::<A>::new(comptime!(k.lanes / 2));
+        angles::<A>(
+            table,
+            &mut cosines,
+            &mut sines,
+            turns,
+            channel_step,
+            sine_step,
+            k,
+        );
+        let (entry, within) = (row / seq, row % seq);
+        if head < comptime!(k.heads) {
+            let head = entry * comptime!(k.heads) + head;
+            let at = (head * seq + within) * comptime!(k.vectors) + vector;
+            turned_queries[at] = turned::<E, A, O, N>(queries[at], &cosines, &sines, k);
+        } else {
+            let head = entry * key_heads + head - comptime!(k.heads);
+            let at = (head * seq + within) * comptime!(k.vectors) + vector;
+            turned_keys[at] = turned::<E, A, O, N>(keys[at], &cosines, &sines, k);
         }
     }
 }
@@ -112,6 +204,37 @@ pub struct RopeTable<'a> {
     pub strides: [usize; 3],
 }
 
+impl RopeTable<'_> {
+    /// Numbers from its first to its last.
+    fn reach(&self, width: usize) -> usize {
+        let [place_step, channel_step, sine_step] = self.strides;
+        (self.context - 1) * place_step + (width - 1) * channel_step + sine_step + 1
+    }
+
+    /// Channels of a load of a row so wide.
+    fn lanes(
+        &self,
+        client: &Client,
+        [x, output]: [ElemType; 2],
+        width: usize,
+    ) -> Result<usize, KernelError> {
+        for element in [x, self.numbers.1, output] {
+            if !client.properties().supports_type(element) {
+                let dtype = format!("{element:?}");
+                return Err(KernelError::Dtype { dtype });
+            }
+        }
+        if !width.is_multiple_of(2) || self.context == 0 {
+            return Err(KernelError::limit("pairs of a row", 0u32, width));
+        }
+        let hardware = &client.properties().hardware;
+        let most = (MOST_BYTES / x.size().max(output.size())).min(hardware.max_vector_size);
+        let lanes = [8, 4, 2];
+        let fits = |lanes: &usize| *lanes <= most && width.is_multiple_of(*lanes);
+        Ok(lanes.into_iter().find(fits).unwrap_or(2))
+    }
+}
+
 /// Pairs of channels of `x`, `[batch, heads, seq, width]`, turned by their row of the table: row `places[batch · seq]`, or those from `first` on. Contiguous but
 /// for the table, in whose type it is computed.
 ///
@@ -125,25 +248,11 @@ pub fn rope(
     (places, first): (Option<Typed>, usize),
     back: bool,
 ) -> Result<(), KernelError> {
-    for element in [x.1, table.numbers.1, output.1] {
-        if !client.properties().supports_type(element) {
-            let dtype = format!("{element:?}");
-            return Err(KernelError::Dtype { dtype });
-        }
-    }
     let numbers = batch * heads * seq * width;
     if numbers == 0 {
         return Ok(());
     }
-    if !width.is_multiple_of(2) || table.context == 0 {
-        return Err(KernelError::limit("pairs of a row", 0u32, width));
-    }
-    let hardware = &client.properties().hardware;
-    let most = (MOST_BYTES / x.1.size().max(output.1.size())).min(hardware.max_vector_size);
-    let lanes = [8, 4, 2]
-        .into_iter()
-        .find(|lanes| *lanes <= most && width.is_multiple_of(*lanes))
-        .unwrap_or(2);
+    let lanes = table.lanes(client, [x.1, output.1], width)?;
     let (vectors, rows) = (width / lanes, batch * seq);
     let own_heads = match rows * vectors * heads / HEADS < MANY {
         true => 1,
@@ -157,9 +266,9 @@ pub fn rope(
         back,
     };
     let units = rows * vectors * heads.div_ceil(own_heads);
-    let dim = UNITS.min(hardware.max_units_per_cube);
+    let dim = UNITS.min(client.properties().hardware.max_units_per_cube);
     let [place_step, channel_step, sine_step] = table.strides;
-    let reach = (table.context - 1) * place_step + (width - 1) * channel_step + sine_step + 1;
+    let reach = table.reach(width);
     let address = address_of(client, numbers.max(reach))?;
     let cubes = spread(client, units.div_ceil(dim as usize) as u64)?;
     // SAFETY: a unit reads and writes one vector of a row below `rows` in heads below `heads`, and reads a row of the table below `context`; the buffers have
@@ -186,6 +295,81 @@ pub fn rope(
             x.1,
             table.numbers.1,
             output.1,
+            places.map_or(ElemType::Int(IntKind::I32), |places| places.1),
+        );
+    }
+    Ok(())
+}
+
+/// [`rope`] of queries and keys, `[batch, heads, seq, width]` each with its heads, of one type: in one launch, but for so many that a unit turns several
+/// heads.
+///
+/// # Errors
+/// As [`rope`], and if there are no queries or no keys.
+pub fn rope_both(
+    client: &Client,
+    inputs: [Typed; 2],
+    outputs: [Typed; 2],
+    ([batch, seq, width], heads): ([usize; 3], [usize; 2]),
+    table: &RopeTable,
+    (places, first): (Option<Typed>, usize),
+    back: bool,
+) -> Result<(), KernelError> {
+    let rows = batch * seq;
+    let numbers = heads.map(|heads| rows * heads * width);
+    let ([query, key], [turned_query, turned_key]) = (inputs, outputs);
+    let positions = (places, first);
+    if numbers.contains(&0) || query.1 != key.1 || turned_query.1 != turned_key.1 {
+        return Err(KernelError::limit("heads", 1u32, 0));
+    }
+    let lanes = table.lanes(client, [query.1, turned_query.1], width)?;
+    if numbers[0] / lanes / HEADS >= MANY {
+        for ((x, output), heads) in inputs.into_iter().zip(outputs).zip(heads) {
+            let shape = [batch, heads, seq, width];
+            rope(client, (x, output), shape, table, positions, back)?;
+        }
+        return Ok(());
+    }
+    let kind = Kind {
+        vectors: width / lanes,
+        lanes,
+        heads: heads[0],
+        own_heads: 1,
+        back,
+    };
+    let units = numbers.iter().sum::<usize>() / lanes;
+    let dim = UNITS.min(client.properties().hardware.max_units_per_cube);
+    let [place_step, channel_step, sine_step] = table.strides;
+    let reach = table.reach(width);
+    let address = address_of(client, numbers[0].max(numbers[1]).max(reach).max(units))?;
+    let cubes = spread(client, units.div_ceil(dim as usize) as u64)?;
+    // SAFETY: a unit reads and writes one vector of a row below `rows` in heads that there are, and reads a row of the table below `context`; the buffers have
+    // the lengths they say (see `buffer`).
+    unsafe {
+        turn_both::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(dim),
+            address,
+            lanes,
+            buffer(query.0, numbers[0] / lanes),
+            buffer(key.0, numbers[1] / lanes),
+            buffer(table.numbers.0, reach),
+            optional(places.map(|places| places.0), rows),
+            buffer(turned_query.0, numbers[0] / lanes),
+            buffer(turned_key.0, numbers[1] / lanes),
+            rows,
+            seq,
+            first,
+            table.context,
+            place_step,
+            channel_step,
+            sine_step,
+            kind,
+            heads[1],
+            query.1,
+            table.numbers.1,
+            turned_query.1,
             places.map_or(ElemType::Int(IntKind::I32), |places| places.1),
         );
     }

@@ -6,9 +6,11 @@
 //! choose    which of them a call has
 //! tile      the shape of a query's walk            steps     what it copies ahead
 //! walk      a cube a query, or a group of neighbours: their list
+//! block     a cube a block, and the queries that list it
 //! spread    a cube a query: a record of dK and dV for each pair
 //! ```
 
+pub mod block;
 mod choose;
 pub mod spread;
 mod steps;

@@ -18,7 +18,7 @@
 #[cfg(feature = "cuda")]
 mod asm;
 #[cfg(feature = "cuda")]
-mod chosen;
+pub(crate) mod chosen;
 #[cfg(feature = "cuda")]
 mod kernel;
 #[cfg(feature = "cuda")]

@@ -211,6 +211,31 @@ fn sums_of_exponentials_are_of_whole_runs() {
     );
 }
 
+/// The highest are of whole runs within a tile, of an f32 result, and on wgmma.
+#[test]
+fn the_highest_are_of_whole_runs() {
+    let request = |cols: usize, run: usize| {
+        let plain = ProductRequest {
+            wide: true,
+            batch: 4,
+            ..request([2048, cols, 128], false)
+        };
+        plain.with(Epilogue::Maxima { run })
+    };
+    let plans = ProductPlan::on_wgmma(request(65_536, 128), MULTIPROCESSORS, SHARED).unwrap();
+    assert_eq!(
+        plans[0].to_string(),
+        "wgmma, tiles of 128 × 256, 4 slabs of 64, as the highest of 128 columns, 132 cubes"
+    );
+    assert!(plans.iter().all(|plan| plan.tile_cols() >= 128));
+    for (cols, run) in [(4096, 12), (4096, 256), (64, 128)] {
+        assert_eq!(
+            ProductPlan::on_wgmma(request(cols, run), MULTIPROCESSORS, SHARED).unwrap_err(),
+            "the columns are no runs of 8, 16, 32, 64 or 128"
+        );
+    }
+}
+
 /// Rows choose in a tile that has all columns.
 #[test]
 fn choices_are_of_all_columns() {

@@ -1,27 +1,20 @@
-//! Products of few rows, as decoding has them: what binds them is how fast the weights are read.
-//!
-//! No factor goes through tensor cores, whose tiles would be empty but for a row: a unit multiplies a vector of each weight row that it reads by a number of
-//! x. A cube has a strip of columns and the whole depth, so sums are added up in one order. Up to three weights share a launch.
+//! Without tensor cores: a unit multiplies a vector of each weight row that it reads by a number of x. A cube has a strip of columns and the whole depth, so
+//! sums are added up in one order.
 
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
-use cubecl::server::Handle;
 
+use crate::kernels::few_rows::call::{BYTES, FewRows, FewRowsWeight, MOST_WEIGHTS};
 use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
 use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::rows::columns::accumulator_of;
 use blocksparse_cubecl::rows::norm_shape::sum_of;
-use blocksparse_cubecl::rows::typed::Typed;
-use blocksparse_cubecl::shared::curve::{ActivationKind, Curve, value};
+use blocksparse_cubecl::shared::curve::{Curve, value};
 
-/// Rows that a product has at most: with more, tensor cores are as fast.
-pub const FEW_ROWS: usize = 8;
-/// Weights that share a launch, at most.
-pub const MOST_WEIGHTS: usize = 3;
+/// Rows that a product has at most.
+pub const MOST_UNIT_ROWS: usize = 8;
 /// Units of a cube, at most.
 const UNITS: usize = 512;
-/// Bytes of a load, which weights are multiples of.
-const BYTES: usize = 16;
 /// Loads of a unit that are on their way together.
 const LOADS: usize = 8;
 /// Units that share a column of a weight whose columns are contiguous.
@@ -324,64 +317,16 @@ fn by_columns<E: Float, A: Float, N: Size>(
     }
 }
 
-/// A weight of such a product.
-#[derive(Clone, Copy, Debug)]
-pub struct FewRowsWeight<'a> {
-    /// From its first number on.
-    pub handle: &'a Handle,
-    /// Its columns.
-    pub width: usize,
-    /// From one row of the memory to the next.
-    pub pitch: usize,
-}
-
-/// A product of few rows. Everything but weights is contiguous, of one type but for the bias.
-#[derive(Clone, Copy, Debug)]
-pub struct FewRows<'a> {
-    /// `[rows, depth]`
-    pub x: Typed<'a>,
-    /// Rows and depth.
-    pub lengths: [usize; 2],
-    /// One to three, `[depth, width]`; a single one if it is `transposed`.
-    pub weights: &'a [FewRowsWeight<'a>],
-    /// Whether the weight is in memory as `[width, depth]`.
-    pub transposed: bool,
-    /// `[Σ width]`; not of a weight that is transposed.
-    pub bias: Option<Typed<'a>>,
-    /// To be written: `[rows, Σ width]`.
-    pub output: &'a Handle,
-    /// Numbers of the output; and where `[rows, width]` of each weight begins in it, if they do not lie side by side.
-    pub numbers: usize,
-    pub starts: Option<[usize; MOST_WEIGHTS]>,
-    /// What becomes of the first of two weights' rows before the second's are multiplied by them: then the output is `[rows, width]`.
-    pub gate: Option<ActivationKind>,
-}
-
-/// Whether a product has lengths that [`few_rows`] is for.
-pub fn is_few(element: ElemType, [rows, depth]: [usize; 2], widths: &[usize]) -> bool {
-    let vector = BYTES / element.size();
-    (1..=FEW_ROWS).contains(&rows)
-        && depth > 0
-        && (1..=MOST_WEIGHTS).contains(&widths.len())
-        && widths.iter().all(|width| *width > 0)
-        && vector.is_power_of_two()
-        && [depth]
-            .iter()
-            .chain(widths)
-            .all(|n| n.is_multiple_of(vector))
-}
-
-/// `output = x · [w₁ w₂ w₃] + bias`, with sums in f32 (f64 of f64), rounded once.
+/// Launches a product that is checked.
 ///
 /// # Errors
-/// [`KernelError`] if [`is_few`] is false, or the device lacks a type, units, shared memory or vectors of 16 bytes.
-pub fn few_rows(client: &Client, call: &FewRows) -> Result<(), KernelError> {
+/// [`KernelError`] if there are more rows, or the device lacks a type, units, shared memory or vectors of 16 bytes.
+pub fn launch(client: &Client, call: &FewRows) -> Result<(), KernelError> {
     let (element, [rows, depth]) = (call.x.1, call.lengths);
     let widths: Vec<usize> = call.weights.iter().map(|weight| weight.width).collect();
     let vector = BYTES / element.size();
-    let mut pitches = call.weights.iter().map(|weight| weight.pitch);
-    if !is_few(element, call.lengths, &widths) || pitches.any(|n| !n.is_multiple_of(vector)) {
-        return Err(KernelError::limit("few rows", FEW_ROWS as u64, rows));
+    if rows > MOST_UNIT_ROWS {
+        return Err(KernelError::limit("rows", MOST_UNIT_ROWS as u64, rows));
     }
     let accumulator = accumulator_of(element);
     let added = call.bias.map_or(accumulator, |bias| bias.1);
@@ -423,11 +368,7 @@ pub fn few_rows(client: &Client, call: &FewRows) -> Result<(), KernelError> {
         kind.widths[index] = weight.width / vector;
         kind.pitches[index] = weight.pitch / vector;
     }
-    // Numbers of a weight, from its first to its last.
-    let reach = |weight: &FewRowsWeight| match call.transposed {
-        true => (weight.width - 1) * weight.pitch + depth,
-        false => (depth - 1) * weight.pitch + weight.width,
-    };
+    let reach = |weight: &FewRowsWeight| call.reach(weight);
     let largest = call.weights.iter().map(reach).max().unwrap_or(0);
     let address = address_of(client, largest.max(rows * depth))?;
     let dim = CubeDim::new_1d(units as u32);

@@ -1,0 +1,213 @@
+//! Attention by blocks: which calls are attended to so, and the launches.
+
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::kernels::listed::check::check;
+use crate::kernels::listed::merge;
+use crate::kernels::listed::merge::MergeShape;
+use crate::kernels::listed::request::ListedRequest;
+use crate::kernels::listed::views::{check_inputs, far_rows, input, strides};
+use crate::kernels::listed::warpgroups::block;
+use crate::kernels::listed::warpgroups::block::BlockTile;
+use blocksparse_cubecl::args::buffer;
+use blocksparse_cubecl::call::{Outputs, TensorView, check_hopper};
+use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::tensor::scales;
+use blocksparse_cubecl::tuning::{TierLimit, Tuning};
+
+/// Bytes of the parts of outputs that are there at a time, unless one list has more, and of one list at most.
+const AT_A_TIME: usize = 1 << 32;
+const MOST: usize = 1 << 34;
+
+/// Tiles of a cube at most, so that a block is read for few, and cubes of a multiprocessor at least, so that what the last of them leave idle is little.
+const MOST_TILES: usize = 8;
+const CUBES: usize = 16;
+
+/// Units of a cube that merges.
+const UNITS: usize = 256;
+
+/// What the forward pass of a call runs that goes by blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ByBlock {
+    request: ListedRequest,
+    tile: BlockTile,
+    /// Lists whose parts are there at a time.
+    lists: usize,
+    /// Tiles of a cube.
+    run: usize,
+}
+
+/// Lists of queries by blocks, and where a query's choices are in them: i32, negative for none.
+#[derive(Clone, Copy, Debug)]
+pub struct PlacedLists<'a> {
+    /// The query at each place, `[batch, kv_heads, tiles · tile]`.
+    pub queries: &'a Handle,
+    /// The block of each tile, `[batch, kv_heads, tiles]`, those of none last.
+    pub tile_blocks: &'a Handle,
+    /// The place of each choice, `[batch, kv_heads, seq_q, most]`.
+    pub places: &'a Handle,
+}
+
+impl ByBlock {
+    /// # Errors
+    /// Why the device's kernels do not take the call so.
+    pub fn new(
+        properties: &DeviceProperties,
+        request: ListedRequest,
+    ) -> Result<Self, &'static str> {
+        let element = check(properties, &request)?;
+        if check_hopper(properties).is_err() || Tuning::or_reason()?.tier == TierLimit::Mma {
+            return Err("blocks are attended to by themselves on wgmma alone");
+        }
+        if ![64, 128].contains(&request.block) {
+            return Err("blocks are not of 64 or 128 keys");
+        }
+        let rows = request.rows();
+        if 64 % rows != 0 || !(request.tile * rows).is_multiple_of(64) {
+            return Err("the heads that share a list do not divide 64");
+        }
+        let is_wide = |dim: usize| dim.is_multiple_of(64);
+        if !is_wide(request.head_dim) || !is_wide(request.value_dim) {
+            return Err("head_dim or value_dim is no multiple of 64");
+        }
+        let tile = BlockTile {
+            half: element.half(),
+            head_dim: request.head_dim,
+            value_dim: request.value_dim,
+            heads: rows,
+            block: request.block,
+            tile: request.tile,
+            far_rows: false,
+        };
+        let hardware = &properties.hardware;
+        if tile.shared_bytes() > hardware.max_shared_memory_size {
+            return Err("no tile fits the shared memory of the device");
+        }
+        let all = request.batch * request.kv_heads;
+        let of_list = request.tiles * request.tile * rows * request.value_dim * 2;
+        if of_list > MOST {
+            return Err("the parts of outputs take too much memory");
+        }
+        let lists = (AT_A_TIME / of_list.max(1)).clamp(1, all);
+        let known = hardware.num_streaming_multiprocessors.unwrap_or(1) as usize;
+        Ok(Self {
+            request,
+            tile,
+            lists,
+            run: (lists * request.tiles / (CUBES * known)).clamp(1, MOST_TILES),
+        })
+    }
+
+    /// Places of a list.
+    fn places(&self) -> usize {
+        self.request.tiles * self.request.tile
+    }
+
+    /// What it is, and its kernel, as plans print it.
+    pub(crate) fn lines(&self) -> [String; 2] {
+        let (rows, what) = (self.request.rows(), self.request.listed_things());
+        [
+            format!(
+                "listed  {what} meet the {rows} rows of each query that lists them, in parts that are merged"
+            ),
+            format!(
+                "  forward  64 rows a step on wgmma, {} units, {} tiles of {} queries in {} KiB shared, parts of {} lists at a time",
+                self.tile.units(),
+                self.run,
+                self.request.tile,
+                self.tile.shared_bytes().div_ceil(1024),
+                self.lists,
+            ),
+        ]
+    }
+}
+
+/// As [`forward`](crate::kernels::listed::forward).
+///
+/// # Errors
+/// As there.
+pub fn forward_by_block(
+    client: &Client,
+    plan: &ByBlock,
+    inputs: [&TensorView; 3],
+    lists: PlacedLists,
+    outputs: Outputs,
+    scale: f64,
+    carry: bool,
+) -> Result<(), KernelError> {
+    check_inputs(&inputs, scale)?;
+    let [q, k, v] = inputs;
+    let request = &plan.request;
+    let (log2_scale, _) = scales(scale, None);
+    let tile = BlockTile {
+        far_rows: far_rows([k, v]),
+        ..plan.tile
+    };
+    let shape = MergeShape {
+        half: tile.half,
+        value_dim: tile.value_dim,
+        heads: tile.heads,
+        carry,
+    };
+    let all = request.batch * request.kv_heads;
+    let (places, pieces) = (plan.places(), tile.value_dim / 8);
+    let rows = plan.lists * places * tile.heads;
+    let parts = client.empty(rows * tile.value_dim * 2);
+    let logs = client.empty(rows * size_of::<f32>());
+    let out_rows = request.all_rows();
+    for first in (0..all).step_by(plan.lists) {
+        let count = plan.lists.min(all - first);
+        let units = count * request.seq_q * tile.heads * pieces;
+        // SAFETY: a cube reads the places of its tiles, rows of the queries that they name, which are below their number, and keys below the length in the
+        // strides; it writes rows of its own places. A unit of a row that there is reads parts at places of its query, and writes that row. The buffers have
+        // the lengths they say (see `buffer`).
+        unsafe {
+            block::by_block::launch_unchecked(
+                client,
+                CubeCount::Static(request.tiles.div_ceil(plan.run) as u32, count as u32, 1),
+                CubeDim::new_1d(tile.units() as u32),
+                tile.block / 2,
+                tile.block / 4,
+                tile.sums(),
+                input(q),
+                input(k),
+                input(v),
+                buffer(lists.queries, all * places),
+                buffer(lists.tile_blocks, all * request.tiles),
+                buffer(&parts, rows * pieces),
+                buffer(&logs, rows),
+                strides(q),
+                strides(k),
+                strides(v),
+                block::PlacesLaunch::new(
+                    first as u32,
+                    request.kv_heads as u32,
+                    request.tiles as u32,
+                    plan.run as u32,
+                ),
+                log2_scale as f32,
+                tile,
+            );
+            merge::merge::launch_unchecked(
+                client,
+                CubeCount::Static(units.div_ceil(UNITS) as u32, 1, 1),
+                CubeDim::new_1d(UNITS as u32),
+                buffer(&parts, rows * pieces),
+                buffer(&logs, rows),
+                buffer(lists.places, request.listed()),
+                buffer(outputs.out, out_rows * pieces),
+                buffer(outputs.lse, out_rows),
+                merge::RowsLaunch::new(
+                    first as u32,
+                    count as u32,
+                    request.seq_q as u32,
+                    request.most as u32,
+                    places as u32,
+                ),
+                shape,
+            );
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,139 @@
+//! The parts of a row's output, of the blocks that its query chose, added up by their lse: after attention to other keys, or alone.
+
+// What is known at compile time stays apart from what is not.
+#![allow(clippy::collapsible_if)]
+
+use cubecl::prelude::*;
+
+use blocksparse_cubecl::arch::sm90::*;
+use blocksparse_cubecl::shared::walk::Four;
+
+/// What is known when the kernel is compiled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct MergeShape {
+    /// The type of outputs.
+    pub half: Half,
+    pub value_dim: usize,
+    /// Heads that share a list.
+    pub heads: usize,
+    /// Whether attention to other keys is in the outputs.
+    pub carry: bool,
+}
+
+/// The rows of a launch.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct Rows {
+    /// The first list, of those of all batch entries and heads of keys, and how many there are.
+    pub first_list: u32,
+    pub lists: u32,
+    /// Queries of a list, and blocks that each chooses at most.
+    pub seq_q: u32,
+    pub most: u32,
+    /// Places of a list.
+    pub places: u32,
+}
+
+/// `places` `[lists, seq_q, most]`: the place of each choice, negative for none. `parts` and `logs` are as
+/// [`by_block`](crate::kernels::listed::warpgroups::block::by_block) writes them. A unit has eight numbers of a row.
+#[cube(launch_unchecked)]
+pub fn merge(
+    parts: &[Vector<u32, Four>],
+    logs: &[f32],
+    places: &[i32],
+    out: &mut [Vector<u32, Four>],
+    lse: &mut [f32],
+    rows: Rows,
+    #[comptime] t: MergeShape,
+) {
+    let (pieces, heads) = comptime!(((t.value_dim / 8) as u32, t.heads as u32));
+    let unit = ABSOLUTE_POS as u32;
+    let is_there = unit < rows.lists * rows.seq_q * comptime!(heads * pieces);
+    // Units beyond the last row make it again, and do not write it.
+    let unit = select(is_there, unit, unit % pieces);
+    let (piece, row) = (unit % pieces, unit / pieces);
+    let (head, of_list) = (row % heads, row / heads);
+    let (query, list) = (of_list % rows.seq_q, of_list / rows.seq_q);
+    let own = ((rows.first_list + list) * heads + head) * rows.seq_q + query;
+    let at = own as usize * pieces as usize + piece as usize;
+    let chosen = ((rows.first_list + list) * rows.seq_q + query) * rows.most;
+    let first = list * rows.places;
+
+    let before = if comptime!(t.carry) {
+        lse[own as usize]
+    } else {
+        f32::new(f32::NEG_INFINITY)
+    };
+    let mut top = before;
+    for j in 0..rows.most {
+        let place = places[(chosen + j) as usize];
+        if place >= 0i32 {
+            top = larger(top, logs[((first + place as u32) * heads + head) as usize]);
+        }
+    }
+    let mut sum = f32::new(0.0);
+    let mut sums = Array::<f32>::new(8usize);
+    #[unroll]
+    for i in 0..8usize {
+        sums[i] = f32::new(0.0);
+    }
+    // Of a row without keys nothing is −∞ less −∞.
+    let is_seen = top > f32::new(f32::NEG_INFINITY);
+    if comptime!(t.carry) {
+        if is_seen {
+            let weight = exp2((before - top) * comptime!(std::f32::consts::LOG2_E));
+            sum = add_part(&mut sums, out[at], weight, sum, t.half);
+        }
+    }
+    if is_seen {
+        for j in 0..rows.most {
+            let place = places[(chosen + j) as usize];
+            if place >= 0i32 {
+                let part = (first + place as u32) * heads + head;
+                let log = logs[part as usize];
+                let weight = exp2((log - top) * comptime!(std::f32::consts::LOG2_E));
+                let four = parts[part as usize * pieces as usize + piece as usize];
+                sum = add_part(&mut sums, four, weight, sum, t.half);
+            }
+        }
+    }
+    let mut inverse = f32::new(0.0);
+    let mut log = f32::new(f32::NEG_INFINITY);
+    if sum > 0.0f32 {
+        inverse = reciprocal(sum);
+        log = top + log2(sum) * comptime!(std::f32::consts::LN_2);
+    }
+    // All units of a row have read its lse.
+    sync_warp();
+    if is_there {
+        let mut four = Vector::<u32, Four>::zeroed();
+        #[unroll]
+        for i in 0..4usize {
+            let low = sums[comptime!(2 * i)] * inverse;
+            let high = sums[comptime!(2 * i + 1)] * inverse;
+            four.insert(i, pack(low, high, t.half));
+        }
+        out[at] = four;
+        if piece == 0 {
+            lse[own as usize] = log;
+        }
+    }
+}
+
+/// Adds eight numbers of a part, and gives the sum of weights.
+#[cube]
+fn add_part(
+    sums: &mut Array<f32>,
+    four: Vector<u32, Four>,
+    weight: f32,
+    sum: f32,
+    #[comptime] half: Half,
+) -> f32 {
+    #[unroll]
+    for i in 0..4usize {
+        let word = four.extract(i);
+        let (low, high) = comptime!((2 * i, 2 * i + 1));
+        sums[low] += weight * unpack(word, false, half);
+        sums[high] += weight * unpack(word, true, half);
+    }
+    sum + weight
+}

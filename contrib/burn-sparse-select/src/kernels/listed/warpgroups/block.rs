@@ -1,0 +1,368 @@
+//! Attention by blocks: a cube has the keys and values of a block in shared memory, and the queries that chose it come by, the heads of as many as fill 64 rows
+//! a step of a warpgroup. A block is read once for very many queries, where a walk reads it for each: what counts are rows of q, and of the parts of the output
+//! that each choice leaves, which [`merge`](crate::kernels::listed::merge) adds up.
+//!
+//! ```text
+//! cube, for tiles of places of the same block, one after the other:
+//!     K and V of the block                                      cp.async, by all warps
+//!     every warpgroup, per third step of 64 rows:
+//!         wait until all warps' copies of q are there           mbarrier
+//!         start s = q · Kᵀ                                      wgmma
+//!         start this warp's rows of q of the next step          cp.async
+//!         p = exp2(s − m)    l = Σ p                            registers
+//!         o = p · V                                             wgmma, p in registers
+//!         write o / l and m + log l                             in the order of places
+//! ```
+//!
+//! Warpgroups share nothing but keys and values, so one makes weights or writes while another multiplies. What q is copied over was read the step before, by
+//! everybody: who waits for a step knows that all warps of the warpgroup are behind the weights of the one before.
+
+// Kernels have no `is_multiple_of`.
+#![allow(clippy::manual_is_multiple_of)]
+
+use cubecl::prelude::*;
+
+use blocksparse_cubecl::arch::sm80::address;
+use blocksparse_cubecl::arch::sm90::*;
+use blocksparse_cubecl::arch::swizzled::{
+    ROWS_AT_A_TIME, Spans, copies_are_there, copy_row, lane_row, own_copies,
+};
+use blocksparse_cubecl::hopper::output::{OutRow, OutShape, quad_sum, store_row};
+use blocksparse_cubecl::hopper::rows::{ROW_PAIR, pack_all};
+use blocksparse_cubecl::hopper::softmax::softmax;
+use blocksparse_cubecl::mma::gather::{Strides, head_address};
+use blocksparse_cubecl::mma::tile::NOWHERE;
+use blocksparse_cubecl::shared::score::LOWEST_MAX;
+use blocksparse_cubecl::shared::walk::Four;
+
+use crate::kernels::listed::warpgroups::tile::{GROUP_ROWS, WarpgroupTile};
+
+/// Warpgroups of a cube.
+const WARPGROUPS: usize = 3;
+const WARPS: u32 = 4 * WARPGROUPS as u32;
+
+/// Steps of q of a warpgroup: one is multiplied, the next is on its way.
+const STAGES: usize = 2;
+
+/// The comptime shape of the kernel: its key in the cache of compiled kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BlockTile {
+    /// The type of the tensors.
+    pub half: Half,
+    /// Width of queries and keys, a multiple of 64.
+    pub head_dim: usize,
+    /// Width of values, a multiple of 64.
+    pub value_dim: usize,
+    /// Heads that share a list, of which 64 is a multiple.
+    pub heads: usize,
+    /// Keys of a block: 64 or 128.
+    pub block: usize,
+    /// Places of a tile.
+    pub tile: usize,
+    /// Whether rows of keys or values are more than 4 GB apart.
+    pub far_rows: bool,
+}
+
+impl BlockTile {
+    pub fn units(&self) -> usize {
+        32 * WARPS as usize
+    }
+
+    /// Places of a step, and steps of a tile.
+    fn step_places(&self) -> usize {
+        GROUP_ROWS / self.heads
+    }
+
+    fn tile_steps(&self) -> usize {
+        self.tile / self.step_places()
+    }
+
+    fn keys(&self) -> Spans {
+        Spans {
+            rows: self.block,
+            dim: self.head_dim,
+            far: self.far_rows,
+        }
+    }
+
+    fn values(&self) -> Spans {
+        Spans {
+            dim: self.value_dim,
+            ..self.keys()
+        }
+    }
+
+    /// The rows of a step.
+    fn rows(&self) -> Spans {
+        Spans::far(GROUP_ROWS, self.head_dim)
+    }
+
+    fn values_offset(&self) -> usize {
+        self.keys().bytes()
+    }
+
+    /// The steps of the first warpgroup, those of the second, and so on.
+    fn ring_offset(&self) -> usize {
+        self.values_offset() + self.values().bytes()
+    }
+
+    fn group_bytes(&self) -> usize {
+        STAGES * self.rows().bytes()
+    }
+
+    /// A barrier for each.
+    fn full(&self) -> usize {
+        self.ring_offset() + WARPGROUPS * self.group_bytes()
+    }
+
+    /// Bytes of shared memory of a cube.
+    pub fn shared_bytes(&self) -> usize {
+        self.full() + WARPGROUPS * STAGES * 8
+    }
+
+    /// Registers of sums of outputs.
+    pub fn sums(&self) -> usize {
+        WarpgroupTile::sums(self.value_dim)
+    }
+}
+
+/// The places that a cube goes through.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct Places {
+    /// The first list of the launch, of those of all batch entries and heads of keys, and heads of keys.
+    pub first_list: u32,
+    pub kv_heads: u32,
+    /// Tiles of a list, and of a cube.
+    pub tiles: u32,
+    pub run: u32,
+}
+
+/// `queries` `[lists, tiles · tile]`: the query at each place, and `tile_blocks` `[lists, tiles]`: the block of each tile; negative for none, and tiles of none
+/// last. Of each place and head a part of the output into `parts` `[lists of the launch, tiles · tile, heads, value_dim]`, and its lse into `logs`: of places of no
+/// query anything or nothing.
+#[cube(launch_unchecked)]
+pub fn by_block<S: Size, P: Size, O: Size>(
+    q: &[u32],
+    k: &[u32],
+    v: &[u32],
+    queries: &[i32],
+    tile_blocks: &[i32],
+    parts: &mut [Vector<u32, Four>],
+    logs: &mut [f32],
+    q_strides: Strides,
+    k_strides: Strides,
+    v_strides: Strides,
+    places: Places,
+    log2_scale: f32,
+    #[comptime] t: BlockTile,
+) {
+    let (of_keys, of_values, of_rows) = comptime!((t.keys(), t.values(), t.rows()));
+    let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 1024usize);
+    let base = shared_address(&smem);
+    let warp = uniform(UNIT_POS_X / 32);
+    let lane = UNIT_POS_X % 32;
+    let group = warp / 4;
+    if UNIT_POS_X == 0 {
+        #[unroll]
+        for i in 0..comptime!((WARPGROUPS * STAGES) as u32) {
+            barrier_init(base + comptime!(t.full() as u32 + 8 * i), 4u32);
+        }
+        barrier_fence();
+    }
+    let list = places.first_list + CUBE_POS_Y;
+    let (batch, kv_head) = (list / places.kv_heads, list % places.kv_heads);
+    let keys = head_address(address::<u32>(k), &k_strides, batch, kv_head);
+    let values = head_address(address::<u32>(v), &v_strides, batch, kv_head);
+    let first_head = kv_head * comptime!(t.heads as u32);
+    let own = Step {
+        rows: head_address(address::<u32>(q), &q_strides, batch, first_head),
+        head: q_strides.head,
+        query: q_strides.row,
+        ring: base + comptime!(t.ring_offset() as u32) + group * comptime!(t.group_bytes() as u32),
+        warp: warp % 4,
+        lane,
+    };
+    let full = base + comptime!(t.full() as u32) + group * comptime!(8 * STAGES as u32);
+    let q_desc = descriptor(own.ring, 16usize);
+    let k_desc = descriptor(base, 16usize);
+    let values_at = base + comptime!(t.values_offset() as u32);
+    let v_desc = descriptor(values_at, comptime!(of_values.span_bytes()));
+    let of_list = list * places.tiles;
+    let shape = comptime!(OutShape {
+        value_dim: t.value_dim,
+        half: t.half,
+        dropout: false,
+    });
+
+    let last = min(CUBE_POS_X * places.run + places.run, places.tiles);
+    let mut tile = CUBE_POS_X * places.run;
+    // Steps that the warpgroup had before.
+    let mut number = 0u32.runtime();
+    while tile < last {
+        let block = tile_blocks[(of_list + tile) as usize];
+        let mut end = last;
+        if block >= 0i32 {
+            end = tile + 1;
+            let mut is_same = end < last;
+            while is_same {
+                is_same = false;
+                if tile_blocks[(of_list + end) as usize] == block {
+                    end += 1u32;
+                    is_same = end < last;
+                }
+            }
+            // Nobody reads the block before.
+            sync_cube();
+            let first_key = block as u32 * comptime!(t.block as u32);
+            let mut four = warp;
+            while four < comptime!((t.block / ROWS_AT_A_TIME) as u32) {
+                let row = four * comptime!(ROWS_AT_A_TIME as u32) + lane_row(lane);
+                let key = first_key + row;
+                let key = select(key < k_strides.len, key, comptime!(NOWHERE).runtime());
+                copy_row(base, row, keys, key, k_strides.row, lane, of_keys);
+                copy_row(values_at, row, values, key, v_strides.row, lane, of_values);
+                four += comptime!(WARPS);
+            }
+            let first = (of_list + tile) * comptime!(t.tile as u32);
+            let steps = uniform((end - tile) * comptime!(t.tile_steps() as u32));
+            let mut step = group;
+            let mut names = Array::<u32>::new(comptime!(GROUP_ROWS / 4 / ROWS_AT_A_TIME));
+            if step < steps {
+                read_names(queries, &mut names, first, step, &own, t);
+                copy_step(&names, number, &own, t);
+            }
+            own_copies();
+            sync_cube();
+            if step < steps {
+                copies_are_there(full + number % comptime!(STAGES as u32) * 8, lane);
+            }
+            let next = step + comptime!(WARPGROUPS as u32);
+            if next < steps {
+                read_names(queries, &mut names, first, next, &own, t);
+            }
+            let seen = k_strides.len - first_key;
+            while step < steps {
+                let stage = number % comptime!(STAGES as u32);
+                barrier_wait(full + stage * 8, number / comptime!(STAGES as u32) % 2);
+                let within = u64::cast_from(stage * comptime!((of_rows.bytes() >> 4) as u32));
+                let started = product::<S>(
+                    q_desc + within,
+                    k_desc,
+                    comptime!(of_rows.product(of_keys, t.half, t.head_dim)),
+                );
+                let next = step + comptime!(WARPGROUPS as u32);
+                if next < steps {
+                    copy_step(&names, number + 1, &own, t);
+                    let behind = next + comptime!(WARPGROUPS as u32);
+                    if behind < steps {
+                        read_names(queries, &mut names, first, behind, &own, t);
+                    }
+                }
+                let s = wait::<S>(started, 0usize, comptime!(t.block / 2));
+                let s = hide_behind::<S>(s, seen, lane, t.block);
+                let (least, none) = (f32::new(LOWEST_MAX), f32::new(0.0));
+                let soft = softmax::<S>(s, least, least, none, none, log2_scale);
+                let p = pack_all::<S, P>(soft.p, t.half);
+                let started = weigh::<P, O>(p, v_desc, t.half, t.value_dim);
+                if next < steps {
+                    copies_are_there(full + (number + 1) % comptime!(STAGES as u32) * 8, lane);
+                }
+                let o = wait::<O>(started, 0usize, comptime!(t.value_dim / 2));
+                let place = (CUBE_POS_Y * places.tiles + tile) * comptime!(t.tile as u32)
+                    + step * comptime!(t.step_places() as u32);
+                let first_row = place * comptime!(t.heads as u32);
+                let row = own.warp * 16 + lane / 4;
+                let upper = OutRow {
+                    position: row,
+                    exists: true.runtime(),
+                };
+                let lower = OutRow {
+                    position: row + ROW_PAIR,
+                    exists: true.runtime(),
+                };
+                let (top0, top1) = (soft.m0 * log2_scale, soft.m1 * log2_scale);
+                let (sum0, sum1) = (quad_sum(soft.l0), quad_sum(soft.l1));
+                let one = f32::new(1.0);
+                store_row::<O>(
+                    parts, logs, &o, 0usize, top0, sum0, one, first_row, &upper, shape,
+                );
+                store_row::<O>(
+                    parts, logs, &o, 2usize, top1, sum1, one, first_row, &lower, shape,
+                );
+                number += 1u32;
+                step = next;
+            }
+        }
+        tile = end;
+    }
+}
+
+/// What a warp knows to copy its rows of a step.
+#[derive(CubeType, Clone, Copy)]
+struct Step {
+    /// The address of the first query and head of the list.
+    rows: u64,
+    /// From a head to the next, and from a query to the next, in pieces of 16 bytes.
+    head: u64,
+    query: u64,
+    /// Where the warpgroup's steps are.
+    ring: u32,
+    /// Of the warpgroup's.
+    warp: u32,
+    lane: u32,
+}
+
+/// The queries of the rows that the lane copies of a step, or [`NOWHERE`].
+#[cube]
+fn read_names(
+    queries: &[i32],
+    names: &mut Array<u32>,
+    first: u32,
+    step: u32,
+    own: &Step,
+    #[comptime] t: BlockTile,
+) {
+    let first = first + step * comptime!(t.step_places() as u32);
+    #[unroll]
+    for i in 0..comptime!(GROUP_ROWS / 4 / ROWS_AT_A_TIME) {
+        let row = own.warp * 16 + comptime!((i * ROWS_AT_A_TIME) as u32) + lane_row(own.lane);
+        let query = queries[(first + row / comptime!(t.heads as u32)) as usize];
+        names[i] = select(query >= 0i32, query as u32, comptime!(NOWHERE).runtime());
+    }
+}
+
+/// Starts to copy the warp's rows of a step.
+#[cube]
+fn copy_step(names: &Array<u32>, number: u32, own: &Step, #[comptime] t: BlockTile) {
+    let of = comptime!(t.rows());
+    let stage = number % comptime!(STAGES as u32);
+    let matrix = own.ring + stage * comptime!(of.bytes() as u32);
+    #[unroll]
+    for i in 0..comptime!(GROUP_ROWS / 4 / ROWS_AT_A_TIME) {
+        let row = own.warp * 16 + comptime!((i * ROWS_AT_A_TIME) as u32) + lane_row(own.lane);
+        let head = row % comptime!(t.heads as u32);
+        let from = own.rows + u64::cast_from(head) * own.head * 16;
+        copy_row(matrix, row, from, names[i], own.query, own.lane, of);
+    }
+}
+
+/// Gives keys behind the last one no weight.
+#[cube]
+fn hide_behind<S: Size>(
+    s_in: Vector<f32, S>,
+    seen: u32,
+    lane: u32,
+    #[comptime] cols: usize,
+) -> Vector<f32, S> {
+    let mut s = s_in;
+    if uniform(seen) < comptime!(cols as u32) {
+        let infinity = f32::new(f32::NEG_INFINITY);
+        let own = lane % 4 * 2;
+        #[unroll]
+        for at in 0..comptime!(cols / 2) {
+            let column = own + comptime!((at / 4 * 8 + at % 2) as u32);
+            s.insert(at, select(column < seen, s.extract(at), infinity));
+        }
+    }
+    s
+}

@@ -1,0 +1,97 @@
+//! The highest product of each row with every so many rows of another matrix, where tensor cores make them: no product is written.
+
+use cubecl::ir::ElemType;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::kernels::selection::products::RowsView;
+#[cfg(feature = "cuda")]
+use crate::kernels::selection::products::asked;
+use blocksparse_cubecl::error::KernelError;
+#[cfg(feature = "cuda")]
+use burn_fused_ops::kernels::linear::{
+    Epilogue, EpilogueTensors, Order, ProductPlan, ProductRequest, multiply,
+};
+
+/// Rows of a run, at most.
+pub const MOST_RUN: usize = 128;
+
+/// Which products.
+#[derive(Clone, Copy, Debug)]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub struct RunMaxima {
+    /// Matrices of the left factor, and their rows.
+    pub rows: [usize; 2],
+    /// Rows of a matrix of the right factor, whole runs.
+    pub columns: usize,
+    /// Numbers of a row.
+    pub width: usize,
+    /// Rows of a run: 8, 16, 32, 64 or 128.
+    pub run: usize,
+}
+
+#[cfg(feature = "cuda")]
+impl RunMaxima {
+    /// Whether a kernel makes them. `BLOCKSPARSE_LOG_SUMS=0` leaves it out, for comparing.
+    pub fn is_served(&self, client: &Client, element: ElemType) -> bool {
+        use cubecl::ir::FloatKind;
+
+        let [batch, rows] = self.rows;
+        let request = ProductRequest {
+            bf16: element == ElemType::Float(FloatKind::BF16),
+            batch,
+            rows,
+            cols: self.columns,
+            depth: self.width,
+            orders: [Order::Depth; 2],
+            wide: true,
+            parts: false,
+            epilogue: Epilogue::Maxima { run: self.run },
+            by_heads: false,
+        };
+        let is_half = request.bf16 || element == ElemType::Float(FloatKind::F16);
+        is_half
+            && self.width.is_multiple_of(8)
+            && blocksparse_cubecl::Tuning::or_default().log_sums
+            && ProductPlan::new(client, request).is_ok()
+    }
+
+    /// Makes them, `[a.matrices, a.rows, b.rows / run]` in f32. NaN counts only where all of a run are.
+    ///
+    /// # Errors
+    /// [`KernelError`] if they are not [served](Self::is_served), or rows do not begin at multiples of 16 bytes.
+    pub fn launch(
+        &self,
+        client: &Client,
+        element: ElemType,
+        factors: [&RowsView; 2],
+        out: &Handle,
+    ) -> Result<(), KernelError> {
+        let refused = || KernelError::Factor { factor: "b" };
+        let ([left, right], request) = asked(element, factors).ok_or_else(refused)?;
+        let request = request.with(Epilogue::Maxima { run: self.run });
+        let plan = ProductPlan::new(client, request).map_err(|_| refused())?;
+        let beside = EpilogueTensors::default();
+        multiply(client, &plan, [&left, &right], out, &beside)
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+impl RunMaxima {
+    /// No other devices have them.
+    pub fn is_served(&self, _: &Client, _: ElemType) -> bool {
+        false
+    }
+
+    /// # Errors
+    /// Always.
+    pub fn launch(
+        &self,
+        _: &Client,
+        _: ElemType,
+        _: [&RowsView; 2],
+        _: &Handle,
+    ) -> Result<(), KernelError> {
+        Err(KernelError::Factor { factor: "b" })
+    }
+}

@@ -1,0 +1,284 @@
+//! How blocks cross: each device gives each other one its blocks, and gets theirs.
+
+use std::sync::atomic::Ordering;
+
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Backend, TensorMetadata};
+use burn::tensor::{DType, Shape, Slice, TensorData, try_read_sync};
+
+use crate::base::device::index;
+use crate::error::OpError;
+use crate::sharded::ShardEnd;
+use crate::sharded::exchange::Exchange;
+use crate::sharded::links::{Links, Stage};
+use crate::sharded::ops::ShardOps;
+
+/// Keys and values, or the gradients by them: `[batch, blocks, block_size · dim]`.
+pub type Blocks<B> = [FloatTensor<B>; 2];
+
+/// One device's way to the others.
+pub enum Way {
+    Host(Links<[TensorData; 2]>),
+    /// Devices exchange numbers by themselves, with the indices that CUDA gives them, once each knows that the other is there.
+    Nccl {
+        links: Links<Ready>,
+        indices: Vec<u16>,
+    },
+}
+
+/// What two devices must have alike before they wait for each other where nothing ends the wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ready {
+    batch: usize,
+    widths: [usize; 2],
+    dtype: DType,
+}
+
+impl Way {
+    /// Those of the devices of a group.
+    pub fn group(exchange: &Exchange, devices: usize) -> Vec<Self> {
+        match exchange {
+            Exchange::Host { .. } => Links::group(devices).into_iter().map(Self::Host).collect(),
+            Exchange::Nccl { devices: all } => {
+                let indices: Vec<u16> = all.iter().filter_map(index).collect();
+                let nccl = |links| Self::Nccl {
+                    links,
+                    indices: indices.clone(),
+                };
+                Links::group(devices).into_iter().map(nccl).collect()
+            }
+        }
+    }
+
+    /// Ends this device's part.
+    pub fn leave(&self) {
+        match self {
+            Self::Host(links) => links.leave(),
+            Self::Nccl { links, .. } => links.leave(),
+        }
+    }
+}
+
+impl ShardEnd {
+    /// Gives each other device those of `x` that `give` lists for it; what comes from each device for which `get` lists some, in order.
+    pub fn cross<B: ShardOps>(
+        &self,
+        x: &Blocks<B>,
+        give: &[Vec<i32>],
+        get: &[Vec<i32>],
+        stage: Stage,
+    ) -> Result<Vec<Blocks<B>>, OpError> {
+        match &self.way {
+            Way::Host(links) => self.by_host::<B>(links, x, give, get, stage),
+            Way::Nccl { links, indices } => {
+                self.by_nccl::<B>((links, indices), x, give, get, stage)
+            }
+        }
+    }
+
+    fn by_host<B: Backend>(
+        &self,
+        links: &Links<[TensorData; 2]>,
+        x: &Blocks<B>,
+        give: &[Vec<i32>],
+        get: &[Vec<i32>],
+        stage: Stage,
+    ) -> Result<Vec<Blocks<B>>, OpError> {
+        for (to, numbers) in some(give) {
+            let [k, v] = x.each_ref().map(|x| read::<B>(chosen::<B>(x, numbers)));
+            let blocks = [k?, v?];
+            self.count(blocks.iter().map(|data| data.as_bytes().len()).sum());
+            links.send(to, stage, blocks)?;
+        }
+        let arrived = some(get).map(|(from, numbers)| {
+            let [k, v] = links.receive(from, stage)?;
+            let of = |data, x| of_host::<B>(data, x, numbers.len());
+            Ok([of(k, &x[0])?, of(v, &x[1])?])
+        });
+        arrived.collect()
+    }
+
+    /// Pairs of devices swap one list each, all pairs in the order of [`rounds`].
+    fn by_nccl<B: ShardOps>(
+        &self,
+        (links, indices): (&Links<Ready>, &[u16]),
+        x: &Blocks<B>,
+        give: &[Vec<i32>],
+        get: &[Vec<i32>],
+        stage: Stage,
+    ) -> Result<Vec<Blocks<B>>, OpError> {
+        let device = x[0].device();
+        let [batch, _, _] = x[0].shape().dims::<3>();
+        let ready = Ready {
+            batch,
+            widths: x.each_ref().map(|x| x.shape()[2]),
+            dtype: x[0].dtype(),
+        };
+        let with = |peer: &usize| !give[*peer].is_empty() || !get[*peer].is_empty();
+        let peers: Vec<usize> = rounds(self.rank, indices.len()).filter(with).collect();
+        for &peer in &peers {
+            links.send(peer, stage, ready)?;
+        }
+        // All of them before the first swap, which waits on the device.
+        for &peer in &peers {
+            let theirs = links.receive(peer, stage)?;
+            OpError::expect_same("another device's blocks", ready, "this device's", theirs)?;
+        }
+        let mut arrived: Vec<(usize, Blocks<B>)> = Vec::new();
+        for &peer in &peers {
+            let length = ready.numbers(&give[peer]).max(ready.numbers(&get[peer]));
+            self.count(length * ready.dtype.size());
+            let own = packed::<B>(x, &give[peer], length);
+            let theirs = B::swapped(own, indices[peer]);
+            // Another device may wait for what fusion still has in its queue.
+            B::sync_collective(&device);
+            if !get[peer].is_empty() {
+                arrived.push((peer, unpacked::<B>(theirs, ready, get[peer].len())));
+            }
+        }
+        arrived.sort_unstable_by_key(|(peer, _)| *peer);
+        Ok(arrived.into_iter().map(|(_, blocks)| blocks).collect())
+    }
+
+    fn count(&self, bytes: usize) {
+        self.bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+}
+
+impl Ready {
+    /// How many numbers so many blocks of keys and of values have.
+    fn numbers(&self, blocks: &[i32]) -> usize {
+        self.batch * blocks.len() * (self.widths[0] + self.widths[1])
+    }
+}
+
+/// The lists that are not empty, with whose they are.
+pub fn some(lists: &[Vec<i32>]) -> impl Iterator<Item = (usize, &[i32])> {
+    (lists.iter().enumerate())
+        .filter(|(_, numbers)| !numbers.is_empty())
+        .map(|(other, numbers)| (other, &numbers[..]))
+}
+
+/// Whom a device meets, in order: in each round pairs that nobody else is in, so that no two wait for each other in a circle.
+fn rounds(rank: usize, devices: usize) -> impl Iterator<Item = usize> {
+    let rounds = 1..devices.next_power_of_two();
+    rounds
+        .map(move |round| rank ^ round)
+        .filter(move |&peer| peer < devices)
+}
+
+fn chosen<B: Backend>(x: &FloatTensor<B>, numbers: &[i32]) -> FloatTensor<B> {
+    let data = TensorData::new(numbers.to_vec(), [numbers.len()]);
+    let index = B::int_from_data(data, &x.device());
+    B::float_select(x.clone(), 1, index)
+}
+
+/// Some blocks of keys, then of values, one after another, and zeros up to `length`.
+fn packed<B: Backend>(x: &Blocks<B>, numbers: &[i32], length: usize) -> FloatTensor<B> {
+    let (device, dtype) = (x[0].device(), x[0].dtype());
+    let mut parts = Vec::new();
+    if !numbers.is_empty() {
+        parts.extend(x.each_ref().map(|x| {
+            let blocks = chosen::<B>(x, numbers);
+            let count = blocks.shape().num_elements();
+            B::float_reshape(blocks, Shape::new([count]))
+        }));
+    }
+    let filled: usize = parts.iter().map(|part| part.shape()[0]).sum();
+    if filled < length {
+        let zeros = Shape::new([length - filled]);
+        parts.push(B::float_zeros(zeros, &device, dtype.into()));
+    }
+    B::float_cat(parts, 0)
+}
+
+/// The inverse of [`packed`], of `count` blocks.
+fn unpacked<B: Backend>(x: FloatTensor<B>, ready: Ready, count: usize) -> Blocks<B> {
+    let mut first = 0;
+    ready.widths.map(|width| {
+        let length = ready.batch * count * width;
+        let part = B::float_slice(x.clone(), &[Slice::from(first..first + length)]);
+        first += length;
+        B::float_reshape(part, Shape::new([ready.batch, count, width]))
+    })
+}
+
+fn read<B: Backend>(x: FloatTensor<B>) -> Result<TensorData, OpError> {
+    let read = try_read_sync(B::float_into_data(x));
+    let read = read.map(|data| data.map_err(|error| OpError::Read(format!("{error:?}"))));
+    read.unwrap_or_else(|| Err(OpError::Read("a device that is read later".into())))
+}
+
+/// `count` blocks of another device on the device of `x`.
+fn of_host<B: Backend>(
+    data: TensorData,
+    x: &FloatTensor<B>,
+    count: usize,
+) -> Result<FloatTensor<B>, OpError> {
+    let [batch, _, width] = x.shape().dims();
+    let whose = "of this device's batch and width";
+    let got: [usize; 3] = data.shape().dims();
+    OpError::expect_same("another device's blocks", [batch, count, width], whose, got)?;
+    let (expected, got) = (x.dtype(), data.dtype());
+    OpError::expect_same("another device's dtype", expected, "this device's", got)?;
+    Ok(B::float_from_data(data, &x.device()))
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use burn::backend::Flex;
+
+    use super::*;
+
+    #[test]
+    fn all_pairs_meet_in_rounds() {
+        for devices in 2..10 {
+            let orders: Vec<Vec<usize>> = (0..devices)
+                .map(|rank| rounds(rank, devices).collect())
+                .collect();
+            let mut met = vec![0; devices];
+            let mut pairs = 0;
+            // Whose next is each other's.
+            while let Some((a, b)) = (0..devices).find_map(|a| {
+                let b = *orders[a].get(met[a])?;
+                (orders[b].get(met[b]) == Some(&a)).then_some((a, b))
+            }) {
+                met[a] += 1;
+                met[b] += 1;
+                pairs += 1;
+            }
+            assert_eq!(pairs, devices * (devices - 1) / 2);
+        }
+    }
+
+    #[test]
+    fn blocks_come_out_of_a_list_as_they_went_in() {
+        let device = Default::default();
+        let numbers = |first: usize, shape: [usize; 3]| {
+            let count = shape.iter().product::<usize>();
+            let values: Vec<f32> = (first..first + count).map(|x| x as f32).collect();
+            <Flex as burn::backend::ops::FloatTensorOps<Flex>>::float_from_data(
+                TensorData::new(values, shape),
+                &device,
+            )
+        };
+        let x: Blocks<Flex> = [numbers(0, [2, 5, 16]), numbers(1000, [2, 5, 24])];
+        let ready = Ready {
+            batch: 2,
+            widths: [16, 24],
+            dtype: DType::F32,
+        };
+        let list = [3, 0, 4];
+        let length = ready.numbers(&list) + 8;
+        let vector = packed::<Flex>(&x, &list, length);
+        assert_eq!(vector.shape().dims(), [length]);
+        let back = unpacked::<Flex>(vector, ready, list.len());
+        for (back, x) in back.into_iter().zip(&x) {
+            let expected = read::<Flex>(chosen::<Flex>(x, &list)).unwrap();
+            assert_eq!(read::<Flex>(back).unwrap(), expected);
+        }
+        // One that gives nothing.
+        let zeros = read::<Flex>(packed::<Flex>(&x, &[], 8)).unwrap();
+        assert_eq!(zeros, TensorData::new(vec![0f32; 8], [8]));
+    }
+}

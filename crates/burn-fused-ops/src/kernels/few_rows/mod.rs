@@ -1,0 +1,18 @@
+//! Products of few rows, as decoding has them: what binds them is how fast the weights are read. They are read once, as they lie, with gaps between their
+//! rows or without; up to three weights share a launch.
+//!
+//! ```text
+//! call     what a product is made of
+//! units    the kernel without tensor cores, for up to 8 rows
+//! warps    the kernel on mma.sync, for up to 64 rows in half precision
+//! plan     which of them: or why neither
+//! ```
+
+mod call;
+mod plan;
+mod units;
+#[cfg(feature = "cuda")]
+mod warps;
+
+pub use call::{FewRows, FewRowsRequest, FewRowsWeight, MOST_WEIGHTS};
+pub use plan::{FewRowsPlan, MOST_ROWS};

@@ -1,0 +1,94 @@
+//! Which kernel multiplies few rows.
+
+use std::fmt;
+
+use cubecl::client::Client;
+
+use crate::kernels::few_rows::call::{FewRows, FewRowsRequest};
+use crate::kernels::few_rows::units;
+use crate::kernels::few_rows::units::MOST_UNIT_ROWS;
+#[cfg(feature = "cuda")]
+use crate::kernels::few_rows::warps::{self, WarpsPlan};
+use blocksparse_cubecl::error::KernelError;
+#[cfg(feature = "cuda")]
+use blocksparse_cubecl::tuning::Tuning;
+
+/// Rows that a product has at most.
+pub const MOST_ROWS: usize = 64;
+
+/// How a product of few rows runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FewRowsPlan {
+    /// Without tensor cores.
+    Units,
+    /// On mma.sync.
+    #[cfg(feature = "cuda")]
+    Warps(WarpsPlan),
+}
+
+impl FewRowsPlan {
+    /// The plan that runs.
+    ///
+    /// # Errors
+    /// [`KernelError`] if no kernel here takes so many rows.
+    pub fn new(client: &Client, request: &FewRowsRequest) -> Result<Self, KernelError> {
+        let plans = Self::all(client, request);
+        let [rows, _] = request.lengths;
+        plans
+            .first()
+            .copied()
+            .ok_or(KernelError::limit("rows", MOST_UNIT_ROWS as u64, rows))
+    }
+
+    /// All plans, the one that runs first.
+    pub fn all(client: &Client, request: &FewRowsRequest) -> Vec<Self> {
+        let [rows, _] = request.lengths;
+        let units = (rows <= MOST_UNIT_ROWS).then_some(Self::Units);
+        #[cfg(feature = "cuda")]
+        {
+            let [by_units, by_warps] = Tuning::or_default().few_rows;
+            let warps = match rows <= by_warps {
+                true => WarpsPlan::all(client, request).unwrap_or_default(),
+                false => Vec::new(),
+            };
+            let warps = warps.into_iter().map(Self::Warps);
+            match rows <= by_units {
+                true => units.into_iter().chain(warps).collect(),
+                false => warps.chain(units).collect(),
+            }
+        }
+        #[cfg(not(feature = "cuda"))]
+        {
+            let _ = client;
+            units.into_iter().collect()
+        }
+    }
+
+    /// Whether another kernel runs than by another plan.
+    pub fn is_other(&self, than: &Self) -> bool {
+        std::mem::discriminant(self) != std::mem::discriminant(than)
+    }
+
+    /// `output = x · [w₁ w₂ w₃] + bias`, with sums in f32 (f64 of f64), rounded once.
+    ///
+    /// # Errors
+    /// [`KernelError`] if it is not what was planned, or the device lacks a type, units, shared memory or vectors of 16 bytes.
+    pub fn launch(&self, client: &Client, call: &FewRows) -> Result<(), KernelError> {
+        let request = call.request()?;
+        match self {
+            Self::Units => units::launch(client, call),
+            #[cfg(feature = "cuda")]
+            Self::Warps(plan) => warps::launch(client, plan, &request, call),
+        }
+    }
+}
+
+impl fmt::Display for FewRowsPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Units => f.write_str("one pass over the weights, no tensor cores"),
+            #[cfg(feature = "cuda")]
+            Self::Warps(plan) => write!(f, "one pass over the weights, {plan}"),
+        }
+    }
+}
