@@ -11,22 +11,15 @@ use serde::de::DeserializeOwned;
 pub type Area<'a> = DrawingArea<BitMapBackend<'a>, Shift>;
 pub type Chart<'a, 'b, X, Y> = ChartContext<'a, BitMapBackend<'b>, Cartesian2d<X, Y>>;
 
-/// # Errors
-/// If a file cannot be read.
 pub fn read_text(path: &Path) -> Result<String> {
     std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
 }
 
-/// # Errors
-/// If a file cannot be read or has something else.
 pub fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T> {
     serde_json::from_str(&read_text(path)?).with_context(|| path.display().to_string())
 }
 
 /// A white picture, a PNG.
-///
-/// # Errors
-/// Those of the file.
 pub fn picture(path: &Path, size: (u32, u32)) -> Result<Area<'_>> {
     blocksparse::font::register();
     let area = BitMapBackend::new(path, size).into_drawing_area();
@@ -42,9 +35,6 @@ pub fn bounds(numbers: impl Iterator<Item = f64>) -> (f64, f64) {
 }
 
 /// A line with dots, and its name if it has one, with so much of the line before it.
-///
-/// # Errors
-/// Those of the picture.
 pub fn line<'a, X, Y>(
     chart: &mut Chart<'a, '_, X, Y>,
     points: impl IntoIterator<Item = (X::ValueType, Y::ValueType)>,

@@ -149,7 +149,6 @@ impl Ruled {
     }
 }
 
-/// Every kind of budget.
 pub fn verify(client: &Client, rng: &mut ChaCha8Rng, tally: &mut Tally) -> Result<()> {
     let part = Budget::TopP {
         p: 0.3,

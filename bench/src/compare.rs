@@ -18,8 +18,6 @@ pub fn softmax(scores: &[f64]) -> (Vec<f64>, f64) {
     (weights, top + whole.ln())
 }
 
-/// # Errors
-/// If a number is further from what it should be than the bound; NaN is.
 pub fn ensure_within(what: impl Display, got: f64, expected: f64, bound: f64) -> Result<()> {
     let error = (got - expected).abs();
     ensure!(
@@ -31,9 +29,6 @@ pub fn ensure_within(what: impl Display, got: f64, expected: f64, bound: f64) ->
 }
 
 /// That a product is the sum of its terms, but for `rounding` of itself.
-///
-/// # Errors
-/// If it is not.
 pub fn ensure_sum(
     what: impl Display,
     got: f64,
@@ -55,9 +50,6 @@ pub fn ensure_written(what: &str, numbers: &[f64]) -> Result<()> {
 }
 
 /// What a call makes, which is the same when it is made again.
-///
-/// # Errors
-/// Those of the call, and if it is not.
 pub fn same_twice<T: PartialEq>(make: impl Fn() -> Result<T>) -> Result<T> {
     let made = make()?;
     ensure!(make()? == made, "other bits the second time");

@@ -10,9 +10,6 @@ use cubecl::server::Handle;
 use crate::numbers::{decoded, encoded};
 
 /// The device that the program is built for.
-///
-/// # Errors
-/// If it is built for none.
 pub fn client() -> Result<Client> {
     #[cfg(feature = "cuda")]
     return Ok(cubecl::Device::Cuda(Default::default()).client());
@@ -52,8 +49,6 @@ pub fn empty(client: &Client, numbers: usize, element: ElemType) -> Handle {
     client.empty(numbers * element.size())
 }
 
-/// # Errors
-/// Those of the device, as of all that follows.
 pub fn read(client: &Client, handle: &Handle) -> Result<Vec<u8>> {
     let bytes = client.read_one(handle.clone());
     Ok(bytes.map_err(|error| anyhow!("{error:?}"))?.to_vec())

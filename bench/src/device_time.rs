@@ -19,7 +19,6 @@ const AHEAD_BYTES: u64 = 256 << 20;
 const UNITS: u32 = 256;
 const CUBES: u32 = 256;
 
-/// Seconds that a call takes.
 #[derive(Clone, Copy)]
 pub struct Times {
     pub median: f64,
@@ -38,9 +37,6 @@ impl Times {
 
 /// Times a call that launches kernels. The device has other work while a call is queued, so that it never waits for the host, and that work leaves nothing of the
 /// call's in its cache: as Triton's `do_bench` times other libraries' calls.
-///
-/// # Errors
-/// Those of the call and of the device; and if it measured no time.
 pub fn times(
     client: &Client,
     repeats: usize,
@@ -67,25 +63,16 @@ pub fn times(
 }
 
 /// The median of [`times`].
-///
-/// # Errors
-/// As [`times`].
 pub fn median(client: &Client, repeats: usize, run: impl Fn() -> Result<()> + Sync) -> Result<f64> {
     Ok(times(client, repeats, run)?.median)
 }
 
 /// The median of calls that come to an idle device, and have their way to it in their time.
-///
-/// # Errors
-/// As [`times`].
 pub fn alone(client: &Client, repeats: usize, run: impl Fn() -> Result<()> + Sync) -> Result<f64> {
     Ok(profiled(client, repeats, || {}, run)?.median)
 }
 
 /// The median of the seconds until a call returns, while the device has nothing else to do.
-///
-/// # Errors
-/// Those of the call and of the device.
 pub fn host(client: &Client, repeats: usize, run: impl Fn() -> Result<()>) -> Result<f64> {
     let call = |_| -> Result<f64> {
         sync(client)?;

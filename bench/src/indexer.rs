@@ -341,7 +341,6 @@ impl Call {
         }
     }
 
-    /// A launch.
     fn run_slab(&self, sizes: &PairSizes, bytes: Option<&KeyBytes>) -> Result<()> {
         let inputs = self.inputs(bytes);
         let of_pairs = IndexerGradients {

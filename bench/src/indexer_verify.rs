@@ -187,7 +187,6 @@ impl Call {
         )
     }
 
-    /// The key of a column.
     fn key(&self, sizes: &PairSizes, entry: usize, query: usize, column: usize) -> Option<usize> {
         match &self.numbers().keys {
             None => Some(column),
@@ -231,7 +230,6 @@ impl Call {
         Ok(())
     }
 
-    /// The largest error.
     fn worst(&self, client: &Client) -> Result<f64> {
         let (mut worst, mut slack) = (0.0f64, 0.0);
         let [seq_q, seq_kv] = self.sizes[0].seq;

@@ -137,7 +137,6 @@ impl Product {
         Ok(())
     }
 
-    /// The result's bytes.
     fn read(&self) -> Result<Vec<u8>> {
         let is_sum = self.plan.parts() > 1;
         read(&self.client, if is_sum { &self.sum } else { &self.out })

@@ -116,7 +116,6 @@ struct Args {
     forward_only: bool,
 }
 
-/// Shape of the bias.
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
 enum BiasShape {
     /// `[batch, heads, n, n]`

@@ -11,7 +11,6 @@ use rand_chacha::ChaCha8Rng;
 use crate::device::upload;
 use crate::numbers::{half, uniform};
 
-/// A factor of a product.
 #[derive(Clone)]
 pub struct Operand {
     pub handle: Handle,

@@ -149,24 +149,7 @@ fn map(
 
 /// From dark blue, 0, over green to yellow, 1.
 fn color(value: f64) -> RGBColor {
-    const STOPS: [[f64; 3]; 5] = [
-        [68.0, 1.0, 84.0],
-        [59.0, 82.0, 139.0],
-        [33.0, 145.0, 140.0],
-        [94.0, 201.0, 98.0],
-        [253.0, 231.0, 37.0],
-    ];
-    let at = if value.is_nan() {
-        0.0
-    } else {
-        value.clamp(0.0, 1.0) * 4.0
-    };
-    let below = (at as usize).min(3);
-    let part = at - below as f64;
-    let [r, g, b] = std::array::from_fn(|c| {
-        (STOPS[below][c] * (1.0 - part) + STOPS[below + 1][c] * part).round() as u8
-    });
-    RGBColor(r, g, b)
+    ViridisRGB.get_color(if value.is_nan() { 0.0 } else { value })
 }
 
 fn brightness(RGBColor(r, g, b): RGBColor) -> f64 {

@@ -293,9 +293,6 @@ impl<'a> Problem<'a> {
     }
 
     /// Runs the backward pass `passes` times and compares the hashes of dQ, dK and dV with those of the first.
-    ///
-    /// # Errors
-    /// If a pass gives other bits.
     pub fn stress(&self, plan: &AttentionPlan, outputs: &Outputs, passes: usize) -> Result<Value> {
         self.forward(plan, outputs)?;
         let element = self.args.dtype.element().size();

@@ -23,9 +23,6 @@ pub struct Timing<const REPEATS: usize> {
 
 impl<const REPEATS: usize> Timing<REPEATS> {
     /// The median of a call's seconds by the device's clock; none where it is only launched.
-    ///
-    /// # Errors
-    /// Those of the call and of the device.
     pub fn seconds(
         &self,
         client: &Client,
@@ -38,9 +35,6 @@ impl<const REPEATS: usize> Timing<REPEATS> {
     }
 
     /// Compares what a call makes, or only launches it.
-    ///
-    /// # Errors
-    /// Those of the call and of the device, and what is wrong.
     pub fn checked(
         &self,
         client: &Client,
@@ -54,9 +48,6 @@ impl<const REPEATS: usize> Timing<REPEATS> {
     }
 
     /// Launches a call if that is all that is asked for.
-    ///
-    /// # Errors
-    /// Those of the call and of the device.
     pub fn launched(&self, client: &Client, run: impl Fn() -> Result<()>) -> Result<bool> {
         if self.enqueue_only {
             run()?;
@@ -86,8 +77,6 @@ pub struct Tally {
 }
 
 impl Tally {
-    /// # Errors
-    /// If there is no such part.
     pub fn new(shard: Shard) -> Result<Self> {
         ensure!(
             shard.shard < shard.of,
@@ -130,8 +119,6 @@ impl Tally {
         }
     }
 
-    /// # Errors
-    /// If anything was wrong.
     pub fn finish(&self, what: &str) -> Result<()> {
         let Self {
             compared, failed, ..
@@ -142,8 +129,6 @@ impl Tally {
     }
 }
 
-/// # Errors
-/// If the file that is asked for cannot be written.
 pub fn write_json(path: Option<&Path>, results: &impl Serialize) -> Result<()> {
     let Some(path) = path else {
         return Ok(());

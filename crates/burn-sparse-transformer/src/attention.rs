@@ -10,7 +10,7 @@ use burn_sparse_select::Selection;
 use crate::call::{Call, Seen};
 use crate::content::ContentHeads;
 use crate::dropout::{Seeds, training_dropout};
-use crate::error::{ensure, ensure_shape, or_panic};
+use crate::error::{ensure, ensure_shape, or_panics};
 use crate::heads::{Positions, rotate, rotate_both};
 use crate::layouts::{Layouts, Request};
 use crate::precision::project_heads;
@@ -62,7 +62,6 @@ pub struct SparseMultiHeadAttention {
     pub(crate) qk_norm_eps: f64,
     pub(crate) quiet_softmax: bool,
     pub(crate) d_model: usize,
-    /// Width of a value.
     pub(crate) d_v: usize,
     pub(crate) n_heads: usize,
     pub(crate) n_kv_heads: usize,
@@ -90,21 +89,17 @@ pub struct SparseMhaOutput {
 }
 
 impl SparseMultiHeadAttention {
-    /// Attention of each query to the keys its pattern allows.
-    ///
-    /// With `seq_q ≠ seq_kv` the queries are the last positions: query `i` sits at
-    /// `i + seq_kv − seq_q`. A query with nothing to attend to contributes zeros, so that its output
-    /// is the output projection's bias; that of padding is 0.
-    ///
-    /// # Shapes
-    /// - input: `[batch, seq_q, d_model]`, `[batch, seq_kv, d_model]`
-    /// - `context`: `[batch, seq_q, d_model]`
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_forward`]'s error.
-    #[track_caller]
-    pub fn forward(&self, input: SparseMhaInput) -> SparseMhaOutput {
-        or_panic(self.try_forward(input))
+    or_panics! {
+        /// Attention of each query to the keys its pattern allows.
+        ///
+        /// With `seq_q ≠ seq_kv` the queries are the last positions: query `i` sits at
+        /// `i + seq_kv − seq_q`. A query with nothing to attend to contributes zeros, so that its output
+        /// is the output projection's bias; that of padding is 0.
+        ///
+        /// # Shapes
+        /// - input: `[batch, seq_q, d_model]`, `[batch, seq_kv, d_model]`
+        /// - `context`: `[batch, seq_q, d_model]`
+        pub fn forward(&self, input: SparseMhaInput) -> SparseMhaOutput = try_forward;
     }
 
     /// [`Self::forward`] that returns its error.
@@ -136,23 +131,16 @@ impl SparseMultiHeadAttention {
         self.kind().context(self, input, None)
     }
 
-    /// [`Self::forward`], which also returns the attention weights of the kept blocks: after biases, before dropout, and with sinks or
-    /// the quiet softmax less than 1 in all.
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_forward_with_weights`]'s error.
-    #[track_caller]
-    pub fn forward_with_weights(
-        &self,
-        input: SparseMhaInput,
-    ) -> (SparseMhaOutput, BlockSparseTensor) {
-        or_panic(self.try_forward_with_weights(input))
+    or_panics! {
+        /// [`Self::forward`], which also returns the attention weights of the kept blocks: after biases, before dropout, and with sinks or
+        /// the quiet softmax less than 1 in all.
+        pub fn forward_with_weights(
+            &self,
+            input: SparseMhaInput,
+        ) -> (SparseMhaOutput, BlockSparseTensor) = try_forward_with_weights;
     }
 
     /// [`Self::forward_with_weights`] that returns its error.
-    ///
-    /// # Errors
-    /// As [`Self::try_forward`].
     pub fn try_forward_with_weights(
         &self,
         input: SparseMhaInput,
@@ -172,30 +160,30 @@ impl SparseMultiHeadAttention {
         Ok((self.finish(attention.out, &call)?, weights))
     }
 
-    /// Self-attention of several sequences that lie one after the other in one, without padding: in each of them the pattern holds,
-    /// and `rope` counts, as if it stood alone.
-    ///
-    /// # Shapes
-    /// - `x`: `[1, total, d_model]`
-    /// - `cu_seqlens`: where the sequences begin, and `total`: `[0, n_0, n_0 + n_1, …, total]`, as FlashAttention's
-    /// - `context`: `[1, total, d_model]`
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_forward_packed`]'s error.
-    ///
-    /// ```
-    /// use burn::tensor::{Device, Distribution, Tensor};
-    /// use burn_sparse_transformer::{Pattern, SparseMultiHeadAttentionConfig};
-    ///
-    /// let device = Device::flex();
-    /// let mha = SparseMultiHeadAttentionConfig::new(64, 4, Pattern::fixed(128, 32)).init(&device);
-    /// let x = Tensor::<3>::random([1, 1000, 64], Distribution::Default, &device);
-    /// let y = mha.forward_packed(x, &[0, 300, 420, 1000]).context;
-    /// assert_eq!(y.dims(), [1, 1000, 64]);
-    /// ```
-    #[track_caller]
-    pub fn forward_packed(&self, x: Tensor<3>, cu_seqlens: &[usize]) -> SparseMhaOutput {
-        or_panic(self.try_forward_packed(x, cu_seqlens))
+    or_panics! {
+        /// Self-attention of several sequences that lie one after the other in one, without padding: in each of them the pattern holds,
+        /// and `rope` counts, as if it stood alone.
+        ///
+        /// # Shapes
+        /// - `x`: `[1, total, d_model]`
+        /// - `cu_seqlens`: where the sequences begin, and `total`: `[0, n_0, n_0 + n_1, …, total]`, as FlashAttention's
+        /// - `context`: `[1, total, d_model]`
+        ///
+        /// ```
+        /// use burn::tensor::{Device, Distribution, Tensor};
+        /// use burn_sparse_transformer::{Pattern, SparseMultiHeadAttentionConfig};
+        ///
+        /// let device = Device::flex();
+        /// let mha = SparseMultiHeadAttentionConfig::new(64, 4, Pattern::fixed(128, 32)).init(&device);
+        /// let x = Tensor::<3>::random([1, 1000, 64], Distribution::Default, &device);
+        /// let y = mha.forward_packed(x, &[0, 300, 420, 1000]).context;
+        /// assert_eq!(y.dims(), [1, 1000, 64]);
+        /// ```
+        pub fn forward_packed(
+            &self,
+            x: Tensor<3>,
+            cu_seqlens: &[usize],
+        ) -> SparseMhaOutput = try_forward_packed;
     }
 
     /// [`Self::forward_packed`] that returns its error.
@@ -268,7 +256,6 @@ impl SparseMultiHeadAttention {
         self.layouts.keep(most);
     }
 
-    /// Width of a query or key head.
     pub(crate) fn d_k(&self) -> usize {
         let [_, d_query] = self.query.weight.lazy_shape().dims();
         d_query / self.n_heads
@@ -405,7 +392,6 @@ impl SparseMultiHeadAttention {
         Ok((query, key, value))
     }
 
-    /// Attention of projected queries, keys and values.
     pub(crate) fn attend<'a>(
         &self,
         (query, key, value): (Tensor<4>, Tensor<4>, Tensor<4>),
@@ -441,7 +427,6 @@ impl SparseMultiHeadAttention {
         }
     }
 
-    /// What a training pass drops of the attention weights.
     pub(crate) fn training_dropout(&self, seed: impl FnOnce() -> Seed) -> Option<WeightDropout> {
         training_dropout(&self.dropout, seed)
     }

@@ -4,33 +4,29 @@ use burn::tensor::Tensor;
 use burn_blocksparse::layout::LastUse;
 
 use crate::call::Call;
-use crate::error::or_panic;
+use crate::error::or_panics;
 use crate::stream::Projected;
 use crate::{
     SparseMhaCache, SparseMhaInput, SparseMhaOutput, SparseMultiHeadAttention, TransformerError,
 };
 
 impl SparseMultiHeadAttention {
-    /// Attention of new positions to themselves and to those in `cache`, for autoregressive decoding.
-    ///
-    /// The keys and values of `input` are appended to the cache, keys normalised and rotated; its queries are the last positions of
-    /// what the cache then holds. Feeding a sequence in pieces gives what [`Self::forward`] gives for the whole. That needs pieces that end where
-    /// no earlier query sees a later key: anywhere with a causal pattern, with others where [`Pattern::allows_boundary`](crate::Pattern::allows_boundary) says so; the end
-    /// of a sequence is up to [`Self::forward_cache_last`]. After an error the cache is as it was.
-    ///
-    /// # Shapes
-    /// - input: `[batch, new, d_model]`, new positions only
-    /// - `context`: `[batch, new, d_model]`
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_forward_cache`]'s error.
-    #[track_caller]
-    pub fn forward_cache(
-        &self,
-        input: SparseMhaInput,
-        cache: &mut SparseMhaCache,
-    ) -> SparseMhaOutput {
-        or_panic(self.try_forward_cache(input, cache))
+    or_panics! {
+        /// Attention of new positions to themselves and to those in `cache`, for autoregressive decoding.
+        ///
+        /// The keys and values of `input` are appended to the cache, keys normalised and rotated; its queries are the last positions of
+        /// what the cache then holds. Feeding a sequence in pieces gives what [`Self::forward`] gives for the whole. That needs pieces that end where
+        /// no earlier query sees a later key: anywhere with a causal pattern, with others where [`Pattern::allows_boundary`](crate::Pattern::allows_boundary) says so; the end
+        /// of a sequence is up to [`Self::forward_cache_last`]. After an error the cache is as it was.
+        ///
+        /// # Shapes
+        /// - input: `[batch, new, d_model]`, new positions only
+        /// - `context`: `[batch, new, d_model]`
+        pub fn forward_cache(
+            &self,
+            input: SparseMhaInput,
+            cache: &mut SparseMhaCache,
+        ) -> SparseMhaOutput = try_forward_cache;
     }
 
     /// [`Self::forward_cache`] that returns its error.
@@ -47,23 +43,16 @@ impl SparseMultiHeadAttention {
         self.finish(context, &call)
     }
 
-    /// [`Self::forward_cache`] for the last positions of a sequence, which may end anywhere.
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_forward_cache_last`]'s error.
-    #[track_caller]
-    pub fn forward_cache_last(
-        &self,
-        input: SparseMhaInput,
-        cache: &mut SparseMhaCache,
-    ) -> SparseMhaOutput {
-        or_panic(self.try_forward_cache_last(input, cache))
+    or_panics! {
+        /// [`Self::forward_cache`] for the last positions of a sequence, which may end anywhere.
+        pub fn forward_cache_last(
+            &self,
+            input: SparseMhaInput,
+            cache: &mut SparseMhaCache,
+        ) -> SparseMhaOutput = try_forward_cache_last;
     }
 
     /// [`Self::forward_cache_last`] that returns its error.
-    ///
-    /// # Errors
-    /// As [`Self::try_forward_cache`].
     pub fn try_forward_cache_last(
         &self,
         input: SparseMhaInput,

@@ -9,7 +9,7 @@ use crate::content::{ContentAttention, ContentHeads};
 use crate::dropout::Seeds;
 use crate::error::{
     ensure, ensure_above_zero, ensure_dropout, ensure_multiple, ensure_none, ensure_positive,
-    ensure_scores, or_panic,
+    ensure_scores, or_panics,
 };
 use crate::heads::validate_rope;
 use crate::layouts::Layouts;
@@ -108,13 +108,9 @@ pub struct SparseMultiHeadAttentionConfig {
 }
 
 impl SparseMultiHeadAttentionConfig {
-    /// Creates the module, with parameters that are initialised on first use.
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_init`]'s error.
-    #[track_caller]
-    pub fn init(&self, device: &Device) -> SparseMultiHeadAttention {
-        or_panic(self.try_init(device))
+    or_panics! {
+        /// Creates the module, with parameters that are initialised on first use.
+        pub fn init(&self, device: &Device) -> SparseMultiHeadAttention = try_init;
     }
 
     /// [`Self::init`] that returns its error.
@@ -187,27 +183,24 @@ impl SparseMultiHeadAttentionConfig {
         })
     }
 
-    /// Layers of a model that is not this crate's: each with parameters of its own, all with one table of rotations and one set of layouts.
-    ///
-    /// ```
-    /// use burn::tensor::Device;
-    /// use burn_sparse_transformer::{Pattern, SparseMultiHeadAttentionConfig};
-    ///
-    /// let config = SparseMultiHeadAttentionConfig::new(64, 4, Pattern::streaming(128, 4));
-    /// assert_eq!(config.init_many(12, &Device::flex()).len(), 12);
-    /// ```
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_init_many`]'s error.
-    #[track_caller]
-    pub fn init_many(&self, layers: usize, device: &Device) -> Vec<SparseMultiHeadAttention> {
-        or_panic(self.try_init_many(layers, device))
+    or_panics! {
+        /// Layers of a model that is not this crate's: each with parameters of its own, all with one table of rotations and one set of layouts.
+        ///
+        /// ```
+        /// use burn::tensor::Device;
+        /// use burn_sparse_transformer::{Pattern, SparseMultiHeadAttentionConfig};
+        ///
+        /// let config = SparseMultiHeadAttentionConfig::new(64, 4, Pattern::streaming(128, 4));
+        /// assert_eq!(config.init_many(12, &Device::flex()).len(), 12);
+        /// ```
+        pub fn init_many(
+            &self,
+            layers: usize,
+            device: &Device,
+        ) -> Vec<SparseMultiHeadAttention> = try_init_many;
     }
 
     /// [`Self::init_many`] that returns its error.
-    ///
-    /// # Errors
-    /// As [`Self::try_init`].
     pub fn try_init_many(
         &self,
         layers: usize,
@@ -230,7 +223,6 @@ impl SparseMultiHeadAttentionConfig {
         (0..layers).map(layer).collect()
     }
 
-    /// Widths of a key and of a value.
     pub(crate) fn head_widths(&self) -> [usize; 2] {
         match self.head_dim {
             Some(head_dim) => [head_dim; 2],
@@ -241,31 +233,21 @@ impl SparseMultiHeadAttentionConfig {
     }
 
     fn options(&self) -> AttentionOptions {
-        let weights = match self.store_weights {
-            true => WeightsMode::Store,
-            false => WeightsMode::Recompute,
-        };
-        let products = self.precision.products();
-        let options = AttentionOptions::default()
-            .weights(weights)
-            .precision(products);
-        let options = match self.softcap {
-            Some(softcap) => options.softcap(softcap),
-            None => options,
-        };
-        let [d_k, _] = self.head_widths();
-        let plain = || 1.0 / (d_k as f64).sqrt();
-        let options = match (self.scale, &self.rope_scaling) {
-            (scale, Some(scaling)) => {
-                options.scale(scale.unwrap_or_else(plain) * scaling.score_factor())
-            }
-            (Some(scale), None) => options.scale(scale),
-            (None, None) => options,
-        };
-        match self.alibi {
-            true => options.alibi(alibi_slopes(self.n_heads)),
-            false => options,
+        let mut options = AttentionOptions::default().precision(self.precision.products());
+        if self.store_weights {
+            options.weights = WeightsMode::Store;
         }
+        options.softcap = self.softcap;
+        options.alibi = (self.alibi).then(|| alibi_slopes(self.n_heads).into());
+        options.scale = match &self.rope_scaling {
+            Some(scaling) => {
+                let [d_k, _] = self.head_widths();
+                let plain = || 1.0 / (d_k as f64).sqrt();
+                Some(self.scale.unwrap_or_else(plain) * scaling.score_factor())
+            }
+            None => self.scale,
+        };
+        options
     }
 
     pub(crate) fn validate(&self) -> Result<(), TransformerError> {

@@ -9,7 +9,7 @@ use burn_sparse_select::Selection;
 use crate::block_shard::ShardOfBlock;
 use crate::content::{ContentAttention, ContentHeads};
 use crate::dropout::Seeds;
-use crate::error::{ensure_above_zero, ensure_dropout, ensure_positive, or_panic};
+use crate::error::{ensure_above_zero, ensure_dropout, ensure_positive, or_panics};
 use crate::feed_forward::{
     FeedForward, FeedForwardActivation, FeedForwardLinear, FeedForwardSparsity,
 };
@@ -79,15 +79,11 @@ pub struct SparseTransformerBlockConfig {
 }
 
 impl SparseTransformerBlockConfig {
-    /// Creates the block, with parameters that are initialised on first use.
-    ///
-    /// Weights are drawn from `N(0, init_scale / √d_input)`, biases are 0 (Child et al., 2019, §6).
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_init`]'s error.
-    #[track_caller]
-    pub fn init(&self, device: &Device) -> SparseTransformerBlock {
-        or_panic(self.try_init(device))
+    or_panics! {
+        /// Creates the block, with parameters that are initialised on first use.
+        ///
+        /// Weights are drawn from `N(0, init_scale / √d_input)`, biases are 0 (Child et al., 2019, §6).
+        pub fn init(&self, device: &Device) -> SparseTransformerBlock = try_init;
     }
 
     /// [`Self::init`] that returns its error.
@@ -199,7 +195,6 @@ impl SparseTransformerBlockConfig {
         }
     }
 
-    /// How many heads are the pattern's.
     pub(crate) fn pattern_heads(&self) -> Result<usize, TransformerError> {
         Ok(self.mha()?.pattern_heads())
     }
@@ -250,16 +245,12 @@ pub struct SparseTransformerBlock {
 }
 
 impl SparseTransformerBlock {
-    /// Applies the block to the residual stream.
-    ///
-    /// # Shapes
-    /// - input and output: `[batch, seq, d_model]`
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_forward`]'s error.
-    #[track_caller]
-    pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
-        or_panic(self.try_forward(x))
+    or_panics! {
+        /// Applies the block to the residual stream.
+        ///
+        /// # Shapes
+        /// - input and output: `[batch, seq, d_model]`
+        pub fn forward(&self, x: Tensor<3>) -> Tensor<3> = try_forward;
     }
 
     /// [`Self::forward`] that returns its error.
@@ -287,22 +278,19 @@ impl SparseTransformerBlock {
         self.residual(stream, attend, pass)
     }
 
-    /// Applies the block to new positions, which also attend to those in `cache`.
-    ///
-    /// # Shapes
-    /// - input and output: `[batch, new, d_model]`
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_forward_cache`]'s error.
-    #[track_caller]
-    pub fn forward_cache(&self, x: Tensor<3>, cache: &mut SparseMhaCache) -> Tensor<3> {
-        or_panic(self.try_forward_cache(x, cache))
+    or_panics! {
+        /// Applies the block to new positions, which also attend to those in `cache`.
+        ///
+        /// # Shapes
+        /// - input and output: `[batch, new, d_model]`
+        pub fn forward_cache(
+            &self,
+            x: Tensor<3>,
+            cache: &mut SparseMhaCache,
+        ) -> Tensor<3> = try_forward_cache;
     }
 
     /// [`Self::forward_cache`] that returns its error.
-    ///
-    /// # Errors
-    /// As [`SparseMultiHeadAttention::try_forward_cache`].
     pub fn try_forward_cache(
         &self,
         x: Tensor<3>,
@@ -311,19 +299,16 @@ impl SparseTransformerBlock {
         self.cached(x, cache, false)
     }
 
-    /// [`Self::forward_cache`] for the last positions of a sequence, which may end anywhere.
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_forward_cache_last`]'s error.
-    #[track_caller]
-    pub fn forward_cache_last(&self, x: Tensor<3>, cache: &mut SparseMhaCache) -> Tensor<3> {
-        or_panic(self.try_forward_cache_last(x, cache))
+    or_panics! {
+        /// [`Self::forward_cache`] for the last positions of a sequence, which may end anywhere.
+        pub fn forward_cache_last(
+            &self,
+            x: Tensor<3>,
+            cache: &mut SparseMhaCache,
+        ) -> Tensor<3> = try_forward_cache_last;
     }
 
     /// [`Self::forward_cache_last`] that returns its error.
-    ///
-    /// # Errors
-    /// As [`SparseMultiHeadAttention::try_forward_cache_last`].
     pub fn try_forward_cache_last(
         &self,
         x: Tensor<3>,
@@ -347,23 +332,16 @@ impl SparseTransformerBlock {
         self.residual(Stream::new(x), attend, pass)?.finish()
     }
 
-    /// Applies the block to several sequences that lie one after the other in one.
-    ///
-    /// # Shapes
-    /// - input and output: `[1, total, d_model]`
-    /// - `cu_seqlens`: as [`SparseMultiHeadAttention::forward_packed`]
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_forward_packed`]'s error.
-    #[track_caller]
-    pub fn forward_packed(&self, x: Tensor<3>, cu_seqlens: &[usize]) -> Tensor<3> {
-        or_panic(self.try_forward_packed(x, cu_seqlens))
+    or_panics! {
+        /// Applies the block to several sequences that lie one after the other in one.
+        ///
+        /// # Shapes
+        /// - input and output: `[1, total, d_model]`
+        /// - `cu_seqlens`: as [`SparseMultiHeadAttention::forward_packed`]
+        pub fn forward_packed(&self, x: Tensor<3>, cu_seqlens: &[usize]) -> Tensor<3> = try_forward_packed;
     }
 
     /// [`Self::forward_packed`] that returns its error.
-    ///
-    /// # Errors
-    /// As [`SparseMultiHeadAttention::try_forward_packed`].
     pub fn try_forward_packed(
         &self,
         x: Tensor<3>,
@@ -392,7 +370,6 @@ impl SparseTransformerBlock {
         stream.push(branch, pass.branch(1))
     }
 
-    /// The norm in the dtype of the products.
     fn norm(
         &self,
         stream: Stream,
@@ -412,7 +389,6 @@ impl SparseTransformerBlock {
         }
     }
 
-    /// A pass of training under a seed.
     pub(crate) fn pass_of(&self, seed: Seed) -> Pass {
         let Dropout { prob, training } = &self.dropout;
         Pass {
@@ -437,7 +413,6 @@ impl SparseTransformerBlock {
 pub(crate) struct Pass {
     /// Of whatever is drawn.
     seed: Option<Seed>,
-    /// What is dropped of the attention weights.
     weights: Option<WeightDropout>,
     /// Of both branches: a probability and a seed.
     branches: Option<(f64, Seed)>,

@@ -52,9 +52,6 @@ pub struct BlockAttentionConfig {
 
 impl BlockAttentionConfig {
     /// `config` with these options; `context` is the length of the table of rotations.
-    ///
-    /// # Errors
-    /// If there are rotations, but no `context`.
     pub(crate) fn apply(
         &self,
         config: SparseMultiHeadAttentionConfig,

@@ -93,7 +93,6 @@ impl SparseMhaCache {
         self.branches.get_or_insert_with(new)
     }
 
-    /// Keys of an indexer.
     pub(crate) fn index(&mut self) -> &mut Self {
         let context = self.context;
         let new = || {
@@ -105,7 +104,6 @@ impl SparseMhaCache {
         self.index.get_or_insert_with(new)
     }
 
-    /// All keys and values, if there are some.
     pub(crate) fn all(&self) -> Option<[Tensor<4>; 2]> {
         let Buffers { key, value } = self.buffers.as_ref().filter(|_| self.len > 0)?;
         Some([key, value].map(|x| x.clone().narrow(2, 0, self.len)))

@@ -14,7 +14,6 @@ pub(crate) struct Call {
     pub(crate) key: Positions,
     /// Queries that are padding, `[batch, seq_q, 1]`.
     pub(crate) padding: Option<Tensor<3, Bool>>,
-    /// Of the output.
     pub(crate) dtype: DType,
     /// Of the scores, `[batch or 1, heads or 1, seq_q or 1, seq_kv]`.
     pub(crate) bias: Option<Tensor<4>>,
@@ -74,7 +73,6 @@ impl Call {
     }
 }
 
-/// What the heads of a call see.
 pub(crate) struct Seen {
     /// `[batch, heads, seq, d_v]`.
     pub(crate) heads: Tensor<4>,

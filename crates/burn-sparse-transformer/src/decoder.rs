@@ -77,9 +77,6 @@ pub trait Decoder: Module {
 
     /// What stands behind the last layer, `[batch, seq, d_model]`, of tokens `[batch, seq]` at positions: for models that embed them. Calls `attend` once for each
     /// layer, in their order.
-    ///
-    /// # Errors
-    /// Those of `attend`, and of the layers.
     fn hidden(
         &self,
         tokens: Tensor<2, Int>,
@@ -88,9 +85,6 @@ pub trait Decoder: Module {
     ) -> Result<Tensor<3>, TransformerError>;
 
     /// Logits `[batch, seq, vocab_size]` of some rows of what [`Self::hidden`] gives.
-    ///
-    /// # Errors
-    /// Those of the layers.
     fn logits(&self, hidden: Tensor<3>) -> Result<Tensor<3>, TransformerError>;
 
     /// Number of different tokens.

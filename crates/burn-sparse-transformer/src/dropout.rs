@@ -4,7 +4,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use burn::nn::Dropout;
 use burn_blocksparse::{Dropout as WeightDropout, Seed};
 
-/// Modules made so far in this process.
 static MODULES: AtomicU64 = AtomicU64::new(0);
 
 /// Seeds of a module's dropout, one for each of its calls. Those of two modules have nothing to do with each other; clones share
@@ -30,7 +29,6 @@ impl Seeds {
     }
 }
 
-/// What a training pass drops of the attention weights.
 pub(crate) fn training_dropout(
     dropout: &Dropout,
     seed: impl FnOnce() -> Seed,

@@ -4,7 +4,7 @@ use burn::nn::transformer::{TransformerEncoder, TransformerEncoderConfig};
 use burn::tensor::{Bool, Device, Tensor};
 use burn_blocksparse::Pattern;
 
-use crate::error::{ensure, ensure_above_zero, ensure_dropout, ensure_positive, or_panic};
+use crate::error::{ensure, ensure_above_zero, ensure_dropout, ensure_positive, or_panics};
 use crate::input::Padding;
 use crate::layouts::Layouts;
 use crate::stream::Stream;
@@ -27,13 +27,9 @@ pub struct SparseTransformerEncoderConfig {
 }
 
 impl SparseTransformerEncoderConfig {
-    /// Creates the module, initialised as burn-nn's.
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_init`]'s error.
-    #[track_caller]
-    pub fn init(&self, device: &Device) -> SparseTransformerEncoder {
-        or_panic(self.try_init(device))
+    or_panics! {
+        /// Creates the module, initialised as burn-nn's.
+        pub fn init(&self, device: &Device) -> SparseTransformerEncoder = try_init;
     }
 
     /// [`Self::init`] that returns its error.
@@ -149,16 +145,12 @@ impl SparseTransformerEncoder {
         Ok(self)
     }
 
-    /// Applies the layers.
-    ///
-    /// # Shapes
-    /// - input and output: `[batch, seq, d_model]`
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_forward`]'s error.
-    #[track_caller]
-    pub fn forward(&self, input: SparseTransformerEncoderInput) -> Tensor<3> {
-        or_panic(self.try_forward(input))
+    or_panics! {
+        /// Applies the layers.
+        ///
+        /// # Shapes
+        /// - input and output: `[batch, seq, d_model]`
+        pub fn forward(&self, input: SparseTransformerEncoderInput) -> Tensor<3> = try_forward;
     }
 
     /// [`Self::forward`] that returns its error.
@@ -180,17 +172,13 @@ impl SparseTransformerEncoder {
         stream.finish()
     }
 
-    /// Applies the layers to several sequences that lie one after the other in one.
-    ///
-    /// # Shapes
-    /// - `x` and output: `[1, total, d_model]`
-    /// - `cu_seqlens`: as [`SparseMultiHeadAttention::forward_packed`](crate::SparseMultiHeadAttention::forward_packed)
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_forward_packed`]'s error.
-    #[track_caller]
-    pub fn forward_packed(&self, x: Tensor<3>, cu_seqlens: &[usize]) -> Tensor<3> {
-        or_panic(self.try_forward_packed(x, cu_seqlens))
+    or_panics! {
+        /// Applies the layers to several sequences that lie one after the other in one.
+        ///
+        /// # Shapes
+        /// - `x` and output: `[1, total, d_model]`
+        /// - `cu_seqlens`: as [`SparseMultiHeadAttention::forward_packed`](crate::SparseMultiHeadAttention::forward_packed)
+        pub fn forward_packed(&self, x: Tensor<3>, cu_seqlens: &[usize]) -> Tensor<3> = try_forward_packed;
     }
 
     /// [`Self::forward_packed`] that returns its error.
@@ -210,16 +198,16 @@ impl SparseTransformerEncoder {
         stream?.finish()
     }
 
-    /// Applies the layers to new positions, which also attend to those in `caches`: one for each layer, of [`Self::new_caches`].
-    ///
-    /// # Shapes
-    /// - `x` and output: `[batch, new, d_model]`
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_forward_cache`]'s error.
-    #[track_caller]
-    pub fn forward_cache(&self, x: Tensor<3>, caches: &mut [SparseMhaCache]) -> Tensor<3> {
-        or_panic(self.try_forward_cache(x, caches))
+    or_panics! {
+        /// Applies the layers to new positions, which also attend to those in `caches`: one for each layer, of [`Self::new_caches`].
+        ///
+        /// # Shapes
+        /// - `x` and output: `[batch, new, d_model]`
+        pub fn forward_cache(
+            &self,
+            x: Tensor<3>,
+            caches: &mut [SparseMhaCache],
+        ) -> Tensor<3> = try_forward_cache;
     }
 
     /// [`Self::forward_cache`] that returns its error.
@@ -234,19 +222,16 @@ impl SparseTransformerEncoder {
         self.cached(x, caches, false)
     }
 
-    /// [`Self::forward_cache`] for the last positions of a sequence, which may end anywhere.
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_forward_cache_last`]'s error.
-    #[track_caller]
-    pub fn forward_cache_last(&self, x: Tensor<3>, caches: &mut [SparseMhaCache]) -> Tensor<3> {
-        or_panic(self.try_forward_cache_last(x, caches))
+    or_panics! {
+        /// [`Self::forward_cache`] for the last positions of a sequence, which may end anywhere.
+        pub fn forward_cache_last(
+            &self,
+            x: Tensor<3>,
+            caches: &mut [SparseMhaCache],
+        ) -> Tensor<3> = try_forward_cache_last;
     }
 
     /// [`Self::forward_cache_last`] that returns its error.
-    ///
-    /// # Errors
-    /// As [`Self::try_forward_cache`].
     pub fn try_forward_cache_last(
         &self,
         x: Tensor<3>,

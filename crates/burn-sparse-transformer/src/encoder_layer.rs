@@ -32,7 +32,6 @@ pub struct SparseTransformerEncoderLayer {
     pub dropout: Dropout,
     /// Whether the norms come before what they are for.
     pub norm_first: bool,
-    /// Of both norms.
     #[module(skip)]
     epsilons: [f64; 2],
     #[module(skip)]
@@ -64,7 +63,6 @@ impl SparseTransformerEncoderLayer {
         self.mha.precision = precision;
     }
 
-    /// The layer around `attend`, on a stream that may have a branch pending.
     pub(crate) fn residual(
         &self,
         stream: Stream,
@@ -161,14 +159,10 @@ const ATTENTION: u32 = 0;
 const FEED_FORWARD: u32 = 1;
 const INNER: u32 = 2;
 
-/// What one pass of a layer drops.
 #[derive(Clone, Copy, Debug, Default)]
 struct Drops {
-    /// Of the attention weights.
     weights: Option<WeightDropout>,
-    /// Of both branches: a probability and a seed.
     branches: Option<(f64, Seed)>,
-    /// Between the products of the feed-forward network.
     inner: Option<ElementDropout>,
 }
 

@@ -98,7 +98,6 @@ pub fn ensure_none(
     ensure(!given, argument, || expected.to_string(), "some")
 }
 
-/// A probability of dropout.
 pub(crate) fn ensure_dropout(dropout: f64) -> Result<(), TransformerError> {
     ensure(
         (0.0..1.0).contains(&dropout),
@@ -108,7 +107,6 @@ pub(crate) fn ensure_dropout(dropout: f64) -> Result<(), TransformerError> {
     )
 }
 
-/// A real number that must be above 0.
 pub(crate) fn ensure_above_zero(
     argument: &'static str,
     value: f64,
@@ -117,7 +115,6 @@ pub(crate) fn ensure_above_zero(
     ensure(valid, argument, || "positive and finite".into(), value)
 }
 
-/// Factor and bound of scores, where there are some.
 pub(crate) fn ensure_scores(
     scale: Option<f64>,
     softcap: Option<f64>,
@@ -137,6 +134,21 @@ pub fn or_panic<T, E: fmt::Display>(result: Result<T, E>) -> T {
     }
 }
 
+/// The twin of a method that returns an error: `pub fn init(&self, device: &Device) -> Llama = try_init;` panics with its text.
+macro_rules! or_panics {
+    ($(#[$doc:meta])* pub fn $name:ident(&$self:ident $(, $given:ident: $kind:ty)* $(,)?) -> $made:ty = $tried:ident;) => {
+        $(#[$doc])*
+        ///
+        /// # Panics
+        #[doc = concat!("With the text of [`Self::", stringify!($tried), "`]'s error.")]
+        #[track_caller]
+        pub fn $name(&$self $(, $given: $kind)*) -> $made {
+            $crate::error::or_panic($self.$tried($($given),*))
+        }
+    };
+}
+pub(crate) use or_panics;
+
 /// Widths, lengths and counts stay below this, so that what is computed from two of them does not overflow.
 const MAX_SIZE: usize = 1 << 30;
 
@@ -151,7 +163,6 @@ pub fn ensure_positive(argument: &'static str, value: usize) -> Result<(), Trans
     )
 }
 
-/// A size that must be a multiple of another one.
 pub(crate) fn ensure_multiple(
     argument: &'static str,
     value: usize,
@@ -199,7 +210,6 @@ fn describe<const D: usize>(expected: [Option<usize>; D], names: [&'static str; 
     format!("[{}]", dims.join(", "))
 }
 
-/// What queries before a boundary see.
 fn keys(last: Option<usize>) -> String {
     match last {
         Some(last) => format!("up to position {last}"),
@@ -207,7 +217,6 @@ fn keys(last: Option<usize>) -> String {
     }
 }
 
-/// Where a cache may stop.
 fn stops(next: Option<usize>) -> String {
     match next {
         Some(next) => format!("the next position to stop at is {next}"),

@@ -13,7 +13,7 @@ use burn_fused_ops::{
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::or_panic;
+use crate::error::or_panics;
 use crate::linear::{BlockSparseLinear, linear_flops};
 use crate::stream::Projected;
 use crate::{Precision, TransformerError};
@@ -76,6 +76,16 @@ pub enum FeedForwardLinear {
     BlockSparse(BlockSparseLinear),
 }
 
+/// The same of a layer of either kind.
+macro_rules! either {
+    ($of:expr, $layer:ident => $made:expr) => {
+        match $of {
+            FeedForwardLinear::Dense($layer) => $made,
+            FeedForwardLinear::BlockSparse($layer) => $made,
+        }
+    };
+}
+
 impl FeedForwardLinear {
     /// The layer, if it is dense.
     pub fn as_dense(&self) -> Option<&Linear> {
@@ -103,10 +113,7 @@ impl FeedForwardLinear {
 
     /// The bias, `[d_output]`.
     pub fn bias(&self) -> Option<&Param<Tensor<1>>> {
-        match self {
-            Self::Dense(layer) => layer.bias.as_ref(),
-            Self::BlockSparse(layer) => layer.bias.as_ref(),
-        }
+        either!(self, layer => layer.bias.as_ref())
     }
 
     /// `x · W`, without the bias, in `dtype`.
@@ -120,7 +127,6 @@ impl FeedForwardLinear {
         }
     }
 
-    /// Operations for one position, forward: two per weight.
     fn flops(&self) -> u64 {
         match self {
             Self::Dense(layer) => linear_flops(layer),
@@ -144,68 +150,41 @@ impl From<BlockSparseLinear> for FeedForwardLinear {
 /// By hand, because what Burn derives for an enum puts the variant's name into the names of parameters.
 impl Module for FeedForwardLinear {
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
-        match self {
-            Self::Dense(layer) => layer.visit(visitor),
-            Self::BlockSparse(layer) => layer.visit(visitor),
-        }
+        either!(self, layer => layer.visit(visitor))
     }
 
     fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
-        match self {
-            Self::Dense(layer) => layer.map(mapper).into(),
-            Self::BlockSparse(layer) => layer.map(mapper).into(),
-        }
+        either!(self, layer => layer.map(mapper).into())
     }
 
     fn to_device(self, device: &Device) -> Self {
-        match self {
-            Self::Dense(layer) => layer.to_device(device).into(),
-            Self::BlockSparse(layer) => layer.to_device(device).into(),
-        }
+        either!(self, layer => layer.to_device(device).into())
     }
 
     fn fork(self, device: &Device) -> Self {
-        match self {
-            Self::Dense(layer) => layer.fork(device).into(),
-            Self::BlockSparse(layer) => layer.fork(device).into(),
-        }
+        either!(self, layer => layer.fork(device).into())
     }
 
     fn collect_devices(&self, devices: Vec<Device>) -> Vec<Device> {
-        match self {
-            Self::Dense(layer) => layer.collect_devices(devices),
-            Self::BlockSparse(layer) => layer.collect_devices(devices),
-        }
+        either!(self, layer => layer.collect_devices(devices))
     }
 
     fn valid(&self) -> Self {
-        match self {
-            Self::Dense(layer) => layer.valid().into(),
-            Self::BlockSparse(layer) => layer.valid().into(),
-        }
+        either!(self, layer => layer.valid().into())
     }
 
     fn train(self) -> Self {
-        match self {
-            Self::Dense(layer) => layer.train().into(),
-            Self::BlockSparse(layer) => layer.train().into(),
-        }
+        either!(self, layer => layer.train().into())
     }
 
     fn materialize(self) -> Self {
-        match self {
-            Self::Dense(layer) => layer.materialize().into(),
-            Self::BlockSparse(layer) => layer.materialize().into(),
-        }
+        either!(self, layer => layer.materialize().into())
     }
 }
 
 impl ModuleDisplayDefault for FeedForwardLinear {
     fn content(&self, content: Content) -> Option<Content> {
-        match self {
-            Self::Dense(layer) => content.add_single(layer).optional(),
-            Self::BlockSparse(layer) => content.add_single(layer).optional(),
-        }
+        either!(self, layer => content.add_single(layer).optional())
     }
 }
 
@@ -253,16 +232,12 @@ pub struct FeedForward {
 }
 
 impl FeedForward {
-    /// Applies the network to every position. The result has the input's dtype.
-    ///
-    /// # Shapes
-    /// - input and output: `[batch, seq, d_model]`
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_forward`]'s error.
-    #[track_caller]
-    pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
-        or_panic(self.try_forward(x))
+    or_panics! {
+        /// Applies the network to every position. The result has the input's dtype.
+        ///
+        /// # Shapes
+        /// - input and output: `[batch, seq, d_model]`
+        pub fn forward(&self, x: Tensor<3>) -> Tensor<3> = try_forward;
     }
 
     /// [`Self::forward`] that returns its error.

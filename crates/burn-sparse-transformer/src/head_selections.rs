@@ -62,7 +62,6 @@ impl HeadSelections {
         self.0.is_empty()
     }
 
-    /// The different choices, each with its heads.
     fn parts(&self, heads: usize) -> Vec<(Option<&Selection>, Vec<usize>)> {
         let mut parts: Vec<(Option<&Selection>, Vec<usize>)> = Vec::new();
         for head in 0..heads {
@@ -286,7 +285,6 @@ impl SparseTransformer {
         })
     }
 
-    /// That something has an entry for each layer.
     fn ensure_layers(&self, count: usize) -> Result<(), TransformerError> {
         let expected = || format!("{}, the model's", self.blocks.len());
         ensure(count == self.blocks.len(), "layers", expected, count)

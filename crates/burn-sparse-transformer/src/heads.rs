@@ -85,7 +85,6 @@ pub enum Positions {
 }
 
 impl Positions {
-    /// One past the last position of `seq` rows.
     fn end(&self, seq: usize) -> usize {
         match self {
             Self::From(start) => start + seq,
@@ -94,8 +93,6 @@ impl Positions {
         }
     }
 
-    /// # Errors
-    /// If the table of `rope` ends before the last of `seq` rows.
     pub(crate) fn check(&self, rope: &RotaryEncoding, seq: usize) -> Result<(), TransformerError> {
         let [context, ..] = rope.freq_complex.dims();
         let end = self.end(seq);

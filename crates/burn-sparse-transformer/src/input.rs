@@ -26,7 +26,6 @@ pub struct SparseMhaInput {
     self_attention: bool,
 }
 
-/// Which keys are padding.
 #[derive(Clone, Debug)]
 pub(crate) enum Padding {
     /// `[batch, seq_kv]`, `true` = padding.
@@ -50,9 +49,6 @@ impl Padding {
     }
 
     /// Which of `[batch, seq_kv]` keys take part.
-    ///
-    /// # Errors
-    /// If the padding is not that of so many.
     fn keys(&self, batch: usize, seq_kv: usize) -> Result<Vec<Vec<bool>>, TransformerError> {
         let check = |dims| {
             let expected = [Some(batch), Some(seq_kv)];
@@ -160,15 +156,10 @@ impl SparseMhaInput {
         self
     }
 
-    /// Whether query, key and value are one tensor.
     pub(crate) fn is_self_attention(&self) -> bool {
         self.self_attention
     }
 
-    /// What takes part, if something is padding.
-    ///
-    /// # Errors
-    /// If the padding is not that of `[batch, seq_kv]` keys.
     pub(crate) fn padding(
         &self,
         batch: usize,
@@ -194,7 +185,6 @@ impl SparseMhaInput {
     }
 }
 
-/// Which positions take part, per batch entry.
 pub(crate) struct PaddedBatch {
     keys: Vec<Vec<bool>>,
     /// In self-attention.

@@ -9,7 +9,6 @@ use crate::error::ensure;
 use crate::layouts::Request;
 use crate::{SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, TransformerError};
 
-/// Projected queries, keys and values, by heads.
 pub(crate) type Heads = (Tensor<4>, Tensor<4>, Tensor<4>);
 
 /// What differs between a pattern and the choices by content. What is not said is the pattern's. A new kind implements it in a file of its own and has a row in
@@ -33,7 +32,6 @@ pub(crate) trait AttentionKind {
         Ok((heads.into(), call))
     }
 
-    /// Attention of projected heads.
     fn attend(
         &self,
         mha: &SparseMultiHeadAttention,
@@ -79,7 +77,6 @@ pub(crate) trait AttentionKind {
         Ok(mha.layout(seq, seq)?.allowed_pairs())
     }
 
-    /// Operations of its own projections for one position, forward.
     fn matmul_flops_per_token(&self) -> u64 {
         0
     }
@@ -89,7 +86,6 @@ pub(crate) trait AttentionKind {
         0
     }
 
-    /// Adds itself to how a layer is printed.
     fn display(&self, content: Content) -> Content {
         content
     }
@@ -101,7 +97,6 @@ pub(crate) fn check_causal(pattern: &Pattern) -> Result<(), TransformerError> {
     ensure(pattern.is_causal(), "pattern", expected, pattern)
 }
 
-/// Adds heads that choose by content to how a layer is printed.
 pub(crate) fn display(content: Content, config: &impl ToString, local_heads: usize) -> Content {
     (content.add("content", &config.to_string())).add("local_heads", &local_heads)
 }

@@ -17,7 +17,6 @@ const KEPT: usize = 8;
 #[derive(Clone)]
 pub(crate) struct Layouts {
     pattern: Pattern,
-    /// Those of a request that names none.
     heads: usize,
     block_size: usize,
     built: Arc<Mutex<Built>>,
@@ -62,7 +61,6 @@ impl Built {
     }
 }
 
-/// Which layout of a pattern is asked for.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Request {
     /// None: those that the layouts are for.
@@ -94,8 +92,6 @@ impl Request {
 }
 
 impl Layouts {
-    /// # Errors
-    /// If no layout can be built from `pattern`, `heads` and `block_size`, whatever the lengths.
     pub(crate) fn new(
         pattern: Pattern,
         heads: usize,
@@ -108,9 +104,6 @@ impl Layouts {
     }
 
     /// Layouts whose requests name their heads.
-    ///
-    /// # Errors
-    /// If no layout can be built from `pattern` and `block_size`, whatever heads and lengths are.
     pub(crate) fn of_any_heads(
         pattern: Pattern,
         block_size: usize,
@@ -152,9 +145,6 @@ impl Layouts {
     }
 
     /// The layouts of the same pattern for so many heads, in blocks of this size.
-    ///
-    /// # Errors
-    /// If no such layout can be built, whatever the lengths.
     pub(crate) fn of_shape(
         &self,
         heads: usize,
@@ -173,14 +163,12 @@ impl Layouts {
         Ok(made)
     }
 
-    /// Keeps the `most` recently used layouts, in all clones.
     pub(crate) fn keep(&self, most: usize) {
         let mut built = self.built();
         built.most = most;
         built.forget();
     }
 
-    /// The layout for `request`.
     pub(crate) fn get(&self, request: &Request) -> Result<BlockLayout, TransformerError> {
         let slot = self.built().slot(request);
         let layout = self.fill(&slot, request);
@@ -257,7 +245,6 @@ impl fmt::Debug for Layouts {
     }
 }
 
-/// Hands out one [`Layouts`] per distinct pattern.
 #[derive(Default)]
 pub(crate) struct LayoutPool(Vec<Layouts>);
 
@@ -282,8 +269,7 @@ impl LayoutPool {
 #[cfg(test)]
 mod tests {
     use std::collections::HashSet;
-    use std::sync::Condvar;
-    use std::thread::{self, ThreadId};
+    use std::thread;
     use std::time::{Duration, Instant};
 
     use super::*;
@@ -310,58 +296,33 @@ mod tests {
         assert!(kept.iter().any(|(request, _)| request.seq_kv == 99));
     }
 
-    /// A pattern that counts the layouts built from it, by their queries, and in which builders of different layouts wait for each other.
-    fn meeting(builders: usize) -> (Pattern, Arc<Meeting>) {
-        let meeting = Arc::new(Meeting {
-            builders,
-            inside: Mutex::default(),
-            arrived: Condvar::new(),
-        });
-        let seen = Arc::clone(&meeting);
+    #[test]
+    fn layouts_of_different_lengths_are_built_side_by_side() {
+        let (began, limit) = (Instant::now(), Duration::from_secs(5));
+        let builders = Arc::new(Mutex::new(HashSet::new()));
+        let seen = Arc::clone(&builders);
+        // Threads that build wait for each other.
         let pattern = Pattern::from_fn("meeting", move |_, i, j| {
-            // Once for each layout: its last query is the one that no shorter layout has.
-            if i > 0 && i == j {
-                seen.arrive();
+            let arrived = || {
+                let mut builders = seen.lock().unwrap();
+                builders.insert(thread::current().id());
+                builders.len()
+            };
+            while i > 0 && i == j && arrived() < 3 && began.elapsed() < limit {
+                thread::yield_now();
             }
             j <= i
         });
-        (pattern, meeting)
-    }
-
-    struct Meeting {
-        builders: usize,
-        inside: Mutex<HashSet<ThreadId>>,
-        arrived: Condvar,
-    }
-
-    impl Meeting {
-        fn arrive(&self) {
-            let mut inside = self.inside.lock().unwrap();
-            inside.insert(thread::current().id());
-            self.arrived.notify_all();
-            let alone = |inside: &mut HashSet<ThreadId>| inside.len() < self.builders;
-            drop(
-                (self.arrived)
-                    .wait_timeout_while(inside, Duration::from_secs(5), alone)
-                    .unwrap(),
-            );
-        }
-    }
-
-    #[test]
-    fn layouts_of_different_lengths_are_built_side_by_side() {
-        let (pattern, meeting) = meeting(3);
         let layouts = Layouts::new(pattern, 1, 8).unwrap();
-        let began = Instant::now();
         thread::scope(|scope| {
             for seq in [8, 16, 24] {
                 let layouts = &layouts;
                 scope.spawn(move || layouts.get(&Request::new(seq, seq)).unwrap());
             }
         });
-        assert_eq!(meeting.inside.lock().unwrap().len(), 3);
+        assert_eq!(builders.lock().unwrap().len(), 3);
         assert!(
-            began.elapsed() < Duration::from_secs(5),
+            began.elapsed() < limit,
             "a thread waited for another one's layout"
         );
     }
@@ -411,13 +372,8 @@ mod tests {
         let mut request = Request::new(16, 16);
         request.restrictions = vec![PaddingMask::default().keys([true; 9])];
         layouts.get(&request).unwrap_err();
-        assert!(
-            layouts
-                .built()
-                .entries
-                .iter()
-                .all(|(known, _)| *known != request)
-        );
+        let built = layouts.built();
+        assert!(built.entries.iter().all(|(known, _)| *known != request));
     }
 
     #[test]
@@ -450,7 +406,7 @@ mod tests {
     #[test]
     fn a_hundred_lengths_in_a_row() {
         let layouts = Layouts::new(Pattern::fixed(128, 32), 8, 32).unwrap();
-        let start = std::time::Instant::now();
+        let start = Instant::now();
         for step in 0..100 {
             let seq = 8_000 + 41 * step;
             let mut request = Request::new(seq, seq);
@@ -487,10 +443,9 @@ mod tests {
             .with_n_layers(4)
             .with_embedding_width(Some(8))
             .with_block_size(8)
-            .try_init(&Device::flex())
-            .unwrap();
+            .init(&Device::flex());
         let tokens = Tensor::<2, Int>::zeros([1, 16], &Device::flex());
-        model.valid().try_forward(tokens).unwrap();
+        model.valid().forward(tokens);
         let layouts: Vec<_> = model.blocks.iter().map(|b| &b.mha.layouts).collect();
         for (layer, own) in layouts.iter().enumerate() {
             assert_eq!(built(own), 1);

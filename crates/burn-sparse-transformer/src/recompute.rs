@@ -314,7 +314,6 @@ impl SparseTransformer {
         Ok((inputs, kept))
     }
 
-    /// A leaf of a new graph.
     fn leaf(&self, x: Tensor<3>) -> Tensor<3> {
         self.in_graph(x).require_grad()
     }
@@ -431,7 +430,6 @@ fn input_gradient(x: Tensor<3>, grads: &mut Gradients) -> Tensor<3> {
         .expect("a leaf that the output depends on has a gradient")
 }
 
-/// Forces lazy parameters.
 struct Initialise;
 
 impl ModuleVisitor for Initialise {
@@ -477,8 +475,7 @@ mod tests {
             .with_embedding_width(Some(8))
             .with_block_size(8)
             .with_store_weights(store_weights)
-            .try_init(&Device::flex().autodiff())
-            .unwrap()
+            .init(&Device::flex().autodiff())
     }
 
     const DRAWS: Draws<'static> = Draws {

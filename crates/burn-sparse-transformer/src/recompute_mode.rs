@@ -104,27 +104,17 @@ impl Serialize for Recompute {
 
 impl<'de> Deserialize<'de> for Recompute {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Visitor;
-
-        impl de::Visitor<'_> for Visitor {
-            type Value = Recompute;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str(
-                    "none, mlp, block, segment:N, block+attention, segment:N+attention, true or false",
-                )
-            }
-
-            fn visit_bool<E: de::Error>(self, blocks: bool) -> Result<Recompute, E> {
-                Ok(blocks.into())
-            }
-
-            fn visit_str<E: de::Error>(self, text: &str) -> Result<Recompute, E> {
-                text.parse().map_err(E::custom)
-            }
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Written {
+            Blocks(bool),
+            Text(String),
         }
 
-        deserializer.deserialize_any(Visitor)
+        match Written::deserialize(deserializer)? {
+            Written::Blocks(blocks) => Ok(blocks.into()),
+            Written::Text(text) => text.parse().map_err(de::Error::custom),
+        }
     }
 }
 

@@ -25,7 +25,6 @@ pub(crate) enum Results {
 }
 
 impl Results {
-    /// Attention of queries, keys and values.
     pub(crate) fn attention<'a>(
         &self,
         [q, k, v]: [Tensor<4>; 3],

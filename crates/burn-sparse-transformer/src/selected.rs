@@ -22,7 +22,6 @@ use crate::{
 pub(crate) struct Cut {
     /// The pattern's layout, in the selection's blocks and without padding.
     pub(crate) layout: Option<BlockLayout>,
-    /// The real positions of each batch entry.
     pub(crate) lengths: Option<Vec<usize>>,
 }
 
@@ -187,10 +186,6 @@ impl SparseMultiHeadAttention {
         Ok(Some(self.choose(selection, &cut, query, key)?))
     }
 
-    /// What a selection chooses from in a call.
-    ///
-    /// # Errors
-    /// If there is padding that is not at the end of self-attention's sequences, or the pattern has no layout in the selection's blocks.
     pub(crate) fn cut(
         &self,
         selection: &Selection,
@@ -228,7 +223,6 @@ impl SparseMultiHeadAttention {
         Ok(selection.choose_among(&call, cut.within())?.layout)
     }
 
-    /// Attention of projected queries, keys and values over what a selection chooses.
     pub(crate) fn attend_chosen(
         &self,
         heads: Heads,
@@ -338,10 +332,6 @@ pub(crate) fn is_by_query(selection: &Selection) -> bool {
     selection.estimator().grid().query_rows == 1
 }
 
-/// The real positions of each batch entry of a padded request.
-///
-/// # Errors
-/// If padding is not at the end, or the queries are not the keys' positions.
 fn lengths_of(request: &Request) -> Result<Option<Vec<usize>>, TransformerError> {
     if request.restrictions.is_empty() {
         return Ok(None);

@@ -9,7 +9,7 @@ use burn_blocksparse::{
 };
 
 use crate::dropout::{Seeds, training_dropout};
-use crate::error::{ensure_dropout, ensure_scores, or_panic};
+use crate::error::{ensure_dropout, ensure_scores, or_panics};
 use crate::layouts::{Layouts, Request};
 use crate::{Precision, TransformerError};
 
@@ -40,13 +40,9 @@ pub struct SparseAttentionConfig {
 }
 
 impl SparseAttentionConfig {
-    /// Creates the module.
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_init`]'s error.
-    #[track_caller]
-    pub fn init(&self, device: &Device) -> SparseAttention {
-        or_panic(self.try_init(device))
+    or_panics! {
+        /// Creates the module.
+        pub fn init(&self, device: &Device) -> SparseAttention = try_init;
     }
 
     /// [`Self::init`] that returns its error.
@@ -118,19 +114,15 @@ pub struct SparseAttention {
 }
 
 impl SparseAttention {
-    /// Attention of each query to the keys its pattern allows. A query with no allowed key gives zeros.
-    ///
-    /// # Shapes
-    /// - `q`: `[batch, heads, seq_q, head_dim]`
-    /// - `k`: `[batch, kv_heads, seq_kv, head_dim]`, `kv_heads` a divisor of `heads`
-    /// - `v`: `[batch, kv_heads, seq_kv, value_dim]`
-    /// - returns `[batch, heads, seq_q, value_dim]`, in the inputs' dtype
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_forward`]'s error.
-    #[track_caller]
-    pub fn forward(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>) -> Tensor<4> {
-        or_panic(self.try_forward(q, k, v))
+    or_panics! {
+        /// Attention of each query to the keys its pattern allows. A query with no allowed key gives zeros.
+        ///
+        /// # Shapes
+        /// - `q`: `[batch, heads, seq_q, head_dim]`
+        /// - `k`: `[batch, kv_heads, seq_kv, head_dim]`, `kv_heads` a divisor of `heads`
+        /// - `v`: `[batch, kv_heads, seq_kv, value_dim]`
+        /// - returns `[batch, heads, seq_q, value_dim]`, in the inputs' dtype
+        pub fn forward(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>) -> Tensor<4> = try_forward;
     }
 
     /// [`Self::forward`] that returns its error.
@@ -146,19 +138,15 @@ impl SparseAttention {
         self.try_forward_with(q, k, v, AttentionTensors::default())
     }
 
-    /// [`Self::forward`] with sinks or biases, which are parameters of the model around it.
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_forward_with`]'s error.
-    #[track_caller]
-    pub fn forward_with(
-        &self,
-        q: Tensor<4>,
-        k: Tensor<4>,
-        v: Tensor<4>,
-        tensors: AttentionTensors,
-    ) -> Tensor<4> {
-        or_panic(self.try_forward_with(q, k, v, tensors))
+    or_panics! {
+        /// [`Self::forward`] with sinks or biases, which are parameters of the model around it.
+        pub fn forward_with(
+            &self,
+            q: Tensor<4>,
+            k: Tensor<4>,
+            v: Tensor<4>,
+            tensors: AttentionTensors,
+        ) -> Tensor<4> = try_forward_with;
     }
 
     /// [`Self::forward_with`] that returns its error.

@@ -28,7 +28,6 @@ impl Projected {
     }
 }
 
-/// A residual stream.
 pub(crate) struct Stream {
     x: Tensor<3>,
     pending: Option<(Projected, Option<ElementDropout>)>,
@@ -45,7 +44,6 @@ impl Stream {
         }
     }
 
-    /// The stream without what is pending.
     pub(crate) fn x(&self) -> &Tensor<3> {
         &self.x
     }
@@ -100,7 +98,6 @@ impl Stream {
         Ok((stream, normed))
     }
 
-    /// The stream with everything added.
     pub(crate) fn finish(self) -> Result<Tensor<3>, TransformerError> {
         Ok(match self.pending {
             Some((branch, dropout)) => residual_add(self.x, branch.branch(), dropout)?,
@@ -109,7 +106,6 @@ impl Stream {
     }
 }
 
-/// The gain and the offset of burn-nn's module.
 pub(crate) fn layer_norm_params(norm: &LayerNorm) -> NormParams {
     let params = NormParams::new(norm.gamma.val());
     match &norm.beta {

@@ -9,7 +9,7 @@ use crate::attention_config::RopeTables;
 use crate::block::Pass;
 use crate::content::ContentAttention;
 use crate::dsa::DsaStage;
-use crate::error::{ensure, ensure_multiple, ensure_positive, ensure_shape, or_panic};
+use crate::error::{ensure, ensure_multiple, ensure_positive, ensure_shape, or_panics};
 use crate::feed_forward::{FeedForwardActivation, FeedForwardSparsity};
 use crate::heads::Positions;
 use crate::layouts::LayoutPool;
@@ -123,18 +123,14 @@ impl SparseTransformerConfig {
         self.with_d_key(Some(d_key)).with_d_ff(Some(d_ff))
     }
 
-    /// Creates the model, with parameters that are initialised on first use.
-    ///
-    /// The initialisation is the paper's (§6), with the paper's scale of 0.125 unless `init_scale` says
-    /// otherwise: tokens `N(0, 0.125 / √d)`, positions `N(0, 0.125 / √(2d))` (`√(3d)` in pictures), other weights
-    /// `N(0, 0.125 / √d_input)` with those that write into the residual stream scaled by
-    /// `1 / √(2 · n_layers)`, biases 0, and the output matrix 0.
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_init`]'s error.
-    #[track_caller]
-    pub fn init(&self, device: &Device) -> SparseTransformer {
-        or_panic(self.try_init(device))
+    or_panics! {
+        /// Creates the model, with parameters that are initialised on first use.
+        ///
+        /// The initialisation is the paper's (§6), with the paper's scale of 0.125 unless `init_scale` says
+        /// otherwise: tokens `N(0, 0.125 / √d)`, positions `N(0, 0.125 / √(2d))` (`√(3d)` in pictures), other weights
+        /// `N(0, 0.125 / √d_input)` with those that write into the residual stream scaled by
+        /// `1 / √(2 · n_layers)`, biases 0, and the output matrix 0.
+        pub fn init(&self, device: &Device) -> SparseTransformer = try_init;
     }
 
     /// [`Self::init`] that returns its error.
@@ -305,17 +301,13 @@ pub struct SparseTransformer {
 }
 
 impl SparseTransformer {
-    /// Logits of the next token at every position.
-    ///
-    /// # Shapes
-    /// - `tokens`: `[batch, seq]`, `seq ≤ context`
-    /// - output: `[batch, seq, vocab_size]`
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_forward`]'s error.
-    #[track_caller]
-    pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
-        or_panic(self.try_forward(tokens))
+    or_panics! {
+        /// Logits of the next token at every position.
+        ///
+        /// # Shapes
+        /// - `tokens`: `[batch, seq]`, `seq ≤ context`
+        /// - output: `[batch, seq, vocab_size]`
+        pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> = try_forward;
     }
 
     /// [`Self::forward`] that returns its error.
@@ -340,25 +332,21 @@ impl SparseTransformer {
         })
     }
 
-    /// Logits for new tokens that follow those in `cache`, for autoregressive decoding.
-    ///
-    /// Feeding a sequence in pieces gives what [`Self::forward`] gives for the whole; with patterns that are not causal pieces must end where
-    /// every block's pattern allows a boundary ([`Pattern::allows_boundary`](crate::Pattern::allows_boundary)). Call it on [`Module::valid`]'s copy: on an autodiff device the cache would keep the
-    /// graph of every step. After an error the cache is at the position where it was.
-    ///
-    /// # Shapes
-    /// - `tokens`: `[batch, new]`
-    /// - output: `[batch, new, vocab_size]`
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_forward_cache`]'s error.
-    #[track_caller]
-    pub fn forward_cache(
-        &self,
-        tokens: Tensor<2, Int>,
-        cache: &mut SparseTransformerCache,
-    ) -> Tensor<3> {
-        or_panic(self.try_forward_cache(tokens, cache))
+    or_panics! {
+        /// Logits for new tokens that follow those in `cache`, for autoregressive decoding.
+        ///
+        /// Feeding a sequence in pieces gives what [`Self::forward`] gives for the whole; with patterns that are not causal pieces must end where
+        /// every block's pattern allows a boundary ([`Pattern::allows_boundary`](crate::Pattern::allows_boundary)). Call it on [`Module::valid`]'s copy: on an autodiff device the cache would keep the
+        /// graph of every step. After an error the cache is at the position where it was.
+        ///
+        /// # Shapes
+        /// - `tokens`: `[batch, new]`
+        /// - output: `[batch, new, vocab_size]`
+        pub fn forward_cache(
+            &self,
+            tokens: Tensor<2, Int>,
+            cache: &mut SparseTransformerCache,
+        ) -> Tensor<3> = try_forward_cache;
     }
 
     /// [`Self::forward_cache`] that returns its error.
@@ -375,23 +363,16 @@ impl SparseTransformer {
         self.cached(tokens, cache, false)
     }
 
-    /// [`Self::forward_cache`] for the last tokens of a sequence, which may end anywhere.
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_forward_cache_last`]'s error.
-    #[track_caller]
-    pub fn forward_cache_last(
-        &self,
-        tokens: Tensor<2, Int>,
-        cache: &mut SparseTransformerCache,
-    ) -> Tensor<3> {
-        or_panic(self.try_forward_cache_last(tokens, cache))
+    or_panics! {
+        /// [`Self::forward_cache`] for the last tokens of a sequence, which may end anywhere.
+        pub fn forward_cache_last(
+            &self,
+            tokens: Tensor<2, Int>,
+            cache: &mut SparseTransformerCache,
+        ) -> Tensor<3> = try_forward_cache_last;
     }
 
     /// [`Self::forward_cache_last`] that returns its error.
-    ///
-    /// # Errors
-    /// As [`Self::try_forward_cache`].
     pub fn try_forward_cache_last(
         &self,
         tokens: Tensor<2, Int>,
@@ -444,20 +425,16 @@ impl SparseTransformer {
         SparseTransformerCache::new(self.blocks.len(), self.context)
     }
 
-    /// Mean cross-entropy of the targets, in nats per token.
-    ///
-    /// The softmax is computed in f32 at least. On an autodiff device the commitment losses of heads that choose by clusters are added, and the losses of
-    /// indexers ([`DsaStage`]): in their warm-up these alone have gradients.
-    ///
-    /// # Shapes
-    /// - `tokens`, `targets`: `[batch, seq]`; `targets[b, i]` is the token after `tokens[b, i]`
-    /// - output: `[1]`
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_loss`]'s error.
-    #[track_caller]
-    pub fn loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> {
-        or_panic(self.try_loss(tokens, targets))
+    or_panics! {
+        /// Mean cross-entropy of the targets, in nats per token.
+        ///
+        /// The softmax is computed in f32 at least. On an autodiff device the commitment losses of heads that choose by clusters are added, and the losses of
+        /// indexers ([`DsaStage`]): in their warm-up these alone have gradients.
+        ///
+        /// # Shapes
+        /// - `tokens`, `targets`: `[batch, seq]`; `targets[b, i]` is the token after `tokens[b, i]`
+        /// - output: `[1]`
+        pub fn loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> = try_loss;
     }
 
     /// [`Self::loss`] that returns its error.
@@ -562,7 +539,6 @@ impl SparseTransformer {
         })
     }
 
-    /// Of tokens alone, without their positions.
     fn embed_tokens(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>, TransformerError> {
         // Ids have no gradient. Without their autodiff context they can come from any device setting.
         let table = self.token_embedding.weight.val();
@@ -586,7 +562,6 @@ impl SparseTransformer {
         )?)
     }
 
-    /// Mean cross-entropy of the logits.
     pub(crate) fn head_loss(
         &self,
         stream: Stream,

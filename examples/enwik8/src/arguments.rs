@@ -33,9 +33,6 @@ pub struct ModelArgs {
 
 impl ModelArgs {
     /// The device; the checkpoint's path and what it holds.
-    ///
-    /// # Errors
-    /// If one of them cannot be used.
     pub fn open(&self) -> Result<(NamedDevice, PathBuf, Checkpoint)> {
         let device = device::open(self.device.as_deref())?;
         let flag = flags::typed(["checkpoint", "run"]);
@@ -86,7 +83,6 @@ pub fn positive(text: &str) -> Result<usize, String> {
     number(text, 1, MOST)
 }
 
-/// A size or a count.
 pub fn whole(text: &str) -> Result<usize, String> {
     number(text, 0, MOST)
 }
@@ -96,7 +92,6 @@ pub fn at_once(text: &str) -> Result<usize, String> {
     number(text, 1, MOST_AT_ONCE)
 }
 
-/// A seed.
 pub fn seed(text: &str) -> Result<u64, String> {
     let number = text.replace('_', "").parse();
     number.map_err(|_| format!("must be a whole number, at least 0, at most {}", u64::MAX))
@@ -115,12 +110,10 @@ fn number(text: &str, least: usize, most: usize) -> Result<usize, String> {
     }
 }
 
-/// A number above 0.
 pub fn above_zero(text: &str) -> Result<f64, String> {
     float(text, " above 0", |number| number > 0.0)
 }
 
-/// A number that is not negative.
 pub fn at_least_zero(text: &str) -> Result<f64, String> {
     float(text, ", at least 0", |number| number >= 0.0)
 }
@@ -158,7 +151,6 @@ pub fn text(text: &str) -> Result<String, String> {
     }
 }
 
-/// `--precision`.
 pub fn precision(text: &str) -> Result<Precision, String> {
     Precision::ALL
         .into_iter()
@@ -172,7 +164,6 @@ pub fn weight_pattern() -> impl TypedValueParser<Value = WeightPattern> {
     names.try_map(|name| name.parse::<WeightPattern>())
 }
 
-/// `--recompute`.
 pub fn recompute(text: &str) -> Result<Recompute, String> {
     text.parse().map_err(|error| match error {
         TransformerError::Argument { expected, .. } => format!("must be {expected}"),

@@ -150,7 +150,6 @@ impl Usage {
     }
 }
 
-/// Runs `enwik8 bench`.
 pub fn run(args: &BenchArgs) -> Result<()> {
     if let Some(attention) = &args.measure {
         let measurement = measure(args, attention == DENSE)?;
@@ -377,7 +376,6 @@ impl<'a> Trainer<'a> {
         })
     }
 
-    /// The next windows.
     fn batch(&mut self) -> Batch {
         let starts: Vec<usize> = (0..self.config.recipe.batch)
             .map(|_| self.sampler.next_start())
@@ -477,7 +475,6 @@ fn median(mut times: Vec<f64>) -> f64 {
     times[times.len() / 2]
 }
 
-/// What an iteration takes.
 fn speed_table(rows: &[Measurement]) -> String {
     let names = "attention  share of causal  ms/iteration  tokens/s  TFLOP/s  of peak  loss  peak memory  device memory";
     let percent = |share: f64| format!("{:.1} %", share * 100.0);

@@ -12,10 +12,10 @@
 
 use std::fs::{self, File};
 use std::io::{self, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
+use anyhow::{Result, anyhow, ensure};
 use serde::{Deserialize, Serialize};
-use thiserror::Error;
 
 use crate::config::RunConfig;
 use crate::data::{Fingerprint, SamplerState};
@@ -29,9 +29,7 @@ const PREAMBLE: usize = 8 + 4 + 3 * 8;
 pub struct Header {
     /// Version of the program that wrote it.
     pub program: String,
-    /// Model and recipe.
     pub config: RunConfig,
-    /// The data.
     pub data: Fingerprint,
     /// Optimizer steps done.
     pub step: usize,
@@ -41,16 +39,13 @@ pub struct Header {
     pub best: Option<Best>,
 }
 
-/// A validation result.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Best {
     /// Steps done when it was measured.
     pub step: usize,
-    /// Bits per byte.
     pub bits_per_byte: f64,
 }
 
-/// A checkpoint in memory.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Checkpoint {
     /// Everything but tensors.
@@ -61,67 +56,10 @@ pub struct Checkpoint {
     pub optimizer: Vec<u8>,
 }
 
-/// Why a file is no usable checkpoint.
-#[derive(Debug, Error)]
-pub enum CheckpointError {
-    /// It could not be read or written.
-    #[error("{path}: {reason}", path = path.display())]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// The system's reason. Not the `source`: the message has it already.
-        reason: io::Error,
-    },
-    /// It is another kind of file.
-    #[error("{path} is not a checkpoint of this program", path = path.display())]
-    Foreign {
-        /// The file.
-        path: PathBuf,
-    },
-    /// It ends early.
-    #[error("{path} is truncated: {found} bytes instead of {expected}", path = path.display())]
-    Truncated {
-        /// The file.
-        path: PathBuf,
-        /// Its length.
-        found: u64,
-        /// The length it was written with.
-        expected: u64,
-    },
-    /// Its bytes changed.
-    #[error(
-        "{path} is corrupted: its checksum is {found:08x}, but {expected:08x} was written",
-        path = path.display()
-    )]
-    Corrupted {
-        /// The file.
-        path: PathBuf,
-        /// Checksum of the bytes found.
-        found: u32,
-        /// Checksum stored in the file.
-        expected: u32,
-    },
-    /// Its header has other fields than this version's.
-    #[error("{path} was written by another version of this program: {reason}", path = path.display())]
-    Header {
-        /// The file.
-        path: PathBuf,
-        /// The first field that does not fit.
-        reason: serde_json::Error,
-    },
-}
-
 impl Checkpoint {
     /// Writes the checkpoint so that `path` never holds part of it.
-    ///
-    /// # Errors
-    /// If the folder cannot be written to.
-    pub fn write(&self, path: &Path) -> Result<(), CheckpointError> {
-        let header =
-            serde_json::to_vec(&self.header).map_err(|reason| CheckpointError::Header {
-                path: path.to_owned(),
-                reason,
-            })?;
+    pub fn write(&self, path: &Path) -> Result<()> {
+        let header = serde_json::to_vec(&self.header)?;
         let sections: [&[u8]; 3] = [&header, &self.model, &self.optimizer];
         let lengths = sections
             .map(|section| (section.len() as u64).to_le_bytes())
@@ -140,55 +78,43 @@ impl Checkpoint {
                 .iter()
                 .try_for_each(|section| file.write_all(section))
         })
-        .map_err(|reason| CheckpointError::Io {
-            path: path.to_owned(),
-            reason,
-        })
+        .map_err(|error| anyhow!("{}: {error}", path.display()))
     }
 
-    /// Reads and verifies a checkpoint.
-    ///
-    /// # Errors
-    /// Says whether the file is unreadable, foreign, truncated, corrupted or of another version.
-    pub fn read(path: &Path) -> Result<Self, CheckpointError> {
-        let bytes = fs::read(path).map_err(|reason| CheckpointError::Io {
-            path: path.to_owned(),
-            reason,
-        })?;
-        let path = path.to_owned();
-        if !bytes.starts_with(MAGIC) {
-            return Err(match MAGIC.starts_with(&bytes) {
-                true => truncated(path, bytes.len(), PREAMBLE as u64),
-                false => CheckpointError::Foreign { path },
-            });
-        }
-        if bytes.len() < PREAMBLE {
-            return Err(truncated(path, bytes.len(), PREAMBLE as u64));
-        }
-
+    /// The error says whether a file is unreadable, foreign, truncated, corrupted or of another version.
+    pub fn read(of: &Path) -> Result<Self> {
+        let path = of.display();
+        let bytes = fs::read(of).map_err(|error| anyhow!("{path}: {error}"))?;
+        ensure!(
+            bytes.starts_with(MAGIC) || MAGIC.starts_with(&bytes),
+            "{path} is not a checkpoint of this program"
+        );
+        let check_length = |expected: u64| {
+            let found = bytes.len();
+            ensure!(
+                found as u64 >= expected,
+                "{path} is truncated: {found} bytes instead of {expected}"
+            );
+            Ok(())
+        };
+        check_length(PREAMBLE as u64)?;
         let word = |at: usize| u64::from_le_bytes(array(&bytes[at..at + 8]));
         let lengths = [word(12), word(20), word(28)];
-        let expected = lengths
-            .iter()
-            .fold(PREAMBLE as u64, |sum, length| sum.saturating_add(*length));
-        if (bytes.len() as u64) < expected {
-            return Err(truncated(path, bytes.len(), expected));
-        }
-        let stored = u32::from_le_bytes(array(&bytes[8..12]));
+        let sum = |sum: u64, length: &u64| sum.saturating_add(*length);
+        check_length(lengths.iter().fold(PREAMBLE as u64, sum))?;
+        let expected = u32::from_le_bytes(array(&bytes[8..12]));
         let found = crc32fast::hash(&bytes[12..]);
-        if stored != found {
-            return Err(CheckpointError::Corrupted {
-                path,
-                found,
-                expected: stored,
-            });
-        }
+        ensure!(
+            expected == found,
+            "{path} is corrupted: its checksum is {found:08x}, but {expected:08x} was written"
+        );
 
         // The lengths sum to no more than the file's, so they fit usize.
         let (header, rest) = bytes[PREAMBLE..].split_at(lengths[0] as usize);
         let (model, optimizer) = rest.split_at(lengths[1] as usize);
-        let header = serde_json::from_slice(header)
-            .map_err(|reason| CheckpointError::Header { path, reason })?;
+        let header = serde_json::from_slice(header).map_err(|error| {
+            anyhow!("{path} was written by another version of this program: {error}")
+        })?;
         Ok(Checkpoint {
             header,
             model: model.to_vec(),
@@ -230,14 +156,6 @@ fn sync_folder(_: &Path) -> io::Result<()> {
     Ok(())
 }
 
-fn truncated(path: PathBuf, found: usize, expected: u64) -> CheckpointError {
-    CheckpointError::Truncated {
-        path,
-        found: found as u64,
-        expected,
-    }
-}
-
 fn array<const N: usize>(bytes: &[u8]) -> [u8; N] {
     let mut array = [0; N];
     array.copy_from_slice(bytes);
@@ -248,7 +166,6 @@ fn array<const N: usize>(bytes: &[u8]) -> [u8; N] {
 mod tests {
     use super::*;
     use crate::data::Sampler;
-    use crate::overrides::Overrides;
     use crate::presets::{Length, Preset};
     use crate::windows::Cut;
     use rand::{RngExt, SeedableRng};
@@ -258,7 +175,7 @@ mod tests {
         Checkpoint {
             header: Header {
                 program: "0".to_owned(),
-                config: RunConfig::new(Preset::Tiny, &Overrides::default()).unwrap(),
+                config: RunConfig::read(Preset::Tiny, "").unwrap(),
                 data: Fingerprint {
                     path: None,
                     bytes: 100,
@@ -276,13 +193,19 @@ mod tests {
         }
     }
 
-    /// In which `recompute` was a switch.
-    #[test]
-    fn older_checkpoints_are_read() {
+    /// A folder, a file in it, and the bytes of the checkpoint that is written there.
+    fn written() -> (tempfile::TempDir, std::path::PathBuf, Vec<u8>) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a.ckpt");
         checkpoint().write(&path).unwrap();
-        let mut bytes = fs::read(&path).unwrap();
+        let bytes = fs::read(&path).unwrap();
+        (folder, path, bytes)
+    }
+
+    /// In which `recompute` was a switch.
+    #[test]
+    fn older_checkpoints_are_read() {
+        let (_folder, path, mut bytes) = written();
         // Of equal length, so that the lengths stay.
         let (new, old) = (br#""recompute":"none""#, br#""recompute":false "#);
         let at = bytes.windows(new.len()).position(|bytes| bytes == new);
@@ -296,21 +219,21 @@ mod tests {
 
     #[test]
     fn round_trip() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("a.ckpt");
-        checkpoint().write(&path).unwrap();
+        let (folder, path, _) = written();
         assert_eq!(Checkpoint::read(&path).unwrap(), checkpoint());
-        assert_eq!(
-            fs::read_dir(folder.path()).unwrap().count(),
-            1,
-            "no temporary file is left"
-        );
+        let files = fs::read_dir(folder.path()).unwrap().count();
+        assert_eq!(files, 1, "no temporary file is left");
+        let failed = write_atomically(&path, |file| {
+            file.write_all(b"half")?;
+            Err(io::Error::other("disk full"))
+        });
+        assert!(failed.is_err());
+        assert_eq!(Checkpoint::read(&path).unwrap(), checkpoint());
     }
 
     #[test]
     fn every_bit_of_every_float_is_kept() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("a.ckpt");
+        let (_folder, path, _) = written();
         let mut rng = ChaCha8Rng::seed_from_u64(2);
         let mut float = || rng.random::<f64>() * 10f64.powi(rng.random_range(-12..12));
         for _ in 0..100 {
@@ -330,60 +253,29 @@ mod tests {
 
     #[test]
     fn every_truncation_and_every_flipped_byte_is_noticed() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("a.ckpt");
-        checkpoint().write(&path).unwrap();
-        let good = fs::read(&path).unwrap();
+        let (_folder, path, good) = written();
+        let assert_says = |bytes: &[u8], what: &str, words: &[&str]| {
+            fs::write(&path, bytes).unwrap();
+            let error = Checkpoint::read(&path).unwrap_err().to_string();
+            let says = words.iter().any(|word| error.contains(word));
+            assert!(says, "{what}: {error}");
+        };
         for length in 0..good.len() {
-            fs::write(&path, &good[..length]).unwrap();
-            let error = Checkpoint::read(&path).unwrap_err();
-            assert!(
-                matches!(error, CheckpointError::Truncated { .. }),
-                "{length}: {error}"
-            );
+            assert_says(&good[..length], &length.to_string(), &["is truncated"]);
         }
         for at in 0..good.len() {
             let mut bad = good.clone();
             bad[at] ^= 1;
-            fs::write(&path, &bad).unwrap();
-            let error = Checkpoint::read(&path).unwrap_err();
-            let named = match at {
-                0..8 => matches!(error, CheckpointError::Foreign { .. }),
-                8..12 => matches!(error, CheckpointError::Corrupted { .. }),
+            let words: &[&str] = match at {
+                0..8 => &["is not a checkpoint"],
                 // A length that grew looks like a file that was cut.
-                12..PREAMBLE => matches!(
-                    error,
-                    CheckpointError::Corrupted { .. } | CheckpointError::Truncated { .. }
-                ),
-                _ => matches!(error, CheckpointError::Corrupted { .. }),
+                12..PREAMBLE => &["is corrupted", "is truncated"],
+                _ => &["is corrupted"],
             };
-            assert!(named, "byte {at}: {error}");
+            assert_says(&bad, &format!("byte {at}"), words);
         }
-    }
-
-    #[test]
-    fn other_files_are_named_as_such() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("notes.txt");
-        fs::write(&path, "hello").unwrap();
-        assert!(matches!(
-            Checkpoint::read(&path),
-            Err(CheckpointError::Foreign { .. })
-        ));
-        let missing = Checkpoint::read(&folder.path().join("missing")).unwrap_err();
-        assert!(missing.to_string().contains("missing"), "{missing}");
-    }
-
-    #[test]
-    fn a_failed_write_leaves_the_old_file() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("a.ckpt");
-        checkpoint().write(&path).unwrap();
-        let failed = write_atomically(&path, |file| {
-            file.write_all(b"half")?;
-            Err(io::Error::other("disk full"))
-        });
-        assert!(failed.is_err());
-        assert_eq!(Checkpoint::read(&path).unwrap(), checkpoint());
+        assert_says(b"hello", "text", &["is not a checkpoint"]);
+        let missing = Checkpoint::read(Path::new("missing")).unwrap_err();
+        assert!(missing.to_string().starts_with("missing: "), "{missing}");
     }
 }

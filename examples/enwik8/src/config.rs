@@ -20,17 +20,12 @@ use crate::{flags, pattern, search};
 pub struct RunConfig {
     /// Where the numbers come from.
     pub preset: Preset,
-    /// Shape of the model.
     pub model: ModelConfig,
-    /// How it is trained.
     pub recipe: Recipe,
 }
 
 impl RunConfig {
     /// A preset with the user's changes.
-    ///
-    /// # Errors
-    /// If the result is no causal language model, or its numbers do not go together.
     pub fn new(preset: Preset, overrides: &Overrides) -> Result<Self> {
         let mut config = RunConfig {
             preset,
@@ -112,9 +107,6 @@ impl RunConfig {
     }
 
     /// Means of clusters and rotations of hashes are new in every step, where a recording would keep the first ones.
-    ///
-    /// # Errors
-    /// If steps are to be recorded, and heads choose by clusters or hashes.
     pub fn check_graph(&self, graph: bool) -> Result<()> {
         match &self.model.content {
             Some(content) if graph && !content.is_whole_layer() => bail!(
@@ -383,42 +375,50 @@ fn shown(value: &Value) -> String {
 
 /// The flag that the user gave and that changes a field which has another flag, or none.
 fn asked_by(field: &str, overrides: &Overrides) -> Option<&'static str> {
-    let pattern = ("pattern", !overrides.pattern.is_empty());
-    let attention = ("attention", overrides.attention.is_some());
-    let selection = ("selection", !overrides.selection.is_empty());
-    let selection_file = ("selection-file", overrides.selection_file.is_some());
-    let picture_size = ("picture-size", overrides.picture_size.is_some());
-    let ff_density = ("ff-density", overrides.ff_density.is_some());
-    let candidates = match field {
-        "patterns" => vec![pattern, attention, selection, selection_file, picture_size],
-        "factorization" => vec![
-            ("factorization", overrides.factorization.is_some()),
-            attention,
-            selection,
-            selection_file,
+    let candidates: &[&str] = match field {
+        "patterns" => &[
+            "pattern",
+            "attention",
+            "selection",
+            "selection-file",
+            "picture-size",
         ],
-        "content" => vec![
-            attention,
-            ("commitment", overrides.commitment.is_some()),
-            ("means-decay", overrides.means_decay.is_some()),
-        ],
-        "local_heads" => vec![
-            ("local-heads", !overrides.local_heads.is_empty()),
-            attention,
-        ],
-        "position_width" => vec![
-            ("position-width", overrides.position_width.is_some()),
-            pattern,
-            picture_size,
-        ],
-        "context" => vec![("context", overrides.context.is_some()), picture_size],
-        "ff_weights.block" => vec![("ff-block", overrides.ff_block.is_some()), ff_density],
-        "ff_weights.layout" => vec![("ff-layout", overrides.ff_layout.is_some()), ff_density],
-        "selections" | "head_selections" => vec![selection, selection_file],
-        _ => return None,
+        "factorization" => &["factorization", "attention", "selection", "selection-file"],
+        "content" => &["attention", "commitment", "means-decay"],
+        "local_heads" => &["local-heads", "attention"],
+        "position_width" => &["position-width", "pattern", "picture-size"],
+        "context" => &["context", "picture-size"],
+        "ff_weights.block" => &["ff-block", "ff-density"],
+        "ff_weights.layout" => &["ff-layout", "ff-density"],
+        "selections" | "head_selections" => &["selection", "selection-file"],
+        _ => &[],
     };
-    let given = candidates.into_iter().find(|(_, is_given)| *is_given);
-    given.map(|(flag, _)| flag)
+    let is_given = |flag: &&str| match *flag {
+        "attention" => overrides.attention.is_some(),
+        "commitment" => overrides.commitment.is_some(),
+        "context" => overrides.context.is_some(),
+        "factorization" => overrides.factorization.is_some(),
+        "ff-block" => overrides.ff_block.is_some(),
+        "ff-density" => overrides.ff_density.is_some(),
+        "ff-layout" => overrides.ff_layout.is_some(),
+        "local-heads" => !overrides.local_heads.is_empty(),
+        "means-decay" => overrides.means_decay.is_some(),
+        "pattern" => !overrides.pattern.is_empty(),
+        "picture-size" => overrides.picture_size.is_some(),
+        "position-width" => overrides.position_width.is_some(),
+        "selection" => !overrides.selection.is_empty(),
+        "selection-file" => overrides.selection_file.is_some(),
+        other => unreachable!("{other}"),
+    };
+    candidates.iter().copied().find(is_given)
+}
+
+#[cfg(test)]
+impl RunConfig {
+    /// A preset with the flags of a command line.
+    pub fn read(preset: Preset, flags: &str) -> Result<Self> {
+        Self::new(preset, &Overrides::read(flags))
+    }
 }
 
 #[cfg(test)]
@@ -430,11 +430,8 @@ mod tests {
     /// The recipe of docs/sparse-or-dense.md, as its flags say it.
     #[test]
     fn long_is_the_recipe_of_eighteen_minutes() {
-        let flags = Overrides::read(
-            "--batch 4 --dropout 0.3 --init-scale 1 --warmup 200 --lr 7e-4 --recompute none --eval-every 250 --eval-windows 8 --steps 8400",
-        );
-        let paper = RunConfig::new(Preset::Paper, &flags).unwrap();
-        let long = RunConfig::new(Preset::Long, &Overrides::default()).unwrap();
+        let paper = RunConfig::read(Preset::Paper, "--batch 4 --dropout 0.3 --init-scale 1 --warmup 200 --lr 7e-4 --recompute none --eval-every 250 --eval-windows 8 --steps 8400").unwrap();
+        let long = RunConfig::read(Preset::Long, "").unwrap();
         assert_eq!((long.model, long.recipe), (paper.model, paper.recipe));
     }
 
@@ -451,7 +448,7 @@ mod tests {
 
     #[test]
     fn the_paper_preset_is_the_paper() {
-        let config = RunConfig::new(Preset::Paper, &Overrides::default()).unwrap();
+        let config = RunConfig::read(Preset::Paper, "").unwrap();
         let model = &config.model;
         assert_eq!(
             (model.context, model.layers, model.heads, model.d_model),
@@ -468,7 +465,7 @@ mod tests {
     #[test]
     #[cfg(feature = "flex")]
     fn the_cifar_preset_is_the_paper() {
-        let config = RunConfig::new(Preset::Cifar, &Overrides::default()).unwrap();
+        let config = RunConfig::read(Preset::Cifar, "").unwrap();
         let model = &config.model;
         assert_eq!(
             (model.context, model.layers, model.heads, model.d_model),
@@ -503,8 +500,7 @@ mod tests {
         );
         assert_eq!((model.context, model.position_width), (192, 24));
         assert_eq!(model.patterns, ["local:24+strided:24"]);
-        let pattern = Overrides::read("--classes 3 --pattern fixed:48,12");
-        let config = RunConfig::new(Preset::Shapes, &pattern).unwrap();
+        let config = RunConfig::read(Preset::Shapes, "--classes 3 --pattern fixed:48,12").unwrap();
         assert_eq!(
             (config.model.context, config.model.position_width),
             (768, 48)
@@ -534,7 +530,7 @@ mod tests {
             ),
             (Preset::Reformer, "lsh:64,4", vec![4], local(128)),
         ] {
-            let config = RunConfig::new(preset, &Overrides::default()).unwrap();
+            let config = RunConfig::read(preset, "").unwrap();
             let model = &config.model;
             assert_eq!(model.content, Some(content.parse().unwrap()));
             assert_eq!((&model.local_heads, &model.patterns), (&heads, &patterns));
@@ -551,15 +547,14 @@ mod tests {
                 assert_eq!(config.model.content, model.content);
                 assert!(config.model.local_heads.is_empty());
             }
-            let dense = Overrides::read("--attention dense");
-            let dense = RunConfig::new(preset, &dense).unwrap().model;
+            let dense = RunConfig::read(preset, "--attention dense").unwrap().model;
             assert_eq!(
                 (dense.content, dense.patterns),
                 (None, vec!["causal".to_owned()])
             );
         }
         // A checkpoint from before there were such heads.
-        let config = RunConfig::new(Preset::Tiny, &Overrides::default()).unwrap();
+        let config = RunConfig::read(Preset::Tiny, "").unwrap();
         let text = serde_json::to_string(&config).unwrap();
         let older = text.replace(",\"content\":null,\"local_heads\":[]", "");
         assert_ne!(older, text);
@@ -568,14 +563,16 @@ mod tests {
 
     #[test]
     fn flags_override_and_stay() {
-        let overrides = Overrides::read("--layers 2 --steps 7 --pattern local:16+strided:32");
-        let config = RunConfig::new(Preset::Tiny, &overrides).unwrap();
+        let config = RunConfig::read(
+            Preset::Tiny,
+            "--layers 2 --steps 7 --pattern local:16+strided:32",
+        )
+        .unwrap();
         assert_eq!((config.model.layers, config.model.position_width), (2, 32));
         assert_eq!(config.steps(1_000), 7);
         let text = serde_json::to_string(&config).unwrap();
         assert_eq!(serde_json::from_str::<RunConfig>(&text).unwrap(), config);
-        let overrides = Overrides::read("--recompute block");
-        let config = RunConfig::new(Preset::Paper, &overrides).unwrap();
+        let config = RunConfig::read(Preset::Paper, "--recompute block").unwrap();
         let text = serde_json::to_string(&config).unwrap();
         let older = text.replace(",\"init_scale\":0.125,\"precision\":\"f32\"", "");
         assert_ne!(older, text);
@@ -587,7 +584,7 @@ mod tests {
 
     #[test]
     fn dense_attention_changes_nothing_else() {
-        let sparse = RunConfig::new(Preset::Tiny, &Overrides::default()).unwrap();
+        let sparse = RunConfig::read(Preset::Tiny, "").unwrap();
         let overrides = Overrides::read("--attention dense");
         let mut dense = RunConfig::new(Preset::Tiny, &overrides).unwrap();
         assert_eq!(dense.model.patterns, ["causal"]);
@@ -597,8 +594,7 @@ mod tests {
 
     #[test]
     fn patterns_that_look_ahead_are_refused() {
-        let overrides = Overrides::read("--pattern local:8+prefix:4");
-        let error = RunConfig::new(Preset::Tiny, &overrides).unwrap_err();
+        let error = RunConfig::read(Preset::Tiny, "--pattern local:8+prefix:4").unwrap_err();
         let message = format!("{error:#}");
         assert!(message.contains("later"), "{message}");
     }
@@ -674,7 +670,7 @@ mod tests {
         ];
         for (run, flag, value) in flags {
             let (preset, begun) = runs[run];
-            let config = RunConfig::new(preset, &Overrides::read(begun)).unwrap();
+            let config = RunConfig::read(preset, begun).unwrap();
             let asked = Overrides::read(&format!("--{flag} {value}"));
             let error = config.resumed(None, &asked).unwrap_err().to_string();
             let is_named = error.contains(&format!("but --{flag} "));
@@ -703,7 +699,7 @@ mod tests {
 
     #[test]
     fn resume_keeps_the_model_and_may_lengthen_the_run() {
-        let config = RunConfig::new(Preset::Tiny, &Overrides::default()).unwrap();
+        let config = RunConfig::read(Preset::Tiny, "").unwrap();
         let longer = Overrides::read("--steps 5000");
         assert_eq!(config.resumed(None, &longer).unwrap().steps(1), 5_000);
         let wider = Overrides::read("--d-model 256");

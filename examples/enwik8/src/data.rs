@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
+use indicatif::HumanCount;
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
@@ -24,13 +25,10 @@ const ENWIK8_BYTES: usize = 100_000_000;
 pub struct Fingerprint {
     /// The file or folder, or nothing for the embedded sample and for the synthetic set of pictures.
     pub path: Option<PathBuf>,
-    /// Its length.
     pub bytes: usize,
-    /// Its CRC-32.
     pub crc32: u32,
 }
 
-/// Part of a corpus.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Split {
@@ -43,7 +41,6 @@ pub enum Split {
 }
 
 impl Split {
-    /// Its name in messages.
     pub fn name(self) -> &'static str {
         match self {
             Split::Train => "training",
@@ -53,7 +50,6 @@ impl Split {
     }
 }
 
-/// All bytes of a data set.
 pub struct Corpus {
     path: Option<PathBuf>,
     bytes: Vec<u8>,
@@ -65,9 +61,6 @@ pub struct Corpus {
 
 impl Corpus {
     /// Reads `path` of `--data`, or takes the embedded sample, or of pictures the synthetic set.
-    ///
-    /// # Errors
-    /// If the file cannot be read or is empty, or does not hold such pictures.
     pub fn open(path: Option<&Path>, pictures: Option<Pictures>) -> Result<Self> {
         match path {
             Some(_) => Self::read(path, pictures).context("--data"),
@@ -114,9 +107,6 @@ impl Corpus {
     }
 
     /// Reopens what a checkpoint was trained on, or what the user names instead.
-    ///
-    /// # Errors
-    /// As [`Corpus::open`].
     pub fn reopen(
         fingerprint: &Fingerprint,
         instead: Option<&Path>,
@@ -183,7 +173,6 @@ impl Corpus {
         order_0_entropy((self.bytes.chunks(record)).flat_map(|record| &record[skipped..]))
     }
 
-    /// The bytes of one split.
     pub fn split(&self, split: Split) -> &[u8] {
         &self.bytes[self.splits[split as usize].clone()]
     }
@@ -313,15 +302,7 @@ impl Sampler {
 
 /// `1234567` as `1,234,567`.
 pub fn thousands(number: usize) -> String {
-    let digits = number.to_string();
-    let mut text = String::with_capacity(digits.len() + digits.len() / 3);
-    for (index, digit) in digits.chars().enumerate() {
-        if index > 0 && (digits.len() - index).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
+    HumanCount(number as u64).to_string()
 }
 
 #[cfg(test)]
@@ -406,13 +387,5 @@ mod tests {
     fn the_smallest_corpus_still_gives_windows() {
         let mut sampler = Sampler::new(17, Cut::from(16), 0);
         assert_eq!([sampler.next_start(), sampler.next_start()], [0, 0]);
-    }
-
-    #[test]
-    fn thousands_are_separated() {
-        assert_eq!(
-            [0, 999, 1_000, 1_234_567].map(thousands),
-            ["0", "999", "1,000", "1,234,567"]
-        );
     }
 }

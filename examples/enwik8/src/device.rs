@@ -17,7 +17,6 @@ const BACKENDS: [(&str, bool); 4] = [
 pub struct NamedDevice {
     /// E.g. `cuda:0`.
     pub name: String,
-    /// The device, without autodiff.
     pub device: Device,
 }
 
@@ -29,9 +28,6 @@ impl NamedDevice {
 }
 
 /// The device of `--device`, or the best that was compiled in.
-///
-/// # Errors
-/// As [`named`].
 pub fn open(name: Option<&str>) -> Result<NamedDevice> {
     match name.or(default_name()) {
         Some(known) => named(known).with_context(|| match name {
@@ -43,9 +39,6 @@ pub fn open(name: Option<&str>) -> Result<NamedDevice> {
 }
 
 /// The device called `name`.
-///
-/// # Errors
-/// If there is no such backend, its feature is off, or the machine lacks the device, its driver or its toolkit.
 pub fn named(name: &str) -> Result<NamedDevice> {
     let (backend, index) = match name.split_once(':') {
         Some((backend, index)) => (backend, Some(index)),

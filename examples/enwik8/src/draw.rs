@@ -36,7 +36,6 @@ pub struct DrawArgs {
     out: Option<PathBuf>,
 }
 
-/// Runs `enwik8 draw`.
 pub fn run(args: &DrawArgs) -> Result<()> {
     let pattern = &args.pattern;
     let layout = pattern.layout(args.heads, args.seq, args.block)?;

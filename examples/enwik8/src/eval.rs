@@ -57,7 +57,6 @@ pub struct EvalArgs {
     data: Option<PathBuf>,
 }
 
-/// Runs `enwik8 eval`.
 pub fn run(args: &EvalArgs) -> Result<()> {
     let dtype = args.kept.kv_dtype;
     let reachable = || (dtype != KvDtype::Model).then_some(CachePolicy::default());
@@ -172,12 +171,10 @@ pub struct Evaluation {
 }
 
 impl Evaluation {
-    /// Mean loss in nats.
     pub fn loss(&self) -> f64 {
         self.nats / self.bytes as f64
     }
 
-    /// Mean loss in bits.
     pub fn bits_per_byte(&self) -> f64 {
         bits(self.loss())
     }
@@ -197,9 +194,6 @@ pub struct Evaluator<'a> {
 
 impl Evaluator<'_> {
     /// Sums the losses of all counted predictions.
-    ///
-    /// # Errors
-    /// Those of the model.
     pub fn run(&self, bytes: &[u8], plan: &[Window], bar: &ProgressBar) -> Result<Evaluation> {
         self.sum(plan, bar, |part| self.losses(bytes, part))
     }

@@ -59,7 +59,6 @@ pub struct ExportArgs {
     overwrite: bool,
 }
 
-/// Runs `enwik8 export`.
 pub fn run(args: &ExportArgs) -> Result<()> {
     let (device, path, checkpoint) = args.model.open()?;
     let config = model::transformer(&checkpoint.header.config.model)?;

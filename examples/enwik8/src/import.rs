@@ -55,7 +55,6 @@ pub struct ImportArgs {
     overrides: Overrides,
 }
 
-/// Runs `enwik8 import`.
 pub fn run(args: &ImportArgs) -> Result<()> {
     let (config, corpus) = match &args.like {
         Some(path) => {

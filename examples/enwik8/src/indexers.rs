@@ -18,9 +18,6 @@ use crate::presets::Recipe;
 use crate::schedule::Schedule;
 
 /// The model in the stage of its indexers' training that it is in after so many steps.
-///
-/// # Errors
-/// None that a model of ours has.
 pub fn staged(
     model: SparseTransformer,
     config: &RunConfig,
@@ -178,8 +175,7 @@ mod tests {
         assert_eq!(notes, [true, true, false]);
         let described = config.describe_indexers().unwrap();
         assert!(described.ends_with("choose from step 15 on"), "{described}");
-        let all = Overrides::read("--attention dsa");
-        let all = RunConfig::new(Preset::Tiny, &all).unwrap();
+        let all = RunConfig::read(Preset::Tiny, "--attention dsa").unwrap();
         let described = all.describe_indexers().unwrap();
         assert!(described.contains("they choose all bytes"), "{described}");
         // The model's rates are those of a run without the warm-up of indexers.
@@ -212,7 +208,7 @@ mod tests {
         assert!(described.contains("learn for 5 at 0.25"), "{described}");
         // A run that ends in the warm-up, and models without indexers.
         assert_eq!(config.learning_rate(3, 12), 1.0);
-        let plain = RunConfig::new(Preset::Tiny, &Overrides::default()).unwrap();
+        let plain = RunConfig::read(Preset::Tiny, "").unwrap();
         assert_eq!((plain.dsa_stage(3), plain.stage_begun(3)), (None, None));
     }
 }

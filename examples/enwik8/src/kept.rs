@@ -46,7 +46,6 @@ pub struct KeptArgs {
     pub selection_file: Option<HeadChoices>,
 }
 
-/// `--positions`.
 fn positions() -> impl TypedValueParser<Value = KvPositions> {
     PossibleValuesParser::new(["original", "in-cache"]).map(|name| match name.as_str() {
         "in-cache" => KvPositions::InCache,
@@ -54,7 +53,6 @@ fn positions() -> impl TypedValueParser<Value = KvPositions> {
     })
 }
 
-/// `--kv-dtype`.
 fn kv_dtype() -> impl TypedValueParser<Value = KvDtype> {
     let names = ["model", "f32", "f16", "bf16", "int8", "fp8"];
     PossibleValuesParser::new(names).map(|name| match name.as_str() {
@@ -69,9 +67,6 @@ fn kv_dtype() -> impl TypedValueParser<Value = KvDtype> {
 
 impl KeptArgs {
     /// The model with the choice of `--selection` or `--selection-file`, and without one of its own.
-    ///
-    /// # Errors
-    /// If a cache cannot choose so, or the model's pattern is not causal.
     pub fn chosen(
         &self,
         model: SparseTransformer,
@@ -170,7 +165,6 @@ struct Cache {
     kept: CachePolicy,
 }
 
-/// Reads `--cache`.
 fn kept(text: &str) -> Result<Cache, String> {
     let kept = text.parse().map_err(|error| match error {
         // What came is what clap shows; a policy may have made another number of it.
@@ -186,7 +180,6 @@ fn kept(text: &str) -> Result<Cache, String> {
     Ok(Cache { text, kept })
 }
 
-/// `--budget`.
 fn budget(text: &str) -> Result<EvictionBudget, String> {
     let number = |text: &str| text.parse::<f64>().ok();
     let found = match text.split_once(':') {

@@ -55,9 +55,6 @@ impl Room {
 
 impl RunConfig {
     /// That the device, or any one if none is named, can hold the model and a step of its training.
-    ///
-    /// # Errors
-    /// Names the flags that ask for too much.
     pub fn check_memory(&self, device: Option<&NamedDevice>) -> Result<()> {
         let room = Room::of(device);
         let (model, batch) = (&self.model, self.recipe.batch);
@@ -83,9 +80,6 @@ impl RunConfig {
     }
 
     /// That the device can hold the model's weights.
-    ///
-    /// # Errors
-    /// Names the flags that ask for too much.
     pub fn check_weights(&self, device: &NamedDevice) -> Result<()> {
         let room = Room::of(Some(device));
         let bytes = 4.0 * least_parameters(&self.model);
@@ -160,7 +154,6 @@ fn least_parameters(model: &ModelConfig) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::overrides::Overrides;
     use crate::presets::Preset;
 
     /// No preset is refused where it may fit, and of none more is asked than it has.
@@ -171,7 +164,7 @@ mod tests {
             (Preset::Small, 14_448_384.0),
             (Preset::Paper, 94_949_376.0),
         ] {
-            let config = RunConfig::new(preset, &Overrides::default()).unwrap();
+            let config = RunConfig::read(preset, "").unwrap();
             let least = least_parameters(&config.model);
             assert!(
                 least < parameters && least > 0.7 * parameters,
@@ -179,8 +172,8 @@ mod tests {
             );
         }
         // docs/benchmarks.md: 590 MiB a layer, with the attention in bf16.
-        let flags = Overrides::read("--batch 4 --precision bf16 --recompute none");
-        let paper = RunConfig::new(Preset::Paper, &flags).unwrap();
+        let paper =
+            RunConfig::read(Preset::Paper, "--batch 4 --precision bf16 --recompute none").unwrap();
         let layer = paper.least_kept() / 30.0 / f64::from(1 << 20);
         assert!(layer < 590.0 && layer > 200.0, "{layer}");
     }
@@ -199,21 +192,18 @@ mod tests {
                 "16384.0 GiB that any device has",
             ),
         ] {
-            let flags = Overrides::read(&format!("{flag} {more}"));
-            let error = RunConfig::new(Preset::Tiny, &flags)
+            let error = RunConfig::read(Preset::Tiny, &format!("{flag} {more}"))
                 .unwrap_err()
                 .to_string();
             assert!(error.contains(flag) && error.contains(other), "{error}");
         }
-        let pictures = Overrides::read(&format!("--picture-size {MOST}"));
-        let error = RunConfig::new(Preset::Shapes, &pictures).unwrap_err();
+        let error = RunConfig::read(Preset::Shapes, &format!("--picture-size {MOST}")).unwrap_err();
         assert!(error.to_string().contains("--picture-size 1073741824"));
     }
 
     #[test]
     fn epochs_are_bounded_by_their_steps() {
-        let flags = Overrides::read("--epochs 1e300");
-        let config = RunConfig::new(Preset::Tiny, &flags).unwrap();
+        let config = RunConfig::read(Preset::Tiny, "--epochs 1e300").unwrap();
         let error = config.check_length(900_000).unwrap_err().to_string();
         assert!(
             error.contains("--epochs must be at most 1073741824 steps"),

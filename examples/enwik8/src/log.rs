@@ -21,7 +21,6 @@ pub enum Row {
         step: usize,
         /// Mean cross-entropy of the batch, before the step.
         loss: f64,
-        /// The same in bits.
         bits_per_byte: f64,
         /// Learning rate of the step.
         learning_rate: f64,
@@ -32,34 +31,26 @@ pub enum Row {
         indexer_loss: Option<f64>,
         /// Bytes trained on per second.
         tokens_per_s: f64,
-        /// Duration of the step.
         ms: f64,
     },
     /// Validation over a fixed set of windows.
     Validation {
-        /// Steps done.
         step: usize,
-        /// Mean cross-entropy.
         loss: f64,
-        /// The same in bits.
         bits_per_byte: f64,
         /// Bytes that were predicted.
         bytes: usize,
     },
     /// What a choice of keys by content keeps of the attention, over one validation window.
     Selection {
-        /// Steps done.
         step: usize,
         /// Each layer that chooses.
         layers: Vec<LayerRecall>,
     },
     /// The whole validation split, at the end of the run.
     Final {
-        /// Steps done.
         step: usize,
-        /// Mean cross-entropy.
         loss: f64,
-        /// The same in bits.
         bits_per_byte: f64,
         /// Bytes that were predicted.
         bytes: usize,
@@ -78,7 +69,6 @@ impl Row {
     }
 }
 
-/// An open log.
 pub struct Log {
     path: PathBuf,
     file: File,
@@ -89,9 +79,6 @@ pub struct Log {
 impl Log {
     /// Opens the log of a run that has done `step` steps. Lines of later steps, which a killed
     /// process may have left after its last checkpoint, are dropped: they will be written again.
-    ///
-    /// # Errors
-    /// If the file cannot be read or written.
     pub fn open(path: &Path, step: usize) -> Result<Self> {
         // As they were written, not written anew from their values.
         let kept: Vec<u8> = whole_lines(path)?
@@ -109,10 +96,6 @@ impl Log {
             .with_context(|| format!("cannot write {}", path.display()))
     }
 
-    /// Appends a line.
-    ///
-    /// # Errors
-    /// If the disk is full, for instance.
     pub fn write(&mut self, row: &Row) -> Result<()> {
         write_row(&mut self.file, row)
             .with_context(|| format!("cannot write {}", self.path.display()))?;
@@ -126,16 +109,12 @@ impl Log {
         self.events = Some(events);
     }
 
-    /// The event file, if there is one.
     pub fn events(&mut self) -> Option<&mut EventFile> {
         self.events.as_mut()
     }
 
     /// Waits until all lines are on disk. A checkpoint of their step must not get there before them: a run that is
     /// resumed from it writes none of them again.
-    ///
-    /// # Errors
-    /// Those of the file system.
     pub fn sync(&self) -> Result<()> {
         (self.file.sync_data()).with_context(|| format!("cannot write {}", self.path.display()))
     }
@@ -149,9 +128,6 @@ fn write_row(file: &mut File, row: &Row) -> std::io::Result<()> {
 }
 
 /// All whole lines of a log; none if there is no file.
-///
-/// # Errors
-/// If the file cannot be read.
 pub fn read(path: &Path) -> Result<Vec<Row>> {
     Ok(whole_lines(path)?.into_iter().map(|(_, row)| row).collect())
 }

@@ -38,9 +38,6 @@ impl Resources {
     }
 
     /// Stores it, with the larger one of each number that the file has already.
-    ///
-    /// # Errors
-    /// If the folder cannot be written to.
     pub fn merge_into(&self, path: &Path) -> Result<()> {
         let earlier = Self::read(path).unwrap_or_default();
         let merged = Self {

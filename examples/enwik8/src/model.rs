@@ -26,9 +26,6 @@ use crate::prune::prune;
 const BYTES: usize = 256;
 
 /// A model with random weights that depend on `seed` only.
-///
-/// # Errors
-/// If the configuration's numbers do not go together, or the device does not compute in its precision.
 pub fn new(config: &ModelConfig, seed: u64, device: &Device) -> Result<SparseTransformer> {
     device.seed(seed);
     let model = transformer(config)?
@@ -41,9 +38,6 @@ pub fn new(config: &ModelConfig, seed: u64, device: &Device) -> Result<SparseTra
 }
 
 /// The configuration of the layers.
-///
-/// # Errors
-/// If a pattern cannot be read.
 pub fn transformer(config: &ModelConfig) -> Result<SparseTransformerConfig> {
     Ok(
         SparseTransformerConfig::new(config.d_model, config.heads, factorization(config)?)
@@ -95,10 +89,6 @@ pub fn ways_of_heads(config: &ModelConfig) -> Vec<(Option<&Selection>, usize)> {
     found
 }
 
-/// The model of a checkpoint.
-///
-/// # Errors
-/// If the record does not fit the configuration.
 pub fn restore(checkpoint: &Checkpoint, device: &Device) -> Result<SparseTransformer> {
     let config = &checkpoint.header.config;
     let record = ModuleRecord::from_bytes(Bytes::from_bytes_vec(checkpoint.model.clone()))
@@ -123,9 +113,6 @@ pub fn restore(checkpoint: &Checkpoint, device: &Device) -> Result<SparseTransfo
 }
 
 /// The model without a choice of keys by content, which caches know nothing of: layers see what their patterns allow. Says so, if there was one.
-///
-/// # Errors
-/// None that a model of ours has.
 pub fn without_selections(model: SparseTransformer) -> Result<SparseTransformer> {
     let mut layers = model.blocks.iter().map(|block| &block.mha);
     let of_layer = layers.find_map(|mha| {
@@ -141,9 +128,6 @@ pub fn without_selections(model: SparseTransformer) -> Result<SparseTransformer>
 }
 
 /// Refuses a model whose heads choose by content as pools of pages do not, or in blocks that are no pages.
-///
-/// # Errors
-/// Names what the model was trained with.
 pub fn check_cached(config: &ModelConfig) -> Result<()> {
     match &config.content {
         Some(content) if !content.is_prefix_stable() => bail!(
@@ -173,9 +157,6 @@ pub fn optimizer(recipe: &Recipe) -> FusedAdamW {
 }
 
 /// Attention patterns of all layers and heads.
-///
-/// # Errors
-/// If a pattern cannot be read.
 pub fn factorization(config: &ModelConfig) -> Result<Factorization> {
     let patterns = config
         .patterns
@@ -224,9 +205,6 @@ pub fn attention_text(model: &ModelConfig) -> String {
 }
 
 /// The operations of an optimizer step in 10¹²: a backward pass has twice those of a forward pass.
-///
-/// # Errors
-/// If a pattern has no layout for the context.
 pub fn step_tflop(model: &SparseTransformer, config: &RunConfig) -> Result<f64> {
     let tokens = config.tokens_per_step() as u64;
     let attention = model.attention_flops(config.model.context)? * config.recipe.batch as u64;
@@ -234,7 +212,6 @@ pub fn step_tflop(model: &SparseTransformer, config: &RunConfig) -> Result<f64> 
     Ok(3.0 * forward as f64 / 1e12)
 }
 
-/// Nats as bits.
 pub fn bits(nats: f64) -> f64 {
     nats / LN_2
 }

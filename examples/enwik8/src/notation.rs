@@ -37,7 +37,6 @@ const POLICIES: [&str; 9] = [
     "combined:S,R,H  the first S, R newest, and H that got the most attention so far",
 ];
 
-/// What `enwik8 patterns` prints.
 pub fn list() -> String {
     let section = |title: &str, forms: &[&str]| format!("{title}\n  {}", forms.join("\n  "));
     [
@@ -66,7 +65,6 @@ fn attention_forms() -> Vec<&'static str> {
     [&BY_PATTERN[..], ContentAttention::NOTATION].concat()
 }
 
-/// `--pattern`.
 pub fn pattern(text: &str) -> Result<Pattern, String> {
     read("pattern", Pattern::NOTATION, text)
 }
@@ -76,12 +74,10 @@ pub fn pattern_text(text: &str) -> Result<String, String> {
     pattern(text).map(|_| text.to_owned())
 }
 
-/// `--selection`.
 pub fn selection(text: &str) -> Result<Selection, String> {
     read("selection", Selection::NOTATION, text)
 }
 
-/// `--attention`.
 pub fn attention(text: &str) -> Result<AttentionKind, String> {
     read("attention", &attention_forms(), text)
 }

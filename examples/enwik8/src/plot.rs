@@ -29,7 +29,6 @@ type Curve = Vec<(f64, f64)>;
 /// What a curve is drawn over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Axis {
-    /// Optimizer steps.
     Steps,
     /// Time in steps, in the unit that suits the whole of it: validation and checkpoints do not count.
     Time,
@@ -48,9 +47,6 @@ pub struct Frame<'a> {
 }
 
 /// Draws the curves of `rows` to `path`.
-///
-/// # Errors
-/// If the picture cannot be written.
 pub fn draw(path: &Path, frame: &Frame, rows: &[Row]) -> Result<()> {
     let curves = Curves::of(rows, frame.axis);
     if curves.raw.is_empty() {
@@ -60,9 +56,6 @@ pub fn draw(path: &Path, frame: &Frame, rows: &[Row]) -> Result<()> {
 }
 
 /// A whole picture or the old one: files are rewritten during training.
-///
-/// # Errors
-/// If it cannot be drawn or written.
 pub fn written_whole(
     path: &Path,
     draw: impl FnOnce(&Path) -> Result<(), Box<dyn std::error::Error>>,

@@ -39,9 +39,6 @@ pub fn is_measured(rows: &[Row]) -> bool {
 }
 
 /// Draws the measurements of `rows` to `path`; nothing if there are none.
-///
-/// # Errors
-/// If the picture cannot be written.
 pub fn draw(path: &Path, title: &str, rows: &[Row]) -> Result<()> {
     match is_measured(rows) {
         true => written_whole(path, |unfinished| panels(unfinished, title, rows)),
@@ -83,14 +80,8 @@ fn panels(path: &Path, title: &str, rows: &[Row]) -> Result<(), Box<dyn std::err
 
 /// The first layer's colour to the last one's.
 fn color(layer: usize, layers: usize) -> RGBColor {
-    let (first, last) = ((49.0, 104.0, 176.0), (214.0, 96.0, 30.0));
-    let share = layer as f64 / (layers.max(2) - 1) as f64;
-    let mixed = |a: f64, b: f64| (a + share * (b - a)).round() as u8;
-    RGBColor(
-        mixed(first.0, last.0),
-        mixed(first.1, last.1),
-        mixed(first.2, last.2),
-    )
+    let ends = [RGBColor(49, 104, 176), RGBColor(214, 96, 30)];
+    DerivedColorMap::new(&ends).get_color(layer as f64 / (layers.max(2) - 1) as f64)
 }
 
 fn draw_panel(

@@ -60,7 +60,6 @@ impl Preset {
         })
     }
 
-    /// Shape of its model.
     pub fn model(self) -> ModelConfig {
         let fixed = |stride, columns| vec![format!("fixed:{stride},{columns}")];
         let base = ModelConfig {
@@ -181,7 +180,6 @@ impl Preset {
         }
     }
 
-    /// How it is trained.
     pub fn recipe(self) -> Recipe {
         let base = Recipe {
             batch: 4,
@@ -341,24 +339,20 @@ impl FromStr for AttentionKind {
     }
 }
 
-/// How long to train.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Length {
-    /// Optimizer steps.
     Steps(usize),
     /// Passes over the training split.
     Epochs(f64),
 }
 
-/// Shape of the model.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ModelConfig {
     /// Longest window, in bytes.
     pub context: usize,
     /// Residual blocks.
     pub layers: usize,
-    /// Attention heads.
     pub heads: usize,
     /// Width of the residual stream.
     pub d_model: usize,
@@ -494,7 +488,6 @@ impl ModelConfig {
 /// Which blocks of the feed-forward networks' weights are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct FeedForwardWeights {
-    /// Share of the blocks.
     pub density: f64,
     /// Side of a block.
     pub block: usize,
@@ -530,24 +523,18 @@ fn paper_init_scale() -> f64 {
     0.125
 }
 
-/// How the model is trained.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Recipe {
-    /// Windows per step.
     pub batch: usize,
-    /// Steps or epochs.
     pub length: Length,
-    /// Highest learning rate.
     pub learning_rate: f64,
     /// Steps of linear warm-up.
     pub warmup: usize,
-    /// Decoupled weight decay.
     pub weight_decay: f64,
     /// Adam's decay of the first moment.
     pub beta_1: f64,
     /// Adam's decay of the second moment.
     pub beta_2: f64,
-    /// Adam's epsilon.
     pub epsilon: f64,
     /// Largest global gradient norm.
     pub clip: f64,

@@ -64,10 +64,6 @@ struct SelectionNumbers {
     density: f64,
 }
 
-/// Runs `enwik8 recall`.
-///
-/// # Errors
-/// If the checkpoint cannot be read, or a choice does not serve its patterns.
 pub fn run(args: &RecallArgs) -> Result<()> {
     let (device, path, checkpoint) = args.model.open()?;
     let config = &checkpoint.header.config;
@@ -276,7 +272,6 @@ fn print(
 /// Means over the heads of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LayerRecall {
-    /// The layer, from 0 on.
     pub layer: usize,
     /// The share of the attention that chosen keys have.
     pub recall: f64,
@@ -301,9 +296,6 @@ impl LayerRecall {
 }
 
 /// Measures over a window of bytes: `selection`, or each layer's own; layers without one are left out.
-///
-/// # Errors
-/// If the selection does not serve the model, or the device gives nothing back.
 pub fn measure(
     model: &SparseTransformer,
     selection: Option<&Selection>,
@@ -321,9 +313,6 @@ pub fn measure(
 }
 
 /// [`measure`] of each layer and head.
-///
-/// # Errors
-/// As [`measure`].
 pub fn heads(
     model: &SparseTransformer,
     selection: Option<&Selection>,

@@ -36,7 +36,6 @@ const PROMPT: usize = 64;
 const WRITTEN: usize = 320;
 /// Pictures of one.
 const PICTURES: usize = 9;
-/// How wild texts are.
 const TEMPERATURE: f64 = 0.8;
 /// Lines of the table of validations, at most.
 const VALIDATIONS: usize = 10;
@@ -59,7 +58,6 @@ pub struct ReportArgs {
     peak_tflops: Option<f64>,
 }
 
-/// Runs `enwik8 report`.
 pub fn run(args: &ReportArgs) -> Result<()> {
     let (device, path, checkpoint) = args.model.open()?;
     let folder = path.parent().unwrap_or(&path);
@@ -84,7 +82,6 @@ pub fn run(args: &ReportArgs) -> Result<()> {
 
 /// What a report is made of.
 pub struct Report<'a> {
-    /// Of the run.
     pub folder: &'a Path,
     /// That writes the samples.
     pub checkpoint: &'a Checkpoint,
@@ -92,15 +89,11 @@ pub struct Report<'a> {
     pub device: &'a NamedDevice,
     /// The run's data, if they are at hand.
     pub corpus: Option<&'a Corpus>,
-    /// `--peak-tflops`.
     pub peak_tflops: Option<f64>,
 }
 
 impl Report<'_> {
     /// Writes the page and its pictures; where it is.
-    ///
-    /// # Errors
-    /// If the folder cannot be written to, or the model not be made.
     pub fn write(&self) -> Result<PathBuf> {
         let rows = log::read(&self.folder.join(run::LOG))?;
         self.draw(&rows)?;

@@ -57,9 +57,6 @@ pub struct RunFolder {
 
 impl RunFolder {
     /// Makes the folder of a new run.
-    ///
-    /// # Errors
-    /// If it already holds a run and `overwrite` is not set: nothing is ever destroyed unasked.
     pub fn create(path: &Path, overwrite: bool) -> Result<Self> {
         ensure!(
             !path.is_file(),
@@ -82,9 +79,6 @@ impl RunFolder {
     }
 
     /// Opens the folder of a run that is to be continued.
-    ///
-    /// # Errors
-    /// If there is no run.
     pub fn open(path: &Path) -> Result<Self> {
         ensure!(
             holds_run(path),
@@ -119,7 +113,6 @@ impl RunFolder {
         })
     }
 
-    /// Where the folder is.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -130,9 +123,6 @@ impl RunFolder {
     }
 
     /// Stores the configuration for people to read; checkpoints have their own copy.
-    ///
-    /// # Errors
-    /// If the folder cannot be written to.
     pub fn write_config(&self, config: &RunConfig) -> Result<()> {
         use std::io::Write;
         let path = self.path.join(CONFIG);
@@ -142,9 +132,6 @@ impl RunFolder {
     }
 
     /// Stores a checkpoint and drops those that are no longer needed.
-    ///
-    /// # Errors
-    /// If the folder cannot be written to.
     pub fn save(&self, checkpoint: &Checkpoint) -> Result<()> {
         let name = format!("step-{:08}.ckpt", checkpoint.header.step);
         checkpoint.write(&self.path.join(name))?;
@@ -155,11 +142,8 @@ impl RunFolder {
     }
 
     /// Stores the checkpoint with the best validation so far.
-    ///
-    /// # Errors
-    /// If the folder cannot be written to.
     pub fn save_best(&self, checkpoint: &Checkpoint) -> Result<()> {
-        Ok(checkpoint.write(&self.path.join(BEST))?)
+        checkpoint.write(&self.path.join(BEST))
     }
 }
 
@@ -196,9 +180,6 @@ pub fn latest_checkpoint(folder: &Path) -> Result<(PathBuf, Checkpoint)> {
 }
 
 /// The checkpoint that a flag names: a file, or a run's folder, whose best one is taken.
-///
-/// # Errors
-/// If there is none, or it is damaged.
 pub fn open_checkpoint(flag: &str, path: &Path) -> Result<(PathBuf, Checkpoint)> {
     if path.is_dir() {
         let best = path.join(BEST);

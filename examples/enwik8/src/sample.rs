@@ -104,7 +104,6 @@ const SAMPLING: &str = "Sampling";
 const SPEED: &str = "Speed";
 const OUTPUT: &str = "Output";
 
-/// Runs `enwik8 sample`.
 pub fn run(args: &SampleArgs) -> Result<()> {
     let prompts = args.prompts()?;
     ensure!(
@@ -284,7 +283,6 @@ impl SampleArgs {
     }
 }
 
-/// `--page-size`.
 fn page_size(text: &str) -> Result<usize, String> {
     (text.parse().ok())
         .filter(|size| [16, 32, 64, 128].contains(size))

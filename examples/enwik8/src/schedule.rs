@@ -8,7 +8,6 @@ use std::f64::consts::PI;
 /// Rises from `peak / warmup` in the first step to `peak` over `warmup` steps, then falls to 0 at `steps`.
 #[derive(Clone, Copy, Debug)]
 pub struct Schedule {
-    /// Highest learning rate.
     pub peak: f64,
     /// Steps of the linear rise.
     pub warmup: usize,

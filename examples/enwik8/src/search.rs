@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use burn_sparse_transformer::{HeadSelections, Selection, SelectionQuality, SparseTransformer};
 use clap::Args;
 use serde::{Deserialize, Serialize};
@@ -49,10 +49,6 @@ pub struct SelectionFile {
 }
 
 impl SelectionFile {
-    /// Reads a file.
-    ///
-    /// # Errors
-    /// If it cannot be read, or is no such file.
     pub fn read(path: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(path)
             .with_context(|| format!("cannot read {}", path.display()))?;
@@ -61,9 +57,6 @@ impl SelectionFile {
     }
 
     /// How the heads of each layer choose.
-    ///
-    /// # Errors
-    /// If a text is no choice, or a layer has no heads.
     pub fn heads(&self) -> Result<Vec<HeadSelections>> {
         let layers = self.layers.iter().enumerate();
         let layers = layers.map(|(layer, heads)| {
@@ -77,7 +70,6 @@ impl SelectionFile {
 /// `--selection-file`: how each head of each layer chooses, and where that was read.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HeadChoices {
-    /// The file.
     pub path: PathBuf,
     /// Of each layer.
     pub layers: Vec<HeadSelections>,
@@ -85,9 +77,6 @@ pub struct HeadChoices {
 
 impl HeadChoices {
     /// The model with these choices in its layers.
-    ///
-    /// # Errors
-    /// If they are not of as many layers and heads, or do not serve its patterns.
     pub fn switched_on(&self, model: SparseTransformer) -> Result<SparseTransformer> {
         let mha = &model.blocks[0].mha;
         check_heads(&self.layers, model.blocks.len(), mha.n_heads())?;
@@ -107,58 +96,23 @@ pub fn head_choices(text: &str) -> Result<HeadChoices, String> {
     }
 }
 
-/// Choices of heads that are not those of a model.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum SelectionFileError {
-    /// Of other layers.
-    #[error("--selection-file must have {expected} layers, as the model, got {got}")]
-    Layers {
-        /// The model's.
-        expected: usize,
-        /// The file's.
-        got: usize,
-    },
-    /// Of other heads.
-    #[error(
-        "--selection-file must have {expected} heads in layer {layer}, as the model, got {got}"
-    )]
-    Heads {
-        /// From 0 on.
-        layer: usize,
-        /// The model's.
-        expected: usize,
-        /// The file's.
-        got: usize,
-    },
-}
-
 /// That choices are of so many layers and heads.
-///
-/// # Errors
-/// If they are of others.
-pub fn check_heads(
-    choices: &[HeadSelections],
-    layers: usize,
-    heads: usize,
-) -> Result<(), SelectionFileError> {
-    if choices.len() != layers {
-        let (expected, got) = (layers, choices.len());
-        return Err(SelectionFileError::Layers { expected, got });
+pub fn check_heads(choices: &[HeadSelections], layers: usize, heads: usize) -> Result<()> {
+    let got = choices.len();
+    ensure!(
+        got == layers,
+        "--selection-file must have {layers} layers, as the model, got {got}"
+    );
+    for (layer, of) in choices.iter().enumerate() {
+        let got = of.len();
+        ensure!(
+            got == heads,
+            "--selection-file must have {heads} heads in layer {layer}, as the model, got {got}"
+        );
     }
-    match choices.iter().position(|of| of.len() != heads) {
-        None => Ok(()),
-        Some(layer) => Err(SelectionFileError::Heads {
-            layer,
-            expected: heads,
-            got: choices[layer].len(),
-        }),
-    }
+    Ok(())
 }
 
-/// Runs `enwik8 search-selection`.
-///
-/// # Errors
-/// If the checkpoint cannot be read, a candidate does not serve its patterns, or the file cannot be written.
 pub fn run(args: &SearchArgs) -> Result<()> {
     let (device, _, checkpoint) = args.model.open()?;
     let config = &checkpoint.header.config;

@@ -39,7 +39,6 @@ pub struct ShardsArgs {
     head_dim: usize,
 }
 
-/// Runs `enwik8 shards`.
 pub fn run(args: &ShardsArgs) -> Result<()> {
     let layout = args.pattern.layout(args.heads, args.length, args.block)?;
     let (kv_heads, devices) = (args.kv_heads.unwrap_or(args.heads), args.devices);

@@ -130,13 +130,11 @@ impl Steps {
         }
     }
 
-    /// The model between steps.
     pub fn model(&self) -> Result<Ref<'_, SparseTransformer>> {
         Ref::filter_map(self.state.borrow(), |state| state.model.as_ref())
             .map_err(|_| anyhow!(NO_MODEL))
     }
 
-    /// The optimizer between steps.
     pub fn optimizer(&self) -> Ref<'_, FusedAdamW> {
         Ref::map(self.state.borrow(), |state| &state.optimizer)
     }

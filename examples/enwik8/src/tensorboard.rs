@@ -1,15 +1,10 @@
 //! TensorBoard's event files: what `log.jsonl` has, for `tensorboard --logdir`.
 //!
 //! An event file is a sequence of records, each of which is a protocol buffer `Event` of TensorFlow (`event.proto`,
-//! `summary.proto`); of its fields six are written here.
+//! `summary.proto`).
 //!
 //! ```text
 //! length: u64   masked CRC-32C of length: u32   event   masked CRC-32C of event: u32        (little-endian)
-//!
-//! Event     1: wall_time (double)  2: step (varint)  3: file_version (string)  5: summary  7: session_log
-//! Summary   1: value, repeated
-//! Value     1: tag (string)  2: simple_value (float)
-//! SessionLog  1: status (varint; START is 1)
 //! ```
 //!
 //! A record is one system call, so that a process that is killed leaves whole records but for the last, which readers
@@ -22,6 +17,8 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
+use crc32c::crc32c;
+use prost::Message;
 
 use crate::log::Row;
 use crate::memory::Resources;
@@ -46,9 +43,6 @@ pub struct EventFile {
 impl EventFile {
     /// Begins a file for a run that has done `step` steps, of which `rows` tell. Events of later steps are cut from the
     /// run's other files; if there are none, the new one begins with `rows`.
-    ///
-    /// # Errors
-    /// If the folder cannot be read or written.
     pub fn create(folder: &Path, step: usize, rows: &[Row]) -> Result<Self> {
         let found = event_files(folder)?;
         found.iter().try_for_each(|path| cut(path, step))?;
@@ -60,30 +54,29 @@ impl EventFile {
         let file =
             File::create_new(&path).with_context(|| format!("cannot create {}", path.display()))?;
         let mut events = Self { path, file };
-        events.append(&Event::new(now(), 0).text(3, "brain.Event:2"))?;
+        events.append(&Event {
+            file_version: Some("brain.Event:2".to_owned()),
+            ..Event::new(now(), 0)
+        })?;
         if found.is_empty() {
             for (row, time) in rows.iter().zip(times(rows)) {
                 events.append_row(row, time)?;
             }
         } else {
-            // SessionLog { status: START }: what was read of this step and of later ones is void.
-            events.append(&Event::new(now(), step + 1).message(7, &[8, 1]))?;
+            events.append(&Event {
+                session_log: Some(SessionLog { status: START }),
+                ..Event::new(now(), step + 1)
+            })?;
         }
         Ok(events)
     }
 
     /// Appends a row of the log.
-    ///
-    /// # Errors
-    /// If the disk is full, for instance.
     pub fn write(&mut self, row: &Row) -> Result<()> {
         self.append_row(row, now())
     }
 
     /// Appends what is held after so many steps.
-    ///
-    /// # Errors
-    /// As [`Self::write`].
     pub fn write_memory(&mut self, step: usize, resources: &Resources) -> Result<()> {
         let mebibytes = |bytes: u64| bytes as f64 / f64::from(1 << 20);
         let known = [
@@ -108,7 +101,7 @@ impl EventFile {
     }
 
     fn append(&mut self, event: &Event) -> Result<()> {
-        (self.file.write_all(&record(&event.0)))
+        (self.file.write_all(&record(&event.encode_to_vec())))
             .with_context(|| format!("cannot write {}", self.path.display()))
     }
 }
@@ -193,7 +186,7 @@ fn cut(path: &Path, step: usize) -> Result<()> {
     let cut = || -> std::io::Result<()> {
         let bytes = fs::read(path)?;
         let kept: usize = (records(&bytes))
-            .take_while(|event| step_of(event).is_some_and(|found| found <= step as u64))
+            .take_while(|event| step_of(event).is_some_and(|found| found <= step as i64))
             .map(|event| HEAD + event.len() + TAIL)
             .sum();
         match kept < bytes.len() {
@@ -224,74 +217,69 @@ fn records(bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
     })
 }
 
-/// The step of an event: its second field, where the first one is the time; 0 is not written.
-fn step_of(event: &[u8]) -> Option<u64> {
-    let behind_time = event.get(9..)?;
-    let Some((&STEP_TAG, number)) = behind_time.split_first() else {
-        return Some(0);
-    };
-    let mut value = 0;
-    for (index, &byte) in number.iter().take(10).enumerate() {
-        value |= u64::from(byte & 0x7f) << (7 * index);
-        if byte < 0x80 {
-            return Some(value);
-        }
-    }
-    None
+fn step_of(event: &[u8]) -> Option<i64> {
+    Some(Event::decode(event).ok()?.step)
 }
 
-/// Field 2, a varint.
-const STEP_TAG: u8 = 2 << 3;
+/// `event.proto`: the fields that are written.
+#[derive(Clone, PartialEq, Message)]
+struct Event {
+    #[prost(double, tag = "1")]
+    wall_time: f64,
+    #[prost(int64, tag = "2")]
+    step: i64,
+    #[prost(string, optional, tag = "3")]
+    file_version: Option<String>,
+    #[prost(message, optional, tag = "5")]
+    summary: Option<Summary>,
+    #[prost(message, optional, tag = "7")]
+    session_log: Option<SessionLog>,
+}
 
-/// The bytes of an `Event`.
-struct Event(Vec<u8>);
+#[derive(Clone, PartialEq, Message)]
+struct Summary {
+    #[prost(message, repeated, tag = "1")]
+    value: Vec<Value>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct Value {
+    #[prost(string, tag = "1")]
+    tag: String,
+    #[prost(float, optional, tag = "2")]
+    simple_value: Option<f32>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct SessionLog {
+    #[prost(int32, tag = "1")]
+    status: i32,
+}
+
+/// Of `SessionLog`: what was read of this step and of later ones is void.
+const START: i32 = 1;
 
 impl Event {
     fn new(wall_time: f64, step: usize) -> Self {
-        let mut bytes = vec![1 << 3 | 1];
-        bytes.extend(wall_time.to_le_bytes());
-        if step > 0 {
-            bytes.push(STEP_TAG);
-            varint(&mut bytes, step as u64);
+        let step = step as i64;
+        Self {
+            wall_time,
+            step,
+            ..Self::default()
         }
-        Self(bytes)
-    }
-
-    fn text(self, field: u8, text: &str) -> Self {
-        self.message(field, text.as_bytes())
-    }
-
-    fn message(mut self, field: u8, message: &[u8]) -> Self {
-        bytes(&mut self.0, field, message);
-        self
     }
 
     fn scalars(self, scalars: &[(&str, f64)]) -> Self {
-        let mut summary = Vec::new();
-        for (tag, number) in scalars {
-            let mut value = Vec::new();
-            bytes(&mut value, 1, tag.as_bytes());
-            value.push(2 << 3 | 5);
-            value.extend((*number as f32).to_le_bytes());
-            bytes(&mut summary, 1, &value);
+        let value = scalars.iter().map(|(tag, number)| Value {
+            tag: (*tag).to_owned(),
+            simple_value: Some(*number as f32),
+        });
+        let value = value.collect();
+        Self {
+            summary: Some(Summary { value }),
+            ..self
         }
-        self.message(5, &summary)
     }
-}
-
-/// A field of bytes: text, or a message.
-fn bytes(to: &mut Vec<u8>, field: u8, content: &[u8]) {
-    to.push(field << 3 | 2);
-    varint(to, content.len() as u64);
-    to.extend(content);
-}
-
-fn varint(to: &mut Vec<u8>, mut number: u64) {
-    while number >= 0x80 {
-        to.push(number as u8 | 0x80);
-        number >>= 7;
-    }
-    to.push(number as u8);
 }
 
 fn record(event: &[u8]) -> Vec<u8> {
@@ -303,30 +291,9 @@ fn record(event: &[u8]) -> Vec<u8> {
     record
 }
 
-/// CRC-32C, rotated and moved by a constant as record files have it: they may hold checksums themselves.
+/// Castagnoli's CRC, rotated and moved by a constant as record files have it: they may hold checksums themselves.
 fn masked_crc(bytes: &[u8]) -> u32 {
-    crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8)
-}
-
-/// CRC with Castagnoli's polynomial; `crc32fast` has another one.
-fn crc32c(bytes: &[u8]) -> u32 {
-    static TABLE: [u32; 256] = {
-        let mut table = [0; 256];
-        let mut index = 0;
-        while index < 256 {
-            let (mut value, mut bit) = (index as u32, 0);
-            while bit < 8 {
-                value = value >> 1 ^ if value & 1 == 1 { 0x82f6_3b78 } else { 0 };
-                bit += 1;
-            }
-            table[index] = value;
-            index += 1;
-        }
-        table
-    };
-    !(bytes.iter()).fold(!0, |crc, &byte| {
-        TABLE[usize::from(crc as u8 ^ byte)] ^ crc >> 8
-    })
+    (crc32c(bytes).rotate_right(15)).wrapping_add(0xa282_ead8)
 }
 
 #[cfg(test)]
@@ -347,19 +314,11 @@ mod tests {
     }
 
     /// The steps of a file's events.
-    fn steps(path: &Path) -> Vec<u64> {
+    fn steps(path: &Path) -> Vec<i64> {
         let bytes = fs::read(path).unwrap();
         records(&bytes)
             .map(|event| step_of(event).unwrap())
             .collect()
-    }
-
-    /// RFC 3720, B.4, and the check value of the catalogues of CRCs.
-    #[test]
-    fn checksums_are_castagnolis() {
-        assert_eq!(crc32c(b"123456789"), 0xe306_9283);
-        assert_eq!(crc32c(&[0; 32]), 0x8a91_36aa);
-        assert_eq!(crc32c(&[0xff; 32]), 0x62a8_ab43);
     }
 
     /// Bytes that `tensorboard` 2.21's own protocol buffers write for the same event.
@@ -368,9 +327,12 @@ mod tests {
         let event = Event::new(1.5, 300).scalars(&[("loss", 2.5), ("lr", 0.001)]);
         let expected = "09000000000000f83f10ac022a180a0b0a046c6f737315000020400a090a\
             026c72156f12833a";
-        let hex: String = event.0.iter().map(|byte| format!("{byte:02x}")).collect();
+        let event = event.encode_to_vec();
+        let hex: String = event.iter().map(|byte| format!("{byte:02x}")).collect();
         assert_eq!(hex, expected);
-        assert_eq!(step_of(&event.0), Some(300));
+        assert_eq!(step_of(&event), Some(300));
+        // The check value of the catalogues of CRCs, masked.
+        assert_eq!(masked_crc(b"123456789"), 0xc78a_b0e5);
     }
 
     #[test]

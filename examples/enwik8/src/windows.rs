@@ -20,10 +20,7 @@ pub struct Window {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cut {
     /// Of text: anywhere; each byte is predicted from those before it.
-    Text {
-        /// Bytes of a window.
-        context: usize,
-    },
+    Text { context: usize },
     /// Of pictures: at each one's record, whose first byte, the class, becomes a start token.
     Pictures(Pictures),
 }

@@ -49,9 +49,6 @@ impl fmt::Display for Attention {
 
 impl Attention {
     /// The same weights with this attention.
-    ///
-    /// # Errors
-    /// If it does not fit the model.
     pub fn of(&self, model: &Llama, block_size: usize) -> Result<Llama> {
         let model = model.clone();
         Ok(match &self.kind {

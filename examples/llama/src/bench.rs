@@ -43,8 +43,6 @@ pub struct BenchArgs {
     repeats: usize,
 }
 
-/// # Errors
-/// If the model cannot be loaded, or does not take an attention.
 pub fn run(args: &BenchArgs) -> Result<()> {
     let device = args.model.device()?;
     let mut checkpoint = args.model.open()?;

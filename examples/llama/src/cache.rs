@@ -81,9 +81,6 @@ impl fmt::Display for Cache {
 
 impl CacheArgs {
     /// Every policy with every store; none where no flag asks for a cache.
-    ///
-    /// # Errors
-    /// If the slack is of no policy, or too large for one.
     pub fn caches(&self) -> Result<Vec<Cache>> {
         if self.cache.is_empty() && self.kv_dtype.is_empty() {
             ensure!(self.slack.is_none(), "--slack needs a --cache that evicts");

@@ -42,18 +42,11 @@ pub struct ModelArgs {
 }
 
 impl ModelArgs {
-    /// The device.
-    ///
-    /// # Errors
-    /// As [`device::open`].
     pub fn device(&self) -> Result<Device> {
         device::open(self.device.as_deref())
     }
 
     /// The checkpoint: reads its configuration, of a GGUF file all that stands before the tensors.
-    ///
-    /// # Errors
-    /// If there is no model of a kind that is known.
     pub fn open(&self) -> Result<Checkpoint<'_>> {
         let is_gguf = self.path.extension().is_some_and(|ending| ending == "gguf");
         ensure!(
@@ -99,9 +92,6 @@ pub struct Checkpoint<'a> {
 
 impl Checkpoint<'_> {
     /// The model with its weights.
-    ///
-    /// # Errors
-    /// If a file is missing, damaged or does not fit.
     pub fn load(&self, device: &Device) -> Result<Llama> {
         let config = &self.config;
         let model = config.try_init(device)?;
@@ -117,17 +107,10 @@ impl Checkpoint<'_> {
     }
 
     /// The model with weights that are drawn: for times, where a checkpoint has only its `config.json`.
-    ///
-    /// # Errors
-    /// If the configuration does not fit.
     pub fn random(&self, device: &Device) -> Result<Llama> {
         Ok(self.cast(self.config.try_init(device)?))
     }
 
-    /// The tokenizer.
-    ///
-    /// # Errors
-    /// As [`Text::open`] and [`Text::of_gguf`].
     pub fn text(&self) -> Result<Text> {
         let path = &self.args.path;
         match &self.gguf {
@@ -153,10 +136,6 @@ impl ModuleMapper for Cast {
     }
 }
 
-/// The text of `--text`.
-///
-/// # Errors
-/// If it cannot be read.
 pub fn read_text(path: &Path) -> Result<String> {
     let bytes = fs::read(path).with_context(|| format!("--text {}", path.display()))?;
     let text = String::from_utf8_lossy(&bytes).into_owned();

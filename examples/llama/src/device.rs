@@ -5,9 +5,6 @@ use burn::tensor::Device;
 use burn_blocksparse::check_device;
 
 /// The device of `--device`, or the best that was compiled in.
-///
-/// # Errors
-/// If there is no such device, or its driver or toolkit is missing.
 pub fn open(name: Option<&str>) -> Result<Device> {
     let (backend, index) = match name.map(|name| name.split_once(':').unwrap_or((name, "0"))) {
         Some((backend, index)) => {

@@ -51,8 +51,6 @@ pub struct GenerateArgs {
     cache: CachePolicy,
 }
 
-/// # Errors
-/// If the model cannot be loaded, or does not take the attention.
 pub fn run(args: &GenerateArgs) -> Result<()> {
     let device = args.model.device()?;
     let checkpoint = args.model.open()?;

@@ -20,9 +20,6 @@ const LLAMA_3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p
 const QWEN_2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 /// The tokenizer of a file whose vocabulary is of byte pairs.
-///
-/// # Errors
-/// If the file has none, or one of another kind.
 pub fn read(gguf: &Gguf) -> Result<Tokenizer> {
     let value = |key: &str| {
         let key = format!("tokenizer.ggml.{key}");

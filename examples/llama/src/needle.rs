@@ -52,8 +52,6 @@ struct Needle {
     answer: Vec<u32>,
 }
 
-/// # Errors
-/// If the model cannot be loaded, does not take an attention, or the text is too short.
 pub fn run(args: &NeedleArgs) -> Result<()> {
     let device = args.model.device()?;
     let caches = args.cache.caches()?;

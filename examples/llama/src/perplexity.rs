@@ -54,8 +54,6 @@ pub struct PerplexityArgs {
     json: JsonArgs,
 }
 
-/// # Errors
-/// If the model cannot be loaded, does not take an attention or a cache, or the text is too short.
 pub fn run(args: &PerplexityArgs) -> Result<()> {
     let device = args.model.device()?;
     let checkpoint = args.model.open()?;

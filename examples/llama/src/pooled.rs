@@ -18,8 +18,6 @@ pub struct Ends {
 }
 
 impl Ends {
-    /// # Errors
-    /// If nothing would be read, or nothing would count.
     pub fn check(&self, window: usize) -> Result<()> {
         ensure!(
             (1..window).contains(&self.prompt),
@@ -35,9 +33,6 @@ impl Ends {
     }
 
     /// Bits of what stands behind the prompts, with the share of earlier keys that the cache lets a call see.
-    ///
-    /// # Errors
-    /// If the model does not take the cache.
     pub fn bits(
         &self,
         model: &Llama,

@@ -56,8 +56,6 @@ pub struct JsonArgs {
 pub struct Lines(Option<(PathBuf, File)>);
 
 impl JsonArgs {
-    /// # Errors
-    /// If the file cannot be written.
     pub fn lines(&self) -> Result<Lines> {
         let Some(path) = &self.json else {
             return Ok(Lines(None));
@@ -68,10 +66,6 @@ impl JsonArgs {
 }
 
 impl Lines {
-    /// Writes what was measured.
-    ///
-    /// # Errors
-    /// If it cannot be written.
     pub fn push(&mut self, setting: Setting, mut measured: Value) -> Result<()> {
         let Some((path, file)) = &mut self.0 else {
             return Ok(());

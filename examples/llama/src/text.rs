@@ -18,7 +18,6 @@ const AT_A_CUT: usize = 64;
 /// A checkpoint's tokenizer and how it is asked.
 pub struct Text {
     pub tokenizer: Tokenizer,
-    /// Jinja.
     pub template: Option<String>,
     /// Tokens that templates name.
     pub bos: Option<String>,
@@ -29,9 +28,6 @@ pub struct Text {
 
 impl Text {
     /// Of a folder of Hugging Face.
-    ///
-    /// # Errors
-    /// If there is no `tokenizer.json`, or a file is damaged.
     pub fn open(folder: &Path) -> Result<Self> {
         let path = folder.join("tokenizer.json");
         let tokenizer =
@@ -76,9 +72,6 @@ impl Text {
     }
 
     /// Of a GGUF file whose vocabulary is of byte pairs, as Llama 3's, Qwen's and SmolLM2's.
-    ///
-    /// # Errors
-    /// If there is none, or one of another kind.
     pub fn of_gguf(gguf: &Gguf) -> Result<Self> {
         let tokenizer = gguf_tokenizer::read(gguf)?;
         let token = |key: &str| {
@@ -104,17 +97,11 @@ impl Text {
     }
 
     /// A prompt as the model reads it: text that goes on, with a beginning if the tokenizer has one.
-    ///
-    /// # Errors
-    /// If the tokenizer does not know a part of it.
     pub fn tokens(&self, prompt: &str) -> Result<Vec<u32>> {
         self.encode(prompt, true)
     }
 
     /// A question in the template of the model's chats, up to where the answer begins.
-    ///
-    /// # Errors
-    /// If there is no template, or it fails.
     pub fn chat(&self, question: &str) -> Result<Vec<u32>> {
         self.encode(&self.rendered(question)?, false)
     }
@@ -176,10 +163,6 @@ impl Text {
         }
     }
 
-    /// The text of tokens.
-    ///
-    /// # Errors
-    /// As the tokenizer.
     pub fn decode(&self, tokens: &[u32]) -> Result<String> {
         let text = self.tokenizer.decode(tokens, true);
         text.map_err(|error| anyhow!("text of tokens: {error}"))
@@ -200,10 +183,6 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// What a token adds.
-    ///
-    /// # Errors
-    /// As [`Text::decode`].
     pub fn push(&mut self, token: u32, text: &Text) -> Result<String> {
         self.tokens.push(token);
         let all = text.decode(&self.tokens)?;

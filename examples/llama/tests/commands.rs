@@ -50,26 +50,28 @@ fn numbers<T>(file: &str, read: fn([u8; 4]) -> T) -> Vec<T> {
         .collect()
 }
 
-fn llama(folder: &TempDir, command: &str, more: &[&str]) -> Output {
+/// A command behind which the checkpoint stands, and flags as they are typed.
+fn llama(folder: &TempDir, line: &str) -> Output {
+    let (command, flags) = line.split_once(' ').unwrap();
     let mut llama = Command::new(env!("CARGO_BIN_EXE_llama"));
-    llama
-        .arg(command)
-        .arg(folder.path())
-        .args(["--block-size", "8"]);
-    llama.args(more).output().unwrap()
+    llama.arg(command).arg(folder.path());
+    llama.args(["--block-size", "8"]).args(shell::words(flags));
+    llama.output().unwrap()
 }
 
-fn printed(folder: &TempDir, command: &str, more: &[&str]) -> String {
-    let output = llama(folder, command, more);
+fn printed(folder: &TempDir, line: impl AsRef<str>) -> String {
+    let output = llama(folder, line.as_ref());
     let error = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{error}");
     String::from_utf8(output.stdout).unwrap()
 }
 
-fn refused(folder: &TempDir, command: &str, more: &[&str]) -> String {
-    let output = llama(folder, command, more);
+#[track_caller]
+fn assert_refused(folder: &TempDir, line: impl AsRef<str>, message: &str) {
+    let output = llama(folder, line.as_ref());
     assert!(!output.status.success());
-    String::from_utf8(output.stderr).unwrap()
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(error.contains(message), "{error}");
 }
 
 /// The letters of the golden tokens' first row, in a file of the folder.
@@ -97,18 +99,17 @@ fn golden_bits() -> Vec<f64> {
     (0..39).map(of).collect()
 }
 
-/// The rows that a command also writes as JSON.
-fn rows(folder: &TempDir, command: &str, more: &str) -> Vec<Value> {
+/// The rows of `perplexity`, which it also writes as JSON.
+fn rows(folder: &TempDir, more: &str) -> Vec<Value> {
     let path = folder.path().join("rows.json");
-    let path = path.display().to_string();
-    let mut more: Vec<&str> = more.split_whitespace().collect();
-    let text = text(folder);
-    more.extend(["--text", &text, "--json", &path]);
-    let table = printed(folder, command, &more);
+    let (text, json) = (text(folder), path.display());
+    let table = printed(
+        folder,
+        format!("perplexity --text {text} --json {json} {more}"),
+    );
     let lines = fs::read_to_string(&path).unwrap();
-    let rows: Vec<Value> = lines
-        .lines()
-        .map(|l| serde_json::from_str(l).unwrap())
+    let rows: Vec<Value> = (lines.lines())
+        .map(|line| serde_json::from_str(line).unwrap())
         .collect();
     assert_eq!(table.lines().count(), 1 + rows.len());
     for (line, row) in table.lines().skip(1).zip(&rows) {
@@ -123,39 +124,37 @@ fn bits_of(row: &Value) -> f64 {
     row["bits_per_byte"].as_f64().unwrap()
 }
 
+/// How far the bits of a row are from others.
+fn apart(row: &Value, from: f64) -> f64 {
+    let apart = (bits_of(row) - from).abs();
+    println!("{row}: {apart} from {from}");
+    apart
+}
+
 const WINDOW: &str = "--window 39 --windows 1";
 
 #[test]
 fn bits_through_caches_are_those_of_the_golden_logits() {
     let folder = checkpoint();
     let caches = "--prompt 13 --chunk 4 --cache all --cache reachable --cache h2o:20,20 --cache tova:9 --cache window:6,2 --slack 3";
-    let found = rows(&folder, "perplexity", &format!("{WINDOW} {caches}"));
+    let found = rows(&folder, &format!("{WINDOW} {caches}"));
     let bits = &golden_bits()[13..];
     let expected = bits.iter().sum::<f64>() / bits.len() as f64;
     // Two keep all keys, and one would let some go if there were more.
     for row in &found[..3] {
-        assert!(
-            (bits_of(row) - expected).abs() < 1e-3,
-            "{row} for {expected}"
-        );
+        assert!(apart(row, expected) < 1e-3);
         assert_eq!(row["share"], 1.0, "{row}");
         assert_eq!(row["tokens"], 26);
     }
     for row in &found[3..] {
-        assert!(
-            (bits_of(row) - expected).abs() > 1e-3,
-            "{row} for {expected}"
-        );
+        assert!(apart(row, expected) > 1e-3);
         assert!(row["share"].as_f64().unwrap() < 0.6, "{row}");
     }
     let stores = "--prompt 13 --kv-dtype model --kv-dtype int8 --kv-dtype fp8";
-    let found = rows(&folder, "perplexity", &format!("{WINDOW} {stores}"));
+    let found = rows(&folder, &format!("{WINDOW} {stores}"));
     for (row, cache) in found.iter().zip(["all", "all, int8", "all, fp8"]) {
         assert_eq!(row["cache"], cache);
-        assert!(
-            (bits_of(row) - expected).abs() < 0.02,
-            "{row} for {expected}"
-        );
+        assert!(apart(row, expected) < 0.02);
     }
     assert_ne!(bits_of(&found[1]), bits_of(&found[0]));
 }
@@ -168,17 +167,11 @@ fn tokens_of_a_call_count_as_one_by_one() {
     // Two windows of one batch, and one by one.
     let window = "--window 19 --windows 2 --prompt 11";
     let [chunks, single] = ["--chunk 4", "--chunk 1 --batch 1"]
-        .map(|how| rows(&folder, "perplexity", &format!("{window} {how} {caches}")));
-    let full = rows(&folder, "perplexity", &format!("{window} --cache all"));
+        .map(|how| rows(&folder, &format!("{window} {how} {caches}")));
+    let full = rows(&folder, &format!("{window} --cache all"));
     for (chunks, single) in chunks.iter().zip(&single) {
-        assert!(
-            (bits_of(chunks) - bits_of(single)).abs() < 1e-5,
-            "{chunks}, {single}"
-        );
-        assert!(
-            (bits_of(chunks) - bits_of(&full[0])).abs() > 1e-5,
-            "{chunks}"
-        );
+        assert!(apart(chunks, bits_of(single)) < 1e-5);
+        assert!(apart(chunks, bits_of(&full[0])) > 1e-5);
     }
 }
 
@@ -189,59 +182,41 @@ fn pages_choose_as_the_whole() {
     let attention =
         "--attention dense --attention moba:16,1,share=mean --attention moba:16,2,share=sum";
     let command = format!("{WINDOW} {attention}");
-    let whole = rows(&folder, "perplexity", &command);
-    let pages = rows(
-        &folder,
-        "perplexity",
-        &format!("{command} --prompt 1 --chunk 1 --cache all"),
-    );
+    let whole = rows(&folder, &command);
+    let pages = format!("{command} --prompt 1 --chunk 1 --cache all");
+    let pages = rows(&folder, &pages);
     for (whole, pages) in whole.iter().zip(&pages) {
         // The first token's bits are those of any attention.
         let rest = (39.0 * bits_of(whole) - golden_bits()[0]) / 38.0;
-        assert!((rest - bits_of(pages)).abs() < 1e-4, "{whole}, {pages}");
+        assert!(apart(pages, rest) < 1e-4, "{whole}");
         assert!(whole["attention"] == "dense" || pages["share"].as_f64().unwrap() < 1.0);
     }
-    assert!((bits_of(&whole[0]) - bits_of(&whole[1])).abs() > 1e-3);
-    let more = [
-        "--raw",
-        "--prompt",
-        "HelloHelloHelloHelloHello",
-        "--attention",
-        "moba:16,1,share=mean",
-    ];
-    assert!(printed(&folder, "generate", &more).starts_with("HelloHello"));
-    let message = refused(&folder, "generate", &[&more[..4], &["moba:16,1"]].concat());
-    assert!(message.contains("share=mean"), "{message}");
+    assert!(apart(&whole[0], bits_of(&whole[1])) > 1e-3);
+    let generate = "generate --raw --prompt HelloHelloHelloHelloHello --attention moba:16,1";
+    let written = printed(&folder, format!("{generate},share=mean"));
+    assert!(written.starts_with("HelloHello"));
+    assert_refused(&folder, generate, "share=mean");
 }
 
 #[test]
 fn bits_are_those_of_the_golden_logits() {
     let folder = checkpoint();
+    let attention = "--attention dense --attention local:8";
     let text = text(&folder);
-    let more = [
-        "--text",
-        &text,
-        "--window",
-        "39",
-        "--windows",
-        "1",
-        "--attention",
-        "dense",
-        "--attention",
-        "local:8",
-    ];
-    let table = printed(&folder, "perplexity", &more);
+    let table = printed(
+        &folder,
+        format!("perplexity --text {text} {WINDOW} {attention}"),
+    );
     let bits: f64 = golden_bits().iter().sum();
     let rows: Vec<Vec<&str>> = table
         .lines()
         .map(|line| line.split_whitespace().collect())
         .collect();
     assert_eq!(rows[1][..2], ["dense", "100.0%"], "{table}");
-    let measured: f64 = rows[1][2].parse().unwrap();
+    let (measured, expected) = (rows[1][2].parse::<f64>().unwrap(), bits / 39.0);
     assert!(
-        (measured - bits / 39.0).abs() < 1e-3,
-        "{measured} for {}",
-        bits / 39.0
+        (measured - expected).abs() < 1e-3,
+        "{measured} for {expected}"
     );
     // A letter is a byte; a window is another attention.
     assert_eq!(rows[1][2], rows[1][3]);
@@ -252,80 +227,41 @@ fn bits_are_those_of_the_golden_logits() {
 #[test]
 fn texts_are_written_from_prompts() {
     let folder = checkpoint();
-    let more = ["--raw", "--prompt", "Hello", "--max-new", "12"];
-    let written = printed(&folder, "generate", &more);
+    let generate = "generate --raw --prompt Hello --max-new 12";
+    let with = |more: &str| printed(&folder, format!("{generate} {more}"));
+    let written = with("");
     assert!(written.starts_with("Hello"), "{written}");
-    assert_eq!(printed(&folder, "generate", &more), written);
-    let sampled = [
-        &more[..],
-        &["--temperature", "2", "--top-k", "9", "--seed", "3"],
-    ]
-    .concat();
-    assert_ne!(printed(&folder, "generate", &sampled), written);
-    printed(
-        &folder,
-        "generate",
-        &[
-            &more[..],
-            &["--kv-dtype", "int8", "--attention", "quest:16,48"],
-        ]
-        .concat(),
-    );
+    assert_eq!(with(""), written);
+    assert_ne!(with("--temperature 2 --top-k 9 --seed 3"), written);
+    with("--kv-dtype int8 --attention quest:16,48");
     // Prompts alone are read by what later tokens would change.
-    let chosen = [&more[..], &["--attention", "topk:8,2"]].concat();
-    assert!(printed(&folder, "generate", &chosen).starts_with("Hello"));
-    let message = refused(&folder, "generate", &["--prompt", "Hello"]);
-    assert!(message.contains("no chat template: say --raw"), "{message}");
+    assert!(with("--attention topk:8,2").starts_with("Hello"));
+    let message = "no chat template: say --raw";
+    assert_refused(&folder, "generate --prompt Hello", message);
 }
 
 #[test]
 fn times_are_measured() {
     let folder = checkpoint();
-    let more = [
-        "--prompts",
-        "16,32",
-        "--steps",
-        "2",
-        "--repeats",
-        "1",
-        "--attention",
-        "dense",
-        "--attention",
-        "topk:8,2",
-    ];
-    assert_eq!(printed(&folder, "bench", &more).lines().count(), 6);
-    for shard in ["1", "2"] {
-        fs::remove_file(
-            folder
-                .path()
-                .join(format!("model-0000{shard}-of-00002.safetensors")),
-        )
-        .unwrap();
+    let bench =
+        "bench --prompts 16,32 --steps 2 --repeats 1 --attention dense --attention topk:8,2";
+    assert_eq!(printed(&folder, bench).lines().count(), 6);
+    let shards = [1, 2].map(|shard| format!("model-0000{shard}-of-00002.safetensors"));
+    for shard in &shards {
+        fs::remove_file(folder.path().join(shard)).unwrap();
     }
-    printed(&folder, "bench", &[&more[..], &["--random"]].concat());
-    let message = refused(&folder, "bench", &more);
-    assert!(
-        message.contains("model-00001-of-00002.safetensors"),
-        "{message}"
-    );
+    printed(&folder, format!("{bench} --random"));
+    assert_refused(&folder, bench, &shards[0]);
 }
 
 #[test]
 fn mistakes_are_explained() {
     let folder = checkpoint();
-    let text = text(&folder);
-    let message = refused(
-        &folder,
-        "perplexity",
-        &["--text", &text, "--attention", "locl:8"],
-    );
-    assert!(
-        message.contains("--attention") && message.contains("locl"),
-        "{message}"
-    );
-    let message = refused(&folder, "perplexity", &["--text", &text]);
-    assert!(message.contains("--text has 40 tokens"), "{message}");
+    let perplexity = format!("perplexity --text {}", text(&folder));
+    assert_refused(&folder, &perplexity, "--text has 40 tokens");
     for (more, what) in [
+        ("--attention locl:8", "--attention"),
+        ("--attention locl:8", "locl"),
         ("--cache h2o:3", "snapkv:C,M,F"),
         ("--cache tova:9 --attention local:8", "dense causal"),
         (
@@ -335,19 +271,15 @@ fn mistakes_are_explained() {
         ("--cache all --prompt 39", "--prompt must be from 1 to 38"),
         ("--cache all --chunk 0", "--chunk"),
     ] {
-        let more: Vec<&str> = WINDOW.split(' ').chain(more.split(' ')).collect();
-        let message = refused(
-            &folder,
-            "perplexity",
-            &[&more[..], &["--text", &text]].concat(),
-        );
-        assert!(message.contains(what), "{message}");
+        assert_refused(&folder, format!("{perplexity} {WINDOW} {more}"), what);
     }
-    let message = refused(&folder, "generate", &["--raw", "--device", "tpu"]);
-    assert!(message.contains("--device must be flex"), "{message}");
+    assert_refused(
+        &folder,
+        "generate --raw --device tpu",
+        "--device must be flex",
+    );
     fs::remove_file(folder.path().join("config.json")).unwrap();
-    let message = refused(&folder, "generate", &["--raw"]);
-    assert!(message.contains("config.json"), "{message}");
+    assert_refused(&folder, "generate --raw", "config.json");
 }
 
 #[test]

@@ -1,10 +1,8 @@
 //! Tokens sorted by bucket, those of a bucket by position.
 
-use burn::tensor::{Int, Tensor};
+use burn::tensor::{DType, Int, Tensor};
 use burn_sparse_select::internal::counting_argsort;
 
-use super::counts::Counts;
-use super::ones;
 use crate::TransformerError;
 use crate::arange::arange;
 
@@ -21,40 +19,32 @@ impl Sorted {
     pub fn new(buckets: Tensor<2, Int>, count: usize) -> Result<Self, TransformerError> {
         Ok(match counting_argsort(buckets.clone(), count)? {
             Some([tokens, places]) => Self { tokens, places },
-            None => Self::by_counting(buckets, count),
+            None => Self::by_sort(buckets),
         })
     }
 
-    /// In Burn's operations, which count in `count · length` numbers a group.
-    fn by_counting(buckets: Tensor<2, Int>, count: usize) -> Self {
-        let [groups, length] = buckets.dims();
-        let device = buckets.device();
-        let dims = [groups, count, length];
-        let numbers = arange(count, &device);
-        let all = numbers.clone().reshape([1, count, 1]).expand(dims);
-        let of_tokens = buckets.clone().reshape([groups, 1, length]);
-        let counts = Counts::new(ones(of_tokens.clone().expand(dims).equal(all)));
-        let ranks = counts.up_to_each().gather(1, of_tokens) - 1;
-        let totals = counts.totals();
-        let ends = totals.clone().cumsum(1);
-        let starts = ends.clone() - totals;
-        let places = starts.clone().gather(1, buckets) + ranks.reshape([groups, length]);
-        // As many buckets end at a place, or before it.
-        let dims = [groups, length, count];
-        let at = arange(length, &device).reshape([1, length]);
-        let at = at.expand([groups, length]);
-        let ends = ends.reshape([groups, 1, count]).expand(dims);
-        let ended = ends.lower_equal(at.clone().reshape([groups, length, 1]).expand(dims));
-        let bucket = ones(ended).sum_dim(2).reshape([groups, length]);
-        let rank = at - starts.gather(1, bucket.clone());
-        let tokens = counts.member(bucket, rank);
+    fn by_sort(buckets: Tensor<2, Int>) -> Self {
+        let tokens = positions_sorted(buckets);
+        let places = tokens.clone().argsort(1).cast(DType::I32);
         Self { tokens, places }
     }
 }
 
+/// The order of numbers along the last dimension, of equal ones the earlier first, i32: by Burn's sort, which is not known to be stable.
+pub(super) fn positions_sorted<const D: usize>(numbers: Tensor<D, Int>) -> Tensor<D, Int> {
+    let dims = numbers.dims();
+    let length = dims[D - 1];
+    let mut last = [1; D];
+    last[D - 1] = length;
+    let positions = arange(length, &numbers.device()).cast(DType::I64);
+    let numbers = numbers.cast(DType::I64) * length as i64;
+    let unique = numbers + positions.reshape(last).expand(dims);
+    unique.argsort(D - 1).cast(DType::I32)
+}
+
 #[cfg(test)]
 mod tests {
-    use burn::tensor::{DType, Device, TensorData};
+    use burn::tensor::{Device, TensorData};
 
     use super::*;
 

@@ -1,21 +1,18 @@
 //! Balanced clusters: to each mean the same number of tokens, those most similar to it.
 
-use burn::tensor::{DType, Int, Tensor};
+use burn::tensor::{DType, IndexingUpdateOp, Int, Tensor};
 use burn_blocksparse::internal::{gather_qkv, gather_rows, runs_kernels, segment_mean};
 use burn_sparse_select::internal::{topk_per_centroid, topk_rows};
 
-use super::counts::Counts;
+use super::buckets::positions_sorted;
 use super::{in_dtype, ones, unit};
 use crate::TransformerError;
 use crate::arange::arange;
 
 /// Similarities are compared as whole numbers: in steps of 2⁻²⁹ of the largest of their mean.
 const STEPS: f32 = (1 << 29) as f32;
-const HIGHEST: i32 = (1 << 29) + 1;
 /// That of NaN, below all others.
 const LOWEST: i32 = -(1 << 30);
-/// Halvings from one to the other: 2³¹ numbers at most.
-const HALVINGS: usize = 31;
 
 /// Numbers of a gathered tensor at a time, at most, unless one cluster has more.
 const NUMBERS: usize = 1 << 25;
@@ -33,7 +30,7 @@ impl Clusters {
     /// The `width` tokens most similar to each mean, of equally similar ones the earlier; NaN is the lowest similarity. `similarities` is
     /// `[batch, heads, clusters, length]`, without autodiff, and `width` at most the length.
     ///
-    /// Nothing is sorted: the similarity of the last token that a cluster takes is found by halvings, by a kernel where those run.
+    /// Where kernels run, nothing is sorted or read back.
     pub fn new(similarities: Tensor<4>, width: usize) -> Result<Self, TransformerError> {
         let [batch, heads, clusters, length] = similarities.dims();
         // Kernels compare in f32.
@@ -49,7 +46,7 @@ impl Clusters {
                 });
             }
         }
-        Ok(Self::by_halvings(similarities, width))
+        Ok(Self::by_sort(similarities, width))
     }
 
     /// [`Self::new`] by the similarities of vectors `[batch, heads, length, dim]`, which are made as long as 1, to means `[heads, clusters, dim]`, and the nearest
@@ -69,47 +66,19 @@ impl Clusters {
         }))
     }
 
-    /// In Burn's operations.
-    fn by_halvings(similarities: Tensor<4>, width: usize) -> Self {
+    fn by_sort(similarities: Tensor<4>, width: usize) -> Self {
         let [batch, heads, clusters, length] = similarities.dims();
-        let groups = batch * heads;
         let device = similarities.device();
-        let dims = [groups, clusters, length];
-        let rows = [groups, clusters, 1];
-        let keys = keys(similarities.reshape(dims));
-        let mut low = Tensor::<3, Int>::full(rows, LOWEST, (&device, DType::I32));
-        let mut high = Tensor::<3, Int>::full(rows, HIGHEST, (&device, DType::I32));
-        for _ in 0..HALVINGS {
-            let middle = low.clone() + (high.clone() - low.clone()).div_scalar(2);
-            let reached = ones(keys.clone().greater_equal(middle.clone().expand(dims)));
-            let is_enough = reached.sum_dim(2).greater_equal_elem(width as i32);
-            low = low.mask_where(is_enough.clone(), middle.clone());
-            high = middle.mask_where(is_enough, high);
-        }
-        let last = low.expand(dims);
-        let above = keys.clone().greater(last.clone());
-        let equal = keys.equal(last);
-        let missing = ones(above.clone())
-            .sum_dim(2)
-            .neg()
-            .add_scalar(width as i32);
-        let earlier = Counts::new(ones(equal.clone())).up_to_each();
-        let taken = equal.bool_and(earlier.lower_equal(missing.expand(dims)));
-        let members = above.bool_or(taken);
-        let counts = Counts::new(ones(members.clone()));
-        let numbers = arange(clusters * width, &device).reshape([1, clusters * width]);
-        let numbers = numbers.expand([groups, clusters * width]);
-        let cluster = numbers.clone().div_scalar(width as i32);
-        let rank = numbers - cluster.clone().mul_scalar(width as i32);
-        let tokens = counts.member(cluster, rank);
-        let firsts = arange(clusters, &device).mul_scalar(width as i32) - 1;
-        let places = counts.up_to_each() + firsts.reshape([1, clusters, 1]).expand(dims);
-        let places = places.mask_fill(members.bool_not(), -1);
+        let dims = [batch, heads, clusters, length];
+        let keys = keys(similarities);
+        let tokens = positions_sorted(keys.neg()).narrow(3, 0, width).sort(3);
+        let numbers = arange(clusters * width, &device).reshape([1, 1, clusters, width]);
+        let numbers = numbers.expand([batch, heads, clusters, width]);
+        let places = Tensor::full(dims, -1, (&device, DType::I32));
+        let places = places.scatter(3, tokens.clone(), numbers + 1, IndexingUpdateOp::Add);
         Self {
-            tokens: tokens.reshape([batch, heads, clusters, width]),
-            places: places
-                .reshape([batch, heads, clusters, length])
-                .swap_dims(2, 3),
+            tokens,
+            places: places.swap_dims(2, 3),
         }
     }
 
@@ -211,11 +180,11 @@ impl Clusters {
     }
 }
 
-/// Similarities as whole numbers in the same order, `[groups, clusters, length]`.
-fn keys(similarities: Tensor<3>) -> Tensor<3, Int> {
+/// Similarities as whole numbers in the same order, `[batch, heads, clusters, length]`.
+fn keys(similarities: Tensor<4>) -> Tensor<4, Int> {
     let dims = similarities.dims();
     let unknown = similarities.clone().is_nan();
-    let largest = (similarities.clone().abs().mask_fill(unknown, 0.0)).max_dim(2);
+    let largest = (similarities.clone().abs().mask_fill(unknown, 0.0)).max_dim(3);
     let shares = similarities / largest.expand(dims);
     let nan = shares.clone().is_nan();
     let keys = (shares.mask_fill(nan.clone(), 0.0) * STEPS).round().int();

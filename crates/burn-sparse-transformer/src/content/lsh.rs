@@ -16,7 +16,7 @@ use super::rotations::{KeptRotations, rotations};
 use super::{in_dtype, unit, widened};
 use crate::TransformerError;
 use crate::arange::arange;
-use crate::error::{ensure, ensure_positive, ensure_shape, or_panic};
+use crate::error::{ensure, ensure_positive, ensure_shape, or_panics};
 
 const AXES: [&str; 4] = ["batch", "heads", "seq", "head_dim"];
 
@@ -402,13 +402,9 @@ impl LshHeadsConfig {
         Ok(())
     }
 
-    /// The heads. They have no parameters.
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_init`]'s error.
-    #[track_caller]
-    pub fn init(&self) -> LshHeads {
-        or_panic(self.try_init())
+    or_panics! {
+        /// The heads. They have no parameters.
+        pub fn init(&self) -> LshHeads = try_init;
     }
 
     /// [`Self::init`] that returns its error.
@@ -442,16 +438,12 @@ pub struct LshHeads {
 }
 
 impl LshHeads {
-    /// Attention of queries that are keys, too, with rotations of `seed`, or of the configuration's. All heads have the same rotations.
-    ///
-    /// # Shapes
-    /// As [`lsh_attention`].
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_forward`]'s error.
-    #[track_caller]
-    pub fn forward(&self, qk: Tensor<4>, value: Tensor<4>, seed: Option<Seed>) -> Tensor<4> {
-        or_panic(self.try_forward(qk, value, seed))
+    or_panics! {
+        /// Attention of queries that are keys, too, with rotations of `seed`, or of the configuration's. All heads have the same rotations.
+        ///
+        /// # Shapes
+        /// As [`lsh_attention`].
+        pub fn forward(&self, qk: Tensor<4>, value: Tensor<4>, seed: Option<Seed>) -> Tensor<4> = try_forward;
     }
 
     /// [`Self::forward`] that returns its error.

@@ -9,7 +9,7 @@ use burn_fused_ops::{Activation, bias_activation};
 
 use super::lsh::{LshHeads, LshHeadsConfig};
 use crate::dropout::Seeds;
-use crate::error::{ensure_multiple, ensure_shape, or_panic};
+use crate::error::{ensure_multiple, ensure_shape, or_panics};
 use crate::precision::project_heads;
 use crate::{Precision, TransformerError};
 
@@ -37,13 +37,9 @@ pub struct LshAttentionConfig {
 }
 
 impl LshAttentionConfig {
-    /// Creates the module, with parameters that are initialised on first use.
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_init`]'s error.
-    #[track_caller]
-    pub fn init(&self, device: &Device) -> LshAttention {
-        or_panic(self.try_init(device))
+    or_panics! {
+        /// Creates the module, with parameters that are initialised on first use.
+        pub fn init(&self, device: &Device) -> LshAttention = try_init;
     }
 
     /// [`Self::init`] that returns its error.
@@ -107,17 +103,13 @@ pub struct LshAttention {
 }
 
 impl LshAttention {
-    /// Attention of each token to those that it hashes alike with. Rotations are those of `seed`; without one others in every call on an autodiff device, and
-    /// the configuration's elsewhere.
-    ///
-    /// # Shapes
-    /// - `x` and the result: `[batch, seq, d_model]`
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_forward`]'s error.
-    #[track_caller]
-    pub fn forward(&self, x: Tensor<3>, seed: Option<Seed>) -> Tensor<3> {
-        or_panic(self.try_forward(x, seed))
+    or_panics! {
+        /// Attention of each token to those that it hashes alike with. Rotations are those of `seed`; without one others in every call on an autodiff device, and
+        /// the configuration's elsewhere.
+        ///
+        /// # Shapes
+        /// - `x` and the result: `[batch, seq, d_model]`
+        pub fn forward(&self, x: Tensor<3>, seed: Option<Seed>) -> Tensor<3> = try_forward;
     }
 
     /// [`Self::forward`] that returns its error.

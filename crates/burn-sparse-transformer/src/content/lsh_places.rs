@@ -1,10 +1,9 @@
 //! All rounds of hashing in one call of attention, over places that positions mask.
 
 use std::collections::BTreeSet;
-use std::sync::{LazyLock, Mutex, PoisonError};
+use std::sync::LazyLock;
 
-use burn::tensor::{DType, Device, Int, Tensor};
-use burn_blocksparse::graph::ensure_not_capturing;
+use burn::tensor::{DType, Int, Tensor};
 use burn_blocksparse::internal::{gather_qkv, merge_gathered_attention};
 use burn_blocksparse::layout::{BlockMask, PositionMask};
 use burn_blocksparse::{BlockLayout, DeviceLayout, LayoutShape, SparseAttentionCall};
@@ -21,9 +20,7 @@ pub(super) struct Placed {
     places: Tensor<4, Int>,
     /// The reverse: `token · rounds + round` at each place, negative for what fills up.
     choices: Tensor<3, Int>,
-    /// Chunks of a round.
     chunks: usize,
-    /// Tokens of a chunk.
     bucket: usize,
 }
 
@@ -75,7 +72,8 @@ impl Placed {
         let dtype: DType = others.1.dtype();
         // A token that sees nothing in any round.
         let alone = self_alone + (rounds as f64).ln();
-        let alone = constant([batch, heads, seq], alone, (&value.device(), dtype));
+        let device = value.device().without_autodiff();
+        let alone = Tensor::full([batch, heads, seq], alone, (&device, dtype));
         Ok(merge_gathered_attention(
             (value, alone),
             others,
@@ -83,51 +81,6 @@ impl Placed {
             choices,
         )?)
     }
-}
-
-/// A tensor that is the same everywhere, and in every call: not made anew in each.
-struct Constant {
-    shape: [usize; 3],
-    value: f64,
-    device: Device,
-    dtype: DType,
-    tensor: Tensor<3>,
-}
-
-/// The latest of all calls, the newest last.
-static CONSTANTS: Mutex<Vec<Constant>> = Mutex::new(Vec::new());
-
-/// How many are kept.
-const KEPT: usize = 4;
-
-/// So many times a number, without autodiff.
-fn constant(shape: [usize; 3], value: f64, (device, dtype): (&Device, DType)) -> Tensor<3> {
-    let device = device.clone().without_autodiff();
-    let made = || Tensor::full(shape, value, (&device, dtype));
-    // What is recorded is made when it is replayed.
-    if ensure_not_capturing("a constant that is kept").is_err() {
-        return made();
-    }
-    let mut kept = CONSTANTS.lock().unwrap_or_else(PoisonError::into_inner);
-    let is_it = |of: &Constant| {
-        let number = (of.value.to_bits(), of.shape, of.dtype);
-        number == (value.to_bits(), shape, dtype) && of.device == device
-    };
-    if let Some(known) = kept.iter().find(|of| is_it(of)) {
-        return known.tensor.clone();
-    }
-    let tensor = made();
-    if kept.len() == KEPT {
-        kept.remove(0);
-    }
-    kept.push(Constant {
-        shape,
-        value,
-        device,
-        dtype,
-        tensor: tensor.clone(),
-    });
-    tensor
 }
 
 /// The latest layouts of all calls: they are the same whatever the tokens are.

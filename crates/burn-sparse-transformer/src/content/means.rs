@@ -85,9 +85,6 @@ pub(super) fn commitment(x: Tensor<4>, means: Tensor<3>, nearest: Tensor<3, Int>
 }
 
 /// Spherical k-means from tokens that a seed draws, for each head others, none twice: `[heads, clusters, dim]`. `x` is without autodiff.
-///
-/// # Errors
-/// If there are fewer tokens than clusters, or a computation is being recorded.
 pub(super) fn settled(
     x: Tensor<4>,
     clusters: usize,

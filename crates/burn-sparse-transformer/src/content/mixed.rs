@@ -10,6 +10,7 @@ use super::kind::ContentAttention;
 use super::lsh::LshHeads;
 use super::routing::RoutingHeads;
 use crate::call::{Call, Seen};
+use crate::dsa::indexed::Indexed;
 use crate::dsa::{DsaHeads, DsaStage};
 use crate::error::{ensure, ensure_none};
 use crate::kind::{AttentionKind, check_causal, display};
@@ -54,7 +55,6 @@ impl ContentHeads {
         self.local_heads
     }
 
-    /// How they find their keys.
     pub(crate) fn kind(&self) -> &dyn AttentionKind {
         match (&self.nsa, &self.dsa, &self.msa) {
             (Some(nsa), ..) => nsa,
@@ -64,7 +64,6 @@ impl ContentHeads {
         }
     }
 
-    /// Linear layers of their own.
     pub(crate) fn layers_mut(&mut self) -> Vec<&mut Linear> {
         let nsa = self.nsa.iter_mut().flat_map(NsaHeads::layers_mut);
         let dsa = self.dsa.iter_mut().flat_map(|dsa| dsa.indexer.layers_mut());
@@ -72,7 +71,6 @@ impl ContentHeads {
         nsa.chain(dsa).chain(msa).collect()
     }
 
-    /// The rotations of an indexer.
     pub(crate) fn index_rope_mut(&mut self) -> Option<&mut Option<RotaryEncoding>> {
         match (&mut self.dsa, &mut self.msa) {
             (Some(dsa), _) => Some(&mut dsa.indexer.rope),
@@ -80,7 +78,6 @@ impl ContentHeads {
         }
     }
 
-    /// How far the training of an indexer is.
     pub(crate) fn stage_mut(&mut self) -> Option<&mut DsaStage> {
         match (&mut self.dsa, &mut self.msa) {
             (Some(dsa), _) => Some(&mut dsa.stage),
@@ -202,7 +199,6 @@ impl AttentionKind for ContentHeads {
 }
 
 impl SparseMultiHeadAttentionConfig {
-    /// How many heads are the pattern's.
     pub(crate) fn pattern_heads(&self) -> usize {
         match &self.content {
             Some(content) if !content.is_whole_layer() => {
@@ -221,8 +217,8 @@ impl SparseMultiHeadAttentionConfig {
         content.validate()?;
         match content {
             ContentAttention::Nsa(config) => return self.validate_nsa(config),
-            ContentAttention::Dsa(config) => return self.validate_dsa(config),
-            ContentAttention::Msa(config) => return self.validate_msa(config),
+            ContentAttention::Dsa(_) => return self.validate_indexed(DsaHeads::NAME),
+            ContentAttention::Msa(_) => return self.validate_indexed(MsaHeads::NAME),
             ContentAttention::Routing(_) | ContentAttention::Lsh(_) => {}
         }
         let local = self.pattern_heads();
@@ -302,8 +298,8 @@ impl SparseMultiHeadAttentionConfig {
         let mut heads = ContentHeads::new(content, heads, self.precision, device)?;
         match content {
             ContentAttention::Nsa(config) => heads.nsa = Some(self.init_nsa(config, device)?),
-            ContentAttention::Dsa(config) => heads.dsa = Some(self.init_dsa(config, device)?),
-            ContentAttention::Msa(config) => heads.msa = Some(self.init_msa(config, device)?),
+            ContentAttention::Dsa(config) => heads.dsa = Some(DsaHeads::new(config, self, device)?),
+            ContentAttention::Msa(config) => heads.msa = Some(MsaHeads::new(config, self, device)?),
             ContentAttention::Routing(_) | ContentAttention::Lsh(_) => {}
         }
         Ok(Some(heads))
@@ -311,7 +307,26 @@ impl SparseMultiHeadAttentionConfig {
 }
 
 impl SparseMultiHeadAttention {
-    /// Heads of keys and of values.
+    /// Heads of DeepSeek sparse attention, if that is what they are.
+    pub fn dsa(&self) -> Option<&DsaHeads> {
+        self.content.as_ref()?.dsa.as_ref()
+    }
+
+    /// Heads of MiniMax sparse attention, if that is what they are.
+    pub fn msa(&self) -> Option<&MsaHeads> {
+        self.content.as_ref()?.msa.as_ref()
+    }
+
+    /// Heads of DeepSeek sparse attention that choose: in other stages of training they see what their pattern keeps.
+    pub fn choosing_dsa(&self) -> Option<&DsaHeads> {
+        self.dsa().filter(|dsa| dsa.stage() == DsaStage::Sparse)
+    }
+
+    /// Heads of MiniMax sparse attention that choose.
+    pub fn choosing_msa(&self) -> Option<&MsaHeads> {
+        self.msa().filter(|msa| msa.stage() == DsaStage::Sparse)
+    }
+
     pub(crate) fn kv_heads(&self) -> [usize; 2] {
         match &self.content {
             Some(content) if !content.config.is_whole_layer() => {
@@ -321,7 +336,6 @@ impl SparseMultiHeadAttention {
         }
     }
 
-    /// How many heads are the pattern's.
     pub(crate) fn pattern_heads(&self) -> usize {
         (self.content.as_ref()).map_or(self.n_heads, ContentHeads::local_heads)
     }

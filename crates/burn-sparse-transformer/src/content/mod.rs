@@ -1,17 +1,14 @@
 //! Experimental: heads that choose single keys by content, by clusters (Routing Transformer) or by hashes (Reformer).
 //!
-//!
-//! Nothing is sorted and nothing is read from the device: on GPUs Burn's sort reads back, and its running sums read all that comes before for each
-//! number, so ranks are counted in parts of 64.
+//! Where kernels run they sort, and nothing is read from the device; elsewhere Burn's sort does.
 
-// which places   counts.rs (ranks and members of lists), clusters.rs (the nearest tokens of each mean), buckets.rs (a sort by bucket)
+// which places   clusters.rs (the nearest tokens of each mean), buckets.rs (a sort by bucket)
 // attention      routing.rs (over clusters), lsh.rs (over chunks of a sorted sequence), lsh_places.rs (the same, by kernels)
 // state          means.rs (means and how they follow queries), rotations.rs (planes that are drawn from a seed)
 // modules        routing_attention.rs, lsh_attention.rs; kind.rs and mixed.rs (beside the heads of a pattern)
 
 mod buckets;
 mod clusters;
-mod counts;
 mod kind;
 mod lsh;
 mod lsh_attention;

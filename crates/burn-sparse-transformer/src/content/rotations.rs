@@ -9,9 +9,6 @@ use burn_blocksparse::graph::ensure_not_capturing;
 use crate::TransformerError;
 
 /// `[rounds, dim, half]` of independent normal numbers that follow from the seed alone: Box and Muller's (1958), computed on the host in f64.
-///
-/// # Errors
-/// If a computation is being recorded, in which they would be the same ever after.
 pub(super) fn rotations(
     shape: [usize; 3],
     seed: Seed,
@@ -68,7 +65,6 @@ impl KeptRotations {
     }
 }
 
-/// What a recording refuses.
 const WHAT: &str = "rotations of hashes";
 
 fn normal(seed: Seed) -> f64 {

@@ -16,7 +16,7 @@ use super::clusters::Clusters;
 use super::means::{commitment, followed, nearest, settled, similarities};
 use super::{in_dtype, unit};
 use crate::TransformerError;
-use crate::error::{ensure, ensure_positive, ensure_shape, or_panic};
+use crate::error::{ensure, ensure_positive, ensure_shape, or_panics};
 
 const AXES: [&str; 4] = ["batch", "heads", "seq", "head_dim"];
 
@@ -77,20 +77,16 @@ impl RoutingHeadsConfig {
         )
     }
 
-    /// `heads` heads of width `head_dim`, for sequences of up to `context` tokens. Means begin in random directions; [`RoutingHeads::settle`] moves them to
-    /// where tokens are.
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_init`]'s error.
-    #[track_caller]
-    pub fn init(
-        &self,
-        heads: usize,
-        head_dim: usize,
-        context: usize,
-        device: &Device,
-    ) -> RoutingHeads {
-        or_panic(self.try_init(heads, head_dim, context, device))
+    or_panics! {
+        /// `heads` heads of width `head_dim`, for sequences of up to `context` tokens. Means begin in random directions; [`RoutingHeads::settle`] moves them to
+        /// where tokens are.
+        pub fn init(
+            &self,
+            heads: usize,
+            head_dim: usize,
+            context: usize,
+            device: &Device,
+        ) -> RoutingHeads = try_init;
     }
 
     /// [`Self::init`] that returns its error.
@@ -167,18 +163,14 @@ pub struct RoutingOutput {
 }
 
 impl RoutingHeads {
-    /// Causal attention of queries that are keys, too.
-    ///
-    /// # Shapes
-    /// - `query`: `[batch, heads, seq, head_dim]`
-    /// - `value`: `[batch, heads, seq, value_dim]`
-    /// - context: `[batch, heads, seq, value_dim]`, in the dtype of `value`
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_forward`]'s error.
-    #[track_caller]
-    pub fn forward(&self, query: Tensor<4>, value: Tensor<4>) -> RoutingOutput {
-        or_panic(self.try_forward(query, value))
+    or_panics! {
+        /// Causal attention of queries that are keys, too.
+        ///
+        /// # Shapes
+        /// - `query`: `[batch, heads, seq, head_dim]`
+        /// - `value`: `[batch, heads, seq, value_dim]`
+        /// - context: `[batch, heads, seq, value_dim]`, in the dtype of `value`
+        pub fn forward(&self, query: Tensor<4>, value: Tensor<4>) -> RoutingOutput = try_forward;
     }
 
     /// [`Self::forward`] that returns its error.
@@ -203,24 +195,20 @@ impl RoutingHeads {
         self.finish(choice.clusters.mean(out)?, x, choice.nearest)
     }
 
-    /// Attention of queries to keys, in which every query of a cluster sees each of its keys.
-    ///
-    /// # Shapes
-    /// - `query`: `[batch, heads, seq, head_dim]`
-    /// - `key`: as `query`
-    /// - `value`: `[batch, heads, seq, value_dim]`
-    /// - context: `[batch, heads, seq, value_dim]`, in the dtype of `value`
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_forward_unshared`]'s error.
-    #[track_caller]
-    pub fn forward_unshared(
-        &self,
-        query: Tensor<4>,
-        key: Tensor<4>,
-        value: Tensor<4>,
-    ) -> RoutingOutput {
-        or_panic(self.try_forward_unshared(query, key, value))
+    or_panics! {
+        /// Attention of queries to keys, in which every query of a cluster sees each of its keys.
+        ///
+        /// # Shapes
+        /// - `query`: `[batch, heads, seq, head_dim]`
+        /// - `key`: as `query`
+        /// - `value`: `[batch, heads, seq, value_dim]`
+        /// - context: `[batch, heads, seq, value_dim]`, in the dtype of `value`
+        pub fn forward_unshared(
+            &self,
+            query: Tensor<4>,
+            key: Tensor<4>,
+            value: Tensor<4>,
+        ) -> RoutingOutput = try_forward_unshared;
     }
 
     /// [`Self::forward_unshared`] that returns its error.
@@ -236,28 +224,21 @@ impl RoutingHeads {
         self.unshared([query, key, value], None)
     }
 
-    /// [`Self::forward_unshared`] in which a query sees, of its clusters' keys, those up to its own position. In a cluster where there are none it has 0,
-    /// which counts in its mean: the published code has a learned key and value in each cluster, which this has not.
-    ///
-    /// # Shapes
-    /// As [`Self::forward_unshared`].
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_forward_unshared_causal`]'s error.
-    #[track_caller]
-    pub fn forward_unshared_causal(
-        &self,
-        query: Tensor<4>,
-        key: Tensor<4>,
-        value: Tensor<4>,
-    ) -> RoutingOutput {
-        or_panic(self.try_forward_unshared_causal(query, key, value))
+    or_panics! {
+        /// [`Self::forward_unshared`] in which a query sees, of its clusters' keys, those up to its own position. In a cluster where there are none it has 0,
+        /// which counts in its mean: the published code has a learned key and value in each cluster, which this has not.
+        ///
+        /// # Shapes
+        /// As [`Self::forward_unshared`].
+        pub fn forward_unshared_causal(
+            &self,
+            query: Tensor<4>,
+            key: Tensor<4>,
+            value: Tensor<4>,
+        ) -> RoutingOutput = try_forward_unshared_causal;
     }
 
     /// [`Self::forward_unshared_causal`] that returns its error.
-    ///
-    /// # Errors
-    /// As [`Self::try_forward_unshared`].
     pub fn try_forward_unshared_causal(
         &self,
         query: Tensor<4>,

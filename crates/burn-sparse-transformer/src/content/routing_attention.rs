@@ -8,7 +8,9 @@ use burn_blocksparse::Seed;
 use burn_fused_ops::{Activation, bias_activation};
 
 use super::routing::{RoutingHeads, RoutingHeadsConfig};
-use crate::error::{ensure, ensure_multiple, ensure_none, ensure_positive, ensure_shape, or_panic};
+use crate::error::{
+    ensure, ensure_multiple, ensure_none, ensure_positive, ensure_shape, or_panics,
+};
 use crate::precision::project_heads;
 use crate::{Precision, TransformerError};
 
@@ -51,13 +53,9 @@ pub struct RoutingAttentionConfig {
 }
 
 impl RoutingAttentionConfig {
-    /// Creates the module, with parameters that are initialised on first use.
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_init`]'s error.
-    #[track_caller]
-    pub fn init(&self, device: &Device) -> RoutingAttention {
-        or_panic(self.try_init(device))
+    or_panics! {
+        /// Creates the module, with parameters that are initialised on first use.
+        pub fn init(&self, device: &Device) -> RoutingAttention = try_init;
     }
 
     /// [`Self::init`] that returns its error.
@@ -170,16 +168,12 @@ pub struct RoutingAttentionOutput {
 }
 
 impl RoutingAttention {
-    /// Attention of each token to the tokens of its clusters; a token in no cluster contributes zeros, so that its output is the output projection's bias.
-    ///
-    /// # Shapes
-    /// - input and `context`: `[batch, seq, d_model]`
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_forward`]'s error.
-    #[track_caller]
-    pub fn forward(&self, input: RoutingAttentionInput) -> RoutingAttentionOutput {
-        or_panic(self.try_forward(input))
+    or_panics! {
+        /// Attention of each token to the tokens of its clusters; a token in no cluster contributes zeros, so that its output is the output projection's bias.
+        ///
+        /// # Shapes
+        /// - input and `context`: `[batch, seq, d_model]`
+        pub fn forward(&self, input: RoutingAttentionInput) -> RoutingAttentionOutput = try_forward;
     }
 
     /// [`Self::forward`] that returns its error.

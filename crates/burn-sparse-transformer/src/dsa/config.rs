@@ -6,6 +6,7 @@ use burn::config::Config;
 use burn_blocksparse::internal::DispatchMode;
 use burn_sparse_select::dsa::{Dsa, HADAMARD_WIDTHS, HadamardFp8};
 
+use super::indexed::rotated;
 use crate::error::{ensure, ensure_positive};
 use crate::{Precision, TransformerError};
 
@@ -44,7 +45,6 @@ pub struct DsaHeadsConfig {
 }
 
 impl DsaHeadsConfig {
-    /// What their text begins with.
     pub(crate) const NAME: &str = "dsa";
     /// What it ends with if it chooses in fp8.
     const FP8: &str = "fp8";
@@ -57,13 +57,7 @@ impl DsaHeadsConfig {
         self.op()?;
         ensure_positive("index_heads", self.index_heads)?;
         ensure_positive("index_dim", self.index_dim)?;
-        let rotated = self.rotated();
-        let expected = || {
-            let width = self.index_dim;
-            format!("an even number, at most {width}, the width of an index head")
-        };
-        let fits = rotated <= self.index_dim && rotated.is_multiple_of(2);
-        ensure(fits, "rope_dim", expected, rotated)?;
+        rotated(self.rope_dim, self.index_dim)?;
         let fits = !self.index_fp8 || HadamardFp8::takes(self.index_dim);
         let expected = || {
             let [least, most] = HADAMARD_WIDTHS;
@@ -77,10 +71,6 @@ impl DsaHeadsConfig {
         self.index_precision.unwrap_or(of_attention)
     }
 
-    pub(super) fn rotated(&self) -> usize {
-        self.rope_dim.unwrap_or(self.index_dim / 4 * 2)
-    }
-
     pub(super) fn dispatch_mode(&self) -> DispatchMode {
         match self.walk {
             true => DispatchMode::Auto,
@@ -88,7 +78,6 @@ impl DsaHeadsConfig {
         }
     }
 
-    /// Reads what stands behind the name, if it is a configuration.
     pub(crate) fn read(arguments: &[&str]) -> Option<Self> {
         let index_fp8 = arguments.last() == Some(&Self::FP8);
         let arguments = &arguments[..arguments.len() - usize::from(index_fp8)];
@@ -112,7 +101,6 @@ impl DsaHeadsConfig {
         )
     }
 
-    /// Its text.
     pub(crate) fn write(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
             keep,

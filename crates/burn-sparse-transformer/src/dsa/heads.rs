@@ -1,17 +1,17 @@
 //! The choice of an indexer, attention over it, and what the indexer learns by.
 
 use burn::module::Module;
-use burn::nn::{Linear, RotaryEncodingConfig};
 use burn::tensor::{Device, Tensor};
 use burn_blocksparse::AttentionOptions;
 use burn_sparse_select::dsa::{Dsa, DsaIndex, DsaTarget};
 
-use super::indexed::{Indexed, cached_keys, index_rope};
+use super::indexed::{Indexed, cached_keys, seen};
 use super::{DsaHeadsConfig, DsaIndexer, DsaStage};
 use crate::call::Seen;
+use crate::content::ContentAttention;
 use crate::heads::Positions;
 use crate::linear::linear_flops;
-use crate::{Precision, SparseMhaCache, TransformerError};
+use crate::{SparseMhaCache, SparseMultiHeadAttentionConfig, TransformerError};
 
 /// Heads of DeepSeek sparse attention: an indexer, and how many keys it chooses for a token. Queries, keys and values are those of the layer.
 #[derive(Module, Debug)]
@@ -35,21 +35,14 @@ pub struct DsaParts {
 }
 
 impl DsaHeads {
-    /// `linear` makes layers without bias of a number of inputs and outputs; `rope` are the attention's rotations, and `precision` is its precision.
     pub(crate) fn new(
         config: &DsaHeadsConfig,
-        d_model: usize,
-        precision: Precision,
-        rope: Option<&RotaryEncodingConfig>,
-        linear: &dyn Fn(usize, usize) -> Linear,
+        mha: &SparseMultiHeadAttentionConfig,
         device: &Device,
     ) -> Result<Self, TransformerError> {
-        config.validate()?;
-        config.precision(precision).check(device)?;
-        let rope = index_rope(rope, config.rotated())?;
-        let rope = rope.map(|config| config.init(device));
+        config.precision(mha.precision).check(device)?;
         Ok(Self {
-            indexer: DsaIndexer::new(config, d_model, precision, rope, linear, device),
+            indexer: DsaIndexer::new(config, mha, device)?,
             op: config.op()?,
             config: config.clone(),
             stage: DsaStage::default(),
@@ -94,34 +87,7 @@ impl DsaHeads {
         options: &AttentionOptions,
     ) -> Result<Tensor<4>, TransformerError> {
         let DsaParts { heads, index } = parts;
-        Ok(self.attend(heads, index, options, false)?.heads)
-    }
-
-    /// Operations of the indexer's layers for one position, forward.
-    pub(crate) fn matmul_flops_per_token(&self) -> u64 {
-        self.indexer.layers().map(linear_flops).iter().sum()
-    }
-
-    /// Operations of the indexer's scores for one sequence, forward: none where there is nothing to choose.
-    pub(crate) fn score_flops(&self, seq: usize) -> u64 {
-        let DsaHeadsConfig {
-            keep,
-            index_heads,
-            index_dim,
-            ..
-        } = self.config;
-        match seq > keep {
-            true => 2 * (index_heads * index_dim) as u64 * seen(seq, seq),
-            false => 0,
-        }
-    }
-
-    /// Pairs that one head attends to in a sequence.
-    pub(crate) fn pairs(&self, seq: usize) -> u64 {
-        match self.stage {
-            DsaStage::Sparse => seen(seq, self.config.keep),
-            DsaStage::Dense | DsaStage::WarmUp => seen(seq, seq),
-        }
+        Ok(Indexed::attend(self, heads, index, options, false)?.heads)
     }
 }
 
@@ -131,6 +97,10 @@ impl Indexed for DsaHeads {
 
     fn stage(&self) -> DsaStage {
         self.stage
+    }
+
+    fn content(&self) -> ContentAttention {
+        ContentAttention::Dsa(self.config.clone())
     }
 
     fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<DsaIndex, TransformerError> {
@@ -182,9 +152,25 @@ impl Indexed for DsaHeads {
     ) -> Result<Tensor<1>, TransformerError> {
         Ok(self.op.loss(index, pair, scale, DsaTarget::All)?)
     }
-}
 
-/// Pairs of a sequence whose tokens see so many of the tokens up to their own, at most.
-pub(crate) fn seen(seq: usize, most: usize) -> u64 {
-    (1..=seq).map(|keys| keys.min(most) as u64).sum()
+    fn head_pairs(&self, seq: usize) -> u64 {
+        seen(seq, self.config.keep)
+    }
+
+    fn layer_flops(&self) -> u64 {
+        self.indexer.layers().map(linear_flops).iter().sum()
+    }
+
+    fn choice_flops(&self, seq: usize) -> u64 {
+        let DsaHeadsConfig {
+            keep,
+            index_heads,
+            index_dim,
+            ..
+        } = self.config;
+        match seq > keep {
+            true => 2 * (index_heads * index_dim) as u64 * seen(seq, seq),
+            false => 0,
+        }
+    }
 }

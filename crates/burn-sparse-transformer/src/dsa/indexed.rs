@@ -1,26 +1,29 @@
-//! What layers have in common whose keys an indexer chooses: the stages of its training, and its keys in caches.
+//! What layers have in common whose keys an indexer chooses: the stages of its training, its keys in caches, and their place instead of a pattern.
 
-use burn::nn::{Linear, LinearConfig, RotaryEncodingConfig};
+use burn::module::Content;
+use burn::nn::{Linear, LinearConfig, RotaryEncoding};
 use burn::tensor::{Device, Tensor};
 use burn_blocksparse::{AttentionOptions, Pattern};
 
 use super::DsaStage;
 use crate::call::{Call, Seen};
+use crate::content::ContentAttention;
 use crate::error::{ensure, ensure_none};
 use crate::heads::{Positions, validate_rope};
+use crate::kind::{AttentionKind, display};
 use crate::{
     SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
     TransformerError,
 };
 
-/// Heads whose keys an indexer chooses.
 pub(crate) trait Indexed {
     /// What it makes of tokens.
     type Index;
-    /// As errors call it.
     const NAME: &'static str;
 
     fn stage(&self) -> DsaStage;
+
+    fn content(&self) -> ContentAttention;
 
     /// Of tokens `[batch, seq, d_model]`, which are detached.
     fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<Self::Index, TransformerError>;
@@ -58,49 +61,103 @@ pub(crate) trait Indexed {
     ) -> Result<Tensor<1>, TransformerError> {
         self.warm_up_loss(&self.index(x, positions)?, pair, scale)
     }
+
+    /// Pairs that one head attends to in a sequence.
+    fn head_pairs(&self, seq: usize) -> u64;
+
+    fn layer_flops(&self) -> u64;
+
+    /// Operations of the indexer's scores for one sequence, forward: none where there is nothing to choose.
+    fn choice_flops(&self, seq: usize) -> u64;
 }
 
-/// What the heads of a layer see of an input.
-pub(crate) fn context<H: Indexed>(
-    own: &H,
-    mha: &SparseMultiHeadAttention,
-    input: SparseMhaInput,
-    cache: Option<&mut SparseMhaCache>,
-) -> Result<(Seen, Call), TransformerError> {
-    let none = format!("none with {}", H::NAME);
-    ensure_none("padding", input.padding.is_some(), &none)?;
-    ensure_none("bias", input.bias.is_some(), &none)?;
-    let expected = || format!("self-attention with {}", H::NAME);
-    let is_own = input.is_self_attention();
-    ensure(is_own, "input", expected, "another key or value")?;
-    let before = cache.as_ref().map_or(0, |cache| cache.len());
-    let (call, request) = mha.prepare(&input, before)?;
-    // Nothing is learned from a cache.
-    let learns = input.query.is_autodiff() && cache.is_none();
-    let x = input.query.clone();
-    let (q, k, v) = mha.project(input, &call)?;
-    if own.stage() == DsaStage::Sparse {
-        let index = own.index(x, &call.key)?;
-        let (index, k, v) = match cache {
-            Some(cache) => {
-                let index = own.behind(index, cache)?;
-                let (k, v) = cache.append(k, v);
-                (index, k, v)
-            }
-            None => (index, k, v),
+impl<H: Indexed> AttentionKind for H {
+    fn context(
+        &self,
+        mha: &SparseMultiHeadAttention,
+        input: SparseMhaInput,
+        cache: Option<&mut SparseMhaCache>,
+    ) -> Result<(Seen, Call), TransformerError> {
+        let none = format!("none with {}", H::NAME);
+        ensure_none("padding", input.padding.is_some(), &none)?;
+        ensure_none("bias", input.bias.is_some(), &none)?;
+        let expected = || format!("self-attention with {}", H::NAME);
+        let is_own = input.is_self_attention();
+        ensure(is_own, "input", expected, "another key or value")?;
+        let before = cache.as_ref().map_or(0, |cache| cache.len());
+        let (call, request) = mha.prepare(&input, before)?;
+        // Nothing is learned from a cache.
+        let learns = input.query.is_autodiff() && cache.is_none();
+        let x = input.query.clone();
+        let (q, k, v) = mha.project(input, &call)?;
+        if self.stage() == DsaStage::Sparse {
+            let index = self.index(x, &call.key)?;
+            let (index, k, v) = match cache {
+                Some(cache) => {
+                    let index = self.behind(index, cache)?;
+                    let (k, v) = cache.append(k, v);
+                    (index, k, v)
+                }
+                None => (index, k, v),
+            };
+            return Ok((
+                Indexed::attend(self, [q, k, v], index, &mha.options, learns)?,
+                call,
+            ));
+        }
+        let aux_loss = match learns && self.stage() == DsaStage::WarmUp {
+            true => Some(self.loss_of((x, &call.key), [&q, &k], mha.options.scale)?),
+            false => None,
         };
-        return Ok((own.attend([q, k, v], index, &mha.options, learns)?, call));
+        let (k, v) = match cache {
+            Some(cache) => cache.append(k, v),
+            None => (k, v),
+        };
+        let heads = mha.attend((q, k, v), &mha.layouts.get(&request)?, &call)?;
+        Ok((Seen { heads, aux_loss }, call))
     }
-    let aux_loss = match learns && own.stage() == DsaStage::WarmUp {
-        true => Some(own.loss_of((x, &call.key), [&q, &k], mha.options.scale)?),
-        false => None,
-    };
-    let (k, v) = match cache {
-        Some(cache) => cache.append(k, v),
-        None => (k, v),
-    };
-    let heads = mha.attend((q, k, v), &mha.layouts.get(&request)?, &call)?;
-    Ok((Seen { heads, aux_loss }, call))
+
+    fn check_pattern(&self, pattern: &Pattern) -> Result<(), TransformerError> {
+        check_pattern(H::NAME, pattern)
+    }
+
+    fn ensure_replaceable(&self) -> Result<(), TransformerError> {
+        let expected =
+            "none with padding, packed sequences and weights, which know nothing of its indexer";
+        let content = self.content();
+        Err(TransformerError::argument("content", expected, content))
+    }
+
+    fn pairs(&self, mha: &SparseMultiHeadAttention, seq: usize) -> Result<u64, TransformerError> {
+        let pairs = match self.stage() {
+            DsaStage::Sparse => self.head_pairs(seq),
+            DsaStage::Dense | DsaStage::WarmUp => seen(seq, seq),
+        };
+        Ok(mha.n_heads as u64 * pairs)
+    }
+
+    fn matmul_flops_per_token(&self) -> u64 {
+        match self.stage() {
+            DsaStage::Sparse => self.layer_flops(),
+            DsaStage::Dense | DsaStage::WarmUp => 0,
+        }
+    }
+
+    fn score_flops(&self, seq: usize) -> u64 {
+        match self.stage() {
+            DsaStage::Sparse => self.choice_flops(seq),
+            DsaStage::Dense | DsaStage::WarmUp => 0,
+        }
+    }
+
+    fn display(&self, shown: Content) -> Content {
+        display(shown, &self.content(), 0)
+    }
+}
+
+/// Pairs of a sequence whose tokens see so many of the tokens up to their own, at most.
+pub(crate) fn seen(seq: usize, most: usize) -> u64 {
+    (1..=seq).map(|keys| keys.min(most) as u64).sum()
 }
 
 /// The keys of an indexer behind those of a cache, which must have room for them.
@@ -119,31 +176,19 @@ pub(crate) fn cached_keys(
     Ok(cache.index().append(k.clone(), no_values).0)
 }
 
-/// The rotations of the first channels of an indexer beside those of the attention.
-pub(crate) fn index_rope(
-    of_attention: Option<&RotaryEncodingConfig>,
-    rotated: usize,
-) -> Result<Option<RotaryEncodingConfig>, TransformerError> {
-    let Some(config) = of_attention.filter(|_| rotated > 0) else {
-        return Ok(None);
-    };
-    let mut config = config.clone();
-    config.d_model = rotated;
-    validate_rope(&config, rotated)?;
-    Ok(Some(config))
+/// How many first channels of a width an indexer rotates: half of them, if it does not say.
+pub(crate) fn rotated(rope_dim: Option<usize>, width: usize) -> Result<usize, TransformerError> {
+    let rotated = rope_dim.unwrap_or(width / 4 * 2);
+    let expected = || format!("an even number, at most {width}, the width of an index head");
+    let fits = rotated <= width && rotated.is_multiple_of(2);
+    ensure(fits, "rope_dim", expected, rotated)?;
+    Ok(rotated)
 }
 
 /// That tokens see all earlier ones, from which an indexer chooses.
 pub(crate) fn check_pattern(name: &str, pattern: &Pattern) -> Result<(), TransformerError> {
     let expected = || format!("causal with {name}, whose tokens choose from all earlier ones");
     ensure(*pattern == Pattern::causal(), "pattern", expected, pattern)
-}
-
-/// What calls say that know nothing of an indexer.
-pub(crate) fn not_replaceable(content: String) -> Result<(), TransformerError> {
-    let expected =
-        "none with padding, packed sequences and weights, which know nothing of its indexer";
-    Err(TransformerError::argument("content", expected, content))
 }
 
 impl SparseMultiHeadAttentionConfig {
@@ -155,9 +200,23 @@ impl SparseMultiHeadAttentionConfig {
         self.ensure_no_options(&expected)
     }
 
-    /// A layer of an indexer.
-    pub(crate) fn index_linear(&self, d_input: usize, d_output: usize, device: &Device) -> Linear {
-        LinearConfig::new(d_input, d_output)
+    /// The rotations of an indexer's first channels beside those of the attention.
+    pub(crate) fn index_rope(
+        &self,
+        rotated: usize,
+        device: &Device,
+    ) -> Result<Option<RotaryEncoding>, TransformerError> {
+        let Some(config) = self.rope.as_ref().filter(|_| rotated > 0) else {
+            return Ok(None);
+        };
+        let mut config = config.clone();
+        config.d_model = rotated;
+        validate_rope(&config, rotated)?;
+        Ok(Some(config.init(device)))
+    }
+
+    pub(crate) fn index_linear(&self, d_output: usize, device: &Device) -> Linear {
+        LinearConfig::new(self.d_model, d_output)
             .with_bias(false)
             .with_initializer(self.initializer.clone())
             .init(device)

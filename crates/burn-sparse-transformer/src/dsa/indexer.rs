@@ -7,11 +7,11 @@ use burn_fused_ops::{AddNormOptions, norm};
 use burn_sparse_select::dsa::DsaIndex;
 
 use super::DsaHeadsConfig;
+use super::indexed::rotated;
 use crate::heads::{Positions, rotate_first};
 use crate::stream::layer_norm_params;
-use crate::{Precision, TransformerError};
+use crate::{Precision, SparseMultiHeadAttentionConfig, TransformerError};
 
-/// Of the norm of keys.
 const EPSILON: f64 = 1e-5;
 
 /// The lightning indexer: what it makes of tokens, queries and keys in a precision ([`DsaHeadsConfig::index_precision`]), weights in the dtype of their layer's
@@ -35,31 +35,24 @@ pub struct DsaIndexer {
 }
 
 impl DsaIndexer {
-    /// `linear` makes layers without bias of a number of inputs and outputs; `precision` is the attention's.
     pub(super) fn new(
         config: &DsaHeadsConfig,
-        d_model: usize,
-        precision: Precision,
-        rope: Option<RotaryEncoding>,
-        linear: &dyn Fn(usize, usize) -> Linear,
+        mha: &SparseMultiHeadAttentionConfig,
         device: &Device,
-    ) -> Self {
-        let DsaHeadsConfig {
-            index_heads: heads,
-            index_dim: width,
-            ..
-        } = *config;
-        Self {
-            query: linear(d_model, heads * width),
-            key: linear(d_model, width),
+    ) -> Result<Self, TransformerError> {
+        let (heads, width) = (config.index_heads, config.index_dim);
+        let rotated = rotated(config.rope_dim, width)?;
+        Ok(Self {
+            query: mha.index_linear(heads * width, device),
+            key: mha.index_linear(width, device),
             norm: LayerNormConfig::new(width)
                 .with_epsilon(EPSILON)
                 .init(device),
-            weights: linear(d_model, heads),
-            rope,
+            weights: mha.index_linear(heads, device),
+            rope: mha.index_rope(rotated, device)?,
             heads,
-            precision: config.precision(precision),
-        }
+            precision: config.precision(mha.precision),
+        })
     }
 
     /// The dtype of the queries and keys that it makes.
@@ -71,7 +64,6 @@ impl DsaIndexer {
         [&self.query, &self.key, &self.weights]
     }
 
-    /// All layers, for another initialisation.
     pub(crate) fn layers_mut(&mut self) -> [&mut Linear; 3] {
         [&mut self.query, &mut self.key, &mut self.weights]
     }
@@ -121,7 +113,7 @@ mod tests {
 
     use super::*;
     use crate::content::ContentAttention;
-    use crate::{Pattern, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig};
+    use crate::{Pattern, SparseMultiHeadAttention};
     #[cfg(feature = "autodiff")]
     use crate::{SparseMhaInput, dsa::DsaStage};
 
@@ -139,8 +131,7 @@ mod tests {
                 .with_content(Some(ContentAttention::Dsa(heads)))
                 .with_rope(Some(RotaryEncodingConfig::new(SEQ, 16)))
                 .with_precision(precision)
-                .try_init(device)
-                .unwrap()
+                .init(device)
         };
         let full = layer(Precision::F32, None);
         let record = full.clone().into_record();

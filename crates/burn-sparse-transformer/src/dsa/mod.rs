@@ -3,19 +3,16 @@
 // config      its numbers, also as text
 // stage       how far the training is: dense attention, the indexer's warm-up, or the choice
 // indexer     what the indexer makes of tokens
-// indexed     what layers with other indexers have in common with it
+// indexed     what layers with other indexers have in common with it, in the place of a pattern
 // heads       the choice, attention over it, and the indexer's loss
-// mixed       in the place of a layer's pattern
 
 mod config;
 pub(crate) mod heads;
 pub(crate) mod indexed;
 mod indexer;
-mod mixed;
 mod stage;
 
 pub use config::DsaHeadsConfig;
 pub use heads::DsaHeads;
-pub(crate) use heads::seen;
 pub use indexer::DsaIndexer;
 pub use stage::DsaStage;

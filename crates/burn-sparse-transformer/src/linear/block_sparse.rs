@@ -8,7 +8,7 @@ use burn_fused_ops::sparse_linear::{
 };
 
 use super::kept_blocks::KeptBlocks;
-use crate::error::{ensure, or_panic};
+use crate::error::{ensure, or_panic, or_panics};
 use crate::{Precision, TransformerError};
 
 /// Configuration of [`BlockSparseLinear`].
@@ -47,13 +47,9 @@ pub struct BlockSparseLinearConfig {
 }
 
 impl BlockSparseLinearConfig {
-    /// Creates the layer, with weights that are initialised on first use.
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_init`]'s error.
-    #[track_caller]
-    pub fn init(&self, device: &Device) -> BlockSparseLinear {
-        or_panic(self.try_init(device))
+    or_panics! {
+        /// Creates the layer, with weights that are initialised on first use.
+        pub fn init(&self, device: &Device) -> BlockSparseLinear = try_init;
     }
 
     /// [`Self::init`] that returns its error.
@@ -67,14 +63,14 @@ impl BlockSparseLinearConfig {
         self.try_init_with_layout(layout, device)
     }
 
-    /// [`Self::init`] with blocks of another choice, which must be of a weight `[d_input, d_output]`; `density`, `block`, `pattern` and `seed` are
-    /// of no effect.
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_init_with_layout`]'s error.
-    #[track_caller]
-    pub fn init_with_layout(&self, layout: WeightLayout, device: &Device) -> BlockSparseLinear {
-        or_panic(self.try_init_with_layout(layout, device))
+    or_panics! {
+        /// [`Self::init`] with blocks of another choice, which must be of a weight `[d_input, d_output]`; `density`, `block`, `pattern` and `seed` are
+        /// of no effect.
+        pub fn init_with_layout(
+            &self,
+            layout: WeightLayout,
+            device: &Device,
+        ) -> BlockSparseLinear = try_init_with_layout;
     }
 
     /// [`Self::init_with_layout`] that returns its error.
@@ -294,7 +290,6 @@ impl BlockSparseLinear {
         Ok(product.cast(dtype))
     }
 
-    /// `x · W + bias`, in `dtype`.
     pub(crate) fn product<const D: usize>(
         &self,
         x: Tensor<D>,
@@ -345,7 +340,6 @@ fn indices(indices: Vec<usize>, device: &Device) -> Tensor<1, Int> {
     Tensor::from_data(TensorData::new(indices, [length]), device)
 }
 
-/// Frobenius norms of blocks.
 fn norms(blocks: Tensor<3>) -> Result<Vec<f32>, TransformerError> {
     let squares = blocks.powi_scalar(2).sum_dim(2).sum_dim(1).sqrt();
     let data = squares.try_into_data();

@@ -14,6 +14,7 @@ use burn::tensor::{Device, Tensor};
 use burn_fused_ops::{Activation, LinearOptions, bias_activation, linear};
 
 use crate::error::or_panic;
+use crate::error::or_panics;
 use crate::{Precision, TransformerError};
 
 /// Configuration of [`MixedPrecisionLinear`].
@@ -28,13 +29,9 @@ pub struct MixedPrecisionLinearConfig {
 }
 
 impl MixedPrecisionLinearConfig {
-    /// Creates the layer, initialised as burn-nn's.
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_init`]'s error.
-    #[track_caller]
-    pub fn init(&self, device: &Device) -> MixedPrecisionLinear {
-        or_panic(self.try_init(device))
+    or_panics! {
+        /// Creates the layer, initialised as burn-nn's.
+        pub fn init(&self, device: &Device) -> MixedPrecisionLinear = try_init;
     }
 
     /// [`Self::init`] that returns its error.
@@ -119,7 +116,6 @@ impl MixedPrecisionLinear {
     }
 }
 
-/// Operations of a linear layer for one position: a multiplication and an addition per weight.
 pub(crate) fn linear_flops(linear: &Linear) -> u64 {
     2 * linear.weight.lazy_shape().num_elements() as u64
 }

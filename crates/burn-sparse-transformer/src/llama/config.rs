@@ -5,7 +5,7 @@ use burn_blocksparse::Pattern;
 use burn_sparse_select::Selection;
 
 use super::model::{Llama, LlamaBlock, LlamaMlp};
-use crate::error::{ensure_above_zero, ensure_positive, or_panic};
+use crate::error::{ensure_above_zero, ensure_positive, or_panics};
 use crate::{Precision, QkNorm, RopeScaling, SparseMultiHeadAttentionConfig, TransformerError};
 
 /// Configuration of [`Llama`].
@@ -82,13 +82,9 @@ pub struct LlamaConfig {
 }
 
 impl LlamaConfig {
-    /// Creates the model, with parameters that are initialised on first use.
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_init`]'s error.
-    #[track_caller]
-    pub fn init(&self, device: &Device) -> Llama {
-        or_panic(self.try_init(device))
+    or_panics! {
+        /// Creates the model, with parameters that are initialised on first use.
+        pub fn init(&self, device: &Device) -> Llama = try_init;
     }
 
     /// [`Self::init`] that returns its error.

@@ -28,7 +28,7 @@ impl LlamaConfig {
     pub fn from_hugging_face(json: &str) -> Result<Self, TransformerError> {
         let value: Value = serde_json::from_str(json)
             .map_err(|error| TransformerError::argument("config.json", "a JSON object", error))?;
-        let of = Keys(&value);
+        let of = JsonKeys(&value);
         let kind = of.text("model_type")?.unwrap_or("none");
         if !MODEL_TYPES.contains(&kind) {
             let expected = "llama, mistral, qwen2 or qwen3";
@@ -42,7 +42,7 @@ impl LlamaConfig {
         }
         // Versions of transformers have one or the other, and the base in either.
         let rope = of.get("rope_scaling").or_else(|| of.get("rope_parameters"));
-        let rope = rope.map(Keys);
+        let rope = rope.map(JsonKeys);
         let in_rope = |key| match &rope {
             Some(rope) => rope.number(key),
             None => Ok(None),
@@ -96,7 +96,7 @@ impl LlamaConfig {
 }
 
 /// Which keys a sliding window leaves: as `transformers` reads it, a Llama has none, and Qwen one if it is switched on, behind some layers without it.
-fn pattern(of: &Keys, kind: &str, context: usize) -> Result<Pattern, TransformerError> {
+fn pattern(of: &JsonKeys, kind: &str, context: usize) -> Result<Pattern, TransformerError> {
     let is_on = match kind {
         "mistral" => true,
         "qwen2" | "qwen3" => of.flag("use_sliding_window")?,
@@ -131,8 +131,7 @@ fn pattern(of: &Keys, kind: &str, context: usize) -> Result<Pattern, Transformer
     }
 }
 
-/// How rotations are scaled, of a model that was trained with so many positions.
-fn scaling(of: &Keys, trained: usize) -> Result<Option<RopeScaling>, TransformerError> {
+fn scaling(of: &JsonKeys, trained: usize) -> Result<Option<RopeScaling>, TransformerError> {
     let kind = match of.text("rope_type")? {
         Some(kind) => kind,
         None => of.text("type")?.unwrap_or("default"),
@@ -176,20 +175,9 @@ fn scaling(of: &Keys, trained: usize) -> Result<Option<RopeScaling>, Transformer
     }))
 }
 
-/// Keys of an object.
-struct Keys<'a>(&'a Value);
+struct JsonKeys<'a>(&'a Value);
 
-impl<'a> Keys<'a> {
-    /// What is there and not null.
-    fn get(&self, key: &str) -> Option<&'a Value> {
-        self.0.get(key).filter(|value| !value.is_null())
-    }
-
-    fn refused(&self, key: &'static str, expected: &str) -> TransformerError {
-        let got = self.get(key).map_or("nothing".into(), Value::to_string);
-        TransformerError::argument(key, expected, got)
-    }
-
+impl<'a> JsonKeys<'a> {
     fn text(&self, key: &'static str) -> Result<Option<&'a str>, TransformerError> {
         let read = |value: &'a Value| value.as_str().ok_or_else(|| self.refused(key, "a text"));
         self.get(key).map(read).transpose()
@@ -203,9 +191,44 @@ impl<'a> Keys<'a> {
         };
         self.get(key).map_or(Ok(false), read)
     }
+}
+
+impl<'a> Keys<'a> for JsonKeys<'a> {
+    type Value = Value;
+
+    /// What is there and not null.
+    fn get(&self, key: &str) -> Option<&'a Value> {
+        self.0.get(key).filter(|value| !value.is_null())
+    }
+
+    fn as_f64(value: &Value) -> Option<f64> {
+        value.as_f64()
+    }
+
+    fn as_u64(value: &Value) -> Option<u64> {
+        value.as_u64()
+    }
+}
+
+/// What a checkpoint says of its model, by key.
+pub(crate) trait Keys<'a> {
+    type Value: ToString + 'a;
+
+    fn get(&self, key: &str) -> Option<&'a Self::Value>;
+
+    fn as_f64(value: &Self::Value) -> Option<f64>;
+
+    fn as_u64(value: &Self::Value) -> Option<u64>;
+
+    fn refused(&self, key: &'static str, expected: &str) -> TransformerError {
+        let got = self
+            .get(key)
+            .map_or("nothing".into(), Self::Value::to_string);
+        TransformerError::argument(key, expected, got)
+    }
 
     fn number(&self, key: &'static str) -> Result<Option<f64>, TransformerError> {
-        let read = |value: &Value| value.as_f64().ok_or_else(|| self.refused(key, "a number"));
+        let read = |value| Self::as_f64(value).ok_or_else(|| self.refused(key, "a number"));
         self.get(key).map(read).transpose()
     }
 
@@ -215,8 +238,8 @@ impl<'a> Keys<'a> {
     }
 
     fn maybe_count(&self, key: &'static str) -> Result<Option<usize>, TransformerError> {
-        let read = |value: &Value| {
-            let count = value.as_u64().and_then(|count| usize::try_from(count).ok());
+        let read = |value| {
+            let count = Self::as_u64(value).and_then(|count| usize::try_from(count).ok());
             count.ok_or_else(|| self.refused(key, "a whole number"))
         };
         self.get(key).map(read).transpose()

@@ -8,4 +8,5 @@ mod hugging_face;
 mod model;
 
 pub use config::LlamaConfig;
+pub(crate) use hugging_face::Keys;
 pub use model::{Llama, LlamaBlock, LlamaMlp};

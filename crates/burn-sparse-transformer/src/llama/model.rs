@@ -9,7 +9,7 @@ use burn_fused_ops::{
 use burn_sparse_select::Selection;
 
 use crate::decoder::{Attend, Decoder};
-use crate::error::{ensure, ensure_shape, or_panic};
+use crate::error::{ensure, ensure_shape, or_panics};
 use crate::heads::Positions;
 use crate::layouts::LayoutPool;
 use crate::selected::of_layer;
@@ -91,17 +91,13 @@ impl LlamaMlp {
 }
 
 impl Llama {
-    /// Logits of every position.
-    ///
-    /// # Shapes
-    /// - `tokens`: `[batch, seq]`
-    /// - result: `[batch, seq, vocab_size]`
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_forward`]'s error.
-    #[track_caller]
-    pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
-        or_panic(self.try_forward(tokens))
+    or_panics! {
+        /// Logits of every position.
+        ///
+        /// # Shapes
+        /// - `tokens`: `[batch, seq]`
+        /// - result: `[batch, seq, vocab_size]`
+        pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> = try_forward;
     }
 
     /// [`Self::forward`] that returns its error.
@@ -125,16 +121,12 @@ impl Llama {
         })
     }
 
-    /// Mean cross-entropy of the next tokens, `[1]`, which stores no logits.
-    ///
-    /// # Shapes
-    /// - `tokens`, `targets`: `[batch, seq]`; the target of a token is the one behind it
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_loss`]'s error.
-    #[track_caller]
-    pub fn loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> {
-        or_panic(self.try_loss(tokens, targets))
+    or_panics! {
+        /// Mean cross-entropy of the next tokens, `[1]`, which stores no logits.
+        ///
+        /// # Shapes
+        /// - `tokens`, `targets`: `[batch, seq]`; the target of a token is the one behind it
+        pub fn loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> = try_loss;
     }
 
     /// [`Self::loss`] that returns its error.
@@ -167,21 +159,17 @@ impl Llama {
         SparseTransformerCache::new(self.layers.len(), self.context)
     }
 
-    /// Logits of new tokens, which also attend to those in `cache`, and are in it afterwards.
-    ///
-    /// # Shapes
-    /// - `tokens`: `[batch, new]`
-    /// - result: `[batch, new, vocab_size]`
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_forward_cache`]'s error.
-    #[track_caller]
-    pub fn forward_cache(
-        &self,
-        tokens: Tensor<2, Int>,
-        cache: &mut SparseTransformerCache,
-    ) -> Tensor<3> {
-        or_panic(self.try_forward_cache(tokens, cache))
+    or_panics! {
+        /// Logits of new tokens, which also attend to those in `cache`, and are in it afterwards.
+        ///
+        /// # Shapes
+        /// - `tokens`: `[batch, new]`
+        /// - result: `[batch, new, vocab_size]`
+        pub fn forward_cache(
+            &self,
+            tokens: Tensor<2, Int>,
+            cache: &mut SparseTransformerCache,
+        ) -> Tensor<3> = try_forward_cache;
     }
 
     /// [`Self::forward_cache`] that returns its error, after which the cache is as it was.
@@ -292,7 +280,6 @@ impl Llama {
         Ok(normed)
     }
 
-    /// `[d_model, vocab_size]`.
     fn head_weight(&self) -> Tensor<2> {
         match &self.head {
             Some(head) => head.weight.val(),

@@ -10,7 +10,7 @@ use burn_fused_ops::{Activation, MlpOptions, MlpParams, embedding, mlp};
 use super::{LongformerAttention, LongformerAttentionConfig, LongformerInput};
 use crate::TransformerError;
 use crate::error::{
-    ensure, ensure_above_zero, ensure_dropout, ensure_positive, ensure_shape, or_panic,
+    ensure, ensure_above_zero, ensure_dropout, ensure_positive, ensure_shape, or_panics,
 };
 use crate::stream::{Projected, Stream};
 
@@ -45,13 +45,9 @@ pub struct LongformerEncoderConfig {
 }
 
 impl LongformerEncoderConfig {
-    /// Creates the encoder, initialised as burn-nn's layers are.
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_init`]'s error.
-    #[track_caller]
-    pub fn init(&self, device: &Device) -> LongformerEncoder {
-        or_panic(self.try_init(device))
+    or_panics! {
+        /// Creates the encoder, initialised as burn-nn's layers are.
+        pub fn init(&self, device: &Device) -> LongformerEncoder = try_init;
     }
 
     /// [`Self::init`] that returns its error.
@@ -201,16 +197,12 @@ impl LongformerEncoderInput {
 }
 
 impl LongformerEncoder {
-    /// Applies the embeddings and the layers.
-    ///
-    /// # Shapes
-    /// - output: `[batch, seq, d_model]`; what is at padded positions means nothing
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_forward`]'s error.
-    #[track_caller]
-    pub fn forward(&self, input: LongformerEncoderInput) -> Tensor<3> {
-        or_panic(self.try_forward(input))
+    or_panics! {
+        /// Applies the embeddings and the layers.
+        ///
+        /// # Shapes
+        /// - output: `[batch, seq, d_model]`; what is at padded positions means nothing
+        pub fn forward(&self, input: LongformerEncoderInput) -> Tensor<3> = try_forward;
     }
 
     /// [`Self::forward`] that returns its error.
@@ -260,22 +252,15 @@ impl LongformerEncoder {
 }
 
 impl LongformerLayer {
-    /// Applies the layer.
-    ///
-    /// # Shapes
-    /// - input and output: `[batch, seq, d_model]`
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_forward`]'s error.
-    #[track_caller]
-    pub fn forward(&self, input: LongformerInput) -> Tensor<3> {
-        or_panic(self.try_forward(input))
+    or_panics! {
+        /// Applies the layer.
+        ///
+        /// # Shapes
+        /// - input and output: `[batch, seq, d_model]`
+        pub fn forward(&self, input: LongformerInput) -> Tensor<3> = try_forward;
     }
 
     /// [`Self::forward`] that returns its error.
-    ///
-    /// # Errors
-    /// As [`LongformerAttention::forward`].
     pub fn try_forward(&self, input: LongformerInput) -> Result<Tensor<3>, TransformerError> {
         let x = input.tensor().clone();
         let attended = self.attention.try_forward(input)?.context;

@@ -16,7 +16,7 @@ use burn_blocksparse::{Pattern, SparseAttentionCall};
 use burn_fused_ops::join_heads;
 
 use crate::call::Call;
-use crate::error::{ensure, ensure_none, or_panic};
+use crate::error::{ensure, ensure_none, or_panics};
 use crate::input::{PaddedBatch, Padding};
 use crate::layouts::{Layouts, Request};
 use crate::precision::project_heads;
@@ -35,13 +35,9 @@ pub struct LongformerAttentionConfig {
 }
 
 impl LongformerAttentionConfig {
-    /// Creates the module. The projections of global tokens begin as copies of the others (Beltagy et al., 2020, §3.1).
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_init`]'s error.
-    #[track_caller]
-    pub fn init(&self, device: &Device) -> LongformerAttention {
-        or_panic(self.try_init(device))
+    or_panics! {
+        /// Creates the module. The projections of global tokens begin as copies of the others (Beltagy et al., 2020, §3.1).
+        pub fn init(&self, device: &Device) -> LongformerAttention = try_init;
     }
 
     /// [`Self::init`] that returns its error.
@@ -131,7 +127,6 @@ impl LongformerInput {
         self
     }
 
-    /// `[batch, seq, d_model]`
     pub(crate) fn tensor(&self) -> &Tensor<3> {
         &self.tensor
     }
@@ -193,31 +188,27 @@ impl LongformerAttention {
         })
     }
 
-    /// Attention of ordinary tokens to what the pattern allows and to the global tokens, and of global tokens to everything.
-    ///
-    /// # Shapes
-    /// - input: `[batch, seq, d_model]`
-    /// - `context`: `[batch, seq, d_model]`, 0 where padded
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_forward`]'s error.
-    ///
-    /// ```
-    /// use burn::tensor::{Device, Distribution, Tensor};
-    /// use burn_sparse_transformer::{Pattern, SparseMultiHeadAttentionConfig};
-    /// use burn_sparse_transformer::longformer::{LongformerAttentionConfig, LongformerInput};
-    ///
-    /// let device = Device::flex();
-    /// let attention = SparseMultiHeadAttentionConfig::new(64, 4, Pattern::window(32));
-    /// let longformer = LongformerAttentionConfig::new(attention).init(&device);
-    /// let x = Tensor::<3>::random([2, 200, 64], Distribution::Default, &device);
-    /// // The first sequence has a question of ten tokens, the second one a single token for its class.
-    /// let input = LongformerInput::new(x).global_per_entry([(0..10).collect(), vec![0]]);
-    /// assert_eq!(longformer.forward(input).context.dims(), [2, 200, 64]);
-    /// ```
-    #[track_caller]
-    pub fn forward(&self, input: LongformerInput) -> SparseMhaOutput {
-        or_panic(self.try_forward(input))
+    or_panics! {
+        /// Attention of ordinary tokens to what the pattern allows and to the global tokens, and of global tokens to everything.
+        ///
+        /// # Shapes
+        /// - input: `[batch, seq, d_model]`
+        /// - `context`: `[batch, seq, d_model]`, 0 where padded
+        ///
+        /// ```
+        /// use burn::tensor::{Device, Distribution, Tensor};
+        /// use burn_sparse_transformer::{Pattern, SparseMultiHeadAttentionConfig};
+        /// use burn_sparse_transformer::longformer::{LongformerAttentionConfig, LongformerInput};
+        ///
+        /// let device = Device::flex();
+        /// let attention = SparseMultiHeadAttentionConfig::new(64, 4, Pattern::window(32));
+        /// let longformer = LongformerAttentionConfig::new(attention).init(&device);
+        /// let x = Tensor::<3>::random([2, 200, 64], Distribution::Default, &device);
+        /// // The first sequence has a question of ten tokens, the second one a single token for its class.
+        /// let input = LongformerInput::new(x).global_per_entry([(0..10).collect(), vec![0]]);
+        /// assert_eq!(longformer.forward(input).context.dims(), [2, 200, 64]);
+        /// ```
+        pub fn forward(&self, input: LongformerInput) -> SparseMhaOutput = try_forward;
     }
 
     /// [`Self::forward`] that returns its error.

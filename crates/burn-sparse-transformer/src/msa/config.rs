@@ -6,7 +6,8 @@ use burn::config::Config;
 use burn_sparse_select::msa::Msa;
 
 use crate::TransformerError;
-use crate::error::{ensure, ensure_positive};
+use crate::dsa::indexed::rotated;
+use crate::error::ensure_positive;
 
 /// Configuration of [`MsaHeads`](super::MsaHeads). The defaults are the paper's (MiniMax, 2026).
 ///
@@ -28,7 +29,6 @@ pub struct MsaHeadsConfig {
 }
 
 impl MsaHeadsConfig {
-    /// What their text begins with.
     pub(crate) const NAME: &str = "msa";
 
     pub(crate) fn op(&self) -> Result<Msa, TransformerError> {
@@ -38,17 +38,10 @@ impl MsaHeadsConfig {
     pub(crate) fn validate(&self) -> Result<(), TransformerError> {
         self.op()?;
         ensure_positive("index_dim", self.index_dim)?;
-        let (rotated, width) = (self.rotated(), self.index_dim);
-        let expected = || format!("an even number, at most {width}, the width of an index head");
-        let fits = rotated <= width && rotated.is_multiple_of(2);
-        ensure(fits, "rope_dim", expected, rotated)
+        rotated(self.rope_dim, self.index_dim)?;
+        Ok(())
     }
 
-    pub(super) fn rotated(&self) -> usize {
-        self.rope_dim.unwrap_or(self.index_dim / 4 * 2)
-    }
-
-    /// Reads what stands behind the name, if it is a configuration.
     pub(crate) fn read(arguments: &[&str]) -> Option<Self> {
         let numbers = arguments.iter().map(|text| text.parse());
         let numbers: Result<Vec<usize>, _> = numbers.collect();
@@ -60,7 +53,6 @@ impl MsaHeadsConfig {
         })
     }
 
-    /// Its text.
     pub(crate) fn write(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
             block,

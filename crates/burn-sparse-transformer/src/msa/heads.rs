@@ -1,7 +1,7 @@
 //! An index branch, its choice, attention over it, and what the branch learns by.
 
 use burn::module::Module;
-use burn::nn::{Linear, RmsNorm, RmsNormConfig, RotaryEncoding, RotaryEncodingConfig};
+use burn::nn::{Linear, RmsNorm, RmsNormConfig, RotaryEncoding};
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 use burn_blocksparse::AttentionOptions;
 use burn_fused_ops::{AddNormOptions, NormKind, NormParams, norm};
@@ -9,11 +9,12 @@ use burn_sparse_select::msa::{Msa, MsaIndex, MsaTarget};
 
 use super::MsaHeadsConfig;
 use crate::call::Seen;
-use crate::dsa::indexed::{Indexed, cached_keys, index_rope};
-use crate::dsa::{DsaStage, seen};
+use crate::content::ContentAttention;
+use crate::dsa::DsaStage;
+use crate::dsa::indexed::{Indexed, cached_keys, rotated, seen};
 use crate::heads::{Positions, rotate_first};
 use crate::linear::linear_flops;
-use crate::{Precision, SparseMhaCache, TransformerError};
+use crate::{Precision, SparseMhaCache, SparseMultiHeadAttentionConfig, TransformerError};
 
 /// Heads of MiniMax sparse attention: an index branch, and how many blocks it chooses for a token. Queries, keys and values are those of the layer. The branch
 /// gets tokens detached, so that it learns nothing by the model's loss, and the model nothing by its.
@@ -40,28 +41,23 @@ pub struct MsaHeads {
 }
 
 impl MsaHeads {
-    /// `linear` makes layers without bias of a number of inputs and outputs; `rope` are the attention's rotations, and `precision` is its precision.
-    pub(super) fn new(
+    pub(crate) fn new(
         config: &MsaHeadsConfig,
-        [d_model, n_kv_heads]: [usize; 2],
-        precision: Precision,
-        rope: Option<&RotaryEncodingConfig>,
-        linear: &dyn Fn(usize, usize) -> Linear,
+        mha: &SparseMultiHeadAttentionConfig,
         device: &Device,
     ) -> Result<Self, TransformerError> {
-        config.validate()?;
+        let n_kv_heads = mha.n_kv_heads.unwrap_or(mha.n_heads);
         let width = config.index_dim;
         let norm = || RmsNormConfig::new(width).init(device);
-        let rope = index_rope(rope, config.rotated())?;
         Ok(Self {
-            query: linear(d_model, n_kv_heads * width),
-            key: linear(d_model, width),
+            query: mha.index_linear(n_kv_heads * width, device),
+            key: mha.index_linear(width, device),
             query_norm: norm(),
             key_norm: norm(),
-            rope: rope.map(|config| config.init(device)),
+            rope: mha.index_rope(rotated(config.rope_dim, width)?, device)?,
             op: config.op()?,
             config: config.clone(),
-            precision,
+            precision: mha.precision,
             stage: DsaStage::default(),
         })
     }
@@ -121,29 +117,7 @@ impl MsaHeads {
         index: MsaIndex,
         options: &AttentionOptions,
     ) -> Result<Tensor<4>, TransformerError> {
-        Ok(self.attend(heads, index, options, false)?.heads)
-    }
-
-    /// Operations of the index branch's layers for one position, forward.
-    pub(super) fn matmul_flops_per_token(&self) -> u64 {
-        [&self.query, &self.key].map(linear_flops).iter().sum()
-    }
-
-    /// Operations of the index branch's scores for one sequence, forward: none where there is nothing to choose.
-    pub(super) fn score_flops(&self, seq: usize) -> u64 {
-        let [_, queries] = self.query.weight.val().dims();
-        match seq.div_ceil(self.config.block) > self.config.keep {
-            true => 2 * queries as u64 * seen(seq, seq),
-            false => 0,
-        }
-    }
-
-    /// Pairs that one head attends to in a sequence.
-    pub(super) fn pairs(&self, seq: usize) -> u64 {
-        match self.stage {
-            DsaStage::Sparse => (1..=seq).map(|keys| self.op.attended(keys) as u64).sum(),
-            DsaStage::Dense | DsaStage::WarmUp => seen(seq, seq),
-        }
+        Ok(Indexed::attend(self, heads, index, options, false)?.heads)
     }
 }
 
@@ -153,6 +127,10 @@ impl Indexed for MsaHeads {
 
     fn stage(&self) -> DsaStage {
         self.stage
+    }
+
+    fn content(&self) -> ContentAttention {
+        ContentAttention::Msa(self.config.clone())
     }
 
     fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<MsaIndex, TransformerError> {
@@ -198,5 +176,21 @@ impl Indexed for MsaHeads {
         scale: Option<f64>,
     ) -> Result<Tensor<1>, TransformerError> {
         Ok(self.op.loss(index, pair, scale, MsaTarget::All)?)
+    }
+
+    fn head_pairs(&self, seq: usize) -> u64 {
+        (1..=seq).map(|keys| self.op.attended(keys) as u64).sum()
+    }
+
+    fn layer_flops(&self) -> u64 {
+        [&self.query, &self.key].map(linear_flops).iter().sum()
+    }
+
+    fn choice_flops(&self, seq: usize) -> u64 {
+        let [_, queries] = self.query.weight.val().dims();
+        match seq.div_ceil(self.config.block) > self.config.keep {
+            true => 2 * queries as u64 * seen(seq, seq),
+            false => 0,
+        }
     }
 }

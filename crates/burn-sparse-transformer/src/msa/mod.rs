@@ -2,11 +2,9 @@
 
 // config      its numbers, also as text
 // heads       the index branch, the choice, attention over it, and what the branch learns by
-// mixed       in the place of a layer's pattern
 
 mod config;
 pub(crate) mod heads;
-mod mixed;
 
 pub use config::MsaHeadsConfig;
 pub use heads::MsaHeads;

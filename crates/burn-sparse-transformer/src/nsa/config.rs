@@ -45,7 +45,6 @@ pub struct NsaHeadsConfig {
 }
 
 impl NsaHeadsConfig {
-    /// What their text begins with.
     pub(crate) const NAME: &str = "nsa";
 
     pub(crate) fn options(&self) -> NsaOptions {
@@ -83,7 +82,6 @@ impl NsaHeadsConfig {
         Ok(self.options().check()?)
     }
 
-    /// Reads what stands behind the name, if it is a configuration.
     pub(crate) fn read(arguments: &[&str]) -> Option<Self> {
         let is_number = |text: &&&str| text.starts_with(|c: char| c.is_ascii_digit());
         let count = arguments.iter().take_while(is_number).count();
@@ -110,7 +108,6 @@ impl NsaHeadsConfig {
         }
     }
 
-    /// Its text.
     pub(crate) fn write(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
             block,

@@ -44,7 +44,6 @@ pub struct NsaProjections {
     pub value: Linear,
 }
 
-/// Sizes of heads.
 #[derive(Clone, Copy)]
 pub(crate) struct NsaSizes {
     pub(crate) d_model: usize,
@@ -149,7 +148,6 @@ impl NsaHeads {
         &self.config
     }
 
-    /// All layers, for another initialisation.
     pub(crate) fn layers_mut(&mut self) -> Vec<&mut Linear> {
         let projections = [&mut self.compressed, &mut self.window];
         let projections = projections.into_iter().flatten();
@@ -194,7 +192,6 @@ impl NsaHeads {
         Ok(self.op.attention(query, keys_values, gates)?)
     }
 
-    /// The same of new positions, behind those in a cache.
     pub(crate) fn forward_cache(
         &self,
         x: Tensor<3>,
@@ -360,7 +357,6 @@ impl NsaHeads {
         layers + compressors.map(of_block).sum::<u64>()
     }
 
-    /// Pairs that one head attends to in a sequence, in all branches.
     pub(crate) fn pairs(&self, seq: usize) -> u64 {
         let NsaHeadsConfig {
             selected_block,

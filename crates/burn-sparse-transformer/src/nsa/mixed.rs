@@ -107,7 +107,6 @@ impl AttentionKind for NsaHeads {
     }
 }
 
-/// As it is written.
 fn content(nsa: &NsaHeads) -> String {
     fmt::from_fn(|f| nsa.config().write(f)).to_string()
 }

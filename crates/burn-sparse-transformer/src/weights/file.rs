@@ -254,7 +254,6 @@ struct Index {
     weight_map: BTreeMap<String, String>,
 }
 
-/// A parameter and where it comes from.
 struct Planned<'a> {
     parameter: Wanted,
     form: Form,

@@ -2,7 +2,6 @@ use burn::module::{Module, ModuleVisitor, Param, Parameter};
 use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, DType, Device, Int, Tensor};
 
-/// What a file has to have for a parameter.
 pub(super) struct Wanted {
     pub name: String,
     pub shape: Vec<usize>,

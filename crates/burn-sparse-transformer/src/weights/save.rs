@@ -62,7 +62,6 @@ fn take_usual_mode(_: &Path) -> std::io::Result<()> {
     Ok(())
 }
 
-/// The form of a parameter by the first rule for it.
 fn form_of(map: &KeyMap, parameter: &str) -> Form {
     let candidates = map.candidates(parameter);
     candidates.first().map_or(Form::Same, |(_, form)| *form)

@@ -6,7 +6,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{Device, Distribution, Int, Tensor, TensorData, Tolerance};
 use burn_sparse_transformer::{
-    SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, TransformerError,
+    Factorization, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
+    SparseTransformerConfig, TransformerError,
 };
 
 /// A backend has one random number generator for the whole process: tests that depend on what is drawn
@@ -90,6 +91,19 @@ pub fn randomise<M: Module>(module: M) -> M {
     module.map(&mut Randomise)
 }
 
+/// A model of `[d_model, heads]`, for `[vocab, context, layers]`, in blocks of 8.
+pub fn small(
+    [d_model, heads]: [usize; 2],
+    factorization: impl Into<Factorization>,
+    [vocab, context, layers]: [usize; 3],
+) -> SparseTransformerConfig {
+    SparseTransformerConfig::new(d_model, heads, factorization.into())
+        .with_vocab_size(vocab)
+        .with_context(context)
+        .with_n_layers(layers)
+        .with_block_size(8)
+}
+
 /// Equal up to `tolerance`, absolute and relative.
 pub fn assert_close<const D: usize>(a: Tensor<D>, b: Tensor<D>, tolerance: f32) {
     let tolerance = Tolerance::absolute(tolerance).set_relative(tolerance);
@@ -111,4 +125,92 @@ pub fn attend_cache(
 ) -> Result<Tensor<3>, TransformerError> {
     let output = mha.try_forward_cache(SparseMhaInput::self_attn(x), cache)?;
     Ok(output.context)
+}
+
+/// The largest difference of two tensors' numbers.
+pub fn apart<const D: usize>(a: Tensor<D>, b: Tensor<D>) -> f32 {
+    (a - b).abs().max().into_scalar()
+}
+
+/// That pieces of a sequence, one behind the other in a new cache, give what the whole gives.
+#[track_caller]
+pub fn assert_pieces(
+    mha: &SparseMultiHeadAttention,
+    (x, cache): (&Tensor<3>, &mut SparseMhaCache),
+    pieces: &[usize],
+    tolerance: f32,
+) {
+    let whole = attend(mha, x.clone()).unwrap();
+    let rows = pieces.iter().map(|&count| {
+        let piece = x.clone().narrow(1, cache.len(), count);
+        attend_cache(mha, piece, cache).unwrap()
+    });
+    let rows = Tensor::cat(rows.collect(), 1);
+    assert_eq!(cache.len(), x.dims()[1]);
+    assert_close(rows, whole, tolerance);
+}
+
+/// The gradient of each parameter that has one, by the parameter's path.
+#[cfg(feature = "autodiff")]
+pub type Gradients = std::collections::BTreeMap<String, Vec<f32>>;
+
+/// Those of a module whose parameters all have one.
+#[cfg(feature = "autodiff")]
+pub fn all_gradients_of<M: Module>(
+    module: &M,
+    gradients: &burn::optim::GradientsParams,
+) -> Gradients {
+    let found = gradients_of(module, gradients);
+    let numbers: usize = found.values().map(Vec::len).sum();
+    assert_eq!(
+        numbers,
+        module.num_params(),
+        "all parameters have a gradient"
+    );
+    found
+}
+
+#[cfg(feature = "autodiff")]
+pub fn gradients_of<M: Module>(module: &M, gradients: &burn::optim::GradientsParams) -> Gradients {
+    struct Found<'a> {
+        gradients: &'a burn::optim::GradientsParams,
+        path: Vec<String>,
+        found: Gradients,
+    }
+    impl burn::module::ModuleVisitor for Found<'_> {
+        fn enter_module(&mut self, name: &str, _container: &str) {
+            self.path.push(name.into());
+        }
+
+        fn exit_module(&mut self, _name: &str, _container: &str) {
+            self.path.pop();
+        }
+
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            if let Some(gradient) = self.gradients.get::<D>(param.id) {
+                let numbers = gradient.into_data().try_to_vec::<f32>().unwrap();
+                self.found.insert(self.path.join("."), numbers);
+            }
+        }
+    }
+    let mut visitor = Found {
+        gradients,
+        path: Vec::new(),
+        found: Gradients::new(),
+    };
+    module.visit(&mut visitor);
+    visitor.found
+}
+
+/// The largest of some numbers, without signs.
+pub fn largest<'a>(numbers: impl IntoIterator<Item = &'a f32>) -> f32 {
+    numbers.into_iter().fold(0.0, |most, x| most.max(x.abs()))
+}
+
+/// That `rounded` is not `exact`, and nearer than a share of it.
+#[track_caller]
+pub fn assert_rounded<const D: usize>(rounded: Tensor<D>, exact: Tensor<D>, most: f32) {
+    let norm = |x: Tensor<D>| x.powi_scalar(2).sum().sqrt().into_scalar::<f32>();
+    let error = norm(rounded - exact.clone()) / norm(exact);
+    assert!(error > 0.0 && error < most, "{error}");
 }

@@ -86,35 +86,38 @@ fn attention_and_block_round_trip() {
             .with_qk_norm(Some(QkNorm::Rms))
             .with_quiet_softmax(true);
         assert_round_trip(&config);
+        let chooses = "topk:8,4,1,0,share=max".parse().unwrap();
+        assert_round_trip(&config.clone().with_selection(Some(chooses)));
+        let content = Some("routing:8,2".parse().unwrap());
+        assert_round_trip(&config.with_content(content).with_local_heads(Some(2)));
         assert_round_trip(&SparseTransformerBlockConfig::new(64, 8, pattern).with_dropout(0.1));
     }
 }
 
-/// What a configuration that was written before a field came says of it.
+/// What a configuration that was written before fields came says of them.
 #[test]
 fn optional_fields_may_be_missing() {
-    let causal = Pattern::causal();
-    let config = SparseTransformerConfig::new(16, 2, causal.clone().into())
+    fn assert_may_miss<C: Config + std::fmt::Display>(config: &C, fields: &[&str]) {
+        let mut json: serde_json::Map<String, serde_json::Value> =
+            serde_json::from_str(&config.to_string()).unwrap();
+        for field in fields {
+            assert!(json.remove(*field).unwrap().is_null(), "{field}");
+        }
+        let json = serde_json::to_string(&json).unwrap();
+        let loaded = C::load_binary(json.as_bytes()).unwrap();
+        assert_eq!(loaded.to_string(), config.to_string());
+    }
+    let causal = Pattern::causal;
+    let model = SparseTransformerConfig::new(16, 2, causal().into())
         .with_vocab_size(9)
         .with_context(32)
         .with_n_layers(1)
         .with_embedding_width(Some(8));
-    let absent = ["attention", "position_embedding", "context", "n_kv_heads"];
-    let without = |json: String| {
-        let mut fields: serde_json::Map<String, serde_json::Value> =
-            serde_json::from_str(&json).unwrap();
-        fields.retain(|name, value| !(absent.contains(&name.as_str()) && value.is_null()));
-        serde_json::to_string(&fields).unwrap()
-    };
-    let json = without(config.to_string());
-    assert!(!json.contains("\"attention\"") && !json.contains("position_embedding"));
-    let loaded = SparseTransformerConfig::load_binary(json.as_bytes()).unwrap();
-    assert_eq!(loaded.to_string(), config.to_string());
-    let block = SparseTransformerBlockConfig::new(16, 2, causal);
-    let json = without(block.to_string());
-    assert!(!json.contains("\"context\""));
-    let loaded = SparseTransformerBlockConfig::load_binary(json.as_bytes()).unwrap();
-    assert_eq!(loaded.to_string(), block.to_string());
+    assert_may_miss(&model, &["attention", "position_embedding", "n_kv_heads"]);
+    let block = SparseTransformerBlockConfig::new(16, 2, causal());
+    assert_may_miss(&block, &["attention", "context", "n_kv_heads"]);
+    let attention = SparseMultiHeadAttentionConfig::new(16, 2, causal());
+    assert_may_miss(&attention, &["selection", "content", "local_heads"]);
 }
 
 /// What `enwik8 export` wrote when the sizes were arguments of `new`.
@@ -152,7 +155,7 @@ fn sizes_that_were_not_set_are_refused_by_name() {
     assert_eq!(refused(config()), "context must be at least 1, got 0");
     let config = || config().with_context(40);
     assert_eq!(refused(config()), "n_layers must be at least 1, got 0");
-    let model = config().with_n_layers(1).try_init(&device).unwrap();
+    let model = config().with_n_layers(1).init(&device);
     let positions = model.position_embedding.unwrap();
     assert_eq!(
         [positions.row.dims(), positions.column.dims()],

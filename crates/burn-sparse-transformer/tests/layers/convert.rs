@@ -1,6 +1,6 @@
 //! Modules and records of burn-nn with a pattern.
 
-use crate::common::{assert_close, random, randomise};
+use crate::common::{assert_close, assert_pieces, random, randomise};
 use burn::module::{Module, Param};
 use burn::nn::attention::{MhaInput, MultiHeadAttentionConfig, generate_autoregressive_mask};
 use burn::nn::transformer::{
@@ -43,7 +43,7 @@ fn attention_keeps_its_weights_and_its_output() {
     }
     let run = |mha: &SparseMultiHeadAttention| {
         let input = SparseMhaInput::self_attn(x.clone());
-        mha.try_forward(input).unwrap().context
+        mha.forward(input).context
     };
     let input = MhaInput::self_attn(x.clone());
     assert_close(run(&same), dense.forward(input.clone()).context, 1e-5);
@@ -91,7 +91,7 @@ fn a_quiet_softmax_stays_quiet() {
             SparseMhaInput::new(x.clone(), x.clone(), x.clone()).lengths(lengths),
         ),
     ] {
-        let got = convert(&dense, pattern).try_forward(ours).unwrap();
+        let got = convert(&dense, pattern).forward(ours);
         assert_close(got.context, dense.forward(theirs).context, 1e-5);
     }
 
@@ -109,17 +109,17 @@ fn a_quiet_softmax_stays_quiet() {
     assert!(least < 0.9, "weights that all sum to {least} are not quiet");
     let sparse = convert(&dense, Pattern::dense());
     let input = SparseMhaInput::new(x.clone(), x.clone(), values);
-    let got = sparse.try_forward(input.clone()).unwrap().context;
+    let got = sparse.forward(input.clone()).context;
     let got = got.reshape([2, SEQ, 4, SEQ]).swap_dims(1, 2);
     assert_close(got, expected.clone(), 1e-5);
-    let (_, weights) = sparse.try_forward_with_weights(input).unwrap();
+    let (_, weights) = sparse.forward_with_weights(input);
     assert_close(weights.to_dense(), expected, 1e-5);
 
     // It is no parameter, so that records load both ways, and the decoder's pieces are the whole.
     let config = SparseMultiHeadAttentionConfig::new(32, 4, Pattern::causal())
         .with_block_size(8)
         .with_quiet_softmax(true);
-    let mha = config.try_init(&device).unwrap();
+    let mha = config.init(&device);
     let mha = mha.load_record(
         dense
             .clone()
@@ -128,15 +128,7 @@ fn a_quiet_softmax_stays_quiet() {
             .allow_partial(true),
     );
     assert_eq!(mha.num_params(), quiet.init(&device).num_params());
-    let whole = mha
-        .try_forward(SparseMhaInput::self_attn(x.clone()))
-        .unwrap();
-    let mut cache = SparseMhaCache::new();
-    let pieces = [5, 1, 2].map(|new| {
-        let piece = SparseMhaInput::self_attn(x.clone().narrow(1, cache.len(), new));
-        mha.try_forward_cache(piece, &mut cache).unwrap().context
-    });
-    assert_close(Tensor::cat(pieces.to_vec(), 1), whole.context, 1e-5);
+    assert_pieces(&mha, (&x, &mut SparseMhaCache::new()), &[5, 1, 2], 1e-5);
     refused! { config.with_sinks(true).try_init(&device) => "sinks must be none with quiet_softmax, which is one, got some"; }
 }
 
@@ -151,7 +143,7 @@ fn a_quiet_softmax_is_trained() {
     let sparse = SparseMultiHeadAttention::from_dense(&dense, Pattern::dense(), 8).unwrap();
     let x = random([2, 13, 32], &device);
     let theirs = dense.forward(MhaInput::self_attn(x.clone())).context;
-    let ours = sparse.try_forward(SparseMhaInput::self_attn(x)).unwrap();
+    let ours = sparse.forward(SparseMhaInput::self_attn(x));
     let gradient = |y: Tensor<3>| {
         let grads = y.powi_scalar(2).sum().backward();
         dense.query.weight.val().grad(&grads).unwrap()
@@ -174,7 +166,7 @@ fn encoders_keep_their_output(#[values(false, true)] norm_first: bool) {
     ] {
         let expected = dense.forward(input);
         let input = SparseTransformerEncoderInput::new(x.clone());
-        let got = sparse(&dense, pattern).try_forward(input).unwrap();
+        let got = sparse(&dense, pattern).forward(input);
         assert_close(got, expected, 2e-5);
     }
 }
@@ -192,8 +184,7 @@ fn records_load_both_ways(
     let bytes = dense.clone().into_record().into_bytes().unwrap();
     let loaded = SparseTransformerEncoderConfig::new(config.clone(), Pattern::dense())
         .with_block_size(8)
-        .try_init(&device)
-        .unwrap()
+        .init(&device)
         .try_load_record(ModuleRecord::from_bytes(bytes).unwrap())
         .unwrap();
     let x = random([1, 13, 32], &device);
@@ -215,7 +206,7 @@ fn encoders_pad_as_burn_nns() {
     let expected = dense.forward(TransformerEncoderInput::new(x.clone()).mask_pad(mask.clone()));
     let sparse = sparse(&dense, Pattern::dense());
     let input = SparseTransformerEncoderInput::new(x);
-    let got = sparse.try_forward(input.clone().mask_pad(mask)).unwrap();
+    let got = sparse.forward(input.clone().mask_pad(mask));
     let real = |t: Tensor<3>, entry, from, len| t.narrow(0, entry, 1).narrow(1, from, len);
     assert_close(
         real(got.clone(), 0, 1, 10),
@@ -230,20 +221,16 @@ fn encoders_pad_as_burn_nns() {
 fn encoders_decode_and_take_packed_sequences() {
     let sparse = sparse(&encoder(true), Pattern::fixed(8, 2));
     let x = random([1, 30, 32], &Device::flex());
-    let forward = |x: Tensor<3>| {
-        sparse
-            .try_forward(SparseTransformerEncoderInput::new(x))
-            .unwrap()
-    };
+    let forward = |x: Tensor<3>| sparse.forward(SparseTransformerEncoderInput::new(x));
     let mut caches = sparse.new_caches();
     let piece = |from, len| x.clone().narrow(1, from, len);
     let pieces = [(0, 19), (19, 1), (20, 10)];
     let decoded = pieces.map(|(from, len)| {
         let piece = piece(from, len);
-        sparse.try_forward_cache(piece, &mut caches).unwrap()
+        sparse.forward_cache(piece, &mut caches)
     });
     assert_close(Tensor::cat(decoded.to_vec(), 1), forward(x.clone()), 2e-5);
-    let packed = sparse.try_forward_packed(x.clone(), &[0, 19, 30]).unwrap();
+    let packed = sparse.forward_packed(x.clone(), &[0, 19, 30]);
     let alone = [forward(piece(0, 19)), forward(piece(19, 11))];
     assert_close(packed, Tensor::cat(alone.to_vec(), 1), 2e-5);
     refused! { sparse.try_forward_cache(x.clone(), &mut caches[..2]) => "caches must be 3, one for each layer, got 2"; }

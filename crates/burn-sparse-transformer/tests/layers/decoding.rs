@@ -3,12 +3,14 @@
 use burn::nn::RotaryEncodingConfig;
 use burn::tensor::{Device, Int, Tensor};
 use burn_sparse_transformer::{
-    Pattern, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
+    Pattern, QkNorm, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
     SparseMultiHeadAttentionConfig, SparseTransformer, TransformerError,
 };
 use rstest::rstest;
 
-use crate::common::{PATTERNS, assert_close, random, randomise};
+use crate::common::{
+    PATTERNS, apart, assert_close, assert_pieces, attend, attend_cache, random, randomise,
+};
 
 /// Not a multiple of the block size.
 const SEQ: usize = 21;
@@ -25,22 +27,19 @@ fn rows_from_a_cache_are_those_of_the_whole_for_every_pattern() {
     for text in PATTERNS {
         let pattern: Pattern = text.parse().unwrap();
         assert!(pattern.is_causal(), "{text}");
-        let mha = SparseMultiHeadAttentionConfig::new(16, 2, pattern)
-            .with_block_size(8)
-            .with_n_kv_heads(Some(1))
-            .with_rope(Some(RotaryEncodingConfig::new(SEQ, 8)));
-        let mha = randomise(mha.try_init(&device).unwrap());
-        let whole = mha
-            .try_forward(SparseMhaInput::self_attn(x.clone()))
-            .unwrap();
-        let mut cache = SparseMhaCache::new();
-        let rows = (0..SEQ).map(|token| {
-            let token = SparseMhaInput::self_attn(x.clone().narrow(1, token, 1));
-            mha.try_forward_cache(token, &mut cache).unwrap().context
-        });
-        let rows = Tensor::cat(rows.collect(), 1);
-        println!("{text}");
-        assert_close(rows, whole.context, 1e-5);
+        for (norm, pieces) in [
+            (None, &[1; SEQ][..]),
+            (Some(QkNorm::Rms), &[7, 1, 1, 10, 2]),
+        ] {
+            let mha = SparseMultiHeadAttentionConfig::new(16, 2, pattern.clone())
+                .with_block_size(8)
+                .with_n_kv_heads(Some(1))
+                .with_qk_norm(norm)
+                .with_rope(Some(RotaryEncodingConfig::new(SEQ, 8)));
+            let mha = randomise(mha.init(&device));
+            println!("{text}");
+            assert_pieces(&mha, (&x, &mut SparseMhaCache::new()), pieces, 2e-5);
+        }
     }
 }
 
@@ -51,7 +50,7 @@ fn attention(pattern: Pattern) -> SparseMultiHeadAttention {
         .with_softcap(Some(3.0))
         .with_sinks(true)
         .with_relative_reach(Some(6));
-    randomise(config.try_init(&Device::flex()).unwrap())
+    randomise(config.init(&Device::flex()))
 }
 
 /// A piece of a sequence: its first position and how many there are.
@@ -76,20 +75,17 @@ fn pieces_between_boundaries_are_rows_of_the_whole(#[case] text: &str, #[case] s
     let mha = attention(pattern.clone());
     let x = random([2, SEQ, 16], &Device::flex());
     let others = random([2, SEQ, 16], &Device::flex()) * -0.7 + 0.3;
-    let whole = mha
-        .try_forward(SparseMhaInput::self_attn(x.clone()))
-        .unwrap();
+    let whole = mha.forward(SparseMhaInput::self_attn(x.clone()));
     let mut cache = SparseMhaCache::new();
     let mut rows = Vec::new();
     let mut before = 0;
     for &stop in stops {
         assert!(pattern.allows_boundary(2, stop), "{text} at {stop}");
         // What is taken back leaves nothing behind.
-        mha.try_forward_cache(piece(&others, before, stop - before), &mut cache)
-            .unwrap();
+        mha.forward_cache(piece(&others, before, stop - before), &mut cache);
         cache.truncate(before);
         let input = piece(&x, before, stop - before);
-        rows.push(mha.try_forward_cache(input, &mut cache).unwrap().context);
+        rows.push(mha.forward_cache(input, &mut cache).context);
         before = stop;
     }
     let last = mha.try_forward_cache_last(piece(&x, before, SEQ - before), &mut cache);
@@ -136,8 +132,7 @@ fn a_cache_stops_where_it_may(#[case] text: &str, #[case] stop: usize, #[case] s
     assert_eq!(error.to_string(), expected);
     assert_eq!(cache.len(), 0);
     // The end of a sequence may be anywhere, but nothing goes on from there.
-    mha.try_forward_cache_last(piece(&x, 0, stop), &mut cache)
-        .unwrap();
+    mha.forward_cache_last(piece(&x, 0, stop), &mut cache);
     refused! { mha.try_forward_cache(piece(&x, stop, 1), &mut cache) => expected; }
     assert_eq!(cache.len(), stop);
 }
@@ -145,11 +140,11 @@ fn a_cache_stops_where_it_may(#[case] text: &str, #[case] stop: usize, #[case] s
 /// That a model decodes 40 tokens of two sequences by a cache as it sees them at once, going back included, and that other tokens behind the 23rd change
 /// what is seen from there on alone.
 pub fn assert_decodes_and_sees_no_future(model: &SparseTransformer, tokens: &Tensor<2, Int>) {
-    let whole = model.try_forward(tokens.clone()).unwrap();
+    let whole = model.forward(tokens.clone());
     let mut cache = model.new_cache();
     let rows = [13, 1, 1, 8, 17].map(|count| {
         let new = tokens.clone().narrow(1, cache.position(), count);
-        model.try_forward_cache(new, &mut cache).unwrap()
+        model.forward_cache(new, &mut cache)
     });
     assert_close(Tensor::cat(rows.to_vec(), 1), whole.clone(), 1e-4);
     // A refused call leaves the cache as it was.
@@ -157,14 +152,31 @@ pub fn assert_decodes_and_sees_no_future(model: &SparseTransformer, tokens: &Ten
     let many = tokens.clone().narrow(1, 0, 30);
     assert!(model.try_forward_cache(many, &mut cache).is_err());
     let new = tokens.clone().narrow(1, 20, 5);
-    let again = model.try_forward_cache(new, &mut cache).unwrap();
+    let again = model.forward_cache(new, &mut cache);
     assert_close(again, whole.clone().narrow(1, 20, 5), 1e-4);
 
     let zeros = Tensor::<2, Int>::zeros([2, 17], &tokens.device());
     let moved = Tensor::cat(vec![tokens.clone().narrow(1, 0, 23), zeros], 1);
-    let moved = model.try_forward(moved).unwrap();
+    let moved = model.forward(moved);
     let first = |x: &Tensor<3>| x.clone().narrow(1, 0, 23);
     assert_close(first(&moved), first(&whole), 1e-5);
-    let difference = (moved - whole).abs().max().into_scalar::<f32>();
+    let difference = apart(moved, whole);
     assert!(difference > 1e-3, "{difference}");
+}
+
+/// That a layer decodes token by token and in pieces, of which some are taken back, and that it goes on with its own batch alone.
+pub fn assert_layer_decodes(layer: &SparseMultiHeadAttention, x: &Tensor<3>) {
+    let [_, seq, width] = x.dims();
+    let whole = attend(layer, x.clone()).unwrap();
+    for pieces in [vec![1; seq], vec![10, 1, 1, 5, seq - 17]] {
+        let mut cache = SparseMhaCache::new();
+        assert_pieces(layer, (x, &mut cache), &pieces, 1e-5);
+        // What is taken back is forgotten.
+        cache.truncate(11);
+        let again = attend_cache(layer, x.clone().narrow(1, 11, 4), &mut cache);
+        assert_close(again.unwrap(), whole.clone().narrow(1, 11, 4), 1e-5);
+        let other = random([1, 1, width], &x.device());
+        refused! { attend_cache(layer, other, &mut cache) => "…batch…"; }
+        assert_eq!(cache.len(), 15);
+    }
 }

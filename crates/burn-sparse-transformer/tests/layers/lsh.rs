@@ -250,11 +250,9 @@ fn rotations_follow_from_seeds() {
         .with_seed(5);
     let config = LshAttentionConfig::new(16, 2).with_heads(heads);
     let x = random([2, 60, 16], &device);
-    let attention = config.try_init(&device).unwrap();
+    let attention = config.init(&device);
     let of = |seed: Option<u64>| {
-        let out = attention
-            .try_forward(x.clone(), seed.map(Seed::from))
-            .unwrap();
+        let out = attention.forward(x.clone(), seed.map(Seed::from));
         numbers(out)
     };
     let first = of(None);
@@ -267,9 +265,9 @@ fn rotations_follow_from_seeds() {
     }
     // In training every call has rotations of its own.
     let training = Device::flex().autodiff();
-    let attention = config.try_init(&training).unwrap();
+    let attention = config.init(&training);
     let x = random([1, 60, 16], &training);
-    let of = || numbers(attention.try_forward(x.clone(), None).unwrap());
+    let of = || numbers(attention.forward(x.clone(), None));
     assert_ne!(of(), of());
 }
 
@@ -280,11 +278,7 @@ fn zeros_are_finite() {
     let x = Tensor::<4>::zeros([1, 1, 20, 4], &device).require_grad();
     let v = tensor(&scattered(80, 1), [1, 1, 20, 4], &device, DType::F32).require_grad();
     let heads = LshHeadsConfig::new().with_bucket(4).with_rounds(2);
-    let out = heads
-        .try_init()
-        .unwrap()
-        .try_forward(x.clone(), v.clone(), None)
-        .unwrap();
+    let out = heads.init().forward(x.clone(), v.clone(), None);
     let grads = (out.clone() * out).sum().backward();
     for x in [x.grad(&grads).unwrap(), v.grad(&grads).unwrap()] {
         assert!(numbers(x).iter().all(|x| x.is_finite()));
@@ -310,7 +304,7 @@ fn bad_numbers_and_shapes_are_refused() {
     let device = Device::flex();
     let x = |seq, dim| Tensor::<4>::zeros([1, 2, seq, dim], &device);
     let rotations = |dim| Tensor::<3>::zeros([1, dim, 2], &device);
-    let attention = LshAttentionConfig::new(16, 2).try_init(&device).unwrap();
+    let attention = LshAttentionConfig::new(16, 2).init(&device);
     refused! {
         lsh_attention(x(8, 4), x(9, 4), rotations(4), options(4)) => "value must be [batch = 1, heads = 2, seq = 8…";
         lsh_attention(x(8, 4), x(8, 4), rotations(5), options(4)) => "rotations must be [rounds ≥ 1, head_dim = 4…";

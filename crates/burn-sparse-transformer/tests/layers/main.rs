@@ -30,3 +30,4 @@ mod routing;
 mod selection;
 mod sparse_attention;
 mod transformer;
+mod whole_layers;

@@ -1,6 +1,6 @@
 //! What `SparseMultiHeadAttention` adds to scores and drops of weights: against the same in dense Burn operations, and against itself.
 
-use crate::common::{assert_close, attend, random, randomise};
+use crate::common::{apart, assert_close, assert_pieces, attend, random, randomise};
 use burn::module::{Module, Param};
 use burn::nn::attention::MultiHeadAttentionConfig;
 use burn::nn::transformer::TransformerEncoderConfig;
@@ -34,7 +34,7 @@ fn biased() -> SparseMultiHeadAttentionConfig {
 }
 
 fn init(config: SparseMultiHeadAttentionConfig) -> SparseMultiHeadAttention {
-    randomise(config.try_init(&Device::flex()).unwrap())
+    randomise(config.init(&Device::flex()))
 }
 
 fn forward(mha: &SparseMultiHeadAttention, x: &Tensor<3>) -> Tensor<3> {
@@ -93,10 +93,10 @@ fn biases_and_sinks_equal_dense_attention(#[values(1, 13, 40)] seq: usize) {
     for shape in [[2, HEADS, seq, seq], [1, HEADS, 1, seq], [2, 1, seq, seq]] {
         let bias = random(shape, &device);
         let input = SparseMhaInput::self_attn(x.clone()).bias(bias.clone());
-        let got = mha.try_forward(input.clone()).unwrap().context;
+        let got = mha.forward(input.clone()).context;
         let (context, expected) = dense(&mha, x.clone(), bias);
         assert_close(got, context.clone(), 2e-5);
-        let (got, weights) = mha.try_forward_with_weights(input).unwrap();
+        let (got, weights) = mha.forward_with_weights(input);
         assert_close(got.context, context, 2e-5);
         assert_close(weights.to_dense(), expected, 2e-5);
     }
@@ -107,20 +107,11 @@ fn pieces_and_packed_sequences_give_what_the_whole_gives() {
     let device = Device::flex();
     let mha = init(biased());
     let x = random([1, 30, D_MODEL], &device);
+    assert_pieces(&mha, (&x, &mut SparseMhaCache::new()), &[7, 1, 1, 21], 2e-5);
     let whole = forward(&mha, &x);
-    let mut cache = SparseMhaCache::new();
-    for new in [7, 1, 1, 21] {
-        let start = cache.len();
-        let piece = SparseMhaInput::self_attn(x.clone().narrow(1, start, new));
-        let got = mha.try_forward_cache(piece, &mut cache).unwrap().context;
-        assert_close(got, whole.clone().narrow(1, start, new), 2e-5);
-    }
     let y = random([1, 11, D_MODEL], &device);
     let packed = Tensor::cat(vec![x, y.clone()], 1);
-    let got = mha
-        .try_forward_packed(packed, &[0, 30, 41])
-        .unwrap()
-        .context;
+    let got = mha.forward_packed(packed, &[0, 30, 41]).context;
     assert_close(got, Tensor::cat(vec![whole, forward(&mha, &y)], 1), 2e-5);
 }
 
@@ -130,11 +121,10 @@ fn records_carry_what_is_learned() {
     let x = random([1, 20, D_MODEL], &device);
     let mha = init(biased());
     let loaded = biased()
-        .try_init(&device)
-        .unwrap()
+        .init(&device)
         .load_record(mha.clone().into_record());
     assert_close(forward(&loaded, &x), forward(&mha, &x), 0.0);
-    let fresh = biased().try_init(&device).unwrap();
+    let fresh = biased().init(&device);
     let zeros = |x: Tensor<1>| assert_eq!(x.abs().max().into_scalar::<f32>(), 0.0);
     zeros(fresh.sinks.unwrap().val());
     zeros(fresh.relative_bias.unwrap().val().flatten(0, 1));
@@ -142,10 +132,7 @@ fn records_carry_what_is_learned() {
 
 /// Whose queries and keys are alike, so that all keys have the same weight.
 fn uniform(dropout: f64, device: &Device) -> SparseMultiHeadAttention {
-    let mut mha = config(Pattern::dense())
-        .with_dropout(dropout)
-        .try_init(device)
-        .unwrap();
+    let mut mha = config(Pattern::dense()).with_dropout(dropout).init(device);
     mha.query.weight = Param::from_tensor(Tensor::zeros([D_MODEL, D_MODEL], device));
     mha
 }
@@ -157,12 +144,10 @@ fn weights_are_dropped_while_training_only() {
     let mha = uniform(0.4, &device);
     let x = random([1, 24, D_MODEL], &plain);
     let context = |mha: &SparseMultiHeadAttention, input: SparseMhaInput| {
-        mha.try_forward(input).unwrap().context.without_autodiff()
+        mha.forward(input).context.without_autodiff()
     };
     let input = || SparseMhaInput::self_attn(x.clone().autodiff());
-    let differ = |a: &Tensor<3>, b: &Tensor<3>| {
-        (a.clone() - b.clone()).abs().max().into_scalar::<f32>() > 1e-4
-    };
+    let differ = |a: &Tensor<3>, b: &Tensor<3>| apart(a.clone(), b.clone()) > 1e-4;
     let whole = forward(&mha.valid(), &x);
     assert_close(forward(&mha.valid(), &x), whole.clone(), 0.0);
     assert_close(context(&mha.clone().freeze(), input()), whole.clone(), 1e-6);
@@ -174,23 +159,18 @@ fn weights_are_dropped_while_training_only() {
     assert!(differ(&seeded(7), &seeded(8)));
     // The masks are right on average.
     let mean = (0..400).fold(Tensor::zeros_like(&whole), |sum, seed| sum + seeded(seed)) / 400.0;
-    let error = (mean - whole.clone()).abs().max().into_scalar::<f32>();
-    let size = whole.clone().abs().max().into_scalar::<f32>();
-    let once = (seeded(1) - whole).abs().max().into_scalar::<f32>();
-    assert!(
-        error < 0.25 * once,
-        "{error} of {once}, values up to {size}"
-    );
+    let (error, once) = (apart(mean, whole.clone()), apart(seeded(1), whole));
+    assert!(error < 0.25 * once, "{error} of {once}");
 }
 
 #[test]
 fn every_learned_bias_gets_a_gradient() {
     let device = Device::flex().autodiff();
-    let mha = randomise(biased().with_dropout(0.2).try_init(&device).unwrap());
+    let mha = randomise(biased().with_dropout(0.2).init(&device));
     let x = random([2, 20, D_MODEL], &device);
     let bias = random([1, HEADS, 20, 20], &device).require_grad();
     let input = SparseMhaInput::self_attn(x).bias(bias.clone());
-    let y = mha.try_forward(input).unwrap().context;
+    let y = mha.forward(input).context;
     let grads = y.powi_scalar(2).sum().backward();
     let largest = |grad: Tensor<1>| grad.abs().max().into_scalar::<f32>();
     let table = mha.relative_bias.unwrap().val().grad(&grads).unwrap();
@@ -226,13 +206,11 @@ fn a_layout_of_the_moment_takes_the_patterns_place() {
     let x = random([2, 50, D_MODEL], &device);
     let input = || SparseMhaInput::self_attn(x.clone());
     let all = mha.clone().with_pattern(Pattern::causal(), 8).unwrap();
-    let causal = mha
-        .try_forward_choosing(input(), |query, key| {
-            assert_eq!(query.dims(), [2, HEADS, 50, D_K]);
-            assert_eq!(key.dims(), [2, 2, 50, D_K]);
-            Ok(all.layout(50, 50).unwrap())
-        })
-        .unwrap();
+    let causal = mha.forward_choosing(input(), |query, key| {
+        assert_eq!(query.dims(), [2, HEADS, 50, D_K]);
+        assert_eq!(key.dims(), [2, 2, 50, D_K]);
+        Ok(all.layout(50, 50).unwrap())
+    });
     assert_close(causal.context, forward(&all, &x), 0.0);
     let four = TopKOptions::new(8, 4);
     let there =
@@ -240,11 +218,8 @@ fn a_layout_of_the_moment_takes_the_patterns_place() {
     let here = mha.try_forward_choosing(input(), |q, k| top_k_blocks(q, k, four.clone()));
     let (there, here) = (there.unwrap().context, here.unwrap().context);
     assert_close(there.clone(), here, 1e-5);
-    let difference = (there - forward(&all, &x)).abs().max();
-    assert!(
-        difference.into_scalar::<f32>() > 1e-3,
-        "four blocks are not all"
-    );
+    let difference = apart(there, forward(&all, &x));
+    assert!(difference > 1e-3, "four blocks are not all");
 }
 
 #[test]

@@ -15,7 +15,7 @@ fn attention(pattern: Pattern) -> SparseMultiHeadAttention {
         .with_n_kv_heads(Some(2))
         .with_rope(Some(RotaryEncodingConfig::new(40, 8)))
         .with_qk_norm(Some(QkNorm::Rms));
-    randomise(config.try_init(&Device::flex()).unwrap())
+    randomise(config.init(&Device::flex()))
 }
 
 /// `run` of every sequence of `x` alone.
@@ -48,7 +48,7 @@ fn each_sequence_is_as_if_alone(#[case] cu_seqlens: &[usize]) {
         let mha = attention(pattern.clone());
         let x = random([1, total, 32], &Device::flex());
         let expected = one_by_one(&x, cu_seqlens, |x| attend(&mha, x).unwrap());
-        let got = mha.try_forward_packed(x, cu_seqlens).unwrap().context;
+        let got = mha.forward_packed(x, cu_seqlens).context;
         assert_close(got, expected, 2e-5);
     }
 }
@@ -58,10 +58,7 @@ fn gradients_stay_in_their_sequence() {
     let mha = attention(Pattern::dense());
     let device = Device::flex().autodiff();
     let x = random([1, 20, 32], &device).require_grad();
-    let y = mha
-        .try_forward_packed(x.clone(), &[0, 7, 20])
-        .unwrap()
-        .context;
+    let y = mha.forward_packed(x.clone(), &[0, 7, 20]).context;
     let grads = y.narrow(1, 0, 7).sum().backward();
     let grad = x.grad(&grads).unwrap();
     let largest = |t: Tensor<3>| t.abs().max().into_scalar::<f32>();
@@ -73,15 +70,11 @@ fn gradients_stay_in_their_sequence() {
 fn blocks_take_packed_sequences() {
     let device = Device::flex();
     let config = SparseTransformerBlockConfig::new(16, 2, Pattern::fixed(8, 2)).with_block_size(8);
-    let block = randomise(config.try_init(&device).unwrap());
+    let block = randomise(config.init(&device));
     let x = random([1, 31, 16], &device);
     let cu_seqlens = [0, 10, 11, 31];
-    let expected = one_by_one(&x, &cu_seqlens, |x| block.try_forward(x).unwrap());
-    assert_close(
-        block.try_forward_packed(x, &cu_seqlens).unwrap(),
-        expected,
-        1e-5,
-    );
+    let expected = one_by_one(&x, &cu_seqlens, |x| block.forward(x));
+    assert_close(block.forward_packed(x, &cu_seqlens), expected, 1e-5);
 }
 
 #[rstest]

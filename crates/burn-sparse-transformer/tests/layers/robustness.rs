@@ -197,11 +197,10 @@ proptest! {
         // Layers are made one by one.
         let n_layers = n_layers.min(4);
         let [vocab, context, d_model, width, block_size] = sizes[..] else { unreachable!() };
-        let mut config = SparseTransformerConfig::new(d_model, n_heads, Factorization::Interleaved(patterns.clone()))
-.with_vocab_size(vocab)
-.with_context(context)
-.with_n_layers(n_layers)
-.with_embedding_width(Some(width))
+        let factorization = Factorization::Interleaved(patterns.clone());
+        let mut config = SparseTransformerConfig::new(d_model, n_heads, factorization)
+            .with_vocab_size(vocab).with_context(context).with_n_layers(n_layers)
+            .with_embedding_width(Some(width))
             .with_d_key(d_key).with_d_ff(d_ff).with_n_kv_heads(kv)
             .with_dropout(reals[0]).with_layer_norm_eps(reals[1]).with_init_scale(reals[2])
             .with_block_size(if block_size < 10 { 8 } else { block_size })

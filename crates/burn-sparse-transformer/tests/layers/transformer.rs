@@ -1,6 +1,6 @@
 //! The model's forward pass: residual form, causality, decoding, and what it refuses.
 
-use crate::common::{assert_close, attend, random, randomise, tokens};
+use crate::common::{apart, assert_close, attend, random, randomise, small, tokens};
 use burn::module::Module;
 use burn::tensor::{Device, Int, Tensor};
 use burn_sparse_transformer::{
@@ -13,16 +13,11 @@ const VOCAB: usize = 11;
 const CONTEXT: usize = 40;
 
 fn config(factorization: impl Into<Factorization>) -> SparseTransformerConfig {
-    SparseTransformerConfig::new(16, 2, factorization.into())
-        .with_vocab_size(VOCAB)
-        .with_context(CONTEXT)
-        .with_n_layers(3)
-        .with_embedding_width(Some(8))
-        .with_block_size(8)
+    small([16, 2], factorization, [VOCAB, CONTEXT, 3]).with_embedding_width(Some(8))
 }
 
 fn model(factorization: impl Into<Factorization>) -> SparseTransformer {
-    randomise(config(factorization).try_init(&Device::flex()).unwrap())
+    randomise(config(factorization).init(&Device::flex()))
 }
 
 fn factorizations() -> Vec<Factorization> {
@@ -42,25 +37,24 @@ fn factorizations() -> Vec<Factorization> {
 fn a_block_adds_a_and_b_to_the_residual_stream() {
     let device = Device::flex();
     let config = SparseTransformerBlockConfig::new(16, 2, Pattern::causal()).with_block_size(8);
-    let block = randomise(config.try_init(&device).unwrap());
+    let block = randomise(config.init(&device));
     let h = random([2, 13, 16], &device);
     let a = attend(&block.mha, block.norm_1.forward(h.clone())).unwrap();
     let b = block
         .pwff
-        .try_forward(block.norm_2.forward(h.clone() + a.clone()))
-        .unwrap();
-    assert_close(block.try_forward(h.clone()).unwrap(), h + a + b, 1e-5);
+        .forward(block.norm_2.forward(h.clone() + a.clone()));
+    assert_close(block.forward(h.clone()), h + a + b, 1e-5);
 }
 
 #[test]
 fn a_new_model_finds_every_token_equally_likely() {
     let device = Device::flex();
-    let model = config(Pattern::fixed(8, 2)).try_init(&device).unwrap();
+    let model = config(Pattern::fixed(8, 2)).init(&device);
     let x = tokens(2, CONTEXT, VOCAB, &device);
-    let logits = model.try_forward(x.clone()).unwrap();
+    let logits = model.forward(x.clone());
     assert_eq!(logits.dims(), [2, CONTEXT, VOCAB]);
     assert_close(logits.clone(), logits.zeros_like(), 0.0);
-    let loss: f64 = model.try_loss(x.clone(), x).unwrap().into_scalar();
+    let loss: f64 = model.loss(x.clone(), x).into_scalar();
     assert!((loss - (VOCAB as f64).ln()).abs() < 1e-6);
 }
 
@@ -72,7 +66,7 @@ fn loss_is_the_mean_negative_log_likelihood_of_the_targets() {
         tokens(2, 9, VOCAB, &device),
         tokens(2, 9, VOCAB, &device).flip([1]),
     );
-    let logits = model.try_forward(x.clone()).unwrap().into_data();
+    let logits = model.forward(x.clone()).into_data();
     let logits = logits.try_to_vec::<f32>().unwrap();
     let targets = y.clone().into_data().iter::<i64>().collect::<Vec<_>>();
     let nats: f64 = logits
@@ -83,7 +77,7 @@ fn loss_is_the_mean_negative_log_likelihood_of_the_targets() {
             sum.ln() - f64::from(row[*target as usize])
         })
         .sum();
-    let loss: f64 = model.try_loss(x, y).unwrap().into_scalar();
+    let loss: f64 = model.loss(x, y).into_scalar();
     assert!((loss - nats / targets.len() as f64).abs() < 1e-5);
 }
 
@@ -96,14 +90,13 @@ fn logits_depend_on_their_own_and_earlier_tokens_only() {
         let x = tokens(1, CONTEXT, VOCAB, &device);
         let other = (x.clone().narrow(1, changed, 1) + 1).remainder_scalar(VOCAB as i64);
         let y = x.clone().slice_assign([0..1, changed..changed + 1], other);
-        let (a, b) = (model.try_forward(x).unwrap(), model.try_forward(y).unwrap());
+        let (a, b) = (model.forward(x), model.forward(y));
         let before = |t: &Tensor<3>| t.clone().narrow(1, 0, changed);
         let at = |t: &Tensor<3>| t.clone().narrow(1, changed, 1);
         let later = |t: &Tensor<3>| t.clone().narrow(1, changed + 1, CONTEXT - changed - 1);
-        let difference = |a: Tensor<3>, b: Tensor<3>| (a - b).abs().max().into_scalar::<f32>();
-        assert_eq!(difference(before(&a), before(&b)), 0.0, "{factorization}");
-        assert!(difference(at(&a), at(&b)) > 1e-3, "{factorization}");
-        assert!(difference(later(&a), later(&b)) > 1e-3, "{factorization}");
+        assert_eq!(apart(before(&a), before(&b)), 0.0, "{factorization}");
+        assert!(apart(at(&a), at(&b)) > 1e-3, "{factorization}");
+        assert!(apart(later(&a), later(&b)) > 1e-3, "{factorization}");
     }
 }
 
@@ -138,12 +131,12 @@ fn pieces_through_the_cache_equal_the_whole(#[case] pieces: &[usize]) {
     let x = tokens(2, CONTEXT, VOCAB, &device);
     for factorization in factorizations() {
         let model = model(factorization);
-        let whole = model.try_forward(x.clone()).unwrap();
+        let whole = model.forward(x.clone());
         let mut cache = model.new_cache();
         let mut logits = vec![];
         for new in pieces {
             let piece = x.clone().narrow(1, cache.position(), *new);
-            logits.push(model.try_forward_cache(piece, &mut cache).unwrap());
+            logits.push(model.forward_cache(piece, &mut cache));
         }
         assert_eq!(cache.position(), CONTEXT);
         assert_close(Tensor::cat(logits, 1), whole, 1e-5);
@@ -156,18 +149,16 @@ fn a_truncated_cache_continues_from_there() {
     let model = model(Pattern::fixed(8, 2));
     let x = tokens(1, 30, VOCAB, &device);
     let mut cache = model.new_cache();
-    model.try_forward_cache(x.clone(), &mut cache).unwrap();
+    model.forward_cache(x.clone(), &mut cache);
     cache.truncate(12);
     assert_eq!(cache.position(), 12);
-    let again = model
-        .try_forward_cache(x.clone().narrow(1, 12, 18), &mut cache)
-        .unwrap();
-    let whole = model.try_forward(x.clone()).unwrap();
+    let again = model.forward_cache(x.clone().narrow(1, 12, 18), &mut cache);
+    let whole = model.forward(x.clone());
     assert_close(again, whole.narrow(1, 12, 18), 1e-5);
     // Cleared, it takes another batch.
     cache.clear();
     let two = Tensor::cat(vec![x.clone(), x], 0);
-    let logits = model.try_forward_cache(two, &mut cache).unwrap();
+    let logits = model.forward_cache(two, &mut cache);
     assert_eq!(logits.dims(), [2, 30, VOCAB]);
 }
 
@@ -187,12 +178,12 @@ fn positions_past_the_context_are_refused_and_the_cache_kept() {
     );
     let mut cache = model.new_cache();
     let most = tokens(1, CONTEXT - 1, VOCAB, &device);
-    model.try_forward_cache(most, &mut cache).unwrap();
+    model.forward_cache(most, &mut cache);
     let two = tokens(1, 2, VOCAB, &device);
     refused! { model.try_forward_cache(two, &mut cache) => "positions must stay below 40, the model's context, got positions 39..41"; }
     assert_eq!(cache.position(), CONTEXT - 1);
     let one = tokens(1, 1, VOCAB, &device);
-    model.try_forward_cache(one, &mut cache).unwrap();
+    model.forward_cache(one, &mut cache);
 }
 
 #[test]
@@ -205,7 +196,7 @@ fn inputs_that_do_not_fit_are_refused() {
         model.try_loss(ids(1, 4), ids(1, 3)) => "targets must be [batch = 1, seq = 4], got [1, 3]";
     }
     let mut cache = model.new_cache();
-    model.try_forward_cache(ids(1, 4), &mut cache).unwrap();
+    model.forward_cache(ids(1, 4), &mut cache);
     refused! { model.try_forward_cache(ids(2, 1), &mut cache) => "batch must be 1, the cache's, got 2"; }
     assert_eq!(cache.position(), 4);
     let mut shorter = model.clone();
@@ -251,16 +242,10 @@ fn attention_flops_count_allowed_pairs() {
 
 #[test]
 fn a_record_restores_the_model() {
-    let device = Device::flex();
     let a = model(Pattern::fixed(8, 2));
-    let b = config(Pattern::fixed(8, 2)).try_init(&device).unwrap();
+    let b = config(Pattern::fixed(8, 2)).init(&Device::flex());
     let bytes = a.clone().into_record().into_bytes().unwrap();
-    let record = burn::store::ModuleRecord::from_bytes(bytes).unwrap();
-    let b = b.load_record(record);
-    let x = tokens(1, 20, VOCAB, &device);
-    assert_close(
-        a.try_forward(x.clone()).unwrap(),
-        b.try_forward(x).unwrap(),
-        0.0,
-    );
+    let b = b.load_record(burn::store::ModuleRecord::from_bytes(bytes).unwrap());
+    let x = tokens(1, 20, VOCAB, &Device::flex());
+    assert_close(a.forward(x.clone()), b.forward(x), 0.0);
 }

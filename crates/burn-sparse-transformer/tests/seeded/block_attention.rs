@@ -1,6 +1,6 @@
 //! What the attention of blocks and models can have beside the paper's: decoding, records and gradients with each of it.
 
-use crate::common::{assert_close, random, randomise, tokens};
+use crate::common::{apart, assert_close, random, randomise, small, tokens};
 use burn::module::Module;
 use burn::store::ModuleRecord;
 use burn::tensor::{Device, Int, Tensor};
@@ -57,22 +57,14 @@ impl With {
 fn config(attention: Option<BlockAttentionConfig>) -> SparseTransformerConfig {
     let patterns = vec![Pattern::fixed(8, 2), Pattern::local(6)];
     let factorization = Factorization::Interleaved(patterns);
-    SparseTransformerConfig::new(16, HEADS, factorization)
-        .with_vocab_size(VOCAB)
-        .with_context(CONTEXT)
-        .with_n_layers(3)
+    small([16, HEADS], factorization, [VOCAB, CONTEXT, 3])
         .with_embedding_width(Some(8))
-        .with_block_size(8)
         .with_n_kv_heads(Some(2))
         .with_attention(attention)
 }
 
 fn logits(model: &SparseTransformer, x: &Tensor<2, Int>) -> Tensor<3> {
-    model.try_forward(x.clone()).unwrap()
-}
-
-fn difference<const D: usize>(a: Tensor<D>, b: Tensor<D>) -> f32 {
-    (a - b).abs().max().into_scalar()
+    model.forward(x.clone())
 }
 
 #[rstest]
@@ -92,8 +84,8 @@ fn each_is_there_and_decodes_and_is_recorded(
     let device = Device::flex();
     let _guard = crate::common::seed(&device, 1);
     let configure = |attention| config(attention).with_position_embedding(position_embedding);
-    let plain = configure(None).try_init(&device).unwrap();
-    let model = configure(Some(with.attention())).try_init(&device).unwrap();
+    let plain = configure(None).init(&device);
+    let model = configure(Some(with.attention())).init(&device);
     assert_eq!(model.num_params() - plain.num_params(), 3 * with.params());
     let model = randomise(model);
     let x = tokens(2, 33, VOCAB, &device);
@@ -102,15 +94,15 @@ fn each_is_there_and_decodes_and_is_recorded(
     let bytes = model.clone().into_record().into_bytes().unwrap();
     let record = || ModuleRecord::from_bytes(bytes.clone()).unwrap();
     let without = plain.load_record(record().allow_unused(true));
-    assert!(difference(logits(&without, &x), whole.clone()) > 1e-3);
-    let loaded = configure(Some(with.attention())).try_init(&device).unwrap();
+    assert!(apart(logits(&without, &x), whole.clone()) > 1e-3);
+    let loaded = configure(Some(with.attention())).init(&device);
     let loaded = loaded.try_load_record(record()).unwrap();
     assert_close(logits(&loaded, &x), whole.clone(), 0.0);
 
     let mut cache = model.new_cache();
     let pieces = [7, 1, 1, 12, 12].map(|new| {
         let piece = x.clone().narrow(1, cache.position(), new);
-        model.try_forward_cache(piece, &mut cache).unwrap()
+        model.forward_cache(piece, &mut cache)
     });
     assert_close(Tensor::cat(pieces.to_vec(), 1), whole, 2e-5);
 }
@@ -119,7 +111,7 @@ fn each_is_there_and_decodes_and_is_recorded(
 fn every_block_has_what_was_asked_for() {
     let device = Device::flex();
     let attention = With::All.attention().with_dropout(0.2);
-    let model = config(Some(attention.clone())).try_init(&device).unwrap();
+    let model = config(Some(attention.clone())).init(&device);
     assert!(model.position_embedding.is_some());
     for block in &model.blocks {
         let mha = &block.mha;
@@ -135,7 +127,7 @@ fn every_block_has_what_was_asked_for() {
         assert_eq!(rope.freq_complex.dims(), [CONTEXT, 4, 2]);
     }
     let bare = config(None).with_position_embedding(Some(false));
-    assert!(bare.try_init(&device).unwrap().position_embedding.is_none());
+    assert!(bare.init(&device).position_embedding.is_none());
 }
 
 /// With nothing else to tell them apart, tokens in another order give another result only by the positions.
@@ -144,16 +136,12 @@ fn rotations_alone_tell_positions() {
     let device = Device::flex();
     let _guard = crate::common::seed(&device, 2);
     let model = |attention: Option<BlockAttentionConfig>| {
-        let causal = Pattern::causal().into();
-        let config = SparseTransformerConfig::new(16, HEADS, causal)
-            .with_vocab_size(VOCAB)
-            .with_context(CONTEXT)
-            .with_n_layers(1)
+        let causal = Pattern::causal();
+        let config = small([16, HEADS], causal, [VOCAB, CONTEXT, 1])
             .with_embedding_width(Some(8))
-            .with_block_size(8)
             .with_position_embedding(Some(false))
             .with_attention(attention);
-        randomise(config.try_init(&device).unwrap())
+        randomise(config.init(&device))
     };
     let x = tokens(1, 20, VOCAB, &device);
     let swapped = Tensor::cat(
@@ -164,7 +152,7 @@ fn rotations_alone_tell_positions() {
         1,
     );
     let last = |model: &SparseTransformer, x| logits(model, x).narrow(1, 19, 1);
-    let change = |model| difference(last(&model, &x), last(&model, &swapped));
+    let change = |model| apart(last(&model, &x), last(&model, &swapped));
     assert!(change(model(None)) < 1e-5);
     assert!(change(model(Some(With::Rope.attention()))) > 1e-3);
 }
@@ -177,15 +165,15 @@ fn a_block_by_itself_rotates_as_far_as_its_context() {
         .with_attention(Some(With::All.attention()));
     refused! { config.try_init(&device) => "context must be given with rope_theta, got none"; }
     let config = config.with_context(Some(CONTEXT));
-    let block = randomise(config.try_init(&device).unwrap());
+    let block = randomise(config.init(&device));
     let x = random([2, CONTEXT + 1, 16], &device);
     assert!(block.try_forward(x.clone()).is_err());
     let x = x.narrow(1, 0, CONTEXT);
-    let whole = block.try_forward(x.clone()).unwrap();
+    let whole = block.forward(x.clone());
     let mut cache = SparseMhaCache::new();
     let pieces = [CONTEXT - 9, 1, 8].map(|new| {
         let piece = x.clone().narrow(1, cache.len(), new);
-        block.try_forward_cache(piece, &mut cache).unwrap()
+        block.forward_cache(piece, &mut cache)
     });
     assert_close(Tensor::cat(pieces.to_vec(), 1), whole, 2e-5);
 }
@@ -218,25 +206,17 @@ fn heads_that_do_not_fit_are_refused_with_rotations() {
 
 #[cfg(feature = "autodiff")]
 mod gradients {
-    use burn::module::{ModuleVisitor, Param};
     use burn::optim::GradientsParams;
 
     use super::*;
+    use crate::common::{all_gradients_of, largest};
 
     /// Largest difference of two gradients, and the largest gradient, of all parameters; none may lack one.
     fn compare(model: &SparseTransformer, a: &GradientsParams, b: &GradientsParams) -> [f32; 2] {
-        struct Compare<'a>([&'a GradientsParams; 2], [f32; 2]);
-        impl ModuleVisitor for Compare<'_> {
-            fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-                let [a, b] = self.0.map(|of| of.get::<D>(param.id).expect("a gradient"));
-                let largest = |t: Tensor<D>| t.abs().max().into_scalar::<f32>();
-                let [difference, size] = self.1;
-                self.1 = [difference.max(largest(a.clone() - b)), size.max(largest(a))];
-            }
-        }
-        let mut visitor = Compare([a, b], [0.0; 2]);
-        model.visit(&mut visitor);
-        visitor.1
+        let [a, b] = [a, b].map(|of| all_gradients_of(model, of));
+        let pairs = a.values().flatten().zip(b.values().flatten());
+        let apart: Vec<f32> = pairs.map(|(a, b)| a - b).collect();
+        [largest(&apart), largest(a.values().flatten())]
     }
 
     #[rstest]
@@ -258,7 +238,7 @@ mod gradients {
         let _guard = crate::common::seed(&device, 3);
         let attention = with.attention().with_dropout(dropout);
         let config = config(Some(attention)).with_position_embedding(position_embedding);
-        let model = randomise(config.try_init(&device).unwrap());
+        let model = randomise(config.init(&device));
         let run = |seed, recompute| {
             let x = tokens(2, 33, VOCAB, &Device::flex());
             let y = x.clone().flip([1]);
@@ -292,10 +272,10 @@ mod gradients {
         let device = Device::flex().autodiff();
         let _guard = crate::common::seed(&device, 4);
         let config = config(Some(With::Rope.attention())).with_position_embedding(Some(false));
-        let model = randomise(config.try_init(&device).unwrap());
+        let model = randomise(config.init(&device));
         let x = tokens(16, 33, VOCAB, &Device::flex());
         let y = x.clone().flip([1]);
-        let expected = model.try_loss(x.clone(), y.clone()).unwrap().backward();
+        let expected = model.loss(x.clone(), y.clone()).backward();
         let expected = GradientsParams::from_grads(expected, &model);
         for recompute in [false, true] {
             let run = model.loss_and_gradients(x.clone(), y.clone(), 0, recompute);

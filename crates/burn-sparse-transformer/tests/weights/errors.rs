@@ -55,19 +55,14 @@ fn all_that_does_not_fit_is_named() {
 
 #[test]
 fn tensors_of_another_kind_are_named() {
+    let load = |map| open("own.golden.safetensors").load(&own_model(16), &map);
     // Integers as a table of numbers.
-    let map = KeyMap::default().rule("token_embedding.weight", "tokens", Form::Same);
-    let error = open("own.golden.safetensors").load(&own_model(16), &map);
-    let message = error.unwrap_err().to_string();
-    assert!(
-        message.contains("tokens must be [16, 8], got [2, 20]"),
-        "{message}"
-    );
-    let map = KeyMap::default().rule("norm.gamma", "logits", Form::Transposed);
-    let message = open("own.golden.safetensors").load(&own_model(16), &map);
-    let message = message.unwrap_err().to_string();
-    let expected = "logits must be one for a parameter [8], got a transposed tensor";
-    assert!(message.contains(expected), "{message}");
+    let table = KeyMap::default().rule("token_embedding.weight", "tokens", Form::Same);
+    let turned = KeyMap::default().rule("norm.gamma", "logits", Form::Transposed);
+    refused! {
+        load(table) => "…tokens must be [16, 8], got [2, 20]…";
+        load(turned) => "…logits must be one for a parameter [8], got a transposed tensor…";
+    }
 }
 
 #[test]
@@ -127,10 +122,6 @@ fn what_cannot_be_saved_is_refused() {
     assert_eq!(std::fs::read_to_string(&file.0).unwrap(), "mine");
     save_safetensors(&model, &file.0, &KeyMap::pytorch(), true).unwrap();
 
-    let error = save_safetensors(&model, &file.0, &KeyMap::gpt2(), true).unwrap_err();
-    let message = error.to_string();
-    assert!(
-        message.contains("position_embedding.row is in no tensor"),
-        "{message}"
-    );
+    let saved = save_safetensors(&model, &file.0, &KeyMap::gpt2(), true);
+    refused! { saved => "…position_embedding.row is in no tensor…"; }
 }

@@ -1,6 +1,10 @@
 //! Weights of other programs, and what those compute with them: PyTorch's files, GPT-2 and Longformer of `transformers`, and llama.cpp's files.
 //! `tests/data/weights/make.py` made the files.
 
+#[macro_use]
+#[path = "../../../blocksparse/tests/all/refused.rs"]
+mod refused;
+
 mod errors;
 mod gguf;
 mod gguf_writer;

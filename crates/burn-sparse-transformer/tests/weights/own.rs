@@ -16,7 +16,7 @@ fn weights_of_pytorch_give_its_logits() {
     let nested = WeightsFile::open_pytorch(path("own.nested.pt"), "model").unwrap();
     for file in [open("own.safetensors"), open("own.pt"), nested] {
         let model = file.load(&own_model(16), &KeyMap::pytorch()).unwrap();
-        let logits = model.try_forward(tokens.clone()).unwrap();
+        let logits = model.forward(tokens.clone());
         assert_close(&numbers(logits), &expected);
     }
 }
@@ -48,8 +48,8 @@ fn records_of_burn_are_weights_too() {
     let record = WeightsFile::open(&file.0).unwrap();
     let loaded = record.load(&own_model(16), &KeyMap::default()).unwrap();
     let tokens = ints(&open("own.golden.safetensors"), "tokens");
-    let logits = |tokens| numbers(model.try_forward(tokens).unwrap());
-    let again = numbers(loaded.try_forward(tokens.clone()).unwrap());
+    let logits = |tokens| numbers(model.forward(tokens));
+    let again = numbers(loaded.forward(tokens.clone()));
     assert!(again == logits(tokens));
 }
 
@@ -65,8 +65,7 @@ fn block_sparse_weights_bring_their_blocks() {
             .with_d_ff(Some(128))
             .with_block_size(8)
             .with_feed_forward_sparsity(Some(sparsity))
-            .try_init(&Device::flex())
-            .unwrap()
+            .init(&Device::flex())
     };
     let saved = model(1);
     let file = Scratch::new("blocks.safetensors");
@@ -88,9 +87,8 @@ fn block_sparse_weights_bring_their_blocks() {
         ),
         &Device::flex(),
     );
-    let of = |block: &burn_sparse_transformer::SparseTransformerBlock| {
-        numbers(block.try_forward(x.clone()).unwrap())
-    };
+    let of =
+        |block: &burn_sparse_transformer::SparseTransformerBlock| numbers(block.forward(x.clone()));
     assert!(of(&loaded.blocks[0]) == of(&saved.blocks[0]));
     assert!(of(&loaded.blocks[0]) != of(&other.blocks[0]));
 }
@@ -105,12 +103,7 @@ fn loaded_parameters_are_trained() {
     let tokens = TensorData::new(vec![1, 2, 3], [1, 3]);
     let device = Device::flex().autodiff();
     let tokens = Tensor::<2, Int>::from_data(tokens, &device);
-    let grads = loaded
-        .try_forward(tokens)
-        .unwrap()
-        .powi_scalar(2)
-        .sum()
-        .backward();
+    let grads = loaded.forward(tokens).powi_scalar(2).sum().backward();
     let grad = loaded.blocks[0].mha.query.weight.val().grad(&grads);
     assert!(grad.unwrap().abs().max().into_scalar::<f32>() > 0.0);
 }

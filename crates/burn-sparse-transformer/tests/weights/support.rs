@@ -100,6 +100,5 @@ pub fn own_model(vocab_size: usize) -> SparseTransformer {
         .with_embedding_width(Some(8))
         .with_d_ff(Some(16))
         .with_block_size(8)
-        .try_init(&Device::flex())
-        .unwrap()
+        .init(&Device::flex())
 }

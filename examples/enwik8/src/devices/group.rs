@@ -1,10 +1,9 @@
 //! The devices of a run.
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail, ensure};
 use burn_blocksparse::Exchange;
 use burn_sparse_transformer::content::ContentAttention;
 
-use super::error::DevicesError;
 use super::reduce::{Crossing, Reduce, Shard, Strategy};
 use crate::config::RunConfig;
 use crate::device::{self, NamedDevice};
@@ -22,9 +21,6 @@ pub struct Group {
 
 impl Group {
     /// Of `--device`, `--devices`, `--reduce`, `--shard`, `--exchange` and `--share`.
-    ///
-    /// # Errors
-    /// [`DevicesError`], and what [`device::open`] says of one of them.
     pub fn open(
         device: Option<&str>,
         devices: Option<&str>,
@@ -33,9 +29,10 @@ impl Group {
         crossing: Option<Crossing>,
         share: Option<usize>,
     ) -> Result<Self> {
-        if shard == Shard::Batch && (crossing.is_some() || share.is_some()) {
-            return Err(DevicesError::NoKeys.into());
-        }
+        ensure!(
+            shard == Shard::Sequence || crossing.is_none() && share.is_none(),
+            "--exchange and --share are of --shard sequence, whose keys cross between devices"
+        );
         let Some(devices) = devices else {
             return Ok(Self {
                 devices: vec![device::open(device)?],
@@ -57,10 +54,11 @@ impl Group {
             Shard::Batch => 1,
             Shard::Sequence => share.unwrap_or(devices.len()),
         };
-        if !devices.len().is_multiple_of(share) {
-            let devices = devices.len();
-            return Err(DevicesError::Share { devices, share }.into());
-        }
+        ensure!(
+            devices.len().is_multiple_of(share),
+            "--share must divide the {} devices of --devices, got {share}",
+            devices.len()
+        );
         let exchanges = match shard {
             Shard::Batch => Vec::new(),
             Shard::Sequence => (devices.chunks(share))
@@ -87,7 +85,6 @@ impl Group {
         }
     }
 
-    /// Each of them.
     pub(super) fn devices(&self) -> &[NamedDevice] {
         &self.devices
     }
@@ -118,35 +115,40 @@ impl Group {
     }
 
     /// Whether they can train `config`.
-    ///
-    /// # Errors
-    /// [`DevicesError`] names the flag.
-    pub fn check(&self, config: &RunConfig, graph: bool) -> Result<(), DevicesError> {
+    pub fn check(&self, config: &RunConfig, graph: bool) -> Result<()> {
+        let is_shared = self.shard == Shard::Sequence;
         if self.strategy.is_none() {
-            return match self.shard {
-                Shard::Batch => Ok(()),
-                Shard::Sequence => Err(DevicesError::Alone),
-            };
+            ensure!(
+                !is_shared,
+                "--shard sequence is of several devices: name them with --devices"
+            );
+            return Ok(());
         }
         let (devices, sets, batch) = (self.devices.len(), self.sets(), config.recipe.batch);
+        ensure!(
+            is_shared || batch.is_multiple_of(devices),
+            "--batch must be a multiple of the {devices} devices of --devices, got {batch}"
+        );
+        ensure!(
+            batch.is_multiple_of(sets),
+            "--batch must be a multiple of the {sets} sets of devices that share sequences, got {batch}"
+        );
+        // The masks of rows follow their place in a batch.
         let dropout = config.model.dropout;
-        match self.shard {
-            Shard::Batch if !batch.is_multiple_of(devices) => {
-                return Err(DevicesError::Batch { devices, batch });
-            }
-            Shard::Sequence if dropout > 0.0 => return Err(DevicesError::Dropout(dropout)),
-            Shard::Sequence if !batch.is_multiple_of(sets) => {
-                return Err(DevicesError::Sets { sets, batch });
-            }
-            _ => {}
+        ensure!(
+            !is_shared || dropout == 0.0,
+            "--shard sequence is without dropout, got --dropout {dropout}"
+        );
+        ensure!(
+            !graph,
+            "--graph replays the steps of one device alone; leave it out with --devices"
+        );
+        if let Some(content @ ContentAttention::Routing(_)) = &config.model.content {
+            bail!(
+                "--attention {content} has means that follow all bytes of a batch, of which each device sees a part; train it with --device"
+            );
         }
-        match &config.model.content {
-            _ if graph => Err(DevicesError::Graph),
-            Some(content @ ContentAttention::Routing(_)) => {
-                Err(DevicesError::Means(content.to_string()))
-            }
-            _ => Ok(()),
-        }
+        Ok(())
     }
 
     /// What to tell the user of steps with so many windows.
@@ -172,20 +174,18 @@ impl Group {
 }
 
 /// Names as `--device` has them, all of one kind. A number is a CUDA device's, and `cpu` the best CPU backend.
-fn names(text: &str) -> Result<Vec<String>, DevicesError> {
+fn names(text: &str) -> Result<Vec<String>> {
     let names: Vec<String> = text.split(',').map(|name| spelt(name.trim())).collect();
-    if names.iter().any(String::is_empty) {
-        return Err(DevicesError::Empty(text.to_owned()));
-    }
+    ensure!(
+        !names.iter().any(String::is_empty),
+        "--devices must name one device at least, as in 0,1 or cuda:0,cuda:1, got '{text}'"
+    );
     let kind = |name: &str| name.split(':').next().map(str::to_owned);
     let first = &names[0];
-    match names.iter().find(|name| kind(name) != kind(first)) {
-        None => Ok(names),
-        Some(other) => Err(DevicesError::Kinds {
-            first: first.clone(),
-            other: other.clone(),
-        }),
+    if let Some(other) = names.iter().find(|name| kind(name) != kind(first)) {
+        bail!("--devices must be of one kind, got {first} and {other}");
     }
+    Ok(names)
 }
 
 fn spelt(name: &str) -> String {
@@ -212,14 +212,16 @@ mod tests {
             ["cuda:0", "cuda:1", "cuda:2"]
         );
         assert_eq!(names("wgpu").unwrap(), ["wgpu"]);
-        for text in ["", "0,", ",", " , 1"] {
-            assert_eq!(names(text), Err(DevicesError::Empty(text.to_owned())));
+        for (text, message) in [
+            ("", "must name one device at least"),
+            ("0,", "must name one device at least"),
+            (",", "must name one device at least"),
+            (" , 1", "must name one device at least"),
+            ("0,wgpu", "must be of one kind, got cuda:0 and wgpu"),
+        ] {
+            let error = names(text).unwrap_err().to_string();
+            assert!(error.contains(message), "{error}");
         }
-        let kinds = DevicesError::Kinds {
-            first: "cuda:0".to_owned(),
-            other: "wgpu".to_owned(),
-        };
-        assert_eq!(names("0,wgpu"), Err(kinds));
     }
 
     #[test]
@@ -230,22 +232,31 @@ mod tests {
             Group::open(None, Some("cpu,flex,cpu"), None, Shard::Batch, None, None).unwrap();
         assert_eq!(three.first().name, "flex, flex, flex");
         let tiny = config(&Overrides::default());
-        let (devices, batch) = (3, 4);
-        let uneven = DevicesError::Batch { devices, batch };
-        assert_eq!(three.check(&tiny, false), Err(uneven));
         let two = Group::open(None, Some("cpu,cpu"), None, Shard::Batch, None, None).unwrap();
-        assert_eq!(two.check(&tiny, false), Ok(()));
-        assert_eq!(two.check(&tiny, true), Err(DevicesError::Graph));
+        two.check(&tiny, false).unwrap();
         let line = two.describe(4).unwrap();
         assert!(
             line.contains("2 windows of a step each") && line.contains("copies"),
             "{line}"
         );
-        let routing = Overrides::read("--attention routing:64");
-        assert!(matches!(
-            two.check(&config(&routing), false),
-            Err(DevicesError::Means(_))
-        ));
+        let routing = config(&Overrides::read("--attention routing:64"));
+        for (refused, message) in [
+            (
+                three.check(&tiny, false),
+                "a multiple of the 3 devices of --devices, got 4",
+            ),
+            (
+                two.check(&tiny, true),
+                "--graph replays the steps of one device",
+            ),
+            (
+                two.check(&routing, false),
+                "has means that follow all bytes of a batch",
+            ),
+        ] {
+            let error = refused.unwrap_err().to_string();
+            assert!(error.contains(message), "{error}");
+        }
         // One device is what --device is, unless a way to add is asked for.
         let one =
             |reduce| Group::open(None, Some("cpu"), reduce, Shard::Batch, None, None).unwrap();
@@ -260,7 +271,10 @@ mod tests {
         // What crosses, and how.
         let nccl = Some(Crossing::Nccl);
         let error = two(None, Shard::Batch, nccl).err().unwrap();
-        assert_eq!(error, DevicesError::NoKeys.to_string());
+        assert!(
+            error.starts_with("--exchange and --share are of --shard sequence"),
+            "{error}"
+        );
         let error = two(None, Shard::Sequence, nccl).err().unwrap();
         assert_eq!(error, "--exchange nccl is of CUDA devices, got flex");
         let of_three = |share| {
@@ -268,16 +282,16 @@ mod tests {
             let group = Group::open(None, devices, None, Shard::Sequence, None, Some(share));
             group.map_err(|error| error.to_string())
         };
-        let (devices, share) = (3, 2);
-        let error = DevicesError::Share { devices, share }.to_string();
-        assert_eq!(of_three(2).err().unwrap(), error);
-        let (sets, batch) = (3, 4);
-        let error = DevicesError::Sets { sets, batch };
-        let text = "--dropout 0 --batch 4";
-        let alone = of_three(1).unwrap();
+        let error = of_three(2).err().unwrap();
         assert_eq!(
-            alone.check(&config(&Overrides::read(text)), false),
-            Err(error)
+            error,
+            "--share must divide the 3 devices of --devices, got 2"
+        );
+        let tiny = config(&Overrides::read("--dropout 0 --batch 4"));
+        let error = of_three(1).unwrap().check(&tiny, false).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "--batch must be a multiple of the 3 sets of devices that share sequences, got 4"
         );
         for crossing in [None, Some(Crossing::Host)] {
             let line = two(None, Shard::Sequence, crossing).unwrap().describe(1);

@@ -3,10 +3,9 @@
 use anyhow::{Result, anyhow, ensure};
 use burn::tensor::distributed::{ReduceOperation, all_reduce};
 use burn::tensor::{Device, Tensor};
-use burn_blocksparse::{Exchange, check_collectives};
+use burn_blocksparse::{Exchange, OpError, check_collectives};
 use clap::ValueEnum;
 
-use super::error::DevicesError;
 use crate::device::NamedDevice;
 
 /// A way to add gradients.
@@ -39,19 +38,15 @@ pub enum Crossing {
 
 impl Crossing {
     /// The one that was asked for, or NCCL where it can be used.
-    pub fn choose(asked: Option<Self>, named: &[NamedDevice]) -> Result<Exchange, DevicesError> {
+    pub fn choose(asked: Option<Self>, named: &[NamedDevice]) -> Result<Exchange> {
         let devices = devices(named);
         match asked {
             None => Ok(Exchange::best(&devices)),
             Some(Self::Host) => Ok(Exchange::default()),
             Some(Self::Nccl) => {
-                let [way, other] = ["--exchange nccl", "--exchange host"];
-                check_nccl([way, other], named)?;
-                Exchange::nccl(&devices).map_err(|error| DevicesError::NoNccl {
-                    way,
-                    other,
-                    reason: error.to_string(),
-                })
+                let flags = ["--exchange nccl", "--exchange host"];
+                check_cuda(flags, named)?;
+                Exchange::nccl(&devices).map_err(|error| no_nccl(flags, &error))
             }
         }
     }
@@ -61,33 +56,31 @@ fn devices(named: &[NamedDevice]) -> Vec<Device> {
     named.iter().map(|named| named.device.clone()).collect()
 }
 
-/// Whether NCCL can be used between devices, for a flag, beside which there is another.
-fn check_nccl([way, other]: [&'static str; 2], named: &[NamedDevice]) -> Result<(), DevicesError> {
-    for (index, NamedDevice { name, device }) in named.iter().enumerate() {
-        let got = name.clone();
-        if !name.starts_with("cuda") {
-            return Err(DevicesError::NotCuda { way, got });
-        }
-        if named[..index].iter().any(|other| other.name == *name) {
-            return Err(DevicesError::Twice { way, other, got });
-        }
-        check_collectives(device).map_err(|error| DevicesError::NoNccl {
-            way,
-            other,
-            reason: error.to_string(),
-        })?;
+/// Whether NCCL knows the devices, for a flag, beside which there is another.
+fn check_cuda([way, other]: [&str; 2], named: &[NamedDevice]) -> Result<()> {
+    for (index, NamedDevice { name, .. }) in named.iter().enumerate() {
+        let is_twice = named[..index].iter().any(|other| other.name == *name);
+        ensure!(
+            name.starts_with("cuda"),
+            "{way} is of CUDA devices, got {name}"
+        );
+        ensure!(
+            !is_twice,
+            "{way} takes each device once, got {name} twice; with {other} it can be"
+        );
     }
     Ok(())
+}
+
+fn no_nccl([way, other]: [&str; 2], error: &OpError) -> anyhow::Error {
+    anyhow!("{way} cannot be used: {error}; {other} needs nothing")
 }
 
 /// The way of a run.
 #[derive(Clone, Debug)]
 pub(super) enum Strategy {
     /// Each device calls NCCL, through Burn's engine.
-    Nccl {
-        /// All of them.
-        devices: Vec<Device>,
-    },
+    Nccl { devices: Vec<Device> },
     /// The first device adds, in the order of the devices: deterministic.
     Copies {
         /// Why not NCCL, where it would have been taken.
@@ -97,22 +90,24 @@ pub(super) enum Strategy {
 
 impl Strategy {
     /// The one that was asked for, or NCCL where it can be used.
-    pub fn choose(asked: Option<Reduce>, named: &[NamedDevice]) -> Result<Self, DevicesError> {
-        let nccl = || {
-            check_nccl(["--reduce nccl", "--reduce copies"], named)?;
-            let devices = devices(named);
-            Ok(Self::Nccl { devices })
-        };
-        match asked {
+    pub fn choose(asked: Option<Reduce>, named: &[NamedDevice]) -> Result<Self> {
+        let flags = ["--reduce nccl", "--reduce copies"];
+        match (asked, check_cuda(flags, named)) {
             // NCCL is not looked for.
-            Some(Reduce::Copies) => Ok(Self::Copies { instead: None }),
-            Some(Reduce::Nccl) => nccl(),
-            None => Ok(nccl().unwrap_or_else(|error| Self::Copies {
-                instead: match error {
-                    DevicesError::NoNccl { reason, .. } => Some(reason),
-                    _ => None,
-                },
-            })),
+            (Some(Reduce::Copies), _) | (None, Err(_)) => {
+                return Ok(Self::Copies { instead: None });
+            }
+            (_, known) => known?,
+        }
+        let works = (named.iter()).try_for_each(|named| check_collectives(&named.device));
+        match works {
+            Ok(()) => Ok(Self::Nccl {
+                devices: devices(named),
+            }),
+            Err(error) if asked.is_some() => Err(no_nccl(flags, &error)),
+            Err(error) => Ok(Self::Copies {
+                instead: Some(error.to_string()),
+            }),
         }
     }
 

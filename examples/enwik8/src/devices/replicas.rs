@@ -5,12 +5,11 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::{self, JoinHandle};
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use burn::tensor::{Tensor, TensorData};
 use burn_sparse_transformer::TransformerShard;
 use burn_sparse_transformer::dsa::DsaStage;
 
-use super::error::DevicesError;
 use super::group::Group;
 use super::reduce::{Strategy, check_lengths, copied, sum_on_first};
 use super::worker::{Answer, Order, Part, Replica, Report, Update, guarded, title, work};
@@ -38,9 +37,6 @@ struct Worker {
 
 impl Replicas {
     /// With the first device's model and optimizer, which are those of `checkpoint`.
-    ///
-    /// # Errors
-    /// [`DevicesError::Failed`] if a device cannot hold a replica; if devices are to share windows and the model's attention cannot be shared.
     pub(super) fn start(
         group: &Group,
         strategy: &Strategy,
@@ -213,23 +209,16 @@ impl Replicas {
         let loss = mean(all.iter().map(|of| f64::from(of.loss)).collect());
         let aux_loss: Option<Vec<f64>> = all.iter().map(|of| of.aux_loss.map(f64::from)).collect();
         let title = |rank: usize| title(&self.devices[rank].name, rank, all.len());
-        for (
-            rank,
-            Measured {
-                grad_norm: norm, ..
-            },
-        ) in all.iter().enumerate()
-        {
+        for (rank, Measured { grad_norm, .. }) in all.iter().enumerate() {
             // One that is not finite ends the run elsewhere.
-            if norm.to_bits() != expected.to_bits() && norm.is_finite() && expected.is_finite() {
-                return Err(DevicesError::Parted {
-                    first: title(0),
-                    device: title(rank),
-                    expected,
-                    norm: *norm,
-                }
-                .into());
-            }
+            let is_other = grad_norm.to_bits() != expected.to_bits();
+            ensure!(
+                !(is_other && grad_norm.is_finite() && expected.is_finite()),
+                "device {} has the gradients' norm {grad_norm}, and {} has {expected}: they no longer train the same model. Continue from the last \
+                 checkpoint with --resume, with --reduce copies or on one device",
+                title(rank),
+                title(0),
+            );
         }
         Ok(Measured {
             loss,

@@ -56,7 +56,6 @@ impl Training {
         self.steps().optimizer()
     }
 
-    /// Takes a step.
     pub fn take(&mut self, batch: Batch) -> Result<Measured<f64>> {
         let steps = match self {
             Self::One(steps) => steps,
@@ -65,7 +64,6 @@ impl Training {
         Ok(Measured::read(steps.take(batch)?)?.into())
     }
 
-    /// [`Steps::prune`].
     pub fn prune(&mut self, density: f64) -> Result<()> {
         match self {
             Self::One(steps) => steps.prune(density),
@@ -81,7 +79,6 @@ impl Training {
         }
     }
 
-    /// [`Steps::see_everything`].
     pub fn see_everything(&mut self) -> Result<()> {
         match self {
             Self::One(steps) => steps.see_everything(),
@@ -89,7 +86,6 @@ impl Training {
         }
     }
 
-    /// [`Steps::set_stage`].
     pub fn set_stage(&mut self, stage: DsaStage) -> Result<()> {
         match self {
             Self::One(steps) => steps.set_stage(stage),
@@ -97,7 +93,6 @@ impl Training {
         }
     }
 
-    /// [`Steps::describe`].
     pub fn describe(&self) -> Option<String> {
         self.steps().describe()
     }

@@ -11,7 +11,7 @@ use burn_sparse_transformer::dsa::DsaStage;
 use burn_sparse_transformer::{StepLosses, TransformerShard};
 
 use super::bundle::Bundle;
-use super::error::DevicesError;
+use super::error::DeviceFailed;
 use super::reduce::{Strategy, lengths, nccl_sums};
 use crate::checkpoint::Checkpoint;
 use crate::device::NamedDevice;
@@ -68,7 +68,6 @@ pub(super) struct Replica {
     /// How errors call it.
     pub title: String,
     strategy: Strategy,
-    /// How many there are.
     count: usize,
     pub steps: Steps,
     /// Its positions, where all devices have some of every window.
@@ -122,9 +121,6 @@ impl Replica {
     }
 
     /// Does what is ordered. A panic is an error, too.
-    ///
-    /// # Errors
-    /// [`DevicesError::Failed`] with the device's name.
     pub fn obey(&mut self, order: Order) -> Result<Report> {
         let title = self.title.clone();
         guarded(&title, || match order {
@@ -216,7 +212,7 @@ pub(super) fn guarded<T>(device: &str, part: impl FnOnce() -> Result<T>) -> Resu
             text.unwrap_or_else(|| "a panic without a message".to_owned())
         }
     };
-    Err(DevicesError::Failed {
+    Err(DeviceFailed {
         device: device.to_owned(),
         reason,
     }

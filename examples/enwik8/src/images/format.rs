@@ -63,9 +63,6 @@ impl Pictures {
     }
 
     /// The records of a file, with the channels last.
-    ///
-    /// # Errors
-    /// If its length is not that of whole pictures, or a class is none of `classes`.
     fn read(self, bytes: &[u8], name: &str) -> Result<Vec<u8>> {
         let side = self.side_in_files();
         let record = 1 + CHANNELS * side * side;
@@ -123,9 +120,6 @@ impl PictureSet {
     ///
     /// A folder's `test_batch.bin` is the test split; of its other pictures the last 1/25 validate, which leaves 48,000 of
     /// CIFAR-10's for training, as in the paper. Without such a file, and of a file, 1/20 validates and 1/20 tests.
-    ///
-    /// # Errors
-    /// If there is no such file, or it does not hold pictures of this kind.
     pub fn open(path: Option<&Path>, pictures: Pictures) -> Result<Self> {
         let Some(path) = path.filter(|path| *path != Path::new(SYNTHETIC)) else {
             let bytes = synthetic::file(pictures.side_in_files());

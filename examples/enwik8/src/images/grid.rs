@@ -20,9 +20,6 @@ pub fn side(pictures: Pictures, count: usize, zoom: usize) -> usize {
 }
 
 /// Writes pictures, whose bytes have the channels last, row by row; each of their pixels is a square of `zoom` pixels.
-///
-/// # Errors
-/// If the file cannot be written, or its name does not end as a picture's.
 pub fn save(
     path: &Path,
     pictures: Pictures,

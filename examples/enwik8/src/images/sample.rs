@@ -56,7 +56,6 @@ pub struct SampleImagesArgs {
 /// A little below the model's own distribution.
 pub const TEMPERATURE: f64 = 0.94;
 
-/// Runs `enwik8 sample-images`.
 pub fn run(args: &SampleImagesArgs) -> Result<()> {
     let is_png = args
         .out
@@ -139,9 +138,6 @@ pub fn zoom(pictures: Pictures) -> usize {
 }
 
 /// Draws a picture of each class, all at once: the bytes of each, channels last.
-///
-/// # Errors
-/// Those of the model.
 pub fn draw(
     model: SparseTransformer,
     device: &Device,

@@ -18,7 +18,6 @@ pub struct PresetsArgs {}
 const MODEL: &str = "model  layers  heads  width  context  attention  block  dropout";
 const RECIPE: &str = "recipe  batch  length  rate  warm-up  decay  recompute";
 
-/// What is printed.
 pub fn list() -> String {
     let (mut models, mut recipes, mut uses) = (Vec::new(), Vec::new(), Vec::new());
     for preset in Preset::value_variants() {

@@ -13,9 +13,6 @@ pub enum Decoder {
 
 impl Decoder {
     /// With `graph` steps of a token are recorded and replayed where the device can.
-    ///
-    /// # Errors
-    /// If the pool is not the model's.
     pub fn new(model: SparseTransformer, pool: KvPool, graph: bool) -> Result<Self> {
         Ok(match graph {
             true => Self::CapturedGraph(Box::new(GraphDecoder::new(model, pool)?)),
@@ -49,9 +46,6 @@ impl Decoder {
     }
 
     /// The logits behind the last token of each row, on the host.
-    ///
-    /// # Errors
-    /// Those of the model.
     pub fn next_rows(
         &mut self,
         tokens: &[u32],

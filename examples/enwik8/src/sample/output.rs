@@ -40,7 +40,6 @@ impl Output {
         Ok(())
     }
 
-    /// Writes what is left.
     pub fn finish(self) -> Result<()> {
         match self {
             Output::File(mut file, path) => {

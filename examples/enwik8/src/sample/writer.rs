@@ -14,9 +14,7 @@ use super::statistics::CacheStatistics;
 /// What is kept of the bytes that were read.
 #[derive(Clone, Debug)]
 pub struct Cache {
-    /// Which keys.
     pub kept: CachePolicy,
-    /// How they are stored.
     pub dtype: KvDtype,
     /// Which positions rotations are of.
     pub positions: KvPositions,

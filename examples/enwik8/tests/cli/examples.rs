@@ -7,15 +7,10 @@ use crate::shell::{check, words};
 use crate::support::*;
 
 /// What makes a model small, where an example does not say it itself.
-const SMALL: &[(&str, &str)] = &[
-    ("--layers", "1"),
-    ("--heads", "2"),
-    ("--d-model", "16"),
-    ("--batch", "2"),
-];
+const SMALL: &str = "--layers 1 --heads 2 --d-model 16 --batch 2";
 
 /// The same of its training.
-const SHORT: &[(&str, &str)] = &[("--steps", "2"), ("--warmup", "1"), ("--eval-windows", "1")];
+const SHORT: &str = "--steps 2 --warmup 1 --eval-windows 1";
 
 /// Numbers that are too large for a test, and files by their names here.
 const INSTEAD: &[(&str, &str)] = &[
@@ -61,58 +56,45 @@ fn arguments(example: &[String], folder: &Path) -> Vec<String> {
     if let Some(at) = arguments.iter().position(|word| word == "--device") {
         arguments.drain(at..at + 2);
     }
+    let command = arguments[0].clone();
     let has = |arguments: &[String], flag: &str| arguments.iter().any(|word| word == flag);
-    let add = |arguments: &mut Vec<String>, flags: &[(&str, &str)]| {
-        for (flag, value) in flags {
-            if !has(arguments, flag) {
-                arguments.extend([flag, value].map(|word| (*word).to_owned()));
+    let pictures = has(&arguments, "images") || has(&arguments, "cifar");
+    let is_cifar = has(&arguments, "cifar");
+    let resumes = has(&arguments, "--resume");
+    let mut add = |flags: &str| {
+        for flag in words(flags).chunks(2) {
+            if !has(&arguments, &flag[0]) {
+                arguments.extend_from_slice(flag);
             }
         }
     };
-    let command = arguments[0].clone();
-    let pictures = has(&arguments, "images") || has(&arguments, "cifar");
     match command.as_str() {
-        "train" if has(&arguments, "--resume") => {}
-        "train" | "bench" | "import" if !has(&arguments, "--like") => {
-            add(&mut arguments, SMALL);
-            match pictures {
-                false => add(
-                    &mut arguments,
-                    &[("--context", "256"), ("--data", "enwik8")],
-                ),
-                true if has(&arguments, "cifar") => {
-                    // The data's pictures are of 32 × 32 pixels.
-                    add(
-                        &mut arguments,
-                        &[
-                            ("--picture-size", "16"),
-                            ("--d-key", "16"),
-                            ("--d-ff", "32"),
-                        ],
-                    );
-                    arguments.push("--halve".to_owned());
-                }
-                true => add(&mut arguments, &[("--picture-size", "6"), ("--block", "8")]),
+        "train" if resumes => {}
+        "train" | "bench" | "import" if !has(example, "--like") => {
+            add(SMALL);
+            match (pictures, is_cifar) {
+                (false, _) => add("--context 256 --data enwik8"),
+                // The data's pictures are of 32 × 32 pixels.
+                (_, true) => add("--picture-size 16 --d-key 16 --d-ff 32 --halve"),
+                (_, false) => add("--picture-size 6 --block 8"),
             }
             match command == "bench" {
-                true => add(&mut arguments, &[("--iterations", "1"), ("--untimed", "1")]),
-                false => add(&mut arguments, SHORT),
+                true => add("--iterations 1 --untimed 1"),
+                false => add(SHORT),
             }
         }
-        "sample" => add(&mut arguments, &[("--length", "20")]),
-        "export" => arguments.push("--overwrite".to_owned()),
+        "sample" => add("--length 20"),
+        "export" => add("--overwrite"),
         _ => {}
     }
-    let run = arguments.iter().position(|word| word == "--run");
-    let preset = arguments.iter().position(|word| word == "--preset");
-    let run = match (run, preset) {
-        (Some(at), _) => arguments[at + 1].clone(),
-        (None, Some(at)) => format!("runs/{}", arguments[at + 1]),
-        (None, None) if pictures => "runs/shapes".to_owned(),
-        (None, None) => "runs/tiny".to_owned(),
+    let after = |flag: &str| {
+        let at = arguments.iter().position(|word| word == flag)?;
+        Some(arguments[at + 1].clone())
     };
-    let begins = ["train", "import"].contains(&command.as_str()) && !has(&arguments, "--resume");
-    if begins && folder.join(run).exists() {
+    let run = after("--run").or(after("--preset").map(|preset| format!("runs/{preset}")));
+    let default = if pictures { "runs/shapes" } else { "runs/tiny" };
+    let begins = ["train", "import"].contains(&command.as_str()) && !resumes;
+    if begins && folder.join(run.as_deref().unwrap_or(default)).exists() {
         arguments.push("--overwrite".to_owned());
     }
     arguments
@@ -150,31 +132,15 @@ fn every_example_of_the_help_runs() {
         );
     };
     // In the order in which they need one another's files; the program's own help is the last.
+    let commands = "train search-selection recall eval sample sample-images report bench draw patterns shards presets export import";
     let mut seen = 0;
-    for command in [
-        "train",
-        "search-selection",
-        "recall",
-        "eval",
-        "sample",
-        "sample-images",
-        "report",
-        "bench",
-        "draw",
-        "patterns",
-        "shards",
-        "presets",
-        "export",
-        "import",
-        "",
-    ] {
+    for command in commands.split(' ').chain([""]) {
         let help = match command {
-            "" => succeed(&["--help"]),
-            command => succeed(&["help", command]),
+            "" => succeed("--help"),
+            command => succeed(format!("help {command}")),
         };
         if command == "import" {
-            let dense = "export --checkpoint runs/dense --out dense";
-            run_here(&words(dense));
+            run_here(&words("export --checkpoint runs/dense --out dense"));
         }
         for example in examples(&help) {
             run_here(&arguments(&example, folder_path));
@@ -183,16 +149,11 @@ fn every_example_of_the_help_runs() {
     }
     assert!(seen > 50, "{seen} examples");
     // None of the commands was left out.
-    for line in succeed(&["--help"])
-        .lines()
-        .skip_while(|line| *line != "Commands:")
-        .skip(1)
-    {
-        let Some(command) = line.split_whitespace().next() else {
-            break;
-        };
-        let known = "train search-selection recall eval sample sample-images report bench draw patterns shards presets export import help";
-        assert!(known.split(' ').any(|known| known == command), "{command}");
+    let help = succeed("--help");
+    let lines = help.lines().skip_while(|line| *line != "Commands:").skip(1);
+    for command in lines.map_while(|line| line.split_whitespace().next()) {
+        let mut known = commands.split(' ').chain(["help"]);
+        assert!(known.any(|known| known == command), "{command}");
     }
 }
 

@@ -1,23 +1,10 @@
 //! Files that are written: their modes, and errors that name them.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
+use crate::shell::words;
 use crate::support::*;
-
-/// All files below a folder.
-#[cfg(unix)]
-fn files(folder: &Path) -> Vec<PathBuf> {
-    let mut found = Vec::new();
-    for entry in fs::read_dir(folder).unwrap() {
-        let path = entry.unwrap().path();
-        match path.is_dir() {
-            true => found.extend(files(&path)),
-            false => found.push(path),
-        }
-    }
-    found
-}
 
 /// Whatever writes a file: it has the mode that the umask gives.
 #[cfg(unix)]
@@ -29,47 +16,30 @@ fn every_file_has_the_mode_of_the_umask() {
     let folder = Folder::new();
     let out = folder.path("out");
     fs::create_dir(&out).unwrap();
-    let path = |name: &str| format!("{out}/{name}");
-    let run = |arguments: &[&str]| {
+    let run = format!("{out}/run");
+    let train = folder.nano("out/run", "--steps 2 --tensorboard --attention dense");
+    let of_run = format!("--checkpoint {run}");
+    for line in [
+        train,
+        format!("export --out {out}/burnpack --format burnpack {of_run}"),
+        format!("export --out {out}/safetensors --format safetensors {of_run}"),
+        format!("draw --out {out}/pattern.png"),
+        format!("draw --out {out}/pattern.svg"),
+        format!("sample --length 5 --output {out}/sample.bin --json {out}/sample.json {of_run}"),
+        format!("search-selection --selection topk:8,2 --out {out}/heads.json {of_run}"),
+        format!("recall --selection topk:8,2 --json {out}/recall.jsonl --windows 2 {of_run}"),
+        format!(
+            "import --weights {out}/safetensors/model.safetensors --like {run} --run {out}/imported"
+        ),
+    ] {
         let program = env!("CARGO_BIN_EXE_enwik8");
         let output = Command::new("sh")
             .args(["-c", "umask 027; exec \"$0\" \"$@\"", program])
-            .args(arguments)
+            .args(words(&line))
             .output()
             .unwrap();
-        assert!(output.status.success(), "{arguments:?}: {output:?}");
-    };
-    let (data, run_folder) = (folder.data(), path("run"));
-    let train = ["train", "--run", &run_folder, "--data", &data];
-    let short = ["--steps", "2", "--tensorboard", "--attention", "dense"];
-    let model: Vec<&str> = (nano().into_iter())
-        .filter(|word| !["--pattern", "fixed:8,2"].contains(word))
-        .collect();
-    run(&[&train[..], &short, &model].concat());
-    let of_run = ["--checkpoint", &run_folder];
-    for format in ["burnpack", "safetensors"] {
-        let exported = path(format);
-        let export = ["export", "--out", &exported, "--format", format];
-        run(&[&export[..], &of_run].concat());
+        assert!(output.status.success(), "{line}: {output:?}");
     }
-    run(&["draw", "--out", &path("pattern.png")]);
-    run(&["draw", "--out", &path("pattern.svg")]);
-    let [sample, json] = ["sample.bin", "sample.json"].map(path);
-    let flags = format!("sample --length 5 --output {sample} --json {json}");
-    let flags = words(&flags);
-    run(&[&flags[..], &of_run].concat());
-    let heads = path("heads.json");
-    let flags = format!("search-selection --selection topk:8,2 --out {heads}");
-    let flags = words(&flags);
-    run(&[&flags[..], &of_run].concat());
-    let recall = path("recall.jsonl");
-    let flags = ["recall", "--selection", "topk:8,2", "--json", &recall];
-    run(&[&flags[..], &["--windows", "2"], &of_run].concat());
-    let imported = path("imported");
-    let weights = path("safetensors/model.safetensors");
-    run(&words(&format!(
-        "import --weights {weights} --like {run_folder} --run {imported}"
-    )));
     let written = files(Path::new(&out));
     assert!(written.len() > 15, "{written:?}");
     for file in written {
@@ -83,47 +53,32 @@ fn every_file_has_the_mode_of_the_umask() {
 #[test]
 fn a_file_that_cannot_be_written_is_named() {
     let folder = Folder::new();
-    folder.train("run", &["--steps", "2"]);
-    let run = folder.path("run");
-    let full = |name: &str| {
-        let path = folder.path(name);
-        std::os::unix::fs::symlink("/dev/full", &path).unwrap();
-        path
-    };
-    let of_run = ["--checkpoint", &run];
-    let sample = ["sample", "--length", "5"];
-    let [bytes, json, lines, heads, png, svg] =
-        ["a.bin", "a.json", "a.jsonl", "b.json", "a.png", "a.svg"].map(full);
-    let choice = ["--selection", "topk:8,2"];
-    for (arguments, path) in [
+    folder.train("run", "--steps 2");
+    let of_run = format!("--checkpoint {}", folder.path("run"));
+    for (line, name) in [
+        (format!("sample --length 5 {of_run} --output"), "a.bin"),
+        (format!("sample --length 5 {of_run} --json"), "a.json"),
         (
-            [&sample[..], &["--output", &bytes], &of_run].concat(),
-            &bytes,
-        ),
-        ([&sample[..], &["--json", &json], &of_run].concat(), &json),
-        (
-            [&["recall", "--json", &lines][..], &choice, &of_run].concat(),
-            &lines,
+            format!("recall --selection topk:8,2 {of_run} --json"),
+            "a.jsonl",
         ),
         (
-            [&["search-selection", "--out", &heads][..], &choice, &of_run].concat(),
-            &heads,
+            format!("search-selection --selection topk:8,2 {of_run} --out"),
+            "b.json",
         ),
-        (vec!["draw", "--out", &png], &png),
-        (vec!["draw", "--out", &svg], &svg),
+        ("draw --out".into(), "a.png"),
+        ("draw --out".into(), "a.svg"),
         (
-            [
-                &["bench", "--iterations", "1", "--json", &json][..],
-                &nano(),
-            ]
-            .concat(),
-            &json,
+            format!("bench --iterations 1 {} --json", nano("")),
+            "c.json",
         ),
     ] {
-        let output = crate::support::run(&arguments);
+        let path = folder.path(name);
+        std::os::unix::fs::symlink("/dev/full", &path).unwrap();
+        let output = run(format!("{line} {path}"));
         let message = String::from_utf8(output.stderr).unwrap();
-        assert_eq!(output.status.code(), Some(1), "{arguments:?}: {message}");
-        assert!(message.contains(path.as_str()), "{arguments:?}: {message}");
+        assert_eq!(output.status.code(), Some(1), "{line}: {message}");
+        says(message, &path);
     }
 }
 
@@ -131,22 +86,11 @@ fn a_file_that_cannot_be_written_is_named() {
 #[test]
 fn weights_that_are_no_numbers_are_refused() {
     let folder = Folder::new();
-    let dense = ["--steps", "2", "--attention", "dense"];
-    let (data, run) = (folder.data(), folder.path("run"));
-    let model: Vec<&str> = (nano().into_iter())
-        .filter(|word| !["--pattern", "fixed:8,2"].contains(word))
-        .collect();
-    succeed(
-        &[
-            &["train", "--run", &run, "--data", &data][..],
-            &dense,
-            &model,
-        ]
-        .concat(),
-    );
-    let exported = folder.path("exported");
-    let export = ["export", "--out", &exported, "--format", "safetensors"];
-    succeed(&[&export[..], &["--checkpoint", &run]].concat());
+    folder.train("run", "--steps 2 --attention dense");
+    let (run, exported) = (folder.path("run"), folder.path("exported"));
+    succeed(format!(
+        "export --out {exported} --format safetensors --checkpoint {run}"
+    ));
     let weights = format!("{exported}/model.safetensors");
     let mut bytes = fs::read(&weights).unwrap();
     let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
@@ -155,20 +99,19 @@ fn weights_that_are_no_numbers_are_refused() {
     }
     fs::write(&weights, bytes).unwrap();
     let damaged = folder.path("damaged");
-    succeed(&words(&format!(
+    succeed(format!(
         "import --weights {weights} --like {run} --run {damaged}"
-    )));
-    let of_run = ["--checkpoint", &damaged];
-    for arguments in [
-        &["eval"][..],
-        &["eval", "--windows", "2"],
-        &["eval", "--cache", "all"],
-        &["recall", "--selection", "topk:8,2"],
+    ));
+    for (command, parts) in [
+        ("eval", ["is not finite, got NaN", "damaged"]),
+        ("eval --windows 2", ["is not finite, got NaN", "damaged"]),
+        ("eval --cache all", ["is not finite, got NaN", "damaged"]),
+        (
+            "recall --selection topk:8,2",
+            ["is not finite, got NaN", "damaged"],
+        ),
+        ("sample", ["not finite", ""]),
     ] {
-        let message = fail(&[arguments, &of_run].concat(), 1);
-        let is_named = message.contains("is not finite, got NaN") && message.contains("damaged");
-        assert!(is_named, "{arguments:?}: {message}");
+        says_all(fail(format!("{command} --checkpoint {damaged}"), 1), &parts);
     }
-    let message = fail(&[&["sample"][..], &of_run].concat(), 1);
-    assert!(message.contains("not finite"), "{message}");
 }

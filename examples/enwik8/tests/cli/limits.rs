@@ -1,12 +1,10 @@
 //! Sizes that nothing has room for, and values that no flag takes: an error that names the flag, before anything is written.
 
-use std::path::Path;
-
 use crate::support::*;
 
 /// The flags of a command that take a value, as its help lists them.
 fn flags(command: &str) -> Vec<String> {
-    let help = succeed(&["help", command]);
+    let help = succeed(format!("help {command}"));
     let flags = help.lines().filter_map(|line| {
         let (flag, rest) = line.trim_start().strip_prefix("--")?.split_once(' ')?;
         rest.starts_with(['<', '[']).then(|| flag.to_owned())
@@ -16,34 +14,35 @@ fn flags(command: &str) -> Vec<String> {
     flags
 }
 
+/// The code of a command that does not crash, and what it tells.
+fn code(line: &str) -> (i32, String) {
+    let output = run(line);
+    let message = String::from_utf8(output.stderr).unwrap();
+    let code = output.status.code();
+    let is_sound = matches!(code, Some(0..=2)) && !message.contains("panicked");
+    assert!(is_sound, "{line}: {code:?} {message}");
+    (code.unwrap(), message)
+}
+
 /// With a value that no flag can have, whatever its kind.
 #[test]
 fn every_flag_of_training_is_named_with_a_bad_value() {
     let folder = Folder::new();
     let run = folder.path("run");
-    let file = folder.file("file", b"x");
+    let file = folder.file("file", "x");
     let flags = flags("train");
     assert!(flags.len() > 55, "{flags:?}");
     for flag in flags {
-        let value = match flag.as_str() {
+        let line = match flag.as_str() {
             // Where a run cannot be.
-            "run" => &file,
+            "run" => format!("train --run {file}"),
             // Neither a file, nor a device, nor a number.
-            _ => "/nowhere/?",
+            _ => format!("train --{flag} /nowhere/? --run {run}"),
         };
-        let named = format!("--{flag}");
-        let mut arguments = vec!["train", &named, value];
-        if flag != "run" {
-            arguments.extend(["--run", &run]);
-        }
-        let output = crate::support::run(&arguments);
-        let message = String::from_utf8(output.stderr).unwrap();
-        assert!(!output.status.success(), "{arguments:?}");
-        assert!(
-            message.contains(&named) && !message.contains("panicked"),
-            "{arguments:?}: {message}"
-        );
-        assert!(!Path::new(&run).exists(), "{arguments:?}");
+        let (code, message) = code(&line);
+        assert!(code > 0, "{line}");
+        says(message, &format!("--{flag}"));
+        assert!(!folder.exists("run"), "{line}");
     }
 }
 
@@ -54,31 +53,22 @@ fn every_size_has_a_limit() {
     let run = folder.path("run");
     // Long enough for the default context.
     let bytes: Vec<u8> = (0..40_000u32).map(|i| (i * i % 61) as u8 + 32).collect();
-    let data = folder.file("data", &bytes);
-    for flag in flags("train") {
-        // Of which large ones are harmless, or which are no sizes.
-        let harmless = words(
-            "seed steps warmup selection-until eval-every checkpoint-every log-every eval-windows \
-         lr weight-decay epsilon clip init-scale commitment peak-tflops run",
-        );
-        if harmless.contains(&flag.as_str()) {
-            continue;
-        }
-        let named = format!("--{flag}");
+    let data = folder.file("data", bytes);
+    // Of which large ones are harmless, or which are no sizes.
+    let harmless = "seed steps warmup selection-until eval-every checkpoint-every log-every eval-windows lr weight-decay epsilon clip init-scale commitment peak-tflops run";
+    let mut flags = flags("train");
+    flags.retain(|flag| !harmless.split(' ').any(|harmless| harmless == flag));
+    for flag in flags {
         for value in ["1000000000000", "1073741824", "99999999999999999999999"] {
-            let arguments = ["train", "--run", &run, &named, value];
             let data = match flag == "data" {
-                true => &[][..],
-                false => &["--data", &data],
+                true => String::new(),
+                false => format!("--data {data}"),
             };
-            let output = crate::support::run(&[&arguments[..], data].concat());
-            let message = String::from_utf8(output.stderr).unwrap();
-            let code = output.status.code();
-            assert!(
-                matches!(code, Some(1 | 2)) && message.contains(&named),
-                "{arguments:?}: {code:?} {message}"
-            );
-            assert!(!Path::new(&run).exists(), "{arguments:?}");
+            let line = format!("train --run {run} --{flag} {value} {data}");
+            let (code, message) = code(&line);
+            assert!(code > 0, "{line}");
+            says(message, &format!("--{flag}"));
+            assert!(!folder.exists("run"), "{line}");
         }
     }
     for row in rows(
@@ -92,14 +82,9 @@ fn every_size_has_a_limit() {
         --task images --picture-size 1000000 | --batch 4, --picture-size 1000000 | GiB
         ",
     ) {
-        let arguments = [&["train", "--run", &run][..], &words(row[0])].concat();
-        let output = crate::support::run(&arguments);
-        let message = String::from_utf8(output.stderr).unwrap();
-        assert!(
-            row[1..].iter().all(|part| message.contains(part)),
-            "{message}"
-        );
-        assert!(!Path::new(&run).exists(), "{row:?}");
+        let (_, message) = code(&format!("train --run {run} {}", row[0]));
+        says_all(message, &row[1..]);
+        assert!(!folder.exists("run"), "{row:?}");
     }
 }
 
@@ -107,22 +92,9 @@ fn every_size_has_a_limit() {
 #[test]
 fn sizes_of_other_commands_have_limits() {
     let folder = Folder::new();
-    let dense = ["--steps", "2", "--attention", "dense"];
-    let (data, run) = (folder.data(), folder.path("run"));
-    let model: Vec<&str> = (nano().into_iter())
-        .filter(|word| !["--pattern", "fixed:8,2"].contains(word))
-        .collect();
-    succeed(
-        &[
-            &["train", "--run", &run, "--data", &data][..],
-            &dense,
-            &model,
-        ]
-        .concat(),
-    );
-    let huge = "1000000000000";
-    let most = "1073741824";
-    let of_run = ["--checkpoint", &run];
+    folder.train("run", "--steps 2 --attention dense");
+    let run = folder.path("run");
+    let of_run = format!("--checkpoint {run}");
     for flags in [
         "sample --batch N",
         "sample --cache window:N",
@@ -142,25 +114,15 @@ fn sizes_of_other_commands_have_limits() {
         "draw --heads N",
         "draw --block N",
     ] {
-        for value in [huge, most] {
-            let words = flags.replace('N', value);
-            let mut arguments: Vec<&str> = words.split(' ').collect();
-            if arguments[0] != "draw" {
-                arguments.extend(of_run);
-            }
-            if arguments[0] == "sample" {
-                arguments.extend(["--length", "5"]);
-            }
-            let output = crate::support::run(&arguments);
-            let message = String::from_utf8(output.stderr).unwrap();
-            let code = output.status.code();
-            assert!(
-                matches!(code, Some(0..=2)) && !message.contains("panicked"),
-                "{arguments:?}: {code:?} {message}"
-            );
-            if value == huge {
-                assert_eq!(code, Some(2), "{arguments:?}: {message}");
-            }
+        for (value, is_huge) in [("1000000000000", true), ("1073741824", false)] {
+            let flags = flags.replace('N', value);
+            let line = match flags.split(' ').next() {
+                Some("draw") => flags,
+                Some("sample") => format!("{flags} {of_run} --length 5"),
+                _ => format!("{flags} {of_run}"),
+            };
+            let (code, message) = code(&line);
+            assert!(!is_huge || code == 2, "{line}: {message}");
         }
     }
     // The numbers of a policy are the user's.
@@ -173,35 +135,31 @@ fn sizes_of_other_commands_have_limits() {
         h2o:0,8 | 'h2o:0,8' for '--cache
         ",
     ) {
-        let message = fail(&[&["sample", "--cache", row[0]][..], &of_run].concat(), 2);
-        assert!(message.contains(row[1]), "{row:?}: {message}");
+        says(
+            fail(format!("sample --cache {} {of_run}", row[0]), 2),
+            row[1],
+        );
     }
     for budget in ["pyramid:1", "adaptive:2", "adaptive:-1"] {
-        let flags = ["sample", "--cache", "tova:8", "--budget", budget];
-        let message = fail(&[&flags[..], &of_run].concat(), 2);
-        assert!(message.contains("for '--budget"), "{message}");
+        let line = format!("sample --cache tova:8 --budget {budget} {of_run}");
+        says(fail(line, 2), "for '--budget");
     }
-    let slack = words("sample --cache tova:1073741824 --slack 1073741824");
-    let message = fail(&[&slack[..], &of_run].concat(), 1);
-    assert!(message.contains("--cache and --slack"), "{message}");
+    let slack = "sample --cache tova:1073741824 --slack 1073741824";
+    says(fail(format!("{slack} {of_run}"), 1), "--cache and --slack");
     // An empty file of a prompt is the file's.
-    let empty = folder.file("empty.txt", b"");
-    let message = fail(
-        &[&["sample", "--prompt-file", &empty][..], &of_run].concat(),
-        1,
-    );
-    says(
-        &message,
-        &format!("--prompt-file {empty} must not be empty"),
-    );
-    let message = fail(&[&["sample", "--prompt", ""][..], &of_run].concat(), 1);
-    assert!(message.contains("--prompt must not be empty"), "{message}");
+    let empty = folder.file("empty.txt", "");
+    let message = fail(format!("sample --prompt-file {empty} {of_run}"), 1);
+    says(message, &format!("--prompt-file {empty} must not be empty"));
+    let message = fail(format!("sample --prompt '' {of_run}"), 1);
+    says(message, "--prompt must not be empty");
     // Either name of a run does.
     for command in ["eval", "report"] {
         for flag in ["--run", "--checkpoint"] {
-            succeed(&[command, flag, &run]);
+            succeed(format!("{command} {flag} {run}"));
         }
     }
-    let best = format!("{run}/best.ckpt");
-    assert!(succeed(&["report", "--checkpoint", &best]).contains("report.md"));
+    says(
+        succeed(format!("report --checkpoint {run}/best.ckpt")),
+        "report.md",
+    );
 }

@@ -7,8 +7,7 @@ use crate::support::*;
 
 /// The event files of a run, in TensorBoard's order.
 fn event_files(folder: &Folder, run: &str) -> Vec<PathBuf> {
-    let entries = fs::read_dir(folder.path(run)).unwrap();
-    let mut files: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
+    let mut files = files(Path::new(&folder.path(run)));
     files.retain(|path| path.to_str().unwrap().contains("tfevents"));
     files.sort();
     files
@@ -36,21 +35,16 @@ fn steps_with(path: &Path, tag: &str) -> Vec<u64> {
 #[test]
 fn tensorboard_has_each_step_once_after_a_resume() {
     let folder = Folder::new();
-    let flags = ["--checkpoint-every", "8", "--eval-every", "4"];
-    folder.train(
-        "run",
-        &[&["--steps", "16", "--tensorboard"], &flags[..]].concat(),
-    );
+    let flags = "--checkpoint-every 8 --eval-every 4";
+    folder.train("run", &format!("--steps 16 --tensorboard {flags}"));
     let [first] = &event_files(&folder, "run")[..] else {
         panic!("one event file");
     };
     let to = |last: u64| (1..=last).collect::<Vec<_>>();
     assert_eq!(steps_with(first, "bits_per_byte/train"), to(16));
     assert_eq!(steps_with(first, "grad_norm"), to(16));
-    assert_eq!(
-        steps_with(first, "bits_per_byte/validation"),
-        [4, 8, 12, 16]
-    );
+    let validations = steps_with(first, "bits_per_byte/validation");
+    assert_eq!(validations, [4, 8, 12, 16]);
     assert_eq!(steps_with(first, "bits_per_byte/final"), [16]);
 
     // As if it was killed between the two checkpoints, in the middle of a record.
@@ -58,8 +52,8 @@ fn tensorboard_has_each_step_once_after_a_resume() {
     let mut bytes = fs::read(first).unwrap();
     bytes.truncate(bytes.len() - 7);
     fs::write(first, bytes).unwrap();
-    let text = folder.resume("run", &["--steps", "12", "--tensorboard"]);
-    assert!(text.contains("step-00000008.ckpt"), "{text}");
+    let text = folder.resume("run", "--steps 12 --tensorboard");
+    says(text, "step-00000008.ckpt");
     let all = |tag: &str| -> Vec<u64> {
         let files = event_files(&folder, "run");
         assert_eq!(files.len(), 2);
@@ -79,7 +73,7 @@ fn tensorboard_has_each_step_once_after_a_resume() {
     for file in event_files(&folder, "run") {
         fs::remove_file(file).unwrap();
     }
-    folder.resume("run", &["--steps", "13", "--tensorboard"]);
+    folder.resume("run", "--steps 13 --tensorboard");
     let [only] = &event_files(&folder, "run")[..] else {
         panic!("one event file");
     };
@@ -89,15 +83,9 @@ fn tensorboard_has_each_step_once_after_a_resume() {
 #[test]
 fn a_run_ends_with_a_report_and_old_runs_get_one() {
     let folder = Folder::new();
-    let text = folder.train(
-        "run",
-        &["--steps", "6", "--eval-every", "2", "--peak-tflops", "0.5"],
-    );
-    let run = folder.path("run");
-    let file = |name: &str| Path::new(&run).join(name);
-    assert!(text.contains(file("report.md").to_str().unwrap()), "{text}");
-    let report = fs::read_to_string(file("report.md")).unwrap();
-    for part in [
+    let text = folder.train("run", "--steps 6 --eval-every 2 --peak-tflops 0.5");
+    says(text, &folder.path("run/report.md"));
+    let parts = [
         "| best validation | ",
         "| whole validation split | ",
         "| length | 6 steps, 384 bytes |",
@@ -107,32 +95,28 @@ fn a_run_ends_with_a_report_and_old_runs_get_one() {
         "![bits per byte over time](loss-by-time.png)",
         "| 6 | ",
         "the model writes",
-    ] {
-        assert!(report.contains(part), "{part}: {report}");
-    }
-    for picture in ["loss.png", "loss-by-time.png"] {
-        assert!(fs::read(file(picture)).unwrap().starts_with(b"\x89PNG"));
+    ];
+    says_all(folder.text("run/report.md"), &parts);
+    for picture in ["run/loss.png", "run/loss-by-time.png"] {
+        assert_png(&folder.path(picture));
     }
 
     // As an older version left it, and with its data gone.
     for name in ["report.md", "loss-by-time.png", "resources.json"] {
-        fs::remove_file(file(name)).unwrap();
+        fs::remove_file(folder.path(&format!("run/{name}"))).unwrap();
     }
     fs::remove_file(folder.path("data")).unwrap();
-    let output = enwik8().args(["report", "--run", &run]).output().unwrap();
-    assert!(output.status.success(), "{output:?}");
-    let warning = String::from_utf8(output.stderr).unwrap();
-    says(&warning, "prompts and the entropy of the data are left out");
-    let report = fs::read_to_string(file("report.md")).unwrap();
+    let run = folder.path("run");
+    let [_, warning] = succeed_and_tell(format!("report --run {run}"));
+    says(warning, "prompts and the entropy of the data are left out");
+    let report = folder.text("run/report.md");
+    says(&report, "the model writes");
     assert!(
-        report.contains("the model writes") && !report.contains("order-0"),
+        !report.contains("order-0") && !report.contains("peak memory"),
         "{report}"
     );
-    assert!(!report.contains("peak memory") && file("loss-by-time.png").exists());
+    assert!(folder.exists("run/loss-by-time.png"));
 
-    let message = fail(&["report", "--run", &folder.path("none")], 1);
-    assert!(
-        message.contains("/none: there is no checkpoint"),
-        "{message}"
-    );
+    let message = fail(format!("report --run {}", folder.path("none")), 1);
+    says(message, "/none: there is no checkpoint");
 }

@@ -61,14 +61,12 @@ fn printed(program: &str) -> Vec<Printed> {
     for page in pages() {
         let text = fs::read_to_string(&page).unwrap();
         let mut add = |line: &str, in_block| {
-            if let Some(arguments) = arguments(program, line) {
-                let text = format!("{}: {line}", page.display());
-                found.push(Printed {
-                    text,
-                    arguments,
-                    in_block,
-                });
-            }
+            let text = format!("{}: {line}", page.display());
+            found.extend(arguments(program, line).map(|arguments| Printed {
+                text,
+                arguments,
+                in_block,
+            }));
         };
         let mut sentences = String::new();
         for (index, part) in text.split("```").enumerate() {
@@ -99,26 +97,26 @@ fn arguments(program: &str, line: &str) -> Option<Vec<String>> {
         }
         None => line.strip_prefix(program)?.strip_prefix(' ')?,
     };
-    let command = command.split(" # ").next().unwrap_or_default();
-    let arguments = words(command)
-        .into_iter()
-        .filter(|word| !word.starts_with('$'));
-    let arguments: Vec<String> = arguments.collect();
+    let mut arguments = words(command.split(" # ").next().unwrap_or_default());
+    arguments.retain(|word| !word.starts_with('$'));
     (arguments.first()? != "help").then_some(arguments)
 }
 
 /// As a shell splits a line with quotes.
-pub fn words(command: &str) -> Vec<String> {
-    let mut words = vec![String::new()];
-    let mut quote = None;
-    for c in command.trim().chars() {
+pub fn words(line: &str) -> Vec<String> {
+    let (mut words, mut word, mut quote) = (Vec::new(), None::<String>, None);
+    for c in line.chars() {
         match c {
-            c if quote == Some(c) => quote = None,
-            '\'' | '"' if quote.is_none() => quote = Some(c),
-            ' ' if quote.is_none() => words.push(String::new()),
-            c => words.last_mut().unwrap().push(c),
+            _ if quote == Some(c) => quote = None,
+            '\'' | '"' if quote.is_none() => {
+                quote = Some(c);
+                word.get_or_insert_default();
+            }
+            _ if quote.is_none() && c.is_whitespace() => words.extend(word.take()),
+            _ => word.get_or_insert_default().push(c),
         }
     }
-    assert!(quote.is_none(), "{command}");
+    assert!(quote.is_none(), "{line}");
+    words.extend(word);
     words
 }

@@ -8,17 +8,23 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// A model that trains hundreds of steps a second.
-pub fn nano() -> Vec<&'static str> {
-    words(
-        "--layers 1 --heads 2 --d-model 16 --context 32 --block 8 --pattern fixed:8,2 --batch 2 \
-         --warmup 5 --eval-windows 2 --dropout 0.1",
-    )
-}
+use crate::shell::words;
 
-/// The words of a command line.
-pub fn words(line: &str) -> Vec<&str> {
-    line.split_whitespace().collect()
+/// A model that trains hundreds of steps a second.
+const NANO: &str = "--layers 1 --heads 2 --d-model 16 --context 32 --block 8 --pattern fixed:8,2 --batch 2 --warmup 5 --eval-windows 2 --dropout 0.1";
+
+/// Its flags and `more`, which take the place of those of the same name; beside a choice of keys there is no pattern.
+pub fn nano(more: &str) -> String {
+    let chooses = more.contains("--selection") || more.contains("--attention dense");
+    let is_own = |flag: &&str| {
+        let name = flag.split(' ').next();
+        let mut others = more.split(' ').map(|word| word.strip_prefix("--"));
+        !(others.any(|other| other == name) || chooses && name == Some("pattern"))
+    };
+    let own = NANO.split("--").skip(1).filter(is_own);
+    own.map(|flag| format!("--{} ", flag.trim()))
+        .collect::<String>()
+        + more
 }
 
 /// Lines of parts that a ` | ` is between.
@@ -33,22 +39,30 @@ pub fn enwik8() -> Command {
     command
 }
 
-pub fn run(arguments: &[&str]) -> Output {
-    enwik8().args(arguments).output().unwrap()
+/// Runs a command as it is typed.
+pub fn run(line: impl AsRef<str>) -> Output {
+    enwik8().args(words(line.as_ref())).output().unwrap()
 }
 
 /// Runs a command that must succeed; its standard output.
-pub fn succeed(arguments: &[&str]) -> String {
-    let output = run(arguments);
-    assert!(output.status.success(), "{arguments:?}: {output:?}");
-    String::from_utf8(output.stdout).unwrap()
+pub fn succeed(line: impl AsRef<str>) -> String {
+    succeed_and_tell(line)[0].clone()
+}
+
+/// The same, and what it told.
+pub fn succeed_and_tell(line: impl AsRef<str>) -> [String; 2] {
+    let line = line.as_ref();
+    let output = run(line);
+    assert!(output.status.success(), "{line}: {output:?}");
+    [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap())
 }
 
 /// Runs a command that must fail with `code`; its one message.
-pub fn fail(arguments: &[&str], code: i32) -> String {
-    let output = run(arguments);
+pub fn fail(line: impl AsRef<str>, code: i32) -> String {
+    let line = line.as_ref();
+    let output = run(line);
     let message = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {message}");
+    assert_eq!(output.status.code(), Some(code), "{line}: {message}");
     assert_eq!(message.matches("error: ").count(), 1, "{message}");
     assert!(
         !message.contains("panicked") && !message.contains("backtrace"),
@@ -59,8 +73,34 @@ pub fn fail(arguments: &[&str], code: i32) -> String {
 
 /// That a text has some words.
 #[track_caller]
-pub fn says(text: &str, words: &str) {
-    assert!(text.contains(words), "{text}");
+pub fn says(text: impl AsRef<str>, words: &str) {
+    let text = text.as_ref();
+    assert!(text.contains(words), "no '{words}': {text}");
+}
+
+#[track_caller]
+pub fn says_all(text: impl AsRef<str>, parts: &[&str]) {
+    parts.iter().for_each(|part| says(&text, part));
+}
+
+/// The number that `eval` prints.
+pub fn bits(text: &str) -> f64 {
+    let mut lines = text.lines().filter(|line| line.contains("bits per "));
+    let number = lines.find_map(|line| line.split(' ').next()?.parse().ok());
+    number.unwrap_or_else(|| panic!("{text}"))
+}
+
+pub fn json(path: impl AsRef<Path>) -> Value {
+    serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
+}
+
+pub fn json_lines(text: &str) -> Vec<Value> {
+    let lines = text.lines().map(|line| serde_json::from_str(line).unwrap());
+    lines.collect()
+}
+
+pub fn assert_png(path: &str) {
+    assert!(fs::read(path).unwrap().starts_with(b"\x89PNG"), "{path}");
 }
 
 pub struct Folder(TempDir);
@@ -74,9 +114,17 @@ impl Folder {
         self.0.path().join(name).to_str().unwrap().to_owned()
     }
 
-    pub fn file(&self, name: &str, bytes: &[u8]) -> String {
+    pub fn exists(&self, name: &str) -> bool {
+        self.0.path().join(name).exists()
+    }
+
+    pub fn file(&self, name: &str, bytes: impl AsRef<[u8]>) -> String {
         fs::write(self.path(name), bytes).unwrap();
         self.path(name)
+    }
+
+    pub fn text(&self, name: &str) -> String {
+        fs::read_to_string(self.path(name)).unwrap()
     }
 
     /// A few thousand bytes with some structure.
@@ -84,48 +132,49 @@ impl Folder {
         let bytes: Vec<u8> = (0..4_000u32)
             .map(|i| (i * i / 7 % 61 + i % 5) as u8 + 32)
             .collect();
-        self.file("data", &bytes)
+        self.file("data", bytes)
     }
 
-    /// Arguments of a nano run in folder `run`.
-    pub fn nano(&self, run: &str, more: &[&str]) -> Vec<String> {
-        let mut arguments = vec!["train".to_owned(), "--run".to_owned(), self.path(run)];
-        arguments.extend(["--data".to_owned(), self.data()]);
-        arguments.extend(
-            nano()
-                .iter()
-                .chain(more)
-                .map(|&argument| argument.to_owned()),
-        );
-        arguments
+    /// The command of a nano run in folder `run`.
+    pub fn nano(&self, run: &str, more: &str) -> String {
+        let (path, data) = (self.path(run), self.data());
+        format!("train --run {path} --data {data} {}", nano(more))
     }
 
-    pub fn train(&self, run: &str, more: &[&str]) -> String {
-        let arguments = self.nano(run, more);
-        succeed(&arguments.iter().map(String::as_str).collect::<Vec<_>>())
+    pub fn train(&self, run: &str, more: &str) -> String {
+        succeed(self.nano(run, more))
     }
 
-    pub fn resume(&self, run: &str, more: &[&str]) -> String {
-        let path = self.path(run);
-        succeed(&[&["train", "--resume", "--run", &path], more].concat())
+    pub fn resume(&self, run: &str, more: &str) -> String {
+        succeed(format!("train --resume --run {} {more}", self.path(run)))
+    }
+
+    /// That a run without its last checkpoint goes on to the same one, and what that said.
+    #[track_caller]
+    pub fn assert_resumes(&self, [run, whole]: [&str; 2], step: usize) -> String {
+        fs::remove_file(self.checkpoint(run, step)).unwrap();
+        let text = self.resume(run, "");
+        self.assert_same_model([run, whole], step);
+        assert_eq!(self.losses(run), self.losses(whole));
+        text
     }
 
     pub fn log(&self, run: &str) -> Vec<Value> {
-        let log = fs::read_to_string(Path::new(&self.path(run)).join("log.jsonl")).unwrap();
-        log.lines()
-            .map(|line| serde_json::from_str(line).unwrap())
-            .collect()
+        json_lines(&self.text(&format!("{run}/log.jsonl")))
+    }
+
+    /// Lines of the log that are of a kind.
+    pub fn log_of(&self, run: &str, kind: &str) -> Vec<Value> {
+        let rows = self.log(run).into_iter();
+        rows.filter(|row| row["kind"] == kind).collect()
     }
 
     /// Kind, step and loss, if it has one, of each log line.
     pub fn losses(&self, run: &str) -> Vec<(String, u64, f64)> {
         let row = |row: &Value| {
-            let kind = row["kind"].as_str().unwrap().to_owned();
-            (
-                kind,
-                row["step"].as_u64().unwrap(),
-                row["loss"].as_f64().unwrap_or_default(),
-            )
+            let (kind, step) = (row["kind"].as_str(), row["step"].as_u64());
+            let loss = row["loss"].as_f64().unwrap_or_default();
+            (kind.unwrap().to_owned(), step.unwrap(), loss)
         };
         self.log(run).iter().map(row).collect()
     }
@@ -139,6 +188,13 @@ impl Folder {
     pub fn assert_same_model(&self, runs: [&str; 2], step: usize) {
         let [a, b] = runs.map(|run| self.checkpoint(run, step));
         assert_same_model(&a, &b);
+    }
+
+    /// That two runs have the same model and optimizer after so many steps.
+    #[track_caller]
+    pub fn assert_same_state(&self, runs: [&str; 2], step: usize) {
+        let [a, b] = runs.map(|run| state_of(&self.checkpoint(run, step)));
+        assert!(a == b, "{runs:?}: another model or optimizer");
     }
 }
 
@@ -159,6 +215,7 @@ pub fn model_of(checkpoint: &Path) -> Vec<u8> {
 }
 
 /// Without printing either model.
+#[track_caller]
 pub fn assert_same_model(a: &Path, b: &Path) {
     assert!(
         model_of(a) == model_of(b),
@@ -168,18 +225,32 @@ pub fn assert_same_model(a: &Path, b: &Path) {
     );
 }
 
+/// All files below a folder.
+pub fn files(folder: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(folder).unwrap();
+    let below = entries.map(|entry| entry.unwrap().path());
+    below
+        .flat_map(|path| match path.is_dir() {
+            true => files(&path),
+            false => vec![path],
+        })
+        .collect()
+}
+
+/// Begins a command whose output nobody reads.
+pub fn spawn(line: &str) -> Child {
+    let mut command = enwik8();
+    command.args(words(line)).stdout(Stdio::null());
+    command.spawn().unwrap()
+}
+
 pub fn wait_for(path: &Path, child: &mut Child) {
     let began = Instant::now();
     while !path.exists() {
-        assert!(
-            child.try_wait().unwrap().is_none(),
-            "training ended too early"
-        );
-        assert!(
-            began.elapsed() < Duration::from_secs(60),
-            "{} never came",
-            path.display()
-        );
+        let ended = child.try_wait().unwrap();
+        assert!(ended.is_none(), "training ended too early");
+        let is_late = began.elapsed() > Duration::from_secs(60);
+        assert!(!is_late, "{} never came", path.display());
         std::thread::sleep(Duration::from_millis(2));
     }
 }

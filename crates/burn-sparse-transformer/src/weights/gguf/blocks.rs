@@ -131,7 +131,6 @@ impl TensorType {
     }
 }
 
-/// A half-precision number of a block.
 fn half(block: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([block[at], block[at + 1]]).to_f32()
 }

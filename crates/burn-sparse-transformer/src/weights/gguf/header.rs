@@ -102,7 +102,6 @@ fn place(info: &mut TensorInfo, data: u64, length: u64) -> Result<(), String> {
     }
 }
 
-/// A file that is read from its begin, and how much of it is left.
 struct Source<R> {
     reader: BufReader<R>,
     at: u64,
@@ -268,7 +267,6 @@ impl<R: Read> Source<R> {
     }
 }
 
-/// How many bytes a number of a type has.
 fn width(kind: u32) -> usize {
     match kind {
         0 | 1 | 7 => 1,

@@ -2,7 +2,7 @@ use burn::tensor::DType;
 use burn_blocksparse::Pattern;
 
 use super::{Gguf, GgufValue};
-use crate::llama::LlamaConfig;
+use crate::llama::{Keys, LlamaConfig};
 use crate::{RopeScaling, TransformerError};
 
 /// Values of `general.architecture` that are read.
@@ -41,7 +41,7 @@ impl LlamaConfig {
                 architecture,
             ));
         }
-        let of = Keys { gguf, architecture };
+        let of = GgufKeys { gguf, architecture };
         of.only("expert_count", 0.0)?;
         of.only("attention.scale", 0.0)?;
         if of.get("attention.causal").and_then(GgufValue::as_bool) == Some(false) {
@@ -81,46 +81,28 @@ impl LlamaConfig {
     }
 }
 
-/// Keys of an architecture.
-struct Keys<'a> {
+struct GgufKeys<'a> {
     gguf: &'a Gguf,
     architecture: &'a str,
 }
 
-impl<'a> Keys<'a> {
+impl<'a> Keys<'a> for GgufKeys<'a> {
+    type Value = GgufValue;
+
     fn get(&self, key: &str) -> Option<&'a GgufValue> {
         self.gguf.get(&format!("{}.{key}", self.architecture))
     }
 
-    fn refused(&self, key: &'static str, expected: &str) -> TransformerError {
-        let got = self.get(key);
-        let got = got.map_or("nothing".into(), GgufValue::to_string);
-        TransformerError::argument(key, expected, got)
+    fn as_f64(value: &GgufValue) -> Option<f64> {
+        value.as_f64()
     }
 
-    fn number(&self, key: &'static str) -> Result<Option<f64>, TransformerError> {
-        let read = |value: &GgufValue| value.as_f64().ok_or_else(|| self.refused(key, "a number"));
-        self.get(key).map(read).transpose()
+    fn as_u64(value: &GgufValue) -> Option<u64> {
+        value.as_u64()
     }
+}
 
-    fn required(&self, key: &'static str) -> Result<f64, TransformerError> {
-        self.number(key)?
-            .ok_or_else(|| self.refused(key, "a number"))
-    }
-
-    fn maybe_count(&self, key: &'static str) -> Result<Option<usize>, TransformerError> {
-        let read = |value: &GgufValue| {
-            let count = value.as_u64().and_then(|count| usize::try_from(count).ok());
-            count.ok_or_else(|| self.refused(key, "a whole number"))
-        };
-        self.get(key).map(read).transpose()
-    }
-
-    fn count(&self, key: &'static str) -> Result<usize, TransformerError> {
-        self.maybe_count(key)?
-            .ok_or_else(|| self.refused(key, "a whole number"))
-    }
-
+impl GgufKeys<'_> {
     /// Refuses a key that changes what is computed, unless it has the number that changes nothing.
     fn only(&self, key: &'static str, neutral: f64) -> Result<(), TransformerError> {
         match self.number(key)? {

@@ -67,7 +67,6 @@ impl Gguf {
         }
     }
 
-    /// The file, as it was named.
     pub(super) fn path(&self) -> &str {
         &self.path
     }
@@ -82,17 +81,14 @@ impl Gguf {
         self.header.metadata.get(key)
     }
 
-    /// What `general.architecture` says.
     pub(super) fn architecture(&self) -> Option<&str> {
         self.get("general.architecture")?.as_str()
     }
 
-    /// The shape of a tensor as PyTorch has it.
     fn shape(&self, name: &str) -> Option<&[usize]> {
         Some(&self.header.tensors.get(name)?.shape)
     }
 
-    /// The elements of a tensor.
     fn tensor(&self, name: &str) -> Result<Option<TensorData>, WeightsError> {
         let Some(info) = self.header.tensors.get(name) else {
             return Ok(None);
