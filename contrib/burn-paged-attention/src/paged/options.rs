@@ -155,10 +155,7 @@ impl PagedOptions {
             ("tensors.bias", tensors.bias.is_some()),
             ("tensors.relative_bias", tensors.relative_bias.is_some()),
         ] {
-            if is_set {
-                let expected = "unset, because attention over pages does not support it";
-                return Err(OpError::argument(argument, expected, "a value"));
-            }
+            blocksparse::ensure! { OpError; !is_set => argument, "unset, because attention over pages does not support it", "a value"; }
         }
         Ok(Self {
             scale: options.scale,

@@ -87,9 +87,7 @@ impl QuantizedPages {
     ) -> Result<Self, OpError> {
         served(device)?;
         for (argument, width) in ["keys' width", "values' width"].into_iter().zip(widths) {
-            if width == 0 || !width.is_multiple_of(4) {
-                return Err(OpError::argument(argument, "a multiple of 4", width));
-            }
+            blocksparse::ensure! { OpError; width != 0 && width.is_multiple_of(4) => argument, "a multiple of 4", width; }
         }
         check_page_sizes([pages, page], [pages, page])?;
         let words = |width| Tensor::zeros([pages, page, width / 4], (device, DType::I32));

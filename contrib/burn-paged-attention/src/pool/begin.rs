@@ -98,12 +98,10 @@ impl KvPool {
             && (is_even || is_causal)
             && !matches!(self.residency, KvRetention::Window { .. });
         let is_prompt = |(step, &start): (&KvStep, &usize)| start == 0 && step.tokens > 1;
-        if self.prompts_choose && !is_dense && steps.iter().zip(&starts).any(is_prompt) {
-            return Err(PoolError::argument(
-                "steps",
-                "prompts alone, or none of more than one token, where prompts choose their keys",
-                "both",
-            ));
+        blocksparse::ensure! {
+            PoolError;
+            !self.prompts_choose || is_dense || !steps.iter().zip(&starts).any(is_prompt) => "steps",
+                "prompts alone, or none of more than one token, where prompts choose their keys", "both";
         }
         let of_books: Vec<_> = steps
             .iter()

@@ -166,9 +166,7 @@ fn check_summarize(
 ) -> Result<(), OpError> {
     served(device)?;
     summaries.check()?;
-    if !page.is_power_of_two() {
-        return Err(OpError::argument("keys' page size", "a power of two", page));
-    }
+    blocksparse::ensure! { OpError; page.is_power_of_two() => "keys' page size", "a power of two", page; }
     let expected = [pages, summaries.summary.rows(), width];
     let got = summaries.values.dims();
     OpError::expect_same("summaries' shape", expected, "of the keys", got)?;
@@ -280,28 +278,18 @@ fn check(
     let [pages, _, summary_width] = summaries.values.dims();
     check_heads("table's heads", tables, kv_heads)?;
     check_shared(pages, kv_heads, tables)?;
-    if !heads.is_multiple_of(kv_heads) {
-        let expected = format!("a divisor of the {heads} heads of q");
-        return Err(OpError::argument("kv_heads", expected, kv_heads));
-    }
+    blocksparse::ensure! { OpError; heads.is_multiple_of(kv_heads) => "kv_heads", format!("a divisor of the {heads} heads of q"), kv_heads; }
     OpError::expect_same("summaries' width", width, "q's", summary_width)?;
     OpError::expect_same("table's batch", batch, "q's", table_batch)?;
     let got = spans.dims();
     OpError::expect_same("spans' shape", [batch, tables, 4], "the table's rows", got)?;
     let (expected, got) = (choice.summary, summaries.summary);
-    if expected != got {
-        let expected = format!("{expected:?}, the choice's");
-        let got = format!("{got:?}");
-        return Err(OpError::argument("summaries", expected, got));
-    }
+    blocksparse::ensure! { OpError; expected == got => "summaries", format!("{expected:?}, the choice's"), format!("{got:?}"); }
     for (argument, dtype) in [
         ("table's dtype", table.dtype()),
         ("spans' dtype", spans.dtype()),
     ] {
-        if !matches!(dtype, DType::I32 | DType::I64) {
-            let got = format!("{dtype:?}");
-            return Err(OpError::argument(argument, "I32 or I64", got));
-        }
+        blocksparse::ensure! { OpError; matches!(dtype, DType::I32 | DType::I64) => argument, "I32 or I64", format!("{dtype:?}"); }
     }
     for (argument, device) in [
         ("summaries' device", summaries.values.device()),

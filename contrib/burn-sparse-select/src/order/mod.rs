@@ -35,11 +35,10 @@ pub fn counting_argsort(
     let buckets = buckets.without_autodiff();
     served(&buckets.device())?;
     let [groups, length] = buckets.dims();
-    if groups * length == 0 {
-        return Err(OpError::argument("buckets", "at least one token", 0));
-    }
-    if !(1..=1 << 30).contains(&count) {
-        return Err(OpError::argument("count", "from 1 to 2³⁰", count));
+    blocksparse::ensure! {
+        OpError;
+        groups * length != 0 => "buckets", "at least one token", 0;
+        (1..=1 << 30).contains(&count) => "count", "from 1 to 2³⁰", count;
     }
     let sorted = counting_argsort_rounds(buckets.reshape([groups, 1, length]), count, length)?;
     Ok(sorted.map(|sorted| {
@@ -88,15 +87,11 @@ pub fn counting_argsort_rounds(
     let buckets = buckets.without_autodiff();
     served(&buckets.device())?;
     let [lists, rounds, length] = buckets.dims();
-    if lists * rounds * length == 0 {
-        return Err(OpError::argument("buckets", "at least one token", 0));
-    }
-    if !(1..=1 << 30).contains(&count) {
-        return Err(OpError::argument("count", "from 1 to 2³⁰", count));
-    }
-    if room < length {
-        let expected = format!("at least the {length} tokens");
-        return Err(OpError::argument("room", expected, room));
+    blocksparse::ensure! {
+        OpError;
+        lists * rounds * length != 0 => "buckets", "at least one token", 0;
+        (1..=1 << 30).contains(&count) => "count", "from 1 to 2³⁰", count;
+        room >= length => "room", format!("at least the {length} tokens"), room;
     }
     if !runs_kernels(&buckets.device()) {
         return Ok(None);
@@ -154,12 +149,10 @@ pub fn lsh_argsort(
 ) -> Result<Option<ArgsortRounds>, OpError> {
     let (x, rotations) = hashed(x, rotations)?;
     let ([_, _, length, _], [.., half]) = (x.dims(), rotations.dims());
-    if half > 1 << 29 {
-        return Err(OpError::argument("rotations' half", "at most 2²⁹", half));
-    }
-    if room < length {
-        let expected = format!("at least the {length} rows");
-        return Err(OpError::argument("room", expected, room));
+    blocksparse::ensure! {
+        OpError;
+        half <= 1 << 29 => "rotations' half", "at most 2²⁹", half;
+        room >= length => "room", format!("at least the {length} rows"), room;
     }
     if !runs_kernels(&x.device()) {
         return Ok(None);
@@ -183,9 +176,7 @@ fn hashed(x: Tensor<4>, rotations: Tensor<3>) -> Result<(Tensor<4>, Tensor<3>), 
     let [batch, heads, length, dim] = x.dims();
     let [rounds, of_rotations, half] = rotations.dims();
     OpError::expect_same("rotations' dim", dim, "x's", of_rotations)?;
-    if batch * heads * length * dim * rounds * half == 0 {
-        return Err(OpError::argument("x and rotations", "not empty", 0));
-    }
+    blocksparse::ensure! { OpError; batch * heads * length * dim * rounds * half != 0 => "x and rotations", "not empty", 0; }
     Ok((x, rotations))
 }
 
@@ -212,9 +203,7 @@ pub fn argmax_rows(numbers: Tensor<4>) -> Result<Option<Tensor<3, Int>>, OpError
     let numbers = numbers.without_autodiff();
     let device = numbers.device();
     served(&device)?;
-    if numbers.dims().contains(&0) {
-        return Err(OpError::argument("numbers", "at least one", 0));
-    }
+    blocksparse::ensure! { OpError; !numbers.dims().contains(&0) => "numbers", "at least one", 0; }
     if !runs_kernels(&device) {
         return Ok(None);
     }
@@ -250,12 +239,10 @@ pub fn topk_rows(numbers: Tensor<3>, most: usize) -> Result<Option<TopKRows>, Op
     let device = numbers.device();
     served(&device)?;
     let [groups, rows, columns] = numbers.dims();
-    if groups * rows == 0 {
-        return Err(OpError::argument("numbers", "at least one row", 0));
-    }
-    if !(1..=columns).contains(&most) {
-        let expected = format!("from 1 to the {columns} columns");
-        return Err(OpError::argument("most", expected, most));
+    blocksparse::ensure! {
+        OpError;
+        groups * rows != 0 => "numbers", "at least one row", 0;
+        (1..=columns).contains(&most) => "most", format!("from 1 to the {columns} columns"), most;
     }
     if !runs_kernels(&device) {
         return Ok(None);
@@ -342,12 +329,10 @@ pub fn check_attraction(
         "x's",
         [of_heads, of_means],
     )?;
-    if batch * heads * length * width * count == 0 {
-        return Err(OpError::argument("x and means", "not empty", 0));
-    }
-    if !(1..=length).contains(&most) {
-        let expected = format!("from 1 to the {length} rows");
-        return Err(OpError::argument(argument, expected, most));
+    blocksparse::ensure! {
+        OpError;
+        batch * heads * length * width * count != 0 => "x and means", "not empty", 0;
+        (1..=length).contains(&most) => argument, format!("from 1 to the {length} rows"), most;
     }
     Ok(())
 }

@@ -118,13 +118,11 @@ impl BlockEstimator for XAttention {
 
     fn check(&self) -> Result<(), OpError> {
         check_block(self.block)?;
-        match self.stride > 0 && self.block.is_multiple_of(self.stride) {
-            true => Ok(()),
-            false => {
-                let expected = format!("a divisor of the block, {}", self.block);
-                Err(OpError::argument("stride", expected, self.stride))
-            }
+        blocksparse::ensure! {
+            OpError;
+            self.stride > 0 && self.block.is_multiple_of(self.stride) => "stride", format!("a divisor of the block, {}", self.block), self.stride;
         }
+        Ok(())
     }
 
     fn scores(&self, call: &EstimateInputs, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
