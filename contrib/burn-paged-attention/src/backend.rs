@@ -7,4 +7,4 @@ pub use crate::paged::values::{
 };
 pub use crate::sampling::ops::SamplingOps;
 pub use crate::summaries::ops::PageSummaryOps;
-pub use crate::summaries::values::{PageScoreInputs, SummarizeInputs, SummarizePacked};
+pub use crate::summaries::values::{PackedKeys, PageScoreInputs, StoredKeys, SummarizeInputs};
