@@ -213,7 +213,7 @@ impl PagePool {
     }
 
     /// That no query before a position sees a key from there on.
-    pub(super) fn check_boundary(&self, position: usize) -> Result<(), CacheError> {
+    pub(crate) fn check_boundary(&self, position: usize) -> Result<(), CacheError> {
         let last = match self
             .config
             .pattern

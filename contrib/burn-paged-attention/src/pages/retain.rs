@@ -97,12 +97,9 @@ impl PagePool {
                 row.permanent = region;
             }
             row.timed_entry = row.permanent.pages.len();
-            let pages = row.permanent.pages.iter().flat_map(|&page| {
-                let first = page as usize * page_size;
-                first..first + page_size
-            });
-            let slots = pages.take(count).map(|slot| slot as i32);
-            retained.slots.push(slots.collect());
+            retained
+                .slots
+                .push(row.permanent.slot_numbers(page_size).collect());
         }
         sequence.oldest = oldest;
         sequence.chain.clear();

@@ -2,7 +2,8 @@
 
 use burn::tensor::FloatDType;
 use burn_blocksparse::Pattern;
-use burn_sparse_transformer::internal::{ensure, ensure_none, ensure_positive};
+use burn_sparse_transformer::TransformerError;
+use burn_sparse_transformer::internal::{ensure_none, ensure_positive};
 
 use super::store::Stored;
 use crate::pages::{CacheError, EvictionBudget, EvictionConfig, KvRetention, PagePool, PoolConfig};
@@ -201,6 +202,16 @@ impl KvPoolConfig {
         self.page_size.unwrap_or(32)
     }
 
+    /// That no window leaves out keys, for layers that choose among all.
+    pub(super) fn ensure_no_window(
+        &self,
+        expected: impl Into<String>,
+    ) -> Result<(), TransformerError> {
+        let is_window = matches!(self.residency, KvRetention::Window { .. });
+        blocksparse::ensure! { TransformerError; !is_window => "residency", expected, format!("{:?}", self.residency); }
+        Ok(())
+    }
+
     pub(super) fn validate(&self) -> Result<(), PoolError> {
         ensure_positive("sequences", self.lengths.len())?;
         for &tokens in &self.lengths {
@@ -209,18 +220,15 @@ impl KvPoolConfig {
         ensure_positive("chunk", self.chunk)?;
         let is_window = matches!(self.residency, KvRetention::Window { .. });
         let is_window = is_window && self.eviction.is_none();
-        ensure(
-            self.positions == KvPositions::Original || is_window,
-            "positions",
-            || "Original, because the residency is no Window".into(),
-            "InCache",
-        )?;
+        blocksparse::ensure! {
+            PoolError;
+            self.positions == KvPositions::Original || is_window => "positions", "Original, because the residency is no Window", "InCache";
+        }
         let known = self.prefix_reuse && self.prompts_choose;
         let expected = "none where prompts choose: what is known of a beginning may depend on what followed it";
         ensure_none("prefix_reuse", known, expected)?;
-        let expected = || "another; `with_eviction` says which keys stay".into();
         let is_said = self.residency != KvRetention::Evict || self.eviction.is_some();
-        ensure(is_said, "residency", expected, "Evict")?;
+        blocksparse::ensure! { PoolError; is_said => "residency", "another; `with_eviction` says which keys stay", "Evict"; }
         let expected = "none: pages of a sequence whose keys were evicted are not known again";
         let known = self.prefix_reuse && self.eviction.is_some();
         Ok(ensure_none("eviction", known, expected)?)
