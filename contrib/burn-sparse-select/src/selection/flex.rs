@@ -186,10 +186,7 @@ impl BlockEstimator for FlexPrefill {
     }
 
     fn grid(&self) -> EstimateGrid {
-        EstimateGrid {
-            query_rows: self.block,
-            block: self.block,
-        }
+        EstimateGrid::square(self.block)
     }
 
     fn traits(&self) -> EstimatorTraits {

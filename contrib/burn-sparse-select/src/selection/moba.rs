@@ -79,10 +79,7 @@ impl BlockEstimator for Moba {
     }
 
     fn grid(&self) -> EstimateGrid {
-        EstimateGrid {
-            query_rows: 1,
-            block: self.block,
-        }
+        EstimateGrid::by_query(self.block)
     }
 
     fn traits(&self) -> EstimatorTraits {

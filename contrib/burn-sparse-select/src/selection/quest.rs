@@ -88,10 +88,7 @@ impl BlockEstimator for Quest {
     }
 
     fn grid(&self) -> EstimateGrid {
-        EstimateGrid {
-            query_rows: 1,
-            block: self.page,
-        }
+        EstimateGrid::by_query(self.page)
     }
 
     fn traits(&self) -> EstimatorTraits {

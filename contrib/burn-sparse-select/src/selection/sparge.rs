@@ -105,10 +105,7 @@ impl BlockEstimator for SpargeAttn {
     }
 
     fn grid(&self) -> EstimateGrid {
-        EstimateGrid {
-            query_rows: self.block,
-            block: self.block,
-        }
+        EstimateGrid::square(self.block)
     }
 
     fn traits(&self) -> EstimatorTraits {
