@@ -2,8 +2,7 @@
 
 pub use crate::paged::ops::PagedOps;
 pub use crate::paged::values::{
-    AppendInputs, AppendPacked, OptInt, PackedPages, PagedCall, PagedInputs, PagedRows, Pages,
-    StoredPages,
+    AppendInputs, OptInt, PackedPages, PagedCall, PagedInputs, PagedRows, Pages, StoredPages,
 };
 pub use crate::sampling::ops::SamplingOps;
 pub use crate::summaries::ops::PageSummaryOps;

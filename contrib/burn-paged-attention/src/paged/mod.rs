@@ -91,7 +91,7 @@ pub fn paged_attention(
     });
     let inputs = PagedInputs {
         q: q.without_autodiff().into_dispatch(),
-        pages: pages.store.stored(),
+        pages: pages.store.clone().stored(),
         table: int(&pages.table),
         spans: int(&pages.spans),
         positions: slots(|sight| &sight.positions),
@@ -174,18 +174,21 @@ pub fn append_rows(
     for (argument, dtype) in [("k's dtype", k.dtype()), ("v's dtype", v.dtype())] {
         OpError::expect_same(argument, keys.dtype(), "the keys'", dtype)?;
     }
+    match append(PagedStore::Plain { keys, values }, [k, v], slots) {
+        PagedStore::Plain { keys, values } => Ok((keys, values)),
+        PagedStore::Quantized(_) => unreachable!("pages stay as they are stored"),
+    }
+}
+
+/// Writes rows that were checked.
+fn append(store: PagedStore, [k, v]: [Tensor<4>; 2], slots: Tensor<3, Int>) -> PagedStore {
     let inputs = AppendInputs {
-        keys: keys.without_autodiff().into_dispatch(),
-        values: values.without_autodiff().into_dispatch(),
+        pages: store.stored(),
         k: k.without_autodiff().into_dispatch(),
         v: v.without_autodiff().into_dispatch(),
         slots: slots.without_autodiff().into_dispatch(),
     };
-    let pages = <Dispatch as PagedOps>::append_rows(inputs);
-    Ok((
-        Tensor::from_dispatch(pages.keys),
-        Tensor::from_dispatch(pages.values),
-    ))
+    <Dispatch as PagedOps>::append(inputs).into()
 }
 
 impl PagedOptions {
