@@ -6,8 +6,8 @@ use blocksparse_bench::device::{empty, read_ints, read_numbers, upload_ints};
 use blocksparse_bench::numbers::{BF16, F32};
 use blocksparse_cubecl::KernelError;
 use burn_paged_attention::internal::kernels::{
-    AppendShape, PageScoreBuffers, PageScoreShape, PagedPlan, Summary, page_scores,
-    summarize_pages, summarize_quantized,
+    AppendShape, PageScoreBuffers, PageScoreShape, PagedPlan, StoredKeys, Summary, page_scores,
+    summarize_pages,
 };
 use burn_sparse_select::kernels::rows::{TopKPagesShape, topk_pages};
 use cubecl::prelude::*;
@@ -105,13 +105,11 @@ fn bounds(
     summaries: &Handle,
 ) -> Result<(), KernelError> {
     let (summary, keys) = (Summary::Bounds, &call.keys);
-    match (call.shape.quantization, &call.scales) {
-        (Some(quantization), Some([scales, _])) => {
-            let keys = (keys, scales, quantization);
-            summarize_quantized(client, rows, summary, keys, slots, summaries)
-        }
-        _ => summarize_pages(client, rows, summary, keys, slots, (summaries, BF16)),
-    }
+    let scales = call.scales.as_ref().map(|[scales, _]| scales);
+    let packed = call.shape.quantization.zip(scales);
+    let dtype = if packed.is_some() { F32 } else { BF16 };
+    let keys = StoredKeys { keys, packed };
+    summarize_pages(client, rows, summary, keys, slots, (summaries, dtype))
 }
 
 impl Bench {

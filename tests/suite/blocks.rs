@@ -11,10 +11,6 @@ fn layout() -> BlockLayout {
     Pattern::causal().layout(4, 30, 8).unwrap()
 }
 
-fn zeros(shape: [usize; 4], device: &Device) -> Tensor<4> {
-    Tensor::zeros(shape, (device, DType::F32))
-}
-
 /// Ten blocks a head.
 fn weights(device: &Device) -> BlockSparseTensor {
     BlockSparseTensor::from_values(zeros([2, 40, 8, 8], device), &layout()).unwrap()

@@ -15,10 +15,6 @@ fn layout() -> BlockLayout {
     Pattern::causal().layout(4, 32, 8).unwrap()
 }
 
-fn zeros(shape: [usize; 4], device: &Device) -> Tensor<4> {
-    Tensor::zeros(shape, (device, DType::F32))
-}
-
 #[rstest]
 #[case([1, 3, 32, 8], [1, 4, 32, 8], [1, 4, 32, 8], "q's heads must be 4, the layout's, got 3")]
 #[case([1, 4, 31, 8], [1, 4, 32, 8], [1, 4, 32, 8], "q's seq_q must be 32, the layout's, got 31")]

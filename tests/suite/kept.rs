@@ -21,10 +21,6 @@ fn given(
     attention_from_residuals(x.clone(), x, v, tensors, kept, &layout, options)
 }
 
-fn zeros(shape: [usize; 4], device: &Device) -> Tensor<4> {
-    Tensor::zeros(shape, (device, DType::F32))
-}
-
 #[rstest]
 #[case([1, 4, 31, 16], [1, 4, 32], "kept.out's shape must be [1, 4, 32, 16], q's and v's, got [1, 4, 31, 16]")]
 #[case([1, 4, 32, 8], [1, 4, 32], "kept.out's shape must be [1, 4, 32, 16], q's and v's, got [1, 4, 32, 8]")]

@@ -80,7 +80,3 @@ fn shapes_of_none() {
         refused! { nsa.means(zeros([1, 2, 0, 8])) => "x must be of one number at least, got [1, 2, 0, 8]"; }
     }
 }
-
-fn zeros(shape: [usize; 4], device: &Device) -> Tensor<4> {
-    Tensor::zeros(shape, (device, DType::F32))
-}

@@ -10,10 +10,6 @@ use burn_blocksparse_tests::prelude::*;
 
 burn_blocksparse_tests::tests!(selected);
 
-fn zeros(shape: [usize; 4], device: &Device) -> Tensor<4> {
-    Tensor::zeros(shape, (device, DType::F32))
-}
-
 fn moba() -> Selection {
     "moba:16,3".parse().unwrap()
 }

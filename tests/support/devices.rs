@@ -1,7 +1,7 @@
 //! The devices a test runs on: `BURN_SPARSE_DEVICE` (`flex`, `ndarray`, `wgpu`, `cuda`), or every CPU
 //! backend that is compiled in.
 
-use burn::tensor::{DType, Device};
+use burn::tensor::{DType, Device, Tensor};
 
 pub fn devices() -> Vec<Device> {
     match std::env::var("BURN_SPARSE_DEVICE") {
@@ -145,6 +145,11 @@ pub fn is_cuda(device: &Device) -> bool {
 /// Whether there are kernels, whatever the environment asks for.
 pub fn is_cube(device: &Device) -> bool {
     format!("{device:?}").contains("Cube")
+}
+
+/// Zeros in f32.
+pub fn zeros(shape: [usize; 4], device: &Device) -> Tensor<4> {
+    Tensor::zeros(shape, (device, DType::F32))
 }
 
 /// What rounding to a dtype of half precision adds to a number at most, relative to it; nothing of other dtypes.

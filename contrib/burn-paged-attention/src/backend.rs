@@ -2,9 +2,8 @@
 
 pub use crate::paged::ops::PagedOps;
 pub use crate::paged::values::{
-    AppendInputs, AppendPacked, OptInt, PackedPages, PagedCall, PagedInputs, PagedRows, Pages,
-    StoredPages,
+    AppendInputs, OptInt, PackedPages, PagedCall, PagedInputs, PagedRows, Pages, StoredPages,
 };
 pub use crate::sampling::ops::SamplingOps;
 pub use crate::summaries::ops::PageSummaryOps;
-pub use crate::summaries::values::{PageScoreInputs, SummarizeInputs, SummarizePacked};
+pub use crate::summaries::values::{PackedKeys, PageScoreInputs, StoredKeys, SummarizeInputs};

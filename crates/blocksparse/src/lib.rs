@@ -22,6 +22,7 @@
 
 mod arith;
 mod dropout;
+mod ensure;
 mod error;
 #[doc(hidden)]
 pub mod internal;

@@ -61,17 +61,7 @@ impl Dense {
 
 /// Blocks of so many queries and keys of a causal call.
 pub fn square_grid(block: usize, seq: usize) -> ScoreGrid {
-    let grid = EstimateGrid {
-        query_rows: block,
-        block,
-    };
-    ScoreGrid {
-        query_rows: grid.query_rows,
-        block: grid.block,
-        seq_q: seq,
-        seq_kv: seq,
-        causal: true,
-    }
+    EstimateGrid::square(block).of([seq; 2], true)
 }
 
 /// Attention of queries from the first one on: a query has as many numbers as it sees keys.

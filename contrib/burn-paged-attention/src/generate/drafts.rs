@@ -3,7 +3,6 @@
 use std::collections::HashMap;
 
 use burn_sparse_transformer::TransformerError;
-use burn_sparse_transformer::internal::ensure;
 
 /// How far a search for the longest match looks back: that many places where the same few tokens were.
 const MOST_PLACES: usize = 64;
@@ -48,24 +47,13 @@ impl PromptLookup {
     /// # Errors
     /// [`TransformerError::Argument`] that names the first that is not.
     pub fn check(&self) -> Result<(), TransformerError> {
-        ensure(
-            self.tokens > 0,
-            "drafts.tokens",
-            || "at least 1".into(),
-            self.tokens,
-        )?;
-        ensure(
-            self.shortest > 0,
-            "drafts.shortest",
-            || "at least 1".into(),
-            self.shortest,
-        )?;
-        ensure(
-            self.longest >= self.shortest,
-            "drafts.longest",
-            || format!("at least {}, the fewest", self.shortest),
-            self.longest,
-        )
+        blocksparse::ensure! {
+            TransformerError;
+            self.tokens > 0 => "drafts.tokens", "at least 1", self.tokens;
+            self.shortest > 0 => "drafts.shortest", "at least 1", self.shortest;
+            self.longest >= self.shortest => "drafts.longest", format!("at least {}, the fewest", self.shortest), self.longest;
+        }
+        Ok(())
     }
 }
 

@@ -11,7 +11,6 @@ use std::ops::ControlFlow;
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_sparse_transformer::decoder::Decoder;
-use burn_sparse_transformer::internal::ensure;
 
 use crate::PoolError;
 use crate::pool::{
@@ -579,21 +578,12 @@ fn check_prompts(
     if let Some(drafts) = &options.drafts {
         drafts.check()?;
     }
-    ensure(
-        options.stop.iter().all(|stop| !stop.is_empty()),
-        "stop",
-        || "sequences of at least one token".into(),
-        "an empty one",
-    )?;
+    blocksparse::ensure! { PoolError; options.stop.iter().all(|stop| !stop.is_empty()) => "stop", "sequences of at least one token", "an empty one"; }
     for (index, prompt) in prompts.iter().enumerate() {
-        let expected = || format!("of 1 to {context} tokens, the context");
-        let fits = (1..=context).contains(&prompt.len());
-        ensure(
-            fits,
-            "prompts",
-            expected,
-            format!("{} in prompt {index}", prompt.len()),
-        )?;
+        blocksparse::ensure! {
+            PoolError;
+            (1..=context).contains(&prompt.len()) => "prompts", format!("of 1 to {context} tokens, the context"), format!("{} in prompt {index}", prompt.len());
+        }
         if let Some(token) = prompt.iter().find(|&&token| token as usize >= vocab) {
             let expected = format!("of tokens below {vocab}, the model's vocabulary");
             let got = format!("{token} in prompt {index}");

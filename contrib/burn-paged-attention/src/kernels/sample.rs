@@ -13,7 +13,7 @@ use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use blocksparse_cubecl::args::{address_of, buffer, optional};
+use blocksparse_cubecl::args::{address_of, buffer, most_units, optional};
 use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::shared::order_key::{INFINITE, number};
 use blocksparse_cubecl::shared::row_tile::{
@@ -84,13 +84,12 @@ impl SampleKind {
 
     fn launch(&self, client: &Client, seen: bool) -> Result<Sampled, KernelError> {
         let properties = client.properties();
-        let hardware = &properties.hardware;
-        let most = (hardware.max_units_per_cube as usize).min(hardware.max_cube_dim.0 as usize);
+        let most = most_units(properties);
         let wanted = match self.vocab > LONG {
             true => LONG_LANES,
             false => LANES,
         };
-        let lanes = (self.vocab.next_power_of_two()).min(wanted.min(1 << most.max(1).ilog2()));
+        let lanes = (self.vocab.next_power_of_two()).min(wanted.min(1 << most.ilog2()));
         let limit = || KernelError::limit("units of a row", most as u32, most + 1);
         let tile = RowTile::new(properties, lanes, F32, 1).ok_or_else(limit)?;
         Ok(Sampled {

@@ -18,8 +18,7 @@ mod kernels {
     use crate::paged::ops::PagedOps;
     use crate::paged::options::{PagedKeysValues, PagedOptions};
     use crate::paged::values::{
-        AppendInputs, AppendPacked, OptInt, PackedPages, PagedCall, PagedInputs, PagedRows, Pages,
-        StoredPages,
+        AppendInputs, OptInt, PackedPages, PagedCall, PagedInputs, PagedRows, Pages, StoredPages,
     };
     use crate::paged::{reference, slots_reference};
     use burn_blocksparse::internal::cube::{
@@ -149,83 +148,62 @@ mod kernels {
             };
             let result =
                 paged::paged_attention(&q.client, &plan, &buffers, call.scale, call.softcap);
-            burn_blocksparse::internal::cube::checked(result);
+            checked(result);
             PagedRows { out, lse }
         }
 
-        fn append_rows(inputs: AppendInputs<Self>) -> Pages<Self> {
+        fn append(inputs: AppendInputs<Self>) -> StoredPages<Self> {
             let [batch, kv_heads, rows, width] = inputs.k.meta.shape().dims();
-            let [pages, page, value_width] = inputs.values.meta.shape().dims();
             let shape = AppendShape::new(
                 [batch, kv_heads, inputs.slots.meta.shape()[1], rows],
-                [pages, page],
-                [width, value_width],
-                dtype_to_elem_type(inputs.keys.dtype),
-            );
-            if uses_reference() || paged::check_append(&inputs.keys.client, &shape).is_err() {
-                recording::fails(&inputs.keys.client, Failure::NotInPlace("the pages"));
-                return reference::append::<Self>(inputs);
-            }
-            let AppendInputs {
-                keys,
-                values,
-                k,
-                v,
-                slots,
-            } = inputs;
-            let [keys, values] = [keys, values].map(in_place);
-            let [k, v] = [k, v].map(into_contiguous);
-            let slots = integers(slots);
-            burn_blocksparse::internal::cube::checked(paged::append_rows(
-                &keys.client,
-                &shape,
-                [&k.handle, &v.handle],
-                &slots.handle,
-                [&keys.handle, &values.handle],
-            ));
-            Pages { keys, values }
-        }
-
-        fn append_quantized(inputs: AppendPacked<Self>) -> PackedPages<Self> {
-            let [batch, kv_heads, rows, width] = inputs.k.meta.shape().dims();
-            let value_width = inputs.v.meta.shape()[3];
-            let [pages, page, _] = inputs.pages.keys.meta.shape().dims();
-            let shape = AppendShape::new(
-                [batch, kv_heads, inputs.slots.meta.shape()[1], rows],
-                [pages, page],
-                [width, value_width],
+                inputs.pages.pages(),
+                [width, inputs.v.meta.shape()[3]],
                 dtype_to_elem_type(inputs.k.dtype),
             );
             let client = inputs.k.client.clone();
-            if uses_reference() || paged::check_append_quantized(&client, &shape).is_err() {
+            let is_taken = match &inputs.pages {
+                StoredPages::Plain(_) => paged::check_append(&client, &shape),
+                StoredPages::Quantized(_) => paged::check_append_quantized(&client, &shape),
+            };
+            if uses_reference() || is_taken.is_err() {
                 recording::fails(&client, Failure::NotInPlace("the pages"));
-                return reference::append_quantized::<Self>(inputs);
+                return reference::append::<Self>(inputs);
             }
-            let PackedPages {
-                quantization,
-                keys,
-                values,
-                key_scales,
-                value_scales,
-            } = inputs.pages;
-            let [keys, values, key_scales, value_scales] =
-                [keys, values, key_scales, value_scales].map(in_place);
             let [k, v] = [inputs.k, inputs.v].map(into_contiguous);
+            let rows = [&k.handle, &v.handle];
             let slots = integers(inputs.slots);
-            burn_blocksparse::internal::cube::checked(paged::append_quantized(
-                &client,
-                &shape,
-                quantization,
-                [&k.handle, &v.handle],
-                &slots.handle,
-                [&keys, &values, &key_scales, &value_scales].map(|tensor| &tensor.handle),
-            ));
-            PackedPages {
-                quantization,
-                keys,
-                values,
-                key_scales,
-                value_scales,
+            match inputs.pages {
+                StoredPages::Plain(Pages { keys, values }) => {
+                    let [keys, values] = [keys, values].map(in_place);
+                    let to = [&keys.handle, &values.handle];
+                    checked(paged::append_rows(&client, &shape, rows, &slots.handle, to));
+                    StoredPages::Plain(Pages { keys, values })
+                }
+                StoredPages::Quantized(PackedPages {
+                    quantization,
+                    keys,
+                    values,
+                    key_scales,
+                    value_scales,
+                }) => {
+                    let [keys, values, key_scales, value_scales] =
+                        [keys, values, key_scales, value_scales].map(in_place);
+                    checked(paged::append_quantized(
+                        &client,
+                        &shape,
+                        quantization,
+                        rows,
+                        &slots.handle,
+                        [&keys, &values, &key_scales, &value_scales].map(|tensor| &tensor.handle),
+                    ));
+                    StoredPages::Quantized(PackedPages {
+                        quantization,
+                        keys,
+                        values,
+                        key_scales,
+                        value_scales,
+                    })
+                }
             }
         }
 

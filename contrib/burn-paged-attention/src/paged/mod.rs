@@ -91,7 +91,7 @@ pub fn paged_attention(
     });
     let inputs = PagedInputs {
         q: q.without_autodiff().into_dispatch(),
-        pages: pages.store.stored(),
+        pages: pages.store.clone().stored(),
         table: int(&pages.table),
         spans: int(&pages.spans),
         positions: slots(|sight| &sight.positions),
@@ -174,18 +174,21 @@ pub fn append_rows(
     for (argument, dtype) in [("k's dtype", k.dtype()), ("v's dtype", v.dtype())] {
         OpError::expect_same(argument, keys.dtype(), "the keys'", dtype)?;
     }
+    match append(PagedStore::Plain { keys, values }, [k, v], slots) {
+        PagedStore::Plain { keys, values } => Ok((keys, values)),
+        PagedStore::Quantized(_) => unreachable!("pages stay as they are stored"),
+    }
+}
+
+/// Writes rows that were checked.
+fn append(store: PagedStore, [k, v]: [Tensor<4>; 2], slots: Tensor<3, Int>) -> PagedStore {
     let inputs = AppendInputs {
-        keys: keys.without_autodiff().into_dispatch(),
-        values: values.without_autodiff().into_dispatch(),
+        pages: store.stored(),
         k: k.without_autodiff().into_dispatch(),
         v: v.without_autodiff().into_dispatch(),
         slots: slots.without_autodiff().into_dispatch(),
     };
-    let pages = <Dispatch as PagedOps>::append_rows(inputs);
-    Ok((
-        Tensor::from_dispatch(pages.keys),
-        Tensor::from_dispatch(pages.values),
-    ))
+    <Dispatch as PagedOps>::append(inputs).into()
 }
 
 impl PagedOptions {
@@ -247,9 +250,7 @@ fn check_page_sizes(
     [pages, page]: [usize; 2],
     [value_pages, value_page]: [usize; 2],
 ) -> Result<(), OpError> {
-    if !page.is_power_of_two() {
-        return Err(OpError::argument("keys' page size", "a power of two", page));
-    }
+    blocksparse::ensure! { OpError; page.is_power_of_two() => "keys' page size", "a power of two", page; }
     OpError::expect_same("values' pages", pages, "the keys'", value_pages)?;
     OpError::expect_same("values' page size", page, "the keys'", value_page)
 }
@@ -257,26 +258,17 @@ fn check_page_sizes(
 /// That tables are one for all heads or one for each.
 pub fn check_heads(argument: &'static str, tables: usize, kv_heads: usize) -> Result<(), OpError> {
     OpError::ensure_positive("kv_heads", kv_heads)?;
-    match tables == 1 || tables == kv_heads {
-        true => Ok(()),
-        false => Err(OpError::argument(
-            argument,
-            format!("1 or {kv_heads}, kv_heads"),
-            tables,
-        )),
-    }
+    blocksparse::ensure! { OpError; tables == 1 || tables == kv_heads => argument, format!("1 or {kv_heads}, kv_heads"), tables; }
+    Ok(())
 }
 
 /// That entries of a table that heads share are whole.
 pub fn check_shared(pages: usize, kv_heads: usize, tables: usize) -> Result<(), OpError> {
-    match pages.is_multiple_of(kv_heads / tables) {
-        true => Ok(()),
-        false => Err(OpError::argument(
-            "keys' pages",
-            format!("a multiple of {kv_heads}, kv_heads, because they share the table"),
-            pages,
-        )),
+    blocksparse::ensure! {
+        OpError;
+        pages.is_multiple_of(kv_heads / tables) => "keys' pages", format!("a multiple of {kv_heads}, kv_heads, because they share the table"), pages;
     }
+    Ok(())
 }
 
 fn check(q: &Tensor<4>, pages: &PagedKeysValues, options: &PagedOptions) -> Result<(), OpError> {
@@ -305,10 +297,7 @@ fn check(q: &Tensor<4>, pages: &PagedKeysValues, options: &PagedOptions) -> Resu
     check_heads("table's heads", tables, kv_heads)?;
     check_shared(page_count, kv_heads, tables)?;
     OpError::expect_same("keys' width", q_width, "q's", width)?;
-    if !heads.is_multiple_of(kv_heads) {
-        let expected = format!("a divisor of the {heads} heads of q");
-        return Err(OpError::argument("kv_heads", expected, kv_heads));
-    }
+    blocksparse::ensure! { OpError; heads.is_multiple_of(kv_heads) => "kv_heads", format!("a divisor of the {heads} heads of q"), kv_heads; }
     OpError::expect_same("table's batch", batch, "q's", table.dims()[0])?;
     let expected = [batch, tables, 4];
     OpError::expect_same("spans' shape", expected, "the table's rows", spans.dims())?;
@@ -352,13 +341,9 @@ fn check(q: &Tensor<4>, pages: &PagedKeysValues, options: &PagedOptions) -> Resu
     }
     if let Some(counters) = counters {
         let needed = batch * heads * rows;
-        if counters.dims()[0] < needed {
-            let expected = format!("at least {needed}, one for each query");
-            return Err(OpError::argument(
-                "counters' length",
-                expected,
-                counters.dims()[0],
-            ));
+        blocksparse::ensure! {
+            OpError;
+            counters.dims()[0] >= needed => "counters' length", format!("at least {needed}, one for each query"), counters.dims()[0];
         }
         devices.push(("counters' device", counters.device()));
         dtypes.push(("counters' dtype", counters.dtype()));
@@ -368,13 +353,7 @@ fn check(q: &Tensor<4>, pages: &PagedKeysValues, options: &PagedOptions) -> Resu
         devices.push(("sinks' device", sinks.device()));
     }
     for (argument, dtype) in dtypes {
-        if !matches!(dtype, DType::I32 | DType::I64) {
-            return Err(OpError::argument(
-                argument,
-                "I32 or I64",
-                format!("{dtype:?}"),
-            ));
-        }
+        blocksparse::ensure! { OpError; matches!(dtype, DType::I32 | DType::I64) => argument, "I32 or I64", format!("{dtype:?}"); }
         OpError::expect_same(argument, table.dtype(), "the table's", dtype)?;
     }
     for (argument, device) in devices {

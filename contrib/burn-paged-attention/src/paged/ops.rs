@@ -5,9 +5,7 @@ use burn::backend::{Backend, backend_extension};
 #[cfg(feature = "fusion")]
 use burn::tensor::DType;
 
-use crate::paged::values::{
-    AppendInputs, AppendPacked, PackedPages, PagedCall, PagedInputs, PagedRows, Pages,
-};
+use crate::paged::values::{AppendInputs, PagedCall, PagedInputs, PagedRows, StoredPages};
 use crate::paged::{reference, slots_reference};
 use burn_blocksparse::reference_backends;
 
@@ -30,15 +28,9 @@ pub trait PagedOps: Backend {
     }
 
     /// Rows written into pages: in place where the call alone holds them, otherwise into a copy.
-    #[fusion(meta = meta::append)]
-    fn append_rows(#[extension_type] inputs: AppendInputs<Self>) -> Pages<Self> {
-        reference::append::<Self>(inputs)
-    }
-
-    /// The same into quantised pages.
     #[fusion(meta = |inputs| inputs.pages.clone())]
-    fn append_quantized(#[extension_type] inputs: AppendPacked<Self>) -> PackedPages<Self> {
-        reference::append_quantized::<Self>(inputs)
+    fn append(#[extension_type] inputs: AppendInputs<Self>) -> StoredPages<Self> {
+        reference::append::<Self>(inputs)
     }
 
     /// The slots of region one of walks over a table `[walks, entries]` with spans `[walks, 4]`, i32 `[walks, entries · page]`: `x · page + slot` of entry `x`,
@@ -69,10 +61,7 @@ mod meta {
     use burn::backend::fusion::custom::TensorSpec;
 
     use super::*;
-    use crate::paged::values::{
-        AppendInputsMetadata, PagedInputsMetadata, PagedRowsMetadata, PagesMetadata,
-        StoredPagesMetadata,
-    };
+    use crate::paged::values::{PagedInputsMetadata, PagedRowsMetadata, StoredPagesMetadata};
     use burn_blocksparse::internal::dtype::sums_of;
 
     pub fn attention(inputs: &PagedInputsMetadata, _call: &PagedCall) -> PagedRowsMetadata {
@@ -85,13 +74,6 @@ mod meta {
         PagedRowsMetadata {
             out: TensorSpec::new([batch, heads, rows, width].into(), inputs.q.dtype),
             lse: TensorSpec::new([batch, heads, rows].into(), sums),
-        }
-    }
-
-    pub fn append(inputs: &AppendInputsMetadata) -> PagesMetadata {
-        PagesMetadata {
-            keys: inputs.keys.clone(),
-            values: inputs.values.clone(),
         }
     }
 }

@@ -90,25 +90,16 @@ impl PagedKeysValues {
         Self::of_store(store.by_slots(), kv_heads, slots, spans)
     }
 
-    /// Sets which queries see which slots.
-    #[must_use]
-    pub fn visibility(mut self, visibility: PagedVisibility) -> Self {
-        self.visibility = Some(visibility);
-        self
-    }
-
-    /// Sets the zeros by which cubes find out who is the last.
-    #[must_use]
-    pub fn counters(mut self, counters: Tensor<1, Int>) -> Self {
-        self.counters = Some(counters);
-        self
-    }
-
-    /// Sets the entries of the table that count.
-    #[must_use]
-    pub fn selected(mut self, selected: Tensor<3, Int>) -> Self {
-        self.selected = Some(selected);
-        self
+    blocksparse::setters! {
+        /// Sets which queries see which slots.
+        #[must_use]
+        visibility: Some(PagedVisibility),
+        /// Sets the zeros by which cubes find out who is the last.
+        #[must_use]
+        counters: Some(Tensor<1, Int>),
+        /// Sets the entries of the table that count.
+        #[must_use]
+        selected: Some(Tensor<3, Int>),
     }
 }
 
@@ -155,10 +146,7 @@ impl PagedOptions {
             ("tensors.bias", tensors.bias.is_some()),
             ("tensors.relative_bias", tensors.relative_bias.is_some()),
         ] {
-            if is_set {
-                let expected = "unset, because attention over pages does not support it";
-                return Err(OpError::argument(argument, expected, "a value"));
-            }
+            blocksparse::ensure! { OpError; !is_set => argument, "unset, because attention over pages does not support it", "a value"; }
         }
         Ok(Self {
             scale: options.scale,

@@ -8,7 +8,7 @@ use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, IndexingUpdateOp, Shape, Slice, TensorData, try_read_sync};
 
 use crate::paged::values::{
-    AppendInputs, AppendPacked, PackedPages, PagedCall, PagedInputs, PagedRows, Pages, StoredPages,
+    AppendInputs, PackedPages, PagedCall, PagedInputs, PagedRows, Pages, StoredPages,
 };
 use burn_blocksparse::graph::recording;
 use burn_blocksparse::internal::dtype::accumulate_in;
@@ -303,99 +303,76 @@ pub fn written(
     (from, to)
 }
 
-/// Rows are quantised by the host, as their definition says.
-pub fn append_quantized<B: Backend>(inputs: AppendPacked<B>) -> PackedPages<B> {
-    let AppendPacked { pages, k, v, slots } = inputs;
-    let PackedPages {
-        quantization,
-        keys,
-        values,
-        key_scales,
-        value_scales,
-    } = pages;
+/// Rows in the order of batch, head and position; the last of those that go to the same slot stays. Where pages are quantised, the host quantises rows as the
+/// definition says.
+pub fn append<B: Backend>(inputs: AppendInputs<B>) -> StoredPages<B> {
+    let AppendInputs { pages, k, v, slots } = inputs;
     let [batch, kv_heads, rows, _] = k.shape().dims();
-    let [count, page, _] = keys.shape().dims();
+    let sizes @ [count, page] = pages.pages();
     let slots = Numbers::read::<B>(slots);
-    let (from, to) = written(&slots, [batch, kv_heads, rows], [count, page]);
-    let device = key_scales.device();
-    let write = |words: IntTensor<B>, scales: FloatTensor<B>, rows: FloatTensor<B>| {
-        if to.is_empty() {
-            return (words, scales);
-        }
-        let [_, _, _, width] = rows.shape().dims();
-        let shape = words.shape();
-        let numbers = try_read_sync(B::float_into_data(rows))
-            .expect("a device that can be waited for")
-            .expect("a tensor that can be read");
-        let numbers: Vec<f32> = numbers.iter::<f32>().collect();
-        let (mut new_words, mut new_scales) = (Vec::new(), Vec::new());
-        for row in &from {
-            let row = &numbers[*row as usize * width..][..width];
-            let (words, scale) = quantization.quantize(row);
-            new_words.extend(words);
-            new_scales.push(scale);
-        }
-        recording::doom_by_upload(&device, "slots of pages");
-        let written = to.len();
-        let places = || {
-            let places = B::int_from_data(int_data(to.clone(), &slots), &device);
-            B::int_reshape(places, Shape::new([written, 1]))
-        };
-        let new_words = TensorData::new(new_words, [written, width / 4]);
-        let new_words = B::int_from_data(new_words, &device);
-        let flat = B::int_reshape(words, Shape::new([count * page, width / 4]));
-        let words = B::int_scatter_nd(flat, places(), new_words, IndexingUpdateOp::Assign);
-        let new_scales = B::float_from_data(TensorData::new(new_scales, [written, 1]), &device);
-        let flat = B::float_reshape(scales, Shape::new([count * page, 1]));
-        let scales = B::float_scatter_nd(flat, places(), new_scales, IndexingUpdateOp::Assign);
-        (
-            B::int_reshape(words, shape),
-            B::float_reshape(scales, Shape::new([count, page])),
-        )
-    };
-    let (keys, key_scales) = write(keys, key_scales, k);
-    let (values, value_scales) = write(values, value_scales, v);
-    PackedPages {
-        quantization,
-        keys,
-        values,
-        key_scales,
-        value_scales,
-    }
-}
-
-/// Rows in the order of batch, head and position; the last of those that go to the same slot stays.
-pub fn append<B: Backend>(inputs: AppendInputs<B>) -> Pages<B> {
-    let AppendInputs {
-        keys,
-        values,
-        k,
-        v,
-        slots,
-    } = inputs;
-    let [batch, kv_heads, rows, _] = k.shape().dims();
-    let [pages, page, _] = keys.shape().dims();
-    let slots = Numbers::read::<B>(slots);
-    let (from, to) = written(&slots, [batch, kv_heads, rows], [pages, page]);
+    let (from, to) = written(&slots, [batch, kv_heads, rows], sizes);
     if to.is_empty() {
-        return Pages { keys, values };
+        return pages;
     }
-    let device = keys.device();
+    let device = k.device();
     recording::doom_by_upload(&device, "slots of pages");
     let ids = |list: Vec<i64>| B::int_from_data(int_data(list, &slots), &device);
-    let (from, to) = (ids(from), ids(to));
-    let write = |into: FloatTensor<B>, rows: FloatTensor<B>| {
-        let shape = into.shape();
-        let width = shape[2];
-        let count = rows.shape().num_elements() / width;
-        let rows = B::float_reshape(rows, Shape::new([count, width]));
-        let rows = B::float_select(rows, 0, from.clone());
-        let into = B::float_reshape(into, Shape::new([pages * page, width]));
-        B::float_reshape(assign::<B>(into, to.clone(), rows), shape)
-    };
-    Pages {
-        keys: write(keys, k),
-        values: write(values, v),
+    let (to, written) = (ids(to), from.len());
+    match pages {
+        StoredPages::Plain(Pages { keys, values }) => {
+            let from = ids(from);
+            let write = |into: FloatTensor<B>, rows: FloatTensor<B>| {
+                let shape = into.shape();
+                let width = shape[2];
+                let all = rows.shape().num_elements() / width;
+                let rows = B::float_reshape(rows, Shape::new([all, width]));
+                let rows = B::float_select(rows, 0, from.clone());
+                let into = B::float_reshape(into, Shape::new([count * page, width]));
+                B::float_reshape(assign::<B>(into, to.clone(), rows), shape)
+            };
+            StoredPages::Plain(Pages {
+                keys: write(keys, k),
+                values: write(values, v),
+            })
+        }
+        StoredPages::Quantized(pages) => {
+            let quantization = pages.quantization;
+            let write = |words: IntTensor<B>, scales: FloatTensor<B>, rows: FloatTensor<B>| {
+                let [_, _, _, width] = rows.shape().dims();
+                let shape = words.shape();
+                let numbers = try_read_sync(B::float_into_data(rows))
+                    .expect("a device that can be waited for")
+                    .expect("a tensor that can be read");
+                let numbers: Vec<f32> = numbers.iter::<f32>().collect();
+                let rows = from.iter().map(|&row| {
+                    let row = &numbers[row as usize * width..][..width];
+                    quantization.quantize(row)
+                });
+                let (new_words, new_scales): (Vec<_>, Vec<_>) = rows.unzip();
+                let new_words = TensorData::new(new_words.concat(), [written, width / 4]);
+                let new_words = B::int_from_data(new_words, &device);
+                let flat = B::int_reshape(words, Shape::new([count * page, width / 4]));
+                let places = B::int_reshape(to.clone(), Shape::new([written, 1]));
+                let words = B::int_scatter_nd(flat, places, new_words, IndexingUpdateOp::Assign);
+                let new_scales = TensorData::new(new_scales, [written, 1]);
+                let new_scales = B::float_from_data(new_scales, &device);
+                let flat = B::float_reshape(scales, Shape::new([count * page, 1]));
+                let scales = assign::<B>(flat, to.clone(), new_scales);
+                (
+                    B::int_reshape(words, shape),
+                    B::float_reshape(scales, Shape::new(sizes)),
+                )
+            };
+            let (keys, key_scales) = write(pages.keys, pages.key_scales, k);
+            let (values, value_scales) = write(pages.values, pages.value_scales, v);
+            StoredPages::Quantized(PackedPages {
+                quantization,
+                keys,
+                values,
+                key_scales,
+                value_scales,
+            })
+        }
     }
 }
 

@@ -5,9 +5,8 @@ use burn::backend::Dispatch;
 use burn::tensor::kind::Basic;
 use burn::tensor::{DType, Device, Int, Tensor};
 
-use crate::paged::ops::PagedOps;
-use crate::paged::values::{AppendPacked, PackedPages, Pages, StoredPages};
-use crate::paged::{check_append, check_page_sizes, reference};
+use crate::paged::values::{PackedPages, Pages, StoredPages};
+use crate::paged::{append, check_append, check_page_sizes, reference};
 use burn_blocksparse::OpError;
 use burn_blocksparse::internal::check::same_device;
 use burn_blocksparse::internal::device::served;
@@ -87,9 +86,7 @@ impl QuantizedPages {
     ) -> Result<Self, OpError> {
         served(device)?;
         for (argument, width) in ["keys' width", "values' width"].into_iter().zip(widths) {
-            if width == 0 || !width.is_multiple_of(4) {
-                return Err(OpError::argument(argument, "a multiple of 4", width));
-            }
+            blocksparse::ensure! { OpError; width != 0 && width.is_multiple_of(4) => argument, "a multiple of 4", width; }
         }
         check_page_sizes([pages, page], [pages, page])?;
         let words = |width| Tensor::zeros([pages, page, width / 4], (device, DType::I32));
@@ -157,16 +154,6 @@ impl QuantizedPages {
         }
         Ok(())
     }
-
-    fn packed(self) -> PackedPages<Dispatch> {
-        PackedPages {
-            quantization: self.quantization,
-            keys: self.keys.without_autodiff().into_dispatch(),
-            values: self.values.without_autodiff().into_dispatch(),
-            key_scales: self.key_scales.without_autodiff().into_dispatch(),
-            value_scales: self.value_scales.without_autodiff().into_dispatch(),
-        }
-    }
 }
 
 impl PagedStore {
@@ -202,13 +189,37 @@ impl PagedStore {
         }
     }
 
-    pub fn stored(&self) -> StoredPages<Dispatch> {
-        match self.clone() {
+    pub fn stored(self) -> StoredPages<Dispatch> {
+        match self {
             Self::Plain { keys, values } => StoredPages::Plain(Pages {
                 keys: keys.without_autodiff().into_dispatch(),
                 values: values.without_autodiff().into_dispatch(),
             }),
-            Self::Quantized(store) => StoredPages::Quantized(store.packed()),
+            Self::Quantized(pages) => StoredPages::Quantized(PackedPages {
+                quantization: pages.quantization,
+                keys: pages.keys.without_autodiff().into_dispatch(),
+                values: pages.values.without_autodiff().into_dispatch(),
+                key_scales: pages.key_scales.without_autodiff().into_dispatch(),
+                value_scales: pages.value_scales.without_autodiff().into_dispatch(),
+            }),
+        }
+    }
+}
+
+impl From<StoredPages<Dispatch>> for PagedStore {
+    fn from(pages: StoredPages<Dispatch>) -> Self {
+        match pages {
+            StoredPages::Plain(Pages { keys, values }) => Self::Plain {
+                keys: Tensor::from_dispatch(keys),
+                values: Tensor::from_dispatch(values),
+            },
+            StoredPages::Quantized(pages) => Self::Quantized(QuantizedPages {
+                quantization: pages.quantization,
+                keys: Tensor::from_dispatch(pages.keys),
+                values: Tensor::from_dispatch(pages.values),
+                key_scales: Tensor::from_dispatch(pages.key_scales),
+                value_scales: Tensor::from_dispatch(pages.value_scales),
+            }),
         }
     }
 }
@@ -252,20 +263,10 @@ pub fn append_quantized(
         &device,
     )?;
     OpError::expect_same("v's dtype", k.dtype(), "k's", v.dtype())?;
-    let inputs = AppendPacked {
-        pages: pages.packed(),
-        k: k.without_autodiff().into_dispatch(),
-        v: v.without_autodiff().into_dispatch(),
-        slots: slots.without_autodiff().into_dispatch(),
-    };
-    let pages = <Dispatch as PagedOps>::append_quantized(inputs);
-    Ok(QuantizedPages {
-        quantization: pages.quantization,
-        keys: Tensor::from_dispatch(pages.keys),
-        values: Tensor::from_dispatch(pages.values),
-        key_scales: Tensor::from_dispatch(pages.key_scales),
-        value_scales: Tensor::from_dispatch(pages.value_scales),
-    })
+    match append(PagedStore::Quantized(pages), [k, v], slots) {
+        PagedStore::Quantized(pages) => Ok(pages),
+        PagedStore::Plain { .. } => unreachable!("pages stay as they are stored"),
+    }
 }
 
 /// The elements `[n, 4 w]`, f32, of rows of words `[n, w]`, i32, with scales `[n]`, f32: what [`Quantization::dequantize`] says, bit for bit.

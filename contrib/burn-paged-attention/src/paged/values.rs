@@ -83,24 +83,7 @@ pub struct PagedRows<B: Backend> {
     pub lse: FloatTensor<B>,
 }
 
-/// The tensors of [`append_rows`](crate::paged::append_rows).
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct AppendInputs<B: Backend> {
-    /// `[pages, P, d_k]`
-    pub keys: FloatTensor<B>,
-    /// `[pages, P, d_v]`
-    pub values: FloatTensor<B>,
-    /// `[batch, kv_heads, s, d_k]`
-    pub k: FloatTensor<B>,
-    /// `[batch, kv_heads, s, d_v]`
-    pub v: FloatTensor<B>,
-    /// `[batch, T, s]`: where rows go, or a negative number.
-    pub slots: IntTensor<B>,
-}
-
-/// Pages with rows written into them.
+/// Keys and values as floats.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -138,14 +121,14 @@ pub enum StoredPages<B: Backend> {
     Quantized(#[extension_type] PackedPages<B>),
 }
 
-/// The tensors of [`append_quantized`](crate::paged::append_quantized).
+/// The tensors of [`append_rows`](crate::paged::append_rows) and [`append_quantized`](crate::paged::append_quantized).
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
-pub struct AppendPacked<B: Backend> {
+pub struct AppendInputs<B: Backend> {
     /// Where rows are written.
     #[extension_type]
-    pub pages: PackedPages<B>,
+    pub pages: StoredPages<B>,
     /// `[batch, kv_heads, s, d_k]`
     pub k: FloatTensor<B>,
     /// `[batch, kv_heads, s, d_v]`

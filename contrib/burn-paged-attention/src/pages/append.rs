@@ -157,9 +157,9 @@ impl PagePool {
             let sequence = self.sequence(id)?;
             let next = sequence.next;
             let most = MOST_POSITIONS - next;
-            if step.tokens > most {
-                let expected = format!("at most {most} after the {next} tokens of {id}");
-                return Err(CacheError::argument("tokens", expected, step.tokens));
+            blocksparse::ensure! {
+                CacheError;
+                step.tokens <= most => "tokens", format!("at most {most} after the {next} tokens of {id}"), step.tokens;
             }
             if step.tokens > 0 && !self.config.pattern.is_causal() {
                 self.check_boundary(next)?;

@@ -32,17 +32,15 @@ pub enum KvRetention {
 
 impl KvRetention {
     pub(super) fn validate(self) -> Result<(), CacheError> {
-        match self {
-            Self::Window { window: 0, .. } => Err(CacheError::argument("window", "at least 1", 0)),
-            Self::Window { window, sinks } if window.max(sinks) > MOST_POSITIONS => {
-                Err(CacheError::argument(
-                    if window > sinks { "window" } else { "sinks" },
-                    format!("at most {MOST_POSITIONS}"),
-                    window.max(sinks),
-                ))
+        if let Self::Window { window, sinks } = self {
+            blocksparse::ensure! {
+                CacheError;
+                window > 0 => "window", "at least 1", 0;
+                window <= MOST_POSITIONS => "window", format!("at most {MOST_POSITIONS}"), window;
+                sinks <= MOST_POSITIONS => "sinks", format!("at most {MOST_POSITIONS}"), sinks;
             }
-            _ => Ok(()),
         }
+        Ok(())
     }
 }
 
@@ -126,45 +124,22 @@ impl PoolConfig {
     }
 
     pub(super) fn validate(&self) -> Result<(), CacheError> {
-        if self.pages == 0 {
-            return Err(CacheError::argument("pages", "at least 1", 0));
-        }
-        let is_small = self.small && [1, 2, 4, 8].contains(&self.page_size);
-        if !PAGE_SIZES.contains(&self.page_size) && !is_small {
-            return Err(CacheError::argument(
-                "page_size",
-                "16, 32, 64 or 128",
-                self.page_size,
-            ));
-        }
-        let slots = self.pages.checked_mul(self.page_size);
-        if slots.is_none_or(|slots| slots > 1 << 31) {
-            return Err(CacheError::argument(
-                "pages",
-                format!(
-                    "at most {} of {} slots",
-                    (1usize << 31) / self.page_size,
-                    self.page_size
-                ),
-                self.pages,
-            ));
-        }
-        if self.kv_heads == 0 || self.heads == 0 || !self.heads.is_multiple_of(self.kv_heads) {
-            return Err(CacheError::argument(
-                "heads",
-                format!("a multiple of the {} KV heads", self.kv_heads),
-                self.heads,
-            ));
-        }
-        if let Some(rows) = self
-            .table_rows
-            .filter(|&rows| rows != 1 && rows != self.kv_heads)
-        {
-            return Err(CacheError::argument(
-                "table_rows",
-                format!("1 or the {} KV heads", self.kv_heads),
-                rows,
-            ));
+        let &Self {
+            pages,
+            page_size,
+            kv_heads,
+            heads,
+            ..
+        } = self;
+        let is_small = self.small && [1, 2, 4, 8].contains(&page_size);
+        let rows = self.table_rows.unwrap_or(1);
+        blocksparse::ensure! {
+            CacheError;
+            pages > 0 => "pages", "at least 1", 0;
+            PAGE_SIZES.contains(&page_size) || is_small => "page_size", "16, 32, 64 or 128", page_size;
+            pages <= (1 << 31) / page_size => "pages", format!("at most {} of {page_size} slots", (1usize << 31) / page_size), pages;
+            kv_heads > 0 && heads > 0 && heads.is_multiple_of(kv_heads) => "heads", format!("a multiple of the {kv_heads} KV heads"), heads;
+            rows == 1 || rows == kv_heads => "table_rows", format!("1 or the {kv_heads} KV heads"), rows;
         }
         self.pattern
             .validate(self.heads)

@@ -100,6 +100,23 @@ impl CacheError {
         }
     }
 
+    /// That of what was saved something is as in the pool.
+    pub(crate) fn expect_same(
+        what: &'static str,
+        expected: impl ToString,
+        got: impl ToString,
+    ) -> Result<(), Self> {
+        let (expected, got) = (expected.to_string(), got.to_string());
+        match expected == got {
+            true => Ok(()),
+            false => Err(Self::Mismatch {
+                what,
+                expected,
+                got,
+            }),
+        }
+    }
+
     pub(super) fn corrupt(what: impl Into<String>) -> Self {
         Self::Corrupt { what: what.into() }
     }

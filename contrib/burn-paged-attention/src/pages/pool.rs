@@ -148,10 +148,7 @@ impl PagePool {
     /// [`CacheError::Boundary`] if a sequence cannot stop there.
     pub fn truncate(&mut self, id: SequenceId, len: usize) -> Result<(), CacheError> {
         let sequence = self.sequence(id)?;
-        if len > sequence.next {
-            let expected = format!("at most the {} tokens of {id}", sequence.next);
-            return Err(CacheError::argument("len", expected, len));
-        }
+        blocksparse::ensure! { CacheError; len <= sequence.next => "len", format!("at most the {} tokens of {id}", sequence.next), len; }
         if len < sequence.oldest {
             return Err(CacheError::Gone {
                 asked: len,
@@ -196,14 +193,12 @@ impl PagePool {
 
     /// That keys of the pool can be evicted, if they are to be.
     pub(super) fn check_evictable(&self, residency: KvRetention) -> Result<(), CacheError> {
-        match residency == KvRetention::Evict && !self.lifetimes.is_causal() {
-            true => Err(CacheError::argument(
-                "pattern",
-                "the dense causal pattern in every head where a cache evicts keys by attention",
-                &self.config.pattern,
-            )),
-            false => Ok(()),
+        blocksparse::ensure! {
+            CacheError;
+            residency != KvRetention::Evict || self.lifetimes.is_causal() => "pattern",
+                "the dense causal pattern in every head where a cache evicts keys by attention", &self.config.pattern;
         }
+        Ok(())
     }
 
     pub(super) fn sequence(&self, id: SequenceId) -> Result<&Sequence, CacheError> {
@@ -218,7 +213,7 @@ impl PagePool {
     }
 
     /// That no query before a position sees a key from there on.
-    pub(super) fn check_boundary(&self, position: usize) -> Result<(), CacheError> {
+    pub(crate) fn check_boundary(&self, position: usize) -> Result<(), CacheError> {
         let last = match self
             .config
             .pattern

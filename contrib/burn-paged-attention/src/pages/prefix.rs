@@ -22,9 +22,9 @@ impl PagePool {
         let fingerprint = self.fingerprint()?;
         let page_size = self.config.page_size;
         let sequence = self.sequence(id)?;
-        if tokens.len() > sequence.next {
-            let expected = format!("at most the {} tokens of {id}", sequence.next);
-            return Err(CacheError::argument("tokens", expected, tokens.len()));
+        blocksparse::ensure! {
+            CacheError;
+            tokens.len() <= sequence.next => "tokens", format!("at most the {} tokens of {id}", sequence.next), tokens.len();
         }
         let residency = sequence.residency;
         let whole = sequence

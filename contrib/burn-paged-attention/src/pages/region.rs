@@ -55,6 +55,15 @@ impl Region {
         self.end - self.first
     }
 
+    /// The slots in use of a region that has let no key go, as `page · page_size + slot`.
+    pub fn slot_numbers(&self, page_size: usize) -> impl Iterator<Item = i32> + '_ {
+        let slots = self.pages.iter().flat_map(move |&page| {
+            let first = page as usize * page_size;
+            first..first + page_size
+        });
+        slots.take(self.slots()).map(|slot| slot as i32)
+    }
+
     /// Slots up to the youngest key, those let go in the first page included.
     pub fn filled(&self) -> usize {
         self.start + self.slots()

@@ -31,14 +31,11 @@ impl PagePool {
     pub fn retain(&mut self, id: SequenceId, counts: &[usize]) -> Result<Retained, CacheError> {
         let page_size = self.config.page_size;
         let sequence = self.sequence(id)?;
-        if sequence.residency != KvRetention::Evict {
-            let expected = "that of a sequence whose keys are evicted";
-            let got = format!("{:?} of {id}", sequence.residency);
-            return Err(CacheError::argument("residency", expected, got));
-        }
-        if counts.len() != sequence.rows.len() {
-            let expected = format!("one for each of the {} table rows", sequence.rows.len());
-            return Err(CacheError::argument("counts", expected, counts.len()));
+        blocksparse::ensure! {
+            CacheError;
+            sequence.residency == KvRetention::Evict => "residency",
+                "that of a sequence whose keys are evicted", format!("{:?} of {id}", sequence.residency);
+            counts.len() == sequence.rows.len() => "counts", format!("one for each of the {} table rows", sequence.rows.len()), counts.len();
         }
         let next = sequence.next;
         let oldest = (next.saturating_sub(self.config.rollback)).max(sequence.oldest);
@@ -46,9 +43,9 @@ impl PagePool {
         let (mut released, mut asked) = (0, 0);
         for (row, &count) in sequence.rows.iter().zip(counts) {
             let stored = row.permanent.slots();
-            if count > stored || count + oldest < next {
-                let expected = format!("from {} to the {stored} keys of the row", next - oldest);
-                return Err(CacheError::argument("counts", expected, count));
+            blocksparse::ensure! {
+                CacheError;
+                count <= stored && count + oldest >= next => "counts", format!("from {} to the {stored} keys of the row", next - oldest), count;
             }
             if count == stored {
                 continue;
@@ -100,12 +97,9 @@ impl PagePool {
                 row.permanent = region;
             }
             row.timed_entry = row.permanent.pages.len();
-            let pages = row.permanent.pages.iter().flat_map(|&page| {
-                let first = page as usize * page_size;
-                first..first + page_size
-            });
-            let slots = pages.take(count).map(|slot| slot as i32);
-            retained.slots.push(slots.collect());
+            retained
+                .slots
+                .push(row.permanent.slot_numbers(page_size).collect());
         }
         sequence.oldest = oldest;
         sequence.chain.clear();

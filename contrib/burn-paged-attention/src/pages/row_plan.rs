@@ -117,13 +117,10 @@ impl PagePool {
         query: usize,
     ) -> Result<RowPlan, CacheError> {
         let sequence = self.sequence(id)?;
-        if head >= self.config.heads {
-            let expected = format!("below the {} heads", self.config.heads);
-            return Err(CacheError::argument("head", expected, head));
-        }
-        if query > super::config::MOST_POSITIONS {
-            let expected = format!("at most {}", super::config::MOST_POSITIONS);
-            return Err(CacheError::argument("query", expected, query));
+        blocksparse::ensure! {
+            CacheError;
+            head < self.config.heads => "head", format!("below the {} heads", self.config.heads), head;
+            query <= super::config::MOST_POSITIONS => "query", format!("at most {}", super::config::MOST_POSITIONS), query;
         }
         let row = &sequence.rows[self.row_of_head(head)];
         let mut keys = self.config.pattern.row_keys(head, query, sequence.next);

@@ -71,25 +71,11 @@ impl PagePool {
     /// # Errors
     /// [`CacheError::Mismatch`] if the pool's pattern, heads or table rows are others; [`CacheError::Corrupt`].
     pub fn saved_keys(&self, saved: &SavedSequence) -> Result<Vec<usize>, CacheError> {
-        let same = |what, expected: String, got: String| match expected == got {
-            true => Ok(()),
-            false => Err(CacheError::Mismatch {
-                what,
-                expected,
-                got,
-            }),
-        };
-        let number =
-            |what, expected: usize, got: usize| same(what, expected.to_string(), got.to_string());
-        number("version", VERSION as usize, saved.version as usize)?;
-        same(
-            "pattern",
-            self.config.pattern.to_string(),
-            saved.pattern.clone(),
-        )?;
-        number("heads", self.config.heads, saved.heads)?;
-        number("KV heads", self.config.kv_heads, saved.kv_heads)?;
-        number("table rows", self.table_rows(), saved.rows.len())?;
+        CacheError::expect_same("version", VERSION, saved.version)?;
+        CacheError::expect_same("pattern", &self.config.pattern, &saved.pattern)?;
+        CacheError::expect_same("heads", self.config.heads, saved.heads)?;
+        CacheError::expect_same("KV heads", self.config.kv_heads, saved.kv_heads)?;
+        CacheError::expect_same("table rows", self.table_rows(), saved.rows.len())?;
         let residency = saved.residency;
         let corrupt = |error: CacheError| CacheError::corrupt(error.to_string());
         residency.validate().map_err(corrupt)?;
@@ -161,11 +147,7 @@ impl PagePool {
                 for page in &mut region.pages {
                     *page = self.take();
                 }
-                let pages = region.pages.iter().flat_map(|&page| {
-                    let first = page as usize * page_size;
-                    first..first + page_size
-                });
-                of_row.extend(pages.take(region.slots()).map(|slot| slot as i32));
+                of_row.extend(region.slot_numbers(page_size));
             }
             slots.push(of_row);
         }

@@ -158,7 +158,8 @@ impl PagePool {
         self.row_is_live() && (lets_go_at_once || nothing_dies)
     }
 
-    fn check_batch(&self, batch: &[SequenceId]) -> Result<(), CacheError> {
+    /// That the sequences of a batch are different ones that there are.
+    pub(crate) fn check_batch(&self, batch: &[SequenceId]) -> Result<(), CacheError> {
         let mut sorted = batch.to_vec();
         sorted.sort_unstable();
         if let Some(pair) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {

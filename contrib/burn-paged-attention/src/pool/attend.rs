@@ -1,6 +1,7 @@
 //! Attention of new rows to what a pool holds.
 
 use burn::tensor::{DType, FloatDType, Tensor};
+use burn_blocksparse::internal::dtype::accumulate_in;
 use burn_blocksparse::{AttentionOptions, merge_attention};
 use burn_sparse_transformer::TransformerError;
 use burn_sparse_transformer::decoder::Positions;
@@ -144,10 +145,7 @@ impl Layer<'_> {
         gathered: &Gathered,
     ) -> Result<Tensor<4>, TransformerError> {
         let dtype = FloatDType::from(query.dtype());
-        let sums = match query.dtype() {
-            DType::F64 => FloatDType::F64,
-            _ => FloatDType::F32,
-        };
+        let sums = accumulate_in(dtype);
         let [batch, heads, seq, width] = query.dims();
         let (kv_heads, count) = (self.n_kv_heads(), gathered.count);
         let [_, value_width] = store.widths().unwrap_or_default();
@@ -159,15 +157,11 @@ impl Layer<'_> {
             let [_, width] = rows.dims();
             rows.reshape([batch, kv_heads, count, width])
         });
-        let scale = (self.attention_options().scale).unwrap_or_else(|| 1.0 / (width as f64).sqrt());
         let group = [batch, kv_heads, heads / kv_heads * seq, width];
-        let q = (query.clone().cast(sums) * scale).reshape(group);
+        let q = (query.clone().cast(sums) * self.scale(width)).reshape(group);
         let scores = q.matmul(keys.swap_dims(2, 3));
-        let mut scores = scores.reshape([batch, heads, seq, count]);
-        if let Some(softcap) = self.attention_options().softcap {
-            scores = (scores / softcap).tanh() * softcap;
-        }
-        scores = scores + gathered.bias.clone().cast(sums);
+        let scores = self.capped(scores.reshape([batch, heads, seq, count]));
+        let mut scores = scores + gathered.bias.clone().cast(sums);
         if let (Some(table), Some(places)) = (&self.relative_bias, &gathered.distances) {
             let table = table.val().cast(sums);
             let numbers = table.shape().num_elements();

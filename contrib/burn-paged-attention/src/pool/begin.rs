@@ -3,7 +3,6 @@
 use burn::tensor::Device;
 use burn_sparse_transformer::TransformerError;
 use burn_sparse_transformer::decoder::Positions;
-use burn_sparse_transformer::internal::ensure;
 
 use super::nsa_step::NsaStep;
 use super::sight::Sight;
@@ -73,9 +72,10 @@ impl KvPool {
         let mut starts = Vec::with_capacity(steps.len());
         for step in steps {
             let start = self.len(step.id)?;
-            let expected = || format!("from 1 to {seq} of each sequence, the input's");
-            let fits = (1..=seq).contains(&step.tokens);
-            ensure(fits, "tokens", expected, step.tokens)?;
+            blocksparse::ensure! {
+                PoolError;
+                (1..=seq).contains(&step.tokens) => "tokens", format!("from 1 to {seq} of each sequence, the input's"), step.tokens;
+            }
             let end = start + step.tokens;
             if let Some(context) = self.context.filter(|&context| end > context) {
                 return Err(PoolError::Layers(TransformerError::ContextExceeded {
@@ -98,12 +98,10 @@ impl KvPool {
             && (is_even || is_causal)
             && !matches!(self.residency, KvRetention::Window { .. });
         let is_prompt = |(step, &start): (&KvStep, &usize)| start == 0 && step.tokens > 1;
-        if self.prompts_choose && !is_dense && steps.iter().zip(&starts).any(is_prompt) {
-            return Err(PoolError::argument(
-                "steps",
-                "prompts alone, or none of more than one token, where prompts choose their keys",
-                "both",
-            ));
+        blocksparse::ensure! {
+            PoolError;
+            !self.prompts_choose || is_dense || !steps.iter().zip(&starts).any(is_prompt) => "steps",
+                "prompts alone, or none of more than one token, where prompts choose their keys", "both";
         }
         let of_books: Vec<_> = steps
             .iter()
@@ -162,51 +160,43 @@ impl KvPool {
             is_dense,
             undo,
         } = self.advance(steps, seq, last)?;
-        let due = match self.due(steps) {
-            Ok(due) => self.evictor.is_some().then_some(due),
+        match self.told(steps, &writes, seq, is_dense) {
+            Ok(groups) => Ok(Step {
+                positions: step::positions_of(&starts, seq, self.context, &self.device),
+                groups,
+                undo: Some(undo),
+            }),
             Err(error) => {
                 self.undo(undo);
-                return Err(error);
-            }
-        };
-        let mut groups = Vec::with_capacity(self.groups.len());
-        for (group, writes) in self.groups.iter_mut().zip(&writes) {
-            let kept = Kept {
-                residency: self.residency,
-                cascade: self.cascade,
-                positions: self.positions,
-                due: due.as_deref(),
-            };
-            match group.step(steps, writes, seq, is_dense, kept, &self.device) {
-                Ok(of_group) => groups.push(of_group),
-                Err(error) => {
-                    self.undo(undo);
-                    return Err(error);
-                }
+                Err(error)
             }
         }
-        for (at, group) in groups.iter_mut().enumerate() {
-            let call = (steps, &writes[..]);
-            match NsaStep::new(&self.groups, at, call, seq, is_dense, &self.device) {
-                Ok(nsa) => group.nsa = nsa,
-                Err(error) => {
-                    self.undo(undo);
-                    return Err(error);
-                }
-            }
-        }
-        Ok(Step {
-            positions: step::positions_of(&starts, seq, self.context, &self.device),
-            groups,
-            undo: Some(undo),
-        })
     }
 
-    /// Takes a call back that failed after [`Self::begin`].
-    pub(super) fn take_back(&mut self, step: Step) {
-        if let Some(undo) = step.undo {
-            self.undo(undo);
+    /// What the layers of each group are told.
+    fn told(
+        &mut self,
+        steps: &[KvStep],
+        writes: &[Vec<Writes>],
+        seq: usize,
+        is_dense: bool,
+    ) -> Result<Vec<GroupStep>, PoolError> {
+        let due = self.due(steps)?;
+        let kept = Kept {
+            residency: self.residency,
+            cascade: self.cascade,
+            positions: self.positions,
+            due: self.evictor.is_some().then_some(&due),
+        };
+        let mut groups = Vec::with_capacity(self.groups.len());
+        for (group, writes) in self.groups.iter_mut().zip(writes) {
+            groups.push(group.step(steps, writes, seq, is_dense, kept, &self.device)?);
         }
+        for (at, group) in groups.iter_mut().enumerate() {
+            let call = (steps, writes);
+            group.nsa = NsaStep::new(&self.groups, at, call, seq, is_dense, &self.device)?;
+        }
+        Ok(groups)
     }
 
     /// Takes back what [`Self::advance`] did.

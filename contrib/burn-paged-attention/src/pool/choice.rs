@@ -3,7 +3,7 @@
 use burn::tensor::{Int, Tensor};
 use burn_sparse_select::PageSummary;
 use burn_sparse_select::pages::PageChoice;
-use burn_sparse_transformer::internal::{ensure, ensure_none};
+use burn_sparse_transformer::internal::ensure_none;
 use burn_sparse_transformer::{SparseMultiHeadAttention, TransformerError};
 
 use super::attend::as_stored;
@@ -11,7 +11,7 @@ use super::layer::Layer;
 use super::step::Walk;
 use super::store::{Store, ints};
 use super::{KvPoolConfig, dsa, nsa};
-use crate::pages::{EvictionScore, KvRetention, Writes};
+use crate::pages::{EvictionScore, Writes};
 use crate::summaries::select_pages;
 use crate::{PagedKeysValues, PagedOptions, PagedStore, paged_attention};
 
@@ -72,10 +72,9 @@ pub(super) fn of_layer(
         return Ok(None);
     };
     let choice = selection.on_pages(page_size, mha.n_heads() / mha.n_kv_heads())?;
-    let expected = || format!("All, Reachable or by eviction with the selection {selection}");
-    let got = config.residency;
-    let is_window = matches!(got, KvRetention::Window { .. });
-    ensure(!is_window, "residency", expected, format!("{got:?}"))?;
+    config.ensure_no_window(format!(
+        "All, Reachable or by eviction with the selection {selection}"
+    ))?;
     check_eviction(config)?;
     for (argument, given) in [
         ("sinks", mha.sink_logits().is_some()),
@@ -85,9 +84,10 @@ pub(super) fn of_layer(
         let expected = "none with a selection by which every query chooses for itself";
         ensure_none(argument, given, expected)?;
     }
-    let is_causal = mha.pattern().is_causal();
-    let expected = || format!("causal with the selection {selection}");
-    ensure(is_causal, "pattern", expected, mha.pattern())?;
+    blocksparse::ensure! {
+        TransformerError;
+        mha.pattern().is_causal() => "pattern", format!("causal with the selection {selection}"), mha.pattern();
+    }
     Ok(Some(choice))
 }
 
@@ -100,10 +100,7 @@ fn check_prompts(
     if mha.selection().is_none() && mha.head_selections().is_none() {
         return Ok(());
     }
-    let expected = || "All, Reachable or by eviction where prompts choose".into();
-    let is_window = matches!(config.residency, KvRetention::Window { .. });
-    let got = format!("{:?}", config.residency);
-    ensure(!is_window, "residency", expected, got)?;
+    config.ensure_no_window("All, Reachable or by eviction where prompts choose")?;
     check_eviction(config)
 }
 
@@ -166,8 +163,7 @@ impl Layer<'_> {
         // More than one row at a time, whatever a context is.
         let together = (SCORES / (self.n_kv_heads() * entries).max(1)).clamp(1, WALKS);
         let mut outs = Vec::with_capacity(walks.div_ceil(together));
-        for first in (0..walks).step_by(together) {
-            let count = together.min(walks - first);
+        for (first, count) in pieces(walks, together) {
             let part = match count == walks {
                 true => (rows.clone(), walk.table.clone(), walk.spans.clone()),
                 false => (
@@ -205,10 +201,53 @@ impl Layer<'_> {
         let mut of_walks =
             PagedKeysValues::of_store(pages.clone(), self.n_kv_heads(), table, spans);
         of_walks.selected = selected;
-        let counted = |counters: &&Tensor<1, Int>| counters.dims()[0] >= walks * heads;
-        of_walks.counters = walk.counters.as_ref().filter(counted).cloned();
+        of_walks.counters = walk.counters_of(walks * heads);
         let query = rows.reshape([walks, heads, 1, width]);
         Ok(paged_attention(query, &of_walks, options)?.out)
+    }
+
+    /// The same of some rows of each sequence, `[batch, heads, rows, d_k]`, as their walks follow each other: `[batch, heads, rows, d_v]`.
+    pub(super) fn attend_rows(
+        &self,
+        rows: Tensor<4>,
+        [table, spans]: [Tensor<3, Int>; 2],
+        selected: Option<Tensor<3, Int>>,
+        pages: &PagedStore,
+        walk: &Walk,
+        options: &PagedOptions,
+    ) -> Result<Tensor<4>, TransformerError> {
+        let [batch, heads, count, width] = rows.dims();
+        let rows = rows.swap_dims(1, 2).reshape([batch * count, heads, width]);
+        let out = self.attend_walks((rows, table, spans), selected, pages, walk, options)?;
+        let [.., width] = out.dims();
+        let out = out.reshape([batch, count, heads, width]);
+        Ok(out.swap_dims(1, 2))
+    }
+}
+
+/// Pieces of so many rows: the first of each, and how many it has.
+pub(super) fn pieces(rows: usize, together: usize) -> impl Iterator<Item = (usize, usize)> {
+    let firsts = (0..rows).step_by(together);
+    firsts.map(move |first| (first, together.min(rows - first)))
+}
+
+/// Of walks `[batch · s, 1, numbers]`, one for each row, those of a piece of each sequence's rows.
+pub(super) fn of_rows(
+    x: &Tensor<3, Int>,
+    batch: usize,
+    (first, count): (usize, usize),
+) -> Tensor<3, Int> {
+    let [walks, _, numbers] = x.dims();
+    let x = x.clone().reshape([batch, walks / batch, numbers]);
+    x.narrow(1, first, count)
+        .reshape([batch * count, 1, numbers])
+}
+
+/// Parts one behind the other.
+pub(super) fn joined(mut parts: Vec<Tensor<4>>, dim: usize) -> Tensor<4> {
+    match parts.len() {
+        1 => parts.remove(0),
+        _ => Tensor::cat(parts, dim),
     }
 }
 
@@ -223,11 +262,8 @@ pub(super) fn by_rows(query: Tensor<4>) -> Tensor<3> {
 }
 
 /// What rows see, some of them after the other, `[rows, heads, 1, width]` each: `[batch, heads, s, width]`.
-pub(super) fn by_heads(mut outs: Vec<Tensor<4>>, [batch, seq]: [usize; 2]) -> Tensor<4> {
-    let out = match outs.len() {
-        1 => outs.remove(0),
-        _ => Tensor::cat(outs, 0),
-    };
+pub(super) fn by_heads(outs: Vec<Tensor<4>>, [batch, seq]: [usize; 2]) -> Tensor<4> {
+    let out = joined(outs, 0);
     let [_, heads, _, width] = out.dims();
     match seq {
         1 => out,

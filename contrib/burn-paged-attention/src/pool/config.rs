@@ -2,7 +2,8 @@
 
 use burn::tensor::FloatDType;
 use burn_blocksparse::Pattern;
-use burn_sparse_transformer::internal::{ensure, ensure_none, ensure_positive};
+use burn_sparse_transformer::TransformerError;
+use burn_sparse_transformer::internal::{ensure_none, ensure_positive};
 
 use super::store::Stored;
 use crate::pages::{CacheError, EvictionBudget, EvictionConfig, KvRetention, PagePool, PoolConfig};
@@ -114,17 +115,22 @@ impl KvPoolConfig {
         }
     }
 
-    /// Tokens of a call for a sequence that has some already, at most: their keys take room before those of earlier tokens are let go. More than that
-    /// may still find room.
-    pub fn with_chunk(mut self, tokens: usize) -> Self {
-        self.chunk = tokens;
-        self
-    }
-
-    /// Slots of a page: 16, 32, 64 or 128. Without this 32, or what the layers' selections choose: `quest:16,256` has pages of 16.
-    pub fn with_page_size(mut self, page_size: usize) -> Self {
-        self.page_size = Some(page_size);
-        self
+    blocksparse::setters! {
+        /// Tokens of a call for a sequence that has some already, at most: their keys take room before those of earlier tokens are let go. More than that
+        /// may still find room.
+        with_chunk => chunk: usize,
+        /// Slots of a page: 16, 32, 64 or 128. Without this 32, or what the layers' selections choose: `quest:16,256` has pages of 16.
+        with_page_size => page_size: Some(usize),
+        /// Tokens that can be taken back ([`KvPool::truncate`](super::KvPool::truncate)), 0 without this. With [`KvRetention::All`] any number can.
+        with_rollback => rollback: usize,
+        /// The pages of each pattern of the layers, in place of what the sequences need at most: fewer, where not all get as long or where they share
+        /// their beginnings.
+        with_pages => pages: Some(usize),
+        /// Which positions rotations are of, in a pool with [`KvRetention::Window`].
+        with_positions => positions: KvPositions,
+        /// From so many keys on that all sequences of a batch share, because they are forks of one, these are read once for all of them: their queries are rows of one
+        /// call, whose results are merged with those over what each has of its own (FlashInfer's cascade, Ye et al., 2024). 1,024 without this.
+        with_cascade => cascade: usize,
     }
 
     /// Which keys are retained.
@@ -146,28 +152,9 @@ impl KvPoolConfig {
         self
     }
 
-    /// Tokens that can be taken back ([`KvPool::truncate`](super::KvPool::truncate)), 0 without this. With [`KvRetention::All`] any number can.
-    pub fn with_rollback(mut self, tokens: usize) -> Self {
-        self.rollback = tokens;
-        self
-    }
-
     /// How keys and values are stored: a [`FloatDType`], or a [`KvDtype`]. Default: [`KvDtype::Model`].
     pub fn with_dtype(mut self, dtype: impl Into<KvDtype>) -> Self {
         self.dtype = dtype.into();
-        self
-    }
-
-    /// The pages of each pattern of the layers, in place of what the sequences need at most: fewer, where not all get as long or where they share
-    /// their beginnings.
-    pub fn with_pages(mut self, pages: usize) -> Self {
-        self.pages = Some(pages);
-        self
-    }
-
-    /// Which positions rotations are of, in a pool with [`KvRetention::Window`].
-    pub fn with_positions(mut self, positions: KvPositions) -> Self {
-        self.positions = positions;
         self
     }
 
@@ -175,13 +162,6 @@ impl KvPoolConfig {
     /// [`KvPool::join_with_prefix`](super::KvPool::join_with_prefix).
     pub fn with_prefix_reuse(mut self) -> Self {
         self.prefix_reuse = true;
-        self
-    }
-
-    /// From so many keys on that all sequences of a batch share, because they are forks of one, these are read once for all of them: their queries are rows of one
-    /// call, whose results are merged with those over what each has of its own (FlashInfer's cascade, Ye et al., 2024). 1,024 without this.
-    pub fn with_cascade(mut self, keys: usize) -> Self {
-        self.cascade = keys;
         self
     }
 
@@ -201,6 +181,16 @@ impl KvPoolConfig {
         self.page_size.unwrap_or(32)
     }
 
+    /// That no window leaves out keys, for layers that choose among all.
+    pub(super) fn ensure_no_window(
+        &self,
+        expected: impl Into<String>,
+    ) -> Result<(), TransformerError> {
+        let is_window = matches!(self.residency, KvRetention::Window { .. });
+        blocksparse::ensure! { TransformerError; !is_window => "residency", expected, format!("{:?}", self.residency); }
+        Ok(())
+    }
+
     pub(super) fn validate(&self) -> Result<(), PoolError> {
         ensure_positive("sequences", self.lengths.len())?;
         for &tokens in &self.lengths {
@@ -209,18 +199,15 @@ impl KvPoolConfig {
         ensure_positive("chunk", self.chunk)?;
         let is_window = matches!(self.residency, KvRetention::Window { .. });
         let is_window = is_window && self.eviction.is_none();
-        ensure(
-            self.positions == KvPositions::Original || is_window,
-            "positions",
-            || "Original, because the residency is no Window".into(),
-            "InCache",
-        )?;
+        blocksparse::ensure! {
+            PoolError;
+            self.positions == KvPositions::Original || is_window => "positions", "Original, because the residency is no Window", "InCache";
+        }
         let known = self.prefix_reuse && self.prompts_choose;
         let expected = "none where prompts choose: what is known of a beginning may depend on what followed it";
         ensure_none("prefix_reuse", known, expected)?;
-        let expected = || "another; `with_eviction` says which keys stay".into();
         let is_said = self.residency != KvRetention::Evict || self.eviction.is_some();
-        ensure(is_said, "residency", expected, "Evict")?;
+        blocksparse::ensure! { PoolError; is_said => "residency", "another; `with_eviction` says which keys stay", "Evict"; }
         let expected = "none: pages of a sequence whose keys were evicted are not known again";
         let known = self.prefix_reuse && self.eviction.is_some();
         Ok(ensure_none("eviction", known, expected)?)

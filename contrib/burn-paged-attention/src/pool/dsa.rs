@@ -4,13 +4,13 @@
 //! known of a beginning. Behind a prompt a step reads all of an indexer's keys, and of the others those that are chosen.
 
 use burn::tensor::Device;
-use burn_sparse_transformer::internal::{ensure, ensure_none};
+use burn_sparse_transformer::internal::ensure_none;
 use burn_sparse_transformer::{SparseMultiHeadAttention, TransformerError};
 
 use super::store::{Store, Stored, lost};
 use super::{Group, KvPoolConfig, KvUsage};
 use crate::PoolError;
-use crate::pages::{KvRetention, SequenceId};
+use crate::pages::SequenceId;
 
 /// That a pool of a configuration can keep the keys of a layer, which errors call `name`.
 pub(super) fn check(name: &str, config: &KvPoolConfig) -> Result<(), TransformerError> {
@@ -18,10 +18,8 @@ pub(super) fn check(name: &str, config: &KvPoolConfig) -> Result<(), Transformer
     ensure_none("choosing_prompts", config.prompts_choose, &expected)?;
     let expected = format!("none with {name}, whose indexer chooses among all keys");
     ensure_none("eviction", config.eviction.is_some(), &expected)?;
-    let is_window = matches!(config.residency, KvRetention::Window { .. });
-    let got = format!("{:?}", config.residency);
-    let expected = || format!("All or Reachable with {name}, whose indexer chooses among all keys");
-    ensure(!is_window, "residency", expected, got)
+    let expected = format!("All or Reachable with {name}, whose indexer chooses among all keys");
+    config.ensure_no_window(expected)
 }
 
 /// An indexer's keys of a layer in a group, if it has one that chooses, empty. They stay as exact as they are: what is chosen depends on them.

@@ -1,13 +1,13 @@
 //! Attention of new rows to what an indexer chooses of a pool.
 
-use burn::tensor::{FloatDType, Int, Tensor};
+use burn::tensor::{FloatDType, Tensor};
 use burn_sparse_select::dsa::DsaIndex;
 use burn_sparse_transformer::TransformerError;
 use burn_sparse_transformer::dsa::DsaHeads;
 use burn_sparse_transformer::internal::DsaParts;
 
 use super::attend::as_stored;
-use super::choice::{SCORES, WALKS, by_heads, by_rows};
+use super::choice::{SCORES, WALKS, by_heads, by_rows, pieces};
 use super::dsa::NO_VALUES;
 use super::layer::Layer;
 use super::step::{Road, Walk};
@@ -88,8 +88,7 @@ impl Layer<'_> {
         let listed = walk.table.dims()[2] * keys.dims()[1];
         let together = (SCORES / listed.max(1)).clamp(1, WALKS);
         let mut outs = Vec::with_capacity(walks.div_ceil(together));
-        for first in (0..walks).step_by(together) {
-            let count = together.min(walks - first);
+        for (first, count) in pieces(walks, together) {
             let spans = walk.spans.clone().narrow(0, first, count);
             let pages_of = DsaPages {
                 q: queries.clone().narrow(0, first, count),
@@ -107,8 +106,7 @@ impl Layer<'_> {
                 let slots = choose_in_pages(dsa.op(), &pages_of, self.n_kv_heads())?;
                 PagedKeysValues::of_slots(pages.clone(), slots, &pages_of.spans)
             };
-            let counted = |counters: &&Tensor<1, Int>| counters.dims()[0] >= count * heads;
-            chosen.counters = walk.counters.as_ref().filter(counted).cloned();
+            chosen.counters = walk.counters_of(count * heads);
             outs.push(paged_attention(rows, &chosen, &options)?.out);
         }
         Ok(by_heads(outs, [batch, seq]).cast(dtype))

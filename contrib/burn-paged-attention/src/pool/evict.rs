@@ -1,7 +1,6 @@
 //! Keys that are let go by their scores.
 
 use burn::tensor::{FloatDType, Tensor};
-use burn_sparse_transformer::internal::ensure;
 
 use super::step::GroupKey;
 use super::store::ints;
@@ -12,8 +11,7 @@ use crate::pages::{CacheError, EvictionScore, KvRetention, PagePool, Retained, S
 
 /// That keys of such layers can be evicted.
 pub(super) fn check(key: &GroupKey, books: &PagePool) -> Result<(), PoolError> {
-    let expected = || "none with ALiBi or biases of distances".into();
-    ensure(key.is_plain(), "eviction", expected, "some")?;
+    blocksparse::ensure! { PoolError; key.is_plain() => "eviction", "none with ALiBi or biases of distances", "some"; }
     books.clone().join(KvRetention::Evict)?;
     Ok(())
 }
@@ -254,19 +252,10 @@ impl KvPool {
                 let expected = "one whose keys are evicted by the caller's scores";
                 PoolError::argument("pool", expected, "another")
             })?;
-        let mut sorted = ids.to_vec();
-        sorted.sort_unstable();
-        if let Some(pair) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(CacheError::Twice { id: pair[0] }.into());
-        }
+        self.groups[0].books.check_batch(ids)?;
+
         let layers = self.layers.len();
-        let expected = || format!("one for each of the {layers} layers");
-        ensure(
-            importance.len() == layers,
-            "importance",
-            expected,
-            importance.len(),
-        )?;
+        blocksparse::ensure! { PoolError; importance.len() == layers => "importance", format!("one for each of the {layers} layers"), importance.len(); }
         let lengths = ids.iter().map(|&id| self.len(id));
         let lengths = lengths.collect::<Result<Vec<_>, _>>()?;
         let longest = lengths.into_iter().max().unwrap_or(0);
@@ -276,12 +265,11 @@ impl KvPool {
         for (layer, importance) in importance.iter().enumerate() {
             let Group { key, books, .. } = &self.groups[self.layers[layer].0];
             let [batch, heads, tokens] = importance.dims();
-            ensure(
-                [batch, heads] == [ids.len(), key.kv_heads] && tokens >= longest,
-                "importance",
-                || format!("[{}, {}, at least {longest}]", ids.len(), key.kv_heads),
-                format!("{:?}", importance.dims()),
-            )?;
+            blocksparse::ensure! {
+                PoolError;
+                [batch, heads] == [ids.len(), key.kv_heads] && tokens >= longest => "importance",
+                    format!("[{}, {}, at least {longest}]", ids.len(), key.kv_heads), format!("{:?}", importance.dims());
+            }
             let numbers = importance.clone().cast(FloatDType::F32).into_data();
             let numbers: Vec<f32> = numbers.try_into_vec().map_err(|error| {
                 PoolError::argument("importance", "numbers", format!("{error:?}"))
@@ -317,7 +305,7 @@ impl KvPool {
         layer: usize,
     ) -> Result<Vec<Vec<usize>>, PoolError> {
         let layers = self.layers.len();
-        ensure(layer < layers, "layer", || format!("below {layers}"), layer)?;
+        blocksparse::ensure! { PoolError; layer < layers => "layer", format!("below {layers}"), layer; }
         let Some(evictor) = &self.evictor else {
             let expected = "one that evicts keys";
             return Err(PoolError::argument("pool", expected, "another"));

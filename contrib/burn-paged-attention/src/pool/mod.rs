@@ -29,10 +29,9 @@ pub use crate::pages::{
 };
 
 use burn::tensor::{DType, Device, Tensor};
-use burn_blocksparse::layout::LastUse;
 use burn_sparse_select::pages::PageChoice;
 use burn_sparse_transformer::decoder::{Attend, Positions};
-use burn_sparse_transformer::internal::{ensure, ensure_none, ensure_shape, or_panic};
+use burn_sparse_transformer::internal::{ensure_none, ensure_shape, or_panic};
 use burn_sparse_transformer::{SparseMultiHeadAttention, TransformerError};
 
 use begin::Step;
@@ -213,13 +212,7 @@ impl KvPool {
                     }
                     if config.positions == KvPositions::InCache {
                         let is_causal = books.clone().join(KvRetention::Evict).is_ok();
-                        let expected = || "Original: heads are not causal and nothing else".into();
-                        ensure(
-                            is_causal && key.is_plain(),
-                            "positions",
-                            expected,
-                            "InCache",
-                        )?;
+                        blocksparse::ensure! { PoolError; is_causal && key.is_plain() => "positions", "Original: heads are not causal and nothing else", "InCache"; }
                     }
                     if let Some(nsa) = mha.nsa() {
                         group.nsa = Some(nsa::groups(&mut groups, mha, nsa.config(), config)?);
@@ -308,13 +301,13 @@ impl KvPool {
     /// [`TransformerError::Boundary`] if a pattern has no boundary there.
     pub fn truncate(&mut self, id: SequenceId, len: usize) -> Result<(), PoolError> {
         // All layers can, or none does.
-        for Group { key, books, .. } in &self.groups {
+        for Group { books, .. } in &self.groups {
             let oldest = books.oldest(id)?;
             if len < oldest {
                 return Err(CacheError::Gone { asked: len, oldest }.into());
             }
             if len < books.len(id)? {
-                check_boundary(key, len)?;
+                books.check_boundary(len)?;
             }
         }
         let before = self.len(id)?;
@@ -412,7 +405,7 @@ impl KvPool {
             group.books.verify()?;
             for &id in &ids {
                 let (len, expected) = (group.books.len(id)?, self.len(id)?);
-                ensure(len == expected, "len", || expected.to_string(), len)?;
+                blocksparse::ensure! { PoolError; len == expected => "len", expected.to_string(), len; }
             }
         }
         self.verify_kept()
@@ -440,21 +433,6 @@ impl KvPool {
         let (group, store) = &mut self.layers[layer];
         (store, &step.groups[*group], self.evictor.as_mut())
     }
-}
-
-fn check_boundary(key: &GroupKey, position: usize) -> Result<(), PoolError> {
-    let last = match key.pattern.furthest_key(key.heads, position) {
-        LastUse::Never => return Ok(()),
-        LastUse::At(last) => usize::try_from(last).ok(),
-        LastUse::Always => None,
-    };
-    let next = key.pattern.next_boundary(key.heads, position);
-    Err(CacheError::Boundary {
-        position,
-        last,
-        next,
-    }
-    .into())
 }
 
 impl KvPool {
@@ -515,8 +493,8 @@ impl KvPool {
         let found = forward(&step.positions, &mut self.attend(&step));
         let found =
             (found.map_err(PoolError::from)).and_then(|found| self.settle(steps).map(|()| found));
-        if found.is_err() {
-            self.take_back(step);
+        if let (Err(_), Some(undo)) = (&found, step.undo) {
+            self.undo(undo);
         }
         found
     }
@@ -544,13 +522,8 @@ pub(crate) fn context_of(
 }
 
 fn check_steps(steps: &[KvStep], batch: usize) -> Result<(), PoolError> {
-    let expected = || format!("as many as the batch's {batch} entries");
-    Ok(ensure(
-        steps.len() == batch,
-        "steps",
-        expected,
-        steps.len(),
-    )?)
+    blocksparse::ensure! { PoolError; steps.len() == batch => "steps", format!("as many as the batch's {batch} entries"), steps.len(); }
+    Ok(())
 }
 
 impl KvPool {
@@ -562,24 +535,16 @@ impl KvPool {
     ) -> Result<(), PoolError> {
         let expected = "none: use `Module::valid`";
         ensure_none("autodiff", device.is_autodiff(), expected)?;
-        ensure(
-            self.layers.len() == layers.len(),
-            "pool",
-            || format!("of {} layers, the model's", layers.len()),
-            format!("{} layers", self.layers.len()),
-        )?;
+        blocksparse::ensure! {
+            PoolError;
+            self.layers.len() == layers.len() => "pool", format!("of {} layers, the model's", layers.len()), format!("{} layers", self.layers.len());
+        }
         for (mha, (group, store)) in layers.iter().zip(&self.layers) {
             let is_same = self.groups[*group].key.is_of(mha);
-            let widths = mha.head_widths();
-            ensure(
-                is_same && store.widths() == Some(widths),
-                "pool",
-                || "one that was made for these layers".into(),
-                "another",
-            )?;
+            let is_same = is_same && store.widths() == Some(mha.head_widths());
+            blocksparse::ensure! { PoolError; is_same => "pool", "one that was made for these layers", "another"; }
         }
-        let expected = || format!("on {device:?}, the input's");
-        let got = format!("{:?}", self.device);
-        Ok(ensure(self.device == *device, "pool", expected, got)?)
+        blocksparse::ensure! { PoolError; self.device == *device => "pool", format!("on {device:?}, the input's"), format!("{:?}", self.device); }
+        Ok(())
     }
 }

@@ -1,12 +1,12 @@
 //! Layers of MiniMax sparse attention: what an index branch chooses of a pool, and attention to it. Its keys lie in pages as an indexer's (`dsa`).
 
-use burn::tensor::{FloatDType, Int, Tensor};
+use burn::tensor::{FloatDType, Tensor};
 use burn_sparse_select::msa::MsaIndex;
 use burn_sparse_transformer::TransformerError;
 use burn_sparse_transformer::msa::MsaHeads;
 
 use super::attend::as_stored;
-use super::choice::{SCORES, WALKS};
+use super::choice::{SCORES, WALKS, joined, of_rows, pieces};
 use super::layer::Layer;
 use super::step::{Road, Walk};
 use super::store::{Store, lost};
@@ -48,18 +48,12 @@ impl Layer<'_> {
         let (pages, options) = (store.pages()?, self.paged_options());
         let choice = walk.choice.as_ref().ok_or_else(lost)?;
         let query = as_stored(query, &pages);
-        let [batch, heads, seq, width] = query.dims();
+        let [batch, _, seq, _] = query.dims();
         let [_, _, entries] = walk.table.dims();
-        let of_rows = |x: &Tensor<3, Int>, first: usize, count: usize| {
-            let [_, _, numbers] = x.dims();
-            let x = x.clone().reshape([batch, seq, numbers]);
-            x.narrow(1, first, count)
-                .reshape([batch * count, 1, numbers])
-        };
         // Where there is no more than what is chosen, there is no choice.
         let keys = match entries > choice.selected_pages() {
             true => {
-                let table = of_rows(&walk.table, 0, 1).reshape([batch, entries]);
+                let table = of_rows(&walk.table, batch, (0, 1)).reshape([batch, entries]);
                 let [keys, _] = keys.of_tables(table, index.k.dtype().into())?;
                 Some(keys)
             }
@@ -69,10 +63,8 @@ impl Layer<'_> {
         // More than one row at a time, whatever a context is.
         let together = (SCORES / numbers.max(1)).min(WALKS / batch).clamp(1, seq);
         let mut outs = Vec::with_capacity(seq.div_ceil(together));
-        for first in (0..seq).step_by(together) {
-            let count = together.min(seq - first);
-            let table = of_rows(&walk.table, first, count);
-            let spans = of_rows(&walk.spans, first, count);
+        for piece @ (first, count) in pieces(seq, together) {
+            let [table, spans] = [&walk.table, &walk.spans].map(|x| of_rows(x, batch, piece));
             let selected = match &keys {
                 Some(keys) => {
                     let q = index.q.clone().narrow(2, first, count);
@@ -81,18 +73,9 @@ impl Layer<'_> {
                 }
                 None => None,
             };
-            let rows = query.clone().narrow(2, first, count).swap_dims(1, 2);
-            let rows = rows.reshape([batch * count, heads, width]);
-            let part = (rows, table, spans);
-            let out = self.attend_walks(part, selected, &pages, walk, &options)?;
-            let [.., width] = out.dims();
-            let out = out.reshape([batch, count, heads, width]);
-            outs.push(out.swap_dims(1, 2));
+            let rows = query.clone().narrow(2, first, count);
+            outs.push(self.attend_rows(rows, [table, spans], selected, &pages, walk, &options)?);
         }
-        let out = match outs.len() {
-            1 => outs.remove(0),
-            _ => Tensor::cat(outs, 2),
-        };
-        Ok(out.cast(dtype))
+        Ok(joined(outs, 2).cast(dtype))
     }
 }

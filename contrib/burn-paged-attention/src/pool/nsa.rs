@@ -12,7 +12,7 @@
 use burn::tensor::{Device, FloatDType};
 use burn_blocksparse::Pattern;
 use burn_sparse_select::pages::PageChoice;
-use burn_sparse_transformer::internal::{ensure, ensure_none};
+use burn_sparse_transformer::internal::ensure_none;
 use burn_sparse_transformer::nsa::{NsaHeads, NsaHeadsConfig};
 use burn_sparse_transformer::{SparseMultiHeadAttention, TransformerError};
 
@@ -21,7 +21,7 @@ use super::step::GroupKey;
 use super::store::{Store, Stored, lost};
 use super::{Group, KvPoolConfig, KvUsage};
 use crate::PoolError;
-use crate::pages::{KvRetention, SequenceId};
+use crate::pages::SequenceId;
 
 /// What a layer keeps beside the keys and values that are chosen.
 #[derive(Debug)]
@@ -45,10 +45,7 @@ pub(super) fn choice(
     ensure_none("choosing_prompts", config.prompts_choose, expected)?;
     let expected = "none with nsa, whose masses are those of all tokens";
     ensure_none("eviction", config.eviction.is_some(), expected)?;
-    let is_window = matches!(config.residency, KvRetention::Window { .. });
-    let got = format!("{:?}", config.residency);
-    let expected = || "All or Reachable with nsa, which has a window of its own".into();
-    ensure(!is_window, "residency", expected, got)?;
+    config.ensure_no_window("All or Reachable with nsa, which has a window of its own")?;
     Ok(nsa.op().on_pages(page_size)?)
 }
 

@@ -1,12 +1,12 @@
 //! Native sparse attention of new rows to what a pool holds of its branches.
 
-use burn::tensor::{FloatDType, Int, Tensor};
+use burn::tensor::{FloatDType, Tensor};
 use burn_sparse_select::nsa::NsaBranches;
 use burn_sparse_transformer::TransformerError;
 use burn_sparse_transformer::nsa::NsaHeads;
 
 use super::attend::as_stored;
-use super::choice::{SCORES, WALKS};
+use super::choice::{SCORES, WALKS, joined, of_rows, pieces};
 use super::layer::Layer;
 use super::nsa_step::Ended;
 use super::step::{GroupStep, Road, Walk};
@@ -98,27 +98,17 @@ impl Layer<'_> {
     ) -> Result<[Tensor<4>; 2], TransformerError> {
         let (pages, options) = (store.pages()?, self.paged_options());
         let choice = walk.choice.as_ref().ok_or_else(lost)?;
-        let [batch, heads, seq, width] = query.dims();
+        let [batch, heads, seq, _] = query.dims();
         let [_, _, places] = walk.table.dims();
-        let of_rows = |x: &Tensor<3, Int>, first: usize, count: usize| {
-            let [_, _, numbers] = x.dims();
-            let x = x.clone().reshape([batch, seq, numbers]);
-            x.narrow(1, first, count)
-                .reshape([batch * count, 1, numbers])
-        };
-        let table = of_rows(&walk.table, 0, 1).reshape([batch, places]);
+        let table = of_rows(&walk.table, batch, (0, 1)).reshape([batch, places]);
         let compressed = entries.of_tables(table, query.dtype().into())?;
         let [_, _, strides, _] = compressed[0].dims();
         // More than one row at a time, whatever a context is.
         let numbers = (batch * heads * strides).max(1);
         let together = (SCORES / numbers).min(WALKS / batch).clamp(1, seq);
         let (mut by_pairs, mut by_pages) = (Vec::new(), Vec::new());
-        for first in (0..seq).step_by(together) {
-            let count = together.min(seq - first);
-            let (table, spans) = (
-                of_rows(&walk.table, first, count),
-                of_rows(&walk.spans, first, count),
-            );
+        for piece @ (first, count) in pieces(seq, together) {
+            let [table, spans] = [&walk.table, &walk.spans].map(|x| of_rows(x, batch, piece));
             let rows = query.clone().narrow(2, first, count);
             // A row's walk ends with its own key.
             let positions = spans.clone().narrow(2, 0, 1).sub_scalar(1);
@@ -130,19 +120,11 @@ impl Layer<'_> {
                 true => Some(nsa.op().choose_pages(seen.importance, &positions, choice)?),
                 false => None,
             };
-            let rows = as_stored(rows, &pages).swap_dims(1, 2);
-            let rows = rows.reshape([batch * count, heads, width]);
-            let part = (rows, table, spans);
-            let out = self.attend_walks(part, selected, &pages, walk, &options)?;
-            let [.., width] = out.dims();
-            let out = out.reshape([batch, count, heads, width]);
-            by_pages.push(out.swap_dims(1, 2));
+            let rows = as_stored(rows, &pages);
+            let out = self.attend_rows(rows, [table, spans], selected, &pages, walk, &options)?;
+            by_pages.push(out);
         }
-        let joined = |mut parts: Vec<Tensor<4>>| match parts.len() {
-            1 => parts.remove(0),
-            _ => Tensor::cat(parts, 2),
-        };
-        Ok([joined(by_pairs), joined(by_pages)])
+        Ok([joined(by_pairs, 2), joined(by_pages, 2)])
     }
 }
 

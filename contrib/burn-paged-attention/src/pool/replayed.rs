@@ -8,7 +8,6 @@ use burn_blocksparse::graph::{CapturedGraph, StaticInput};
 use burn_sparse_select::pages::PageChoice;
 use burn_sparse_transformer::TransformerError;
 use burn_sparse_transformer::decoder::{Decoder, Positions};
-use burn_sparse_transformer::internal::ensure;
 
 use super::begin::Advance;
 use super::model::PagedDecoder;
@@ -142,16 +141,14 @@ impl<M: Decoder + 'static> GraphDecoder<M> {
         steps: &[KvStep],
     ) -> Result<Tensor<2>, PoolError> {
         let batch = steps.len();
-        ensure(
-            batch > 0 && !tokens.is_empty() && tokens.len().is_multiple_of(batch),
-            "tokens",
-            || format!("rows for {batch} sequences"),
-            tokens.len(),
-        )?;
+        blocksparse::ensure! {
+            PoolError;
+            batch > 0 && !tokens.is_empty() && tokens.len().is_multiple_of(batch) => "tokens", format!("rows for {batch} sequences"), tokens.len();
+        }
         let seq = tokens.len() / batch;
         check_steps(steps, batch)?;
         let can_be_replayed = seq == 1 && self.pool.borrow().is_replayable(batch);
-        if can_be_replayed && !self.forks(steps)? {
+        if can_be_replayed && !self.pool.borrow().copies(steps)? {
             return self.replay(tokens, steps);
         }
         // What this writes may be elsewhere than where a recording writes.
@@ -161,11 +158,6 @@ impl<M: Decoder + 'static> GraphDecoder<M> {
         let mut pool = self.pool.borrow_mut();
         let tokens = Tensor::from_data(data, &pool.device);
         self.model.next_logits(tokens, steps, &mut pool)
-    }
-
-    /// Whether a step copies pages.
-    fn forks(&self, steps: &[KvStep]) -> Result<bool, PoolError> {
-        self.pool.borrow().copies(steps)
     }
 
     fn replay(&mut self, tokens: &[u32], steps: &[KvStep]) -> Result<Tensor<2>, PoolError> {

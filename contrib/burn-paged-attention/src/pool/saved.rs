@@ -99,22 +99,20 @@ impl KvPool {
     /// [`PoolError::Cache`] if it is of other layers or patterns, is stored otherwise, contradicts itself, or there are too few pages.
     pub fn load(&mut self, saved: &KvSnapshot) -> Result<SequenceId, PoolError> {
         self.check_saved()?;
-        let number =
-            |what, expected: usize, got: usize| same(what, expected.to_string(), got.to_string());
-        number("version", VERSION as usize, saved.version as usize)?;
+        CacheError::expect_same("version", VERSION, saved.version)?;
         let parts = self.parts();
-        number("layers", parts.len(), saved.layers.len())?;
-        number("patterns", self.groups.len(), saved.books.len())?;
+        CacheError::expect_same("layers", parts.len(), saved.layers.len())?;
+        CacheError::expect_same("patterns", self.groups.len(), saved.books.len())?;
         // Before anything is made of their numbers.
         let mut keys = Vec::with_capacity(saved.books.len());
         for (group, books) in self.groups.iter().zip(&saved.books) {
-            number("tokens", saved.tokens(), books.tokens())?;
+            CacheError::expect_same("tokens", saved.tokens(), books.tokens())?;
             keys.push(group.books.saved_keys(books)?);
         }
         for (&part, layer) in parts.iter().zip(&saved.layers) {
             let (at, store) = (part.group, self.part(part)?);
-            number("pattern of a layer", at, layer.books)?;
-            same("dtype", store.kind(), layer.kind.clone())?;
+            CacheError::expect_same("pattern of a layer", at, layer.books)?;
+            CacheError::expect_same("dtype", store.kind(), &layer.kind)?;
             let group = &self.groups[at];
             let heads = match part.kind {
                 PartKind::Index => 1,
@@ -132,7 +130,7 @@ impl KvPool {
             let got: Vec<_> = shapes
                 .map(|rows| (rows.shape().to_vec(), rows.dtype()))
                 .collect();
-            same("rows", format!("{expected:?}"), format!("{got:?}"))?;
+            CacheError::expect_same("rows", format!("{expected:?}"), format!("{got:?}"))?;
         }
         let undo = Undo::of_books(self);
         match self.load_checked(saved) {
@@ -161,7 +159,7 @@ impl KvPool {
                 };
                 let ids = self.rows_of(part, slots);
                 let rows = saved.rows[0].shape()[0];
-                same("rows", ids.dims()[0].to_string(), rows.to_string())?;
+                CacheError::expect_same("rows", ids.dims()[0], rows)?;
                 let device = self.device.clone();
                 let store = self.part_mut(part)?;
                 store.write_raw(&ids, &saved.rows)?;
@@ -267,17 +265,5 @@ impl KvPool {
     fn check_saved(&self) -> Result<(), PoolError> {
         let expected = "none: what keys are chosen by is not saved";
         Ok(ensure_none("eviction", self.evictor.is_some(), expected)?)
-    }
-}
-
-fn same(what: &'static str, expected: String, got: String) -> Result<(), PoolError> {
-    match expected == got {
-        true => Ok(()),
-        false => Err(CacheError::Mismatch {
-            what,
-            expected,
-            got,
-        }
-        .into()),
     }
 }

@@ -151,6 +151,12 @@ impl Walk {
         pages.counters = self.counters.clone();
         pages
     }
+
+    /// Zeros for so many queries, if there are as many.
+    pub(super) fn counters_of(&self, queries: usize) -> Option<Tensor<1, Int>> {
+        let counters = self.counters.as_ref();
+        counters.filter(|all| all.dims()[0] >= queries).cloned()
+    }
 }
 
 /// The slots of a batch, and what its queries see of them.

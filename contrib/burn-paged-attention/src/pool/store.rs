@@ -1,10 +1,10 @@
 //! The keys and values of one layer.
 
+use burn::tensor::kind::Basic;
 use burn::tensor::{DType, Device, FloatDType, IndexingUpdateOp, Int, Tensor, TensorData};
 use burn_blocksparse::graph::StaticInput;
 use burn_sparse_select::PageSummary;
 use burn_sparse_transformer::TransformerError;
-use burn_sparse_transformer::internal::ensure;
 
 use crate::pages::PageCopy;
 use crate::summaries::{PageSummaries, summarize_stored};
@@ -212,12 +212,11 @@ impl Store {
         // What could make the write fail while the pages are out of here.
         let widths = self.widths().ok_or_else(lost)?;
         let got = [key.dims()[3], value.dims()[3]];
-        ensure(
-            got == widths && key.dims()[1] == self.kv_heads,
-            "pool",
-            || format!("of {} heads {got:?} wide, the layer's", key.dims()[1]),
-            format!("{} heads {widths:?} wide", self.kv_heads),
-        )?;
+        blocksparse::ensure! {
+            TransformerError;
+            got == widths && key.dims()[1] == self.kv_heads => "pool",
+                format!("of {} heads {got:?} wide, the layer's", key.dims()[1]), format!("{} heads {widths:?} wide", self.kv_heads);
+        }
         self.copy(copies)?;
         let written = slots.clone();
         let store = match self.pages.take().ok_or_else(lost)? {
@@ -241,20 +240,15 @@ impl Store {
         ids: &Tensor<1, Int>,
         dtype: FloatDType,
     ) -> Result<[Tensor<2>; 2], TransformerError> {
-        let store = self.pages.as_ref().ok_or_else(lost)?;
-        let [pages, page_size] = store.pages();
-        let all = pages * page_size;
-        let rows = match store {
-            PagedStore::Plain { keys, values } => [keys, values].map(|rows| {
-                let [_, _, width] = rows.dims();
-                rows.clone().reshape([all, width]).select(0, ids.clone())
-            }),
+        let rows = match self.pages.as_ref().ok_or_else(lost)? {
+            PagedStore::Plain { keys, values } => [keys, values].map(|pages| rows_of(pages, ids)),
             PagedStore::Quantized(pages) => {
                 let rows = |words: &Tensor<3, Int>, scales: &Tensor<2>| {
-                    let [_, _, width] = words.dims();
-                    let words = words.clone().reshape([all, width]).select(0, ids.clone());
-                    let scales = scales.clone().reshape([all]).select(0, ids.clone());
-                    dequantize(pages.quantization, words, scales)
+                    dequantize(
+                        pages.quantization,
+                        rows_of(words, ids),
+                        rows_of(scales, ids),
+                    )
                 };
                 [
                     rows(&pages.keys, &pages.key_scales)?,
@@ -308,18 +302,12 @@ impl Store {
             PagedStore::Plain { keys, .. } => keys.clone().select(0, pages.clone()),
             PagedStore::Quantized(all) => {
                 let [count] = pages.dims();
-                let rows = count * page_size;
-                let [_, _, words] = all.keys.dims();
-                let words = all
-                    .keys
-                    .clone()
-                    .select(0, pages.clone())
-                    .reshape([rows, words]);
+                let words = all.keys.clone().select(0, pages.clone()).flatten(0, 1);
                 let scales = all
                     .key_scales
                     .clone()
                     .select(0, pages.clone())
-                    .reshape([rows]);
+                    .flatten(0, 1);
                 dequantize(all.quantization, words, scales)?.reshape([count, page_size, width])
             }
         })
@@ -327,26 +315,15 @@ impl Store {
 
     /// Rows of all pages as they are stored, `[n, ..]` each: of keys, of values, and their scales if they have some.
     pub(super) fn raw(&self, ids: &Tensor<1, Int>) -> Result<Vec<TensorData>, TransformerError> {
-        let store = self.pages.as_ref().ok_or_else(lost)?;
-        let all = store.pages().iter().product::<usize>();
-        Ok(match store {
+        Ok(match self.pages.as_ref().ok_or_else(lost)? {
             PagedStore::Plain { keys, values } => [keys, values]
-                .map(|pages| {
-                    let [_, _, width] = pages.dims();
-                    let rows = pages.clone().reshape([all, width]);
-                    rows.select(0, ids.clone()).into_data()
-                })
+                .map(|pages| rows_of::<3, 2, _>(pages, ids).into_data())
                 .to_vec(),
             PagedStore::Quantized(pages) => {
-                let words = [&pages.keys, &pages.values].map(|pages| {
-                    let [_, _, width] = pages.dims();
-                    let rows = pages.clone().reshape([all, width]);
-                    rows.select(0, ids.clone()).into_data()
-                });
-                let scales = [&pages.key_scales, &pages.value_scales].map(|scales| {
-                    let scales = scales.clone().reshape([all]);
-                    scales.select(0, ids.clone()).into_data()
-                });
+                let words = [&pages.keys, &pages.values]
+                    .map(|words| rows_of::<3, 2, _>(words, ids).into_data());
+                let scales = [&pages.key_scales, &pages.value_scales]
+                    .map(|scales| rows_of::<2, 1, _>(scales, ids).into_data());
                 [words, scales].concat()
             }
         })
@@ -385,41 +362,17 @@ impl Store {
         ids: &Tensor<1, Int>,
         rows: &[TensorData],
     ) -> Result<(), TransformerError> {
-        let device = ids.device();
-        let store = self.pages.take().ok_or_else(lost)?;
-        let all = store.pages().iter().product::<usize>();
-        let floats = |pages: Tensor<3>, rows: &TensorData| {
-            let [count, page_size, width] = pages.dims();
-            let rows = Tensor::from_data(rows.clone(), (&device, pages.dtype()));
-            let pages = pages.reshape([all, width]);
-            let pages = pages.select_assign(0, ids.clone(), rows, IndexingUpdateOp::Assign);
-            pages.reshape([count, page_size, width])
-        };
-        let words = |pages: Tensor<3, Int>, rows: &TensorData| {
-            let [count, page_size, width] = pages.dims();
-            let rows = Tensor::from_data(rows.clone(), (&device, pages.dtype()));
-            let pages = pages.reshape([all, width]);
-            let pages = pages.select_assign(0, ids.clone(), rows, IndexingUpdateOp::Assign);
-            pages.reshape([count, page_size, width])
-        };
-        let scales = |scales: Tensor<2>, rows: &TensorData| {
-            let shape = scales.dims();
-            let rows = Tensor::from_data(rows.clone(), (&device, scales.dtype()));
-            let scales = scales.reshape([all]);
-            let scales = scales.select_assign(0, ids.clone(), rows, IndexingUpdateOp::Assign);
-            scales.reshape(shape)
-        };
-        self.pages = Some(match store {
+        self.pages = Some(match self.pages.take().ok_or_else(lost)? {
             PagedStore::Plain { keys, values } => PagedStore::Plain {
-                keys: floats(keys, &rows[0]),
-                values: floats(values, &rows[1]),
+                keys: with_rows::<3, 2, _>(keys, ids, &rows[0]),
+                values: with_rows::<3, 2, _>(values, ids, &rows[1]),
             },
             PagedStore::Quantized(pages) => PagedStore::Quantized(QuantizedPages {
                 quantization: pages.quantization,
-                keys: words(pages.keys, &rows[0]),
-                values: words(pages.values, &rows[1]),
-                key_scales: scales(pages.key_scales, &rows[2]),
-                value_scales: scales(pages.value_scales, &rows[3]),
+                keys: with_rows::<3, 2, _>(pages.keys, ids, &rows[0]),
+                values: with_rows::<3, 2, _>(pages.values, ids, &rows[1]),
+                key_scales: with_rows::<2, 1, _>(pages.key_scales, ids, &rows[2]),
+                value_scales: with_rows::<2, 1, _>(pages.value_scales, ids, &rows[3]),
             }),
         });
         Ok(())
@@ -464,33 +417,44 @@ impl Store {
 impl Copies {
     /// The copies of quantised pages, as they are.
     fn of_quantized(&self, pages: QuantizedPages) -> QuantizedPages {
-        let words = |mut into: Tensor<3, Int>| {
-            let [_, page_size, width] = into.dims();
-            let rows = into.clone().select(0, self.from.clone());
-            for (copy, to) in self.to.iter().enumerate() {
-                let rows = rows.clone().narrow(0, copy * self.heads, self.heads);
-                let range = [*to..to + self.heads, 0..page_size, 0..width];
-                into = into.slice_assign(range, rows);
-            }
-            into
-        };
-        let scales = |mut into: Tensor<2>| {
-            let [_, page_size] = into.dims();
-            let rows = into.clone().select(0, self.from.clone());
-            for (copy, to) in self.to.iter().enumerate() {
-                let rows = rows.clone().narrow(0, copy * self.heads, self.heads);
-                into = into.slice_assign([*to..to + self.heads, 0..page_size], rows);
-            }
-            into
-        };
         QuantizedPages {
             quantization: pages.quantization,
-            keys: words(pages.keys),
-            values: words(pages.values),
-            key_scales: scales(pages.key_scales),
-            value_scales: scales(pages.value_scales),
+            keys: self.copied(pages.keys),
+            values: self.copied(pages.values),
+            key_scales: self.copied(pages.key_scales),
+            value_scales: self.copied(pages.value_scales),
         }
     }
+
+    fn copied<const D: usize, K: Basic>(&self, mut pages: Tensor<D, K>) -> Tensor<D, K> {
+        let rows = pages.clone().select(0, self.from.clone());
+        for (copy, to) in self.to.iter().enumerate() {
+            let rows = rows.clone().narrow(0, copy * self.heads, self.heads);
+            pages = pages.slice_assign(*to..to + self.heads, rows);
+        }
+        pages
+    }
+}
+
+/// Rows of all pages, `R` one less than `D`.
+fn rows_of<const D: usize, const R: usize, K: Basic>(
+    pages: &Tensor<D, K>,
+    ids: &Tensor<1, Int>,
+) -> Tensor<R, K> {
+    pages.clone().flatten::<R>(0, 1).select(0, ids.clone())
+}
+
+/// Pages with rows written over some of all of theirs.
+fn with_rows<const D: usize, const R: usize, K: Basic>(
+    pages: Tensor<D, K>,
+    ids: &Tensor<1, Int>,
+    rows: &TensorData,
+) -> Tensor<D, K> {
+    let shape = pages.dims();
+    let rows = Tensor::from_data(rows.clone(), (&pages.device(), pages.dtype()));
+    let all = pages.flatten::<R>(0, 1);
+    all.select_assign(0, ids.clone(), rows, IndexingUpdateOp::Assign)
+        .reshape(shape)
 }
 
 pub(super) fn lost() -> TransformerError {

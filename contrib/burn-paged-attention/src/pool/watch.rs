@@ -1,6 +1,7 @@
 //! What eviction has to know of attention: scores of keys, from a layer's own queries and keys.
 
-use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
+use burn::tensor::{Device, FloatDType, Int, Tensor};
+use burn_blocksparse::internal::dtype::accumulate_in;
 use burn_blocksparse::{AccumulatedAttentionOptions, accumulated_attention};
 use burn_sparse_transformer::TransformerError;
 
@@ -226,11 +227,11 @@ impl Layer<'_> {
         let [_, _, width] = keys.dims();
         let shape = [watch.entries.len(), self.n_kv_heads(), watch.width, width];
         let keys = keys.reshape(shape);
-        let dtype = sums_of(keys.dtype());
+        let dtype = accumulate_in(keys.dtype().into());
         Ok(keys.cast(dtype))
     }
 
-    fn scale(&self, width: usize) -> f64 {
+    pub(super) fn scale(&self, width: usize) -> f64 {
         (self.attention_options().scale).unwrap_or_else(|| 1.0 / (width as f64).sqrt())
     }
 
@@ -295,7 +296,7 @@ impl Layer<'_> {
             0 => None,
             _ => {
                 let keys = part(key, 0, entry.tokens);
-                let dtype = sums_of(keys.dtype());
+                let dtype = accumulate_in(keys.dtype().into());
                 let limits = (settled + 1..=entry.tokens).map(|limit| limit as i32);
                 let limits = ints(limits.collect(), [1, 1, loose], &keys.device());
                 let q = part(query, settled, loose);
@@ -349,18 +350,11 @@ impl Layer<'_> {
         attention.mean_dim(1).reshape([kv_heads, slots])
     }
 
-    fn capped<const D: usize>(&self, scores: Tensor<D>) -> Tensor<D> {
+    pub(super) fn capped<const D: usize>(&self, scores: Tensor<D>) -> Tensor<D> {
         match self.attention_options().softcap {
             Some(softcap) => (scores / softcap).tanh() * softcap,
             None => scores,
         }
-    }
-}
-
-fn sums_of(dtype: DType) -> FloatDType {
-    match dtype {
-        DType::F64 => FloatDType::F64,
-        _ => FloatDType::F32,
     }
 }
 

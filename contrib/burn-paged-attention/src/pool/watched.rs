@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use burn::tensor::{Device, Tensor};
-use burn_sparse_transformer::internal::ensure;
 
 use super::store::ints;
 use crate::PoolError;
@@ -123,8 +122,10 @@ impl Evictor {
         layers: usize,
     ) -> Result<Self, PoolError> {
         config.validate()?;
-        let expected = || format!("at least {rollback}, what can be taken back");
-        ensure(config.recent >= rollback, "recent", expected, config.recent)?;
+        blocksparse::ensure! {
+            PoolError;
+            config.recent >= rollback => "recent", format!("at least {rollback}, what can be taken back"), config.recent;
+        }
         Ok(Self {
             config,
             rollback,

@@ -97,11 +97,6 @@ fn check(logits: &Tensor<2>, options: &SampleOptions) -> Result<(), OpError> {
     options.check()?;
     let [_, vocab] = logits.dims();
     // Whether a vocabulary of 2^24 is counted in f32 or not, no more is.
-    match (1..1 << 24).contains(&vocab) {
-        true => Ok(()),
-        false => {
-            let expected = "at least 1 and less than 2^24 columns";
-            Err(OpError::argument("logits", expected, vocab))
-        }
-    }
+    blocksparse::ensure! { OpError; (1..1 << 24).contains(&vocab) => "logits", "at least 1 and less than 2^24 columns", vocab; }
+    Ok(())
 }

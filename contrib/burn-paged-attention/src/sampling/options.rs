@@ -54,35 +54,22 @@ impl SampleOptions {
     /// # Errors
     /// [`OpError::Argument`] that names the first that is not.
     pub fn check(&self) -> Result<(), OpError> {
-        let within = |ok: bool, name, expected: &str, got: f64| match ok {
-            true => Ok(()),
-            false => Err(OpError::argument(name, expected, got)),
-        };
-        let temperature = self.temperature;
-        within(
-            temperature >= 0.0 && temperature.is_finite(),
-            "temperature",
-            "a number, at least 0",
+        let &Self {
             temperature,
-        )?;
-        if self.top_k == Some(0) {
-            return Err(OpError::argument("top_k", "at least 1", 0));
-        }
-        let [top_p, min_p] = [self.top_p, self.min_p];
-        within(
-            top_p > 0.0 && top_p <= 1.0,
-            "top_p",
-            "above 0 and at most 1",
+            top_k,
             top_p,
-        )?;
-        within((0.0..=1.0).contains(&min_p), "min_p", "from 0 to 1", min_p)?;
-        let repetition = self.repetition;
-        within(
-            repetition > 0.0 && repetition.is_finite(),
-            "repetition",
-            "a number above 0",
+            min_p,
             repetition,
-        )
+        } = self;
+        blocksparse::ensure! {
+            OpError;
+            temperature >= 0.0 && temperature.is_finite() => "temperature", "a number, at least 0", temperature;
+            top_k != Some(0) => "top_k", "at least 1", 0;
+            top_p > 0.0 && top_p <= 1.0 => "top_p", "above 0 and at most 1", top_p;
+            (0.0..=1.0).contains(&min_p) => "min_p", "from 0 to 1", min_p;
+            repetition > 0.0 && repetition.is_finite() => "repetition", "a number above 0", repetition;
+        }
+        Ok(())
     }
 
     /// The tokens that may be drawn, the likeliest first, with their probabilities, which add up to 1, in f64. None if no logit is finite. `seen` says

@@ -15,7 +15,7 @@ mod kernels {
     use crate::paged::backend::in_place;
     use crate::summaries::ops::PageSummaryOps;
     use crate::summaries::reference;
-    use crate::summaries::values::{PageScoreInputs, SummarizeInputs, SummarizePacked};
+    use crate::summaries::values::{PageScoreInputs, StoredKeys, SummarizeInputs};
     use burn_blocksparse::internal::cube::{checked, empty, integers, uses_reference};
     use burn_sparse_select::PageSummary;
     use burn_sparse_select::backend::PageChoiceCall;
@@ -33,65 +33,45 @@ mod kernels {
             kv_heads: usize,
             summary: PageSummary,
         ) -> CubeTensor {
-            let [pages, page, width] = inputs.keys.meta.shape().dims();
+            let [pages, page, width] = inputs.keys.dims();
             let [batch, tables, rows] = inputs.slots.meta.shape().dims();
+            let (keys_dtype, quantization) = match &inputs.keys {
+                StoredKeys::Plain(keys) => (keys.dtype, None),
+                StoredKeys::Quantized(keys) => (DType::F32, Some(keys.quantization)),
+            };
             let shape = AppendShape::new(
                 [batch, kv_heads, tables, rows],
                 [pages, page],
                 [width, 0],
-                dtype_to_elem_type(inputs.keys.dtype),
+                dtype_to_elem_type(keys_dtype),
             );
             let dtype = dtype_to_elem_type(inputs.summaries.dtype);
-            let client = inputs.keys.client.clone();
-            if uses_reference() || paged::check_summarize(&client, &shape, dtype).is_err() {
+            let client = inputs.summaries.client.clone();
+            let is_taken = paged::check_summarize(&client, &shape, quantization, dtype).is_ok();
+            if uses_reference() || !is_taken {
                 recording::fails(&client, Failure::NotInPlace("the summaries of pages"));
                 return reference::summarize::<Self>(inputs, kv_heads, summary);
             }
             let summaries = in_place(inputs.summaries);
-            let keys = into_contiguous(inputs.keys);
+            let (keys, scales) = match inputs.keys {
+                StoredKeys::Plain(keys) => (into_contiguous(keys), None),
+                StoredKeys::Quantized(keys) => {
+                    let scales = into_contiguous(keys.scales);
+                    (into_contiguous(keys.words), Some(scales))
+                }
+            };
             let slots = integers(inputs.slots);
+            let keys = paged::StoredKeys {
+                keys: &keys.handle,
+                packed: quantization.zip(scales.as_ref().map(|scales| &scales.handle)),
+            };
             checked(paged::summarize_pages(
                 &client,
                 &shape,
                 summary_of(summary),
-                &keys.handle,
+                keys,
                 &slots.handle,
                 (&summaries.handle, dtype),
-            ));
-            summaries
-        }
-
-        fn summarize_quantized(
-            inputs: SummarizePacked<Self>,
-            kv_heads: usize,
-            summary: PageSummary,
-        ) -> CubeTensor {
-            let [pages, page, words] = inputs.words.meta.shape().dims();
-            let [batch, tables, rows] = inputs.slots.meta.shape().dims();
-            let shape = AppendShape::new(
-                [batch, kv_heads, tables, rows],
-                [pages, page],
-                [4 * words, 0],
-                dtype_to_elem_type(DType::F32),
-            );
-            let client = inputs.words.client.clone();
-            if uses_reference() || paged::check_summarize_quantized(&client, &shape).is_err() {
-                recording::fails(&client, Failure::NotInPlace("the summaries of pages"));
-                return reference::summarize_packed::<Self>(inputs, kv_heads, summary);
-            }
-            let summaries = in_place(inputs.summaries);
-            let (words, scales) = (
-                into_contiguous(inputs.words),
-                into_contiguous(inputs.scales),
-            );
-            let slots = integers(inputs.slots);
-            checked(paged::summarize_quantized(
-                &client,
-                &shape,
-                summary_of(summary),
-                (&words.handle, &scales.handle, inputs.quantization),
-                &slots.handle,
-                &summaries.handle,
             ));
             summaries
         }

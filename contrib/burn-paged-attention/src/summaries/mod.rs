@@ -16,7 +16,7 @@ use burn_sparse_select::backend::PageChoiceCall;
 use crate::PagedStore;
 use crate::paged::{check_heads, check_shared};
 use crate::summaries::ops::PageSummaryOps;
-use crate::summaries::values::{PageScoreInputs, SummarizeInputs, SummarizePacked};
+use crate::summaries::values::{PackedKeys, PageScoreInputs, StoredKeys, SummarizeInputs};
 
 pub use burn_sparse_select::pages::{PageChoice, topk_pages};
 
@@ -89,17 +89,13 @@ pub fn summarize_pages(
     slots: Tensor<3, Int>,
 ) -> Result<PageSummaries, OpError> {
     check_summarize(&summaries, keys.dims(), &keys.device(), kv_heads, &slots)?;
-    let summary = summaries.summary;
-    let inputs = SummarizeInputs {
-        summaries: summaries.values.without_autodiff().into_dispatch(),
-        keys: keys.clone().without_autodiff().into_dispatch(),
-        slots: slots.without_autodiff().into_dispatch(),
-    };
-    let values = <Dispatch as PageSummaryOps>::summarize_pages(inputs, kv_heads, summary);
-    Ok(PageSummaries {
-        summary,
-        values: Tensor::from_dispatch(values),
-    })
+    let keys = keys.clone().without_autodiff().into_dispatch();
+    Ok(summarize(
+        summaries,
+        StoredKeys::Plain(keys),
+        kv_heads,
+        slots,
+    ))
 }
 
 /// [`summarize_pages`] of keys as they are stored: of those in eight bits what they stand for, so that bounds are those of the keys that
@@ -141,19 +137,31 @@ pub fn summarize_stored(
     pages.check()?;
     let dtype = summaries.values.dtype();
     OpError::expect_same("summaries' dtype", DType::F32, "of quantised keys", dtype)?;
-    let summary = summaries.summary;
-    let inputs = SummarizePacked {
+    let keys = StoredKeys::Quantized(PackedKeys {
         quantization: pages.quantization,
-        summaries: summaries.values.without_autodiff().into_dispatch(),
         words: pages.keys.clone().without_autodiff().into_dispatch(),
         scales: pages.key_scales.clone().without_autodiff().into_dispatch(),
+    });
+    Ok(summarize(summaries, keys, kv_heads, slots))
+}
+
+/// [`summarize_pages`] of what was checked.
+fn summarize(
+    PageSummaries { summary, values }: PageSummaries,
+    keys: StoredKeys<Dispatch>,
+    kv_heads: usize,
+    slots: Tensor<3, Int>,
+) -> PageSummaries {
+    let inputs = SummarizeInputs {
+        summaries: values.without_autodiff().into_dispatch(),
+        keys,
         slots: slots.without_autodiff().into_dispatch(),
     };
-    let values = <Dispatch as PageSummaryOps>::summarize_quantized(inputs, kv_heads, summary);
-    Ok(PageSummaries {
+    let values = <Dispatch as PageSummaryOps>::summarize_pages(inputs, kv_heads, summary);
+    PageSummaries {
         summary,
         values: Tensor::from_dispatch(values),
-    })
+    }
 }
 
 /// That keys of a shape, summaries and slots fit each other.
@@ -166,9 +174,7 @@ fn check_summarize(
 ) -> Result<(), OpError> {
     served(device)?;
     summaries.check()?;
-    if !page.is_power_of_two() {
-        return Err(OpError::argument("keys' page size", "a power of two", page));
-    }
+    blocksparse::ensure! { OpError; page.is_power_of_two() => "keys' page size", "a power of two", page; }
     let expected = [pages, summaries.summary.rows(), width];
     let got = summaries.values.dims();
     OpError::expect_same("summaries' shape", expected, "of the keys", got)?;
@@ -280,28 +286,18 @@ fn check(
     let [pages, _, summary_width] = summaries.values.dims();
     check_heads("table's heads", tables, kv_heads)?;
     check_shared(pages, kv_heads, tables)?;
-    if !heads.is_multiple_of(kv_heads) {
-        let expected = format!("a divisor of the {heads} heads of q");
-        return Err(OpError::argument("kv_heads", expected, kv_heads));
-    }
+    blocksparse::ensure! { OpError; heads.is_multiple_of(kv_heads) => "kv_heads", format!("a divisor of the {heads} heads of q"), kv_heads; }
     OpError::expect_same("summaries' width", width, "q's", summary_width)?;
     OpError::expect_same("table's batch", batch, "q's", table_batch)?;
     let got = spans.dims();
     OpError::expect_same("spans' shape", [batch, tables, 4], "the table's rows", got)?;
     let (expected, got) = (choice.summary, summaries.summary);
-    if expected != got {
-        let expected = format!("{expected:?}, the choice's");
-        let got = format!("{got:?}");
-        return Err(OpError::argument("summaries", expected, got));
-    }
+    blocksparse::ensure! { OpError; expected == got => "summaries", format!("{expected:?}, the choice's"), format!("{got:?}"); }
     for (argument, dtype) in [
         ("table's dtype", table.dtype()),
         ("spans' dtype", spans.dtype()),
     ] {
-        if !matches!(dtype, DType::I32 | DType::I64) {
-            let got = format!("{dtype:?}");
-            return Err(OpError::argument(argument, "I32 or I64", got));
-        }
+        blocksparse::ensure! { OpError; matches!(dtype, DType::I32 | DType::I64) => argument, "I32 or I64", format!("{dtype:?}"); }
     }
     for (argument, device) in [
         ("summaries' device", summaries.values.device()),

@@ -9,7 +9,7 @@ use burn_sparse_select::PageSummary;
 use burn_sparse_select::backend::PageChoiceCall;
 
 use crate::summaries::reference;
-use crate::summaries::values::{PageScoreInputs, SummarizeInputs, SummarizePacked};
+use crate::summaries::values::{PageScoreInputs, SummarizeInputs};
 
 /// Summaries of pages and scores by them as backend operations, on tensors that are not on an autodiff device. Arguments are checked by the public functions.
 #[backend_extension(
@@ -27,16 +27,6 @@ pub trait PageSummaryOps: Backend {
         summary: PageSummary,
     ) -> FloatTensor<Self> {
         reference::summarize::<Self>(inputs, kv_heads, summary)
-    }
-
-    /// The same of keys in eight bits a number.
-    #[fusion(dtype = inputs.summaries.dtype, shape = inputs.summaries.shape.clone())]
-    fn summarize_quantized(
-        #[extension_type] inputs: SummarizePacked<Self>,
-        kv_heads: usize,
-        summary: PageSummary,
-    ) -> FloatTensor<Self> {
-        reference::summarize_packed::<Self>(inputs, kv_heads, summary)
     }
 
     /// Scores of pages, f32 `[batch, kv_heads, entries]`.

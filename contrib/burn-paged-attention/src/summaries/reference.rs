@@ -9,7 +9,7 @@ use burn_sparse_select::PageSummary;
 use burn_sparse_select::backend::PageChoiceCall;
 
 use crate::paged::reference::{Numbers, assign, dequantize, int_data, written};
-use crate::summaries::values::{PageScoreInputs, SummarizeInputs, SummarizePacked};
+use crate::summaries::values::{PageScoreInputs, StoredKeys, SummarizeInputs};
 
 /// A page that has new keys, and how many it has with them.
 struct Touched {
@@ -27,51 +27,7 @@ pub(crate) fn summarize<B: Backend>(
         keys,
         slots,
     } = inputs;
-    let [pages, page, width] = keys.shape().dims();
-    let sums = accumulate_in(FloatDType::from(keys.dtype()));
-    let of_rows = |ids: IntTensor<B>| {
-        let flat = B::float_reshape(keys, Shape::new([pages * page, width]));
-        B::float_cast(B::float_select(flat, 0, ids), sums)
-    };
-    let sizes = [pages, page, width];
-    summarize_rows::<B>(summaries, slots, (sizes, sums), kv_heads, summary, of_rows)
-}
-
-/// [`summarize`] of what is stored in eight bits.
-pub(crate) fn summarize_packed<B: Backend>(
-    inputs: SummarizePacked<B>,
-    kv_heads: usize,
-    summary: PageSummary,
-) -> FloatTensor<B> {
-    let SummarizePacked {
-        quantization,
-        summaries,
-        words,
-        scales,
-        slots,
-    } = inputs;
-    let [pages, page, of_key] = words.shape().dims();
-    let all = pages * page;
-    let of_rows = |ids: IntTensor<B>| {
-        let words = B::int_reshape(words, Shape::new([all, of_key]));
-        let words = B::int_select(words, 0, ids.clone());
-        let scales = B::float_reshape(scales, Shape::new([all]));
-        dequantize::<B>(quantization, words, B::float_select(scales, 0, ids))
-    };
-    let sizes = [pages, page, 4 * of_key];
-    let sums = FloatDType::F32;
-    summarize_rows::<B>(summaries, slots, (sizes, sums), kv_heads, summary, of_rows)
-}
-
-/// Of pages, slots of a page and the width of a key, whose rows `of_rows` finds by their slots among all, in the dtype of sums.
-fn summarize_rows<B: Backend>(
-    summaries: FloatTensor<B>,
-    slots: IntTensor<B>,
-    ([pages, page, width], sums): ([usize; 3], FloatDType),
-    kv_heads: usize,
-    summary: PageSummary,
-    of_rows: impl FnOnce(IntTensor<B>) -> FloatTensor<B>,
-) -> FloatTensor<B> {
+    let [pages, page, width] = keys.dims();
     let [batch, _, rows] = slots.shape().dims();
     let slots = Numbers::read::<B>(slots);
     let (_, to) = written(&slots, [batch, kv_heads, rows], [pages, page]);
@@ -96,7 +52,8 @@ fn summarize_rows<B: Backend>(
         (0..size).map(|slot| touched.page * size + if slot < touched.keys { slot } else { 0 })
     });
     let ids = B::int_from_data(int_data(ids.collect(), &slots), &device);
-    let rows = B::float_reshape(of_rows(ids), Shape::new([count, page, width]));
+    let rows = B::float_reshape(rows_of::<B>(keys, ids), Shape::new([count, page, width]));
+    let sums = FloatDType::from(rows.dtype());
     let made = match summary {
         PageSummary::Bounds => {
             let most = B::float_max_dim(rows.clone(), 1);
@@ -120,6 +77,25 @@ fn summarize_rows<B: Backend>(
     let shape = summaries.shape();
     let flat = B::float_reshape(summaries, Shape::new([pages, numbers]));
     B::float_reshape(assign::<B>(flat, places, made), shape)
+}
+
+/// Keys in some slots of all pages, in the dtype of sums.
+fn rows_of<B: Backend>(keys: StoredKeys<B>, ids: IntTensor<B>) -> FloatTensor<B> {
+    let [pages, page, width] = keys.dims();
+    let all = pages * page;
+    match keys {
+        StoredKeys::Plain(keys) => {
+            let sums = accumulate_in(FloatDType::from(keys.dtype()));
+            let flat = B::float_reshape(keys, Shape::new([all, width]));
+            B::float_cast(B::float_select(flat, 0, ids), sums)
+        }
+        StoredKeys::Quantized(keys) => {
+            let words = B::int_reshape(keys.words, Shape::new([all, width / 4]));
+            let words = B::int_select(words, 0, ids.clone());
+            let scales = B::float_reshape(keys.scales, Shape::new([all]));
+            dequantize::<B>(keys.quantization, words, B::float_select(scales, 0, ids))
+        }
+    }
 }
 
 pub(crate) fn scores<B: Backend>(

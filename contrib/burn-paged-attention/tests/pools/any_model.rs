@@ -20,6 +20,7 @@ use burn_sparse_transformer::{
 };
 
 use crate::common::{assert_close, devices, randomise, seed, tokens};
+use crate::texts::Texts;
 
 const WIDTH: usize = 32;
 const LAYERS: usize = 3;
@@ -119,23 +120,20 @@ fn rows_from_caches_and_pools_are_those_of_the_whole() {
             let model = Llama::new(pattern, selection, &device);
             let tokens = tokens(1, SEQ, VOCAB, &device);
             let whole = model.dense(tokens.clone());
+            let texts = Texts { tokens, whole };
             let mut caches = vec![SparseMhaCache::new(); LAYERS];
             let mut pool = (model.new_pool(&KvPoolConfig::new(1, SEQ).with_page_size(16))).unwrap();
             let id = pool.join().unwrap();
             for (first, count) in [(0, 19), (19, 1), (20, 3), (23, 1), (24, 16)] {
-                let part = tokens.clone().narrow(1, first, count);
-                let expected = whole.clone().narrow(1, first, count);
+                let part = texts.tokens.clone().narrow(1, first, count);
                 let attend = &mut |layer: usize, attn: &SparseMultiHeadAttention, x| {
                     attn.forward_heads_cache(x, &mut caches[layer])
                 };
-                let hidden = model.hidden(part.clone(), &Positions::From(first), attend);
+                let hidden = model.hidden(part, &Positions::From(first), attend);
                 let cached = model.logits(hidden.unwrap()).unwrap();
-                assert_close(cached, expected.clone(), 2e-4);
-                let steps = [KvStep::new(id, count)];
-                let pooled = model.try_forward_pool(part, &steps, &mut pool).unwrap();
-                assert_close(pooled, expected, 2e-4);
+                assert_close(cached, texts.whole.clone().narrow(1, first, count), 2e-4);
+                texts.feed(&model, &mut pool, &[id], &[count]);
             }
-            pool.verify().unwrap();
         }
     }
 }
@@ -156,13 +154,11 @@ fn the_llama_of_the_layers_decodes_from_pages() {
     let model = randomise(config.init(&device));
     let tokens = tokens(1, SEQ, VOCAB, &device);
     let whole = model.forward(tokens.clone());
+    let texts = Texts { tokens, whole };
     let mut pool = (model.new_pool(&KvPoolConfig::new(1, SEQ).with_page_size(16))).unwrap();
     let id = pool.join().unwrap();
-    for (first, count) in [(0, 19), (19, 1), (20, 3), (23, 17)] {
-        let part = tokens.clone().narrow(1, first, count);
-        let steps = [KvStep::new(id, count)];
-        let pooled = model.try_forward_pool(part, &steps, &mut pool).unwrap();
-        assert_close(pooled, whole.clone().narrow(1, first, count), 2e-4);
+    for count in [19, 1, 3, 17] {
+        texts.feed(&model, &mut pool, &[id], &[count]);
     }
 }
 
@@ -233,9 +229,10 @@ fn a_step_is_of_all_layers_or_of_none() {
     let model = Llama::new("causal", None, &device);
     let tokens = tokens(1, 8, VOCAB, &device);
     let whole = model.dense(tokens.clone());
+    let texts = Texts { tokens, whole };
     let mut pool = (model.new_pool(&KvPoolConfig::new(1, SEQ).with_page_size(16))).unwrap();
     let id = pool.join().unwrap();
-    let part = |first| tokens.clone().narrow(1, first, 4);
+    let part = |first| texts.tokens.clone().narrow(1, first, 4);
     let steps = [KvStep::new(id, 4)];
     let broken = Llama {
         broken: Some(2),
@@ -245,8 +242,7 @@ fn a_step_is_of_all_layers_or_of_none() {
         refused! { broken.try_forward_pool(part(first), &steps, &mut pool) => "layer must be whole, got a broken one"; }
         assert_eq!(pool.len(id).unwrap(), first);
         pool.verify().unwrap();
-        let rows = model.try_forward_pool(part(first), &steps, &mut pool);
-        assert_close(rows.unwrap(), whole.clone().narrow(1, first, 4), 2e-4);
+        texts.feed(&model, &mut pool, &[id], &[4]);
     }
 }
 

@@ -15,6 +15,7 @@ use burn_sparse_transformer::{
 use rstest::rstest;
 
 use crate::common::{assert_close, random, randomise, tokens};
+use crate::pool::call;
 
 pub const SEQ: usize = 37;
 pub const HEADS: usize = 4;
@@ -219,22 +220,7 @@ pub fn calls_of_two(
 ) -> [SequenceId; 2] {
     let ids = [pool.join().unwrap(), pool.join().unwrap()];
     for counts in calls {
-        let seq = counts[0].max(counts[1]);
-        let rows = (0..2).map(|entry| {
-            let first = pool.len(ids[entry]).unwrap();
-            let own = x
-                .clone()
-                .slice([entry..entry + 1, first..first + counts[entry]]);
-            let others = Tensor::full([1, seq - counts[entry], WIDTH], 7.0, &x.device());
-            match counts[entry] == seq {
-                true => own,
-                false => Tensor::cat(vec![own, others], 1),
-            }
-        });
-        let rows = Tensor::cat(rows.collect(), 0);
-        let steps = [0, 1].map(|entry| KvStep::new(ids[entry], counts[entry]));
-        pool.try_forward_attention(mha, rows, &steps).unwrap();
-        pool.verify().unwrap();
+        call(mha, x, pool, &ids, counts);
     }
     ids
 }
@@ -320,34 +306,25 @@ fn sums_of_attention_are_the_same_by_both_roads() {
 /// A sequence keeps what it keeps alone, whatever else is in the batch.
 #[test]
 fn sequences_of_a_batch_are_apart() {
-    {
-        let device = Device::flex();
-        let x = random([2, SEQ, WIDTH], &device);
-        let mha = attention(Pattern::causal(), 2);
-        let mha = randomise(mha.with_sinks(true).try_init(&device).unwrap());
-        for config in policies() {
-            let mut pool = KvPool::for_attention(&mha, &pool_config(2, config)).unwrap();
-            let mut calls = vec![[20, 5], [3, 9]];
-            calls.extend([[1, 1]; 14]);
-            let ids = calls_of_two(&mha, &x, &mut pool, &calls);
-            for entry in 0..2 {
-                let mut alone = KvPool::for_attention(&mha, &pool_config(1, config)).unwrap();
-                let id = alone.join().unwrap();
-                for counts in &calls {
-                    let first = alone.len(id).unwrap();
-                    let count = counts[entry];
-                    let rows = x.clone().slice([entry..entry + 1, first..first + count]);
-                    alone
-                        .try_forward_attention(&mha, rows, &[KvStep::new(id, count)])
-                        .unwrap();
-                }
-                let kept = alone.retained_positions(id, 0).unwrap();
-                assert_eq!(
-                    pool.retained_positions(ids[entry], 0).unwrap(),
-                    kept,
-                    "{config:?}"
-                );
+    let device = Device::flex();
+    let x = random([2, SEQ, WIDTH], &device);
+    let mha = attention(Pattern::causal(), 2);
+    let mha = randomise(mha.with_sinks(true).try_init(&device).unwrap());
+    for config in policies() {
+        let mut pool = KvPool::for_attention(&mha, &pool_config(2, config)).unwrap();
+        let mut calls = vec![[20, 5], [3, 9]];
+        calls.extend([[1, 1]; 14]);
+        let ids = calls_of_two(&mha, &x, &mut pool, &calls);
+        for entry in 0..2 {
+            let mut alone = KvPool::for_attention(&mha, &pool_config(1, config)).unwrap();
+            let id = alone.join().unwrap();
+            let x = x.clone().narrow(0, entry, 1);
+            for counts in &calls {
+                call(&mha, &x, &mut alone, &[id], &[counts[entry]]);
             }
+            let kept = alone.retained_positions(id, 0).unwrap();
+            let beside = pool.retained_positions(ids[entry], 0).unwrap();
+            assert_eq!(beside, kept, "{config:?}");
         }
     }
 }
@@ -390,24 +367,22 @@ pub fn go_on(
 
 #[test]
 fn with_room_for_all_keys_nothing_changes() {
-    {
-        let device = Device::flex();
-        let model = model(&device);
-        let tokens = tokens(1, SEQ, VOCAB, &device);
-        let whole = model.try_forward(tokens.clone()).unwrap();
-        let large = |config: EvictionConfig| {
-            let mut config = config.with_slack(3);
-            config.heavy += SEQ;
-            config
-        };
-        for config in policies().into_iter().map(large) {
-            for calls in chunkings() {
-                let config = pool_config(1, config);
-                let mut pool = model.new_pool(&config).unwrap();
-                let id = pool.join().unwrap();
-                let logits = go_on(&model, &tokens, &mut pool, id, &calls);
-                assert_close(Tensor::cat(logits, 1), whole.clone(), 1e-4);
-            }
+    let device = Device::flex();
+    let model = model(&device);
+    let tokens = tokens(1, SEQ, VOCAB, &device);
+    let whole = model.try_forward(tokens.clone()).unwrap();
+    let large = |config: EvictionConfig| {
+        let mut config = config.with_slack(3);
+        config.heavy += SEQ;
+        config
+    };
+    for config in policies().into_iter().map(large) {
+        for calls in chunkings() {
+            let config = pool_config(1, config);
+            let mut pool = model.new_pool(&config).unwrap();
+            let id = pool.join().unwrap();
+            let logits = go_on(&model, &tokens, &mut pool, id, &calls);
+            assert_close(Tensor::cat(logits, 1), whole.clone(), 1e-4);
         }
     }
 }

@@ -17,3 +17,4 @@ mod pool_kept;
 mod pool_nsa;
 mod pool_prompts;
 mod pool_quantised;
+mod texts;

@@ -14,6 +14,7 @@ use proptest::prelude::*;
 use rstest::rstest;
 
 use crate::common::{PATTERNS, assert_close, devices, random, randomise, tokens};
+use crate::texts::part;
 
 /// More than two pages, and not a multiple of the block size.
 pub(crate) const SEQ: usize = 37;
@@ -22,21 +23,43 @@ pub(crate) fn config(sequences: usize) -> KvPoolConfig {
     KvPoolConfig::new(sequences, SEQ).with_page_size(16)
 }
 
-/// The rows `first..first + seq` of each entry of `x`, as far as there are any.
-fn piece(x: &Tensor<3>, first: &[usize], seq: usize) -> Tensor<3> {
+/// The rows `first..first + seq` of an entry of `x`, as far as there are any.
+fn piece(x: &Tensor<3>, entry: usize, first: usize, seq: usize) -> Tensor<3> {
     let [_, len, width] = x.dims();
-    let rows = first.iter().enumerate().map(|(entry, &first)| {
-        let own = seq.min(len - first);
-        let rows = x.clone().slice([entry..entry + 1, first..first + own]);
-        match own == seq {
-            true => rows,
-            false => {
-                let rest = Tensor::full([1, seq - own, width], 7.0, &x.device());
-                Tensor::cat(vec![rows, rest], 1)
-            }
-        }
-    });
-    Tensor::cat(rows.collect(), 0)
+    let own = seq.min(len - first);
+    let rows = x.clone().slice([entry..entry + 1, first..first + own]);
+    match seq - own {
+        0 => rows,
+        rest => Tensor::cat(
+            vec![rows, Tensor::full([1, rest, width], 7.0, &x.device())],
+            1,
+        ),
+    }
+}
+
+/// Feeds an attention so many tokens of each sequence; those without a new token are not in the call. The rows of the others, by their numbers.
+pub(crate) fn call(
+    mha: &SparseMultiHeadAttention,
+    x: &Tensor<3>,
+    pool: &mut KvPool,
+    ids: &[SequenceId],
+    counts: &[usize],
+) -> Vec<(usize, Tensor<3>)> {
+    let taken: Vec<usize> = (0..ids.len()).filter(|&at| counts[at] > 0).collect();
+    let seq = *counts.iter().max().unwrap();
+    let rows = taken
+        .iter()
+        .map(|&at| piece(x, at, pool.len(ids[at]).unwrap(), seq));
+    let rows = Tensor::cat(rows.collect(), 0);
+    let steps = taken.iter().map(|&at| KvStep::new(ids[at], counts[at]));
+    let steps: Vec<KvStep> = steps.collect();
+    let out = pool.try_forward_attention(mha, rows, &steps).unwrap();
+    pool.verify().unwrap();
+    let of = |(place, at): (usize, usize)| {
+        let rows = out.clone().narrow(0, place, 1);
+        (at, rows.narrow(1, 0, counts[at]))
+    };
+    taken.into_iter().enumerate().map(of).collect()
 }
 
 /// Feeds an attention calls of so many tokens of each sequence; rows as [`SparseMultiHeadAttention::forward`] has them.
@@ -51,24 +74,28 @@ pub(crate) fn in_pieces(
     let ids: Vec<SequenceId> = (0..batch).map(|_| pool.join().unwrap()).collect();
     let mut rows: Vec<Vec<Tensor<3>>> = vec![Vec::new(); batch];
     for counts in calls {
-        // Sequences without a new token are not in the call.
-        let taken: Vec<usize> = (0..batch).filter(|&entry| counts[entry] > 0).collect();
-        let seq = *counts.iter().max().unwrap();
-        let first: Vec<usize> = ids.iter().map(|&id| pool.len(id).unwrap()).collect();
-        let input = piece(x, &first, seq);
-        let input = taken.iter().map(|&entry| input.clone().narrow(0, entry, 1));
-        let steps: Vec<KvStep> = (taken.iter())
-            .map(|&entry| KvStep::new(ids[entry], counts[entry]))
-            .collect();
-        let input = Tensor::cat(input.collect(), 0);
-        let out = pool.try_forward_attention(mha, input, &steps).unwrap();
-        pool.verify().unwrap();
-        for (place, &entry) in taken.iter().enumerate() {
-            let out = out.clone().narrow(0, place, 1);
-            rows[entry].push(out.narrow(1, 0, counts[entry]));
+        for (at, out) in call(mha, x, &mut pool, &ids, counts) {
+            rows[at].push(out);
         }
     }
     rows.into_iter().map(|rows| Tensor::cat(rows, 1)).collect()
+}
+
+/// Rows of sequences, and the first rows of the whole.
+pub(crate) fn beside(
+    rows: Vec<Tensor<3>>,
+    whole: &Tensor<3>,
+) -> impl Iterator<Item = (Tensor<3>, Tensor<3>)> {
+    rows.into_iter().enumerate().map(|(entry, rows)| {
+        let [_, len, _] = rows.dims();
+        (rows, whole.clone().narrow(0, entry, 1).narrow(1, 0, len))
+    })
+}
+
+/// What an attention gives at once.
+pub(crate) fn whole(mha: &SparseMultiHeadAttention, x: &Tensor<3>) -> Tensor<3> {
+    let input = SparseMhaInput::self_attn(x.clone());
+    mha.try_forward(input).unwrap().context
 }
 
 /// Token by token; a prompt and then tokens; and unequal lengths in unequal pieces.
@@ -90,15 +117,10 @@ pub(crate) fn chunkings() -> [Vec<Vec<usize>>; 3] {
 }
 
 fn check(mha: &SparseMultiHeadAttention, x: &Tensor<3>, config: &KvPoolConfig, what: &str) {
-    let whole = mha
-        .try_forward(SparseMhaInput::self_attn(x.clone()))
-        .unwrap();
+    let whole = whole(mha, x);
     for (index, calls) in chunkings().iter().enumerate() {
-        let rows = in_pieces(mha, x, config, calls);
         println!("{what}, chunking {index}");
-        for (entry, rows) in rows.into_iter().enumerate() {
-            let [_, len, _] = rows.dims();
-            let expected = whole.context.clone().narrow(0, entry, 1).narrow(1, 0, len);
+        for (rows, expected) in beside(in_pieces(mha, x, config, calls), &whole) {
             assert_close(rows, expected, 1e-5);
         }
     }
@@ -178,12 +200,9 @@ fn patterns_that_are_not_causal() {
     let pattern: Pattern = "chunked:4,1,0".parse().unwrap();
     let mha = SparseMultiHeadAttentionConfig::new(16, 2, pattern).with_block_size(8);
     let mha = randomise(mha.try_init(&device).unwrap());
-    let whole = mha
-        .try_forward(SparseMhaInput::self_attn(x.clone()))
-        .unwrap();
     let calls = [vec![8], vec![4], vec![12], vec![12]];
     let rows = in_pieces(&mha, &x, &config(1).with_chunk(12), &calls).remove(0);
-    assert_close(rows, whole.context.narrow(1, 0, 36), 1e-5);
+    assert_close(rows, whole(&mha, &x).narrow(1, 0, 36), 1e-5);
     let mut pool = KvPool::for_attention(&mha, &config(1)).unwrap();
     let id = pool.join().unwrap();
     let steps = [KvStep::new(id, 5)];
@@ -216,17 +235,6 @@ pub(crate) fn model(device: &Device, attention: Option<BlockAttentionConfig>) ->
     randomise(config.try_init(device).unwrap())
 }
 
-pub(crate) fn part(
-    tokens: &Tensor<2, Int>,
-    entry: usize,
-    first: usize,
-    count: usize,
-) -> Tensor<2, Int> {
-    tokens
-        .clone()
-        .slice([entry..entry + 1, first..first + count])
-}
-
 /// Sequences that join when others are long already, are forked, and go back.
 #[rstest]
 #[case::learned_positions(None)]
@@ -249,7 +257,7 @@ fn a_model(#[case] attention: Option<BlockAttentionConfig>) {
         let steps = [KvStep::new(a, 20)];
         expect(
             model
-                .try_forward_pool(part(&tokens, 0, 0, 20), &steps, &mut pool)
+                .try_forward_pool(part(&tokens, 0, 0..20), &steps, &mut pool)
                 .unwrap(),
             0,
             0,
@@ -257,8 +265,8 @@ fn a_model(#[case] attention: Option<BlockAttentionConfig>) {
         let b = pool.join().unwrap();
         for position in 0..8 {
             let pair = vec![
-                part(&tokens, 1, position, 1),
-                part(&tokens, 0, 20 + position, 1),
+                part(&tokens, 1, position..position + 1),
+                part(&tokens, 0, 20 + position..21 + position),
             ];
             let steps = [KvStep::new(b, 1), KvStep::new(a, 1)];
             let logits = model.try_forward_pool(Tensor::cat(pair, 0), &steps, &mut pool);
@@ -271,21 +279,22 @@ fn a_model(#[case] attention: Option<BlockAttentionConfig>) {
         let c = pool.fork(a).unwrap();
         let steps = [KvStep::new(a, 6)];
         model
-            .try_forward_pool(part(&tokens, 2, 0, 6), &steps, &mut pool)
+            .try_forward_pool(part(&tokens, 2, 0..6), &steps, &mut pool)
             .unwrap();
         pool.verify().unwrap();
         pool.truncate(a, 28).unwrap();
         pool.verify().unwrap();
         for (id, count) in [(a, 9), (c, 4)] {
             let steps = [KvStep::new(id, count)];
-            let logits = model.try_forward_pool(part(&tokens, 0, 28, count), &steps, &mut pool);
+            let logits =
+                model.try_forward_pool(part(&tokens, 0, 28..28 + count), &steps, &mut pool);
             expect(logits.unwrap(), 0, 28);
             pool.verify().unwrap();
         }
         pool.leave(a).unwrap();
         pool.verify().unwrap();
         let steps = [KvStep::new(c, 5)];
-        let next = model.next_logits(part(&tokens, 0, 32, 5), &steps, &mut pool);
+        let next = model.next_logits(part(&tokens, 0, 32..37), &steps, &mut pool);
         expect(next.unwrap().reshape([1, 1, VOCAB]), 0, 36);
         assert!(matches!(
             pool.truncate(c, 3).unwrap_err(),
@@ -321,12 +330,12 @@ fn slots_are_within_the_bound() {
     let tokens = tokens(1, 200, VOCAB, &device);
     let steps = [KvStep::new(id, 60)];
     model
-        .try_forward_pool(part(&tokens, 0, 0, 60), &steps, &mut pool)
+        .try_forward_pool(part(&tokens, 0, 0..60), &steps, &mut pool)
         .unwrap();
     for position in 60..200 {
         let steps = [KvStep::new(id, 1)];
         model
-            .try_forward_pool(part(&tokens, 0, position, 1), &steps, &mut pool)
+            .try_forward_pool(part(&tokens, 0, position..position + 1), &steps, &mut pool)
             .unwrap();
         let usage = pool.usage(id).unwrap();
         // Two layers of two heads.
@@ -353,21 +362,14 @@ fn a_window_is_the_streaming_pattern() {
     let causal = attention("causal");
     let record = burn::module::Module::into_record(causal.clone());
     let streaming = burn::module::Module::load_record(attention("streaming:6,3"), record);
-    let whole = streaming
-        .try_forward(SparseMhaInput::self_attn(x.clone()))
-        .unwrap();
+    let whole = whole(&streaming, &x);
     let window = KvRetention::Window {
         window: 6,
         sinks: 3,
     };
     let config = config(2).with_residency(window).with_chunk(20);
     for calls in chunkings() {
-        for (entry, rows) in in_pieces(&causal, &x, &config, &calls)
-            .into_iter()
-            .enumerate()
-        {
-            let [_, len, _] = rows.dims();
-            let expected = whole.context.clone().narrow(0, entry, 1).narrow(1, 0, len);
+        for (rows, expected) in beside(in_pieces(&causal, &x, &config, &calls), &whole) {
             assert_close(rows, expected, 1e-5);
         }
     }
@@ -380,12 +382,9 @@ fn half_precision_stores() {
     for dtype in [FloatDType::F16, FloatDType::BF16] {
         let mha = SparseMultiHeadAttentionConfig::new(16, 2, Pattern::local(7));
         let mha = randomise(mha.with_block_size(8).try_init(&device).unwrap());
-        let whole = mha
-            .try_forward(SparseMhaInput::self_attn(x.clone()))
-            .unwrap();
         let rows = in_pieces(&mha, &x, &config(2).with_dtype(dtype), &chunkings()[0]);
-        for (entry, rows) in rows.into_iter().enumerate() {
-            assert_close(rows, whole.context.clone().narrow(0, entry, 1), 3e-2);
+        for (rows, expected) in beside(rows, &whole(&mha, &x)) {
+            assert_close(rows, expected, 3e-2);
         }
     }
 }
@@ -456,7 +455,7 @@ proptest! {
         let mha = randomise(mha.try_init(&device).unwrap());
         let x = random([3, SEQ, 16], &device);
         let other = random([1, SEQ, 16], &device);
-        let whole = mha.try_forward(SparseMhaInput::self_attn(x.clone())).unwrap().context;
+        let whole = whole(&mha, &x);
         let rollback = if goes_back { 4 } else { 0 };
         let mut config = config(7).with_page_size(page_size).with_rollback(rollback).with_chunk(SEQ);
         if keeps_all {
@@ -470,21 +469,10 @@ proptest! {
             let counts: Vec<usize> = (counts.iter().zip(&first))
                 .map(|(&count, first)| (usize::from(count) % most + act as usize / 5).min(SEQ - first))
                 .collect();
-            let taken: Vec<usize> = (0..3).filter(|&entry| counts[entry] > 0).collect();
-            if taken.is_empty() {
+            if counts == [0; 3] {
                 continue;
             }
-            let seq = *counts.iter().max().unwrap();
-            let input = piece(&x, &first, seq);
-            let input = taken.iter().map(|&entry| input.clone().narrow(0, entry, 1));
-            let input = Tensor::cat(input.collect(), 0);
-            let steps: Vec<KvStep> = (taken.iter())
-                .map(|&entry| KvStep::new(ids[entry], counts[entry]))
-                .collect();
-            let out = pool.try_forward_attention(&mha, input, &steps).unwrap();
-            pool.verify().unwrap();
-            for (place, &entry) in taken.iter().enumerate() {
-                let rows = out.clone().narrow(0, place, 1).narrow(1, 0, counts[entry]);
+            for (entry, rows) in call(&mha, &x, &mut pool, &ids, &counts) {
                 let expected = whole.clone().narrow(0, entry, 1).narrow(1, first[entry], counts[entry]);
                 assert_close(rows, expected, 1e-5);
             }

@@ -1,76 +1,23 @@
 //! Sequences of a pool whose queries choose pages: rows are those of the whole, whatever happened to the pages in between.
 
-use burn::tensor::{Device, Int, Tensor};
+use burn::tensor::{Device, Tensor};
 use burn_paged_attention::generate::{GenerateOptions, Sampling, generate};
 use burn_paged_attention::pool::{
-    EvictionConfig, KvDtype, KvPool, KvPoolConfig, KvRetention, KvStep, PagedDecoder, SequenceId,
+    EvictionConfig, KvDtype, KvPool, KvPoolConfig, KvRetention, KvStep, PagedDecoder,
 };
-use burn_sparse_transformer::{
-    BlockAttentionConfig, Factorization, Pattern, SparseMultiHeadAttentionConfig,
-    SparseTransformer, SparseTransformerConfig,
-};
+use burn_sparse_transformer::{Pattern, SparseMultiHeadAttentionConfig, SparseTransformer};
 use rstest::rstest;
 
 use crate::common::{assert_close, devices, randomise, seed, tokens};
-
-const VOCAB: usize = 11;
-/// Seven pages of 16.
-const SEQ: usize = 103;
-
-fn config(selections: &[&str], kv_heads: usize) -> SparseTransformerConfig {
-    let selections = selections.iter().map(|text| text.parse().unwrap());
-    let attention = BlockAttentionConfig::new().with_rope_theta(Some(1000.0));
-    SparseTransformerConfig::new(32, 4, Factorization::from(Pattern::causal()))
-        .with_vocab_size(VOCAB)
-        .with_context(128)
-        .with_n_layers(3)
-        .with_block_size(16)
-        .with_n_kv_heads(Some(kv_heads))
-        .with_attention(Some(attention))
-        .with_selections(Some(selections.collect()))
-}
+use crate::texts::{
+    SEQ, Texts, VOCAB, as_if_nothing_had_happened, config, known_beginnings, part, single_tokens,
+};
 
 fn model(selections: &[&str], kv_heads: usize, device: &Device) -> SparseTransformer {
-    randomise(config(selections, kv_heads).try_init(device).unwrap())
-}
-
-/// Tokens `from..to` of sequence `entry`.
-fn part(tokens: &Tensor<2, Int>, entry: usize, from: usize, to: usize) -> Tensor<2, Int> {
-    tokens.clone().slice([entry..entry + 1, from..to])
-}
-
-struct Reader {
-    model: SparseTransformer,
-    pool: KvPool,
-}
-
-impl Reader {
-    fn new(model: SparseTransformer, config: &KvPoolConfig) -> Self {
-        let pool = model.new_pool(config).unwrap();
-        Self { model, pool }
-    }
-
-    /// Reads tokens up to `to`, `count` at a time, and compares their logits with those of the whole.
-    fn read(
-        &mut self,
-        id: SequenceId,
-        tokens: &Tensor<2, Int>,
-        whole: &Tensor<3>,
-        to: usize,
-        count: usize,
-    ) {
-        let mut at = self.pool.len(id).unwrap();
-        while at < to {
-            let end = (at + count).min(to);
-            let steps = [KvStep::new(id, end - at)];
-            let tokens = part(tokens, 0, at, end);
-            let logits = self.model.try_forward_pool(tokens, &steps, &mut self.pool);
-            let expected = whole.clone().narrow(1, at, end - at);
-            assert_close(logits.unwrap(), expected, 2e-4);
-            self.pool.verify().unwrap();
-            at = end;
-        }
-    }
+    let selections = selections.iter().map(|text| text.parse().unwrap());
+    let config = config(Pattern::causal(), 3, kv_heads);
+    let config = config.with_selections(Some(selections.collect()));
+    randomise(config.try_init(device).unwrap())
 }
 
 #[rstest]
@@ -85,107 +32,33 @@ fn tokens_one_by_one_choose_as_the_whole(#[case] selections: &[&str], #[case] kv
     for device in devices() {
         let _guard = seed(&device, 11);
         let model = model(selections, kv_heads, &device);
-        let tokens = tokens(2, SEQ, VOCAB, &device);
-        let whole = model.try_forward(tokens.clone()).unwrap();
+        let texts = Texts::some(&model, 2, SEQ, &device);
         let everything = model.clone().with_selections(&[], 0).unwrap();
-        let everything = everything.try_forward(tokens.clone()).unwrap();
-        let difference = (everything - whole.clone()).abs().max();
+        let everything = everything.try_forward(texts.tokens.clone()).unwrap();
+        let difference = (everything - texts.whole.clone()).abs().max();
         assert!(difference.into_scalar::<f32>() > 1e-3);
-
-        // A batch: prompts of unequal lengths, several tokens at once, then single ones.
-        let page = KvPoolConfig::new(2, 128).with_page_size(16);
-        let mut pool = model.new_pool(&page).unwrap();
-        let ids = [(); 2].map(|_| pool.join().unwrap());
-        let mut at = [0, 0];
-        let calls = [[40, 13], [5, 30], [1, 2]].into_iter();
-        for counts in calls.chain(std::iter::repeat_n([1, 1], SEQ - 46)) {
-            let seq = *counts.iter().max().unwrap();
-            let rows = (0..2).map(|entry| {
-                let own = part(&tokens, entry, at[entry], at[entry] + counts[entry]);
-                let rest = Tensor::zeros([1, seq - counts[entry]], &device);
-                if seq == counts[entry] {
-                    own
-                } else {
-                    Tensor::cat(vec![own, rest], 1)
-                }
-            });
-            let rows = Tensor::cat(rows.collect(), 0);
-            let steps = [0, 1].map(|entry| KvStep::new(ids[entry], counts[entry]));
-            let logits = model.try_forward_pool(rows, &steps, &mut pool).unwrap();
-            for (entry, count) in counts.into_iter().enumerate() {
-                let got = logits.clone().narrow(0, entry, 1).narrow(1, 0, count);
-                let expected = whole.clone().narrow(0, entry, 1);
-                assert_close(got, expected.narrow(1, at[entry], count), 2e-4);
-                at[entry] += count;
-            }
-        }
-        assert_eq!(at, [SEQ, SEQ - 1]);
+        texts.one_by_one(&model, &KvPoolConfig::new(2, 128).with_page_size(16));
     }
 }
 
-/// What was taken back, copied, saved and loaded, or had another sequence's keys leaves nothing behind.
 #[test]
 fn pages_are_looked_at_again() {
     let device = Device::flex();
     let _guard = seed(&device, 12);
     let model = model(&["quest:16,48"], 2, &device);
-    let first = tokens(1, SEQ, VOCAB, &device);
-    let other = (first.clone() * 3 + 4).remainder_scalar(VOCAB as i32);
-    // Another text behind token 57, in the middle of a page.
-    let mixed = Tensor::cat(vec![part(&first, 0, 0, 57), part(&other, 0, 57, SEQ)], 1);
-    let [whole, of_other, of_mixed] =
-        [&first, &other, &mixed].map(|tokens| model.try_forward(tokens.clone()).unwrap());
     let config = KvPoolConfig::new(3, 128).with_residency(KvRetention::All);
-    let mut reader = Reader::new(model, &config);
-    let a = reader.pool.join().unwrap();
-    reader.read(a, &first, &whole, 70, 23);
-    let b = reader.pool.fork(a).unwrap();
-    // Both go on in a page that they shared, one of them behind a step back.
-    reader.pool.truncate(b, 57).unwrap();
-    reader.read(a, &first, &whole, 90, 1);
-    reader.read(b, &mixed, &of_mixed, SEQ, 1);
-    let c = reader.pool.fork(a).unwrap();
-    reader.read(c, &first, &whole, SEQ, 3);
-    reader.read(a, &first, &whole, SEQ, 1);
-    let saved = reader.pool.save(b).unwrap();
-    reader.pool.leave(b).unwrap();
-    reader.pool.leave(c).unwrap();
-    // Pages that others had.
-    let d = reader.pool.join().unwrap();
-    reader.read(d, &other, &of_other, SEQ, 1);
-    reader.pool.truncate(a, 32).unwrap();
-    let e = reader.pool.load(&saved).unwrap();
-    reader.pool.truncate(e, 80).unwrap();
-    reader.read(e, &mixed, &of_mixed, SEQ, 1);
-    reader.read(a, &first, &whole, SEQ, 4);
-    let usage = reader.pool.usage(e).unwrap();
+    let (usage, _) = as_if_nothing_had_happened(&model, &config, 32, &device);
     // Largest and smallest numbers of each page of seven, two heads eight wide, three layers.
     assert_eq!(usage.summary_bytes, 7 * 2 * 2 * 8 * 4 * 3);
-    // Another pool, which never saw the keys before.
-    reader.pool = reader.model.new_pool(&config).unwrap();
-    let f = reader.pool.load(&saved).unwrap();
-    reader.pool.truncate(f, 90).unwrap();
-    reader.read(f, &mixed, &of_mixed, SEQ, 1);
 }
 
-/// Beginnings that are known have what queries choose by, too.
 #[test]
 fn known_beginnings_are_chosen_from() {
     let device = Device::flex();
     let _guard = seed(&device, 13);
     let model = model(&["quest:16,48"], 4, &device);
-    let tokens = tokens(1, SEQ, VOCAB, &device);
-    let whole = model.try_forward(tokens.clone()).unwrap();
-    let config = KvPoolConfig::new(2, 128).with_prefix_reuse();
-    let mut reader = Reader::new(model, &config);
-    let read: Vec<u32> = tokens.to_data().iter::<u32>().collect();
-    let a = reader.pool.join().unwrap();
-    reader.read(a, &tokens, &whole, 90, 90);
-    reader.pool.remember(a, &read[..90]).unwrap();
-    reader.pool.leave(a).unwrap();
-    let (b, known) = reader.pool.join_with_prefix(&read).unwrap();
+    let known = known_beginnings(&model, KvPoolConfig::new(2, 128), &device);
     assert_eq!(known, 80);
-    reader.read(b, &tokens, &whole, SEQ, 1);
 }
 
 #[test]
@@ -195,11 +68,11 @@ fn a_budget_of_everything_is_full_attention() {
     let model = model(&["quest:32,128"], 2, &device);
     let tokens = tokens(1, SEQ, VOCAB, &device);
     let everything = model.clone().with_selections(&[], 0).unwrap();
-    let whole = everything.try_forward(tokens.clone()).unwrap();
-    let mut reader = Reader::new(model, &KvPoolConfig::new(1, 128));
-    let id = reader.pool.join().unwrap();
-    reader.read(id, &tokens, &whole, 50, 50);
-    reader.read(id, &tokens, &whole, SEQ, 1);
+    let texts = Texts::new(&everything, tokens);
+    let mut pool = model.new_pool(&KvPoolConfig::new(1, 128)).unwrap();
+    let id = pool.join().unwrap();
+    texts.read(&model, &mut pool, id, 50, 50);
+    texts.read(&model, &mut pool, id, SEQ, 1);
 }
 
 /// Keys that are moved take what is known of them along.
@@ -224,7 +97,7 @@ fn evicted_keys_are_not_chosen() {
         let ids = pools.each_mut().map(|pool| pool.join().unwrap());
         let mut at = 0;
         for count in std::iter::once(20).chain(std::iter::repeat_n(1, SEQ - 20)) {
-            let tokens = part(&tokens, 0, at, at + count);
+            let tokens = part(&tokens, 0, at..at + count);
             let step = |model: &SparseTransformer, pool: &mut KvPool, id| {
                 let logits = model.next_logits(tokens.clone(), &[KvStep::new(id, count)], pool);
                 pool.verify().unwrap();
@@ -326,19 +199,8 @@ fn pages_in_eight_bits_are_chosen(
             .into_iter()
             .collect();
         let model = plain.clone().with_selections(&selections, 0).unwrap();
-        let config = KvPoolConfig::new(1, 128)
-            .with_page_size(16)
-            .with_dtype(dtype);
-        let mut pool = model.new_pool(&config).unwrap();
-        let id = pool.join().unwrap();
-        let rows = (0..SEQ).map(|at| {
-            let steps = [KvStep::new(id, 1)];
-            let logits = model.try_forward_pool(part(&tokens, 0, at, at + 1), &steps, &mut pool);
-            pool.verify().unwrap();
-            logits.unwrap()
-        });
-        let rows = Tensor::cat(rows.collect(), 1);
-        (rows, pool.usage(id).unwrap())
+        let config = KvPoolConfig::new(1, 128).with_page_size(16);
+        single_tokens(&model, &config.with_dtype(dtype), &tokens)
     };
     let (all, usage) = read(None, dtype);
     assert_eq!(usage.summary_bytes, 0);

@@ -2,8 +2,7 @@
 
 use burn::tensor::{Device, Int, Tensor};
 use burn_paged_attention::pool::{
-    EvictionConfig, GraphDecoder, KvDtype, KvPool, KvPoolConfig, KvRetention, KvSnapshot, KvStep,
-    PagedDecoder, SequenceId,
+    EvictionConfig, GraphDecoder, KvDtype, KvPoolConfig, KvRetention, KvStep, PagedDecoder,
 };
 use burn_sparse_transformer::{
     BlockAttentionConfig, Factorization, Pattern, Precision, QkNorm, SparseTransformer,
@@ -13,11 +12,10 @@ use rstest::rstest;
 
 use crate::common::{assert_close, devices, randomise, seed, tokens};
 use crate::pool_choice::generates_as_alone;
-
-const VOCAB: usize = 11;
-const CONTEXT: usize = 128;
-/// Seven blocks of 16.
-const SEQ: usize = 103;
+use crate::texts::{
+    CONTEXT, SEQ, Texts, VOCAB, as_if_nothing_had_happened, config, known_beginnings, part,
+    single_tokens,
+};
 
 /// One block of seven beside the forced ones, with all kinds of compression and of sharing; a window that pages do not fit; compressed blocks that do not
 /// overlap, and that overlap fourfold; none that are chosen, and no window. The last ones have an indexer, of single keys or of blocks.
@@ -45,69 +43,13 @@ fn model_of(
     let attention = BlockAttentionConfig::new()
         .with_rope_theta(Some(1000.0))
         .with_qk_norm(Some(QkNorm::Rms));
-    let config = SparseTransformerConfig::new(32, 4, Factorization::from(Pattern::causal()))
-        .with_vocab_size(VOCAB)
-        .with_context(CONTEXT)
-        .with_n_layers(2)
-        .with_block_size(16)
-        .with_n_kv_heads(Some(kv_heads))
+    let config = config(Pattern::causal(), 2, kv_heads)
         .with_attention(Some(attention))
         .with_content(Some(text.parse().unwrap()))
         .with_precision(precision);
     randomise(config.try_init(device).unwrap())
 }
 
-/// Tokens `from..to` of sequence `entry`.
-fn part(tokens: &Tensor<2, Int>, entry: usize, from: usize, to: usize) -> Tensor<2, Int> {
-    tokens.clone().slice([entry..entry + 1, from..to])
-}
-
-/// Gives each sequence its next tokens, and compares the logits with those of the whole.
-fn feed(
-    model: &SparseTransformer,
-    pool: &mut KvPool,
-    ids: &[SequenceId],
-    (tokens, whole): (&Tensor<2, Int>, &Tensor<3>),
-    counts: &[usize],
-) {
-    let seq = counts.iter().copied().max().unwrap();
-    let first: Vec<usize> = ids.iter().map(|&id| pool.len(id).unwrap()).collect();
-    let rows = counts.iter().enumerate().map(|(entry, &count)| {
-        let own = part(tokens, entry, first[entry], first[entry] + count);
-        match seq - count {
-            0 => own,
-            rest => Tensor::cat(vec![own, Tensor::zeros([1, rest], &tokens.device())], 1),
-        }
-    });
-    let rows = Tensor::cat(rows.collect(), 0);
-    let steps: Vec<KvStep> = (ids.iter().zip(counts))
-        .map(|(&id, &count)| KvStep::new(id, count))
-        .collect();
-    let logits = model.try_forward_pool(rows, &steps, pool).unwrap();
-    pool.verify().unwrap();
-    for (entry, &count) in counts.iter().enumerate() {
-        let got = logits.clone().narrow(0, entry, 1).narrow(1, 0, count);
-        let expected = whole.clone().narrow(0, entry, 1);
-        assert_close(got, expected.narrow(1, first[entry], count), 2e-4);
-    }
-}
-
-/// The same of one sequence up to `to`, `count` tokens at a time.
-fn read(
-    model: &SparseTransformer,
-    pool: &mut KvPool,
-    id: SequenceId,
-    text: (&Tensor<2, Int>, &Tensor<3>),
-    to: usize,
-    count: usize,
-) {
-    while pool.len(id).unwrap() < to {
-        let count = count.min(to - pool.len(id).unwrap());
-        feed(model, pool, &[id], text, &[count]);
-    }
-}
-
-/// Prompts of unequal lengths, several tokens at once, then single ones.
 #[rstest]
 fn tokens_one_by_one_are_those_of_the_whole(
     #[values(0, 1, 2, 3, 4, 5, 6, 7)] text: usize,
@@ -116,15 +58,8 @@ fn tokens_one_by_one_are_those_of_the_whole(
     for device in devices() {
         let _guard = seed(&device, 21);
         let model = model(TEXTS[text], kv_heads, &device);
-        let tokens = tokens(2, SEQ, VOCAB, &device);
-        let whole = model.try_forward(tokens.clone()).unwrap();
-        let mut pool = model.new_pool(&KvPoolConfig::new(2, CONTEXT)).unwrap();
-        let ids = [(); 2].map(|_| pool.join().unwrap());
-        let calls = [[40, 13], [5, 30], [1, 2]].into_iter();
-        for counts in calls.chain(std::iter::repeat_n([1, 1], SEQ - 46)) {
-            feed(&model, &mut pool, &ids, (&tokens, &whole), &counts);
-        }
-        assert_eq!(pool.len(ids[0]).unwrap(), SEQ);
+        let texts = Texts::some(&model, 2, SEQ, &device);
+        texts.one_by_one(&model, &KvPoolConfig::new(2, CONTEXT));
     }
 }
 
@@ -143,7 +78,7 @@ fn layers_in_bf16_read_token_by_token(#[values(0, 1, 2, 3)] text: usize) {
         .chain((36..70).map(|at| (at, at + 1)))
     {
         let step = [KvStep::new(id, to - from)];
-        let logits = model.try_forward_pool(part(&tokens, 0, from, to), &step, &mut pool);
+        let logits = model.try_forward_pool(part(&tokens, 0, from..to), &step, &mut pool);
         let (got, expected) = (logits.unwrap(), whole.clone().narrow(1, from, to - from));
         match text {
             3 => assert_close(got, expected, 0.05),
@@ -159,16 +94,14 @@ fn prompts_end_anywhere(#[values(0, 1, 2, 3, 4, 5, 6, 7)] text: usize) {
     let _guard = seed(&device, 22);
     let model = model(TEXTS[text], 2, &device);
     let lengths = [1, 3, 4, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 63];
-    let tokens = tokens(lengths.len(), 70, VOCAB, &device);
-    let whole = model.try_forward(tokens.clone()).unwrap();
+    let texts = Texts::some(&model, lengths.len(), 70, &device);
     let mut pool = (model.new_pool(&KvPoolConfig::new(lengths.len(), 70).with_chunk(3))).unwrap();
     let ids = lengths.map(|_| pool.join().unwrap());
-    let both = (&tokens, &whole);
-    feed(&model, &mut pool, &ids, both, &lengths);
-    feed(&model, &mut pool, &ids, both, &[1; 14]);
-    feed(&model, &mut pool, &ids, both, &[3; 14]);
+    texts.feed(&model, &mut pool, &ids, &lengths);
+    texts.feed(&model, &mut pool, &ids, &[1; 14]);
+    texts.feed(&model, &mut pool, &ids, &[3; 14]);
     let many: Vec<usize> = (0..ids.len()).map(|at| 1 + at % 3).collect();
-    feed(&model, &mut pool, &ids, both, &many);
+    texts.feed(&model, &mut pool, &ids, &many);
     // What is refused leaves everything as it was.
     let more = Tensor::<2, Int>::zeros([1, 70], &device);
     assert!(
@@ -180,13 +113,15 @@ fn prompts_end_anywhere(#[values(0, 1, 2, 3, 4, 5, 6, 7)] text: usize) {
     // One token at a time from the first on, beside others.
     let new = pool.leave(ids[0]).and_then(|()| pool.join()).unwrap();
     for _ in 0..10 {
-        feed(&model, &mut pool, &[new], both, &[1]);
+        texts.feed(&model, &mut pool, &[new], &[1]);
     }
-    let (tokens, whole) = (tokens.narrow(0, 9, 1), whole.narrow(0, 9, 1));
-    feed(&model, &mut pool, &ids[9..10], (&tokens, &whole), &[2]);
+    let tenth = Texts {
+        tokens: texts.tokens.narrow(0, 9, 1),
+        whole: texts.whole.narrow(0, 9, 1),
+    };
+    tenth.feed(&model, &mut pool, &ids[9..10], &[2]);
 }
 
-/// What was taken back, copied, saved and loaded, or had another sequence's keys leaves nothing behind.
 #[rstest]
 fn pages_are_as_if_nothing_had_happened(
     #[values(0, 1, 2, 3, 4, 6)] text: usize,
@@ -194,56 +129,12 @@ fn pages_are_as_if_nothing_had_happened(
 ) {
     let device = Device::flex();
     let _guard = seed(&device, 23);
-    let model = &model(TEXTS[text], 2, &device);
-    let first = tokens(1, SEQ, VOCAB, &device);
-    let other = (first.clone() * 3 + 4).remainder_scalar(VOCAB as i32);
-    // Another text behind token 57, in the middle of a page and of a stride.
-    let mixed = Tensor::cat(vec![part(&first, 0, 0, 57), part(&other, 0, 57, SEQ)], 1);
-    let [of_first, of_other, of_mixed] =
-        [&first, &other, &mixed].map(|tokens| model.try_forward(tokens.clone()).unwrap());
-    let (first, other, mixed) = (
-        (&first, &of_first),
-        (&other, &of_other),
-        (&mixed, &of_mixed),
-    );
+    let model = model(TEXTS[text], 2, &device);
     let config = KvPoolConfig::new(3, CONTEXT)
         .with_chunk(23)
         .with_residency(residency)
         .with_rollback(40);
-    let pool = &mut model.new_pool(&config).unwrap();
-    let a = pool.join().unwrap();
-    read(model, pool, a, first, 70, 23);
-    let b = pool.fork(a).unwrap();
-    // Both go on in a page that they shared, one of them behind a step back.
-    pool.truncate(b, 57).unwrap();
-    read(model, pool, a, first, 90, 1);
-    read(model, pool, b, mixed, SEQ, 1);
-    let c = pool.fork(a).unwrap();
-    read(model, pool, c, first, SEQ, 3);
-    read(model, pool, a, first, SEQ, 1);
-    let saved = pool.save(b).unwrap();
-    let text = serde_json::to_string(&saved).unwrap();
-    let saved: KvSnapshot = serde_json::from_str(&text).unwrap();
-    pool.leave(b).unwrap();
-    pool.leave(c).unwrap();
-    // Pages that others had.
-    let d = pool.join().unwrap();
-    read(model, pool, d, other, SEQ, 1);
-    pool.truncate(a, 66).unwrap();
-    let e = pool.load(&saved).unwrap();
-    pool.truncate(e, 80).unwrap();
-    read(model, pool, e, mixed, SEQ, 1);
-    read(model, pool, a, first, SEQ, 4);
-    // Another pool, which never saw the keys before, and pages of another size.
-    let mut pools = [model.new_pool(&config).unwrap(), {
-        let config = config.clone().with_page_size(16);
-        model.new_pool(&config).unwrap()
-    }];
-    for pool in &mut pools {
-        let f = pool.load(&saved).unwrap();
-        pool.truncate(f, 90).unwrap();
-        read(model, pool, f, mixed, SEQ, 1);
-    }
+    let (_, saved) = as_if_nothing_had_happened(&model, &config, 66, &device);
     let dense = SparseTransformerConfig::new(32, 4, Factorization::from(Pattern::causal()));
     let dense = dense.with_vocab_size(VOCAB).with_context(CONTEXT);
     let dense = dense.with_n_layers(2).with_n_kv_heads(Some(2));
@@ -251,28 +142,16 @@ fn pages_are_as_if_nothing_had_happened(
     refused! { dense.new_pool(&config).unwrap().load(&saved) => "…layers…"; }
 }
 
-/// Beginnings that are known have what queries choose by, too, where all that is near is kept.
+/// Where all that is near is kept.
 #[rstest]
 #[case(0, 80)]
 #[case(4, 64)]
 fn known_beginnings_are_not_read_again(#[case] text: usize, #[case] expected: usize) {
     let device = Device::flex();
     let _guard = seed(&device, 24);
-    let model = &model(TEXTS[text], 2, &device);
-    let tokens = tokens(1, SEQ, VOCAB, &device);
-    let whole = model.try_forward(tokens.clone()).unwrap();
-    let config = KvPoolConfig::new(2, CONTEXT)
-        .with_prefix_reuse()
-        .with_residency(KvRetention::All);
-    let pool = &mut model.new_pool(&config).unwrap();
-    let text: Vec<u32> = tokens.to_data().iter::<u32>().collect();
-    let a = pool.join().unwrap();
-    read(model, pool, a, (&tokens, &whole), 90, 90);
-    pool.remember(a, &text[..90]).unwrap();
-    pool.leave(a).unwrap();
-    let (b, known) = pool.join_with_prefix(&text).unwrap();
-    assert_eq!(known, expected);
-    read(model, pool, b, (&tokens, &whole), SEQ, 1);
+    let model = model(TEXTS[text], 2, &device);
+    let config = KvPoolConfig::new(2, CONTEXT).with_residency(KvRetention::All);
+    assert_eq!(known_beginnings(&model, config, &device), expected);
 }
 
 /// What is counted: keys of all tokens, those of the window and of the last block, and pairs.
@@ -281,11 +160,10 @@ fn bytes_of_all_branches_are_counted() {
     let device = Device::flex();
     let _guard = seed(&device, 25);
     let model = &model(TEXTS[0], 2, &device);
-    let tokens = tokens(1, 100, VOCAB, &device);
-    let whole = model.try_forward(tokens.clone()).unwrap();
+    let texts = Texts::some(model, 1, 100, &device);
     let pool = &mut model.new_pool(&KvPoolConfig::new(1, CONTEXT)).unwrap();
     let id = pool.join().unwrap();
-    read(model, pool, id, (&tokens, &whole), 100, 99);
+    texts.read(model, pool, id, 100, 99);
     let usage = pool.usage(id).unwrap();
     // Two layers, two heads, keys and values eight wide, f32.
     let slot = 2 * 2 * (8 + 8) * 4;
@@ -333,14 +211,7 @@ fn pages_in_eight_bits(#[case] text: &str, #[case] dtype: KvDtype, #[case] most:
     let tokens = tokens(1, SEQ, VOCAB, &device);
     let whole = model.try_forward(tokens.clone()).unwrap();
     let config = KvPoolConfig::new(1, CONTEXT).with_dtype(dtype);
-    let pool = &mut model.new_pool(&config).unwrap();
-    let id = pool.join().unwrap();
-    let rows = (0..SEQ).map(|at| {
-        let tokens = part(&tokens, 0, at, at + 1);
-        let logits = model.try_forward_pool(tokens, &[KvStep::new(id, 1)], pool);
-        logits.unwrap()
-    });
-    let rows = Tensor::cat(rows.collect(), 1);
+    let (rows, _) = single_tokens(model, &config, &tokens);
     let apart = (rows - whole.clone()).square().mean().into_scalar::<f32>();
     let size = whole.square().mean();
     let apart = (apart / size.into_scalar::<f32>()).sqrt();
@@ -354,11 +225,10 @@ fn bytes_of_indexers_are_counted() {
     let device = Device::flex();
     let _guard = seed(&device, 29);
     let model = &model(TEXTS[4], 2, &device);
-    let tokens = tokens(1, 100, VOCAB, &device);
-    let whole = model.try_forward(tokens.clone()).unwrap();
+    let texts = Texts::some(model, 1, 100, &device);
     let pool = &mut model.new_pool(&KvPoolConfig::new(1, CONTEXT)).unwrap();
     let id = pool.join().unwrap();
-    read(model, pool, id, (&tokens, &whole), 100, 50);
+    texts.read(model, pool, id, 100, 50);
     let usage = pool.usage(id).unwrap();
     let [slot, index] = [2 * 2 * (8 + 8) * 4, 2 * (8 + 4) * 4];
     // Pages of 32.

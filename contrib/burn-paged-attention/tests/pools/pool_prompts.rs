@@ -2,30 +2,23 @@
 
 use burn::tensor::{Device, Int, Tensor};
 use burn_paged_attention::pool::{EvictionConfig, KvPoolConfig, KvRetention, KvStep, PagedDecoder};
-use burn_sparse_transformer::{
-    BlockAttentionConfig, Factorization, HeadSelections, Pattern, SparseTransformer,
-    SparseTransformerConfig,
-};
+use burn_sparse_transformer::{HeadSelections, Pattern, SparseTransformer};
 use rstest::rstest;
 
 use crate::common::{assert_close, randomise, seed, tokens};
+use crate::texts::{VOCAB, config, part};
 
-const VOCAB: usize = 11;
 /// Tokens of two prompts.
 const READ: [usize; 2] = [75, 58];
 /// What follows each.
 const MORE: usize = 3;
 
 fn model(n_layers: usize, pattern: Pattern, kv_heads: usize, device: &Device) -> SparseTransformer {
-    let attention = BlockAttentionConfig::new().with_rope_theta(Some(1000.0));
-    let config = SparseTransformerConfig::new(32, 4, Factorization::from(pattern))
-        .with_vocab_size(VOCAB)
-        .with_context(128)
-        .with_n_layers(n_layers)
-        .with_block_size(16)
-        .with_n_kv_heads(Some(kv_heads))
-        .with_attention(Some(attention));
-    randomise(config.try_init(device).unwrap())
+    randomise(
+        config(pattern, n_layers, kv_heads)
+            .try_init(device)
+            .unwrap(),
+    )
 }
 
 /// With a choice for all heads, or one for each.
@@ -70,7 +63,7 @@ fn prompts_choose_and_what_follows_sees_all_keys(
         let plain = model(layers, pattern.clone(), kv_heads, &device);
         let model = choosing(&plain, text);
         let tokens = tokens(2, READ[0] + MORE, VOCAB, &device);
-        let of = |entry: usize, to: usize| tokens.clone().slice([entry..entry + 1, 0..to]);
+        let of = |entry: usize, to: usize| part(&tokens, entry, 0..to);
         let config = KvPoolConfig::new(2, 128).with_choosing_prompts();
         let mut pool = model.new_pool(&config).unwrap();
         let ids = [(); 2].map(|_| pool.join().unwrap());
@@ -88,7 +81,7 @@ fn prompts_choose_and_what_follows_sees_all_keys(
         for more in 0..MORE {
             let next = [0, 1].map(|entry| {
                 let at = read[entry] + more;
-                tokens.clone().slice([entry..entry + 1, at..at + 1])
+                part(&tokens, entry, at..at + 1)
             });
             let steps = ids.map(|id| KvStep::new(id, 1));
             let logits = model.try_forward_pool(Tensor::cat(next.to_vec(), 0), &steps, &mut pool);

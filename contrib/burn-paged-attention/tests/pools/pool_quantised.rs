@@ -3,11 +3,12 @@
 use burn::nn::RotaryEncodingConfig;
 use burn::tensor::{Device, FloatDType, Tensor};
 use burn_paged_attention::pool::{KvDtype, KvPool, KvStep, PagedDecoder, SequenceId};
-use burn_sparse_transformer::{SparseMhaInput, SparseMultiHeadAttentionConfig, SparseTransformer};
+use burn_sparse_transformer::{SparseMultiHeadAttentionConfig, SparseTransformer};
 use rstest::rstest;
 
 use crate::common::{devices, random, randomise, tokens};
-use crate::pool::{SEQ, VOCAB, chunkings, config, in_pieces, model, part};
+use crate::pool::{SEQ, VOCAB, beside, chunkings, config, in_pieces, model, whole};
+use crate::texts::part;
 
 /// From pages and gathered, for all chunkings: outputs of about 1 are as near as rounding keys and values to eight bits leaves them. Inputs and weights are random,
 /// so this is the root of the mean square: 0.0072 and 0.036 at most in 1,440 cases each.
@@ -30,15 +31,11 @@ fn rows_are_close_to_those_of_the_whole(#[case] dtype: KvDtype, #[case] bound: f
                 .with_alibi(alibi)
                 .with_rope((!alibi).then(|| RotaryEncodingConfig::new(SEQ, 8)));
             let mha = randomise(mha.try_init(&device).unwrap());
-            let whole = mha
-                .try_forward(SparseMhaInput::self_attn(x.clone()))
-                .unwrap();
+            let whole = whole(&mha, &x);
             let config = config(2).with_chunk(20).with_dtype(dtype);
             for calls in chunkings() {
                 let (mut squares, mut count) = (0f32, 0);
-                for (entry, rows) in in_pieces(&mha, &x, &config, &calls).into_iter().enumerate() {
-                    let [_, len, _] = rows.dims();
-                    let expected = whole.context.clone().narrow(0, entry, 1).narrow(1, 0, len);
+                for (rows, expected) in beside(in_pieces(&mha, &x, &config, &calls), &whole) {
                     count += rows.shape().num_elements();
                     squares += (rows - expected).square().sum().into_scalar::<f32>();
                 }
@@ -60,7 +57,7 @@ fn feed(
     let mut logits = Vec::new();
     for position in range {
         let step = [KvStep::new(id, 1)];
-        let row = model.next_logits(part(list, 0, position, 1), &step, pool);
+        let row = model.next_logits(part(list, 0, position..position + 1), &step, pool);
         logits.extend(row.unwrap().into_data().iter::<f32>());
         pool.verify().unwrap();
     }

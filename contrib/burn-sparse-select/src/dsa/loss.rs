@@ -34,10 +34,7 @@ impl Dsa {
         over: DsaTarget,
     ) -> Result<Tensor<1>, OpError> {
         crate::selection::check_shapes(q, k)?;
-        if index.is_in_fp8() {
-            let expected = "one that is not in fp8, which has no gradient";
-            return Err(OpError::argument("index", expected, "one in fp8"));
-        }
+        blocksparse::ensure! { OpError; !index.is_in_fp8() => "index", "one that is not in fp8, which has no gradient", "one in fp8"; }
         let [batch, _, seq_q, head_dim] = q.dims();
         let [index_batch, _, index_q, _] = index.q.dims();
         OpError::expect_same("q's batch", index_batch, "the index's", batch)?;

@@ -86,14 +86,12 @@ impl Dsa {
     /// # Errors
     /// [`OpError`] if it is 0.
     pub fn new(keep: usize) -> Result<Self, OpError> {
-        match keep {
-            0 => Err(OpError::argument("keep", "at least 1", 0)),
-            _ => Ok(Self {
-                keep,
-                near: 0,
-                numbers: NUMBERS,
-            }),
-        }
+        OpError::ensure_positive("keep", keep)?;
+        Ok(Self {
+            keep,
+            near: 0,
+            numbers: NUMBERS,
+        })
     }
 
     /// The same with so many keys up to a query's own always among the chosen: an indexer that has not learned anything yet chooses at random, and a model
@@ -102,13 +100,8 @@ impl Dsa {
     /// # Errors
     /// [`OpError`] if it is more than are kept.
     pub fn with_near(self, near: usize) -> Result<Self, OpError> {
-        match near > self.keep {
-            true => {
-                let expected = format!("at most keep, which is {}", self.keep);
-                Err(OpError::argument("near", expected, near))
-            }
-            false => Ok(Self { near, ..self }),
-        }
+        blocksparse::ensure! { OpError; near <= self.keep => "near", format!("at most keep, which is {}", self.keep), near; }
+        Ok(Self { near, ..self })
     }
 
     /// The same with so many scores in memory at a time, of whole queries, one at least: 2²⁴ unless it is set. Fewer take longer.
@@ -116,10 +109,8 @@ impl Dsa {
     /// # Errors
     /// [`OpError`] if it is 0.
     pub fn with_chunk_elements(self, numbers: usize) -> Result<Self, OpError> {
-        match numbers {
-            0 => Err(OpError::argument("numbers", "at least 1", 0)),
-            _ => Ok(Self { numbers, ..self }),
-        }
+        OpError::ensure_positive("numbers", numbers)?;
+        Ok(Self { numbers, ..self })
     }
 
     /// Keys that a query attends to, at most.

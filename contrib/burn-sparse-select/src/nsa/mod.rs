@@ -22,6 +22,7 @@ use blocksparse::{BLOCK_SIZES, BlockLayout, LayoutShape, Pattern, ScoreGrid};
 use burn::tensor::Tensor;
 
 use crate::gates::{gated_plan, gated_sum};
+use crate::selection::estimator::EstimateGrid;
 use crate::selection::layouts::LayoutCache;
 use crate::selection::lists::attention_of_choice;
 use crate::selection::query_lists::{ListSizes, SelectedBlocks};
@@ -385,13 +386,7 @@ impl Nsa {
         seq_kv: usize,
     ) -> Result<BlockLayout, OpError> {
         crate::selection::check_seq_q("seq_q", seq_q, seq_kv)?;
-        let grid = ScoreGrid {
-            query_rows: 1,
-            block: self.options.selected_block,
-            seq_q,
-            seq_kv,
-            causal: true,
-        };
+        let grid = EstimateGrid::by_query(self.options.selected_block).of([seq_q, seq_kv], true);
         self.forced_of(&grid, heads)
     }
 
@@ -464,13 +459,7 @@ impl Call {
         }
         Ok(Self {
             heads,
-            grid: ScoreGrid {
-                query_rows: 1,
-                block: nsa.options.selected_block,
-                seq_q,
-                seq_kv,
-                causal: true,
-            },
+            grid: EstimateGrid::by_query(nsa.options.selected_block).of([seq_q, seq_kv], true),
         })
     }
 }

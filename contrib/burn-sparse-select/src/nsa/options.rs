@@ -79,27 +79,21 @@ impl NsaOptions {
             ("block", self.block),
             ("selected_block", self.selected_block),
         ] {
-            if block == 0 || !block.is_multiple_of(stride) {
-                let expected = format!("a multiple of stride, which is {stride}");
-                return Err(OpError::argument(argument, expected, block));
+            blocksparse::ensure! {
+                OpError;
+                block != 0 && block.is_multiple_of(stride) => argument, format!("a multiple of stride, which is {stride}"), block;
             }
         }
         let selected = self.selected_block;
         let is_wide = selected > 128 && selected.is_multiple_of(128);
-        if !BLOCK_SIZES.contains(&selected) && !is_wide {
-            let expected = "8, 16, 32, 64, 128 or a larger multiple of 128";
-            return Err(OpError::argument("selected_block", expected, selected));
+        blocksparse::ensure! {
+            OpError;
+            BLOCK_SIZES.contains(&selected) || is_wide => "selected_block", "8, 16, 32, 64, 128 or a larger multiple of 128", selected;
         }
         let Always { first, local } = self.forced;
-        if local == 0 {
-            let expected = "at least 1, the query's own block";
-            return Err(OpError::argument("forced.local", expected, 0));
-        }
+        blocksparse::ensure! { OpError; local != 0 => "forced.local", "at least 1, the query's own block", 0; }
         let forced = first.saturating_add(local);
-        if self.keep < forced {
-            let expected = format!("at least {forced}, the forced blocks");
-            return Err(OpError::argument("keep", expected, self.keep));
-        }
+        blocksparse::ensure! { OpError; self.keep >= forced => "keep", format!("at least {forced}, the forced blocks"), self.keep; }
         match self.scale {
             Some(scale) if !scale.is_finite() => Err(OpError::argument("scale", "finite", scale)),
             _ => Ok(()),

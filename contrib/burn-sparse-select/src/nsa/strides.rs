@@ -40,11 +40,10 @@ impl Nsa {
         let options = self.options();
         let (stride, selected) = (options.stride, options.selected_block);
         let fits = page.is_power_of_two() && page.is_multiple_of(stride);
-        if !fits || !selected.is_multiple_of(page) {
-            let expected = format!(
-                "a power of two that {stride}, the stride of nsa, divides, and a divisor of {selected}, its selected block"
-            );
-            return Err(OpError::argument("page_size", expected, page));
+        blocksparse::ensure! {
+            OpError;
+            fits && selected.is_multiple_of(page) => "page_size",
+                format!("a power of two that {stride}, the stride of nsa, divides, and a divisor of {selected}, its selected block"), page;
         }
         Ok(PageChoice::of_blocks(page, selected / page, options.keep))
     }

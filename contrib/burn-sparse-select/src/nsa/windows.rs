@@ -68,10 +68,7 @@ impl Nsa {
     /// Whole strides of the tokens that some block has: `[batch, heads, strides, width]`.
     fn cells(&self, x: &Tensor<4>) -> Result<Option<[usize; 4]>, OpError> {
         let dims = x.dims();
-        if dims.contains(&0) {
-            let got = format!("{dims:?}");
-            return Err(OpError::argument("x", "of one number at least", got));
-        }
+        blocksparse::ensure! { OpError; !dims.contains(&0) => "x", "of one number at least", format!("{dims:?}"); }
         let [batch, heads, seq, width] = dims;
         let entries = self.entries(seq);
         let overlap = self.options.block / self.options.stride - 1;

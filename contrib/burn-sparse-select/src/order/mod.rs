@@ -19,6 +19,20 @@ use burn_blocksparse::internal::device::served;
 use burn_blocksparse::internal::dtype::accumulate_in;
 use burn_blocksparse::internal::kernels_run::runs_kernels;
 
+/// What kernels find on a device, and `None` where [none run](runs_kernels).
+macro_rules! by_kernels {
+    ($device:expr, $found:expr) => {{
+        if !runs_kernels($device) {
+            return Ok(None);
+        }
+        #[cfg(feature = "cube")]
+        let found = Ok(Some($found));
+        #[cfg(not(feature = "cube"))]
+        let found = Ok(None);
+        found
+    }};
+}
+
 /// Tokens in the order of their buckets, those of a bucket by number: the token at each place, and the place of each token. `None` where
 /// [no kernels run](runs_kernels). Nothing is read back.
 ///
@@ -35,11 +49,10 @@ pub fn counting_argsort(
     let buckets = buckets.without_autodiff();
     served(&buckets.device())?;
     let [groups, length] = buckets.dims();
-    if groups * length == 0 {
-        return Err(OpError::argument("buckets", "at least one token", 0));
-    }
-    if !(1..=1 << 30).contains(&count) {
-        return Err(OpError::argument("count", "from 1 to 2³⁰", count));
+    blocksparse::ensure! {
+        OpError;
+        groups * length != 0 => "buckets", "at least one token", 0;
+        (1..=1 << 30).contains(&count) => "count", "from 1 to 2³⁰", count;
     }
     let sorted = counting_argsort_rounds(buckets.reshape([groups, 1, length]), count, length)?;
     Ok(sorted.map(|sorted| {
@@ -88,27 +101,17 @@ pub fn counting_argsort_rounds(
     let buckets = buckets.without_autodiff();
     served(&buckets.device())?;
     let [lists, rounds, length] = buckets.dims();
-    if lists * rounds * length == 0 {
-        return Err(OpError::argument("buckets", "at least one token", 0));
+    blocksparse::ensure! {
+        OpError;
+        lists * rounds * length != 0 => "buckets", "at least one token", 0;
+        (1..=1 << 30).contains(&count) => "count", "from 1 to 2³⁰", count;
+        room >= length => "room", format!("at least the {length} tokens"), room;
     }
-    if !(1..=1 << 30).contains(&count) {
-        return Err(OpError::argument("count", "from 1 to 2³⁰", count));
-    }
-    if room < length {
-        let expected = format!("at least the {length} tokens");
-        return Err(OpError::argument("room", expected, room));
-    }
-    if !runs_kernels(&buckets.device()) {
-        return Ok(None);
-    }
-    #[cfg(feature = "cube")]
-    {
+    by_kernels!(&buckets.device(), {
         let sorted =
             <Dispatch as OrderOps>::counting_argsort_rounds(buckets.into_dispatch(), count, room);
-        Ok(Some(sorted.into()))
-    }
-    #[cfg(not(feature = "cube"))]
-    unreachable!("kernels need the feature cube")
+        sorted.into()
+    })
 }
 
 /// The bucket of each row under each of some rotations, the first of the largest of `[x R; −x R]`, summed in f32 (f64 for f64), in one launch. `None` where
@@ -123,18 +126,12 @@ pub fn counting_argsort_rounds(
 /// [`OpError`] if shapes or devices do not fit each other, one is empty, or no feature of this crate serves the device.
 pub fn lsh_hash(x: Tensor<4>, rotations: Tensor<3>) -> Result<Option<Tensor<4, Int>>, OpError> {
     let (x, rotations) = hashed(x, rotations)?;
-    if !runs_kernels(&x.device()) {
-        return Ok(None);
-    }
-    #[cfg(feature = "cube")]
-    {
+    by_kernels!(&rotations.device(), {
         let rotations = in_sums(rotations, &x);
         let buckets =
             <Dispatch as OrderOps>::lsh_hash(x.into_dispatch(), rotations.into_dispatch());
-        Ok(Some(Tensor::from_dispatch(buckets)))
-    }
-    #[cfg(not(feature = "cube"))]
-    unreachable!("kernels need the feature cube, for {:?}", rotations.dims())
+        Tensor::from_dispatch(buckets)
+    })
 }
 
 /// [`counting_argsort_rounds`] by [`lsh_hash`], in one operation. Lists are those of all batch entries and
@@ -154,25 +151,17 @@ pub fn lsh_argsort(
 ) -> Result<Option<ArgsortRounds>, OpError> {
     let (x, rotations) = hashed(x, rotations)?;
     let ([_, _, length, _], [.., half]) = (x.dims(), rotations.dims());
-    if half > 1 << 29 {
-        return Err(OpError::argument("rotations' half", "at most 2²⁹", half));
+    blocksparse::ensure! {
+        OpError;
+        half <= 1 << 29 => "rotations' half", "at most 2²⁹", half;
+        room >= length => "room", format!("at least the {length} rows"), room;
     }
-    if room < length {
-        let expected = format!("at least the {length} rows");
-        return Err(OpError::argument("room", expected, room));
-    }
-    if !runs_kernels(&x.device()) {
-        return Ok(None);
-    }
-    #[cfg(feature = "cube")]
-    {
+    by_kernels!(&x.device(), {
         let rotations = in_sums(rotations, &x);
         let sorted =
             <Dispatch as OrderOps>::lsh_argsort(x.into_dispatch(), rotations.into_dispatch(), room);
-        Ok(Some(sorted.into()))
-    }
-    #[cfg(not(feature = "cube"))]
-    unreachable!("kernels need the feature cube")
+        sorted.into()
+    })
 }
 
 /// Rows and rotations that fit each other, without autodiff.
@@ -183,9 +172,7 @@ fn hashed(x: Tensor<4>, rotations: Tensor<3>) -> Result<(Tensor<4>, Tensor<3>), 
     let [batch, heads, length, dim] = x.dims();
     let [rounds, of_rotations, half] = rotations.dims();
     OpError::expect_same("rotations' dim", dim, "x's", of_rotations)?;
-    if batch * heads * length * dim * rounds * half == 0 {
-        return Err(OpError::argument("x and rotations", "not empty", 0));
-    }
+    blocksparse::ensure! { OpError; batch * heads * length * dim * rounds * half != 0 => "x and rotations", "not empty", 0; }
     Ok((x, rotations))
 }
 
@@ -212,19 +199,11 @@ pub fn argmax_rows(numbers: Tensor<4>) -> Result<Option<Tensor<3, Int>>, OpError
     let numbers = numbers.without_autodiff();
     let device = numbers.device();
     served(&device)?;
-    if numbers.dims().contains(&0) {
-        return Err(OpError::argument("numbers", "at least one", 0));
-    }
-    if !runs_kernels(&device) {
-        return Ok(None);
-    }
-    #[cfg(feature = "cube")]
-    {
+    blocksparse::ensure! { OpError; !numbers.dims().contains(&0) => "numbers", "at least one", 0; }
+    by_kernels!(&device, {
         let found = <Dispatch as OrderOps>::argmax_rows(numbers.into_dispatch());
-        Ok(Some(Tensor::from_dispatch(found)))
-    }
-    #[cfg(not(feature = "cube"))]
-    unreachable!("kernels need the feature cube")
+        Tensor::from_dispatch(found)
+    })
 }
 
 /// The top-k of each row, and the place of each column in it, as [`topk_rows`] gives them.
@@ -250,26 +229,18 @@ pub fn topk_rows(numbers: Tensor<3>, most: usize) -> Result<Option<TopKRows>, Op
     let device = numbers.device();
     served(&device)?;
     let [groups, rows, columns] = numbers.dims();
-    if groups * rows == 0 {
-        return Err(OpError::argument("numbers", "at least one row", 0));
+    blocksparse::ensure! {
+        OpError;
+        groups * rows != 0 => "numbers", "at least one row", 0;
+        (1..=columns).contains(&most) => "most", format!("from 1 to the {columns} columns"), most;
     }
-    if !(1..=columns).contains(&most) {
-        let expected = format!("from 1 to the {columns} columns");
-        return Err(OpError::argument("most", expected, most));
-    }
-    if !runs_kernels(&device) {
-        return Ok(None);
-    }
-    #[cfg(feature = "cube")]
-    {
+    by_kernels!(&device, {
         let lists = <Dispatch as OrderOps>::topk_rows(numbers.into_dispatch(), most);
-        Ok(Some(TopKRows {
+        TopKRows {
             columns: Tensor::from_dispatch(lists.columns),
             places: Tensor::from_dispatch(lists.places),
-        }))
-    }
-    #[cfg(not(feature = "cube"))]
-    unreachable!("kernels need the feature cube")
+        }
+    })
 }
 
 /// The rows that means attract, as [`topk_per_centroid`] gives them: i32, without autodiff.
@@ -303,11 +274,7 @@ pub fn topk_per_centroid(
 ) -> Result<Option<TopKPerCentroid>, OpError> {
     let (x, means) = (x.without_autodiff(), means.without_autodiff());
     check_attraction(&x, &means, ("most", most))?;
-    if !runs_kernels(&x.device()) {
-        return Ok(None);
-    }
-    #[cfg(feature = "cube")]
-    {
+    by_kernels!(&x.device(), {
         if x.dtype() == DType::F64 {
             return Ok(None);
         }
@@ -316,14 +283,12 @@ pub fn topk_per_centroid(
             means.into_dispatch(),
             most,
         );
-        Ok(Some(TopKPerCentroid {
+        TopKPerCentroid {
             rows: Tensor::from_dispatch(lists.rows),
             places: Tensor::from_dispatch(lists.places),
             nearest: Tensor::from_dispatch(lists.nearest),
-        }))
-    }
-    #[cfg(not(feature = "cube"))]
-    unreachable!("kernels need the feature cube")
+        }
+    })
 }
 
 /// Checks rows, means, and how many each of these is to attract, of an argument's name.
@@ -342,12 +307,10 @@ pub fn check_attraction(
         "x's",
         [of_heads, of_means],
     )?;
-    if batch * heads * length * width * count == 0 {
-        return Err(OpError::argument("x and means", "not empty", 0));
-    }
-    if !(1..=length).contains(&most) {
-        let expected = format!("from 1 to the {length} rows");
-        return Err(OpError::argument(argument, expected, most));
+    blocksparse::ensure! {
+        OpError;
+        batch * heads * length * width * count != 0 => "x and means", "not empty", 0;
+        (1..=length).contains(&most) => argument, format!("from 1 to the {length} rows"), most;
     }
     Ok(())
 }

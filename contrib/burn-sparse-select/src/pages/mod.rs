@@ -33,10 +33,7 @@ pub fn topk_pages(
     choice.check()?;
     let [batch, kv_heads, _] = scores.dims();
     let tables = spans.dims()[1];
-    if tables != 1 && tables != kv_heads {
-        let expected = format!("1 or {kv_heads}, kv_heads");
-        return Err(OpError::argument("spans' heads", expected, tables));
-    }
+    blocksparse::ensure! { OpError; tables == 1 || tables == kv_heads => "spans' heads", format!("1 or {kv_heads}, kv_heads"), tables; }
     let got = spans.dims();
     OpError::expect_same("spans' shape", [batch, tables, 4], "the scores'", got)?;
     OpError::expect_same("scores' dtype", DType::F32, "the only one", scores.dtype())?;

@@ -83,13 +83,7 @@ impl PageChoice {
     /// # Errors
     /// [`OpError`] if one is out of its range.
     pub fn check(&self) -> Result<(), OpError> {
-        if !self.page.is_power_of_two() {
-            return Err(OpError::argument(
-                "choice.page",
-                "a power of two",
-                self.page,
-            ));
-        }
+        blocksparse::ensure! { OpError; self.page.is_power_of_two() => "choice.page", "a power of two", self.page; }
         for (argument, number) in [
             ("choice.block", self.block),
             ("choice.keep", self.keep),
@@ -97,17 +91,9 @@ impl PageChoice {
         ] {
             OpError::ensure_positive(argument, number)?;
         }
-        match i32::try_from(self.selected_pages()) {
-            Ok(_) => Ok(()),
-            Err(_) => {
-                let expected = format!("at most {}", i32::MAX);
-                Err(OpError::argument(
-                    "choice.listed()",
-                    expected,
-                    self.selected_pages(),
-                ))
-            }
-        }
+        let pages = self.selected_pages();
+        blocksparse::ensure! { OpError; i32::try_from(pages).is_ok() => "choice.selected_pages()", format!("at most {}", i32::MAX), pages; }
+        Ok(())
     }
 }
 
@@ -133,23 +119,17 @@ impl Selection {
                 format!("{:?}", rule.keep),
             ));
         };
-        if rule.forced.local == 0 {
-            let expected = "at least 1, the query's own block, over a pool of pages";
-            return Err(OpError::argument("forced.local", expected, 0));
-        }
+        blocksparse::ensure! { OpError; rule.forced.local != 0 => "forced.local", "at least 1, the query's own block, over a pool of pages", 0; }
         let block = self.estimator().grid().block;
-        let fits = match summary {
-            // A bound of several pages is no sum of theirs.
-            PageSummary::Bounds => page == block,
-            PageSummary::Mean => page > 0 && block.is_multiple_of(page),
+        // A bound of several pages is no sum of theirs.
+        let (fits, expected) = match summary {
+            PageSummary::Bounds => (page == block, format!("{block}, the page of {name}")),
+            PageSummary::Mean => (
+                page > 0 && block.is_multiple_of(page),
+                format!("a divisor of {block}, the block of {name}"),
+            ),
         };
-        if !fits {
-            let expected = match summary {
-                PageSummary::Bounds => format!("{block}, the page of {name}"),
-                PageSummary::Mean => format!("a divisor of {block}, the block of {name}"),
-            };
-            return Err(OpError::argument("page_size", expected, page));
-        }
+        blocksparse::ensure! { OpError; fits => "page_size", expected, page; }
         let mean = match self.gqa_reduction() {
             GqaReduction::Mean => true,
             GqaReduction::Sum => false,

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use blocksparse::{Budget, EstimateKind, Rule, ScoreGrid};
+use blocksparse::{Budget, EstimateKind, Rule};
 use burn::tensor::Tensor;
 
 #[cfg(feature = "cube")]
@@ -56,14 +56,8 @@ pub(crate) const METHOD: Method = Method {
 
 impl XAttention {
     /// Groups as rows and columns.
-    fn groups(&self, [seq_q, seq_kv]: [usize; 2], causal: bool) -> ScoreGrid {
-        ScoreGrid {
-            query_rows: self.stride,
-            block: self.stride,
-            seq_q,
-            seq_kv,
-            causal,
-        }
+    fn groups(&self) -> EstimateGrid {
+        EstimateGrid::square(self.stride)
     }
 
     /// What a group of queries gives each group of keys, in plain f64 loops: a row of `softmax A`.
@@ -74,7 +68,7 @@ impl XAttention {
         group: usize,
     ) -> Vec<f64> {
         let s = self.stride;
-        let grid = self.groups([call.seq_q, call.seq_kv], call.causal);
+        let grid = call.grid(self.groups());
         let sum = |keys: usize| {
             let pairs = (0..s).map(|u| [group * s + s - 1 - u, keys * s + u]);
             let pairs = pairs.filter(|[i, j]| *i < call.seq_q && *j < call.seq_kv);
@@ -101,10 +95,7 @@ impl BlockEstimator for XAttention {
     }
 
     fn grid(&self) -> EstimateGrid {
-        EstimateGrid {
-            query_rows: self.block,
-            block: self.block,
-        }
+        EstimateGrid::square(self.block)
     }
 
     fn traits(&self) -> EstimatorTraits {
@@ -118,13 +109,11 @@ impl BlockEstimator for XAttention {
 
     fn check(&self) -> Result<(), OpError> {
         check_block(self.block)?;
-        match self.stride > 0 && self.block.is_multiple_of(self.stride) {
-            true => Ok(()),
-            false => {
-                let expected = format!("a divisor of the block, {}", self.block);
-                Err(OpError::argument("stride", expected, self.stride))
-            }
+        blocksparse::ensure! {
+            OpError;
+            self.stride > 0 && self.block.is_multiple_of(self.stride) => "stride", format!("a divisor of the block, {}", self.block), self.stride;
         }
+        Ok(())
     }
 
     fn scores(&self, call: &EstimateInputs, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
@@ -136,7 +125,7 @@ impl BlockEstimator for XAttention {
         let in_block = b / s;
         let [_, _, seq_q, dim] = call.q.dims();
         let seq_kv = call.k.dims()[2];
-        let grid = self.groups([seq_q, seq_kv], call.causal);
+        let grid = call.grid(self.groups());
         let blocks = seq_kv.div_ceil(b);
         let columns = blocks * in_block;
         let row_numbers = (in_block * columns).max(b * dim);

@@ -27,24 +27,20 @@ pub(crate) fn check_rule(
     [name, blocks]: [&str; 2],
     least: usize,
 ) -> Result<(), OpError> {
-    match rule.keep {
-        Budget::TopK(count) if count >= least => {}
-        Budget::TopK(count) => {
-            let expected = format!("at least {least} {blocks} for {name}");
-            return Err(OpError::argument("keep", expected, count));
-        }
-        keep => {
-            let expected = format!("a number of {blocks} for {name}");
-            return Err(OpError::argument("keep", expected, format!("{keep:?}")));
-        }
+    let Budget::TopK(count) = rule.keep else {
+        let expected = format!("a number of {blocks} for {name}");
+        return Err(OpError::argument(
+            "keep",
+            expected,
+            format!("{:?}", rule.keep),
+        ));
+    };
+    blocksparse::ensure! {
+        OpError;
+        count >= least => "keep", format!("at least {least} {blocks} for {name}"), count;
+        rule.forced.local > 0 => "forced.local", format!("at least 1, the query's own, for {name}"), 0;
     }
-    match rule.forced.local {
-        0 => {
-            let expected = format!("at least 1, the query's own, for {name}");
-            Err(OpError::argument("forced.local", expected, 0))
-        }
-        _ => Ok(()),
-    }
+    Ok(())
 }
 
 /// The layout of what each row of a grid of single queries keeps, `[patterns · rows][blocks]`. The grid's blocks are whole multiples of the layout's.

@@ -19,6 +19,35 @@ pub struct EstimateGrid {
     pub block: usize,
 }
 
+impl EstimateGrid {
+    /// Of blocks of as many queries as keys.
+    pub fn square(block: usize) -> Self {
+        Self {
+            query_rows: block,
+            block,
+        }
+    }
+
+    /// Of single queries.
+    pub fn by_query(block: usize) -> Self {
+        Self {
+            query_rows: 1,
+            block,
+        }
+    }
+
+    /// The rows and blocks of so many queries and keys, where queries see no later keys, or see all.
+    pub fn of(self, [seq_q, seq_kv]: [usize; 2], causal: bool) -> ScoreGrid {
+        ScoreGrid {
+            query_rows: self.query_rows,
+            block: self.block,
+            seq_q,
+            seq_kv,
+            causal,
+        }
+    }
+}
+
 /// What an estimator is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EstimatorTraits {
@@ -90,13 +119,7 @@ impl EstimateInputs {
 
     /// The rows and blocks of the call.
     pub fn grid(&self, grid: EstimateGrid) -> ScoreGrid {
-        ScoreGrid {
-            query_rows: grid.query_rows,
-            block: grid.block,
-            seq_q: self.q.dims()[2],
-            seq_kv: self.k.dims()[2],
-            causal: self.causal,
-        }
+        grid.of([&self.q, &self.k].map(|x| x.dims()[2]), self.causal)
     }
 }
 
@@ -137,13 +160,7 @@ impl<'a> ReferenceInputs<'a> {
 
     /// The rows and blocks of the call.
     pub fn grid(&self, grid: EstimateGrid) -> ScoreGrid {
-        ScoreGrid {
-            query_rows: grid.query_rows,
-            block: grid.block,
-            seq_q: self.seq_q,
-            seq_kv: self.seq_kv,
-            causal: self.causal,
-        }
+        grid.of([self.seq_q, self.seq_kv], self.causal)
     }
 }
 

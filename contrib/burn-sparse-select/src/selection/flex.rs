@@ -186,10 +186,7 @@ impl BlockEstimator for FlexPrefill {
     }
 
     fn grid(&self) -> EstimateGrid {
-        EstimateGrid {
-            query_rows: self.block,
-            block: self.block,
-        }
+        EstimateGrid::square(self.block)
     }
 
     fn traits(&self) -> EstimatorTraits {
@@ -203,17 +200,12 @@ impl BlockEstimator for FlexPrefill {
 
     fn check(&self) -> Result<(), OpError> {
         check_block(self.block)?;
-        if !(self.gamma > 0.0 && self.gamma <= 1.0) {
-            let expected = "above 0 and at most 1";
-            return Err(OpError::argument("gamma", expected, self.gamma));
+        blocksparse::ensure! {
+            OpError;
+            self.gamma > 0.0 && self.gamma <= 1.0 => "gamma", "above 0 and at most 1", self.gamma;
+            self.threshold >= 0.0 => "threshold", "at least 0", self.threshold;
         }
-        match self.threshold >= 0.0 {
-            true => Ok(()),
-            false => {
-                let expected = "at least 0";
-                Err(OpError::argument("threshold", expected, self.threshold))
-            }
-        }
+        Ok(())
     }
 
     fn scores(&self, call: &EstimateInputs, rows: Range<usize>) -> Result<Tensor<4>, OpError> {

@@ -241,17 +241,12 @@ fn check(
     if let Some(softcap) = options.softcap {
         return Err(OpError::argument("options.softcap", expected, softcap));
     }
-    if options.max_scores {
-        return Err(OpError::argument("options.max_scores", expected, true));
-    }
+    blocksparse::ensure! { OpError; !options.max_scores => "options.max_scores", expected, true; }
     let [list_batch, of_heads, queries, _] = lists.keys.dims();
     OpError::expect_same("lists' batch", batch, "q's", list_batch)?;
     OpError::expect_same("lists' queries", seq_q, "q's", queries)?;
     OpError::expect_same("lists' seq_kv", seq_kv, "k's", lists.seq_kv)?;
-    if of_heads != kv_heads && of_heads != 1 {
-        let expected = format!("{kv_heads}, those of k, or 1");
-        return Err(OpError::argument("lists' heads", expected, of_heads));
-    }
+    blocksparse::ensure! { OpError; of_heads == kv_heads || of_heads == 1 => "lists' heads", format!("{kv_heads}, those of k, or 1"), of_heads; }
     let device = lists.keys.device();
     check::same_device("lists' device", &q.device(), "q's", &device)
 }

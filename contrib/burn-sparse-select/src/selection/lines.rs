@@ -5,7 +5,7 @@ use std::ops::Range;
 use blocksparse::ScoreGrid;
 use burn::tensor::{Int, Tensor};
 
-use crate::selection::estimator::{EstimateInputs, ReferenceInputs, dot};
+use crate::selection::estimator::{EstimateGrid, EstimateInputs, ReferenceInputs, dot};
 use crate::selection::mean::products;
 use crate::selection::parts::{
     by_heads, hidden, padded, rows_of, softmax_of_seen, softmax_reference,
@@ -43,13 +43,7 @@ pub(crate) fn line_sums(call: &EstimateInputs, queries: usize) -> LineSums {
     let seq_kv = call.k.dims()[2];
     let queries = queries.min(seq_q);
     let width = seq_kv + queries - 1;
-    let grid = ScoreGrid {
-        query_rows: 1,
-        block: 1,
-        seq_q,
-        seq_kv,
-        causal: true,
-    };
+    let grid = EstimateGrid::by_query(1).of([seq_q, seq_kv], true);
     let sums = by_heads(call, queries * (width + 1), |q, k| {
         let [parts, group, ..] = q.dims();
         let members = parts * group;

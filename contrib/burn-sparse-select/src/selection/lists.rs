@@ -86,21 +86,16 @@ impl SelectedBlocks {
 /// What does not follow queries to other places.
 pub(crate) fn check_options(options: &AttentionOptions) -> Result<(), OpError> {
     let expected = "none where every query chooses for itself";
-    if options.alibi.is_some() {
-        return Err(OpError::argument("options.alibi", expected, "slopes"));
-    }
+    blocksparse::ensure! { OpError; options.alibi.is_none() => "options.alibi", expected, "slopes"; }
     if let Some(dropout) = options.active_dropout() {
         let got = dropout.probability;
         return Err(OpError::argument("options.dropout", expected, got));
     }
-    match options.weights {
-        WeightsMode::Recompute => Ok(()),
-        WeightsMode::Store => Err(OpError::argument(
-            "options.weights",
-            "Recompute where every query chooses for itself",
-            "Store",
-        )),
+    blocksparse::ensure! {
+        OpError;
+        options.weights == WeightsMode::Recompute => "options.weights", "Recompute where every query chooses for itself", "Store";
     }
+    Ok(())
 }
 
 fn check_lists(
@@ -115,9 +110,9 @@ fn check_lists(
     let [list_batch, of_heads, queries, _] = lists.blocks.dims();
     OpError::expect_same("lists' batch", batch, "q's", list_batch)?;
     OpError::expect_same("lists' queries", seq_q, "q's", queries)?;
-    if of_heads != heads && of_heads != kv_heads {
-        let expected = format!("{heads} or {kv_heads}, those of q or k");
-        return Err(OpError::argument("lists' heads", expected, of_heads));
+    blocksparse::ensure! {
+        OpError;
+        of_heads == heads || of_heads == kv_heads => "lists' heads", format!("{heads} or {kv_heads}, those of q or k"), of_heads;
     }
     let device = lists.blocks.device();
     check::same_device("lists' device", &q.device(), "q's", &device)

@@ -79,10 +79,7 @@ impl BlockEstimator for Moba {
     }
 
     fn grid(&self) -> EstimateGrid {
-        EstimateGrid {
-            query_rows: 1,
-            block: self.block,
-        }
+        EstimateGrid::by_query(self.block)
     }
 
     fn traits(&self) -> EstimatorTraits {
@@ -91,13 +88,11 @@ impl BlockEstimator for Moba {
 
     fn check(&self) -> Result<(), OpError> {
         let is_wide = self.block > 128 && self.block.is_multiple_of(128);
-        match BLOCK_SIZES.contains(&self.block) || is_wide {
-            true => Ok(()),
-            false => {
-                let expected = "8, 16, 32, 64, 128 or a larger multiple of 128";
-                Err(OpError::argument("block", expected, self.block))
-            }
+        blocksparse::ensure! {
+            OpError;
+            BLOCK_SIZES.contains(&self.block) || is_wide => "block", "8, 16, 32, 64, 128 or a larger multiple of 128", self.block;
         }
+        Ok(())
     }
 
     fn check_rule(&self, rule: &Rule) -> Result<(), OpError> {

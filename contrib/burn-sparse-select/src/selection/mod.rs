@@ -234,10 +234,7 @@ impl Selection {
         self.check()?;
         check_call(call)?;
         let traits = self.estimator.traits();
-        if traits.causal_only && !call.causal {
-            let expected = format!("true for {}", self.estimator.name());
-            return Err(OpError::argument("call.causal", expected, false));
-        }
+        blocksparse::ensure! { OpError; !traits.causal_only || call.causal => "call.causal", format!("true for {}", self.estimator.name()), false; }
         Ok(())
     }
 
@@ -283,9 +280,9 @@ impl Selection {
 
     fn shape(&self, q: [usize; 4], seq_kv: usize) -> Result<LayoutShape, OpError> {
         let grid = self.estimator.grid();
-        if grid.query_rows != grid.block {
-            let expected = "as many queries as keys of a block (attention_selected takes 1, too)";
-            return Err(OpError::argument("query_rows", expected, grid.query_rows));
+        blocksparse::ensure! {
+            OpError;
+            grid.query_rows == grid.block => "query_rows", "as many queries as keys of a block (attention_selected takes 1, too)", grid.query_rows;
         }
         sizes(q, seq_kv, grid.block)
     }
@@ -332,10 +329,8 @@ fn sizes(q: [usize; 4], seq_kv: usize, block_size: usize) -> Result<LayoutShape,
 
 /// A width that blocks can have.
 pub fn check_block(block: usize) -> Result<(), OpError> {
-    match BLOCK_SIZES.contains(&block) {
-        true => Ok(()),
-        false => Err(OpError::argument("block", "8, 16, 32, 64 or 128", block)),
-    }
+    blocksparse::ensure! { OpError; BLOCK_SIZES.contains(&block) => "block", "8, 16, 32, 64 or 128", block; }
+    Ok(())
 }
 
 /// That queries and keys fit each other, on a device that this crate serves.
@@ -343,10 +338,8 @@ pub fn check_call(call: &EstimateInputs) -> Result<(), OpError> {
     let (q, k): (&Tensor<4>, &Tensor<4>) = (&call.q, &call.k);
     served(&q.device().without_autodiff())?;
     check_shapes(q, k)?;
-    match call.scale.is_finite() {
-        true => Ok(()),
-        false => Err(OpError::argument("call.scale", "finite", call.scale)),
-    }
+    blocksparse::ensure! { OpError; call.scale.is_finite() => "call.scale", "finite", call.scale; }
+    Ok(())
 }
 
 /// That there are queries, and no more of them than keys.
@@ -355,13 +348,8 @@ pub(crate) fn check_seq_q(
     seq_q: usize,
     seq_kv: usize,
 ) -> Result<(), OpError> {
-    match seq_q == 0 || seq_kv < seq_q {
-        true => {
-            let expected = format!("between 1 and seq_kv, which is {seq_kv}");
-            Err(OpError::argument(argument, expected, seq_q))
-        }
-        false => Ok(()),
-    }
+    blocksparse::ensure! { OpError; seq_q != 0 && seq_kv >= seq_q => argument, format!("between 1 and seq_kv, which is {seq_kv}"), seq_q; }
+    Ok(())
 }
 
 /// That queries and keys fit each other.
@@ -373,12 +361,9 @@ pub fn check_shapes(q: &Tensor<4>, k: &Tensor<4>) -> Result<(), OpError> {
     }
     OpError::expect_same("k's batch", batch, "q's", k_batch)?;
     OpError::expect_same("k's head_dim", head_dim, "q's", k_dim)?;
-    if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
-        return Err(OpError::argument(
-            "k's kv_heads",
-            format!("a divisor of the {heads} heads of q"),
-            kv_heads,
-        ));
+    blocksparse::ensure! {
+        OpError;
+        kv_heads != 0 && heads.is_multiple_of(kv_heads) => "k's kv_heads", format!("a divisor of the {heads} heads of q"), kv_heads;
     }
     OpError::expect_same("k's dtype", q.dtype(), "q's", k.dtype())?;
     OpError::expect_same("k's device", q.device(), "q's", k.device())

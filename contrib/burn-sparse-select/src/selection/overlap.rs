@@ -9,10 +9,8 @@ const NEIGHBOURS: usize = 8;
 
 /// What is expected to be in common, if it is a share.
 pub(crate) fn checked_overlap(overlap: f64) -> Result<f64, OpError> {
-    match (0.0..=1.0).contains(&overlap) {
-        true => Ok(overlap),
-        false => Err(OpError::argument("overlap", "from 0 to 1", overlap)),
-    }
+    blocksparse::ensure! { OpError; (0.0..=1.0).contains(&overlap) => "overlap", "from 0 to 1", overlap; }
+    Ok(overlap)
 }
 
 /// `(8 − u) / 7`, where `u` is how much the union of the lists of eight neighbouring queries has for one of a list; 1 without any lists. `[batch, lists,

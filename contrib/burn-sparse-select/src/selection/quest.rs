@@ -57,9 +57,10 @@ pub(crate) const METHOD: Method = Method {
             full_first_layers,
         };
         estimator.check()?;
-        if !budget.is_multiple_of(page) || budget / page < LEAST {
-            let expected = format!("a multiple of {page}, PAGE, and at least {LEAST} times it");
-            return Err(OpError::argument("BUDGET", expected, budget));
+        blocksparse::ensure! {
+            OpError;
+            budget.is_multiple_of(page) && budget / page >= LEAST => "BUDGET",
+                format!("a multiple of {page}, PAGE, and at least {LEAST} times it"), budget;
         }
         let selection = Selection::new(estimator, Budget::TopK(budget / page));
         let selection = selection.with_always(arguments.forced(FORCED)?);
@@ -87,10 +88,7 @@ impl BlockEstimator for Quest {
     }
 
     fn grid(&self) -> EstimateGrid {
-        EstimateGrid {
-            query_rows: 1,
-            block: self.page,
-        }
+        EstimateGrid::by_query(self.page)
     }
 
     fn traits(&self) -> EstimatorTraits {
@@ -98,10 +96,8 @@ impl BlockEstimator for Quest {
     }
 
     fn check(&self) -> Result<(), OpError> {
-        match BLOCK_SIZES.contains(&self.page) {
-            true => Ok(()),
-            false => Err(OpError::argument("page", "8, 16, 32, 64 or 128", self.page)),
-        }
+        blocksparse::ensure! { OpError; BLOCK_SIZES.contains(&self.page) => "page", "8, 16, 32, 64 or 128", self.page; }
+        Ok(())
     }
 
     fn check_rule(&self, rule: &Rule) -> Result<(), OpError> {

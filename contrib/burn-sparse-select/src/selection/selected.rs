@@ -146,10 +146,7 @@ impl Selection {
     /// # Errors
     /// As [`attention_selected`], and if queries choose together.
     pub fn query_lists(&self, call: &EstimateInputs) -> Result<Option<SelectedBlocks>, OpError> {
-        if !self.is_by_query() {
-            let got = self.estimator.grid().query_rows;
-            return Err(OpError::argument("query_rows", "1", got));
-        }
+        blocksparse::ensure! { OpError; self.is_by_query() => "query_rows", "1", self.estimator.grid().query_rows; }
         match self.list_sizes(call)? {
             Some(sizes) => self.lists(call, &sizes).map(Some),
             None => Ok(None),
@@ -184,10 +181,7 @@ impl Selection {
     /// Checks the call, and says how long its lists are.
     fn list_sizes(&self, call: &EstimateInputs) -> Result<Option<ListSizes>, OpError> {
         self.check_for(call)?;
-        if !call.causal {
-            let expected = "true where every query chooses for itself";
-            return Err(OpError::argument("call.causal", expected, false));
-        }
+        blocksparse::ensure! { OpError; call.causal => "call.causal", "true where every query chooses for itself", false; }
         let Budget::TopK(keep) = self.keep else {
             let expected = "a number of blocks where every query chooses for itself";
             return Err(OpError::argument(
@@ -196,10 +190,9 @@ impl Selection {
                 format!("{:?}", self.keep),
             ));
         };
-        if self.forced.local == 0 {
-            let expected =
-                "at least 1, the query's own block, where every query chooses for itself";
-            return Err(OpError::argument("forced.local", expected, 0));
+        blocksparse::ensure! {
+            OpError;
+            self.forced.local > 0 => "forced.local", "at least 1, the query's own block, where every query chooses for itself", 0;
         }
         let _ = self.query_shape(call.q.dims(), call.k.dims()[2])?;
         let grid = call.grid(self.estimator.grid());

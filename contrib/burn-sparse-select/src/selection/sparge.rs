@@ -105,10 +105,7 @@ impl BlockEstimator for SpargeAttn {
     }
 
     fn grid(&self) -> EstimateGrid {
-        EstimateGrid {
-            query_rows: self.block,
-            block: self.block,
-        }
+        EstimateGrid::square(self.block)
     }
 
     fn traits(&self) -> EstimatorTraits {
@@ -122,13 +119,8 @@ impl BlockEstimator for SpargeAttn {
 
     fn check(&self) -> Result<(), OpError> {
         check_block(self.block)?;
-        match (-1.0..=1.0).contains(&self.similarity) {
-            true => Ok(()),
-            false => {
-                let expected = "from -1 to 1";
-                Err(OpError::argument("similarity", expected, self.similarity))
-            }
-        }
+        blocksparse::ensure! { OpError; (-1.0..=1.0).contains(&self.similarity) => "similarity", "from -1 to 1", self.similarity; }
+        Ok(())
     }
 
     fn scores(&self, call: &EstimateInputs, rows: Range<usize>) -> Result<Tensor<4>, OpError> {

@@ -38,17 +38,10 @@ impl<'a> Candidates<'a> {
         let Some(lengths) = self.lengths else {
             return Ok(());
         };
-        if seq_q != seq_kv {
-            let expected = format!("{seq_kv}, that of the keys, with lengths");
-            return Err(OpError::argument("q's seq_q", expected, seq_q));
-        }
-        if lengths.len() != batch {
-            let expected = format!("{batch}, one for each batch entry");
-            return Err(OpError::argument(
-                "lengths' number",
-                expected,
-                lengths.len(),
-            ));
+        blocksparse::ensure! {
+            OpError;
+            seq_q == seq_kv => "q's seq_q", format!("{seq_kv}, that of the keys, with lengths"), seq_q;
+            lengths.len() == batch => "lengths' number", format!("{batch}, one for each batch entry"), lengths.len();
         }
         match lengths.iter().find(|&&length| length > seq_kv) {
             None => Ok(()),

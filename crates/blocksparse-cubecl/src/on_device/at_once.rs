@@ -12,6 +12,7 @@ use cubecl::prelude::*;
 
 use super::tables::{Heads, table_word};
 use super::words::{Cut, Extent, Places, counted, entries_of, filled, listed_words, place};
+use crate::args::most_units;
 
 /// Tiles of a pattern, at most: their steps are in shared memory, and each is compared with all.
 pub const MOST_TILES: usize = 1024;
@@ -38,8 +39,8 @@ impl Once {
     /// For patterns of so many tiles. `None` if they are too many.
     pub fn new(properties: &DeviceProperties, tiles: usize) -> Option<Self> {
         let hardware = &properties.hardware;
-        let most = (hardware.max_units_per_cube as usize).min(hardware.max_cube_dim.0 as usize);
-        let [fewest, units] = UNITS.map(|units| units.min(1 << most.max(1).ilog2()));
+        let most = most_units(properties);
+        let [fewest, units] = UNITS.map(|units| units.min(1 << most.ilog2()));
         let tiles = tiles.next_power_of_two().max(32);
         let once = Self {
             units: tiles.clamp(fewest, units),

@@ -4,6 +4,7 @@ use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 
 use crate::arch::planes::{LANES, are_there, have_ptx};
+use crate::args::most_units;
 use crate::error::KernelError;
 use crate::shared::row_tile::RowTile;
 use blocksparse::internal::parts_of;
@@ -64,8 +65,7 @@ impl BudgetTile {
         causal: bool,
         hides: bool,
     ) -> Result<Self, KernelError> {
-        let hardware = &properties.hardware;
-        let most = (hardware.max_units_per_cube as usize).min(hardware.max_cube_dim.0 as usize);
+        let most = most_units(properties);
         let votes = !hides
             && are_there(properties)
             && most >= LANES * PLANE_ROWS

@@ -15,7 +15,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::{UNITS, cubes, units};
-use crate::args::buffer;
+use crate::args::{buffer, most_units};
 use crate::error::KernelError;
 use crate::shared::order_key::key;
 
@@ -236,8 +236,7 @@ pub fn list_queries(
 
 /// That cubes have [`LIST_UNITS`].
 pub(super) fn check_units(client: &Client) -> Result<(), KernelError> {
-    let hardware = &client.properties().hardware;
-    let most = (hardware.max_units_per_cube as usize).min(hardware.max_cube_dim.0 as usize);
+    let most = most_units(client.properties());
     match most < LIST_UNITS {
         false => Ok(()),
         true => {

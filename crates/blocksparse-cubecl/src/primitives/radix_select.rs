@@ -20,6 +20,7 @@ use cubecl::ir::{ElemType, Type, UIntKind};
 use cubecl::prelude::*;
 
 use crate::arch::planes;
+use crate::args::most_units;
 use crate::error::KernelError;
 use crate::shared::bins::Bins;
 use crate::shared::unit_sums::{UnitSums, before_and_all};
@@ -90,7 +91,7 @@ impl RadixTile {
             return Err(KernelError::Dtype { dtype });
         }
         let hardware = &properties.hardware;
-        let most = (hardware.max_units_per_cube as usize).min(hardware.max_cube_dim.0 as usize);
+        let most = most_units(properties);
         let [low, high] = UNITS;
         if most < low {
             let what = "units of a cube that selects";

@@ -4,7 +4,7 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::args::{address_of, buffer};
+use crate::args::{address_of, buffer, most_units};
 use crate::error::KernelError;
 
 /// Units of a cube.
@@ -242,9 +242,7 @@ impl Launch {
             })
             .unwrap_or(1);
         let row_vectors = width / vector;
-        let units = UNITS
-            .min(hardware.max_units_per_cube as usize)
-            .min(hardware.max_cube_dim.0 as usize);
+        let units = UNITS.min(most_units(client.properties()));
         // Few rows of few columns, like the partial sums of other kernels: more cubes, so that one launch does.
         let few = rows <= FEW_ROWS && row_vectors < CUBES * COLUMN_UNITS;
         let most = match few {

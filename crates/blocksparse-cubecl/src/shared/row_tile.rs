@@ -7,11 +7,10 @@ use cubecl::ir::ElemType;
 use cubecl::ir::features::Plane;
 use cubecl::prelude::*;
 
+use crate::args::{most_units, vector_of};
+
 /// Units of a cube, where a row has fewer.
 const CUBE_UNITS: usize = 256;
-
-/// Bytes that a unit loads at a time, if a row's length and the device allow it.
-const LOAD_BYTES: usize = 16;
 
 /// How the units of a cube share rows: each of `rows` rows has `lanes` units, neighbours in the cube, and a lane has every `lanes`-th vector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -37,19 +36,12 @@ impl RowTile {
         element: ElemType,
         most_vectors: usize,
     ) -> Option<Self> {
-        let hardware = &properties.hardware;
-        let most = (LOAD_BYTES / element.size()).min(hardware.max_vector_size.max(1));
-        let vector = (0..=most.ilog2())
-            .rev()
-            .map(|power| 1 << power)
-            .find(|vector| width.is_multiple_of(*vector))?;
+        let vector = vector_of(properties, element.size(), &[width]);
         let row_vectors = width / vector;
-        let most_units = (hardware.max_units_per_cube as usize)
-            .min(hardware.max_cube_dim.0 as usize)
-            .max(1);
+        let most_units = most_units(properties);
         let plane = match properties.features.plane.contains(Plane::Ops) {
             // Planes of several sizes: the smallest divides the others.
-            true => hardware.plane_size_min.max(1) as usize,
+            true => properties.hardware.plane_size_min.max(1) as usize,
             false => 1,
         };
         let least = row_vectors

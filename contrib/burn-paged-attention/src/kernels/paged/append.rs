@@ -4,7 +4,7 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use blocksparse_cubecl::args::{address_of, buffer, spread};
+use blocksparse_cubecl::args::{address_of, buffer, most_units, spread, vector_of};
 use blocksparse_cubecl::error::KernelError;
 
 /// Units of a cube.
@@ -153,21 +153,9 @@ impl Launch {
             return Err(KernelError::Dtype { dtype });
         }
         let count = shape.count();
-        let most = (16 / dtype.size()).min(properties.hardware.max_vector_size.max(1));
-        let vector = (0..=most.ilog2())
-            .rev()
-            .map(|power| 1 << power)
-            .find(|vector| {
-                shape
-                    .widths
-                    .iter()
-                    .all(|width| width.is_multiple_of(*vector))
-            })
-            .unwrap_or(1);
+        let vector = vector_of(properties, dtype.size(), &shape.widths);
         let vectors = shape.widths.map(|width| width / vector);
-        let units = UNITS
-            .min(properties.hardware.max_units_per_cube as usize)
-            .min(properties.hardware.max_cube_dim.0 as usize);
+        let units = UNITS.min(most_units(properties));
         let all = count * (vectors[0] + vectors[1]);
         let widest = shape.widths[0].max(shape.widths[1]);
         let largest = (shape.pages * shape.page * widest).max(all + units);

@@ -3,6 +3,7 @@
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 
+use blocksparse_cubecl::args::{most_units, vector_of};
 use blocksparse_cubecl::shared::score::{LOW, LOWEST_MAX};
 
 /// How a cube merges a row: `ways` groups of `columns` units have every `ways`-th share.
@@ -29,18 +30,8 @@ impl MergeTile {
         shares: usize,
         sinks: bool,
     ) -> Self {
-        let hardware = &properties.hardware;
-        let most = (16 / element.size())
-            .min(hardware.max_vector_size.max(1))
-            .min(4);
-        let vector = (0..=most.ilog2())
-            .rev()
-            .map(|power| 1 << power)
-            .find(|vector| value_width.is_multiple_of(*vector))
-            .unwrap_or(1);
-        let units = (hardware.max_units_per_cube as usize)
-            .min(hardware.max_cube_dim.0 as usize)
-            .clamp(1, 256);
+        let vector = vector_of(properties, element.size().max(4), &[value_width]);
+        let units = most_units(properties).min(256);
         let columns = (value_width / vector)
             .next_power_of_two()
             .min(1 << units.ilog2());

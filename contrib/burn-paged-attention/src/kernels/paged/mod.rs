@@ -52,6 +52,4 @@ pub use plan::{PagedBuffers, PagedPlan, paged_attention};
 pub use quantize::{append_quantized, check_append_quantized};
 pub use shape::PagedShape;
 pub use slots::{SlotShape, picked_slots, walk_slots};
-pub use summary::{
-    Summary, check_summarize, check_summarize_quantized, summarize_pages, summarize_quantized,
-};
+pub use summary::{StoredKeys, Summary, check_summarize, summarize_pages};

@@ -13,8 +13,8 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::kernels::paged::summary::{Summary, check_float, widest};
-use blocksparse_cubecl::args::{address_of, buffer, spread};
+use crate::kernels::paged::summary::{Summary, check_float};
+use blocksparse_cubecl::args::{address_of, buffer, most_units, spread, vector_of};
 use blocksparse_cubecl::error::KernelError;
 
 /// Units of a cube.
@@ -277,14 +277,9 @@ impl Launch {
             check_float(properties, dtype)?;
         }
         let bytes = shape.dtype.size().max(shape.summary_dtype.size());
-        let vector = widest(properties, &[shape.width], bytes);
+        let vector = vector_of(properties, bytes, &[shape.width]);
         let vectors = shape.width / vector;
-        let hardware = &properties.hardware;
-        let units = UNITS
-            .min(hardware.max_units_per_cube as usize)
-            .min(hardware.max_cube_dim.0 as usize)
-            .max(1);
-        let units = 1 << units.ilog2();
+        let units = 1 << UNITS.min(most_units(properties)).ilog2();
         let lanes = vectors.next_power_of_two().min(MOST_LANES).min(units);
         let rows = shape.batch * shape.kv_heads;
         let mut tile = Scored {
@@ -296,7 +291,11 @@ impl Launch {
             page: shape.page,
         };
         // Fewer pages of a cube where there are few, so that more of the device reads them.
-        let wanted = hardware.num_streaming_multiprocessors.unwrap_or(1) as usize * 4;
+        let wanted = properties
+            .hardware
+            .num_streaming_multiprocessors
+            .unwrap_or(1) as usize
+            * 4;
         while tile.rounds > 1 && rows * shape.entries.div_ceil(tile.pages()) < wanted {
             tile.rounds /= 2;
         }

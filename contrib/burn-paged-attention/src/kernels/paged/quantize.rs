@@ -10,7 +10,7 @@ use cubecl::server::Handle;
 use crate::kernels::paged::append::{AppendShape, Rows, row_slot};
 use blocksparse::Quantization;
 use blocksparse::internal::SMALLEST;
-use blocksparse_cubecl::args::{address_of, buffer, spread};
+use blocksparse_cubecl::args::{address_of, buffer, most_units, spread};
 use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::shared::codec::{INFINITY, encode};
 
@@ -148,11 +148,7 @@ impl Launch {
             }
         }
         let words = shape.widths.map(|width| width / 4);
-        let units = UNITS
-            .min(properties.hardware.max_units_per_cube as usize)
-            .min(properties.hardware.max_cube_dim.0 as usize)
-            .max(1);
-        let units = 1 << units.ilog2();
+        let units = 1 << UNITS.min(most_units(properties)).ilog2();
         let lanes = words[0].max(words[1]).max(1).next_power_of_two();
         let lanes = lanes.min(MOST_LANES).min(units);
         let count = shape.count();

@@ -1,12 +1,12 @@
 //! What is known of each page of keys besides the keys: bounds of their numbers, or their mean.
 
-use cubecl::ir::{ElemType, FloatKind};
+use cubecl::ir::{ElemType, FloatKind, UIntKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use crate::kernels::paged::append::{AppendShape, Rows, row_slot};
 use blocksparse::Quantization;
-use blocksparse_cubecl::args::{address_of, buffer, spread};
+use blocksparse_cubecl::args::{address_of, buffer, most_units, optional, spread, vector_of};
 use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::shared::codec::decode_word;
 
@@ -59,29 +59,23 @@ fn last_new(slots: &[i32], row: usize, sizes: &Rows) -> usize {
     last
 }
 
-/// A vector of the key in a slot, of floats.
+/// A vector of the key in a slot, or the four numbers of a word of it times the key's scale.
 #[cube]
-fn key_of_floats<K: Float, N: Size>(
-    keys: &[Vector<K, N>],
+fn key_at<K: Numeric, W: Size, N: Size>(
+    keys: &[Vector<K, W>],
+    scales: &ComptimeOption<Box<[f32]>>,
     slot: usize,
     vector: usize,
     #[comptime] t: Summed,
 ) -> Vector<f32, N> {
-    Vector::<f32, N>::cast_from(keys[slot * comptime!(t.vectors) + vector])
-}
-
-/// The same of words of four numbers and a scale for each key.
-#[cube]
-fn key_of_words<N: Size>(
-    words: &[u32],
-    scales: &[f32],
-    slot: usize,
-    vector: usize,
-    #[comptime] t: Summed,
-) -> Vector<f32, N> {
-    let word = words[slot * comptime!(t.vectors) + vector];
-    let numbers = decode_word::<f32, N>(word, comptime!(t.quantization.unwrap()));
-    numbers * Vector::<f32, N>::empty().fill(scales[slot])
+    let x = keys[slot * comptime!(t.vectors) + vector];
+    if comptime!(t.quantization.is_some()) {
+        let word = u32::cast_from(x.extract(0usize));
+        let numbers = decode_word::<f32, N>(word, comptime!(t.quantization.unwrap()));
+        numbers * Vector::<f32, N>::empty().fill(scales.as_ref().unwrap()[slot])
+    } else {
+        Vector::<f32, N>::cast_from(x)
+    }
 }
 
 /// The largest and the smallest numbers with one more key's.
@@ -95,10 +89,12 @@ fn bound<N: Size>(most: &mut Vector<f32, N>, least: &mut Vector<f32, N>, key: Ve
     }
 }
 
-/// A unit for each vector of a new key: that of the last new key of a page looks at all that the page has up to it.
+/// A unit for each vector of a new key: that of the last new key of a page looks at all that the page has up to it. Of keys in eight bits a number it
+/// looks at what these stand for, so that bounds are those of the keys that attention sees.
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn summarize<K: Float, S: Float, N: Size>(
-    keys: &[Vector<K, N>],
+fn summarize<K: Numeric, S: Float, W: Size, N: Size>(
+    keys: &[Vector<K, W>],
+    scales: ComptimeOption<Box<[f32]>>,
     slots: &[i32],
     summaries: &mut [Vector<S, N>],
     sizes: Rows,
@@ -113,13 +109,13 @@ fn summarize<K: Float, S: Float, N: Size>(
         if slot < sizes.pages * sizes.page {
             let page = slot / sizes.page;
             let first = page * sizes.page;
-            let own = key_of_floats::<K, N>(keys, slot, vector, t);
+            let own = key_at::<K, W, N>(keys, &scales, slot, vector, t);
             match comptime!(t.summary) {
                 Summary::Bounds => {
                     let mut most = own;
                     let mut least = own;
                     for other in first..slot {
-                        let key = key_of_floats::<K, N>(keys, other, vector, t);
+                        let key = key_at::<K, W, N>(keys, &scales, other, vector, t);
                         bound::<N>(&mut most, &mut least, key);
                     }
                     let at = page * comptime!(2 * t.vectors) + vector;
@@ -129,56 +125,12 @@ fn summarize<K: Float, S: Float, N: Size>(
                 Summary::Mean => {
                     let mut sum = Vector::<f32, N>::zeroed();
                     for other in first..slot {
-                        sum += key_of_floats::<K, N>(keys, other, vector, t);
+                        sum += key_at::<K, W, N>(keys, &scales, other, vector, t);
                     }
                     sum += own;
                     let count = Vector::<f32, N>::empty().fill(f32::cast_from(slot - first + 1));
                     let at = page * comptime!(t.vectors) + vector;
                     summaries[at] = Vector::<S, N>::cast_from(sum / count);
-                }
-            }
-        }
-    }
-}
-
-/// The same of keys in eight bits a number: of what these stand for, so that bounds are those of the keys that attention sees.
-#[cube(launch_unchecked, address_type = "dynamic")]
-fn summarize_words<N: Size>(
-    words: &[u32],
-    scales: &[f32],
-    slots: &[i32],
-    summaries: &mut [Vector<f32, N>],
-    sizes: Rows,
-    #[comptime] t: Summed,
-) {
-    let row = ABSOLUTE_POS / comptime!(t.vectors);
-    let vector = ABSOLUTE_POS % comptime!(t.vectors);
-    if row < sizes.count {
-        let slot = last_new(slots, row, &sizes);
-        if slot < sizes.pages * sizes.page {
-            let page = slot / sizes.page;
-            let first = page * sizes.page;
-            let own = key_of_words::<N>(words, scales, slot, vector, t);
-            match comptime!(t.summary) {
-                Summary::Bounds => {
-                    let mut most = own;
-                    let mut least = own;
-                    for other in first..slot {
-                        let key = key_of_words::<N>(words, scales, other, vector, t);
-                        bound::<N>(&mut most, &mut least, key);
-                    }
-                    let at = page * comptime!(2 * t.vectors) + vector;
-                    summaries[at] = most;
-                    summaries[at + comptime!(t.vectors)] = least;
-                }
-                Summary::Mean => {
-                    let mut sum = Vector::<f32, N>::zeroed();
-                    for other in first..slot {
-                        sum += key_of_words::<N>(words, scales, other, vector, t);
-                    }
-                    sum += own;
-                    let count = Vector::<f32, N>::empty().fill(f32::cast_from(slot - first + 1));
-                    summaries[page * comptime!(t.vectors) + vector] = sum / count;
                 }
             }
         }
@@ -195,39 +147,28 @@ struct Launch {
 }
 
 impl Launch {
-    fn new(client: &Client, shape: &AppendShape, dtype: ElemType) -> Result<Self, KernelError> {
+    fn new(
+        client: &Client,
+        shape: &AppendShape,
+        quantization: Option<Quantization>,
+        dtype: ElemType,
+    ) -> Result<Self, KernelError> {
         let properties = client.properties();
         for dtype in [shape.dtype, dtype] {
             check_float(properties, dtype)?;
         }
         let width = shape.widths[0];
-        let vector = widest(properties, &[width], shape.dtype.size().max(dtype.size()));
-        Self::of_vectors(client, shape, vector)
-    }
-
-    /// Of words of four numbers.
-    fn of_words(client: &Client, shape: &AppendShape) -> Result<Self, KernelError> {
-        let properties = client.properties();
-        check_float(properties, ElemType::Float(FloatKind::F32))?;
+        let vector = match quantization {
+            Some(_) => WORD,
+            None => vector_of(properties, shape.dtype.size().max(dtype.size()), &[width]),
+        };
         let most = properties.hardware.max_vector_size;
-        if most < WORD || !shape.widths[0].is_multiple_of(WORD) {
+        if quantization.is_some() && (most < WORD || !width.is_multiple_of(WORD)) {
             let what = "numbers of a vector, which has a word";
             return Err(KernelError::limit(what, most as u32, WORD));
         }
-        Self::of_vectors(client, shape, WORD)
-    }
-
-    fn of_vectors(
-        client: &Client,
-        shape: &AppendShape,
-        vector: usize,
-    ) -> Result<Self, KernelError> {
-        let properties = client.properties();
-        let width = shape.widths[0];
         let vectors = width / vector;
-        let units = UNITS
-            .min(properties.hardware.max_units_per_cube as usize)
-            .min(properties.hardware.max_cube_dim.0 as usize);
+        let units = UNITS.min(most_units(properties));
         let all = shape.count() * vectors;
         let largest = (shape.pages * shape.page.max(2) * width).max(all + units);
         Ok(Self {
@@ -255,14 +196,13 @@ pub(crate) fn check_float(
     }
 }
 
-/// Numbers of a load of 16 bytes, as far as the device has such vectors and widths allow them.
-pub(crate) fn widest(properties: &DeviceProperties, widths: &[usize], bytes: usize) -> usize {
-    let most = (16 / bytes).min(properties.hardware.max_vector_size.max(1));
-    (0..=most.ilog2())
-        .rev()
-        .map(|power| 1 << power)
-        .find(|vector| widths.iter().all(|width| width.is_multiple_of(*vector)))
-        .unwrap_or(1)
+/// The keys of pages, contiguous.
+#[derive(Clone, Copy, Debug)]
+pub struct StoredKeys<'a> {
+    /// `[pages, page, width]`, the first of the shape's widths, or `[pages, page, width / 4]` words of four numbers.
+    pub keys: &'a Handle,
+    /// What numbers are in words, and the scale of each key, `[pages, page]`.
+    pub packed: Option<(Quantization, &'a Handle)>,
 }
 
 /// That [`summarize_pages`] takes rows of a shape, and summaries of a type.
@@ -272,109 +212,64 @@ pub(crate) fn widest(properties: &DeviceProperties, widths: &[usize], bytes: usi
 pub fn check_summarize(
     client: &Client,
     shape: &AppendShape,
+    quantization: Option<Quantization>,
     dtype: ElemType,
 ) -> Result<(), KernelError> {
-    Launch::new(client, shape, dtype).map(|_| ())
+    Launch::new(client, shape, quantization, dtype).map(|_| ())
 }
 
 /// Summaries of the pages that rows were written to, `[pages, rows of a summary, width]` of a type, in place: of what such a page has up to the last of its
-/// new rows. `keys` are `[pages, page, width]`, the first of the shape's widths; `slots` are those that the rows were written to, as
+/// new rows, and of numbers that words and scales stand for. `slots` are those that the rows were written to, as
 /// [`append_rows`](crate::kernels::paged::append_rows) has them: those of a page one behind the other, ascending. Contiguous.
 ///
 /// # Errors
-/// [`KernelError`] if the device cannot index the pages or lacks a dtype.
+/// [`KernelError`] if the device cannot index the pages or lacks a dtype; of words, if it has no vectors of four numbers.
 pub fn summarize_pages(
     client: &Client,
     shape: &AppendShape,
     summary: Summary,
-    keys: &Handle,
+    StoredKeys { keys, packed }: StoredKeys,
     slots: &Handle,
     (summaries, dtype): (&Handle, ElemType),
 ) -> Result<(), KernelError> {
+    let (quantization, scales) = packed.unzip();
     let Launch {
         vector,
         vectors,
         units,
         address,
         cubes,
-    } = Launch::new(client, shape, dtype)?;
+    } = Launch::new(client, shape, quantization, dtype)?;
     if shape.count() == 0 || shape.pages == 0 {
         return Ok(());
     }
-    // SAFETY: a unit reads its vector of keys of a page below `pages`, and writes that of the page's summary; the buffers have the lengths they say.
+    let all = shape.pages * shape.page;
+    let (stored, stored_dtype) = match quantization {
+        Some(_) => (1, ElemType::UInt(UIntKind::U32)),
+        None => (vector, shape.dtype),
+    };
+    // SAFETY: a unit reads its vector of keys of a page below `pages`, and their scales, and writes that of the page's summary; the buffers have the lengths
+    // they say.
     unsafe {
         summarize::launch_unchecked(
             client,
             cubes,
             CubeDim::new_1d(units as u32),
             address,
+            stored,
             vector,
-            buffer(keys, shape.pages * shape.page * vectors),
+            buffer(keys, all * vectors),
+            optional(scales, all),
             buffer(slots, shape.batch * shape.tables * shape.rows),
             buffer(summaries, shape.pages * summary.rows() * vectors),
             shape.sizes(),
             Summed {
                 summary,
                 vectors,
-                quantization: None,
+                quantization,
             },
-            shape.dtype,
+            stored_dtype,
             dtype,
-        );
-    }
-    Ok(())
-}
-
-/// That [`summarize_quantized`] takes rows of a shape.
-///
-/// # Errors
-/// As [`summarize_quantized`].
-pub fn check_summarize_quantized(client: &Client, shape: &AppendShape) -> Result<(), KernelError> {
-    Launch::of_words(client, shape).map(|_| ())
-}
-
-/// [`summarize_pages`] of keys in eight bits a number: `words` `[pages, page, width / 4]` and a scale for each key, `scales` `[pages, page]`. Summaries are f32,
-/// of the numbers that words and scales stand for.
-///
-/// # Errors
-/// As [`summarize_pages`]; if the device has no vectors of four numbers.
-pub fn summarize_quantized(
-    client: &Client,
-    shape: &AppendShape,
-    summary: Summary,
-    (words, scales, quantization): (&Handle, &Handle, Quantization),
-    slots: &Handle,
-    summaries: &Handle,
-) -> Result<(), KernelError> {
-    let Launch {
-        vector,
-        vectors,
-        units,
-        address,
-        cubes,
-    } = Launch::of_words(client, shape)?;
-    if shape.count() == 0 || shape.pages == 0 {
-        return Ok(());
-    }
-    let all = shape.pages * shape.page;
-    // SAFETY: as in `summarize_pages`; a key has a scale in its slot.
-    unsafe {
-        summarize_words::launch_unchecked(
-            client,
-            cubes,
-            CubeDim::new_1d(units as u32),
-            address,
-            vector,
-            buffer(words, all * vectors),
-            buffer(scales, all),
-            buffer(slots, shape.batch * shape.tables * shape.rows),
-            buffer(summaries, shape.pages * summary.rows() * vectors),
-            shape.sizes(),
-            Summed {
-                summary,
-                vectors,
-                quantization: Some(quantization),
-            },
         );
     }
     Ok(())

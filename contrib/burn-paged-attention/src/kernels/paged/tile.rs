@@ -6,6 +6,7 @@ use cubecl::prelude::*;
 use crate::kernels::paged::PagedShape;
 use crate::kernels::paged::walk::Walked;
 use blocksparse::Quantization;
+use blocksparse_cubecl::args::most_units;
 
 /// Units of a cube where units of a plane exchange numbers.
 const CUBE_UNITS: usize = 256;
@@ -94,9 +95,7 @@ impl Tile {
         };
         // Numbers of a load.
         let load = vector * parts;
-        let most_units = (hardware.max_units_per_cube as usize)
-            .min(hardware.max_cube_dim.0 as usize)
-            .max(1);
+        let most_units = most_units(properties);
         // Planes of several sizes would take steps of different loops together.
         let plane = hardware.plane_size_min as usize;
         let shuffles = properties.features.plane.contains(Plane::Ops)

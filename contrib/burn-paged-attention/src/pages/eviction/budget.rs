@@ -15,12 +15,10 @@ pub fn pyramid_budgets(
     beta: f64,
     tokens: usize,
 ) -> Result<Vec<usize>, CacheError> {
-    if !(beta > 1.0 && beta.is_finite()) {
-        return Err(CacheError::argument("beta", "a number above 1", beta));
-    }
-    if capacity <= window {
-        let expected = format!("above the window of {window} keys");
-        return Err(CacheError::argument("capacity", expected, capacity));
+    blocksparse::ensure! {
+        CacheError;
+        beta > 1.0 && beta.is_finite() => "beta", "a number above 1", beta;
+        capacity > window => "capacity", format!("above the window of {window} keys"), capacity;
     }
     if tokens <= capacity || layers < 2 {
         return Ok(vec![capacity; layers]);

@@ -28,9 +28,7 @@ pub fn adaptive(
     capacity: usize,
     alpha: f64,
 ) -> Result<Vec<Vec<usize>>, CacheError> {
-    if !(0.0..=1.0).contains(&alpha) {
-        return Err(CacheError::argument("alpha", "from 0 to 1", alpha));
-    }
+    blocksparse::ensure! { CacheError; (0.0..=1.0).contains(&alpha) => "alpha", "from 0 to 1", alpha; }
     let certain = (alpha * capacity as f64) as usize;
     let mut kept: Vec<BTreeSet<usize>> = (scores.iter())
         .map(|scores| best(scores, certain).into_iter().collect())

@@ -124,9 +124,9 @@ impl EvictionConfig {
     /// # Errors
     /// [`CacheError::Argument`] if a share is not above 0 and at most 1.
     pub fn h2o_shares(prompt: usize, heavy: f64, recent: f64) -> Result<Self, CacheError> {
-        let keys = |argument, share: f64| match share > 0.0 && share <= 1.0 {
-            true => Ok((share * prompt as f64) as usize),
-            false => Err(CacheError::argument(argument, "above 0, at most 1", share)),
+        let keys = |argument, share: f64| {
+            blocksparse::ensure! { CacheError; share > 0.0 && share <= 1.0 => argument, "above 0, at most 1", share; }
+            Ok((share * prompt as f64) as usize)
         };
         Ok(Self::h2o(keys("heavy", heavy)?, keys("recent", recent)?))
     }
@@ -196,51 +196,34 @@ impl EvictionConfig {
     pub fn validate(&self) -> Result<(), CacheError> {
         let most = super::super::config::MOST_POSITIONS;
         let with_slack = self.capacity().saturating_add(self.slack);
-        if with_slack > most {
-            let expected = format!("at most {most} with the slack");
-            return Err(CacheError::argument("capacity", expected, with_slack));
-        }
+        blocksparse::ensure! { CacheError; with_slack <= most => "capacity", format!("at most {most} with the slack"), with_slack; }
         if let EvictionScore::Votes { window, pool, .. } = self.score {
-            if window == 0 {
-                return Err(CacheError::argument("window", "at least 1", window));
-            }
-            if window >= self.capacity() {
-                let expected = format!("below the capacity of {} keys", self.capacity());
-                return Err(CacheError::argument("window", expected, window));
-            }
-            if self.recent < window {
-                let expected = format!("at least the {window} queries that vote");
-                return Err(CacheError::argument("recent", expected, self.recent));
-            }
-            if pool % 2 == 0 {
-                return Err(CacheError::argument("pool", "an odd number", pool));
+            blocksparse::ensure! {
+                CacheError;
+                window != 0 => "window", "at least 1", window;
+                window < self.capacity() => "window", format!("below the capacity of {} keys", self.capacity()), window;
+                self.recent >= window => "recent", format!("at least the {window} queries that vote"), self.recent;
+                pool % 2 != 0 => "pool", "an odd number", pool;
             }
         }
-        if self.heavy == 0 {
-            let outside = self.sinks.saturating_add(self.recent);
-            let expected = format!(
-                "at least {}: {} sinks, {} recent keys and one for its score",
-                outside.saturating_add(1),
-                self.sinks,
-                self.recent
-            );
-            return Err(CacheError::argument("capacity", expected, self.capacity()));
+        let &Self { sinks, recent, .. } = self;
+        let least = sinks.saturating_add(recent).saturating_add(1);
+        blocksparse::ensure! {
+            CacheError;
+            self.heavy > 0 => "capacity",
+                format!("at least {least}: {sinks} sinks, {recent} recent keys and one for its score"), self.capacity();
         }
         match self.budget {
-            EvictionBudget::Uniform => Ok(()),
-            EvictionBudget::Pyramid { beta } => match beta > 1.0 && beta.is_finite() {
-                true => Ok(()),
-                false => Err(CacheError::argument("beta", "a number above 1", beta)),
-            },
-            EvictionBudget::Adaptive { .. } if self.is_shared() => Err(CacheError::argument(
-                "budget",
-                "uniform or pyramid: all heads keep the same keys",
-                "adaptive",
-            )),
-            EvictionBudget::Adaptive { alpha } => match (0.0..=1.0).contains(&alpha) {
-                true => Ok(()),
-                false => Err(CacheError::argument("alpha", "from 0 to 1", alpha)),
+            EvictionBudget::Uniform => {}
+            EvictionBudget::Pyramid { beta } => {
+                blocksparse::ensure! { CacheError; beta > 1.0 && beta.is_finite() => "beta", "a number above 1", beta; }
+            }
+            EvictionBudget::Adaptive { alpha } => blocksparse::ensure! {
+                CacheError;
+                !self.is_shared() => "budget", "uniform or pyramid: all heads keep the same keys", "adaptive";
+                (0.0..=1.0).contains(&alpha) => "alpha", "from 0 to 1", alpha;
             },
         }
+        Ok(())
     }
 }

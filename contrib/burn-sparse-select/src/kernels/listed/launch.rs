@@ -141,116 +141,96 @@ struct Pass<'a> {
 impl Pass<'_> {
     /// Walks some lists, after attention to other keys, or added to a gradient, with `carry`.
     fn launch(&self, walk: Walk, lists: &WalkedLists, carry: bool) {
-        let [_, k, v, _] = self.inputs;
+        let &Self {
+            client,
+            request,
+            inputs: [q, k, v, grad_out],
+            out,
+            rows,
+            scale,
+        } = self;
         let far_rows = far_rows([k, v]);
-        match walk {
-            Walk::Warps(tile) => {
-                let inner = Tile {
-                    carry,
-                    far_rows,
-                    ..tile.inner
+        let (log2_scale, _) = scales(scale, None);
+        let all_rows = request.all_rows();
+        for slice in Slice::whole(request.batch, request.kv_heads).cut(client) {
+            // Both kernels have the same arguments, but for masks and counts, and for what they are told of lists.
+            macro_rules! launch {
+                ($kernel:path, $cubes:expr, $units:expr, [$($sizes:expr),*], [$($masks:expr, $counts:expr)?], $out:expr, $lists:expr, $tile:expr) => {
+                    // SAFETY: a cube reads its lists, positions below the lengths in the strides, and writes the rows of its queries; the buffers have the
+                    // lengths they say (see `buffer`).
+                    unsafe {
+                        $kernel(
+                            client,
+                            slice.cubes($cubes),
+                            CubeDim::new_1d($units as u32),
+                            $($sizes,)*
+                            input(q),
+                            input(k),
+                            input(v),
+                            input(grad_out),
+                            buffer(lists.keys, lists.numbers(request)),
+                            $(
+                                buffer($masks, lists.numbers(request)),
+                                buffer($counts, lists.all(request)),
+                            )?
+                            buffer(out, $out),
+                            // Numbers of rows: one, or two for dQ.
+                            buffer(rows, all_rows * if $tile.backward { 2 } else { 1 }),
+                            strides(q),
+                            strides(k),
+                            strides(v),
+                            strides(grad_out),
+                            slice.args(),
+                            $lists,
+                            scale as f32,
+                            log2_scale as f32,
+                            (std::f64::consts::LOG2_E / log2_scale) as f32,
+                            $tile,
+                        )
+                    }
                 };
-                self.on_warps(lists, WalkTile { inner, ..tile });
             }
-            // Gradients are always added.
-            Walk::Warpgroups(tile) => self.on_warpgroups(
-                lists,
-                WarpgroupTile {
-                    carry: carry && !tile.backward,
-                    far_rows,
-                    ..tile
-                },
-            ),
-        }
-    }
-
-    /// Numbers of rows: one, or two for dQ.
-    fn of_rows(&self, backward: bool) -> usize {
-        self.request.all_rows() * if backward { 2 } else { 1 }
-    }
-
-    fn on_warps(&self, lists: &WalkedLists, tile: WalkTile) {
-        let &Self {
-            client,
-            request,
-            inputs: [q, k, v, grad_out],
-            out,
-            rows,
-            scale,
-        } = self;
-        let (log2_scale, _) = scales(scale, None);
-        let in_out = words(request.all_rows() * tile.out_dim());
-        for slice in Slice::whole(request.batch, request.kv_heads).cut(client) {
-            // SAFETY: a cube reads its query's list, positions below the lengths in the strides, and writes the rows of its query; the buffers have the
-            // lengths they say (see `buffer`).
-            unsafe {
-                walk::walk::launch_unchecked(
-                    client,
-                    slice.cubes(request.seq_q),
-                    CubeDim::new_1d(tile.inner.units() as u32),
-                    input(q),
-                    input(k),
-                    input(v),
-                    input(grad_out),
-                    buffer(lists.keys, lists.numbers(request)),
-                    buffer(out, in_out),
-                    buffer(rows, self.of_rows(tile.backward)),
-                    strides(q),
-                    strides(k),
-                    strides(v),
-                    strides(grad_out),
-                    slice.args(),
-                    lists.most as u32,
-                    scale as f32,
-                    log2_scale as f32,
-                    (std::f64::consts::LOG2_E / log2_scale) as f32,
-                    tile,
-                );
-            }
-        }
-    }
-
-    fn on_warpgroups(&self, lists: &WalkedLists, tile: WarpgroupTile) {
-        let &Self {
-            client,
-            request,
-            inputs: [q, k, v, grad_out],
-            out,
-            rows,
-            scale,
-        } = self;
-        let (log2_scale, _) = scales(scale, None);
-        for slice in Slice::whole(request.batch, request.kv_heads).cut(client) {
-            // SAFETY: a cube reads its list, positions below the lengths in the strides, and writes the rows of its queries; the buffers have the lengths
-            // they say (see `buffer`).
-            unsafe {
-                warpgroups::walk::walk::launch_unchecked(
-                    client,
-                    slice.cubes(lists.count),
-                    CubeDim::new_1d(tile.units() as u32),
-                    tile.cols / 2,
-                    tile.cols / 4,
-                    WarpgroupTile::sums(tile.out_dim()),
-                    input(q),
-                    input(k),
-                    input(v),
-                    input(grad_out),
-                    buffer(lists.keys, lists.numbers(request)),
-                    buffer(lists.masks, lists.numbers(request)),
-                    buffer(lists.counts, lists.all(request)),
-                    buffer(out, request.all_rows() * tile.out_dim() / 8),
-                    buffer(rows, self.of_rows(tile.backward)),
-                    strides(q),
-                    strides(k),
-                    strides(v),
-                    strides(grad_out),
-                    slice.args(),
-                    lists.args(),
-                    scale as f32,
-                    log2_scale as f32,
-                    (std::f64::consts::LOG2_E / log2_scale) as f32,
-                    tile,
-                );
+            match walk {
+                Walk::Warps(tile) => {
+                    let inner = Tile {
+                        carry,
+                        far_rows,
+                        ..tile.inner
+                    };
+                    let tile = WalkTile { inner, ..tile };
+                    launch!(
+                        walk::walk::launch_unchecked,
+                        request.seq_q,
+                        inner.units(),
+                        [],
+                        [],
+                        words(all_rows * tile.out_dim()),
+                        lists.most as u32,
+                        tile
+                    );
+                }
+                Walk::Warpgroups(tile) => {
+                    let tile = WarpgroupTile {
+                        // Gradients are always added.
+                        carry: carry && !tile.backward,
+                        far_rows,
+                        ..tile
+                    };
+                    launch!(
+                        warpgroups::walk::walk::launch_unchecked,
+                        lists.count,
+                        tile.units(),
+                        [
+                            tile.cols / 2,
+                            tile.cols / 4,
+                            WarpgroupTile::sums(tile.out_dim())
+                        ],
+                        [lists.masks, lists.counts],
+                        all_rows * tile.out_dim() / 8,
+                        lists.args(),
+                        tile
+                    );
+                }
             }
         }
     }

@@ -10,8 +10,8 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use crate::kernels::rows::products::{
-    ACROSS, OWN, ProductTile, RowsOf, SIDE, is_before, multiply_shared, own_column, own_row,
-    share_rows,
+    ACROSS, OWN, ProductTile, RowsOf, SIDE, best_of_shared_row, is_before, multiply_shared,
+    own_column, share_rows,
 };
 use crate::kernels::rows::split;
 use crate::kernels::rows::split::{EIGHT, SplitTile, load_rows, own_eight, products, share_eight};
@@ -232,7 +232,6 @@ fn bucket_by_units<E: Float, A: Float, N: Size>(
         rows: sizes.length,
         vectors: sizes.vectors,
     };
-    let unit = UNIT_POS as usize;
     let half = sizes.half as u32;
     let mut best = Array::<A>::new(OWN);
     let mut best_at = Array::<u32>::new(OWN);
@@ -283,24 +282,7 @@ fn bucket_by_units<E: Float, A: Float, N: Size>(
             }
         }
     }
-    #[unroll]
-    for i in 0..OWN {
-        let at = own_row(i) * ACROSS + own_column(0usize);
-        parts[at] = best[i];
-        parts_at[at] = best_at[i];
-    }
-    sync_cube();
-    let mut size = parts[unit * ACROSS];
-    let mut bucket = parts_at[unit * ACROSS];
-    #[unroll]
-    for other in 1..ACROSS {
-        let number = parts[unit * ACROSS + other];
-        let at = parts_at[unit * ACROSS + other];
-        let is_better = is_before::<A>(number, at, size, bucket);
-        size = select(is_better, number, size);
-        bucket = select(is_better, at, bucket);
-    }
-    bucket
+    best_of_shared_row::<A>(&best, &best_at, &mut parts, &mut parts_at)
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]

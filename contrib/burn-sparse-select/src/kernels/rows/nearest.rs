@@ -12,8 +12,8 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use crate::kernels::rows::products::{
-    ACROSS, OWN, ProductTile, RowsOf, SIDE, is_before, multiply_shared, own_column, own_row,
-    share_rows,
+    ACROSS, OWN, ProductTile, RowsOf, SIDE, best_of_shared_row, multiply_shared, own_column,
+    own_row, share_rows,
 };
 use crate::kernels::rows::split;
 use crate::kernels::rows::split::{
@@ -178,23 +178,7 @@ fn compare<E: Float, N: Size>(
         }
     }
     sync_cube();
-    #[unroll]
-    for i in 0..OWN {
-        let at = own_row(i) * ACROSS + own_column(0usize);
-        parts[at] = best[i];
-        highest_at[at] = best_at[i];
-    }
-    sync_cube();
-    let mut highest = parts[unit * ACROSS];
-    let mut mean = highest_at[unit * ACROSS];
-    #[unroll]
-    for other in 1..ACROSS {
-        let number = parts[unit * ACROSS + other];
-        let at = highest_at[unit * ACROSS + other];
-        let is_higher = is_before::<f32>(number, at, highest, mean);
-        highest = select(is_higher, number, highest);
-        mean = select(is_higher, at, mean);
-    }
+    let mean = best_of_shared_row::<f32>(&best, &best_at, &mut parts, &mut highest_at);
     if first + unit < sizes.length {
         nearest[list * sizes.length + first + unit] = (head * sizes.means + mean as usize) as i32;
     }

@@ -17,7 +17,7 @@ use cubecl::server::Handle;
 use crate::kernels::rows::order_places::{NONE, Sizes, SizesLaunch, fill, put, token_at};
 use crate::kernels::rows::order_planes;
 use crate::kernels::rows::order_planes::ByPlanes;
-use blocksparse_cubecl::args::{address_of, buffer, spread};
+use blocksparse_cubecl::args::{address_of, buffer, most_units, spread};
 use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::rows::typed::Typed;
 
@@ -211,12 +211,11 @@ pub fn counting_argsort_rounds(
     KernelError::check_u32("the numbers of a sort", 2 * all.max(rooms))?;
     let address = address_of(client, all.max(rooms))?;
     let cubes = spread(client, groups as u64)?;
-    let hardware = &client.properties().hardware;
-    let most = (hardware.max_units_per_cube as usize).min(hardware.max_cube_dim.0 as usize);
+    let most = most_units(client.properties());
     let by_planes = ByPlanes::new(client.properties());
     let units = match by_planes {
         Some(by) => by.units(),
-        None => UNITS.min(1 << most.max(1).ilog2()),
+        None => UNITS.min(1 << most.ilog2()),
     };
     let of_pass = by_planes.map_or(BITS, |_| order_planes::BITS);
     let bits = (count - 1).checked_ilog2().map_or(1, |bits| bits + 1);
@@ -235,43 +234,34 @@ pub fn counting_argsort_rounds(
             (length, all)
         };
         let sizes = SizesLaunch::new(groups, length, rounds, room, count as u32, number * of_pass);
-        let [at_places, of_tokens, numbers] = [
-            buffer(&made[0], rooms),
-            buffer(&made[1], all),
-            buffer(&made[2], rooms),
-        ];
         let (dim, first) = (CubeDim::new_1d(units as u32), number == 0);
-        // SAFETY: a cube reads and writes numbers of its own group; places are those of a permutation of its tokens, so below its length. The order before is
-        // that of a pass before, or is not read.
-        unsafe {
-            match by_planes {
-                Some(by) => order_planes::sort_by_planes::launch_unchecked(
-                    client,
-                    cubes.clone(),
-                    dim,
-                    address,
-                    buffer(buckets, all),
-                    buffer(&before, all),
-                    at_places,
-                    of_tokens,
-                    numbers,
-                    sizes,
-                    ByPlanes { first, ..by },
-                ),
-                None => sort::launch_unchecked(
-                    client,
-                    cubes.clone(),
-                    dim,
-                    address,
-                    buffer(buckets, all),
-                    buffer(&before, all),
-                    at_places,
-                    of_tokens,
-                    numbers,
-                    sizes,
-                    Pass { units, first },
-                ),
-            }
+        macro_rules! launch {
+            ($kernel:path, $pass:expr) => {
+                // SAFETY: a cube reads and writes numbers of its own group; places are those of a permutation of its tokens, so below its length. The order
+                // before is that of a pass before, or is not read.
+                unsafe {
+                    $kernel(
+                        client,
+                        cubes.clone(),
+                        dim,
+                        address,
+                        buffer(buckets, all),
+                        buffer(&before, all),
+                        buffer(&made[0], rooms),
+                        buffer(&made[1], all),
+                        buffer(&made[2], rooms),
+                        sizes,
+                        $pass,
+                    )
+                }
+            };
+        }
+        match by_planes {
+            Some(by) => launch!(
+                order_planes::sort_by_planes::launch_unchecked,
+                ByPlanes { first, ..by }
+            ),
+            None => launch!(sort::launch_unchecked, Pass { units, first }),
         }
         let [tokens, ..] = made;
         before = tokens;

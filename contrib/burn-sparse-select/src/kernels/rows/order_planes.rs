@@ -8,6 +8,7 @@ use cubecl::prelude::*;
 
 use crate::kernels::rows::order_places::{NONE, Sizes, fill, put, token_at};
 use blocksparse_cubecl::arch::planes;
+use blocksparse_cubecl::args::most_units;
 
 /// Bits that a pass sorts by.
 pub(crate) const BITS: u32 = 8;
@@ -37,8 +38,7 @@ impl ByPlanes {
             && hardware.plane_size_min == hardware.plane_size_max
             && lanes.is_power_of_two()
             && (4..=MOST_LANES).contains(&lanes);
-        let most = (hardware.max_units_per_cube).min(hardware.max_cube_dim.0) as usize;
-        let planes = PLANES.min(most / lanes.max(1));
+        let planes = PLANES.min(most_units(properties) / lanes.max(1));
         let shared = (planes + 1) * DIGITS * size_of::<u32>();
         (fits && planes > 0 && shared <= hardware.max_shared_memory_size).then_some(Self {
             lanes,

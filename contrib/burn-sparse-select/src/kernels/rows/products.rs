@@ -181,3 +181,33 @@ pub(crate) fn multiply_shared<A: Float, N: Size>(
 pub(crate) fn is_before<A: Float>(product: A, at: u32, best: A, best_at: u32) -> bool {
     product > best || (product == best && at < best_at)
 }
+
+/// The column of the best product of a unit's row, of those that units that share rows found of theirs: `parts` and `places` have a number for each row and
+/// unit along it.
+#[cube]
+pub(crate) fn best_of_shared_row<A: Float>(
+    best: &Array<A>,
+    best_at: &Array<u32>,
+    parts: &mut [A],
+    places: &mut [u32],
+) -> u32 {
+    #[unroll]
+    for i in 0..OWN {
+        let at = own_row(i) * ACROSS + own_column(0usize);
+        parts[at] = best[i];
+        places[at] = best_at[i];
+    }
+    sync_cube();
+    let first = UNIT_POS as usize * ACROSS;
+    let mut product = parts[first];
+    let mut column = places[first];
+    #[unroll]
+    for other in 1..ACROSS {
+        let number = parts[first + other];
+        let at = places[first + other];
+        let is_better = is_before::<A>(number, at, product, column);
+        product = select(is_better, number, product);
+        column = select(is_better, at, column);
+    }
+    column
+}

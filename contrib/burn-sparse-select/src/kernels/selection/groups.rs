@@ -19,7 +19,7 @@ use cubecl::server::Handle;
 
 use crate::kernels::selection::products::{RowsView, RunSums, pitch, products};
 use crate::kernels::selection::{NUMBERS, UNITS, lanes_of_rows};
-use blocksparse_cubecl::args::{address_of, buffer, spread};
+use blocksparse_cubecl::args::{address_of, buffer, spread, vector_of};
 use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
 
@@ -188,12 +188,7 @@ fn grouped(
     stride: usize,
     turned: bool,
 ) -> Result<Handle, KernelError> {
-    let most = (16 / element.size()).min(client.properties().hardware.max_vector_size.max(1));
-    let vector = (0..=most.ilog2())
-        .rev()
-        .map(|power| 1 << power)
-        .find(|vector| width.is_multiple_of(*vector))
-        .unwrap_or(1);
+    let vector = vector_of(client.properties(), element.size(), &[width]);
     let vectors = width / vector;
     let count = lists * padded * vectors;
     let made = client.empty(count * vector * element.size());

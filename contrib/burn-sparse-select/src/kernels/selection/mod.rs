@@ -47,6 +47,7 @@ mod touched;
 use cubecl::ir::features::Plane;
 use cubecl::prelude::*;
 
+use blocksparse_cubecl::args::most_units;
 use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::shared::row_tile::RowTile;
 
@@ -96,8 +97,7 @@ pub(crate) fn across_cube(client: &Client) -> RowTile {
 /// # Errors
 /// [`KernelError`] if its cubes are too small.
 pub fn check(client: &Client) -> Result<(), KernelError> {
-    let hardware = &client.properties().hardware;
-    let most = (hardware.max_units_per_cube as usize).min(hardware.max_cube_dim.0 as usize);
+    let most = most_units(client.properties());
     match most >= UNITS {
         true => Ok(()),
         false => {

@@ -13,7 +13,7 @@ use crate::kernels::selection::digits::{
 };
 use crate::kernels::selection::lanes_of_rows;
 use crate::kernels::selection::threshold_parts::{digits_of_parts, is_parted};
-use blocksparse_cubecl::args::{address_of, buffer, spread};
+use blocksparse_cubecl::args::{address_of, buffer, most_units, spread};
 use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::shared::row_tile::{Combine, across_lanes};
 
@@ -99,7 +99,7 @@ pub(crate) fn least_of_lists(
     let reach = (lines - 1) * step + len;
     crate::kernels::selection::counted("the numbers of lines", reach)?;
     let hardware = &client.properties().hardware;
-    let most = (hardware.max_units_per_cube as usize).min(hardware.max_cube_dim.0 as usize);
+    let most = most_units(client.properties());
     let bytes = |units: usize| ((DIGITS + 2) * units + DIGITS) * size_of::<f32>();
     let is_long = len >= LONG * FEW && most >= MANY;
     let units = match is_long && bytes(MANY) <= hardware.max_shared_memory_size {
