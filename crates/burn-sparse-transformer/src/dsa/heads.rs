@@ -1,5 +1,7 @@
 //! The choice of an indexer, attention over it, and what the indexer learns by.
 
+use std::fmt;
+
 use burn::module::Module;
 use burn::tensor::{Device, Tensor};
 use burn_blocksparse::AttentionOptions;
@@ -8,7 +10,6 @@ use burn_sparse_select::dsa::{Dsa, DsaIndex, DsaTarget};
 use super::indexed::{Indexed, cached_keys, seen};
 use super::{DsaHeadsConfig, DsaIndexer, DsaStage};
 use crate::call::Seen;
-use crate::content::ContentAttention;
 use crate::heads::Positions;
 use crate::linear::linear_flops;
 use crate::{SparseMhaCache, SparseMultiHeadAttentionConfig, TransformerError};
@@ -99,8 +100,8 @@ impl Indexed for DsaHeads {
         self.stage
     }
 
-    fn content(&self) -> ContentAttention {
-        ContentAttention::Dsa(self.config.clone())
+    fn write(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.config.write(f)
     }
 
     fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<DsaIndex, TransformerError> {

@@ -1,5 +1,7 @@
 //! What layers have in common whose keys an indexer chooses: the stages of its training, its keys in caches, and their place instead of a pattern.
 
+use std::fmt;
+
 use burn::module::Content;
 use burn::nn::{Linear, LinearConfig, RotaryEncoding};
 use burn::tensor::{Device, Tensor};
@@ -7,7 +9,6 @@ use burn_blocksparse::{AttentionOptions, Pattern};
 
 use super::DsaStage;
 use crate::call::{Call, Seen};
-use crate::content::ContentAttention;
 use crate::error::{ensure, ensure_none};
 use crate::heads::{Positions, validate_rope};
 use crate::kind::{AttentionKind, display};
@@ -23,7 +24,8 @@ pub(crate) trait Indexed {
 
     fn stage(&self) -> DsaStage;
 
-    fn content(&self) -> ContentAttention;
+    /// As it is written.
+    fn write(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result;
 
     /// Of tokens `[batch, seq, d_model]`, which are detached.
     fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<Self::Index, TransformerError>;
@@ -124,7 +126,7 @@ impl<H: Indexed> AttentionKind for H {
     fn ensure_replaceable(&self) -> Result<(), TransformerError> {
         let expected =
             "none with padding, packed sequences and weights, which know nothing of its indexer";
-        let content = self.content();
+        let content = fmt::from_fn(|f| self.write(f));
         Err(TransformerError::argument("content", expected, content))
     }
 
@@ -151,7 +153,7 @@ impl<H: Indexed> AttentionKind for H {
     }
 
     fn display(&self, shown: Content) -> Content {
-        display(shown, &self.content(), 0)
+        display(shown, &fmt::from_fn(|f| self.write(f)), 0)
     }
 }
 

@@ -1,5 +1,7 @@
 //! An index branch, its choice, attention over it, and what the branch learns by.
 
+use std::fmt;
+
 use burn::module::Module;
 use burn::nn::{Linear, RmsNorm, RmsNormConfig, RotaryEncoding};
 use burn::tensor::{DType, Device, FloatDType, Tensor};
@@ -9,7 +11,6 @@ use burn_sparse_select::msa::{Msa, MsaIndex, MsaTarget};
 
 use super::MsaHeadsConfig;
 use crate::call::Seen;
-use crate::content::ContentAttention;
 use crate::dsa::DsaStage;
 use crate::dsa::indexed::{Indexed, cached_keys, rotated, seen};
 use crate::heads::{Positions, rotate_first};
@@ -129,8 +130,8 @@ impl Indexed for MsaHeads {
         self.stage
     }
 
-    fn content(&self) -> ContentAttention {
-        ContentAttention::Msa(self.config.clone())
+    fn write(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.config.write(f)
     }
 
     fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<MsaIndex, TransformerError> {
