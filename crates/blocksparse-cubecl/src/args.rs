@@ -290,22 +290,6 @@ pub fn load_width(
     Ok(width)
 }
 
-/// Numbers of a load of 16 bytes at most that divides rows of all these widths, where the widest number has so many bytes.
-pub fn vector_of(properties: &DeviceProperties, bytes: usize, widths: &[usize]) -> usize {
-    let most = (16 / bytes).min(properties.hardware.max_vector_size.max(1));
-    (0..=most.ilog2())
-        .rev()
-        .map(|power| 1 << power)
-        .find(|vector| widths.iter().all(|width| width.is_multiple_of(*vector)))
-        .unwrap_or(1)
-}
-
-/// Units of a cube of one dimension, at most.
-pub fn most_units(properties: &DeviceProperties) -> usize {
-    let hardware = &properties.hardware;
-    (hardware.max_units_per_cube.min(hardware.max_cube_dim.0) as usize).max(1)
-}
-
 /// The type of indices into `largest` elements.
 pub fn address_of(client: &Client, largest: usize) -> Result<AddressType, KernelError> {
     address_in(client.properties(), largest)

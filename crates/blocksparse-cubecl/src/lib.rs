@@ -57,6 +57,8 @@ pub mod hopper;
 #[doc(hidden)]
 pub mod known;
 #[doc(hidden)]
+pub mod limits;
+#[doc(hidden)]
 pub mod masses;
 #[cfg(feature = "cuda-asm")]
 #[doc(hidden)]

@@ -13,8 +13,9 @@ use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use blocksparse_cubecl::args::{address_of, buffer, most_units, optional};
+use blocksparse_cubecl::args::{address_of, buffer, optional};
 use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::limits::most_units;
 use blocksparse_cubecl::shared::order_key::{INFINITE, number};
 use blocksparse_cubecl::shared::row_tile::{
     Combine, Pair, RowTile, across_lanes, pair_across_lanes, pair_shared,

@@ -12,7 +12,7 @@ use cubecl::prelude::*;
 
 use super::tables::{Heads, table_word};
 use super::words::{Cut, Extent, Places, counted, entries_of, filled, listed_words, place};
-use crate::args::most_units;
+use crate::limits::most_units;
 
 /// Tiles of a pattern, at most: their steps are in shared memory, and each is compared with all.
 pub const MOST_TILES: usize = 1024;

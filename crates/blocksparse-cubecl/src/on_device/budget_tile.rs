@@ -4,8 +4,8 @@ use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 
 use crate::arch::planes::{LANES, are_there, have_ptx};
-use crate::args::most_units;
 use crate::error::KernelError;
+use crate::limits::most_units;
 use crate::shared::row_tile::RowTile;
 use blocksparse::internal::parts_of;
 use blocksparse::{Budget, EstimateKind, Rule};

@@ -15,8 +15,9 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::{UNITS, cubes, units};
-use crate::args::{buffer, most_units};
+use crate::args::buffer;
 use crate::error::KernelError;
+use crate::limits::most_units;
 use crate::shared::order_key::key;
 
 /// Units of a cube that has a part, or a list.

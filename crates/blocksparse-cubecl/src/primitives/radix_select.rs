@@ -20,8 +20,8 @@ use cubecl::ir::{ElemType, Type, UIntKind};
 use cubecl::prelude::*;
 
 use crate::arch::planes;
-use crate::args::most_units;
 use crate::error::KernelError;
+use crate::limits::most_units;
 use crate::shared::bins::Bins;
 use crate::shared::unit_sums::{UnitSums, before_and_all};
 

@@ -4,8 +4,9 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::args::{address_of, buffer, most_units};
+use crate::args::{address_of, buffer};
 use crate::error::KernelError;
+use crate::limits::most_units;
 
 /// Units of a cube.
 const UNITS: usize = 256;

@@ -7,7 +7,7 @@ use cubecl::ir::ElemType;
 use cubecl::ir::features::Plane;
 use cubecl::prelude::*;
 
-use crate::args::{most_units, vector_of};
+use crate::limits::{most_units, vector_of};
 
 /// Units of a cube, where a row has fewer.
 const CUBE_UNITS: usize = 256;

@@ -4,8 +4,9 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use blocksparse_cubecl::args::{address_of, buffer, most_units, spread, vector_of};
+use blocksparse_cubecl::args::{address_of, buffer, spread};
 use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::limits::{most_units, vector_of};
 
 /// Units of a cube.
 const UNITS: usize = 256;

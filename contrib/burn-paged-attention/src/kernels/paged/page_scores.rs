@@ -14,8 +14,9 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use crate::kernels::paged::summary::{Summary, check_float};
-use blocksparse_cubecl::args::{address_of, buffer, most_units, spread, vector_of};
+use blocksparse_cubecl::args::{address_of, buffer, spread};
 use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::limits::{most_units, vector_of};
 
 /// Units of a cube.
 const UNITS: usize = 256;

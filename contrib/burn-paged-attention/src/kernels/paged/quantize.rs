@@ -10,8 +10,9 @@ use cubecl::server::Handle;
 use crate::kernels::paged::append::{AppendShape, Rows, row_slot};
 use blocksparse::Quantization;
 use blocksparse::internal::SMALLEST;
-use blocksparse_cubecl::args::{address_of, buffer, most_units, spread};
+use blocksparse_cubecl::args::{address_of, buffer, spread};
 use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::limits::most_units;
 use blocksparse_cubecl::shared::codec::{INFINITY, encode};
 
 /// Units of a cube.

@@ -6,8 +6,9 @@ use cubecl::server::Handle;
 
 use crate::kernels::paged::append::{AppendShape, Rows, row_slot};
 use blocksparse::Quantization;
-use blocksparse_cubecl::args::{address_of, buffer, most_units, optional, spread, vector_of};
+use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
 use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::limits::{most_units, vector_of};
 use blocksparse_cubecl::shared::codec::decode_word;
 
 /// Units of a cube.

@@ -6,7 +6,7 @@ use cubecl::prelude::*;
 use crate::kernels::paged::PagedShape;
 use crate::kernels::paged::walk::Walked;
 use blocksparse::Quantization;
-use blocksparse_cubecl::args::most_units;
+use blocksparse_cubecl::limits::most_units;
 
 /// Units of a cube where units of a plane exchange numbers.
 const CUBE_UNITS: usize = 256;

@@ -17,8 +17,9 @@ use cubecl::server::Handle;
 use crate::kernels::rows::order_places::{NONE, Sizes, SizesLaunch, fill, put, token_at};
 use crate::kernels::rows::order_planes;
 use crate::kernels::rows::order_planes::ByPlanes;
-use blocksparse_cubecl::args::{address_of, buffer, most_units, spread};
+use blocksparse_cubecl::args::{address_of, buffer, spread};
 use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::limits::most_units;
 use blocksparse_cubecl::rows::typed::Typed;
 
 /// Units of a cube of a sort, at most.

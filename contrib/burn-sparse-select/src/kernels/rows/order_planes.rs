@@ -8,7 +8,7 @@ use cubecl::prelude::*;
 
 use crate::kernels::rows::order_places::{NONE, Sizes, fill, put, token_at};
 use blocksparse_cubecl::arch::planes;
-use blocksparse_cubecl::args::most_units;
+use blocksparse_cubecl::limits::most_units;
 
 /// Bits that a pass sorts by.
 pub(crate) const BITS: u32 = 8;

@@ -47,8 +47,8 @@ mod touched;
 use cubecl::ir::features::Plane;
 use cubecl::prelude::*;
 
-use blocksparse_cubecl::args::most_units;
 use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::limits::most_units;
 use blocksparse_cubecl::shared::row_tile::RowTile;
 
 pub use alike::{AlikeScores, alike_scores};

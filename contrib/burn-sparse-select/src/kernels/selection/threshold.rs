@@ -13,8 +13,9 @@ use crate::kernels::selection::digits::{
 };
 use crate::kernels::selection::lanes_of_rows;
 use crate::kernels::selection::threshold_parts::{digits_of_parts, is_parted};
-use blocksparse_cubecl::args::{address_of, buffer, most_units, spread};
+use blocksparse_cubecl::args::{address_of, buffer, spread};
 use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::limits::most_units;
 use blocksparse_cubecl::shared::row_tile::{Combine, across_lanes};
 
 /// What of a line is kept.
