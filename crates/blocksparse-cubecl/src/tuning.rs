@@ -72,7 +72,7 @@ impl Default for Tuning {
             pairs: true,
             key_picks: KeyPicking::Parts,
             row_products: true,
-            few_rows: [2, 64],
+            few_rows: [2, 16],
             coarse: None,
             simt_tile: None,
             simt_sums: 1024,
