@@ -179,7 +179,7 @@ impl<'a> Problem<'a> {
         Ok(())
     }
 
-    /// Compares all results with those of the walks of the `simt` tier, and with those of a second time.
+    /// Compares all results with those of the two mainloops of the `simt` tier, and with those of a second time.
     pub fn verify(&self, plan: &AttentionPlan) -> Result<()> {
         let results = |plan: &AttentionPlan| {
             let outputs = Outputs::new(self.client, self.workload, self.args);
@@ -188,7 +188,7 @@ impl<'a> Problem<'a> {
             outputs.read(self.client, self.args.dtype.element())
         };
         let (ours, again) = (results(plan)?, results(plan)?);
-        let limit = TierLimit::SimtWalks;
+        let limit = TierLimit::SimtUnfused;
         let simt = AttentionPlan::with_limit(self.client, &self.layout, self.request, limit)?;
         let simt = results(&simt)?;
         print!("{:<30}", self.workload.label());

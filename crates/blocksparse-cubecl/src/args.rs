@@ -9,6 +9,10 @@ use cubecl::server::Handle;
 use super::call::{BiasView, Request, TableView, TensorView};
 use super::error::KernelError;
 use super::seeds;
+use super::shared::addressing::{
+    InputStridesLaunch, ListingLaunch, OperandStridesLaunch, PlanPartsLaunch, ScheduleLaunch,
+    Strides, StridesLaunch,
+};
 use super::shared::biases::{BiasStridesLaunch, DistancesLaunch};
 #[cfg(feature = "cuda-asm")]
 use super::shared::distances::{TableArgs, TableArgsLaunch};
@@ -17,10 +21,6 @@ use super::shared::dropout::DropoutArgsLaunch;
 use super::shared::dropout::MaskLaunch;
 #[cfg(feature = "cuda-asm")]
 use super::shared::score::ScoreNumbersLaunch;
-use super::shared::walk::{
-    InputStridesLaunch, ListingLaunch, OperandStridesLaunch, PlanPartsLaunch, ScheduleLaunch,
-    Strides, StridesLaunch,
-};
 use super::slices::Slice;
 use super::uploaded::{self, DevicePlan};
 use blocksparse::plan::Sections;

@@ -8,9 +8,9 @@
 //! ```
 //!
 //! Only the pairs in kept blocks are computed. The forward and the dQ kernel give a cube a tile of
-//! queries, which walks the keys it needs; the dK/dV kernel gives it a tile of keys, which walks the queries that need
+//! queries, which reads the keys it needs; the dK/dV kernel gives it a tile of keys, which reads the queries that need
 //! them: there every number has one writer. A fused backward pass has several for dQ: tiles of keys add their parts to sums in f32, in an order that the
-//! plan fixes. So the same input gives the same bits. Atomics in no order count whole numbers alone. [`plan`](blocksparse::plan) says what a cube walks.
+//! plan fixes. So the same input gives the same bits. Atomics in no order count whole numbers alone. [`plan`](blocksparse::plan) says what a cube computes.
 //!
 //! A call is a [`Request`] over a layout. [`AttentionPlan`] is what it will run, chosen from the layout, the request and the device; it
 //! prints. Nothing falls back silently: what cannot run is a [`KernelError`] before anything is launched.

@@ -309,7 +309,7 @@ impl Segments {
         let [table_start, numbers] = summed.stats_len();
         let [v, grad_out] = summed.gradient.unwrap_or(summed.inputs);
         for slice in Slice::whole(request.batch, heads).cut(client) {
-            // SAFETY: a cube walks the tiles that the plan has for its segment, reads positions below the lengths in the strides, writes its
+            // SAFETY: a cube reads the tiles that the plan has for its segment, reads positions below the lengths in the strides, writes its
             // own sums, and the buffers have the lengths they say (see `buffer`).
             unsafe {
                 kernel::launch_unchecked(

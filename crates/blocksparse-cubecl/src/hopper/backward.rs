@@ -1,4 +1,4 @@
-//! The backward kernel: dQ, dK and dV in one walk over columns. A cube has a tile of keys, a warpgroup 64 of them, and walks the
+//! The backward kernel: dQ, dK and dV in one loop over columns. A cube has a tile of keys, a warpgroup 64 of them, and reads the
 //! queries that see the tile.
 //!
 //! ```text
@@ -48,8 +48,8 @@ use super::rows::pack_all;
 use super::shares::store_gradient;
 use super::tiles::BackwardTile;
 use crate::arch::sm90::*;
+use crate::shared::addressing::{Four, Listing, PlanParts};
 use crate::shared::score::ScoreNumbers;
-use crate::shared::walk::{Four, Listing, PlanParts};
 use blocksparse::plan::MASKED_STEP;
 
 /// `k`, `v`, `q`, `grad_out` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`;

@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use crate::arch::sm90::*;
-use crate::shared::walk::PlanParts;
+use crate::shared::addressing::PlanParts;
 
 /// A unit holds parts of rows `r` and `r + 8`.
 pub const ROW_PAIR: u32 = 8;

@@ -25,9 +25,9 @@ use super::product::*;
 use super::score::*;
 use super::tile::*;
 use crate::arch::sm80::*;
+use crate::shared::addressing::{Four, InputStrides, Listing, Schedule, batch_of, head_of};
 use crate::shared::dropout::DropoutArgs;
 use crate::shared::score::{LOWEST_MAX, SLACK, ScoreNumbers};
-use crate::shared::walk::{Four, InputStrides, Listing, Schedule, batch_of, head_of};
 
 /// `q`, `k`, `v` with any strides of 16 bytes in their outer dimensions, in words; `out` `[batch, heads, seq_q, value_dim]`, also in
 /// words, and `lse` and `max_scores` `[batch, heads, seq_q]` contiguous.

@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use crate::kernels::paged::PagedShape;
-use crate::kernels::paged::walk::Walked;
+use crate::kernels::paged::page_list::PageListShape;
 use blocksparse::Quantization;
 use blocksparse_cubecl::arch::ptx::Half;
 use blocksparse_cubecl::call::check_ampere;
@@ -57,7 +57,7 @@ pub struct MmaTile {
     pub visibility: bool,
     /// Whether entries of the table are selected.
     pub selected: bool,
-    /// Whether the cube that ends last joins the shares of a walk.
+    /// Whether the cube that ends last joins the shares of a page list.
     pub fused: bool,
     /// Whether there are sinks, which are joined with the shares.
     pub sinks: bool,
@@ -121,7 +121,7 @@ impl MmaTile {
         })
     }
 
-    /// The same that joins so many shares of a walk itself, if it can and that takes less time than another launch. The units of its cube have to do all of
+    /// The same that joins so many shares of a page list itself, if it can and that takes less time than another launch. The units of its cube have to do all of
     /// it, and the loads of a round come back together.
     #[must_use]
     pub fn joining(mut self, shape: &PagedShape, shares: usize) -> Self {
@@ -142,9 +142,9 @@ impl MmaTile {
         if self.apart() { 6 } else { 3 }
     }
 
-    /// What its walk is.
-    pub fn walked(&self) -> Walked {
-        Walked {
+    /// What is known of its page lists.
+    pub fn page_list_shape(&self) -> PageListShape {
+        PageListShape {
             units: self.units(),
             page: self.page,
             selected: self.selected,

@@ -4,7 +4,7 @@ use cubecl::ir::features::Plane;
 use cubecl::prelude::*;
 
 use crate::kernels::paged::PagedShape;
-use crate::kernels::paged::walk::Walked;
+use crate::kernels::paged::page_list::PageListShape;
 use blocksparse::Quantization;
 use blocksparse_cubecl::limits::most_units;
 
@@ -151,9 +151,9 @@ impl Tile {
         })
     }
 
-    /// What its walk is.
-    pub fn walked(&self) -> Walked {
-        Walked {
+    /// What is known of its page lists.
+    pub fn page_list_shape(&self) -> PageListShape {
+        PageListShape {
             units: self.units(),
             page: self.page,
             selected: self.selected,

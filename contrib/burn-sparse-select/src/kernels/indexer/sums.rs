@@ -19,7 +19,7 @@ use crate::kernels::indexer::warpgroups::{ByteSums, GroupSums};
 use crate::kernels::indexer::{mma, warpgroups};
 use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
 use blocksparse_cubecl::error::KernelError;
-use blocksparse_cubecl::shared::walk::Four;
+use blocksparse_cubecl::shared::addressing::Four;
 
 /// Rows of products of a unit.
 const OWN: usize = 8;

@@ -6,7 +6,7 @@
 use cubecl::prelude::*;
 
 use blocksparse_cubecl::arch::sm90::*;
-use blocksparse_cubecl::shared::walk::Four;
+use blocksparse_cubecl::shared::addressing::Four;
 
 /// What is known when the kernel is compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

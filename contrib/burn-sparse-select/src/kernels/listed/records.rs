@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use blocksparse_cubecl::arch::ptx::{Half, pack, unpack};
-use blocksparse_cubecl::shared::walk::Four;
+use blocksparse_cubecl::shared::addressing::Four;
 
 /// Units of a cube.
 pub const UNITS: usize = 128;

@@ -90,7 +90,7 @@ fn finish<A: Float, N: Size>(
 /// da = m ∘ ds     db = Σ da      dγ = Σ dh ∘ x̂      dβ = Σ dh
 /// ```
 ///
-/// A cube walks many rows and keeps its part of the sums over rows in registers; `partial` is `[cubes, sums, pitch]`. Without `grad_normed`
+/// A cube reads many rows and keeps its part of the sums over rows in registers; `partial` is `[cubes, sums, pitch]`. Without `grad_normed`
 /// ds is ds'.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn backward<S: Float, B: Float, G: Float, H: Float, A: Float, N: Size>(

@@ -25,7 +25,7 @@ use blocksparse_cubecl::arch::sm80::{
 };
 use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
 use blocksparse_cubecl::error::KernelError;
-use blocksparse_cubecl::shared::walk::Four;
+use blocksparse_cubecl::shared::addressing::Four;
 
 /// The two rows of a unit: where each one's differences begin, or the differences' column.
 #[derive(CubeType, Clone, Copy)]
@@ -74,7 +74,7 @@ fn gradient(
     // Tiles of a query that lists keys, or of a batch entry, and of all.
     row_tiles: usize,
     tiles: usize,
-    // Cubes that share a walk.
+    // Cubes that share a mainloop.
     parts: usize,
     factor: f32,
     #[comptime] t: GradientTile,
@@ -88,7 +88,7 @@ fn gradient(
     let tile = cube / parts;
     let mut entry = tile / row_tiles;
     let mut row0 = tile % row_tiles * comptime!(ROWS);
-    // The query whose keys are walked, if it lists them.
+    // The query whose keys are read, if it lists them.
     let mut lister = 0usize.runtime();
     // The row behind the last one.
     let mut row_end = s.rows * s.heads;

@@ -18,7 +18,7 @@ use blocksparse_cubecl::arch::sm80::{
 };
 use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
 use blocksparse_cubecl::error::KernelError;
-use blocksparse_cubecl::shared::walk::Four;
+use blocksparse_cubecl::shared::addressing::Four;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn sums(

@@ -135,7 +135,7 @@ fn sum_bytes<N: Size>(
             warp,
             lane,
         };
-        walk::<N>(k, of_keys, out, &work, &s, &ending, t);
+        mainloop::<N>(k, of_keys, out, &work, &s, &ending, t);
         before += steps as u32;
         next += steps;
     }
@@ -143,7 +143,7 @@ fn sum_bytes<N: Size>(
 
 /// Makes the sums of a run.
 #[cube]
-fn walk<N: Size>(
+fn mainloop<N: Size>(
     k: &[u32],
     of_keys: &[f32],
     out: &mut [f32],

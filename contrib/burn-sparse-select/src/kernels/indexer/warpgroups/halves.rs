@@ -134,7 +134,7 @@ fn sums<N: Size>(
         };
         // Nobody reads keys or queries of the work before.
         sync_cube();
-        walk::<N>(global_address::<u32>(k), out, &work, &s, &ending, t);
+        mainloop::<N>(global_address::<u32>(k), out, &work, &s, &ending, t);
         before += steps as u32;
         next += steps;
     }
@@ -142,7 +142,7 @@ fn sums<N: Size>(
 
 /// Makes the sums of a run.
 #[cube]
-fn walk<N: Size>(
+fn mainloop<N: Size>(
     keys: u64,
     out: &mut [f32],
     work: &Work,

@@ -29,8 +29,8 @@ use blocksparse_cubecl::arch::ptx::{shared_address, shared_store, uniform};
 use blocksparse_cubecl::arch::sm80::{address, bits_of, wait_copies};
 use blocksparse_cubecl::args::{address_of, buffer, spread};
 use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::shared::addressing::Four;
 use blocksparse_cubecl::shared::order_key::key;
-use blocksparse_cubecl::shared::walk::Four;
 use blocksparse_cubecl::tensor::check_rows;
 
 /// Sizes of a launch.

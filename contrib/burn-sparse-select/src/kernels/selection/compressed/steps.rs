@@ -11,7 +11,7 @@ use blocksparse_cubecl::arch::sm80::{
     Element, bits_of, copy_piece, load_matrices, multiply, of_bits,
 };
 use blocksparse_cubecl::arch::tma::{ROW, descriptor};
-use blocksparse_cubecl::shared::walk::Four;
+use blocksparse_cubecl::shared::addressing::Four;
 
 /// Stands for a key that there is not.
 const NOWHERE: u32 = u32::MAX;

@@ -131,9 +131,9 @@ pub fn pack_blocks(
     weight: Typed,
     packed: Typed,
 ) -> Result<(), KernelError> {
-    let walk = tables.walk(direction);
-    let shape = [walk.slabs * SLAB, GROUP];
-    copy(client, tables, &walk.sources, shape, weight, packed, false)
+    let lists = tables.lists(direction);
+    let shape = [lists.slabs * SLAB, GROUP];
+    copy(client, tables, &lists.sources, shape, weight, packed, false)
 }
 
 /// Writes a weight `[blocks, block, block]` as the dense one, `[inputs, outputs]`.
