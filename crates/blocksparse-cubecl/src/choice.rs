@@ -12,7 +12,7 @@ use super::known::Slots;
 use super::pass::Part;
 use super::tier::{self, BackwardTile, BiasTile, Choice, ForwardTile};
 use super::tuning::Tuning;
-use super::{masses, on_device, simt};
+use super::{attention_sums, on_device, simt};
 use crate::tuning::TierLimit;
 use blocksparse::plan::{Mainloop, Tiling};
 use blocksparse::{BlockLayout, DeviceChoice, Residue};
@@ -203,7 +203,7 @@ impl AttentionPlan {
         check(Kernel::Forward)?;
         // The lines of a layout that is made on the device are not known here.
         let distances = (request.score.relative && layout.device_choice().is_none())
-            .then(|| masses::check_distances(device, layout, &request))
+            .then(|| attention_sums::check_distances(device, layout, &request))
             .transpose();
         Ok(Self {
             name: layout.name().to_string(),

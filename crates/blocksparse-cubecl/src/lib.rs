@@ -22,7 +22,7 @@
 //! tier       the tiers as values, in the order of asking      stats      lse and delta of queries
 //! choice     AttentionPlan                                    on_device  launch plans made there
 //! tuning     what environment variables say                   known      what is made once for a key
-//! forward, backward, masses                                   shared     what kernels of several tiers share
+//! forward, backward, attention_sums                           shared     what kernels of several tiers share
 //! primitives radix select                                    simt, mma, hopper: the tiers
 //! ```
 //!
@@ -38,6 +38,8 @@ pub mod arch;
 pub mod args;
 mod backward;
 // Some of what a request and a pass say only tiers on tensor cores read.
+#[doc(hidden)]
+pub mod attention_sums;
 #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
 #[doc(hidden)]
 pub mod call;
@@ -58,8 +60,6 @@ pub mod hopper;
 pub mod known;
 #[doc(hidden)]
 pub mod limits;
-#[doc(hidden)]
-pub mod masses;
 #[cfg(feature = "cuda-asm")]
 #[doc(hidden)]
 pub mod mma;
@@ -92,6 +92,7 @@ pub mod tuning;
 mod uploaded;
 
 pub use args::ScoreOptions;
+pub use attention_sums::{AttentionSumOutputs, attention_sums, check_attention_sums};
 pub use backward::backward;
 pub use call::{
     BiasView, Gradients, OutputGrads, Outputs, Readable, Request, ScoreKind, TableView, TensorView,
@@ -99,7 +100,6 @@ pub use call::{
 pub use choice::AttentionPlan;
 pub use error::KernelError;
 pub use forward::forward;
-pub use masses::{MassOutputs, check_masses, masses};
 pub use on_device::{
     ChoiceTensor, KeyListSizes, ListBuffers, ListSizes, ScoredRows, choose_blocks, count_blocks,
     highest_blocks, list_queries, unique_keys,

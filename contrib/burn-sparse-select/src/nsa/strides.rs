@@ -17,7 +17,7 @@ use crate::selection::parts::{NOTHING, padded};
 use crate::selection::products;
 use burn_blocksparse::OpError;
 
-/// Above every mass: that of blocks which are seen in any case.
+/// Above every attention sum: that of blocks which are seen in any case.
 const FORCED: f32 = 1e30;
 
 /// What queries see of compressed keys, and the importance scores by which they choose: see [`Nsa::of_strides`].
@@ -115,7 +115,12 @@ impl Nsa {
     ) -> Result<Tensor<3, Int>, OpError> {
         let [batch, kv_heads, rows, blocks] = importance.dims();
         let got = positions.dims();
-        OpError::expect_same("positions' shape", [batch, rows], "the masses'", got)?;
+        OpError::expect_same(
+            "positions' shape",
+            [batch, rows],
+            "the attention sums'",
+            got,
+        )?;
         let device = importance.device();
         let Always { first, local } = self.options().forced;
         let dims = [batch, kv_heads, rows, blocks];

@@ -5,6 +5,7 @@
 //! What the units of a row exchange goes through shared memory, which on devices with plane
 //! operations needs no barrier of the whole cube.
 
+pub(super) mod attention_sums;
 pub(super) mod backward;
 pub(super) mod dq;
 pub(super) mod dropout;
@@ -14,7 +15,6 @@ pub(super) mod fused;
 pub mod gather;
 pub(super) mod launch;
 mod mask;
-pub(super) mod mass;
 mod product;
 pub(super) mod score;
 pub(super) mod tile;

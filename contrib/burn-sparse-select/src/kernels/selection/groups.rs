@@ -3,12 +3,12 @@
 //! The sum over the antidiagonal of two groups is the product of one group with the other in reverse order. Keys are fewer than queries, so they are turned.
 //!
 //! ```text
-//! grouped      keys, the rows of each group in reverse order    queries too, in order, if the last group is not whole
-//! products     groups of queries by groups of keys              some rows of blocks at a time, and the keys that those see
-//! masses       softmax of each row, its sums by blocks          a cube a row of blocks
+//! grouped         keys, the rows of each group in reverse order    queries too, in order, if the last group is not whole
+//! products        groups of queries by groups of keys              some rows of blocks at a time, and the keys that those see
+//! attention sums  softmax of each row, its sums by blocks          a cube a row of blocks
 //! ```
 //!
-//! Where products can become sums of exponentials over the groups of a block before they are written ([`RunSums`]), no product is in memory, and masses are made
+//! Where products can become sums of exponentials over the groups of a block before they are written ([`RunSums`]), no product is in memory, and attention sums are made
 //! of those sums.
 
 use std::ops::Range;
@@ -112,7 +112,7 @@ impl Antidiagonals {
 ///
 /// # Errors
 /// [`KernelError`] if the device cannot run it.
-pub fn antidiagonal_masses(
+pub fn antidiagonal_attention_sums(
     client: &Client,
     element: ElemType,
     [q, k]: [&Handle; 2],
@@ -173,7 +173,7 @@ pub fn antidiagonal_masses(
             pitch: columns,
             by_blocks,
         };
-        masses(client, &made, of, first..first + rows, out)?;
+        attention_sums(client, &made, of, first..first + rows, out)?;
         first += rows;
     }
     Ok(())
@@ -291,7 +291,7 @@ struct Made<'a> {
     by_blocks: bool,
 }
 
-fn masses(
+fn attention_sums(
     client: &Client,
     made: &Made,
     of: &Antidiagonals,
@@ -326,10 +326,10 @@ fn masses(
         factor,
         count,
     );
-    crate::kernels::selection::counted("the masses of blocks", lists * all * blocks)?;
+    crate::kernels::selection::counted("the attention sums of blocks", lists * all * blocks)?;
     // SAFETY: a cube reads rows of products that there are, and writes the blocks of its own row.
     unsafe {
-        group_masses::launch_unchecked(
+        group_attention_sums::launch_unchecked(
             client,
             spread(client, count as u64)?,
             CubeDim::new_1d(UNITS as u32),
@@ -369,7 +369,7 @@ fn seen(group: usize, g: &Groups, #[comptime] causal: bool) -> usize {
 /// `x` `[lists, queries, pitch]`, of a row so many numbers a block of keys as `c` says; `out` `[lists, all, blocks]`. A cube has a row of blocks: units share its groups' rows for their largest and their sum,
 /// and then its columns.
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn group_masses(x: &[f32], out: &mut [f32], g: Groups, #[comptime] c: GroupTile) {
+fn group_attention_sums(x: &[f32], out: &mut [f32], g: Groups, #[comptime] c: GroupTile) {
     // Cubes beyond the last row make it again.
     let at = CUBE_POS.min(g.count - 1);
     let list = at / g.rows;
@@ -448,12 +448,12 @@ fn group_masses(x: &[f32], out: &mut [f32], g: Groups, #[comptime] c: GroupTile)
         sync_cube();
         let block = chunk * at_once + unit;
         if unit < at_once && block < g.blocks {
-            let mut mass = 0.0f32.runtime();
+            let mut attention_sum = 0.0f32.runtime();
             #[unroll(c.columns <= 16)]
             for other in 0..columns {
-                mass += sums[unit * columns + other];
+                attention_sum += sums[unit * columns + other];
             }
-            out[target + block] = mass;
+            out[target + block] = attention_sum;
         }
         sync_cube();
     }

@@ -60,7 +60,7 @@ pub fn row_fours(tile: &Tile, gradient: bool) -> usize {
 ///
 /// `q`, `k` as in the forward kernel, `lse` `[batch, heads, seq_q]`, `sums` `[batch, heads, segments, line_width]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub fn masses<E: Float, A: Float, N: Size>(
+pub fn attention_sums<E: Float, A: Float, N: Size>(
     q: &[Vector<E, N>],
     k: &[Vector<E, N>],
     lse: &[A],
