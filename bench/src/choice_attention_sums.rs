@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use blocksparse_bench::compare::{dot, ensure_within, softmax};
-use blocksparse_bench::device::{poisoned, read_numbers};
+use blocksparse_bench::device::{poisoned, read_floats};
 use blocksparse_bench::numbers::{BF16, F32};
 use blocksparse_bench::runner::Tally;
 use burn_sparse_select::kernels::selection::{Antidiagonals, antidiagonal_attention_sums};
@@ -63,7 +63,7 @@ impl AttentionSums {
 
     fn verify(&self, client: &Client) -> Result<()> {
         self.run(client)?;
-        let got: Vec<f64> = read_numbers(client, &self.out, F32)?;
+        let got: Vec<f64> = read_floats(client, &self.out, F32)?;
         let (of, blocks) = (&self.of, self.of.seq[1].div_ceil(self.of.block));
         for list in [0, of.lists[0] - 1] {
             for (at, row) in of.rows.clone().enumerate() {

@@ -3,7 +3,7 @@
 mod listed_verify;
 
 use anyhow::{Result, anyhow};
-use blocksparse_bench::device::{self, contiguous, poisoned, read_numbers, upload, upload_ints};
+use blocksparse_bench::device::{self, contiguous, poisoned, read_floats, upload, upload_ints};
 use blocksparse_bench::numbers::{BF16, F32, uniform};
 use blocksparse_bench::runner::{Shard, Timing};
 use blocksparse_cubecl::{Gradients, OutputGrads, Outputs, ScoreOptions, TensorView};
@@ -371,7 +371,7 @@ impl Call {
 
     fn read(&self) -> Result<[Vec<f64>; 5]> {
         let [out, lse, dq, dk, dv] = &self.results;
-        let read = |handle, element| read_numbers(&self.client, handle, element);
+        let read = |handle, element| read_floats(&self.client, handle, element);
         Ok([
             read(out, BF16)?,
             read(lse, F32)?,

@@ -414,7 +414,7 @@ mod tensor_cores {
             TierLimit::None,
             &mainloops,
         );
-        // Eights of numbers of the output, and on the mma tier its words.
+        // Eights of elements of the output, and on the mma tier its words.
         let [h1, h2] = refused("hopper", TOO_LARGE);
         let [m1, m2] = refused("mma", TOO_LARGE);
         let simt = ["forward: simt", "dQ: simt", "dK, dV: simt"];

@@ -36,9 +36,9 @@ pub fn attention<B: Backend>(inputs: PagedInputs<B>, call: &PagedCall) -> PagedR
         };
     }
     let page_lists = PageLists {
-        table: Numbers::read::<B>(inputs.table),
-        spans: Numbers::read::<B>(inputs.spans),
-        selected: (inputs.selected.into_option()).map(Numbers::read::<B>),
+        table: HostInts::read::<B>(inputs.table),
+        spans: HostInts::read::<B>(inputs.spans),
+        selected: (inputs.selected.into_option()).map(HostInts::read::<B>),
         page,
         pages,
         heads_of_table: kv_heads / tables,
@@ -49,9 +49,9 @@ pub fn attention<B: Backend>(inputs: PagedInputs<B>, call: &PagedCall) -> PagedR
         inputs.query_positions.into_option(),
     ) {
         (Some(positions), Some(last), Some(queries)) => Some(Sight {
-            positions: Numbers::read::<B>(positions).values,
-            last: Numbers::read::<B>(last).values,
-            queries: Numbers::read::<B>(queries).values,
+            positions: HostInts::read::<B>(positions).values,
+            last: HostInts::read::<B>(last).values,
+            queries: HostInts::read::<B>(queries).values,
         }),
         _ => None,
     };
@@ -235,7 +235,7 @@ impl<B: Backend> Stored<B> {
     }
 
     /// The rows of a list, `[rows, width]`.
-    fn select(&self, ids: Vec<i64>, like: &Numbers) -> FloatTensor<B> {
+    fn select(&self, ids: Vec<i64>, like: &HostInts) -> FloatTensor<B> {
         let upload = |device: &B::Device| {
             recording::doom_by_upload(device, "slots of pages");
             B::int_from_data(int_data(ids, like), device)
@@ -278,7 +278,7 @@ pub fn dequantize<B: Backend>(
 
 /// Which of the new rows go where: rows in the order of batch, head and position, and rows of all pages.
 pub fn written(
-    slots: &Numbers,
+    slots: &HostInts,
     [batch, kv_heads, rows]: [usize; 3],
     [pages, page]: [usize; 2],
 ) -> (Vec<i64>, Vec<i64>) {
@@ -309,7 +309,7 @@ pub fn append<B: Backend>(inputs: AppendInputs<B>) -> StoredPages<B> {
     let AppendInputs { pages, k, v, slots } = inputs;
     let [batch, kv_heads, rows, _] = k.shape().dims();
     let sizes @ [count, page] = pages.pages();
-    let slots = Numbers::read::<B>(slots);
+    let slots = HostInts::read::<B>(slots);
     let (from, to) = written(&slots, [batch, kv_heads, rows], sizes);
     if to.is_empty() {
         return pages;
@@ -388,7 +388,7 @@ pub fn assign<B: Backend>(
 }
 
 /// A tensor of integers on the host.
-pub struct Numbers {
+pub struct HostInts {
     #[doc(hidden)]
     pub values: Vec<i64>,
     #[doc(hidden)]
@@ -396,7 +396,7 @@ pub struct Numbers {
     dtype: burn::tensor::DType,
 }
 
-impl Numbers {
+impl HostInts {
     #[doc(hidden)]
     pub fn read<B: Backend>(tensor: IntTensor<B>) -> Self {
         let dtype = tensor.dtype();
@@ -413,16 +413,16 @@ impl Numbers {
 }
 
 /// Integers in the dtype that a tensor of the call has.
-pub fn int_data(values: Vec<i64>, like: &Numbers) -> TensorData {
+pub fn int_data(values: Vec<i64>, like: &HostInts) -> TensorData {
     let count = values.len();
     TensorData::new(values, [count]).convert_dtype(like.dtype)
 }
 
 /// The page lists of a call.
 struct PageLists {
-    table: Numbers,
-    spans: Numbers,
-    selected: Option<Numbers>,
+    table: HostInts,
+    spans: HostInts,
+    selected: Option<HostInts>,
     page: usize,
     pages: usize,
     /// Heads that an entry of the table has a page of each.

@@ -229,7 +229,7 @@ impl Schedule {
 
 /// Sums that a unit of the launch behind such a mainloop reads one after the other in the time of a step. A guess.
 const READ_IN_A_STEP: usize = 8;
-/// Numbers of the sums of shared tiles, at most: 256 MiB.
+/// Elements of the sums of shared tiles, at most: 256 MiB.
 const MOST_SUMS: usize = 1 << 26;
 
 /// The tiles of a mainloop whose steps cubes share, and how many cubes.
@@ -254,7 +254,7 @@ pub(super) fn long_tiles(part: &PartRequest, tile: &MainloopTile, mainloop: Main
         let is_long = |rank: &usize| heads.longest(*rank) > longest / cubes;
         let tiles = (0..heads.tiles).take_while(is_long).count();
         let long = LongTiles { tiles, cubes };
-        if long.numbers(tile, mainloop, heads.of_launch.len()) > MOST_SUMS {
+        if long.elements(tile, mainloop, heads.of_launch.len()) > MOST_SUMS {
             break;
         }
         let time = heads.time(long, places) as f64;

@@ -32,7 +32,7 @@ use super::pair_tile::PairTile;
 use super::rows::{own_place, own_places, own_rows};
 use crate::arch::sm90::*;
 use crate::shared::addressing::{PlanParts, Schedule, batch_of, head_of};
-use crate::shared::score::ScoreNumbers;
+use crate::shared::score::ScoreScalars;
 
 /// No pattern, or no tile.
 pub const NONE: u32 = u32::MAX;
@@ -156,7 +156,7 @@ pub fn bias_gradient<S: Size, P: Size>(
     args: ComptimeOption<PairArgs>,
     schedule: Schedule,
     sharing: Sharing,
-    numbers: ScoreNumbers,
+    numbers: ScoreScalars,
     #[comptime] t: PairTile,
 ) {
     let parts = schedule.parts;

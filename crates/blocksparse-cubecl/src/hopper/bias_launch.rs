@@ -104,7 +104,7 @@ pub fn launch_bias_pairs(
                         device_plan.tiles as u32,
                         pattern.map_or(NONE, |pattern| (pattern * device_plan.tiles) as u32),
                     ),
-                    call.options.numbers(scales),
+                    call.options.scalars(scales),
                     tile,
                 );
             }

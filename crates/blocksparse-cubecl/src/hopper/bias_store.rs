@@ -97,7 +97,7 @@ fn column_of(
     )
 }
 
-/// The two numbers of a row at columns `col` and `col + stride`, 0 from column `end` on.
+/// The two elements of a row at columns `col` and `col + stride`, 0 from column `end` on.
 #[cube]
 fn load_two(
     row: u64,

@@ -31,7 +31,7 @@ use super::softmax::*;
 use super::tiles::Tile;
 use crate::arch::sm90::*;
 use crate::shared::addressing::{Four, Schedule, batch_of, head_of};
-use crate::shared::score::{LOWEST_MAX, ScoreNumbers};
+use crate::shared::score::{LOWEST_MAX, ScoreScalars};
 
 /// `q`, `k`, `v` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`; `out`
 /// `[batch, heads, seq_q, value_dim]` in eights of elements and `lse` `[batch, heads, seq_q]` contiguous.
@@ -53,7 +53,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
     seq_q: u32,
     heads_per_kv: u32,
     lse_scale: f32,
-    numbers: ScoreNumbers,
+    numbers: ScoreScalars,
     #[comptime] t: Tile,
 ) {
     let parts = schedule.parts;

@@ -60,7 +60,7 @@ pub struct Sizes {
     kv_elements: usize,
     /// Rows of keys, of all heads and batch entries.
     kv_rows: usize,
-    /// Numbers of the sums of dK and dV, where cubes share a tile.
+    /// Elements of the sums of dK and dV, where cubes share a tile.
     kv_sums: usize,
 }
 
@@ -338,7 +338,7 @@ impl Launch<'_> {
                 plan_parts(&device_plan.sections, batch_words(part.layout)),
                 listing(residue),
                 lengths,
-                call.options.numbers(call.scales()),
+                call.options.scalars(call.scales()),
                 tile,
             );
         }

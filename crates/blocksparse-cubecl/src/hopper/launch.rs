@@ -6,7 +6,7 @@ use cubecl::server::Handle;
 
 use super::long_tiles::{self, FoldLengthsLaunch, MainloopPlan, TileSharesLaunch};
 use super::mainloop_loads::MainloopLengthsLaunch;
-use super::options::{Options, PairArgs, PairArgsLaunch, PairNumbersLaunch};
+use super::options::{Options, PairArgs, PairArgsLaunch, PairScalarsLaunch};
 use super::tiles::{MainloopTile, Tile};
 use super::{forward, mainloops, wide};
 use crate::arch::sm90::ROW_ELEMENTS;
@@ -89,7 +89,7 @@ impl CallOptions<'_> {
             return ComptimeOptionArgs::None;
         }
         let [batch, head, row] = self.options.bias_bytes(2);
-        let pairs = PairNumbersLaunch::new(
+        let pairs = PairScalarsLaunch::new(
             queries as u32,
             keys as u32,
             batch,
@@ -194,7 +194,7 @@ pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), 
                 seq_q as u32,
                 (heads / request.kv_heads) as u32,
                 (std::f64::consts::LOG2_E / scales.0) as f32,
-                call.options.numbers(scales),
+                call.options.scalars(scales),
                 tile,
             );
         }
@@ -276,7 +276,7 @@ pub(super) fn launch_mainloop(
     check_eights("the elements of a gradient", elements)?;
     let scales = call.scales();
     let stat_rows = request.batch * heads;
-    let numbers = long.numbers(&tile, mainloop, request.batch * outer_heads);
+    let numbers = long.elements(&tile, mainloop, request.batch * outer_heads);
     KernelError::check_u32("the sums of long tiles, in fours", numbers / 4)?;
     let sums = long.any().then(|| client.empty(numbers * 4));
     let shares = || match &sums {
@@ -318,7 +318,7 @@ pub(super) fn launch_mainloop(
                     shares(),
                     schedule(&device_plan, part.layout, residue, slice),
                     lengths(),
-                    call.options.numbers(scales),
+                    call.options.scalars(scales),
                     tile,
                 );
             } else {
@@ -341,7 +341,7 @@ pub(super) fn launch_mainloop(
                     shares(),
                     schedule(&device_plan, part.layout, residue, slice),
                     lengths(),
-                    call.options.numbers(scales),
+                    call.options.scalars(scales),
                     mainloop,
                     tile,
                 );
@@ -375,7 +375,7 @@ fn fold_long(
         len as u32,
         (operands.second / 8) as u32,
     );
-    let numbers = long.numbers(&tile, mainloop, batch * heads);
+    let numbers = long.elements(&tile, mainloop, batch * heads);
     // SAFETY: a unit reads the sums of eight columns of a row of a tile that the plan has, and writes those of a position below `len`.
     unsafe {
         long_tiles::fold_tiles::launch_unchecked(

@@ -46,8 +46,8 @@ impl LongTiles {
         tiles + self.tiles * (self.cubes - 1)
     }
 
-    /// Numbers of the sums of so many heads.
-    pub(super) fn numbers(&self, tile: &MainloopTile, mainloop: Mainloop, heads: usize) -> usize {
+    /// Elements of the sums of so many heads.
+    pub(super) fn elements(&self, tile: &MainloopTile, mainloop: Mainloop, heads: usize) -> usize {
         heads * self.tiles * self.cubes * gradients(mainloop) * tile.rows() * tile.dim
     }
 }

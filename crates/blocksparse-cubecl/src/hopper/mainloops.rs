@@ -33,7 +33,7 @@ use super::rows::{own_places, own_rows, pack_all};
 use super::tiles::MainloopTile;
 use crate::arch::sm90::*;
 use crate::shared::addressing::{Four, Listing, Schedule, batch_of, head_of};
-use crate::shared::score::ScoreNumbers;
+use crate::shared::score::ScoreScalars;
 use blocksparse::plan::Mainloop;
 
 /// `a1`, `a2`, `b1`, `b2` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`;
@@ -55,7 +55,7 @@ pub fn one_mainloop<S: Size, P: Size, O: Size>(
     shares: ComptimeOption<TileShares>,
     schedule: Schedule,
     lengths: MainloopLengths,
-    numbers: ScoreNumbers,
+    numbers: ScoreScalars,
     #[comptime] mainloop: Mainloop,
     #[comptime] t: MainloopTile,
 ) {

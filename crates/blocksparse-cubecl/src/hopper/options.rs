@@ -74,13 +74,13 @@ pub struct PairArgs {
     pub bias: ComptimeOption<Box<[u16]>>,
     /// The biases of distances.
     pub table: ComptimeOption<TableArgs>,
-    /// The numbers of all of them.
-    pub pairs: PairNumbers,
+    /// The elements of all of them.
+    pub pairs: PairScalars,
 }
 
 /// What of a call's options is the same for all its pairs.
 #[derive(CubeType, CubeLaunch)]
-pub struct PairNumbers {
+pub struct PairScalars {
     /// Numbers of queries
     pub queries: u32,
     /// and keys.
@@ -335,7 +335,7 @@ fn bias_row(
     row_len: u32,
     col_len: u32,
     of_head: &HeadOptions,
-    pairs: &PairNumbers,
+    pairs: &PairScalars,
     #[comptime] t: PairShape,
 ) -> BiasRow {
     let mut step = u64::cast_from(pairs.bias_row);
@@ -352,7 +352,7 @@ fn bias_row(
 
 /// The bias of a row and the column at position `col`, or 0 beyond the sequences.
 #[cube]
-fn read_bias(row: &BiasRow, col: u32, pairs: &PairNumbers, #[comptime] t: PairShape) -> f32 {
+fn read_bias(row: &BiasRow, col: u32, pairs: &PairScalars, #[comptime] t: PairShape) -> f32 {
     let mut step = 2u64;
     if comptime!(t.columns()) {
         step = u64::cast_from(pairs.bias_row);

@@ -1,4 +1,4 @@
-//! A tile's own rows, and how a unit's numbers of a row become operands and 16 bytes of memory.
+//! A tile's own rows, and how a unit's elements of a row become operands and 16 bytes of memory.
 
 use cubecl::prelude::*;
 

@@ -12,7 +12,7 @@ use super::rows::{ROW_PAIR, own_places};
 use super::tiles::Tile;
 use crate::arch::sm90::*;
 use crate::shared::addressing::Listing;
-use crate::shared::score::{SLACK, ScoreNumbers};
+use crate::shared::score::{SLACK, ScoreScalars};
 
 /// What is made of the pairs of a unit besides their products.
 #[derive(CubeType, Clone, Copy)]
@@ -94,7 +94,7 @@ pub fn step_weights<S: Size>(
     m1: f32,
     l0: f32,
     l1: f32,
-    numbers: &ScoreNumbers,
+    numbers: &ScoreScalars,
     #[comptime] t: Tile,
 ) -> Softmax<S> {
     let s = wait::<S>(started, pending, comptime!(t.cols / 2));
@@ -151,7 +151,7 @@ fn score<S: Size>(
     listing: &Listing,
     own: &TileSteps,
     j: u32,
-    numbers: &ScoreNumbers,
+    numbers: &ScoreScalars,
     #[comptime] t: Tile,
 ) -> Vector<f32, S> {
     let mut s = s_in;

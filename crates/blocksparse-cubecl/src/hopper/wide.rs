@@ -28,7 +28,7 @@ use super::rows::{own_places, own_rows, pack_all};
 use super::tiles::MainloopTile;
 use crate::arch::sm90::*;
 use crate::shared::addressing::{Four, Schedule, batch_of, head_of};
-use crate::shared::score::ScoreNumbers;
+use crate::shared::score::ScoreScalars;
 use blocksparse::plan::Mainloop;
 
 /// Numbers of the named barriers: weights of two steps are there, and have been read.
@@ -49,7 +49,7 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
     shares: ComptimeOption<TileShares>,
     schedule: Schedule,
     lengths: MainloopLengths,
-    numbers: ScoreNumbers,
+    numbers: ScoreScalars,
     #[comptime] t: MainloopTile,
 ) {
     let parts = schedule.parts;

@@ -27,7 +27,7 @@ use super::tile::*;
 use crate::arch::sm80::*;
 use crate::shared::addressing::{Four, OperandStrides, Schedule, batch_of, head_of};
 use crate::shared::dropout::DropoutArgs;
-use crate::shared::score::ScoreNumbers;
+use crate::shared::score::ScoreScalars;
 use blocksparse::plan::Mainloop;
 
 /// Lengths of a launch.
@@ -63,7 +63,7 @@ pub fn backward(
     strides: OperandStrides<Strides>,
     schedule: Schedule,
     lengths: MainloopLengths,
-    numbers: ScoreNumbers,
+    numbers: ScoreScalars,
     dropout: DropoutArgs,
     #[comptime] mainloop: Mainloop,
     #[comptime] t: Tile,

@@ -11,7 +11,7 @@ use super::bits::Grid;
 use super::budget_search::{
     Held, Row, above, block_at, bound_of, count_of, is_above_share, meet, of_row, value, weight,
 };
-use super::budget_tile::{BudgetKind, BudgetTile, Numbers};
+use super::budget_tile::{BudgetKind, BudgetTile, RuleScalars};
 use crate::arch::planes::{total, votes};
 use crate::shared::order_key::{INFINITE, key};
 use crate::shared::row_tile::{Combine, pair_across_lanes, pair_shared};
@@ -30,7 +30,7 @@ pub fn from_scores(
     scores: &[u32],
     bits: &mut [u32],
     grid: Grid,
-    rule: Numbers,
+    rule: RuleScalars,
     rows: usize,
     #[comptime] c: BudgetTile,
 ) {

@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use super::bits::{Grid, HIDDEN, first_position, last_position, seen};
-use super::budget_tile::{BudgetTile, Numbers};
+use super::budget_tile::{BudgetTile, RuleScalars};
 use crate::arch::planes::{LANES, highest, lowest, total, traded};
 use crate::shared::order_key::{INFINITE, key, number};
 use crate::shared::row_tile::{Combine, across_lanes, combine, pair_across_lanes};
@@ -22,7 +22,7 @@ pub struct Row {
     /// Blocks that a rule may choose.
     pub others: u32,
     pub grid: Grid,
-    pub rule: Numbers,
+    pub rule: RuleScalars,
 }
 
 /// A block of a row.
@@ -90,7 +90,7 @@ pub fn weight(key: u32, row: &Row, #[comptime] kind: EstimateKind) -> f32 {
     }
 }
 
-/// The numbers of a row's units as one.
+/// The elements of a row's units as one.
 #[cube]
 pub fn of_row(
     x: f32,

@@ -161,7 +161,7 @@ fn row_bits(
         },
         BlockSource::Scores(rule) => {
             let most = layout.kv_blocks();
-            let numbers = budget_tile::numbers(&rule, most);
+            let numbers = budget_tile::rule_scalars(&rule, most);
             let hides = hidden.is_some();
             let tile = BudgetTile::new(client.properties(), &rule, most, causal, hides)?;
             // SAFETY: likewise a cube, or a plane of it.

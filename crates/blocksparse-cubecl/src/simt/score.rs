@@ -72,7 +72,7 @@ pub fn set_columns(
     }
 }
 
-/// Numbers of queries and of keys.
+/// Elements of queries and of keys.
 #[derive(CubeType, Clone, Copy)]
 pub struct SeqLengths {
     /// Queries.

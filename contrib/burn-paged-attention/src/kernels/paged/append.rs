@@ -136,7 +136,7 @@ fn append<E: Float, N: Size>(
 struct Launch {
     /// New rows.
     count: usize,
-    /// Numbers of a load.
+    /// Elements of a load.
     vector: usize,
     /// Vectors of a key, and of a value.
     vectors: [usize; 2],

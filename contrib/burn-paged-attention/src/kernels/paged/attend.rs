@@ -517,7 +517,7 @@ fn load_scales<A: Float>(
     }
 }
 
-/// The numbers of a load: all of them, or the four of a word, without their scale.
+/// The elements of a load: all of them, or the four of a word, without their scale.
 #[cube]
 fn part_of<K: Numeric, A: Float, N: Size, W: Size>(
     x: Vector<K, W>,

@@ -13,9 +13,9 @@ pub struct MergeTile {
     pub columns: usize,
     /// Units along the shares.
     pub ways: usize,
-    /// Numbers of a value.
+    /// Elements of a value.
     pub value_width: usize,
-    /// Numbers of a load.
+    /// Elements of a load.
     pub vector: usize,
     /// Whether there are sinks.
     pub sinks: bool,

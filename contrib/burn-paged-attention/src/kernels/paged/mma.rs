@@ -475,8 +475,9 @@ pub fn attend_mma<V: Size>(
                     let x = o[comptime!(column * tiles + tile)];
                     // A lane has two numbers of each tile of a load.
                     let of_load = comptime!(tiles / value_loads);
-                    let number = comptime!(tile / of_load * t.value_numbers() + tile % of_load * 2)
-                        + across * comptime!(2 * of_load);
+                    let number =
+                        comptime!(tile / of_load * t.value_elements() + tile % of_load * 2)
+                            + across * comptime!(2 * of_load);
                     let mut low = x.extract(query);
                     let mut high = x.extract(comptime!(2 + query));
                     if comptime!(t.scales_sums()) {

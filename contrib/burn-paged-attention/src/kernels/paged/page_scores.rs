@@ -110,7 +110,7 @@ impl Scored {
         self.vectors.div_ceil(self.lanes)
     }
 
-    /// Numbers of shared memory between the sums of pages: odd, so that units that add up pages meet different banks.
+    /// Elements of shared memory between the sums of pages: odd, so that units that add up pages meet different banks.
     fn pitch(&self) -> usize {
         self.lanes + 1
     }

@@ -400,7 +400,7 @@ impl IndexerGradients<'_> {
     ) -> Result<(), KernelError> {
         let vector = self.inputs.vector(client, sizes.width);
         let [q, k] = sizes.inputs();
-        let largest = q.max(k).max(out.1).max(sizes.numbers());
+        let largest = q.max(k).max(out.1).max(sizes.elements());
         let address = address_of(client, largest.max(2 * tiles))?;
         let cubes = spread(client, tiles as u64)?;
         // SAFETY: a unit reads rows of queries and keys that there are, and numbers of pairs that there are; it writes its own numbers of rows that there are. Lists
@@ -414,11 +414,11 @@ impl IndexerGradients<'_> {
                 vector,
                 buffer(self.inputs.q, q / vector),
                 buffer(self.inputs.k, k / vector),
-                buffer(self.inputs.of_rows, sizes.row_numbers()),
-                optional(self.inputs.keys, sizes.list_numbers()),
-                buffer(self.by_scores, sizes.numbers()),
+                buffer(self.inputs.of_rows, sizes.row_elements()),
+                optional(self.inputs.keys, sizes.list_elements()),
+                buffer(self.by_scores, sizes.elements()),
                 buffer(out.0, out.1),
-                optional(by_weights, sizes.row_numbers()),
+                optional(by_weights, sizes.row_elements()),
                 sizes.launch(),
                 row_tiles,
                 tiles,

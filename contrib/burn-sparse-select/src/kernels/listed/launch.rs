@@ -174,9 +174,9 @@ impl Pass<'_> {
                             input(k),
                             input(v),
                             input(grad_out),
-                            buffer(lists.keys, lists.numbers(request)),
+                            buffer(lists.keys, lists.elements(request)),
                             $(
-                                buffer($masks, lists.numbers(request)),
+                                buffer($masks, lists.elements(request)),
                                 buffer($counts, lists.all(request)),
                             )?
                             buffer(out, $out),

@@ -58,8 +58,8 @@ impl LaunchedLists<'_> {
         request.batch * request.kv_heads * self.count
     }
 
-    /// Numbers of all of them.
-    pub fn numbers(&self, request: &ListedRequest) -> usize {
+    /// Elements of all of them.
+    pub fn elements(&self, request: &ListedRequest) -> usize {
         self.all(request) * self.most
     }
 

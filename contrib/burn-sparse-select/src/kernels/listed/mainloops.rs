@@ -134,7 +134,7 @@ impl Mainloops {
         self.request.seq_q.div_ceil(self.together)
     }
 
-    /// Numbers of a list, at most.
+    /// Elements of a list, at most.
     pub(crate) fn most(&self) -> usize {
         match self.together {
             1 => self.request.most,

@@ -97,7 +97,7 @@ pub struct Chunk {
     pub room: u32,
     /// Queries of the call.
     pub seq_q: u32,
-    /// Numbers of a list.
+    /// Elements of a list.
     pub most: u32,
 }
 

@@ -150,9 +150,9 @@ impl Spread<'_> {
                             input(v),
                             input(grad_out),
                             buffer(stats, request.all_rows() * 2),
-                            buffer(lists.keys, lists.numbers(request)),
+                            buffer(lists.keys, lists.elements(request)),
                             $(
-                                buffer($masks, lists.numbers(request)),
+                                buffer($masks, lists.elements(request)),
                                 buffer($counts, lists.all(request)),
                             )?
                             buffer(&places.bits.bits, rows * places.bits.words),

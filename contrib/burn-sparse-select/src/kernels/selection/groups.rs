@@ -31,7 +31,7 @@ pub struct Antidiagonals {
     pub lists: [usize; 2],
     /// Queries and keys of each.
     pub seq: [usize; 2],
-    /// Numbers of a query.
+    /// Elements of a query.
     pub width: usize,
     /// Queries and keys of a block.
     pub block: usize,
@@ -82,7 +82,7 @@ impl Antidiagonals {
     }
 
     /// Of so many groups of keys, the numbers that a group of queries has in memory.
-    fn numbers(&self, columns: usize, by_blocks: bool) -> usize {
+    fn elements(&self, columns: usize, by_blocks: bool) -> usize {
         match by_blocks {
             true => columns.div_ceil(self.in_block()),
             false => pitch(columns),
@@ -92,7 +92,7 @@ impl Antidiagonals {
     /// Rows of blocks from `first` on whose products are made together; in memory are those, or their sums by blocks.
     fn slab(&self, first: usize, by_blocks: bool) -> usize {
         let of = |rows: usize| {
-            let numbers = self.numbers(self.columns(first + rows), by_blocks);
+            let numbers = self.elements(self.columns(first + rows), by_blocks);
             self.lists[0] * rows * self.in_block() * numbers
         };
         let all = self.rows.end - first;
@@ -108,7 +108,7 @@ impl Antidiagonals {
 }
 
 /// What blocks of queries give blocks of keys, by antidiagonals: `out` `[lists, rows, blocks]` in f32. `q` is `[lists, seq_q, width]` and `k` likewise, of
-/// numbers of a type that products take.
+/// elements of a type that products take.
 ///
 /// # Errors
 /// [`KernelError`] if the device cannot run it.
@@ -159,7 +159,7 @@ pub fn antidiagonal_attention_sums(
     while first < of.rows.end {
         let rows = of.slab(first, by_blocks);
         let (start, [q, k]) = part(first, rows);
-        let (groups, columns) = (q.rows, of.numbers(k.rows, by_blocks));
+        let (groups, columns) = (q.rows, of.elements(k.rows, by_blocks));
         let numbers = of.lists[0] * groups * columns;
         crate::kernels::selection::counted("the products of groups", numbers)?;
         let x = client.empty(numbers * size_of::<f32>());
@@ -258,7 +258,7 @@ struct Groups {
     /// Groups of queries here, and of keys in all.
     queries: usize,
     keys: usize,
-    /// Numbers of a row.
+    /// Elements of a row.
     pitch: usize,
     stride: usize,
     seq_q: usize,
@@ -276,7 +276,7 @@ struct GroupTile {
     tile: RowTile,
     /// Groups of a block.
     in_block: usize,
-    /// Numbers of a row in a block of keys: of each group, or one.
+    /// Elements of a row in a block of keys: of each group, or one.
     columns: usize,
     causal: bool,
 }
@@ -492,7 +492,7 @@ mod tests {
                     let rows = of.slab(first, by_blocks);
                     assert!((1..=of.rows.end - first).contains(&rows), "{what}");
                     let columns = of.columns(first + rows);
-                    let numbers = lists * rows * of.in_block() * of.numbers(columns, by_blocks);
+                    let numbers = lists * rows * of.in_block() * of.elements(columns, by_blocks);
                     assert!(rows == 1 || numbers <= NUMBERS, "{what}");
                     // The last position of the last row.
                     let last = ((first + rows) * block).min(seq[0]) as i64 - 1;

@@ -19,7 +19,7 @@ use blocksparse_cubecl::shared::row_tile::{
     Combine, RowTile, across_lanes, pair_across_lanes, pair_shared,
 };
 
-/// Numbers of a row that a unit has in registers: beside them it has as many of each sum, so twice as many would leave a multiprocessor with half of its planes.
+/// Elements of a row that a unit has in registers: beside them it has as many of each sum, so twice as many would leave a multiprocessor with half of its planes.
 const LANE_NUMBERS: usize = 8;
 /// Units of a cube, which meet in each step.
 const UNITS: usize = 128;

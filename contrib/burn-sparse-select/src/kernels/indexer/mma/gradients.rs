@@ -473,7 +473,7 @@ pub fn launch_gradient(
     let row_tiles = work.lines.div_ceil(ROWS);
     let tiles = work.groups * row_tiles * work.parts;
     let [q, k] = sizes.inputs();
-    let largest = q.max(k).max(work.out.1).max(sizes.numbers());
+    let largest = q.max(k).max(work.out.1).max(sizes.elements());
     let address = address_of(client, largest.max(2 * tiles))?;
     let cubes = spread(client, tiles as u64)?;
     let inputs = &gradients.inputs;
@@ -487,11 +487,11 @@ pub fn launch_gradient(
             address,
             buffer(inputs.q, q / 2),
             buffer(inputs.k, k / 2),
-            buffer(inputs.of_rows, sizes.row_numbers()),
-            optional(inputs.keys, sizes.list_numbers()),
-            buffer(gradients.by_scores, sizes.numbers()),
+            buffer(inputs.of_rows, sizes.row_elements()),
+            optional(inputs.keys, sizes.list_elements()),
+            buffer(gradients.by_scores, sizes.elements()),
             buffer(work.out.0, work.out.1),
-            optional(work.by_weights, sizes.row_numbers()),
+            optional(work.by_weights, sizes.row_elements()),
             sizes.launch(),
             row_tiles,
             tiles,

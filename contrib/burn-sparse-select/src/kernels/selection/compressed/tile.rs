@@ -19,7 +19,7 @@ pub struct CompressedShape {
     pub heads: [usize; 2],
     /// Queries and keys; the last query sits at the last key.
     pub seq: [usize; 2],
-    /// Numbers of a query.
+    /// Elements of a query.
     pub width: usize,
     /// Tokens of a compressed block, from the beginning of one to the next, and of a block that is chosen: multiples of the second.
     pub blocks: [usize; 3],
@@ -76,7 +76,7 @@ const OVERLAPPING: usize = 40;
 pub struct AttentionSumTile {
     /// Whether tensors are bf16, and not f16.
     pub is_bf16: bool,
-    /// Numbers of a query, a multiple of 16.
+    /// Elements of a query, a multiple of 16.
     pub width: usize,
     /// Rows of a query: its heads, and what fills them up to a power of two.
     pub members: usize,

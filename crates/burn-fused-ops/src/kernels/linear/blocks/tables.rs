@@ -65,7 +65,7 @@ impl KeptBlocks<'_> {
     }
 
     /// Numbers of all blocks.
-    fn numbers(&self) -> usize {
+    fn elements(&self) -> usize {
         self.places.len() * self.block * self.block
     }
 
@@ -379,7 +379,7 @@ impl BlockTables {
             block: kept.block,
             inputs: kept.inputs,
             outputs: kept.outputs,
-            numbers: kept.numbers(),
+            numbers: kept.elements(),
             tile_lists,
             dense: Words::new(client, &dense_sources(kept)),
             shares: shares(kept),
@@ -443,13 +443,13 @@ impl BlockTables {
         }
     }
 
-    /// Numbers of the weight as it is packed for products of a direction.
-    pub fn packed_numbers(&self, direction: Direction) -> usize {
+    /// Elements of the weight as it is packed for products of a direction.
+    pub fn packed_elements(&self, direction: Direction) -> usize {
         self.lists(direction).slabs * SLAB * GROUP
     }
 
-    /// Numbers of the kept blocks.
-    pub fn numbers(&self) -> usize {
+    /// Elements of the kept blocks.
+    pub fn elements(&self) -> usize {
         self.numbers
     }
 }
