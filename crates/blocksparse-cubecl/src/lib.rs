@@ -36,10 +36,10 @@
 pub mod arch;
 #[doc(hidden)]
 pub mod args;
-mod backward;
-// Some of what a request and a pass say only tiers on tensor cores read.
 #[doc(hidden)]
 pub mod attention_sums;
+mod backward;
+// Some of what a request and a pass say only tiers on tensor cores read.
 #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
 #[doc(hidden)]
 pub mod call;
