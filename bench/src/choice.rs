@@ -1,8 +1,8 @@
 //! `bench-choice`: the kernels that choose blocks, one by one, by the device's own clock; and their equality to loops in f64.
 
+mod choice_attention_sums;
 mod choice_lines;
 mod choice_lists;
-mod choice_masses;
 mod choice_maxima;
 mod choice_picks;
 mod choice_rules;
@@ -23,9 +23,9 @@ use cubecl::client::Client;
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 
+use choice_attention_sums::AttentionSums;
 use choice_lines::{Chosen, HalfKept, Lines};
 use choice_lists::Lists;
-use choice_masses::Masses;
 use choice_maxima::Maxima;
 use choice_rules::Ruled;
 
@@ -89,7 +89,7 @@ fn verify(client: &Client, args: &Args) -> Result<()> {
         choice_lines::verify_least(client, rng, tally)?;
     }
     if is_asked("") {
-        choice_masses::verify(client, rng, tally)?;
+        choice_attention_sums::verify(client, rng, tally)?;
         choice_rules::verify(client, rng, tally)?;
     }
     if is_asked("maxima") {
@@ -127,9 +127,9 @@ fn times(client: &Client, args: &Args) -> Result<()> {
             factor: 1.0 / (stride as f64 * (head_dim as f64).sqrt()),
             rows: 0..n.div_ceil(block),
         };
-        let masses = Masses::new(client, of, rng);
+        let attention_sums = AttentionSums::new(client, of, rng);
         let name = format!("antidiagonals, stride {stride}");
-        time(&name, &|| masses.run(client))?;
+        time(&name, &|| attention_sums.run(client))?;
     }
     let inputs = Lists::new(client, lists, [n; 2], head_dim, rng);
     let [q, k] = inputs.handles();

@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, ensure};
 use blocksparse_bench::compare::{dot, ensure_within, same_twice, softmax};
-use blocksparse_bench::device::{empty, poisoned, read, read_numbers, upload};
+use blocksparse_bench::device::{empty, poisoned, read, read_floats, upload};
 use blocksparse_bench::numbers::{BF16, F32, decoded};
 use blocksparse_bench::runner::Tally;
 use burn_sparse_select::kernels::selection::{
@@ -119,8 +119,8 @@ pub fn verify_least(client: &Client, rng: &mut ChaCha8Rng, tally: &mut Tally) ->
         }
         let lines = HalfKept::new(client, lines_of, rng);
         lines.run(client)?;
-        let numbers: Vec<f32> = read_numbers(client, &lines.numbers, F32)?;
-        let least: Vec<f32> = read_numbers(client, &lines.least, F32)?;
+        let numbers: Vec<f32> = read_floats(client, &lines.numbers, F32)?;
+        let least: Vec<f32> = read_floats(client, &lines.least, F32)?;
         for (line, least) in numbers.chunks(lines.of.len).zip(least) {
             let sum = |is_kept: &dyn Fn(f32) -> bool| -> f64 {
                 let kept = line.iter().filter(|&&number| is_kept(number));

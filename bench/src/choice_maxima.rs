@@ -2,7 +2,7 @@
 
 use anyhow::{Result, ensure};
 use blocksparse_bench::compare::{dot, same_twice};
-use blocksparse_bench::device::{poisoned, read_numbers};
+use blocksparse_bench::device::{poisoned, read_floats};
 use blocksparse_bench::numbers::{BF16, F32};
 use blocksparse_bench::runner::Tally;
 use burn_sparse_select::kernels::selection::{RowsView, RunMaxima};
@@ -64,7 +64,7 @@ impl Maxima {
     fn verify(&self, client: &Client) -> Result<()> {
         let got: Vec<f64> = same_twice(|| {
             self.run(client)?;
-            read_numbers(client, &self.out, F32)
+            read_floats(client, &self.out, F32)
         })?;
         let RunMaxima {
             rows: [_, rows],

@@ -6,7 +6,7 @@ use blocksparse::{
     ScoreGrid,
 };
 use blocksparse_bench::compare::ensure_within;
-use blocksparse_bench::device::{contiguous, poisoned, read_ints, read_numbers, upload};
+use blocksparse_bench::device::{contiguous, poisoned, read_floats, read_ints, upload};
 use blocksparse_bench::numbers::{BF16, F32, sixteenths};
 use blocksparse_bench::runner::Tally;
 use blocksparse_cubecl::{
@@ -112,7 +112,7 @@ impl Ruled {
         self.attend(client, &layout)?;
         count_blocks(client, &layout, &self.counts);
         let counts = read_ints(client, &self.counts)?;
-        let out: Vec<f64> = read_numbers(client, &self.out, BF16)?;
+        let out: Vec<f64> = read_floats(client, &self.out, BF16)?;
         let (seq_q, seq_kv, block) = (self.shape.seq_q, self.shape.seq_kv, self.shape.block_size);
         let grid = ScoreGrid {
             query_rows: block,

@@ -41,7 +41,7 @@ struct Args {
     /// How keys and values are stored: as the queries, or in eight bits a number.
     #[arg(long, default_value = "model", value_parser = ["model", "int8", "fp8"])]
     kv_dtype: String,
-    /// Join the shares of a walk in a launch of its own, on tensor cores too.
+    /// Join the shares of a page list in a launch of its own, on tensor cores too.
     #[arg(long)]
     two_launches: bool,
     /// Compare results with loops in f64 and run twice, instead of timing.

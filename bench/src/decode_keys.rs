@@ -4,7 +4,7 @@ use anyhow::Result;
 use blocksparse_bench::device::{empty, upload, upload_ints};
 use blocksparse_bench::numbers::{BF16, F32};
 use burn_paged_attention::internal::kernels::{
-    PagedPlan, PagedShape, SlotShape, picked_slots, walk_slots,
+    PagedPlan, PagedShape, SlotShape, page_list_slots, picked_slots,
 };
 use burn_sparse_select::kernels::indexer::{
     PairInputs, PairSizes, PairSum, TopKKeys, pair_sums, top_k_keys,
@@ -30,13 +30,13 @@ struct Chosen {
     client: Client,
     sizes: PairSizes,
     top_k: TopKKeys,
-    walks: SlotShape,
+    page_lists: SlotShape,
     heads: usize,
     dense: Call,
     sparse: Call,
     /// Queries, keys and weights of the indexer.
     index: [Handle; 3],
-    /// Slots of walks, and how many keys queries see.
+    /// Slots of page lists, and how many keys queries see.
     slots: Handle,
     seen: Handle,
     scores: Handle,
@@ -45,8 +45,13 @@ struct Chosen {
 
 impl Chosen {
     fn list(&self) -> Result<()> {
-        let walks = [&self.dense.table, &self.dense.spans];
-        Ok(walk_slots(&self.client, &self.walks, walks, &self.slots)?)
+        let page_lists = [&self.dense.table, &self.dense.spans];
+        Ok(page_list_slots(
+            &self.client,
+            &self.page_lists,
+            page_lists,
+            &self.slots,
+        )?)
     }
 
     fn score(&self) -> Result<()> {
@@ -90,7 +95,7 @@ impl Chosen {
         let from = [&self.places, &self.dense.table];
         Ok(picked_slots(
             &self.client,
-            &self.walks,
+            &self.page_lists,
             to,
             from,
             &self.sparse.table,
@@ -132,15 +137,15 @@ impl Bench {
             .flat_map(|_| [keep as i32, 0, 0, 0])
             .collect();
         sparse.spans = upload_ints(&self.client, &spans);
-        let walks = SlotShape::new(batch, of.entries, PAGE);
+        let page_lists = SlotShape::new(batch, of.entries, PAGE);
         let all = slots / kv_heads;
         let sizes = PairSizes::new(
             [1, index_heads, batch, index_dim],
             [1, 1, all, index_dim],
             [0, batch],
-            Some(walks.slots()),
+            Some(page_lists.slots()),
         );
-        let numbers = batch * walks.slots();
+        let numbers = batch * page_lists.slots();
         Ok(Chosen {
             client: self.client.clone(),
             sizes,
@@ -149,7 +154,7 @@ impl Bench {
                 near: 0,
                 seen: Some(1),
             },
-            walks,
+            page_lists,
             heads: kv_heads,
             dense,
             sparse,
@@ -177,7 +182,7 @@ impl Bench {
             println!("  {}", chosen.sparse.plan);
             let parts: [Part<'_>; 7] = [
                 ("attention to all keys", &|| chosen.dense.run()),
-                ("slots of walks", &|| chosen.list()),
+                ("slots of page lists", &|| chosen.list()),
                 ("scores", &|| chosen.score()),
                 ("picks", &|| chosen.pick()),
                 ("slots of picks", &|| chosen.find()),

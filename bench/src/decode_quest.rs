@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, ensure};
 use blocksparse_bench::compare::{ensure_within, same_twice};
-use blocksparse_bench::device::{empty, read_ints, read_numbers, upload_ints};
+use blocksparse_bench::device::{empty, read_floats, read_ints, upload_ints};
 use blocksparse_bench::numbers::{BF16, F32};
 use blocksparse_cubecl::KernelError;
 use burn_paged_attention::internal::kernels::{
@@ -231,11 +231,11 @@ impl Bench {
     }
 
     fn check_choice(&self, chosen: &Chosen, shape: &Shape, page: usize, keep: usize) -> Result<()> {
-        let numbers = |handle| read_numbers::<f64>(&self.client, handle, BF16);
+        let numbers = |handle| read_floats::<f64>(&self.client, handle, BF16);
         let (q, keys) = (numbers(&chosen.dense.q)?, numbers(&chosen.dense.keys)?);
         let summaries = numbers(&chosen.summaries)?;
         let table = read_ints(&self.client, &chosen.dense.table)?;
-        let scores: Vec<f64> = read_numbers(&self.client, &chosen.scores, F32)?;
+        let scores: Vec<f64> = read_floats(&self.client, &chosen.scores, F32)?;
         let picks = read_ints(&self.client, chosen.selected())?;
         let (entries, width, kv_heads) = (chosen.scored.entries, shape.width, shape.kv_heads);
         let group = shape.heads / kv_heads;

@@ -68,21 +68,21 @@ impl Bench {
         let q = numbers(batch * heads * rows * width);
         let mut keys = numbers(pages * page * width);
         let mut values = numbers(pages * page * value_width);
-        let walks: Vec<Vec<[usize; 2]>> = (0..batch)
-            .map(|entry| small.walk(entry, &table[entry * entries..]))
+        let page_lists: Vec<Vec<[usize; 2]>> = (0..batch)
+            .map(|entry| small.page_list(entry, &table[entry * entries..]))
             .collect();
-        // What no walk reads is NaN; positions follow the walk.
+        // What no page list names is NaN; positions follow the page list.
         let mut used = vec![false; count * page];
         let (mut positions, mut last) = (vec![0i32; count * page], vec![0i32; count * page]);
         let mut queries = Vec::new();
-        for walk in &walks {
-            for (index, [id, slot]) in walk.iter().enumerate() {
+        for page_list in &page_lists {
+            for (index, [id, slot]) in page_list.iter().enumerate() {
                 used[id * page + slot] = true;
                 positions[id * page + slot] = index as i32;
                 let ends = index % 7 == 3;
                 last[id * page + slot] = if ends { index as i32 + 40 } else { i32::MAX };
             }
-            queries.push(walk.len().saturating_sub(rows) as i32);
+            queries.push(page_list.len().saturating_sub(rows) as i32);
         }
         for slot in
             (0..pages * page).filter(|slot| !used[slot / page / kv_heads * page + slot % page])
@@ -138,7 +138,7 @@ impl Bench {
             let kv_head = head / (heads / kv_heads);
             let query = queries[entry] + (row % rows) as i32;
             let (mut scores, mut places) = (Vec::new(), Vec::new());
-            for [id, slot] in &walks[entry] {
+            for [id, slot] in &page_lists[entry] {
                 let at = id * page + slot;
                 if small.visibility && !(positions[at] <= query && query <= last[at]) {
                     continue;
@@ -207,7 +207,7 @@ impl Small {
     }
 
     /// Numbers in the table and slots of pages.
-    fn walk(&self, entry: usize, table: &[i32]) -> Vec<[usize; 2]> {
+    fn page_list(&self, entry: usize, table: &[i32]) -> Vec<[usize; 2]> {
         let [permanent, timed, start] = self.lengths[entry];
         let second = permanent.div_ceil(self.page);
         let one = (0..permanent).map(|slot| (slot / self.page, slot % self.page));

@@ -54,7 +54,7 @@ pub fn read(client: &Client, handle: &Handle) -> Result<Vec<u8>> {
     Ok(bytes.map_err(|error| anyhow!("{error:?}"))?.to_vec())
 }
 
-pub fn read_numbers<T: From<f32>>(
+pub fn read_floats<T: From<f32>>(
     client: &Client,
     handle: &Handle,
     element: ElemType,

@@ -210,7 +210,7 @@ impl Call {
         let element = args.dtype.element();
         let mut q_numbers = drawn(batch * heads * queries * width, element);
         let mut k_numbers = drawn(batch * kv_heads * n * width, element);
-        let row_numbers = drawn(batch * heads * queries, F32);
+        let row_elements = drawn(batch * heads * queries, F32);
         let [raw_q, q] = rows_of(client, args, &mut q_numbers, HadamardFp8::Queries)?;
         let [raw_k, k] = rows_of(client, args, &mut k_numbers, HadamardFp8::Keys)?;
         let lists = listed.map(|most| args.lists(most));
@@ -239,7 +239,7 @@ impl Call {
                 all: args.all,
             },
         };
-        let pairs = sizes.iter().map(PairSizes::numbers).max().unwrap_or(0);
+        let pairs = sizes.iter().map(PairSizes::elements).max().unwrap_or(0);
         // Outputs that are compared are no numbers before.
         let output = |numbers: usize| match args.verify {
             true => poisoned(client, numbers, F32),
@@ -286,13 +286,13 @@ impl Call {
             sizes,
             q,
             k,
-            of_rows: upload(client, &row_numbers, F32),
+            of_rows: upload(client, &row_elements, F32),
             keys: lists.as_ref().map(|lists| upload_ints(client, lists)),
             raw: args.rounded.then_some([raw_q, raw_k]),
             kept: args.verify.then_some(Numbers {
                 q: q_numbers,
                 k: k_numbers,
-                of_rows: row_numbers,
+                of_rows: row_elements,
                 keys: lists,
                 of_pairs: pair_numbers,
             }),

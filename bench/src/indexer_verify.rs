@@ -3,7 +3,7 @@
 use anyhow::{Result, ensure};
 use blocksparse::HadamardFp8;
 use blocksparse_bench::compare::dot;
-use blocksparse_bench::device::{read_ints, read_numbers};
+use blocksparse_bench::device::{read_floats, read_ints};
 use blocksparse_bench::numbers::{Dtype, F32};
 use blocksparse_bench::runner::Tally;
 use burn_sparse_select::kernels::indexer::{PairSizes, PairSum};
@@ -277,7 +277,7 @@ impl Call {
                 }
             }
         }
-        let read = |handle| read_numbers::<f64>(client, handle, F32);
+        let read = |handle| read_floats::<f64>(client, handle, F32);
         let [first, second] = &self.gradients;
         match self.what {
             What::Scores | What::Weights | What::Picks | What::Choice => Ok(worst),
@@ -298,7 +298,7 @@ impl Call {
 
     /// The largest error of the sums of some queries, beside 1 or the sum.
     fn worst_sum(&self, client: &Client, sizes: &PairSizes, most: f64) -> Result<f64> {
-        let found: Vec<f64> = read_numbers(client, &self.of_pairs, F32)?;
+        let found: Vec<f64> = read_floats(client, &self.of_pairs, F32)?;
         let mut worst = 0.0f64;
         let [start, rows] = sizes.rows;
         let heads = sizes.heads[0];

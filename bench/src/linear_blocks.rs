@@ -98,7 +98,7 @@ impl Layer {
             x: operand(inputs, seed ^ 1),
             dy: operand(outputs, seed ^ 2),
             packed: [Direction::Forward, Direction::Backward]
-                .map(|direction| poisoned(client, tables.packed_numbers(direction), element)),
+                .map(|direction| poisoned(client, tables.packed_elements(direction), element)),
             products,
             gradient,
             y: matrix(outputs),
@@ -131,7 +131,7 @@ impl Layer {
         };
         let (x, dy) = (view(&self.x), view(&self.dy));
         block_gradient(&self.client, plan, &self.tables, [&x, &dy], &self.parts)?;
-        let sizes = [plan.parts(), self.tables.numbers()];
+        let sizes = [plan.parts(), self.tables.elements()];
         sum_parts(&self.client, &self.parts, sizes, &self.dw)
     }
 
@@ -150,7 +150,7 @@ impl Layer {
     fn check(&self, seed: u64) -> Result<()> {
         let [y, dx, dw] = same_twice(|| self.results())?;
         let [y, dx]: [Vec<f64>; 2] = [y, dx].map(|bytes| decoded(&bytes, self.element));
-        let numbers = self.tables.numbers();
+        let numbers = self.tables.elements();
         let mut dw: Vec<f64> = decoded(&dw, F32);
         dw.truncate(numbers);
         for (name, numbers) in [("y", &y), ("dx", &dx), ("dW", &dw)] {

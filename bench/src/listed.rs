@@ -1,15 +1,15 @@
-//! `bench-listed`: attention of queries that walk lists of their own, with lists alone: times, and equality to loops in f64.
+//! `bench-listed`: attention of queries to lists of their own, with lists alone: times, and equality to loops in f64.
 
 mod listed_verify;
 
 use anyhow::{Result, anyhow};
-use blocksparse_bench::device::{self, contiguous, poisoned, read_numbers, upload, upload_ints};
+use blocksparse_bench::device::{self, contiguous, poisoned, read_floats, upload, upload_ints};
 use blocksparse_bench::numbers::{BF16, F32, uniform};
 use blocksparse_bench::runner::{Shard, Timing};
 use blocksparse_cubecl::{Gradients, OutputGrads, Outputs, ScoreOptions, TensorView};
 use burn_sparse_select::kernels::listed::{
-    ByBlock, ListedGradients, ListedLists, ListedPlan, ListedRequest, ListedTiles, PlacedLists,
-    Walks, backward, forward, forward_by_block,
+    ByBlock, ListedGradients, ListedLists, ListedPlan, ListedRequest, ListedTiles, Mainloops,
+    PlacedLists, backward, forward, forward_by_block,
 };
 use clap::{Parser, ValueEnum};
 use cubecl::client::Client;
@@ -21,7 +21,7 @@ use listed_verify::verify;
 
 #[derive(Clone, Parser)]
 #[command(
-    about = "Times attention of queries that walk lists of their own, or compares it with loops in f64",
+    about = "Times attention of queries to lists of their own, or compares it with loops in f64",
     version
 )]
 struct Args {
@@ -61,7 +61,7 @@ struct Args {
     /// Of what is to be compared, leave out the first kinds of heads and widths: 30 are full matrices of the widths that models have.
     #[arg(long, default_value_t = 0)]
     skip: usize,
-    /// How lists are attended to. Unless it is said, walks are compared, and all ways are timed.
+    /// How lists are attended to. Unless it is said, `queries` are compared, and all ways are timed.
     #[arg(long, value_enum)]
     way: Option<Way>,
 }
@@ -69,7 +69,7 @@ struct Args {
 /// What `--way` says.
 #[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
 enum Way {
-    Walk,
+    Queries,
     Neighbours,
     Blocks,
     Tiles,
@@ -77,17 +77,17 @@ enum Way {
 
 /// How a call is attended to.
 enum Plan {
-    Walk(Walks),
-    Neighbours(Walks),
-    /// The forward pass, and a walk backward.
-    Blocks(ByBlock, Walks),
+    Queries(Mainloops),
+    Neighbours(Mainloops),
+    /// The forward pass, and a mainloop backward.
+    Blocks(ByBlock, Mainloops),
     Tiles(ListedTiles),
 }
 
 impl Plan {
     fn way(&self) -> Way {
         match self {
-            Plan::Walk(_) => Way::Walk,
+            Plan::Queries(_) => Way::Queries,
             Plan::Neighbours(_) => Way::Neighbours,
             Plan::Blocks(..) => Way::Blocks,
             Plan::Tiles(_) => Way::Tiles,
@@ -176,20 +176,20 @@ impl Call {
         let request = request.with_overlap(args.overlap);
         let ListedRequest { tile, tiles, .. } = request;
         let scale = 1.0 / (head_dim as f64).sqrt();
-        let walk = Walks::alone(client.properties(), request);
-        let neighbours = Walks::together(client.properties(), request);
+        let mainloop = Mainloops::alone(client.properties(), request);
+        let neighbours = Mainloops::together(client.properties(), request);
         let by_block = ByBlock::new(client.properties(), request);
         let tiles_of_lists = ListedTiles::new(client, &request, scale);
-        if let (Err(walk), Err(in_tiles)) = (&walk, &tiles_of_lists) {
-            anyhow::bail!("no kernels: {walk}; {in_tiles}");
+        if let (Err(mainloop), Err(in_tiles)) = (&mainloop, &tiles_of_lists) {
+            anyhow::bail!("no kernels: {mainloop}; {in_tiles}");
         }
         let plans = [
-            walk.ok().map(Plan::Walk),
+            mainloop.ok().map(Plan::Queries),
             neighbours.ok().map(Plan::Neighbours),
             by_block
                 .ok()
-                .zip(walk.ok())
-                .map(|(by_block, walk)| Plan::Blocks(by_block, walk)),
+                .zip(mainloop.ok())
+                .map(|(by_block, mainloop)| Plan::Blocks(by_block, mainloop)),
             tiles_of_lists.ok().map(Plan::Tiles),
         ];
         let shapes = [
@@ -295,8 +295,8 @@ impl Call {
         let (x, saved) = ([q, k, v], Outputs::new(out, lse));
         let (client, blocks, scale) = (&self.client, &self.blocks, self.scale());
         match plan {
-            Plan::Walk(walks) | Plan::Neighbours(walks) => {
-                forward(client, walks, x, blocks, saved, scale, false)?;
+            Plan::Queries(mainloops) | Plan::Neighbours(mainloops) => {
+                forward(client, mainloops, x, blocks, saved, scale, false)?;
             }
             Plan::Blocks(by_block, _) => self.forward_by_block(by_block, false)?,
             Plan::Tiles(tiles) => {
@@ -323,13 +323,13 @@ impl Call {
     }
 
     /// Over one part of the lists, which the other one carries on.
-    fn forward_in_parts(&self, walks: &Walks) -> Result<()> {
+    fn forward_in_parts(&self, mainloops: &Mainloops) -> Result<()> {
         let [q, k, v, _] = &self.views;
         let [out, lse, ..] = &self.results;
         for (part, carry) in self.parts.iter().zip([false, true]) {
             let saved = Outputs::new(out, lse);
             let (client, scale) = (&self.client, self.scale());
-            forward(client, walks, [q, k, v], part, saved, scale, carry)?;
+            forward(client, mainloops, [q, k, v], part, saved, scale, carry)?;
         }
         Ok(())
     }
@@ -349,7 +349,7 @@ impl Call {
             v: dv,
         };
         match plan {
-            Plan::Walk(walks) | Plan::Neighbours(walks) | Plan::Blocks(_, walks) => {
+            Plan::Queries(mainloops) | Plan::Neighbours(mainloops) | Plan::Blocks(_, mainloops) => {
                 let lists = match self.request.block {
                     1 => ListedLists::Keys(blocks),
                     _ => ListedLists::Blocks {
@@ -358,7 +358,7 @@ impl Call {
                         tile_blocks: &self.tile_blocks,
                     },
                 };
-                backward(client, walks, x, lists, saved, by, made, scale)?;
+                backward(client, mainloops, x, lists, saved, by, made, scale)?;
             }
             Plan::Tiles(tiles) => {
                 let (plan, layout) = (tiles.plan(), tiles.layout(client, blocks)?);
@@ -371,7 +371,7 @@ impl Call {
 
     fn read(&self) -> Result<[Vec<f64>; 5]> {
         let [out, lse, dq, dk, dv] = &self.results;
-        let read = |handle, element| read_numbers(&self.client, handle, element);
+        let read = |handle, element| read_floats(&self.client, handle, element);
         Ok([
             read(out, BF16)?,
             read(lse, F32)?,
@@ -410,9 +410,9 @@ fn main() -> Result<()> {
             };
             let (ms, speed) = (seconds * 1e3, flops / seconds / 1e12);
             println!("{way:?} {name:9} {ms:8.3} ms {speed:7.1} TFLOP/s of listed pairs");
-            if way == Way::Walk {
+            if way == Way::Queries {
                 let rate = bytes / seconds / 1e12;
-                println!("  one walk of the lists at {rate:.2} TB/s");
+                println!("  one pass over the lists at {rate:.2} TB/s");
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Attention of queries that walk lists of their own against loops in f64, of small calls.
+//! Attention of queries with lists of their own against loops in f64, of small calls.
 
 use anyhow::{Context, Result, ensure};
 use blocksparse_bench::compare::{dot, same_twice, softmax};
@@ -107,16 +107,18 @@ fn furthest(found: &[f64], expected: &[f64]) -> (f64, usize) {
 
 /// One call: whether it can be attended to so, and all its results.
 fn check(client: &Client, name: &str, batch: usize, args: &Args, seed: u64) -> Result<bool> {
-    let way = args.way.unwrap_or(Way::Walk);
+    let way = args.way.unwrap_or(Way::Queries);
     let new = || Call::new(client, batch, args, seed);
     let call = new()?;
-    if way != Way::Walk && call.plan(way).is_none() {
+    if way != Way::Queries && call.plan(way).is_none() {
         println!("{name}: not so");
         return Ok(false);
     }
     let found = same_twice(|| {
         let call = new()?;
-        let plan = call.plan(way).context("there is no walk of these lists")?;
+        let plan = call
+            .plan(way)
+            .context("there is no mainloop over these lists")?;
         call.forward(plan)?;
         call.backward(plan)?;
         call.read()
@@ -125,8 +127,10 @@ fn check(client: &Client, name: &str, batch: usize, args: &Args, seed: u64) -> R
     let names = ["out", "lse", "dq", "dk", "dv"];
     let mut pairs: Vec<_> = names.into_iter().zip(found.iter().zip(&expected)).collect();
     let in_parts;
-    if let (2.., Some(Plan::Walk(walks) | Plan::Neighbours(walks))) = (args.block, call.plan(way)) {
-        call.forward_in_parts(walks)?;
+    if let (2.., Some(Plan::Queries(mainloops) | Plan::Neighbours(mainloops))) =
+        (args.block, call.plan(way))
+    {
+        call.forward_in_parts(mainloops)?;
         in_parts = call.read()?;
         let names = ["out in parts", "lse in parts"].into_iter();
         pairs.extend(names.zip(in_parts.iter().zip(&expected)));

@@ -5,7 +5,7 @@ use std::time::Instant;
 use anyhow::{Result, ensure};
 use blocksparse::{BlockLayout, Dropout};
 use blocksparse_bench::compare::dot;
-use blocksparse_bench::device::{self, read_numbers, upload};
+use blocksparse_bench::device::{self, read_floats, upload};
 use blocksparse_bench::device_time::{Times, times};
 use blocksparse_bench::numbers::{Dtype, F32, nearly_normal};
 use blocksparse_cubecl as kernels;
@@ -179,7 +179,7 @@ impl<'a> Problem<'a> {
         Ok(())
     }
 
-    /// Compares all results with those of the walks of the `simt` tier, and with those of a second time.
+    /// Compares all results with those of the two mainloops of the `simt` tier, and with those of a second time.
     pub fn verify(&self, plan: &AttentionPlan) -> Result<()> {
         let results = |plan: &AttentionPlan| {
             let outputs = Outputs::new(self.client, self.workload, self.args);
@@ -188,7 +188,7 @@ impl<'a> Problem<'a> {
             outputs.read(self.client, self.args.dtype.element())
         };
         let (ours, again) = (results(plan)?, results(plan)?);
-        let limit = TierLimit::SimtWalks;
+        let limit = TierLimit::SimtUnfused;
         let simt = AttentionPlan::with_limit(self.client, &self.layout, self.request, limit)?;
         let simt = results(&simt)?;
         print!("{:<30}", self.workload.label());
@@ -237,7 +237,7 @@ impl<'a> Problem<'a> {
             head_dim,
             ..
         } = self.workload;
-        let read = |handle, element| read_numbers::<f32>(self.client, handle, element);
+        let read = |handle, element| read_floats::<f32>(self.client, handle, element);
         let (element, options) = (self.args.dtype.element(), &self.options);
         let q = (read(&self.q.handle, element)?, &self.q);
         let k = (read(&self.k.handle, element)?, &self.k);
@@ -413,12 +413,12 @@ impl Outputs {
     }
 
     fn read(&self, client: &Client, element: ElemType) -> Result<Vec<(&'static str, Vec<f32>)>> {
-        let mut dk = read_numbers(client, &self.gradients.kv, element)?;
+        let mut dk = read_floats(client, &self.gradients.kv, element)?;
         let dv = dk.split_off(self.gradients.v_offset);
         let mut results = Vec::new();
         let mut add = |name, handle: Option<&Handle>, element| -> Result<()> {
             if let Some(handle) = handle {
-                results.push((name, read_numbers(client, handle, element)?));
+                results.push((name, read_floats(client, handle, element)?));
             }
             Ok(())
         };

@@ -19,7 +19,7 @@ use burn_fused_ops::kernels::rows::{
 };
 use burn_sparse_select::kernels::rows::GatedBackward;
 use burn_sparse_select::kernels::selection::{
-    CompressedInputs, CompressedPlan, CompressedShape, Wanted, compressed_masses,
+    CompressedInputs, CompressedPlan, CompressedShape, Wanted, compressed_attention_sums,
 };
 use clap::Parser;
 use cubecl::client::Client;
@@ -249,14 +249,14 @@ impl Bench {
                 k: self.buffer(kv_heads * entries * width, BF16),
                 lse: self.buffer(heads * rows, F32),
             };
-            // Masses of all queries together would be a gigabyte.
+            // Attention sums of all queries together would be a gigabyte.
             let some = rows - rows.min(4096)..rows;
             let forced = Always { first: 1, local: 2 };
             for (what, wanted, numbers) in [
                 ("choices", Wanted::Choice { forced, most }, rows * most),
                 (
-                    "last 4,096 masses",
-                    Wanted::Masses(some.clone()),
+                    "last 4,096 attention sums",
+                    Wanted::AttentionSums(some.clone()),
                     some.len() * blocks,
                 ),
             ] {
@@ -266,7 +266,7 @@ impl Bench {
                 let client = &self.client;
                 let name = format!("{what} of compressed blocks, {width} wide, groups of {group}");
                 self.moves(&name, bytes, || {
-                    Ok(compressed_masses(
+                    Ok(compressed_attention_sums(
                         client, &plan, &inputs, 0.1, &wanted, &out,
                     )?)
                 })?;

@@ -436,7 +436,7 @@ impl Bench<'_> {
         }
     }
 
-    /// The selected branch alone, of a choice that is known: each query walks its list, or queries are packed by block.
+    /// The selected branch alone, of a choice that is known: each query attends to its list, or queries are packed by block.
     fn nsa_selected(
         &mut self,
         n: usize,
@@ -451,17 +451,17 @@ impl Bench<'_> {
             return;
         };
         let near = nsa.forced_layout(q.dims(), n).expect("shapes fit");
-        let options = |walk| AttentionOptions::default().dispatch_mode(walk);
+        let options = |mode| AttentionOptions::default().dispatch_mode(mode);
         let plan = lists.explain(q, k, v, &near, &options(DispatchMode::Auto));
         println!("{}", plan.expect("shapes fit"));
         println!("overlap of lists {:.3}", lists.measure_group_reuse());
         let tracked = [q, k, v].map(|x| x.clone().autodiff().require_grad());
-        for (walk, what) in [
-            (DispatchMode::Auto, "walked"),
+        for (mode, what) in [
+            (DispatchMode::Auto, "query by query"),
             (DispatchMode::GroupByBlock, "packed"),
         ] {
             let attend = |[q, k, v]: [Tensor<4>; 3]| {
-                selected_blocks_attention(q, k, v, &near, lists.clone(), options(walk))
+                selected_blocks_attention(q, k, v, &near, lists.clone(), options(mode))
                     .expect("shapes fit")
                     .0
             };

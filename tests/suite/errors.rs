@@ -188,7 +188,7 @@ fn merged_parts_of_other_devices() {
 
 /// There is no v to speak of.
 #[test]
-fn masses_of_keys_that_do_not_fit() {
+fn attention_sums_of_keys_that_do_not_fit() {
     for device in devices() {
         let lse = Tensor::<3>::zeros([1, 4, 32], &device);
         for (k, message) in [
@@ -201,14 +201,14 @@ fn masses_of_keys_that_do_not_fit() {
             ),
         ] {
             let (q, k) = (zeros([1, 4, 32, 8], &device), zeros(k, &device));
-            let masses = accumulated_attention(
+            let attention_sums = accumulated_attention(
                 q,
                 k,
                 lse.clone(),
                 &layout(),
                 AccumulatedAttentionOptions::default(),
             );
-            refused! { masses => message; }
+            refused! { attention_sums => message; }
         }
     }
 }
@@ -483,10 +483,10 @@ proptest::proptest! {
             }
             let (q, k) = (tensor(shapes[0]), tensor(shapes[1]));
             match accumulated_attention(q.clone(), k.clone(), lse, &layout, options) {
-                Ok(masses) => {
+                Ok(attention_sums) => {
                     let [batch, heads, ..] = q.dims();
-                    prop_assert_eq!(masses.columns.dims(), [batch, heads, seq_kv]);
-                    prop_assert_eq!(masses.diagonals.dims(), [batch, heads, seq_q + seq_kv - 1]);
+                    prop_assert_eq!(attention_sums.columns.dims(), [batch, heads, seq_kv]);
+                    prop_assert_eq!(attention_sums.diagonals.dims(), [batch, heads, seq_q + seq_kv - 1]);
                 }
                 Err(error) => {
                     says_what(&error)?;

@@ -4,6 +4,7 @@
 mod accelerated;
 mod activation;
 mod arrows;
+mod attention_sums;
 mod block_sparse;
 mod blocks;
 mod burn_attention;
@@ -22,7 +23,6 @@ mod kept;
 mod layers;
 mod linear;
 mod loss;
-mod masses;
 mod mlp;
 mod model_layers;
 mod norm;

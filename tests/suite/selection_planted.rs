@@ -113,8 +113,9 @@ fn planted_structure_is_found() {
                 head,
                 attention: &attention,
             };
-            let masses = attention.masses(&grid);
-            let [oracle, density] = of.recall(&masses, EstimateKind::Probability, Budget::TopK(4));
+            let attention_sums = attention.attention_sums(&grid);
+            let [oracle, density] =
+                of.recall(&attention_sums, EstimateKind::Probability, Budget::TopK(4));
             of.check("oracle", oracle, &ORACLE);
             of.check("density of four blocks", density, &[[0.292; 2]; 3]);
             let [recall, _] = of.recall(&means, EstimateKind::Logit, Budget::TopK(4));

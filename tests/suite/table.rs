@@ -20,7 +20,7 @@ fn variants(index: usize, case: &Case) -> Vec<String> {
         found.push("a softcap".into());
     }
     if layout.parts().is_some() {
-        found.push("walked by residue class".into());
+        found.push("tiled by residue class".into());
     }
     let rows = (0..case.heads).flat_map(|head| layout.to_dense(head));
     if rows.into_iter().any(|row| !row.contains(&true)) {

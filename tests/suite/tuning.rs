@@ -88,7 +88,7 @@ fn wrong_variables_are_errors_of_every_op() {
         (
             "BLOCKSPARSE_TIER",
             "hoper",
-            "BLOCKSPARSE_TIER must be simt, simt-walks, simt-fused, mma, hopper-forward, hopper-walks, hopper-alone or mma-bias, got \"hoper\"",
+            "BLOCKSPARSE_TIER must be simt, simt-unfused, simt-fused, mma, hopper-forward, hopper-unfused, hopper-alone or mma-bias, got \"hoper\"",
         ),
         (
             "BLOCKSPARSE_LOG_SUMS",

@@ -115,8 +115,8 @@ registry! {
             cross_entropy_of_positions_by_any_gradients, cross_entropy_differentiates_what_is_tracked,
             cross_entropy_of_targets_out_of_range;
     }
-    masses {
-        attention::masses: masses_equal_f64, masses_of_long_lines, masses_give_the_same_bits;
+    attention_sums {
+        attention::attention_sums: attention_sums_equal_f64, attention_sums_of_long_lines, attention_sums_give_the_same_bits;
     }
     max_scores {
         attention::max_scores: max_scores_equal_f64, max_scores_in_half_precision, max_scores_change_nothing_else,

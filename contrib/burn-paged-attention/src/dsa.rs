@@ -12,15 +12,15 @@ use crate::paged::ops::PagedOps;
 /// Queries of an indexer, one for each list of pages of its keys.
 #[derive(Clone, Debug)]
 pub struct DsaPages {
-    /// `[walks, index_heads, index_dim]`
+    /// `[page_lists, index_heads, index_dim]`
     pub q: Tensor<3>,
-    /// `[walks, index_heads]`
+    /// `[page_lists, index_heads]`
     pub weights: Tensor<2>,
     /// `[pages, P, index_dim]`, a key a slot; `P` is a power of two.
     pub keys: Tensor<3>,
-    /// i32 `[walks, 1, entries]`: the pages of each list, in the order of their keys' positions.
+    /// i32 `[page_lists, 1, entries]`: the pages of each list, in the order of their keys' positions.
     pub table: Tensor<3, Int>,
-    /// i32 `[walks, 1, 4]`, as [`PagedKeysValues::spans`](crate::PagedKeysValues::spans): so many keys the query sees as region one has slots. Region two is
+    /// i32 `[page_lists, 1, 4]`, as [`PagedKeysValues::spans`](crate::PagedKeysValues::spans): so many keys the query sees as region one has slots. Region two is
     /// empty.
     pub spans: Tensor<3, Int>,
 }
@@ -29,11 +29,11 @@ impl DsaPages {
     fn check(&self) -> Result<(), OpError> {
         let device = self.q.device();
         served(&device)?;
-        let [walks, heads, width] = self.q.dims();
+        let [page_lists, heads, width] = self.q.dims();
         let [_, page, key_width] = self.keys.dims();
         let [_, _, entries] = self.table.dims();
         for (argument, size) in [
-            ("index q's walks", walks),
+            ("index q's queries", page_lists),
             ("index q's heads", heads),
             ("index q's index_dim", width),
             ("table's entries", entries),
@@ -46,11 +46,11 @@ impl DsaPages {
         let whose = "index q's";
         OpError::expect_same("keys' index_dim", width, whose, key_width)?;
         let got = self.weights.dims();
-        OpError::expect_same("index weights' shape", [walks, heads], whose, got)?;
-        let expected = [walks, 1, entries];
+        OpError::expect_same("index weights' shape", [page_lists, heads], whose, got)?;
+        let expected = [page_lists, 1, entries];
         OpError::expect_same("table's shape", expected, whose, self.table.dims())?;
         let got = self.spans.dims();
-        OpError::expect_same("spans' shape", [walks, 1, 4], whose, got)?;
+        OpError::expect_same("spans' shape", [page_lists, 1, 4], whose, got)?;
         for (argument, other) in [
             ("index weights' device", self.weights.device()),
             ("keys' device", self.keys.device()),
@@ -76,12 +76,12 @@ impl DsaPages {
         self.keys.dims()[1]
     }
 
-    /// The keys of a walk, `[walks, listed]`, as slots of all pages.
+    /// The keys of a page list, `[page_lists, listed]`, as slots of all pages.
     fn slots(&self) -> Tensor<2, Int> {
-        let [walks, _, entries] = self.table.dims();
-        let table = self.table.clone().reshape([walks, entries]);
-        let spans = self.spans.clone().reshape([walks, 4]);
-        Tensor::from_dispatch(<Dispatch as PagedOps>::walk_slots(
+        let [page_lists, _, entries] = self.table.dims();
+        let table = self.table.clone().reshape([page_lists, entries]);
+        let spans = self.spans.clone().reshape([page_lists, 4]);
+        Tensor::from_dispatch(<Dispatch as PagedOps>::page_list_slots(
             table.into_dispatch(),
             spans.into_dispatch(),
             self.page(),
@@ -90,13 +90,13 @@ impl DsaPages {
 
     /// So many keys each query sees.
     fn seen(&self) -> Tensor<1, Int> {
-        let [walks, ..] = self.spans.dims();
+        let [page_lists, ..] = self.spans.dims();
         let seen = self.spans.clone().narrow(2, 0, 1);
-        seen.reshape([walks]).cast(DType::I32)
+        seen.reshape([page_lists]).cast(DType::I32)
     }
 }
 
-/// The keys that queries over pages attend to, as [`Dsa::choose`] has them of keys side by side: i32 `[walks, kv_heads, most]`, the
+/// The keys that queries over pages attend to, as [`Dsa::choose`] has them of keys side by side: i32 `[page_lists, kv_heads, most]`, the
 /// slots of each head of keys in ascending order of their positions, below 0 behind the last, for [`PagedKeysValues::of_slots`]. Of an entry `x` of the
 /// table the heads of the attention have the pages `x · kv_heads` and those behind it, as with tables that heads share. Nothing is read back where kernels
 /// run, and launches depend on shapes alone.
@@ -149,8 +149,8 @@ pub fn choose_in_pages(
         slots,
         seen: index.seen(),
     })?;
-    let [walks, _, entries] = index.table.dims();
-    let table = index.table.clone().reshape([walks, entries]);
+    let [page_lists, _, entries] = index.table.dims();
+    let table = index.table.clone().reshape([page_lists, entries]);
     Ok(Tensor::from_dispatch(<Dispatch as PagedOps>::picked_slots(
         places.into_dispatch(),
         table.into_dispatch(),

@@ -88,7 +88,7 @@ fn build(numbers: Vec<TensorData>, shape: LayoutShape) -> Result<BlockLayout, Op
     Ok(BlockLayout::new(&pattern, shape)?)
 }
 
-/// The numbers of each head, if they are positions of keys.
+/// The elements of each head, if they are positions of keys.
 fn per_head(
     argument: &'static str,
     numbers: &TensorData,

@@ -9,6 +9,10 @@ use cubecl::server::Handle;
 use super::call::{BiasView, Request, TableView, TensorView};
 use super::error::KernelError;
 use super::seeds;
+use super::shared::addressing::{
+    InputStridesLaunch, ListingLaunch, OperandStridesLaunch, PlanPartsLaunch, ScheduleLaunch,
+    Strides, StridesLaunch,
+};
 use super::shared::biases::{BiasStridesLaunch, DistancesLaunch};
 #[cfg(feature = "cuda-asm")]
 use super::shared::distances::{TableArgs, TableArgsLaunch};
@@ -16,11 +20,7 @@ use super::shared::distances::{TableArgs, TableArgsLaunch};
 use super::shared::dropout::DropoutArgsLaunch;
 use super::shared::dropout::MaskLaunch;
 #[cfg(feature = "cuda-asm")]
-use super::shared::score::ScoreNumbersLaunch;
-use super::shared::walk::{
-    InputStridesLaunch, ListingLaunch, OperandStridesLaunch, PlanPartsLaunch, ScheduleLaunch,
-    Strides, StridesLaunch,
-};
+use super::shared::score::ScoreScalarsLaunch;
 use super::slices::Slice;
 use super::uploaded::{self, DevicePlan};
 use blocksparse::plan::Sections;
@@ -139,9 +139,9 @@ impl ScoreOptions {
 
     /// With the factors of products that `log2_scale` and `cap_scale` are.
     #[cfg(feature = "cuda-asm")]
-    pub fn numbers(&self, (log2_scale, cap_scale): (f64, f64)) -> ScoreNumbersLaunch {
+    pub fn scalars(&self, (log2_scale, cap_scale): (f64, f64)) -> ScoreScalarsLaunch {
         let softcap = self.softcap.unwrap_or(1.0);
-        ScoreNumbersLaunch::new(
+        ScoreScalarsLaunch::new(
             self.scale as f32,
             log2_scale as f32,
             softcap as f32,

@@ -3,10 +3,10 @@
 use cubecl::prelude::*;
 
 use super::args::{Indexing, ScoreOptions};
+use super::attention_sums::distance_gradient;
 use super::call::{Gradients, OutputGrads, Outputs, TensorView};
 use super::choice::AttentionPlan;
 use super::error::KernelError;
-use super::masses::distance_gradient;
 use super::pass::BackwardPass;
 use super::tier::KnownStats;
 use blocksparse::BlockLayout;

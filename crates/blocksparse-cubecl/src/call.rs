@@ -6,7 +6,7 @@ use cubecl::server::Handle;
 
 use super::error::KernelError;
 use super::tuning::TierLimit;
-use blocksparse::plan::Walk;
+use blocksparse::plan::Mainloop;
 use blocksparse::{BlockLayout, Residue};
 
 /// A 4-dimensional tensor on the device. Outer dimensions may have any strides.
@@ -277,14 +277,15 @@ impl Request {
 
     /// Whether tiles may be of like blocks. A tile of keys goes through all query heads of its group, which must agree
     /// on its rows, and stored weights are found by a tile's place.
-    pub fn may_cluster(&self, layout: &BlockLayout, walk: Walk) -> bool {
-        let common =
-            walk == Walk::Rows || layout.num_patterns() == 1 || self.kv_heads == layout.heads();
+    pub fn may_cluster(&self, layout: &BlockLayout, mainloop: Mainloop) -> bool {
+        let common = mainloop == Mainloop::Rows
+            || layout.num_patterns() == 1
+            || self.kv_heads == layout.heads();
         common && !self.store
     }
 }
 
-/// The kernels that walk a layout.
+/// The kernels that run over a layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kernel {
     /// Out and lse (and weights).
@@ -300,10 +301,10 @@ impl Kernel {
     pub const ALL: [Self; 3] = [Self::Forward, Self::BackwardRows, Self::BackwardColumns];
 
     /// How it goes through a layout.
-    pub fn walk(self) -> Walk {
+    pub fn mainloop(self) -> Mainloop {
         match self {
-            Kernel::Forward | Kernel::BackwardRows => Walk::Rows,
-            Kernel::BackwardColumns => Walk::Columns,
+            Kernel::Forward | Kernel::BackwardRows => Mainloop::Rows,
+            Kernel::BackwardColumns => Mainloop::Columns,
         }
     }
 }
@@ -362,7 +363,7 @@ impl<'a> DeviceFacts<'a> {
 /// A part of a layout for which a tier is chosen.
 #[derive(Clone, Copy)]
 pub struct PartRequest<'a> {
-    /// What is walked.
+    /// What the launches compute.
     pub layout: &'a BlockLayout,
     /// What the call asks for.
     pub request: &'a Request,

@@ -12,9 +12,9 @@ use super::known::Slots;
 use super::pass::Part;
 use super::tier::{self, BackwardTile, BiasTile, Choice, ForwardTile};
 use super::tuning::Tuning;
-use super::{masses, on_device, simt};
+use super::{attention_sums, on_device, simt};
 use crate::tuning::TierLimit;
-use blocksparse::plan::{Tiling, Walk};
+use blocksparse::plan::{Mainloop, Tiling};
 use blocksparse::{BlockLayout, DeviceChoice, Residue};
 
 /// What a call will run on a device.
@@ -53,7 +53,7 @@ pub struct PartPlan {
 }
 
 impl PartPlan {
-    /// What is walked, being part of a layout.
+    /// What the launches compute, being part of a layout.
     pub fn part<'a>(&'a self, own: &'a BlockLayout) -> Part<'a> {
         Part {
             layout: self.layout.as_ref().unwrap_or(own),
@@ -61,7 +61,7 @@ impl PartPlan {
         }
     }
 
-    /// How the plan is cut that a kernel's launch walks, on whatever tier.
+    /// How the plan of a kernel's launch is cut, on whatever tier.
     fn launched(&self, kernel: Kernel) -> Tiling {
         match kernel {
             Kernel::Forward => self.forward.tile.tiling(),
@@ -203,7 +203,7 @@ impl AttentionPlan {
         check(Kernel::Forward)?;
         // The lines of a layout that is made on the device are not known here.
         let distances = (request.score.relative && layout.device_choice().is_none())
-            .then(|| masses::check_distances(device, layout, &request))
+            .then(|| attention_sums::check_distances(device, layout, &request))
             .transpose();
         Ok(Self {
             name: layout.name().to_string(),
@@ -282,15 +282,15 @@ fn check_limits(
 ) -> Result<(), KernelError> {
     let mut tiles = 0;
     for plan in parts {
-        let (walked, tile) = (plan.part(layout).layout, &plan.simt[kernel as usize]);
-        let length = match kernel.walk() {
-            Walk::Rows => walked.seq_q(),
-            Walk::Columns => walked.seq_kv(),
+        let (launched, tile) = (plan.part(layout).layout, &plan.simt[kernel as usize]);
+        let length = match kernel.mainloop() {
+            Mainloop::Rows => launched.seq_q(),
+            Mainloop::Columns => launched.seq_kv(),
         };
         tiles = tiles.max(length.div_ceil(tile.rows));
-        on_device::check(walked, plan.launched(kernel), properties)?;
+        on_device::check(launched, plan.launched(kernel), properties)?;
         if request.score.bias && kernel != Kernel::Forward {
-            on_device::check(walked, plan.bias.tile.tiling(kernel), properties)?;
+            on_device::check(launched, plan.bias.tile.tiling(kernel), properties)?;
         }
     }
     // With the buffer in which CubeCL passes scalars.

@@ -8,9 +8,9 @@
 //! ```
 //!
 //! Only the pairs in kept blocks are computed. The forward and the dQ kernel give a cube a tile of
-//! queries, which walks the keys it needs; the dK/dV kernel gives it a tile of keys, which walks the queries that need
+//! queries, which reads the keys it needs; the dK/dV kernel gives it a tile of keys, which reads the queries that need
 //! them: there every number has one writer. A fused backward pass has several for dQ: tiles of keys add their parts to sums in f32, in an order that the
-//! plan fixes. So the same input gives the same bits. Atomics in no order count whole numbers alone. [`plan`](blocksparse::plan) says what a cube walks.
+//! plan fixes. So the same input gives the same bits. Atomics in no order count whole numbers alone. [`plan`](blocksparse::plan) says what a cube computes.
 //!
 //! A call is a [`Request`] over a layout. [`AttentionPlan`] is what it will run, chosen from the layout, the request and the device; it
 //! prints. Nothing falls back silently: what cannot run is a [`KernelError`] before anything is launched.
@@ -22,7 +22,7 @@
 //! tier       the tiers as values, in the order of asking      stats      lse and delta of queries
 //! choice     AttentionPlan                                    on_device  launch plans made there
 //! tuning     what environment variables say                   known      what is made once for a key
-//! forward, backward, masses                                   shared     what kernels of several tiers share
+//! forward, backward, attention_sums                           shared     what kernels of several tiers share
 //! primitives radix select                                    simt, mma, hopper: the tiers
 //! ```
 //!
@@ -36,6 +36,8 @@
 pub mod arch;
 #[doc(hidden)]
 pub mod args;
+#[doc(hidden)]
+pub mod attention_sums;
 mod backward;
 // Some of what a request and a pass say only tiers on tensor cores read.
 #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
@@ -58,8 +60,6 @@ pub mod hopper;
 pub mod known;
 #[doc(hidden)]
 pub mod limits;
-#[doc(hidden)]
-pub mod masses;
 #[cfg(feature = "cuda-asm")]
 #[doc(hidden)]
 pub mod mma;
@@ -92,6 +92,7 @@ pub mod tuning;
 mod uploaded;
 
 pub use args::ScoreOptions;
+pub use attention_sums::{AttentionSumOutputs, attention_sums, check_attention_sums};
 pub use backward::backward;
 pub use call::{
     BiasView, Gradients, OutputGrads, Outputs, Readable, Request, ScoreKind, TableView, TensorView,
@@ -99,7 +100,6 @@ pub use call::{
 pub use choice::AttentionPlan;
 pub use error::KernelError;
 pub use forward::forward;
-pub use masses::{MassOutputs, check_masses, masses};
 pub use on_device::{
     ChoiceTensor, KeyListSizes, ListBuffers, ListSizes, ScoredRows, choose_blocks, count_blocks,
     highest_blocks, list_queries, unique_keys,

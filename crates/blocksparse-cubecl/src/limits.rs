@@ -1,8 +1,8 @@
-//! What a device has at most: units of a cube, numbers of a load.
+//! What a device has at most: units of a cube, elements of a load.
 
 use cubecl::prelude::*;
 
-/// Numbers of a load of 16 bytes at most that divides rows of all these widths, where the widest number has so many bytes.
+/// Elements of a load of 16 bytes at most that divides rows of all these widths, where the widest number has so many bytes.
 pub fn vector_of(properties: &DeviceProperties, bytes: usize, widths: &[usize]) -> usize {
     let most = (16 / bytes).min(properties.hardware.max_vector_size.max(1));
     (0..=most.ilog2())

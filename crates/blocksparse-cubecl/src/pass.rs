@@ -5,13 +5,13 @@ use cubecl::server::Handle;
 
 use super::args::{Indexing, ScoreOptions, optional};
 use super::call::{Gradients, OutputGrads, Outputs, Request, TensorView};
-use blocksparse::plan::Walk;
+use blocksparse::plan::Mainloop;
 use blocksparse::{BlockLayout, Residue};
 
-/// A part of a layout, walked by launches of its own.
+/// A part of a layout, with launches of its own.
 #[derive(Clone, Copy)]
 pub struct Part<'a> {
-    /// What is walked.
+    /// What the launches compute.
     pub layout: &'a BlockLayout,
     /// How positions are listed; `None`: as they come.
     pub residue: Option<Residue>,
@@ -20,7 +20,7 @@ pub struct Part<'a> {
 /// The forward pass.
 pub struct ForwardPass<'a> {
     pub client: &'a Client,
-    /// The call's own layout, of which parts are walked.
+    /// The call's own layout, of which the parts are.
     pub layout: &'a BlockLayout,
     pub request: &'a Request,
     /// q, k and v.
@@ -54,7 +54,7 @@ impl ForwardPass<'_> {
 /// The backward pass.
 pub struct BackwardPass<'a> {
     pub client: &'a Client,
-    /// The call's own layout, of which parts are walked.
+    /// The call's own layout, of which the parts are.
     pub layout: &'a BlockLayout,
     pub request: &'a Request,
     /// q, k and v.
@@ -69,9 +69,9 @@ pub struct BackwardPass<'a> {
     pub indexing: Indexing,
 }
 
-/// What one walk of the backward pass reads and writes.
+/// What one mainloop of the backward pass reads and writes.
 pub struct Operands<'a> {
-    pub walk: Walk,
+    pub mainloop: Mainloop,
     /// Heads that it is launched for.
     pub heads: usize,
     /// Of the tile's own rows: q and dO, or k and v.
@@ -111,8 +111,8 @@ impl<'a> BackwardPass<'a> {
         self.request.batch * self.layout.heads() * self.layout.seq_q()
     }
 
-    /// What a walk reads and writes.
-    pub fn operands(&self, walk: Walk) -> Operands<'a> {
+    /// What a mainloop reads and writes.
+    pub fn operands(&self, mainloop: Mainloop) -> Operands<'a> {
         let [q, k, v] = self.inputs;
         let grad_out = self.grads.out;
         let &Request {
@@ -122,9 +122,9 @@ impl<'a> BackwardPass<'a> {
             value_dim,
             ..
         } = self.request;
-        match walk {
-            Walk::Rows => Operands {
-                walk,
+        match mainloop {
+            Mainloop::Rows => Operands {
+                mainloop,
                 heads: self.layout.heads(),
                 a: [q, grad_out],
                 b: [k, v],
@@ -132,10 +132,10 @@ impl<'a> BackwardPass<'a> {
                 elements: self.rows() * head_dim,
                 second: 0,
             },
-            Walk::Columns => {
+            Mainloop::Columns => {
                 let v_elements = batch * kv_heads * self.layout.seq_kv() * value_dim;
                 Operands {
-                    walk,
+                    mainloop,
                     heads: kv_heads,
                     a: [k, v],
                     b: [q, grad_out],

@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::shared::walk::SliceLaunch;
+use super::shared::addressing::SliceLaunch;
 
 /// Batch entries and heads of one launch, of all those of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

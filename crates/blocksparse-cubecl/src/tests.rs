@@ -40,8 +40,8 @@ fn lines(plan: &AttentionPlan) -> Vec<String> {
         }
     };
     let said = text.lines().skip(1);
-    // What the fused pass of the last tier lacks is a line of the walks: see `fused`.
-    said.filter(|line| !line.contains(" two walks: "))
+    // What the fused pass of the last tier lacks is a line of the mainloops: see `fused`.
+    said.filter(|line| !line.contains(" two mainloops: "))
         .map(line)
         .collect()
 }
@@ -135,10 +135,10 @@ fn tensors_that_no_launch_reads_as_they_lie_are_known_before() {
         let in_eights = [(far(most), 0, true), (far(most + 8), 0, false)];
         let plan = check(&Fake::sm90(), BF16, TierLimit::None, &in_eights);
         assert!(lines(&plan).contains(&"backward: hopper".to_string()));
-        // TMA reads q, k and v over any distance, and so do two walks all tensors.
+        // TMA reads q, k and v over any distance, and so do two mainloops all tensors.
         assert!(plan.inputs().takes(shape, far(most + 8), 0));
-        let walks = TierLimit::HopperWalks;
-        check(&Fake::sm90(), BF16, walks, &[(far(most + 8), 0, true)]);
+        let mainloops = TierLimit::HopperUnfused;
+        check(&Fake::sm90(), BF16, mainloops, &[(far(most + 8), 0, true)]);
     }
 }
 
@@ -147,11 +147,11 @@ fn limits_are_words_that_mean_something() {
     for (text, limit) in [
         ("", TierLimit::None),
         ("simt", TierLimit::Simt),
-        ("simt-walks", TierLimit::SimtWalks),
+        ("simt-unfused", TierLimit::SimtUnfused),
         ("simt-fused", TierLimit::SimtFused),
         ("mma", TierLimit::Mma),
         ("hopper-forward", TierLimit::HopperForward),
-        ("hopper-walks", TierLimit::HopperWalks),
+        ("hopper-unfused", TierLimit::HopperUnfused),
         ("hopper-alone", TierLimit::HopperAlone),
         ("mma-bias", TierLimit::MmaBias),
     ] {
@@ -160,7 +160,7 @@ fn limits_are_words_that_mean_something() {
     let error = "hoper".parse::<TierLimit>().unwrap_err().to_string();
     assert_eq!(
         error,
-        "BLOCKSPARSE_TIER must be simt, simt-walks, simt-fused, mma, hopper-forward, hopper-walks, hopper-alone or mma-bias, got \"hoper\""
+        "BLOCKSPARSE_TIER must be simt, simt-unfused, simt-fused, mma, hopper-forward, hopper-unfused, hopper-alone or mma-bias, got \"hoper\""
     );
 }
 
@@ -223,17 +223,17 @@ mod tensor_cores {
         for dim in [40, 64, 72, 96, 104, 128] {
             check(&device, &dense, request(dim, BF16), TierLimit::None, &both);
         }
-        // What the fused pass would unite here two walks of lower tiles do not.
-        let walks = ["forward: hopper", "dQ: hopper", "dK, dV: hopper"];
+        // What the fused pass would unite here two mainloops of lower tiles do not.
+        let mainloops = ["forward: hopper", "dQ: hopper", "dK, dV: hopper"];
         let wide = request(128, BF16);
-        check(&device, &fixed(), wide, TierLimit::None, &walks);
+        check(&device, &fixed(), wide, TierLimit::None, &mainloops);
         for dim in [136, 256] {
             check(
                 &device,
                 &fixed(),
                 request(dim, BF16),
                 TierLimit::None,
-                &walks,
+                &mainloops,
             );
         }
         let reason = "head_dim is no multiple of 8 from 40 to 256";
@@ -354,12 +354,12 @@ mod tensor_cores {
         let [m1, m2] = refused("mma", "BLOCKSPARSE_TIER says simt");
         let mut simt = vec![h1.as_str(), &m1, &h2, &m2, "forward: simt"];
         simt.extend(["dQ: simt", "dK, dV: simt"]);
-        check(&device, &dense, bf16, TierLimit::SimtWalks, &simt);
+        check(&device, &dense, bf16, TierLimit::SimtUnfused, &simt);
         simt.truncate(5);
         simt.push("backward: simt");
         check(&device, &dense, bf16, TierLimit::SimtFused, &simt);
-        let walks = ["forward: hopper", "dQ: hopper", "dK, dV: hopper"];
-        check(&device, &dense, bf16, TierLimit::HopperWalks, &walks);
+        let mainloops = ["forward: hopper", "dQ: hopper", "dK, dV: hopper"];
+        check(&device, &dense, bf16, TierLimit::HopperUnfused, &mainloops);
         let says = "backward: not hopper, BLOCKSPARSE_TIER says hopper-forward";
         let forward = ["forward: hopper", says, "dQ: mma", "dK, dV: mma"];
         check(&device, &dense, bf16, TierLimit::HopperForward, &forward);
@@ -399,10 +399,22 @@ mod tensor_cores {
         let grouped = |batch, dim| Request::new([batch, 8], [dim, dim], BF16);
         let fits = ["forward: hopper", "backward: hopper"];
         check(&device, &layout, grouped(1, 64), TierLimit::None, &fits);
-        let walks = ["forward: hopper", "dQ: hopper", "dK, dV: hopper"];
-        check(&device, &layout, grouped(2, 64), TierLimit::None, &walks);
-        check(&device, &layout, grouped(2, 96), TierLimit::None, &walks);
-        // Eights of numbers of the output, and on the mma tier its words.
+        let mainloops = ["forward: hopper", "dQ: hopper", "dK, dV: hopper"];
+        check(
+            &device,
+            &layout,
+            grouped(2, 64),
+            TierLimit::None,
+            &mainloops,
+        );
+        check(
+            &device,
+            &layout,
+            grouped(2, 96),
+            TierLimit::None,
+            &mainloops,
+        );
+        // Eights of elements of the output, and on the mma tier its words.
         let [h1, h2] = refused("hopper", TOO_LARGE);
         let [m1, m2] = refused("mma", TOO_LARGE);
         let simt = ["forward: simt", "dQ: simt", "dK, dV: simt"];

@@ -11,7 +11,7 @@ use super::pass::{BackwardPass, ForwardPass, Part};
 #[cfg(feature = "cuda-asm")]
 use super::{hopper, mma};
 use super::{simt, stats};
-use blocksparse::plan::{Tiling, Walk};
+use blocksparse::plan::{Mainloop, Tiling};
 
 /// Why a tier does not take a part.
 type Reason = &'static str;
@@ -58,10 +58,10 @@ const ORDER: &[Tier] = &[
         name: "simt",
         forward: |asked| Ok(ForwardTile::Simt(asked.simt[0])),
         backward: |asked, _| {
-            let walks = [asked.simt[1], asked.simt[2]];
-            Ok(match simt::fused::choose(asked.part, walks) {
+            let mainloops = [asked.simt[1], asked.simt[2]];
+            Ok(match simt::fused::choose(asked.part, mainloops) {
                 Ok(fused) => BackwardTile::SimtFused(fused),
-                Err(reason) => BackwardTile::Simt(walks, reason),
+                Err(reason) => BackwardTile::Simt(mainloops, reason),
             })
         },
     },
@@ -83,7 +83,7 @@ fn hopper_backward(asked: &Asked, forward: &Choice<ForwardTile>) -> Result<Backw
     };
     Ok(match hopper::choose_backward(asked.part, tile)? {
         hopper::Backward::Fused(tile) => BackwardTile::HopperFused(tile),
-        hopper::Backward::Walks(walks) => BackwardTile::HopperWalks(walks),
+        hopper::Backward::Unfused(mainloops) => BackwardTile::HopperUnfused(mainloops),
     })
 }
 
@@ -135,15 +135,15 @@ impl ForwardTile {
         !matches!(self, Self::Simt(_))
     }
 
-    /// How the plan is cut that its launch walks.
+    /// How the plan of its launch is cut.
     pub fn tiling(&self) -> Tiling {
-        let walk = Kernel::Forward.walk();
+        let mainloop = Kernel::Forward.mainloop();
         match self {
             #[cfg(feature = "cuda-asm")]
             Self::Hopper(tile) => tile.tiling(),
             #[cfg(feature = "cuda-asm")]
-            Self::Mma(tile) => tile.tiling(walk),
-            Self::Simt(tile) => simt::tiling(tile, walk),
+            Self::Mma(tile) => tile.tiling(mainloop),
+            Self::Simt(tile) => simt::tiling(tile, mainloop),
         }
     }
 
@@ -177,18 +177,18 @@ impl ForwardTile {
 /// What runs the backward pass over a part.
 #[derive(Clone, Copy, Debug)]
 pub enum BackwardTile {
-    /// wgmma and TMA, all gradients in one walk over columns.
+    /// wgmma and TMA, all gradients in one loop over columns.
     #[cfg(feature = "cuda-asm")]
     HopperFused(hopper::BackwardTile),
-    /// wgmma and TMA, a walk over rows and one over columns.
+    /// wgmma and TMA, a loop over rows and one over columns.
     #[cfg(feature = "cuda-asm")]
-    HopperWalks([hopper::WalkPlan; 2]),
-    /// mma.sync, two walks.
+    HopperUnfused([hopper::MainloopPlan; 2]),
+    /// mma.sync, two mainloops.
     #[cfg(feature = "cuda-asm")]
     Mma([mma::Tile; 2]),
-    /// Scalar multiply-adds, all gradients in one walk over columns.
+    /// Scalar multiply-adds, all gradients in one loop over columns.
     SimtFused(simt::fused::Fused),
-    /// Scalar multiply-adds, two walks, and why.
+    /// Scalar multiply-adds, two mainloops, and why.
     Simt([simt::Tile; 2], Reason),
 }
 
@@ -198,10 +198,10 @@ pub enum BiasTile {
     /// wgmma and TMA; what these do not take, as `Mma`.
     #[cfg(feature = "cuda-asm")]
     Hopper(hopper::BiasTiles, [mma::Tile; 2]),
-    /// mma.sync, one of two walks.
+    /// mma.sync, one of two mainloops.
     #[cfg(feature = "cuda-asm")]
     Mma([mma::Tile; 2]),
-    /// Scalar multiply-adds, one of two walks.
+    /// Scalar multiply-adds, one of two mainloops.
     Simt([simt::Tile; 2]),
 }
 
@@ -246,26 +246,26 @@ impl BiasTile {
 
     /// As [`BackwardTile::tiling`].
     pub fn tiling(&self, kernel: Kernel) -> Tiling {
-        let walk = kernel.walk();
+        let mainloop = kernel.mainloop();
         let index = usize::from(kernel == Kernel::BackwardColumns);
         match self {
             #[cfg(feature = "cuda-asm")]
-            Self::Hopper(own, _) if walk == Walk::Rows => own.pairs.tiling(),
+            Self::Hopper(own, _) if mainloop == Mainloop::Rows => own.pairs.tiling(),
             #[cfg(feature = "cuda-asm")]
-            Self::Hopper(hopper::BiasTiles { keys: Ok(keys), .. }, _) => keys.tiling(walk),
+            Self::Hopper(hopper::BiasTiles { keys: Ok(keys), .. }, _) => keys.tiling(mainloop),
             #[cfg(feature = "cuda-asm")]
-            Self::Hopper(_, tiles) | Self::Mma(tiles) => tiles[index].tiling(walk),
-            Self::Simt(tiles) => simt::tiling(&tiles[index], walk),
+            Self::Hopper(_, tiles) | Self::Mma(tiles) => tiles[index].tiling(mainloop),
+            Self::Simt(tiles) => simt::tiling(&tiles[index], mainloop),
         }
     }
 
-    /// As [`ForwardTile::lines`]: a walk over rows, or over columns where queries share a row of the bias.
+    /// As [`ForwardTile::lines`]: a loop over rows, or over columns where queries share a row of the bias.
     pub fn lines(&self, accumulator: usize) -> Vec<(&'static str, String)> {
-        let walks = [
+        let mainloops = [
             ("dbias", Kernel::BackwardRows),
             ("or dbias", Kernel::BackwardColumns),
         ];
-        let lines = walks.into_iter().enumerate();
+        let lines = mainloops.into_iter().enumerate();
         lines
             .map(|(index, (name, kernel))| {
                 let tile = match self {
@@ -344,8 +344,8 @@ impl KnownStats {
     }
 }
 
-/// The two walks, by the names of what they make.
-const WALKS: [(&str, Kernel); 2] = [
+/// The two mainloops, by the names of what they make.
+const MAINLOOPS: [(&str, Kernel); 2] = [
     ("dQ", Kernel::BackwardRows),
     ("dK, dV", Kernel::BackwardColumns),
 ];
@@ -356,19 +356,19 @@ impl BackwardTile {
         !matches!(self, Self::SimtFused(_) | Self::Simt(..))
     }
 
-    /// How the plan is cut that a walk's launch walks.
+    /// How the plan of a mainloop's launch is cut.
     pub fn tiling(&self, kernel: Kernel) -> Tiling {
-        let walk = kernel.walk();
+        let mainloop = kernel.mainloop();
         let index = usize::from(kernel == Kernel::BackwardColumns);
         match self {
             #[cfg(feature = "cuda-asm")]
             Self::HopperFused(tile) => tile.tiling(),
             #[cfg(feature = "cuda-asm")]
-            Self::HopperWalks(walks) => walks[index].tile.tiling(walk),
+            Self::HopperUnfused(mainloops) => mainloops[index].tile.tiling(mainloop),
             #[cfg(feature = "cuda-asm")]
-            Self::Mma(tiles) => tiles[index].tiling(walk),
-            Self::SimtFused(fused) => simt::tiling(&fused.tile, Walk::Columns),
-            Self::Simt(tiles, _) => simt::tiling(&tiles[index], walk),
+            Self::Mma(tiles) => tiles[index].tiling(mainloop),
+            Self::SimtFused(fused) => simt::tiling(&fused.tile, Mainloop::Columns),
+            Self::Simt(tiles, _) => simt::tiling(&tiles[index], mainloop),
         }
     }
 
@@ -383,8 +383,8 @@ impl BackwardTile {
 
     /// As [`ForwardTile::lines`].
     pub fn lines(&self, accumulator: usize) -> Vec<(&'static str, String)> {
-        let walks = |describe: &dyn Fn(usize, Kernel) -> String| {
-            let lines = WALKS.into_iter().enumerate();
+        let mainloops = |describe: &dyn Fn(usize, Kernel) -> String| {
+            let lines = MAINLOOPS.into_iter().enumerate();
             lines
                 .map(|(index, (name, kernel))| (name, describe(index, kernel)))
                 .collect::<Vec<_>>()
@@ -393,15 +393,15 @@ impl BackwardTile {
             #[cfg(feature = "cuda-asm")]
             Self::HopperFused(tile) => vec![("backward", tile.to_string())],
             #[cfg(feature = "cuda-asm")]
-            Self::HopperWalks(plans) => walks(&|index, _| plans[index].to_string()),
+            Self::HopperUnfused(plans) => mainloops(&|index, _| plans[index].to_string()),
             #[cfg(feature = "cuda-asm")]
             Self::Mma(tiles) => {
-                walks(&|index, kernel| mma::describe(tiles[index], kernel).to_string())
+                mainloops(&|index, kernel| mma::describe(tiles[index], kernel).to_string())
             }
             Self::SimtFused(fused) => vec![("backward", fused.describe(accumulator))],
             Self::Simt(tiles, reason) => {
-                let mut lines = vec![("backward", format!("two walks: {reason}"))];
-                lines.extend(walks(&|index, kernel| {
+                let mut lines = vec![("backward", format!("two mainloops: {reason}"))];
+                lines.extend(mainloops(&|index, kernel| {
                     simt::describe(&tiles[index], kernel, accumulator)
                 }));
                 lines
@@ -427,7 +427,7 @@ impl BackwardTile {
                 Ok(())
             }
             #[cfg(feature = "cuda-asm")]
-            Self::HopperWalks(walks) => hopper::launch_walks(pass, part, walks),
+            Self::HopperUnfused(mainloops) => hopper::launch_mainloops(pass, part, mainloops),
             #[cfg(feature = "cuda-asm")]
             Self::Mma(tiles) => mma::launch_backward(pass, part, tiles),
             Self::SimtFused(fused) => {

@@ -51,7 +51,7 @@ pub struct Tuning {
     pub listed: Option<ListedWay>,
     /// `BLOCKSPARSE_RECORDS`: MiB of records of pairs at a time.
     pub records: usize,
-    /// `BLOCKSPARSE_LISTED_TILE`: of walks of lists, forward and for dQ, each: keys of a step, stages.
+    /// `BLOCKSPARSE_LISTED_TILE`: of mainloops over lists, forward and for dQ, each: keys of a step, stages.
     pub listed_tile: [Option<[usize; 2]>; 2],
     /// `BLOCKSPARSE_UNFENCED`: whether the fused backward pass of the `hopper` tier adds to dQ without fences: 3 to 6% faster, and in an order that the hardware
     /// keeps and PTX's memory model does not promise.
@@ -100,13 +100,13 @@ pub enum KeyPicking {
     Pages,
 }
 
-/// How lists of queries are walked.
+/// How queries attend to their lists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ListedWay {
-    /// Queries walk their lists.
-    Walk,
-    /// Neighbouring queries walk the union of theirs.
+    /// Each query attends to its own list.
+    Queries,
+    /// Neighbouring queries attend to the union of theirs.
     Neighbours,
     /// Blocks meet the queries that list them, forward.
     Blocks,
@@ -148,7 +148,7 @@ struct Variable {
 
 const SWITCH: &str = "0 or 1";
 const MIB: &str = "a whole number of MiB";
-/// Steps of a walk of lists that there are bits for.
+/// Steps of a mainloop over a list that there are bits for.
 pub const MOST_LISTED_STAGES: usize = 32;
 
 macro_rules! variables {
@@ -171,7 +171,7 @@ variables! {
     "BLOCKSPARSE_FEW_ROWS", "two numbers with a comma between" => few_rows: two_numbers;
     "BLOCKSPARSE_KEY_PICKS", "0, 1 or whole" => key_picks: key_picking;
     "BLOCKSPARSE_LINE_SUMS", SWITCH => line_sums: switch;
-    "BLOCKSPARSE_LISTED", "walk, neighbours, blocks or tiles" => listed: |text| listed_way(text).map(Some);
+    "BLOCKSPARSE_LISTED", "queries, neighbours, blocks or tiles" => listed: |text| listed_way(text).map(Some);
     "BLOCKSPARSE_LISTED_TILE",
         "KEYSxSTAGES of forward, or two of them with a comma between, forward and dQ: 16 or 32 keys, 2 to 32 stages"
         => listed_tile: listed_tiles;
@@ -193,7 +193,7 @@ variables! {
 
 const TIER: &str = "BLOCKSPARSE_TIER";
 const TIERS: &str =
-    "simt, simt-walks, simt-fused, mma, hopper-forward, hopper-walks, hopper-alone or mma-bias";
+    "simt, simt-unfused, simt-fused, mma, hopper-forward, hopper-unfused, hopper-alone or mma-bias";
 
 fn names() -> Vec<&'static str> {
     VARIABLES.iter().map(|variable| variable.name).collect()
@@ -227,7 +227,7 @@ fn key_picking(text: &str) -> Option<KeyPicking> {
 
 fn listed_way(text: &str) -> Option<ListedWay> {
     match text {
-        "walk" => Some(ListedWay::Walk),
+        "queries" => Some(ListedWay::Queries),
         "neighbours" => Some(ListedWay::Neighbours),
         "blocks" => Some(ListedWay::Blocks),
         "tiles" => Some(ListedWay::Tiles),
@@ -339,16 +339,16 @@ pub enum TierLimit {
     /// All on tensor cores.
     Simt,
     /// All on tensor cores, and the fused backward pass of the `simt` tier.
-    SimtWalks,
-    /// All on tensor cores, and the two walks of the `simt` tier wherever its fused backward pass can run.
+    SimtUnfused,
+    /// All on tensor cores, and the two mainloops of the `simt` tier wherever its fused backward pass can run.
     SimtFused,
     /// The `hopper` tier.
     Mma,
     /// The backward pass of the `hopper` tier.
     HopperForward,
     /// The fused backward pass of the `hopper` tier.
-    HopperWalks,
-    /// The sharing of a tile's queries by cubes in that pass, and of a tile's steps in its two walks.
+    HopperUnfused,
+    /// The sharing of a tile's queries by cubes in that pass, and of a tile's steps in its two mainloops.
     HopperAlone,
     /// The gradient of a bias on the `hopper` tier.
     MmaBias,
@@ -357,7 +357,7 @@ pub enum TierLimit {
 impl TierLimit {
     /// Whether all tiers on tensor cores are left out.
     pub fn is_simt(self) -> bool {
-        matches!(self, Self::Simt | Self::SimtWalks | Self::SimtFused)
+        matches!(self, Self::Simt | Self::SimtUnfused | Self::SimtFused)
     }
 }
 
@@ -368,11 +368,11 @@ impl FromStr for TierLimit {
         Ok(match text {
             "" => Self::None,
             "simt" => Self::Simt,
-            "simt-walks" => Self::SimtWalks,
+            "simt-unfused" => Self::SimtUnfused,
             "simt-fused" => Self::SimtFused,
             "mma" => Self::Mma,
             "hopper-forward" => Self::HopperForward,
-            "hopper-walks" => Self::HopperWalks,
+            "hopper-unfused" => Self::HopperUnfused,
             "hopper-alone" => Self::HopperAlone,
             "mma-bias" => Self::MmaBias,
             _ => {
@@ -401,7 +401,7 @@ mod tests {
         ("FEW_ROWS", "8", "two numbers with a comma between"),
         ("KEY_PICKS", "Whole", "0, 1 or whole"),
         ("LINE_SUMS", "off", "0 or 1"),
-        ("LISTED", "walks", "walk, neighbours, blocks or tiles"),
+        ("LISTED", "query", "queries, neighbours, blocks or tiles"),
         ("LISTED_TILE", "32", "KEYSxSTAGES"),
         ("LISTED_TILE", "64x2", "KEYSxSTAGES"),
         ("LISTED_TILE", "16x1", "KEYSxSTAGES"),
@@ -479,7 +479,7 @@ mod tests {
             "KEY_PICKS", "whole" => key_picks: KeyPicking::Whole;
             "LINE_SUMS", "0" => line_sums: false;
             "LINE_SUMS", "1" => line_sums: true;
-            "LISTED", "walk" => listed: Some(ListedWay::Walk);
+            "LISTED", "queries" => listed: Some(ListedWay::Queries);
             "LISTED", "neighbours" => listed: Some(ListedWay::Neighbours);
             "LISTED", "blocks" => listed: Some(ListedWay::Blocks);
             "LISTED", "tiles" => listed: Some(ListedWay::Tiles);
@@ -494,7 +494,7 @@ mod tests {
             "ROW_PRODUCTS", "0" => row_products: false;
             "SIMT_SUMS", "0" => simt_sums: 0;
             "SIMT_TILE", "64x32x4" => simt_tile: Some([64, 32, 4]);
-            "TIER", "hopper-walks" => tier: TierLimit::HopperWalks;
+            "TIER", "hopper-unfused" => tier: TierLimit::HopperUnfused;
         }
     }
 

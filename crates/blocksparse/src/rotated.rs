@@ -1,6 +1,6 @@
 //! Rows of an indexer in 8 bits: rotated by a Hadamard matrix and rounded to E4M3 times a power of two of each row, on the host.
 //!
-//! Rotated, what is large in few numbers of a row is spread over all of them, so rounding takes less away (Ashkboos et al., QuaRot, 2024, §3; DeepSeek-V3.2-Exp's
+//! Rotated, what is large in few elements of a row is spread over all of them, so rounding takes less away (Ashkboos et al., QuaRot, 2024, §3; DeepSeek-V3.2-Exp's
 //! indexer). Products of rotated queries and rotated keys are those of the rows as they were.
 
 use crate::Quantization;

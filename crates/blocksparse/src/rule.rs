@@ -349,15 +349,15 @@ mod tests {
                 "{keep:?} of {scores:?}"
             );
         }
-        let masses = Rule {
+        let probabilities = Rule {
             kind: EstimateKind::Probability,
             ..rule(Budget::top_p(0.7), NONE)
         };
-        assert_eq!(kept(&masses, &[nan, 3.0, -9.0, 1.0]), [1]);
-        assert_eq!(kept(&masses, &[0.0, 0.0, -9.0, nan]), [0usize; 0]);
+        assert_eq!(kept(&probabilities, &[nan, 3.0, -9.0, 1.0]), [1]);
+        assert_eq!(kept(&probabilities, &[0.0, 0.0, -9.0, nan]), [0usize; 0]);
     }
 
-    /// An infinite mass is kept where there is room, and its weight is none.
+    /// An infinite probability is kept where there is room, and its weight is none.
     #[rstest::rstest]
     #[case(Budget::top_p(0.5), vec![0, 2, 3])]
     #[case(Budget::top_p(0.8), vec![0, 1, 2, 3])]
@@ -368,23 +368,23 @@ mod tests {
     #[case(Budget::MinP(0.7), vec![0, 2, 3])]
     #[case(Budget::MinP(0.5), vec![0, 1, 2, 3])]
     fn wanted_blocks_weigh_nothing(#[case] keep: Budget, #[case] expected: Vec<usize>) {
-        let masses = Rule {
+        let probabilities = Rule {
             kind: EstimateKind::Probability,
             ..rule(keep, NONE)
         };
         let inf = f64::INFINITY;
-        assert_eq!(kept(&masses, &[inf, 0.3, inf, 0.5]), expected);
+        assert_eq!(kept(&probabilities, &[inf, 0.3, inf, 0.5]), expected);
     }
 
     /// Beside wanted blocks those that weigh nothing are not kept.
     #[test]
     fn wanted_blocks_are_enough() {
-        let masses = Rule {
+        let probabilities = Rule {
             kind: EstimateKind::Probability,
             ..rule(Budget::top_p(0.5), NONE)
         };
         let inf = f64::INFINITY;
-        assert_eq!(kept(&masses, &[0.0, inf, 0.0, inf]), [1, 3]);
+        assert_eq!(kept(&probabilities, &[0.0, inf, 0.0, inf]), [1, 3]);
     }
 
     #[rstest::rstest]

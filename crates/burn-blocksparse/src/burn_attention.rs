@@ -246,18 +246,19 @@ impl MaskKey {
             let seen = !self.causal || column + seq_q <= row + seq_kv;
             seen && !self.masked[line * columns + column.min(columns - 1)]
         };
-        // Heads that share a mask are walked once.
-        let walked = LayoutShape {
+        // Heads that share a mask are looked at once.
+        let shape_of_mask = LayoutShape {
             heads: mask_heads,
             ..self.shape
         };
         let layouts = (0..entries).map(|entry| {
-            let layout = BlockLayout::from_block_fn("mask", walked, |head, q_block, kv_block| {
-                Some(BlockMask::from_fn(BLOCK, |r, c| {
-                    let (row, column) = (q_block * BLOCK + r, kv_block * BLOCK + c);
-                    row < seq_q && column < seq_kv && allows(entry, head, row, column)
-                }))
-            })?;
+            let layout =
+                BlockLayout::from_block_fn("mask", shape_of_mask, |head, q_block, kv_block| {
+                    Some(BlockMask::from_fn(BLOCK, |r, c| {
+                        let (row, column) = (q_block * BLOCK + r, kv_block * BLOCK + c);
+                        row < seq_q && column < seq_kv && allows(entry, head, row, column)
+                    }))
+                })?;
             match mask_heads == heads {
                 true => Ok(layout),
                 false => layout.of_first_head(heads),

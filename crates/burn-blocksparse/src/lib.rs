@@ -66,6 +66,7 @@
 #[cfg(all(feature = "cube", feature = "fusion"))]
 mod accelerated;
 mod attention;
+mod attention_sums;
 pub mod backend;
 mod base;
 mod blocks;
@@ -80,7 +81,6 @@ pub mod graph;
 #[doc(hidden)]
 pub mod internal;
 pub mod layout;
-mod masses;
 mod merge;
 pub mod module;
 mod options;
@@ -94,13 +94,15 @@ mod weights;
 pub use attention::plan::AttentionPlan;
 pub use attention::tensors::AttentionTensors;
 pub use attention::{SparseAttentionCall, SparseAttentionOutput, sparse_attention};
+pub use attention_sums::{
+    AccumulatedAttention, AccumulatedAttentionOptions, accumulated_attention,
+};
 pub use base::device::{check_collectives, check_device};
 pub use base::op_plan::OpPlan;
 pub use blocksparse::{BlockLayout, Dropout, LayoutError, LayoutShape, Pattern, Seed, ShardPlan};
 pub use call_layout::Layout;
 pub use device_layout::DeviceLayout;
 pub use error::OpError;
-pub use masses::{AccumulatedAttention, AccumulatedAttentionOptions, accumulated_attention};
 pub use merge::merge_attention;
 pub use options::{AttentionOptions, ProductPrecision, WeightsMode, alibi_slopes};
 pub use sharded::{Exchange, SequenceShard};

@@ -39,7 +39,7 @@ pub struct AttentionOptions {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DispatchMode {
-    /// Kernels in which a query walks its own list, where a device has them, they take the call, and blocks are not so long that
+    /// Kernels in which a query attends to its own list, where a device has them, they take the call, and blocks are not so long that
     /// [`GroupByBlock`](Self::GroupByBlock) is the faster way; otherwise that one. `SelectedBlocks::explain` says which.
     #[default]
     Auto,

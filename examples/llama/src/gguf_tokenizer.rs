@@ -54,7 +54,7 @@ pub fn read(gguf: &Gguf) -> Result<Tokenizer> {
         .unwrap_or("default");
     tokenizer.with_pre_tokenizer(Some(pre_tokenizer(name)?));
     tokenizer.with_decoder(Some(ByteLevel::default()));
-    let types = value("token_type")?.as_numbers().unwrap_or_default();
+    let types = value("token_type")?.as_floats().unwrap_or_default();
     let special = tokens
         .iter()
         .zip(types)

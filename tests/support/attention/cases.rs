@@ -114,7 +114,7 @@ pub fn shard_of(part: usize, parts: usize) -> Vec<(usize, Case)> {
 }
 
 /// Every pattern, every block size, ragged ends, rectangles, rows without keys, grouped heads. Softcaps, rows without keys and patterns
-/// walked by residue class stand where every seventh case meets each of them.
+/// tiled by residue class stand where every seventh case meets each of them.
 pub fn cases() -> Vec<Case> {
     let checkerboard = || {
         Pattern::from_fn("checkerboard", |head, i, j| {

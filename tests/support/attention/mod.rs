@@ -1,11 +1,11 @@
 //! Attention over layouts that the host makes.
 
+pub mod attention_sums;
 pub mod autodiff;
 pub mod bias_gradient;
 pub mod cases;
 pub mod gradients;
 pub mod kept;
-pub mod masses;
 pub mod max_scores;
 pub mod narrow_blocks;
 pub mod operators;

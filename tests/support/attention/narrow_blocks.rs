@@ -1,4 +1,4 @@
-//! Random narrow blocks so dense that a tile walks nearly everything: coarse steps, where a device has them.
+//! Random narrow blocks so dense that a tile sees nearly everything: coarse steps, where a device has them.
 
 use std::mem::discriminant;
 

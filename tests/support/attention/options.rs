@@ -21,7 +21,7 @@ impl Cases {
     fn has(self, index: usize) -> bool {
         match self {
             Cases::All | Cases::AllOfKernels => true,
-            // Rows without keys, grouped heads and a pattern walked by residue class are among these.
+            // Rows without keys, grouped heads and a pattern tiled by residue class are among these.
             Cases::Third => index % 3 == 1,
         }
     }

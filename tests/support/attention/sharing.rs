@@ -160,7 +160,7 @@ pub fn a_layout_outlives_tensors_and_threads(devices: &[Device]) {
 /// A call of [`calls_at_once_give_the_same_bits`]: pattern, width of blocks and of heads, dtype.
 type Sizes = (&'static str, usize, usize, DType);
 
-/// What a device has kernels of their own for: one walk that makes all gradients, one that goes from tile to tile, two walks, wide heads, f32.
+/// What a device has kernels of their own for: one mainloop that makes all gradients, one that goes from tile to tile, two mainloops, wide heads, f32.
 fn calls_of(device: &Device) -> Vec<Sizes> {
     let half = half_dtypes(device).into_iter().next_back();
     let mut calls = vec![("local:100", 32, 64, DType::F32)];

@@ -114,7 +114,7 @@ pub fn shared_tiles_of_other_kinds(devices: &[Device]) {
 const LONG: &str = "the longest tile of a head shared by";
 
 /// Keys that all queries see beside near ones, as the first block of native sparse attention: cubes share the steps of their tile, in the
-/// walks over columns and, where they are also queries that see all keys, over rows.
+/// loops over columns and, where they are also queries that see all keys, over rows.
 pub fn long_tiles_equal_f64(devices: &[Device]) {
     let sizes = Sizes {
         heads: 4,

@@ -9,7 +9,7 @@ use crate::prelude::*;
 const STEP: usize = 8;
 const WIDEST: usize = 256;
 
-/// A case of heads so wide, of one of four kinds of walks.
+/// A case of heads so wide, of one of four kinds of mainloops.
 fn case(head_dim: usize, value_dim: usize) -> Case {
     let (name, pattern, block_size) = match head_dim / STEP % 4 {
         0 => ("causal", Pattern::causal(), 32),

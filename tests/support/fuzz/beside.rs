@@ -3,8 +3,8 @@
 use burn_blocksparse::merge_attention;
 use burn_sparse_select::vertical_slash_layout;
 
+use crate::attention::attention_sums;
 use crate::attention::cases::Case;
-use crate::attention::masses;
 use crate::attention::operators::Setup;
 use crate::attention::options::with_weights;
 use crate::device_layout::chosen::check_random;
@@ -15,7 +15,7 @@ use crate::prelude::*;
 pub fn more(fuzz: &Fuzz, device: &Device) {
     let rng = &mut seeded(fuzz.seed ^ 0x005e_c00d);
     match rng.random_range(0..8) {
-        0 => masses_of(fuzz, rng, device),
+        0 => attention_sums_of(fuzz, rng, device),
         1 => operators_of(fuzz, rng, device),
         2 => weights_of(fuzz, device),
         3 => stacked(fuzz, rng, device),
@@ -35,14 +35,14 @@ fn exact(fuzz: &Fuzz, device: &Device) -> (DType, f64) {
 }
 
 /// Columns and diagonals of some queries' weights; in half precision of rounded inputs.
-fn masses_of(fuzz: &Fuzz, rng: &mut impl Rng, device: &Device) {
+fn attention_sums_of(fuzz: &Fuzz, rng: &mut impl Rng, device: &Device) {
     let extras = fuzz.extras.without_dropout();
     let (mut problem, options) = extras.apply(fuzz.seed, fuzz.problem(), fuzz.case.options());
     problem.round_to(fuzz.dtype);
     let first = rng.random_range(0..fuzz.case.seq_q);
     let end = rng.random_range(first + 1..=fuzz.case.seq_q);
-    let call = masses::Call {
-        what: "masses".into(),
+    let call = attention_sums::Call {
+        what: "attention sums".into(),
         problem: &problem,
         layout: fuzz.layout(),
         options,

@@ -130,7 +130,7 @@ impl Case {
         )
     }
 
-    /// Whether a query keeps a block whatever its mass.
+    /// Whether a query keeps a block whatever its attention sum.
     fn is_forced(&self, row: usize, block: usize) -> bool {
         let own = self.position(row) / self.selected;
         let [first, local] = self.forced;
@@ -234,7 +234,7 @@ impl Inputs {
     }
 
     /// What blocks are chosen by, `[batch · kv_heads · rows][blocks]`.
-    pub fn masses(&self) -> Vec<Vec<f64>> {
+    pub fn attention_sums(&self) -> Vec<Vec<f64>> {
         let case = &self.case;
         let ([heads, kv_heads], rows, entries) = (case.heads, case.seq[0], case.entries());
         let group = heads / kv_heads;
@@ -255,28 +255,31 @@ impl Inputs {
         lists.collect()
     }
 
-    /// The blocks that queries keep beside the forced ones, by falling mass, `[batch · kv_heads · rows]`; and by how much the last of each is above the next.
-    pub fn chosen(&self, masses: &[Vec<f64>]) -> (Vec<Vec<usize>>, Vec<f64>) {
+    /// The blocks that queries keep beside the forced ones, by falling attention sum, `[batch · kv_heads · rows]`; and by how much the last of each is above the next.
+    pub fn chosen(&self, attention_sums: &[Vec<f64>]) -> (Vec<Vec<usize>>, Vec<f64>) {
         let case = &self.case;
         let rows = case.seq[0];
-        let lists = masses.iter().enumerate().map(|(at, masses)| {
-            let row = at % rows;
-            let visible = case.position(row) / case.selected + 1;
-            let (forced, rest): (Vec<usize>, Vec<usize>) =
-                (0..visible).partition(|&block| case.is_forced(row, block));
-            let mut rest = by_falling_score(rest, |block| masses[block]);
-            let count = case.keep.saturating_sub(forced.len()).min(rest.len());
-            let falls = rest.windows(2).take(count).map(|pair| {
-                // Zeros are exact.
-                match masses[pair[0]] == 0.0 {
-                    true => f64::INFINITY,
-                    false => masses[pair[0]] - masses[pair[1]],
-                }
+        let lists = attention_sums
+            .iter()
+            .enumerate()
+            .map(|(at, attention_sums)| {
+                let row = at % rows;
+                let visible = case.position(row) / case.selected + 1;
+                let (forced, rest): (Vec<usize>, Vec<usize>) =
+                    (0..visible).partition(|&block| case.is_forced(row, block));
+                let mut rest = by_falling_score(rest, |block| attention_sums[block]);
+                let count = case.keep.saturating_sub(forced.len()).min(rest.len());
+                let falls = rest.windows(2).take(count).map(|pair| {
+                    // Zeros are exact.
+                    match attention_sums[pair[0]] == 0.0 {
+                        true => f64::INFINITY,
+                        false => attention_sums[pair[0]] - attention_sums[pair[1]],
+                    }
+                });
+                let gap = falls.fold(f64::INFINITY, f64::min);
+                rest.truncate(count);
+                (rest, gap)
             });
-            let gap = falls.fold(f64::INFINITY, f64::min);
-            rest.truncate(count);
-            (rest, gap)
-        });
         lists.unzip()
     }
 

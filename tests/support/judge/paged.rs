@@ -96,7 +96,7 @@ pub fn cases() -> Vec<Case> {
     rows(TABLE).into_iter().map(case).collect()
 }
 
-/// A slot of a walk: its number in the table, and the slot of its page.
+/// A slot of a page list: its number in the table, and the slot of its page.
 #[derive(Clone, Copy)]
 struct Slot {
     id: usize,
@@ -189,14 +189,14 @@ impl Problem {
         problem
     }
 
-    /// Positions of slots in the order of walks; sequences begin at different positions.
+    /// Positions of slots in the order of page lists; sequences begin at different positions.
     fn place(&mut self, rng: &mut ChaCha8Rng) {
         for entry in 0..self.case.batch {
             let mut longest = 0;
             for table in 0..self.tables {
-                let walk = self.walk(entry, table);
-                longest = longest.max(walk.len());
-                for (index, slot) in walk.into_iter().enumerate() {
+                let page_list = self.page_list(entry, table);
+                longest = longest.max(page_list.len());
+                for (index, slot) in page_list.into_iter().enumerate() {
                     let at = slot.id * self.case.page + slot.slot;
                     self.positions[at] = (10 * entry + index) as i32;
                     let life = rng.random_range(0..2 * longest as i32);
@@ -209,7 +209,7 @@ impl Problem {
         }
     }
 
-    /// NaN in slots that no walk reads.
+    /// NaN in slots that no page list names.
     fn poison(&mut self) {
         let Case {
             page,
@@ -220,7 +220,7 @@ impl Problem {
         let mut used = vec![false; self.keys.len() / width];
         for entry in 0..self.case.batch {
             for head in 0..self.case.kv_heads {
-                for slot in self.walk(entry, head % self.tables) {
+                for slot in self.page_list(entry, head % self.tables) {
                     used[self.page_of(slot, head) * page + slot.slot] = true;
                 }
             }
@@ -254,7 +254,7 @@ impl Problem {
             .collect()
     }
 
-    fn walk(&self, entry: usize, table: usize) -> Vec<Slot> {
+    fn page_list(&self, entry: usize, table: usize) -> Vec<Slot> {
         let slots = self.entries(entry, table).into_iter();
         slots.map(|(_, slot)| slot).collect()
     }

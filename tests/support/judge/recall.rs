@@ -93,15 +93,15 @@ impl Attention {
     }
 
     /// What blocks of queries give blocks of keys, `[rows][blocks]`; nothing of queries before the first.
-    pub fn masses(&self, grid: &ScoreGrid) -> Vec<f64> {
-        let mut masses = vec![0.0; grid.rows() * grid.blocks()];
+    pub fn attention_sums(&self, grid: &ScoreGrid) -> Vec<f64> {
+        let mut attention_sums = vec![0.0; grid.rows() * grid.blocks()];
         for (row, p) in self.rows.iter().enumerate() {
             let first = (self.first + row) / grid.query_rows * grid.blocks();
             for (j, p) in p.iter().enumerate() {
-                masses[first + j / grid.block] += p;
+                attention_sums[first + j / grid.block] += p;
             }
         }
-        masses
+        attention_sums
     }
 }
 

@@ -8,8 +8,8 @@ use rand::seq::SliceRandom;
 use crate::judge::dsa::Problem;
 use crate::prelude::*;
 
-/// Walks of these lengths over pages in any order, and the queries of each.
-struct Walks {
+/// Page lists of these lengths in any order, and the queries of each.
+struct PageLists {
     /// Of one query each.
     problems: Vec<Problem>,
     page: usize,
@@ -19,20 +19,20 @@ struct Walks {
     table: Vec<i32>,
 }
 
-impl Walks {
+impl PageLists {
     fn new(seed: u64, index: [usize; 2], lengths: &[usize], page: usize, spare: usize) -> Self {
         let mut rng = seeded(seed);
-        let problem = |(walk, &length): (usize, &usize)| {
-            Problem::of([2, 1, 4], index, [1, length]).filled(seed + walk as u64)
+        let problem = |(page_list, &length): (usize, &usize)| {
+            Problem::of([2, 1, 4], index, [1, length]).filled(seed + page_list as u64)
         };
         let problems = lengths.iter().enumerate().map(problem).collect();
-        let of_walks = lengths.iter().map(|length| length.div_ceil(page));
-        let entries = of_walks.clone().max().unwrap() + spare;
-        let pages = of_walks.clone().sum::<usize>() + 3;
+        let of_lists = lengths.iter().map(|length| length.div_ceil(page));
+        let entries = of_lists.clone().max().unwrap() + spare;
+        let pages = of_lists.clone().sum::<usize>() + 3;
         let mut order: Vec<i32> = (0..pages as i32).collect();
         order.shuffle(&mut rng);
         let mut table = Vec::new();
-        for count in of_walks {
+        for count in of_lists {
             table.extend(order.drain(..count));
             // What stands behind the last is any page, or none.
             table.extend((count..entries).map(|_| match rng.random_bool(0.5) {
@@ -49,20 +49,20 @@ impl Walks {
         }
     }
 
-    /// The slot of a key of a walk.
-    fn slot(&self, walk: usize, key: usize) -> usize {
-        let entry = self.table[walk * self.entries + key / self.page];
+    /// The slot of a key of a page list.
+    fn slot(&self, page_list: usize, key: usize) -> usize {
+        let entry = self.table[page_list * self.entries + key / self.page];
         entry as usize * self.page + key % self.page
     }
 
     fn index(&self, device: &Device, dtype: DType) -> DsaPages {
-        let walks = self.problems.len();
+        let page_lists = self.problems.len();
         let [heads, width] = [self.problems[0].index_heads, self.problems[0].index_dim];
-        // Numbers that no walk has are none.
+        // Numbers that no page list has are none.
         let mut keys = vec![f64::NAN; self.pages * self.page * width];
-        for (walk, problem) in self.problems.iter().enumerate() {
+        for (page_list, problem) in self.problems.iter().enumerate() {
             for (key, row) in problem.index[1].chunks(width).enumerate() {
-                keys[self.slot(walk, key) * width..][..width].copy_from_slice(row);
+                keys[self.slot(page_list, key) * width..][..width].copy_from_slice(row);
             }
         }
         let of = |part: usize| -> Vec<f64> {
@@ -79,19 +79,19 @@ impl Walks {
         let spans: Vec<i32> = spans.collect();
         let on = (device, dtype);
         DsaPages {
-            q: Tensor::from_data(floats(of(0), &[walks, heads, width]), on),
-            weights: Tensor::from_data(floats(of(2), &[walks, heads]), on),
+            q: Tensor::from_data(floats(of(0), &[page_lists, heads, width]), on),
+            weights: Tensor::from_data(floats(of(2), &[page_lists, heads]), on),
             keys: Tensor::from_data(floats(keys, &[self.pages, self.page, width]), on),
-            table: ints(&self.table, [walks, 1, self.entries], device),
-            spans: ints(&spans, [walks, 1, 4], device),
+            table: ints(&self.table, [page_lists, 1, self.entries], device),
+            spans: ints(&spans, [page_lists, 1, 4], device),
         }
     }
 }
 
-/// The slots of what is chosen of keys side by side, but for what a rounding decides: of walks of unequal lengths, one query and many, tables that are longer
-/// than any walk, few scores in memory at a time, and heads of keys that share entries.
+/// The slots of what is chosen of keys side by side, but for what a rounding decides: of page lists of unequal lengths, one query and many, tables that are longer
+/// than any page list, few scores in memory at a time, and heads of keys that share entries.
 pub fn dsa_chooses_in_pages(devices: &[Device]) {
-    // Of an indexer heads and their width; lengths of walks; slots of a page, and entries to spare; keys that are kept, and near ones among them; scores in
+    // Of an indexer heads and their width; lengths of page lists; slots of a page, and entries to spare; keys that are kept, and near ones among them; scores in
     // memory at a time; heads of keys.
     let rows = [
         ([3, 6], vec![70, 1, 33], 8, 2, [9, 0], 1 << 24, 1),
@@ -113,21 +113,22 @@ pub fn dsa_chooses_in_pages(devices: &[Device]) {
                 (0..).zip(rows.clone())
             {
                 let what = format!("{device:?}, {dtype:?}, {lengths:?} by {page}");
-                let mut walks = Walks::new(11_300 + 10 * seed, index, &lengths, page, spare);
-                for problem in &mut walks.problems {
+                let mut page_lists =
+                    PageLists::new(11_300 + 10 * seed, index, &lengths, page, spare);
+                for problem in &mut page_lists.problems {
                     *problem = problem.rounded(dtype);
                 }
                 let dsa = Dsa::new(keep).unwrap().with_near(near).unwrap();
                 let dsa = dsa.with_chunk_elements(numbers).unwrap();
-                let slots = choose_in_pages(&dsa, &walks.index(device, dtype), kv_heads);
+                let slots = choose_in_pages(&dsa, &page_lists.index(device, dtype), kv_heads);
                 let slots = slots.unwrap();
-                let most = keep.min(walks.entries * page);
+                let most = keep.min(page_lists.entries * page);
                 assert_eq!(slots.dims(), [lengths.len(), kv_heads, most], "{what}");
                 let slots: Vec<i32> = slots.into_data().iter().collect();
                 let mut compared = 0;
                 for (row, slots) in slots.chunks(most).enumerate() {
-                    let (walk, head) = (row / kv_heads, row % kv_heads);
-                    let (chosen, gap) = walks.problems[walk].choice(0, keep, near);
+                    let (page_list, head) = (row / kv_heads, row % kv_heads);
+                    let (chosen, gap) = page_lists.problems[page_list].choice(0, keep, near);
                     let (there, behind) = slots.split_at(chosen.len());
                     assert!(behind.iter().all(|&slot| slot < 0), "{what}: {row}");
                     if gap <= 2.0 * tolerance {
@@ -135,7 +136,7 @@ pub fn dsa_chooses_in_pages(devices: &[Device]) {
                     }
                     compared += 1;
                     let expected: Vec<i32> = (chosen.iter())
-                        .map(|&key| walks.slot(walk, key))
+                        .map(|&key| page_lists.slot(page_list, key))
                         .map(|slot| (slot / page * kv_heads + head) * page + slot % page)
                         .map(|slot| slot as i32)
                         .collect();
@@ -152,17 +153,17 @@ pub fn dsa_chooses_in_pages(devices: &[Device]) {
 pub fn dsa_attends_in_pages(devices: &[Device]) {
     let (heads, kv_heads, width, page, keep) = (4, 2, 32, 16, 24);
     for device in devices {
-        let walks = Walks::new(11_400, [3, 6], &[90, 20, 47], page, 1);
-        let count = walks.problems.len();
+        let page_lists = PageLists::new(11_400, [3, 6], &[90, 20, 47], page, 1);
+        let count = page_lists.problems.len();
         let mut rng = seeded(11_401);
         let mut random = |count: usize| drawn(&mut rng, count, -1.0f64..1.0);
         let q = random(count * heads * width);
-        let stored = [(); 2].map(|()| random(walks.pages * kv_heads * page * width));
-        let index = walks.index(device, DType::F32);
+        let stored = [(); 2].map(|()| random(page_lists.pages * kv_heads * page * width));
+        let index = page_lists.index(device, DType::F32);
         let slots = choose_in_pages(&Dsa::new(keep).unwrap(), &index, kv_heads);
         let slots = slots.unwrap();
         let listed: Vec<i32> = slots.clone().into_data().iter().collect();
-        let shape = [walks.pages * kv_heads, page, width];
+        let shape = [page_lists.pages * kv_heads, page, width];
         let [keys, values] =
             (stored.each_ref()).map(|rows| tensor(rows, shape, device, DType::F32));
         let store = PagedStore::Plain { keys, values };
@@ -172,10 +173,10 @@ pub fn dsa_attends_in_pages(devices: &[Device]) {
         let (out, [keys, values]) = (to_f64(out.out.into_data()), stored);
         let tolerance = product_tolerance(device, DType::F32, 1e-5);
         for (row, out) in out.chunks(width).enumerate() {
-            let (walk, head) = (row / heads, row % heads);
-            let list = (walk * kv_heads + head / (heads / kv_heads)) * keep;
+            let (page_list, head) = (row / heads, row % heads);
+            let list = (page_list * kv_heads + head / (heads / kv_heads)) * keep;
             let slots = named(&listed[list..][..keep]);
-            assert_eq!(slots.len(), keep.min(walks.problems[walk].seq[1]));
+            assert_eq!(slots.len(), keep.min(page_lists.problems[page_list].seq[1]));
             let q = &q[row * width..][..width];
             let score =
                 |&slot: &usize| dot(q, &keys[slot * width..][..width]) / (width as f64).sqrt();
@@ -194,8 +195,8 @@ pub fn dsa_attends_in_pages(devices: &[Device]) {
 /// What does not fit is said.
 pub fn dsa_in_pages_errors(devices: &[Device]) {
     for device in devices {
-        let walks = Walks::new(11_500, [3, 6], &[40, 20], 8, 0);
-        let index = walks.index(device, DType::F32);
+        let page_lists = PageLists::new(11_500, [3, 6], &[40, 20], 8, 0);
+        let index = page_lists.index(device, DType::F32);
         let dsa = Dsa::new(4).unwrap();
         let says = |index: &DsaPages, kv_heads: usize, words: &str| {
             let error = choose_in_pages(&dsa, index, kv_heads).unwrap_err();

@@ -113,9 +113,9 @@ fn attention_and_oracle() {
             [0.2629, 0.2149, 0.2292, 0.2930],
         ),
     ] {
-        let masses = dense.attention(head, 0).masses(&grid);
-        assert_printed("masses of row 8", &masses[32..35], &row8);
-        assert_printed("masses of row 15", &masses[60..64], &row15);
+        let attention_sums = dense.attention(head, 0).attention_sums(&grid);
+        assert_printed("attention sums of row 8", &attention_sums[32..35], &row8);
+        assert_printed("attention sums of row 15", &attention_sums[60..64], &row15);
     }
 }
 
@@ -163,9 +163,9 @@ fn block_means(devices: &[Device]) {
         let kind = EstimateKind::Logit;
         let chosen = choice(&got, head, kind, Budget::TopK(2), [0, 1]);
         assert_eq!(lists(&chosen), expected);
-        let masses = late(&dense, head).masses(&square_grid(BLOCK, ROWS));
+        let attention_sums = late(&dense, head).attention_sums(&square_grid(BLOCK, ROWS));
         let oracle = choice(
-            &masses,
+            &attention_sums,
             0,
             EstimateKind::Probability,
             Budget::TopK(2),

@@ -30,8 +30,8 @@ struct Case {
     most: usize,
     /// Of a hundred places of lists, those that name a block if there is one, or a key.
     filled: u32,
-    /// Whether kernels walk the lists, where a device has them.
-    walked: bool,
+    /// Whether kernels attend to the lists, where a device has them.
+    by_query: bool,
 }
 
 const OF_BLOCKS: Case = Case {
@@ -46,7 +46,7 @@ const OF_BLOCKS: Case = Case {
     dims: [64, 64],
     most: 5,
     filled: 80,
-    walked: true,
+    by_query: true,
 };
 
 const OF_KEYS: Case = Case {
@@ -118,7 +118,7 @@ fn cases(plain: Case, table: &'static str) -> Vec<(u64, Case)> {
                 ("dims", _) => case.dims = all(numbers),
                 ("most", _) => case.most = one(numbers),
                 ("filled", _) => case.filled = one(numbers),
-                ("packed", _) => case.walked = false,
+                ("packed", _) => case.by_query = false,
                 ("block", Of::Blocks { block, .. }) => *block = one(numbers),
                 ("alone", Of::Blocks { near, .. }) => *near = false,
                 ("lists", Of::Keys { heads, .. }) => *heads = one(numbers),
@@ -304,8 +304,8 @@ impl Drawn {
         }
     }
 
-    fn run(&self, device: &Device, dtype: DType, walk: DispatchMode) -> Results {
-        let options = AttentionOptions::default().dispatch_mode(walk);
+    fn run(&self, device: &Device, dtype: DType, mode: DispatchMode) -> Results {
+        let options = AttentionOptions::default().dispatch_mode(mode);
         differentiated(
             &self.problem,
             &device.clone().autodiff(),
@@ -336,9 +336,9 @@ impl Drawn {
     fn check_half(&self, device: &Device, dtype: DType) {
         self.check(device, dtype, half_tolerance(dtype));
         let packed = self.run(device, dtype, DispatchMode::GroupByBlock);
-        let walked = self.run(device, dtype, DispatchMode::Auto);
+        let by_query = self.run(device, dtype, DispatchMode::Auto);
         let what = format!("{}, packed", self.what(device, dtype));
-        assert_alike(&what, walked, packed, 2.0 * half_tolerance(dtype));
+        assert_alike(&what, by_query, packed, 2.0 * half_tolerance(dtype));
     }
 }
 
@@ -359,7 +359,7 @@ pub fn attention_with_lists_equals_f64(devices: &[Device]) {
     }
 }
 
-/// The same in half precision, of which kernels walk lists.
+/// The same in half precision, of which kernels take lists.
 pub fn attention_with_lists_in_half_precision(devices: &[Device]) {
     for (device, dtype) in halves(devices) {
         for (index, case) in few_of_blocks(device) {
@@ -399,7 +399,7 @@ fn same_bits(device: &Device, cases: Vec<(u64, Case)>, seed: u64, dtypes: Vec<DT
     assert_ran("attention with lists, twice", ran);
 }
 
-/// Plans say whether lists are walked, and why not.
+/// Plans say whether kernels take lists, and why not.
 pub fn attention_with_lists_plans(devices: &[Device]) {
     for device in devices {
         for (_, case) in of_blocks(device) {
@@ -407,15 +407,15 @@ pub fn attention_with_lists_plans(devices: &[Device]) {
                 let drawn = case.draw(9600, dtype);
                 let [q, k, v, _] = inputs(&drawn.problem, device, dtype);
                 let lists = drawn.blocks(device);
-                let plan = |walk| {
-                    let options = AttentionOptions::default().dispatch_mode(walk);
+                let plan = |mode| {
+                    let options = AttentionOptions::default().dispatch_mode(mode);
                     let plan = lists.explain(&q, &k, &v, &drawn.near, &options);
                     plan.unwrap().to_string()
                 };
                 let text = plan(DispatchMode::Auto);
                 let what = format!("{}: {text}", drawn.what(device, dtype));
-                let walked = is_cuda(device) && case.walked && dtype != DType::F32;
-                assert_eq!(text.starts_with("listed"), walked, "{what}");
+                let by_query = is_cuda(device) && case.by_query && dtype != DType::F32;
+                assert_eq!(text.starts_with("listed"), by_query, "{what}");
                 let packed = plan(DispatchMode::GroupByBlock);
                 assert!(!packed.starts_with("listed"), "{what}");
             }
@@ -433,17 +433,18 @@ pub fn attention_with_keys_plans(devices: &[Device]) {
                 let drawn = case.draw(10_600, dtype);
                 let [q, k, v, _] = inputs(&drawn.problem, device, dtype);
                 let lists = drawn.keys(device);
-                let plan = |walk| {
-                    let options = AttentionOptions::default().dispatch_mode(walk);
+                let plan = |mode| {
+                    let options = AttentionOptions::default().dispatch_mode(mode);
                     lists.explain(&q, &k, &v, &options).unwrap()
                 };
                 let auto = plan(DispatchMode::Auto);
                 // Tiles take other numbers of heads and widths.
                 let in_tiles = auto.to_string().contains("tiles of all pairs");
-                let walked = is_cuda(device) && (case.walked || in_tiles) && dtype != DType::F32;
+                let by_query =
+                    is_cuda(device) && (case.by_query || in_tiles) && dtype != DType::F32;
                 let what = format!("{}: {auto}", drawn.what(device, dtype));
-                assert_eq!(auto.is_kernels(), walked, "{what}");
-                assert_eq!(auto.to_string().contains("listed"), walked, "{what}");
+                assert_eq!(auto.is_kernels(), by_query, "{what}");
+                assert_eq!(auto.to_string().contains("listed"), by_query, "{what}");
                 assert!(!plan(DispatchMode::GroupByBlock).is_kernels(), "{what}");
             }
         }
@@ -583,7 +584,7 @@ pub fn attention_with_keys_equals_f64(devices: &[Device]) {
     }
 }
 
-/// The same in half precision, of which kernels walk lists.
+/// The same in half precision, of which kernels take lists.
 pub fn attention_with_keys_in_half_precision(devices: &[Device]) {
     for (index, case) in some_of(of_keys(), 3) {
         for (device, dtype) in halves(devices) {

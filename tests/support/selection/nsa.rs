@@ -6,8 +6,8 @@ use crate::judge::golden::vals;
 use crate::judge::nsa::{CASE, Case, Inputs, Results, TABLE, Tensors, cases};
 use crate::prelude::*;
 
-/// How near masses are to those of f64 where queries and keys are `dtype`.
-fn mass_tolerance(device: &Device, dtype: DType) -> f64 {
+/// How near attention sums are to those of f64 where queries and keys are `dtype`.
+fn attention_sum_tolerance(device: &Device, dtype: DType) -> f64 {
     match dtype {
         DType::F16 | DType::BF16 => half_tolerance(dtype),
         // Products of f32 numbers are tf32 on tensor cores.
@@ -18,7 +18,7 @@ fn mass_tolerance(device: &Device, dtype: DType) -> f64 {
     }
 }
 
-/// The blocks that queries chose on a device, `[batch · kv_heads · rows]`, once they are known to be what the rule says of the device's own masses, and
+/// The blocks that queries chose on a device, `[batch · kv_heads · rows]`, once they are known to be what the rule says of the device's own attention sums, and
 /// these to be as near to those of f64 as the dtype allows.
 fn chosen(inputs: &Inputs, device: &Device, dtype: DType) -> Vec<Vec<usize>> {
     let (case, nsa) = (inputs.case, inputs.case.nsa());
@@ -33,11 +33,16 @@ fn chosen(inputs: &Inputs, device: &Device, dtype: DType) -> Vec<Vec<usize>> {
         (expected, DType::F32),
         "{what}"
     );
-    let masses = inputs.masses();
-    let tolerance = mass_tolerance(device, dtype);
+    let attention_sums = inputs.attention_sums();
+    let tolerance = attention_sum_tolerance(device, dtype);
     let found = found.into_data();
-    let flat: Vec<f64> = masses.iter().flatten().copied().collect();
-    assert_close(&format!("{what}: masses"), found.clone(), &flat, tolerance);
+    let flat: Vec<f64> = attention_sums.iter().flatten().copied().collect();
+    assert_close(
+        &format!("{what}: attention sums"),
+        found.clone(),
+        &flat,
+        tolerance,
+    );
     let found = to_f64(found);
     let found: Vec<Vec<f64>> = found.chunks(blocks).map(<[f64]>::to_vec).collect();
     let (own, _) = inputs.chosen(&found);
@@ -51,7 +56,7 @@ fn chosen(inputs: &Inputs, device: &Device, dtype: DType) -> Vec<Vec<usize>> {
         }
     };
     assert_eq!(picks, own, "{what}");
-    let (exact, gaps) = inputs.chosen(&masses);
+    let (exact, gaps) = inputs.chosen(&attention_sums);
     let scale = flat.iter().fold(0.1, |a: f64, &b| a.max(b));
     for (at, gap) in gaps.iter().enumerate() {
         if *gap > 2.0 * scale * tolerance {
@@ -64,9 +69,12 @@ fn chosen(inputs: &Inputs, device: &Device, dtype: DType) -> Vec<Vec<usize>> {
 /// Whether the choice of a query does not hang on a rounding: `[batch · heads · rows]`.
 fn clear_choices(inputs: &Inputs, tolerance: f64) -> Vec<bool> {
     let ([heads, kv_heads], [rows, _]) = (inputs.case.heads, inputs.case.seq);
-    let masses = inputs.masses();
-    let largest = masses.iter().flatten().fold(0.1, |a: f64, &b| a.max(b));
-    let (_, gaps) = inputs.chosen(&masses);
+    let attention_sums = inputs.attention_sums();
+    let largest = attention_sums
+        .iter()
+        .flatten()
+        .fold(0.1, |a: f64, &b| a.max(b));
+    let (_, gaps) = inputs.chosen(&attention_sums);
     let group = heads / kv_heads;
     let places = (0..inputs.case.batch * heads * rows).map(|at| {
         let (row, head) = (at % rows, at / rows);
@@ -216,7 +224,7 @@ pub fn nsa_is_prefix_stable(devices: &[Device]) {
         };
         let x = inputs.tensors(device, DType::F32);
         let before = run(&x);
-        let is_clear = clear_choices(&inputs, mass_tolerance(device, DType::F32));
+        let is_clear = clear_choices(&inputs, attention_sum_tolerance(device, DType::F32));
         let rows = |x: &Tensor<4>, range: std::ops::Range<usize>| {
             to_f64(x.clone().slice_dim(2, range).into_data())
         };
@@ -226,7 +234,7 @@ pub fn nsa_is_prefix_stable(devices: &[Device]) {
             some.q = some.q.slice_dim(2, last.clone());
             some.gates = some.gates.slice_dim(2, last.clone());
             let what = format!("{device:?}, the last {count} queries");
-            // Products of other sizes may be rounded otherwise, which chooses between near masses.
+            // Products of other sizes may be rounded otherwise, which chooses between near attention sums.
             let clear = |x: Vec<f64>| -> Vec<f64> {
                 let of = |at: usize| (at / 8 / count) * 90 + 90 - count + at / 8 % count;
                 let numbers = x.into_iter().enumerate();
@@ -345,8 +353,8 @@ pub fn nsa_golden(devices: &[Device]) {
     }
     let inputs = golden(1);
     let p = inputs.compressed_attention();
-    let masses = inputs.masses();
-    let (chosen, _) = inputs.chosen(&masses);
+    let attention_sums = inputs.attention_sums();
+    let (chosen, _) = inputs.chosen(&attention_sums);
     for (position, seen) in [(2, 0), (3, 1), (7, 3), (15, 7)] {
         let row = &p[position * 7..][..7];
         assert_eq!(row.iter().filter(|p| **p > 0.0).count(), seen);
@@ -360,8 +368,8 @@ pub fn nsa_golden(devices: &[Device]) {
     assert_printed("p 15, h1", row(1, 15), &h1);
     let of_7 = [1.8392, 2.1608];
     let of_15 = [0.8448, 1.1875, 1.1452, 0.8224];
-    assert_printed("masses of 7", &masses[7][..2], &of_7);
-    assert_printed("masses of 15", &masses[15], &of_15);
+    assert_printed("attention sums of 7", &attention_sums[7][..2], &of_7);
+    assert_printed("attention sums of 15", &attention_sums[15], &of_15);
     // The first block and its own beside it.
     assert_eq!(chosen[15], [1]);
     let printed = [
@@ -396,11 +404,11 @@ pub fn nsa_golden(devices: &[Device]) {
     for device in devices {
         let x = inputs.tensors(device, DType::F32);
         let keys_values = x.keys_values(&nsa);
-        let masses = nsa.block_importance(x.q.clone(), &keys_values).unwrap();
-        let masses = to_f64(masses.into_data());
+        let attention_sums = nsa.block_importance(x.q.clone(), &keys_values).unwrap();
+        let attention_sums = to_f64(attention_sums.into_data());
         let what = format!("{device:?}");
-        assert_printed(&what, &masses[15 * 4..][..2], &of_7);
-        assert_printed(&what, &masses[31 * 4..][..4], &of_15);
+        assert_printed(&what, &attention_sums[15 * 4..][..2], &of_7);
+        assert_printed(&what, &attention_sums[31 * 4..][..4], &of_15);
         let lists = nsa.query_lists(x.q.clone(), &keys_values).unwrap().unwrap();
         let blocks = read_ints(lists.blocks);
         assert_eq!((blocks.len(), blocks[31]), (32, 1), "{what}");

@@ -1,13 +1,13 @@
-//! The masses that queries choose by and the choices of native sparse attention, of keys of compressed blocks as they are given, against plain f64 loops.
+//! The attention sums that queries choose by and the choices of native sparse attention, of keys of compressed blocks as they are given, against plain f64 loops.
 //!
-//! Nothing is rounded but the inputs, before both sides get them, so masses are held to what f32 sums leave where a kernel makes them at once.
+//! Nothing is rounded but the inputs, before both sides get them, so attention sums are held to what f32 sums leave where a kernel makes them at once.
 
 use burn_sparse_select::nsa::{Nsa, NsaKeysValues, NsaOptions};
 
 use crate::judge::nsa::{CASE, Case, Inputs, cases};
 use crate::prelude::*;
 
-/// How near masses are where the kernel makes them: sums in f32, of weights that are powers of two of sums in f32.
+/// How near attention sums are where the kernel makes them: sums in f32, of weights that are powers of two of sums in f32.
 const KERNEL_TOLERANCE: f64 = 2e-4;
 
 /// What the cases have other than [`PLAIN`].
@@ -17,7 +17,7 @@ const TABLE: &str = "
     groups of 4, fewer queries, the published blocks     | heads 8 2, seq 150 610, dims 192 16, compressed 32 16, selected 64
     groups of 6, blocks that overlap much                | heads 6 1, seq 203 203, dims 32 16, compressed 8 2
     each head for itself, blocks that do not overlap     | batch 2, heads 2 2, seq 270 270, dims 48 16, compressed 4 4, keep 20
-    the first queries choose among blocks without masses | heads 32 2, seq 150 150, compressed 64 8, selected 16, forced 0 1
+    the first queries choose among blocks without attention_sums | heads 32 2, seq 150 150, compressed 64 8, selected 16, forced 0 1
     more choices than a warp has units                   | heads 16 1, seq 420 420, dims 256 16, keep 45
     a width that the kernel does not take                | heads 4 2, seq 77 77, dims 72 16
 ";
@@ -28,8 +28,8 @@ const PLAIN: Case = Case {
     ..CASE
 };
 
-/// Masses of each list and row, by keys of compressed blocks `[batch · kv_heads][entries][width]`.
-fn masses(inputs: &Inputs, keys: &[f64]) -> Vec<Vec<f64>> {
+/// Attention sums of each list and row, by keys of compressed blocks `[batch · kv_heads][entries][width]`.
+fn attention_sums(inputs: &Inputs, keys: &[f64]) -> Vec<Vec<f64>> {
     let case = &inputs.case;
     let ([heads, kv_heads], [rows, seq]) = (case.heads, case.seq);
     let ([block, stride], [width, _]) = (case.compressed, case.dims);
@@ -59,16 +59,16 @@ fn masses(inputs: &Inputs, keys: &[f64]) -> Vec<Vec<f64>> {
     all
 }
 
-/// What a device gives: masses, and the blocks that each query chose.
+/// What a device gives: attention sums, and the blocks that each query chose.
 fn found(nsa: &Nsa, q: &Tensor<4>, keys_values: &NsaKeysValues) -> (Tensor<4>, Vec<i32>, usize) {
-    let masses = nsa.block_importance(q.clone(), keys_values).unwrap();
+    let attention_sums = nsa.block_importance(q.clone(), keys_values).unwrap();
     let lists = nsa.query_lists(q.clone(), keys_values).unwrap();
     let blocks = lists.expect("there is a choice").blocks;
     let most = blocks.dims()[3];
-    (masses, blocks.into_data().to_vec().unwrap(), most)
+    (attention_sums, blocks.into_data().to_vec().unwrap(), most)
 }
 
-/// Masses are those of f64, choices follow from the device's own masses, and are those of f64 where these are not almost equal; with the kernel and without.
+/// Attention sums are those of f64, choices follow from the device's own attention sums, and are those of f64 where these are not almost equal; with the kernel and without.
 pub fn nsa_choices_equal_f64(devices: &[Device]) {
     let (part, parts) = shard();
     let cases = cases(PLAIN, TABLE).into_iter().enumerate();
@@ -85,7 +85,7 @@ pub fn nsa_choices_equal_f64(devices: &[Device]) {
             }
         }
     }
-    // Where kernels make the masses of half precision, that is; elsewhere roundings decide most.
+    // Where kernels make the attention sums of half precision, that is; elsewhere roundings decide most.
     assert!(clear * 3 >= all, "{clear} of {all}");
 }
 
@@ -106,7 +106,7 @@ fn check(case: Case, seed: u64, device: &Device, dtype: DType) -> [usize; 2] {
         compressed: Some([k, v]),
         ..NsaKeysValues::shared(x.keys[1].clone(), x.values[1].clone())
     };
-    let expected = masses(&inputs, &keys);
+    let expected = attention_sums(&inputs, &keys);
     let flat: Vec<f64> = expected.iter().flatten().copied().collect();
     let largest = flat.iter().fold(0.1, |a: f64, &b| a.max(b));
     let (exact, gaps) = inputs.chosen(&expected);
@@ -127,16 +127,28 @@ fn check(case: Case, seed: u64, device: &Device, dtype: DType) -> [usize; 2] {
                 false => 2e-5,
             },
         };
-        let (masses, picks, most) = found(&nsa, &x.q, &keys_values);
+        let (attention_sums, picks, most) = found(&nsa, &x.q, &keys_values);
         // The same queries as a layer's projection has them.
         let again = found(&nsa, &by_rows(&inputs, device, dtype), &keys_values);
-        let masses = masses.into_data();
-        assert_eq!(masses.as_bytes(), again.0.into_data().as_bytes(), "{what}");
+        let attention_sums = attention_sums.into_data();
+        assert_eq!(
+            attention_sums.as_bytes(),
+            again.0.into_data().as_bytes(),
+            "{what}"
+        );
         assert_eq!(picks, again.1, "{what}");
-        assert_close(&format!("{what}: masses"), masses.clone(), &flat, tolerance);
-        let masses = to_f64(masses);
-        let masses: Vec<Vec<f64>> = masses.chunks(case.blocks()).map(<[f64]>::to_vec).collect();
-        let (own, _) = inputs.chosen(&masses);
+        assert_close(
+            &format!("{what}: attention sums"),
+            attention_sums.clone(),
+            &flat,
+            tolerance,
+        );
+        let attention_sums = to_f64(attention_sums);
+        let attention_sums: Vec<Vec<f64>> = attention_sums
+            .chunks(case.blocks())
+            .map(<[f64]>::to_vec)
+            .collect();
+        let (own, _) = inputs.chosen(&attention_sums);
         let mut clear = 0;
         for (at, picks) in picks.chunks(most).enumerate() {
             let some = named(picks);
@@ -184,7 +196,7 @@ fn runs_on_tensor_cores(q: &Tensor<4>, dtype: DType) -> bool {
 }
 
 /// Queries at any positions, over compressed keys by the strides that they end with, see what those of the whole do, and their pages are those of the
-/// forced blocks and of the one with the largest mass of the others.
+/// forced blocks and of the one with the largest attention sum of the others.
 pub fn queries_at_any_positions_equal_the_whole(devices: &[Device]) {
     const SEQ: usize = 203;
     const AT: [[usize; 4]; 2] = [[3, 15, 100, 202], [14, 202, 177, 16]];
@@ -205,7 +217,7 @@ pub fn queries_at_any_positions_equal_the_whole(devices: &[Device]) {
             ..NsaKeysValues::shared(k, v)
         };
         let whole = nsa.compressed_branch(q.clone(), &keys_values).unwrap();
-        let masses = nsa.block_importance(q.clone(), &keys_values).unwrap();
+        let attention_sums = nsa.block_importance(q.clone(), &keys_values).unwrap();
         // Nothing ends with the first three strides, nor yet with the last ones.
         let by_strides = pair.map(|x| {
             let [.., width] = x.dims();
@@ -225,8 +237,8 @@ pub fn queries_at_any_positions_equal_the_whole(devices: &[Device]) {
         let expected = to_f64(rows(&whole.unwrap()).into_data());
         let tolerance = product_tolerance(device, DType::F32, 1e-5);
         assert_close("out", seen.out.into_data(), &expected, tolerance);
-        let [.., blocks] = masses.dims();
-        let expected = to_f64(rows(&masses).into_data());
+        let [.., blocks] = attention_sums.dims();
+        let expected = to_f64(rows(&attention_sums).into_data());
         let got = to_f64(seen.importance.clone().into_data());
         let picks = nsa
             .choose_pages(seen.importance, &positions, &choice)

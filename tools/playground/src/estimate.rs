@@ -1,6 +1,6 @@
 //! An estimate of the speed-up over dense attention, from the blocks alone.
 
-use blocksparse::plan::{Grouping, Walk};
+use blocksparse::plan::{Grouping, Mainloop};
 use blocksparse::{BlockLayout, LayoutError, Pattern};
 
 /// Queries and keys that a kernel on tensor cores computes at once.
@@ -29,5 +29,5 @@ fn cost(layout: &BlockLayout) -> f64 {
 
 fn cost_of_blocks(layout: &BlockLayout) -> f64 {
     let pairs = layout.blocks() as f64 * layout.block_size().pow(2) as f64;
-    pairs * Grouping::best(layout, Walk::Rows, TILE, true).overhead
+    pairs * Grouping::best(layout, Mainloop::Rows, TILE, true).overhead
 }

@@ -265,19 +265,19 @@ fn above(
     step: usize,
     #[comptime] s: Sampled,
 ) -> Pair<f32> {
-    let mut mass = 0.0f32.runtime();
+    let mut weight_sum = 0.0f32.runtime();
     let mut count = 0.0f32.runtime();
     let mut column = UNIT_POS as usize;
     while column < comptime!(s.tile.row_vectors) {
         let at = row.start + column;
         let key = key_at(logits, seen, at, &row.penalty, row.is_shrunk, s);
         if key > bound {
-            mass += weight(key, row, s);
+            weight_sum += weight(key, row, s);
             count += 1.0f32;
         }
         column += comptime!(s.tile.lanes);
     }
-    pair_across_lanes::<f32>(mass, count, shared, step, comptime!(s.tile))
+    pair_across_lanes::<f32>(weight_sum, count, shared, step, comptime!(s.tile))
 }
 
 /// What a search looks at above a bound.
@@ -328,7 +328,7 @@ fn bound_of(
 
 /// What all that counts makes up.
 #[cube]
-fn mass_of(
+fn weight_sum_of(
     logits: &[u32],
     seen: &ComptimeOption<Box<[i32]>>,
     kept: &Kept,
@@ -338,11 +338,11 @@ fn mass_of(
 ) -> f32 {
     let there = above(logits, seen, kept.bound, row, shared, 0, s);
     sync_cube();
-    let mut mass = there.a;
+    let mut weight_sum = there.a;
     if kept.ties > 0.0 {
-        mass += kept.ties * weight(kept.bound, row, s);
+        weight_sum += kept.ties * weight(kept.bound, row, s);
     }
-    mass
+    weight_sum
 }
 
 /// `tokens[r]`: drawn from `logits[r]` by `draws[r]` in [0, 1), the first in the order of likelihood up to which they make up more than that; −1 if no
@@ -428,7 +428,7 @@ fn sample(
             kept.ties = select(kept.bound == 0, 0.0f32, top_k - there.b);
         }
         if comptime!(s.top_p) {
-            let limit = top_p * mass_of(logits, &seen, &kept, &row, &mut shared, s);
+            let limit = top_p * weight_sum_of(logits, &seen, &kept, &row, &mut shared, s);
             let least = kept.bound;
             kept.bound = bound_of(
                 logits,
@@ -466,9 +466,9 @@ fn sample(
                 kept.ties = 0.0f32.runtime();
             }
         }
-        let mass = mass_of(logits, &seen, &kept, &row, &mut shared, s);
+        let weight_sum = weight_sum_of(logits, &seen, &kept, &row, &mut shared, s);
         // Rounding must not leave less than that.
-        let limit = min(draws[CUBE_POS] * mass, mass * 0.9999998);
+        let limit = min(draws[CUBE_POS] * weight_sum, weight_sum * 0.9999998);
         bound = bound_of(
             logits,
             &seen,

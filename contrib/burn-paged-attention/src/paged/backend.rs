@@ -207,15 +207,15 @@ mod kernels {
             }
         }
 
-        fn walk_slots(table: CubeTensor, spans: CubeTensor, page: usize) -> CubeTensor {
-            let [walks, entries] = table.meta.shape().dims();
-            if uses_reference() || walks * entries == 0 {
-                return slots_reference::walk_slots::<Self>(table, spans, page);
+        fn page_list_slots(table: CubeTensor, spans: CubeTensor, page: usize) -> CubeTensor {
+            let [page_lists, entries] = table.meta.shape().dims();
+            if uses_reference() || page_lists * entries == 0 {
+                return slots_reference::page_list_slots::<Self>(table, spans, page);
             }
             let [table, spans] = [table, spans].map(integers);
-            let shape = SlotShape::new(walks, entries, page);
-            let slots = empty(&table, [walks, shape.slots()], DType::I32);
-            checked(paged::walk_slots(
+            let shape = SlotShape::new(page_lists, entries, page);
+            let slots = empty(&table, [page_lists, shape.slots()], DType::I32);
+            checked(paged::page_list_slots(
                 &table.client,
                 &shape,
                 [&table.handle, &spans.handle],
@@ -230,14 +230,14 @@ mod kernels {
             heads: usize,
             page: usize,
         ) -> CubeTensor {
-            let [walks, most] = places.meta.shape().dims();
+            let [page_lists, most] = places.meta.shape().dims();
             let [_, entries] = table.meta.shape().dims();
-            if uses_reference() || walks * entries * most == 0 {
+            if uses_reference() || page_lists * entries * most == 0 {
                 return slots_reference::picked_slots::<Self>(places, table, heads, page);
             }
             let [places, table] = [places, table].map(integers);
-            let shape = SlotShape::new(walks, entries, page);
-            let slots = empty(&table, [walks, heads, most], DType::I32);
+            let shape = SlotShape::new(page_lists, entries, page);
+            let slots = empty(&table, [page_lists, heads, most], DType::I32);
             checked(paged::picked_slots(
                 &table.client,
                 &shape,

@@ -36,9 +36,9 @@ pub struct PagedOutput {
 }
 
 /// Attention of the last few queries of each sequence to keys and values in pages: `out[i] = Σ_j p[i, j] · v[j]`, `p = softmax(scale · q · kᵀ)` over the
-/// slots of the sequence's walk ([`PagedKeysValues`]).
+/// slots of the sequence's page list ([`PagedKeysValues`]).
 ///
-/// Lengths and tables stay on the device: nothing is read back, and launches depend on shapes alone. A sequence's walk is split among the multiprocessors;
+/// Lengths and tables stay on the device: nothing is read back, and launches depend on shapes alone. A sequence's page list is split among the multiprocessors;
 /// the parts are merged by their lse (Dao et al., "Flash-Decoding", 2023), in a second launch or with [`PagedKeysValues::counters`] in the same. The same call gives the same bits; with
 /// [`PagedOptions::fixed_split`] a sequence gives the same bits in any batch.
 ///

@@ -33,14 +33,18 @@ pub trait PagedOps: Backend {
         reference::append::<Self>(inputs)
     }
 
-    /// The slots of region one of walks over a table `[walks, entries]` with spans `[walks, 4]`, i32 `[walks, entries · page]`: `x · page + slot` of entry `x`,
+    /// The slots of region one of page lists over a table `[page_lists, entries]` with spans `[page_lists, 4]`, i32 `[page_lists, entries · page]`: `x · page + slot` of entry `x`,
     /// and below 0 behind the last.
     #[fusion(dtype = DType::I32, shape = [table[0], table[1] * page].into())]
-    fn walk_slots(table: IntTensor<Self>, spans: IntTensor<Self>, page: usize) -> IntTensor<Self> {
-        slots_reference::walk_slots::<Self>(table, spans, page)
+    fn page_list_slots(
+        table: IntTensor<Self>,
+        spans: IntTensor<Self>,
+        page: usize,
+    ) -> IntTensor<Self> {
+        slots_reference::page_list_slots::<Self>(table, spans, page)
     }
 
-    /// The slots of each of so many heads of keys at places `[walks, most]` of walks, i32 `[walks, heads, most]`: below 0 where a place is. Of an entry `x` the
+    /// The slots of each of so many heads of keys at places `[page_lists, most]` of page lists, i32 `[page_lists, heads, most]`: below 0 where a place is. Of an entry `x` the
     /// heads have pages `x · heads` and those behind it.
     #[fusion(dtype = DType::I32, shape = [places[0], *heads, places[1]].into())]
     fn picked_slots(

@@ -17,8 +17,8 @@ use burn_blocksparse::{AttentionOptions, AttentionTensors, OpError, WeightsMode}
 ///           permanent  timed: slots 5 .. 5 + n of these pages
 /// ```
 ///
-/// The walk of a row of the table goes through region one, slots `0 .. permanent_slots` of its pages from entry 0 on, then through region two, slots
-/// `timed_start .. timed_start + timed_slots` of its pages from entry `timed_first_entry` on. Regions share no entry. Numbers in the slots of the walk must be
+/// The page list of a row of the table goes through region one, slots `0 .. permanent_slots` of its pages from entry 0 on, then through region two, slots
+/// `timed_start .. timed_start + timed_slots` of its pages from entry `timed_first_entry` on. Regions share no entry. Numbers in the slots of the page list must be
 /// finite; whatever lies in others is never used.
 #[derive(Clone, Debug)]
 pub struct PagedKeysValues {
@@ -80,13 +80,13 @@ impl PagedKeysValues {
         }
     }
 
-    /// Single slots of pages, as `Dsa::choose_in_pages` lists them: i32 `[walks, kv_heads, most]`, of each head of keys
-    /// `page · P + slot`, below 0 behind the last. `spans` are those of the walks that they were chosen from, over region one alone: a walk with fewer slots
+    /// Single slots of pages, as `Dsa::choose_in_pages` lists them: i32 `[page_lists, kv_heads, most]`, of each head of keys
+    /// `page · P + slot`, below 0 behind the last. `spans` are those of the page lists that they were chosen from, over region one alone: a page list with fewer slots
     /// than are listed has as many.
     pub fn of_slots(store: PagedStore, slots: Tensor<3, Int>, spans: &Tensor<3, Int>) -> Self {
-        let [walks, kv_heads, most] = slots.dims();
+        let [page_lists, kv_heads, most] = slots.dims();
         let spans = spans.clone().clamp_max(most as i32);
-        let spans = spans.expand([walks, kv_heads, 4]);
+        let spans = spans.expand([page_lists, kv_heads, 4]);
         Self::of_store(store.by_slots(), kv_heads, slots, spans)
     }
 

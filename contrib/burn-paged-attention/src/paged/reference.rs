@@ -18,7 +18,7 @@ const LOWEST: f64 = -1e29;
 /// Added to the scores of pairs that do not count.
 const LOW: f64 = -1e30;
 
-/// One sequence after the other: the slots of its walk are gathered, and what the queries do not see is masked.
+/// One sequence after the other: the slots of its page list are gathered, and what the queries do not see is masked.
 pub fn attention<B: Backend>(inputs: PagedInputs<B>, call: &PagedCall) -> PagedRows<B> {
     let [batch, heads, rows, width] = inputs.q.shape().dims();
     let [pages, page] = inputs.pages.pages();
@@ -35,10 +35,10 @@ pub fn attention<B: Backend>(inputs: PagedInputs<B>, call: &PagedCall) -> PagedR
             lse: B::float_zeros(Shape::new([batch, heads, rows]), &device, sums),
         };
     }
-    let walks = Walks {
-        table: Numbers::read::<B>(inputs.table),
-        spans: Numbers::read::<B>(inputs.spans),
-        selected: (inputs.selected.into_option()).map(Numbers::read::<B>),
+    let page_lists = PageLists {
+        table: HostInts::read::<B>(inputs.table),
+        spans: HostInts::read::<B>(inputs.spans),
+        selected: (inputs.selected.into_option()).map(HostInts::read::<B>),
         page,
         pages,
         heads_of_table: kv_heads / tables,
@@ -49,9 +49,9 @@ pub fn attention<B: Backend>(inputs: PagedInputs<B>, call: &PagedCall) -> PagedR
         inputs.query_positions.into_option(),
     ) {
         (Some(positions), Some(last), Some(queries)) => Some(Sight {
-            positions: Numbers::read::<B>(positions).values,
-            last: Numbers::read::<B>(last).values,
-            queries: Numbers::read::<B>(queries).values,
+            positions: HostInts::read::<B>(positions).values,
+            last: HostInts::read::<B>(last).values,
+            queries: HostInts::read::<B>(queries).values,
         }),
         _ => None,
     };
@@ -75,7 +75,7 @@ pub fn attention<B: Backend>(inputs: PagedInputs<B>, call: &PagedCall) -> PagedR
         sinks,
         softcap: call.softcap,
         sums,
-        walks,
+        page_lists,
         sight,
     };
     let (mut outs, mut logs) = (Vec::new(), Vec::new());
@@ -109,16 +109,16 @@ struct Rows<B: Backend> {
     sinks: Option<FloatTensor<B>>,
     softcap: Option<f64>,
     sums: FloatDType,
-    walks: Walks,
+    page_lists: PageLists,
     sight: Option<Sight>,
 }
 
 impl<B: Backend> Rows<B> {
-    /// Heads of keys that walk the same slots: they are one product.
+    /// Heads of keys that read the same slots: they are one product.
     fn together(&self) -> usize {
-        match self.walks.selected {
+        match self.page_lists.selected {
             Some(_) => 1,
-            None => self.walks.heads_of_table,
+            None => self.page_lists.heads_of_table,
         }
     }
 
@@ -127,10 +127,10 @@ impl<B: Backend> Rows<B> {
         let device = q.device();
         let [_, _, group_rows] = self.shape;
         let value_width = self.value_width;
-        let walk = self.walks.of(entry, heads.start);
+        let page_list = self.page_lists.of(entry, heads.start);
         let mut scores = Vec::new();
-        if !walk.is_empty() {
-            scores.push(self.scores(q, entry, &heads, &walk));
+        if !page_list.is_empty() {
+            scores.push(self.scores(q, entry, &heads, &page_list));
         }
         if let Some(sinks) = &self.sinks {
             let part = [Slice::full(), Slice::from(heads.clone())];
@@ -152,27 +152,27 @@ impl<B: Backend> Rows<B> {
         let p = B::float_exp(B::float_sub(s, top.clone()));
         let total = B::float_sum_dim(p.clone(), 3);
         let log = B::float_add(top, B::float_log(total.clone()));
-        if walk.is_empty() {
+        if page_list.is_empty() {
             let out = B::float_zeros(shape(value_width), &device, self.sums);
             return [out, log];
         }
-        let [all, keys] = [Slice::full(), Slice::from(0..walk.len())];
+        let [all, keys] = [Slice::full(), Slice::from(0..page_list.len())];
         let p = B::float_slice(p, &[all, all, all, keys]);
         // Rows without keys have p = 0.
         let total = B::float_clamp_min(total, f64::from(f32::MIN_POSITIVE).into());
-        let values = self.gather(&self.values, &heads, &walk);
+        let values = self.gather(&self.values, &heads, &page_list);
         [B::float_div(B::float_matmul(p, values), total), log]
     }
 
-    /// The scores of a walk, `[1, heads, group_rows, slots]`.
+    /// The scores of a page list, `[1, heads, group_rows, slots]`.
     fn scores(
         &self,
         q: FloatTensor<B>,
         entry: usize,
         heads: &Range<usize>,
-        walk: &[Slot],
+        page_list: &[Slot],
     ) -> FloatTensor<B> {
-        let keys = self.gather(&self.keys, heads, walk);
+        let keys = self.gather(&self.keys, heads, page_list);
         let mut s = B::float_matmul(q, B::float_transpose(keys));
         if let Some(softcap) = self.softcap {
             let t = B::float_tanh(B::float_div_scalar(s, softcap.into()));
@@ -182,24 +182,24 @@ impl<B: Backend> Rows<B> {
             return s;
         };
         let [_, rows, group_rows] = self.shape;
-        let hidden = sight.hidden(entry, walk, rows, self.walks.page);
+        let hidden = sight.hidden(entry, page_list, rows, self.page_lists.page);
         let device = s.device();
-        let shape = [1, 1, group_rows, walk.len()];
+        let shape = [1, 1, group_rows, page_list.len()];
         let hidden = TensorData::new(hidden.repeat(group_rows / rows), shape);
         let hidden = hidden.convert_dtype(self.sums.into());
         recording::doom_by_upload(&device, "slots of pages");
         B::float_add(s, B::float_from_data(hidden, &device))
     }
 
-    /// Rows of the slots of a walk, `[1, heads, slots, width]`.
-    fn gather(&self, of: &Stored<B>, heads: &Range<usize>, walk: &[Slot]) -> FloatTensor<B> {
-        let row = |head: usize| walk.iter().map(move |slot| (head, slot));
+    /// Rows of the slots of a page list, `[1, heads, slots, width]`.
+    fn gather(&self, of: &Stored<B>, heads: &Range<usize>, page_list: &[Slot]) -> FloatTensor<B> {
+        let row = |head: usize| page_list.iter().map(move |slot| (head, slot));
         let ids: Vec<i64> = (heads.clone())
             .flat_map(row)
-            .map(|(head, slot)| slot.row(head, &self.walks) as i64)
+            .map(|(head, slot)| slot.row(head, &self.page_lists) as i64)
             .collect();
-        let rows = of.select(ids, &self.walks.table);
-        let shape = Shape::new([1, heads.len(), walk.len(), rows.shape()[1]]);
+        let rows = of.select(ids, &self.page_lists.table);
+        let shape = Shape::new([1, heads.len(), page_list.len(), rows.shape()[1]]);
         B::float_cast(B::float_reshape(rows, shape), self.sums)
     }
 }
@@ -235,7 +235,7 @@ impl<B: Backend> Stored<B> {
     }
 
     /// The rows of a list, `[rows, width]`.
-    fn select(&self, ids: Vec<i64>, like: &Numbers) -> FloatTensor<B> {
+    fn select(&self, ids: Vec<i64>, like: &HostInts) -> FloatTensor<B> {
         let upload = |device: &B::Device| {
             recording::doom_by_upload(device, "slots of pages");
             B::int_from_data(int_data(ids, like), device)
@@ -278,7 +278,7 @@ pub fn dequantize<B: Backend>(
 
 /// Which of the new rows go where: rows in the order of batch, head and position, and rows of all pages.
 pub fn written(
-    slots: &Numbers,
+    slots: &HostInts,
     [batch, kv_heads, rows]: [usize; 3],
     [pages, page]: [usize; 2],
 ) -> (Vec<i64>, Vec<i64>) {
@@ -309,7 +309,7 @@ pub fn append<B: Backend>(inputs: AppendInputs<B>) -> StoredPages<B> {
     let AppendInputs { pages, k, v, slots } = inputs;
     let [batch, kv_heads, rows, _] = k.shape().dims();
     let sizes @ [count, page] = pages.pages();
-    let slots = Numbers::read::<B>(slots);
+    let slots = HostInts::read::<B>(slots);
     let (from, to) = written(&slots, [batch, kv_heads, rows], sizes);
     if to.is_empty() {
         return pages;
@@ -388,7 +388,7 @@ pub fn assign<B: Backend>(
 }
 
 /// A tensor of integers on the host.
-pub struct Numbers {
+pub struct HostInts {
     #[doc(hidden)]
     pub values: Vec<i64>,
     #[doc(hidden)]
@@ -396,7 +396,7 @@ pub struct Numbers {
     dtype: burn::tensor::DType,
 }
 
-impl Numbers {
+impl HostInts {
     #[doc(hidden)]
     pub fn read<B: Backend>(tensor: IntTensor<B>) -> Self {
         let dtype = tensor.dtype();
@@ -413,23 +413,23 @@ impl Numbers {
 }
 
 /// Integers in the dtype that a tensor of the call has.
-pub fn int_data(values: Vec<i64>, like: &Numbers) -> TensorData {
+pub fn int_data(values: Vec<i64>, like: &HostInts) -> TensorData {
     let count = values.len();
     TensorData::new(values, [count]).convert_dtype(like.dtype)
 }
 
-/// The walks of a call.
-struct Walks {
-    table: Numbers,
-    spans: Numbers,
-    selected: Option<Numbers>,
+/// The page lists of a call.
+struct PageLists {
+    table: HostInts,
+    spans: HostInts,
+    selected: Option<HostInts>,
     page: usize,
     pages: usize,
     /// Heads that an entry of the table has a page of each.
     heads_of_table: usize,
 }
 
-/// A slot of a walk: the number in the table, and the slot of its page.
+/// A slot of a page list: the number in the table, and the slot of its page.
 struct Slot {
     id: usize,
     slot: usize,
@@ -437,14 +437,14 @@ struct Slot {
 
 impl Slot {
     /// Its row in all pages.
-    fn row(&self, head: usize, walks: &Walks) -> usize {
-        let heads = walks.heads_of_table;
-        (self.id * heads + head % heads) * walks.page + self.slot
+    fn row(&self, head: usize, page_lists: &PageLists) -> usize {
+        let heads = page_lists.heads_of_table;
+        (self.id * heads + head % heads) * page_lists.page + self.slot
     }
 }
 
-impl Walks {
-    /// The slots of a sequence that a head of keys walks, in order.
+impl PageLists {
+    /// The slots of a sequence that a head of keys reads, in order.
     fn of(&self, entry: usize, head: usize) -> Vec<Slot> {
         let (tables, most) = (self.table.shape[1], self.table.shape[2]);
         let row = entry * tables + head % tables;
@@ -501,11 +501,11 @@ struct Sight {
 
 impl Sight {
     /// What is added to the scores of `rows` queries, `[rows, slots]`.
-    fn hidden(&self, entry: usize, walk: &[Slot], rows: usize, page: usize) -> Vec<f64> {
+    fn hidden(&self, entry: usize, page_list: &[Slot], rows: usize, page: usize) -> Vec<f64> {
         let rows = 0..rows as i64;
         rows.flat_map(|row| {
             let query = self.queries[entry] + row;
-            walk.iter().map(move |slot| {
+            page_list.iter().map(move |slot| {
                 let at = slot.id * page + slot.slot;
                 let sees = self.positions[at] <= query && query <= self.last[at];
                 if sees { 0.0 } else { LOW }

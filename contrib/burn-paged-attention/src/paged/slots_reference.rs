@@ -4,19 +4,19 @@ use burn::backend::tensor::IntTensor;
 use burn::backend::{Backend, TensorMetadata, get_device_settings};
 use burn::tensor::{IntDType, Shape, Slice};
 
-/// See [`PagedOps::walk_slots`](crate::paged::ops::PagedOps::walk_slots).
-pub(crate) fn walk_slots<B: Backend>(
+/// See [`PagedOps::page_list_slots`](crate::paged::ops::PagedOps::page_list_slots).
+pub(crate) fn page_list_slots<B: Backend>(
     table: IntTensor<B>,
     spans: IntTensor<B>,
     page: usize,
 ) -> IntTensor<B> {
     let device = table.device();
     let bools = get_device_settings::<B>(&device).bool_dtype;
-    let [walks, entries] = table.shape().dims();
-    let all = Shape::new([walks, entries * page]);
-    let by_page = Shape::new([walks, entries, page]);
+    let [page_lists, entries] = table.shape().dims();
+    let all = Shape::new([page_lists, entries * page]);
+    let by_page = Shape::new([page_lists, entries, page]);
     let first = B::int_mul_scalar(table, (page as i64).into());
-    let first = B::int_reshape(first, Shape::new([walks, entries, 1]));
+    let first = B::int_reshape(first, Shape::new([page_lists, entries, 1]));
     let first = B::int_expand(first, by_page.clone());
     let dtype = IntDType::from(first.dtype());
     let within = B::int_arange(0..page as i64, &device, dtype);
@@ -24,7 +24,7 @@ pub(crate) fn walk_slots<B: Backend>(
     let slots = B::int_reshape(B::int_add(first, within), all.clone());
     let lengths = B::int_slice(
         B::int_cast(spans, dtype),
-        &[Slice::from(0..walks), Slice::from(0..1)],
+        &[Slice::from(0..page_lists), Slice::from(0..1)],
     );
     let lengths = B::int_expand(lengths, all.clone());
     let places = B::int_arange(0..(entries * page) as i64, &device, dtype);
@@ -45,7 +45,7 @@ pub(crate) fn picked_slots<B: Backend>(
     let bools = get_device_settings::<B>(&device).bool_dtype;
     let dtype = IntDType::from(table.dtype());
     let places = B::int_cast(places, dtype);
-    let [walks, most] = places.shape().dims();
+    let [page_lists, most] = places.shape().dims();
     let [_, entries] = table.shape().dims();
     let size = page as i64;
     let is_none = B::int_lower_elem(places.clone(), 0.into(), bools);
@@ -55,8 +55,8 @@ pub(crate) fn picked_slots<B: Backend>(
     let entry = B::int_gather(1, table, B::int_div_scalar(places, size.into()));
     let is_missing = B::int_lower_elem(entry.clone(), 0.into(), bools);
     let is_none = B::bool_or(is_none, is_missing);
-    let all = Shape::new([walks, heads, most]);
-    let by_head = Shape::new([walks, 1, most]);
+    let all = Shape::new([page_lists, heads, most]);
+    let by_head = Shape::new([page_lists, 1, most]);
     let own = B::int_arange(0..heads as i64, &device, dtype);
     let own = B::int_mul_scalar(own, size.into());
     let own = B::int_expand(B::int_reshape(own, Shape::new([1, heads, 1])), all.clone());

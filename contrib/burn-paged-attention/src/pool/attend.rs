@@ -8,7 +8,7 @@ use burn_sparse_transformer::decoder::Positions;
 use burn_sparse_transformer::internal::rotate_back;
 
 use super::layer::Layer;
-use super::step::{Gathered, Road, Walk};
+use super::step::{Gathered, PageLists, Road};
 use super::store::Store;
 use super::{KvPool, Step, watch};
 use crate::{PagedOptions, PagedOutput, PagedStore, paged_attention};
@@ -62,11 +62,11 @@ impl Layer<'_> {
             Road::Dense(lengths) => {
                 self.attend_sequences([query.clone(), key, value], lengths.as_deref())?
             }
-            Road::Paged(walk) if walk.choice.is_some() => {
-                self.attend_chosen_pages(query.clone(), store, walk)?
+            Road::Paged(page_lists) if page_lists.choice.is_some() => {
+                self.attend_chosen_pages(query.clone(), store, page_lists)?
             }
-            Road::Paged(walk) => {
-                let attended = self.attend_pages(query.clone(), store.pages()?, walk)?;
+            Road::Paged(page_lists) => {
+                let attended = self.attend_pages(query.clone(), store.pages()?, page_lists)?;
                 rows.lse = Some(attended.lse);
                 attended.out
             }
@@ -94,15 +94,15 @@ impl Layer<'_> {
         &self,
         query: Tensor<4>,
         store: PagedStore,
-        walk: &Walk,
+        page_lists: &PageLists,
     ) -> Result<PagedOutput, TransformerError> {
         let mut options = self.paged_options();
         let query = as_stored(query, &store);
-        let pages = walk.pages(store.clone(), self.n_kv_heads());
+        let pages = page_lists.pages(store.clone(), self.n_kv_heads());
         let mut attended = paged_attention(query.clone(), &pages, &options)?;
         // Sinks that are no keys count once.
         options.sinks = None;
-        if let Some(sinks) = &walk.sinks {
+        if let Some(sinks) = &page_lists.sinks {
             let far = match &self.rope {
                 Some(rope) => {
                     let by = Positions::Listed(Box::new(sinks.left_out.clone()));
@@ -110,12 +110,12 @@ impl Layer<'_> {
                 }
                 None => query,
             };
-            let pages = sinks.pages(walk, store, self.n_kv_heads());
+            let pages = sinks.pages(page_lists, store, self.n_kv_heads());
             let PagedOutput { out, lse, .. } = paged_attention(far, &pages, &options)?;
             (attended.out, attended.lse) = merge_attention(attended.out, attended.lse, out, lse)?;
             return Ok(attended);
         }
-        let Some(prefix) = &walk.prefix else {
+        let Some(prefix) = &page_lists.prefix else {
             return Ok(attended);
         };
         // All queries of the batch are rows of one sequence.

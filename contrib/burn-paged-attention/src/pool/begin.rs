@@ -266,16 +266,16 @@ impl Group {
             // What is read once for all sequences is chosen by none.
             let is_apart = seen.is_some() || choice.is_some() || key.dsa.is_some();
             let cascade = if is_apart { usize::MAX } else { kept.cascade };
-            let mut walk = step::walk(books, uploaded, steps, writes, cascade, device)?;
+            let mut page_lists = step::page_lists(books, uploaded, steps, writes, cascade, device)?;
             if let Some(seen) = seen {
-                let sinks = Sinks::of(&mut walk, books, steps, writes, seq, seen, device)?;
-                walk.sinks = sinks;
+                let sinks = Sinks::of(&mut page_lists, books, steps, writes, seq, seen, device)?;
+                page_lists.sinks = sinks;
             }
             let is_single = steps.iter().all(|step| step.tokens == 1);
             if choice.is_some() || key.dsa.is_some() {
                 let batch: Vec<_> = steps.iter().map(|step| step.id).collect();
-                walk.by_row(&books.spans(&batch)?, writes, rows, seq);
-                walk.choice = *choice;
+                page_lists.by_row(&books.spans(&batch)?, writes, rows, seq);
+                page_lists.choice = *choice;
             } else if !(is_single && books.single_sees_all(kept.residency)) {
                 let first = writes.iter().map(|writes| writes.first as i32).collect();
                 let first = store::ints(first, [steps.len()], device);
@@ -283,10 +283,10 @@ impl Group {
                     Some(known) => known.apply(writes, device),
                     None => Sight::new(books, device),
                 };
-                walk.visibility = Some(now.of_queries(first));
+                page_lists.visibility = Some(now.of_queries(first));
                 *sight = Some(now);
             }
-            Road::Paged(Box::new(walk))
+            Road::Paged(Box::new(page_lists))
         } else {
             let gathered = step::gather(books, key, steps, writes, seq, device)?;
             Road::Gathered(Box::new(gathered))

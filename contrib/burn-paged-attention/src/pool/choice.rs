@@ -8,7 +8,7 @@ use burn_sparse_transformer::{SparseMultiHeadAttention, TransformerError};
 
 use super::attend::as_stored;
 use super::layer::Layer;
-use super::step::Walk;
+use super::step::PageLists;
 use super::store::{Store, ints};
 use super::{KvPoolConfig, dsa, nsa};
 use crate::pages::{EvictionScore, Writes};
@@ -19,8 +19,8 @@ use crate::{PagedKeysValues, PagedOptions, PagedStore, paged_attention};
 const PAGE_SIZE: usize = 32;
 /// Scores of pages that are in memory at a time.
 pub(super) const SCORES: usize = 1 << 24;
-/// Queries of a call, at most: every part of a call looks at all of its walks.
-pub(super) const WALKS: usize = 512;
+/// Queries of a call, at most: every part of a call looks at all of its page lists.
+pub(super) const PAGE_LISTS: usize = 512;
 
 /// Slots of a page, if the configuration does not say: as many as the layers' selections have, where pages are all that they choose.
 pub(super) fn page_size(layers: &[&SparseMultiHeadAttention], config: &KvPoolConfig) -> usize {
@@ -116,8 +116,8 @@ fn check_eviction(config: &KvPoolConfig) -> Result<(), TransformerError> {
     ensure_none("eviction", by_attention, expected)
 }
 
-impl Walk {
-    /// Makes every row of a call a walk of its own, which ends at the row's own key.
+impl PageLists {
+    /// Gives every row of a call a page list of its own, which ends at the row's own key.
     pub(super) fn by_row(
         &mut self,
         spans: &[i32],
@@ -152,29 +152,33 @@ impl Layer<'_> {
         &self,
         query: Tensor<4>,
         store: &Store,
-        walk: &Walk,
+        page_lists: &PageLists,
     ) -> Result<Tensor<4>, TransformerError> {
         let (pages, options) = (store.pages()?, self.paged_options());
         let query = as_stored(query, &pages);
         let [batch, _, seq, _] = query.dims();
-        let [_, _, entries] = walk.table.dims();
-        let walks = batch * seq;
+        let [_, _, entries] = page_lists.table.dims();
+        let queries = batch * seq;
         let rows = by_rows(query);
         // More than one row at a time, whatever a context is.
-        let together = (SCORES / (self.n_kv_heads() * entries).max(1)).clamp(1, WALKS);
-        let mut outs = Vec::with_capacity(walks.div_ceil(together));
-        for (first, count) in pieces(walks, together) {
-            let part = match count == walks {
-                true => (rows.clone(), walk.table.clone(), walk.spans.clone()),
+        let together = (SCORES / (self.n_kv_heads() * entries).max(1)).clamp(1, PAGE_LISTS);
+        let mut outs = Vec::with_capacity(queries.div_ceil(together));
+        for (first, count) in pieces(queries, together) {
+            let part = match count == queries {
+                true => (
+                    rows.clone(),
+                    page_lists.table.clone(),
+                    page_lists.spans.clone(),
+                ),
                 false => (
                     rows.clone().narrow(0, first, count),
-                    walk.table.clone().narrow(0, first, count),
-                    walk.spans.clone().narrow(0, first, count),
+                    page_lists.table.clone().narrow(0, first, count),
+                    page_lists.spans.clone().narrow(0, first, count),
                 ),
             };
             let (rows, table, spans) = &part;
             // Where there is no more than what is chosen, there is no choice.
-            let selected = match &walk.choice {
+            let selected = match &page_lists.choice {
                 Some(choice) if entries > choice.selected_pages() => {
                     let (rows, summaries) = (rows.clone(), store.summaries()?);
                     let kv_heads = self.n_kv_heads();
@@ -183,42 +187,43 @@ impl Layer<'_> {
                 }
                 _ => None,
             };
-            outs.push(self.attend_walks(part, selected, &pages, walk, &options)?);
+            outs.push(self.attend_page_lists(part, selected, &pages, page_lists, &options)?);
         }
         Ok(by_heads(outs, [batch, seq]))
     }
 
-    /// The same of one query for each walk: `[walks, heads, 1, d_v]`.
-    pub(super) fn attend_walks(
+    /// The same of one query for each page list: `[queries, heads, 1, d_v]`.
+    pub(super) fn attend_page_lists(
         &self,
         (rows, table, spans): (Tensor<3>, Tensor<3, Int>, Tensor<3, Int>),
         selected: Option<Tensor<3, Int>>,
         pages: &PagedStore,
-        walk: &Walk,
+        page_lists: &PageLists,
         options: &PagedOptions,
     ) -> Result<Tensor<4>, TransformerError> {
-        let [walks, heads, width] = rows.dims();
-        let mut of_walks =
+        let [queries, heads, width] = rows.dims();
+        let mut of_lists =
             PagedKeysValues::of_store(pages.clone(), self.n_kv_heads(), table, spans);
-        of_walks.selected = selected;
-        of_walks.counters = walk.counters_of(walks * heads);
-        let query = rows.reshape([walks, heads, 1, width]);
-        Ok(paged_attention(query, &of_walks, options)?.out)
+        of_lists.selected = selected;
+        of_lists.counters = page_lists.counters_of(queries * heads);
+        let query = rows.reshape([queries, heads, 1, width]);
+        Ok(paged_attention(query, &of_lists, options)?.out)
     }
 
-    /// The same of some rows of each sequence, `[batch, heads, rows, d_k]`, as their walks follow each other: `[batch, heads, rows, d_v]`.
+    /// The same of some rows of each sequence, `[batch, heads, rows, d_k]`, as their page lists follow each other: `[batch, heads, rows, d_v]`.
     pub(super) fn attend_rows(
         &self,
         rows: Tensor<4>,
         [table, spans]: [Tensor<3, Int>; 2],
         selected: Option<Tensor<3, Int>>,
         pages: &PagedStore,
-        walk: &Walk,
+        page_lists: &PageLists,
         options: &PagedOptions,
     ) -> Result<Tensor<4>, TransformerError> {
         let [batch, heads, count, width] = rows.dims();
         let rows = rows.swap_dims(1, 2).reshape([batch * count, heads, width]);
-        let out = self.attend_walks((rows, table, spans), selected, pages, walk, options)?;
+        let out =
+            self.attend_page_lists((rows, table, spans), selected, pages, page_lists, options)?;
         let [.., width] = out.dims();
         let out = out.reshape([batch, count, heads, width]);
         Ok(out.swap_dims(1, 2))
@@ -231,14 +236,14 @@ pub(super) fn pieces(rows: usize, together: usize) -> impl Iterator<Item = (usiz
     firsts.map(move |first| (first, together.min(rows - first)))
 }
 
-/// Of walks `[batch · s, 1, numbers]`, one for each row, those of a piece of each sequence's rows.
+/// Of page lists `[batch · s, 1, numbers]`, one for each row, those of a piece of each sequence's rows.
 pub(super) fn of_rows(
     x: &Tensor<3, Int>,
     batch: usize,
     (first, count): (usize, usize),
 ) -> Tensor<3, Int> {
-    let [walks, _, numbers] = x.dims();
-    let x = x.clone().reshape([batch, walks / batch, numbers]);
+    let [queries, _, numbers] = x.dims();
+    let x = x.clone().reshape([batch, queries / batch, numbers]);
     x.narrow(1, first, count)
         .reshape([batch * count, 1, numbers])
 }

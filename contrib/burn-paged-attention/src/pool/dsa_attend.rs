@@ -7,10 +7,10 @@ use burn_sparse_transformer::dsa::DsaHeads;
 use burn_sparse_transformer::internal::DsaParts;
 
 use super::attend::as_stored;
-use super::choice::{SCORES, WALKS, by_heads, by_rows, pieces};
+use super::choice::{PAGE_LISTS, SCORES, by_heads, by_rows, pieces};
 use super::dsa::NO_VALUES;
 use super::layer::Layer;
-use super::step::{Road, Walk};
+use super::step::{PageLists, Road};
 use super::store::{Store, lost};
 use super::{KvPool, Step};
 use crate::dsa::{DsaPages, choose_in_pages};
@@ -37,7 +37,9 @@ impl Layer<'_> {
                 let parts = DsaParts { heads, index };
                 dsa.attend_parts(parts, self.attention_options())
             }
-            Road::Paged(walk) => self.attend_chosen_keys(query, stores, (dsa, index), walk),
+            Road::Paged(page_lists) => {
+                self.attend_chosen_keys(query, stores, (dsa, index), page_lists)
+            }
             Road::Gathered(_) => Err(lost()),
         }
     }
@@ -71,7 +73,7 @@ impl Layer<'_> {
         query: Tensor<4>,
         [store, keys]: [&Store; 2],
         (dsa, index): (&DsaHeads, DsaIndex),
-        walk: &Walk,
+        page_lists: &PageLists,
     ) -> Result<Tensor<4>, TransformerError> {
         let dtype = FloatDType::from(query.dtype());
         let (pages, options) = (store.pages()?, self.paged_options());
@@ -80,21 +82,21 @@ impl Layer<'_> {
         };
         let query = as_stored(query, &pages);
         let [batch, heads, seq, _] = query.dims();
-        let walks = batch * seq;
+        let total_queries = batch * seq;
         let [_, index_heads, ..] = index.q.dims();
         let (rows, queries) = (by_rows(query), by_rows(index.q));
         let weights = index.weights.swap_dims(1, 2);
-        let weights = weights.reshape([walks, index_heads]);
-        let listed = walk.table.dims()[2] * keys.dims()[1];
-        let together = (SCORES / listed.max(1)).clamp(1, WALKS);
-        let mut outs = Vec::with_capacity(walks.div_ceil(together));
-        for (first, count) in pieces(walks, together) {
-            let spans = walk.spans.clone().narrow(0, first, count);
+        let weights = weights.reshape([total_queries, index_heads]);
+        let listed = page_lists.table.dims()[2] * keys.dims()[1];
+        let together = (SCORES / listed.max(1)).clamp(1, PAGE_LISTS);
+        let mut outs = Vec::with_capacity(total_queries.div_ceil(together));
+        for (first, count) in pieces(total_queries, together) {
+            let spans = page_lists.spans.clone().narrow(0, first, count);
             let pages_of = DsaPages {
                 q: queries.clone().narrow(0, first, count),
                 weights: weights.clone().narrow(0, first, count),
                 keys: keys.clone(),
-                table: walk.table.clone().narrow(0, first, count),
+                table: page_lists.table.clone().narrow(0, first, count),
                 spans,
             };
             let rows = rows.clone().narrow(0, first, count).unsqueeze_dim(2);
@@ -106,7 +108,7 @@ impl Layer<'_> {
                 let slots = choose_in_pages(dsa.op(), &pages_of, self.n_kv_heads())?;
                 PagedKeysValues::of_slots(pages.clone(), slots, &pages_of.spans)
             };
-            chosen.counters = walk.counters_of(count * heads);
+            chosen.counters = page_lists.counters_of(count * heads);
             outs.push(paged_attention(rows, &chosen, &options)?.out);
         }
         Ok(by_heads(outs, [batch, seq]).cast(dtype))

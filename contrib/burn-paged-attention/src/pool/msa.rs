@@ -6,9 +6,9 @@ use burn_sparse_transformer::TransformerError;
 use burn_sparse_transformer::msa::MsaHeads;
 
 use super::attend::as_stored;
-use super::choice::{SCORES, WALKS, joined, of_rows, pieces};
+use super::choice::{PAGE_LISTS, SCORES, joined, of_rows, pieces};
 use super::layer::Layer;
-use super::step::{Road, Walk};
+use super::step::{PageLists, Road};
 use super::store::{Store, lost};
 use super::{KvPool, Step};
 
@@ -31,29 +31,31 @@ impl Layer<'_> {
             Road::Dense(_) => {
                 msa.attend_parts([query, key, value], index, self.attention_options())
             }
-            Road::Paged(walk) => self.attend_chosen_blocks(query, stores, (msa, index), walk),
+            Road::Paged(page_lists) => {
+                self.attend_chosen_blocks(query, stores, (msa, index), page_lists)
+            }
             Road::Gathered(_) => Err(lost()),
         }
     }
 
-    /// Attention of queries `[batch, heads, s, d_k]`, each of which is a walk of its own, to the pages of the blocks that they choose.
+    /// Attention of queries `[batch, heads, s, d_k]`, each of which has a page list of its own, to the pages of the blocks that they choose.
     fn attend_chosen_blocks(
         &self,
         query: Tensor<4>,
         [store, keys]: [&Store; 2],
         (msa, index): (&MsaHeads, MsaIndex),
-        walk: &Walk,
+        page_lists: &PageLists,
     ) -> Result<Tensor<4>, TransformerError> {
         let dtype = FloatDType::from(query.dtype());
         let (pages, options) = (store.pages()?, self.paged_options());
-        let choice = walk.choice.as_ref().ok_or_else(lost)?;
+        let choice = page_lists.choice.as_ref().ok_or_else(lost)?;
         let query = as_stored(query, &pages);
         let [batch, _, seq, _] = query.dims();
-        let [_, _, entries] = walk.table.dims();
+        let [_, _, entries] = page_lists.table.dims();
         // Where there is no more than what is chosen, there is no choice.
         let keys = match entries > choice.selected_pages() {
             true => {
-                let table = of_rows(&walk.table, batch, (0, 1)).reshape([batch, entries]);
+                let table = of_rows(&page_lists.table, batch, (0, 1)).reshape([batch, entries]);
                 let [keys, _] = keys.of_tables(table, index.k.dtype().into())?;
                 Some(keys)
             }
@@ -61,10 +63,13 @@ impl Layer<'_> {
         };
         let numbers = batch * self.n_kv_heads() * entries * choice.page;
         // More than one row at a time, whatever a context is.
-        let together = (SCORES / numbers.max(1)).min(WALKS / batch).clamp(1, seq);
+        let together = (SCORES / numbers.max(1))
+            .min(PAGE_LISTS / batch)
+            .clamp(1, seq);
         let mut outs = Vec::with_capacity(seq.div_ceil(together));
         for piece @ (first, count) in pieces(seq, together) {
-            let [table, spans] = [&walk.table, &walk.spans].map(|x| of_rows(x, batch, piece));
+            let [table, spans] =
+                [&page_lists.table, &page_lists.spans].map(|x| of_rows(x, batch, piece));
             let selected = match &keys {
                 Some(keys) => {
                     let q = index.q.clone().narrow(2, first, count);
@@ -74,7 +79,14 @@ impl Layer<'_> {
                 None => None,
             };
             let rows = query.clone().narrow(2, first, count);
-            outs.push(self.attend_rows(rows, [table, spans], selected, &pages, walk, &options)?);
+            outs.push(self.attend_rows(
+                rows,
+                [table, spans],
+                selected,
+                &pages,
+                page_lists,
+                &options,
+            )?);
         }
         Ok(joined(outs, 2).cast(dtype))
     }

@@ -43,7 +43,7 @@ pub(super) fn choice(
 ) -> Result<PageChoice, TransformerError> {
     let expected = "none with nsa, whose tokens all choose their keys";
     ensure_none("choosing_prompts", config.prompts_choose, expected)?;
-    let expected = "none with nsa, whose masses are those of all tokens";
+    let expected = "none with nsa, whose attention sums are those of all tokens";
     ensure_none("eviction", config.eviction.is_some(), expected)?;
     config.ensure_no_window("All or Reachable with nsa, which has a window of its own")?;
     Ok(nsa.op().on_pages(page_size)?)

@@ -6,10 +6,10 @@ use burn_sparse_transformer::TransformerError;
 use burn_sparse_transformer::nsa::NsaHeads;
 
 use super::attend::as_stored;
-use super::choice::{SCORES, WALKS, joined, of_rows, pieces};
+use super::choice::{PAGE_LISTS, SCORES, joined, of_rows, pieces};
 use super::layer::Layer;
 use super::nsa_step::Ended;
-use super::step::{GroupStep, Road, Walk};
+use super::step::{GroupStep, PageLists, Road};
 use super::store::{Store, lost};
 use super::{KvPool, Step};
 
@@ -70,15 +70,19 @@ impl Layer<'_> {
             let pair = pair.ok_or_else(lost)?;
             branches.entries.write(None, pair, slots.clone())?;
         }
-        let Road::Paged(walk) = &group.road else {
+        let Road::Paged(page_lists) = &group.road else {
             return Err(lost());
         };
-        let [compressed, selected] =
-            self.attend_compressed_and_chosen(nsa, &query, [&*store, &branches.entries], walk)?;
+        let [compressed, selected] = self.attend_compressed_and_chosen(
+            nsa,
+            &query,
+            [&*store, &branches.entries],
+            page_lists,
+        )?;
         let dtype = FloatDType::from(query.dtype());
         let window = match (&branches.window, window.map(|group| &group.road)) {
-            (Some(store), Some(Road::Paged(walk))) => {
-                let seen = self.attend_pages(query, store.pages()?, walk)?;
+            (Some(store), Some(Road::Paged(page_lists))) => {
+                let seen = self.attend_pages(query, store.pages()?, page_lists)?;
                 Some(seen.out.cast(dtype))
             }
             (None, None) => None,
@@ -88,29 +92,30 @@ impl Layer<'_> {
         Ok(seen.gated(gates)?)
     }
 
-    /// The first two branches of queries `[batch, heads, s, d_k]`, each of which is a walk of its own.
+    /// The first two branches of queries `[batch, heads, s, d_k]`, each of which has a page list of its own.
     fn attend_compressed_and_chosen(
         &self,
         nsa: &NsaHeads,
         query: &Tensor<4>,
         [store, entries]: [&Store; 2],
-        walk: &Walk,
+        page_lists: &PageLists,
     ) -> Result<[Tensor<4>; 2], TransformerError> {
         let (pages, options) = (store.pages()?, self.paged_options());
-        let choice = walk.choice.as_ref().ok_or_else(lost)?;
+        let choice = page_lists.choice.as_ref().ok_or_else(lost)?;
         let [batch, heads, seq, _] = query.dims();
-        let [_, _, places] = walk.table.dims();
-        let table = of_rows(&walk.table, batch, (0, 1)).reshape([batch, places]);
+        let [_, _, places] = page_lists.table.dims();
+        let table = of_rows(&page_lists.table, batch, (0, 1)).reshape([batch, places]);
         let compressed = entries.of_tables(table, query.dtype().into())?;
         let [_, _, strides, _] = compressed[0].dims();
         // More than one row at a time, whatever a context is.
         let numbers = (batch * heads * strides).max(1);
-        let together = (SCORES / numbers).min(WALKS / batch).clamp(1, seq);
+        let together = (SCORES / numbers).min(PAGE_LISTS / batch).clamp(1, seq);
         let (mut by_pairs, mut by_pages) = (Vec::new(), Vec::new());
         for piece @ (first, count) in pieces(seq, together) {
-            let [table, spans] = [&walk.table, &walk.spans].map(|x| of_rows(x, batch, piece));
+            let [table, spans] =
+                [&page_lists.table, &page_lists.spans].map(|x| of_rows(x, batch, piece));
             let rows = query.clone().narrow(2, first, count);
-            // A row's walk ends with its own key.
+            // A row's page list ends with its own key.
             let positions = spans.clone().narrow(2, 0, 1).sub_scalar(1);
             let positions = positions.reshape([batch, count]);
             let seen = (nsa.op()).of_strides(rows.clone(), compressed.clone(), &positions)?;
@@ -121,7 +126,8 @@ impl Layer<'_> {
                 false => None,
             };
             let rows = as_stored(rows, &pages);
-            let out = self.attend_rows(rows, [table, spans], selected, &pages, walk, &options)?;
+            let out =
+                self.attend_rows(rows, [table, spans], selected, &pages, page_lists, &options)?;
             by_pages.push(out);
         }
         Ok([joined(by_pairs, 2), joined(by_pages, 2)])

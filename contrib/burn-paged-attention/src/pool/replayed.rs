@@ -13,7 +13,7 @@ use super::begin::Advance;
 use super::model::PagedDecoder;
 use super::nsa::Branches;
 use super::nsa_step::NsaInputs;
-use super::step::{GroupStep, Road, Walk};
+use super::step::{GroupStep, PageLists, Road};
 use super::store::{data, zeros};
 use super::{Group, KvPool, KvPositions, KvStep, Step, check_steps};
 use crate::PoolError;
@@ -252,7 +252,7 @@ impl Inputs {
         let groups = self.groups.iter().map(|group| GroupStep {
             copies: None,
             slots: group.slots.tensor(),
-            road: Road::Paged(Box::new(Walk {
+            road: Road::Paged(Box::new(PageLists {
                 table: group.table.tensor(),
                 spans: group.spans.tensor(),
                 visibility: None,

@@ -7,7 +7,7 @@ use crate::PagedVisibility;
 use crate::pages::{PagePool, Writes};
 
 /// The position of each slot of a pool and the last query that sees it. Made of all sequences once; then a step writes its own slots, however large the
-/// pool is. Slots that were let go keep what they had: no walk comes by them before they are written again.
+/// pool is. Slots that were let go keep what they had: no page list comes by them before they are written again.
 #[derive(Clone, Debug)]
 pub(super) struct Sight {
     /// `[pages · P]`

@@ -64,14 +64,14 @@ pub(super) enum Road {
     /// Nothing is in the cache: over the layers' own layout. Of sequences of different lengths, how long each is.
     Dense(Option<Vec<usize>>),
     /// From the pages where they are.
-    Paged(Box<Walk>),
+    Paged(Box<PageLists>),
     /// From the slots in use, gathered.
     Gathered(Box<Gathered>),
 }
 
-/// The walks of a batch.
+/// The page lists of a batch.
 #[derive(Clone, Debug)]
-pub(super) struct Walk {
+pub(super) struct PageLists {
     pub table: Tensor<3, Int>,
     pub spans: Tensor<3, Int>,
     pub visibility: Option<PagedVisibility>,
@@ -95,9 +95,9 @@ pub(super) struct Sinks {
 }
 
 impl Sinks {
-    /// Of queries from positions on, with a window and so many sinks: takes the sinks from a walk. None if nothing is left out.
+    /// Of queries from positions on, with a window and so many sinks: takes the sinks from a page list. None if nothing is left out.
     pub(super) fn of(
-        walk: &mut Walk,
+        page_lists: &mut PageLists,
         books: &PagePool,
         steps: &[KvStep],
         writes: &[Writes],
@@ -127,7 +127,7 @@ impl Sinks {
             }
             ints(part, shape, device)
         };
-        walk.spans = without(&[0]);
+        page_lists.spans = without(&[0]);
         let count = left_out.len();
         Ok(Some(Self {
             spans: without(&[2, 3]),
@@ -135,15 +135,20 @@ impl Sinks {
         }))
     }
 
-    pub(super) fn pages(&self, walk: &Walk, store: PagedStore, kv_heads: usize) -> PagedKeysValues {
-        let (table, spans) = (walk.table.clone(), self.spans.clone());
+    pub(super) fn pages(
+        &self,
+        page_lists: &PageLists,
+        store: PagedStore,
+        kv_heads: usize,
+    ) -> PagedKeysValues {
+        let (table, spans) = (page_lists.table.clone(), self.spans.clone());
         let mut pages = PagedKeysValues::of_store(store, kv_heads, table, spans);
-        pages.visibility = walk.visibility.clone();
+        pages.visibility = page_lists.visibility.clone();
         pages
     }
 }
 
-impl Walk {
+impl PageLists {
     pub(super) fn pages(&self, store: PagedStore, kv_heads: usize) -> PagedKeysValues {
         let (table, spans) = (self.table.clone(), self.spans.clone());
         let mut pages = PagedKeysValues::of_store(store, kv_heads, table, spans);
@@ -313,15 +318,15 @@ pub(super) fn slots_of(
     ints(slots, [writes.len(), table_rows, seq], device)
 }
 
-/// The walks of a batch; the table stays on the device while none of its entries changes.
-pub(super) fn walk(
+/// The page lists of a batch; the table stays on the device while none of its entries changes.
+pub(super) fn page_lists(
     books: &PagePool,
     uploaded: &mut Option<Uploaded>,
     steps: &[KvStep],
     writes: &[Writes],
     cascade: usize,
     device: &Device,
-) -> Result<Walk, PoolError> {
+) -> Result<PageLists, PoolError> {
     let batch: Vec<SequenceId> = steps.iter().map(|step| step.id).collect();
     let rows = books.table_rows();
     let is_current = |uploaded: &Uploaded| {
@@ -347,7 +352,7 @@ pub(super) fn walk(
         span[0] -= (shared * books.config().page_size()) as i32;
         span[1] -= shared as i32;
     }
-    Ok(Walk {
+    Ok(PageLists {
         table,
         spans: ints(spans, [batch.len(), rows, 4], device),
         visibility: None,

@@ -284,9 +284,10 @@ impl Layer<'_> {
                 let layout = self.layout(settled, settled)?;
                 let options = AccumulatedAttentionOptions::default()
                     .attention(self.attention_options().clone());
-                let masses = accumulated_attention(q, k, lse(0, settled), &layout, options)?;
-                let [_, heads, _] = masses.columns.dims();
-                let columns = masses.columns;
+                let attention_sums =
+                    accumulated_attention(q, k, lse(0, settled), &layout, options)?;
+                let [_, heads, _] = attention_sums.columns.dims();
+                let columns = attention_sums.columns;
                 let columns = columns.reshape([kv_heads, heads / kv_heads, settled]);
                 let columns = columns.sum_dim(1).reshape([kv_heads, settled]);
                 Some(fit(columns, entry.width))

@@ -191,10 +191,10 @@ fn check_summarize(
 }
 
 /// Scores of the pages of region one of each query, f32 `[batch, kv_heads, max_pages]`: `Σ_c max(q_c · max_c, q_c · min_c)`, which no product of the query and a key
-/// of the page exceeds, or `q · mean`, as the mean or sum over the heads that share keys. What is behind a walk's pages has no meaning.
+/// of the page exceeds, or `q · mean`, as the mean or sum over the heads that share keys. What is behind a page list's pages has no meaning.
 ///
 /// # Shapes
-/// - `q`: `[batch, heads, d_k]`, a query of each head for each walk
+/// - `q`: `[batch, heads, d_k]`, a query of each head for each page list
 /// - `table`, `spans`: as [`PagedKeysValues`](crate::PagedKeysValues) has them
 ///
 /// # Errors
@@ -253,7 +253,7 @@ pub fn page_scores(
 /// ```
 ///
 /// # Shapes
-/// - `q`: `[batch, heads, d_k]`, a query of each head for each walk
+/// - `q`: `[batch, heads, d_k]`, a query of each head for each page list
 /// - output: i32 `[batch, kv_heads, choice.selected_pages()]`
 ///
 /// # Errors

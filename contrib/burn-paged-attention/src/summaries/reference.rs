@@ -8,7 +8,7 @@ use burn_blocksparse::internal::dtype::accumulate_in;
 use burn_sparse_select::PageSummary;
 use burn_sparse_select::backend::PageChoiceCall;
 
-use crate::paged::reference::{Numbers, assign, dequantize, int_data, written};
+use crate::paged::reference::{HostInts, assign, dequantize, int_data, written};
 use crate::summaries::values::{PageScoreInputs, StoredKeys, SummarizeInputs};
 
 /// A page that has new keys, and how many it has with them.
@@ -29,7 +29,7 @@ pub(crate) fn summarize<B: Backend>(
     } = inputs;
     let [pages, page, width] = keys.dims();
     let [batch, _, rows] = slots.shape().dims();
-    let slots = Numbers::read::<B>(slots);
+    let slots = HostInts::read::<B>(slots);
     let (_, to) = written(&slots, [batch, kv_heads, rows], [pages, page]);
     let size = page as i64;
     let mut touched: Vec<Touched> = Vec::new();

@@ -64,7 +64,7 @@ fn choose(config: EvictionConfig, scores: &[f64]) -> Vec<usize> {
 /// Head 0's attention of the last query to the kept keys, and the largest error of its output's channels.
 fn quality(kept: &[usize]) -> (f64, f64) {
     let whole = dense(0, N - 1);
-    let mass = kept.iter().map(|&j| whole[j]).sum();
+    let attention_sum = kept.iter().map(|&j| whole[j]).sum();
     let output = |keys: &[usize]| {
         let weights = row(0, N - 1, keys);
         let channel = |c: usize| -> f64 {
@@ -75,7 +75,7 @@ fn quality(kept: &[usize]) -> (f64, f64) {
     };
     let (all, some) = (output(&(0..N).collect::<Vec<_>>()), output(kept));
     let errors = all.iter().zip(some).map(|(a, b)| (a - b).abs());
-    (mass, errors.fold(0.0, f64::max))
+    (attention_sum, errors.fold(0.0, f64::max))
 }
 
 #[test]
@@ -102,8 +102,8 @@ fn after_a_prompt() {
     let sums = columns(N);
     let kept = choose(EvictionConfig::h2o(3, 2), &sums);
     assert_eq!(kept, [0, 1, 2, 8, 9]);
-    let (mass, error) = quality(&kept);
-    printed(&[mass, error], &[0.4185, 0.2903]);
+    let (attention_sum, error) = quality(&kept);
+    printed(&[attention_sum, error], &[0.4185, 0.2903]);
     let means = sums
         .iter()
         .enumerate()
@@ -114,13 +114,13 @@ fn after_a_prompt() {
     let last: Vec<f64> = columns(1).iter().map(|p| p / 2.0).collect();
     let kept = choose(EvictionConfig::tova(5), &last);
     assert_eq!(kept, [0, 4, 6, 8, 9]);
-    let (mass, error) = quality(&kept);
-    printed(&[mass, error], &[0.7327, 0.1199]);
+    let (attention_sum, error) = quality(&kept);
+    printed(&[attention_sum, error], &[0.7327, 0.1199]);
 
-    let (mass, error) = quality(&[5, 6, 7, 8, 9]);
-    printed(&[mass, error], &[0.2969, 0.8090]);
-    let (mass, error) = quality(&[0, 6, 7, 8, 9]);
-    printed(&[mass, error], &[0.5134, 0.2585]);
+    let (attention_sum, error) = quality(&[5, 6, 7, 8, 9]);
+    printed(&[attention_sum, error], &[0.2969, 0.8090]);
+    let (attention_sum, error) = quality(&[0, 6, 7, 8, 9]);
+    printed(&[attention_sum, error], &[0.5134, 0.2585]);
 
     let combined = |score| EvictionConfig::combined(score, 1, 2, 2);
     assert_eq!(choose(combined(EvictionScore::Sum), &sums), [0, 1, 2, 8, 9]);
@@ -266,16 +266,25 @@ fn adaptive_heads() {
         [0.02, 0.90, 0.01, 0.01, 0.02, 0.01, 0.02, 0.01],
     ];
     let heads: Vec<&[f32]> = scores.iter().map(|scores| &scores[..]).collect();
-    let mass = |kept: &[Vec<usize>]| -> f64 {
+    let attention_sum = |kept: &[Vec<usize>]| -> f64 {
         let pairs = kept.iter().zip(&scores);
-        let masses = pairs.flat_map(|(kept, scores)| kept.iter().map(|&at| f64::from(scores[at])));
-        masses.sum()
+        let attention_sums =
+            pairs.flat_map(|(kept, scores)| kept.iter().map(|&at| f64::from(scores[at])));
+        attention_sums.sum()
     };
     let kept = adaptive(&heads, 4, 0.2).unwrap();
     assert_eq!(kept.iter().map(Vec::len).collect::<Vec<_>>(), [4, 7, 1]);
-    assert!((mass(&kept) - 2.70).abs() < 5e-3, "{}", mass(&kept));
+    assert!(
+        (attention_sum(&kept) - 2.70).abs() < 5e-3,
+        "{}",
+        attention_sum(&kept)
+    );
     let uniform: Vec<Vec<usize>> = heads.iter().map(|scores| best(scores, 4)).collect();
-    assert!((mass(&uniform) - 2.41).abs() < 5e-3, "{}", mass(&uniform));
+    assert!(
+        (attention_sum(&uniform) - 2.41).abs() < 5e-3,
+        "{}",
+        attention_sum(&uniform)
+    );
     let kept = adaptive(&heads, 4, 0.5).unwrap();
     assert_eq!(kept, [vec![0, 3, 6], vec![0, 1, 2, 3, 5, 6, 7], vec![1, 6]]);
 

@@ -385,8 +385,8 @@ impl Machine {
                 let [permanent, entry, start, timed] = [0, 1, 2, 3].map(|at| span[at] as usize);
                 let entries = &tables.table[row * tables.max_pages..(row + 1) * tables.max_pages];
                 let first = entry * page_size + start;
-                let walk = (0..permanent).chain(first..first + timed);
-                let used: BTreeSet<usize> = walk.clone().map(|at| at / page_size).collect();
+                let page_list = (0..permanent).chain(first..first + timed);
+                let used: BTreeSet<usize> = page_list.clone().map(|at| at / page_size).collect();
                 for (at, &page) in entries.iter().enumerate() {
                     assert_eq!(page >= 0, used.contains(&at));
                     assert!(
@@ -397,7 +397,7 @@ impl Machine {
                 let keys = self.pool.slot_keys(id, row).unwrap();
                 assert_eq!(keys.len(), permanent + timed);
                 let mut found = BTreeSet::new();
-                for (at, key) in walk.zip(keys) {
+                for (at, key) in page_list.zip(keys) {
                     let slot = entries[at / page_size] as usize * page_size + at % page_size;
                     assert_eq!(slot, key.slot.page * page_size + key.slot.slot);
                     assert_eq!(key.last, self.last(model, row, key.position));

@@ -257,7 +257,7 @@ fn rollback() {
 ///
 /// In a ring of four slots the key at `j` is in slot `2 + (j − 2) mod 4`, so that after 7 tokens it has `6 3 4 5`, after 9 `6 7 8 5` and after 12
 /// `10 11 8 9`. Here the same keys are in the order in which they came, in a list of pages whose first one is given back when both of its keys are dead:
-/// up to one page more, but whoever walks the slots needs no modulo, and pages of any list can be shared.
+/// up to one page more, but whoever reads the slots needs no modulo, and pages of any list can be shared.
 #[test]
 fn sinks_and_a_window() {
     let config = small(8, 2, Pattern::causal());

@@ -206,7 +206,7 @@ fn pages_in_eight_bits_are_chosen(
     assert_eq!(usage.summary_bytes, 0);
     let (chosen_all, usage) = read(Some(every), dtype);
     assert_close(chosen_all, all.clone(), 1e-4);
-    // Seven pages in each of three layers, two rows of f32 or one, eight numbers of each head.
+    // Seven pages in each of three layers, two rows of f32 or one, eight elements of each head.
     let rows = if some.starts_with("quest") { 2 } else { 1 };
     assert_eq!(
         usage.summary_bytes,

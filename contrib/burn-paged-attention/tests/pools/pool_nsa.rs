@@ -250,7 +250,7 @@ fn what_a_pool_does_not_do_is_refused() {
     let pool = |text, pool| model(text, 2, &device).new_pool(&pool);
     refused! {
         pool(TEXTS[0], room().with_choosing_prompts()) => "choosing_prompts must be none with nsa, whose tokens all choose their keys, got some";
-        pool(TEXTS[0], room().with_eviction(EvictionConfig::key_norm(9))) => "eviction must be none with nsa, whose masses are those of all tokens, got some";
+        pool(TEXTS[0], room().with_eviction(EvictionConfig::key_norm(9))) => "eviction must be none with nsa, whose attention sums are those of all tokens, got some";
         pool(TEXTS[0], room().with_residency(window)) => "residency must be All or Reachable with nsa, which has a window of its own, got Window { window: 9, sinks: 1 }";
         pool(TEXTS[0], room().with_page_size(32)) => "page_size must be a power of two that 4, the stride of nsa, divides, and a divisor of 16, its selected block, got 32";
         pool("nsa:8,4,8,4,10", room()) => "page_size must be a power of two that 4, the stride of nsa, divides, and a divisor of 8, its selected block, got 16";

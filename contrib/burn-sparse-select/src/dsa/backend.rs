@@ -24,7 +24,7 @@ use burn_blocksparse::internal::cube::{
     empty, integers, launched, readable, typed, uses_reference,
 };
 
-/// Whether kernels take pairs of such sizes and of numbers of a type on a device.
+/// Whether kernels take pairs of such sizes and of elements of a type on a device.
 pub(crate) fn available(device: &CubeDevice, dtype: DType, sizes: &PairSizes) -> bool {
     let is_float = matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
     let element = || dtype_to_elem_type(dtype);
@@ -179,7 +179,7 @@ impl IndexerOps for CubeBackend {
         let all = pairs.sizes([0, seq_q], None);
         let bytes = pairs.bytes(&all, &sum, call.in_fp8);
         let slabs = top_k.slabs(&all, call.chunk_elements);
-        let numbers = slabs.iter().map(PairSizes::numbers).max().unwrap_or(0);
+        let numbers = slabs.iter().map(PairSizes::elements).max().unwrap_or(0);
         // All slabs in turn have the same scores in memory.
         let scores = empty(&pairs.q, [numbers], DType::F32);
         let lists = empty(&pairs.q, [batch, seq_q, call.most], DType::I32);

@@ -7,18 +7,18 @@ use crate::dsa::Dsa;
 use crate::dsa::scores::DsaLists;
 
 impl Dsa {
-    /// The places of the keys that queries attend to in their lists, as [`choose`](Self::choose) has them of keys side by side: i32 `[walks, most]`, ascending,
+    /// The places of the keys that queries attend to in their lists, as [`choose`](Self::choose) has them of keys side by side: i32 `[queries, most]`, ascending,
     /// below 0 behind the last. Nothing is read back where kernels run, and launches depend on shapes alone. Shapes are the caller's to check.
     ///
     /// # Errors
     /// [`OpError`] if queries and keys make no index.
     pub fn choose_in_lists(&self, index: &DsaLists) -> Result<Tensor<2, Int>, OpError> {
         let slots = &index.slots;
-        let [walks, listed] = slots.dims();
+        let [queries, listed] = slots.dims();
         if listed <= self.keep {
             // There is nothing to choose.
             let places = Tensor::<1, Int>::arange(0..listed as i64, (&slots.device(), DType::I32));
-            let places = places.unsqueeze::<2>().expand([walks, listed]);
+            let places = places.unsqueeze::<2>().expand([queries, listed]);
             return Ok(places.mask_fill(slots.clone().lower_elem(0), -1));
         }
         #[cfg(feature = "cube")]
@@ -31,6 +31,6 @@ impl Dsa {
         }
         let seen = index.seen.clone().unsqueeze_dim(1);
         let places = self.listed(&index.gathered()?, Some(seen));
-        Ok(places.reshape([walks, self.keep]))
+        Ok(places.reshape([queries, self.keep]))
     }
 }

@@ -127,8 +127,8 @@ pub(crate) fn top_k(
     Some(Tensor::from_dispatch(lists))
 }
 
-/// The places of the `most` highest scores of queries of walks, `[walks, most]`, ascending, −1 behind the last, `near` of the last among them: of the keys in
-/// the slots that they list, `[walks, listed]`, so many as `seen` says. `None` also where queries and keys are of different dtypes.
+/// The places of the `most` highest scores of queries, `[queries, most]`, ascending, −1 behind the last, `near` of the last among them: of the keys in
+/// the slots that they list, `[queries, listed]`, so many as `seen` says. `None` also where queries and keys are of different dtypes.
 pub(crate) fn top_k_in_lists(
     index: &DsaLists,
     [most, near]: [usize; 2],
@@ -137,8 +137,8 @@ pub(crate) fn top_k_in_lists(
     let DsaLists { slots, seen, .. } = index;
     let q = index.q.clone().swap_dims(0, 1).unsqueeze::<4>();
     let k = index.keys.clone().unsqueeze::<4>();
-    let [walks, listed] = slots.dims();
-    let together = (numbers / listed.max(1)).clamp(1, walks);
+    let [queries, listed] = slots.dims();
+    let together = (numbers / listed.max(1)).clamp(1, queries);
     let is_served = q.dtype() == k.dtype()
         && cube::of(&q.device()).is_some_and(|device| has_top_k(&device))
         && is_served([&q, &k], [0, together], Some(listed));
@@ -214,7 +214,7 @@ pub(crate) fn loss(
         DsaTarget::All => None,
         DsaTarget::Chosen(lists) => Some(lists.keys().dims()[3]),
     };
-    // Also without lists: by the keys of lists all pairs are walked.
+    // Also without lists: by the keys of lists all pairs are computed.
     for listed in [listed, None] {
         if !is_served([&index.q, &index.k], rows, listed) || !is_served([&q, &k], rows, listed) {
             return None;

@@ -83,15 +83,15 @@ pub(crate) fn check_index(q: &Tensor<4>, k: &Tensor<4>) -> Result<(), OpError> {
 /// Queries of an indexer, and lists of the keys that each of them chooses among. On no autodiff device.
 #[derive(Clone, Debug)]
 pub struct DsaLists {
-    /// `[walks, index_heads, index_dim]`
+    /// `[queries, index_heads, index_dim]`
     pub q: Tensor<3>,
-    /// `[walks, index_heads]`
+    /// `[queries, index_heads]`
     pub weights: Tensor<2>,
     /// `[rows, index_dim]`
     pub keys: Tensor<2>,
-    /// i32 `[walks, listed]`: rows of keys, below 0 behind the last.
+    /// i32 `[queries, listed]`: rows of keys, below 0 behind the last.
     pub slots: Tensor<2, Int>,
-    /// i32 `[walks]`: so many of them each query sees.
+    /// i32 `[queries]`: so many of them each query sees.
     pub seen: Tensor<1, Int>,
 }
 
@@ -99,13 +99,14 @@ impl DsaLists {
     /// The listed keys side by side, where no kernel reads them where they are.
     pub(super) fn gathered(&self) -> Result<DsaIndex, OpError> {
         let [_, width] = self.keys.dims();
-        let [walks, listed] = self.slots.dims();
+        let [queries, listed] = self.slots.dims();
         // Those behind the last are not seen, whatever they are.
-        let ids = self.slots.clone().clamp_min(0).reshape([walks * listed]);
+        let ids = self.slots.clone().clamp_min(0).reshape([queries * listed]);
         let keys = self.keys.clone().select(0, ids);
         DsaIndex::new(
             self.q.clone().unsqueeze_dim(2),
-            keys.reshape([walks, 1, listed, width]).cast(self.q.dtype()),
+            keys.reshape([queries, 1, listed, width])
+                .cast(self.q.dtype()),
             self.weights.clone().unsqueeze_dim(2),
         )
     }

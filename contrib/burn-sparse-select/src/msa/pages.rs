@@ -27,7 +27,7 @@ impl Msa {
     ///
     /// # Shapes
     /// - `index`: `rows` queries of each batch entry, and the keys of all its pages in order. What stands behind a query's position has no part in the result
-    /// - `spans`: i32 `[batch · rows, 1, 4]`, as [`topk_pages`] has them: a walk of each query, which ends at its own key
+    /// - `spans`: i32 `[batch · rows, 1, 4]`, as [`topk_pages`] has them: a page list of each query, which ends at its own key
     /// - result: i32 `[batch · rows, kv_heads, choice.selected_pages()]`
     ///
     /// # Errors

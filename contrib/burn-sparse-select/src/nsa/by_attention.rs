@@ -1,4 +1,4 @@
-//! Masses by attention to compressed blocks, with their overlaps in the place of values.
+//! Attention sums by attention to compressed blocks, with their overlaps in the place of values.
 //!
 //! ```text
 //! Σ_i p[h, i] · overlap(i, J) = out_h[J] · exp(lse_h of the keys that overlap − lse_h),   out = softmax(scale · q · k_i) · overlap(i, J)
@@ -11,16 +11,16 @@ use std::ops::Range;
 use blocksparse::LayoutShape;
 use burn::tensor::{DType, Device, Int, Tensor};
 
-use crate::nsa::masses::Masses;
+use crate::nsa::attention_sums::AttentionSums;
 use crate::nsa::{NsaOptions, block_for, layout};
 use crate::selection::parts::joined;
 use burn_blocksparse::{OpError, SparseAttentionCall};
 
-/// Blocks whose masses are computed together, at most.
+/// Blocks whose attention sums are computed together, at most.
 const WIDTH: usize = 128;
 
-impl Masses<'_> {
-    /// Blocks whose masses are computed together.
+impl AttentionSums<'_> {
+    /// Blocks whose attention sums are computed together.
     pub(crate) fn width(&self) -> usize {
         self.blocks.min(WIDTH)
     }
@@ -67,11 +67,12 @@ impl Masses<'_> {
             // Rows that see none of these keys may see none at all.
             let none = own.clone().equal_elem(f32::NEG_INFINITY);
             let share = (own - lse.clone()).exp().mask_fill(none, 0.0);
-            let masses = out.cast(DType::F32) * share.unsqueeze_dim(3);
+            let attention_sums = out.cast(DType::F32) * share.unsqueeze_dim(3);
             let group = heads / self.kv_heads;
-            let masses = masses.reshape([batch * self.kv_heads, group, count, blocks]);
+            let attention_sums =
+                attention_sums.reshape([batch * self.kv_heads, group, count, blocks]);
             parts.push(
-                masses
+                attention_sums
                     .sum_dim(1)
                     .reshape([batch, self.kv_heads, count, blocks]),
             );

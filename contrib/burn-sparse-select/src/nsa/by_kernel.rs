@@ -1,4 +1,4 @@
-//! Masses by a kernel of their own, and what queries choose by them without masses in memory.
+//! Attention sums by a kernel of their own, and what queries choose by them without attention sums in memory.
 
 use std::ops::Range;
 
@@ -7,13 +7,13 @@ use burn::backend::Dispatch;
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::tensor::{Int, Tensor};
 
-use crate::nsa::masses::Masses;
+use crate::nsa::attention_sums::AttentionSums;
 use crate::selection::estimate_ops::{CompressedCall, EstimateOps};
 use crate::selection::query_lists::ListSizes;
 use burn_blocksparse::internal::device::cube;
 use burn_blocksparse::internal::op_plan::OpDevice;
 
-impl Masses<'_> {
+impl AttentionSums<'_> {
     /// How the kernel makes them on a device, or why it does not.
     pub(crate) fn plan_on(&self, device: &OpDevice) -> Result<CompressedPlan, &'static str> {
         if self.nsa.is_general {
@@ -63,7 +63,7 @@ impl Masses<'_> {
         self.plan()?;
         let (k, lse) = self.compressed.clone()?;
         Some(Tensor::from_dispatch(
-            <Dispatch as EstimateOps>::compressed_masses(
+            <Dispatch as EstimateOps>::compressed_attention_sums(
                 self.q.clone().into_dispatch(),
                 k.into_dispatch(),
                 lse.into_dispatch(),

@@ -1,19 +1,19 @@
 //! Native sparse attention (NSA: Yuan et al., 2025): each query sees all earlier tokens in compressed form, a few blocks of them as they are, and a window.
 
-// mod           the three branches, and their sum
-// options       their numbers
-// windows       blocks of tokens that are compressed
-// layout        who sees which of them
-// masses        the attention that blocks of keys get in compressed form, by which they are chosen
-// by_attention  the same for half precision
-// by_kernel     the same by a kernel that chooses at once, where there is one
-// strides       queries at any positions, over compressed keys in pages
+// mod             the three branches, and their sum
+// options         their numbers
+// windows         blocks of tokens that are compressed
+// layout          who sees which of them
+// attention_sums  the attention that blocks of keys get in compressed form, by which they are chosen
+// by_attention    the same for half precision
+// by_kernel       the same by a kernel that chooses at once, where there is one
+// strides         queries at any positions, over compressed keys in pages
 
+mod attention_sums;
 mod by_attention;
 #[cfg(feature = "cube")]
 mod by_kernel;
 mod layout;
-mod masses;
 mod options;
 mod strides;
 mod windows;
@@ -26,11 +26,11 @@ use crate::selection::estimator::EstimateGrid;
 use crate::selection::layouts::LayoutCache;
 use crate::selection::lists::attention_of_choice;
 use crate::selection::query_lists::{ListSizes, SelectedBlocks};
+use attention_sums::AttentionSums;
 use burn_blocksparse::internal::check::same_device;
 use burn_blocksparse::internal::device::served;
 use burn_blocksparse::internal::op_plan::OpPlan;
 use burn_blocksparse::{AttentionOptions, OpError, SparseAttentionCall};
-use masses::Masses;
 pub use options::NsaOptions;
 pub use strides::NsaStrides;
 
@@ -71,7 +71,7 @@ pub use strides::NsaStrides;
 pub struct Nsa {
     options: NsaOptions,
     layouts: LayoutCache,
-    /// Whether the kernel of masses is left out.
+    /// Whether the kernel of attention sums is left out.
     #[cfg_attr(not(feature = "cube"), allow(dead_code))]
     is_general: bool,
 }
@@ -214,8 +214,8 @@ impl Nsa {
         let no_lse = || Tensor::empty([batch, heads, seq_q], &q.device());
         let compressed = keys_values.compressed.clone();
         let compressed = compressed.map(|keys_values| (keys_values, no_lse()));
-        let masses = Masses::new(self, q, &keys_values.selected[0], compressed);
-        Ok(masses.op_plan())
+        let attention_sums = AttentionSums::new(self, q, &keys_values.selected[0], compressed);
+        Ok(attention_sums.op_plan())
     }
 
     /// Its configuration.
@@ -269,8 +269,8 @@ impl Nsa {
         let lists = match ListSizes::new(call.grid, self.options.keep, forced) {
             None => None,
             Some(sizes) => {
-                let masses = Masses::new(self, &q, &k, compressed.zip(lse));
-                Some(masses.lists(&sizes)?)
+                let attention_sums = AttentionSums::new(self, &q, &k, compressed.zip(lse));
+                Some(attention_sums.lists(&sizes)?)
             }
         };
         let (selected, _) = attention_of_choice([q.clone(), k, v], &near, lists, &options)?;
@@ -342,11 +342,15 @@ impl Nsa {
         keys_values: &NsaKeysValues,
     ) -> Result<Tensor<4>, OpError> {
         let rows = 0..q.dims()[2];
-        self.masses(q, keys_values)?.of_rows(rows)
+        self.attention_sums(q, keys_values)?.of_rows(rows)
     }
 
-    /// What masses of a call are made of, without autodiff.
-    fn masses(&self, q: Tensor<4>, keys_values: &NsaKeysValues) -> Result<Masses<'_>, OpError> {
+    /// What attention sums of a call are made of, without autodiff.
+    fn attention_sums(
+        &self,
+        q: Tensor<4>,
+        keys_values: &NsaKeysValues,
+    ) -> Result<AttentionSums<'_>, OpError> {
         let call = Call::new(self, &q, keys_values)?;
         let q = q.without_autodiff();
         let compressed = keys_values.compressed.clone();
@@ -354,7 +358,7 @@ impl Nsa {
         let lse = self.of_entries(&call, &q, &compressed)?.map(|(_, lse)| lse);
         let compressed = compressed.zip(lse);
         let k = &keys_values.selected[0];
-        Ok(Masses::new(self, &q, k, compressed))
+        Ok(AttentionSums::new(self, &q, k, compressed))
     }
 
     /// The blocks that every query chooses beside the forced ones, and the queries of each block; lists are those of heads of keys. None if there is nothing to
@@ -371,7 +375,7 @@ impl Nsa {
         let sizes = ListSizes::new(call.grid, self.options.keep, self.options.forced);
         match sizes {
             None => Ok(None),
-            Some(sizes) => self.masses(q, keys_values)?.lists(&sizes).map(Some),
+            Some(sizes) => self.attention_sums(q, keys_values)?.lists(&sizes).map(Some),
         }
     }
 

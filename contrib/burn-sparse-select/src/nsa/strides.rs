@@ -17,7 +17,7 @@ use crate::selection::parts::{NOTHING, padded};
 use crate::selection::products;
 use burn_blocksparse::OpError;
 
-/// Above every mass: that of blocks which are seen in any case.
+/// Above every attention sum: that of blocks which are seen in any case.
 const FORCED: f32 = 1e30;
 
 /// What queries see of compressed keys, and the importance scores by which they choose: see [`Nsa::of_strides`].
@@ -103,7 +103,7 @@ impl Nsa {
     /// # Shapes
     /// - `importance`: `[batch, kv_heads, rows, blocks]`, f32, as [`Self::of_strides`] gives them
     /// - `positions`: `[batch, rows]`, i32
-    /// - result: `[batch · rows, kv_heads, choice.selected_pages()]`, i32, a walk for each query
+    /// - result: `[batch · rows, kv_heads, choice.selected_pages()]`, i32, a page list for each query
     ///
     /// # Errors
     /// As [`topk_pages`].
@@ -115,7 +115,12 @@ impl Nsa {
     ) -> Result<Tensor<3, Int>, OpError> {
         let [batch, kv_heads, rows, blocks] = importance.dims();
         let got = positions.dims();
-        OpError::expect_same("positions' shape", [batch, rows], "the masses'", got)?;
+        OpError::expect_same(
+            "positions' shape",
+            [batch, rows],
+            "the attention sums'",
+            got,
+        )?;
         let device = importance.device();
         let Always { first, local } = self.options().forced;
         let dims = [batch, kv_heads, rows, blocks];
@@ -129,12 +134,12 @@ impl Nsa {
         let forced = forced.bool_or(block.lower_elem(first));
         let scores = importance.mask_fill(forced, FORCED).swap_dims(1, 2);
         // Scores of blocks are sums of their pages'.
-        let walks = batch * rows;
-        let scores = scores.reshape([walks, kv_heads, blocks, 1]);
+        let page_lists = batch * rows;
+        let scores = scores.reshape([page_lists, kv_heads, blocks, 1]);
         let scores = padded(scores, 3, [0, choice.block - 1]);
-        let scores = scores.reshape([walks, kv_heads, blocks * choice.block]);
+        let scores = scores.reshape([page_lists, kv_heads, blocks * choice.block]);
         let keys = positions.clone().cast(DType::I32).add_scalar(1);
-        let keys = keys.reshape([walks, 1, 1]);
+        let keys = keys.reshape([page_lists, 1, 1]);
         let spans = padded_ints(keys);
         topk_pages(scores, &spans, choice)
     }
@@ -174,9 +179,9 @@ impl Nsa {
     }
 }
 
-/// The slots of a walk, and zeros behind them.
+/// The slots of a page list, and zeros behind them.
 fn padded_ints(slots: Tensor<3, Int>) -> Tensor<3, Int> {
-    let [walks, ..] = slots.dims();
-    let zeros = Tensor::zeros([walks, 1, 3], (&slots.device(), DType::I32));
+    let [page_lists, ..] = slots.dims();
+    let zeros = Tensor::zeros([page_lists, 1, 3], (&slots.device(), DType::I32));
     Tensor::cat(vec![slots, zeros], 2)
 }

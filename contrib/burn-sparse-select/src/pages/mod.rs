@@ -18,7 +18,7 @@ use crate::pages::page_choice::{OWN, PageChoiceCall};
 use crate::selection::PageSummary;
 
 /// The pages that queries choose by scores, f32 `[batch, kv_heads, max_pages]`, i32 `[batch, kv_heads, choice.selected_pages()]`: of each query and head of keys
-/// the blocks of pages that are [forced](PageChoice::forced), that in which its walk (the first number of `spans`, `[batch, 1 or kv_heads, 4]`) ends among
+/// the blocks of pages that are [forced](PageChoice::forced), that in which its page list (the first number of `spans`, `[batch, 1 or kv_heads, 4]`) ends among
 /// them, and of the others so many with the highest scores that `keep` are kept (of equal ones the earlier; NaN is the lowest), ascending, and −1 where there
 /// are fewer. Nothing is read back where kernels run, and launches depend on shapes alone.
 ///
@@ -54,7 +54,7 @@ pub fn topk_pages(
 
 /// The `most` keys of the highest scores of each row, ascending, −1 behind the last: of equal ones the earlier, and NaN is the lowest.
 ///
-/// Rows are walks of pages of one key. A walk always keeps the page that it ends in, so each gets one more, which is left out again.
+/// Rows are page lists of pages of one key. A page list always keeps the page that it ends in, so each gets one more, which is left out again.
 ///
 /// # Shapes
 /// - `scores`: f32 `[batch, rows, keys]`, on no autodiff device

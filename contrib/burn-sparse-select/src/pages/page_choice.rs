@@ -19,7 +19,7 @@ pub struct PageChoice {
     pub block: usize,
     /// Such blocks that are retained, the forced ones among them (more, if more are forced).
     pub keep: usize,
-    /// Such blocks that are always selected: the first of a walk, and up to its last, which is always one of them.
+    /// Such blocks that are always selected: the first of a page list, and up to its last, which is always one of them.
     pub forced: Always,
     /// Whether scores are the mean over the heads that share keys; otherwise their sum.
     pub mean: bool,
@@ -38,7 +38,7 @@ impl PageChoice {
         self.kept().saturating_mul(self.block)
     }
 
-    /// Blocks that are kept of a walk that has more.
+    /// Blocks that are kept of a page list that has more.
     fn kept(&self) -> usize {
         self.keep.max(self.forced_blocks())
     }
@@ -53,7 +53,7 @@ impl PageChoice {
         self.keep.saturating_sub(self.forced_blocks())
     }
 
-    /// Of a walk of blocks up to `last` those that are chosen from: those before and behind are forced.
+    /// Of a page list of blocks up to `last` those that are chosen from: those before and behind are forced.
     pub(crate) fn between(&self, last: usize) -> Range<usize> {
         let Always { first, local } = self.forced;
         let end = (last + 1).saturating_sub(local);
@@ -61,7 +61,7 @@ impl PageChoice {
     }
 }
 
-/// The block in which a walk ends alone.
+/// The block in which a page list ends alone.
 pub(crate) const OWN: Always = Always { first: 0, local: 1 };
 
 impl PageChoice {

@@ -128,14 +128,14 @@ impl BlockEstimator for XAttention {
         let grid = call.grid(self.groups());
         let blocks = seq_kv.div_ceil(b);
         let columns = blocks * in_block;
-        let row_numbers = (in_block * columns).max(b * dim);
-        let scores = by_heads(call, row_numbers, |q, k| {
+        let row_elements = (in_block * columns).max(b * dim);
+        let scores = by_heads(call, row_elements, |q, k| {
             let [parts, group, ..] = q.dims();
             let heads = parts * group;
             let device = q.device();
             let k = padded(rows_of(&k, 0..seq_kv), 2, [0, blocks * b - seq_kv]);
             let k = k.reshape([parts, 1, columns, s * dim]).transpose();
-            let slab = (NUMBERS / (heads * row_numbers)).max(1);
+            let slab = (NUMBERS / (heads * row_elements)).max(1);
             let slabs = rows.clone().step_by(slab).map(|start| {
                 let end = (start + slab).min(rows.end);
                 let (count, first) = (end - start, (start * b).min(seq_q));

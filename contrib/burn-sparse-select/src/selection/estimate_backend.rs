@@ -4,8 +4,8 @@ use crate::kernels::rows::blocks::{Blocked, RowBlocks, block_means_of_two};
 use crate::kernels::selection::{
     AlikeScores, Antidiagonals, CompressedInputs, CompressedPlan, FlexLimits, FlexTensors,
     GateSizes, LineSizes, MeanProducts, SeenRows, Touched, Wanted, alike_scores,
-    antidiagonal_masses, check, compressed_masses, flex_blocks, line_sums, mean_products,
-    query_picks, touched_blocks,
+    antidiagonal_attention_sums, check, compressed_attention_sums, flex_blocks, line_sums,
+    mean_products, query_picks, touched_blocks,
 };
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::tensor::DType;
@@ -45,7 +45,7 @@ fn scores(q: &CubeTensor, k: &CubeTensor, rows: usize, block: usize) -> CubeTens
     empty(q, [batch, heads, rows, blocks], DType::F32)
 }
 
-/// Masses of compressed blocks, or what they choose, in a new tensor of these sizes.
+/// Attention sums of compressed blocks, or what they choose, in a new tensor of these sizes.
 fn of_compressed(
     [q, k, lse]: [CubeTensor; 3],
     call: &CompressedCall,
@@ -56,9 +56,10 @@ fn of_compressed(
     let q = rows_readable(q, 8);
     let (k, lse) = (into_contiguous(k), into_contiguous(cast(lse, DType::F32)));
     let plan = CompressedPlan::new(&q.client, dtype_to_elem_type(q.dtype), call.shape);
-    let plan = plan.unwrap_or_else(|reason| panic!("masses of compressed blocks: {reason}"));
+    let plan =
+        plan.unwrap_or_else(|reason| panic!("attention sums of compressed blocks: {reason}"));
     let rows = match wanted {
-        Wanted::Masses(rows) => rows.len(),
+        Wanted::AttentionSums(rows) => rows.len(),
         Wanted::Choice { .. } => call.shape.seq[0],
     };
     let dims = [call.shape.batch, call.shape.heads[1], rows, columns];
@@ -68,7 +69,7 @@ fn of_compressed(
         k: k.handle.clone(),
         lse: lse.handle.clone(),
     };
-    launched(compressed_masses(
+    launched(compressed_attention_sums(
         &q.client,
         &plan,
         &inputs,
@@ -80,12 +81,16 @@ fn of_compressed(
 }
 
 impl EstimateOps for CubeBackend {
-    fn antidiagonal_masses(q: CubeTensor, k: CubeTensor, call: Antidiagonals) -> CubeTensor {
+    fn antidiagonal_attention_sums(
+        q: CubeTensor,
+        k: CubeTensor,
+        call: Antidiagonals,
+    ) -> CubeTensor {
         let [q, k] = [q, k].map(readable);
         let out = scores(&q, &k, call.rows.len(), call.block);
         let element = dtype_to_elem_type(q.dtype);
         let inputs = [&q.handle, &k.handle];
-        launched(antidiagonal_masses(
+        launched(antidiagonal_attention_sums(
             &q.client,
             element,
             inputs,
@@ -157,13 +162,13 @@ impl EstimateOps for CubeBackend {
         picks
     }
 
-    fn compressed_masses(
+    fn compressed_attention_sums(
         q: CubeTensor,
         k: CubeTensor,
         lse: CubeTensor,
         call: CompressedCall,
     ) -> CubeTensor {
-        let wanted = Wanted::Masses(call.rows.clone());
+        let wanted = Wanted::AttentionSums(call.rows.clone());
         let of = (call.shape.chosen_from(), DType::F32);
         of_compressed([q, k, lse], &call, &wanted, of)
     }

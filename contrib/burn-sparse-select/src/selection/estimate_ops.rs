@@ -53,7 +53,7 @@ pub struct CompressedCall {
 
 #[cfg(feature = "fusion")]
 impl CompressedCall {
-    fn masses_shape(&self) -> Shape {
+    fn attention_sums_shape(&self) -> Shape {
         let shape = &self.shape;
         let [_, kv_heads] = shape.heads;
         [shape.batch, kv_heads, self.rows.len(), shape.chosen_from()].into()
@@ -78,7 +78,7 @@ fn of_scores(q: &Shape, k: &Shape, rows: &Range<usize>, block: usize) -> Shape {
 pub trait EstimateOps: Backend {
     /// Sums of attention along antidiagonals.
     #[fusion(dtype = DType::F32, shape = of_scores(q, k, &call.rows, call.block))]
-    fn antidiagonal_masses(
+    fn antidiagonal_attention_sums(
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,
         call: Antidiagonals,
@@ -127,15 +127,15 @@ pub trait EstimateOps: Backend {
 
     /// The attention that blocks get by way of compressed blocks, whose keys are `k` `[batch, kv_heads, entries, width]`, summed over the heads that share keys:
     /// `[batch, kv_heads, rows, blocks]`. `lse` `[batch, heads, seq_q]` is that of the attention to compressed blocks. Only with a plan that has the kernel.
-    #[fusion(dtype = DType::F32, shape = call.masses_shape())]
-    fn compressed_masses(
+    #[fusion(dtype = DType::F32, shape = call.attention_sums_shape())]
+    fn compressed_attention_sums(
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,
         lse: FloatTensor<Self>,
         call: CompressedCall,
     ) -> FloatTensor<Self>;
 
-    /// The blocks of the highest ones beside those that are forced, by falling mass; of equal ones the earlier: `[batch, kv_heads, seq_q, most]`, i32, −1 where there
+    /// The blocks of the highest ones beside those that are forced, by falling attention sum; of equal ones the earlier: `[batch, kv_heads, seq_q, most]`, i32, −1 where there
     /// are fewer. Only with a plan that chooses so many.
     #[fusion(dtype = DType::I32, shape = call.choice_shape())]
     fn compressed_choice(

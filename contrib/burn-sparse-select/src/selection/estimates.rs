@@ -70,7 +70,9 @@ pub(crate) fn antidiagonals(
             rows: rows.clone(),
         };
         let [q, k] = primitives(call);
-        Tensor::from_dispatch(<Dispatch as EstimateOps>::antidiagonal_masses(q, k, wanted))
+        Tensor::from_dispatch(<Dispatch as EstimateOps>::antidiagonal_attention_sums(
+            q, k, wanted,
+        ))
     })
 }
 

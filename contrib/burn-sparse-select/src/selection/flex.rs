@@ -304,7 +304,7 @@ impl FlexPrefill {
         })
     }
 
-    /// The largest numbers of each row that have a share of it.
+    /// The largest elements of each row that have a share of it.
     fn share(&self, x: Tensor<2>) -> Tensor<2> {
         let limit = x.clone().sum_dim(1) * self.gamma;
         largest(x, By::Sum, limit)

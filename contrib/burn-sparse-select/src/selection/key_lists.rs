@@ -78,7 +78,7 @@ impl TokenIndices {
 
     /// The same with the share that the lists of adjacent queries are expected to have in common, from 0 for nothing to 1 for all: as
     /// [`measure_group_reuse`](Self::measure_group_reuse) finds it. It is 0 unless it is set, and .85 of what [`Dsa`](crate::dsa::Dsa) chooses. Kernels are chosen by it,
-    /// results do not depend on it: with much in common neighbours of few heads walk the union of their lists.
+    /// results do not depend on it: with much in common neighbours of few heads attend to the union of their lists.
     ///
     /// # Errors
     /// [`OpError`] if it is no share.
@@ -159,7 +159,7 @@ impl TokenIndices {
 /// Attention of each query to the keys that it lists, and to no others: out and lse. Differentiable in q, k and v; the lists have no gradient. What a query
 /// sees beside its list is a call of its own, merged by lse ([`merge_attention`](burn_blocksparse::merge_attention)).
 ///
-/// On GPUs that have kernels for it a query walks its own list, with the heads that share it as rows of a matrix, unless
+/// On GPUs that have kernels for it a query attends to its own list, with the heads that share it as rows of a matrix, unless
 /// [`DispatchMode::GroupByBlock`](burn_blocksparse::internal::DispatchMode::GroupByBlock) leaves that out. Elsewhere all products of some queries at a time are made, of which those that are not listed
 /// have no weight: [`TokenIndices::explain`] says which. Either way every number has one writer, which adds in a fixed order.
 ///
@@ -194,8 +194,8 @@ pub fn token_sparse_attention(
     options: AttentionOptions,
 ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
     check([&q, &k, &v], &lists, &options)?;
-    let walk = walk([&q, &k, &v], &lists, &options).is_ok();
-    let call = lists.call(&q, &options, walk);
+    let kernel_plan = kernel_plan([&q, &k, &v], &lists, &options).is_ok();
+    let call = lists.call(&q, &options, kernel_plan);
     let kv_heads = k.dims()[1];
     let inputs = TokenSparseInputs {
         q: q.into_dispatch(),
@@ -221,8 +221,8 @@ impl TokenIndices {
         options: &AttentionOptions,
     ) -> Result<OpPlan, OpError> {
         check([q, k, v], self, options)?;
-        let walk = walk([q, k, v], self, options);
-        Ok(OpPlan::new(&q.device(), |_| walk))
+        let kernel_plan = kernel_plan([q, k, v], self, options);
+        Ok(OpPlan::new(&q.device(), |_| kernel_plan))
     }
 }
 
@@ -252,7 +252,7 @@ fn check(
 }
 
 /// What kernels run, or why they do not.
-fn walk(
+fn kernel_plan(
     [q, k, v]: [&Tensor<4>; 3],
     lists: &TokenIndices,
     options: &AttentionOptions,

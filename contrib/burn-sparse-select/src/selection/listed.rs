@@ -1,4 +1,4 @@
-//! Queries that walk the blocks they chose, by kernels that take single queries: where a device has them and they take the call.
+//! Queries that attend to the blocks they chose, by kernels that take single queries: where a device has them and they take the call.
 
 use blocksparse::BlockLayout;
 use burn::backend::Dispatch;
@@ -16,7 +16,7 @@ use burn_blocksparse::internal::values::ScoreTensors;
 use burn_blocksparse::{AttentionOptions, AttentionPlan, OpError, WeightsMode};
 
 /// What a call that kernels take runs.
-pub(crate) struct ListedWalk {
+pub(crate) struct ListedKernels {
     /// For what queries see beside their lists.
     near: AttentionPlan,
     /// As plans print it.
@@ -29,7 +29,7 @@ pub(crate) fn choose(
     near: &BlockLayout,
     shape: ListsShape,
     options: &AttentionOptions,
-) -> Result<Result<ListedWalk, String>, OpError> {
+) -> Result<Result<ListedKernels, String>, OpError> {
     let why = |text: &str| Ok(Err(text.to_string()));
     if let Err(text) = gathers(q, options) {
         return why(text);
@@ -62,7 +62,7 @@ pub(crate) fn choose(
     if packed.is_some() {
         return why("heads of so few queries are packed");
     }
-    Ok(Ok(ListedWalk { near, text }))
+    Ok(Ok(ListedKernels { near, text }))
 }
 
 /// A call of lists of these sizes.
@@ -76,11 +76,11 @@ fn call(shape: ListsShape, scale: f64) -> TokenSparseCall {
     }
 }
 
-/// Whether queries that are packed by block are estimated to be faster than walks of lists that `rows` heads share.
+/// Whether queries that are packed by block are estimated to be faster than mainloops over lists that `rows` heads share.
 ///
-/// A walk reads a key of width w for each list that names it, 2 · w bytes from the L2 cache. Packed, it costs 2 · w · `rows` operations, and each
+/// A mainloop over a list reads a key of width w for each list that names it, 2 · w bytes from the L2 cache. Packed, it costs 2 · w · `rows` operations, and each
 /// listed block some passes over `rows` queries and as many outputs, which are copied, written in parts and merged. All rates are of one H100, of
-/// the calls in docs/benchmarks.md: those of 64 · 16 are 21 ms walked and 38 packed. Backward walks are further ahead, 59 ms for both passes where packed
+/// the calls in docs/benchmarks.md: those of 64 · 16 are 21 ms query by query and 38 packed. Backward mainloops are further ahead, 59 ms for both passes where packed
 /// ones take 146, so packing has to be well ahead.
 fn is_faster_packed(block: usize, rows: usize) -> bool {
     const BYTES_OF_CACHE: f64 = 5.2e12;
@@ -89,12 +89,12 @@ fn is_faster_packed(block: usize, rows: usize) -> bool {
     const PASSES: f64 = 4.5;
     const AHEAD: f64 = 1.2;
     let (block, rows) = (block as f64, rows as f64);
-    let walked = 2.0 * block / BYTES_OF_CACHE;
+    let by_query = 2.0 * block / BYTES_OF_CACHE;
     let packed = 2.0 * block * rows / OPERATIONS + 2.0 * PASSES * rows / BYTES_OF_MEMORY;
-    AHEAD * packed < walked
+    AHEAD * packed < by_query
 }
 
-impl ListedWalk {
+impl ListedKernels {
     /// As plans print it.
     pub(crate) fn text(&self) -> &str {
         &self.text

@@ -1,4 +1,4 @@
-//! Attention of queries to blocks that each of them chose: by kernels in which a query walks its list, or of queries that are packed by block, in parts of
+//! Attention of queries to blocks that each of them chose: by kernels in which a query attends to its own list, or of queries that are packed by block, in parts of
 //! heads.
 
 use std::ops::Range;
@@ -20,7 +20,7 @@ const PACKED: usize = 1 << 31;
 /// and those of the lists must be others, and a query must not list a block twice, because what comes twice counts twice; that is not checked, because lists
 /// are not read back. Differentiable in q, k and v.
 ///
-/// On GPUs that have kernels for it ([`SelectedBlocks::explain`]) a query walks its own list, with the heads that share it as rows of a matrix; elsewhere
+/// On GPUs that have kernels for it ([`SelectedBlocks::explain`]) a query attends to its own list, with the heads that share it as rows of a matrix; elsewhere
 /// queries are packed by block.
 ///
 /// ```
@@ -73,10 +73,10 @@ impl SelectedBlocks {
         options: &AttentionOptions,
     ) -> Result<OpPlan, OpError> {
         check_lists([q, k, v], near, self, options)?;
-        let walk = listed::choose([q, k, v], near, self.shape(), options)?;
+        let kernels = listed::choose([q, k, v], near, self.shape(), options)?;
         Ok(OpPlan::new::<OpError>(&q.device(), |_| {
-            Ok(match &walk {
-                Ok(walk) => walk.text().to_string(),
+            Ok(match &kernels {
+                Ok(kernels) => kernels.text().to_string(),
                 Err(why) => format!("packed  queries by the block that they chose, because {why}"),
             })
         }))
@@ -120,7 +120,7 @@ fn check_lists(
 
 /// Attention over a layout, which is the same for all heads, and over what queries chose beside it: out and lse.
 ///
-/// Where kernels take single queries, these walk their lists. Elsewhere heads are computed so many at a time that packed queries take little memory. Where a graph is kept it holds those of all heads anyway, and parts are no
+/// Where kernels take single queries, these attend to their lists. Elsewhere heads are computed so many at a time that packed queries take little memory. Where a graph is kept it holds those of all heads anyway, and parts are no
 /// smaller than the heads of a head of keys: the gradient of a part is as large as that of the whole.
 pub(crate) fn attention_of_choice(
     x: [Tensor<4>; 3],
@@ -145,7 +145,7 @@ fn attention_of_lists(
 ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
     let [q, k, v] = &x;
     match listed::choose([q, k, v], near, lists.shape(), options)? {
-        Ok(walk) => walk.attend(x, near, lists, options),
+        Ok(kernels) => kernels.attend(x, near, lists, options),
         Err(_) => in_parts(x, near, Some(lists), options, PACKED),
     }
 }

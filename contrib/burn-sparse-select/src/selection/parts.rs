@@ -5,7 +5,7 @@ use burn::tensor::{Bool, DType, Device, Int, Tensor};
 
 use crate::selection::estimator::EstimateInputs;
 
-/// Numbers of a tensor on the way to scores: 64 MiB of f32, unless one head has more.
+/// Elements of a tensor on the way to scores: 64 MiB of f32, unless one head has more.
 pub(crate) const NUMBERS: usize = 1 << 24;
 
 /// What weighs nothing in a softmax, also beside others of its kind.

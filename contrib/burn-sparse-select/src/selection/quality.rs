@@ -90,7 +90,7 @@ impl Selection {
             let scores = self.sharing.reduce(scores, call.group());
             let of_scores = scores.dims()[1];
             let scores = read(scores)?;
-            let masses = read(self.masses(&call, first, end, layout))?;
+            let attention_sums = read(self.attention_sums(&call, first, end, layout))?;
             for (entry_head, head) in (0..batch).flat_map(|_| 0..heads).enumerate() {
                 let entry = entry_head / heads;
                 for row in first..end {
@@ -99,7 +99,7 @@ impl Selection {
                     };
                     let shared = head / (heads / of_scores);
                     let scores = &scores[at(shared, of_scores)..][..blocks];
-                    let masses = &masses[at(head, heads)..][..blocks];
+                    let attention_sums = &attention_sums[at(head, heads)..][..blocks];
                     let allowed = match layout {
                         Some(layout) => allowed_blocks(layout, entry, head, row),
                         None => vec![true; blocks],
@@ -115,14 +115,17 @@ impl Selection {
                         ..rule
                     };
                     let share = |kept: &[bool]| -> f64 {
-                        let pairs = kept.iter().zip(masses);
-                        pairs.filter(|(kept, _)| **kept).map(|(_, mass)| mass).sum()
+                        let pairs = kept.iter().zip(attention_sums);
+                        pairs
+                            .filter(|(kept, _)| **kept)
+                            .map(|(_, attention_sum)| attention_sum)
+                            .sum()
                     };
                     let of = &mut of_heads[head];
                     of.recall.push(share(&kept));
                     of.oracle += match count {
                         0 => 0.0,
-                        _ => share(&best.selects_of(&grid, row, masses, may_choose)),
+                        _ => share(&best.selects_of(&grid, row, attention_sums, may_choose)),
                     };
                     of.kept += count;
                     of.visible += visible;
@@ -133,7 +136,7 @@ impl Selection {
     }
 
     /// The attention that blocks of keys get of rows of queries, each row 1 in all: `[batch, heads, rows, blocks]`.
-    fn masses(
+    fn attention_sums(
         &self,
         call: &EstimateInputs,
         first: usize,

@@ -165,7 +165,7 @@ fn bulk_instruction(add: bool) -> &'static str {
     }
 }
 
-/// What `a · bᵀ` is made of: its type, numbers of a row, and bytes between spans of 64 of them.
+/// What `a · bᵀ` is made of: its type, elements of a row, and bytes between spans of 64 of them.
 #[derive(Clone, Copy)]
 pub struct ProductShape {
     pub half: Half,

@@ -1,4 +1,4 @@
-//! The backward kernel: dQ, dK and dV in one walk over columns. A cube has a tile of keys, a warpgroup 64 of them, and walks the
+//! The backward kernel: dQ, dK and dV in one loop over columns. A cube has a tile of keys, a warpgroup 64 of them, and reads the
 //! queries that see the tile.
 //!
 //! ```text
@@ -48,8 +48,8 @@ use super::rows::pack_all;
 use super::shares::store_gradient;
 use super::tiles::BackwardTile;
 use crate::arch::sm90::*;
-use crate::shared::score::ScoreNumbers;
-use crate::shared::walk::{Four, Listing, PlanParts};
+use crate::shared::addressing::{Four, Listing, PlanParts};
+use crate::shared::score::ScoreScalars;
 use blocksparse::plan::MASKED_STEP;
 
 /// `k`, `v`, `q`, `grad_out` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`;
@@ -74,7 +74,7 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
     parts: PlanParts,
     listing: Listing,
     lengths: Lengths,
-    numbers: ScoreNumbers,
+    numbers: ScoreScalars,
     #[comptime] t: BackwardTile,
 ) {
     let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 1024usize);
@@ -193,7 +193,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
     loads: &Loads,
     cursor: &Cursor,
     chain: &Chain,
-    numbers: &ScoreNumbers,
+    numbers: &ScoreScalars,
     tickets: u64,
     own: &OwnTile,
     turn: u32,
@@ -537,7 +537,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
 #[cube]
 fn softcapped<S: Size>(
     s_in: Vector<f32, S>,
-    numbers: &ScoreNumbers,
+    numbers: &ScoreScalars,
     #[comptime] t: BackwardTile,
 ) -> Vector<f32, S> {
     let mut s = s_in;

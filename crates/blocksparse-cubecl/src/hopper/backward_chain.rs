@@ -13,7 +13,7 @@ use super::backward_loads::Lengths;
 use super::gradient::row_position;
 use super::tiles::BackwardTile;
 use crate::arch::sm90::*;
-use crate::shared::walk::{Four, Listing};
+use crate::shared::addressing::{Four, Listing};
 use blocksparse::plan::{LAST_VISIT, NO_VISIT};
 
 impl BackwardTile {

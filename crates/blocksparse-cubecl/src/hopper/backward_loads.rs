@@ -9,7 +9,7 @@ use super::options::{UnitRows, unit_rows};
 use super::rows::{own_place, own_rows};
 use super::tiles::BackwardTile;
 use crate::arch::sm90::*;
-use crate::shared::walk::{Listing, PlanParts};
+use crate::shared::addressing::{Listing, PlanParts};
 
 /// Lengths of a launch.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]

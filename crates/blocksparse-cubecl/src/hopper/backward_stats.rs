@@ -7,8 +7,8 @@ use cubecl::prelude::*;
 
 use super::tiles::BackwardTile;
 use crate::arch::sm90::*;
+use crate::shared::addressing::{Listing, Strides, position_of};
 use crate::shared::score::LOW;
-use crate::shared::walk::{Listing, Strides, position_of};
 
 /// `stats[head, place] = (lse · log2 e, delta)`, `delta = rowsum(dO ∘ O) − dlse`: what the kernel needs of the query at each place, and
 /// zeros in its counters. Rows without keys get lse and delta 0, so that no infinity enters the arithmetic; places of no

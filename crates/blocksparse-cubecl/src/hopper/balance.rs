@@ -4,12 +4,12 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 
 use super::fused::{SPREAD, SPREAD_SHARES, Sizes};
-use super::long_tiles::{LongTiles, Stretch, WalkPlan};
-use super::tiles::{BackwardTile, WalkTile};
+use super::long_tiles::{LongTiles, MainloopPlan, Stretch};
+use super::tiles::{BackwardTile, MainloopTile};
 use crate::call::{PartRequest, Request};
 use crate::tensor::is_u32;
 use crate::tuning::TierLimit;
-use blocksparse::plan::{Tiling, Walk, tile_steps};
+use blocksparse::plan::{Mainloop, Tiling, tile_steps};
 
 /// What a cube takes before its first and after its last step, in steps.
 const CUBE: usize = 1;
@@ -25,7 +25,7 @@ const WORTHWHILE: f64 = 1.05;
 /// Where there are more tiles than this for each multiprocessor, as a rule no tile is a notable part of the pass, and the sums of all of
 /// them would take much memory.
 const MANY: usize = 8;
-/// The longest tile must be this part of the time of a walk at least to be shared.
+/// The longest tile must be this part of the time of a mainloop at least to be shared.
 const NOTABLE: usize = 20;
 
 /// The cubes that share each tile: a divisor of the query heads to a head of keys, 1 if a cube has them all.
@@ -63,22 +63,22 @@ pub(super) fn shares(part: &PartRequest, tile: &BackwardTile) -> usize {
     best.1
 }
 
-/// Two walks, if they should be faster than the fused pass because that would wait for a long tile, whose steps cubes share in the walks. Where all tiles are
+/// Two mainloops, if they should be faster than the fused pass because that would wait for a long tile, whose steps cubes share in the mainloops. Where all tiles are
 /// alike these take `gain` times the time of the fused pass.
-pub(super) fn faster_walks(
+pub(super) fn faster_mainloops(
     part: &PartRequest,
     fused: &BackwardTile,
     gain: f64,
-    walks: impl FnOnce() -> [WalkPlan; 2],
-) -> Option<[WalkPlan; 2]> {
+    mainloops: impl FnOnce() -> [MainloopPlan; 2],
+) -> Option<[MainloopPlan; 2]> {
     /// What is about as fast stays as it is.
     const FASTER: f64 = 1.15;
-    /// Products that a walk makes of all that both make.
+    /// Products that a mainloop makes of all that both make.
     const PRODUCTS: [f64; 2] = [3.0 / 7.0, 4.0 / 7.0];
     let multiprocessors = part.properties.hardware.num_streaming_multiprocessors;
     let multiprocessors = multiprocessors.unwrap_or(1) as usize;
-    let turns = turns(part, Walk::Columns);
-    // Where nobody may share them, two walks wait for long tiles, too.
+    let turns = turns(part, Mainloop::Columns);
+    // Where nobody may share them, two mainloops wait for long tiles, too.
     if part.limit == TierLimit::HopperAlone
         || !may_be_notable(part, fused.tiling(), turns, multiprocessors)
     {
@@ -90,27 +90,29 @@ pub(super) fn faster_walks(
     if time < FASTER * gain * mean || !work.has_long_tiles() {
         return None;
     }
-    let walks = walks();
+    let mainloops = mainloops();
     let at_a_time = |tiling: Tiling, places: usize| (tiling.rows * tiling.cols * places) as f64;
     let of_fused = at_a_time(fused.tiling(), multiprocessors);
-    let of_walk = |(WalkPlan { tile, long }, walk): (WalkPlan, Walk)| {
+    let of_mainloop = |(MainloopPlan { tile, long }, mainloop): (MainloopPlan, Mainloop)| {
         let places = places(part, &tile);
-        let steps = Heads::new(part, &tile, walk).time(long, places);
-        steps as f64 * at_a_time(tile.tiling(walk), places) / of_fused
+        let steps = Heads::new(part, &tile, mainloop).time(long, places);
+        steps as f64 * at_a_time(tile.tiling(mainloop), places) / of_fused
     };
-    let times = walks.into_iter().zip([Walk::Rows, Walk::Columns]);
-    let times = times.map(of_walk).zip(PRODUCTS);
-    let of_walks: f64 = times.map(|(time, products)| time * products).sum();
-    (time > FASTER * gain * of_walks).then_some(walks)
+    let times = mainloops
+        .into_iter()
+        .zip([Mainloop::Rows, Mainloop::Columns]);
+    let times = times.map(of_mainloop).zip(PRODUCTS);
+    let of_mainloops: f64 = times.map(|(time, products)| time * products).sum();
+    (time > FASTER * gain * of_mainloops).then_some(mainloops)
 }
 
-/// Whether a tile of `turns` query heads may be a notable part of a walk, before steps are counted: the longest walks everything, and there are as many steps
+/// Whether a tile of `turns` query heads may be a notable part of a mainloop, before steps are counted: the longest sees everything, and there are as many steps
 /// as computing nothing but the blocks would take at least.
 fn may_be_notable(part: &PartRequest, tiling: Tiling, turns: usize, places: usize) -> bool {
     let layout = part.layout;
-    let others = match tiling.walk {
-        Walk::Rows => layout.seq_kv(),
-        Walk::Columns => layout.seq_q(),
+    let others = match tiling.mainloop {
+        Mainloop::Rows => layout.seq_kv(),
+        Mainloop::Columns => layout.seq_q(),
     };
     let batches = layout.batch().map_or(part.request.batch, |_| 1);
     let pairs = layout.blocks() * batches * layout.block_size().pow(2);
@@ -225,22 +227,22 @@ impl Schedule {
     }
 }
 
-/// Sums that a unit of the launch behind such a walk reads one after the other in the time of a step. A guess.
+/// Sums that a unit of the launch behind such a mainloop reads one after the other in the time of a step. A guess.
 const READ_IN_A_STEP: usize = 8;
-/// Numbers of the sums of shared tiles, at most: 256 MiB.
+/// Elements of the sums of shared tiles, at most: 256 MiB.
 const MOST_SUMS: usize = 1 << 26;
 
-/// The tiles of a walk whose steps cubes share, and how many cubes.
-pub(super) fn long_tiles(part: &PartRequest, tile: &WalkTile, walk: Walk) -> LongTiles {
+/// The tiles of a mainloop whose steps cubes share, and how many cubes.
+pub(super) fn long_tiles(part: &PartRequest, tile: &MainloopTile, mainloop: Mainloop) -> LongTiles {
     // Steps of layouts that a device chooses are not known here.
     if part.limit == TierLimit::HopperAlone || part.layout.device_choice().is_some() {
         return LongTiles::NONE;
     }
     let places = places(part, tile);
-    if !may_be_notable(part, tile.tiling(walk), turns(part, walk), places) {
+    if !may_be_notable(part, tile.tiling(mainloop), turns(part, mainloop), places) {
         return LongTiles::NONE;
     }
-    let heads = Heads::new(part, tile, walk);
+    let heads = Heads::new(part, tile, mainloop);
     let longest = heads.longest(0);
     if longest * NOTABLE * places < heads.all_steps() {
         return LongTiles::NONE;
@@ -252,7 +254,7 @@ pub(super) fn long_tiles(part: &PartRequest, tile: &WalkTile, walk: Walk) -> Lon
         let is_long = |rank: &usize| heads.longest(*rank) > longest / cubes;
         let tiles = (0..heads.tiles).take_while(is_long).count();
         let long = LongTiles { tiles, cubes };
-        if long.numbers(tile, walk, heads.of_launch.len()) > MOST_SUMS {
+        if long.elements(tile, mainloop, heads.of_launch.len()) > MOST_SUMS {
             break;
         }
         let time = heads.time(long, places) as f64;
@@ -264,15 +266,15 @@ pub(super) fn long_tiles(part: &PartRequest, tile: &WalkTile, walk: Walk) -> Lon
 }
 
 /// Query heads of a tile.
-fn turns(part: &PartRequest, walk: Walk) -> usize {
-    match walk {
-        Walk::Rows => 1,
-        Walk::Columns => part.layout.heads() / part.request.kv_heads,
+fn turns(part: &PartRequest, mainloop: Mainloop) -> usize {
+    match mainloop {
+        Mainloop::Rows => 1,
+        Mainloop::Columns => part.layout.heads() / part.request.kv_heads,
     }
 }
 
-/// Cubes of a walk that a device runs at a time.
-fn places(part: &PartRequest, tile: &WalkTile) -> usize {
+/// Cubes of a mainloop that a device runs at a time.
+fn places(part: &PartRequest, tile: &MainloopTile) -> usize {
     /// Units with as many registers as a unit can have.
     const UNITS: usize = 256;
     /// Shared memory that the system takes of each cube.
@@ -283,7 +285,7 @@ fn places(part: &PartRequest, tile: &WalkTile) -> usize {
     multiprocessors * of_memory.min(UNITS / tile.units()).max(1)
 }
 
-/// The heads that a walk is launched for.
+/// The heads that a mainloop is launched for.
 struct Heads {
     /// Tiles of a head.
     tiles: usize,
@@ -294,15 +296,15 @@ struct Heads {
 }
 
 impl Heads {
-    fn new(part: &PartRequest, tile: &WalkTile, walk: Walk) -> Self {
+    fn new(part: &PartRequest, tile: &MainloopTile, mainloop: Mainloop) -> Self {
         let layout = part.layout;
-        let turns = turns(part, walk);
-        let length = match walk {
-            Walk::Rows => layout.seq_q(),
-            Walk::Columns => layout.seq_kv(),
+        let turns = turns(part, mainloop);
+        let length = match mainloop {
+            Mainloop::Rows => layout.seq_q(),
+            Mainloop::Columns => layout.seq_kv(),
         };
         let tiles = length.div_ceil(tile.rows());
-        let of_patterns = tile_steps(layout, tile.tiling(walk));
+        let of_patterns = tile_steps(layout, tile.tiling(mainloop));
         let mut known = BTreeMap::new();
         let mut heads = Self {
             tiles,

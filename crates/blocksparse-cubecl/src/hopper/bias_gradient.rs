@@ -31,8 +31,8 @@ use super::options::*;
 use super::pair_tile::PairTile;
 use super::rows::{own_place, own_places, own_rows};
 use crate::arch::sm90::*;
-use crate::shared::score::ScoreNumbers;
-use crate::shared::walk::{PlanParts, Schedule, batch_of, head_of};
+use crate::shared::addressing::{PlanParts, Schedule, batch_of, head_of};
+use crate::shared::score::ScoreScalars;
 
 /// No pattern, or no tile.
 pub const NONE: u32 = u32::MAX;
@@ -52,7 +52,7 @@ pub struct Sharing {
     pub pitch: u32,
     /// Tiles of a head.
     pub tiles: u32,
-    /// The first tile record of the pattern that is walked, or [`NONE`]: that of the cube's own head.
+    /// The first tile record of the cube's pattern, or [`NONE`]: that of the cube's own head.
     pub pattern: u32,
 }
 
@@ -156,7 +156,7 @@ pub fn bias_gradient<S: Size, P: Size>(
     args: ComptimeOption<PairArgs>,
     schedule: Schedule,
     sharing: Sharing,
-    numbers: ScoreNumbers,
+    numbers: ScoreScalars,
     #[comptime] t: PairTile,
 ) {
     let parts = schedule.parts;

@@ -7,7 +7,7 @@ use super::options::*;
 use super::pair_tile::PairTile;
 use super::rows::pack_all;
 use crate::arch::sm90::*;
-use crate::shared::walk::{Four, Listing};
+use crate::shared::addressing::{Four, Listing};
 
 /// Keeps the bias of the unit's pairs in shared memory, at a place of its own: all members share it.
 #[cube]

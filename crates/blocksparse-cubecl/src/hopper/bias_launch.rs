@@ -4,10 +4,10 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::bias_gradient::{NONE, SharingLaunch, bias_gradient};
-use super::launch::{CallOptions, check, launch_walk, tensor_map};
-use super::long_tiles::{LongTiles, WalkPlan};
+use super::launch::{CallOptions, check, launch_mainloop, tensor_map};
+use super::long_tiles::{LongTiles, MainloopPlan};
 use super::pair_tile::PairTile;
-use super::tiles::WalkTile;
+use super::tiles::MainloopTile;
 use crate::args::{buffer, plan_words, schedule, spread};
 use crate::call::BiasView;
 use crate::device::plan;
@@ -16,7 +16,7 @@ use crate::pass::{BackwardPass, Operands, Part};
 use crate::slices::Slice;
 use crate::stats::{self, Wanted};
 use blocksparse::BlockLayout;
-use blocksparse::plan::Walk;
+use blocksparse::plan::Mainloop;
 
 /// What makes the gradient of a given bias.
 #[derive(Clone, Copy, Debug)]
@@ -24,7 +24,7 @@ pub struct BiasTiles {
     /// Pair by pair,
     pub pairs: PairTile,
     /// or, where all queries share a row, key by key, unless that is not taken.
-    pub keys: Result<WalkTile, &'static str>,
+    pub keys: Result<MainloopTile, &'static str>,
 }
 
 /// Adds a part's gradient of a bias that has a number for each pair: one launch, or one for each pattern where heads of several share numbers.
@@ -77,7 +77,7 @@ pub fn launch_bias_pairs(
             ..tile
         };
         for slice in Slice::whole(own_batches, own_heads).cut(client) {
-            // SAFETY: a cube walks a step that the plan has; TMA reads nothing beyond its maps; numbers are written at positions below the
+            // SAFETY: a cube computes a step that the plan has; TMA reads nothing beyond its maps; numbers are written at positions below the
             // lengths of queries and keys, and the buffers have the lengths they say (see `buffer`).
             unsafe {
                 bias_gradient::launch_unchecked(
@@ -104,7 +104,7 @@ pub fn launch_bias_pairs(
                         device_plan.tiles as u32,
                         pattern.map_or(NONE, |pattern| (pattern * device_plan.tiles) as u32),
                     ),
-                    call.options.numbers(scales),
+                    call.options.scalars(scales),
                     tile,
                 );
             }
@@ -113,7 +113,7 @@ pub fn launch_bias_pairs(
     Ok(())
 }
 
-/// The patterns that have a launch each; `None`: one launch, in which a cube walks the pattern of its own head, because all that share its
+/// The patterns that have a launch each; `None`: one launch, in which a cube has the pattern of its own head, because all that share its
 /// numbers have that one.
 fn patterns(
     [own_batches, own_heads, ..]: [usize; 4],
@@ -128,7 +128,7 @@ fn patterns(
     }
 }
 
-/// Adds a part's gradient of a bias whose rows all queries share: sums over the queries of each key and head by a walk over columns, and then
+/// Adds a part's gradient of a bias whose rows all queries share: sums over the queries of each key and head by a loop over columns, and then
 /// those over batch entries and heads that share the bias.
 ///
 /// # Errors
@@ -136,7 +136,7 @@ fn patterns(
 pub fn launch_bias_keys(
     pass: &BackwardPass,
     part: Part,
-    tile: WalkTile,
+    tile: MainloopTile,
     bias: &BiasView,
     out: &Handle,
 ) -> Result<(), KernelError> {
@@ -156,11 +156,11 @@ pub fn launch_bias_keys(
     let operands = Operands {
         out: &partial,
         heads,
-        ..pass.operands(Walk::Columns)
+        ..pass.operands(Mainloop::Columns)
     };
     let long = LongTiles::NONE;
-    let plan = WalkPlan { tile, long };
-    launch_walk(pass, part, plan, &operands, &stats, wanted.pitch)?;
+    let plan = MainloopPlan { tile, long };
+    launch_mainloop(pass, part, plan, &operands, &stats, wanted.pitch)?;
     let [own_batches, own_heads, ..] = bias.shape;
     let cubes = spread(
         client,

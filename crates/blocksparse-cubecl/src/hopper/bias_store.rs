@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use super::options::*;
 use super::pair_tile::PairTile;
 use crate::arch::sm90::*;
-use crate::shared::walk::Listing;
+use crate::shared::addressing::Listing;
 use blocksparse::plan::EMPTY;
 
 /// Whose sums they are: the first batch entry and head that share them, and the word of the step's first entry.
@@ -97,7 +97,7 @@ fn column_of(
     )
 }
 
-/// The two numbers of a row at columns `col` and `col + stride`, 0 from column `end` on.
+/// The two elements of a row at columns `col` and `col + stride`, 0 from column `end` on.
 #[cube]
 fn load_two(
     row: u64,

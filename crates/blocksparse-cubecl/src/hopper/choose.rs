@@ -2,24 +2,24 @@
 
 use cubecl::ir::features::Tma;
 
-use super::balance::{faster_walks, long_tiles, shares};
+use super::balance::{faster_mainloops, long_tiles, shares};
 use super::bias_launch::BiasTiles;
 use super::coarse::Coarse;
 use super::fused::Sizes;
-use super::long_tiles::WalkPlan;
+use super::long_tiles::MainloopPlan;
 use super::options::Options;
 use super::pair_tile::PairTile;
 use super::shapes::{CANDIDATES, Candidate, candidates};
-use super::tiles::{BackwardTile, GROUP_ROWS, Tile, WalkTile};
+use super::tiles::{BackwardTile, GROUP_ROWS, MainloopTile, Tile};
 use crate::call::{PartRequest, Request, check_hopper};
 use crate::tensor::{TOO_LARGE, check_limit, check_options, half_of, is_u32};
 use crate::tuning::{TierLimit, Tuning};
-use blocksparse::plan::{Grouping, NarrowCosts, Walk, has_long_tiles};
+use blocksparse::plan::{Grouping, Mainloop, NarrowCosts, has_long_tiles};
 use blocksparse::{BlockLayout, BlockSource, DeviceChoice, Residue};
 
-/// In the fused backward pass walks are short where a tile walks fewer steps than this on average: then what a tile begins
+/// In the fused backward pass mainloops are short where a tile has fewer steps than this on average: then what a tile begins
 /// and ends with is much of its time.
-const SHORT_WALK: f64 = 12.0;
+const SHORT_MAINLOOP: f64 = 12.0;
 
 /// The least width. What is beyond a row's is filled up with zeros to multiples of 64 columns, and narrower rows would be more zeros than
 /// numbers.
@@ -82,8 +82,8 @@ pub fn choose(part: &PartRequest) -> Result<Tile, &'static str> {
     let mut best: Option<(f64, Tile)> = None;
     for shape in candidates(class, value_dim) {
         let rows = GROUP_ROWS * shape.warpgroups;
-        let may_cluster = request.may_cluster(layout, Walk::Rows);
-        let grouping = Grouping::best(layout, Walk::Rows, [rows, shape.cols], may_cluster);
+        let may_cluster = request.may_cluster(layout, Mainloop::Rows);
+        let grouping = Grouping::best(layout, Mainloop::Rows, [rows, shape.cols], may_cluster);
         let tile = Tile {
             half,
             dim,
@@ -162,7 +162,7 @@ fn coarse_tile(part: &PartRequest, gathered: Tile, class: usize) -> Option<Tile>
 }
 
 /// Forward, of 8 heads of width 128 and 16,384 positions: dense attention in blocks of 16 and 32 against blocks of 128, and random blocks of
-/// which each tile walks nearly all. The bits are a guess.
+/// which each tile sees nearly all. The bits are a guess.
 const FORWARD: NarrowCosts = NarrowCosts {
     gathered: 1.17,
     masked: [0.35, 0.22],
@@ -189,10 +189,10 @@ fn options(request: &Request) -> Options {
 /// How the backward pass runs.
 #[derive(Clone, Copy, Debug)]
 pub enum Backward {
-    /// One walk over columns, with five products a pair.
+    /// One loop over columns, with five products a pair.
     Fused(BackwardTile),
-    /// A walk over rows for dQ and one over columns for dK and dV, with seven, where tiles would wait for each other.
-    Walks([WalkPlan; 2]),
+    /// A loop over rows for dQ and one over columns for dK and dV, with seven, where tiles would wait for each other.
+    Unfused([MainloopPlan; 2]),
 }
 
 /// As [`choose`], for the backward pass of a part whose forward pass has a tile.
@@ -211,8 +211,8 @@ pub fn choose_backward(part: &PartRequest, forward: Tile) -> Result<Backward, &'
         .and_then(|_| layout.places())
         .filter(|places| places.block_size() > 32);
     let chosen = layout.device_choice().is_some() && places.is_none();
-    if chosen || part.limit == TierLimit::HopperWalks {
-        return walks(part, &forward);
+    if chosen || part.limit == TierLimit::HopperUnfused {
+        return mainloops(part, &forward);
     }
     let known = PartRequest {
         layout: places.unwrap_or(layout),
@@ -220,28 +220,28 @@ pub fn choose_backward(part: &PartRequest, forward: Tile) -> Result<Backward, &'
     };
     // The fused pass has values that are as wide as keys.
     if forward.dim > 128 || forward.dim != forward.value_dim {
-        return walks(part, &forward);
+        return mainloops(part, &forward);
     }
-    // A tile of unlike blocks computes pairs that none of them keeps, where two walks may have tiles of half the height. And tiles side by
+    // A tile of unlike blocks computes pairs that none of them keeps, where two mainloops may have tiles of half the height. And tiles side by
     // side that see different queries do not keep step: they wait for each other at the sums of dQ. The classes of a listing
     // share no queries.
-    let may_cluster = part.request.may_cluster(layout, Walk::Columns);
+    let may_cluster = part.request.may_cluster(layout, Mainloop::Columns);
     let [small, grouping, large] = [1, 2, 4].map(|groups| {
         let shape = [GROUP_ROWS * groups, 64];
-        Grouping::best(layout, Walk::Columns, shape, may_cluster)
+        Grouping::best(layout, Mainloop::Columns, shape, may_cluster)
     });
-    // What the fused pass gains on two walks where both compute the same pairs.
+    // What the fused pass gains on two mainloops where both compute the same pairs.
     let gain = if forward.dim <= 64 { 1.5 } else { 1.3 };
     let unlike =
         grouping.overhead > gain * small.overhead || large.overhead > 1.7 * grouping.overhead;
-    if unlike && !forward.residue && check_walks(part, &forward).is_ok() {
-        return walks(part, &forward);
+    if unlike && !forward.residue && check_mainloops(part, &forward).is_ok() {
+        return mainloops(part, &forward);
     }
     let tile = fused(&known, &forward, grouping)?;
-    if !forward.residue && check_walks(part, &forward).is_ok() {
-        let walks = || walk_plans(part, &forward);
-        if let Some(walks) = faster_walks(&known, &tile, gain, walks) {
-            return Ok(Backward::Walks(walks));
+    if !forward.residue && check_mainloops(part, &forward).is_ok() {
+        let mainloops = || mainloop_plans(part, &forward);
+        if let Some(mainloops) = faster_mainloops(&known, &tile, gain, mainloops) {
+            return Ok(Backward::Unfused(mainloops));
         }
     }
     // Without the gap that a buffer may have between dK and dV.
@@ -249,8 +249,8 @@ pub fn choose_backward(part: &PartRequest, forward: Tile) -> Result<Backward, &'
     let sizes = Sizes::new(&tile, layout, part.request, part.seq_kv, keys * tile.dim);
     match sizes.counts(&tile).iter().all(|&(_, count)| is_u32(count)) {
         true => Ok(Backward::Fused(tile)),
-        // Walks write what the fused pass sums up.
-        false => walks(part, &forward).map_err(|_| TOO_LARGE),
+        // Two mainloops write what the fused pass sums up.
+        false => mainloops(part, &forward).map_err(|_| TOO_LARGE),
     }
 }
 
@@ -265,7 +265,7 @@ fn fused(
         _ => (64, 3),
     };
     let steps = steps_of_tile(part.layout, part.request, cols);
-    let short = steps * grouping.overhead < SHORT_WALK;
+    let short = steps * grouping.overhead < SHORT_MAINLOOP;
     // A cube that computes tile after tile has some registers less, and dropout needs many: 300 bytes are spilled for 24, and
     // the next tile's keys are not worth that (local: .43 ms for .38).
     let spills = forward.options.score.dropout;
@@ -329,7 +329,7 @@ fn coarse_backward(part: &PartRequest, gathered: BackwardTile) -> Option<Backwar
     (tile.shared_bytes() <= most && coarse.takes(cost, before)).then_some(tile)
 }
 
-/// Steps of `cols` queries that a tile of 128 keys would walk on average if nothing were computed in vain.
+/// Steps of `cols` queries that a tile of 128 keys would have on average if nothing were computed in vain.
 fn steps_of_tile(layout: &BlockLayout, request: &Request, cols: usize) -> f64 {
     let heads_per_kv = layout.heads() / request.kv_heads;
     let blocks: usize = (0..layout.num_patterns())
@@ -339,8 +339,8 @@ fn steps_of_tile(layout: &BlockLayout, request: &Request, cols: usize) -> f64 {
     pairs / (layout.num_patterns() * layout.seq_kv().max(1) * cols) as f64
 }
 
-/// Whether two walks can make the gradients.
-fn check_walks(part: &PartRequest, forward: &Tile) -> Result<(), &'static str> {
+/// Whether two mainloops can make the gradients.
+fn check_mainloops(part: &PartRequest, forward: &Tile) -> Result<(), &'static str> {
     if part.layout.block_size() < 16 {
         // TMA writes to multiples of 128 bytes of shared memory, and the lse and delta of 8 queries have 64.
         return Err("blocks are narrower than 16");
@@ -354,31 +354,31 @@ fn check_walks(part: &PartRequest, forward: &Tile) -> Result<(), &'static str> {
     }
 }
 
-/// Two walks.
-fn walks(part: &PartRequest, forward: &Tile) -> Result<Backward, &'static str> {
-    check_walks(part, forward)?;
-    Ok(Backward::Walks(walk_plans(part, forward)))
+/// Two mainloops.
+fn mainloops(part: &PartRequest, forward: &Tile) -> Result<Backward, &'static str> {
+    check_mainloops(part, forward)?;
+    Ok(Backward::Unfused(mainloop_plans(part, forward)))
 }
 
 /// The tiles of both, and those of them that cubes share.
-fn walk_plans(part: &PartRequest, forward: &Tile) -> [WalkPlan; 2] {
-    let plan = |walk| {
+fn mainloop_plans(part: &PartRequest, forward: &Tile) -> [MainloopPlan; 2] {
+    let plan = |mainloop| {
         let tile = match forward.dim {
-            ..=128 => choose_walk(part, forward, walk),
-            _ => choose_wide_walk(part, forward, walk),
+            ..=128 => choose_mainloop(part, forward, mainloop),
+            _ => choose_wide_mainloop(part, forward, mainloop),
         };
-        let long = long_tiles(part, &tile, walk);
-        WalkPlan { tile, long }
+        let long = long_tiles(part, &tile, mainloop);
+        MainloopPlan { tile, long }
     };
-    [Walk::Rows, Walk::Columns].map(plan)
+    [Mainloop::Rows, Mainloop::Columns].map(plan)
 }
 
-/// The tile of a walk.
-fn choose_walk(part: &PartRequest, forward: &Tile, walk: Walk) -> WalkTile {
+/// The tile of a mainloop.
+fn choose_mainloop(part: &PartRequest, forward: &Tile, mainloop: Mainloop) -> MainloopTile {
     let layout = part.layout;
-    let may_cluster = part.request.may_cluster(layout, walk);
+    let may_cluster = part.request.may_cluster(layout, mainloop);
     let tiles = [2, 1].map(|warpgroups| {
-        let grouping = Grouping::best(layout, walk, [GROUP_ROWS * warpgroups, 64], may_cluster);
+        let grouping = Grouping::best(layout, mainloop, [GROUP_ROWS * warpgroups, 64], may_cluster);
         // Two warpgroups share what is gathered; one unites fewer rows of blocks.
         let speed = if warpgroups == 2 { 1.0 } else { 0.8 };
         // One warpgroup leaves room for a second cube, if its buffers do.
@@ -387,7 +387,7 @@ fn choose_walk(part: &PartRequest, forward: &Tile, walk: Walk) -> WalkTile {
             (_, 1) => 2,
             _ => 3,
         };
-        let tile = WalkTile {
+        let tile = MainloopTile {
             half: forward.half,
             dim: forward.dim,
             value_dim: forward.value_dim,
@@ -410,20 +410,20 @@ fn choose_walk(part: &PartRequest, forward: &Tile, walk: Walk) -> WalkTile {
     if cost <= other { tile } else { small }
 }
 
-/// The tile of a walk of heads wider than 128. Own rows fill half of the shared memory; the bits of dropout are made for 64 columns at a time.
-fn choose_wide_walk(part: &PartRequest, forward: &Tile, walk: Walk) -> WalkTile {
+/// The tile of a mainloop of heads wider than 128. Own rows fill half of the shared memory; the bits of dropout are made for 64 columns at a time.
+fn choose_wide_mainloop(part: &PartRequest, forward: &Tile, mainloop: Mainloop) -> MainloopTile {
     let layout = part.layout;
-    let (warpgroups, cols, stages) = match walk {
-        Walk::Columns => (2, 64, 2),
-        Walk::Rows if forward.options.score.dropout => (1, 64, 2),
-        Walk::Rows => (2, 32, 3),
+    let (warpgroups, cols, stages) = match mainloop {
+        Mainloop::Columns => (2, 64, 2),
+        Mainloop::Rows if forward.options.score.dropout => (1, 64, 2),
+        Mainloop::Rows => (2, 32, 3),
     };
-    let tile = WalkTile {
+    let tile = MainloopTile {
         half: forward.half,
         dim: forward.dim,
         value_dim: forward.value_dim,
         warpgroups,
-        shared: walk == Walk::Columns,
+        shared: mainloop == Mainloop::Columns,
         cols,
         group: layout.block_size().min(cols),
         stages,
@@ -435,9 +435,9 @@ fn choose_wide_walk(part: &PartRequest, forward: &Tile, walk: Walk) -> WalkTile 
         bias_sums: false,
         long_tiles: false,
     };
-    let may_cluster = part.request.may_cluster(layout, walk);
-    let grouping = Grouping::best(layout, walk, [tile.rows(), cols], may_cluster);
-    WalkTile {
+    let may_cluster = part.request.may_cluster(layout, mainloop);
+    let grouping = Grouping::best(layout, mainloop, [tile.rows(), cols], may_cluster);
+    MainloopTile {
         clustered: grouping.clustered,
         ..tile
     }
@@ -466,10 +466,10 @@ pub fn choose_bias(part: &PartRequest, forward: Tile) -> Result<BiasTiles, &'sta
     if forward.dim > 128 {
         return Err("head_dim is above 128");
     }
-    let keys = check_walks(part, &forward).map(|()| WalkTile {
+    let keys = check_mainloops(part, &forward).map(|()| MainloopTile {
         bias_sums: true,
         carry: false,
-        ..choose_walk(part, &forward, Walk::Columns)
+        ..choose_mainloop(part, &forward, Mainloop::Columns)
     });
     Ok(BiasTiles {
         pairs: choose_pairs(part, &forward)?,
@@ -483,7 +483,7 @@ fn choose_pairs(part: &PartRequest, forward: &Tile) -> Result<PairTile, &'static
         layout, request, ..
     } = part;
     let most = part.properties.hardware.max_shared_memory_size;
-    let may_cluster = request.may_cluster(layout, Walk::Rows);
+    let may_cluster = request.may_cluster(layout, Mainloop::Rows);
     let mut best: Option<(f64, PairTile)> = None;
     for (warpgroups, cols, speed) in PAIRS {
         let shape = [GROUP_ROWS * warpgroups, cols];
@@ -505,7 +505,7 @@ fn choose_pairs(part: &PartRequest, forward: &Tile) -> Result<PairTile, &'static
         if !tile.fits(layout.block_size()) {
             continue;
         }
-        let grouping = Grouping::best(layout, Walk::Rows, shape, may_cluster);
+        let grouping = Grouping::best(layout, Mainloop::Rows, shape, may_cluster);
         // Tiles of 64 columns leave registers for two cubes on a multiprocessor.
         let half = (most + 1024) / 2 - 1024;
         let rooms = if cols == 64 {

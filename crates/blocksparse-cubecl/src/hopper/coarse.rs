@@ -1,10 +1,10 @@
-//! Whether walks have coarse entries: whole steps, with a bit for each block.
+//! Whether mainloops have coarse entries: whole steps, with a bit for each block.
 
 use crate::call::PartRequest;
 use crate::tuning::Tuning;
 use blocksparse::plan::NarrowCosts;
 
-/// Whether a part's walks are to have coarse entries.
+/// Whether a part's mainloops are to have coarse entries.
 pub(super) enum Coarse {
     /// Where they should be faster.
     IfFaster,

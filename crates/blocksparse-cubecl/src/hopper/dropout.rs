@@ -4,10 +4,10 @@ use cubecl::prelude::*;
 
 use super::options::{HeadOptions, Options, PairArgs, PairShape, UnitRows, position_at};
 use crate::arch::sm90::*;
+use crate::shared::addressing::Listing;
 use crate::shared::dropout::{
     Compared, Mask, collect, compared_eight, keeps_one, kept_eights, two_compared,
 };
-use crate::shared::walk::Listing;
 
 /// Which of the unit's pairs are kept: bit `n mod 32` of word `n / 32` is that of its number `n`.
 #[cube]
@@ -78,7 +78,7 @@ fn each_pair(
     bits
 }
 
-/// The bits of the unit's pairs in 64 columns from `first` on. In a walk over rows four lanes share the counters of two rows, in one over columns eight lanes those
+/// The bits of the unit's pairs in 64 columns from `first` on. In a loop over rows four lanes share the counters of two rows, in one over columns eight lanes those
 /// of two eights of keys; each makes four of them ([`collect`]).
 #[cube]
 fn shared_pairs(

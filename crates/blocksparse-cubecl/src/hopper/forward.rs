@@ -30,8 +30,8 @@ use super::rows::*;
 use super::softmax::*;
 use super::tiles::Tile;
 use crate::arch::sm90::*;
-use crate::shared::score::{LOWEST_MAX, ScoreNumbers};
-use crate::shared::walk::{Four, Schedule, batch_of, head_of};
+use crate::shared::addressing::{Four, Schedule, batch_of, head_of};
+use crate::shared::score::{LOWEST_MAX, ScoreScalars};
 
 /// `q`, `k`, `v` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`; `out`
 /// `[batch, heads, seq_q, value_dim]` in eights of elements and `lse` `[batch, heads, seq_q]` contiguous.
@@ -53,7 +53,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
     seq_q: u32,
     heads_per_kv: u32,
     lse_scale: f32,
-    numbers: ScoreNumbers,
+    numbers: ScoreScalars,
     #[comptime] t: Tile,
 ) {
     let parts = schedule.parts;
@@ -95,7 +95,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
         class_len: listing.class_len as u32,
         kept: unit_box(base, UNIT_POS_X, t),
     };
-    let walk = Walker {
+    let own = TileSteps {
         entry: parts.entries + plan[record] as usize * comptime!(t.entry_words()),
         masks: parts.masks,
         steps,
@@ -128,12 +128,12 @@ pub fn forward<S: Size, P: Size, O: Size>(
         #[unroll]
         for j in 0..stages {
             if j < steps {
-                let at = entry_position(plan, &walk, &loads, j, t);
+                let at = entry_position(plan, &own, &loads, j, t);
                 load_step(&loads, j, at, false, t);
                 load_step(&loads, j, at, true, t);
             }
         }
-        k_at = entry_position(plan, &walk, &loads, stages, t);
+        k_at = entry_position(plan, &own, &loads, stages, t);
     }
 
     let group = warp / 4;
@@ -208,11 +208,11 @@ pub fn forward<S: Size, P: Size, O: Size>(
 
     if steps > 0 {
         if comptime!(t.overlap) {
-            let step = step_pairs(plan, &args, &pairs, &walk, 0u32, &listing, t);
+            let step = step_pairs(plan, &args, &pairs, &own, 0u32, &listing, t);
             barrier_wait(base + comptime!(t.k_full()), 0u32);
             let s_started = product::<S>(q_desc, k_desc, comptime!(t.scores(t.dim)));
             let soft = step_weights::<S>(
-                s_started, 0usize, &step, 0u32, plan, &args, &pairs, &listing, &walk, 0u32, base,
+                s_started, 0usize, &step, 0u32, plan, &args, &pairs, &listing, &own, 0u32, base,
                 lane, m0, m1, l0, l1, &numbers, t,
             );
             m0 = soft.m0;
@@ -263,11 +263,11 @@ pub fn forward<S: Size, P: Size, O: Size>(
                         load_step(&loads, k_next, k_at, false, t);
                     }
                     v_at = k_at;
-                    k_at = entry_position(plan, &walk, &loads, k_next + 1, t);
+                    k_at = entry_position(plan, &own, &loads, k_next + 1, t);
                 }
-                let step = step_pairs(plan, &args, &pairs, &walk, j, &listing, t);
+                let step = step_pairs(plan, &args, &pairs, &own, j, &listing, t);
                 let soft = step_weights::<S>(
-                    s_started, 1usize, &step, now, plan, &args, &pairs, &listing, &walk, j, base,
+                    s_started, 1usize, &step, now, plan, &args, &pairs, &listing, &own, j, base,
                     lane, m0, m1, l0, l1, &numbers, t,
                 );
                 m0 = soft.m0;
@@ -313,11 +313,11 @@ pub fn forward<S: Size, P: Size, O: Size>(
                         barrier_wait(base + comptime!(t.v_empty()) + stage(next, t) * 8, free);
                         load_step(&loads, next, k_at, true, t);
                     }
-                    k_at = entry_position(plan, &walk, &loads, next + 1, t);
+                    k_at = entry_position(plan, &own, &loads, next + 1, t);
                 }
-                let step = step_pairs(plan, &args, &pairs, &walk, j, &listing, t);
+                let step = step_pairs(plan, &args, &pairs, &own, j, &listing, t);
                 let soft = step_weights::<S>(
-                    s_started, 0usize, &step, now, plan, &args, &pairs, &listing, &walk, j, base,
+                    s_started, 0usize, &step, now, plan, &args, &pairs, &listing, &own, j, base,
                     lane, m0, m1, l0, l1, &numbers, t,
                 );
                 m0 = soft.m0;
@@ -451,12 +451,18 @@ fn values(first: u64, stage: u32, #[comptime] t: Tile) -> u64 {
 
 /// The place of this unit's box of step `j`.
 #[cube]
-fn entry_position(plan: &[u32], walk: &Walker, loads: &Loads, j: u32, #[comptime] t: Tile) -> u32 {
+fn entry_position(
+    plan: &[u32],
+    own: &TileSteps,
+    loads: &Loads,
+    j: u32,
+    #[comptime] t: Tile,
+) -> u32 {
     let its = box_of(loads, t);
     let mut at = 0u32;
-    if j < walk.steps && its.active {
+    if j < own.steps && its.active {
         let entry = j * comptime!(t.entries() as u32) + its.entry;
-        let word = walk.entry + (entry * comptime!(t.entry_words() as u32)) as usize;
+        let word = own.entry + (entry * comptime!(t.entry_words() as u32)) as usize;
         at = plan[word] * comptime!(t.group as u32);
     }
     at

@@ -1,4 +1,4 @@
-//! Launches of the fused backward pass: what is needed of each query, the walk over columns, and dQ from its sums.
+//! Launches of the fused backward pass: what is needed of each query, the loop over columns, and dQ from its sums.
 
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -12,7 +12,7 @@ use crate::call::Request;
 use crate::device::plan;
 use crate::error::KernelError;
 use crate::pass::{BackwardPass, Part};
-use crate::shared::walk::StridesLaunch;
+use crate::shared::addressing::StridesLaunch;
 use crate::uploaded::DevicePlan;
 use blocksparse::BlockLayout;
 
@@ -60,7 +60,7 @@ pub struct Sizes {
     kv_elements: usize,
     /// Rows of keys, of all heads and batch entries.
     kv_rows: usize,
-    /// Numbers of the sums of dK and dV, where cubes share a tile.
+    /// Elements of the sums of dK and dV, where cubes share a tile.
     kv_sums: usize,
 }
 
@@ -91,7 +91,7 @@ impl Sizes {
         }
     }
 
-    /// The numbers that kernels count in 32 bits, and what they are of. The walk adds to the sums of dQ by their addresses, but
+    /// The numbers that kernels count in 32 bits, and what they are of. The mainloop adds to the sums of dQ by their addresses, but
     /// [`finish`](super::backward_stats::finish) reads them as pairs, by an index.
     pub fn counts(&self, tile: &BackwardTile) -> [(&'static str, usize); 3] {
         [
@@ -166,7 +166,7 @@ pub fn launch_fused(
         Some(known) => launch.relist(&buffers, &known),
         None => launch.stats(&buffers),
     }
-    launch.walk(&buffers, &device_plan, cubes);
+    launch.mainloop(&buffers, &device_plan, cubes);
     if !tile.finishes {
         launch.finish(&buffers);
     }
@@ -268,7 +268,7 @@ impl Launch<'_> {
     }
 
     /// dK, dV and the sums of dQ.
-    fn walk(&self, buffers: &Buffers, device_plan: &DevicePlan, cubes: usize) {
+    fn mainloop(&self, buffers: &Buffers, device_plan: &DevicePlan, cubes: usize) {
         let &Self {
             pass,
             part,
@@ -313,7 +313,7 @@ impl Launch<'_> {
             device_plan.apart as u32,
             sizes.rows as u32,
         );
-        // SAFETY: a cube walks the entries that the plan has for its tile; TMA reads nothing beyond its maps and adds to sums of places
+        // SAFETY: a cube reads the entries that the plan has for its tile; TMA reads nothing beyond its maps and adds to sums of places
         // below `pitch` of a head, rows beyond the keys are not written, and the buffers have the lengths they say (see `buffer`).
         unsafe {
             backward::backward::launch_unchecked(
@@ -338,7 +338,7 @@ impl Launch<'_> {
                 plan_parts(&device_plan.sections, batch_words(part.layout)),
                 listing(residue),
                 lengths,
-                call.options.numbers(call.scales()),
+                call.options.scalars(call.scales()),
                 tile,
             );
         }

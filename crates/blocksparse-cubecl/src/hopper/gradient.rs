@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 
 use super::rows::within;
 use crate::arch::sm90::*;
-use crate::shared::walk::{Four, Listing};
+use crate::shared::addressing::{Four, Listing};
 
 /// The shape of a step's masks.
 #[derive(Clone, Copy)]

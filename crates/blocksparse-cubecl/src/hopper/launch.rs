@@ -4,11 +4,11 @@ use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::long_tiles::{self, FoldLengthsLaunch, TileSharesLaunch, WalkPlan};
-use super::options::{Options, PairArgs, PairArgsLaunch, PairNumbersLaunch};
-use super::tiles::{Tile, WalkTile};
-use super::walk_loads::WalkLengthsLaunch;
-use super::{forward, walks, wide};
+use super::long_tiles::{self, FoldLengthsLaunch, MainloopPlan, TileSharesLaunch};
+use super::mainloop_loads::MainloopLengthsLaunch;
+use super::options::{Options, PairArgs, PairArgsLaunch, PairScalarsLaunch};
+use super::tiles::{MainloopTile, Tile};
+use super::{forward, mainloops, wide};
 use crate::arch::sm90::ROW_ELEMENTS;
 use crate::args::{
     ScoreOptions, batch_words, buffer, listing, optional, plan_parts, plan_words, schedule,
@@ -22,12 +22,12 @@ use crate::stats::{self, Wanted};
 use crate::tensor::{check_rows, check_scale, check_table, scales};
 use crate::uploaded::DevicePlan;
 use blocksparse::Residue;
-use blocksparse::plan::Walk;
+use blocksparse::plan::Mainloop;
 
 /// TMA's strides and addresses are multiples of 16 bytes.
 const ALIGNMENT: usize = 8;
 
-/// Units of a cube of kernels before and behind a walk.
+/// Units of a cube of kernels before and behind a mainloop.
 pub(super) const UNITS: usize = 256;
 
 /// Cubes of so many of them.
@@ -89,7 +89,7 @@ impl CallOptions<'_> {
             return ComptimeOptionArgs::None;
         }
         let [batch, head, row] = self.options.bias_bytes(2);
-        let pairs = PairNumbersLaunch::new(
+        let pairs = PairScalarsLaunch::new(
             queries as u32,
             keys as u32,
             batch,
@@ -172,7 +172,7 @@ pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), 
     let device_plan = plan(client, part.layout, tile.tiling())?;
     let scales = call.scales();
     for slice in Slice::whole(request.batch, heads).cut(client) {
-        // SAFETY: a cube walks the entries that the plan has for its tile; TMA reads nothing beyond its maps, rows beyond the queries are not
+        // SAFETY: a cube reads the entries that the plan has for its tile; TMA reads nothing beyond its maps, rows beyond the queries are not
         // written, and the buffers have the lengths they say (see `buffer`).
         unsafe {
             forward::forward::launch_unchecked(
@@ -194,7 +194,7 @@ pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), 
                 seq_q as u32,
                 (heads / request.kv_heads) as u32,
                 (std::f64::consts::LOG2_E / scales.0) as f32,
-                call.options.numbers(scales),
+                call.options.scalars(scales),
                 tile,
             );
         }
@@ -202,14 +202,14 @@ pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), 
     Ok(())
 }
 
-/// Runs the backward pass over a part in two walks.
+/// Runs the backward pass over a part in two mainloops.
 ///
 /// # Errors
 /// As `check`, and if a gradient is too large.
-pub fn launch_walks(
+pub fn launch_mainloops(
     pass: &BackwardPass,
     part: Part,
-    walks: [WalkPlan; 2],
+    mainloops: [MainloopPlan; 2],
 ) -> Result<(), KernelError> {
     let wanted = Wanted {
         // For TMA a multiple of 2.
@@ -218,17 +218,27 @@ pub fn launch_walks(
         by_class: part.residue.is_some(),
     };
     let stats = stats::make(pass, part, wanted)?;
-    for (plan, walk) in walks.into_iter().zip([Walk::Rows, Walk::Columns]) {
-        launch_walk(pass, part, plan, &pass.operands(walk), &stats, wanted.pitch)?;
+    for (plan, mainloop) in mainloops
+        .into_iter()
+        .zip([Mainloop::Rows, Mainloop::Columns])
+    {
+        launch_mainloop(
+            pass,
+            part,
+            plan,
+            &pass.operands(mainloop),
+            &stats,
+            wanted.pitch,
+        )?;
     }
     Ok(())
 }
 
-/// One walk of the backward pass, for the heads of `operands`: `stats` are those of the queries at `pitch` places of each head.
-pub(super) fn launch_walk(
+/// One mainloop of the backward pass, for the heads of `operands`: `stats` are those of the queries at `pitch` places of each head.
+pub(super) fn launch_mainloop(
     pass: &BackwardPass,
     part: Part,
-    WalkPlan { tile, long }: WalkPlan,
+    MainloopPlan { tile, long }: MainloopPlan,
     operands: &Operands,
     stats: &Handle,
     pitch: usize,
@@ -238,35 +248,35 @@ pub(super) fn launch_walk(
         options: pass.options,
         slopes: pass.slopes.as_ref(),
     };
-    let walk = operands.walk;
+    let mainloop = operands.mainloop;
     let ([a1, a2], [b1, b2]) = (operands.a, operands.b);
     let residue = part.residue;
     check(&operands.named(), residue, call)?;
-    let tile = WalkTile {
+    let tile = MainloopTile {
         options: call.options(tile.options, residue),
         long_tiles: long.any(),
         ..tile
     };
-    let device_plan = plan(client, part.layout, tile.tiling(walk))?;
+    let device_plan = plan(client, part.layout, tile.tiling(mainloop))?;
     let heads = part.layout.heads();
     let (outer_heads, len) = (operands.heads, a1.shape[2]);
-    let sequences = match walk {
-        Walk::Rows => [len, b1.shape[2]],
-        Walk::Columns => [b1.shape[2], len],
+    let sequences = match mainloop {
+        Mainloop::Rows => [len, b1.shape[2]],
+        Mainloop::Columns => [b1.shape[2], len],
     };
     let rows = request.batch * outer_heads * len;
     let elements = match tile.bias_sums {
         // Numbers in f32, of which a vector has four.
         true => rows.div_ceil(4) * 8,
-        false => match walk {
-            Walk::Rows => rows * tile.dim,
-            Walk::Columns => rows * tile.value_dim + operands.second,
+        false => match mainloop {
+            Mainloop::Rows => rows * tile.dim,
+            Mainloop::Columns => rows * tile.value_dim + operands.second,
         },
     };
     check_eights("the elements of a gradient", elements)?;
     let scales = call.scales();
     let stat_rows = request.batch * heads;
-    let numbers = long.numbers(&tile, walk, request.batch * outer_heads);
+    let numbers = long.elements(&tile, mainloop, request.batch * outer_heads);
     KernelError::check_u32("the sums of long tiles, in fours", numbers / 4)?;
     let sums = long.any().then(|| client.empty(numbers * 4));
     let shares = || match &sums {
@@ -278,7 +288,7 @@ pub(super) fn launch_walk(
         None => ComptimeOptionArgs::None,
     };
     let lengths = || {
-        WalkLengthsLaunch::new(
+        MainloopLengthsLaunch::new(
             len as u32,
             pitch as u32,
             (heads / request.kv_heads) as u32,
@@ -308,11 +318,11 @@ pub(super) fn launch_walk(
                     shares(),
                     schedule(&device_plan, part.layout, residue, slice),
                     lengths(),
-                    call.options.numbers(scales),
+                    call.options.scalars(scales),
                     tile,
                 );
             } else {
-                walks::one_walk::launch_unchecked(
+                mainloops::one_mainloop::launch_unchecked(
                     client,
                     slice.cubes(cubes),
                     CubeDim::new_1d(tile.units() as u32),
@@ -331,15 +341,15 @@ pub(super) fn launch_walk(
                     shares(),
                     schedule(&device_plan, part.layout, residue, slice),
                     lengths(),
-                    call.options.numbers(scales),
-                    walk,
+                    call.options.scalars(scales),
+                    mainloop,
                     tile,
                 );
             }
         }
     }
     if let Some(sums) = &sums {
-        let plan = WalkPlan { tile, long };
+        let plan = MainloopPlan { tile, long };
         fold_long(pass, part, plan, operands, &device_plan, sums);
     }
     Ok(())
@@ -349,12 +359,12 @@ pub(super) fn launch_walk(
 fn fold_long(
     pass: &BackwardPass,
     part: Part,
-    WalkPlan { tile, long }: WalkPlan,
+    MainloopPlan { tile, long }: MainloopPlan,
     operands: &Operands,
     device_plan: &DevicePlan,
     sums: &Handle,
 ) {
-    let walk = operands.walk;
+    let mainloop = operands.mainloop;
     let (batch, heads, len) = (pass.request.batch, operands.heads, operands.a[0].shape[2]);
     let lengths = FoldLengthsLaunch::new(
         long.tiles as u32,
@@ -365,7 +375,7 @@ fn fold_long(
         len as u32,
         (operands.second / 8) as u32,
     );
-    let numbers = long.numbers(&tile, walk, batch * heads);
+    let numbers = long.elements(&tile, mainloop, batch * heads);
     // SAFETY: a unit reads the sums of eight columns of a row of a tile that the plan has, and writes those of a position below `len`.
     unsafe {
         long_tiles::fold_tiles::launch_unchecked(
@@ -378,7 +388,7 @@ fn fold_long(
             plan_parts(&device_plan.sections, batch_words(part.layout)),
             listing(part.residue),
             lengths,
-            walk,
+            mainloop,
             tile,
         );
     }

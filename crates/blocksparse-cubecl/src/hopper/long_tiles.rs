@@ -1,14 +1,14 @@
-//! Long tiles of the two walks, whose steps cubes share.
+//! Long tiles of the two mainloops, whose steps cubes share.
 //!
-//! Where all queries see a few keys, as attention sinks or the first block of native sparse attention, the tile of these keys walks all queries of
-//! all heads that share them while the others walk a few: one cube is the time of the walk. So several cubes have a stretch of the steps of
+//! Where all queries see a few keys, as attention sinks or the first block of native sparse attention, the tile of these keys has all queries of
+//! all heads that share them while the others have a few: one cube is the time of the mainloop. So several cubes have a stretch of the steps of
 //! such a tile each ([`balance`](super::balance) says of which tiles, and how many), write their sums in f32, and [`fold_tiles`] adds them up in order.
 //!
 //! ```text
 //! cubes of a head    tile 0, by falling steps      tile 1                    …    then one for each other tile
 //!                    stretch 0 | 1 | … | cubes−1   stretch 0 | … | cubes−1
 //! stretch i          of the steps of all query heads, one head after the other: steps / cubes of them, the first ones one more
-//! sums               [batch, heads, tiles, cubes, dK | dV, rows, width] of a walk over columns, of one over rows dQ alone
+//! sums               [batch, heads, tiles, cubes, dK | dV, rows, width] of a loop over columns, of one over rows dQ alone
 //! ```
 
 use std::fmt;
@@ -18,12 +18,12 @@ use cubecl::prelude::*;
 use super::gradient::{StoreShape, StoredRows, row_position, store_rows};
 use super::rows::{own_place, own_rows};
 use super::shares::{fold_eight, store_sums};
-use super::tiles::WalkTile;
+use super::tiles::MainloopTile;
 use crate::arch::sm90::*;
-use crate::shared::walk::{Four, Listing, PlanParts};
-use blocksparse::plan::Walk;
+use crate::shared::addressing::{Four, Listing, PlanParts};
+use blocksparse::plan::Mainloop;
 
-/// Which tiles of a walk cubes share.
+/// Which tiles of a mainloop cubes share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LongTiles {
     /// So many of each head, those with most steps.
@@ -46,9 +46,9 @@ impl LongTiles {
         tiles + self.tiles * (self.cubes - 1)
     }
 
-    /// Numbers of the sums of so many heads.
-    pub(super) fn numbers(&self, tile: &WalkTile, walk: Walk, heads: usize) -> usize {
-        heads * self.tiles * self.cubes * gradients(walk) * tile.rows() * tile.dim
+    /// Elements of the sums of so many heads.
+    pub(super) fn elements(&self, tile: &MainloopTile, mainloop: Mainloop, heads: usize) -> usize {
+        heads * self.tiles * self.cubes * gradients(mainloop) * tile.rows() * tile.dim
     }
 }
 
@@ -69,28 +69,28 @@ impl fmt::Display for LongTiles {
     }
 }
 
-/// A walk: its tiles, and those of them that cubes share.
+/// A mainloop: its tiles, and those of them that cubes share.
 #[derive(Clone, Copy, Debug)]
-pub struct WalkPlan {
-    pub tile: WalkTile,
+pub struct MainloopPlan {
+    pub tile: MainloopTile,
     pub long: LongTiles,
 }
 
-impl fmt::Display for WalkPlan {
+impl fmt::Display for MainloopPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}{}", self.tile, self.long)
     }
 }
 
-/// Gradients that a walk makes of its tiles' rows.
-fn gradients(walk: Walk) -> usize {
-    match walk {
-        Walk::Rows => 1,
-        Walk::Columns => 2,
+/// Gradients that a mainloop makes of its tiles' rows.
+fn gradients(mainloop: Mainloop) -> usize {
+    match mainloop {
+        Mainloop::Rows => 1,
+        Mainloop::Columns => 2,
     }
 }
 
-/// [`LongTiles`] as a walk gets them.
+/// [`LongTiles`] as a mainloop gets them.
 #[derive(CubeType, CubeLaunch)]
 pub struct TileShares {
     /// The sums, as above.
@@ -133,7 +133,7 @@ impl Share {
 
 /// The cube's tile, and its part of it.
 #[cube]
-pub fn share_of_cube(shares: &ComptimeOption<TileShares>, #[comptime] t: WalkTile) -> Share {
+pub fn share_of_cube(shares: &ComptimeOption<TileShares>, #[comptime] t: MainloopTile) -> Share {
     let mut rank = CUBE_POS_X;
     let mut index = 0u32;
     let mut cubes = 1u32;
@@ -182,7 +182,7 @@ pub fn stretch_of_cube(
     heads: u32,
     tile: u32,
     share: &Share,
-    #[comptime] t: WalkTile,
+    #[comptime] t: MainloopTile,
 ) -> Stretch {
     let mut first = 0u32;
     let mut steps = comptime!(u32::MAX / 2).runtime();
@@ -218,7 +218,7 @@ pub fn steps_of_turn(
     done: u32,
     steps: u32,
     stretch: &Stretch,
-    #[comptime] t: WalkTile,
+    #[comptime] t: MainloopTile,
 ) -> TurnSteps {
     let mut first = 0u32;
     let mut end = steps;
@@ -229,9 +229,9 @@ pub fn steps_of_turn(
     TurnSteps { first, end }
 }
 
-/// The rows of a walk's tile that a unit stores.
+/// The rows of a mainloop's tile that a unit stores.
 #[derive(CubeType, Clone, Copy)]
-pub struct WalkRows {
+pub struct MainloopRows {
     /// The head, of all batch entries.
     pub outer: u32,
     /// The upper row of the tile.
@@ -241,17 +241,17 @@ pub struct WalkRows {
 
 /// Stores the unit's two rows of the `which`-th gradient, or of a cube's sums of it. The head's first row is row `outer · len` behind vector `start`.
 #[cube]
-pub fn store_walk<O: Size>(
+pub fn store_rows_or_sums<O: Size>(
     out: &mut [Vector<u32, Four>],
     acc: &Vector<f32, O>,
     start: u32,
     which: u32,
-    own: &WalkRows,
+    own: &MainloopRows,
     factor: f32,
     shares: &ComptimeOption<TileShares>,
-    #[comptime] walk: Walk,
+    #[comptime] mainloop: Mainloop,
     #[comptime] shape: StoreShape,
-    #[comptime] t: WalkTile,
+    #[comptime] t: MainloopTile,
 ) {
     let first = own.outer * own.rows.len;
     if comptime!(t.long_tiles) {
@@ -262,7 +262,7 @@ pub fn store_walk<O: Size>(
             let of_cube = (own.outer * shares.tiles + share.rank) * shares.cubes + share.index;
             let rows = comptime!(t.rows() as u32);
             let sums = global_address::<f32>(&shares.sums[..]);
-            let its_first = (of_cube * comptime!(gradients(walk) as u32) + which) * rows;
+            let its_first = (of_cube * comptime!(gradients(mainloop) as u32) + which) * rows;
             let its = StoredRows {
                 place: own.row,
                 place8: own.row + 8,
@@ -294,7 +294,7 @@ pub struct FoldLengths {
     pub tiles: u32,
     /// and cubes to each.
     pub cubes: u32,
-    /// Heads that the walk was launched for,
+    /// Heads that the mainloop was launched for,
     pub heads: u32,
     /// query heads to one of them,
     pub turns: u32,
@@ -316,12 +316,12 @@ pub fn fold_tiles(
     parts: PlanParts,
     listing: Listing,
     lengths: FoldLengths,
-    #[comptime] walk: Walk,
-    #[comptime] t: WalkTile,
+    #[comptime] mainloop: Mainloop,
+    #[comptime] t: MainloopTile,
 ) {
     let eights = comptime!(t.dim as u32 / 8);
     let rows = comptime!(t.rows() as u32);
-    let gradients = comptime!(gradients(walk) as u32);
+    let gradients = comptime!(gradients(mainloop) as u32);
     let index = ABSOLUTE_POS as u32;
     let eight = index % eights;
     let row = index / eights % rows;
@@ -396,7 +396,7 @@ mod tests {
     /// The stretches of all cubes are the steps of all heads, each once and in order, and no cube has two more than another.
     #[test]
     fn stretches_make_up_all_steps() {
-        let tile = WalkTile {
+        let tile = MainloopTile {
             half: Half::Bf16,
             dim: 128,
             value_dim: 128,
@@ -422,7 +422,7 @@ mod tests {
         ] {
             let all: u32 = heads.iter().sum();
             for cubes in 2..=19 {
-                let mut walked = Vec::new();
+                let mut visited = Vec::new();
                 for index in 0..cubes {
                     let stretch = Stretch::of(all, index, cubes);
                     assert!(stretch.steps.abs_diff(all / cubes) <= 1);
@@ -430,14 +430,14 @@ mod tests {
                     for (head, &steps) in heads.iter().enumerate() {
                         let own = steps_of_turn(before, done, steps, &stretch, tile);
                         before -= own.first;
-                        walked.extend((own.first..own.end).map(|step| (head, step)));
+                        visited.extend((own.first..own.end).map(|step| (head, step)));
                         done += own.end - own.first;
                     }
                     assert_eq!(done, stretch.steps);
                 }
                 let of_head = |(head, &steps)| (0..steps).map(move |step| (head, step));
                 assert!(
-                    walked
+                    visited
                         .into_iter()
                         .eq(heads.iter().enumerate().flat_map(of_head))
                 );

@@ -23,6 +23,9 @@ mod fused;
 mod gradient;
 mod launch;
 mod long_tiles;
+mod mainloop_loads;
+mod mainloop_tile;
+mod mainloops;
 mod options;
 #[doc(hidden)]
 pub mod output;
@@ -34,14 +37,11 @@ mod shares;
 #[doc(hidden)]
 pub mod softmax;
 mod tiles;
-mod walk_loads;
-mod walk_tile;
-mod walks;
 mod wide;
 
 pub use bias_launch::{BiasTiles, launch_bias_keys, launch_bias_pairs};
 pub use choose::{Backward, choose, choose_backward, choose_bias};
 pub use fused::{MOST_REACH, Stats, launch_fused};
-pub use launch::{launch_forward, launch_walks};
-pub use long_tiles::WalkPlan;
+pub use launch::{launch_forward, launch_mainloops};
+pub use long_tiles::MainloopPlan;
 pub use tiles::{BackwardTile, Tile};

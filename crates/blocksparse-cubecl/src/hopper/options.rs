@@ -7,17 +7,17 @@
 //! number 4 · eight + i      row r + 8 · (i / 2), column 8 · eight + 2 · (lane mod 4) + i mod 2
 //! ```
 //!
-//! The eight are places side by side of one block, and of one residue class. In a walk over columns rows are keys.
+//! The eight are places side by side of one block, and of one residue class. In a loop over columns rows are keys.
 
 use cubecl::prelude::*;
 
 use crate::arch::sm90::*;
 use crate::call::ScoreKind;
+use crate::shared::addressing::Listing;
 use crate::shared::distances::{HeadTable, TableArgs, distance_bias, no_table, table_of};
 use crate::shared::dropout::Mask;
 use crate::shared::softcap::{any_far, no_products, softcap_products, with_products};
-use crate::shared::walk::Listing;
-use blocksparse::plan::Walk;
+use blocksparse::plan::Mainloop;
 
 /// Which options a kernel has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -46,7 +46,7 @@ pub struct PairShape {
     /// The kernel's options.
     pub options: Options,
     /// Whose rows the tile's are.
-    pub walk: Walk,
+    pub mainloop: Mainloop,
     /// Type of the bias.
     pub half: Half,
     /// Columns of a step.
@@ -61,7 +61,7 @@ pub struct PairShape {
 
 impl PairShape {
     pub fn columns(&self) -> bool {
-        self.walk == Walk::Columns
+        self.mainloop == Mainloop::Columns
     }
 }
 
@@ -74,13 +74,13 @@ pub struct PairArgs {
     pub bias: ComptimeOption<Box<[u16]>>,
     /// The biases of distances.
     pub table: ComptimeOption<TableArgs>,
-    /// The numbers of all of them.
-    pub pairs: PairNumbers,
+    /// The elements of all of them.
+    pub pairs: PairScalars,
 }
 
 /// What of a call's options is the same for all its pairs.
 #[derive(CubeType, CubeLaunch)]
-pub struct PairNumbers {
+pub struct PairScalars {
     /// Numbers of queries
     pub queries: u32,
     /// and keys.
@@ -335,7 +335,7 @@ fn bias_row(
     row_len: u32,
     col_len: u32,
     of_head: &HeadOptions,
-    pairs: &PairNumbers,
+    pairs: &PairScalars,
     #[comptime] t: PairShape,
 ) -> BiasRow {
     let mut step = u64::cast_from(pairs.bias_row);
@@ -352,7 +352,7 @@ fn bias_row(
 
 /// The bias of a row and the column at position `col`, or 0 beyond the sequences.
 #[cube]
-fn read_bias(row: &BiasRow, col: u32, pairs: &PairNumbers, #[comptime] t: PairShape) -> f32 {
+fn read_bias(row: &BiasRow, col: u32, pairs: &PairScalars, #[comptime] t: PairShape) -> f32 {
     let mut step = 2u64;
     if comptime!(t.columns()) {
         step = u64::cast_from(pairs.bias_row);
@@ -360,7 +360,7 @@ fn read_bias(row: &BiasRow, col: u32, pairs: &PairNumbers, #[comptime] t: PairSh
     read_half(row.begin + u64::cast_from(col) * step, col, row.end, t.half)
 }
 
-/// The place of the eight columns that a lane reads of 32: the first of them, and in a walk over columns, where they are queries, the
+/// The place of the eight columns that a lane reads of 32: the first of them, and in a loop over columns, where they are queries, the
 /// one whose bias it reads.
 #[cube]
 fn wide_place(
@@ -396,7 +396,7 @@ fn read_wide(row: &BiasRow, place: u32, #[comptime] t: PairShape) -> Vector<u32,
     trade_four(read_four_words(at, place, row.end), lane)
 }
 
-/// The unit's two numbers of an eight: in a walk over columns they lie in rows of keys, and eight queries.
+/// The unit's two numbers of an eight: in a loop over columns they lie in rows of keys, and eight queries.
 #[cube]
 fn bias_word(word: u32, #[comptime] t: PairShape) -> u32 {
     let mut own = word;

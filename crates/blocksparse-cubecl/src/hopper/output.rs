@@ -8,7 +8,7 @@ use cubecl::prelude::*;
 use super::rows::{own_place, within};
 use super::tiles::Tile;
 use crate::arch::sm90::*;
-use crate::shared::walk::{Four, Listing};
+use crate::shared::addressing::{Four, Listing};
 
 /// What is written of a row.
 #[derive(Clone, Copy, Debug)]

@@ -5,7 +5,7 @@ use std::fmt;
 use super::gradient::MaskShape;
 use super::options::{Options, PairShape};
 use crate::arch::sm90::{Half, ROW};
-use blocksparse::plan::{Tiling, Walk};
+use blocksparse::plan::{Mainloop, Tiling};
 
 /// A tile of pairs: one step of one tile of queries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -47,7 +47,7 @@ impl PairTile {
     pub fn tiling(&self) -> Tiling {
         Tiling {
             clustered: self.clustered,
-            ..Tiling::new(Walk::Rows, self.rows(), self.cols)
+            ..Tiling::new(Mainloop::Rows, self.rows(), self.cols)
         }
     }
 
@@ -70,7 +70,7 @@ impl PairTile {
     pub(super) fn pairs(&self) -> PairShape {
         PairShape {
             options: self.options,
-            walk: Walk::Rows,
+            mainloop: Mainloop::Rows,
             half: self.half,
             cols: self.cols,
             group: self.group,

@@ -1,9 +1,9 @@
-//! A tile's own rows, and how a unit's numbers of a row become operands and 16 bytes of memory.
+//! A tile's own rows, and how a unit's elements of a row become operands and 16 bytes of memory.
 
 use cubecl::prelude::*;
 
 use crate::arch::sm90::*;
-use crate::shared::walk::PlanParts;
+use crate::shared::addressing::PlanParts;
 
 /// A unit holds parts of rows `r` and `r + 8`.
 pub const ROW_PAIR: u32 = 8;

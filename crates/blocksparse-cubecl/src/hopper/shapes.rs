@@ -43,7 +43,7 @@ const fn candidate(
 }
 
 /// The fastest shape of 128 rows and the fastest of 64, which reads keys twice as often but unites fewer rows of blocks.
-/// Except for 128 rows of 96 and more, and 256, two cubes or more share a multiprocessor. At width 64 five cubes of 64 × 64 do, which is for short walks:
+/// Except for 128 rows of 96 and more, and 256, two cubes or more share a multiprocessor. At width 64 five cubes of 64 × 64 do, which is for short mainloops:
 /// half as much of a window's ends is masked.
 pub(super) const CANDIDATES: [Candidate; 9] = [
     candidate(64, [2, 128, 3, 2], false, 1.0),

@@ -13,7 +13,7 @@ use cubecl::prelude::*;
 use super::gradient::{StoreShape, StoredRows, row_position, store_rows};
 use super::tiles::BackwardTile;
 use crate::arch::sm90::*;
-use crate::shared::walk::Four;
+use crate::shared::addressing::Four;
 
 /// Stores the unit's two rows of a gradient, or of a share's sums of it. The gradient begins at vector `start`.
 #[cube]
@@ -36,7 +36,7 @@ pub fn store_gradient<O: Size>(
 }
 
 /// Stores the unit's two rows of sums at an address, times a factor; those of the first position are row `first`. A unit has two columns of each eight, and
-/// writes them as they are: of stores of 16 bytes ptxas would move the sums to four registers side by side, in the walk already.
+/// writes them as they are: of stores of 16 bytes ptxas would move the sums to four registers side by side, in the mainloop already.
 #[cube]
 pub fn store_sums<O: Size>(
     sums: u64,

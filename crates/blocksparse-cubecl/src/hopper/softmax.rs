@@ -11,8 +11,8 @@ use super::options::*;
 use super::rows::{ROW_PAIR, own_places};
 use super::tiles::Tile;
 use crate::arch::sm90::*;
-use crate::shared::score::{SLACK, ScoreNumbers};
-use crate::shared::walk::Listing;
+use crate::shared::addressing::Listing;
+use crate::shared::score::{SLACK, ScoreScalars};
 
 /// What is made of the pairs of a unit besides their products.
 #[derive(CubeType, Clone, Copy)]
@@ -35,9 +35,9 @@ pub fn rows_of_unit(plan: &[u32], rows: u32, listing: &Listing, #[comptime] t: T
     unit_rows(upper, lower, listing, comptime!(t.pairs()))
 }
 
-/// What a cube walks: the steps of its tile.
+/// The steps of a cube's tile.
 #[derive(CubeType, Clone, Copy)]
-pub struct Walker {
+pub struct TileSteps {
     /// Word of the first entry.
     pub entry: usize,
     /// Word of the masks.
@@ -63,14 +63,14 @@ pub fn step_pairs(
     plan: &[u32],
     args: &ComptimeOption<PairArgs>,
     pairs: &UnitPairs,
-    walk: &Walker,
+    own: &TileSteps,
     j: u32,
     listing: &Listing,
     #[comptime] t: Tile,
 ) -> StepPairs {
-    let bits = mask_bits(plan, walk, j, t);
-    let kept = kept_of_step(args, pairs, plan, walk, j, listing, t);
-    let blocks = kept_blocks(plan, entry_of(walk, j, t), comptime!(t.bits()));
+    let bits = mask_bits(plan, own, j, t);
+    let kept = kept_of_step(args, pairs, plan, own, j, listing, t);
+    let blocks = kept_blocks(plan, entry_of(own, j, t), comptime!(t.bits()));
     StepPairs { bits, kept, blocks }
 }
 
@@ -86,7 +86,7 @@ pub fn step_weights<S: Size>(
     args: &ComptimeOption<PairArgs>,
     pairs: &UnitPairs,
     listing: &Listing,
-    walk: &Walker,
+    own: &TileSteps,
     j: u32,
     base: u32,
     lane: u32,
@@ -94,7 +94,7 @@ pub fn step_weights<S: Size>(
     m1: f32,
     l0: f32,
     l1: f32,
-    numbers: &ScoreNumbers,
+    numbers: &ScoreScalars,
     #[comptime] t: Tile,
 ) -> Softmax<S> {
     let s = wait::<S>(started, pending, comptime!(t.cols / 2));
@@ -102,7 +102,7 @@ pub fn step_weights<S: Size>(
         barrier_arrive(base + comptime!(t.k_empty()) + stage * 8);
     }
     let s = score::<S>(
-        s, &step.bits, plan, args, pairs, listing, walk, j, numbers, t,
+        s, &step.bits, plan, args, pairs, listing, own, j, numbers, t,
     );
     if comptime!(t.coarse.is_some()) {
         let shape = comptime!(t.bits().unwrap());
@@ -114,8 +114,8 @@ pub fn step_weights<S: Size>(
 
 /// Word of the first entry of step `j`.
 #[cube]
-fn entry_of(walk: &Walker, j: u32, #[comptime] t: Tile) -> usize {
-    walk.entry + (j * comptime!((t.entries() * t.entry_words()) as u32)) as usize
+fn entry_of(own: &TileSteps, j: u32, #[comptime] t: Tile) -> usize {
+    own.entry + (j * comptime!((t.entries() * t.entry_words()) as u32)) as usize
 }
 
 /// With dropout, which pairs of step `j` are kept: made before its scores are there.
@@ -124,7 +124,7 @@ fn kept_of_step(
     args: &ComptimeOption<PairArgs>,
     pairs: &UnitPairs,
     plan: &[u32],
-    walk: &Walker,
+    own: &TileSteps,
     j: u32,
     listing: &Listing,
     #[comptime] t: Tile,
@@ -134,7 +134,7 @@ fn kept_of_step(
         &pairs.of_head,
         &pairs.rows,
         plan,
-        entry_of(walk, j, t),
+        entry_of(own, j, t),
         listing,
         comptime!(t.pairs()),
     )
@@ -149,9 +149,9 @@ fn score<S: Size>(
     args: &ComptimeOption<PairArgs>,
     pairs: &UnitPairs,
     listing: &Listing,
-    walk: &Walker,
+    own: &TileSteps,
     j: u32,
-    numbers: &ScoreNumbers,
+    numbers: &ScoreScalars,
     #[comptime] t: Tile,
 ) -> Vector<f32, S> {
     let mut s = s_in;
@@ -168,11 +168,11 @@ fn score<S: Size>(
         &pairs.of_head,
         &pairs.rows,
         plan,
-        entry_of(walk, j, t),
+        entry_of(own, j, t),
         listing,
         comptime!(t.pairs()),
     );
-    if j < walk.masked {
+    if j < own.masked {
         let infinity = f32::new(f32::NEG_INFINITY);
         #[unroll]
         for word in 0..comptime!(t.cols / 32) {
@@ -184,7 +184,7 @@ fn score<S: Size>(
                 pair.upper = bits[comptime!(2 * word)];
                 pair.lower = bits[comptime!(2 * word + 1)];
             } else {
-                let read = mask_words(plan, walk, j, word, t);
+                let read = mask_words(plan, own, j, word, t);
                 pair.upper = read.upper;
                 pair.lower = read.lower;
             }
@@ -211,7 +211,7 @@ pub struct MaskWords {
 #[cube]
 pub fn mask_words(
     plan: &[u32],
-    walk: &Walker,
+    own: &TileSteps,
     j: u32,
     #[comptime] word: usize,
     #[comptime] t: Tile,
@@ -221,14 +221,14 @@ pub fn mask_words(
     let quad = unit % 4 * 2;
     let word_cols = comptime!(t.group.min(32));
     let row_words = comptime!(t.mask_words());
-    let entry = entry_of(walk, j, t);
+    let entry = entry_of(own, j, t);
     let mut upper = 0u32;
     let mut lower = 0u32;
     #[unroll]
     for piece in 0..comptime!(32 / word_cols) {
         let col = comptime!(word * 32 + piece * word_cols);
         let id = plan[entry + comptime!(col / t.group * t.entry_words() + 1)];
-        let at = walk.masks
+        let at = own.masks
             + (id * comptime!((t.rows() * row_words) as u32) + row * comptime!(row_words as u32))
                 as usize
             + comptime!(col % t.group / 32);
@@ -244,13 +244,13 @@ pub fn mask_words(
 
 /// With early masks, the mask bits of step `j` if it has a mask: read before its scores are there.
 #[cube]
-fn mask_bits(plan: &[u32], walk: &Walker, j: u32, #[comptime] t: Tile) -> Array<u32> {
+fn mask_bits(plan: &[u32], own: &TileSteps, j: u32, #[comptime] t: Tile) -> Array<u32> {
     let mut bits = Array::<u32>::new(comptime!(t.cols / 16));
     if comptime!(t.early_masks()) {
-        if j < walk.masked {
+        if j < own.masked {
             #[unroll]
             for word in 0..comptime!(t.cols / 32) {
-                let pair = mask_words(plan, walk, j, word, t);
+                let pair = mask_words(plan, own, j, word, t);
                 bits[comptime!(2 * word)] = pair.upper;
                 bits[comptime!(2 * word + 1)] = pair.lower;
             }

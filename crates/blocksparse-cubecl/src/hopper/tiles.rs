@@ -4,12 +4,12 @@ use std::fmt;
 
 use super::bits::BitShape;
 use super::gradient::{MaskShape, StoreShape};
+pub use super::mainloop_tile::MainloopTile;
 use super::options::{Options, PairShape};
 use super::pair_tile::PairTile;
 use super::rows::OwnShape;
-pub use super::walk_tile::WalkTile;
 use crate::arch::sm90::{Half, ProductShape, ROW, ROW_ELEMENTS};
-use blocksparse::plan::{Tiling, Walk};
+use blocksparse::plan::{Mainloop, Tiling};
 
 /// Rows of a warpgroup.
 pub(super) const GROUP_ROWS: usize = 64;
@@ -63,7 +63,7 @@ macro_rules! sizes {
     )*};
 }
 
-sizes!(Tile, BackwardTile, WalkTile, PairTile);
+sizes!(Tile, BackwardTile, MainloopTile, PairTile);
 
 /// What is the same of all tiles with sums of rows.
 macro_rules! common {
@@ -94,7 +94,7 @@ macro_rules! common {
     )*};
 }
 
-common!(Tile, BackwardTile, WalkTile);
+common!(Tile, BackwardTile, MainloopTile);
 
 /// Registers of a unit's sums of so many columns: those of whole 32, of which a unit stores 16 bytes.
 fn registers(columns: usize) -> usize {
@@ -121,7 +121,7 @@ macro_rules! own_rows {
     )*};
 }
 
-own_rows!(BackwardTile, WalkTile, PairTile);
+own_rows!(BackwardTile, MainloopTile, PairTile);
 
 /// What is the same of those with gradients of rows.
 macro_rules! common_backward {
@@ -144,7 +144,7 @@ macro_rules! common_backward {
     )*};
 }
 
-common_backward!(BackwardTile, WalkTile);
+common_backward!(BackwardTile, MainloopTile);
 
 /// The comptime shape of the kernel: its key in the cache of compiled kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -195,7 +195,7 @@ impl Tile {
         Tiling {
             clustered: self.clustered,
             coarse: self.coarse.is_some(),
-            ..Tiling::new(Walk::Rows, self.rows(), self.cols)
+            ..Tiling::new(Mainloop::Rows, self.rows(), self.cols)
         }
     }
 
@@ -222,7 +222,7 @@ impl Tile {
     pub(super) fn pairs(&self) -> PairShape {
         PairShape {
             options: self.options,
-            walk: Walk::Rows,
+            mainloop: Mainloop::Rows,
             half: self.half,
             cols: self.cols,
             group: self.group,
@@ -370,7 +370,7 @@ pub struct BackwardTile {
     pub persistent: bool,
     /// Whether tiles that are much longer than the others add dQ to sums of their own.
     pub apart: bool,
-    /// Whether who visits queries last writes their dQ, see `backward_chain`: not where walks are
+    /// Whether who visits queries last writes their dQ, see `backward_chain`: not where mainloops are
     /// long and heads narrow, where it gains nothing.
     pub finishes: bool,
     /// Cubes that share the query heads of a head of keys: see `shares`.
@@ -401,7 +401,7 @@ impl BackwardTile {
             visits: true,
             apart: self.apart,
             coarse: self.coarse.is_some(),
-            ..Tiling::new(Walk::Columns, self.rows(), self.cols)
+            ..Tiling::new(Mainloop::Columns, self.rows(), self.cols)
         }
     }
 
@@ -426,7 +426,7 @@ impl BackwardTile {
     pub(super) fn pairs(&self) -> PairShape {
         PairShape {
             options: self.options,
-            walk: Walk::Columns,
+            mainloop: Mainloop::Columns,
             half: self.half,
             cols: self.cols,
             group: self.group,
@@ -455,7 +455,7 @@ impl BackwardTile {
         eight as u32 * if self.group == 8 { 128 } else { 64 }
     }
 
-    /// Whether dK takes ds from registers and starts before the warpgroups meet. With the 128 queries of narrow heads short walks would lose a fifth.
+    /// Whether dK takes ds from registers and starts before the warpgroups meet. With the 128 queries of narrow heads short mainloops would lose a fifth.
     pub(super) fn dk_first(&self) -> bool {
         self.dim > 64
     }

@@ -22,20 +22,20 @@ use cubecl_cpp::cuda::ptx::tensor_map_address;
 use super::dropout::*;
 use super::gradient::*;
 use super::long_tiles::*;
+use super::mainloop_loads::*;
 use super::options::*;
 use super::rows::{own_places, own_rows, pack_all};
-use super::tiles::WalkTile;
-use super::walk_loads::*;
+use super::tiles::MainloopTile;
 use crate::arch::sm90::*;
-use crate::shared::score::ScoreNumbers;
-use crate::shared::walk::{Four, Schedule, batch_of, head_of};
-use blocksparse::plan::Walk;
+use crate::shared::addressing::{Four, Schedule, batch_of, head_of};
+use crate::shared::score::ScoreScalars;
+use blocksparse::plan::Mainloop;
 
 /// Numbers of the named barriers: weights of two steps are there, and have been read.
 const FULL: u32 = 1;
 const EMPTY: u32 = 3;
 
-/// Arguments as those of [`one_walk`](super::walks::one_walk), in its walk over columns: keys, values, queries, the gradient of the output.
+/// Arguments as those of [`one_mainloop`](super::mainloops::one_mainloop), in its loop over columns: keys, values, queries, the gradient of the output.
 #[cube(launch_unchecked)]
 pub fn wide_columns<S: Size, P: Size, O: Size>(
     a1: &TensorMap<u32, Tiled>,
@@ -48,9 +48,9 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
     args: ComptimeOption<PairArgs>,
     shares: ComptimeOption<TileShares>,
     schedule: Schedule,
-    lengths: WalkLengths,
-    numbers: ScoreNumbers,
-    #[comptime] t: WalkTile,
+    lengths: MainloopLengths,
+    numbers: ScoreScalars,
+    #[comptime] t: MainloopTile,
 ) {
     let parts = schedule.parts;
     let listing = schedule.listing;
@@ -143,7 +143,7 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
         places.upper,
         places.lower,
         &listing,
-        comptime!(t.pairs(Walk::Columns)),
+        comptime!(t.pairs(Mainloop::Columns)),
     );
 
     // Of the first warpgroup k and q, then dO; of the second v and dO, then q.
@@ -174,7 +174,7 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
         let entry = parts.entries + plan[record] as usize * 2;
         let steps = uniform(plan[record + 1]);
         let masked = uniform(plan[record + 2]);
-        let of_head = options_of(&args, batch, head, comptime!(t.pairs(Walk::Columns)));
+        let of_head = options_of(&args, batch, head, comptime!(t.pairs(Mainloop::Columns)));
         let own = steps_of_turn(before, done, steps, &stretch, t);
         before -= own.first;
         for j in own.first..own.end {
@@ -189,7 +189,7 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
                 plan,
                 its_entry,
                 &listing,
-                comptime!(t.pairs(Walk::Columns)),
+                comptime!(t.pairs(Mainloop::Columns)),
             );
             let stats_at = base
                 + comptime!(t.stats_offset() as u32)
@@ -211,7 +211,7 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
                     plan,
                     its_entry,
                     &listing,
-                    comptime!(t.pairs(Walk::Columns)),
+                    comptime!(t.pairs(Mainloop::Columns)),
                 );
                 if j < masked {
                     s = mask::<S>(
@@ -253,7 +253,7 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
             } else {
                 named_sync(comptime!(FULL) + even, 256u32);
                 let weights = load_own::<P>(exchange);
-                let turned = kept_again(&kept, comptime!(t.pairs(Walk::Columns)));
+                let turned = kept_again(&kept, comptime!(t.pairs(Mainloop::Columns)));
                 let mut ds = x;
                 #[unroll]
                 for eight in 0..comptime!(t.cols / 8) {
@@ -296,7 +296,7 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
         }
     }
 
-    let own = WalkRows {
+    let own = MainloopRows {
         outer: batch * slice.heads as u32 + outer,
         row,
         rows: StoredRows {
@@ -314,7 +314,7 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
         start = lengths.second;
     }
     let which = 1 - group;
-    let walk = Walk::Columns;
+    let mainloop = Mainloop::Columns;
     // Where values are narrower than keys the first warpgroup stores rows of another width.
     let mut is_narrow = false.runtime();
     if comptime!(t.value_dim != t.dim) {
@@ -322,13 +322,13 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
     }
     if is_narrow {
         let shape = comptime!(t.store_values());
-        store_walk::<O>(
-            out, &sums, start, which, &own, factor, &shares, walk, shape, t,
+        store_rows_or_sums::<O>(
+            out, &sums, start, which, &own, factor, &shares, mainloop, shape, t,
         );
     } else {
         let shape = comptime!(t.store());
-        store_walk::<O>(
-            out, &sums, start, which, &own, factor, &shares, walk, shape, t,
+        store_rows_or_sums::<O>(
+            out, &sums, start, which, &own, factor, &shares, mainloop, shape, t,
         );
     }
 }

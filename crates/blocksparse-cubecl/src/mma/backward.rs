@@ -1,4 +1,4 @@
-//! The backward kernel: one kernel for dQ (a walk over rows) and for dK and dV (a walk over columns), one cube per tile,
+//! The backward kernel: one kernel for dQ (a loop over rows) and for dK and dV (a loop over columns), one cube per tile,
 //! one warp per 16 or 32 rows of it.
 //!
 //! ```text
@@ -8,7 +8,7 @@
 //! ```
 //!
 //! While step j is computed, the rows of step j + 1 are copied, and the positions of step j + 2 worked out. p and ds
-//! are left operands in registers. In a walk over columns s, p, dp and ds are transposes, and lse and delta belong to columns:
+//! are left operands in registers. In a loop over columns s, p, dp and ds are transposes, and lse and delta belong to columns:
 //! they are copied with the step. `out1 · scale` is dQ or dK, out2 is dV. Biases are added to s as forward; with dropout p in `p · b2`, and
 //! dp, have the factors of the forward pass.
 
@@ -25,14 +25,14 @@ use super::product::*;
 use super::score::*;
 use super::tile::*;
 use crate::arch::sm80::*;
+use crate::shared::addressing::{Four, OperandStrides, Schedule, batch_of, head_of};
 use crate::shared::dropout::DropoutArgs;
-use crate::shared::score::ScoreNumbers;
-use crate::shared::walk::{Four, OperandStrides, Schedule, batch_of, head_of};
-use blocksparse::plan::Walk;
+use crate::shared::score::ScoreScalars;
+use blocksparse::plan::Mainloop;
 
 /// Lengths of a launch.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
-pub struct WalkLengths {
+pub struct MainloopLengths {
     /// Places of a head in the stats.
     pub pitch: u32,
     /// Query heads to a head of keys.
@@ -47,8 +47,8 @@ pub struct WalkLengths {
 /// `[batch · heads, pitch, 2]`: `lse · log2 e` and delta of the query at each place, and behind them the ALiBi slopes; `out` `[batch, heads, len, dim]` in words,
 /// out2 from word `second` on. With `carry` the results are added to it.
 ///
-/// With `t.bias_gradient` `out` is the gradient of the bias, to which `ds` is added without the softcap's factor: a walk over rows adds it pair by
-/// pair, a walk over columns, where all queries share a row of the bias, a sum for each key, and is launched for query heads. Batch
+/// With `t.bias_gradient` `out` is the gradient of the bias, to which `ds` is added without the softcap's factor: a loop over rows adds it pair by
+/// pair, a loop over columns, where all queries share a row of the bias, a sum for each key, and is launched for query heads. Batch
 /// entries and heads that share a bias are in slices of their own, so that every element has one writer at a time.
 #[cube(launch_unchecked)]
 pub fn backward(
@@ -62,10 +62,10 @@ pub fn backward(
     plan: &[u32],
     strides: OperandStrides<Strides>,
     schedule: Schedule,
-    lengths: WalkLengths,
-    numbers: ScoreNumbers,
+    lengths: MainloopLengths,
+    numbers: ScoreScalars,
     dropout: DropoutArgs,
-    #[comptime] walk: Walk,
+    #[comptime] mainloop: Mainloop,
     #[comptime] t: Tile,
 ) {
     let parts = schedule.parts;
@@ -76,7 +76,7 @@ pub fn backward(
     let b1_strides = strides.b1;
     let b2_strides = strides.b2;
     let heads_per_kv = lengths.heads_per_kv;
-    let columns = comptime!(matches!(walk, Walk::Columns));
+    let columns = comptime!(matches!(mainloop, Mainloop::Columns));
     let tiles = comptime!(t.warp_tiles);
     let eights = comptime!(t.eights());
     let smem: Shared<[u32]> =
@@ -87,7 +87,7 @@ pub fn backward(
     let outer = head_of(&slice) as u32;
     let batch = batch_of(&slice) as u32;
 
-    // In a walk over columns a tile of keys goes through all query heads of its group.
+    // In a loop over columns a tile of keys goes through all query heads of its group.
     let mut first_head = outer;
     let mut turns = 1u32;
     let mut heads = slice.heads as u32;

@@ -9,7 +9,7 @@ use super::gather::*;
 use super::product::{lane_cols, lane_depth, lane_rows};
 use super::tile::*;
 use crate::arch::sm80::*;
-use crate::shared::walk::{Listing, PlanParts};
+use crate::shared::addressing::{Listing, PlanParts};
 
 /// Zeros what rows have beyond their widths, of the tile's own and of both stages.
 #[cube]

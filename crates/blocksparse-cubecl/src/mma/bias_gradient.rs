@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use super::score::BiasStrides;
 use super::tile::*;
 use crate::arch::sm80::*;
-use crate::shared::walk::Four;
+use crate::shared::addressing::Four;
 
 /// Where a head's gradient begins, and how far its queries are apart: it has the shape of the bias, in f32.
 #[derive(CubeType, Clone, Copy)]

@@ -7,7 +7,7 @@ use crate::arch::sm80::Element;
 use crate::call::{Kernel, PartRequest, Request, check_ampere};
 use crate::tensor::{TOO_LARGE, check_limit, check_options, half_of, is_u32};
 use crate::tuning::Tuning;
-use blocksparse::plan::{Grouping, Walk};
+use blocksparse::plan::{Grouping, Mainloop};
 
 /// Rows are copied in pieces of 16 bytes, and the sums of mma.sync have eight columns.
 const WIDTH: usize = 8;
@@ -181,16 +181,16 @@ fn fastest(part: &PartRequest, kernel: Kernel, element: Element) -> Result<Tile,
         layout, request, ..
     } = part;
     let backward = kernel != Kernel::Forward;
-    let walk = kernel.walk();
+    let mainloop = kernel.mainloop();
     let block = layout.block_size();
-    let (length, heads) = match walk {
-        Walk::Rows => (layout.seq_q(), layout.heads()),
-        Walk::Columns => (layout.seq_kv(), request.kv_heads),
+    let (length, heads) = match mainloop {
+        Mainloop::Rows => (layout.seq_q(), layout.heads()),
+        Mainloop::Columns => (layout.seq_kv(), request.kv_heads),
     };
-    let outputs = match walk {
-        Walk::Rows => Outputs::First,
-        Walk::Columns if request.head_dim + request.value_dim > 320 => Outputs::First,
-        Walk::Columns => Outputs::Both,
+    let outputs = match mainloop {
+        Mainloop::Rows => Outputs::First,
+        Mainloop::Columns if request.head_dim + request.value_dim > 320 => Outputs::First,
+        Mainloop::Columns => Outputs::Both,
     };
     let hardware = &part.properties.hardware;
     let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(1) as f64;
@@ -198,7 +198,7 @@ fn fastest(part: &PartRequest, kernel: Kernel, element: Element) -> Result<Tile,
         Some(shape) => vec![shape],
         None => candidates(kernel, request.head_dim.max(request.value_dim)),
     };
-    let may_cluster = request.may_cluster(layout, walk);
+    let may_cluster = request.may_cluster(layout, mainloop);
     let mut best: Option<(f64, Tile)> = None;
     for shape in shapes {
         let tile = shaped(&shape, part, kernel, element, outputs);
@@ -209,7 +209,7 @@ fn fastest(part: &PartRequest, kernel: Kernel, element: Element) -> Result<Tile,
             continue;
         }
         let rows = tile.rows();
-        let grouping = Grouping::best(layout, walk, [rows, tile.cols], may_cluster);
+        let grouping = Grouping::best(layout, mainloop, [rows, tile.cols], may_cluster);
         let tile = Tile {
             clustered: grouping.clustered,
             ..tile
@@ -231,7 +231,7 @@ fn fastest(part: &PartRequest, kernel: Kernel, element: Element) -> Result<Tile,
         .ok_or("no tile fits the shared memory of the device")
 }
 
-/// As [`choose`], for both walks of the backward pass.
+/// As [`choose`], for both mainloops of the backward pass.
 ///
 /// # Errors
 /// As [`choose`].
@@ -240,13 +240,13 @@ pub fn choose_backward(part: &PartRequest) -> Result<[Tile; 2], &'static str> {
     Ok([rows, choose(part, Kernel::BackwardColumns)?])
 }
 
-/// As [`choose`], for the gradient of a given bias in either walk: it is added to by addresses, so it may be of any size.
+/// As [`choose`], for the gradient of a given bias in either mainloop: it is added to by addresses, so it may be of any size.
 ///
 /// # Errors
 /// As [`choose`].
 pub fn choose_bias_gradient(part: &PartRequest) -> Result<[Tile; 2], &'static str> {
     let element = check_tier(part)?;
-    let of_walk = |kernel| -> Result<Tile, &'static str> {
+    let of_mainloop = |kernel| -> Result<Tile, &'static str> {
         let tile = fastest(part, kernel, element)?;
         Ok(Tile {
             bias_gradient: true,
@@ -255,7 +255,7 @@ pub fn choose_bias_gradient(part: &PartRequest) -> Result<[Tile; 2], &'static st
         })
     };
     Ok([
-        of_walk(Kernel::BackwardRows)?,
-        of_walk(Kernel::BackwardColumns)?,
+        of_mainloop(Kernel::BackwardRows)?,
+        of_mainloop(Kernel::BackwardColumns)?,
     ])
 }

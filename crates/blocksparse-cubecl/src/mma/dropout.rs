@@ -9,10 +9,10 @@ use cubecl::prelude::*;
 use super::product::pack_left;
 use super::tile::*;
 use crate::arch::sm80::*;
+use crate::shared::addressing::Four;
 use crate::shared::dropout::{
     Compared, Mask, collect, compared_eight, keeps_one, kept_eights, nothing_compared, two_compared,
 };
-use crate::shared::walk::Four;
 
 /// Eights of columns whose bits are in one word.
 const WORD_EIGHTS: usize = 8;
@@ -37,7 +37,7 @@ pub struct PairPlaces {
     pub lane: u32,
 }
 
-/// The bits of the unit's pairs of a step that are kept. In a walk over `columns` rows are keys.
+/// The bits of the unit's pairs of a step that are kept. In a loop over `columns` rows are keys.
 #[cube]
 pub fn kept_pairs(
     mask: &Mask,

@@ -25,9 +25,9 @@ use super::product::*;
 use super::score::*;
 use super::tile::*;
 use crate::arch::sm80::*;
+use crate::shared::addressing::{Four, InputStrides, Listing, Schedule, batch_of, head_of};
 use crate::shared::dropout::DropoutArgs;
-use crate::shared::score::{LOWEST_MAX, SLACK, ScoreNumbers};
-use crate::shared::walk::{Four, InputStrides, Listing, Schedule, batch_of, head_of};
+use crate::shared::score::{LOWEST_MAX, SLACK, ScoreScalars};
 
 /// `q`, `k`, `v` with any strides of 16 bytes in their outer dimensions, in words; `out` `[batch, heads, seq_q, value_dim]`, also in
 /// words, and `lse` and `max_scores` `[batch, heads, seq_q]` contiguous.
@@ -51,7 +51,7 @@ pub fn forward(
     schedule: Schedule,
     heads_per_kv: u32,
     lse_scale: f32,
-    numbers: ScoreNumbers,
+    numbers: ScoreScalars,
     dropout: DropoutArgs,
     #[comptime] t: Tile,
 ) {

@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 
 use super::tile::*;
 use crate::arch::sm80::*;
-use crate::shared::walk::{Listing, PlanParts};
+use crate::shared::addressing::{Listing, PlanParts};
 
 /// Strides of a `[batch, heads, seq, dim]` tensor in pieces of 16 bytes, and its seq.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]

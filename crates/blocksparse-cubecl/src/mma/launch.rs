@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::backward::WalkLengthsLaunch;
+use super::backward::MainloopLengthsLaunch;
 use super::gather::StridesLaunch;
 use super::score::{BiasArgsLaunch, BiasStridesLaunch};
 use super::tile::{Outputs, Tile};
@@ -14,11 +14,11 @@ use crate::call::{BiasView, TensorView};
 use crate::device::plan;
 use crate::error::KernelError;
 use crate::pass::{BackwardPass, ForwardPass, Operands, Part};
-use crate::shared::walk::{InputStridesLaunch, OperandStridesLaunch};
+use crate::shared::addressing::{InputStridesLaunch, OperandStridesLaunch};
 use crate::slices::Slice;
 use crate::stats::{self, Wanted};
 use crate::tensor::{check_rows, check_scale, check_table, is_u32, scales};
-use blocksparse::plan::Walk;
+use blocksparse::plan::Mainloop;
 
 /// Whether a launch can take these tensors, which a plan cannot know.
 ///
@@ -119,10 +119,10 @@ pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), 
     let heads = part.layout.heads();
     let rows = request.batch * heads * q.shape[2];
     check_words("the elements of the output", rows * tile.value_dim, element)?;
-    let device_plan = plan(client, part.layout, tile.tiling(Walk::Rows))?;
+    let device_plan = plan(client, part.layout, tile.tiling(Mainloop::Rows))?;
     let scales = factors(tile, options);
     for slice in Slice::whole(request.batch, heads).cut(client) {
-        // SAFETY: a cube walks the entries that the plan has for its tile, reads positions below the lengths in the strides, writes rows below
+        // SAFETY: a cube reads the entries that the plan has for its tile, reads positions below the lengths in the strides, writes rows below
         // those of the queries, and the buffers have the lengths they say (see `buffer`).
         unsafe {
             forward::forward::launch_unchecked(
@@ -146,7 +146,7 @@ pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), 
                 schedule(&device_plan, part.layout, part.residue, slice),
                 (heads / request.kv_heads) as u32,
                 (std::f64::consts::LOG2_E / scales.0) as f32,
-                options.numbers(scales),
+                options.scalars(scales),
                 options.dropout_args(),
                 tile,
             );
@@ -155,7 +155,7 @@ pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), 
     Ok(())
 }
 
-/// Runs the backward pass over a part: a walk over rows, and one over columns.
+/// Runs the backward pass over a part: a loop over rows, and one over columns.
 ///
 /// # Errors
 /// As `check`, and if a gradient is too large.
@@ -166,20 +166,20 @@ pub fn launch_backward(
 ) -> Result<(), KernelError> {
     let wanted = wanted(part);
     let stats = stats::make(pass, part, wanted)?;
-    for (tile, walk) in tiles.into_iter().zip([Walk::Rows, Walk::Columns]) {
-        let launches = match (walk, tile.outputs) {
-            (Walk::Columns, Outputs::First) => vec![Outputs::First, Outputs::Second],
+    for (tile, mainloop) in tiles.into_iter().zip([Mainloop::Rows, Mainloop::Columns]) {
+        let launches = match (mainloop, tile.outputs) {
+            (Mainloop::Columns, Outputs::First) => vec![Outputs::First, Outputs::Second],
             (_, outputs) => vec![outputs],
         };
-        let operands = pass.operands(walk);
+        let operands = pass.operands(mainloop);
         check(&operands.named(), tile, pass.options)?;
         let tile = for_tensors(tile, &operands.named());
         for outputs in launches {
             let tile = Tile { outputs, ..tile };
             let rows = pass.request.batch * operands.heads * operands.a[0].shape[2];
-            let elements = match walk {
-                Walk::Rows => rows * tile.head_dim,
-                Walk::Columns => operands.second + rows * tile.value_dim,
+            let elements = match mainloop {
+                Mainloop::Rows => rows * tile.head_dim,
+                Mainloop::Columns => operands.second + rows * tile.value_dim,
             };
             check_words("the elements of a gradient", elements, tile.element)?;
             let target = Target {
@@ -189,13 +189,13 @@ pub fn launch_backward(
                 chunks: 1,
                 slice: Slice::whole(pass.request.batch, operands.heads),
             };
-            launch_walk(pass, part, tile, &operands, &stats, target)?;
+            launch_mainloop(pass, part, tile, &operands, &stats, target)?;
         }
     }
     Ok(())
 }
 
-/// Adds a part's gradient of the bias, in the walk that gives each of its elements one writer: over rows, or over columns if queries share
+/// Adds a part's gradient of the bias, in the loop that gives each of its elements one writer: over rows, or over columns if queries share
 /// a row.
 ///
 /// # Errors
@@ -207,11 +207,11 @@ pub fn launch_bias_gradient(
     bias: &BiasView,
     out: &Handle,
 ) -> Result<(), KernelError> {
-    let (walk, tile) = match bias.shape[2] {
-        1 => (Walk::Columns, tiles[1]),
-        _ => (Walk::Rows, tiles[0]),
+    let (mainloop, tile) = match bias.shape[2] {
+        1 => (Mainloop::Columns, tiles[1]),
+        _ => (Mainloop::Rows, tiles[0]),
     };
-    let operands = pass.operands(walk);
+    let operands = pass.operands(mainloop);
     check(&operands.named(), tile, pass.options)?;
     let tile = for_tensors(tile, &operands.named());
     let stats = stats::make(pass, part, wanted(part))?;
@@ -224,13 +224,13 @@ pub fn launch_bias_gradient(
             words: bias.elements(),
             second: 0,
             // A few cubes to each multiprocessor at least.
-            chunks: match walk {
-                Walk::Rows => (6 * multiprocessors).div_ceil(tiles).min(MOST_CHUNKS),
-                Walk::Columns => 1,
+            chunks: match mainloop {
+                Mainloop::Rows => (6 * multiprocessors).div_ceil(tiles).min(MOST_CHUNKS),
+                Mainloop::Columns => 1,
             },
             slice,
         };
-        launch_walk(pass, part, tile, &operands, &stats, target)?;
+        launch_mainloop(pass, part, tile, &operands, &stats, target)?;
     }
     Ok(())
 }
@@ -247,7 +247,7 @@ fn wanted(part: Part) -> Wanted {
     }
 }
 
-/// What a walk writes, for which batch entries and heads.
+/// What a mainloop writes, for which batch entries and heads.
 #[derive(Clone, Copy)]
 struct Target<'a> {
     out: &'a Handle,
@@ -260,8 +260,8 @@ struct Target<'a> {
     slice: Slice,
 }
 
-/// A walk over a part, from the [`wanted`] stats of its queries.
-fn launch_walk(
+/// A mainloop over a part, from the [`wanted`] stats of its queries.
+fn launch_mainloop(
     pass: &BackwardPass,
     part: Part,
     tile: Tile,
@@ -276,7 +276,7 @@ fn launch_walk(
         ..
     } = pass;
     let &Operands {
-        walk,
+        mainloop,
         a: [a1, a2],
         b: [b1, b2],
         ..
@@ -284,7 +284,7 @@ fn launch_walk(
     let element = tile.element;
     let heads = part.layout.heads();
     let pitch = wanted(part).pitch;
-    let device_plan = plan(client, part.layout, tile.tiling(walk))?;
+    let device_plan = plan(client, part.layout, tile.tiling(mainloop))?;
     let slopes = if tile.score.alibi { heads } else { 0 };
     let stats_len = request.batch * heads * pitch * 2 + slopes;
     for slice in target.slice.cut(client) {
@@ -309,15 +309,15 @@ fn launch_walk(
                     strides(b2, element),
                 ),
                 schedule(&device_plan, part.layout, part.residue, slice),
-                WalkLengthsLaunch::new(
+                MainloopLengthsLaunch::new(
                     pitch as u32,
                     (heads / request.kv_heads) as u32,
                     target.second as u32,
                     target.chunks as u32,
                 ),
-                options.numbers(factors(tile, options)),
+                options.scalars(factors(tile, options)),
                 options.dropout_args(),
-                walk,
+                mainloop,
                 tile,
             );
         }

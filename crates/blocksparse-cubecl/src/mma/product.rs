@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 
 use super::tile::*;
 use crate::arch::sm80::*;
-use crate::shared::walk::Four;
+use crate::shared::addressing::Four;
 
 /// Where a lane's row of the four matrices of a left operand is.
 #[cube]

@@ -4,9 +4,9 @@ use cubecl::prelude::*;
 
 use super::tile::*;
 use crate::arch::sm80::*;
+use crate::shared::addressing::Four;
 use crate::shared::distances::{HeadTable, TableArgs, distance_bias, no_table, table_of};
 use crate::shared::softcap::{any_far, no_products, softcap_products, with_products};
-use crate::shared::walk::Four;
 
 /// Strides of a contiguous bias in bytes: 0 where it is 1 long.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -79,7 +79,7 @@ pub fn table_of_head(
 }
 
 /// Makes scores of products: multiplied by `factor`, unless they are softcapped by now, and ALiBi's and the given biases added. `rows` and `cols` are where
-/// the positions of the unit's first row and of its first column in the step are; in a walk over `columns` rows are keys.
+/// the positions of the unit's first row and of its first column in the step are; in a loop over `columns` rows are keys.
 #[cube]
 pub fn add_biases(
     s: &mut Array<Vector<f32, Four>>,

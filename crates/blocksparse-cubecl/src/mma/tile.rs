@@ -4,7 +4,7 @@ use std::fmt;
 
 use crate::arch::sm80::*;
 use crate::call::{Kernel, ScoreKind};
-use blocksparse::plan::{Tiling, Walk};
+use blocksparse::plan::{Mainloop, Tiling};
 
 /// Stands for a position outside of the sequence.
 pub const NOWHERE: u32 = u32::MAX;
@@ -84,10 +84,10 @@ impl Tile {
     }
 
     /// How the layout is cut.
-    pub fn tiling(&self, walk: Walk) -> Tiling {
+    pub fn tiling(&self, mainloop: Mainloop) -> Tiling {
         Tiling {
             clustered: self.clustered,
-            ..Tiling::new(walk, self.rows(), self.cols)
+            ..Tiling::new(mainloop, self.rows(), self.cols)
         }
     }
 
@@ -125,7 +125,7 @@ impl Tile {
         self.slot_offset() + self.slots() * self.slot_bytes()
     }
 
-    /// lse and delta of a step's columns, in a walk over columns of queries.
+    /// lse and delta of a step's columns, in a loop over columns of queries.
     pub fn stats_bytes(&self) -> usize {
         self.cols * 8
     }

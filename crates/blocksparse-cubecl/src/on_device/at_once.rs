@@ -31,7 +31,7 @@ const MULTIPROCESSORS: usize = 16;
 pub struct Once {
     /// Units of a cube.
     pub units: usize,
-    /// Numbers of shared memory: no fewer than a pattern's tiles.
+    /// Elements of shared memory: no fewer than a pattern's tiles.
     pub tiles: usize,
 }
 

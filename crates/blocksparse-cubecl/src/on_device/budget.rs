@@ -11,7 +11,7 @@ use super::bits::Grid;
 use super::budget_search::{
     Held, Row, above, block_at, bound_of, count_of, is_above_share, meet, of_row, value, weight,
 };
-use super::budget_tile::{BudgetKind, BudgetTile, Numbers};
+use super::budget_tile::{BudgetKind, BudgetTile, RuleScalars};
 use crate::arch::planes::{total, votes};
 use crate::shared::order_key::{INFINITE, key};
 use crate::shared::row_tile::{Combine, pair_across_lanes, pair_shared};
@@ -30,7 +30,7 @@ pub fn from_scores(
     scores: &[u32],
     bits: &mut [u32],
     grid: Grid,
-    rule: Numbers,
+    rule: RuleScalars,
     rows: usize,
     #[comptime] c: BudgetTile,
 ) {
@@ -141,7 +141,7 @@ pub fn from_scores(
             let of_forced = of_row(of_forced, &mut one, Combine::Sum, c);
             let rest = above(scores, &own, 0u32, &row, &mut shared, 0usize, true, c);
             meet(c);
-            let needed = row.rule.share * (of_forced + rest.mass) - of_forced;
+            let needed = row.rule.share * (of_forced + rest.weight_sum) - of_forced;
             if row.rule.share >= 1.0f32 {
                 wanted = f32::cast_from(row.others);
             } else if needed > 0.0f32 {
@@ -153,7 +153,7 @@ pub fn from_scores(
                 // All together may be rounded to less than what is needed: then the bound is 0, which is no score's key.
                 if bound != 0u32 {
                     let of_bound = weight(bound, &row, comptime!(c.kind));
-                    let ties = ((needed - there.mass) / of_bound).ceil();
+                    let ties = ((needed - there.weight_sum) / of_bound).ceil();
                     // Those that equal it cannot be more than all.
                     wanted = min(wanted + ties, f32::cast_from(row.others));
                 }

@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use super::bits::{Grid, HIDDEN, first_position, last_position, seen};
-use super::budget_tile::{BudgetTile, Numbers};
+use super::budget_tile::{BudgetTile, RuleScalars};
 use crate::arch::planes::{LANES, highest, lowest, total, traded};
 use crate::shared::order_key::{INFINITE, key, number};
 use crate::shared::row_tile::{Combine, across_lanes, combine, pair_across_lanes};
@@ -22,7 +22,7 @@ pub struct Row {
     /// Blocks that a rule may choose.
     pub others: u32,
     pub grid: Grid,
-    pub rule: Numbers,
+    pub rule: RuleScalars,
 }
 
 /// A block of a row.
@@ -74,7 +74,7 @@ pub fn value(key: u32, #[comptime] kind: EstimateKind) -> f32 {
         comptime!(LARGEST).runtime(),
     );
     match comptime!(kind) {
-        // As a mass +∞ is wanted whatever the others get, and weighs nothing.
+        // As a probability +∞ is wanted whatever the others get, and weighs nothing.
         EstimateKind::Probability => select(key == INFINITE, 0.0f32.runtime(), value),
         EstimateKind::Logit => value,
     }
@@ -90,7 +90,7 @@ pub fn weight(key: u32, row: &Row, #[comptime] kind: EstimateKind) -> f32 {
     }
 }
 
-/// The numbers of a row's units as one.
+/// The elements of a row's units as one.
 #[cube]
 pub fn of_row(
     x: f32,
@@ -129,7 +129,7 @@ pub struct Held {
 /// Blocks above a bound.
 #[derive(CubeType, Clone, Copy)]
 pub struct Above {
-    pub mass: f32,
+    pub weight_sum: f32,
     pub count: u32,
 }
 
@@ -145,7 +145,7 @@ pub fn above(
     #[comptime] weighs: bool,
     #[comptime] c: BudgetTile,
 ) -> Above {
-    let mut mass = 0.0f32.runtime();
+    let mut weight_sum = 0.0f32.runtime();
     let mut count = 0u32.runtime();
     if comptime!(c.held > 0) {
         #[unroll]
@@ -153,7 +153,7 @@ pub fn above(
             let is_above = own.keys[i] > bound;
             count += select(is_above, 1u32, 0u32);
             if comptime!(weighs) {
-                mass += select(is_above, own.weights[i], 0.0f32);
+                weight_sum += select(is_above, own.weights[i], 0.0f32);
             }
         }
     } else {
@@ -162,7 +162,7 @@ pub fn above(
             let key = block_at(scores, block, row, c).free_key();
             if key > bound {
                 if comptime!(weighs) {
-                    mass += weight(key, row, comptime!(c.kind));
+                    weight_sum += weight(key, row, comptime!(c.kind));
                 }
                 count += 1u32;
             }
@@ -171,17 +171,17 @@ pub fn above(
     }
     if comptime!(c.votes) {
         if comptime!(weighs) {
-            mass = of_row(mass, shared, Combine::Sum, c);
+            weight_sum = of_row(weight_sum, shared, Combine::Sum, c);
         }
         Above {
-            mass,
+            weight_sum,
             count: total(count, comptime!(c.ptx)),
         }
     } else {
         let count = f32::cast_from(count);
-        let both = pair_across_lanes::<f32>(mass, count, shared, step, comptime!(c.tile));
+        let both = pair_across_lanes::<f32>(weight_sum, count, shared, step, comptime!(c.tile));
         Above {
-            mass: both.a,
+            weight_sum: both.a,
             count: u32::cast_from(both.b),
         }
     }
@@ -246,7 +246,7 @@ pub fn bound_of(
         let there = above(scores, own, middle, row, shared, step, weighs, c);
         let mut is_enough = there.count <= wanted;
         if comptime!(weighs) {
-            is_enough = there.mass < limit;
+            is_enough = there.weight_sum < limit;
         }
         if low < high {
             if is_enough {

@@ -126,7 +126,7 @@ impl BudgetTile {
 
 /// A rule's numbers.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
-pub struct Numbers {
+pub struct RuleScalars {
     /// Blocks, or parts of them, or the fewest of a share of weights.
     pub least: u32,
     /// The most blocks of a share of weights.
@@ -140,7 +140,7 @@ pub struct Numbers {
 }
 
 /// The numbers of a rule, of rows of so many blocks.
-pub fn numbers(rule: &Rule, blocks: usize) -> NumbersLaunch {
+pub fn rule_scalars(rule: &Rule, blocks: usize) -> RuleScalarsLaunch {
     let whole = |count: usize| u32::try_from(count.min(blocks)).unwrap_or(u32::MAX);
     let (least, most, share) = match rule.keep {
         Budget::TopK(k) => (whole(k), 0, 0.0),
@@ -152,5 +152,5 @@ pub fn numbers(rule: &Rule, blocks: usize) -> NumbersLaunch {
         rule.forced.local.min(blocks + 1),
         rule.forced.first.min(blocks),
     );
-    NumbersLaunch::new(least, most, share as f32, local, first)
+    RuleScalarsLaunch::new(least, most, share as f32, local, first)
 }

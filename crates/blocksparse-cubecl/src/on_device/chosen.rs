@@ -17,7 +17,7 @@ use super::{UNITS, cubes, units};
 use crate::args::buffer;
 use crate::device_key::{DeviceKey, device_key};
 use crate::error::KernelError;
-use blocksparse::plan::Walk;
+use blocksparse::plan::Mainloop;
 use blocksparse::{BlockLayout, BlockSource, DeviceChoice, LayoutShape};
 
 /// The tensor that chooses a layout's blocks, contiguous.
@@ -31,10 +31,10 @@ pub struct ChoiceTensor {
 
 /// The bits of a layout's blocks on devices.
 #[derive(Default)]
-struct Bits(Mutex<HashMap<DeviceKey, ByWalk>>);
+struct Bits(Mutex<HashMap<DeviceKey, ByMainloop>>);
 
-/// Bits by rows, and by columns from when they are walked: of blocks, or of pairs. Of a layout by positions `rows` are those, and there are no columns.
-struct ByWalk {
+/// Bits by rows, and by columns from when a loop over columns asks for them: of blocks, or of pairs. Of a layout by positions `rows` are those, and there are no columns.
+struct ByMainloop {
     rows: Handle,
     columns: Option<Handle>,
 }
@@ -61,7 +61,7 @@ pub fn choose_blocks(
     let known = layout.attachment(Bits::default);
     let mut known = known.0.lock().unwrap_or_else(PoisonError::into_inner);
     if let Entry::Vacant(entry) = known.entry(device_key(client)) {
-        entry.insert(ByWalk {
+        entry.insert(ByMainloop {
             rows: row_bits(client, layout, choice, tensor)?,
             columns: None,
         });
@@ -161,7 +161,7 @@ fn row_bits(
         },
         BlockSource::Scores(rule) => {
             let most = layout.kv_blocks();
-            let numbers = budget_tile::numbers(&rule, most);
+            let numbers = budget_tile::rule_scalars(&rule, most);
             let hides = hidden.is_some();
             let tile = BudgetTile::new(client.properties(), &rule, most, causal, hides)?;
             // SAFETY: likewise a cube, or a plane of it.
@@ -230,7 +230,7 @@ pub fn count_blocks(client: &Client, layout: &BlockLayout, counts: &Handle) {
     }
     let known = layout.attachment(Bits::default);
     let known = known.0.lock().unwrap_or_else(PoisonError::into_inner);
-    let Some(ByWalk { rows, .. }) = known.get(&device_key(client)) else {
+    let Some(ByMainloop { rows, .. }) = known.get(&device_key(client)) else {
         return;
     };
     let len = patterns(choice) * layout.q_blocks();
@@ -279,7 +279,7 @@ fn column_bits(
     made
 }
 
-/// The bits of the lines of a walk, or positions.
+/// The bits of the lines of a loop, or positions.
 ///
 /// # Panics
 /// If [`choose_blocks`] was not called before.
@@ -287,16 +287,18 @@ pub(super) fn bits_of(
     client: &Client,
     layout: &BlockLayout,
     choice: &DeviceChoice,
-    walk: Walk,
+    mainloop: Mainloop,
 ) -> Handle {
     let bits = layout.attachment(Bits::default);
     let mut bits = bits.0.lock().unwrap_or_else(PoisonError::into_inner);
     let bits = bits.get_mut(&device_key(client));
-    let ByWalk { rows, columns } = bits.expect("a layout has its blocks before a launch");
-    let bits = match walk {
+    let ByMainloop { rows, columns } = bits.expect("a layout has its blocks before a launch");
+    let bits = match mainloop {
         _ if choice.positions(layout.shape()).is_some() => rows,
-        Walk::Rows => rows,
-        Walk::Columns => columns.get_or_insert_with(|| column_bits(client, layout, choice, rows)),
+        Mainloop::Rows => rows,
+        Mainloop::Columns => {
+            columns.get_or_insert_with(|| column_bits(client, layout, choice, rows))
+        }
     };
     bits.clone()
 }

@@ -37,7 +37,7 @@ pub struct KeyListSizes {
 }
 
 impl KeyListSizes {
-    /// Of lists, queries and keys, and numbers of a list.
+    /// Of lists, queries and keys, and elements of a list.
     pub fn new(lists: usize, [seq_q, seq_kv]: [usize; 2], most: usize) -> Self {
         Self {
             lists,
@@ -47,7 +47,7 @@ impl KeyListSizes {
         }
     }
 
-    fn numbers(&self) -> usize {
+    fn elements(&self) -> usize {
         self.lists * self.seq_q * self.most
     }
 
@@ -74,7 +74,7 @@ pub fn unique_keys(
     unique: &Handle,
 ) -> Result<(), KernelError> {
     check_units(client)?;
-    within("the keys of lists", sizes.numbers())?;
+    within("the keys of lists", sizes.elements())?;
     let rows = sizes.lists * sizes.seq_q;
     // SAFETY: a cube reads and writes the list of its row; cubes beyond the last have rows of no numbers.
     unsafe {
@@ -83,8 +83,8 @@ pub fn unique_keys(
             cubes(client, rows),
             CubeDim::new_1d(LIST_UNITS as u32),
             AddressType::U32,
-            buffer(given, sizes.numbers()),
-            buffer(unique, sizes.numbers()),
+            buffer(given, sizes.elements()),
+            buffer(unique, sizes.elements()),
             RowsOfKeysLaunch::new(rows, sizes.seq_q, sizes.seq_kv, sizes.most),
             u32::from(causal),
         );
@@ -125,7 +125,7 @@ pub(super) fn row_bits(
     queries: Queries,
 ) -> Result<Handle, KernelError> {
     check_units(client)?;
-    within("the keys of lists", sizes.numbers())?;
+    within("the keys of lists", sizes.elements())?;
     let (words, rows) = (sizes.words(), sizes.lists * queries.count);
     within("the bits of lists", rows * words)?;
     let made = client.empty((rows * words).max(1) * size_of::<u32>());
@@ -136,7 +136,7 @@ pub(super) fn row_bits(
             cubes(client, rows),
             CubeDim::new_1d(LIST_UNITS as u32),
             AddressType::U32,
-            buffer(unique, sizes.numbers()),
+            buffer(unique, sizes.elements()),
             buffer(&made, rows * words),
             RowsOfKeysLaunch::new(rows, queries.count, sizes.seq_kv, sizes.most),
             words,

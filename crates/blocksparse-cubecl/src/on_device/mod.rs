@@ -1,6 +1,6 @@
 //! Launch plans of layouts whose blocks a tensor chooses: made on its device, in buffers whose sizes follow from the layout's sizes.
 //!
-//! The tensor becomes bits ([`bits`]), the bits become the words of a plan (`words`), and kernels walk it as they walk any other. Where every query
+//! The tensor becomes bits ([`bits`]), the bits become the words of a plan (`words`), and kernels run it as they run any other. Where every query
 //! chooses for itself, `query_lists` packs those that chose the same block. Blocks that are chosen from those of a layout on the host have its plan's
 //! entries (`within`), and so do those whose masks follow from positions, or from bits of pairs (`pairs`).
 
@@ -30,7 +30,7 @@ use super::error::KernelError;
 use super::uploaded::DevicePlan;
 use at_once::Once;
 use blocksparse::internal::TALLEST;
-use blocksparse::plan::{Sections, Tiling, Walk};
+use blocksparse::plan::{Mainloop, Sections, Tiling};
 use blocksparse::{BlockLayout, DeviceChoice};
 pub use chosen::{ChoiceTensor, choose_blocks, count_blocks};
 use chosen::{offset, patterns};
@@ -74,28 +74,28 @@ impl Room {
         let b = shape.block_size;
         let group = tiling.cols.min(b);
         let cut = Cut {
-            walk: tiling.walk,
+            mainloop: tiling.mainloop,
             rows: tiling.rows,
             per_step: tiling.cols / group,
             group,
             block: b,
             causal: choice.causal,
         };
-        let (length, lines, others) = match tiling.walk {
-            Walk::Rows => (shape.seq_q, layout.q_blocks(), layout.kv_blocks()),
-            Walk::Columns => (shape.seq_kv, layout.kv_blocks(), layout.q_blocks()),
+        let (length, lines, others) = match tiling.mainloop {
+            Mainloop::Rows => (shape.seq_q, layout.q_blocks(), layout.kv_blocks()),
+            Mainloop::Columns => (shape.seq_kv, layout.kv_blocks(), layout.q_blocks()),
         };
         let tiles = length.div_ceil(tiling.rows);
         let most = choice.most_blocks(shape);
         let step = cut.per_step;
-        let entries = match tiling.walk {
-            Walk::Rows => {
+        let entries = match tiling.mainloop {
+            Mainloop::Rows => {
                 let blocks = (most * cut.height()).min(others);
                 tiles * (blocks * cut.parts()).next_multiple_of(step)
             }
             // A column may have all rows, but all columns together have no more blocks than all rows; a tile lower than a block has its
             // blocks for itself.
-            Walk::Columns => {
+            Mainloop::Columns => {
                 let tiles_of_block = (b / tiling.rows).max(1);
                 let all = layout.q_blocks() * most * cut.parts() * tiles_of_block;
                 let by_tile = (others * cut.parts()).next_multiple_of(step);
@@ -196,7 +196,7 @@ pub fn plan(
         !(tiling.places || visits || tiling.clustered),
         "a plan that is made on the device has neither places nor clusters, and visits where its blocks are known"
     );
-    let bits = chosen::bits_of(client, layout, choice, tiling.walk);
+    let bits = chosen::bits_of(client, layout, choice, tiling.mainloop);
     let making = Making {
         client,
         layout,
@@ -246,7 +246,7 @@ struct Making<'a> {
     layout: &'a BlockLayout,
     choice: &'a DeviceChoice,
     tiling: Tiling,
-    /// Those of the walk, or positions.
+    /// Those of the loop, or positions.
     bits: Handle,
     room: Room,
 }
@@ -254,9 +254,9 @@ struct Making<'a> {
 impl Making<'_> {
     fn extent(&self) -> ExtentLaunch {
         let (layout, room) = (self.layout, &self.room);
-        let [row_len, col_len] = match self.tiling.walk {
-            Walk::Rows => [layout.seq_q(), layout.seq_kv()],
-            Walk::Columns => [layout.seq_kv(), layout.seq_q()],
+        let [row_len, col_len] = match self.tiling.mainloop {
+            Mainloop::Rows => [layout.seq_q(), layout.seq_kv()],
+            Mainloop::Columns => [layout.seq_kv(), layout.seq_q()],
         };
         ExtentLaunch::new(
             room.tiles,
@@ -512,12 +512,12 @@ impl Making<'_> {
         }
     }
 
-    /// Numbers of a pattern in the tensor that says what is seen, and the first of the rows and of the columns of the walk among them; of bits a row's words.
+    /// Numbers of a pattern in the tensor that says what is seen, and the first of the rows and of the columns of the loop among them; of bits a row's words.
     fn numbers(&self) -> (usize, [usize; 2]) {
         let shape = self.layout.shape();
-        let turned = |[queries, keys]: [usize; 2]| match self.tiling.walk {
-            Walk::Rows => [queries, keys],
-            Walk::Columns => [keys, queries],
+        let turned = |[queries, keys]: [usize; 2]| match self.tiling.mainloop {
+            Mainloop::Rows => [queries, keys],
+            Mainloop::Columns => [keys, queries],
         };
         match self.choice.positions(shape) {
             Some([numbers, keys]) => (numbers, turned([0, keys])),

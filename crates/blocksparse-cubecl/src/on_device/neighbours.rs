@@ -1,4 +1,4 @@
-//! Lists of single keys that neighbouring queries walk together: every key that one of them listed, once, with a bit for each query that did.
+//! Lists of single keys that neighbouring queries share: every key that one of them listed, once, with a bit for each query that did.
 //!
 //! ```text
 //! bounds     where keys of each 2,048 begin in every query's list, for some of them at a time

@@ -8,7 +8,7 @@ use cubecl::prelude::*;
 
 use super::tables::{Heads, first_tile};
 use super::words::{Cut, EMPTY, Extent, FULL, Places};
-use blocksparse::plan::{MASKED_STEP, Walk};
+use blocksparse::plan::{MASKED_STEP, Mainloop};
 use blocksparse::{BlockSource, PositionMask};
 
 /// Units of a cube, if a device has as many.
@@ -87,9 +87,9 @@ fn by_positions(
     for bit in 0..comptime!(cut.group.min(32)) {
         let at = first + bit;
         let other = positions[at.min(end - 1)];
-        let is_seen = match comptime!(cut.walk) {
-            Walk::Rows => sees(own, other, rule),
-            Walk::Columns => sees(other, own, rule),
+        let is_seen = match comptime!(cut.mainloop) {
+            Mainloop::Rows => sees(own, other, rule),
+            Mainloop::Columns => sees(other, own, rule),
         };
         word |= select(is_seen && at < end, comptime!(1u32 << bit), 0u32);
     }

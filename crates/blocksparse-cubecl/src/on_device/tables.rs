@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use super::words::{Cut, EMPTY, Extent, FULL, Places};
-use blocksparse::plan::Walk;
+use blocksparse::plan::Mainloop;
 
 /// Which tiles a head has.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -84,9 +84,9 @@ fn mask_word(id: u32, row: usize, first: i32, extent: &Extent, #[comptime] cut: 
             // The offset's remainder, of a negative offset, too.
             let rest = (extent.offset % step + step) % step;
             let distance = crossing as i32 * step + rest - comptime!(cut.below() as i32);
-            match comptime!(cut.walk) {
-                Walk::Rows => to = to.min(row as i32 + distance + 1i32),
-                Walk::Columns => from = row as i32 - distance,
+            match comptime!(cut.mainloop) {
+                Mainloop::Rows => to = to.min(row as i32 + distance + 1i32),
+                Mainloop::Columns => from = row as i32 - distance,
             };
         }
     }

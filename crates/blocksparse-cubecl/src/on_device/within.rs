@@ -184,7 +184,7 @@ fn left(
     mask_of(whole[entry + 1], chosen, of, cut)
 }
 
-/// How long the walk of tile `at` is.
+/// How many steps tile `at` has.
 #[cube]
 fn counted(
     bits: &[u32],

@@ -16,13 +16,13 @@
 
 use cubecl::prelude::*;
 
-use blocksparse::plan::Walk;
+use blocksparse::plan::Mainloop;
 
 /// How bits are cut into tiles and steps: the comptime shape of the kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Cut {
     /// Which side the rows are.
-    pub walk: Walk,
+    pub mainloop: Mainloop,
     /// Positions of a tile.
     pub rows: usize,
     /// Entries of a step.
@@ -58,17 +58,17 @@ impl Cut {
 
     /// Entries at this distance below the diagonal, or farther, have no pair.
     pub fn below(&self) -> usize {
-        match self.walk {
-            Walk::Rows => self.rows,
-            Walk::Columns => self.group,
+        match self.mainloop {
+            Mainloop::Rows => self.rows,
+            Mainloop::Columns => self.group,
         }
     }
 
     /// Entries at this distance above it, or farther, have all.
     fn above(&self) -> usize {
-        match self.walk {
-            Walk::Rows => self.group - 1,
-            Walk::Columns => self.rows - 1,
+        match self.mainloop {
+            Mainloop::Rows => self.group - 1,
+            Mainloop::Columns => self.rows - 1,
         }
     }
 
@@ -158,12 +158,12 @@ fn mask_id(subset: u32, row: i32, col: i32, extent: &Extent, #[comptime] cut: Cu
     select(empty, EMPTY, select(full, FULL, id))
 }
 
-/// How far the queries of an entry lie behind its keys: row `r` and column `c` are a pair if `c − r`, or in a walk over columns
+/// How far the queries of an entry lie behind its keys: row `r` and column `c` are a pair if `c − r`, or in a loop over columns
 /// `r − c`, is no more.
 #[cube]
 fn distance(row: i32, col: i32, extent: &Extent, #[comptime] cut: Cut) -> i32 {
     let mut distance = row + extent.offset - col;
-    if comptime!(matches!(cut.walk, Walk::Columns)) {
+    if comptime!(matches!(cut.mainloop, Mainloop::Columns)) {
         distance = col + extent.offset - row;
     }
     distance
@@ -245,10 +245,10 @@ fn is_clear(row: i32, word: usize, extent: &Extent, #[comptime] cut: Cut) -> boo
     let mut clear = row + comptime!(cut.rows as i32) <= extent.row_len
         && last + comptime!(cut.group as i32) <= extent.col_len;
     if comptime!(cut.causal) {
-        // Of a walk over columns entries far on lie farther from the diagonal, of one over rows nearer.
-        let nearest = match comptime!(cut.walk) {
-            Walk::Rows => last,
-            Walk::Columns => first,
+        // Of a loop over columns entries far on lie farther from the diagonal, of one over rows nearer.
+        let nearest = match comptime!(cut.mainloop) {
+            Mainloop::Rows => last,
+            Mainloop::Columns => first,
         };
         clear = clear && distance(row, nearest, extent, cut) >= comptime!(cut.above() as i32);
     }
@@ -278,7 +278,7 @@ pub fn place(at: usize, extent: &Extent, #[comptime] cut: Cut) -> Place {
     }
 }
 
-/// How long a tile's walk is.
+/// How many steps a tile has.
 #[derive(CubeType, Clone, Copy)]
 pub struct Counted {
     /// Steps.
@@ -339,9 +339,9 @@ pub fn entries_of(
     Entries { masked, full }
 }
 
-/// The walk over a tile's entries.
+/// The steps of a tile's entries.
 #[cube]
-pub fn walk_of(entries: &Entries, #[comptime] cut: Cut) -> Counted {
+pub fn in_steps(entries: &Entries, #[comptime] cut: Cut) -> Counted {
     let per_step = comptime!(cut.per_step as u32);
     let (masked, full) = (entries.masked, entries.full);
     let steps = (masked + full).div_ceil(per_step);
@@ -357,7 +357,7 @@ pub fn walk_of(entries: &Entries, #[comptime] cut: Cut) -> Counted {
 pub fn counted(bits: &[u32], at: usize, extent: &Extent, #[comptime] cut: Cut) -> Counted {
     let place = place(at, extent, cut);
     let entries = entries_of(bits, &place, 0usize, extent.words, extent, cut);
-    walk_of(&entries, cut)
+    in_steps(&entries, cut)
 }
 
 /// Counts the entries of each tile into its record: 0, steps, steps whose masks matter.

@@ -43,7 +43,7 @@ const RUN: usize = 2;
 const HALF: u32 = 16;
 /// Words of a digit that was found: itself, how many keys are above it, and how many have it.
 pub const FOUND: usize = 3;
-/// Numbers of a vector, at most.
+/// Elements of a vector, at most.
 const MOST_VECTOR: usize = 4;
 
 /// Bits below a digit.
@@ -121,17 +121,17 @@ impl RadixTile {
     }
 }
 
-/// How the numbers of a row become keys.
+/// How the elements of a row become keys.
 #[cube]
 pub trait RowKeys: CubeType {
-    /// Neighbouring numbers of the row.
+    /// Neighbouring elements of the row.
     fn load<N: Size>(&self, numbers: &[Vector<u32, N>], vector: usize) -> Vector<u32, N>;
 
     /// The key of the number at a place, in the order of selection and above 0.
     fn key(&self, number: u32, at: usize) -> u32;
 }
 
-/// Numbers of a row that a cube looks at: from `begin`, with which a vector begins, up to `end`.
+/// Elements of a row that a cube looks at: from `begin`, with which a vector begins, up to `end`.
 #[derive(CubeType, Clone, Copy)]
 pub struct Span {
     /// The first.

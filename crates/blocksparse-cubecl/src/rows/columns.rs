@@ -205,7 +205,7 @@ fn sums_in(
     Ok(())
 }
 
-/// The type of sums of numbers of a type.
+/// The type of sums of elements of a type.
 pub fn accumulator_of(element: ElemType) -> ElemType {
     use cubecl::ir::FloatKind;
     match element {

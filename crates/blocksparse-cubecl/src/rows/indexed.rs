@@ -21,7 +21,7 @@ pub struct IndexedRows {
     pub places: usize,
     /// Rows that a place names: numbers of the index, i32 `[lists, places, most]`, negative for none.
     pub most: usize,
-    /// Numbers of a row.
+    /// Elements of a row.
     pub width: usize,
     /// Whether the index is `[lists, most, places]`.
     pub turned: bool,

@@ -6,7 +6,7 @@ use cubecl::prelude::*;
 use crate::error::KernelError;
 use crate::shared::row_tile::RowTile;
 
-/// Numbers of a row that a unit has in registers, if the device has units enough.
+/// Elements of a row that a unit has in registers, if the device has units enough.
 pub const LANE_NUMBERS: usize = 32;
 
 /// What a kernel is compiled for.
@@ -38,7 +38,7 @@ pub fn has(lane: usize, i: usize, #[comptime] tile: RowTile) -> bool {
         || lane + i * comptime!(tile.lanes) < comptime!(tile.row_vectors)
 }
 
-/// The sum of the numbers of a vector.
+/// The sum of the elements of a vector.
 #[cube]
 pub fn sum_of<A: Float, N: Size>(vector: Vector<A, N>) -> A {
     let mut sum = vector.extract(0usize);

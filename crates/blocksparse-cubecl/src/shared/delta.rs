@@ -3,8 +3,8 @@
 use cubecl::ir::features::Plane;
 use cubecl::prelude::*;
 
+use crate::shared::addressing::*;
 use crate::shared::score::LOW;
-use crate::shared::walk::*;
 
 /// `stats[head, place] = (lse · lse_factor, delta)`, `delta = rowsum(dO ∘ O) − dlse`: what backward needs of the query at each
 /// place, in one buffer because some devices bind only eight. Rows without keys get lse and delta 0, so that no infinity enters the

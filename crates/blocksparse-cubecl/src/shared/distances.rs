@@ -7,7 +7,7 @@ use cubecl::prelude::*;
 pub struct TableArgs {
     /// `[heads or 1, 2 · reach + 1]`
     pub numbers: Box<[f32]>,
-    /// Numbers of a head: 0 if heads share them.
+    /// Elements of a head: 0 if heads share them.
     pub head: u32,
     /// The largest distance that has a number of its own.
     pub reach: u32,
@@ -22,7 +22,7 @@ pub struct HeadTable {
     last: i32,
 }
 
-/// The numbers of a head.
+/// The elements of a head.
 #[cube]
 pub fn table_of(table: &TableArgs, head: u32) -> HeadTable {
     let first = i32::cast_from(head * table.head);

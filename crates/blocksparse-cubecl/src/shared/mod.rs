@@ -1,5 +1,6 @@
 //! What kernels of several tiers share.
 
+pub mod addressing;
 pub mod biases;
 pub mod bins;
 pub mod codec;
@@ -15,4 +16,3 @@ pub mod score;
 #[cfg(feature = "cuda-asm")]
 pub mod softcap;
 pub mod unit_sums;
-pub mod walk;

@@ -19,7 +19,7 @@ pub struct RowTile {
     pub lanes: usize,
     /// Rows that a cube has at a time.
     pub rows: usize,
-    /// Numbers of a vector.
+    /// Elements of a vector.
     pub vector: usize,
     /// Vectors of a row.
     pub row_vectors: usize,
@@ -84,7 +84,7 @@ impl RowTile {
         self.row_vectors.is_multiple_of(self.lanes)
     }
 
-    /// Numbers of shared memory that [`across_lanes`] needs.
+    /// Elements of shared memory that [`across_lanes`] needs.
     pub fn shared(&self) -> usize {
         match self.lanes > self.plane {
             true => self.units(),
@@ -102,7 +102,7 @@ pub struct Pair<A: Float> {
     pub b: A,
 }
 
-/// Numbers of shared memory that `pair_across_lanes` needs.
+/// Elements of shared memory that `pair_across_lanes` needs.
 pub fn pair_shared(tile: &RowTile) -> usize {
     match tile.plane > 1 && tile.lanes > tile.plane {
         true => 4 * tile.units() / tile.plane,

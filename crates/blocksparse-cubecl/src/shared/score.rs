@@ -6,7 +6,7 @@ use cubecl::prelude::*;
 /// What products are multiplied by on their way to scores, of the tensor-core tiers.
 #[cfg(feature = "cuda-asm")]
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
-pub struct ScoreNumbers {
+pub struct ScoreScalars {
     /// Factor of dQ and dK.
     pub scale: f32,
     /// From scores to exponents of two.

@@ -1,4 +1,4 @@
-//! The backward kernel, which walks rows for dQ and columns for dK and dV.
+//! The backward kernel: a loop over rows for dQ, over columns for dK and dV.
 
 use cubecl::prelude::*;
 
@@ -10,13 +10,13 @@ use super::mask::*;
 use super::product::*;
 use super::score::*;
 use super::tile::*;
+use crate::shared::addressing::*;
 use crate::shared::dropout::Mask;
-use crate::shared::walk::*;
-use blocksparse::plan::Walk;
+use blocksparse::plan::Mainloop;
 
 /// Lengths of a launch.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
-pub struct WalkLengths {
+pub struct MainloopLengths {
     /// Query heads.
     pub heads: usize,
     /// Query heads to a head of keys.
@@ -31,7 +31,7 @@ pub struct WalkLengths {
     pub tiles: usize,
 }
 
-/// One kernel for both walks. `a` are the tile's own rows, `b` the gathered ones:
+/// One kernel for both mainloops. `a` are the tile's own rows, `b` the gathered ones:
 ///
 /// ```text
 ///            a1  a2   b1  b2        s  = scale · a1 · b1ᵀ      p  = exp(s − lse)
@@ -39,17 +39,17 @@ pub struct WalkLengths {
 /// columns    k   v    q   dO        out1 += ds · b1            out2 += p · b2   (columns only)
 /// ```
 ///
-/// In a walk over columns s, p, dp and ds are the transposes. `out1 · scale` is dQ or dK, `out2` is dV.
+/// In a loop over columns s, p, dp and ds are the transposes. `out1 · scale` is dQ or dK, `out2` is dV.
 /// With a softcap `ds` has the factor `1 − (s / softcap)²`, s being softcapped, before biases are added to it. With dropout p in
 /// `p · b2`, and dp, have the factors of the forward pass. The stored weights, if there are any, take the place of `exp(s − lse)`.
 ///
-/// Key heads serve `heads_per_kv` query heads: a walk over columns goes through all of them.
+/// Key heads serve `heads_per_kv` query heads: a loop over columns goes through all of them.
 ///
-/// With `t.bias_gradient` the kernel makes the gradient of the bias instead, `ds` without the softcap's factor: a walk over rows adds it
-/// pair by pair, a walk over columns, where all queries share a row of the bias, a sum for each key. Batch entries and heads that share
+/// With `t.bias_gradient` the kernel makes the gradient of the bias instead, `ds` without the softcap's factor: a loop over rows adds it
+/// pair by pair, a loop over columns, where all queries share a row of the bias, a sum for each key. Batch entries and heads that share
 /// a bias are launched one after the other, in a slice each, so that every element has one writer at a time.
 ///
-/// With `t.fused` a walk over columns makes dQ, too. A cube walks the tiles of a group one after the other: see [`rank_of`]. Each group has
+/// With `t.fused` a loop over columns makes dQ, too. A cube computes the tiles of a group one after the other: see [`rank_of`]. Each group has
 /// `sums` of dQ of its own, `[groups, batch, heads, seq_q, fours]`, to which only this cube adds: [`finish`] sums them up.
 ///
 /// `out` holds out1 and from vector `second` on out2, both contiguous; `stats` from number `slopes` on the ALiBi slopes, and further on the
@@ -71,12 +71,12 @@ pub fn backward<E: Float, A: Float, N: Size>(
     bias_strides: BiasStrides,
     distances: Distances,
     schedule: Schedule,
-    lengths: WalkLengths,
+    lengths: MainloopLengths,
     scale: InputScalar,
     softcap: InputScalar,
     dropout: Mask,
     dropout_factor: InputScalar,
-    #[comptime] walk: Walk,
+    #[comptime] mainloop: Mainloop,
     #[comptime] t: Tile,
     #[define(E)] _element: ElemType,
     #[define(A)] _accumulator: ElemType,
@@ -91,7 +91,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
     let heads = lengths.heads;
     let heads_per_kv = lengths.heads_per_kv;
     let second = lengths.second;
-    let columns = comptime!(matches!(walk, Walk::Columns));
+    let columns = comptime!(matches!(mainloop, Mainloop::Columns));
     let mut bias_grad = bias_grad;
     let mut dq_sums = sums;
     let width = N::value();
@@ -114,7 +114,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
     let mut b2_tile =
         Shared::<[Vector<A, Four>]>::new_slice(comptime!(t.cols() * pitch(t.value_dim)));
     let mut ds_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(t.rows * t.weight_pitch()));
-    // A fused walk has its weights and ds in one tile, one after the other.
+    // A fused mainloop has its weights and ds in one tile, one after the other.
     let two = comptime!(columns && !t.fused);
     let p_len = comptime!(if two { t.rows * t.weight_pitch() } else { 1 });
     let mut p_tile = Shared::<[Vector<A, Four>]>::new_slice(p_len);
@@ -159,7 +159,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
             // The tile before reads its keys to the end.
             sync_cube();
         }
-        let own = walker(plan, &parts, batch, first_own, rank, t);
+        let own = tile_steps(plan, &parts, batch, first_own, rank, t);
         let tile = own.tile;
         load_both::<E, A, N>(
             a1,
@@ -228,10 +228,10 @@ pub fn backward<E: Float, A: Float, N: Size>(
             let mut masked_steps = own.masked;
             if turn > 0 {
                 let first_record = plan[parts.heads + batch * parts.batch + head] as usize;
-                let walk_of = walker_of(plan, &parts, first_record, tile, t);
-                first_entry = walk_of.entry;
-                steps = walk_of.steps;
-                masked_steps = walk_of.masked;
+                let turn_steps = tile_steps_of(plan, &parts, first_record, tile, t);
+                first_entry = turn_steps.entry;
+                steps = turn_steps.steps;
+                masked_steps = turn_steps.masked;
             }
             let mut inner = head;
             if comptime!(!columns) {
@@ -291,7 +291,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
                         bias_strides.row,
                         &positions,
                         &seq_lengths,
-                        walk,
+                        mainloop,
                         t,
                     );
                     let start = distances.start + head * distances.head;
@@ -302,7 +302,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
                         distances.reach,
                         &positions,
                         &seq_lengths,
-                        walk,
+                        mainloop,
                         t,
                     );
                     let mut p = Array::<A>::new(comptime!(rows * 4));
@@ -313,7 +313,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
                         #[unroll]
                         for i in 0..rows {
                             let row = own.rows + unit_y * rows + i;
-                            let at = weight_place(plan, place0, entry, row, unit_x, walk, t);
+                            let at = weight_place(plan, place0, entry, row, unit_x, mainloop, t);
                             #[unroll]
                             for j in 0..4usize {
                                 let index = comptime!(4 * i + j);
@@ -321,14 +321,14 @@ pub fn backward<E: Float, A: Float, N: Size>(
                                 if at.kept {
                                     p[index] = weights[at.element
                                         + comptime!(
-                                            j * match walk {
-                                                Walk::Rows => 1,
-                                                Walk::Columns => t.store.unwrap(),
+                                            j * match mainloop {
+                                                Mainloop::Rows => 1,
+                                                Mainloop::Columns => t.store.unwrap(),
                                             }
                                         )];
                                 }
                                 if comptime!(t.score.softcap) {
-                                    let log = query_value(&row_lse, &col_lse, i, j, walk);
+                                    let log = query_value(&row_lse, &col_lse, i, j, mainloop);
                                     let mut s = p[index].ln() + log;
                                     if comptime!(t.score.biased()) {
                                         s -= biases[index];
@@ -365,8 +365,9 @@ pub fn backward<E: Float, A: Float, N: Size>(
                             #[unroll]
                             for j in 0..4usize {
                                 let index = comptime!(4 * i + j);
-                                p[index] =
-                                    (s[index] - query_value(&row_lse, &col_lse, i, j, walk)).exp();
+                                p[index] = (s[index]
+                                    - query_value(&row_lse, &col_lse, i, j, mainloop))
+                                .exp();
                             }
                         }
                         if masked {
@@ -390,7 +391,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
                         Array::<A>::new(comptime!(if t.score.dropout { rows * 4 } else { 1 }));
                     if comptime!(t.score.dropout) {
                         let factor = dropout_factor.get::<A>();
-                        kept = factors::<A>(&dropout, factor, &positions, batch, head, walk, t);
+                        kept = factors::<A>(&dropout, factor, &positions, batch, head, mainloop, t);
                     }
                     let mut ds_rows =
                         Array::<Vector<A, Four>>::new(comptime!(if t.fused { rows } else { 1 }));
@@ -402,7 +403,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
                         #[unroll]
                         for j in 0..4usize {
                             let index = comptime!(4 * i + j);
-                            let delta = query_value(&row_delta, &col_delta, i, j, walk);
+                            let delta = query_value(&row_delta, &col_delta, i, j, mainloop);
                             let mut weight = p[index];
                             let mut by_weight = dp[index];
                             if comptime!(t.score.dropout) {
@@ -416,7 +417,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
                             if comptime!(t.bias_gradient && !columns) {
                                 // Pairs that are not computed have p = 0, and may stand for others.
                                 if p[index] > A::new(0.0) {
-                                    let pair = pair_at(&positions, i, j, walk);
+                                    let pair = pair_at(&positions, i, j, mainloop);
                                     let at = bias_start + pair.query * bias_strides.row + pair.key;
                                     bias_grad.as_mut().unwrap()[at] += ds;
                                 }
@@ -587,9 +588,9 @@ fn query_value<A: Float>(
     cols: &Array<A>,
     #[comptime] i: usize,
     #[comptime] j: usize,
-    #[comptime] walk: Walk,
+    #[comptime] mainloop: Mainloop,
 ) -> A {
-    if comptime!(matches!(walk, Walk::Columns)) {
+    if comptime!(matches!(mainloop, Mainloop::Columns)) {
         cols[j]
     } else {
         rows[i]

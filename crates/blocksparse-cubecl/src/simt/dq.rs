@@ -1,4 +1,4 @@
-//! dQ of the fused backward pass: what a walk over columns adds to the sums of a group of tiles, and dQ from the sums of all groups.
+//! dQ of the fused backward pass: what a loop over columns adds to the sums of a group of tiles, and dQ from the sums of all groups.
 
 use std::cmp::Reverse;
 
@@ -7,7 +7,7 @@ use cubecl::prelude::*;
 use super::gather::{load_four, store_four};
 use super::product::bounded;
 use super::tile::*;
-use crate::shared::walk::*;
+use crate::shared::addressing::*;
 use blocksparse::plan::EMPTY;
 
 /// How the fours of a step's dQ, `[columns, head_dim]`, are dealt to units: neighbours have neighbouring fours of a row.

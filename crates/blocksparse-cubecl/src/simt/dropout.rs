@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use super::score::{Positions, pair_at};
 use super::tile::*;
 use crate::shared::dropout::{Mask, kept_eight};
-use blocksparse::plan::Walk;
+use blocksparse::plan::Mainloop;
 
 /// The factors of the unit's pairs, `[unit_rows · 4]`: `factor` or 0.
 #[cube]
@@ -15,7 +15,7 @@ pub fn factors<A: Float>(
     positions: &Positions,
     batch: usize,
     head: usize,
-    #[comptime] walk: Walk,
+    #[comptime] mainloop: Mainloop,
     #[comptime] t: Tile,
 ) -> Array<A> {
     let rows = comptime!(t.unit_rows);
@@ -23,7 +23,7 @@ pub fn factors<A: Float>(
     let zero = A::new(0.0);
     let (batch, head) = (batch as u32, head as u32);
     // Eight keys side by side have one counter, unless they are listed by residue class.
-    if comptime!(!t.residue && matches!(walk, Walk::Rows)) {
+    if comptime!(!t.residue && matches!(mainloop, Mainloop::Rows)) {
         #[unroll]
         for i in 0..rows {
             let key = positions.cols[0] as u32;
@@ -57,7 +57,7 @@ pub fn factors<A: Float>(
         for i in 0..rows {
             #[unroll]
             for j in 0..4usize {
-                let pair = pair_at(positions, i, j, walk);
+                let pair = pair_at(positions, i, j, mainloop);
                 let (query, key) = (pair.query as u32, pair.key as u32);
                 let kept = kept_eight(mask, batch, head, query, key / 8) >> (key % 8);
                 factors[comptime!(4 * i + j)] = select(kept & 1 != 0, factor, zero);

@@ -8,10 +8,10 @@ use super::mask::*;
 use super::product::*;
 use super::score::*;
 use super::tile::*;
+use crate::shared::addressing::*;
 use crate::shared::dropout::Mask;
 use crate::shared::score::{LOW, LOWEST_MAX};
-use crate::shared::walk::*;
-use blocksparse::plan::Walk;
+use blocksparse::plan::Mainloop;
 
 /// ```text
 /// m = −∞  l = 0  o = 0                         per row of the tile
@@ -79,7 +79,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
     let mut p_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(t.rows * t.weight_pitch()));
     let mut scratch = Shared::<[A]>::new_slice(comptime!(scratch_len(t)));
 
-    let walk = walker(plan, &parts, batch, head, CUBE_POS_X as usize, t);
+    let own = tile_steps(plan, &parts, batch, head, CUBE_POS_X as usize, t);
     let kv_head = head / heads_per_kv;
     let k_rows = rows_of(&k_strides, batch, kv_head);
     let v_rows = rows_of(&v_strides, batch, kv_head);
@@ -88,14 +88,14 @@ pub fn forward<E: Float, A: Float, N: Size>(
         &rows_of(&q_strides, batch, head),
         &listing,
         plan,
-        walk.rows,
+        own.rows,
         &mut q_tile,
         comptime!(t.head_dim),
         Side::Own,
         t,
     );
 
-    let mut positions = row_positions(plan, walk.rows, unit_y, &listing, t);
+    let mut positions = row_positions(plan, own.rows, unit_y, &listing, t);
     let lengths = SeqLengths {
         queries: q_strides.len,
         keys: k_strides.len,
@@ -137,7 +137,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
         // A finished part is a row of the softmax with maximum lse and sum 1. All is asked for at once, beyond the end of the
         // sequence for its last row.
         let mut logs = Array::<A>::new(rows);
-        let span = row_span(plan, walk.rows, unit_y * rows, &listing, t);
+        let span = row_span(plan, own.rows, unit_y * rows, &listing, t);
         #[unroll]
         for i in 0..rows {
             let row = span.first + i * span.step;
@@ -168,8 +168,8 @@ pub fn forward<E: Float, A: Float, N: Size>(
         }
     }
 
-    for step in 0..walk.steps {
-        let entry = walk.entry + step * comptime!(t.entries() * t.entry_words());
+    for step in 0..own.steps {
+        let entry = own.entry + step * comptime!(t.entries() * t.entry_words());
         sync_cube();
         load_both::<E, A, N>(
             k,
@@ -187,7 +187,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
         );
         sync_cube();
 
-        let masked = step < walk.masked;
+        let masked = step < own.masked;
         let bits = mask_bits(plan, &parts, entry, masked, unit_y, unit_x, t);
         let halves = needed(bits, masked, unit_x, t);
         if halves != 0u32 {
@@ -212,7 +212,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
             let mut kept = Array::<A>::new(comptime!(if t.score.dropout { rows * 4 } else { 1 }));
             if comptime!(t.score.dropout) {
                 let factor = dropout_factor.get::<A>();
-                kept = factors::<A>(&dropout, factor, &positions, batch, head, Walk::Rows, t);
+                kept = factors::<A>(&dropout, factor, &positions, batch, head, Mainloop::Rows, t);
             }
             let mut largest = Array::<A>::new(rows);
             #[unroll]
@@ -267,7 +267,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
     }
 
     reduce_rows(&mut l, &mut scratch, unit_y, unit_x, false, t);
-    let span = row_span(plan, walk.rows, unit_y * rows, &listing, t);
+    let span = row_span(plan, own.rows, unit_y * rows, &listing, t);
     #[unroll]
     for i in 0..rows {
         let row = span.first + i * span.step;
@@ -294,7 +294,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
                 lse[at] = log;
             }
         }
-        // For the second walk: exp(s − lse), which is 0 in rows without keys since all is masked there.
+        // For the second mainloop: exp(s − lse), which is 0 in rows without keys since all is masked there.
         m[i] = select(l[i] > A::new(0.0), log, A::new(0.0));
     }
 
@@ -320,8 +320,8 @@ pub fn forward<E: Float, A: Float, N: Size>(
         let mut weights = weights.unwrap();
         let place0 =
             batch * weight_blocks + plan[parts.places + batch * parts.batch + head] as usize;
-        for step in 0..walk.steps {
-            let entry = walk.entry + step * comptime!(t.entries() * t.entry_words());
+        for step in 0..own.steps {
+            let entry = own.entry + step * comptime!(t.entries() * t.entry_words());
             sync_cube();
             load::<E, A, N>(
                 k,
@@ -350,15 +350,15 @@ pub fn forward<E: Float, A: Float, N: Size>(
                 unit_x,
                 t,
             );
-            let masked = step < walk.masked;
+            let masked = step < own.masked;
             if masked {
                 let bits = mask_bits(plan, &parts, entry, masked, unit_y, unit_x, t);
                 mask(&mut s, bits, t);
             }
             #[unroll]
             for i in 0..rows {
-                let row = walk.rows + unit_y * rows + i;
-                let at = weight_place(plan, place0, entry, row, unit_x, Walk::Rows, t);
+                let row = own.rows + unit_y * rows + i;
+                let at = weight_place(plan, place0, entry, row, unit_x, Mainloop::Rows, t);
                 if at.kept {
                     #[unroll]
                     for j in 0..4usize {
@@ -413,7 +413,7 @@ fn scores<E: Float, A: Float>(
         of_head.bias_row,
         &*positions,
         lengths,
-        Walk::Rows,
+        Mainloop::Rows,
         t,
     );
     if comptime!(t.score.relative) {
@@ -424,7 +424,7 @@ fn scores<E: Float, A: Float>(
             of_head.reach,
             &*positions,
             lengths,
-            Walk::Rows,
+            Mainloop::Rows,
             t,
         );
     }

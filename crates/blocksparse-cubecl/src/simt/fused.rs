@@ -1,6 +1,6 @@
 //! Whether a call gets the fused backward pass, and its shape.
 //!
-//! One walk over columns computes s and dp once for all three gradients: five products a pair where two walks have seven. Its tiles add to
+//! One loop over columns computes s and dp once for all three gradients: five products a pair where two mainloops have seven. Its tiles add to
 //! rows of dQ that they share. Each of a few groups of tiles has a cube, which computes them one after the other, and sums of dQ of its
 //! own: one writer for each number, in a fixed order, and no waiting. The price is memory, a dQ in the type of sums for each group.
 
@@ -16,7 +16,7 @@ use blocksparse::BlockLayout;
 /// The fused backward pass of a part.
 #[derive(Clone, Copy, Debug)]
 pub struct Fused {
-    /// Of the walk over columns.
+    /// Of the loop over columns.
     pub tile: Tile,
     /// Groups of a head's tiles.
     pub groups: usize,
@@ -24,9 +24,9 @@ pub struct Fused {
     pub bytes: usize,
 }
 
-/// The greatest width of the fused pass: of those on GPUs it was compared with the two walks.
+/// The greatest width of the fused pass: of those on GPUs it was compared with the two mainloops.
 const MOST_WIDTH: usize = 128;
-/// Kept keys of a query, for each group, below which two walks are taken: clearing and adding up the sums of a group takes as long as the
+/// Kept keys of a query, for each group, below which two mainloops are taken: clearing and adding up the sums of a group takes as long as the
 /// products that it saves with this many, on a card with 15 multiply-adds in f32 to a byte of memory, twice over.
 const LEAST_KEYS: f64 = 48.0;
 /// Units of a multiprocessor that kernels of this size have registers for.
@@ -74,17 +74,17 @@ fn idle(cubes: usize, slots: usize) -> f64 {
     (cubes.div_ceil(slots) * slots) as f64 / cubes.max(1) as f64
 }
 
-/// The fused pass of a part, or why two walks with these tiles are better.
+/// The fused pass of a part, or why two mainloops with these tiles are better.
 ///
 /// # Errors
 /// The reason.
-pub fn choose(part: &PartRequest, walks: [Tile; 2]) -> Result<Fused, &'static str> {
+pub fn choose(part: &PartRequest, mainloops: [Tile; 2]) -> Result<Fused, &'static str> {
     let &PartRequest {
         layout, request, ..
     } = part;
     let forced = part.limit == TierLimit::SimtFused;
-    if part.limit == TierLimit::SimtWalks {
-        return Err("BLOCKSPARSE_TIER says simt-walks");
+    if part.limit == TierLimit::SimtUnfused {
+        return Err("BLOCKSPARSE_TIER says simt-unfused");
     }
     if layout.device_choice().is_some() {
         return Err("how much is kept is known on the device only");
@@ -142,26 +142,26 @@ pub fn choose(part: &PartRequest, walks: [Tile; 2]) -> Result<Fused, &'static st
     let heads_per_kv = layout.heads() / request.kv_heads;
     let steps = tiles.div_ceil(groups) * heads_per_kv * layout.seq_q().div_ceil(tile.cols());
     if !has_planes && steps * iterations_of_step(&tile) > MOST_ITERATIONS {
-        return Err("a device without plane operations may end so long a walk early");
+        return Err("a device without plane operations may end so long a mainloop early");
     }
     let address = |numbers| address_in(part.properties, numbers);
     if address(groups * numbers).is_err() {
         return Err("the sums of dQ are more than the device can index");
     }
-    // Two walks have three products of rows and four of columns.
-    let of_walks = [(Kernel::BackwardRows, 3.0), (Kernel::BackwardColumns, 4.0)]
+    // Two mainloops have three products of rows and four of columns.
+    let of_mainloops = [(Kernel::BackwardRows, 3.0), (Kernel::BackwardColumns, 4.0)]
         .into_iter()
         .map(|(kernel, products)| {
             cheapest(part, kernel, false).map_or(f64::INFINITY, |(cost, _)| cost * products)
         })
         .sum::<f64>();
-    let [rows, columns] = walks.map(|tile| tile.rows);
+    let [rows, columns] = mainloops.map(|tile| tile.rows);
     let cubes = request.batch * layout.heads() * layout.seq_q().div_ceil(rows);
     let other = heads * layout.seq_kv().div_ceil(columns);
     // Many small cubes fill what the first leave, but for the last.
-    let walk_idle = (multiprocessors as f64 / cubes.min(other).max(1) as f64).max(1.0);
-    if !forced && 5.0 * cost * idle(heads * groups, slots) >= of_walks * walk_idle {
-        return Err("two walks should take less");
+    let mainloop_idle = (multiprocessors as f64 / cubes.min(other).max(1) as f64).max(1.0);
+    if !forced && 5.0 * cost * idle(heads * groups, slots) >= of_mainloops * mainloop_idle {
+        return Err("two mainloops should take less");
     }
     Ok(Fused {
         tile,

@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use super::tile::*;
-use crate::shared::walk::*;
+use crate::shared::addressing::*;
 
 /// Copies one four-wide piece of a row, widened to `A`; beyond `dim` it is 0.
 #[cube]

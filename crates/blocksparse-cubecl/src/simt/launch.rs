@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::backward::WalkLengthsLaunch;
+use super::backward::MainloopLengthsLaunch;
 use super::fused::Fused;
 use super::{Tile, backward, dq, forward, tiling};
 use crate::args::{
@@ -14,7 +14,7 @@ use crate::device::plan;
 use crate::error::KernelError;
 use crate::pass::{BackwardPass, ForwardPass, Operands, Part};
 use crate::slices::Slice;
-use blocksparse::plan::Walk;
+use blocksparse::plan::Mainloop;
 
 /// Runs the forward pass over a part. With [`Tile::carry`] outputs hold the parts before.
 ///
@@ -31,12 +31,12 @@ pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), 
         indexing,
         ..
     } = pass;
-    let device_plan = plan(client, part.layout, tiling(&tile, Walk::Rows))?;
+    let device_plan = plan(client, part.layout, tiling(&tile, Mainloop::Rows))?;
     let (heads, rows) = (layout.heads(), pass.rows());
     let (width, accumulator) = (indexing.width, request.accumulator());
     let weights = request.batch * indexing.weight_blocks * layout.block_size().pow(2);
     for slice in Slice::whole(request.batch, heads).cut(client) {
-        // SAFETY: a cube walks the entries that the plan has for its tile, reads and writes positions below the lengths in the strides, and the
+        // SAFETY: a cube reads the entries that the plan has for its tile, reads and writes positions below the lengths in the strides, and the
         // buffers have the lengths they say (see `buffer`).
         unsafe {
             forward::forward::launch_unchecked(
@@ -76,7 +76,7 @@ pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), 
     Ok(())
 }
 
-/// Runs both walks of the backward pass over a part, from the stats of all positions.
+/// Runs both mainloops of the backward pass over a part, from the stats of all positions.
 ///
 /// # Errors
 /// As [`launch_forward`].
@@ -86,10 +86,10 @@ pub fn launch_backward(
     tiles: [Tile; 2],
     stats: &Handle,
 ) -> Result<(), KernelError> {
-    for (tile, walk) in tiles.into_iter().zip([Walk::Rows, Walk::Columns]) {
-        let operands = pass.operands(walk);
+    for (tile, mainloop) in tiles.into_iter().zip([Mainloop::Rows, Mainloop::Columns]) {
+        let operands = pass.operands(mainloop);
         let all = Slice::whole(pass.request.batch, operands.heads);
-        launch_walk(pass, part, tile, stats, &operands, all, None)?;
+        launch_mainloop(pass, part, tile, stats, &operands, all, None)?;
     }
     Ok(())
 }
@@ -116,7 +116,7 @@ pub fn launch_fused(
         ..
     } = pass;
     let Fused { tile, groups, .. } = fused;
-    let operands = pass.operands(Walk::Columns);
+    let operands = pass.operands(Mainloop::Columns);
     let (rows, accumulator) = (pass.rows(), request.accumulator());
     let fours = rows * request.head_dim.div_ceil(4);
     let cubes = spread(client, (fours as u64).div_ceil(u64::from(UNITS)))?;
@@ -127,7 +127,7 @@ pub fn launch_fused(
         groups,
         fours: groups * fours,
     };
-    launch_walk(pass, part, tile, stats, &operands, all, Some(owned))?;
+    launch_mainloop(pass, part, tile, stats, &operands, all, Some(owned))?;
     // SAFETY: a unit reads its four of each group's sums and writes it; the buffers have the lengths they say (see `buffer`).
     unsafe {
         dq::finish::launch_unchecked(
@@ -160,7 +160,7 @@ struct GroupSums<'a> {
     fours: usize,
 }
 
-/// Adds a part's gradient of the bias, in the walk that gives each of its elements one writer: over rows, or over columns if queries share
+/// Adds a part's gradient of the bias, in the loop that gives each of its elements one writer: over rows, or over columns if queries share
 /// a row.
 ///
 /// # Errors
@@ -172,23 +172,23 @@ pub fn launch_bias_gradient(
     stats: &Handle,
     bias: &BiasView,
 ) -> Result<(), KernelError> {
-    let (walk, tile) = match bias.shape[2] {
-        1 => (Walk::Columns, tiles[1]),
-        _ => (Walk::Rows, tiles[0]),
+    let (mainloop, tile) = match bias.shape[2] {
+        1 => (Mainloop::Columns, tiles[1]),
+        _ => (Mainloop::Rows, tiles[0]),
     };
     let tile = Tile {
         bias_gradient: true,
         ..tile
     };
-    let operands = pass.operands(walk);
+    let operands = pass.operands(mainloop);
     for slice in Slice::sharing(bias.shape, pass.request.batch, pass.layout.heads()) {
-        launch_walk(pass, part, tile, stats, &operands, slice, None)?;
+        launch_mainloop(pass, part, tile, stats, &operands, slice, None)?;
     }
     Ok(())
 }
 
 /// One launch of the backward kernel, of a cube for each tile, or for each group of those that have sums of dQ.
-fn launch_walk(
+fn launch_mainloop(
     pass: &BackwardPass,
     part: Part,
     tile: Tile,
@@ -207,14 +207,14 @@ fn launch_walk(
         ..
     } = pass;
     let &Operands {
-        walk,
+        mainloop,
         a: [a1, a2],
         b: [b1, b2],
         out,
         elements,
         ..
     } = operands;
-    let device_plan = plan(client, part.layout, tiling(&tile, walk))?;
+    let device_plan = plan(client, part.layout, tiling(&tile, mainloop))?;
     let (heads, rows) = (layout.heads(), pass.rows());
     let (width, accumulator) = (indexing.width, request.accumulator());
     let weights = request.batch * indexing.weight_blocks * layout.block_size().pow(2);
@@ -247,7 +247,7 @@ fn launch_walk(
                 options.bias_strides(),
                 options.distances(table_start),
                 schedule(&device_plan, layout, part.residue, slice),
-                WalkLengthsLaunch::new(
+                MainloopLengthsLaunch::new(
                     heads,
                     heads / request.kv_heads,
                     indexing.weight_blocks,
@@ -259,7 +259,7 @@ fn launch_walk(
                 InputScalar::new(options.softcap.unwrap_or(1.0), accumulator),
                 options.mask(),
                 options.dropout_factor(accumulator),
-                walk,
+                mainloop,
                 tile,
                 request.dtype,
                 accumulator,

@@ -3,8 +3,8 @@
 use cubecl::prelude::*;
 
 use super::tile::*;
-use crate::shared::walk::*;
-use blocksparse::plan::Walk;
+use crate::shared::addressing::*;
+use blocksparse::plan::Mainloop;
 
 /// The mask bits of a unit's pairs, those of row `i` and column `j` at `4i + j`; all set where a step has no mask.
 #[cube]
@@ -64,8 +64,8 @@ pub struct WeightPlace {
     pub element: usize,
 }
 
-/// The stored weights of row `row` and the unit's four columns. In a walk over rows the columns are keys, one
-/// element apart; in a walk over columns they are queries, `b` elements apart.
+/// The stored weights of row `row` and the unit's four columns. In a loop over rows the columns are keys, one
+/// element apart; in a loop over columns they are queries, `b` elements apart.
 #[cube]
 pub fn weight_place(
     plan: &[u32],
@@ -73,7 +73,7 @@ pub fn weight_place(
     entry: usize,
     row: usize,
     unit_x: usize,
-    #[comptime] walk: Walk,
+    #[comptime] mainloop: Mainloop,
     #[comptime] t: Tile,
 ) -> WeightPlace {
     let b = comptime!(t.store.unwrap());
@@ -84,7 +84,7 @@ pub fn weight_place(
     let row = row % b;
     let col = plan[word] as usize * group % b + col % group;
     let mut element = (block * b + row) * b + col;
-    if comptime!(matches!(walk, Walk::Columns)) {
+    if comptime!(matches!(mainloop, Mainloop::Columns)) {
         element = (block * b + col) * b + row;
     }
     WeightPlace {

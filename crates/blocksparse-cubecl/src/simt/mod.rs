@@ -5,6 +5,7 @@
 //! What the units of a row exchange goes through shared memory, which on devices with plane
 //! operations needs no barrier of the whole cube.
 
+pub(super) mod attention_sums;
 pub(super) mod backward;
 pub(super) mod dq;
 pub(super) mod dropout;
@@ -14,7 +15,6 @@ pub(super) mod fused;
 pub mod gather;
 pub(super) mod launch;
 mod mask;
-pub(super) mod mass;
 mod product;
 pub(super) mod score;
 pub(super) mod tile;
@@ -25,7 +25,7 @@ pub use tile::Tile;
 use super::call::{Kernel, PartRequest};
 use super::error::KernelError;
 use super::tuning::Tuning;
-use blocksparse::plan::{Grouping, Tiling, Walk};
+use blocksparse::plan::{Grouping, Mainloop, Tiling};
 use tile::pitch;
 
 /// A shape that a tile may have, and its speed relative to the others on a large problem, 0 if it is none
@@ -36,9 +36,9 @@ struct Candidate {
     unit_rows: usize,
     /// Of the forward pass, at widths up to 64 and at larger ones.
     forward: [f64; 2],
-    /// Of the walks of the backward pass.
+    /// Of the mainloops of the backward pass.
     backward: [f64; 2],
-    /// Of the fused backward pass, on the scale of the walks: from instructions in the machine code, not from times.
+    /// Of the fused backward pass, on the scale of the mainloops: from instructions in the machine code, not from times.
     fused: [f64; 2],
 }
 
@@ -104,11 +104,11 @@ fn forced() -> Option<[usize; 3]> {
 }
 
 /// How a plan is cut for a tile.
-pub fn tiling(tile: &Tile, walk: Walk) -> Tiling {
+pub fn tiling(tile: &Tile, mainloop: Mainloop) -> Tiling {
     Tiling {
         places: tile.store.is_some(),
         clustered: tile.clustered,
-        ..Tiling::new(walk, tile.rows, tile.cols())
+        ..Tiling::new(mainloop, tile.rows, tile.cols())
     }
 }
 
@@ -179,11 +179,11 @@ fn cheapest(part: &PartRequest, kernel: Kernel, fused: bool) -> Option<(f64, Til
     } = part;
     let hardware = &part.properties.hardware;
     let accumulator = request.accumulator().size();
-    let walk = kernel.walk();
-    let may_cluster = request.may_cluster(layout, walk);
-    let length = match walk {
-        Walk::Rows => layout.seq_q(),
-        Walk::Columns => layout.seq_kv(),
+    let mainloop = kernel.mainloop();
+    let may_cluster = request.may_cluster(layout, mainloop);
+    let length = match mainloop {
+        Mainloop::Rows => layout.seq_q(),
+        Mainloop::Columns => layout.seq_kv(),
     };
     let wide = usize::from(request.head_dim.max(request.value_dim) > 64);
     let mut best: Option<(f64, Tile)> = None;
@@ -215,7 +215,7 @@ fn cheapest(part: &PartRequest, kernel: Kernel, fused: bool) -> Option<(f64, Til
         if !fits || hopeless {
             continue;
         }
-        let grouping = Grouping::best(layout, walk, [tile.rows, tile.cols()], may_cluster);
+        let grouping = Grouping::best(layout, mainloop, [tile.rows, tile.cols()], may_cluster);
         let tile = Tile {
             clustered: grouping.clustered,
             ..tile

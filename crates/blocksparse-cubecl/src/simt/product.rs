@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 
 use super::gather::{load_four, store_four};
 use super::tile::*;
-use crate::shared::walk::*;
+use crate::shared::addressing::*;
 
 /// `at`, which is less than `end`, said in a way that a compiler sees: then it adds constants to it in the address of a read, where
 /// otherwise a sum of 32 bits might wrap and is made apart.

@@ -3,9 +3,9 @@
 use cubecl::prelude::*;
 
 use super::tile::*;
+use crate::shared::addressing::*;
 pub use crate::shared::biases::{BiasStrides, Distances};
-use crate::shared::walk::*;
-use blocksparse::plan::Walk;
+use blocksparse::plan::Mainloop;
 
 /// Scales and softcaps products.
 #[cube]
@@ -72,7 +72,7 @@ pub fn set_columns(
     }
 }
 
-/// Numbers of queries and of keys.
+/// Elements of queries and of keys.
 #[derive(CubeType, Clone, Copy)]
 pub struct SeqLengths {
     /// Queries.
@@ -96,11 +96,11 @@ pub fn pair_at(
     positions: &Positions,
     #[comptime] i: usize,
     #[comptime] j: usize,
-    #[comptime] walk: Walk,
+    #[comptime] mainloop: Mainloop,
 ) -> Pair {
     let mut query = positions.rows[i];
     let mut key = positions.cols[j];
-    if comptime!(matches!(walk, Walk::Columns)) {
+    if comptime!(matches!(mainloop, Mainloop::Columns)) {
         query = positions.cols[j];
         key = positions.rows[i];
     }
@@ -116,7 +116,7 @@ pub fn add_distances<A: Float>(
     reach: usize,
     positions: &Positions,
     lengths: &SeqLengths,
-    #[comptime] walk: Walk,
+    #[comptime] mainloop: Mainloop,
     #[comptime] t: Tile,
 ) {
     if comptime!(t.score.relative) {
@@ -124,7 +124,7 @@ pub fn add_distances<A: Float>(
         for i in 0..comptime!(t.unit_rows) {
             #[unroll]
             for j in 0..4usize {
-                let pair = pair_at(positions, i, j, walk);
+                let pair = pair_at(positions, i, j, mainloop);
                 let query = pair.query + lengths.keys;
                 let key = pair.key + lengths.queries;
                 // reach + clamp(key − query, −reach, reach)
@@ -146,7 +146,7 @@ pub fn biases<E: Float, A: Float>(
     bias_row: usize,
     positions: &Positions,
     lengths: &SeqLengths,
-    #[comptime] walk: Walk,
+    #[comptime] mainloop: Mainloop,
     #[comptime] t: Tile,
 ) -> Array<A> {
     let mut biases = Array::<A>::new(comptime!(if t.score.biased() {
@@ -159,7 +159,7 @@ pub fn biases<E: Float, A: Float>(
         for i in 0..comptime!(t.unit_rows) {
             #[unroll]
             for j in 0..4usize {
-                let pair = pair_at(positions, i, j, walk);
+                let pair = pair_at(positions, i, j, mainloop);
                 let mut sum = A::new(0.0);
                 if comptime!(t.score.alibi) {
                     let query = pair.query + lengths.keys;

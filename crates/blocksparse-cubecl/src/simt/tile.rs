@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 
 use crate::call::ScoreKind;
 
-use crate::shared::walk::*;
+use crate::shared::addressing::*;
 
 /// The comptime shape of a kernel: its key in the cache of compiled kernels, so nothing of it depends
 /// on sequence lengths or patterns.
@@ -32,7 +32,7 @@ pub struct Tile {
     pub max_scores: bool,
     /// Whether the backward kernel makes the bias's gradient, and not that of its inputs.
     pub bias_gradient: bool,
-    /// Whether the backward kernel makes all gradients in its walk over columns.
+    /// Whether the backward kernel makes all gradients in its loop over columns.
     pub fused: bool,
     /// Whether plane operations reduce rows; else shared memory does.
     pub planes: bool,
@@ -104,7 +104,7 @@ pub fn position_at(place: usize, listing: &Listing, #[comptime] t: Tile) -> usiz
 
 /// The tile a cube works on.
 #[derive(CubeType, Clone, Copy)]
-pub struct Walker {
+pub struct TileSteps {
     /// Its index among the tiles of a head.
     pub tile: usize,
     /// Where its own rows are: see [`row_place`].
@@ -119,46 +119,46 @@ pub struct Walker {
 
 /// The tile ranked `rank` of a head.
 #[cube]
-pub fn walker(
+pub fn tile_steps(
     plan: &[u32],
     parts: &PlanParts,
     batch: usize,
     head: usize,
     rank: usize,
     #[comptime] t: Tile,
-) -> Walker {
+) -> TileSteps {
     let first = plan[parts.heads + batch * parts.batch + head] as usize;
     let ranked = parts.order + (first + rank) * 4;
-    walker_at(plan, parts, first, plan[ranked] as usize, ranked + 1, t)
+    tile_steps_at(plan, parts, first, plan[ranked] as usize, ranked + 1, t)
 }
 
 /// The tile `tile` of the head whose records start at `first`.
 #[cube]
-pub fn walker_of(
+pub fn tile_steps_of(
     plan: &[u32],
     parts: &PlanParts,
     first: usize,
     tile: usize,
     #[comptime] t: Tile,
-) -> Walker {
+) -> TileSteps {
     let record = parts.tiles + (first + tile) * 3;
-    walker_at(plan, parts, first, tile, record, t)
+    tile_steps_at(plan, parts, first, tile, record, t)
 }
 
 #[cube]
-fn walker_at(
+fn tile_steps_at(
     plan: &[u32],
     parts: &PlanParts,
     first: usize,
     tile: usize,
     record: usize,
     #[comptime] t: Tile,
-) -> Walker {
+) -> TileSteps {
     let mut rows = tile * comptime!(t.rows);
     if comptime!(t.clustered) {
         rows = parts.rows + (first + tile) * comptime!(t.rows / t.group);
     }
-    Walker {
+    TileSteps {
         tile,
         rows,
         entry: parts.entries + plan[record] as usize * comptime!(t.entry_words()),

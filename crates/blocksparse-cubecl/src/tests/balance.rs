@@ -60,12 +60,12 @@ fn forced(heads: usize, n: usize) -> BlockLayout {
     seen.layout(1, n, 64).unwrap().of_first_head(heads).unwrap()
 }
 
-/// What a plan of two walks says of tiles that cubes share, in the walk over rows and in the one over columns: tiles, and cubes to each.
+/// What a plan of two mainloops says of tiles that cubes share, in the loop over rows and in the one over columns: tiles, and cubes to each.
 fn long(layout: &BlockLayout, request: Request, limit: TierLimit) -> [Option<[usize; 2]>; 2] {
     let plan = Fake::sm90().plan(layout, request, limit).unwrap();
     let text = plan.to_string();
-    ["  dQ       hopper", "  dK, dV   hopper"].map(|walk| {
-        let line = text.lines().find(|line| line.starts_with(walk));
+    ["  dQ       hopper", "  dK, dV   hopper"].map(|mainloop| {
+        let line = text.lines().find(|line| line.starts_with(mainloop));
         let line = line.unwrap_or_else(|| panic!("{text}"));
         let (_, rest) = line.split_once(", the steps of ")?;
         let (tiles, cubes) = rest.split_once(" of a head shared by ").unwrap();
@@ -78,7 +78,7 @@ fn long(layout: &BlockLayout, request: Request, limit: TierLimit) -> [Option<[us
     })
 }
 
-/// One tile walks all queries of 16 heads, 16,384 steps, where 264 cubes at a time have 750 steps each of all of them.
+/// One tile has all queries of 16 heads, 16,384 steps, where 264 cubes at a time have 750 steps each of all of them.
 #[test]
 fn long_tiles_are_shared() {
     let bf16 = |kv_heads, dim| Request::new([1, kv_heads], [dim, dim], BF16);
@@ -94,7 +94,7 @@ fn long_tiles_are_shared() {
     assert_eq!(rows, None);
     assert!(matches!(columns, Some([1, 8..=256])), "{columns:?}");
     // Without grouped heads by ranges of steps alone.
-    let own = long(&forced(4, 65_536), bf16(4, 64), TierLimit::HopperWalks);
+    let own = long(&forced(4, 65_536), bf16(4, 64), TierLimit::HopperUnfused);
     assert!(matches!(own, [None, Some([1, 8..=256])]), "{own:?}");
 }
 
@@ -105,28 +105,34 @@ fn long_tiles_of_both_sides() {
     let both = Pattern::union([Pattern::local(64), Pattern::global(tokens)]);
     let layout = both.layout(4, 16_384, 64).unwrap();
     let request = Request::new([1, 4], [128, 128], BF16);
-    let [rows, columns] = long(&layout, request, TierLimit::HopperWalks);
+    let [rows, columns] = long(&layout, request, TierLimit::HopperUnfused);
     // One of like rows, or two.
     assert!(matches!(rows, Some([1 | 2, 4..=256])), "{rows:?}");
     assert!(matches!(columns, Some([1 | 2, 4..=256])), "{columns:?}");
 }
 
-/// Where tiles are many or alike, or heads so many that a long tile is a small part of the walk, nobody shares.
+/// Where tiles are many or alike, or heads so many that a long tile is a small part of the mainloop, nobody shares.
 #[test]
 fn tiles_that_are_no_longer_than_others_are_not_shared() {
     let request = |batch, kv_heads| Request::new([batch, kv_heads], [128, 128], BF16);
     let none = [None; 2];
     let causal = Pattern::causal().layout(32, 8_192, 128).unwrap();
-    assert_eq!(long(&causal, request(1, 32), TierLimit::HopperWalks), none);
+    assert_eq!(
+        long(&causal, request(1, 32), TierLimit::HopperUnfused),
+        none
+    );
     let local = Pattern::local(256).layout(32, 8_192, 64).unwrap();
-    assert_eq!(long(&local, request(1, 32), TierLimit::HopperWalks), none);
+    assert_eq!(long(&local, request(1, 32), TierLimit::HopperUnfused), none);
     let sinks = forced(64, 4_096);
-    assert_eq!(long(&sinks, request(32, 64), TierLimit::HopperWalks), none);
+    assert_eq!(
+        long(&sinks, request(32, 64), TierLimit::HopperUnfused),
+        none
+    );
 }
 
 /// Global tokens beside a narrow window: the fused pass would wait for one tile, and where that is a small part of it, it does not.
 #[test]
-fn long_tiles_take_two_walks_where_they_are_most_of_the_pass() {
+fn long_tiles_take_two_mainloops_where_they_are_most_of_the_pass() {
     let is_fused = |pattern: Pattern, heads, n, limit| {
         let layout = pattern.layout(heads, n, 64).unwrap();
         let request = Request::new([1, heads], [128, 128], BF16);
@@ -169,7 +175,7 @@ fn who_writes_dq(
 }
 
 /// In the fused pass a long tile beside short ones has sums of its own, and no cube draws tiles that would wait for it. Windows alone are short
-/// walks of cubes that draw tiles, and beside long windows nothing is gained.
+/// mainloops of cubes that draw tiles, and beside long windows nothing is gained.
 #[test]
 fn long_tiles_have_sums_of_their_own() {
     let backward = |pattern: Pattern, heads, n, dim, limit| {

@@ -12,7 +12,7 @@ fn backward_line(
     let text = device.plan(layout, request, limit).unwrap().to_string();
     let about = text
         .lines()
-        .find(|line| line.starts_with("  backward simt ") || line.contains(" two walks: "));
+        .find(|line| line.starts_with("  backward simt ") || line.contains(" two mainloops: "));
     about.unwrap_or_else(|| panic!("{text}")).trim().to_string()
 }
 
@@ -49,17 +49,17 @@ fn dense_attention_is_fused() {
     // Heads that share keys have cubes in common, and sums of their own.
     let grouped = of(Request::new([4, 4], [64, 64], F32), TierLimit::None);
     assert!(grouped.starts_with("backward simt  "), "{grouped}");
-    let walks = of(plain(64), TierLimit::SimtWalks);
+    let mainloops = of(plain(64), TierLimit::SimtUnfused);
     assert_eq!(
-        walks,
-        "backward two walks: BLOCKSPARSE_TIER says simt-walks"
+        mainloops,
+        "backward two mainloops: BLOCKSPARSE_TIER says simt-unfused"
     );
 }
 
 #[test]
 fn what_is_not_fused_says_why() {
     let request = request(64, F32);
-    let two = |reason: &str| format!("backward two walks: {reason}");
+    let two = |reason: &str| format!("backward two mainloops: {reason}");
     let of =
         |device: &Fake, layout: &BlockLayout, limit| backward_line(device, layout, request, limit);
     let buffers = "a kernel of the fused pass has more buffers than the device binds";
@@ -83,7 +83,7 @@ fn what_is_not_fused_says_why() {
     // Software devices end loops early, whatever is asked for.
     let mut software = Fake::sm90();
     software.properties.features.plane = Default::default();
-    let early = "a device without plane operations may end so long a walk early";
+    let early = "a device without plane operations may end so long a mainloop early";
     for limit in [TierLimit::None, TierLimit::SimtFused] {
         assert_eq!(of(&software, &dense(4, 1 << 15), limit), two(early));
     }

@@ -10,7 +10,7 @@ fn plan_of(widths: [usize; 2]) -> AttentionPlan {
     plan.unwrap()
 }
 
-/// On wgmma, backward in two walks.
+/// On wgmma, backward in two mainloops.
 #[test]
 fn narrower_values() {
     let expected = ["forward: hopper", "dQ: hopper", "dK, dV: hopper"];

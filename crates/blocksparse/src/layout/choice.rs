@@ -33,7 +33,7 @@ pub enum BlockSource {
     OwnPositions(PositionMask),
     /// Nothing of blocks, likewise; of every query the keys that it sees, ascending, each once, and negative numbers behind the last.
     Keys {
-        /// Numbers of a query.
+        /// Elements of a query.
         most: usize,
     },
 }

@@ -1,18 +1,18 @@
 //! Tiles of like blocks.
 //!
-//! A tile of several block rows walks the union of their blocks. Where neighbours are unlike, the union is much larger than any of
+//! A tile of several block rows sees the union of their blocks. Where neighbours are unlike, the union is much larger than any of
 //! them, and grouping the rows by what they see makes it small again:
 //!
 //! ```text
 //! columns of fixed(128, 32), blocks of 32: every fourth is seen by all later queries
-//!   neighbours   l l l S | l l l S | l l l S | …      every tile walks all later queries
+//!   neighbours   l l l S | l l l S | l l l S | …      every tile sees all later queries
 //!   clusters     l l l l | l l l l | … | S S S S      a quarter of them does
 //! ```
 //!
 //! Clusters are found greedily: a tile begins with the first row left, and takes, one after the other, the row near by that adds
 //! least to what is computed in vain.
 
-use super::tiling::Walk;
+use super::tiling::Mainloop;
 use crate::{BlockLayout, Run};
 
 /// Rows that a tile looks through for its next one.
@@ -56,17 +56,17 @@ impl Sketch {
 /// named by indices beyond the last row.
 pub(crate) fn clusters(
     layout: &BlockLayout,
-    walk: Walk,
+    mainloop: Mainloop,
     pattern: usize,
     height: usize,
 ) -> Vec<Vec<u32>> {
-    let (lines, across) = match walk {
-        Walk::Rows => (layout.q_blocks(), layout.kv_blocks()),
-        Walk::Columns => (layout.kv_blocks(), layout.q_blocks()),
+    let (lines, across) = match mainloop {
+        Mainloop::Rows => (layout.q_blocks(), layout.kv_blocks()),
+        Mainloop::Columns => (layout.kv_blocks(), layout.q_blocks()),
     };
-    let runs = |line| match walk {
-        Walk::Rows => layout.row_runs(pattern, line),
-        Walk::Columns => layout.column_runs(pattern, line),
+    let runs = |line| match mainloop {
+        Mainloop::Rows => layout.row_runs(pattern, line),
+        Mainloop::Columns => layout.column_runs(pattern, line),
     };
     let sketches: Vec<Sketch> = (0..lines)
         .map(|line| Sketch::new(runs(line), across))
@@ -116,7 +116,7 @@ mod tests {
     #[test]
     fn like_columns_share_a_tile() {
         let layout = Pattern::fixed(128, 32).layout(1, 2048, 32).unwrap();
-        let tiles = clusters(&layout, Walk::Columns, 0, 4);
+        let tiles = clusters(&layout, Mainloop::Columns, 0, 4);
         assert_eq!(tiles.len(), 16);
         let mut all: Vec<u32> = tiles.concat();
         all.sort_unstable();
@@ -129,14 +129,14 @@ mod tests {
     #[test]
     fn neighbours_that_are_alike_stay_together() {
         let layout = Pattern::local(256).layout(1, 1000, 32).unwrap();
-        let tiles = clusters(&layout, Walk::Rows, 0, 4);
+        let tiles = clusters(&layout, Mainloop::Rows, 0, 4);
         let neighbours: Vec<Vec<u32>> = (0..8)
             .map(|tile| (4 * tile..4 * tile + 4).collect())
             .collect();
         assert_eq!(tiles, neighbours);
         // 33 rows of 8 are short of 36.
         let ragged = Pattern::causal().layout(1, 260, 8).unwrap();
-        let tiles = clusters(&ragged, Walk::Rows, 0, 4);
+        let tiles = clusters(&ragged, Mainloop::Rows, 0, 4);
         assert_eq!(tiles.last().unwrap(), &vec![32, 33, 34, 35]);
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::tiling::{EMPTY, Tiling, Walk};
+use super::tiling::{EMPTY, Mainloop, Tiling};
 use crate::{BlockLayout, BlockMask, FULL};
 
 /// Stands for the mask of a block that one of a tile's block rows does not keep.
@@ -55,7 +55,7 @@ impl<'a> TileMasks<'a> {
         if let Some(&id) = self.known.get(&key) {
             return id;
         }
-        let Tiling { walk, rows, .. } = self.tiling;
+        let Tiling { mainloop, rows, .. } = self.tiling;
         let height = rows / ids.len();
         let mut bits = vec![0u32; rows * self.mask_words];
         for row in 0..rows {
@@ -66,9 +66,9 @@ impl<'a> TileMasks<'a> {
             let mask = &self.table[id as usize];
             for col in 0..self.group {
                 let (r, c) = (row % height + row_offset, col + col_offset);
-                let allowed = match walk {
-                    Walk::Rows => mask.get(r, c),
-                    Walk::Columns => mask.get(c, r),
+                let allowed = match mainloop {
+                    Mainloop::Rows => mask.get(r, c),
+                    Mainloop::Columns => mask.get(c, r),
                 };
                 if allowed {
                     bits[row * self.mask_words + col / 32] |= 1 << (col % 32);
@@ -96,9 +96,9 @@ impl<'a> TileMasks<'a> {
             for row in 0..b {
                 let at = (line as usize * b + row) * self.mask_words;
                 for col in 0..b {
-                    let allowed = match self.tiling.walk {
-                        Walk::Rows => mask.get(row, col),
-                        Walk::Columns => mask.get(col, row),
+                    let allowed = match self.tiling.mainloop {
+                        Mainloop::Rows => mask.get(row, col),
+                        Mainloop::Columns => mask.get(col, row),
                     };
                     if !allowed {
                         let col = block as usize * b + col;

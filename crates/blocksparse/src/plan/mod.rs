@@ -1,6 +1,6 @@
-//! [`TilePlan`]: what one kernel launch walks.
+//! [`TilePlan`]: what one kernel launch computes.
 //!
-//! A kernel computes tiles of `rows` queries (or keys, in the pass over columns) and for each walks
+//! A kernel computes tiles of `rows` queries (or keys, in the pass over columns) and for each reads
 //! *steps* of `cols` keys (or queries). The blocks of a layout may be narrower than a step, so a step
 //! is **gathered**: `cols / group` entries, each naming `group` consecutive positions, side by side.
 //!
@@ -33,9 +33,9 @@
 //!
 //! A pass over columns that adds to what its columns share (dQ) does so tile after tile. Its plan counts
 //! *visits*: an entry's is the number of tiles before its own, in launch order, that have the same entry. So that tiles
-//! which run side by side meet in the same order everywhere, a tile walks its entries from the last to the first: then a tile that
+//! which run side by side meet in the same order everywhere, a tile goes through its entries from the last to the first: then a tile that
 //! begins at a later diagonal does not wait for one that has yet to come there. (Where a few tiles have far more entries than the others, all
-//! walk from the first to the last.)
+//! go from the first to the last.)
 
 mod cluster;
 pub mod lines;
@@ -51,7 +51,7 @@ use source::Source;
 use visits::{Visits, count_visits};
 
 pub use overhead::{Grouping, NarrowCosts, tile_steps, tiling_overhead};
-pub use tiling::{BIT_WORDS, EMPTY, LAST_VISIT, MASKED_STEP, NO_VISIT, Sections, Tiling, Walk};
+pub use tiling::{BIT_WORDS, EMPTY, LAST_VISIT, MASKED_STEP, Mainloop, NO_VISIT, Sections, Tiling};
 
 use crate::BlockLayout;
 
@@ -92,9 +92,9 @@ impl TilePlan {
     pub fn new(layout: &BlockLayout, tiling: Tiling) -> Self {
         check_fit(layout.block_size(), tiling);
         let Tiling { rows, cols, .. } = tiling;
-        let (length, others) = match tiling.walk {
-            Walk::Rows => (layout.seq_q(), layout.seq_kv()),
-            Walk::Columns => (layout.seq_kv(), layout.seq_q()),
+        let (length, others) = match tiling.mainloop {
+            Mainloop::Rows => (layout.seq_q(), layout.seq_kv()),
+            Mainloop::Columns => (layout.seq_kv(), layout.seq_q()),
         };
         let group = tiling.group(layout.block_size());
         let tiles = length.div_ceil(rows);
@@ -160,12 +160,12 @@ impl TilePlan {
     }
 }
 
-/// Whether a plan with visits has tiles that are much longer than the others, which would wait for them at the sums that they share. Tiles walk
+/// Whether a plan with visits has tiles that are much longer than the others, which would wait for them at the sums that they share. Tiles have
 /// `least` steps on average, or more.
 pub fn has_long_tiles(layout: &BlockLayout, tiling: Tiling, least: f64) -> bool {
-    let others = match tiling.walk {
-        Walk::Rows => layout.seq_kv(),
-        Walk::Columns => layout.seq_q(),
+    let others = match tiling.mainloop {
+        Mainloop::Rows => layout.seq_kv(),
+        Mainloop::Columns => layout.seq_q(),
     };
     // Steps are counted where they may be few: that takes as long as a plan.
     if !visits::may_be_short(least, others.div_ceil(tiling.cols)) {
@@ -227,7 +227,7 @@ impl Tiles {
         let (per_step, entry_words) = (tiling.cols / group, tiling.entry_words());
         let source = Source::new(layout, tiling, pattern);
         let clusters = match tiling.clustered {
-            true => clusters(layout, tiling.walk, pattern, tiling.rows / b),
+            true => clusters(layout, tiling.mainloop, pattern, tiling.rows / b),
             false => Vec::new(),
         };
         self.rows.extend(clusters.iter().flatten());

@@ -2,7 +2,7 @@
 
 use super::cluster::clusters;
 use super::source::Source;
-use super::tiling::{Tiling, Walk};
+use super::tiling::{Mainloop, Tiling};
 use crate::layout::TALLEST;
 use crate::{BlockLayout, BlockSource, DeviceChoice, Entry, FULL, LayoutShape};
 
@@ -25,7 +25,7 @@ pub fn tiling_overhead(layout: &BlockLayout, tiling: Tiling) -> f64 {
     }
 }
 
-/// What some tiles of a layout walk.
+/// What some tiles of a layout see.
 #[derive(Default)]
 struct Sample {
     /// Columns of all block rows of the tiles, what steps are filled up with and tiles begin with included.
@@ -126,7 +126,7 @@ impl<'a> Tiles<'a> {
         Self {
             source: Source::without_places(layout, tiling, pattern),
             clusters: match tiling.clustered {
-                true => clusters(layout, tiling.walk, pattern, height),
+                true => clusters(layout, tiling.mainloop, pattern, height),
                 false => Vec::new(),
             },
             height,
@@ -150,9 +150,9 @@ impl<'a> Tiles<'a> {
 pub fn tile_steps(layout: &BlockLayout, tiling: Tiling) -> Vec<Vec<usize>> {
     let Tiling { rows, cols, .. } = tiling;
     let b = layout.block_size();
-    let others = match tiling.walk {
-        Walk::Rows => layout.kv_blocks(),
-        Walk::Columns => layout.q_blocks(),
+    let others = match tiling.mainloop {
+        Mainloop::Rows => layout.kv_blocks(),
+        Mainloop::Columns => layout.q_blocks(),
     };
     let of_pattern = |pattern| -> Vec<usize> {
         let tiles = Tiles::of(layout, tiling, pattern);
@@ -220,7 +220,7 @@ impl Grouping {
     /// Clusters like rows where neighbours are unlike and that is allowed.
     pub fn best(
         layout: &BlockLayout,
-        walk: Walk,
+        mainloop: Mainloop,
         [rows, cols]: [usize; 2],
         may_cluster: bool,
     ) -> Self {
@@ -228,7 +228,7 @@ impl Grouping {
         const WORTHWHILE: f64 = 1.1;
         let [neighbours, like] = [false, true].map(|clustered| Tiling {
             clustered,
-            ..Tiling::new(walk, rows, cols)
+            ..Tiling::new(mainloop, rows, cols)
         });
         let overhead = tiling_overhead(layout, neighbours);
         let b = layout.block_size();
@@ -268,7 +268,7 @@ pub struct NarrowCosts {
 }
 
 impl NarrowCosts {
-    /// Whether walks of a layout may have coarse steps: their blocks are narrow and known on the host.
+    /// Whether mainloops over a layout may have coarse steps: their blocks are narrow and known on the host.
     pub fn concern(layout: &BlockLayout) -> bool {
         matches!(layout.block_size(), 16 | 32) && layout.device_choice().is_none()
     }
@@ -281,10 +281,10 @@ impl NarrowCosts {
         sample.overhead(b) * self.gathered * (1.0 + masked * sample.share(sample.masked))
     }
 
-    /// The time of coarse ones likewise, if there can be any, walks are so long that their steps are what counts, and masks of pairs are
+    /// The time of coarse ones likewise, if there can be any, mainloops are so long that their steps are what counts, and masks of pairs are
     /// so few that each entry may have one of its own.
     pub fn of_coarse(&self, layout: &BlockLayout, tiling: Tiling) -> Option<f64> {
-        /// Columns of a tile from which on a walk is long.
+        /// Columns of a tile from which on a mainloop is long.
         const LONG: usize = 1024;
         /// Bytes of masks.
         const MOST: f64 = (32 << 20) as f64;
@@ -294,9 +294,9 @@ impl NarrowCosts {
         }
         let sample = Sample::of(layout, tiling);
         let long = sample.entries * tiling.cols >= LONG * sample.tiles;
-        let length = match tiling.walk {
-            Walk::Rows => layout.seq_q(),
-            Walk::Columns => layout.seq_kv(),
+        let length = match tiling.mainloop {
+            Mainloop::Rows => layout.seq_q(),
+            Mainloop::Columns => layout.seq_kv(),
         };
         let tiles = length.div_ceil(tiling.rows) * layout.num_patterns();
         let masks = sample.partial as f64 * tiles as f64 / sample.tiles.max(1) as f64;
@@ -315,7 +315,7 @@ mod tests {
     fn tiling(rows: usize, cols: usize, clustered: bool) -> Tiling {
         Tiling {
             clustered,
-            ..Tiling::new(Walk::Columns, rows, cols)
+            ..Tiling::new(Mainloop::Columns, rows, cols)
         }
     }
 
@@ -354,16 +354,16 @@ mod tests {
     fn unlike_neighbours_are_clustered() {
         let fixed = Pattern::fixed(128, 32).layout(1, 4096, 32).unwrap();
         let neighbours = tiling_overhead(&fixed, tiling(128, 64, false));
-        let grouping = Grouping::best(&fixed, Walk::Columns, [128, 64], true);
+        let grouping = Grouping::best(&fixed, Mainloop::Columns, [128, 64], true);
         assert!(grouping.clustered && grouping.overhead < neighbours / 2.0);
-        let refused = Grouping::best(&fixed, Walk::Columns, [128, 64], false);
+        let refused = Grouping::best(&fixed, Mainloop::Columns, [128, 64], false);
         assert_eq!((refused.overhead, refused.clustered), (neighbours, false));
         // All rows are alike.
-        assert!(!Grouping::best(&fixed, Walk::Rows, [128, 64], true).clustered);
+        assert!(!Grouping::best(&fixed, Mainloop::Rows, [128, 64], true).clustered);
     }
 
     #[test]
-    fn coarse_steps_are_for_long_walks_of_nearly_everything() {
+    fn coarse_steps_are_for_long_mainloops_over_nearly_everything() {
         let costs = NarrowCosts {
             gathered: 1.1,
             masked: [0.5, 0.5],
@@ -386,7 +386,7 @@ mod tests {
             gathered > 1.05 * coarse && gathered < 1.15 * coarse,
             "{gathered} {coarse}"
         );
-        // All later queries see one column of four, which clusters walk alone.
+        // All later queries see one column of four, which clusters see alone.
         let (gathered, coarse) = of(Pattern::fixed(128, 32), 32, true);
         assert!(coarse.is_none_or(|coarse| coarse > gathered));
         assert!(of(Pattern::local(256), 16, false).1.is_none(), "short");

@@ -1,7 +1,7 @@
 //! The entries of a tile: the blocks of its rows, merged.
 
 use super::masks::{ABSENT, TileMasks};
-use super::tiling::{BIT_WORDS, EMPTY, MASKED_STEP, NO_VISIT, Tiling, Walk};
+use super::tiling::{BIT_WORDS, EMPTY, MASKED_STEP, Mainloop, NO_VISIT, Tiling};
 use crate::{BlockLayout, Entry, FULL};
 
 /// One entry of a tile.
@@ -109,7 +109,7 @@ pub(super) struct Source<'a> {
 impl<'a> Source<'a> {
     pub fn new(layout: &'a BlockLayout, tiling: Tiling, pattern: usize) -> Self {
         let mut column_places = Vec::new();
-        if tiling.places && tiling.walk == Walk::Columns {
+        if tiling.places && tiling.mainloop == Mainloop::Columns {
             column_places = vec![Vec::new(); layout.kv_blocks()];
             let mut place = 0;
             for q_block in 0..layout.q_blocks() {
@@ -136,16 +136,16 @@ impl<'a> Source<'a> {
     }
 
     pub fn line(&self, block: usize) -> Vec<Entry> {
-        match self.tiling.walk {
-            Walk::Rows => self.layout.row(self.pattern, block),
-            Walk::Columns => self.layout.column(self.pattern, block),
+        match self.tiling.mainloop {
+            Mainloop::Rows => self.layout.row(self.pattern, block),
+            Mainloop::Columns => self.layout.column(self.pattern, block),
         }
     }
 
     pub fn lines(&self) -> usize {
-        match self.tiling.walk {
-            Walk::Rows => self.layout.q_blocks(),
-            Walk::Columns => self.layout.kv_blocks(),
+        match self.tiling.mainloop {
+            Mainloop::Rows => self.layout.q_blocks(),
+            Mainloop::Columns => self.layout.kv_blocks(),
         }
     }
 
@@ -162,9 +162,9 @@ impl<'a> Source<'a> {
             return self.union(&lines, group, masks);
         }
         let mut found = TileEntries::default();
-        let start = match self.tiling.walk {
-            Walk::Rows => self.layout.row_offsets(self.pattern)[first] as u32,
-            Walk::Columns => 0,
+        let start = match self.tiling.mainloop {
+            Mainloop::Rows => self.layout.row_offsets(self.pattern)[first] as u32,
+            Mainloop::Columns => 0,
         };
         for (k, entry) in self.line(first).into_iter().enumerate() {
             let place = match self.column_places.get(first) {

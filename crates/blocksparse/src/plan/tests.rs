@@ -18,7 +18,7 @@ fn plans_allow_what_the_layout_allows(
     #[case] block: usize,
     #[case] rows: usize,
     #[case] cols: usize,
-    #[values(Walk::Rows, Walk::Columns)] walk: Walk,
+    #[values(Mainloop::Rows, Mainloop::Columns)] mainloop: Mainloop,
     #[values(false, true)] places: bool,
     #[values(false, true)] clustered: bool,
 ) {
@@ -29,7 +29,7 @@ fn plans_allow_what_the_layout_allows(
     let tiling = Tiling {
         places,
         clustered,
-        ..Tiling::new(walk, rows, cols)
+        ..Tiling::new(mainloop, rows, cols)
     };
     let plan = TilePlan::new(&layout, tiling);
     let Sections {
@@ -76,9 +76,9 @@ fn plans_allow_what_the_layout_allows(
                         let word = masks + (mask * rows + row) * plan.mask_words + col / 32;
                         if plan.words[word] >> (col % 32) & 1 == 1 {
                             let (r, c) = (place, position * plan.group + col);
-                            let (i, j) = match walk {
-                                Walk::Rows => (r, c),
-                                Walk::Columns => (c, r),
+                            let (i, j) = match mainloop {
+                                Mainloop::Rows => (r, c),
+                                Mainloop::Columns => (c, r),
                             };
                             seen[i][j] += 1;
                         }
@@ -117,7 +117,7 @@ fn steps_of_a_pattern_follow_each_other(
     let layout = pattern.layout(4, 300, block).unwrap();
     assert_eq!(layout.num_patterns(), patterns);
     let tiling = Tiling {
-        walk: Walk::Rows,
+        mainloop: Mainloop::Rows,
         ..tiling(128, cols, clustered)
     };
     let plan = TilePlan::new(&layout, tiling);
@@ -144,7 +144,7 @@ fn steps_of_a_pattern_follow_each_other(
 fn tiling(rows: usize, cols: usize, clustered: bool) -> Tiling {
     Tiling {
         clustered,
-        ..Tiling::new(Walk::Columns, rows, cols)
+        ..Tiling::new(Mainloop::Columns, rows, cols)
     }
 }
 
@@ -168,7 +168,7 @@ fn visits_count_in_launch_order(
     let tiling = Tiling {
         visits: true,
         clustered,
-        ..Tiling::new(Walk::Columns, 128, cols)
+        ..Tiling::new(Mainloop::Columns, 128, cols)
     };
     let plan = TilePlan::new(&layout, tiling);
     let sections = plan.sections;
@@ -241,7 +241,7 @@ fn complete_plans(#[case] pattern: &str, #[case] complete: bool) {
     assert!(!plan.complete, "the second head's last queries see nothing");
 }
 
-/// A tile that nearly all queries see adds to sums of its own; then the others begin to count again, and all walk alike. Of long windows none does.
+/// A tile that nearly all queries see adds to sums of its own; then the others begin to count again, and all go the same way. Of long windows none does.
 #[rstest::rstest]
 #[case("window:256+global:0,1", 8192, 1)]
 #[case("window:256+global:0,4000", 8192, 2)]
@@ -307,7 +307,7 @@ fn tiles_that_share_queries(#[case] pattern: &str, #[case] between: usize) {
     }
 }
 
-/// How a tile walks: from its last queries to its first, or the other way.
+/// How a tile goes: from its last queries to its first, or the other way.
 #[derive(Clone, Copy, PartialEq)]
 enum Turned {
     None,
@@ -315,13 +315,13 @@ enum Turned {
     Above(usize),
 }
 
-/// Windows are walked from their last queries on; a tile of sinks is long and keeps ahead from the first ones on, with all others if these are long, too.
+/// Windows go from their last queries on; a tile of sinks is long and keeps ahead from the first ones on, with all others if these are long, too.
 #[rstest::rstest]
 #[case(Pattern::local(256), 8192, Turned::None)]
 #[case(Pattern::causal(), 8192, Turned::None)]
 #[case(Pattern::streaming(256, 64), 8192, Turned::Above(7))]
 #[case(Pattern::streaming(2560, 64), 16_384, Turned::Above(0))]
-fn long_tiles_turn_walks(#[case] pattern: Pattern, #[case] seq: usize, #[case] turned: Turned) {
+fn long_tiles_turn_mainloops(#[case] pattern: Pattern, #[case] seq: usize, #[case] turned: Turned) {
     let layout = pattern.layout(1, seq, 64).unwrap();
     let tiling = Tiling {
         visits: true,

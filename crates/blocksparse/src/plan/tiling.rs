@@ -2,10 +2,10 @@
 
 /// Which side of the layout the tiles' rows are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Walk {
-    /// Tiles of queries walk the keys they attend to: forward and dQ.
+pub enum Mainloop {
+    /// Tiles of queries against the keys they attend to: forward and dQ.
     Rows,
-    /// Tiles of keys walk the queries that attend to them: dK and dV.
+    /// Tiles of keys against the queries that attend to them: dK and dV.
     Columns,
 }
 
@@ -13,7 +13,7 @@ pub enum Walk {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tiling {
     /// Which side the rows are.
-    pub walk: Walk,
+    pub mainloop: Mainloop,
     /// Positions of a tile.
     pub rows: usize,
     /// Positions of a step.
@@ -23,7 +23,7 @@ pub struct Tiling {
     /// Whether a tile's block rows are chosen to be alike. Otherwise they are neighbours.
     pub clustered: bool,
     /// Whether entries say how many tiles before theirs have the same entry: the order in which tiles add to what they
-    /// share. Then all patterns share one order of tiles, and entries are in the order in which a tile should walk.
+    /// share. Then all patterns share one order of tiles, and entries are in the order in which a tile should go through them.
     pub visits: bool,
     /// With visits: whether tiles that are much longer than the others count them for themselves, since they add to sums of
     /// their own.
@@ -35,9 +35,9 @@ pub struct Tiling {
 
 impl Tiling {
     /// Of entries that are blocks, or parts of one, and say nothing else.
-    pub const fn new(walk: Walk, rows: usize, cols: usize) -> Self {
+    pub const fn new(mainloop: Mainloop, rows: usize, cols: usize) -> Self {
         Self {
-            walk,
+            mainloop,
             rows,
             cols,
             places: false,

@@ -16,9 +16,9 @@ pub(super) struct PlanSizes {
     pub apart: bool,
 }
 
-/// The most steps of a tile beside which a long one adds to sums of its own, or without these walks the other way.
+/// The most steps of a tile beside which a long one adds to sums of its own, or without these goes the other way.
 ///
-/// Of tiles of 6 and 10 steps beside one of 128 the backward pass is 19% and 13% faster with the long one alone walking the other way (windows of 256
+/// Of tiles of 6 and 10 steps beside one of 128 the backward pass is 19% and 13% faster with the long one alone going the other way (windows of 256
 /// and 512 with global tokens), of those of 66 beside one of 1,024 8% slower (streaming(4096, 64)); both on an H100.
 const SHORT: usize = 32;
 
@@ -35,7 +35,7 @@ pub(super) fn long_tiles(ranked: impl ExactSizeIterator<Item = usize>, patterns:
     }
 }
 
-/// Whether there may be [`long_tiles`], of tiles that walk `least` steps on average or more, and `most` at most.
+/// Whether there may be [`long_tiles`], of tiles that have `least` steps on average or more, and `most` at most.
 pub(super) fn may_be_short(least: f64, most: usize) -> bool {
     least <= (SHORT + most.div_ceil(16)) as f64
 }
@@ -75,10 +75,10 @@ pub(super) fn count_visits(records: &[u32], entries: &mut [u32], sizes: PlanSize
     let mut complete = apart == 0;
     for pattern in 0..patterns {
         let record = |rank: usize| pattern * tiles + ranked[rank] as usize;
-        // Tiles walk from their last queries to their first, so that those of neighbours, which begin at the same time, do not want the same queries at
+        // Tiles go from their last queries to their first, so that those of neighbours, which begin at the same time, do not want the same queries at
         // once. A tile that most queries see, as that of attention sinks, is far from done with the last of them when the others are: it
-        // walks the other way, and so stays ahead of all others, which wait for its visits, unless it has sums of its own. Where the others are long
-        // themselves, they would wait too long at their beginnings: all walk the other way there, a step apart.
+        // goes the other way, and so stays ahead of all others, which wait for its visits, unless it has sums of its own. Where the others are long
+        // themselves, they would wait too long at their beginnings: all go the other way there, a step apart.
         let usual = (tiles > 0).then(|| steps(record(tiles / 16)));
         let is_long = |record: usize| usual.is_some_and(|usual| steps(record) > 4 * usual);
         let all = (tiles > 0).then(|| record(0)).is_some_and(is_long)

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use blocksparse::plan::{MASKED_STEP, NO_VISIT, TilePlan, Tiling, Walk};
+use blocksparse::plan::{MASKED_STEP, Mainloop, NO_VISIT, TilePlan, Tiling};
 use blocksparse::{BlockLayout, BlockMask, FULL, LayoutShape};
 use proptest::prelude::*;
 
@@ -17,7 +17,15 @@ fn tiling() -> impl Strategy<Value = Tiling> {
         clustered: kind < 4 && (kind == 2 || rows == 256),
         visits: kind == 3 || kind == 4,
         coarse: kind >= 4,
-        ..Tiling::new(if columns { Walk::Columns } else { Walk::Rows }, rows, cols)
+        ..Tiling::new(
+            if columns {
+                Mainloop::Columns
+            } else {
+                Mainloop::Rows
+            },
+            rows,
+            cols,
+        )
     })
 }
 
@@ -102,7 +110,7 @@ impl Head<'_> {
         (0..steps).map(of_step).collect()
     }
 
-    /// The position of a tile's row: of a query, or of a key in a walk over columns.
+    /// The position of a tile's row: of a query, or of a key in a loop over columns.
     fn position(&self, tile: usize, row: usize) -> usize {
         let Tiling {
             rows, clustered, ..
@@ -135,9 +143,9 @@ impl Head<'_> {
                 |&col: &usize| self.bit(entry.mask, row, col) && self.keeps(entry, row, col);
             for col in (0..self.plan.group).filter(allowed) {
                 let (own, other) = (self.position(tile, row), entry.at * self.plan.group + col);
-                pairs.push(match self.plan.tiling.walk {
-                    Walk::Rows => (own, other),
-                    Walk::Columns => (other, own),
+                pairs.push(match self.plan.tiling.mainloop {
+                    Mainloop::Rows => (own, other),
+                    Mainloop::Columns => (other, own),
                 });
             }
         }

@@ -11,8 +11,8 @@ use crate::weights;
 use blocksparse::{BlockLayout, Dropout, Seed};
 use blocksparse_cubecl as kernels;
 use blocksparse_cubecl::{
-    AttentionPlan, Gradients, KernelError, MassOutputs, Outputs, Request, ScoreKind, ScoreOptions,
-    TensorView,
+    AttentionPlan, AttentionSumOutputs, Gradients, KernelError, Outputs, Request, ScoreKind,
+    ScoreOptions, TensorView,
 };
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::tensor::{DType, Shape};
@@ -35,12 +35,12 @@ pub(crate) fn plan(
 }
 
 /// Whether `device` can sum the weights of a call.
-pub(crate) fn check_masses(
+pub(crate) fn check_attention_sums(
     device: &CubeDevice,
     layout: &BlockLayout,
     request: &Request,
 ) -> Result<(), KernelError> {
-    kernels::check_masses(&device.client(), layout, request)
+    kernels::check_attention_sums(&device.client(), layout, request)
 }
 
 pub(crate) fn request(
@@ -216,7 +216,7 @@ impl BlockSparseOps for CubeBackend {
         queries: Range<usize>,
     ) -> AccumulatedOutput<Self> {
         if uses_reference() {
-            return reference::masses::<Self>(inputs, &layout, &options, queries);
+            return reference::attention_sums::<Self>(inputs, &layout, &options, queries);
         }
         let layout = layout.host;
         let AccumulatedInputs { q, k, lse, scores } = inputs;
@@ -230,7 +230,7 @@ impl BlockSparseOps for CubeBackend {
         let (heads, seq_q) = (layout.heads(), layout.seq_q());
         let columns = empty(&q, [batch, heads, seq_kv], lse.dtype);
         let diagonals = empty(&q, [batch, heads, seq_q + seq_kv - 1], lse.dtype);
-        let outputs = MassOutputs {
+        let outputs = AttentionSumOutputs {
             queries,
             columns: columns.handle.clone(),
             diagonals: diagonals.handle.clone(),
@@ -241,7 +241,7 @@ impl BlockSparseOps for CubeBackend {
         scores.bias = bias.as_ref().map(bias_view);
         scores.relative = relative.as_ref().map(table_view);
         let views = [&q, &k].map(view);
-        let result = kernels::masses(
+        let result = kernels::attention_sums(
             &q.client,
             &layout,
             &request,

@@ -379,7 +379,7 @@ pub fn call_given(
     let Chosen { plan, packed } = AttentionPlan::choose(&q, &k, &v, &scores, layout, &options)?;
     let [batch, heads, seq_q, head_dim] = q.dims();
     let kv_heads = k.dims()[1];
-    // The reference walks what the host knows.
+    // The reference computes what the host knows.
     let read = match layout {
         Layout::Device(layout) if !plan.is_kernels() => Some(layout.to_host()?),
         _ => None,

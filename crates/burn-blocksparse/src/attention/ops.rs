@@ -75,7 +75,7 @@ pub trait BlockSparseOps: Backend {
         options: AttentionOptions,
         queries: Range<usize>,
     ) -> AccumulatedOutput<Self> {
-        reference::masses::<Self>(inputs, &layout, &options, queries)
+        reference::attention_sums::<Self>(inputs, &layout, &options, queries)
     }
 }
 

@@ -135,7 +135,7 @@ pub fn sums_in_kernels(
         let [batch, kv_heads, _, head_dim] = k.dims();
         let dims = [batch, kv_heads, head_dim, head_dim];
         let request = crate::attention::backend::request(dims, q.dtype(), options, biases.kinds())?;
-        crate::attention::backend::check_masses(inner, layout, &request)?;
+        crate::attention::backend::check_attention_sums(inner, layout, &request)?;
         return Ok(!crate::base::cube::uses_reference());
     }
     Ok(false)

@@ -1,4 +1,4 @@
-//! Sums of all numbers of a tensor.
+//! Sums of all elements of a tensor.
 
 use burn::tensor::{DType, Tensor};
 

@@ -389,7 +389,7 @@ pub struct NeedsGrad {
     pub relative_bias: bool,
 }
 
-/// The tensors of [`accumulated_attention`](crate::masses::accumulated_attention).
+/// The tensors of [`accumulated_attention`](crate::attention_sums::accumulated_attention).
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -405,7 +405,7 @@ pub struct AccumulatedInputs<B: Backend> {
     pub scores: ScoreTensors<B>,
 }
 
-/// The sums of [`accumulated_attention`](crate::masses::accumulated_attention), in lse's dtype.
+/// The sums of [`accumulated_attention`](crate::attention_sums::accumulated_attention), in lse's dtype.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]

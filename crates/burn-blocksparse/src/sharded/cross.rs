@@ -126,7 +126,7 @@ impl ShardEnd {
         }
         let mut arrived: Vec<(usize, Blocks<B>)> = Vec::new();
         for &peer in &peers {
-            let length = ready.numbers(&give[peer]).max(ready.numbers(&get[peer]));
+            let length = ready.elements(&give[peer]).max(ready.elements(&get[peer]));
             self.count(length * ready.dtype.size());
             let own = packed::<B>(x, &give[peer], length);
             let theirs = B::swapped(own, indices[peer]);
@@ -147,7 +147,7 @@ impl ShardEnd {
 
 impl Ready {
     /// How many numbers so many blocks of keys and of values have.
-    fn numbers(&self, blocks: &[i32]) -> usize {
+    fn elements(&self, blocks: &[i32]) -> usize {
         self.batch * blocks.len() * (self.widths[0] + self.widths[1])
     }
 }
@@ -269,7 +269,7 @@ mod tests {
             dtype: DType::F32,
         };
         let list = [3, 0, 4];
-        let length = ready.numbers(&list) + 8;
+        let length = ready.elements(&list) + 8;
         let vector = packed::<Flex>(&x, &list, length);
         assert_eq!(vector.shape().dims(), [length]);
         let back = unpacked::<Flex>(vector, ready, list.len());

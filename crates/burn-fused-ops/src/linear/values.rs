@@ -356,7 +356,7 @@ pub struct JoinCall {
 }
 
 impl JoinCall {
-    /// Numbers of a row.
+    /// Elements of a row.
     pub fn width(&self) -> usize {
         let widths = self.parts.iter().flatten().map(|(heads, dim)| heads * dim);
         widths.sum()

@@ -77,7 +77,7 @@ fn multiplied(
     )
     .ok()?;
     let view = dense::view(x).ok()?;
-    let packed = empty(x, [tables.packed_numbers(direction)], x.dtype);
+    let packed = empty(x, [tables.packed_elements(direction)], x.dtype);
     let out = empty(x, [rows, widths[1]], x.dtype);
     pack_blocks(client, tables, direction, typed(&weight), typed(&packed)).ok()?;
     (multiply_blocks(
@@ -101,13 +101,13 @@ fn gradient([x, dy]: [&CubeTensor; 2], tables: &BlockTables) -> Option<CubeTenso
         let parts = dense::parts(&dense::swapped(x.clone()), dy)?;
         let [count, inputs, outputs] = parts.meta.shape().dims();
         let whole = sum(&shaped(parts, [count, inputs * outputs]))?;
-        let out = empty(x, [tables.numbers()], DType::F32);
+        let out = empty(x, [tables.elements()], DType::F32);
         blocks_of_dense(client, tables, typed(&whole), typed(&out)).ok()?;
         return Some(out);
     }
     let plan = BlockGradientPlan::new(client, tables, dense::is_bf16(x.dtype).ok()?, rows).ok()?;
     let views = [dense::view(x).ok()?, dense::view(dy).ok()?];
-    let parts = empty(x, [plan.parts(), tables.numbers()], DType::F32);
+    let parts = empty(x, [plan.parts(), tables.elements()], DType::F32);
     block_gradient(client, &plan, tables, [&views[0], &views[1]], &parts.handle).ok()?;
     sum(&parts)
 }

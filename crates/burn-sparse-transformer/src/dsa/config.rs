@@ -41,7 +41,7 @@ pub struct DsaHeadsConfig {
     pub index_fp8: bool,
     /// Whether kernels gather single keys by the lists where a device has them ([`DispatchMode::Auto`]).
     #[config(default = true)]
-    pub walk: bool,
+    pub gather_keys: bool,
 }
 
 impl DsaHeadsConfig {
@@ -72,7 +72,7 @@ impl DsaHeadsConfig {
     }
 
     pub(super) fn dispatch_mode(&self) -> DispatchMode {
-        match self.walk {
+        match self.gather_keys {
             true => DispatchMode::Auto,
             false => DispatchMode::GroupByBlock,
         }

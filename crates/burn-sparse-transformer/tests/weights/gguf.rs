@@ -12,7 +12,7 @@ use crate::gguf_writer::{F32, Q8_0, Writer, interleaved, q8_0};
 use crate::llama::{largest_difference, tiny_llama};
 use crate::support::{Scratch, floats};
 
-/// Numbers of a type's blocks, in bytes and elements, and where half-precision numbers are in them.
+/// Sizes of a type's blocks, in bytes and elements, and where half-precision numbers are in them.
 const BLOCKS: [(&str, u32, usize, usize, &[usize]); 8] = [
     ("Q4_0", 2, 18, 32, &[0]),
     ("Q4_1", 3, 20, 32, &[0, 2]),
@@ -52,8 +52,8 @@ fn metadata_has_all_types() {
     assert_eq!(get("bool").as_bool(), Some(true));
     assert_eq!(get("string").as_str(), Some("Grüße"));
     assert_eq!(get("strings").as_strings().unwrap(), ["", "Ġt he", "日本"]);
-    assert_eq!(get("integers").as_numbers().unwrap(), [3.0, -1.0, 4.0]);
-    assert_eq!(get("floats").as_numbers().unwrap(), [0.5, -2.0]);
+    assert_eq!(get("integers").as_floats().unwrap(), [3.0, -1.0, 4.0]);
+    assert_eq!(get("floats").as_floats().unwrap(), [0.5, -2.0]);
     assert_eq!(get("bools"), &GgufValue::BoolArray(vec![true, false]));
     assert_eq!(get("strings").to_string(), "an array of 3");
     assert_eq!(get("strings").as_str(), None);

@@ -407,7 +407,7 @@ impl Warp {
         self.uniform(slot, active) as u32 & self.lanes_alive()
     }
 
-    /// Where a thread's numbers of a load or a store lie.
+    /// Where a thread's elements of a load or a store lie.
     fn vector_place(
         &mut self,
         launch: &Launch,

@@ -89,8 +89,8 @@ pub(crate) struct Rows {
 pub(crate) fn row_slot(slots: &[i32], row: usize, sizes: &Rows) -> usize {
     let head = row / sizes.rows % sizes.kv_heads;
     let batch = row / sizes.rows / sizes.kv_heads;
-    let walk = batch * sizes.tables + head % sizes.tables;
-    let slot = slots[walk * sizes.rows + row % sizes.rows];
+    let page_list = batch * sizes.tables + head % sizes.tables;
+    let slot = slots[page_list * sizes.rows + row % sizes.rows];
     let mut to = sizes.pages * sizes.page;
     if slot >= 0i32 {
         let slot = slot as usize;
@@ -136,7 +136,7 @@ fn append<E: Float, N: Size>(
 struct Launch {
     /// New rows.
     count: usize,
-    /// Numbers of a load.
+    /// Elements of a load.
     vector: usize,
     /// Vectors of a key, and of a value.
     vectors: [usize; 2],

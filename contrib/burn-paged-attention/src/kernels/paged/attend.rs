@@ -1,4 +1,4 @@
-//! The rows kernel: a cube per share of a walk, online softmax over its slots.
+//! The rows kernel: a cube per share of a page list, online softmax over its slots.
 
 // A kernel's integers have no such method.
 #![allow(clippy::manual_is_multiple_of)]
@@ -9,8 +9,10 @@ use cubecl::prelude::*;
 use crate::kernels::paged::exchange::{across_row, collect, deal, of_rows};
 use crate::kernels::paged::join::{cube_of, join_parts};
 use crate::kernels::paged::lanes::{any_differ, shuffle_xor};
+use crate::kernels::paged::page_list::{
+    CubePages, Found, PageList, Sizes, page_at, share_of, span_of,
+};
 use crate::kernels::paged::tile::Tile;
-use crate::kernels::paged::walk::{Found, Sizes, Walker, Walking, page_at, share_of, span_of};
 use blocksparse_cubecl::shared::codec::decode_word;
 use blocksparse_cubecl::shared::score::{LOW, LOWEST_MAX};
 
@@ -32,7 +34,7 @@ use blocksparse_cubecl::shared::score::{LOW, LOWEST_MAX};
 /// ```
 ///
 /// `q` `[batch, kv_heads, group_rows, width]`, `keys` `[pages, P, width]`, `values` `[pages, P, value_width]`; `partial` `[items, shared_heads, group_rows,
-/// value_width]` and `stats` `[items, shared_heads, group_rows]`, behind which come the first share and the number of shares of each walk.
+/// value_width]` and `stats` `[items, shared_heads, group_rows]`, behind which come the first share and the number of shares of each page list.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn attend<E: Float, K: Numeric, A: Float, N: Size, W: Size>(
     q: &[Vector<E, N>],
@@ -77,15 +79,22 @@ pub fn attend<E: Float, K: Numeric, A: Float, N: Size, W: Size>(
     let cube = cube_of(&sizes);
     let shared_head = cube.shared_head;
     let item = cube.item;
-    let share = share_of(spans, item, &sizes, &mut counts, comptime!(t.walked()));
-    if share.walk < sizes.walks {
-        let batch = share.walk / sizes.tables;
+    let share = share_of(
+        spans,
+        item,
+        &sizes,
+        &mut counts,
+        comptime!(t.page_list_shape()),
+    );
+    if share.page_list < sizes.page_lists {
+        let batch = share.page_list / sizes.tables;
         let kv_heads = sizes.tables * sizes.shared_heads;
-        let head = batch * kv_heads + share.walk % sizes.tables * sizes.shared_heads + shared_head;
+        let head =
+            batch * kv_heads + share.page_list % sizes.tables * sizes.shared_heads + shared_head;
         let first_row = cube.block * rows;
-        let walker = Walker {
-            span: span_of(spans, share.walk, comptime!(t.walked())),
-            table: share.walk * sizes.entries,
+        let page_list = PageList {
+            span: span_of(spans, share.page_list, comptime!(t.page_list_shape())),
+            table: share.page_list * sizes.entries,
             selected: head * sizes.selected,
         };
 
@@ -143,8 +152,8 @@ pub fn attend<E: Float, K: Numeric, A: Float, N: Size, W: Size>(
         let stride = comptime!(t.planes * t.step());
         let slots = share.pages * comptime!(t.page);
         let mut at = unit / comptime!(t.plane) * comptime!(t.step());
-        let walking = Walking {
-            walker,
+        let cube_pages = CubePages {
+            page_list,
             first_page: share.first,
             slots,
             shared_head,
@@ -153,7 +162,7 @@ pub fn attend<E: Float, K: Numeric, A: Float, N: Size, W: Size>(
         find(
             table,
             &selected,
-            &walking,
+            &cube_pages,
             &sizes,
             &mut places,
             at,
@@ -163,10 +172,28 @@ pub fn attend<E: Float, K: Numeric, A: Float, N: Size, W: Size>(
         let of_keys = comptime!(t.vectors());
         let of_values = comptime!(t.value_vectors());
         load::<K, W>(
-            keys, &mut k, &places, &walking, &sizes, at, group, lane, of_keys, t,
+            keys,
+            &mut k,
+            &places,
+            &cube_pages,
+            &sizes,
+            at,
+            group,
+            lane,
+            of_keys,
+            t,
         );
         load::<K, W>(
-            values, &mut v, &places, &walking, &sizes, at, group, lane, of_values, t,
+            values,
+            &mut v,
+            &places,
+            &cube_pages,
+            &sizes,
+            at,
+            group,
+            lane,
+            of_values,
+            t,
         );
         let mut scales = Array::<A>::new(comptime!(t.scales()));
         let mut next_scales = Array::<A>::new(comptime!(t.scales()));
@@ -178,7 +205,7 @@ pub fn attend<E: Float, K: Numeric, A: Float, N: Size, W: Size>(
                 &selected,
                 &mut scales,
                 &places,
-                &walking,
+                &cube_pages,
                 &sizes,
                 at,
                 group,
@@ -192,7 +219,7 @@ pub fn attend<E: Float, K: Numeric, A: Float, N: Size, W: Size>(
             find(
                 table,
                 &selected,
-                &walking,
+                &cube_pages,
                 &sizes,
                 &mut next_places,
                 next,
@@ -208,7 +235,7 @@ pub fn attend<E: Float, K: Numeric, A: Float, N: Size, W: Size>(
                     &selected,
                     &mut next_scales,
                     &next_places,
-                    &walking,
+                    &cube_pages,
                     &sizes,
                     next,
                     group,
@@ -221,7 +248,7 @@ pub fn attend<E: Float, K: Numeric, A: Float, N: Size, W: Size>(
                 keys,
                 &mut k,
                 &next_places,
-                &walking,
+                &cube_pages,
                 &sizes,
                 next,
                 group,
@@ -234,7 +261,7 @@ pub fn attend<E: Float, K: Numeric, A: Float, N: Size, W: Size>(
             #[unroll]
             for i in 0..comptime!(t.lane_scores()) {
                 let slot = at + (own_key + i) * comptime!(t.groups()) + group;
-                let place = place_at(table, &selected, &walking, &sizes, &places, slot, t);
+                let place = place_at(table, &selected, &cube_pages, &sizes, &places, slot, t);
                 let in_page = (slot % comptime!(t.page)) as u32;
                 let mut counts = place.id > 0u32 && in_page >= place.from && in_page < place.to;
                 if comptime!(t.visibility) {
@@ -304,7 +331,7 @@ pub fn attend<E: Float, K: Numeric, A: Float, N: Size, W: Size>(
                 values,
                 &mut v,
                 &next_places,
-                &walking,
+                &cube_pages,
                 &sizes,
                 next,
                 group,
@@ -399,7 +426,7 @@ pub fn attend<E: Float, K: Numeric, A: Float, N: Size, W: Size>(
 fn find(
     table: &[i32],
     selected: &ComptimeOption<Box<[i32]>>,
-    walking: &Walking,
+    cube_pages: &CubePages,
     sizes: &Sizes,
     places: &mut Array<u32>,
     at: usize,
@@ -412,7 +439,14 @@ fn find(
         if comptime!(t.places() > 1) {
             slot = at + comptime!(i * t.groups()) + group;
         }
-        let found = page_at(table, selected, walking, sizes, slot, comptime!(t.walked()));
+        let found = page_at(
+            table,
+            selected,
+            cube_pages,
+            sizes,
+            slot,
+            comptime!(t.page_list_shape()),
+        );
         places[comptime!(3 * i)] = found.id;
         places[comptime!(3 * i + 1)] = found.from;
         places[comptime!(3 * i + 2)] = found.to;
@@ -424,14 +458,21 @@ fn find(
 fn place_at(
     table: &[i32],
     selected: &ComptimeOption<Box<[i32]>>,
-    walking: &Walking,
+    cube_pages: &CubePages,
     sizes: &Sizes,
     places: &Array<u32>,
     slot: usize,
     #[comptime] t: Tile,
 ) -> Found {
     if comptime!(t.places() > 1) {
-        page_at(table, selected, walking, sizes, slot, comptime!(t.walked()))
+        page_at(
+            table,
+            selected,
+            cube_pages,
+            sizes,
+            slot,
+            comptime!(t.page_list_shape()),
+        )
     } else {
         Found {
             id: places[0],
@@ -450,7 +491,7 @@ fn load_scales<A: Float>(
     selected: &ComptimeOption<Box<[i32]>>,
     into: &mut Array<A>,
     places: &Array<u32>,
-    walking: &Walking,
+    cube_pages: &CubePages,
     sizes: &Sizes,
     at: usize,
     group: usize,
@@ -460,13 +501,13 @@ fn load_scales<A: Float>(
     #[unroll]
     for i in 0..comptime!(t.lane_scores()) {
         let slot = at + (own_key + i) * comptime!(t.groups()) + group;
-        let place = place_at(table, selected, walking, sizes, places, slot, t);
+        let place = place_at(table, selected, cube_pages, sizes, places, slot, t);
         let in_page = (slot % comptime!(t.page)) as u32;
         let exists = place.id > 0u32 && in_page >= place.from && in_page < place.to;
         let mut key = A::new(1.0);
         let mut value = A::new(1.0);
         if exists {
-            let page = (place.id - 1u32) as usize * sizes.shared_heads + walking.shared_head;
+            let page = (place.id - 1u32) as usize * sizes.shared_heads + cube_pages.shared_head;
             let at = page * comptime!(t.page) + in_page as usize;
             key = A::cast_from(key_scales.as_ref().unwrap()[at]);
             value = A::cast_from(value_scales.as_ref().unwrap()[at]);
@@ -476,7 +517,7 @@ fn load_scales<A: Float>(
     }
 }
 
-/// The numbers of a load: all of them, or the four of a word, without their scale.
+/// The elements of a load: all of them, or the four of a word, without their scale.
 #[cube]
 fn part_of<K: Numeric, A: Float, N: Size, W: Size>(
     x: Vector<K, W>,
@@ -497,7 +538,7 @@ fn load<K: Numeric, W: Size>(
     rows: &[Vector<K, W>],
     into: &mut Array<Vector<K, W>>,
     places: &Array<u32>,
-    walking: &Walking,
+    cube_pages: &CubePages,
     sizes: &Sizes,
     at: usize,
     group: usize,
@@ -509,7 +550,7 @@ fn load<K: Numeric, W: Size>(
     if comptime!(t.places() == 1) {
         // All units of a plane have the same page, so this is no branch within it.
         if places[0] > 0u32 {
-            let page = (places[0] - 1u32) as usize * sizes.shared_heads + walking.shared_head;
+            let page = (places[0] - 1u32) as usize * sizes.shared_heads + cube_pages.shared_head;
             let page = page * comptime!(t.page * vectors);
             #[unroll]
             for key in 0..comptime!(t.keys) {
@@ -533,7 +574,7 @@ fn load<K: Numeric, W: Size>(
                 to: places[comptime!(3 * key + 2)],
             };
             if found.id > 0u32 && slot as u32 >= found.from && (slot as u32) < found.to {
-                let page = (found.id - 1u32) as usize * sizes.shared_heads + walking.shared_head;
+                let page = (found.id - 1u32) as usize * sizes.shared_heads + cube_pages.shared_head;
                 #[unroll]
                 for i in 0..lane_vectors {
                     let vector = lane_vector(lane, i, vectors, t);

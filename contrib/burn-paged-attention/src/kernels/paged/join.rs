@@ -5,7 +5,7 @@
 
 use cubecl::prelude::*;
 
-use crate::kernels::paged::walk::{Share, Sizes};
+use crate::kernels::paged::page_list::{Share, Sizes};
 use blocksparse_cubecl::shared::score::{LOW, LOWEST_MAX};
 
 /// Which cube of a share this is.
@@ -79,7 +79,7 @@ pub fn join_parts<A: Float>(
     }
     let is_first = cube.block == 0 && cube.shared_head == 0 && cube.item == share.first_item;
     if unit == 0 && is_first {
-        stats[sizes.info + 2 * share.walk] = A::cast_from(share.first_item);
-        stats[sizes.info + 2 * share.walk + 1] = A::cast_from(share.items);
+        stats[sizes.info + 2 * share.page_list] = A::cast_from(share.first_item);
+        stats[sizes.info + 2 * share.page_list + 1] = A::cast_from(share.items);
     }
 }

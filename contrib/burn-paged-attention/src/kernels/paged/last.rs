@@ -1,13 +1,13 @@
-//! The shares of a walk as one softmax, by the cube that ends last.
+//! The shares of a page list as one softmax, by the cube that ends last.
 
 use cubecl::prelude::*;
 
 use crate::kernels::paged::join::cube_of;
 use crate::kernels::paged::mma_tile::{MmaTile, UNROLLED};
-use crate::kernels::paged::walk::{Share, Sizes};
+use crate::kernels::paged::page_list::{Share, Sizes};
 use blocksparse_cubecl::arch::ptx::{global_address, pack, read_four_words_once, val};
+use blocksparse_cubecl::shared::addressing::Four;
 use blocksparse_cubecl::shared::score::{LOW, LOWEST_MAX};
-use blocksparse_cubecl::shared::walk::Four;
 
 /// How many cubes came before, of those that count to `most` and then from 0 again. What they wrote before is visible behind it.
 #[cube]
@@ -18,7 +18,7 @@ fn arrive(counter: u64, most: u32) -> u32 {
     o
 }
 
-/// If this cube's share of a walk is the last to be written: `lse = ln(Σ_x exp(lse_x) + exp(sink))` and `out = Σ_x exp(lse_x − lse) · out_x` of the cube's
+/// If this cube's share of a page list is the last to be written: `lse = ln(Σ_x exp(lse_x) + exp(sink))` and `out = Σ_x exp(lse_x − lse) · out_x` of the cube's
 /// queries, in the order of the shares, as [`merge`](crate::kernels::paged::merge::merge) has them. `head` is which head of keys of which sequence, `shared` has a number.
 ///
 /// The counter is 0 again behind it.
@@ -38,8 +38,8 @@ pub fn join_shares(
 ) {
     let cube = cube_of(sizes);
     let unit = UNIT_POS as usize;
-    let walk_head = share.walk * sizes.shared_heads + cube.shared_head;
-    let counter = walk_head * sizes.row_blocks + cube.block;
+    let list_head = share.page_list * sizes.shared_heads + cube.shared_head;
+    let counter = list_head * sizes.row_blocks + cube.block;
     let counter = global_address::<u32>(counters) + counter as u64 * 4u64;
     // All units have written.
     sync_cube();

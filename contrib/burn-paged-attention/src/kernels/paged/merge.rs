@@ -13,9 +13,9 @@ pub struct MergeTile {
     pub columns: usize,
     /// Units along the shares.
     pub ways: usize,
-    /// Numbers of a value.
+    /// Elements of a value.
     pub value_width: usize,
-    /// Numbers of a load.
+    /// Elements of a load.
     pub vector: usize,
     /// Whether there are sinks.
     pub sinks: bool,
@@ -71,7 +71,7 @@ pub struct MergeSizes {
     pub heads: usize,
     /// Heads of keys that share a row of the table.
     pub shared_heads: usize,
-    /// Where the shares of walks are in the statistics.
+    /// Where the shares of page lists are in the statistics.
     pub info: usize,
 }
 
@@ -104,9 +104,9 @@ pub fn merge<E: Float, A: Float, N: Size>(
     let row = CUBE_POS;
     if row < sizes.rows {
         let kv_head = row / sizes.group_rows;
-        let walk = kv_head / sizes.shared_heads;
-        let first = usize::cast_from(stats[sizes.info + 2 * walk]);
-        let items = usize::cast_from(stats[sizes.info + 2 * walk + 1]);
+        let page_list = kv_head / sizes.shared_heads;
+        let first = usize::cast_from(stats[sizes.info + 2 * page_list]);
+        let items = usize::cast_from(stats[sizes.info + 2 * page_list + 1]);
         // Of the first share; those of the next ones are `step` apart.
         let start = (first * sizes.shared_heads + kv_head % sizes.shared_heads) * sizes.group_rows
             + row % sizes.group_rows;
@@ -131,7 +131,7 @@ pub fn merge<E: Float, A: Float, N: Size>(
         }
         let mut total = (sink - top).exp();
         let mut round = 0usize;
-        // Wide rows have several vectors of a unit, and walk the shares for each.
+        // Wide rows have several vectors of a unit, and go through the shares for each.
         let mut vector = column;
         while round < items {
             if round + unit < items {

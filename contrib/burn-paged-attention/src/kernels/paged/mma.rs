@@ -23,13 +23,15 @@ use crate::kernels::paged::mma_load::{
     key_factor, load_keys, load_scales, load_values, paired, value_factor,
 };
 use crate::kernels::paged::mma_tile::{KEYS, MmaTile, QUERIES};
-use crate::kernels::paged::walk::{Found, Sizes, Walker, Walking, page_at, share_of, span_of};
+use crate::kernels::paged::page_list::{
+    CubePages, Found, PageList, Sizes, page_at, share_of, span_of,
+};
 use blocksparse_cubecl::arch::ptx::{
     above_any, exp2, pack, shuffle_word, shuffle_xor, transpose_eight,
 };
 use blocksparse_cubecl::arch::sm80::{Element, multiply};
+use blocksparse_cubecl::shared::addressing::Four;
 use blocksparse_cubecl::shared::score::{LOW, LOWEST_MAX, SLACK};
-use blocksparse_cubecl::shared::walk::Four;
 
 /// The scale of values that sums are relative to before there are any.
 const LEAST_SCALE: f32 = f32::from_bits(27 << 23);
@@ -87,17 +89,24 @@ pub fn attend_mma<V: Size>(
     let mut totals = Shared::<[f32]>::new_slice(comptime!(t.warps * rows));
 
     let cube = cube_of(&sizes);
-    let share = share_of(spans, cube.item, &sizes, &mut counts, comptime!(t.walked()));
-    if share.walk < sizes.walks {
-        let batch = share.walk / sizes.tables;
+    let share = share_of(
+        spans,
+        cube.item,
+        &sizes,
+        &mut counts,
+        comptime!(t.page_list_shape()),
+    );
+    if share.page_list < sizes.page_lists {
+        let batch = share.page_list / sizes.tables;
         let kv_heads = sizes.tables * sizes.shared_heads;
-        let head =
-            batch * kv_heads + share.walk % sizes.tables * sizes.shared_heads + cube.shared_head;
+        let head = batch * kv_heads
+            + share.page_list % sizes.tables * sizes.shared_heads
+            + cube.shared_head;
         let first_row = cube.block * rows;
-        let walking = Walking {
-            walker: Walker {
-                span: span_of(spans, share.walk, comptime!(t.walked())),
-                table: share.walk * sizes.entries,
+        let cube_pages = CubePages {
+            page_list: PageList {
+                span: span_of(spans, share.page_list, comptime!(t.page_list_shape())),
+                table: share.page_list * sizes.entries,
                 selected: head * sizes.selected,
             },
             first_page: share.first,
@@ -176,10 +185,28 @@ pub fn attend_mma<V: Size>(
         let mut at = warp * KEYS;
         let mut page = Array::<u32>::new(comptime!(t.place_words()));
         let mut next_page = Array::<u32>::new(comptime!(t.place_words()));
-        find(table, &selected, &walking, &sizes, &mut page, at, t);
-        load_keys(keys, &mut k, &page, &walking, &sizes, at, across, along, t);
+        find(table, &selected, &cube_pages, &sizes, &mut page, at, t);
+        load_keys(
+            keys,
+            &mut k,
+            &page,
+            &cube_pages,
+            &sizes,
+            at,
+            across,
+            along,
+            t,
+        );
         load_values::<V>(
-            values, &mut v, &page, &walking, &sizes, at, across, along, t,
+            values,
+            &mut v,
+            &page,
+            &cube_pages,
+            &sizes,
+            at,
+            across,
+            along,
+            t,
         );
         if is_quantised {
             load_scales(
@@ -187,7 +214,7 @@ pub fn attend_mma<V: Size>(
                 &value_scales,
                 &mut scales,
                 &page,
-                &walking,
+                &cube_pages,
                 &sizes,
                 at,
                 across,
@@ -197,13 +224,13 @@ pub fn attend_mma<V: Size>(
         find(
             table,
             &selected,
-            &walking,
+            &cube_pages,
             &sizes,
             &mut next_page,
             at + stride,
             t,
         );
-        while at < walking.slots {
+        while at < cube_pages.slots {
             let next = at + stride;
             let mut s = Array::<Vector<f32, Four>>::new(columns);
             #[unroll]
@@ -239,7 +266,7 @@ pub fn attend_mma<V: Size>(
                     &value_scales,
                     &mut next_scales,
                     &next_page,
-                    &walking,
+                    &cube_pages,
                     &sizes,
                     next,
                     across,
@@ -247,7 +274,15 @@ pub fn attend_mma<V: Size>(
                 );
             }
             load_keys(
-                keys, &mut k, &next_page, &walking, &sizes, next, across, along, t,
+                keys,
+                &mut k,
+                &next_page,
+                &cube_pages,
+                &sizes,
+                next,
+                across,
+                along,
+                t,
             );
 
             // Which of the scores count: element `2 key + query` of a column.
@@ -389,7 +424,15 @@ pub fn attend_mma<V: Size>(
                 }
             }
             load_values::<V>(
-                values, &mut v, &next_page, &walking, &sizes, next, across, along, t,
+                values,
+                &mut v,
+                &next_page,
+                &cube_pages,
+                &sizes,
+                next,
+                across,
+                along,
+                t,
             );
             #[unroll]
             for i in 0..4usize {
@@ -402,7 +445,7 @@ pub fn attend_mma<V: Size>(
             find(
                 table,
                 &selected,
-                &walking,
+                &cube_pages,
                 &sizes,
                 &mut next_page,
                 next + stride,
@@ -432,8 +475,9 @@ pub fn attend_mma<V: Size>(
                     let x = o[comptime!(column * tiles + tile)];
                     // A lane has two numbers of each tile of a load.
                     let of_load = comptime!(tiles / value_loads);
-                    let number = comptime!(tile / of_load * t.value_numbers() + tile % of_load * 2)
-                        + across * comptime!(2 * of_load);
+                    let number =
+                        comptime!(tile / of_load * t.value_elements() + tile % of_load * 2)
+                            + across * comptime!(2 * of_load);
                     let mut low = x.extract(query);
                     let mut high = x.extract(comptime!(2 + query));
                     if comptime!(t.scales_sums()) {
@@ -480,7 +524,7 @@ pub fn attend_mma<V: Size>(
 fn find(
     table: &[i32],
     selected: &ComptimeOption<Box<[i32]>>,
-    walking: &Walking,
+    cube_pages: &CubePages,
     sizes: &Sizes,
     page: &mut Array<u32>,
     at: usize,
@@ -490,11 +534,18 @@ fn find(
         // Each of sixteen lanes looks for one.
         let lane = UNIT_POS % 32;
         let slot = at + (lane % 16) as usize;
-        let found: Found = page_at(table, selected, walking, sizes, slot, comptime!(t.walked()));
+        let found: Found = page_at(
+            table,
+            selected,
+            cube_pages,
+            sizes,
+            slot,
+            comptime!(t.page_list_shape()),
+        );
         let within = slot % comptime!(t.page);
         let counts = found.id > 0u32 && within as u32 >= found.from && (within as u32) < found.to;
         let id = (max(found.id, 1u32) - 1u32) as usize;
-        let id = id * sizes.shared_heads + walking.shared_head;
+        let id = id * sizes.shared_heads + cube_pages.shared_head;
         let own = select(
             counts,
             (id * comptime!(t.page) + within) as u32 + 1u32,
@@ -511,7 +562,14 @@ fn find(
             page[comptime!(2 + key as usize)] = shuffle_word(own, from);
         }
     } else {
-        let found: Found = page_at(table, selected, walking, sizes, at, comptime!(t.walked()));
+        let found: Found = page_at(
+            table,
+            selected,
+            cube_pages,
+            sizes,
+            at,
+            comptime!(t.page_list_shape()),
+        );
         page[0] = found.id;
         page[1] = found.from;
         page[2] = found.to;

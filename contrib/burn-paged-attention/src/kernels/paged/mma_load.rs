@@ -4,9 +4,9 @@ use cubecl::prelude::*;
 
 use crate::kernels::paged::mma_codec::decode_pair;
 use crate::kernels::paged::mma_tile::MmaTile;
-use crate::kernels::paged::walk::{Sizes, Walking};
+use crate::kernels::paged::page_list::{CubePages, Sizes};
 use blocksparse_cubecl::arch::ptx::merge_words;
-use blocksparse_cubecl::shared::walk::Four;
+use blocksparse_cubecl::shared::addressing::Four;
 
 /// The slot of a step's page that stands for one: slots that do not count are the next that does, because their numbers must be finite.
 #[cube]
@@ -102,7 +102,7 @@ pub(crate) fn load_scales(
     value_scales: &ComptimeOption<Box<[f32]>>,
     scales: &mut Array<f32>,
     page: &Array<u32>,
-    walking: &Walking,
+    cube_pages: &CubePages,
     sizes: &Sizes,
     at: usize,
     across: usize,
@@ -118,7 +118,7 @@ pub(crate) fn load_scales(
             }
         }
     } else if page[0] > 0u32 {
-        let first = (page[0] - 1u32) as usize * sizes.shared_heads + walking.shared_head;
+        let first = (page[0] - 1u32) as usize * sizes.shared_heads + cube_pages.shared_head;
         let first = first * comptime!(t.page);
         #[unroll]
         for key in 0..2usize {
@@ -135,7 +135,7 @@ pub(crate) fn load_keys(
     keys: &[Vector<u32, Four>],
     k: &mut Array<Vector<u32, Four>>,
     page: &Array<u32>,
-    walking: &Walking,
+    cube_pages: &CubePages,
     sizes: &Sizes,
     at: usize,
     across: usize,
@@ -154,7 +154,7 @@ pub(crate) fn load_keys(
             }
         }
     } else if page[0] > 0u32 {
-        let first = (page[0] - 1u32) as usize * sizes.shared_heads + walking.shared_head;
+        let first = (page[0] - 1u32) as usize * sizes.shared_heads + cube_pages.shared_head;
         let loads = comptime!(4 * t.key_loads());
         let first = first * comptime!(t.page * loads);
         #[unroll]
@@ -175,7 +175,7 @@ pub(crate) fn load_values<V: Size>(
     values: &[Vector<u32, V>],
     v: &mut Array<Vector<u32, V>>,
     page: &Array<u32>,
-    walking: &Walking,
+    cube_pages: &CubePages,
     sizes: &Sizes,
     at: usize,
     across: usize,
@@ -195,7 +195,7 @@ pub(crate) fn load_values<V: Size>(
             }
         }
     } else if page[0] > 0u32 {
-        let first = (page[0] - 1u32) as usize * sizes.shared_heads + walking.shared_head;
+        let first = (page[0] - 1u32) as usize * sizes.shared_heads + cube_pages.shared_head;
         let loads = comptime!(8 * t.value_loads());
         let first = first * comptime!(t.page * loads);
         #[unroll]

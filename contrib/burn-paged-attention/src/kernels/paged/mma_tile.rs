@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use crate::kernels::paged::PagedShape;
-use crate::kernels::paged::walk::Walked;
+use crate::kernels::paged::page_list::PageListShape;
 use blocksparse::Quantization;
 use blocksparse_cubecl::arch::ptx::Half;
 use blocksparse_cubecl::call::check_ampere;
@@ -14,9 +14,9 @@ pub const KEYS: usize = 16;
 /// Queries side by side: its columns.
 pub const QUERIES: usize = 8;
 /// Numbers in half precision of a key that the four lanes of a row load at a time.
-pub const KEY_NUMBERS: usize = 32;
+pub const KEY_ELEMENTS: usize = 32;
 /// Numbers in half precision of a value that the eight lanes of a row load at a time.
-pub const VALUE_NUMBERS: usize = 64;
+pub const VALUE_ELEMENTS: usize = 64;
 /// Units of a warp.
 const WARP: usize = 32;
 /// Columns of queries of a cube, at most.
@@ -35,9 +35,9 @@ const WARPS: usize = 4;
 /// How a cube attends on tensor cores: warps have keys of their own, and all queries of the cube.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MmaTile {
-    /// Numbers of a key.
+    /// Elements of a key.
     pub width: usize,
-    /// Numbers of a value.
+    /// Elements of a value.
     pub value_width: usize,
     /// The type of all of them, or of what they are computed with.
     pub half: Half,
@@ -57,7 +57,7 @@ pub struct MmaTile {
     pub visibility: bool,
     /// Whether entries of the table are selected.
     pub selected: bool,
-    /// Whether the cube that ends last joins the shares of a walk.
+    /// Whether the cube that ends last joins the shares of a page list.
     pub fused: bool,
     /// Whether there are sinks, which are joined with the shares.
     pub sinks: bool,
@@ -69,15 +69,15 @@ impl MmaTile {
         check_ampere(properties)?;
         let half = half_of(shape.dtype)?;
         let [width, value_width] = shape.widths;
-        if !width.is_multiple_of(KEY_NUMBERS) || !value_width.is_multiple_of(VALUE_NUMBERS) {
+        if !width.is_multiple_of(KEY_ELEMENTS) || !value_width.is_multiple_of(VALUE_ELEMENTS) {
             return Err("the width of keys is no multiple of 32, or that of values none of 64");
         }
         // A load has twice as many numbers, and a register, too.
-        let (key_numbers, smaller) = match shape.quantization {
-            Some(_) => (2 * KEY_NUMBERS, 2),
-            None => (KEY_NUMBERS, 1),
+        let (key_elements, smaller) = match shape.quantization {
+            Some(_) => (2 * KEY_ELEMENTS, 2),
+            None => (KEY_ELEMENTS, 1),
         };
-        if !width.is_multiple_of(key_numbers) {
+        if !width.is_multiple_of(key_elements) {
             return Err("the width of quantised keys is no multiple of 64");
         }
         if shape.page < KEYS && shape.visibility {
@@ -88,8 +88,8 @@ impl MmaTile {
             return Err("pages of fewer than 16 slots have too many slots");
         }
         let registers = |columns: usize| {
-            let keys = (width / KEY_NUMBERS * 8 + value_width / VALUE_NUMBERS * 16) / smaller;
-            let queries = width / KEY_NUMBERS * 4 + value_width / 4;
+            let keys = (width / KEY_ELEMENTS * 8 + value_width / VALUE_ELEMENTS * 16) / smaller;
+            let queries = width / KEY_ELEMENTS * 4 + value_width / 4;
             keys + columns * queries
         };
         let columns = (shape.group_rows().max(1))
@@ -121,7 +121,7 @@ impl MmaTile {
         })
     }
 
-    /// The same that joins so many shares of a walk itself, if it can and that takes less time than another launch. The units of its cube have to do all of
+    /// The same that joins so many shares of a page list itself, if it can and that takes less time than another launch. The units of its cube have to do all of
     /// it, and the loads of a round come back together.
     #[must_use]
     pub fn joining(mut self, shape: &PagedShape, shares: usize) -> Self {
@@ -142,9 +142,9 @@ impl MmaTile {
         if self.apart() { 6 } else { 3 }
     }
 
-    /// What its walk is.
-    pub fn walked(&self) -> Walked {
-        Walked {
+    /// What is known of its page lists.
+    pub fn page_list_shape(&self) -> PageListShape {
+        PageListShape {
             units: self.units(),
             page: self.page,
             selected: self.selected,
@@ -161,43 +161,43 @@ impl MmaTile {
         self.columns * QUERIES
     }
 
-    /// Numbers of a key that the four lanes of a row load at a time.
-    pub fn key_numbers(&self) -> usize {
+    /// Elements of a key that the four lanes of a row load at a time.
+    pub fn key_elements(&self) -> usize {
         match self.quantization {
-            Some(_) => 2 * KEY_NUMBERS,
-            None => KEY_NUMBERS,
+            Some(_) => 2 * KEY_ELEMENTS,
+            None => KEY_ELEMENTS,
         }
     }
 
-    /// Numbers of a value that the eight lanes of a row load at a time.
-    pub fn value_numbers(&self) -> usize {
+    /// Elements of a value that the eight lanes of a row load at a time.
+    pub fn value_elements(&self) -> usize {
         match self.quantization {
             Some(_) => 32 * self.value_words(),
-            None => VALUE_NUMBERS,
+            None => VALUE_ELEMENTS,
         }
     }
 
     /// Words that a lane loads at a time of a value: 16 bytes, or 8 where quantised values are too narrow for that.
     pub fn value_words(&self) -> usize {
         match self.quantization {
-            Some(_) if !self.value_width.is_multiple_of(2 * VALUE_NUMBERS) => 2,
+            Some(_) if !self.value_width.is_multiple_of(2 * VALUE_ELEMENTS) => 2,
             _ => 4,
         }
     }
 
     /// Loads of a lane for a key.
     pub fn key_loads(&self) -> usize {
-        self.width / self.key_numbers()
+        self.width / self.key_elements()
     }
 
     /// Loads of a lane for a query.
     pub fn query_loads(&self) -> usize {
-        self.width / KEY_NUMBERS
+        self.width / KEY_ELEMENTS
     }
 
     /// Loads of a lane for a value.
     pub fn value_loads(&self) -> usize {
-        self.value_width / self.value_numbers()
+        self.value_width / self.value_elements()
     }
 
     /// Products that make up a value: sixteen numbers of it each.

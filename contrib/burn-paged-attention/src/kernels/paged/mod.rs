@@ -1,11 +1,11 @@
 //! Attention of few queries to keys and values in pages, as decoding needs it.
 //!
-//! The queries of the heads that share a head of keys are rows of one matrix, so that keys are read once for all of them. A sequence's walk over its pages
-//! is cut into shares; lengths are on the device, so cubes find out there which share is theirs (`walk`), and a launch depends on shapes alone. Each
+//! The queries of the heads that share a head of keys are rows of one matrix, so that keys are read once for all of them. A sequence's page list
+//! is cut into shares; lengths are on the device, so cubes find out there which share is theirs (`page_list`), and a launch depends on shapes alone. Each
 //! share is a softmax of its own, and a second launch joins them.
 //!
 //! ```text
-//! tile       how a cube shares keys among units          walk     shares of walks, pages of a walk
+//! tile       how a cube shares keys among units          page_list shares of page lists, and their pages
 //! exchange   what the lanes of a key tell each other     attend   the kernel over a share
 //! lanes      shuffles within a plane                      join     the softmaxes of a cube as one
 //! merge      the shares of a query as one softmax        append   rows written into pages
@@ -16,7 +16,7 @@
 //! quantize   rows written into pages of eight bits        shape    what a call is
 //! plan       how it is launched
 //! summary    what is known of each page besides its keys  page_scores  scores of pages by it
-//! slots      slots of walks one by one, and of keys that were picked
+//! slots      slots of page lists one by one, and of keys that were picked
 //! ```
 
 mod append;
@@ -35,6 +35,7 @@ mod mma_codec;
 mod mma_load;
 #[cfg(feature = "cuda")]
 mod mma_tile;
+mod page_list;
 mod page_scores;
 mod plan;
 #[cfg(test)]
@@ -44,12 +45,11 @@ mod shape;
 mod slots;
 mod summary;
 mod tile;
-mod walk;
 
 pub use append::{AppendShape, append_rows, check_append};
 pub use page_scores::{PageScoreBuffers, PageScoreShape, check_page_scores, page_scores};
 pub use plan::{PagedBuffers, PagedPlan, paged_attention};
 pub use quantize::{append_quantized, check_append_quantized};
 pub use shape::PagedShape;
-pub use slots::{SlotShape, picked_slots, walk_slots};
+pub use slots::{SlotShape, page_list_slots, picked_slots};
 pub use summary::{StoredKeys, Summary, check_summarize, summarize_pages};

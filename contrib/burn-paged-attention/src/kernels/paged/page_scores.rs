@@ -25,17 +25,17 @@ const MOST_LANES: usize = 16;
 /// Pages of a unit, at most.
 const ROUNDS: usize = 8;
 
-/// What a call is: one query of each head for each walk.
+/// What a call is: one query of each head for each page list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct PageScoreShape {
-    /// Walks, sequences or queries of them.
+    /// Page lists, of sequences or queries of them.
     pub batch: usize,
     /// Heads of queries.
     pub heads: usize,
     /// Heads of keys.
     pub kv_heads: usize,
-    /// Rows of the table of a walk: 1 or `kv_heads`.
+    /// Rows of the table of a page list: 1 or `kv_heads`.
     pub tables: usize,
     /// Entries of a row of the table.
     pub entries: usize,
@@ -110,7 +110,7 @@ impl Scored {
         self.vectors.div_ceil(self.lanes)
     }
 
-    /// Numbers of shared memory between the sums of pages: odd, so that units that add up pages meet different banks.
+    /// Elements of shared memory between the sums of pages: odd, so that units that add up pages meet different banks.
     fn pitch(&self) -> usize {
         self.lanes + 1
     }
@@ -118,7 +118,7 @@ impl Scored {
 
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct Sizes {
-    /// Walks and heads of keys.
+    /// Page lists and heads of keys.
     rows: usize,
     kv_heads: usize,
     /// Heads of queries of a head of keys.
@@ -130,7 +130,7 @@ struct Sizes {
     chunks: usize,
 }
 
-/// Scores `[batch, kv_heads, entries]` of the pages that walks have; nothing is written behind them.
+/// Scores `[batch, kv_heads, entries]` of the pages that page lists have; nothing is written behind them.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn score<Q: Float, S: Float, N: Size>(
     q: &[Vector<Q, N>],
@@ -150,10 +150,10 @@ fn score<Q: Float, S: Float, N: Size>(
     let batch = CUBE_POS / sizes.kv_heads / sizes.chunks;
     let row = batch * sizes.kv_heads + head;
     let mut count = 0usize;
-    let mut walk = 0usize;
+    let mut page_list = 0usize;
     if row < sizes.rows {
-        walk = batch * sizes.tables + head % sizes.tables;
-        let slots = max(spans[walk * 4], 0i32) as usize;
+        page_list = batch * sizes.tables + head % sizes.tables;
+        let slots = max(spans[page_list * 4], 0i32) as usize;
         count = min(
             (slots + comptime!(t.page - 1)) / comptime!(t.page),
             sizes.entries,
@@ -174,7 +174,7 @@ fn score<Q: Float, S: Float, N: Size>(
             let entry = first + comptime!(round * t.groups()) + group;
             let mut id = 0u32.runtime();
             if entry < count {
-                let listed = table[walk * sizes.entries + entry];
+                let listed = table[page_list * sizes.entries + entry];
                 let page = max(listed, 0i32) as usize * shared_heads + shared_head;
                 id = select(
                     listed >= 0i32 && page < sizes.pages,
@@ -344,7 +344,7 @@ pub fn check_page_scores(client: &Client, shape: &PageScoreShape) -> Result<(), 
     Launch::new(client, shape).map(|_| ())
 }
 
-/// The scores of the pages of region one of walks, times `factor`, added over the heads of queries of a head of keys. Behind the pages of a walk nothing is
+/// The scores of the pages of region one of page lists, times `factor`, added over the heads of queries of a head of keys. Behind the pages of a page list nothing is
 /// written. Pages that do not exist have the score 0.
 ///
 /// # Errors
@@ -366,9 +366,9 @@ pub fn page_scores(
     if rows * shape.entries * shape.pages == 0 {
         return Ok(());
     }
-    let walks = shape.batch * shape.tables;
+    let page_lists = shape.batch * shape.tables;
     let vectors = tile.vectors;
-    // SAFETY: a cube below the rows times their chunks reads the queries of its row, entries of its walk and summaries of pages below `pages`, and
+    // SAFETY: a cube below the rows times their chunks reads the queries of its row, entries of its page list and summaries of pages below `pages`, and
     // writes scores of its row; the buffers have the lengths they say.
     unsafe {
         score::launch_unchecked(
@@ -382,8 +382,8 @@ pub fn page_scores(
                 buffers.summaries,
                 shape.pages * shape.summary.rows() * vectors,
             ),
-            buffer(buffers.table, walks * shape.entries),
-            buffer(buffers.spans, walks * 4),
+            buffer(buffers.table, page_lists * shape.entries),
+            buffer(buffers.spans, page_lists * 4),
             buffer(buffers.scores, rows * shape.entries),
             SizesLaunch::new(
                 rows,

@@ -12,9 +12,9 @@ use crate::kernels::paged::merge::{MergeSizesLaunch, MergeTile, merge};
 use crate::kernels::paged::mma::attend_mma;
 #[cfg(feature = "cuda")]
 use crate::kernels::paged::mma_tile::MmaTile;
+use crate::kernels::paged::page_list::{CANDIDATES, SizesLaunch, least_pages};
 use crate::kernels::paged::shape::PagedShape;
 use crate::kernels::paged::tile::Tile;
-use crate::kernels::paged::walk::{CANDIDATES, SizesLaunch, least_pages};
 use blocksparse_cubecl::args::{address_in, buffer, optional, spread};
 use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::rows::accumulator_of;
@@ -24,22 +24,22 @@ use blocksparse_cubecl::tuning::{TierLimit, Tuning};
 const MULTIPROCESSORS: usize = 16;
 /// Bytes of partial outputs besides one for each query, at most.
 const PARTIAL_BYTES: usize = 16 << 20;
-/// Of this many cubes at a time for each walk, a single wave of them is wanted. With fewer a wave would leave too many idle.
+/// Of this many cubes at a time for each page list, a single wave of them is wanted. With fewer a wave would leave too many idle.
 const SINGLE_WAVE: usize = 4;
 
-/// Shares of several walks at most, of so many that the device computes at a time. Those that no walk has cost a cube that ends at once, so there are few more
-/// than are of use: for walks of one length, and for one that is much longer than the others.
-fn most_shares(walks: usize, at_a_time: usize) -> usize {
-    if walks * SINGLE_WAVE <= at_a_time {
+/// Shares of several page lists at most, of so many that the device computes at a time. Those that no page list has cost a cube that ends at once, so there are few more
+/// than are of use: for page lists of one length, and for one that is much longer than the others.
+fn most_shares(page_lists: usize, at_a_time: usize) -> usize {
+    if page_lists * SINGLE_WAVE <= at_a_time {
         return at_a_time;
     }
-    if walks * 4 <= 3 * at_a_time {
+    if page_lists * 4 <= 3 * at_a_time {
         return 2 * at_a_time;
     }
-    // Hundredths of a walk: shares in waves, and what each of them costs besides its slots.
-    let time = |shares: &usize| (walks * shares).div_ceil(at_a_time) * (100 / shares + 2);
+    // Hundredths of a page list: shares in waves, and what each of them costs besides its slots.
+    let time = |shares: &usize| (page_lists * shares).div_ceil(at_a_time) * (100 / shares + 2);
     let shares = (1..=4).min_by_key(time).unwrap_or(1);
-    walks * shares + at_a_time
+    page_lists * shares + at_a_time
 }
 
 /// Who attends.
@@ -82,7 +82,7 @@ impl Tier {
         }
     }
 
-    /// The same, joining so many shares of a walk itself if it pays.
+    /// The same, joining so many shares of a page list itself if it pays.
     fn joining(self, _shape: &PagedShape, _shares: usize) -> Self {
         match self {
             Self::Simt(_) => self,
@@ -91,7 +91,7 @@ impl Tier {
         }
     }
 
-    /// Whether it joins the shares of a walk itself.
+    /// Whether it joins the shares of a page list itself.
     fn is_joining(&self) -> bool {
         match self {
             Self::Simt(_) => false,
@@ -162,11 +162,11 @@ pub struct PagedPlan {
     address: AddressType,
     /// Cubes that share the queries of a head of keys.
     row_blocks: usize,
-    /// Shares that walks are cut into: besides one for each walk, or at most, if there is a wave.
+    /// Shares that page lists are cut into: besides one for each page list, or at most, if there is a wave.
     work: usize,
     /// Shares that the device computes at a time, if it chooses how long they are by real lengths.
     wave: usize,
-    /// Shares of all walks, at most.
+    /// Shares of all page lists, at most.
     items: usize,
 }
 
@@ -226,31 +226,31 @@ impl PagedPlan {
         }
         let group_rows = shape.group_rows().max(1);
         let row_blocks = group_rows.div_ceil(tier.rows());
-        let walks = shape.walks();
+        let page_lists = shape.page_lists();
         let entries = shape.selected.unwrap_or(shape.entries).max(1);
         let heads = shape.shared_heads();
         let (work, wave, items) = match shape.fixed_split {
-            Some(pages) => (0, 0, walks * entries.div_ceil(pages)),
+            Some(pages) => (0, 0, page_lists * entries.div_ceil(pages)),
             None => {
                 let multiprocessors = hardware
                     .num_streaming_multiprocessors
                     .map_or(MULTIPROCESSORS, |count| count as usize);
                 let at_a_time = (multiprocessors * tier.cubes() / (heads * row_blocks)).max(1);
                 let bytes = heads * group_rows * value_width * accumulator.size();
-                let most = walks * entries.div_ceil(least_pages(shape.page));
+                let most = page_lists * entries.div_ceil(least_pages(shape.page));
                 let most = most.min(PARTIAL_BYTES / bytes.max(1)).max(1);
-                // A unit of a cube has the pages of a walk.
-                match (2..=tier.units()).contains(&walks) {
+                // A unit of a cube has the pages of a page list.
+                match (2..=tier.units()).contains(&page_lists) {
                     true => {
                         // So few shares as to leave a choice need none.
-                        let least = walks + walks.div_ceil(CANDIDATES);
-                        let work = most_shares(walks, at_a_time).min(most).max(least);
+                        let least = page_lists + page_lists.div_ceil(CANDIDATES);
+                        let work = most_shares(page_lists, at_a_time).min(most).max(least);
                         (work, at_a_time, work)
                     }
                     false => {
-                        let wanted = at_a_time * walks.clamp(1, 2);
+                        let wanted = at_a_time * page_lists.clamp(1, 2);
                         let work = wanted.min(most);
-                        (work, 0, walks + work)
+                        (work, 0, page_lists + work)
                     }
                 }
             }
@@ -258,11 +258,11 @@ impl PagedPlan {
         // The order of a sum must not depend on how many shares there may be, if shares do not.
         let shares = match shape.fixed_split {
             Some(_) => usize::MAX >> 1,
-            None => items.div_ceil(walks.max(1)),
+            None => items.div_ceil(page_lists.max(1)),
         };
         let tier = tier.joining(&shape, shares);
         let merge = MergeTile::new(properties, value_width, accumulator, shares, shape.sinks);
-        let partial = items * heads * group_rows * value_width.max(2) + 2 * walks;
+        let partial = items * heads * group_rows * value_width.max(2) + 2 * page_lists;
         // The statistics count shares in the type of sums.
         let counted = items <= 1 << 24;
         if !counted {
@@ -272,7 +272,7 @@ impl PagedPlan {
             shape.pages * shape.page * width.max(value_width),
             partial,
             shape.batch * shape.heads * shape.rows * width.max(value_width),
-            walks * shape.entries,
+            page_lists * shape.entries,
             shape.batch * shape.kv_heads * entries,
         ];
         Ok(Self {
@@ -291,7 +291,7 @@ impl PagedPlan {
 
 #[cfg(test)]
 impl PagedPlan {
-    /// Shares that walks are cut into besides one for each, and all of them.
+    /// Shares that page lists are cut into besides one for each, and all of them.
     pub(crate) fn shares(&self) -> [usize; 2] {
         [self.work, self.items]
     }
@@ -299,7 +299,7 @@ impl PagedPlan {
 
 impl fmt::Display for PagedPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let [page, walks, items] = [self.shape.page, self.shape.walks(), self.items];
+        let [page, page_lists, items] = [self.shape.page, self.shape.page_lists(), self.items];
         let MergeTile { ways, columns, .. } = self.merge;
         if let Some(quantization) = self.shape.quantization {
             write!(f, "{quantization} ")?;
@@ -309,7 +309,7 @@ impl fmt::Display for PagedPlan {
         }
         write!(
             f,
-            "pages of {page}  {}; up to {items} parts of {walks} walks, merged by ",
+            "pages of {page}  {}; up to {items} parts of {page_lists} page lists, merged by ",
             self.tier
         )?;
         match self.tier.is_joining() {
@@ -348,7 +348,7 @@ pub struct PagedBuffers<'a> {
     pub lse: &'a Handle,
 }
 
-/// Runs a planned call, in two launches, or with counters on tensor cores in one: then the cube that ends last joins the shares of a walk.
+/// Runs a planned call, in two launches, or with counters on tensor cores in one: then the cube that ends last joins the shares of a page list.
 ///
 /// # Errors
 /// [`KernelError`] if a launch has more cubes than the device counts, or there are no counters, which were planned.
@@ -380,12 +380,13 @@ pub fn paged_attention(
         return Err(KernelError::Factor { factor: "scales" });
     }
     let accumulator = accumulator_of(shape.dtype);
-    let (walks, heads, group_rows) = (shape.walks(), shape.shared_heads(), shape.group_rows());
+    let (page_lists, heads, group_rows) =
+        (shape.page_lists(), shape.shared_heads(), shape.group_rows());
     let [width, value_width] = shape.widths;
     let query_rows = shape.batch * shape.heads * shape.rows;
     let partial_rows = items * heads * group_rows;
     let partial_len = partial_rows * value_width;
-    let stats_len = partial_rows + 2 * walks;
+    let stats_len = partial_rows + 2 * page_lists;
     let partial = client.empty(partial_len * accumulator.size());
     let stats = client.empty(stats_len * accumulator.size());
     let slots = shape.pages * shape.page;
@@ -394,7 +395,7 @@ pub fn paged_attention(
     let cubes = spread(client, (items * heads * row_blocks) as u64)?;
     let merge_cubes = spread(client, query_rows as u64)?;
     let sizes = SizesLaunch::new(
-        walks,
+        page_lists,
         shape.tables,
         heads,
         shape.entries,
@@ -418,7 +419,7 @@ pub fn paged_attention(
         .scales
         .map_or((None, None), |[keys, values]| (Some(keys), Some(values)));
     match tier {
-        // SAFETY: a unit reads rows of q below `group_rows` of its head, entries of its walk below `entries`, slots of pages below `pages` and, of as
+        // SAFETY: a unit reads rows of q below `group_rows` of its head, entries of its page list below `entries`, slots of pages below `pages` and, of as
         // many, positions; it writes its row's numbers of a share below `items`. The buffers have the lengths they say (see `buffer`).
         Tier::Simt(tile) => unsafe {
             attend::launch_unchecked(
@@ -433,8 +434,8 @@ pub fn paged_attention(
                 buffer(buffers.values, slots * tile.value_vectors()),
                 optional(scales.0, slots),
                 optional(scales.1, slots),
-                buffer(buffers.table, walks * shape.entries),
-                buffer(buffers.spans, walks * 4),
+                buffer(buffers.table, page_lists * shape.entries),
+                buffer(buffers.spans, page_lists * 4),
                 optional(positions.0, positions.1),
                 optional(last.0, last.1),
                 optional(queries.0, queries.1),
@@ -473,15 +474,15 @@ pub fn paged_attention(
                     buffer(buffers.values, slots * 8 * tile.value_loads()),
                     optional(scales.0, slots),
                     optional(scales.1, slots),
-                    buffer(buffers.table, walks * shape.entries),
-                    buffer(buffers.spans, walks * 4),
+                    buffer(buffers.table, page_lists * shape.entries),
+                    buffer(buffers.spans, page_lists * 4),
                     optional(positions.0, positions.1),
                     optional(last.0, last.1),
                     optional(queries.0, queries.1),
                     optional(chosen.0, chosen.1),
                     buffer(&partial, partial_len),
                     buffer(&stats, stats_len),
-                    optional(buffers.counters, walks * heads * row_blocks),
+                    optional(buffers.counters, page_lists * heads * row_blocks),
                     optional(buffers.sinks, shape.heads),
                     optional(
                         tile.fused.then_some(buffers.out),

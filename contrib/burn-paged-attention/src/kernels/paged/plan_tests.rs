@@ -29,16 +29,16 @@ fn pages_are_shared_out() {
         let plan = PagedPlan::of(&device.properties, shape, TierLimit::Simt).unwrap();
         plan.shares()
     };
-    // 132 multiprocessors for the 8 heads of a walk.
+    // 132 multiprocessors for the 8 heads of a page list.
     assert_eq!(shares(paged(1, 1024, F32)), [16, 17]);
     assert_eq!(shares(paged(1, 1 << 20, F32)), [16, 17]);
     assert_eq!(shares(paged(1, 8, F32)), [4, 5]);
-    // Two waves of a share each, and some for lengths that differ; a single wave of few walks.
+    // Two waves of a share each, and some for lengths that differ; a single wave of few page lists.
     assert_eq!(shares(paged(32, 128, F32)), [48, 48]);
     assert_eq!(shares(paged(3, 1024, F32)), [16, 16]);
     // Three waves where two would leave the second half empty.
     assert_eq!(shares(paged(24, 128, F32)), [64, 64]);
-    // More walks than units: cubes do not choose.
+    // More page lists than units: cubes do not choose.
     assert_eq!(shares(paged(300, 128, F32)), [32, 332]);
     let mut shape = paged(3, 100, F32);
     shape.fixed_split = Some(8);
@@ -57,7 +57,7 @@ fn pages_on_described_devices() {
     let text = plan(&Fake::sm80(), shape, TierLimit::Simt).unwrap();
     let expected = "pages of 32  not on the mma tier: BLOCKSPARSE_TIER says simt\n\
                     pages of 32  simt  256 units a cube of 4 queries, 8 keys of 32 lanes at a time, 4 numbers a load, planes; \
-                    up to 16 parts of 4 walks, merged by 4 × 32 units";
+                    up to 16 parts of 4 page lists, merged by 4 × 32 units";
     assert_eq!(text, expected);
     let text = plan(&Fake::webgpu(), shape, TierLimit::None).unwrap();
     assert!(text.contains("32 units a cube of 4 queries"), "{text}");

@@ -201,7 +201,7 @@ pub fn append_quantized(
     }
     let all = shape.pages * shape.page;
     let [words, value_words] = lanes.words;
-    // SAFETY: a unit reads numbers of a row below `count` and that row's slot, and writes words of a slot of a page below `pages`, and its scale; the buffers
+    // SAFETY: a unit reads elements of a row below `count` and that row's slot, and writes words of a slot of a page below `pages`, and its scale; the buffers
     // have the lengths they say (see `buffer`).
     unsafe {
         append::launch_unchecked(

@@ -84,7 +84,7 @@ impl PagedShape {
     }
 
     /// Rows of the table.
-    pub(crate) fn walks(&self) -> usize {
+    pub(crate) fn page_lists(&self) -> usize {
         self.batch * self.tables
     }
 

@@ -1,4 +1,4 @@
-//! Slots one by one: those of walks in their order, and those of keys that were picked among them.
+//! Slots one by one: those of page lists in their order, and those of keys that were picked among them.
 
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -9,36 +9,36 @@ use blocksparse_cubecl::error::KernelError;
 /// Units of a cube.
 const UNITS: usize = 256;
 
-/// Walks over region one of a table that all heads of keys share.
+/// Page lists over region one of a table that all heads of keys share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct SlotShape {
-    /// Walks.
-    pub walks: usize,
-    /// Entries of the table of a walk.
+    /// Page lists.
+    pub page_lists: usize,
+    /// Entries of the table of a page list.
     pub entries: usize,
     /// Slots of a page, a power of two.
     pub page: usize,
 }
 
 impl SlotShape {
-    /// So many walks and entries, and slots of a page.
-    pub fn new(walks: usize, entries: usize, page: usize) -> Self {
+    /// So many page lists and entries, and slots of a page.
+    pub fn new(page_lists: usize, entries: usize, page: usize) -> Self {
         Self {
-            walks,
+            page_lists,
             entries,
             page,
         }
     }
 
-    /// Slots of a walk, at most.
+    /// Slots of a page list, at most.
     pub fn slots(&self) -> usize {
         self.entries * self.page
     }
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn walked(
+fn slots_in_order(
     table: &[i32],
     spans: &[i32],
     slots: &mut [i32],
@@ -48,41 +48,41 @@ fn walked(
 ) {
     let at = ABSOLUTE_POS;
     if at < count {
-        let walk = at / (entries * page);
+        let page_list = at / (entries * page);
         let place = at % (entries * page);
-        let entry = table[walk * entries + place / page];
-        let is_there = entry >= 0i32 && (place as i32) < spans[walk * 4];
+        let entry = table[page_list * entries + place / page];
+        let is_there = entry >= 0i32 && (place as i32) < spans[page_list * 4];
         let slot = entry * comptime!(page as i32) + (place % page) as i32;
         slots[at] = select(is_there, slot, -1i32);
     }
 }
 
-/// The slots of walks, i32 `[walks, entries · page]`: `x · page + slot` of the table's entry `x`, and −1 behind the last and where there is no entry. The
-/// table is i32 `[walks, entries]`, spans are i32 `[walks, 4]`, of which region one counts; contiguous.
+/// The slots of page lists, i32 `[page_lists, entries · page]`: `x · page + slot` of the table's entry `x`, and −1 behind the last and where there is no entry. The
+/// table is i32 `[page_lists, entries]`, spans are i32 `[page_lists, 4]`, of which region one counts; contiguous.
 ///
 /// # Errors
 /// [`KernelError`] if there are more slots than a launch has units, or more than the device counts.
-pub fn walk_slots(
+pub fn page_list_slots(
     client: &Client,
     shape: &SlotShape,
     [table, spans]: [&Handle; 2],
     slots: &Handle,
 ) -> Result<(), KernelError> {
-    let count = shape.walks * shape.slots();
+    let count = shape.page_lists * shape.slots();
     if count == 0 {
         return Ok(());
     }
     let address = address_of(client, count)?;
     let cubes = spread(client, count.div_ceil(UNITS) as u64)?;
-    // SAFETY: a unit below the count reads an entry and the span of its walk, and writes its own slot; the buffers have the lengths they say.
+    // SAFETY: a unit below the count reads an entry and the span of its page list, and writes its own slot; the buffers have the lengths they say.
     unsafe {
-        walked::launch_unchecked(
+        slots_in_order::launch_unchecked(
             client,
             cubes,
             CubeDim::new_1d(UNITS as u32),
             address,
-            buffer(table, shape.walks * shape.entries),
-            buffer(spans, shape.walks * 4),
+            buffer(table, shape.page_lists * shape.entries),
+            buffer(spans, shape.page_lists * 4),
             buffer(slots, count),
             shape.entries,
             count,
@@ -105,12 +105,12 @@ fn picked(
 ) {
     let at = ABSOLUTE_POS;
     if at < count {
-        let walk = at / most / heads;
+        let page_list = at / most / heads;
         let head = at / most % heads;
-        let listed = places[walk * most + at % most];
+        let listed = places[page_list * most + at % most];
         let place = max(listed, 0i32) as usize;
         let is_within = place / page < entries;
-        let entry = table[walk * entries + select(is_within, place / page, 0usize)];
+        let entry = table[page_list * entries + select(is_within, place / page, 0usize)];
         let of_head = entry * (heads as i32) + head as i32;
         let slot = of_head * comptime!(page as i32) + (place % page) as i32;
         let is_there = listed >= 0i32 && is_within && entry >= 0i32;
@@ -118,11 +118,11 @@ fn picked(
     }
 }
 
-/// The slots of each of so many heads of keys at some places of walks, i32 `[walks, heads, most]`: of all pages, of which an entry of the table has one for
-/// each head, one behind the other. `places` are i32 `[walks, most]`, below 0 where there is none, and so is then the slot. Contiguous.
+/// The slots of each of so many heads of keys at some places of page lists, i32 `[page_lists, heads, most]`: of all pages, of which an entry of the table has one for
+/// each head, one behind the other. `places` are i32 `[page_lists, most]`, below 0 where there is none, and so is then the slot. Contiguous.
 ///
 /// # Errors
-/// As [`walk_slots`].
+/// As [`page_list_slots`].
 pub fn picked_slots(
     client: &Client,
     shape: &SlotShape,
@@ -130,21 +130,21 @@ pub fn picked_slots(
     [places, table]: [&Handle; 2],
     slots: &Handle,
 ) -> Result<(), KernelError> {
-    let count = shape.walks * heads * most;
+    let count = shape.page_lists * heads * most;
     if count * shape.entries == 0 {
         return Ok(());
     }
-    let address = address_of(client, count.max(shape.walks * shape.entries))?;
+    let address = address_of(client, count.max(shape.page_lists * shape.entries))?;
     let cubes = spread(client, count.div_ceil(UNITS) as u64)?;
-    // SAFETY: a unit below the count reads a place of its walk and an entry that there is, and writes its own slot; the buffers have the lengths they say.
+    // SAFETY: a unit below the count reads a place of its page list and an entry that there is, and writes its own slot; the buffers have the lengths they say.
     unsafe {
         picked::launch_unchecked(
             client,
             cubes,
             CubeDim::new_1d(UNITS as u32),
             address,
-            buffer(places, shape.walks * most),
-            buffer(table, shape.walks * shape.entries),
+            buffer(places, shape.page_lists * most),
+            buffer(table, shape.page_lists * shape.entries),
             buffer(slots, count),
             shape.entries,
             heads,

@@ -4,7 +4,7 @@ use cubecl::ir::features::Plane;
 use cubecl::prelude::*;
 
 use crate::kernels::paged::PagedShape;
-use crate::kernels::paged::walk::Walked;
+use crate::kernels::paged::page_list::PageListShape;
 use blocksparse::Quantization;
 use blocksparse_cubecl::limits::most_units;
 
@@ -16,7 +16,7 @@ const PLAIN_UNITS: usize = 32;
 const LOAD_BYTES: usize = 16;
 /// Queries of a cube, at most.
 const MOST_ROWS: usize = 8;
-/// Numbers of a query, and of its output, that a unit keeps, all queries together.
+/// Elements of a query, and of its output, that a unit keeps, all queries together.
 const ROW_NUMBERS: usize = 64;
 /// Registers of a unit for queries, outputs, keys and values.
 const REGISTERS: usize = 96;
@@ -27,9 +27,9 @@ const MOST_KEYS: usize = 8;
 /// and each group a softmax of its own until the end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tile {
-    /// Numbers of a key.
+    /// Elements of a key.
     pub width: usize,
-    /// Numbers of a value.
+    /// Elements of a value.
     pub value_width: usize,
     /// How keys and values are stored in eight bits a number, if they are.
     pub quantization: Option<Quantization>,
@@ -93,7 +93,7 @@ impl Tile {
                 (1, 4, numbers / 4)
             }
         };
-        // Numbers of a load.
+        // Elements of a load.
         let load = vector * parts;
         let most_units = most_units(properties);
         // Planes of several sizes would take steps of different loops together.
@@ -151,9 +151,9 @@ impl Tile {
         })
     }
 
-    /// What its walk is.
-    pub fn walked(&self) -> Walked {
-        Walked {
+    /// What is known of its page lists.
+    pub fn page_list_shape(&self) -> PageListShape {
+        PageListShape {
             units: self.units(),
             page: self.page,
             selected: self.selected,
@@ -183,7 +183,7 @@ impl Tile {
         }
     }
 
-    /// Numbers of a load.
+    /// Elements of a load.
     pub fn load(&self) -> usize {
         self.vector * self.parts
     }
@@ -252,7 +252,7 @@ impl Tile {
         }
     }
 
-    /// Numbers of shared memory in which units exchange scores.
+    /// Elements of shared memory in which units exchange scores.
     pub fn exchanged(&self) -> usize {
         match self.shuffles {
             true => 1,

@@ -108,20 +108,20 @@ pub fn compare(client: &Client, sizes: &PairSizes, buffers: &Compared) -> Result
     let rows = sizes.batch * sizes.rows[1];
     let address = address_of(
         client,
-        sizes.numbers().max(sizes.list_numbers()).max(2 * rows),
+        sizes.elements().max(sizes.list_elements()).max(2 * rows),
     )?;
     let t = across_cube(client);
     let cubes = spread(client, rows as u64)?;
-    // SAFETY: a cube reads and writes numbers of its row, which there is; the buffers have the lengths they say (see `buffer`).
+    // SAFETY: a cube reads and writes elements of its row, which there is; the buffers have the lengths they say (see `buffer`).
     unsafe {
         compare_rows::launch_unchecked(
             client,
             cubes,
             CubeDim::new_1d(t.units() as u32),
             address,
-            buffer(buffers.scores, sizes.numbers()),
-            buffer(buffers.wanted, sizes.numbers()),
-            optional(buffers.keys, sizes.list_numbers()),
+            buffer(buffers.scores, sizes.elements()),
+            buffer(buffers.wanted, sizes.elements()),
+            optional(buffers.keys, sizes.list_elements()),
             buffer(buffers.losses, sizes.batch * sizes.seq[0]),
             sizes.launch(),
             sizes.listed.is_some(),
@@ -169,18 +169,18 @@ pub fn spread_listed(
 ) -> Result<(), KernelError> {
     let rows = sizes.batch * sizes.rows[1];
     let count = rows * sizes.seq[1];
-    let largest = count.max(sizes.numbers()).max(sizes.list_numbers());
+    let largest = count.max(sizes.elements()).max(sizes.list_elements());
     let address = address_of(client, 2 * largest)?;
     let cubes = spread(client, rows as u64)?;
-    // SAFETY: a cube reads the list and the numbers of a row that there is, below `rows`, and writes that row; the buffers have the lengths they say.
+    // SAFETY: a cube reads the list and the elements of a row that there is, below `rows`, and writes that row; the buffers have the lengths they say.
     unsafe {
         spread_rows::launch_unchecked(
             client,
             cubes,
             CubeDim::new_1d(SPREAD as u32),
             address,
-            buffer(numbers, sizes.numbers()),
-            buffer(keys, sizes.list_numbers()),
+            buffer(numbers, sizes.elements()),
+            buffer(keys, sizes.list_elements()),
             buffer(out, count),
             sizes.launch(),
             rows,

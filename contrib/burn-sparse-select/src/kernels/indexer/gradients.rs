@@ -1,12 +1,12 @@
-//! The gradient of an indexer's loss through its scores. A cube has rows, which are queries by heads, or keys, and walks what they meet, which are keys, or
-//! queries by heads: it makes their products, of these what the gradient gives each pair, and the product of that with what is walked.
+//! The gradient of an indexer's loss through its scores. A cube has rows, which are queries by heads, or keys, and loops over what they meet, which are keys, or
+//! queries by heads: it makes their products, of these what the gradient gives each pair, and the product of that with what they meet.
 //!
 //! ```text
-//! by queries   rows: (query, head)   walked: keys up to the last of the queries, or those that a query lists
-//! by keys      rows: keys            walked: (query, head), from the first query that sees one of the keys on
+//! by queries   rows: (query, head)   against: keys up to the last of the queries, or those that a query lists
+//! by keys      rows: keys            against: (query, head), from the first query that sees one of the keys on
 //! ```
 //!
-//! Keys are few beside what they meet, so several cubes share the walk of a tile of keys: each has every so many-th step of it and a sum of its own.
+//! Keys are few beside what they meet, so several cubes share the mainloop of a tile of keys: each has every so many-th step of it and a sum of its own.
 
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
@@ -18,9 +18,9 @@ use crate::kernels::indexer::pairs::{PairInputs, PairSizes, Sizes, check, key_of
 use crate::kernels::indexer::rows::{ACROSS, DEPTH, PITCH, SIDE, fill, multiply};
 use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
 use blocksparse_cubecl::error::KernelError;
-use blocksparse_cubecl::shared::walk::Four;
+use blocksparse_cubecl::shared::addressing::Four;
 
-/// Cubes of a multiprocessor where keys are rows, and cubes that share a walk, at most.
+/// Cubes of a multiprocessor where keys are rows, and cubes that share a mainloop, at most.
 const KEY_CUBES: usize = 4;
 const MOST_PARTS: usize = 16;
 /// Rows of a unit.
@@ -128,7 +128,7 @@ fn gradient<E: Float, N: Size>(
     // Tiles of a query that lists keys, or of a batch entry, and of all.
     row_tiles: usize,
     tiles: usize,
-    // Cubes that share a walk.
+    // Cubes that share a mainloop.
     parts: usize,
     factor: f32,
     #[comptime] t: GradientTile,
@@ -147,7 +147,7 @@ fn gradient<E: Float, N: Size>(
     let unit_fours = comptime!(t.unit_fours());
     let mut entry = tile / row_tiles;
     let mut row0 = tile % row_tiles * comptime!(t.rows());
-    // The query whose keys are walked, if it lists them.
+    // The query whose keys are read, if it lists them.
     let mut lister = 0usize.runtime();
     // The row behind the last one.
     let mut row_end = s.rows * s.heads;
@@ -206,7 +206,7 @@ fn gradient<E: Float, N: Size>(
             while at < comptime!(SIDE * DEPTH) {
                 let column = column0 + at / comptime!(DEPTH);
                 let four = at % comptime!(DEPTH);
-                let line = walked(&keys, entry, lister, column, &s, t);
+                let line = column_line(&keys, entry, lister, column, &s, t);
                 let place = at / comptime!(DEPTH) * comptime!(PITCH) + four;
                 let is_key = comptime!(!t.by_keys);
                 fill_line::<E, N>(q, k, &mut right, place, line, depth + four, is_key, width);
@@ -246,7 +246,7 @@ fn gradient<E: Float, N: Size>(
             pairs[(unit_y * comptime!(OWN) + i) * comptime!(PAIR_PITCH) + unit_x] = of_pairs;
         }
 
-        // Their product with what is walked, of which some columns are in shared memory at a time.
+        // Their product with what they meet, of which some columns are in shared memory at a time.
         let together = comptime!(t.together());
         for col0 in range_stepped(0usize, ACROSS, together) {
             sync_cube();
@@ -256,7 +256,7 @@ fn gradient<E: Float, N: Size>(
                 let place = at / fours;
                 let column =
                     column0 + place / together * comptime!(ACROSS) + col0 + place % together;
-                let line = walked(&keys, entry, lister, column, &s, t);
+                let line = column_line(&keys, entry, lister, column, &s, t);
                 let is_key = comptime!(!t.by_keys);
                 fill_line::<E, N>(q, k, &mut right, at, line, four, is_key, width);
                 at += comptime!(t.units());
@@ -357,9 +357,9 @@ fn row_line(own: usize, end: usize, entry: usize, s: &Sizes, #[comptime] t: Grad
     }
 }
 
-/// What is walked, by its column.
+/// What rows meet, by its column.
 #[cube]
-fn walked(
+fn column_line(
     keys: &ComptimeOption<Box<[i32]>>,
     entry: usize,
     lister: usize,
@@ -400,7 +400,7 @@ impl IndexerGradients<'_> {
     ) -> Result<(), KernelError> {
         let vector = self.inputs.vector(client, sizes.width);
         let [q, k] = sizes.inputs();
-        let largest = q.max(k).max(out.1).max(sizes.numbers());
+        let largest = q.max(k).max(out.1).max(sizes.elements());
         let address = address_of(client, largest.max(2 * tiles))?;
         let cubes = spread(client, tiles as u64)?;
         // SAFETY: a unit reads rows of queries and keys that there are, and numbers of pairs that there are; it writes its own numbers of rows that there are. Lists
@@ -414,11 +414,11 @@ impl IndexerGradients<'_> {
                 vector,
                 buffer(self.inputs.q, q / vector),
                 buffer(self.inputs.k, k / vector),
-                buffer(self.inputs.of_rows, sizes.row_numbers()),
-                optional(self.inputs.keys, sizes.list_numbers()),
-                buffer(self.by_scores, sizes.numbers()),
+                buffer(self.inputs.of_rows, sizes.row_elements()),
+                optional(self.inputs.keys, sizes.list_elements()),
+                buffer(self.by_scores, sizes.elements()),
                 buffer(out.0, out.1),
-                optional(by_weights, sizes.row_numbers()),
+                optional(by_weights, sizes.row_elements()),
                 sizes.launch(),
                 row_tiles,
                 tiles,

@@ -164,7 +164,7 @@ impl PackedRows {
         let scales = client.empty((count + more) * 4);
         let address = address_of(client, all.max(count) * LANES * PACKED)?;
         let cubes = spread(client, count.div_ceil(WARPS * ROWS) as u64)?;
-        // SAFETY: a unit reads numbers of a row that there is, and writes its own. The buffers have the lengths they say (see `buffer`).
+        // SAFETY: a unit reads elements of a row that there is, and writes its own. The buffers have the lengths they say (see `buffer`).
         unsafe {
             pack::launch_unchecked(
                 client,

@@ -7,7 +7,7 @@ use cubecl::server::Handle;
 use crate::kernels::indexer::rows::{ACROSS, DEPTH, SIDE};
 use blocksparse_cubecl::error::KernelError;
 
-/// Numbers of a query or a key, at most.
+/// Elements of a query or a key, at most.
 pub const MOST_WIDTH: usize = 256;
 
 /// Queries of several heads, some of them at a time, and keys. The last query sits at the last key.
@@ -19,7 +19,7 @@ pub struct PairSizes {
     pub heads: [usize; 2],
     /// Queries and keys.
     pub seq: [usize; 2],
-    /// Numbers of a query or a key.
+    /// Elements of a query or a key.
     pub width: usize,
     /// The first query that is computed, and how many are.
     pub rows: [usize; 2],
@@ -48,28 +48,28 @@ impl PairSizes {
         }
     }
 
-    /// Numbers of a query: one for each key that has some, or for each that is listed.
+    /// Elements of a query: one for each key that has some, or for each that is listed.
     pub fn columns(&self) -> usize {
         self.listed.unwrap_or(self.keys)
     }
 
-    /// Numbers of all queries that are computed.
-    pub fn numbers(&self) -> usize {
+    /// Elements of all queries that are computed.
+    pub fn elements(&self) -> usize {
         self.batch * self.rows[1] * self.columns()
     }
 
-    /// Numbers of all keys that they list.
-    pub(crate) fn list_numbers(&self) -> usize {
+    /// Elements of all keys that they list.
+    pub(crate) fn list_elements(&self) -> usize {
         self.batch * self.seq[0] * self.listed.unwrap_or(0)
     }
 
-    /// Numbers of queries and of keys.
+    /// Elements of queries and of keys.
     pub(crate) fn inputs(&self) -> [usize; 2] {
         [0, 1].map(|at| self.batch * self.heads[at] * self.seq[at] * self.width)
     }
 
-    /// Numbers of weights, or of sums of exponentials.
-    pub(crate) fn row_numbers(&self) -> usize {
+    /// Elements of weights, or of sums of exponentials.
+    pub(crate) fn row_elements(&self) -> usize {
         self.batch * self.heads[0] * self.seq[0]
     }
 
@@ -134,7 +134,7 @@ pub(crate) fn key_of(
 pub struct KeyBytes {
     /// `[batch, seq_kv, width]`
     pub(crate) numbers: Handle,
-    /// What numbers of a key are multiplied by, `[batch, seq_kv]`.
+    /// What elements of a key are multiplied by, `[batch, seq_kv]`.
     pub(crate) scales: Handle,
 }
 
@@ -156,13 +156,13 @@ pub struct PairInputs<'a> {
 }
 
 impl PairInputs<'_> {
-    /// Numbers of a load.
+    /// Elements of a load.
     pub(crate) fn vector(&self, client: &Client, width: usize) -> usize {
         vector(client, self.element, width, [self.q, self.k])
     }
 }
 
-/// Numbers of a load of contiguous rows of such a width.
+/// Elements of a load of contiguous rows of such a width.
 pub(crate) fn vector(
     client: &Client,
     element: ElemType,
@@ -178,7 +178,7 @@ pub(crate) fn vector(
     [4, 2, 1].into_iter().find(fits).unwrap_or(1)
 }
 
-/// That a device has cubes of so many units, and numbers of a type.
+/// That a device has cubes of so many units, and elements of a type.
 pub(crate) fn check_device(
     client: &Client,
     element: ElemType,
@@ -199,7 +199,7 @@ pub(crate) fn check_device(
     }
 }
 
-/// That a device runs these kernels for numbers of a type and such sizes.
+/// That a device runs these kernels for elements of a type and such sizes.
 ///
 /// # Errors
 /// [`KernelError`] if its cubes are too small, it lacks the type, queries are wider than [`MOST_WIDTH`], or there are more numbers than kernels count.
@@ -219,7 +219,7 @@ pub fn check(client: &Client, element: ElemType, sizes: &PairSizes) -> Result<()
         return Err(KernelError::limit(what, available as u32, bytes));
     }
     let [q, k] = sizes.inputs();
-    let largest = [q, k, sizes.numbers(), sizes.list_numbers()];
+    let largest = [q, k, sizes.elements(), sizes.list_elements()];
     let largest = largest.into_iter().max().unwrap_or(0);
     match i32::try_from(largest) {
         Ok(_) => Ok(()),

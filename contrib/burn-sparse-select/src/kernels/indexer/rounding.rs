@@ -1,6 +1,6 @@
 //! Rows rotated by a Hadamard matrix and rounded to numbers of 8 bits times a power of two of each row, on any CubeCL runtime.
 //!
-//! Rotated, what is large in few numbers of a row is spread over all of them, so rounding takes less away; products of rotated queries and keys are those of the
+//! Rotated, what is large in few elements of a row is spread over all of them, so rounding takes less away; products of rotated queries and keys are those of the
 //! rows as they were. Numbers have the row's dtype, which holds them as they are, so whatever multiplies them makes the same scores.
 
 use cubecl::ir::ElemType;
@@ -17,7 +17,7 @@ use blocksparse_cubecl::shared::codec::{INFINITY, nearest_e4m3};
 /// Bits of a number that is none.
 const NAN: u32 = 0x7fc0_0000;
 
-/// Numbers of a row that a unit has.
+/// Elements of a row that a unit has.
 const OWN: usize = 8;
 const UNITS: usize = 256;
 
@@ -245,7 +245,7 @@ pub fn round_rows(
     Ok(())
 }
 
-/// That a device rounds rows of numbers of a type and a width.
+/// That a device rounds rows of elements of a type and a width.
 ///
 /// # Errors
 /// As [`round_rows`]'s.

@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use blocksparse_cubecl::shared::walk::Four;
+use blocksparse_cubecl::shared::addressing::Four;
 use blocksparse_cubecl::simt::gather::load_four;
 
 /// Units across a tile's columns, of which each has every so many-th.

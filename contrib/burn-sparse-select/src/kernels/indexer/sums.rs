@@ -19,7 +19,7 @@ use crate::kernels::indexer::warpgroups::{ByteSums, GroupSums};
 use crate::kernels::indexer::{mma, warpgroups};
 use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
 use blocksparse_cubecl::error::KernelError;
-use blocksparse_cubecl::shared::walk::Four;
+use blocksparse_cubecl::shared::addressing::Four;
 
 /// Rows of products of a unit.
 const OWN: usize = 8;
@@ -27,7 +27,7 @@ const OWN: usize = 8;
 /// What is compiled into the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct SumTile {
-    /// Numbers of a query or a key.
+    /// Elements of a query or a key.
     width: usize,
     /// Units across keys and down queries.
     across: usize,
@@ -258,7 +258,7 @@ pub fn pair_sums(
     let row_tiles = sizes.rows[1].div_ceil(t.queries());
     let tiles = sizes.batch * row_tiles * column_tiles;
     let [q, k] = sizes.inputs();
-    let address = address_of(client, q.max(k).max(sizes.numbers()).max(2 * tiles))?;
+    let address = address_of(client, q.max(k).max(sizes.elements()).max(2 * tiles))?;
     let cubes = spread(client, tiles as u64)?;
     // SAFETY: a unit reads rows of queries and keys that there are, and writes its own numbers of rows and columns that there are; lists hold keys of the sequence
     // or numbers below 0. The buffers have the lengths they say (see `buffer`).
@@ -271,9 +271,9 @@ pub fn pair_sums(
             vector,
             buffer(inputs.q, q / vector),
             buffer(inputs.k, k / vector),
-            buffer(inputs.of_rows, sizes.row_numbers()),
-            optional(inputs.keys, sizes.list_numbers()),
-            buffer(out, sizes.numbers()),
+            buffer(inputs.of_rows, sizes.row_elements()),
+            optional(inputs.keys, sizes.list_elements()),
+            buffer(out, sizes.elements()),
             sizes.launch(),
             column_tiles,
             row_tiles,

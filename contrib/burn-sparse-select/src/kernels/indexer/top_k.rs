@@ -98,7 +98,7 @@ pub fn top_k_keys(
 ) -> Result<(), KernelError> {
     let columns = sizes.columns();
     let t = RadixTile::new(client, columns)?;
-    if sizes.numbers() * of.most == 0 {
+    if sizes.elements() * of.most == 0 {
         return Ok(());
     }
     let rows = sizes.batch * sizes.rows[1];
@@ -114,7 +114,7 @@ pub fn top_k_keys(
     if let Some(parts) = Parts::new(client, rows, columns) {
         return top_k_parts::launch(&launch, rows, parts);
     }
-    // SAFETY: a cube reads numbers of its row, and how many it sees, and writes its own list: no more than `most` keys of it. The buffers have the lengths they
+    // SAFETY: a cube reads elements of its row, and how many it sees, and writes its own list: no more than `most` keys of it. The buffers have the lengths they
     // say (see `buffer`).
     unsafe {
         top_k::launch_unchecked(
@@ -170,7 +170,7 @@ mod tests {
                             slab.columns() >= seen && slab.columns() < seen + ALIGNED
                                 || seen_all(&of, slab)
                         );
-                        assert!(slab.numbers() <= numbers || rows == 1, "{slab:?}");
+                        assert!(slab.elements() <= numbers || rows == 1, "{slab:?}");
                     }
                     assert_eq!(next, seq[0]);
                 }

@@ -27,7 +27,7 @@ use blocksparse_cubecl::shared::bins::Bins;
 use blocksparse_cubecl::shared::unit_sums::before_and_all;
 use blocksparse_cubecl::tuning::{KeyPicking, Tuning};
 
-/// Numbers of a part, at least.
+/// Elements of a part, at least.
 const PART: usize = 8192;
 /// Parts of the shortest row that is cut: of 32,768 numbers four launches take 19 µs for 27 where they are replayed; below that they save nothing.
 const FEWEST_PARTS: usize = 4;
@@ -41,7 +41,7 @@ const MULTIPROCESSORS: usize = 16;
 /// How rows are cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Parts {
-    /// Numbers of a part, a multiple of what units of a cube look at together.
+    /// Elements of a part, a multiple of what units of a cube look at together.
     len: usize,
     /// Parts of a row.
     count: usize,
@@ -120,7 +120,7 @@ fn known_before(
     threshold
 }
 
-/// Counts the digits of a level in the numbers of each part, `[level][row][part][digit]`.
+/// Counts the digits of a level in the elements of each part, `[level][row][part][digit]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn count_parts<N: Size>(
     scores: &[Vector<u32, N>],
@@ -157,7 +157,7 @@ fn count_parts<N: Size>(
     }
 }
 
-/// Lists the numbers of each part behind those of the parts before.
+/// Lists the elements of each part behind those of the parts before.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn list_parts<N: Size>(
     scores: &[Vector<u32, N>],
@@ -252,7 +252,7 @@ pub(crate) fn launch(
     let address = of.address(numbers)?;
     let dim = CubeDim::new_1d(t.units as u32);
     for level in 0..DIGITS {
-        // SAFETY: a cube reads numbers of its row, how many it sees and what launches before have counted and found, and writes its own part's counts, and
+        // SAFETY: a cube reads elements of its row, how many it sees and what launches before have counted and found, and writes its own part's counts, and
         // what it found as all cubes of its row do; the buffers have the lengths they say (see `buffer`).
         unsafe {
             count_parts::launch_unchecked(

@@ -125,7 +125,7 @@ pub(crate) struct Launch<'a> {
     pub scores: &'a Handle,
     pub lists: &'a Handle,
     pub seen: Option<&'a Handle>,
-    /// Numbers of a vector.
+    /// Elements of a vector.
     pub vector: usize,
 }
 
@@ -141,12 +141,12 @@ impl Launch<'_> {
 
     /// How a launch that has so many numbers beside those of the call indexes them.
     pub fn address(&self, others: usize) -> Result<AddressType, KernelError> {
-        let own = self.sizes.numbers().max(self.out()).max(self.of_seen());
+        let own = self.sizes.elements().max(self.out()).max(self.of_seen());
         address_of(self.client, own.max(others))
     }
 
     pub fn scores(&self) -> BufferArg {
-        buffer(self.scores, self.sizes.numbers() / self.vector)
+        buffer(self.scores, self.sizes.elements() / self.vector)
     }
 
     pub fn seen<T: LaunchArg<RuntimeArg = BufferArg>>(&self) -> ComptimeOptionArgs<T> {

@@ -4,12 +4,12 @@ use crate::kernels::listed::request::ListedRequest;
 use crate::kernels::listed::warpgroups;
 use blocksparse_cubecl::on_device::most_of_neighbours;
 
-/// Bytes of listed keys and values that walks read from the L2 cache, and bytes of memory.
+/// Bytes of listed keys and values that mainloops read from the L2 cache, and bytes of memory.
 const CACHE: f64 = 4.8e12;
 const MEMORY: f64 = 2.0e12;
 
-/// Operations of a walk on mma.sync, on wgmma, and of neighbours on wgmma, pairs that are not listed among them.
-const WALK: f64 = 295e12;
+/// Operations of a mainloop on mma.sync, on wgmma, and of neighbours on wgmma, pairs that are not listed among them.
+const MAINLOOP: f64 = 295e12;
 const WARPGROUPS: f64 = 460e12;
 const NEIGHBOURS: f64 = 420e12;
 
@@ -25,7 +25,7 @@ const BY_BLOCK: [f64; 2] = [3.0e12, 400e12];
 /// What else is launched around tiles, records and unions.
 const AROUND: [f64; 3] = [1.5e-4, 4e-4, 1e-4];
 
-/// Rows of neighbours that walk a list together.
+/// Rows of neighbours that share a list.
 const NEIGHBOUR_ROWS: f64 = 128.0;
 
 /// Queries that stand for all, or some more.
@@ -34,9 +34,9 @@ const SAMPLE: usize = 128;
 /// Forward and backward.
 #[derive(Clone, Copy, Debug)]
 pub struct Costs {
-    /// Of queries that walk their lists each,
+    /// Of queries that attend to their lists each,
     pub alone: [f64; 2],
-    /// of neighbours that walk them together, where they can,
+    /// of neighbours that share them, where they can,
     pub together: [f64; 2],
     /// and in tiles;
     pub tiles: [f64; 2],
@@ -100,11 +100,11 @@ impl Costs {
         let [around_tiles, around_records, around_unions] = AROUND;
         // Both products of a key's rows, forward; bytes of its key and value.
         let (bytes, filled) = (2.0 * width, 2.0 * rows.max(16.0) * width);
-        let [walks, of_records] = match wgmma && warpgroups::filled(request).is_some() {
+        let [mainloops, of_records] = match wgmma && warpgroups::filled(request).is_some() {
             true => [WARPGROUPS; 2],
-            false => [WALK, RECORDS],
+            false => [MAINLOOP, RECORDS],
         };
-        let walk = |products: f64, rate: f64| {
+        let mainloop = |products: f64, rate: f64| {
             let read = listed * bytes / CACHE;
             read.max(listed * filled * products / rate)
         };
@@ -116,7 +116,7 @@ impl Costs {
         };
         let written = listed * bytes / MEMORY;
         let summed_alone = summed(request.seq_q, request.most);
-        let records = walk(2.0, of_records).max(written) + written + summed_alone;
+        let records = mainloop(2.0, of_records).max(written) + written + summed_alone;
         // Every list is read, and unions are written.
         let numbers = (listed + 2.0 * united) / request.block as f64;
         let unions = numbers * 4.0 / MEMORY + around_unions;
@@ -136,8 +136,8 @@ impl Costs {
         let [forward, backward] = TILES[usize::from(!wgmma)];
         Self {
             alone: [
-                walk(1.0, walks),
-                walk(1.5, walks) + records + around_records,
+                mainloop(1.0, mainloops),
+                mainloop(1.5, mainloops) + records + around_records,
             ],
             together: [
                 of_unions + unions,

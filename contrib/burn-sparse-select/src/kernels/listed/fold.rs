@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use crate::kernels::listed::keys::{ListShape, list_count, queries_of};
 use blocksparse_cubecl::arch::ptx::{pack, unpack};
 use blocksparse_cubecl::mma::tile::Tile;
-use blocksparse_cubecl::shared::walk::{Slice, batch_of, head_of};
+use blocksparse_cubecl::shared::addressing::{Slice, batch_of, head_of};
 
 /// Adds the parts of a cube's keys, in order, to their gradients. As [`keys`](crate::kernels::listed::keys::keys) has them.
 #[cube(launch_unchecked)]

@@ -1,4 +1,4 @@
-//! What a walk reads: the rows of its query, and the keys and values that a list names, a few steps ahead.
+//! What a mainloop reads: the rows of its query, and the keys and values that a list names, a few steps ahead.
 
 // What is known at compile time stays apart from what is not; kernels have no `div_ceil`.
 #![allow(clippy::collapsible_if, clippy::manual_div_ceil)]
@@ -6,11 +6,11 @@
 use cubecl::prelude::*;
 
 use crate::kernels::listed::rows::{CubeRows, head_of_row};
-use crate::kernels::listed::tile::WalkTile;
+use crate::kernels::listed::tile::MainloopTile;
 use blocksparse_cubecl::arch::sm80::*;
 use blocksparse_cubecl::mma::gather::{Strides, copy_of_row, head_address};
 use blocksparse_cubecl::mma::tile::{NOWHERE, Tile};
-use blocksparse_cubecl::shared::walk::{Four, Slice, batch_of, head_of};
+use blocksparse_cubecl::shared::addressing::{Four, Slice, batch_of, head_of};
 
 /// The list of a query.
 #[derive(CubeType, Clone, Copy)]
@@ -34,9 +34,9 @@ pub struct Sources {
     pub value_stride: u64,
 }
 
-/// What a cube's walk begins with.
+/// What a cube's mainloop begins with.
 #[derive(CubeType, Clone, Copy)]
-pub struct QueryWalk {
+pub struct ListMainloop {
     batch: u32,
     /// Its query, and the first of the heads that share the list.
     query: u32,
@@ -45,9 +45,9 @@ pub struct QueryWalk {
     pub sources: Sources,
 }
 
-/// The walk of the cube's query.
+/// The mainloop of the cube's query.
 #[cube]
-pub fn query_walk(
+pub fn list_mainloop(
     k: u64,
     v: u64,
     seq_q: u32,
@@ -56,7 +56,7 @@ pub fn query_walk(
     slice: &Slice,
     most: u32,
     #[comptime] t: CubeRows,
-) -> QueryWalk {
+) -> ListMainloop {
     let query = CUBE_POS_X;
     let of_head = head_of(slice) as u32 + batch_of(slice) as u32 * slice.heads as u32;
     let list = QueryList {
@@ -64,12 +64,12 @@ pub fn query_walk(
         most,
         len: k_strides.len,
     };
-    walk_of(k, v, query, list, k_strides, v_strides, slice, t.heads)
+    list_mainloop_of(k, v, query, list, k_strides, v_strides, slice, t.heads)
 }
 
-/// The walk of a query along a list.
+/// The mainloop of a query over a list.
 #[cube]
-pub fn walk_of(
+pub fn list_mainloop_of(
     k: u64,
     v: u64,
     query: u32,
@@ -78,10 +78,10 @@ pub fn walk_of(
     v_strides: &Strides,
     slice: &Slice,
     #[comptime] heads: usize,
-) -> QueryWalk {
+) -> ListMainloop {
     let kv_head = head_of(slice) as u32;
     let batch = batch_of(slice) as u32;
-    QueryWalk {
+    ListMainloop {
         batch,
         query,
         first_head: kv_head * comptime!(heads as u32),
@@ -110,8 +110,14 @@ pub fn sources_of(
 
 /// The query's row of the first head that shares the list, among those of all batch entries and heads.
 #[cube]
-pub fn first_of_heads(walk: &QueryWalk, lists: u32, seq_q: u32, #[comptime] heads: usize) -> u32 {
-    (walk.batch * lists * comptime!(heads as u32) + walk.first_head) * seq_q + walk.query
+pub fn first_of_heads(
+    mainloop: &ListMainloop,
+    lists: u32,
+    seq_q: u32,
+    #[comptime] heads: usize,
+) -> u32 {
+    (mainloop.batch * lists * comptime!(heads as u32) + mainloop.first_head) * seq_q
+        + mainloop.query
 }
 
 /// Starts to copy the query's rows of a tensor.
@@ -120,44 +126,54 @@ pub fn copy_query(
     target: u32,
     tensor: u64,
     strides: &Strides,
-    walk: &QueryWalk,
+    mainloop: &ListMainloop,
     #[comptime] dim: usize,
-    #[comptime] t: WalkTile,
+    #[comptime] t: MainloopTile,
 ) {
-    let first = rows_of_query(tensor, strides, walk);
+    let first = rows_of_query(tensor, strides, mainloop);
     let (rows, tile) = comptime!((t.cube_rows(), t.inner));
     copy_own(target, first, strides.head, dim, rows, tile);
 }
 
 /// The address of the query's row of the first head that shares the list.
 #[cube]
-pub fn rows_of_query(tensor: u64, strides: &Strides, walk: &QueryWalk) -> u64 {
-    let first = head_address(tensor, strides, walk.batch, walk.first_head);
-    first + u64::cast_from(walk.query) * strides.row * 16
+pub fn rows_of_query(tensor: u64, strides: &Strides, mainloop: &ListMainloop) -> u64 {
+    let first = head_address(tensor, strides, mainloop.batch, mainloop.first_head);
+    first + u64::cast_from(mainloop.query) * strides.row * 16
 }
 
 /// Starts to copy all steps that have room but one; the positions of the step behind them.
 #[cube]
-pub fn fill_ring(base: u32, lists: &[i32], walk: &QueryWalk, #[comptime] t: WalkTile) -> u32 {
+pub fn fill_ring(
+    base: u32,
+    lists: &[i32],
+    mainloop: &ListMainloop,
+    #[comptime] t: MainloopTile,
+) -> u32 {
     let ahead = comptime!(t.inner.stages as u32 - 1);
     #[unroll]
     for j in 0..ahead {
-        let position = listed_position(lists, &walk.list, j, t);
-        copy_listed(base, j, position, &walk.sources, t);
+        let position = listed_position(lists, &mainloop.list, j, t);
+        copy_listed(base, j, position, &mainloop.sources, t);
     }
-    listed_position(lists, &walk.list, ahead.runtime(), t)
+    listed_position(lists, &mainloop.list, ahead.runtime(), t)
 }
 
 /// Steps of a list.
 #[cube]
-pub fn steps_of(list: &QueryList, #[comptime] t: WalkTile) -> u32 {
+pub fn steps_of(list: &QueryList, #[comptime] t: MainloopTile) -> u32 {
     let cols = comptime!(t.inner.cols as u32);
     (list.most * comptime!(t.block as u32) + cols - 1) / cols
 }
 
 /// The position of the lane's key of step `j`, or [`NOWHERE`]. All warps have the same ones.
 #[cube]
-pub fn listed_position(lists: &[i32], list: &QueryList, j: u32, #[comptime] t: WalkTile) -> u32 {
+pub fn listed_position(
+    lists: &[i32],
+    list: &QueryList,
+    j: u32,
+    #[comptime] t: MainloopTile,
+) -> u32 {
     let flat = j * comptime!(t.inner.cols as u32) + UNIT_POS_X % comptime!(t.inner.cols as u32);
     position_of_key(lists, list, flat, comptime!(t.block as u32))
 }
@@ -184,7 +200,7 @@ pub fn copy_listed(
     stage: u32,
     position: u32,
     sources: &Sources,
-    #[comptime] t: WalkTile,
+    #[comptime] t: MainloopTile,
 ) {
     let there = lanes_that_differ(position, comptime!(NOWHERE).runtime());
     if UNIT_POS_X == 0 {
@@ -299,7 +315,7 @@ pub fn hide(
     there: u32,
     quad: u32,
     score: f32,
-    #[comptime] t: WalkTile,
+    #[comptime] t: MainloopTile,
 ) {
     let eights = comptime!(t.inner.eights());
     let own = there >> quad;

@@ -1,10 +1,10 @@
-//! The gradients by keys and values: a cube has up to 64 keys of a block, and walks the queries that chose it, with all heads that share the list.
+//! The gradients by keys and values: a cube has up to 64 keys of a block, and loops over the queries that chose it, with all heads that share the list.
 //!
 //! ```text
 //! sᵀ = K · q(j)ᵀ    p = exp2(s − lse)    dv += pᵀ · dO(j)    dpᵀ = V · dO(j)ᵀ    ds = p ∘ (dp − delta)    dk += dsᵀ · q(j)
 //! ```
 //!
-//! It is the walk over columns of the `mma` tier's backward kernel, but for what a step is: 32 or 64 rows of queries, which lie one after the other in the
+//! It is the loop over columns of the `mma` tier's backward kernel, but for what a step is: 32 or 64 rows of queries, which lie one after the other in the
 //! block's list, each with its heads. Where a block's queries are in the list is found by a search of the tiles' blocks, which rise. A row that is none is
 //! zeros, with lse and delta 0, and adds nothing.
 //!
@@ -22,7 +22,7 @@ use blocksparse_cubecl::mma::backward_loads::operand_places;
 use blocksparse_cubecl::mma::gather::*;
 use blocksparse_cubecl::mma::product::*;
 use blocksparse_cubecl::mma::tile::{NOWHERE, ROW_PAIR, Tile};
-use blocksparse_cubecl::shared::walk::{Four, Slice, batch_of, head_of};
+use blocksparse_cubecl::shared::addressing::{Four, Slice, batch_of, head_of};
 
 /// Sizes of the lists of queries by blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -93,7 +93,7 @@ pub fn queries_of(
 }
 
 /// `q` `[batch, heads, seq_q, head_dim]` and `grad_out` in words, contiguous; `k`, `v` with any strides of 16 bytes in their outer dimensions; `stats` as
-/// [`walk`](crate::kernels::listed::walk::walk) has them. `places` `[batch, kv_heads, tiles · tile]`: the query at each place, and `tile_blocks`
+/// [`mainloop`](crate::kernels::listed::mainloop::mainloop) has them. `places` `[batch, kv_heads, tiles · tile]`: the query at each place, and `tile_blocks`
 /// `[batch, kv_heads, tiles]`: the block of each tile, rising; i32, negative for none, and tiles of none last. To `grad_k` and `grad_v`, contiguous, the gradients are added with `carry`, where a block's list has one part; where it has more these go to `partial`
 /// `[parts, batch · kv_heads, seq_kv, head_dim + value_dim]`, f32, without the scale.
 #[cube(launch_unchecked)]

@@ -3,17 +3,17 @@
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::kernels::listed::lists::{ListedLists, WalkedLists, for_lists};
+use crate::kernels::listed::lists::{LaunchedLists, ListedLists, for_lists};
+use crate::kernels::listed::mainloops::{ByKeys, Mainloop, Mainloops};
 use crate::kernels::listed::request::ListedRequest;
 use crate::kernels::listed::row_stats::stats_of;
 use crate::kernels::listed::spread_launch::Spread;
-use crate::kernels::listed::tile::WalkTile;
+use crate::kernels::listed::tile::MainloopTile;
 use crate::kernels::listed::views::{
     ListedGradients, check_inputs, far_rows, input, strides, words,
 };
-use crate::kernels::listed::walks::{ByKeys, Walk, Walks};
 use crate::kernels::listed::warpgroups::WarpgroupTile;
-use crate::kernels::listed::{fold, keys, walk, warpgroups};
+use crate::kernels::listed::{fold, keys, mainloop, warpgroups};
 use blocksparse_cubecl::args::buffer;
 use blocksparse_cubecl::call::{OutputGrads, Outputs, TensorView};
 use blocksparse_cubecl::error::KernelError;
@@ -27,7 +27,7 @@ use blocksparse_cubecl::tensor::scales;
 /// [`KernelError`] if cp.async cannot read a tensor, or the scale is not positive. Then nothing was launched.
 pub fn forward(
     client: &Client,
-    walks: &Walks,
+    mainloops: &Mainloops,
     inputs: [&TensorView; 3],
     lists: &Handle,
     outputs: Outputs,
@@ -38,15 +38,15 @@ pub fn forward(
     let [q, k, v] = inputs;
     let pass = Pass {
         client,
-        request: &walks.request,
-        // A walk that is no gradient's reads no gradient.
+        request: &mainloops.request,
+        // A mainloop that is no gradient's reads no gradient.
         inputs: [q, k, v, q],
         out: outputs.out,
         rows: outputs.lse,
         scale,
     };
-    for_lists(client, walks, lists, false, |lists| {
-        pass.launch(walks.forward, lists, carry);
+    for_lists(client, mainloops, lists, false, |lists| {
+        pass.launch(mainloops.forward, lists, carry);
         Ok(())
     })
 }
@@ -59,7 +59,7 @@ pub fn forward(
 #[allow(clippy::too_many_arguments)]
 pub fn backward(
     client: &Client,
-    walks: &Walks,
+    mainloops: &Mainloops,
     [q, k, v]: [&TensorView; 3],
     lists: ListedLists,
     outputs: Outputs,
@@ -67,7 +67,7 @@ pub fn backward(
     gradients: ListedGradients,
     scale: f64,
 ) -> Result<(), KernelError> {
-    let request = &walks.request;
+    let request = &mainloops.request;
     let inputs = [q, k, v, grads.out];
     check_inputs(&inputs, scale)?;
     let stats = &stats_of(client, request, outputs, grads, scale)?;
@@ -81,7 +81,7 @@ pub fn backward(
     };
     let spread = Spread {
         client,
-        walks,
+        mainloops,
         inputs,
         stats,
         gradients,
@@ -91,13 +91,19 @@ pub fn backward(
         true => Some(spread.room()?),
         false => None,
     };
-    for_lists(client, walks, lists.of_queries(), room.is_some(), |lists| {
-        pass.launch(walks.queries, lists, true);
-        match &room {
-            Some(room) => spread.launch(room, lists),
-            None => Ok(()),
-        }
-    })?;
+    for_lists(
+        client,
+        mainloops,
+        lists.of_queries(),
+        room.is_some(),
+        |lists| {
+            pass.launch(mainloops.queries, lists, true);
+            match &room {
+                Some(room) => spread.launch(room, lists),
+                None => Ok(()),
+            }
+        },
+    )?;
     if let (
         ByKeys::Blocks(tile),
         ListedLists::Blocks {
@@ -105,7 +111,7 @@ pub fn backward(
             tile_blocks,
             ..
         },
-    ) = (walks.by_keys, lists)
+    ) = (mainloops.by_keys, lists)
     {
         let tile = Tile {
             carry: true,
@@ -125,7 +131,7 @@ pub fn backward(
     Ok(())
 }
 
-/// A pass over queries that walk lists.
+/// A pass over queries with lists.
 struct Pass<'a> {
     client: &'a Client,
     request: &'a ListedRequest,
@@ -139,8 +145,8 @@ struct Pass<'a> {
 }
 
 impl Pass<'_> {
-    /// Walks some lists, after attention to other keys, or added to a gradient, with `carry`.
-    fn launch(&self, walk: Walk, lists: &WalkedLists, carry: bool) {
+    /// Attends to some lists, after attention to other keys, or added to a gradient, with `carry`.
+    fn launch(&self, mainloop: Mainloop, lists: &LaunchedLists, carry: bool) {
         let &Self {
             client,
             request,
@@ -168,9 +174,9 @@ impl Pass<'_> {
                             input(k),
                             input(v),
                             input(grad_out),
-                            buffer(lists.keys, lists.numbers(request)),
+                            buffer(lists.keys, lists.elements(request)),
                             $(
-                                buffer($masks, lists.numbers(request)),
+                                buffer($masks, lists.elements(request)),
                                 buffer($counts, lists.all(request)),
                             )?
                             buffer(out, $out),
@@ -190,16 +196,16 @@ impl Pass<'_> {
                     }
                 };
             }
-            match walk {
-                Walk::Warps(tile) => {
+            match mainloop {
+                Mainloop::Warps(tile) => {
                     let inner = Tile {
                         carry,
                         far_rows,
                         ..tile.inner
                     };
-                    let tile = WalkTile { inner, ..tile };
+                    let tile = MainloopTile { inner, ..tile };
                     launch!(
-                        walk::walk::launch_unchecked,
+                        mainloop::mainloop::launch_unchecked,
                         request.seq_q,
                         inner.units(),
                         [],
@@ -209,7 +215,7 @@ impl Pass<'_> {
                         tile
                     );
                 }
-                Walk::Warpgroups(tile) => {
+                Mainloop::Warpgroups(tile) => {
                     let tile = WarpgroupTile {
                         // Gradients are always added.
                         carry: carry && !tile.backward,
@@ -217,7 +223,7 @@ impl Pass<'_> {
                         ..tile
                     };
                     launch!(
-                        warpgroups::walk::walk::launch_unchecked,
+                        warpgroups::mainloop::mainloop::launch_unchecked,
                         lists.count,
                         tile.units(),
                         [

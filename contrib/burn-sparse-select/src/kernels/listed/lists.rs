@@ -1,11 +1,11 @@
-//! The lists that launches walk: of a query each, or unions of those of neighbouring queries.
+//! The lists of launches: of a query each, or unions of those of neighbouring queries.
 
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use crate::kernels::listed::mainloops::Mainloops;
 use crate::kernels::listed::request::ListedRequest;
 use crate::kernels::listed::rows::ListsLaunch;
-use crate::kernels::listed::walks::Walks;
 use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::on_device::{BitsOfKeys, Queries, Uniting, neighbour_lists};
 
@@ -35,10 +35,10 @@ impl<'a> ListedLists<'a> {
 
 /// The lists of a launch.
 #[derive(Clone, Copy)]
-pub struct WalkedLists<'a> {
+pub struct LaunchedLists<'a> {
     /// What they name, i32 `[batch, kv_heads, count, most]`,
     pub keys: &'a Handle,
-    /// and which of the neighbouring queries that walk a list named it, u32 of the same shape. Where a list is of one query nothing reads it.
+    /// and which of the neighbouring queries that share a list named it, u32 of the same shape. Where a list is of one query nothing reads it.
     pub masks: &'a Handle,
     /// How many of its numbers each list has, u32 `[batch, kv_heads, count]`, where lists are of neighbours.
     pub counts: &'a Handle,
@@ -52,14 +52,14 @@ pub struct WalkedLists<'a> {
     pub most: usize,
 }
 
-impl WalkedLists<'_> {
+impl LaunchedLists<'_> {
     /// Lists of all heads.
     pub fn all(&self, request: &ListedRequest) -> usize {
         request.batch * request.kv_heads * self.count
     }
 
-    /// Numbers of all of them.
-    pub fn numbers(&self, request: &ListedRequest) -> usize {
+    /// Elements of all of them.
+    pub fn elements(&self, request: &ListedRequest) -> usize {
         self.all(request) * self.most
     }
 
@@ -74,14 +74,14 @@ impl WalkedLists<'_> {
 /// Those of launches.
 pub fn for_lists(
     client: &Client,
-    walks: &Walks,
+    mainloops: &Mainloops,
     given: &Handle,
     with_bits: bool,
-    mut launch: impl FnMut(&WalkedLists) -> Result<(), KernelError>,
+    mut launch: impl FnMut(&LaunchedLists) -> Result<(), KernelError>,
 ) -> Result<(), KernelError> {
-    let request = &walks.request;
-    if walks.together == 1 {
-        return launch(&WalkedLists {
+    let request = &mainloops.request;
+    if mainloops.together == 1 {
+        return launch(&LaunchedLists {
             keys: given,
             masks: given,
             counts: given,
@@ -91,9 +91,9 @@ pub fn for_lists(
             most: request.most,
         });
     }
-    let (groups, at_a_time) = (walks.lists(), walks.at_a_time());
+    let (groups, at_a_time) = (mainloops.lists(), mainloops.at_a_time());
     let uniting = Uniting {
-        together: walks.together,
+        together: mainloops.together,
         ascending: request.is_of_keys(),
         with_bits,
     };
@@ -105,7 +105,7 @@ pub fn for_lists(
             let lengths = [count, sizes.seq_kv];
             BitsOfKeys::new(client, by_rows, sizes.lists, lengths)
         });
-        launch(&WalkedLists {
+        launch(&LaunchedLists {
             keys: &made.keys,
             masks: &made.masks,
             counts: &made.counts,

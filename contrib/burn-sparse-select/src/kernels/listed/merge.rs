@@ -6,7 +6,7 @@
 use cubecl::prelude::*;
 
 use blocksparse_cubecl::arch::sm90::*;
-use blocksparse_cubecl::shared::walk::Four;
+use blocksparse_cubecl::shared::addressing::Four;
 
 /// What is known when the kernel is compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -34,7 +34,7 @@ pub struct Rows {
 }
 
 /// `places` `[lists, seq_q, most]`: the place of each choice, negative for none. `parts` and `logs` are as
-/// [`by_block`](crate::kernels::listed::warpgroups::block::by_block) writes them. A unit has eight numbers of a row.
+/// [`by_block`](crate::kernels::listed::warpgroups::block::by_block) writes them. A unit has eight elements of a row.
 #[cube(launch_unchecked)]
 pub fn merge(
     parts: &[Vector<u32, Four>],
@@ -119,7 +119,7 @@ pub fn merge(
     }
 }
 
-/// Adds eight numbers of a part, and gives the sum of weights.
+/// Adds eight elements of a part, and gives the sum of weights.
 #[cube]
 fn add_part(
     sums: &mut Array<f32>,

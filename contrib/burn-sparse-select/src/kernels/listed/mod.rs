@@ -1,24 +1,24 @@
 //! Attention of single queries to lists of their own: blocks of keys, or single keys, that the heads of a group chose together.
 //!
 //! Where queries choose each for itself, two queries share keys only by chance, so that the rows of a matrix are the heads that share a query's list. Kernels
-//! that need more rows pack queries by the block that they chose, write a part of the output for each choice, and merge them; these do not: a query walks
+//! that need more rows pack queries by the block that they chose, write a part of the output for each choice, and merge them; these do not: a query reads
 //! its list, with its heads as 16 rows or more, and carries on what attention to other keys left in the outputs.
 //!
 //! ```text
 //! request    what a call asks for                         check    which calls are taken
 //! plan       which way each pass goes                     costs    what the ways should take
-//! walks      what walks run                               tile     the shape of a query's walk
+//! mainloops  what mainloops run                           tile     the shape of a query's mainloop
 //! lists      of queries, or unions of neighbours' lists   launch   launches
 //! rows       which query and head a row of a cube is      views    tensors as launches get them
 //! gather     rows and listed keys on their way to shared memory
-//! walk       a cube a query: its list, forward and for dQ
+//! mainloop   a cube a query: its list, forward and for dQ
 //! keys       a cube 64 keys of a block: the queries that chose it, for dK and dV
 //! fold       sums of the parts of a block's list
 //! spread     a cube a query of single keys: a record of dK and dV for each pair
 //! records    sums of records by keys                      row_stats  what backward passes know of each row
 //! spread_launch  launches of these
 //! by_block   launches over blocks, each with the queries that list it; merge adds up what they give a row
-//! warpgroups walks of many heads, or of neighbouring queries together, on wgmma
+//! warpgroups mainloops of many heads, or of neighbouring queries together, on wgmma
 //! tiles      lists of single keys as bits of all pairs, which the kernels of layouts take
 //! ```
 //!
@@ -32,6 +32,8 @@ mod gather;
 mod keys;
 mod launch;
 mod lists;
+mod mainloop;
+mod mainloops;
 mod merge;
 mod plan;
 #[cfg(test)]
@@ -45,15 +47,13 @@ mod spread_launch;
 mod tile;
 mod tiles;
 mod views;
-mod walk;
-mod walks;
 mod warpgroups;
 
 pub use by_block::{ByBlock, PlacedLists, forward_by_block};
 pub use launch::{backward, forward};
 pub use lists::ListedLists;
+pub use mainloops::Mainloops;
 pub use plan::{ListedPass, ListedPlan};
 pub use request::ListedRequest;
 pub use tiles::ListedTiles;
 pub use views::ListedGradients;
-pub use walks::Walks;

@@ -7,9 +7,9 @@ use cubecl::prelude::*;
 
 use crate::kernels::listed::by_block::ByBlock;
 use crate::kernels::listed::costs::Costs;
+use crate::kernels::listed::mainloops::Mainloops;
 use crate::kernels::listed::request::ListedRequest;
 use crate::kernels::listed::tiles::ListedTiles;
-use crate::kernels::listed::walks::Walks;
 use blocksparse_cubecl::call::check_hopper;
 use blocksparse_cubecl::device_key::{DeviceKey, device_key};
 use blocksparse_cubecl::known::Recent;
@@ -18,9 +18,9 @@ use blocksparse_cubecl::tuning::{ListedWay, TierLimit, Tuning};
 /// How a pass goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Way {
-    /// Queries walk their lists.
+    /// Each query attends to its own list.
     Alone,
-    /// Neighbouring queries walk the union of theirs.
+    /// Neighbouring queries attend to the union of theirs.
     Together,
     /// Blocks meet the queries that list them, forward.
     ByBlock,
@@ -31,8 +31,8 @@ enum Way {
 /// What a pass runs.
 #[derive(Clone, Copy, Debug)]
 pub enum ListedPass<'a> {
-    /// Lists are walked.
-    Walks(&'a Walks),
+    /// Queries attend to their lists, or neighbours to the union of theirs.
+    Mainloops(&'a Mainloops),
     /// Blocks meet the queries that list them: no backward pass.
     ByBlock(&'a ByBlock),
     /// They are pairs of a layout.
@@ -42,8 +42,8 @@ pub enum ListedPass<'a> {
 /// What a call over lists runs. It prints.
 #[derive(Clone, Debug)]
 pub struct ListedPlan {
-    alone: Result<Walks, &'static str>,
-    together: Result<Walks, &'static str>,
+    alone: Result<Mainloops, &'static str>,
+    together: Result<Mainloops, &'static str>,
     by_block: Result<ByBlock, &'static str>,
     /// Where a pass goes so: their layout is made for nothing else.
     tiles: Option<ListedTiles>,
@@ -68,19 +68,19 @@ impl ListedPlan {
         RECENT.get_or_try_make(key, || Self::new(client, request, scale).map(Arc::new))
     }
 
-    /// For a device, by what should be faster. `BLOCKSPARSE_LISTED=walk`, `neighbours` or `tiles` takes one way for both passes, and `blocks` one for the forward
+    /// For a device, by what should be faster. `BLOCKSPARSE_LISTED=queries`, `neighbours` or `tiles` takes one way for both passes, and `blocks` one for the forward
     /// pass, wherever it can be taken: for measuring.
     ///
     /// # Errors
     /// Why its kernels do not take the call.
     pub fn new(client: &Client, request: ListedRequest, scale: f64) -> Result<Self, &'static str> {
         let properties = client.properties();
-        let alone = Walks::alone(properties, request);
-        let together = Walks::together(properties, request);
+        let alone = Mainloops::alone(properties, request);
+        let together = Mainloops::together(properties, request);
         let by_block = ByBlock::new(properties, request);
         let mut ways = match (&alone, Tuning::or_default().listed) {
             (Err(_), _) | (_, Some(ListedWay::Tiles)) => [Way::Tiles; 2],
-            (_, Some(ListedWay::Walk)) => [Way::Alone; 2],
+            (_, Some(ListedWay::Queries)) => [Way::Alone; 2],
             (_, Some(ListedWay::Neighbours)) if together.is_ok() => [Way::Together; 2],
             (_, Some(ListedWay::Blocks)) if by_block.is_ok() => [Way::ByBlock, Way::Alone],
             (_, Some(_)) => [Way::Alone; 2],
@@ -118,15 +118,15 @@ impl ListedPlan {
 
     fn pass(&self, way: Way) -> ListedPass<'_> {
         match way {
-            Way::Alone => ListedPass::Walks(self.alone.as_ref().expect("chosen")),
-            Way::Together => ListedPass::Walks(self.together.as_ref().expect("chosen")),
+            Way::Alone => ListedPass::Mainloops(self.alone.as_ref().expect("chosen")),
+            Way::Together => ListedPass::Mainloops(self.together.as_ref().expect("chosen")),
             Way::ByBlock => ListedPass::ByBlock(self.by_block.as_ref().expect("chosen")),
             Way::Tiles => ListedPass::Tiles(self.tiles.as_ref().expect("chosen")),
         }
     }
 }
 
-/// The ways that should take the least time. Walks of lists of blocks are one way for both passes, and never in tiles: attention to them carries on that to a
+/// The ways that should take the least time. Mainloops over lists of blocks are one way for both passes, and never in tiles: attention to them carries on that to a
 /// layout.
 fn fastest(
     properties: &DeviceProperties,
@@ -149,8 +149,8 @@ fn fastest(
     });
     match (request.is_of_keys(), ways[0]) {
         (true, _) => ways.map(|(way, _)| way),
-        (false, (walk, cost)) if by_block && costs.by_block < cost => [Way::ByBlock, walk],
-        (false, (walk, _)) => [walk; 2],
+        (false, (mainloop, cost)) if by_block && costs.by_block < cost => [Way::ByBlock, mainloop],
+        (false, (mainloop, _)) => [mainloop; 2],
     }
 }
 
@@ -162,13 +162,13 @@ impl fmt::Display for ListedPlan {
             lines.into_iter().map(line).collect()
         };
         let title = |pass: ListedPass| match pass {
-            ListedPass::Walks(walks) => walks.title(),
+            ListedPass::Mainloops(mainloops) => mainloops.title(),
             ListedPass::ByBlock(blocks) => blocks.lines()[0].clone(),
             ListedPass::Tiles(_) => IN_TILES.to_string(),
         };
         let mut lines = vec![title(self.forward())];
         match self.forward() {
-            ListedPass::Walks(walks) => lines.push(walks.forward_line()),
+            ListedPass::Mainloops(mainloops) => lines.push(mainloops.forward_line()),
             ListedPass::ByBlock(blocks) => lines.push(blocks.lines()[1].clone()),
             ListedPass::Tiles(tiles) => {
                 let part = &tiles.plan().parts()[0];
@@ -179,7 +179,7 @@ impl fmt::Display for ListedPlan {
             lines.push(title(self.backward()));
         }
         match self.backward() {
-            ListedPass::Walks(walks) => lines.extend(walks.backward_lines()),
+            ListedPass::Mainloops(mainloops) => lines.extend(mainloops.backward_lines()),
             ListedPass::ByBlock(_) => {}
             ListedPass::Tiles(tiles) => {
                 let part = &tiles.plan().parts()[0];

@@ -4,8 +4,8 @@ use cubecl::ir::{DeviceProperties, ElemType, FloatKind};
 
 use crate::kernels::listed::by_block::ByBlock;
 use crate::kernels::listed::costs::Costs;
+use crate::kernels::listed::mainloops::{ByKeys, Mainloop, Mainloops};
 use crate::kernels::listed::request::ListedRequest;
-use crate::kernels::listed::walks::{ByKeys, Walk, Walks};
 use crate::kernels::listed::warpgroups;
 use blocksparse_cubecl::described::Fake;
 
@@ -40,21 +40,21 @@ fn ampere() -> DeviceProperties {
 }
 
 fn printed(request: ListedRequest) -> String {
-    Walks::alone(&hopper(), request).unwrap().to_string()
+    Mainloops::alone(&hopper(), request).unwrap().to_string()
 }
 
 #[test]
 fn plans_fill_a_multiprocessor_with_steps() {
     assert_eq!(
         printed(nsa([64, 4], [128, 128])),
-        "listed  16 rows of a query walk its list of 13 blocks of 64 keys\n  \
+        "listed  16 rows of a query attend to its list of 13 blocks of 64 keys\n  \
          forward  32 keys a step, 32 units, 3 stages in 52 KiB shared\n  \
          dQ       32 keys a step, 32 units, 3 stages in 52 KiB shared\n  \
          dK, dV   64 keys × 64 rows a step, 128 units, 4 parts, 104 KiB shared"
     );
     assert_eq!(
         printed(nsa([64, 4], [192, 128])),
-        "listed  16 rows of a query walk its list of 13 blocks of 64 keys\n  \
+        "listed  16 rows of a query attend to its list of 13 blocks of 64 keys\n  \
          forward  16 keys a step, 32 units, 5 stages in 53 KiB shared\n  \
          dQ       16 keys a step, 32 units, 5 stages in 53 KiB shared\n  \
          dK, dV   64 keys × 32 rows a step, 128 units, 4 parts, 86 KiB shared"
@@ -73,14 +73,14 @@ fn keys(heads: usize, n: usize, most: usize) -> ListedRequest {
 fn lists_of_single_keys_have_records() {
     assert_eq!(
         printed(keys(16, 65_536, 2048)),
-        "listed  16 rows of a query walk its list of 2048 keys\n  \
+        "listed  16 rows of a query attend to its list of 2048 keys\n  \
          forward  32 keys a step, 32 units, 3 stages in 52 KiB shared\n  \
          dQ       32 keys a step, 32 units, 3 stages in 52 KiB shared\n  \
          dK, dV   16 keys a step of a warp, a record of each pair, 64 units, 2 stages in 43 KiB shared"
     );
     let short = ListedRequest::of_keys([2, 32, 2], [3, 70], [64, 64], BF16, 500, false);
-    assert!(Walks::alone(&hopper(), short).is_ok());
-    let refused = Walks::alone(&hopper(), keys(16, 1 << 19, 4096)).unwrap_err();
+    assert!(Mainloops::alone(&hopper(), short).is_ok());
+    let refused = Mainloops::alone(&hopper(), keys(16, 1 << 19, 4096)).unwrap_err();
     assert!(refused.contains("32 bits"));
 }
 
@@ -94,30 +94,30 @@ fn lists_of_single_keys_have_records() {
 #[case(80, [128, 128], None)]
 #[case(32, [128, 128], None)]
 #[case(64, [80, 64], None)]
-fn many_heads_walk_on_wgmma(
+fn many_heads_are_on_wgmma(
     #[case] heads: usize,
     #[case] dims: [usize; 2],
     #[case] line: Option<&str>,
 ) {
     let request = ListedRequest::of_keys([1, heads, 1], [4096; 2], dims, BF16, 512, true);
-    let plan = Walks::alone(&hopper(), request).unwrap();
+    let plan = Mainloops::alone(&hopper(), request).unwrap();
     let printed = plan.forward_line();
     match line {
         Some(line) => assert_eq!(printed, format!("  forward  {line}")),
         None => assert!(!printed.contains("wgmma"), "{printed}"),
     }
-    for walk in [plan.forward, plan.queries] {
-        match walk {
-            Walk::Warpgroups(tile) => {
+    for mainloop in [plan.forward, plan.queries] {
+        match mainloop {
+            Mainloop::Warpgroups(tile) => {
                 assert!(tile.shared_bytes() <= 232_448);
                 assert!(matches!(tile.warp_keys(), 8 | 16 | 32));
             }
-            Walk::Warps(_) => assert_eq!(line, None),
+            Mainloop::Warps(_) => assert_eq!(line, None),
         }
     }
     let on_wgmma = matches!(plan.by_keys, ByKeys::WarpgroupRecords(_));
     assert_eq!(on_wgmma, line.is_some());
-    let printed = Walks::alone(&ampere(), request).unwrap().to_string();
+    let printed = Mainloops::alone(&ampere(), request).unwrap().to_string();
     assert!(!printed.contains("wgmma"), "{printed}");
 }
 
@@ -134,24 +134,24 @@ fn many_heads_walk_on_wgmma(
 #[case(48, [128, 128], None)]
 #[case(64, [128, 128], None)]
 #[case(16, [80, 128], None)]
-fn few_heads_walk_with_their_neighbours(
+fn few_heads_share_lists_with_their_neighbours(
     #[case] heads: usize,
     #[case] dims: [usize; 2],
     #[case] together: Option<usize>,
 ) {
     let request = ListedRequest::of_keys([1, heads, 1], [4096; 2], dims, BF16, 512, true);
     assert_eq!(warpgroups::neighbours(&request), together);
-    let plan = Walks::together(&hopper(), request);
+    let plan = Mainloops::together(&hopper(), request);
     assert_eq!(plan.ok().map(|plan| plan.together), together);
-    assert!(Walks::together(&ampere(), request).is_err());
+    assert!(Mainloops::together(&ampere(), request).is_err());
     if let Ok(plan) = plan {
         let (
-            Walk::Warpgroups(forward),
-            Walk::Warpgroups(queries),
+            Mainloop::Warpgroups(forward),
+            Mainloop::Warpgroups(queries),
             ByKeys::WarpgroupRecords(spread),
         ) = (plan.forward, plan.queries, plan.by_keys)
         else {
-            panic!("neighbours walk on wgmma: {plan}");
+            panic!("neighbours are on wgmma: {plan}");
         };
         for tile in [forward, queries] {
             assert!(tile.shared_bytes() <= 232_448);
@@ -164,10 +164,10 @@ fn few_heads_walk_with_their_neighbours(
 
 #[test]
 fn neighbours_print_what_they_run() {
-    let plan = Walks::together(&hopper(), keys(16, 65_536, 2048)).unwrap();
+    let plan = Mainloops::together(&hopper(), keys(16, 65_536, 2048)).unwrap();
     assert_eq!(
         plan.to_string(),
-        "listed  8 neighbouring queries of 16 rows walk the union of their lists of 2048 keys\n  \
+        "listed  8 neighbouring queries of 16 rows attend to the union of their lists of 2048 keys\n  \
          forward  128 keys a step on wgmma, 256 units, 3 stages in 225 KiB shared\n  \
          dQ       64 keys a step on wgmma, 256 units, 3 stages in 161 KiB shared\n  \
          dK, dV   64 keys a step of a warpgroup on wgmma, a record of each pair, 256 units in 193 KiB shared"
@@ -176,16 +176,16 @@ fn neighbours_print_what_they_run() {
         seq_q: 7,
         ..keys(16, 65_536, 2048)
     };
-    assert!(Walks::together(&hopper(), few).is_err());
+    assert!(Mainloops::together(&hopper(), few).is_err());
 }
 
 /// Lists of blocks that have something in common.
 #[test]
-fn neighbours_walk_blocks_that_are_alike() {
+fn neighbours_share_blocks_that_are_alike() {
     let request = nsa([64, 4], [128, 128]);
     assert_eq!(
-        Walks::together(&hopper(), request).unwrap().to_string(),
-        "listed  8 neighbouring queries of 16 rows walk the union of their lists of 13 blocks of 64 keys\n  \
+        Mainloops::together(&hopper(), request).unwrap().to_string(),
+        "listed  8 neighbouring queries of 16 rows attend to the union of their lists of 13 blocks of 64 keys\n  \
          forward  128 keys a step on wgmma, 256 units, 3 stages in 225 KiB shared\n  \
          dQ       64 keys a step on wgmma, 256 units, 3 stages in 161 KiB shared\n  \
          dK, dV   64 keys × 64 rows a step, 128 units, 4 parts, 104 KiB shared"
@@ -226,7 +226,7 @@ fn ways_are_those_that_were_measured(#[case] sizes: [usize; 3], #[case] in_tiles
 #[case([16, 16_384, 128], 90, [true, true])]
 #[case([16, 8192, 2048], 90, [true, false])]
 #[case([16, 4096, 512], 90, [true, true])]
-fn neighbours_walk_where_that_was_faster(
+fn neighbours_share_lists_where_that_was_faster(
     #[case] sizes: [usize; 3],
     #[case] overlap: u8,
     #[case] together: [bool; 2],
@@ -282,7 +282,7 @@ fn records_have_a_bound() {
 fn what_kernels_do_not_take_says_why() {
     let good = nsa([64, 4], [128, 128]);
     let refused = |properties: &DeviceProperties, request: ListedRequest| {
-        Walks::alone(properties, request).unwrap_err()
+        Mainloops::alone(properties, request).unwrap_err()
     };
     let on_hopper = |request| refused(&hopper(), request);
     assert!(refused(&device("ptx_sm75", 65_536), good).contains("8.0"));
@@ -315,11 +315,11 @@ fn every_served_shape_has_room() {
                         seq_kv: 4096,
                         ..request
                     };
-                    let plan = Walks::alone(&device("ptx_sm80", shared), request);
+                    let plan = Mainloops::alone(&device("ptx_sm80", shared), request);
                     if shared > 101_376 || group < 64 {
                         let plan = plan.unwrap_or_else(|why| panic!("{request:?}: {why}"));
-                        for walk in [plan.forward, plan.queries] {
-                            let Walk::Warps(tile) = walk else {
+                        for mainloop in [plan.forward, plan.queries] {
+                            let Mainloop::Warps(tile) = mainloop else {
                                 panic!("{plan}");
                             };
                             assert!(tile.shared_bytes() <= shared);

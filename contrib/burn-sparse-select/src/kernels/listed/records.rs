@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use blocksparse_cubecl::arch::ptx::{Half, pack, unpack};
-use blocksparse_cubecl::shared::walk::Four;
+use blocksparse_cubecl::shared::addressing::Four;
 
 /// Units of a cube.
 pub const UNITS: usize = 128;
@@ -25,7 +25,7 @@ pub struct Gathered {
     pub ends: u32,
 }
 
-/// Adds a key's records up, in their order, to what is in `sums`, and in the end to its gradients. A unit has eight numbers of a key. `firsts` are those of
+/// Adds a key's records up, in their order, to what is in `sums`, and in the end to its gradients. A unit has eight elements of a key. `firsts` are those of
 /// [`pair_places`](blocksparse_cubecl::on_device::pair_places); `sums` `[lists · keys, pieces, 8]`; `grad_k` and `grad_v` in 16 bytes, contiguous.
 #[cube(launch_unchecked)]
 pub fn gather(

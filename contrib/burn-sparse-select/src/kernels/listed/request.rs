@@ -33,7 +33,7 @@ pub struct ListedRequest {
     pub dtype: ElemType,
     /// Neighbouring keys that a number of a list names, or 1.
     pub block: usize,
-    /// Numbers of a list.
+    /// Elements of a list.
     pub most: usize,
     /// Places of a tile of the lists of queries by blocks.
     pub tile: usize,

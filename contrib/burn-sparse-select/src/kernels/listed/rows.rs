@@ -1,4 +1,4 @@
-//! The rows of a cube: the heads of a query, or those of neighbouring queries, which walk a list together.
+//! The rows of a cube: the heads of a query, or those of neighbouring queries, which share a list.
 
 use cubecl::prelude::*;
 

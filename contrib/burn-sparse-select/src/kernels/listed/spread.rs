@@ -5,8 +5,8 @@
 //! sᵀ = K · qᵀ    p = exp2(s − lse)    dv = pᵀ · dO    dpᵀ = V · dOᵀ    ds = p ∘ (dp − delta)    dk = dsᵀ · q
 //! ```
 //!
-//! It is the walk of a query once more, with its keys as rows and its heads as columns, so that sums over heads are made by the products. Keys are read once
-//! for all heads, as in the walk for dQ, and of every pair of a query and a key there is one record: a row of dK and one of dV, in the inputs' type. Nothing is
+//! It is the mainloop of a query once more, with its keys as rows and its heads as columns, so that sums over heads are made by the products. Keys are read once
+//! for all heads, as in the mainloop for dQ, and of every pair of a query and a key there is one record: a row of dK and one of dV, in the inputs' type. Nothing is
 //! made of pairs that are not listed, however queries choose.
 //!
 //! A warp has 16 keys at a time, which it loads and multiplies by itself: warps of a cube share the query's rows alone, and meet once.
@@ -24,12 +24,12 @@ use blocksparse_cubecl::arch::sm80::*;
 use blocksparse_cubecl::mma::gather::*;
 use blocksparse_cubecl::mma::product::*;
 use blocksparse_cubecl::mma::tile::{NOWHERE, ROW_PAIR, Tile};
-use blocksparse_cubecl::shared::walk::{Four, Slice, batch_of, head_of};
+use blocksparse_cubecl::shared::addressing::{Four, Slice, batch_of, head_of};
 
 /// Keys of a warp's step.
 pub const KEYS: usize = 16;
 
-/// The comptime shape of the walk.
+/// The comptime shape of the mainloop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SpreadTile {
     /// The widths; columns are heads, filled up; stages are a warp's. Of the fields only sizes and `far_rows` count.
@@ -97,7 +97,7 @@ pub struct Chunk {
     pub room: u32,
     /// Queries of the call.
     pub seq_q: u32,
-    /// Numbers of a list.
+    /// Elements of a list.
     pub most: u32,
 }
 
@@ -192,7 +192,7 @@ pub fn record_of(key: u32, of: &SpreadQuery, chunk: &Chunk, bits: &[i32], firsts
 }
 
 /// `q` `[batch, heads, seq_q, head_dim]` and `grad_out` in words, contiguous; `k` and `v` with any strides of 16 bytes in their outer dimensions; `stats` and
-/// `lists` as [`walk`](crate::kernels::listed::walk::walk) has them. `bits` and `firsts` are those of [`pair_places`](blocksparse_cubecl::on_device::pair_places) for the
+/// `lists` as [`mainloop`](crate::kernels::listed::mainloop::mainloop) has them. `bits` and `firsts` are those of [`pair_places`](blocksparse_cubecl::on_device::pair_places) for the
 /// launch's queries, a cube each: `parts` is 1. `records` `[lists, room, pieces]`.
 #[cube(launch_unchecked)]
 pub fn spread(

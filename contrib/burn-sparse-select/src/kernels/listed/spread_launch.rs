@@ -3,11 +3,11 @@
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::kernels::listed::lists::WalkedLists;
+use crate::kernels::listed::lists::LaunchedLists;
+use crate::kernels::listed::mainloops::{ByKeys, Mainloops};
 use crate::kernels::listed::records::GatheredLaunch;
 use crate::kernels::listed::spread::{ChunkLaunch, SpreadTile, spread};
 use crate::kernels::listed::views::{ListedGradients, far_rows, input, strides};
-use crate::kernels::listed::walks::{ByKeys, Walks};
 use crate::kernels::listed::warpgroups::{SpreadGroups, WarpgroupTile};
 use crate::kernels::listed::{records, warpgroups};
 use blocksparse_cubecl::args::buffer;
@@ -21,7 +21,7 @@ use blocksparse_cubecl::tensor::{half_of, scales};
 /// What is launched.
 pub struct Spread<'a> {
     pub client: &'a Client,
-    pub walks: &'a Walks,
+    pub mainloops: &'a Mainloops,
     /// q, k, v and the output's gradient.
     pub inputs: [&'a TensorView; 4],
     pub stats: &'a Handle,
@@ -48,7 +48,7 @@ pub struct RecordRoom {
 impl Spread<'_> {
     /// Pieces of 16 bytes of a record.
     fn pieces(&self) -> usize {
-        (self.walks.request.head_dim + self.walks.request.value_dim) / 8
+        (self.mainloops.request.head_dim + self.mainloops.request.value_dim) / 8
     }
 
     /// Room for the records of the lists that are launched at once, or of some of them.
@@ -56,10 +56,12 @@ impl Spread<'_> {
     /// # Errors
     /// [`KernelError`] if the numbers are more than 32 bits count.
     pub fn room(&self) -> Result<RecordRoom, KernelError> {
-        let &Self { client, walks, .. } = self;
-        let (request, lists, most) = (&walks.request, walks.lists(), walks.most());
+        let &Self {
+            client, mainloops, ..
+        } = self;
+        let (request, lists, most) = (&mainloops.request, mainloops.lists(), mainloops.most());
         let at_a_time = request.lists_of_records(lists, most);
-        let at_a_time = at_a_time.expect("planned so").min(walks.at_a_time());
+        let at_a_time = at_a_time.expect("planned so").min(mainloops.at_a_time());
         let (pieces, rows) = (self.pieces(), request.all_keys());
         let room = at_a_time * most;
         let in_records = self.heads() * room * pieces;
@@ -82,9 +84,11 @@ impl Spread<'_> {
     ///
     /// # Errors
     /// [`KernelError`] if the numbers are more than 32 bits count.
-    pub fn launch(&self, room: &RecordRoom, lists: &WalkedLists) -> Result<(), KernelError> {
-        let &Self { client, walks, .. } = self;
-        let (request, heads) = (&walks.request, self.heads());
+    pub fn launch(&self, room: &RecordRoom, lists: &LaunchedLists) -> Result<(), KernelError> {
+        let &Self {
+            client, mainloops, ..
+        } = self;
+        let (request, heads) = (&mainloops.request, self.heads());
         let sizes = KeyListSizes::new(heads, [lists.count, request.seq_kv], lists.most);
         for first in (0..lists.count).step_by(room.at_a_time) {
             let some = Queries {
@@ -102,19 +106,19 @@ impl Spread<'_> {
     }
 
     /// Writes the records of some lists.
-    fn write(&self, room: &RecordRoom, lists: &WalkedLists, some: Queries, places: &PairPlaces) {
+    fn write(&self, room: &RecordRoom, lists: &LaunchedLists, some: Queries, places: &PairPlaces) {
         let &Self {
             client,
-            walks,
+            mainloops,
             inputs: [q, k, v, grad_out],
             stats,
             scale,
             ..
         } = self;
-        let request = &walks.request;
+        let request = &mainloops.request;
         let (words, rows) = (places.words, request.all_keys());
         let far_rows = far_rows([k, v]);
-        let parts = parts(client, walks.together, self.heads() * some.count);
+        let parts = parts(client, mainloops.together, self.heads() * some.count);
         let (log2_scale, _) = scales(scale, None);
         for slice in Slice::whole(request.batch, request.kv_heads).cut(client) {
             // SAFETY: a cube reads its list, positions below the lengths in the strides, and writes the records of its pairs, which are as many as the numbers of
@@ -124,7 +128,7 @@ impl Spread<'_> {
                 let chunk = ChunkLaunch::new(
                     some.first as u32,
                     lists.count as u32,
-                    ((lists.first + some.first) * walks.together) as u32,
+                    ((lists.first + some.first) * mainloops.together) as u32,
                     parts as u32,
                     words as u32,
                     places.first_word as u32,
@@ -146,9 +150,9 @@ impl Spread<'_> {
                             input(v),
                             input(grad_out),
                             buffer(stats, request.all_rows() * 2),
-                            buffer(lists.keys, lists.numbers(request)),
+                            buffer(lists.keys, lists.elements(request)),
                             $(
-                                buffer($masks, lists.numbers(request)),
+                                buffer($masks, lists.elements(request)),
                                 buffer($counts, lists.all(request)),
                             )?
                             buffer(&places.bits.bits, rows * places.bits.words),
@@ -164,7 +168,7 @@ impl Spread<'_> {
                         )
                     };
                 }
-                match walks.by_keys {
+                match mainloops.by_keys {
                     ByKeys::WarpgroupRecords(tile) => launch!(
                         warpgroups::spread::spread::launch_unchecked,
                         tile.units(),
@@ -201,11 +205,11 @@ impl Spread<'_> {
     fn gather(&self, room: &RecordRoom, first: usize, count: usize, places: &PairPlaces) {
         let &Self {
             client,
-            walks,
+            mainloops,
             gradients,
             ..
         } = self;
-        let request = &walks.request;
+        let request = &mainloops.request;
         let (pieces, rows, words) = (self.pieces(), request.all_keys(), places.words);
         let [k_pieces, v_pieces] =
             [request.head_dim, request.value_dim].map(|width| rows * width / 8);
@@ -237,7 +241,7 @@ impl Spread<'_> {
 
     /// Heads of keys.
     fn heads(&self) -> usize {
-        self.walks.request.batch * self.walks.request.kv_heads
+        self.mainloops.request.batch * self.mainloops.request.kv_heads
     }
 }
 

@@ -1,4 +1,4 @@
-//! The shape of a cube's walk, and where its parts lie in shared memory.
+//! The shape of a cube's mainloop, and where its parts lie in shared memory.
 
 use crate::kernels::listed::rows::CubeRows;
 use blocksparse_cubecl::mma::tile::Tile;
@@ -15,9 +15,9 @@ pub const MOST_STAGES: usize = BITS / 4;
 // What the environment may ask for.
 const _: () = assert!(MOST_STAGES == MOST_LISTED_STAGES);
 
-/// The comptime shape of a walk of queries: its key in the cache of compiled kernels.
+/// The comptime shape of a mainloop of queries: its key in the cache of compiled kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct WalkTile {
+pub struct MainloopTile {
     /// Rows of one query, and steps of its keys. Of the fields only sizes, `far_rows` and `carry` count.
     pub inner: Tile,
     /// Heads that share its list: its rows, but for those that fill the last matrix, which repeat the last head's and are not written.
@@ -28,7 +28,7 @@ pub struct WalkTile {
     pub backward: bool,
 }
 
-impl WalkTile {
+impl MainloopTile {
     /// Where the first step is.
     pub fn ring_offset(&self) -> usize {
         BITS

@@ -1,4 +1,4 @@
-//! Attention over lists of single keys in tiles: neighbouring queries walk all keys that one of them sees, and a bit of each pair says whether it is listed.
+//! Attention over lists of single keys in tiles: neighbouring queries attend to all keys that one of them sees, and a bit of each pair says whether it is listed.
 //!
 //! Where a list has a good part of the keys, a tile of 128 queries meets nearly all of them anyway. Then keys are read once for all of its queries, by kernels
 //! that are made for it: those of a layout on the host, whose masks are made of the lists.

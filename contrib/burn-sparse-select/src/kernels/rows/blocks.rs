@@ -34,7 +34,7 @@ pub struct RowBlocks {
     pub lists: usize,
     /// Rows of each, at least one.
     pub rows: usize,
-    /// Numbers of a row.
+    /// Elements of a row.
     pub width: usize,
     /// Rows of a block; a sequence's last may have fewer.
     pub block: usize,

@@ -34,7 +34,7 @@ pub struct HashedRows {
     pub lists: usize,
     /// Rows of a list.
     pub length: usize,
-    /// Numbers of a row.
+    /// Elements of a row.
     pub width: usize,
     /// Rotations.
     pub rounds: usize,
@@ -60,7 +60,7 @@ struct Sizes {
     lists: usize,
     length: usize,
     rounds: usize,
-    /// Numbers of a row, and vectors.
+    /// Elements of a row, and vectors.
     width: usize,
     vectors: usize,
     half: usize,

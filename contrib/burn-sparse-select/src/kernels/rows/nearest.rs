@@ -39,7 +39,7 @@ pub struct RowsOfMeans {
     pub length: usize,
     /// Means of a head.
     pub means: usize,
-    /// Numbers of a row and of a mean.
+    /// Elements of a row and of a mean.
     pub width: usize,
 }
 
@@ -294,7 +294,7 @@ pub fn compare_with_means(
     if let Some(tile) = SplitTile::new(client, of.width, (x, element), means) {
         let tiles = of.length.div_ceil(split::ROWS);
         let cubes = spread(client, (lists * tiles) as u64)?;
-        // SAFETY: as below; two numbers of a row are a word.
+        // SAFETY: as below; two elements of a row are a word.
         unsafe {
             compare_by_parts::launch_unchecked(
                 client,

@@ -19,11 +19,11 @@ pub(crate) const ACROSS: usize = SIDE / OWN;
 /// How a cube's units share a tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct ProductTile {
-    /// Numbers of a vector.
+    /// Elements of a vector.
     pub vector: usize,
     /// Rows in parts of 64, which have as many units.
     pub groups: usize,
-    /// Numbers of a row that are shared at a time.
+    /// Elements of a row that are shared at a time.
     pub depth: usize,
 }
 

@@ -18,7 +18,7 @@ struct Sizes {
     most: usize,
 }
 
-/// Numbers of a row, of which this is the first vector.
+/// Elements of a row, of which this is the first vector.
 #[derive(CubeType, Clone, Copy)]
 struct Numbers {
     start: usize,
@@ -69,7 +69,7 @@ fn top_k<N: Size>(
     );
 }
 
-/// The columns of the `most` highest numbers of each row, of equal ones the earlier, NaN the lowest: `lists` are i32 `[groups, rows, most]`, ascending, of f32
+/// The columns of the `most` highest elements of each row, of equal ones the earlier, NaN the lowest: `lists` are i32 `[groups, rows, most]`, ascending, of f32
 /// `numbers` `[groups, rows, columns]`, contiguous, `most` at most as many as there are columns. `places`, i32 as `numbers`, say of each number where it stands
 /// in the lists of its group, `row · most` and its place in the row's, or −1.
 ///
@@ -91,7 +91,7 @@ pub fn topk_rows(
         return Ok(());
     }
     let vector = vector_of(client, columns, numbers.offset_start);
-    // SAFETY: a cube reads the numbers of its row and writes its list and places; the buffers have the lengths they say.
+    // SAFETY: a cube reads the elements of its row and writes its list and places; the buffers have the lengths they say.
     unsafe {
         top_k::launch_unchecked(
             client,

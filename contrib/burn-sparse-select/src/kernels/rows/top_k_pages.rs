@@ -15,11 +15,11 @@ use blocksparse_cubecl::shared::order_key::key;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct TopKPagesShape {
-    /// Walks.
+    /// Page lists.
     pub batch: usize,
     /// Heads of keys.
     pub kv_heads: usize,
-    /// Rows of the table of a walk: 1 or `kv_heads`.
+    /// Rows of the table of a page list: 1 or `kv_heads`.
     pub tables: usize,
     /// Entries of a row of the table, which have scores.
     pub entries: usize,
@@ -29,12 +29,12 @@ pub struct TopKPagesShape {
     pub block: usize,
     /// Blocks that are kept, the forced ones among them (more, if more are forced).
     pub keep: usize,
-    /// Blocks that are kept whatever their score: the first, and up to the one in which a walk ends, which is always one of them.
+    /// Blocks that are kept whatever their score: the first, and up to the one in which a page list ends, which is always one of them.
     pub forced: Always,
 }
 
 impl TopKPagesShape {
-    /// `[batch, kv_heads]`, `[tables, entries]`, slots of a page, pages of a block, and how many blocks are kept, that in which a walk ends alone
+    /// `[batch, kv_heads]`, `[tables, entries]`, slots of a page, pages of a block, and how many blocks are kept, that in which a page list ends alone
     /// whatever its score.
     pub fn new(
         [batch, kv_heads]: [usize; 2],
@@ -57,7 +57,7 @@ impl TopKPagesShape {
     /// Sets which blocks are kept whatever their score.
     pub fn forced(mut self, forced: Always) -> Self {
         self.forced = Always {
-            // What lies behind a walk's pages has no score.
+            // What lies behind a page list's pages has no score.
             local: forced.local.max(1),
             ..forced
         };
@@ -78,7 +78,7 @@ impl TopKPagesShape {
         self.keep.max(self.forced_blocks())
     }
 
-    /// Pages that are listed for each walk.
+    /// Pages that are listed for each page list.
     fn listed(&self) -> usize {
         self.kept().saturating_mul(self.block)
     }
@@ -93,7 +93,7 @@ struct Sizes {
     /// Blocks that are chosen by score, at most, and those that have a place in a list.
     chosen: usize,
     kept: usize,
-    /// Forced ones: the first, and up to the last of a walk.
+    /// Forced ones: the first, and up to the last of a page list.
     first: usize,
     local: usize,
 }
@@ -125,7 +125,7 @@ impl RowKeys for BlockScores {
     }
 }
 
-/// The forced blocks of a walk and those of the highest `scores` `[batch, kv_heads, entries]` between them, ascending, as pages:
+/// The forced blocks of a page list and those of the highest `scores` `[batch, kv_heads, entries]` between them, ascending, as pages:
 /// `[batch, kv_heads, kept · block]` entries of the table, −1 where there are fewer.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn top_k<N: Size>(
@@ -140,12 +140,12 @@ fn top_k<N: Size>(
     // Cubes beyond the last row make it again.
     let at_row = CUBE_POS.min(sizes.rows - 1);
     let head = at_row % sizes.kv_heads;
-    let walk = at_row / sizes.kv_heads * sizes.tables + head % sizes.tables;
-    let slots = max(spans[walk * 4], 0i32) as usize;
+    let page_list = at_row / sizes.kv_heads * sizes.tables + head % sizes.tables;
+    let slots = max(spans[page_list * 4], 0i32) as usize;
     let pages = slots.div_ceil(page).min(sizes.entries);
     // Blocks that are chosen from, which are whole: those before and behind them are forced.
-    let walked = (max(pages, 1usize) - 1) / block + 1;
-    let high = walked - min(sizes.local, walked);
+    let own_blocks = (max(pages, 1usize) - 1) / block + 1;
+    let high = own_blocks - min(sizes.local, own_blocks);
     let low = min(sizes.first, high);
     let wanted = min(sizes.chosen, high - low);
     let start = at_row * sizes.entries;
@@ -215,8 +215,8 @@ pub fn check_topk_pages(client: &Client, shape: &TopKPagesShape) -> Result<(), K
     launch_of(client, shape).map(|_| ())
 }
 
-/// Of each walk and head of keys the blocks of pages that are forced, that in which region one ends among them, and of the others so many with the highest
-/// scores that `keep` are kept: of equal ones the earlier, and NaN is the lowest. `scores` are f32 `[batch, kv_heads, entries]`, of which those of the walk's
+/// Of each page list and head of keys the blocks of pages that are forced, that in which region one ends among them, and of the others so many with the highest
+/// scores that `keep` are kept: of equal ones the earlier, and NaN is the lowest. `scores` are f32 `[batch, kv_heads, entries]`, of which those of the page list's
 /// pages count; `spans` are `[batch, tables, 4]`, i32; `pages` are i32 `[batch, kv_heads, kept · block]`, where `kept` is `keep`, or the number of forced blocks
 /// if that is more: entries of the table, ascending, and −1 behind them. Contiguous.
 ///

@@ -113,7 +113,7 @@ pub(crate) fn add_up(
     sync_cube();
 }
 
-/// Numbers of a line that are looked at: none of a line that is not wanted.
+/// Elements of a line that are looked at: none of a line that is not wanted.
 #[cube]
 pub(crate) fn wanted_len(
     only: &ComptimeOption<Box<[f32]>>,

@@ -33,7 +33,7 @@ pub struct GateSizes {
     pub lists: [usize; 2],
     /// Queries and keys of each.
     pub seq: [usize; 2],
-    /// Numbers of a query.
+    /// Elements of a query.
     pub width: usize,
     /// Keys of a block.
     pub block: usize,
@@ -241,7 +241,7 @@ struct Picks {
     behind: i32,
     /// Blocks that have products here.
     columns: usize,
-    /// Numbers of a row of products.
+    /// Elements of a row of products.
     pitch: usize,
     block: usize,
     most: usize,

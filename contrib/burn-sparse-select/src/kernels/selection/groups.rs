@@ -3,12 +3,12 @@
 //! The sum over the antidiagonal of two groups is the product of one group with the other in reverse order. Keys are fewer than queries, so they are turned.
 //!
 //! ```text
-//! grouped      keys, the rows of each group in reverse order    queries too, in order, if the last group is not whole
-//! products     groups of queries by groups of keys              some rows of blocks at a time, and the keys that those see
-//! masses       softmax of each row, its sums by blocks          a cube a row of blocks
+//! grouped         keys, the rows of each group in reverse order    queries too, in order, if the last group is not whole
+//! products        groups of queries by groups of keys              some rows of blocks at a time, and the keys that those see
+//! attention sums  softmax of each row, its sums by blocks          a cube a row of blocks
 //! ```
 //!
-//! Where products can become sums of exponentials over the groups of a block before they are written ([`RunSums`]), no product is in memory, and masses are made
+//! Where products can become sums of exponentials over the groups of a block before they are written ([`RunSums`]), no product is in memory, and attention sums are made
 //! of those sums.
 
 use std::ops::Range;
@@ -31,7 +31,7 @@ pub struct Antidiagonals {
     pub lists: [usize; 2],
     /// Queries and keys of each.
     pub seq: [usize; 2],
-    /// Numbers of a query.
+    /// Elements of a query.
     pub width: usize,
     /// Queries and keys of a block.
     pub block: usize,
@@ -82,7 +82,7 @@ impl Antidiagonals {
     }
 
     /// Of so many groups of keys, the numbers that a group of queries has in memory.
-    fn numbers(&self, columns: usize, by_blocks: bool) -> usize {
+    fn elements(&self, columns: usize, by_blocks: bool) -> usize {
         match by_blocks {
             true => columns.div_ceil(self.in_block()),
             false => pitch(columns),
@@ -92,7 +92,7 @@ impl Antidiagonals {
     /// Rows of blocks from `first` on whose products are made together; in memory are those, or their sums by blocks.
     fn slab(&self, first: usize, by_blocks: bool) -> usize {
         let of = |rows: usize| {
-            let numbers = self.numbers(self.columns(first + rows), by_blocks);
+            let numbers = self.elements(self.columns(first + rows), by_blocks);
             self.lists[0] * rows * self.in_block() * numbers
         };
         let all = self.rows.end - first;
@@ -108,11 +108,11 @@ impl Antidiagonals {
 }
 
 /// What blocks of queries give blocks of keys, by antidiagonals: `out` `[lists, rows, blocks]` in f32. `q` is `[lists, seq_q, width]` and `k` likewise, of
-/// numbers of a type that products take.
+/// elements of a type that products take.
 ///
 /// # Errors
 /// [`KernelError`] if the device cannot run it.
-pub fn antidiagonal_masses(
+pub fn antidiagonal_attention_sums(
     client: &Client,
     element: ElemType,
     [q, k]: [&Handle; 2],
@@ -159,7 +159,7 @@ pub fn antidiagonal_masses(
     while first < of.rows.end {
         let rows = of.slab(first, by_blocks);
         let (start, [q, k]) = part(first, rows);
-        let (groups, columns) = (q.rows, of.numbers(k.rows, by_blocks));
+        let (groups, columns) = (q.rows, of.elements(k.rows, by_blocks));
         let numbers = of.lists[0] * groups * columns;
         crate::kernels::selection::counted("the products of groups", numbers)?;
         let x = client.empty(numbers * size_of::<f32>());
@@ -173,7 +173,7 @@ pub fn antidiagonal_masses(
             pitch: columns,
             by_blocks,
         };
-        masses(client, &made, of, first..first + rows, out)?;
+        attention_sums(client, &made, of, first..first + rows, out)?;
         first += rows;
     }
     Ok(())
@@ -258,7 +258,7 @@ struct Groups {
     /// Groups of queries here, and of keys in all.
     queries: usize,
     keys: usize,
-    /// Numbers of a row.
+    /// Elements of a row.
     pitch: usize,
     stride: usize,
     seq_q: usize,
@@ -276,7 +276,7 @@ struct GroupTile {
     tile: RowTile,
     /// Groups of a block.
     in_block: usize,
-    /// Numbers of a row in a block of keys: of each group, or one.
+    /// Elements of a row in a block of keys: of each group, or one.
     columns: usize,
     causal: bool,
 }
@@ -291,7 +291,7 @@ struct Made<'a> {
     by_blocks: bool,
 }
 
-fn masses(
+fn attention_sums(
     client: &Client,
     made: &Made,
     of: &Antidiagonals,
@@ -326,10 +326,10 @@ fn masses(
         factor,
         count,
     );
-    crate::kernels::selection::counted("the masses of blocks", lists * all * blocks)?;
+    crate::kernels::selection::counted("the attention sums of blocks", lists * all * blocks)?;
     // SAFETY: a cube reads rows of products that there are, and writes the blocks of its own row.
     unsafe {
-        group_masses::launch_unchecked(
+        group_attention_sums::launch_unchecked(
             client,
             spread(client, count as u64)?,
             CubeDim::new_1d(UNITS as u32),
@@ -369,7 +369,7 @@ fn seen(group: usize, g: &Groups, #[comptime] causal: bool) -> usize {
 /// `x` `[lists, queries, pitch]`, of a row so many numbers a block of keys as `c` says; `out` `[lists, all, blocks]`. A cube has a row of blocks: units share its groups' rows for their largest and their sum,
 /// and then its columns.
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn group_masses(x: &[f32], out: &mut [f32], g: Groups, #[comptime] c: GroupTile) {
+fn group_attention_sums(x: &[f32], out: &mut [f32], g: Groups, #[comptime] c: GroupTile) {
     // Cubes beyond the last row make it again.
     let at = CUBE_POS.min(g.count - 1);
     let list = at / g.rows;
@@ -448,12 +448,12 @@ fn group_masses(x: &[f32], out: &mut [f32], g: Groups, #[comptime] c: GroupTile)
         sync_cube();
         let block = chunk * at_once + unit;
         if unit < at_once && block < g.blocks {
-            let mut mass = 0.0f32.runtime();
+            let mut attention_sum = 0.0f32.runtime();
             #[unroll(c.columns <= 16)]
             for other in 0..columns {
-                mass += sums[unit * columns + other];
+                attention_sum += sums[unit * columns + other];
             }
-            out[target + block] = mass;
+            out[target + block] = attention_sum;
         }
         sync_cube();
     }
@@ -492,7 +492,7 @@ mod tests {
                     let rows = of.slab(first, by_blocks);
                     assert!((1..=of.rows.end - first).contains(&rows), "{what}");
                     let columns = of.columns(first + rows);
-                    let numbers = lists * rows * of.in_block() * of.numbers(columns, by_blocks);
+                    let numbers = lists * rows * of.in_block() * of.elements(columns, by_blocks);
                     assert!(rows == 1 || numbers <= NUMBERS, "{what}");
                     // The last position of the last row.
                     let last = ((first + rows) * block).min(seq[0]) as i64 - 1;

@@ -8,7 +8,7 @@ use crate::kernels::selection::products::pitch;
 /// Numbers of a unit of a part.
 pub const PART_NUMBERS: usize = 16;
 
-/// Numbers of a part of a row.
+/// Elements of a part of a row.
 pub const PART: usize = UNITS * PART_NUMBERS;
 
 /// Sizes of a call.
@@ -18,7 +18,7 @@ pub struct LineSizes {
     pub lists: [usize; 2],
     /// So many last queries, which is all that `q` has, and keys.
     pub seq: [usize; 2],
-    /// Numbers of a query.
+    /// Elements of a query.
     pub width: usize,
     /// What products are multiplied by before the softmax.
     pub factor: f64,
@@ -41,7 +41,7 @@ pub struct Lines {
     pub first: usize,
     pub queries: usize,
     pub keys: usize,
-    /// Numbers of a row of products.
+    /// Elements of a row of products.
     pub pitch: usize,
     /// Parts of a row.
     pub parts: usize,

@@ -21,7 +21,7 @@ use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
 use blocksparse_cubecl::tuning::Tuning;
 use burn_fused_ops::kernels::linear::{
     Epilogue, EpilogueTensors, LINE_GROUPS, LINE_ROWS, ProductPlan, ProductRequest, SeenColumns,
-    UNWANTED, line_numbers, multiply,
+    UNWANTED, line_elements, multiply,
 };
 
 /// Keys of a run.
@@ -193,7 +193,7 @@ impl<'a> LineWeights<'a> {
         let (group, bytes) = (lists / kv_lists, self.element.size());
         let numbers_of = |plan: &ProductPlan| {
             let cols = plan.tile_cols();
-            keys.div_ceil(cols) * LINE_GROUPS * line_numbers(cols)
+            keys.div_ceil(cols) * LINE_GROUPS * line_elements(cols)
         };
         let together = (NUMBERS / (group * numbers_of(&self.plan))).clamp(1, kv_lists);
         for first in (0..kv_lists).step_by(together) {
@@ -328,7 +328,7 @@ fn shares_of_blocks(
     }
 }
 
-/// `parts` `[lists, tiles, 2, line_numbers]`, `sums` `[all lists, 2, keys]`.
+/// `parts` `[lists, tiles, 2, line_elements]`, `sums` `[all lists, 2, keys]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn lines_of_parts(
     parts: &[f32],
@@ -339,7 +339,7 @@ fn lines_of_parts(
 ) {
     let at = ABSOLUTE_POS;
     if at < of.lists * 2 * of.keys {
-        let numbers = comptime!(line_numbers(cols));
+        let numbers = comptime!(line_elements(cols));
         let (line, place) = (at / of.keys, at % of.keys);
         let list = line / 2;
         let tiles = of.keys.div_ceil(cols);

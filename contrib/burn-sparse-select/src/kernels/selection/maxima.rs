@@ -24,7 +24,7 @@ pub struct RunMaxima {
     pub rows: [usize; 2],
     /// Rows of a matrix of the right factor, whole runs.
     pub columns: usize,
-    /// Numbers of a row.
+    /// Elements of a row.
     pub width: usize,
     /// Rows of a run: 8, 16, 32, 64 or 128.
     pub run: usize,

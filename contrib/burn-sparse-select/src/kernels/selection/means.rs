@@ -130,7 +130,7 @@ pub fn softmax_of_seen(
     let first = seen.map_or(0, |seen| seen.first);
     let kv_lists = likeness.map_or(lists, |of| of.kv_lists);
     let alike = |i: usize| likeness.map(|of| of.alike[i]);
-    // SAFETY: units read and write numbers of their row, which is below `count`.
+    // SAFETY: units read and write elements of their row, which is below `count`.
     unsafe {
         softmax_rows::launch_unchecked(
             client,

@@ -53,11 +53,11 @@ use blocksparse_cubecl::shared::row_tile::RowTile;
 
 pub use alike::{AlikeScores, alike_scores};
 pub use compressed::{
-    CompressedInputs, CompressedPlan, CompressedShape, Wanted, compressed_masses,
+    CompressedInputs, CompressedPlan, CompressedShape, Wanted, compressed_attention_sums,
 };
 pub use flex::{FlexLimits, FlexTensors, flex_blocks};
 pub use gate::{GateSizes, query_picks};
-pub use groups::{Antidiagonals, antidiagonal_masses};
+pub use groups::{Antidiagonals, antidiagonal_attention_sums};
 pub use line_sizes::LineSizes;
 pub use lines::{LinesPlan, line_sums};
 pub use maxima::{MOST_RUN, RunMaxima};

@@ -23,7 +23,7 @@ pub struct RowsView {
     pub matrices: usize,
     /// Rows of a matrix.
     pub rows: usize,
-    /// Numbers of a row.
+    /// Elements of a row.
     pub width: usize,
     /// Numbers from a matrix to the next, and from a row to the next.
     pub strides: [usize; 2],
@@ -70,7 +70,7 @@ impl RowsView {
     }
 }
 
-/// Numbers of a row of a result: what tensor cores write.
+/// Elements of a row of a result: what tensor cores write.
 pub fn pitch(columns: usize) -> usize {
     columns.next_multiple_of(8)
 }
@@ -273,7 +273,7 @@ const SMALL: DotTile = DotTile {
     column: 33,
 };
 
-/// Neighbouring numbers of a row that a unit loads.
+/// Neighbouring elements of a row that a unit loads.
 const LOADED: usize = 4;
 
 impl DotTile {
@@ -308,7 +308,7 @@ impl DotTile {
 struct DotSizes {
     rows: usize,
     columns: usize,
-    /// Numbers of a row of the result.
+    /// Elements of a row of the result.
     pitch: usize,
     depth: usize,
     /// Tiles of a matrix, along its columns and in all.

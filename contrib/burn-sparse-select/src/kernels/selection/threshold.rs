@@ -47,7 +47,7 @@ impl Kept {
 pub struct KeptLines {
     /// How many there are, of two kinds in turn.
     pub lines: usize,
-    /// Numbers of a line, and from one line to the next.
+    /// Elements of a line, and from one line to the next.
     pub len: usize,
     /// From one line to the next.
     pub step: usize,
@@ -150,7 +150,7 @@ pub(crate) fn least_of_lists(
             least,
         );
     }
-    // SAFETY: a cube reads numbers of its line, below `len`, and writes the least of it.
+    // SAFETY: a cube reads elements of its line, below `len`, and writes the least of it.
     unsafe {
         least_of_lines::launch_unchecked(
             client,

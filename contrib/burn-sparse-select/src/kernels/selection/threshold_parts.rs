@@ -1,6 +1,6 @@
 //! The least that is kept of a few very long lines, by several cubes each: a launch finds four bits.
 //!
-//! A cube adds up the numbers of a part of a line by their next digit. The next launch adds up the parts' totals, in every cube of the line and in the same order,
+//! A cube adds up the elements of a part of a line by their next digit. The next launch adds up the parts' totals, in every cube of the line and in the same order,
 //! so that each knows the digit; the first of them writes what is known by then for the launch after it.
 
 use cubecl::prelude::*;
@@ -13,7 +13,7 @@ use crate::kernels::selection::digits::{
 use blocksparse_cubecl::args::{address_of, buffer, spread};
 use blocksparse_cubecl::error::KernelError;
 
-/// Numbers of a line from which on it is parted, and of a part.
+/// Elements of a line from which on it is parted, and of a part.
 const PARTED: usize = 1 << 17;
 const PART: usize = 1 << 15;
 
@@ -50,7 +50,7 @@ pub(crate) fn digits_of_parts(
     let totals = client.empty(totals_len * size_of::<f32>());
     let known = client.empty(known_len * size_of::<u32>());
     for pass in 0..=DIGIT_PASSES {
-        // SAFETY: a cube reads numbers of its line, below `len`, and what the launch before wrote; it writes the totals of its own part, and the first of a line
+        // SAFETY: a cube reads elements of its line, below `len`, and what the launch before wrote; it writes the totals of its own part, and the first of a line
         // what is known, and the least.
         unsafe {
             digit_of_parts::launch_unchecked(

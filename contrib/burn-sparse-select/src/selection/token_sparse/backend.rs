@@ -181,7 +181,7 @@ mod kernels {
     }
 
     impl TokenSparseOps for CubeBackend {
-        /// Attention over a layout, where there is one, which walks of lists carry on.
+        /// Attention over a layout, where there is one, which mainloops over lists carry on.
         fn token_sparse_attention(
             inputs: TokenSparseInputs<Self>,
             call: TokenSparseCall,
@@ -211,11 +211,11 @@ mod kernels {
             let read = || [q, k, v].map(|x| view(&readable(x, ALIGNMENT)));
             let outputs = Outputs::new(&out.handle, &lse.handle);
             match (plan.forward(), lists) {
-                (ListedPass::Walks(walks), lists) => {
+                (ListedPass::Mainloops(mainloops), lists) => {
                     let (x, lists) = (read(), Numbers::new(lists).lists);
                     launched(listed::forward(
                         &out.client,
-                        walks,
+                        mainloops,
                         x.each_ref(),
                         &lists.handle,
                         outputs,
@@ -257,11 +257,11 @@ mod kernels {
             let TokenSparseSaved { inputs, output } = saved;
             let (plan, scale) = (planned(&inputs, &call), call.scale);
             let (pass, grad_lse) = (plan.backward(), contiguous(grads.lse));
-            // Kernels that walk lists read queries, and gradients by what they see, as rows of one matrix.
+            // Kernels over lists read queries, and gradients by what they see, as rows of one matrix.
             let [q, out, lse, grad_out] = [inputs.q.clone(), output.out, output.lse, grads.out]
                 .map(|x| match pass {
                     ListedPass::Tiles(_) => x,
-                    ListedPass::Walks(_) | ListedPass::ByBlock(_) => into_contiguous(x),
+                    ListedPass::Mainloops(_) | ListedPass::ByBlock(_) => into_contiguous(x),
                 });
             let inputs = TokenSparseInputs { q, ..inputs };
             let near = layout(&inputs.lists, pass).map(|layout| {
@@ -289,14 +289,14 @@ mod kernels {
                 None => [&inputs.q, &inputs.k, &inputs.v]
                     .map(|x| filled::<4>(x, x.meta.shape().dims(), 0.0, x.dtype)),
             };
-            if let ListedPass::Walks(walks) = pass {
+            if let ListedPass::Mainloops(mainloops) = pass {
                 let TokenSparseInputs { q, k, v, lists } = inputs;
                 let [q, k, v, grad_out] =
                     [q, k, v, grad_out].map(|x| view(&readable(x, ALIGNMENT)));
                 let [to_q, to_k, to_v] = made.each_ref().map(|x| &x.handle);
                 launched(listed::backward(
                     &out.client,
-                    walks,
+                    mainloops,
                     [&q, &k, &v],
                     Numbers::new(lists).handles(),
                     Outputs::new(&out.handle, &lse.handle),

@@ -52,7 +52,7 @@ impl<B: Backend> Problem<B> {
         let [_, kv_heads, seq_kv, _] = inputs.k.shape().dims();
         let value_dim = inputs.v.shape()[3];
         let QueryLists::Tokens(keys) = inputs.lists else {
-            unreachable!("blocks are walked only where a plan of kernels says so")
+            unreachable!("blocks are read in kernels only where a plan of kernels says so")
         };
         let [q, k, v] = [inputs.q, inputs.k, inputs.v].map(|x| B::float_cast(x, dtype));
         let problem = Self {

@@ -47,7 +47,7 @@ pub struct TokenSparseCall {
 pub enum QueryLists<B: Backend> {
     /// The keys that each query sees: `[batch, kv_heads, seq_q, most]`, ascending, each once, −1 behind the last.
     Tokens(IntTensor<B>),
-    /// The blocks that each query sees whole beside a layout. They are walked only where a plan of kernels says so: elsewhere the same is composed of other
+    /// The blocks that each query sees whole beside a layout. They are computed in kernels only where a plan of kernels says so: elsewhere the same is composed of other
     /// operations.
     Blocks(#[extension_type] BlockLists<B>),
 }

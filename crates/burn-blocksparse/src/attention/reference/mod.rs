@@ -19,9 +19,9 @@
 //! A chunk of tiles is in memory at a time, so memory is O(n · d) plus a constant (plus the weights, if
 //! they are stored). Sums run in a fixed order: the same input gives the same bits.
 
+mod attention_sums;
 mod diagonals;
 mod gather;
-mod masses;
 mod plan;
 mod scores;
 mod tiles;
@@ -35,9 +35,9 @@ use crate::base::values::{
     OutputGrads, SavedTensors, ScoreTensors,
 };
 use crate::options::{AttentionOptions, WeightsMode};
+pub(crate) use attention_sums::attention_sums;
 use diagonals::diagonals_of;
 use gather::{Chunk, Problem};
-pub(crate) use masses::masses;
 use scores::{Scores, largest_scores, log_sum_exp, scores, softmax};
 pub(crate) use tiles::{tile, untile};
 

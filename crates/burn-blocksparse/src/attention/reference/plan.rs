@@ -1,4 +1,4 @@
-//! What the reference walks: query tiles grouped so that every group is one batch of equal matrices.
+//! What the reference computes: query tiles grouped so that every group is one batch of equal matrices.
 
 use std::collections::BTreeMap;
 

@@ -38,7 +38,7 @@ pub struct FewRows<'a> {
     pub bias: Option<Typed<'a>>,
     /// To be written: `[rows, Σ width]`.
     pub output: &'a Handle,
-    /// Numbers of the output; and where `[rows, width]` of each weight begins in it, if they do not lie side by side.
+    /// Elements of the output; and where `[rows, width]` of each weight begins in it, if they do not lie side by side.
     pub numbers: usize,
     pub starts: Option<[usize; MOST_WEIGHTS]>,
     /// What becomes of the first of two weights' rows before the second's are multiplied by them: then the output is `[rows, width]`.
@@ -129,7 +129,7 @@ impl FewRows<'_> {
         }
     }
 
-    /// Numbers of a weight, from its first to its last.
+    /// Elements of a weight, from its first to its last.
     pub fn reach(&self, weight: &FewRowsWeight) -> usize {
         let [_, depth] = self.lengths;
         match self.transposed {

@@ -28,7 +28,7 @@ struct Kind {
     /// Rows that are computed: those behind the last are the last once more.
     rows: usize,
     depth: usize,
-    /// Numbers of a vector.
+    /// Elements of a vector.
     vector: usize,
     /// Vectors of a row of each weight, and from one row to the next.
     widths: [usize; MOST_WEIGHTS],
@@ -45,7 +45,7 @@ struct Kind {
 }
 
 impl Kind {
-    /// Numbers of a row of the result.
+    /// Elements of a row of the result.
     fn all(&self) -> usize {
         self.start(self.count)
     }
@@ -70,7 +70,7 @@ impl Kind {
         self
     }
 
-    /// Numbers of shared memory where rows are contiguous.
+    /// Elements of shared memory where rows are contiguous.
     fn shared(&self) -> usize {
         self.vector * (self.units + PAD) + self.units
     }

@@ -57,7 +57,7 @@ impl Cut {
         COLUMNS * self.words
     }
 
-    /// Numbers of a vector that a lane reads.
+    /// Elements of a vector that a lane reads.
     fn vector(&self) -> usize {
         2 * self.words
     }
@@ -122,7 +122,7 @@ impl Kind {
         self.widths[..weight].iter().sum()
     }
 
-    /// Numbers of a row of the result.
+    /// Elements of a row of the result.
     fn all(&self) -> usize {
         self.start(self.count)
     }

@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use crate::kernels::linear::epilogue::ResultShapeLaunch;
-use crate::kernels::linear::line_sums::{LINE_GROUPS, line_numbers};
+use crate::kernels::linear::line_sums::{LINE_GROUPS, line_elements};
 use crate::kernels::linear::log_sums::{SeenColumns, SeenLaunch};
 use crate::kernels::linear::mma::MmaTile;
 use crate::kernels::linear::mma::product::FactorLaunch;
@@ -82,7 +82,7 @@ pub struct EpilogueTensors<'a> {
     /// `[batch, rows, most]` in i32.
     pub seen: Option<SeenColumns>,
     /// `[batch, rows]`, f32: the logarithms, to base 2, of rows' sums of exponentials; of a matrix whose first one is [`UNWANTED`](crate::kernels::linear::UNWANTED) or more
-    /// nothing is written. Of sums over columns alone, which need them; the result is `[batch, tiles of columns, 2, line_numbers]` in f32, of each 64 rows.
+    /// nothing is written. Of sums over columns alone, which need them; the result is `[batch, tiles of columns, 2, line_elements]` in f32, of each 64 rows.
     pub logs: Option<&'a Handle>,
 }
 
@@ -283,7 +283,7 @@ fn launch_wgmma(
     let written = match request.epilogue {
         Epilogue::LineSums => {
             let tiles = request.batch * request.cols.div_ceil(tile.cols);
-            tiles * LINE_GROUPS * line_numbers(tile.cols)
+            tiles * LINE_GROUPS * line_elements(tile.cols)
         }
         Epilogue::Highest(of) => request.batch * request.rows * of.most,
         _ => elements / tile.written(),

@@ -45,7 +45,7 @@ fn unit_diagonals(cols: usize) -> usize {
 
 /// Numbers that a warpgroup writes of a tile of so many columns: the columns' sums, and behind them those of the diagonals. Diagonal `u` has column `c` of row
 /// `c + 63 − u`.
-pub fn line_numbers(cols: usize) -> usize {
+pub fn line_elements(cols: usize) -> usize {
     cols + diagonals(cols, LINE_ROWS).next_multiple_of(8)
 }
 
@@ -60,7 +60,7 @@ pub fn is_wanted<W: Size>(
     first.extract(0usize) < comptime!(UNWANTED)
 }
 
-/// Writes the sums of a warpgroup's weights `2^(factor · score − log)`, of the columns that a row sees: `[batch, tiles of a matrix, 2, line_numbers]`. `logs` are
+/// Writes the sums of a warpgroup's weights `2^(factor · score − log)`, of the columns that a row sees: `[batch, tiles of a matrix, 2, line_elements]`. `logs` are
 /// `[batch, rows]`, to base 2.
 #[cube]
 pub fn store_line_sums<S: Size, W: Size>(
@@ -86,7 +86,7 @@ pub fn store_line_sums<S: Size, W: Size>(
         let cols = comptime!(t.cols);
         let first = base + comptime!(t.totals()) + group * comptime!(words * 16);
         let tile = place.col / comptime!(cols as u32);
-        let numbers = comptime!(line_numbers(cols));
+        let numbers = comptime!(line_elements(cols));
         let target = (place.batch * seen.tiles + tile) * comptime!(LINE_GROUPS as u32) + group;
         let target = target as usize * numbers;
         let unit = own.unit % 128;

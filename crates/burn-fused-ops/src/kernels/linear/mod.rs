@@ -38,7 +38,7 @@ mod tile;
 mod view;
 
 pub use launch::{EpilogueTensors, multiply};
-pub use line_sums::{LINE_GROUPS, LINE_ROWS, UNWANTED, line_numbers};
+pub use line_sums::{LINE_GROUPS, LINE_ROWS, UNWANTED, line_elements};
 pub use log_sums::SeenColumns;
 pub use plan::{ProductPlan, ProductRequest, available};
 pub use tile::{Epilogue, Highest, MOST_HIGHEST, Order};

@@ -54,7 +54,7 @@ fn check_types(client: &Client, elements: &[ElemType]) -> Result<(), KernelError
     Ok(())
 }
 
-/// Numbers of a vector that divide all widths, where one has `bytes` at most.
+/// Elements of a vector that divide all widths, where one has `bytes` at most.
 fn vector_of(client: &Client, bytes: usize, widths: impl IntoIterator<Item = usize>) -> usize {
     let most = (MOST_BYTES / bytes).min(client.properties().hardware.max_vector_size.max(1));
     let widths: Vec<usize> = widths.into_iter().collect();

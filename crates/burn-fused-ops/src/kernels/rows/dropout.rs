@@ -30,7 +30,7 @@ pub struct StreamMask {
     pub factor: InputScalar,
 }
 
-/// The factors of the numbers of a vector, the first of which is at `column` of `row`: `factor` or 0.
+/// The factors of the elements of a vector, the first of which is at `column` of `row`: `factor` or 0.
 #[cube]
 pub fn stream_factors<A: Float, N: Size>(
     stream: &StreamMask,
@@ -93,7 +93,7 @@ fn apply<E: Float, A: Float, N: Size>(
     }
 }
 
-/// How [`stream_dropout`] is launched: numbers of a vector, vectors, cubes.
+/// How [`stream_dropout`] is launched: elements of a vector, vectors, cubes.
 fn launch_of(
     client: &Client,
     [rows, width]: [usize; 2],

@@ -25,7 +25,7 @@ const CUBES: usize = 1024;
 pub struct HeadsPart {
     /// Number of heads.
     pub heads: usize,
-    /// Numbers of a head.
+    /// Elements of a head.
     pub dim: usize,
 }
 

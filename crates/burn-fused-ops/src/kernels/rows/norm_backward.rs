@@ -19,7 +19,7 @@ use blocksparse_cubecl::shared::row_tile::{
     Combine, RowTile, across_lanes, pair_across_lanes, pair_shared,
 };
 
-/// Numbers of a row that a unit has in registers: beside them it has as many of each sum, so twice as many would leave a multiprocessor with half of its planes.
+/// Elements of a row that a unit has in registers: beside them it has as many of each sum, so twice as many would leave a multiprocessor with half of its planes.
 const LANE_NUMBERS: usize = 8;
 /// Units of a cube, which meet in each step.
 const UNITS: usize = 128;
@@ -90,7 +90,7 @@ fn finish<A: Float, N: Size>(
 /// da = m ∘ ds     db = Σ da      dγ = Σ dh ∘ x̂      dβ = Σ dh
 /// ```
 ///
-/// A cube walks many rows and keeps its part of the sums over rows in registers; `partial` is `[cubes, sums, pitch]`. Without `grad_normed`
+/// A cube reads many rows and keeps its part of the sums over rows in registers; `partial` is `[cubes, sums, pitch]`. Without `grad_normed`
 /// ds is ds'.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn backward<S: Float, B: Float, G: Float, H: Float, A: Float, N: Size>(

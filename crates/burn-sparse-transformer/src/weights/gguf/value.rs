@@ -71,7 +71,7 @@ impl GgufValue {
     }
 
     /// An array of numbers of any type, as `tokenizer.ggml.token_type`.
-    pub fn as_numbers(&self) -> Option<Vec<f64>> {
+    pub fn as_floats(&self) -> Option<Vec<f64>> {
         match self {
             Self::UnsignedArray(numbers) => Some(numbers.iter().map(|&x| x as f64).collect()),
             Self::SignedArray(numbers) => Some(numbers.iter().map(|&x| x as f64).collect()),

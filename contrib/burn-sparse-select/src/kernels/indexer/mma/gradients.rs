@@ -25,7 +25,7 @@ use blocksparse_cubecl::arch::sm80::{
 };
 use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
 use blocksparse_cubecl::error::KernelError;
-use blocksparse_cubecl::shared::walk::Four;
+use blocksparse_cubecl::shared::addressing::Four;
 
 /// The two rows of a unit: where each one's differences begin, or the differences' column.
 #[derive(CubeType, Clone, Copy)]
@@ -74,7 +74,7 @@ fn gradient(
     // Tiles of a query that lists keys, or of a batch entry, and of all.
     row_tiles: usize,
     tiles: usize,
-    // Cubes that share a walk.
+    // Cubes that share a mainloop.
     parts: usize,
     factor: f32,
     #[comptime] t: GradientTile,
@@ -88,7 +88,7 @@ fn gradient(
     let tile = cube / parts;
     let mut entry = tile / row_tiles;
     let mut row0 = tile % row_tiles * comptime!(ROWS);
-    // The query whose keys are walked, if it lists them.
+    // The query whose keys are read, if it lists them.
     let mut lister = 0usize.runtime();
     // The row behind the last one.
     let mut row_end = s.rows * s.heads;
@@ -473,7 +473,7 @@ pub fn launch_gradient(
     let row_tiles = work.lines.div_ceil(ROWS);
     let tiles = work.groups * row_tiles * work.parts;
     let [q, k] = sizes.inputs();
-    let largest = q.max(k).max(work.out.1).max(sizes.numbers());
+    let largest = q.max(k).max(work.out.1).max(sizes.elements());
     let address = address_of(client, largest.max(2 * tiles))?;
     let cubes = spread(client, tiles as u64)?;
     let inputs = &gradients.inputs;
@@ -487,11 +487,11 @@ pub fn launch_gradient(
             address,
             buffer(inputs.q, q / 2),
             buffer(inputs.k, k / 2),
-            buffer(inputs.of_rows, sizes.row_numbers()),
-            optional(inputs.keys, sizes.list_numbers()),
-            buffer(gradients.by_scores, sizes.numbers()),
+            buffer(inputs.of_rows, sizes.row_elements()),
+            optional(inputs.keys, sizes.list_elements()),
+            buffer(gradients.by_scores, sizes.elements()),
             buffer(work.out.0, work.out.1),
-            optional(work.by_weights, sizes.row_numbers()),
+            optional(work.by_weights, sizes.row_elements()),
             sizes.launch(),
             row_tiles,
             tiles,

@@ -7,7 +7,7 @@ use crate::kernels::indexer::pairs::{Sizes, key_of};
 use blocksparse_cubecl::arch::ptx::{shared_store, unit};
 use blocksparse_cubecl::arch::sm80::{copy_piece, copy_word, load_matrices, wait_copies};
 use blocksparse_cubecl::mma::tile::NOWHERE;
-use blocksparse_cubecl::shared::walk::Four;
+use blocksparse_cubecl::shared::addressing::Four;
 
 /// What a cube works on.
 #[derive(CubeType, Clone, Copy)]

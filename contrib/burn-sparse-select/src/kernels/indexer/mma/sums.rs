@@ -18,7 +18,7 @@ use blocksparse_cubecl::arch::sm80::{
 };
 use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
 use blocksparse_cubecl::error::KernelError;
-use blocksparse_cubecl::shared::walk::Four;
+use blocksparse_cubecl::shared::addressing::Four;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn sums(
@@ -304,7 +304,7 @@ pub fn launch(
     let runs = sizes.rows[1].div_ceil(run);
     let tiles = sizes.batch * runs * key_tiles;
     let [q, k] = sizes.inputs();
-    let address = address_of(client, q.max(k).max(sizes.numbers()).max(2 * tiles))?;
+    let address = address_of(client, q.max(k).max(sizes.elements()).max(2 * tiles))?;
     let cubes = spread(client, tiles as u64)?;
     let ending = epilogue.ending(t.is_weights);
     // SAFETY: a unit copies pieces of rows of queries and keys that there are, and writes its own numbers of rows and columns that there are; lists hold keys of the
@@ -317,9 +317,9 @@ pub fn launch(
             address,
             buffer(inputs.q, q / 2),
             buffer(inputs.k, k / 2),
-            buffer(inputs.of_rows, sizes.row_numbers()),
-            optional(inputs.keys, sizes.list_numbers()),
-            buffer(out, sizes.numbers()),
+            buffer(inputs.of_rows, sizes.row_elements()),
+            optional(inputs.keys, sizes.list_elements()),
+            buffer(out, sizes.elements()),
             sizes.launch(),
             key_tiles,
             runs,

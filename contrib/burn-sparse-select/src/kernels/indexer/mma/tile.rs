@@ -36,7 +36,7 @@ const CUBES: usize = 16;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SumTile {
     pub(crate) half: Half,
-    /// Numbers of a query or a key, a multiple of 8.
+    /// Elements of a query or a key, a multiple of 8.
     pub(crate) width: usize,
     /// Keys of a warp in sixteens.
     pub(crate) sixteens: usize,

@@ -135,7 +135,7 @@ fn sum_bytes<N: Size>(
             warp,
             lane,
         };
-        walk::<N>(k, of_keys, out, &work, &s, &ending, t);
+        mainloop::<N>(k, of_keys, out, &work, &s, &ending, t);
         before += steps as u32;
         next += steps;
     }
@@ -143,7 +143,7 @@ fn sum_bytes<N: Size>(
 
 /// Makes the sums of a run.
 #[cube]
-fn walk<N: Size>(
+fn mainloop<N: Size>(
     k: &[u32],
     of_keys: &[f32],
     out: &mut [f32],
@@ -327,7 +327,7 @@ pub(crate) fn launch_bytes(
     let map = TensorMapArg::new(boxes, map, ElemType::UInt(UIntKind::U32))
         .with_swizzle(TensorMapSwizzle::B128);
     let [q, k] = sizes.inputs();
-    let address = address_of(client, q.max(k).max(sizes.numbers()).max(2 * steps))?;
+    let address = address_of(client, q.max(k).max(sizes.elements()).max(2 * steps))?;
     // SAFETY: TMA copies rows of queries that there are, zeros behind them, and numbers of rows of which there are as many behind the last as a step has; a unit
     // reads keys that there are, and writes its own numbers of rows and columns that there are. The buffers have the lengths they say (see `buffer`).
     unsafe {
@@ -341,7 +341,7 @@ pub(crate) fn launch_bytes(
             buffer(&keys.numbers, k / 4),
             buffer(&of_rows, rows + COLUMNS),
             buffer(&keys.scales, k / WIDTH),
-            buffer(out, sizes.numbers()),
+            buffer(out, sizes.elements()),
             sizes.launch(),
             order.launch(share),
             epilogue.ending(false),

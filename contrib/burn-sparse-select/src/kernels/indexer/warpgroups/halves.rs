@@ -134,7 +134,7 @@ fn sums<N: Size>(
         };
         // Nobody reads keys or queries of the work before.
         sync_cube();
-        walk::<N>(global_address::<u32>(k), out, &work, &s, &ending, t);
+        mainloop::<N>(global_address::<u32>(k), out, &work, &s, &ending, t);
         before += steps as u32;
         next += steps;
     }
@@ -142,7 +142,7 @@ fn sums<N: Size>(
 
 /// Makes the sums of a run.
 #[cube]
-fn walk<N: Size>(
+fn mainloop<N: Size>(
     keys: u64,
     out: &mut [f32],
     work: &Work,
@@ -285,7 +285,7 @@ pub(crate) fn launch(
     let share = share(client, steps);
     let cubes = steps.div_ceil(share);
     let [q, k] = sizes.inputs();
-    let address = address_of(client, q.max(k).max(sizes.numbers()).max(2 * steps))?;
+    let address = address_of(client, q.max(k).max(sizes.elements()).max(2 * steps))?;
     let cubes = spread(client, cubes as u64)?;
     // SAFETY: a unit copies pieces of rows of queries and keys that there are, and writes its own numbers of rows and columns that there are. The buffers have
     // the lengths they say (see `buffer`).
@@ -298,8 +298,8 @@ pub(crate) fn launch(
             COLUMNS / 2,
             buffer(inputs.q, q / 2),
             buffer(inputs.k, k / 2),
-            buffer(inputs.of_rows, sizes.row_numbers()),
-            buffer(out, sizes.numbers()),
+            buffer(inputs.of_rows, sizes.row_elements()),
+            buffer(out, sizes.elements()),
             sizes.launch(),
             order.launch(share),
             epilogue.ending(t.of.is_weights),

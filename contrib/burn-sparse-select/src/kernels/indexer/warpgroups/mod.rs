@@ -38,7 +38,7 @@ const COLUMNS: usize = 128;
 /// Of which so many lie side by side in a unit's registers.
 const EIGHT: usize = 8;
 
-/// Numbers of a query or a key.
+/// Elements of a query or a key.
 const WIDTH: usize = 128;
 
 /// Whether a device runs these kernels, and nobody has left them out.

@@ -1,5 +1,5 @@
 //! Attention by blocks: a cube has the keys and values of a block in shared memory, and the queries that chose it come by, the heads of as many as fill 64 rows
-//! a step of a warpgroup. A block is read once for very many queries, where a walk reads it for each: what counts are rows of q, and of the parts of the output
+//! a step of a warpgroup. A block is read once for very many queries, where a query's mainloop reads it for each: what counts are rows of q, and of the parts of the output
 //! that each choice leaves, which [`merge`](crate::kernels::listed::merge) adds up.
 //!
 //! ```text
@@ -32,8 +32,8 @@ use blocksparse_cubecl::hopper::rows::{ROW_PAIR, pack_all};
 use blocksparse_cubecl::hopper::softmax::softmax;
 use blocksparse_cubecl::mma::gather::{Strides, head_address};
 use blocksparse_cubecl::mma::tile::NOWHERE;
+use blocksparse_cubecl::shared::addressing::Four;
 use blocksparse_cubecl::shared::score::LOWEST_MAX;
-use blocksparse_cubecl::shared::walk::Four;
 
 use crate::kernels::listed::warpgroups::tile::{GROUP_ROWS, WarpgroupTile};
 

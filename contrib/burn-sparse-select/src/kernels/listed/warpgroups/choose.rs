@@ -1,4 +1,4 @@
-//! Which walks of a call are on wgmma.
+//! Which mainloops of a call are on wgmma.
 
 use cubecl::prelude::*;
 
@@ -11,7 +11,7 @@ use blocksparse_cubecl::arch::tma::ROW_ELEMENTS;
 use blocksparse_cubecl::call::check_hopper;
 use blocksparse_cubecl::tuning::{TierLimit, Tuning};
 
-/// The walks of a call that are on wgmma.
+/// The mainloops of a call that are on wgmma.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Warpgroups {
     /// Forward.
@@ -31,7 +31,7 @@ pub fn filled(request: &ListedRequest) -> Option<usize> {
     (is_filled && is_wide(request.head_dim) && is_wide(request.value_dim)).then_some(count)
 }
 
-/// Queries whose heads fill two warpgroups, to three quarters at least, where those of one fill none: neighbours that walk a list together.
+/// Queries whose heads fill two warpgroups, to three quarters at least, where those of one fill none: neighbours that share a list.
 pub fn neighbours(request: &ListedRequest) -> Option<usize> {
     let rows = request.rows();
     let is_filled_alone = filled(request).is_some();
@@ -53,7 +53,7 @@ fn of_together(request: &ListedRequest, queries: usize) -> ListedRequest {
 }
 
 impl Warpgroups {
-    /// Of a call in which so many neighbouring queries walk a list together. `BLOCKSPARSE_TIER=mma` leaves them out.
+    /// Of a call in which so many neighbouring queries share a list. `BLOCKSPARSE_TIER=mma` leaves them out.
     pub fn new(
         properties: &DeviceProperties,
         request: &ListedRequest,
@@ -67,7 +67,7 @@ impl Warpgroups {
             return Self::default();
         };
         let room = properties.hardware.max_shared_memory_size;
-        let walk = |backward: bool, cols: usize| WarpgroupTile {
+        let mainloop = |backward: bool, cols: usize| WarpgroupTile {
             half,
             head_dim: request.head_dim,
             value_dim: request.value_dim,
@@ -84,13 +84,13 @@ impl Warpgroups {
         let cubes = 2 / warpgroups;
         let share = (room + RESERVED) / cubes - RESERVED;
         let widest = |backward: bool, cols: [usize; 2]| {
-            let all = cols.map(|cols| walk(backward, cols));
+            let all = cols.map(|cols| mainloop(backward, cols));
             let fits = |room: usize| all.into_iter().find(|tile| tile.shared_bytes() <= room);
             fits(share).or_else(|| fits(room))
         };
         // Each warpgroup has steps of its own; sums of more columns leave registers for two.
         let spread = (1..=4 - warpgroups).rev().map(|count| SpreadGroups {
-            inner: walk(true, KEYS),
+            inner: mainloop(true, KEYS),
             warpgroups: count,
         });
         let mut spread = spread.filter(|tile| request.is_of_keys() && tile.shared_bytes() <= room);
@@ -102,8 +102,8 @@ impl Warpgroups {
     }
 }
 
-/// What a walk is, as plans print it.
-pub fn walk_line(tile: &WarpgroupTile) -> String {
+/// What a mainloop is, as plans print it.
+pub fn mainloop_line(tile: &WarpgroupTile) -> String {
     format!(
         "{} keys a step on wgmma, {} units, {STAGES} stages in {} KiB shared",
         tile.cols,

@@ -1,4 +1,4 @@
-//! The gradients by keys and values of lists of single keys, query by query, of many heads, or of neighbouring queries that walk a list together: what
+//! The gradients by keys and values of lists of single keys, query by query, of many heads, or of neighbouring queries that share a list: what
 //! [`spread`](crate::kernels::listed::spread) makes, with 64 keys as the rows of a warpgroup. Neighbours give a key one record.
 //!
 //! Warpgroups take the list's keys in turn, 64 at a time and each by itself: its four warps copy 16 of them each, and meet once a step. All share the queries'
@@ -21,7 +21,7 @@ use blocksparse_cubecl::arch::swizzled::own_copies;
 use blocksparse_cubecl::hopper::rows::{ROW_PAIR, pack_all};
 use blocksparse_cubecl::mma::gather::Strides;
 use blocksparse_cubecl::mma::tile::NOWHERE;
-use blocksparse_cubecl::shared::walk::{Four, Slice};
+use blocksparse_cubecl::shared::addressing::{Four, Slice};
 
 /// Keys of a warpgroup's step, and of one of its warps.
 pub const KEYS: usize = GROUP_ROWS;
@@ -30,7 +30,7 @@ const WARP_KEYS: usize = KEYS / 4;
 /// Steps of a warpgroup that there is room for.
 const STAGES: usize = 2;
 
-/// The comptime shape of the walk.
+/// The comptime shape of the mainloop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SpreadGroups {
     /// Columns, the heads of queries, are its rows; a step is of [`KEYS`] keys, and rows of dO lie behind those of queries.
@@ -61,7 +61,7 @@ impl SpreadGroups {
     }
 }
 
-/// As [`spread`](crate::kernels::listed::spread::spread), of lists as [`walk`](crate::kernels::listed::warpgroups::walk::walk) has them; `parts` cubes share a list.
+/// As [`spread`](crate::kernels::listed::spread::spread), of lists as [`mainloop`](crate::kernels::listed::warpgroups::mainloop::mainloop) has them; `parts` cubes share a list.
 #[cube(launch_unchecked)]
 pub fn spread<S: Size, P: Size, A: Size, B: Size>(
     q: &[u32],

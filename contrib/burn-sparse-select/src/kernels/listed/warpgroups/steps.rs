@@ -1,4 +1,4 @@
-//! The steps of a query's walk: their keys and values, copied a step ahead by all warps, and which of them exist.
+//! The steps of a query's mainloop: their keys and values, copied a step ahead by all warps, and which of them exist.
 
 // What is known at compile time stays apart from what is not; kernels have no `div_ceil` and no `is_multiple_of`.
 #![allow(
@@ -9,7 +9,9 @@
 
 use cubecl::prelude::*;
 
-use crate::kernels::listed::gather::{QueryList, QueryWalk, Sources, position_of_key, walk_of};
+use crate::kernels::listed::gather::{
+    ListMainloop, QueryList, Sources, list_mainloop_of, position_of_key,
+};
 use crate::kernels::listed::rows::{CubeRows, Lists, head_of_row, queries_from, query_of_row};
 use crate::kernels::listed::warpgroups::tile::{QUERY_WORDS, STAGES, WarpgroupTile};
 use blocksparse_cubecl::arch::sm80::{lanes_that_differ, word_of_lane};
@@ -17,7 +19,7 @@ use blocksparse_cubecl::arch::sm90::*;
 use blocksparse_cubecl::arch::swizzled::{ROWS_AT_A_TIME, Spans, copy_row, lane_row};
 use blocksparse_cubecl::mma::gather::Strides;
 use blocksparse_cubecl::mma::tile::{NOWHERE, ROW_PAIR};
-use blocksparse_cubecl::shared::walk::{Slice, batch_of, head_of};
+use blocksparse_cubecl::shared::addressing::{Slice, batch_of, head_of};
 
 /// A key that a lane copies.
 #[derive(CubeType, Clone, Copy)]
@@ -31,7 +33,7 @@ pub struct Listed {
 /// What a cube begins with.
 #[derive(CubeType, Clone, Copy)]
 pub struct Begun {
-    pub walk: QueryWalk,
+    pub mainloop: ListMainloop,
     /// How many of its queries there are.
     pub queries: u32,
     pub steps: u32,
@@ -71,12 +73,12 @@ pub fn begin(
         most,
         len: k_strides.len,
     };
-    let walk = walk_of(k, v, query, own, k_strides, v_strides, slice, t.heads);
+    let mainloop = list_mainloop_of(k, v, query, own, k_strides, v_strides, slice, t.heads);
     let (cols, block) = comptime!((t.cols as u32, t.block as u32));
-    let steps = steps_of(keys, &walk.list, lane, cols, block, t.queries);
-    let key = listed(keys, masks, &walk.list, 0u32, warp, lane, t);
+    let steps = steps_of(keys, &mainloop.list, lane, cols, block, t.queries);
+    let key = listed(keys, masks, &mainloop.list, 0u32, warp, lane, t);
     Begun {
-        walk,
+        mainloop,
         queries: queries_from(query, seq_q, rows),
         steps,
         key,
@@ -173,7 +175,7 @@ pub fn listed(
     )
 }
 
-/// The key of a place of a list, of blocks of so many keys, which so many queries walk.
+/// The key of a place of a list, of blocks of so many keys, which so many queries share.
 #[cube]
 pub fn listed_at(
     keys: &[i32],

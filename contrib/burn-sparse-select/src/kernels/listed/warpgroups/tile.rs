@@ -1,4 +1,4 @@
-//! The shape of a walk on wgmma, and where its parts lie in shared memory.
+//! The shape of a mainloop on wgmma, and where its parts lie in shared memory.
 
 use crate::kernels::listed::rows::CubeRows;
 use blocksparse_cubecl::arch::ptx::Half;
@@ -16,7 +16,7 @@ const BARRIERS: usize = 32;
 /// and which of its keys a query listed, a word of each warp.
 pub const QUERY_WORDS: usize = 32;
 
-/// The comptime shape of a walk of queries on wgmma: its key in the cache of compiled kernels.
+/// The comptime shape of a mainloop of queries on wgmma: its key in the cache of compiled kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct WarpgroupTile {
     /// The type of the tensors.
@@ -31,7 +31,7 @@ pub struct WarpgroupTile {
     pub cols: usize,
     /// Heads that share a list: rows, but for those that fill the last product, which repeat the last head's and are not written.
     pub heads: usize,
-    /// Neighbouring queries that walk a list together: the rows of each follow those of the one before.
+    /// Neighbouring queries that share a list: the rows of each follow those of the one before.
     pub queries: usize,
     /// Neighbouring keys that a number of a list names.
     pub block: usize,

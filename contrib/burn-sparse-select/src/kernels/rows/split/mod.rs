@@ -6,7 +6,7 @@
 //! ```
 //!
 //! Numbers in bf16 times such have 16 bits, which f32 holds; sums are those of tensor cores, and the two of small parts are added last. A cube has 128 rows, each
-//! warp 32 of them in registers, as far as they are long, and 64 columns at a time in shared memory as mma.sync takes them. Which numbers of a row meet which is the
+//! warp 32 of them in registers, as far as they are long, and 64 columns at a time in shared memory as mma.sync takes them. Which elements of a row meet which is the
 //! same for rows and columns, so a unit has neighbouring ones: 16 bytes of a row, 8 numbers of a column.
 
 #[cfg(feature = "cuda")]
@@ -32,11 +32,11 @@ pub(crate) const EIGHT: usize = 8;
 pub(crate) const OWN: usize = 4;
 /// Parts of a number.
 const PARTS: usize = 3;
-/// Numbers of a row that two products take, and what a unit has of them.
+/// Elements of a row that two products take, and what a unit has of them.
 const PAIR: usize = 32;
 /// Bytes of a part of eight columns that two products take.
 const PART_BYTES: usize = 512;
-/// Numbers of a row, at most: of which a unit has a quarter of four rows in registers.
+/// Elements of a row, at most: of which a unit has a quarter of four rows in registers.
 const MOST_WIDTH: usize = 256;
 
 /// Whether products may be other than on all devices. `BLOCKSPARSE_ROW_PRODUCTS=0` says no, for comparing.
@@ -49,7 +49,7 @@ fn may_split(properties: &DeviceProperties) -> bool {
 /// How a cube multiplies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct SplitTile {
-    /// Numbers of a row.
+    /// Elements of a row.
     width: usize,
 }
 

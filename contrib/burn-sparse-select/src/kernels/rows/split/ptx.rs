@@ -8,7 +8,7 @@ use blocksparse_cubecl::arch::ptx::{
     shared_store_words, unpack,
 };
 use blocksparse_cubecl::arch::sm80::{Element, multiply, of_bits};
-use blocksparse_cubecl::shared::walk::Four;
+use blocksparse_cubecl::shared::addressing::Four;
 
 /// A unit's numbers of its four rows, of a list that begins at row `start` of all, from its row `first` on; zeros behind its last row and a row's last number.
 #[cube]

@@ -22,15 +22,15 @@ use crate::kernels::selection::compressed::steps::{
     copy_keys, group_products, overlapping, products, sum_heads, weigh,
 };
 use crate::kernels::selection::compressed::tile::{
-    CompressedPlan, CompressedShape, MOST, MassTile, STEP,
+    AttentionSumTile, CompressedPlan, CompressedShape, MOST, STEP,
 };
 use crate::kernels::selection::compressed::{CompressedInputs, Wanted};
 use blocksparse_cubecl::arch::ptx::{shared_address, shared_store, uniform};
 use blocksparse_cubecl::arch::sm80::{address, bits_of, wait_copies};
 use blocksparse_cubecl::args::{address_of, buffer, spread};
 use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::shared::addressing::Four;
 use blocksparse_cubecl::shared::order_key::key;
-use blocksparse_cubecl::shared::walk::Four;
 use blocksparse_cubecl::tensor::check_rows;
 
 /// Sizes of a launch.
@@ -91,7 +91,9 @@ pub fn launch(
         });
     }
     let (rows, forced, most) = match wanted {
-        Wanted::Masses(rows) => (rows.clone(), blocksparse::Always { first: 0, local: 1 }, 0),
+        Wanted::AttentionSums(rows) => {
+            (rows.clone(), blocksparse::Always { first: 0, local: 1 }, 0)
+        }
         Wanted::Choice { forced, most } => (0..seq_q, *forced, *most),
     };
     let chooses = matches!(wanted, Wanted::Choice { .. });
@@ -150,7 +152,7 @@ pub fn launch(
     // SAFETY: a cube below `cubes` reads queries and lse of rows that there are (others are the last one once more), keys below `entries`, and writes rows and
     // columns of `out` that there are. Shared memory is as large as the tile says, and read and written within its parts.
     unsafe {
-        masses::launch_unchecked(
+        attention_sums::launch_unchecked(
             client,
             spread(client, cubes as u64)?,
             CubeDim::new_1d(tile.units() as u32),
@@ -171,16 +173,16 @@ pub fn launch(
 }
 
 /// `q` with any strides of 16 bytes in its outer dimensions and `k` `[batch, kv_heads, entries, width]` contiguous, in words; `lse` `[batch, heads, seq_q]`; `out` are
-/// the bits of f32 masses `[batch, kv_heads, rows, blocks]`, or of i32 blocks `[batch, kv_heads, rows, most]`. `factor` makes powers of two of products.
+/// the bits of f32 attention sums `[batch, kv_heads, rows, blocks]`, or of i32 blocks `[batch, kv_heads, rows, most]`. `factor` makes powers of two of products.
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn masses<P: Size, R: Size, S: Size>(
+fn attention_sums<P: Size, R: Size, S: Size>(
     q: &[u32],
     k: &[u32],
     lse: &[f32],
     out: &mut [u32],
     of: Sizes,
     factor: f32,
-    #[comptime] tile: MassTile,
+    #[comptime] tile: AttentionSumTile,
 ) {
     let tiles = comptime!(tile.tiles);
     let depth = comptime!(tile.depth());
@@ -333,7 +335,7 @@ fn masses<P: Size, R: Size, S: Size>(
                     let within = item % comptime!(per as u32);
                     // Units without a query have the last one's.
                     let place = min(query, comptime!(queries as u32 - 1));
-                    let mass = overlapping(
+                    let attention_sum = overlapping(
                         sums + place * comptime!(tile.sums_pitch() as u32),
                         stage * comptime!(STEP as u32) + within * comptime!(tile.strides as u32),
                         tile,
@@ -344,7 +346,7 @@ fn masses<P: Size, R: Size, S: Size>(
                     if comptime!(tile.chooses) {
                         let own = (row + of.first_row + of.behind) / of.selected;
                         let is_free = exists && block >= of.first && block + of.local <= own;
-                        let its = select(is_free, key(bits_of(mass)), 0u32);
+                        let its = select(is_free, key(bits_of(attention_sum)), 0u32);
                         #[unroll]
                         for n in 0..comptime!((32 / per).clamp(1, queries)) {
                             let query = comptime!(i * 32 / per + n);
@@ -360,7 +362,7 @@ fn masses<P: Size, R: Size, S: Size>(
                     } else if exists && block < of.blocks {
                         let at =
                             (list * of.rows + row) as usize * of.blocks as usize + block as usize;
-                        out[at] = bits_of(mass);
+                        out[at] = bits_of(attention_sum);
                     }
                 }
             }

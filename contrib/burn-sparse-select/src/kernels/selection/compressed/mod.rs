@@ -1,11 +1,11 @@
 //! The attention that blocks of keys get by way of compressed blocks, and the blocks that single queries choose by it, on tensor cores.
 //!
 //! ```text
-//! mass[J] = Σ over the group's heads h and compressed i of exp(scale · q_h · k_i − lse_h) · overlap(i, J)
+//! sum[J] = Σ over the group's heads h and compressed i of exp(scale · q_h · k_i − lse_h) · overlap(i, J)
 //! ```
 //!
 //! ([NSA](https://arxiv.org/abs/2502.11089), equations 9 and 10.) A warp has all heads of some queries, so that everything from products to the choice stays in it:
-//! scores are never in memory, and masses only if they are asked for.
+//! scores are never in memory, and attention sums only if they are asked for.
 //!
 //! ```text
 //! tile      what a call gets, or why not
@@ -49,12 +49,12 @@ pub struct CompressedInputs {
     pub lse: Handle,
 }
 
-/// What is made of masses.
+/// What is made of attention sums.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Wanted {
     /// Themselves, of some queries: `[batch · kv_heads, rows, blocks]`, f32; 0 behind what a query sees.
-    Masses(Range<usize>),
-    /// The blocks of the highest ones beside those that are forced, by falling mass, of equal ones the earlier: `[batch · kv_heads, seq_q, most]`, i32, −1 where
+    AttentionSums(Range<usize>),
+    /// The blocks of the highest ones beside those that are forced, by falling attention sum, of equal ones the earlier: `[batch · kv_heads, seq_q, most]`, i32, −1 where
     /// there are fewer.
     Choice {
         /// Blocks that are not chosen. Of those around a query's own there is at least its own.
@@ -64,12 +64,12 @@ pub enum Wanted {
     },
 }
 
-/// Makes masses of a call with this plan, or what they choose.
+/// Makes attention sums of a call with this plan, or what they choose.
 ///
 /// # Errors
 /// [`KernelError`] if a tensor lies otherwise than the kernel reads them, or is too large, or if more blocks are chosen than the plan has.
 #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
-pub fn compressed_masses(
+pub fn compressed_attention_sums(
     client: &Client,
     plan: &CompressedPlan,
     inputs: &CompressedInputs,

@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use crate::kernels::selection::compressed::asm::{register_product, wait_product};
-use crate::kernels::selection::compressed::tile::{MassTile, ROWS, STEP};
+use crate::kernels::selection::compressed::tile::{AttentionSumTile, ROWS, STEP};
 use blocksparse_cubecl::arch::ptx::{
     exp2, multiply_add, shared_load, shared_store, shuffle_xor, uniform,
 };
@@ -11,14 +11,20 @@ use blocksparse_cubecl::arch::sm80::{
     Element, bits_of, copy_piece, load_matrices, multiply, of_bits,
 };
 use blocksparse_cubecl::arch::tma::{ROW, descriptor};
-use blocksparse_cubecl::shared::walk::Four;
+use blocksparse_cubecl::shared::addressing::Four;
 
 /// Stands for a key that there is not.
 const NOWHERE: u32 = u32::MAX;
 
 /// Starts to copy the keys of a step from entry `first` on; behind the last one there are zeros.
 #[cube]
-pub fn copy_keys(keys: u64, target: u32, first: u32, entries: u32, #[comptime] tile: MassTile) {
+pub fn copy_keys(
+    keys: u64,
+    target: u32,
+    first: u32,
+    entries: u32,
+    #[comptime] tile: AttentionSumTile,
+) {
     let pieces = comptime!((tile.width / 8) as u32);
     #[unroll]
     for i in 0..comptime!(STEP * tile.width / 8 / tile.units()) {
@@ -48,7 +54,7 @@ pub fn group_products<P: Size, R: Size, S: Size>(
     low: Vector<u32, P>,
     high: Vector<u32, R>,
     keys: u32,
-    #[comptime] tile: MassTile,
+    #[comptime] tile: AttentionSumTile,
 ) -> Array<Vector<f32, Four>> {
     let half = comptime!(tile.half());
     let (depth, span) = comptime!((tile.depth(), tile.span()));
@@ -73,7 +79,7 @@ pub fn group_products<P: Size, R: Size, S: Size>(
 pub fn products(
     left: &Array<Vector<u32, Four>>,
     keys: u32,
-    #[comptime] tile: MassTile,
+    #[comptime] tile: AttentionSumTile,
 ) -> Array<Vector<f32, Four>> {
     let tiles = comptime!(tile.tiles);
     let depth = comptime!(tile.depth());
@@ -115,7 +121,7 @@ pub fn weigh(
     factor: f32,
     chunk: u32,
     along: u32,
-    #[comptime] tile: MassTile,
+    #[comptime] tile: AttentionSumTile,
 ) {
     #[unroll]
     for m in 0..comptime!(tile.tiles) {
@@ -161,7 +167,7 @@ pub fn sum_heads(
     across: u32,
     along: u32,
     lane: u32,
-    #[comptime] tile: MassTile,
+    #[comptime] tile: AttentionSumTile,
 ) {
     // Where rows `across` and `across + 8` are of one query, they are added first.
     let halves = comptime!(if tile.members == ROWS { 1usize } else { 2usize });
@@ -214,9 +220,9 @@ pub fn sum_heads(
 
 /// What a block gets that begins at compressed block `place` of the ring of two steps: each stride of its tokens has as much of a compressed block as any other.
 #[cube]
-pub fn overlapping(sums: u32, place: u32, #[comptime] tile: MassTile) -> f32 {
+pub fn overlapping(sums: u32, place: u32, #[comptime] tile: AttentionSumTile) -> f32 {
     let (strides, before) = comptime!((tile.strides, tile.covered - 1));
-    let mut mass = 0.0f32.runtime();
+    let mut attention_sum = 0.0f32.runtime();
     #[unroll]
     for i in 0..comptime!(strides + before) {
         // The first of the strides that it has in the block, and the last.
@@ -224,7 +230,11 @@ pub fn overlapping(sums: u32, place: u32, #[comptime] tile: MassTile) -> f32 {
             comptime!((before.min(strides + before - 1 - i) + 1 - before.saturating_sub(i)) as f32);
         let at =
             (place + comptime!((2 * STEP + i - before) as u32)) & comptime!(2 * STEP as u32 - 1);
-        mass = multiply_add(of_bits(shared_load(sums + at * 4)), weight.runtime(), mass);
+        attention_sum = multiply_add(
+            of_bits(shared_load(sums + at * 4)),
+            weight.runtime(),
+            attention_sum,
+        );
     }
-    mass
+    attention_sum
 }

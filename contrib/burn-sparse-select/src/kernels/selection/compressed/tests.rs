@@ -9,9 +9,9 @@ use blocksparse_cubecl::tuning::TierLimit;
 const BF16: ElemType = ElemType::Float(FloatKind::BF16);
 const F32: ElemType = ElemType::Float(FloatKind::F32);
 
-/// Which calls the kernel of masses of compressed blocks takes, and what its cubes have.
+/// Which calls the kernel of attention sums of compressed blocks takes, and what its cubes have.
 #[test]
-fn masses_on_described_devices() {
+fn attention_sums_on_described_devices() {
     let shape = CompressedShape {
         batch: 1,
         heads: [64, 4],

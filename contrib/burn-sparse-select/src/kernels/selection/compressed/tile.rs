@@ -19,7 +19,7 @@ pub struct CompressedShape {
     pub heads: [usize; 2],
     /// Queries and keys; the last query sits at the last key.
     pub seq: [usize; 2],
-    /// Numbers of a query.
+    /// Elements of a query.
     pub width: usize,
     /// Tokens of a compressed block, from the beginning of one to the next, and of a block that is chosen: multiples of the second.
     pub blocks: [usize; 3],
@@ -73,10 +73,10 @@ const OVERLAPPING: usize = 40;
 
 /// What is compiled into the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct MassTile {
+pub struct AttentionSumTile {
     /// Whether tensors are bf16, and not f16.
     pub is_bf16: bool,
-    /// Numbers of a query, a multiple of 16.
+    /// Elements of a query, a multiple of 16.
     pub width: usize,
     /// Rows of a query: its heads, and what fills them up to a power of two.
     pub members: usize,
@@ -88,13 +88,13 @@ pub struct MassTile {
     pub strides: usize,
     /// Those that cover a token.
     pub covered: usize,
-    /// Whether blocks are chosen, and masses not written.
+    /// Whether blocks are chosen, and attention sums not written.
     pub chooses: bool,
     /// Whether products are wgmma's, and not mma.sync's.
     pub is_wgmma: bool,
 }
 
-impl MassTile {
+impl AttentionSumTile {
     fn new(
         properties: &DeviceProperties,
         dtype: ElemType,
@@ -149,7 +149,7 @@ impl MassTile {
         }
     }
 
-    /// The same, with blocks chosen or masses written.
+    /// The same, with blocks chosen or attention sums written.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub fn choosing(self, chooses: bool) -> Self {
         Self { chooses, ..self }
@@ -248,11 +248,11 @@ impl MassTile {
     }
 }
 
-/// How the kernel makes the masses of a call. It prints.
+/// How the kernel makes the attention sums of a call. It prints.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CompressedPlan {
     pub(crate) shape: CompressedShape,
-    pub(crate) tile: MassTile,
+    pub(crate) tile: AttentionSumTile,
 }
 
 impl CompressedPlan {
@@ -279,7 +279,7 @@ impl CompressedPlan {
         if cfg!(not(feature = "cuda")) {
             return Err("feature `cuda` is off");
         }
-        let tile = MassTile::new(properties, dtype, &shape, limit)?;
+        let tile = AttentionSumTile::new(properties, dtype, &shape, limit)?;
         Ok(Self { shape, tile })
     }
 

@@ -84,8 +84,8 @@ pub fn multiply_blocks(
     }
     let [width, cols] = tables.ends(direction);
     let lengths = lengths(x, "x", [plan.rows, width])?;
-    let walk = tables.walk(direction);
-    let packed_rows = walk.slabs * SLAB;
+    let lists = tables.lists(direction);
+    let packed_rows = lists.slabs * SLAB;
     let a = map(
         packed,
         [packed_rows, GROUP, GROUP],
@@ -113,8 +113,8 @@ pub fn multiply_blocks(
             a,
             b,
             buffer(out, plan.rows * cols / 8),
-            buffer(&walk.offsets.handle, walk.offsets.len),
-            buffer(&walk.entries.handle, walk.entries.len),
+            buffer(&lists.offsets.handle, lists.offsets.len),
+            buffer(&lists.entries.handle, lists.entries.len),
             optional(None, 0),
             tiles,
             tile,

@@ -1,7 +1,7 @@
 //! Products of which a factor is a block-sparse weight, on wgmma and TMA (the line of OpenAI's blocksparse, Gray et al., 2017).
 //!
 //! ```text
-//! tables     what is kept, as lists of what each tile walks
+//! tables     what is kept, as lists of what each tile reads
 //! pack       kept blocks as tiles of 64 × 64, rounded
 //! tile       the shape of a cube's work, and of shared memory
 //! plan       how a product is cut, or why not here

@@ -14,7 +14,7 @@ use blocksparse_cubecl::rows::Typed;
 
 /// Units of a cube, which has a tile: four of a row.
 const UNITS: u32 = 256;
-/// Numbers of a vector, and vectors of a unit.
+/// Elements of a vector, and vectors of a unit.
 const VECTOR: usize = 4;
 const VECTORS: usize = SLAB * GROUP / UNITS as usize / VECTOR;
 
@@ -120,7 +120,7 @@ fn copy(
     Ok(())
 }
 
-/// Packs a weight `[blocks, block, block]` for gathered products of a direction: `packed` has [`BlockTables::packed_numbers`] numbers.
+/// Packs a weight `[blocks, block, block]` for gathered products of a direction: `packed` has [`BlockTables::packed_elements`] elements.
 ///
 /// # Errors
 /// [`KernelError::Limit`] if it is more than what the device indexes.
@@ -131,9 +131,9 @@ pub fn pack_blocks(
     weight: Typed,
     packed: Typed,
 ) -> Result<(), KernelError> {
-    let walk = tables.walk(direction);
-    let shape = [walk.slabs * SLAB, GROUP];
-    copy(client, tables, &walk.sources, shape, weight, packed, false)
+    let lists = tables.lists(direction);
+    let shape = [lists.slabs * SLAB, GROUP];
+    copy(client, tables, &lists.sources, shape, weight, packed, false)
 }
 
 /// Writes a weight `[blocks, block, block]` as the dense one, `[inputs, outputs]`.

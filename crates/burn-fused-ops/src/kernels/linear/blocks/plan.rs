@@ -65,7 +65,7 @@ impl BlockProductPlan {
             );
         }
         let split = split_of(tables);
-        let groups = tables.walk(direction).groups;
+        let groups = tables.lists(direction).groups;
         let lists = if split == Split::Left {
             groups / 2
         } else {

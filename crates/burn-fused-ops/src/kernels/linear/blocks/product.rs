@@ -26,7 +26,7 @@ pub struct BlockTiles {
     /// Rows and columns of the result of a gathered product.
     rows: u32,
     cols: u32,
-    /// Slabs of a part of the rows, and numbers of a part's result, of a gradient by the weight.
+    /// Slabs of a part of the rows, and elements of a part's result, of a gradient by the weight.
     part_slabs: u32,
     numbers: u32,
 }

@@ -1,4 +1,4 @@
-//! What is kept, as lists of what each tile walks.
+//! What is kept, as lists of what each tile reads.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -65,7 +65,7 @@ impl KeptBlocks<'_> {
     }
 
     /// Numbers of all blocks.
-    fn numbers(&self) -> usize {
+    fn elements(&self) -> usize {
         self.places.len() * self.block * self.block
     }
 
@@ -150,9 +150,9 @@ fn unions(kept: &KeptBlocks, direction: Direction) -> Vec<Union> {
     unions
 }
 
-/// What tiles of a [`Direction`] walk.
+/// What tiles of a [`Direction`] read.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Walk {
+pub(crate) struct TileLists {
     /// Of each group the slabs before it, and all of them.
     pub offsets: Vec<u32>,
     /// Of each slab the columns of x that its cells begin at; x's width where there is nothing.
@@ -161,14 +161,14 @@ pub(crate) struct Walk {
     pub sources: Vec<u32>,
 }
 
-impl Walk {
+impl TileLists {
     pub(crate) fn new(kept: &KeptBlocks, direction: Direction) -> Self {
         let (cell, side) = (kept.cell(), SLAB / kept.cell());
         let width = match direction {
             Direction::Forward => kept.inputs,
             Direction::Backward => kept.outputs,
         };
-        let mut walk = Self {
+        let mut lists = Self {
             offsets: vec![0],
             entries: Vec::new(),
             sources: Vec::new(),
@@ -183,20 +183,20 @@ impl Walk {
             // Sums of nothing are 0: a slab of it.
             columns.resize(columns.len().next_multiple_of(side).max(side), of_none);
             for slab in columns.chunks(side) {
-                walk.entries.extend(slab.iter().map(|(first, _)| *first));
+                lists.entries.extend(slab.iter().map(|(first, _)| *first));
                 // As they lie in the weight: rows are inputs.
                 for row in 0..side {
                     for column in 0..side {
-                        walk.sources.push(match direction {
+                        lists.sources.push(match direction {
                             Direction::Forward => slab[row].1[column],
                             Direction::Backward => slab[column].1[row],
                         });
                     }
                 }
             }
-            walk.offsets.push((walk.entries.len() / side) as u32);
+            lists.offsets.push((lists.entries.len() / side) as u32);
         }
-        walk
+        lists
     }
 
     pub(crate) fn slabs(&self) -> usize {
@@ -323,9 +323,9 @@ impl Words {
     }
 }
 
-/// A [`Walk`] on a device.
+/// A [`TileLists`] on a device.
 #[derive(Clone, Debug)]
-pub(crate) struct DeviceWalk {
+pub(crate) struct DeviceTileLists {
     pub offsets: Words,
     pub entries: Words,
     pub sources: Words,
@@ -350,7 +350,7 @@ pub struct BlockTables {
     pub(crate) inputs: usize,
     pub(crate) outputs: usize,
     pub(crate) numbers: usize,
-    walks: [DeviceWalk; 2],
+    tile_lists: [DeviceTileLists; 2],
     pub(crate) dense: Words,
     shares: [f64; 3],
     pub(crate) targets: DeviceTargets,
@@ -364,14 +364,14 @@ impl BlockTables {
     pub fn new(client: &Client, kept: &KeptBlocks) -> Result<Self, &'static str> {
         kept.check()?;
         refuse_upload(client, "").map_err(|_| "no tables of kept blocks are uploaded inside a recording: make the same call once before")?;
-        let walks = [Direction::Forward, Direction::Backward].map(|direction| {
-            let walk = Walk::new(kept, direction);
-            DeviceWalk {
-                slabs: walk.slabs(),
-                groups: walk.offsets.len() - 1,
-                offsets: Words::new(client, &walk.offsets),
-                entries: Words::new(client, &walk.entries),
-                sources: Words::new(client, &walk.sources),
+        let tile_lists = [Direction::Forward, Direction::Backward].map(|direction| {
+            let lists = TileLists::new(kept, direction);
+            DeviceTileLists {
+                slabs: lists.slabs(),
+                groups: lists.offsets.len() - 1,
+                offsets: Words::new(client, &lists.offsets),
+                entries: Words::new(client, &lists.entries),
+                sources: Words::new(client, &lists.sources),
             }
         });
         let targets = Targets::new(kept);
@@ -379,8 +379,8 @@ impl BlockTables {
             block: kept.block,
             inputs: kept.inputs,
             outputs: kept.outputs,
-            numbers: kept.numbers(),
-            walks,
+            numbers: kept.elements(),
+            tile_lists,
             dense: Words::new(client, &dense_sources(kept)),
             shares: shares(kept),
             targets: DeviceTargets {
@@ -422,8 +422,8 @@ impl BlockTables {
         share * product.slowness(self.block) < 1.0
     }
 
-    pub(crate) fn walk(&self, direction: Direction) -> &DeviceWalk {
-        &self.walks[direction as usize]
+    pub(crate) fn lists(&self, direction: Direction) -> &DeviceTileLists {
+        &self.tile_lists[direction as usize]
     }
 
     pub(crate) fn cell(&self) -> usize {
@@ -443,13 +443,13 @@ impl BlockTables {
         }
     }
 
-    /// Numbers of the weight as it is packed for products of a direction.
-    pub fn packed_numbers(&self, direction: Direction) -> usize {
-        self.walk(direction).slabs * SLAB * GROUP
+    /// Elements of the weight as it is packed for products of a direction.
+    pub fn packed_elements(&self, direction: Direction) -> usize {
+        self.lists(direction).slabs * SLAB * GROUP
     }
 
-    /// Numbers of the kept blocks.
-    pub fn numbers(&self) -> usize {
+    /// Elements of the kept blocks.
+    pub fn elements(&self) -> usize {
         self.numbers
     }
 }
@@ -473,19 +473,19 @@ mod tests {
         let places = [(0, 0), (3, 0), (3, 1), (1, 2)];
         let of = kept(32, [4, 3], &places);
         assert_eq!(of.check(), Ok(()));
-        let walk = Walk::new(&of, Direction::Forward);
-        assert_eq!(walk.offsets, [0, 1, 2]);
-        assert_eq!(walk.entries, [0, 96, 32, 128]);
+        let lists = TileLists::new(&of, Direction::Forward);
+        assert_eq!(lists.offsets, [0, 1, 2]);
+        assert_eq!(lists.entries, [0, 96, 32, 128]);
         let at = |index: u32| index * 1024;
         assert_eq!(
-            walk.sources,
+            lists.sources,
             [at(0), NONE, at(1), at(2), at(3), NONE, NONE, NONE]
         );
-        let walk = Walk::new(&of, Direction::Backward);
-        assert_eq!(walk.offsets, [0, 1, 2]);
-        assert_eq!(walk.entries, [0, 64, 0, 32]);
+        let lists = TileLists::new(&of, Direction::Backward);
+        assert_eq!(lists.offsets, [0, 1, 2]);
+        assert_eq!(lists.entries, [0, 64, 0, 32]);
         assert_eq!(
-            walk.sources,
+            lists.sources,
             [at(0), NONE, NONE, at(3), NONE, NONE, at(1), at(2)]
         );
         let targets = Targets::new(&of);
@@ -502,15 +502,15 @@ mod tests {
     fn blocks_of_128_are_two_groups() {
         let places = [(1, 0)];
         let of = kept(128, [2, 1], &places);
-        let walk = Walk::new(&of, Direction::Forward);
-        assert_eq!(walk.offsets, [0, 2, 4]);
-        assert_eq!(walk.entries, [128, 192, 128, 192]);
-        assert_eq!(walk.sources, [0, 64 * 128, 64, 64 * 128 + 64]);
-        let walk = Walk::new(&of, Direction::Backward);
+        let lists = TileLists::new(&of, Direction::Forward);
+        assert_eq!(lists.offsets, [0, 2, 4]);
+        assert_eq!(lists.entries, [128, 192, 128, 192]);
+        assert_eq!(lists.sources, [0, 64 * 128, 64, 64 * 128 + 64]);
+        let lists = TileLists::new(&of, Direction::Backward);
         // The first inputs keep nothing: a slab of zeros each.
-        assert_eq!(walk.offsets, [0, 1, 2, 4, 6]);
-        assert_eq!(walk.entries, [128, 128, 0, 64, 0, 64]);
-        assert_eq!(walk.sources, [NONE, NONE, 0, 64, 64 * 128, 64 * 128 + 64]);
+        assert_eq!(lists.offsets, [0, 1, 2, 4, 6]);
+        assert_eq!(lists.entries, [128, 128, 0, 64, 0, 64]);
+        assert_eq!(lists.sources, [NONE, NONE, 0, 64, 64 * 128, 64 * 128 + 64]);
         let targets = Targets::new(&of);
         assert_eq!(targets.starts, [128]);
         assert_eq!(targets.cols, 128);
@@ -519,7 +519,7 @@ mod tests {
     }
 
     #[test]
-    fn every_cell_is_walked_once() {
+    fn every_cell_is_listed_once() {
         for block in [16, 32, 64, 128] {
             let places: Vec<(u32, u32)> = (0..7)
                 .flat_map(|input| (0..9).map(move |output| (input, output)))
@@ -534,7 +534,7 @@ mod tests {
                 found
             };
             for direction in [Direction::Forward, Direction::Backward] {
-                assert_eq!(sorted(Walk::new(&of, direction).sources), expected);
+                assert_eq!(sorted(TileLists::new(&of, direction).sources), expected);
             }
             let targets = Targets::new(&of);
             let found = targets.targets.clone();

@@ -22,7 +22,7 @@ use blocksparse_cubecl::arch::ptx::{
 use blocksparse_cubecl::arch::sm80::{
     Element, commit_copies, load_matrices, load_transposes, multiply, wait_copies_but,
 };
-use blocksparse_cubecl::shared::walk::Four;
+use blocksparse_cubecl::shared::addressing::Four;
 
 /// A factor in memory.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]

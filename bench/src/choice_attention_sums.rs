@@ -1,11 +1,11 @@
-//! Masses of blocks by sums over antidiagonals: `bench-choice`.
+//! Attention sums of blocks by sums over antidiagonals: `bench-choice`.
 
 use anyhow::Result;
 use blocksparse_bench::compare::{dot, ensure_within, softmax};
-use blocksparse_bench::device::{poisoned, read_numbers};
+use blocksparse_bench::device::{poisoned, read_floats};
 use blocksparse_bench::numbers::{BF16, F32};
 use blocksparse_bench::runner::Tally;
-use burn_sparse_select::kernels::selection::{Antidiagonals, antidiagonal_masses};
+use burn_sparse_select::kernels::selection::{Antidiagonals, antidiagonal_attention_sums};
 use cubecl::client::Client;
 use cubecl::server::Handle;
 use rand_chacha::ChaCha8Rng;
@@ -13,13 +13,13 @@ use rand_chacha::ChaCha8Rng;
 use crate::choice_lists::Lists;
 
 /// A call: its numbers here and on the device.
-pub struct Masses {
+pub struct AttentionSums {
     of: Antidiagonals,
     inputs: Lists,
     out: Handle,
 }
 
-impl Masses {
+impl AttentionSums {
     pub fn new(client: &Client, of: Antidiagonals, rng: &mut ChaCha8Rng) -> Self {
         let written = of.lists[0] * of.rows.len() * of.seq[1].div_ceil(of.block);
         Self {
@@ -30,16 +30,16 @@ impl Masses {
     }
 
     pub fn run(&self, client: &Client) -> Result<()> {
-        antidiagonal_masses(client, BF16, self.inputs.handles(), &self.of, &self.out)?;
+        antidiagonal_attention_sums(client, BF16, self.inputs.handles(), &self.of, &self.out)?;
         Ok(())
     }
 
-    /// The masses of a row of blocks, by loops.
+    /// The attention sums of a row of blocks, by loops.
     fn row(&self, list: usize, row: usize) -> Vec<f64> {
         let of = &self.of;
         let ([seq_q, seq_kv], width, block, stride) = (of.seq, of.width, of.block, of.stride);
         let [q, k] = self.inputs.list(list);
-        let mut masses = vec![0.0; seq_kv.div_ceil(block)];
+        let mut attention_sums = vec![0.0; seq_kv.div_ceil(block)];
         let groups = row * block / stride..((row + 1) * block).min(seq_q).div_ceil(stride);
         for group in groups {
             let last = ((group + 1) * stride).min(seq_q) as i64 - 1 + seq_kv as i64 - seq_q as i64;
@@ -55,15 +55,15 @@ impl Masses {
             let keys: Vec<usize> = (0..seq_kv.div_ceil(stride)).filter(seen).collect();
             let scores: Vec<f64> = keys.iter().map(score).collect();
             for (keys, weight) in keys.into_iter().zip(softmax(&scores).0) {
-                masses[keys * stride / block] += weight;
+                attention_sums[keys * stride / block] += weight;
             }
         }
-        masses
+        attention_sums
     }
 
     fn verify(&self, client: &Client) -> Result<()> {
         self.run(client)?;
-        let got: Vec<f64> = read_numbers(client, &self.out, F32)?;
+        let got: Vec<f64> = read_floats(client, &self.out, F32)?;
         let (of, blocks) = (&self.of, self.of.seq[1].div_ceil(self.of.block));
         for list in [0, of.lists[0] - 1] {
             for (at, row) in of.rows.clone().enumerate() {
@@ -107,7 +107,7 @@ pub fn verify(client: &Client, rng: &mut ChaCha8Rng, tally: &mut Tally) -> Resul
                     factor: 0.25 / stride as f64,
                     rows,
                 };
-                Masses::new(client, of, rng).verify(client)?;
+                AttentionSums::new(client, of, rng).verify(client)?;
             }
         }
     }

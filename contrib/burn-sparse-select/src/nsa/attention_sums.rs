@@ -16,7 +16,7 @@ use burn_blocksparse::internal::op_plan::OpPlan;
 const OVERLAP: f64 = 0.85;
 
 /// `Σ over the group's heads h and compressed i of exp(scale · q_h · k_i − lse_h) · overlap(i, J)` of every block J, without autodiff.
-pub(crate) struct Masses<'a> {
+pub(crate) struct AttentionSums<'a> {
     pub(crate) nsa: &'a Nsa,
     pub(crate) q: Tensor<4>,
     /// Keys of compressed blocks and lse over those that a query sees. None if there are none.
@@ -30,11 +30,11 @@ pub(crate) struct Masses<'a> {
     stride: usize,
     selected_block: usize,
     pub(crate) scale: f64,
-    /// What stands for values where masses are attention.
+    /// What stands for values where attention makes the sums.
     pub(crate) overlaps: OnceCell<Tensor<4>>,
 }
 
-impl<'a> Masses<'a> {
+impl<'a> AttentionSums<'a> {
     /// Of queries, and of keys and values of compressed blocks with the lse of the queries' attention to them; `k` are the keys that are chosen from.
     pub fn new(
         nsa: &'a Nsa,
@@ -65,8 +65,8 @@ impl<'a> Masses<'a> {
     /// What is chosen by queries and keys of half precision is no better than they are, and their attention is much faster than products of f32.
     pub fn of_rows(&self, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
         #[cfg(feature = "cube")]
-        if let Some(masses) = self.by_kernel(rows.clone()) {
-            return Ok(masses);
+        if let Some(attention_sums) = self.by_kernel(rows.clone()) {
+            return Ok(attention_sums);
         }
         let is_half = matches!(self.q.dtype(), DType::F16 | DType::BF16);
         let [batch, heads, ..] = self.q.dims();

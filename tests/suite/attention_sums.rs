@@ -5,7 +5,7 @@ use rstest::rstest;
 
 use burn_blocksparse_tests::prelude::*;
 
-burn_blocksparse_tests::tests!(masses);
+burn_blocksparse_tests::tests!(attention_sums);
 
 #[rstest]
 #[case([1, 4, 31], DType::F32, 0..32, "lse's shape must be [1, 4, 32], q's rows, got [1, 4, 31]")]

@@ -1,4 +1,4 @@
-//! Walks of lists, each query alone or neighbouring queries together, and the tiles that they run.
+//! Mainloops over lists, each query alone or neighbouring queries together, and the tiles that they run.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use cubecl::prelude::*;
 use crate::kernels::listed::check::check;
 use crate::kernels::listed::request::ListedRequest;
 use crate::kernels::listed::spread::{KEYS, SpreadTile};
-use crate::kernels::listed::tile::{RESERVED, WalkTile};
+use crate::kernels::listed::tile::{MainloopTile, RESERVED};
 use crate::kernels::listed::warpgroups;
 use crate::kernels::listed::warpgroups::{SpreadGroups, WarpgroupTile, Warpgroups};
 use blocksparse_cubecl::arch::sm80::Element;
@@ -25,9 +25,9 @@ const MIB: usize = 512;
 
 /// What runs a pass over the queries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Walk {
+pub enum Mainloop {
     /// mma.sync: a query of a few heads.
-    Warps(WalkTile),
+    Warps(MainloopTile),
     /// wgmma: many heads, or those of neighbouring queries.
     Warpgroups(WarpgroupTile),
 }
@@ -35,7 +35,7 @@ pub enum Walk {
 /// What makes dK and dV.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ByKeys {
-    /// Keys of a block walk the queries that chose it.
+    /// Keys of a block loop over the queries that chose it.
     Blocks(Tile),
     /// A record of each query, or of neighbours, and each single key that they listed, on mma.sync
     Records(SpreadTile),
@@ -43,22 +43,22 @@ pub enum ByKeys {
     WarpgroupRecords(SpreadGroups),
 }
 
-/// What a call runs that walks lists. It prints.
+/// The mainloops of a call over lists. It prints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Walks {
+pub struct Mainloops {
     pub(crate) request: ListedRequest,
-    /// Neighbouring queries that walk a list together, or 1.
+    /// Neighbouring queries that share a list, or 1.
     pub(crate) together: usize,
-    pub(crate) forward: Walk,
-    pub(crate) queries: Walk,
+    pub(crate) forward: Mainloop,
+    pub(crate) queries: Mainloop,
     pub(crate) by_keys: ByKeys,
 }
 
 /// Why a device has no tile.
 const NO_ROOM: &str = "no tile fits the shared memory of the device";
 
-impl Walks {
-    /// Of queries that walk each their own list.
+impl Mainloops {
+    /// Of queries that attend to their own lists.
     ///
     /// # Errors
     /// Why the device's kernels do not take the call.
@@ -69,7 +69,7 @@ impl Walks {
         Self::new(properties, request, 1)
     }
 
-    /// Of neighbouring queries that walk the union of their lists.
+    /// Of neighbouring queries that attend to the union of their lists.
     ///
     /// # Errors
     /// Why the device's kernels do not take the call so.
@@ -91,14 +91,14 @@ impl Walks {
         let hardware = &properties.hardware;
         let room = hardware.max_shared_memory_size;
         let on_wgmma = Warpgroups::new(properties, &request, element.half(), together);
-        let walk = |tile: Option<WarpgroupTile>, backward: bool| match tile {
-            Some(tile) => Ok(Walk::Warpgroups(tile)),
-            None if together > 1 => Err("neighbours walk together on wgmma alone"),
-            None => walk_tile(&request, element, backward, hardware).map(Walk::Warps),
+        let mainloop = |tile: Option<WarpgroupTile>, backward: bool| match tile {
+            Some(tile) => Ok(Mainloop::Warpgroups(tile)),
+            None if together > 1 => Err("neighbours share a list on wgmma alone"),
+            None => mainloop_tile(&request, element, backward, hardware).map(Mainloop::Warps),
         };
         let (forward, queries) = (
-            walk(on_wgmma.forward, false)?,
-            walk(on_wgmma.queries, true)?,
+            mainloop(on_wgmma.forward, false)?,
+            mainloop(on_wgmma.queries, true)?,
         );
         let by_keys = match (request.is_of_keys(), on_wgmma.spread) {
             (false, _) => ByKeys::Blocks(keys_tile(&request, element, room)),
@@ -108,7 +108,7 @@ impl Walks {
                 ByKeys::Records(tile.filter(|_| together == 1).ok_or(NO_ROOM)?)
             }
         };
-        let walks = Self {
+        let mainloops = Self {
             request,
             together,
             forward,
@@ -122,11 +122,11 @@ impl Walks {
             if !is_u32(request.partial(keys)) {
                 return Err(TOO_LARGE);
             }
-        } else if (request.lists_of_records(walks.lists(), walks.most())).is_none() {
+        } else if (request.lists_of_records(mainloops.lists(), mainloops.most())).is_none() {
             return Err("records of 32 queries and the keys that they list are too many");
         }
-        let numbers = request.batch * request.kv_heads * walks.at_a_time() * walks.most();
-        is_u32(numbers).then_some(walks).ok_or(TOO_LARGE)
+        let numbers = request.batch * request.kv_heads * mainloops.at_a_time() * mainloops.most();
+        is_u32(numbers).then_some(mainloops).ok_or(TOO_LARGE)
     }
 
     /// Lists of a head of keys.
@@ -134,7 +134,7 @@ impl Walks {
         self.request.seq_q.div_ceil(self.together)
     }
 
-    /// Numbers of a list, at most.
+    /// Elements of a list, at most.
     pub(crate) fn most(&self) -> usize {
         match self.together {
             1 => self.request.most,
@@ -189,20 +189,20 @@ fn forced(backward: bool) -> Option<[usize; 2]> {
     Tuning::or_default().listed_tile[usize::from(backward)]
 }
 
-/// The walk of a query: bytes on their way to a multiprocessor are what counts. With four warps a multiprocessor, forward up to 16, or cubes of more warps,
+/// The mainloop of a query: bytes on their way to a multiprocessor are what counts. With four warps a multiprocessor, forward up to 16, or cubes of more warps,
 /// its shared memory is full of steps, of 32 keys where three of them fit a cube and otherwise of 16.
-fn walk_tile(
+fn mainloop_tile(
     request: &ListedRequest,
     element: Element,
     backward: bool,
     hardware: &cubecl::ir::HardwareProperties,
-) -> Result<WalkTile, &'static str> {
+) -> Result<MainloopTile, &'static str> {
     let rows = request.rows().next_multiple_of(ROWS);
     // Two matrices of rows to a warp read what is shared once for both, where their sums have room in registers.
     let wide = rows >= 128 && rows.is_multiple_of(32) && !backward && request.head_dim <= 128;
     let warp_tiles = if wide { 2 } else { 1 };
     let warps = rows / (ROWS * warp_tiles);
-    let shape = |[cols, stages]: [usize; 2]| WalkTile {
+    let shape = |[cols, stages]: [usize; 2]| MainloopTile {
         inner: plain(request, element, [warps, warp_tiles], [cols, stages]),
         heads: request.rows(),
         block: request.block,
@@ -239,7 +239,7 @@ fn walk_tile(
     }
 }
 
-/// The walk of the queries that chose a block.
+/// The mainloop over the queries that chose a block.
 fn keys_tile(request: &ListedRequest, element: Element, room: usize) -> Tile {
     let warps = request.block.min(64) / ROWS;
     let of_cols = |cols: usize| plain(request, element, [warps, 1], [cols.min(32 * warps), 2]);
@@ -251,7 +251,7 @@ fn keys_tile(request: &ListedRequest, element: Element, room: usize) -> Tile {
     }
 }
 
-/// The walk of queries that writes records of pairs: as many warps to a multiprocessor as its shared memory has room for.
+/// The mainloop of queries that writes records of pairs: as many warps to a multiprocessor as its shared memory has room for.
 fn spread_tile(request: &ListedRequest, element: Element, room: usize) -> Option<SpreadTile> {
     let cols = request.rows().next_multiple_of(ROWS);
     let shapes = [1, 2, 4, 8].map(|warps| SpreadTile {
@@ -270,21 +270,21 @@ fn spread_tile(request: &ListedRequest, element: Element, room: usize) -> Option
     shapes.into_iter().find(|tile| warps(tile) == most)
 }
 
-impl Walks {
+impl Mainloops {
     /// What it is.
     pub(crate) fn title(&self) -> String {
         let (rows, what) = (self.request.rows(), self.request.listed_things());
         match self.together {
-            1 => format!("listed  {rows} rows of a query walk its list of {what}"),
+            1 => format!("listed  {rows} rows of a query attend to its list of {what}"),
             together => format!(
-                "listed  {together} neighbouring queries of {rows} rows walk the union of their lists of {what}"
+                "listed  {together} neighbouring queries of {rows} rows attend to the union of their lists of {what}"
             ),
         }
     }
 
     /// The kernel of the forward pass.
     pub(crate) fn forward_line(&self) -> String {
-        walk_line("forward", &self.forward)
+        mainloop_line("forward", &self.forward)
     }
 
     /// Those of the backward pass.
@@ -310,14 +310,14 @@ impl Walks {
             }
         };
         let keys = format!("  {:8} {keys}", "dK, dV");
-        [walk_line("dQ", &self.queries), keys]
+        [mainloop_line("dQ", &self.queries), keys]
     }
 }
 
-fn walk_line(name: &str, walk: &Walk) -> String {
-    let tile = match walk {
-        Walk::Warpgroups(tile) => warpgroups::walk_line(tile),
-        Walk::Warps(tile) => format!(
+fn mainloop_line(name: &str, mainloop: &Mainloop) -> String {
+    let tile = match mainloop {
+        Mainloop::Warpgroups(tile) => warpgroups::mainloop_line(tile),
+        Mainloop::Warps(tile) => format!(
             "{} keys a step, {} units, {} stages in {} KiB shared",
             tile.inner.cols,
             tile.inner.units(),
@@ -328,7 +328,7 @@ fn walk_line(name: &str, walk: &Walk) -> String {
     format!("  {name:8} {tile}")
 }
 
-impl fmt::Display for Walks {
+impl fmt::Display for Mainloops {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [queries, keys] = self.backward_lines();
         let (title, forward) = (self.title(), self.forward_line());

@@ -67,9 +67,10 @@ impl Call<'_> {
             device,
             sums,
         );
-        let masses = accumulated_attention(q, k, lse, &self.layout, self.options(device, dtype));
-        let masses = masses.unwrap();
-        [masses.columns, masses.diagonals].map(Tensor::into_data)
+        let attention_sums =
+            accumulated_attention(q, k, lse, &self.layout, self.options(device, dtype));
+        let attention_sums = attention_sums.unwrap();
+        [attention_sums.columns, attention_sums.diagonals].map(Tensor::into_data)
     }
 
     pub fn check(&self, device: &Device, dtype: DType, tolerance: f64) {
@@ -85,7 +86,7 @@ impl Call<'_> {
 }
 
 /// The table, with ALiBi, biases and ranges of queries in turn. In half precision products are of rounded numbers, and sums are f32 all the same.
-pub fn masses_equal_f64(devices: &[Device]) {
+pub fn attention_sums_equal_f64(devices: &[Device]) {
     for (index, case) in table() {
         let seed = 7000 + index as u64;
         let (mut problem, mut options) = (case.problem(seed), case.options());
@@ -133,7 +134,7 @@ pub fn masses_equal_f64(devices: &[Device]) {
 
 /// Long lines, which are cut; layouts per batch entry, which have lines of different lengths; lse as attention gives it, with
 /// sinks; on an autodiff device.
-pub fn masses_of_long_lines(devices: &[Device]) {
+pub fn attention_sums_of_long_lines(devices: &[Device]) {
     let sizes = Sizes::new([2, 2, 1], [700, 700], [12, 4]);
     let patterns = [Pattern::causal(), Pattern::streaming(300, 9)];
     let (layout, problem) = per_batch(&patterns, sizes, 8, 9);
@@ -151,12 +152,12 @@ pub fn masses_of_long_lines(devices: &[Device]) {
             .run_with_lse()
             .unwrap();
         let options = AccumulatedAttentionOptions::default().tensors(tensors);
-        let masses = accumulated_attention(q, k, lse, &layout, options).unwrap();
+        let attention_sums = accumulated_attention(q, k, lse, &layout, options).unwrap();
         assert!(
-            !masses.columns.is_require_grad(),
+            !attention_sums.columns.is_require_grad(),
             "the sums leave the graph"
         );
-        for (got, expected) in [masses.columns, masses.diagonals]
+        for (got, expected) in [attention_sums.columns, attention_sums.diagonals]
             .into_iter()
             .zip(&expected)
         {
@@ -166,7 +167,7 @@ pub fn masses_of_long_lines(devices: &[Device]) {
 }
 
 /// The same bits twice, and whatever the strides of the inputs.
-pub fn masses_give_the_same_bits(devices: &[Device]) {
+pub fn attention_sums_give_the_same_bits(devices: &[Device]) {
     let case = &cases()[37];
     let problem = case.problem(3);
     let lse = problem.solve().lse;
@@ -177,8 +178,9 @@ pub fn masses_give_the_same_bits(devices: &[Device]) {
         let permuted = |x: &Tensor<4>| stored_swapped(x, 1, 2);
         let call = |q: Tensor<4>, k: Tensor<4>| {
             let (layout, options) = (case.layout(), AccumulatedAttentionOptions::default());
-            let masses = accumulated_attention(q, k, lse.clone(), &layout, options).unwrap();
-            [masses.columns, masses.diagonals].map(Tensor::into_data)
+            let attention_sums =
+                accumulated_attention(q, k, lse.clone(), &layout, options).unwrap();
+            [attention_sums.columns, attention_sums.diagonals].map(Tensor::into_data)
         };
         let first = call(q.clone(), k.clone());
         for again in [call(q.clone(), k.clone()), call(permuted(&q), permuted(&k))] {

@@ -1,4 +1,4 @@
-//! The backward pass in two launches: one kernel for dQ (a walk over rows) and for dK and dV (a walk over columns), one cube per tile,
+//! The backward pass in two launches: one kernel for dQ (a loop over rows) and for dK and dV (a loop over columns), one cube per tile,
 //! one warpgroup per 64 rows of it.
 //!
 //! ```text
@@ -15,7 +15,7 @@
 //!     out1 += ds · b1  wgmma
 //! ```
 //!
-//! p and ds are left operands in registers: they never go through shared memory. In a walk over columns s, p, dp and ds
+//! p and ds are left operands in registers: they never go through shared memory. In a loop over columns s, p, dp and ds
 //! are transposes, and lse and delta belong to columns; TMA brings them along. `out1 · scale` is dQ or dK, out2 is dV.
 
 // Kernels have no `is_multiple_of`.
@@ -27,14 +27,14 @@ use cubecl_cpp::cuda::ptx::tensor_map_address;
 use super::dropout::*;
 use super::gradient::*;
 use super::long_tiles::*;
+use super::mainloop_loads::*;
 use super::options::*;
 use super::rows::{own_places, own_rows, pack_all};
-use super::tiles::WalkTile;
-use super::walk_loads::*;
+use super::tiles::MainloopTile;
 use crate::arch::sm90::*;
-use crate::shared::score::ScoreNumbers;
-use crate::shared::walk::{Four, Listing, Schedule, batch_of, head_of};
-use blocksparse::plan::Walk;
+use crate::shared::addressing::{Four, Listing, Schedule, batch_of, head_of};
+use crate::shared::score::ScoreScalars;
+use blocksparse::plan::Mainloop;
 
 /// `a1`, `a2`, `b1`, `b2` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`;
 /// `stats` `[batch · heads, pitch, 2]`: `lse · log2 e` and delta of the query at each place, as a map and as numbers; `out`
@@ -42,7 +42,7 @@ use blocksparse::plan::Walk;
 /// `shares` has the sums of these: see [`long_tiles`](super::long_tiles). Where biases are
 /// added to scores that are not softcapped, `cap_scale` is the scale.
 #[cube(launch_unchecked)]
-pub fn one_walk<S: Size, P: Size, O: Size>(
+pub fn one_mainloop<S: Size, P: Size, O: Size>(
     a1: &TensorMap<u32, Tiled>,
     a2: &TensorMap<u32, Tiled>,
     b1: &TensorMap<u32, Tiled>,
@@ -54,12 +54,12 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
     args: ComptimeOption<PairArgs>,
     shares: ComptimeOption<TileShares>,
     schedule: Schedule,
-    lengths: WalkLengths,
-    numbers: ScoreNumbers,
-    #[comptime] walk: Walk,
-    #[comptime] t: WalkTile,
+    lengths: MainloopLengths,
+    numbers: ScoreScalars,
+    #[comptime] mainloop: Mainloop,
+    #[comptime] t: MainloopTile,
 ) {
-    let columns = comptime!(matches!(walk, Walk::Columns));
+    let columns = comptime!(matches!(mainloop, Mainloop::Columns));
     let parts = schedule.parts;
     let listing = schedule.listing;
     let slice = schedule.slice;
@@ -87,7 +87,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
     }
     sync_cube();
 
-    // In a walk over columns a tile of keys goes through all query heads of its group.
+    // In a loop over columns a tile of keys goes through all query heads of its group.
     let mut first_head = outer;
     let mut turns = 1u32;
     let mut heads = slice.heads as u32;
@@ -186,7 +186,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
         places.upper,
         places.lower,
         &listing,
-        comptime!(t.pairs(walk)),
+        comptime!(t.pairs(mainloop)),
     );
     let mut out1 = Vector::<f32, O>::zeroed();
     let mut out2 = Vector::<f32, O>::zeroed();
@@ -203,7 +203,12 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
         let entry = parts.entries + plan[record] as usize * 2;
         let steps = uniform(plan[record + 1]);
         let masked = uniform(plan[record + 2]);
-        let of_head = options_of(&args, batch, first_head + turn, comptime!(t.pairs(walk)));
+        let of_head = options_of(
+            &args,
+            batch,
+            first_head + turn,
+            comptime!(t.pairs(mainloop)),
+        );
         let own = steps_of_turn(before, done, steps, &stretch, t);
         before -= own.first;
         for j in own.first..own.end {
@@ -223,7 +228,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
                 plan,
                 its_entry,
                 &listing,
-                comptime!(t.pairs(walk)),
+                comptime!(t.pairs(mainloop)),
             );
             let width = S::value();
             let mut s = wait::<S>(s_started, 1usize, width);
@@ -238,7 +243,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
                 plan,
                 its_entry,
                 &listing,
-                comptime!(t.pairs(walk)),
+                comptime!(t.pairs(mainloop)),
             );
             if j < masked {
                 s = mask::<S>(
@@ -291,7 +296,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
                 comptime!(usize::from(columns && !t.bias_sums)),
                 width,
             );
-            let turned = kept_again(&kept, comptime!(t.pairs(walk)));
+            let turned = kept_again(&kept, comptime!(t.pairs(mainloop)));
             #[unroll]
             for eight in 0..comptime!(t.cols / 8) {
                 let mut four = Vector::<f32, Four>::zeroed();
@@ -353,7 +358,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
             t,
         );
     } else {
-        let own = WalkRows {
+        let own = MainloopRows {
             outer: batch * slice.heads as u32 + outer,
             row,
             rows: StoredRows {
@@ -364,7 +369,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
                 lane,
             },
         };
-        store_walk::<O>(
+        store_rows_or_sums::<O>(
             out,
             &out1,
             0u32,
@@ -372,13 +377,13 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
             &own,
             numbers.scale,
             &shares,
-            walk,
+            mainloop,
             comptime!(t.store()),
             t,
         );
         if comptime!(columns) {
             let factor = factor_of(&args, comptime!(t.options));
-            store_walk::<O>(
+            store_rows_or_sums::<O>(
                 out,
                 &out2,
                 lengths.second,
@@ -386,7 +391,7 @@ pub fn one_walk<S: Size, P: Size, O: Size>(
                 &own,
                 factor,
                 &shares,
-                walk,
+                mainloop,
                 comptime!(t.store_values()),
                 t,
             );
@@ -403,7 +408,7 @@ fn store_sums(
     place: u32,
     len: u32,
     listing: &Listing,
-    #[comptime] t: WalkTile,
+    #[comptime] t: MainloopTile,
 ) {
     let sum = sum + shuffle_xor(sum, 1u32);
     let sum = sum + shuffle_xor(sum, 2u32);

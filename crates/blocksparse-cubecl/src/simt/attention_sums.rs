@@ -8,11 +8,11 @@ use super::gather::*;
 use super::product::*;
 use super::score::*;
 use super::tile::*;
+use crate::shared::addressing::*;
 use crate::shared::dropout::Mask;
 use crate::shared::score::LOW;
-use crate::shared::walk::*;
 use blocksparse::lines::Line;
-use blocksparse::plan::Walk;
+use blocksparse::plan::Mainloop;
 
 /// Where the parts of a line plan's words begin: `lines::LineSections` on the device.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -60,7 +60,7 @@ pub fn row_fours(tile: &Tile, gradient: bool) -> usize {
 ///
 /// `q`, `k` as in the forward kernel, `lse` `[batch, heads, seq_q]`, `sums` `[batch, heads, segments, line_width]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub fn masses<E: Float, A: Float, N: Size>(
+pub fn attention_sums<E: Float, A: Float, N: Size>(
     q: &[Vector<E, N>],
     k: &[Vector<E, N>],
     lse: &[A],
@@ -172,7 +172,7 @@ pub fn masses<E: Float, A: Float, N: Size>(
             bias_strides.row,
             &positions,
             &lengths,
-            Walk::Rows,
+            Mainloop::Rows,
             t,
         );
         let start = distances.start + head * distances.head;
@@ -184,7 +184,7 @@ pub fn masses<E: Float, A: Float, N: Size>(
                 distances.reach,
                 &positions,
                 &lengths,
-                Walk::Rows,
+                Mainloop::Rows,
                 t,
             );
         } else if comptime!(t.score.relative) {
@@ -195,7 +195,7 @@ pub fn masses<E: Float, A: Float, N: Size>(
                 distances.reach,
                 &positions,
                 &lengths,
-                Walk::Rows,
+                Mainloop::Rows,
                 t,
             );
         }
@@ -233,7 +233,7 @@ pub fn masses<E: Float, A: Float, N: Size>(
         let mut kept = Array::<A>::new(comptime!(if t.score.dropout { rows * 4 } else { 1 }));
         if comptime!(t.score.dropout) {
             let factor = dropout_factor.get::<A>();
-            kept = factors::<A>(&dropout, factor, &positions, batch, head, Walk::Rows, t);
+            kept = factors::<A>(&dropout, factor, &positions, batch, head, Mainloop::Rows, t);
         }
         let mask = plan[entry + 1] as usize;
         #[unroll]

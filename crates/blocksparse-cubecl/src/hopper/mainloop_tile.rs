@@ -1,15 +1,15 @@
-//! The comptime shape of the backward kernels of the two walks.
+//! The comptime shape of the backward kernels of the two mainloops.
 
 use std::fmt;
 
 use super::gradient::{MaskShape, StoreShape};
 use super::options::{Options, PairShape};
 use crate::arch::sm90::Half;
-use blocksparse::plan::{Tiling, Walk};
+use blocksparse::plan::{Mainloop, Tiling};
 
-/// The comptime shape of the kernels of the two walks.
+/// The comptime shape of the kernels of the two mainloops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct WalkTile {
+pub struct MainloopTile {
     /// Type of the tensors.
     pub half: Half,
     /// Width of queries and keys, a multiple of 8.
@@ -37,18 +37,18 @@ pub struct WalkTile {
     pub carry: bool,
     /// Whether the tile's rows are gathered from like blocks.
     pub clustered: bool,
-    /// Whether a walk over columns makes the sums over queries of the gradients of scores, of each query head, and nothing else.
+    /// Whether a loop over columns makes the sums over queries of the gradients of scores, of each query head, and nothing else.
     pub bias_sums: bool,
     /// Whether cubes share [long tiles](super::long_tiles), which a launch says.
     pub long_tiles: bool,
 }
 
-impl WalkTile {
+impl MainloopTile {
     pub(super) fn sum_width(&self) -> usize {
         self.dim
     }
 
-    /// Entries of walks are gathered.
+    /// Entries of mainloops are gathered.
     pub(super) fn coarse(&self) -> Option<usize> {
         None
     }
@@ -62,10 +62,10 @@ impl WalkTile {
     }
 
     /// How the layout is cut.
-    pub fn tiling(&self, walk: Walk) -> Tiling {
+    pub fn tiling(&self, mainloop: Mainloop) -> Tiling {
         Tiling {
             clustered: self.clustered,
-            ..Tiling::new(walk, self.rows(), self.cols)
+            ..Tiling::new(mainloop, self.rows(), self.cols)
         }
     }
 
@@ -74,18 +74,18 @@ impl WalkTile {
             rows: self.rows(),
             cols: self.cols,
             group: self.group,
-            entry_words: self.tiling(Walk::Columns).entry_words(),
+            entry_words: self.tiling(Mainloop::Columns).entry_words(),
         }
     }
 
-    pub(super) fn pairs(&self, walk: Walk) -> PairShape {
+    pub(super) fn pairs(&self, mainloop: Mainloop) -> PairShape {
         PairShape {
             options: self.options,
-            walk,
+            mainloop,
             half: self.half,
             cols: self.cols,
             group: self.group,
-            entry_words: self.tiling(walk).entry_words(),
+            entry_words: self.tiling(mainloop).entry_words(),
             residue: self.residue,
         }
     }
@@ -151,7 +151,7 @@ impl WalkTile {
     }
 }
 
-impl fmt::Display for WalkTile {
+impl fmt::Display for MainloopTile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.describe(f)?;
         match self.shared {

@@ -1,5 +1,5 @@
-//! The walk of a query along its list: a cube has one query, with the heads that share its list as rows, 16 or 32 of them to a warp. Rows that the heads do
-//! not fill repeat the last one's, and are not written. The gradient by queries is the same walk, with the rows of the output's gradient beside them.
+//! The mainloop of a query over its list: a cube has one query, with the heads that share its list as rows, 16 or 32 of them to a warp. Rows that the heads do
+//! not fill repeat the last one's, and are not written. The gradient by queries is the same mainloop, with the rows of the output's gradient beside them.
 //!
 //! ```text
 //! per step j of 16 or 32 keys, of which the next few are on their way to a ring in shared memory:
@@ -25,21 +25,21 @@ use cubecl::prelude::*;
 
 use crate::kernels::listed::gather::*;
 use crate::kernels::listed::rows::{head_of_row, is_written};
-use crate::kernels::listed::tile::WalkTile;
+use crate::kernels::listed::tile::MainloopTile;
 use blocksparse_cubecl::arch::sm80::*;
 use blocksparse_cubecl::mma::forward::{load_row, softmax};
 use blocksparse_cubecl::mma::gather::*;
 use blocksparse_cubecl::mma::product::*;
 use blocksparse_cubecl::mma::tile::ROW_PAIR;
+use blocksparse_cubecl::shared::addressing::{Four, Slice};
 use blocksparse_cubecl::shared::score::{LOW, LOWEST_MAX};
-use blocksparse_cubecl::shared::walk::{Four, Slice};
 
 /// `q`, `k`, `v` and, for dQ, `grad_out` with any strides of 16 bytes in their outer dimensions, in words; `lists` `[batch, kv_heads, seq_q, most]`, i32,
 /// negative for none. `out` in words, contiguous: `[batch, heads, seq_q, value_dim]`, or dQ `[batch, heads, seq_q, head_dim]`. `rows` are `[batch, heads, seq_q]`
 /// lse, or for dQ pairs of `lse · log2 e` and delta, which are only read. With `carry` the outputs hold attention to other keys, which is carried on, or a
 /// gradient, which is added to. `p = exp2(s · log2_scale − …)`, and `lse_scale` is `log2 e / log2_scale`.
 #[cube(launch_unchecked)]
-pub fn walk(
+pub fn mainloop(
     q: &[u32],
     k: &[u32],
     v: &[u32],
@@ -56,7 +56,7 @@ pub fn walk(
     scale: f32,
     log2_scale: f32,
     lse_scale: f32,
-    #[comptime] t: WalkTile,
+    #[comptime] t: MainloopTile,
 ) {
     let (tile, heads) = comptime!((t.inner, t.cube_rows()));
     let tiles = comptime!(tile.warp_tiles);
@@ -65,7 +65,7 @@ pub fn walk(
     let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
     let lane = UNIT_POS_X % 32;
-    let walk = query_walk(
+    let mainloop = list_mainloop(
         address::<u32>(k),
         address::<u32>(v),
         q_strides.len,
@@ -81,7 +81,7 @@ pub fn walk(
         own,
         address::<u32>(q),
         &q_strides,
-        &walk,
+        &mainloop,
         comptime!(tile.head_dim),
         t,
     );
@@ -90,18 +90,18 @@ pub fn walk(
             second,
             address::<u32>(grad_out),
             &out_strides,
-            &walk,
+            &mainloop,
             comptime!(tile.value_dim),
             t,
         );
     }
-    let steps = steps_of(&walk.list, t);
-    let mut position = fill_ring(base, lists, &walk, t);
+    let steps = steps_of(&mainloop.list, t);
+    let mut position = fill_ring(base, lists, &mainloop, t);
 
     let warp_rows = warp * comptime!(16 * tile.warp_tiles as u32);
     let first_row = warp_rows + lane / 4;
     let quad = lane % 4 * 2;
-    let before = first_of_heads(&walk, slice.heads as u32, q_strides.len, t.heads);
+    let before = first_of_heads(&mainloop, slice.heads as u32, q_strides.len, t.heads);
     // Of each row: the largest score and the sum so far, or lse and delta.
     let mut m = Array::<f32>::new(comptime!(2 * tiles));
     let mut l = Array::<f32>::new(comptime!(2 * tiles));
@@ -167,8 +167,8 @@ pub fn walk(
     for j in 0..steps {
         wait_copies_but(comptime!(tile.stages - 2));
         sync_cube();
-        copy_listed(base, next, position, &walk.sources, t);
-        position = listed_position(lists, &walk.list, j + stages, t);
+        copy_listed(base, next, position, &mainloop.sources, t);
+        position = listed_position(lists, &mainloop.list, j + stages, t);
         let there = uniform(shared_load(base + stage * 4));
         if there != 0u32 {
             let at = stage * comptime!(t.step_bytes() as u32);
@@ -256,7 +256,7 @@ fn by_scores(
     lse: &Array<f32>,
     delta: &Array<f32>,
     log2_scale: f32,
-    #[comptime] t: WalkTile,
+    #[comptime] t: MainloopTile,
 ) {
     let eights = comptime!(t.inner.eights());
     #[unroll]

@@ -1,13 +1,13 @@
-//! Which slots a cube walks: the share of a cube, and the pages of a walk.
+//! Which slots a cube reads: its share of a page list, and the pages of that.
 
 // Kernels have no iterators over shared memory.
 #![allow(clippy::needless_range_loop)]
 
 use cubecl::prelude::*;
 
-/// What is known of walks when a kernel is compiled.
+/// What is known of page lists when a kernel is compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Walked {
+pub struct PageListShape {
     /// Units of a cube.
     pub units: usize,
     /// Slots of a page, a power of two.
@@ -20,7 +20,7 @@ pub struct Walked {
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Sizes {
     /// Rows of the table, over all sequences.
-    pub walks: usize,
+    pub page_lists: usize,
     /// Rows of the table of a sequence.
     pub tables: usize,
     /// Heads of keys that share a row of the table.
@@ -37,37 +37,37 @@ pub struct Sizes {
     pub rows: usize,
     /// Cubes that share the queries of a head of keys.
     pub row_blocks: usize,
-    /// Shares that all walks are cut into: besides one for each walk, or at most, if there is a wave.
+    /// Shares that all page lists are cut into: besides one for each page list, or at most, if there is a wave.
     pub work: usize,
     /// Shares that the device computes at a time, if cubes are to choose how long shares are. Otherwise 0.
     pub wave: usize,
     /// Pages of a share. 0: as `work` says.
     pub split: usize,
-    /// Where the shares of walks are in the statistics, behind every lse.
+    /// Where the shares of page lists are in the statistics, behind every lse.
     pub info: usize,
 }
 
-/// A share of a walk: pages `first .. first + pages`.
+/// A share of a page list: pages `first .. first + pages`.
 #[derive(CubeType, Clone, Copy)]
 pub struct Share {
     /// The row of the table; all rows if the cube has no share.
-    pub walk: usize,
+    pub page_list: usize,
     /// The first page.
     pub first: usize,
     /// Pages.
     pub pages: usize,
-    /// The first share of the walk.
+    /// The first share of the page list.
     pub first_item: usize,
-    /// Shares of the walk.
+    /// Shares of the page list.
     pub items: usize,
 }
 
-/// Pages of a walk.
+/// Pages of a page list.
 #[cube]
-fn pages_of(spans: &[i32], walk: usize, sizes: &Sizes, #[comptime] t: Walked) -> usize {
+fn pages_of(spans: &[i32], page_list: usize, sizes: &Sizes, #[comptime] t: PageListShape) -> usize {
     let mut pages = sizes.selected;
     if comptime!(!t.selected) {
-        let span = span_of(spans, walk, t);
+        let span = span_of(spans, page_list, t);
         let timed = (span.end + comptime!(t.page - 1)) / comptime!(t.page) - span.first_page;
         pages = span.permanent_pages + select(span.end > span.start, timed, 0usize);
         // What is beyond the table has no pages.
@@ -82,11 +82,11 @@ pub const CANDIDATES: usize = 32;
 const SHARE_SLOTS: usize = 96;
 
 /// Units that look at one number of shares each.
-fn candidates(t: &Walked) -> usize {
+fn candidates(t: &PageListShape) -> usize {
     CANDIDATES.min(t.units)
 }
 
-/// Pages of a share, so that waves of shares are full: of some numbers of shares up to `work` the one that takes the least time. There are no more walks than
+/// Pages of a share, so that waves of shares are full: of some numbers of shares up to `work` the one that takes the least time. There are no more page lists than
 /// units; `own` is the pages of the unit's.
 ///
 /// ```text
@@ -99,7 +99,7 @@ fn chosen_length(
     own: usize,
     sizes: &Sizes,
     shared: &mut [u32],
-    #[comptime] t: Walked,
+    #[comptime] t: PageListShape,
 ) -> usize {
     let units = comptime!(t.units);
     let candidates = comptime!(candidates(&t));
@@ -110,11 +110,11 @@ fn chosen_length(
     sync_cube();
     // Each candidate's shares, counted by several units.
     let mut items = 0usize;
-    let mut walk = unit / candidates;
-    if walk < parts {
-        while walk < sizes.walks {
-            items += max((shared[walk] as usize).div_ceil(length), 1usize);
-            walk += parts;
+    let mut page_list = unit / candidates;
+    if page_list < parts {
+        while page_list < sizes.page_lists {
+            items += max((shared[page_list] as usize).div_ceil(length), 1usize);
+            page_list += parts;
         }
     }
     shared[units + unit] = items as u32;
@@ -149,17 +149,22 @@ fn chosen_length(
 }
 
 #[cube]
-fn candidate_length(total: usize, candidate: usize, sizes: &Sizes, #[comptime] t: Walked) -> usize {
+fn candidate_length(
+    total: usize,
+    candidate: usize,
+    sizes: &Sizes,
+    #[comptime] t: PageListShape,
+) -> usize {
     let candidates = comptime!(candidates(&t));
     let length = (total * candidates).div_ceil(sizes.work * (candidate + 1));
     max(length, comptime!(least_pages(t.page)))
 }
 
-/// The share `item` of all walks, in order. Every unit of the cube gets here; `shared` has two numbers for each.
+/// The share `item` of all page lists, in order. Every unit of the cube gets here; `shared` has two numbers for each.
 ///
 /// ```text
 /// most = max(⌈Σ pages / work⌉, least)        pages of a share, or [`chosen_length`]; `split`, if it is given
-/// items = max(⌈pages / most⌉, 1)             shares of a walk, all of them as long:  Σ items ≤ walks + work
+/// items = max(⌈pages / most⌉, 1)             shares of a page list, all of them as long:  Σ items ≤ page_lists + work
 /// ```
 #[cube]
 pub fn share_of(
@@ -167,11 +172,11 @@ pub fn share_of(
     item: usize,
     sizes: &Sizes,
     shared: &mut [u32],
-    #[comptime] t: Walked,
+    #[comptime] t: PageListShape,
 ) -> Share {
     let units = comptime!(t.units);
     let unit = UNIT_POS as usize;
-    let rounds = sizes.walks.div_ceil(units);
+    let rounds = sizes.page_lists.div_ceil(units);
     let least = comptime!(least_pages(t.page));
     let mut most = sizes.split;
     let mut own = 0usize;
@@ -181,12 +186,12 @@ pub fn share_of(
         for round in 0..rounds {
             let start = (rounds - 1 - round) * units;
             own = 0usize;
-            if start + unit < sizes.walks {
+            if start + unit < sizes.page_lists {
                 own = pages_of(spans, start + unit, sizes, t);
             }
             shared[unit] = own as u32;
             sync_cube();
-            for other in 0..min(units, sizes.walks - start) {
+            for other in 0..min(units, sizes.page_lists - start) {
                 total += shared[other] as usize;
             }
             sync_cube();
@@ -196,12 +201,12 @@ pub fn share_of(
             most = chosen_length(total, own, sizes, shared, t);
         }
     } else {
-        if unit < sizes.walks {
+        if unit < sizes.page_lists {
             own = pages_of(spans, unit, sizes, t);
         }
     }
     let mut share = Share {
-        walk: sizes.walks,
+        page_list: sizes.page_lists,
         first: 0usize,
         pages: 0usize,
         first_item: 0usize,
@@ -212,17 +217,17 @@ pub fn share_of(
         let start = round * units;
         if round > 0 {
             own = 0usize;
-            if start + unit < sizes.walks {
+            if start + unit < sizes.page_lists {
                 own = pages_of(spans, start + unit, sizes, t);
             }
         }
         shared[unit] = own as u32;
         shared[units + unit] = max(own.div_ceil(most), 1usize) as u32;
         sync_cube();
-        for other in 0..min(units, sizes.walks - start) {
+        for other in 0..min(units, sizes.page_lists - start) {
             let items = shared[units + other] as usize;
             if item >= before && item < before + items {
-                share.walk = start + other;
+                share.page_list = start + other;
                 share.pages = shared[other] as usize;
                 share.first_item = before;
                 share.items = items;
@@ -250,7 +255,7 @@ pub fn least_pages(page: usize) -> usize {
     (64 / page).max(1)
 }
 
-/// The regions of a walk.
+/// The regions of a page list.
 #[derive(CubeType, Clone, Copy)]
 pub struct Span {
     /// Slots of region one.
@@ -268,11 +273,11 @@ pub struct Span {
 }
 
 #[cube]
-pub fn span_of(spans: &[i32], walk: usize, #[comptime] t: Walked) -> Span {
-    let permanent = max(spans[walk * 4], 0i32) as usize;
-    let entry = max(spans[walk * 4 + 1], 0i32) as usize;
-    let start = max(spans[walk * 4 + 2], 0i32) as usize;
-    let timed = max(spans[walk * 4 + 3], 0i32) as usize;
+pub fn span_of(spans: &[i32], page_list: usize, #[comptime] t: PageListShape) -> Span {
+    let permanent = max(spans[page_list * 4], 0i32) as usize;
+    let entry = max(spans[page_list * 4 + 1], 0i32) as usize;
+    let start = max(spans[page_list * 4 + 2], 0i32) as usize;
+    let timed = max(spans[page_list * 4 + 3], 0i32) as usize;
     Span {
         permanent,
         permanent_pages: (permanent + comptime!(t.page - 1)) / comptime!(t.page),
@@ -283,7 +288,7 @@ pub fn span_of(spans: &[i32], walk: usize, #[comptime] t: Walked) -> Span {
     }
 }
 
-/// A page of a walk: slots `from .. to` of it.
+/// A page of a page list: slots `from .. to` of it.
 #[derive(CubeType, Clone, Copy)]
 pub struct Place {
     /// Whether there is such a page, with slots that count.
@@ -296,9 +301,9 @@ pub struct Place {
     pub to: usize,
 }
 
-/// Of which head of which sequence a walk is.
+/// Of which head of which sequence a page list is.
 #[derive(CubeType, Clone, Copy)]
-pub struct Walker {
+pub struct PageList {
     /// The regions.
     pub span: Span,
     /// Its first entry in the table.
@@ -307,21 +312,21 @@ pub struct Walker {
     pub selected: usize,
 }
 
-/// Page `page` of a walk.
+/// Page `page` of a page list.
 #[cube]
 pub fn place_of(
     table: &[i32],
     selected: &ComptimeOption<Box<[i32]>>,
-    walker: &Walker,
+    page_list: &PageList,
     sizes: &Sizes,
     page: usize,
-    #[comptime] t: Walked,
+    #[comptime] t: PageListShape,
 ) -> Place {
-    let span = &walker.span;
+    let span = &page_list.span;
     let mut entry = page;
     let mut exists = true;
     if comptime!(t.selected) {
-        let listed = selected.as_ref().unwrap()[walker.selected + page];
+        let listed = selected.as_ref().unwrap()[page_list.selected + page];
         exists = listed >= 0i32;
         entry = max(listed, 0i32) as usize;
     } else if page >= span.permanent_pages {
@@ -341,7 +346,7 @@ pub fn place_of(
     exists = exists && from < to && entry < sizes.entries;
     let mut id = 0usize;
     if exists {
-        let listed = table[walker.table + entry];
+        let listed = table[page_list.table + entry];
         exists = listed >= 0i32;
         id = max(listed, 0i32) as usize;
         exists = exists && (id + 1) * sizes.shared_heads <= sizes.pages;
@@ -354,11 +359,11 @@ pub fn place_of(
     }
 }
 
-/// Where a cube walks.
+/// Where a cube reads.
 #[derive(CubeType, Clone, Copy)]
-pub struct Walking {
+pub struct CubePages {
     /// Of which sequence and head.
-    pub walker: Walker,
+    pub page_list: PageList,
     /// The first page of the share.
     pub first_page: usize,
     /// Slots of the share.
@@ -383,19 +388,19 @@ pub struct Found {
 pub fn page_at(
     table: &[i32],
     selected: &ComptimeOption<Box<[i32]>>,
-    walking: &Walking,
+    cube_pages: &CubePages,
     sizes: &Sizes,
     slot: usize,
-    #[comptime] t: Walked,
+    #[comptime] t: PageListShape,
 ) -> Found {
     let mut found = Found {
         id: 0u32,
         from: 0u32,
         to: 0u32,
     };
-    if slot < walking.slots {
-        let page = walking.first_page + slot / comptime!(t.page);
-        let place = place_of(table, selected, &walking.walker, sizes, page, t);
+    if slot < cube_pages.slots {
+        let page = cube_pages.first_page + slot / comptime!(t.page);
+        let place = place_of(table, selected, &cube_pages.page_list, sizes, page, t);
         if place.exists {
             found.id = place.id as u32 + 1u32;
             found.from = place.from as u32;

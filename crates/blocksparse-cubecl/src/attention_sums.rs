@@ -15,9 +15,9 @@ use super::device::{DeviceLinePlan, line_plan};
 use super::error::KernelError;
 use super::pass::BackwardPass;
 use super::simt::Tile;
-use super::simt::mass::{
-    FOLD_UNITS, LinePartsLaunch, add_segments, fold_distances, line_width, masses as kernel,
-    row_fours,
+use super::simt::attention_sums::{
+    FOLD_UNITS, LinePartsLaunch, add_segments, attention_sums as kernel, fold_distances,
+    line_width, row_fours,
 };
 use super::slices::Slice;
 use blocksparse::BlockLayout;
@@ -25,7 +25,7 @@ use blocksparse::lines::{Line, Lines};
 
 /// What the sums are of, and where they go.
 #[derive(Clone, Debug)]
-pub struct MassOutputs {
+pub struct AttentionSumOutputs {
     /// Queries that count.
     pub queries: Range<usize>,
     /// `[batch, heads, seq_kv]`, in the type of sums: over the queries of each key.
@@ -38,7 +38,7 @@ pub struct MassOutputs {
 ///
 /// # Errors
 /// [`KernelError`] if it lacks the dtype, or a limit of it is exceeded.
-pub fn check_masses(
+pub fn check_attention_sums(
     client: &Client,
     layout: &BlockLayout,
     request: &Request,
@@ -123,16 +123,16 @@ impl Summed<'_> {
 ///
 /// # Errors
 /// [`KernelError`] if a limit of the device is exceeded; then nothing was launched.
-pub fn masses(
+pub fn attention_sums(
     client: &Client,
     layout: &BlockLayout,
     request: &Request,
     inputs: [&TensorView; 2],
     lse: &Handle,
     options: &ScoreOptions,
-    outputs: &MassOutputs,
+    outputs: &AttentionSumOutputs,
 ) -> Result<(), KernelError> {
-    check_masses(client, layout, request)?;
+    check_attention_sums(client, layout, request)?;
     let summed = Summed {
         client,
         layout,
@@ -309,7 +309,7 @@ impl Segments {
         let [table_start, numbers] = summed.stats_len();
         let [v, grad_out] = summed.gradient.unwrap_or(summed.inputs);
         for slice in Slice::whole(request.batch, heads).cut(client) {
-            // SAFETY: a cube walks the tiles that the plan has for its segment, reads positions below the lengths in the strides, writes its
+            // SAFETY: a cube reads the tiles that the plan has for its segment, reads positions below the lengths in the strides, writes its
             // own sums, and the buffers have the lengths they say (see `buffer`).
             unsafe {
                 kernel::launch_unchecked(

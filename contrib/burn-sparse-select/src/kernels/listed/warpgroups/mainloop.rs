@@ -1,5 +1,5 @@
-//! The walk of many heads along a list: a cube has one query, or neighbouring ones, with 64 of the heads that share the list to a warpgroup. The gradient by
-//! queries is the same walk, with rows of dO beside those of q.
+//! The mainloop of many heads over a list: a cube has one query, or neighbouring ones, with 64 of the heads that share the list to a warpgroup. The gradient by
+//! queries is the same mainloop, with rows of dO beside those of q.
 //!
 //! ```text
 //! every warpgroup, per step j of the list:
@@ -34,12 +34,12 @@ use blocksparse_cubecl::hopper::output::{OutRow, OutShape, quad_sum, store_row};
 use blocksparse_cubecl::hopper::rows::{ROW_PAIR, pack_all};
 use blocksparse_cubecl::hopper::softmax::{add_scaled, softmax};
 use blocksparse_cubecl::mma::gather::Strides;
+use blocksparse_cubecl::shared::addressing::{Four, Slice};
 use blocksparse_cubecl::shared::score::LOWEST_MAX;
-use blocksparse_cubecl::shared::walk::{Four, Slice};
 
-/// As [`walk`](crate::kernels::listed::walk::walk) has them, of `out` in eights of elements; a gradient is added to what is there.
+/// As [`mainloop`](crate::kernels::listed::mainloop::mainloop) has them, of `out` in eights of elements; a gradient is added to what is there.
 #[cube(launch_unchecked)]
-pub fn walk<S: Size, P: Size, O: Size>(
+pub fn mainloop<S: Size, P: Size, O: Size>(
     q: &[u32],
     k: &[u32],
     v: &[u32],
@@ -84,10 +84,10 @@ pub fn walk<S: Size, P: Size, O: Size>(
         lane,
         t,
     );
-    let (walk, steps, queries) = (begun.walk, begun.steps, begun.queries);
+    let (mainloop, steps, queries) = (begun.mainloop, begun.steps, begun.queries);
     let mut key = begun.key;
     let warps = comptime!(t.warps());
-    let of_q = rows_of_query(address::<u32>(q), &q_strides, &walk);
+    let of_q = rows_of_query(address::<u32>(q), &q_strides, &mainloop);
     let q_rows = RowStrides {
         head: q_strides.head,
         query: q_strides.row,
@@ -95,7 +95,7 @@ pub fn walk<S: Size, P: Size, O: Size>(
     copy_heads(base, of_q, &q_rows, queries, warp, lane, warps, rows, own);
     let out_at = base + comptime!(own.bytes() as u32);
     if comptime!(t.backward) {
-        let of_out = rows_of_query(address::<u32>(grad_out), &out_strides, &walk);
+        let of_out = rows_of_query(address::<u32>(grad_out), &out_strides, &mainloop);
         let out_rows = RowStrides {
             head: out_strides.head,
             query: out_strides.row,
@@ -104,11 +104,11 @@ pub fn walk<S: Size, P: Size, O: Size>(
             out_at, of_out, &out_rows, queries, warp, lane, warps, rows, second,
         );
     }
-    copy_step(base, 0u32, &key, &walk.sources, warp, lane, t);
-    let next = listed(keys, masks, &walk.list, 1u32, warp, lane, t);
+    copy_step(base, 0u32, &key, &mainloop.sources, warp, lane, t);
+    let next = listed(keys, masks, &mainloop.list, 1u32, warp, lane, t);
     key.position = next.position;
     key.mask = next.mask;
-    let before = first_of_heads(&walk, slice.heads as u32, q_strides.len, t.heads);
+    let before = first_of_heads(&mainloop, slice.heads as u32, q_strides.len, t.heads);
     let row = warp * 16 + lane / 4;
     let upper = out_row(row, q_strides.len, queries, t);
     let lower = out_row(row + ROW_PAIR, q_strides.len, queries, t);
@@ -176,8 +176,8 @@ pub fn walk<S: Size, P: Size, O: Size>(
             Vector::<f32, S>::zeroed()
         };
         if j + 1 < steps {
-            copy_step(base, ahead, &key, &walk.sources, warp, lane, t);
-            let next = listed(keys, masks, &walk.list, j + 2, warp, lane, t);
+            copy_step(base, ahead, &key, &mainloop.sources, warp, lane, t);
+            let next = listed(keys, masks, &mainloop.list, j + 2, warp, lane, t);
             key.position = next.position;
             key.mask = next.mask;
         }

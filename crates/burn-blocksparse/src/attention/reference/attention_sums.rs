@@ -14,7 +14,7 @@ use crate::options::AttentionOptions;
 
 /// Chunk by chunk: `p = exp(s − lse)`, summed over the rows of each block for the columns, and skewed and summed for the diagonals
 /// ([`diagonals_of`]).
-pub(crate) fn masses<B: Backend>(
+pub(crate) fn attention_sums<B: Backend>(
     inputs: AccumulatedInputs<B>,
     layout: &LayoutTensors<B>,
     options: &AttentionOptions,

@@ -1,4 +1,4 @@
-//! What the backward kernels of the two walks load: a tile's own rows, and step after step of the gathered ones.
+//! What the backward kernels of the two mainloops load: a tile's own rows, and step after step of the gathered ones.
 
 // What is known at compile time stays apart from what is not; kernels have no `is_multiple_of`.
 #![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
@@ -6,13 +6,13 @@
 use cubecl::prelude::*;
 
 use super::rows::own_place;
-use super::tiles::WalkTile;
+use super::tiles::MainloopTile;
 use crate::arch::sm90::*;
-use crate::shared::walk::PlanParts;
+use crate::shared::addressing::PlanParts;
 
-/// Lengths of a launch of a walk.
+/// Lengths of a launch of a mainloop.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
-pub struct WalkLengths {
+pub struct MainloopLengths {
     /// Positions of the rows that it makes.
     pub len: u32,
     /// Places of a head in the stats.
@@ -37,7 +37,7 @@ pub struct OwnRows {
 
 /// Loads a tile's own rows, which are there when the barrier at `base` says so. All units call this together.
 #[cube]
-pub fn load_own_rows(plan: &[u32], own: &OwnRows, base: u32, #[comptime] t: WalkTile) {
+pub fn load_own_rows(plan: &[u32], own: &OwnRows, base: u32, #[comptime] t: MainloopTile) {
     if unit() == 0 {
         barrier_expect(base, comptime!(2 * t.a_bytes()));
     }
@@ -127,7 +127,7 @@ pub fn load_next(
     tile: u32,
     cursor: &Cursor,
     #[comptime] columns: bool,
-    #[comptime] t: WalkTile,
+    #[comptime] t: MainloopTile,
 ) {
     if comptime!(columns) {
         while cursor.j.read() >= cursor.steps.read() && cursor.head.read() + 1 < cursor.end {

@@ -70,10 +70,10 @@ pub struct AccumulatedAttention {
 /// let window = BlockLayout::new(&Pattern::causal(), shape)?;
 /// let last = q.clone().narrow(2, 192, 64);
 /// let (_, lse) = SparseAttentionCall::new(last.clone(), k.clone(), v, &window).run_with_lse()?;
-/// let masses = accumulated_attention(last, k, lse, &window, AccumulatedAttentionOptions::default())?;
-/// let columns = masses.columns.argtopk(8, 2);
+/// let sums = accumulated_attention(last, k, lse, &window, AccumulatedAttentionOptions::default())?;
+/// let columns = sums.columns.argtopk(8, 2);
 /// // Distances from 0 on.
-/// let diagonals = masses.diagonals.narrow(2, 63, 256).argtopk(16, 2);
+/// let diagonals = sums.diagonals.narrow(2, 63, 256).argtopk(16, 2);
 /// assert_eq!(columns.dims(), [1, 2, 8]);
 /// # assert_eq!(diagonals.dims(), [1, 2, 16]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
