@@ -92,7 +92,7 @@ struct Args {
     /// Block size.
     #[arg(long, default_value_t = 32, requires = "pattern")]
     block: usize,
-    /// Run random blocks of several sizes at densities from 1% to 50%, for `plot-density`.
+    /// Run random blocks of several sizes at densities from 1% to 50%, for `plot density`.
     #[arg(long, conflicts_with_all = ["custom", "only"])]
     densities: bool,
     #[arg(long, value_enum, default_value_t = Dtype::F32)]
