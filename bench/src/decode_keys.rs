@@ -64,37 +64,22 @@ impl Chosen {
             near: 0,
             all: true,
         };
-        Ok(pair_sums(
-            &self.client,
-            &self.sizes,
-            &inputs,
-            &sum,
-            &self.scores,
-        )?)
+        pair_sums(&self.client, &self.sizes, &inputs, &sum, &self.scores)?;
+        Ok(())
     }
 
     fn pick(&self) -> Result<()> {
         let numbers = [&self.scores, &self.places];
         let seen = Some(&self.seen);
-        Ok(top_k_keys(
-            &self.client,
-            &self.sizes,
-            &self.top_k,
-            numbers,
-            seen,
-        )?)
+        top_k_keys(&self.client, &self.sizes, &self.top_k, numbers, seen)?;
+        Ok(())
     }
 
     fn find(&self) -> Result<()> {
         let to = [self.heads, self.top_k.most];
         let from = [&self.places, &self.dense.table];
-        Ok(picked_slots(
-            &self.client,
-            &self.walks,
-            to,
-            from,
-            &self.sparse.table,
-        )?)
+        picked_slots(&self.client, &self.walks, to, from, &self.sparse.table)?;
+        Ok(())
     }
 
     fn all(&self) -> Result<()> {

@@ -47,13 +47,8 @@ struct Chosen {
 impl Chosen {
     fn summarize(&self) -> Result<()> {
         let (rows, slots) = (&self.rows, &self.slots);
-        Ok(bounds(
-            &self.client,
-            &self.dense,
-            rows,
-            slots,
-            &self.summaries,
-        )?)
+        bounds(&self.client, &self.dense, rows, slots, &self.summaries)?;
+        Ok(())
     }
 
     fn score(&self) -> Result<()> {
@@ -65,23 +60,14 @@ impl Chosen {
             scores: &self.scores,
         };
         let group = self.scored.heads / self.scored.kv_heads;
-        Ok(page_scores(
-            &self.client,
-            &self.scored,
-            &buffers,
-            1.0 / group as f64,
-        )?)
+        page_scores(&self.client, &self.scored, &buffers, 1.0 / group as f64)?;
+        Ok(())
     }
 
     fn pick(&self) -> Result<()> {
         let (spans, to) = (&self.dense.spans, self.selected());
-        Ok(topk_pages(
-            &self.client,
-            &self.highest,
-            &self.scores,
-            spans,
-            to,
-        )?)
+        topk_pages(&self.client, &self.highest, &self.scores, spans, to)?;
+        Ok(())
     }
 
     fn all(&self) -> Result<()> {
