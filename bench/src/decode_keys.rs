@@ -99,13 +99,8 @@ impl Bench {
         let mut sparse = self.call(&shape, PAGE)?;
         let of = dense.shape;
         let slots = of.pages * PAGE;
-        let mut over_some = PagedShape::new(
-            [batch, heads, kv_heads, 1],
-            [kv_heads, keep],
-            [slots, 1],
-            of.widths,
-            BF16,
-        );
+        let (rows, kept) = ([batch, heads, kv_heads, 1], [kv_heads, keep]);
+        let mut over_some = PagedShape::new(rows, kept, [slots, 1], of.widths, BF16);
         over_some.quantization = of.quantization;
         over_some.counters = of.counters;
         sparse.plan = PagedPlan::new(&self.client, over_some)?;

@@ -126,19 +126,15 @@ impl Bench {
                 false => -1,
             }));
         }
-        let rows = AppendShape::new(
-            [batch, kv_heads, 1, longest],
-            [of.pages, page],
-            of.widths,
-            BF16,
-        );
+        let new = |length| [batch, kv_heads, 1, length];
+        let rows = |length| AppendShape::new(new(length), [of.pages, page], of.widths, BF16);
         let of_bounds = match of.quantization {
             Some(_) => F32,
             None => BF16,
         };
         let summaries = empty(&self.client, of.pages * 2 * width, of_bounds);
         let slots = upload_ints(&self.client, &slots);
-        bounds(&self.client, &dense, &rows, &slots, &summaries)?;
+        bounds(&self.client, &dense, &rows(longest), &slots, &summaries)?;
         let last = shape.lengths.iter().enumerate();
         let last: Vec<i32> = last.map(|(entry, of)| slot(entry, of[0] - 1)).collect();
         Ok(Chosen {
@@ -151,7 +147,7 @@ impl Bench {
                 (Summary::Bounds, of_bounds),
             ),
             highest: TopKPagesShape::new([batch, kv_heads], [1, of.entries], page, [1, keep]),
-            rows: AppendShape::new([batch, kv_heads, 1, 1], [of.pages, page], of.widths, BF16),
+            rows: rows(1),
             summaries,
             scores: empty(&self.client, batch * kv_heads * of.entries, F32),
             slots: upload_ints(&self.client, &last),

@@ -48,20 +48,17 @@ const PANEL: (u32, u32) = (660, 460);
 const TITLE: u32 = 34;
 const ROW: i32 = 22;
 
-const COLORS: [RGBColor; 12] = [
-    RGBColor(60, 60, 60),
-    RGBColor(31, 119, 180),
-    RGBColor(230, 110, 20),
-    RGBColor(44, 160, 44),
-    RGBColor(148, 103, 189),
-    RGBColor(200, 40, 60),
-    RGBColor(23, 180, 190),
-    RGBColor(200, 160, 20),
-    RGBColor(227, 119, 194),
-    RGBColor(140, 86, 75),
-    RGBColor(150, 200, 60),
-    RGBColor(20, 50, 130),
+const COLORS: [u32; 12] = [
+    0x3c3c3c, 0x1f77b4, 0xe66e14, 0x2ca02c, 0x9467bd, 0xc8283c, 0x17b4be, 0xc8a014, 0xe377c2,
+    0x8c564b, 0x96c83c, 0x143282,
 ];
+
+fn colors() -> impl Iterator<Item = RGBColor> {
+    let byte = |color: u32, at: u32| (color >> (8 * at)) as u8;
+    COLORS
+        .iter()
+        .map(move |&of| RGBColor(byte(of, 2), byte(of, 1), byte(of, 0)))
+}
 
 impl Chart {
     pub fn draw(&self, path: &Path) -> Result<()> {
@@ -93,7 +90,7 @@ impl Chart {
                 }
             }
         }
-        for ((of, color), row) in series.iter().zip(COLORS).zip(1..) {
+        for ((of, color), row) in series.iter().zip(colors()).zip(1..) {
             let y = row * ROW;
             let stroke = color.stroke_width(3);
             names.draw(&PathElement::new([(8, y), (30, y)], stroke))?;
@@ -147,7 +144,7 @@ impl Panel {
             .bold_line_style(RGBColor(226, 226, 226))
             .light_line_style(TRANSPARENT)
             .draw()?;
-        for (of, color) in self.series.iter().zip(COLORS) {
+        for (of, color) in self.series.iter().zip(colors()) {
             let faint = LineSeries::new(of.faint.iter().copied(), color.mix(0.35));
             chart.draw_series(faint)?;
             for line in &of.lines {
