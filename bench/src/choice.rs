@@ -183,11 +183,8 @@ fn times(client: &Client, args: &Args) -> Result<()> {
             maxima.run(client)
         })?;
         let numbers = heads * of.rows[1] * of.columns * head_dim;
-        println!(
-            "{:<48} {:>9.1} TFLOP/s",
-            "",
-            2.0 * numbers as f64 / seconds / 1e12
-        );
+        let rate = 2.0 * numbers as f64 / seconds / 1e12;
+        println!("{:<48} {rate:>9.1} TFLOP/s", "");
     }
     let last = |queries: usize| LineSizes {
         lists,

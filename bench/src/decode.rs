@@ -364,13 +364,8 @@ impl Bench {
         let (heads, kv_heads) = (shape.heads, shape.kv_heads);
         let (width, rows) = (shape.width, shape.rows);
         let pages = count * kv_heads;
-        let mut shape = PagedShape::new(
-            [batch, heads, kv_heads, rows],
-            [1, entries],
-            [pages, page],
-            [width; 2],
-            BF16,
-        );
+        let (of, entries, widths) = ([batch, heads, kv_heads, rows], [1, entries], [width; 2]);
+        let mut shape = PagedShape::new(of, entries, [pages, page], widths, BF16);
         shape.quantization = self.args.quantization();
         shape.counters = !self.args.two_launches;
         let q = self.filled(batch * heads * rows * width, BF16, 1);

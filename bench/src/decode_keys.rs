@@ -69,37 +69,22 @@ impl Chosen {
             near: 0,
             all: true,
         };
-        Ok(pair_sums(
-            &self.client,
-            &self.sizes,
-            &inputs,
-            &sum,
-            &self.scores,
-        )?)
+        pair_sums(&self.client, &self.sizes, &inputs, &sum, &self.scores)?;
+        Ok(())
     }
 
     fn pick(&self) -> Result<()> {
         let numbers = [&self.scores, &self.places];
         let seen = Some(&self.seen);
-        Ok(top_k_keys(
-            &self.client,
-            &self.sizes,
-            &self.top_k,
-            numbers,
-            seen,
-        )?)
+        top_k_keys(&self.client, &self.sizes, &self.top_k, numbers, seen)?;
+        Ok(())
     }
 
     fn find(&self) -> Result<()> {
         let to = [self.heads, self.top_k.most];
         let from = [&self.places, &self.dense.table];
-        Ok(picked_slots(
-            &self.client,
-            &self.page_lists,
-            to,
-            from,
-            &self.sparse.table,
-        )?)
+        picked_slots(&self.client, &self.page_lists, to, from, &self.sparse.table)?;
+        Ok(())
     }
 
     fn all(&self) -> Result<()> {
@@ -119,13 +104,8 @@ impl Bench {
         let mut sparse = self.call(&shape, PAGE)?;
         let of = dense.shape;
         let slots = of.pages * PAGE;
-        let mut over_some = PagedShape::new(
-            [batch, heads, kv_heads, 1],
-            [kv_heads, keep],
-            [slots, 1],
-            of.widths,
-            BF16,
-        );
+        let (rows, kept) = ([batch, heads, kv_heads, 1], [kv_heads, keep]);
+        let mut over_some = PagedShape::new(rows, kept, [slots, 1], of.widths, BF16);
         over_some.quantization = of.quantization;
         over_some.counters = of.counters;
         sparse.plan = PagedPlan::new(&self.client, over_some)?;

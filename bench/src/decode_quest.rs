@@ -47,13 +47,8 @@ struct Chosen {
 impl Chosen {
     fn summarize(&self) -> Result<()> {
         let (rows, slots) = (&self.rows, &self.slots);
-        Ok(bounds(
-            &self.client,
-            &self.dense,
-            rows,
-            slots,
-            &self.summaries,
-        )?)
+        bounds(&self.client, &self.dense, rows, slots, &self.summaries)?;
+        Ok(())
     }
 
     fn score(&self) -> Result<()> {
@@ -65,23 +60,14 @@ impl Chosen {
             scores: &self.scores,
         };
         let group = self.scored.heads / self.scored.kv_heads;
-        Ok(page_scores(
-            &self.client,
-            &self.scored,
-            &buffers,
-            1.0 / group as f64,
-        )?)
+        page_scores(&self.client, &self.scored, &buffers, 1.0 / group as f64)?;
+        Ok(())
     }
 
     fn pick(&self) -> Result<()> {
         let (spans, to) = (&self.dense.spans, self.selected());
-        Ok(topk_pages(
-            &self.client,
-            &self.highest,
-            &self.scores,
-            spans,
-            to,
-        )?)
+        topk_pages(&self.client, &self.highest, &self.scores, spans, to)?;
+        Ok(())
     }
 
     fn all(&self) -> Result<()> {
@@ -140,19 +126,15 @@ impl Bench {
                 false => -1,
             }));
         }
-        let rows = AppendShape::new(
-            [batch, kv_heads, 1, longest],
-            [of.pages, page],
-            of.widths,
-            BF16,
-        );
+        let new = |length| [batch, kv_heads, 1, length];
+        let rows = |length| AppendShape::new(new(length), [of.pages, page], of.widths, BF16);
         let of_bounds = match of.quantization {
             Some(_) => F32,
             None => BF16,
         };
         let summaries = empty(&self.client, of.pages * 2 * width, of_bounds);
         let slots = upload_ints(&self.client, &slots);
-        bounds(&self.client, &dense, &rows, &slots, &summaries)?;
+        bounds(&self.client, &dense, &rows(longest), &slots, &summaries)?;
         let last = shape.lengths.iter().enumerate();
         let last: Vec<i32> = last.map(|(entry, of)| slot(entry, of[0] - 1)).collect();
         Ok(Chosen {
@@ -165,7 +147,7 @@ impl Bench {
                 (Summary::Bounds, of_bounds),
             ),
             highest: TopKPagesShape::new([batch, kv_heads], [1, of.entries], page, [1, keep]),
-            rows: AppendShape::new([batch, kv_heads, 1, 1], [of.pages, page], of.widths, BF16),
+            rows: rows(1),
             summaries,
             scores: empty(&self.client, batch * kv_heads * of.entries, F32),
             slots: upload_ints(&self.client, &last),

@@ -155,12 +155,8 @@ impl Bench {
             let (weights, log) = softmax(&scores);
             let got = lse[row];
             if got != log {
-                ensure_within(
-                    format_args!("lse {row}"),
-                    got,
-                    log,
-                    1e-5 * log.abs().max(1.0),
-                )?;
+                let bound = 1e-5 * log.abs().max(1.0);
+                ensure_within(format_args!("lse {row}"), got, log, bound)?;
             }
             for channel in 0..value_width {
                 let (mut sum, mut size) = (0.0, 0.0);
@@ -172,12 +168,8 @@ impl Bench {
                 let share = if scores.len() > MANY_KEYS { 0.5 } else { 1.0 };
                 let bound = 1.01 * rounding * (sum.abs() + share * size) + 1e-5 * size + 1e-7;
                 let got = out[row * value_width + channel];
-                ensure_within(
-                    format_args!("row {row}, channel {channel}"),
-                    got,
-                    sum,
-                    bound,
-                )?;
+                let what = format_args!("row {row}, channel {channel}");
+                ensure_within(what, got, sum, bound)?;
             }
         }
         Ok(())

@@ -1,7 +1,5 @@
 //! What the bench programs share: a device and its clock, numbers on it, how calls are run, and what their results are compared with.
 
-#[cfg(feature = "plot")]
-pub mod chart;
 pub mod compare;
 pub mod device;
 pub mod device_time;

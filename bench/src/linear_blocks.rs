@@ -283,15 +283,12 @@ fn time_layer(bench: &mut Bench, layout: &WeightLayout, dense: f64) -> Result<()
         median(&|| layer.weight_gradient())?,
     ];
     let sum: f64 = times.iter().sum();
-    let chosen = [
-        BlockProduct::Forward,
-        BlockProduct::Backward,
-        BlockProduct::Weight,
-    ];
-    let chosen = chosen.map(|product| match layer.tables.is_gathered(product) {
-        true => "gathered",
-        false => "dense",
-    });
+    use BlockProduct::{Backward, Forward, Weight};
+    let chosen =
+        [Forward, Backward, Weight].map(|product| match layer.tables.is_gathered(product) {
+            true => "gathered",
+            false => "dense",
+        });
     println!(
         "{layout}: {:.4} + {:.4} + {:.4} = {sum:.4} ms, {:.2} of density · dense ({dense:.4} ms), to be run {}",
         times[0],
@@ -300,13 +297,11 @@ fn time_layer(bench: &mut Bench, layout: &WeightLayout, dense: f64) -> Result<()
         sum / (layout.density() * dense),
         chosen.join(", "),
     );
+    let gradient = layer.gradient.as_ref().map(ToString::to_string);
     println!(
         "    {}; {}",
         layer.products[0],
-        layer
-            .gradient
-            .as_ref()
-            .map_or(String::new(), ToString::to_string)
+        gradient.unwrap_or_default()
     );
     bench.results.push(json!({
         "layout": layout.to_string(), "block": layout.block(), "density": layout.density(), "ms": times,

@@ -353,13 +353,8 @@ fn verify_heads(bench: &Bench, tally: &mut Tally) -> Result<()> {
             };
             let heads_view = MatrixView::by_heads(by_heads.handle.clone(), [batch, heads, seq]);
             let depth = if transposed { rows } else { width };
-            let right = view(&Operand::random(
-                client,
-                is_bf16,
-                [1, depth, cols],
-                false,
-                !seed,
-            ));
+            let right = [1, depth, cols];
+            let right = view(&Operand::random(client, is_bf16, right, false, !seed));
             let run = |view: &MatrixView, index: usize| -> Result<Option<(String, Vec<u8>)>> {
                 let a = match transposed {
                     true => view.clone().transposed(),
@@ -409,34 +404,15 @@ pub(super) fn times(bench: &mut Bench) -> Result<()> {
     };
     let heads = Epilogue::Heads { dim: 64 };
     let up = Epilogue::Activation(activation);
-    let (whole, one) = ([4, 8, 0, 0], [1, 8, 0, 0]);
-    for (name, [depth, cols], transposed, epilogue, parts, has) in [
-        (
-            "q, k, v by heads",
-            [512, 1536],
-            false,
-            heads,
-            [4, 8, 8, 8],
-            [true, false],
-        ),
-        (
-            "gradient by heads",
-            [512, 512],
-            true,
-            heads,
-            whole,
-            [false, false],
-        ),
-        ("u and f(u)", [512, 2048], false, up, one, [true, true]),
-        (
-            "du and f(u)",
-            [512, 2048],
-            true,
-            gradient,
-            one,
-            [true, true],
-        ),
+    let (three, whole, one) = ([4, 8, 8, 8], [4, 8, 0, 0], [1, 8, 0, 0]);
+    // Names, columns, epilogues, whether the weight is transposed, heads of parts, and whether there are a bias and a second result.
+    for (name, cols, epilogue, transposed, parts, has) in [
+        ("q, k, v by heads", 1536, heads, false, three, [true, false]),
+        ("gradient by heads", 512, heads, true, whole, [false; 2]),
+        ("u and f(u)", 2048, up, false, one, [true; 2]),
+        ("du and f(u)", 2048, gradient, true, one, [true; 2]),
     ] {
+        let depth = 512;
         let a = Operand::random(&client, true, [1, rows, depth], false, 1);
         let b = Operand::random(&client, true, [1, depth, cols], transposed, 2);
         let case = Case::new(&client, [&a, &b], epilogue, has, parts, 3)?;

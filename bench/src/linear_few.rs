@@ -199,12 +199,8 @@ impl Few {
                     false => row * all + before + column,
                 };
                 let bound = 1.01 * rounding_of(element) * expected.abs() + lost;
-                ensure_within(
-                    format_args!("[{index}, {row}, {column}]"),
-                    made[at],
-                    expected,
-                    bound,
-                )?;
+                let what = format_args!("[{index}, {row}, {column}]");
+                ensure_within(what, made[at], expected, bound)?;
             }
             before += width;
         }

@@ -371,14 +371,9 @@ impl Call {
 
     fn read(&self) -> Result<[Vec<f64>; 5]> {
         let [out, lse, dq, dk, dv] = &self.results;
-        let read = |handle, element| read_floats(&self.client, handle, element);
-        Ok([
-            read(out, BF16)?,
-            read(lse, F32)?,
-            read(dq, BF16)?,
-            read(dk, BF16)?,
-            read(dv, BF16)?,
-        ])
+        let read = |handle| read_floats(&self.client, handle, BF16);
+        let lse = read_floats(&self.client, lse, F32)?;
+        Ok([read(out)?, lse, read(dq)?, read(dk)?, read(dv)?])
     }
 }
 

@@ -9,7 +9,6 @@ mod stress;
 mod workload;
 
 use std::path::PathBuf;
-use std::str::FromStr;
 
 use anyhow::{Context, Result, bail};
 use blocksparse_bench::device;
@@ -80,9 +79,12 @@ struct Args {
     /// Make the gradient of the bias in the backward pass.
     #[arg(long, requires = "bias")]
     bias_gradient: bool,
-    /// Biases of distances up to REACH, for each head or shared: REACH or REACH:shared. Their gradient is made only to compare results.
+    /// Biases of distances up to REACH, for each head. Their gradient is made only to compare results.
     #[arg(long, value_name = "REACH")]
-    relative: Option<Relative>,
+    relative: Option<usize>,
+    /// All heads share these biases.
+    #[arg(long, requires = "relative")]
+    relative_shared: bool,
     /// Also write each row's largest score. With --verify it is compared with the scores of all pairs, too, made on the host.
     #[arg(long)]
     max_scores: bool,
@@ -92,7 +94,7 @@ struct Args {
     /// Block size.
     #[arg(long, default_value_t = 32, requires = "pattern")]
     block: usize,
-    /// Run random blocks of several sizes at densities from 1% to 50%, for `plot-density`.
+    /// Run random blocks of several sizes at densities from 1% to 50%, for `plot density`.
     #[arg(long, conflicts_with_all = ["custom", "only"])]
     densities: bool,
     #[arg(long, value_enum, default_value_t = Dtype::F32)]
@@ -130,9 +132,7 @@ enum BiasShape {
 
 impl BiasShape {
     fn of(self, workload: &Workload) -> [usize; 4] {
-        let &Workload {
-            batch, heads, n, ..
-        } = workload;
+        let (batch, heads, n) = (workload.batch, workload.heads, workload.n);
         match self {
             BiasShape::Full => [batch, heads, n, n],
             BiasShape::Heads => [1, heads, n, n],
@@ -142,32 +142,15 @@ impl BiasShape {
     }
 }
 
-/// Biases of distances.
-#[derive(Clone, Copy)]
-struct Relative {
-    reach: usize,
-    shared: bool,
-}
-
-impl FromStr for Relative {
-    type Err = anyhow::Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        let (reach, shared) = match text.split_once(':') {
-            None => (text, false),
-            Some((reach, "shared")) => (reach, true),
-            Some((_, rest)) => bail!("expected `shared` behind the reach, got {rest:?}"),
+impl Args {
+    /// Of the table of biases of distances, if there is one.
+    fn relative_shape(&self, workload: &Workload) -> Option<[usize; 2]> {
+        let heads = if self.relative_shared {
+            1
+        } else {
+            workload.heads
         };
-        let reach = reach.parse().context("a reach is a number")?;
-        Ok(Self { reach, shared })
-    }
-}
-
-impl Relative {
-    /// Of the table.
-    fn shape(self, workload: &Workload) -> [usize; 2] {
-        let heads = if self.shared { 1 } else { workload.heads };
-        [heads, 2 * self.reach + 1]
+        self.relative.map(|reach| [heads, 2 * reach + 1])
     }
 }
 
@@ -274,6 +257,7 @@ mod tests {
             "--layout a.json --block 64",
             "--layout a.json --densities",
             "--batch 2",
+            "--relative-shared",
         ] {
             assert!(parse(wrong).is_err(), "{wrong}");
         }

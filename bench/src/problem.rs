@@ -114,12 +114,9 @@ fn score_options(
             shape,
         }
     });
-    options.relative = args.relative.map(|relative| {
-        let shape = relative.shape(workload);
-        TableView {
-            handle: random(&shape, F32),
-            shape,
-        }
+    options.relative = args.relative_shape(workload).map(|shape| TableView {
+        handle: random(&shape, F32),
+        shape,
     });
     options
 }
@@ -164,18 +161,9 @@ impl<'a> Problem<'a> {
             out: &self.grad_out,
             lse: None,
         };
-        let (layout, handles) = (&self.layout, outputs.handles());
-        let (gradients, options) = (&outputs.gradients, &self.options);
-        kernels::backward(
-            self.client,
-            plan,
-            layout,
-            inputs,
-            handles,
-            by,
-            gradients,
-            options,
-        )?;
+        let (client, layout, saved) = (self.client, &self.layout, outputs.handles());
+        let (made, options) = (&outputs.gradients, &self.options);
+        kernels::backward(client, plan, layout, inputs, saved, by, made, options)?;
         Ok(())
     }
 
@@ -215,14 +203,8 @@ impl<'a> Problem<'a> {
         }
         let same = (ours.iter().zip(&again))
             .all(|((_, a), (_, b))| a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits()));
-        print!(
-            "  {}",
-            if same {
-                "same bits twice"
-            } else {
-                "OTHER BITS THE SECOND TIME"
-            }
-        );
+        let bits = ["OTHER BITS THE SECOND TIME", "same bits twice"][usize::from(same)];
+        print!("  {bits}");
         println!("  {}", if good && same { "ok" } else { "FAILED" });
         Ok(())
     }
@@ -392,8 +374,7 @@ impl Outputs {
         let v_offset = keys * head_dim;
         let bias_shape =
             (args.bias.filter(|_| args.verify || args.bias_gradient)).map(|bias| bias.of(workload));
-        let table_shape =
-            (args.relative.filter(|_| args.verify)).map(|relative| relative.shape(workload));
+        let table_shape = args.relative_shape(workload).filter(|_| args.verify);
         let mut gradients = Gradients::new(
             buffer(queries * head_dim * element),
             buffer((v_offset + keys * value_dim) * element),

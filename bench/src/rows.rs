@@ -266,9 +266,8 @@ impl Bench {
                 let client = &self.client;
                 let name = format!("{what} of compressed blocks, {width} wide, groups of {group}");
                 self.moves(&name, bytes, || {
-                    Ok(compressed_attention_sums(
-                        client, &plan, &inputs, 0.1, &wanted, &out,
-                    )?)
+                    compressed_attention_sums(client, &plan, &inputs, 0.1, &wanted, &out)?;
+                    Ok(())
                 })?;
             }
         }
@@ -302,13 +301,8 @@ impl Bench {
                     kept: Some([&xhat, &rstd]),
                 };
                 let (branch, norm) = (Some(branch), Some(norm));
-                Ok(fused_rows::add_norm(
-                    client,
-                    (&stream, F32),
-                    [rows, width],
-                    branch,
-                    norm,
-                )?)
+                fused_rows::add_norm(client, (&stream, F32), [rows, width], branch, norm)?;
+                Ok(())
             })?;
             let name = format!("residual norm, backward{kind}");
             self.moves(&name, matrix * (4 + 2 + 2 + 4 + 2), || {
@@ -344,14 +338,8 @@ impl Bench {
             let name = format!("bias and {activation:?}");
             self.moves(&name, matrix * 4, || {
                 let x = (&x, BF16);
-                Ok(fused_rows::bias_activation(
-                    client,
-                    x,
-                    Some(bias),
-                    &y,
-                    [rows, width],
-                    activation,
-                )?)
+                fused_rows::bias_activation(client, x, Some(bias), &y, [rows, width], activation)?;
+                Ok(())
             })?;
             for (again, what, bytes) in [(Some(&x), ", and again", 8), (None, "", 6)] {
                 let name = format!("bias and {activation:?}, backward{what}");
@@ -365,11 +353,8 @@ impl Bench {
                         y: again,
                         sums: Some((&sums, F32)),
                     };
-                    Ok(fused_rows::bias_activation_backward(
-                        client,
-                        [rows, width],
-                        &pass,
-                    )?)
+                    fused_rows::bias_activation_backward(client, [rows, width], &pass)?;
+                    Ok(())
                 })?;
             }
         }
@@ -391,24 +376,14 @@ impl Bench {
         self.moves("heads of queries, keys, values, split", bytes, || {
             let parts = [0, 1, 2].map(|index| (part, &split[index]));
             let bias = Some((&bias, F32));
-            Ok(fused_rows::split_heads(
-                client,
-                (&joined, BF16),
-                bias,
-                [rows, rows / 4],
-                &parts,
-            )?)
+            fused_rows::split_heads(client, (&joined, BF16), bias, [rows, rows / 4], &parts)?;
+            Ok(())
         })?;
         self.moves("heads of queries, keys, values, joined", bytes, || {
             let parts = [0, 1, 2].map(|index| (part, Some(&split[index])));
             let sums = Some((&sums, F32));
-            Ok(fused_rows::join_heads(
-                client,
-                &parts,
-                [rows, rows / 4],
-                (&joined, BF16),
-                sums,
-            )?)
+            fused_rows::join_heads(client, &parts, [rows, rows / 4], (&joined, BF16), sums)?;
+            Ok(())
         })
     }
 
@@ -431,13 +406,8 @@ impl Bench {
             let bytes = 4 * tensor + of_gates;
             self.moves(&name, bytes, || {
                 let out = (&out, BF16);
-                Ok(select_rows::gated_sum(
-                    client,
-                    &branches,
-                    gates,
-                    out,
-                    [rows, WIDTH],
-                )?)
+                select_rows::gated_sum(client, &branches, gates, out, [rows, WIDTH])?;
+                Ok(())
             })?;
             self.equal_copy(&name, bytes)?;
             for (in_place, what) in [(false, "backward"), (true, "backward in place")] {
@@ -454,11 +424,8 @@ impl Bench {
                         by_branches: &written,
                         by_gates: Some(&by_gates),
                     };
-                    Ok(select_rows::gated_sum_backward(
-                        client,
-                        [rows, WIDTH],
-                        &pass,
-                    )?)
+                    select_rows::gated_sum_backward(client, [rows, WIDTH], &pass)?;
+                    Ok(())
                 })?;
             }
             self.equal_copy(&format!("{name}, backward"), 7 * tensor + 2 * of_gates)?;
@@ -490,13 +457,8 @@ impl Bench {
                 width,
                 pitch: width,
             });
-            Ok(fused_rows::rounded_beside(
-                client,
-                &matrices,
-                F32,
-                width,
-                (&joined, BF16),
-            )?)
+            fused_rows::rounded_beside(client, &matrices, F32, width, (&joined, BF16))?;
+            Ok(())
         })
     }
 
@@ -541,9 +503,8 @@ impl Bench {
                 weight_decay: 0.01,
             };
             let factor = Some(&factor);
-            Ok(optim::adamw(
-                client, &tensors, &control, factor, betas, F32,
-            )?)
+            optim::adamw(client, &tensors, &control, factor, betas, F32)?;
+            Ok(())
         };
         self.moves("norm of all gradients", numbers * 4, clip)?;
         self.moves("AdamW of all parameters", numbers * 28, step)?;

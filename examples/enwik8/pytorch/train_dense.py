@@ -7,7 +7,7 @@ allows, measured before on a copy. Validation is not in a step's time. A run wri
 goes on from it if it is started again.
 
     python train_dense.py runs/torch --data enwik8 --preset small --seconds 60
-    cargo run -p blocksparse-bench --features plot --bin plot-runs -- curves.png torch=runs/torch sparse=runs/sparse
+    cargo run -p blocksparse-bench --features plot --bin plot -- runs torch=runs/torch sparse=runs/sparse curves.png
 """
 import argparse
 import copy

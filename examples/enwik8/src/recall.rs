@@ -40,7 +40,7 @@ pub struct RecallArgs {
     /// Also each layer and head
     #[arg(long)]
     heads: bool,
-    /// One JSON object a line, in place of a table, or into FILE beside it (`plot-recall` draws it)
+    /// One JSON object a line, in place of a table, or into FILE beside it (`plot recall` draws it)
     #[arg(long, value_name = "FILE", num_args = 0..=1)]
     json: Option<Option<PathBuf>>,
 }

@@ -1,0 +1,50 @@
+//! What all kinds read and draw on.
+
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use plotters::coord::Shift;
+use plotters::prelude::*;
+use plotters::style::text_anchor::{HPos, Pos, VPos};
+use serde::de::DeserializeOwned;
+
+pub type Area<'a> = DrawingArea<BitMapBackend<'a>, Shift>;
+
+pub fn read_text(path: &Path) -> Result<String> {
+    std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
+}
+
+pub fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T> {
+    serde_json::from_str(&read_text(path)?).with_context(|| path.display().to_string())
+}
+
+/// An object of each line.
+pub fn read_lines<T: DeserializeOwned>(path: &Path) -> Result<Vec<T>> {
+    let text = read_text(path)?;
+    let lines = text.lines().filter(|line| !line.trim().is_empty());
+    (lines.map(serde_json::from_str).collect::<Result<_, _>>())
+        .with_context(|| path.display().to_string())
+}
+
+/// A white picture, a PNG.
+pub fn picture(path: &Path, size: (u32, u32)) -> Result<Area<'_>> {
+    blocksparse::font::register();
+    let area = BitMapBackend::new(path, size).into_drawing_area();
+    area.fill(&WHITE)?;
+    Ok(area)
+}
+
+/// Text of a size, its middle at a height.
+pub fn write(
+    area: &Area<'_>,
+    text: &str,
+    at: (i32, i32),
+    size: i32,
+    side: HPos,
+    color: RGBColor,
+) -> Result<()> {
+    let style = ("sans-serif", size).into_text_style(area).color(&color);
+    let style = style.pos(Pos::new(side, VPos::Center));
+    area.draw(&Text::new(text, at, style))?;
+    Ok(())
+}
