@@ -95,14 +95,8 @@ impl Ruled {
         let request = Request::new([1, self.shape.heads], [self.width; 2], BF16);
         let plan = AttentionPlan::new(client, layout, request)?;
         let (views, outputs) = (self.views.each_ref(), Outputs::new(&self.out, &self.lse));
-        forward(
-            client,
-            &plan,
-            layout,
-            views,
-            outputs,
-            &ScoreOptions::new(1.0),
-        )?;
+        let options = ScoreOptions::new(1.0);
+        forward(client, &plan, layout, views, outputs, &options)?;
         Ok(())
     }
 
