@@ -62,12 +62,13 @@ impl TrainStep for ByteModel {
 }
 
 /// Batches of windows that begin every `stride` bytes.
-fn batches(text: &[u8], stride: usize) -> Arc<dyn DataLoader<Tensor<2, Int>>> {
+fn batches(text: &[u8], stride: usize, device: &Device) -> Arc<dyn DataLoader<Tensor<2, Int>>> {
     let windows = text.windows(CONTEXT + 1).step_by(stride);
     let windows = InMemDataset::new(windows.map(<[u8]>::to_vec).collect());
     DataLoaderBuilder::new(Bytes)
         .batch_size(16)
         .shuffle(1)
+        .set_device(device.clone()) // otherwise validation is on Burn's default device
         .build(windows)
 }
 
@@ -86,13 +87,14 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     // Any bytes do; `std::fs::read` reads a file of yours.
     let (text, valid) = include_bytes!("../src/transformer.rs").split_at(20_000);
-    let valid = batches(valid, CONTEXT);
+    let train = batches(text, 16, &device);
+    let valid = batches(valid, CONTEXT, &device);
     let folder = std::env::temp_dir().join(format!("learner-{}", std::process::id()));
     let model = ByteModel { inner: model };
     let learner = Learner::new(model, AdamWConfig::new().init(), ConstantLr::new(5e-3));
-    let result = SupervisedTraining::new(&folder, batches(text, 16), valid.clone())
+    let result = SupervisedTraining::new(&folder, train, valid.clone())
         .metrics((LossMetric::new(), PerplexityMetric::new()))
-        .num_epochs(8)
+        .num_epochs(4)
         .summary()
         .launch(learner);
 

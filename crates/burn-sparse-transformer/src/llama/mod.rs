@@ -8,5 +8,6 @@ mod hugging_face;
 mod model;
 
 pub use config::LlamaConfig;
+#[cfg(feature = "store")]
 pub(crate) use hugging_face::Keys;
 pub use model::{Llama, LlamaBlock, LlamaMlp};
