@@ -13,7 +13,7 @@ use crate::sharded::exchange::Exchange;
 use crate::sharded::links::{Links, Stage};
 use crate::sharded::ops::ShardOps;
 
-/// Keys and values, or the gradients by them: `[batch, blocks, block_size · dim]`.
+/// Keys and values, or the gradients with respect to them: `[batch, blocks, block_size · dim]`.
 pub type Blocks<B> = [FloatTensor<B>; 2];
 
 /// One device's way to the others.

@@ -125,7 +125,7 @@ impl Llama {
         /// Mean cross-entropy of the next tokens, `[1]`, which stores no logits.
         ///
         /// # Shapes
-        /// - `tokens`, `targets`: `[batch, seq]`; the target of a token is the one behind it
+        /// - `tokens`, `targets`: `[batch, seq]`; the target of a token is the next one
         pub fn loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> = try_loss;
     }
 

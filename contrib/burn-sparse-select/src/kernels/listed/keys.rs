@@ -1,4 +1,4 @@
-//! The gradients by keys and values: a cube has up to 64 keys of a block, and loops over the queries that chose it, with all heads that share the list.
+//! The gradients with respect to keys and values: a cube has up to 64 keys of a block, and loops over the queries that chose it, with all heads that share the list.
 //!
 //! ```text
 //! sᵀ = K · q(j)ᵀ    p = exp2(s − lse)    dv += pᵀ · dO(j)    dpᵀ = V · dO(j)ᵀ    ds = p ∘ (dp − delta)    dk += dsᵀ · q(j)
