@@ -341,7 +341,18 @@ fn accumulate<W: Size>(
         #[unroll]
         for step in 0..steps {
             let place = first + comptime!(step * BLOCK / OWN);
-            if comptime!(k.whole()) {
+            if comptime!(!k.whole()) {
+                #[unroll]
+                for i in 0..OWN {
+                    read[comptime!(step * OWN + i)] = Vector::<u32, W>::zeroed();
+                }
+                #[unroll]
+                for eight in 0..eights {
+                    factors[comptime!(step * eights + eight)] = Vector::<u32, Four>::zeroed();
+                }
+            }
+            // Of whole blocks the condition is known to the compiler.
+            if comptime!(k.whole()).runtime() || place < comptime!(k.depth / OWN) {
                 read_block::<W>(
                     x,
                     weight,
@@ -355,30 +366,6 @@ fn accumulate<W: Size>(
                     pitch,
                     k,
                 );
-            } else {
-                #[unroll]
-                for i in 0..OWN {
-                    read[comptime!(step * OWN + i)] = Vector::<u32, W>::zeroed();
-                }
-                #[unroll]
-                for eight in 0..eights {
-                    factors[comptime!(step * eights + eight)] = Vector::<u32, Four>::zeroed();
-                }
-                if place < comptime!(k.depth / OWN) {
-                    read_block::<W>(
-                        x,
-                        weight,
-                        &mut read,
-                        &mut factors,
-                        at,
-                        place,
-                        row,
-                        rows,
-                        step,
-                        pitch,
-                        k,
-                    );
-                }
             }
         }
         #[unroll]

@@ -28,17 +28,30 @@ struct Kind {
     back: bool,
 }
 
-/// Reads the cosines and sines of a vector's pairs.
+/// Reads the cosines and sines of a vector's pairs, at the place of a row: of `places`, or behind `first`.
 #[cube]
-fn angles<A: Float>(
+fn angles<A: Float, I: Int>(
     table: &[A],
+    places: &ComptimeOption<Box<[I]>>,
     cosines: &mut Array<A>,
     sines: &mut Array<A>,
-    turns: usize,
+    row: usize,
+    vector: usize,
+    seq: usize,
+    first: usize,
+    context: usize,
+    place_step: usize,
     channel_step: usize,
     sine_step: usize,
     #[comptime] k: Kind,
 ) {
+    let mut place = first + row % seq;
+    #[comptime]
+    match places {
+        ComptimeOption::Some(places) => place = usize::cast_from(places[row]),
+        ComptimeOption::None => {}
+    }
+    let turns = min(place, context - 1) * place_step + vector * comptime!(k.lanes) * channel_step;
     #[unroll]
     for pair in 0..comptime!(k.lanes / 2) {
         let turn = turns + comptime!(2 * pair) * channel_step;
@@ -95,21 +108,19 @@ fn turn<E: Float, A: Float, O: Float, I: Int, N: Size>(
     let row = ABSOLUTE_POS / comptime!(k.vectors) % rows;
     let group = ABSOLUTE_POS / comptime!(k.vectors) / rows;
     if group < groups {
-        let mut place = first + row % seq;
-        #[comptime]
-        match places {
-            ComptimeOption::Some(places) => place = usize::cast_from(places[row]),
-            ComptimeOption::None => {}
-        }
-        let turns =
-            min(place, context - 1) * place_step + vector * comptime!(k.lanes) * channel_step;
         let mut cosines = Array::<A>::new(comptime!(k.lanes / 2));
         let mut sines = Array::<A>::new(comptime!(k.lanes / 2));
-        angles::<A>(
+        angles::<A, I>(
             table,
+            &places,
             &mut cosines,
             &mut sines,
-            turns,
+            row,
+            vector,
+            seq,
+            first,
+            context,
+            place_step,
             channel_step,
             sine_step,
             k,
@@ -161,21 +172,19 @@ fn turn_both<E: Float, A: Float, O: Float, I: Int, N: Size>(
     let row = ABSOLUTE_POS / comptime!(k.vectors) % rows;
     let head = ABSOLUTE_POS / comptime!(k.vectors) / rows;
     if head < comptime!(k.heads + key_heads) {
-        let mut place = first + row % seq;
-        #[comptime]
-        match places {
-            ComptimeOption::Some(places) => place = usize::cast_from(places[row]),
-            ComptimeOption::None => {}
-        }
-        let turns =
-            min(place, context - 1) * place_step + vector * comptime!(k.lanes) * channel_step;
         let mut cosines = Array::<A>::new(comptime!(k.lanes / 2));
         let mut sines = Array::<A>::new(comptime!(k.lanes / 2));
-        angles::<A>(
+        angles::<A, I>(
             table,
+            &places,
             &mut cosines,
             &mut sines,
-            turns,
+            row,
+            vector,
+            seq,
+            first,
+            context,
+            place_step,
             channel_step,
             sine_step,
             k,
