@@ -9,7 +9,7 @@ use blocksparse_bench::runner::{Shard, Timing};
 use blocksparse_cubecl::{Gradients, OutputGrads, Outputs, ScoreOptions, TensorView};
 use burn_sparse_select::kernels::listed::{
     ByBlock, ListedGradients, ListedLists, ListedPlan, ListedRequest, ListedTiles, Mainloops,
-    PlacedLists, backward, forward, forward_by_block,
+    PlacedLists, backward, backward_by_block, forward, forward_by_block,
 };
 use clap::{Parser, ValueEnum};
 use cubecl::client::Client;
@@ -80,7 +80,7 @@ enum Plan {
     Queries(Mainloops),
     Neighbours(Mainloops),
     /// The forward pass, and a mainloop backward.
-    Blocks(ByBlock, Mainloops),
+    Blocks([ByBlock; 2]),
     Tiles(ListedTiles),
 }
 
@@ -89,7 +89,7 @@ impl Plan {
         match self {
             Plan::Queries(_) => Way::Queries,
             Plan::Neighbours(_) => Way::Neighbours,
-            Plan::Blocks(..) => Way::Blocks,
+            Plan::Blocks(_) => Way::Blocks,
             Plan::Tiles(_) => Way::Tiles,
         }
     }
@@ -178,7 +178,7 @@ impl Call {
         let scale = 1.0 / (head_dim as f64).sqrt();
         let mainloop = Mainloops::alone(client.properties(), request);
         let neighbours = Mainloops::together(client.properties(), request);
-        let by_block = ByBlock::new(client.properties(), request);
+        let by_block = |backward| ByBlock::new(client.properties(), request, backward).ok();
         let tiles_of_lists = ListedTiles::new(client, &request, scale);
         if let (Err(mainloop), Err(in_tiles)) = (&mainloop, &tiles_of_lists) {
             anyhow::bail!("no kernels: {mainloop}; {in_tiles}");
@@ -186,10 +186,7 @@ impl Call {
         let plans = [
             mainloop.ok().map(Plan::Queries),
             neighbours.ok().map(Plan::Neighbours),
-            by_block
-                .ok()
-                .zip(mainloop.ok())
-                .map(|(by_block, mainloop)| Plan::Blocks(by_block, mainloop)),
+            (by_block(false).zip(by_block(true))).map(|(there, back)| Plan::Blocks([there, back])),
             tiles_of_lists.ok().map(Plan::Tiles),
         ];
         let shapes = [
@@ -298,7 +295,7 @@ impl Call {
             Plan::Queries(mainloops) | Plan::Neighbours(mainloops) => {
                 forward(client, mainloops, x, blocks, saved, scale, false)?;
             }
-            Plan::Blocks(by_block, _) => self.forward_by_block(by_block, false)?,
+            Plan::Blocks([by_block, _]) => self.forward_by_block(by_block, false)?,
             Plan::Tiles(tiles) => {
                 let layout = tiles.layout(client, blocks)?;
                 let options = ScoreOptions::new(scale);
@@ -308,15 +305,19 @@ impl Call {
         Ok(())
     }
 
+    fn placed(&self) -> PlacedLists<'_> {
+        PlacedLists {
+            queries: &self.queries,
+            tile_blocks: &self.tile_blocks,
+            places: &self.places,
+        }
+    }
+
     /// By blocks; with `carry` after what is in the results.
     fn forward_by_block(&self, plan: &ByBlock, carry: bool) -> Result<()> {
         let [q, k, v, _] = &self.views;
         let [out, lse, ..] = &self.results;
-        let lists = PlacedLists {
-            queries: &self.queries,
-            tile_blocks: &self.tile_blocks,
-            places: &self.places,
-        };
+        let lists = self.placed();
         let (client, saved, scale) = (&self.client, Outputs::new(out, lse), self.scale());
         forward_by_block(client, plan, [q, k, v], lists, saved, scale, carry)?;
         Ok(())
@@ -349,7 +350,7 @@ impl Call {
             v: dv,
         };
         match plan {
-            Plan::Queries(mainloops) | Plan::Neighbours(mainloops) | Plan::Blocks(_, mainloops) => {
+            Plan::Queries(mainloops) | Plan::Neighbours(mainloops) => {
                 let lists = match self.request.block {
                     1 => ListedLists::Keys(blocks),
                     _ => ListedLists::Blocks {
@@ -359,6 +360,10 @@ impl Call {
                     },
                 };
                 backward(client, mainloops, x, lists, saved, by, made, scale)?;
+            }
+            Plan::Blocks([_, plan]) => {
+                let lists = self.placed();
+                backward_by_block(client, plan, x, lists, saved, by, made, scale)?;
             }
             Plan::Tiles(tiles) => {
                 let (plan, layout) = (tiles.plan(), tiles.layout(client, blocks)?);

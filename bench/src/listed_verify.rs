@@ -136,7 +136,7 @@ fn check(client: &Client, name: &str, batch: usize, args: &Args, seed: u64) -> R
         pairs.extend(names.zip(in_parts.iter().zip(&expected)));
     }
     let twice;
-    if let Some(Plan::Blocks(plan, _)) = call.plan(way) {
+    if let Some(Plan::Blocks([plan, _])) = call.plan(way) {
         // After itself it is the same, of twice the weights.
         for carry in [false, true] {
             call.forward_by_block(plan, carry)?;

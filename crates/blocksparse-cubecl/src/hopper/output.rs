@@ -90,6 +90,23 @@ pub fn store_row<O: Size>(
         }
         log = (m + log2(l)) * comptime!(std::f32::consts::LN_2);
     }
+    write_row::<O>(out, o, offset, inverse, first, row, t);
+    if row.exists && unit() % 4 == 0 {
+        lse[(first + row.position) as usize] = log;
+    }
+}
+
+/// Stores one of the unit's two rows, whose numbers begin at `offset` of every four, times `factor`.
+#[cube]
+pub fn write_row<O: Size>(
+    out: &mut [Vector<u32, Four>],
+    o: &Vector<f32, O>,
+    #[comptime] offset: usize,
+    factor: f32,
+    first: u32,
+    row: &OutRow,
+    #[comptime] t: OutShape,
+) {
     let lane = unit() % 32;
     let at = (first + row.position) as usize;
     let target = at * comptime!(t.value_dim / 8) + (lane % 4) as usize;
@@ -102,8 +119,8 @@ pub fn store_row<O: Size>(
             own.insert(
                 j,
                 pack(
-                    o.extract(n) * inverse,
-                    o.extract(comptime!(n + 1)) * inverse,
+                    o.extract(n) * factor,
+                    o.extract(comptime!(n + 1)) * factor,
                     t.half,
                 ),
             );
@@ -112,9 +129,6 @@ pub fn store_row<O: Size>(
         if row.exists && within(lane, i, t.value_dim) {
             out[target + comptime!(4 * i)] = four;
         }
-    }
-    if row.exists && lane % 4 == 0 {
-        lse[at] = log;
     }
 }
 

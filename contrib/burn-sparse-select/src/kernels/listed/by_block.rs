@@ -4,15 +4,21 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use crate::kernels::listed::check::check;
+use crate::kernels::listed::launch::by_blocks;
+use crate::kernels::listed::mainloops::{keys_line, keys_tile};
 use crate::kernels::listed::merge;
 use crate::kernels::listed::merge::MergeShape;
 use crate::kernels::listed::request::ListedRequest;
-use crate::kernels::listed::views::{check_inputs, far_rows, input, strides};
+use crate::kernels::listed::row_stats::stats_of;
+use crate::kernels::listed::views::{
+    ListedGradients, PIECE, check_inputs, far_rows, input, strides,
+};
 use crate::kernels::listed::warpgroups::block;
 use crate::kernels::listed::warpgroups::block::BlockTile;
 use blocksparse_cubecl::args::buffer;
-use blocksparse_cubecl::call::{Outputs, TensorView, check_hopper};
+use blocksparse_cubecl::call::{OutputGrads, Outputs, TensorView, check_hopper};
 use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::mma::tile::Tile;
 use blocksparse_cubecl::tensor::scales;
 use blocksparse_cubecl::tuning::{TierLimit, Tuning};
 
@@ -27,11 +33,13 @@ const CUBES: usize = 16;
 /// Units of a cube that merges.
 const UNITS: usize = 256;
 
-/// What the forward pass of a call runs that goes by blocks.
+/// What a pass of a call runs that goes by blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ByBlock {
     request: ListedRequest,
     tile: BlockTile,
+    /// What makes dK and dV.
+    keys: Tile,
     /// Lists whose parts are there at a time.
     lists: usize,
     /// Tiles of a cube.
@@ -50,11 +58,14 @@ pub struct PlacedLists<'a> {
 }
 
 impl ByBlock {
+    /// Of the forward or the backward pass of a call that [`Mainloops`](super::Mainloops) take.
+    ///
     /// # Errors
     /// Why the device's kernels do not take the call so.
     pub fn new(
         properties: &DeviceProperties,
         request: ListedRequest,
+        backward: bool,
     ) -> Result<Self, &'static str> {
         let element = check(properties, &request)?;
         if check_hopper(properties).is_err() || Tuning::or_reason()?.tier == TierLimit::Mma {
@@ -78,6 +89,7 @@ impl ByBlock {
             heads: rows,
             block: request.block,
             tile: request.tile,
+            backward,
             far_rows: false,
         };
         let hardware = &properties.hardware;
@@ -85,7 +97,7 @@ impl ByBlock {
             return Err("no tile fits the shared memory of the device");
         }
         let all = request.batch * request.kv_heads;
-        let of_list = request.tiles * request.tile * rows * request.value_dim * 2;
+        let of_list = request.tiles * request.tile * rows * tile.out_dim() * 2;
         if of_list > MOST {
             return Err("the parts of outputs take too much memory");
         }
@@ -94,6 +106,7 @@ impl ByBlock {
         Ok(Self {
             request,
             tile,
+            keys: keys_tile(&request, element, hardware.max_shared_memory_size),
             lists,
             run: (lists * request.tiles / (CUBES * known)).clamp(1, MOST_TILES),
         })
@@ -104,22 +117,27 @@ impl ByBlock {
         self.request.tiles * self.request.tile
     }
 
-    /// What it is, and its kernel, as plans print it.
-    pub(crate) fn lines(&self) -> [String; 2] {
+    /// What it is, and its kernels, as plans print it.
+    pub(crate) fn lines(&self) -> Vec<String> {
         let (rows, what) = (self.request.rows(), self.request.listed_things());
-        [
+        let name = if self.tile.backward { "dQ" } else { "forward" };
+        let mut lines = vec![
             format!(
                 "listed  {what} meet the {rows} rows of each query that lists them, in parts that are merged"
             ),
             format!(
-                "  forward  64 rows a step on wgmma, {} units, {} tiles of {} queries in {} KiB shared, parts of {} lists at a time",
+                "  {name:8} 64 rows a step on wgmma, {} units, {} tiles of {} queries in {} KiB shared, parts of {} lists at a time",
                 self.tile.units(),
                 self.run,
                 self.request.tile,
                 self.tile.shared_bytes().div_ceil(1024),
                 self.lists,
             ),
-        ]
+        ];
+        if self.tile.backward {
+            lines.push(keys_line(&self.request, &self.keys));
+        }
+        lines
     }
 }
 
@@ -138,6 +156,50 @@ pub fn forward_by_block(
 ) -> Result<(), KernelError> {
     check_inputs(&inputs, scale)?;
     let [q, k, v] = inputs;
+    // A pass that is no gradient's reads no gradient.
+    let to = [outputs.out, outputs.lse];
+    launch(client, plan, [q, k, v, q], lists, to, scale, carry);
+    Ok(())
+}
+
+/// As [`backward`](crate::kernels::listed::backward).
+///
+/// # Errors
+/// As there.
+#[allow(clippy::too_many_arguments)]
+pub fn backward_by_block(
+    client: &Client,
+    plan: &ByBlock,
+    [q, k, v]: [&TensorView; 3],
+    lists: PlacedLists,
+    outputs: Outputs,
+    grads: OutputGrads,
+    gradients: ListedGradients,
+    scale: f64,
+) -> Result<(), KernelError> {
+    let inputs = [q, k, v, grads.out];
+    check_inputs(&inputs, scale)?;
+    let stats = stats_of(client, &plan.request, outputs, grads, scale)?;
+    let to = [gradients.q, &stats];
+    launch(client, plan, inputs, lists, to, scale, true);
+    let of_keys = [&stats, lists.queries, lists.tile_blocks];
+    let request = &plan.request;
+    by_blocks(
+        client, request, inputs, of_keys, gradients, scale, plan.keys,
+    );
+    Ok(())
+}
+
+/// Parts of some lists at a time, added to what is `to` be written with `carry`: the output and its lse, or dQ, beside lse and delta of each row.
+fn launch(
+    client: &Client,
+    plan: &ByBlock,
+    [q, k, v, grad_out]: [&TensorView; 4],
+    lists: PlacedLists,
+    [out, of_rows]: [&Handle; 2],
+    scale: f64,
+    carry: bool,
+) {
     let request = &plan.request;
     let (log2_scale, _) = scales(scale, None);
     let tile = BlockTile {
@@ -146,16 +208,21 @@ pub fn forward_by_block(
     };
     let shape = MergeShape {
         half: tile.half,
-        value_dim: tile.value_dim,
+        dim: tile.out_dim(),
         heads: tile.heads,
         carry,
+        backward: tile.backward,
     };
     let all = request.batch * request.kv_heads;
-    let (places, pieces) = (plan.places(), tile.value_dim / 8);
+    let (places, pieces) = (plan.places(), tile.out_dim() / PIECE);
     let rows = plan.lists * places * tile.heads;
-    let parts = client.empty(rows * tile.value_dim * 2);
-    let logs = client.empty(rows * size_of::<f32>());
+    let parts = client.empty(rows * tile.out_dim() * 2);
     let out_rows = request.all_rows();
+    // Of parts, or of rows.
+    let (logs, log_count, row_count) = match tile.backward {
+        true => (of_rows.clone(), 2 * out_rows, 2 * out_rows),
+        false => (client.empty(rows * size_of::<f32>()), rows, out_rows),
+    };
     for first in (0..all).step_by(plan.lists) {
         let count = plan.lists.min(all - first);
         let units = count * request.seq_q * tile.heads * pieces;
@@ -173,19 +240,22 @@ pub fn forward_by_block(
                 input(q),
                 input(k),
                 input(v),
+                input(grad_out),
                 buffer(lists.queries, all * places),
                 buffer(lists.tile_blocks, all * request.tiles),
                 buffer(&parts, rows * pieces),
-                buffer(&logs, rows),
+                buffer(&logs, log_count),
                 strides(q),
                 strides(k),
                 strides(v),
+                strides(grad_out),
                 block::PlacesLaunch::new(
                     first as u32,
                     request.kv_heads as u32,
                     request.tiles as u32,
                     plan.run as u32,
                 ),
+                scale as f32,
                 log2_scale as f32,
                 tile,
             );
@@ -194,10 +264,10 @@ pub fn forward_by_block(
                 CubeCount::Static(units.div_ceil(UNITS) as u32, 1, 1),
                 CubeDim::new_1d(UNITS as u32),
                 buffer(&parts, rows * pieces),
-                buffer(&logs, rows),
+                buffer(&logs, log_count),
                 buffer(lists.places, request.listed()),
-                buffer(outputs.out, out_rows * pieces),
-                buffer(outputs.lse, out_rows),
+                buffer(out, out_rows * pieces),
+                buffer(of_rows, row_count),
                 merge::RowsLaunch::new(
                     first as u32,
                     count as u32,
@@ -209,5 +279,4 @@ pub fn forward_by_block(
             );
         }
     }
-    Ok(())
 }

@@ -40,7 +40,7 @@ pub struct Costs {
     pub together: [f64; 2],
     /// and in tiles;
     pub tiles: [f64; 2],
-    /// forward also where blocks meet the queries that list them.
+    /// forward where blocks meet the queries that list them. Backward dQ has half as much again of everything, as it has in mainloops.
     pub by_block: f64,
 }
 

@@ -113,11 +113,6 @@ pub fn backward(
         },
     ) = (mainloops.by_keys, lists)
     {
-        let tile = Tile {
-            carry: true,
-            far_rows: far_rows([k, v]),
-            ..tile
-        };
         by_blocks(
             client,
             request,
@@ -243,7 +238,7 @@ impl Pass<'_> {
 }
 
 /// The gradients by keys and values of blocks: of queries of the stats, which are at places, in tiles of a block each.
-fn by_blocks(
+pub fn by_blocks(
     client: &Client,
     request: &ListedRequest,
     [q, k, v, grad_out]: [&TensorView; 4],
@@ -252,6 +247,11 @@ fn by_blocks(
     scale: f64,
     tile: Tile,
 ) {
+    let tile = Tile {
+        carry: true,
+        far_rows: far_rows([k, v]),
+        ..tile
+    };
     let (log2_scale, _) = scales(scale, None);
     let places = request.batch * request.kv_heads * request.tiles;
     let shape = request.list_shape(&tile);

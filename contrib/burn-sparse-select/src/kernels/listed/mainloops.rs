@@ -240,7 +240,7 @@ fn mainloop_tile(
 }
 
 /// The mainloop over the queries that chose a block.
-fn keys_tile(request: &ListedRequest, element: Element, room: usize) -> Tile {
+pub(crate) fn keys_tile(request: &ListedRequest, element: Element, room: usize) -> Tile {
     let warps = request.block.min(64) / ROWS;
     let of_cols = |cols: usize| plain(request, element, [warps, 1], [cols.min(32 * warps), 2]);
     let wide = of_cols(64);
@@ -290,28 +290,34 @@ impl Mainloops {
     /// Those of the backward pass.
     pub(crate) fn backward_lines(&self) -> [String; 2] {
         let keys = match &self.by_keys {
-            ByKeys::WarpgroupRecords(tile) => warpgroups::spread_line(tile),
-            ByKeys::Records(tile) => format!(
+            ByKeys::WarpgroupRecords(tile) => by_keys_line(&warpgroups::spread_line(tile)),
+            ByKeys::Records(tile) => by_keys_line(&format!(
                 "{KEYS} keys a step of a warp, a record of each pair, {} units, {} stages in {} KiB shared",
                 tile.inner.units(),
                 tile.inner.stages,
                 tile.shared_bytes().div_ceil(1024),
-            ),
-            ByKeys::Blocks(tile) => {
-                let shape = self.request.list_shape(tile);
-                format!(
-                    "{} keys × {} rows a step, {} units, {} parts, {} KiB shared",
-                    tile.rows(),
-                    tile.cols,
-                    tile.units(),
-                    shape.parts,
-                    shape.shared_bytes(tile).div_ceil(1024),
-                )
-            }
+            )),
+            ByKeys::Blocks(tile) => keys_line(&self.request, tile),
         };
-        let keys = format!("  {:8} {keys}", "dK, dV");
         [mainloop_line("dQ", &self.queries), keys]
     }
+}
+
+fn by_keys_line(keys: &str) -> String {
+    format!("  {:8} {keys}", "dK, dV")
+}
+
+/// The kernel of keys of blocks.
+pub(crate) fn keys_line(request: &ListedRequest, tile: &Tile) -> String {
+    let shape = request.list_shape(tile);
+    by_keys_line(&format!(
+        "{} keys × {} rows a step, {} units, {} parts, {} KiB shared",
+        tile.rows(),
+        tile.cols,
+        tile.units(),
+        shape.parts,
+        shape.shared_bytes(tile).div_ceil(1024),
+    ))
 }
 
 fn mainloop_line(name: &str, mainloop: &Mainloop) -> String {

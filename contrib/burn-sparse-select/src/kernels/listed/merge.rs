@@ -1,4 +1,5 @@
-//! The parts of a row's output, of the blocks that its query chose, added up by their lse: after attention to other keys, or alone.
+//! The parts of a row's output, of the blocks that its query chose, added up by their lse: after attention to other keys, or alone. Those of a gradient are
+//! added to what is there.
 
 // What is known at compile time stays apart from what is not.
 #![allow(clippy::collapsible_if)]
@@ -13,11 +14,14 @@ use blocksparse_cubecl::shared::addressing::Four;
 pub struct MergeShape {
     /// The type of outputs.
     pub half: Half,
-    pub value_dim: usize,
+    /// Width of a row.
+    pub dim: usize,
     /// Heads that share a list.
     pub heads: usize,
     /// Whether attention to other keys is in the outputs.
     pub carry: bool,
+    /// Whether parts are a gradient's, which have no lse.
+    pub backward: bool,
 }
 
 /// The rows of a launch.
@@ -45,7 +49,7 @@ pub fn merge(
     rows: Rows,
     #[comptime] t: MergeShape,
 ) {
-    let (pieces, heads) = comptime!(((t.value_dim / 8) as u32, t.heads as u32));
+    let (pieces, heads) = comptime!(((t.dim / 8) as u32, t.heads as u32));
     let unit = ABSOLUTE_POS as u32;
     let is_there = unit < rows.lists * rows.seq_q * comptime!(heads * pieces);
     // Units beyond the last row make it again, and do not write it.
@@ -58,16 +62,17 @@ pub fn merge(
     let chosen = ((rows.first_list + list) * rows.seq_q + query) * rows.most;
     let first = list * rows.places;
 
-    let before = if comptime!(t.carry) {
-        lse[own as usize]
-    } else {
-        f32::new(f32::NEG_INFINITY)
-    };
+    let mut before = f32::new(f32::NEG_INFINITY);
+    if comptime!(t.carry && !t.backward) {
+        before = lse[own as usize];
+    }
     let mut top = before;
-    for j in 0..rows.most {
-        let place = places[(chosen + j) as usize];
-        if place >= 0i32 {
-            top = larger(top, logs[((first + place as u32) * heads + head) as usize]);
+    if comptime!(!t.backward) {
+        for j in 0..rows.most {
+            let place = places[(chosen + j) as usize];
+            if place >= 0i32 {
+                top = larger(top, logs[((first + place as u32) * heads + head) as usize]);
+            }
         }
     }
     let mut sum = f32::new(0.0);
@@ -77,10 +82,10 @@ pub fn merge(
         sums[i] = f32::new(0.0);
     }
     // Of a row without keys nothing is −∞ less −∞.
-    let is_seen = top > f32::new(f32::NEG_INFINITY);
+    let is_seen = comptime!(t.backward).runtime() || top > f32::new(f32::NEG_INFINITY);
     if comptime!(t.carry) {
         if is_seen {
-            let weight = exp2((before - top) * comptime!(std::f32::consts::LOG2_E));
+            let weight = weight_of(before, top, t);
             sum = add_part(&mut sums, out[at], weight, sum, t.half);
         }
     }
@@ -89,18 +94,24 @@ pub fn merge(
             let place = places[(chosen + j) as usize];
             if place >= 0i32 {
                 let part = (first + place as u32) * heads + head;
-                let log = logs[part as usize];
-                let weight = exp2((log - top) * comptime!(std::f32::consts::LOG2_E));
+                let mut log = top;
+                if comptime!(!t.backward) {
+                    log = logs[part as usize];
+                }
+                let weight = weight_of(log, top, t);
                 let four = parts[part as usize * pieces as usize + piece as usize];
                 sum = add_part(&mut sums, four, weight, sum, t.half);
             }
         }
     }
-    let mut inverse = f32::new(0.0);
+    let mut inverse = f32::new(1.0);
     let mut log = f32::new(f32::NEG_INFINITY);
-    if sum > 0.0f32 {
-        inverse = reciprocal(sum);
-        log = top + log2(sum) * comptime!(std::f32::consts::LN_2);
+    if comptime!(!t.backward) {
+        inverse = f32::new(0.0);
+        if sum > 0.0f32 {
+            inverse = reciprocal(sum);
+            log = top + log2(sum) * comptime!(std::f32::consts::LN_2);
+        }
     }
     // All units of a row have read its lse.
     sync_warp();
@@ -113,9 +124,21 @@ pub fn merge(
             four.insert(i, pack(low, high, t.half));
         }
         out[at] = four;
-        if piece == 0 {
-            lse[own as usize] = log;
+        if comptime!(!t.backward) {
+            if piece == 0 {
+                lse[own as usize] = log;
+            }
         }
+    }
+}
+
+/// The weight of a part of this lse beside the highest.
+#[cube]
+fn weight_of(log: f32, top: f32, #[comptime] t: MergeShape) -> f32 {
+    if comptime!(t.backward) {
+        f32::new(1.0)
+    } else {
+        exp2((log - top) * comptime!(std::f32::consts::LOG2_E))
     }
 }
 

@@ -49,7 +49,7 @@ mod tiles;
 mod views;
 mod warpgroups;
 
-pub use by_block::{ByBlock, PlacedLists, forward_by_block};
+pub use by_block::{ByBlock, PlacedLists, backward_by_block, forward_by_block};
 pub use launch::{backward, forward};
 pub use lists::ListedLists;
 pub use mainloops::Mainloops;

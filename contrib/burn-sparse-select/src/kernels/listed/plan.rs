@@ -22,7 +22,7 @@ enum Way {
     Alone,
     /// Neighbouring queries attend to the union of theirs.
     Together,
-    /// Blocks meet the queries that list them, forward.
+    /// Blocks meet the queries that list them.
     ByBlock,
     /// Tiles of queries compute all pairs that are seen, of which those that are not listed have no weight.
     Tiles,
@@ -33,7 +33,7 @@ enum Way {
 pub enum ListedPass<'a> {
     /// Queries attend to their lists, or neighbours to the union of theirs.
     Mainloops(&'a Mainloops),
-    /// Blocks meet the queries that list them: no backward pass.
+    /// Blocks meet the queries that list them.
     ByBlock(&'a ByBlock),
     /// They are pairs of a layout.
     Tiles(&'a ListedTiles),
@@ -44,7 +44,8 @@ pub enum ListedPass<'a> {
 pub struct ListedPlan {
     alone: Result<Mainloops, &'static str>,
     together: Result<Mainloops, &'static str>,
-    by_block: Result<ByBlock, &'static str>,
+    /// Forward and backward.
+    by_block: [Result<ByBlock, &'static str>; 2],
     /// Where a pass goes so: their layout is made for nothing else.
     tiles: Option<ListedTiles>,
     /// Forward and backward.
@@ -68,8 +69,8 @@ impl ListedPlan {
         RECENT.get_or_try_make(key, || Self::new(client, request, scale).map(Arc::new))
     }
 
-    /// For a device, by what should be faster. `BLOCKSPARSE_LISTED=queries`, `neighbours` or `tiles` takes one way for both passes, and `blocks` one for the forward
-    /// pass, wherever it can be taken: for measuring.
+    /// For a device, by what should be faster. `BLOCKSPARSE_LISTED=queries`, `neighbours`, `tiles` or `blocks` takes one way for both passes, wherever it
+    /// can be taken: for measuring.
     ///
     /// # Errors
     /// Why its kernels do not take the call.
@@ -77,16 +78,19 @@ impl ListedPlan {
         let properties = client.properties();
         let alone = Mainloops::alone(properties, request);
         let together = Mainloops::together(properties, request);
-        let by_block = ByBlock::new(properties, request);
+        let by_block = [false, true].map(|backward| ByBlock::new(properties, request, backward));
         let mut ways = match (&alone, Tuning::or_default().listed) {
             (Err(_), _) | (_, Some(ListedWay::Tiles)) => [Way::Tiles; 2],
             (_, Some(ListedWay::Queries)) => [Way::Alone; 2],
             (_, Some(ListedWay::Neighbours)) if together.is_ok() => [Way::Together; 2],
-            (_, Some(ListedWay::Blocks)) if by_block.is_ok() => [Way::ByBlock, Way::Alone],
+            (_, Some(ListedWay::Blocks)) => by_block.each_ref().map(|way| match way {
+                Ok(_) => Way::ByBlock,
+                Err(_) => Way::Alone,
+            }),
             (_, Some(_)) => [Way::Alone; 2],
             (_, None) => {
-                let can = [together.is_ok(), by_block.is_ok()];
-                fastest(properties, &request, can)
+                let by_block = by_block.each_ref().map(Result::is_ok);
+                fastest(properties, &request, together.is_ok(), by_block)
             }
         };
         let tiles = match ways.contains(&Way::Tiles) {
@@ -108,19 +112,19 @@ impl ListedPlan {
 
     /// What the forward pass runs.
     pub fn forward(&self) -> ListedPass<'_> {
-        self.pass(self.ways[0])
+        self.pass(0)
     }
 
     /// What the backward pass runs.
     pub fn backward(&self) -> ListedPass<'_> {
-        self.pass(self.ways[1])
+        self.pass(1)
     }
 
-    fn pass(&self, way: Way) -> ListedPass<'_> {
-        match way {
+    fn pass(&self, pass: usize) -> ListedPass<'_> {
+        match self.ways[pass] {
             Way::Alone => ListedPass::Mainloops(self.alone.as_ref().expect("chosen")),
             Way::Together => ListedPass::Mainloops(self.together.as_ref().expect("chosen")),
-            Way::ByBlock => ListedPass::ByBlock(self.by_block.as_ref().expect("chosen")),
+            Way::ByBlock => ListedPass::ByBlock(self.by_block[pass].as_ref().expect("chosen")),
             Way::Tiles => ListedPass::Tiles(self.tiles.as_ref().expect("chosen")),
         }
     }
@@ -131,7 +135,8 @@ impl ListedPlan {
 fn fastest(
     properties: &DeviceProperties,
     request: &ListedRequest,
-    [together, by_block]: [bool; 2],
+    together: bool,
+    by_block: [bool; 2],
 ) -> [Way; 2] {
     let wgmma = check_hopper(properties).is_ok() && Tuning::or_default().tier != TierLimit::Mma;
     let costs = Costs::new(request, wgmma);
@@ -149,8 +154,10 @@ fn fastest(
     });
     match (request.is_of_keys(), ways[0]) {
         (true, _) => ways.map(|(way, _)| way),
-        (false, (mainloop, cost)) if by_block && costs.by_block < cost => [Way::ByBlock, mainloop],
-        (false, (mainloop, _)) => [mainloop; 2],
+        (false, (mainloop, cost)) => by_block.map(|can| match can && costs.by_block < cost {
+            true => Way::ByBlock,
+            false => mainloop,
+        }),
     }
 }
 
@@ -163,13 +170,13 @@ impl fmt::Display for ListedPlan {
         };
         let title = |pass: ListedPass| match pass {
             ListedPass::Mainloops(mainloops) => mainloops.title(),
-            ListedPass::ByBlock(blocks) => blocks.lines()[0].clone(),
+            ListedPass::ByBlock(blocks) => blocks.lines().swap_remove(0),
             ListedPass::Tiles(_) => IN_TILES.to_string(),
         };
         let mut lines = vec![title(self.forward())];
         match self.forward() {
             ListedPass::Mainloops(mainloops) => lines.push(mainloops.forward_line()),
-            ListedPass::ByBlock(blocks) => lines.push(blocks.lines()[1].clone()),
+            ListedPass::ByBlock(blocks) => lines.extend(blocks.lines().into_iter().skip(1)),
             ListedPass::Tiles(tiles) => {
                 let part = &tiles.plan().parts()[0];
                 lines.extend(of_tiles(part.forward.tile.lines(size)));
@@ -180,7 +187,7 @@ impl fmt::Display for ListedPlan {
         }
         match self.backward() {
             ListedPass::Mainloops(mainloops) => lines.extend(mainloops.backward_lines()),
-            ListedPass::ByBlock(_) => {}
+            ListedPass::ByBlock(blocks) => lines.extend(blocks.lines().into_iter().skip(1)),
             ListedPass::Tiles(tiles) => {
                 let part = &tiles.plan().parts()[0];
                 lines.extend(of_tiles(part.backward.tile.lines(size)));

@@ -259,9 +259,12 @@ fn blocks_meet_queries_where_that_should_be_faster(
     let costs = Costs::new(&request, true);
     let found = costs.by_block < costs.alone[0].min(costs.together[0]);
     assert_eq!(found, by_block, "{costs:?}");
-    let plan = ByBlock::new(&hopper(), request).unwrap();
-    assert!(plan.lines()[0].contains("blocks of"));
-    assert!(ByBlock::new(&ampere(), request).is_err());
+    for (backward, lines) in [(false, 2), (true, 3)] {
+        let plan = ByBlock::new(&hopper(), request, backward).unwrap();
+        assert!(plan.lines()[0].contains("blocks of"));
+        assert_eq!(plan.lines().len(), lines);
+        assert!(ByBlock::new(&ampere(), request, backward).is_err());
+    }
 }
 
 /// Records of some queries at a time, a multiple of 32 or all of them.

@@ -210,37 +210,20 @@ mod kernels {
             let TokenSparseInputs { q, k, v, lists } = inputs;
             let read = || [q, k, v].map(|x| view(&readable(x, ALIGNMENT)));
             let outputs = Outputs::new(&out.handle, &lse.handle);
-            match (plan.forward(), lists) {
-                (ListedPass::Mainloops(mainloops), lists) => {
-                    let (x, lists) = (read(), Numbers::new(lists).lists);
-                    launched(listed::forward(
-                        &out.client,
-                        mainloops,
-                        x.each_ref(),
-                        &lists.handle,
-                        outputs,
-                        scale,
-                        carry,
-                    ));
-                }
-                (ListedPass::ByBlock(blocks), QueryLists::Blocks(lists)) => {
-                    let placed = [lists.queries, lists.tile_blocks, lists.places].map(numbers);
-                    let [queries, tile_blocks, places] = placed.each_ref().map(|x| &x.handle);
-                    launched(listed::forward_by_block(
-                        &out.client,
-                        blocks,
-                        read().each_ref(),
-                        PlacedLists {
-                            queries,
-                            tile_blocks,
-                            places,
-                        },
-                        outputs,
-                        scale,
-                        carry,
-                    ));
-                }
-                _ => {}
+            if !matches!(plan.forward(), ListedPass::Tiles(_)) {
+                let (x, lists) = (read(), Numbers::new(lists));
+                let (client, x) = (&out.client, x.each_ref());
+                launched(match plan.forward() {
+                    ListedPass::Mainloops(mainloops) => {
+                        let lists = &lists.lists.handle;
+                        listed::forward(client, mainloops, x, lists, outputs, scale, carry)
+                    }
+                    ListedPass::ByBlock(blocks) => {
+                        let lists = lists.placed();
+                        listed::forward_by_block(client, blocks, x, lists, outputs, scale, carry)
+                    }
+                    ListedPass::Tiles(_) => Ok(()),
+                });
             }
             TokenSparseOutput { out, lse }
         }
@@ -289,28 +272,35 @@ mod kernels {
                 None => [&inputs.q, &inputs.k, &inputs.v]
                     .map(|x| filled::<4>(x, x.meta.shape().dims(), 0.0, x.dtype)),
             };
-            if let ListedPass::Mainloops(mainloops) = pass {
+            if !matches!(pass, ListedPass::Tiles(_)) {
                 let TokenSparseInputs { q, k, v, lists } = inputs;
                 let [q, k, v, grad_out] =
                     [q, k, v, grad_out].map(|x| view(&readable(x, ALIGNMENT)));
+                let (client, x, lists) = (&out.client, [&q, &k, &v], Numbers::new(lists));
                 let [to_q, to_k, to_v] = made.each_ref().map(|x| &x.handle);
-                launched(listed::backward(
-                    &out.client,
-                    mainloops,
-                    [&q, &k, &v],
-                    Numbers::new(lists).handles(),
-                    Outputs::new(&out.handle, &lse.handle),
-                    KernelGrads {
-                        out: &grad_out,
-                        lse: grad_lse.as_ref().map(|grad| &grad.handle),
-                    },
-                    ListedGradients {
-                        q: to_q,
-                        k: to_k,
-                        v: to_v,
-                    },
-                    scale,
-                ));
+                let outputs = Outputs::new(&out.handle, &lse.handle);
+                let grads = KernelGrads {
+                    out: &grad_out,
+                    lse: grad_lse.as_ref().map(|grad| &grad.handle),
+                };
+                let to = ListedGradients {
+                    q: to_q,
+                    k: to_k,
+                    v: to_v,
+                };
+                launched(match pass {
+                    ListedPass::Mainloops(mainloops) => {
+                        let lists = lists.handles();
+                        listed::backward(client, mainloops, x, lists, outputs, grads, to, scale)
+                    }
+                    ListedPass::ByBlock(blocks) => {
+                        let lists = lists.placed();
+                        listed::backward_by_block(
+                            client, blocks, x, lists, outputs, grads, to, scale,
+                        )
+                    }
+                    ListedPass::Tiles(_) => Ok(()),
+                });
             }
             let [q, k, v] = made;
             TokenSparseGrads { q, k, v }
@@ -320,8 +310,8 @@ mod kernels {
     /// Lists as kernels read them.
     struct Numbers {
         lists: CubeTensor,
-        /// Of blocks: queries, and the blocks of their tiles.
-        by_blocks: Option<[CubeTensor; 2]>,
+        /// Of blocks: queries, the blocks of their tiles, and the places of each query's.
+        by_blocks: Option<[CubeTensor; 3]>,
     }
 
     impl Numbers {
@@ -335,10 +325,11 @@ mod kernels {
                     blocks,
                     queries,
                     tile_blocks,
+                    places,
                     ..
                 }) => Self {
                     lists: numbers(blocks),
-                    by_blocks: Some([queries, tile_blocks].map(numbers)),
+                    by_blocks: Some([queries, tile_blocks, places].map(numbers)),
                 },
             }
         }
@@ -346,11 +337,22 @@ mod kernels {
         fn handles(&self) -> ListedLists<'_> {
             match &self.by_blocks {
                 None => ListedLists::Keys(&self.lists.handle),
-                Some([queries, tile_blocks]) => ListedLists::Blocks {
+                Some([queries, tile_blocks, _]) => ListedLists::Blocks {
                     blocks: &self.lists.handle,
                     queries: &queries.handle,
                     tile_blocks: &tile_blocks.handle,
                 },
+            }
+        }
+
+        /// Of blocks alone.
+        fn placed(&self) -> PlacedLists<'_> {
+            let lists = self.by_blocks.as_ref().expect("plans know the lists");
+            let [queries, tile_blocks, places] = lists.each_ref().map(|x| &x.handle);
+            PlacedLists {
+                queries,
+                tile_blocks,
+                places,
             }
         }
     }

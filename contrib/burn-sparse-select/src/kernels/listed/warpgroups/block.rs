@@ -14,11 +14,14 @@
 //!         write o / l and m + log l                             in the order of places
 //! ```
 //!
+//! The gradient with respect to queries is the same loop, with rows of dO beside those of q: `dp = dO · Vᵀ`, `ds = exp2(s − lse) ∘ (dp − delta)` and a part
+//! `ds · K` of each choice.
+//!
 //! Warpgroups share nothing but keys and values, so one makes weights or writes while another multiplies. What q is copied over was read the step before, by
 //! everybody: who waits for a step knows that all warps of the warpgroup are behind the weights of the one before.
 
-// Kernels have no `is_multiple_of`.
-#![allow(clippy::manual_is_multiple_of)]
+// What is known at compile time stays apart from what is not; kernels have no `is_multiple_of`.
+#![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
 
 use cubecl::prelude::*;
 
@@ -27,7 +30,7 @@ use blocksparse_cubecl::arch::sm90::*;
 use blocksparse_cubecl::arch::swizzled::{
     ROWS_AT_A_TIME, Spans, copies_are_there, copy_row, lane_row, own_copies,
 };
-use blocksparse_cubecl::hopper::output::{OutRow, OutShape, quad_sum, store_row};
+use blocksparse_cubecl::hopper::output::{OutRow, OutShape, quad_sum, store_row, write_row};
 use blocksparse_cubecl::hopper::rows::{ROW_PAIR, pack_all};
 use blocksparse_cubecl::hopper::softmax::softmax;
 use blocksparse_cubecl::mma::gather::{Strides, head_address};
@@ -35,11 +38,8 @@ use blocksparse_cubecl::mma::tile::NOWHERE;
 use blocksparse_cubecl::shared::addressing::Four;
 use blocksparse_cubecl::shared::score::LOWEST_MAX;
 
+use crate::kernels::listed::warpgroups::mainloop::{by_scores, weights};
 use crate::kernels::listed::warpgroups::tile::{GROUP_ROWS, WarpgroupTile};
-
-/// Warpgroups of a cube.
-const WARPGROUPS: usize = 3;
-const WARPS: u32 = 4 * WARPGROUPS as u32;
 
 /// Steps of q of a warpgroup: one is multiplied, the next is on its way.
 const STAGES: usize = 2;
@@ -59,13 +59,32 @@ pub struct BlockTile {
     pub block: usize,
     /// Places of a tile.
     pub tile: usize,
+    /// Whether rows of the output's gradient lie behind those of queries.
+    pub backward: bool,
     /// Whether rows of keys or values are more than 4 GB apart.
     pub far_rows: bool,
 }
 
 impl BlockTile {
+    /// Warpgroups of a cube: of the backward pass as many as have registers for two products of scores.
+    fn warpgroups(&self) -> usize {
+        if self.backward { 2 } else { 3 }
+    }
+
+    fn warps(&self) -> usize {
+        4 * self.warpgroups()
+    }
+
     pub fn units(&self) -> usize {
-        32 * WARPS as usize
+        32 * self.warps()
+    }
+
+    /// The width of what is written.
+    pub fn out_dim(&self) -> usize {
+        match self.backward {
+            true => self.head_dim,
+            false => self.value_dim,
+        }
     }
 
     /// Places of a step, and steps of a tile.
@@ -92,9 +111,22 @@ impl BlockTile {
         }
     }
 
-    /// The rows of a step.
+    /// The rows of a step,
     fn rows(&self) -> Spans {
         Spans::far(GROUP_ROWS, self.head_dim)
+    }
+
+    /// and behind them those of width value_dim, which only the backward pass has.
+    fn second(&self) -> Spans {
+        Spans::far(GROUP_ROWS, self.value_dim)
+    }
+
+    fn step_bytes(&self) -> usize {
+        let second = match self.backward {
+            true => self.second().bytes(),
+            false => 0,
+        };
+        self.rows().bytes() + second
     }
 
     fn values_offset(&self) -> usize {
@@ -107,22 +139,22 @@ impl BlockTile {
     }
 
     fn group_bytes(&self) -> usize {
-        STAGES * self.rows().bytes()
+        STAGES * self.step_bytes()
     }
 
     /// A barrier for each.
     fn full(&self) -> usize {
-        self.ring_offset() + WARPGROUPS * self.group_bytes()
+        self.ring_offset() + self.warpgroups() * self.group_bytes()
     }
 
     /// Bytes of shared memory of a cube.
     pub fn shared_bytes(&self) -> usize {
-        self.full() + WARPGROUPS * STAGES * 8
+        self.full() + self.warpgroups() * STAGES * 8
     }
 
     /// Registers of sums of outputs.
     pub fn sums(&self) -> usize {
-        WarpgroupTile::sums(self.value_dim)
+        WarpgroupTile::sums(self.out_dim())
     }
 }
 
@@ -139,12 +171,13 @@ pub struct Places {
 
 /// `queries` `[lists, tiles · tile]`: the query at each place, and `tile_blocks` `[lists, tiles]`: the block of each tile; negative for none, and tiles of none
 /// last. Of each place and head a part of the output into `parts` `[lists of the launch, tiles · tile, heads, value_dim]`, and its lse into `logs`: of places of no
-/// query anything or nothing.
+/// query anything or nothing. Backward `logs` has lse and delta of each row instead, and parts are those of dQ, of width head_dim.
 #[cube(launch_unchecked)]
 pub fn by_block<S: Size, P: Size, O: Size>(
     q: &[u32],
     k: &[u32],
     v: &[u32],
+    grad_out: &[u32],
     queries: &[i32],
     tile_blocks: &[i32],
     parts: &mut [Vector<u32, Four>],
@@ -152,11 +185,15 @@ pub fn by_block<S: Size, P: Size, O: Size>(
     q_strides: Strides,
     k_strides: Strides,
     v_strides: Strides,
+    out_strides: Strides,
     places: Places,
+    scale: f32,
     log2_scale: f32,
     #[comptime] t: BlockTile,
 ) {
-    let (of_keys, of_values, of_rows) = comptime!((t.keys(), t.values(), t.rows()));
+    let (of_keys, of_values) = comptime!((t.keys(), t.values()));
+    let (of_rows, second) = comptime!((t.rows(), t.second()));
+    let warpgroups = comptime!(t.warpgroups() as u32);
     let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 1024usize);
     let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
@@ -164,7 +201,7 @@ pub fn by_block<S: Size, P: Size, O: Size>(
     let group = warp / 4;
     if UNIT_POS_X == 0 {
         #[unroll]
-        for i in 0..comptime!((WARPGROUPS * STAGES) as u32) {
+        for i in 0..comptime!((t.warpgroups() * STAGES) as u32) {
             barrier_init(base + comptime!(t.full() as u32 + 8 * i), 4u32);
         }
         barrier_fence();
@@ -178,18 +215,23 @@ pub fn by_block<S: Size, P: Size, O: Size>(
         rows: head_address(address::<u32>(q), &q_strides, batch, first_head),
         head: q_strides.head,
         query: q_strides.row,
+        grads: head_address(address::<u32>(grad_out), &out_strides, batch, first_head),
+        grad_head: out_strides.head,
+        grad_query: out_strides.row,
         ring: base + comptime!(t.ring_offset() as u32) + group * comptime!(t.group_bytes() as u32),
         warp: warp % 4,
         lane,
     };
     let full = base + comptime!(t.full() as u32) + group * comptime!(8 * STAGES as u32);
     let q_desc = descriptor(own.ring, 16usize);
-    let k_desc = descriptor(base, 16usize);
+    let out_desc = descriptor(own.ring + comptime!(of_rows.bytes() as u32), 16usize);
     let values_at = base + comptime!(t.values_offset() as u32);
-    let v_desc = descriptor(values_at, comptime!(of_values.span_bytes()));
+    let (k_desc, v_desc) = (descriptor(base, 16usize), descriptor(values_at, 16usize));
+    let k_depth = descriptor(base, comptime!(of_keys.span_bytes()));
+    let v_depth = descriptor(values_at, comptime!(of_values.span_bytes()));
     let of_list = list * places.tiles;
     let shape = comptime!(OutShape {
-        value_dim: t.value_dim,
+        value_dim: t.out_dim(),
         half: t.half,
         dropout: false,
     });
@@ -221,7 +263,7 @@ pub fn by_block<S: Size, P: Size, O: Size>(
                 let key = select(key < k_strides.len, key, comptime!(NOWHERE).runtime());
                 copy_row(base, row, keys, key, k_strides.row, lane, of_keys);
                 copy_row(values_at, row, values, key, v_strides.row, lane, of_values);
-                four += comptime!(WARPS);
+                four += comptime!(t.warps() as u32);
             }
             let first = (of_list + tile) * comptime!(t.tile as u32);
             let steps = uniform((end - tile) * comptime!(t.tile_steps() as u32));
@@ -236,7 +278,7 @@ pub fn by_block<S: Size, P: Size, O: Size>(
             if step < steps {
                 copies_are_there(full + number % comptime!(STAGES as u32) * 8, lane);
             }
-            let next = step + comptime!(WARPGROUPS as u32);
+            let next = step + warpgroups;
             if next < steps {
                 read_names(queries, &mut names, first, next, &own, t);
             }
@@ -244,34 +286,38 @@ pub fn by_block<S: Size, P: Size, O: Size>(
             while step < steps {
                 let stage = number % comptime!(STAGES as u32);
                 barrier_wait(full + stage * 8, number / comptime!(STAGES as u32) % 2);
-                let within = u64::cast_from(stage * comptime!((of_rows.bytes() >> 4) as u32));
-                let started = product::<S>(
+                let within = u64::cast_from(stage * comptime!((t.step_bytes() >> 4) as u32));
+                let s_started = product::<S>(
                     q_desc + within,
                     k_desc,
                     comptime!(of_rows.product(of_keys, t.half, t.head_dim)),
                 );
-                let next = step + comptime!(WARPGROUPS as u32);
+                // Registers of a product under way must not be copied, so nothing is assigned here.
+                let dp_started = if comptime!(t.backward) {
+                    product::<S>(
+                        out_desc + within,
+                        v_desc,
+                        comptime!(second.product(of_values, t.half, t.value_dim)),
+                    )
+                } else {
+                    Vector::<f32, S>::zeroed()
+                };
+                let row = own.warp * 16 + lane / 4;
+                let known = known_of(&logs[..], queries, first, step, row, list, q_strides.len, t);
+                let next = step + warpgroups;
                 if next < steps {
                     copy_step(&names, number + 1, &own, t);
-                    let behind = next + comptime!(WARPGROUPS as u32);
+                    let behind = next + warpgroups;
                     if behind < steps {
                         read_names(queries, &mut names, first, behind, &own, t);
                     }
                 }
-                let s = wait::<S>(started, 0usize, comptime!(t.block / 2));
+                let under_way = comptime!(if t.backward { 1usize } else { 0usize });
+                let s = wait::<S>(s_started, under_way, comptime!(t.block / 2));
                 let s = hide_behind::<S>(s, seen, lane, t.block);
-                let (least, none) = (f32::new(LOWEST_MAX), f32::new(0.0));
-                let soft = softmax::<S>(s, least, least, none, none, log2_scale);
-                let p = pack_all::<S, P>(soft.p, t.half);
-                let started = weigh::<P, O>(p, v_desc, t.half, t.value_dim);
-                if next < steps {
-                    copies_are_there(full + (number + 1) % comptime!(STAGES as u32) * 8, lane);
-                }
-                let o = wait::<O>(started, 0usize, comptime!(t.value_dim / 2));
                 let place = (CUBE_POS_Y * places.tiles + tile) * comptime!(t.tile as u32)
                     + step * comptime!(t.step_places() as u32);
                 let first_row = place * comptime!(t.heads as u32);
-                let row = own.warp * 16 + lane / 4;
                 let upper = OutRow {
                     position: row,
                     exists: true.runtime(),
@@ -280,15 +326,37 @@ pub fn by_block<S: Size, P: Size, O: Size>(
                     position: row + ROW_PAIR,
                     exists: true.runtime(),
                 };
-                let (top0, top1) = (soft.m0 * log2_scale, soft.m1 * log2_scale);
-                let (sum0, sum1) = (quad_sum(soft.l0), quad_sum(soft.l1));
-                let one = f32::new(1.0);
-                store_row::<O>(
-                    parts, logs, &o, 0usize, top0, sum0, one, first_row, &upper, shape,
-                );
-                store_row::<O>(
-                    parts, logs, &o, 2usize, top1, sum1, one, first_row, &lower, shape,
-                );
+                if comptime!(t.backward) {
+                    let p = weights::<S>(s, known.lse0, known.lse1, log2_scale, t.block);
+                    let dp = wait::<S>(dp_started, 0usize, comptime!(t.block / 2));
+                    let ds = by_scores::<S>(p, dp, known.delta0, known.delta1, t.block);
+                    let left = pack_all::<S, P>(ds, t.half);
+                    let started = weigh::<P, O>(left, k_depth, t.half, t.head_dim);
+                    if next < steps {
+                        copies_are_there(full + (number + 1) % comptime!(STAGES as u32) * 8, lane);
+                    }
+                    let dq = wait::<O>(started, 0usize, comptime!(t.head_dim / 2));
+                    write_row::<O>(parts, &dq, 0usize, scale, first_row, &upper, shape);
+                    write_row::<O>(parts, &dq, 2usize, scale, first_row, &lower, shape);
+                } else {
+                    let (least, none) = (f32::new(LOWEST_MAX), f32::new(0.0));
+                    let soft = softmax::<S>(s, least, least, none, none, log2_scale);
+                    let p = pack_all::<S, P>(soft.p, t.half);
+                    let started = weigh::<P, O>(p, v_depth, t.half, t.value_dim);
+                    if next < steps {
+                        copies_are_there(full + (number + 1) % comptime!(STAGES as u32) * 8, lane);
+                    }
+                    let o = wait::<O>(started, 0usize, comptime!(t.value_dim / 2));
+                    let (top0, top1) = (soft.m0 * log2_scale, soft.m1 * log2_scale);
+                    let (sum0, sum1) = (quad_sum(soft.l0), quad_sum(soft.l1));
+                    let one = f32::new(1.0);
+                    store_row::<O>(
+                        parts, logs, &o, 0usize, top0, sum0, one, first_row, &upper, shape,
+                    );
+                    store_row::<O>(
+                        parts, logs, &o, 2usize, top1, sum1, one, first_row, &lower, shape,
+                    );
+                }
                 number += 1u32;
                 step = next;
             }
@@ -305,6 +373,10 @@ struct Step {
     /// From a head to the next, and from a query to the next, in pieces of 16 bytes.
     head: u64,
     query: u64,
+    /// The same of the output's gradient.
+    grads: u64,
+    grad_head: u64,
+    grad_query: u64,
     /// Where the warpgroup's steps are.
     ring: u32,
     /// Of the warpgroup's.
@@ -334,15 +406,75 @@ fn read_names(
 /// Starts to copy the warp's rows of a step.
 #[cube]
 fn copy_step(names: &Array<u32>, number: u32, own: &Step, #[comptime] t: BlockTile) {
-    let of = comptime!(t.rows());
+    let (of, second) = comptime!((t.rows(), t.second()));
     let stage = number % comptime!(STAGES as u32);
-    let matrix = own.ring + stage * comptime!(of.bytes() as u32);
+    let matrix = own.ring + stage * comptime!(t.step_bytes() as u32);
     #[unroll]
     for i in 0..comptime!(GROUP_ROWS / 4 / ROWS_AT_A_TIME) {
         let row = own.warp * 16 + comptime!((i * ROWS_AT_A_TIME) as u32) + lane_row(own.lane);
-        let head = row % comptime!(t.heads as u32);
-        let from = own.rows + u64::cast_from(head) * own.head * 16;
+        let head = u64::cast_from(row % comptime!(t.heads as u32)) * 16;
+        let from = own.rows + head * own.head;
         copy_row(matrix, row, from, names[i], own.query, own.lane, of);
+        if comptime!(t.backward) {
+            let from = own.grads + head * own.grad_head;
+            let behind = matrix + comptime!(of.bytes() as u32);
+            copy_row(
+                behind,
+                row,
+                from,
+                names[i],
+                own.grad_query,
+                own.lane,
+                second,
+            );
+        }
+    }
+}
+
+/// What the backward pass knows of the unit's two rows of a step.
+#[derive(CubeType, Clone, Copy)]
+struct RowPair {
+    lse0: f32,
+    delta0: f32,
+    lse1: f32,
+    delta1: f32,
+}
+
+/// Those of rows of no query make nothing.
+#[cube]
+fn known_of(
+    stats: &[f32],
+    queries: &[i32],
+    first: u32,
+    step: u32,
+    row: u32,
+    list: u32,
+    seq_q: u32,
+    #[comptime] t: BlockTile,
+) -> RowPair {
+    let mut of = Array::<f32>::new(4usize);
+    let heads = comptime!(t.heads as u32);
+    #[unroll]
+    for i in 0..2usize {
+        let (lse, delta) = comptime!((2 * i, 2 * i + 1));
+        of[lse] = f32::new(0.0);
+        of[delta] = f32::new(0.0);
+        if comptime!(t.backward) {
+            let row = row + comptime!(i as u32 * ROW_PAIR);
+            let place = first + step * comptime!(t.step_places() as u32) + row / heads;
+            let query = queries[place as usize];
+            if query >= 0i32 {
+                let at = ((list * heads + row % heads) * seq_q + query as u32) as usize * 2;
+                of[lse] = stats[at];
+                of[delta] = stats[at + 1];
+            }
+        }
+    }
+    RowPair {
+        lse0: of[0],
+        delta0: of[1],
+        lse1: of[2],
+        delta1: of[3],
     }
 }
 

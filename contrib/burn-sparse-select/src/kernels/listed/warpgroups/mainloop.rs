@@ -237,7 +237,7 @@ pub fn mainloop<S: Size, P: Size, O: Size>(
 
 /// Weights of the unit's scores, of two rows.
 #[cube]
-fn weights<S: Size>(
+pub fn weights<S: Size>(
     s: Vector<f32, S>,
     lse0: f32,
     lse1: f32,
@@ -255,7 +255,7 @@ fn weights<S: Size>(
 
 /// Gradients by scores of those by weights.
 #[cube]
-fn by_scores<S: Size>(
+pub fn by_scores<S: Size>(
     p: Vector<f32, S>,
     dp: Vector<f32, S>,
     delta0: f32,
