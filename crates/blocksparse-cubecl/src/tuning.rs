@@ -35,8 +35,6 @@ pub struct Tuning {
     pub pairs: bool,
     /// `BLOCKSPARSE_KEY_PICKS`: how an indexer's keys are picked.
     pub key_picks: KeyPicking,
-    /// `BLOCKSPARSE_ROW_PRODUCTS`: whether rows of clusters and hashes are multiplied on tensor cores.
-    pub row_products: bool,
     /// `BLOCKSPARSE_FEW_ROWS`: rows that products without a backward pass have at most, without tensor cores where there are some, and on them, 64 at most.
     pub few_rows: [usize; 2],
     /// `BLOCKSPARSE_COARSE`: coarse steps, nowhere or wherever they can be. `None`: where they should be faster.
@@ -71,7 +69,6 @@ impl Default for Tuning {
             picks: true,
             pairs: true,
             key_picks: KeyPicking::Parts,
-            row_products: true,
             few_rows: [2, 16],
             coarse: None,
             simt_tile: None,
@@ -184,7 +181,6 @@ variables! {
     "BLOCKSPARSE_POISON", SWITCH => poison: switch;
     "BLOCKSPARSE_RECORDS", MIB => records: number;
     "BLOCKSPARSE_REFERENCE", SWITCH => reference: switch;
-    "BLOCKSPARSE_ROW_PRODUCTS", SWITCH => row_products: switch;
     "BLOCKSPARSE_SIMT_SUMS", MIB => simt_sums: number;
     "BLOCKSPARSE_SIMT_TILE", "ROWSxCOLSxUNIT_ROWS, each at least 1" => simt_tile: |text| shape(text).map(Some);
     TIER, TIERS => tier: |text| text.parse().ok();
@@ -395,7 +391,7 @@ mod tests {
     }
 
     /// A wrong value of each variable, and what is said of it.
-    const WRONG: [(&str, &str, &str); 26] = [
+    const WRONG: [(&str, &str, &str); 25] = [
         ("UNFENCED", "yes", "0 or 1"),
         ("COARSE", "2", "0 or 1"),
         ("FEW_ROWS", "8", "two numbers with a comma between"),
@@ -416,7 +412,6 @@ mod tests {
         ("POISON", "yes", "0 or 1"),
         ("RECORDS", "512MiB", "a whole number of MiB"),
         ("REFERENCE", "true", "0 or 1"),
-        ("ROW_PRODUCTS", "-1", "0 or 1"),
         ("SIMT_SUMS", "-1", "a whole number of MiB"),
         ("SIMT_TILE", "64x32", "ROWSxCOLSxUNIT_ROWS"),
         ("SIMT_TILE", "64x32xfour", "ROWSxCOLSxUNIT_ROWS"),
@@ -491,7 +486,6 @@ mod tests {
             "POISON", "1" => poison: true;
             "RECORDS", "64" => records: 64;
             "REFERENCE", "1" => reference: true;
-            "ROW_PRODUCTS", "0" => row_products: false;
             "SIMT_SUMS", "0" => simt_sums: 0;
             "SIMT_TILE", "64x32x4" => simt_tile: Some([64, 32, 4]);
             "TIER", "hopper-unfused" => tier: TierLimit::HopperUnfused;
