@@ -16,12 +16,13 @@ use burn_blocksparse::internal::device::served;
 /// `a · bᵀ` of each head, without autodiff: of f64 in f64, of all else in f32, where kernels run also on devices that round the factors of Burn's products.
 ///
 /// # Shapes
-/// - `a`: `[batch, heads, rows, width]`, `b`: `[batch, heads, columns, width]`, of one dtype
+/// - `a`: `[batch, heads, rows, width]`, `b`: `[batch, kv_heads, columns, width]`, of one dtype; `kv_heads` divides `heads`
 /// - result: `[batch, heads, rows, columns]`
 pub fn row_products(a: Tensor<4>, b: Tensor<4>) -> Tensor<4> {
     let (a, b) = (a.without_autodiff(), b.without_autodiff());
+    let group = a.dims()[1] / b.dims()[1];
     if a.dtype() == DType::F64 {
-        return products(a, b, 1);
+        return products(a, b, group);
     }
     // A block of one row is its own mean.
     #[cfg(feature = "cube")]
@@ -34,7 +35,7 @@ pub fn row_products(a: Tensor<4>, b: Tensor<4>) -> Tensor<4> {
             return products;
         }
     }
-    products(a.cast(DType::F32), b.cast(DType::F32), 1)
+    products(a.cast(DType::F32), b.cast(DType::F32), group)
 }
 
 /// Tokens in the order of their buckets, those of a bucket by number: the token at each place, −1 behind the last, and the place of each token. By the lists of
