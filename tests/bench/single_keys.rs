@@ -2,9 +2,7 @@
 
 use burn::tensor::{DType, Distribution, Tensor};
 use burn_blocksparse::Pattern;
-use burn_blocksparse::internal::runs_kernels;
 use burn_sparse_select::dsa::{Dsa, DsaIndex, DsaTarget};
-use burn_sparse_select::internal::{counting_argsort_rounds, lsh_hash, topk_rows};
 use burn_sparse_transformer::content::{LshHeadsConfig, RoutingHeadsConfig};
 
 use super::Bench;
@@ -118,9 +116,6 @@ impl Bench<'_> {
             let out = training.try_forward(tracked[0].clone(), tracked[2].clone());
             out.expect("shapes fit").context.backward()
         });
-        if runs_kernels(&self.device) {
-            self.parts(n, window, bucket);
-        }
         for rounds in [1, 4] {
             let lsh = LshHeadsConfig::new()
                 .with_bucket(bucket)
@@ -136,28 +131,5 @@ impl Bench<'_> {
                 out.expect("shapes fit").backward()
             });
         }
-    }
-
-    /// What choices are made of, each alone: a cluster's tokens of known similarities, buckets, and their order.
-    fn parts(&mut self, n: usize, window: usize, bucket: usize) {
-        let ([heads, dim], clusters) = ([8, 64], n.div_ceil(window));
-        let half = n.div_ceil(bucket) / 2;
-        self.dense = f64::NAN;
-        let device = self.device.clone();
-        let normal = |dims: [usize; 3]| {
-            Tensor::<3>::random(dims, Distribution::Normal(0.0, 1.0), (&device, DType::F32))
-        };
-        let similarities = normal([heads, clusters, n]);
-        self.time("single keys: part, highest of rows", || {
-            topk_rows(similarities.clone(), window).expect("shapes fit")
-        });
-        let rows = normal([heads, n, dim]).cast(DType::BF16);
-        let (rows, rotations) = (rows.reshape([1, heads, n, dim]), normal([1, dim, half]));
-        let hash = || lsh_hash(rows.clone(), rotations.clone()).expect("shapes fit");
-        self.time("single keys: part, hashes of a round", hash);
-        let buckets = hash().expect("kernels run").reshape([heads, 1, n]);
-        self.time("single keys: part, sort of a round", || {
-            counting_argsort_rounds(buckets.clone(), 2 * half, n).expect("shapes fit")
-        });
     }
 }

@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use burn_blocksparse::internal::{gather_rows, l2_normalize};
+use burn_blocksparse::internal::gather_rows;
 use burn_blocksparse::layout::{DeviceLayoutOptions, TopKOptions};
 use burn_blocksparse::{
     AccumulatedAttentionOptions, accumulated_attention, check_device, sparse_attention,
@@ -14,7 +14,7 @@ use burn_fused_ops::{
     norm, qkv_proj, split_heads,
 };
 use burn_paged_attention::sampling::{SampleOptions, sample_tokens};
-use burn_sparse_select::internal::{counting_argsort, lsh_hash, topk_rows};
+use burn_sparse_select::internal::{sort_by_bucket, topk_rows};
 use burn_sparse_select::{TokenIndices, top_k_blocks_on_device};
 
 use burn_blocksparse_tests::prelude::*;
@@ -59,10 +59,8 @@ fn calls(device: &Device) -> Vec<(&'static str, Result<(), OpError>)> {
         "embedding" => embedding(x2([8, 8]), ids([1, 4]));
         "linear_cross_entropy" => linear_cross_entropy(x2([4, 8]), x2([8, 16]), Tensor::<1, Int>::zeros([4], device), &CrossEntropyOptions::default());
         "sample_tokens" => sample_tokens(x2([2, 16]), x1(2), None, &SampleOptions::default());
-        "sort_buckets" => counting_argsort(ids([2, 8]), 2);
+        "sort_by_bucket" => sort_by_bucket(Tensor::zeros([1, 2, 8], device), 2, 8);
         "highest_in_rows" => topk_rows(x3(), 2);
-        "hash_rows" => lsh_hash(x4(), Tensor::zeros([1, 8, 2], (device, DType::F32)));
-        "unit_rows" => l2_normalize(x4());
         "rows_at" => gather_rows(x4(), Tensor::zeros([1, 2, 4], device), Tensor::zeros([1, 2, 32, 1], device));
     }
 }

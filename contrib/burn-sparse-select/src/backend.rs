@@ -7,8 +7,6 @@ pub use crate::dsa::ops::{
 };
 pub use crate::gates::ops::GateOps;
 pub use crate::gates::values::{GatedGrads, GatedInputs, GatedSaved, GatedTask};
-#[cfg(feature = "cube")]
-pub use crate::order::ops::{OrderOps, SortedRounds, TopKLists, TopKPerCentroidLists};
 pub use crate::pages::ops::PageChoiceOps;
 pub use crate::pages::page_choice::PageChoiceCall;
 #[cfg(feature = "cube")]
@@ -19,4 +17,6 @@ pub use crate::selection::token_sparse::values::{
     BlockLists, QueryLists, Sparsity, TokenSparseCall, TokenSparseGrads, TokenSparseInputs,
     TokenSparseOutput, TokenSparseSaved,
 };
-pub use crate::selection::values::{QueriesOfBlocks, QueryTiles, TopKBlocks, UniqueKeys};
+pub use crate::selection::values::{
+    QueriesOfBlocks, QueryTiles, TopKBlocks, TopKLists, UniqueKeys,
+};

@@ -1,7 +1,4 @@
 //! Helpers of the layers and of tests. Nothing here is stable.
 
-pub use crate::order::{
-    ArgsortRounds, TopKPerCentroid, TopKRows, argmax_rows, counting_argsort,
-    counting_argsort_rounds, lsh_argsort, lsh_hash, topk_per_centroid, topk_rows,
-};
 pub use crate::selection::layouts::LayoutCache;
+pub use crate::selection::token_order::{TopKRows, row_products, sort_by_bucket, topk_rows};

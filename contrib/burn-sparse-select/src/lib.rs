@@ -24,7 +24,6 @@ pub mod internal;
 pub mod kernels;
 pub mod msa;
 pub mod nsa;
-mod order;
 pub mod pages;
 mod selection;
 mod vertical_slash;

@@ -104,4 +104,4 @@ pub use on_device::{
     ChoiceTensor, KeyListSizes, ListBuffers, ListSizes, ScoredRows, choose_blocks, count_blocks,
     highest_blocks, list_queries, unique_keys,
 };
-pub use tuning::{KeyPicking, ListedWay, TierLimit, Tuning, TuningError};
+pub use tuning::{ListedWay, TierLimit, Tuning, TuningError};

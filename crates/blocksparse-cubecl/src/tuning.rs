@@ -33,10 +33,8 @@ pub struct Tuning {
     pub picks: bool,
     /// `BLOCKSPARSE_PAIRS`: whether an indexer's scores are made on tensor cores.
     pub pairs: bool,
-    /// `BLOCKSPARSE_KEY_PICKS`: how an indexer's keys are picked.
-    pub key_picks: KeyPicking,
-    /// `BLOCKSPARSE_ROW_PRODUCTS`: whether rows of clusters and hashes are multiplied on tensor cores.
-    pub row_products: bool,
+    /// `BLOCKSPARSE_KEY_PICKS`: whether few long rows, of which an indexer's keys are picked, have several cubes each.
+    pub key_picks: bool,
     /// `BLOCKSPARSE_FEW_ROWS`: rows that products without a backward pass have at most, without tensor cores where there are some, and on them, 64 at most.
     pub few_rows: [usize; 2],
     /// `BLOCKSPARSE_COARSE`: coarse steps, nowhere or wherever they can be. `None`: where they should be faster.
@@ -70,8 +68,7 @@ impl Default for Tuning {
             line_sums: true,
             picks: true,
             pairs: true,
-            key_picks: KeyPicking::Parts,
-            row_products: true,
+            key_picks: true,
             few_rows: [2, 16],
             coarse: None,
             simt_tile: None,
@@ -85,19 +82,6 @@ impl Default for Tuning {
             poison: false,
         }
     }
-}
-
-/// How an indexer's keys are picked.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum KeyPicking {
-    /// Where rows are few and long, parts of a row by a cube each.
-    #[default]
-    Parts,
-    /// Each row by one cube.
-    Whole,
-    /// As pages are, from copies of scores.
-    Pages,
 }
 
 /// How queries attend to their lists.
@@ -169,7 +153,7 @@ macro_rules! variables {
 variables! {
     "BLOCKSPARSE_COARSE", SWITCH => coarse: |text| switch(text).map(Some);
     "BLOCKSPARSE_FEW_ROWS", "two numbers with a comma between" => few_rows: two_numbers;
-    "BLOCKSPARSE_KEY_PICKS", "0, 1 or whole" => key_picks: key_picking;
+    "BLOCKSPARSE_KEY_PICKS", SWITCH => key_picks: switch;
     "BLOCKSPARSE_LINE_SUMS", SWITCH => line_sums: switch;
     "BLOCKSPARSE_LISTED", "queries, neighbours, blocks or tiles" => listed: |text| listed_way(text).map(Some);
     "BLOCKSPARSE_LISTED_TILE",
@@ -184,7 +168,6 @@ variables! {
     "BLOCKSPARSE_POISON", SWITCH => poison: switch;
     "BLOCKSPARSE_RECORDS", MIB => records: number;
     "BLOCKSPARSE_REFERENCE", SWITCH => reference: switch;
-    "BLOCKSPARSE_ROW_PRODUCTS", SWITCH => row_products: switch;
     "BLOCKSPARSE_SIMT_SUMS", MIB => simt_sums: number;
     "BLOCKSPARSE_SIMT_TILE", "ROWSxCOLSxUNIT_ROWS, each at least 1" => simt_tile: |text| shape(text).map(Some);
     TIER, TIERS => tier: |text| text.parse().ok();
@@ -214,15 +197,6 @@ fn number(text: &str) -> Option<usize> {
 fn two_numbers(text: &str) -> Option<[usize; 2]> {
     let (first, second) = text.split_once(',')?;
     Some([number(first)?, number(second)?])
-}
-
-fn key_picking(text: &str) -> Option<KeyPicking> {
-    match text {
-        "0" => Some(KeyPicking::Pages),
-        "1" => Some(KeyPicking::Parts),
-        "whole" => Some(KeyPicking::Whole),
-        _ => None,
-    }
 }
 
 fn listed_way(text: &str) -> Option<ListedWay> {
@@ -395,11 +369,11 @@ mod tests {
     }
 
     /// A wrong value of each variable, and what is said of it.
-    const WRONG: [(&str, &str, &str); 26] = [
+    const WRONG: [(&str, &str, &str); 25] = [
         ("UNFENCED", "yes", "0 or 1"),
         ("COARSE", "2", "0 or 1"),
         ("FEW_ROWS", "8", "two numbers with a comma between"),
-        ("KEY_PICKS", "Whole", "0, 1 or whole"),
+        ("KEY_PICKS", "whole", "0 or 1"),
         ("LINE_SUMS", "off", "0 or 1"),
         ("LISTED", "query", "queries, neighbours, blocks or tiles"),
         ("LISTED_TILE", "32", "KEYSxSTAGES"),
@@ -416,7 +390,6 @@ mod tests {
         ("POISON", "yes", "0 or 1"),
         ("RECORDS", "512MiB", "a whole number of MiB"),
         ("REFERENCE", "true", "0 or 1"),
-        ("ROW_PRODUCTS", "-1", "0 or 1"),
         ("SIMT_SUMS", "-1", "a whole number of MiB"),
         ("SIMT_TILE", "64x32", "ROWSxCOLSxUNIT_ROWS"),
         ("SIMT_TILE", "64x32xfour", "ROWSxCOLSxUNIT_ROWS"),
@@ -475,8 +448,7 @@ mod tests {
             "COARSE", "0" => coarse: Some(false);
             "COARSE", "1" => coarse: Some(true);
             "FEW_ROWS", "0,16" => few_rows: [0, 16];
-            "KEY_PICKS", "0" => key_picks: KeyPicking::Pages;
-            "KEY_PICKS", "whole" => key_picks: KeyPicking::Whole;
+            "KEY_PICKS", "0" => key_picks: false;
             "LINE_SUMS", "0" => line_sums: false;
             "LINE_SUMS", "1" => line_sums: true;
             "LISTED", "queries" => listed: Some(ListedWay::Queries);
@@ -491,7 +463,6 @@ mod tests {
             "POISON", "1" => poison: true;
             "RECORDS", "64" => records: 64;
             "REFERENCE", "1" => reference: true;
-            "ROW_PRODUCTS", "0" => row_products: false;
             "SIMT_SUMS", "0" => simt_sums: 0;
             "SIMT_TILE", "64x32x4" => simt_tile: Some([64, 32, 4]);
             "TIER", "hopper-unfused" => tier: TierLimit::HopperUnfused;

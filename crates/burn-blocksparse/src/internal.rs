@@ -21,7 +21,7 @@ pub use crate::graph::seeds::prepare_seed;
 pub use crate::merge::{merge_gathered_attention, merge_parts};
 pub use crate::options::DispatchMode;
 pub use crate::rows::reference::ranges;
-pub use crate::rows::{gather_qkv, gather_rows, l2_normalize, segment_mean, segment_sum};
+pub use crate::rows::{gather_rows, segment_sum};
 #[cfg(feature = "draw")]
 pub use blocksparse::font;
 pub use blocksparse::philox;

@@ -9,7 +9,6 @@ use crate::kernels::selection::{RowsView, RunMaxima};
 use blocksparse::HadamardFp8;
 use blocksparse_cubecl::primitives::radix_select::RadixTile;
 use blocksparse_cubecl::rows::column_sums;
-use blocksparse_cubecl::{KeyPicking, Tuning};
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::tensor::DType;
 use burn_cubecl::kernel::{cast, into_contiguous};
@@ -33,9 +32,7 @@ pub(crate) fn available(device: &CubeDevice, dtype: DType, sizes: &PairSizes) ->
 
 /// Whether a kernel of their own selects the keys of scores.
 pub(crate) fn has_top_k(device: &CubeDevice) -> bool {
-    // For comparing with how keys are picked elsewhere.
-    let is_left_out = Tuning::or_default().key_picks == KeyPicking::Pages;
-    !is_left_out && RadixTile::new(&device.client(), usize::MAX >> 1).is_ok()
+    RadixTile::new(&device.client(), usize::MAX >> 1).is_ok()
 }
 
 /// Whether a kernel rounds rows of such a width.

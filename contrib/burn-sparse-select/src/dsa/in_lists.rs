@@ -30,7 +30,7 @@ impl Dsa {
             }
         }
         let seen = index.seen.clone().unsqueeze_dim(1);
-        let places = self.listed(&index.gathered()?, Some(seen));
+        let places = self.listed(&index.gathered()?, Some(seen))?;
         Ok(places.reshape([queries, self.keep]))
     }
 }

@@ -26,8 +26,8 @@ pub use blocksparse::{HADAMARD_WIDTHS, HadamardFp8};
 
 use burn::tensor::{Bool, DType, IndexingUpdateOp, Int, Tensor};
 
-use crate::pages::topk_keys;
 use crate::selection::key_lists::{TokenIndices, token_sparse_attention};
+use crate::selection::token_order::topk_rows;
 use burn_blocksparse::{AttentionOptions, OpError};
 pub use found::DsaTarget;
 pub use scores::{DsaIndex, DsaLists};
@@ -131,7 +131,7 @@ impl Dsa {
     pub fn choose(&self, index: &DsaIndex) -> Result<TokenIndices, OpError> {
         let [batch, _, seq_q, _] = index.q.dims();
         let seq_kv = index.seq_kv();
-        let keys = self.listed(index, None);
+        let keys = self.listed(index, None)?;
         let [_, _, most] = keys.dims();
         let keys = keys.reshape([batch, 1, seq_q, most]);
         TokenIndices::of_unique(keys, seq_kv, true).with_group_reuse(OVERLAP)
@@ -139,7 +139,11 @@ impl Dsa {
 
     /// The keys of the highest scores among those that queries see, `[batch, seq_q, most]`, ascending, −1 behind the last; `seen` is `[batch or 1, seq_q]`:
     /// those up to their own positions, unless it is given.
-    fn listed(&self, index: &DsaIndex, seen: Option<Tensor<2, Int>>) -> Tensor<3, Int> {
+    fn listed(
+        &self,
+        index: &DsaIndex,
+        seen: Option<Tensor<2, Int>>,
+    ) -> Result<Tensor<3, Int>, OpError> {
         let index = index.clone().without_autodiff();
         let [batch, _, seq_q, _] = index.q.dims();
         let seq_kv = index.seq_kv();
@@ -148,7 +152,7 @@ impl Dsa {
         if seq_kv > self.keep {
             let lists = kernels::top_k(&index, seen.as_ref(), [most, self.near], self.numbers);
             if let Some(lists) = lists {
-                return lists;
+                return Ok(lists);
             }
         }
         let in_order = seen.is_none();
@@ -166,7 +170,7 @@ impl Dsa {
             let all = [batch, seq_q, seq_kv];
             let keys = keys.expand(all);
             let later = keys.clone().greater_equal(seen.expand(all));
-            return keys.mask_fill(later, -1);
+            return Ok(keys.mask_fill(later, -1));
         }
         let scores = Slabs::new(&index, self.numbers);
         // Kernels know what is near, where queries see what is up to their own positions.
@@ -177,21 +181,28 @@ impl Dsa {
             let count = rows.len();
             let seen = seen.clone().slice_dim(1, rows.clone());
             let x = scores.scores(rows, near, !in_order);
+            let wide = [batch, count, seq_kv];
             let x = match has_near {
                 true => x,
                 false => {
-                    let wide = [batch, count, seq_kv];
                     let least = seen.clone().sub_scalar(self.near as i32).expand(wide);
                     let is_near = keys.clone().expand(wide).greater_equal(least);
                     x.mask_fill(is_near, f32::INFINITY)
                 }
             };
-            chosen.push(topk_keys(x, seen.squeeze_dim(2), most));
+            // Below all that a query sees, and behind it.
+            let is_hidden = keys
+                .clone()
+                .expand(wide)
+                .greater_equal(seen.clone().expand(wide));
+            let found = topk_rows(x.mask_fill(is_hidden, f32::NAN), most)?.columns;
+            let is_none = (found.clone()).greater_equal(seen.expand([batch, count, most]));
+            chosen.push(found.mask_fill(is_none, -1));
         }
-        match chosen.len() {
+        Ok(match chosen.len() {
             1 => chosen.remove(0),
             _ => Tensor::cat(chosen, 1),
-        }
+        })
     }
 
     /// The scores of all pairs, f32 `[batch, seq_q, seq_kv]`, without autodiff; those of keys that a query does not see among them: for looking at.

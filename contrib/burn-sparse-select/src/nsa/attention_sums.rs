@@ -1,6 +1,5 @@
 //! The attention that blocks of keys get by way of compressed blocks, by which queries choose.
 
-use std::cell::OnceCell;
 use std::ops::Range;
 
 use burn::tensor::{Bool, DType, Device, Int, Tensor};
@@ -30,8 +29,6 @@ pub(crate) struct AttentionSums<'a> {
     stride: usize,
     selected_block: usize,
     pub(crate) scale: f64,
-    /// What stands for values where attention makes the sums.
-    pub(crate) overlaps: OnceCell<Tensor<4>>,
 }
 
 impl<'a> AttentionSums<'a> {
@@ -56,32 +53,23 @@ impl<'a> AttentionSums<'a> {
             stride: options.stride,
             selected_block: options.selected_block,
             scale: options.scale.unwrap_or(1.0 / (dim as f64).sqrt()),
-            overlaps: OnceCell::new(),
         }
     }
 
     /// Of rows of queries: `[batch, kv_heads, rows, blocks]`, f32. So many rows at a time that no tensor on the way has more than [`NUMBERS`], unless a row has.
-    ///
-    /// What is chosen by queries and keys of half precision is no better than they are, and their attention is much faster than products of f32.
     pub fn of_rows(&self, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
         #[cfg(feature = "cube")]
         if let Some(attention_sums) = self.by_kernel(rows.clone()) {
             return Ok(attention_sums);
         }
-        let is_half = matches!(self.q.dtype(), DType::F16 | DType::BF16);
         let [batch, heads, ..] = self.q.dims();
-        let of_row = match is_half {
-            true => self.width(),
-            false => self.seen(rows.end).max(1),
-        };
-        let step = (NUMBERS / (batch * heads * of_row)).max(1);
+        let step = (NUMBERS / (batch * heads * self.seen(rows.end).max(1))).max(1);
         let mut slabs = Vec::new();
         for start in rows.clone().step_by(step) {
             let rows = start..(start + step).min(rows.end);
             slabs.push(
                 match self.compressed.as_ref().filter(|_| self.seen(rows.end) > 0) {
                     None => self.nothing(rows.len(), self.blocks),
-                    Some((k, lse)) if is_half => self.by_attention(rows, k, lse)?,
                     Some((k, lse)) => self.slab(rows, k, lse),
                 },
             );

@@ -5,12 +5,10 @@
 // windows         blocks of tokens that are compressed
 // layout          who sees which of them
 // attention_sums  the attention that blocks of keys get in compressed form, by which they are chosen
-// by_attention    the same for half precision
 // by_kernel       the same by a kernel that chooses at once, where there is one
 // strides         queries at any positions, over compressed keys in pages
 
 mod attention_sums;
-mod by_attention;
 #[cfg(feature = "cube")]
 mod by_kernel;
 mod layout;

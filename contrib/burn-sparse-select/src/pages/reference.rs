@@ -35,8 +35,8 @@ pub(crate) fn highest<B: Backend>(
         let last = pages.saturating_sub(1) / size;
         let between = choice.between(last);
         let own = &scores[row * entries..][..entries];
-        let block = |at: usize| own[at * size..][..size].iter().sum::<f32>();
-        let blocks: Vec<f32> = (0..between.end).map(block).collect();
+        let block = |at: usize| f64::from(own[at * size..][..size].iter().sum::<f32>());
+        let blocks: Vec<f64> = (0..between.end).map(block).collect();
         let mut order: Vec<usize> = between.clone().collect();
         order.sort_by(|a, b| descending(blocks[*a], blocks[*b]).then_with(|| a.cmp(b)));
         order.truncate(choice.chosen());

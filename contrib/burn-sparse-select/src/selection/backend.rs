@@ -20,7 +20,9 @@ mod kernels {
     use crate::selection::ops::SelectionOps;
     use crate::selection::reference;
     use crate::selection::token_sparse::reference::unique_keys;
-    use crate::selection::values::{QueriesOfBlocks, QueryTiles, TopKBlocks, UniqueKeys};
+    use crate::selection::values::{
+        QueriesOfBlocks, QueryTiles, TopKBlocks, TopKLists, UniqueKeys,
+    };
     use burn_blocksparse::internal::cube::{empty, uses_reference};
 
     /// The blocks of the highest scores, a row to a warp where there are warps.
@@ -74,6 +76,25 @@ mod kernels {
             match chosen(&scores.client, &of, [&scores.handle, &picks.handle]) {
                 Ok(()) => picks,
                 Err(_) => reference::highest_blocks::<Self>(scores, &call),
+            }
+        }
+
+        fn topk_rows(numbers: CubeTensor, most: usize) -> TopKLists<Self> {
+            let dims @ [groups, rows, columns] = numbers.meta.shape().dims();
+            if uses_reference() {
+                return reference::topk_rows::<Self>(numbers, most);
+            }
+            let numbers = into_contiguous(cast(numbers, DType::F32));
+            let lists = empty(&numbers, [groups, rows, most], DType::I32);
+            let places = empty(&numbers, dims, DType::I32);
+            let made = [&lists.handle, &places.handle];
+            let of = [groups, rows, columns];
+            match rows::topk_rows(&numbers.client, of, most, &numbers.handle, made) {
+                Ok(()) => TopKLists {
+                    columns: lists,
+                    places,
+                },
+                Err(_) => reference::topk_rows::<Self>(numbers, most),
             }
         }
 

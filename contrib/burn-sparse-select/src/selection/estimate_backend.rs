@@ -147,7 +147,8 @@ impl EstimateOps for CubeBackend {
     }
 
     fn query_picks(q: CubeTensor, k: CubeTensor, call: GateSizes) -> CubeTensor {
-        let [q, k] = [q, k].map(readable);
+        // 16 bytes have eight numbers.
+        let (q, k) = (rows_readable(into_contiguous(q), 8), readable(k));
         let [batch, heads, seq_q, _] = q.meta.shape().dims();
         let picks = empty(&q, [batch, heads, seq_q, call.most], DType::I32);
         let element = dtype_to_elem_type(q.dtype);

@@ -4,6 +4,7 @@
 use std::ops::Range;
 
 use crate::kernels::selection::{Antidiagonals, FlexLimits, GateSizes, Kept, LineSizes, Touched};
+use burn::backend::cubecl::dtype_to_elem_type;
 use burn::backend::{Dispatch, DispatchTensor};
 use burn::tensor::{DType, Int, Tensor};
 
@@ -166,21 +167,19 @@ pub(crate) fn alike(
     })
 }
 
-/// The blocks that each query chooses by the means of their keys, `most` at most.
+/// The blocks that each query chooses by the means of their keys, `most` at most, where products pick them.
 pub(crate) fn picks(call: &EstimateInputs, block: usize, most: usize) -> Option<Tensor<4, Int>> {
-    let ([lists, kv_lists], [seq_q, seq_kv]) = (lists(call), seq(call));
-    let width = call.q.dims()[3];
-    let blocks = seq_kv.div_ceil(block);
-    // The products of 128 queries of each head are the least that is computed at a time.
-    let numbers = [lists * seq_q * most, lists * 128 * (2 * blocks + 8)];
-    (call.causal && is_served(call, &numbers)).then(|| {
-        let wanted = GateSizes {
-            lists: [lists, kv_lists],
-            seq: [seq_q, seq_kv],
-            width,
-            block,
-            most,
-        };
+    let wanted = GateSizes {
+        lists: lists(call),
+        seq: seq(call),
+        width: call.q.dims()[3],
+        block,
+        most,
+    };
+    let device = cube::of(&call.q.device())?;
+    let element = dtype_to_elem_type(call.q.dtype());
+    let can = call.causal && is_served(call, &[wanted.lists[0] * wanted.seq[0] * most]);
+    (can && wanted.is_served(&device.client(), element)).then(|| {
         let [q, k] = primitives(call);
         Tensor::from_dispatch(<Dispatch as EstimateOps>::query_picks(q, k, wanted))
     })

@@ -15,9 +15,10 @@ use crate::selection::estimator::{
     BlockEstimator, EstimateGrid, EstimateInputs, EstimatorTraits, PageSummary, ReferenceInputs,
     dot,
 };
-use crate::selection::mean::{means, means_reference, products};
+use crate::selection::mean::{means, means_reference};
 use crate::selection::sharing::GqaReduction;
 use crate::selection::text::{Arguments, Method, Written};
+use crate::selection::token_order::row_products;
 use crate::selection::{Selection, by_query};
 use burn_blocksparse::OpError;
 
@@ -116,7 +117,7 @@ impl BlockEstimator for Moba {
 
     fn scores(&self, call: &EstimateInputs, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
         let q = call.q.clone().slice_dim(2, rows).cast(DType::F32);
-        Ok(products(q, means(call.k.clone(), self.block), call.group()))
+        Ok(row_products(q, means(call.k.clone(), self.block)))
     }
 
     #[cfg(feature = "cube")]

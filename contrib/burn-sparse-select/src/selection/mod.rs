@@ -13,6 +13,7 @@
 // lists        attention over such lists, in parts of heads
 // key_lists    attention over lists of single keys
 // token_sparse the backend operation of both kinds of lists
+// token_order  what clusters and hashes of tokens are found by
 // overlap      what the lists of neighbouring queries have in common
 // listed       blocks' lists by kernels that take single queries
 // layouts      layouts of what is forced, which are kept
@@ -60,6 +61,7 @@ pub mod selected;
 pub mod sharing;
 mod sparge;
 mod text;
+pub mod token_order;
 pub mod values;
 mod vertical_slash;
 mod within;

@@ -7,7 +7,7 @@ use burn::tensor::DType;
 
 use crate::selection::reference;
 use crate::selection::token_sparse::reference::unique_keys;
-use crate::selection::values::{QueriesOfBlocks, QueryTiles, TopKBlocks, UniqueKeys};
+use crate::selection::values::{QueriesOfBlocks, QueryTiles, TopKBlocks, TopKLists, UniqueKeys};
 use burn_blocksparse::internal::values::OptFloat;
 use burn_blocksparse::reference_backends;
 
@@ -48,6 +48,12 @@ pub trait SelectionOps: Backend {
         reference::list_queries::<Self>(picks, &call)
     }
 
+    /// The `most` highest of each row of `[groups, rows, columns]`: of equal ones the earlier, and NaN is the lowest.
+    #[fusion(meta = meta::highest)]
+    fn topk_rows(numbers: FloatTensor<Self>, most: usize) -> TopKLists<Self> {
+        reference::topk_rows::<Self>(numbers, most)
+    }
+
     /// Lists of keys `[batch, lists, queries, most]`, in any order: those that a query sees, ascending, each once, and −1 behind the last. i32.
     #[fusion(dtype = DType::I32, shape = keys)]
     fn unique_keys(keys: IntTensor<Self>, call: UniqueKeys) -> IntTensor<Self> {
@@ -63,7 +69,15 @@ mod meta {
     use burn::backend::fusion::custom::TensorSpec;
 
     use super::*;
-    use crate::selection::values::QueriesOfBlocksMetadata;
+    use crate::selection::values::{QueriesOfBlocksMetadata, TopKListsMetadata};
+
+    pub fn highest(numbers: &TensorSpec, most: &usize) -> TopKListsMetadata {
+        let [groups, rows, _] = numbers.shape.dims::<3>();
+        TopKListsMetadata {
+            columns: TensorSpec::new([groups, rows, *most].into(), DType::I32),
+            places: TensorSpec::new(numbers.shape.clone(), DType::I32),
+        }
+    }
 
     pub fn lists(picks: &TensorSpec, call: &QueryTiles) -> QueriesOfBlocksMetadata {
         let [batch, lists, ..] = picks.shape.dims::<4>();

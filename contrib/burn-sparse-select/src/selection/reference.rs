@@ -7,7 +7,7 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, Shape, Slice, TensorData, try_read_sync};
 
-use crate::selection::values::{QueriesOfBlocks, QueryTiles, TopKBlocks};
+use crate::selection::values::{QueriesOfBlocks, QueryTiles, TopKBlocks, TopKLists};
 
 /// Shorter rows have no direction.
 const SHORTEST: f64 = 1e-18;
@@ -66,10 +66,7 @@ pub(crate) fn highest_blocks<B: Backend>(
 ) -> IntTensor<B> {
     let device = scores.device();
     let [batch, lists, rows, blocks] = scores.shape().dims();
-    let scores =
-        try_read_sync(B::float_into_data(scores)).expect("a device that can be waited for");
-    let scores = scores.expect("a tensor that can be read");
-    let scores: Vec<f32> = scores.iter().collect();
+    let scores = numbers::<B>(scores);
     let mut picks = Vec::with_capacity(batch * lists * rows * call.most);
     let mut order = Vec::with_capacity(blocks);
     for (row, scores) in scores.chunks(blocks).enumerate() {
@@ -91,9 +88,39 @@ pub(crate) fn highest_blocks<B: Backend>(
     tensor::<B>(picks, [batch, lists, rows, call.most], &device)
 }
 
+/// Those of a tensor that can be read.
+fn numbers<B: Backend>(x: FloatTensor<B>) -> Vec<f64> {
+    let numbers = try_read_sync(B::float_into_data(x)).expect("a device that can be waited for");
+    numbers.expect("a tensor that can be read").iter().collect()
+}
+
+pub(crate) fn topk_rows<B: Backend>(x: FloatTensor<B>, most: usize) -> TopKLists<B> {
+    let device = x.device();
+    let dims @ [groups, rows, columns] = x.shape().dims();
+    let numbers = numbers::<B>(x);
+    let mut lists = Vec::with_capacity(groups * rows * most);
+    let mut places = vec![-1; numbers.len()];
+    for (row, numbers) in numbers.chunks(columns).enumerate() {
+        let mut order: Vec<usize> = (0..columns).collect();
+        let falling =
+            |a: &usize, b: &usize| descending(numbers[*a], numbers[*b]).then_with(|| a.cmp(b));
+        order.select_nth_unstable_by(most - 1, falling);
+        order.truncate(most);
+        order.sort_unstable();
+        for (place, &column) in order.iter().enumerate() {
+            places[row * columns + column] = (row % rows * most + place) as i32;
+            lists.push(column as i32);
+        }
+    }
+    TopKLists {
+        columns: tensor::<B>(lists, [groups, rows, most], &device),
+        places: tensor::<B>(places, dims, &device),
+    }
+}
+
 /// The higher first; NaN is as low as −∞.
-pub(crate) fn descending(a: f32, b: f32) -> Ordering {
-    let number = |x: f32| if x.is_nan() { f32::NEG_INFINITY } else { x };
+pub(crate) fn descending(a: f64, b: f64) -> Ordering {
+    let number = |x: f64| if x.is_nan() { f64::NEG_INFINITY } else { x };
     number(b).partial_cmp(&number(a)).expect("no NaN is left")
 }
 

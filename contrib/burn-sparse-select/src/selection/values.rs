@@ -61,3 +61,14 @@ pub struct QueriesOfBlocks<B: Backend> {
     /// The block of each tile: `[batch, lists, tiles]`.
     pub tile_blocks: IntTensor<B>,
 }
+
+/// The top-k of rows, i32.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct TopKLists<B: Backend> {
+    /// Their columns, ascending: `[groups, rows, most]`.
+    pub columns: IntTensor<B>,
+    /// Of each number `row · most` and its place in the row's list, or −1: `[groups, rows, columns]`.
+    pub places: IntTensor<B>,
+}

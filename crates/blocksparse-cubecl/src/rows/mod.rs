@@ -5,9 +5,8 @@
 //!
 //! ```text
 //! columns     sums over rows, in two steps
-//! indexed     indices of rows, and how units find which numbers of them name rows
-//! gather      sums of rows by an index, and means
-//! keyed       rows of queries, of keys made of them and of values, by an index
+//! indexed     indices of rows
+//! gather      sums of rows by an index
 //! merged      a part of each row and others by an index, merged by their lse
 //! norm_shape  how the units of a cube share rows
 //! typed       buffers with the type of their numbers
@@ -17,7 +16,6 @@
 pub mod columns;
 mod gather;
 mod indexed;
-mod keyed;
 mod merged;
 #[doc(hidden)]
 pub mod norm_shape;
@@ -25,9 +23,8 @@ pub mod norm_shape;
 pub mod typed;
 
 pub use columns::{Window, accumulator_of, column_sums, window_sums};
-pub use gather::{gather_rows, gather_scaled_rows, mean_rows};
+pub use gather::gather_rows;
 pub use indexed::IndexedRows;
-pub use keyed::{SMALLEST_SQUARE, keyed_rows, keyed_rows_backward, l2_normalize};
 pub use merged::{MergedGradients, MergedParts, merge_rows, merge_rows_backward};
 pub use typed::Typed;
 

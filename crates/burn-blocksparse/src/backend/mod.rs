@@ -10,8 +10,6 @@ pub use crate::blocks::BlockSparseTensorOps;
 pub use crate::attention::ops::BlockSparseOps;
 pub use crate::graph::ops::StaticInputOps;
 pub use crate::rows::ops::RowOps;
-pub use crate::rows::values::{
-    KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput, MergedParts,
-};
+pub use crate::rows::values::{MergedGrads, MergedOutput, MergedParts};
 pub use crate::sharded::ShardEnd;
 pub use crate::sharded::ops::{KeysAndValues, ShardOps};

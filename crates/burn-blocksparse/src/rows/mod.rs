@@ -14,7 +14,6 @@ use crate::base::device::served;
 use crate::check::same_device;
 use crate::error::OpError;
 use crate::rows::ops::RowOps;
-use crate::rows::values::{KeyedRows, MeanRows};
 
 /// The rows of each head that `index` names, 0 where it is negative, with a gradient that is taken and not scattered: `users` says for each row of `x`
 /// at which places of `index` it stands, and its gradient is the sum of theirs. So both passes read by an index and have the same bits every time.
@@ -98,117 +97,6 @@ pub fn segment_sum(
         users.into_dispatch(),
     );
     Ok(Tensor::from_dispatch(sums))
-}
-
-/// Rows made as long as 1, in f32 (f64 for f64); squares of lengths are 10⁻²⁴ at least, so a row of zeros stays one, with a finite gradient.
-///
-/// ```
-/// use burn::tensor::{Device, Tensor};
-/// use burn_blocksparse::internal::l2_normalize;
-///
-/// let x = Tensor::<4>::from_data([[[[3.0, 4.0], [0.0, 0.0]]]], &Device::flex());
-/// assert_eq!(l2_normalize(x)?.into_data().to_vec::<f32>().unwrap(), [0.6, 0.8, 0.0, 0.0]);
-/// # Ok::<(), burn_blocksparse::OpError>(())
-/// ```
-///
-/// # Shapes
-/// - `x` and the result: `[batch, heads, rows, dim]`
-///
-/// # Errors
-/// [`OpError`] if a size is 0, or no feature of this crate serves the device.
-pub fn l2_normalize(x: Tensor<4>) -> Result<Tensor<4>, OpError> {
-    served(&x.device())?;
-    if x.dims().contains(&0) {
-        return Err(OpError::argument("x", "at least one number", 0));
-    }
-    let unit = <Dispatch as RowOps>::l2_normalize(x.into_dispatch());
-    Ok(Tensor::from_dispatch(unit))
-}
-
-/// The means of the rows of `x` that `users` names, negative indices left out, 0 where it names none: [`segment_sum`], over how many there are.
-///
-/// ```
-/// use burn::tensor::{Device, Int, Tensor};
-/// use burn_blocksparse::internal::segment_mean;
-///
-/// let device = Device::flex();
-/// let x = Tensor::<4>::from_data([[[[1.0], [2.0], [3.0], [4.0]]]], &device);
-/// let index = Tensor::<3, Int>::from_data([[[2, -1, 0, 2]]], &device);
-/// let users = Tensor::<4, Int>::from_data([[[[2, -1], [-1, -1], [0, 3]]]], &device);
-/// let means = segment_mean(x, index, users)?;
-/// assert_eq!(means.into_data().to_vec::<f32>().unwrap(), [3.0, 0.0, 2.5]);
-/// # Ok::<(), burn_blocksparse::OpError>(())
-/// ```
-///
-/// # Shapes
-/// As [`segment_sum`].
-///
-/// # Errors
-/// As [`gather_rows`].
-pub fn segment_mean(
-    x: Tensor<4>,
-    index: Tensor<3, Int>,
-    users: Tensor<4, Int>,
-) -> Result<Tensor<4>, OpError> {
-    let [.., rows, _] = users.dims();
-    OpError::expect_same("x's places", index.dims()[2], "the index's", x.dims()[2])?;
-    let (index, users) = checked(&x, rows, index, users)?;
-    let MeanRows { means, .. } = <Dispatch as RowOps>::segment_mean(
-        x.into_dispatch(),
-        index.into_dispatch(),
-        users.into_dispatch(),
-    );
-    Ok(Tensor::from_dispatch(means))
-}
-
-/// Rows of queries, of keys that are these made as long as 1, and of values, all by one index: [`gather_rows`] of `x` and of `value`, with a gradient that is taken
-/// as its is. Lengths are summed in f32 (f64 for f64), and squares of them are 10⁻²⁴ at least.
-///
-/// ```
-/// use burn::tensor::{Device, Int, Tensor};
-/// use burn_blocksparse::internal::gather_qkv;
-///
-/// let device = Device::flex();
-/// let x = Tensor::<4>::from_data([[[[3.0, 4.0], [0.0, 2.0]]]], &device);
-/// let value = Tensor::<4>::from_data([[[[5.0], [6.0]]]], &device);
-/// let index = Tensor::<3, Int>::from_data([[[1, 0, -1]]], &device);
-/// let users = Tensor::<4, Int>::from_data([[[[1], [0]]]], &device);
-/// let [query, key, value] = gather_qkv(x, value, index, users)?;
-/// assert_eq!(query.into_data().to_vec::<f32>().unwrap(), [0.0, 2.0, 3.0, 4.0, 0.0, 0.0]);
-/// assert_eq!(key.into_data().to_vec::<f32>().unwrap(), [0.0, 1.0, 0.6, 0.8, 0.0, 0.0]);
-/// assert_eq!(value.into_data().to_vec::<f32>().unwrap(), [6.0, 5.0, 0.0]);
-/// # Ok::<(), burn_blocksparse::OpError>(())
-/// ```
-///
-/// # Shapes
-/// - `x`: `[batch, heads, rows, dim]`, at least one row
-/// - `value`: `[batch, heads, rows, value_dim]`, in the dtype of `x`
-/// - `index`: `[batch, heads, places]`, of rows
-/// - `users`: `[batch, heads, rows, most]`, of places
-/// - results: `[batch, heads, places, dim]` twice, and `[batch, heads, places, value_dim]`
-///
-/// # Errors
-/// As [`gather_rows`], and if `x` and `value` do not fit each other.
-pub fn gather_qkv(
-    x: Tensor<4>,
-    value: Tensor<4>,
-    index: Tensor<3, Int>,
-    users: Tensor<4, Int>,
-) -> Result<[Tensor<4>; 3], OpError> {
-    let [batch, heads, rows, _] = x.dims();
-    let [value_batch, value_heads, value_rows, _] = value.dims();
-    let got = [value_batch, value_heads, value_rows];
-    OpError::expect_same("value's rows", [batch, heads, rows], "x's", got)?;
-    OpError::expect_same("value's dtype", x.dtype(), "x's", value.dtype())?;
-    same_device("value's device", &x.device(), "x's", &value.device())?;
-    let (index, users) = checked(&x, rows, index, users)?;
-    let KeyedRows { query, key, value } = <Dispatch as RowOps>::keyed_rows(
-        x.into_dispatch(),
-        value.into_dispatch(),
-        index.into_dispatch(),
-        users.into_dispatch(),
-    );
-    Ok([query, key, value].map(Tensor::from_dispatch))
 }
 
 /// Numbers of rows and places, of so many rows and of the batch, heads and device of `x`. They have no gradient, and no place in the graph.

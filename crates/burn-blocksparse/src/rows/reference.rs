@@ -6,9 +6,7 @@ use burn::tensor::{IntDType, Shape, Slice};
 
 use crate::base::dtype::accumulate_in;
 use crate::base::values::OutputGrads;
-use crate::rows::values::{
-    KeyedGrads, KeyedRows, MeanRows, MergedGrads, MergedOutput, MergedParts,
-};
+use crate::rows::values::{MergedGrads, MergedOutput, MergedParts};
 
 pub fn gather_rows<B: Backend>(x: FloatTensor<B>, index: IntTensor<B>) -> FloatTensor<B> {
     let [batch, heads, rows, dim] = x.shape().dims();
@@ -48,104 +46,6 @@ pub fn rows_at_backward<B: Backend>(grad: FloatTensor<B>, users: IntTensor<B>) -
     let taken = B::float_reshape(taken, Shape::new([batch * heads * rows, most, dim]));
     let sums = B::float_cast(B::float_sum_dim(taken, 1), dtype);
     B::float_reshape(sums, shape)
-}
-
-pub fn segment_mean<B: Backend>(x: FloatTensor<B>, users: IntTensor<B>) -> MeanRows<B> {
-    let [batch, heads, rows, _] = users.shape().dims();
-    let dtype = x.dtype().into();
-    let sums = accumulate_in(dtype);
-    let bools = get_device_settings::<B>(&users.device()).bool_dtype;
-    let there = B::int_greater_equal_elem(users.clone(), 0i64.into(), bools);
-    let counts = B::float_sum_dim(B::bool_into_float(there, sums), 3);
-    let shares = B::float_recip(B::float_clamp_min(counts, 1f32.into()));
-    let total = rows_at_backward::<B>(B::float_cast(x, sums), users);
-    let means = B::float_mul(
-        total.clone(),
-        B::float_expand(shares.clone(), total.shape()),
-    );
-    MeanRows {
-        means: B::float_cast(means, dtype),
-        shares: B::float_reshape(shares, Shape::new([batch, heads, rows])),
-    }
-}
-
-pub fn means_at_backward<B: Backend>(
-    grad: FloatTensor<B>,
-    shares: FloatTensor<B>,
-    index: IntTensor<B>,
-) -> FloatTensor<B> {
-    let [batch, heads, rows, _] = grad.shape().dims();
-    let dtype = grad.dtype().into();
-    let shares = B::float_reshape(shares, Shape::new([batch, heads, rows, 1]));
-    let grad = B::float_cast(grad, accumulate_in(dtype));
-    let scaled = B::float_mul(grad.clone(), B::float_expand(shares, grad.shape()));
-    gather_rows::<B>(B::float_cast(scaled, dtype), index)
-}
-
-/// Squares below this count as this.
-const SMALLEST_SQUARE: f64 = 1e-24;
-
-/// The lengths of rows, at least as small as that, squared: `[.., 1]`.
-fn squares<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
-    let square = B::float_sum_dim(B::float_mul(x.clone(), x), 3);
-    B::float_clamp_min(square, SMALLEST_SQUARE.into())
-}
-
-pub fn l2_normalize<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
-    let x = B::float_cast(x.clone(), accumulate_in(x.dtype().into()));
-    let length = B::float_sqrt(squares::<B>(x.clone()));
-    B::float_div(x.clone(), B::float_expand(length, x.shape()))
-}
-
-/// The gradient by rows of the gradient by what they are over their lengths, both in the dtype of sums.
-fn by_lengths<B: Backend>(grad: FloatTensor<B>, x: FloatTensor<B>) -> FloatTensor<B> {
-    let all = x.shape();
-    let square = squares::<B>(x.clone());
-    let product = B::float_sum_dim(B::float_mul(x.clone(), grad.clone()), 3);
-    // Of vectors as short as that the length is a constant.
-    let bools = get_device_settings::<B>(&x.device()).bool_dtype;
-    let short = B::float_lower_equal_elem(square.clone(), SMALLEST_SQUARE.into(), bools);
-    let share = B::float_mask_fill(B::float_div(product, square.clone()), short, 0f32.into());
-    let along = B::float_mul(x, B::float_expand(share, all.clone()));
-    let length = B::float_expand(B::float_sqrt(square), all);
-    B::float_div(B::float_sub(grad, along), length)
-}
-
-pub fn unit_rows_backward<B: Backend>(grad: FloatTensor<B>, x: FloatTensor<B>) -> FloatTensor<B> {
-    let dtype = x.dtype().into();
-    let x = B::float_cast(x, accumulate_in(dtype));
-    B::float_cast(by_lengths::<B>(grad, x), dtype)
-}
-
-pub fn keyed_rows<B: Backend>(
-    x: FloatTensor<B>,
-    value: FloatTensor<B>,
-    index: IntTensor<B>,
-) -> KeyedRows<B> {
-    let dtype = x.dtype().into();
-    let query = gather_rows::<B>(x, index.clone());
-    let key = l2_normalize::<B>(query.clone());
-    KeyedRows {
-        query,
-        key: B::float_cast(key, dtype),
-        value: gather_rows::<B>(value, index),
-    }
-}
-
-pub fn keyed_rows_backward<B: Backend>(
-    grads: KeyedRows<B>,
-    x: FloatTensor<B>,
-    users: IntTensor<B>,
-) -> KeyedGrads<B> {
-    let dtype = x.dtype().into();
-    let sums = accumulate_in(dtype);
-    let total = |grad| rows_at_backward::<B>(B::float_cast(grad, sums), users.clone());
-    let (query, key) = (total(grads.query), total(grads.key));
-    let key = by_lengths::<B>(key, B::float_cast(x, sums));
-    KeyedGrads {
-        x: B::float_cast(B::float_add(query, key), dtype),
-        value: rows_at_backward::<B>(grads.value, users),
-    }
 }
 
 /// lse where a row has no keys, in sums: far below any score, but finite, so that no ∞ − ∞ can arise.

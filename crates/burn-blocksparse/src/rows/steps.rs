@@ -1,6 +1,5 @@
 //! Steps of rows by an index in Burn's autodiff graph.
 
-use burn::backend::AutodiffBackend;
 use burn::backend::autodiff::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::tensor::{FloatTensor, IntTensor};
@@ -8,7 +7,7 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use crate::base::custom_gradient::{custom_gradient, custom_gradients, nothing, or_zeros, there};
 use crate::base::values::OutputGrads;
 use crate::rows::ops::RowOps;
-use crate::rows::values::{KeyedRows, MeanRows, MergedOutput, MergedParts};
+use crate::rows::values::{MergedOutput, MergedParts};
 
 impl<B: RowOps, C: CheckpointStrategy> RowOps for Autodiff<B, C> {
     fn segment_sum(
@@ -35,58 +34,6 @@ impl<B: RowOps, C: CheckpointStrategy> RowOps for Autodiff<B, C> {
                 [Some(B::rows_at_backward(grad, users))]
             })
         })
-    }
-
-    fn l2_normalize(x: FloatTensor<Self>) -> FloatTensor<Self> {
-        custom_gradient::<B, C, _, _>([Some(x)], nothing, |[x], _| {
-            let x = there(x);
-            let unit = B::l2_normalize(x.clone());
-            (unit, move |_, grad| [Some(B::unit_rows_backward(grad, x))])
-        })
-    }
-
-    fn segment_mean(
-        x: FloatTensor<Self>,
-        index: IntTensor<Self>,
-        users: IntTensor<Self>,
-    ) -> MeanRows<Self> {
-        let mut by_count = None;
-        let means = custom_gradient::<B, C, _, _>([Some(x)], nothing, |[x], _| {
-            let MeanRows { means, shares } = B::segment_mean(there(x), index.clone(), users);
-            by_count = Some(shares.clone());
-            (means, move |_, grad| {
-                [Some(B::means_at_backward(grad, shares, index))]
-            })
-        });
-        MeanRows {
-            means,
-            shares: <Self as AutodiffBackend>::from_inner(there(by_count)),
-        }
-    }
-
-    fn keyed_rows(
-        x: FloatTensor<Self>,
-        value: FloatTensor<Self>,
-        index: IntTensor<Self>,
-        users: IntTensor<Self>,
-    ) -> KeyedRows<Self> {
-        let inputs = [x, value].map(Some);
-        KeyedRows::of_list(custom_gradients::<B, C, _, _, _>(
-            inputs,
-            nothing,
-            |inputs, _| {
-                let [x, value] = inputs.map(there);
-                let output = B::keyed_rows(x.clone(), value, index, users.clone());
-                (output.clone().into_list(), move |_, [query, key, value]| {
-                    let by = KeyedRows {
-                        query: or_zeros::<B>(query, &output.query),
-                        key: or_zeros::<B>(key, &output.key),
-                        value: or_zeros::<B>(value, &output.value),
-                    };
-                    B::keyed_rows_backward(by, x, users).into_list()
-                })
-            },
-        ))
     }
 
     fn merged_parts(inputs: MergedParts<Self>) -> MergedOutput<Self> {

@@ -50,42 +50,5 @@ pub struct MergedGrads<B: Backend> {
     pub lses: FloatTensor<B>,
 }
 
-/// Rows of queries, keys and values, or the gradients by them.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct KeyedRows<B: Backend> {
-    /// `[batch, heads, places, dim]`.
-    pub query: FloatTensor<B>,
-    /// The same, made as long as 1.
-    pub key: FloatTensor<B>,
-    /// `[batch, heads, places, value_dim]`.
-    pub value: FloatTensor<B>,
-}
-
-/// Gradients by what [`KeyedRows`] were taken of.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct KeyedGrads<B: Backend> {
-    /// By the rows of queries.
-    pub x: FloatTensor<B>,
-    /// By those of values.
-    pub value: FloatTensor<B>,
-}
-
-/// Means of rows.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct MeanRows<B: Backend> {
-    /// `[batch, heads, rows, dim]`.
-    pub means: FloatTensor<B>,
-    /// One over how many each is of, or 1: `[batch, heads, rows]`, in the dtype of sums.
-    pub shares: FloatTensor<B>,
-}
-
 float_list!(MergedOutput, 2: out lse;);
 float_list!(MergedGrads, 4: own own_lse rows lses;);
-float_list!(KeyedRows, 3: query key value;);
-float_list!(KeyedGrads, 2: x value;);

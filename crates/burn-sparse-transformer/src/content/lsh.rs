@@ -8,12 +8,12 @@ use burn::tensor::{DType, Int, Tensor};
 use burn_blocksparse::Seed;
 use burn_blocksparse::internal::{gather_rows, runs_kernels};
 use burn_blocksparse::layout::PositionMask;
+use burn_sparse_select::internal::{row_products, sort_by_bucket};
 use serde::{Deserialize, Serialize};
 
-use super::buckets::Sorted;
 use super::lsh_places::Placed;
 use super::rotations::{KeptRotations, rotations};
-use super::{in_dtype, unit, widened};
+use super::{in_dtype, keyed, widened};
 use crate::TransformerError;
 use crate::arange::arange;
 use crate::error::{ensure, ensure_positive, ensure_shape, or_panics};
@@ -114,8 +114,13 @@ pub fn lsh_attention(
     let axes = ["rounds", "head_dim", "n_buckets / 2"];
     let expected = [None, Some(head_dim), None];
     ensure_shape("rotations", rotations.dims(), expected, axes)?;
-    let [rounds, ..] = rotations.dims();
+    let [rounds, _, half] = rotations.dims();
+    ensure_positive("qk's elements", batch * heads * seq * head_dim)?;
+    ensure_positive("rotations' elements", rounds * half)?;
     let dtype = value.dtype();
+    let hashed = widened(qk.clone().without_autodiff());
+    let rotations = in_dtype(rotations.without_autodiff(), hashed.dtype());
+    let (buckets, count) = (hash(hashed, rotations), 2 * half);
     let counts_once = options.dedup && rounds > 1;
     if !counts_once && !options.own_bucket && runs_kernels(&value.device()) {
         let rule = match options.causal {
@@ -123,23 +128,20 @@ pub fn lsh_attention(
             false => PositionMask::Others,
         };
         let sizes = [options.chunks(seq), options.bucket.get()];
-        if let Some(placed) = Placed::new(qk.clone(), rotations.clone(), sizes)? {
-            return placed.attend(in_dtype(qk, dtype), value, rule, SELF_ALONE);
-        }
+        let placed = Placed::new(buckets, count, sizes)?;
+        return placed.attend(in_dtype(qk, dtype), value, rule, SELF_ALONE);
     }
-    let hashed = widened(qk.clone().without_autodiff());
-    let rotations = rotations.without_autodiff().cast(hashed.dtype());
     let rounds: Vec<Round> = (0..rounds)
         .map(|round| {
-            let rotation = rotations.clone().slice_dim(0, round..round + 1);
-            Round::new(hashed.clone(), rotation, options)
+            let own = buckets.clone().slice_dim(2, round..round + 1);
+            Round::new(own.squeeze_dim(2), count, options)
         })
         .collect::<Result<_, _>>()?;
-    let both = Tensor::cat(vec![qk.cast(dtype), value], 3);
+    let qk = in_dtype(qk, dtype);
     let (mut outs, mut lses) = (Vec::new(), Vec::new());
     for (round, own) in rounds.iter().enumerate() {
         let found = own.found(&rounds, round, options);
-        let (out, lse) = own.attend(both.clone(), head_dim, found)?;
+        let (out, lse) = own.attend(qk.clone(), value.clone(), found)?;
         outs.push(out);
         lses.push(lse);
     }
@@ -148,6 +150,31 @@ pub fn lsh_attention(
         _ => merged(outs, lses),
     };
     Ok((out.cast(dtype), lse.reshape([batch, heads, seq])))
+}
+
+/// Numbers of products of rows with rotations at a time, at most, unless one row has more.
+const NUMBERS: usize = 1 << 25;
+
+/// The bucket of each row of `[batch, heads, seq, head_dim]` under each of the rotations `[rounds, head_dim, half]`, the first of the largest of `[x R; −x R]`:
+/// `[batch, heads, rounds, seq]`, i32.
+fn hash(x: Tensor<4>, rotations: Tensor<3>) -> Tensor<4, Int> {
+    let [batch, heads, seq, dim] = x.dims();
+    let [rounds, _, half] = rotations.dims();
+    let rows = batch * heads * seq;
+    let x = x.reshape([1, 1, rows, dim]);
+    let columns = rotations
+        .swap_dims(1, 2)
+        .reshape([1, 1, rounds * half, dim]);
+    let together = (NUMBERS / (rounds * half)).clamp(1, rows);
+    let parts = (0..rows).step_by(together).map(|from| {
+        let to = (from + together).min(rows);
+        let products = row_products(columns.clone(), x.clone().slice_dim(2, from..to));
+        let products = products.reshape([rounds, half, to - from]);
+        let both = Tensor::cat(vec![products.clone(), products.neg()], 1);
+        both.argmax(1).cast(DType::I32)
+    });
+    let buckets = Tensor::cat(parts.collect(), 2).reshape([rounds, batch, heads, seq]);
+    buckets.permute([1, 2, 0, 3])
 }
 
 /// The rounds of `[batch, heads, seq, dim]` and lse `[.., 1]`, merged.
@@ -193,40 +220,27 @@ struct Found {
 }
 
 impl Round {
-    /// Of queries `[batch, heads, seq, head_dim]` and a rotation `[1, head_dim, half]`.
+    /// Of the bucket of each token, `[batch, heads, seq]`, below `count`.
     fn new(
-        x: Tensor<4>,
-        rotation: Tensor<3>,
+        buckets: Tensor<3, Int>,
+        count: usize,
         options: LshOptions,
     ) -> Result<Self, TransformerError> {
-        let [batch, heads, seq, _] = x.dims();
-        let [_, head_dim, half] = rotation.dims();
-        let groups = batch * heads;
-        let device = x.device();
-        let x = x.reshape([1, groups * seq, head_dim]).matmul(rotation);
-        let x = Tensor::cat(vec![x.clone(), x.neg()], 2);
-        let buckets = x.argmax(2).cast(DType::I32).reshape([groups, seq]);
-        let Sorted { tokens, places } = Sorted::new(buckets.clone(), 2 * half)?;
+        let [_, _, seq] = buckets.dims();
         let chunks = options.chunks(seq);
         let bucket = options.bucket.get();
-        let all = chunks * bucket;
-        let (mut positions, mut marked) = (tokens.clone(), tokens);
-        if all > seq {
-            let none = Tensor::full([groups, all - seq], -1, (&device, DType::I32));
-            let behind = arange(all, &device).slice_dim(0, seq..all);
-            let behind = behind.reshape([1, all - seq]).expand([groups, all - seq]);
-            positions = Tensor::cat(vec![positions, behind], 1);
-            marked = Tensor::cat(vec![marked, none], 1);
-        }
-        let by_heads = |x: Tensor<2, Int>| {
-            let [_, count] = x.dims();
-            x.reshape([batch, heads, count])
-        };
+        let [tokens, places] = sort_by_bucket(buckets.clone(), count, chunks * bucket)?;
+        // Behind all tokens a place is its own number.
+        let all = arange(chunks * bucket, &tokens.device()).reshape([1, 1, chunks * bucket]);
+        let is_none = tokens.clone().lower_elem(0);
+        let positions = tokens
+            .clone()
+            .mask_where(is_none, all.expand(tokens.dims()));
         Ok(Self {
-            positions: by_heads(positions),
-            tokens: by_heads(marked),
-            places: by_heads(places),
-            buckets: by_heads(buckets),
+            positions,
+            tokens,
+            places,
+            buckets,
             chunks,
             bucket,
             seq,
@@ -301,24 +315,27 @@ impl Round {
         }
     }
 
-    /// Attention of this round, of queries and values side by side: out `[batch, heads, seq, value_dim]` and lse `[batch, heads, seq, 1]`, in f32 at least.
+    /// Attention of this round, of queries and values of one dtype: out `[batch, heads, seq, value_dim]` and lse `[batch, heads, seq, 1]`, in f32 at least.
     fn attend(
         &self,
-        both: Tensor<4>,
-        head_dim: usize,
+        query: Tensor<4>,
+        value: Tensor<4>,
         found: Found,
     ) -> Result<(Tensor<4>, Tensor<4>), TransformerError> {
         let dims = self.dims();
         let [batch, heads, chunks, bucket, _] = dims;
-        let [.., width] = both.dims();
-        let value_dim = width - head_dim;
+        let ([.., head_dim], [.., value_dim]) = (query.dims(), value.dims());
         let [_, _, seq] = self.places.dims();
         let users = self.places.clone().reshape([batch, heads, seq, 1]);
-        let placed = gather_rows(both, self.tokens.clone(), users)?;
-        let placed = placed.reshape([batch, heads, chunks, bucket, width]);
-        let query = placed.clone().slice_dim(4, 0..head_dim);
-        let value = placed.slice_dim(4, head_dim..width);
-        let key = with_before(unit(query.clone()).cast(query.dtype()));
+        let placed = keyed(query, value, |both| {
+            Ok(gather_rows(both, self.tokens.clone(), users)?)
+        })?;
+        let in_chunks = |x: Tensor<4>| {
+            let [.., width] = x.dims();
+            x.reshape([batch, heads, chunks, bucket, width])
+        };
+        let [query, key, value] = placed.map(in_chunks);
+        let key = with_before(key);
         let scores = widened(query.matmul(key.swap_dims(3, 4)));
         let scores = scores * (1.0 / (head_dim as f64).sqrt());
         let dtype = scores.dtype();

@@ -4,13 +4,15 @@ use std::collections::BTreeSet;
 use std::sync::LazyLock;
 
 use burn::tensor::{DType, Int, Tensor};
-use burn_blocksparse::internal::{gather_qkv, merge_gathered_attention};
+use burn_blocksparse::internal::{gather_rows, merge_gathered_attention};
 use burn_blocksparse::layout::{BlockMask, PositionMask};
 use burn_blocksparse::{BlockLayout, DeviceLayout, LayoutShape, SparseAttentionCall};
-use burn_sparse_select::internal::{LayoutCache, lsh_argsort};
+use burn_sparse_select::internal::{LayoutCache, sort_by_bucket};
 
+use super::keyed;
 use super::routing::block_size;
 use crate::TransformerError;
+use crate::arange::arange;
 
 /// What rounds put where. All are i32 tensors on the device, without autodiff.
 pub(super) struct Placed {
@@ -25,26 +27,30 @@ pub(super) struct Placed {
 }
 
 impl Placed {
-    /// Of queries `[batch, heads, seq, head_dim]` and rotations `[rounds, head_dim, half]`: one operation that hashes and sorts, whatever the rounds. `None` where
-    /// kernels do not.
+    /// Of the bucket of each token in each round, `[batch, heads, rounds, seq]`, below `count`: one sort, whatever the rounds.
     pub fn new(
-        x: Tensor<4>,
-        rotations: Tensor<3>,
+        buckets: Tensor<4, Int>,
+        count: usize,
         [chunks, bucket]: [usize; 2],
-    ) -> Result<Option<Self>, TransformerError> {
-        let [batch, heads, seq, _] = x.dims();
-        let [rounds, ..] = rotations.dims();
+    ) -> Result<Self, TransformerError> {
+        let [batch, heads, rounds, seq] = buckets.dims();
         let all = chunks * bucket;
-        Ok(lsh_argsort(x, rotations, all)?.map(|sorted| {
-            let by_place = |x: Tensor<3, Int>| x.reshape([batch, heads, rounds * all]);
-            Self {
-                tokens: by_place(sorted.tokens),
-                places: sorted.places.reshape([batch, heads, seq, rounds]),
-                choices: by_place(sorted.choices),
-                chunks,
-                bucket,
-            }
-        }))
+        let buckets = buckets.reshape([batch * heads, rounds, seq]);
+        let [tokens, places] = sort_by_bucket(buckets, count, all)?;
+        let dims = tokens.dims();
+        let round = arange(rounds, &tokens.device()).reshape([1, rounds, 1]);
+        let none = tokens.clone().lower_elem(0);
+        let choices = tokens.clone() * rounds as i32 + round.clone().expand(dims);
+        let choices = choices.mask_fill(none, -1);
+        let first = (round * all as i32).expand(places.dims());
+        let places = (places + first).swap_dims(1, 2);
+        Ok(Self {
+            tokens: tokens.reshape([batch, heads, rounds * all]),
+            places: places.reshape([batch, heads, seq, rounds]),
+            choices: choices.reshape([batch, heads, rounds * all]),
+            chunks,
+            bucket,
+        })
     }
 
     /// Attention of tokens to those of their chunks and the ones before, in every round, merged by lse with themselves at `self_alone`: out and lse, as
@@ -65,8 +71,9 @@ impl Placed {
         } = self;
         let [batch, heads, seq, rounds] = places.dims();
         let layout = layout([heads, rounds, chunks, bucket])?;
-        let placed = gather_qkv(qk, value.clone(), tokens.clone(), places.clone())?;
-        let [query, key, others] = placed;
+        let [query, key, others] = keyed(qk, value.clone(), |both| {
+            Ok(gather_rows(both, tokens.clone(), places.clone())?)
+        })?;
         let seen = DeviceLayout::from_own_positions(&layout, tokens, rule)?;
         let others = SparseAttentionCall::new(query, key, others, &seen).run_with_lse()?;
         let dtype: DType = others.1.dtype();

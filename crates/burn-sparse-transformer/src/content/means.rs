@@ -5,7 +5,7 @@ use burn_blocksparse::Seed;
 use burn_blocksparse::graph::ensure_not_capturing;
 use burn_blocksparse::internal::sum_all;
 use burn_fused_ops::embedding_backward;
-use burn_sparse_select::internal::argmax_rows;
+use burn_sparse_select::internal::row_products;
 
 use super::unit;
 use crate::TransformerError;
@@ -19,19 +19,16 @@ pub(super) fn similarities(x: Tensor<4>, means: Tensor<3>) -> Tensor<4> {
     let means = means
         .unsqueeze_dim::<4>(0)
         .expand([batch, heads, clusters, dim]);
-    means.matmul(x.swap_dims(2, 3))
+    row_products(means, x)
 }
 
 /// The most similar mean of each token, of equally similar ones the first, counted through the means of all heads: `[batch, heads, length]`, i32.
-pub(super) fn nearest(similarities: &Tensor<4>) -> Result<Tensor<3, Int>, TransformerError> {
+pub(super) fn nearest(similarities: &Tensor<4>) -> Tensor<3, Int> {
     let [batch, heads, clusters, length] = similarities.dims();
-    if let Some(found) = argmax_rows(similarities.clone())? {
-        return Ok(found);
-    }
     let nearest = similarities.clone().argmax(2).cast(DType::I32);
     let nearest = nearest.reshape([batch, heads, length]);
     let first = arange(heads, &similarities.device()).mul_scalar(clusters as i32);
-    Ok(nearest + first.reshape([1, heads, 1]).expand([batch, heads, length]))
+    nearest + first.reshape([1, heads, 1]).expand([batch, heads, length])
 }
 
 /// The sums of the tokens nearest to each mean, over the batch, made as long as 1: `[heads, clusters, dim]`. A mean without tokens has zeros.
@@ -116,7 +113,7 @@ pub(super) fn settled(
     let drawn = Tensor::<1, Int>::from_data(drawn, (&x.device(), DType::I32));
     let mut means = rows.select(0, drawn).reshape([heads, clusters, dim]);
     for _ in 0..iterations {
-        let nearest = nearest(&similarities(x.clone(), means.clone()))?;
+        let nearest = nearest(&similarities(x.clone(), means.clone()));
         means = followed(means, x.clone(), nearest, 0.0)?;
     }
     Ok(means)

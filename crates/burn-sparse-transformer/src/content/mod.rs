@@ -1,13 +1,12 @@
 //! Experimental: heads that choose single keys by content, by clusters (Routing Transformer) or by hashes (Reformer).
 //!
-//! Where kernels run they sort, and nothing is read from the device; elsewhere Burn's sort does.
+//! Where kernels run, nothing is read from the device.
 
-// which places   clusters.rs (the nearest tokens of each mean), buckets.rs (a sort by bucket)
+// which places   clusters.rs (the nearest tokens of each mean)
 // attention      routing.rs (over clusters), lsh.rs (over chunks of a sorted sequence), lsh_places.rs (the same, by kernels)
 // state          means.rs (means and how they follow queries), rotations.rs (planes that are drawn from a seed)
 // modules        routing_attention.rs, lsh_attention.rs; kind.rs and mixed.rs (beside the heads of a pattern)
 
-mod buckets;
 mod clusters;
 mod kind;
 mod lsh;
@@ -29,24 +28,31 @@ pub use routing_attention::{
 };
 
 use burn::tensor::{DType, Int, Tensor};
-use burn_blocksparse::internal::{l2_normalize, runs_kernels};
+
+use crate::TransformerError;
 
 /// Squares below this count as 0 where a vector is made as long as 1.
 const SMALLEST_SQUARE: f64 = 1e-24;
 
-/// Vectors of length 1 along the last dimension, in f32 at least; a vector of zeros stays one, with finite gradients. By a kernel where those run.
+/// Vectors of length 1 along the last dimension, in f32 at least; a vector of zeros stays one, with finite gradients.
 fn unit<const D: usize>(x: Tensor<D>) -> Tensor<D> {
-    if runs_kernels(&x.device()) {
-        let dims = x.dims();
-        let rows = dims[..D - 1].iter().product();
-        let by_kernel = l2_normalize(x.clone().reshape([1, 1, rows, dims[D - 1]]));
-        if let Ok(unit) = by_kernel {
-            return unit.reshape(dims);
-        }
-    }
     let x = widened(x);
     let square = x.clone().powi_scalar(2).sum_dim(D - 1);
     x / square.clamp_min(SMALLEST_SQUARE).sqrt()
+}
+
+/// Rows of queries that one gather of these and of values beside them takes, keys that are these made as long as 1, and rows of values: of one dtype.
+fn keyed(
+    query: Tensor<4>,
+    value: Tensor<4>,
+    gather: impl FnOnce(Tensor<4>) -> Result<Tensor<4>, TransformerError>,
+) -> Result<[Tensor<4>; 3], TransformerError> {
+    let ([.., head_dim], [.., value_dim]) = (query.dims(), value.dims());
+    let both = gather(Tensor::cat(vec![query, value], 3))?;
+    let query = both.clone().slice_dim(3, 0..head_dim);
+    let value = both.slice_dim(3, head_dim..head_dim + value_dim);
+    let key = in_dtype(unit(query.clone()), query.dtype());
+    Ok([query, key, value])
 }
 
 /// In f32 at least.

@@ -183,8 +183,8 @@ impl RoutingHeads {
         value: Tensor<4>,
     ) -> Result<RoutingOutput, TransformerError> {
         self.check(&query, &value)?;
-        let x = tracked_unit(&query);
-        let choice = self.choose(&query, x.as_ref())?;
+        let x = unit(query.clone());
+        let choice = self.choose(&x)?;
         let query = in_dtype(query, value.dtype());
         let [query, key, value] = choice.clusters.keyed(query, value)?;
         let layout = self.layout(&choice.clusters, true)?;
@@ -256,9 +256,9 @@ impl RoutingHeads {
         self.check(&query, &value)?;
         let expected = query.dims().map(Some);
         ensure_shape("key", key.dims(), expected, AXES)?;
-        let (x, y) = (tracked_unit(&query), unit(key.clone()));
-        let of_queries = self.choose(&query, x.as_ref())?;
-        let of_keys = self.choose(&key, Some(&y))?;
+        let [x, y] = [query.clone(), key].map(unit);
+        let of_queries = self.choose(&x)?;
+        let of_keys = self.choose(&y)?;
         let dtype = value.dtype();
         let query = of_queries.clusters.take(in_dtype(query, dtype))?;
         let key = of_keys.clusters.take(in_dtype(y.clone(), dtype))?;
@@ -282,14 +282,8 @@ impl RoutingHeads {
         };
         let context = of_queries.clusters.mean(out)?;
         let nearest = of_queries.nearest.zip(of_keys.nearest);
-        let (x, nearest) = match x.zip(nearest) {
-            Some((x, (one, other))) => {
-                let nearest = Tensor::cat(vec![one, other], 2);
-                (Some(Tensor::cat(vec![x, y], 2)), Some(nearest))
-            }
-            None => (None, None),
-        };
-        self.finish(context, x, nearest)
+        let nearest = nearest.map(|(one, other)| Tensor::cat(vec![one, other], 2));
+        self.finish(context, Tensor::cat(vec![x, y], 2), nearest)
     }
 
     /// Which tokens each cluster takes, ascending: `[batch, heads, clusters, min(window, seq)]`, i32, without autodiff.
@@ -301,7 +295,7 @@ impl RoutingHeads {
     /// If the shape does not fit the means.
     pub fn clusters(&self, x: Tensor<4>) -> Result<Tensor<4, Int>, TransformerError> {
         self.check(&x, &x)?;
-        Ok(self.choose(&x, None)?.clusters.tokens)
+        Ok(self.choose(&unit(x))?.clusters.tokens)
     }
 
     /// Moves the means to where tokens are: to some of them, which `seed` draws, and from there by ten iterations of k-means (Roy et al., 2021; what the
@@ -368,34 +362,14 @@ impl RoutingHeads {
         AttentionOptions::default().precision(self.products)
     }
 
-    /// The clusters of vectors, which `unit` are made as long as 1, if they have been. No gradient flows through the choice.
-    fn choose(
-        &self,
-        x: &Tensor<4>,
-        unit_x: Option<&Tensor<4>>,
-    ) -> Result<Choice, TransformerError> {
-        let trains = x.is_autodiff();
-        let means = self.means.val().without_autodiff();
+    /// The clusters of vectors of length 1. No gradient flows through the choice.
+    fn choose(&self, x: &Tensor<4>) -> Result<Choice, TransformerError> {
+        let means = in_dtype(self.means.val().without_autodiff(), x.dtype());
         let [_, _, seq, _] = x.dims();
-        let width = self.window.min(seq);
-        if let Some((clusters, nearest)) = Clusters::by_kernels(x.clone(), means.clone(), width)? {
-            return Ok(Choice {
-                nearest: trains.then_some(nearest),
-                clusters,
-            });
-        }
-        let x = match unit_x {
-            Some(x) => x.clone().without_autodiff(),
-            None => unit(x.clone().without_autodiff()),
-        };
-        let means = in_dtype(means, x.dtype());
-        let similarities = similarities(x, means);
+        let similarities = similarities(x.clone().without_autodiff(), means);
         Ok(Choice {
-            nearest: match trains {
-                true => Some(nearest(&similarities)?),
-                false => None,
-            },
-            clusters: Clusters::new(similarities, width)?,
+            nearest: x.is_autodiff().then(|| nearest(&similarities)),
+            clusters: Clusters::new(similarities, self.window.min(seq))?,
         })
     }
 
@@ -403,10 +377,10 @@ impl RoutingHeads {
     fn finish(
         &self,
         context: Tensor<4>,
-        x: Option<Tensor<4>>,
+        x: Tensor<4>,
         nearest: Option<Tensor<3, Int>>,
     ) -> Result<RoutingOutput, TransformerError> {
-        let Some((x, nearest)) = x.zip(nearest) else {
+        let Some(nearest) = nearest else {
             return Ok(RoutingOutput {
                 context,
                 commitment: None,
@@ -429,11 +403,6 @@ impl RoutingHeads {
         // Each sees the earlier ones, and the first itself.
         clusters as u64 * (width * (width - 1) / 2 + 1)
     }
-}
-
-/// Vectors made as long as 1, in training, where more than the choice asks for them.
-fn tracked_unit(x: &Tensor<4>) -> Option<Tensor<4>> {
-    x.is_autodiff().then(|| unit(x.clone()))
 }
 
 struct Choice {

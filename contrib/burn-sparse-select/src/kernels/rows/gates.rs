@@ -170,6 +170,8 @@ fn check(
             return Err(KernelError::Dtype { dtype });
         }
     }
+    // Those of the backward pass: three more than what is read and written of each branch.
+    check_buffers(client, 3 + 2 * MOST_BRANCHES)?;
     let [element, _] = types;
     RowTile::new(client.properties(), width, element, usize::MAX)
         .ok_or_else(|| KernelError::limit("a row's numbers", usize::MAX as u64, width))
@@ -196,7 +198,7 @@ pub fn gated_text(
 /// branches in their order, one for each place, three at most. Gates of branches that are not there are not read. `out` may be a branch.
 ///
 /// # Errors
-/// [`KernelError`] if there are more branches, or the device lacks a type or cannot index the numbers.
+/// [`KernelError`] if there are more branches, or the device lacks a type, does not bind nine buffers or cannot index the numbers.
 pub fn gated_sum(
     client: &Client,
     branches: &[Option<&Handle>],
@@ -257,170 +259,67 @@ pub struct GatedBackward<'a> {
     pub by_gates: Option<&'a Handle>,
 }
 
-/// Runs a backward pass: one launch, or one for each branch where the device does not bind the buffers of all.
+/// Runs a backward pass.
 ///
 /// # Errors
 /// As [`gated_sum`].
 pub fn gated_sum_backward(
     client: &Client,
-    matrix: [usize; 2],
+    [rows, width]: [usize; 2],
     pass: &GatedBackward,
 ) -> Result<(), KernelError> {
-    let types = [pass.grad.1, pass.gates.1];
-    let tile = check(client, pass.branches.len(), types, matrix[1])?;
-    if matrix[0] * matrix[1] == 0 {
+    let ((grad, element), (gates, gate)) = (pass.grad, pass.gates);
+    let tile = check(client, pass.branches.len(), [element, gate], width)?;
+    if rows * width == 0 {
         return Ok(());
     }
-    let there: Vec<bool> = pass.branches.iter().map(Option::is_some).collect();
-    let written: Vec<bool> = pass.by_branches.iter().map(Option::is_some).collect();
-    for part in parts(&there, &written, pass.buffers_fit(client)) {
-        pass.launch(client, matrix, tile, part)?;
+    let row_gates = pass.branches.len();
+    let vectors = rows * tile.row_vectors;
+    let read = match pass.by_gates {
+        Some(_) => pass.branches,
+        None => &[],
+    };
+    let k = BackwardKind {
+        tile,
+        row_gates,
+        read: Columns::new(read.iter().map(Option::is_some)),
+        written: Columns::new(pass.by_branches.iter().map(Option::is_some)),
+        none: Columns::new(read.iter().map(Option::is_none)),
+    };
+    let sequence = |list: &[Option<&Handle>]| {
+        let mut sequence = SequenceArg::new();
+        for handle in list.iter().flatten() {
+            sequence.push(buffer(handle, vectors));
+        }
+        sequence
+    };
+    let tiles = rows.div_ceil(tile.rows);
+    let largest = (rows * width)
+        .max(rows * row_gates)
+        .max(2 * tiles * tile.rows);
+    let address = address_of(client, largest)?;
+    let cubes = spread(client, tiles as u64)?;
+    // SAFETY: a unit reads vectors of a row below `rows`, and the row's gates; it writes its own vectors of a row that exists, and the first lane the row's
+    // gates' gradients. The buffers have the lengths they say (see `buffer`). Where a gradient is in `grad`'s place, it is read by the unit that writes it,
+    // before; what others read of it behind a row's end they throw away.
+    unsafe {
+        backward::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(tile.units() as u32),
+            address,
+            tile.vector,
+            buffer(grad, vectors),
+            sequence(read),
+            buffer(gates, rows * row_gates),
+            sequence(pass.by_branches),
+            optional(pass.by_gates, rows * row_gates),
+            rows,
+            k,
+            element,
+            gate,
+            accumulator_of(element),
+        );
     }
     Ok(())
-}
-
-/// What a launch of the backward pass does.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Part {
-    /// The branches it is of.
-    places: [bool; MOST_BRANCHES],
-    /// The gates whose gradients it sets to 0.
-    none: [bool; MOST_BRANCHES],
-}
-
-/// The launches of branches that are `there`, those `written` that have gradients: one if its buffers `fit`, or one for each branch. Gates of branches that
-/// are not there are of the first; a gradient in the place of the sum's, the last that is written, is of the last.
-fn parts(there: &[bool], written: &[bool], fit: bool) -> Vec<Part> {
-    let mut all = Part::default();
-    for (place, there) in there.iter().enumerate() {
-        all.places[place] = *there;
-        all.none[place] = !there;
-    }
-    if fit {
-        return vec![all];
-    }
-    let (written, read): (Vec<usize>, Vec<usize>) = (0..there.len())
-        .filter(|place| there[*place])
-        .partition(|place| written[*place]);
-    let mut parts: Vec<Part> = (read.into_iter().chain(written))
-        .map(|place| {
-            let mut part = Part::default();
-            part.places[place] = true;
-            part
-        })
-        .collect();
-    if let Some(first) = parts.first_mut() {
-        first.none = all.none;
-    }
-    parts
-}
-
-impl GatedBackward<'_> {
-    /// Whether one launch can have all buffers.
-    fn buffers_fit(&self, client: &Client) -> bool {
-        let read = match self.by_gates {
-            Some(_) => self.branches.iter().flatten().count() + 1,
-            None => 0,
-        };
-        let written = self.by_branches.iter().flatten().count();
-        check_buffers(client, 2 + read + written).is_ok()
-    }
-
-    fn launch(
-        &self,
-        client: &Client,
-        [rows, width]: [usize; 2],
-        tile: RowTile,
-        part: Part,
-    ) -> Result<(), KernelError> {
-        let row_gates = self.branches.len();
-        let vectors = rows * tile.row_vectors;
-        let among = |list: &[Option<&Handle>], wanted: bool| {
-            let list = list.iter().enumerate();
-            let list = list
-                .map(|(place, handle)| (*handle).filter(|_| wanted && part.places[place]).cloned());
-            list.collect::<Vec<Option<Handle>>>()
-        };
-        let read = among(self.branches, self.by_gates.is_some());
-        let written = among(self.by_branches, true);
-        let k = BackwardKind {
-            tile,
-            row_gates,
-            read: Columns::new(read.iter().map(Option::is_some)),
-            written: Columns::new(written.iter().map(Option::is_some)),
-            none: Columns::new(part.none),
-        };
-        let sequence = |list: &[Option<Handle>]| {
-            let mut sequence = SequenceArg::new();
-            for handle in list.iter().flatten() {
-                sequence.push(buffer(handle, vectors));
-            }
-            sequence
-        };
-        let tiles = rows.div_ceil(tile.rows);
-        let largest = (rows * width)
-            .max(rows * row_gates)
-            .max(2 * tiles * tile.rows);
-        let address = address_of(client, largest)?;
-        let cubes = spread(client, tiles as u64)?;
-        let (grad, element) = self.grad;
-        // SAFETY: a unit reads vectors of a row below `rows`, and the row's gates; it writes its own vectors of a row that exists, and the first
-        // lane the row's gates' gradients. The buffers have the lengths they say (see `buffer`). Where a gradient is in `grad`'s place, it is read by
-        // the unit that writes it, before; what others read of it behind a row's end they throw away.
-        unsafe {
-            backward::launch_unchecked(
-                client,
-                cubes,
-                CubeDim::new_1d(tile.units() as u32),
-                address,
-                tile.vector,
-                buffer(grad, vectors),
-                sequence(&read),
-                buffer(self.gates.0, rows * row_gates),
-                sequence(&written),
-                optional(self.by_gates, rows * row_gates),
-                rows,
-                k,
-                element,
-                self.gates.1,
-                accumulator_of(element),
-            );
-        }
-        Ok(())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Every branch has its launch, gates of none are set once, and what is written last has the last launch.
-    #[test]
-    fn launches_have_every_branch_once() {
-        for bits in 0..1 << (2 * MOST_BRANCHES) {
-            let bit = |at: usize| bits >> at & 1 == 1;
-            let there = [0, 1, 2].map(bit);
-            let written = [0, 1, 2].map(|at| there[at] && bit(at + MOST_BRANCHES));
-            if there == [false; MOST_BRANCHES] {
-                continue;
-            }
-            for fit in [false, true] {
-                let parts = parts(&there, &written, fit);
-                assert_eq!(
-                    parts.len() == 1,
-                    fit || there.iter().filter(|x| **x).count() == 1
-                );
-                let count = |of: fn(&Part) -> [bool; MOST_BRANCHES], at: usize| {
-                    parts.iter().filter(|part| of(part)[at]).count()
-                };
-                for (at, there) in there.into_iter().enumerate() {
-                    assert_eq!(count(|part| part.places, at), usize::from(there));
-                    assert_eq!(count(|part| part.none, at), usize::from(!there));
-                }
-                if let Some(last) = written.iter().rposition(|written| *written) {
-                    assert!(parts.last().unwrap().places[last]);
-                }
-            }
-        }
-    }
 }

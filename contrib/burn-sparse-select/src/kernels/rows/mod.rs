@@ -1,23 +1,13 @@
-//! Kernels of rows that choices by content are made of: hashes, orders, top-k of rows, means of blocks, gated sums.
+//! Kernels of rows that choices by content are made of: top-k of rows, means of blocks, gated sums.
 
 pub(crate) mod blocks;
 pub(crate) mod gates;
-pub(crate) mod hashes;
-pub(crate) mod nearest;
 pub(crate) mod only;
-pub(crate) mod order;
-pub(crate) mod order_places;
-pub(crate) mod order_planes;
-pub(crate) mod products;
-pub(crate) mod split;
 pub(crate) mod top_k;
 pub(crate) mod top_k_pages;
 pub(crate) mod whole;
 
 pub use blocks::{Blocked, RowBlocks, block_means, block_means_of_two};
 pub use gates::{GatedBackward, gated_sum, gated_sum_backward, gated_text};
-pub use hashes::{HashedRows, lsh_hash};
-pub use nearest::{RowsOfMeans, compare_with_means};
-pub use order::{Rounds, argmax_rows, counting_argsort_rounds};
 pub use top_k::topk_rows;
 pub use top_k_pages::{TopKPagesShape, check_topk_pages, topk_pages};

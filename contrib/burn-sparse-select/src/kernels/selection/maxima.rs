@@ -6,12 +6,10 @@ use cubecl::server::Handle;
 
 use crate::kernels::selection::products::RowsView;
 #[cfg(feature = "cuda")]
-use crate::kernels::selection::products::asked;
+use crate::kernels::selection::products::{asked, request_of};
 use blocksparse_cubecl::error::KernelError;
 #[cfg(feature = "cuda")]
-use burn_fused_ops::kernels::linear::{
-    Epilogue, EpilogueTensors, Order, ProductPlan, ProductRequest, multiply,
-};
+use burn_fused_ops::kernels::linear::{Epilogue, EpilogueTensors, ProductPlan, multiply};
 
 /// Rows of a run, at most.
 pub const MOST_RUN: usize = 128;
@@ -34,26 +32,11 @@ pub struct RunMaxima {
 impl RunMaxima {
     /// Whether a kernel makes them. `BLOCKSPARSE_LOG_SUMS=0` leaves it out, for comparing.
     pub fn is_served(&self, client: &Client, element: ElemType) -> bool {
-        use cubecl::ir::FloatKind;
-
         let [batch, rows] = self.rows;
-        let request = ProductRequest {
-            bf16: element == ElemType::Float(FloatKind::BF16),
-            batch,
-            rows,
-            cols: self.columns,
-            depth: self.width,
-            orders: [Order::Depth; 2],
-            wide: true,
-            parts: false,
-            epilogue: Epilogue::Maxima { run: self.run },
-            by_heads: false,
-        };
-        let is_half = request.bf16 || element == ElemType::Float(FloatKind::F16);
-        is_half
-            && self.width.is_multiple_of(8)
-            && blocksparse_cubecl::Tuning::or_default().log_sums
-            && ProductPlan::new(client, request).is_ok()
+        let sizes = [batch, rows, self.columns, self.width];
+        let request = request_of(element, sizes, Epilogue::Maxima { run: self.run });
+        blocksparse_cubecl::Tuning::or_default().log_sums
+            && request.is_some_and(|request| ProductPlan::new(client, request).is_ok())
     }
 
     /// Makes them, `[a.matrices, a.rows, b.rows / run]` in f32. NaN counts only where all of a run are.

@@ -11,7 +11,7 @@
 //! threshold_parts  the same of a few lines that are very long, by several cubes each
 //! touched       blocks in which something is kept
 //! flex          those, or the highest by means, as a head's last queries say
-//! gate          the blocks that single queries choose by means
+//! gate          the blocks that single queries choose by means, in the products
 //! maxima        the highest products of rows with those of blocks, which tensor cores write alone
 //! highest       the blocks of the highest scores of rows, a row to a warp
 //! means         the products of means of blocks, and their softmax

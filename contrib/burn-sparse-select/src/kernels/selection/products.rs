@@ -1,6 +1,8 @@
 //! Rows times rows, `a · bᵀ`, with results in f32.
 
 use cubecl::ir::ElemType;
+#[cfg(feature = "cuda")]
+use cubecl::ir::FloatKind;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
@@ -11,7 +13,8 @@ use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::on_device::bits::{Grid, GridLaunch, last_position};
 #[cfg(feature = "cuda")]
 use burn_fused_ops::kernels::linear::{
-    Epilogue, EpilogueTensors, MatrixView, ProductPlan, ProductRequest, SeenColumns, multiply,
+    Epilogue, EpilogueTensors, MatrixView, Order, ProductPlan, ProductRequest, SeenColumns,
+    multiply,
 };
 
 /// Matrices of rows whose numbers are contiguous.
@@ -105,19 +108,47 @@ pub fn products(
     }
 }
 
+/// What tensor cores are asked for of rows of half precision, `[matrices, rows, columns, width]`, and what becomes of the products. None of another type, or if rows
+/// do not begin at multiples of 16 bytes.
+#[cfg(feature = "cuda")]
+pub(crate) fn request_of(
+    element: ElemType,
+    [batch, rows, cols, depth]: [usize; 4],
+    epilogue: Epilogue,
+) -> Option<ProductRequest> {
+    let is_fit = batch * rows * cols > 0 && depth.is_multiple_of(8);
+    let request = ProductRequest {
+        bf16: is_bf16(element)?,
+        batch,
+        rows,
+        cols,
+        depth,
+        orders: [Order::Depth; 2],
+        wide: true,
+        parts: false,
+        epilogue,
+        by_heads: false,
+    };
+    is_fit.then_some(request)
+}
+
+/// Whether numbers are bf16 or f16. None of another type.
+#[cfg(feature = "cuda")]
+fn is_bf16(element: ElemType) -> Option<bool> {
+    match element {
+        ElemType::Float(FloatKind::BF16) => Some(true),
+        ElemType::Float(FloatKind::F16) => Some(false),
+        _ => None,
+    }
+}
+
 /// A product on tensor cores: both factors, and what is asked for. None of another type of numbers, or if they cannot be read.
 #[cfg(feature = "cuda")]
 pub(crate) fn asked(
     element: ElemType,
     [a, b]: [&RowsView; 2],
 ) -> Option<([MatrixView; 2], ProductRequest)> {
-    use cubecl::ir::FloatKind;
-
-    let is_bf16 = match element {
-        ElemType::Float(FloatKind::BF16) => true,
-        ElemType::Float(FloatKind::F16) => false,
-        _ => return None,
-    };
+    let is_bf16 = is_bf16(element)?;
     let view = |of: &RowsView| MatrixView {
         handle: of.handle.clone(),
         shape: [of.matrices, of.rows, of.width],
