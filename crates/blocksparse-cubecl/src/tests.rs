@@ -170,7 +170,7 @@ fn a_build_without_tensor_cores_says_so_on_cuda() {
     let says = |device: Fake| {
         let plan = device.plan(&fixed(), request(64, F32), TierLimit::None);
         let text = plan.unwrap().to_string();
-        text.contains("\n  tensor-core tiers: feature `cuda` is off\n")
+        text.contains("not on the mma tier: feature `cuda` is off\n")
     };
     assert!(says(Fake::sm90()));
     assert!(says(Fake::sm80()));

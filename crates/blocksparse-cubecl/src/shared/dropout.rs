@@ -5,7 +5,6 @@
 
 use cubecl::prelude::*;
 
-#[cfg(feature = "cuda-asm")]
 use crate::arch::ptx::{bytes_of, multiply_wide, rotate, trade};
 use blocksparse::internal::{MULTIPLIERS, ROUNDS, WEYL, last_kept};
 
@@ -29,7 +28,6 @@ pub struct Mask {
 }
 
 /// Dropout of weights, as kernels of the tensor-core tiers get it.
-#[cfg(feature = "cuda-asm")]
 #[derive(CubeType, CubeLaunch)]
 pub struct DropoutArgs {
     /// The generator's key.
@@ -65,7 +63,6 @@ fn product(x: u32, #[comptime] factor: u32) -> Product {
 }
 
 /// By the one instruction that makes both.
-#[cfg(feature = "cuda-asm")]
 #[cube]
 fn wide_product(x: u32, #[comptime] factor: u32) -> Product {
     let both = multiply_wide(x, factor.runtime());
@@ -159,7 +156,6 @@ fn kept_of(compared: &Compared) -> u32 {
 }
 
 /// A counter's numbers compared, without loops.
-#[cfg(feature = "cuda-asm")]
 #[cube]
 pub fn compared_eight(mask: &Mask, batch: u32, head: u32, query: u32, eight: u32) -> Compared {
     let key = key_of(mask);
@@ -184,14 +180,12 @@ pub fn compared_eight(mask: &Mask, batch: u32, head: u32, query: u32, eight: u32
 }
 
 /// Whether a pair is kept, by a counter of which nothing else is used: 1, or else 0.
-#[cfg(feature = "cuda-asm")]
 #[cube]
 pub fn keeps_one(mask: &Mask, batch: u32, head: u32, query: u32, key: u32) -> u32 {
     (kept_of(&compared_eight(mask, batch, head, query, key / 8)) >> (key % 8)) & 1
 }
 
 /// No counter's.
-#[cfg(feature = "cuda-asm")]
 #[cube]
 pub fn nothing_compared() -> Compared {
     Compared {
@@ -201,7 +195,6 @@ pub fn nothing_compared() -> Compared {
 }
 
 /// What two counters' bytes say: two bytes for each.
-#[cfg(feature = "cuda-asm")]
 #[cube]
 pub fn two_compared(a: &Compared, b: &Compared) -> Compared {
     let differs = bytes_of(a.differs, b.differs, true);
@@ -216,7 +209,6 @@ pub fn two_compared(a: &Compared, b: &Compared) -> Compared {
 }
 
 /// Which numbers of twice two counters keep their pairs, a byte for each.
-#[cfg(feature = "cuda-asm")]
 #[cube]
 pub fn kept_eights(ab: &Compared, cd: &Compared) -> u32 {
     let above = decide(
@@ -236,7 +228,6 @@ pub fn kept_eights(ab: &Compared, cd: &Compared) -> u32 {
 /// ```
 ///
 /// and becomes that of its own numbers: bit `4 n + 2 · (row of two) + column of two`. Each step swaps a bit of the lane with one of the bit's place.
-#[cfg(feature = "cuda-asm")]
 #[cube]
 pub fn collect(dealt: u32, lane: u32, #[comptime] columns: bool) -> u32 {
     let mut bits = dealt;
@@ -252,7 +243,6 @@ pub fn collect(dealt: u32, lane: u32, #[comptime] columns: bool) -> u32 {
 }
 
 /// Swaps bit `distance` of the lane with bit `shift` of places; those without it are `low`.
-#[cfg(feature = "cuda-asm")]
 #[cube]
 fn swap(
     bits: u32,

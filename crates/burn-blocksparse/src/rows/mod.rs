@@ -118,9 +118,7 @@ pub fn segment_sum(
 /// [`OpError`] if a size is 0, or no feature of this crate serves the device.
 pub fn l2_normalize(x: Tensor<4>) -> Result<Tensor<4>, OpError> {
     served(&x.device())?;
-    if x.dims().contains(&0) {
-        return Err(OpError::argument("x", "at least one number", 0));
-    }
+    blocksparse::ensure! { OpError; !x.dims().contains(&0) => "x", "at least one number", 0; }
     let unit = <Dispatch as RowOps>::l2_normalize(x.into_dispatch());
     Ok(Tensor::from_dispatch(unit))
 }

@@ -16,7 +16,7 @@ const INPUT_ROWS: Option<usize> = None;
 
 /// Rows that `xᵀ · dy` takes at a time: the product of two tall matrices has few tiles to compute and a long sum in each, so it is a product
 /// for each group of rows, and their sum.
-const WEIGHT_ROWS: usize = 1024;
+pub(crate) const WEIGHT_ROWS: usize = 1024;
 
 /// Columns that `dy · Wᵀ` sums at a time, if there are twice as many: a vocabulary's. A product of few rows has few tiles then, with long sums
 /// whose small terms no longer count beside large ones.
@@ -63,11 +63,6 @@ pub(crate) trait Products<B: Backend> {
             start += width;
         }
         parts
-    }
-
-    /// Rows that `xᵀ · dy` takes at a time.
-    fn weight_rows(_x: &FloatTensor<B>) -> usize {
-        WEIGHT_ROWS
     }
 }
 
@@ -198,7 +193,7 @@ pub(crate) fn weight_gradients<B: Backend, P: Products<B>>(
     }
     let transposed = B::float_swap_dims(x.clone(), 0, 1);
     let parts = P::parts(&transposed, &grad).unwrap_or_else(|| {
-        let groups = groups(rows, Some(P::weight_rows(&x)));
+        let groups = groups(rows, Some(WEIGHT_ROWS));
         let x = B::float_reshape(x, Shape::new([groups, rows / groups, inputs]));
         let grad = B::float_reshape(grad, Shape::new([groups, rows / groups, outputs]));
         P::product(B::float_swap_dims(x, 1, 2), grad, dtype)

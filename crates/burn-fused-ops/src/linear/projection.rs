@@ -150,25 +150,19 @@ fn check(
     options: &LinearOptions,
 ) -> Result<FloatDType, OpError> {
     let dtype = linear::check(x, &linear::named(weights), options)?;
-    if !(1..=MOST_PARTS).contains(&parts.len()) {
-        let expected = format!("of 1 to {MOST_PARTS} tensors");
-        return Err(OpError::argument("parts", expected, parts.len()));
-    }
+    blocksparse::ensure! { OpError; (1..=MOST_PARTS).contains(&parts.len()) => "parts", format!("of 1 to {MOST_PARTS} tensors"), parts.len(); }
     let width: usize = weights.iter().map(|weight| weight.dims()[1]).sum();
     // A product that overflows is no width.
     let sum = parts.iter().try_fold(0usize, |sum, (heads, dim)| {
         sum.checked_add(heads.checked_mul(*dim)?)
     });
-    if sum != Some(width) {
-        let expected = format!("heads of {width} columns in all, those of the weights");
-        return Err(OpError::argument("parts", expected, format!("{parts:?}")));
+    blocksparse::ensure! {
+        OpError;
+        sum == Some(width) => "parts", format!("heads of {width} columns in all, those of the weights"), format!("{parts:?}");
     }
     if let Some(bias) = bias {
         let [got] = bias.dims();
-        if got != width {
-            let expected = format!("{width}, the weights' columns");
-            return Err(OpError::argument("bias's length", expected, got));
-        }
+        blocksparse::ensure! { OpError; got == width => "bias's length", format!("{width}, the weights' columns"), got; }
         same_device("bias's device", &x.device(), "x's", &bias.device())?;
     }
     Ok(dtype)

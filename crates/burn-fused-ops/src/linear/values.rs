@@ -264,7 +264,7 @@ impl LinearTask {
     }
 
     /// Whether a weight's gradient is wanted.
-    #[cfg(any(feature = "autodiff", feature = "cuda"))]
+    #[cfg(any(feature = "autodiff", feature = "cube"))]
     pub(crate) fn by_weights(&self) -> bool {
         let mut weights = self.weights.iter().flatten();
         weights.any(|(_, dtype)| dtype.is_some())

@@ -330,12 +330,9 @@ fn check<const D: usize>(
         OpError::expect_same(shape, [width], "the stream's width", row.dims())?;
         same_device(at, &device, "the stream's", &row.device())?;
     }
-    if !(options.epsilon.is_finite() && options.epsilon >= 0.0) {
-        return Err(OpError::argument(
-            "options.epsilon",
-            "finite and at least 0",
-            options.epsilon,
-        ));
+    blocksparse::ensure! {
+        OpError;
+        options.epsilon.is_finite() && options.epsilon >= 0.0 => "options.epsilon", "finite and at least 0", options.epsilon;
     }
     let dropout = options.dropout.as_ref();
     check_dropout("options.dropout's probability", dropout, &device)?;
@@ -351,12 +348,6 @@ fn check<const D: usize>(
 }
 
 fn has_dtype(device: &Device, dtype: FloatDType) -> Result<(), OpError> {
-    match device.supports_dtype(dtype) {
-        true => Ok(()),
-        false => Err(OpError::argument(
-            "options.dtype",
-            "a dtype of the device",
-            format!("{dtype:?}"),
-        )),
-    }
+    blocksparse::ensure! { OpError; device.supports_dtype(dtype) => "options.dtype", "a dtype of the device", format!("{dtype:?}"); }
+    Ok(())
 }

@@ -11,6 +11,7 @@ pub(crate) mod norm_backward;
 pub(crate) mod rope;
 #[doc(hidden)]
 pub(crate) mod scaled;
+mod strips;
 
 pub use activation::{
     ActivationBackward, activation_text, bias_activation, bias_activation_backward,

@@ -81,10 +81,7 @@ fn check<const D: usize>(x: &Tensor<D>, bias: Option<&Tensor<1>>) -> Result<(), 
     let width = x.dims()[D - 1];
     if let Some(bias) = bias {
         let [got] = bias.dims();
-        if got != width {
-            let expected = format!("{width}, x's width");
-            return Err(OpError::argument("bias's length", expected, got));
-        }
+        blocksparse::ensure! { OpError; got == width => "bias's length", format!("{width}, x's width"), got; }
         same_device("bias's device", &x.device(), "x's", &bias.device())?;
     }
     Ok(())

@@ -32,10 +32,7 @@ use burn_blocksparse::internal::device::served;
 pub fn split_head_groups(x: Tensor<4>, first: usize) -> Result<[Tensor<4>; 2], OpError> {
     served(&x.device())?;
     let [_, heads, ..] = x.dims();
-    if !(1..heads).contains(&first) {
-        let expected = format!("at least 1 and below the {heads} heads");
-        return Err(OpError::argument("first", expected, first));
-    }
+    blocksparse::ensure! { OpError; (1..heads).contains(&first) => "first", format!("at least 1 and below the {heads} heads"), first; }
     let HeadGroups { first, others } =
         <Dispatch as LinearOps>::split_head_groups(x.into_dispatch(), first);
     Ok([first, others].map(Tensor::from_dispatch))

@@ -104,28 +104,20 @@ fn check_split(
     parts: &[(usize, usize)],
 ) -> Result<(), OpError> {
     served(&x.device())?;
-    if !(1..=MOST_PARTS).contains(&parts.len()) {
-        let expected = format!("of 1 to {MOST_PARTS} tensors");
-        return Err(OpError::argument("parts", expected, parts.len()));
-    }
+    blocksparse::ensure! { OpError; (1..=MOST_PARTS).contains(&parts.len()) => "parts", format!("of 1 to {MOST_PARTS} tensors"), parts.len(); }
     let [.., width] = x.dims();
     // A product that overflows is no width.
     let sum = parts.iter().try_fold(0usize, |sum, (heads, dim)| {
         sum.checked_add(heads.checked_mul(*dim)?)
     });
-    if sum != Some(width) {
-        let expected = match sum {
-            Some(sum) => format!("{sum}, the heads of all parts"),
-            None => format!("the heads of {parts:?}"),
-        };
-        return Err(OpError::argument("x's width", expected, width));
+    blocksparse::ensure! {
+        OpError;
+        sum == Some(width)
+            => "x's width", match sum { Some(sum) => format!("{sum}, the heads of all parts"), None => format!("the heads of {parts:?}"), }, width;
     }
     if let Some(bias) = bias {
         let [got] = bias.dims();
-        if got != width {
-            let expected = format!("{width}, x's width");
-            return Err(OpError::argument("bias's length", expected, got));
-        }
+        blocksparse::ensure! { OpError; got == width => "bias's length", format!("{width}, x's width"), got; }
         same_device("bias's device", &x.device(), "x's", &bias.device())?;
     }
     Ok(())

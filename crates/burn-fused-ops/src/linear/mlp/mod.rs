@@ -164,19 +164,13 @@ fn check<const D: usize>(
     let dtype = linear::check(x, &[(&params.inner, named)], &products)?;
     let [_, hidden] = params.inner.dims();
     let [got, _] = params.outer.dims();
-    if got != hidden {
-        let expected = format!("{hidden}, the inner weight's out");
-        return Err(OpError::argument("the outer weight's in", expected, got));
-    }
+    blocksparse::ensure! { OpError; got == hidden => "the outer weight's in", format!("{hidden}, the inner weight's out"), got; }
     linear::supported("dtype", &x.device(), params.outer.dtype())?;
     let outer = params.outer.device();
     same_device("the outer weight's device", &x.device(), "x's", &outer)?;
     if let Some(bias) = &params.bias {
         let [got] = bias.dims();
-        if got != hidden {
-            let expected = format!("{hidden}, the inner weight's out");
-            return Err(OpError::argument("bias's length", expected, got));
-        }
+        blocksparse::ensure! { OpError; got == hidden => "bias's length", format!("{hidden}, the inner weight's out"), got; }
         same_device("bias's device", &x.device(), "x's", &bias.device())?;
     }
     Ok(dtype)
