@@ -13,9 +13,9 @@ use crate::linear::heads::kernels as heads;
 use crate::linear::ops::{LinearOps, composed_backward, composed_forward, composed_outer_backward};
 use crate::linear::products::Primitives;
 use crate::linear::values::{
-    ActivationGrads, ActivationSaved, ActivationTask, BiasedRows, HeadGroups, HeadParts, JoinCall,
-    Joined, LinearCall, LinearForm, LinearGrads, LinearInputs, LinearOutput, LinearSaved,
-    LinearTask, MlpOuterSaved, MlpOuterTask,
+    ActivationGrads, ActivationSaved, ActivationTask, BiasedRows, HeadParts, JoinCall, Joined,
+    LinearCall, LinearForm, LinearGrads, LinearInputs, LinearOutput, LinearSaved, LinearTask,
+    MlpOuterSaved, MlpOuterTask,
 };
 use crate::linear::wgmma;
 use burn_blocksparse::internal::cube::uses_reference;
@@ -83,14 +83,6 @@ impl LinearOps for CubeBackend {
 
     fn join_heads(tensors: ThreeFloats<Self>, call: JoinCall) -> Joined<Self> {
         heads::join_heads(tensors, call)
-    }
-
-    fn split_head_groups(x: CubeTensor, first: usize) -> HeadGroups<Self> {
-        heads::split_head_groups(x, first)
-    }
-
-    fn cat_head_groups(parts: HeadGroups<Self>) -> CubeTensor {
-        heads::cat_head_groups(parts)
     }
 
     fn mlp_outer_backward(saved: MlpOuterSaved<Self>, task: MlpOuterTask) -> ActivationGrads<Self> {

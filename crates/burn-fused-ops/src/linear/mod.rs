@@ -235,6 +235,18 @@ pub(crate) fn check_width<const D: usize>(
     Ok(dtype)
 }
 
+/// That a bias is of rows of such a width, on their device.
+pub(crate) fn check_bias(
+    bias: Option<&Tensor<1>>,
+    (width, whose): (usize, &str),
+    device: &burn::tensor::Device,
+) -> Result<(), OpError> {
+    let Some(bias) = bias else { return Ok(()) };
+    let [got] = bias.dims();
+    blocksparse::ensure! { OpError; got == width => "bias's length", format!("{width}, {whose}"), got; }
+    same_device("bias's device", device, "x's", &bias.device())
+}
+
 /// That the device has a dtype.
 pub(crate) fn supported(
     argument: &'static str,

@@ -377,19 +377,6 @@ pub struct Joined<B: Backend> {
 
 float_list!(Joined, 2: x; bias);
 
-/// The heads of a tensor in two parts, or gradients by them.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct HeadGroups<B: Backend> {
-    /// `[batch, first, seq, width]`.
-    pub first: FloatTensor<B>,
-    /// `[batch, heads − first, seq, width]`.
-    pub others: FloatTensor<B>,
-}
-
-float_list!(HeadGroups, 2: first others;);
-
 /// What a feed-forward network is made of.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]

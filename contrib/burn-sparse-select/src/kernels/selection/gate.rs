@@ -14,14 +14,12 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use crate::kernels::rows::blocks::{Blocked, RowBlocks, block_means};
-#[cfg(feature = "cuda")]
 use crate::kernels::selection::products::asked;
 use crate::kernels::selection::products::{RowsView, pitch, products};
 use crate::kernels::selection::{NUMBERS, UNITS};
 use blocksparse_cubecl::args::{address_of, buffer, spread};
 use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::shared::order_key::key;
-#[cfg(feature = "cuda")]
 use burn_fused_ops::kernels::linear::{
     Epilogue, EpilogueTensors, Highest, ProductPlan, SeenColumns, multiply,
 };
@@ -148,7 +146,6 @@ pub fn query_picks(
 }
 
 /// Picks in one product of all queries, if the device and the call are for it. `BLOCKSPARSE_PICKS=0` leaves that out, for comparing.
-#[cfg(feature = "cuda")]
 fn in_products(
     client: &Client,
     element: ElemType,
@@ -180,11 +177,6 @@ fn in_products(
         ..EpilogueTensors::default()
     };
     multiply(client, &plan, [&left, &right], picks, &beside).is_ok()
-}
-
-#[cfg(not(feature = "cuda"))]
-fn in_products(_: &Client, _: ElemType, _: [&RowsView; 2], _: &GateSizes, _: &Handle) -> bool {
-    false
 }
 
 /// Rows of f32 numbers as two rows each of another type: the numbers as they are there, and what that leaves.

@@ -9,7 +9,6 @@ use crate::kernels::selection::UNITS;
 use blocksparse_cubecl::args::{address_of, buffer, spread};
 use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::on_device::bits::{Grid, GridLaunch, last_position};
-#[cfg(feature = "cuda")]
 use burn_fused_ops::kernels::linear::{
     Epilogue, EpilogueTensors, MatrixView, ProductPlan, ProductRequest, SeenColumns, multiply,
 };
@@ -106,7 +105,6 @@ pub fn products(
 }
 
 /// A product on tensor cores: both factors, and what is asked for. None of another type of numbers, or if they cannot be read.
-#[cfg(feature = "cuda")]
 pub(crate) fn asked(
     element: ElemType,
     [a, b]: [&RowsView; 2],
@@ -135,7 +133,6 @@ pub(crate) fn asked(
 }
 
 /// Whether tensor cores have it.
-#[cfg(feature = "cuda")]
 fn on_tensor_cores(
     client: &Client,
     element: ElemType,
@@ -152,14 +149,8 @@ fn on_tensor_cores(
     multiply(client, &plan, [&left, &right], out, &beside).is_ok()
 }
 
-#[cfg(not(feature = "cuda"))]
-fn on_tensor_cores(_: &Client, _: ElemType, _: [&RowsView; 2], _: &Handle) -> bool {
-    false
-}
-
 /// Products of which sums of exponentials over runs of columns are wanted.
 #[derive(Clone, Copy, Debug)]
-#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub struct RunSums {
     /// Columns of a run.
     pub run: usize,
@@ -169,7 +160,6 @@ pub struct RunSums {
     pub factor: f64,
 }
 
-#[cfg(feature = "cuda")]
 impl RunSums {
     /// A product that has them, if the device does.
     fn planned(
@@ -221,26 +211,6 @@ impl RunSums {
             ..EpilogueTensors::default()
         };
         multiply(client, &plan, [&left, &right], out, &beside)
-    }
-}
-
-#[cfg(not(feature = "cuda"))]
-impl RunSums {
-    /// No other devices make them with a product.
-    pub fn is_served(&self, _: &Client, _: ElemType, _: [&RowsView; 2]) -> bool {
-        false
-    }
-
-    /// # Errors
-    /// Always.
-    pub fn log_sums(
-        &self,
-        _: &Client,
-        _: ElemType,
-        _: [&RowsView; 2],
-        _: &Handle,
-    ) -> Result<(), KernelError> {
-        Err(KernelError::Factor { factor: "b" })
     }
 }
 

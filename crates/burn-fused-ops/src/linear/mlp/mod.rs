@@ -7,10 +7,10 @@ use burn::backend::Dispatch;
 use burn::tensor::{FloatDType, Tensor};
 
 use crate::linear;
-use crate::linear::LinearOptions;
 use crate::linear::activation::kind::Activation;
 use crate::linear::ops::LinearOps;
 use crate::linear::values::{MlpCall, MlpInputs};
+use crate::linear::{LinearOptions, check_bias};
 use burn_blocksparse::OpError;
 use burn_blocksparse::internal::check::same_device;
 use burn_blocksparse::internal::op_plan::OpPlan;
@@ -168,10 +168,10 @@ fn check<const D: usize>(
     linear::supported("dtype", &x.device(), params.outer.dtype())?;
     let outer = params.outer.device();
     same_device("the outer weight's device", &x.device(), "x's", &outer)?;
-    if let Some(bias) = &params.bias {
-        let [got] = bias.dims();
-        blocksparse::ensure! { OpError; got == hidden => "bias's length", format!("{hidden}, the inner weight's out"), got; }
-        same_device("bias's device", &x.device(), "x's", &bias.device())?;
-    }
+    check_bias(
+        params.bias.as_ref(),
+        (hidden, "the inner weight's out"),
+        &x.device(),
+    )?;
     Ok(dtype)
 }
