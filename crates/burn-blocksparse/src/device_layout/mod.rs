@@ -39,10 +39,9 @@ impl DeviceLayoutOptions {
         }
     }
 
-    /// Sets whether queries see no later keys.
-    pub fn causal(mut self, causal: bool) -> Self {
-        self.causal = causal;
-        self
+    blocksparse::setters! {
+        /// Sets whether queries see no later keys.
+        causal: bool,
     }
 }
 

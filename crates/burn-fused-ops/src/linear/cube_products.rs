@@ -28,7 +28,7 @@ impl Products<CubeBackend> for Kernels {
             2 => empty(&lhs, [rows, columns], dtype.into()),
             _ => empty(&lhs, [lhs.meta.shape()[0], rows, columns], dtype.into()),
         };
-        if wgmma::multiply(&lhs, &rhs, &out) {
+        if wgmma::multiply(&lhs, &rhs, &out).is_some() {
             return out;
         }
         let result = matmul(lhs, rhs, Some(out), MatmulStrategy::default(), dtype.into());

@@ -52,10 +52,9 @@ pub struct LinearOptions {
 }
 
 impl LinearOptions {
-    /// Sets the dtype of the factors and of the product.
-    pub fn dtype(mut self, dtype: FloatDType) -> Self {
-        self.dtype = Some(dtype);
-        self
+    blocksparse::setters! {
+        /// Sets the dtype of the factors and of the product.
+        dtype: Some(FloatDType),
     }
 }
 

@@ -93,10 +93,9 @@ impl NormParams {
         Self { gamma, beta: None }
     }
 
-    /// Sets the shift.
-    pub fn beta(mut self, beta: Tensor<1>) -> Self {
-        self.beta = Some(beta);
-        self
+    blocksparse::setters! {
+        /// Sets the shift.
+        beta: Some(Tensor<1>),
     }
 }
 
@@ -116,10 +115,9 @@ impl<const D: usize> Residual<D> {
         Self { x, bias: None }
     }
 
-    /// Sets the bias.
-    pub fn bias(mut self, bias: Tensor<1>) -> Self {
-        self.bias = Some(bias);
-        self
+    blocksparse::setters! {
+        /// Sets the bias.
+        bias: Some(Tensor<1>),
     }
 }
 

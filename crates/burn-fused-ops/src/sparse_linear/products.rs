@@ -9,7 +9,7 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, Shape, TensorData};
 
-use crate::linear::products::{Products, WEIGHT_ROWS, groups, rounded, with_width};
+use crate::linear::products::{Products, groups, rounded, with_width};
 use crate::sparse_linear::values::{
     SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
 };
@@ -203,7 +203,7 @@ impl<'a> Targets<'a> {
     ) -> FloatTensor<B> {
         let rows = source.shape()[0];
         // The product of two tall matrices is a product for each group of rows, and their sum.
-        let groups = groups(rows, Some(WEIGHT_ROWS));
+        let groups = groups(rows);
         let (source, grad) = (self.cut::<B>(source), self.cut::<B>(grad));
         let batches = self.batches(rows);
         let batches = batches.iter().filter(|batch| batch.count > 0);

@@ -38,10 +38,9 @@ impl MlpParams {
         }
     }
 
-    /// Sets the bias.
-    pub fn bias(mut self, bias: Tensor<1>) -> Self {
-        self.bias = Some(bias);
-        self
+    blocksparse::setters! {
+        /// Sets the bias.
+        bias: Some(Tensor<1>),
     }
 }
 
