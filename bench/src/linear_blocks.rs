@@ -1,5 +1,7 @@
 //! Products of block-sparse weights: equality to sums in f64, and times beside dense ones.
 
+use std::sync::Arc;
+
 use anyhow::{Result, anyhow};
 use blocksparse::WeightLayout;
 use blocksparse_bench::compare::{ensure_sum, ensure_written, same_twice};
@@ -9,8 +11,8 @@ use blocksparse_bench::numbers::{F32, decoded, half, rounded, rounding_of, unifo
 use blocksparse_bench::operand::Operand;
 use blocksparse_bench::runner::Tally;
 use burn_fused_ops::kernels::linear::blocks::{
-    BlockGradientPlan, BlockProduct, BlockProductPlan, BlockTables, Direction, KeptBlocks,
-    block_gradient, multiply_blocks, pack_blocks,
+    BlockGradientPlan, BlockProduct, BlockProductPlan, BlockTables, Direction, block_gradient,
+    multiply_blocks, pack_blocks,
 };
 use cubecl::client::Client;
 use cubecl::ir::ElemType;
@@ -34,7 +36,7 @@ struct Layer {
     weight_handle: Handle,
     x: Operand,
     dy: Operand,
-    tables: BlockTables,
+    tables: Arc<BlockTables>,
     packed: [Handle; 2],
     products: [BlockProductPlan; 2],
     gradient: Option<BlockGradientPlan>,
@@ -45,43 +47,43 @@ struct Layer {
 }
 
 /// Blocks drawn one by one.
-fn random_places(grid: [usize; 2], density: f64, rng: &mut ChaCha8Rng) -> Vec<(u32, u32)> {
-    let [inputs, outputs] = grid;
-    let all = (0..outputs).flat_map(|output| (0..inputs).map(move |input| (input, output)));
-    all.filter(|_| rng.random_bool(density))
-        .map(|(input, output)| (input as u32, output as u32))
-        .collect()
+fn random_blocks(
+    [inputs, outputs]: [usize; 2],
+    block: usize,
+    density: f64,
+    rng: &mut ChaCha8Rng,
+) -> Result<WeightLayout> {
+    let mut mask = vec![false; inputs * outputs];
+    for output in 0..outputs {
+        for input in 0..inputs {
+            mask[input * outputs + output] = rng.random_bool(density);
+        }
+    }
+    let shape = [inputs * block, outputs * block];
+    Ok(WeightLayout::from_mask(shape, block, &mask)?)
 }
 
 impl Layer {
     fn new(
         client: &Client,
         is_bf16: bool,
-        block: usize,
-        grid: [usize; 2],
+        layout: &WeightLayout,
         rows: usize,
-        places: Vec<(u32, u32)>,
         seed: u64,
     ) -> Result<Self> {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let [inputs, outputs] = grid.map(|blocks| blocks * block);
-        let numbers = places.len() * block * block;
+        let [block, inputs, outputs] = [layout.block(), layout.inputs(), layout.outputs()];
+        let numbers = layout.len() * block * block;
         // One at least, for a buffer.
         let weight = uniform(numbers.max(1), 1.0, F32, &mut rng);
-        let kept = KeptBlocks {
-            block,
-            inputs,
-            outputs,
-            places: &places,
-        };
-        let tables = BlockTables::new(client, &kept).map_err(|why| anyhow!(why))?;
+        let tables = BlockTables::of(client, layout).map_err(|why| anyhow!(why))?;
         let product = |direction| {
             BlockProductPlan::new(client, &tables, direction, is_bf16, rows)
                 .map_err(|why| anyhow!(why))
         };
         let products = [product(Direction::Forward)?, product(Direction::Backward)?];
         let gradient =
-            (!places.is_empty()).then(|| BlockGradientPlan::new(client, &tables, is_bf16, rows));
+            (!layout.is_empty()).then(|| BlockGradientPlan::new(client, &tables, is_bf16, rows));
         let gradient = gradient.transpose().map_err(|why| anyhow!(why))?;
         let parts = gradient.as_ref().map_or(1, BlockGradientPlan::parts);
         let element = half(is_bf16);
@@ -105,7 +107,7 @@ impl Layer {
             dx: matrix(inputs),
             parts: poisoned(client, parts * numbers, F32),
             dw: poisoned(client, numbers, F32),
-            places,
+            places: layout.kept_blocks().collect(),
             tables,
             client: client.clone(),
         })
@@ -220,8 +222,8 @@ pub(super) fn verify(bench: &Bench) -> Result<()> {
                 }
                 let seed = tally.number as u64;
                 let mut rng = ChaCha8Rng::seed_from_u64(!seed);
-                let places = random_places(grid, density, &mut rng);
-                let layer = Layer::new(&bench.client, is_bf16, block, grid, rows, places, seed)?;
+                let layout = random_blocks(grid, block, density, &mut rng)?;
+                let layer = Layer::new(&bench.client, is_bf16, &layout, rows, seed)?;
                 let timing = &bench.args.timing;
                 let found = timing.checked(&bench.client, || layer.run(), || layer.check(seed));
                 let name = format!(
@@ -268,9 +270,7 @@ pub(super) fn times(bench: &mut Bench) -> Result<()> {
 fn time_layer(bench: &mut Bench, layout: &WeightLayout, dense: f64) -> Result<()> {
     let client = bench.client.clone();
     let rows = bench.args.rows;
-    let grid = [layout.in_blocks(), layout.out_blocks()];
-    let places = layout.kept_blocks().collect();
-    let layer = Layer::new(&client, true, layout.block(), grid, rows, places, 7)?;
+    let layer = Layer::new(&client, true, layout, rows, 7)?;
     if bench.args.timing.launched(&client, || layer.run())? {
         return Ok(());
     }

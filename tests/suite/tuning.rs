@@ -7,7 +7,6 @@ use burn_blocksparse::layout::{DeviceLayoutOptions, TopKOptions};
 use burn_blocksparse::{
     AccumulatedAttentionOptions, accumulated_attention, check_device, sparse_attention,
 };
-use burn_fused_ops::internal::split_head_groups;
 use burn_fused_ops::{
     Activation, AddNormOptions, CrossEntropyOptions, ElementDropout, LinearOptions, MlpOptions,
     MlpParams, NormParams, bias_activation, dropout, embedding, linear, linear_cross_entropy, mlp,
@@ -55,7 +54,6 @@ fn calls(device: &Device) -> Vec<(&'static str, Result<(), OpError>)> {
         "mlp" => mlp(x2([4, 16]), params, Activation::default(), &MlpOptions::default());
         "linear_to_heads" => qkv_proj(x3(), vec![x2([16, 16])], None, &[(2, 8)], &no_linear);
         "split_heads" => split_heads(x3(), None, &[(2, 8)]);
-        "heads_apart" => split_head_groups(x4(), 1);
         "embedding" => embedding(x2([8, 8]), ids([1, 4]));
         "linear_cross_entropy" => linear_cross_entropy(x2([4, 8]), x2([8, 16]), Tensor::<1, Int>::zeros([4], device), &CrossEntropyOptions::default());
         "sample_tokens" => sample_tokens(x2([2, 16]), x1(2), None, &SampleOptions::default());

@@ -100,7 +100,7 @@ registry! {
     }
     heads {
         training::heads: heads_equal_f64, heads_in_half_precision, joined_heads_equal_f64, heads_give_the_same_bits, heads_constants,
-            heads_are_differentiated_together, heads_plans, heads_apart_equal_slices;
+            heads_are_differentiated_together, heads_plans;
     }
     kept {
         attention::kept: given_attention_gives_the_same_bits, given_attention_of_other_kinds, given_attention_is_not_computed;

@@ -14,12 +14,9 @@ use super::shared::addressing::{
     Strides, StridesLaunch,
 };
 use super::shared::biases::{BiasStridesLaunch, DistancesLaunch};
-#[cfg(feature = "cuda-asm")]
 use super::shared::distances::{TableArgs, TableArgsLaunch};
-#[cfg(feature = "cuda-asm")]
 use super::shared::dropout::DropoutArgsLaunch;
 use super::shared::dropout::MaskLaunch;
-#[cfg(feature = "cuda-asm")]
 use super::shared::score::ScoreScalarsLaunch;
 use super::slices::Slice;
 use super::uploaded::{self, DevicePlan};
@@ -85,7 +82,6 @@ impl ScoreOptions {
     }
 
     /// The same in bytes, of a bias of elements so wide.
-    #[cfg(feature = "cuda-asm")]
     pub fn bias_bytes(&self, element: usize) -> [u64; 3] {
         self.bias_steps()
             .map(|elements| (elements * element) as u64)
@@ -121,7 +117,6 @@ impl ScoreOptions {
     }
 
     /// The table, as the tensor-core tiers get it.
-    #[cfg(feature = "cuda-asm")]
     pub fn table_args(&self) -> ComptimeOptionArgs<TableArgs> {
         let Some(table) = &self.relative else {
             return ComptimeOptionArgs::None;
@@ -132,13 +127,11 @@ impl ScoreOptions {
     }
 
     /// Dropout of weights.
-    #[cfg(feature = "cuda-asm")]
     pub fn dropout_args(&self) -> DropoutArgsLaunch {
         DropoutArgsLaunch::new(self.mask(), self.kept_factor() as f32)
     }
 
     /// With the factors of products that `log2_scale` and `cap_scale` are.
-    #[cfg(feature = "cuda-asm")]
     pub fn scalars(&self, (log2_scale, cap_scale): (f64, f64)) -> ScoreScalarsLaunch {
         let softcap = self.softcap.unwrap_or(1.0);
         ScoreScalarsLaunch::new(

@@ -309,22 +309,29 @@ impl Kernel {
     }
 }
 
+/// Whether the application has the compiler for kernels with PTX of their own, CubeCL's for CUDA C++.
+pub const HAS_PTX: bool = cfg!(feature = "cuda-asm");
+
+fn check_device(is_it: bool, reason: &'static str) -> Result<(), &'static str> {
+    match (is_it, HAS_PTX) {
+        (false, _) => Err(reason),
+        (true, false) => Err("feature `cuda` is off"),
+        (true, true) => Ok(()),
+    }
+}
+
 /// What all kernels on mma.sync need: ldmatrix, cp.async and products of bf16.
 pub fn check_ampere(properties: &DeviceProperties) -> Result<(), &'static str> {
     let capability = properties.identity.fingerprint.strip_prefix("ptx_sm");
     let capability: u32 = capability.and_then(|text| text.parse().ok()).unwrap_or(0);
-    match capability < 80 {
-        true => Err("the device is not of compute capability 8.0 or up"),
-        false => Ok(()),
-    }
+    let reason = "the device is not of compute capability 8.0 or up";
+    check_device(capability >= 80, reason)
 }
 
 /// What all kernels on wgmma need.
 pub fn check_hopper(properties: &DeviceProperties) -> Result<(), &'static str> {
-    match properties.identity.fingerprint == "ptx_sm90" {
-        true => Ok(()),
-        false => Err("the device is not of compute capability 9.0"),
-    }
+    let is_it = properties.identity.fingerprint == "ptx_sm90";
+    check_device(is_it, "the device is not of compute capability 9.0")
 }
 
 /// The device of a call, as far as plans depend on it.

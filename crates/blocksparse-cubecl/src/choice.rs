@@ -34,8 +34,6 @@ pub struct AttentionPlan {
     distances: Option<simt::Tile>,
     /// Elements of a tensor that the device has indices for.
     indexed: usize,
-    /// Tiers that this build lacks.
-    missing: Option<&'static str>,
 }
 
 /// A part of a call: its launches come after those of the parts before.
@@ -217,7 +215,6 @@ impl AttentionPlan {
                 true => usize::MAX,
                 false => u32::MAX as usize,
             },
-            missing: tier::missing(device.runtime),
         })
     }
 
@@ -317,9 +314,6 @@ impl fmt::Display for AttentionPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (dtype, accumulator) = (self.request.dtype, self.request.accumulator());
         writeln!(f, "{}, {dtype} with sums in {accumulator}", self.name)?;
-        if let Some(missing) = self.missing {
-            writeln!(f, "  {missing}")?;
-        }
         for part in &self.parts {
             if let Some(layout) = &part.layout {
                 writeln!(f, "  part {}", layout.name())?;

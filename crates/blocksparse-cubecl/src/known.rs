@@ -32,18 +32,15 @@ impl<K: Eq + Hash, V: Clone> Slots<K, Option<V>> {
 }
 
 /// Where a key's value is made.
-#[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
 type Slot<V> = Arc<Mutex<Option<V>>>;
 
 /// Values of the keys that were asked for last, so many at most.
-#[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
 pub struct Recent<K, V> {
     most: usize,
     /// The latest last.
     slots: Mutex<Vec<(K, Slot<V>)>>,
 }
 
-#[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
 impl<K: Eq, V: Clone> Recent<K, V> {
     pub const fn new(most: usize) -> Self {
         Self {

@@ -39,8 +39,6 @@ pub mod args;
 #[doc(hidden)]
 pub mod attention_sums;
 mod backward;
-// Some of what a request and a pass say only tiers on tensor cores read.
-#[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
 #[doc(hidden)]
 pub mod call;
 #[doc(hidden)]
@@ -53,19 +51,16 @@ pub mod device_key;
 #[doc(hidden)]
 pub mod error;
 mod forward;
-#[cfg(feature = "cuda-asm")]
 #[doc(hidden)]
 pub mod hopper;
 #[doc(hidden)]
 pub mod known;
 #[doc(hidden)]
 pub mod limits;
-#[cfg(feature = "cuda-asm")]
 #[doc(hidden)]
 pub mod mma;
 #[doc(hidden)]
 pub mod on_device;
-#[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
 mod pass;
 #[doc(hidden)]
 pub mod primitives;
@@ -80,7 +75,6 @@ pub mod simt;
 pub mod slices;
 #[doc(hidden)]
 pub mod stats;
-#[cfg(feature = "cuda-asm")]
 #[doc(hidden)]
 pub mod tensor;
 #[cfg(test)]

@@ -170,7 +170,7 @@ fn a_build_without_tensor_cores_says_so_on_cuda() {
     let says = |device: Fake| {
         let plan = device.plan(&fixed(), request(64, F32), TierLimit::None);
         let text = plan.unwrap().to_string();
-        text.contains("\n  tensor-core tiers: feature `cuda` is off\n")
+        text.contains("not on the mma tier: feature `cuda` is off\n")
     };
     assert!(says(Fake::sm90()));
     assert!(says(Fake::sm80()));
@@ -199,19 +199,37 @@ mod tensor_cores {
         ["forward", "backward"].map(|pass| format!("{pass}: not {tier}, {reason}"))
     }
 
-    fn check(
+    /// What runs where neither tier on tensor cores takes a call.
+    fn only_simt(hopper: &str, mma: &str) -> Vec<String> {
+        let [h, m] = [refused("hopper", hopper), refused("mma", mma)];
+        let refused = [0, 1]
+            .into_iter()
+            .flat_map(|pass| [h[pass].clone(), m[pass].clone()]);
+        let simt = ["forward: simt", "dQ: simt", "dK, dV: simt"].map(str::to_string);
+        refused.chain(simt).collect()
+    }
+
+    fn check<T: AsRef<str>>(device: &Fake, layout: &BlockLayout, request: Request, expected: &[T]) {
+        check_within(TierLimit::None, device, layout, request, expected);
+    }
+
+    fn check_within<T: AsRef<str>>(
+        limit: TierLimit,
         device: &Fake,
         layout: &BlockLayout,
         request: Request,
-        limit: TierLimit,
-        expected: &[&str],
+        expected: &[T],
     ) {
         let plan = device.plan(layout, request, limit).unwrap();
+        let expected: Vec<&str> = expected.iter().map(T::as_ref).collect();
         assert_eq!(lines(&plan), expected, "{plan}");
-        let tensor = expected
-            .iter()
-            .any(|line| !line.contains("not ") && !line.ends_with("simt"));
-        let alignment = if tensor { 16 / request.dtype.size() } else { 1 };
+        let tensor = |line: &&str| !line.contains("not ") && !line.ends_with("simt");
+        let is_tensor = expected.iter().any(tensor);
+        let alignment = if is_tensor {
+            16 / request.dtype.size()
+        } else {
+            1
+        };
         assert_eq!(plan.alignment(), alignment, "{plan}");
     }
 
@@ -221,36 +239,25 @@ mod tensor_cores {
         let both = ["forward: hopper", "backward: hopper"];
         let dense = Pattern::causal().layout(4, 1024, 128).unwrap();
         for dim in [40, 64, 72, 96, 104, 128] {
-            check(&device, &dense, request(dim, BF16), TierLimit::None, &both);
+            check(&device, &dense, request(dim, BF16), &both);
         }
         // What the fused pass would unite here two mainloops of lower tiles do not.
         let mainloops = ["forward: hopper", "dQ: hopper", "dK, dV: hopper"];
         let wide = request(128, BF16);
-        check(&device, &fixed(), wide, TierLimit::None, &mainloops);
+        check(&device, &fixed(), wide, &mainloops);
         for dim in [136, 256] {
-            check(
-                &device,
-                &fixed(),
-                request(dim, BF16),
-                TierLimit::None,
-                &mainloops,
-            );
+            check(&device, &fixed(), request(dim, BF16), &mainloops);
         }
         let reason = "head_dim is no multiple of 8 from 40 to 256";
         let [forward, backward] = refused("hopper", reason);
-        check(
-            &device,
-            &fixed(),
-            request(32, BF16),
-            TierLimit::None,
-            &[
-                &forward,
-                "forward: mma",
-                &backward,
-                "dQ: mma",
-                "dK, dV: mma",
-            ],
-        );
+        let mma = [
+            forward.as_str(),
+            "forward: mma",
+            &backward,
+            "dQ: mma",
+            "dK, dV: mma",
+        ];
+        check(&device, &fixed(), request(32, BF16), &mma);
     }
 
     #[test]
@@ -276,44 +283,30 @@ mod tensor_cores {
 
     #[test]
     fn what_no_tensor_core_takes() {
-        let [h1, h2] = refused("hopper", "the dtype is neither bf16 nor f16");
-        let [m1, m2] = refused("mma", "the dtype is f32, and tf32 was not asked for");
-        let simt = ["forward: simt", "dQ: simt", "dK, dV: simt"];
-        let mut expected: Vec<&str> = vec![&h1, &m1, &h2, &m2];
-        expected.extend(simt);
-        check(
-            &Fake::sm90(),
-            &fixed(),
-            request(64, F32),
-            TierLimit::None,
-            &expected,
-        );
-
-        let [h1, h2] = refused("hopper", "weights are stored");
-        let [m1, m2] = refused("mma", "weights are stored");
-        let mut expected: Vec<&str> = vec![&h1, &m1, &h2, &m2];
-        expected.extend(simt);
+        let device = Fake::sm90();
+        let of_dtypes = [
+            "the dtype is neither bf16 nor f16",
+            "the dtype is f32, and tf32 was not asked for",
+        ];
         let stored = request(64, BF16).with_stored_weights(true);
-        check(&Fake::sm90(), &fixed(), stored, TierLimit::None, &expected);
-
-        let [h1, h2] = refused("hopper", "the scale is not positive");
-        let [m1, m2] = refused("mma", "the scale is not positive");
-        let mut expected: Vec<&str> = vec![&h1, &m1, &h2, &m2];
-        expected.extend(simt);
         let negative = request(64, BF16).with_scale(-0.5);
-        check(
-            &Fake::sm90(),
-            &fixed(),
-            negative,
-            TierLimit::None,
-            &expected,
-        );
+        for (request, [hopper, mma]) in [
+            (request(64, F32), of_dtypes),
+            (stored, ["weights are stored"; 2]),
+            (negative, ["the scale is not positive"; 2]),
+        ] {
+            check(&device, &fixed(), request, &only_simt(hopper, mma));
+        }
         let capped = negative.with_score(ScoreKind {
             softcap: true,
             ..ScoreKind::default()
         });
-        let both = ["forward: hopper", "backward: hopper"];
-        check(&Fake::sm90(), &fixed(), capped, TierLimit::None, &both);
+        check(
+            &device,
+            &fixed(),
+            capped,
+            &["forward: hopper", "backward: hopper"],
+        );
     }
 
     #[test]
@@ -321,25 +314,15 @@ mod tensor_cores {
         let [h1, h2] = refused("hopper", NOT_90);
         let mma = [h1.as_str(), "forward: mma", &h2, "dQ: mma", "dK, dV: mma"];
         let device = Fake::sm80();
-        check(&device, &fixed(), request(64, BF16), TierLimit::None, &mma);
+        check(&device, &fixed(), request(64, BF16), &mma);
         let tf32 = request(64, F32).with_tf32(true);
-        check(&device, &fixed(), tf32, TierLimit::None, &mma);
+        check(&device, &fixed(), tf32, &mma);
     }
 
     #[test]
     fn webgpu() {
-        let [h1, h2] = refused("hopper", NOT_90);
-        let [m1, m2] = refused("mma", NOT_80);
-        let simt = ["forward: simt", "dQ: simt", "dK, dV: simt"];
-        let mut expected: Vec<&str> = vec![&h1, &m1, &h2, &m2];
-        expected.extend(simt);
-        check(
-            &Fake::webgpu(),
-            &fixed(),
-            request(64, F32),
-            TierLimit::None,
-            &expected,
-        );
+        let expected = only_simt(NOT_90, NOT_80);
+        check(&Fake::webgpu(), &fixed(), request(64, F32), &expected);
     }
 
     #[test]
@@ -349,22 +332,27 @@ mod tensor_cores {
         let bf16 = request(64, BF16);
         let [h1, h2] = refused("hopper", "BLOCKSPARSE_TIER says mma");
         let mma = [h1.as_str(), "forward: mma", &h2, "dQ: mma", "dK, dV: mma"];
-        check(&device, &dense, bf16, TierLimit::Mma, &mma);
-        let [h1, h2] = refused("hopper", "BLOCKSPARSE_TIER says simt");
-        let [m1, m2] = refused("mma", "BLOCKSPARSE_TIER says simt");
-        let mut simt = vec![h1.as_str(), &m1, &h2, &m2, "forward: simt"];
-        simt.extend(["dQ: simt", "dK, dV: simt"]);
-        check(&device, &dense, bf16, TierLimit::SimtUnfused, &simt);
-        simt.truncate(5);
-        simt.push("backward: simt");
-        check(&device, &dense, bf16, TierLimit::SimtFused, &simt);
-        let mainloops = ["forward: hopper", "dQ: hopper", "dK, dV: hopper"];
-        check(&device, &dense, bf16, TierLimit::HopperUnfused, &mainloops);
+        let simt = only_simt("BLOCKSPARSE_TIER says simt", "BLOCKSPARSE_TIER says simt");
+        let mut fused: Vec<&str> = simt[..5].iter().map(String::as_str).collect();
+        fused.push("backward: simt");
+        let simt: Vec<&str> = simt.iter().map(String::as_str).collect();
         let says = "backward: not hopper, BLOCKSPARSE_TIER says hopper-forward";
-        let forward = ["forward: hopper", says, "dQ: mma", "dK, dV: mma"];
-        check(&device, &dense, bf16, TierLimit::HopperForward, &forward);
-        let both = ["forward: hopper", "backward: hopper"];
-        check(&device, &dense, bf16, TierLimit::None, &both);
+        for (limit, expected) in [
+            (TierLimit::Mma, &mma[..]),
+            (TierLimit::SimtUnfused, &simt),
+            (TierLimit::SimtFused, &fused),
+            (
+                TierLimit::HopperUnfused,
+                &["forward: hopper", "dQ: hopper", "dK, dV: hopper"],
+            ),
+            (
+                TierLimit::HopperForward,
+                &["forward: hopper", says, "dQ: mma", "dK, dV: mma"],
+            ),
+            (TierLimit::None, &["forward: hopper", "backward: hopper"]),
+        ] {
+            check_within(limit, &device, &dense, bf16, expected);
+        }
     }
 
     /// 64 queries in each class.
@@ -398,29 +386,17 @@ mod tensor_cores {
         let layout = local(64, 1 << 20);
         let grouped = |batch, dim| Request::new([batch, 8], [dim, dim], BF16);
         let fits = ["forward: hopper", "backward: hopper"];
-        check(&device, &layout, grouped(1, 64), TierLimit::None, &fits);
+        check(&device, &layout, grouped(1, 64), &fits);
         let mainloops = ["forward: hopper", "dQ: hopper", "dK, dV: hopper"];
-        check(
-            &device,
-            &layout,
-            grouped(2, 64),
-            TierLimit::None,
-            &mainloops,
-        );
-        check(
-            &device,
-            &layout,
-            grouped(2, 96),
-            TierLimit::None,
-            &mainloops,
-        );
+        check(&device, &layout, grouped(2, 64), &mainloops);
+        check(&device, &layout, grouped(2, 96), &mainloops);
         // Eights of elements of the output, and on the mma tier its words.
-        let [h1, h2] = refused("hopper", TOO_LARGE);
-        let [m1, m2] = refused("mma", TOO_LARGE);
-        let simt = ["forward: simt", "dQ: simt", "dK, dV: simt"];
-        let mut large: Vec<&str> = vec![&h1, &m1, &h2, &m2];
-        large.extend(simt);
-        check(&device, &layout, grouped(2, 256), TierLimit::None, &large);
+        check(
+            &device,
+            &layout,
+            grouped(2, 256),
+            &only_simt(TOO_LARGE, TOO_LARGE),
+        );
     }
 
     /// Inputs have to be aligned for whatever reads them.

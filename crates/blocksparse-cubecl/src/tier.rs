@@ -8,7 +8,6 @@ use cubecl::server::Handle;
 use super::call::{BiasView, Kernel, PartRequest};
 use super::error::KernelError;
 use super::pass::{BackwardPass, ForwardPass, Part};
-#[cfg(feature = "cuda-asm")]
 use super::{hopper, mma};
 use super::{simt, stats};
 use blocksparse::plan::{Mainloop, Tiling};
@@ -34,7 +33,6 @@ struct Tier {
 
 /// What a tier is asked for.
 struct Asked<'a> {
-    #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
     part: &'a PartRequest<'a>,
     /// The tiles of the `simt` tier, which were chosen before.
     simt: [simt::Tile; 3],
@@ -42,13 +40,11 @@ struct Asked<'a> {
 
 /// The tiers, the fastest first.
 const ORDER: &[Tier] = &[
-    #[cfg(feature = "cuda-asm")]
     Tier {
         name: HOPPER,
         forward: |asked| hopper::choose(asked.part).map(ForwardTile::Hopper),
         backward: hopper_backward,
     },
-    #[cfg(feature = "cuda-asm")]
     Tier {
         name: "mma",
         forward: |asked| mma::choose(asked.part, Kernel::Forward).map(ForwardTile::Mma),
@@ -67,11 +63,9 @@ const ORDER: &[Tier] = &[
     },
 ];
 
-#[cfg(feature = "cuda-asm")]
 const HOPPER: &str = "hopper";
 
 /// What this tier's forward pass does not take, its backward pass does not either.
-#[cfg(feature = "cuda-asm")]
 fn hopper_backward(asked: &Asked, forward: &Choice<ForwardTile>) -> Result<BackwardTile, Reason> {
     let ForwardTile::Hopper(tile) = forward.tile else {
         let said = forward.refused.iter().find(|(tier, _)| *tier == HOPPER);
@@ -85,12 +79,6 @@ fn hopper_backward(asked: &Asked, forward: &Choice<ForwardTile>) -> Result<Backw
         hopper::Backward::Fused(tile) => BackwardTile::HopperFused(tile),
         hopper::Backward::Unfused(mainloops) => BackwardTile::HopperUnfused(mainloops),
     })
-}
-
-/// Tiers on tensor cores that the device may have and this build has not.
-pub fn missing(runtime: &str) -> Option<&'static str> {
-    let off = cfg!(not(feature = "cuda-asm")) && runtime == "cuda";
-    off.then_some("tensor-core tiers: feature `cuda` is off")
 }
 
 /// What runs the two passes over a part, whose `simt` tiles are given.
@@ -120,10 +108,8 @@ fn first<T>(ask: impl Fn(&Tier) -> Result<T, Reason>) -> Choice<T> {
 #[derive(Clone, Copy, Debug)]
 pub enum ForwardTile {
     /// wgmma and TMA.
-    #[cfg(feature = "cuda-asm")]
     Hopper(hopper::Tile),
     /// mma.sync.
-    #[cfg(feature = "cuda-asm")]
     Mma(mma::Tile),
     /// Scalar multiply-adds.
     Simt(simt::Tile),
@@ -139,9 +125,7 @@ impl ForwardTile {
     pub fn tiling(&self) -> Tiling {
         let mainloop = Kernel::Forward.mainloop();
         match self {
-            #[cfg(feature = "cuda-asm")]
             Self::Hopper(tile) => tile.tiling(),
-            #[cfg(feature = "cuda-asm")]
             Self::Mma(tile) => tile.tiling(mainloop),
             Self::Simt(tile) => simt::tiling(tile, mainloop),
         }
@@ -150,9 +134,7 @@ impl ForwardTile {
     /// The lines of a plan, with sums of `accumulator` bytes: what they are about, and the tile.
     pub fn lines(&self, accumulator: usize) -> Vec<(&'static str, String)> {
         let tile = match self {
-            #[cfg(feature = "cuda-asm")]
             Self::Hopper(tile) => tile.to_string(),
-            #[cfg(feature = "cuda-asm")]
             Self::Mma(tile) => mma::describe(*tile, Kernel::Forward).to_string(),
             Self::Simt(tile) => simt::describe(tile, Kernel::Forward, accumulator),
         };
@@ -165,9 +147,7 @@ impl ForwardTile {
     /// [`KernelError`] if the tier cannot read a tensor, or one is too large.
     pub fn launch(&self, pass: &ForwardPass, part: Part) -> Result<(), KernelError> {
         match *self {
-            #[cfg(feature = "cuda-asm")]
             Self::Hopper(tile) => hopper::launch_forward(pass, part, tile),
-            #[cfg(feature = "cuda-asm")]
             Self::Mma(tile) => mma::launch_forward(pass, part, tile),
             Self::Simt(tile) => simt::launch::launch_forward(pass, part, tile),
         }
@@ -178,13 +158,10 @@ impl ForwardTile {
 #[derive(Clone, Copy, Debug)]
 pub enum BackwardTile {
     /// wgmma and TMA, all gradients in one loop over columns.
-    #[cfg(feature = "cuda-asm")]
     HopperFused(hopper::BackwardTile),
     /// wgmma and TMA, a loop over rows and one over columns.
-    #[cfg(feature = "cuda-asm")]
     HopperUnfused([hopper::MainloopPlan; 2]),
     /// mma.sync, two mainloops.
-    #[cfg(feature = "cuda-asm")]
     Mma([mma::Tile; 2]),
     /// Scalar multiply-adds, all gradients in one loop over columns.
     SimtFused(simt::fused::Fused),
@@ -196,23 +173,19 @@ pub enum BackwardTile {
 #[derive(Clone, Copy, Debug)]
 pub enum BiasTile {
     /// wgmma and TMA; what these do not take, as `Mma`.
-    #[cfg(feature = "cuda-asm")]
     Hopper(hopper::BiasTiles, [mma::Tile; 2]),
     /// mma.sync, one of two mainloops.
-    #[cfg(feature = "cuda-asm")]
     Mma([mma::Tile; 2]),
     /// Scalar multiply-adds, one of two mainloops.
     Simt([simt::Tile; 2]),
 }
 
 /// What makes the gradient of a given bias over a part, whose `simt` tiles are given, and what runs its forward pass.
-#[cfg_attr(not(feature = "cuda-asm"), allow(unused_variables))]
 pub fn choose_bias(
     part: &PartRequest,
     forward: &Choice<ForwardTile>,
     [_, rows, columns]: [simt::Tile; 3],
 ) -> Choice<BiasTile> {
-    #[cfg(feature = "cuda-asm")]
     if let Ok(tiles) = mma::choose_bias_gradient(part) {
         let mut refused = Vec::new();
         // What this tier's forward pass does not take has said so.
@@ -249,11 +222,8 @@ impl BiasTile {
         let mainloop = kernel.mainloop();
         let index = usize::from(kernel == Kernel::BackwardColumns);
         match self {
-            #[cfg(feature = "cuda-asm")]
             Self::Hopper(own, _) if mainloop == Mainloop::Rows => own.pairs.tiling(),
-            #[cfg(feature = "cuda-asm")]
             Self::Hopper(hopper::BiasTiles { keys: Ok(keys), .. }, _) => keys.tiling(mainloop),
-            #[cfg(feature = "cuda-asm")]
             Self::Hopper(_, tiles) | Self::Mma(tiles) => tiles[index].tiling(mainloop),
             Self::Simt(tiles) => simt::tiling(&tiles[index], mainloop),
         }
@@ -269,9 +239,7 @@ impl BiasTile {
         lines
             .map(|(index, (name, kernel))| {
                 let tile = match self {
-                    #[cfg(feature = "cuda-asm")]
                     Self::Hopper(own, _) if index == 0 => own.pairs.to_string(),
-                    #[cfg(feature = "cuda-asm")]
                     Self::Hopper(own, tiles) => match own.keys {
                         Ok(keys) => format!("{keys}, sums over queries"),
                         Err(reason) => {
@@ -279,7 +247,6 @@ impl BiasTile {
                             format!("{tile} (not on the {HOPPER} tier: {reason})")
                         }
                     },
-                    #[cfg(feature = "cuda-asm")]
                     Self::Mma(tiles) => mma::describe(tiles[index], kernel).to_string(),
                     Self::Simt(tiles) => simt::describe(&tiles[index], kernel, accumulator),
                 };
@@ -292,7 +259,6 @@ impl BiasTile {
     ///
     /// # Errors
     /// As [`ForwardTile::launch`].
-    #[cfg_attr(not(feature = "cuda-asm"), allow(unused_variables))]
     pub fn launch(
         &self,
         pass: &BackwardPass,
@@ -301,15 +267,12 @@ impl BiasTile {
         known: &mut KnownStats,
     ) -> Result<(), KernelError> {
         match *self {
-            #[cfg(feature = "cuda-asm")]
             Self::Hopper(own, _) if bias.shape[2] > 1 => {
                 hopper::launch_bias_pairs(pass, part, own.pairs, bias, out)
             }
-            #[cfg(feature = "cuda-asm")]
             Self::Hopper(hopper::BiasTiles { keys: Ok(keys), .. }, _) => {
                 hopper::launch_bias_keys(pass, part, keys, bias, out)
             }
-            #[cfg(feature = "cuda-asm")]
             Self::Hopper(_, tiles) | Self::Mma(tiles) => {
                 mma::launch_bias_gradient(pass, part, tiles, bias, out)
             }
@@ -326,7 +289,6 @@ impl BiasTile {
 #[derive(Default)]
 pub struct KnownStats {
     plain: Option<Handle>,
-    #[cfg(feature = "cuda-asm")]
     fused: Option<hopper::Stats>,
 }
 
@@ -361,11 +323,8 @@ impl BackwardTile {
         let mainloop = kernel.mainloop();
         let index = usize::from(kernel == Kernel::BackwardColumns);
         match self {
-            #[cfg(feature = "cuda-asm")]
             Self::HopperFused(tile) => tile.tiling(),
-            #[cfg(feature = "cuda-asm")]
             Self::HopperUnfused(mainloops) => mainloops[index].tile.tiling(mainloop),
-            #[cfg(feature = "cuda-asm")]
             Self::Mma(tiles) => tiles[index].tiling(mainloop),
             Self::SimtFused(fused) => simt::tiling(&fused.tile, Mainloop::Columns),
             Self::Simt(tiles, _) => simt::tiling(&tiles[index], mainloop),
@@ -375,7 +334,6 @@ impl BackwardTile {
     /// Elements that the output's gradient may reach over, at most.
     pub fn most_reach(&self) -> usize {
         match self {
-            #[cfg(feature = "cuda-asm")]
             Self::HopperFused(_) => hopper::MOST_REACH,
             _ => usize::MAX,
         }
@@ -390,11 +348,8 @@ impl BackwardTile {
                 .collect::<Vec<_>>()
         };
         match self {
-            #[cfg(feature = "cuda-asm")]
             Self::HopperFused(tile) => vec![("backward", tile.to_string())],
-            #[cfg(feature = "cuda-asm")]
             Self::HopperUnfused(plans) => mainloops(&|index, _| plans[index].to_string()),
-            #[cfg(feature = "cuda-asm")]
             Self::Mma(tiles) => {
                 mainloops(&|index, kernel| mma::describe(tiles[index], kernel).to_string())
             }
@@ -420,15 +375,12 @@ impl BackwardTile {
         known: &mut KnownStats,
     ) -> Result<(), KernelError> {
         match *self {
-            #[cfg(feature = "cuda-asm")]
             Self::HopperFused(tile) => {
                 let made = hopper::launch_fused(pass, part, tile, known.fused.take())?;
                 known.fused = Some(made);
                 Ok(())
             }
-            #[cfg(feature = "cuda-asm")]
             Self::HopperUnfused(mainloops) => hopper::launch_mainloops(pass, part, mainloops),
-            #[cfg(feature = "cuda-asm")]
             Self::Mma(tiles) => mma::launch_backward(pass, part, tiles),
             Self::SimtFused(fused) => {
                 let stats = known.plain(pass, part)?;

@@ -276,7 +276,6 @@ impl Tuning {
     }
 
     /// As [`of_process`](Self::of_process), as reasons that plans print.
-    #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
     pub fn or_reason() -> Result<&'static Self, &'static str> {
         process().as_ref().map_err(|(_, reason)| reason.as_str())
     }

@@ -20,16 +20,12 @@ pub struct DevicePlan {
     pub sections: Sections,
     pub tiles: usize,
     /// The first tiles in launch order that add to sums of their own.
-    #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
     pub apart: usize,
     /// See [`TilePlan::between`](blocksparse::plan::TilePlan::between); 0 where blocks are chosen on the device.
-    #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
     pub between: usize,
     /// See [`TilePlan::complete`](blocksparse::plan::TilePlan::complete).
-    #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
     pub complete: bool,
     /// Steps of each pattern's tiles, one tile after the other; empty where blocks are chosen on the device.
-    #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
     pub steps: Vec<usize>,
 }
 

@@ -145,10 +145,7 @@ impl Rule {
             Budget::Ratio(ratio) => share("ratio", ratio),
             Budget::MinP(above) => share("above", above),
             Budget::TopP { p, min, max } => {
-                if min > max {
-                    let expected = format!("at most max, which is {max}");
-                    return Err(LayoutError::argument("min", expected, min));
-                }
+                crate::ensure! { LayoutError; min <= max => "min", format!("at most max, which is {max}"), min; }
                 share("p", p)
             }
         }

@@ -110,12 +110,10 @@ pub fn accumulated_attention(
     OpError::expect_same("lse's dtype", dtype, "that of q's sums", lse.dtype())?;
     same_device("lse's device", &q.device(), "q's", &lse.device())?;
     let queries = queries.unwrap_or(0..seq_q);
-    if queries.start >= queries.end || queries.end > seq_q {
-        return Err(OpError::argument(
-            "options.queries",
-            format!("a range within 0..{seq_q} that is not empty"),
-            format!("{queries:?}"),
-        ));
+    blocksparse::ensure! {
+        OpError;
+        queries.start < queries.end && queries.end <= seq_q
+            => "options.queries", format!("a range within 0..{seq_q} that is not empty"), format!("{queries:?}");
     }
     let scores = tensors.scores(&q);
     let kernels = plan::sums_in_kernels(&q, &k, &scores, layout, &options)?;

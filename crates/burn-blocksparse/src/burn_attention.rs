@@ -216,9 +216,7 @@ const BIAS: [&str; 4] = [
 /// That sizes can be broadcast to those of all pairs.
 fn fits(names: [&'static str; 4], dims: [usize; 4], pairs: [usize; 4]) -> Result<(), OpError> {
     for ((argument, got), expected) in names.into_iter().zip(dims).zip(pairs) {
-        if got != 1 && got != expected {
-            return Err(OpError::argument(argument, format!("{expected} or 1"), got));
-        }
+        blocksparse::ensure! { OpError; got == 1 || got == expected => argument, format!("{expected} or 1"), got; }
     }
     Ok(())
 }

@@ -94,12 +94,9 @@ fn each_other(q: &Tensor<4>, k: &Tensor<4>, v: &Tensor<4>) -> Result<(), OpError
     equal("v's batch", batch, "q's", v_batch)?;
     equal("v's kv_heads", kv_heads, "k's", v_heads)?;
     equal("v's seq_kv", seq_kv, "k's", v_seq)?;
-    if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
-        return Err(OpError::argument(
-            "k's kv_heads",
-            format!("a divisor of the {heads} heads of q"),
-            kv_heads,
-        ));
+    blocksparse::ensure! {
+        OpError;
+        kv_heads != 0 && heads.is_multiple_of(kv_heads) => "k's kv_heads", format!("a divisor of the {heads} heads of q"), kv_heads;
     }
     for (dtype, device, tensor) in [
         ("k's dtype", "k's device", k),

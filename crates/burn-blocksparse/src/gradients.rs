@@ -101,12 +101,12 @@ pub fn attention_gradients(
     options.max_scores = false;
     let scores = tensors.clone().scores(&q);
     let plan = AttentionPlan::choose(&q, &k, &v, &scores, Layout::Host(layout), &options)?.plan;
-    if plan.is_kernels() {
-        return Err(OpError::argument(
-            "q's device",
+    blocksparse::ensure! {
+        OpError;
+        !plan.is_kernels()
+            => "q's device",
             "one of the reference implementation (Flex or NdArray), because kernels have no second derivatives",
-            format!("{device:?}"),
-        ));
+            format!("{device:?}");
     }
 
     let inputs = [q.clone(), k.clone(), v.clone()];

@@ -1,6 +1,6 @@
 use std::sync::Arc;
 
-use blocksparse::Dropout;
+use blocksparse::{Dropout, ensure};
 use burn::tensor::DType;
 
 use crate::error::OpError;
@@ -93,14 +93,6 @@ impl AttentionOptions {
         self
     }
 
-    /// Drops weights out, after the softmax: `out[i] = Σ_j p[i, j] · mask[i, j] / (1 − probability) · v[j]`. The backward pass
-    /// uses the same mask; lse and returned weights are those before dropout. The mask follows from the seed and the pair alone
-    /// ([`Dropout`]), so give every training step, and every layer, a seed of its own.
-    pub fn dropout(mut self, dropout: Dropout) -> Self {
-        self.dropout = Some(dropout);
-        self
-    }
-
     /// Dropout, if it drops anything.
     #[doc(hidden)]
     pub fn active_dropout(&self) -> Option<Dropout> {
@@ -108,6 +100,10 @@ impl AttentionOptions {
     }
 
     blocksparse::setters! {
+        /// Drops weights out, after the softmax: `out[i] = Σ_j p[i, j] · mask[i, j] / (1 − probability) · v[j]`. The backward pass
+        /// uses the same mask; lse and returned weights are those before dropout. The mask follows from the seed and the pair alone
+        /// ([`Dropout`]), so give every training step, and every layer, a seed of its own.
+        dropout: Some(Dropout),
         /// Sets what is stored for the backward pass.
         weights: WeightsMode,
         /// Sets how precise the products of f32 tensors are.
@@ -132,45 +128,20 @@ impl AttentionOptions {
             _ => (f64::from(f32::MAX), f64::from(f32::MIN_POSITIVE), "f32"),
         };
         let finite = |x: f64| x.abs() <= largest;
-        if let Some(scale) = self.scale
-            && !finite(scale)
-        {
-            let expected = format!("finite in {number}");
-            return Err(OpError::argument("options.scale", expected, scale));
+        let probability = self.dropout.map_or(0.0, |dropout| dropout.probability);
+        ensure! { OpError;
+            self.scale.is_none_or(finite) => "options.scale", format!("finite in {number}"), self.scale.unwrap_or_default();
+            self.softcap.is_none_or(|softcap| finite(softcap) && softcap >= least) =>
+                "options.softcap", format!("positive and finite in {number}"), self.softcap.unwrap_or_default();
+            (0.0..1.0).contains(&probability) => "options.dropout's probability", "at least 0 and less than 1", probability;
         }
-        if let Some(softcap) = self.softcap
-            && !(finite(softcap) && softcap >= least)
-        {
-            return Err(OpError::argument(
-                "options.softcap",
-                format!("positive and finite in {number}"),
-                softcap,
-            ));
-        }
-        if let Some(Dropout { probability, .. }) = self.dropout
-            && !(0.0..1.0).contains(&probability)
-        {
-            return Err(OpError::argument(
-                "options.dropout's probability",
-                "at least 0 and less than 1",
-                probability,
-            ));
-        }
-        if let Some(slopes) = &self.alibi {
-            OpError::expect_same(
-                "options.alibi's slopes",
-                heads,
-                "the layout's heads",
-                slopes.len(),
-            )?;
-            if let Some(slope) = slopes.iter().find(|&&slope| !finite(slope)) {
-                return Err(OpError::argument(
-                    "options.alibi's slopes",
-                    format!("finite in {number}"),
-                    slope,
-                ));
-            }
-        }
+        let Some(slopes) = &self.alibi else {
+            return Ok(());
+        };
+        let name = "options.alibi's slopes";
+        OpError::expect_same(name, heads, "the layout's heads", slopes.len())?;
+        let wrong = slopes.iter().find(|slope| !finite(**slope));
+        ensure! { OpError; wrong.is_none() => name, format!("finite in {number}"), wrong.unwrap_or(&0.0); }
         Ok(())
     }
 }

@@ -3,9 +3,9 @@
 pub use crate::embedding::ops::EmbeddingOps;
 pub use crate::linear::ops::LinearOps;
 pub use crate::linear::values::{
-    ActivationGrads, ActivationSaved, ActivationTask, BiasedRows, HeadGroups, HeadParts, JoinCall,
-    Joined, LinearCall, LinearForm, LinearGrads, LinearInputs, LinearOutput, LinearSaved,
-    LinearTask, MlpCall, MlpInputs, MlpOuterSaved, MlpOuterTask,
+    ActivationGrads, ActivationSaved, ActivationTask, BiasedRows, HeadParts, JoinCall, Joined,
+    LinearCall, LinearForm, LinearGrads, LinearInputs, LinearOutput, LinearSaved, LinearTask,
+    MlpCall, MlpInputs, MlpOuterSaved, MlpOuterTask,
 };
 pub use crate::loss::ops::LossOps;
 pub use crate::loss::values::{LossDtypes, LossGrads, LossInputs, LossOutput, LossSaved, LossTask};

@@ -16,8 +16,6 @@ pub mod backend;
 mod dropout;
 mod embedding;
 pub mod explain;
-#[doc(hidden)]
-pub mod internal;
 #[cfg(feature = "cube")]
 #[doc(hidden)]
 pub mod kernels;

@@ -173,6 +173,20 @@ fn listed(gradients: &AttentionGradients) -> Vec<(&'static str, Vec<f64>)> {
     list
 }
 
+/// What a backward pass gives by all inputs, in the order of their shapes; 0 where it gives nothing.
+fn slopes(inputs: &Inputs, grads: &Gradients) -> Vec<Vec<f64>> {
+    fn slope<const D: usize>(x: &Tensor<D>, grads: &Gradients) -> Vec<f64> {
+        let none = || vec![0.0; x.shape().num_elements()];
+        x.grad(grads).map_or_else(none, |grad| numbers(&grad))
+    }
+    let tensors = &inputs.tensors;
+    let mut list = inputs.four.each_ref().map(|x| slope(x, grads)).to_vec();
+    list.extend(tensors.sinks.iter().map(|x| slope(x, grads)));
+    list.extend(tensors.bias.iter().map(|x| slope(x, grads)));
+    list.extend(tensors.relative_bias.iter().map(|x| slope(x, grads)));
+    list
+}
+
 /// Devices whose numbers are fine enough, and which have no kernels.
 fn exact(devices: &[Device]) -> Vec<Device> {
     let fits = |device: &&Device| supports(device, DType::F64) && !runs_kernels(device);
@@ -202,23 +216,10 @@ pub fn gradients_equal_the_backward_pass(devices: &[Device]) {
                 .unwrap();
             assert_close(case.name, got.out.to_data(), &numbers(&out), 1e-12);
             let grads = (out * grad_out.inner()).sum().backward();
-            let [q, k, v, _] = inputs.four.each_ref().map(|x| x.grad(&grads));
-            let tensors = &inputs.tensors;
-            let mut expected = vec![
-                ("q", numbers(&q.unwrap())),
-                ("k", numbers(&k.unwrap())),
-                ("v", numbers(&v.unwrap())),
-                ("grad_out", vec![0.0; got.out.shape().num_elements()]),
-            ];
-            let sinks = tensors.sinks.iter();
-            expected.extend(sinks.map(|x| ("sinks", numbers(&x.grad(&grads).unwrap()))));
-            let bias = tensors.bias.iter();
-            expected.extend(bias.map(|x| ("bias", numbers(&x.grad(&grads).unwrap()))));
-            let relative = tensors.relative_bias.iter();
-            expected.extend(relative.map(|x| ("relative_bias", numbers(&x.grad(&grads).unwrap()))));
+            let expected = slopes(&inputs, &grads);
             let got = listed(&got);
             assert_eq!(got.len(), case.shapes().len());
-            for ((name, got), (_, expected)) in got.into_iter().zip(&expected) {
+            for ((name, got), expected) in got.into_iter().zip(&expected) {
                 let length = got.len();
                 let got = TensorData::new(got, [length]);
                 assert_close(&format!("{}: {name}", case.name), got, expected, 1e-12);
@@ -302,23 +303,8 @@ pub fn gradients_are_differentiated_by_every_input(devices: &[Device]) {
                     sum = sum + (gradient * weight).sum();
                 }
                 let grads = sum.backward();
-                let four = inputs
-                    .four
-                    .iter()
-                    .map(|x| numbers(&x.grad(&grads).unwrap()));
-                let tensors = &inputs.tensors;
-                let sinks = tensors
-                    .sinks
-                    .iter()
-                    .map(|x| numbers(&x.grad(&grads).unwrap()));
-                let bias = tensors
-                    .bias
-                    .iter()
-                    .map(|x| numbers(&x.grad(&grads).unwrap()));
-                let relative = tensors.relative_bias.iter();
-                let relative = relative.map(|x| numbers(&x.grad(&grads).unwrap()));
-                let slopes = four.chain(sinks).chain(bias).chain(relative).flatten();
-                let got: f64 = slopes.zip(&direction).map(|(x, d)| x * d).sum();
+                let slopes = slopes(&inputs, &grads).concat();
+                let got: f64 = slopes.iter().zip(&direction).map(|(x, d)| x * d).sum();
                 let error = (got - expected).abs() / expected.abs().max(1.0);
                 assert!(error < 1e-6, "{}: {got}, not {expected}", case.name);
             }

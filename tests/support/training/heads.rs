@@ -1,6 +1,5 @@
 //! Rows split into heads and joined, against loops over all indices.
 
-use burn_fused_ops::internal::{cat_head_groups, split_head_groups};
 use burn_fused_ops::{join_heads, split_heads};
 
 use crate::prelude::*;
@@ -395,48 +394,6 @@ pub fn heads_plans(devices: &[Device]) {
                 &burn_fused_ops::explain::split_heads(&x, bias, parts).unwrap(),
                 device,
             );
-        }
-    }
-}
-
-/// Both parts are slices, and their gradients those of slices; also if one has none, of a tensor that is used twice, and back together.
-pub fn heads_apart_equal_slices(devices: &[Device]) {
-    for ([batch, heads, seq, width], first) in
-        [([1, 4, 9, 8], 1), ([3, 5, 7, 5], 3), ([2, 2, 16, 4], 1)]
-    {
-        let shape = [batch, heads, seq, width];
-        let [x, by] = [51, 52].map(|seed| numbers(seed, shape.iter().product()));
-        for (device, dtype, tolerance) in exact(devices) {
-            let device = device.clone().autodiff();
-            for used in [[true, true], [true, false], [false, true]] {
-                let run = |at_once: bool| {
-                    let x = tensor(&x, shape, &device, dtype).require_grad();
-                    let twice = x.clone() * 2.0;
-                    let slice = |x: &Tensor<4>, from, to| x.clone().slice_dim(1, from..to);
-                    let [a, b] = match at_once {
-                        true => split_head_groups(twice, first).unwrap(),
-                        false => [slice(&twice, 0, first), slice(&twice, first, heads)],
-                    };
-                    let a = if used[0] { a } else { a.detach() };
-                    let b = if used[1] { b } else { b.detach() };
-                    let parts = [a.square(), b.exp()];
-                    let out = match at_once {
-                        true => cat_head_groups(parts).unwrap(),
-                        false => Tensor::cat(parts.to_vec(), 1),
-                    };
-                    let by = tensor(&by, shape, &device, dtype);
-                    let grads = (out.clone() * by).sum().backward();
-                    [out.into_data(), x.grad(&grads).unwrap().into_data()]
-                };
-                let what = format!("{shape:?}, {first}, {used:?}, {device:?}, {dtype:?}");
-                for (got, expected) in run(true).into_iter().zip(run(false)) {
-                    assert_close(&what, got, &to_f64(expected), tolerance);
-                }
-            }
-            let whole = tensor(&x, shape, &device, dtype);
-            refused! { split_head_groups(whole.clone(), heads) => "…first…"; }
-            let other = Tensor::zeros([batch, 1, seq + 1, width], (&device, dtype));
-            refused! { cat_head_groups([whole, other]) => "…others' rows…"; }
         }
     }
 }

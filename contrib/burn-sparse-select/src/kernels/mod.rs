@@ -2,7 +2,6 @@
 
 #[doc(hidden)]
 pub mod indexer;
-#[cfg(feature = "cuda")]
 #[doc(hidden)]
 pub mod listed;
 #[doc(hidden)]

@@ -4,7 +4,6 @@
 mod kernels {
     use crate::kernels::rows;
     use crate::kernels::rows::blocks::{Blocked, RowBlocks};
-    #[cfg(feature = "cuda")]
     use crate::kernels::selection::highest;
     use blocksparse_cubecl as kernels;
     use blocksparse_cubecl::error::KernelError;
@@ -31,7 +30,6 @@ mod kernels {
         of: &ScoredRows,
         [scores, picks]: [&Handle; 2],
     ) -> Result<(), KernelError> {
-        #[cfg(feature = "cuda")]
         if highest::is_served(client, of) {
             return highest::highest_of_rows(client, of, scores, picks);
         }

@@ -1,18 +1,13 @@
 //! What kernels say to a device in its own language: PTX, and planes of 32 units.
 
-#[cfg(feature = "cuda-asm")]
 #[doc(hidden)]
 pub mod ptx;
-#[cfg(feature = "cuda-asm")]
 #[doc(hidden)]
 pub mod sm80;
-#[cfg(feature = "cuda-asm")]
 #[doc(hidden)]
 pub mod sm90;
-#[cfg(feature = "cuda-asm")]
 #[doc(hidden)]
 pub mod swizzled;
-#[cfg(feature = "cuda-asm")]
 #[doc(hidden)]
 pub mod tma;
 

@@ -4,9 +4,7 @@
 
 use cubecl::prelude::*;
 
-#[cfg(feature = "cuda-asm")]
 use crate::arch::ptx::{ballot, highest_across, lowest_across, shuffle_xor, total_across};
-#[cfg(feature = "cuda-asm")]
 use crate::call::check_ampere;
 
 /// Units of a plane.
@@ -23,49 +21,9 @@ pub fn are_there(properties: &DeviceProperties) -> bool {
 }
 
 /// Whether its kernels may have what PTX has.
-#[cfg(feature = "cuda-asm")]
 pub fn have_ptx(properties: &DeviceProperties) -> bool {
     check_ampere(properties).is_ok()
 }
-
-/// Whether its kernels may have what PTX has.
-#[cfg(not(feature = "cuda-asm"))]
-pub fn have_ptx(_: &DeviceProperties) -> bool {
-    false
-}
-
-/// Without PTX there is one way.
-#[cfg(not(feature = "cuda-asm"))]
-mod no_ptx {
-    use super::*;
-
-    #[cube]
-    pub fn ballot(is_so: bool) -> u32 {
-        votes(is_so, false)
-    }
-
-    #[cube]
-    pub fn total_across(x: u32) -> u32 {
-        total(x, false)
-    }
-
-    #[cube]
-    pub fn highest_across(x: u32) -> u32 {
-        highest(x, false)
-    }
-
-    #[cube]
-    pub fn lowest_across(x: u32) -> u32 {
-        lowest(x, false)
-    }
-
-    #[cube]
-    pub fn shuffle_xor(x: f32, #[comptime] mask: u32) -> f32 {
-        traded(x, mask, false)
-    }
-}
-#[cfg(not(feature = "cuda-asm"))]
-use no_ptx::{ballot, highest_across, lowest_across, shuffle_xor, total_across};
 
 /// The units for which it is so, as bits.
 #[cube]

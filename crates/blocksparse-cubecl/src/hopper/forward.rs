@@ -102,11 +102,11 @@ pub fn forward<S: Size, P: Size, O: Size>(
         masked: uniform(plan[record + 2]),
     };
     if UNIT_POS_X == 0 {
-        barrier_expect(base, comptime!(t.q_bytes()));
+        barrier_expect(base, comptime!(t.a_bytes()));
     }
-    if UNIT_POS_X < comptime!(t.q_boxes() as u32) {
+    if UNIT_POS_X < comptime!(t.a_boxes() as u32) {
         let span = UNIT_POS_X % comptime!(t.spans() as u32);
-        let row = UNIT_POS_X / comptime!(t.spans() as u32) * comptime!(t.q_group() as u32);
+        let row = UNIT_POS_X / comptime!(t.spans() as u32) * comptime!(t.a_group() as u32);
         load_at(
             tensor_map_address(q),
             base + comptime!(t.q_offset() as u32)

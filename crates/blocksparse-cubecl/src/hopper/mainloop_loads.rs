@@ -41,7 +41,7 @@ pub fn load_own_rows(plan: &[u32], own: &OwnRows, base: u32, #[comptime] t: Main
     if unit() == 0 {
         barrier_expect(base, comptime!(2 * t.a_bytes()));
     }
-    let a_boxes = comptime!((t.rows() / t.a_group() * t.spans()) as u32);
+    let a_boxes = comptime!(t.a_boxes() as u32);
     let warp = uniform(unit() / 32);
     if unit() % 32 == 0 {
         // Dealt to the warps: lanes of one warp would wait for each other.

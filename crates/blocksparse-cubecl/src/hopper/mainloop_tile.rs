@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::gradient::{MaskShape, StoreShape};
+use super::gradient::StoreShape;
 use super::options::{Options, PairShape};
 use crate::arch::sm90::Half;
 use blocksparse::plan::{Mainloop, Tiling};
@@ -69,25 +69,12 @@ impl MainloopTile {
         }
     }
 
-    pub(super) fn mask(&self) -> MaskShape {
-        MaskShape {
-            rows: self.rows(),
-            cols: self.cols,
-            group: self.group,
-            entry_words: self.tiling(Mainloop::Columns).entry_words(),
-        }
+    pub(super) fn entry_words(&self) -> usize {
+        self.tiling(Mainloop::Columns).entry_words()
     }
 
     pub(super) fn pairs(&self, mainloop: Mainloop) -> PairShape {
-        PairShape {
-            options: self.options,
-            mainloop,
-            half: self.half,
-            cols: self.cols,
-            group: self.group,
-            entry_words: self.tiling(mainloop).entry_words(),
-            residue: self.residue,
-        }
+        self.pairs_of(self.tiling(mainloop))
     }
 
     /// How dV is stored.

@@ -2,7 +2,6 @@
 
 use std::fmt;
 
-use super::gradient::MaskShape;
 use super::options::{Options, PairShape};
 use crate::arch::sm90::{Half, ROW};
 use blocksparse::plan::{Mainloop, Tiling};
@@ -58,25 +57,12 @@ impl PairTile {
             .all(|side| side.is_multiple_of(block) || block.is_multiple_of(*side))
     }
 
-    pub(super) fn mask(&self) -> MaskShape {
-        MaskShape {
-            rows: self.rows(),
-            cols: self.cols,
-            group: self.group,
-            entry_words: self.tiling().entry_words(),
-        }
+    pub(super) fn entry_words(&self) -> usize {
+        self.tiling().entry_words()
     }
 
     pub(super) fn pairs(&self) -> PairShape {
-        PairShape {
-            options: self.options,
-            mainloop: Mainloop::Rows,
-            half: self.half,
-            cols: self.cols,
-            group: self.group,
-            entry_words: self.tiling().entry_words(),
-            residue: self.residue,
-        }
+        self.pairs_of(self.tiling())
     }
 
     /// The same with the given bias and nothing else, added to scores.
@@ -93,11 +79,6 @@ impl PairTile {
         shape.options.score.bias = false;
         shape.options.wide_bias = false;
         shape
-    }
-
-    /// Boxes of the queries' side of a product.
-    pub(super) fn a_boxes(&self) -> usize {
-        self.rows() / self.a_group() * self.spans()
     }
 
     /// Boxes of a product.

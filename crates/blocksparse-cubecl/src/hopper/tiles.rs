@@ -59,6 +59,37 @@ macro_rules! sizes {
                     clustered: self.clustered,
                 }
             }
+
+            /// The pairs of a step of a layout that is cut so.
+            pub(super) fn pairs_of(&self, tiling: Tiling) -> PairShape {
+                PairShape {
+                    options: self.options,
+                    mainloop: tiling.mainloop,
+                    half: self.half,
+                    cols: self.cols,
+                    group: self.group,
+                    entry_words: tiling.entry_words(),
+                    residue: self.residue,
+                }
+            }
+
+            /// Rows of a box of the tile's own rows. All positions of a box are of one class and one block.
+            pub(super) fn a_group(&self) -> usize {
+                match self.residue || self.clustered {
+                    true => self.rows().min(self.group),
+                    false => self.rows(),
+                }
+            }
+
+            /// Boxes of the own rows of one tensor.
+            pub(super) fn a_boxes(&self) -> usize {
+                self.rows() / self.a_group() * self.spans()
+            }
+
+            /// Bytes of the own rows of one tensor.
+            pub(super) fn a_bytes(&self) -> usize {
+                self.rows() * self.spans() * ROW
+            }
         }
     )*};
 }
@@ -101,27 +132,23 @@ fn registers(columns: usize) -> usize {
     (columns / 2).next_power_of_two().max(16)
 }
 
-/// What is the same of the tiles of the backward pass that have own rows all along.
-macro_rules! own_rows {
+/// What is the same of the tiles of the backward pass.
+macro_rules! backward {
     ($($tile:ident),*) => {$(
         impl $tile {
-            /// Rows of a box of the tile's own rows. All positions of a box are of one class and one block.
-            pub(super) fn a_group(&self) -> usize {
-                match self.residue || self.clustered {
-                    true => self.rows().min(self.group),
-                    false => self.rows(),
+            pub(super) fn mask(&self) -> MaskShape {
+                MaskShape {
+                    rows: self.rows(),
+                    cols: self.cols,
+                    group: self.group,
+                    entry_words: self.entry_words(),
                 }
-            }
-
-            /// Bytes of the own rows of one tensor.
-            pub(super) fn a_bytes(&self) -> usize {
-                self.rows() * self.spans() * ROW
             }
         }
     )*};
 }
 
-own_rows!(BackwardTile, MainloopTile, PairTile);
+backward!(BackwardTile, MainloopTile, PairTile);
 
 /// What is the same of those with gradients of rows.
 macro_rules! common_backward {
@@ -220,15 +247,7 @@ impl Tile {
     }
 
     pub(super) fn pairs(&self) -> PairShape {
-        PairShape {
-            options: self.options,
-            mainloop: Mainloop::Rows,
-            half: self.half,
-            cols: self.cols,
-            group: self.group,
-            entry_words: self.tiling().entry_words(),
-            residue: self.residue,
-        }
+        self.pairs_of(self.tiling())
     }
 
     /// Whether there are registers for a step's masks while its scores are computed.
@@ -239,18 +258,6 @@ impl Tile {
     /// Whether the warpgroups take turns at the tensor cores.
     pub(super) fn turns(&self) -> bool {
         self.warpgroups == 2 && self.overlap
-    }
-
-    /// Rows of a box of queries. All positions of a box are of one class and one block.
-    pub(super) fn q_group(&self) -> usize {
-        match self.residue || self.clustered {
-            true => self.rows().min(self.group),
-            false => self.rows(),
-        }
-    }
-
-    pub(super) fn q_boxes(&self) -> usize {
-        self.rows() / self.q_group() * self.spans()
     }
 
     /// Columns of the sums.
@@ -279,10 +286,6 @@ impl Tile {
 
     pub(super) fn mask_words(&self) -> usize {
         self.group.div_ceil(32)
-    }
-
-    pub(super) fn q_bytes(&self) -> usize {
-        self.rows() * self.spans() * ROW
     }
 
     /// Bytes of the keys of a step.
@@ -322,7 +325,7 @@ impl Tile {
     }
 
     pub(super) fn k_offset(&self) -> usize {
-        self.q_offset() + self.q_bytes()
+        self.q_offset() + self.a_bytes()
     }
 
     pub(super) fn v_offset(&self) -> usize {
@@ -414,35 +417,13 @@ impl BackwardTile {
         BitShape::of(self.coarse, self.tiling())
     }
 
-    pub(super) fn mask(&self) -> MaskShape {
-        MaskShape {
-            rows: self.rows(),
-            cols: self.cols,
-            group: self.group,
-            entry_words: self.tiling().entry_words(),
-        }
-    }
-
     pub(super) fn pairs(&self) -> PairShape {
-        PairShape {
-            options: self.options,
-            mainloop: Mainloop::Columns,
-            half: self.half,
-            cols: self.cols,
-            group: self.group,
-            entry_words: self.tiling().entry_words(),
-            residue: self.residue,
-        }
+        self.pairs_of(self.tiling())
     }
 
     /// Columns in shared memory.
     pub(super) fn padded(&self) -> usize {
         self.spans() * ROW_ELEMENTS
-    }
-
-    /// Boxes of the tile's keys, or its values.
-    pub(super) fn a_boxes(&self) -> usize {
-        self.rows() / self.a_group() * self.spans()
     }
 
     /// TMA writes to multiples of 128 bytes, and the lse and delta of 8 queries have 64.

@@ -11,9 +11,7 @@ mod budget_search;
 mod budget_tile;
 mod chosen;
 mod key_lists;
-#[cfg(feature = "cuda-asm")]
 mod neighbours;
-#[cfg(feature = "cuda-asm")]
 #[doc(hidden)]
 pub mod pair_places;
 mod pairs;
@@ -34,12 +32,9 @@ use blocksparse::plan::{Mainloop, Sections, Tiling};
 use blocksparse::{BlockLayout, DeviceChoice};
 pub use chosen::{ChoiceTensor, choose_blocks, count_blocks};
 use chosen::{offset, patterns};
-#[cfg(feature = "cuda-asm")]
 pub use key_lists::Queries;
 pub use key_lists::{KeyListSizes, unique_keys};
-#[cfg(feature = "cuda-asm")]
 pub use neighbours::{NeighbourLists, Uniting, most_of_neighbours, neighbour_lists};
-#[cfg(feature = "cuda-asm")]
 pub use pair_places::{BitsOfKeys, PairPlaces, pair_places, places_of};
 use pairs::Seen;
 pub use query_lists::{ListBuffers, ListSizes, ScoredRows, highest_blocks, list_queries};

@@ -84,7 +84,6 @@ pub struct Slice {
     /// The first head.
     pub first_head: usize,
     /// Batch entries of the call.
-    #[cfg_attr(not(feature = "cuda-asm"), allow(dead_code))]
     // Read by kernels for tensor cores.
     pub batches: usize,
     /// Heads of the call, of what tiles are of.

@@ -5,32 +5,7 @@
 
 use cubecl::prelude::*;
 
-#[cfg(feature = "cuda-asm")]
 use crate::arch::ptx::{shared_address, shared_count, shared_load, shared_store};
-
-/// Without PTX there is one way.
-#[cfg(not(feature = "cuda-asm"))]
-mod no_ptx {
-    use super::*;
-
-    #[cube]
-    pub fn shared_address(_memory: &Shared<[u32]>) -> u32 {
-        0u32.runtime()
-    }
-
-    #[cube]
-    pub fn shared_store(_address: u32, _x: u32) {}
-
-    #[cube]
-    pub fn shared_count(_address: u32) {}
-
-    #[cube]
-    pub fn shared_load(address: u32) -> u32 {
-        address
-    }
-}
-#[cfg(not(feature = "cuda-asm"))]
-use no_ptx::{shared_address, shared_count, shared_load, shared_store};
 
 /// A cube's counts: in one of two kinds of shared memory.
 #[derive(CubeType)]

@@ -2,7 +2,6 @@
 
 use cubecl::prelude::*;
 
-#[cfg(feature = "cuda-asm")]
 use crate::arch::ptx;
 
 /// What is made of each number.
@@ -49,7 +48,6 @@ fn sigmoid<A: Float, N: Size>(x: Vector<A, N>, #[comptime] fast: bool) -> Vector
 }
 
 /// By the device's approximate instructions, each within two units of the last place of f32: the exact ones take longer than the memory.
-#[cfg(feature = "cuda-asm")]
 #[cube]
 fn fast_sigmoid<A: Float, N: Size>(x: Vector<A, N>) -> Vector<A, N> {
     let mut result = Vector::<A, N>::empty();
@@ -61,12 +59,6 @@ fn fast_sigmoid<A: Float, N: Size>(x: Vector<A, N>) -> Vector<A, N> {
         result.insert(c, A::cast_from(one));
     }
     result
-}
-
-#[cfg(not(feature = "cuda-asm"))]
-#[cube]
-fn fast_sigmoid<A: Float, N: Size>(x: Vector<A, N>) -> Vector<A, N> {
-    exact_sigmoid::<A, N>(x)
 }
 
 #[cube]

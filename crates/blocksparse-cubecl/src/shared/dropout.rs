@@ -5,7 +5,6 @@
 
 use cubecl::prelude::*;
 
-#[cfg(feature = "cuda-asm")]
 use crate::arch::ptx::{bytes_of, multiply_wide, rotate, trade};
 use blocksparse::internal::{MULTIPLIERS, ROUNDS, WEYL, last_kept};
 
@@ -29,7 +28,6 @@ pub struct Mask {
 }
 
 /// Dropout of weights, as kernels of the tensor-core tiers get it.
-#[cfg(feature = "cuda-asm")]
 #[derive(CubeType, CubeLaunch)]
 pub struct DropoutArgs {
     /// The generator's key.
@@ -55,23 +53,21 @@ struct Product {
     low: u32,
 }
 
+/// In PTX by the one instruction that makes both.
 #[cube]
-fn product(x: u32, #[comptime] factor: u32) -> Product {
-    let factor = u32::new(comptime!(factor as i64));
-    Product {
-        high: factor.mul_hi(x),
-        low: factor * x,
-    }
-}
-
-/// By the one instruction that makes both.
-#[cfg(feature = "cuda-asm")]
-#[cube]
-fn wide_product(x: u32, #[comptime] factor: u32) -> Product {
-    let both = multiply_wide(x, factor.runtime());
-    Product {
-        high: both.extract(1usize),
-        low: both.extract(0usize),
+fn product(x: u32, #[comptime] factor: u32, #[comptime] ptx: bool) -> Product {
+    if comptime!(ptx) {
+        let both = multiply_wide(x, factor.runtime());
+        Product {
+            high: both.extract(1usize),
+            low: both.extract(0usize),
+        }
+    } else {
+        let factor = u32::new(comptime!(factor as i64));
+        Product {
+            high: factor.mul_hi(x),
+            low: factor * x,
+        }
     }
 }
 
@@ -129,24 +125,13 @@ fn decide(differs: u32, high: u32, low: u32) -> u32 {
 /// Which of the numbers of a counter keep their pairs, a bit for each, from bit 0 on.
 #[cube]
 pub fn kept_eight(mask: &Mask, batch: u32, head: u32, query: u32, eight: u32) -> u32 {
-    let key = key_of(mask);
-    let mut k0 = key.low;
-    let mut k1 = key.high;
-    let mut c0 = eight;
-    let mut c1 = head;
-    let mut c2 = query;
-    let mut c3 = batch;
-    for _ in 0..comptime!(ROUNDS) {
-        let product0 = product(c0, comptime!(MULTIPLIERS[0]));
-        let product1 = product(c2, comptime!(MULTIPLIERS[1]));
-        c0 = product1.high ^ c1 ^ k0;
-        c1 = product1.low;
-        c2 = product0.high ^ c3 ^ k1;
-        c3 = product0.low;
-        k0 += u32::new(comptime!(WEYL[0] as i64));
-        k1 += u32::new(comptime!(WEYL[1] as i64));
-    }
-    kept_of(&compare(c0, c1, c2, c3, mask))
+    kept_of(&numbers_of(mask, batch, head, query, eight, false))
+}
+
+/// A counter's numbers compared, in PTX and without loops.
+#[cube]
+pub fn compared_eight(mask: &Mask, batch: u32, head: u32, query: u32, eight: u32) -> Compared {
+    numbers_of(mask, batch, head, query, eight, true)
 }
 
 /// From bytes to the numbers.
@@ -158,10 +143,16 @@ fn kept_of(compared: &Compared) -> u32 {
     (decide(differs, above, above << 16) >> 24) ^ 255
 }
 
-/// A counter's numbers compared, without loops.
-#[cfg(feature = "cuda-asm")]
+/// A counter's numbers compared.
 #[cube]
-pub fn compared_eight(mask: &Mask, batch: u32, head: u32, query: u32, eight: u32) -> Compared {
+fn numbers_of(
+    mask: &Mask,
+    batch: u32,
+    head: u32,
+    query: u32,
+    eight: u32,
+    #[comptime] ptx: bool,
+) -> Compared {
     let key = key_of(mask);
     let mut k0 = key.low;
     let mut k1 = key.high;
@@ -169,10 +160,10 @@ pub fn compared_eight(mask: &Mask, batch: u32, head: u32, query: u32, eight: u32
     let mut c1 = head;
     let mut c2 = query;
     let mut c3 = batch;
-    #[unroll]
+    #[unroll(ptx)]
     for _ in 0..comptime!(ROUNDS) {
-        let product0 = wide_product(c0, comptime!(MULTIPLIERS[0]));
-        let product1 = wide_product(c2, comptime!(MULTIPLIERS[1]));
+        let product0 = product(c0, comptime!(MULTIPLIERS[0]), ptx);
+        let product1 = product(c2, comptime!(MULTIPLIERS[1]), ptx);
         c0 = product1.high ^ c1 ^ k0;
         c1 = product1.low;
         c2 = product0.high ^ c3 ^ k1;
@@ -184,14 +175,12 @@ pub fn compared_eight(mask: &Mask, batch: u32, head: u32, query: u32, eight: u32
 }
 
 /// Whether a pair is kept, by a counter of which nothing else is used: 1, or else 0.
-#[cfg(feature = "cuda-asm")]
 #[cube]
 pub fn keeps_one(mask: &Mask, batch: u32, head: u32, query: u32, key: u32) -> u32 {
     (kept_of(&compared_eight(mask, batch, head, query, key / 8)) >> (key % 8)) & 1
 }
 
 /// No counter's.
-#[cfg(feature = "cuda-asm")]
 #[cube]
 pub fn nothing_compared() -> Compared {
     Compared {
@@ -201,7 +190,6 @@ pub fn nothing_compared() -> Compared {
 }
 
 /// What two counters' bytes say: two bytes for each.
-#[cfg(feature = "cuda-asm")]
 #[cube]
 pub fn two_compared(a: &Compared, b: &Compared) -> Compared {
     let differs = bytes_of(a.differs, b.differs, true);
@@ -216,7 +204,6 @@ pub fn two_compared(a: &Compared, b: &Compared) -> Compared {
 }
 
 /// Which numbers of twice two counters keep their pairs, a byte for each.
-#[cfg(feature = "cuda-asm")]
 #[cube]
 pub fn kept_eights(ab: &Compared, cd: &Compared) -> u32 {
     let above = decide(
@@ -236,7 +223,6 @@ pub fn kept_eights(ab: &Compared, cd: &Compared) -> u32 {
 /// ```
 ///
 /// and becomes that of its own numbers: bit `4 n + 2 · (row of two) + column of two`. Each step swaps a bit of the lane with one of the bit's place.
-#[cfg(feature = "cuda-asm")]
 #[cube]
 pub fn collect(dealt: u32, lane: u32, #[comptime] columns: bool) -> u32 {
     let mut bits = dealt;
@@ -252,7 +238,6 @@ pub fn collect(dealt: u32, lane: u32, #[comptime] columns: bool) -> u32 {
 }
 
 /// Swaps bit `distance` of the lane with bit `shift` of places; those without it are `low`.
-#[cfg(feature = "cuda-asm")]
 #[cube]
 fn swap(
     bits: u32,

@@ -6,13 +6,11 @@ pub mod bins;
 pub mod codec;
 pub mod curve;
 pub(crate) mod delta;
-#[cfg(feature = "cuda-asm")]
 pub mod distances;
 pub mod dropout;
 pub mod order_key;
 #[doc(hidden)]
 pub mod row_tile;
 pub mod score;
-#[cfg(feature = "cuda-asm")]
 pub mod softcap;
 pub mod unit_sums;

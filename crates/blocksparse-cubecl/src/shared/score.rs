@@ -1,10 +1,8 @@
 //! Numbers that scores are made with, and those of the online softmax.
 
-#[cfg(feature = "cuda-asm")]
 use cubecl::prelude::*;
 
 /// What products are multiplied by on their way to scores, of the tensor-core tiers.
-#[cfg(feature = "cuda-asm")]
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct ScoreScalars {
     /// Factor of dQ and dK.
@@ -27,5 +25,4 @@ pub const LOWEST_MAX: f32 = -1.0e29;
 
 /// By how much, in powers of two, a new maximum must exceed the old one to replace it. Until then `p` exceeds 1,
 /// harmlessly, and the output needs no rescaling.
-#[cfg(feature = "cuda-asm")]
 pub const SLACK: f32 = 8.0;

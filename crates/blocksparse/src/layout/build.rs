@@ -88,20 +88,16 @@ impl BlockLayout {
             for q_block in 0..grid.q_blocks() {
                 let mut least = 0;
                 for (kv_block, mask) in row(head, q_block) {
-                    if !(least..grid.kv_blocks()).contains(&kv_block) {
-                        return Err(LayoutError::argument(
-                            "a block of a row returned by the callback",
-                            format!("ascending, below {}", grid.kv_blocks()),
-                            kv_block,
-                        ));
+                    crate::ensure! {
+                        LayoutError;
+                        (least..grid.kv_blocks()).contains(&kv_block)
+                            => "a block of a row returned by the callback", format!("ascending, below {}", grid.kv_blocks()), kv_block;
                     }
                     least = kv_block + 1;
-                    if mask.block_size() != b {
-                        return Err(LayoutError::argument(
-                            "the block size of the mask returned by the callback",
-                            format!("{b}, the layout's"),
-                            mask.block_size(),
-                        ));
+                    crate::ensure! {
+                        LayoutError;
+                        mask.block_size() == b
+                            => "the block size of the mask returned by the callback", format!("{b}, the layout's"), mask.block_size();
                     }
                     let (height, width) = (grid.rows_in(q_block), grid.columns_in(kv_block));
                     let mask = match height == b && width == b {
@@ -136,10 +132,10 @@ impl BlockLayout {
             ..*self.shape()
         };
         shape.validate()?;
-        if self.batch().is_some() || self.device_choice().is_some() {
-            let expected = "built on the host and shared over the batch";
-            let got = format!("batch {:?}", self.batch());
-            return Err(LayoutError::argument("the layout", expected, got));
+        crate::ensure! {
+            LayoutError;
+            self.batch().is_none() && self.device_choice().is_none()
+                => "the layout", "built on the host and shared over the batch", format!("batch {:?}", self.batch());
         }
         let first = self.inner.head_patterns[0] as usize;
         let rows = self.inner.patterns[first].rows.clone();
@@ -165,12 +161,12 @@ impl BlockLayout {
         let mut patterns: Vec<HeadPattern> = Vec::new();
         let mut head_patterns = Vec::new();
         for layout in layouts {
-            if layout.shape() != first.shape() || layout.batch().is_some() {
-                return Err(LayoutError::argument(
-                    "layouts",
+            crate::ensure! {
+                LayoutError;
+                layout.shape() == first.shape() && layout.batch().is_none()
+                    => "layouts",
                     format!("shared over the batch and of shape {:?}", first.shape()),
-                    format!("{:?}, batch {:?}", layout.shape(), layout.batch()),
-                ));
+                    format!("{:?}, batch {:?}", layout.shape(), layout.batch());
             }
             let ids: Vec<u32> = (layout.inner.masks.iter())
                 .map(|mask| {
@@ -219,16 +215,10 @@ impl BlockLayout {
     ) -> Result<Self, LayoutError> {
         shape.validate()?;
         let [batch, heads] = choice.patterns;
-        if heads == 0 || !shape.heads.is_multiple_of(heads) {
-            let expected = format!("a divisor of the {} heads", shape.heads);
-            return Err(LayoutError::argument("patterns' heads", expected, heads));
-        }
-        if batch == 0 {
-            return Err(LayoutError::argument(
-                "patterns' batch",
-                "at least 1",
-                batch,
-            ));
+        crate::ensure! {
+            LayoutError;
+            heads != 0 && shape.heads.is_multiple_of(heads) => "patterns' heads", format!("a divisor of the {} heads", shape.heads), heads;
+            batch != 0 => "patterns' batch", "at least 1", batch;
         }
         let rows = RowRuns::empty(shape.seq_q.div_ceil(shape.block_size));
         let masks = vec![BlockMask::full(shape.block_size)];

@@ -73,8 +73,9 @@ impl BlockLayout {
             Some(batch) => format!("{batch}, one for each batch entry of the layout"),
             None => "at least one".into(),
         };
-        if entries.is_empty() || self.batch().is_some_and(|batch| batch != entries.len()) {
-            return Err(LayoutError::argument("entries", expected, entries.len()));
+        crate::ensure! {
+            LayoutError;
+            !entries.is_empty() && self.batch().is_none_or(|batch| batch == entries.len()) => "entries", expected, entries.len();
         }
         for entry in entries {
             for (argument, list, name, seq) in [

@@ -48,25 +48,13 @@ impl LayoutShape {
     /// # Errors
     /// [`LayoutError`] if one is out of range.
     pub fn validate(&self) -> Result<(), LayoutError> {
-        if !BLOCK_SIZES.contains(&self.block_size) {
-            return Err(LayoutError::argument(
-                "block_size",
-                "8, 16, 32, 64 or 128",
-                self.block_size,
-            ));
-        }
+        crate::ensure! { LayoutError; BLOCK_SIZES.contains(&self.block_size) => "block_size", "8, 16, 32, 64 or 128", self.block_size; }
         for (argument, value, max) in [
             ("heads", self.heads, MAX_HEADS),
             ("seq_q", self.seq_q, MAX_SEQ),
             ("seq_kv", self.seq_kv, MAX_SEQ),
         ] {
-            if value == 0 || value > max {
-                return Err(LayoutError::argument(
-                    argument,
-                    format!("between 1 and {max}"),
-                    value,
-                ));
-            }
+            crate::ensure! { LayoutError; value != 0 && value <= max => argument, format!("between 1 and {max}"), value; }
         }
         Ok(())
     }

@@ -21,17 +21,11 @@ impl BlockLayout {
             let (expected, got) = ("built on the host", within.name());
             return Err(LayoutError::argument("within", expected, got));
         }
-        if choice.causal {
-            let expected = "not causal within another layout";
-            return Err(LayoutError::argument("choice", expected, "causal"));
-        }
+        crate::ensure! { LayoutError; !choice.causal => "choice", "not causal within another layout", "causal"; }
         let expected = within.patterns_within(choice.patterns)?;
-        if choice.patterns != expected {
-            return Err(LayoutError::argument(
-                "choice.patterns",
-                format!("{expected:?} within {}", within.name()),
-                format!("{:?}", choice.patterns),
-            ));
+        crate::ensure! {
+            LayoutError;
+            choice.patterns == expected => "choice.patterns", format!("{expected:?} within {}", within.name()), format!("{:?}", choice.patterns);
         }
         let layout = Self::on_device(name, *within.shape(), choice)?;
         let Inner {
@@ -70,10 +64,7 @@ impl BlockLayout {
     /// [`LayoutError`] if the batches differ.
     pub fn patterns_within(&self, [batch, heads]: [usize; 2]) -> Result<[usize; 2], LayoutError> {
         let own = self.batch().unwrap_or(1);
-        if own > 1 && batch > 1 && own != batch {
-            let expected = format!("{own}, the layout's");
-            return Err(LayoutError::argument("patterns' batch", expected, batch));
-        }
+        crate::ensure! { LayoutError; own <= 1 || batch <= 1 || own == batch => "patterns' batch", format!("{own}, the layout's"), batch; }
         let shared = heads > 0
             && self.heads().is_multiple_of(heads)
             && (0..own).all(|entry| {

@@ -303,26 +303,18 @@ fn check(
         let got = format!("a batch of {batch}");
         return Err(LayoutError::argument("layout", "one for any batch", got));
     }
-    if seq_q != seq_kv {
-        let expected = format!("{seq_kv}, seq_kv");
-        return Err(LayoutError::argument("seq_q", expected, seq_q));
-    }
-    if !seq_q.is_multiple_of(b) {
-        let expected = format!("a multiple of {b}, block_size");
-        return Err(LayoutError::argument("seq_q", expected, seq_q));
-    }
-    if kv_heads == 0 || !layout.heads().is_multiple_of(kv_heads) {
-        let expected = format!("a divisor of {}, the layout's heads", layout.heads());
-        return Err(LayoutError::argument("kv_heads", expected, kv_heads));
+    crate::ensure! {
+        LayoutError;
+        seq_q == seq_kv => "seq_q", format!("{seq_kv}, seq_kv"), seq_q;
+        seq_q.is_multiple_of(b) => "seq_q", format!("a multiple of {b}, block_size"), seq_q;
+        kv_heads != 0 && layout.heads().is_multiple_of(kv_heads)
+            => "kv_heads", format!("a divisor of {}, the layout's heads", layout.heads()), kv_heads;
     }
     for (name, number, most) in [
         ("devices", devices, blocks),
         ("pieces", pieces, blocks / devices.max(1)),
     ] {
-        if number == 0 || number > most {
-            let expected = format!("between 1 and {most}, with {blocks} blocks");
-            return Err(LayoutError::argument(name, expected, number));
-        }
+        crate::ensure! { LayoutError; number != 0 && number <= most => name, format!("between 1 and {most}, with {blocks} blocks"), number; }
     }
     Ok(())
 }

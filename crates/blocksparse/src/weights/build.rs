@@ -19,14 +19,11 @@ pub(super) struct Grid {
 impl Grid {
     /// The blocks of a weight `[inputs, outputs]`.
     pub fn new([inputs, outputs]: [usize; 2], block: usize) -> Result<Self, LayoutError> {
-        if !WEIGHT_BLOCK_SIZES.contains(&block) {
-            let expected = format!("one of {WEIGHT_BLOCK_SIZES:?}");
-            return Err(LayoutError::argument("block", expected, block));
-        }
+        crate::ensure! { LayoutError; WEIGHT_BLOCK_SIZES.contains(&block) => "block", format!("one of {WEIGHT_BLOCK_SIZES:?}"), block; }
         for (argument, length) in [("inputs", inputs), ("outputs", outputs)] {
-            if length == 0 || !length.is_multiple_of(block) {
-                let expected = format!("a positive multiple of the block, {block}");
-                return Err(LayoutError::argument(argument, expected, length));
+            crate::ensure! {
+                LayoutError;
+                length != 0 && length.is_multiple_of(block) => argument, format!("a positive multiple of the block, {block}"), length;
             }
         }
         let (ins, outs) = (inputs / block, outputs / block);
@@ -46,10 +43,7 @@ impl Grid {
 
     /// How many blocks are retained: the nearest number to a density, and one at least.
     pub fn count(&self, density: f64) -> Result<usize, LayoutError> {
-        if !(density > 0.0 && density <= 1.0) {
-            let expected = "above 0 and at most 1";
-            return Err(LayoutError::argument("density", expected, density));
-        }
+        crate::ensure! { LayoutError; density > 0.0 && density <= 1.0 => "density", "above 0 and at most 1", density; }
         Ok(((density * self.blocks() as f64).round() as usize).max(1))
     }
 

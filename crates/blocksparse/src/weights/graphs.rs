@@ -62,10 +62,7 @@ impl WeightLayout {
     ) -> Result<Self, LayoutError> {
         let grid = Grid::new(shape, block)?;
         let count = grid.count(density)?;
-        if !(0.0..=1.0).contains(&rewiring) {
-            let expected = "from 0 to 1";
-            return Err(LayoutError::argument("rewiring", expected, rewiring));
-        }
+        crate::ensure! { LayoutError; (0.0..=1.0).contains(&rewiring) => "rewiring", "from 0 to 1", rewiring; }
         let shares = grid.shares(count);
         let mut by_output: Vec<Vec<u32>> = (shares.iter().enumerate())
             .map(|(output, &share)| {

@@ -8,7 +8,7 @@ use crate::base::values::{
 };
 use crate::options::{AttentionOptions, ProductPrecision, WeightsMode};
 use crate::weights;
-use blocksparse::{BlockLayout, Dropout, Seed};
+use blocksparse::{BlockLayout, Seed};
 use blocksparse_cubecl as kernels;
 use blocksparse_cubecl::{
     AttentionPlan, AttentionSumOutputs, Gradients, KernelError, Outputs, Request, ScoreKind,
@@ -65,13 +65,8 @@ pub(crate) fn request(
             softcap: options.softcap.is_some(),
             alibi: options.alibi.is_some(),
             dropout: options.active_dropout().is_some(),
-            seeds: matches!(
-                options.active_dropout(),
-                Some(Dropout {
-                    seed: Seed::Place(_),
-                    ..
-                })
-            ),
+            seeds: (options.active_dropout())
+                .is_some_and(|dropout| matches!(dropout.seed, Seed::Place(_))),
             bias,
             relative,
         })

@@ -139,62 +139,30 @@ impl<'a> SparseAttentionCall<'a> {
         options: AttentionOptions,
         /// Sets bias, sinks and relative bias at once, in place of those set so far.
         tensors: AttentionTensors,
-    }
-
-    /// Sets the factor of the scores `q · kᵀ`; default `1 / √head_dim`.
-    pub fn scale(mut self, scale: f64) -> Self {
-        self.options = self.options.scale(scale);
-        self
-    }
-
-    /// Sets the softcap `c`: scores become `c · tanh(score / c)` after scaling (Gemma 2).
-    pub fn softcap(mut self, softcap: f64) -> Self {
-        self.options = self.options.softcap(softcap);
-        self
+        /// Sets the factor of the scores `q · kᵀ`; default `1 / √head_dim`.
+        scale => options.scale: Some(f64),
+        /// Sets the softcap `c`: scores become `c · tanh(score / c)` after scaling (Gemma 2).
+        softcap => options.softcap: Some(f64),
+        /// Drops weights out after the softmax: [`AttentionOptions::dropout`].
+        dropout => options.dropout: Some(Dropout),
+        /// Sets how precise the products of f32 tensors are.
+        precision => options.precision: ProductPrecision,
+        /// Sets what is stored for the backward pass. [`weights`](Self::weights), which returns them, implies [`WeightsMode::Store`].
+        weights_mode => options.weights: WeightsMode,
+        /// Sets a bias of the scores, `[batch or 1, heads or 1, seq_q or 1, seq_kv]`: [`AttentionTensors::bias`].
+        bias => tensors.bias: Some(Tensor<4>),
+        /// Sets biases of distances, `[heads or 1, 2 · reach + 1]`: [`AttentionTensors::relative_bias`].
+        relative_bias => tensors.relative_bias: Some(Tensor<2>),
+        /// Sets sink logits, `[heads]`: [`AttentionTensors::sinks`].
+        ///
+        /// `out = out₀ · exp(lse₀ − lse)` and `lse = ln(exp(lse₀) + exp(sinks[head]))`, where out₀ and lse₀ are those without.
+        /// Rows with no allowed key give zeros, and the sink as lse.
+        sinks => tensors.sinks: Some(Tensor<1>),
     }
 
     /// Adds ALiBi's biases, one slope for each head: [`AttentionOptions::alibi`].
     pub fn alibi(mut self, slopes: impl Into<Arc<[f64]>>) -> Self {
         self.options = self.options.alibi(slopes);
-        self
-    }
-
-    /// Drops weights out after the softmax: [`AttentionOptions::dropout`].
-    pub fn dropout(mut self, dropout: Dropout) -> Self {
-        self.options = self.options.dropout(dropout);
-        self
-    }
-
-    /// Sets how precise the products of f32 tensors are.
-    pub fn precision(mut self, precision: ProductPrecision) -> Self {
-        self.options = self.options.precision(precision);
-        self
-    }
-
-    /// Sets what is stored for the backward pass. [`weights`](Self::weights), which returns them, implies [`WeightsMode::Store`].
-    pub fn weights_mode(mut self, mode: WeightsMode) -> Self {
-        self.options = self.options.weights(mode);
-        self
-    }
-
-    /// Sets a bias of the scores, `[batch or 1, heads or 1, seq_q or 1, seq_kv]`: [`AttentionTensors::bias`].
-    pub fn bias(mut self, bias: Tensor<4>) -> Self {
-        self.tensors = self.tensors.bias(bias);
-        self
-    }
-
-    /// Sets biases of distances, `[heads or 1, 2 · reach + 1]`: [`AttentionTensors::relative_bias`].
-    pub fn relative_bias(mut self, table: Tensor<2>) -> Self {
-        self.tensors = self.tensors.relative_bias(table);
-        self
-    }
-
-    /// Sets sink logits, `[heads]`: [`AttentionTensors::sinks`].
-    ///
-    /// `out = out₀ · exp(lse₀ − lse)` and `lse = ln(exp(lse₀) + exp(sinks[head]))`, where out₀ and lse₀ are those without.
-    /// Rows with no allowed key give zeros, and the sink as lse.
-    pub fn sinks(mut self, sinks: Tensor<1>) -> Self {
-        self.tensors = self.tensors.sinks(sinks);
         self
     }
 

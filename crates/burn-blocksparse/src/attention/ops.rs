@@ -89,10 +89,9 @@ mod meta {
     use super::*;
     use crate::base::dtype::sums_of;
     use crate::base::values::{
-        AccumulatedInputsMetadata, AccumulatedOutputMetadata, AttentionGradsMetadata,
-        AttentionInputsMetadata, AttentionOutputMetadata, KnownOutputMetadata,
-        LayoutTensorsMetadata, OptFloatMetadata, OutputGradsMetadata, SavedTensorsMetadata,
-        ScoreTensorsMetadata,
+        AccumulatedInputsMetadata, AccumulatedOutputMetadata, AttentionInputsMetadata,
+        AttentionOutputMetadata, KnownOutputMetadata, LayoutTensorsMetadata, OptFloatMetadata,
+        OutputGradsMetadata, SavedTensorsMetadata, ScoreTensorsMetadata,
     };
     use crate::options::WeightsMode;
     use crate::weights;
@@ -136,8 +135,8 @@ mod meta {
         _layout: &LayoutTensorsMetadata,
         _options: &AttentionOptions,
         wanted: &NeedsGrad,
-    ) -> AttentionGradsMetadata {
-        AttentionGradsMetadata {
+    ) -> AttentionInputsMetadata {
+        AttentionInputsMetadata {
             q: saved.inputs.q.clone(),
             k: saved.inputs.k.clone(),
             v: saved.inputs.v.clone(),

@@ -91,34 +91,17 @@ impl AttentionTensors {
         }
         if let Some(table) = &self.relative_bias {
             // Its gradient sums over lines that the host lists.
-            if layout.device_choice().is_some() && table.device().is_autodiff() {
-                return Err(OpError::argument(
-                    "relative_bias",
-                    "without autodiff for a layout that is made on the device",
-                    "with",
-                ));
+            blocksparse::ensure! {
+                OpError;
+                layout.device_choice().is_none() || !table.device().is_autodiff()
+                    => "relative_bias", "without autodiff for a layout that is made on the device", "with";
             }
             let [heads, distances] = table.dims();
-            if heads != 1 && heads != layout.heads() {
-                return Err(OpError::argument(
-                    "relative_bias's heads",
-                    format!("{} or 1", layout.heads()),
-                    heads,
-                ));
-            }
-            if heads * distances > Self::MAX_DISTANCES {
-                return Err(OpError::argument(
-                    "relative_bias's numbers",
-                    format!("at most {}", Self::MAX_DISTANCES),
-                    heads * distances,
-                ));
-            }
-            if distances.is_multiple_of(2) {
-                return Err(OpError::argument(
-                    "relative_bias's distances",
-                    "an odd number, 2 · reach + 1",
-                    distances,
-                ));
+            blocksparse::ensure! {
+                OpError;
+                heads == 1 || heads == layout.heads() => "relative_bias's heads", format!("{} or 1", layout.heads()), heads;
+                heads * distances <= Self::MAX_DISTANCES => "relative_bias's numbers", format!("at most {}", Self::MAX_DISTANCES), heads * distances;
+                !distances.is_multiple_of(2) => "relative_bias's distances", "an odd number, 2 · reach + 1", distances;
             }
             same_device(
                 "relative_bias's device",
@@ -136,9 +119,7 @@ impl AttentionTensors {
             ("bias's heads", layout.heads(), heads),
             ("bias's seq_q", layout.seq_q(), seq_q),
         ] {
-            if got != 1 && got != expected {
-                return Err(OpError::argument(argument, format!("{expected} or 1"), got));
-            }
+            blocksparse::ensure! { OpError; got == 1 || got == expected => argument, format!("{expected} or 1"), got; }
         }
         OpError::expect_same("bias's seq_kv", layout.seq_kv(), "the layout's", seq_kv)?;
         OpError::expect_same("bias's dtype", q.dtype(), "q's", bias.dtype())?;

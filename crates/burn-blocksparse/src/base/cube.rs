@@ -74,7 +74,6 @@ pub fn matrix(shape: &Shape) -> [usize; 2] {
 }
 
 /// A contiguous tensor as the matrix of its rows.
-#[cfg(feature = "cuda")]
 pub fn as_matrix(x: CubeTensor) -> CubeTensor {
     let [rows, width] = matrix(x.meta.shape());
     let shape = Shape::new([rows, width]);

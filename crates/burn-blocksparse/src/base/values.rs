@@ -354,30 +354,8 @@ pub struct OutputGrads<B: Backend> {
     pub lse: OptFloat<B>,
 }
 
-/// Gradients, each of its input's shape and dtype.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct AttentionGrads<B: Backend> {
-    /// `[batch, heads, seq_q, head_dim]`
-    pub q: FloatTensor<B>,
-    /// `[batch, kv_heads, seq_kv, head_dim]`
-    pub k: FloatTensor<B>,
-    /// `[batch, kv_heads, seq_kv, value_dim]`
-    pub v: FloatTensor<B>,
-    /// By each tensor that is added to the scores, if its gradient is wanted.
-    #[extension_type]
-    pub scores: ScoreTensors<B>,
-}
-
-#[cfg(feature = "autodiff")]
-impl<B: Backend> AttentionGrads<B> {
-    /// In the order of [`AttentionInputs::into_list`].
-    pub fn into_list(self) -> [Option<FloatTensor<B>>; 3 + SCORE_TENSORS] {
-        let Self { q, k, v, scores } = self;
-        AttentionInputs { q, k, v, scores }.into_list()
-    }
-}
+/// Gradients, each of its input's shape and dtype; by what is added to the scores those that are wanted.
+pub type AttentionGrads<B> = AttentionInputs<B>;
 
 /// Which gradients are wanted besides those of q, k and v.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

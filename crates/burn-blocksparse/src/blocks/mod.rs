@@ -124,9 +124,7 @@ impl BlockSparseTensor {
     /// # Errors
     /// [`OpError`] if the scale is not finite.
     pub fn softmax(self, scale: f64) -> Result<Self, OpError> {
-        if !scale.is_finite() {
-            return Err(OpError::argument("scale", "finite", scale));
-        }
+        blocksparse::ensure! { OpError; scale.is_finite() => "scale", "finite", scale; }
         let layout = self.layout().clone();
         let (w, tensors) = self.into_parts();
         let p = <Dispatch as BlockSparseTensorOps>::block_sparse_softmax(w, tensors, scale);
@@ -182,10 +180,10 @@ impl BlockSparseTensor {
         expect(batch, values.dims()[0], "the values'", factor.dims()[0])?;
         OpError::ensure_positive(dim, factor.dims()[3])?;
         let accumulator = accumulate_in(FloatDType::from(factor.dtype()));
-        if accumulator != FloatDType::from(values.dtype()) {
-            let expected = format!("one that is summed in {:?}, the values'", values.dtype());
-            let got = format!("{:?}", factor.dtype());
-            return Err(OpError::argument(dtype, expected, got));
+        blocksparse::ensure! {
+            OpError;
+            accumulator == FloatDType::from(values.dtype())
+                => dtype, format!("one that is summed in {:?}, the values'", values.dtype()), format!("{:?}", factor.dtype());
         }
         same_device(device, &values.device(), "the values'", &factor.device())
     }
@@ -250,12 +248,9 @@ fn check_kv(b: &Tensor<4>, layout: &BlockLayout) -> Result<(), OpError> {
     let [_, kv_heads, seq_kv, _] = b.dims();
     let heads = layout.heads();
     expect("b's seq_kv", layout.seq_kv(), "the layout's", seq_kv)?;
-    if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
-        return Err(OpError::argument(
-            "b's kv_heads",
-            format!("a divisor of the {heads} heads of the layout"),
-            kv_heads,
-        ));
+    blocksparse::ensure! {
+        OpError;
+        kv_heads != 0 && heads.is_multiple_of(kv_heads) => "b's kv_heads", format!("a divisor of the {heads} heads of the layout"), kv_heads;
     }
     Ok(())
 }

@@ -17,9 +17,9 @@ impl DeviceLayout {
         seq_kv: usize,
     ) -> Result<Self, OpError> {
         let [batch, heads, queries, most] = keys.dims();
-        if !places.heads().is_multiple_of(heads) {
-            let expected = format!("a divisor of the {} heads of places", places.heads());
-            return Err(OpError::argument("lists' heads", expected, heads));
+        blocksparse::ensure! {
+            OpError;
+            places.heads().is_multiple_of(heads) => "lists' heads", format!("a divisor of the {} heads of places", places.heads()), heads;
         }
         expect("lists' queries", places.seq_q(), queries)?;
         expect("lists' seq_kv", places.seq_kv(), seq_kv)?;

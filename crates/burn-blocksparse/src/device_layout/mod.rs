@@ -39,10 +39,9 @@ impl DeviceLayoutOptions {
         }
     }
 
-    /// Sets whether queries see no later keys.
-    pub fn causal(mut self, causal: bool) -> Self {
-        self.causal = causal;
-        self
+    blocksparse::setters! {
+        /// Sets whether queries see no later keys.
+        causal: bool,
     }
 }
 
@@ -339,9 +338,7 @@ impl DeviceLayout {
             "the choice's",
             *layout.shape(),
         )?;
-        if self.frame.within().is_some() {
-            return Err(OpError::argument("layout", "given once", layout.name()));
-        }
+        blocksparse::ensure! { OpError; self.frame.within().is_none() => "layout", "given once", layout.name(); }
         let choice = *self.choice();
         let patterns = layout.patterns_within(choice.patterns)?;
         let choice = DeviceChoice {
@@ -446,9 +443,9 @@ fn rows(
         _ => ["scores' batch", "scores' heads", "scores' q_blocks"],
     };
     OpError::ensure_positive(batches, batch)?;
-    if heads == 0 || !shape.heads.is_multiple_of(heads) {
-        let expected = format!("a divisor of the {} heads of the shape", shape.heads);
-        return Err(OpError::argument(of_heads, expected, heads));
+    blocksparse::ensure! {
+        OpError;
+        heads != 0 && shape.heads.is_multiple_of(heads) => of_heads, format!("a divisor of the {} heads of the shape", shape.heads), heads;
     }
     expect(of_rows, shape.seq_q.div_ceil(shape.block_size), q_blocks)?;
     Ok([batch, heads])

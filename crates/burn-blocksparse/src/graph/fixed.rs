@@ -149,14 +149,8 @@ impl<const D: usize, K: StaticInputKind> StaticInput<D, K> {
 }
 
 fn check_kind<K: StaticInputKind>(data: &TensorData) -> Result<(), OpError> {
-    match K::is(data.dtype()) {
-        true => Ok(()),
-        false => Err(OpError::argument(
-            "data's dtype",
-            K::NAME,
-            format!("{:?}", data.dtype()),
-        )),
-    }
+    blocksparse::ensure! { OpError; K::is(data.dtype()) => "data's dtype", K::NAME, format!("{:?}", data.dtype()); }
+    Ok(())
 }
 
 fn flat(data: TensorData, elements: usize) -> TensorData {

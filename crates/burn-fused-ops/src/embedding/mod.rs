@@ -100,12 +100,6 @@ fn check_backward(ids: &Tensor<1, Int>, grad: &Tensor<2>) -> Result<(), OpError>
     served(&grad.device())?;
     same_device("ids' device", &grad.device(), "grad's", &ids.device())?;
     let ([ids], [positions, _]) = (ids.dims(), grad.dims());
-    match ids == positions {
-        true => Ok(()),
-        false => Err(OpError::argument(
-            "ids' length",
-            format!("{positions}, grad's rows"),
-            ids,
-        )),
-    }
+    blocksparse::ensure! { OpError; ids == positions => "ids' length", format!("{positions}, grad's rows"), ids; }
+    Ok(())
 }

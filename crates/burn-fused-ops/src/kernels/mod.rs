@@ -2,7 +2,6 @@
 
 #[doc(hidden)]
 pub mod few_rows;
-#[cfg(feature = "cuda")]
 #[doc(hidden)]
 pub mod linear;
 #[doc(hidden)]

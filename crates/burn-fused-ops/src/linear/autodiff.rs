@@ -10,12 +10,11 @@ use crate::linear::mlp::steps::{SavedTensors, Task, backward};
 use crate::linear::ops::{LinearOps, composed_forward, composed_mlp};
 use crate::linear::products::Primitives;
 use crate::linear::values::{
-    ActivationSaved, ActivationTask, BiasedRows, HeadGroups, HeadParts, JoinCall, Joined,
-    LinearCall, LinearForm, LinearInputs, LinearOutput, LinearSaved, LinearTask, MlpCall,
-    MlpInputs,
+    ActivationSaved, ActivationTask, BiasedRows, HeadParts, JoinCall, Joined, LinearCall,
+    LinearForm, LinearInputs, LinearOutput, LinearSaved, LinearTask, MlpCall, MlpInputs,
 };
 use burn_blocksparse::internal::custom_gradient::{
-    custom_gradient, custom_gradients, nothing, or_zeros, own_dtype, there, wanted_dtypes,
+    custom_gradient, custom_gradients, nothing, own_dtype, wanted_dtypes,
 };
 use burn_blocksparse::internal::values::{OptFloat, ThreeFloats};
 
@@ -131,30 +130,6 @@ impl<B: LinearOps, C: CheckpointStrategy> LinearOps for Autodiff<B, C> {
         });
         let bias = OptFloat::None;
         Joined { x, bias }
-    }
-
-    fn split_head_groups(x: FloatTensor<Self>, first: usize) -> HeadGroups<Self> {
-        let x = [Some(x)];
-        HeadGroups::of_list(custom_gradients::<B, C, _, _, _>(x, nothing, |[x], _| {
-            let parts = B::split_head_groups(there(x), first);
-            (parts.clone().into_list(), move |_, [first, others]| {
-                let by = HeadGroups {
-                    first: or_zeros::<B>(first, &parts.first),
-                    others: or_zeros::<B>(others, &parts.others),
-                };
-                [Some(B::cat_head_groups(by))]
-            })
-        }))
-    }
-
-    fn cat_head_groups(parts: HeadGroups<Self>) -> FloatTensor<Self> {
-        custom_gradient::<B, C, _, _>(parts.into_list(), nothing, |parts, _| {
-            let parts = HeadGroups::<B>::of_list(parts);
-            let [_, first, ..] = parts.first.shape().dims::<4>();
-            (B::cat_head_groups(parts), move |_, grad| {
-                B::split_head_groups(grad, first).into_list()
-            })
-        })
     }
 
     fn mlp(inputs: MlpInputs<Self>, call: MlpCall) -> FloatTensor<Self> {

@@ -8,21 +8,15 @@ use crate::linear::activation::kernels as activations;
 use crate::linear::activation::kind::Activation;
 use crate::linear::cube_products::Kernels;
 use crate::linear::few_rows;
-#[cfg(feature = "cuda")]
 use crate::linear::fused;
 use crate::linear::heads::kernels as heads;
-use crate::linear::named_product as named;
-#[cfg(feature = "cuda")]
-use crate::linear::ops::composed_outer_backward;
-use crate::linear::ops::{LinearOps, composed_backward, composed_forward};
+use crate::linear::ops::{LinearOps, composed_backward, composed_forward, composed_outer_backward};
 use crate::linear::products::Primitives;
 use crate::linear::values::{
-    ActivationGrads, ActivationSaved, ActivationTask, BiasedRows, HeadGroups, HeadParts, JoinCall,
-    Joined, LinearCall, LinearGrads, LinearInputs, LinearOutput, LinearSaved, LinearTask,
+    ActivationGrads, ActivationSaved, ActivationTask, BiasedRows, HeadParts, JoinCall, Joined,
+    LinearCall, LinearForm, LinearGrads, LinearInputs, LinearOutput, LinearSaved, LinearTask,
+    MlpOuterSaved, MlpOuterTask,
 };
-#[cfg(feature = "cuda")]
-use crate::linear::values::{LinearForm, MlpOuterSaved, MlpOuterTask};
-#[cfg(feature = "cuda")]
 use crate::linear::wgmma;
 use burn_blocksparse::internal::cube::uses_reference;
 use burn_blocksparse::internal::values::ThreeFloats;
@@ -33,14 +27,8 @@ pub(crate) fn text(
     dtype: DType,
     lengths: [usize; 3],
 ) -> Result<String, String> {
-    #[cfg(feature = "cuda")]
-    let own = wgmma::text(device, dtype, lengths);
-    #[cfg(not(feature = "cuda"))]
-    let own = Err::<String, _>("built without the feature cuda".to_owned());
-    let text = own.or_else(|why| match named::text(device, dtype, lengths) {
-        Ok(text) => Ok(format!("{text}; not on wgmma or mma.sync: {why}")),
-        Err(other) => Err(format!("{other}; not on wgmma or mma.sync: {why}")),
-    });
+    let text = wgmma::text(device, dtype, lengths);
+    let text = text.map_err(|why| format!("not on wgmma or mma.sync: {why}"));
     let [rows, inputs, outputs] = lengths;
     match few_rows::text(device, dtype.into(), [rows, inputs], &[outputs]) {
         Some(few) => Ok(format!("{}; {few}", text.unwrap_or_else(|why| why))),
@@ -56,16 +44,13 @@ impl LinearOps for CubeBackend {
         if let Some(made) = few_rows::forward(&inputs, call) {
             return made;
         }
-        #[cfg(feature = "cuda")]
-        {
-            let is_fused = match call.form {
-                LinearForm::Rows | LinearForm::Gated(_) => false,
-                LinearForm::FromHeads => FloatDType::from(inputs.x.dtype) == call.dtype,
-                _ => true,
-            };
-            if is_fused && wgmma::is_half(call.dtype) {
-                return fused::forward(inputs, call);
-            }
+        let is_fused = match call.form {
+            LinearForm::Rows | LinearForm::Gated(_) => false,
+            LinearForm::FromHeads => FloatDType::from(inputs.x.dtype) == call.dtype,
+            _ => true,
+        };
+        if is_fused && wgmma::is_half(call.dtype) {
+            return fused::forward(inputs, call);
         }
         composed_forward::<Self, Kernels>(inputs, call)
     }
@@ -74,7 +59,6 @@ impl LinearOps for CubeBackend {
         if uses_reference() {
             return composed_backward::<Self, Primitives>(saved, task);
         }
-        #[cfg(feature = "cuda")]
         if let Some(heads) = task.heads.filter(|_| wgmma::is_half(task.dtype)) {
             return fused::backward_of_heads(saved, heads, task);
         }
@@ -101,15 +85,6 @@ impl LinearOps for CubeBackend {
         heads::join_heads(tensors, call)
     }
 
-    fn split_head_groups(x: CubeTensor, first: usize) -> HeadGroups<Self> {
-        heads::split_head_groups(x, first)
-    }
-
-    fn cat_head_groups(parts: HeadGroups<Self>) -> CubeTensor {
-        heads::cat_head_groups(parts)
-    }
-
-    #[cfg(feature = "cuda")]
     fn mlp_outer_backward(saved: MlpOuterSaved<Self>, task: MlpOuterTask) -> ActivationGrads<Self> {
         match uses_reference() || !wgmma::is_half(task.dtype) {
             true => composed_outer_backward::<Self>(saved, task),

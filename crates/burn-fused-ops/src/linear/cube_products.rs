@@ -10,9 +10,7 @@ use burn_cubecl::kernel::matmul::{MatmulStrategy, matmul};
 use burn_cubecl::tensor::CubeTensor;
 
 use crate::kernels::rows::beside::{BesideMatrix, rounded_beside};
-use crate::linear::named_product as named;
 use crate::linear::products::{Primitives, Products};
-#[cfg(feature = "cuda")]
 use crate::linear::wgmma;
 use burn_blocksparse::internal::cube::{empty, typed};
 
@@ -30,11 +28,7 @@ impl Products<CubeBackend> for Kernels {
             2 => empty(&lhs, [rows, columns], dtype.into()),
             _ => empty(&lhs, [lhs.meta.shape()[0], rows, columns], dtype.into()),
         };
-        #[cfg(feature = "cuda")]
-        if wgmma::multiply(&lhs, &rhs, &out) {
-            return out;
-        }
-        if named::multiply(&lhs, &rhs, &out) {
+        if wgmma::multiply(&lhs, &rhs, &out).is_some() {
             return out;
         }
         let result = matmul(lhs, rhs, Some(out), MatmulStrategy::default(), dtype.into());
@@ -98,17 +92,8 @@ impl Products<CubeBackend> for Kernels {
         <Primitives as Products<CubeBackend>>::joined(weights, dtype)
     }
 
-    #[cfg(feature = "cuda")]
     fn parts(lhs: &CubeTensor, rhs: &CubeTensor) -> Option<CubeTensor> {
         wgmma::parts(lhs, rhs)
-    }
-
-    fn weight_rows(x: &CubeTensor) -> usize {
-        match named::kernel(&x.client, x.dtype) {
-            // A partial product is written and read in f32, and these kernels are as fast with few.
-            Some(_) => 4096,
-            None => <Primitives as Products<CubeBackend>>::weight_rows(x),
-        }
     }
 
     fn sum_rows(matrix: CubeTensor) -> CubeTensor {

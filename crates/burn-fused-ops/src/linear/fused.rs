@@ -10,7 +10,7 @@ use burn_cubecl::tensor::CubeTensor;
 use crate::linear::activation::kernels::kind;
 use crate::linear::cube_products::Kernels;
 use crate::linear::ops::{composed_backward, composed_forward, composed_outer_backward, one_part};
-use crate::linear::products::{Products, rounded, with_width};
+use crate::linear::products::{Products, factors, rounded, with_width};
 use crate::linear::values::{
     ActivationGrads, LinearCall, LinearForm, LinearGrads, LinearInputs, LinearOutput, LinearSaved,
     LinearTask, MlpOuterSaved, MlpOuterTask,
@@ -37,15 +37,9 @@ pub(crate) fn forward(
     call: LinearCall,
 ) -> LinearOutput<CubeBackend> {
     let LinearInputs { x, weights, bias } = inputs;
-    let changed = |tensor: &CubeTensor| FloatDType::from(tensor.dtype) != call.dtype;
-    let list: Vec<CubeTensor> = weights.into_list().into_iter().flatten().collect();
-    let is_joined = list.len() > 1 || list.iter().any(changed);
-    let is_rounded = changed(&x);
-    let weight = match is_joined {
-        true => Kernels::joined(list, call.dtype),
-        false => list.into_iter().next().expect("there is a weight"),
-    };
-    let x = into_contiguous(rounded::<CubeBackend>(x, call.dtype));
+    let ([x, weight], [is_rounded, is_joined]) =
+        factors::<CubeBackend, Kernels>(x, weights, call.dtype);
+    let x = into_contiguous(x);
     let bias = contiguous(bias);
     let shape = x.meta.shape().clone();
     let made = match call.form {

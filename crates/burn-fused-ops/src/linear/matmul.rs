@@ -8,6 +8,7 @@ use burn::tensor::DType;
 use burn_cubecl::CubeDevice;
 use burn_cubecl::tensor::CubeTensor;
 
+use crate::linear::wgmma;
 use burn_blocksparse::OpError;
 use burn_blocksparse::internal::taken::{Taken, TakenContext, take, tensor};
 
@@ -56,33 +57,15 @@ impl Taken for Product {
             return None;
         };
         let same = op.lhs.dtype == op.rhs.dtype && op.lhs.dtype == op.out.dtype;
-        (same && is_half(&op.out) && takes(device)).then(|| op.clone())
+        // Where the kernel does not run at all, Burn's fusion is not kept from anything.
+        (same && is_half(&op.out) && wgmma::available(device)).then(|| op.clone())
     }
 
     fn run(op: &MatmulOpIr, context: &TakenContext) -> Option<(TensorIr, CubeTensor)> {
         let (lhs, rhs) = (tensor(&op.lhs, context)?, tensor(&op.rhs, context)?);
         let out = context.tensors.get(&op.out.id)?.clone();
-        #[cfg(feature = "cuda")]
-        {
-            let made = crate::linear::wgmma::matmul(&lhs, &rhs, &out.shape)?;
-            TAKEN.fetch_add(1, Ordering::Relaxed);
-            Some((out, made))
-        }
-        #[cfg(not(feature = "cuda"))]
-        {
-            let _ = (lhs, rhs, out);
-            None
-        }
-    }
-}
-
-/// Whether the kernel runs on the device at all: where it does not, Burn's fusion is not kept from anything.
-fn takes(device: &CubeDevice) -> bool {
-    #[cfg(feature = "cuda")]
-    return crate::linear::wgmma::available(device);
-    #[cfg(not(feature = "cuda"))]
-    {
-        let _ = device;
-        false
+        let made = wgmma::matmul(&lhs, &rhs, &out.shape)?;
+        TAKEN.fetch_add(1, Ordering::Relaxed);
+        Some((out, made))
     }
 }

@@ -10,7 +10,7 @@ pub(crate) mod cube;
 pub(crate) mod cube_products;
 #[cfg(feature = "cube")]
 pub(crate) mod few_rows;
-#[cfg(feature = "cuda")]
+#[cfg(feature = "cube")]
 mod fused;
 #[doc(hidden)]
 pub mod heads;
@@ -18,8 +18,6 @@ pub mod heads;
 pub(crate) mod matmul;
 #[doc(hidden)]
 pub mod mlp;
-#[cfg(feature = "cube")]
-pub(crate) mod named_product;
 #[doc(hidden)]
 pub mod ops;
 pub(crate) mod products;
@@ -29,7 +27,7 @@ pub mod projection;
 mod texts;
 #[doc(hidden)]
 pub mod values;
-#[cfg(feature = "cuda")]
+#[cfg(feature = "cube")]
 pub(crate) mod wgmma;
 
 use burn::backend::Dispatch;
@@ -54,10 +52,9 @@ pub struct LinearOptions {
 }
 
 impl LinearOptions {
-    /// Sets the dtype of the factors and of the product.
-    pub fn dtype(mut self, dtype: FloatDType) -> Self {
-        self.dtype = Some(dtype);
-        self
+    blocksparse::setters! {
+        /// Sets the dtype of the factors and of the product.
+        dtype: Some(FloatDType),
     }
 }
 
@@ -164,10 +161,7 @@ pub fn gated_linear<const D: usize>(
     ];
     let dtype = check(&x, &weights, options)?;
     let ([_, width], [_, got]) = (gate.dims(), up.dims());
-    if got != width {
-        let expected = format!("{width}, the gate's");
-        return Err(OpError::argument("up's out", expected, got));
-    }
+    blocksparse::ensure! { OpError; got == width => "up's out", format!("{width}, the gate's"), got; }
     let weights = [Some(gate), Some(up), None].map(|weight| weight.map(Tensor::into_dispatch));
     let inputs = LinearInputs::new(x.into_dispatch(), ThreeFloats::of_list(weights));
     let call = LinearCall::new(dtype, LinearForm::Gated(activation));
@@ -222,16 +216,10 @@ pub(crate) fn check_width<const D: usize>(
 ) -> Result<FloatDType, OpError> {
     let device = x.device();
     served(&device)?;
-    if weights.is_empty() || weights.len() > WEIGHTS {
-        let expected = format!("1 to {WEIGHTS} matrices");
-        return Err(OpError::argument("weights", expected, weights.len()));
-    }
+    blocksparse::ensure! { OpError; !weights.is_empty() && weights.len() <= WEIGHTS => "weights", format!("1 to {WEIGHTS} matrices"), weights.len(); }
     for (weight, [height, place]) in weights {
         let [inputs, _] = weight.dims();
-        if inputs != width {
-            let expected = format!("{width}, {what}");
-            return Err(OpError::argument(height, expected, inputs));
-        }
+        blocksparse::ensure! { OpError; inputs == width => height, format!("{width}, {what}"), inputs; }
         same_device(place, &device, "x's", &weight.device())?;
     }
     let dtype = match options.dtype {
@@ -246,6 +234,18 @@ pub(crate) fn check_width<const D: usize>(
     Ok(dtype)
 }
 
+/// That a bias is of rows of such a width, on their device.
+pub(crate) fn check_bias(
+    bias: Option<&Tensor<1>>,
+    (width, whose): (usize, &str),
+    device: &burn::tensor::Device,
+) -> Result<(), OpError> {
+    let Some(bias) = bias else { return Ok(()) };
+    let [got] = bias.dims();
+    blocksparse::ensure! { OpError; got == width => "bias's length", format!("{width}, {whose}"), got; }
+    same_device("bias's device", device, "x's", &bias.device())
+}
+
 /// That the device has a dtype.
 pub(crate) fn supported(
     argument: &'static str,
@@ -253,12 +253,9 @@ pub(crate) fn supported(
     dtype: DType,
 ) -> Result<(), OpError> {
     let known = matches!(dtype, DType::F64 | DType::F32 | DType::F16 | DType::BF16);
-    match known && device.supports_dtype(dtype) {
-        true => Ok(()),
-        false => Err(OpError::argument(
-            argument,
-            "F32, F64, F16 or BF16, and one that the device has",
-            format!("{dtype:?}"),
-        )),
+    blocksparse::ensure! {
+        OpError;
+        known && device.supports_dtype(dtype) => argument, "F32, F64, F16 or BF16, and one that the device has", format!("{dtype:?}");
     }
+    Ok(())
 }

@@ -2,7 +2,7 @@
 
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata, backend_extension};
-use burn::tensor::{FloatDType, Slice};
+use burn::tensor::FloatDType;
 
 use crate::linear::activation::kind::Activation;
 use crate::linear::activation::reference as activations;
@@ -12,9 +12,9 @@ use crate::linear::products;
 use crate::linear::products::with_width;
 use crate::linear::products::{Primitives, Products, rounded};
 use crate::linear::values::{
-    ActivationGrads, ActivationSaved, ActivationTask, BiasedRows, HeadGroups, HeadParts, JoinCall,
-    Joined, LinearCall, LinearForm, LinearGrads, LinearInputs, LinearOutput, LinearSaved,
-    LinearTask, MlpCall, MlpInputs, MlpOuterSaved, MlpOuterTask,
+    ActivationGrads, ActivationSaved, ActivationTask, BiasedRows, HeadParts, JoinCall, Joined,
+    LinearCall, LinearForm, LinearGrads, LinearInputs, LinearOutput, LinearSaved, LinearTask,
+    MlpCall, MlpInputs, MlpOuterSaved, MlpOuterTask,
 };
 use burn_blocksparse::internal::values::{OptFloat, ThreeFloats};
 use burn_blocksparse::reference_backends;
@@ -78,24 +78,6 @@ pub trait LinearOps: Backend {
     #[fusion(meta = meta::join)]
     fn join_heads(#[extension_type] tensors: ThreeFloats<Self>, call: JoinCall) -> Joined<Self> {
         heads::join::<Self>(tensors, &call)
-    }
-
-    /// The first heads of `[batch, heads, seq, width]`, and the others.
-    #[fusion(meta = meta::groups)]
-    fn split_head_groups(x: FloatTensor<Self>, first: usize) -> HeadGroups<Self> {
-        let [_, heads, ..] = x.shape().dims::<4>();
-        let all = Slice::full();
-        let part = |heads| Self::float_slice(x.clone(), &[all, Slice::from(heads), all, all]);
-        HeadGroups {
-            first: part(0..first),
-            others: part(first..heads),
-        }
-    }
-
-    /// Both parts as one tensor.
-    #[fusion(meta = meta::together)]
-    fn cat_head_groups(#[extension_type] parts: HeadGroups<Self>) -> FloatTensor<Self> {
-        Self::float_cat(vec![parts.first, parts.others], 1)
     }
 
     /// `f(x · W₁ + b) · W₂`.
@@ -331,9 +313,9 @@ mod meta {
 
     use super::*;
     use crate::linear::values::{
-        ActivationGradsMetadata, ActivationSavedMetadata, BiasedRowsMetadata, HeadGroupsMetadata,
-        JoinedMetadata, LinearGradsMetadata, LinearInputsMetadata, LinearOutputMetadata,
-        LinearSavedMetadata, MlpOuterSavedMetadata,
+        ActivationGradsMetadata, ActivationSavedMetadata, BiasedRowsMetadata, JoinedMetadata,
+        LinearGradsMetadata, LinearInputsMetadata, LinearOutputMetadata, LinearSavedMetadata,
+        MlpOuterSavedMetadata,
     };
     use burn_blocksparse::internal::values::ThreeFloatsMetadata;
 
@@ -435,21 +417,5 @@ mod meta {
             x: TensorSpec::new([batch, seq, width].into(), call.dtype.into()),
             bias: bias.into(),
         }
-    }
-
-    pub fn groups(x: &TensorSpec, first: &usize) -> HeadGroupsMetadata {
-        let [batch, heads, seq, width] = x.shape.dims::<4>();
-        let part = |heads: usize| TensorSpec::new([batch, heads, seq, width].into(), x.dtype);
-        HeadGroupsMetadata {
-            first: part(*first),
-            others: part(heads - first),
-        }
-    }
-
-    pub fn together(parts: &HeadGroupsMetadata) -> TensorSpec {
-        let [batch, first, seq, width] = parts.first.shape.dims::<4>();
-        let others = parts.others.shape[1];
-        let shape = [batch, first + others, seq, width];
-        TensorSpec::new(shape.into(), parts.first.dtype)
     }
 }

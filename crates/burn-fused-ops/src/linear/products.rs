@@ -8,12 +8,6 @@ use crate::linear::values::{LinearGrads, LinearOutput, LinearSaved, LinearTask};
 use burn_blocksparse::internal::dtype::accumulate_in;
 use burn_blocksparse::internal::values::ThreeFloats;
 
-/// Rows that `x · W` takes at a time. None: all of them, as one tall matrix.
-const FORWARD_ROWS: Option<usize> = None;
-
-/// Rows that `dy · Wᵀ` takes at a time.
-const INPUT_ROWS: Option<usize> = None;
-
 /// Rows that `xᵀ · dy` takes at a time: the product of two tall matrices has few tiles to compute and a long sum in each, so it is a product
 /// for each group of rows, and their sum.
 const WEIGHT_ROWS: usize = 1024;
@@ -64,11 +58,6 @@ pub(crate) trait Products<B: Backend> {
         }
         parts
     }
-
-    /// Rows that `xᵀ · dy` takes at a time.
-    fn weight_rows(_x: &FloatTensor<B>) -> usize {
-        WEIGHT_ROWS
-    }
 }
 
 /// In Burn's own operations.
@@ -96,11 +85,11 @@ pub(crate) fn rounded<B: Backend>(tensor: FloatTensor<B>, dtype: FloatDType) -> 
     }
 }
 
-/// In how many groups `rows` are taken.
-pub(crate) fn groups(rows: usize, group: Option<usize>) -> usize {
-    match group {
-        Some(group) if rows >= LEAST_ROWS && rows.is_multiple_of(group) => rows / group,
-        _ => 1,
+/// In how many groups a gradient by weights takes `rows`.
+pub(crate) fn groups(rows: usize) -> usize {
+    match rows >= LEAST_ROWS && rows.is_multiple_of(WEIGHT_ROWS) {
+        true => rows / WEIGHT_ROWS,
+        false => 1,
     }
 }
 
@@ -119,43 +108,23 @@ fn zeros<B: Backend>(like: &FloatTensor<B>, shape: Shape, dtype: FloatDType) -> 
     B::float_zeros(shape, &like.device(), dtype)
 }
 
-/// `lhs · rhs`, `[rows, k]` and `[k, columns]`, in `dtype`.
-fn tall<B: Backend, P: Products<B>>(
-    lhs: FloatTensor<B>,
-    rhs: FloatTensor<B>,
-    group: Option<usize>,
-    dtype: FloatDType,
-) -> FloatTensor<B> {
-    let [rows, inner] = lhs.shape().dims();
-    let columns = rhs.shape()[1];
-    if [rows, inner, columns].contains(&0) {
-        return zeros::<B>(&lhs, Shape::new([rows, columns]), dtype);
-    }
-    let own = FloatDType::from(lhs.dtype());
-    let made = match dtype == own || dtype == accumulate_in(own) {
-        true => dtype,
-        false => own,
-    };
-    let groups = groups(rows, group);
-    let out = match groups {
-        1 => P::product(lhs, rhs, made),
-        _ => {
-            let lhs = B::float_reshape(lhs, Shape::new([groups, rows / groups, inner]));
-            let rhs = B::float_reshape(rhs, Shape::new([1, inner, columns]));
-            let out = P::product(lhs, rhs, made);
-            B::float_reshape(out, Shape::new([rows, columns]))
-        }
-    };
-    rounded::<B>(out, dtype)
-}
-
 /// `x · weight`, `[rows, in]` and `[in, out]`.
 pub(crate) fn outputs<B: Backend, P: Products<B>>(
     x: FloatTensor<B>,
     weight: FloatTensor<B>,
     dtype: FloatDType,
 ) -> FloatTensor<B> {
-    tall::<B, P>(x, weight, FORWARD_ROWS, dtype)
+    let [rows, inner] = x.shape().dims();
+    let columns = weight.shape()[1];
+    if [rows, inner, columns].contains(&0) {
+        return zeros::<B>(&x, Shape::new([rows, columns]), dtype);
+    }
+    let own = FloatDType::from(x.dtype());
+    let made = match dtype == own || dtype == accumulate_in(own) {
+        true => dtype,
+        false => own,
+    };
+    rounded::<B>(P::product(x, weight, made), dtype)
 }
 
 /// `grad · weightᵀ`, `[rows, out]` and `[in, out]`.
@@ -164,13 +133,13 @@ pub(crate) fn input_gradient<B: Backend, P: Products<B>>(
     weight: FloatTensor<B>,
     dtype: FloatDType,
 ) -> FloatTensor<B> {
-    let [rows, outputs] = grad.shape().dims();
+    let [rows, columns] = grad.shape().dims();
     let inputs = weight.shape()[0];
-    let slices = slices(outputs);
+    let slices = slices(columns);
     if slices == 1 || rows * inputs == 0 {
-        return tall::<B, P>(grad, B::float_swap_dims(weight, 0, 1), INPUT_ROWS, dtype);
+        return outputs::<B, P>(grad, B::float_swap_dims(weight, 0, 1), dtype);
     }
-    let width = outputs / slices;
+    let width = columns / slices;
     let grad = B::float_reshape(grad, Shape::new([rows, slices, width]));
     let grad = B::float_swap_dims(grad, 0, 1);
     let weight = B::float_reshape(weight, Shape::new([inputs, slices, width]));
@@ -198,7 +167,7 @@ pub(crate) fn weight_gradients<B: Backend, P: Products<B>>(
     }
     let transposed = B::float_swap_dims(x.clone(), 0, 1);
     let parts = P::parts(&transposed, &grad).unwrap_or_else(|| {
-        let groups = groups(rows, Some(P::weight_rows(&x)));
+        let groups = groups(rows);
         let x = B::float_reshape(x, Shape::new([groups, rows / groups, inputs]));
         let grad = B::float_reshape(grad, Shape::new([groups, rows / groups, outputs]));
         P::product(B::float_swap_dims(x, 1, 2), grad, dtype)
@@ -239,23 +208,34 @@ fn columns<B: Backend>(matrix: FloatTensor<B>, start: usize, width: usize) -> Fl
     }
 }
 
+/// x and the weights side by side in a product's dtype, and which of both are not what came in.
+pub(crate) fn factors<B: Backend, P: Products<B>>(
+    x: FloatTensor<B>,
+    weights: ThreeFloats<B>,
+    dtype: FloatDType,
+) -> ([FloatTensor<B>; 2], [bool; 2]) {
+    let mut weights: Vec<FloatTensor<B>> = weights.into_list().into_iter().flatten().collect();
+    let changed = |tensor: &FloatTensor<B>| FloatDType::from(tensor.dtype()) != dtype;
+    let are_new = [
+        changed(&x),
+        weights.len() > 1 || weights.iter().any(changed),
+    ];
+    let weight = match are_new[1] {
+        true => P::joined(weights, dtype),
+        false => weights.remove(0),
+    };
+    ([rounded::<B>(x, dtype), weight], are_new)
+}
+
 /// `x · [W₁ W₂ W₃]`, rounded to `dtype` before.
 pub(crate) fn forward<B: Backend, P: Products<B>>(
     x: FloatTensor<B>,
     weights: ThreeFloats<B>,
     dtype: FloatDType,
 ) -> LinearOutput<B> {
-    let weights: Vec<FloatTensor<B>> = weights.into_list().into_iter().flatten().collect();
-    let changed = |tensor: &FloatTensor<B>| FloatDType::from(tensor.dtype()) != dtype;
-    let is_joined = weights.len() > 1 || weights.iter().any(changed);
-    let is_rounded = changed(&x);
-    let weight = match is_joined {
-        true => P::joined(weights, dtype),
-        false => weights.into_iter().next().expect("there is a weight"),
-    };
+    let ([x, weight], [is_rounded, is_joined]) = factors::<B, P>(x, weights, dtype);
     let [width, out_width] = weight.shape().dims();
     let out_shape = with_width(&x.shape(), out_width);
-    let x = rounded::<B>(x, dtype);
     let rows = as_rows::<B>(x.clone(), width);
     let out = outputs::<B, P>(rows, weight.clone(), dtype);
     LinearOutput {

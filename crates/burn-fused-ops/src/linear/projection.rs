@@ -4,13 +4,13 @@ use burn::backend::Dispatch;
 use burn::tensor::{FloatDType, Tensor};
 
 use crate::linear;
-use crate::linear::LinearOptions;
+use crate::linear::heads::width_of;
 use crate::linear::ops::LinearOps;
 #[cfg(feature = "cube")]
 use crate::linear::texts;
-use crate::linear::values::{LinearCall, LinearForm, LinearInputs, MOST_PARTS};
+use crate::linear::values::{LinearCall, LinearForm, LinearInputs};
+use crate::linear::{LinearOptions, check_bias};
 use burn_blocksparse::OpError;
-use burn_blocksparse::internal::check::same_device;
 use burn_blocksparse::internal::op_plan::OpPlan;
 use burn_blocksparse::internal::values::ThreeFloats;
 
@@ -51,10 +51,7 @@ pub fn qkv_proj(
     options: &LinearOptions,
 ) -> Result<Vec<Tensor<4>>, OpError> {
     let dtype = check(&x, &weights, bias.as_ref(), parts, options)?;
-    let mut listed = [None; MOST_PARTS];
-    for (part, place) in parts.iter().zip(&mut listed) {
-        *place = Some(*part);
-    }
+    let listed = std::array::from_fn(|part| parts.get(part).copied());
     let mut weights = weights.into_iter().map(Tensor::into_dispatch);
     let inputs = LinearInputs {
         x: x.into_dispatch(),
@@ -150,27 +147,12 @@ fn check(
     options: &LinearOptions,
 ) -> Result<FloatDType, OpError> {
     let dtype = linear::check(x, &linear::named(weights), options)?;
-    if !(1..=MOST_PARTS).contains(&parts.len()) {
-        let expected = format!("of 1 to {MOST_PARTS} tensors");
-        return Err(OpError::argument("parts", expected, parts.len()));
-    }
     let width: usize = weights.iter().map(|weight| weight.dims()[1]).sum();
-    // A product that overflows is no width.
-    let sum = parts.iter().try_fold(0usize, |sum, (heads, dim)| {
-        sum.checked_add(heads.checked_mul(*dim)?)
-    });
-    if sum != Some(width) {
-        let expected = format!("heads of {width} columns in all, those of the weights");
-        return Err(OpError::argument("parts", expected, format!("{parts:?}")));
+    blocksparse::ensure! {
+        OpError;
+        width_of(parts)? == Some(width) => "parts", format!("heads of {width} columns in all, those of the weights"), format!("{parts:?}");
     }
-    if let Some(bias) = bias {
-        let [got] = bias.dims();
-        if got != width {
-            let expected = format!("{width}, the weights' columns");
-            return Err(OpError::argument("bias's length", expected, got));
-        }
-        same_device("bias's device", &x.device(), "x's", &bias.device())?;
-    }
+    check_bias(bias, (width, "the weights' columns"), &x.device())?;
     Ok(dtype)
 }
 

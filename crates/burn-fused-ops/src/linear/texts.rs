@@ -8,7 +8,6 @@ use crate::linear::activation::kind::Activation;
 use crate::linear::cube;
 use crate::linear::few_rows;
 use crate::linear::heads::kernels as heads;
-#[cfg(feature = "cuda")]
 use crate::linear::wgmma;
 
 /// How the first product and the activation are launched: in one kernel, or in two.
@@ -20,16 +19,8 @@ pub(crate) fn inner_text(
     activation: Activation,
 ) -> Result<String, String> {
     let lengths = [rows, inputs, hidden];
-    #[cfg(feature = "cuda")]
-    let fused = {
-        let kind = between::kind(activation);
-        wgmma::activated_text(device, dtype, lengths, bias, kind)
-    };
-    #[cfg(not(feature = "cuda"))]
-    let fused = {
-        let _ = bias;
-        Err::<String, _>("built without the feature cuda".to_owned())
-    };
+    let kind = between::kind(activation);
+    let fused = wgmma::activated_text(device, dtype, lengths, bias, kind);
     fused.or_else(|why| {
         let product = cube::text(device, dtype, lengths)?;
         let text = between::text(device, [rows, hidden], dtype, activation)
@@ -46,17 +37,8 @@ pub(crate) fn to_heads_text(
     parts: &[(usize, usize)],
     bias: Option<DType>,
 ) -> Result<String, String> {
-    #[cfg(feature = "cuda")]
-    let fused = {
-        let listed = std::array::from_fn(|part| parts.get(part).copied());
-        let lengths = [batch, seq, inputs];
-        wgmma::by_heads_text(device, dtype, lengths, bias, listed)
-    };
-    #[cfg(not(feature = "cuda"))]
-    let fused = {
-        let _ = bias;
-        Err::<String, _>("built without the feature cuda".to_owned())
-    };
+    let listed = std::array::from_fn(|part| parts.get(part).copied());
+    let fused = wgmma::by_heads_text(device, dtype, [batch, seq, inputs], bias, listed);
     let widths: Vec<usize> = parts.iter().map(|(heads, dim)| heads * dim).collect();
     let fused = fused.map(|text| of_one(text, device, dtype, [batch, seq, inputs], &widths));
     fused.or_else(|why| {
@@ -75,13 +57,10 @@ pub(crate) fn from_heads_text(
     [batch, heads, seq, dim]: [usize; 4],
     outputs: usize,
 ) -> Result<String, String> {
-    #[cfg(feature = "cuda")]
     let fused = match own == dtype {
         true => wgmma::of_heads_text(device, dtype, [batch, heads, seq, dim], outputs),
         false => Err(format!("{own:?} is rounded to {dtype:?}")),
     };
-    #[cfg(not(feature = "cuda"))]
-    let fused = Err::<String, _>("built without the feature cuda".to_owned());
     let fused = fused.map(|text| {
         let lengths = [batch, seq, heads * dim];
         of_one(text, device, dtype, lengths, &[outputs])

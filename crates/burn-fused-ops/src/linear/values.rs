@@ -264,7 +264,7 @@ impl LinearTask {
     }
 
     /// Whether a weight's gradient is wanted.
-    #[cfg(any(feature = "autodiff", feature = "cuda"))]
+    #[cfg(any(feature = "autodiff", feature = "cube"))]
     pub(crate) fn by_weights(&self) -> bool {
         let mut weights = self.weights.iter().flatten();
         weights.any(|(_, dtype)| dtype.is_some())
@@ -376,19 +376,6 @@ pub struct Joined<B: Backend> {
 }
 
 float_list!(Joined, 2: x; bias);
-
-/// The heads of a tensor in two parts, or gradients by them.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct HeadGroups<B: Backend> {
-    /// `[batch, first, seq, width]`.
-    pub first: FloatTensor<B>,
-    /// `[batch, heads − first, seq, width]`.
-    pub others: FloatTensor<B>,
-}
-
-float_list!(HeadGroups, 2: first others;);
 
 /// What a feed-forward network is made of.
 #[derive(ExtensionType, Clone, Debug)]

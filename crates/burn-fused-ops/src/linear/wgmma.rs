@@ -27,25 +27,14 @@ pub(crate) fn is_bf16(dtype: DType) -> Result<bool, String> {
 
 /// A tensor as matrices, if it is at most a batch of them.
 pub(crate) fn view(tensor: &CubeTensor) -> Result<MatrixView, &'static str> {
-    if tensor.qparams.is_some() || tensor.meta.is_tiled() {
-        return Err("a factor is quantized or tiled");
+    match tensor.rank() {
+        2 => batched(tensor, &[]),
+        3 => batched(
+            tensor,
+            &[(tensor.meta.shape()[0], tensor.meta.strides()[0])],
+        ),
+        _ => Err("a factor has more than three dimensions"),
     }
-    let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
-    let rank = tensor.rank();
-    let batch = match rank {
-        2 => (1, 0),
-        // One matrix for the whole batch.
-        3 if strides[0] == 0 => (1, 0),
-        3 => (shape[0], strides[0]),
-        _ => return Err("a factor has more than three dimensions"),
-    };
-    Ok(MatrixView {
-        handle: tensor.handle.clone(),
-        shape: [batch.0, shape[rank - 2], shape[rank - 1]],
-        strides: [batch.1, strides[rank - 2], strides[rank - 1]],
-        outer: [1, 0],
-        seq: None,
-    })
 }
 
 /// A matrix with rows and columns swapped.
@@ -102,9 +91,9 @@ fn batch_of([lhs, rhs]: [&CubeTensor; 2]) -> Option<Batch> {
 }
 
 /// A factor of a batch of at most two dimensions.
-fn batched(tensor: &CubeTensor, batch: &[(usize, usize)]) -> Option<MatrixView> {
+fn batched(tensor: &CubeTensor, batch: &[(usize, usize)]) -> Result<MatrixView, &'static str> {
     if tensor.qparams.is_some() || tensor.meta.is_tiled() {
-        return None;
+        return Err("a factor is quantized or tiled");
     }
     let rank = tensor.rank();
     let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
@@ -116,9 +105,9 @@ fn batched(tensor: &CubeTensor, batch: &[(usize, usize)]) -> Option<MatrixView> 
         [(outer, outer_stride), (inner, stride)] if *stride != 0 && *outer_stride != 0 => {
             (outer * inner, *stride, [*outer, *outer_stride])
         }
-        _ => return None,
+        _ => return Err("a batch has more than two dimensions"),
     };
-    Some(MatrixView {
+    Ok(MatrixView {
         handle: tensor.handle.clone(),
         shape: [matrices, shape[rank - 2], shape[rank - 1]],
         strides: [stride, strides[rank - 2], strides[rank - 1]],
@@ -130,14 +119,18 @@ fn batched(tensor: &CubeTensor, batch: &[(usize, usize)]) -> Option<MatrixView> 
 /// `lhs · rhs` as Burn's `matmul` has it, if the kernel takes them.
 pub(crate) fn matmul(lhs: &CubeTensor, rhs: &CubeTensor, shape: &Shape) -> Option<CubeTensor> {
     let batch = batch_of([lhs, rhs])?;
+    // One product for a whole batch: it would be written once only.
+    if batch.iter().any(|(_, strides)| *strides == [0; 2]) {
+        return None;
+    }
     let of = |factor: usize| -> Vec<(usize, usize)> {
         batch
             .iter()
             .map(|(length, strides)| (*length, strides[factor]))
             .collect()
     };
-    let mut a = batched(lhs, &of(0))?;
-    let b = batched(rhs, &of(1))?;
+    let mut a = batched(lhs, &of(0)).ok()?;
+    let b = batched(rhs, &of(1)).ok()?;
     // Rows of all matrices are rows of one, if the right factor is one and they lie behind each other: fewer ragged tiles.
     let [matrices, rows, _] = a.shape;
     if b.shape[0] == 1
@@ -151,12 +144,7 @@ pub(crate) fn matmul(lhs: &CubeTensor, rhs: &CubeTensor, shape: &Shape) -> Optio
     if a.shape[1] < SMALLEST || b.shape[2] < SMALLEST {
         return None;
     }
-    let request = ProductRequest::of(is_bf16(lhs.dtype).ok()?, [&a, &b], false, false).ok()?;
-    let plan = ProductPlan::new(&lhs.client, request).ok()?;
-    let elements = shape.iter().product();
-    let out = empty(lhs, [elements], lhs.dtype);
-    let beside = EpilogueTensors::default();
-    launch(&lhs.client, &plan, [&a, &b], &out.handle, &beside).ok()?;
+    let out = plain(lhs, [&a, &b])?;
     Some(CubeTensor::new_contiguous(
         lhs.client.clone(),
         lhs.device.clone(),
@@ -166,48 +154,49 @@ pub(crate) fn matmul(lhs: &CubeTensor, rhs: &CubeTensor, shape: &Shape) -> Optio
     ))
 }
 
-/// How `lhs · rhs` would run.
+/// How a product of factors of one dtype runs; in f32 if it is `wide`.
 fn plan(
-    [lhs, rhs]: [&CubeTensor; 2],
-    out: DType,
-    parts: bool,
+    like: &CubeTensor,
+    factors: [&MatrixView; 2],
+    [wide, parts]: [bool; 2],
     epilogue: Epilogue,
-) -> Result<(ProductPlan, [MatrixView; 2]), String> {
-    let factors = [view(lhs)?, view(rhs)?];
-    let wide = out == DType::F32;
-    let [a, b] = &factors;
-    let request = ProductRequest::of(is_bf16(lhs.dtype)?, [a, b], wide, parts)?.with(epilogue);
-    Ok((ProductPlan::new(&lhs.client, request)?, factors))
+) -> Result<ProductPlan, String> {
+    let request = ProductRequest::of(is_bf16(like.dtype)?, factors, wide, parts)?;
+    Ok(ProductPlan::new(&like.client, request.with(epilogue))?)
+}
+
+/// A product with nothing beside it, into a buffer.
+fn run(plan: &ProductPlan, factors: [&MatrixView; 2], out: &CubeTensor) -> Option<()> {
+    let beside = EpilogueTensors::default();
+    launch(&out.client, plan, factors, &out.handle, &beside).ok()
+}
+
+/// The product of factors like `like`, if the kernel takes them: `[rows, columns]`, one matrix behind the other.
+fn plain(like: &CubeTensor, [a, b]: [&MatrixView; 2]) -> Option<CubeTensor> {
+    let plan = plan(like, [a, b], [false; 2], Epilogue::Plain).ok()?;
+    let rows = a.shape[0].max(b.shape[0]) * a.shape[1];
+    let out = empty(like, [rows, b.shape[2]], like.dtype);
+    run(&plan, [a, b], &out).map(|()| out)
+}
+
+/// Parts of the product, which add up to it, in f32: `[parts, rows, columns]`.
+fn summands(like: &CubeTensor, [a, b]: [&MatrixView; 2]) -> Option<CubeTensor> {
+    let plan = plan(like, [a, b], [true; 2], Epilogue::Plain).ok()?;
+    let out = empty(like, [plan.parts(), a.shape[1], b.shape[2]], DType::F32);
+    run(&plan, [a, b], &out).map(|()| out)
 }
 
 /// `out = lhs · rhs` of matrices or batches of them, if the kernel takes them.
-pub(crate) fn multiply(lhs: &CubeTensor, rhs: &CubeTensor, out: &CubeTensor) -> bool {
-    let Ok((plan, [a, b])) = plan([lhs, rhs], out.dtype, false, Epilogue::Plain) else {
-        return false;
-    };
-    launch(
-        &lhs.client,
-        &plan,
-        [&a, &b],
-        &out.handle,
-        &EpilogueTensors::default(),
-    )
-    .is_ok()
+pub(crate) fn multiply(lhs: &CubeTensor, rhs: &CubeTensor, out: &CubeTensor) -> Option<()> {
+    let [a, b] = [&view(lhs).ok()?, &view(rhs).ok()?];
+    let wide = out.dtype == DType::F32;
+    let plan = plan(lhs, [a, b], [wide, false], Epilogue::Plain).ok()?;
+    run(&plan, [a, b], out)
 }
 
 /// Parts of `lhs · rhs` of matrices, which add up to it, in f32, if the kernel takes them: `[parts, rows, columns]`.
 pub(crate) fn parts(lhs: &CubeTensor, rhs: &CubeTensor) -> Option<CubeTensor> {
-    let (plan, [a, b]) = plan([lhs, rhs], DType::F32, true, Epilogue::Plain).ok()?;
-    let out = empty(lhs, [plan.parts(), a.shape[1], b.shape[2]], DType::F32);
-    (launch(
-        &lhs.client,
-        &plan,
-        [&a, &b],
-        &out.handle,
-        &EpilogueTensors::default(),
-    ))
-    .is_ok()
-    .then_some(out)
+    summands(lhs, [&view(lhs).ok()?, &view(rhs).ok()?])
 }
 
 /// Of which alignment Burn's own slices begin.
@@ -224,7 +213,8 @@ pub(crate) fn by_heads(
 ) -> Option<[Option<CubeTensor>; MOST_PARTS]> {
     let heads = parts.map(|part| part.map_or(0, |(heads, _)| heads));
     let epilogue = heads_epilogue(bias.map(|bias| bias.dtype), parts).ok()?;
-    let (plan, [a, b]) = plan([lhs, rhs], lhs.dtype, false, epilogue).ok()?;
+    let [a, b] = [&view(lhs).ok()?, &view(rhs).ok()?];
+    let plan = plan(lhs, [a, b], [false; 2], epilogue).ok()?;
     let width = b.shape[2];
     let all = empty(lhs, [batch * seq * width], lhs.dtype);
     let bytes = lhs.dtype.size();
@@ -241,7 +231,7 @@ pub(crate) fn by_heads(
         heads: Some((seq, heads)),
         ..EpilogueTensors::default()
     };
-    launch(&lhs.client, &plan, [&a, &b], &all.handle, &beside).ok()?;
+    launch(&lhs.client, &plan, [a, b], &all.handle, &beside).ok()?;
     let total: usize = ends.iter().sum();
     let mut start = 0;
     let mut index = 0;
@@ -282,7 +272,8 @@ pub(crate) fn activated(
         return None;
     }
     let epilogue = Epilogue::Activation(activation);
-    let (plan, [a, b]) = plan([lhs, rhs], lhs.dtype, false, epilogue).ok()?;
+    let [a, b] = [&view(lhs).ok()?, &view(rhs).ok()?];
+    let plan = plan(lhs, [a, b], [false; 2], epilogue).ok()?;
     let made = || empty(lhs, [a.shape[1], b.shape[2]], lhs.dtype);
     let active = made();
     let hidden = keep.then(made);
@@ -291,7 +282,7 @@ pub(crate) fn activated(
         second: hidden.as_ref().map(|hidden| &hidden.handle),
         ..EpilogueTensors::default()
     };
-    launch(&lhs.client, &plan, [&a, &b], &active.handle, &beside).ok()?;
+    launch(&lhs.client, &plan, [a, b], &active.handle, &beside).ok()?;
     Some([Some(active), hidden])
 }
 
@@ -317,11 +308,9 @@ pub(crate) fn through(
     if bias.is_some_and(|bias| bias.dtype != DType::F32) || hidden.dtype != grad.dtype {
         return None;
     }
-    let factors = [view(grad).ok()?, view(outer).ok()?.transposed()];
-    let [a, b] = &factors;
-    let request = ProductRequest::of(is_bf16(grad.dtype).ok()?, [a, b], false, false).ok()?;
-    let request = request.with(Epilogue::Gradient { activation, sums });
-    let plan = ProductPlan::new(&grad.client, request).ok()?;
+    let [a, b] = [&view(grad).ok()?, &view(outer).ok()?.transposed()];
+    let epilogue = Epilogue::Gradient { activation, sums };
+    let plan = plan(grad, [a, b], [false; 2], epilogue).ok()?;
     let (rows, width) = (a.shape[1], b.shape[2]);
     let made = || empty(grad, [rows, width], grad.dtype);
     let out = made();
@@ -378,26 +367,12 @@ fn heads_view(x: &CubeTensor) -> Result<MatrixView, String> {
 
 /// `x · rhs` of contiguous `[batch, heads, seq, width]` as rows, if the kernel takes it: `[rows, columns]` in x's dtype.
 pub(crate) fn of_heads(x: &CubeTensor, rhs: &CubeTensor) -> Option<CubeTensor> {
-    let [a, b] = [heads_view(x).ok()?, view(rhs).ok()?];
-    let request = ProductRequest::of(is_bf16(x.dtype).ok()?, [&a, &b], false, false).ok()?;
-    let plan = ProductPlan::new(&x.client, request).ok()?;
-    let out = empty(x, [a.shape[1], b.shape[2]], x.dtype);
-    let beside = EpilogueTensors::default();
-    (launch(&x.client, &plan, [&a, &b], &out.handle, &beside))
-        .is_ok()
-        .then_some(out)
+    plain(x, [&heads_view(x).ok()?, &view(rhs).ok()?])
 }
 
 /// [`parts`] of `xᵀ · rhs` of such an x.
 pub(crate) fn parts_of_heads(x: &CubeTensor, rhs: &CubeTensor) -> Option<CubeTensor> {
-    let [a, b] = [heads_view(x).ok()?.transposed(), view(rhs).ok()?];
-    let request = ProductRequest::of(is_bf16(x.dtype).ok()?, [&a, &b], true, true).ok()?;
-    let plan = ProductPlan::new(&x.client, request).ok()?;
-    let out = empty(x, [plan.parts(), a.shape[1], b.shape[2]], DType::F32);
-    let beside = EpilogueTensors::default();
-    (launch(&x.client, &plan, [&a, &b], &out.handle, &beside))
-        .is_ok()
-        .then_some(out)
+    summands(x, [&heads_view(x).ok()?.transposed(), &view(rhs).ok()?])
 }
 
 /// What a product of `[rows, inputs]` and `[inputs, outputs]` is.
@@ -421,6 +396,10 @@ fn request(dtype: DType, [rows, inputs, outputs]: [usize; 3]) -> Result<ProductR
     })
 }
 
+fn planned(device: &CubeDevice, request: ProductRequest) -> Result<String, String> {
+    Ok(ProductPlan::new(&device.client(), request)?.to_string())
+}
+
 /// How a product of `[rows, inputs]` and `[inputs, outputs]` with an activation runs, or why not on wgmma.
 pub(crate) fn activated_text(
     device: &CubeDevice,
@@ -432,8 +411,8 @@ pub(crate) fn activated_text(
     if bias.is_some_and(|dtype| dtype != DType::F32) {
         return Err("the bias is not f32".to_owned());
     }
-    let request = request(dtype, lengths)?.with(Epilogue::Activation(activation));
-    Ok(ProductPlan::new(&device.client(), request)?.to_string())
+    let epilogue = Epilogue::Activation(activation);
+    planned(device, request(dtype, lengths)?.with(epilogue))
 }
 
 /// How a projection of `[batch, seq, inputs]` to heads runs, or why not on wgmma.
@@ -447,7 +426,7 @@ pub(crate) fn by_heads_text(
     let outputs = parts.iter().flatten().map(|(heads, dim)| heads * dim).sum();
     let request = request(dtype, [batch * seq, inputs, outputs])?;
     let request = request.with(heads_epilogue(bias, parts)?);
-    Ok(ProductPlan::new(&device.client(), request)?.to_string())
+    planned(device, request)
 }
 
 /// How a projection of `[batch, heads, seq, width]` runs, or why not on wgmma.
@@ -465,7 +444,7 @@ pub(crate) fn of_heads_text(
     }
     let mut request = request(dtype, [batch * seq, heads * dim, outputs])?;
     request.by_heads = true;
-    Ok(ProductPlan::new(&device.client(), request)?.to_string())
+    planned(device, request)
 }
 
 /// How a layer's product of contiguous `[rows, inputs]` and `[inputs, outputs]` runs, or why not on wgmma.
@@ -474,6 +453,5 @@ pub(crate) fn text(
     dtype: DType,
     lengths: [usize; 3],
 ) -> Result<String, String> {
-    let request = request(dtype, lengths)?;
-    Ok(ProductPlan::new(&device.client(), request)?.to_string())
+    planned(device, request(dtype, lengths)?)
 }

@@ -187,35 +187,25 @@ fn check<const D: usize, const T: usize>(
     let dims = x.dims();
     let (leading, width) = (&dims[..D - 1], dims[D - 1]);
     let [inputs, vocab] = weight.dims();
-    if inputs != width {
-        let expected = format!("{width}, x's last dimension");
-        return Err(OpError::argument("weight's width", expected, inputs));
-    }
+    blocksparse::ensure! { OpError; inputs == width => "weight's width", format!("{width}, x's last dimension"), inputs; }
     let positions: usize = leading.iter().product();
     let shape = targets.dims();
-    if shape[..] != *leading && shape[..] != [positions] {
-        let expected = format!("{leading:?} or [{positions}], x's positions");
-        let got = format!("{shape:?}");
-        return Err(OpError::argument("targets' shape", expected, got));
+    blocksparse::ensure! {
+        OpError;
+        shape[..] == *leading || shape[..] == [positions]
+            => "targets' shape", format!("{leading:?} or [{positions}], x's positions"), format!("{shape:?}");
     }
     OpError::ensure_positive("weight's vocab", vocab)?;
     supported("x's dtype", &device, x.dtype())?;
-    if ![DType::F32, x.dtype()].contains(&weight.dtype()) {
-        let expected = format!("F32 or {:?}, x's", x.dtype());
-        let got = format!("{:?}", weight.dtype());
-        return Err(OpError::argument("weight's dtype", expected, got));
+    blocksparse::ensure! {
+        OpError;
+        [DType::F32, x.dtype()].contains(&weight.dtype())
+            => "weight's dtype", format!("F32 or {:?}, x's", x.dtype()), format!("{:?}", weight.dtype());
     }
     same_device("weight's device", &device, "x's", &weight.device())?;
     same_device("targets' device", &device, "x's", &targets.device())?;
     let smoothing = options.label_smoothing;
-    if !(0.0..1.0).contains(&smoothing) {
-        let expected = "at least 0 and less than 1";
-        return Err(OpError::argument(
-            "options.label_smoothing",
-            expected,
-            smoothing,
-        ));
-    }
+    blocksparse::ensure! { OpError; (0.0..1.0).contains(&smoothing) => "options.label_smoothing", "at least 0 and less than 1", smoothing; }
     let targets = targets.reshape([positions]);
     Ok(match targets.dtype() {
         DType::I32 | DType::I64 => targets,
@@ -242,9 +232,9 @@ fn check_targets(
         .register(counting.max());
     let ends = ends.try_execute().map_err(OpError::read)?;
     for end in ends.iter().flat_map(|end| end.iter::<i64>()) {
-        if !usize::try_from(end).is_ok_and(|target| target < vocab) {
-            let expected = format!("at least 0 and less than {vocab}, weight's vocab");
-            return Err(OpError::argument("targets", expected, end));
+        blocksparse::ensure! {
+            OpError;
+            usize::try_from(end).is_ok_and(|target| target < vocab) => "targets", format!("at least 0 and less than {vocab}, weight's vocab"), end;
         }
     }
     Ok(())

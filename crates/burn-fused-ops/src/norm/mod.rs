@@ -93,10 +93,9 @@ impl NormParams {
         Self { gamma, beta: None }
     }
 
-    /// Sets the shift.
-    pub fn beta(mut self, beta: Tensor<1>) -> Self {
-        self.beta = Some(beta);
-        self
+    blocksparse::setters! {
+        /// Sets the shift.
+        beta: Some(Tensor<1>),
     }
 }
 
@@ -116,10 +115,9 @@ impl<const D: usize> Residual<D> {
         Self { x, bias: None }
     }
 
-    /// Sets the bias.
-    pub fn bias(mut self, bias: Tensor<1>) -> Self {
-        self.bias = Some(bias);
-        self
+    blocksparse::setters! {
+        /// Sets the bias.
+        bias: Some(Tensor<1>),
     }
 }
 
@@ -330,12 +328,9 @@ fn check<const D: usize>(
         OpError::expect_same(shape, [width], "the stream's width", row.dims())?;
         same_device(at, &device, "the stream's", &row.device())?;
     }
-    if !(options.epsilon.is_finite() && options.epsilon >= 0.0) {
-        return Err(OpError::argument(
-            "options.epsilon",
-            "finite and at least 0",
-            options.epsilon,
-        ));
+    blocksparse::ensure! {
+        OpError;
+        options.epsilon.is_finite() && options.epsilon >= 0.0 => "options.epsilon", "finite and at least 0", options.epsilon;
     }
     let dropout = options.dropout.as_ref();
     check_dropout("options.dropout's probability", dropout, &device)?;
@@ -351,12 +346,6 @@ fn check<const D: usize>(
 }
 
 fn has_dtype(device: &Device, dtype: FloatDType) -> Result<(), OpError> {
-    match device.supports_dtype(dtype) {
-        true => Ok(()),
-        false => Err(OpError::argument(
-            "options.dtype",
-            "a dtype of the device",
-            format!("{dtype:?}"),
-        )),
-    }
+    blocksparse::ensure! { OpError; device.supports_dtype(dtype) => "options.dtype", "a dtype of the device", format!("{dtype:?}"); }
+    Ok(())
 }

@@ -52,8 +52,7 @@ mod meta {
 
     use super::*;
     use crate::norm::values::{
-        NormGradsMetadata, NormInputsMetadata, NormOutputGradsMetadata, NormOutputMetadata,
-        NormSavedMetadata,
+        NormInputsMetadata, NormOutputGradsMetadata, NormOutputMetadata, NormSavedMetadata,
     };
     use burn_blocksparse::internal::dtype::sums_of;
 
@@ -77,13 +76,13 @@ mod meta {
         _saved: &NormSavedMetadata,
         grads: &NormOutputGradsMetadata,
         call: &NormBackwardCall,
-    ) -> NormGradsMetadata {
+    ) -> NormInputsMetadata {
         let grad = grads.stream.as_ref().or(grads.normed.as_ref());
         let shape = &grad.expect("a gradient by an output").shape;
         let [_, width] = reference::matrix(shape);
         let matrix = |dtype: FloatDType| TensorSpec::new(shape.clone(), dtype.into());
         let row = |dtype: FloatDType| TensorSpec::new([width].into(), dtype.into());
-        NormGradsMetadata {
+        NormInputsMetadata {
             stream: matrix(call.stream),
             branch: call.branch.map(matrix).into(),
             bias: call.bias.map(row).into(),

@@ -81,27 +81,7 @@ pub struct NormOutputGrads<B: Backend> {
 }
 
 /// Gradients by the inputs, each of its input's shape and dtype; but the stream's only those that are wanted.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct NormGrads<B: Backend> {
-    /// By the stream that came.
-    pub stream: FloatTensor<B>,
-    /// By the branch.
-    #[extension_type]
-    pub branch: OptFloat<B>,
-    /// By its bias.
-    #[extension_type]
-    pub bias: OptFloat<B>,
-    /// By gamma.
-    #[extension_type]
-    pub gamma: OptFloat<B>,
-    /// By beta.
-    #[extension_type]
-    pub beta: OptFloat<B>,
-}
-
-float_list!(NormGrads, 5: stream; branch bias gamma beta);
+pub type NormGrads<B> = NormInputs<B>;
 
 /// What is computed.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -116,13 +116,7 @@ impl<'a> Survey<'a> {
                 &gradient.device(),
             )?;
             let got = gradient.shape().to_vec();
-            if got != shape {
-                return Err(OpError::argument(
-                    "a gradient's shape",
-                    of_parameter(),
-                    format!("{got:?}"),
-                ));
-            }
+            blocksparse::ensure! { OpError; got == shape => "a gradient's shape", of_parameter(), format!("{got:?}"); }
             self.found.push(gradient.into_dispatch());
         }
         if let Some(state) = self.states.get(&param.id.val())

@@ -58,21 +58,13 @@ impl FusedAdamWConfig {
 
     pub(crate) fn validate(&self) -> Result<(), OpError> {
         for (name, beta) in [("beta_1", self.beta_1), ("beta_2", self.beta_2)] {
-            if !(0.0..1.0).contains(&beta) {
-                return Err(OpError::argument(name, "in [0, 1)", beta));
-            }
+            blocksparse::ensure! { OpError; (0.0..1.0).contains(&beta) => name, "in [0, 1)", beta; }
         }
         for (name, number) in [
             ("epsilon", self.epsilon),
             ("weight_decay", self.weight_decay),
         ] {
-            if !(number.is_finite() && number >= 0.0) {
-                return Err(OpError::argument(
-                    name,
-                    "a finite number, at least 0",
-                    number,
-                ));
-            }
+            blocksparse::ensure! { OpError; number.is_finite() && number >= 0.0 => name, "a finite number, at least 0", number; }
         }
         match self.max_grad_norm {
             Some(norm) => check_norm("max_grad_norm", norm),
@@ -83,8 +75,6 @@ impl FusedAdamWConfig {
 
 /// That a limit of norms is one.
 pub(crate) fn check_norm(name: &'static str, norm: f64) -> Result<(), OpError> {
-    match norm.is_finite() && norm > 0.0 {
-        true => Ok(()),
-        false => Err(OpError::argument(name, "a finite number above 0", norm)),
-    }
+    blocksparse::ensure! { OpError; norm.is_finite() && norm > 0.0 => name, "a finite number above 0", norm; }
+    Ok(())
 }

@@ -154,13 +154,7 @@ impl FusedAdamW {
         gradients: GradientsParams,
     ) -> Result<(M, Tensor<1>), OpError> {
         let own = |counted: &Arc<AtomicUsize>| Arc::ptr_eq(counted, &control.taken);
-        if !self.counted.as_ref().is_some_and(own) {
-            return Err(OpError::argument(
-                "control",
-                "this optimizer's last",
-                "another",
-            ));
-        }
+        blocksparse::ensure! { OpError; self.counted.as_ref().is_some_and(own) => "control", "this optimizer's last", "another"; }
         let taken = control.use_step()?;
         set_steps(&mut self.states, taken - 1);
         let survey = Survey::of(&model, Some(&gradients), &self.states)?;
@@ -168,16 +162,12 @@ impl FusedAdamW {
         let limit = self.config.max_grad_norm.unwrap_or(1.0);
         for &(steps, dtype) in survey.steps() {
             let before = steps.checked_sub(taken - 1);
-            if before.is_none_or(|before| control.of(before, dtype).is_none()) {
-                let expected = "those of the control's model, all of which have a gradient in each of its steps, or none";
-                let got = format!(
-                    "one of {dtype:?} with {steps} steps behind it in the control's step {taken}"
-                );
-                return Err(OpError::argument(
-                    "the parameters with gradients",
-                    expected,
-                    got,
-                ));
+            blocksparse::ensure! {
+                OpError;
+                before.is_some_and(|before| control.of(before, dtype).is_some())
+                    => "the parameters with gradients",
+                    "those of the control's model, all of which have a gradient in each of its steps, or none",
+                    format!("one of {dtype:?} with {steps} steps behind it in the control's step {taken}" );
             }
         }
         let numbers = |time: Option<usize>, dtype: DType| {
@@ -452,13 +442,11 @@ fn set_steps(states: &mut BTreeMap<u64, ParameterState>, taken: usize) {
 }
 
 fn check_rate(learning_rate: f64) -> Result<(), OpError> {
-    match learning_rate.is_finite() && learning_rate >= 0.0 {
-        true => Ok(()),
-        false => {
-            let range = "a finite number, at least 0";
-            Err(OpError::argument("learning_rate", range, learning_rate))
-        }
+    blocksparse::ensure! {
+        OpError;
+        learning_rate.is_finite() && learning_rate >= 0.0 => "learning_rate", "a finite number, at least 0", learning_rate;
     }
+    Ok(())
 }
 
 /// Elements of a partial sum, on every device.

@@ -87,21 +87,11 @@ pub fn rope_pair(
 ) -> Result<[Tensor<4>; 2], OpError> {
     let ([batch, _, seq, width], [key_batch, heads, key_seq, key_width]) =
         (query.dims(), key.dims());
-    if [key_batch, key_seq, key_width] != [batch, seq, width] {
-        let expected = format!("[{batch}, {heads}, {seq}, {width}], as the queries'");
-        return Err(OpError::argument(
-            "key's shape",
-            expected,
-            format!("{:?}", key.dims()),
-        ));
-    }
-    if key.dtype() != query.dtype() {
-        let expected = format!("{:?}, the queries'", query.dtype());
-        return Err(OpError::argument(
-            "key's dtype",
-            expected,
-            format!("{:?}", key.dtype()),
-        ));
+    blocksparse::ensure! {
+        OpError;
+        [key_batch, key_seq, key_width] == [batch, seq, width]
+            => "key's shape", format!("[{batch}, {heads}, {seq}, {width}], as the queries'"), format!("{:?}", key.dims());
+        key.dtype() == query.dtype() => "key's dtype", format!("{:?}, the queries'", query.dtype()), format!("{:?}", key.dtype());
     }
     same_device(
         "key's device",
@@ -134,10 +124,10 @@ fn check(
     served(&x.device())?;
     same_device("table's device", &x.device(), "x's", &table.device())?;
     let ([batch, _, seq, width], [context, columns, numbers]) = (x.dims(), table.dims());
-    if [columns, numbers] != [width, 2] || !width.is_multiple_of(2) {
-        let expected = format!("[context, {width}, 2], of x's even width");
-        let got = format!("{:?}", table.dims());
-        return Err(OpError::argument("table's shape", expected, got));
+    blocksparse::ensure! {
+        OpError;
+        [columns, numbers] == [width, 2] && width.is_multiple_of(2)
+            => "table's shape", format!("[context, {width}, 2], of x's even width"), format!("{:?}", table.dims());
     }
     let (first, places) = match positions {
         RopePositions::From(first) => (first, None),

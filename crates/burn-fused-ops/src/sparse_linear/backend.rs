@@ -16,23 +16,8 @@ pub(crate) mod kernels {
     use crate::sparse_linear::values::{
         SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
     };
+    use crate::sparse_linear::wgmma;
     use burn_blocksparse::internal::cube::uses_reference;
-
-    /// One product, as [`Pass`] describes it, if a kernel takes it: in the factors' dtype, or that of their sums.
-    fn product(
-        pass: Pass,
-        factors: [&CubeTensor; 2],
-        layout: &WeightLayout,
-        dtype: FloatDType,
-    ) -> Option<CubeTensor> {
-        #[cfg(feature = "cuda")]
-        return crate::sparse_linear::wgmma::product(pass, factors, layout, dtype.into());
-        #[cfg(not(feature = "cuda"))]
-        {
-            let _ = (pass, factors, layout, dtype);
-            None
-        }
-    }
 
     /// How the products of `rows` rows are launched, or why by Burn's operations.
     pub(crate) fn text(
@@ -44,14 +29,7 @@ pub(crate) mod kernels {
         if uses_reference() {
             return Err("BLOCKSPARSE_REFERENCE is set".to_owned());
         }
-        #[cfg(feature = "cuda")]
-        let made = crate::sparse_linear::wgmma::text(device, dtype, rows, layout);
-        #[cfg(not(feature = "cuda"))]
-        let made: Result<String, String> = {
-            let _ = (device, dtype, rows, layout);
-            Err("the feature `cuda` is off".to_owned())
-        };
-        made.map_err(|why| {
+        wgmma::text(device, dtype, rows, layout).map_err(|why| {
             format!("{why}: kept blocks are gathered and multiplied in batches of Burn's")
         })
     }
@@ -66,7 +44,7 @@ pub(crate) mod kernels {
             layout: &WeightLayout,
             dtype: FloatDType,
         ) -> CubeTensor {
-            match product(pass, [&factors[0], &factors[1]], layout, dtype) {
+            match wgmma::product(pass, [&factors[0], &factors[1]], layout, dtype.into()) {
                 Some(made) => made,
                 None => <Gathered<Kernels> as SparseProducts<CubeBackend>>::sparse_product(
                     pass, factors, layout, dtype,

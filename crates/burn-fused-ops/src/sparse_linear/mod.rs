@@ -2,7 +2,7 @@
 pub(crate) mod backend;
 #[doc(hidden)]
 pub mod ops;
-#[cfg(feature = "cuda")]
+#[cfg(feature = "cube")]
 pub(crate) mod wgmma;
 
 pub(crate) mod products;

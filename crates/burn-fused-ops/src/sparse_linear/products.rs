@@ -203,7 +203,7 @@ impl<'a> Targets<'a> {
     ) -> FloatTensor<B> {
         let rows = source.shape()[0];
         // The product of two tall matrices is a product for each group of rows, and their sum.
-        let groups = groups(rows, Some(P::weight_rows(&source)));
+        let groups = groups(rows);
         let (source, grad) = (self.cut::<B>(source), self.cut::<B>(grad));
         let batches = self.batches(rows);
         let batches = batches.iter().filter(|batch| batch.count > 0);

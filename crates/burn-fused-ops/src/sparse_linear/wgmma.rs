@@ -66,7 +66,7 @@ fn multiplied(
             Direction::Backward => dense::swapped(whole),
         };
         let out = empty(x, [rows, widths[1]], x.dtype);
-        return dense::multiply(x, &whole, &out).then_some(out);
+        return dense::multiply(x, &whole, &out).map(|()| out);
     }
     let plan = BlockProductPlan::new(
         client,

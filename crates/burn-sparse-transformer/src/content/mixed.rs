@@ -4,7 +4,6 @@ use burn::module::{Content, Module};
 use burn::nn::{Linear, RotaryEncoding};
 use burn::tensor::{Device, Int, Tensor};
 use burn_blocksparse::{Pattern, Seed};
-use burn_fused_ops::internal::{cat_head_groups, split_head_groups};
 
 use super::kind::ContentAttention;
 use super::lsh::LshHeads;
@@ -152,9 +151,11 @@ impl AttentionKind for ContentHeads {
         let (query, key, value) = mha.project(input, &call)?;
         let local = self.local_heads;
         let trains = query.is_autodiff();
-        // What chooses reads heads one behind the other, several times: they are laid out so once.
-        let [query, far_query] = split_head_groups(query, local)?;
-        let [value, far_value] = split_head_groups(value, local)?;
+        let groups = |x: Tensor<4>| {
+            let far = x.clone().slice_dim(1, local..mha.n_heads);
+            (x.slice_dim(1, 0..local), far)
+        };
+        let ((query, far_query), (value, far_value)) = (groups(query), groups(value));
         let near = mha.attend((query, key, value), &layout, &call)?;
         let seed = match call.dropout_seed {
             Some(seed) => Some(seed.derive(ROTATIONS)),
@@ -162,7 +163,7 @@ impl AttentionKind for ContentHeads {
         };
         let far = self.forward(far_query, far_value, seed)?;
         let seen = Seen {
-            heads: cat_head_groups([near, far.heads])?,
+            heads: Tensor::cat(vec![near, far.heads], 1),
             aux_loss: far.aux_loss,
         };
         Ok((seen, call))

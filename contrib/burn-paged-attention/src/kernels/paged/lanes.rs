@@ -3,11 +3,9 @@
 use cubecl::prelude::*;
 
 use crate::kernels::paged::tile::Tile;
-#[cfg(feature = "cuda")]
 use blocksparse_cubecl::arch::ptx;
 
 /// The number of the lane `distance` away.
-#[cfg(feature = "cuda")]
 #[cube]
 pub fn shuffle_xor<A: Float>(x: A, #[comptime] distance: u32, #[comptime] t: Tile) -> A {
     if comptime!(t.ptx) {
@@ -17,15 +15,7 @@ pub fn shuffle_xor<A: Float>(x: A, #[comptime] distance: u32, #[comptime] t: Til
     }
 }
 
-/// The number of the lane `distance` away.
-#[cfg(not(feature = "cuda"))]
-#[cube]
-pub fn shuffle_xor<A: Float>(x: A, #[comptime] distance: u32, #[comptime] _t: Tile) -> A {
-    plane_shuffle_xor(x, distance)
-}
-
 /// The number of a lane.
-#[cfg(feature = "cuda")]
 #[cube]
 pub fn shuffle<A: Float>(x: A, lane: u32, #[comptime] t: Tile) -> A {
     if comptime!(t.ptx) {
@@ -35,15 +25,7 @@ pub fn shuffle<A: Float>(x: A, lane: u32, #[comptime] t: Tile) -> A {
     }
 }
 
-/// The number of a lane.
-#[cfg(not(feature = "cuda"))]
-#[cube]
-pub fn shuffle<A: Float>(x: A, lane: u32, #[comptime] _t: Tile) -> A {
-    plane_shuffle(x, lane)
-}
-
 /// Whether `x` differs from `y` in any lane.
-#[cfg(feature = "cuda")]
 #[cube]
 pub fn any_differ<A: Float>(x: A, y: A, #[comptime] t: Tile) -> bool {
     if comptime!(t.ptx) {
@@ -51,11 +33,4 @@ pub fn any_differ<A: Float>(x: A, y: A, #[comptime] t: Tile) -> bool {
     } else {
         plane_any(x != y)
     }
-}
-
-/// Whether `x` differs from `y` in any lane.
-#[cfg(not(feature = "cuda"))]
-#[cube]
-pub fn any_differ<A: Float>(x: A, y: A, #[comptime] _t: Tile) -> bool {
-    plane_any(x != y)
 }

@@ -24,16 +24,11 @@ mod attend;
 mod exchange;
 mod join;
 mod lanes;
-#[cfg(feature = "cuda")]
 mod last;
 mod merge;
-#[cfg(feature = "cuda")]
 mod mma;
-#[cfg(feature = "cuda")]
 mod mma_codec;
-#[cfg(feature = "cuda")]
 mod mma_load;
-#[cfg(feature = "cuda")]
 mod mma_tile;
 mod page_list;
 mod page_scores;

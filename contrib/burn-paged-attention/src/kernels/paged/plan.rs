@@ -8,9 +8,7 @@ use cubecl::server::Handle;
 
 use crate::kernels::paged::attend::attend;
 use crate::kernels::paged::merge::{MergeSizesLaunch, MergeTile, merge};
-#[cfg(feature = "cuda")]
 use crate::kernels::paged::mma::attend_mma;
-#[cfg(feature = "cuda")]
 use crate::kernels::paged::mma_tile::MmaTile;
 use crate::kernels::paged::page_list::{CANDIDATES, SizesLaunch, least_pages};
 use crate::kernels::paged::shape::PagedShape;
@@ -48,7 +46,6 @@ enum Tier {
     /// Any runtime.
     Simt(Tile),
     /// Tensor cores.
-    #[cfg(feature = "cuda")]
     Mma(MmaTile),
 }
 
@@ -63,31 +60,25 @@ impl Tier {
         if limit.is_simt() {
             return Some((simt()?, Some("BLOCKSPARSE_TIER says simt")));
         }
-        #[cfg(feature = "cuda")]
-        let reason = match MmaTile::new(properties, shape) {
-            Ok(tile) => return Some((Self::Mma(tile), None)),
-            Err(reason) => Some(reason),
-        };
-        #[cfg(not(feature = "cuda"))]
-        let reason = None;
-        Some((simt()?, reason))
+        match MmaTile::new(properties, shape) {
+            Ok(tile) => Some((Self::Mma(tile), None)),
+            Err(reason) => Some((simt()?, Some(reason))),
+        }
     }
 
     /// Queries of a cube.
     fn rows(&self) -> usize {
         match self {
             Self::Simt(tile) => tile.rows,
-            #[cfg(feature = "cuda")]
             Self::Mma(tile) => tile.rows(),
         }
     }
 
     /// The same, joining so many shares of a page list itself if it pays.
-    fn joining(self, _shape: &PagedShape, _shares: usize) -> Self {
+    fn joining(self, shape: &PagedShape, shares: usize) -> Self {
         match self {
             Self::Simt(_) => self,
-            #[cfg(feature = "cuda")]
-            Self::Mma(tile) => Self::Mma(tile.joining(_shape, _shares)),
+            Self::Mma(tile) => Self::Mma(tile.joining(shape, shares)),
         }
     }
 
@@ -95,7 +86,6 @@ impl Tier {
     fn is_joining(&self) -> bool {
         match self {
             Self::Simt(_) => false,
-            #[cfg(feature = "cuda")]
             Self::Mma(tile) => tile.fused,
         }
     }
@@ -104,7 +94,6 @@ impl Tier {
     fn units(&self) -> usize {
         match self {
             Self::Simt(tile) => tile.units(),
-            #[cfg(feature = "cuda")]
             Self::Mma(tile) => tile.units(),
         }
     }
@@ -113,7 +102,6 @@ impl Tier {
     fn cubes(&self) -> usize {
         match self {
             Self::Simt(_) => 1,
-            #[cfg(feature = "cuda")]
             Self::Mma(tile) => tile.cubes,
         }
     }
@@ -121,7 +109,6 @@ impl Tier {
     fn shared_bytes(&self, accumulator: ElemType) -> usize {
         match self {
             Self::Simt(tile) => tile.shared_bytes(accumulator),
-            #[cfg(feature = "cuda")]
             Self::Mma(tile) => tile.shared_bytes(),
         }
     }
@@ -141,7 +128,6 @@ impl fmt::Display for Tier {
                     tile.load(),
                 )
             }
-            #[cfg(feature = "cuda")]
             Self::Mma(tile) => write!(
                 f,
                 "mma  {} units a cube of {rows} queries, 16 keys of a warp at a time",
@@ -454,7 +440,6 @@ pub fn paged_attention(
                 accumulator,
             );
         },
-        #[cfg(feature = "cuda")]
         Tier::Mma(tile) => {
             use core::f64::consts::LOG2_E;
             let [factor, bound] = match softcap {

@@ -3,6 +3,7 @@
 use cubecl::ir::{ElemType, FloatKind};
 
 use crate::kernels::paged::{PagedPlan, PagedShape};
+use blocksparse_cubecl::call::HAS_PTX;
 use blocksparse_cubecl::described::Fake;
 use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::tuning::TierLimit;
@@ -74,10 +75,6 @@ fn pages_on_described_devices() {
     let error = plan(&Fake::sm90(), wide, TierLimit::None).unwrap_err();
     assert!(matches!(error, KernelError::SharedMemory { .. }));
     let half = plan(&Fake::sm80(), paged(4, 64, BF16), TierLimit::None).unwrap();
-    let tier = if cfg!(feature = "cuda") {
-        "mma  128 units"
-    } else {
-        "simt"
-    };
+    let tier = if HAS_PTX { "mma  128 units" } else { "simt" };
     assert!(half.contains(tier), "{half}");
 }

@@ -6,6 +6,7 @@ use cubecl::prelude::*;
 use crate::kernels::paged::PagedShape;
 use crate::kernels::paged::page_list::PageListShape;
 use blocksparse::Quantization;
+use blocksparse_cubecl::call::HAS_PTX;
 use blocksparse_cubecl::limits::most_units;
 
 /// Units of a cube where units of a plane exchange numbers.
@@ -138,7 +139,7 @@ impl Tile {
             plane,
             planes: units / plane,
             shuffles,
-            ptx: cfg!(feature = "cuda")
+            ptx: HAS_PTX
                 && plane == 32
                 && shape.dtype.size() <= 4
                 && properties.identity.fingerprint.starts_with("ptx_sm"),

@@ -12,7 +12,6 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-#[cfg(feature = "cuda")]
 use crate::kernels::indexer::mma;
 use crate::kernels::indexer::pairs::{PairInputs, PairSizes, Sizes, check, key_of};
 use crate::kernels::indexer::rows::{ACROSS, DEPTH, PITCH, SIDE, fill, multiply};
@@ -452,19 +451,16 @@ pub fn by_queries(
         false => (rows * heads, sizes.batch),
     };
     let out = (by_q, sizes.inputs()[0]);
-    #[cfg(feature = "cuda")]
-    {
-        let flags = [false, false, !is_listed];
-        if let Ok(t) = mma::GradientTile::new(client, sizes, &gradients.inputs, flags) {
-            let work = mma::GradientWork {
-                lines,
-                groups,
-                parts: 1,
-                out,
-                by_weights: Some(by_weights),
-            };
-            return mma::launch_gradient(client, sizes, gradients, work, t);
-        }
+    let flags = [false, false, !is_listed];
+    if let Ok(t) = mma::GradientTile::new(client, sizes, &gradients.inputs, flags) {
+        let work = mma::GradientWork {
+            lines,
+            groups,
+            parts: 1,
+            out,
+            by_weights: Some(by_weights),
+        };
+        return mma::launch_gradient(client, sizes, gradients, work, t);
     }
     let down = match is_listed {
         true => heads.div_ceil(OWN).next_power_of_two().clamp(2, ACROSS),
@@ -509,19 +505,16 @@ pub fn by_keys(
 ) -> Result<(), KernelError> {
     check(client, gradients.inputs.element, sizes)?;
     let out = (by_k, parts * sizes.inputs()[1]);
-    #[cfg(feature = "cuda")]
-    {
-        let flags = [true, adds, causal];
-        if let Ok(t) = mma::GradientTile::new(client, sizes, &gradients.inputs, flags) {
-            let work = mma::GradientWork {
-                lines: sizes.seq[1],
-                groups: sizes.batch,
-                parts,
-                out,
-                by_weights: None,
-            };
-            return mma::launch_gradient(client, sizes, gradients, work, t);
-        }
+    let flags = [true, adds, causal];
+    if let Ok(t) = mma::GradientTile::new(client, sizes, &gradients.inputs, flags) {
+        let work = mma::GradientWork {
+            lines: sizes.seq[1],
+            groups: sizes.batch,
+            parts,
+            out,
+            by_weights: None,
+        };
+        return mma::launch_gradient(client, sizes, gradients, work, t);
     }
     let t = GradientTile {
         width: sizes.width,

@@ -27,12 +27,9 @@
 //! and sums have a fixed order, so the same input gives the same bits on a device.
 
 mod compare;
-#[cfg(feature = "cuda")]
 mod ending;
 mod gradients;
-#[cfg(feature = "cuda")]
 mod mma;
-#[cfg(feature = "cuda")]
 mod pack;
 mod pairs;
 mod rounding;
@@ -42,7 +39,6 @@ mod top_k;
 mod top_k_parts;
 mod top_k_rows;
 mod wanted;
-#[cfg(feature = "cuda")]
 mod warpgroups;
 
 pub use compare::{Compared, compare, spread_listed};

@@ -130,7 +130,6 @@ pub(crate) fn key_of(
 
 /// Keys in bytes, for kernels that take them.
 #[derive(Clone, Debug)]
-#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub struct KeyBytes {
     /// `[batch, seq_kv, width]`
     pub(crate) numbers: Handle,

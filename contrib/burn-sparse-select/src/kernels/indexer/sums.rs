@@ -8,14 +8,11 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-#[cfg(feature = "cuda")]
 use crate::kernels::indexer::pack::{PACKED, pack_keys};
 use crate::kernels::indexer::pairs::{KeyBytes, PairInputs, PairSizes, Sizes, check, key_of};
 use crate::kernels::indexer::rows::{ACROSS, DEPTH, PITCH, fill, multiply};
 use crate::kernels::indexer::wanted::{Epilogue, PairSum};
-#[cfg(feature = "cuda")]
 use crate::kernels::indexer::warpgroups::{ByteSums, GroupSums};
-#[cfg(feature = "cuda")]
 use crate::kernels::indexer::{mma, warpgroups};
 use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
 use blocksparse_cubecl::error::KernelError;
@@ -239,13 +236,11 @@ pub fn pair_sums(
 ) -> Result<(), KernelError> {
     check(client, inputs.element, sizes)?;
     let epilogue = Epilogue::new(sizes, sum);
-    #[cfg(feature = "cuda")]
     if let Some(keys) = inputs.bytes
         && let Some(t) = ByteSums::new(client, sizes, sum)
     {
         return warpgroups::launch_bytes(client, sizes, inputs, keys, epilogue, out, t);
     }
-    #[cfg(feature = "cuda")]
     if let Ok(t) = mma::SumTile::new(client, sizes, inputs, sum) {
         if let Some(groups) = GroupSums::new(client, sizes, &t) {
             return warpgroups::launch(client, sizes, inputs, epilogue, out, groups);
@@ -293,14 +288,12 @@ pub fn pair_sums(
 ///
 /// # Errors
 /// [`KernelError`] if there are more keys than a launch has cubes for.
-#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
 pub fn key_bytes(
     client: &Client,
     sizes: &PairSizes,
     inputs: &PairInputs,
     sum: &PairSum,
 ) -> Result<Option<KeyBytes>, KernelError> {
-    #[cfg(feature = "cuda")]
     if inputs.vector(client, sizes.width) == PACKED && ByteSums::new(client, sizes, sum).is_some() {
         return pack_keys(client, sizes, inputs).map(Some);
     }

@@ -5,16 +5,11 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-#[cfg(feature = "cuda")]
 use crate::kernels::rows::blocks::{Blocked, RowBlocks, block_means};
-#[cfg(feature = "cuda")]
 use crate::kernels::selection::UNITS;
-#[cfg(feature = "cuda")]
 use crate::kernels::selection::products::{RowsView, asked, pitch, request_of};
-#[cfg(feature = "cuda")]
 use blocksparse_cubecl::args::{address_of, buffer, spread};
 use blocksparse_cubecl::error::KernelError;
-#[cfg(feature = "cuda")]
 use burn_fused_ops::kernels::linear::{
     Epilogue, EpilogueTensors, Highest, ProductPlan, SeenColumns, multiply,
 };
@@ -35,10 +30,8 @@ pub struct GateSizes {
 }
 
 /// Numbers that stand for a mean.
-#[cfg(feature = "cuda")]
 const PARTS: usize = 2;
 
-#[cfg(feature = "cuda")]
 impl GateSizes {
     fn blocks(&self) -> usize {
         self.seq[1].div_ceil(self.block)
@@ -68,7 +61,6 @@ impl GateSizes {
 ///
 /// # Errors
 /// [`KernelError`] if the call is not [served](GateSizes::is_served), or rows do not begin at multiples of 16 bytes.
-#[cfg(feature = "cuda")]
 pub fn query_picks(
     client: &Client,
     element: ElemType,
@@ -104,7 +96,6 @@ pub fn query_picks(
 }
 
 /// Rows of f32 numbers as two rows each of another type: the numbers as they are there, and what that leaves.
-#[cfg(feature = "cuda")]
 fn halves(
     client: &Client,
     element: ElemType,
@@ -129,7 +120,6 @@ fn halves(
     Ok(made)
 }
 
-#[cfg(feature = "cuda")]
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn halve<E: Float>(
     x: &[f32],
@@ -146,25 +136,4 @@ fn halve<E: Float>(
         out[row * 2 * width + column] = high;
         out[(row * 2 + 1) * width + column] = E::cast_from(number - f32::cast_from(high));
     }
-}
-
-#[cfg(not(feature = "cuda"))]
-impl GateSizes {
-    /// No other devices pick so.
-    pub fn is_served(&self, _: &Client, _: ElemType) -> bool {
-        false
-    }
-}
-
-/// # Errors
-/// Always.
-#[cfg(not(feature = "cuda"))]
-pub fn query_picks(
-    _: &Client,
-    _: ElemType,
-    _: [&Handle; 2],
-    _: &GateSizes,
-    _: &Handle,
-) -> Result<(), KernelError> {
-    Err(KernelError::Factor { factor: "b" })
 }

@@ -5,10 +5,8 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use crate::kernels::selection::products::RowsView;
-#[cfg(feature = "cuda")]
 use crate::kernels::selection::products::{asked, request_of};
 use blocksparse_cubecl::error::KernelError;
-#[cfg(feature = "cuda")]
 use burn_fused_ops::kernels::linear::{Epilogue, EpilogueTensors, ProductPlan, multiply};
 
 /// Rows of a run, at most.
@@ -16,7 +14,6 @@ pub const MOST_RUN: usize = 128;
 
 /// Which products.
 #[derive(Clone, Copy, Debug)]
-#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub struct RunMaxima {
     /// Matrices of the left factor, and their rows.
     pub rows: [usize; 2],
@@ -28,7 +25,6 @@ pub struct RunMaxima {
     pub run: usize,
 }
 
-#[cfg(feature = "cuda")]
 impl RunMaxima {
     /// Whether a kernel makes them. `BLOCKSPARSE_LOG_SUMS=0` leaves it out, for comparing.
     pub fn is_served(&self, client: &Client, element: ElemType) -> bool {
@@ -56,25 +52,5 @@ impl RunMaxima {
         let plan = ProductPlan::new(client, request).map_err(|_| refused())?;
         let beside = EpilogueTensors::default();
         multiply(client, &plan, [&left, &right], out, &beside)
-    }
-}
-
-#[cfg(not(feature = "cuda"))]
-impl RunMaxima {
-    /// No other devices have them.
-    pub fn is_served(&self, _: &Client, _: ElemType) -> bool {
-        false
-    }
-
-    /// # Errors
-    /// Always.
-    pub fn launch(
-        &self,
-        _: &Client,
-        _: ElemType,
-        _: [&RowsView; 2],
-        _: &Handle,
-    ) -> Result<(), KernelError> {
-        Err(KernelError::Factor { factor: "b" })
     }
 }

@@ -28,13 +28,8 @@ mod digits;
 mod flex;
 mod gate;
 mod groups;
-#[cfg(feature = "cuda")]
 pub(crate) mod highest;
 mod line_sizes;
-#[cfg(feature = "cuda")]
-mod line_weights;
-#[cfg(not(feature = "cuda"))]
-#[path = "line_weights_none.rs"]
 mod line_weights;
 mod lines;
 mod maxima;

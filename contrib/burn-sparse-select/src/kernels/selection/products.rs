@@ -1,7 +1,6 @@
 //! Rows times rows, `a · bᵀ`, with results in f32.
 
 use cubecl::ir::ElemType;
-#[cfg(feature = "cuda")]
 use cubecl::ir::FloatKind;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -11,7 +10,6 @@ use crate::kernels::selection::UNITS;
 use blocksparse_cubecl::args::{address_of, buffer, spread};
 use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::on_device::bits::{Grid, GridLaunch, last_position};
-#[cfg(feature = "cuda")]
 use burn_fused_ops::kernels::linear::{
     Epilogue, EpilogueTensors, MatrixView, Order, ProductPlan, ProductRequest, SeenColumns,
     multiply,
@@ -110,7 +108,6 @@ pub fn products(
 
 /// What tensor cores are asked for of rows of half precision, `[matrices, rows, columns, width]`, and what becomes of the products. None of another type, or if rows
 /// do not begin at multiples of 16 bytes.
-#[cfg(feature = "cuda")]
 pub(crate) fn request_of(
     element: ElemType,
     [batch, rows, cols, depth]: [usize; 4],
@@ -133,7 +130,6 @@ pub(crate) fn request_of(
 }
 
 /// Whether numbers are bf16 or f16. None of another type.
-#[cfg(feature = "cuda")]
 fn is_bf16(element: ElemType) -> Option<bool> {
     match element {
         ElemType::Float(FloatKind::BF16) => Some(true),
@@ -143,7 +139,6 @@ fn is_bf16(element: ElemType) -> Option<bool> {
 }
 
 /// A product on tensor cores: both factors, and what is asked for. None of another type of numbers, or if they cannot be read.
-#[cfg(feature = "cuda")]
 pub(crate) fn asked(
     element: ElemType,
     [a, b]: [&RowsView; 2],
@@ -166,7 +161,6 @@ pub(crate) fn asked(
 }
 
 /// Whether tensor cores have it.
-#[cfg(feature = "cuda")]
 fn on_tensor_cores(
     client: &Client,
     element: ElemType,
@@ -183,14 +177,8 @@ fn on_tensor_cores(
     multiply(client, &plan, [&left, &right], out, &beside).is_ok()
 }
 
-#[cfg(not(feature = "cuda"))]
-fn on_tensor_cores(_: &Client, _: ElemType, _: [&RowsView; 2], _: &Handle) -> bool {
-    false
-}
-
 /// Products of which sums of exponentials over runs of columns are wanted.
 #[derive(Clone, Copy, Debug)]
-#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub struct RunSums {
     /// Columns of a run.
     pub run: usize,
@@ -200,7 +188,6 @@ pub struct RunSums {
     pub factor: f64,
 }
 
-#[cfg(feature = "cuda")]
 impl RunSums {
     /// A product that has them, if the device does.
     fn planned(
@@ -252,26 +239,6 @@ impl RunSums {
             ..EpilogueTensors::default()
         };
         multiply(client, &plan, [&left, &right], out, &beside)
-    }
-}
-
-#[cfg(not(feature = "cuda"))]
-impl RunSums {
-    /// No other devices make them with a product.
-    pub fn is_served(&self, _: &Client, _: ElemType, _: [&RowsView; 2]) -> bool {
-        false
-    }
-
-    /// # Errors
-    /// Always.
-    pub fn log_sums(
-        &self,
-        _: &Client,
-        _: ElemType,
-        _: [&RowsView; 2],
-        _: &Handle,
-    ) -> Result<(), KernelError> {
-        Err(KernelError::Factor { factor: "b" })
     }
 }
 

@@ -3,22 +3,19 @@
 #[cfg(any(feature = "cube", feature = "autodiff"))]
 use crate::selection::token_sparse::ops::TokenSparseOps;
 
-#[cfg(all(feature = "cube", not(feature = "cuda")))]
-impl TokenSparseOps for burn_cubecl::CubeBackend {}
-
-#[cfg(feature = "cuda")]
+#[cfg(feature = "cube")]
 pub(crate) use kernels::{gathers, plan};
-#[cfg(not(feature = "cuda"))]
+#[cfg(not(feature = "cube"))]
 pub(crate) use without_kernels::{gathers, plan};
 
-#[cfg(not(feature = "cuda"))]
+#[cfg(not(feature = "cube"))]
 mod without_kernels {
     use burn::tensor::Tensor;
 
     use crate::selection::token_sparse::values::TokenSparseCall;
     use burn_blocksparse::AttentionOptions;
 
-    const OFF: &str = "the crate's feature cuda is off";
+    const OFF: &str = "no feature with kernels is on";
 
     pub(crate) fn gathers(_: &Tensor<4>, _: &AttentionOptions) -> Result<(), &'static str> {
         Err(OFF)
@@ -33,7 +30,7 @@ mod without_kernels {
     }
 }
 
-#[cfg(feature = "cuda")]
+#[cfg(feature = "cube")]
 mod kernels {
     use std::sync::Arc;
 

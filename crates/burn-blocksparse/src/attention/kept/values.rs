@@ -26,13 +26,10 @@ pub struct AttentionResiduals {
 
 /// That a call with these options returns nothing but what is kept.
 pub(super) fn check_options(options: &AttentionOptions) -> Result<(), OpError> {
-    if options.weights == WeightsMode::Store {
-        let expected = "Recompute where the output is kept";
-        return Err(OpError::argument("options.weights", expected, "Store"));
-    }
-    if options.max_scores {
-        let expected = "false where the output is kept";
-        return Err(OpError::argument("options.max_scores", expected, true));
+    blocksparse::ensure! {
+        OpError;
+        options.weights != WeightsMode::Store => "options.weights", "Recompute where the output is kept", "Store";
+        !options.max_scores => "options.max_scores", "false where the output is kept", true;
     }
     Ok(())
 }

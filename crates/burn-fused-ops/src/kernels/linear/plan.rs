@@ -9,7 +9,7 @@ use crate::kernels::linear::mma::{MmaTile, VARIANTS};
 use crate::kernels::linear::tile::{Epilogue, MOST_HIGHEST, Order, ProductTile, ROWS, SLAB};
 use crate::kernels::linear::view::MatrixView;
 use blocksparse_cubecl::arch::ptx::Half;
-use blocksparse_cubecl::call::check_ampere;
+use blocksparse_cubecl::call::{check_ampere, check_hopper};
 use blocksparse_cubecl::tuning::{TierLimit, Tuning};
 
 /// Columns of a tile, at most.
@@ -156,9 +156,9 @@ pub fn available(client: &Client) -> Result<(), &'static str> {
 pub(crate) fn hopper(client: &Client) -> Result<(usize, usize), &'static str> {
     let properties = client.properties();
     let hardware = &properties.hardware;
-    if properties.identity.fingerprint != "ptx_sm90" || !properties.features.tma.contains(Tma::Base)
-    {
-        return Err("the device is not of compute capability 9.0");
+    check_hopper(properties)?;
+    if !properties.features.tma.contains(Tma::Base) {
+        return Err("the device has no TMA");
     }
     let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(132) as usize;
     match Tuning::or_reason()?.tier {

@@ -16,7 +16,8 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-pub use adamw::{AdamWHyper, AdamWTensors, adamw, scale};
+pub use crate::optim::values::AdamWHyper;
+pub use adamw::{AdamWTensors, adamw, scale};
 pub use sum_of_squares::{clip_factor, partial_sums, sum_of_squares};
 
 use blocksparse_cubecl::args::{address_of, buffer, spread};

@@ -4,16 +4,15 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use blocksparse_cubecl::args::{address_of, buffer, optional};
+use blocksparse_cubecl::args::{buffer, optional};
+use blocksparse_cubecl::call::HAS_PTX;
 use blocksparse_cubecl::error::KernelError;
-use blocksparse_cubecl::rows::columns::{accumulator_of, column_sums};
+use blocksparse_cubecl::rows::columns::accumulator_of;
 use blocksparse_cubecl::rows::typed::Typed;
 use blocksparse_cubecl::shared::curve::{ActivationKind, Curve, slope, value};
 
-/// Units of a cube.
-const UNITS: usize = 256;
-/// Vectors of a row that a cube has.
-const COLUMN_UNITS: usize = 32;
+use crate::kernels::rows::strips::{Grid, Strips, partial_sums, store_sums, sum_up};
+
 /// Rows of a unit that are loaded together.
 const UNROLLED: usize = 4;
 /// Cubes that keep a large device busy while sums are made.
@@ -23,11 +22,7 @@ const CUBES: usize = 2048;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Kind {
     curve: Curve,
-    row_vectors: usize,
-    /// Units along a row.
-    columns: usize,
-    /// Units along a column.
-    rows: usize,
+    grid: Grid,
     /// Whether the gradient is written, and not only its sums.
     written: bool,
     /// Whether the backward pass writes the activation again.
@@ -47,22 +42,23 @@ fn forward<E: Float, P: Float, A: Float, N: Size>(
     #[define(A)] _accumulator: ElemType,
 ) {
     let unit = UNIT_POS as usize;
-    let column = CUBE_POS_X as usize * comptime!(k.columns) + unit % comptime!(k.columns);
-    let top = CUBE_POS_Y as usize * comptime!(k.rows * UNROLLED) + unit / comptime!(k.columns);
-    if column < comptime!(k.row_vectors) {
+    let column = CUBE_POS_X as usize * comptime!(k.grid.columns) + unit % comptime!(k.grid.columns);
+    let top =
+        CUBE_POS_Y as usize * comptime!(k.grid.rows * UNROLLED) + unit / comptime!(k.grid.columns);
+    if column < comptime!(k.grid.row_vectors) {
         let added = bias_of::<P, A, N>(bias, column);
         let mut values = Array::<Vector<A, N>>::new(comptime!(UNROLLED));
         #[unroll]
         for i in 0..comptime!(UNROLLED) {
             // Units behind the last row read it once more.
-            let row = min(top + i * comptime!(k.rows), rows - 1);
-            values[i] = Vector::<A, N>::cast_from(x[row * comptime!(k.row_vectors) + column]);
+            let row = min(top + i * comptime!(k.grid.rows), rows - 1);
+            values[i] = Vector::<A, N>::cast_from(x[row * comptime!(k.grid.row_vectors) + column]);
         }
         #[unroll]
         for i in 0..comptime!(UNROLLED) {
-            let row = top + i * comptime!(k.rows);
+            let row = top + i * comptime!(k.grid.rows);
             if row < rows {
-                y[row * comptime!(k.row_vectors) + column] =
+                y[row * comptime!(k.grid.row_vectors) + column] =
                     Vector::<E, N>::cast_from(value::<A, N>(values[i] + added, k.curve));
             }
         }
@@ -100,11 +96,11 @@ fn backward<E: Float, P: Float, A: Float, N: Size>(
     let mut dx = dx;
     let mut y = y;
     let unit = UNIT_POS as usize;
-    let column = CUBE_POS_X as usize * comptime!(k.columns) + unit % comptime!(k.columns);
-    let step_rows = comptime!(k.rows * UNROLLED);
-    let top = CUBE_POS_Y as usize * steps * step_rows + unit / comptime!(k.columns);
+    let column = CUBE_POS_X as usize * comptime!(k.grid.columns) + unit % comptime!(k.grid.columns);
+    let step_rows = comptime!(k.grid.rows * UNROLLED);
+    let top = CUBE_POS_Y as usize * steps * step_rows + unit / comptime!(k.grid.columns);
     let mut sum = Vector::<A, N>::zeroed();
-    if column < comptime!(k.row_vectors) {
+    if column < comptime!(k.grid.row_vectors) {
         let added = bias_of::<P, A, N>(bias, column);
         for step in 0..steps {
             let top = top + step * step_rows;
@@ -113,22 +109,22 @@ fn backward<E: Float, P: Float, A: Float, N: Size>(
             let mut values = Array::<Vector<E, N>>::new(comptime!(UNROLLED));
             #[unroll]
             for i in 0..comptime!(UNROLLED) {
-                let row = min(top + i * comptime!(k.rows), rows - 1);
-                grads[i] = dy[row * comptime!(k.row_vectors) + column];
+                let row = min(top + i * comptime!(k.grid.rows), rows - 1);
+                grads[i] = dy[row * comptime!(k.grid.row_vectors) + column];
             }
             if comptime!(k.curve.activation != ActivationKind::None) {
                 let x = x.as_ref().unwrap();
                 #[unroll]
                 for i in 0..comptime!(UNROLLED) {
-                    let row = min(top + i * comptime!(k.rows), rows - 1);
-                    values[i] = x[row * comptime!(k.row_vectors) + column];
+                    let row = min(top + i * comptime!(k.grid.rows), rows - 1);
+                    values[i] = x[row * comptime!(k.grid.row_vectors) + column];
                 }
             }
             #[unroll]
             for i in 0..comptime!(UNROLLED) {
-                let row = top + i * comptime!(k.rows);
+                let row = top + i * comptime!(k.grid.rows);
                 if row < rows {
-                    let at = row * comptime!(k.row_vectors) + column;
+                    let at = row * comptime!(k.grid.row_vectors) + column;
                     let mut grad = Vector::<A, N>::cast_from(grads[i]);
                     if comptime!(k.curve.activation != ActivationKind::None) {
                         let x = Vector::<A, N>::cast_from(values[i]) + added;
@@ -146,84 +142,28 @@ fn backward<E: Float, P: Float, A: Float, N: Size>(
             }
         }
     }
-    #[comptime]
-    match sums {
-        ComptimeOption::Some(mut sums) => {
-            let mut shared = Shared::<[Vector<A, N>]>::new_slice(comptime!(k.columns * k.rows));
-            shared[unit] = sum;
-            sync_cube();
-            if unit < comptime!(k.columns) && column < comptime!(k.row_vectors) {
-                #[unroll]
-                for other in 1..comptime!(k.rows) {
-                    sum += shared[unit + other * comptime!(k.columns)];
-                }
-                sums[CUBE_POS_Y as usize * comptime!(k.row_vectors) + column] = sum;
-            }
-        }
-        ComptimeOption::None => {}
-    }
+    store_sums::<A, N>(sums, sum, column, k.grid);
 }
 
-struct Launch {
-    kind: Kind,
-    vector: usize,
-    address: AddressType,
-    /// Cubes along a row.
-    columns: u32,
-    /// Rows of a cube at a time.
-    step_rows: usize,
-    most_chunks: usize,
-}
-
-impl Launch {
-    fn new(
-        client: &Client,
-        [rows, width]: [usize; 2],
-        element: ElemType,
-        activation: ActivationKind,
-        written: bool,
-    ) -> Result<Self, KernelError> {
-        let hardware = &client.properties().hardware;
-        let most = (16 / element.size()).min(hardware.max_vector_size.max(1));
-        let vector = [8, 4, 2, 1]
-            .into_iter()
-            .find(|vector| *vector <= most && width.is_multiple_of(*vector))
-            .unwrap_or(1);
-        let row_vectors = width / vector;
-        let units = UNITS
-            .min(hardware.max_units_per_cube as usize)
-            .min(hardware.max_cube_dim.0 as usize);
-        let columns = row_vectors.next_power_of_two().min(COLUMN_UNITS).min(units);
-        let kind = Kind {
-            curve: Curve {
-                activation,
-                fast: cfg!(feature = "cuda") && element.size() == 2 && client.name() == "cuda",
-            },
-            row_vectors,
-            columns,
-            rows: units / columns,
-            written,
-            again: false,
-        };
-        let (x_most, y_most, _) = hardware.max_cube_count;
-        let cubes = row_vectors.div_ceil(columns);
-        if cubes > x_most as usize {
-            return Err(KernelError::limit("cubes along a row", x_most, cubes));
-        }
-        let step_rows = kind.rows * UNROLLED;
-        Ok(Self {
-            kind,
-            vector,
-            address: address_of(client, (rows + step_rows) * width)?,
-            columns: cubes as u32,
-            step_rows,
-            most_chunks: y_most as usize,
-        })
-    }
-
-    fn dim(&self) -> CubeDim {
-        CubeDim::new_1d((self.kind.columns * self.kind.rows) as u32)
-    }
+/// How a matrix is launched, and what units do.
+fn launch_of(
+    client: &Client,
+    [rows, width]: [usize; 2],
+    element: ElemType,
+    activation: ActivationKind,
+    written: bool,
+) -> Result<(Strips, Kind), KernelError> {
+    let strips = Strips::new(client, [rows, width], &[width], UNROLLED, element)?;
+    let kind = Kind {
+        curve: Curve {
+            activation,
+            fast: HAS_PTX && element.size() == 2 && client.name() == "cuda",
+        },
+        grid: strips.grid,
+        written,
+        again: false,
+    };
+    Ok((strips, kind))
 }
 
 /// How [`bias_activation`] and its backward pass are launched.
@@ -236,10 +176,10 @@ pub fn activation_text(
     element: ElemType,
     activation: ActivationKind,
 ) -> Result<String, KernelError> {
-    let launch = Launch::new(client, matrix, element, activation, true)?;
+    let (strips, _) = launch_of(client, matrix, element, activation, true)?;
     Ok(format!(
         "bias and {activation:?}: {} numbers a load, {} × {} units a cube, {UNROLLED} rows a unit",
-        launch.vector, launch.kind.columns, launch.kind.rows
+        strips.vector, strips.grid.columns, strips.grid.rows
     ))
 }
 
@@ -258,28 +198,24 @@ pub fn bias_activation(
     if rows == 0 || width == 0 {
         return Ok(());
     }
-    let launch = Launch::new(client, [rows, width], x.1, activation, true)?;
-    let chunks = rows.div_ceil(launch.step_rows);
-    if chunks > launch.most_chunks {
-        let most = launch.most_chunks as u64;
-        return Err(KernelError::limit("cubes along rows", most, chunks));
-    }
+    let (strips, kind) = launch_of(client, [rows, width], x.1, activation, true)?;
+    let chunks = strips.chunks(rows)?;
     let accumulator = accumulator_of(x.1);
-    let row_vectors = launch.kind.row_vectors;
+    let row_vectors = kind.grid.row_vectors;
     // SAFETY: a unit reads its vector of rows below `rows` and of the bias, and writes the same vectors; the buffers have the lengths they say
     // (see `buffer`). Where `y` is `x` it is read by the unit that writes it, before.
     unsafe {
         forward::launch_unchecked(
             client,
-            CubeCount::Static(launch.columns, chunks as u32, 1),
-            launch.dim(),
-            launch.address,
-            launch.vector,
+            strips.cubes(chunks),
+            strips.dim(),
+            strips.address,
+            strips.vector,
             buffer(x.0, rows * row_vectors),
             optional(bias.map(|bias| bias.0), row_vectors),
             buffer(y, rows * row_vectors),
             rows,
-            launch.kind,
+            kind,
             x.1,
             bias.map_or(accumulator, |bias| bias.1),
             accumulator,
@@ -329,33 +265,24 @@ pub fn bias_activation_backward(
         return Ok(());
     }
     if rows == 0 || (dx.is_none() && activation == ActivationKind::None) {
-        return match sums {
-            Some(sums) => column_sums(client, (dy.0, dy.1), [rows, width], (sums.0, sums.1)),
-            None => Ok(()),
-        };
+        return sum_up(client, Some(dy), [rows, width], sums);
     }
-    let mut launch = Launch::new(client, [rows, width], dy.1, activation, dx.is_some())?;
+    let (strips, mut kind) = launch_of(client, [rows, width], dy.1, activation, dx.is_some())?;
     let y = y.filter(|_| dx.is_some() && activation != ActivationKind::None);
-    launch.kind.again = y.is_some();
-    let steps = rows.div_ceil(launch.step_rows);
-    let most = match sums {
-        Some(_) => (CUBES / launch.columns as usize).max(1),
-        None => usize::MAX,
-    };
-    let of_a_cube = steps.div_ceil(steps.min(most.min(launch.most_chunks)));
-    let chunks = steps.div_ceil(of_a_cube);
+    kind.again = y.is_some();
+    let (of_a_cube, chunks) = strips.steps(rows, sums.map(|_| CUBES));
     let accumulator = accumulator_of(dy.1);
-    let partial = sums.map(|_| client.empty(chunks * width * accumulator.size()));
-    let row_vectors = launch.kind.row_vectors;
+    let partial = partial_sums(client, sums, [chunks, width], accumulator);
+    let row_vectors = kind.grid.row_vectors;
     // SAFETY: a unit reads its vectors of rows below `rows` and of the bias, and writes the same vectors and one of its chunk's sums; the buffers have
     // the lengths they say (see `buffer`). Where `dx` is `dy`, or `y` is `x`, it is read by the unit that writes it, before.
     unsafe {
         backward::launch_unchecked(
             client,
-            CubeCount::Static(launch.columns, chunks as u32, 1),
-            launch.dim(),
-            launch.address,
-            launch.vector,
+            strips.cubes(chunks),
+            strips.dim(),
+            strips.address,
+            strips.vector,
             optional(
                 x.filter(|_| activation != ActivationKind::None),
                 rows * row_vectors,
@@ -367,19 +294,12 @@ pub fn bias_activation_backward(
             optional(partial.as_ref(), chunks * row_vectors),
             rows,
             of_a_cube,
-            launch.kind,
+            kind,
             dy.1,
             bias.map_or(accumulator, |bias| bias.1),
             accumulator,
         );
     }
-    match (sums, &partial) {
-        (Some(sums), Some(partial)) => column_sums(
-            client,
-            (partial, accumulator),
-            [chunks, width],
-            (sums.0, sums.1),
-        ),
-        _ => Ok(()),
-    }
+    let partial = partial.as_ref().map(|partial| (partial, accumulator));
+    sum_up(client, partial, [chunks, width], sums)
 }

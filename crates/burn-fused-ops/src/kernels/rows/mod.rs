@@ -11,11 +11,12 @@ pub(crate) mod norm_backward;
 pub(crate) mod rope;
 #[doc(hidden)]
 pub(crate) mod scaled;
+mod strips;
 
 pub use activation::{
     ActivationBackward, activation_text, bias_activation, bias_activation_backward,
 };
-pub use beside::{BesideMatrix, rounded_beside, side_by_side};
+pub use beside::{BesideMatrix, rounded_beside};
 pub use cross_entropy::{
     CrossEntropyKind, CrossEntropyRows, cross_entropy_loss, cross_entropy_plan, cross_entropy_rows,
 };

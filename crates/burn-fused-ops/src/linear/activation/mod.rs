@@ -7,10 +7,10 @@ pub(crate) mod reference;
 
 use burn::tensor::Tensor;
 
+use crate::linear::check_bias;
 use crate::linear::ops::LinearOps;
 use crate::linear::values::BiasedRows;
 use burn_blocksparse::OpError;
-use burn_blocksparse::internal::check::same_device;
 use burn_blocksparse::internal::device::served;
 use burn_blocksparse::internal::op_plan::OpPlan;
 pub use kind::Activation;
@@ -79,13 +79,5 @@ impl Activation {
 fn check<const D: usize>(x: &Tensor<D>, bias: Option<&Tensor<1>>) -> Result<(), OpError> {
     served(&x.device())?;
     let width = x.dims()[D - 1];
-    if let Some(bias) = bias {
-        let [got] = bias.dims();
-        if got != width {
-            let expected = format!("{width}, x's width");
-            return Err(OpError::argument("bias's length", expected, got));
-        }
-        same_device("bias's device", &x.device(), "x's", &bias.device())?;
-    }
-    Ok(())
+    check_bias(bias, (width, "x's width"), &x.device())
 }

@@ -1,19 +1,17 @@
 //! Heads on CubeCL devices.
 
 use crate::kernels::rows;
-use crate::kernels::rows::beside::side_by_side;
 use crate::kernels::rows::heads::HeadsPart;
 use blocksparse_cubecl::KernelError;
 use burn::backend::cubecl::dtype_to_elem_type;
-use burn::backend::ops::FloatTensorOps;
-use burn::tensor::{DType, Slice};
+use burn::tensor::DType;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 
 use crate::linear::heads::reference;
-use crate::linear::values::{BiasedRows, HeadGroups, HeadParts, JoinCall, Joined, MOST_PARTS};
-use burn_blocksparse::internal::cube::{contiguous, empty, launched, typed, uses_reference};
+use crate::linear::values::{BiasedRows, HeadParts, JoinCall, Joined, MOST_PARTS};
+use burn_blocksparse::internal::cube::{contiguous, empty, typed, uses_reference};
 use burn_blocksparse::internal::values::{OptFloat, ThreeFloats};
 
 fn part((heads, dim): (usize, usize)) -> HeadsPart {
@@ -60,34 +58,6 @@ pub(crate) fn join_heads(tensors: ThreeFloats<CubeBackend>, call: JoinCall) -> J
         Ok(joined) => joined,
         Err(_) => reference::join::<CubeBackend>(ThreeFloats::of_list(tensors), &call),
     }
-}
-
-/// What is behind the first is contiguous: what chooses by content reads it several times. The first heads are read as they lie.
-pub(crate) fn split_head_groups(x: CubeTensor, first: usize) -> HeadGroups<CubeBackend> {
-    let [_, heads, ..] = x.meta.shape().dims::<4>();
-    let all = Slice::full();
-    let part = |heads| CubeBackend::float_slice(x.clone(), &[all, Slice::from(heads), all, all]);
-    HeadGroups {
-        first: part(0..first),
-        others: into_contiguous(part(first..heads)),
-    }
-}
-
-pub(crate) fn cat_head_groups(parts: HeadGroups<CubeBackend>) -> CubeTensor {
-    let (a, b) = (into_contiguous(parts.first), into_contiguous(parts.others));
-    let [batch, first, seq, width] = a.meta.shape().dims();
-    let [_, others, ..] = b.meta.shape().dims::<4>();
-    let out = empty(&a, [batch, first + others, seq, width], a.dtype);
-    let of = [first, others].map(|heads| heads * seq * width);
-    let (handles, element) = ([&a.handle, &b.handle], typed(&a).1);
-    launched(side_by_side(
-        &a.client,
-        handles,
-        batch,
-        of,
-        (&out.handle, element),
-    ));
-    out
 }
 
 fn split(

@@ -1,16 +1,14 @@
 //! Heads side by side in rows, and tensors by heads.
-#[doc(hidden)]
-pub mod apart;
 #[cfg(feature = "cube")]
 pub(crate) mod kernels;
 pub(crate) mod reference;
 
 use burn::tensor::Tensor;
 
+use crate::linear::check_bias;
 use crate::linear::ops::LinearOps;
 use crate::linear::values::{BiasedRows, JoinCall, MOST_PARTS};
 use burn_blocksparse::OpError;
-use burn_blocksparse::internal::check::same_device;
 use burn_blocksparse::internal::device::served;
 use burn_blocksparse::internal::op_plan::OpPlan;
 use burn_blocksparse::internal::values::ThreeFloats;
@@ -46,10 +44,7 @@ pub fn split_heads(
     parts: &[(usize, usize)],
 ) -> Result<Vec<Tensor<4>>, OpError> {
     check_split(&x, bias.as_ref(), parts)?;
-    let mut listed = [None; MOST_PARTS];
-    for (part, place) in parts.iter().zip(&mut listed) {
-        *place = Some(*part);
-    }
+    let listed = std::array::from_fn(|part| parts.get(part).copied());
     let inputs = BiasedRows {
         x: x.into_dispatch(),
         bias: bias.map(Tensor::into_dispatch).into(),
@@ -104,29 +99,19 @@ fn check_split(
     parts: &[(usize, usize)],
 ) -> Result<(), OpError> {
     served(&x.device())?;
-    if !(1..=MOST_PARTS).contains(&parts.len()) {
-        let expected = format!("of 1 to {MOST_PARTS} tensors");
-        return Err(OpError::argument("parts", expected, parts.len()));
-    }
     let [.., width] = x.dims();
-    // A product that overflows is no width.
-    let sum = parts.iter().try_fold(0usize, |sum, (heads, dim)| {
-        sum.checked_add(heads.checked_mul(*dim)?)
-    });
-    if sum != Some(width) {
-        let expected = match sum {
-            Some(sum) => format!("{sum}, the heads of all parts"),
-            None => format!("the heads of {parts:?}"),
-        };
-        return Err(OpError::argument("x's width", expected, width));
-    }
-    if let Some(bias) = bias {
-        let [got] = bias.dims();
-        if got != width {
-            let expected = format!("{width}, x's width");
-            return Err(OpError::argument("bias's length", expected, got));
-        }
-        same_device("bias's device", &x.device(), "x's", &bias.device())?;
-    }
-    Ok(())
+    let sum = width_of(parts)?;
+    let expected = sum.map_or_else(
+        || format!("the heads of {parts:?}"),
+        |sum| format!("{sum}, the heads of all parts"),
+    );
+    blocksparse::ensure! { OpError; sum == Some(width) => "x's width", expected, width; }
+    check_bias(bias, (width, "x's width"), &x.device())
+}
+
+/// The width of all parts, if it is a number.
+pub(crate) fn width_of(parts: &[(usize, usize)]) -> Result<Option<usize>, OpError> {
+    blocksparse::ensure! { OpError; (1..=MOST_PARTS).contains(&parts.len()) => "parts", format!("of 1 to {MOST_PARTS} tensors"), parts.len(); }
+    let add = |sum: usize, (heads, dim): &(usize, usize)| sum.checked_add(heads.checked_mul(*dim)?);
+    Ok(parts.iter().try_fold(0, add))
 }

@@ -7,10 +7,10 @@ use burn::backend::Dispatch;
 use burn::tensor::{FloatDType, Tensor};
 
 use crate::linear;
-use crate::linear::LinearOptions;
 use crate::linear::activation::kind::Activation;
 use crate::linear::ops::LinearOps;
 use crate::linear::values::{MlpCall, MlpInputs};
+use crate::linear::{LinearOptions, check_bias};
 use burn_blocksparse::OpError;
 use burn_blocksparse::internal::check::same_device;
 use burn_blocksparse::internal::op_plan::OpPlan;
@@ -38,10 +38,9 @@ impl MlpParams {
         }
     }
 
-    /// Sets the bias.
-    pub fn bias(mut self, bias: Tensor<1>) -> Self {
-        self.bias = Some(bias);
-        self
+    blocksparse::setters! {
+        /// Sets the bias.
+        bias: Some(Tensor<1>),
     }
 }
 
@@ -164,20 +163,14 @@ fn check<const D: usize>(
     let dtype = linear::check(x, &[(&params.inner, named)], &products)?;
     let [_, hidden] = params.inner.dims();
     let [got, _] = params.outer.dims();
-    if got != hidden {
-        let expected = format!("{hidden}, the inner weight's out");
-        return Err(OpError::argument("the outer weight's in", expected, got));
-    }
+    blocksparse::ensure! { OpError; got == hidden => "the outer weight's in", format!("{hidden}, the inner weight's out"), got; }
     linear::supported("dtype", &x.device(), params.outer.dtype())?;
     let outer = params.outer.device();
     same_device("the outer weight's device", &x.device(), "x's", &outer)?;
-    if let Some(bias) = &params.bias {
-        let [got] = bias.dims();
-        if got != hidden {
-            let expected = format!("{hidden}, the inner weight's out");
-            return Err(OpError::argument("bias's length", expected, got));
-        }
-        same_device("bias's device", &x.device(), "x's", &bias.device())?;
-    }
+    check_bias(
+        params.bias.as_ref(),
+        (hidden, "the inner weight's out"),
+        &x.device(),
+    )?;
     Ok(dtype)
 }

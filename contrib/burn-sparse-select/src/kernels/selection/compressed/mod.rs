@@ -15,13 +15,9 @@
 //! asm       PTX of them
 //! ```
 
-#[cfg(feature = "cuda")]
 mod asm;
-#[cfg(feature = "cuda")]
 pub(crate) mod chosen;
-#[cfg(feature = "cuda")]
 mod kernel;
-#[cfg(feature = "cuda")]
 mod steps;
 #[cfg(test)]
 mod tests;
@@ -68,7 +64,6 @@ pub enum Wanted {
 ///
 /// # Errors
 /// [`KernelError`] if a tensor lies otherwise than the kernel reads them, or is too large, or if more blocks are chosen than the plan has.
-#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
 pub fn compressed_attention_sums(
     client: &Client,
     plan: &CompressedPlan,
@@ -77,8 +72,5 @@ pub fn compressed_attention_sums(
     wanted: &Wanted,
     out: &Handle,
 ) -> Result<(), KernelError> {
-    #[cfg(feature = "cuda")]
-    return kernel::launch(client, plan, inputs, scale, wanted, out);
-    #[cfg(not(feature = "cuda"))]
-    unreachable!("without the kernel there are no plans");
+    kernel::launch(client, plan, inputs, scale, wanted, out)
 }

@@ -3,6 +3,7 @@
 use cubecl::ir::{ElemType, FloatKind};
 
 use crate::kernels::selection::compressed::{CompressedPlan, CompressedShape};
+use blocksparse_cubecl::call::HAS_PTX;
 use blocksparse_cubecl::described::Fake;
 use blocksparse_cubecl::tuning::TierLimit;
 
@@ -25,7 +26,7 @@ fn attention_sums_on_described_devices() {
         plan.map(|plan| plan.to_string())
     };
     let on_h200 = |dtype, shape| plan(&Fake::sm90(), dtype, shape, TierLimit::None);
-    if cfg!(not(feature = "cuda")) {
+    if !HAS_PTX {
         assert_eq!(on_h200(BF16, shape), Err("feature `cuda` is off"));
         return;
     }

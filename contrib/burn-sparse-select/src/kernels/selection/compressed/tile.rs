@@ -5,7 +5,6 @@ use std::fmt;
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 
-#[cfg(feature = "cuda")]
 use blocksparse_cubecl::arch::ptx::Half;
 use blocksparse_cubecl::call::check_ampere;
 use blocksparse_cubecl::tuning::{TierLimit, Tuning};
@@ -150,13 +149,11 @@ impl AttentionSumTile {
     }
 
     /// The same, with blocks chosen or attention sums written.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub fn choosing(self, chooses: bool) -> Self {
         Self { chooses, ..self }
     }
 
     /// The type of tensors.
-    #[cfg(feature = "cuda")]
     pub fn half(&self) -> Half {
         match self.is_bf16 {
             true => Half::Bf16,
@@ -176,13 +173,11 @@ impl AttentionSumTile {
     }
 
     /// Blocks of a step.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub fn blocks(&self) -> usize {
         STEP / self.strides
     }
 
     /// Products deep.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub fn depth(&self) -> usize {
         self.width / 16
     }
@@ -196,13 +191,11 @@ impl AttentionSumTile {
     }
 
     /// Eights of them.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub fn eights(&self) -> usize {
         self.chunk() / 8
     }
 
     /// Vectors of the words of a row that a unit has, together no fewer: an asm takes powers of two. And of its sums.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub fn vectors(&self) -> [usize; 3] {
         match (self.is_wgmma, self.width) {
             (false, _) => [4, 4, 4],
@@ -214,7 +207,6 @@ impl AttentionSumTile {
     }
 
     /// Bytes of a span of 64 numbers of a step's keys, as wgmma reads them.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub fn span(&self) -> usize {
         STEP * 2 * ROW_ELEMENTS
     }
@@ -276,9 +268,6 @@ impl CompressedPlan {
         shape: CompressedShape,
         limit: TierLimit,
     ) -> Result<Self, &'static str> {
-        if cfg!(not(feature = "cuda")) {
-            return Err("feature `cuda` is off");
-        }
         let tile = AttentionSumTile::new(properties, dtype, &shape, limit)?;
         Ok(Self { shape, tile })
     }

@@ -16,78 +16,37 @@ pub const NONE: u32 = u32::MAX;
 /// Outputs, or inputs, of a warpgroup.
 pub const GROUP: usize = SLAB;
 
-/// The kept blocks of a weight `[inputs, outputs]`: `[blocks, block, block]`, each `[inputs, outputs]` too.
-#[derive(Clone, Copy, Debug)]
-pub struct KeptBlocks<'a> {
-    /// Inputs and outputs of a block: 16, 32, 64 or 128.
-    pub block: usize,
-    /// Inputs of the weight, a multiple of `block`.
-    pub inputs: usize,
-    /// Outputs of the weight, likewise.
-    pub outputs: usize,
-    /// Of each block where it is, counted in blocks: along the inputs and along the outputs. No two are the same.
-    pub places: &'a [(u32, u32)],
+/// # Errors
+/// What the kernels do not take.
+fn check(layout: &WeightLayout) -> Result<(), &'static str> {
+    let numbers = layout.len().checked_mul(layout.block() * layout.block());
+    match numbers.is_some_and(|numbers| numbers < NONE as usize) {
+        true => Ok(()),
+        false => Err("the kept blocks have more numbers than are counted in 32 bits"),
+    }
 }
 
-impl KeptBlocks<'_> {
-    /// # Errors
-    /// What the kernels do not take.
-    fn check(&self) -> Result<(), &'static str> {
-        if ![16, 32, 64, 128].contains(&self.block) {
-            return Err("blocks are not of 16, 32, 64 or 128");
-        }
-        if !(self.inputs.is_multiple_of(self.block) && self.outputs.is_multiple_of(self.block)) {
-            return Err("inputs and outputs are not multiples of a block");
-        }
-        if self.inputs == 0 || self.outputs == 0 {
-            return Err("the weight is empty");
-        }
-        let most = [self.inputs / self.block, self.outputs / self.block];
-        if self
-            .places
-            .iter()
-            .any(|(input, output)| *input as usize >= most[0] || *output as usize >= most[1])
-        {
-            return Err("a block is beyond the weight");
-        }
-        let numbers = self.places.len().checked_mul(self.block * self.block);
-        match numbers
-            .is_some_and(|numbers| u32::try_from(numbers).is_ok_and(|numbers| numbers < NONE))
-        {
-            true => Ok(()),
-            false => Err("the kept blocks have more numbers than are counted in 32 bits"),
-        }
-    }
+/// Inputs and outputs of a cell: of what tiles are gathered from.
+fn cell_of(layout: &WeightLayout) -> usize {
+    layout.block().min(SLAB)
+}
 
-    /// Inputs and outputs of a cell: of what tiles are gathered from.
-    fn cell(&self) -> usize {
-        self.block.min(SLAB)
-    }
-
-    /// Numbers of all blocks.
-    fn elements(&self) -> usize {
-        self.places.len() * self.block * self.block
-    }
-
-    /// Cells: along the inputs and the outputs, and where each begins in the weight.
-    fn cells(&self) -> impl Iterator<Item = (u32, u32, u32)> {
-        let (block, cell) = (self.block, self.cell());
-        let side = block / cell;
-        self.places
-            .iter()
-            .enumerate()
-            .flat_map(move |(index, (input, output))| {
-                (0..side * side).map(move |within| {
-                    let (row, column) = (within / side, within % side);
-                    let first = index * block * block + row * cell * block + column * cell;
-                    (
-                        *input * side as u32 + row as u32,
-                        *output * side as u32 + column as u32,
-                        first as u32,
-                    )
-                })
-            })
-    }
+/// Cells: along the inputs and the outputs, and where each begins in the weight, whose blocks are `[inputs, outputs]`, too.
+fn cells(layout: &WeightLayout) -> impl Iterator<Item = (u32, u32, u32)> {
+    let (block, cell) = (layout.block(), cell_of(layout));
+    let side = block / cell;
+    let blocks = layout.kept_blocks().enumerate();
+    blocks.flat_map(move |(index, (input, output))| {
+        (0..side * side).map(move |within| {
+            let (row, column) = (within / side, within % side);
+            let first = index * block * block + row * cell * block + column * cell;
+            (
+                input * side as u32 + row as u32,
+                output * side as u32 + column as u32,
+                first as u32,
+            )
+        })
+    })
 }
 
 /// Which product of a weight.
@@ -130,14 +89,14 @@ struct DeviceTables(Mutex<HashMap<DeviceKey, Arc<BlockTables>>>);
 type Union = BTreeMap<u32, Vec<u32>>;
 
 /// Of each group of 64 its union.
-fn unions(kept: &KeptBlocks, direction: Direction) -> Vec<Union> {
-    let side = SLAB / kept.cell();
+fn unions(layout: &WeightLayout, direction: Direction) -> Vec<Union> {
+    let side = SLAB / cell_of(layout);
     let tall = match direction {
-        Direction::Forward => kept.outputs,
-        Direction::Backward => kept.inputs,
+        Direction::Forward => layout.outputs(),
+        Direction::Backward => layout.inputs(),
     };
     let mut unions = vec![Union::new(); tall.div_ceil(GROUP)];
-    for (input, output, first) in kept.cells() {
+    for (input, output, first) in cells(layout) {
         let (along, across) = match direction {
             Direction::Forward => (output, input),
             Direction::Backward => (input, output),
@@ -162,18 +121,18 @@ pub(crate) struct TileLists {
 }
 
 impl TileLists {
-    pub(crate) fn new(kept: &KeptBlocks, direction: Direction) -> Self {
-        let (cell, side) = (kept.cell(), SLAB / kept.cell());
+    pub(crate) fn new(layout: &WeightLayout, direction: Direction) -> Self {
+        let (cell, side) = (cell_of(layout), SLAB / cell_of(layout));
         let width = match direction {
-            Direction::Forward => kept.inputs,
-            Direction::Backward => kept.outputs,
+            Direction::Forward => layout.inputs(),
+            Direction::Backward => layout.outputs(),
         };
         let mut lists = Self {
             offsets: vec![0],
             entries: Vec::new(),
             sources: Vec::new(),
         };
-        for union in unions(kept, direction) {
+        for union in unions(layout, direction) {
             let nothing = vec![NONE; side];
             let of_none = (width as u32, &nothing);
             let mut columns: Vec<_> = union
@@ -205,11 +164,11 @@ impl TileLists {
 }
 
 /// Of every tile of 64 × 64 of the dense weight, row by row, where its cells begin among the kept blocks, or [`NONE`].
-fn dense_sources(kept: &KeptBlocks) -> Vec<u32> {
-    let side = SLAB / kept.cell();
-    let [rows, columns] = [kept.inputs, kept.outputs].map(|width| width.div_ceil(SLAB));
+fn dense_sources(layout: &WeightLayout) -> Vec<u32> {
+    let side = SLAB / cell_of(layout);
+    let [rows, columns] = [layout.inputs(), layout.outputs()].map(|width| width.div_ceil(SLAB));
     let mut sources = vec![NONE; rows * columns * side * side];
-    for (input, output, first) in kept.cells() {
+    for (input, output, first) in cells(layout) {
         let (input, output) = (input as usize, output as usize);
         let tile = input / side * columns + output / side;
         sources[(tile * side + input % side) * side + output % side] = first;
@@ -218,13 +177,13 @@ fn dense_sources(kept: &KeptBlocks) -> Vec<u32> {
 }
 
 /// What share of a dense weight's tiles is multiplied, in either direction and for the gradient by the weight.
-fn shares(kept: &KeptBlocks) -> [f64; 3] {
-    let cell = kept.cell();
+fn shares(layout: &WeightLayout) -> [f64; 3] {
+    let cell = cell_of(layout);
     let [forward, backward] = [Direction::Forward, Direction::Backward].map(|direction| {
-        let unions = unions(kept, direction);
+        let unions = unions(layout, direction);
         let width = match direction {
-            Direction::Forward => kept.inputs,
-            Direction::Backward => kept.outputs,
+            Direction::Forward => layout.inputs(),
+            Direction::Backward => layout.outputs(),
         };
         let cells: usize = unions.iter().map(Union::len).sum();
         (cells * cell) as f64 / (unions.len() * width) as f64
@@ -259,10 +218,10 @@ pub(crate) fn slab_cycles(cols: usize, bytes: usize) -> usize {
 
 impl Targets {
     /// The tiles that take least time. Of blocks of 128 the warpgroups have half of the inputs each; else half of the outputs.
-    pub(crate) fn new(kept: &KeptBlocks) -> Self {
-        let (cell, side) = (kept.cell(), SLAB / kept.cell());
-        let unions = unions(kept, Direction::Backward);
-        let halves = kept.block / cell;
+    pub(crate) fn new(layout: &WeightLayout) -> Self {
+        let (cell, side) = (cell_of(layout), SLAB / cell_of(layout));
+        let unions = unions(layout, Direction::Backward);
+        let halves = layout.block() / cell;
         // Cells of a tile.
         let wide = |cols: usize| {
             if halves == 2 {
@@ -293,7 +252,7 @@ impl Targets {
                 let missing = wide(cols) - tile.len();
                 let of_tile = tile.iter().map(|across| across * cell as u32);
                 made.entries.extend(of_tile);
-                made.entries.extend(vec![kept.outputs as u32; missing]);
+                made.entries.extend(vec![layout.outputs() as u32; missing]);
                 for union in &unions[group..group + halves] {
                     made.targets
                         .extend(tile.iter().flat_map(|across| &union[across]));
@@ -357,15 +316,27 @@ pub struct BlockTables {
 }
 
 impl BlockTables {
-    /// Makes and uploads them.
+    /// Those of a layout, made and uploaded once for each device.
     ///
     /// # Errors
     /// What the kernels do not take.
-    pub fn new(client: &Client, kept: &KeptBlocks) -> Result<Self, &'static str> {
-        kept.check()?;
+    pub fn of(client: &Client, layout: &WeightLayout) -> Result<Arc<Self>, &'static str> {
+        let known = layout.attachment(DeviceTables::default);
+        let mut known = known.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = device_key(client);
+        if let Some(tables) = known.get(&key) {
+            return Ok(tables.clone());
+        }
+        let tables = Arc::new(Self::new(client, layout)?);
+        known.insert(key, tables.clone());
+        Ok(tables)
+    }
+
+    fn new(client: &Client, layout: &WeightLayout) -> Result<Self, &'static str> {
+        check(layout)?;
         refuse_upload(client, "").map_err(|_| "no tables of kept blocks are uploaded inside a recording: make the same call once before")?;
         let tile_lists = [Direction::Forward, Direction::Backward].map(|direction| {
-            let lists = TileLists::new(kept, direction);
+            let lists = TileLists::new(layout, direction);
             DeviceTileLists {
                 slabs: lists.slabs(),
                 groups: lists.offsets.len() - 1,
@@ -374,15 +345,15 @@ impl BlockTables {
                 sources: Words::new(client, &lists.sources),
             }
         });
-        let targets = Targets::new(kept);
+        let targets = Targets::new(layout);
         Ok(Self {
-            block: kept.block,
-            inputs: kept.inputs,
-            outputs: kept.outputs,
-            numbers: kept.elements(),
+            block: layout.block(),
+            inputs: layout.inputs(),
+            outputs: layout.outputs(),
+            numbers: layout.len() * layout.block() * layout.block(),
             tile_lists,
-            dense: Words::new(client, &dense_sources(kept)),
-            shares: shares(kept),
+            dense: Words::new(client, &dense_sources(layout)),
+            shares: shares(layout),
             targets: DeviceTargets {
                 tiles: targets.starts.len(),
                 cols: targets.cols,
@@ -391,29 +362,6 @@ impl BlockTables {
                 targets: Words::new(client, &targets.targets),
             },
         })
-    }
-
-    /// Those of a layout, made and uploaded once for each device.
-    ///
-    /// # Errors
-    /// As [`new`](Self::new).
-    pub fn of(client: &Client, layout: &WeightLayout) -> Result<Arc<Self>, &'static str> {
-        let known = layout.attachment(DeviceTables::default);
-        let mut known = known.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let key = device_key(client);
-        if let Some(tables) = known.get(&key) {
-            return Ok(tables.clone());
-        }
-        let places: Vec<_> = layout.kept_blocks().collect();
-        let kept = KeptBlocks {
-            block: layout.block(),
-            inputs: layout.inputs(),
-            outputs: layout.outputs(),
-            places: &places,
-        };
-        let tables = Arc::new(Self::new(client, &kept)?);
-        known.insert(key, tables.clone());
-        Ok(tables)
     }
 
     /// Whether a product takes less time gathered than with a dense weight that has zeros where no block is kept.
@@ -458,13 +406,15 @@ impl BlockTables {
 mod tests {
     use super::*;
 
-    fn kept(block: usize, [inputs, outputs]: [usize; 2], places: &[(u32, u32)]) -> KeptBlocks<'_> {
-        KeptBlocks {
-            block,
-            inputs: inputs * block,
-            outputs: outputs * block,
-            places,
+    /// The layout of these blocks, in their order.
+    fn kept(block: usize, [ins, outs]: [usize; 2], places: &[(u32, u32)]) -> WeightLayout {
+        let mut mask = vec![false; ins * outs];
+        for (input, output) in places {
+            mask[*input as usize * outs + *output as usize] = true;
         }
+        let layout = WeightLayout::from_mask([ins * block, outs * block], block, &mask).unwrap();
+        assert!(layout.kept_blocks().eq(places.iter().copied()));
+        layout
     }
 
     #[test]
@@ -472,7 +422,7 @@ mod tests {
         // Outputs 0 and 1 are a group; 2 is one with nothing beside it.
         let places = [(0, 0), (3, 0), (3, 1), (1, 2)];
         let of = kept(32, [4, 3], &places);
-        assert_eq!(of.check(), Ok(()));
+        assert_eq!(check(&of), Ok(()));
         let lists = TileLists::new(&of, Direction::Forward);
         assert_eq!(lists.offsets, [0, 1, 2]);
         assert_eq!(lists.entries, [0, 96, 32, 128]);
@@ -521,12 +471,12 @@ mod tests {
     #[test]
     fn every_cell_is_listed_once() {
         for block in [16, 32, 64, 128] {
-            let places: Vec<(u32, u32)> = (0..7)
-                .flat_map(|input| (0..9).map(move |output| (input, output)))
+            let places: Vec<(u32, u32)> = (0..9)
+                .flat_map(|output| (0..7).map(move |input| (input, output)))
                 .filter(|(input, output)| (input * 5 + output * 3) % 4 == 0)
                 .collect();
             let of = kept(block, [7, 9], &places);
-            let mut expected: Vec<u32> = of.cells().map(|(_, _, first)| first).collect();
+            let mut expected: Vec<u32> = cells(&of).map(|(_, _, first)| first).collect();
             expected.sort_unstable();
             let sorted = |words: Vec<u32>| {
                 let mut found: Vec<u32> = words.into_iter().filter(|word| *word != NONE).collect();
@@ -559,19 +509,5 @@ mod tests {
             .concat()
         );
         assert_eq!(shares(&of), [3.0 / 8.0, 4.0 / 6.0, 4.0 / 6.0]);
-    }
-
-    #[test]
-    fn what_is_no_weight_is_refused() {
-        let refused = |of: KeptBlocks| of.check().unwrap_err();
-        assert_eq!(
-            refused(kept(48, [2, 2], &[])),
-            "blocks are not of 16, 32, 64 or 128"
-        );
-        assert_eq!(refused(kept(16, [0, 2], &[])), "the weight is empty");
-        assert_eq!(
-            refused(kept(16, [2, 2], &[(0, 2)])),
-            "a block is beyond the weight"
-        );
     }
 }
