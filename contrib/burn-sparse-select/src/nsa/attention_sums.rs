@@ -16,6 +16,7 @@ const OVERLAP: f64 = 0.85;
 
 /// `Σ over the group's heads h and compressed i of exp(scale · q_h · k_i − lse_h) · overlap(i, J)` of every block J, without autodiff.
 pub(crate) struct AttentionSums<'a> {
+    #[cfg_attr(not(feature = "cube"), allow(dead_code))]
     pub(crate) nsa: &'a Nsa,
     pub(crate) q: Tensor<4>,
     /// Keys of compressed blocks and lse over those that a query sees. None if there are none.
