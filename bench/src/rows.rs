@@ -497,9 +497,13 @@ impl Bench {
             Ok(optim::clip_factor(client, sums, (&control, 3), made, F32)?)
         };
         let step = || {
-            let numbers = AdamWHyper::new([0.9, 0.999], 1e-8, 0.01);
+            let betas = AdamWHyper {
+                betas: [0.9, 0.999],
+                epsilon: 1e-8,
+                weight_decay: 0.01,
+            };
             let factor = Some(&factor);
-            optim::adamw(client, &tensors, &control, factor, numbers, F32)?;
+            optim::adamw(client, &tensors, &control, factor, betas, F32)?;
             Ok(())
         };
         self.moves("norm of all gradients", numbers * 4, clip)?;

@@ -109,7 +109,11 @@ pub(crate) mod kernels {
                 &tensors,
                 &control.handle,
                 factor.as_ref().map(|factor| &factor.handle),
-                numbers,
+                optim::AdamWHyper {
+                    betas: numbers.betas,
+                    epsilon: numbers.epsilon,
+                    weight_decay: numbers.weight_decay,
+                },
                 dtype_to_elem_type(control.dtype),
             ));
             let [parameters, first, second] = [parameters, first, second].map(TensorList::new);

@@ -7,12 +7,22 @@ use cubecl::server::Handle;
 use crate::kernels::optim::{
     Deal, FlatTensor, address_of, buffer, launches, tensors_of_launch, units_of,
 };
-use crate::optim::values::AdamWHyper;
 use blocksparse_cubecl::args::{optional, spread};
 use blocksparse_cubecl::error::KernelError;
 
 /// Elements of a cube.
 pub(crate) const PART: usize = 4096;
+
+/// Numbers of the step that stay the same.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AdamWHyper {
+    /// β₁ and β₂: how much is kept of the moments.
+    pub betas: [f64; 2],
+    /// ε, added to the root of the second moment.
+    pub epsilon: f64,
+    /// λ: parameters are multiplied by `1 − η λ`.
+    pub weight_decay: f64,
+}
 
 /// A parameter and what its step needs; all of as many elements. The moments are of the type of the parameter's sums.
 #[derive(Clone, Debug)]

@@ -16,8 +16,7 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-pub use crate::optim::values::AdamWHyper;
-pub use adamw::{AdamWTensors, adamw, scale};
+pub use adamw::{AdamWHyper, AdamWTensors, adamw, scale};
 pub use sum_of_squares::{clip_factor, partial_sums, sum_of_squares};
 
 use blocksparse_cubecl::args::{address_of, buffer, spread};
