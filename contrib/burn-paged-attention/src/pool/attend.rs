@@ -43,14 +43,14 @@ impl Layer<'_> {
             return self.msa_step(x, msa, pool, step, layer);
         }
         let [query, key, value] = self.project_heads(x, &step.positions)?;
-        let (store, group, evictor) = pool.layer(step, layer);
+        let (store, (at, group), evictor) = pool.layer(step, layer);
         if cfg!(debug_assertions) {
             store.poison(&group.freed, self.n_kv_heads() / group.slots.dims()[1]);
         }
         let pair = [key.clone(), value.clone()];
         store.write(group.copies.as_ref(), pair, group.slots.clone())?;
         let mut rows = watch::Rows::of(&query);
-        let watched = group.watch.as_ref().zip(evictor);
+        let watched = step.watch.as_ref().zip(evictor);
         let heads = match &group.road {
             // No score that a choice goes with is of attention.
             Road::Dense(_) if watched.is_some() && !self.chooses() => {
@@ -75,7 +75,11 @@ impl Layer<'_> {
             }
         };
         if let Some((watch, evictor)) = watched {
-            self.watch(rows, store, watch, evictor, layer)?;
+            let lists = match &group.road {
+                Road::Paged(page_lists) => Some(&**page_lists),
+                _ => None,
+            };
+            self.watch(rows, store, (watch, lists), evictor, (layer, at))?;
         }
         Ok(heads.cast(FloatDType::from(query.dtype())))
     }
