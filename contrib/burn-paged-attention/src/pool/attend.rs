@@ -9,20 +9,12 @@ use burn_sparse_transformer::internal::rotate_back;
 
 use super::layer::Layer;
 use super::step::{Gathered, PageLists, Road};
-use super::store::Store;
+use super::store::{Store, as_stored};
 use super::{KvPool, Step, watch};
 use crate::{PagedOptions, PagedOutput, PagedStore, paged_attention};
 
 /// Where the scores of rows without keys are, and above those of pairs that do not count.
 const LOWEST: f64 = -1e29;
-
-/// Queries in the dtype of keys that are floats.
-pub(super) fn as_stored(query: Tensor<4>, store: &PagedStore) -> Tensor<4> {
-    match store {
-        PagedStore::Plain { keys, .. } => query.cast(FloatDType::from(keys.dtype())),
-        PagedStore::Quantized(_) => query,
-    }
-}
 
 impl Layer<'_> {
     /// What the heads see of a step's rows, `x`, in layer `layer` of a pool.

@@ -507,6 +507,14 @@ fn with_rows<const D: usize, const R: usize, K: Basic>(
         .reshape(shape)
 }
 
+/// Queries in the dtype of keys that are floats.
+pub(super) fn as_stored(query: Tensor<4>, store: &PagedStore) -> Tensor<4> {
+    match store {
+        PagedStore::Plain { keys, .. } => query.cast(FloatDType::from(keys.dtype())),
+        PagedStore::Quantized(_) => query,
+    }
+}
+
 pub(super) fn lost() -> TransformerError {
     TransformerError::argument("pool", "one whose last write succeeded", "another")
 }

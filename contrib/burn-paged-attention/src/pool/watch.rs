@@ -5,10 +5,9 @@ use burn_blocksparse::internal::dtype::accumulate_in;
 use burn_blocksparse::{AccumulatedAttentionOptions, accumulated_attention};
 use burn_sparse_transformer::TransformerError;
 
-use super::attend::as_stored;
 use super::layer::Layer;
 use super::step::PageLists;
-use super::store::{Store, ints};
+use super::store::{Store, as_stored, ints};
 use super::watched::{Evictor, Noted};
 use super::{Group, KvStep};
 use crate::PoolError;
