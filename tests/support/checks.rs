@@ -96,7 +96,8 @@ registry! {
         graph::training: recordings_refuse_what_would_be_frozen, device_seeds_give_the_masks_of_their_numbers,
             replayed_training_equals_plain_training, replayed_training_chooses_as_plain_training, replayed_steps_count_for_each_parameter;
         graph::decoding: replayed_decoding_equals_plain_decoding, replayed_decoding_survives_errors, replayed_decoding_chooses_pages,
-            replayed_decoding_chooses_keys, replayed_decoding_sees_three_branches;
+            replayed_decoding_chooses_keys, replayed_decoding_sees_three_branches, replayed_decoding_evicts,
+            replayed_decoding_checks_drafts, replayed_decoding_shares_prefixes, replayed_decoding_says_what_runs_one_by_one;
     }
     heads {
         training::heads: heads_equal_f64, heads_in_half_precision, joined_heads_equal_f64, heads_give_the_same_bits, heads_constants,

@@ -3,6 +3,7 @@
 pub use crate::paged::ops::PagedOps;
 pub use crate::paged::values::{
     AppendInputs, OptInt, PackedPages, PagedCall, PagedInputs, PagedRows, Pages, StoredPages,
+    SumsInputs,
 };
 pub use crate::sampling::ops::SamplingOps;
 pub use crate::summaries::ops::PageSummaryOps;

@@ -84,7 +84,7 @@ pub struct SampleArgs {
     #[arg(long, help_heading = SPEED)]
     graph: bool,
     /// Draft up to K bytes from where the last few were before, and check them at once: the same text in fewer steps
-    #[arg(long, value_name = "K", value_parser = arguments::positive, conflicts_with = "graph", help_heading = SPEED)]
+    #[arg(long, value_name = "K", value_parser = arguments::positive, help_heading = SPEED)]
     speculate: Option<usize>,
     /// Print the speed and the size of the cache to the standard error output
     #[arg(long, help_heading = OUTPUT)]

@@ -5,13 +5,14 @@ use std::time::Instant;
 use anyhow::{Result, bail, ensure};
 use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
 use burn_blocksparse::graph::CapturedGraph;
-use burn_paged_attention::pool::{GraphDecoder, KvPoolConfig, KvStep, PagedDecoder};
+use burn_paged_attention::pool::{GraphDecoder, KvPoolConfig, KvStep, PagedDecoder, SequenceId};
 use burn_sparse_transformer::TransformerError;
 use burn_sparse_transformer::decoder::Decoder;
 use burn_sparse_transformer::llama::Llama;
 use clap::Args;
 
 use crate::attention::{Attention, Kind};
+use crate::cache::{Cache, CacheArgs};
 use crate::checkpoint::ModelArgs;
 use crate::device::memory;
 
@@ -35,6 +36,11 @@ pub struct BenchArgs {
     /// Tokens that each writes, behind a prompt; 0 times prompts alone
     #[arg(long, default_value_t = 16)]
     steps: usize,
+    #[command(flatten)]
+    cache: CacheArgs,
+    /// Tokens of a draft that each sequence reads with a step and takes back
+    #[arg(long, default_value_t = 0)]
+    drafts: usize,
     /// Record the prompt's pass as a CUDA graph and time its replays
     #[arg(long)]
     graph: bool,
@@ -48,7 +54,7 @@ pub fn run(args: &BenchArgs) -> Result<()> {
     let mut checkpoint = args.model.open()?;
     let longest = args.prompts.iter().max().copied().unwrap_or(1);
     let context = &mut checkpoint.config.context;
-    *context = (*context).max(longest + written(args.steps));
+    *context = (*context).max(longest + written(args.steps) + args.drafts);
     ensure!(
         args.repeats > 0 && args.batch > 0,
         "--repeats and --batch must be above 0"
@@ -58,9 +64,21 @@ pub fn run(args: &BenchArgs) -> Result<()> {
         false => checkpoint.load(&device)?,
     };
     println!(
-        "{:<40} {:>8} {:>11} {:>10} {:>8} {:>9} {:>10} {:>8}",
-        "attention", "tokens", "prompt ms", "tokens/s", "× first", "step ms", "tokens/s", "GiB"
+        "{:<40} {:>8} {:>11} {:>10} {:>8} {:>9} {:>8} {:>10} {:>8}",
+        "attention",
+        "tokens",
+        "prompt ms",
+        "tokens/s",
+        "× first",
+        "step ms",
+        "mean ms",
+        "tokens/s",
+        "GiB"
     );
+    let caches = match args.cache.caches()?.as_slice() {
+        [] => vec![None],
+        caches => caches.iter().cloned().map(Some).collect(),
+    };
     for &length in &args.prompts {
         let mut base = None;
         for attention in &args.attention {
@@ -68,22 +86,40 @@ pub fn run(args: &BenchArgs) -> Result<()> {
             let prompt = prompt_ms(&model, length, args, &device)?;
             let peak = memory(&device);
             let times = *base.get_or_insert(prompt) / prompt;
-            let (step, rate) = match args.steps {
-                0 => ("-".into(), "-".into()),
-                _ => {
-                    let (step, how) = step_ms(&model, attention, length, args, &device)?;
-                    (
-                        format!("{step:.2}{how}"),
-                        format!("{:.0}", 1e3 * args.batch as f64 / step),
-                    )
-                }
-            };
-            println!(
-                "{:<40} {length:>8} {prompt:>11.1} {:>10.0} {times:>8.2} {step:>9} {rate:>10} {:>8}",
-                attention.to_string(),
-                1e3 * length as f64 / prompt,
-                peak.map_or("-".into(), |peak| format!("{peak:.1}")),
+            let read = format!(
+                "{prompt:>11.1} {:>10.0} {times:>8.2}",
+                1e3 * length as f64 / prompt
             );
+            let peak = peak.map_or("-".into(), |peak| format!("{peak:.1}"));
+            if args.steps == 0 {
+                println!(
+                    "{:<40} {length:>8} {read} {:>9} {:>8} {:>10} {peak:>8}",
+                    attention.to_string(),
+                    "-",
+                    "-",
+                    "-"
+                );
+            }
+            for cache in caches.iter().filter(|_| args.steps > 0) {
+                let name = match cache {
+                    Some(cache) => format!("{attention}, {cache}"),
+                    None => attention.to_string(),
+                };
+                let step = Steps::new(&model, (attention, cache.as_ref()), length, args, &device)?;
+                println!(
+                    "{name:<40} {length:>8} {read} {:>9} {:>8.2} {:>10.0} {peak:>8}",
+                    format!(
+                        "{:.2}{}",
+                        step.median,
+                        if step.reason.is_none() { "r" } else { "" }
+                    ),
+                    step.mean,
+                    1e3 * args.batch as f64 / step.mean,
+                );
+                if let Some(reason) = step.reason {
+                    println!("  one by one: {reason}");
+                }
+            }
             drop(model);
             device.sync()?;
         }
@@ -154,37 +190,76 @@ where
     (0..repeats).map(|_| once()).collect()
 }
 
-/// Milliseconds of a step of decoding, and how it ran.
-fn step_ms(
-    model: &Llama,
-    attention: &Attention,
-    length: usize,
-    args: &BenchArgs,
-    device: &Device,
-) -> Result<(f64, &'static str)> {
-    let config = KvPoolConfig::new(args.batch, length + written(args.steps));
-    let pool = model.new_pool(&match attention.reads_prompts_alone() {
-        true => config.with_choosing_prompts(),
-        false => config,
-    })?;
-    let mut decoder = GraphDecoder::new(model.clone(), pool)?;
-    let vocab = model.vocab_size();
-    let mut steps = Vec::new();
-    for _ in 0..args.batch {
-        let id = decoder.pool_mut().join()?;
-        let prompt: Vec<u32> = (0..length).map(|at| (at * 7919 % vocab) as u32).collect();
-        drop(decoder.next_logits(&prompt, &[KvStep::new(id, length)])?);
-        steps.push(KvStep::new(id, 1));
+/// Milliseconds of steps of decoding, and why they ran one by one if they did.
+struct Steps {
+    median: f64,
+    mean: f64,
+    reason: Option<String>,
+}
+
+impl Steps {
+    fn new(
+        model: &Llama,
+        (attention, cache): (&Attention, Option<&Cache>),
+        length: usize,
+        args: &BenchArgs,
+        device: &Device,
+    ) -> Result<Self> {
+        let drafts = args.drafts;
+        let most = length + written(args.steps) + drafts;
+        let config = KvPoolConfig::new(args.batch, most).with_chunk(1 + drafts);
+        let config = config.with_rollback(drafts);
+        let config = match attention.reads_prompts_alone() {
+            true => config.with_choosing_prompts(),
+            false => config,
+        };
+        let pool = model.new_pool(&match cache {
+            Some(cache) => cache.of(config, length),
+            None => config,
+        })?;
+        let mut decoder = GraphDecoder::new(model.clone(), pool)?;
+        let vocab = model.vocab_size();
+        let mut ids = Vec::new();
+        for _ in 0..args.batch {
+            let id = decoder.pool_mut().join()?;
+            let prompt: Vec<u32> = (0..length).map(|at| (at * 7919 % vocab) as u32).collect();
+            drop(decoder.next_logits(&prompt, &[KvStep::new(id, length)])?);
+            ids.push(id);
+        }
+        let times = times(args.steps, WARM_UPS, device, || {
+            step(&mut decoder, &ids, drafts)
+        })?;
+        let reason = (!decoder.is_recorded()).then(|| {
+            decoder
+                .fallback_reason()
+                .unwrap_or("too few steps")
+                .to_owned()
+        });
+        if matches!(attention.kind, Kind::Dense) && cache.is_none() {
+            check(&mut decoder, length, &ids, written(args.steps))?;
+        }
+        Ok(Self {
+            mean: times.iter().sum::<f64>() / times.len() as f64,
+            median: median(times),
+            reason,
+        })
     }
-    let next = vec![NEXT; args.batch];
-    let times = times(args.steps, WARM_UPS, device, || {
-        decoder.next_logits(&next, &steps)
-    })?;
-    if matches!(attention.kind, Kind::Dense) {
-        check(&mut decoder, length, &steps, written(args.steps))?;
+}
+
+/// A step of one token a sequence, with those of a draft that are taken back: the logits behind the token.
+fn step(decoder: &mut GraphDecoder<Llama>, ids: &[SequenceId], drafts: usize) -> Result<Tensor<2>> {
+    let steps: Vec<KvStep> = ids.iter().map(|&id| KvStep::new(id, 1 + drafts)).collect();
+    let tokens = vec![NEXT; ids.len() * (1 + drafts)];
+    if drafts == 0 {
+        return Ok(decoder.next_logits(&tokens, &steps)?);
     }
-    let how = if decoder.is_recorded() { "r" } else { "" };
-    Ok((median(times), how))
+    let logits = decoder.all_logits(&tokens, &steps)?;
+    let [batch, _, vocab] = logits.dims();
+    for &id in ids {
+        let len = decoder.pool().len(id)?;
+        decoder.pool_mut().truncate(id, len - drafts)?;
+    }
+    Ok(logits.narrow(1, 0, 1).reshape([batch, vocab]))
 }
 
 /// The token that is written, and steps before those that are timed: they compile and record.
@@ -200,12 +275,10 @@ fn written(steps: usize) -> usize {
 fn check(
     decoder: &mut GraphDecoder<Llama>,
     length: usize,
-    steps: &[KvStep],
+    ids: &[SequenceId],
     read: usize,
 ) -> Result<()> {
-    let step = decoder
-        .next_logits(&vec![NEXT; steps.len()], steps)?
-        .clone();
+    let step = step(decoder, ids, 0)?;
     let device = step.device();
     let model = decoder.model();
     let prompt = tokens(model.vocab_size(), [1, length], &device);

@@ -1,7 +1,8 @@
 //! Recordings of decoding: steps of a model on a pool.
 
 use burn_paged_attention::pool::{
-    GraphDecoder, KvDtype, KvPool, KvPoolConfig, KvStep, PagedDecoder,
+    EvictionBudget, EvictionConfig, EvictionScore, GraphDecoder, KvDtype, KvPool, KvPoolConfig,
+    KvStep, PagedDecoder, ScoreSmoothing, SequenceId,
 };
 use burn_sparse_transformer::{
     BlockAttentionConfig, Factorization, Pattern, SparseTransformer, SparseTransformerConfig,
@@ -121,61 +122,237 @@ fn replayed_equals_plain(
     let config = KvPoolConfig::new(3, CONTEXT)
         .with_page_size(16)
         .with_dtype(dtype);
-    let mut plain = model.new_pool(&config).unwrap();
-    let pool = model.new_pool(&config).unwrap();
-    let mut decoder = GraphDecoder::new(model.clone(), pool).unwrap();
-    let mut recorded = 0;
-    let mut step = |decoder: &mut GraphDecoder<SparseTransformer>,
-                    plain: &mut KvPool,
-                    steps: &[KvStep],
-                    seed: usize| {
-        let count: usize = steps[0].tokens;
-        let tokens: Vec<u32> = (0..count * steps.len())
+    let mut pair = Pair::new(model, &config, tolerance, device);
+    let [a, b] = [(); 2].map(|()| pair.join());
+    pair.step(&[(a, 5)], 0);
+    pair.step(&[(b, 19)], 1);
+    // Over the ends of pages, with lengths that differ.
+    for seed in 0..20 {
+        pair.step(&[(a, 1), (b, 1)], seed);
+    }
+    let c = pair.both(|pool| pool.fork(a).unwrap());
+    for seed in 0..6 {
+        pair.step(&[c, b, a].map(|id| (id, 1)), seed);
+    }
+    pair.both(|pool| pool.leave(b).unwrap());
+    pair.step(&[(a, 3)], 4);
+    for seed in 0..8 {
+        pair.step(&[(c, 1)], seed);
+    }
+    pair.end(what);
+}
+
+/// A decoder that replays where it can, and a pool that does not.
+struct Pair<'a> {
+    decoder: GraphDecoder<SparseTransformer>,
+    plain: KvPool,
+    tolerance: f32,
+    device: &'a Device,
+    recorded: usize,
+}
+
+impl<'a> Pair<'a> {
+    fn new(
+        model: SparseTransformer,
+        config: &KvPoolConfig,
+        tolerance: f32,
+        device: &'a Device,
+    ) -> Self {
+        let [plain, pool] = [(); 2].map(|()| model.new_pool(config).unwrap());
+        Self {
+            decoder: GraphDecoder::new(model, pool).unwrap(),
+            plain,
+            tolerance,
+            device,
+            recorded: 0,
+        }
+    }
+
+    /// Does the same with both pools.
+    fn both<T: PartialEq + std::fmt::Debug>(&mut self, mut f: impl FnMut(&mut KvPool) -> T) -> T {
+        let plain = f(&mut self.plain);
+        assert_eq!(f(&mut self.decoder.pool_mut()), plain);
+        plain
+    }
+
+    fn join(&mut self) -> SequenceId {
+        self.both(|pool| pool.join().unwrap())
+    }
+
+    /// Gives sequences so many tokens each, and compares the logits behind all of them.
+    fn step(&mut self, counts: &[(SequenceId, usize)], seed: usize) {
+        let steps: Vec<KvStep> = counts
+            .iter()
+            .map(|&(id, count)| KvStep::new(id, count))
+            .collect();
+        let seq = counts.iter().map(|(_, count)| *count).max().unwrap();
+        let shape = [steps.len(), seq];
+        let tokens: Vec<u32> = (0..steps.len() * seq)
             .map(|i| ((i * 5 + seed * 3) % VOCAB) as u32)
             .collect();
         let data: Vec<i32> = tokens.iter().map(|&token| token as i32).collect();
-        let data = TensorData::new(data, [steps.len(), count]);
-        let data = Tensor::<2, Int>::from_data(data, device);
-        let expected = model.next_logits(data, steps, plain).unwrap().into_data();
-        let got = decoder.next_logits(&tokens, steps).unwrap().into_data();
-        got.assert_approx_eq::<f32>(&expected, burn::tensor::Tolerance::absolute(tolerance));
-        recorded += usize::from(decoder.is_recorded());
+        let data = Tensor::<2, Int>::from_data(TensorData::new(data, shape), self.device);
+        let model = self.decoder.model();
+        let expected = model
+            .try_forward_pool(data, &steps, &mut self.plain)
+            .unwrap();
+        let got = self.decoder.all_logits(&tokens, &steps).unwrap();
+        for (row, (_, count)) in counts.iter().enumerate() {
+            let of = |x: &Tensor<3>| x.clone().narrow(0, row, 1).narrow(1, 0, *count).into_data();
+            let tolerance = burn::tensor::Tolerance::absolute(self.tolerance);
+            of(&got).assert_approx_eq::<f32>(&of(&expected), tolerance);
+        }
+        let decoder = &self.decoder;
+        self.recorded += usize::from(decoder.is_recorded());
         assert!(!decoder.is_recorded() || decoder.fallback_reason().is_none());
-    };
-    // Both pools name sequences alike.
-    let join = |decoder: &mut GraphDecoder<SparseTransformer>, plain: &mut KvPool| {
-        let id = plain.join().unwrap();
-        assert_eq!(decoder.pool_mut().join().unwrap(), id);
-        id
-    };
-    let a = join(&mut decoder, &mut plain);
-    let b = join(&mut decoder, &mut plain);
-    step(&mut decoder, &mut plain, &[KvStep::new(a, 5)], 0);
-    step(&mut decoder, &mut plain, &[KvStep::new(b, 19)], 1);
-    // Over the ends of pages, with lengths that differ.
-    for seed in 0..20 {
-        step(
-            &mut decoder,
-            &mut plain,
-            &[KvStep::new(a, 1), KvStep::new(b, 1)],
-            seed,
-        );
     }
-    let c = plain.fork(a).unwrap();
-    assert_eq!(decoder.pool_mut().fork(a).unwrap(), c);
-    for seed in 0..6 {
-        let steps = [c, b, a].map(|id| KvStep::new(id, 1));
-        step(&mut decoder, &mut plain, &steps, seed);
+
+    fn end(self, what: &str) {
+        self.decoder.pool().verify().unwrap();
+        for id in self.plain.sequences() {
+            assert_eq!(self.decoder.pool().len(id), self.plain.len(id), "{what}");
+        }
+        eprintln!("{what}: {} steps of a recording", self.recorded);
     }
-    decoder.pool_mut().leave(b).unwrap();
-    plain.leave(b).unwrap();
-    step(&mut decoder, &mut plain, &[KvStep::new(a, 3)], 4);
-    for seed in 0..8 {
-        step(&mut decoder, &mut plain, &[KvStep::new(c, 1)], seed);
+}
+
+/// The same where keys are evicted, by every policy: both pools keep the same ones, of sequences that join, fork and leave while others go on.
+pub fn replayed_decoding_evicts(devices: &[Device]) {
+    let policies = [
+        EvictionConfig::h2o(8, 4),
+        EvictionConfig::h2o_mean(8, 4),
+        EvictionConfig::tova(12),
+        EvictionConfig::snapkv_with(12, 5, 3, ScoreSmoothing::Average),
+        EvictionConfig::key_norm(12),
+        EvictionConfig::combined(EvictionScore::Sum, 2, 4, 6),
+        EvictionConfig::h2o(8, 4).with_budget(EvictionBudget::Adaptive { alpha: 0.2 }),
+        EvictionConfig::tova(12).with_budget(EvictionBudget::Pyramid { beta: 4.0 }),
+    ];
+    for device in devices {
+        for (policy, drafts) in some_of(policies.into_iter().zip([0, 2].into_iter().cycle()), 3) {
+            let mut policy = policy.with_slack(5);
+            policy.recent = policy.recent.max(drafts);
+            let what = format!("{policy:?}, {drafts} drafts on {device:?}");
+            let config = KvPoolConfig::new(2, CONTEXT)
+                .with_page_size(16)
+                .with_chunk(19)
+                .with_eviction(policy)
+                .with_rollback(drafts);
+            let model = model(Pattern::causal(), device);
+            let mut pair = Pair::new(model, &config, 2e-5, device);
+            let [a, b] = [(); 2].map(|()| pair.join());
+            pair.step(&[(a, 5)], 0);
+            pair.step(&[(b, 19)], 1);
+            for seed in 0..14 {
+                pair.step(&[(a, 1 + drafts), (b, 1)], seed);
+                if drafts > 0 {
+                    let back = pair.plain.len(a).unwrap() - seed % (drafts + 1);
+                    pair.both(|pool| pool.truncate(a, back).unwrap());
+                }
+            }
+            // More than there are seats for.
+            let c = pair.both(|pool| pool.fork(a).unwrap());
+            for seed in 0..6 {
+                pair.step(&[c, b, a].map(|id| (id, 1)), seed);
+            }
+            pair.both(|pool| pool.leave(b).unwrap());
+            for seed in 0..8 {
+                pair.step(&[(c, 1)], seed);
+            }
+            for layer in 0..2 {
+                pair.both(|pool| [a, c].map(|id| pool.retained_positions(id, layer).unwrap()));
+            }
+            pair.end(&what);
+        }
     }
-    decoder.pool().verify().unwrap();
-    assert_eq!(decoder.pool().len(c), plain.len(c), "{what}");
-    eprintln!("{what}: {recorded} steps of a recording");
+}
+
+/// The same of several tokens at once, fewer of some sequences, of which some are taken back.
+pub fn replayed_decoding_checks_drafts(devices: &[Device]) {
+    for device in devices {
+        let patterns = [Pattern::causal(), Pattern::local(20), Pattern::fixed(16, 4)];
+        for pattern in some_of(patterns, 2) {
+            let config = KvPoolConfig::new(2, CONTEXT)
+                .with_page_size(16)
+                .with_chunk(4)
+                .with_rollback(3);
+            let what = format!("{pattern}, drafts on {device:?}");
+            let mut pair = Pair::new(model(pattern, device), &config, 2e-5, device);
+            let [a, b] = [(); 2].map(|()| pair.join());
+            pair.step(&[(a, 5)], 0);
+            pair.step(&[(b, 19)], 1);
+            for seed in 0..20 {
+                pair.step(&[(a, 4), (b, 1 + seed % 4)], seed);
+                let [to_a, to_b] = [(a, 1 + seed % 3), (b, seed % 4 / 2)].map(|(id, back)| {
+                    let to = pair.plain.len(id).unwrap() - back;
+                    pair.both(|pool| pool.truncate(id, to).unwrap());
+                    to
+                });
+                assert!(to_a < CONTEXT && to_b < CONTEXT);
+            }
+            for seed in 0..6 {
+                pair.step(&[(a, 1), (b, 1)], seed);
+            }
+            pair.end(&what);
+        }
+    }
+}
+
+/// The same of forks whose first pages are read once for all of them, while these are what they share.
+pub fn replayed_decoding_shares_prefixes(devices: &[Device]) {
+    for device in devices {
+        let config = KvPoolConfig::new(3, CONTEXT)
+            .with_page_size(16)
+            .with_cascade(16)
+            .with_rollback(2);
+        let model = model(Pattern::causal(), device);
+        let mut pair = Pair::new(model, &config, 2e-5, device);
+        let a = pair.join();
+        pair.step(&[(a, 37)], 0);
+        let [b, c] = [(); 2].map(|()| pair.both(|pool| pool.fork(a).unwrap()));
+        for seed in 0..8 {
+            pair.step(&[a, b, c].map(|id| (id, 1)), seed);
+        }
+        for seed in 0..6 {
+            pair.step(&[(a, 2), (b, 1), (c, 3)], seed);
+        }
+        pair.end(&format!("shared pages on {device:?}"));
+    }
+}
+
+/// What cannot be recorded runs all the same, and says why.
+pub fn replayed_decoding_says_what_runs_one_by_one(devices: &[Device]) {
+    for device in devices {
+        let config = KvPoolConfig::new(1, CONTEXT)
+            .with_page_size(16)
+            .with_chunk(9);
+        let rows = [
+            (
+                model(Pattern::strided(4), device),
+                config.clone(),
+                "the keys of a query are gathered",
+            ),
+            (
+                model_with(Pattern::causal(), &["quest:16,48,1"], device),
+                config.clone(),
+                "several tokens of a sequence choose keys",
+            ),
+            (
+                model(Pattern::causal(), device),
+                (config.with_eviction(EvictionConfig::h2o(8, 4))).with_dtype(KvDtype::Int8),
+                "attention to keys in eight bits is summed up",
+            ),
+        ];
+        for (model, config, reason) in rows {
+            let mut pair = Pair::new(model, &config, 1e-2, device);
+            let id = pair.join();
+            for (seed, count) in [9, 2, 2].into_iter().enumerate() {
+                pair.step(&[(id, count)], seed);
+            }
+            assert_eq!(pair.decoder.fallback_reason(), Some(reason));
+            pair.end(reason);
+        }
+    }
 }
 
 /// A step that fails changes nothing, and the next one goes on.

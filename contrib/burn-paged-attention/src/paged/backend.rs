@@ -6,7 +6,9 @@ pub use kernels::{in_place, text};
 #[cfg(feature = "cube")]
 mod kernels {
     use crate::kernels::paged;
-    use crate::kernels::paged::{AppendShape, PagedBuffers, PagedPlan, PagedShape, SlotShape};
+    use crate::kernels::paged::{
+        AppendShape, PagedBuffers, PagedPlan, PagedShape, SlotShape, SumsBuffers,
+    };
     use blocksparse_cubecl::recording::Failure;
     use blocksparse_cubecl::{KernelError, recording};
     use burn::backend::cubecl::dtype_to_elem_type;
@@ -19,6 +21,7 @@ mod kernels {
     use crate::paged::options::{PagedKeysValues, PagedOptions};
     use crate::paged::values::{
         AppendInputs, OptInt, PackedPages, PagedCall, PagedInputs, PagedRows, Pages, StoredPages,
+        SumsInputs,
     };
     use crate::paged::{reference, slots_reference};
     use burn_blocksparse::internal::cube::{
@@ -246,6 +249,61 @@ mod kernels {
                 &slots.handle,
             ));
             slots
+        }
+
+        fn write_integers(to: CubeTensor, at: CubeTensor, values: CubeTensor) -> CubeTensor {
+            if uses_reference() || to.dtype != DType::I32 {
+                recording::fails(&to.client, Failure::NotInPlace("what is known of slots"));
+                return slots_reference::write_integers::<Self>(to, at, values);
+            }
+            let to = in_place(to);
+            let [at, values] = [at, values].map(integers);
+            let sizes = [at.meta.shape()[0], to.meta.shape()[0]];
+            let from = [&at.handle, &values.handle];
+            checked(paged::write_integers(&to.client, sizes, from, &to.handle));
+            to
+        }
+
+        fn attention_sums(inputs: SumsInputs<Self>, call: PagedCall) -> CubeTensor {
+            let [batch, heads, rows, width] = inputs.q.meta.shape().dims();
+            let [_, tables, entries] = inputs.table.meta.shape().dims();
+            let [seats, slots, planes] = inputs.sums.meta.shape().dims();
+            let mut shape = PagedShape::new(
+                [batch, heads, call.kv_heads, rows],
+                [tables, entries],
+                inputs.pages.pages(),
+                [width; 2],
+                dtype_to_elem_type(inputs.q.dtype),
+            );
+            shape.softcap = call.softcap.is_some();
+            let sizes = [seats / call.kv_heads, slots, planes - 1];
+            let client = inputs.q.client.clone();
+            let is_f32 = inputs.sums.dtype == DType::F32;
+            let is_taken = is_f32 && paged::check_attention_sums(&client, &shape, sizes).is_ok();
+            let keys = match &inputs.pages {
+                StoredPages::Plain(pages) if is_taken && !uses_reference() => pages.keys.clone(),
+                _ => {
+                    recording::fails(&client, Failure::NotInPlace("sums of attention"));
+                    return reference::attention_sums::<Self>(inputs, &call);
+                }
+            };
+            let sums = in_place(inputs.sums);
+            let [q, lse, keys] = [inputs.q, inputs.lse, keys].map(into_contiguous);
+            let [table, spans, calls] = [inputs.table, inputs.spans, inputs.calls].map(integers);
+            let buffers = SumsBuffers {
+                q: &q.handle,
+                lse: &lse.handle,
+                keys: &keys.handle,
+                table: &table.handle,
+                spans: &spans.handle,
+                calls: &calls.handle,
+                sums: &sums.handle,
+            };
+            let (scale, softcap) = (call.scale, call.softcap);
+            checked(paged::attention_sums(
+                &client, &shape, sizes, &buffers, scale, softcap,
+            ));
+            sums
         }
     }
 }

@@ -22,7 +22,7 @@ use burn_blocksparse::internal::dtype::accumulate_in;
 use burn_blocksparse::internal::op_plan::OpPlan;
 pub use options::{PagedKeysValues, PagedOptions, PagedVisibility};
 pub use store::{PagedStore, QuantizedPages, append_quantized, dequantize};
-use values::{AppendInputs, OptInt, PagedCall, PagedInputs};
+use values::{AppendInputs, OptInt, PagedCall, PagedInputs, SumsInputs};
 
 /// What [`paged_attention`] returns.
 #[derive(Clone, Debug)]
@@ -189,6 +189,37 @@ fn append(store: PagedStore, [k, v]: [Tensor<4>; 2], slots: Tensor<3, Int>) -> P
         slots: slots.without_autodiff().into_dispatch(),
     };
     <Dispatch as PagedOps>::append(inputs).into()
+}
+
+/// Numbers written at places of a row of others, which is handed over; negative ones are left out.
+pub(crate) fn write_integers(
+    to: Tensor<1, Int>,
+    at: Tensor<1, Int>,
+    values: Tensor<1, Int>,
+) -> Tensor<1, Int> {
+    let [to, at, values] = [to, at, values].map(Tensor::into_dispatch);
+    Tensor::from_dispatch(<Dispatch as PagedOps>::write_integers(to, at, values))
+}
+
+/// Sums of attention, handed over, and what queries of pages that were attended to add: see [`PagedOps::attention_sums`].
+pub(crate) fn attention_sums(
+    sums: Tensor<3>,
+    (q, lse): (Tensor<4>, Tensor<3>),
+    pages: &PagedKeysValues,
+    calls: Tensor<2, Int>,
+    options: &PagedOptions,
+) -> Tensor<3> {
+    let call = options.call(&q, pages);
+    let inputs = SumsInputs {
+        q: q.into_dispatch(),
+        lse: lse.into_dispatch(),
+        pages: pages.store.clone().stored(),
+        table: pages.table.clone().into_dispatch(),
+        spans: pages.spans.clone().into_dispatch(),
+        calls: calls.into_dispatch(),
+        sums: sums.into_dispatch(),
+    };
+    Tensor::from_dispatch(<Dispatch as PagedOps>::attention_sums(inputs, call))
 }
 
 impl PagedOptions {

@@ -1,11 +1,13 @@
 //! The backend trait of attention over pages.
 
-use burn::backend::tensor::IntTensor;
+use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, backend_extension};
 #[cfg(feature = "fusion")]
 use burn::tensor::DType;
 
-use crate::paged::values::{AppendInputs, PagedCall, PagedInputs, PagedRows, StoredPages};
+use crate::paged::values::{
+    AppendInputs, PagedCall, PagedInputs, PagedRows, StoredPages, SumsInputs,
+};
 use crate::paged::{reference, slots_reference};
 use burn_blocksparse::reference_backends;
 
@@ -54,6 +56,30 @@ pub trait PagedOps: Backend {
         page: usize,
     ) -> IntTensor<Self> {
         slots_reference::picked_slots::<Self>(places, table, heads, page)
+    }
+
+    /// Numbers written at places `[n]` of others `[length]`, in place where the call alone holds these and otherwise in a copy; what has no place there is left out.
+    #[fusion(dtype = to, shape = to)]
+    fn write_integers(
+        to: IntTensor<Self>,
+        at: IntTensor<Self>,
+        values: IntTensor<Self>,
+    ) -> IntTensor<Self> {
+        slots_reference::write_integers::<Self>(to, at, values)
+    }
+
+    /// What each key of region one of page lists got of attention so far and gets of the queries, by their lse, summed over the queries that share its head: in
+    /// place where the call alone holds the sums, otherwise in a copy. Of row `i` of a sequence's `tokens` queries the last `tokens − 1 − i` keys are not seen. Keys of
+    /// these tokens begin at 0.
+    ///
+    /// With a ring the row of position `p` goes to place `1 + p mod ring` behind the sum; before, what is there is added to it, once the ring is full of rows
+    /// that count: `loose` did before the call.
+    #[fusion(dtype = inputs.sums.dtype, shape = inputs.sums.shape.clone())]
+    fn attention_sums(
+        #[extension_type] inputs: SumsInputs<Self>,
+        call: PagedCall,
+    ) -> FloatTensor<Self> {
+        reference::attention_sums::<Self>(inputs, &call)
     }
 }
 

@@ -4,11 +4,11 @@ use std::ops::Range;
 
 use blocksparse::Quantization;
 use burn::backend::tensor::{FloatTensor, IntTensor};
-use burn::backend::{Backend, TensorMetadata};
+use burn::backend::{Backend, TensorMetadata, get_device_settings};
 use burn::tensor::{FloatDType, IndexingUpdateOp, Shape, Slice, TensorData, try_read_sync};
 
 use crate::paged::values::{
-    AppendInputs, PackedPages, PagedCall, PagedInputs, PagedRows, Pages, StoredPages,
+    AppendInputs, PackedPages, PagedCall, PagedInputs, PagedRows, Pages, StoredPages, SumsInputs,
 };
 use burn_blocksparse::graph::recording;
 use burn_blocksparse::internal::dtype::accumulate_in;
@@ -96,6 +96,117 @@ pub fn attention<B: Backend>(inputs: PagedInputs<B>, call: &PagedCall) -> PagedR
         out: B::float_reshape(out, Shape::new([batch, heads, rows, value_width])),
         lse: B::float_reshape(B::float_cat(logs, 0), Shape::new([batch, heads, rows])),
     }
+}
+
+/// One sequence after the other, as [`attention`].
+pub fn attention_sums<B: Backend>(inputs: SumsInputs<B>, call: &PagedCall) -> FloatTensor<B> {
+    let [batch, heads, rows, width] = inputs.q.shape().dims();
+    let [pages, page] = inputs.pages.pages();
+    let [_, tables, _] = inputs.table.shape().dims();
+    let [seats, slots, planes] = inputs.sums.shape().dims();
+    let (kv_heads, device) = (call.kv_heads, inputs.q.device());
+    let sums = FloatDType::from(inputs.sums.dtype());
+    let table = HostInts::read::<B>(inputs.table);
+    let calls = HostInts::read::<B>(inputs.calls);
+    let q = B::float_mul_scalar(B::float_cast(inputs.q, sums), call.scale.into());
+    let group_rows = heads / kv_heads * rows;
+    let q = B::float_reshape(q, Shape::new([batch, kv_heads, group_rows, width]));
+    let lse = B::float_reshape(inputs.lse, Shape::new([batch, kv_heads, group_rows, 1]));
+    let lse = B::float_cast(lse, sums);
+    let [keys, values] = Stored::of(inputs.pages);
+    let call = Rows::<B> {
+        shape: [kv_heads, rows, group_rows],
+        keys,
+        values,
+        value_width: width,
+        sinks: None,
+        softcap: call.softcap,
+        sums,
+        page_lists: PageLists {
+            spans: HostInts::read::<B>(inputs.spans),
+            selected: None,
+            page,
+            pages,
+            heads_of_table: kv_heads / tables,
+            table,
+        },
+        sight: None,
+    };
+    let all = B::float_reshape(inputs.sums, Shape::new([seats * slots, planes]));
+    let bools = get_device_settings::<B>(&device).bool_dtype;
+    let upload = |numbers: TensorData| {
+        recording::doom_by_upload(&device, "slots of pages");
+        numbers
+    };
+    let one = |entry: usize| Slice::from(entry..entry + 1);
+    let all = (0..batch).fold(all, |mut all, entry| {
+        let of = |i: usize| calls.values[entry * 4 + i].max(0) as usize;
+        let (seat, tokens, loose, position) = (of(0), of(1).min(rows), of(2), of(3));
+        for first in (0..kv_heads).step_by(call.together()) {
+            let own = first..first + call.together();
+            let list = call.page_lists.of(entry, first);
+            let (count, heads) = (list.len().min(slots), own.len());
+            if count == 0 {
+                continue;
+            }
+            let part = [one(entry), Slice::from(own.clone())];
+            let [q, lse] = [&q, &lse].map(|x| B::float_slice(x.clone(), &part));
+            let scores = call.scores(q, entry, &own, &list[..count]);
+            let attention = B::float_exp(B::float_sub(scores, lse));
+            let by_row = Shape::new([heads, group_rows / rows, rows, count]);
+            let attention = B::float_sum_dim(B::float_reshape(attention, by_row), 1);
+            let attention = B::float_reshape(attention, Shape::new([heads, rows, count]));
+            let ids = own.clone().flat_map(|head| {
+                let row = (seat * kv_heads + head) * slots;
+                (row..row + count).map(|id| id as i64)
+            });
+            let ids = upload(int_data(ids.collect(), &call.page_lists.table));
+            let ids = B::int_from_data(ids, &device);
+            // The slots from one on.
+            let behind = |seen: usize| {
+                let numbers: Vec<i64> = (0..count).map(|at| i64::from(at >= seen)).collect();
+                let numbers = upload(int_data(numbers, &call.page_lists.table));
+                let numbers = B::int_reshape(
+                    B::int_from_data(numbers, &device),
+                    Shape::new([1, count, 1]),
+                );
+                let numbers = B::int_expand(numbers, Shape::new([heads, count, 1]));
+                B::int_equal_elem(numbers, 1.into(), bools)
+            };
+            // Slots are seen in order.
+            let before = list.len() - tokens.min(list.len());
+            let old = B::float_select(all.clone(), 0, ids.clone());
+            let old = B::float_reshape(old, Shape::new([heads, count, planes]));
+            let mut of_planes: Vec<_> = (0..planes)
+                .map(|plane| {
+                    let x =
+                        B::float_slice(old.clone(), &[Slice::full(), Slice::full(), one(plane)]);
+                    B::float_mask_fill(x, behind(before), 0.0.into())
+                })
+                .collect();
+            for row in 0..tokens {
+                let x = B::float_slice(attention.clone(), &[Slice::full(), one(row)]);
+                let x = B::float_reshape(x, Shape::new([heads, count, 1]));
+                let x = B::float_mask_fill(x, behind(before + row + 1), 0.0.into());
+                match planes - 1 {
+                    0 => of_planes[0] = B::float_add(of_planes[0].clone(), x),
+                    ring => {
+                        let place = 1 + (position + row) % ring;
+                        if loose + row >= ring {
+                            let settled = of_planes[place].clone();
+                            of_planes[0] = B::float_add(of_planes[0].clone(), settled);
+                        }
+                        of_planes[place] = x;
+                    }
+                }
+            }
+            let new = B::float_cat(of_planes, 2);
+            let new = B::float_reshape(new, Shape::new([heads * count, planes]));
+            all = assign::<B>(all, ids, new);
+        }
+        all
+    });
+    B::float_reshape(all, Shape::new([seats, slots, planes]))
 }
 
 /// What the queries of a call attend to.

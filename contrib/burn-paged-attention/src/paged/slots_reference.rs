@@ -2,7 +2,10 @@
 
 use burn::backend::tensor::IntTensor;
 use burn::backend::{Backend, TensorMetadata, get_device_settings};
-use burn::tensor::{IntDType, Shape, Slice};
+use burn::tensor::{IndexingUpdateOp, IntDType, Shape, Slice};
+
+use crate::paged::reference::{HostInts, int_data};
+use burn_blocksparse::graph::recording;
 
 /// See [`PagedOps::page_list_slots`](crate::paged::ops::PagedOps::page_list_slots).
 pub(crate) fn page_list_slots<B: Backend>(
@@ -66,4 +69,30 @@ pub(crate) fn picked_slots<B: Backend>(
     let is_none = B::bool_expand(B::bool_reshape(is_none, by_head), all);
     let slots = B::int_mask_fill(slots, is_none, (-1).into());
     B::int_cast(slots, IntDType::I32)
+}
+
+/// See [`PagedOps::write_integers`](crate::paged::ops::PagedOps::write_integers).
+pub(crate) fn write_integers<B: Backend>(
+    to: IntTensor<B>,
+    at: IntTensor<B>,
+    values: IntTensor<B>,
+) -> IntTensor<B> {
+    let (device, dtype) = (to.device(), to.dtype());
+    let [length] = to.shape().dims();
+    let (at, values) = (HostInts::read::<B>(at), HostInts::read::<B>(values));
+    let pairs = at.values.iter().zip(&values.values);
+    let pairs = pairs.filter(|&(&at, _)| (0..length as i64).contains(&at));
+    let (places, numbers): (Vec<i64>, Vec<i64>) = pairs.unzip();
+    if places.is_empty() {
+        return to;
+    }
+    recording::doom_by_upload(&device, "what is known of slots");
+    let count = places.len();
+    let places = B::int_from_data(int_data(places, &at), &device);
+    let places = B::int_reshape(places, Shape::new([count, 1]));
+    let numbers = B::int_from_data(int_data(numbers, &values).convert_dtype(dtype), &device);
+    let numbers = B::int_reshape(numbers, Shape::new([count, 1]));
+    let rows = B::int_reshape(to, Shape::new([length, 1]));
+    let rows = B::int_scatter_nd(rows, places, numbers, IndexingUpdateOp::Assign);
+    B::int_reshape(rows, Shape::new([length]))
 }

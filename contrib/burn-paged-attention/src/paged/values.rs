@@ -137,6 +137,28 @@ pub struct AppendInputs<B: Backend> {
     pub slots: IntTensor<B>,
 }
 
+/// The tensors of `PagedOps::attention_sums`.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "fusion"))]
+#[non_exhaustive]
+pub struct SumsInputs<B: Backend> {
+    /// `[batch, heads, s, d_k]`
+    pub q: FloatTensor<B>,
+    /// `[batch, heads, s]`, in the dtype of sums.
+    pub lse: FloatTensor<B>,
+    /// Keys and values.
+    #[extension_type]
+    pub pages: StoredPages<B>,
+    /// `[batch, T, max_pages]`
+    pub table: IntTensor<B>,
+    /// `[batch, T, 4]`
+    pub spans: IntTensor<B>,
+    /// `[batch, 4]`: of each sequence its seat, its queries, how many rows of its ring count, and the position of the first query.
+    pub calls: IntTensor<B>,
+    /// `[seats · kv_heads, slots, 1 + ring]`, in the dtype of sums: of the key in each slot of a page list the sum, and the rows of the ring.
+    pub sums: FloatTensor<B>,
+}
+
 impl<B: Backend> StoredPages<B> {
     /// Pages, and slots of a page.
     pub fn pages(&self) -> [usize; 2] {

@@ -9,20 +9,12 @@ use burn_sparse_transformer::internal::rotate_back;
 
 use super::layer::Layer;
 use super::step::{Gathered, PageLists, Road};
-use super::store::Store;
+use super::store::{Store, as_stored};
 use super::{KvPool, Step, watch};
 use crate::{PagedOptions, PagedOutput, PagedStore, paged_attention};
 
 /// Where the scores of rows without keys are, and above those of pairs that do not count.
 const LOWEST: f64 = -1e29;
-
-/// Queries in the dtype of keys that are floats.
-pub(super) fn as_stored(query: Tensor<4>, store: &PagedStore) -> Tensor<4> {
-    match store {
-        PagedStore::Plain { keys, .. } => query.cast(FloatDType::from(keys.dtype())),
-        PagedStore::Quantized(_) => query,
-    }
-}
 
 impl Layer<'_> {
     /// What the heads see of a step's rows, `x`, in layer `layer` of a pool.
@@ -43,14 +35,14 @@ impl Layer<'_> {
             return self.msa_step(x, msa, pool, step, layer);
         }
         let [query, key, value] = self.project_heads(x, &step.positions)?;
-        let (store, group, evictor) = pool.layer(step, layer);
+        let (store, (at, group), evictor) = pool.layer(step, layer);
         if cfg!(debug_assertions) {
             store.poison(&group.freed, self.n_kv_heads() / group.slots.dims()[1]);
         }
         let pair = [key.clone(), value.clone()];
         store.write(group.copies.as_ref(), pair, group.slots.clone())?;
         let mut rows = watch::Rows::of(&query);
-        let watched = group.watch.as_ref().zip(evictor);
+        let watched = step.watch.as_ref().zip(evictor);
         let heads = match &group.road {
             // No score that a choice goes with is of attention.
             Road::Dense(_) if watched.is_some() && !self.chooses() => {
@@ -75,7 +67,11 @@ impl Layer<'_> {
             }
         };
         if let Some((watch, evictor)) = watched {
-            self.watch(rows, store, watch, evictor, layer)?;
+            let lists = match &group.road {
+                Road::Paged(page_lists) => Some(&**page_lists),
+                _ => None,
+            };
+            self.watch(rows, store, (watch, lists), evictor, (layer, at))?;
         }
         Ok(heads.cast(FloatDType::from(query.dtype())))
     }

@@ -19,6 +19,8 @@ use crate::pages::{CacheError, KvRetention, PagePool, SequenceId, Step as BooksS
 pub(super) struct Step {
     pub positions: Positions,
     pub(super) groups: Vec<GroupStep>,
+    /// What eviction has to know, if keys are evicted.
+    pub(super) watch: Option<Watch>,
     /// None in a recording: whoever replays it takes steps back.
     pub(super) undo: Option<Undo>,
 }
@@ -27,6 +29,7 @@ pub(super) struct Step {
 #[derive(Debug)]
 pub(super) struct Undo {
     books: UndoBooks,
+    /// None if it stays as it is.
     evictor: Option<Evictor>,
 }
 
@@ -62,12 +65,12 @@ pub(super) struct Advance {
 
 impl KvPool {
     /// Makes room for new rows of a batch `[batch, seq]` in the books. Nothing has changed after an error; what follows this and fails ends in
-    /// [`Self::undo`].
+    /// [`Self::undo`]. What is known of keys is part of that if `watched`; then it is not written where it is.
     pub(super) fn advance(
         &mut self,
         steps: &[KvStep],
         seq: usize,
-        last: bool,
+        [last, watched]: [bool; 2],
     ) -> Result<Advance, PoolError> {
         let mut starts = Vec::with_capacity(steps.len());
         for step in steps {
@@ -119,6 +122,12 @@ impl KvPool {
                 return Err(CacheError::OutOfPages { asked, free }.into());
             }
         }
+        if let Some(evictor) = &mut self.evictor {
+            let ids: Vec<SequenceId> = steps.iter().map(|step| step.id).collect();
+            let slots = (self.groups.iter()).map(|group| Ok(group.books.tables(&ids)?.most_slots));
+            let slots = slots.collect::<Result<Vec<_>, PoolError>>()?;
+            evictor.make_room([0, slots.into_iter().max().unwrap_or(0) + seq])?;
+        }
         let undo = match is_dense {
             true => UndoBooks::Books(
                 self.groups
@@ -133,7 +142,7 @@ impl KvPool {
         };
         let undo = Undo {
             books: undo,
-            evictor: self.evictor.clone(),
+            evictor: self.evictor.clone().filter(|_| watched),
         };
         let mut writes = Vec::with_capacity(self.groups.len());
         for group in &mut self.groups {
@@ -159,11 +168,12 @@ impl KvPool {
             writes,
             is_dense,
             undo,
-        } = self.advance(steps, seq, last)?;
-        match self.told(steps, &writes, seq, is_dense) {
-            Ok(groups) => Ok(Step {
+        } = self.advance(steps, seq, [last, true])?;
+        match self.told(steps, (&starts, &writes), seq, is_dense) {
+            Ok((groups, watch)) => Ok(Step {
                 positions: step::positions_of(&starts, seq, self.context, &self.device),
                 groups,
+                watch,
                 undo: Some(undo),
             }),
             Err(error) => {
@@ -177,16 +187,14 @@ impl KvPool {
     fn told(
         &mut self,
         steps: &[KvStep],
-        writes: &[Vec<Writes>],
+        (starts, writes): (&[usize], &[Vec<Writes>]),
         seq: usize,
         is_dense: bool,
-    ) -> Result<Vec<GroupStep>, PoolError> {
-        let due = self.due(steps)?;
+    ) -> Result<(Vec<GroupStep>, Option<Watch>), PoolError> {
         let kept = Kept {
             residency: self.residency,
-            cascade: self.cascade,
+            cascade: self.cascade(),
             positions: self.positions,
-            due: self.evictor.is_some().then_some(&due),
         };
         let mut groups = Vec::with_capacity(self.groups.len());
         for (group, writes) in self.groups.iter_mut().zip(writes) {
@@ -196,12 +204,25 @@ impl KvPool {
             let call = (steps, writes);
             group.nsa = NsaStep::new(&self.groups, at, call, seq, is_dense, &self.device)?;
         }
-        Ok(groups)
+        let how = (seq, is_dense);
+        let watch = |evictor| Watch::new(evictor, &self.groups, steps, starts, how, &self.device);
+        let watch = self.evictor.as_ref().map(watch).transpose()?;
+        Ok((groups, watch))
+    }
+
+    /// Keys that a batch shares from which on they are read once. Sums of attention are of page lists that are whole.
+    pub(super) fn cascade(&self) -> usize {
+        match self.evictor.as_ref().is_some_and(Evictor::sums) {
+            true => usize::MAX,
+            false => self.cascade,
+        }
     }
 
     /// Takes back what [`Self::advance`] did.
     pub(super) fn undo(&mut self, undo: Undo) {
-        self.evictor = undo.evictor;
+        if undo.evictor.is_some() {
+            self.evictor = undo.evictor;
+        }
         match undo.books {
             UndoBooks::Books(books) => {
                 for (group, books) in self.groups.iter_mut().zip(books) {
@@ -222,12 +243,10 @@ impl KvPool {
 
 /// What of a pool's configuration a group is told.
 #[derive(Clone, Copy)]
-struct Kept<'a> {
+struct Kept {
     residency: KvRetention,
     cascade: usize,
     positions: KvPositions,
-    /// Which sequences evict keys behind the step, if any may.
-    due: Option<&'a [bool]>,
 }
 
 impl Group {
@@ -266,7 +285,9 @@ impl Group {
             // What is read once for all sequences is chosen by none.
             let is_apart = seen.is_some() || choice.is_some() || key.dsa.is_some();
             let cascade = if is_apart { usize::MAX } else { kept.cascade };
-            let mut page_lists = step::page_lists(books, uploaded, steps, writes, cascade, device)?;
+            let batch = steps.iter().map(|step| step.id).collect();
+            let mut page_lists =
+                step::page_lists(books, uploaded, (batch, writes), cascade, device)?;
             if let Some(seen) = seen {
                 let sinks = Sinks::of(&mut page_lists, books, steps, writes, seq, seen, device)?;
                 page_lists.sinks = sinks;
@@ -291,12 +312,7 @@ impl Group {
             let gathered = step::gather(books, key, steps, writes, seq, device)?;
             Road::Gathered(Box::new(gathered))
         };
-        let watch = match kept.due {
-            Some(due) => Some(Watch::new(books, steps, due, key.kv_heads, seq, device)?),
-            None => None,
-        };
         Ok(GroupStep {
-            watch,
             copies: Copies::new(copies(), [rows, key.kv_heads, page_size], device),
             index_copies: match key.dsa.is_some() || key.msa.is_some() {
                 true => Copies::new(copies(), [rows, rows, page_size], device),

@@ -6,10 +6,9 @@ use burn_sparse_select::pages::PageChoice;
 use burn_sparse_transformer::internal::ensure_none;
 use burn_sparse_transformer::{SparseMultiHeadAttention, TransformerError};
 
-use super::attend::as_stored;
 use super::layer::Layer;
 use super::step::PageLists;
-use super::store::{Store, ints};
+use super::store::{Store, as_stored, ints};
 use super::{KvPoolConfig, dsa, nsa};
 use crate::pages::{EvictionScore, Writes};
 use crate::summaries::select_pages;

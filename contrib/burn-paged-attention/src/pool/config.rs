@@ -262,7 +262,7 @@ impl KvPoolConfig {
     }
 
     /// The most keys that a table row has at a time.
-    fn most_keys(&self, eviction: &EvictionConfig) -> usize {
+    pub(super) fn most_keys(&self, eviction: &EvictionConfig) -> usize {
         // The first layers of a pyramid have up to twice the mean; what heads have in an adaptive budget is as much for all of them together.
         let of_layer = match eviction.budget {
             EvictionBudget::Pyramid { .. } => eviction.capacity().saturating_mul(2),

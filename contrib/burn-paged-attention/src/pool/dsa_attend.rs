@@ -6,12 +6,11 @@ use burn_sparse_transformer::TransformerError;
 use burn_sparse_transformer::dsa::DsaHeads;
 use burn_sparse_transformer::internal::DsaParts;
 
-use super::attend::as_stored;
 use super::choice::{PAGE_LISTS, SCORES, by_heads, by_rows, pieces};
 use super::dsa::NO_VALUES;
 use super::layer::Layer;
 use super::step::{PageLists, Road};
-use super::store::{Store, lost};
+use super::store::{Store, as_stored, lost};
 use super::{KvPool, Step};
 use crate::dsa::{DsaPages, choose_in_pages};
 use crate::{PagedKeysValues, PagedStore, paged_attention};

@@ -1,13 +1,16 @@
 //! Keys that are let go by their scores.
 
 use burn::tensor::{FloatDType, Tensor};
+use burn_sparse_transformer::SparseMultiHeadAttention;
 
+use super::layer::Layer;
 use super::step::GroupKey;
 use super::store::ints;
-use super::watched::Watched;
 use super::{Group, KvPool, KvStep};
 use crate::PoolError;
-use crate::pages::{CacheError, EvictionScore, KvRetention, PagePool, Retained, SequenceId};
+use crate::pages::{
+    ALWAYS, CacheError, EvictionScore, KvRetention, PagePool, Retained, SequenceId,
+};
 
 /// That keys of such layers can be evicted.
 pub(super) fn check(key: &GroupKey, books: &PagePool) -> Result<(), PoolError> {
@@ -54,20 +57,23 @@ impl KvPool {
         Ok(due)
     }
 
-    /// Evicts keys of the sequences for which that is due after a call. Nothing has changed after an error.
-    pub(crate) fn settle(&mut self, steps: &[KvStep]) -> Result<(), PoolError> {
-        let Some(evictor) = &self.evictor else {
+    /// Notes a call that is done, and evicts keys of the sequences for which that is due. Nothing is evicted after an error.
+    pub(crate) fn settle(
+        &mut self,
+        steps: &[KvStep],
+        layers: &[&SparseMultiHeadAttention],
+    ) -> Result<(), PoolError> {
+        let Some(evictor) = &mut self.evictor else {
             return Ok(());
         };
-        let is_due = |id: &SequenceId| {
-            let watched = evictor.layers.first().and_then(|layer| layer.get(id));
-            watched.is_some_and(|watched| watched.scores.is_some())
-        };
-        let due: Vec<SequenceId> = steps.iter().map(|step| step.id).filter(is_due).collect();
+        evictor.stepped(steps);
+        let due = self.due(steps)?;
+        let due = steps.iter().zip(due).filter(|(_, is_due)| *is_due);
+        let due: Vec<SequenceId> = due.map(|(step, _)| step.id).collect();
         if due.is_empty() {
             return Ok(());
         }
-        let mut scores = self.scores_of(&due)?.into_iter();
+        let mut scores = self.scores_of(&due, layers)?.into_iter();
         let mut chosen = Vec::with_capacity(due.len());
         for id in due {
             let of_layers: Vec<Vec<Vec<f32>>> = scores.by_ref().take(self.layers.len()).collect();
@@ -77,21 +83,26 @@ impl KvPool {
     }
 
     /// The scores of sequences, of each in each layer: one copy to the host for all of them.
-    fn scores_of(&self, ids: &[SequenceId]) -> Result<Vec<Vec<Vec<f32>>>, PoolError> {
+    fn scores_of(
+        &self,
+        ids: &[SequenceId],
+        layers: &[&SparseMultiHeadAttention],
+    ) -> Result<Vec<Vec<Vec<f32>>>, PoolError> {
         let lost = || PoolError::argument("pool", "one whose last call succeeded", "another");
         let evictor = self.evictor.as_ref().ok_or_else(lost)?;
         let mut shapes = Vec::new();
         let mut all = Vec::new();
-        for id in ids {
-            for layer in &evictor.layers {
-                let scores = layer.get(id).and_then(|watched| watched.scores.clone());
+        for &id in ids {
+            for (layer, ((at, store), mha)) in self.layers.iter().zip(layers).enumerate() {
+                let books = &self.groups[*at].books;
+                let scores = Layer(mha).worth(store, books, evictor, layer, id)?;
                 let scores = scores.ok_or_else(lost)?;
                 let [heads, slots] = scores.dims();
                 shapes.push([heads, slots]);
                 all.push(scores.reshape([heads * slots]));
             }
         }
-        let all = Tensor::cat(all, 0).cast(FloatDType::F32).into_data();
+        let all = Tensor::cat(all, 0).into_data();
         let all: Vec<f32> = all
             .try_into_vec()
             .map_err(|error| PoolError::argument("scores", "numbers", format!("{error:?}")))?;
@@ -126,12 +137,11 @@ impl KvPool {
             let mut scores: Vec<Vec<f32>> = (scores.iter().zip(&stored))
                 .map(|(scores, &stored)| scores[..stored].to_vec())
                 .collect();
-            if config.score == EvictionScore::Mean
-                && let Some(watched) = evictor.layers[layer].get(&id)
-            {
+            if config.score == EvictionScore::Mean {
+                let known = evictor.known(layer, id);
                 for (head, scores) in scores.iter_mut().enumerate() {
                     for (slot, score) in scores.iter_mut().enumerate() {
-                        *score /= group * (len - watched.position(head, slot)) as f32;
+                        *score /= group * (len - known.position(head, slot)) as f32;
                     }
                 }
             }
@@ -163,6 +173,9 @@ impl KvPool {
                 }
             }
         }
+        if let Some(evictor) = &mut self.evictor {
+            evictor.evictions += 1;
+        }
         // One after the other: what one sequence frees another may take.
         for of_sequence in moves {
             self.rewrite(of_sequence)?;
@@ -189,8 +202,20 @@ impl KvPool {
             let places = kept[layer.unwrap_or(0)].places.iter();
             let counts: Vec<usize> = places.step_by(heads_of_row).map(Vec::len).collect();
             group.uploaded = None;
-            group.sight = None;
-            retained.push(group.books.retain(id, &counts)?);
+            let of_group = group.books.retain(id, &counts)?;
+            if let Some(sight) = group.sight.take() {
+                // Keys count as those of the last positions.
+                let next = group.books.len(id)?;
+                let places = of_group.slots.iter().flat_map(|slots| {
+                    let positions = next - slots.len()..next;
+                    slots
+                        .iter()
+                        .zip(positions)
+                        .map(|(&slot, at)| (slot, at as i32, ALWAYS))
+                });
+                group.sight = Some(sight.write(places.collect(), &self.device));
+            }
+            retained.push(of_group);
         }
         Ok(Moves { id, kept, retained })
     }
@@ -224,7 +249,7 @@ impl KvPool {
                 store.write(None, moved, slots)?;
             }
             if let Some(evictor) = &mut self.evictor {
-                evictor.watched(layer, id).keep(&places, len, &device);
+                evictor.keep(layer, id, &places, len, &device)?;
             }
         }
         Ok(())
@@ -233,7 +258,11 @@ impl KvPool {
     /// What each key of a layer and sequence got of the attention so far, `[kv_heads, slots]`, if that is what keys are chosen by.
     #[doc(hidden)]
     pub fn attention_sums(&self, id: SequenceId, layer: usize) -> Option<Tensor<2>> {
-        self.evictor.as_ref()?.layers.get(layer)?.get(&id)?.total()
+        let books = &self.groups[self.layers.get(layer)?.0].books;
+        let slots = books.tables(&[id]).ok()?.most_slots;
+        let sizes = [slots, books.len(id).ok()?];
+        let evictor = self.evictor.as_ref()?;
+        evictor.total(layer, id, sizes, &self.device).ok()?
     }
 
     /// Evicts keys of sequences down to the capacity, by the caller's scores of their tokens: in a pool with
@@ -261,7 +290,6 @@ impl KvPool {
         let longest = lengths.into_iter().max().unwrap_or(0);
         let mut chosen: Vec<(SequenceId, Vec<Vec<Vec<f32>>>)> =
             ids.iter().map(|&id| (id, Vec::new())).collect();
-        let nothing = Watched::default();
         for (layer, importance) in importance.iter().enumerate() {
             let Group { key, books, .. } = &self.groups[self.layers[layer].0];
             let [batch, heads, tokens] = importance.dims();
@@ -276,13 +304,11 @@ impl KvPool {
             })?;
             for (at, (id, scores)) in chosen.iter_mut().enumerate() {
                 let stored = stored_of_heads(books, *id, heads)?;
-                let watched = evictor.layers[layer].get(id).unwrap_or(&nothing);
+                let known = evictor.known(layer, *id);
                 let of_head = |(head, stored): (usize, usize)| {
                     let own = &numbers[(at * heads + head) * tokens..][..tokens];
                     let slots = 0..stored;
-                    slots
-                        .map(|slot| own[watched.position(head, slot)])
-                        .collect()
+                    slots.map(|slot| own[known.position(head, slot)]).collect()
                 };
                 scores.push(stored.into_iter().enumerate().map(of_head).collect());
             }
@@ -312,13 +338,11 @@ impl KvPool {
         };
         let Group { key, books, .. } = &self.groups[self.layers[layer].0];
         let stored = stored_of_heads(books, id, key.kv_heads)?;
-        let nothing = Watched::default();
-        let watched = evictor.layers[layer].get(&id).unwrap_or(&nothing);
-        let heads = stored.into_iter().enumerate().map(|(head, stored)| {
-            (0..stored)
-                .map(|slot| watched.position(head, slot))
-                .collect()
-        });
+        let known = evictor.known(layer, id);
+        let heads = stored
+            .into_iter()
+            .enumerate()
+            .map(|(head, stored)| (0..stored).map(|slot| known.position(head, slot)).collect());
         Ok(heads.collect())
     }
 }
@@ -329,26 +353,12 @@ impl KvPool {
         let Some(evictor) = &self.evictor else {
             return Ok(());
         };
-        for ((at, _), layer) in self.layers.iter().zip(&evictor.layers) {
-            let Group { key, books, .. } = &self.groups[*at];
-            for (&id, watched) in layer {
-                let len = books.len(id)?;
+        for id in evictor.sequences() {
+            for (layer, (at, _)) in self.layers.iter().enumerate() {
+                let Group { key, books, .. } = &self.groups[*at];
                 let stored = stored_of_heads(books, id, key.kv_heads)?;
-                for (head, (kept, stored)) in watched.kept.iter().zip(stored).enumerate() {
-                    let is_whole = watched.since <= len
-                        && kept.len() + len - watched.since == stored
-                        && kept.is_sorted_by(|a, b| a < b)
-                        && kept
-                            .last()
-                            .is_none_or(|&last| (last as usize) < watched.since);
-                    if !is_whole {
-                        let what = format!(
-                            "{id} has {stored} keys of head {head}, {} of them from before token {} of {len}",
-                            kept.len(),
-                            watched.since
-                        );
-                        return Err(CacheError::Corrupt { what }.into());
-                    }
+                if let Some(what) = evictor.contradiction(layer, id, books.len(id)?, &stored) {
+                    return Err(CacheError::Corrupt { what }.into());
                 }
             }
         }

@@ -190,7 +190,13 @@ impl KvPool {
         let mut branches = Vec::with_capacity(layers.len());
         let mut indexes = Vec::with_capacity(layers.len());
         let evictor = match config.eviction {
-            Some(eviction) => Some(Evictor::new(eviction, config.rollback, layers.len())?),
+            Some(eviction) => {
+                let longest = config.lengths.last().copied().unwrap_or(0);
+                let slots = config.most_keys(&eviction).min(longest);
+                let seats = [config.lengths.len(), slots];
+                let rollback = config.rollback;
+                Some(Evictor::new(eviction, rollback, layers, seats, &device)?)
+            }
             None => None,
         };
         for mha in layers {
@@ -267,7 +273,11 @@ impl KvPool {
     /// [`PoolError::Cache`] if the residency's window is out of range.
     pub fn join(&mut self) -> Result<SequenceId, PoolError> {
         let residency = self.residency;
-        self.each(|books| books.join(residency))
+        let id = self.each(|books| books.join(residency))?;
+        if let Some(evictor) = &mut self.evictor {
+            evictor.join(id)?;
+        }
+        Ok(id)
     }
 
     /// Ends a sequence, whose pages others can take.
@@ -289,7 +299,7 @@ impl KvPool {
     pub fn fork(&mut self, id: SequenceId) -> Result<SequenceId, PoolError> {
         let fork = self.each(|books| books.fork(id))?;
         if let Some(evictor) = &mut self.evictor {
-            evictor.fork(id, fork);
+            evictor.fork(id, fork, &self.device)?;
         }
         Ok(fork)
     }
@@ -378,7 +388,7 @@ impl KvPool {
                 dsa::add_usage(&self.groups[*at], [store, index], id, &mut usage)?;
             }
         }
-        usage.score_bytes = (self.evictor.as_ref()).map_or(0, |evictor| evictor.bytes(id));
+        usage.score_bytes = (self.evictor.as_ref()).map_or(0, Evictor::bytes);
         Ok(usage)
     }
 
@@ -429,9 +439,13 @@ impl KvPool {
         &'a mut self,
         step: &'a Step,
         layer: usize,
-    ) -> (&'a mut Store, &'a GroupStep, Option<&'a mut Evictor>) {
+    ) -> (
+        &'a mut Store,
+        (usize, &'a GroupStep),
+        Option<&'a mut Evictor>,
+    ) {
         let (group, store) = &mut self.layers[layer];
-        (store, &step.groups[*group], self.evictor.as_mut())
+        (store, (*group, &step.groups[*group]), self.evictor.as_mut())
     }
 }
 
@@ -474,7 +488,7 @@ impl KvPool {
         ensure_shape("x", x.dims(), expected, ["batch", "seq", "d_model"])?;
         let ([batch, seq, _], dtype) = (x.dims(), x.dtype());
         self.check_layers(&[attention], &x.device())?;
-        self.run(steps, [batch, seq], false, |_, attend| {
+        self.run(&[attention], steps, [batch, seq], false, |_, attend| {
             let heads = attend(0, attention, x)?;
             Ok(attention.output_projection(heads)?.cast(dtype))
         })
@@ -483,6 +497,7 @@ impl KvPool {
     /// A step of all layers: what `forward` computes of rows at positions by the attention that it is given. After an error the pool is as it was.
     fn run<T>(
         &mut self,
+        layers: &[&SparseMultiHeadAttention],
         steps: &[KvStep],
         [batch, seq]: [usize; 2],
         last: bool,
@@ -491,8 +506,8 @@ impl KvPool {
         check_steps(steps, batch)?;
         let step = self.begin(steps, seq, last)?;
         let found = forward(&step.positions, &mut self.attend(&step));
-        let found =
-            (found.map_err(PoolError::from)).and_then(|found| self.settle(steps).map(|()| found));
+        let found = (found.map_err(PoolError::from))
+            .and_then(|found| self.settle(steps, layers).map(|()| found));
         if let (Err(_), Some(undo)) = (&found, step.undo) {
             self.undo(undo);
         }

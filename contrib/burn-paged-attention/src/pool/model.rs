@@ -149,7 +149,7 @@ fn pooled<M: Decoder>(
     let layers = model.attentions();
     pool.check_layers(&layers, &layers[0].key.weight.device())?;
     let dims = tokens.dims();
-    pool.run(steps, dims, last, |positions, attend| {
+    pool.run(&layers, steps, dims, last, |positions, attend| {
         model.hidden(tokens, positions, attend)
     })
 }

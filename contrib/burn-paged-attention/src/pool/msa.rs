@@ -5,11 +5,10 @@ use burn_sparse_select::msa::MsaIndex;
 use burn_sparse_transformer::TransformerError;
 use burn_sparse_transformer::msa::MsaHeads;
 
-use super::attend::as_stored;
 use super::choice::{PAGE_LISTS, SCORES, joined, of_rows, pieces};
 use super::layer::Layer;
 use super::step::{PageLists, Road};
-use super::store::{Store, lost};
+use super::store::{Store, as_stored, lost};
 use super::{KvPool, Step};
 
 impl Layer<'_> {

@@ -5,12 +5,11 @@ use burn_sparse_select::nsa::NsaBranches;
 use burn_sparse_transformer::TransformerError;
 use burn_sparse_transformer::nsa::NsaHeads;
 
-use super::attend::as_stored;
 use super::choice::{PAGE_LISTS, SCORES, joined, of_rows, pieces};
 use super::layer::Layer;
 use super::nsa_step::Ended;
 use super::step::{GroupStep, PageLists, Road};
-use super::store::{Store, lost};
+use super::store::{Store, as_stored, lost};
 use super::{KvPool, Step};
 
 impl Layer<'_> {

@@ -3,7 +3,7 @@
 use std::cell::{Ref, RefCell, RefMut};
 use std::rc::Rc;
 
-use burn::tensor::{DType, Int, Tensor, TensorData};
+use burn::tensor::{DType, Int, Tensor};
 use burn_blocksparse::graph::{CapturedGraph, StaticInput};
 use burn_sparse_select::pages::PageChoice;
 use burn_sparse_transformer::TransformerError;
@@ -13,17 +13,22 @@ use super::begin::Advance;
 use super::model::PagedDecoder;
 use super::nsa::Branches;
 use super::nsa_step::NsaInputs;
-use super::step::{GroupStep, PageLists, Road};
+use super::sight::Sight;
+use super::step::{self, GroupStep, PageLists, Prefix, Road};
 use super::store::{data, zeros};
-use super::{Group, KvPool, KvPositions, KvStep, Step, check_steps};
-use crate::PoolError;
+use super::watch::Watch;
+use super::watched::Evictor;
+use super::{Group, KvPool, KvPositions, KvRetention, KvStep, Step};
 use crate::pages::{SequenceId, Writes};
+use crate::{PagedVisibility, PoolError};
 
-/// A model with its pool, whose steps of a token for each sequence of a batch are recorded once and replayed as a single dispatch where the device can
-/// (CUDA): see [`CapturedGraph`]. Elsewhere they run one by one. The numbers are those of [`PagedDecoder::next_logits`] either way.
+/// A model with its pool, whose steps of as many tokens for each sequence of a batch are recorded once and replayed as a single dispatch where the device can
+/// (CUDA): see [`CapturedGraph`]. Elsewhere they run one by one. The numbers are those of [`PagedDecoder::next_logits`] and
+/// [`PagedDecoder::forward_pool`] either way.
 ///
-/// The first three steps of a batch run, the fourth is recorded. Another batch, or a step that a recording cannot take (several tokens, pages that are
-/// copied after a fork, a pattern whose slots are gathered or have positions, `nsa` in eight bits), runs by itself, and the next batch is recorded anew.
+/// The first three steps of a batch run, the fourth is recorded. Sequences may get fewer tokens than a step has rows, as drafts do. Another batch, or a step that a
+/// recording cannot take, runs by itself, [`fallback_reason`](Self::fallback_reason) says why, and the next batch is recorded anew. Keys are evicted between
+/// replays; what they are chosen by is noted in them. A replay that fails leaves the pool without a meaning.
 ///
 /// It stays on its thread, as recordings do.
 ///
@@ -53,35 +58,48 @@ pub struct GraphDecoder<M> {
     model: M,
     pool: Rc<RefCell<KvPool>>,
     recording: Option<Recording>,
+    /// Why the last step was none of a recording.
+    reason: Option<&'static str>,
 }
 
-type Pass = Box<dyn FnMut() -> Result<Tensor<2>, TransformerError>>;
+type Pass = Box<dyn FnMut() -> Result<Tensor<3>, TransformerError>>;
 
 /// What is recorded of one batch.
 struct Recording {
     batch: Vec<SequenceId>,
     inputs: Rc<Inputs>,
-    replayed: CapturedGraph<Tensor<2>, Pass>,
+    replayed: CapturedGraph<Tensor<3>, Pass>,
+    /// [`Evictor::moves`] by then, and [`Evictor::evictions`] that its tables are of.
+    moves: usize,
+    evictions: usize,
 }
 
 /// What a replay reads.
 struct Inputs {
-    /// `[batch, 1]`
+    /// `[batch, s]`
     tokens: StaticInput<2, Int>,
-    /// `[batch]`
+    /// `[batch · s]`
     positions: StaticInput<1, Int>,
+    /// `[batch]`: the positions of the first tokens.
+    first: StaticInput<1, Int>,
     groups: Vec<GroupInputs>,
+    /// [`Watch::calls`] and [`Watch::slots`], if keys are evicted.
+    watch: Option<(StaticInput<2, Int>, StaticInput<3, Int>)>,
     /// Zeros.
     counters: Tensor<1, Int>,
 }
 
 struct GroupInputs {
-    /// `[batch, T, 1]`
+    /// `[batch, T, s]`
     slots: StaticInput<3, Int>,
     /// `[batch, T, entries]`
     table: StaticInput<3, Int>,
     /// `[batch, T, 4]`
     spans: StaticInput<3, Int>,
+    /// Positions of the slots and the last queries that see them, `[batch · T · s]`, where not all queries see all slots.
+    sight: Option<[StaticInput<1, Int>; 2]>,
+    /// Pages that all sequences share and that are read once, and how many those are.
+    prefix: (Option<Prefix>, usize),
     /// How queries choose pages, if they do.
     choice: Option<PageChoice>,
     /// Blocks that end, of native sparse attention.
@@ -100,6 +118,7 @@ impl<M: Decoder + 'static> GraphDecoder<M> {
             model,
             pool: Rc::new(RefCell::new(pool)),
             recording: None,
+            reason: None,
         })
     }
 
@@ -125,10 +144,11 @@ impl<M: Decoder + 'static> GraphDecoder<M> {
 
     /// Why steps run one by one, once that is known.
     pub fn fallback_reason(&self) -> Option<&str> {
-        self.recording.as_ref()?.replayed.fallback_reason()
+        let of_recording = || self.recording.as_ref()?.replayed.fallback_reason();
+        self.reason.or_else(of_recording)
     }
 
-    /// [`PagedDecoder::next_logits`] of tokens `[batch, seq]`, row by row. The next step may write where the logits are.
+    /// [`PagedDecoder::next_logits`] of tokens `[batch, seq]`, row by row. The next step may write where the logits are. Steps of one token are recorded.
     ///
     /// # Shapes
     /// - output: `[batch, vocab_size]`
@@ -140,63 +160,109 @@ impl<M: Decoder + 'static> GraphDecoder<M> {
         tokens: &[u32],
         steps: &[KvStep],
     ) -> Result<Tensor<2>, PoolError> {
-        let batch = steps.len();
-        blocksparse::ensure! {
-            PoolError;
-            batch > 0 && !tokens.is_empty() && tokens.len().is_multiple_of(batch) => "tokens", format!("rows for {batch} sequences"), tokens.len();
+        let seq = rows(tokens, steps)?;
+        if seq == 1 {
+            let logits = self.all_logits(tokens, steps)?;
+            let [batch, _, vocab] = logits.dims();
+            return Ok(logits.reshape([batch, vocab]));
         }
-        let seq = tokens.len() / batch;
-        check_steps(steps, batch)?;
-        let can_be_replayed = seq == 1 && self.pool.borrow().is_replayable(batch);
-        if can_be_replayed && !self.pool.borrow().copies(steps)? {
-            return self.replay(tokens, steps);
+        self.recording = None;
+        self.reason = Some("logits behind the last of several tokens alone");
+        let tokens = self.tensor(tokens, steps.len());
+        self.model
+            .next_logits(tokens, steps, &mut self.pool.borrow_mut())
+    }
+
+    /// [`PagedDecoder::forward_pool`] of tokens `[batch, seq]`, row by row, of which sequences may have fewer: the logits behind each. The next step may write
+    /// where they are. So drafts are checked; those that are refused are taken back by [`KvPool::truncate`].
+    ///
+    /// # Shapes
+    /// - output: `[batch, seq, vocab_size]`
+    ///
+    /// # Errors
+    /// As [`PagedDecoder::try_forward_pool`]; also if the tokens are no whole number of rows.
+    pub fn all_logits(&mut self, tokens: &[u32], steps: &[KvStep]) -> Result<Tensor<3>, PoolError> {
+        let seq = rows(tokens, steps)?;
+        let is_refused = self.pool.borrow().refuses(steps, seq)?;
+        self.reason = is_refused;
+        if is_refused.is_none() {
+            return self.replay(tokens, steps, seq);
         }
         // What this writes may be elsewhere than where a recording writes.
         self.recording = None;
-        let tokens: Vec<i32> = tokens.iter().map(|&token| token as i32).collect();
-        let data = TensorData::new(tokens, [batch, seq]);
-        let mut pool = self.pool.borrow_mut();
-        let tokens = Tensor::from_data(data, &pool.device);
-        self.model.next_logits(tokens, steps, &mut pool)
+        let tokens = self.tensor(tokens, steps.len());
+        self.model
+            .try_forward_pool(tokens, steps, &mut self.pool.borrow_mut())
     }
 
-    fn replay(&mut self, tokens: &[u32], steps: &[KvStep]) -> Result<Tensor<2>, PoolError> {
-        let advance = self.pool.borrow_mut().advance(steps, 1, false)?;
-        match self.replay_advanced(tokens, steps, &advance) {
-            Ok(logits) => Ok(logits),
-            Err(error) => {
-                self.pool.borrow_mut().undo(advance.undo);
-                Err(error)
-            }
+    fn tensor(&self, tokens: &[u32], batch: usize) -> Tensor<2, Int> {
+        let shape = [batch, tokens.len() / batch];
+        Tensor::from_data(data(numbers(tokens), shape), &self.pool.borrow().device)
+    }
+
+    fn replay(
+        &mut self,
+        tokens: &[u32],
+        steps: &[KvStep],
+        seq: usize,
+    ) -> Result<Tensor<3>, PoolError> {
+        // A recording writes what is known of keys where it is, and only then.
+        let recording = self.recording.as_ref();
+        let is_kept = recording.is_none_or(|recording| !recording.replayed.replays_next());
+        let advance = self
+            .pool
+            .borrow_mut()
+            .advance(steps, seq, [false, is_kept])?;
+        let logits = self.replay_advanced(tokens, steps, seq, &advance);
+        let logits = logits.and_then(|logits| {
+            let layers = self.model.attentions();
+            self.pool.borrow_mut().settle(steps, &layers)?;
+            Ok(logits)
+        });
+        if logits.is_err() {
+            self.pool.borrow_mut().undo(advance.undo);
         }
+        logits
     }
 
     fn replay_advanced(
         &mut self,
         tokens: &[u32],
         steps: &[KvStep],
+        seq: usize,
         advance: &Advance,
-    ) -> Result<Tensor<2>, PoolError> {
+    ) -> Result<Tensor<3>, PoolError> {
         let batch: Vec<SequenceId> = steps.iter().map(|step| step.id).collect();
-        let tokens = tokens.iter().map(|&token| token as i32).collect();
-        let fits = |recording: &Recording| {
-            let entries = |writes: &[Writes]| writes.iter().map(|writes| writes.entries).max();
-            let mut groups = recording.inputs.groups.iter().zip(&advance.writes);
-            recording.batch == batch
-                && groups.all(|(inputs, writes)| entries(writes) <= Some(inputs.table.dims()[2]))
+        let shape = [steps.len(), seq];
+        let kept = match self.recording.take() {
+            Some(recording) if recording.fits(&batch, shape, advance, &self.pool.borrow())? => {
+                Some(recording)
+            }
+            _ => None,
         };
-        let pool = self.pool.borrow();
-        let kept = self.recording.take().filter(|recording| fits(recording));
-        let is_new = kept.is_none();
+        let mut is_new = kept.is_none();
         let mut recording = match kept {
             Some(recording) => recording,
-            None => self.record(batch, &pool)?,
+            None => self.record(batch, seq)?,
         };
+        let pool = self.pool.borrow();
+        let evictions = pool.evictor.as_ref().map_or(0, |evictor| evictor.evictions);
+        is_new |= std::mem::replace(&mut recording.evictions, evictions) != evictions;
         let inputs = &recording.inputs;
-        inputs.tokens.write(data(tokens, [steps.len(), 1]))?;
-        let positions = advance.starts.iter().map(|&start| start as i32);
-        let positions = data(positions.collect(), [steps.len()]);
-        inputs.positions.write(positions)?;
+        inputs.tokens.write(data(numbers(tokens), shape))?;
+        let most = pool.context.map_or(usize::MAX, |context| context - 1);
+        let positions = (advance.starts.iter()).flat_map(|&start| start..start + seq);
+        let positions = positions.map(|position| position.min(most) as i32);
+        let count = inputs.positions.dims();
+        inputs.positions.write(data(positions.collect(), count))?;
+        let first = advance.starts.iter().map(|&start| start as i32);
+        inputs.first.write(data(first.collect(), [steps.len()]))?;
+        if let (Some((calls, slots)), Some(evictor)) = (&inputs.watch, &pool.evictor) {
+            let places = evictor.places(steps, &advance.starts, seq);
+            let [of_calls, of_slots] = places;
+            calls.write(data(of_calls, calls.dims()))?;
+            slots.write(data(of_slots, slots.dims()))?;
+        }
         for ((group, inputs), writes) in pool.groups.iter().zip(&inputs.groups).zip(&advance.writes)
         {
             inputs.write(group, &recording.batch, writes, is_new)?;
@@ -211,86 +277,188 @@ impl<M: Decoder + 'static> GraphDecoder<M> {
     }
 
     /// Nothing is recorded yet, but what will be reads these inputs.
-    fn record(&self, batch: Vec<SequenceId>, pool: &KvPool) -> Result<Recording, PoolError> {
-        let device = &pool.device;
+    fn record(&self, batch: Vec<SequenceId>, seq: usize) -> Result<Recording, PoolError> {
+        let mut pool = self.pool.borrow_mut();
+        let device = pool.device.clone();
         let count = batch.len();
         let heads = pool.groups.iter().map(|group| group.key.heads).max();
-        let queries = count * heads.unwrap_or(1);
-        let groups = pool
-            .groups
-            .iter()
-            .map(|group| GroupInputs::new(group, &batch, pool));
+        let queries = count * seq * heads.unwrap_or(1);
+        let mut groups = Vec::with_capacity(pool.groups.len());
+        for at in 0..pool.groups.len() {
+            let inputs = GroupInputs::new(&pool.groups[at], (&batch, seq), &pool)?;
+            let group = &mut pool.groups[at];
+            let sight = inputs.sight.as_ref();
+            group.sight = sight.map(|_| Sight::new(&group.books, &device));
+            groups.push(inputs);
+        }
+        let watch = match pool.evictor {
+            Some(_) => Some((
+                zeros([count, 4], &device)?,
+                zeros([count, 1, seq], &device)?,
+            )),
+            None => None,
+        };
         let inputs = Rc::new(Inputs {
-            tokens: zeros([count, 1], device)?,
-            positions: zeros([count], device)?,
-            groups: groups.collect::<Result<_, _>>()?,
-            counters: Tensor::zeros([queries], (device, DType::I32)),
+            tokens: zeros([count, seq], &device)?,
+            positions: zeros([count * seq], &device)?,
+            first: zeros([count], &device)?,
+            groups,
+            watch,
+            counters: Tensor::zeros([queries], (&device, DType::I32)),
         });
         let pass: Pass = Box::new({
             let (model, pool, inputs) = (self.model.clone(), self.pool.clone(), inputs.clone());
             move || {
-                let step = inputs.step();
                 let mut pool = pool.borrow_mut();
+                let step = inputs.step(&mut pool);
                 let attend = &mut pool.attend(&step);
                 let x = model.hidden(inputs.tokens.tensor(), &step.positions, attend)?;
-                let logits = model.logits(x)?;
-                let [batch, _, vocab] = logits.dims();
-                Ok(logits.reshape([batch, vocab]))
+                model.logits(x)
             }
         });
         Ok(Recording {
             batch,
             inputs,
-            replayed: CapturedGraph::new(device, pass)?,
+            replayed: CapturedGraph::new(&device, pass)?,
+            moves: pool.evictor.as_ref().map_or(0, |evictor| evictor.moves),
+            evictions: 0,
         })
+    }
+}
+
+/// Tokens of each sequence in rows of a batch.
+fn rows(tokens: &[u32], steps: &[KvStep]) -> Result<usize, PoolError> {
+    let batch = steps.len();
+    blocksparse::ensure! {
+        PoolError;
+        batch > 0 && !tokens.is_empty() && tokens.len().is_multiple_of(batch) => "tokens", format!("rows for {batch} sequences"), tokens.len();
+    }
+    Ok(tokens.len() / batch)
+}
+
+fn numbers(tokens: &[u32]) -> Vec<i32> {
+    tokens.iter().map(|&token| token as i32).collect()
+}
+
+impl Recording {
+    /// Whether a step can be a replay.
+    fn fits(
+        &self,
+        batch: &[SequenceId],
+        shape: [usize; 2],
+        advance: &Advance,
+        pool: &KvPool,
+    ) -> Result<bool, PoolError> {
+        let moves = pool.evictor.as_ref().map_or(0, |evictor| evictor.moves);
+        if self.batch != batch || self.inputs.tokens.dims() != shape || self.moves != moves {
+            return Ok(false);
+        }
+        for ((inputs, writes), group) in
+            (self.inputs.groups.iter().zip(&advance.writes)).zip(&pool.groups)
+        {
+            let entries = writes
+                .iter()
+                .map(|writes| writes.entries)
+                .max()
+                .unwrap_or(0);
+            let [_, _, most] = inputs.table.dims();
+            let is_seen = inputs.sight.is_none() || group.sight.is_some();
+            let (prefix, shared) = &inputs.prefix;
+            let is_shared = match prefix {
+                Some(_) => group.books.shared_pages(batch)? >= *shared,
+                None => true,
+            };
+            if entries > most + shared || !is_seen || !is_shared {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 }
 
 impl Inputs {
     /// The step that the layers take.
-    fn step(&self) -> Step {
-        let groups = self.groups.iter().map(|group| GroupStep {
+    fn step(&self, pool: &mut KvPool) -> Step {
+        let groups = self.groups.iter().zip(&mut pool.groups);
+        let groups = groups.map(|(inputs, group)| GroupStep {
             copies: None,
-            slots: group.slots.tensor(),
+            slots: inputs.slots.tensor(),
             road: Road::Paged(Box::new(PageLists {
-                table: group.table.tensor(),
-                spans: group.spans.tensor(),
-                visibility: None,
+                visibility: inputs.visibility(group, self.first.tensor()),
                 counters: Some(self.counters.clone()),
-                prefix: None,
-                sinks: None,
-                choice: group.choice,
+                prefix: inputs.prefix.0.clone(),
+                choice: inputs.choice,
+                ..PageLists::new(inputs.table.tensor(), inputs.spans.tensor())
             })),
-            watch: None,
             index_copies: None,
             freed: Vec::new(),
-            nsa: group.nsa.as_ref().map(NsaInputs::step),
+            nsa: inputs.nsa.as_ref().map(NsaInputs::step),
         });
+        let watch = self.watch.as_ref();
         Step {
-            positions: Positions::Listed(Box::new(self.positions.tensor())),
             groups: groups.collect(),
+            positions: Positions::Listed(Box::new(self.positions.tensor())),
+            watch: watch.map(|(calls, slots)| Watch {
+                calls: calls.tensor(),
+                slots: slots.tensor(),
+                prompts: None,
+            }),
             undo: None,
         }
     }
 }
 
 impl GroupInputs {
-    /// With a table for all that the context holds, or all pages if there is none.
-    fn new(group: &Group, batch: &[SequenceId], pool: &KvPool) -> Result<Self, PoolError> {
-        let config = group.books.config();
+    /// With a table for all that the context holds, all that stays where keys are evicted, or all pages if there is none.
+    fn new(
+        group: &Group,
+        (batch, seq): (&[SequenceId], usize),
+        pool: &KvPool,
+    ) -> Result<Self, PoolError> {
+        let (config, device) = (group.books.config(), &pool.device);
+        let most = pool.evictor.as_ref().map(|evictor| {
+            let config = &evictor.config;
+            config
+                .capacity()
+                .saturating_add(config.slack)
+                .saturating_add(seq)
+        });
+        let most = most.into_iter().chain(pool.context).min();
         // Both regions end with a page that is not full.
         let of_context = |context: usize| 2 * (context.div_ceil(config.page_size()) + 1);
-        let entries = pool.context.map_or(usize::MAX, of_context);
+        let entries = most.map_or(usize::MAX, of_context);
         let now = group.books.tables(batch)?.max_pages;
         let entries = entries.min(config.pages()).max(now).next_power_of_two();
         let rows = group.books.table_rows();
+        let count = batch.len() * rows * seq;
+        let sight = match group.sees_all(seq == 1, pool.residency) {
+            true => None,
+            false => Some([zeros([count], device)?, zeros([count], device)?]),
+        };
+        let cascade = match group.is_apart() {
+            true => usize::MAX,
+            false => pool.cascade(),
+        };
+        let prefix = Prefix::of(&group.books, batch, cascade, device)?;
         Ok(Self {
-            slots: zeros([batch.len(), rows, 1], &pool.device)?,
-            table: zeros([batch.len(), rows, entries], &pool.device)?,
-            spans: zeros([batch.len(), rows, 4], &pool.device)?,
+            slots: zeros([batch.len(), rows, seq], device)?,
+            table: zeros([batch.len(), rows, entries - prefix.1], device)?,
+            spans: zeros([batch.len(), rows, 4], device)?,
+            sight,
+            prefix,
             choice: group.choice,
-            nsa: NsaInputs::new(group, batch.len(), &pool.device)?,
+            nsa: NsaInputs::new(group, batch.len(), device)?,
         })
+    }
+
+    /// Writes what slots are seen of, where not all queries see all of them.
+    fn visibility(&self, group: &mut Group, first: Tensor<1, Int>) -> Option<PagedVisibility> {
+        let [positions, last] = self.sight.as_ref()?;
+        let slots = self.slots.tensor();
+        let slots = slots.reshape(positions.dims());
+        let sight = group.sight.take()?;
+        let sight = sight.written(slots, positions.tensor(), last.tensor());
+        Some(group.sight.insert(sight).of_queries(first))
     }
 
     /// Writes where a step's keys go and where those of the batch are; the table only if it is new or changed.
@@ -301,16 +469,29 @@ impl GroupInputs {
         writes: &[Writes],
         is_new: bool,
     ) -> Result<(), PoolError> {
-        let slots = writes.iter().flat_map(|writes| writes.slots.clone());
-        self.slots.write(data(slots.collect(), self.slots.dims()))?;
-        self.spans
-            .write(data(group.books.spans(batch)?, self.spans.dims()))?;
+        let [_, rows, seq] = self.slots.dims();
+        let places = step::slots_in_rows(writes, rows, seq, |writes| &writes.slots);
+        self.slots.write(data(places, self.slots.dims()))?;
+        if let Some([positions, last]) = &self.sight {
+            let of_last = step::slots_in_rows(writes, rows, seq, |writes| &writes.last);
+            last.write(data(of_last, last.dims()))?;
+            let of_rows = writes.iter().flat_map(|writes| {
+                let first = writes.first as i32;
+                (0..rows).flat_map(move |_| first..first + seq as i32)
+            });
+            positions.write(data(of_rows.collect(), positions.dims()))?;
+        }
+        let (_, shared) = self.prefix;
+        let spans = step::own_spans(&group.books, batch, shared)?;
+        self.spans.write(data(spans, self.spans.dims()))?;
+        // Nobody has uploaded the table since an eviction or a change of sequences.
         if is_new || writes.iter().any(|writes| !writes.changes.is_empty()) {
             let tables = group.books.tables(batch)?;
             let [_, _, entries] = self.table.dims();
             let mut table = vec![-1; tables.rows * entries];
             let rows = tables.table.chunks(tables.max_pages);
             for (row, to) in rows.zip(table.chunks_mut(entries)) {
+                let row = &row[shared..];
                 let count = row.len().min(entries);
                 to[..count].copy_from_slice(&row[..count]);
             }
@@ -320,27 +501,69 @@ impl GroupInputs {
     }
 }
 
-impl KvPool {
-    /// Whether single tokens of a batch read pages as they are, with nothing but lengths and tables that differ from step to step.
-    fn is_replayable(&self, batch: usize) -> bool {
-        batch > 0
-            && self.evictor.is_none()
-            && self.positions == KvPositions::Original
-            && self.groups.iter().all(|Group { key, books, .. }| {
-                key.is_plain() && books.single_sees_all(self.residency)
-            })
-            && self.branches.iter().flatten().all(Branches::is_recordable)
+impl Group {
+    /// Whether queries of a step see all slots, or choose those that they see.
+    pub(super) fn sees_all(&self, is_single: bool, residency: KvRetention) -> bool {
+        is_single && self.books.single_sees_all(residency)
+            || self.choice.is_some()
+            || self.key.dsa.is_some()
     }
 
-    /// Whether single tokens would copy pages.
-    fn copies(&self, steps: &[KvStep]) -> Result<bool, PoolError> {
+    /// Whether no pages are read once for all sequences: what is chosen is chosen by each.
+    pub(super) fn is_apart(&self) -> bool {
+        self.choice.is_some() || self.key.dsa.is_some()
+    }
+}
+
+impl KvPool {
+    /// Why a step cannot be recorded, if it cannot: more must differ from step to step than lengths, tables and what is seen.
+    fn refuses(&self, steps: &[KvStep], seq: usize) -> Result<Option<&'static str>, PoolError> {
+        let mut is_new = seq > 1;
+        for step in steps {
+            is_new &= self.len(step.id)? == 0;
+        }
+        let chooses = |group: &Group| group.is_apart() || group.key.msa.is_some();
+        let has_branches = self.branches.iter().any(Option::is_some);
+        let of_keys = (self.layers.iter()).any(|(_, store)| store.is_quantized());
+        let sums = self.evictor.as_ref().is_some_and(Evictor::sums);
+        let all = |f: &dyn Fn(&Group) -> bool| self.groups.iter().all(f);
+        let reasons = [
+            (is_new, "sequences without tokens read prompts"),
+            (
+                self.positions != KvPositions::Original,
+                "rotations are of places in the cache",
+            ),
+            (
+                !all(&|group| group.key.is_plain() && group.books.row_is_live()),
+                "the keys of a query are gathered",
+            ),
+            (
+                seq > 1 && (has_branches || self.groups.iter().any(chooses)),
+                "several tokens of a sequence choose keys",
+            ),
+            (
+                has_branches && !all(&|group| group.books.single_sees_all(self.residency)),
+                "branches keep keys that a query does not see",
+            ),
+            (
+                !(self.branches.iter().flatten()).all(Branches::is_recordable),
+                "branches are in eight bits",
+            ),
+            (
+                sums && of_keys,
+                "attention to keys in eight bits is summed up",
+            ),
+        ];
+        if let Some((_, reason)) = reasons.into_iter().find(|(is_so, _)| *is_so) {
+            return Ok(Some(reason));
+        }
         for group in &self.groups {
             for step in steps {
                 if group.books.copies_next(step.id)? {
-                    return Ok(true);
+                    return Ok(Some("pages are copied behind a fork"));
                 }
             }
         }
-        Ok(false)
+        Ok(None)
     }
 }

@@ -1,14 +1,15 @@
 //! Which queries see which slots, on the device.
 
-use burn::tensor::{Device, IndexingUpdateOp, Int, Tensor};
+use burn::tensor::{Device, Int, Tensor};
 
 use super::store::ints;
 use crate::PagedVisibility;
+use crate::paged::write_integers;
 use crate::pages::{PagePool, Writes};
 
-/// The position of each slot of a pool and the last query that sees it. Made of all sequences once; then a step writes its own slots, however large the
-/// pool is. Slots that were let go keep what they had: no page list comes by them before they are written again.
-#[derive(Clone, Debug)]
+/// The position of each slot of a pool and the last query that sees it. Made of all sequences once; then a step writes its own slots where they are, however
+/// large the pool is. Slots that were let go keep what they had: no page list comes by them before they are written again.
+#[derive(Debug)]
 pub(super) struct Sight {
     /// `[pages · P]`
     positions: Tensor<1, Int>,
@@ -32,55 +33,45 @@ impl Sight {
     }
 
     /// What a step changes: copies of pages, then new keys.
-    pub(super) fn apply(self, writes: &[Writes], device: &Device) -> Self {
-        let Self {
-            mut positions,
-            mut last,
-            shape,
-        } = self;
+    pub(super) fn apply(mut self, writes: &[Writes], device: &Device) -> Self {
         let copies = writes.iter().flat_map(|writes| &writes.copies);
         let (mut from, mut to) = (Vec::new(), Vec::new());
         for copy in copies {
             for slot in copy.slots.clone() {
-                from.push((copy.from * shape[1] + slot) as i32);
-                to.push((copy.to * shape[1] + slot) as i32);
+                from.push((copy.from * self.shape[1] + slot) as i32);
+                to.push((copy.to * self.shape[1] + slot) as i32);
             }
         }
         if !from.is_empty() {
             let count = [from.len()];
             let (from, to) = (ints(from, count, device), ints(to, count, device));
-            let (p, l) = (
-                positions.clone().select(0, from.clone()),
-                last.clone().select(0, from),
-            );
-            positions = positions.select_assign(0, to.clone(), p, IndexingUpdateOp::Assign);
-            last = last.select_assign(0, to, l, IndexingUpdateOp::Assign);
+            let positions = self.positions.clone().select(0, from.clone());
+            let last = self.last.clone().select(0, from);
+            self = self.written(to, positions, last);
         }
-        let (mut slots, mut p, mut l) = (Vec::new(), Vec::new(), Vec::new());
-        for writes in writes {
-            for row in 0..writes.rows {
-                for token in 0..writes.tokens {
-                    let at = row * writes.tokens + token;
-                    if writes.slots[at] >= 0 {
-                        slots.push(writes.slots[at]);
-                        p.push((writes.first + token) as i32);
-                        l.push(writes.last[at]);
-                    }
-                }
-            }
+        self.write(new_keys(writes), device)
+    }
+
+    /// Writes slots with their positions, and the last queries that see them.
+    pub(super) fn write(self, slots: Vec<(i32, i32, i32)>, device: &Device) -> Self {
+        if slots.is_empty() {
+            return self;
         }
-        if !slots.is_empty() {
-            let count = [slots.len()];
-            let slots = ints(slots, count, device);
-            let (p, l) = (ints(p, count, device), ints(l, count, device));
-            positions = positions.select_assign(0, slots.clone(), p, IndexingUpdateOp::Assign);
-            last = last.select_assign(0, slots, l, IndexingUpdateOp::Assign);
-        }
-        Self {
-            positions,
-            last,
-            shape,
-        }
+        let count = [slots.len()];
+        let [slots, positions, last] = columns(slots).map(|x| ints(x, count, device));
+        self.written(slots, positions, last)
+    }
+
+    /// The same of tensors; negative slots are left out.
+    pub(super) fn written(
+        mut self,
+        slots: Tensor<1, Int>,
+        positions: Tensor<1, Int>,
+        last: Tensor<1, Int>,
+    ) -> Self {
+        self.positions = write_integers(self.positions, slots.clone(), positions);
+        self.last = write_integers(self.last, slots, last);
+        self
     }
 
     /// For queries of which the first of each sequence is at these positions.
@@ -91,4 +82,22 @@ impl Sight {
             query_positions: first,
         }
     }
+}
+
+/// Slots of new keys, their positions, and the last queries that see them.
+pub(super) fn new_keys(writes: &[Writes]) -> Vec<(i32, i32, i32)> {
+    let of = |writes: &Writes| {
+        let pairs = writes.slots.iter().zip(&writes.last).enumerate();
+        let (first, tokens) = (writes.first, writes.tokens);
+        let keys =
+            pairs.map(move |(at, (&slot, &last))| (slot, (first + at % tokens) as i32, last));
+        keys.collect::<Vec<_>>()
+    };
+    writes.iter().flat_map(of).collect()
+}
+
+/// Slots, positions and last queries apart.
+pub(super) fn columns(slots: Vec<(i32, i32, i32)>) -> [Vec<i32>; 3] {
+    let (slots, (positions, last)) = slots.into_iter().map(|(a, b, c)| (a, (b, c))).unzip();
+    [slots, positions, last]
 }

@@ -15,7 +15,6 @@ use burn_sparse_transformer::nsa::NsaHeadsConfig;
 use super::KvStep;
 use super::nsa_step::NsaStep;
 use super::store::{Copies, ints};
-use super::watch::Watch;
 use crate::pages::{PagePool, SequenceId, SlotKey, Writes};
 use crate::{PagedKeysValues, PagedStore, PagedVisibility, PoolError};
 
@@ -50,8 +49,6 @@ pub(super) struct GroupStep {
     /// `[batch, T, s]`
     pub slots: Tensor<3, Int>,
     pub road: Road,
-    /// What eviction has to know, if keys are evicted.
-    pub watch: Option<Watch>,
     /// Pages whose keys were let go.
     pub freed: Vec<usize>,
     /// Of native sparse attention.
@@ -149,6 +146,27 @@ impl Sinks {
 }
 
 impl PageLists {
+    pub(super) fn new(table: Tensor<3, Int>, spans: Tensor<3, Int>) -> Self {
+        Self {
+            table,
+            spans,
+            visibility: None,
+            counters: None,
+            prefix: None,
+            sinks: None,
+            choice: None,
+        }
+    }
+
+    /// All pages of a batch.
+    pub(super) fn of_all(
+        books: &PagePool,
+        batch: &[SequenceId],
+        device: &Device,
+    ) -> Result<Self, PoolError> {
+        page_lists(books, &mut None, (batch.to_vec(), &[]), usize::MAX, device)
+    }
+
     pub(super) fn pages(&self, store: PagedStore, kv_heads: usize) -> PagedKeysValues {
         let (table, spans) = (self.table.clone(), self.spans.clone());
         let mut pages = PagedKeysValues::of_store(store, kv_heads, table, spans);
@@ -260,6 +278,36 @@ impl Prefix {
     }
 }
 
+impl Prefix {
+    /// Pages that all sequences of a batch share and that hold `cascade` keys or more, and how many entries of the table those are.
+    pub(super) fn of(
+        books: &PagePool,
+        batch: &[SequenceId],
+        cascade: usize,
+        device: &Device,
+    ) -> Result<(Option<Self>, usize), PoolError> {
+        let page_size = books.config().page_size();
+        let shared = match batch.len() {
+            0 | 1 => 0,
+            _ if cascade == usize::MAX => 0,
+            _ => books.shared_pages(batch)?,
+        };
+        if shared == 0 || shared * page_size < cascade {
+            return Ok((None, 0));
+        }
+        let rows = books.table_rows();
+        let tables = books.tables(&batch[..1])?;
+        let first = tables.table.chunks(tables.max_pages);
+        let first = first.flat_map(|row| &row[..shared]);
+        let spans = (0..rows).flat_map(|_| [(shared * page_size) as i32, shared as i32, 0, 0]);
+        let prefix = Self {
+            table: ints(first.copied().collect(), [1, rows, shared], device),
+            spans: ints(spans.collect(), [1, rows, 4], device),
+        };
+        Ok((Some(prefix), shared))
+    }
+}
+
 impl Uploaded {
     /// The table of a batch; pages that it shares are apart if they hold so many keys.
     fn new(
@@ -269,36 +317,33 @@ impl Uploaded {
         device: &Device,
     ) -> Result<Self, PoolError> {
         let rows = books.table_rows();
-        let page_size = books.config().page_size();
+        let (prefix, shared) = Prefix::of(books, &batch, cascade, device)?;
         let tables = books.tables(&batch)?;
-        let shared = match batch.len() {
-            1 => 0,
-            _ => books.shared_pages(&batch)?,
-        };
-        let shared = match shared * page_size >= cascade.max(1) {
-            true => shared,
-            false => 0,
-        };
         let own = tables.max_pages - shared;
-        let entries = tables.table.chunks(tables.max_pages);
-        let rest = entries.clone().flat_map(|row| &row[shared..]);
-        let prefix = (shared > 0).then(|| {
-            let first = entries.take(rows).flat_map(|row| &row[..shared]);
-            let slots = (shared * page_size) as i32;
-            let spans = (0..rows).flat_map(|_| [slots, shared as i32, 0, 0]);
-            Prefix {
-                table: ints(first.copied().collect(), [1, rows, shared], device),
-                spans: ints(spans.collect(), [1, rows, 4], device),
-            }
-        });
+        let rest = tables.table.chunks(tables.max_pages);
+        let rest = rest.flat_map(|row| &row[shared..]).copied().collect();
         Ok(Self {
-            table: ints(rest.copied().collect(), [batch.len(), rows, own], device),
+            table: ints(rest, [batch.len(), rows, own], device),
             max_pages: tables.max_pages,
             batch,
             shared,
             prefix,
         })
     }
+}
+
+/// The spans of a batch without pages that it shares.
+pub(super) fn own_spans(
+    books: &PagePool,
+    batch: &[SequenceId],
+    shared: usize,
+) -> Result<Vec<i32>, PoolError> {
+    let mut spans = books.spans(batch)?;
+    for span in spans.chunks_mut(4) {
+        span[0] -= (shared * books.config().page_size()) as i32;
+        span[1] -= shared as i32;
+    }
+    Ok(spans)
 }
 
 /// Where the rows of a step are written.
@@ -308,26 +353,35 @@ pub(super) fn slots_of(
     seq: usize,
     device: &Device,
 ) -> Tensor<3, Int> {
+    let slots = slots_in_rows(writes, table_rows, seq, |writes| &writes.slots);
+    ints(slots, [writes.len(), table_rows, seq], device)
+}
+
+/// Numbers of the rows of a step, −1 behind a sequence's own.
+pub(super) fn slots_in_rows(
+    writes: &[Writes],
+    table_rows: usize,
+    seq: usize,
+    of: impl Fn(&Writes) -> &Vec<i32>,
+) -> Vec<i32> {
     let mut slots = vec![-1; writes.len() * table_rows * seq];
     for (writes, entry) in writes.iter().zip(slots.chunks_mut(table_rows * seq)) {
         for (row, to) in entry.chunks_mut(seq).enumerate() {
-            let from = &writes.slots[row * writes.tokens..][..writes.tokens];
+            let from = &of(writes)[row * writes.tokens..][..writes.tokens];
             to[..writes.tokens].copy_from_slice(from);
         }
     }
-    ints(slots, [writes.len(), table_rows, seq], device)
+    slots
 }
 
 /// The page lists of a batch; the table stays on the device while none of its entries changes.
 pub(super) fn page_lists(
     books: &PagePool,
     uploaded: &mut Option<Uploaded>,
-    steps: &[KvStep],
-    writes: &[Writes],
+    (batch, writes): (Vec<SequenceId>, &[Writes]),
     cascade: usize,
     device: &Device,
 ) -> Result<PageLists, PoolError> {
-    let batch: Vec<SequenceId> = steps.iter().map(|step| step.id).collect();
     let rows = books.table_rows();
     let is_current = |uploaded: &Uploaded| {
         uploaded.batch == batch
@@ -347,19 +401,11 @@ pub(super) fn page_lists(
             uploaded.insert(made).clone()
         }
     };
-    let mut spans = books.spans(&batch)?;
-    for span in spans.chunks_mut(4) {
-        span[0] -= (shared * books.config().page_size()) as i32;
-        span[1] -= shared as i32;
-    }
+    let spans = own_spans(books, &batch, shared)?;
+    let spans = ints(spans, [batch.len(), rows, 4], device);
     Ok(PageLists {
-        table,
-        spans: ints(spans, [batch.len(), rows, 4], device),
-        visibility: None,
-        counters: None,
         prefix,
-        sinks: None,
-        choice: None,
+        ..PageLists::new(table, spans)
     })
 }
 

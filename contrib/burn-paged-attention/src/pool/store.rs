@@ -19,7 +19,7 @@ pub(super) enum Stored {
 
 /// Pages of keys and values. They are taken out while they are written, so that no second handle keeps the write from
 /// being in place.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Store {
     pages: Option<PagedStore>,
     kv_heads: usize,
@@ -176,6 +176,56 @@ impl Store {
 
     pub(super) fn pages(&self) -> Result<PagedStore, TransformerError> {
         self.pages.clone().ok_or_else(lost)
+    }
+
+    /// Slots of a page.
+    pub(super) fn page_size(&self) -> usize {
+        self.pages.as_ref().map_or(0, |store| store.pages()[1])
+    }
+
+    /// Hands plain keys to what gives them back, in place if nobody else has them.
+    pub(super) fn with_keys(
+        &mut self,
+        f: impl FnOnce(Tensor<3>) -> Tensor<3>,
+    ) -> Result<(), TransformerError> {
+        let store = self.pages.take().ok_or_else(lost)?;
+        self.pages = Some(match store {
+            PagedStore::Plain { keys, values } => PagedStore::Plain {
+                keys: f(keys),
+                values,
+            },
+            quantized => quantized,
+        });
+        Ok(())
+    }
+
+    /// Room for more pages, and slots of each, of zeros.
+    pub(super) fn grow(&mut self, to: [usize; 2]) -> Result<(), TransformerError> {
+        let grown = |x: Tensor<3>| {
+            (0..2).fold(x, |x, dim| {
+                let mut shape = x.dims();
+                shape[dim] = to[dim] - shape[dim];
+                let zeros = Tensor::zeros(shape, (&x.device(), x.dtype()));
+                Tensor::cat(vec![x, zeros], dim)
+            })
+        };
+        let store = self.pages.take().ok_or_else(lost)?;
+        self.pages = Some(match store {
+            PagedStore::Plain { keys, values } => PagedStore::Plain {
+                keys: grown(keys),
+                values: grown(values),
+            },
+            quantized => quantized,
+        });
+        Ok(())
+    }
+
+    /// Plain keys of slots of all pages, `[rows, d_k]`.
+    pub(super) fn keys_at(&self, ids: &Tensor<1, Int>) -> Result<Tensor<2>, TransformerError> {
+        match self.pages.as_ref().ok_or_else(lost)? {
+            PagedStore::Plain { keys, .. } => Ok(rows_of(keys, ids)),
+            PagedStore::Quantized(_) => Err(lost()),
+        }
     }
 
     /// Copies pages.
@@ -455,6 +505,14 @@ fn with_rows<const D: usize, const R: usize, K: Basic>(
     let all = pages.flatten::<R>(0, 1);
     all.select_assign(0, ids.clone(), rows, IndexingUpdateOp::Assign)
         .reshape(shape)
+}
+
+/// Queries in the dtype of keys that are floats.
+pub(super) fn as_stored(query: Tensor<4>, store: &PagedStore) -> Tensor<4> {
+    match store {
+        PagedStore::Plain { keys, .. } => query.cast(FloatDType::from(keys.dtype())),
+        PagedStore::Quantized(_) => query,
+    }
 }
 
 pub(super) fn lost() -> TransformerError {

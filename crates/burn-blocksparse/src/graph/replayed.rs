@@ -146,6 +146,15 @@ where
         matches!(self.state, State::Recorded(_))
     }
 
+    /// Whether the next run is a replay, or records what is replayed.
+    pub fn replays_next(&self) -> bool {
+        match self.state {
+            State::WarmingUp => self.runs >= WARM_UPS,
+            State::Recorded(_) => true,
+            State::Refused(_) => false,
+        }
+    }
+
     /// Why runs call the closure instead of replaying it. None while that is not known, before the fourth run.
     pub fn fallback_reason(&self) -> Option<&str> {
         match &self.state {

@@ -1,6 +1,6 @@
 //! A model and its pool, one call at a time or replayed.
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Result, anyhow};
 use burn::tensor::{Device, Tensor, TensorData};
 use burn_paged_attention::pool::{GraphDecoder, KvPool, KvStep, PagedDecoder};
 use burn_sparse_transformer::SparseTransformer;
@@ -12,7 +12,7 @@ pub enum Decoder {
 }
 
 impl Decoder {
-    /// With `graph` steps of a token are recorded and replayed where the device can.
+    /// With `graph` steps of as many tokens are recorded and replayed where the device can.
     pub fn new(model: SparseTransformer, pool: KvPool, graph: bool) -> Result<Self> {
         Ok(match graph {
             true => Self::CapturedGraph(Box::new(GraphDecoder::new(model, pool)?)),
@@ -41,7 +41,7 @@ impl Decoder {
                 let (model, pool) = &mut **plain;
                 model.try_forward_pool(Tensor::from_data(data, device), steps, pool)?
             }
-            Self::CapturedGraph(_) => bail!("drafts are not recorded"),
+            Self::CapturedGraph(decoder) => decoder.all_logits(tokens, steps)?,
         })
     }
 

@@ -34,6 +34,8 @@ pub struct Writer {
     context: usize,
     device: Device,
     windows: Vec<Window>,
+    /// Bytes that steps with drafts read at least of each text: recordings have one size.
+    padded: usize,
 }
 
 /// What the model sees of a text.
@@ -79,6 +81,7 @@ impl Writer {
             context,
             device,
             windows: Vec::new(),
+            padded: if cache.graph { 1 + cache.drafted } else { 1 },
         })
     }
 
@@ -161,7 +164,7 @@ impl Writer {
     /// Reads the next byte of each text and a draft of those behind it, for which there is [`Self::room`], and returns the logits behind each of them.
     pub fn check(&mut self, more: &[(usize, Vec<u8>)]) -> Result<Vec<Vec<Vec<f32>>>> {
         let is_plain = |(_, bytes): &&(usize, Vec<u8>)| bytes.len() == 1;
-        if more.iter().all(|more| is_plain(&more)) {
+        if self.padded == 1 && more.iter().all(|more| is_plain(&more)) {
             let more: Vec<(usize, &[u8])> = (more.iter())
                 .map(|(text, bytes)| (*text, bytes.as_slice()))
                 .collect();
@@ -180,6 +183,7 @@ impl Writer {
         let Some(most) = together.iter().map(|&place| more[place].1.len()).max() else {
             return Ok(rows);
         };
+        let most = most.max(self.padded);
         let (mut steps, mut tokens) = (Vec::new(), Vec::new());
         for &place in &together {
             let (text, bytes) = &more[place];

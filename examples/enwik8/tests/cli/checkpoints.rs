@@ -137,6 +137,7 @@ fn several_samples_and_their_cache() {
     let [text, stats] = succeed_and_tell(format!("{greedy} --graph --stats"));
     assert_eq!(text, with(""));
     says(stats, "runs steps one by one: ");
+    assert_eq!(with("--graph --speculate 6"), text);
 
     // Drafts over the end of the context, of two texts.
     let drafts = "--prompt a --batch 2 --speculate 6 --stats --json";
@@ -151,7 +152,6 @@ fn several_samples_and_their_cache() {
 
     for row in rows(
         "
-        2 | --graph --speculate 6 | cannot be used with
         2 | --cache some | there is no policy 'some'
         2 | --cache window:0,1 | with W at least 1
         2 | --page-size 20 | must be 16, 32, 64 or 128

@@ -16,11 +16,13 @@
 //! quantize   rows written into pages of eight bits        shape    what a call is
 //! plan       how it is launched
 //! summary    what is known of each page besides its keys  page_scores  scores of pages by it
-//! slots      slots of page lists one by one, and of keys that were picked
+//! slots      slots of page lists one by one, of keys that were picked, and numbers of each
+//! attention_sums  what each key got of attention
 //! ```
 
 mod append;
 mod attend;
+mod attention_sums;
 mod exchange;
 mod join;
 mod lanes;
@@ -42,9 +44,10 @@ mod summary;
 mod tile;
 
 pub use append::{AppendShape, append_rows, check_append};
+pub use attention_sums::{SumsBuffers, attention_sums, check_attention_sums};
 pub use page_scores::{PageScoreBuffers, PageScoreShape, check_page_scores, page_scores};
 pub use plan::{PagedBuffers, PagedPlan, paged_attention};
 pub use quantize::{append_quantized, check_append_quantized};
 pub use shape::PagedShape;
-pub use slots::{SlotShape, page_list_slots, picked_slots};
+pub use slots::{SlotShape, page_list_slots, picked_slots, write_integers};
 pub use summary::{StoredKeys, Summary, check_summarize, summarize_pages};

@@ -1,4 +1,4 @@
-//! Slots one by one: those of page lists in their order, and those of keys that were picked among them.
+//! Slots one by one: those of page lists in their order, those of keys that were picked among them, and what is known of each.
 
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -151,6 +151,48 @@ pub fn picked_slots(
             most,
             count,
             shape.page,
+        );
+    }
+    Ok(())
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn written(at: &[i32], values: &[i32], to: &mut [i32], count: usize, length: usize) {
+    if ABSOLUTE_POS < count {
+        let place = at[ABSOLUTE_POS];
+        if place >= 0i32 && (place as usize) < length {
+            to[place as usize] = values[ABSOLUTE_POS];
+        }
+    }
+}
+
+/// Writes so many numbers at places of `length` others, all i32, in place; what has no place there is left out. No two may have the same one.
+///
+/// # Errors
+/// As [`page_list_slots`].
+pub fn write_integers(
+    client: &Client,
+    [count, length]: [usize; 2],
+    [at, values]: [&Handle; 2],
+    to: &Handle,
+) -> Result<(), KernelError> {
+    if count * length == 0 {
+        return Ok(());
+    }
+    let address = address_of(client, count.max(length))?;
+    let cubes = spread(client, count.div_ceil(UNITS) as u64)?;
+    // SAFETY: a unit below the count reads its place and its number, and writes at a place below the length; the buffers have the lengths they say.
+    unsafe {
+        written::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(UNITS as u32),
+            address,
+            buffer(at, count),
+            buffer(values, count),
+            buffer(to, length),
+            count,
+            length,
         );
     }
     Ok(())

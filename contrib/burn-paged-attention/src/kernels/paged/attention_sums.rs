@@ -1,0 +1,298 @@
+//! What keys in pages get of the attention of a few queries, summed up for each key.
+//!
+//! A unit has a slot of a head of keys, and nobody else writes its numbers: `f · q · k` of all queries that share the head, `exp(· − lse)`, in the order of rows
+//! and heads. The last rows, which may be taken back, are kept apart in a ring behind the sum and join it when they are overwritten.
+
+// What is known at compile time stays apart from what is not.
+#![allow(clippy::collapsible_if)]
+
+use cubecl::ir::ElemType;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::kernels::paged::shape::PagedShape;
+use blocksparse_cubecl::args::{address_of, buffer, spread};
+use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::limits::{most_units, vector_of};
+
+/// Units of a cube.
+const UNITS: usize = 128;
+/// Queries that meet a key at a time.
+const MEMBERS: usize = 4;
+
+/// What is compiled into the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Summed {
+    /// Vectors of a key.
+    vectors: usize,
+    /// Slots of a page, a power of two.
+    page: usize,
+    softcap: bool,
+}
+
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct Sizes {
+    batch: usize,
+    kv_heads: usize,
+    /// Heads of queries of a head of keys.
+    group: usize,
+    /// Queries of a head.
+    rows: usize,
+    tables: usize,
+    entries: usize,
+    pages: usize,
+    /// Cubes of a head.
+    chunks: usize,
+    /// Seats, slots of a seat, and rows that may be taken back.
+    seats: usize,
+    width: usize,
+    ring: usize,
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn attention_sums_kernel<E: Float, N: Size>(
+    q: &[Vector<E, N>],
+    lse: &[f32],
+    keys: &[Vector<E, N>],
+    table: &[i32],
+    spans: &[i32],
+    calls: &[i32],
+    sums: &mut [f32],
+    sizes: Sizes,
+    scale: f32,
+    softcap: f32,
+    #[comptime] t: Summed,
+    #[define(E)] _element: ElemType,
+) {
+    let chunk = CUBE_POS % sizes.chunks;
+    let head = CUBE_POS / sizes.chunks % sizes.kv_heads;
+    let batch = CUBE_POS / sizes.chunks / sizes.kv_heads;
+    let slot = chunk * CUBE_DIM as usize + UNIT_POS as usize;
+    if batch < sizes.batch {
+        let page_list = batch * sizes.tables + head % sizes.tables;
+        let stored = spans[page_list * 4];
+        let seat = calls[batch * 4];
+        let tokens = calls[batch * 4 + 1];
+        let loose = calls[batch * 4 + 2] as usize;
+        let first = calls[batch * 4 + 3] as usize;
+        let is_own = (slot as i32) < stored
+            && slot < sizes.width
+            && slot / comptime!(t.page) < sizes.entries
+            && seat >= 0i32
+            && (seat as usize) < sizes.seats;
+        if is_own {
+            let shared = sizes.kv_heads / sizes.tables;
+            let listed = table[page_list * sizes.entries + slot / comptime!(t.page)];
+            let page = max(listed, 0i32) as usize * shared + head % shared;
+            let planes = 1 + sizes.ring;
+            let to = ((seat as usize * sizes.kv_heads + head) * sizes.width + slot) * planes;
+            // Of a slot that is new whatever was there does not count.
+            if slot as i32 >= stored - tokens {
+                for plane in 0..planes {
+                    sums[to + plane] = 0.0f32;
+                }
+            }
+            if listed >= 0i32 && page < sizes.pages {
+                let key =
+                    (page * comptime!(t.page) + slot % comptime!(t.page)) * comptime!(t.vectors);
+                for row in 0..min(tokens as usize, sizes.rows) {
+                    let mut attention = 0.0f32.runtime();
+                    if (slot as i32) < stored - tokens + row as i32 + 1i32 {
+                        let mut member = 0usize;
+                        while member < sizes.group {
+                            let mut products = Array::<f32>::new(MEMBERS);
+                            #[unroll]
+                            for i in 0..MEMBERS {
+                                products[i] = 0.0f32;
+                            }
+                            for vector in 0..comptime!(t.vectors) {
+                                let k = Vector::<f32, N>::cast_from(keys[key + vector]);
+                                #[unroll]
+                                for i in 0..MEMBERS {
+                                    let of = head * sizes.group + min(member + i, sizes.group - 1);
+                                    let query = (batch * sizes.kv_heads * sizes.group + of)
+                                        * sizes.rows
+                                        + row;
+                                    let x = q[query * comptime!(t.vectors) + vector];
+                                    let product = Vector::<f32, N>::cast_from(x) * k;
+                                    #[unroll]
+                                    for c in 0..N::value() {
+                                        products[i] += product.extract(c);
+                                    }
+                                }
+                            }
+                            #[unroll]
+                            for i in 0..MEMBERS {
+                                if member + i < sizes.group {
+                                    let of = head * sizes.group + member + i;
+                                    let query = (batch * sizes.kv_heads * sizes.group + of)
+                                        * sizes.rows
+                                        + row;
+                                    let mut score = products[i] * scale;
+                                    if comptime!(t.softcap) {
+                                        score = (score / softcap).tanh() * softcap;
+                                    }
+                                    attention += (score - lse[query]).exp();
+                                }
+                            }
+                            member += MEMBERS;
+                        }
+                    }
+                    if sizes.ring == 0 {
+                        sums[to] += attention;
+                    } else {
+                        let place = to + 1 + (first + row) % sizes.ring;
+                        if loose + row >= sizes.ring {
+                            let settled = sums[place];
+                            sums[to] += settled;
+                        }
+                        sums[place] = attention;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// How it is launched.
+struct Launch {
+    tile: Summed,
+    vector: usize,
+    units: usize,
+    chunks: usize,
+    address: AddressType,
+    cubes: CubeCount,
+}
+
+impl Launch {
+    fn new(
+        client: &Client,
+        shape: &PagedShape,
+        [seats, width, ring]: [usize; 3],
+    ) -> Result<Self, KernelError> {
+        let properties = client.properties();
+        if shape.quantization.is_some()
+            || !properties.supports_type(shape.dtype)
+            || shape.dtype.size() > 4
+        {
+            let dtype = format!("{:?}", shape.dtype);
+            return Err(KernelError::Dtype { dtype });
+        }
+        let vector = vector_of(properties, shape.dtype.size(), &[shape.widths[0]]);
+        let units = UNITS.min(most_units(properties));
+        let slots = (shape.entries * shape.page).min(width);
+        let chunks = slots.div_ceil(units).max(1);
+        let largest = [
+            shape.pages * shape.page * shape.widths[0],
+            shape.batch * shape.heads * shape.rows * shape.widths[0],
+            seats * shape.kv_heads * width * (1 + ring),
+            shape.batch * shape.tables * shape.entries,
+        ];
+        Ok(Self {
+            tile: Summed {
+                vectors: shape.widths[0] / vector,
+                page: shape.page,
+                softcap: shape.softcap,
+            },
+            vector,
+            units,
+            chunks,
+            address: address_of(client, largest.into_iter().max().unwrap_or(0))?,
+            cubes: spread(client, (shape.batch * shape.kv_heads * chunks) as u64)?,
+        })
+    }
+}
+
+/// That [`attention_sums`] takes a shape and so many seats, slots of each and rows of a ring.
+///
+/// # Errors
+/// As [`attention_sums`].
+pub fn check_attention_sums(
+    client: &Client,
+    shape: &PagedShape,
+    sums: [usize; 3],
+) -> Result<(), KernelError> {
+    Launch::new(client, shape, sums).map(|_| ())
+}
+
+/// The tensors of a call, contiguous; integers are i32.
+#[derive(Clone, Copy, Debug)]
+pub struct SumsBuffers<'a> {
+    /// `[batch, heads, rows, width]`
+    pub q: &'a Handle,
+    /// `[batch, heads, rows]`, f32.
+    pub lse: &'a Handle,
+    /// `[pages, page, width]`
+    pub keys: &'a Handle,
+    /// `[batch, tables, entries]`
+    pub table: &'a Handle,
+    /// `[batch, tables, 4]`, of which the slots of region one count.
+    pub spans: &'a Handle,
+    /// `[batch, 4]`
+    pub calls: &'a Handle,
+    /// `[seats · kv_heads, width, 1 + ring]`, f32.
+    pub sums: &'a Handle,
+}
+
+/// Adds what the keys of region one of page lists get of the queries' attention: see `PagedOps::attention_sums`.
+///
+/// # Errors
+/// [`KernelError`] if the device cannot index the tensors or lacks the dtype, numbers have eight bits or more than four bytes.
+pub fn attention_sums(
+    client: &Client,
+    shape: &PagedShape,
+    sums @ [seats, width, ring]: [usize; 3],
+    buffers: &SumsBuffers,
+    scale: f64,
+    softcap: Option<f64>,
+) -> Result<(), KernelError> {
+    let Launch {
+        tile,
+        vector,
+        units,
+        chunks,
+        address,
+        cubes,
+    } = Launch::new(client, shape, sums)?;
+    let queries = shape.batch * shape.heads * shape.rows;
+    let page_lists = shape.batch * shape.tables;
+    if queries * shape.entries * shape.pages * seats * width == 0 {
+        return Ok(());
+    }
+    // SAFETY: a unit below the slots of its page list and seat reads queries of its head, the key of a page below `pages`, and writes the numbers of its own slot of
+    // a seat that there is; the buffers have the lengths they say.
+    unsafe {
+        attention_sums_kernel::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d(units as u32),
+            address,
+            vector,
+            buffer(buffers.q, queries * tile.vectors),
+            buffer(buffers.lse, queries),
+            buffer(buffers.keys, shape.pages * shape.page * tile.vectors),
+            buffer(buffers.table, page_lists * shape.entries),
+            buffer(buffers.spans, page_lists * 4),
+            buffer(buffers.calls, shape.batch * 4),
+            buffer(buffers.sums, seats * shape.kv_heads * width * (1 + ring)),
+            SizesLaunch::new(
+                shape.batch,
+                shape.kv_heads,
+                shape.heads / shape.kv_heads,
+                shape.rows,
+                shape.tables,
+                shape.entries,
+                shape.pages,
+                chunks,
+                seats,
+                width,
+                ring,
+            ),
+            scale as f32,
+            softcap.unwrap_or(1.0) as f32,
+            tile,
+            shape.dtype,
+        );
+    }
+    Ok(())
+}
