@@ -3,6 +3,8 @@
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use burn::tensor::TensorData;
+
 use crate::error::OpError;
 
 /// What a message belongs to.
@@ -12,6 +14,38 @@ pub struct Stage {
     pub call: u64,
     /// Whether it is of gradients.
     pub gradients: bool,
+}
+
+/// What carries keys and values, or gradients, by way of the host.
+pub trait Carrier: Send + Sync {
+    /// Sends to another device, and waits for nobody.
+    fn send(&self, to: usize, stage: Stage, blocks: [TensorData; 2]) -> Result<(), OpError>;
+    /// Waits for the next that another device sends, which must be of this stage.
+    fn receive(&self, from: usize, stage: Stage) -> Result<[TensorData; 2], OpError>;
+    /// Ends the waiting of others for this device.
+    fn leave(&self);
+}
+
+impl Carrier for Links<[TensorData; 2]> {
+    fn send(&self, to: usize, stage: Stage, blocks: [TensorData; 2]) -> Result<(), OpError> {
+        Links::send(self, to, stage, blocks)
+    }
+
+    fn receive(&self, from: usize, stage: Stage) -> Result<[TensorData; 2], OpError> {
+        Links::receive(self, from, stage)
+    }
+
+    fn leave(&self) {
+        Links::leave(self);
+    }
+}
+
+impl Stage {
+    /// That another device's message is of this stage.
+    pub fn expect(self, theirs: Self) -> Result<(), OpError> {
+        let whose = "this device's: all must make the same calls in the same order";
+        OpError::expect_same("another device's call", self, whose, theirs)
+    }
 }
 
 struct Message<T> {
@@ -67,8 +101,7 @@ impl<T> Links<T> {
         let queues = self.queues();
         let receiver = queues.from[from].as_ref().ok_or_else(|| left(self.rank))?;
         let message = receiver.recv().map_err(|_| left(from))?;
-        let whose = "this device's: all must make the same calls in the same order";
-        OpError::expect_same("another device's call", stage, whose, message.stage)?;
+        stage.expect(message.stage)?;
         Ok(message.content)
     }
 

@@ -1,12 +1,14 @@
 //! How devices add their gradients.
 
-use anyhow::{Result, anyhow, ensure};
+use std::net::TcpListener;
+
+use anyhow::{Context, Result, anyhow, ensure};
 use burn::tensor::distributed::{ReduceOperation, all_reduce};
-use burn::tensor::{Device, Tensor};
-use burn_blocksparse::{Exchange, OpError, check_collectives};
+use burn::tensor::{Device, Tensor, TensorData};
+use burn_blocksparse::{Exchange, Message, OpError, Processes, check_collectives};
 use clap::ValueEnum;
 
-use crate::device::NamedDevice;
+use crate::device::{self, NamedDevice};
 
 /// A way to add gradients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -111,6 +113,26 @@ impl Strategy {
         }
     }
 
+    /// NCCL between processes of one host, of which each has the CUDA device of its rank and sees all others.
+    pub fn nccl_between(processes: &Processes, own: &NamedDevice) -> Result<Self> {
+        let (rank, count) = (processes.rank(), processes.count());
+        ensure!(
+            processes.are_of_one_host(),
+            "--reduce nccl is of processes of one host, whose LOCAL_WORLD_SIZE is WORLD_SIZE, {count}; with --reduce copies they can be of several"
+        );
+        ensure!(
+            own.name == format!("cuda:{rank}"),
+            "--reduce nccl needs each process on the CUDA device of its rank, got {} in rank {rank}",
+            own.name
+        );
+        let all = (0..count).map(|index| device::named(&format!("cuda:{index}")));
+        let strategy = Self::choose(Some(Reduce::Nccl), &all.collect::<Result<Vec<_>>>()?)?;
+        let port = common_port(processes)?;
+        // SAFETY: no other thread reads the environment: so far, connections to processes alone have threads.
+        unsafe { std::env::set_var("NCCL_COMM_ID", format!("127.0.0.1:{port}")) };
+        Ok(strategy)
+    }
+
     /// In words, after what each device does.
     pub fn describe(&self, first: &str) -> String {
         match self {
@@ -126,6 +148,23 @@ impl Strategy {
             }
         }
     }
+}
+
+/// A free port that rank 0 finds for all processes. CubeCL asks NCCL for an identifier in each of them, and NCCL makes it of the address in `NCCL_COMM_ID`,
+/// where it then listens in rank 0.
+fn common_port(processes: &Processes) -> Result<u64> {
+    const LANE: u16 = 2;
+    if processes.rank() > 0 {
+        let port = processes.receive(0, LANE)?.words.pop();
+        return port.context("no port");
+    }
+    let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+    let message = Message {
+        words: vec![port.into()],
+        tensors: Vec::new(),
+    };
+    (1..processes.count()).try_for_each(|rank| processes.send(rank, LANE, &message))?;
+    Ok(port.into())
 }
 
 /// One device's call of NCCL: each of `buckets` becomes its sum over all `devices`, which must each call this, from a thread of their own, with as many buckets of
@@ -163,10 +202,15 @@ pub(super) fn copied(x: &Tensor<1>, device: &Device) -> Result<Tensor<1>> {
     if x.device() == device {
         return Ok(x.clone());
     }
-    let data = x.clone().try_into_data();
-    let data = data.map_err(|error| anyhow!("{error:?}"))?;
+    let data = read(x)?;
     let dtype = data.dtype();
     Ok(Tensor::from_data(data, (&device, dtype)))
+}
+
+/// The numbers of a tensor on the host.
+pub(super) fn read(x: &Tensor<1>) -> Result<TensorData> {
+    let data = x.clone().try_into_data();
+    data.map_err(|error| anyhow!("{error:?}"))
 }
 
 /// The elements of each bucket.

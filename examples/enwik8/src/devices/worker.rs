@@ -71,7 +71,7 @@ pub(super) struct Replica {
     count: usize,
     pub steps: Steps,
     /// Its positions, where all devices have some of every window.
-    shard: Option<TransformerShard>,
+    pub shard: Option<TransformerShard>,
     half: Option<Half>,
     taken: usize,
 }
@@ -105,7 +105,7 @@ impl Replica {
     }
 
     /// A replica that begins as a resumed run does.
-    fn restore(
+    pub fn restore(
         rank: usize,
         device: &NamedDevice,
         strategy: (&Strategy, usize),
