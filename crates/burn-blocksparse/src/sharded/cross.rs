@@ -19,7 +19,7 @@ pub type Blocks<B> = [FloatTensor<B>; 2];
 
 /// One device's way to the others.
 pub enum Way {
-    Host(Box<dyn Carrier>),
+    Host(Box<dyn Carrier<[TensorData; 2]>>),
     /// Devices exchange numbers by themselves, with the indices that CUDA gives them, once each knows that the other is there.
     Nccl {
         links: Links<Ready>,
@@ -91,7 +91,7 @@ impl ShardEnd {
 
     fn by_host<B: Backend>(
         &self,
-        links: &dyn Carrier,
+        links: &dyn Carrier<[TensorData; 2]>,
         x: &Blocks<B>,
         give: &[Vec<i32>],
         get: &[Vec<i32>],

@@ -27,7 +27,7 @@ impl Lane {
     }
 }
 
-impl Carrier for Lane {
+impl Carrier<[TensorData; 2]> for Lane {
     fn send(&self, to: usize, stage: Stage, blocks: [TensorData; 2]) -> Result<(), OpError> {
         let message = Message {
             words: vec![stage.call, stage.gradients.into()],

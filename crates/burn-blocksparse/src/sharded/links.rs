@@ -3,8 +3,6 @@
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use burn::tensor::TensorData;
-
 use crate::error::OpError;
 
 /// What a message belongs to.
@@ -16,28 +14,14 @@ pub struct Stage {
     pub gradients: bool,
 }
 
-/// What carries keys and values, or gradients, by way of the host.
-pub trait Carrier: Send + Sync {
+/// What carries messages between the devices of a group.
+pub trait Carrier<T>: Send + Sync {
     /// Sends to another device, and waits for nobody.
-    fn send(&self, to: usize, stage: Stage, blocks: [TensorData; 2]) -> Result<(), OpError>;
-    /// Waits for the next that another device sends, which must be of this stage.
-    fn receive(&self, from: usize, stage: Stage) -> Result<[TensorData; 2], OpError>;
+    fn send(&self, to: usize, stage: Stage, content: T) -> Result<(), OpError>;
+    /// Waits for the next message of another device, which must be of this stage.
+    fn receive(&self, from: usize, stage: Stage) -> Result<T, OpError>;
     /// Ends the waiting of others for this device.
     fn leave(&self);
-}
-
-impl Carrier for Links<[TensorData; 2]> {
-    fn send(&self, to: usize, stage: Stage, blocks: [TensorData; 2]) -> Result<(), OpError> {
-        Links::send(self, to, stage, blocks)
-    }
-
-    fn receive(&self, from: usize, stage: Stage) -> Result<[TensorData; 2], OpError> {
-        Links::receive(self, from, stage)
-    }
-
-    fn leave(&self) {
-        Links::leave(self);
-    }
 }
 
 impl Stage {
@@ -88,16 +72,20 @@ impl<T> Links<T> {
             .collect()
     }
 
-    /// Puts a message into a queue. Nobody waits.
-    pub fn send(&self, to: usize, stage: Stage, content: T) -> Result<(), OpError> {
+    fn queues(&self) -> MutexGuard<'_, Queues<T>> {
+        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<T: Send> Carrier<T> for Links<T> {
+    fn send(&self, to: usize, stage: Stage, content: T) -> Result<(), OpError> {
         let queues = self.queues();
         let sender = queues.to[to].as_ref().ok_or_else(|| left(self.rank))?;
         let sent = sender.send(Message { stage, content });
         sent.map_err(|_| left(to))
     }
 
-    /// Waits for the next message of another device, which must be of this stage.
-    pub fn receive(&self, from: usize, stage: Stage) -> Result<T, OpError> {
+    fn receive(&self, from: usize, stage: Stage) -> Result<T, OpError> {
         let queues = self.queues();
         let receiver = queues.from[from].as_ref().ok_or_else(|| left(self.rank))?;
         let message = receiver.recv().map_err(|_| left(from))?;
@@ -105,15 +93,10 @@ impl<T> Links<T> {
         Ok(message.content)
     }
 
-    /// Ends the queues, so that others do not wait for this device.
-    pub fn leave(&self) {
+    fn leave(&self) {
         let mut queues = self.queues();
         queues.to.fill_with(|| None);
         queues.from.fill_with(|| None);
-    }
-
-    fn queues(&self) -> MutexGuard<'_, Queues<T>> {
-        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
