@@ -1,12 +1,14 @@
 //! One sequence over several devices, against f64 over the whole of it.
 
+use std::net::TcpListener;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::thread;
 
 use burn::module::Module;
 use burn::nn::Linear;
 use burn::optim::GradientsParams;
-use burn_blocksparse::{Exchange, SequenceShard, ShardPlan, alibi_slopes};
+use burn_blocksparse::{Exchange, Processes, SequenceShard, ShardPlan, alibi_slopes};
 use burn_sparse_transformer::{
     BlockAttentionConfig, Factorization, Recompute, SparseTransformer, SparseTransformerConfig,
     TransformerShard,
@@ -219,6 +221,42 @@ fn keys_cross_by_nccl_as_by_the_host() {
             assert_eq!(run(), first, "{name}");
         }
     }
+}
+
+/// Threads in place of processes; one group does not begin with rank 0.
+#[test]
+fn keys_cross_between_processes_as_by_the_host() {
+    let free = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = free.local_addr().unwrap().port();
+    drop(free);
+    let join = |rank| Arc::new(Processes::join(rank, 3, "127.0.0.1", port).unwrap());
+    let processes: Vec<_> = thread::scope(|scope| {
+        let joining: Vec<_> = (0..3).map(|rank| scope.spawn(move || join(rank))).collect();
+        let joined = joining.into_iter().map(|one| one.join().unwrap());
+        joined.collect()
+    });
+    for ranks in [0..3, 1..3] {
+        let count = ranks.len();
+        let devices = vec![devices().remove(0); count];
+        for (index, (layout, kv_heads)) in layouts().into_iter().take(4).enumerate() {
+            let plan = ShardPlan::new(&layout, kv_heads, count).unwrap();
+            let shards = processes[ranks.clone()].iter().flat_map(|one| {
+                let exchange = Exchange::processes(one, ranks.clone()).unwrap();
+                SequenceShard::group_by(&plan, &exchange).unwrap()
+            });
+            let shards: Vec<_> = shards.collect();
+            assert_eq!(shards.len(), count);
+            let problem = problem(&layout, kv_heads, index as u64);
+            let expected = parts(&problem, SequenceShard::group(&plan), &devices, DType::F32);
+            let found = parts(&problem, shards, &devices, DType::F32);
+            assert_eq!(found, expected, "{}", layout.name());
+        }
+    }
+    let error = Exchange::processes(&processes[0], 1..3).unwrap_err();
+    let expected = "ranks must be some of 0..3 with 0, this process, got 1..3";
+    assert_eq!(error.to_string(), expected);
+    let [sent, received] = processes[0].traffic();
+    assert!(sent > 0 && received > sent / 2, "{sent}, {received}");
 }
 
 #[test]

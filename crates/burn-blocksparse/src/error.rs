@@ -79,6 +79,22 @@ pub enum OpError {
         /// Which one.
         rank: usize,
     },
+    /// A process that works together with this one has failed or is gone.
+    #[error("rank {rank} is lost: {reason}")]
+    Lost {
+        /// Which one.
+        rank: usize,
+        /// Why, as it said itself or as others found.
+        reason: String,
+    },
+    /// Processes that are to work together did not meet.
+    #[error("the processes cannot meet at {address}: {reason}")]
+    Join {
+        /// Where they were to meet.
+        address: String,
+        /// Why not.
+        reason: String,
+    },
     /// What has to come before the first tensor of a program came later, or twice.
     #[cfg(all(feature = "cube", feature = "fusion"))]
     #[error(

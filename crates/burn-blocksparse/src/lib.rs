@@ -32,6 +32,7 @@
 //! | block-sparse linear layers | `sparse_linear` |
 //! | AdamW, gradient clipping | `optim` |
 //! | one sequence over several devices | [`ShardPlan`], [`SequenceShard`] |
+//! | a process for each device | [`Processes`] |
 //! | CUDA graphs | [`graph`] |
 //! | gradients that are differentiated again | [`gradients`] |
 //! | backend traits | [`backend`] |
@@ -86,6 +87,7 @@ pub mod module;
 mod options;
 #[cfg(feature = "cube")]
 mod pack;
+mod processes;
 mod rows;
 mod sharded;
 mod upload;
@@ -105,5 +107,6 @@ pub use device_layout::DeviceLayout;
 pub use error::OpError;
 pub use merge::merge_attention;
 pub use options::{AttentionOptions, ProductPrecision, WeightsMode, alibi_slopes};
+pub use processes::{Message, Processes};
 pub use sharded::{Exchange, SequenceShard};
 pub use weights::BlockSparseTensor;

@@ -71,7 +71,7 @@ impl TransformerShard {
         Self::group_by(model, seq, devices, &Exchange::default())
     }
 
-    /// As [`Self::group`], with another way for keys to cross.
+    /// As [`Self::group`], with another way for keys to cross. Between processes it is this one's part alone, as of [`SequenceShard::group_by`].
     ///
     /// # Errors
     /// As [`Self::group`], and if the exchange is of another number of devices.
@@ -103,15 +103,14 @@ impl TransformerShard {
         let largest = layouts.iter().max_by_key(|layout| layout.allowed_pairs());
         let largest = largest.expect("a model has blocks");
         let pieces = ShardPlan::new(largest, kv_heads, devices)?.pieces();
-        let mut group: Vec<Self> = (0..devices)
-            .map(|_| Self {
-                shards: Vec::new(),
-                of_blocks: of_blocks.clone(),
-            })
-            .collect();
+        let mut group = Vec::new();
         for layout in &layouts {
             let plan = ShardPlan::with_pieces(layout, kv_heads, devices, pieces)?;
             let shards = SequenceShard::group_by(&plan, exchange)?;
+            group.resize_with(shards.len(), || Self {
+                shards: Vec::new(),
+                of_blocks: of_blocks.clone(),
+            });
             for (device, shard) in group.iter_mut().zip(shards) {
                 device.shards.push(Arc::new(shard));
             }

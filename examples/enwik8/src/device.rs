@@ -107,7 +107,7 @@ fn by_name(backend: &str, index: usize) -> Option<Device> {
 /// default from the environment.
 fn prefer(backend: &str) {
     if compiled_names().len() > 1 && std::env::var_os("BURN_DEVICE").is_none() {
-        // SAFETY: called from `main`'s thread before any other thread is started.
+        // SAFETY: called from `main`'s thread, before any other thread that reads the environment is started.
         unsafe { std::env::set_var("BURN_DEVICE", backend) };
     }
 }

@@ -10,12 +10,14 @@ mod stop;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use burn::module::Module;
 use burn::tensor::Bytes;
+use burn_blocksparse::Processes;
 use burn_sparse_transformer::content::ContentAttention;
 use clap::Args;
 use indicatif::ProgressBar;
@@ -26,6 +28,7 @@ use crate::config::RunConfig;
 use crate::data::{Corpus, Fingerprint, Sampler, Split, thousands};
 use crate::device::NamedDevice;
 use crate::devices::{Crossing, Group, Reduce, Shard, Training};
+use crate::devices::{ask_to_stop, hear_of_stops, serve, settled};
 use crate::eval::{Evaluation, Evaluator};
 use crate::log::{self, Log, Row};
 use crate::memory::Resources;
@@ -49,6 +52,7 @@ use crate::{indexers, plot_recall, recall, report};
   enwik8 train --data enwik8 --preset small --device cuda --precision bf16
   enwik8 train --data enwik8-4mb --preset long --device cuda --precision bf16 --graph
   enwik8 train --data enwik8 --preset paper --devices 0,1,2,3 --precision bf16
+  torchrun --nproc-per-node 2 --no-python enwik8 train --processes --data enwik8 --preset paper
   enwik8 train --task images   pictures of shapes: minutes on a CPU
   enwik8 train --preset cifar --data cifar-10-batches-bin --device cuda --precision bf16
 
@@ -78,19 +82,23 @@ pub struct TrainArgs {
     #[arg(long, help_heading = DEVICE)]
     device: Option<String>,
     /// Several devices, each with an equal part of every batch: numbers of CUDA devices, or names of one kind
-    #[arg(long, value_name = "0,1,..", conflicts_with = "device", help_heading = DEVICE)]
+    #[arg(long, value_name = "0,1,..", conflicts_with = "device", group = "several", help_heading = DEVICE)]
     devices: Option<String>,
-    /// How several devices add their gradients [default: nccl where it can be used]
-    #[arg(long, value_enum, requires = "devices", help_heading = DEVICE)]
+    /// This is one of several processes with a device each, as RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT say, which torchrun sets, or those of
+    /// OpenMPI
+    #[arg(long, group = "several", help_heading = DEVICE)]
+    processes: bool,
+    /// How several devices add their gradients [default: nccl where it can be used; copies between processes]
+    #[arg(long, value_enum, requires = "several", help_heading = DEVICE)]
     reduce: Option<Reduce>,
     /// What several devices share
-    #[arg(long, value_enum, default_value_t, requires = "devices", help_heading = DEVICE)]
+    #[arg(long, value_enum, default_value_t, requires = "several", help_heading = DEVICE)]
     shard: Shard,
     /// How keys cross between devices that share sequences [default: nccl where it can be used]
     #[arg(long, value_enum, requires = "devices", help_heading = DEVICE)]
     exchange: Option<Crossing>,
     /// How many devices share each sequence; others have other windows of a batch [default: all]
-    #[arg(long, value_parser = arguments::positive, requires = "devices", help_heading = DEVICE)]
+    #[arg(long, value_parser = arguments::positive, requires = "several", help_heading = DEVICE)]
     share: Option<usize>,
     /// Record a step once and replay it where the device can (CUDA): the same numbers with less work of the host
     #[arg(long, help_heading = DEVICE)]
@@ -141,7 +149,23 @@ const DEVICE: &str = "Device";
 pub fn run(args: &TrainArgs) -> Result<ExitCode> {
     let (device, devices) = (args.device.as_deref(), args.devices.as_deref());
     let (reduce, shard, exchange) = (args.reduce, args.shard, args.exchange);
-    let group = Group::open(device, devices, reduce, shard, exchange, args.share)?;
+    if !args.processes {
+        let group = Group::open(device, devices, reduce, shard, exchange, args.share)?;
+        return train(args, group);
+    }
+    let processes = Arc::new(Processes::from_env().context("--processes")?);
+    settled(&processes, || {
+        let group = Group::of_processes(&processes, device, reduce, shard, args.share)?;
+        if processes.rank() == 0 {
+            return train(args, group);
+        }
+        let others = processes.clone();
+        stop::on_ctrl_c(move || ask_to_stop(&others))?;
+        serve(&group)
+    })
+}
+
+fn train(args: &TrainArgs, group: Group) -> Result<ExitCode> {
     let session = match args.resume {
         false => Session::begin(args, group)?,
         true => Session::resume(args, group)?,
@@ -155,7 +179,10 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let mut session = session.spread()?;
-    let stop = stop::on_ctrl_c()?;
+    let stop = stop::on_ctrl_c(|| ())?;
+    if let Some(processes) = session.group.processes() {
+        hear_of_stops(processes, &stop);
+    }
     let mut log = session.open_log(args.tensorboard)?;
     session.train(&mut log, &stop)?;
     if session.step < session.steps {

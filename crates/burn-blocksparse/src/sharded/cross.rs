@@ -10,7 +10,8 @@ use crate::base::device::index;
 use crate::error::OpError;
 use crate::sharded::ShardEnd;
 use crate::sharded::exchange::Exchange;
-use crate::sharded::links::{Links, Stage};
+use crate::sharded::lane::Lane;
+use crate::sharded::links::{Carrier, Links, Stage};
 use crate::sharded::ops::ShardOps;
 
 /// Keys and values, or the gradients with respect to them: `[batch, blocks, block_size · dim]`.
@@ -18,7 +19,7 @@ pub type Blocks<B> = [FloatTensor<B>; 2];
 
 /// One device's way to the others.
 pub enum Way {
-    Host(Links<[TensorData; 2]>),
+    Host(Box<dyn Carrier<[TensorData; 2]>>),
     /// Devices exchange numbers by themselves, with the indices that CUDA gives them, once each knows that the other is there.
     Nccl {
         links: Links<Ready>,
@@ -35,19 +36,31 @@ pub struct Ready {
 }
 
 impl Way {
-    /// Those of the devices of a group.
-    pub fn group(exchange: &Exchange, devices: usize) -> Vec<Self> {
-        match exchange {
-            Exchange::Host { .. } => Links::group(devices).into_iter().map(Self::Host).collect(),
+    /// Those of the devices of a group that this process has, with their ranks.
+    pub fn group(exchange: &Exchange, devices: usize) -> Vec<(usize, Self)> {
+        let ways = match exchange {
+            Exchange::Host { .. } => {
+                let links = Links::group(devices).into_iter();
+                links.map(|links| Self::Host(Box::new(links))).collect()
+            }
+            Exchange::Processes { processes, ranks } => {
+                let lane = Lane::new(processes, ranks);
+                let rank = processes.rank() - ranks.start;
+                return vec![(rank, Self::Host(Box::new(lane)))];
+            }
             Exchange::Nccl { devices: all } => {
                 let indices: Vec<u16> = all.iter().filter_map(index).collect();
                 let nccl = |links| Self::Nccl {
                     links,
                     indices: indices.clone(),
                 };
-                Links::group(devices).into_iter().map(nccl).collect()
+                Links::group(devices)
+                    .into_iter()
+                    .map(nccl)
+                    .collect::<Vec<_>>()
             }
-        }
+        };
+        ways.into_iter().enumerate().collect()
     }
 
     /// Ends this device's part.
@@ -69,7 +82,7 @@ impl ShardEnd {
         stage: Stage,
     ) -> Result<Vec<Blocks<B>>, OpError> {
         match &self.way {
-            Way::Host(links) => self.by_host::<B>(links, x, give, get, stage),
+            Way::Host(links) => self.by_host::<B>(&**links, x, give, get, stage),
             Way::Nccl { links, indices } => {
                 self.by_nccl::<B>((links, indices), x, give, get, stage)
             }
@@ -78,7 +91,7 @@ impl ShardEnd {
 
     fn by_host<B: Backend>(
         &self,
-        links: &Links<[TensorData; 2]>,
+        links: &dyn Carrier<[TensorData; 2]>,
         x: &Blocks<B>,
         give: &[Vec<i32>],
         get: &[Vec<i32>],

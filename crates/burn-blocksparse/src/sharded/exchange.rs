@@ -1,11 +1,14 @@
 //! By which way blocks cross between devices.
 
 use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
 
 use burn::tensor::Device;
 
 use crate::base::device::check_collectives;
 use crate::error::OpError;
+use crate::processes::Processes;
 
 /// By which way keys, values and their gradients cross between the devices of a group.
 #[derive(Clone, Debug, PartialEq)]
@@ -21,6 +24,14 @@ pub enum Exchange {
     Nccl {
         /// In the order of the group.
         devices: Vec<Device>,
+    },
+    /// By way of hosts and TCP: between processes that have a device each. Made by [`Self::processes`].
+    #[non_exhaustive]
+    Processes {
+        /// This one among all.
+        processes: Arc<Processes>,
+        /// Those of the group.
+        ranks: Range<usize>,
     },
 }
 
@@ -40,6 +51,31 @@ impl Exchange {
                 _ => None,
             },
         })
+    }
+
+    /// TCP between the processes of these ranks, this one among them. A group then has the shard of this process alone.
+    ///
+    /// # Errors
+    /// [`OpError::Argument`] if this process is not among the ranks, or there are not as many.
+    pub fn processes(processes: &Arc<Processes>, ranks: Range<usize>) -> Result<Self, OpError> {
+        let (rank, count) = (processes.rank(), processes.count());
+        if !ranks.contains(&rank) || ranks.end > count {
+            let expected = format!("some of 0..{count} with {rank}, this process");
+            return Err(OpError::argument("ranks", expected, format!("{ranks:?}")));
+        }
+        Ok(Self::Processes {
+            processes: processes.clone(),
+            ranks,
+        })
+    }
+
+    /// How many devices it is between, if it knows them.
+    pub(super) fn devices(&self) -> Option<usize> {
+        match self {
+            Self::Host { .. } => None,
+            Self::Nccl { devices } => Some(devices.len()),
+            Self::Processes { ranks, .. } => Some(ranks.len()),
+        }
     }
 
     /// NCCL between these devices.
@@ -72,6 +108,7 @@ impl fmt::Display for Exchange {
                 instead: Some(reason),
             } => write!(f, "the host (not NCCL: {reason})"),
             Self::Nccl { .. } => f.write_str("NCCL"),
+            Self::Processes { .. } => f.write_str("the host and TCP"),
         }
     }
 }

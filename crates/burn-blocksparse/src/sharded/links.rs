@@ -14,6 +14,24 @@ pub struct Stage {
     pub gradients: bool,
 }
 
+/// What carries messages between the devices of a group.
+pub trait Carrier<T>: Send + Sync {
+    /// Sends to another device, and waits for nobody.
+    fn send(&self, to: usize, stage: Stage, content: T) -> Result<(), OpError>;
+    /// Waits for the next message of another device, which must be of this stage.
+    fn receive(&self, from: usize, stage: Stage) -> Result<T, OpError>;
+    /// Ends the waiting of others for this device.
+    fn leave(&self);
+}
+
+impl Stage {
+    /// That another device's message is of this stage.
+    pub fn expect(self, theirs: Self) -> Result<(), OpError> {
+        let whose = "this device's: all must make the same calls in the same order";
+        OpError::expect_same("another device's call", self, whose, theirs)
+    }
+}
+
 struct Message<T> {
     stage: Stage,
     content: T,
@@ -54,33 +72,31 @@ impl<T> Links<T> {
             .collect()
     }
 
-    /// Puts a message into a queue. Nobody waits.
-    pub fn send(&self, to: usize, stage: Stage, content: T) -> Result<(), OpError> {
+    fn queues(&self) -> MutexGuard<'_, Queues<T>> {
+        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<T: Send> Carrier<T> for Links<T> {
+    fn send(&self, to: usize, stage: Stage, content: T) -> Result<(), OpError> {
         let queues = self.queues();
         let sender = queues.to[to].as_ref().ok_or_else(|| left(self.rank))?;
         let sent = sender.send(Message { stage, content });
         sent.map_err(|_| left(to))
     }
 
-    /// Waits for the next message of another device, which must be of this stage.
-    pub fn receive(&self, from: usize, stage: Stage) -> Result<T, OpError> {
+    fn receive(&self, from: usize, stage: Stage) -> Result<T, OpError> {
         let queues = self.queues();
         let receiver = queues.from[from].as_ref().ok_or_else(|| left(self.rank))?;
         let message = receiver.recv().map_err(|_| left(from))?;
-        let whose = "this device's: all must make the same calls in the same order";
-        OpError::expect_same("another device's call", stage, whose, message.stage)?;
+        stage.expect(message.stage)?;
         Ok(message.content)
     }
 
-    /// Ends the queues, so that others do not wait for this device.
-    pub fn leave(&self) {
+    fn leave(&self) {
         let mut queues = self.queues();
         queues.to.fill_with(|| None);
         queues.from.fill_with(|| None);
-    }
-
-    fn queues(&self) -> MutexGuard<'_, Queues<T>> {
-        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

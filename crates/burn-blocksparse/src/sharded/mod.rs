@@ -6,6 +6,7 @@ mod autodiff;
 mod backend;
 mod cross;
 mod exchange;
+mod lane;
 mod links;
 pub mod ops;
 mod routes;
@@ -35,7 +36,7 @@ use routes::Routes;
 /// send. [`Self::gather`] brings the keys and values that the device's queries attend to, and [`Self::layout`] is what they attend to among those.
 /// Gradients go back to where keys came from, and are added in the order of the devices: the same bits each time.
 ///
-/// Blocks cross by way of the host, on any devices, or by NCCL ([`Self::group_by`]). A device whose shard is dropped has left: others that wait for it get
+/// Blocks cross by way of the host, on any devices, by NCCL, or between processes ([`Self::group_by`]). A device whose shard is dropped has left: others that wait for it get
 /// [`OpError::Left`], and panic with its text in a backward pass.
 ///
 /// ```
@@ -104,13 +105,14 @@ impl SequenceShard {
         Self::made(plan, &Exchange::default())
     }
 
-    /// As [`Self::group`], with another way for blocks to cross.
+    /// As [`Self::group`], with another way for blocks to cross. Between processes it is the shard of this process alone, and all processes of the group must
+    /// make their groups in the same order.
     ///
     /// # Errors
     /// [`OpError::Argument`] if the exchange is of another number of devices than the plan.
     pub fn group_by(plan: &ShardPlan, exchange: &Exchange) -> Result<Vec<Self>, OpError> {
-        if let Exchange::Nccl { devices } = exchange {
-            let (expected, got) = (plan.devices(), devices.len());
+        if let Some(got) = exchange.devices() {
+            let expected = plan.devices();
             OpError::expect_same("exchange's devices", expected, "the plan's", got)?;
         }
         Ok(Self::made(plan, exchange))
@@ -119,7 +121,7 @@ impl SequenceShard {
     fn made(plan: &ShardPlan, exchange: &Exchange) -> Vec<Self> {
         let plan = Arc::new(plan.clone());
         let ways = Way::group(exchange, plan.devices());
-        (ways.into_iter().enumerate())
+        (ways.into_iter())
             .map(|(rank, way)| Self {
                 layout: plan.local_layout(rank),
                 exchange: exchange.clone(),

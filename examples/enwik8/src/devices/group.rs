@@ -1,8 +1,11 @@
 //! The devices of a run.
 
+use std::sync::Arc;
+
 use anyhow::{Context, Result, bail, ensure};
-use burn_blocksparse::Exchange;
+use burn_blocksparse::{Exchange, Processes};
 use burn_sparse_transformer::content::ContentAttention;
+use burn_sparse_transformer::{SparseTransformer, TransformerShard};
 
 use super::reduce::{Crossing, Reduce, Shard, Strategy};
 use crate::config::RunConfig;
@@ -17,6 +20,8 @@ pub struct Group {
     /// How many devices have the same windows, and how keys cross between those of each such set.
     share: usize,
     exchanges: Vec<Exchange>,
+    /// Where each device has one, this one.
+    processes: Option<Arc<Processes>>,
 }
 
 impl Group {
@@ -40,6 +45,7 @@ impl Group {
                 shard: Shard::Batch,
                 share: 1,
                 exchanges: Vec::new(),
+                processes: None,
             });
         };
         let devices = names(devices)?
@@ -71,7 +77,72 @@ impl Group {
             shard,
             share,
             exchanges,
+            processes: None,
         })
+    }
+
+    /// Of processes with a device each, of which this one has `device`: the CUDA device of its place on its host, unless another is named.
+    pub fn of_processes(
+        processes: &Arc<Processes>,
+        device: Option<&str>,
+        reduce: Option<Reduce>,
+        shard: Shard,
+        share: Option<usize>,
+    ) -> Result<Self> {
+        let (rank, count) = (processes.rank(), processes.count());
+        let best = device::compiled_names().first().copied();
+        let own = match device.or(best) {
+            Some("cuda") => device::open(Some(&format!("cuda:{}", processes.local_rank())))?,
+            _ => device::open(device)?,
+        };
+        let strategy = match reduce {
+            Some(Reduce::Nccl) => Strategy::nccl_between(processes, &own)?,
+            Some(Reduce::Copies) | None => Strategy::Copies { instead: None },
+        };
+        let name = |of: usize| match of == rank {
+            true => own.name.clone(),
+            false => format!("rank {of}"),
+        };
+        let devices = (0..count).map(|of| NamedDevice {
+            name: name(of),
+            device: own.device.clone(),
+        });
+        ensure!(
+            shard == Shard::Sequence || share.is_none(),
+            "--share is of --shard sequence, whose keys cross between devices"
+        );
+        let share = match shard {
+            Shard::Batch => 1,
+            Shard::Sequence => share.unwrap_or(count),
+        };
+        ensure!(
+            count.is_multiple_of(share),
+            "--share must divide the {count} processes, got {share}"
+        );
+        let first = rank / share * share;
+        let exchanges = match shard {
+            Shard::Batch => Vec::new(),
+            Shard::Sequence => vec![Exchange::processes(processes, first..first + share)?],
+        };
+        Ok(Self {
+            devices: devices.collect(),
+            strategy: Some(strategy),
+            shard,
+            share,
+            exchanges,
+            processes: Some(processes.clone()),
+        })
+    }
+
+    /// Where each device has a process, this one.
+    pub fn processes(&self) -> Option<&Arc<Processes>> {
+        self.processes.as_ref()
+    }
+
+    /// This process's first device.
+    pub(super) fn own(&self) -> &NamedDevice {
+        let rank = self.processes.as_ref().map_or(0, |of| of.rank());
+        &self.devices[rank]
     }
 
     /// All of them by name, the first by what it is: where evaluation runs, and memory is measured.
@@ -99,9 +170,14 @@ impl Group {
         self.share
     }
 
-    /// How keys cross between the devices of each set that shares windows.
-    pub(super) fn exchanges(&self) -> &[Exchange] {
-        &self.exchanges
+    /// The parts of all devices of this process, if they share windows.
+    pub(super) fn shards(&self, model: &SparseTransformer) -> Result<Vec<TransformerShard>> {
+        let mut shards = Vec::new();
+        for exchange in &self.exchanges {
+            let set = TransformerShard::group_by(model, model.context(), self.share, exchange);
+            shards.extend(set.context("--shard sequence")?);
+        }
+        Ok(shards)
     }
 
     /// Parts of a batch.
@@ -125,9 +201,13 @@ impl Group {
             return Ok(());
         }
         let (devices, sets, batch) = (self.devices.len(), self.sets(), config.recipe.batch);
+        let flag = match self.processes {
+            None => "--devices",
+            Some(_) => "--processes",
+        };
         ensure!(
             is_shared || batch.is_multiple_of(devices),
-            "--batch must be a multiple of the {devices} devices of --devices, got {batch}"
+            "--batch must be a multiple of the {devices} devices of {flag}, got {batch}"
         );
         ensure!(
             batch.is_multiple_of(sets),
@@ -141,7 +221,7 @@ impl Group {
         );
         ensure!(
             !graph,
-            "--graph replays the steps of one device alone; leave it out with --devices"
+            "--graph replays the steps of one device alone; leave it out with {flag}"
         );
         if let Some(content @ ContentAttention::Routing(_)) = &config.model.content {
             bail!(
@@ -165,8 +245,12 @@ impl Group {
                 format!("some positions of {which} each, keys cross by {exchange}")
             }
         };
+        let between = match (&self.processes, strategy) {
+            (Some(_), Strategy::Copies { .. }) => ", between processes by TCP",
+            _ => "",
+        };
         Some(format!(
-            "devices   {}: {part}, {}",
+            "devices   {}: {part}, {}{between}",
             self.first().name,
             strategy.describe(&self.devices[0].name),
         ))

@@ -7,12 +7,15 @@
 //! clipping and AdamW                     the same, bit for bit: norms are compared in every step
 //! ```
 //!
-//! Nobody enters the sum before all devices have their gradients, so that one that fails in its own part leaves no other waiting. The model that
-//! is evaluated, stored and continued is the first device's.
+//! By copies nobody enters the sum before all devices have their gradients, so that one that fails in its own part leaves no other waiting. NCCL adds those that
+//! come first while the others are computed. The model that
+//! is evaluated, stored and continued is the first device's. Devices of other processes have a thread of rank 0 that passes messages on: processes.rs.
 
 mod bundle;
 mod error;
 mod group;
+mod messages;
+mod processes;
 mod reduce;
 mod replicas;
 mod training;
@@ -20,5 +23,6 @@ mod worker;
 
 pub use error::is_lost;
 pub use group::Group;
+pub use processes::{ask_to_stop, hear_of_stops, serve, settled};
 pub use reduce::{Crossing, Reduce, Shard};
 pub use training::Training;

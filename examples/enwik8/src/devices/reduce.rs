@@ -1,12 +1,14 @@
 //! How devices add their gradients.
 
-use anyhow::{Result, anyhow, ensure};
-use burn::tensor::distributed::{ReduceOperation, all_reduce};
-use burn::tensor::{Device, Tensor};
-use burn_blocksparse::{Exchange, OpError, check_collectives};
+use std::net::TcpListener;
+
+use anyhow::{Context, Result, anyhow, ensure};
+use burn::tensor::distributed::{CollectiveTensor, ReduceOperation, all_reduce};
+use burn::tensor::{Device, Tensor, TensorData};
+use burn_blocksparse::{Exchange, Message, OpError, Processes, check_collectives};
 use clap::ValueEnum;
 
-use crate::device::NamedDevice;
+use crate::device::{self, NamedDevice};
 
 /// A way to add gradients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -111,6 +113,26 @@ impl Strategy {
         }
     }
 
+    /// NCCL between processes of one host, of which each has the CUDA device of its rank and sees all others.
+    pub fn nccl_between(processes: &Processes, own: &NamedDevice) -> Result<Self> {
+        let (rank, count) = (processes.rank(), processes.count());
+        ensure!(
+            processes.are_of_one_host(),
+            "--reduce nccl is of processes of one host, whose LOCAL_WORLD_SIZE is WORLD_SIZE, {count}; with --reduce copies they can be of several"
+        );
+        ensure!(
+            own.name == format!("cuda:{rank}"),
+            "--reduce nccl needs each process on the CUDA device of its rank, got {} in rank {rank}",
+            own.name
+        );
+        let all = (0..count).map(|index| device::named(&format!("cuda:{index}")));
+        let strategy = Self::choose(Some(Reduce::Nccl), &all.collect::<Result<Vec<_>>>()?)?;
+        let port = common_port(processes)?;
+        // SAFETY: no other thread reads the environment: so far, connections to processes alone have threads.
+        unsafe { std::env::set_var("NCCL_COMM_ID", format!("127.0.0.1:{port}")) };
+        Ok(strategy)
+    }
+
     /// In words, after what each device does.
     pub fn describe(&self, first: &str) -> String {
         match self {
@@ -128,17 +150,30 @@ impl Strategy {
     }
 }
 
-/// One device's call of NCCL: each of `buckets` becomes its sum over all `devices`, which must each call this, from a thread of their own, with as many buckets of
-/// the same lengths.
+/// A free port that rank 0 finds for all processes. CubeCL asks NCCL for an identifier in each of them, and NCCL makes it of the address in `NCCL_COMM_ID`,
+/// where it then listens in rank 0.
+fn common_port(processes: &Processes) -> Result<u64> {
+    const LANE: u16 = 2;
+    if processes.rank() > 0 {
+        let port = processes.receive(0, LANE)?.words.pop();
+        return port.context("no port");
+    }
+    let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+    let message = Message {
+        words: vec![port.into()],
+        tensors: Vec::new(),
+    };
+    (1..processes.count()).try_for_each(|rank| processes.send(rank, LANE, &message))?;
+    Ok(port.into())
+}
+
+/// One device's call of NCCL: `bucket` becomes its sum over all `devices`, which must each call this, from a thread of their own, for as many buckets of the same
+/// lengths in the same order. It is added while the device computes what is submitted after it, until the sum is resolved.
 ///
-/// Burn's engine submits it to the device's own queue, reduces in place what nobody else holds, and makes compute that is submitted later wait for it on the
-/// device. From one thread for all devices it would wait for ever: with fusion the first device's `resolve` returns when its queue is
-/// empty, and joining the others, which waits for them, is in that queue.
-pub(super) fn nccl_sums(buckets: Vec<Tensor<1>>, devices: &[Device]) -> Vec<Tensor<1>> {
-    let submit = |bucket| all_reduce(bucket, ReduceOperation::Sum, devices.to_vec());
-    // All of them before the first wait.
-    let sums: Vec<_> = buckets.into_iter().map(submit).collect();
-    sums.into_iter().map(|sum| sum.resolve()).collect()
+/// Burn's engine submits it to the device's own queue, and reduces in place what nobody else holds. From one thread for all devices it would wait for
+/// ever: with fusion the first device's `resolve` returns when its queue is empty, and joining the others, which waits for them, is in that queue.
+pub(super) fn nccl_sum(bucket: Tensor<1>, devices: &[Device]) -> CollectiveTensor<1> {
+    all_reduce(bucket, ReduceOperation::Sum, devices.to_vec())
 }
 
 /// The sum of all devices' buckets, in the order of the devices, on the first one; `[device][bucket]`.
@@ -163,14 +198,19 @@ pub(super) fn copied(x: &Tensor<1>, device: &Device) -> Result<Tensor<1>> {
     if x.device() == device {
         return Ok(x.clone());
     }
-    let data = x.clone().try_into_data();
-    let data = data.map_err(|error| anyhow!("{error:?}"))?;
+    let data = read(x)?;
     let dtype = data.dtype();
     Ok(Tensor::from_data(data, (&device, dtype)))
 }
 
+/// The numbers of a tensor on the host.
+pub(super) fn read(x: &Tensor<1>) -> Result<TensorData> {
+    let data = x.clone().try_into_data();
+    data.map_err(|error| anyhow!("{error:?}"))
+}
+
 /// The elements of each bucket.
-pub(super) fn lengths(buckets: &[Tensor<1>]) -> Vec<usize> {
+fn lengths(buckets: &[Tensor<1>]) -> Vec<usize> {
     buckets.iter().map(|bucket| bucket.dims()[0]).collect()
 }
 

@@ -7,13 +7,16 @@ use std::thread::{self, JoinHandle};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use burn::tensor::{Tensor, TensorData};
+use burn_blocksparse::Processes;
 use burn_sparse_transformer::TransformerShard;
 use burn_sparse_transformer::dsa::DsaStage;
 
 use super::group::Group;
+use super::processes::{beginning, relay};
 use super::reduce::{Strategy, check_lengths, copied, sum_on_first};
 use super::worker::{Answer, Order, Part, Replica, Report, Update, guarded, title, work};
 use crate::checkpoint::Checkpoint;
+use crate::data::thousands;
 use crate::device::NamedDevice;
 use crate::step::{Batch, Measured, Steps};
 
@@ -24,6 +27,10 @@ pub struct Replicas {
     strategy: Strategy,
     /// How many devices have the same windows.
     share: usize,
+    /// Those of the other devices.
+    processes: Option<Arc<Processes>>,
+    /// Bytes that went to them and came from them in the last step.
+    traffic: Option<[u64; 2]>,
     workers: Vec<Worker>,
     answers: Receiver<Answer>,
     /// After a failure nobody waits for a thread: it may wait in the driver for a device that is gone.
@@ -45,43 +52,53 @@ impl Replicas {
     ) -> Result<Self> {
         let devices = group.devices().to_vec();
         let way = (strategy, devices.len());
-        let mut shards: Vec<Option<TransformerShard>> = Vec::new();
-        for exchange in group.exchanges() {
-            let model = first.model()?;
-            let context = model.context();
-            let set = TransformerShard::group_by(&model, context, group.share(), exchange);
-            shards.extend(set.context("--shard sequence")?.into_iter().map(Some));
-        }
+        let shards = group.shards(&*first.model()?)?.into_iter();
+        let mut shards: Vec<Option<TransformerShard>> = shards.map(Some).collect();
         shards.resize_with(devices.len(), || None);
-        let checkpoint = Arc::new(checkpoint);
         let (reports, answers) = mpsc::channel();
-        let workers = (devices.iter().enumerate().skip(1))
-            .map(|(rank, device)| {
-                let (orders, received) = mpsc::channel();
-                let (device, strategy) = (device.clone(), strategy.clone());
-                let (checkpoint, reports) = (checkpoint.clone(), reports.clone());
-                let (count, shard) = (devices.len(), shards[rank].take());
-                let thread = thread::Builder::new()
-                    .name(device.name.clone())
-                    .spawn(move || {
-                        work(
-                            (rank, device),
-                            (strategy, count),
-                            shard,
-                            checkpoint,
-                            received,
-                            reports,
-                        );
-                    })
-                    .context("cannot start a thread")?;
-                Ok(Worker { orders, thread })
-            })
-            .collect::<Result<Vec<_>>>()?;
+        let start = |name: &str, life: Box<dyn FnOnce(Receiver<Order>) + Send>| {
+            let (orders, received) = mpsc::channel();
+            let thread = thread::Builder::new().name(name.to_owned());
+            let thread = thread.spawn(move || life(received));
+            let thread = thread.context("cannot start a thread")?;
+            Ok(Worker { orders, thread })
+        };
+        let others = devices.iter().enumerate().skip(1);
+        let workers = match group.processes() {
+            None => {
+                let checkpoint = Arc::new(checkpoint);
+                let work = others.map(|(rank, device)| {
+                    let (named, strategy) = (device.clone(), strategy.clone());
+                    let (checkpoint, reports) = (checkpoint.clone(), reports.clone());
+                    let (count, shard) = (devices.len(), shards[rank].take());
+                    let life = move |orders| {
+                        let (which, way) = ((rank, named), (strategy, count));
+                        work(which, way, shard, checkpoint, orders, reports);
+                    };
+                    start(&device.name, Box::new(life))
+                });
+                work.collect::<Result<Vec<_>>>()?
+            }
+            Some(processes) => {
+                let beginning = Arc::new(beginning(group, checkpoint)?);
+                let relays = others.map(|(rank, named)| {
+                    let (processes, device) = (processes.clone(), named.device.clone());
+                    let (beginning, reports) = (beginning.clone(), reports.clone());
+                    let life = move |orders| {
+                        relay(rank, &processes, &device, &beginning, orders, reports);
+                    };
+                    start(&named.name, Box::new(life))
+                });
+                relays.collect::<Result<Vec<_>>>()?
+            }
+        };
         let mut replicas = Self {
             first: Replica::new(0, &devices[0], way, shards[0].take(), first),
             strategy: strategy.clone(),
             share: group.share(),
             devices,
+            processes: group.processes().cloned(),
+            traffic: None,
             workers,
             answers,
             failed: false,
@@ -95,8 +112,26 @@ impl Replicas {
         &self.first.steps
     }
 
+    /// What a step sends between processes.
+    pub fn describe(&self) -> Option<String> {
+        let [sent, received] = self.traffic?.map(|bytes| thousands(bytes as usize));
+        Some(format!(
+            "a step sends {sent} bytes to other processes, and receives {received}"
+        ))
+    }
+
     /// Takes a step; the losses over the batch and the norm of its gradients.
     pub fn take(&mut self, batch: Batch) -> Result<Measured<f64>> {
+        let before = self.processes.as_ref().map(|of| of.traffic());
+        let measured = self.step(batch)?;
+        let after = self.processes.as_ref().map(|of| of.traffic());
+        let during =
+            |(before, after): ([u64; 2], [u64; 2])| [0, 1].map(|way| after[way] - before[way]);
+        self.traffic = before.zip(after).map(during);
+        Ok(measured)
+    }
+
+    fn step(&mut self, batch: Batch) -> Result<Measured<f64>> {
         let learning_rate = batch.learning_rate;
         let parts = parts(batch, self.devices.len() / self.share)?.into_iter();
         let parts = parts.flat_map(|part| repeat_n(part, self.share));

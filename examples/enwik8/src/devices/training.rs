@@ -94,6 +94,9 @@ impl Training {
     }
 
     pub fn describe(&self) -> Option<String> {
-        self.steps().describe()
+        match self {
+            Self::One(steps) => steps.describe(),
+            Self::Several(replicas) => replicas.describe(),
+        }
     }
 }

@@ -5,7 +5,7 @@ use std::fs;
 use crate::support::*;
 
 /// Loss and norm of each training step, and every other loss, in order.
-fn numbers(folder: &Folder, run: &str) -> Vec<[f64; 2]> {
+pub fn numbers(folder: &Folder, run: &str) -> Vec<[f64; 2]> {
     let number = |row: &serde_json::Value, name: &str| row[name].as_f64().unwrap_or_default();
     (folder.log(run).iter())
         .map(|row| [number(row, "loss"), number(row, "grad_norm")])
@@ -14,7 +14,7 @@ fn numbers(folder: &Folder, run: &str) -> Vec<[f64; 2]> {
 
 /// That the largest relative difference of two runs' numbers is below a bound; that difference.
 #[track_caller]
-fn assert_near(folder: &Folder, runs: [&str; 2], most: f64) -> f64 {
+pub fn assert_near(folder: &Folder, runs: [&str; 2], most: f64) -> f64 {
     let [a, b] = runs.map(|run| numbers(folder, run));
     assert_eq!(a.len(), b.len());
     let pairs = a.iter().flatten().zip(b.iter().flatten());

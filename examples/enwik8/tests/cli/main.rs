@@ -11,6 +11,7 @@ mod graph;
 mod images;
 mod limits;
 mod measurements;
+mod processes;
 mod reports;
 mod resume;
 mod search;

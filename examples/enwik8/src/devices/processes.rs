@@ -1,0 +1,163 @@
+//! Devices of other processes. They get the orders of threads, and give their reports, as messages.
+
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use burn::tensor::{Device, TensorData};
+use burn_blocksparse::{Message, OpError, Processes};
+
+use super::error::{DeviceFailed, ProcessLost};
+use super::group::Group;
+use super::messages::unknown;
+use super::reduce::Strategy;
+use super::worker::{Answer, Order, Replica, Report};
+use crate::checkpoint::Checkpoint;
+use crate::exit;
+
+/// How long a process that knows of a loss may take to end by itself.
+const GRACE: Duration = Duration::from_secs(10);
+
+/// Lanes of messages: orders and reports, and wishes to end the run.
+const ORDERS: u16 = 0;
+const STOPS: u16 = 1;
+
+/// This process's part of a run: others hear of its failure, and its error is theirs if one of them failed first.
+pub fn settled<T>(processes: &Processes, part: impl FnOnce() -> Result<T>) -> Result<T> {
+    processes.on_loss(|lost| {
+        thread::sleep(GRACE);
+        eprintln!("error: {}", of_loss(lost));
+        exit::at_once(1);
+    });
+    let done = part();
+    match (done, processes.lost()) {
+        (Ok(done), _) => {
+            processes.leave();
+            Ok(done)
+        }
+        (Err(_), Some(lost)) => Err(of_loss(lost)),
+        (Err(error), None) => {
+            let reason = match error.downcast_ref::<DeviceFailed>() {
+                Some(failed) => failed.reason.clone(),
+                None => format!("{error:#}"),
+            };
+            processes.fail(&reason);
+            Err(error)
+        }
+    }
+}
+
+fn of_loss(lost: OpError) -> anyhow::Error {
+    match lost {
+        OpError::Lost { rank, reason } => ProcessLost { rank, reason }.into(),
+        other => other.into(),
+    }
+}
+
+/// A process that wants the run to end tells rank 0, which ends it.
+pub fn ask_to_stop(processes: &Processes) {
+    let _ = processes.send(0, STOPS, &Message::default());
+}
+
+/// Sets `stop` once another process asks for it.
+pub fn hear_of_stops(processes: &Arc<Processes>, stop: &Arc<AtomicBool>) {
+    for rank in 1..processes.count() {
+        let (processes, stop) = (processes.clone(), stop.clone());
+        thread::spawn(move || {
+            if processes.receive(rank, STOPS).is_ok() {
+                stop.store(true, Ordering::Relaxed);
+            }
+        });
+    }
+}
+
+/// What another process begins with.
+pub(super) fn beginning(group: &Group, checkpoint: Checkpoint) -> Result<Message> {
+    let header = serde_json::to_vec(&checkpoint.header)?;
+    let parts = [header, checkpoint.model, checkpoint.optimizer];
+    let data = parts.map(|bytes| {
+        let length = bytes.len();
+        TensorData::new(bytes, [length])
+    });
+    Ok(Message {
+        words: ways(group),
+        tensors: data.into(),
+    })
+}
+
+/// What all processes must have alike.
+fn ways(group: &Group) -> Vec<u64> {
+    let by_nccl = matches!(group.strategy(), Some(Strategy::Nccl { .. }));
+    vec![group.share() as u64, by_nccl.into()]
+}
+
+/// The life of a thread of rank 0: what it would be told as a device of its own it passes on to the process of another rank.
+pub(super) fn relay(
+    rank: usize,
+    processes: &Processes,
+    device: &Device,
+    beginning: &Message,
+    orders: Receiver<Order>,
+    answers: Sender<Answer>,
+) {
+    let passed = || -> Result<()> {
+        processes.send(rank, ORDERS, beginning)?;
+        loop {
+            let report = Report::of_message(processes.receive(rank, ORDERS)?, device)?;
+            if answers.send((rank, Ok(report))).is_err() {
+                return Ok(());
+            }
+            let Ok(order) = orders.recv() else {
+                return Ok(());
+            };
+            processes.send(rank, ORDERS, &order.message()?)?;
+        }
+    };
+    if let Err(error) = passed() {
+        // Who waits for it may be gone.
+        let _ = answers.send((rank, Err(error)));
+    }
+}
+
+/// The part of a process that is not rank 0: it does what that one orders until it leaves.
+pub fn serve(group: &Group) -> Result<ExitCode> {
+    let processes = group.processes().context("no other process")?;
+    let next = || match processes.receive(0, ORDERS) {
+        Ok(message) => Ok(Some(message)),
+        Err(OpError::Left { .. }) => Ok(None),
+        Err(error) => Err(error),
+    };
+    let Some(Message { words, tensors }) = next()? else {
+        return Ok(ExitCode::SUCCESS);
+    };
+    ensure!(
+        words == ways(group),
+        "--shard, --share and --reduce must be those of rank 0: start all processes with the same flags"
+    );
+    let tensors: Result<[TensorData; 3], _> = tensors.try_into();
+    let [header, model, optimizer] = tensors.map_err(|_| unknown())?;
+    let checkpoint = Checkpoint {
+        header: serde_json::from_slice(header.as_bytes())?,
+        model: model.as_bytes().to_vec(),
+        optimizer: optimizer.as_bytes().to_vec(),
+    };
+    let named = group.own();
+    let strategy = group.strategy().context("no way to add gradients")?;
+    let way = (strategy, processes.count());
+    let mut replica = Replica::restore(processes.rank(), named, way, None, &checkpoint)?;
+    drop(checkpoint);
+    let shard = group.shards(&*replica.steps.model()?)?.pop();
+    replica.shard = shard;
+    let mut report = Report::Done;
+    loop {
+        processes.send(0, ORDERS, &report.message()?)?;
+        let Some(order) = next()? else {
+            return Ok(ExitCode::SUCCESS);
+        };
+        report = replica.obey(Order::of_message(order, &named.device)?)?;
+    }
+}
