@@ -188,8 +188,10 @@ impl Writer {
             self.windows[*text].bytes.extend(bytes);
         }
         let texts = together.iter().map(|&place| &more[place]);
-        let (steps, tokens) =
-            call_of(texts.map(|(text, bytes)| (self.windows[*text].id, &**bytes)), self.padded);
+        let (steps, tokens) = call_of(
+            texts.map(|(text, bytes)| (self.windows[*text].id, &**bytes)),
+            self.padded,
+        );
         let logits = self.decoder.all_logits(&tokens, &steps, &self.device)?;
         let [_, seq, vocab] = logits.dims();
         let logits = numbers(logits)?;
@@ -222,7 +224,7 @@ impl Writer {
         if texts.is_empty() {
             return Ok(());
         }
-        let (steps, tokens) = call_of(texts.iter().map(|(_, id, bytes)| (*id, &**bytes)));
+        let (steps, tokens) = call_of(texts.iter().map(|(_, id, bytes)| (*id, &**bytes)), 0);
         let next = self.decoder.next_rows(&tokens, &steps, &self.device)?;
         for ((place, ..), next) in texts.iter().zip(next) {
             logits[*place] = next;
@@ -264,7 +266,10 @@ fn call_of<'a>(
     texts: impl Iterator<Item = (SequenceId, &'a [u8])> + Clone,
     least: usize,
 ) -> (Vec<KvStep>, Vec<u32>) {
-    let most = texts.clone().map(|(_, bytes)| bytes.len()).fold(least, usize::max);
+    let most = texts
+        .clone()
+        .map(|(_, bytes)| bytes.len())
+        .fold(least, usize::max);
     let row = |(_, bytes): (SequenceId, &'a [u8])| {
         let tokens = bytes.iter().map(|&byte| u32::from(byte));
         tokens.chain(std::iter::repeat(0)).take(most)
