@@ -10,7 +10,7 @@ const CRATES: [(&str, usize); 6] = [
     ("crates/blocksparse", 40),
     ("crates/burn-blocksparse", 40),
     ("crates/burn-fused-ops", 45),
-    ("crates/burn-sparse-transformer", 49),
+    ("crates/burn-sparse-transformer", 50),
     ("contrib/burn-paged-attention", 40),
     ("contrib/burn-sparse-select", 50),
 ];
