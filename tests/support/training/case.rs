@@ -123,7 +123,7 @@ impl Given {
         let [a, m, b] = three(&self.shape);
         match laid {
             Laid::Plain => read(grad),
-            Laid::Turned => read(grad.reshape([b, m, a]).swap_dims(0, 2).reshape([a * m * b])),
+            Laid::Turned => read(shaped(grad, [b, m, a]).swap_dims(0, 2).flatten::<1>(0, 2)),
         }
     }
 }
